@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoder-only language models, any residual scheme.
+
+  python -m attnres_jax.main \
+    --config=configs/lm.py:size=tiny,residual=block_attnres --workdir=runs/tiny
+
+`size` picks a row of `SIZES`, `residual` a scheme, `runlocal` shrinks whatever
+was picked to a one-minute run on a laptop's CPU. Everything else is an
+override, such as `--config.optim.peak_lr=1e-3`.
+"""
+
+from attnres_jax import config as c
+
+# width, layers, heads, mlp width, blocks, T, batch, steps, peak lr
+SIZES = {
+    "micro": (64, 4, 2, 160, 4, 128, 8, 60, 3e-3),
+    "tiny": (96, 8, 4, 256, 4, 256, 12, 400, 3e-3),
+    "small": (512, 12, 8, 1376, 8, 512, 16, 5_000, 1e-3),
+    "medium": (1024, 24, 16, 2752, 8, 1024, 128, 20_000, 6e-4),
+    "large": (2048, 24, 16, 5504, 8, 2048, 256, 40_000, 3e-4),
+}
+
+
+def get_config(arg=None):
+  """Config of one run; see the module docstring."""
+  arg = c.parse_arg(arg, size="tiny", residual="block_attnres", runlocal=False)
+  width, layers, heads, mlp, blocks, length, batch, steps, lr = c.choose(
+      "size", arg.size, SIZES
+  )
+  config = c.default_config()
+  config.name = f"lm_{arg.size}_{arg.residual}"
+
+  config.model.width = width
+  config.model.num_layers = layers
+  config.model.num_heads = heads
+  config.model.mlp_width = mlp
+  config.model.residual.name = arg.residual
+  config.model.residual.num_blocks = blocks
+
+  config.data.sequence_length = length
+  config.data.batch_size = batch
+  config.optim.peak_lr = lr
+  config.optim.warmup_steps = max(10, steps // 20)
+  config.train.steps = steps
+  if arg.size in ("medium", "large"):
+    config.model.dtype = "bfloat16"
+    config.model.remat = "full"
+
+  if arg.runlocal:
+    config.model.width, config.model.num_heads = 64, 2
+    config.model.num_layers = min(layers, 4)
+    config.model.mlp_width = 160
+    config.model.dtype = "float32"
+    config.data.sequence_length, config.data.batch_size = 128, 8
+    config.train.steps, config.optim.warmup_steps = 40, 5
+    config.train.eval_every = config.train.depth_every = 20
+    config.train.eval_batches = 2
+    config.checkpoint.every_steps = 20
+  config.lock()
+  return config
