@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over depth as fast operators (Attention Residuals, 2603.15031).
+
+`depth_attention` is phase 1 of the paper's two-phase algorithm, `depth_merge`
+and `depth_merge_norm` are phase 2. The package imports nothing but JAX.
+"""
+
+from attnres_kernels.depth_attention.api import depth_attention
+from attnres_kernels.depth_merge.api import combine_mixtures
+from attnres_kernels.depth_merge.api import depth_merge
+from attnres_kernels.depth_merge.api import depth_merge_norm
+from attnres_kernels.dispatch import IMPLEMENTATIONS
+from attnres_kernels.dispatch import Implementation
+
+__all__ = [
+  "IMPLEMENTATIONS",
+  "Implementation",
+  "combine_mixtures",
+  "depth_attention",
+  "depth_merge",
+  "depth_merge_norm",
+]

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Phase 1: several queries over earlier depth sources, in one read."""

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Depth attention, the public function: checks, gradient rule, backend.
+
+Phase 1 of Algorithm 1 in Attention Residuals (arXiv:2603.15031): all queries
+of a block attend to the sources that exist when the block opens. One backward
+pass per call reads every source once and recomputes the scores from it.
+"""
+
+from collections.abc import Sequence
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from attnres_kernels import dispatch
+from attnres_kernels.depth_attention import reference
+
+
+def depth_attention(
+  query: Float[Array, "Q D"],
+  sources: Sequence[Float[Array, "*T D"]] | Float[Array, "M *T D"],
+  *,
+  num_sources: int | Int32[Array, ""] | None = None,
+  eps: float = 1e-6,
+  implementation: dispatch.Implementation | None = None,
+) -> tuple[Float[Array, "Q *T D"], Float[Array, "Q *T"]]:
+  """Mixes earlier outputs with learned queries (arXiv:2603.15031, Eq. 2-4).
+
+  Per token and query: a softmax over the M sources of query . rms_norm(source).
+
+  Args:
+    query: pseudo-queries folded with the key-norm gain, float32; zeros give
+      the plain mean.
+    sources: embedding first, then earlier outputs; any float dtype, with any
+      number of token axes. One array is a bank, of which the first
+      `num_sources` slots are valid; a sequence is never stacked.
+    num_sources: how many slots of a bank count; may be traced. What the other
+      slots hold does not matter, and their gradient is zero.
+    eps: added to the mean square inside the norm.
+    implementation: a backend by name; None takes the best that fits.
+
+  Returns:
+    The mixtures, in the dtype of `sources`, and their float32 log-normalisers
+    (nats), which `depth_merge` needs to add a further source. With no valid
+    source the mixture is 0 and the log-normaliser -inf.
+
+  Raises:
+    ValueError: the widths differ, M is zero, or a concrete count is out of range.
+    NotImplementedError: the named backend cannot run these shapes here.
+  """
+  dispatch.check_implementation(implementation)
+  query, sources, count = _check(query, sources, num_sources)
+  if implementation == "reference":
+    return reference.attend(query, sources, count, eps=eps)
+  dtype = query.dtype if query.dtype == jnp.float64 else jnp.float32
+  if jax.tree.leaves(sources)[0].dtype == jnp.float64:
+    dtype = jnp.float64
+  query = query.astype(dtype)
+  return _attend(float(eps), implementation, query, sources, count)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(eps, implementation, query_QD, sources, count):
+  out, _ = _attend_forward(eps, implementation, query_QD, sources, count)
+  return out
+
+
+def _attend_forward(eps, implementation, query_QD, sources, count):
+  out_QTD, lse_QT = dispatch.call(
+    "depth_attention",
+    "forward",
+    implementation,
+    query_QD,
+    sources,
+    count,
+    eps=eps,
+  )
+  # Sources are live in the caller anyway; the mixtures are not needed again.
+  return (out_QTD, lse_QT), (query_QD, sources, count, lse_QT)
+
+
+def _attend_backward(eps, implementation, residuals, cotangents):
+  query_QD, sources, count, lse_QT = residuals
+  dout_QTD, dlse_QT = cotangents
+  dquery_QD, dsources = dispatch.call(
+    "depth_attention",
+    "backward",
+    implementation,
+    query_QD,
+    sources,
+    count,
+    lse_QT,
+    dout_QTD,
+    dlse_QT,
+    eps=eps,
+  )
+  return dquery_QD, dsources, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _check(query, sources, num_sources):
+  query = jnp.asarray(query)
+  if query.ndim != 2 or query.shape[0] == 0:
+    raise ValueError(
+      f"query must be [Q, D] with Q >= 1, got {query.shape}"
+      f" for sources {_shapes(sources)}"
+    )
+  if isinstance(sources, (list, tuple)):
+    sources = tuple(jnp.asarray(source) for source in sources)
+    if not sources:
+      raise ValueError(
+        f"sources is empty (M = 0); query {query.shape} needs at least one"
+      )
+    if num_sources is not None:
+      raise ValueError(
+        f"num_sources={num_sources} counts the slots of a bank [M, ..., D];"
+        f" here sources are {len(sources)} separate arrays {_shapes(sources)}"
+      )
+    for source in sources[1:]:
+      if source.shape != sources[0].shape or source.dtype != sources[0].dtype:
+        raise ValueError(
+          "sources must agree in shape and dtype:"
+          f" {sources[0].shape} {sources[0].dtype}"
+          f" and {source.shape} {source.dtype}"
+        )
+    first, count = sources[0], None
+  else:
+    sources = jnp.asarray(sources)
+    if sources.ndim < 2:
+      raise ValueError(
+        f"a bank of sources must be [M, ..., D], got {sources.shape}"
+        f" for query {query.shape}"
+      )
+    if sources.shape[0] == 0:
+      raise ValueError(
+        f"the bank {sources.shape} has M = 0 slots; query {query.shape}"
+        " needs at least one"
+      )
+    first = sources[0] if sources.ndim == 2 else sources
+    count = _check_count(num_sources, sources.shape)
+  if first.ndim < 1 or first.shape[-1] != query.shape[1]:
+    raise ValueError(
+      f"widths differ: query {query.shape} and sources {_shapes(sources)}"
+    )
+  for name, array in (("query", query), ("sources", first)):
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+      raise ValueError(f"{name} must be floating point, got {array.dtype}")
+  return query, sources, count
+
+
+def _check_count(num_sources, bank_shape):
+  if num_sources is None:
+    return None
+  if isinstance(num_sources, jax.core.Tracer):
+    count = num_sources
+  else:
+    try:
+      concrete = operator.index(num_sources)
+    except TypeError as error:
+      raise ValueError(
+        f"num_sources must be an integer, got {num_sources!r}"
+      ) from error
+    if not 0 <= concrete <= bank_shape[0]:
+      raise ValueError(
+        f"num_sources={concrete} is out of range for the bank {bank_shape}:"
+        f" 0 to {bank_shape[0]}"
+      )
+    count = concrete
+  count = jnp.asarray(count)
+  if count.ndim or not jnp.issubdtype(count.dtype, jnp.integer):
+    raise ValueError(
+      "num_sources must be an integer scalar,"
+      f" got {count.dtype} {count.shape} for the bank {bank_shape}"
+    )
+  return count.astype(jnp.int32)
+
+
+def _shapes(sources) -> str:
+  if isinstance(sources, (list, tuple)):
+    return str([jnp.shape(source) for source in sources])
+  return str(jnp.shape(sources))

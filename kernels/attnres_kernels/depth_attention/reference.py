@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Depth attention as the paper writes it (Eq. 2-4): obvious and slow.
+
+Everything in float32, or float64 when any input is; gradients by autodiff.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def attend(query_QD, sources, num_sources, *, eps):
+  """One softmax per query and token over all sources."""
+  stacked = sources if isinstance(sources, jax.Array) else jnp.stack(sources)
+  dtype = jnp.promote_types(
+    jnp.float32, jnp.promote_types(query_QD.dtype, stacked.dtype)
+  )
+  source_MTD = stacked.astype(dtype)
+  num_slots = source_MTD.shape[0]
+  count = num_slots if num_sources is None else num_sources
+  valid_M = jnp.arange(num_slots) < count
+  # Whatever an unused slot holds must not leak in, not even a NaN.
+  valid_M1 = valid_M.reshape((num_slots,) + (1,) * (source_MTD.ndim - 1))
+  source_MTD = jnp.where(valid_M1, source_MTD, 0)
+
+  mean_square = jnp.mean(jnp.square(source_MTD), axis=-1, keepdims=True)
+  key_MTD = source_MTD * jax.lax.rsqrt(mean_square + eps)
+  score_QMT = jnp.einsum(
+    "qd,m...d->qm...",
+    query_QD.astype(dtype),
+    key_MTD,
+    precision=jax.lax.Precision.HIGHEST,
+  )
+  score_QMT = jnp.where(valid_M1[None, ..., 0], score_QMT, -jnp.inf)
+  # With no valid source at all every score is -inf: shift by 0, not by -inf.
+  top_QT = jnp.max(score_QMT, axis=1, keepdims=True)
+  top_QT = jax.lax.stop_gradient(jnp.where(jnp.isfinite(top_QT), top_QT, 0))
+  unnormalised_QMT = jnp.exp(score_QMT - top_QT)
+  total_QT = jnp.sum(unnormalised_QMT, axis=1)
+  empty_QT = total_QT == 0
+  safe_QT = jnp.where(empty_QT, 1, total_QT)
+  weight_QMT = unnormalised_QMT / jnp.expand_dims(safe_QT, 1)
+  out_QTD = jnp.einsum(
+    "qm...,m...d->q...d",
+    weight_QMT,
+    source_MTD,
+    precision=jax.lax.Precision.HIGHEST,
+  )
+  lse_QT = jnp.where(empty_QT, -jnp.inf, jnp.log(safe_QT) + top_QT[:, 0])
+  return out_QTD.astype(stacked.dtype), lse_QT

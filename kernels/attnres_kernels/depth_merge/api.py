@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Phase 2, the public functions: checks, gradient rules, backend.
+
+Lines 7-14 of Algorithm 1 in Attention Residuals (arXiv:2603.15031): sublayer
+by sublayer, the block's running partial sum joins the mixture of phase 1.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from attnres_kernels import dispatch
+from attnres_kernels.depth_merge import reference
+
+
+def depth_merge(
+  out: Float[Array, "*T D"],
+  lse: Float[Array, "*T"],
+  query: Float[Array, " D"],
+  partial: Float[Array, "*T D"],
+  *,
+  eps: float = 1e-6,
+  implementation: dispatch.Implementation | None = None,
+) -> Float[Array, "*T D"]:
+  """Merges one more source into a mixture of `depth_attention`.
+
+  Args:
+    out: a normalised mixture.
+    lse: its log-normaliser; -inf means the mixture is empty, +inf that the
+      partial sum does not count (its weight is then exactly 0).
+    query: the pseudo-query that made it, folded with the key-norm gain.
+    partial: the further source, usually the block's partial sum.
+    eps: added to the mean square inside the norm.
+    implementation: a backend by name; None takes the best that fits.
+
+  Returns:
+    The mixture as if `partial` had been one more source, in the dtype of `out`.
+
+  Raises:
+    ValueError: the shapes do not fit together.
+    NotImplementedError: the named backend cannot run these shapes here.
+  """
+  dispatch.check_implementation(implementation)
+  _check(out, lse, query, partial)
+  if implementation == "reference":
+    return reference.merge(out, lse, query, partial, eps=eps)
+  dtype = _accumulator(out, query, partial)
+  options = (float(eps), 0.0, implementation)
+  _, mixed = _merge(
+    options,
+    out,
+    lse.astype(dtype),
+    query.astype(dtype),
+    partial,
+    None,
+    None,
+  )
+  return mixed
+
+
+def depth_merge_norm(
+  out: Float[Array, "*T D"],
+  lse: Float[Array, "*T"],
+  query: Float[Array, " D"],
+  partial: Float[Array, "*T D"],
+  update: Float[Array, "*T D"] | None,
+  gain: Float[Array, " D"],
+  *,
+  eps: float = 1e-6,
+  norm_eps: float = 1e-6,
+  implementation: dispatch.Implementation | None = None,
+) -> tuple[Float[Array, "*T D"], Float[Array, "*T D"]]:
+  """All between two sublayers in one pass: add, score, merge, pre-norm.
+
+  Args:
+    out: as in `depth_merge`.
+    lse: as in `depth_merge`; +inf at the first sublayer of a block.
+    query: as in `depth_merge`.
+    partial: the block's partial sum before `update`; may be wider than `out`,
+      such as float32 beside bfloat16.
+    update: the last sublayer's output, which is added to `partial`; None adds
+      nothing.
+    gain: the gain of the next sublayer's pre-norm.
+    eps: added to the mean square of the partial sum when it is scored.
+    norm_eps: added to the mean square inside the pre-norm.
+    implementation: a backend by name; None takes the best that fits.
+
+  Returns:
+    The new partial sum, in the dtype of `partial`, and the next sublayer's
+    input rms_norm(mixture) * gain, in the dtype of `out`.
+
+  Raises:
+    ValueError: the shapes do not fit together.
+    NotImplementedError: the named backend cannot run these shapes here.
+  """
+  dispatch.check_implementation(implementation)
+  _check(out, lse, query, partial)
+  if update is not None and update.shape != partial.shape:
+    raise ValueError(
+      f"shapes differ: update {update.shape} and partial {partial.shape}"
+    )
+  if gain.shape != query.shape:
+    raise ValueError(f"shapes differ: gain {gain.shape}, query {query.shape}")
+  if implementation == "reference":
+    return reference.merge_norm(
+      out, lse, query, partial, update, gain, eps=eps, norm_eps=norm_eps
+    )
+  dtype = _accumulator(out, query, partial)
+  total, normed = _merge(
+    (float(eps), float(norm_eps), implementation),
+    out,
+    lse.astype(dtype),
+    query.astype(dtype),
+    partial,
+    update,
+    gain.astype(dtype),
+  )
+  return (partial if update is None else total), normed
+
+
+def combine_mixtures(
+  out_a: Float[Array, "*T D"],
+  lse_a: Float[Array, "*T"],
+  out_b: Float[Array, "*T D"],
+  lse_b: Float[Array, "*T"],
+) -> tuple[Float[Array, "*T D"], Float[Array, "*T"]]:
+  """Joins mixtures over two disjoint sets of sources; associative.
+
+  Args:
+    out_a: a normalised mixture.
+    lse_a: its log-normaliser, -inf for an empty set.
+    out_b: another one, over other sources with the same query.
+    lse_b: its log-normaliser.
+
+  Returns:
+    The mixture over both sets, in the dtype of `out_a`, and its
+    log-normaliser.
+  """
+  if out_a.shape != out_b.shape or lse_a.shape != lse_b.shape:
+    raise ValueError(
+      f"shapes differ: {out_a.shape} {lse_a.shape}"
+      f" and {out_b.shape} {lse_b.shape}"
+    )
+  # Two empty sets: -inf - -inf is NaN, so shift by 0 instead.
+  top = jnp.maximum(lse_a, lse_b)
+  top = jax.lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0))
+  exp_a, exp_b = jnp.exp(lse_a - top), jnp.exp(lse_b - top)
+  total = exp_a + exp_b
+  safe = jnp.where(total == 0, 1, total)
+  lse = jnp.where(total == 0, -jnp.inf, jnp.log(safe) + top)
+  out = (exp_a / safe)[..., None] * out_a.astype(safe.dtype)
+  out += (exp_b / safe)[..., None] * out_b.astype(safe.dtype)
+  return out.astype(out_a.dtype), lse
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _merge(options, out, lse, query, partial, update, gain):
+  eps, norm_eps, implementation = options
+  return dispatch.call(
+    "depth_merge",
+    "forward",
+    implementation,
+    out,
+    lse,
+    query,
+    partial,
+    update,
+    gain,
+    eps=eps,
+    norm_eps=norm_eps,
+  )
+
+
+def _merge_forward(options, out, lse, query, partial, update, gain):
+  total, mixed = _merge(options, out, lse, query, partial, update, gain)
+  kept = partial if update is None else total
+  # Zero-sized: only its dtype is wanted, for the gradient of the update.
+  update_like = None if update is None else jnp.zeros((0,), update.dtype)
+  return (total, mixed), (out, lse, query, kept, gain, update_like)
+
+
+def _merge_backward(options, residuals, cotangents):
+  eps, norm_eps, implementation = options
+  out, lse, query, total, gain, update_like = residuals
+  dtotal, dmixed = cotangents
+  dout, dlse, dquery, dpartial, dgain = dispatch.call(
+    "depth_merge",
+    "backward",
+    implementation,
+    out,
+    lse,
+    query,
+    total,
+    gain,
+    dtotal,
+    dmixed,
+    eps=eps,
+    norm_eps=norm_eps,
+  )
+  dupdate = None
+  if update_like is not None:
+    dupdate = dpartial.astype(update_like.dtype)
+  return dout, dlse, dquery, dpartial, dupdate, dgain
+
+
+_merge.defvjp(_merge_forward, _merge_backward)
+
+
+def _check(out, lse, query, partial):
+  if query.ndim != 1:
+    raise ValueError(f"query must be [D], got {query.shape}; out {out.shape}")
+  if out.ndim < 1 or out.shape[-1] != query.shape[0]:
+    raise ValueError(f"widths differ: out {out.shape}, query {query.shape}")
+  if partial.shape != out.shape:
+    raise ValueError(f"shapes differ: partial {partial.shape}, out {out.shape}")
+  if lse.shape != out.shape[:-1]:
+    raise ValueError(f"shapes differ: lse {lse.shape} and out {out.shape}")
+
+
+def _accumulator(*arrays):
+  return jnp.result_type(jnp.float32, *(array.dtype for array in arrays))

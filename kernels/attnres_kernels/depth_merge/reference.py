@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Phase 2 as the mathematics says it: obvious, gradients by autodiff."""
+
+import jax
+import jax.numpy as jnp
+
+
+def merge(out_TD, lse_T, query_D, partial_TD, *, eps):
+  """The mixture as if `partial` had been one more source."""
+  dtype = _accumulator(out_TD, lse_T, query_D, partial_TD)
+  mixed_TD = _mix(out_TD, lse_T, query_D, partial_TD.astype(dtype), eps)
+  return mixed_TD.astype(out_TD.dtype)
+
+
+def merge_norm(
+  out_TD, lse_T, query_D, partial_TD, update_TD, gain_D, *, eps, norm_eps
+):
+  """Adds the update, merges, and applies the next sublayer's pre-norm."""
+  dtype = _accumulator(out_TD, lse_T, query_D, partial_TD)
+  total_TD = partial_TD.astype(dtype)
+  if update_TD is not None:
+    total_TD = total_TD + update_TD.astype(dtype)
+  mixed_TD = _mix(out_TD, lse_T, query_D, total_TD, eps)
+  normed_TD = _rms_norm(mixed_TD, norm_eps) * _row(gain_D, dtype, mixed_TD)
+  return total_TD.astype(partial_TD.dtype), normed_TD.astype(out_TD.dtype)
+
+
+def _mix(out_TD, lse_T, query_D, partial_TD, eps):
+  dtype = partial_TD.dtype
+  key_TD = _rms_norm(partial_TD, eps)
+  score_T = jnp.sum(key_TD * _row(query_D, dtype, key_TD), axis=-1)
+  # Both at once: a softmax over two log-weights, the mixture's and the score.
+  keep_T = jax.nn.sigmoid(lse_T - score_T)[..., None]
+  take_T = jax.nn.sigmoid(score_T - lse_T)[..., None]
+  return keep_T * out_TD.astype(dtype) + take_T * partial_TD
+
+
+def _rms_norm(x_TD, eps):
+  mean_square = jnp.mean(jnp.square(x_TD), axis=-1, keepdims=True)
+  return x_TD * jax.lax.rsqrt(mean_square + eps)
+
+
+def _row(x_D, dtype, like_TD):
+  return x_D.astype(dtype).reshape((1,) * (like_TD.ndim - 1) + (-1,))
+
+
+def _accumulator(*arrays):
+  return jnp.result_type(jnp.float32, *(array.dtype for array in arrays))

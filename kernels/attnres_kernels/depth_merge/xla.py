@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Phase 2 in plain JAX, forward and backward by hand.
+
+Two passes over a token's row are enough: one for the sums that decide the
+weights, one that writes. All statistics are in the accumulation dtype.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def forward(
+  out_TD, lse_T, query_D, partial_TD, update_TD, gain_D, *, eps, norm_eps
+):
+  """Returns (new partial, merged or merged and normed)."""
+  dtype = query_D.dtype
+  total_TD = _add(partial_TD, update_TD, dtype)
+  score_T, _ = _score(total_TD, query_D, eps)
+  keep_T, take_T = _two_weights(lse_T, score_T)
+  mixed_TD = keep_T[..., None] * out_TD.astype(dtype)
+  mixed_TD += take_T[..., None] * total_TD
+  if gain_D is not None:
+    inverse_T = _inverse_rms(mixed_TD, norm_eps)
+    mixed_TD *= inverse_T[..., None]
+    mixed_TD *= _row(gain_D, mixed_TD)
+  new_partial = None
+  if update_TD is not None:
+    new_partial = total_TD.astype(partial_TD.dtype)
+  return new_partial, mixed_TD.astype(out_TD.dtype)
+
+
+def backward(
+  out_TD,
+  lse_T,
+  query_D,
+  total_TD,
+  gain_D,
+  dtotal_TD,
+  dmixed_TD,
+  *,
+  eps,
+  norm_eps,
+):
+  """Returns the gradients of out, lse, query, total and gain.
+
+  `total` is the new partial sum: the old one and the update share its
+  gradient. It is the rounded one that was stored; the forward pass scored it
+  before rounding, a difference of the order of the storage precision.
+  """
+  dtype = query_D.dtype
+  width = query_D.shape[-1]
+  total = total_TD.astype(dtype)
+  out = out_TD.astype(dtype)
+  score_T, inverse_T = _score(total, query_D, eps)
+  keep_T, take_T = _two_weights(lse_T, score_T)
+  dmixed = dmixed_TD.astype(dtype)
+  dgain_D = None
+  if gain_D is not None:
+    mixed_TD = keep_T[..., None] * out + take_T[..., None] * total
+    norm_T = _inverse_rms(mixed_TD, norm_eps)
+    pulled_TD = dmixed * _row(gain_D, dmixed)
+    along_T = jnp.sum(pulled_TD * mixed_TD, axis=-1) * norm_T**3 / width
+    tokens = tuple(range(mixed_TD.ndim - 1))
+    dgain_D = jnp.sum(dmixed * (mixed_TD * norm_T[..., None]), axis=tokens)
+    dmixed = norm_T[..., None] * pulled_TD - along_T[..., None] * mixed_TD
+  dscore_T = keep_T * take_T * jnp.sum(dmixed * (total - out), axis=-1)
+  dout_TD = keep_T[..., None] * dmixed
+  pull_T = dscore_T * inverse_T
+  bend_T = dscore_T * score_T * inverse_T**2 / width
+  dpartial = take_T[..., None] * dmixed - bend_T[..., None] * total
+  dpartial += pull_T[..., None] * _row(query_D, dpartial)
+  if dtotal_TD is not None:
+    dpartial += dtotal_TD.astype(dtype)
+  dquery_D = jnp.einsum("...,...d->d", pull_T, total)
+  return (
+    dout_TD.astype(out_TD.dtype),
+    -dscore_T,
+    dquery_D,
+    dpartial.astype(total_TD.dtype),
+    dgain_D,
+  )
+
+
+def _add(partial_TD, update_TD, dtype):
+  total_TD = partial_TD.astype(dtype)
+  return total_TD if update_TD is None else total_TD + update_TD.astype(dtype)
+
+
+def _score(total_TD, query_D, eps):
+  inverse_T = _inverse_rms(total_TD, eps)
+  product_T = jnp.einsum(
+    "...d,d->...", total_TD, query_D, precision=jax.lax.Precision.HIGHEST
+  )
+  return product_T * inverse_T, inverse_T
+
+
+def _two_weights(lse_T, score_T):
+  # Each from its own side, so that the smaller one keeps its digits.
+  return jax.nn.sigmoid(lse_T - score_T), jax.nn.sigmoid(score_T - lse_T)
+
+
+def _inverse_rms(x_TD, eps):
+  return jax.lax.rsqrt(jnp.mean(jnp.square(x_TD), axis=-1) + eps)
+
+
+def _row(x_D, like_TD):
+  return x_D.astype(like_TD.dtype).reshape((1,) * (like_TD.ndim - 1) + (-1,))
