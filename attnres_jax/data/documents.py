@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents: what every text source yields, and how they are split.
+
+A split is decided per document by a hash of its key, never by position, so
+that near-duplicates inside one file do not leak from training to validation,
+and so that adding documents moves none of the others.
+"""
+
+import hashlib
+from typing import Any, Iterator, NamedTuple, Protocol
+
+TRAIN = "train"
+VALIDATION = "validation"
+SPLITS = (TRAIN, VALIDATION)
+
+
+class Document(NamedTuple):
+  """A text with the key whose hash decides its split.
+
+  Attributes:
+    key: the relative path of a file, or the hash of a record's text.
+    text: UTF-8 bytes.
+  """
+
+  key: str
+  text: bytes
+
+
+class Documents(Protocol):
+  """A text source: documents in a fixed order."""
+
+  def __len__(self) -> int:
+    """How many documents there are."""
+    ...
+
+  def iterate(self, start: int = 0) -> Iterator[Document]:
+    """Yields the documents from number `start` on."""
+    ...
+
+  def describe(self) -> dict[str, Any]:
+    """What this is, JSON-able, with what identifies its content."""
+    ...
+
+
+def split_of(key: str, validation_fraction: float) -> str:
+  """`train` or `validation`, by the SHA-256 of the key."""
+  head = hashlib.sha256(key.encode()).digest()[:8]
+  position = int.from_bytes(head, "big") / 2**64
+  return VALIDATION if position < validation_fraction else TRAIN
+
+
+def content_key(text: bytes) -> str:
+  """The key of a record that has no name: equal texts share a split."""
+  return hashlib.sha256(text).hexdigest()

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents packed into rows of T+1 tokens, without padding.
+
+All documents of a split stand in one line, each opened by a separator. Row r
+holds tokens r T to r T + T inclusive: T inputs and, shifted by one, T targets.
+Neighbouring rows share one token, the last target of one and the first input
+of the next, so every token but the very first is predicted exactly once per
+epoch. The incomplete row at the end is dropped.
+
+The separator belongs to the document that it opens: with segment ids, the
+first token of a document is predicted from its separator alone.
+"""
+
+import numpy as np
+
+from attnres_jax.data import tokens as tokens_lib
+
+
+class PackedRows:
+  """Random access to packed rows, the source of a `grain.MapDataset`."""
+
+  def __init__(
+    self,
+    tokens: tokens_lib.Tokens,
+    sequence_length: int,
+    *,
+    segment_ids: bool = False,
+  ):
+    """Rows of `tokens`.
+
+    Args:
+      tokens: the documents in one line.
+      sequence_length: T, targets per row.
+      segment_ids: also number the documents of a row; needs a separator.
+    """
+    if segment_ids and tokens.separator_id is None:
+      raise ValueError("segment ids need tokens with a separator")
+    self._tokens = tokens
+    self._length = sequence_length
+    self._segment_ids = segment_ids
+
+  def __len__(self) -> int:
+    return max(0, len(self._tokens) - 1) // self._length
+
+  def __getitem__(self, row: int) -> dict[str, np.ndarray]:
+    """{"tokens": int32 [T+1]} and, if asked for, "segment_ids" likewise."""
+    if not 0 <= row < len(self):
+      raise IndexError(f"row {row} of {len(self)}")
+    start = row * self._length
+    ids = self._tokens.read(start, start + self._length + 1)
+    if not self._segment_ids:
+      return {"tokens": ids}
+    return {
+      "tokens": ids,
+      "segment_ids": number_documents(ids, self._tokens.separator_id),
+    }
+
+
+def number_documents(ids: np.ndarray, separator_id: int) -> np.ndarray:
+  """Numbers the documents of a row from 1; 0 is left to mean padding."""
+  opened = np.cumsum(ids == separator_id, dtype=np.int32)
+  return opened - opened[0] + np.int32(1)

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finding and opening data files, local or in a bucket.
+
+Paths go through etils.epath, so `gs://` works where the matching client is
+installed. Files are read through a memory map or a library that wants a local
+file name, so a remote file is first copied into a cache folder, once, whole:
+`$ATTNRES_JAX_CACHE`, or `~/.cache/attnres_jax`.
+"""
+
+import glob
+import hashlib
+import os
+import pathlib
+import shutil
+from typing import Sequence
+
+from etils import epath
+
+from attnres_jax import config as config_lib
+
+
+def list_files(
+  field: str, path: str, suffixes: Sequence[str] = ()
+) -> list[epath.Path]:
+  """Files named by `path` (a file, a folder or a glob), sorted.
+
+  Args:
+    field: of the configuration, for the error.
+    path: a file; a folder, searched recursively; or a glob, with `**` for any
+      folders. Hidden files and folders inside a folder are left out.
+    suffixes: accepted endings inside a folder; empty takes every file. A file
+      or glob is taken as it is.
+
+  Raises:
+    ConfigError: nothing is there.
+  """
+  root = epath.Path(path).expanduser()
+  if glob.has_magic(path):
+    base, pattern = _split_glob(root)
+    files = [p for p in base.glob(pattern) if p.is_file()]
+  elif root.is_file():
+    files = [root]
+  elif root.is_dir():
+    files = [p for p in root.rglob("*") if _wanted(p, root, suffixes)]
+  else:
+    files = []
+  if not files:
+    kind = " or ".join(f"*{s}" for s in suffixes) or "files"
+    config_lib.fail(field, path, f"a file, or a folder or glob with {kind}")
+  return sorted(files)
+
+
+def relative_names(path: str, files: Sequence[epath.Path]) -> list[str]:
+  """Names of `files` below the folder that `path` stands for."""
+  root = epath.Path(path).expanduser()
+  if glob.has_magic(path):
+    root = _split_glob(root)[0]
+  elif root.is_file():
+    root = root.parent
+  return [file.relative_to(root).as_posix() for file in files]
+
+
+def local_file(path: epath.Path) -> str:
+  """A local file with the content of `path`: itself, or its cached copy."""
+  name = os.fspath(path)
+  if not is_remote(path):
+    return name
+  folder = os.environ.get("ATTNRES_JAX_CACHE")
+  folder = pathlib.Path(folder or "~/.cache/attnres_jax").expanduser()
+  return str(cached_copy(path, folder))
+
+
+def is_remote(path: epath.Path) -> bool:
+  return "://" in os.fspath(path)
+
+
+def cached_copy(path: epath.Path, folder: pathlib.Path) -> pathlib.Path:
+  """Copies `path` into `folder` unless a copy of this version is there.
+
+  A version is the address, the length and the modification time. The copy
+  appears under its final name only when it is whole.
+  """
+  stat = path.stat()
+  version = f"{os.fspath(path)} {stat.length} {stat.mtime}"
+  key = hashlib.sha256(version.encode()).hexdigest()[:16]
+  copy = folder / key / path.name
+  if not copy.exists():
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    partial = copy.with_name(f"{copy.name}.{os.getpid()}.tmp")
+    with path.open("rb") as source, partial.open("wb") as target:
+      shutil.copyfileobj(source, target, length=1 << 24)
+    partial.replace(copy)
+  return copy
+
+
+def _split_glob(root: epath.Path) -> tuple[epath.Path, str]:
+  parts = root.parts
+  first = next(i for i, part in enumerate(parts) if glob.has_magic(part))
+  base = epath.Path(*parts[:first]) if first else epath.Path(".")
+  return base, "/".join(parts[first:])
+
+
+def _wanted(
+  path: epath.Path, root: epath.Path, suffixes: Sequence[str]
+) -> bool:
+  inside = path.relative_to(root).parts
+  if any(part.startswith(".") for part in inside) or not path.is_file():
+    return False
+  return not suffixes or path.name.endswith(tuple(suffixes))

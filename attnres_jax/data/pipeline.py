@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a config to batches: shuffle, repeat, batch, slice per process.
+
+The order is one `grain.MapDataset` over packed rows. Training shuffles all
+rows of an epoch, every epoch anew, and goes on without end; the stream of
+global batches is cut from it, and process p of P takes the p-th of the P equal
+parts of every batch. So batch n is a function of the config and of n alone:
+the position is one number, the same whatever the number of processes, and any
+position is reached at once. Validation is one pass in an order that is fixed
+and mixed, so that its first few batches are a fair sample.
+
+Rows are read ahead by threads; there are no worker processes, as copying ids
+out of a memory map does not need them. Nothing here touches a JAX device.
+"""
+
+import hashlib
+import json
+from typing import Any, Iterator, Mapping
+
+import grain
+import numpy as np
+
+from attnres_jax import config as config_lib
+from attnres_jax.data import documents
+from attnres_jax.data import packing
+from attnres_jax.data import sources
+from attnres_jax.data import tokenizer as tokenizer_lib
+from attnres_jax.data import tokens as tokens_lib
+
+Batch = dict[str, np.ndarray]
+
+# The order of validation is part of what a validation loss means.
+_VALIDATION_SEED = 0
+_READ_AHEAD_BATCHES = 8
+
+
+def open_dataset(
+  config: config_lib.DataConfig,
+  split: str,
+  *,
+  process_index: int = 0,
+  process_count: int = 1,
+) -> "Dataset":
+  """Opens a split, checking everything that can be checked without a device.
+
+  Args:
+    config: source, tokenizer, row length, global batch size.
+    split: "train" or "validation".
+    process_index: which part of each global batch is ours.
+    process_count: how many parts there are.
+
+  Raises:
+    ConfigError: naming the field, its value and what is accepted.
+    ImportError: an optional library is missing; says what to install.
+  """
+  if split not in documents.SPLITS:
+    raise ValueError(f"split {split!r}: expected one of {documents.SPLITS}")
+  if not 0 <= process_index < process_count:
+    raise ValueError(
+      f"process_index {process_index}: expected 0 to {process_count - 1}"
+    )
+  if config.batch_size % process_count:
+    config_lib.fail(
+      "data.batch_size",
+      config.batch_size,
+      f"a multiple of the number of processes, {process_count}",
+    )
+  if not 0 <= config.seed < 2**32:
+    config_lib.fail("data.seed", config.seed, "a number from 0 to 2**32 - 1")
+  opener = config_lib.choose("data.source", config.source, sources.SOURCES)
+  tokenizer = tokenizer_lib.make_tokenizer(config)
+  tokens = opener(config, split, tokenizer)
+  _check_size(config, split, tokens)
+  return Dataset(
+    config, split, tokens, tokenizer.describe(), process_index, process_count
+  )
+
+
+class Dataset:
+  """A split of the data, opened; `batches` reads it.
+
+  Attributes:
+    num_rows: rows of one epoch.
+    num_tokens: ids of the split, separators included.
+    num_batches: whole global batches in one epoch.
+  """
+
+  def __init__(
+    self,
+    config: config_lib.DataConfig,
+    split: str,
+    tokens: tokens_lib.Tokens,
+    tokenizer: dict[str, Any],
+    process_index: int,
+    process_count: int,
+  ):
+    self._config = config
+    self._split = split
+    self._tokens = tokens
+    self._tokenizer = tokenizer
+    self._rows = packing.PackedRows(
+      tokens, config.sequence_length, segment_ids=config.segment_ids
+    )
+    self._process_index = process_index
+    self._process_count = process_count
+    self.num_rows = len(self._rows)
+    self.num_tokens = len(tokens)
+    self.num_batches = self.num_rows // config.batch_size
+
+  def describe(self) -> dict[str, Any]:
+    """What is read, JSON-able: goes into the run's folder."""
+    return self._tokens.description | {
+      "tokenizer": self._tokenizer,
+      "tokens": self.num_tokens,
+      "rows": self.num_rows,
+      "fingerprint": self.identity()["content"],
+    }
+
+  def identity(self) -> dict[str, Any]:
+    """What batch n depends on besides n; independent of the processes."""
+    content = json.dumps(
+      [self._tokens.description, self._tokenizer, self.num_tokens],
+      sort_keys=True,
+    )
+    config = self._config
+    return {
+      "content": hashlib.sha256(content.encode()).hexdigest()[:16],
+      "split": self._split,
+      "sequence_length": config.sequence_length,
+      "batch_size": config.batch_size,
+      "segment_ids": config.segment_ids,
+      "seed": config.seed if self._split == documents.TRAIN else None,
+    }
+
+  def batches(self, start_batch: int = 0) -> "Batches":
+    """Iterates over this process's rows, from a global batch on.
+
+    Args:
+      start_batch: reached at once, however large.
+    """
+    rows = grain.MapDataset.source(self._rows)
+    if self._split == documents.TRAIN:
+      rows = rows.seed(self._config.seed).shuffle().repeat()
+    else:
+      rows = rows.seed(_VALIDATION_SEED).shuffle()
+      rows = rows[: self.num_batches * self._config.batch_size]
+    # Consecutive groups of rows, every P-th of them ours: the groups of all
+    # processes, in order, are the global batch.
+    local = rows.batch(self._config.batch_size // self._process_count)
+    local = local[self._process_index :: self._process_count]
+    threads = self._config.num_threads
+    options = grain.ReadOptions(
+      num_threads=threads,
+      prefetch_buffer_size=_READ_AHEAD_BATCHES if threads else 0,
+    )
+    iterator = iter(local.to_iter_dataset(options))
+    return Batches(iterator, self.identity(), start_batch)
+
+
+class Batches:
+  """An iterator of numpy batches whose position can be saved.
+
+  A batch is {"tokens": int32 [B, T+1]} and, with `config.segment_ids`,
+  "segment_ids" of the same shape.
+  """
+
+  def __init__(
+    self,
+    iterator: grain.DatasetIterator,
+    identity: Mapping[str, Any],
+    start_batch: int,
+  ):
+    self._iterator = iterator
+    self._identity = dict(identity)
+    self._seek(start_batch)
+
+  def __iter__(self) -> Iterator[Batch]:
+    return self
+
+  def __next__(self) -> Batch:
+    return next(self._iterator)
+
+  def get_state(self) -> dict[str, Any]:
+    """The next global batch and what it is a batch of; JSON-able."""
+    return {
+      "next_batch": self._iterator.get_state()["next_index"],
+      "dataset": dict(self._identity),
+    }
+
+  def set_state(self, state: Mapping[str, Any]) -> None:
+    """Goes on where `get_state` was, on any number of processes.
+
+    Raises:
+      ValueError: the state is of other data, or of another batch size, row
+        length or seed, with which the position would mean something else.
+    """
+    saved = state["dataset"]
+    differing = [
+      f"{name} (saved {saved.get(name)!r}, now {value!r})"
+      for name, value in self._identity.items()
+      if saved.get(name) != value
+    ]
+    if differing:
+      raise ValueError(
+        "data position: saved on other data, which differs in "
+        + ", ".join(differing)
+        + "; start with batches(start_batch=n) to read this data instead"
+      )
+    self._seek(state["next_batch"])
+
+  def close(self) -> None:
+    """Ends the read-ahead threads."""
+    self._iterator.close()
+
+  def _seek(self, batch: int) -> None:
+    if batch < 0:
+      raise ValueError(f"start_batch {batch}: expected at least 0")
+    try:
+      self._iterator.set_state({"next_index": batch})
+    except IndexError as error:
+      raise ValueError(f"start_batch {batch}: past the end of the data") from (
+        error
+      )
+
+
+def _check_size(
+  config: config_lib.DataConfig, split: str, tokens: tokens_lib.Tokens
+) -> None:
+  if not len(tokens):
+    if config.source == "tokens" or config.validation_path:
+      config_lib.fail("data.path", config.path, f"any {split} tokens at all")
+    config_lib.fail(
+      "data.validation_fraction",
+      config.validation_fraction,
+      f"a fraction that leaves the {split} split any documents at all",
+    )
+  if config.segment_ids and tokens.separator_id is None:
+    config_lib.fail(
+      "data.segment_ids",
+      True,
+      'token files that all declare the same "separator_id"',
+    )
+  if config.sequence_length >= len(tokens):
+    config_lib.fail(
+      "data.sequence_length",
+      config.sequence_length,
+      f"less than the {len(tokens)} tokens of the {split} split",
+    )
+  num_rows = (len(tokens) - 1) // config.sequence_length
+  if split == documents.VALIDATION and num_rows < config.batch_size:
+    config_lib.fail(
+      "data.batch_size",
+      config.batch_size,
+      f"at most the {num_rows} rows of the validation split",
+    )

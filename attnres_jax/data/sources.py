@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where tokens come from: the registry of sources by name.
+
+`tokens` maps files of ids into memory; every other source is text, tokenised
+in memory when it is opened. That takes well under a second for the embedded
+corpus and minutes for gigabytes, once per process: run
+`python -m attnres_jax.data.prepare` on those, and read the token files.
+"""
+
+import hashlib
+from typing import Callable
+
+import numpy as np
+import tqdm
+
+from attnres_jax import config as config_lib
+from attnres_jax.data import documents
+from attnres_jax.data import stdlib
+from attnres_jax.data import text
+from attnres_jax.data import token_files
+from attnres_jax.data import tokenizer as tokenizer_lib
+from attnres_jax.data import tokens as tokens_lib
+
+# Text of this size is encoded at once, so that a library can use its threads.
+_ENCODE_BYTES = 1 << 20
+
+
+def _open_stdlib(
+  config: config_lib.DataConfig, field: str, path: str
+) -> documents.Documents:
+  del config, field, path  # There is only one.
+  return stdlib.StdlibDocuments()
+
+
+TEXT_SOURCES: dict[str, Callable[..., documents.Documents]] = {
+  "arrayrecord": text.ArrayRecordDocuments,
+  "jsonl": text.JsonlDocuments,
+  "parquet": text.ParquetDocuments,
+  "stdlib": _open_stdlib,
+  "text": text.FolderDocuments,
+}
+"""Name to opener (config, field, path): what `prepare` can read."""
+
+
+def open_documents(
+  config: config_lib.DataConfig, split: str
+) -> tuple[documents.Documents, float | None]:
+  """Opens the text that holds a split.
+
+  Returns:
+    The documents, and the fraction of them held out by hash; None where the
+    validation split has a path of its own and each path is one whole split.
+  """
+  opener = config_lib.choose("data.source", config.source, TEXT_SOURCES)
+  if not config.validation_path or config.source == "stdlib":
+    opened = opener(config, "data.path", config.path)
+    return opened, config.validation_fraction
+  if split == documents.TRAIN:
+    return opener(config, "data.path", config.path), None
+  return opener(config, "data.validation_path", config.validation_path), None
+
+
+def in_split(
+  document: documents.Document, split: str, fraction: float | None
+) -> bool:
+  """Whether a document of `open_documents` belongs to the split."""
+  return fraction is None or documents.split_of(document.key, fraction) == split
+
+
+def open_text(
+  config: config_lib.DataConfig,
+  split: str,
+  tokenizer: tokenizer_lib.Tokenizer,
+) -> tokens_lib.Tokens:
+  """Tokenises the documents of a split in memory, separators included."""
+  source, fraction = open_documents(config, split)
+  dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+  digest = hashlib.sha256()
+  num_documents = num_bytes = 0
+  arrays, batch, batch_bytes = [], [], 0
+
+  def flush() -> None:
+    for ids in tokenizer.encode_batch(batch):
+      arrays.append(np.asarray([tokenizer.separator_id], dtype))
+      arrays.append(ids.astype(dtype))
+    batch.clear()
+
+  # A bar that appears only if this takes long enough to wonder.
+  progress = tqdm.tqdm(
+    source.iterate(),
+    total=len(source),
+    desc=f"tokenising {config.source} ({split})",
+    unit="doc",
+    delay=3.0,
+  )
+  for document in progress:
+    if not document.text or not in_split(document, split, fraction):
+      continue
+    digest.update(document.text)
+    num_documents += 1
+    num_bytes += len(document.text)
+    batch.append(document.text)
+    batch_bytes += len(document.text)
+    if batch_bytes >= _ENCODE_BYTES:
+      flush()
+      batch_bytes = 0
+  flush()
+  ids = np.concatenate(arrays) if arrays else np.zeros(0, dtype)
+  return tokens_lib.Tokens(
+    [ids],
+    vocab_size=tokenizer.vocab_size,
+    separator_id=tokenizer.separator_id,
+    description=source.describe()
+    | {
+      "split": split,
+      "split_rule": describe_split(fraction),
+      "split_documents": num_documents,
+      "split_bytes": num_bytes,
+      "split_sha256": digest.hexdigest(),
+    },
+  )
+
+
+def describe_split(fraction: float | None) -> str:
+  if fraction is None:
+    return "each split has a path of its own"
+  return (
+    "a document is validation if the first 8 bytes of the SHA-256 of its key"
+    f" (relative path, or SHA-256 of its text) are below {fraction:g} of"
+    " their range"
+  )
+
+
+SOURCES: dict[str, Callable[..., tokens_lib.Tokens]] = {
+  "tokens": token_files.open_tokens,
+} | dict.fromkeys(TEXT_SOURCES, open_text)
+"""Name to opener (config, split, tokenizer): what `open_dataset` can read."""

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The embedded corpus: the running Python's own library and help topics.
+
+Real text that every machine has: about 11 MB of source code and 0.5 MB of
+English prose (the language reference, as shown by `help("topics")`), read from
+the user's installation and never copied into this repository. It changes with
+the interpreter, so `describe()` says which one it was.
+
+Left out are tests (they are as large as the library and repetitive), packages
+installed beside the library, the file that the topics come from (it would
+repeat them) and the build settings (`_sysconfigdata*`, different on every
+machine).
+"""
+
+import functools
+import hashlib
+import os
+import pathlib
+import platform
+import sysconfig
+from typing import Any, Iterator
+
+from attnres_jax import config as config_lib
+from attnres_jax.data import documents
+
+_LEFT_OUT_FOLDERS = frozenset({
+    "__pycache__", "dist-packages", "idle_test", "site-packages", "test",
+    "tests",
+})  # fmt: skip
+_TOPICS_FILE = "pydoc_data/topics.py"
+
+
+class StdlibDocuments:
+  """One document per source file, then one per help topic, sorted by key."""
+
+  def __init__(self, root: str | None = None):
+    """Reads everything: about 12 MB, held once per process.
+
+    Args:
+      root: of the library; the running Python's by default.
+    """
+    self._root = root or sysconfig.get_path("stdlib")
+    self._files, self._topics = _read(self._root)
+
+  def __len__(self) -> int:
+    return len(self._files) + len(self._topics)
+
+  def iterate(self, start: int = 0) -> Iterator[documents.Document]:
+    yield from (self._files + self._topics)[start:]
+
+  def describe(self) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    for document in self.iterate():
+      digest.update(document.text)
+    return {
+      "source": "stdlib",
+      "python": platform.python_version(),
+      "implementation": platform.python_implementation(),
+      "files": len(self._files),
+      "topics": len(self._topics),
+      "bytes": sum(len(document.text) for document in self.iterate()),
+      "sha256": digest.hexdigest(),
+    }
+
+
+@functools.lru_cache(maxsize=1)
+def _read(
+  root: str,
+) -> tuple[tuple[documents.Document, ...], tuple[documents.Document, ...]]:
+  paths = []
+  for folder, folders, names in os.walk(root):
+    folders[:] = [name for name in folders if name not in _LEFT_OUT_FOLDERS]
+    for name in names:
+      path = pathlib.Path(folder, name)
+      key = path.relative_to(root).as_posix()
+      if _is_library_source(key):
+        paths.append((key, path))
+  if not paths:
+    config_lib.fail(
+      "data.source",
+      "stdlib",
+      f"a Python whose library is a folder of .py files ({root} has none)",
+    )
+  files = (documents.Document(key, p.read_bytes()) for key, p in sorted(paths))
+  return tuple(files), tuple(_topics())
+
+
+def _is_library_source(key: str) -> bool:
+  name = key.rpartition("/")[2]
+  return (
+    name.endswith(".py")
+    and not name.startswith("_sysconfigdata")
+    and key != _TOPICS_FILE
+  )
+
+
+def _topics() -> Iterator[documents.Document]:
+  from pydoc_data import topics  # Half a megabyte that few programs need.
+
+  for name, text in sorted(topics.topics.items()):
+    yield documents.Document(f"{_TOPICS_FILE}:{name}", text.encode())

@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text files as documents: a folder, JSON lines, Parquet, ArrayRecord.
+
+A file of a folder is split by its relative path, a record by its own text.
+"""
+
+import json
+import os
+from typing import Any, Iterator, Sequence
+
+from etils import epath
+
+from attnres_jax import config as config_lib
+from attnres_jax.data import documents
+from attnres_jax.data import paths
+
+
+class FolderDocuments:
+  """One document per file; hidden files are left out."""
+
+  def __init__(self, config: config_lib.DataConfig, field: str, path: str):
+    del config  # Every file is text as a whole.
+    self._field = field
+    self._files = paths.list_files(field, path)
+    self._keys = paths.relative_names(path, self._files)
+
+  def __len__(self) -> int:
+    return len(self._files)
+
+  def iterate(self, start: int = 0) -> Iterator[documents.Document]:
+    for key, file in zip(self._keys[start:], self._files[start:]):
+      text = file.read_bytes()
+      _check_utf8(self._field, os.fspath(file), text)
+      yield documents.Document(key, text)
+
+  def describe(self) -> dict[str, Any]:
+    return _describe_files("text", self._files)
+
+
+class JsonlDocuments:
+  """One document per line: an object with the text in `config.text_field`."""
+
+  def __init__(self, config: config_lib.DataConfig, field: str, path: str):
+    self._field, self._text_field = field, config.text_field
+    self._files = paths.list_files(field, path, (".jsonl", ".json"))
+    self._len: int | None = None
+
+  def __len__(self) -> int:
+    if self._len is None:
+      self._len = sum(1 for _ in self._lines())
+    return self._len
+
+  def iterate(self, start: int = 0) -> Iterator[documents.Document]:
+    for number, (where, line) in enumerate(self._lines()):
+      if number >= start:
+        text = self._parse(where, line)
+        yield documents.Document(documents.content_key(text), text)
+
+  def describe(self) -> dict[str, Any]:
+    found = _describe_files("jsonl", self._files)
+    return found | {"text_field": self._text_field}
+
+  def _lines(self) -> Iterator[tuple[str, bytes]]:
+    for path in self._files:
+      with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+          if line.strip():
+            yield f"{os.fspath(path)}:{number}", line
+
+  def _parse(self, where: str, line: bytes) -> bytes:
+    try:
+      record = json.loads(line)
+    except ValueError as error:
+      config_lib.fail(self._field, where, f"a line of JSON ({error})")
+    if not isinstance(record, dict) or self._text_field not in record:
+      names = ", ".join(record) if isinstance(record, dict) else "no object"
+      config_lib.fail(
+        "data.text_field",
+        self._text_field,
+        f"a field of every line ({where} has {names})",
+      )
+    text = record[self._text_field]
+    if not isinstance(text, str):
+      config_lib.fail(self._field, where, f"text in {self._text_field!r}")
+    # JSON can spell half a surrogate pair, which no UTF-8 text holds.
+    return text.encode(errors="replace")
+
+
+class ParquetDocuments:
+  """One document per row: the string column `config.text_field`."""
+
+  def __init__(self, config: config_lib.DataConfig, field: str, path: str):
+    try:
+      import pyarrow
+      from pyarrow import parquet
+    except ImportError as error:
+      raise ImportError(
+        "config.data.source='parquet' needs the package 'pyarrow':"
+        ' pip install "attnres-jax[hf]"'
+      ) from error
+    self._field, self._column = field, config.text_field
+    self._files = paths.list_files(field, path, (".parquet",))
+    self._parquet = parquet
+    self._num_rows = 0
+    for file in self._files:
+      try:
+        with parquet.ParquetFile(paths.local_file(file)) as opened:
+          names, num_rows = opened.schema_arrow.names, opened.metadata.num_rows
+      except pyarrow.ArrowInvalid as error:
+        reason = " ".join(str(error).split())
+        config_lib.fail(field, os.fspath(file), f"a Parquet file ({reason})")
+      if self._column not in names:
+        config_lib.fail(
+          "data.text_field",
+          self._column,
+          f"a column of {file.name}: one of " + ", ".join(names),
+        )
+      self._num_rows += num_rows
+
+  def __len__(self) -> int:
+    return self._num_rows
+
+  def iterate(self, start: int = 0) -> Iterator[documents.Document]:
+    skip = start
+    for file in self._files:
+      with self._parquet.ParquetFile(paths.local_file(file)) as opened:
+        for group in range(opened.num_row_groups):
+          num_rows = opened.metadata.row_group(group).num_rows
+          if skip >= num_rows:
+            skip -= num_rows
+            continue
+          yield from self._rows(file, opened, group, skip)
+          skip = 0
+
+  def describe(self) -> dict[str, Any]:
+    found = _describe_files("parquet", self._files)
+    return found | {"text_field": self._column}
+
+  def _rows(
+    self, file: epath.Path, opened: Any, group: int, skip: int
+  ) -> Iterator[documents.Document]:
+    batches = opened.iter_batches(
+      batch_size=1024, row_groups=[group], columns=[self._column]
+    )
+    for batch in batches:
+      values = batch.column(0)[skip:] if skip else batch.column(0)
+      skip = max(0, skip - len(batch))
+      for value in values.to_pylist():
+        if value is not None and not isinstance(value, str):
+          kind = type(value).__name__
+          config_lib.fail(
+            "data.text_field",
+            self._column,
+            f"a column of strings ({file.name} holds {kind})",
+          )
+        text = (value or "").encode()
+        yield documents.Document(documents.content_key(text), text)
+
+
+class ArrayRecordDocuments:
+  """One document per record, which is UTF-8 text and nothing else."""
+
+  def __init__(self, config: config_lib.DataConfig, field: str, path: str):
+    del config  # A record has no fields.
+    self._field = field
+    self._files = paths.list_files(
+      field, path, (".array_record", ".arrayrecord")
+    )
+    self._counts = []
+    for file in self._files:
+      with _array_record(field, file) as reader:
+        self._counts.append(reader.num_records())
+
+  def __len__(self) -> int:
+    return sum(self._counts)
+
+  def iterate(self, start: int = 0) -> Iterator[documents.Document]:
+    skip = start
+    for file, count in zip(self._files, self._counts):
+      if skip >= count:
+        skip -= count
+        continue
+      with _array_record(self._field, file) as reader:
+        for first in range(skip, count, _RECORDS_AT_ONCE):
+          last = min(first + _RECORDS_AT_ONCE, count)
+          for number, text in enumerate(reader.read(first, last), first):
+            where = f"record {number} of {os.fspath(file)}"
+            _check_utf8(self._field, where, text)
+            yield documents.Document(documents.content_key(text), text)
+      skip = 0
+
+  def describe(self) -> dict[str, Any]:
+    return _describe_files("arrayrecord", self._files)
+
+
+_RECORDS_AT_ONCE = 256
+
+
+class _array_record:
+  """Opens an ArrayRecord reader and closes it."""
+
+  def __init__(self, field: str, path: epath.Path):
+    from array_record.python import array_record_module  # Comes with grain.
+
+    try:
+      self._reader = array_record_module.ArrayRecordReader(
+        paths.local_file(path)
+      )
+    except (RuntimeError, ValueError) as error:
+      reason = " ".join(str(error).split())
+      config_lib.fail(field, os.fspath(path), f"an ArrayRecord file ({reason})")
+
+  def __enter__(self) -> Any:
+    return self._reader
+
+  def __exit__(self, *exception: Any) -> None:
+    self._reader.close()
+
+
+def _check_utf8(field: str, where: str, text: bytes) -> None:
+  try:
+    text.decode()
+  except UnicodeDecodeError as error:
+    config_lib.fail(field, where, f"UTF-8 text ({error})")
+
+
+def _describe_files(source: str, files: Sequence[epath.Path]) -> dict[str, Any]:
+  return {
+    "source": source,
+    "files": [
+      {"name": file.name, "bytes": file.stat().length} for file in files
+    ],
+  }

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokenizers: bytes by default, vocabulary files where the user has one.
+
+Every tokenizer has a separator, the token that opens a document. It is the
+prompt of an unconditional sample and where packing tells documents apart.
+Decoding shows it as a line break.
+"""
+
+import hashlib
+import os
+from typing import Any, Iterable, NoReturn, Protocol, Sequence
+
+from etils import epath
+import numpy as np
+
+from attnres_jax import config as config_lib
+from attnres_jax.data import paths
+from attnres_jax.data import token_files
+
+# What vocabularies call the token between documents, in order of preference.
+_SEPARATOR_NAMES = (
+    "<|endoftext|>", "<|end_of_text|>", "<|begin_of_text|>", "</s>", "<eos>",
+    "<s>", "<bos>",
+)  # fmt: skip
+
+
+class Tokenizer(Protocol):
+  """Text to ids and back.
+
+  Attributes:
+    vocab_size: one more than the largest id.
+    separator_id: opens every document.
+  """
+
+  vocab_size: int
+  separator_id: int
+
+  def encode(self, text: str | bytes) -> np.ndarray:
+    """Ids of a text, int32, without any separator."""
+    ...
+
+  def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+    """`encode` of each text, on several threads where the library can."""
+    ...
+
+  def decode(self, ids: Iterable[int]) -> str:
+    """Text of ids; never fails, an id without a text shows as U+FFFD."""
+    ...
+
+  def describe(self) -> dict[str, Any]:
+    """Name, sizes and the hash of the vocabulary file; JSON-able."""
+    ...
+
+
+class BytesTokenizer:
+  """256 byte values and a separator: no vocabulary file, any text."""
+
+  vocab_size = config_lib.BYTE_VOCAB_SIZE
+  separator_id = 256
+
+  def __init__(self, config: config_lib.DataConfig | None = None):
+    del config  # Needs none; the other tokenizers do.
+
+  def encode(self, text: str | bytes) -> np.ndarray:
+    return np.frombuffer(_to_bytes(text), np.uint8).astype(np.int32)
+
+  def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+    return [self.encode(text) for text in texts]
+
+  def decode(self, ids: Iterable[int]) -> str:
+    """Bytes that are not UTF-8 show as U+FFFD, as a cut-off character does."""
+    ids = np.asarray(list(ids), np.int64)
+    shown = np.where(ids == self.separator_id, ord("\n"), ids)
+    # 0xFF is a byte that no UTF-8 text holds.
+    shown = np.where((shown >= 0) & (shown < 256), shown, 0xFF)
+    return shown.astype(np.uint8).tobytes().decode(errors="replace")
+
+  def describe(self) -> dict[str, Any]:
+    return _describe("bytes", self)
+
+
+class HuggingFaceTokenizer:
+  """A `tokenizer.json` of the Hugging Face `tokenizers` library.
+
+  The separator is the first of the usual names that the vocabulary holds, else
+  a new id after the last. Special tokens spelled out in a text are text.
+  """
+
+  def __init__(self, config: config_lib.DataConfig):
+    try:
+      import tokenizers
+    except ImportError:
+      _needs_extra("hf", "tokenizers")
+    self._path, self._sha256 = _vocabulary_file(config)
+    try:
+      self._tokenizer = tokenizers.Tokenizer.from_file(self._path)
+    except Exception as error:  # The library raises bare Exception.
+      _unreadable(config, "a tokenizer.json of Hugging Face tokenizers", error)
+    self._tokenizer.encode_special_tokens = True
+    # A training recipe's limits must not cut documents.
+    self._tokenizer.no_truncation()
+    self._tokenizer.no_padding()
+    ids = self._tokenizer.get_vocab(with_added_tokens=True)
+    num_ids = max(ids.values()) + 1
+    known = (ids[name] for name in _SEPARATOR_NAMES if name in ids)
+    self.separator_id = next(known, num_ids)
+    self.vocab_size = max(num_ids, self.separator_id + 1)
+
+  def encode(self, text: str | bytes) -> np.ndarray:
+    encoding = self._tokenizer.encode(_to_str(text), add_special_tokens=False)
+    return np.asarray(encoding.ids, np.int32)
+
+  def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+    encodings = self._tokenizer.encode_batch(
+      [_to_str(text) for text in texts], add_special_tokens=False
+    )
+    return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
+
+  def decode(self, ids: Iterable[int]) -> str:
+    known = self._tokenizer.id_to_token
+
+    def decode(piece: list[int]) -> str:
+      return self._tokenizer.decode(piece, skip_special_tokens=False)
+
+    return _decode(ids, self.separator_id, lambda i: known(i) is None, decode)
+
+  def describe(self) -> dict[str, Any]:
+    return _describe("hf", self, self._sha256)
+
+
+class SentencePieceTokenizer:
+  """A SentencePiece `.model` file.
+
+  The separator is its begin-of-sentence id, else its end-of-sentence id, else
+  a new id after the last.
+  """
+
+  def __init__(self, config: config_lib.DataConfig):
+    try:
+      import sentencepiece
+    except ImportError:
+      _needs_extra("sentencepiece", "sentencepiece")
+    path, self._sha256 = _vocabulary_file(config)
+    try:
+      self._model = sentencepiece.SentencePieceProcessor(model_file=path)
+    except (OSError, RuntimeError) as error:
+      _unreadable(config, "a SentencePiece model", error)
+    num_ids = self._model.vocab_size()
+    known = (i for i in (self._model.bos_id(), self._model.eos_id()) if i >= 0)
+    self.separator_id = next(known, num_ids)
+    self.vocab_size = max(num_ids, self.separator_id + 1)
+
+  def encode(self, text: str | bytes) -> np.ndarray:
+    return np.asarray(self._model.encode(_to_str(text)), np.int32)
+
+  def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+    batch = self._model.encode([_to_str(text) for text in texts])
+    return [np.asarray(ids, np.int32) for ids in batch]
+
+  def decode(self, ids: Iterable[int]) -> str:
+    size = self._model.vocab_size()
+    return _decode(
+      ids, self.separator_id, lambda i: not 0 <= i < size, self._model.decode
+    )
+
+  def describe(self) -> dict[str, Any]:
+    return _describe("sentencepiece", self, self._sha256)
+
+
+class IdsTokenizer:
+  """No text at all: the ids of a token file whose vocabulary is elsewhere.
+
+  Lets published token shards be trained on without their tokenizer. The sizes
+  are those that the files at `config.data.path` declare.
+  """
+
+  def __init__(self, config: config_lib.DataConfig):
+    if config.source != "tokens":
+      config_lib.fail(
+        "data.tokenizer",
+        "ids",
+        f"a tokenizer of text, with data.source={config.source!r}"
+        " ('ids' reads data.source='tokens')",
+      )
+    self.vocab_size, separator_id = token_files.declared_vocabulary(config)
+    # Without a separator nothing marks a document: any id can open a sample.
+    self.separator_id = 0 if separator_id is None else separator_id
+
+  def encode(self, text: str | bytes) -> np.ndarray:
+    """Ids written out as decimal numbers, as `decode` shows them."""
+    try:
+      ids = [int(word) for word in _to_str(text).split()]
+    except ValueError:
+      ids = [-1]
+    if any(not 0 <= i < self.vocab_size for i in ids):
+      raise ValueError(
+        f"text {_to_str(text)!r}: with data.tokenizer='ids' only decimal ids"
+        f" below {self.vocab_size} can be encoded"
+      )
+    return np.asarray(ids, np.int32)
+
+  def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+    return [self.encode(text) for text in texts]
+
+  def decode(self, ids: Iterable[int]) -> str:
+    return " ".join(str(int(i)) for i in ids)
+
+  def describe(self) -> dict[str, Any]:
+    return _describe("ids", self)
+
+
+TOKENIZERS = {
+  "bytes": BytesTokenizer,
+  "hf": HuggingFaceTokenizer,
+  "ids": IdsTokenizer,
+  "sentencepiece": SentencePieceTokenizer,
+}
+
+
+def make_tokenizer(config: config_lib.DataConfig) -> Tokenizer:
+  """Builds the tokenizer that `config.tokenizer` names.
+
+  Raises:
+    ConfigError: no such name, or no such vocabulary file.
+    ImportError: its library is not installed; says what to install.
+  """
+  cls = config_lib.choose("data.tokenizer", config.tokenizer, TOKENIZERS)
+  return cls(config)
+
+
+def _to_bytes(text: str | bytes) -> bytes:
+  return text.encode() if isinstance(text, str) else text
+
+
+def _to_str(text: str | bytes) -> str:
+  return text if isinstance(text, str) else text.decode(errors="replace")
+
+
+def _describe(
+  name: str, tokenizer: Tokenizer, sha256: str | None = None
+) -> dict[str, Any]:
+  return {
+    "name": name,
+    "vocab_size": tokenizer.vocab_size,
+    "separator_id": tokenizer.separator_id,
+  } | ({"sha256": sha256} if sha256 else {})
+
+
+def _decode(
+  ids: Iterable[int], separator_id: int, is_unknown: Any, decode: Any
+) -> str:
+  """Decodes runs of known ids with `decode` and the others one by one."""
+  shown, run = [], []
+  for i in map(int, ids):
+    if i == separator_id or is_unknown(i):
+      shown.append(decode(run) if run else "")
+      shown.append("\n" if i == separator_id else "\N{REPLACEMENT CHARACTER}")
+      run = []
+    else:
+      run.append(i)
+  shown.append(decode(run) if run else "")
+  return "".join(shown)
+
+
+def _vocabulary_file(config: config_lib.DataConfig) -> tuple[str, str]:
+  path = epath.Path(config.tokenizer_path).expanduser()
+  if not path.is_file():
+    config_lib.fail(
+      "data.tokenizer_path", config.tokenizer_path, "an existing file"
+    )
+  local = paths.local_file(path)
+  with open(local, "rb") as file:
+    return local, hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _unreadable(
+  config: config_lib.DataConfig, accepted: str, error: Exception
+) -> NoReturn:
+  reason = " ".join(str(error).split())
+  config_lib.fail(
+    "data.tokenizer_path",
+    os.fspath(config.tokenizer_path),
+    f"{accepted} ({reason})",
+  )
+
+
+def _needs_extra(name: str, package: str) -> NoReturn:
+  raise ImportError(
+    f"config.data.tokenizer={name!r} needs the package {package!r}:"
+    ' pip install "attnres-jax[hf]"'
+  )
