@@ -6,8 +6,9 @@ that near-duplicates inside one file do not leak from training to validation,
 and so that adding documents moves none of the others.
 """
 
+from collections.abc import Iterator
 import hashlib
-from typing import Any, Iterator, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 TRAIN = "train"
 VALIDATION = "validation"

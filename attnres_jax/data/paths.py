@@ -7,12 +7,12 @@ file name, so a remote file is first copied into a cache folder, once, whole:
 `$ATTNRES_JAX_CACHE`, or `~/.cache/attnres_jax`.
 """
 
+from collections.abc import Sequence
 import glob
 import hashlib
 import os
 import pathlib
 import shutil
-from typing import Sequence
 
 from etils import epath
 

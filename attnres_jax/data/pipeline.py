@@ -13,9 +13,10 @@ Rows are read ahead by threads; there are no worker processes, as copying ids
 out of a memory map does not need them. Nothing here touches a JAX device.
 """
 
+from collections.abc import Iterator, Mapping
 import hashlib
 import json
-from typing import Any, Iterator, Mapping
+from typing import Any
 
 import grain
 import numpy as np

@@ -7,8 +7,8 @@ corpus and minutes for gigabytes, once per process: run
 `python -m attnres_jax.data.prepare` on those, and read the token files.
 """
 
+from collections.abc import Callable
 import hashlib
-from typing import Callable
 
 import numpy as np
 import tqdm

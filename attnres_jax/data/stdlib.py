@@ -1,30 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """The embedded corpus: the running Python's own library and help topics.
 
-Real text that every machine has: about 11 MB of source code and 0.5 MB of
+Real text that every machine has: about 10 MB of source code and 0.5 MB of
 English prose (the language reference, as shown by `help("topics")`), read from
 the user's installation and never copied into this repository. It changes with
 the interpreter, so `describe()` says which one it was.
 
 Left out are tests (they are as large as the library and repetitive), packages
-installed beside the library, the file that the topics come from (it would
-repeat them) and the build settings (`_sysconfigdata*`, different on every
-machine).
+installed beside the library, the code pages in `encodings` (generated tables,
+near copies of each other, that would make validation easy), the file that the
+topics come from (it would repeat them) and the build settings
+(`_sysconfigdata*`, different on every machine).
 """
 
+from collections.abc import Iterator
 import functools
 import hashlib
 import os
 import pathlib
 import platform
 import sysconfig
-from typing import Any, Iterator
+from typing import Any
 
 from attnres_jax import config as config_lib
 from attnres_jax.data import documents
 
 _LEFT_OUT_FOLDERS = frozenset({
-    "__pycache__", "dist-packages", "idle_test", "site-packages", "test",
+    "__pycache__", "dist-packages", "encodings", "idle_test", "site-packages", "test",
     "tests",
 })  # fmt: skip
 _TOPICS_FILE = "pydoc_data/topics.py"
@@ -34,7 +36,7 @@ class StdlibDocuments:
   """One document per source file, then one per help topic, sorted by key."""
 
   def __init__(self, root: str | None = None):
-    """Reads everything: about 12 MB, held once per process.
+    """Reads everything: about 11 MB, held once per process.
 
     Args:
       root: of the library; the running Python's by default.

@@ -4,9 +4,10 @@
 A file of a folder is split by its relative path, a record by its own text.
 """
 
+from collections.abc import Iterator, Sequence
 import json
 import os
-from typing import Any, Iterator, Sequence
+from typing import Any
 
 from etils import epath
 
@@ -200,8 +201,10 @@ class _array_record:
   """Opens an ArrayRecord reader and closes it."""
 
   def __init__(self, field: str, path: epath.Path):
-    from array_record.python import array_record_module  # Comes with grain.
-
+    try:
+      from array_record.python import array_record_module
+    except ImportError as error:
+      raise _needs_extra("arrayrecord", "array-record") from error
     try:
       self._reader = array_record_module.ArrayRecordReader(
         paths.local_file(path)
@@ -215,6 +218,13 @@ class _array_record:
 
   def __exit__(self, *exception: Any) -> None:
     self._reader.close()
+
+
+def _needs_extra(source: str, package: str) -> ImportError:
+  return ImportError(
+    f"config.data.source={source!r} needs the package {package!r}:"
+    ' pip install "attnres-jax[data]"'
+  )
 
 
 def _check_utf8(field: str, where: str, text: bytes) -> None:

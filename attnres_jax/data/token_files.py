@@ -15,11 +15,12 @@ Two forms, told apart by looking, never by a flag:
 Local files are memory-mapped; remote ones are copied to a cache first.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import hashlib
 import json
 import os
-from typing import Any, Sequence
+from typing import Any
 
 from etils import epath
 import numpy as np

@@ -6,9 +6,10 @@ prompt of an unconditional sample and where packing tells documents apart.
 Decoding shows it as a line break.
 """
 
+from collections.abc import Iterable, Sequence
 import hashlib
 import os
-from typing import Any, Iterable, NoReturn, Protocol, Sequence
+from typing import Any, NoReturn, Protocol
 
 from etils import epath
 import numpy as np

@@ -2,8 +2,9 @@
 """A split of the data as one long line of token ids, read at any position."""
 
 import bisect
+from collections.abc import Sequence
 import itertools
-from typing import Any, Sequence
+from typing import Any
 
 import numpy as np
 
