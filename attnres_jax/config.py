@@ -252,7 +252,7 @@ class DataConfig:
     )
     if self.source != "stdlib" and not self.path:
       fail("data.path", self.path, f"a path, with data.source={self.source!r}")
-    if self.tokenizer != "bytes" and not self.tokenizer_path:
+    if self.tokenizer not in ("bytes", "ids") and not self.tokenizer_path:
       fail(
           "data.tokenizer_path",
           self.tokenizer_path,
