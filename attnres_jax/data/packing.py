@@ -37,7 +37,7 @@ class PackedRows:
       raise ValueError("segment ids need tokens with a separator")
     self._tokens = tokens
     self._length = sequence_length
-    self._segment_ids = segment_ids
+    self._separator_id = tokens.separator_id if segment_ids else None
 
   def __len__(self) -> int:
     return max(0, len(self._tokens) - 1) // self._length
@@ -48,11 +48,11 @@ class PackedRows:
       raise IndexError(f"row {row} of {len(self)}")
     start = row * self._length
     ids = self._tokens.read(start, start + self._length + 1)
-    if not self._segment_ids:
+    if self._separator_id is None:
       return {"tokens": ids}
     return {
       "tokens": ids,
-      "segment_ids": number_documents(ids, self._tokens.separator_id),
+      "segment_ids": number_documents(ids, self._separator_id),
     }
 
 

@@ -7,8 +7,9 @@ corpus and minutes for gigabytes, once per process: run
 `python -m attnres_jax.data.prepare` on those, and read the token files.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 import hashlib
+from typing import NamedTuple
 
 import numpy as np
 import tqdm
@@ -74,51 +75,79 @@ def open_text(
 ) -> tokens_lib.Tokens:
   """Tokenises the documents of a split in memory, separators included."""
   source, fraction = open_documents(config, split)
-  dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
   digest = hashlib.sha256()
-  num_documents = num_bytes = 0
-  arrays, batch, batch_bytes = [], [], 0
-
-  def flush() -> None:
-    for ids in tokenizer.encode_batch(batch):
-      arrays.append(np.asarray([tokenizer.separator_id], dtype))
-      arrays.append(ids.astype(dtype))
-    batch.clear()
-
+  arrays, num_bytes = [], 0
   # A bar that appears only if this takes long enough to wonder.
-  progress = tqdm.tqdm(
-    source.iterate(),
+  with tqdm.tqdm(
     total=len(source),
     desc=f"tokenising {config.source} ({split})",
     unit="doc",
     delay=3.0,
-  )
-  for document in progress:
-    if not document.text or not in_split(document, split, fraction):
-      continue
-    digest.update(document.text)
-    num_documents += 1
-    num_bytes += len(document.text)
-    batch.append(document.text)
-    batch_bytes += len(document.text)
-    if batch_bytes >= _ENCODE_BYTES:
-      flush()
-      batch_bytes = 0
-  flush()
-  ids = np.concatenate(arrays) if arrays else np.zeros(0, dtype)
+  ) as bar:
+    for encoded in encode_split(source, split, fraction, tokenizer, bar=bar):
+      arrays.append(encoded.ids)
+      digest.update(encoded.text)
+      num_bytes += len(encoded.text)
   return tokens_lib.Tokens(
-    [ids],
+    [np.concatenate(arrays)] if arrays else [],
     vocab_size=tokenizer.vocab_size,
     separator_id=tokenizer.separator_id,
     description=source.describe()
     | {
       "split": split,
       "split_rule": describe_split(fraction),
-      "split_documents": num_documents,
+      "split_documents": len(arrays),
       "split_bytes": num_bytes,
       "split_sha256": digest.hexdigest(),
     },
   )
+
+
+class EncodedDocument(NamedTuple):
+  """A document of a split as it is stored.
+
+  Attributes:
+    number: its position in the source.
+    text: UTF-8 bytes.
+    ids: the separator, then the document, in the smallest dtype.
+  """
+
+  number: int
+  text: bytes
+  ids: np.ndarray
+
+
+def encode_split(
+  source: documents.Documents,
+  split: str,
+  fraction: float | None,
+  tokenizer: tokenizer_lib.Tokenizer,
+  *,
+  start: int = 0,
+  bar: tqdm.tqdm,
+) -> Iterator[EncodedDocument]:
+  """Yields a split's documents from number `start` on; empty ones are left out.
+
+  Advances `bar` by every document passed, in the split or not.
+  """
+  dtype = token_dtype(tokenizer.vocab_size)
+  separator = np.asarray([tokenizer.separator_id], dtype)
+  for batch in _batches(source, start):
+    chosen = [
+      (number, document.text)
+      for number, document in batch
+      if document.text and in_split(document, split, fraction)
+    ]
+    encoded = tokenizer.encode_batch([text for _, text in chosen])
+    for (number, text), ids in zip(chosen, encoded):
+      ids = np.concatenate([separator, ids.astype(dtype)])
+      yield EncodedDocument(number, text, ids)
+    bar.update(len(batch))
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+  """The smallest dtype that token files have for these ids."""
+  return token_files.DTYPES["uint16" if vocab_size <= 1 << 16 else "uint32"]
 
 
 def describe_split(fraction: float | None) -> str:
@@ -135,3 +164,16 @@ SOURCES: dict[str, Callable[..., tokens_lib.Tokens]] = {
   "tokens": token_files.open_tokens,
 } | dict.fromkeys(TEXT_SOURCES, open_text)
 """Name to opener (config, split, tokenizer): what `open_dataset` can read."""
+
+
+def _batches(
+  source: documents.Documents, start: int
+) -> Iterator[list[tuple[int, documents.Document]]]:
+  batch, size = [], 0
+  for number, document in enumerate(source.iterate(start), start):
+    batch.append((number, document))
+    size += len(document.text)
+    if size >= _ENCODE_BYTES:
+      yield batch
+      batch, size = [], 0
+  yield batch

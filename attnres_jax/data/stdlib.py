@@ -26,8 +26,8 @@ from attnres_jax import config as config_lib
 from attnres_jax.data import documents
 
 _LEFT_OUT_FOLDERS = frozenset({
-    "__pycache__", "dist-packages", "encodings", "idle_test", "site-packages", "test",
-    "tests",
+    "__pycache__", "dist-packages", "encodings", "idle_test", "site-packages",
+    "test", "tests",
 })  # fmt: skip
 _TOPICS_FILE = "pydoc_data/topics.py"
 

@@ -5,6 +5,7 @@ A file of a folder is split by its relative path, a record by its own text.
 """
 
 from collections.abc import Iterator, Sequence
+import hashlib
 import json
 import os
 from typing import Any
@@ -21,7 +22,7 @@ class FolderDocuments:
 
   def __init__(self, config: config_lib.DataConfig, field: str, path: str):
     del config  # Every file is text as a whole.
-    self._field = field
+    self._field, self._path = field, path
     self._files = paths.list_files(field, path)
     self._keys = paths.relative_names(path, self._files)
 
@@ -35,14 +36,15 @@ class FolderDocuments:
       yield documents.Document(key, text)
 
   def describe(self) -> dict[str, Any]:
-    return _describe_files("text", self._files)
+    return _describe_files("text", self._path, self._files)
 
 
 class JsonlDocuments:
   """One document per line: an object with the text in `config.text_field`."""
 
   def __init__(self, config: config_lib.DataConfig, field: str, path: str):
-    self._field, self._text_field = field, config.text_field
+    self._field, self._path = field, path
+    self._text_field = config.text_field
     self._files = paths.list_files(field, path, (".jsonl", ".json"))
     self._len: int | None = None
 
@@ -58,7 +60,7 @@ class JsonlDocuments:
         yield documents.Document(documents.content_key(text), text)
 
   def describe(self) -> dict[str, Any]:
-    found = _describe_files("jsonl", self._files)
+    found = _describe_files("jsonl", self._path, self._files)
     return found | {"text_field": self._text_field}
 
   def _lines(self) -> Iterator[tuple[str, bytes]]:
@@ -99,7 +101,7 @@ class ParquetDocuments:
         "config.data.source='parquet' needs the package 'pyarrow':"
         ' pip install "attnres-jax[hf]"'
       ) from error
-    self._field, self._column = field, config.text_field
+    self._path, self._column = path, config.text_field
     self._files = paths.list_files(field, path, (".parquet",))
     self._parquet = parquet
     self._num_rows = 0
@@ -134,7 +136,7 @@ class ParquetDocuments:
           skip = 0
 
   def describe(self) -> dict[str, Any]:
-    found = _describe_files("parquet", self._files)
+    found = _describe_files("parquet", self._path, self._files)
     return found | {"text_field": self._column}
 
   def _rows(
@@ -163,7 +165,7 @@ class ArrayRecordDocuments:
 
   def __init__(self, config: config_lib.DataConfig, field: str, path: str):
     del config  # A record has no fields.
-    self._field = field
+    self._field, self._path = field, path
     self._files = paths.list_files(
       field, path, (".array_record", ".arrayrecord")
     )
@@ -191,7 +193,7 @@ class ArrayRecordDocuments:
       skip = 0
 
   def describe(self) -> dict[str, Any]:
-    return _describe_files("arrayrecord", self._files)
+    return _describe_files("arrayrecord", self._path, self._files)
 
 
 _RECORDS_AT_ONCE = 256
@@ -234,10 +236,18 @@ def _check_utf8(field: str, where: str, text: bytes) -> None:
     config_lib.fail(field, where, f"UTF-8 text ({error})")
 
 
-def _describe_files(source: str, files: Sequence[epath.Path]) -> dict[str, Any]:
+def _describe_files(
+  source: str, path: str, files: Sequence[epath.Path]
+) -> dict[str, Any]:
+  """How many files and bytes, and a hash of the names and sizes."""
+  sizes = [file.stat().length for file in files]
+  listing = "".join(
+    f"{size} {name}\n"
+    for name, size in zip(paths.relative_names(path, files), sizes)
+  )
   return {
     "source": source,
-    "files": [
-      {"name": file.name, "bytes": file.stat().length} for file in files
-    ],
+    "files": len(files),
+    "file_bytes": sum(sizes),
+    "listing_sha256": hashlib.sha256(listing.encode()).hexdigest(),
   }

@@ -20,7 +20,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from typing import Any
+from typing import Any, NoReturn
 
 from etils import epath
 import numpy as np
@@ -165,7 +165,7 @@ def read_header(field: str, path: epath.Path) -> TokenFile:
 def _from_sidecar(
   field: str, path: epath.Path, sidecar: epath.Path
 ) -> TokenFile:
-  def bad(what: str) -> None:
+  def bad(what: str) -> NoReturn:
     config_lib.fail(field, os.fspath(sidecar), f"a sidecar with {what}")
 
   try:
@@ -230,8 +230,13 @@ def _from_llmc_header(field: str, path: epath.Path) -> TokenFile:
 def _prepared_files(
   field: str, root: epath.Path, split: str
 ) -> list[epath.Path]:
-  dataset = json.loads((root / DATASET_FILE).read_text())
-  if not dataset.get("complete"):
+  path = root / DATASET_FILE
+  try:
+    dataset = json.loads(path.read_text())
+    complete = dataset["complete"]
+  except (ValueError, TypeError, KeyError):
+    config_lib.fail(field, os.fspath(path), "a file that prepare has written")
+  if not complete:
     config_lib.fail(
       field,
       os.fspath(root),

@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokenises a text source into token files, once, for runs to memory-map.
+
+  python -m attnres_jax.data.prepare --source=jsonl --path='corpus/*.jsonl' \
+      --tokenizer=hf --tokenizer_path=tokenizer.json --output=DIR
+
+Then train with data.source=tokens, data.path=DIR and the same tokenizer. DIR
+(local or gs://) holds `train-00000.bin`, ... and `validation-00000.bin`, ...
+with a sidecar each (see `token_files`), and `dataset.json`, which says what
+this is and whether it is complete.
+
+Every file gets its name only when it is whole: ids first, then the sidecar,
+`dataset.json` last. A shard ends with a document, and its sidecar says which
+document comes next, so an interrupted command, given again, goes on after the
+last whole shard and ends in the same bytes. A changed source (by names and
+sizes), tokenizer or option is refused unless --overwrite starts afresh.
+"""
+
+import argparse
+from collections.abc import Sequence
+import hashlib
+import json
+import os
+import sys
+from typing import Any, NoReturn
+
+from etils import epath
+import numpy as np
+import tqdm
+
+from attnres_jax import config as config_lib
+from attnres_jax.data import documents
+from attnres_jax.data import sources
+from attnres_jax.data import token_files
+from attnres_jax.data import tokenizer as tokenizer_lib
+
+SHARD_TOKENS = 1 << 26
+
+
+def prepare(
+  config: config_lib.DataConfig,
+  output: str,
+  *,
+  shard_tokens: int = SHARD_TOKENS,
+  overwrite: bool = False,
+  progress: bool = True,
+) -> dict[str, Any]:
+  """Writes the token files of both splits, or goes on doing so.
+
+  Args:
+    config: source, path, split and tokenizer.
+    output: folder, local or gs://; created if needed.
+    shard_tokens: a shard ends with the document that reaches this many.
+    overwrite: replace what another source or option has left there.
+    progress: show a bar.
+
+  Returns:
+    The content of `dataset.json`.
+
+  Raises:
+    ConfigError: a bad source or tokenizer, or an output folder in use.
+  """
+  config_lib.choose("data.source", config.source, sources.TEXT_SOURCES)
+  if shard_tokens < 1:
+    _fail_option("shard_tokens", shard_tokens, "a number above 0")
+  tokenizer = tokenizer_lib.make_tokenizer(config)
+  settings = _settings(config, tokenizer, shard_tokens)
+  folder = epath.Path(output).expanduser()
+  dataset = _begin(folder, settings, overwrite)
+  if dataset["complete"]:
+    return dataset
+  for split in documents.SPLITS:
+    dataset["splits"][split] = _write_split(
+      config, split, tokenizer, folder, shard_tokens, progress
+    )
+  dataset["complete"] = True
+  _write_json(folder / token_files.DATASET_FILE, dataset)
+  return dataset
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """The command; returns its exit status."""
+  parser = _parser()
+  args = vars(parser.parse_args(argv))
+  output, shard_tokens = args.pop("output"), args.pop("shard_tokens")
+  overwrite = args.pop("overwrite")
+  try:
+    config = config_lib.DataConfig(**args)
+    dataset = prepare(
+      config, output, shard_tokens=shard_tokens, overwrite=overwrite
+    )
+  except (config_lib.ConfigError, ImportError) as error:
+    print(f"prepare: {error}", file=sys.stderr)
+    return 2
+  except KeyboardInterrupt:
+    print("prepare: interrupted; the same command goes on", file=sys.stderr)
+    return 130
+  for split, written in dataset["splits"].items():
+    print(
+      f"{split}: {written['documents']:,} documents,"
+      f" {written['bytes']:,} bytes, {written['tokens']:,} tokens"
+      f" in {len(written['files'])} files"
+    )
+  print(f"wrote {output}: train with data.source=tokens data.path={output}")
+  return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+  default = config_lib.DataConfig()
+  parser = argparse.ArgumentParser(
+    prog="python -m attnres_jax.data.prepare",
+    description="Tokenises a text source into token files.",
+  )
+  names = ", ".join(sorted(sources.TEXT_SOURCES))
+  parser.add_argument("--source", default=default.source, help=names)
+  parser.add_argument("--path", default="", help="file, folder or glob")
+  parser.add_argument(
+    "--validation_path",
+    default="",
+    help="the same for validation; without it, --path is split by hash",
+  )
+  parser.add_argument(
+    "--validation_fraction",
+    type=float,
+    default=default.validation_fraction,
+    help="of documents held out by hash (default %(default)s)",
+  )
+  parser.add_argument(
+    "--text_field",
+    default=default.text_field,
+    help="field or column of jsonl and parquet (default %(default)s)",
+  )
+  parser.add_argument(
+    "--tokenizer",
+    default=default.tokenizer,
+    help="bytes, hf or sentencepiece (default %(default)s)",
+  )
+  parser.add_argument("--tokenizer_path", default="", help="vocabulary file")
+  parser.add_argument("--output", required=True, help="folder to write")
+  parser.add_argument(
+    "--shard_tokens",
+    type=int,
+    default=SHARD_TOKENS,
+    help="tokens per file, rounded up to a document (default %(default)s)",
+  )
+  parser.add_argument(
+    "--overwrite",
+    action="store_true",
+    help="replace token files of another source or other options",
+  )
+  return parser
+
+
+def _settings(
+  config: config_lib.DataConfig,
+  tokenizer: tokenizer_lib.Tokenizer,
+  shard_tokens: int,
+) -> dict[str, Any]:
+  """All that decides the bytes that are written."""
+  described = {}
+  for split in documents.SPLITS:
+    source, fraction = sources.open_documents(config, split)
+    described[split] = source.describe()
+  return {
+    "sources": described,
+    "split_rule": sources.describe_split(fraction),
+    "tokenizer": tokenizer.describe(),
+    "shard_tokens": shard_tokens,
+  }
+
+
+def _begin(
+  folder: epath.Path, settings: dict[str, Any], overwrite: bool
+) -> dict[str, Any]:
+  """Reads `dataset.json` if it is ours, else writes a new, incomplete one."""
+  path = folder / token_files.DATASET_FILE
+  found = list(folder.iterdir()) if folder.is_dir() else []
+  if overwrite or not found:
+    dataset = {"complete": False, "settings": settings, "splits": {}}
+    folder.mkdir(parents=True, exist_ok=True)
+    # Nobody's settings while old shards go: they must not be taken for ours.
+    _write_json(path, dataset | {"settings": {}})
+    _remove_shards(folder)
+    _write_json(path, dataset)
+  elif path.is_file():
+    dataset = json.loads(path.read_text())
+    old = dataset.get("settings", {})
+    differing = config_lib.differences(old, settings)
+    if differing:
+      _fail_option(
+        "output",
+        os.fspath(folder),
+        "a folder written with the same options (other: "
+        + ", ".join(differing)
+        + "), or --overwrite",
+      )
+  else:
+    _fail_option(
+      "output",
+      os.fspath(folder),
+      f"an empty folder (this one has {len(found)} files), or --overwrite",
+    )
+  for leftover in folder.glob("*.tmp"):
+    leftover.unlink()
+  return dataset
+
+
+def _remove_shards(folder: epath.Path) -> None:
+  # The sidecars first: without one, ids do not look like a token file.
+  for suffix in ("json", "bin"):
+    for split in documents.SPLITS:
+      for file in folder.glob(f"{split}-*.{suffix}"):
+        file.unlink()
+
+
+def _write_split(
+  config: config_lib.DataConfig,
+  split: str,
+  tokenizer: tokenizer_lib.Tokenizer,
+  folder: epath.Path,
+  shard_tokens: int,
+  progress: bool,
+) -> dict[str, Any]:
+  source, fraction = sources.open_documents(config, split)
+  writer = _ShardWriter(folder, split, tokenizer)
+  start = writer.next_document
+  with tqdm.tqdm(
+    total=len(source),
+    initial=start,
+    desc=f"{config.source} -> {split}",
+    unit="doc",
+    disable=not progress,
+  ) as bar:
+    for encoded in sources.encode_split(
+      source, split, fraction, tokenizer, start=start, bar=bar
+    ):
+      writer.add(encoded)
+      if writer.gathered >= shard_tokens:
+        writer.write(next_document=encoded.number + 1)
+        bar.set_postfix_str(f"{writer.total('count'):,} tokens written")
+    if writer.gathered:
+      writer.write(next_document=len(source))
+  return {
+    "files": writer.files,
+    "tokens": writer.total("count"),
+    "documents": writer.total("documents"),
+    "bytes": writer.total("bytes"),
+  }
+
+
+class _ShardWriter:
+  """Gathers documents and writes them as the next shard of a split."""
+
+  def __init__(
+    self, folder: epath.Path, split: str, tokenizer: tokenizer_lib.Tokenizer
+  ):
+    self._folder = folder
+    self._split = split
+    self._tokenizer = tokenizer.describe()
+    self._sidecars = _whole_shards(folder, split)
+    self._documents: list[sources.EncodedDocument] = []
+    self.gathered = 0
+
+  @property
+  def files(self) -> list[str]:
+    names = (_shard_name(self._split, i) for i in range(len(self._sidecars)))
+    return [f"{name}.bin" for name in names]
+
+  @property
+  def next_document(self) -> int:
+    """The first document that no whole shard covers."""
+    return self._sidecars[-1]["next_document"] if self._sidecars else 0
+
+  def total(self, key: str) -> int:
+    return sum(sidecar[key] for sidecar in self._sidecars)
+
+  def add(self, document: sources.EncodedDocument) -> None:
+    self._documents.append(document)
+    self.gathered += len(document.ids)
+
+  def write(self, next_document: int) -> None:
+    ids = np.concatenate([document.ids for document in self._documents])
+    content = ids.tobytes()
+    sidecar = {
+      "dtype": ids.dtype.name,
+      "count": len(ids),
+      "vocab_size": self._tokenizer["vocab_size"],
+      "separator_id": self._tokenizer["separator_id"],
+      "tokenizer": self._tokenizer,
+      "sha256": hashlib.sha256(content).hexdigest(),
+      "documents": len(self._documents),
+      "bytes": sum(len(document.text) for document in self._documents),
+      "next_document": next_document,
+    }
+    name = _shard_name(self._split, len(self._sidecars))
+    _write(self._folder / f"{name}.bin", content)
+    _write_json(self._folder / f"{name}.json", sidecar)
+    self._sidecars.append(sidecar)
+    self._documents, self.gathered = [], 0
+
+
+def _whole_shards(folder: epath.Path, split: str) -> list[dict[str, Any]]:
+  """Sidecars of the shards that an earlier call has finished."""
+  shards = []
+  while (folder / f"{_shard_name(split, len(shards))}.json").is_file():
+    name = _shard_name(split, len(shards))
+    token_files.read_header("data.path", folder / f"{name}.bin")
+    shards.append(json.loads((folder / f"{name}.json").read_text()))
+  return shards
+
+
+def _shard_name(split: str, index: int) -> str:
+  return f"{split}-{index:05d}"
+
+
+def _write_json(path: epath.Path, value: dict[str, Any]) -> None:
+  _write(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def _write(path: epath.Path, content: bytes) -> None:
+  """Writes a file that is either whole or not there."""
+  partial = path.parent / f"{path.name}.tmp"
+  partial.write_bytes(content)
+  partial.replace(path)
+
+
+def _fail_option(name: str, value: Any, accepted: str) -> NoReturn:
+  raise config_lib.ConfigError(f"--{name}: got {value!r}, expected {accepted}")
+
+
+if __name__ == "__main__":
+  sys.exit(main())
