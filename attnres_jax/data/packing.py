@@ -42,11 +42,11 @@ class PackedRows:
   def __len__(self) -> int:
     return max(0, len(self._tokens) - 1) // self._length
 
-  def __getitem__(self, row: int) -> dict[str, np.ndarray]:
+  def __getitem__(self, index: int) -> dict[str, np.ndarray]:
     """{"tokens": int32 [T+1]} and, if asked for, "segment_ids" likewise."""
-    if not 0 <= row < len(self):
-      raise IndexError(f"row {row} of {len(self)}")
-    start = row * self._length
+    if not 0 <= index < len(self):
+      raise IndexError(f"row {index} of {len(self)}")
+    start = index * self._length
     ids = self._tokens.read(start, start + self._length + 1)
     if self._separator_id is None:
       return {"tokens": ids}

@@ -157,12 +157,12 @@ def _settings(
   shard_tokens: int,
 ) -> dict[str, Any]:
   """All that decides the bytes that are written."""
-  described = {}
-  for split in documents.SPLITS:
-    source, fraction = sources.open_documents(config, split)
-    described[split] = source.describe()
-  return {
-    "sources": described,
+  train, fraction = sources.open_documents(config, documents.TRAIN)
+  described = {"source": train.describe()}
+  if fraction is None:
+    held_out, _ = sources.open_documents(config, documents.VALIDATION)
+    described["validation_source"] = held_out.describe()
+  return described | {
     "split_rule": sources.describe_split(fraction),
     "tokenizer": tokenizer.describe(),
     "shard_tokens": shard_tokens,

@@ -17,7 +17,7 @@ import tqdm
 from attnres_jax import config as config_lib
 from attnres_jax.data import documents
 from attnres_jax.data import stdlib
-from attnres_jax.data import text
+from attnres_jax.data import text as text_lib
 from attnres_jax.data import token_files
 from attnres_jax.data import tokenizer as tokenizer_lib
 from attnres_jax.data import tokens as tokens_lib
@@ -34,11 +34,11 @@ def _open_stdlib(
 
 
 TEXT_SOURCES: dict[str, Callable[..., documents.Documents]] = {
-  "arrayrecord": text.ArrayRecordDocuments,
-  "jsonl": text.JsonlDocuments,
-  "parquet": text.ParquetDocuments,
+  "arrayrecord": text_lib.ArrayRecordDocuments,
+  "jsonl": text_lib.JsonlDocuments,
+  "parquet": text_lib.ParquetDocuments,
   "stdlib": _open_stdlib,
-  "text": text.FolderDocuments,
+  "text": text_lib.FolderDocuments,
 }
 """Name to opener (config, field, path): what `prepare` can read."""
 

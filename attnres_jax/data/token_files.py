@@ -105,15 +105,16 @@ def declared_vocabulary(
 ) -> tuple[int, int | None]:
   """Vocabulary size and separator that the training files declare."""
   files = find(config, documents.TRAIN)
-  sizes = [file.vocab_size for file in files]
-  if None in sizes:
-    config_lib.fail(
-      "data.tokenizer",
-      "ids",
-      'token files that declare their "vocab_size"'
-      f" ({files[sizes.index(None)].path} does not)",
-    )
-  return max(sizes), files[0].separator_id
+  sizes = []
+  for file in files:
+    if file.vocab_size is None:
+      config_lib.fail(
+        "data.tokenizer",
+        "ids",
+        f'token files that declare their "vocab_size" ({file.path} does not)',
+      )
+    sizes.append(file.vocab_size)
+  return max(sizes, default=1), files[0].separator_id if files else None
 
 
 def find(config: config_lib.DataConfig, split: str) -> list[TokenFile]:
