@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token embedding and the output head, tied or not."""
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from attnres_jax import config as config_lib
+
+
+class Embedding(nnx.Module):
+  """Table of token vectors, and the matrix that turns states into logits."""
+
+  def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
+    if not config.vocab_size:
+      config_lib.fail(
+          "model.vocab_size", 0, "the tokenizer's vocabulary size"
+      )
+    self.dtype = jnp.dtype(config.dtype)
+    self.soft_cap = config.logit_soft_cap
+    init = jax.nn.initializers.normal(config.init_std)
+    shape = (config.vocab_size, config.width)
+    self.table = nnx.Param(init(rngs.params(), shape, jnp.float32))
+    self.head = (
+        None
+        if config.tie_embeddings
+        else nnx.Param(init(rngs.params(), shape[::-1], jnp.float32))
+    )
+
+  def encode(self, tokens_BT: jax.Array) -> jax.Array:
+    """Token vectors [B, T, D] in the model's dtype, unscaled (b_0 = h_1)."""
+    return jnp.take(self.table[...], tokens_BT, axis=0).astype(self.dtype)
+
+  def head_DV(self) -> jax.Array:
+    """The float32 head matrix [D, V]."""
+    return self.table[...].T if self.head is None else self.head[...]
+
+  def decode(self, h_BTD: jax.Array) -> jax.Array:
+    """float32 logits [B, T, V] of states that went through the final norm."""
+    return logits(h_BTD, self.head_DV(), self.soft_cap)
+
+
+def logits(
+    h_BTD: jax.Array, head_DV: jax.Array, soft_cap: float = 0.0
+) -> jax.Array:
+  """float32 logits; the product runs in the dtype of `h_BTD`.
+
+  Args:
+    h_BTD: states, after the final norm.
+    head_DV: float32 head matrix.
+    soft_cap: logits become cap * tanh(logits / cap); 0 leaves them.
+  """
+  logits_BTV = jnp.einsum(
+      "BTD,DV->BTV",
+      h_BTD,
+      head_DV.astype(h_BTD.dtype),
+      preferred_element_type=jnp.float32,
+  )
+  return soft_cap * jnp.tanh(logits_BTV / soft_cap) if soft_cap else logits_BTV

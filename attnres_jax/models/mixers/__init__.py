@@ -1,0 +1,6 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sequence mixers: modules that map h_BTD, already normalised, to o_BTD."""
+
+from attnres_jax.models.mixers.attention import Attention
+
+__all__ = ["Attention"]

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Causal softmax attention with grouped queries (arXiv:2305.13245)."""
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from attnres_jax import config as config_lib
+from attnres_jax.models import rope
+
+
+class Attention(nnx.Module):
+  """Grouped-query causal attention, with rotary positions or none."""
+
+  def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
+    self.rope_theta = config.rope_theta
+    width, heads = config.width, config.num_heads
+    kv_heads, head = config.kv_heads, config.head_size
+    init = jax.nn.initializers.normal(config.init_std)
+
+    def matrix(*shape: int) -> nnx.Param:
+      return nnx.Param(init(rngs.params(), shape, jnp.float32))
+
+    self.query = matrix(width, heads, head)
+    self.key = matrix(width, kv_heads, head)
+    self.value = matrix(width, kv_heads, head)
+    self.output = matrix(heads, head, width)
+
+  def __call__(
+      self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None = None
+  ) -> jax.Array:
+    """Mixes positions t >= s, within a document if `segment_ids_BT` is given."""
+    dtype = x_BTD.dtype
+    query_BTNH = jnp.einsum(
+        "BTD,DNH->BTNH", x_BTD, self.query[...].astype(dtype)
+    )
+    key_BSKH = jnp.einsum("BSD,DKH->BSKH", x_BTD, self.key[...].astype(dtype))
+    value_BSKH = jnp.einsum(
+        "BSD,DKH->BSKH", x_BTD, self.value[...].astype(dtype)
+    )
+    if self.rope_theta:
+      query_BTNH = rope.apply_rope(query_BTNH, self.rope_theta)
+      key_BSKH = rope.apply_rope(key_BSKH, self.rope_theta)
+    mask_BNTS = None
+    if segment_ids_BT is not None:
+      same_BTS = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
+      mask_BNTS = same_BTS[:, None]
+    mixed_BTNH = jax.nn.dot_product_attention(
+        query_BTNH,
+        key_BSKH,
+        value_BSKH,
+        mask=mask_BNTS,
+        is_causal=True,
+        implementation=_fused_backend(query_BTNH, mask_BNTS),
+    )
+    return jnp.einsum("BTNH,NHD->BTD", mixed_BTNH, self.output[...].astype(dtype))
+
+
+def _fused_backend(query_BTNH: jax.Array, mask: jax.Array | None) -> str | None:
+  """cuDNN where it applies: NVIDIA, half precision, no explicit mask."""
+  half = query_BTNH.dtype in (jnp.bfloat16, jnp.float16)
+  fits = query_BTNH.shape[-1] % 8 == 0 and query_BTNH.shape[-1] <= 128
+  if jax.default_backend() == "gpu" and half and fits and mask is None:
+    return "cudnn"
+  return None

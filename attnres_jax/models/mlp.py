@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SwiGLU MLP (arXiv:2002.05202)."""
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from attnres_jax import config as config_lib
+
+
+class SwiGLU(nnx.Module):
+  """(silu(x W_gate) * (x W_up)) W_down, without biases."""
+
+  def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
+    width, hidden = config.width, config.mlp_size
+    init = jax.nn.initializers.normal(config.init_std)
+    self.gate = nnx.Param(init(rngs.params(), (width, hidden), jnp.float32))
+    self.up = nnx.Param(init(rngs.params(), (width, hidden), jnp.float32))
+    self.down = nnx.Param(init(rngs.params(), (hidden, width), jnp.float32))
+
+  def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    dtype = x_BTD.dtype
+    gate_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, self.gate[...].astype(dtype))
+    up_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, self.up[...].astype(dtype))
+    hidden_BTF = jax.nn.silu(gate_BTF) * up_BTF
+    return jnp.einsum("BTF,FD->BTD", hidden_BTF, self.down[...].astype(dtype))

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RMSNorm (arXiv:1910.07467), with float32 statistics."""
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+
+class RMSNorm(nnx.Module):
+  """x / rms(x) * gain over the last axis; the gain starts at one."""
+
+  def __init__(self, width: int, eps: float):
+    self.eps = eps
+    self.gain = nnx.Param(jnp.ones(width, jnp.float32))
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Normalises `x` [..., D] in float32, returns its dtype."""
+    x_f32 = x.astype(jnp.float32)
+    mean_square = jnp.mean(jnp.square(x_f32), axis=-1, keepdims=True)
+    normed = x_f32 * jax.lax.rsqrt(mean_square + self.eps)
+    gain = jnp.reshape(self.gain[...], (1,) * (x.ndim - 1) + (-1,))
+    return (normed * gain).astype(x.dtype)

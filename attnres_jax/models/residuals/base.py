@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The protocol of a residual scheme, and what depth attention shares.
+
+A network is L sublayers f_1..f_L. A scheme decides what each of them reads:
+
+  state = scheme.init(embedding)
+  for start, stop in scheme.segments():
+    carry, slots = scheme.open(state, start, stop)
+    for i in range(stop - start):
+      h = scheme.read(carry, slots[i])
+      carry = scheme.write(carry, slots[i], f_{start+i+1}(h))
+    state = scheme.close(state, carry, stop)
+  h_out = scheme.readout(state)
+
+The state is what crosses a pipeline boundary: it is valid between any two
+sublayers. Opening a segment splits it in two. The *carry* is the part that
+sublayers change; it keeps one shape along the segment where `scannable`, so
+that a `lax.scan` may hold it. The *slots* are what each sublayer needs besides
+(its own parameters, its phase-1 results), stacked on a leading axis, so that a
+scan may consume them. Everything else stays outside of the loop and is
+therefore never copied per sublayer.
+"""
+
+from typing import Any, NamedTuple, Sequence
+
+from flax import nnx
+import jax
+from jax import ad_checkpoint
+import jax.numpy as jnp
+
+from attnres_jax import config as config_lib
+
+# The name under which activation checkpointing finds the running state.
+DEPTH_STATE = "depth_state"
+
+
+class Trace(NamedTuple):
+  """Everything that moved through the depth of a network.
+
+  Attributes:
+    values: v_0 (the embedding), v_1, ..., v_L (sublayer outputs), [B, T, D].
+    reads: h_1, ..., h_L, h_out: inputs of the sublayers and of the final norm.
+  """
+
+  values: tuple[jax.Array, ...]
+  reads: tuple[jax.Array, ...]
+
+
+class Residual(nnx.Module):
+  """A residual scheme; subclasses define the protocol of the module docstring.
+
+  Attributes:
+    num_sublayers: L.
+    dtype: of what sublayers read and of stored activations. Running sums are
+      float32 whatever this is.
+    scannable: the carry keeps its structure from sublayer to sublayer.
+  """
+
+  scannable = True
+
+  def __init__(self, config: config_lib.ModelConfig):
+    self.num_sublayers = config.num_sublayers
+    self.dtype = jnp.dtype(config.dtype)
+
+  def segments(self) -> tuple[tuple[int, int], ...]:
+    """Half-open ranges of sublayers (from 0) that are opened together."""
+    return ((0, self.num_sublayers),)
+
+  def init(self, embedding_BTD: jax.Array) -> Any:
+    """State before the first sublayer."""
+    raise NotImplementedError
+
+  def open(self, state: Any, start: int, stop: int) -> tuple[Any, Any]:
+    """(carry, slots) of sublayers start..stop-1, counted from 0."""
+    raise NotImplementedError
+
+  def read(self, carry: Any, slot: Any) -> jax.Array:
+    """h_BTD, the input of a sublayer before its pre-norm."""
+    raise NotImplementedError
+
+  def read_normed(self, carry: Any, slot: Any, norm: nnx.Module) -> jax.Array:
+    """norm(h_BTD). Schemes that can, fuse the two."""
+    return norm(self.read(carry, slot))
+
+  def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
+    """Carry after a sublayer that put out y_BTD."""
+    raise NotImplementedError
+
+  def close(self, state: Any, carry: Any, stop: int) -> Any:
+    """State after sublayer stop-1, given the state that was opened."""
+    raise NotImplementedError
+
+  def readout(self, state: Any) -> jax.Array:
+    """h_out [B, T, D], which goes to the final norm and the head."""
+    raise NotImplementedError
+
+  def running_state(self, trace: Trace) -> tuple[jax.Array, ...]:
+    """After each sublayer, the state whose magnitude the paper's Fig. 5b plots.
+
+    Our choice where the paper is silent: what the next sublayer would read, or
+    the open partial sum where the scheme has one.
+    """
+    return trace.reads[1:]
+
+  def depth_weights(
+      self, values: Sequence[jax.Array]
+  ) -> tuple[jax.Array, ...] | None:
+    """Softmax weights of reads 1..L+1 over their sources, each [M, B, T].
+
+    Computed from the definition (one softmax), whatever the form of the model.
+    None for schemes without depth attention.
+    """
+    del values
+    return None
+
+  def source_labels(self) -> tuple[tuple[str, ...], ...] | None:
+    """Names of the sources of reads 1..L+1, in the order of `depth_weights`."""
+    return None
+
+
+class DepthQueries(nnx.Module):
+  """Pseudo-queries and key-norm gains of the L sublayers and of the readout.
+
+  Zero queries and unit gains (arXiv:2603.15031 section 5: zero is crucial):
+  every softmax starts uniform. The first sublayer has one source, so its row
+  gets no gradient; it is kept for uniform shapes.
+  """
+
+  def __init__(self, config: config_lib.ModelConfig):
+    shape = (config.num_sublayers + 1, config.width)
+    self.query = nnx.Param(jnp.zeros(shape, jnp.float32))
+    self.gain = nnx.Param(jnp.ones(shape, jnp.float32))
+
+  def folded(self, start: int, stop: int) -> jax.Array:
+    """u_l = w_l * g_l of reads start..stop-1 (from 0): [Q, D], float32."""
+    return self.query[start:stop] * self.gain[start:stop]
+
+
+def softmax_weights(
+    query_D: jax.Array, sources: Sequence[jax.Array], eps: float
+) -> jax.Array:
+  """Weights [M, B, T] of Eq. 2-4, written as the definition reads."""
+  scores = []
+  for source_BTD in sources:
+    source_BTD = source_BTD.astype(jnp.float32)
+    mean_square_BT = jnp.mean(jnp.square(source_BTD), axis=-1)
+    score_BT = jnp.einsum("D,BTD->BT", query_D, source_BTD)
+    scores.append(score_BT * jax.lax.rsqrt(mean_square_BT + eps))
+  return jax.nn.softmax(jnp.stack(scores), axis=0)
+
+
+def keep(x: jax.Array) -> jax.Array:
+  """Marks a running state as what activation checkpointing saves."""
+  return ad_checkpoint.checkpoint_name(x, DEPTH_STATE)

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block AttnRes: depth attention over sums of S sublayers (Eq. 5-6).
+
+The i-th sublayer of block n mixes b_0 (the embedding), the completed blocks
+b_1..b_{n-1} and, for i >= 2, the partial sum b_n^{i-1} of its own block; the
+readout mixes b_0..b_N with a query of its own. In two phases (Alg. 1): all
+queries of a block run over the completed blocks at once, then each sublayer
+merges the partial sum as one more source.
+"""
+
+from typing import Any, NamedTuple, Sequence
+
+import attnres_kernels
+import jax
+import jax.numpy as jnp
+
+from attnres_jax import config as config_lib
+from attnres_jax.models.residuals import base
+
+
+class BlockState(NamedTuple):
+  """State between two sublayers.
+
+  Attributes:
+    blocks: b_0, b_1, ..., completed block representations, separate arrays in
+      the model's dtype.
+    partial_BTD: float32 sum of the open block's outputs; None at a boundary.
+  """
+
+  blocks: tuple[jax.Array, ...]
+  partial_BTD: jax.Array | None
+
+
+class Slot(NamedTuple):
+  """What one sublayer needs: its query and its phase-1 results.
+
+  `lse_BT` is +inf for the first sublayer of a block: whatever the partial sum
+  holds then has no weight, which is Eq. 6 without a special case in the loop.
+  """
+
+  query_D: jax.Array
+  out_BTD: jax.Array
+  lse_BT: jax.Array
+
+
+class BlockAttnResOneSoftmax(base.Residual):
+  """The definition: one softmax over blocks and partial sum per sublayer."""
+
+  scannable = False
+
+  def __init__(self, config: config_lib.ModelConfig):
+    super().__init__(config)
+    self.eps = config.norm_eps
+    self.block_size = config.residual.sublayers_per_block(self.num_sublayers)
+    self.queries = base.DepthQueries(config)
+
+  def segments(self) -> tuple[tuple[int, int], ...]:
+    size, last = self.block_size, self.num_sublayers
+    return tuple((i, min(i + size, last)) for i in range(0, last, size))
+
+  def init(self, embedding_BTD: jax.Array) -> BlockState:
+    return BlockState((embedding_BTD.astype(self.dtype),), None)
+
+  def open(self, state: BlockState, start: int, stop: int) -> tuple[Any, Any]:
+    return state, self.queries.folded(start, stop)
+
+  def read(self, carry: BlockState, slot: jax.Array) -> jax.Array:
+    sources = carry.blocks
+    if carry.partial_BTD is not None:
+      sources = (*sources, carry.partial_BTD.astype(self.dtype))
+    return self._attend(slot, sources)
+
+  def write(self, carry: BlockState, slot: Any, y_BTD: jax.Array) -> BlockState:
+    del slot
+    return carry._replace(partial_BTD=_add(carry.partial_BTD, y_BTD))
+
+  def close(self, state: BlockState, carry: Any, stop: int) -> BlockState:
+    return self._commit(carry.blocks, carry.partial_BTD, stop)
+
+  def readout(self, state: BlockState) -> jax.Array:
+    last = self.num_sublayers
+    return self._attend(self.queries.folded(last, last + 1)[0], state.blocks)
+
+  def running_state(self, trace: base.Trace) -> tuple[jax.Array, ...]:
+    states, partial = [], None
+    for l, y_BTD in enumerate(trace.values[1:]):
+      partial = _add(None if l % self.block_size == 0 else partial, y_BTD)
+      states.append(partial)
+    return tuple(states)
+
+  def depth_weights(
+      self, values: Sequence[jax.Array]
+  ) -> tuple[jax.Array, ...]:
+    queries_LD = self.queries.folded(0, self.num_sublayers + 1)
+    state = self.init(values[0])
+    weights = []
+    for l in range(self.num_sublayers + 1):
+      sources = state.blocks
+      if state.partial_BTD is not None:
+        sources = (*sources, state.partial_BTD)
+      weights.append(base.softmax_weights(queries_LD[l], sources, self.eps))
+      if l < self.num_sublayers:
+        partial = _add(state.partial_BTD, values[l + 1])
+        state = self._commit(state.blocks, partial, l + 1)
+    return tuple(weights)
+
+  def source_labels(self) -> tuple[tuple[str, ...], ...]:
+    labels = []
+    for l in range(self.num_sublayers + 1):
+      done, inside = divmod(l, self.block_size)
+      if l == self.num_sublayers and inside:
+        done, inside = done + 1, 0
+      names = ["embedding"] + [f"block {n + 1}" for n in range(done)]
+      labels.append(tuple(names + ["partial"] * (inside > 0)))
+    return tuple(labels)
+
+  def _commit(
+      self, blocks: tuple[jax.Array, ...], partial: jax.Array, stop: int
+  ) -> BlockState:
+    if stop % self.block_size and stop != self.num_sublayers:
+      return BlockState(blocks, partial)
+    return BlockState((*blocks, partial.astype(self.dtype)), None)
+
+  def _attend(
+      self, query_D: jax.Array, sources: tuple[jax.Array, ...]
+  ) -> jax.Array:
+    if len(sources) == 1:
+      return sources[0]
+    out_QBTD, _ = attnres_kernels.depth_attention(
+        query_D[None], sources, eps=self.eps
+    )
+    return out_QBTD[0]
+
+
+class BlockAttnRes(BlockAttnResOneSoftmax):
+  """The same function in two phases; the carry is the partial sum alone."""
+
+  scannable = True
+
+  def open(self, state: BlockState, start: int, stop: int) -> tuple[Any, Any]:
+    query_QD = self.queries.folded(start, stop)
+    out_QBTD, lse_QBT = attnres_kernels.depth_attention(
+        query_QD, state.blocks, eps=self.eps
+    )
+    partial_BTD = state.partial_BTD
+    if partial_BTD is None:
+      partial_BTD = jnp.zeros(state.blocks[0].shape, jnp.float32)
+      lse_QBT = lse_QBT.at[0].set(jnp.inf)
+    return partial_BTD, Slot(query_QD, out_QBTD, lse_QBT)
+
+  def read(self, carry: jax.Array, slot: Slot) -> jax.Array:
+    return attnres_kernels.depth_merge(
+        slot.out_BTD, slot.lse_BT, slot.query_D, carry, eps=self.eps
+    )
+
+  def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
+    del slot
+    return base.keep(carry + y_BTD)
+
+  def close(self, state: BlockState, carry: Any, stop: int) -> BlockState:
+    return self._commit(state.blocks, carry, stop)
+
+
+def _add(partial_BTD: jax.Array | None, y_BTD: jax.Array) -> jax.Array:
+  y_BTD = y_BTD.astype(jnp.float32)
+  return base.keep(y_BTD if partial_BTD is None else partial_BTD + y_BTD)

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Full AttnRes: every sublayer attends to all earlier outputs (Eq. 1-4).
+
+h_l is a softmax mixture of v_0, ..., v_{l-1}, and so is the readout with a
+query of its own. The two-phase form (Alg. 1) cuts the sublayers into segments
+of `schedule_size`: phase 1 runs all queries of a segment over the values that
+were there when it opened, in one read of them; phase 2 merges in the values
+that the segment itself has produced. Exact, and pure scheduling.
+"""
+
+from typing import Any, NamedTuple, Sequence
+
+import attnres_kernels
+import jax
+
+from attnres_jax import config as config_lib
+from attnres_jax.models.residuals import base
+
+
+class Slot(NamedTuple):
+  """What one sublayer needs: its query and its phase-1 results."""
+
+  query_D: jax.Array
+  out_BTD: jax.Array
+  lse_BT: jax.Array
+
+
+class FullAttnResOneSoftmax(base.Residual):
+  """The definition: one softmax over all values per sublayer."""
+
+  scannable = False
+
+  def __init__(self, config: config_lib.ModelConfig):
+    super().__init__(config)
+    self.eps = config.norm_eps
+    self.queries = base.DepthQueries(config)
+
+  def init(self, embedding_BTD: jax.Array) -> tuple[jax.Array, ...]:
+    return (embedding_BTD.astype(self.dtype),)
+
+  def open(self, state: Any, start: int, stop: int) -> tuple[Any, Any]:
+    return state, self.queries.folded(start, stop)
+
+  def read(self, carry: tuple[jax.Array, ...], slot: jax.Array) -> jax.Array:
+    return self._attend(slot, carry)
+
+  def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
+    del slot
+    return (*carry, base.keep(y_BTD))
+
+  def close(self, state: Any, carry: Any, stop: int) -> tuple[jax.Array, ...]:
+    del state, stop
+    return carry
+
+  def readout(self, state: tuple[jax.Array, ...]) -> jax.Array:
+    last = self.num_sublayers
+    return self._attend(self.queries.folded(last, last + 1)[0], state)
+
+  def depth_weights(
+      self, values: Sequence[jax.Array]
+  ) -> tuple[jax.Array, ...]:
+    queries_LD = self.queries.folded(0, self.num_sublayers + 1)
+    return tuple(
+        base.softmax_weights(query_D, values[: l + 1], self.eps)
+        for l, query_D in enumerate(queries_LD)
+    )
+
+  def source_labels(self) -> tuple[tuple[str, ...], ...]:
+    labels = ("embedding",) + tuple(
+        f"sublayer {l + 1}" for l in range(self.num_sublayers)
+    )
+    return tuple(labels[: l + 1] for l in range(self.num_sublayers + 1))
+
+  def _attend(
+      self, query_D: jax.Array, sources: tuple[jax.Array, ...]
+  ) -> jax.Array:
+    if len(sources) == 1:
+      return sources[0]
+    out_QBTD, _ = attnres_kernels.depth_attention(
+        query_D[None], sources, eps=self.eps
+    )
+    return out_QBTD[0]
+
+
+class FullAttnRes(FullAttnResOneSoftmax):
+  """The same function, its queries batched over segments."""
+
+  def __init__(self, config: config_lib.ModelConfig):
+    super().__init__(config)
+    self.schedule_size = config.residual.schedule_size
+
+  def segments(self) -> tuple[tuple[int, int], ...]:
+    step, last = self.schedule_size, self.num_sublayers
+    return tuple((i, min(i + step, last)) for i in range(0, last, step))
+
+  def open(self, state: Any, start: int, stop: int) -> tuple[Any, Any]:
+    query_QD = self.queries.folded(start, stop)
+    out_QBTD, lse_QBT = attnres_kernels.depth_attention(
+        query_QD, state, eps=self.eps
+    )
+    return (), Slot(query_QD, out_QBTD, lse_QBT)
+
+  def read(self, carry: tuple[jax.Array, ...], slot: Any) -> jax.Array:
+    if not carry:
+      return slot.out_BTD
+    if len(carry) == 1:
+      return attnres_kernels.depth_merge(
+          slot.out_BTD, slot.lse_BT, slot.query_D, carry[0], eps=self.eps
+      )
+    out_QBTD, lse_QBT = attnres_kernels.depth_attention(
+        slot.query_D[None], carry, eps=self.eps
+    )
+    merged_BTD, _ = attnres_kernels.combine_mixtures(
+        slot.out_BTD, slot.lse_BT, out_QBTD[0], lse_QBT[0]
+    )
+    return merged_BTD
+
+  def close(self, state: Any, carry: Any, stop: int) -> tuple[jax.Array, ...]:
+    del stop
+    return (*state, *carry)

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixed residuals: the plain sum, and the running mean.
+
+Behind a pre-norm both are the same function of the same parameters (as eps
+goes to 0), since RMSNorm removes the positive factor in which they differ;
+see the zero-query identity in `tests/models/paper_laws_test.py`.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from attnres_jax.models.residuals import base
+
+
+class PreNorm(base.Residual):
+  """h_{l+1} = h_l + f_l(h_l): the standard residual stream."""
+
+  def init(self, embedding_BTD: jax.Array) -> jax.Array:
+    return embedding_BTD.astype(jnp.float32)
+
+  def open(self, state: jax.Array, start: int, stop: int) -> tuple[Any, Any]:
+    del start, stop
+    return state, None
+
+  def read(self, carry: jax.Array, slot: Any) -> jax.Array:
+    del slot
+    return carry.astype(self.dtype)
+
+  def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
+    del slot
+    return base.keep(carry + y_BTD)
+
+  def close(self, state: jax.Array, carry: jax.Array, stop: int) -> jax.Array:
+    del state, stop
+    return carry
+
+  def readout(self, state: jax.Array) -> jax.Array:
+    return state.astype(self.dtype)
+
+
+class Rescaled(PreNorm):
+  """h_{l+1} = l/(l+1) h_l + 1/(l+1) f_l(h_l): the mean of what came before.
+
+  Full AttnRes with queries frozen at zero.
+  """
+
+  def open(self, state: jax.Array, start: int, stop: int) -> tuple[Any, Any]:
+    # 1 / (l + 1) for l counted from 1.
+    return state, 1.0 / jnp.arange(start + 2, stop + 2, dtype=jnp.float32)
+
+  def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
+    return base.keep(carry + slot * (y_BTD.astype(jnp.float32) - carry))

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trunk: runs sublayers under a residual scheme it never looks into.
+
+Depth segments (the blocks of Block AttnRes) run in a Python loop, since each
+has more sources than the last. Inside a segment the transformer blocks are one
+`lax.scan` where the scheme's carry allows it, else a Python loop too.
+
+Activation checkpointing keeps the contract of the paper's section 4: per
+sublayer its running state, per segment nothing but references to the completed
+blocks. Two nested checkpoints do it. The outer one, around a segment, saves
+the running states by name and recomputes phase 1 from the blocks. The inner
+one, around a sublayer, sees to it that only one sublayer's intermediates are
+alive at a time.
+"""
+
+import functools
+from typing import Any, Callable
+
+import jax
+
+from attnres_jax import config as config_lib
+from attnres_jax.models import layer as layer_lib
+from attnres_jax.models.residuals import base
+
+Trace = base.Trace
+
+
+def _remat_none(function: Callable[..., Any]) -> Callable[..., Any]:
+  return function
+
+
+def _remat_by(policy: Any) -> Callable[..., Any]:
+  def remat(function: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.checkpoint(function, policy=policy)
+
+  return remat
+
+
+_keep_state = jax.checkpoint_policies.save_only_these_names(base.DEPTH_STATE)
+_keep_dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+
+# Name -> (around a segment, around a sublayer).
+REMAT = {
+    "none": (_remat_none, _remat_none),
+    "full": (_remat_by(_keep_state), _remat_by(None)),
+    "dots": (
+        _remat_by(
+            jax.checkpoint_policies.save_from_both_policies(
+                _keep_state, _keep_dots
+            )
+        ),
+        _remat_by(None),
+    ),
+}
+
+
+def run(
+    layers: layer_lib.Layer,
+    residual: base.Residual,
+    embedding_BTD: jax.Array,
+    segment_ids_BT: jax.Array | None,
+    *,
+    scan: bool,
+    remat: str,
+) -> jax.Array:
+  """Runs all sublayers and returns h_out [B, T, D], before the final norm.
+
+  Args:
+    layers: one module whose leaves carry a leading axis of transformer blocks.
+    residual: the scheme.
+    embedding_BTD: h_1 = v_0.
+    segment_ids_BT: document numbers that attention stays inside of, or None.
+    scan: scan over transformer blocks where the scheme allows it.
+    remat: a key of `REMAT`.
+  """
+  around_segment, around_sublayer = config_lib.choose(
+      "model.remat", remat, REMAT
+  )
+  state = residual.init(embedding_BTD)
+  for start, stop in residual.segments():
+    whole_layers = start % 2 == 0 and stop % 2 == 0
+    scanned = scan and residual.scannable and whole_layers and stop - start > 2
+    inside = functools.partial(
+        _scanned if scanned else _unrolled,
+        residual=residual,
+        start=start,
+        stop=stop,
+        segment_ids_BT=segment_ids_BT,
+        around_sublayer=around_sublayer,
+    )
+    carry = around_segment(inside)(layers, state)
+    state = residual.close(state, carry, stop)
+  return residual.readout(state)
+
+
+def trace(
+    layers: layer_lib.Layer,
+    residual: base.Residual,
+    embedding_BTD: jax.Array,
+    segment_ids_BT: jax.Array | None,
+) -> Trace:
+  """Runs the trunk like `run` and returns what every sublayer read and wrote."""
+  values, reads = [embedding_BTD], []
+  state = residual.init(embedding_BTD)
+  for start, stop in residual.segments():
+    carry, slots = residual.open(state, start, stop)
+    for l in range(start, stop):
+      slot = _index(slots, l - start)
+      layer, kind = _index(layers, l // 2), layer_lib.SUBLAYERS[l % 2]
+      h_BTD = residual.read(carry, slot)
+      y_BTD = layer.core(kind, layer.norm(kind)(h_BTD), segment_ids_BT)
+      carry = residual.write(carry, slot, y_BTD)
+      reads.append(h_BTD)
+      values.append(y_BTD)
+    state = residual.close(state, carry, stop)
+  return Trace(tuple(values), (*reads, residual.readout(state)))
+
+
+def _unrolled(
+    layers: layer_lib.Layer,
+    state: Any,
+    *,
+    residual: base.Residual,
+    start: int,
+    stop: int,
+    segment_ids_BT: jax.Array | None,
+    around_sublayer: Callable[..., Any],
+) -> Any:
+  carry, slots = residual.open(state, start, stop)
+  for l in range(start, stop):
+    sublayer = functools.partial(
+        _sublayer, residual, layer_lib.SUBLAYERS[l % 2]
+    )
+    slot = _index(slots, l - start)
+    y_BTD = around_sublayer(sublayer)(
+        _index(layers, l // 2), carry, slot, segment_ids_BT
+    )
+    carry = residual.write(carry, slot, y_BTD)
+  return carry
+
+
+def _scanned(
+    layers: layer_lib.Layer,
+    state: Any,
+    *,
+    residual: base.Residual,
+    start: int,
+    stop: int,
+    segment_ids_BT: jax.Array | None,
+    around_sublayer: Callable[..., Any],
+) -> Any:
+  carry, slots = residual.open(state, start, stop)
+  pair = (stop - start) // 2, 2
+  slots = jax.tree.map(lambda a: a.reshape(*pair, *a.shape[1:]), slots)
+  layers = jax.tree.map(lambda a: a[start // 2 : stop // 2], layers)
+
+  def transformer_block(carry, xs):
+    layer, layer_slots = xs
+    for i, kind in enumerate(layer_lib.SUBLAYERS):
+      slot = _index(layer_slots, i)
+      sublayer = functools.partial(_sublayer, residual, kind)
+      y_BTD = around_sublayer(sublayer)(layer, carry, slot, segment_ids_BT)
+      carry = residual.write(carry, slot, y_BTD)
+    return carry, None
+
+  carry, _ = jax.lax.scan(transformer_block, carry, (layers, slots))
+  return carry
+
+
+def _sublayer(
+    residual: base.Residual,
+    kind: str,
+    layer: layer_lib.Layer,
+    carry: Any,
+    slot: Any,
+    segment_ids_BT: jax.Array | None,
+) -> jax.Array:
+  x_BTD = residual.read_normed(carry, slot, layer.norm(kind))
+  return layer.core(kind, x_BTD, segment_ids_BT)
+
+
+def _index(tree: Any, i: int) -> Any:
+  return jax.tree.map(lambda a: a[i], tree)
