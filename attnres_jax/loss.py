@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Next-token cross-entropy that never holds more than a tile of logits.
+
+With a vocabulary of V the float32 logits of a batch are V / D times its
+states; for V = 163840 they would be the largest array of the step. The sum is
+therefore taken tile by tile over the sequence, and each tile's gradient is
+computed right where its logits are (the loss is a sum, so the gradient only
+has to be scaled in the backward pass): three matrix products per tile, as
+without tiling, and no recomputation.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from attnres_jax.models import embedding
+
+# Bytes of float32 logits that one device holds at once.
+TILE_BYTES = 64 * 2**20
+
+
+class LossSums(NamedTuple):
+  """Sums over the counted tokens; nats.
+
+  Attributes:
+    total: what is differentiated: nll + z_loss * z.
+    nll: negative log-likelihood of the targets.
+    z: squared log-normalisers of the logits.
+  """
+
+  total: jax.Array
+  nll: jax.Array
+  z: jax.Array
+
+
+def cross_entropy(
+    h_BTD: jax.Array,
+    head_DV: jax.Array,
+    target_BT: jax.Array,
+    weight_BT: jax.Array,
+    *,
+    soft_cap: float = 0.0,
+    z_loss: float = 0.0,
+    tile_tokens: int = 0,
+    num_devices: int = 1,
+) -> LossSums:
+  """Sums the loss over tokens; differentiable in `h_BTD` and `head_DV`.
+
+  Args:
+    h_BTD: states after the final norm.
+    head_DV: float32 head matrix.
+    target_BT: int32 next tokens.
+    weight_BT: float32, 0 for targets that do not count.
+    soft_cap: of the logits, see `embedding.logits`.
+    z_loss: weight of the squared log-normaliser (arXiv:2204.02311 section 5).
+    tile_tokens: tokens per tile; 0 takes what fits in `TILE_BYTES` per device.
+    num_devices: over which the batch axis is sharded. Tiles are cut along the
+      sequence, so every device works on every tile.
+  """
+  batch, length, _ = h_BTD.shape
+  if not tile_tokens:
+    tile_tokens = num_devices * TILE_BYTES // (4 * head_DV.shape[1])
+  tile = min(length, max(1, tile_tokens // batch))
+  options = (soft_cap, z_loss, tile)
+  return _tiled(options, h_BTD, head_DV, target_BT, weight_BT)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _tiled(options, h_BTD, head_DV, target_BT, weight_BT) -> LossSums:
+  soft_cap, z_loss, tile = options
+
+  def add_tile(sums, xs):
+    tile_sums = _tile_sums(xs[0], head_DV, *xs[1:], soft_cap, z_loss)
+    return jax.tree.map(jnp.add, sums, tile_sums), None
+
+  zeros = LossSums(*[jnp.zeros((), jnp.float32)] * 3)
+  xs = _cut(tile, h_BTD, target_BT, weight_BT)
+  sums, _ = jax.lax.scan(add_tile, zeros, xs)
+  return sums
+
+
+def _tiled_fwd(options, h_BTD, head_DV, target_BT, weight_BT):
+  soft_cap, z_loss, tile = options
+
+  def add_tile(carry, xs):
+    sums, d_head_DV = carry
+    h_tile, target_tile, weight_tile = xs
+
+    def total(h, head):
+      tile_sums = _tile_sums(
+          h, head, target_tile, weight_tile, soft_cap, z_loss
+      )
+      return tile_sums.total, tile_sums
+
+    (d_h, d_head), tile_sums = jax.grad(total, argnums=(0, 1), has_aux=True)(
+        h_tile, head_DV
+    )
+    sums = jax.tree.map(jnp.add, sums, tile_sums)
+    return (sums, d_head_DV + d_head), d_h
+
+  zeros = LossSums(*[jnp.zeros((), jnp.float32)] * 3)
+  xs = _cut(tile, h_BTD, target_BT, weight_BT)
+  (sums, d_head_DV), d_h = jax.lax.scan(
+      add_tile, (zeros, jnp.zeros_like(head_DV)), xs
+  )
+  d_h_BTD = jnp.moveaxis(d_h, 0, 1).reshape(h_BTD.shape[0], -1, d_h.shape[-1])
+  return sums, (d_h_BTD[:, : h_BTD.shape[1]], d_head_DV)
+
+
+def _tiled_bwd(options, gradients, cotangent: LossSums):
+  del options
+  d_h_BTD, d_head_DV = gradients
+  # Only `total` is differentiated; nll and z are there to be logged.
+  scale = cotangent.total
+  return (scale * d_h_BTD).astype(d_h_BTD.dtype), scale * d_head_DV, None, None
+
+
+_tiled.defvjp(_tiled_fwd, _tiled_bwd)
+
+
+def _tile_sums(
+    h_BTD, head_DV, target_BT, weight_BT, soft_cap, z_loss
+) -> LossSums:
+  logits_BTV = embedding.logits(h_BTD, head_DV, soft_cap)
+  log_normaliser_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
+  target_logit_BT = jnp.take_along_axis(
+      logits_BTV, target_BT[..., None], axis=-1
+  )[..., 0]
+  nll = jnp.sum(weight_BT * (log_normaliser_BT - target_logit_BT))
+  z = jnp.sum(weight_BT * jnp.square(log_normaliser_BT))
+  return LossSums(nll + z_loss * z, nll, z)
+
+
+def _cut(tile: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+  """[B, T, ...] to [tiles, B, tile, ...], zero-padded (weight 0) at the end."""
+
+  def cut(a):
+    pad = -a.shape[1] % tile
+    a = jnp.pad(a, [(0, 0), (0, pad)] + [(0, 0)] * (a.ndim - 2))
+    return jnp.moveaxis(a.reshape(a.shape[0], -1, tile, *a.shape[2:]), 1, 0)
+
+  return tuple(cut(a) for a in arrays)

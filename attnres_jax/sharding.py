@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device meshes, and where arrays live on them.
+
+The only place that spells mesh axes. For now there is one, `data`: parameters
+and optimiser state are replicated, batches are split by rows.
+"""
+
+from typing import Any, Mapping
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+import numpy as np
+
+from attnres_jax import config as config_lib
+
+DATA = "data"
+
+
+def make_mesh(config: config_lib.MeshConfig) -> Mesh:
+  """A mesh over the first `config.data` devices of all processes.
+
+  Raises:
+    ConfigError: more devices are asked for than there are.
+  """
+  available = jax.devices()
+  num_devices = len(available) if config.data == -1 else config.data
+  if num_devices > len(available):
+    config_lib.fail(
+        "mesh.data", config.data, f"at most {len(available)}, the devices here"
+    )
+  return jax.make_mesh(
+      (num_devices,),
+      (DATA,),
+      axis_types=(AxisType.Auto,),
+      devices=available[:num_devices],
+  )
+
+
+def check_divides(config: config_lib.RunConfig, mesh: Mesh) -> None:
+  """Stops a run whose microbatches cannot be split over the mesh.
+
+  Raises:
+    ConfigError: naming the nearest batch sizes that can.
+  """
+  rows, parts = config.data.batch_size, config.optim.accumulate_steps
+  unit = parts * mesh.size
+  if rows % unit:
+    below, above = rows // unit * unit, -(-rows // unit) * unit
+    nearest = f"{below} or {above}" if below else str(above)
+    config_lib.fail(
+        "data.batch_size",
+        rows,
+        f"a multiple of mesh devices x optim.accumulate_steps = {mesh.size} x"
+        f" {parts}, such as {nearest}",
+    )
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+  """Sharding of parameters, optimiser state and metrics."""
+  return NamedSharding(mesh, PartitionSpec())
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+  """Sharding of [B, ...] batches: rows over `data`."""
+  return NamedSharding(mesh, PartitionSpec(DATA))
+
+
+def shard_batch(
+    batch: Mapping[str, np.ndarray], mesh: Mesh
+) -> dict[str, jax.Array]:
+  """Joins each process's rows into global arrays on the mesh."""
+  sharding = batch_sharding(mesh)
+  return {
+      name: jax.make_array_from_process_local_data(sharding, rows)
+      for name, rows in batch.items()
+  }
+
+
+def with_sharding(tree: Any, sharding: NamedSharding) -> Any:
+  """The same tree of `ShapeDtypeStruct`, each with a sharding."""
+  return jax.tree.map(
+      lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tree
+  )
