@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a trained network does with its depth (paper, sections 5.2 and 6.2)."""
+
+from attnres_jax.analysis.depth_weights import DepthWeights
+from attnres_jax.analysis.depth_weights import depth_weights
+from attnres_jax.analysis.magnitudes import Magnitudes
+from attnres_jax.analysis.magnitudes import magnitudes
+from attnres_jax.analysis.mixing_matrix import mixing_matrix
+
+__all__ = [
+  "DepthWeights",
+  "Magnitudes",
+  "depth_weights",
+  "magnitudes",
+  "mixing_matrix",
+]

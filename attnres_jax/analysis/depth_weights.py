@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The softmax weights over depth, averaged over tokens, as in Fig. 8.
+
+The paper draws two heatmaps per network: one for what the attention sublayers
+read, one for the MLPs. Row l is the l-th transformer block, a column is a
+source: 0 the embedding, then sublayer outputs (Full) or completed blocks with
+the open, partial block after the last of them (Block).
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+from jaxtyping import Int
+import numpy as np
+
+from attnres_jax import models
+
+
+@dataclasses.dataclass(frozen=True)
+class DepthWeights:
+  """Mean weights and entropies of every read of a network.
+
+  Attributes:
+    attention: [transformer blocks, columns], what the attention sublayers read;
+      NaN where a source does not exist yet. Each row sums to 1.
+    mlp: the same for the MLPs.
+    output: [sources], what the final norm and the head read.
+    columns: a name per column of `attention` and `mlp`.
+    output_columns: a name per entry of `output`.
+    attention_entropy: [transformer blocks], mean over tokens of the entropy of
+      the weights, in nats; 0 where there is one source only.
+    mlp_entropy: the same for the MLPs.
+    output_entropy: the same for the output.
+  """
+
+  attention: np.ndarray
+  mlp: np.ndarray
+  output: np.ndarray
+  columns: tuple[str, ...]
+  output_columns: tuple[str, ...]
+  attention_entropy: np.ndarray
+  mlp_entropy: np.ndarray
+  output_entropy: float
+
+
+def depth_weights(
+  model: models.Transformer, tokens: Int[Array | np.ndarray, "B T"]
+) -> DepthWeights:
+  """Reads the depth-attention weights of `model` on `tokens`.
+
+  Args:
+    model: a network whose residual scheme attends over depth.
+    tokens: what to run it on; the weights are averaged over all positions.
+
+  Raises:
+    ValueError: the scheme has no depth attention (`mixing_matrix` describes
+      every scheme).
+  """
+  means = _mean_weights(model, jnp.asarray(tokens))
+  if means is None:
+    raise ValueError(
+      f"{type(model.residual).__name__} has no depth attention to look at;"
+      " attnres_jax.analysis.mixing_matrix describes every scheme"
+    )
+  weights = [np.asarray(weight_M, np.float64) for weight_M, _ in means]
+  entropies = np.asarray([entropy for _, entropy in means], np.float64)
+  labels = model.residual.source_labels()
+  widest = max(labels[:-1], key=len)
+  return DepthWeights(
+    attention=_stack_rows(weights[:-1:2], len(widest)),
+    mlp=_stack_rows(weights[1:-1:2], len(widest)),
+    output=weights[-1],
+    columns=tuple(_column_name(i, widest) for i in range(len(widest))),
+    output_columns=tuple(labels[-1]),
+    attention_entropy=entropies[:-1:2],
+    mlp_entropy=entropies[1:-1:2],
+    output_entropy=float(entropies[-1]),
+  )
+
+
+@jax.jit
+def _mean_weights(model, tokens_BT):
+  weights = model.residual.depth_weights(model.trace(tokens_BT).values)
+  if weights is None:
+    return None
+  return tuple(
+    (jnp.mean(w_MBT, axis=(1, 2)), jnp.mean(_entropy(w_MBT)))
+    for w_MBT in weights
+  )
+
+
+def _entropy(weight_MBT: jax.Array) -> jax.Array:
+  return jnp.sum(jax.scipy.special.entr(weight_MBT), axis=0)
+
+
+def _stack_rows(rows: list[np.ndarray], width: int) -> np.ndarray:
+  padded = [
+    np.pad(row, (0, width - len(row)), constant_values=np.nan) for row in rows
+  ]
+  return np.stack(padded)
+
+
+def _column_name(index: int, widest: tuple[str, ...]) -> str:
+  # The partial block of block n sits in the column that block n takes once it
+  # is complete, so that column goes by the block's name.
+  return f"block {index}" if widest[index] == "partial" else widest[index]

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Magnitudes along depth (paper, Fig. 5b and 5c).
+
+The paper plots an output magnitude and a gradient magnitude per transformer
+block without defining them. Here, with RMS over the width and a mean over
+tokens: the running state after the block is what later sublayers build on
+(for Block AttnRes the open partial sum, which restarts at a block's edge), and
+the gradient is that of all parameters of the block.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+from jaxtyping import Int
+import numpy as np
+import optax
+
+from attnres_jax import models
+
+
+@dataclasses.dataclass(frozen=True)
+class Magnitudes:
+  """One network, one batch.
+
+  Attributes:
+    state_rms: [transformer blocks], running state after each block.
+    output_rms: [sublayers], what each sublayer put out.
+    read_rms: [sublayers], what each sublayer read, before its norm.
+    grad_norm: [transformer blocks], L2 norm of the gradient of the mean
+      cross-entropy with respect to all parameters of the block.
+    loss: the mean cross-entropy, in nats per token.
+  """
+
+  state_rms: np.ndarray
+  output_rms: np.ndarray
+  read_rms: np.ndarray
+  grad_norm: np.ndarray
+  loss: float
+
+
+def magnitudes(
+  model: models.Transformer, tokens: Int[Array | np.ndarray, "B T+1"]
+) -> Magnitudes:
+  """Measures `model` on `tokens`, of which the last column is only predicted.
+
+  Average over several batches, as the paper's figure does, by calling this
+  once per batch.
+  """
+  tokens_BT = jnp.asarray(tokens)
+  state_L, output_L, read_L = _rms(model, tokens_BT[:, :-1])
+  loss, grad_norm_L = _gradient(model, tokens_BT)
+  return Magnitudes(
+    state_rms=np.asarray(state_L)[1::2],
+    output_rms=np.asarray(output_L),
+    read_rms=np.asarray(read_L),
+    grad_norm=np.asarray(grad_norm_L),
+    loss=float(loss),
+  )
+
+
+@jax.jit
+def _rms(model, tokens_BT):
+  trace = model.trace(tokens_BT)
+  states = model.residual.running_state(trace)
+  return tuple(
+    jnp.stack([_mean_rms(x_BTD) for x_BTD in arrays])
+    for arrays in (states, trace.values[1:], trace.reads[:-1])
+  )
+
+
+def _mean_rms(x_BTD: jax.Array) -> jax.Array:
+  x_BTD = x_BTD.astype(jnp.float32)
+  return jnp.mean(jnp.sqrt(jnp.mean(jnp.square(x_BTD), axis=-1)))
+
+
+@jax.jit
+def _gradient(model, tokens_BT):
+  loss, gradient = jax.value_and_grad(_cross_entropy)(model, tokens_BT)
+  squares = [
+    jnp.sum(jnp.square(leaf), axis=tuple(range(1, leaf.ndim)))
+    for leaf in jax.tree.leaves(gradient.layers)
+  ]
+  return loss, jnp.sqrt(sum(squares))
+
+
+def _cross_entropy(model, tokens_BT):
+  logits_BTV = model(tokens_BT[:, :-1])
+  return jnp.mean(
+    optax.softmax_cross_entropy_with_integer_labels(
+      logits_BTV, tokens_BT[:, 1:]
+    )
+  )

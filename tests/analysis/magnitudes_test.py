@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Magnitudes against sums written out in numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnres_jax import analysis
+from tests.analysis import networks
+
+
+def _rms(array):
+  return np.sqrt(np.mean(np.asarray(array, np.float64) ** 2, axis=-1)).mean()
+
+
+@pytest.mark.parametrize("name", ["prenorm", "block_attnres"])
+def test_against_the_definitions(name):
+  model, tokens = networks.network(name), networks.tokens(2, 6)
+  found = analysis.magnitudes(model, tokens)
+  values, reads = networks.trace(model, tokens[:, :-1])
+  np.testing.assert_allclose(
+    found.output_rms, [_rms(v) for v in values[1:]], rtol=1e-5
+  )
+  np.testing.assert_allclose(
+    found.read_rms, [_rms(h) for h in reads[:-1]], rtol=1e-5
+  )
+  if name == "prenorm":  # the sum of everything so far
+    states = [sum(values[: 2 * t + 1]) for t in (1, 2, 3)]
+  else:  # blocks of four sublayers: the open block starts anew after t = 2
+    states = [values[1] + values[2], sum(values[1:5]), values[5] + values[6]]
+  np.testing.assert_allclose(
+    found.state_rms, [_rms(s) for s in states], rtol=1e-5
+  )
+
+
+@pytest.mark.parametrize("name", ["prenorm", "block_attnres"])
+def test_gradient_norm_per_block(name):
+  model, tokens = networks.network(name), networks.tokens(2, 6)
+  found = analysis.magnitudes(model, tokens)
+
+  @jax.jit
+  @jax.value_and_grad
+  def loss(model):
+    log_p_BTV = jax.nn.log_softmax(model(tokens[:, :-1]))
+    targets_BT1 = jnp.asarray(tokens[:, 1:, None])
+    return -jnp.mean(jnp.take_along_axis(log_p_BTV, targets_BT1, axis=-1))
+
+  value, gradient = loss(model)
+  np.testing.assert_allclose(found.loss, value, rtol=1e-5)
+  for t in range(3):
+    flat = [np.ravel(leaf[t]) for leaf in jax.tree.leaves(gradient.layers)]
+    norm = np.linalg.norm(np.concatenate(flat))
+    np.testing.assert_allclose(found.grad_norm[t], norm, rtol=1e-4)

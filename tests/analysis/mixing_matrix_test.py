@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixing matrices against what the networks really read."""
+
+import numpy as np
+import pytest
+
+from attnres_jax import analysis
+from tests.analysis import networks
+
+CASES = [
+  ("prenorm", 2),
+  ("rescaled", 2),
+  ("full_attnres", 2),
+  ("block_attnres", 2),
+  ("block_attnres", 3),
+]
+
+
+def network(name, block_size=2):
+  """Four sublayers, as in Fig. 9."""
+  return networks.network(name, num_layers=2, block_size=block_size)
+
+
+@pytest.mark.parametrize("name,block_size", CASES)
+def test_rows_recombine_the_values_into_the_reads(name, block_size):
+  # One token, so that the mean over tokens is that token's own matrix.
+  model = network(name, block_size)
+  token = networks.tokens(1, 1)
+  trace = networks.trace(model, token)
+  matrix = analysis.mixing_matrix(model, token, include_output=True)
+  values_LD = np.stack([np.asarray(v)[0, 0] for v in trace.values])
+  reads_LD = np.stack([np.asarray(h)[0, 0] for h in trace.reads])
+  assert matrix.shape == (5, 5)
+  np.testing.assert_allclose(matrix @ values_LD, reads_LD, atol=2e-5)
+  np.testing.assert_array_equal(matrix, np.tril(matrix))
+  assert np.all(np.diag(matrix) > 0)
+
+
+def test_fixed_schemes():
+  tokens = networks.tokens(2, 3)
+  plain = analysis.mixing_matrix(network("prenorm"), tokens)
+  np.testing.assert_array_equal(plain, np.tril(np.ones((4, 4))))
+  mean = analysis.mixing_matrix(network("rescaled"), tokens)
+  expected = np.tril(np.ones((4, 4))) / np.arange(1, 5)[:, None]
+  np.testing.assert_allclose(mean, expected, atol=1e-6)
+
+
+def test_is_the_mean_over_tokens():
+  model, tokens = network("block_attnres"), networks.tokens(3, 4)
+  rows = [analysis.mixing_matrix(model, tokens[i : i + 1]) for i in range(3)]
+  together = analysis.mixing_matrix(model, tokens)
+  np.testing.assert_allclose(together, np.mean(rows, axis=0), atol=1e-5)
+  assert np.max(np.abs(rows[0] - rows[1])) > 1e-3
+
+
+def test_full_rows_sum_to_one_and_block_columns_are_tied():
+  tokens = networks.tokens(2, 5)
+  full = analysis.mixing_matrix(network("full_attnres"), tokens)
+  np.testing.assert_allclose(full.sum(1), 1, atol=1e-5)
+  # Values 1 and 2 are one source once their block is complete.
+  block = analysis.mixing_matrix(network("block_attnres"), tokens)
+  np.testing.assert_array_equal(block[2:, 1], block[2:, 2])
+  assert abs(block[3, 1] - block[3, 3]) > 1e-3
+  assert block.sum(1)[-1] > 1.01

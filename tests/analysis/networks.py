@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small networks whose depth attention is far from uniform."""
+
+import functools
+
+import jax
+import numpy as np
+
+from attnres_jax import config as config_lib
+from attnres_jax import models
+
+
+@functools.cache
+def network(name: str, *, num_layers: int = 3, block_size: int = 4):
+  """A network of `num_layers` transformer blocks with random queries."""
+  config = config_lib.ModelConfig(
+    vocab_size=19,
+    width=16,
+    num_layers=num_layers,
+    num_heads=2,
+    mlp_width=24,
+    init_std=0.3,
+    residual=config_lib.ResidualConfig(name=name, block_size=block_size),
+  )
+  model = models.build_model(config, seed=3)
+  if hasattr(model.residual, "queries"):
+    rng = np.random.default_rng(5)
+    query = model.residual.queries.query
+    query[...] = np.float32(0.5 * rng.standard_normal(query.shape))
+    gain = model.residual.queries.gain
+    gain[...] = np.float32(1 + 0.2 * rng.standard_normal(gain.shape))
+  return model
+
+
+@jax.jit
+def trace(model, tokens_BT):
+  return model.trace(tokens_BT)
+
+
+def tokens(rows: int, length: int) -> np.ndarray:
+  rng = np.random.default_rng(0)
+  return rng.integers(0, 19, (rows, length), dtype=np.int32)
