@@ -12,13 +12,14 @@ after `get_config` has returned.
 This module is a leaf: it imports neither JAX nor anything else of the package.
 """
 
+from collections.abc import Mapping, Sequence
 import dataclasses
 import difflib
 import importlib.util
 import json
 import pathlib
 import types
-from typing import Any, Mapping, NoReturn, Sequence, TypeVar, get_type_hints
+from typing import Any, NoReturn, TypeVar, get_type_hints
 
 import ml_collections
 
@@ -95,9 +96,9 @@ class ResidualConfig:
     _check_in("model.residual.form", self.form, ("two_phase", "one_softmax"))
     if self.block_size and self.num_blocks:
       fail(
-          "model.residual.num_blocks",
-          self.num_blocks,
-          f"0 when block_size is given (block_size is {self.block_size})",
+        "model.residual.num_blocks",
+        self.num_blocks,
+        f"0 when block_size is given (block_size is {self.block_size})",
       )
 
   def sublayers_per_block(self, num_sublayers: int) -> int:
@@ -106,9 +107,9 @@ class ResidualConfig:
       return min(self.block_size, num_sublayers)
     if not self.num_blocks:
       fail(
-          "model.residual.block_size",
-          0,
-          "sublayers per block (or num_blocks above 0)",
+        "model.residual.block_size",
+        0,
+        "sublayers per block (or num_blocks above 0)",
       )
     return -(-num_sublayers // self.num_blocks)
 
@@ -170,22 +171,22 @@ class ModelConfig:
     _check_in("model.remat", self.remat, ("none", "full", "dots"))
     if not self.head_width and self.width % self.num_heads:
       fail(
-          "model.num_heads",
-          self.num_heads,
-          f"a divisor of model.width={self.width}, or an explicit"
-          " model.head_width",
+        "model.num_heads",
+        self.num_heads,
+        f"a divisor of model.width={self.width}, or an explicit"
+        " model.head_width",
       )
     if self.num_heads % self.kv_heads:
       fail(
-          "model.num_kv_heads",
-          self.num_kv_heads,
-          f"a divisor of model.num_heads={self.num_heads}",
+        "model.num_kv_heads",
+        self.num_kv_heads,
+        f"a divisor of model.num_heads={self.num_heads}",
       )
     if self.rope_theta and self.head_size % 2:
       fail(
-          "model.head_width",
-          self.head_size,
-          "an even number with rotary positions (or model.rope_theta=0)",
+        "model.head_width",
+        self.head_size,
+        "an even number with rotary positions (or model.rope_theta=0)",
       )
 
   @property
@@ -245,18 +246,18 @@ class DataConfig:
     _check_positive("data", self, "sequence_length", "batch_size")
     _check_not_negative("data", self, "num_threads")
     _check(
-        0 < self.validation_fraction < 1,
-        "data.validation_fraction",
-        self.validation_fraction,
-        "a number between 0 and 1",
+      0 < self.validation_fraction < 1,
+      "data.validation_fraction",
+      self.validation_fraction,
+      "a number between 0 and 1",
     )
     if self.source != "stdlib" and not self.path:
       fail("data.path", self.path, f"a path, with data.source={self.source!r}")
     if self.tokenizer not in ("bytes", "ids") and not self.tokenizer_path:
       fail(
-          "data.tokenizer_path",
-          self.tokenizer_path,
-          f"a vocabulary file, with data.tokenizer={self.tokenizer!r}",
+        "data.tokenizer_path",
+        self.tokenizer_path,
+        f"a vocabulary file, with data.tokenizer={self.tokenizer!r}",
       )
 
 
@@ -310,7 +311,7 @@ class OptimConfig:
   def __post_init__(self):
     _check_positive("optim", self, "peak_lr", "eps", "accumulate_steps")
     _check_not_negative(
-        "optim", self, "warmup_steps", "weight_decay", "clip_norm"
+      "optim", self, "warmup_steps", "weight_decay", "clip_norm"
     )
     for name in ("b1", "b2", "final_lr_fraction"):
       value = getattr(self, name)
@@ -390,10 +391,10 @@ class MeshConfig:
 
   def __post_init__(self):
     _check(
-        self.data == -1 or self.data > 0,
-        "mesh.data",
-        self.data,
-        "a number of devices, or -1 for all",
+      self.data == -1 or self.data > 0,
+      "mesh.data",
+      self.data,
+      "a number of devices, or -1 for all",
     )
 
 
@@ -420,9 +421,9 @@ class RunConfig:
   def __post_init__(self):
     if self.data.batch_size % self.optim.accumulate_steps:
       fail(
-          "optim.accumulate_steps",
-          self.optim.accumulate_steps,
-          f"a divisor of data.batch_size={self.data.batch_size}",
+        "optim.accumulate_steps",
+        self.optim.accumulate_steps,
+        f"a divisor of data.batch_size={self.data.batch_size}",
       )
 
   def with_vocab_size(self, vocab_size: int) -> "RunConfig":
@@ -435,9 +436,9 @@ class RunConfig:
       return self
     if self.model.vocab_size:
       fail(
-          "model.vocab_size",
-          self.model.vocab_size,
-          f"at least the tokenizer's {vocab_size} (or 0 to take it)",
+        "model.vocab_size",
+        self.model.vocab_size,
+        f"at least the tokenizer's {vocab_size} (or 0 to take it)",
       )
     model = dataclasses.replace(self.model, vocab_size=vocab_size)
     return dataclasses.replace(self, model=model)
@@ -464,7 +465,7 @@ def build_run_config(config: Mapping[str, Any]) -> RunConfig:
 
 
 def load_config(
-    spec: str, overrides: Mapping[str, Any] | None = None
+  spec: str, overrides: Mapping[str, Any] | None = None
 ) -> RunConfig:
   """Loads `path/to/file.py:key=value,...`, overrides fields, freezes.
 
@@ -505,14 +506,14 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differences(
-    old: Mapping[str, Any], new: Mapping[str, Any]
+  old: Mapping[str, Any], new: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
   """Dotted names whose values differ, as {name: (old, new)}; None if absent."""
   old, new = flatten(old), flatten(new)
   return {
-      name: (old.get(name), new.get(name))
-      for name in sorted(old | new)
-      if old.get(name) != new.get(name)
+    name: (old.get(name), new.get(name))
+    for name in sorted(old | new)
+    if old.get(name) != new.get(name)
   }
 
 
@@ -529,8 +530,8 @@ def parse_arg(arg: str | None, **defaults: Any) -> types.SimpleNamespace:
     key, given, text = item.partition("=")
     if key not in defaults:
       raise ConfigError(
-          f"config argument {key!r}: unknown, expected one of "
-          + ", ".join(sorted(defaults))
+        f"config argument {key!r}: unknown, expected one of "
+        + ", ".join(sorted(defaults))
       )
     values[key] = _parse_value(key, text if given else "true", defaults[key])
   return types.SimpleNamespace(**values)
@@ -549,7 +550,7 @@ def _parse_value(key: str, text: str, default: Any) -> Any:
   else:
     return text
   raise ConfigError(
-      f"config argument {key!r}: got {text!r}, expected {kind.__name__}"
+    f"config argument {key!r}: got {text!r}, expected {kind.__name__}"
   )
 
 
@@ -574,7 +575,7 @@ def _coerce(field: str, value: Any, kind: type) -> Any:
   if kind is float and isinstance(value, int) and not isinstance(value, bool):
     return float(value)
   if not isinstance(value, kind) or (
-      isinstance(value, bool) and kind is not bool
+    isinstance(value, bool) and kind is not bool
   ):
     fail(field, value, f"a value of type {kind.__name__}")
   return value

@@ -36,15 +36,15 @@ class LossSums(NamedTuple):
 
 
 def cross_entropy(
-    h_BTD: jax.Array,
-    head_DV: jax.Array,
-    target_BT: jax.Array,
-    weight_BT: jax.Array,
-    *,
-    soft_cap: float = 0.0,
-    z_loss: float = 0.0,
-    tile_tokens: int = 0,
-    num_devices: int = 1,
+  h_BTD: jax.Array,
+  head_DV: jax.Array,
+  target_BT: jax.Array,
+  weight_BT: jax.Array,
+  *,
+  soft_cap: float = 0.0,
+  z_loss: float = 0.0,
+  tile_tokens: int = 0,
+  num_devices: int = 1,
 ) -> LossSums:
   """Sums the loss over tokens; differentiable in `h_BTD` and `head_DV`.
 
@@ -72,7 +72,10 @@ def _tiled(options, h_BTD, head_DV, target_BT, weight_BT) -> LossSums:
   soft_cap, z_loss, tile = options
 
   def add_tile(sums, xs):
-    tile_sums = _tile_sums(xs[0], head_DV, *xs[1:], soft_cap, z_loss)
+    h_tile, target_tile, weight_tile = xs
+    tile_sums = _tile_sums(
+      h_tile, head_DV, target_tile, weight_tile, soft_cap, z_loss
+    )
     return jax.tree.map(jnp.add, sums, tile_sums), None
 
   zeros = LossSums(*[jnp.zeros((), jnp.float32)] * 3)
@@ -90,12 +93,12 @@ def _tiled_fwd(options, h_BTD, head_DV, target_BT, weight_BT):
 
     def total(h, head):
       tile_sums = _tile_sums(
-          h, head, target_tile, weight_tile, soft_cap, z_loss
+        h, head, target_tile, weight_tile, soft_cap, z_loss
       )
       return tile_sums.total, tile_sums
 
     (d_h, d_head), tile_sums = jax.grad(total, argnums=(0, 1), has_aux=True)(
-        h_tile, head_DV
+      h_tile, head_DV
     )
     sums = jax.tree.map(jnp.add, sums, tile_sums)
     return (sums, d_head_DV + d_head), d_h
@@ -103,7 +106,7 @@ def _tiled_fwd(options, h_BTD, head_DV, target_BT, weight_BT):
   zeros = LossSums(*[jnp.zeros((), jnp.float32)] * 3)
   xs = _cut(tile, h_BTD, target_BT, weight_BT)
   (sums, d_head_DV), d_h = jax.lax.scan(
-      add_tile, (zeros, jnp.zeros_like(head_DV)), xs
+    add_tile, (zeros, jnp.zeros_like(head_DV)), xs
   )
   d_h_BTD = jnp.moveaxis(d_h, 0, 1).reshape(h_BTD.shape[0], -1, d_h.shape[-1])
   return sums, (d_h_BTD[:, : h_BTD.shape[1]], d_head_DV)
@@ -121,12 +124,12 @@ _tiled.defvjp(_tiled_fwd, _tiled_bwd)
 
 
 def _tile_sums(
-    h_BTD, head_DV, target_BT, weight_BT, soft_cap, z_loss
+  h_BTD, head_DV, target_BT, weight_BT, soft_cap, z_loss
 ) -> LossSums:
   logits_BTV = embedding.logits(h_BTD, head_DV, soft_cap)
   log_normaliser_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
   target_logit_BT = jnp.take_along_axis(
-      logits_BTV, target_BT[..., None], axis=-1
+    logits_BTV, target_BT[..., None], axis=-1
   )[..., 0]
   nll = jnp.sum(weight_BT * (log_normaliser_BT - target_logit_BT))
   z = jnp.sum(weight_BT * jnp.square(log_normaliser_BT))

@@ -10,7 +10,8 @@ Which parameters decay, in one table:
                                               does not say; this is our choice
 """
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import optax
@@ -27,30 +28,30 @@ def _constant(config: config_lib.OptimConfig, steps: int) -> optax.Schedule:
 
 def _cosine(config: config_lib.OptimConfig, steps: int) -> optax.Schedule:
   return optax.warmup_cosine_decay_schedule(
-      init_value=0.0,
-      peak_value=config.peak_lr,
-      warmup_steps=config.warmup_steps,
-      decay_steps=steps,
-      end_value=config.final_lr_fraction * config.peak_lr,
+    init_value=0.0,
+    peak_value=config.peak_lr,
+    warmup_steps=config.warmup_steps,
+    decay_steps=steps,
+    end_value=config.final_lr_fraction * config.peak_lr,
   )
 
 
 def _adamw(config: config_lib.OptimConfig) -> optax.GradientTransformation:
   return optax.chain(
-      optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
-      optax.add_decayed_weights(config.weight_decay, mask=decays),
+    optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
+    optax.add_decayed_weights(config.weight_decay, mask=decays),
   )
 
 
 # Each maps (OptimConfig, number of steps) to a schedule over steps from 0.
 SCHEDULES: dict[str, Callable[..., optax.Schedule]] = {
-    "constant": _constant,
-    "cosine": _cosine,
+  "constant": _constant,
+  "cosine": _cosine,
 }
 
 # Each returns updates that the learning rate still has to scale.
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
-    "adamw": _adamw,
+  "adamw": _adamw,
 }
 
 
@@ -63,23 +64,23 @@ def make_schedule(config: config_lib.OptimConfig, steps: int) -> optax.Schedule:
   schedule = config_lib.choose("optim.schedule", config.schedule, SCHEDULES)
   if config.warmup_steps >= steps:
     config_lib.fail(
-        "optim.warmup_steps",
-        config.warmup_steps,
-        f"fewer than train.steps={steps}",
+      "optim.warmup_steps",
+      config.warmup_steps,
+      f"fewer than train.steps={steps}",
     )
   values = schedule(config, steps)
   return lambda step: values(step + 1)
 
 
 def make_optimizer(
-    config: config_lib.OptimConfig,
+  config: config_lib.OptimConfig,
 ) -> optax.GradientTransformation:
-  """Clipping, then the optimiser; the learning rate is applied by the caller."""
+  """Clipping, then the optimiser; the caller applies the learning rate."""
   make = config_lib.choose("optim.name", config.name, OPTIMIZERS)
   clip = (
-      optax.clip_by_global_norm(config.clip_norm)
-      if config.clip_norm
-      else optax.identity()
+    optax.clip_by_global_norm(config.clip_norm)
+    if config.clip_norm
+    else optax.identity()
   )
   return optax.chain(clip, make(config))
 

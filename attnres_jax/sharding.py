@@ -5,10 +5,14 @@ The only place that spells mesh axes. For now there is one, `data`: parameters
 and optimiser state are replicated, batches are split by rows.
 """
 
-from typing import Any, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
 import numpy as np
 
 from attnres_jax import config as config_lib
@@ -26,13 +30,13 @@ def make_mesh(config: config_lib.MeshConfig) -> Mesh:
   num_devices = len(available) if config.data == -1 else config.data
   if num_devices > len(available):
     config_lib.fail(
-        "mesh.data", config.data, f"at most {len(available)}, the devices here"
+      "mesh.data", config.data, f"at most {len(available)}, the devices here"
     )
   return jax.make_mesh(
-      (num_devices,),
-      (DATA,),
-      axis_types=(AxisType.Auto,),
-      devices=available[:num_devices],
+    (num_devices,),
+    (DATA,),
+    axis_types=(AxisType.Auto,),
+    devices=available[:num_devices],
   )
 
 
@@ -48,10 +52,10 @@ def check_divides(config: config_lib.RunConfig, mesh: Mesh) -> None:
     below, above = rows // unit * unit, -(-rows // unit) * unit
     nearest = f"{below} or {above}" if below else str(above)
     config_lib.fail(
-        "data.batch_size",
-        rows,
-        f"a multiple of mesh devices x optim.accumulate_steps = {mesh.size} x"
-        f" {parts}, such as {nearest}",
+      "data.batch_size",
+      rows,
+      f"a multiple of mesh devices x optim.accumulate_steps = {mesh.size} x"
+      f" {parts}, such as {nearest}",
     )
 
 
@@ -66,18 +70,18 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def shard_batch(
-    batch: Mapping[str, np.ndarray], mesh: Mesh
+  batch: Mapping[str, np.ndarray], mesh: Mesh
 ) -> dict[str, jax.Array]:
   """Joins each process's rows into global arrays on the mesh."""
   sharding = batch_sharding(mesh)
   return {
-      name: jax.make_array_from_process_local_data(sharding, rows)
-      for name, rows in batch.items()
+    name: jax.make_array_from_process_local_data(sharding, rows)
+    for name, rows in batch.items()
   }
 
 
 def with_sharding(tree: Any, sharding: NamedSharding) -> Any:
   """The same tree of `ShapeDtypeStruct`, each with a sharding."""
   return jax.tree.map(
-      lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tree
+    lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tree
   )

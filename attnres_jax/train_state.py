@@ -5,7 +5,7 @@ Nothing here talks to disk, clock or log: that is `train.py`.
 """
 
 import dataclasses
-from typing import Any, Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,8 @@ from attnres_jax import sharding
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
+# A jitted function: it can be called, or lowered and compiled.
+Step = jax.stages.Wrapped
 
 
 @jax.tree_util.register_dataclass
@@ -49,7 +51,7 @@ def init_state(config: config_lib.RunConfig, mesh: Mesh) -> TrainState:
   """
   _check(config, mesh)
   init = jax.jit(
-      _init, static_argnums=0, out_shardings=sharding.replicated(mesh)
+    _init, static_argnums=0, out_shardings=sharding.replicated(mesh)
   )
   return init(config)
 
@@ -61,10 +63,10 @@ def abstract_state(config: config_lib.RunConfig, mesh: Mesh) -> TrainState:
   return sharding.with_sharding(shapes, sharding.replicated(mesh))
 
 
-def make_train_step(
-    config: config_lib.RunConfig, mesh: Mesh
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-  """The jitted training step; donates the state.
+def make_train_step(config: config_lib.RunConfig, mesh: Mesh) -> Step:
+  """The jitted training step (state, batch) -> (state, metrics).
+
+  Donates the state.
 
   A batch holds `tokens` int32 [B, T+1] and maybe `segment_ids` int32 [B, T+1]
   (0 for padding). Targets in another segment than their context, or in
@@ -83,52 +85,49 @@ def make_train_step(
   transform = optimizer_lib.make_optimizer(config.optim)
 
   def train_step(state: TrainState, batch: Batch):
-    sums, tokens, gradient = _accumulate(config, mesh, state.model, batch)
+    params: Any = state.model
+    sums, tokens, gradient = _accumulate(config, mesh, params, batch)
     count = jnp.maximum(tokens, 1.0)
     gradient = jax.tree.map(lambda g: g / count, gradient)
     grad_norm = optax.global_norm(gradient)
-    learning_rate = schedule(state.step)
+    learning_rate = jnp.asarray(schedule(state.step), jnp.float32)
     loss = sums.total / count
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
-    updates, opt_state = transform.update(
-        gradient, state.opt_state, state.model
-    )
+    updates, opt_state = transform.update(gradient, state.opt_state, params)
     updates = jax.tree.map(lambda u: -learning_rate * u, updates)
-    model = optax.apply_updates(state.model, updates)
+    model = optax.apply_updates(params, updates)
     old = (state.model, state.opt_state)
     model, opt_state = jax.tree.map(
-        lambda new, old: jnp.where(finite, new, old), (model, opt_state), old
+      lambda new, old: jnp.where(finite, new, old), (model, opt_state), old
     )
     skipped = state.skipped + jnp.where(finite, 0, 1).astype(jnp.int32)
     metrics = dict(
-        loss=sums.nll / count,
-        z=sums.z / count,
-        grad_norm=grad_norm,
-        param_norm=optax.global_norm(state.model),
-        learning_rate=jnp.asarray(learning_rate, jnp.float32),
-        tokens=tokens,
-        finite=finite,
-        skipped=skipped,
-        grad_norm_L=_norm_per_layer(gradient.layers),
+      loss=sums.nll / count,
+      z=sums.z / count,
+      grad_norm=grad_norm,
+      param_norm=optax.global_norm(state.model),
+      learning_rate=learning_rate,
+      tokens=tokens,
+      finite=finite,
+      skipped=skipped,
+      grad_norm_L=_norm_per_layer(gradient.layers),
     )
     new_state = TrainState(
-        step=state.step + 1, skipped=skipped, model=model, opt_state=opt_state
+      step=state.step + 1, skipped=skipped, model=model, opt_state=opt_state
     )
     return new_state, metrics
 
   everywhere = sharding.replicated(mesh)
   return jax.jit(
-      train_step,
-      donate_argnums=0,
-      in_shardings=(everywhere, sharding.batch_sharding(mesh)),
-      out_shardings=everywhere,
+    train_step,
+    donate_argnums=0,
+    in_shardings=(everywhere, sharding.batch_sharding(mesh)),
+    out_shardings=everywhere,
   )
 
 
-def make_eval_step(
-    config: config_lib.RunConfig, mesh: Mesh
-) -> Callable[[models.Transformer, Batch], Metrics]:
+def make_eval_step(config: config_lib.RunConfig, mesh: Mesh) -> Step:
   """Jitted (model, batch) -> dict(loss_sum in nats, tokens that count)."""
 
   def eval_step(model: models.Transformer, batch: Batch) -> Metrics:
@@ -138,9 +137,7 @@ def make_eval_step(
   return jax.jit(eval_step, out_shardings=sharding.replicated(mesh))
 
 
-def make_depth_step(
-    config: config_lib.RunConfig, mesh: Mesh
-) -> Callable[[models.Transformer, Batch], Metrics]:
+def make_depth_step(config: config_lib.RunConfig, mesh: Mesh) -> Step:
   """Jitted (model, batch) -> per-depth series, as in the paper's Fig. 5.
 
   Root mean squares over one microbatch: state_rms [L] of the running state
@@ -156,9 +153,9 @@ def make_depth_step(
     segment_ids = None if segment_ids is None else segment_ids[:rows]
     trace = model.trace(inputs, segment_ids)
     series = dict(
-        state_rms=_rms(model.residual.running_state(trace)),
-        output_rms=_rms(trace.values[1:]),
-        read_rms=_rms(trace.reads[:-1]),
+      state_rms=_rms(model.residual.running_state(trace)),
+      output_rms=_rms(trace.values[1:]),
+      read_rms=_rms(trace.reads[:-1]),
     )
     weights = model.residual.depth_weights(trace.values)
     if weights is not None:
@@ -175,7 +172,7 @@ def _check(config: config_lib.RunConfig, mesh: Mesh) -> None:
 
 
 def _init(config: config_lib.RunConfig) -> TrainState:
-  model = models.build_model(config.model, config.seed)
+  model: Any = models.build_model(config.model, config.seed)
   opt_state = optimizer_lib.make_optimizer(config.optim).init(model)
   zero = jnp.zeros((), jnp.int32)
   return TrainState(step=zero, skipped=zero, model=model, opt_state=opt_state)
@@ -195,14 +192,14 @@ def _split(batch: Batch):
 def _loss_sums(config, mesh, model, batch):
   inputs, targets, weights, segment_ids = _split(batch)
   sums = loss_lib.cross_entropy(
-      model.hidden(inputs, segment_ids),
-      model.embedding.head_DV(),
-      targets,
-      weights,
-      soft_cap=config.model.logit_soft_cap,
-      z_loss=config.loss.z_loss,
-      tile_tokens=config.loss.tile_tokens,
-      num_devices=mesh.size,
+    model.hidden(inputs, segment_ids),
+    model.embedding.head_DV(),
+    targets,
+    weights,
+    soft_cap=config.model.logit_soft_cap,
+    z_loss=config.loss.z_loss,
+    tile_tokens=config.loss.tile_tokens,
+    num_devices=mesh.size,
   )
   return sums, jnp.sum(weights)
 
@@ -230,9 +227,7 @@ def _accumulate(config, mesh, model, batch):
     return jax.tree.map(jnp.add, total, value_and_grad(microbatch)), None
 
   batches = jax.tree.map(microbatches, batch)
-  shapes = jax.eval_shape(
-      value_and_grad, jax.tree.map(lambda a: a[0], batches)
-  )
+  shapes = jax.eval_shape(value_and_grad, jax.tree.map(lambda a: a[0], batches))
   zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
   total, _ = jax.lax.scan(add, zeros, batches)
   return total
@@ -240,15 +235,15 @@ def _accumulate(config, mesh, model, batch):
 
 def _norm_per_layer(layers: Any) -> jax.Array:
   squares = [
-      jnp.sum(jnp.square(leaf), axis=tuple(range(1, leaf.ndim)))
-      for leaf in jax.tree.leaves(layers)
+    jnp.sum(jnp.square(leaf), axis=tuple(range(1, leaf.ndim)))
+    for leaf in jax.tree.leaves(layers)
   ]
   return jnp.sqrt(sum(squares))
 
 
 def _rms(arrays: tuple[jax.Array, ...]) -> jax.Array:
   return jnp.stack(
-      [jnp.sqrt(jnp.mean(jnp.square(a.astype(jnp.float32)))) for a in arrays]
+    [jnp.sqrt(jnp.mean(jnp.square(a.astype(jnp.float32)))) for a in arrays]
   )
 
 

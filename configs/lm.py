@@ -13,11 +13,11 @@ from attnres_jax import config as c
 
 # width, layers, heads, mlp width, blocks, T, batch, steps, peak lr
 SIZES = {
-    "micro": (64, 4, 2, 160, 4, 128, 8, 60, 3e-3),
-    "tiny": (96, 8, 4, 256, 4, 256, 12, 400, 3e-3),
-    "small": (512, 12, 8, 1376, 8, 512, 16, 5_000, 1e-3),
-    "medium": (1024, 24, 16, 2752, 8, 1024, 128, 20_000, 6e-4),
-    "large": (2048, 24, 16, 5504, 8, 2048, 256, 40_000, 3e-4),
+  "micro": (64, 4, 2, 160, 4, 128, 8, 60, 3e-3),
+  "tiny": (96, 8, 4, 256, 4, 256, 12, 400, 3e-3),
+  "small": (512, 12, 8, 1376, 8, 512, 16, 5_000, 1e-3),
+  "medium": (1024, 24, 16, 2752, 8, 1024, 128, 20_000, 6e-4),
+  "large": (2048, 24, 16, 5504, 8, 2048, 256, 40_000, 3e-4),
 }
 
 
@@ -25,7 +25,7 @@ def get_config(arg=None):
   """Config of one run; see the module docstring."""
   arg = c.parse_arg(arg, size="tiny", residual="block_attnres", runlocal=False)
   width, layers, heads, mlp, blocks, length, batch, steps, lr = c.choose(
-      "size", arg.size, SIZES
+    "size", arg.size, SIZES
   )
   config = c.default_config()
   config.name = f"lm_{arg.size}_{arg.residual}"

@@ -17,6 +17,7 @@ float32 parameter, nothing is mutated in a forward pass.
 """
 
 from attnres_jax.models.stack import Trace
-from attnres_jax.models.transformer import Transformer, build_model
+from attnres_jax.models.transformer import Transformer
+from attnres_jax.models.transformer import build_model
 
 __all__ = ["Trace", "Transformer", "build_model"]

@@ -13,18 +13,16 @@ class Embedding(nnx.Module):
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     if not config.vocab_size:
-      config_lib.fail(
-          "model.vocab_size", 0, "the tokenizer's vocabulary size"
-      )
+      config_lib.fail("model.vocab_size", 0, "the tokenizer's vocabulary size")
     self.dtype = jnp.dtype(config.dtype)
     self.soft_cap = config.logit_soft_cap
     init = jax.nn.initializers.normal(config.init_std)
     shape = (config.vocab_size, config.width)
     self.table = nnx.Param(init(rngs.params(), shape, jnp.float32))
     self.head = (
-        None
-        if config.tie_embeddings
-        else nnx.Param(init(rngs.params(), shape[::-1], jnp.float32))
+      None
+      if config.tie_embeddings
+      else nnx.Param(init(rngs.params(), shape[::-1], jnp.float32))
     )
 
   def encode(self, tokens_BT: jax.Array) -> jax.Array:
@@ -41,7 +39,7 @@ class Embedding(nnx.Module):
 
 
 def logits(
-    h_BTD: jax.Array, head_DV: jax.Array, soft_cap: float = 0.0
+  h_BTD: jax.Array, head_DV: jax.Array, soft_cap: float = 0.0
 ) -> jax.Array:
   """float32 logits; the product runs in the dtype of `h_BTD`.
 
@@ -51,9 +49,9 @@ def logits(
     soft_cap: logits become cap * tanh(logits / cap); 0 leaves them.
   """
   logits_BTV = jnp.einsum(
-      "BTD,DV->BTV",
-      h_BTD,
-      head_DV.astype(h_BTD.dtype),
-      preferred_element_type=jnp.float32,
+    "BTD,DV->BTV",
+    h_BTD,
+    head_DV.astype(h_BTD.dtype),
+    preferred_element_type=jnp.float32,
   )
   return soft_cap * jnp.tanh(logits_BTV / soft_cap) if soft_cap else logits_BTV

@@ -31,7 +31,7 @@ class Layer(nnx.Module):
     return self.mixer_norm if kind == "mixer" else self.mlp_norm
 
   def core(
-      self, kind: str, x_BTD: jax.Array, segment_ids_BT: jax.Array | None
+    self, kind: str, x_BTD: jax.Array, segment_ids_BT: jax.Array | None
   ) -> jax.Array:
     """Output y_BTD of the sublayer `kind` for its normalised input."""
     if kind == "mixer":

@@ -19,6 +19,6 @@ def apply_rope(x_BTNH: jax.Array, theta: float) -> jax.Array:
   cos, sin = jnp.cos(angle)[None, :, None], jnp.sin(angle)[None, :, None]
   first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
   rotated = jnp.concatenate(
-      [first * cos - second * sin, second * cos + first * sin], axis=-1
+    [first * cos - second * sin, second * cos + first * sin], axis=-1
   )
   return rotated.astype(x_BTNH.dtype)

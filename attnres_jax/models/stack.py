@@ -13,8 +13,9 @@ one, around a sublayer, sees to it that only one sublayer's intermediates are
 alive at a time.
 """
 
+from collections.abc import Callable
 import functools
-from typing import Any, Callable
+from typing import Any
 
 import jax
 
@@ -41,27 +42,25 @@ _keep_dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
 # Name -> (around a segment, around a sublayer).
 REMAT = {
-    "none": (_remat_none, _remat_none),
-    "full": (_remat_by(_keep_state), _remat_by(None)),
-    "dots": (
-        _remat_by(
-            jax.checkpoint_policies.save_from_both_policies(
-                _keep_state, _keep_dots
-            )
-        ),
-        _remat_by(None),
+  "none": (_remat_none, _remat_none),
+  "full": (_remat_by(_keep_state), _remat_by(None)),
+  "dots": (
+    _remat_by(
+      jax.checkpoint_policies.save_from_both_policies(_keep_state, _keep_dots)
     ),
+    _remat_by(None),
+  ),
 }
 
 
 def run(
-    layers: layer_lib.Layer,
-    residual: base.Residual,
-    embedding_BTD: jax.Array,
-    segment_ids_BT: jax.Array | None,
-    *,
-    scan: bool,
-    remat: str,
+  layers: layer_lib.Layer,
+  residual: base.Residual,
+  embedding_BTD: jax.Array,
+  segment_ids_BT: jax.Array | None,
+  *,
+  scan: bool,
+  remat: str,
 ) -> jax.Array:
   """Runs all sublayers and returns h_out [B, T, D], before the final norm.
 
@@ -74,19 +73,19 @@ def run(
     remat: a key of `REMAT`.
   """
   around_segment, around_sublayer = config_lib.choose(
-      "model.remat", remat, REMAT
+    "model.remat", remat, REMAT
   )
   state = residual.init(embedding_BTD)
   for start, stop in residual.segments():
     whole_layers = start % 2 == 0 and stop % 2 == 0
     scanned = scan and residual.scannable and whole_layers and stop - start > 2
     inside = functools.partial(
-        _scanned if scanned else _unrolled,
-        residual=residual,
-        start=start,
-        stop=stop,
-        segment_ids_BT=segment_ids_BT,
-        around_sublayer=around_sublayer,
+      _scanned if scanned else _unrolled,
+      residual=residual,
+      start=start,
+      stop=stop,
+      segment_ids_BT=segment_ids_BT,
+      around_sublayer=around_sublayer,
     )
     carry = around_segment(inside)(layers, state)
     state = residual.close(state, carry, stop)
@@ -94,12 +93,12 @@ def run(
 
 
 def trace(
-    layers: layer_lib.Layer,
-    residual: base.Residual,
-    embedding_BTD: jax.Array,
-    segment_ids_BT: jax.Array | None,
+  layers: layer_lib.Layer,
+  residual: base.Residual,
+  embedding_BTD: jax.Array,
+  segment_ids_BT: jax.Array | None,
 ) -> Trace:
-  """Runs the trunk like `run` and returns what every sublayer read and wrote."""
+  """Runs the trunk like `run`; returns what every sublayer read and wrote."""
   values, reads = [embedding_BTD], []
   state = residual.init(embedding_BTD)
   for start, stop in residual.segments():
@@ -117,37 +116,37 @@ def trace(
 
 
 def _unrolled(
-    layers: layer_lib.Layer,
-    state: Any,
-    *,
-    residual: base.Residual,
-    start: int,
-    stop: int,
-    segment_ids_BT: jax.Array | None,
-    around_sublayer: Callable[..., Any],
+  layers: layer_lib.Layer,
+  state: Any,
+  *,
+  residual: base.Residual,
+  start: int,
+  stop: int,
+  segment_ids_BT: jax.Array | None,
+  around_sublayer: Callable[..., Any],
 ) -> Any:
   carry, slots = residual.open(state, start, stop)
   for l in range(start, stop):
     sublayer = functools.partial(
-        _sublayer, residual, layer_lib.SUBLAYERS[l % 2]
+      _sublayer, residual, layer_lib.SUBLAYERS[l % 2]
     )
     slot = _index(slots, l - start)
     y_BTD = around_sublayer(sublayer)(
-        _index(layers, l // 2), carry, slot, segment_ids_BT
+      _index(layers, l // 2), carry, slot, segment_ids_BT
     )
     carry = residual.write(carry, slot, y_BTD)
   return carry
 
 
 def _scanned(
-    layers: layer_lib.Layer,
-    state: Any,
-    *,
-    residual: base.Residual,
-    start: int,
-    stop: int,
-    segment_ids_BT: jax.Array | None,
-    around_sublayer: Callable[..., Any],
+  layers: layer_lib.Layer,
+  state: Any,
+  *,
+  residual: base.Residual,
+  start: int,
+  stop: int,
+  segment_ids_BT: jax.Array | None,
+  around_sublayer: Callable[..., Any],
 ) -> Any:
   carry, slots = residual.open(state, start, stop)
   pair = (stop - start) // 2, 2
@@ -168,12 +167,12 @@ def _scanned(
 
 
 def _sublayer(
-    residual: base.Residual,
-    kind: str,
-    layer: layer_lib.Layer,
-    carry: Any,
-    slot: Any,
-    segment_ids_BT: jax.Array | None,
+  residual: base.Residual,
+  kind: str,
+  layer: layer_lib.Layer,
+  carry: Any,
+  slot: Any,
+  segment_ids_BT: jax.Array | None,
 ) -> jax.Array:
   x_BTD = residual.read_normed(carry, slot, layer.norm(kind))
   return layer.core(kind, x_BTD, segment_ids_BT)

@@ -28,13 +28,13 @@ class Transformer(nnx.Module):
     self.embedding = embedding.Embedding(config, rngs=rngs)
     keys = jax.random.split(rngs.params(), config.num_layers)
     self.layers = jax.vmap(
-        lambda key: layer.Layer(config, rngs=nnx.Rngs(params=key))
+      lambda key: layer.Layer(config, rngs=nnx.Rngs(params=key))
     )(keys)
     self.residual = residuals.build_residual(config)
     self.final_norm = norm.RMSNorm(config.width, config.norm_eps)
 
   def __call__(
-      self, tokens_BT: jax.Array, segment_ids_BT: jax.Array | None = None
+    self, tokens_BT: jax.Array, segment_ids_BT: jax.Array | None = None
   ) -> jax.Array:
     """float32 logits [B, T, V] of the token that follows each position.
 
@@ -45,28 +45,28 @@ class Transformer(nnx.Module):
     return self.embedding.decode(self.hidden(tokens_BT, segment_ids_BT))
 
   def hidden(
-      self, tokens_BT: jax.Array, segment_ids_BT: jax.Array | None = None
+    self, tokens_BT: jax.Array, segment_ids_BT: jax.Array | None = None
   ) -> jax.Array:
     """States [B, T, D] after the final norm: what the head reads."""
     h_BTD = stack.run(
-        self.layers,
-        self.residual,
-        self.embedding.encode(tokens_BT),
-        segment_ids_BT,
-        scan=self.config.scan_layers,
-        remat=self.config.remat,
+      self.layers,
+      self.residual,
+      self.embedding.encode(tokens_BT),
+      segment_ids_BT,
+      scan=self.config.scan_layers,
+      remat=self.config.remat,
     )
     return self.final_norm(h_BTD)
 
   def trace(
-      self, tokens_BT: jax.Array, segment_ids_BT: jax.Array | None = None
+    self, tokens_BT: jax.Array, segment_ids_BT: jax.Array | None = None
   ) -> stack.Trace:
     """Sublayer outputs v_0..v_L and reads h_1..h_L, h_out, for analysis."""
     return stack.trace(
-        self.layers,
-        self.residual,
-        self.embedding.encode(tokens_BT),
-        segment_ids_BT,
+      self.layers,
+      self.residual,
+      self.embedding.encode(tokens_BT),
+      segment_ids_BT,
     )
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal softmax attention with grouped queries (arXiv:2305.13245)."""
 
+from typing import Literal
+
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -27,16 +29,16 @@ class Attention(nnx.Module):
     self.output = matrix(heads, head, width)
 
   def __call__(
-      self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None = None
+    self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None = None
   ) -> jax.Array:
-    """Mixes positions t >= s, within a document if `segment_ids_BT` is given."""
+    """Mixes positions s <= t, inside a document where segment ids are given."""
     dtype = x_BTD.dtype
     query_BTNH = jnp.einsum(
-        "BTD,DNH->BTNH", x_BTD, self.query[...].astype(dtype)
+      "BTD,DNH->BTNH", x_BTD, self.query[...].astype(dtype)
     )
     key_BSKH = jnp.einsum("BSD,DKH->BSKH", x_BTD, self.key[...].astype(dtype))
     value_BSKH = jnp.einsum(
-        "BSD,DKH->BSKH", x_BTD, self.value[...].astype(dtype)
+      "BSD,DKH->BSKH", x_BTD, self.value[...].astype(dtype)
     )
     if self.rope_theta:
       query_BTNH = rope.apply_rope(query_BTNH, self.rope_theta)
@@ -46,18 +48,22 @@ class Attention(nnx.Module):
       same_BTS = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
       mask_BNTS = same_BTS[:, None]
     mixed_BTNH = jax.nn.dot_product_attention(
-        query_BTNH,
-        key_BSKH,
-        value_BSKH,
-        mask=mask_BNTS,
-        is_causal=True,
-        implementation=_fused_backend(query_BTNH, mask_BNTS),
+      query_BTNH,
+      key_BSKH,
+      value_BSKH,
+      mask=mask_BNTS,
+      is_causal=True,
+      implementation=_fused_backend(query_BTNH, mask_BNTS),
     )
-    return jnp.einsum("BTNH,NHD->BTD", mixed_BTNH, self.output[...].astype(dtype))
+    return jnp.einsum(
+      "BTNH,NHD->BTD", mixed_BTNH, self.output[...].astype(dtype)
+    )
 
 
-def _fused_backend(query_BTNH: jax.Array, mask: jax.Array | None) -> str | None:
-  """cuDNN where it applies: NVIDIA, half precision, no explicit mask."""
+def _fused_backend(
+  query_BTNH: jax.Array, mask: jax.Array | None
+) -> Literal["cudnn"] | None:
+  """CuDNN where it applies: NVIDIA, half precision, no explicit mask."""
   half = query_BTNH.dtype in (jnp.bfloat16, jnp.float16)
   fits = query_BTNH.shape[-1] % 8 == 0 and query_BTNH.shape[-1] <= 128
   if jax.default_backend() == "gpu" and half and fits and mask is None:

@@ -23,16 +23,16 @@ from attnres_jax.models.residuals import prenorm
 
 # Name -> form -> class. Schemes without a two-phase form have one class.
 RESIDUALS = {
-    "prenorm": prenorm.PreNorm,
-    "rescaled": prenorm.Rescaled,
-    "full_attnres": full_attnres.FullAttnRes,
-    "block_attnres": block_attnres.BlockAttnRes,
+  "prenorm": prenorm.PreNorm,
+  "rescaled": prenorm.Rescaled,
+  "full_attnres": full_attnres.FullAttnRes,
+  "block_attnres": block_attnres.BlockAttnRes,
 }
 
 # The definition of the schemes whose class above computes in two phases.
 ONE_SOFTMAX = {
-    "full_attnres": full_attnres.FullAttnResOneSoftmax,
-    "block_attnres": block_attnres.BlockAttnResOneSoftmax,
+  "full_attnres": full_attnres.FullAttnResOneSoftmax,
+  "block_attnres": block_attnres.BlockAttnResOneSoftmax,
 }
 
 

@@ -21,7 +21,8 @@ scan may consume them. Everything else stays outside of the loop and is
 therefore never copied per sublayer.
 """
 
-from typing import Any, NamedTuple, Sequence
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from flax import nnx
 import jax
@@ -52,7 +53,7 @@ class Residual(nnx.Module):
   Attributes:
     num_sublayers: L.
     dtype: of what sublayers read and of stored activations. Running sums are
-      float32 whatever this is.
+      float32 (float64 only where this is).
     scannable: the carry keeps its structure from sublayer to sublayer.
   """
 
@@ -103,7 +104,7 @@ class Residual(nnx.Module):
     return trace.reads[1:]
 
   def depth_weights(
-      self, values: Sequence[jax.Array]
+    self, values: Sequence[jax.Array]
   ) -> tuple[jax.Array, ...] | None:
     """Softmax weights of reads 1..L+1 over their sources, each [M, B, T].
 
@@ -137,16 +138,21 @@ class DepthQueries(nnx.Module):
 
 
 def softmax_weights(
-    query_D: jax.Array, sources: Sequence[jax.Array], eps: float
+  query_D: jax.Array, sources: Sequence[jax.Array], eps: float
 ) -> jax.Array:
   """Weights [M, B, T] of Eq. 2-4, written as the definition reads."""
   scores = []
   for source_BTD in sources:
-    source_BTD = source_BTD.astype(jnp.float32)
+    source_BTD = widen(source_BTD)
     mean_square_BT = jnp.mean(jnp.square(source_BTD), axis=-1)
     score_BT = jnp.einsum("D,BTD->BT", query_D, source_BTD)
     scores.append(score_BT * jax.lax.rsqrt(mean_square_BT + eps))
   return jax.nn.softmax(jnp.stack(scores), axis=0)
+
+
+def widen(x: jax.Array) -> jax.Array:
+  """Casts to the dtype of running sums: at least float32."""
+  return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def keep(x: jax.Array) -> jax.Array:

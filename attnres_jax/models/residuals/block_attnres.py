@@ -8,14 +8,15 @@ queries of a block run over the completed blocks at once, then each sublayer
 merges the partial sum as one more source.
 """
 
-from typing import Any, NamedTuple, Sequence
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-import attnres_kernels
 import jax
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
 from attnres_jax.models.residuals import base
+import attnres_kernels
 
 
 class BlockState(NamedTuple):
@@ -64,13 +65,13 @@ class BlockAttnResOneSoftmax(base.Residual):
   def open(self, state: BlockState, start: int, stop: int) -> tuple[Any, Any]:
     return state, self.queries.folded(start, stop)
 
-  def read(self, carry: BlockState, slot: jax.Array) -> jax.Array:
+  def read(self, carry: Any, slot: Any) -> jax.Array:
     sources = carry.blocks
     if carry.partial_BTD is not None:
       sources = (*sources, carry.partial_BTD.astype(self.dtype))
     return self._attend(slot, sources)
 
-  def write(self, carry: BlockState, slot: Any, y_BTD: jax.Array) -> BlockState:
+  def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
     del slot
     return carry._replace(partial_BTD=_add(carry.partial_BTD, y_BTD))
 
@@ -88,9 +89,7 @@ class BlockAttnResOneSoftmax(base.Residual):
       states.append(partial)
     return tuple(states)
 
-  def depth_weights(
-      self, values: Sequence[jax.Array]
-  ) -> tuple[jax.Array, ...]:
+  def depth_weights(self, values: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     queries_LD = self.queries.folded(0, self.num_sublayers + 1)
     state = self.init(values[0])
     weights = []
@@ -115,19 +114,19 @@ class BlockAttnResOneSoftmax(base.Residual):
     return tuple(labels)
 
   def _commit(
-      self, blocks: tuple[jax.Array, ...], partial: jax.Array, stop: int
+    self, blocks: tuple[jax.Array, ...], partial: jax.Array, stop: int
   ) -> BlockState:
     if stop % self.block_size and stop != self.num_sublayers:
       return BlockState(blocks, partial)
     return BlockState((*blocks, partial.astype(self.dtype)), None)
 
   def _attend(
-      self, query_D: jax.Array, sources: tuple[jax.Array, ...]
+    self, query_D: jax.Array, sources: tuple[jax.Array, ...]
   ) -> jax.Array:
     if len(sources) == 1:
       return sources[0]
     out_QBTD, _ = attnres_kernels.depth_attention(
-        query_D[None], sources, eps=self.eps
+      query_D[None], sources, eps=self.eps
     )
     return out_QBTD[0]
 
@@ -140,20 +139,20 @@ class BlockAttnRes(BlockAttnResOneSoftmax):
   def open(self, state: BlockState, start: int, stop: int) -> tuple[Any, Any]:
     query_QD = self.queries.folded(start, stop)
     out_QBTD, lse_QBT = attnres_kernels.depth_attention(
-        query_QD, state.blocks, eps=self.eps
+      query_QD, state.blocks, eps=self.eps
     )
     partial_BTD = state.partial_BTD
     if partial_BTD is None:
-      partial_BTD = jnp.zeros(state.blocks[0].shape, jnp.float32)
+      partial_BTD = jnp.zeros_like(base.widen(state.blocks[0]))
       lse_QBT = lse_QBT.at[0].set(jnp.inf)
     return partial_BTD, Slot(query_QD, out_QBTD, lse_QBT)
 
-  def read(self, carry: jax.Array, slot: Slot) -> jax.Array:
+  def read(self, carry: Any, slot: Any) -> jax.Array:
     return attnres_kernels.depth_merge(
-        slot.out_BTD, slot.lse_BT, slot.query_D, carry, eps=self.eps
+      slot.out_BTD, slot.lse_BT, slot.query_D, carry, eps=self.eps
     )
 
-  def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
+  def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
     del slot
     return base.keep(carry + y_BTD)
 
@@ -162,5 +161,5 @@ class BlockAttnRes(BlockAttnResOneSoftmax):
 
 
 def _add(partial_BTD: jax.Array | None, y_BTD: jax.Array) -> jax.Array:
-  y_BTD = y_BTD.astype(jnp.float32)
+  y_BTD = base.widen(y_BTD)
   return base.keep(y_BTD if partial_BTD is None else partial_BTD + y_BTD)

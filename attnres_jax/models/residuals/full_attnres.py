@@ -8,13 +8,14 @@ were there when it opened, in one read of them; phase 2 merges in the values
 that the segment itself has produced. Exact, and pure scheduling.
 """
 
-from typing import Any, NamedTuple, Sequence
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-import attnres_kernels
 import jax
 
 from attnres_jax import config as config_lib
 from attnres_jax.models.residuals import base
+import attnres_kernels
 
 
 class Slot(NamedTuple):
@@ -41,7 +42,7 @@ class FullAttnResOneSoftmax(base.Residual):
   def open(self, state: Any, start: int, stop: int) -> tuple[Any, Any]:
     return state, self.queries.folded(start, stop)
 
-  def read(self, carry: tuple[jax.Array, ...], slot: jax.Array) -> jax.Array:
+  def read(self, carry: Any, slot: Any) -> jax.Array:
     return self._attend(slot, carry)
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
@@ -56,28 +57,26 @@ class FullAttnResOneSoftmax(base.Residual):
     last = self.num_sublayers
     return self._attend(self.queries.folded(last, last + 1)[0], state)
 
-  def depth_weights(
-      self, values: Sequence[jax.Array]
-  ) -> tuple[jax.Array, ...]:
+  def depth_weights(self, values: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     queries_LD = self.queries.folded(0, self.num_sublayers + 1)
     return tuple(
-        base.softmax_weights(query_D, values[: l + 1], self.eps)
-        for l, query_D in enumerate(queries_LD)
+      base.softmax_weights(query_D, values[: l + 1], self.eps)
+      for l, query_D in enumerate(queries_LD)
     )
 
   def source_labels(self) -> tuple[tuple[str, ...], ...]:
     labels = ("embedding",) + tuple(
-        f"sublayer {l + 1}" for l in range(self.num_sublayers)
+      f"sublayer {l + 1}" for l in range(self.num_sublayers)
     )
     return tuple(labels[: l + 1] for l in range(self.num_sublayers + 1))
 
   def _attend(
-      self, query_D: jax.Array, sources: tuple[jax.Array, ...]
+    self, query_D: jax.Array, sources: tuple[jax.Array, ...]
   ) -> jax.Array:
     if len(sources) == 1:
       return sources[0]
     out_QBTD, _ = attnres_kernels.depth_attention(
-        query_D[None], sources, eps=self.eps
+      query_D[None], sources, eps=self.eps
     )
     return out_QBTD[0]
 
@@ -96,22 +95,22 @@ class FullAttnRes(FullAttnResOneSoftmax):
   def open(self, state: Any, start: int, stop: int) -> tuple[Any, Any]:
     query_QD = self.queries.folded(start, stop)
     out_QBTD, lse_QBT = attnres_kernels.depth_attention(
-        query_QD, state, eps=self.eps
+      query_QD, state, eps=self.eps
     )
     return (), Slot(query_QD, out_QBTD, lse_QBT)
 
-  def read(self, carry: tuple[jax.Array, ...], slot: Any) -> jax.Array:
+  def read(self, carry: Any, slot: Any) -> jax.Array:
     if not carry:
       return slot.out_BTD
     if len(carry) == 1:
       return attnres_kernels.depth_merge(
-          slot.out_BTD, slot.lse_BT, slot.query_D, carry[0], eps=self.eps
+        slot.out_BTD, slot.lse_BT, slot.query_D, carry[0], eps=self.eps
       )
     out_QBTD, lse_QBT = attnres_kernels.depth_attention(
-        slot.query_D[None], carry, eps=self.eps
+      slot.query_D[None], carry, eps=self.eps
     )
     merged_BTD, _ = attnres_kernels.combine_mixtures(
-        slot.out_BTD, slot.lse_BT, out_QBTD[0], lse_QBT[0]
+      slot.out_BTD, slot.lse_BT, out_QBTD[0], lse_QBT[0]
     )
     return merged_BTD
 

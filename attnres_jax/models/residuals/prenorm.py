@@ -18,7 +18,7 @@ class PreNorm(base.Residual):
   """h_{l+1} = h_l + f_l(h_l): the standard residual stream."""
 
   def init(self, embedding_BTD: jax.Array) -> jax.Array:
-    return embedding_BTD.astype(jnp.float32)
+    return base.widen(embedding_BTD.astype(self.dtype))
 
   def open(self, state: jax.Array, start: int, stop: int) -> tuple[Any, Any]:
     del start, stop
@@ -48,7 +48,7 @@ class Rescaled(PreNorm):
 
   def open(self, state: jax.Array, start: int, stop: int) -> tuple[Any, Any]:
     # 1 / (l + 1) for l counted from 1.
-    return state, 1.0 / jnp.arange(start + 2, stop + 2, dtype=jnp.float32)
+    return state, 1.0 / jnp.arange(start + 2, stop + 2, dtype=state.dtype)
 
   def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
-    return base.keep(carry + slot * (y_BTD.astype(jnp.float32) - carry))
+    return base.keep(carry + slot * (base.widen(y_BTD) - carry))
