@@ -7,7 +7,7 @@ file name, so a remote file is first copied into a cache folder, once, whole:
 `$ATTNRES_JAX_CACHE`, or `~/.cache/attnres_jax`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import glob
 import hashlib
 import os
@@ -26,8 +26,8 @@ def list_files(
 
   Args:
     field: of the configuration, for the error.
-    path: a file; a folder, searched recursively; or a glob, with `**` for any
-      folders. Hidden files and folders inside a folder are left out.
+    path: a file; a folder, searched recursively; or a glob, on local disks with
+      `**` for any folders. Hidden files and folders in a folder are left out.
     suffixes: accepted endings inside a folder; empty takes every file. A file
       or glob is taken as it is.
 
@@ -36,12 +36,11 @@ def list_files(
   """
   root = epath.Path(path).expanduser()
   if glob.has_magic(path):
-    base, pattern = _split_glob(root)
-    files = [p for p in base.glob(pattern) if p.is_file()]
+    files = [p for p in _glob(field, root) if p.is_file()]
   elif root.is_file():
     files = [root]
   elif root.is_dir():
-    files = [p for p in root.rglob("*") if _wanted(p, root, suffixes)]
+    files = [p for p in _walk(root) if _ends_with(p, suffixes)]
   else:
     files = []
   if not files:
@@ -100,10 +99,26 @@ def _split_glob(root: epath.Path) -> tuple[epath.Path, str]:
   return base, "/".join(parts[first:])
 
 
-def _wanted(
-  path: epath.Path, root: epath.Path, suffixes: Sequence[str]
-) -> bool:
-  inside = path.relative_to(root).parts
-  if any(part.startswith(".") for part in inside) or not path.is_file():
-    return False
+def _glob(field: str, root: epath.Path) -> Iterator[epath.Path]:
+  base, pattern = _split_glob(root)
+  if is_remote(base):
+    if "**" in pattern:
+      config_lib.fail(
+        field, os.fspath(root), "a folder or a glob without ** in a bucket"
+      )
+    yield from base.glob(pattern)
+  else:  # epath has no `**`, not even here.
+    yield from map(epath.Path, pathlib.Path(base).glob(pattern))
+
+
+def _walk(root: epath.Path) -> Iterator[epath.Path]:
+  for path in root.iterdir():
+    if not path.name.startswith("."):
+      if path.is_dir():
+        yield from _walk(path)
+      else:
+        yield path
+
+
+def _ends_with(path: epath.Path, suffixes: Sequence[str]) -> bool:
   return not suffixes or path.name.endswith(tuple(suffixes))

@@ -147,7 +147,9 @@ class Dataset:
       rows = rows[: self.num_batches * self._config.batch_size]
     # Consecutive groups of rows, every P-th of them ours: the groups of all
     # processes, in order, are the global batch.
-    local = rows.batch(self._config.batch_size // self._process_count)
+    local = rows.batch(
+      self._config.batch_size // self._process_count, drop_remainder=True
+    )
     local = local[self._process_index :: self._process_count]
     threads = self._config.num_threads
     options = grain.ReadOptions(

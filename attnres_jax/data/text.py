@@ -5,6 +5,7 @@ A file of a folder is split by its relative path, a record by its own text.
 """
 
 from collections.abc import Iterator, Sequence
+import contextlib
 import hashlib
 import json
 import os
@@ -15,6 +16,8 @@ from etils import epath
 from attnres_jax import config as config_lib
 from attnres_jax.data import documents
 from attnres_jax.data import paths
+
+_RECORDS_AT_ONCE = 256
 
 
 class FolderDocuments:
@@ -45,7 +48,7 @@ class JsonlDocuments:
   def __init__(self, config: config_lib.DataConfig, field: str, path: str):
     self._field, self._path = field, path
     self._text_field = config.text_field
-    self._files = paths.list_files(field, path, (".jsonl", ".json"))
+    self._files = paths.list_files(field, path, (".jsonl",))
     self._len: int | None = None
 
   def __len__(self) -> int:
@@ -97,10 +100,7 @@ class ParquetDocuments:
       import pyarrow
       from pyarrow import parquet
     except ImportError as error:
-      raise ImportError(
-        "config.data.source='parquet' needs the package 'pyarrow':"
-        ' pip install "attnres-jax[hf]"'
-      ) from error
+      raise _needs_extra("parquet", "pyarrow") from error
     self._path, self._column = path, config.text_field
     self._files = paths.list_files(field, path, (".parquet",))
     self._parquet = parquet
@@ -196,30 +196,20 @@ class ArrayRecordDocuments:
     return _describe_files("arrayrecord", self._path, self._files)
 
 
-_RECORDS_AT_ONCE = 256
-
-
-class _array_record:
+@contextlib.contextmanager
+def _array_record(field: str, path: epath.Path) -> Iterator[Any]:
   """Opens an ArrayRecord reader and closes it."""
-
-  def __init__(self, field: str, path: epath.Path):
-    try:
-      from array_record.python import array_record_module
-    except ImportError as error:
-      raise _needs_extra("arrayrecord", "array-record") from error
-    try:
-      self._reader = array_record_module.ArrayRecordReader(
-        paths.local_file(path)
-      )
-    except (RuntimeError, ValueError) as error:
-      reason = " ".join(str(error).split())
-      config_lib.fail(field, os.fspath(path), f"an ArrayRecord file ({reason})")
-
-  def __enter__(self) -> Any:
-    return self._reader
-
-  def __exit__(self, *exception: Any) -> None:
-    self._reader.close()
+  try:
+    from array_record.python import array_record_module
+  except ImportError as error:
+    raise _needs_extra("arrayrecord", "array-record") from error
+  reader = array_record_module.ArrayRecordReader(paths.local_file(path))
+  if not reader.ok():
+    config_lib.fail(field, os.fspath(path), "an ArrayRecord file")
+  try:
+    yield reader
+  finally:
+    reader.close()
 
 
 def _needs_extra(source: str, package: str) -> ImportError:

@@ -41,8 +41,11 @@ _LLMC_FORMATS = {
   20240520: (1, "uint16", 50257, 50256),
   20240801: (7, "uint32", 128256, 128000),
 }
-# Up to here every id is compared with the vocabulary when a file is opened;
-# of larger data only windows are, and every row when it is read.
+# llm.c and its relatives put these into the names of their files.
+_MARKS = {documents.TRAIN: "train", documents.VALIDATION: "val"}
+# Up to here every id is compared with the vocabulary, and the hash with the
+# sidecar's, when a file is opened; of larger data windows are compared with the
+# vocabulary, and every row when it is read.
 _FULL_SCAN_BYTES = 256 << 20
 _WINDOW_BYTES = 64 << 10
 _NUM_WINDOWS = 64
@@ -86,7 +89,8 @@ def open_tokens(
     _check_tokenizer(config, file, tokenizer.describe())
   separators = {file.separator_id for file in files}
   arrays = [file.map() for file in files]
-  result = tokens_lib.Tokens(
+  _check_content(files, arrays, tokenizer.vocab_size)
+  return tokens_lib.Tokens(
     arrays,
     vocab_size=tokenizer.vocab_size,
     separator_id=separators.pop() if len(separators) == 1 else None,
@@ -96,8 +100,6 @@ def open_tokens(
       "files": [_identify(file, array) for file, array in zip(files, arrays)],
     },
   )
-  _check_ids(files, arrays, tokenizer.vocab_size)
-  return result
 
 
 def declared_vocabulary(
@@ -127,13 +129,17 @@ def find(config: config_lib.DataConfig, split: str) -> list[TokenFile]:
     chosen = _prepared_files(field, root, split)
   else:
     files = paths.list_files(field, path, (".bin",))
-    whole = split == documents.TRAIN or field == "data.validation_path"
-    chosen = _files_named(files, split) if root.is_dir() else []
-    if not chosen and whole and not (root.is_dir() and _named_by_split(files)):
+    if root.is_dir() and any(
+      _in_split(file, s) for file in files for s in _MARKS
+    ):
+      chosen = [file for file in files if _in_split(file, split)]
+    elif split == documents.TRAIN or field == "data.validation_path":
       chosen = files
+    else:
+      chosen = []
     if not chosen:
-      accepted = f"a folder with {split[:3]}*.bin files"
-      if split == documents.VALIDATION:
+      accepted = f"a folder with *{_MARKS[split]}*.bin files"
+      if field == "data.path" and split == documents.VALIDATION:
         accepted += ", or data.validation_path (token files are not split)"
       config_lib.fail(field, path, accepted)
   return [read_header(field, file) for file in chosen]
@@ -200,7 +206,7 @@ def _from_sidecar(
 
 def _from_llmc_header(field: str, path: epath.Path) -> TokenFile:
   with path.open("rb") as file:
-    header = np.frombuffer(file.read(_LLMC_HEADER_BYTES // 4 * 4)[:12], "<i4")
+    header = np.frombuffer(file.read(3 * 4), "<i4")
   magic = int(header[0]) if len(header) == 3 else None
   if magic not in _LLMC_FORMATS:
     known = " or ".join(map(str, _LLMC_FORMATS))
@@ -246,14 +252,8 @@ def _prepared_files(
   return [root / name for name in dataset["splits"][split]["files"]]
 
 
-def _files_named(files: Sequence[epath.Path], split: str) -> list[epath.Path]:
-  """llm.c and its relatives put `train` or `val` into the names."""
-  mark = {"train": "train", "validation": "val"}[split]
-  return [file for file in files if mark in file.name]
-
-
-def _named_by_split(files: Sequence[epath.Path]) -> bool:
-  return any(_files_named(files, split) for split in documents.SPLITS)
+def _in_split(file: epath.Path, split: str) -> bool:
+  return _MARKS[split] in file.name
 
 
 def _check_tokenizer(
@@ -279,16 +279,24 @@ def _check_tokenizer(
     )
 
 
-def _check_ids(
+def _check_content(
   files: Sequence[TokenFile], arrays: Sequence[np.ndarray], vocab_size: int
 ) -> None:
   in_full = sum(array.nbytes for array in arrays) <= _FULL_SCAN_BYTES
   for file, array in zip(files, arrays):
-    if vocab_size > np.iinfo(array.dtype).max or not len(array):
+    if in_full and file.sha256:
+      found = hashlib.sha256(array).hexdigest()
+      if found != file.sha256:
+        config_lib.fail(
+          "data.path",
+          os.fspath(file.path),
+          f"ids with the SHA-256 {file.sha256} of the sidecar (found {found})",
+        )
+    if vocab_size > np.iinfo(array.dtype).max:
       continue
     pieces = [array] if in_full else _windows(array)
-    largest = max(int(piece.max()) for piece in pieces)
-    if largest >= vocab_size:
+    largest = max(int(piece.max(initial=0)) for piece in pieces)
+    if len(array) and largest >= vocab_size:
       config_lib.fail(
         "data.path",
         os.fspath(file.path),

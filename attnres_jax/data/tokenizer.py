@@ -92,9 +92,9 @@ class HuggingFaceTokenizer:
       import tokenizers
     except ImportError:
       _needs_extra("hf", "tokenizers")
-    self._path, self._sha256 = _vocabulary_file(config)
+    path, self._sha256 = _vocabulary_file(config)
     try:
-      self._tokenizer = tokenizers.Tokenizer.from_file(self._path)
+      self._tokenizer = tokenizers.Tokenizer.from_file(path)
     except Exception as error:  # The library raises bare Exception.
       _unreadable(config, "a tokenizer.json of Hugging Face tokenizers", error)
     self._tokenizer.encode_special_tokens = True
@@ -118,12 +118,14 @@ class HuggingFaceTokenizer:
     return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
   def decode(self, ids: Iterable[int]) -> str:
-    known = self._tokenizer.id_to_token
+    def is_unknown(i: int) -> bool:
+      # Negative ids overflow inside the library.
+      return i < 0 or self._tokenizer.id_to_token(i) is None
 
-    def decode(piece: list[int]) -> str:
-      return self._tokenizer.decode(piece, skip_special_tokens=False)
+    def decode(run: list[int]) -> str:
+      return self._tokenizer.decode(run, skip_special_tokens=False)
 
-    return _decode(ids, self.separator_id, lambda i: known(i) is None, decode)
+    return _decode(ids, self.separator_id, is_unknown, decode)
 
   def describe(self) -> dict[str, Any]:
     return _describe("hf", self, self._sha256)

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches: which rows, in which order, on how many processes, from where."""
+
+import itertools
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import numpy as np
+
+from attnres_jax import config as config_lib
+from attnres_jax import data
+
+_NUM_ROWS, _LENGTH = 23, 4
+
+
+class PipelineTest(parameterized.TestCase):
+  """On a token file that counts up, so that a row's first id names the row."""
+
+  def setUp(self):
+    super().setUp()
+    self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    for split in ("train", "validation"):
+      self._write(split, np.arange(_NUM_ROWS * _LENGTH + 2))
+
+  def _write(self, split, ids):
+    (self.folder / f"{split}.bin").write_bytes(ids.astype("<u2").tobytes())
+    sidecar = {
+      "dtype": "uint16",
+      "count": len(ids),
+      "vocab_size": 1000,
+      "separator_id": 7,
+    }
+    (self.folder / f"{split}.json").write_text(json.dumps(sidecar))
+
+  def _config(self, **fields):
+    defaults = {
+      "source": "tokens",
+      "path": str(self.folder),
+      "tokenizer": "ids",
+      "sequence_length": _LENGTH,
+      "batch_size": 4,
+    }
+    return config_lib.DataConfig(**(defaults | fields))
+
+  def _open(self, split="train", process=(0, 1), **fields):
+    return data.open_dataset(
+      self._config(**fields),
+      split,
+      process_index=process[0],
+      process_count=process[1],
+    )
+
+  def _rows(self, dataset, count, **kwargs):
+    """The numbers of the rows of the first batches, [count, batch]."""
+    batches = dataset.batches(**kwargs)
+    rows = []
+    for batch in itertools.islice(batches, count):
+      tokens = batch["tokens"]
+      self.assertEqual(tokens.dtype, np.int32)
+      np.testing.assert_array_equal(
+        tokens, tokens[:, :1] + np.arange(_LENGTH + 1)
+      )
+      rows.append(tokens[:, 0] // _LENGTH)
+    batches.close()
+    return np.array(rows)
+
+  def test_an_epoch_holds_every_row_once_and_the_next_is_another_order(self):
+    dataset = self._open()
+    self.assertEqual(dataset.num_rows, _NUM_ROWS)
+    self.assertEqual(dataset.num_tokens, _NUM_ROWS * _LENGTH + 2)
+    rows = self._rows(dataset, _NUM_ROWS).reshape(-1)  # 4 epochs.
+    epochs = rows.reshape(4, _NUM_ROWS)
+    for epoch in epochs:
+      self.assertCountEqual(epoch, range(_NUM_ROWS))
+    self.assertLen({tuple(epoch) for epoch in epochs}, 4)
+    # Mixed over the whole data: hardly any row keeps its place or neighbour.
+    self.assertLess(np.mean(epochs == np.arange(_NUM_ROWS)), 0.2)
+    self.assertLess(np.mean(np.diff(rows) == 1), 0.2)
+
+  def test_the_seed_decides_the_order(self):
+    first = self._rows(self._open(seed=1), 5)
+    np.testing.assert_array_equal(self._rows(self._open(seed=1), 5), first)
+    self.assertFalse(np.array_equal(self._rows(self._open(seed=2), 5), first))
+
+  @parameterized.product(
+    split=("train", "validation"), count=(2, 4), segment_ids=(False, True)
+  )
+  def test_processes_share_the_global_batch(self, split, count, segment_ids):
+    one = self._open(split, segment_ids=segment_ids).batches()
+    several = [
+      self._open(split, (p, count), segment_ids=segment_ids).batches()
+      for p in range(count)
+    ]
+    seen = 0
+    for batch in itertools.islice(one, 12):
+      parts = [next(iterator) for iterator in several]
+      self.assertEqual(parts[0]["tokens"].shape, (4 // count, _LENGTH + 1))
+      self.assertCountEqual(batch, ["tokens"] + ["segment_ids"] * segment_ids)
+      for key in batch:
+        joined = np.concatenate([part[key] for part in parts])
+        np.testing.assert_array_equal(joined, batch[key])
+      seen += 1
+    self.assertEqual(seen, 12 if split == "train" else 5)
+    if split == "validation":
+      for iterator in several:
+        with self.assertRaises(StopIteration):
+          next(iterator)
+    for iterator in (one, *several):
+      iterator.close()
+
+  @parameterized.parameters(0, 1, 3)
+  def test_the_number_of_threads_changes_nothing(self, num_threads):
+    expected = self._rows(self._open(num_threads=2), 9)
+    rows = self._rows(self._open(num_threads=num_threads), 9)
+    np.testing.assert_array_equal(rows, expected)
+
+  def test_starting_later_is_skipping(self):
+    dataset = self._open()
+    everything = self._rows(dataset, 20)
+    for start in (0, 1, 6, 19):
+      rows = self._rows(dataset, 20 - start, start_batch=start)
+      np.testing.assert_array_equal(rows, everything[start:])
+
+  def test_starting_much_later_is_as_quick(self):
+    began = time.monotonic()
+    self._rows(self._open(), 1, start_batch=10**12)
+    self.assertLess(time.monotonic() - began, 5.0)
+
+  @parameterized.product(
+    split=("train", "validation"), before=(1, 2), after=(1, 4)
+  )
+  def test_the_state_resumes_on_any_number_of_processes(
+    self, split, before, after
+  ):
+    iterator = self._open(split, (0, before)).batches()
+    for _ in range(3):
+      next(iterator)
+    state = json.loads(json.dumps(iterator.get_state()))
+    iterator.close()
+    self.assertEqual(state["next_batch"], 3)
+    expected = self._rows(self._open(split), 2, start_batch=3)
+    resumed = []
+    for process in range(after):
+      iterator = self._open(split, (process, after)).batches()
+      next(iterator)  # A position of its own, to be forgotten.
+      iterator.set_state(state)
+      self.assertEqual(iterator.get_state(), state)
+      rows = [next(iterator)["tokens"][:, 0] // _LENGTH for _ in range(2)]
+      resumed.append(rows)
+      iterator.close()
+    np.testing.assert_array_equal(np.concatenate(resumed, axis=1), expected)
+
+  def test_read_ahead_does_not_move_the_state(self):
+    iterator = self._open().batches()
+    next(iterator)
+    time.sleep(0.05)
+    self.assertEqual(iterator.get_state()["next_batch"], 1)
+    iterator.close()
+
+  @parameterized.parameters(
+    ({"seed": 5}, r"seed \(saved 0, now 5\)"),
+    ({"batch_size": 2}, r"batch_size \(saved 4, now 2\)"),
+    ({"sequence_length": 3}, r"sequence_length \(saved 4, now 3\)"),
+    ({"segment_ids": True}, r"segment_ids \(saved False, now True\)"),
+    ({}, r"content \(saved '\w+', now '\w+'\)"),
+  )
+  def test_a_state_of_other_data_is_refused(self, fields, message):
+    iterator = self._open().batches()
+    state = iterator.get_state()
+    iterator.close()
+    if not fields:
+      self._write("train", np.arange(_NUM_ROWS * _LENGTH + 2)[::-1])
+    other = self._open(**fields).batches()
+    with self.assertRaisesRegex(ValueError, message):
+      other.set_state(state)
+    other.close()
+
+  def test_what_does_not_move_rows_is_not_in_the_state(self):
+    iterator = self._open().batches()
+    state = iterator.get_state()
+    iterator.close()
+    other = self._open(num_threads=0, process=(1, 2)).batches()
+    other.set_state(state)
+    other.close()
+
+  def test_validation_is_one_pass_in_a_fixed_mixed_order(self):
+    dataset = self._open("validation")
+    rows = self._rows(dataset, 100)
+    self.assertEqual(rows.shape, (5, 4))  # 23 rows: the last 3 are left.
+    self.assertLen(set(rows.reshape(-1)), 20)
+    self.assertEqual(dataset.num_batches, 5)
+    self.assertFalse(np.array_equal(rows.reshape(-1), np.sort(rows, axis=None)))
+    for fields in ({}, {"seed": 9}):
+      again = self._rows(self._open("validation", **fields), 100)
+      np.testing.assert_array_equal(again, rows)
+
+  def test_segment_ids_of_a_batch(self):
+    iterator = self._open(segment_ids=True).batches()
+    for batch in itertools.islice(iterator, 6):
+      for ids, segments in zip(batch["tokens"], batch["segment_ids"]):
+        opened = [int(i) == 7 and k > 0 for k, i in enumerate(ids)]
+        np.testing.assert_array_equal(segments, 1 + np.cumsum(opened))
+    iterator.close()
+
+  @parameterized.parameters(
+    ({"source": "webtext"}, "data.source: got 'webtext'.*arrayrecord, jsonl"),
+    ({"path": "/nowhere"}, "data.path: got '/nowhere'"),
+    (
+      {"sequence_length": 94},
+      "sequence_length: got 94.*94 tokens of the train",
+    ),
+    ({"seed": -1}, "data.seed: got -1"),
+    ({"seed": 2**32}, "data.seed"),
+    ({"batch_size": 5}, "batch_size: got 5.*multiple of.*processes, 2"),
+  )
+  def test_bad_fields_are_named(self, fields, message):
+    with self.assertRaisesRegex(
+      config_lib.ConfigError, f"^config.*{message}[^\n]*$"
+    ):
+      self._open(process=(0, 2), **fields)
+
+  def test_more_rows_in_a_batch_than_validation_has(self):
+    self._open("validation", batch_size=23)
+    self._open("train", batch_size=24)
+    with self.assertRaisesRegex(
+      config_lib.ConfigError, "batch_size: got 24.*at most the 23 rows"
+    ):
+      self._open("validation", batch_size=24)
+
+  def test_bad_arguments_are_named(self):
+    with self.assertRaisesRegex(ValueError, "split 'test'"):
+      self._open("test")
+    for process in ((2, 2), (-1, 2)):
+      with self.assertRaisesRegex(ValueError, "process_index"):
+        self._open(process=process)
+    for start in (-1, 6):
+      with self.assertRaisesRegex(ValueError, f"start_batch {start}"):
+        self._open("validation").batches(start_batch=start)
+
+
+class StdlibPipelineTest(absltest.TestCase):
+  """The defaults, end to end."""
+
+  def test_every_document_is_in_one_split(self):
+    config = config_lib.DataConfig(sequence_length=64)
+    train = data.open_dataset(config, "train")
+    validation = data.open_dataset(config, "validation")
+    described = train.describe(), validation.describe()
+    self.assertEqual(
+      sum(d["split_bytes"] for d in described), described[0]["bytes"]
+    )
+    for dataset, found in zip((train, validation), described):
+      self.assertEqual(
+        dataset.num_tokens, found["split_bytes"] + found["split_documents"]
+      )
+      json.dumps(found)
+    self.assertNotEqual(*(d["split_sha256"] for d in described))
+    self.assertBetween(
+      described[1]["split_bytes"] / described[0]["bytes"], 0.01, 0.12
+    )
+
+  def test_batches_are_text(self):
+    config = config_lib.DataConfig(batch_size=8, sequence_length=400)
+    iterator = data.open_dataset(config, "train").batches()
+    tokenizer = data.make_tokenizer(config)
+    text = "".join(tokenizer.decode(row) for row in next(iterator)["tokens"])
+    iterator.close()
+    for word in ("self", "return", "if "):
+      self.assertIn(word, text)
+
+  def test_an_empty_split_is_named(self):
+    config = config_lib.DataConfig(validation_fraction=1e-9)
+    data.open_dataset(config, "train")
+    with self.assertRaisesRegex(
+      config_lib.ConfigError, "validation_fraction: got 1e-09.*validation"
+    ):
+      data.open_dataset(config, "validation")
+
+  def test_reads_far_faster_than_a_model_trains(self):
+    # A small model on a laptop trains on some 10,000 tokens per second, one
+    # on a modern accelerator on some 500,000.
+    config = config_lib.DataConfig(batch_size=16, sequence_length=512)
+    iterator = data.open_dataset(config, "train").batches()
+    next(iterator)
+    began = time.monotonic()
+    for _ in range(100):
+      next(iterator)
+    tokens_per_second = 100 * 16 * 512 / (time.monotonic() - began)
+    iterator.close()
+    print(f"{tokens_per_second:,.0f} tokens per second")
+    self.assertGreater(tokens_per_second, 300_000)
+
+  def test_no_device_is_started(self):
+    program = (
+      "from attnres_jax import config, data\n"
+      "c = config.DataConfig()\n"
+      "d = data.open_dataset(c, 'train')\n"
+      "i = d.batches(); next(i); i.close()\n"
+      "from jax._src import xla_bridge\n"
+      "assert not xla_bridge._backends, xla_bridge._backends\n"
+      "import jax; jax.devices(); assert xla_bridge._backends\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+if __name__ == "__main__":
+  absltest.main()

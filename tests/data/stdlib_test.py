@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The embedded corpus against a second walk over the same files."""
+
+import hashlib
+import pathlib
+import platform
+import pydoc_data.topics
+import sysconfig
+import tempfile
+
+from absl.testing import absltest
+from absl.testing import parameterized
+
+from attnres_jax import config as config_lib
+from attnres_jax.data import documents
+from attnres_jax.data import stdlib
+
+
+class StdlibDocumentsTest(parameterized.TestCase):
+  def test_holds_the_library_and_the_topics(self):
+    root = pathlib.Path(sysconfig.get_path("stdlib"))
+    left_out = {
+      "test", "tests", "idle_test", "encodings", "site-packages",
+      "dist-packages", "__pycache__",
+    }  # fmt: skip
+    names = sorted(
+      path.relative_to(root)
+      for path in root.rglob("*.py")
+      if not left_out & set(path.relative_to(root).parts[:-1])
+      and not path.name.startswith("_sysconfigdata")
+      and path.parts[-2:] != ("pydoc_data", "topics.py")
+    )
+    names = sorted(path.as_posix() for path in names)
+    topics = pydoc_data.topics.topics
+    text = b"".join((root / name).read_bytes() for name in names)
+    text += "".join(topics[name] for name in sorted(topics)).encode()
+
+    corpus = stdlib.StdlibDocuments()
+    self.assertEqual(
+      corpus.describe(),
+      {
+        "source": "stdlib",
+        "python": platform.python_version(),
+        "implementation": platform.python_implementation(),
+        "files": len(names),
+        "topics": len(topics),
+        "bytes": len(text),
+        "sha256": hashlib.sha256(text).hexdigest(),
+      },
+    )
+    self.assertLen(corpus, len(names) + len(topics))
+    self.assertGreater(len(names), 400)
+    self.assertBetween(len(text), 7_000_000, 20_000_000)
+
+  def test_leaves_out_tests_packages_tables_and_repeated_text(self):
+    root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    for name in (
+      "a.py", "pkg/b.py", "pkg/notes.txt", "pkg/test/c.py", "pkg/tests/d.py",
+      "site-packages/e.py", "dist-packages/f.py", "__pycache__/g.py",
+      "idlelib/idle_test/h.py", "encodings/cp437.py", "_sysconfigdata_x.py",
+      "pydoc_data/topics.py", "pydoc_data/__init__.py", "test_like.py",
+    ):  # fmt: skip
+      path = root / name
+      path.parent.mkdir(parents=True, exist_ok=True)
+      path.write_text(name)
+    corpus = stdlib.StdlibDocuments(str(root))
+    keys = [d.key for d in corpus.iterate() if "topics.py:" not in d.key]
+    self.assertEqual(
+      keys, ["a.py", "pkg/b.py", "pydoc_data/__init__.py", "test_like.py"]
+    )
+    self.assertEqual(next(iter(corpus.iterate())).text, b"a.py")
+
+  def test_iterates_from_any_document(self):
+    corpus = stdlib.StdlibDocuments()
+    everything = list(corpus.iterate())
+    for start in (0, 7, len(everything) - 1, len(everything)):
+      self.assertEqual(list(corpus.iterate(start)), everything[start:])
+
+  def test_says_when_there_is_no_library(self):
+    empty = self.enterContext(tempfile.TemporaryDirectory())
+    with self.assertRaisesRegex(config_lib.ConfigError, "config.data.source"):
+      stdlib.StdlibDocuments(empty)
+
+
+class SplitTest(absltest.TestCase):
+  def test_fraction_holds_over_many_keys(self):
+    held_out = [
+      documents.split_of(f"file {i}.py", 0.05) == documents.VALIDATION
+      for i in range(20_000)
+    ]
+    # 5 standard deviations of a binomial draw.
+    self.assertBetween(sum(held_out), 1000 - 155, 1000 + 155)
+
+  def test_a_larger_fraction_only_moves_documents_one_way(self):
+    for i in range(1000):
+      if documents.split_of(str(i), 0.1) == documents.VALIDATION:
+        self.assertEqual(documents.split_of(str(i), 0.3), "validation")
+
+  def test_is_the_same_on_every_machine(self):
+    # SHA-256("os.py") begins with 0xd9d7, SHA-256("2") with 0xd473.
+    self.assertEqual(documents.split_of("os.py", 0.8510), "validation")
+    self.assertEqual(documents.split_of("os.py", 0.8509), "train")
+    self.assertEqual(documents.split_of("2", 0.8300), "validation")
+    self.assertEqual(documents.split_of("2", 0.8298), "train")
+
+
+if __name__ == "__main__":
+  absltest.main()

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every text source yields the same documents from the same texts."""
+
+import json
+import pathlib
+import tempfile
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax.data import sources
+
+_TEXTS = tuple(f"text {i}: " + "héllo\n\n" * i for i in range(23))
+
+
+def _config(source, path, **fields):
+  return config_lib.DataConfig(source=source, path=str(path), **fields)
+
+
+def _open(source, path, **fields):
+  opener = sources.TEXT_SOURCES[source]
+  return opener(_config(source, path, **fields), "data.path", str(path))
+
+
+def _write_text(folder):
+  for i, text in enumerate(_TEXTS):
+    path = folder / f"part{i // 10}" / f"{i:03d}.txt"
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(text.encode())
+
+
+def _write_jsonl(folder):
+  for name, texts in (("a", _TEXTS[:9]), ("b", _TEXTS[9:])):
+    lines = [json.dumps({"text": text, "n": len(text)}) for text in texts]
+    (folder / f"{name}.jsonl").write_text("\n\n".join(lines) + "\n")
+
+
+def _write_parquet(folder):
+  pyarrow = pytest.importorskip("pyarrow")
+  parquet = pytest.importorskip("pyarrow.parquet")
+  for name, texts in (("a", _TEXTS[:9]), ("b", _TEXTS[9:])):
+    table = pyarrow.table({"n": list(range(len(texts))), "text": texts})
+    parquet.write_table(table, folder / f"{name}.parquet", row_group_size=4)
+
+
+def _write_arrayrecord(folder):
+  module = pytest.importorskip("array_record.python.array_record_module")
+  for name, texts in (("a", _TEXTS[:9]), ("b", _TEXTS[9:])):
+    path = str(folder / f"{name}.array_record")
+    writer = module.ArrayRecordWriter(path, "group_size:1")
+    for text in texts:
+      writer.write(text.encode())
+    writer.close()
+
+
+_WRITERS = {
+  "text": _write_text,
+  "jsonl": _write_jsonl,
+  "parquet": _write_parquet,
+  "arrayrecord": _write_arrayrecord,
+}
+
+
+class TextSourcesTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+
+  @parameterized.parameters(*_WRITERS)
+  def test_yields_the_texts_in_order(self, source):
+    _WRITERS[source](self.folder)
+    opened = _open(source, self.folder)
+    self.assertLen(opened, len(_TEXTS))
+    texts = [document.text.decode() for document in opened.iterate()]
+    self.assertEqual(texts, list(_TEXTS))
+    json.dumps(opened.describe())
+
+  @parameterized.parameters(*_WRITERS)
+  def test_iterates_from_any_document(self, source):
+    _WRITERS[source](self.folder)
+    opened = _open(source, self.folder)
+    everything = list(opened.iterate())
+    for start in range(len(_TEXTS) + 1):
+      self.assertEqual(list(opened.iterate(start)), everything[start:])
+
+  @parameterized.parameters("jsonl", "parquet", "arrayrecord")
+  def test_records_are_split_by_their_text_alone(self, source):
+    _WRITERS[source](self.folder)
+    keys = {d.text: d.key for d in _open(source, self.folder).iterate()}
+    _write_jsonl(self.folder)
+    reference = {d.text: d.key for d in _open("jsonl", self.folder).iterate()}
+    self.assertEqual(keys, reference)
+
+  def test_files_are_split_by_their_relative_path(self):
+    _write_text(self.folder)
+    keys = [d.key for d in _open("text", self.folder).iterate()]
+    self.assertEqual(keys[:2], ["part0/000.txt", "part0/001.txt"])
+    pattern = f"{self.folder}/**/*.txt"
+    self.assertEqual([d.key for d in _open("text", pattern).iterate()], keys)
+
+  @parameterized.parameters(*_WRITERS)
+  def test_description_tells_changed_files_apart(self, source):
+    _WRITERS[source](self.folder)
+    before = _open(source, self.folder).describe()
+    self.assertEqual(before, _open(source, self.folder).describe())
+    sorted(p for p in self.folder.rglob("*") if p.is_file())[0].unlink()
+    self.assertNotEqual(before, _open(source, self.folder).describe())
+
+  @parameterized.parameters(*_WRITERS)
+  def test_a_missing_path_is_named(self, source):
+    with self.assertRaisesRegex(
+      config_lib.ConfigError, r"config.data.path: got '.*nowhere', expected"
+    ):
+      _open(source, self.folder / "nowhere")
+    with self.assertRaisesRegex(config_lib.ConfigError, "config.data.path"):
+      _open(source, self.folder)
+
+  def test_hidden_files_are_left_out(self):
+    _write_text(self.folder)
+    (self.folder / ".git").mkdir()
+    (self.folder / ".git" / "HEAD").write_text("ref")
+    self.assertLen(_open("text", self.folder), len(_TEXTS))
+
+  def test_text_that_is_not_utf8_is_named(self):
+    (self.folder / "a.txt").write_bytes(b"ok")
+    (self.folder / "b.txt").write_bytes(b"\xff\xfe")
+    with self.assertRaisesRegex(config_lib.ConfigError, "b.txt.*UTF-8"):
+      list(_open("text", self.folder).iterate())
+
+  @parameterized.parameters(
+    ('{"text": "a"}\n{"text": \n', r"data.jsonl:2.*a line of JSON"),
+    ('{"body": "a"}\n', r"data.text_field: got 'text'.*has body"),
+    ("[1]\n", r"data.text_field: got 'text'.*has no object"),
+    ('{"text": 3}\n', r"data.jsonl:1.*text in 'text'"),
+  )
+  def test_bad_lines_are_named(self, content, message):
+    (self.folder / "data.jsonl").write_text(content)
+    opened = _open("jsonl", self.folder)
+    with self.assertRaisesRegex(config_lib.ConfigError, message):
+      list(opened.iterate())
+
+  def test_half_a_surrogate_pair_becomes_a_question_mark(self):
+    (self.folder / "data.jsonl").write_text(r'{"text": "a\ud800b"}')
+    (document,) = _open("jsonl", self.folder).iterate()
+    self.assertEqual(document.text, b"a?b")
+
+  def test_parquet_columns_are_named(self):
+    _write_parquet(self.folder)
+    with self.assertRaisesRegex(
+      config_lib.ConfigError, "text_field: got 'body'.*one of n, text"
+    ):
+      _open("parquet", self.folder, text_field="body")
+    numbers = _open("parquet", self.folder, text_field="n")
+    with self.assertRaisesRegex(config_lib.ConfigError, "column of strings"):
+      list(numbers.iterate())
+
+  @parameterized.parameters("parquet", "arrayrecord")
+  def test_damaged_files_are_named(self, source):
+    _WRITERS[source](self.folder)
+    path = sorted(self.folder.iterdir())[-1]
+    path.write_bytes(path.read_bytes()[:50])
+    with self.assertRaisesRegex(config_lib.ConfigError, path.name):
+      _open(source, self.folder)
+
+  def test_missing_library_says_what_to_install(self):
+    _write_parquet(self.folder)
+    with pytest.MonkeyPatch.context() as patch:
+      patch.setitem(__import__("sys").modules, "pyarrow", None)
+      with self.assertRaisesRegex(ImportError, r"attnres-jax\[data\]"):
+        _open("parquet", self.folder)
+
+
+if __name__ == "__main__":
+  absltest.main()
