@@ -1,55 +1,95 @@
 # SPDX-License-Identifier: Apache-2.0
 """Depth attention in plain JAX, forward and backward by hand.
 
-Float32 statistics for any source dtype; token axes are never merged, so that
-a sharded batch or sequence axis stays where it is.
+Written for the compiler's fusions: scores are one matrix product per source,
+everything wide is one elementwise expression per written array, and nothing
+is stacked along the sources. Statistics are float32 (float64 for float64
+inputs) whatever the sources are. Token axes are never merged, so that a
+sharded batch or sequence axis stays where it is.
 """
 
 import jax
 import jax.numpy as jnp
 
+# Up to this many queries a sum over queries is written out term by term,
+# which the CPU compiler turns into one pass; beyond, it is a broadcast.
+_UNROLLED_QUERIES = 8
+
 
 def forward(query_QD, sources, count, *, eps):
   """Returns the mixtures and their log-normalisers."""
+  num_queries = query_QD.shape[0]
   slots = _slots(sources, count, query_QD.dtype)
-  score_MQT, _ = _scores(query_QD, slots, count, eps)
-  top_QT = jnp.max(score_MQT, axis=0)
-  top_QT = jnp.where(jnp.isfinite(top_QT), top_QT, 0)
-  total_QT = jnp.sum(jnp.exp(score_MQT - top_QT[None]), axis=0)
-  # log 0 = -inf is the right answer for an empty set.
-  lse_QT = top_QT + jnp.log(total_QT)
-  weight_MQT = _weights(score_MQT, lse_QT)
-  out_QTD = sum(
-    weight_MQT[i][..., None] * slot[None] for i, slot in enumerate(slots)
-  )
-  return out_QTD.astype(_dtype(sources)), lse_QT
+  scores, _ = _scores(query_QD, slots, count, eps)
+  lse_TQ = _log_sum_exp(scores)
+  weights = _weights(scores, lse_TQ)
+  dtype = _dtype(sources)
+  if num_queries <= _UNROLLED_QUERIES:
+    out_QTD = jnp.stack(
+      [
+        sum(
+          weight_TQ[..., q, None] * slot
+          for weight_TQ, slot in zip(weights, slots)
+        ).astype(dtype)
+        for q in range(num_queries)
+      ]
+    )
+  else:
+    out_QTD = sum(
+      jnp.moveaxis(weight_TQ, -1, 0)[..., None] * slot[None]
+      for weight_TQ, slot in zip(weights, slots)
+    ).astype(dtype)
+  return out_QTD, jnp.moveaxis(lse_TQ, -1, 0)
 
 
 def backward(query_QD, sources, count, lse_QT, dout_QTD, dlse_QT, *, eps):
   """Returns the gradients of the queries and of every source."""
   dtype = query_QD.dtype
-  width = query_QD.shape[-1]
+  num_queries, width = query_QD.shape
   slots = _slots(sources, count, dtype)
   dout_QTD = dout_QTD.astype(dtype)
-  score_MQT, inverse_MT = _scores(query_QD, slots, count, eps)
-  weight_MQT = _weights(score_MQT, lse_QT)
-  product_MQT = jnp.stack(
-    [jnp.sum(dout_QTD * slot[None], axis=-1) for slot in slots]
+  scores, inverses = _scores(query_QD, slots, count, eps)
+  weights = _weights(scores, jnp.moveaxis(lse_QT, 0, -1))
+
+  # <dout_q, v_i> per token. The copy puts a token's queries side by side.
+  # Slices, because callers that unstack the mixtures hand in a concatenation,
+  # whose slices cost nothing.
+  douts = [dout_QTD[q] for q in range(num_queries)]
+  dout_TQD = jnp.stack(douts, axis=-2)
+  products = [
+    jnp.einsum(
+      "...qd,...d->...q", dout_TQD, slot, precision=jax.lax.Precision.HIGHEST
+    )
+    for slot in slots
+  ]
+  mean_TQ = sum(
+    weight_TQ * product_TQ for weight_TQ, product_TQ in zip(weights, products)
   )
-  mean_QT = jnp.sum(weight_MQT * product_MQT, axis=0)
-  dscore_MQT = weight_MQT * (product_MQT + (dlse_QT - mean_QT)[None])
-  # An invalid slot's score is -inf and its weight 0: keep it out of the sum.
-  scored_MQT = jnp.where(weight_MQT > 0, dscore_MQT * score_MQT, 0)
-  norm_MT = inverse_MT**2 * jnp.sum(scored_MQT, axis=1) / width
-  pull_MQT = dscore_MQT * inverse_MT[:, None]
+  shift_TQ = jnp.moveaxis(dlse_QT, 0, -1) - mean_TQ
 
   dquery_QD = jnp.zeros_like(query_QD)
   dsources = []
   for i, slot in enumerate(slots):
-    dquery_QD += jnp.einsum("q...,...d->qd", pull_MQT[i], slot)
-    dsource = jnp.einsum("q...,qd->...d", pull_MQT[i], query_QD)
-    dsource += jnp.sum(weight_MQT[i][..., None] * dout_QTD, axis=0)
-    dsource -= norm_MT[i][..., None] * slot
+    dscore_TQ = weights[i] * (products[i] + shift_TQ)
+    pull_TQ = dscore_TQ * inverses[i][..., None]
+    # An invalid slot has score -inf and weight 0: keep 0 * inf out of the sum.
+    scored_TQ = dscore_TQ * scores[i]
+    if count is not None:
+      scored_TQ = jnp.where(i < count, scored_TQ, 0)
+    bend_T = inverses[i] ** 2 * jnp.sum(scored_TQ, axis=-1) / width
+    dquery_QD += jnp.einsum(
+      "...q,...d->qd", pull_TQ, slot, precision=jax.lax.Precision.HIGHEST
+    )
+    dsource = -bend_T[..., None] * slot
+    if num_queries <= _UNROLLED_QUERIES:
+      for q in range(num_queries):
+        dsource += weights[i][..., q, None] * douts[q]
+        dsource += pull_TQ[..., q, None] * _row(query_QD[q], slot)
+    else:
+      dsource += jnp.sum(weights[i][..., None] * dout_TQD, axis=-2)
+      dsource += jnp.einsum(
+        "...q,qd->...d", pull_TQ, query_QD, precision=jax.lax.Precision.HIGHEST
+      )
     dsources.append(dsource.astype(_dtype(sources)))
   if isinstance(sources, tuple):
     return dquery_QD, tuple(dsources)
@@ -73,22 +113,34 @@ def _slots(sources, count, dtype):
 
 def _scores(query_QD, slots, count, eps):
   scores, inverses = [], []
-  for slot in slots:
+  for i, slot in enumerate(slots):
     inverse_T = jax.lax.rsqrt(jnp.mean(jnp.square(slot), axis=-1) + eps)
-    product_QT = jnp.einsum(
-      "qd,...d->q...", query_QD, slot, precision=jax.lax.Precision.HIGHEST
+    score_TQ = jnp.einsum(
+      "...d,qd->...q", slot, query_QD, precision=jax.lax.Precision.HIGHEST
     )
-    scores.append(product_QT * inverse_T[None])
+    score_TQ *= inverse_T[..., None]
+    if count is not None:
+      score_TQ = jnp.where(i < count, score_TQ, -jnp.inf)
+    scores.append(score_TQ)
     inverses.append(inverse_T)
-  score_MQT = jnp.stack(scores)
-  if count is not None:
-    slot_M = jnp.arange(len(slots))
-    slot_M = slot_M.reshape((-1,) + (1,) * (score_MQT.ndim - 1))
-    score_MQT = jnp.where(slot_M < count, score_MQT, -jnp.inf)
-  return score_MQT, jnp.stack(inverses)
+  return scores, inverses
 
 
-def _weights(score_MQT, lse_QT):
-  # exp(-inf - (-inf)) would be NaN: an empty set has zero weights.
-  finite_QT = jnp.where(jnp.isfinite(lse_QT), lse_QT, 0)
-  return jnp.exp(score_MQT - finite_QT[None])
+def _log_sum_exp(scores):
+  top_TQ = scores[0]
+  for score_TQ in scores[1:]:
+    top_TQ = jnp.maximum(top_TQ, score_TQ)
+  # With no valid source every score is -inf: shift by 0, not by -inf.
+  top_TQ = jnp.where(jnp.isfinite(top_TQ), top_TQ, 0)
+  # log 0 = -inf is the right answer for an empty set.
+  return top_TQ + jnp.log(sum(jnp.exp(score - top_TQ) for score in scores))
+
+
+def _weights(scores, lse_TQ):
+  # exp(-inf - -inf) would be NaN: an empty set has zero weights.
+  finite_TQ = jnp.where(jnp.isfinite(lse_TQ), lse_TQ, 0)
+  return [jnp.exp(score_TQ - finite_TQ) for score_TQ in scores]
+
+
+def _row(x_D, like_TD):
+  return x_D.reshape((1,) * (like_TD.ndim - 1) + (-1,))
