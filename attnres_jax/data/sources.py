@@ -29,7 +29,13 @@ _ENCODE_BYTES = 1 << 20
 def _open_stdlib(
   config: config_lib.DataConfig, field: str, path: str
 ) -> documents.Documents:
-  del config, field, path  # There is only one.
+  del field, path
+  for name in ("path", "validation_path"):
+    value = getattr(config, name)
+    if value:
+      config_lib.fail(
+        f"data.{name}", value, "nothing, with data.source='stdlib'"
+      )
   return stdlib.StdlibDocuments()
 
 

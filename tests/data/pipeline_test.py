@@ -274,6 +274,14 @@ class StdlibPipelineTest(absltest.TestCase):
     for word in ("self", "return", "if "):
       self.assertIn(word, text)
 
+  def test_a_path_beside_the_embedded_corpus_is_refused(self):
+    for name in ("path", "validation_path"):
+      config = config_lib.DataConfig(**{name: "corpus.txt"})
+      with self.assertRaisesRegex(
+        config_lib.ConfigError, f"data.{name}: got 'corpus.txt'.*stdlib"
+      ):
+        data.open_dataset(config, "train")
+
   def test_an_empty_split_is_named(self):
     config = config_lib.DataConfig(validation_fraction=1e-9)
     data.open_dataset(config, "train")

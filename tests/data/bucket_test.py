@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""gs:// paths, on a bucket that is a local folder behind fsspec.
+
+The calls are those that reach Google Storage through gcsfs, the answers those
+of a local disk.
+"""
+
+import json
+import pathlib
+import tempfile
+
+from absl.testing import absltest
+from etils.epath import backend
+from fsspec.implementations import dirfs
+from fsspec.implementations import local
+import numpy as np
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax import data
+from attnres_jax.data import prepare
+
+
+class _Buckets(dirfs.DirFileSystem):
+  """gs://bucket/name is the file bucket/name below one folder."""
+
+  def _join(self, path):
+    if isinstance(path, str):
+      path = path.removeprefix("gs://")
+    return super()._join(path)
+
+
+class BucketTest(absltest.TestCase):
+  def setUp(self):
+    super().setUp()
+    root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+    self.bucket = root / "remote" / "bucket"
+    self.bucket.mkdir(parents=True)
+    self.cache = root / "cache"
+    buckets = _Buckets(
+      path=str(root / "remote"), fs=local.LocalFileSystem(auto_mkdir=True)
+    )
+    patch = self.enterContext(pytest.MonkeyPatch.context())
+    patch.setattr(
+      type(backend.fsspec_backend), "_get_filesystem", lambda _, name: buckets
+    )
+    patch.setenv("ATTNRES_JAX_CACHE", str(self.cache))
+    folder = self.bucket / "texts" / "deep"
+    folder.mkdir(parents=True)
+    lines = [json.dumps({"text": f"text {i} " * 9}) for i in range(50)]
+    (folder / "a.jsonl").write_text("\n".join(lines[:30]))
+    (folder / "b.jsonl").write_text("\n".join(lines[30:]))
+
+  def _config(self, source="jsonl", path="gs://bucket/texts", **fields):
+    return config_lib.DataConfig(
+      source=source,
+      path=path,
+      sequence_length=32,
+      batch_size=2,
+      validation_fraction=0.2,
+      **fields,
+    )
+
+  def _line(self, config, split):
+    tokens = data.open_dataset(config, split)._tokens
+    return tokens.read(0, len(tokens))
+
+  def test_prepares_and_reads(self):
+    here = self._config(path=str(self.bucket / "texts"))
+    there = self._config()
+    prepare.prepare(there, "gs://bucket/out", shard_tokens=500, progress=False)
+    self.assertTrue((self.bucket / "out" / "train-00001.bin").is_file())
+    self.assertFalse(list((self.bucket / "out").glob("*.tmp")))
+    prepared = self._config("tokens", "gs://bucket/out")
+    for split in ("train", "validation"):
+      expected = self._line(here, split)
+      np.testing.assert_array_equal(self._line(there, split), expected)
+      np.testing.assert_array_equal(self._line(prepared, split), expected)
+    # Mapped from copies, made once.
+    copies = {p: p.stat().st_mtime_ns for p in self.cache.rglob("*.bin")}
+    self.assertNotEmpty(copies)
+    self._line(prepared, "train")
+    again = {p: p.stat().st_mtime_ns for p in self.cache.rglob("*.bin")}
+    self.assertEqual(again, copies)
+
+  def test_globs(self):
+    one = self._config(path="gs://bucket/texts/deep/a*.jsonl")
+    self.assertIn("text 29 ", self._text(one))
+    self.assertNotIn("text 30 ", self._text(one))
+    with self.assertRaisesRegex(config_lib.ConfigError, r"without \*\*"):
+      data.open_dataset(self._config(path="gs://bucket/**/a.jsonl"), "train")
+
+  def test_missing(self):
+    for path in ("gs://bucket/none", "gs://bucket/none/*.jsonl"):
+      with self.assertRaisesRegex(config_lib.ConfigError, "data.path: got 'gs"):
+        data.open_dataset(self._config(path=path), "train")
+
+  def _text(self, config):
+    tokenizer = data.make_tokenizer(config)
+    lines = (self._line(config, s) for s in ("train", "validation"))
+    return "".join(tokenizer.decode(line) for line in lines)
+
+
+if __name__ == "__main__":
+  absltest.main()
