@@ -59,14 +59,14 @@ def depth_weights(
       every scheme).
   """
   means = _mean_weights(model, jnp.asarray(tokens))
-  if means is None:
+  labels = model.residual.source_labels()
+  if means is None or labels is None:
     raise ValueError(
       f"{type(model.residual).__name__} has no depth attention to look at;"
       " attnres_jax.analysis.mixing_matrix describes every scheme"
     )
   weights = [np.asarray(weight_M, np.float64) for weight_M, _ in means]
   entropies = np.asarray([entropy for _, entropy in means], np.float64)
-  labels = model.residual.source_labels()
   widest = max(labels[:-1], key=len)
   return DepthWeights(
     attention=_stack_rows(weights[:-1:2], len(widest)),

@@ -38,13 +38,11 @@ def mixing_matrix(
     [L, L], or [L + 1, L + 1] with the output; zero above the diagonal.
   """
   weights = _mean_weights(model, jnp.asarray(tokens))
-  if weights is None:
+  labels = model.residual.source_labels()
+  if weights is None or labels is None:
     rows = _fixed_coefficients(model.residual)
   else:
-    rows = _spread(
-      [np.asarray(weight_M) for weight_M in weights],
-      model.residual.source_labels(),
-    )
+    rows = _spread([np.asarray(weight_M) for weight_M in weights], labels)
   return rows if include_output else rows[:-1, :-1]
 
 
@@ -83,7 +81,7 @@ def _source_members(
   closed = 0  # the last value inside a completed block
   reads = []
   for written, names in enumerate(labels):
-    members = []
+    members: list[tuple[int, ...]] = []
     for name in names:
       kind, _, number = name.partition(" ")
       if kind == "embedding":
