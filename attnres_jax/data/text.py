@@ -143,7 +143,7 @@ class ParquetDocuments:
     self, file: epath.Path, opened: Any, group: int, skip: int
   ) -> Iterator[documents.Document]:
     batches = opened.iter_batches(
-      batch_size=1024, row_groups=[group], columns=[self._column]
+      batch_size=_RECORDS_AT_ONCE, row_groups=[group], columns=[self._column]
     )
     for batch in batches:
       values = batch.column(0)[skip:] if skip else batch.column(0)

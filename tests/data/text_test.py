@@ -11,6 +11,7 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax.data import sources
+from attnres_jax.data import text as text_lib
 
 _TEXTS = tuple(f"text {i}: " + "héllo\n\n" * i for i in range(23))
 
@@ -79,9 +80,14 @@ class TextSourcesTest(parameterized.TestCase):
 
   @parameterized.parameters(*_WRITERS)
   def test_iterates_from_any_document(self, source):
+    # Several reads per row group of 4 and per file.
+    self.enterContext(
+      absltest.mock.patch.object(text_lib, "_RECORDS_AT_ONCE", 2)
+    )
     _WRITERS[source](self.folder)
     opened = _open(source, self.folder)
     everything = list(opened.iterate())
+    self.assertEqual([d.text.decode() for d in everything], list(_TEXTS))
     for start in range(len(_TEXTS) + 1):
       self.assertEqual(list(opened.iterate(start)), everything[start:])
 
