@@ -1,0 +1,7 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipeline parallelism for Block AttnRes (paper, section 4.1).
+
+`layout` knows which sublayers are where and what crosses between them,
+`schedule` who works on what at each tick, `memory` what a rank holds meanwhile,
+`drawing` shows all three. None of them needs a device.
+"""

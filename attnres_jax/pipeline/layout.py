@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sublayers on ranks, and what each boundary must carry (section 4.1, Fig. 3).
+
+P ranks with V virtual stages each make C = P * V chunks; chunk c runs on rank
+c mod P as its virtual stage c div P. A sublayer reads every block completed
+before it, so entering chunk c a rank needs the blocks b_0 .. b_{k(c) - 1} (b_0
+is the embedding) and, where a block is open, its partial sum. How much of that
+has to be sent depends on what the receiver keeps from its earlier chunks:
+
+  naive    nothing: the whole history crosses every boundary (Eq. 7);
+  cached   what it received before: the paper's cross-stage cache (Eq. 8);
+  minimum  also what it produced itself. No scheme sends less: every block
+           reaches every other rank that still has to read it exactly once.
+
+Backward is the transpose: the gradients of the same blocks (and of the partial
+sum) cross the same boundaries the other way, so it costs the same.
+
+Vectors are counted per microbatch, in units of one [tokens, width] activation.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+import numbers
+from typing import NoReturn
+
+RULES = ("naive", "cached", "minimum")
+
+
+def fail(argument: str, value: object, accepted: str) -> NoReturn:
+  """Raises the one-line error every bad argument gets."""
+  raise ValueError(f"{argument}: got {value!r}, expected {accepted}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Transition:
+  """What one boundary between chunks carries for one microbatch.
+
+  Attributes:
+    chunk: the chunk after the boundary (which forward enters, backward leaves).
+    sender: rank that sends.
+    receiver: rank that receives.
+    blocks: indices of the block representations (or of their gradients).
+    partial: whether the running sum of an open block goes along.
+  """
+
+  chunk: int
+  sender: int
+  receiver: int
+  blocks: range
+  partial: bool
+
+  @property
+  def num_vectors(self) -> int:
+    """Everything that crosses, the partial sum included."""
+    return len(self.blocks) + self.partial
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+  """Which sublayers form which chunk, and where the blocks end.
+
+  Attributes:
+    num_ranks: P, pipeline stages that are devices (or groups of devices).
+    num_virtual_stages: V, chunks of each rank.
+    sublayers_per_chunk: one number for all chunks, or one per chunk.
+    block_size: S, sublayers per block, aligned with the chunks or not. None
+      for schemes that keep no blocks: one running state crosses each boundary.
+  """
+
+  num_ranks: int
+  num_virtual_stages: int
+  sublayers_per_chunk: int | tuple[int, ...]
+  block_size: int | None = None
+
+  def __post_init__(self):
+    check_count("num_ranks", self.num_ranks)
+    check_count("num_virtual_stages", self.num_virtual_stages)
+    if self.block_size is not None:
+      check_count("block_size", self.block_size)
+    sizes = self.sublayers_per_chunk
+    if isinstance(sizes, Sequence):
+      object.__setattr__(self, "sublayers_per_chunk", tuple(sizes))
+      if len(sizes) != self.num_chunks:
+        fail(
+          "sublayers_per_chunk",
+          sizes,
+          f"one number per chunk, {self.num_chunks} of them",
+        )
+      for size in sizes:
+        if not _is_count(size):
+          fail("sublayers_per_chunk", sizes, "at least 1 in every chunk")
+    else:
+      check_count("sublayers_per_chunk", sizes)
+
+  @property
+  def num_chunks(self) -> int:
+    return self.num_ranks * self.num_virtual_stages
+
+  @property
+  def num_sublayers(self) -> int:
+    return self.ends[-1]
+
+  @property
+  def num_blocks(self) -> int:
+    """N, without the embedding; 0 for schemes that keep no blocks."""
+    if self.block_size is None:
+      return 0
+    return -(-self.num_sublayers // self.block_size)
+
+  @functools.cached_property
+  def ends(self) -> tuple[int, ...]:
+    """Number of sublayers that have run after each chunk."""
+    sizes = self.sublayers_per_chunk
+    if not isinstance(sizes, tuple):
+      sizes = (sizes,) * self.num_chunks
+    return tuple(sum(sizes[: c + 1]) for c in range(self.num_chunks))
+
+  def rank(self, chunk: int) -> int:
+    return chunk % self.num_ranks
+
+  def virtual_stage(self, chunk: int) -> int:
+    return chunk // self.num_ranks
+
+  def chunks(self, rank: int) -> range:
+    """The chunks of a rank, in the order in which they run."""
+    return range(rank, self.num_chunks, self.num_ranks)
+
+  def known(self, chunk: int) -> int:
+    """k(c): representations complete when chunk c starts; C asks for the end.
+
+    The embedding counts, and a short last block is complete at the end.
+    """
+    if self.block_size is None:
+      return 0
+    if chunk == 0:
+      return 1
+    end = self.ends[chunk - 1]
+    if end == self.num_sublayers:
+      return 1 + self.num_blocks
+    return 1 + end // self.block_size
+
+  def produced(self, chunk: int) -> range:
+    """The blocks that complete in a chunk; the embedding is chunk 0's."""
+    start = self.known(chunk) if chunk else 0
+    return range(start, self.known(chunk + 1))
+
+  def has_partial(self, chunk: int) -> bool:
+    """Whether a running sum enters the chunk: a block is open, or none are."""
+    if chunk == 0:
+      return False
+    if self.block_size is None:
+      return True
+    return self.ends[chunk - 1] % self.block_size != 0
+
+  def window(self, chunk: int, rule: str) -> range:
+    """The blocks that must be sent to the rank of a chunk when it starts.
+
+    On one rank nothing has to be sent, under any rule.
+    """
+    _check_rule(rule)
+    if chunk == 0 or self.num_ranks == 1:
+      return range(0)
+    before = chunk - self.num_ranks
+    if rule == "naive" or before < 0:
+      start = 0
+    elif rule == "cached":
+      start = self.known(before)
+    else:
+      start = self.known(before + 1)
+    return range(start, self.known(chunk))
+
+  def transitions(
+    self, rule: str, *, backward: bool = False
+  ) -> list[Transition]:
+    """Every boundary in the order in which a microbatch crosses it."""
+    chunks = range(1, self.num_chunks)
+    return [
+      self._transition(chunk, rule, backward)
+      for chunk in (reversed(chunks) if backward else chunks)
+    ]
+
+  def _transition(self, chunk: int, rule: str, backward: bool) -> Transition:
+    ends = self.rank(chunk - 1), self.rank(chunk)
+    sender, receiver = reversed(ends) if backward else ends
+    return Transition(
+      chunk=chunk,
+      sender=sender,
+      receiver=receiver,
+      blocks=self.window(chunk, rule),
+      partial=self.has_partial(chunk) and self.num_ranks > 1,
+    )
+
+  def total_vectors(self, rule: str, *, embedding: bool = True) -> int:
+    """Block vectors sent per microbatch, exactly; partial sums come on top.
+
+    Args:
+      rule: one of `RULES`.
+      embedding: count b_0, which the paper's closed forms leave out.
+    """
+    return sum(
+      sum(embedding or block > 0 for block in transition.blocks)
+      for transition in self.transitions(rule)
+    )
+
+  def total_partials(self) -> int:
+    """Partial sums sent per microbatch, the same under every rule."""
+    return sum(t.partial for t in self.transitions("naive"))
+
+  def peak_vectors(self, rule: str, *, embedding: bool = True) -> int:
+    """Most block vectors that one boundary carries per microbatch."""
+    return max(
+      (
+        sum(embedding or block > 0 for block in transition.blocks)
+        for transition in self.transitions(rule)
+      ),
+      default=0,
+    )
+
+  def message_vectors(self, rule: str) -> int:
+    """Vectors of a message of fixed size that fits every boundary."""
+    messages = self.transitions(rule)
+    return max((len(message.blocks) for message in messages), default=0) + any(
+      message.partial for message in messages
+    )
+
+
+def split_sublayers(
+  num_sublayers: int, num_chunks: int, *, unit: int = 1
+) -> tuple[int, ...]:
+  """Spreads sublayers over chunks as evenly as whole units allow.
+
+  Args:
+    num_sublayers: L.
+    num_chunks: C.
+    unit: sublayers that stay together; 2 keeps transformer blocks whole.
+  """
+  check_count("num_sublayers", num_sublayers)
+  check_count("num_chunks", num_chunks)
+  check_count("unit", unit)
+  if num_sublayers % unit:
+    fail("num_sublayers", num_sublayers, f"a multiple of unit={unit}")
+  units = num_sublayers // unit
+  if num_chunks > units:
+    fail(
+      "num_chunks",
+      num_chunks,
+      f"at most {units}, so that none of the chunks is empty",
+    )
+  ends = [c * units // num_chunks for c in range(num_chunks + 1)]
+  return tuple(unit * (end - start) for start, end in zip(ends[:-1], ends[1:]))
+
+
+def naive_total(
+  num_ranks: int, num_virtual_stages: int, blocks: float
+) -> float:
+  """Eq. 7: C (C - 1) / 2 times `blocks`, the blocks that a chunk completes.
+
+  Like the other two closed forms it leaves the embedding out and lets blocks
+  complete at an even pace. Where a block spans several chunks that is more than
+  what is really sent; `Layout.total_vectors` counts exactly.
+  """
+  chunks = num_ranks * num_virtual_stages
+  return chunks * (chunks - 1) // 2 * blocks
+
+
+def cached_total(
+  num_ranks: int, num_virtual_stages: int, blocks: float
+) -> float:
+  """Eq. 8: P (P - 1) / 2 + (V - 1) P^2, times the blocks of a chunk."""
+  first = num_ranks * (num_ranks - 1) // 2
+  return (first + (num_virtual_stages - 1) * num_ranks**2) * blocks
+
+
+def minimum_total(
+  num_ranks: int, num_virtual_stages: int, blocks: float
+) -> float:
+  """P (P - 1) (V - 1/2), times the blocks of a chunk."""
+  pairs = num_ranks * (num_ranks - 1)
+  return pairs * (2 * num_virtual_stages - 1) // 2 * blocks
+
+
+def check_count(argument: str, value: object) -> None:
+  if not _is_count(value):
+    fail(argument, value, "a whole number of at least 1")
+
+
+def _is_count(value: object) -> bool:
+  if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+    return False
+  return int(value) >= 1
+
+
+def _check_rule(rule: str) -> None:
+  if rule not in RULES:
+    fail("rule", rule, "one of " + ", ".join(RULES))

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank holds while microbatches are in flight (section 4.1).
+
+Three kinds of activation-sized vectors live on a rank: the running sum that
+entered each (microbatch, chunk) unit, kept from its forward to its backward;
+the cached block representations; and, in backward, the gradients of those. The
+schedule fixes when each is first and last used, so slots of a pool can be
+numbered on the host, and the pool is as large as the most that live at once.
+"""
+
+from collections.abc import Iterable, Sequence
+import dataclasses
+import heapq
+from typing import NamedTuple
+
+import numpy as np
+
+from attnres_jax.pipeline import layout as layout_lib
+
+KEEPS = ("needed", "chunk")
+KINDS = ("inputs", "blocks", "gradients")
+
+
+class Event(NamedTuple):
+  """One unit of work of a rank: a chunk, forward or backward."""
+
+  backward: bool
+  chunk: int
+  microbatch: int
+
+
+class Lifetime(NamedTuple):
+  """A vector, from the first to the last event (inclusive) that touches it."""
+
+  key: tuple[int, ...]
+  start: int
+  end: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Peaks:
+  """The most that one rank holds at once.
+
+  Attributes:
+    units: (microbatch, chunk) pairs between forward and backward, each with
+      its checkpointed input.
+    microbatches: distinct ones among them.
+    blocks: cached block representations, the embedding among them.
+    gradients: of block representations, being summed up.
+  """
+
+  units: int
+  microbatches: int
+  blocks: int
+  gradients: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SlotPool:
+  """Slot numbers, the same pool size on every rank.
+
+  Attributes:
+    size: slots a rank needs.
+    slots: int32, -1 where a rank never holds the vector. [P, V, M] for inputs
+      (virtual stage, microbatch), [P, M, N + 1] for blocks and gradients.
+  """
+
+  size: int
+  slots: np.ndarray
+
+
+def peaks(
+  layout: layout_lib.Layout,
+  events: Sequence[Event],
+  *,
+  rule: str = "minimum",
+  keep: str = "needed",
+) -> Peaks:
+  """The most that a rank holds while it works through its `events`."""
+  inputs = input_lifetimes(events)
+  return Peaks(
+    units=max_live(inputs),
+    microbatches=_max_microbatches(inputs, len(events)),
+    blocks=max_live(block_lifetimes(layout, events, rule=rule, keep=keep)),
+    gradients=max_live(gradient_lifetimes(layout, events, rule=rule)),
+  )
+
+
+def slot_pool(
+  layout: layout_lib.Layout,
+  events: Sequence[Sequence[Event]],
+  num_microbatches: int,
+  kind: str,
+  *,
+  rule: str = "minimum",
+  keep: str = "needed",
+) -> SlotPool:
+  """Numbers the slots of one kind of vector on every rank.
+
+  Args:
+    layout: chunks and blocks.
+    events: of each rank.
+    num_microbatches: M.
+    kind: one of `KINDS`.
+    rule: "minimum" or, for blocks, "cached". Where ranks keep nothing, or get
+      their own products back, a block has several lifetimes and no one slot.
+    keep: as in `block_lifetimes`.
+  """
+  if kind not in KINDS:
+    layout_lib.fail("kind", kind, "one of " + ", ".join(KINDS))
+  accepted = ("minimum", "cached") if kind == "blocks" else ("minimum",)
+  if rule not in accepted:
+    layout_lib.fail(
+      "rule", rule, f"{' or '.join(accepted)} for a pool of {kind}"
+    )
+  second = (
+    (layout.num_virtual_stages, num_microbatches)
+    if kind == "inputs"
+    else (num_microbatches, layout.num_blocks + 1)
+  )
+  slots = np.full((layout.num_ranks, *second), -1, np.int32)
+  size = 0
+  for rank in range(layout.num_ranks):
+    if kind == "inputs":
+      lifetimes = input_lifetimes(events[rank])
+    elif kind == "blocks":
+      lifetimes = block_lifetimes(layout, events[rank], rule=rule, keep=keep)
+    else:
+      lifetimes = gradient_lifetimes(layout, events[rank], rule=rule)
+    numbers = assign_slots(lifetimes)
+    for key, slot in numbers.items():
+      if kind == "inputs":
+        key = (layout.virtual_stage(key[0]), key[1])
+      slots[(rank, *key)] = slot
+    size = max(size, 1 + max(numbers.values(), default=-1))
+  return SlotPool(size, slots)
+
+
+def input_lifetimes(events: Iterable[Event]) -> list[Lifetime]:
+  """Of the checkpointed inputs; keys are (chunk, microbatch)."""
+  started, lifetimes = {}, []
+  for time, event in enumerate(events):
+    key = (event.chunk, event.microbatch)
+    if event.backward:
+      lifetimes.append(Lifetime(key, started.pop(key), time))
+    else:
+      started[key] = time
+  return lifetimes
+
+
+def block_lifetimes(
+  layout: layout_lib.Layout,
+  events: Iterable[Event],
+  *,
+  rule: str,
+  keep: str = "needed",
+) -> list[Lifetime]:
+  """Of the cached blocks of a rank; keys are (microbatch, block).
+
+  What arrives with chunk c stays until the backward of chunk c, which is the
+  last to read it. The naive rule keeps a copy per chunk, so its keys get the
+  chunk as a third member.
+
+  Args:
+    layout: chunks and blocks.
+    events: of the rank.
+    rule: one of `layout.RULES`.
+    keep: how long a product of the rank stays under the minimum rule. "needed":
+      until the backward of the rank's next chunk (the last that reads it from
+      the cache), and not at all where there is none; "chunk": until the
+      backward of the chunk that made it, which needs no copy of it but has all
+      blocks in one place.
+  """
+  if keep not in KEEPS:
+    layout_lib.fail("keep", keep, "one of " + ", ".join(KEEPS))
+  times = {event: time for time, event in enumerate(events)}
+  lifetimes = []
+  for event, start in times.items():
+    if event.backward:
+      continue
+    _, chunk, microbatch = event
+
+    def backward(chunk, microbatch=microbatch):
+      return times[Event(True, chunk, microbatch)]
+
+    made = layout.produced(chunk)
+    arrived = layout.window(chunk, rule)
+    if chunk == 0:
+      arrived, made = made[:1], made[1:]
+    for block in arrived:
+      key = (microbatch, block) + ((chunk,) if rule == "naive" else ())
+      lifetimes.append(Lifetime(key, start, backward(chunk)))
+    if rule != "minimum" and layout.num_ranks > 1:
+      continue
+    last_reader = chunk if keep == "chunk" else chunk + layout.num_ranks
+    if last_reader < layout.num_chunks:
+      end = backward(last_reader)
+      lifetimes += [Lifetime((microbatch, b), start, end) for b in made]
+  return lifetimes
+
+
+def gradient_lifetimes(
+  layout: layout_lib.Layout, events: Iterable[Event], *, rule: str
+) -> list[Lifetime]:
+  """Of the gradients of blocks on a rank; keys are (microbatch, block).
+
+  The backward of chunk c adds what came back over the boundary behind it and
+  what its own reads contribute. Then the gradients of the window of chunk c go
+  to the rank before, and those of its own products enter its sublayers.
+  """
+  started, lifetimes = {}, []
+  for time, event in enumerate(events):
+    if not event.backward:
+      continue
+    _, chunk, microbatch = event
+    returned = range(0)
+    if chunk + 1 < layout.num_chunks:
+      returned = layout.window(chunk + 1, rule)
+    for block in {*returned, *range(layout.known(chunk))}:
+      started.setdefault((microbatch, block), time)
+    for block in {*layout.window(chunk, rule), *layout.produced(chunk)}:
+      start = started.pop((microbatch, block), None)
+      if start is not None:
+        lifetimes.append(Lifetime((microbatch, block), start, time))
+  return lifetimes
+
+
+def assign_slots(lifetimes: Iterable[Lifetime]) -> dict[tuple[int, ...], int]:
+  """A slot per key; two that live at the same time never share one.
+
+  Lowest free slot first, in order of start: that takes no more slots than the
+  most that live at once. A slot is free again after the last event of its
+  vector.
+  """
+  numbers, free, busy, size = {}, [], [], 0
+  for key, start, end in sorted(lifetimes, key=lambda life: life.start):
+    while busy and busy[0][0] < start:
+      heapq.heappush(free, heapq.heappop(busy)[1])
+    if not free:
+      heapq.heappush(free, size)
+      size += 1
+    numbers[key] = heapq.heappop(free)
+    heapq.heappush(busy, (end, numbers[key]))
+  return numbers
+
+
+def max_live(lifetimes: Iterable[Lifetime]) -> int:
+  """The most lifetimes that contain one event."""
+  changes = []
+  for _, start, end in lifetimes:
+    changes += [(start, 1), (end + 1, -1)]
+  most = live = 0
+  for _, change in sorted(changes):
+    live += change
+    most = max(most, live)
+  return most
+
+
+def _max_microbatches(inputs: Iterable[Lifetime], num_events: int) -> int:
+  spans = {}
+  for (_, microbatch), start, end in inputs:
+    times = spans.setdefault(microbatch, [])
+    times.append((start, end))
+  live = np.zeros(num_events, np.int32)
+  for times in spans.values():
+    present = np.zeros(num_events, bool)
+    for start, end in times:
+      present[start : end + 1] = True
+    live += present
+  return int(live.max(initial=0))

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drawings say what the tables say."""
+
+import ast
+import pathlib
+
+import matplotlib
+import pytest
+
+from attnres_jax import pipeline
+from attnres_jax.pipeline import drawing
+from attnres_jax.pipeline import schedule
+
+
+@pytest.fixture(scope="module", autouse=True)
+def canvas():
+  before = matplotlib.get_backend()
+  matplotlib.use("Agg")
+  yield
+  matplotlib.pyplot.close("all")
+  matplotlib.use(before)
+
+
+def test_schedule_as_text():
+  layout = schedule.Layout(2, 2, 2, 2)
+  plan = schedule.make_schedule("fused", layout, 2)
+  assert drawing.schedule_text(plan) == (
+    "tick  rank 0  rank 1\n"
+    "----  ------  ---------\n"
+    "0     F0.0    -\n"
+    "1     F0.1    F0.0\n"
+    "2     F1.0    F0.1\n"
+    "3     F1.1    F1.0 B1.0\n"
+    "4     B1.0    F1.1 B1.1\n"
+    "5     B1.1    B0.0\n"
+    "6     B0.0    B0.1\n"
+    "7     B0.1    -\n"
+  )
+  assert drawing.schedule_text(plan, range(4, 5)).splitlines()[2:] == [
+    "4     B1.0    F1.1 B1.1"
+  ]
+
+
+def test_transfers_as_text():
+  lines = drawing.transfers_text(schedule.Layout(4, 2, 2, 4)).splitlines()
+  assert lines[6].split() == "5 0 -> 1 b0 b1 b2 b1 b2 b2 yes".split()
+  assert lines[-1].split() == "total 19 13 11 4".split()
+
+
+@pytest.mark.parametrize("lockstep", [True, False])
+@pytest.mark.parametrize("order", schedule.ORDERS)
+def test_a_box_per_unit(order, lockstep):
+  layout = schedule.Layout(2, 2, 2, 2)
+  plan = schedule.make_schedule(order, layout, 4)
+  ax = drawing.draw_schedule(plan, lockstep=lockstep)
+  assert len(ax.patches) == len(ax.texts) == 2 * 4 * 4
+  for rank in range(2):
+    spans = sorted(
+      (box.get_x(), box.get_x() + box.get_width())
+      for box in ax.patches
+      if box.get_y() == rank - 0.46
+    )
+    assert all(a[1] <= b[0] + 1e-9 for a, b in zip(spans, spans[1:]))
+  assert max(b.get_x() + b.get_width() for b in ax.patches) == pytest.approx(
+    plan.total_time(1, 2, lockstep=lockstep)
+  )
+
+
+def test_a_bar_per_rule_and_boundary():
+  ax = drawing.draw_transfers(schedule.Layout(4, 2, 2, 4))
+  assert sum(bar.get_height() for bar in ax.patches) == 19 + 13 + 11
+  assert len(ax.lines) == 4
+
+
+def test_needs_no_device_library():
+  folder = pathlib.Path(pipeline.__file__).parent
+  for name in ("layout", "schedule", "memory", "drawing"):
+    tree = ast.parse((folder / f"{name}.py").read_text())
+    at_import = {
+      (node.module or "") if isinstance(node, ast.ImportFrom) else alias.name
+      for node in tree.body
+      if isinstance(node, ast.Import | ast.ImportFrom)
+      for alias in node.names
+    }
+    roots = {module.split(".")[0] for module in at_import}
+    assert not roots & {"jax", "flax", "matplotlib"}, name

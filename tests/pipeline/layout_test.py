@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transfers against the paper's formulas and against sets that move about."""
+
+import itertools
+
+import pytest
+
+from attnres_jax.pipeline import schedule
+
+# Ranks, virtual stages, chunks per block: exact vectors under naive, cached and
+# minimum without the embedding, then with it, then the three closed forms.
+TOTALS = [
+  ((4, 2, 1), (28, 22, 18), (35, 25, 21), (28, 22, 18)),
+  ((4, 2, 2), (12, 10, 8), (19, 13, 11), (14, 11, 9)),
+  ((4, 4, 1), (120, 54, 42), (135, 57, 45), (120, 54, 42)),
+  ((8, 4, 1), (496, 220, 196), (527, 227, 203), (496, 220, 196)),
+  ((8, 4, 2), (240, 108, 96), (271, 115, 103), (248, 110, 98)),
+]
+
+# Fig. 3, P = 4, V = 2, a block every two chunks.
+FIG3 = [
+  # into, sender, receiver, naive, cached, minimum, partial
+  (1, 0, 1, (0,), (0,), (0,), True),
+  (2, 1, 2, (0, 1), (0, 1), (0, 1), False),
+  (3, 2, 3, (0, 1), (0, 1), (0, 1), True),
+  (4, 3, 0, (0, 1, 2), (1, 2), (1, 2), False),
+  (5, 0, 1, (0, 1, 2), (1, 2), (2,), True),
+  (6, 1, 2, (0, 1, 2, 3), (2, 3), (2, 3), False),
+  (7, 2, 3, (0, 1, 2, 3), (2, 3), (3,), True),
+]
+
+# Aligned or not, blocks inside chunks, across them and beyond the network,
+# chunks of one size and of several.
+LAYOUTS = [
+  schedule.Layout(ranks, stages, sizes, block)
+  for ranks, stages in itertools.product((1, 2, 3, 4, 5), (1, 2, 3))
+  for block in (None, 1, 2, 3, 4, 5, 6, 8, 100)
+  for sizes in (
+    2,
+    4,
+    tuple(1 + (3 * c) % 4 for c in range(ranks * stages)),
+  )
+]
+
+
+def aligned(ranks, stages, chunks_per_block):
+  return schedule.Layout(ranks, stages, 2, 2 * chunks_per_block)
+
+
+@pytest.mark.parametrize("shape,plain,with_embedding,formulas", TOTALS)
+def test_totals(shape, plain, with_embedding, formulas):
+  ranks, stages, chunks_per_block = shape
+  layout = aligned(*shape)
+  for rule, a, b in zip(schedule.RULES, plain, with_embedding):
+    assert layout.total_vectors(rule, embedding=False) == a
+    assert layout.total_vectors(rule) == b
+  closed = schedule.naive_total, schedule.cached_total, schedule.minimum_total
+  per_chunk = 1 / chunks_per_block
+  assert tuple(f(ranks, stages, per_chunk) for f in closed) == formulas
+
+
+def test_fig3_transition_by_transition():
+  layout = aligned(4, 2, 2)
+  by_rule = [layout.transitions(rule) for rule in schedule.RULES]
+  rows = [
+    (
+      naive.chunk,
+      naive.sender,
+      naive.receiver,
+      *(tuple(t.blocks) for t in (naive, cached, minimum)),
+      naive.partial,
+    )
+    for naive, cached, minimum in zip(*by_rule)
+  ]
+  assert rows == FIG3
+  assert layout.total_partials() == 4
+  # The figure's count of redundant transmissions.
+  assert layout.total_vectors("naive") - layout.total_vectors("cached") == 6
+  # The second virtual stage alone, per rank.
+  second = [[len(t.blocks) for t in same if t.chunk >= 4] for same in by_rule]
+  assert second == [[3, 3, 4, 4], [2, 2, 2, 2], [2, 1, 2, 1]]
+
+
+@pytest.mark.parametrize(
+  "ranks,stages", [(4, 2), (8, 2), (8, 4), (4, 4), (2, 2)]
+)
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2, 3])
+def test_closed_forms_are_exact_when_chunks_end_blocks(
+  ranks, stages, blocks_per_chunk
+):
+  layout = schedule.Layout(ranks, stages, 2 * blocks_per_chunk, 2)
+  closed = schedule.naive_total, schedule.cached_total, schedule.minimum_total
+  extra = ranks * stages - 1, ranks - 1, ranks - 1
+  for rule, formula, embeddings in zip(schedule.RULES, closed, extra):
+    expected = formula(ranks, stages, blocks_per_chunk)
+    assert layout.total_vectors(rule, embedding=False) == expected
+    assert layout.total_vectors(rule) == expected + embeddings
+  peaks = [
+    layout.peak_vectors(rule, embedding=False) for rule in schedule.RULES
+  ]
+  chunks = ranks * stages
+  assert peaks == [n * blocks_per_chunk for n in (chunks - 1, ranks, ranks - 1)]
+  saved = closed[1](ranks, stages, 1) - closed[2](ranks, stages, 1)
+  assert saved == (stages - 1) * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_one_virtual_stage_has_nothing_to_cache(ranks):
+  layout = aligned(ranks, 1, 1)
+  totals = {layout.total_vectors(r, embedding=False) for r in schedule.RULES}
+  assert totals == {ranks * (ranks - 1) // 2}
+
+
+def test_cached_peak_is_the_naive_one_over_virtual_stages():
+  layout = schedule.Layout(8, 4, 2, 2)
+  naive, cached = (
+    layout.peak_vectors(rule, embedding=False) for rule in ("naive", "cached")
+  )
+  assert (naive, cached) == (31, 8)
+
+
+@pytest.mark.parametrize("rule", schedule.RULES)
+def test_every_rank_has_the_history_it_reads(rule):
+  for layout in LAYOUTS:
+    _simulate_forward(layout, rule)
+
+
+def test_minimum_meets_the_lower_bound_and_the_rules_are_ordered():
+  for layout in LAYOUTS:
+    naive, cached, minimum = map(layout.total_vectors, schedule.RULES)
+    assert minimum <= cached <= naive
+    assert minimum == _lower_bound(layout), layout
+    if layout.num_virtual_stages == 1:
+      assert minimum == naive
+    ranks, stages = layout.num_ranks, layout.num_virtual_stages
+    size, block = layout.sublayers_per_chunk, layout.block_size
+    if ranks > 1 and block and isinstance(size, int):
+      closed = schedule.minimum_total(ranks, stages, size / block)
+      if block <= size and size % block == 0:
+        assert layout.total_vectors("minimum", embedding=False) == closed
+      elif block % size == 0:
+        # Blocks over several chunks: the even pace counts too much.
+        assert layout.total_vectors("minimum", embedding=False) <= closed
+
+
+@pytest.mark.parametrize("rule", schedule.RULES)
+def test_gradients_return_whole_to_the_producers(rule):
+  for layout in LAYOUTS:
+    if layout.block_size is not None:
+      _simulate_backward(layout, rule)
+
+
+def test_backward_is_the_transpose():
+  for layout, rule in itertools.product(LAYOUTS[::7], schedule.RULES):
+    forward = layout.transitions(rule)
+    backward = layout.transitions(rule, backward=True)
+    assert [
+      (t.chunk, t.receiver, t.sender, t.blocks, t.partial)
+      for t in reversed(backward)
+    ] == [(t.chunk, t.sender, t.receiver, t.blocks, t.partial) for t in forward]
+
+
+def test_partial_crosses_where_a_block_is_open():
+  layout = schedule.Layout(4, 2, 4, 3)
+  # Chunks end after 4, 8, 12, ... sublayers, blocks after 3, 6, 9, ...
+  assert [t.partial for t in layout.transitions("minimum")] == [
+    True, True, False, True, True, False, True,
+  ]  # fmt: skip
+  assert [layout.known(c) for c in range(9)] == [1, 2, 3, 5, 6, 7, 9, 10, 12]
+  assert layout.num_blocks == 11 and layout.num_sublayers == 32
+  full = schedule.Layout(4, 2, 4, 1)
+  assert not full.total_partials()
+
+
+def test_scheme_without_blocks_sends_one_state():
+  layout = schedule.Layout(4, 2, 4)
+  for rule in schedule.RULES:
+    assert layout.total_vectors(rule) == 0
+    assert layout.message_vectors(rule) == 1
+  assert layout.total_partials() == 7
+
+
+def test_message_holds_the_largest_window_and_a_partial():
+  layout = aligned(4, 2, 2)
+  sizes = [layout.message_vectors(rule) for rule in schedule.RULES]
+  assert sizes == [5, 3, 3]
+
+
+def test_one_rank_sends_nothing():
+  layout = schedule.Layout(1, 4, 2, 2)
+  for rule in schedule.RULES:
+    assert not any(t.num_vectors for t in layout.transitions(rule))
+
+
+def test_split_sublayers():
+  assert schedule.split_sublayers(12, 4) == (3, 3, 3, 3)
+  sizes = schedule.split_sublayers(54, 16, unit=2)
+  assert sum(sizes) == 54 and set(sizes) == {2, 4}
+  layout = schedule.Layout(8, 2, sizes, 6)
+  assert layout.num_blocks == 9 and layout.num_sublayers == 54
+
+
+@pytest.mark.parametrize(
+  "make,message",
+  [
+    (
+      lambda: schedule.split_sublayers(6, 8),
+      "num_chunks: got 8, expected at most 6",
+    ),
+    (
+      lambda: schedule.split_sublayers(27, 3, unit=2),
+      "num_sublayers: got 27, expected a multiple of unit=2",
+    ),
+    (
+      lambda: schedule.Layout(0, 2, 4, 4),
+      "num_ranks: got 0, expected a whole number of at least 1",
+    ),
+    (
+      lambda: schedule.Layout(4, 1.5, 4, 4),
+      "num_virtual_stages: got 1.5, expected a whole number",
+    ),
+    (
+      lambda: schedule.Layout(2, 2, (4, 4, 4), 4),
+      r"sublayers_per_chunk: got \(4, 4, 4\), expected one number per chunk, 4",
+    ),
+    (
+      lambda: schedule.Layout(2, 1, (4, 0), 4),
+      r"sublayers_per_chunk: got \(4, 0\), expected at least 1 in every chunk",
+    ),
+    (
+      lambda: schedule.Layout(2, 2, 4, 0),
+      "block_size: got 0, expected a whole number of at least 1",
+    ),
+    (
+      lambda: schedule.Layout(2, 2, 4, 4).total_vectors("best"),
+      "rule: got 'best', expected one of naive, cached, minimum",
+    ),
+  ],
+)
+def test_bad_arguments_are_named(make, message):
+  with pytest.raises(ValueError, match=f"^{message}"):
+    make()
+
+
+def _completion(layout):
+  """{block: chunk that completes it}, from sublayers one by one."""
+  chunk_of = [
+    chunk
+    for chunk, end in enumerate(layout.ends)
+    for _ in range(end - (layout.ends[chunk - 1] if chunk else 0))
+  ]
+  last = len(chunk_of) - 1
+  done = {0: -1}
+  for block in range(layout.num_blocks):
+    done[block + 1] = chunk_of[min((block + 1) * layout.block_size - 1, last)]
+  return done
+
+
+def _lower_bound(layout):
+  """Each block once to each other rank with a later chunk."""
+  if layout.block_size is None:
+    return 0
+  total = 0
+  for chunk in _completion(layout).values():
+    producer = max(chunk, 0) % layout.num_ranks
+    later = {c % layout.num_ranks for c in range(chunk + 1, layout.num_chunks)}
+    total += len(later - {producer})
+  return total
+
+
+def _simulate_forward(layout, rule):
+  """Moves blocks between sets; each rule keeps what its name says."""
+  if layout.block_size is None:
+    return
+  done = _completion(layout)
+  held = {rank: set() for rank in range(layout.num_ranks)}
+  holding = {0}
+  windows = {t.chunk: set(t.blocks) for t in layout.transitions(rule)}
+  for chunk in range(layout.num_chunks):
+    rank = chunk % layout.num_ranks
+    if chunk and layout.num_ranks > 1:
+      window = windows[chunk]
+      assert window <= holding, "the sender has what it sends"
+      assert not window & held[rank], "nothing is sent that is kept"
+      holding = window | held[rank]
+      held[rank] |= set() if rule == "naive" else window
+    complete = {b for b, c in done.items() if c < chunk}
+    assert holding == complete, (layout, rule, chunk)
+    made = {block for block, c in done.items() if max(c, 0) == chunk}
+    holding = holding | made
+    if rule == "minimum":
+      held[rank] |= made
+    elif rule == "cached" and chunk == 0:
+      held[rank] |= {0}  # the embedding counts as received by its rank
+
+
+def _simulate_backward(layout, rule):
+  """Each read of a block is worth 1; all of them must reach its producer."""
+  done = _completion(layout)
+  windows = {
+    t.chunk: set(t.blocks) for t in layout.transitions(rule, backward=True)
+  }
+  sums = {rank: dict.fromkeys(done, 0) for rank in range(layout.num_ranks)}
+  arrived = {}
+  for chunk in reversed(range(layout.num_chunks)):
+    own = sums[chunk % layout.num_ranks]
+    for block, value in arrived.items():
+      own[block] += value
+    for block, made in done.items():
+      # A block is read by the chunks after the one that completes it.
+      if made < chunk:
+        own[block] += 1
+    for block, made in done.items():
+      if max(made, 0) == chunk:
+        readers = layout.num_chunks - 1 - made
+        assert own.pop(block) == readers, (layout, rule, block)
+        own[block] = 0
+    arrived = {}
+    for block in windows.get(chunk, ()):
+      arrived[block] = own[block]
+      own[block] = 0
+  assert not any(any(s.values()) for s in sums.values()), "nothing is left"

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks hold: published peaks, and pools against tick-by-tick replay."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from attnres_jax.pipeline import memory
+from attnres_jax.pipeline import schedule
+
+# Megatron's order: units, microbatches, block vectors of ranks 0, 1, ...; own
+# products stay until the backward of the chunk that made them.
+PEAKS = [
+  ((4, 2, 2), {0: (11, 8, 15), 1: (9, 8, 18), 2: (7, 7, 14), 3: (5, 5, 15)}),
+  ((8, 4, 4), {0: (39, 16, 63), 7: (25, 16, 66)}),
+  ((4, 1, 1), {0: (4, 4, 8), 1: (3, 3, 9), 2: (2, 2, 8), 3: (1, 1, 5)}),
+]
+
+# Fused order: ranks, stages, chunks per block; the most blocks of any rank when
+# it keeps what it receives, and also what it produces as long as needed.
+LIVE = [((4, 2, 1), 26, 27), ((8, 2, 2), 54, 54), ((8, 4, 4), 63, 63)]
+
+CASES = [
+  ("fused", schedule.Layout(4, 2, 2, 2), 8),
+  ("fused", schedule.Layout(4, 2, 2, 3), 12),
+  ("fused", schedule.Layout(2, 3, 2, 2), 6),
+  ("fused", schedule.Layout(3, 2, (1, 4, 2, 3, 1, 2), 4), 6),
+  ("fused", schedule.Layout(4, 1, 4, 2), 7),
+  ("fused", schedule.Layout(1, 3, 2, 2), 4),
+  ("1f1b", schedule.Layout(4, 2, 2, 4), 8),
+  ("gpipe", schedule.Layout(2, 2, 2, 1), 4),
+  ("fused", schedule.Layout(2, 2, 2), 4),
+]
+
+
+def make(order, shape, microbatches):
+  ranks, stages, chunks_per_block = shape
+  layout = schedule.Layout(ranks, stages, 2, 2 * chunks_per_block)
+  return schedule.make_schedule(order, layout, microbatches)
+
+
+@pytest.mark.parametrize("shape,expected", PEAKS)
+@pytest.mark.parametrize("groups", [4, 6])
+def test_published_peaks(shape, expected, groups):
+  plan = make("1f1b", shape, groups * shape[0])
+  for rank, (units, microbatches, blocks) in expected.items():
+    peaks = plan.peaks(rank, keep="chunk")
+    assert (peaks.units, peaks.microbatches) == (units, microbatches)
+    assert peaks.blocks == blocks
+
+
+@pytest.mark.parametrize("order", ["1f1b", "fused"])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_units_in_flight(order, ranks, stages):
+  plan = make(order, (ranks, stages, 1), 4 * ranks)
+  for rank in range(ranks):
+    warmup = schedule.warmup_units(plan.layout, 4 * ranks, rank)
+    peaks = plan.peaks(rank)
+    if order == "fused" and stages == 1:
+      assert peaks.units == 2 * (ranks - 1 - rank) + 1
+    else:
+      assert peaks.units == warmup + 1
+    assert peaks.microbatches <= min(2 * ranks, peaks.units)
+
+
+def test_units_of_rank_0_in_the_fused_order():
+  shapes = [(4, 2), (8, 2), (8, 4), (4, 4)]
+  units = [make("fused", (*s, 1), 4 * s[0]).peaks(0).units for s in shapes]
+  assert units == [11, 23, 39, 19]
+  assert make("fused", (6, 1, 1), 24).peaks(0).units == 2 * 6 - 1
+
+
+@pytest.mark.parametrize("shape,received,also_made", LIVE)
+def test_live_blocks(shape, received, also_made):
+  plan = make("fused", shape, 4 * shape[0])
+  ranks = range(shape[0])
+  most = [
+    max(plan.peaks(rank, rule=rule).blocks for rank in ranks)
+    for rule in ("cached", "minimum")
+  ]
+  assert most == [received, also_made]
+  assert plan.slot_pool("blocks", rule="cached").size == received
+  assert plan.slot_pool("blocks").size == also_made
+
+
+def test_peaks_do_not_grow_with_microbatches_unless_all_wait():
+  for order in ("fused", "1f1b"):
+    peaks = [make(order, (4, 2, 2), 4 * n).peaks(1) for n in (3, 5, 9)]
+    assert peaks[0] == peaks[1] == peaks[2]
+  grows = [make("gpipe", (4, 2, 2), 4 * n).peaks(1).blocks for n in (3, 5, 9)]
+  assert grows[0] < grows[1] < grows[2]
+
+
+@pytest.mark.parametrize("order,layout,microbatches", CASES)
+@pytest.mark.parametrize("keep", memory.KEEPS)
+def test_pool_of_blocks_serves_every_read(order, layout, microbatches, keep):
+  """Writes (microbatch, block) tags into slots and reads them back."""
+  plan = schedule.make_schedule(order, layout, microbatches)
+  pool = plan.slot_pool("blocks", keep=keep)
+  assert pool.slots.shape[:2] == (layout.num_ranks, microbatches)
+  live = [plan.peaks(r, keep=keep).blocks for r in range(layout.num_ranks)]
+  assert pool.size == max(live)
+  for rank in range(layout.num_ranks):
+    slots, held = pool.slots[rank], {}
+    for backward, chunk, m in plan.events(rank):
+      if not backward:
+        arrived = list(layout.window(chunk, "minimum"))
+        arrived += [0] if chunk == 0 and layout.block_size else []
+        for block in arrived:
+          held[slots[m, block]] = (m, block)
+      for block in range(layout.known(chunk)):
+        assert slots[m, block] >= 0
+        assert held[slots[m, block]] == (m, block)
+      if not backward:
+        stays = keep == "chunk" or chunk + layout.num_ranks < layout.num_chunks
+        for block in layout.produced(chunk) if stays else ():
+          if block:
+            held[slots[m, block]] = (m, block)
+
+
+@pytest.mark.parametrize("order,layout,microbatches", CASES)
+def test_pool_of_gradients_sums_every_read(order, layout, microbatches):
+  """Replays the backward of all ranks with sums of ones in pooled slots."""
+  plan = schedule.make_schedule(order, layout, microbatches)
+  pool = plan.slot_pool("gradients")
+  sums = np.zeros((layout.num_ranks, pool.size), int)
+  messages = {}
+  done = 0
+  for tick, rank in itertools.product(
+    range(plan.num_ticks), range(layout.num_ranks)
+  ):
+    unit = plan.at(tick, rank)[1]
+    if unit is None:
+      continue
+    chunk, m = unit
+    slots, own = pool.slots[rank, m], sums[rank]
+    for block, value in messages.pop((chunk + 1, m), {}).items():
+      own[slots[block]] += value
+    for block in range(layout.known(chunk)):
+      own[slots[block]] += 1
+    for block in layout.produced(chunk):
+      readers = layout.num_chunks - 1 - chunk + (block == 0)
+      if readers:
+        assert own[slots[block]] == readers
+        own[slots[block]] = 0
+      done += 1
+    window = layout.window(chunk, "minimum")
+    messages[chunk, m] = {block: own[slots[block]] for block in window}
+    for block in window:
+      own[slots[block]] = 0
+  assert not sums.any()
+  if layout.block_size:
+    assert done == microbatches * (layout.num_blocks + 1)
+
+
+@pytest.mark.parametrize("order,layout,microbatches", CASES)
+def test_pool_of_inputs(order, layout, microbatches):
+  plan = schedule.make_schedule(order, layout, microbatches)
+  pool = plan.slot_pool("inputs")
+  shape = layout.num_ranks, layout.num_virtual_stages, microbatches
+  assert pool.slots.shape == shape and pool.slots.min() >= 0
+  units = [plan.peaks(r).units for r in range(layout.num_ranks)]
+  assert pool.size == max(units)
+  for rank in range(layout.num_ranks):
+    busy = {}
+    for backward, chunk, m in plan.events(rank):
+      slot = pool.slots[rank, layout.virtual_stage(chunk), m]
+      if backward:
+        assert busy.pop(slot) == (chunk, m)
+      else:
+        assert slot not in busy
+        busy[slot] = chunk, m
+
+
+def test_naive_holds_a_copy_per_chunk():
+  plan = make("gpipe", (4, 2, 2), 4)
+  # Rank 1 waits with b0 of chunk 1 and b0 b1 b2 of chunk 5, per microbatch;
+  # b1 is its own product.
+  held = [plan.peaks(1, rule=rule).blocks for rule in schedule.RULES]
+  assert held == [4 * 4, 4 * 3, 4 * 3]
+
+
+@pytest.mark.parametrize(
+  "kind,arguments,message",
+  [
+    ("weights", {}, "kind: got 'weights', expected one of inputs, blocks"),
+    ("blocks", {"rule": "naive"}, "rule: got 'naive', expected minimum or"),
+    ("gradients", {"rule": "cached"}, "rule: got 'cached', expected minimum f"),
+    ("blocks", {"keep": "all"}, "keep: got 'all', expected one of needed, ch"),
+  ],
+)
+def test_bad_arguments_are_named(kind, arguments, message):
+  with pytest.raises(ValueError, match=f"^{message}"):
+    make("fused", (2, 2, 1), 2).slot_pool(kind, **arguments)
