@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints that survive: saved asynchronously, verified on the way back.
+
+Orbax (the v1 training API) writes and reads the arrays, and nothing else in
+the project touches it. A tree is stored as a flat dict {path: array}, the
+model apart from the rest, so that weights can be read without the optimiser.
+Beside the arrays lies one JSON object: data position, resolved configuration,
+whatever the caller adds. A checkpoint appears under its final name only when
+it is complete, so a kill during a save leaves the one before.
+
+What orbax leaves to its user is here: when the newest checkpoint cannot be
+read, the one before is taken. Once an older one has been read, those that
+failed are moved to `checkpoints_set_aside/` with their cause; nothing is ever
+deleted for being broken, and where none can be read nothing is moved.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import gc
+import json
+import logging
+import re
+import sys
+from typing import Any
+import warnings
+
+from absl import logging as absl_logging
+from etils import epath
+import jax
+from jax.experimental import multihost_utils
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+from attnres_jax import config as config_lib
+from attnres_jax import models
+
+CHECKPOINTS = "checkpoints"
+SET_ASIDE = "checkpoints_set_aside"
+_MODEL_PREFIX = "model/"
+
+
+class CheckpointError(RuntimeError):
+  """No checkpoint can be used, and going on would lose work silently."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+  """A checkpoint that was read.
+
+  Attributes:
+    step: steps completed when it was saved.
+    state: the tree, as the abstract one asked for it.
+    info: the JSON object saved with it.
+    unreadable: newer steps that could not be read, with the cause of each.
+  """
+
+  step: int
+  state: Any
+  info: dict[str, Any]
+  unreadable: dict[int, str]
+
+
+class Saver:
+  """Writes checkpoints of one run; a context manager.
+
+  Open it after `restore_latest`: it clears unfinished saves away.
+  """
+
+  def __init__(
+    self, workdir: epath.PathLike, config: config_lib.CheckpointConfig
+  ):
+    keep = ocp.training.preservation_policies
+    policies = [keep.LatestN(config.keep_last)]
+    if config.keep_every:
+      policies.append(keep.EveryNSteps(config.keep_every))
+    self._asynchronous = config.asynchronous
+    with _quiet():
+      self._checkpointer = ocp.training.Checkpointer(
+        epath.Path(workdir).absolute() / CHECKPOINTS,
+        preservation_policy=keep.AnyPreservationPolicy(policies),
+        cleanup_tmp_directories=True,
+      )
+    latest = self._checkpointer.latest
+    self.last_step = None if latest is None else latest.step
+
+  def __enter__(self) -> "Saver":
+    return self
+
+  def __exit__(self, *unused) -> None:
+    self.close()
+
+  def save(self, step: int, state: Any, info: Mapping[str, Any]) -> None:
+    """Starts a save, after the one before has finished.
+
+    Arrays are copied before this returns, so the state may be donated. Where a
+    save fails in the background, the next call (or `wait`, `close`) raises.
+
+    Args:
+      step: steps completed.
+      state: a tree of jax arrays.
+      info: a JSON object.
+    """
+    self._checkpointer.save_checkpointables_async(
+      step,
+      _split(to_flat(state)),
+      custom_metadata=json.loads(json.dumps(dict(info))),
+      force=True,
+    )
+    if not self._asynchronous:
+      self.wait()
+    self.last_step = step
+
+  def wait(self) -> None:
+    """Blocks until everything is on disk."""
+    self._checkpointer.wait()
+
+  def close(self) -> None:
+    self._checkpointer.close()
+
+
+def all_steps(workdir: epath.PathLike) -> list[int]:
+  """Steps with a committed checkpoint, oldest first; contents unverified."""
+  folder = epath.Path(workdir) / CHECKPOINTS
+  if not folder.is_dir():
+    return []
+  with _quiet():
+    found = ocp.path.step.standard_name_format().find_all(folder)
+    return sorted(checkpoint.step for checkpoint in found)
+
+
+def restore_latest(
+  workdir: epath.PathLike, abstract_state: Any
+) -> Restored | None:
+  """Reads the newest checkpoint that can be read; None where there is none.
+
+  Those that cannot are renamed into `checkpoints_set_aside/`. All processes of
+  a run must call this together, and settle on the same step.
+
+  Args:
+    workdir: of the run.
+    abstract_state: `jax.ShapeDtypeStruct`s with the wanted shardings.
+
+  Raises:
+    CheckpointError: there are checkpoints, but none can be read, or one was
+      written by a model of another shape.
+  """
+  steps = _agreed_steps(workdir)
+  unreadable: dict[int, str] = {}
+  for step in reversed(steps):
+    try:
+      result = _read(workdir, step, to_flat(abstract_state))
+      cause = ""
+    except CheckpointError:
+      raise
+    except Exception as error:
+      cause = _one_line(error)
+    _drop_leftovers()
+    if _all_processes_agree(not cause):
+      flat, info = result
+      _set_aside(workdir, unreadable)
+      state = from_flat(abstract_state, flat)
+      return Restored(step, state, info, unreadable)
+    unreadable[step] = cause or "another process could not read it"
+  if unreadable:
+    raise CheckpointError(
+      f"no checkpoint of {workdir} can be read: {_listing(unreadable)};"
+      " nothing was moved or deleted"
+    )
+  return None
+
+
+def load_model(
+  workdir: epath.PathLike, step: int | None = None
+) -> tuple[config_lib.RunConfig, models.Transformer]:
+  """The configuration and trained model of a run, on the default device.
+
+  Args:
+    workdir: of the run.
+    step: which checkpoint; None takes the newest that can be read.
+
+  Raises:
+    CheckpointError: there is no such checkpoint, or it cannot be read.
+  """
+  steps = all_steps(workdir)
+  if step is not None and step not in steps:
+    raise CheckpointError(f"no checkpoint of step {step} in {workdir}: {steps}")
+  unreadable: dict[int, str] = {}
+  for candidate in reversed(steps if step is None else [step]):
+    try:
+      return _read_model(workdir, candidate)
+    except Exception as error:
+      unreadable[candidate] = _one_line(error)
+    _drop_leftovers()
+    logging.warning(
+      "checkpoint %d of %s cannot be read: %s",
+      candidate,
+      workdir,
+      unreadable[candidate],
+    )
+  raise CheckpointError(
+    f"no readable checkpoint in {workdir}: {_listing(unreadable) or 'none'}"
+  )
+
+
+def to_flat(tree: Any) -> dict[str, Any]:
+  """Any pytree as {"path/of/leaf": leaf}.
+
+  Raises:
+    ValueError: two leaves have the same path.
+  """
+  leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+  flat = {_name(path): leaf for path, leaf in leaves}
+  if len(flat) != len(leaves):
+    raise ValueError("two leaves of the tree have the same path")
+  return flat
+
+
+def from_flat(like: Any, flat: Mapping[str, Any]) -> Any:
+  """The tree of `like` with the leaves of `flat`."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, _: flat[_name(path)], like
+  )
+
+
+def _name(path: Any) -> str:
+  return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _split(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+  """The checkpointables: weights, and what only training needs."""
+  parts: dict[str, dict[str, Any]] = {"model": {}, "training": {}}
+  for name, leaf in flat.items():
+    if name.startswith(_MODEL_PREFIX):
+      parts["model"][name.removeprefix(_MODEL_PREFIX)] = leaf
+    else:
+      parts["training"][name] = leaf
+  return {part: leaves for part, leaves in parts.items() if leaves}
+
+
+def _join(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+  flat = dict(parts.get("training", {}))
+  for name, leaf in parts.get("model", {}).items():
+    flat[_MODEL_PREFIX + name] = leaf
+  return flat
+
+
+def _read(
+  workdir: epath.PathLike, step: int, abstract: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+  """Arrays and JSON of one checkpoint, or whatever exception orbax has."""
+  path = epath.Path(workdir).absolute() / CHECKPOINTS / str(step)
+  parts = _split(abstract)
+  with _quiet(), _alone():
+    metadata = ocp.checkpointables_metadata(path)
+    info = metadata.custom_metadata
+    if not info:
+      raise ValueError("its _CHECKPOINT_METADATA is missing or damaged")
+    stored = {part: metadata.metadata[part] for part in parts}
+    _check_same_shapes(path, _join(stored), abstract)
+    return _join(ocp.load_checkpointables(path, parts)), dict(info)
+
+
+def _check_same_shapes(
+  path: epath.Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]
+) -> None:
+  """A readable checkpoint of another model is an error, not damage."""
+  old = {name: tuple(leaf.shape) for name, leaf in stored.items()}
+  new = {name: tuple(leaf.shape) for name, leaf in wanted.items()}
+  changed = sorted(name for name in old | new if old.get(name) != new.get(name))
+  if changed:
+    name = changed[0]
+    raise CheckpointError(
+      f"checkpoint {path} was written by another model: {len(changed)}"
+      f" arrays differ, such as {name}: {old.get(name, 'absent')} there,"
+      f" {new.get(name, 'absent')} here"
+    )
+
+
+def _read_model(workdir: epath.PathLike, step: int) -> tuple[Any, Any]:
+  path = epath.Path(workdir).absolute() / CHECKPOINTS / str(step)
+  with _quiet(), _alone():
+    info = ocp.checkpointables_metadata(path).custom_metadata
+  config = config_lib.build_run_config(info["config"])
+  abstract = jax.eval_shape(lambda: models.build_model(config.model))
+  device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+  wanted = {
+    _MODEL_PREFIX + name: jax.ShapeDtypeStruct(
+      leaf.shape, leaf.dtype, sharding=device
+    )
+    for name, leaf in to_flat(abstract).items()
+  }
+  flat, _ = _read(workdir, step, wanted)
+  flat = {name.removeprefix(_MODEL_PREFIX): a for name, a in flat.items()}
+  return config, from_flat(abstract, flat)
+
+
+def _set_aside(workdir: epath.PathLike, unreadable: Mapping[int, str]) -> None:
+  """Renames broken checkpoints and writes the cause beside each."""
+  if unreadable and jax.process_index() == 0:
+    target = epath.Path(workdir) / SET_ASIDE
+    target.mkdir(parents=True, exist_ok=True)
+    for step, cause in unreadable.items():
+      count = sum(1 for _ in target.glob(f"{step}.*.txt"))
+      source = epath.Path(workdir) / CHECKPOINTS / str(step)
+      (target / f"{step}.{count}.txt").write_text(cause + "\n")
+      source.rename(target / f"{step}.{count}")
+  if jax.process_count() > 1:
+    multihost_utils.sync_global_devices("checkpoints set aside")
+
+
+def _agreed_steps(workdir: epath.PathLike) -> list[int]:
+  """Process 0's listing: another one's view of the folder may lag behind."""
+  steps = all_steps(workdir)
+  if jax.process_count() == 1:
+    return steps
+  padded = np.full((1024,), -1, np.int32)
+  newest = steps[-len(padded) :]
+  padded[: len(newest)] = newest
+  padded = multihost_utils.broadcast_one_to_all(padded)
+  return [int(step) for step in padded if step >= 0]
+
+
+def _all_processes_agree(ok: bool) -> bool:
+  if jax.process_count() == 1:
+    return ok
+  return bool(multihost_utils.process_allgather(np.array(ok)).all())
+
+
+def _alone() -> ocp.Context:
+  """Reading without barriers, so that one process's failure blocks no other."""
+  context = ocp.Context()
+  index = jax.process_index()
+  context.multiprocessing.active_processes = {index}
+  context.multiprocessing.primary_host = index
+  context.multiprocessing.barrier_sync_key_prefix = f"reader_{index}"
+  return context
+
+
+class _quiet:
+  """No log lines of orbax while it looks at what may be damaged.
+
+  Its causes are reported by the caller, once and in one line.
+  """
+
+  def __enter__(self) -> None:
+    self._level = absl_logging.get_verbosity()
+    absl_logging.set_verbosity(absl_logging.FATAL)
+
+  def __exit__(self, *unused) -> None:
+    absl_logging.set_verbosity(self._level)
+
+
+def _drop_leftovers() -> None:
+  """Collects coroutines that a failed read of orbax never awaited.
+
+  They would complain on stderr, at length, at some later collection.
+  """
+  hook = sys.unraisablehook
+  sys.unraisablehook = lambda _: None
+  try:
+    with warnings.catch_warnings():
+      warnings.simplefilter("ignore")
+      gc.collect()
+  finally:
+    sys.unraisablehook = hook
+
+
+def _listing(unreadable: Mapping[int, str]) -> str:
+  return "; ".join(f"{step}: {cause}" for step, cause in unreadable.items())
+
+
+def _one_line(error: BaseException) -> str:
+  """The innermost cause, in one line of bearable length."""
+  while error.__cause__ is not None:
+    error = error.__cause__
+  text = re.sub(r"\s+", " ", str(error)).strip()
+  source = re.search(r"\[source locations.*", text)
+  if source:
+    text = text[: source.start()].strip()
+  return f"{type(error).__name__}: {text[:300]}"

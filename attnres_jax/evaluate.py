@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Validation loss over a fixed set of tokens.
+
+The same batches every time, read once and kept on the host, so that losses of
+one run, and of runs that differ only in the network, compare token by token.
+"""
+
+from collections.abc import Callable, Sequence
+import math
+import time
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+import numpy as np
+
+from attnres_jax import config as config_lib
+from attnres_jax import sharding
+
+Batch = dict[str, np.ndarray]
+
+
+class Evaluator:
+  """Evaluates a model on the first `train.eval_batches` validation batches.
+
+  Args:
+    config: of the run.
+    dataset: the validation split, as `data.open_dataset` returns it.
+    mesh: batches are split over its devices.
+    eval_step: (model, batch) -> dict(loss_sum, tokens); see `train_state`.
+    separator_id: the token between documents, where all others are bytes; None
+      where tokens are not bytes, and bits per byte have no meaning.
+  """
+
+  def __init__(
+    self,
+    config: config_lib.RunConfig,
+    dataset: Any,
+    mesh: jax.sharding.Mesh,
+    eval_step: Callable[[Any, dict[str, jax.Array]], dict[str, jax.Array]],
+    separator_id: int | None,
+  ):
+    self._batches = _first_batches(dataset, config.train.eval_batches)
+    self._mesh = mesh
+    self._eval_step = eval_step
+    self._target_bytes = None
+    if separator_id is not None:
+      self._target_bytes = _count_bytes(self._batches, separator_id)
+
+  def __call__(self, model: Any) -> dict[str, float]:
+    """Nats per token (and bits per byte), token count and seconds taken."""
+    start = time.perf_counter()
+    sums = [
+      self._eval_step(model, sharding.shard_batch(batch, self._mesh))
+      for batch in self._batches
+    ]
+    sums = jax.device_get(sums)
+    nats = math.fsum(float(s["loss_sum"]) for s in sums)
+    tokens = math.fsum(float(s["tokens"]) for s in sums)
+    result = {"loss": nats / tokens, "tokens": int(tokens)}
+    if self._target_bytes:
+      result["bits_per_byte"] = nats / math.log(2) / self._target_bytes
+    return result | {"seconds": time.perf_counter() - start}
+
+
+def _first_batches(dataset: Any, count: int) -> list[Batch]:
+  batches = []
+  iterator = dataset.batches()
+  try:
+    for batch in iterator:
+      batches.append(batch)
+      if len(batches) == count:
+        break
+  finally:
+    iterator.close()
+  if not batches:
+    config_lib.fail(
+      "data.batch_size",
+      "more rows than the validation split has",
+      f"at most its {dataset.num_rows} rows",
+    )
+  return batches
+
+
+def _count_bytes(batches: Sequence[Batch], separator_id: int) -> int:
+  """Targets that count towards the loss and are bytes, over all processes."""
+  count = 0
+  for batch in batches:
+    targets = batch["tokens"][:, 1:]
+    counts = targets != separator_id
+    if "segment_ids" in batch:
+      context, target = (
+        batch["segment_ids"][:, :-1],
+        batch["segment_ids"][:, 1:],
+      )
+      counts &= (context == target) & (target > 0)
+    count += int(counts.sum())
+  if jax.process_count() > 1:
+    counts = multihost_utils.process_allgather(np.array(count, np.int32))
+    count = int(counts.astype(np.int64).sum())
+  return count

@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the numbers of a run go: metrics.jsonl, console, TensorBoard, wandb.
+
+A row is a flat dict with `step`, `split` (train, validation, depth or event)
+and numbers, lists of numbers or short texts. Process 0 writes; the others hold
+a writer without sinks. metrics.jsonl is append-only and flushed row by row.
+When a run resumes at step n, rows of later steps are removed first (they are
+about to be computed again, with the same values), while `event` rows stay:
+they are the history of the run, its interruptions included.
+"""
+
+from collections.abc import Mapping, Sequence
+import importlib
+import json
+import math
+import sys
+import time
+from typing import Any, Protocol
+
+from etils import epath
+import numpy as np
+import tqdm
+
+from attnres_jax import config as config_lib
+
+Row = Mapping[str, Any]
+
+# What a console line of a train row shows; the file has all of it.
+_CONSOLE_TRAIN = (
+    "loss", "grad_norm", "learning_rate", "tokens_per_second",
+    "model_flop_utilisation", "step_seconds",
+)  # fmt: skip
+
+
+class Sink(Protocol):
+  """Something rows can be written to."""
+
+  def write(self, row: Row) -> None: ...
+
+  def flush(self) -> None: ...
+
+  def close(self) -> None: ...
+
+
+class Writer:
+  """Hands every row to every sink."""
+
+  def __init__(self, sinks: Sequence[Sink]):
+    self._sinks = sinks
+
+  def write(self, step: int, split: str, **values: Any) -> None:
+    row = {"step": step, "split": split}
+    row |= {name: _plain(value) for name, value in values.items()}
+    for sink in self._sinks:
+      sink.write(row)
+
+  def event(self, step: int, name: str, **values: Any) -> None:
+    """Something that happened, such as a save, a resume or a signal."""
+    self.write(step, "event", event=name, **values)
+
+  def flush(self) -> None:
+    for sink in self._sinks:
+      sink.flush()
+
+  def close(self) -> None:
+    for sink in self._sinks:
+      sink.close()
+
+
+def make_writer(
+  workdir: epath.PathLike,
+  config: config_lib.RunConfig,
+  *,
+  resume_step: int = 0,
+  primary: bool = True,
+) -> Writer:
+  """The sinks the config asks for, on the primary process.
+
+  Args:
+    workdir: of the run; its metrics.jsonl is continued.
+    config: of the run; `config.log` chooses the sinks.
+    resume_step: rows past this step are taken out of metrics.jsonl.
+    primary: whether this process writes.
+  """
+  if not primary:
+    return Writer([])
+  workdir = epath.Path(workdir)
+  sinks: list[Sink] = [
+    JsonlSink(workdir / "metrics.jsonl", keep_through=resume_step),
+    Console(config.train.steps, resume_step),
+  ]
+  if config.log.tensorboard:
+    sinks.append(_TensorBoardSink(workdir / "tensorboard", resume_step))
+  if config.log.wandb_project:
+    sinks.append(_WandbSink(workdir, config))
+  return Writer(sinks)
+
+
+def check_available(config: config_lib.LogConfig) -> None:
+  """Stops a run whose sinks are not installed before it compiles anything.
+
+  Raises:
+    ConfigError: naming the field and the package it needs.
+  """
+  if config.tensorboard:
+    _import("tensorboardX", "log.tensorboard", True, "false")
+  if config.wandb_project:
+    _import("wandb", "log.wandb_project", config.wandb_project, "''")
+
+
+def read_rows(
+  workdir: epath.PathLike, split: str | None = None
+) -> list[dict[str, Any]]:
+  """The rows of a run, or those of one split; [] where there are none."""
+  path = epath.Path(workdir) / "metrics.jsonl"
+  rows = _parse_lines(path.read_text()) if path.exists() else []
+  return [row for row in rows if split in (None, row["split"])]
+
+
+class JsonlSink:
+  """One JSON object per line.
+
+  On a local disk every row is appended and flushed. Object stores cannot
+  append, so there the file is written anew at every flush, which the training
+  loop asks for before each checkpoint and at the end.
+  """
+
+  def __init__(self, path: epath.Path, keep_through: int):
+    self._path = path
+    self._lines = []
+    if path.exists():
+      rows = _parse_lines(path.read_text())
+      kept = [row for row in rows if _belongs(row, keep_through)]
+      self._lines = [_dump(row) for row in kept]
+    self._remote = "://" in str(path)
+    self._replace()
+    self._file = None if self._remote else open(path, "a", encoding="utf-8")
+
+  def write(self, row: Row) -> None:
+    line = _dump(row)
+    if self._file is None:
+      self._lines.append(line)
+    else:
+      self._file.write(line)
+      self._file.flush()
+
+  def flush(self) -> None:
+    if self._file is None:
+      self._replace()
+
+  def close(self) -> None:
+    if self._file is None:
+      self._replace()
+    else:
+      self._file.close()
+
+  def _replace(self) -> None:
+    """Writes all rows at once, so that a kill leaves the old or new file."""
+    text = "".join(self._lines)
+    if self._remote:
+      self._path.write_text(text)
+      return
+    temporary = self._path.with_name(self._path.name + ".tmp")
+    temporary.write_text(text)
+    temporary.replace(self._path)
+    self._lines = []
+
+
+class Console:
+  """A progress bar on a terminal, plain lines elsewhere.
+
+  Evaluations and events always get a line; train rows move the bar, or, where
+  there is none, are printed every few seconds.
+  """
+
+  def __init__(
+    self, steps: int, resume_step: int, *, file=None, seconds: float = 5.0
+  ):
+    self._file = file or sys.stdout
+    self._steps = steps
+    self._seconds = seconds
+    self._next_line = 0.0
+    self._bar = None
+    if self._file.isatty():
+      self._bar = tqdm.tqdm(
+          total=steps, initial=resume_step, file=self._file, unit="step",
+          dynamic_ncols=True,
+      )  # fmt: skip
+
+  def write(self, row: Row) -> None:
+    if row["split"] == "train":
+      self._train(row)
+    elif row["split"] != "depth":
+      self._line(row)
+
+  def flush(self) -> None:
+    self._file.flush()
+
+  def close(self) -> None:
+    if self._bar is not None:
+      self._bar.close()
+    self._file.flush()
+
+  def _train(self, row: Row) -> None:
+    if self._bar is not None:
+      self._bar.set_postfix_str(
+        f"loss {_short(row.get('loss'))} |"
+        f" {_short(row.get('tokens_per_second'))} tokens/s",
+        refresh=False,
+      )
+      self._bar.update(row["step"] - self._bar.n)
+    elif time.monotonic() >= self._next_line or row["step"] == self._steps:
+      self._line(row)
+      self._next_line = time.monotonic() + self._seconds
+
+  def _line(self, row: Row) -> None:
+    shown = _CONSOLE_TRAIN if row["split"] == "train" else row
+    values = [
+      f"{name} {_short(row[name])}"
+      for name in shown
+      if name not in ("step", "split", "event")
+      and row.get(name) is not None
+      and not isinstance(row[name], list)
+    ]
+    head = f"step {row['step']}/{self._steps} {row.get('event', row['split'])}"
+    text = head + ": " + ", ".join(values) if values else head
+    if self._bar is not None:
+      self._bar.write(text, file=self._file)
+    else:
+      print(text, file=self._file, flush=True)
+
+
+class _TensorBoardSink:
+  """Scalars by split; the entries of a list become scalars of their own."""
+
+  def __init__(self, folder: epath.Path, resume_step: int):
+    tensorboardx = _import("tensorboardX", "log.tensorboard", True, "false")
+    self._writer = tensorboardx.SummaryWriter(
+      str(folder), purge_step=resume_step + 1
+    )
+
+  def write(self, row: Row) -> None:
+    for name, value in _scalars(row).items():
+      self._writer.add_scalar(name, value, row["step"])
+
+  def flush(self) -> None:
+    self._writer.flush()
+
+  def close(self) -> None:
+    self._writer.close()
+
+
+class _WandbSink:
+  """The same scalars, in one wandb run per workdir."""
+
+  def __init__(self, workdir: epath.Path, config: config_lib.RunConfig):
+    project = config.log.wandb_project
+    self._wandb = _import("wandb", "log.wandb_project", project, "''")
+    file = workdir / "wandb_run_id.txt"
+    if not file.exists():
+      file.write_text(self._wandb.util.generate_id())
+    self._run = self._wandb.init(
+      project=project,
+      name=config.name,
+      id=file.read_text().strip(),
+      resume="allow",
+      config=config_lib.to_dict(config),
+    )
+
+  def write(self, row: Row) -> None:
+    scalars = _scalars(row)
+    if scalars:
+      self._run.log(scalars, step=row["step"])
+
+  def flush(self) -> None:
+    pass
+
+  def close(self) -> None:
+    self._run.finish()
+
+
+def _import(package: str, field: str, value: Any, off: str) -> Any:
+  try:
+    return importlib.import_module(package)
+  except ImportError:
+    config_lib.fail(
+      field, value, f"{off}, or `pip install {package}` (not installed here)"
+    )
+
+
+def _plain(value: Any) -> Any:
+  """Arrays and numpy scalars to JSON values; nan and inf to None."""
+  if hasattr(value, "dtype"):
+    value = np.asarray(value).tolist()
+  if isinstance(value, list | tuple):
+    return [_plain(item) for item in value]
+  if isinstance(value, Mapping):
+    return {name: _plain(item) for name, item in value.items()}
+  if isinstance(value, float) and not math.isfinite(value):
+    return None
+  return value
+
+
+def _scalars(row: Row) -> dict[str, float]:
+  """{"split/name": number}, lists spread out, texts and gaps left out."""
+  scalars = {}
+  for name, value in row.items():
+    items = (
+      {f"{name}/{i:02d}": item for i, item in enumerate(value)}
+      if isinstance(value, list)
+      else {name: value}
+    )
+    for key, item in items.items():
+      if isinstance(item, int | float) and key != "step":
+        scalars[f"{row['split']}/{key}"] = item
+  return scalars
+
+
+def _belongs(row: Row, keep_through: int) -> bool:
+  return row["split"] == "event" or row["step"] <= keep_through
+
+
+def _dump(row: Row) -> str:
+  return json.dumps(row, allow_nan=False) + "\n"
+
+
+def _parse_lines(text: str) -> list[dict[str, Any]]:
+  """All rows but a last one cut short by a kill.
+
+  Raises:
+    ValueError: a line before the last is not JSON.
+  """
+  lines = text.split("\n")
+  tail = lines.pop()
+  rows = [json.loads(line) for line in lines]
+  try:
+    return rows + ([json.loads(tail)] if tail else [])
+  except json.JSONDecodeError:
+    return rows
+
+
+def _short(value: Any) -> str:
+  return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SIGTERM and SIGINT become "stop after this step", on one step everywhere.
+
+A single process looks at its own flag once a step. Under `jax.distributed` the
+processes must stop together: there JAX catches SIGTERM and agrees on the first
+step that none of them has passed, so an interrupt from the keyboard is handed
+on as SIGTERM. A second signal of the same kind does what it always does.
+"""
+
+import os
+import signal
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+
+
+class StopSignal:
+  """Context manager; `requested(step)` is True on the step to stop before.
+
+  Attributes:
+    received: name of the signal this process got, or None. Under
+      `jax.distributed` it may be another process that got one.
+  """
+
+  def __init__(self):
+    self.received: str | None = None
+    self._distributed = jax.distributed.is_initialized()
+    self._previous: dict[signal.Signals, Any] = {}
+
+  def __enter__(self) -> "StopSignal":
+    # JAX's own handler of SIGTERM must stay in place under jax.distributed.
+    kinds = [signal.SIGINT] + ([] if self._distributed else [signal.SIGTERM])
+    for kind in kinds:
+      self._previous[kind] = signal.signal(kind, self._receive)
+    return self
+
+  def __exit__(self, *unused) -> None:
+    for kind, handler in self._previous.items():
+      signal.signal(kind, handler)
+    self._previous = {}
+
+  def requested(self, step: int) -> bool:
+    """Whether to stop now. Call it once a step, on every process."""
+    if self._distributed:
+      return multihost_utils.reached_preemption_sync_point(step)
+    return self.received is not None
+
+  def _receive(self, number: int, frame: Any) -> None:
+    del frame
+    kind = signal.Signals(number)
+    self.received = kind.name
+    signal.signal(kind, self._previous[kind])
+    if self._distributed:
+      os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns the device's metrics into rows without making the device wait.
+
+The metrics of step n are fetched after step n+1 has been dispatched, so the
+device always has work while the host reads, logs and waits for data. The time
+between two fetches is then the time of a step. Whoever needs the numbers at
+once (before an evaluation or a save) drains the log.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+import contextlib
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from attnres_jax import config as config_lib
+from attnres_jax import flops
+from attnres_jax import metrics as metrics_lib
+
+# Checked in this order when a step is not finite; the last says where.
+_SUSPECTS = ("loss", "z", "grad_norm", "grad_norm_L")
+
+
+class NonFiniteError(RuntimeError):
+  """A loss or gradient was nan or inf, and `train.on_nan` is `stop`."""
+
+  def __init__(self, step: int, cause: str):
+    super().__init__(f"step {step}: {cause}")
+    self.step = step
+
+
+class StepLog:
+  """Writes train rows every `train.log_every` steps, one step late.
+
+  A row holds the scalars of that step; the norms of the transformer blocks go
+  into `depth` rows, which the training loop writes. Times are means over the
+  steps since the row before: step_seconds (evaluations, saves and depth rows
+  left out), data_wait_seconds, tokens_per_second, model_flop_utilisation (null
+  on CPU and on chips without a known peak).
+  """
+
+  def __init__(
+    self,
+    config: config_lib.RunConfig,
+    writer: metrics_lib.Writer,
+    mesh: jax.sharding.Mesh,
+    *,
+    fetch: Callable[[Any], Any] = jax.device_get,
+    clock: Callable[[], float] = time.perf_counter,
+  ):
+    self._config = config
+    self._writer = writer
+    self._flops_per_token = flops.flops_per_token(
+      config.model, config.data.sequence_length
+    ).train
+    self._device_kind = mesh.devices.flat[0].device_kind
+    self._num_devices = mesh.size
+    self._fetch = fetch
+    self._clock = clock
+    self._pending: tuple[int, Any] | None = None
+    self._latest: dict[str, Any] = {}
+    self._mark = clock()
+    self._reset()
+
+  def add(self, step: int, metrics: Mapping[str, Any]) -> None:
+    """Takes over what step `step` put out; writes the step before.
+
+    Args:
+      step: just dispatched, counted from 1.
+      metrics: arrays of the train step, maybe not computed yet.
+
+    Raises:
+      NonFiniteError: the step *before* was not finite.
+    """
+    self.drain()
+    self._pending = (step, metrics)
+
+  def drain(self) -> dict[str, Any]:
+    """Waits for the pending step, if any, writes it, returns the latest."""
+    if self._pending is None:
+      return self._latest
+    step, metrics = self._pending
+    self._pending = None
+    self._latest = metrics = self._fetch(dict(metrics))
+    now = self._clock()
+    self._seconds += now - self._mark
+    self._mark = now
+    self._tokens += float(metrics["tokens"])
+    self._steps += 1
+    self._check_finite(step, metrics)
+    if step % self._config.train.log_every == 0:
+      self._write(step, metrics)
+    return metrics
+
+  @contextlib.contextmanager
+  def waiting_for_data(self) -> Iterator[None]:
+    """Around whatever gets the next batch."""
+    start = self._clock()
+    yield
+    self._data_wait += self._clock() - start
+
+  @contextlib.contextmanager
+  def paused(self) -> Iterator[None]:
+    """Around what is no part of a step; drain first."""
+    start = self._clock()
+    yield
+    self._mark += self._clock() - start
+
+  def _write(self, step: int, metrics: Mapping[str, Any]) -> None:
+    scalars = {
+      name: value
+      for name, value in metrics.items()
+      if name not in ("finite", "grad_norm_L")
+    }
+    tokens_per_second = self._tokens / self._seconds
+    self._writer.write(
+      step,
+      "train",
+      **scalars,
+      step_seconds=self._seconds / self._steps,
+      data_wait_seconds=self._data_wait / self._steps,
+      tokens_per_second=tokens_per_second,
+      model_flop_utilisation=flops.model_flop_utilisation(
+        self._flops_per_token * tokens_per_second,
+        self._device_kind,
+        self._num_devices,
+      ),
+    )
+    self._reset()
+
+  def _reset(self) -> None:
+    self._seconds = self._data_wait = self._tokens = 0.0
+    self._steps = 0
+
+  def _check_finite(self, step: int, metrics: Mapping[str, Any]) -> None:
+    if metrics["finite"]:
+      return
+    cause = _cause(metrics)
+    self._writer.event(
+      step, "not finite", cause=cause, policy=self._config.train.on_nan
+    )
+    if self._config.train.on_nan == "stop":
+      raise NonFiniteError(step, cause)
+
+
+def _cause(metrics: Mapping[str, Any]) -> str:
+  """Names the metrics that are not finite, and the first bad layer."""
+  causes = []
+  for name in _SUSPECTS:
+    values = np.atleast_1d(metrics.get(name, 0.0))
+    bad = np.flatnonzero(~np.isfinite(values))
+    if bad.size and name == "grad_norm_L":
+      causes.append(f"of the gradient, transformer block {bad[0]} is first")
+    elif bad.size:
+      causes.append(f"{name} is {values[bad[0]]}")
+  return ", ".join(causes) or "the step is not finite"

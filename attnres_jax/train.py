@@ -1,0 +1,485 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run from its configuration to its summary: build, restore, step, save.
+
+A run is a folder: config.json (resolved), data.json (what was read, with its
+hash), metrics.jsonl, checkpoints/, and summary.json once it is finished. The
+same call on the same folder goes on where the last one stopped, and ends bit
+for bit (on CPU) where it would have ended without any interruption: the
+checkpoint holds model, optimiser and data position, and nothing else carries
+over from step to step.
+
+Read `train_and_evaluate` top down; the rest of the file is its helpers.
+"""
+
+from collections.abc import Callable, Iterable
+import contextlib
+import json
+import platform
+import statistics
+import time
+from typing import Any
+
+from etils import epath
+import jax
+import jax.numpy as jnp
+
+from attnres_jax import checkpoint
+from attnres_jax import config as config_lib
+from attnres_jax import data
+from attnres_jax import evaluate
+from attnres_jax import metrics as metrics_lib
+from attnres_jax import sharding
+from attnres_jax import signals
+from attnres_jax import step_log
+from attnres_jax import train_state
+
+# May differ between a run and its resumption: where, how often and how fast
+# things are written and read, not what is computed. A prefix ends in a dot.
+# `train.steps` may, too, where the schedule does not depend on it.
+HARMLESS = (
+  "name",
+  "log.",
+  "checkpoint.",
+  "mesh.",
+  "train.log_every",
+  "train.eval_every",
+  "train.depth_every",
+  "train.on_nan",
+  "data.num_threads",
+)
+
+
+def train_and_evaluate(
+  config: config_lib.RunConfig,
+  workdir: epath.PathLike,
+  *,
+  resume_with_changed_config: bool = False,
+) -> dict[str, Any]:
+  """Trains to `config.train.steps`, or until a signal; all processes call it.
+
+  Args:
+    config: of the run.
+    workdir: its folder, local or gs://; may hold an interrupted run.
+    resume_with_changed_config: go on although the folder's configuration or
+      data differ in more than `HARMLESS` fields.
+
+  Returns:
+    The summary: status ("finished", or "stopped" by a signal), step, the last
+    train and validation losses, and what the run took.
+
+  Raises:
+    ConfigError: the configuration cannot be used, or is not the folder's.
+    CheckpointError: there are checkpoints, but none can be used.
+    NonFiniteError: a loss or gradient was not finite and `train.on_nan` is
+      "stop"; the last checkpoint is from before that step.
+  """
+  start = time.perf_counter()
+  workdir = epath.Path(workdir)
+  with contextlib.ExitStack() as stack:
+    stop = stack.enter_context(signals.StopSignal())
+
+    # Whatever can be wrong is found here, before any compilation.
+    metrics_lib.check_available(config.log)
+    mesh = sharding.make_mesh(config.mesh)
+    config, datasets, separator_id = _open_data(config)
+    abstract_state = train_state.abstract_state(config, mesh)
+    descriptions = {split: d.describe() for split, d in datasets.items()}
+    changes = _changes(workdir, config, descriptions)
+    if changes and not resume_with_changed_config:
+      raise config_lib.ConfigError(_refusal(workdir, changes))
+    summary = _summary_of_finished_run(workdir, config)
+    if summary is not None:
+      return summary
+
+    restored = checkpoint.restore_latest(workdir, abstract_state)
+    step = restored.step if restored else 0
+    missing = _missing_checkpoint(workdir, restored)
+    lost_steps = _lost_steps(workdir, step)
+    writer = _open_run(workdir, config, descriptions, step)
+    stack.callback(writer.close)
+    _report_start(writer, mesh, step, restored, missing, lost_steps, changes)
+
+    batch_shape = _batch_shape(config, mesh)
+    train_step = _compile(
+        writer, step, "train_step", train_state.make_train_step(config, mesh),
+        abstract_state, batch_shape,
+    )  # fmt: skip
+    eval_step = _compile(
+        writer, step, "eval_step", train_state.make_eval_step(config, mesh),
+        abstract_state.model, batch_shape,
+    )  # fmt: skip
+    depth_step = None
+    if config.train.depth_every:
+      depth_step = _compile(
+          writer, step, "depth_step", train_state.make_depth_step(config, mesh),
+          abstract_state.model, batch_shape,
+      )  # fmt: skip
+
+    state = restored.state if restored else train_state.init_state(config, mesh)
+    evaluator = evaluate.Evaluator(
+      config, datasets["validation"], mesh, eval_step, separator_id
+    )
+    batches = _batches_from(datasets["train"], config, restored)
+    stack.callback(batches.close)
+    saves = stack.enter_context(_Saves(workdir, config, writer))
+    log = step_log.StepLog(config, writer, mesh)
+    stopped = False
+    try:
+      while step < config.train.steps:
+        stopped = stop.requested(step)
+        if stopped:
+          break
+        with log.waiting_for_data():
+          batch = sharding.shard_batch(next(batches), mesh)
+        state, metrics = train_step(state, batch)
+        step += 1
+        log.add(step, metrics)
+
+        last = step == config.train.steps
+        if depth_step and (last or _due(step, config.train.depth_every)):
+          grad_norm_L = log.drain()["grad_norm_L"]
+          with log.paused():
+            series = jax.device_get(depth_step(state.model, batch))
+            writer.write(step, "depth", **series, grad_norm_L=grad_norm_L)
+        if last or _due(step, config.train.eval_every):
+          log.drain()
+          with log.paused():
+            writer.write(step, "validation", **evaluator(state.model))
+        if last or _due(step, config.checkpoint.every_steps):
+          log.drain()
+          with log.paused():
+            saves.save(step, state, batches.get_state())
+      log.drain()
+    except step_log.NonFiniteError as error:
+      error.add_note(f"last good checkpoint: {saves.newest()}")
+      raise
+    if stopped:
+      saves.save(step, state, batches.get_state())
+    saves.wait()
+    if stopped:
+      writer.event(step, "stopped", signal=stop.received)
+    return _summarise(
+      workdir,
+      config,
+      status="stopped" if stopped else "finished",
+      step=step,
+      parameters=sum(leaf.size for leaf in jax.tree.leaves(state.model)),
+      seconds=time.perf_counter() - start,
+    )
+
+
+def _due(step: int, every: int) -> bool:
+  return bool(every) and step % every == 0
+
+
+def _open_data(
+  config: config_lib.RunConfig,
+) -> tuple[config_lib.RunConfig, dict[str, data.Dataset], int | None]:
+  """Both splits; the config with its vocabulary; the separator of bytes."""
+  tokenizer = data.make_tokenizer(config.data)
+  config = config.with_vocab_size(tokenizer.vocab_size)
+  datasets = {
+    split: data.open_dataset(
+      config.data,
+      split,
+      process_index=jax.process_index(),
+      process_count=jax.process_count(),
+    )
+    for split in ("train", "validation")
+  }
+  are_bytes = config.data.tokenizer == "bytes"
+  return config, datasets, tokenizer.separator_id if are_bytes else None
+
+
+def _changes(
+  workdir: epath.Path,
+  config: config_lib.RunConfig,
+  descriptions: dict[str, Any],
+) -> dict[str, tuple[Any, Any]]:
+  """What differs, beyond the harmless, from the run that is resumed."""
+  file = workdir / "config.json"
+  if not file.exists() or not checkpoint.all_steps(workdir):
+    return {}
+  old = json.loads(file.read_text())
+  changes = config_lib.differences(old, json.loads(config_lib.to_json(config)))
+  harmless = HARMLESS
+  if config.optim.schedule == "constant":
+    harmless += ("train.steps",)
+  changes = {
+    field: values
+    for field, values in changes.items()
+    if not _matches(field, harmless)
+  }
+  old_data = json.loads((workdir / "data.json").read_text())
+  for split, description in descriptions.items():
+    before, now = old_data[split]["fingerprint"], description["fingerprint"]
+    if before != now:
+      changes[f"the content of the {split} data"] = (before, now)
+  return changes
+
+
+def _matches(field: str, names: Iterable[str]) -> bool:
+  return any(
+    field.startswith(name) if name.endswith(".") else field == name
+    for name in names
+  )
+
+
+def _refusal(workdir: epath.Path, changes: dict[str, tuple[Any, Any]]) -> str:
+  lines = [
+    f"{workdir} holds a run with another configuration; resume it with the"
+    " same one, choose another --workdir, or pass"
+    " --resume_with_changed_config to go on with the new one. Differing:"
+  ]
+  lines += [
+    f"  config.{field}: {old!r} there, {new!r} here"
+    if " " not in field
+    else f"  {field}: {old} there, {new} here"
+    for field, (old, new) in changes.items()
+  ]
+  return "\n".join(lines)
+
+
+def _summary_of_finished_run(
+  workdir: epath.Path, config: config_lib.RunConfig
+) -> dict[str, Any] | None:
+  file = workdir / "summary.json"
+  if not file.exists():
+    return None
+  summary = json.loads(file.read_text())
+  return summary if summary["step"] >= config.train.steps else None
+
+
+def _missing_checkpoint(
+  workdir: epath.Path, restored: checkpoint.Restored | None
+) -> int | None:
+  """The step of a newer checkpoint that was completed and is gone.
+
+  Raises:
+    CheckpointError: some were completed, and none is left.
+  """
+  completed: set[int] = set()
+  for row in metrics_lib.read_rows(workdir, "event"):
+    if row["event"] == "checkpoint":
+      completed.add(row["step"])
+    elif row["event"] in ("checkpoint set aside", "checkpoint missing"):
+      completed.discard(row["of_step"])
+  if not completed:
+    return None
+  newest = max(completed)
+  if restored is None:
+    raise checkpoint.CheckpointError(
+      f"checkpoints of {workdir} up to step {newest} were completed, and all"
+      " are gone; to start anew, choose another --workdir or empty this one"
+    )
+  is_there = newest <= restored.step or newest in restored.unreadable
+  return None if is_there else newest
+
+
+def _lost_steps(workdir: epath.Path, resume_step: int) -> int:
+  """Logged steps that have to be taken again."""
+  rows = metrics_lib.read_rows(workdir, "train")
+  return max([0] + [row["step"] - resume_step for row in rows])
+
+
+def _open_run(
+  workdir: epath.Path,
+  config: config_lib.RunConfig,
+  descriptions: dict[str, Any],
+  step: int,
+) -> metrics_lib.Writer:
+  """Writes what the run is, and opens what it says."""
+  primary = jax.process_index() == 0
+  if primary:
+    workdir.mkdir(parents=True, exist_ok=True)
+    (workdir / "summary.json").unlink(missing_ok=True)
+    (workdir / "config.json").write_text(config_lib.to_json(config))
+    text = json.dumps(descriptions, indent=2) + "\n"
+    (workdir / "data.json").write_text(text)
+  return metrics_lib.make_writer(
+    workdir, config, resume_step=step, primary=primary
+  )
+
+
+def _report_start(
+  writer: metrics_lib.Writer,
+  mesh: jax.sharding.Mesh,
+  step: int,
+  restored: checkpoint.Restored | None,
+  missing: int | None,
+  lost_steps: int,
+  changes: dict[str, tuple[Any, Any]],
+) -> None:
+  """Events for what was found, before anything is computed."""
+  for broken, cause in (restored.unreadable if restored else {}).items():
+    writer.event(step, "checkpoint set aside", of_step=broken, cause=cause)
+  if missing is not None:
+    writer.event(step, "checkpoint missing", of_step=missing)
+  if changes:
+    fields = {name: list(values) for name, values in changes.items()}
+    writer.event(step, "config changed", changes=fields)
+  writer.event(
+    step,
+    "resume" if restored else "start",
+    lost_steps=lost_steps,
+    devices=mesh.size,
+    device_kind=mesh.devices.flat[0].device_kind,
+    processes=jax.process_count(),
+    jax=jax.__version__,
+    python=platform.python_version(),
+    time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+  )
+
+
+def _batch_shape(
+  config: config_lib.RunConfig, mesh: jax.sharding.Mesh
+) -> dict[str, jax.ShapeDtypeStruct]:
+  """Shape of a global batch, for compilation ahead of the first one."""
+  shape = jax.ShapeDtypeStruct(
+    (config.data.batch_size, config.data.sequence_length + 1),
+    jnp.int32,
+    sharding=sharding.batch_sharding(mesh),
+  )
+  names = ["tokens"] + ["segment_ids"] * config.data.segment_ids
+  return dict.fromkeys(names, shape)
+
+
+def _compile(
+  writer: metrics_lib.Writer,
+  step: int,
+  name: str,
+  function: Any,
+  *shapes: Any,
+) -> Callable[..., Any]:
+  """Compiles a jitted function once, and says what that took."""
+  start = time.perf_counter()
+  compiled = function.lower(*shapes).compile()
+  seconds = time.perf_counter() - start
+  memory = compiled.memory_analysis()
+  writer.event(
+    step,
+    "compiled",
+    function=name,
+    seconds=seconds,
+    argument_bytes=getattr(memory, "argument_size_in_bytes", None),
+    temporary_bytes=getattr(memory, "temp_size_in_bytes", None),
+    peak_bytes=getattr(memory, "peak_memory_in_bytes", None),
+  )
+  return compiled
+
+
+def _batches_from(
+  dataset: data.Dataset,
+  config: config_lib.RunConfig,
+  restored: checkpoint.Restored | None,
+) -> data.Batches:
+  """Training batches, from the position that was saved with the state."""
+  if restored is None:
+    return dataset.batches()
+  position = restored.info["data"]
+  if position["dataset"] == dataset.identity():
+    batches = dataset.batches()
+    batches.set_state(position)
+    return batches
+  # A changed config was asked for: skip as many rows of the new order.
+  rows = position["next_batch"] * position["dataset"]["batch_size"]
+  return dataset.batches(start_batch=rows // config.data.batch_size)
+
+
+class _Saves:
+  """Checkpoints of the run, each reported once it is complete on disk."""
+
+  def __init__(
+    self,
+    workdir: epath.Path,
+    config: config_lib.RunConfig,
+    writer: metrics_lib.Writer,
+  ):
+    self._workdir = workdir
+    self._config = config_lib.to_dict(config)
+    self._writer = writer
+    self._saver = checkpoint.Saver(workdir, config.checkpoint)
+    self._last_step = self._saver.last_step or 0
+    self._pending: tuple[int, float] | None = None
+
+  def __enter__(self) -> "_Saves":
+    return self
+
+  def __exit__(self, error_type: type | None, *unused) -> None:
+    # A save under way is finished whatever ended the run.
+    if error_type is None:
+      self.wait()
+    self._saver.close()
+
+  def save(self, step: int, state: Any, position: dict[str, Any]) -> None:
+    """Starts a save, unless there is nothing new since the last one."""
+    if step == self._last_step:
+      return
+    self.wait()
+    self._writer.flush()
+    start = time.perf_counter()
+    self._saver.save(step, state, {"config": self._config, "data": position})
+    self._pending = step, time.perf_counter() - start
+    self._last_step = step
+
+  def wait(self) -> None:
+    """Until the save under way, if any, is complete."""
+    self._saver.wait()
+    if self._pending is not None:
+      step, seconds = self._pending
+      self._writer.event(step, "checkpoint", blocked_seconds=seconds)
+      self._pending = None
+
+  def newest(self) -> str:
+    """In words, after everything under way is complete."""
+    self.wait()
+    steps = checkpoint.all_steps(self._workdir)
+    folder = self._workdir / checkpoint.CHECKPOINTS
+    return f"step {steps[-1]} in {folder}" if steps else "none yet"
+
+
+def _summarise(
+  workdir: epath.Path,
+  config: config_lib.RunConfig,
+  *,
+  status: str,
+  step: int,
+  parameters: int,
+  seconds: float,
+) -> dict[str, Any]:
+  """What came out, from the rows of the whole run; written when finished."""
+  summary = {
+    "name": config.name,
+    "status": status,
+    "step": step,
+    "parameters": parameters,
+    "seconds": seconds,
+  }
+  if jax.process_index() != 0:
+    return summary
+  train = metrics_lib.read_rows(workdir, "train")
+  validation = metrics_lib.read_rows(workdir, "validation")
+  compiled = {
+    row["function"]: row
+    for row in metrics_lib.read_rows(workdir, "event")
+    if row["event"] == "compiled"
+  }
+  if train:
+    summary["train_loss"] = train[-1]["loss"]
+    summary["step_seconds"] = statistics.median(
+      row["step_seconds"] for row in train
+    )
+    summary["tokens_per_second"] = statistics.median(
+      row["tokens_per_second"] for row in train
+    )
+    summary["skipped"] = train[-1]["skipped"]
+  if validation:
+    summary["validation_loss"] = validation[-1]["loss"]
+    summary["bits_per_byte"] = validation[-1].get("bits_per_byte")
+  if "train_step" in compiled:
+    summary["compile_seconds"] = compiled["train_step"]["seconds"]
+    summary["peak_bytes"] = compiled["train_step"]["peak_bytes"]
+  if status == "finished":
+    text = json.dumps(summary, indent=2) + "\n"
+    (workdir / "summary.json").write_text(text)
+  return summary

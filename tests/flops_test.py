@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FLOPs against counts by hand and against the models' own source lists."""
+
+import dataclasses
+
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax import flops
+
+
+def _model(residual="prenorm", **fields):
+  fields = dict(
+      vocab_size=11, width=8, num_layers=2, num_heads=2, num_kv_heads=1,
+      mlp_width=12,
+  ) | fields  # fmt: skip
+  scheme = dict(name=residual)
+  for name in ("block_size", "num_blocks"):
+    if name in fields:
+      scheme[name] = fields.pop(name)
+  return config_lib.ModelConfig(
+    residual=config_lib.ResidualConfig(**scheme), **fields
+  )
+
+
+def test_parts_by_hand():
+  count = flops.flops_per_token(_model(), sequence_length=6)
+  # Two layers; queries and output 8x8, keys and values 8x4, two FLOPs each.
+  assert count.projections == 2 * 2 * (64 + 64 + 32 + 32)
+  # Scores and values: 8 wide, 2 FLOPs, on average half of 6 positions.
+  assert count.attention == 2 * 2 * (2 * 8 * 3)
+  assert count.mlp == 2 * 3 * 2 * 8 * 12
+  assert count.head == 2 * 8 * 11
+  assert count.residual == 0
+  assert count.forward == 768 + 192 + 1152 + 176
+  assert count.train == 3 * count.forward
+
+
+def test_plain_matmuls_are_six_times_parameters():
+  model = _model(num_layers=5)
+  count = flops.flops_per_token(model, sequence_length=0)
+  weights = 5 * (8 * 8 * 2 + 8 * 4 * 2 + 3 * 8 * 12) + 8 * 11
+  assert count.train == 6 * weights
+
+
+def test_full_reads_by_hand():
+  # L = 4: reads of 1 (a copy), 2, 3, 4 and, at the output, 5 sources.
+  assert flops.full_reads(4) == flops.DepthReads(pairs=14, sources=5)
+  count = flops.flops_per_token(_model("full_attnres"), 6)
+  assert count.residual == 8 * (4 * 14 + 2 * 5)
+
+
+def test_block_reads_by_hand():
+  # L = 4, S = 2: [b0], [b0 p], [b0 b1], [b0 b1 p], [b0 b1 b2]; scored vectors
+  # are b0 b1 b2 and two partial sums.
+  assert flops.block_reads(4, 2) == flops.DepthReads(pairs=10, sources=5)
+  # L = 5, S = 3: [b0], [b0 p], [b0 p], [b0 b1], [b0 b1 p], [b0 b1 b2].
+  assert flops.block_reads(5, 3) == flops.DepthReads(pairs=12, sources=6)
+
+
+def test_blocks_of_one_are_full():
+  for sublayers in (1, 2, 7, 12):
+    assert flops.block_reads(sublayers, 1) == flops.full_reads(sublayers)
+
+
+@pytest.mark.parametrize(
+  "kind, peak",
+  [
+    ("TPU v4", 275e12),
+    ("TPU v5 lite", 197e12),
+    ("TPU v5", 459e12),
+    ("TPU v6 lite", 918e12),
+    ("NVIDIA A100-SXM4-80GB", 312e12),
+    ("NVIDIA H100 80GB HBM3", 989e12),
+    ("NVIDIA H100 PCIe", 756e12),
+    ("NVIDIA L40S", 362e12),
+    ("NVIDIA L40", None),
+    ("cpu", None),
+    ("TPU v99", None),
+  ],
+)
+def test_chip_table(kind, peak):
+  assert flops.peak_flops_per_second(kind) == peak
+
+
+def test_utilisation():
+  assert flops.model_flop_utilisation(275e12, "TPU v4", 4) == 0.25
+  assert flops.model_flop_utilisation(275e12, "cpu", 4) is None
+
+
+def test_unknown_scheme_is_named():
+  model = _model()
+  residual = dataclasses.replace(model.residual, name="block_attnre")
+  model = dataclasses.replace(model, residual=residual)
+  with pytest.raises(config_lib.ConfigError, match="did you mean 'block_attn"):
+    flops.flops_per_token(model, 8)

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run small enough to be killed many times; shared by several tests."""
+
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import jax
+from jax.experimental.compilation_cache import (
+  compilation_cache as compilation_cache_lib,
+)
+import numpy as np
+
+from attnres_jax import config as config_lib
+from attnres_jax import train
+
+ROOT = pathlib.Path(__file__).parent.parent
+SPEC = "configs/lm.py:size=micro,residual=block_attnres"
+FIELDS = {
+  "model.width": 16,
+  "model.num_layers": 2,
+  "model.num_heads": 2,
+  "model.mlp_width": 32,
+  "model.residual.num_blocks": 2,
+  "data.source": "text",
+  "data.validation_fraction": 0.2,
+  "data.sequence_length": 16,
+  "data.batch_size": 4,
+  "optim.warmup_steps": 4,
+  "train.steps": 20,
+  "train.eval_every": 10,
+  "train.eval_batches": 2,
+  "train.depth_every": 5,
+  "checkpoint.every_steps": 5,
+  "checkpoint.keep_last": 100,
+}
+
+
+def corpus(folder):
+  """Writes a few dozen small files and returns the fields that read them."""
+  folder = pathlib.Path(folder) / "corpus"
+  folder.mkdir(exist_ok=True)
+  rng = np.random.default_rng(0)
+  words = ["depth", "source", "block", "query", "residual", "mixture", "\n"]
+  for i in range(40):
+    text = " ".join(rng.choice(words, size=60))
+    (folder / f"{i:02d}.txt").write_text(text)
+  return {"data.path": str(folder)}
+
+
+def config(fields):
+  return config_lib.load_config(str(ROOT / SPEC), FIELDS | fields)
+
+
+def train_here(workdir, fields, **kwargs):
+  return train.train_and_evaluate(config(fields), workdir, **kwargs)
+
+
+@contextlib.contextmanager
+def compilation_cache(folder):
+  """Keeps compiled programs of this process in a folder."""
+  names = dict(
+    jax_compilation_cache_dir=str(folder),
+    jax_persistent_cache_min_compile_time_secs=0.0,
+  )
+  before = {name: getattr(jax.config, name) for name in names}
+  try:
+    for name, value in names.items():
+      jax.config.update(name, value)
+    compilation_cache_lib.reset_cache()
+    yield
+  finally:
+    for name, value in before.items():
+      jax.config.update(name, value)
+    compilation_cache_lib.reset_cache()
+
+
+def start(workdir, fields, *flags, devices=1, **kwargs):
+  """The same run as a process; stdout and stderr are pipes of text."""
+  command = [
+      sys.executable, "-m", "attnres_jax.main", f"--config={SPEC}",
+      f"--workdir={workdir}", *flags,
+  ]  # fmt: skip
+  fields = FIELDS | fields
+  command += [f"--config.{name}={value}" for name, value in fields.items()]
+  return subprocess.Popen(
+    command,
+    cwd=ROOT,
+    env=environment(devices),
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    **kwargs,
+  )
+
+
+def environment(devices=1):
+  """Of a process with its own CPU devices; all share compiled programs."""
+  cache = pathlib.Path(tempfile.gettempdir()) / f"attnres_tests_{os.getpid()}"
+  return os.environ | {
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
+    "JAX_PLATFORMS": "cpu",
+    "JAX_NUM_CPU_DEVICES": str(devices),
+    "JAX_COMPILATION_CACHE_DIR": str(cache),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+  }
+
+
+def finish(process, timeout=240):
+  """Waits for a process that has to succeed; returns its stdout."""
+  out, err = process.communicate(timeout=timeout)
+  assert process.returncode == 0, f"exit {process.returncode}\n{out}\n{err}"
+  return out
+
+
+def rows(workdir, split):
+  """{step: row} of a run, times left out; fails on a step logged twice."""
+  by_step = {}
+  for row in _all_rows(workdir):
+    if row["split"] == split:
+      assert row["step"] not in by_step, f"step {row['step']} logged twice"
+      by_step[row["step"]] = {
+        name: value for name, value in row.items() if not _is_time(name)
+      }
+  return by_step
+
+
+def events(workdir, name):
+  return [row for row in _all_rows(workdir) if row.get("event") == name]
+
+
+def _all_rows(workdir):
+  text = (pathlib.Path(workdir) / "metrics.jsonl").read_text()
+  return [json.loads(line) for line in text.splitlines()]
+
+
+def _is_time(name):
+  return name.endswith("seconds") or name in (
+      "tokens_per_second", "model_flop_utilisation",
+  )  # fmt: skip

@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs and their resumptions, in this process: nothing may be lost."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from attnres_jax import checkpoint
+from attnres_jax import config as config_lib
+from attnres_jax import step_log
+from attnres_jax import train
+from attnres_jax import train_state
+from tests import tiny_run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_once(tmp_path_factory):
+  """Most runs here compile the same programs."""
+  with tiny_run.compilation_cache(tmp_path_factory.mktemp("cache")):
+    yield
+
+
+@pytest.fixture(scope="module")
+def fields(tmp_path_factory):
+  # Eight devices are visible here; batches of four rows go to one.
+  return tiny_run.corpus(tmp_path_factory.mktemp("data")) | {"mesh.data": 1}
+
+
+@pytest.fixture(scope="module")
+def whole(fields, tmp_path_factory):
+  """An uninterrupted run: its folder and summary."""
+  workdir = tmp_path_factory.mktemp("whole")
+  return workdir, tiny_run.train_here(workdir, fields)
+
+
+@pytest.fixture
+def run(whole, tmp_path):
+  """A copy of the uninterrupted run, to be damaged."""
+  return shutil.copytree(whole[0], tmp_path / "run")
+
+
+def _rewind(run, step):
+  """As if the run had been killed after the save of `step`."""
+  for saved in checkpoint.all_steps(run):
+    if saved > step:
+      shutil.rmtree(run / "checkpoints" / str(saved))
+  (run / "summary.json").unlink()
+  lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+  kept = [
+    line
+    for line in lines
+    if (row := json.loads(line)).get("event") != "checkpoint"
+    or row["step"] <= step
+  ]
+  (run / "metrics.jsonl").write_text("".join(kept))
+
+
+def _assert_same_run(a, b):
+  for split in ("train", "validation", "depth"):
+    assert tiny_run.rows(a, split) == tiny_run.rows(b, split)
+  arrays = [checkpoint.load_model(workdir)[1] for workdir in (a, b)]
+  jax.tree.map(np.testing.assert_array_equal, *arrays)
+
+
+def test_what_a_run_leaves(whole, fields):
+  workdir, summary = whole
+  assert summary["status"] == "finished" and summary["step"] == 20
+  assert json.loads((workdir / "summary.json").read_text()) == summary
+  config = json.loads((workdir / "config.json").read_text())
+  assert config_lib.build_run_config(config) == tiny_run.config(fields)
+  assert "train" in json.loads((workdir / "data.json").read_text())
+
+  rows = tiny_run.rows(workdir, "train")
+  assert sorted(rows) == list(range(1, 21))
+  assert {"loss", "grad_norm", "learning_rate"} <= set(rows[1])
+  assert rows[20]["loss"] < rows[1]["loss"]
+  assert summary["train_loss"] == rows[20]["loss"]
+  row = json.loads((workdir / "metrics.jsonl").read_text().splitlines()[4])
+  assert row["step"] == 1 and row["model_flop_utilisation"] is None
+  assert row["step_seconds"] > 0 and row["data_wait_seconds"] >= 0
+
+  depth = tiny_run.rows(workdir, "depth")
+  assert sorted(depth) == [5, 10, 15, 20]
+  lengths = dict(
+    state_rms=4, output_rms=4, read_rms=4, depth_entropy=5, grad_norm_L=2
+  )
+  assert {name: len(depth[5][name]) for name in lengths} == lengths
+
+  validation = tiny_run.rows(workdir, "validation")
+  assert sorted(validation) == [10, 20]
+  assert summary["validation_loss"] == validation[20]["loss"]
+  compiled = tiny_run.events(workdir, "compiled")
+  assert [row["function"] for row in compiled] == [
+      "train_step", "eval_step", "depth_step",
+  ]  # fmt: skip
+  assert all(row["seconds"] > 0 for row in compiled)
+
+
+def test_model_is_the_trained_one(whole):
+  workdir, summary = whole
+  config, model = checkpoint.load_model(workdir)
+  from attnres_jax import data
+
+  dataset = data.open_dataset(config.data, "validation")
+  nats = count = 0
+  for _, batch in zip(range(2), dataset.batches()):
+    tokens = batch["tokens"]
+    logits = jax.nn.log_softmax(model(tokens[:, :-1]))
+    picked = np.take_along_axis(np.asarray(logits), tokens[:, 1:, None], -1)
+    nats -= float(picked.sum())
+    count += picked.size
+    count_bytes = count  # Every target of the sample, separators too.
+  np.testing.assert_allclose(nats / count, summary["validation_loss"], 1e-5)
+  assert summary["bits_per_byte"] >= nats / count_bytes / np.log(2) * 0.9999
+
+
+@pytest.mark.parametrize("step", [5, 15])
+def test_resumed_run_equals_uninterrupted_run(whole, run, fields, step):
+  _rewind(run, step)
+  summary = tiny_run.train_here(run, fields)
+  (resume,) = tiny_run.events(run, "resume")
+  assert resume["step"] == step and resume["lost_steps"] == 20 - step
+  for name in ("train_loss", "validation_loss", "bits_per_byte", "parameters"):
+    assert summary[name] == whole[1][name]
+  _assert_same_run(whole[0], run)
+
+
+def test_finished_run_is_left_alone(whole, run, fields):
+  before = (run / "metrics.jsonl").read_bytes()
+  assert tiny_run.train_here(run, fields) == whole[1]
+  assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_killed_between_last_save_and_summary(whole, run, fields):
+  (run / "summary.json").unlink()
+  summary = tiny_run.train_here(run, fields)
+  assert summary["validation_loss"] == whole[1]["validation_loss"]
+  _assert_same_run(whole[0], run)
+
+
+def _truncate(folder):
+  files = [path for path in folder.rglob("*") if path.is_file()]
+  largest = max(files, key=lambda path: path.stat().st_size)
+  with largest.open("r+b") as f:
+    f.truncate(largest.stat().st_size // 2)
+
+
+def test_truncated_newest_checkpoint(whole, run, fields):
+  _rewind(run, 15)
+  _truncate(run / "checkpoints" / "15")
+  tiny_run.train_here(run, fields)
+  (event,) = tiny_run.events(run, "checkpoint set aside")
+  assert event["of_step"] == 15 and event["step"] == 10 and event["cause"]
+  assert (run / "checkpoints_set_aside" / "15.0").is_dir()
+  _assert_same_run(whole[0], run)
+
+
+def test_deleted_newest_checkpoint(whole, run, fields):
+  _rewind(run, 15)
+  shutil.rmtree(run / "checkpoints" / "15")
+  tiny_run.train_here(run, fields)
+  (event,) = tiny_run.events(run, "checkpoint missing")
+  assert event["of_step"] == 15 and event["step"] == 10
+  _assert_same_run(whole[0], run)
+
+
+def test_no_readable_checkpoint_is_an_error(run, fields):
+  _rewind(run, 15)
+  for step in checkpoint.all_steps(run):
+    _truncate(run / "checkpoints" / str(step))
+  with pytest.raises(checkpoint.CheckpointError, match="nothing was moved"):
+    tiny_run.train_here(run, fields)
+
+
+def test_all_checkpoints_gone_is_an_error(run, fields):
+  _rewind(run, 15)
+  shutil.rmtree(run / "checkpoints")
+  with pytest.raises(checkpoint.CheckpointError, match="all are gone"):
+    tiny_run.train_here(run, fields)
+
+
+def test_changed_config_is_refused(run, fields):
+  _rewind(run, 15)
+  changed = fields | {"optim.peak_lr": 0.5, "model.rope_theta": 7.0}
+  with pytest.raises(config_lib.ConfigError) as error:
+    tiny_run.train_here(run, changed)
+  message = str(error.value)
+  assert "config.optim.peak_lr: 0.003 there, 0.5 here" in message
+  assert "config.model.rope_theta: 10000.0 there, 7.0 here" in message
+  assert message.count("\n") == 2
+  assert json.loads((run / "config.json").read_text())["optim"][
+      "peak_lr"
+  ] == 0.003  # fmt: skip
+
+
+def test_changed_data_is_refused(run, fields, tmp_path):
+  _rewind(run, 15)
+  corpus = shutil.copytree(fields["data.path"], tmp_path / "corpus")
+  (corpus / "40.txt").write_text("one more document")
+  with pytest.raises(config_lib.ConfigError, match="content of the train data"):
+    tiny_run.train_here(run, fields | {"data.path": str(corpus)})
+
+
+def test_changed_config_when_told(run, fields):
+  _rewind(run, 15)
+  changed = fields | {"optim.peak_lr": 1e-5, "data.batch_size": 2}
+  summary = tiny_run.train_here(run, changed, resume_with_changed_config=True)
+  assert summary["step"] == 20
+  (event,) = tiny_run.events(run, "config changed")
+  assert event["changes"]["optim.peak_lr"] == [0.003, 1e-5]
+  assert tiny_run.rows(run, "train")[16]["tokens"] == 2 * 16
+  config, _ = checkpoint.load_model(run)
+  assert config.optim.peak_lr == 1e-5
+
+
+def test_harmless_changes_are_not_asked_about(whole, run, fields):
+  _rewind(run, 15)
+  changed = fields | {
+      "name": "other", "log.tensorboard": True, "checkpoint.keep_last": 1,
+      "checkpoint.asynchronous": False, "data.num_threads": 0,
+      "train.on_nan": "skip",
+  }  # fmt: skip
+  tiny_run.train_here(run, changed)
+  _assert_same_run(whole[0], run)
+  assert checkpoint.all_steps(run) == [20]
+
+
+def test_steps_are_harmless_only_under_a_constant_schedule(fields, tmp_path):
+  longer = fields | {"train.steps": 6, "train.eval_every": 0}
+  for schedule, refused in (("constant", False), ("cosine", True)):
+    workdir = tmp_path / schedule
+    fields = longer | {"optim.schedule": schedule}
+    tiny_run.train_here(workdir, fields)
+    fields |= {"train.steps": 7}
+    if refused:
+      with pytest.raises(config_lib.ConfigError, match="config.train.steps: 6"):
+        tiny_run.train_here(workdir, fields)
+    else:
+      assert tiny_run.train_here(workdir, fields)["step"] == 7
+
+
+def _poison(monkeypatch, *steps):
+  """Makes the loss of these steps nan, through their parameters."""
+  original = train_state.make_train_step
+
+  def make_train_step(config, mesh):
+    step = original(config, mesh)
+
+    def poisoned(state, batch):
+      bad = sum(state.step + 1 == s for s in steps) > 0
+      factor = jax.numpy.where(bad, jax.numpy.nan, 1.0)
+      model = jax.tree.map(lambda a: a * factor, state.model)
+      new, metrics = step(_replace(state, model=model), batch)
+      # What a step does with its own non-finite gradient, undone by hand.
+      keep = lambda a, b: jax.numpy.where(bad, a, b)
+      return _replace(
+        new,
+        model=jax.tree.map(keep, state.model, new.model),
+        opt_state=jax.tree.map(keep, state.opt_state, new.opt_state),
+      ), metrics
+
+    return jax.jit(poisoned, donate_argnums=0)
+
+  monkeypatch.setattr(train_state, "make_train_step", make_train_step)
+
+
+def _replace(state, **changes):
+  import dataclasses
+
+  return dataclasses.replace(state, **changes)
+
+
+@pytest.mark.parametrize("bad", [7, 10, 20])
+def test_nan_stops_with_the_last_good_checkpoint(
+  fields, tmp_path, monkeypatch, bad
+):
+  _poison(monkeypatch, bad)
+  with pytest.raises(step_log.NonFiniteError) as error:
+    tiny_run.train_here(tmp_path, fields)
+  assert error.value.step == bad
+  assert "loss is nan" in str(error.value) and "grad_norm" in str(error.value)
+  newest = (bad - 1) // 5 * 5
+  assert f"step {newest} in" in error.value.__notes__[0]
+  assert checkpoint.all_steps(tmp_path)[-1] == newest
+  _, model = checkpoint.load_model(tmp_path)
+  assert all(np.isfinite(a).all() for a in jax.tree.leaves(model))
+  (event,) = tiny_run.events(tmp_path, "not finite")
+  assert event["step"] == bad and event["policy"] == "stop"
+
+
+def test_nan_before_any_checkpoint(fields, tmp_path, monkeypatch):
+  _poison(monkeypatch, 2)
+  with pytest.raises(step_log.NonFiniteError) as error:
+    tiny_run.train_here(tmp_path, fields)
+  assert error.value.__notes__ == ["last good checkpoint: none yet"]
+
+
+def test_nan_steps_are_skipped_and_counted(fields, tmp_path, monkeypatch):
+  _poison(monkeypatch, 7, 12)
+  summary = tiny_run.train_here(tmp_path, fields | {"train.on_nan": "skip"})
+  assert summary["status"] == "finished" and summary["skipped"] == 2
+  rows = tiny_run.rows(tmp_path, "train")
+  assert rows[7]["loss"] is None and rows[12]["loss"] is None
+  assert [rows[step]["skipped"] for step in (6, 7, 11, 12, 20)] == [
+      0, 1, 1, 2, 2,
+  ]  # fmt: skip
+  assert rows[8]["param_norm"] == rows[7]["param_norm"] or np.isfinite(
+    rows[8]["param_norm"]
+  )
+  assert len(tiny_run.events(tmp_path, "not finite")) == 2
+
+
+def test_accumulation_and_segments_run(fields, tmp_path):
+  more = {
+      "optim.accumulate_steps": 2, "data.segment_ids": True, "train.steps": 2,
+    "optim.warmup_steps": 1,
+      "train.depth_every": 1,
+  }  # fmt: skip
+  summary = tiny_run.train_here(tmp_path, fields | more)
+  assert summary["status"] == "finished"
+  assert sorted(tiny_run.rows(tmp_path, "depth")) == [1, 2]
+
+
+def test_data_parallel_equals_one_device(whole, fields, tmp_path):
+  tiny_run.train_here(tmp_path, fields | {"mesh.data": 4})
+  one, four = (tiny_run.rows(w, "train") for w in (whole[0], tmp_path))
+  losses = [[row["loss"] for row in rows.values()] for rows in (one, four)]
+  np.testing.assert_allclose(*losses, rtol=1e-4)
+
+
+def test_errors_come_before_compilation(fields, tmp_path, monkeypatch):
+  def compile_nothing(*args):
+    raise AssertionError("compiled")
+
+  monkeypatch.setattr(train, "_compile", compile_nothing)
+  for field, value in (
+      ("data.batch_size", 3), ("mesh.data", 99), ("data.path", "/nowhere"),
+      ("optim.name", "sgdd"), ("model.residual.name", "bloc_attnres"),
+      ("data.sequence_length", 10**6), ("optim.schedule", "cosin"),
+      ("data.source", "nowhere"), ("model.vocab_size", 5),
+  ):  # fmt: skip
+    bad = fields | {"mesh.data": 2} | {field: value}
+    with pytest.raises(config_lib.ConfigError) as error:
+      tiny_run.train_here(tmp_path, bad)
+    assert field in str(error.value) and "\n" not in str(error.value)
+  assert not list(tmp_path.iterdir())
