@@ -22,7 +22,9 @@ from attnres_jax import checkpoint
 from attnres_jax import data
 from attnres_jax import models
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run.")
+_WORKDIR = flags.DEFINE_string(
+  "workdir", None, "Folder of a run.", required=True
+)
 _PROMPT = flags.DEFINE_string("prompt", "", "Text to go on from.")
 _NUM_TOKENS = flags.DEFINE_integer(
   "num_tokens", 256, "How many to add.", lower_bound=1
@@ -136,5 +138,4 @@ def _sample(model, tokens_T, filled, temperature, key, num_tokens):
 
 
 if __name__ == "__main__":
-  flags.mark_flag_as_required("workdir")
   app.run(main)

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a trained run looks like inside, computed once and kept beside it."""
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from attnres_jax import analysis
+from attnres_jax import checkpoint
+from attnres_jax import data
+from attnres_jax.inference import sample
+
+_BATCHES = 4
+_SAMPLE_TOKENS = 320
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+  """The inside of one run.
+
+  Attributes:
+    depth_weights: of schemes that attend over depth, else None.
+    magnitudes: one per validation batch, averaged.
+    prompt: what the sample starts with.
+    sample: what the network made of it.
+  """
+
+  depth_weights: analysis.DepthWeights | None
+  magnitudes: analysis.Magnitudes
+  prompt: str
+  sample: str
+
+
+def inspect_once(run: pathlib.Path, prompt: str) -> Look:
+  """Inspects a finished run, or reads what an earlier call has found."""
+  file = run / "inspection.json"
+  if file.exists():
+    look = _from_json(json.loads(file.read_text()))
+    if look.prompt == prompt:
+      return look
+  look = inspect_run(run, prompt)
+  temporary = file.with_suffix(".tmp")
+  temporary.write_text(json.dumps(_to_json(look)))
+  temporary.replace(file)
+  return look
+
+
+def inspect_run(run: pathlib.Path, prompt: str) -> Look:
+  """Loads the newest checkpoint and runs it on validation text."""
+  config, model = checkpoint.load_model(run)
+  batches = data.open_dataset(config.data, "validation").batches()
+  tokens = [next(batches)["tokens"] for _ in range(_BATCHES)]
+  batches.close()
+  weights = None
+  if model.residual.source_labels() is not None:
+    weights = analysis.depth_weights(model, tokens[0][:, :-1])
+  text = sample.sample_text(
+    model,
+    data.make_tokenizer(config.data),
+    prompt,
+    num_tokens=_SAMPLE_TOKENS,
+    window=config.data.sequence_length,
+  )
+  measured = [analysis.magnitudes(model, batch) for batch in tokens]
+  return Look(weights, _mean(measured), prompt, text)
+
+
+def _mean(several: list[analysis.Magnitudes]) -> analysis.Magnitudes:
+  def mean(field: str) -> Any:
+    return np.mean([getattr(m, field) for m in several], axis=0)
+
+  fields = dataclasses.fields(analysis.Magnitudes)
+  return analysis.Magnitudes(**{f.name: mean(f.name) for f in fields})
+
+
+def _to_json(look: Look) -> dict[str, Any]:
+  return _plain(dataclasses.asdict(look))
+
+
+def _plain(value: Any) -> Any:
+  if isinstance(value, dict):
+    return {name: _plain(item) for name, item in value.items()}
+  return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+
+
+def _from_json(values: dict[str, Any]) -> Look:
+  weights = values["depth_weights"]
+  return Look(
+    depth_weights=weights and analysis.DepthWeights(**_arrays(weights)),
+    magnitudes=analysis.Magnitudes(**_arrays(values["magnitudes"])),
+    prompt=values["prompt"],
+    sample=values["sample"],
+  )
+
+
+def _arrays(values: dict[str, Any]) -> dict[str, Any]:
+  """Lists of names become tuples, lists of numbers arrays."""
+  return {
+    name: value
+    if not isinstance(value, list)
+    else tuple(value)
+    if isinstance(value[0], str)
+    else np.asarray(value, np.float64)
+    for name, value in values.items()
+  }

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains four residual schemes side by side on real text and reports.
+
+  make demo
+  python -m experiments.demo.run
+
+The schemes see the same data in the same order, start from the same weights
+and share every hyper-parameter. The text is what every machine has: the
+standard library of the Python that runs this. An interrupted demo goes on when
+the same command is given again; finished runs are not repeated.
+
+Writes report.html (one file, works offline) and results.csv to --workdir.
+"""
+
+import argparse
+from collections.abc import Iterator
+import itertools
+import pathlib
+import sys
+import time
+
+import jax
+
+from attnres_jax import config as config_lib
+from attnres_jax import train
+from attnres_jax.analysis import plots
+from experiments.demo import environment
+from experiments.demo import inspection
+from experiments.demo import report
+from experiments.demo import results
+from experiments.demo import step_time
+
+SCHEMES = ("prenorm", "rescaled", "full_attnres", "block_attnres")
+_CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "lm.py"
+
+
+def main() -> int:
+  options = _parse_options()
+  workdir = pathlib.Path(options.workdir).absolute()
+  workdir.mkdir(parents=True, exist_ok=True)
+  # Seeds share their programs, and so do an interrupted demo and the next.
+  jax.config.update("jax_compilation_cache_dir", str(workdir / "compiled"))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+  try:
+    return _run(options, workdir)
+  except KeyboardInterrupt:
+    return _stopped(options)
+  except config_lib.ConfigError as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+
+
+def demo_config(
+  scheme: str, seed: int, *, size: str, steps: int, batch_size: int
+) -> config_lib.RunConfig:
+  """The run of one scheme and seed; only the residual differs within a seed."""
+  overrides = {
+    "name": f"demo_{scheme}_{seed}",
+    "seed": seed,
+    "data.seed": seed,
+    "data.batch_size": batch_size,
+    "optim.warmup_steps": max(1, steps // 10),
+    "train.steps": steps,
+    "train.eval_every": max(1, steps // 5),
+    "train.eval_batches": 12,
+    "train.depth_every": 0,
+    "checkpoint.every_steps": max(1, steps // 4),
+    "checkpoint.keep_last": 2,
+  }
+  return config_lib.load_config(
+    f"{_CONFIG}:size={size},residual={scheme}", overrides
+  )
+
+
+def _run(options: argparse.Namespace, workdir: pathlib.Path) -> int:
+  start = time.perf_counter()
+  facts = environment.facts()
+  print(f"{facts['hardware']}; Python {facts['python']}, jax {facts['jax']}")
+  runs, looks = [], []
+  total = options.seeds * len(SCHEMES)
+  for number, (scheme, seed, config) in enumerate(_configs(options), 1):
+    folder = workdir / f"{scheme}_{seed}"
+    print(f"\n[{number}/{total}] {plots.name_of(scheme)}, seed {seed}")
+    summary = train.train_and_evaluate(config, folder)
+    if summary["status"] == "stopped":
+      return _stopped(options)
+    runs.append(results.load_run(folder, scheme, seed, summary))
+    looks.append(inspection.inspect_once(folder, options.prompt))
+    print(
+      f"      validation loss {runs[-1].validation_loss[-1]:.4f} nats per byte"
+      f"  ({time.perf_counter() - start:.0f} s so far)"
+    )
+
+  print("\nTiming the training steps in turn ...", flush=True)
+  seconds = step_time.measure(
+    {scheme: config for scheme, _, config in _configs(options)}
+  )
+  facts |= {
+    "corpus": environment.corpus(workdir / f"{SCHEMES[0]}_0"),
+    "wall_clock_seconds": round(time.perf_counter() - start),
+  }
+  _, _, config = next(_configs(options))
+  page = report.render(
+    config=config,
+    runs=runs,
+    looks=looks,
+    step_seconds=seconds,
+    facts=facts,
+  )
+  (workdir / "report.html").write_text(page, encoding="utf-8")
+  names = ("corpus", "hardware", "python", "jax", "commit")
+  results.write_csv(
+    workdir / "results.csv",
+    runs,
+    seconds,
+    {name: facts[name] for name in names},
+  )
+  print()
+  print(results.markdown(results.read_csv(workdir / "results.csv")))
+  print(f"Open {workdir / 'report.html'} in a browser.")
+  return 0
+
+
+def _configs(
+  options: argparse.Namespace,
+) -> Iterator[tuple[str, int, config_lib.RunConfig]]:
+  # Seed by seed, so that an unfinished demo compares what it can.
+  for seed, scheme in itertools.product(range(options.seeds), SCHEMES):
+    config = demo_config(
+      scheme,
+      seed,
+      size=options.size,
+      steps=options.steps,
+      batch_size=options.batch_size,
+    )
+    yield scheme, seed, config
+
+
+def _stopped(options: argparse.Namespace) -> int:
+  print(
+    f"\nStopped. The same command goes on from here; {options.workdir} holds"
+    " what there is.",
+    file=sys.stderr,
+  )
+  return 130
+
+
+def _parse_options() -> argparse.Namespace:
+  parser = argparse.ArgumentParser(
+    prog="python -m experiments.demo.run",
+    description=(__doc__ or "").partition("\n")[0],
+    formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+  )
+  parser.add_argument("--workdir", default="runs/demo", help="folder to write")
+  parser.add_argument("--seeds", type=_count, default=2, help="runs per scheme")
+  parser.add_argument("--size", default="tiny", help="a size of configs/lm.py")
+  parser.add_argument("--steps", type=_count, default=200, help="per run")
+  parser.add_argument("--batch-size", type=_count, default=8, help="rows")
+  parser.add_argument("--prompt", default="def ", help="of the text samples")
+  return parser.parse_args()
+
+
+def _count(text: str) -> int:
+  number = int(text)
+  if number < 1:
+    raise argparse.ArgumentTypeError(f"got {text}, expected at least 1")
+  return number
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's bookkeeping and its page, on made-up runs."""
+
+import html.parser
+import re
+
+import numpy as np
+import pytest
+
+from attnres_jax import analysis
+from attnres_jax import config as config_lib
+from experiments.demo import inspection
+from experiments.demo import report
+from experiments.demo import results
+from experiments.demo import run as run_lib
+
+FACTS = {
+  "hardware": "an abacus <fast>",
+  "system": "paper",
+  "python": "3.12",
+  "jax": "0.12",
+  "flax": "0.12",
+  "commit": "abcdef",
+  "date": "2026-01-01",
+  "corpus": "a text & its words",
+}
+SECONDS = {
+  "prenorm": 0.2,
+  "rescaled": 0.21,
+  "full_attnres": 0.3,
+  "block_attnres": 0.22,
+}
+LAST_LOSS = {
+  "prenorm": (1.5, 1.6),
+  "rescaled": (1.5, 1.6),
+  "full_attnres": (1.4, 1.51),
+  "block_attnres": (1.42, 1.5),
+}
+
+
+def make_run(scheme, seed):
+  last = LAST_LOSS[scheme][seed]
+  return results.Run(
+    scheme=scheme,
+    seed=seed,
+    train_tokens=tuple(range(100, 1001, 100)),
+    train_loss=tuple(np.linspace(5, last, 10).tolist()),
+    validation_tokens=(500, 1000),
+    validation_loss=(3.0, last),
+    bits_per_byte=last / np.log(2),
+    parameters=1234567,
+    seconds=60.0,
+    step_bytes=50_000_000,
+  )
+
+
+def make_look(scheme):
+  weights = None
+  if scheme.endswith("attnres"):
+    rows = np.array([[1, np.nan, np.nan], [0.25, 0.75, np.nan]])
+    weights = analysis.DepthWeights(
+      attention=rows,
+      mlp=rows,
+      output=np.array([0.5, 0.5]),
+      columns=("embedding", "block 1", "block 2"),
+      output_columns=("embedding", "block 1"),
+      attention_entropy=np.zeros(2),
+      mlp_entropy=np.zeros(2),
+      output_entropy=0.7,
+    )
+  series = np.array([0.1, 0.4])
+  magnitudes = analysis.Magnitudes(series, series, series, series, 1.5)
+  return inspection.Look(weights, magnitudes, "def ", f"<b>{scheme}</b>\n")
+
+
+def all_runs():
+  return [make_run(s, seed) for seed in (0, 1) for s in run_lib.SCHEMES]
+
+
+def test_summaries_compare_seed_by_seed():
+  found = {s.scheme: s for s in results.summarise(all_runs(), SECONDS)}
+  assert list(found) == list(run_lib.SCHEMES)
+  full = found["full_attnres"]
+  assert full.loss == pytest.approx(1.455)
+  assert full.differences == pytest.approx((-0.1, -0.09))
+  assert full.difference == pytest.approx(-0.095)
+  assert full.step_ratio == pytest.approx(1.5)
+  assert found["prenorm"].differences == (0, 0)
+
+
+def test_an_unfinished_seed_is_not_compared():
+  runs = all_runs()[:4] + [make_run("full_attnres", 1)]
+  found = {s.scheme: s for s in results.summarise(runs)}
+  assert len(found["full_attnres"].losses) == 2
+  assert found["full_attnres"].differences == pytest.approx((-0.1,))
+  assert found["full_attnres"].step_ratio is None
+
+
+def test_csv_and_markdown_tell_the_same_story(tmp_path):
+  path = tmp_path / "results.csv"
+  names = ("corpus", "hardware", "python", "jax", "commit")
+  facts = {name: FACTS[name] for name in names}
+  results.write_csv(path, all_runs(), SECONDS, facts)
+  rows = results.read_csv(path)
+  assert len(rows) == 8
+  assert rows[2]["scheme"] == "full_attnres"
+  assert float(rows[2]["validation_nats_per_token"]) == 1.4
+  assert float(rows[2]["validation_bits_per_byte"]) == pytest.approx(2.01977)
+  table = results.markdown(rows)
+  line = next(x for x in table.splitlines() if x.startswith("| Block"))
+  cells = [cell.strip() for cell in line.strip("|").split("|")]
+  assert cells == [
+    "Block AttnRes", "**1.460** (1.420, 1.500)", "\N{MINUS SIGN}0.090",
+    "1.10x", "1,234,567", "50 MB",
+  ]  # fmt: skip
+  assert "commit abcdef" in table
+
+
+def test_page_is_one_well_formed_file_that_loads_nothing():
+  runs = all_runs()
+  page = report.render(
+    config=run_lib.demo_config(
+      "prenorm", 0, size="tiny", steps=10, batch_size=4
+    ),
+    runs=runs,
+    looks=[make_look(run.scheme) for run in runs],
+    step_seconds=SECONDS,
+    facts=FACTS,
+  )
+  checker = _Checker()
+  checker.feed(page)
+  assert not checker.open_tags
+  assert checker.count["svg"] == 3
+  assert checker.count["tbody"] == 1
+  assert not checker.loads
+  assert len(checker.ids) == len(set(checker.ids)) > 0
+  assert "&lt;b&gt;full_attnres&lt;/b&gt;" in page
+  assert "an abacus &lt;fast&gt;" in page
+  assert not re.search(r"\$\{?[a-z]", page), "an unfilled placeholder"
+
+
+def test_inspection_survives_its_file(tmp_path, monkeypatch):
+  for scheme in ("block_attnres", "prenorm"):
+    folder = tmp_path / scheme
+    folder.mkdir()
+    made = make_look(scheme)
+    monkeypatch.setattr(inspection, "inspect_run", lambda *_, made=made: made)
+    inspection.inspect_once(folder, "def ")
+    monkeypatch.setattr(inspection, "inspect_run", None)
+    read = inspection.inspect_once(folder, "def ")
+    assert read.sample == made.sample
+    np.testing.assert_array_equal(
+      read.magnitudes.grad_norm, made.magnitudes.grad_norm
+    )
+    if made.depth_weights is None:
+      assert read.depth_weights is None
+    else:
+      np.testing.assert_array_equal(
+        read.depth_weights.mlp, made.depth_weights.mlp
+      )
+      assert read.depth_weights.columns == made.depth_weights.columns
+
+
+def test_schemes_of_a_seed_differ_in_the_residual_only():
+  def flat(scheme, seed):
+    config = run_lib.demo_config(
+      scheme, seed, size="tiny", steps=10, batch_size=4
+    )
+    return config_lib.to_dict(config)
+
+  for scheme in run_lib.SCHEMES[1:]:
+    changed = config_lib.differences(flat("prenorm", 0), flat(scheme, 0))
+    assert set(changed) == {"name", "model.residual.name"}
+  changed = config_lib.differences(flat("prenorm", 0), flat("prenorm", 1))
+  assert set(changed) == {"name", "seed", "data.seed"}
+
+
+class _Checker(html.parser.HTMLParser):
+  """Collects what a browser would trip over or fetch."""
+
+  VOID = {"meta", "br", "link", "img", "input", "hr"}
+
+  def __init__(self):
+    super().__init__()
+    self.open_tags, self.count, self.ids, self.loads = [], {}, [], []
+
+  def handle_starttag(self, tag, attrs):
+    self._seen(tag, attrs)
+    if tag not in self.VOID:
+      self.open_tags.append(tag)
+
+  def handle_startendtag(self, tag, attrs):
+    self._seen(tag, attrs)
+
+  def handle_endtag(self, tag):
+    # HTML lets these close by themselves; the page does not use that.
+    assert self.open_tags.pop() == tag
+
+  def _seen(self, tag, attrs):
+    self.count[tag] = self.count.get(tag, 0) + 1
+    for name, value in attrs:
+      if name == "id":
+        self.ids.append(value)
+      outside = value and not value.startswith(("#", "data:"))
+      if name in ("src", "xlink:href", "data") and outside:
+        self.loads.append(value)
+      if name == "href" and tag in ("link", "use", "image") and outside:
+        self.loads.append(value)
