@@ -89,7 +89,7 @@ def make_train_step(config: config_lib.RunConfig, mesh: Mesh) -> Step:
     sums, tokens, gradient = _accumulate(config, mesh, params, batch)
     count = jnp.maximum(tokens, 1.0)
     gradient = jax.tree.map(lambda g: g / count, gradient)
-    grad_norm = optax.global_norm(gradient)
+    grad_norm = optax.tree.norm(gradient)
     learning_rate = jnp.asarray(schedule(state.step), jnp.float32)
     loss = sums.total / count
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
@@ -106,7 +106,7 @@ def make_train_step(config: config_lib.RunConfig, mesh: Mesh) -> Step:
       loss=sums.nll / count,
       z=sums.z / count,
       grad_norm=grad_norm,
-      param_norm=optax.global_norm(state.model),
+      param_norm=optax.tree.norm(state.model),
       learning_rate=learning_rate,
       tokens=tokens,
       finite=finite,

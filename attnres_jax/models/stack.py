@@ -13,11 +13,12 @@ one, around a sublayer, sees to it that only one sublayer's intermediates are
 alive at a time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
 from attnres_jax.models import layer as layer_lib
@@ -75,10 +76,17 @@ def run(
   around_segment, around_sublayer = config_lib.choose(
     "model.remat", remat, REMAT
   )
+  segments = residual.segments()
+  whole_layers = all(start % 2 == stop % 2 == 0 for start, stop in segments)
+  scanned = scan and residual.scannable and whole_layers
+  if scanned:
+    parts = _split(layers, [(stop - start) // 2 for start, stop in segments])
+  else:
+    singles = _unstack(layers, -(-residual.num_sublayers // 2))
+    parts = [singles[start // 2 : (stop + 1) // 2] for start, stop in segments]
+
   state = residual.init(embedding_BTD)
-  for start, stop in residual.segments():
-    whole_layers = start % 2 == 0 and stop % 2 == 0
-    scanned = scan and residual.scannable and whole_layers and stop - start > 2
+  for part, (start, stop) in zip(parts, segments, strict=True):
     inside = functools.partial(
       _scanned if scanned else _unrolled,
       residual=residual,
@@ -87,7 +95,7 @@ def run(
       segment_ids_BT=segment_ids_BT,
       around_sublayer=around_sublayer,
     )
-    carry = around_segment(inside)(layers, state)
+    carry = around_segment(inside)(part, state)
     state = residual.close(state, carry, stop)
   return residual.readout(state)
 
@@ -100,12 +108,12 @@ def trace(
 ) -> Trace:
   """Runs the trunk like `run`; returns what every sublayer read and wrote."""
   values, reads = [embedding_BTD], []
+  singles = _unstack(layers, -(-residual.num_sublayers // 2))
   state = residual.init(embedding_BTD)
   for start, stop in residual.segments():
     carry, slots = residual.open(state, start, stop)
-    for l in range(start, stop):
-      slot = _index(slots, l - start)
-      layer, kind = _index(layers, l // 2), layer_lib.SUBLAYERS[l % 2]
+    for l, slot in enumerate(_unstack(slots, stop - start), start):
+      layer, kind = singles[l // 2], layer_lib.SUBLAYERS[l % 2]
       h_BTD = residual.read(carry, slot)
       y_BTD = layer.core(kind, layer.norm(kind)(h_BTD), segment_ids_BT)
       carry = residual.write(carry, slot, y_BTD)
@@ -116,7 +124,7 @@ def trace(
 
 
 def _unrolled(
-  layers: layer_lib.Layer,
+  layers: list[layer_lib.Layer],
   state: Any,
   *,
   residual: base.Residual,
@@ -126,14 +134,10 @@ def _unrolled(
   around_sublayer: Callable[..., Any],
 ) -> Any:
   carry, slots = residual.open(state, start, stop)
-  for l in range(start, stop):
-    sublayer = functools.partial(
-      _sublayer, residual, layer_lib.SUBLAYERS[l % 2]
-    )
-    slot = _index(slots, l - start)
-    y_BTD = around_sublayer(sublayer)(
-      _index(layers, l // 2), carry, slot, segment_ids_BT
-    )
+  for l, slot in enumerate(_unstack(slots, stop - start), start):
+    layer, kind = layers[l // 2 - start // 2], layer_lib.SUBLAYERS[l % 2]
+    sublayer = functools.partial(_sublayer, residual, kind)
+    y_BTD = around_sublayer(sublayer)(layer, carry, slot, segment_ids_BT)
     carry = residual.write(carry, slot, y_BTD)
   return carry
 
@@ -151,12 +155,10 @@ def _scanned(
   carry, slots = residual.open(state, start, stop)
   pair = (stop - start) // 2, 2
   slots = jax.tree.map(lambda a: a.reshape(*pair, *a.shape[1:]), slots)
-  layers = jax.tree.map(lambda a: a[start // 2 : stop // 2], layers)
 
   def transformer_block(carry, xs):
     layer, layer_slots = xs
-    for i, kind in enumerate(layer_lib.SUBLAYERS):
-      slot = _index(layer_slots, i)
+    for kind, slot in zip(layer_lib.SUBLAYERS, _unstack(layer_slots, 2)):
       sublayer = functools.partial(_sublayer, residual, kind)
       y_BTD = around_sublayer(sublayer)(layer, carry, slot, segment_ids_BT)
       carry = residual.write(carry, slot, y_BTD)
@@ -178,5 +180,20 @@ def _sublayer(
   return layer.core(kind, x_BTD, segment_ids_BT)
 
 
-def _index(tree: Any, i: int) -> Any:
-  return jax.tree.map(lambda a: a[i], tree)
+def _split(tree: Any, sizes: Sequence[int]) -> list[Any]:
+  """Cuts every leaf along its leading axis.
+
+  One `lax.split`, whose gradient is one concatenation; slices would have each
+  part's gradient padded to full size and added up.
+  """
+  leaves, structure = jax.tree.flatten(tree)
+  if not leaves:
+    return [tree] * len(sizes)
+  split = [jax.lax.split(leaf, sizes, axis=0) for leaf in leaves]
+  return [jax.tree.unflatten(structure, part) for part in zip(*split)]
+
+
+def _unstack(tree: Any, count: int) -> list[Any]:
+  """One tree for each of the `count` indices of the leading axis."""
+  parts = _split(tree, [1] * count)
+  return [jax.tree.map(lambda a: jnp.squeeze(a, 0), part) for part in parts]

@@ -6,7 +6,8 @@
 All schemes are compiled first, then run in turn, round after round, in one
 process on the same tokens; a round's ratio is the scheme's time over PreNorm's
 in that round, and the median over rounds is reported with its range. Ratios
-survive what absolute times do not: a shared or throttled machine. Writes one
+survive what absolute times do not: a shared or throttled machine. `cpu_ratio`
+is the same of processor time, which other processes disturb less. Writes one
 row per size, scheme and pass to `results.csv` beside this file (or --output).
 
 Compile time is that of the whole training step (forward, backward, AdamW) with
@@ -63,21 +64,24 @@ SCHEMES: dict[str, dict[str, Any]] = {
 def measure(size: str, rounds: int, schemes: list[str]) -> list[dict]:
   """Compiles and times the schemes; returns rows, PreNorm's first."""
   programs = {name: _programs(size, name) for name in schemes}
-  seconds = {name: {"forward": [], "forward_backward": []} for name in schemes}
+  passes = ("forward", "forward_backward")
+  seconds = {name: {kind: [] for kind in passes} for name in schemes}
   for round_index in range(rounds + 1):
     # Alternate the order, so that a drift does not favour a position.
     order = schemes if round_index % 2 else schemes[::-1]
     for name in order:
       for kind, times in seconds[name].items():
         call, arguments = programs[name][kind]
-        start = time.perf_counter()
+        start = time.perf_counter(), time.process_time()
         jax.block_until_ready(call(*arguments))
+        stop = time.perf_counter(), time.process_time()
         if round_index:
-          times.append(time.perf_counter() - start)
+          times.append((stop[0] - start[0], stop[1] - start[1]))
   rows = []
   for name in schemes:
     for kind, times in seconds[name].items():
-      ratios = [a / b for a, b in zip(times, seconds["prenorm"][kind])]
+      pairs = list(zip(times, seconds["prenorm"][kind], strict=True))
+      ratios = [own[0] / base[0] for own, base in pairs]
       rows.append(
         dict(
           size=size,
@@ -87,7 +91,8 @@ def measure(size: str, rounds: int, schemes: list[str]) -> list[dict]:
           ratio=round(statistics.median(ratios), 4),
           ratio_min=round(min(ratios), 4),
           ratio_max=round(max(ratios), 4),
-          seconds=round(statistics.median(times), 4),
+          cpu_ratio=round(statistics.median(a[1] / b[1] for a, b in pairs), 4),
+          seconds=round(statistics.median(wall for wall, _ in times), 4),
         )
       )
     compile_seconds = programs[name]["compile_seconds"]
@@ -101,6 +106,11 @@ def measure(size: str, rounds: int, schemes: list[str]) -> list[dict]:
         ratio=round(ratio, 3),
         ratio_min=round(ratio, 3),
         ratio_max=round(ratio, 3),
+        cpu_ratio=round(
+          programs[name]["compile_cpu_seconds"]
+          / programs["prenorm"]["compile_cpu_seconds"],
+          3,
+        ),
         seconds=round(compile_seconds, 2),
       )
     )
@@ -118,16 +128,17 @@ def _programs(size: str, scheme: str) -> dict:
   batch = sharding.shard_batch({"tokens": tokens}, mesh)
 
   step = train_state.make_train_step(config, mesh)
-  start = time.perf_counter()
+  start = time.perf_counter(), time.process_time()
   step.lower(state, batch).compile()
-  compile_seconds = time.perf_counter() - start
+  stop = time.perf_counter(), time.process_time()
 
   def trunk_loss(model):
     # The head is the same for all schemes and is left out of the ratio's base.
     return jnp.mean(jnp.square(model.hidden(batch["tokens"][:, :-1])))
 
   return dict(
-    compile_seconds=compile_seconds,
+    compile_seconds=stop[0] - start[0],
+    compile_cpu_seconds=stop[1] - start[1],
     forward=(jax.jit(trunk_loss), (state.model,)),
     forward_backward=(jax.jit(jax.grad(trunk_loss)), (state.model,)),
   )
@@ -171,7 +182,7 @@ def main(argv):
       print(
         f"{row['size']:6} {row['scheme']:26} {row['measure']:19}"
         f" {row['ratio']:7.3f} [{row['ratio_min']:.3f}, {row['ratio_max']:.3f}]"
-        f" {row['seconds']:8.3f} s",
+        f" cpu {row['cpu_ratio']:.3f} {row['seconds']:8.3f} s",
         flush=True,
       )
   with open(_OUTPUT.value, "w", newline="") as file:
