@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training compute, counted three ways, in PFLOP/s-days.
+
+The paper gives losses against compute but not how it counts. The choices are
+
+  6nd        six FLOPs per activated parameter and token, embedding and head
+             left out;
+  attention  and the causal attention over the sequence;
+  residual   and the residual scheme's own work: a dot product and a weighted
+             sum for each (read, source) pair, a mean square for each source.
+
+The recurrence of linear attention is in none of them. What a fit or a figure
+says about compute is only worth something with the name of its counting.
+"""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+
+from attnres_jax import flops as flops_lib
+from attnres_jax.scaling import architecture as architecture_lib
+from attnres_jax.scaling import checks
+
+PFLOPS_DAY = 1e15 * 24 * 3600
+COUNTINGS = ("6nd", "attention", "residual")
+# How an axis or a table names its counting.
+LABELS = {
+  "6nd": "6ND",
+  "attention": "6ND + causal attention",
+  "residual": "6ND + causal attention + depth attention",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenFlops:
+  """Forward FLOPs of one token; backward takes twice as many.
+
+  Attributes:
+    matmul: two per activated parameter outside embedding and head.
+    attention: scores and weighted values over the sequence, causal.
+    residual: of the residual scheme.
+  """
+
+  matmul: float
+  attention: float = 0.0
+  residual: float = 0.0
+
+
+def pflops_days(flops: TokenFlops, tokens: float, counting: str) -> float:
+  """Training compute of `tokens` tokens under one of `COUNTINGS`."""
+  if counting not in COUNTINGS:
+    checks.fail("counting", counting, "one of " + ", ".join(COUNTINGS))
+  forward = flops.matmul
+  if counting != "6nd":
+    forward += flops.attention
+  if counting == "residual":
+    forward += flops.residual
+  return 3 * forward * tokens / PFLOPS_DAY
+
+
+def of_run(flops: flops_lib.FlopsPerToken) -> TokenFlops:
+  """What `flops.flops_per_token` counted for a model of this package."""
+  return TokenFlops(
+    matmul=flops.projections + flops.mlp,
+    attention=flops.attention,
+    residual=flops.residual,
+  )
+
+
+def of_architecture(
+  architecture: architecture_lib.Architecture,
+  scheme: str,
+  sequence_length: int,
+  *,
+  active_params: float | None = None,
+  block_size: int = 4,
+) -> TokenFlops:
+  """Counts a KDA, MLA and MoE network.
+
+  Args:
+    architecture: its shape.
+    scheme: a key of `DEPTH_READS`.
+    sequence_length: T.
+    active_params: N where a published number is to be used.
+    block_size: sublayers per block of Block AttnRes.
+  """
+  if scheme not in DEPTH_READS:
+    checks.fail("scheme", scheme, "one of " + ", ".join(DEPTH_READS))
+  reads = DEPTH_READS[scheme](architecture.num_sublayers, block_size)
+  # Keys are 192 wide and values 128; half of the positions are in the past.
+  per_head = (
+    architecture_lib.MLA_QUERY_WIDTH + architecture_lib.HEAD_WIDTH
+  ) * sequence_length
+  if active_params is None:
+    active_params = architecture.active_params
+  return TokenFlops(
+    matmul=2 * active_params,
+    attention=architecture.num_mla * architecture.num_heads * per_head,
+    residual=architecture.width * (4 * reads.pairs + 2 * reads.sources),
+  )
+
+
+DEPTH_READS: Mapping[str, Callable[[int, int], flops_lib.DepthReads]] = {
+  "prenorm": lambda sublayers, block_size: flops_lib.DepthReads(0, 0),
+  "block_attnres": flops_lib.block_reads,
+  "full_attnres": lambda sublayers, _: flops_lib.full_reads(sublayers),
+}

@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Power laws of loss in compute, with honest intervals (section 5.1, Fig. 4).
+
+The law is L = A C^-alpha, optionally with an irreducible loss E added. It is
+drawn through ln L, by least squares or with Huber's loss, which bounds the pull
+of a run that went wrong. Intervals come from a bootstrap over sizes and, within
+a size, over seeds. All schemes share a draw: they were trained on the same
+sizes and seeds, so what is common to them cancels in a comparison.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy import optimize
+
+from attnres_jax.scaling import checks
+
+METHODS = ("least_squares", "huber")
+LEVELS = ("sizes", "seeds")
+
+
+class Estimate(NamedTuple):
+  """A number and its interval; None where nothing was resampled."""
+
+  value: float
+  low: float | None = None
+  high: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class PowerLaw:
+  """L = coefficient * C ** -exponent + irreducible."""
+
+  coefficient: float
+  exponent: float
+  irreducible: float = 0.0
+
+  def __call__(self, compute: Any) -> Any:
+    """The loss at a compute, or at an array of them."""
+    return self.coefficient * compute**-self.exponent + self.irreducible
+
+  def invert(self, loss: Any) -> Any:
+    """The compute at which the law reaches a loss; inf below its floor."""
+    above = np.asarray(loss, float) - self.irreducible
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+      # A flat law reaches a loss nowhere or, below it, without any compute.
+      root = np.divide(1.0, self.exponent)
+      compute = (self.coefficient / above) ** root
+    compute = np.where(above > 0, compute, np.inf)
+    return float(compute) if compute.ndim == 0 else compute
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+  """A law and the laws of its bootstrap draws.
+
+  Attributes:
+    law: fitted to all runs.
+    samples: one per draw; those of schemes fitted together belong together.
+  """
+
+  law: PowerLaw
+  samples: tuple[PowerLaw, ...] = ()
+
+  def coefficient(self, level: float = 0.9) -> Estimate:
+    values = [law.coefficient for law in self.samples]
+    return _estimate(self.law.coefficient, values, level)
+
+  def exponent(self, level: float = 0.9) -> Estimate:
+    values = [law.exponent for law in self.samples]
+    return _estimate(self.law.exponent, values, level)
+
+  def irreducible(self, level: float = 0.9) -> Estimate:
+    values = [law.irreducible for law in self.samples]
+    return _estimate(self.law.irreducible, values, level)
+
+  def loss(self, compute: float, level: float = 0.9) -> Estimate:
+    values = [law(compute) for law in self.samples]
+    return _estimate(self.law(compute), values, level)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Runs:
+  """Finished runs of one scheme, a row each.
+
+  Attributes:
+    compute: of each run, in any one unit; becomes an array.
+    loss: final losses; becomes an array.
+    size: label of each run's size; runs of one size differ by seed only.
+    seed: label of each run's seed.
+  """
+
+  compute: Any
+  loss: Any
+  size: tuple
+  seed: tuple
+
+  def __post_init__(self):
+    compute, loss = _checked(self.compute, self.loss)
+    object.__setattr__(self, "compute", compute)
+    object.__setattr__(self, "loss", loss)
+    for name in ("size", "seed"):
+      labels = tuple(getattr(self, name))
+      object.__setattr__(self, name, labels)
+      if len(labels) != len(loss):
+        checks.fail(name, labels, f"{len(loss)} labels, one per run")
+    if len({*zip(self.size, self.seed)}) != len(loss):
+      checks.fail("seed", self.seed, "no seed twice within a size")
+
+
+def fit_power_law(
+  compute: Sequence[float] | np.ndarray,
+  loss: Sequence[float] | np.ndarray,
+  *,
+  irreducible: bool = False,
+  method: str = "least_squares",
+  huber_delta: float = 1e-3,
+) -> PowerLaw:
+  """Fits L = A C^-alpha (+ E) to ln L.
+
+  Args:
+    compute: of each run, positive.
+    loss: final losses, positive.
+    irreducible: fit E as well, between 0 and the smallest loss.
+    method: "least_squares", or "huber": quadratic up to `huber_delta` from the
+      law and linear beyond.
+    huber_delta: in ln L, so roughly a relative deviation.
+
+  Raises:
+    ValueError: too few distinct computes (two, or three with E), or a value
+      that is not positive.
+  """
+  compute, loss = _checked(compute, loss)
+  if method not in METHODS:
+    checks.fail("method", method, "one of " + ", ".join(METHODS))
+  if huber_delta <= 0:
+    checks.fail("huber_delta", huber_delta, "a number above 0")
+  needed = 3 if irreducible else 2
+  distinct = len(set(compute.tolist()))
+  if distinct < needed:
+    checks.fail(
+      "compute", compute.tolist(), f"at least {needed} distinct values"
+    )
+  delta = huber_delta if method == "huber" else None
+  return _fit(compute, loss, irreducible, delta)
+
+
+def fit_schemes(
+  runs: Mapping[str, Runs],
+  rng: np.random.Generator,
+  *,
+  num_samples: int = 1000,
+  over: Sequence[str] = LEVELS,
+  irreducible: bool = False,
+  method: str = "least_squares",
+  huber_delta: float = 1e-3,
+) -> dict[str, Fit]:
+  """Fits every scheme, with bootstrap draws that all schemes share.
+
+  A draw takes as many sizes as there are, with replacement, and in each as many
+  of its seeds, with replacement. Draws with too few distinct sizes for the law
+  are drawn again. A run that failed under one scheme is missing in its draws.
+
+  Args:
+    runs: of each scheme.
+    rng: source of the draws.
+    num_samples: draws.
+    over: what is resampled: "sizes", "seeds" or both. One seed per size leaves
+      only the sizes to resample; seeds alone ignore that the law is not exact.
+    irreducible: as in `fit_power_law`, like the next two.
+    method: least squares or Huber.
+    huber_delta: in ln L.
+  """
+  for level in over:
+    if level not in LEVELS:
+      checks.fail("over", tuple(over), "some of " + ", ".join(LEVELS))
+  laws = {
+    name: fit_power_law(
+      own.compute,
+      own.loss,
+      irreducible=irreducible,
+      method=method,
+      huber_delta=huber_delta,
+    )
+    for name, own in runs.items()
+  }
+  delta = huber_delta if method == "huber" else None
+  samples = {name: [] for name in runs}
+  seeds = _seeds_of_sizes(runs.values())
+  rows = {
+    name: {label: i for i, label in enumerate(zip(own.size, own.seed))}
+    for name, own in runs.items()
+  }
+  needed = 3 if irreducible else 2
+  while any(len(drawn) < num_samples for drawn in samples.values()):
+    labels = _draw(seeds, rng, over)
+    chosen = {
+      name: [own[label] for label in labels if label in own]
+      for name, own in rows.items()
+    }
+    if any(
+      len(set(runs[name].compute[index].tolist())) < needed
+      for name, index in chosen.items()
+    ):
+      continue
+    for name, index in chosen.items():
+      compute, loss = runs[name].compute[index], runs[name].loss[index]
+      law = _fit(compute, loss, irreducible, delta, start=laws[name])
+      samples[name].append(law)
+  return {name: Fit(laws[name], tuple(samples[name])) for name in runs}
+
+
+def compute_advantage(
+  baseline: PowerLaw | Fit,
+  other: PowerLaw | Fit,
+  compute: float,
+  *,
+  level: float = 0.9,
+) -> Estimate:
+  """How many times `compute` the baseline needs for the loss of the other.
+
+  Args:
+    baseline: the law to be matched against.
+    other: the law whose loss at `compute` is looked up.
+    compute: at which to compare, in the unit of the fits.
+    level: of the interval, which needs two fits with draws in common.
+
+  Returns:
+    The advantage (1.25 for Block AttnRes at 5.6 PFLOP/s-days in the paper).
+  """
+  if compute <= 0:
+    checks.fail("compute", compute, "a number above 0")
+  baseline, other = (
+    law if isinstance(law, Fit) else Fit(law) for law in (baseline, other)
+  )
+  if len(baseline.samples) != len(other.samples):
+    checks.fail(
+      "other",
+      f"{len(other.samples)} draws",
+      f"the baseline's {len(baseline.samples)}, from one call of fit_schemes",
+    )
+  value = baseline.law.invert(other.law(compute)) / compute
+  values = [
+    a.invert(b(compute)) / compute
+    for a, b in zip(baseline.samples, other.samples)
+  ]
+  return _estimate(value, values, level)
+
+
+def _checked(compute, loss) -> tuple[np.ndarray, np.ndarray]:
+  arrays = np.asarray(compute, float), np.asarray(loss, float)
+  for name, array in zip(("compute", "loss"), arrays):
+    if array.ndim != 1:
+      checks.fail(name, array.tolist(), "a flat sequence of numbers")
+    bad = array[~(np.isfinite(array) & (array > 0))]
+    if bad.size:
+      checks.fail(name, bad[0].item(), "finite numbers above 0")
+  if len(arrays[0]) != len(arrays[1]):
+    checks.fail(
+      "loss", f"{len(arrays[1])} values", f"{len(arrays[0])}, as in compute"
+    )
+  return arrays
+
+
+def _fit(
+  compute: np.ndarray,
+  loss: np.ndarray,
+  irreducible: bool,
+  huber_delta: float | None,
+  start: PowerLaw | None = None,
+) -> PowerLaw:
+  """Fits checked values; a law to start from saves the search for one."""
+  line = _least_squares(compute, loss)
+  if not irreducible:
+    if huber_delta is None:
+      return line
+    return _solve(compute, loss, [line], huber_delta, with_floor=False)
+  if start is not None:
+    return _solve(compute, loss, [start], huber_delta, with_floor=True)
+  starts = []
+  for fraction in (0.0, 0.3, 0.6, 0.9):
+    floor = fraction * float(loss.min())
+    law = _least_squares(compute, loss - floor)
+    starts.append(dataclasses.replace(law, irreducible=floor))
+  return _solve(compute, loss, starts, huber_delta, with_floor=True)
+
+
+def _least_squares(compute: np.ndarray, loss: np.ndarray) -> PowerLaw:
+  x, y = np.log(compute), np.log(loss)
+  centred = x - x.mean()
+  slope = float(centred @ y / (centred @ centred))
+  return PowerLaw(float(np.exp(y.mean() - slope * x.mean())), -slope)
+
+
+def _solve(
+  compute: np.ndarray,
+  loss: np.ndarray,
+  starts: Sequence[PowerLaw],
+  huber_delta: float | None,
+  *,
+  with_floor: bool,
+) -> PowerLaw:
+  """The best of the local minima that the starts lead to."""
+  x, y = np.log(compute), np.log(loss)
+  # Around the middle of the data slope and height are nearly independent.
+  middle, lowest = x.mean(), float(loss.min())
+
+  def parts(params):
+    power = np.exp(params[0] - params[1] * (x - middle))
+    return power, power + (params[2] * lowest if with_floor else 0.0)
+
+  def residuals(params):
+    return np.log(parts(params)[1]) - y
+
+  def jacobian(params):
+    power, total = parts(params)
+    columns = [power, -(x - middle) * power, np.full_like(x, lowest)]
+    return np.stack(columns[: len(params)], axis=1) / total[:, None]
+
+  results = []
+  for start in starts:
+    guess = [
+      np.log(start.coefficient) - start.exponent * middle,
+      start.exponent,
+    ]
+    lower, upper = [-np.inf, -np.inf], [np.inf, np.inf]
+    if with_floor:
+      # In units of the smallest loss, away from the bounds of the search.
+      guess.append(np.clip(start.irreducible / lowest, 0.01, 0.99))
+      lower.append(0.0)
+      upper.append(1.0)
+    results.append(
+      optimize.least_squares(
+        residuals,
+        guess,
+        jac=jacobian,
+        bounds=(lower, upper),
+        loss="linear" if huber_delta is None else "huber",
+        f_scale=1.0 if huber_delta is None else huber_delta,
+        xtol=1e-12,
+        ftol=1e-12,
+        gtol=1e-12,
+      )
+    )
+  best = min(results, key=lambda result: result.cost)
+  height, slope = best.x[:2]
+  floor = best.x[2] * lowest if with_floor else 0.0
+  return PowerLaw(
+    float(np.exp(height + slope * middle)), float(slope), float(floor)
+  )
+
+
+def _seeds_of_sizes(runs) -> dict:
+  seeds = {}
+  for own in runs:
+    for size, seed in zip(own.size, own.seed):
+      seeds.setdefault(size, [])
+      if seed not in seeds[size]:
+        seeds[size].append(seed)
+  return seeds
+
+
+def _draw(
+  seeds: Mapping, rng: np.random.Generator, over: Sequence[str]
+) -> list[tuple]:
+  sizes = list(seeds)
+  picks = range(len(sizes))
+  if "sizes" in over:
+    picks = rng.integers(len(sizes), size=len(sizes))
+  labels = []
+  for pick in picks:
+    own = seeds[sizes[pick]]
+    chosen = range(len(own))
+    if "seeds" in over:
+      chosen = rng.integers(len(own), size=len(own))
+    labels += [(sizes[pick], own[i]) for i in chosen]
+  return labels
+
+
+def _estimate(value: float, values: Sequence[float], level: float) -> Estimate:
+  if not 0 < level < 1:
+    checks.fail("level", level, "a number between 0 and 1")
+  if not len(values):
+    return Estimate(float(value))
+  # Draws may lie below the floor of the baseline: infinitely far ahead.
+  tails = [(1 - level) / 2, (1 + level) / 2]
+  low, high = np.quantile(values, tails, method="inverted_cdf")
+  return Estimate(float(value), float(low), float(high))

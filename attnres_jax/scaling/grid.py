@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sweeps as data: which runs there are, each with a name of its own.
+
+A config file may define `def sweep(add)` beside `get_config(arg)`. It calls
+`add(**overrides)` once per run; nothing is launched here. Overrides are either
+arguments of `get_config` (`size="s"`) or fields of the config, which are known
+by their dots or as fields of the run itself (`seed=1`,
+`**{"optim.peak_lr": 3e-4}`).
+
+    def sweep(add):
+      for overrides in grid.product(
+        size=("s", "m"), residual=("prenorm", "block_attnres"), seed=range(3)
+      ):
+        add(**overrides)
+
+A run is named by its overrides and a hash of its resolved config, such as
+`s-block_attnres-seed1-3f0c1942`. The hash covers every field but `name`, which
+labels a run without changing it, and does not depend on the version of Python.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+import dataclasses
+import hashlib
+import itertools
+import json
+import re
+from typing import Any
+
+from attnres_jax import config as config_lib
+from attnres_jax.scaling import checks
+
+Resolve = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+HASH_DIGITS = 8
+# Workdirs, labels and log lines all have to hold a name.
+MAX_SLUG = 80
+_UNHASHED = ("name",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """One run of a sweep.
+
+  Attributes:
+    name: unique in the sweep and fit for a folder: slug and hash.
+    overrides: what `add` was called with.
+    config: resolved, a nested dict ready for JSON.
+  """
+
+  name: str
+  overrides: Mapping[str, Any]
+  config: Mapping[str, Any]
+
+
+class Sweep:
+  """Collects the runs that `sweep(add)` adds.
+
+  Attributes:
+    runs: in the order in which they were added.
+  """
+
+  def __init__(self, resolve: Resolve):
+    """`resolve` turns overrides into a whole config, a nested dict."""
+    self._resolve = resolve
+    self.runs: list[Run] = []
+
+  def add(self, **overrides: Any) -> Run:
+    """Adds a run.
+
+    Raises:
+      ValueError: the sweep has a run with the same resolved config.
+      ConfigError: the overrides name no field, or hold a value it cannot take.
+    """
+    config = self._resolve(overrides)
+    digest = config_hash(config)
+    for run in self.runs:
+      if run.name.endswith(digest):
+        checks.fail(
+          "overrides", overrides, f"another config than that of {run.name}"
+        )
+    slug = slug_of(overrides)
+    run = Run(f"{slug}-{digest}" if slug else digest, overrides, config)
+    self.runs.append(run)
+    return run
+
+
+def collect(
+  sweep: Callable[[Callable[..., Run]], None], resolve: Resolve
+) -> list[Run]:
+  """The runs of a config file's `sweep(add)`."""
+  collector = Sweep(resolve)
+  sweep(collector.add)
+  return collector.runs
+
+
+def config_resolver(spec: str) -> Resolve:
+  """Resolves overrides against `path/to/file.py:key=value,...`.
+
+  Arguments of `get_config` go behind those of `spec`, so that they win.
+  """
+
+  def resolve(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
+    own = {field.name for field in dataclasses.fields(config_lib.RunConfig)}
+    fields, arguments = {}, []
+    for key, value in overrides.items():
+      if "." in key or key in own:
+        fields[key] = value
+      else:
+        arguments.append(f"{key}={value}")
+    path, _, given = spec.partition(":")
+    argument = ",".join([*filter(None, [given]), *arguments])
+    run = config_lib.load_config(f"{path}:{argument}", fields)
+    return config_lib.to_dict(run)
+
+  return resolve
+
+
+def product(**axes: Iterable[Any]) -> Iterator[dict[str, Any]]:
+  """Every combination of the axes' values, the last axis fastest.
+
+  Fields with dots go in as `product(**{"optim.peak_lr": (1e-3, 3e-3)})`.
+  """
+  for values in itertools.product(*axes.values()):
+    yield dict(zip(axes, values))
+
+
+def select(runs: Iterable[Run], pattern: str) -> list[Run]:
+  """The runs in whose names the regular expression occurs."""
+  try:
+    expression = re.compile(pattern)
+  except re.error as error:
+    checks.fail("pattern", pattern, f"a regular expression ({error})")
+  return [run for run in runs if expression.search(run.name)]
+
+
+def config_hash(config: Mapping[str, Any]) -> str:
+  """A few hex digits that change with any field of a resolved config."""
+  hashed = {key: value for key, value in config.items() if key not in _UNHASHED}
+  text = json.dumps(
+    hashed, sort_keys=True, separators=(",", ":"), allow_nan=False
+  )
+  return hashlib.sha256(text.encode()).hexdigest()[:HASH_DIGITS]
+
+
+def slug_of(overrides: Mapping[str, Any]) -> str:
+  """Overrides as one readable word, such as `s-block_attnres-seed1`.
+
+  Words stand for themselves; numbers and switches go with the name of their
+  field, without what comes before its last dot.
+  """
+  parts = []
+  for key, value in overrides.items():
+    leaf = key.rpartition(".")[2]
+    if isinstance(value, bool):
+      parts.append(leaf if value else f"no_{leaf}")
+    elif isinstance(value, str):
+      parts.append(value or f"no_{leaf}")
+    else:
+      parts.append(f"{leaf}{value}")
+  slug = re.sub(r"[^A-Za-z0-9_.+-]+", "_", "-".join(parts))
+  return slug[:MAX_SLUG].strip("-_.")

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published numbers of the scaling section, as data (arXiv:2603.15031).
+
+Every record says where its values come from:
+
+  Table N, Fig. N, section N   printed in the paper;
+  derived                      worked out from printed values, and checked
+                               against others of them, but not printed.
+
+Losses are validation losses. Schemes go by their names in
+`attnres_jax.models.residuals`; `mhc_lite` is the paper's column "mHC(-lite)".
+"""
+
+from collections.abc import Callable
+import dataclasses
+
+from attnres_jax.scaling import architecture as architecture_lib
+from attnres_jax.scaling import compute as compute_lib
+from attnres_jax.scaling import fit as fit_lib
+
+SEQUENCE_LENGTH = 8192
+SCHEMES = ("prenorm", "block_attnres", "full_attnres", "mhc_lite")
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+  """A row of Table 2.
+
+  Attributes:
+    name: activated parameters, as printed.
+    active_params: the same as a number; embedding and head left out (derived).
+    tokens: seen in training.
+    num_layers: transformer blocks.
+    num_heads: of attention.
+    width: d.
+    expert_width: hidden width of one expert.
+    peak_lr: tuned for the baseline.
+    batch_size: sequences of 8192 tokens.
+    losses: of `SCHEMES`, in that order.
+    source: where the row is printed.
+  """
+
+  name: str
+  active_params: float
+  tokens: float
+  num_layers: int
+  num_heads: int
+  width: int
+  expert_width: int
+  peak_lr: float
+  batch_size: int
+  losses: tuple[float, float, float, float]
+  source: str = "Table 2"
+
+  @property
+  def steps(self) -> int:
+    """Optimiser steps nearest to the token budget (derived)."""
+    return round(self.tokens / (self.batch_size * SEQUENCE_LENGTH))
+
+  @property
+  def architecture(self) -> architecture_lib.Architecture:
+    """The network, with as many experts as fit the counts (derived)."""
+    return architecture_lib.Architecture(
+      num_layers=self.num_layers,
+      width=self.width,
+      num_heads=self.num_heads,
+      expert_width=self.expert_width,
+    )
+
+  def loss(self, scheme: str) -> float:
+    return self.losses[SCHEMES.index(scheme)]
+
+  def compute(self, counting: str, scheme: str = "prenorm") -> float:
+    """PFLOP/s-days, with the published N and blocks of four sublayers."""
+    flops = compute_lib.of_architecture(
+      self.architecture,
+      scheme if counting == "residual" else "prenorm",
+      SEQUENCE_LENGTH,
+      active_params=self.active_params,
+    )
+    return compute_lib.pflops_days(flops, self.tokens, counting)
+
+
+TABLE_2 = (
+  Size("194M", 194e6, 38.7e9, 12, 12, 896, 400, 2.99e-3, 192,
+       (1.931, 1.909, 1.899, 1.906)),
+  Size("241M", 241e6, 45.4e9, 13, 13, 960, 432, 2.80e-3, 256,
+       (1.895, 1.875, 1.874, 1.869)),
+  Size("296M", 296e6, 62.1e9, 14, 14, 1024, 464, 2.50e-3, 320,
+       (1.829, 1.809, 1.804, 1.807)),
+  Size("436M", 436e6, 87.9e9, 16, 16, 1168, 528, 2.20e-3, 384,
+       (1.766, 1.746, 1.737, 1.747)),
+  Size("528M", 528e6, 119.0e9, 17, 17, 1264, 560, 2.02e-3, 432,
+       (1.719, 1.693, 1.692, 1.694)),
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class PublishedFit:
+  """A law as printed, three decimals of its exponent and coefficient."""
+
+  scheme: str
+  law: fit_lib.PowerLaw
+  source: str = "Fig. 4, section 5.1"
+
+
+PUBLISHED_FITS = {
+  fit.scheme: fit
+  for fit in (
+    PublishedFit("prenorm", fit_lib.PowerLaw(1.891, 0.057)),
+    PublishedFit("block_attnres", fit_lib.PowerLaw(1.870, 0.058)),
+    PublishedFit("full_attnres", fit_lib.PowerLaw(1.865, 0.057)),
+  )
+}
+# Where the paper compares them, and what it reads there (section 5.1).
+PUBLISHED_COMPUTE = 5.6
+PUBLISHED_LOSSES = {"prenorm": 1.714, "block_attnres": 1.692}
+PUBLISHED_ADVANTAGE = 1.25
+
+
+def runs(scheme: str, counting: str) -> fit_lib.Runs:
+  """Table 2's runs of a scheme, ready to be fitted.
+
+  Under "residual" the baseline has no work of its own to count, and that of
+  `mhc_lite` is not counted by this package, so asking for it fails.
+  """
+  return fit_lib.Runs(
+    compute=[size.compute(counting, scheme) for size in TABLE_2],
+    loss=[size.loss(scheme) for size in TABLE_2],
+    size=tuple(size.name for size in TABLE_2),
+    seed=(0,) * len(TABLE_2),
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class IoRow:
+  """Memory traffic of one scheme per token and sublayer, a row of Table 1.
+
+  Attributes:
+    scheme: its name.
+    widths: multiple of d read and written in total, from (L, N, S, m).
+    scalars: what comes on top of that.
+    typical_widths: the printed multiple of d at L=128, N=8, S=16, m=4.
+    note: where the printed parts do not add up to the printed total.
+    source: where the row is printed.
+  """
+
+  scheme: str
+  widths: Callable[[int, int, int, int], float]
+  scalars: Callable[[int, int, int, int], float]
+  typical_widths: float
+  note: str = ""
+  source: str = "Table 1"
+
+
+TYPICAL_IO = (128, 8, 16, 4)
+TABLE_1 = (
+  IoRow("prenorm", lambda l, n, s, m: 3, lambda l, n, s, m: 0, 3),
+  IoRow(
+    "mhc",
+    lambda l, n, s, m: 8 * m + 2,
+    lambda l, n, s, m: 2 * m**2 + 4 * m,
+    34,
+  ),
+  IoRow("full_attnres", lambda l, n, s, m: s + n, lambda l, n, s, m: 0, 24),
+  IoRow(
+    "block_attnres",
+    lambda l, n, s, m: n / s + 5,
+    lambda l, n, s, m: 0,
+    5.5,
+    note=(
+      "phase 2 is printed as reading (N/S) d; the total needs the 3 d of"
+      " section 4.2"
+    ),
+  ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+  """One network of the architecture sweep.
+
+  Attributes:
+    width_per_layer: d / L_b that the grid asks for (Fig. 7).
+    heads_per_layer: H / L_b that the grid asks for (Fig. 7).
+    architecture: a concrete network near it: d and d_ff multiples of 16,
+      activated parameters within two percent of 230M (derived).
+    source: of the two ratios.
+  """
+
+  width_per_layer: int
+  heads_per_layer: float
+  architecture: architecture_lib.Architecture
+  source: str = "Fig. 7"
+
+  @property
+  def tokens(self) -> float:
+    """The budget of the sweep over 6 N (derived; about 47B)."""
+    return SWEEP_FLOPS / (6 * self.architecture.active_params)
+
+
+WIDTHS_PER_LAYER = (15, 30, 45, 60, 75)
+HEADS_PER_LAYER = (0.3, 0.4, 0.5, 0.6, 0.7)
+SWEEP_FLOPS = 6.5e19
+SWEEP_ACTIVE_PARAMS = 2.3e8
+# Layers, width, heads, expert width; a row per d / L_b, a column per H / L_b.
+_CELLS = (
+  ((34, 512, 11, 224), (33, 480, 13, 224), (31, 464, 16, 208),
+   (30, 448, 18, 208), (29, 432, 20, 192)),
+  ((24, 720, 7, 320), (23, 704, 9, 320), (22, 688, 11, 304),
+   (22, 656, 13, 288), (21, 640, 15, 288)),
+  ((19, 848, 6, 384), (18, 848, 7, 384), (18, 816, 9, 368),
+   (18, 784, 11, 352), (17, 800, 12, 352)),
+  ((16, 960, 5, 432), (15, 976, 6, 432), (16, 896, 8, 400),
+   (15, 912, 9, 416), (15, 896, 10, 400)),
+  ((13, 1088, 4, 496), (14, 1008, 6, 448), (14, 992, 7, 448),
+   (13, 1024, 8, 464), (13, 992, 9, 448)),
+)  # fmt: skip
+FIG_7 = tuple(
+  Cell(rho, eta, architecture_lib.Architecture(*shape))
+  for rho, row in zip(WIDTHS_PER_LAYER, _CELLS)
+  for eta, shape in zip(HEADS_PER_LAYER, row)
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimum:
+  """The best cell of one heatmap of Fig. 7."""
+
+  width_per_layer: int
+  heads_per_layer: float
+  loss: float
+  source: str = "Fig. 7"
+
+
+FIG_7_OPTIMA = {
+  "prenorm": Optimum(60, 0.3, 1.847),
+  # Which of the two AttnRes variants is not printed.
+  "attnres": Optimum(45, 0.3, 1.802),
+}
+# Least and most that AttnRes gains in any of the 25 cells (Fig. 7).
+FIG_7_GAINS = (0.019, 0.063)

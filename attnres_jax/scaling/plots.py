@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fig. 4 and Fig. 7 in the paper's layout, with our numbers and theirs.
+
+Losses of other data, tokenizers and scales do not share an axis with the
+paper's, so Fig. 4 puts the two side by side on one canvas: slopes and gaps can
+be compared, heights cannot. Every compute axis names its counting.
+
+matplotlib is imported by the functions that draw.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from attnres_jax.scaling import checks
+from attnres_jax.scaling import compute as compute_lib
+from attnres_jax.scaling import fit as fit_lib
+from attnres_jax.scaling import paper
+
+
+@dataclasses.dataclass(frozen=True)
+class Style:
+  """How one scheme looks in every figure."""
+
+  label: str
+  colour: str
+  marker: str
+
+
+STYLES = {
+  "prenorm": Style("PreNorm", "#555555", "o"),
+  "rescaled": Style("Rescaled", "#9467bd", "v"),
+  "block_attnres": Style("Block AttnRes", "#1f77b4", "s"),
+  "full_attnres": Style("Full AttnRes", "#d62728", "^"),
+  "mhc_lite": Style("mHC-lite", "#2ca02c", "D"),
+}
+
+
+def draw_scaling(
+  runs: Mapping[str, fit_lib.Runs],
+  fits: Mapping[str, fit_lib.Fit],
+  counting: str,
+  *,
+  ax: Any = None,
+  advantage: tuple[str, str, float] | None = None,
+  title: str = "",
+) -> Any:
+  """Losses over compute on logarithmic axes, with fitted lines and bands.
+
+  Args:
+    runs: points of each scheme.
+    fits: lines of each scheme; a band where it has bootstrap draws.
+    counting: which of `compute.COUNTINGS` the compute is.
+    ax: axes to draw on; new ones by default.
+    advantage: baseline, other scheme and compute at which to mark how much
+      further the baseline has to go.
+    title: of the axes.
+
+  Returns:
+    The axes.
+  """
+  from matplotlib import pyplot as plt
+  from matplotlib import ticker
+
+  if counting not in compute_lib.COUNTINGS:
+    checks.fail("counting", counting, ", ".join(compute_lib.COUNTINGS))
+  if ax is None:
+    _, ax = plt.subplots(figsize=(5, 4), layout="constrained")
+  every = np.concatenate([own.compute for own in runs.values()])
+  grid = np.geomspace(every.min() / 1.15, every.max() * 1.35, 100)
+  for scheme, own in runs.items():
+    style = _style(scheme)
+    ax.plot(
+      own.compute, own.loss, style.marker, color=style.colour,
+      markersize=5, markerfacecolor="none", label="_points",
+    )  # fmt: skip
+  for scheme, fit in fits.items():
+    style, law = _style(scheme), fit.law
+    label = f"{style.label}: {_law_text(law)}"
+    ax.plot(grid, law(grid), color=style.colour, linewidth=1.3, label=label)
+    if fit.samples:
+      losses = np.array([sample(grid) for sample in fit.samples])
+      low, high = np.quantile(losses, (0.05, 0.95), axis=0)
+      ax.fill_between(grid, low, high, color=style.colour, alpha=0.12, lw=0)
+  ax.set_xscale("log")
+  ax.set_yscale("log")
+  if grid[-1] / grid[0] < 100:
+    ax.xaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
+  # Losses span a few percent, less than the usual marks of a logarithmic axis.
+  ax.yaxis.set_major_locator(ticker.MaxNLocator(6))
+  for axis in (ax.xaxis, ax.yaxis):
+    axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+    axis.set_minor_formatter(ticker.NullFormatter())
+  ax.set_xlabel(f"PFLOP/s-days ({compute_lib.LABELS[counting]})")
+  ax.set_ylabel("validation loss")
+  ax.grid(True, which="major", alpha=0.25, linewidth=0.6)
+  for side in ("top", "right"):
+    ax.spines[side].set_visible(False)
+  if advantage is not None:
+    _mark_advantage(ax, fits, *advantage)
+  if fits:
+    ax.legend(fontsize=8, frameon=False, loc="upper right")
+  ax.set_title(title, loc="left", fontsize=10)
+  return ax
+
+
+def figure_4(
+  runs: Mapping[str, fit_lib.Runs],
+  fits: Mapping[str, fit_lib.Fit],
+  counting: str,
+  *,
+  paper_counting: str = "attention",
+  title: str = "this repository",
+) -> Any:
+  """Our scaling law beside the paper's.
+
+  The paper's points are Table 2 under `paper_counting` (its own is not known),
+  its lines the printed ones.
+
+  Args:
+    runs: ours, of each scheme.
+    fits: ours, of each scheme.
+    counting: of our compute.
+    paper_counting: of the paper's points.
+    title: of our panel.
+
+  Returns:
+    The figure.
+  """
+  from matplotlib import pyplot as plt
+
+  figure, (ours, theirs) = plt.subplots(
+    1, 2, figsize=(10.5, 4.2), layout="constrained"
+  )
+  largest = max(own.compute.max() for own in runs.values())
+  draw_scaling(
+    runs, fits, counting, ax=ours, title=title,
+    advantage=_first_comparison(fits, largest),
+  )  # fmt: skip
+  draw_paper(paper_counting, ax=theirs)
+  return figure
+
+
+def draw_paper(counting: str = "attention", *, ax: Any = None) -> Any:
+  """Fig. 4 from Table 2 and the printed laws.
+
+  Args:
+    counting: of Table 2's runs; the printed laws stay where they are.
+    ax: axes to draw on; new ones by default.
+
+  Returns:
+    The axes.
+  """
+  fits = {
+    scheme: fit_lib.Fit(published.law)
+    for scheme, published in paper.PUBLISHED_FITS.items()
+  }
+  return draw_scaling(
+    {scheme: paper.runs(scheme, counting) for scheme in fits},
+    fits,
+    counting,
+    ax=ax,
+    advantage=("prenorm", "block_attnres", paper.PUBLISHED_COMPUTE),
+    title="arXiv:2603.15031: Table 2 and printed fits",
+  )
+
+
+def figure_7(
+  losses: Mapping[str, np.ndarray],
+  *,
+  widths_per_layer=paper.WIDTHS_PER_LAYER,
+  heads_per_layer=paper.HEADS_PER_LAYER,
+  title: str = "",
+) -> Any:
+  """Loss over the shape of the network, a heatmap per scheme.
+
+  All heatmaps share their colours. A filled star marks the best cell, a hollow
+  one the paper's best where the grid has that cell. Missing cells are blank.
+
+  Args:
+    losses: of each scheme, [widths, heads]; NaN where there is no run.
+    widths_per_layer: d / L_b of the rows.
+    heads_per_layer: H / L_b of the columns.
+    title: of the figure.
+
+  Returns:
+    The figure.
+  """
+  from matplotlib import pyplot as plt
+
+  shape = len(widths_per_layer), len(heads_per_layer)
+  tables = {}
+  for scheme, table in losses.items():
+    tables[scheme] = np.asarray(table, float)
+    if tables[scheme].shape != shape:
+      checks.fail(
+        f"losses[{scheme!r}]",
+        tables[scheme].shape,
+        f"an array of shape {shape}",
+      )
+  finite = np.concatenate([t[np.isfinite(t)] for t in tables.values()])
+  figure, axes = plt.subplots(
+    1, len(tables), figsize=(1.2 + 3.9 * len(tables), 3.8), sharey=True,
+    layout="constrained", squeeze=False,
+  )  # fmt: skip
+  image = None
+  for ax, (scheme, table) in zip(axes[0], tables.items()):
+    image = ax.imshow(
+      table, cmap="viridis_r", origin="lower", aspect="auto",
+      vmin=finite.min(), vmax=finite.max(),
+    )  # fmt: skip
+    middle = (finite.min() + finite.max()) / 2
+    for (row, column), loss in np.ndenumerate(table):
+      if np.isfinite(loss):
+        # High losses are dark in this map.
+        ink = "white" if loss > middle else "black"
+        ax.text(
+          column, row - 0.18, f"{loss:.3f}", ha="center", va="center",
+          fontsize=8, color=ink,
+        )  # fmt: skip
+    if np.isfinite(table).any():
+      row, column = np.unravel_index(np.nanargmin(table), shape)
+      ax.plot(column, row + 0.22, "*", color="#d62728", markersize=11)
+    _mark_paper_optimum(ax, scheme, widths_per_layer, heads_per_layer)
+    ax.set_xticks(range(shape[1]), [f"{x:g}" for x in heads_per_layer])
+    ax.set_yticks(range(shape[0]), [f"{y:g}" for y in widths_per_layer])
+    ax.set_xlabel("heads / layers")
+    ax.set_title(_style(scheme).label, fontsize=10)
+  axes[0][0].set_ylabel("width / layers")
+  if image is not None:
+    figure.colorbar(image, ax=axes, label="validation loss", pad=0.01)
+  figure.suptitle(title, fontsize=10)
+  return figure
+
+
+def _style(scheme: str) -> Style:
+  return STYLES.get(scheme, Style(scheme, "#8c564b", "x"))
+
+
+def _law_text(law: fit_lib.PowerLaw) -> str:
+  text = f"{law.coefficient:.3f} $C^{{-{law.exponent:.3f}}}$"
+  return text + (f" + {law.irreducible:.3f}" if law.irreducible else "")
+
+
+def _first_comparison(fits: Mapping[str, fit_lib.Fit], compute: float):
+  """PreNorm against a scheme with depth attention, where both are there."""
+  for other in ("block_attnres", "full_attnres"):
+    if "prenorm" in fits and other in fits:
+      return "prenorm", other, float(compute)
+  return None
+
+
+def _mark_advantage(
+  ax: Any,
+  fits: Mapping[str, fit_lib.Fit],
+  baseline: str,
+  other: str,
+  compute: float,
+) -> None:
+  """An arrow from the other scheme's line to the baseline's, at one loss."""
+  loss = fits[other].law(compute)
+  ratio = fit_lib.compute_advantage(fits[baseline], fits[other], compute)
+  if not np.isfinite(ratio.value):
+    return
+  text = f"{ratio.value:.2f}x compute"
+  if ratio.low is not None:
+    text += f" [{ratio.low:.2f}, {ratio.high:.2f}]"
+  ax.annotate(
+    "",
+    xy=(compute * ratio.value, loss),
+    xytext=(compute, loss),
+    arrowprops=dict(arrowstyle="->", color="black", linewidth=1.0),
+  )
+  ax.text(
+    0.03, 0.04,
+    f"for the loss of {_style(other).label} at {compute:.3g}\n"
+    f"{_style(baseline).label} needs {text}",
+    transform=ax.transAxes, fontsize=8, va="bottom",
+  )  # fmt: skip
+
+
+def _mark_paper_optimum(ax, scheme, widths_per_layer, heads_per_layer) -> None:
+  name = scheme if scheme in paper.FIG_7_OPTIMA else "attnres"
+  if name == "attnres" and "attnres" not in scheme:
+    return
+  best = paper.FIG_7_OPTIMA[name]
+  if best.width_per_layer in widths_per_layer and (
+    best.heads_per_layer in heads_per_layer
+  ):
+    ax.plot(
+      list(heads_per_layer).index(best.heads_per_layer),
+      list(widths_per_layer).index(best.width_per_layer) + 0.22,
+      "*", markerfacecolor="none", markeredgecolor="black", markersize=15,
+    )  # fmt: skip

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameter arithmetic against the released and the published counts."""
+
+import pytest
+
+from attnres_jax.scaling import architecture
+from attnres_jax.scaling import paper
+
+# Per row of Table 2: KDA, MLA and nine experts in millions; MLA blocks;
+# activated millions with 64 and 256 experts and a dense first block, with 512
+# and none; billions in total with 512 and with 256 experts and no dense block.
+ROWS = [
+  ("194M", 6.1585, 5.5301, 9.6768, 3, 188.8, 190.7, 193.67, 6.70, 3.39),
+  ("241M", 7.0958, 6.2510, 11.1974, 4, 235.2, 237.4, 240.85, 8.39, 4.25),
+  ("296M", 8.0987, 7.0129, 12.8287, 4, 289.5, 292.1, 296.01, 10.35, 5.24),
+  ("436M", 10.437, 8.7506, 16.651, 4, 427.8, 431.2, 436.27, 15.36, 7.77),
+  ("528M", 11.9324, 9.8330, 19.1117, 5, 518.6, 522.5, 528.30, 18.72, 9.48),
+]
+
+
+def test_48b():
+  network = architecture.KIMI_LINEAR_48B
+  assert network.num_mla == 7 and network.num_sublayers == 54
+  assert network.kda_params == 39_514_272
+  assert network.mla_params == 29_114_880
+  assert network.expert_params == 7_077_888
+  assert network.router_params == 590_080
+  assert network.total_params == 48_367_707_008
+  assert network.active_params == 2_729_485_184
+  embedding = architecture.VOCAB_SIZE * network.width
+  assert round(embedding / 1e6, 1) == 377.5
+  assert round((network.total_params + 2 * embedding) / 1e9, 3) == 49.123
+  assert round((network.active_params + embedding) / 1e9, 3) == 3.107
+
+
+@pytest.mark.parametrize("layers", [12, 13, 14, 16, 17, 27])
+def test_mla_at_multiples_of_four_and_in_the_last_block(layers):
+  network = architecture.Architecture(layers, 512, 8, 128)
+  expected = {*range(4, layers + 1, 4), layers}
+  assert network.num_mla == len(expected)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
+def test_table_2(row):
+  name, kda, mla, experts, num_mla, e64, e256, e512, total512, total256 = row
+  size = {size.name: size for size in paper.TABLE_2}[name]
+  network = size.architecture
+  assert network.num_mla == num_mla
+  assert network.kda_params / 1e6 == pytest.approx(kda, rel=1e-5)
+  assert network.mla_params / 1e6 == pytest.approx(mla, rel=1e-5)
+  assert 9 * network.expert_params / 1e6 == pytest.approx(experts, rel=1e-5)
+  shape = size.num_layers, size.width, size.num_heads, size.expert_width
+
+  def active(num_experts):
+    other = architecture.Architecture(*shape, num_experts, first_dense=True)
+    return round(other.active_params / 1e6, 1)
+
+  assert (active(64), active(256)) == (e64, e256)
+  assert round(network.active_params / 1e6, 2) == e512
+  assert f"{network.active_params / 1e6:.0f}M" == name
+  assert round(network.total_params / 1e9, 2) == total512
+  fewer = architecture.Architecture(*shape, num_experts=256)
+  assert round(fewer.total_params / 1e9, 2) == total256

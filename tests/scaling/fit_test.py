@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Planted laws come back, within their intervals as often as they should."""
+
+import numpy as np
+import pytest
+
+from attnres_jax.scaling import compute_advantage
+from attnres_jax.scaling import fit
+from attnres_jax.scaling import fit_power_law
+
+COMPUTE = np.geomspace(1e-6, 1e-3, 6)
+
+
+def planted(law, rng, *, noise=0.004, seeds=3, common=None):
+  """Runs of a law with relative noise; `common` is shared by schemes."""
+  sizes = np.repeat(np.arange(len(COMPUTE)), seeds)
+  error = rng.normal(0, noise, len(sizes)) + (0 if common is None else common)
+  compute = COMPUTE[sizes]
+  return fit.Runs(
+    compute,
+    law(compute) * np.exp(error),
+    tuple(sizes.tolist()),
+    tuple(np.tile(np.arange(seeds), len(COMPUTE)).tolist()),
+  )
+
+
+@pytest.mark.parametrize("method", fit.METHODS)
+@pytest.mark.parametrize("floor", [0.0, 1.2])
+def test_exact_points_give_the_law_back(method, floor):
+  law = fit.PowerLaw(0.7, 0.11, floor)
+  found = fit_power_law(
+    COMPUTE, law(COMPUTE), irreducible=floor > 0, method=method
+  )
+  assert found.exponent == pytest.approx(law.exponent, rel=1e-4)
+  assert found.coefficient == pytest.approx(law.coefficient, rel=1e-3)
+  assert found.irreducible == pytest.approx(law.irreducible, rel=1e-4)
+
+
+def test_least_squares_is_the_normal_equations():
+  rng = np.random.default_rng(0)
+  loss = 2 * COMPUTE**-0.05 * np.exp(rng.normal(0, 0.01, len(COMPUTE)))
+  law = fit_power_law(COMPUTE, loss)
+  slope, height = np.polyfit(np.log(COMPUTE), np.log(loss), 1)
+  assert law.exponent == pytest.approx(-slope)
+  assert law.coefficient == pytest.approx(np.exp(height))
+  # The iterative solver agrees where Huber's loss is nowhere linear.
+  wide = fit_power_law(COMPUTE, loss, method="huber", huber_delta=10.0)
+  assert wide.exponent == pytest.approx(law.exponent, rel=1e-6)
+  assert wide.coefficient == pytest.approx(law.coefficient, rel=1e-6)
+
+
+def test_floor_of_zero_is_found():
+  law = fit.PowerLaw(2.0, 0.05)
+  found = fit_power_law(COMPUTE, law(COMPUTE), irreducible=True)
+  assert found.irreducible < 0.02
+  np.testing.assert_allclose(found(COMPUTE), law(COMPUTE), rtol=1e-6)
+
+
+def test_huber_ignores_a_run_that_went_wrong():
+  law = fit.PowerLaw(1.5, 0.06)
+  loss = law(COMPUTE)
+  loss[-1] *= 1.2
+  plain = fit_power_law(COMPUTE, loss)
+  robust = fit_power_law(COMPUTE, loss, method="huber")
+  assert abs(robust.exponent - law.exponent) < 5e-4
+  assert abs(plain.exponent - law.exponent) > 5e-3
+
+
+def test_units_of_compute_change_the_coefficient_only():
+  law = fit.PowerLaw(0.7, 0.11, 1.2)
+  found = fit_power_law(COMPUTE * 1e21, law(COMPUTE), irreducible=True)
+  assert found.exponent == pytest.approx(law.exponent, rel=1e-4)
+  assert found.irreducible == pytest.approx(law.irreducible, rel=1e-4)
+  assert found(COMPUTE[2] * 1e21) == pytest.approx(law(COMPUTE[2]))
+
+
+def test_invert():
+  law = fit.PowerLaw(0.7, 0.11, 1.2)
+  np.testing.assert_allclose(law.invert(law(COMPUTE)), COMPUTE)
+  assert law.invert(1.2) == law.invert(1.0) == float("inf")
+  flat = fit.PowerLaw(3.0, 0.0)
+  assert flat.invert(2.9) == float("inf") and flat.invert(3.1) == 0
+
+
+def test_advantage_of_planted_laws():
+  base = fit.PowerLaw(1.5, 0.06)
+  # The same slope: the ratio of coefficients, to the power of 1 / exponent.
+  other = fit.PowerLaw(1.5 * 1.25**-0.06, 0.06)
+  for compute in (1e-6, 1.0, 1e3):
+    assert compute_advantage(base, other, compute).value == pytest.approx(1.25)
+  assert compute_advantage(base, base, 3.0).value == pytest.approx(1)
+  floored = fit.PowerLaw(0.3, 0.06, 1.6)
+  assert compute_advantage(floored, other, 1.0).value == float("inf")
+
+
+@pytest.mark.parametrize("irreducible", [False, True])
+def test_intervals_hold_the_planted_exponents(irreducible):
+  law = fit.PowerLaw(0.7, 0.11, 1.2 if irreducible else 0.0)
+  runs = planted(law, np.random.default_rng(1), noise=1e-3)
+  own = fit.fit_schemes(
+    {"a": runs},
+    np.random.default_rng(2),
+    num_samples=60 if irreducible else 300,
+    irreducible=irreducible,
+  )["a"]
+  for estimate, value in (
+    (own.exponent(), law.exponent),
+    (own.coefficient(), law.coefficient),
+    (own.irreducible(), law.irreducible),
+    (own.loss(1e-4), law(1e-4)),
+  ):
+    assert estimate.low <= value <= estimate.high
+    assert estimate.low <= estimate.value <= estimate.high
+  assert own.exponent().low < own.exponent().high
+
+
+def test_intervals_cover_about_as_often_as_they_say():
+  law = fit.PowerLaw(1.5, 0.06)
+  rng = np.random.default_rng(3)
+  hits = 0
+  for _ in range(100):
+    runs = {"a": planted(law, rng)}
+    own = fit.fit_schemes(runs, rng, num_samples=100)["a"].exponent(0.9)
+    hits += own.low <= law.exponent <= own.high
+  # A bootstrap over six sizes is a little too narrow; 90 would be nominal.
+  assert 75 <= hits <= 99
+
+
+def test_schemes_share_their_draws():
+  rng = np.random.default_rng(4)
+  base, other = fit.PowerLaw(1.5, 0.06), fit.PowerLaw(1.48, 0.06)
+  # Sizes and seeds that are bad for both by far more than they differ.
+  common = rng.normal(0, 0.02, 18)
+  runs = {
+    "base": planted(base, rng, noise=1e-4, common=common),
+    "other": planted(other, rng, noise=1e-4, common=common),
+  }
+  together = fit.fit_schemes(runs, np.random.default_rng(5), num_samples=200)
+  advantage = compute_advantage(together["base"], together["other"], 1e-4)
+  truth = compute_advantage(base, other, 1e-4).value
+  assert advantage.low <= truth <= advantage.high
+  alone = [
+    fit.fit_schemes({name: runs[name]}, np.random.default_rng(6 + i),
+                    num_samples=200)[name]
+    for i, name in enumerate(runs)
+  ]  # fmt: skip
+  apart = compute_advantage(*alone, 1e-4)
+  width = advantage.high - advantage.low
+  assert 0 < width < 0.2 * (apart.high - apart.low)
+
+
+def test_draws_come_from_the_generator():
+  runs = {"a": planted(fit.PowerLaw(1.5, 0.06), np.random.default_rng(7))}
+  samples = [
+    fit.fit_schemes(runs, np.random.default_rng(seed), num_samples=5)["a"]
+    for seed in (0, 0, 1)
+  ]
+  assert samples[0] == samples[1] != samples[2]
+
+
+@pytest.mark.parametrize("over", [("seeds",), ("sizes",), (), fit.LEVELS])
+def test_levels_of_resampling(over):
+  runs = planted(fit.PowerLaw(1.5, 0.06), np.random.default_rng(8), noise=0.01)
+  own = fit.fit_schemes(
+    {"a": runs}, np.random.default_rng(9), num_samples=50, over=over
+  )["a"]
+  spread = np.std([law.exponent for law in own.samples])
+  assert (spread > 1e-5) == bool(over)
+
+
+def test_a_failed_run_is_left_out():
+  law = fit.PowerLaw(1.5, 0.06)
+  whole = planted(law, np.random.default_rng(10))
+  part = fit.Runs(whole.compute[1:], whole.loss[1:], whole.size[1:],
+                  whole.seed[1:])  # fmt: skip
+  fits = fit.fit_schemes(
+    {"whole": whole, "part": part}, np.random.default_rng(11), num_samples=20
+  )
+  assert len(fits["whole"].samples) == len(fits["part"].samples) == 20
+  assert fits["part"].law != fits["whole"].law
+
+
+@pytest.mark.parametrize(
+  "call,message",
+  [
+    (
+      lambda: fit_power_law([1, 2], [3]),
+      "loss: got '1 values', expected 2, as in compute",
+    ),
+    (
+      lambda: fit_power_law([1, 2, 2], [3, 2, 2], irreducible=True),
+      r"compute: got \[1.0, 2.0, 2.0\], expected at least 3 distinct values",
+    ),
+    (
+      lambda: fit_power_law([1, 0], [3, 2]),
+      "compute: got 0.0, expected finite numbers above 0",
+    ),
+    (
+      lambda: fit_power_law([1, 2], [3, float("nan")]),
+      "loss: got nan, expected finite numbers above 0",
+    ),
+    (
+      lambda: fit_power_law([1, 2], [3, 2], method="median"),
+      "method: got 'median', expected one of least_squares, huber",
+    ),
+    (
+      lambda: fit_power_law([1, 2], [3, 2], huber_delta=0),
+      "huber_delta: got 0, expected a number above 0",
+    ),
+    (
+      lambda: fit_power_law([[1, 2]], [[3, 2]]),
+      r"compute: got \[\[1.0, 2.0\]\], expected a flat sequence",
+    ),
+    (
+      lambda: fit.Runs([1, 2], [3, 2], ("s", "s"), (0, 0)),
+      r"seed: got \(0, 0\), expected no seed twice within a size",
+    ),
+    (
+      lambda: fit.Runs([1, 2], [3, 2], ("s",), (0, 0)),
+      r"size: got \('s',\), expected 2 labels, one per run",
+    ),
+    (
+      lambda: compute_advantage(fit.PowerLaw(1, 1), fit.PowerLaw(1, 1), 0),
+      "compute: got 0, expected a number above 0",
+    ),
+    (
+      lambda: compute_advantage(
+        fit.Fit(fit.PowerLaw(1, 1)),
+        fit.Fit(fit.PowerLaw(1, 1), (fit.PowerLaw(1, 1),)),
+        1,
+      ),
+      "other: got '1 draws', expected the baseline's 0",
+    ),
+    (
+      lambda: fit.fit_schemes({}, np.random.default_rng(0), over=("runs",)),
+      r"over: got \('runs',\), expected some of sizes, seeds",
+    ),
+    (
+      lambda: fit.Fit(fit.PowerLaw(1, 1)).exponent(90),
+      "level: got 90, expected a number between 0 and 1",
+    ),
+  ],
+)
+def test_bad_arguments_are_named(call, message):
+  with pytest.raises(ValueError, match=f"^{message}"):
+    call()

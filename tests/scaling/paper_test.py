@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The published numbers against each other."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from attnres_jax.scaling import compute
+from attnres_jax.scaling import compute_advantage
+from attnres_jax.scaling import fit_power_law
+from attnres_jax.scaling import paper
+
+LAWS = {name: fit.law for name, fit in paper.PUBLISHED_FITS.items()}
+SIX_ND = [0.521, 0.760, 1.276, 2.661, 4.363]
+# What the printed baseline law says about the compute of the rows.
+INVERTED = [0.693, 0.964, 1.795, 3.319, 5.328]
+REFITS = {
+  "prenorm": (1.8622, 0.0549),
+  "block_attnres": (1.8411, 0.0565),
+  "full_attnres": (1.8354, 0.0558),
+  "mhc_lite": (1.8384, 0.0549),
+}
+
+
+def column(counting):
+  return np.array([size.compute(counting) for size in paper.TABLE_2])
+
+
+def test_printed_laws_give_the_printed_losses():
+  at = {name: round(law(5.6), 5) for name, law in LAWS.items()}
+  assert at == {
+    "prenorm": 1.71413,
+    "block_attnres": 1.69218,
+    "full_attnres": 1.69057,
+  }
+  for name, loss in paper.PUBLISHED_LOSSES.items():
+    assert round(LAWS[name](paper.PUBLISHED_COMPUTE), 3) == loss
+
+
+def test_printed_laws_give_the_printed_advantage():
+  base, block, full = LAWS.values()
+  equivalent = base.invert(block(5.6))
+  assert round(equivalent, 3) == 7.021
+  advantage = compute_advantage(base, block, 5.6)
+  assert advantage.value == pytest.approx(equivalent / 5.6)
+  assert round(advantage.value, 4) == 1.2538
+  assert round(advantage.value, 2) == paper.PUBLISHED_ADVANTAGE
+  assert advantage.low is None and advantage.high is None
+
+
+def test_advantages_at_other_computes():
+  base, block, full = LAWS.values()
+  of_full = [compute_advantage(base, full, c).value for c in (0.5, 5.6, 10)]
+  np.testing.assert_allclose(of_full, of_full[0])
+  assert round(of_full[0], 3) == 1.275
+  of_block = [compute_advantage(base, block, c).value for c in (0.5, 10)]
+  assert [round(value, 2) for value in of_block] == [1.20, 1.27]
+  crossing = (block.coefficient / full.coefficient) ** (
+    1 / (block.exponent - full.exponent)
+  )
+  assert round(crossing, 1) == 14.5
+  assert block(crossing) == pytest.approx(full(crossing))
+
+
+def test_compute_of_table_2():
+  six_nd = column("6nd")
+  assert [round(c, 3) for c in six_nd.tolist()] == pytest.approx(
+    SIX_ND, abs=6e-4
+  )
+  losses = np.array([size.loss("prenorm") for size in paper.TABLE_2])
+  inverted = LAWS["prenorm"].invert(losses)
+  assert [round(c, 3) for c in inverted.tolist()] == INVERTED
+  ratios = inverted / six_nd
+  assert (round(ratios.min(), 2), round(ratios.max(), 2)) == (1.22, 1.41)
+  ratios = column("attention") / six_nd
+  assert (round(ratios.min(), 2), round(ratios.max(), 2)) == (1.19, 1.28)
+
+
+@pytest.mark.parametrize("scheme", paper.SCHEMES)
+def test_refit_of_table_2_on_6nd(scheme):
+  runs = paper.runs(scheme, "6nd")
+  law = fit_power_law(runs.compute, runs.loss)
+  assert (round(law.coefficient, 4), round(law.exponent, 4)) == REFITS[scheme]
+  assert np.max(np.abs(law(runs.compute) - runs.loss)) <= 0.011
+
+
+def test_refit_with_attention_is_close_to_the_printed_laws():
+  for scheme, printed in LAWS.items():
+    distances = {}
+    for counting in ("6nd", "attention"):
+      runs = paper.runs(scheme, counting)
+      law = fit_power_law(runs.compute, runs.loss)
+      distances[counting] = abs(law.coefficient - printed.coefficient)
+    assert distances["attention"] < 0.0075 < 0.025 < distances["6nd"]
+
+
+def test_gaps_between_full_and_block_are_not_monotone():
+  gaps = [
+    round(size.loss("block_attnres") - size.loss("full_attnres"), 3)
+    for size in paper.TABLE_2
+  ]
+  assert gaps == [0.010, 0.001, 0.005, 0.009, 0.001]
+
+
+def test_depth_attention_costs_little():
+  base = column("attention")
+  for scheme, most in (("block_attnres", 1.002), ("full_attnres", 1.003)):
+    ratio = paper.runs(scheme, "residual").compute / base
+    assert np.all(ratio > 1) and np.all(ratio < most)
+  np.testing.assert_array_equal(paper.runs("prenorm", "residual").compute, base)
+  with pytest.raises(ValueError, match="^scheme: got 'mhc_lite', expected one"):
+    paper.runs("mhc_lite", "residual")
+
+
+def test_table_2_budgets():
+  steps = [size.steps for size in paper.TABLE_2]
+  assert steps == [24605, 21648, 23689, 27943, 33626]
+  for size in paper.TABLE_2:
+    assert 188 <= size.tokens / size.active_params <= 226
+    assert size.num_heads == size.num_layers
+    assert size.width % 16 == 0 and size.expert_width % 16 == 0
+    assert size.expert_width / size.width == pytest.approx(0.45, abs=0.01)
+  row = paper.TABLE_2[1]
+  assert row.compute("6nd") * compute.PFLOPS_DAY == pytest.approx(
+    6.57e19, rel=1e-3
+  )
+
+
+def test_table_1_totals():
+  totals = {
+    row.scheme: (
+      row.widths(*paper.TYPICAL_IO),
+      row.scalars(*paper.TYPICAL_IO),
+    )
+    for row in paper.TABLE_1
+  }
+  assert totals == {
+    "prenorm": (3, 0),
+    "mhc": (34, 48),
+    "full_attnres": (24, 0),
+    "block_attnres": (5.5, 0),
+  }
+  for row in paper.TABLE_1:
+    assert row.widths(*paper.TYPICAL_IO) == row.typical_widths
+
+
+def test_fig_7_cells_are_near_their_ratios_and_of_one_size():
+  grid = itertools.product(paper.WIDTHS_PER_LAYER, paper.HEADS_PER_LAYER)
+  assert [(c.width_per_layer, c.heads_per_layer) for c in paper.FIG_7] == [
+    *grid
+  ]
+  for cell in paper.FIG_7:
+    shape = cell.architecture
+    assert abs(shape.active_params / paper.SWEEP_ACTIVE_PARAMS - 1) <= 0.02
+    assert shape.width % 16 == 0 and shape.expert_width % 16 == 0
+    assert shape.expert_width / shape.width == pytest.approx(0.45, abs=0.02)
+    ratio = shape.width / shape.num_layers
+    assert ratio == pytest.approx(cell.width_per_layer, rel=0.12)
+    ratio = shape.num_heads / shape.num_layers
+    assert ratio == pytest.approx(cell.heads_per_layer, abs=0.035)
+    assert cell.tokens == pytest.approx(47e9, rel=0.025)
+
+
+def test_fig_7_optima_are_cells():
+  cells = {(c.width_per_layer, c.heads_per_layer) for c in paper.FIG_7}
+  optima = paper.FIG_7_OPTIMA
+  for best in optima.values():
+    assert (best.width_per_layer, best.heads_per_layer) in cells
+  gain = optima["prenorm"].loss - optima["attnres"].loss
+  assert paper.FIG_7_GAINS[0] <= gain <= paper.FIG_7_GAINS[1]
+
+
+def test_everything_says_where_it_is_from():
+  records = [
+    *paper.TABLE_1,
+    *paper.TABLE_2,
+    *paper.FIG_7,
+    *paper.PUBLISHED_FITS.values(),
+    *paper.FIG_7_OPTIMA.values(),
+  ]
+  assert all(record.source.startswith(("Table", "Fig")) for record in records)
