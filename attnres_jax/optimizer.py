@@ -23,6 +23,9 @@ NO_DECAY = ("residual",)
 
 def _constant(config: config_lib.OptimConfig, steps: int) -> optax.Schedule:
   del steps
+  if not config.warmup_steps:
+    # optax holds the first value, 0, when there is no transition.
+    return optax.constant_schedule(config.peak_lr)
   return optax.linear_schedule(0.0, config.peak_lr, config.warmup_steps)
 
 
