@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JAX as the tests want it: eight CPU devices and strict promotion."""
+"""JAX as tests want it: eight CPU devices, strict promotion, quick compiles.
+
+Warnings are errors, see `filterwarnings` in pyproject.toml.
+"""
 
 import os
 
@@ -9,6 +12,16 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
 
 import jax
+import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# The suite compiles many tiny programs and runs each a few times.
+jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture
+def float64():
+  """Arrays of 64 bits, for comparisons with definitions."""
+  with jax.enable_x64(True):
+    yield

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a program consists of: its equations, and what its gradient keeps."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+  """All equations of a (closed) jaxpr, those of its inner jaxprs too."""
+  jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+  for equation in jaxpr.eqns:
+    yield equation
+    for value in equation.params.values():
+      for inner in value if isinstance(value, (tuple, list)) else (value,):
+        if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
+          yield from equations(inner)
+
+
+def count(names: tuple[str, ...], function: Callable[..., Any], *args) -> int:
+  """How many equations of `function(*args)` are of the named primitives."""
+  jaxpr = jax.make_jaxpr(function)(*args)
+  return sum(e.primitive.name in names for e in equations(jaxpr))
+
+
+def arrays(jaxpr: Any) -> list[jax.ShapeDtypeStruct]:
+  """Shapes and dtypes of everything that the equations put out."""
+  return [
+    jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
+    for equation in equations(jaxpr)
+    for v in equation.outvars
+    if hasattr(v.aval, "shape")
+  ]
+
+
+def saved(function: Callable[..., Any], *args: Any) -> list[Any]:
+  """What the forward pass of `function` computes and keeps for backward.
+
+  Arguments of the function that are kept too cost nothing and are left out. A
+  value that is kept under several names counts once.
+  """
+  leaves, tree = jax.tree.flatten(args)
+
+  def pull_back(*leaves):
+    unflattened = lambda *a: function(*jax.tree.unflatten(tree, a))
+    return jax.vjp(unflattened, *leaves)[1]
+
+  jaxpr = jax.make_jaxpr(pull_back)(*leaves).jaxpr
+  given = [*jaxpr.invars, *jaxpr.constvars]
+  kept = _origins(jaxpr, {v: v for v in given})
+  return [v.aval for v in dict.fromkeys(kept) if v not in given]
+
+
+# Equations whose outputs are outputs of an inner jaxpr, and identities.
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2")
+_IDENTITIES = ("name", "reduce_precision", "optimization_barrier")
+
+
+def _origins(jaxpr: Any, known: dict[Any, Any]) -> list[Any]:
+  """For each output of `jaxpr`, the variable that was computed first."""
+
+  def of(v):
+    return v if hasattr(v, "val") else known[v]
+
+  for equation in jaxpr.eqns:
+    name, sources = equation.primitive.name, list(map(of, equation.invars))
+    outputs = equation.outvars
+    if name in _CALLS:
+      inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+      constants = [(v, v) for v in getattr(inner, "jaxpr", inner).constvars]
+      inner = getattr(inner, "jaxpr", inner)
+      found = _origins(
+        inner, dict(zip(inner.invars, sources)) | dict(constants)
+      )
+    elif name in _IDENTITIES or "CheckpointName" in str(equation.params):
+      found = sources
+    else:
+      found = outputs
+    known.update(zip(outputs, found))
+  return [known[v] for v in jaxpr.outvars if not hasattr(v, "val")]
+
+
+def nbytes(shape: Any) -> int:
+  return int(np.prod(shape.shape)) * shape.dtype.itemsize

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Block AttnRes against the paper's own listing (arXiv:2603.15031, Fig. 2)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.models import trunks
+
+FORMS = ("two_phase", "one_softmax")
+
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+_run = jax.jit(trunks.run)
+
+
+def _assert_close(found, expected, tolerance=1e-11):
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
+    assert a.dtype == jnp.float64
+    scale = 1 + np.abs(np.asarray(b)).max()
+    np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+  "num_sublayers,block_size",
+  [(12, 2), (12, 4), (12, 6), (12, 12), (10, 4)],
+)
+def test_transformer_blocks(num_sublayers, block_size, form):
+  layers, embedding = trunks.toy(num_sublayers)
+  module = trunks.scheme(
+    "block_attnres", num_sublayers, block_size=block_size, form=form
+  )
+  expected = trunks.fig2(
+    layers.sublayers(num_sublayers),
+    trunks.folded(module),
+    embedding,
+    block_size,
+  )
+  _assert_close(_run(layers, module, embedding), expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+  "num_sublayers,block_size",
+  [(6, 1), (12, 5), (7, 4), (7, 3), (1, 1), (5, 9)],
+)
+def test_boundary_at_any_sublayer(num_sublayers, block_size, form):
+  layers, embedding = trunks.toy(num_sublayers)
+  module = trunks.scheme(
+    "block_attnres", num_sublayers, block_size=block_size, form=form
+  )
+  expected = trunks.fig2_per_sublayer(
+    layers.sublayers(num_sublayers),
+    trunks.folded(module),
+    embedding,
+    block_size,
+  )
+  _assert_close(_run(layers, module, embedding), expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("num_sublayers,block_size", [(8, 4), (7, 3)])
+def test_gradients(num_sublayers, block_size, form):
+  layers, embedding = trunks.toy(num_sublayers)
+  module = trunks.scheme(
+    "block_attnres", num_sublayers, block_size=block_size, form=form
+  )
+
+  def oracle(layers, module, embedding):
+    h = trunks.fig2_per_sublayer(
+      layers.sublayers(num_sublayers),
+      trunks.folded(module),
+      embedding,
+      block_size,
+    )
+    return trunks.score(h)
+
+  expected = jax.value_and_grad(oracle, argnums=(0, 1, 2))(
+    layers, module, embedding
+  )
+  found = trunks.value_and_grad(layers, module, embedding)
+  assert jax.tree.structure(found) == jax.tree.structure(expected)
+  _assert_close(found, expected, 1e-10)
+
+
+@pytest.mark.parametrize("block_size", [2, 4, 6, 12])
+def test_listing_is_equation_6(block_size):
+  layers, embedding = trunks.toy(12)
+  u = np.random.default_rng(4).standard_normal((13, trunks.WIDTH))
+  arguments = layers.sublayers(12), jnp.asarray(u), embedding, block_size
+  expected = trunks.block_attnres(*arguments)
+  _assert_close(trunks.fig2(*arguments), expected, 1e-13)
+  _assert_close(trunks.fig2_per_sublayer(*arguments), expected, 1e-13)
+
+
+def test_embedding_is_one_source_not_two():
+  # The other way to read Fig. 2 starts with the embedding in `blocks` as well
+  # as in the partial sum, which counts it twice for the whole network.
+  layers, embedding = trunks.toy(4)
+  module = trunks.scheme("block_attnres", 4, block_size=4)
+  u, f = trunks.folded(module), layers.sublayers(4)
+  values = [embedding]
+  for l in range(4):
+    partial = [sum(values[1:])] if l else []
+    values.append(f[l](trunks.attend(u[l], [embedding, embedding] + partial)))
+  twice = trunks.attend(u[4], [embedding, embedding, sum(values[1:])])
+  assert jnp.abs(_run(layers, module, embedding) - twice).max() > 1e-2
+
+
+def test_full_attnres_is_equations_1_to_4():
+  layers, embedding = trunks.toy(7)
+  for fields in (dict(form="one_softmax"), dict(schedule_size=3)):
+    module = trunks.scheme("full_attnres", 7, **fields)
+    expected = trunks.full_attnres(
+      layers.sublayers(7), trunks.folded(module), embedding
+    )
+    _assert_close(_run(layers, module, embedding), expected)

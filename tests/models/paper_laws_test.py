@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Laws of Attention Residuals that hold for whole networks, in float64.
+
+What the operator alone has to satisfy is in `tests/kernels`, the laws of real
+transformers at their start in `zero_query_test.py`.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.models import trunks
+
+FORMS = ("two_phase", "one_softmax")
+
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+def _values(num_sublayers, seed=2):
+  rng = np.random.default_rng(seed)
+  shape = (num_sublayers + 1, 2, 3, trunks.WIDTH)
+  return list(jnp.asarray(rng.standard_normal(shape)))
+
+
+def _sources(values, read, block_size):
+  """Sources of read `read` (from 0) by Eq. 2 (block_size 0) or Eq. 6."""
+  if not block_size:
+    return values[: read + 1]
+  sources = [values[0]]
+  for start in range(1, read + 1, block_size):
+    sources.append(sum(values[start : min(start + block_size, read + 1)]))
+  return sources
+
+
+def _close(found, expected, rtol=1e-11):
+  found, expected = jax.tree.leaves(found), jax.tree.leaves(expected)
+  assert len(found) == len(expected) > 0
+  for a, b in zip(found, expected):
+    a, b = np.asarray(a), np.asarray(b)
+    assert a.dtype == b.dtype
+    np.testing.assert_allclose(a, b, rtol=0, atol=rtol * (1 + np.abs(b).max()))
+
+
+# (scheme, its block size in the oracle, fields); L = 7 leaves a remainder.
+SCHEMES = [
+  pytest.param(
+    "full_attnres", 0, dict(form=form, schedule_size=3), id=f"{form}"
+  )
+  for form in FORMS
+] + [
+  pytest.param("block_attnres", size, dict(form=form, block_size=size))
+  for form in FORMS
+  for size in (1, 3, 4)
+]
+
+
+@pytest.mark.parametrize("name,size,fields", SCHEMES)
+class TestReads:
+  """What sublayers read of recorded outputs."""
+
+  def test_softmax_of_the_definition(self, name, size, fields):
+    module, values = trunks.scheme(name, 7, **fields), _values(7)
+    u = trunks.folded(module)
+    for l, h in enumerate(trunks.reads(module, values)):
+      sources = _sources(values, l, size)
+      _close(h, trunks.attend(u[l], sources), 1e-13)
+      low, high = jnp.min(jnp.stack(sources), 0), jnp.max(jnp.stack(sources), 0)
+      assert bool(jnp.all((low - 1e-12 <= h) & (h <= high + 1e-12)))
+      longest = max(jnp.linalg.norm(s, axis=-1).max() for s in sources)
+      assert jnp.linalg.norm(h, axis=-1).max() <= longest + 1e-12
+
+  def test_zero_queries_read_the_mean(self, name, size, fields):
+    module, values = trunks.scheme(name, 7, scale=0.0, **fields), _values(7)
+    for l, h in enumerate(trunks.reads(module, values)):
+      _close(h, jnp.mean(jnp.stack(_sources(values, l, size)), axis=0), 1e-14)
+
+  def test_first_sublayer_reads_the_embedding(self, name, size, fields):
+    module, values = trunks.scheme(name, 7, **fields), _values(7)
+    found = trunks.reads(module, values)[0]
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(values[0]))
+
+  def test_long_queries_read_the_best_source(self, name, size, fields):
+    module, values = trunks.scheme(name, 7, scale=1e6, **fields), _values(7)
+    u = trunks.folded(module)
+    for l, h in enumerate(trunks.reads(module, values)):
+      source = jnp.stack(_sources(values, l, size))
+      key = trunks.rms_norm(source, trunks.EPS)
+      best = jnp.argmax(jnp.sum(key * u[l].reshape(1, 1, 1, -1), -1), axis=0)
+      chosen = jnp.take_along_axis(source, best[None, ..., None], axis=0)[0]
+      _close(h, chosen, 1e-12)
+
+  def test_orthogonal_equivariance(self, name, size, fields):
+    module, values = trunks.scheme(name, 7, **fields), _values(7)
+    rotation, _ = np.linalg.qr(np.random.default_rng(3).normal(size=(6, 6)))
+    assert abs(rotation - np.eye(6)).max() > 0.1
+    expected = [h @ rotation for h in trunks.reads(module, values)]
+    u = trunks.folded(module)
+    module.queries.query[...] = u @ rotation
+    module.queries.gain[...] = jnp.ones_like(u)
+    _close(trunks.reads(module, [v @ rotation for v in values]), expected)
+
+  def test_order_of_sources_does_not_matter(self, name, size, fields):
+    module, values = trunks.scheme(name, 7, **fields), _values(7)
+    outputs, size = values[1:], size or 1
+    blocks = [outputs[i : i + size] for i in range(0, 7, size)]
+    short = [blocks.pop()] if len(blocks[-1]) < size else []
+    swapped = [v for b in [*blocks[::-1], *short] for v in b[::-1]]
+    before = trunks.reads(module, values)
+    after = trunks.reads(module, [values[0], *swapped])
+    _close(after[-1], before[-1], 1e-13)
+    assert jnp.abs(after[2] - before[2]).max() > 1e-3
+
+  def test_weights_sum_to_one_and_make_the_reads(self, name, size, fields):
+    module, values = trunks.scheme(name, 7, **fields), _values(7)
+    weights, labels = module.depth_weights(values), module.source_labels()
+    found = trunks.reads(module, values)
+    assert len(weights) == len(labels) == len(found) == 8
+    for l, (weight, label, h) in enumerate(zip(weights, labels, found)):
+      sources = _sources(values, l, size)
+      assert weight.shape == (len(sources), 2, 3)
+      assert len(label) == len(sources)
+      _close(jnp.sum(weight, axis=0), jnp.ones((2, 3)), 1e-14)
+      _close(jnp.sum(weight[..., None] * jnp.stack(sources), axis=0), h, 1e-12)
+
+  def test_labels_say_what_the_sources_are(self, name, size, fields):
+    labels = trunks.scheme(name, 7, **fields).source_labels()
+    for l, names in enumerate(labels):
+      expected = ["embedding"]
+      for n, start in enumerate(range(0, l, size or 1)):
+        whole = start + size <= l or l == 7
+        block = f"block {n + 1}" if whole else "partial"
+        expected.append(block if size else f"sublayer {start + 1}")
+      assert names == tuple(expected)
+
+
+@pytest.mark.parametrize("name,size,fields", SCHEMES)
+def test_weights_ignore_the_length_of_a_source(name, size, fields):
+  module, values = trunks.scheme(name, 7, eps=1e-30, **fields), _values(7)
+  lengths = [2.0, 0.3, 5.0, 0.7, 1.9, 0.2, 3.0, 1.1]
+  group = [0] + [1 + (l // (size or 1)) for l in range(7)]
+  scaled = [lengths[g] * v for g, v in zip(group, values)]
+  _close(module.depth_weights(scaled), module.depth_weights(values), 1e-12)
+  # Not so for a change of sign, which the softmax must notice.
+  flipped = [-values[0], *values[1:]]
+  change = module.depth_weights(flipped)[-1] - module.depth_weights(values)[-1]
+  assert jnp.abs(change).max() > 1e-2
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_source_twice_is_a_logit_larger_by_log_2(form):
+  fields = dict(form=form, schedule_size=2)
+  module, values = trunks.scheme("full_attnres", 3, **fields), _values(3)
+  values[3] = values[1]
+  u = trunks.folded(module)[-1].reshape(1, 1, 1, -1)
+  source = jnp.stack(values[:3])
+  logit = jnp.sum(trunks.rms_norm(source, trunks.EPS) * u, axis=-1)
+  weight = jnp.exp(logit.at[1].add(jnp.log(2.0)))
+  mixed = jnp.sum(weight[..., None] * source, 0) / jnp.sum(weight, 0)[..., None]
+  _close(trunks.reads(module, values)[-1], mixed, 1e-13)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_blocks_of_one_sublayer_are_full_attnres(seed):
+  values = _values(6, seed)
+  found, one = [], dict(form="one_softmax")
+  for name, fields in (
+    ("block_attnres", dict(block_size=1)),
+    ("full_attnres", {}),
+  ):
+    module = trunks.scheme(name, 6, seed=seed, **fields, **one)
+    found.append(trunks.reads(module, values))
+  for block, full in zip(*found):
+    np.testing.assert_array_equal(np.asarray(block), np.asarray(full))
+  two = trunks.scheme("block_attnres", 6, seed=seed, block_size=1)
+  _close(trunks.reads(two, values), found[1], 1e-13)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_one_block_gates_the_embedding(form):
+  values, found = _values(6), []
+  for fields in (dict(block_size=6), dict(block_size=50), dict(num_blocks=1)):
+    module = trunks.scheme("block_attnres", 6, form=form, **fields)
+    assert module.segments() == ((0, 6),)
+    found.append(trunks.reads(module, values))
+  for other in found[1:]:
+    for a, b in zip(found[0], other):
+      np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+  u = trunks.folded(module)
+  for l in range(1, 7):
+    total = sum(values[1 : l + 1])
+    _close(found[0][l], trunks.attend(u[l], [values[0], total]), 1e-13)
+
+
+@pytest.mark.parametrize(
+  "num_sublayers,num_blocks,size,lengths",
+  [
+    (12, 4, 3, [3, 3, 3, 3]),
+    (12, 5, 3, [3, 3, 3, 3]),
+    (14, 4, 4, [4, 4, 4, 2]),
+    (7, 3, 3, [3, 3, 1]),
+    (6, 9, 1, [1] * 6),
+    (54, 9, 6, [6] * 9),
+  ],
+)
+def test_block_count_rounds_the_size_up(
+  num_sublayers, num_blocks, size, lengths
+):
+  module = trunks.scheme("block_attnres", num_sublayers, num_blocks=num_blocks)
+  assert module.block_size == size
+  assert [b - a for a, b in module.segments()] == lengths
+  assert len(module.source_labels()[-1]) == len(lengths) + 1
+
+
+# Every scheme that starts as the same function, at L = 12.
+TWINS = [("rescaled", {}), ("full_attnres", dict(schedule_size=5))]
+TWINS += [("block_attnres", dict(block_size=s)) for s in (1, 2, 3, 4, 5, 6, 12)]
+
+
+@jax.jit
+def _normed_output(layers, module, embedding):
+  """Final-norm output, and gradients of a scalar of it."""
+
+  def value(layers, embedding):
+    h = trunks.run(layers, module, embedding)
+    h = trunks.rms_norm(h, 0.0)
+    return trunks.score(h), h
+
+  gradient, h = jax.grad(value, argnums=(0, 1), has_aux=True)(layers, embedding)
+  return h, gradient
+
+
+@pytest.mark.parametrize("name,fields", TWINS)
+def test_zero_queries_are_the_prenorm_network(name, fields):
+  layers, embedding = trunks.toy(12, eps=0.0)
+  # Not quite 0: the empty partial sum of a block is scored (with weight 0).
+  twin = trunks.scheme(name, 12, scale=0.0, eps=1e-30, **fields)
+  expected = trunks.prenorm(layers.sublayers(12), embedding)
+  expected = trunks.rms_norm(expected, 0.0)
+  plain = _normed_output(layers, trunks.scheme("prenorm", 12), embedding)
+  _close(plain[0], expected, 1e-13)
+  _close(_normed_output(layers, twin, embedding), plain, 1e-11)
+
+
+def test_other_queries_are_another_network():
+  layers, embedding = trunks.toy(4, eps=0.0)
+  plain = _normed_output(layers, trunks.scheme("prenorm", 4), embedding)[0]
+  for name in ("full_attnres", "block_attnres"):
+    module = trunks.scheme(name, 4, num_blocks=2)
+    other = _normed_output(layers, module, embedding)[0]
+    assert jnp.abs(other - plain).max() > 0.1

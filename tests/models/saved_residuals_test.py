@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the forward pass keeps for backward, counted in bytes.
+
+The contract (arXiv:2603.15031 section 4.1): per sublayer its running state,
+and each block representation once. Running states of PreNorm and of a partial
+sum are float32; values and blocks have the model's dtype.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax import models
+from attnres_jax.models import stack
+from tests import jaxprs
+
+TOKENS, WIDTH, LAYERS = 64, 32, 4
+
+
+def _saved(remat, dtype="float32", scan=True, **residual):
+  config = config_lib.ModelConfig(
+    vocab_size=7,
+    width=WIDTH,
+    num_layers=LAYERS,
+    num_heads=2,
+    mlp_width=48,
+    dtype=dtype,
+    residual=config_lib.ResidualConfig(**residual),
+  )
+  model = models.build_model(config)
+  embedding = jnp.ones((1, TOKENS, WIDTH), dtype)
+
+  def trunk(layers, residual, embedding):
+    return stack.run(layers, residual, embedding, None, scan=scan, remat=remat)
+
+  kept = jaxprs.saved(trunk, model.layers, model.residual, embedding)
+  return kept, len(model.residual.segments())
+
+
+SCHEMES = [
+  dict(name="prenorm"),
+  dict(name="rescaled"),
+  dict(name="full_attnres", schedule_size=3),
+  dict(name="full_attnres", form="one_softmax"),
+  dict(name="block_attnres", block_size=2),
+  dict(name="block_attnres", block_size=3),
+  dict(name="block_attnres", block_size=4),
+  dict(name="block_attnres", block_size=4, scan=False),
+  dict(name="block_attnres", block_size=4, dtype="bfloat16"),
+  dict(name="block_attnres", block_size=4, form="one_softmax"),
+]
+
+
+def _limit(name, num_blocks, dtype="float32", **_):
+  """Bytes of L states, N blocks, the embedding, and of the statistics."""
+  model, wide = jnp.dtype(dtype).itemsize, 4
+  state = model if name == "full_attnres" else wide
+  blocks = num_blocks if name == "block_attnres" else 0
+  vectors = 2 * LAYERS * state + (blocks + 1) * model
+  statistics = 4 * (2 * LAYERS * TOKENS + 6 * WIDTH)
+  return TOKENS * WIDTH * vectors, statistics
+
+
+@pytest.mark.parametrize("fields", SCHEMES)
+def test_full_keeps_one_vector_per_sublayer_and_block(fields):
+  kept, num_blocks = _saved("full", **fields)
+  vectors, statistics = _limit(num_blocks=num_blocks, **fields)
+  large = [a for a in kept if a.size >= TOKENS * WIDTH]
+  small = [a for a in kept if a.size < TOKENS * WIDTH]
+  assert all(a.shape[-1] == WIDTH for a in large), large
+  assert sum(map(jaxprs.nbytes, large)) <= vectors, large
+  assert sum(map(jaxprs.nbytes, small)) <= statistics, small
+  # No mixtures of phase 1 and no stack of sources among them.
+  count = sum(a.size for a in large) / (TOKENS * WIDTH)
+  assert count <= 2 * LAYERS + num_blocks
+  # Not less either: the states are what backward starts from.
+  states = 2 * LAYERS - 1
+  itemsize = min(a.dtype.itemsize for a in large)
+  assert sum(map(jaxprs.nbytes, large)) >= states * TOKENS * WIDTH * itemsize
+
+
+@pytest.mark.parametrize("fields", SCHEMES[:-1])
+def test_none_keeps_far_more(fields):
+  kept, num_blocks = _saved("none", **fields)
+  vectors, statistics = _limit(num_blocks=num_blocks, **fields)
+  assert sum(map(jaxprs.nbytes, kept)) > 4 * (vectors + statistics)
+
+
+def test_dots_keeps_products_besides():
+  fields = dict(name="block_attnres", block_size=4)
+  kept = {
+    remat: _saved(remat, **fields)[0] for remat in ("full", "dots", "none")
+  }
+  size = {k: sum(map(jaxprs.nbytes, v)) for k, v in kept.items()}
+  assert size["full"] < size["dots"] < size["none"]
+  assert any(a.shape[-1] == 48 for a in kept["dots"])
+  # Scores of T x T are no plain products and are recomputed.
+  assert not any(a.shape[-2:] == (TOKENS, TOKENS) for a in kept["dots"])
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_counting_notices_a_stack_per_sublayer(stacked):
+  """The counter itself: stacking sources outside of a checkpoint is seen."""
+
+  def mix(sources):
+    return jnp.tanh(jnp.sum(jnp.stack(sources), axis=0))
+
+  def mix_stacked(source):
+    return jnp.tanh(jnp.sum(source, axis=0))
+
+  def network(x):
+    values = [x]
+    for _ in range(4):
+      if stacked:
+        y = jax.checkpoint(mix_stacked)(jnp.stack(values))
+      else:
+        y = jax.checkpoint(mix)(values)
+      values.append(y)
+    return jnp.sum(values[-1])
+
+  kept = jaxprs.saved(network, jnp.ones((3, 5)))
+  vectors = sum(a.size for a in kept) / 15
+  assert vectors == (1 + 2 + 3 + 4 if stacked else 3)

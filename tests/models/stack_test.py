@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One function however it is computed: phases, scans and checkpoints."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnres_jax import config as config_lib
+from tests import jaxprs
+from tests.models import trunks
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+def _assert_same(found, expected, tolerance):
+  assert jax.tree.structure(found) == jax.tree.structure(expected)
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
+    assert a.dtype == jnp.float64
+    scale = 1 + np.abs(np.asarray(b)).max()
+    np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * scale)
+
+
+def _value_and_grad(layers, module, embedding, **options):
+  """Value, then gradients by layers, queries, gains and embedding."""
+  value, gradient = trunks.value_and_grad(layers, module, embedding, **options)
+  by_layers, by_scheme, by_embedding = gradient
+  return value, by_layers, jax.tree.leaves(by_scheme), by_embedding
+
+
+TWO_PHASE = [
+  ("block_attnres", 8, dict(block_size=4)),
+  ("block_attnres", 7, dict(block_size=3)),
+  ("block_attnres", 4, dict(block_size=1)),
+  ("full_attnres", 7, dict(schedule_size=3)),
+  ("full_attnres", 5, dict(schedule_size=1)),
+  ("full_attnres", 5, dict(schedule_size=9)),
+]
+
+
+@pytest.mark.parametrize("name,num_sublayers,fields", TWO_PHASE)
+def test_two_phases_are_one_softmax(name, num_sublayers, fields):
+  layers, embedding = trunks.toy(num_sublayers)
+  results, queries_at_once = [], []
+  for form in ("two_phase", "one_softmax"):
+    module = trunks.scheme(name, num_sublayers, form=form, **fields)
+    state = module.init(embedding)
+    _, slots = module.open(state, *module.segments()[0])
+    queries_at_once.append(len(jax.tree.leaves(slots)) > 1)
+    results.append(_value_and_grad(layers, module, embedding))
+  # The one has phase-1 results in its slots, the other only queries.
+  assert queries_at_once == [True, False]
+  _assert_same(*results, 1e-11)
+
+
+SCANNED = [
+  ("prenorm", {}),
+  ("rescaled", {}),
+  ("block_attnres", dict(block_size=4)),
+]
+
+
+@pytest.mark.parametrize("name,fields", SCANNED)
+def test_scanned_is_unrolled(name, fields):
+  layers, embedding = trunks.toy(10)  # the last block of 4 is one of 2
+  module, results, scans = trunks.scheme(name, 10, **fields), [], []
+  for scan in (True, False):
+    run = functools.partial(trunks.run, scan=scan)
+    scans.append(jaxprs.count(("scan",), run, layers, module, embedding))
+    results.append(_value_and_grad(layers, module, embedding, scan=scan))
+  assert scans == [2 if name == "block_attnres" else 1, 0]
+  _assert_same(*results, 1e-12)
+
+
+@pytest.mark.parametrize(
+  "name,fields",
+  [
+    ("prenorm", {}),
+    ("block_attnres", dict(block_size=4)),  # scanned
+    ("block_attnres", dict(block_size=3)),
+    ("full_attnres", dict(schedule_size=2)),
+  ],
+)
+def test_checkpointing_changes_nothing(name, fields):
+  layers, embedding = trunks.toy(4)
+  module, results, checkpoints = trunks.scheme(name, 4, **fields), [], []
+  for remat in ("none", "full", "dots"):
+    run = functools.partial(trunks.run, remat=remat)
+    names = ("checkpoint", "remat", "remat2")
+    checkpoints.append(jaxprs.count(names, run, layers, module, embedding))
+    results.append(_value_and_grad(layers, module, embedding, remat=remat))
+  assert checkpoints[0] == 0
+  assert min(checkpoints[1:]) >= len(module.segments()) + 2
+  _assert_same(results[1], results[0], 1e-12)
+  _assert_same(results[2], results[0], 1e-12)
+
+
+def test_remat_by_name():
+  layers, embedding = trunks.toy(2)
+  with pytest.raises(config_lib.ConfigError, match="model.remat.*'some'.*full"):
+    trunks.run(layers, trunks.scheme("prenorm", 2), embedding, remat="some")
+
+
+@pytest.mark.parametrize(
+  "name,fields",
+  [
+    ("prenorm", {}),
+    ("rescaled", {}),
+    ("full_attnres", dict(schedule_size=2)),
+    ("full_attnres", dict(form="one_softmax")),
+    ("block_attnres", dict(block_size=2)),
+    ("block_attnres", dict(block_size=2, form="one_softmax")),
+  ],
+)
+def test_state_is_valid_between_any_two_sublayers(name, fields):
+  """Segments cut where one pleases give the same network (pipelines do)."""
+  module = trunks.scheme(name, 5, **fields)
+  rng = np.random.default_rng(0)
+  values = list(jnp.asarray(rng.standard_normal((6, 2, 3, trunks.WIDTH))))
+  expected = trunks.reads(module, values)
+  state, found = module.init(values[0]), []
+  for l in range(5):
+    carry, slots = module.open(state, l, l + 1)
+    slot = jax.tree.map(lambda a: a[0], slots)
+    found.append(module.read(carry, slot))
+    state = module.close(state, module.write(carry, slot, values[l + 1]), l + 1)
+  _assert_same([*found, module.readout(state)], expected, 1e-13)
+
+
+@pytest.mark.parametrize("name", ["prenorm", "rescaled"])
+def test_fixed_residuals_are_sums_and_means(name):
+  module = trunks.scheme(name, 5)
+  rng = np.random.default_rng(0)
+  values = list(jnp.asarray(rng.standard_normal((6, 2, 3, trunks.WIDTH))))
+  for l, h in enumerate(trunks.reads(module, values)):
+    expected = sum(values[: l + 1]) / (l + 1 if name == "rescaled" else 1)
+    _assert_same(h, expected, 1e-14)
+  assert module.depth_weights(values) is None
+  assert module.source_labels() is None

@@ -1,0 +1,392 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole transformers against a definition in numpy, and what they promise."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax import models
+from attnres_jax.models import residuals
+from attnres_jax.models import rope
+from attnres_jax.models import stack
+from tests.models import trunks
+
+SCHEMES = ("prenorm", "rescaled", "full_attnres", "block_attnres")
+BASE = config_lib.ModelConfig(
+  vocab_size=13,
+  width=16,
+  num_layers=3,
+  num_heads=4,
+  num_kv_heads=2,
+  mlp_width=20,
+  init_std=0.4,
+)
+
+
+def _model(name="block_attnres", **fields):
+  """A model whose every parameter is random, gains and queries included."""
+  residual = config_lib.ResidualConfig(name=name, num_blocks=2)
+  config = dataclasses.replace(BASE, residual=residual, **fields)
+  model = models.build_model(config, seed=1)
+  rng = np.random.default_rng(7)
+  noise = lambda a: (
+    a + np.float32(0.3) * rng.standard_normal(a.shape, "float32")
+  )
+  return jax.tree.map(lambda a: noise(a) if a.ndim <= 2 else a, model)
+
+
+def _tokens(rows=2, length=9, seed=0):
+  rng = np.random.default_rng(seed)
+  return rng.integers(0, BASE.vocab_size, (rows, length), dtype=np.int32)
+
+
+_logits = jax.jit(lambda model, *args: model(*args))
+
+
+def _numpy_norm(x, gain, eps):
+  return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + eps) * gain
+
+
+def _numpy_rope(x, theta):
+  """[T, H]: the pair (i, i + H/2) turns by t * theta ** (-2i / H)."""
+  length, width = x.shape
+  out = np.empty_like(x)
+  for t in range(length):
+    for i in range(width // 2):
+      angle = t * theta ** (-2 * i / width)
+      a, b = x[t, i], x[t, i + width // 2]
+      out[t, i] = a * np.cos(angle) - b * np.sin(angle)
+      out[t, i + width // 2] = a * np.sin(angle) + b * np.cos(angle)
+  return out
+
+
+def _numpy_attention(x, p, config, segments):
+  """[T, D] of one row, head by head, position by position."""
+  group = config.num_heads // config.kv_heads
+  out = np.zeros_like(x)
+  for head in range(config.num_heads):
+    q = x @ p["query"][:, head]
+    k = x @ p["key"][:, head // group]
+    v = x @ p["value"][:, head // group]
+    if config.rope_theta:
+      q, k = (
+        _numpy_rope(q, config.rope_theta),
+        _numpy_rope(k, config.rope_theta),
+      )
+    for t in range(len(x)):
+      seen = [s for s in range(t + 1) if segments[s] == segments[t]]
+      score = np.array([q[t] @ k[s] for s in seen]) / np.sqrt(q.shape[-1])
+      weight = np.exp(score - score.max())
+      mixed = (weight / weight.sum()) @ v[seen]
+      out[t] += mixed @ p["output"][head]
+  return out
+
+
+def _numpy_logits(model, tokens, segments):
+  """Logits of one row [T], in float64, from the weights alone."""
+  config = model.config
+  wide = lambda a: np.asarray(a[...], np.float64)
+  table = wide(model.embedding.table)
+  head = table.T if config.tie_embeddings else wide(model.embedding.head)
+
+  def sublayer(l):
+    layer = jax.tree.map(
+      lambda a: np.asarray(a[l // 2], np.float64), model.layers
+    )
+    if l % 2 == 0:
+      names = ("query", "key", "value", "output")
+      p = {n: np.asarray(getattr(layer.mixer, n)[...]) for n in names}
+      gain = np.asarray(layer.mixer_norm.gain[...])
+      core = lambda x: _numpy_attention(x, p, config, segments)
+    else:
+      gate, up, down = (
+        np.asarray(getattr(layer.mlp, n)[...]) for n in ("gate", "up", "down")
+      )
+      gain = np.asarray(layer.mlp_norm.gain[...])
+      core = lambda x: (x @ gate / (1 + np.exp(-(x @ gate))) * (x @ up)) @ down
+    return lambda h: core(_numpy_norm(h, gain, config.norm_eps))
+
+  values = [table[tokens]]
+  name, depth = config.residual.name, config.num_sublayers
+  if name.endswith("attnres"):
+    queries = model.residual.queries
+    u = wide(queries.query) * wide(queries.gain)
+
+  def read(l):
+    if name == "prenorm":
+      return sum(values)
+    if name == "rescaled":
+      return sum(values) / len(values)
+    sources = values
+    if name == "block_attnres":
+      size = -(-depth // config.residual.num_blocks)
+      inner = values[1:]
+      sources = [values[0]] + [
+        sum(inner[i : i + size]) for i in range(0, len(inner), size)
+      ]
+    score = [_numpy_norm(v, 1.0, config.norm_eps) @ u[l] for v in sources]
+    weight = np.exp(np.stack(score))
+    weight /= weight.sum(0)
+    return sum(w[:, None] * v for w, v in zip(weight, sources))
+
+  for l in range(depth):
+    values.append(sublayer(l)(read(l)))
+  h = _numpy_norm(read(depth), wide(model.final_norm.gain), config.norm_eps)
+  logits = h @ head
+  cap = config.logit_soft_cap
+  return cap * np.tanh(logits / cap) if cap else logits
+
+
+@pytest.mark.parametrize(
+  "name,fields",
+  [
+    ("prenorm", dict()),
+    ("rescaled", dict(num_kv_heads=1)),
+    ("full_attnres", dict(rope_theta=0.0, head_width=3, num_kv_heads=0)),
+    ("block_attnres", dict(tie_embeddings=True, rope_theta=100.0)),
+    ("block_attnres", dict(logit_soft_cap=2.0, num_heads=2)),
+  ],
+)
+@pytest.mark.parametrize("documents", [False, True])
+def test_logits_are_those_of_the_definition(name, fields, documents):
+  model, tokens = _model(name, **fields), _tokens()
+  segments = np.zeros_like(tokens)
+  if documents:
+    segments = np.array([[1] * 4 + [2] * 5, [3, 3, 3, 7, 7, 7, 7, 0, 0]])
+    segments = segments.astype(np.int32)
+    found = _logits(model, tokens, segments)
+  else:
+    found = _logits(model, tokens)
+  assert found.dtype == jnp.float32
+  for row in range(2):
+    expected = _numpy_logits(model, tokens[row], segments[row])
+    assert expected.std() > 0.3
+    np.testing.assert_allclose(found[row], expected, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_gradients_are_causal(name):
+  model, tokens = _model(name), _tokens(rows=1, length=6)
+  embedding = model.embedding.encode(tokens)
+
+  @jax.jit
+  @jax.vmap
+  def influence(t):
+    """Of every position's embedding on the output at position t."""
+
+    def output(embedding):
+      h = stack.run(
+        model.layers, model.residual, embedding, None, scan=True, remat="none"
+      )
+      return jnp.sum(jnp.take(h, t, axis=1) * jnp.arange(16.0)[None, :])
+
+    return jnp.max(jnp.abs(jax.grad(output)(embedding)), axis=(0, 2))
+
+  matrix = np.asarray(influence(jnp.arange(6)))
+  np.testing.assert_array_equal(np.triu(matrix, 1), 0.0)
+  assert matrix[np.tril_indices(6)].min() > 1e-4
+
+
+@pytest.mark.parametrize("name", ["prenorm", "block_attnres"])
+def test_documents_do_not_see_each_other(name):
+  model, tokens = _model(name), _tokens()
+  segments = np.array([[1, 1, 1, 2, 2, 2, 2, 3, 3]] * 2, np.int32)
+  changed = np.where(segments == 2, (tokens + 5) % 13, tokens)
+  before = _logits(model, tokens, segments)
+  after = _logits(model, changed.astype(np.int32), segments)
+  same = segments != 2
+  np.testing.assert_array_equal(before[same], after[same])
+  assert jnp.abs(before[~same] - after[~same]).max() > 0.1
+  # Without the numbers the later document does see the change.
+  leak = _logits(model, tokens) - _logits(model, changed.astype(np.int32))
+  assert jnp.abs(leak[segments == 3]).min() > 1e-6
+  # A document reads the same wherever it stands in its row.
+  alone = _logits(model, tokens[:, 3:7])
+  np.testing.assert_allclose(before[:, 3:7], alone, rtol=0, atol=2e-4)
+
+
+def test_grouped_queries_are_repeated_heads():
+  grouped = _model("prenorm", num_kv_heads=2)
+  plain = _model("prenorm", num_kv_heads=4)
+  for part in ("embedding", "layers", "final_norm"):
+    setattr(plain, part, getattr(grouped, part))
+  for name in ("key", "value"):
+    matrix = getattr(grouped.layers.mixer, name)[...]
+    assert matrix.shape == (3, 16, 2, 4)
+    plain_matrix = getattr(plain.layers.mixer, name)
+    repeated = jnp.repeat(matrix, 2, axis=2)
+    setattr(plain.layers.mixer, name, type(plain_matrix)(repeated))
+  tokens = _tokens()
+  np.testing.assert_allclose(
+    _logits(plain, tokens), _logits(grouped, tokens), rtol=0, atol=1e-5
+  )
+
+
+def test_rope_scores_depend_on_distance_only():
+  rng = np.random.default_rng(0)
+  q, k = rng.standard_normal((2, 1, 1, 1, 8)).astype(np.float32)
+  length = 12
+  q = rope.apply_rope(jnp.tile(q, (1, length, 1, 1)), 50.0)[0, :, 0]
+  k = rope.apply_rope(jnp.tile(k, (1, length, 1, 1)), 50.0)[0, :, 0]
+  score = np.asarray(q @ k.T)
+  for distance in range(-length + 1, length):
+    diagonal = np.diagonal(score, distance)
+    np.testing.assert_allclose(diagonal, diagonal[0], rtol=0, atol=1e-5)
+  assert np.std(score[0]) > 0.1
+  np.testing.assert_allclose(
+    np.linalg.norm(q, axis=-1), np.linalg.norm(q[0]), rtol=1e-5
+  )
+
+
+def test_tied_head_is_the_table():
+  tied = _model(tie_embeddings=True)
+  leaves = jax.tree.leaves(tied.embedding)
+  assert [a.shape for a in leaves] == [(13, 16)]
+  np.testing.assert_array_equal(
+    tied.embedding.head_DV(), tied.embedding.table[...].T
+  )
+  assert _model().embedding.head[...].shape == (16, 13)
+
+
+def test_soft_cap_bounds_and_keeps_order():
+  tokens = _tokens()
+  free, capped = _model(), _model(logit_soft_cap=1.5)
+  a, b = _logits(free, tokens), _logits(capped, tokens)
+  assert jnp.abs(a).max() > 3 and jnp.abs(b).max() < 1.5
+  np.testing.assert_allclose(b, 1.5 * np.tanh(a / 1.5), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_bfloat16_computes_with_float32_weights(name):
+  model, tokens = _model(name, dtype="bfloat16"), _tokens()
+  assert {a.dtype for a in jax.tree.leaves(model)} == {jnp.dtype("float32")}
+
+  def loss(model):
+    return trunks.score(model(tokens))
+
+  gradient = jax.eval_shape(jax.grad(loss), model)
+  assert {a.dtype for a in jax.tree.leaves(gradient)} == {jnp.dtype("float32")}
+  shapes = jax.eval_shape(lambda m: (m.trace(tokens), m.hidden(tokens)), model)
+  assert {a.dtype for a in jax.tree.leaves(shapes)} == {jnp.dtype("bfloat16")}
+  state = jax.eval_shape(
+    lambda m: m.residual.running_state(m.trace(tokens)), model
+  )
+  wide = "float32" if name == "block_attnres" else "bfloat16"
+  assert {a.dtype for a in state} == {jnp.dtype(wide)}
+
+  exact = _logits(_model(name), tokens)
+  rounded = _logits(model, tokens)
+  assert rounded.dtype == jnp.float32
+  error = jnp.sqrt(jnp.mean((rounded - exact) ** 2)) / jnp.std(exact)
+  assert 1e-4 < error < 0.05
+
+
+def test_half_precision_does_not_round_running_sums():
+  """Small outputs on a large stream survive: the sum is kept in float32."""
+  for name in ("prenorm", "block_attnres"):
+    residual = config_lib.ResidualConfig(name=name, num_blocks=1)
+    config = dataclasses.replace(BASE, dtype="bfloat16", residual=residual)
+    scheme = residuals.build_residual(config)
+    large = jnp.full((1, 1, 16), 256.0, jnp.bfloat16)
+    small = jnp.full((1, 1, 16), 0.5, jnp.bfloat16)
+    carry, slots = scheme.open(scheme.init(large * 0), 0, 6)
+    for l in range(6):
+      slot = jax.tree.map(lambda a, l=l: a[l], slots)
+      carry = scheme.write(carry, slot, large if l == 0 else small)
+    assert carry.dtype == jnp.float32
+    np.testing.assert_array_equal(carry, 256.0 + 5 * 0.5)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_trace_is_what_the_network_did(name):
+  model, tokens = _model(name), _tokens()
+  trace = jax.jit(lambda m: m.trace(tokens))(model)
+  assert len(trace.values) == len(trace.reads) == 7
+  np.testing.assert_allclose(
+    model.embedding.decode(model.final_norm(trace.reads[-1])),
+    _logits(model, tokens),
+    rtol=0,
+    atol=1e-4,
+  )
+  for l in range(6):
+    layer = jax.tree.map(lambda a, l=l: a[l // 2], model.layers)
+    kind = ("mixer", "mlp")[l % 2]
+    x = layer.norm(kind)(trace.reads[l])
+    output = layer.core(kind, x, None)
+    np.testing.assert_allclose(trace.values[l + 1], output, rtol=0, atol=1e-4)
+
+
+def test_running_state_is_the_open_block():
+  model, tokens = _model(), _tokens()  # two blocks of three sublayers
+  trace = jax.jit(lambda m: m.trace(tokens))(model)
+  states = model.residual.running_state(trace)
+  for l, state in enumerate(states, start=1):
+    first = 1 if l <= 3 else 4
+    expected = sum(trace.values[first : l + 1])
+    np.testing.assert_allclose(state, expected, rtol=0, atol=1e-5)
+  plain = _model("prenorm")
+  trace = jax.jit(lambda m: m.trace(tokens))(plain)
+  assert len(plain.residual.running_state(trace)) == 6
+  np.testing.assert_allclose(
+    plain.residual.running_state(trace)[2],
+    sum(trace.values[:4]),
+    rtol=0,
+    atol=1e-5,
+  )
+
+
+def test_another_seed_is_another_model():
+  a, b = models.build_model(BASE_BLOCKS, 0), models.build_model(BASE_BLOCKS, 1)
+  again = models.build_model(BASE_BLOCKS, 0)
+  np.testing.assert_array_equal(
+    a.embedding.table[...], again.embedding.table[...]
+  )
+  assert jnp.abs(a.embedding.table[...] - b.embedding.table[...]).max() > 0.1
+
+
+def test_initial_scale_and_independent_layers():
+  config = dataclasses.replace(
+    BASE_BLOCKS, width=64, num_layers=2, mlp_width=96, init_std=0.02
+  )
+  model = models.build_model(config)
+  for leaf in jax.tree.leaves((model.layers.mixer, model.layers.mlp)):
+    assert abs(float(jnp.std(leaf)) / 0.02 - 1) < 0.1
+    assert abs(float(jnp.mean(leaf))) < 0.002
+    assert jnp.abs(leaf[0] - leaf[1]).max() > 0.02
+  for gain in jax.tree.leaves((model.layers.mlp_norm, model.final_norm)):
+    np.testing.assert_array_equal(gain, 1.0)
+  np.testing.assert_array_equal(model.residual.queries.query[...], 0.0)
+  np.testing.assert_array_equal(model.residual.queries.gain[...], 1.0)
+  assert model.residual.queries.query.shape == (5, 64)
+
+
+BASE_BLOCKS = dataclasses.replace(
+  BASE, residual=config_lib.ResidualConfig(num_blocks=2)
+)
+
+
+@pytest.mark.parametrize(
+  "fields,message",
+  [
+    (
+      dict(vocab_size=0),
+      r"config\.model\.vocab_size: got 0, expected the token",
+    ),
+    (
+      dict(residual=config_lib.ResidualConfig(name="block_atres")),
+      r"config\.model\.residual\.name: got 'block_atres', expected one of"
+      r" .*prenorm.*did you mean 'block_attnres'",
+    ),
+    (
+      dict(residual=config_lib.ResidualConfig(name="block_attnres")),
+      r"config\.model\.residual\.block_size: got 0, expected sublayers per",
+    ),
+  ],
+)
+def test_what_cannot_be_built_says_so(fields, message):
+  with pytest.raises(config_lib.ConfigError, match=message):
+    models.build_model(dataclasses.replace(BASE, **fields))

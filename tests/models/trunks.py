@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Toy trunks in float64, and the paper's equations to compare them with.
+
+`stack.run` with a scheme of the library on one side; on the other the same
+sublayers run by the definitions below, which are written from the paper
+(arXiv:2603.15031, Eq. 1-6, Fig. 2) in plain jnp and share no code with it.
+Every function here must run under `jax.enable_x64(True)`.
+"""
+
+import dataclasses
+import functools
+import operator
+import types
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnres_jax import config as config_lib
+from attnres_jax.models import residuals
+from attnres_jax.models import stack
+
+WIDTH = 6
+EPS = 1e-6
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ToyLayer:
+  """Two sublayers: causal running mean then tanh, and tanh alone."""
+
+  gain: jax.Array  # [L / 2, 2, D]
+  matrix: jax.Array  # [L / 2, 2, D, D]
+  eps: float = dataclasses.field(default=EPS, metadata=dict(static=True))
+
+  def norm(self, kind):
+    gain = self.gain[0 if kind == "mixer" else 1]
+    return lambda h: rms_norm(h, self.eps) * gain[None, None, :]
+
+  def core(self, kind, x, segment_ids):
+    del segment_ids
+    if kind == "mixer":
+      x = jnp.cumsum(x, axis=1)
+      return jnp.tanh(x @ self.matrix[0])
+    return jnp.tanh(x @ self.matrix[1])
+
+  def sublayers(self, count):
+    """f_1, ..., f_count as functions of h, each behind its pre-norm."""
+
+    def sublayer(l):
+      layer = jax.tree.map(lambda a: a[l // 2], self)
+      kind = ("mixer", "mlp")[l % 2]
+      return lambda h: layer.core(kind, layer.norm(kind)(h), None)
+
+    return [sublayer(l) for l in range(count)]
+
+
+def toy(num_sublayers, seed=0, eps=EPS):
+  """(layers, embedding [2, 3, D]) of random float64 numbers."""
+  rng = np.random.default_rng(seed)
+  count = -(-num_sublayers // 2)
+  layers = ToyLayer(
+    gain=jnp.asarray(1 + 0.3 * rng.standard_normal((count, 2, WIDTH))),
+    matrix=jnp.asarray(rng.standard_normal((count, 2, WIDTH, WIDTH))),
+    eps=eps,
+  )
+  return layers, jnp.asarray(rng.standard_normal((2, 3, WIDTH)))
+
+
+def scheme(name, num_sublayers, *, seed=1, scale=1.0, eps=EPS, **fields):
+  """A scheme of the library in float64, with random queries and gains."""
+  config = types.SimpleNamespace(
+    num_sublayers=num_sublayers,  # may be odd, unlike a ModelConfig's
+    width=WIDTH,
+    norm_eps=eps,
+    dtype="float64",
+    residual=config_lib.ResidualConfig(name=name, **fields),
+  )
+  module = residuals.build_residual(config)
+  if hasattr(module, "queries"):
+    rng = np.random.default_rng(seed)
+    shape = module.queries.query.shape
+    query = scale * rng.standard_normal(shape)
+    gain = 1 + 0.5 * rng.standard_normal(shape)
+    module.queries.query = nnx.Param(jnp.asarray(query))
+    module.queries.gain = nnx.Param(jnp.asarray(gain))
+  return module
+
+
+def run(layers, module, embedding, *, scan=True, remat="none"):
+  return stack.run(layers, module, embedding, None, scan=scan, remat=remat)
+
+
+@functools.partial(jax.jit, static_argnames=("scan", "remat"))
+def value_and_grad(layers, module, embedding, *, scan=True, remat="none"):
+  """A scalar of h_out, and its gradients by layers, scheme and embedding."""
+
+  def value(layers, module, embedding):
+    return score(run(layers, module, embedding, scan=scan, remat=remat))
+
+  return jax.value_and_grad(value, argnums=(0, 1, 2))(layers, module, embedding)
+
+
+def score(h):
+  """A scalar that weighs every entry of h differently."""
+  position = jnp.arange(h.size, dtype=h.dtype).reshape(h.shape)
+  return jnp.sum(jnp.sin(1.0 + position) * h + 0.1 * h * h)
+
+
+@jax.jit
+def reads(module, values):
+  """h_1, ..., h_L, h_out of a network whose outputs were recorded."""
+  state, out = module.init(values[0]), []
+  for start, stop in module.segments():
+    carry, slots = module.open(state, start, stop)
+    for l in range(start, stop):
+      slot = jax.tree.map(operator.itemgetter(l - start), slots)
+      out.append(module.read(carry, slot))
+      carry = module.write(carry, slot, values[l + 1])
+    state = module.close(state, carry, stop)
+  return [*out, module.readout(state)]
+
+
+def folded(module):
+  """u_l = w_l * g_l of reads 1..L+1."""
+  return module.queries.query[...] * module.queries.gain[...]
+
+
+def rms_norm(x, eps):
+  return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
+def attend(u, sources, eps=EPS):
+  """Eq. 2-4 for one query: softmax over depth, values not normalised."""
+  source = jnp.stack(sources)
+  score = jnp.sum(rms_norm(source, eps) * u.reshape(1, 1, 1, -1), axis=-1)
+  weight = jnp.exp(score - jnp.max(score, axis=0, keepdims=True))
+  weight = weight / jnp.sum(weight, axis=0, keepdims=True)
+  return jnp.sum(weight[..., None] * source, axis=0)
+
+
+def full_attnres(sublayers, u, embedding):
+  """Eq. 1-4 and the output aggregation."""
+  values = [embedding]
+  for l, f in enumerate(sublayers):
+    values.append(f(attend(u[l], values)))
+  return attend(u[-1], values)
+
+
+def block_attnres(sublayers, u, embedding, block_size):
+  """Eq. 5-6 by index sets: blocks are sums over ranges of values."""
+  values, last = [embedding], len(sublayers)
+
+  def sources(l):
+    # b_0, then each whole block of sublayers 1..l, then what is left of one.
+    starts = range(1, l + 1, block_size)
+    ends = [min(s + block_size, l + 1) for s in starts]
+    return [values[0]] + [sum(values[s:e]) for s, e in zip(starts, ends)]
+
+  for l, f in enumerate(sublayers):
+    values.append(f(attend(u[l], sources(l))))
+  return attend(u[-1], sources(last))
+
+
+def fig2(sublayers, u, embedding, block_size):
+  """The paper's Fig. 2, line by line, as one transformer block after another.
+
+  `blocks` starts empty and the partial sum that comes into transformer block 0
+  is the embedding; transformer blocks count from 0; the boundary comes after
+  the first read and before attention. The paper's listing ends with the last
+  transformer block; the text adds the output aggregation.
+  """
+  blocks, partial_block = [], embedding
+  for layer_number in range(len(sublayers) // 2):
+    w_attn, w_mlp = u[2 * layer_number], u[2 * layer_number + 1]
+    attn, mlp = sublayers[2 * layer_number : 2 * layer_number + 2]
+
+    h = attend(w_attn, blocks + [partial_block])
+    if layer_number % (block_size // 2) == 0:
+      blocks = blocks + [partial_block]
+      partial_block = None
+    attn_out = attn(h)
+    if partial_block is not None:
+      partial_block = partial_block + attn_out
+    else:
+      partial_block = attn_out
+
+    h = attend(w_mlp, blocks + [partial_block])
+    partial_block = partial_block + mlp(h)
+  return attend(u[-1], blocks + [partial_block])
+
+
+def fig2_per_sublayer(sublayers, u, embedding, block_size):
+  """Fig. 2 with the boundary per sublayer, which odd S and L need."""
+  blocks, partial = [], embedding
+  for j, f in enumerate(sublayers):
+    h = attend(u[j], blocks + [partial])
+    if j % block_size == 0:
+      blocks, partial = blocks + [partial], None
+    partial = f(h) if partial is None else partial + f(h)
+  return attend(u[-1], blocks + [partial])
+
+
+def prenorm(sublayers, embedding):
+  h = embedding
+  for f in sublayers:
+    h = h + f(h)
+  return h

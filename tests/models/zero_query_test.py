@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Transformers at their start: zero queries make every scheme one function.
+
+Behind pre-norms, and with a final norm, all reads are positive multiples of
+the residual stream of PreNorm, so logits and gradients of copied weights agree
+up to rounding (and eps, here tiny).
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax import models
+from attnres_jax.models import residuals
+from tests.models import trunks
+
+FORMS = ("two_phase", "one_softmax")
+
+CONFIG = config_lib.ModelConfig(
+  vocab_size=11,
+  width=16,
+  num_layers=3,
+  num_heads=2,
+  num_kv_heads=1,
+  mlp_width=24,
+  init_std=0.3,
+  norm_eps=1e-12,
+)
+
+
+def _model(name, **fields):
+  residual = config_lib.ResidualConfig(name=name, **fields)
+  return models.build_model(dataclasses.replace(CONFIG, residual=residual))
+
+
+def _copy_weights(source, target):
+  """`target` with the embedding, layers, final norm and head of `source`."""
+  target.embedding, target.layers = source.embedding, source.layers
+  target.final_norm = source.final_norm
+  return target
+
+
+@jax.jit
+def _logits_and_gradient(model, tokens):
+  def value(model):
+    logits = model(tokens)
+    return trunks.score(logits), logits
+
+  gradient, logits = jax.grad(value, has_aux=True)(model)
+  parts = (gradient.embedding, gradient.layers, gradient.final_norm)
+  return logits, parts, gradient.residual
+
+
+@pytest.mark.parametrize(
+  "name,fields",
+  [
+    ("rescaled", {}),
+    ("full_attnres", {}),
+    ("block_attnres", dict(block_size=2)),
+    ("block_attnres", dict(block_size=5)),
+  ],
+)
+def test_transformer_starts_as_its_prenorm_twin(name, fields):
+  tokens = np.random.default_rng(0).integers(0, 11, (2, 5), dtype=np.int32)
+  plain = _model("prenorm")
+  twin = _copy_weights(plain, _model(name, **fields))
+  logits, gradient, _ = _logits_and_gradient(plain, tokens)
+  twin_logits, twin_gradient, _ = _logits_and_gradient(twin, tokens)
+  assert jnp.std(logits) > 0.5
+  _close(twin_logits, logits, 1e-5)
+  _close(twin_gradient, gradient, 1e-4)
+  for leaf in jax.tree.leaves(twin_gradient):
+    assert jnp.abs(leaf).max() > 1e-3
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["full_attnres", "block_attnres"])
+class TestDeadParameters:
+  """The first sublayer has one source; a gain behind a zero query is idle."""
+
+  def test_at_zero_queries(self, name, form):
+    tokens = np.random.default_rng(0).integers(0, 11, (2, 5), dtype=np.int32)
+    fields = dict(form=form, block_size=4 if name == "block_attnres" else 0)
+    model = _model(name, **fields)
+    gradient = _logits_and_gradient(model, tokens)[2].queries
+    np.testing.assert_array_equal(gradient.gain[...], 0.0)
+    np.testing.assert_array_equal(gradient.query[0], 0.0)
+    assert jnp.abs(gradient.query[1:]).max(axis=1).min() > 1e-4
+
+  def test_at_other_queries(self, name, form):
+    tokens = np.random.default_rng(0).integers(0, 11, (2, 5), dtype=np.int32)
+    fields = dict(form=form, block_size=4 if name == "block_attnres" else 0)
+    model = _model(name, **fields)
+    query = model.residual.queries.query
+    query[...] = jax.random.normal(jax.random.key(1), query.shape)
+    gradient = _logits_and_gradient(model, tokens)[2].queries
+    for leaf in (gradient.gain, gradient.query):
+      np.testing.assert_array_equal(leaf[0], 0.0)
+      assert jnp.abs(leaf[1:]).max(axis=1).min() > 1e-5
+
+
+@pytest.mark.parametrize("name", list(residuals.RESIDUALS))
+def test_same_seed_same_weights_under_every_scheme(name):
+  plain, other = _model("prenorm"), _model(name, num_blocks=2)
+  for part in ("embedding", "layers", "final_norm"):
+    expected = jax.tree.leaves(getattr(plain, part))
+    for a, b in zip(jax.tree.leaves(getattr(other, part)), expected):
+      np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def _close(found, expected, rtol):
+  found, expected = jax.tree.leaves(found), jax.tree.leaves(expected)
+  assert len(found) == len(expected) > 0
+  for a, b in zip(found, expected):
+    a, b = np.asarray(a), np.asarray(b)
+    np.testing.assert_allclose(a, b, rtol=0, atol=rtol * (1 + np.abs(b).max()))
