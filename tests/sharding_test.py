@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Meshes over the eight CPU devices of the tests."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax import sharding
+
+
+def test_all_devices_or_the_first_few():
+  assert jax.device_count() == 8  # tests/conftest.py
+  mesh = sharding.make_mesh(config_lib.MeshConfig())
+  assert mesh.shape == {"data": 8}
+  few = sharding.make_mesh(config_lib.MeshConfig(data=3))
+  assert list(few.devices) == jax.devices()[:3]
+
+
+def test_more_devices_than_there_are():
+  with pytest.raises(
+    config_lib.ConfigError, match=r"config\.mesh\.data: got 9, .*at most 8"
+  ):
+    sharding.make_mesh(config_lib.MeshConfig(data=9))
+
+
+def _run(batch_size, accumulate_steps=1):
+  return config_lib.RunConfig(
+    data=config_lib.DataConfig(batch_size=batch_size),
+    optim=config_lib.OptimConfig(accumulate_steps=accumulate_steps),
+  )
+
+
+def test_rows_that_cannot_be_split():
+  mesh = sharding.make_mesh(config_lib.MeshConfig(data=4))
+  sharding.check_divides(_run(24, 3), mesh)
+  for rows, parts, nearest in ((30, 3, "24 or 36"), (3, 1, "4"), (6, 2, "8")):
+    message = (
+      rf"config\.data\.batch_size: got {rows}, .*= 4 x {parts}, such as"
+      rf" {nearest}$"
+    )
+    with pytest.raises(config_lib.ConfigError, match=message):
+      sharding.check_divides(_run(rows, parts), mesh)
+
+
+def test_batches_are_split_by_rows():
+  mesh = sharding.make_mesh(config_lib.MeshConfig(data=4))
+  tokens = np.arange(8 * 3, dtype=np.int32).reshape(8, 3)
+  batch = sharding.shard_batch({"tokens": tokens}, mesh)
+  array = batch["tokens"]
+  assert array.sharding == sharding.batch_sharding(mesh)
+  np.testing.assert_array_equal(array, tokens)
+  for i, shard in enumerate(array.addressable_shards):
+    np.testing.assert_array_equal(shard.data, tokens[2 * i : 2 * i + 2])
+
+
+def test_replicated_means_a_copy_each():
+  mesh = sharding.make_mesh(config_lib.MeshConfig(data=4))
+  array = jax.device_put(np.arange(5.0), sharding.replicated(mesh))
+  assert [s.data.shape for s in array.addressable_shards] == [(5,)] * 4
+
+
+def test_shapes_with_sharding():
+  mesh = sharding.make_mesh(config_lib.MeshConfig(data=2))
+  tree = {"a": jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)}
+  found = sharding.with_sharding(tree, sharding.replicated(mesh))["a"]
+  assert (found.shape, found.dtype) == ((2, 3), jnp.bfloat16)
+  assert found.sharding == sharding.replicated(mesh)
