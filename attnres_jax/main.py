@@ -94,9 +94,13 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
   """Absl's parsing, with one line for whatever is wrong."""
   try:
     _check_config_flags(argv[1:])
-    return flags.FLAGS(list(argv))
+    rest = flags.FLAGS(list(argv))
   except Exception as error:
     _stop(_explain(error))
+  if flags.FLAGS["verbosity"].using_default_value:
+    # The libraries' own reports would bury ours; --verbosity=0 brings them.
+    flags.FLAGS.verbosity = logging.WARNING
+  return rest
 
 
 def _checked_config() -> config_lib.RunConfig:
@@ -209,6 +213,4 @@ def _stop(message: str, status: int = 2) -> NoReturn:
 
 
 if __name__ == "__main__":
-  # The libraries' own progress reports would bury ours; --verbosity=0 for them.
-  flags.FLAGS.set_default("verbosity", logging.WARNING)
   app.run(main, flags_parser=parse_flags)

@@ -7,6 +7,7 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import flops
+from attnres_jax.models import residuals
 
 
 def _model(residual="prenorm", **fields):
@@ -94,3 +95,16 @@ def test_unknown_scheme_is_named():
   model = dataclasses.replace(model, residual=residual)
   with pytest.raises(config_lib.ConfigError, match="did you mean 'block_attn"):
     flops.flops_per_token(model, 8)
+
+
+def test_every_scheme_has_a_row():
+  assert set(flops.DEPTH_READS) == set(residuals.RESIDUALS)
+
+
+@pytest.mark.parametrize("scheme", sorted(residuals.RESIDUALS))
+@pytest.mark.parametrize("num_layers, block_size", [(1, 1), (4, 3), (3, 2)])
+def test_pairs_are_the_models_sources(scheme, num_layers, block_size):
+  model = _model(scheme, num_layers=num_layers, block_size=block_size)
+  labels = residuals.build_residual(model).source_labels() or ()
+  pairs = sum(len(read) for read in labels if len(read) > 1)
+  assert flops.DEPTH_READS[scheme](model).pairs == pairs

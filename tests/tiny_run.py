@@ -79,23 +79,47 @@ def compilation_cache(folder):
     compilation_cache_lib.reset_cache()
 
 
-def start(workdir, fields, *flags, devices=1, **kwargs):
-  """The same run as a process; stdout and stderr are pipes of text."""
+def start(workdir, fields, *flags, devices=1):
+  """The same run as a process; `finish` or `kill` it."""
   command = [
-      sys.executable, "-m", "attnres_jax.main", f"--config={SPEC}",
-      f"--workdir={workdir}", *flags,
+    sys.executable, "-m", "attnres_jax.main", f"--config={SPEC}",
+    f"--workdir={workdir}", *flags,
   ]  # fmt: skip
   fields = FIELDS | fields
   command += [f"--config.{name}={value}" for name, value in fields.items()]
-  return subprocess.Popen(
-    command,
-    cwd=ROOT,
-    env=environment(devices),
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-    **kwargs,
-  )
+  # Files, not pipes: nobody reads along, and a full pipe would stop the run.
+  with _output() as out, _output() as err:
+    process = subprocess.Popen(
+      command, cwd=ROOT, env=environment(devices), stdout=out, stderr=err
+    )
+    process.files = out.name, err.name
+  return process
+
+
+def finish(process, timeout=240, quiet=True):
+  """Waits for a process that has to succeed; returns its stdout.
+
+  A clean run says nothing on stderr, but for libraries when not `quiet`.
+  """
+  try:
+    process.wait(timeout)
+  finally:
+    out, err = kill(process)
+  assert process.returncode == 0, f"exit {process.returncode}\n{out}\n{err}"
+  assert not err or not quiet, err
+  return out
+
+
+def kill(process):
+  """Makes sure that a process is gone; returns its stdout and stderr."""
+  process.kill()
+  process.wait()
+  texts = [pathlib.Path(file).read_text() for file in process.files]
+  return texts
+
+
+def _output():
+  return tempfile.NamedTemporaryFile(prefix="attnres_test_", delete=False)
 
 
 def environment(devices=1):
@@ -108,13 +132,6 @@ def environment(devices=1):
     "JAX_COMPILATION_CACHE_DIR": str(cache),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
   }
-
-
-def finish(process, timeout=240):
-  """Waits for a process that has to succeed; returns its stdout."""
-  out, err = process.communicate(timeout=timeout)
-  assert process.returncode == 0, f"exit {process.returncode}\n{out}\n{err}"
-  return out
 
 
 def rows(workdir, split):
@@ -131,6 +148,12 @@ def rows(workdir, split):
 
 def events(workdir, name):
   return [row for row in _all_rows(workdir) if row.get("event") == name]
+
+
+def step_of(line, split):
+  """The step of a metrics line; 0 if it is of another split."""
+  row = json.loads(line)
+  return row["step"] if row["split"] == split else 0
 
 
 def _all_rows(workdir):

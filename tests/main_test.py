@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: one line for whatever is wrong with it."""
+
+import subprocess
+import sys
+
+from absl import flags
+import pytest
+
+from attnres_jax import main
+from attnres_jax import train
+from tests import tiny_run
+
+# How ml_collections loads a config file.
+pytestmark = pytest.mark.filterwarnings(
+  "ignore:the load_module:DeprecationWarning"
+)
+
+SPEC = f"{tiny_run.ROOT}/configs/lm.py"
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch, capsys):
+  """Runs main with these arguments; returns (exit status, stderr lines)."""
+
+  def no_training(*args, **kwargs):
+    raise AssertionError("went on to train")
+
+  monkeypatch.setattr(train, "train_and_evaluate", no_training)
+
+  def run(*args, config=f"{SPEC}:size=micro", workdir=str(tmp_path / "run")):
+    argv = ["main"] + ([f"--config={config}"] if config else []) + list(args)
+    argv += [f"--workdir={workdir}"] if workdir else []
+    monkeypatch.setattr(sys, "argv", argv)
+    sys.modules.pop("config_config", None)
+    known = set(flags.FLAGS)
+    flags.FLAGS.unparse_flags()
+    try:
+      main.main(main.parse_flags(argv))
+      status = 0
+    except SystemExit as error:
+      status = error.code
+    finally:
+      for name in set(flags.FLAGS) - known:
+        delattr(flags.FLAGS, name)
+      for name in ("config", "workdir", "distributed", "num_processes"):
+        flags.FLAGS[name].unparse()
+    return status, capsys.readouterr().err.splitlines()
+
+  return run
+
+
+BAD_FLAGS = {
+  "unknown field": (
+    ["--config.optim.peak_lrr=1"],
+    "config.optim.peak_lrr: got 'peak_lrr', expected one of",
+    "did you mean 'peak_lr'?",
+  ),
+  "unknown section": (["--config.optimm.peak_lr=1"], "config.optimm", "optim"),
+  "field of a value": (["--config.seed.x=1"], "config.seed.x", "seed"),
+  "float": (
+    ["--config.optim.peak_lr=fast"],
+    "config.optim.peak_lr: got 'fast', expected a value of type float",
+  ),
+  "float for int": (
+    ["--config.train.steps=1.5"],
+    "config.train.steps: got '1.5', expected a value of type int",
+  ),
+  "separate value": (
+    ["--config.train.steps", "many"],
+    "config.train.steps: got 'many', expected a value of type int",
+  ),
+  "bool": (
+    ["--config.model.tie_embeddings=maybe"],
+    "config.model.tie_embeddings: got 'maybe', expected a value of type bool",
+  ),
+  "no int": (["--noconfig.seed"], "config.seed", "type int"),
+  "section": (["--config.model=big"], "config.model: got 'big'", "width"),
+  "not positive": (
+    ["--config.train.steps=0"],
+    "config.train.steps: got 0, expected a number above 0",
+  ),
+  "does not divide": (
+    ["--config.model.num_heads=3"],
+    "config.model.num_heads: got 3, expected a divisor of model.width=64",
+  ),
+  "accumulation": (
+    ["--config.optim.accumulate_steps=3"],
+    "config.optim.accumulate_steps: got 3, expected a divisor of",
+  ),
+  "choice": (
+    ["--config.model.dtype=float31"],
+    "config.model.dtype: got 'float31', expected one of bfloat16, float32",
+  ),
+  "unknown flag": (["--workdirr=x"], "workdirr", "workdir"),
+  "flag type": (["--num_processes=two"], "num_processes", "two"),
+  "argument": (["extra"], "unexpected argument 'extra'"),
+  "half a cluster": (
+    ["--distributed", "--num_processes=2"],
+    "expected all three",
+  ),
+  "cluster without distributed": (
+    ["--num_processes=2"],
+    "expected together with --distributed",
+  ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FLAGS)
+def test_bad_flags(command, case):
+  args, *expected = BAD_FLAGS[case]
+  status, err = command(*args)
+  assert status == 2 and len(err) == 1, err
+  assert err[0].startswith("error: ")
+  for text in expected:
+    assert text in err[0]
+
+
+BAD_CONFIGS = {
+  "no file": ("configs/nothing.py:size=tiny", "config file", "not found"),
+  "unknown argument": (f"{SPEC}:sise=tiny", "config argument 'sise'", "size"),
+  "argument value": (f"{SPEC}:size=tinny", "size", "did you mean 'tiny'?"),
+  "argument type": (
+    f"{SPEC}:runlocal=perhaps",
+    "config argument 'runlocal': got 'perhaps', expected bool",
+  ),
+  "no flag": (None, "--config: missing"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CONFIGS)
+def test_bad_configs(command, case):
+  config, *expected = BAD_CONFIGS[case]
+  status, err = command(config=config)
+  assert status == 2 and len(err) == 1, err
+  for text in expected:
+    assert text in err[0]
+
+
+@pytest.mark.parametrize(
+  "source, expected",
+  [
+    ("def get_config(arg=None):\n  return 1 +\n", "SyntaxError"),
+    ("import nothing_of_this_name\n", "ModuleNotFoundError"),
+    ("def get_config(arg=None):\n  return {}['x']\n", "bad.py:2: KeyError"),
+    ("x = 1\n", "get_config"),
+  ],
+)
+def test_broken_config_file(command, tmp_path, source, expected):
+  (tmp_path / "bad.py").write_text(source)
+  status, err = command(config=str(tmp_path / "bad.py"))
+  assert status == 2 and len(err) == 1, err
+  assert expected in err[0]
+
+
+def test_bad_workdir(command, tmp_path):
+  assert command(workdir=None)[1] == [
+    "error: --workdir: missing, expected a folder"
+  ]
+  (tmp_path / "file").write_text("")
+  status, err = command(workdir=str(tmp_path / "file"))
+  assert status == 2 and len(err) == 1 and "a file, expected a folder" in err[0]
+
+
+def test_overrides_arrive(command, monkeypatch, capsys):
+  seen = []
+
+  def train_and_evaluate(config, workdir, resume_with_changed_config):
+    seen.append((config, resume_with_changed_config))
+    return {"status": "stopped", "step": 3}
+
+  run = command
+  monkeypatch.setattr(train, "train_and_evaluate", train_and_evaluate)
+  status, err = run(
+    "--config.optim.peak_lr=0.5", "--config.train.steps", "7",
+    "--config.model.tie_embeddings", "--noconfig.checkpoint.asynchronous",
+    "--config.data.path=a=b", "--config.optim.weight_decay=1",
+    "--resume_with_changed_config",
+  )  # fmt: skip
+  assert status == 0 and not err
+  ((config, changed),) = seen
+  assert config.optim.peak_lr == 0.5 and config.train.steps == 7
+  assert config.model.tie_embeddings and not config.checkpoint.asynchronous
+  assert config.data.path == "a=b" and config.optim.weight_decay == 1.0
+  assert changed
+
+
+def _stderr_of(*args):
+  process = subprocess.run(
+    [sys.executable, "-m", "attnres_jax.main", *args],
+    cwd=tiny_run.ROOT,
+    env=tiny_run.environment(),
+    capture_output=True,
+    text=True,
+    timeout=120,
+  )
+  return process.returncode, process.stderr
+
+
+def test_real_process_prints_one_line(tmp_path):
+  """What only shows at run time still stops before compilation."""
+  status, err = _stderr_of(
+    f"--config={SPEC}:size=micro",
+    "--config.data.source=text",
+    "--config.data.path=/no/such/corpus",
+    f"--workdir={tmp_path / 'run'}",
+  )
+  assert status == 2, err
+  assert err.count("\n") == 1 and "config.data.path" in err
+  assert "/no/such/corpus" in err and not (tmp_path / "run").exists()
