@@ -1,7 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention Residuals (arXiv:2603.15031) in JAX."""
 
-from attnres_jax.config import load_config
-from attnres_jax.models import build_model
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+  from attnres_jax.config import load_config
+  from attnres_jax.models import build_model
 
 __all__ = ["build_model", "load_config"]
+
+_HOMES = {
+  "build_model": "attnres_jax.models",
+  "load_config": "attnres_jax.config",
+}
+
+
+def __getattr__(name: str) -> Any:
+  # Looked up on demand: schedules, fits and configs need no JAX.
+  if name not in _HOMES:
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+  return getattr(importlib.import_module(_HOMES[name]), name)

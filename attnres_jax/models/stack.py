@@ -13,7 +13,7 @@ one, around a sublayer, sees to it that only one sublayer's intermediates are
 alive at a time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 import functools
 from typing import Any
 
@@ -79,23 +79,17 @@ def run(
   segments = residual.segments()
   whole_layers = all(start % 2 == stop % 2 == 0 for start, stop in segments)
   scanned = scan and residual.scannable and whole_layers
-  if scanned:
-    parts = _split(layers, [(stop - start) // 2 for start, stop in segments])
-  else:
-    singles = _unstack(layers, -(-residual.num_sublayers // 2))
-    parts = [singles[start // 2 : (stop + 1) // 2] for start, stop in segments]
-
   state = residual.init(embedding_BTD)
-  for part, (start, stop) in zip(parts, segments, strict=True):
+  for start, stop in segments:
     inside = functools.partial(
-      _scanned if scanned else _unrolled,
+      _scanned if scanned and stop - start > 2 else _unrolled,
       residual=residual,
       start=start,
       stop=stop,
       segment_ids_BT=segment_ids_BT,
       around_sublayer=around_sublayer,
     )
-    carry = around_segment(inside)(part, state)
+    carry = around_segment(inside)(layers, state)
     state = residual.close(state, carry, stop)
   return residual.readout(state)
 
@@ -108,12 +102,11 @@ def trace(
 ) -> Trace:
   """Runs the trunk like `run`; returns what every sublayer read and wrote."""
   values, reads = [embedding_BTD], []
-  singles = _unstack(layers, -(-residual.num_sublayers // 2))
   state = residual.init(embedding_BTD)
   for start, stop in residual.segments():
     carry, slots = residual.open(state, start, stop)
     for l, slot in enumerate(_unstack(slots, stop - start), start):
-      layer, kind = singles[l // 2], layer_lib.SUBLAYERS[l % 2]
+      layer, kind = _index(layers, l // 2), layer_lib.SUBLAYERS[l % 2]
       h_BTD = residual.read(carry, slot)
       y_BTD = layer.core(kind, layer.norm(kind)(h_BTD), segment_ids_BT)
       carry = residual.write(carry, slot, y_BTD)
@@ -124,7 +117,7 @@ def trace(
 
 
 def _unrolled(
-  layers: list[layer_lib.Layer],
+  layers: layer_lib.Layer,
   state: Any,
   *,
   residual: base.Residual,
@@ -135,7 +128,7 @@ def _unrolled(
 ) -> Any:
   carry, slots = residual.open(state, start, stop)
   for l, slot in enumerate(_unstack(slots, stop - start), start):
-    layer, kind = layers[l // 2 - start // 2], layer_lib.SUBLAYERS[l % 2]
+    layer, kind = _index(layers, l // 2), layer_lib.SUBLAYERS[l % 2]
     sublayer = functools.partial(_sublayer, residual, kind)
     y_BTD = around_sublayer(sublayer)(layer, carry, slot, segment_ids_BT)
     carry = residual.write(carry, slot, y_BTD)
@@ -153,6 +146,8 @@ def _scanned(
   around_sublayer: Callable[..., Any],
 ) -> Any:
   carry, slots = residual.open(state, start, stop)
+  # Sliced in here, so that activation checkpointing does not keep copies.
+  layers = jax.tree.map(lambda a: a[start // 2 : stop // 2], layers)
   pair = (stop - start) // 2, 2
   slots = jax.tree.map(lambda a: a.reshape(*pair, *a.shape[1:]), slots)
 
@@ -180,20 +175,19 @@ def _sublayer(
   return layer.core(kind, x_BTD, segment_ids_BT)
 
 
-def _split(tree: Any, sizes: Sequence[int]) -> list[Any]:
-  """Cuts every leaf along its leading axis.
-
-  One `lax.split`, whose gradient is one concatenation; slices would have each
-  part's gradient padded to full size and added up.
-  """
-  leaves, structure = jax.tree.flatten(tree)
-  if not leaves:
-    return [tree] * len(sizes)
-  split = [jax.lax.split(leaf, sizes, axis=0) for leaf in leaves]
-  return [jax.tree.unflatten(structure, part) for part in zip(*split)]
+def _index(tree: Any, i: int) -> Any:
+  return jax.tree.map(lambda a: a[i], tree)
 
 
 def _unstack(tree: Any, count: int) -> list[Any]:
-  """One tree for each of the `count` indices of the leading axis."""
-  parts = _split(tree, [1] * count)
-  return [jax.tree.map(lambda a: jnp.squeeze(a, 0), part) for part in parts]
+  """One tree for each of the `count` indices of the leading axis.
+
+  By one split, whose gradient is one concatenation; indexing would have every
+  part's gradient padded to full size and added up.
+  """
+  leaves, structure = jax.tree.flatten(tree)
+  split = [jax.lax.split(leaf, [1] * count, axis=0) for leaf in leaves]
+  return [
+    jax.tree.unflatten(structure, [jnp.squeeze(s[i], 0) for s in split])
+    for i in range(count)
+  ]
