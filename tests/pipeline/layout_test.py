@@ -187,9 +187,9 @@ def test_message_holds_the_largest_window_and_a_partial():
 
 
 def test_one_rank_sends_nothing():
-  layout = schedule.Layout(1, 4, 2, 2)
-  for rule in schedule.RULES:
-    assert not any(t.num_vectors for t in layout.transitions(rule))
+  for layout in (schedule.Layout(1, 4, 2, 3), schedule.Layout(1, 4, 2)):
+    for rule in schedule.RULES:
+      assert not any(t.num_vectors for t in layout.transitions(rule))
 
 
 def test_split_sublayers():

@@ -125,6 +125,8 @@ def test_pool_of_gradients_sums_every_read(order, layout, microbatches):
   """Replays the backward of all ranks with sums of ones in pooled slots."""
   plan = schedule.make_schedule(order, layout, microbatches)
   pool = plan.slot_pool("gradients")
+  live = [plan.peaks(r).gradients for r in range(layout.num_ranks)]
+  assert pool.size == max(live)
   sums = np.zeros((layout.num_ranks, pool.size), int)
   messages = {}
   done = 0
@@ -180,6 +182,15 @@ def test_naive_holds_a_copy_per_chunk():
   # b1 is its own product.
   held = [plan.peaks(1, rule=rule).blocks for rule in schedule.RULES]
   assert held == [4 * 4, 4 * 3, 4 * 3]
+
+
+def test_one_rank_keeps_its_products_under_any_rule():
+  layout = schedule.Layout(1, 3, 2, 2)
+  plan = schedule.make_schedule("fused", layout, 2)
+  # F00 F10 F20 B20 F01 B10 F11 B00 ..., chunk before microbatch: at F11 there
+  # are b0 of microbatch 0, and b0, b1 and the new b2 of microbatch 1.
+  for rule in ("cached", "minimum"):
+    assert plan.peaks(0, rule=rule).blocks == 4
 
 
 @pytest.mark.parametrize(
