@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that are really killed, and the runs that go on after them."""
+
+import pathlib
+import random
+import signal
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from attnres_jax import checkpoint
+from tests import tiny_run
+
+# What survives does not depend on the scheme, and this one compiles quickest.
+FIELDS = {
+  "model.residual.name": "prenorm",
+  "train.steps": 120,
+  "train.eval_every": 40,
+  "train.depth_every": 30,
+  "checkpoint.every_steps": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def fields(tmp_path_factory):
+  return tiny_run.corpus(tmp_path_factory.mktemp("data")) | FIELDS
+
+
+def _last_step(workdir):
+  file = pathlib.Path(workdir) / "metrics.jsonl"
+  lines = file.read_text().split("\n")[:-1] if file.exists() else []
+  return max((tiny_run.step_of(line, "train") for line in lines), default=0)
+
+
+def _wait_until(process, condition, seconds=120):
+  deadline = time.monotonic() + seconds
+  while not condition():
+    assert process.poll() is None, tiny_run.kill(process)
+    assert time.monotonic() < deadline, "the run makes no progress"
+    time.sleep(0.001)
+
+
+def _wait_until_step(process, workdir, step):
+  _wait_until(process, lambda: _last_step(workdir) >= step)
+
+
+def _last_save(workdir):
+  return max(checkpoint.all_steps(workdir), default=0)
+
+
+def _unfinished_saves(workdir):
+  return list((workdir / "checkpoints").glob("*.orbax-checkpoint-tmp"))
+
+
+def _kill(process):
+  tiny_run.kill(process)
+  assert process.returncode == -signal.SIGKILL
+
+
+def _kill_during_save(workdir, fields):
+  """Kills a run whose save is under way; True if the save was cut off."""
+  process = tiny_run.start(workdir, fields)
+  first = _last_step(workdir)
+  _wait_until_step(process, workdir, first + 2)
+  _wait_until(process, lambda: _unfinished_saves(workdir))
+  _kill(process)
+  return bool(_unfinished_saves(workdir))
+
+
+def _assert_same_run(a, b):
+  for split in ("train", "validation", "depth"):
+    assert tiny_run.rows(a, split) == tiny_run.rows(b, split)
+  models = [checkpoint.load_model(workdir)[1] for workdir in (a, b)]
+  jax.tree.map(np.testing.assert_array_equal, *models)
+
+
+def test_killed_run_ends_like_an_uninterrupted_one(fields, tmp_path):
+  whole, broken = tmp_path / "whole", tmp_path / "broken"
+  tiny_run.finish(tiny_run.start(whole, fields))
+
+  # SIGKILL at a random moment.
+  at = random.randint(6, 60)
+  print("killed at step", at)
+  process = tiny_run.start(broken, fields)
+  _wait_until_step(process, broken, at)
+  _kill(process)
+  reached, saved = _last_step(broken), _last_save(broken)
+  # One save may have been under way, and the one before it is complete.
+  assert saved >= reached - 2 * 4
+
+  # SIGKILL during a save. The first one tried nearly always hits.
+  assert any(_kill_during_save(broken, fields) for _ in range(3))
+  resumes = tiny_run.events(broken, "resume")
+  if saved:
+    assert resumes[0]["step"] == saved
+    assert resumes[0]["lost_steps"] == reached - saved
+  saved = _last_save(broken)
+  assert saved >= _last_step(broken) - 2 * 4
+
+  # SIGTERM, then SIGINT: every step taken is kept.
+  for kind in (signal.SIGTERM, signal.SIGINT):
+    first = _last_step(broken)
+    process = tiny_run.start(broken, fields)
+    _wait_until_step(process, broken, first + 3)
+    process.send_signal(kind)
+    out = tiny_run.finish(process)
+    stopped = tiny_run.events(broken, "stopped")[-1]
+    assert stopped["signal"] == kind.name
+    assert stopped["step"] == _last_step(broken)
+    assert stopped["step"] == checkpoint.all_steps(broken)[-1]
+    assert f"stopped after step {stopped['step']} with" in out
+    assert not _unfinished_saves(broken)
+
+  tiny_run.finish(tiny_run.start(broken, fields))
+  assert tiny_run.events(broken, "resume")[-1]["step"] == stopped["step"]
+  _assert_same_run(whole, broken)
+
+
+@pytest.mark.slow
+def test_many_kills(fields, tmp_path):
+  whole, broken = tmp_path / "whole", tmp_path / "broken"
+  fields = fields | {"train.steps": 400}
+  tiny_run.finish(tiny_run.start(whole, fields))
+  while _last_step(broken) < 380:
+    process = tiny_run.start(broken, fields)
+    _wait_until_step(process, broken, _last_step(broken) + 1)
+    time.sleep(random.uniform(0, 1))
+    if process.poll() is None:
+      _kill(process)
+    else:
+      tiny_run.finish(process)
+  tiny_run.finish(tiny_run.start(broken, fields))
+  _assert_same_run(whole, broken)
