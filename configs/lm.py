@@ -20,6 +20,13 @@ SIZES = {
   "large": (2048, 24, 16, 5504, 8, 2048, 256, 40_000, 3e-4),
 }
 
+# What `get_config` takes; tests build every combination.
+ARGUMENTS = {
+  "size": tuple(SIZES),
+  "residual": ("prenorm", "rescaled", "full_attnres", "block_attnres"),
+  "runlocal": (False, True),
+}
+
 
 def get_config(arg=None):
   """Config of one run; see the module docstring."""

@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every way a configuration can be wrong, and what the one line says."""
+
+import dataclasses
+import json
+import re
+
+import ml_collections
+import pytest
+
+from attnres_jax import config as c
+
+
+def _build(**overrides):
+  config = c.default_config()
+  config.model.residual.num_blocks = 4
+  for name, value in overrides.items():
+    node = config
+    *parents, leaf = name.split("__")
+    for part in parents:
+      node = node[part]
+    with node.ignore_type():
+      node[leaf] = value
+  return c.build_run_config(config)
+
+
+ABOVE, AT_LEAST = "a number above 0", "a number of at least 0"
+UNIT = "a number from 0 to 1"
+
+# (overrides, field that is named, value that is shown, what is accepted)
+ERRORS = [
+  ("model.width", 0, ABOVE),
+  ("model.num_layers", 0, ABOVE),
+  ("model.num_layers", -1, ABOVE),
+  ("model.num_heads", 0, ABOVE),
+  ("model.norm_eps", 0.0, ABOVE),
+  ("model.init_std", -0.1, ABOVE),
+  ("model.vocab_size", -1, AT_LEAST),
+  ("model.num_kv_heads", -2, AT_LEAST),
+  ("model.head_width", -1, AT_LEAST),
+  ("model.mlp_width", -1, AT_LEAST),
+  ("model.rope_theta", -1.0, AT_LEAST),
+  ("model.logit_soft_cap", -1.0, AT_LEAST),
+  ("model.dtype", "float16", "one of bfloat16, float32"),
+  ("model.remat", "fulll", "one of dots, full, none (did you mean 'full'?)"),
+  ("model.num_heads", 5, "a divisor of model.width=128, or an explicit"),
+  ("model.num_kv_heads", 3, "a divisor of model.num_heads=4"),
+  ("model.head_width", 7, "an even number with rotary positions"),
+  ("model.vocab_size", 100, "at least the tokenizer's 257"),
+  ("model.residual.block_size", -1, AT_LEAST),
+  ("model.residual.num_blocks", -1, AT_LEAST),
+  ("model.residual.schedule_size", 0, ABOVE),
+  ("model.residual.form", "two_fase", "one of one_softmax, two_phase (did"),
+  ("data.sequence_length", 0, ABOVE),
+  ("data.batch_size", 0, ABOVE),
+  ("data.num_threads", -1, AT_LEAST),
+  ("data.validation_fraction", 0.0, "a number between 0 and 1"),
+  ("data.validation_fraction", 1.0, "a number between 0 and 1"),
+  ("loss.z_loss", -1e-4, AT_LEAST),
+  ("loss.tile_tokens", -1, AT_LEAST),
+  ("optim.peak_lr", 0.0, ABOVE),
+  ("optim.eps", 0.0, ABOVE),
+  ("optim.accumulate_steps", 0, ABOVE),
+  ("optim.accumulate_steps", 5, "a divisor of data.batch_size=12"),
+  ("optim.warmup_steps", -1, AT_LEAST),
+  ("optim.weight_decay", -0.1, AT_LEAST),
+  ("optim.clip_norm", -1.0, AT_LEAST),
+  ("optim.b1", 1.5, UNIT),
+  ("optim.b2", -0.5, UNIT),
+  ("optim.final_lr_fraction", 2.0, UNIT),
+  ("train.steps", 0, ABOVE),
+  ("train.log_every", 0, ABOVE),
+  ("train.eval_batches", 0, ABOVE),
+  ("train.eval_every", -1, AT_LEAST),
+  ("train.depth_every", -1, AT_LEAST),
+  ("train.on_nan", "halt", "one of skip, stop"),
+  ("checkpoint.keep_last", 0, ABOVE),
+  ("checkpoint.every_steps", -1, AT_LEAST),
+  ("checkpoint.keep_every", -1, AT_LEAST),
+  ("mesh.data", 0, "a number of devices, or -1 for all"),
+  ("mesh.data", -2, "a number of devices, or -1 for all"),
+  # Values of the wrong type.
+  ("model.width", "wide", "a value of type int"),
+  ("model.width", 64.0, "a value of type int"),
+  ("model.width", True, "a value of type int"),
+  ("model.norm_eps", "1e-6", "a value of type float"),
+  ("model.tie_embeddings", 1, "a value of type bool"),
+  ("model.dtype", 32, "a value of type str"),
+  ("model.residual", "prenorm", "fields of ResidualConfig"),
+  ("seed", None, "a value of type int"),
+]
+
+
+@pytest.mark.parametrize("field,value,accepted", ERRORS)
+def test_one_line_names_field_value_and_what_is_accepted(
+  field, value, accepted
+):
+  with pytest.raises(c.ConfigError) as error:
+    _build(**{field.replace(".", "__"): value})
+  message = str(error.value)
+  start = f"config.{field}: got {value!r}, expected {accepted}"
+  assert message.startswith(start)
+  assert "\n" not in message
+
+
+def test_every_number_that_is_checked_has_a_row():
+  """A field added with a bound needs a row above."""
+  rows = {field for field, _, _ in ERRORS}
+  free = {
+    "seed", "data.seed", "mesh.data",
+  }  # fmt: skip
+  numbers = {
+    name
+    for name, value in c.flatten(c.to_dict(c.RunConfig())).items()
+    if isinstance(value, (int, float)) and not isinstance(value, bool)
+  }
+  assert numbers - free - rows == set()
+
+
+@pytest.mark.parametrize(
+  "fields,message",
+  [
+    (
+      dict(data__source="jsonl"),
+      "config.data.path: got '', expected a path, with data.source='jsonl'",
+    ),
+    (
+      dict(data__tokenizer="hf"),
+      "config.data.tokenizer_path: got '', expected a vocabulary file, with"
+      " data.tokenizer='hf'",
+    ),
+    (
+      dict(model__residual__block_size=3),
+      "config.model.residual.num_blocks: got 4, expected 0 when block_size is"
+      " given (block_size is 3)",
+    ),
+  ],
+)
+def test_fields_that_need_or_exclude_each_other(fields, message):
+  with pytest.raises(c.ConfigError, match=re.escape(message)):
+    _build(**fields)
+
+
+@pytest.mark.parametrize(
+  "values,message",
+  [
+    ({"modle": {}}, "config.modle: got 'modle', .*did you mean 'model'"),
+    (
+      {"model": {"widht": 3}},
+      "config.model.widht: got 'widht', .*did you mean 'width'",
+    ),
+    (
+      {"model": {"residual": {"size": 3}}},
+      "config.model.residual.size: got 'size', expected one of block_size,",
+    ),
+  ],
+)
+def test_unknown_fields(values, message):
+  with pytest.raises(c.ConfigError, match=message):
+    c.build_run_config(values)
+
+
+def test_values_that_are_fine():
+  assert _build(model__head_width=7, model__rope_theta=0).model.head_size == 7
+  assert _build(optim__peak_lr=1).optim.peak_lr == 1.0  # int for float
+  assert isinstance(_build(optim__peak_lr=1).optim.peak_lr, float)
+  assert _build(data__tokenizer="ids").model.vocab_size == 0
+  assert _build().model.vocab_size == 257
+
+
+def test_derived_sizes():
+  model = c.ModelConfig(width=96, num_heads=4, num_layers=5)
+  assert (model.num_sublayers, model.kv_heads, model.head_size) == (10, 4, 24)
+  assert model.mlp_size == 256  # 8/3 of 96
+  assert c.ModelConfig(width=100, num_heads=2).mlp_size == 288  # 266.7 up
+  assert c.ModelConfig(mlp_width=7).mlp_size == 7
+  assert c.ModelConfig(num_kv_heads=2).kv_heads == 2
+
+
+@pytest.mark.parametrize(
+  "fields,num_sublayers,expected",
+  [
+    (dict(block_size=4), 16, 4),
+    (dict(block_size=40), 16, 16),
+    (dict(num_blocks=4), 16, 4),
+    (dict(num_blocks=5), 16, 4),
+    (dict(num_blocks=99), 16, 1),
+    (dict(num_blocks=1), 7, 7),
+  ],
+)
+def test_sublayers_per_block(fields, num_sublayers, expected):
+  residual = c.ResidualConfig(**fields)
+  assert residual.sublayers_per_block(num_sublayers) == expected
+
+
+def test_vocabulary_comes_from_the_tokenizer():
+  run = c.RunConfig()
+  assert run.with_vocab_size(300).model.vocab_size == 300
+  larger = run.with_vocab_size(300).with_vocab_size(257)
+  assert larger.model.vocab_size == 300  # padded vocabularies are fine
+  with pytest.raises(c.ConfigError, match="at least the tokenizer's 301"):
+    run.with_vocab_size(300).with_vocab_size(301)
+
+
+def test_frozen():
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    c.RunConfig().model.width = 3
+  # Hashable, so that a config may be a static argument of jax.jit.
+  assert hash(_build()) == hash(_build())
+
+
+def test_json_round_trip():
+  run = _build(model__width=64, name="x")
+  text = c.to_json(run)
+  assert text.endswith("}\n")
+  assert c.build_run_config(json.loads(text)) == run
+
+
+def test_differences():
+  old = c.to_dict(_build())
+  new = c.to_dict(_build(model__width=64, train__steps=7))
+  assert c.differences(old, old) == {}
+  assert c.differences(old, new) == {
+    "model.width": (128, 64),
+    "train.steps": (400, 7),
+  }
+  del new["model"]["remat"]
+  new["extra"] = {"deep": 1}
+  assert c.differences(old, new) == {
+    "extra.deep": (None, 1),
+    "model.remat": ("none", None),
+    "model.width": (128, 64),
+    "train.steps": (400, 7),
+  }
+
+
+def test_flatten():
+  assert c.flatten({"a": {"b": {"c": 1}, "d": 2}, "e": 3}) == {
+    "a.b.c": 1,
+    "a.d": 2,
+    "e": 3,
+  }
+
+
+@pytest.mark.parametrize(
+  "text,expected",
+  [
+    (None, {}),
+    ("", {}),
+    ("n=3", dict(n=3)),
+    ("x=2", dict(x=2.0)),
+    ("x=1e-3,name=a=b", dict(x=1e-3, name="a=b")),
+    ("flag", dict(flag=True)),
+    ("flag=no,n=-1", dict(flag=False, n=-1)),
+    ("flag=TRUE", dict(flag=True)),
+    ("on=0", dict(on=False)),
+  ],
+)
+def test_parse_arg(text, expected):
+  defaults = dict(n=1, x=0.5, name="", flag=False, on=True)
+  assert vars(c.parse_arg(text, **defaults)) == defaults | expected
+
+
+@pytest.mark.parametrize(
+  "text,message",
+  [
+    ("m=3", "config argument 'm': unknown, expected one of flag, n$"),
+    ("n=x", "config argument 'n': got 'x', expected int"),
+    ("n=1.5", "config argument 'n': got '1.5', expected int"),
+    ("n", "config argument 'n': got 'true', expected int"),
+    ("flag=maybe", "config argument 'flag': got 'maybe', expected bool"),
+  ],
+)
+def test_parse_arg_errors(text, message):
+  with pytest.raises(c.ConfigError, match=message):
+    c.parse_arg(text, n=1, flag=False)
+
+
+def _write(tmp_path, body):
+  file = tmp_path / "some.py"
+  file.write_text(body)
+  return str(file)
+
+
+GOOD = """\
+from attnres_jax import config as c
+
+def get_config(arg=None):
+  arg = c.parse_arg(arg, width=32)
+  config = c.default_config()
+  config.model.width = arg.width
+  config.lock()
+  return config
+"""
+
+
+def test_load_config(tmp_path):
+  path = _write(tmp_path, GOOD)
+  assert c.load_config(path).model.width == 32
+  run = c.load_config(
+    f"{path}:width=64",
+    {"optim.peak_lr": 1, "model.residual.block_size": 3, "name": "n"},
+  )
+  assert (run.model.width, run.optim.peak_lr, run.name) == (64, 1.0, "n")
+  assert run.model.residual.block_size == 3
+
+
+@pytest.mark.parametrize(
+  "overrides,message",
+  [
+    ({"optim.peak_rl": 1.0}, "config.optim.peak_rl: .*did you mean 'peak_lr'"),
+    ({"optm.peak_lr": 1.0}, "config.optm: .*did you mean 'optim'"),
+    ({"seed.x": 1}, "config.seed.x: got 1, expected the name of a field"),
+    ({"model.width": "64"}, "config.model.width: got '64', expected a value"),
+    ({"model": 3}, "config.model: got 3, expected fields of ModelConfig"),
+  ],
+)
+def test_bad_overrides(tmp_path, overrides, message):
+  with pytest.raises(c.ConfigError, match=message):
+    c.load_config(_write(tmp_path, GOOD), overrides)
+
+
+def test_bad_files(tmp_path):
+  with pytest.raises(c.ConfigError, match="'no/such.py': not found"):
+    c.load_config("no/such.py:size=s")
+  path = _write(tmp_path, "x = 1\n")
+  with pytest.raises(c.ConfigError, match=r"defines no get_config\(arg\)"):
+    c.load_config(path)
+
+
+def test_registries_suggest():
+  table = {"alpha": 1, "beta": 2}
+  assert c.choose("f", "alpha", table) == 1
+  with pytest.raises(c.ConfigError, match=r"one of alpha, beta \(did you mean"):
+    c.choose("f", "alpa", table)
+  with pytest.raises(c.ConfigError, match="one of alpha, beta$"):
+    c.choose("f", "zzz", table)
+
+
+def test_locked_config_refuses_new_fields(tmp_path):
+  config = c.default_config()
+  config.lock()
+  with pytest.raises(AttributeError):
+    config.model.widht = 3
+  with pytest.raises(TypeError):
+    config.model.width = "64"
+  assert isinstance(config, ml_collections.ConfigDict)
+
+
+def test_defaults_are_the_dataclasses():
+  assert c.default_config().to_dict() == dataclasses.asdict(c.RunConfig())

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every config file with every argument builds, without computing anything.
+
+A config file lists its arguments in `ARGUMENTS`: each key of `parse_arg` with
+the values it is meant for.
+"""
+
+import importlib.util
+import itertools
+import pathlib
+
+import jax
+import ml_collections
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax import sharding
+from attnres_jax import train_state
+from attnres_jax.models import residuals
+
+FILES = sorted((pathlib.Path(__file__).parents[1] / "configs").glob("*.py"))
+
+
+def _module(file):
+  spec = importlib.util.spec_from_file_location(f"configs_{file.stem}", file)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+def _arguments():
+  for file in FILES:
+    arguments = _module(file).ARGUMENTS
+    for values in itertools.product(*arguments.values()):
+      arg = ",".join(f"{k}={v}" for k, v in zip(arguments, values))
+      yield pytest.param(file, arg, id=f"{file.stem}:{arg}")
+
+
+def test_there_are_configs():
+  assert "lm.py" in [file.name for file in FILES]
+
+
+@pytest.mark.parametrize("file,arg", list(_arguments()))
+def test_builds(file, arg):
+  config = config_lib.load_config(f"{file}:{arg}")
+  mesh = sharding.make_mesh(config_lib.MeshConfig(data=1))
+  state = train_state.abstract_state(config, mesh)
+  length = config.data.sequence_length + 1
+  tokens = jax.ShapeDtypeStruct((config.data.batch_size, length), "int32")
+  trace = jax.eval_shape(
+    lambda model, tokens: model(tokens[:, :-1]), state.model, tokens
+  )
+  assert trace.shape == (*tokens.shape[:1], length - 1, config.model.vocab_size)
+  if "runlocal=True" in arg:
+    # A minute on a laptop's CPU: model FLOPs of all steps.
+    parameters = sum(a.size for a in jax.tree.leaves(state.model))
+    trained = config.train.steps * config.data.batch_size * length
+    assert 6 * parameters * trained < 2e11
+    assert config.model.dtype == "float32" and config.train.steps <= 100
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+class TestFile:
+  def test_arguments_are_all_there_is(self, file, monkeypatch):
+    seen = {}
+
+    def parse_arg(arg, **defaults):
+      seen.update(defaults)
+      return original(arg, **defaults)
+
+    original = config_lib.parse_arg
+    monkeypatch.setattr(config_lib, "parse_arg", parse_arg)
+    module = _module(file)
+    module.get_config()
+    assert set(seen) == set(module.ARGUMENTS)
+    for name, default in seen.items():
+      assert default in module.ARGUMENTS[name]
+    if "residual" in seen:
+      assert set(module.ARGUMENTS["residual"]) <= set(residuals.RESIDUALS)
+
+  def test_locked(self, file):
+    config = _module(file).get_config()
+    assert isinstance(config, ml_collections.ConfigDict) and config.is_locked
+
+  def test_docstring_has_the_command(self, file):
+    text = _module(file).__doc__
+    assert "python -m attnres_jax.main" in text
+    assert f"--config=configs/{file.name}" in text
+
+  def test_unknown_argument(self, file):
+    with pytest.raises(config_lib.ConfigError, match="config argument 'sise'"):
+      config_lib.load_config(f"{file}:sise=1")
+
+
+def test_language_models_cover_every_scheme():
+  (file,) = [file for file in FILES if file.stem == "lm"]
+  assert set(_module(file).ARGUMENTS["residual"]) == set(residuals.RESIDUALS)

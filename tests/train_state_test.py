@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training step: golden numbers, and equal ways of computing it."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax import sharding
+from attnres_jax import train_state
+
+VOCAB = 17
+
+
+def _config(name="block_attnres", accumulate_steps=1, data=1, **optim):
+  return config_lib.RunConfig(
+    model=config_lib.ModelConfig(
+      vocab_size=VOCAB,
+      width=16,
+      num_layers=2,
+      num_heads=2,
+      mlp_width=24,
+      init_std=0.2,
+      residual=config_lib.ResidualConfig(name=name, num_blocks=2),
+    ),
+    data=config_lib.DataConfig(batch_size=8, sequence_length=6),
+    optim=config_lib.OptimConfig(
+      peak_lr=0.01,
+      warmup_steps=4,
+      accumulate_steps=accumulate_steps,
+      **optim,
+    ),
+    train=config_lib.TrainConfig(steps=20),
+    mesh=config_lib.MeshConfig(data=data),
+  )
+
+
+@functools.cache
+def _step(config):
+  """(mesh, train step) of a config, compiled once."""
+  mesh = sharding.make_mesh(config.mesh)
+  return mesh, train_state.make_train_step(config, mesh)
+
+
+def _batch(seed=0, documents=False):
+  rng = np.random.default_rng(seed)
+  batch = dict(tokens=rng.integers(0, VOCAB - 1, (8, 7), dtype=np.int32))
+  if documents:
+    batch["segment_ids"] = np.sort(rng.integers(0, 4, (8, 7)), axis=1)
+    batch["segment_ids"] = batch["segment_ids"].astype(np.int32)
+  return batch
+
+
+def _run(config, batches, state=None):
+  """(last state, metrics of each step) as numpy."""
+  mesh, step = _step(config)
+  state = train_state.init_state(config, mesh) if state is None else state
+  metrics = []
+  for batch in batches:
+    state, row = step(state, sharding.shard_batch(batch, mesh))
+    metrics.append(jax.tree.map(np.asarray, row))
+  return jax.tree.map(np.asarray, state), metrics
+
+
+def _assert_close(found, expected, tolerance):
+  found, expected = jax.tree.leaves(found), jax.tree.leaves(expected)
+  assert len(found) == len(expected)
+  for a, b in zip(found, expected):
+    scale = 1 + np.abs(b).max()
+    np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * scale)
+
+
+def _weights(batch):
+  """Which targets count: same document as their context, and not padding."""
+  if "segment_ids" not in batch:
+    return np.ones((8, 6))
+  context, target = batch["segment_ids"][:, :-1], batch["segment_ids"][:, 1:]
+  return ((context == target) & (target != 0)).astype(float)
+
+
+def _mean_loss(model, batch):
+  """The definition, without tiles: mean nats per counted token; logits."""
+  segments = batch.get("segment_ids")
+  logits = model(
+    batch["tokens"][:, :-1], None if segments is None else segments[:, :-1]
+  )
+  logp = jax.nn.log_softmax(logits)
+  target = batch["tokens"][:, 1:, None]
+  nll = -jnp.take_along_axis(logp, target, axis=-1)[..., 0]
+  weights = _weights(batch)
+  return jnp.sum(weights * nll) / weights.sum(), logits
+
+
+GOLDEN = """\
+These are the numbers of the first two steps of a small Block AttnRes network.
+They hold for every version of JAX that we support. Update them only with a
+change that is meant to alter initialisation, network, loss or optimiser, and
+say so in the commit; anything else that moves them is a bug."""
+
+
+def test_golden_steps():
+  _, metrics = _run(_config(), [_batch(0), _batch(1)])
+  found = {
+    name: [float(row[name]) for row in metrics]
+    for name in ("loss", "grad_norm", "param_norm", "learning_rate")
+  }
+  expected = {
+    "loss": [3.2344718, 3.2112584],
+    "grad_norm": [2.2926073, 2.0953803],
+    "param_norm": [19.0234966, 19.0179920],
+    "learning_rate": [0.0025, 0.005],
+  }
+  for name, values in expected.items():
+    np.testing.assert_allclose(
+      found[name], values, rtol=2e-5, err_msg=f"{GOLDEN}\n{name}: {found}"
+    )
+
+
+@pytest.mark.parametrize(
+  "name,documents", [("prenorm", False), ("block_attnres", True)]
+)
+def test_metrics_are_what_they_say(name, documents):
+  config, batch = _config(name), _batch(documents=documents)
+  mesh, _ = _step(config)
+  state = train_state.init_state(config, mesh)
+  (loss, logits), gradient = jax.jit(
+    jax.value_and_grad(_mean_loss, has_aux=True)
+  )(state.model, batch)
+  norm = lambda tree: np.sqrt(
+    sum(np.sum(np.asarray(a, np.float64) ** 2) for a in jax.tree.leaves(tree))
+  )
+  by_layer = [
+    norm(jax.tree.map(lambda a, i=i: a[i], gradient.layers)) for i in range(2)
+  ]
+  parameters = norm(state.model)
+  z = jax.nn.logsumexp(logits, axis=-1) ** 2
+  weights = _weights(batch)
+
+  _, (row,) = _run(config, [batch], state)
+  np.testing.assert_allclose(row["loss"], loss, rtol=1e-5)
+  np.testing.assert_allclose(row["grad_norm"], norm(gradient), rtol=1e-5)
+  np.testing.assert_allclose(row["grad_norm_L"], by_layer, rtol=1e-5)
+  np.testing.assert_allclose(row["param_norm"], parameters, rtol=1e-5)
+  np.testing.assert_allclose(
+    row["z"], np.sum(weights * z) / weights.sum(), rtol=1e-5
+  )
+  np.testing.assert_allclose(row["learning_rate"], 0.01 / 4, rtol=1e-6)
+  assert row["tokens"] == weights.sum() < 49
+  assert bool(row["finite"]) and row["skipped"] == 0
+
+
+def test_z_loss_enters_the_gradient_but_not_the_loss():
+  batch, rows = _batch(), []
+  for z_loss in (0.0, 0.5):
+    config = dataclasses.replace(
+      _config(), loss=config_lib.LossConfig(z_loss=z_loss)
+    )
+    rows.append(_run(config, [batch])[1][0])
+  assert rows[0]["loss"] == rows[1]["loss"]
+  assert rows[1]["grad_norm"] > 1.5 * rows[0]["grad_norm"]
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_microbatches_are_one_large_batch(documents):
+  batches = [_batch(i, documents) for i in range(2)]
+  if documents:
+    counts = [_weights(b).sum(axis=1) for b in batches]
+    assert len(set(counts[0])) > 1  # so that means of means would differ
+  whole, rows = _run(_config(), batches)
+  parts, part_rows = _run(_config(accumulate_steps=4), batches)
+  _assert_close(part_rows, rows, 1e-5)
+  _assert_close(parts, whole, 2e-5)
+
+
+@pytest.mark.parametrize("accumulate_steps", [1, 2])
+def test_many_devices_are_one(accumulate_steps):
+  # Rows as they come: no device has the same number of counted tokens.
+  batches = [_batch(i, documents=True) for i in range(2)]
+  devices = 8 // accumulate_steps
+  config = _config(accumulate_steps=accumulate_steps, data=devices)
+  mesh, _ = _step(config)
+  assert mesh.size == devices
+  many, rows = _run(config, batches)
+  one, one_rows = _run(_config(), batches)
+  _assert_close(rows, one_rows, 1e-5)
+  _assert_close(many, one, 2e-5)
+
+
+def test_every_scheme_takes_steps():
+  for name in ("rescaled", "full_attnres"):  # the others: see above
+    _, metrics = _run(_config(name), [_batch()] * 6)
+    assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.1
+
+
+def test_step_that_is_not_finite_changes_nothing():
+  config = _config(weight_decay=0.0)
+  mesh, _ = _step(config)
+  state = train_state.init_state(config, mesh)
+  # The embedding of the last token is infinite; batches without it are fine.
+  table = state.model.embedding.table
+  table[...] = table[...].at[VOCAB - 1].set(jnp.inf)
+  good, bad = _batch(), _batch()
+  bad["tokens"][2, 1] = VOCAB - 1
+
+  state, (first,) = _run(config, [good], state)
+  assert bool(first["finite"]) and state.skipped == 0
+  state = jax.device_put(state, sharding.replicated(mesh))
+  before = jax.tree.map(np.array, state)
+  state, (row,) = _run(config, [bad], state)
+  assert not bool(row["finite"]) and row["skipped"] == 1
+  assert not np.isfinite(row["loss"])
+  assert (state.step, state.skipped) == (2, 1)
+  for part in ("model", "opt_state"):
+    kept, old = (jax.tree.leaves(getattr(s, part)) for s in (state, before))
+    for a, b in zip(kept, old):
+      np.testing.assert_array_equal(a, b)
+
+  state = jax.device_put(state, sharding.replicated(mesh))
+  after, (row,) = _run(config, [good], state)
+  assert bool(row["finite"]) and row["skipped"] == 1
+  assert row["loss"] < first["loss"]
+  assert (after.step, after.skipped) == (3, 1)
+
+
+def test_batch_without_targets_is_no_division_by_zero():
+  batch = _batch()
+  batch["segment_ids"] = np.zeros_like(batch["tokens"])
+  state, (row,) = _run(_config(weight_decay=0.0), [batch])
+  assert row["tokens"] == 0 and row["loss"] == 0 and bool(row["finite"])
+  assert all(np.isfinite(a).all() for a in jax.tree.leaves(state))
+
+
+def test_eval_step_sums_without_the_z_loss():
+  config = dataclasses.replace(
+    _config(), loss=config_lib.LossConfig(z_loss=0.5, tile_tokens=16)
+  )
+  mesh = sharding.make_mesh(config.mesh)
+  model = train_state.init_state(config, mesh).model
+  batch = _batch(documents=True)
+  found = train_state.make_eval_step(config, mesh)(model, batch)
+  assert set(found) == {"loss_sum", "tokens"}
+  assert found["tokens"] == _weights(batch).sum()
+  expected = jax.jit(_mean_loss)(model, batch)[0] * _weights(batch).sum()
+  np.testing.assert_allclose(found["loss_sum"], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["prenorm", "full_attnres", "block_attnres"])
+def test_depth_series(name):
+  config = _config(name, accumulate_steps=2)
+  mesh = sharding.make_mesh(config.mesh)
+  model = train_state.init_state(config, mesh).model
+  if name != "prenorm":
+    query = model.residual.queries.query
+    query[...] = jax.random.normal(jax.random.key(0), query.shape)
+  batch = _batch(documents=True)
+  series = train_state.make_depth_step(config, mesh)(model, batch)
+
+  # One microbatch of four rows.
+  rows = batch["tokens"][:4, :-1], batch["segment_ids"][:4, :-1]
+  trace = jax.jit(lambda model: model.trace(*rows))(model)
+  values = [np.asarray(v, np.float64) for v in trace.values]
+  reads = [np.asarray(h, np.float64) for h in trace.reads]
+  rms = lambda arrays: [np.sqrt(np.mean(a**2)) for a in arrays]
+  np.testing.assert_allclose(series["output_rms"], rms(values[1:]), rtol=1e-5)
+  np.testing.assert_allclose(series["read_rms"], rms(reads[:-1]), rtol=1e-5)
+  states = reads[1:]
+  if name == "block_attnres":  # partial sums of two blocks of two sublayers
+    states = [values[1], values[1] + values[2]]
+    states += [values[3], values[3] + values[4]]
+  np.testing.assert_allclose(series["state_rms"], rms(states), rtol=1e-5)
+  if name == "prenorm":
+    assert "depth_entropy" not in series
+    return
+  queries = model.residual.queries
+  u = np.asarray(queries.query[...] * queries.gain[...], np.float64)
+  entropy = []
+  for l in range(5):
+    sources = values[: l + 1]
+    if name == "block_attnres":
+      inner = values[1 : l + 1]
+      sources = [values[0]]
+      sources += [sum(inner[i : i + 2]) for i in range(0, l, 2)]
+    inverse = [1 / np.sqrt(np.mean(s**2, -1) + 1e-6) for s in sources]
+    score = np.stack([(s @ u[l]) * r for s, r in zip(sources, inverse)])
+    p = np.exp(score - score.max(0))
+    p /= p.sum(0)
+    entropy.append(np.mean(-np.sum(p * np.log(p), axis=0)))
+  assert entropy[0] == 0 and entropy[-1] > 0.1
+  np.testing.assert_allclose(
+    series["depth_entropy"], entropy, rtol=1e-4, atol=1e-6
+  )
+
+
+def test_abstract_state_is_the_state():
+  config = _config(data=4)
+  mesh = sharding.make_mesh(config.mesh)
+  abstract = train_state.abstract_state(config, mesh)
+  state = train_state.init_state(config, mesh)
+  assert jax.tree.structure(abstract) == jax.tree.structure(state)
+  for a, b in zip(jax.tree.leaves(abstract), jax.tree.leaves(state)):
+    assert (a.shape, a.dtype, a.sharding) == (b.shape, b.dtype, b.sharding)
+  assert state.step == 0 and state.step.dtype == jnp.int32
+
+
+def test_the_state_is_donated():
+  config = _config()
+  mesh, step = _step(config)
+  state = train_state.init_state(config, mesh)
+  leaf = jax.tree.leaves(state.model)[0]
+  step(state, sharding.shard_batch(_batch(), mesh))
+  assert leaf.is_deleted()
+
+
+@pytest.mark.parametrize(
+  "change,field",
+  [
+    (dict(data=config_lib.DataConfig(batch_size=9)), "data.batch_size"),
+    (dict(train=config_lib.TrainConfig(steps=4)), "optim.warmup_steps"),
+    (
+      dict(model=config_lib.ModelConfig(vocab_size=7)),
+      "model.residual.block_size",
+    ),
+    (dict(model=config_lib.ModelConfig(vocab_size=0)), "model.vocab_size"),
+  ],
+)
+@pytest.mark.parametrize("make", ["init_state", "make_train_step"])
+def test_bad_configs_stop_before_compiling(change, field, make):
+  config = dataclasses.replace(_config(data=2), **change)
+  mesh = sharding.make_mesh(config.mesh)
+  with pytest.raises(config_lib.ConfigError, match=rf"config\.{field}: got"):
+    getattr(train_state, make)(config, mesh)
