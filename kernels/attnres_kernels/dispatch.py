@@ -6,10 +6,16 @@ A named backend that cannot run says why; the automatic choice asks each
 backend first (`why_not`) and otherwise takes the plain-JAX one.
 """
 
+import contextlib
+import contextvars
+import functools
 import importlib
 from typing import Any, Literal
 
 import jax
+import jax.extend
+from jax.interpreters import batching
+from jax.interpreters import mlir
 
 Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu"]
 IMPLEMENTATIONS: tuple[str, ...] = (
@@ -28,6 +34,29 @@ def check_implementation(implementation: str | None) -> None:
     )
 
 
+@contextlib.contextmanager
+def interpreted(params: Any = True):
+  """Within it, Pallas backends run in interpret mode on any platform.
+
+  For tests. The choice is made while tracing, so it must surround the first
+  call of a jitted function.
+
+  Args:
+    params: the `interpret` argument of `pallas_call`, such as
+      `pltpu.InterpretParams(detect_races=True)`.
+  """
+  token = _INTERPRET.set(params)
+  try:
+    yield
+  finally:
+    _INTERPRET.reset(token)
+
+
+_INTERPRET: contextvars.ContextVar[Any] = contextvars.ContextVar(
+  "attnres_kernels_interpret", default=None
+)
+
+
 def call(op: str, function: str, implementation: str | None, *args, **kwargs):
   """Calls `function` of the backend of `op`.
 
@@ -39,7 +68,8 @@ def call(op: str, function: str, implementation: str | None, *args, **kwargs):
     **kwargs: static options, passed on.
 
   Raises:
-    NotImplementedError: the named backend cannot run these arguments here.
+    NotImplementedError: the named backend cannot run these arguments, or
+      (when the program is lowered) not on that platform.
   """
   if implementation is None:
     return _call_best(op, function, args, kwargs)
@@ -47,11 +77,26 @@ def call(op: str, function: str, implementation: str | None, *args, **kwargs):
   reason = _why_not(backend, function, args, kwargs)
   if reason is not None:
     raise NotImplementedError(f"{op}, {implementation}: {reason}")
+  if implementation in _PLATFORMS:
+    interpret = _INTERPRET.get()
+    if interpret is not None:
+      return getattr(backend, function)(*args, **kwargs, interpret=interpret)
+    args = _require_platform(args, op, implementation)
+    return _jitted(op, implementation, function, tuple(kwargs.items()))(*args)
   return getattr(backend, function)(*args, **kwargs)
 
 
+@functools.cache
+def _jitted(op: str, implementation: str, function: str, options: tuple):
+  """One jitted function per backend: equal calls are traced once."""
+  backend = _backend(op, implementation)
+  return jax.jit(functools.partial(getattr(backend, function), **dict(options)))
+
+
+# The platform that each Pallas backend is lowered for.
+_PLATFORMS = {"pallas_tpu": "tpu", "pallas_gpu": "cuda"}
 # The Pallas backend of each platform that the automatic choice may take.
-_AUTOMATIC: dict[str, str] = {}
+_AUTOMATIC = {"tpu": "pallas_tpu"}
 
 
 def _call_best(op: str, function: str, args: tuple, kwargs: dict) -> Any:
@@ -59,18 +104,18 @@ def _call_best(op: str, function: str, args: tuple, kwargs: dict) -> Any:
   for platform, name in _AUTOMATIC.items():
     backend = _backend(op, name)
     if _why_not(backend, function, args, kwargs) is None:
-      branches[platform] = getattr(backend, function)
+      branches[platform] = _jitted(op, name, function, tuple(kwargs.items()))
   default = getattr(_backend(op, "xla"), function)
   if not branches:
     return default(*args, **kwargs)
 
-  # None cannot be an operand of a platform switch; a pytree holds it.
   def close(f):
-    return lambda operands: f(*operands, **kwargs)
+    # None cannot be an operand of a platform switch; a pytree holds it.
+    return lambda operands: f(*operands)
 
   return jax.lax.platform_dependent(
     args,
-    default=close(default),
+    default=close(functools.partial(default, **kwargs)),
     **{platform: close(f) for platform, f in branches.items()},
   )
 
@@ -82,3 +127,36 @@ def _backend(op: str, name: str):
 def _why_not(backend, function: str, args: tuple, kwargs: dict) -> str | None:
   check = getattr(backend, "why_not", None)
   return None if check is None else check(function, *args, **kwargs)
+
+
+# The identity, which exists on one platform only. The platform is known when a
+# program is lowered, not when it is traced: a TPU program may be built on a
+# host that has none.
+_platform_p = jax.extend.core.Primitive("attnres_require_platform")
+_platform_p.def_impl(
+  lambda x, **params: jax.jit(lambda y: _platform_p.bind(y, **params))(x)
+)
+_platform_p.def_abstract_eval(lambda x, **params: x)
+batching.primitive_batchers[_platform_p] = lambda args, axes, **params: (
+  _platform_p.bind(*args, **params),
+  axes[0],
+)
+
+
+def _lower_platform(context, x, *, op, implementation):
+  wanted = _PLATFORMS[implementation]
+  platforms = context.module_context.platforms
+  if any(platform != wanted for platform in platforms):
+    raise NotImplementedError(
+      f"{op}, {implementation}: runs on {wanted}, and this program is lowered"
+      f" for {', '.join(platforms)}"
+    )
+  return [x]
+
+
+mlir.register_lowering(_platform_p, _lower_platform)
+
+
+def _require_platform(args: tuple, op: str, implementation: str) -> tuple:
+  first = _platform_p.bind(args[0], op=op, implementation=implementation)
+  return (first, *args[1:])

@@ -12,7 +12,9 @@ import operator
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array
+from jaxtyping import Float
+from jaxtyping import Int32
 
 from attnres_kernels import dispatch
 from attnres_kernels.depth_attention import reference
@@ -25,7 +27,7 @@ def depth_attention(
   num_sources: int | Int32[Array, ""] | None = None,
   eps: float = 1e-6,
   implementation: dispatch.Implementation | None = None,
-) -> tuple[Float[Array, "Q *T D"], Float[Array, "Q *T"]]:
+) -> tuple[Float[Array, "Q *T D"], Float[Array, " Q *T"]]:
   """Mixes earlier outputs with learned queries (arXiv:2603.15031, Eq. 2-4).
 
   Per token and query: a softmax over the M sources of query . rms_norm(source).
@@ -47,7 +49,8 @@ def depth_attention(
     source the mixture is 0 and the log-normaliser -inf.
 
   Raises:
-    ValueError: the widths differ, M is zero, or a concrete count is out of range.
+    ValueError: the widths differ, M is zero, or a concrete count is out of
+      range.
     NotImplementedError: the named backend cannot run these shapes here.
   """
   dispatch.check_implementation(implementation)

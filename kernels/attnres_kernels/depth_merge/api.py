@@ -9,7 +9,8 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
+from jaxtyping import Float
 
 from attnres_kernels import dispatch
 from attnres_kernels.depth_merge import reference

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named shapes, for tests and benchmarks alike."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+  """Q queries over M sources of T tokens and width D."""
+
+  name: str
+  queries: int
+  sources: int
+  tokens: int
+  width: int
+
+  def __str__(self) -> str:
+    sizes = (self.queries, self.sources, self.tokens, self.width)
+    return f"{self.name}({', '.join(map(str, sizes))})"
+
+
+# The 48B model of the paper: 6 sublayers per block, up to 9 blocks before.
+BLOCK_48B = tuple(Shape("48b", 6, m, 8192, 2304) for m in range(1, 10))
+# Table 2 of the paper, one of its odd widths.
+TABLE_2 = tuple(Shape("table2", 4, m, 8192, 1168) for m in range(1, 9))
+WIDE = (Shape("wide", 16, 8, 8192, 8192),)
+KIMI_K3 = tuple(Shape("kimi_k3", 24, m, 8192, 7168) for m in range(1, 9))
+DECODE = tuple(
+  Shape("decode", 24, 8, tokens, 7168) for tokens in (1, 8, 32, 128)
+)
+# Full AttnRes scheduled in blocks of eight sublayers.
+FULL = tuple(Shape("full", 8, m, 4096, 2304) for m in range(8, 57, 16))
+FULL_LAST = (Shape("full", 8, 56, 4096, 2304),)
+
+NAMED = BLOCK_48B + TABLE_2 + WIDE + KIMI_K3 + DECODE + FULL + FULL_LAST
+# The other widths of Table 2, and the extremes of each axis.
+ODD = tuple(
+  Shape("odd", 4, 3, 96, width) for width in (896, 960, 1024, 1264)
+) + (
+  Shape("many_sources", 2, 130, 64, 1024),
+  Shape("many_queries", 64, 3, 64, 1024),
+  Shape("ragged", 5, 3, 1000, 960),
+  Shape("one_token", 3, 4, 1, 8192),
+)

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Phase 2 on TPU: add, score, merge and pre-norm in one pass over memory.
+
+Plain vector work on 16 rows at a time, every array read and written once;
+float32 inside. Per-token statistics travel along lanes, [tiles, 1, tokens],
+because a [tokens, 1] array would be padded to 128 lanes in memory.
+"""
+
+import functools
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+
+_ROWS = 16
+_LANES = 128
+_SUBLANES = 8
+_VMEM_BYTES = 56 * 2**20  # Of 64 MiB on v5p and tpu7x, 128 on the others.
+
+
+def why_not(function, *args, eps, norm_eps):
+  """The reason why these arguments cannot run, or None."""
+  del function, eps, norm_eps
+  dtypes = {str(x.dtype) for x in args if x is not None}
+  if not dtypes <= {"bfloat16", "float32"}:
+    return f"arrays must be bfloat16 or float32, got {sorted(dtypes)}"
+  return None
+
+
+def forward(
+  out_TD,
+  lse_T,
+  query_D,
+  partial_TD,
+  update_TD,
+  gain_D,
+  *,
+  eps,
+  norm_eps,
+  interpret=False,
+):
+  """Returns (new partial or None, merged or merged and normed)."""
+  wide = [x for x in (out_TD, partial_TD, update_TD) if x is not None]
+  written = [out_TD] if update_TD is None else [partial_TD, out_TD]
+  call = _Call([*wide, *written])
+  vectors = [x[None] for x in (query_D, gain_D) if x is not None]
+  results = pl.pallas_call(
+    functools.partial(
+      _forward_kernel,
+      update=update_TD is not None,
+      gain=gain_D is not None,
+      eps=eps,
+      norm_eps=norm_eps,
+    ),
+    grid=(call.tiles,),
+    in_specs=[
+      *(_whole(x) for x in vectors),
+      call.stats_spec(lambda t: t),
+      *(call.wide_spec(lambda t: t) for _ in wide),
+    ],
+    out_specs=[call.wide_spec(lambda t: t) for _ in written],
+    out_shape=[
+      jax.ShapeDtypeStruct((call.tokens, call.width), x.dtype) for x in written
+    ],
+    compiler_params=pltpu.CompilerParams(
+      dimension_semantics=("parallel",), vmem_limit_bytes=_VMEM_BYTES
+    ),
+    cost_estimate=call.cost(flops=14),
+    interpret=interpret,
+    name="depth_merge_forward",
+  )(*vectors, call.stats(lse_T), *(call.flat(x) for x in wide))
+  results = [x.reshape(out_TD.shape) for x in results]
+  return (None if update_TD is None else results[0]), results[-1]
+
+
+def backward(
+  out_TD,
+  lse_T,
+  query_D,
+  total_TD,
+  gain_D,
+  dtotal_TD,
+  dmixed_TD,
+  *,
+  eps,
+  norm_eps,
+  interpret=False,
+):
+  """Returns the gradients of out, lse, query, total and gain."""
+  wide = [out_TD, total_TD, dmixed_TD]
+  if dtotal_TD is not None:
+    wide.append(dtotal_TD)
+  written = [out_TD, total_TD]
+  call = _Call([*wide, *written])
+  parts = max(p for p in range(1, 9) if call.tiles % p == 0)
+  steps = call.tiles // parts
+
+  def at(p, s):
+    return p * steps + s
+
+  vectors = [x[None] for x in (query_D, gain_D) if x is not None]
+  sums = (parts, len(vectors), _SUBLANES, call.width)
+  dout, dtotal, dlse, dvectors = pl.pallas_call(
+    functools.partial(
+      _backward_kernel,
+      num_tokens=call.tokens,
+      dtotal=dtotal_TD is not None,
+      gain=gain_D is not None,
+      eps=eps,
+      norm_eps=norm_eps,
+    ),
+    grid=(parts, steps),
+    in_specs=[
+      *(_whole(x) for x in vectors),
+      call.stats_spec(at),
+      *(call.wide_spec(at) for _ in wide),
+    ],
+    out_specs=[
+      *(call.wide_spec(at) for _ in written),
+      call.stats_spec(at),
+      pl.BlockSpec((1, *sums[1:]), lambda p, s: (p, 0, 0, 0)),
+    ],
+    out_shape=[
+      *(
+        jax.ShapeDtypeStruct((call.tokens, call.width), x.dtype)
+        for x in written
+      ),
+      jax.ShapeDtypeStruct((call.tiles, 1, call.tile), jnp.float32),
+      jax.ShapeDtypeStruct(sums, jnp.float32),
+    ],
+    compiler_params=pltpu.CompilerParams(
+      dimension_semantics=("parallel", "arbitrary"),
+      vmem_limit_bytes=_VMEM_BYTES,
+    ),
+    cost_estimate=call.cost(flops=34),
+    interpret=interpret,
+    name="depth_merge_backward",
+  )(*vectors, call.stats(lse_T), *(call.flat(x) for x in wide))
+  dvectors = dvectors.sum(axis=(0, 2))
+  return (
+    dout.reshape(out_TD.shape),
+    dlse.reshape(-1)[: call.tokens].reshape(lse_T.shape),
+    dvectors[0],
+    dtotal.reshape(total_TD.shape),
+    None if gain_D is None else dvectors[1],
+  )
+
+
+class _Call:
+  """Tiles and layouts shared by the two directions."""
+
+  def __init__(self, slabs):
+    shape = slabs[0].shape
+    self.width = shape[-1]
+    self.tokens = 1
+    for axis in shape[:-1]:
+      self.tokens *= axis
+    self.bytes_per_token = self.width * sum(x.dtype.itemsize for x in slabs)
+    self.tile = _LANES
+    while self.tile > _ROWS and (
+      2 * self.tile * self.bytes_per_token > 24 * 2**20
+      or self.tile // 2 >= self.tokens
+    ):
+      self.tile //= 2
+    self.tiles = pl.cdiv(self.tokens, self.tile)
+
+  def flat(self, x):
+    return x.reshape(self.tokens, self.width)
+
+  def stats(self, x_T):
+    x = jnp.ravel(x_T)
+    x = jnp.pad(x, (0, self.tiles * self.tile - self.tokens))
+    return x.reshape(self.tiles, 1, self.tile)
+
+  def wide_spec(self, at):
+    return pl.BlockSpec((self.tile, self.width), lambda *i: (at(*i), 0))
+
+  def stats_spec(self, at):
+    return pl.BlockSpec((1, 1, self.tile), lambda *i: (at(*i), 0, 0))
+
+  def cost(self, flops):
+    return pl.CostEstimate(
+      flops=flops * self.tokens * self.width,
+      bytes_accessed=self.tokens * (self.bytes_per_token + 4),
+      transcendentals=4 * self.tokens,
+    )
+
+
+def _forward_kernel(*refs, update, gain, eps, norm_eps):
+  query_ref, *refs = refs
+  gain_ref, refs = (refs[0], refs[1:]) if gain else (None, refs)
+  lse_ref, out_ref, partial_ref, *refs = refs
+  update_ref, refs = (refs[0], refs[1:]) if update else (None, refs)
+  mixed_ref = refs[-1]
+  lse = _to_column(lse_ref)
+  for start in range(0, out_ref.shape[0], _ROWS):
+    rows = slice(start, start + _ROWS)
+    total = _load(partial_ref, rows)
+    if update:
+      total += _load(update_ref, rows)
+      refs[0][rows, :] = total.astype(refs[0].dtype)
+    score, _ = _score(total, query_ref, eps)
+    keep, take = _two_weights(lse[rows], score)
+    mixed = keep * _load(out_ref, rows) + take * total
+    if gain:
+      mixed *= jax.lax.rsqrt(_mean(mixed * mixed) + norm_eps)
+      mixed *= gain_ref[...]
+    mixed_ref[rows, :] = mixed.astype(mixed_ref.dtype)
+
+
+def _backward_kernel(*refs, num_tokens, dtotal, gain, eps, norm_eps):
+  query_ref, *refs = refs
+  gain_ref, refs = (refs[0], refs[1:]) if gain else (None, refs)
+  lse_ref, out_ref, total_ref, dmixed_ref, *refs = refs
+  dtotal_in_ref, refs = (refs[0], refs[1:]) if dtotal else (None, refs)
+  dout_ref, dtotal_ref, dlse_ref, sums_ref = refs
+  tile, width = out_ref.shape
+  step = pl.program_id(0) * pl.num_programs(1) + pl.program_id(1)
+
+  @pl.when(pl.program_id(1) == 0)
+  def _():
+    sums_ref[...] = jnp.zeros_like(sums_ref)
+
+  lse = _to_column(lse_ref)
+  dscores = []
+  for start in range(0, tile, _ROWS):
+    rows = slice(start, start + _ROWS)
+    kept = None
+    if num_tokens % tile:
+      row = jax.lax.broadcasted_iota(jnp.int32, (_ROWS, 1), 0)
+      kept = row < num_tokens - step * tile - start
+    load = functools.partial(_load, rows=rows, kept=kept)
+    out, total, dmixed = load(out_ref), load(total_ref), load(dmixed_ref)
+    score, inverse = _score(total, query_ref, eps)
+    keep, take = _two_weights(lse[rows], score)
+    if gain:
+      mixed = keep * out + take * total
+      norm = jax.lax.rsqrt(_mean(mixed * mixed) + norm_eps)
+      mixed *= norm
+      sums_ref[0, 1] += _fold(dmixed * mixed)
+      dmixed *= gain_ref[...]
+      dmixed = norm * (dmixed - _mean(dmixed * mixed) * mixed)
+    dscore = (
+      keep * take * jnp.sum(dmixed * (total - out), axis=1, keepdims=True)
+    )
+    pull = dscore * inverse
+    bend = pull * score * inverse * (1.0 / width)
+    sums_ref[0, 0] += _fold(pull * total)
+    dout_ref[rows, :] = (keep * dmixed).astype(dout_ref.dtype)
+    dsum = take * dmixed - bend * total + pull * query_ref[...]
+    if dtotal:
+      dsum += load(dtotal_in_ref)
+    dtotal_ref[rows, :] = dsum.astype(dtotal_ref.dtype)
+    dscores.append(dscore)
+  dscore = jnp.concatenate(dscores, axis=0)
+  spread = jnp.broadcast_to(dscore, (tile, _LANES))
+  dlse_ref[0] = -jnp.transpose(spread)[:1]
+
+
+def _load(ref, rows, kept=None):
+  x = ref[rows, :].astype(jnp.float32)
+  return x if kept is None else jnp.where(kept, x, 0.0)
+
+
+def _score(total, query_ref, eps):
+  inverse = jax.lax.rsqrt(_mean(total * total) + eps)
+  product = jnp.sum(total * query_ref[...], axis=1, keepdims=True)
+  return product * inverse, inverse
+
+
+def _two_weights(lse, score):
+  # Each from its own side, so that the smaller one keeps its digits.
+  return jax.nn.sigmoid(lse - score), jax.nn.sigmoid(score - lse)
+
+
+def _mean(x):
+  return jnp.sum(x, axis=1, keepdims=True) * (1.0 / x.shape[1])
+
+
+def _fold(x):
+  """Sums rows down to one tile of sublanes: vector additions only."""
+  return sum(x[i : i + _SUBLANES] for i in range(0, x.shape[0], _SUBLANES))
+
+
+def _to_column(ref):
+  """[1, 1, tokens] along lanes to [tokens, 1]."""
+  row = jnp.broadcast_to(ref[0], (_SUBLANES, ref.shape[-1]))
+  return jnp.transpose(row)[:, :1]
+
+
+def _whole(array):
+  return pl.BlockSpec(array.shape, lambda *i: (0,) * array.ndim)

@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Depth attention: every backend against an independent float64 definition."""
+
+import functools
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+import numpy as np
+
+from attnres_kernels import depth_attention
+from attnres_kernels import dispatch
+
+EPS = 1e-6
+
+
+def oracle(query, sources):
+  """Eq. 2-4 in NumPy float64, source by source."""
+  query, sources = np.float64(query), np.float64(sources)
+  out = np.zeros((len(query),) + sources.shape[1:])
+  lse = np.zeros((len(query),) + sources.shape[1:-1])
+  for q, u in enumerate(query):
+    for token in np.ndindex(sources.shape[1:-1]):
+      v = sources[(slice(None), *token)]
+      score = (v @ u) / np.sqrt((v**2).mean(-1) + EPS)
+      e = np.exp(score - score.max())
+      out[(q, *token)] = (e / e.sum()) @ v
+      lse[(q, *token)] = np.log(e.sum()) + score.max()
+  return out, lse
+
+
+def oracle_gradients(query, sources, dout, dlse):
+  """The formulas of the backward pass, per query and token, float64."""
+  query, sources, dout, dlse = map(np.float64, (query, sources, dout, dlse))
+  dquery, dsources = np.zeros_like(query), np.zeros_like(sources)
+  width = query.shape[-1]
+  for q, u in enumerate(query):
+    for token in np.ndindex(sources.shape[1:-1]):
+      at = (slice(None), *token)
+      v, delta = sources[at], dout[(q, *token)]
+      r = 1 / np.sqrt((v**2).mean(-1) + EPS)
+      s = r * (v @ u)
+      a = np.exp(s - s.max())
+      a /= a.sum()
+      p = v @ delta
+      ds = a * (p - a @ p + dlse[(q, *token)])
+      dsources[at] += a[:, None] * delta
+      dsources[at] += (ds * r)[:, None] * u
+      dsources[at] -= (ds * s * r**2 / width)[:, None] * v
+      dquery[q] += (ds * r) @ v
+  return dquery, dsources
+
+
+def make(seed, queries, sources, tokens, width, dtype, scale=0.3):
+  rng = np.random.default_rng(seed)
+  query = jnp.asarray(rng.normal(size=(queries, width)) * scale, jnp.float32)
+  shape = (sources, *tokens, width)
+  source = jnp.asarray(rng.normal(size=shape), dtype)
+  dout = jnp.asarray(rng.normal(size=(queries, *tokens, width)), dtype)
+  dlse = jnp.asarray(rng.normal(size=(queries, *tokens)), jnp.float32)
+  return query, source, dout, dlse
+
+
+def run(implementation, query, sources, dout, dlse, num_sources=None):
+  """Values and both gradients through the public function."""
+
+  def f(query, sources):
+    return depth_attention(
+      query,
+      sources,
+      num_sources=num_sources,
+      eps=EPS,
+      implementation=implementation,
+    )
+
+  params = pltpu.InterpretParams(detect_races=True)
+  with dispatch.interpreted(params):
+    (out, lse), vjp = jax.vjp(f, query, sources)
+    dquery, dsources = vjp((dout, dlse))
+  return out, lse, dquery, dsources
+
+
+def error(actual, wanted):
+  actual, wanted = np.float64(actual), np.float64(wanted)
+  return np.sqrt(np.mean((actual - wanted) ** 2) / np.mean(wanted**2))
+
+
+PLAIN = ("reference", "xla", None)
+ALL = ("reference", "xla", "pallas_tpu")
+
+
+class DepthAttentionTest(parameterized.TestCase):
+  def check(self, implementation, query, source, dout, dlse, as_bank=False):
+    dtype = source.dtype
+    sources = source if as_bank else tuple(source)
+    out, lse, dquery, dsources = run(implementation, query, sources, dout, dlse)
+    self.assertEqual(out.dtype, dtype)
+    self.assertEqual(lse.dtype, jnp.float32)
+    dsources = jnp.stack(dsources) if not as_bank else dsources
+    out_, lse_ = oracle(query, source)
+    dquery_, dsources_ = oracle_gradients(query, source, dout, dlse)
+    # What storing the exact result in this dtype costs, with 10 % on top.
+    stored = [
+      1.1 * error(jnp.asarray(x, dtype), x) if dtype == jnp.bfloat16 else 0
+      for x in (out_, dsources_)
+    ]
+    self.assertLess(error(lse, lse_), 2e-6)
+    self.assertLess(error(out, out_), max(2e-6, stored[0]))
+    self.assertLess(error(dsources, dsources_), max(2e-6, stored[1]))
+    self.assertLess(error(dquery, dquery_), 5e-6)
+
+  @parameterized.product(
+    implementation=PLAIN,
+    dtype=("float32", "bfloat16"),
+    shape=((1, 1, (3,), 8), (3, 4, (2, 5), 24), (11, 3, (2, 2, 2), 40)),
+    as_bank=(False, True),
+  )
+  def test_plain_backends(self, implementation, dtype, shape, as_bank):
+    self.check(implementation, *make(0, *shape, dtype), as_bank)
+
+  @parameterized.parameters(
+    ("float32", (3, 2, (20,), 40), False),  # Ragged tokens and width.
+    ("bfloat16", (2, 3, (2, 8), 136), True),
+    ("bfloat16", (14, 2, (1,), 40), False),  # Three query chunks, one token.
+  )
+  def test_pallas_tpu_interpreted(self, dtype, shape, as_bank):
+    self.check("pallas_tpu", *make(1, *shape, dtype), as_bank)
+
+  @parameterized.product(implementation=ALL, count=(0, 1, 3))
+  def test_bank_with_run_time_count(self, implementation, count):
+    query, bank, dout, dlse = make(2, 2, 3, (5,), 24, "float32")
+    # Slots that do not count may hold anything at all.
+    bank = bank.at[count:].set(jnp.nan)
+    dlse = dlse * (count > 0)
+    f = functools.partial(run, implementation)
+    out, lse, dquery, dbank = (
+      f(query, bank, dout, dlse, jnp.int32(count))
+      if implementation == "pallas_tpu"
+      else jax.jit(f)(query, bank, dout, dlse, jnp.int32(count))
+    )
+    if count == 0:
+      np.testing.assert_array_equal(out, 0)
+      np.testing.assert_array_equal(lse, -np.inf)
+      np.testing.assert_array_equal(dquery, 0)
+      np.testing.assert_array_equal(dbank, 0)
+      return
+    out_, lse_ = oracle(query, bank[:count])
+    dquery_, dbank_ = oracle_gradients(query, bank[:count], dout, dlse)
+    np.testing.assert_allclose(out, out_, atol=1e-5)
+    np.testing.assert_allclose(lse, lse_, atol=1e-5)
+    np.testing.assert_allclose(dquery, dquery_, atol=3e-5)
+    np.testing.assert_allclose(dbank[:count], dbank_, atol=1e-5)
+    np.testing.assert_array_equal(dbank[count:], 0)
+
+  @parameterized.product(implementation=ALL, kind=("large", "equal", "zero"))
+  def test_adversarial_values(self, implementation, kind):
+    query, source, dout, dlse = make(3, 2, 3, (4,), 16, "float32")
+    if kind == "large":
+      query = query * (1e4 / np.abs(oracle(query, source)[1]).max())
+    elif kind == "equal":
+      source = jnp.broadcast_to(source[:1], source.shape)
+    else:
+      source = source.at[1].set(0)
+    out, lse, dquery, dsources = run(
+      implementation, query, tuple(source), dout, dlse
+    )
+    out_, lse_ = oracle(query, source)
+    dquery_, dsources_ = oracle_gradients(query, source, dout, dlse)
+    if kind == "large":
+      # A logit of 1e4 has 1e-3 between neighbours in float32, so weights do.
+      self.assertGreater(np.abs(lse_).max(), 5e3)
+      tolerance = 2e-2
+    else:
+      tolerance = 2e-5
+    np.testing.assert_allclose(out, out_, atol=tolerance)
+    np.testing.assert_allclose(lse, lse_, rtol=1e-6, atol=1e-5)
+    scale = np.abs(dsources_).max()
+    np.testing.assert_allclose(
+      jnp.stack(dsources) / scale, dsources_ / scale, atol=tolerance
+    )
+    np.testing.assert_allclose(dquery, dquery_, atol=tolerance * 10)
+
+  @parameterized.parameters(*ALL)
+  def test_one_source_is_the_identity(self, implementation):
+    query, source, dout, dlse = make(4, 2, 1, (4,), 16, "float32")
+    out, _, dquery, _ = run(implementation, query, (source[0],), dout, 0 * dlse)
+    np.testing.assert_allclose(out[1], source[0], rtol=1e-6)
+    np.testing.assert_allclose(dquery, 0, atol=2e-5)
+
+  @parameterized.parameters(*PLAIN)
+  def test_zero_query_is_the_mean(self, implementation):
+    _, source, _, _ = make(5, 1, 5, (4,), 16, "float32")
+    out, lse = depth_attention(
+      jnp.zeros((1, 16)), tuple(source), implementation=implementation
+    )
+    np.testing.assert_allclose(out[0], source.mean(0), atol=1e-6)
+    np.testing.assert_allclose(lse, np.log(5), rtol=1e-6)
+
+  @parameterized.parameters("reference", "xla")
+  def test_float64(self, implementation):
+    with jax.enable_x64(True):
+      query, source, dout, dlse = make(6, 3, 4, (2, 5), 24, "float64")
+      query, dlse = query.astype("float64"), dlse.astype("float64")
+      out, lse, dquery, dsources = run(
+        implementation, query, tuple(source), dout, dlse
+      )
+      dquery_, dsources_ = oracle_gradients(query, source, dout, dlse)
+      np.testing.assert_allclose(out, oracle(query, source)[0], rtol=1e-10)
+      np.testing.assert_allclose(lse, oracle(query, source)[1], rtol=1e-10)
+      np.testing.assert_allclose(dquery, dquery_, rtol=1e-10, atol=1e-12)
+      np.testing.assert_allclose(
+        jnp.stack(dsources), dsources_, rtol=1e-9, atol=1e-12
+      )
+
+  def test_second_derivative_of_the_reference(self):
+    query, source, _, _ = make(7, 2, 3, (2,), 8, "float32")
+    f = lambda q: jnp.sum(
+      depth_attention(q, tuple(source), implementation="reference")[0] ** 2
+    )
+    hessian = jax.hessian(f)(query)
+    step = 1e-2
+    shifted = query.at[0, 3].add(step)
+    wanted = (jax.grad(f)(shifted) - jax.grad(f)(query)) / step
+    np.testing.assert_allclose(hessian[..., 0, 3], wanted, atol=5e-2)
+
+  @parameterized.parameters("xla", "pallas_tpu")
+  def test_vmap_over_a_batch(self, implementation):
+    query, source, _, _ = make(8, 2, 3, (2, 4), 16, "float32")
+
+    def f(*sources):
+      return depth_attention(query, sources, implementation=implementation)
+
+    def loss(fn, source):
+      out, lse = fn(*source)
+      return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(lse))
+
+    with dispatch.interpreted():
+      plain = jax.grad(functools.partial(loss, f))(source)
+      mapped = jax.grad(
+        functools.partial(loss, jax.vmap(f, in_axes=0, out_axes=1))
+      )(source)
+    np.testing.assert_allclose(mapped, plain, atol=1e-5)
+
+  @parameterized.parameters("xla", "pallas_tpu")
+  def test_remat_gives_the_same_gradient(self, implementation):
+    query, source, _, _ = make(9, 2, 2, (4,), 16, "float32")
+
+    def loss(query, *sources):
+      out, lse = depth_attention(query, sources, implementation=implementation)
+      return jnp.sum(jnp.sin(out)) + jnp.sum(lse)
+
+    with dispatch.interpreted():
+      plain = jax.jit(jax.grad(loss))(query, *source)
+      again = jax.jit(jax.grad(jax.checkpoint(loss)))(query, *source)
+    np.testing.assert_allclose(again, plain, rtol=1e-6)
+
+  def test_sharded_tokens_need_no_collective(self):
+    mesh = jax.make_mesh(
+      (4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
+    )
+    spec = jax.sharding.PartitionSpec
+    query, source, dout, dlse = make(10, 3, 4, (8, 4), 16, "float32")
+
+    def value_and_gradients(query, sources, dout, dlse):
+      return run(None, query, sources, dout, dlse)
+
+    token, stacked = spec("data"), spec(None, "data")
+    mapped = jax.jit(
+      jax.shard_map(
+        lambda q, s, o, l: jax.tree.map(
+          lambda x, add: jax.lax.psum(x, "data") if add else x,
+          value_and_gradients(q, s, o, l),
+          (False, False, True, (False,) * 4),
+        ),
+        mesh=mesh,
+        in_specs=(spec(), token, stacked, stacked),
+        out_specs=(stacked, stacked, spec(), token),
+        check_vma=False,
+      )
+    )
+    text = mapped.lower(query, tuple(source), dout, dlse).compile().as_text()
+    self.assertEqual(text.count(" all-reduce("), 1)  # The caller's psum.
+    for name in ("all-gather", "all-to-all", "collective-permute"):
+      self.assertNotIn(name, text)
+    got = mapped(query, tuple(source), dout, dlse)
+    wanted = value_and_gradients(query, tuple(source), dout, dlse)
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), got, wanted
+    )
+
+  def test_automatic_choice_on_cpu_compiles_nothing_for_tpu(self):
+    query, source, _, _ = make(11, 2, 2, (4,), 16, "float32")
+    text = jax.jit(depth_attention).lower(query, tuple(source)).as_text()
+    self.assertNotIn("tpu_custom_call", text)
+    self.assertNotIn("depth_attention_forward", text)
+
+
+class BadInputTest(parameterized.TestCase):
+  def test_widths_differ(self):
+    with self.assertRaisesRegex(ValueError, r"\(2, 8\).*\(3, 9\)"):
+      depth_attention(jnp.ones((2, 8)), [jnp.ones((3, 9))])
+
+  def test_no_sources(self):
+    with self.assertRaisesRegex(ValueError, r"M = 0.*\(2, 8\)"):
+      depth_attention(jnp.ones((2, 8)), [])
+    with self.assertRaisesRegex(ValueError, r"\(0, 3, 8\).*M = 0.*\(2, 8\)"):
+      depth_attention(jnp.ones((2, 8)), jnp.ones((0, 3, 8)))
+
+  def test_query_is_not_a_matrix(self):
+    with self.assertRaisesRegex(ValueError, r"\[Q, D\].*\(8,\).*\(3, 8\)"):
+      depth_attention(jnp.ones(8), [jnp.ones((3, 8))])
+
+  @parameterized.parameters(-1, 4)
+  def test_concrete_count_out_of_range(self, count):
+    with self.assertRaisesRegex(ValueError, rf"{count}.*\(3, 5, 8\)"):
+      depth_attention(jnp.ones((2, 8)), jnp.ones((3, 5, 8)), num_sources=count)
+
+  def test_count_of_separate_arrays(self):
+    with self.assertRaisesRegex(ValueError, "bank"):
+      depth_attention(jnp.ones((2, 8)), [jnp.ones((3, 8))], num_sources=1)
+
+  def test_sources_differ(self):
+    with self.assertRaisesRegex(ValueError, r"\(3, 8\).*\(4, 8\)"):
+      depth_attention(jnp.ones((2, 8)), [jnp.ones((3, 8)), jnp.ones((4, 8))])
+
+  def test_unknown_backend(self):
+    with self.assertRaisesRegex(ValueError, "pallas_tpu"):
+      depth_attention(
+        jnp.ones((2, 8)), [jnp.ones((3, 8))], implementation="cuda"
+      )
+
+  def test_named_backend_that_cannot_run_says_why(self):
+    f = functools.partial(depth_attention, implementation="pallas_tpu")
+    with self.assertRaisesRegex(NotImplementedError, "lowered for cpu"):
+      f(jnp.ones((2, 8)), [jnp.ones((3, 8))])
+    with self.assertRaisesRegex(NotImplementedError, "float16"):
+      f(jnp.ones((2, 8)), [jnp.ones((3, 8), jnp.float16)])
+    with self.assertRaisesRegex(NotImplementedError, "VMEM"):
+      jax.eval_shape(f, jnp.ones((64, 8192)), [jnp.ones((16, 8192))] * 130)
+
+
+if __name__ == "__main__":
+  absltest.main()

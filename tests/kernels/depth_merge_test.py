@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Phase 2: two phases equal one softmax, on every backend, with gradients."""
+
+import functools
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+import numpy as np
+
+from attnres_kernels import combine_mixtures
+from attnres_kernels import depth_attention
+from attnres_kernels import depth_merge
+from attnres_kernels import depth_merge_norm
+from attnres_kernels import dispatch
+
+ALL = ("reference", "xla", "pallas_tpu")
+
+
+def make(tokens, width, sources=3, seed=0):
+  rng = np.random.default_rng(seed)
+  query = jnp.asarray(rng.normal(size=(width,)) * 0.5, jnp.float32)
+  shape = (sources, *tokens, width)
+  return query, jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+
+def one_softmax(query, sources):
+  out, lse = depth_attention(query[None], sources, implementation="reference")
+  return out[0], lse[0]
+
+
+def rms_norm(x, eps):
+  return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + eps)
+
+
+class DepthMergeTest(parameterized.TestCase):
+  @parameterized.product(
+    implementation=ALL, tokens=((3,), (2, 5)), width=(16, 40)
+  )
+  def test_two_phases_are_one_softmax(self, implementation, tokens, width):
+    query, source = make(tokens, width)
+    cotangent = jnp.cos(jnp.arange(source[0].size)).reshape(source[0].shape)
+
+    def whole(query, *sources):
+      return jnp.vdot(one_softmax(query, sources)[0], cotangent)
+
+    def phases(query, *sources):
+      out, lse = one_softmax(query, sources[:-1])
+      h = depth_merge(
+        out, lse, query, sources[-1], implementation=implementation
+      )
+      return jnp.vdot(h, cotangent)
+
+    argnums = tuple(range(4))
+    wanted = jax.value_and_grad(whole, argnums)(query, *source)
+    with dispatch.interpreted(pltpu.InterpretParams(detect_races=True)):
+      got = jax.value_and_grad(phases, argnums)(query, *source)
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), got, wanted
+    )
+
+  @parameterized.product(implementation=ALL, update=(False, True))
+  def test_fused_form(self, implementation, update):
+    tokens, width = (20,), 24
+    query, source = make(tokens, width, 6)
+    gain = 1 + query
+    out, lse = one_softmax(query, tuple(source[:2]))
+    arrays = [out, lse, query, source[2], source[3] if update else None, gain]
+    argnums = tuple(i for i, x in enumerate(arrays) if x is not None)
+
+    def score(total, normed):
+      return jnp.vdot(total, source[4]) + jnp.vdot(normed, source[5])
+
+    def plain(out, lse, query, partial, update, gain):
+      total = partial if update is None else partial + update
+      merged = depth_merge(
+        out, lse, query, total, eps=1e-5, implementation="reference"
+      )
+      return score(total, rms_norm(merged, 1e-3) * gain[None])
+
+    def fused(*arrays):
+      return score(
+        *depth_merge_norm(
+          *arrays, eps=1e-5, norm_eps=1e-3, implementation=implementation
+        )
+      )
+
+    wanted = jax.value_and_grad(plain, argnums)(*arrays)
+    with dispatch.interpreted(pltpu.InterpretParams(detect_races=True)):
+      got = jax.value_and_grad(fused, argnums)(*arrays)
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), got, wanted
+    )
+
+  @parameterized.product(implementation=ALL, lse=(np.inf, -np.inf))
+  def test_infinite_log_normaliser(self, implementation, lse):
+    query, source = make((4,), 16)
+    out, partial, cotangent = source
+
+    def f(out, lse, query, partial):
+      h = depth_merge(out, lse, query, partial, implementation=implementation)
+      return jnp.vdot(h, cotangent), h
+
+    lse_T = jnp.full((4,), lse, jnp.float32)
+    with dispatch.interpreted():
+      grads, h = jax.grad(f, (0, 1, 2, 3), has_aux=True)(
+        out, lse_T, query, partial
+      )
+    # +inf: the partial does not count; -inf: only the partial counts.
+    kept, dropped = (0, 3) if lse > 0 else (3, 0)
+    np.testing.assert_array_equal(h, (out, None, None, partial)[kept])
+    np.testing.assert_array_equal(grads[kept], cotangent)
+    np.testing.assert_array_equal(grads[dropped], 0)
+    np.testing.assert_array_equal(grads[1], 0)
+    np.testing.assert_array_equal(grads[2], 0)
+
+  @parameterized.parameters(*ALL)
+  def test_wide_partial_beside_narrow_mixture(self, implementation):
+    query, source = make((16,), 24)
+    out, partial, update = source
+    with dispatch.interpreted():
+      total, normed = depth_merge_norm(
+        out.astype(jnp.bfloat16),
+        jnp.zeros((16,)),
+        query,
+        partial,
+        update.astype(jnp.bfloat16),
+        jnp.ones((24,)),
+        implementation=implementation,
+      )
+    self.assertEqual(total.dtype, jnp.float32)
+    self.assertEqual(normed.dtype, jnp.bfloat16)
+    exact = partial + update.astype(jnp.bfloat16).astype(jnp.float32)
+    np.testing.assert_allclose(total, exact, rtol=1e-6)
+
+  @parameterized.parameters("reference", "xla")
+  def test_gradients_in_float64(self, implementation):
+    with jax.enable_x64(True):
+      query, source = make((2,), 8, 4)
+      query, source = query.astype("float64"), source.astype("float64")
+      lse = source[3, ..., 0]
+      f = functools.partial(depth_merge_norm, implementation=implementation)
+
+      def loss(out, lse, query, partial, update, gain):
+        total, normed = f(out, lse, query, partial, update, gain)
+        return jnp.sum(total**2) + jnp.sum(jnp.sin(normed))
+
+      arrays = [source[0], lse, query, source[1], source[2], query + 1]
+      step = 1e-6
+      for i, gradient in enumerate(jax.grad(loss, range(6))(*arrays)):
+        direction = jnp.cos(jnp.arange(arrays[i].size)).reshape(arrays[i].shape)
+        ends = []
+        for sign in (1, -1):
+          moved = list(arrays)
+          moved[i] = moved[i] + sign * step * direction
+          ends.append(loss(*moved))
+        slope = (ends[0] - ends[1]) / (2 * step)
+        np.testing.assert_allclose(
+          jnp.vdot(gradient, direction), slope, rtol=1e-7
+        )
+
+  def test_combining_is_associative_and_exact(self):
+    query, source = make((5,), 16, 6)
+    parts = [one_softmax(query, tuple(source[i : i + 2])) for i in (0, 2, 4)]
+    left = combine_mixtures(*combine_mixtures(*parts[0], *parts[1]), *parts[2])
+    right = combine_mixtures(*parts[0], *combine_mixtures(*parts[1], *parts[2]))
+    whole = one_softmax(query, tuple(source))
+    for a, b, c in zip(left, right, whole):
+      np.testing.assert_allclose(a, c, atol=1e-6)
+      np.testing.assert_allclose(b, c, atol=1e-6)
+
+  def test_combining_empty_sets(self):
+    empty = jnp.zeros((2, 4)), jnp.full((2,), -jnp.inf)
+    out, lse = combine_mixtures(*empty, *empty)
+    np.testing.assert_array_equal(out, 0)
+    np.testing.assert_array_equal(lse, -np.inf)
+    gradient = jax.grad(
+      lambda x: jnp.sum(combine_mixtures(x, *empty[1:], *empty)[0])
+    )
+    np.testing.assert_array_equal(gradient(empty[0]), 0)
+
+
+class BadInputTest(parameterized.TestCase):
+  @parameterized.parameters(
+    ((3, 9), (3,), (8,), (3, 8), r"\(3, 9\).*\(8,\)"),
+    ((3, 8), (4,), (8,), (3, 8), r"\(4,\).*\(3, 8\)"),
+    ((3, 8), (3,), (2, 8), (3, 8), r"\[D\].*\(2, 8\)"),
+    ((3, 8), (3,), (8,), (4, 8), r"\(4, 8\).*\(3, 8\)"),
+  )
+  def test_shapes(self, out, lse, query, partial, message):
+    with self.assertRaisesRegex(ValueError, message):
+      depth_merge(*map(jnp.ones, (out, lse, query, partial)))
+
+  def test_update_and_gain(self):
+    x, lse, query = jnp.ones((3, 8)), jnp.ones(3), jnp.ones(8)
+    with self.assertRaisesRegex(ValueError, r"update \(2, 8\).*\(3, 8\)"):
+      depth_merge_norm(x, lse, query, x, x[:2], query)
+    with self.assertRaisesRegex(ValueError, r"gain \(9,\).*\(8,\)"):
+      depth_merge_norm(x, lse, query, x, x, jnp.ones(9))
+
+
+if __name__ == "__main__":
+  absltest.main()
