@@ -70,14 +70,16 @@ class Saver:
     self, workdir: epath.PathLike, config: config_lib.CheckpointConfig
   ):
     keep = ocp.training.preservation_policies
-    policies = [keep.LatestN(config.keep_last)]
+    policies: list[Any] = [keep.LatestN(config.keep_last)]
     if config.keep_every:
       policies.append(keep.EveryNSteps(config.keep_every))
+    # Any: orbax types its policies more narrowly than what takes them.
+    policy: Any = keep.AnyPreservationPolicy(policies)
     self._asynchronous = config.asynchronous
     with _quiet():
       self._checkpointer = ocp.training.Checkpointer(
         epath.Path(workdir).absolute() / CHECKPOINTS,
-        preservation_policy=keep.AnyPreservationPolicy(policies),
+        preservation_policy=policy,
         cleanup_tmp_directories=True,
       )
     latest = self._checkpointer.latest
@@ -147,20 +149,20 @@ def restore_latest(
   steps = _agreed_steps(workdir)
   unreadable: dict[int, str] = {}
   for step in reversed(steps):
+    result, cause = None, "another process could not read it"
     try:
       result = _read(workdir, step, to_flat(abstract_state))
-      cause = ""
     except CheckpointError:
       raise
     except Exception as error:
       cause = _one_line(error)
     _drop_leftovers()
-    if _all_processes_agree(not cause):
+    if _all_processes_agree(result is not None) and result is not None:
       flat, info = result
       _set_aside(workdir, unreadable)
       state = from_flat(abstract_state, flat)
       return Restored(step, state, info, unreadable)
-    unreadable[step] = cause or "another process could not read it"
+    unreadable[step] = cause
   if unreadable:
     raise CheckpointError(
       f"no checkpoint of {workdir} can be read: {_listing(unreadable)};"
@@ -252,12 +254,16 @@ def _read(
   parts = _split(abstract)
   with _quiet(), _alone():
     metadata = ocp.checkpointables_metadata(path)
-    info = metadata.custom_metadata
-    if not info:
-      raise ValueError("its _CHECKPOINT_METADATA is missing or damaged")
+    info = _info(metadata)
     stored = {part: metadata.metadata[part] for part in parts}
     _check_same_shapes(path, _join(stored), abstract)
-    return _join(ocp.load_checkpointables(path, parts)), dict(info)
+    return _join(ocp.load_checkpointables(path, parts)), info
+
+
+def _info(metadata: Any) -> dict[str, Any]:
+  if not metadata.custom_metadata:
+    raise ValueError("its _CHECKPOINT_METADATA is missing or damaged")
+  return dict(metadata.custom_metadata)
 
 
 def _check_same_shapes(
@@ -279,7 +285,7 @@ def _check_same_shapes(
 def _read_model(workdir: epath.PathLike, step: int) -> tuple[Any, Any]:
   path = epath.Path(workdir).absolute() / CHECKPOINTS / str(step)
   with _quiet(), _alone():
-    info = ocp.checkpointables_metadata(path).custom_metadata
+    info = _info(ocp.checkpointables_metadata(path))
   config = config_lib.build_run_config(info["config"])
   abstract = jax.eval_shape(lambda: models.build_model(config.model))
   device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

@@ -61,10 +61,11 @@ _PROCESS_ID = flags.DEFINE_integer(
 
 
 def main(argv: Sequence[str]) -> None:
+  """Trains, once all flags make sense."""
   if len(argv) > 1:
     _stop(f"unexpected argument {argv[1]!r}: options start with --")
   try:
-    config = _checked_config()
+    config, workdir = _checked_flags()
   except config_lib.ConfigError as error:
     _stop(str(error))
 
@@ -76,7 +77,7 @@ def main(argv: Sequence[str]) -> None:
     )
   try:
     summary = train.train_and_evaluate(
-      config, _WORKDIR.value, resume_with_changed_config=_CHANGED.value
+      config, workdir, resume_with_changed_config=_CHANGED.value
     )
   except config_lib.ConfigError as error:
     _stop(str(error))
@@ -84,9 +85,9 @@ def main(argv: Sequence[str]) -> None:
     notes = getattr(error, "__notes__", [])
     _stop("; ".join([str(error), *notes]), status=1)
   if summary["status"] == "stopped":
+    saved = " with a checkpoint" if summary["step"] else ""
     print(
-      f"stopped after step {summary['step']} with a checkpoint; the same"
-      " command goes on"
+      f"stopped after step {summary['step']}{saved}; the same command goes on"
     )
 
 
@@ -103,8 +104,8 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
   return rest
 
 
-def _checked_config() -> config_lib.RunConfig:
-  """The configuration, once all flags make sense together."""
+def _checked_flags() -> tuple[config_lib.RunConfig, str]:
+  """Configuration and folder, once all flags make sense together."""
   if _CONFIG.value is None:
     raise config_lib.ConfigError(
       "--config: missing, expected a file such as configs/lm.py:size=tiny"
@@ -126,7 +127,7 @@ def _checked_config() -> config_lib.RunConfig:
       "--coordinator_address, --num_processes, --process_id: given,"
       " expected together with --distributed"
     )
-  return config_lib.build_run_config(_CONFIG.value)
+  return config_lib.build_run_config(_CONFIG.value), _WORKDIR.value
 
 
 def _check_config_flags(args: Sequence[str]) -> None:

@@ -19,8 +19,8 @@ from attnres_jax import config as config_lib
 from attnres_jax import flops
 from attnres_jax import metrics as metrics_lib
 
-# Checked in this order when a step is not finite; the last says where.
-_SUSPECTS = ("loss", "z", "grad_norm", "grad_norm_L")
+# Checked when a step is not finite.
+_SUSPECTS = ("loss", "z", "grad_norm")
 
 
 class NonFiniteError(RuntimeError):
@@ -149,10 +149,10 @@ def _cause(metrics: Mapping[str, Any]) -> str:
   """Names the metrics that are not finite, and the first bad layer."""
   causes = []
   for name in _SUSPECTS:
-    values = np.atleast_1d(metrics.get(name, 0.0))
-    bad = np.flatnonzero(~np.isfinite(values))
-    if bad.size and name == "grad_norm_L":
-      causes.append(f"of the gradient, transformer block {bad[0]} is first")
-    elif bad.size:
-      causes.append(f"{name} is {values[bad[0]]}")
+    value = float(metrics.get(name, 0.0))
+    if not np.isfinite(value):
+      causes.append(f"{name} is {value}")
+  bad_L = np.flatnonzero(~np.isfinite(metrics.get("grad_norm_L", [])))
+  if bad_L.size:
+    causes.append(f"the first bad gradient is transformer block {bad_L[0]}'s")
   return ", ".join(causes) or "the step is not finite"

@@ -448,7 +448,7 @@ def _summarise(
   seconds: float,
 ) -> dict[str, Any]:
   """What came out, from the rows of the whole run; written when finished."""
-  summary = {
+  summary: dict[str, Any] = {
     "name": config.name,
     "status": status,
     "step": step,

@@ -166,7 +166,7 @@ def test_pauses_do_not_count(make):
     ({"grad_norm": np.inf}, "grad_norm is inf"),
     (
       {"grad_norm": np.nan, "grad_norm_L": np.array([1.0, np.nan, np.nan])},
-      "grad_norm is nan, of the gradient, transformer block 1 is first",
+      "grad_norm is nan, the first bad gradient is transformer block 1's",
     ),
   ],
 )
