@@ -13,8 +13,8 @@ from attnres_jax import checkpoint
 from attnres_jax import data
 from attnres_jax.inference import sample
 
-_BATCHES = 4
-_SAMPLE_TOKENS = 320
+_BATCHES = 2
+_SAMPLE_TOKENS = 240
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Look:
     depth_weights: of schemes that attend over depth, else None.
     magnitudes: one per validation batch, averaged.
     prompt: what the sample starts with.
-    sample: what the network made of it.
+    sample: what the network made of it; empty where none was asked for.
   """
 
   depth_weights: analysis.DepthWeights | None
@@ -34,21 +34,25 @@ class Look:
   sample: str
 
 
-def inspect_once(run: pathlib.Path, prompt: str) -> Look:
+def inspect_once(
+  run: pathlib.Path, prompt: str, *, with_sample: bool = True
+) -> Look:
   """Inspects a finished run, or reads what an earlier call has found."""
   file = run / "inspection.json"
   if file.exists():
     look = _from_json(json.loads(file.read_text()))
-    if look.prompt == prompt:
+    if look.prompt == prompt and bool(look.sample) == with_sample:
       return look
-  look = inspect_run(run, prompt)
+  look = inspect_run(run, prompt, with_sample=with_sample)
   temporary = file.with_suffix(".tmp")
   temporary.write_text(json.dumps(_to_json(look)))
   temporary.replace(file)
   return look
 
 
-def inspect_run(run: pathlib.Path, prompt: str) -> Look:
+def inspect_run(
+  run: pathlib.Path, prompt: str, *, with_sample: bool = True
+) -> Look:
   """Loads the newest checkpoint and runs it on validation text."""
   config, model = checkpoint.load_model(run)
   batches = data.open_dataset(config.data, "validation").batches()
@@ -57,13 +61,15 @@ def inspect_run(run: pathlib.Path, prompt: str) -> Look:
   weights = None
   if model.residual.source_labels() is not None:
     weights = analysis.depth_weights(model, tokens[0][:, :-1])
-  text = sample.sample_text(
-    model,
-    data.make_tokenizer(config.data),
-    prompt,
-    num_tokens=_SAMPLE_TOKENS,
-    window=config.data.sequence_length,
-  )
+  text = ""
+  if with_sample:
+    text = sample.sample_text(
+      model,
+      data.make_tokenizer(config.data),
+      prompt,
+      num_tokens=_SAMPLE_TOKENS,
+      window=config.data.sequence_length,
+    )
   measured = [analysis.magnitudes(model, batch) for batch in tokens]
   return Look(weights, _mean(measured), prompt, text)
 

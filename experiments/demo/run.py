@@ -61,8 +61,8 @@ def demo_config(
     "data.batch_size": batch_size,
     "optim.warmup_steps": max(1, steps // 10),
     "train.steps": steps,
-    "train.eval_every": max(1, steps // 5),
-    "train.eval_batches": 12,
+    "train.eval_every": max(1, steps // 4),
+    "train.eval_batches": 16,
     "train.depth_every": 0,
     "checkpoint.every_steps": max(1, steps // 4),
     "checkpoint.keep_last": 2,
@@ -85,7 +85,10 @@ def _run(options: argparse.Namespace, workdir: pathlib.Path) -> int:
     if summary["status"] == "stopped":
       return _stopped(options)
     runs.append(results.load_run(folder, scheme, seed, summary))
-    looks.append(inspection.inspect_once(folder, options.prompt))
+    looks.append(
+      # The report shows one sample per scheme.
+      inspection.inspect_once(folder, options.prompt, with_sample=seed == 0)
+    )
     print(
       f"      validation loss {runs[-1].validation_loss[-1]:.4f} nats per byte"
       f"  ({time.perf_counter() - start:.0f} s so far)"
@@ -154,7 +157,7 @@ def _parse_options() -> argparse.Namespace:
   parser.add_argument("--workdir", default="runs/demo", help="folder to write")
   parser.add_argument("--seeds", type=_count, default=2, help="runs per scheme")
   parser.add_argument("--size", default="tiny", help="a size of configs/lm.py")
-  parser.add_argument("--steps", type=_count, default=200, help="per run")
+  parser.add_argument("--steps", type=_count, default=120, help="per run")
   parser.add_argument("--batch-size", type=_count, default=8, help="rows")
   parser.add_argument("--prompt", default="def ", help="of the text samples")
   return parser.parse_args()

@@ -144,7 +144,9 @@ def test_inspection_survives_its_file(tmp_path, monkeypatch):
     folder = tmp_path / scheme
     folder.mkdir()
     made = make_look(scheme)
-    monkeypatch.setattr(inspection, "inspect_run", lambda *_, made=made: made)
+    monkeypatch.setattr(
+      inspection, "inspect_run", lambda *_, made=made, **__: made
+    )
     inspection.inspect_once(folder, "def ")
     monkeypatch.setattr(inspection, "inspect_run", None)
     read = inspection.inspect_once(folder, "def ")

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs every notebook from top to bottom, as a reader would.
+
+  make notebooks
+  python -m notebooks.execute
+  python -m notebooks.execute --write    # .ipynb files from the .py files
+
+A notebook is a pair: NAME.py, the text that is edited and reviewed, and
+NAME.ipynb without outputs, for Colab.
+"""
+
+import argparse
+from collections.abc import Sequence
+import os
+import pathlib
+import sys
+import time
+
+import jupytext
+import nbclient
+import nbformat
+
+FOLDER = pathlib.Path(__file__).parent
+_TIMEOUT_SECONDS = 600
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  parser = argparse.ArgumentParser(description="Runs the notebooks.")
+  parser.add_argument(
+    "--write", action="store_true", help="only write the .ipynb files"
+  )
+  options = parser.parse_args(argv)
+  for path in pairs():
+    notebook = load(path)
+    if options.write:
+      nbformat.write(notebook, path.with_suffix(".ipynb"))
+      continue
+    start = time.perf_counter()
+    execute(notebook)
+    print(f"{path.name}: ran in {time.perf_counter() - start:.0f} s")
+  return 0
+
+
+def pairs() -> list[pathlib.Path]:
+  """The .py half of every notebook."""
+  texts = (
+    path for path in FOLDER.glob("*.py") if path != pathlib.Path(__file__)
+  )
+  return sorted(texts)
+
+
+def load(path: pathlib.Path) -> nbformat.NotebookNode:
+  """The notebook that a .py file stands for, without outputs."""
+  notebook = jupytext.read(path, fmt="py:percent")
+  for i, cell in enumerate(notebook.cells):
+    cell.id = f"cell-{i}"  # the same every time it is written
+  return notebook
+
+
+def execute(notebook: nbformat.NotebookNode) -> None:
+  """Runs all cells in a fresh kernel of this Python, from the root.
+
+  Raises:
+    nbclient.exceptions.CellExecutionError: a cell failed.
+  """
+  root = FOLDER.parent
+  paths = [str(root), str(root / "kernels"), os.environ.get("PYTHONPATH", "")]
+  os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+  client = nbclient.NotebookClient(
+    notebook,
+    timeout=_TIMEOUT_SECONDS,
+    kernel_name="python3",
+    resources={"metadata": {"path": str(root)}},
+  )
+  client.execute()
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,212 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Attention Residuals in five minutes
+#
+# [![Open In Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/attnres-jax/attnres-jax/blob/main/notebooks/quickstart.ipynb)
+#
+# A residual stream adds up everything that the layers before have put out.
+# [Attention Residuals](https://arxiv.org/abs/2603.15031) let every sublayer
+# *choose*: it attends over depth, with one learned pseudo-query $w_l$,
+#
+# $$h_l = \sum_{i<l} \alpha_{i \to l}\, v_i, \qquad
+#   \alpha_{\cdot \to l} = \operatorname{softmax}_i\big(
+#   w_l \cdot \mathrm{RMSNorm}(v_i)\big),$$
+#
+# where $v_0$ is the embedding and $v_i$ the output of sublayer $i$. The Block
+# variant attends over sums of a few sublayers instead, which is nearly free.
+#
+# This notebook builds, trains, compares and looks inside. It takes two or three
+# minutes on a CPU.
+
+# %%
+import importlib.util
+import sys
+
+if importlib.util.find_spec("attnres_jax") is None:
+  # On Colab this keeps the jax that comes with the runtime.
+  repository = "git+https://github.com/attnres-jax/attnres-jax"
+  # %pip install -q "attnres-jax[plots] @ {repository}"
+
+if sys.version_info < (3, 11):
+  raise RuntimeError("attnres-jax needs Python 3.11 or newer")
+
+# %%
+import contextlib
+import io
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+
+from attnres_jax import analysis
+from attnres_jax import checkpoint
+from attnres_jax import config as config_lib
+from attnres_jax import data
+from attnres_jax import metrics
+from attnres_jax import models
+from attnres_jax import train
+from attnres_jax.analysis import plots
+import attnres_kernels
+
+print("jax", jax.__version__, "on", jax.devices())
+
+# %% [markdown]
+# ## The operator
+#
+# `depth_attention` mixes sources per token. With a query of zero it is their
+# mean, which is where every network starts; along a source, it picks that one.
+
+# %%
+sources = jax.random.normal(jax.random.key(0), (3, 1, 4, 8))  # M, B, T, D
+queries = jnp.stack([jnp.zeros(8), 30.0 * sources[1, 0, 0]])  # Q, D
+mixed, lse = attnres_kernels.depth_attention(queries, list(sources))
+
+print("zero query, distance from the mean:")
+print(float(jnp.abs(mixed[0] - sources.mean(0)).max()))
+print("sharp query at token 0, distance from source 1:")
+print(float(jnp.abs(mixed[1, 0, 0] - sources[1, 0, 0]).max()))
+
+# %% [markdown]
+# ## Build
+#
+# A residual scheme is a name in the configuration. Everything else of the
+# network stays what it is, and so do its initial weights.
+
+
+# %%
+def make_config(residual, steps=120):
+  fields = config_lib.default_config().to_dict()
+  fields["model"] |= {
+    "width": 64,
+    "num_layers": 4,
+    "num_heads": 2,
+    "mlp_width": 160,
+    "residual": {"name": residual, "num_blocks": 4},
+  }
+  fields["data"] |= {"sequence_length": 128, "batch_size": 8}
+  fields["optim"] |= {"peak_lr": 4e-3, "warmup_steps": 10}
+  fields["train"] |= {
+    "steps": steps,
+    "eval_every": steps // 4,
+    "depth_every": 0,
+  }
+  return config_lib.build_run_config(fields)
+
+
+schemes = ["prenorm", "full_attnres", "block_attnres"]
+networks = {
+  name: models.build_model(make_config(name).model) for name in schemes
+}
+for name, model in networks.items():
+  count = sum(leaf.size for leaf in jax.tree.leaves(model))
+  print(f"{plots.name_of(name):15} {count:,} parameters")
+
+# %% [markdown]
+# Before training all three are the same function. Zero queries average what
+# PreNorm adds up, and the norm in front of each sublayer does not mind the
+# factor (only its epsilon does). So a trained PreNorm network can become an
+# AttnRes network without losing anything.
+
+# %%
+tokens = np.asarray([list(b"for name in sorted(names):")], np.int32)
+logits = {name: model(tokens) for name, model in networks.items()}
+for name in schemes[1:]:
+  distance = float(jnp.abs(logits[name] - logits["prenorm"]).max())
+  size = float(jnp.abs(logits["prenorm"]).max())
+  print(
+    f"{plots.name_of(name):15} differs by {distance / size:.1%} of the size"
+  )
+
+# %% [markdown]
+# ## Train
+#
+# The text is what every machine has: the standard library of the Python that
+# runs this. `train_and_evaluate` is what `python -m attnres_jax.main` calls; it
+# resumes if you stop it and run the cell again.
+
+# %%
+folder = tempfile.mkdtemp(prefix="attnres_")
+for name in schemes:
+  with contextlib.redirect_stdout(io.StringIO()):  # hides the progress lines
+    summary = train.train_and_evaluate(make_config(name), f"{folder}/{name}")
+  print(
+    f"{plots.name_of(name):15} validation loss"
+    f" {summary['validation_loss']:.3f} nats per byte"
+    f" after {summary['seconds']:.0f} s"
+  )
+
+# %% [markdown]
+# ## Compare
+
+# %%
+figure, axes = plt.subplots(figsize=(6, 3.2))
+for name in schemes:
+  rows = metrics.read_rows(f"{folder}/{name}", "validation")
+  steps, losses = zip(*((row["step"], row["loss"]) for row in rows))
+  axes.plot(
+    steps, losses, "o-", label=plots.name_of(name), **plots.style_of(name)
+  )
+axes.set_xlabel("step")
+axes.set_ylabel("validation loss, nats per byte")
+axes.legend(frameon=False)
+plots.style(axes)
+plt.show()
+
+# %% [markdown]
+# One seed, small networks, a minute of training: a difference here is a hint at
+# best. `make demo` trains longer, with two seeds, and writes a report.
+#
+# ## Look at the depth weights
+#
+# Rows are transformer blocks, columns are sources; what attention sublayers
+# read on the left, what MLPs read on the right. Rows started uniform.
+
+# %%
+trained = {}
+for name in schemes:
+  config, trained[name] = checkpoint.load_model(f"{folder}/{name}")
+batches = data.open_dataset(config.data, "validation").batches()
+tokens = next(batches)["tokens"][:, :-1]
+batches.close()
+
+plots.depth_weights(
+  {
+    name: analysis.depth_weights(trained[name], tokens)
+    for name in ("full_attnres", "block_attnres")
+  }
+)
+
+# %% [markdown]
+# The same as matrices over *all* values, for any scheme: how much of every
+# $v_i$ reaches every $h_l$. PreNorm is all ones below the diagonal; in a Block
+# matrix the values of one block share their weight.
+
+# %%
+plots.mixing_matrices(
+  {
+    name: analysis.mixing_matrix(trained[name], tokens, include_output=True)
+    for name in schemes
+  }
+)
+
+# %% [markdown]
+# ## Next
+#
+# - `make demo`: four schemes, two seeds, a report with plots.
+# - `python -m attnres_jax.main --config=configs/lm.py:size=tiny,residual=block_attnres --workdir=runs/tiny`:
+#   a run of your own.
+# - `docs/architecture.md`: where things are, and how to add a scheme.

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two halves of every notebook say the same; `make notebooks` runs them."""
+
+import nbformat
+import pytest
+
+from notebooks import execute
+
+
+@pytest.mark.parametrize("path", execute.pairs(), ids=lambda path: path.stem)
+def test_pair_is_in_sync(path):
+  expected = execute.load(path)
+  found = nbformat.read(path.with_suffix(".ipynb"), as_version=4)
+  nbformat.validate(found)
+  assert [(c.cell_type, c.source) for c in found.cells] == [
+    (c.cell_type, c.source) for c in expected.cells
+  ], "run `python -m notebooks.execute --write`"
+
+
+@pytest.mark.parametrize("path", execute.pairs(), ids=lambda path: path.stem)
+def test_ipynb_holds_no_outputs_and_opens_in_colab(path):
+  found = nbformat.read(path.with_suffix(".ipynb"), as_version=4)
+  code = [cell for cell in found.cells if cell.cell_type == "code"]
+  assert code
+  assert not any(c.outputs or c.execution_count for c in code)
+  badge = f"blob/main/notebooks/{path.stem}.ipynb"
+  assert badge in found.cells[0].source
+
+
+def test_there_is_a_quickstart():
+  assert "quickstart" in [path.stem for path in execute.pairs()]
