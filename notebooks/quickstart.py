@@ -32,15 +32,11 @@
 
 # %%
 import importlib.util
-import sys
 
 if importlib.util.find_spec("attnres_jax") is None:
   # On Colab this keeps the jax that comes with the runtime.
   repository = "git+https://github.com/attnres-jax/attnres-jax"
   # %pip install -q "attnres-jax[plots] @ {repository}"
-
-if sys.version_info < (3, 11):
-  raise RuntimeError("attnres-jax needs Python 3.11 or newer")
 
 # %%
 import contextlib
