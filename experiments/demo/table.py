@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the README's table from a committed demo run.
+
+  python -m experiments.demo.table --adopt runs/demo/results.csv
+  python -m experiments.demo.table
+
+The first copies the results of a run to experiments/demo/results.csv, both put
+what is in that file into the README. A test holds the two together.
+"""
+
+import argparse
+from collections.abc import Sequence
+import pathlib
+import re
+import shutil
+
+from experiments.demo import results
+
+RESULTS = pathlib.Path(__file__).with_name("results.csv")
+README = pathlib.Path(__file__).parents[2] / "README.md"
+_PLACE = re.compile(
+  r"(<!-- results: [^>]* -->\n)(.*?)(<!-- /results -->)", re.DOTALL
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+  parser = argparse.ArgumentParser(description="Writes the README's table.")
+  parser.add_argument("--adopt", metavar="CSV", help="results to commit")
+  options = parser.parse_args(argv)
+  if options.adopt:
+    shutil.copyfile(options.adopt, RESULTS)
+  README.write_text(with_table(README.read_text(encoding="utf-8")))
+
+
+def with_table(readme: str) -> str:
+  """`readme` with the table of the committed results in its place.
+
+  Raises:
+    ValueError: the README has no place for it.
+  """
+  if not _PLACE.search(readme):
+    raise ValueError(f"{README} has no `<!-- results: ... -->` place")
+  table = results.markdown(results.read_csv(RESULTS))
+  return _PLACE.sub(lambda m: f"{m[1]}\n{table}\n{m[3]}", readme)
+
+
+if __name__ == "__main__":
+  main()
