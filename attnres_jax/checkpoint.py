@@ -14,7 +14,8 @@ failed are moved to `checkpoints_set_aside/` with their cause; nothing is ever
 deleted for being broken, and where none can be read nothing is moved.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+import contextlib
 import dataclasses
 import gc
 import json
@@ -150,13 +151,14 @@ def restore_latest(
   unreadable: dict[int, str] = {}
   for step in reversed(steps):
     result, cause = None, "another process could not read it"
-    try:
-      result = _read(workdir, step, to_flat(abstract_state))
-    except CheckpointError:
-      raise
-    except Exception as error:
-      cause = _one_line(error)
-    _drop_leftovers()
+    with _quiet():
+      try:
+        result = _read(workdir, step, to_flat(abstract_state))
+      except CheckpointError:
+        raise
+      except Exception as error:
+        cause = _one_line(error)
+      gc.collect()
     if _all_processes_agree(result is not None) and result is not None:
       flat, info = result
       _set_aside(workdir, unreadable)
@@ -188,11 +190,12 @@ def load_model(
     raise CheckpointError(f"no checkpoint of step {step} in {workdir}: {steps}")
   unreadable: dict[int, str] = {}
   for candidate in reversed(steps if step is None else [step]):
-    try:
-      return _read_model(workdir, candidate)
-    except Exception as error:
-      unreadable[candidate] = _one_line(error)
-    _drop_leftovers()
+    with _quiet():
+      try:
+        return _read_model(workdir, candidate)
+      except Exception as error:
+        unreadable[candidate] = _one_line(error)
+      gc.collect()
     logging.warning(
       "checkpoint %d of %s cannot be read: %s",
       candidate,
@@ -342,33 +345,24 @@ def _alone() -> ocp.Context:
   return context
 
 
-class _quiet:
-  """No log lines of orbax while it looks at what may be damaged.
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+  """No noise from orbax while it looks at what may be damaged.
 
-  Its causes are reported by the caller, once and in one line.
+  The caller reports the cause, once and in one line. A failed read also leaves
+  coroutines behind that complain on stderr, at length, when they are
+  collected; the caller collects them before it leaves.
   """
-
-  def __enter__(self) -> None:
-    self._level = absl_logging.get_verbosity()
-    absl_logging.set_verbosity(absl_logging.FATAL)
-
-  def __exit__(self, *unused) -> None:
-    absl_logging.set_verbosity(self._level)
-
-
-def _drop_leftovers() -> None:
-  """Collects coroutines that a failed read of orbax never awaited.
-
-  They would complain on stderr, at length, at some later collection.
-  """
-  hook = sys.unraisablehook
+  level, hook = absl_logging.get_verbosity(), sys.unraisablehook
+  absl_logging.set_verbosity(absl_logging.FATAL)
   sys.unraisablehook = lambda _: None
   try:
     with warnings.catch_warnings():
       warnings.simplefilter("ignore")
-      gc.collect()
+      yield
   finally:
     sys.unraisablehook = hook
+    absl_logging.set_verbosity(level)
 
 
 def _listing(unreadable: Mapping[int, str]) -> str:
