@@ -59,9 +59,9 @@ $(VENV)/.made-$(VERSION):
 	@touch $@
 
 $(VENV)/.demo-$(VERSION): $(VENV)/.made-$(VERSION) pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable ".[plots]"
+	$(BIN)/python -m pip install -qq --editable ".[plots]"
 	@touch $@
 
 $(VENV)/.dev-$(VERSION): $(VENV)/.made-$(VERSION) pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python -m pip install -qq --editable ".[dev]"
 	@touch $@
