@@ -39,7 +39,7 @@ class BlockSizes:
   """Tokens per grid step and lanes per inner product step."""
 
   tokens: int
-  lanes: int = 512
+  lanes: int = 1280
 
   @classmethod
   def choose(cls, num_tokens, slabs, width, itemsize):
@@ -51,7 +51,8 @@ class BlockSizes:
       width: D.
       itemsize: bytes per element.
     """
-    tokens = 64
+    # Narrow rows want more of them, to fill the schedule.
+    tokens = 128 if width <= 1536 else 64
     while tokens > _GROUP and (
       2 * slabs * tokens * width * itemsize > 24 * 2**20
       or tokens // 2 >= num_tokens
@@ -264,6 +265,9 @@ def _forward_kernel(
   chunks = _chunks(width, lanes)
   spans = _spans(num_queries)
   stride = _query_chunk(num_queries)
+  # The two terms of the weights side by side where the matrix unit's depth of
+  # 128 has room for them, one below the other where it has not.
+  stack = 1 if 0 < (num_slots * _GROUP) % 128 <= 64 else 0
   weights = []
   for group in range(tile // _GROUP):
     rows = slice(group * _GROUP, (group + 1) * _GROUP)
@@ -290,15 +294,18 @@ def _forward_kernel(
       )
       weight = jnp.transpose(weight / safe)
       if not exact:
-        weight = jnp.concatenate(_split(weight, 2), axis=0)
+        weight = jnp.concatenate(_split(weight, 2), axis=stack)
       weights.append((rows, load, first, last, weight))
 
   # A second sweep, so that the statistics of all groups can overlap.
   for rows, load, first, last, weight in weights:
     half = (last - first) * _GROUP
     for chunk in chunks:
-      mixed = _dot(weight, load(chunk), exact=exact)
-      if not exact:
+      source = load(chunk)
+      if not exact and stack:
+        source = jnp.concatenate([source, source], axis=0)
+      mixed = _dot(weight, source, exact=exact)
+      if not exact and not stack:
         mixed = mixed[:half] + mixed[half:]
       if bank:
         # An empty bank may hold anything, and 0 * NaN is NaN.

@@ -29,10 +29,16 @@ DECODE = tuple(
   Shape("decode", 24, 8, tokens, 7168) for tokens in (1, 8, 32, 128)
 )
 # Full AttnRes scheduled in blocks of eight sublayers.
-FULL = tuple(Shape("full", 8, m, 4096, 2304) for m in range(8, 57, 16))
-FULL_LAST = (Shape("full", 8, 56, 4096, 2304),)
+FULL = tuple(Shape("full", 8, m, 4096, 2304) for m in range(8, 57, 8))
 
-NAMED = BLOCK_48B + TABLE_2 + WIDE + KIMI_K3 + DECODE + FULL + FULL_LAST
+NAMED = BLOCK_48B + TABLE_2 + WIDE + KIMI_K3 + DECODE + FULL
+# The ends and the middle of each family, for a table that stays readable.
+TABLE = tuple(
+  shape
+  for family in (BLOCK_48B, TABLE_2, WIDE, KIMI_K3, DECODE, FULL)
+  for shape in dict.fromkeys((family[0], family[len(family) // 2], family[-1]))
+)
+MERGE = tuple(Shape("merge", 1, 1, 8192, width) for width in (1168, 2304, 8192))
 # The other widths of Table 2, and the extremes of each axis.
 ODD = tuple(
   Shape("odd", 4, 3, 96, width) for width in (896, 960, 1024, 1264)

@@ -147,6 +147,16 @@ def backward(
   )
 
 
+def choose_tile(num_tokens, bytes_per_token):
+  """Tokens per grid step: up to 128, while two buffers stay small."""
+  tile = _LANES
+  while tile > _ROWS and (
+    2 * tile * bytes_per_token > 24 * 2**20 or tile // 2 >= num_tokens
+  ):
+    tile //= 2
+  return tile
+
+
 class _Call:
   """Tiles and layouts shared by the two directions."""
 
@@ -157,12 +167,7 @@ class _Call:
     for axis in shape[:-1]:
       self.tokens *= axis
     self.bytes_per_token = self.width * sum(x.dtype.itemsize for x in slabs)
-    self.tile = _LANES
-    while self.tile > _ROWS and (
-      2 * self.tile * self.bytes_per_token > 24 * 2**20
-      or self.tile // 2 >= self.tokens
-    ):
-      self.tile //= 2
+    self.tile = choose_tile(self.tokens, self.bytes_per_token)
     self.tiles = pl.cdiv(self.tokens, self.tile)
 
   def flat(self, x):

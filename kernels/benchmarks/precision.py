@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors of every backend against float64, beside the error of mere storage.
+
+  export PYTHONPATH=kernels
+  python kernels/benchmarks/precision.py --out precision.csv
+
+Relative root-mean-square errors on random inputs; `stored` is the error of
+rounding the exact result to the storage dtype, the best that is possible. TPU
+kernels run in interpret mode on CPU, where a product of bfloat16 numbers is
+exact and summed in float32, as on the matrix unit. About two minutes.
+"""
+
+import argparse
+import csv
+
+import jax
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+import numpy as np
+
+import attnres_kernels
+from attnres_kernels import dispatch
+
+FIELDS = ("op", "backend", "dtype", "case", "result", "error", "stored")
+_CASES = ("random", "large", "equal", "zero", "one")
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--out", default="")
+  options = parser.parse_args()
+  jax.config.update("jax_enable_x64", True)
+  rows = []
+  for dtype in ("float32", "bfloat16"):
+    for case in _CASES:
+      for op, arrays, function in _problems(dtype, case):
+        exact = _run(function, "reference", _cast(arrays, "float64"))
+        for backend in ("reference", "xla", "pallas_tpu"):
+          with jax.enable_x64(False):
+            got = _run(function, backend, arrays)
+          for name, actual in got.items():
+            wanted = exact[name]
+            stored = 0.0
+            if str(actual.dtype) == "bfloat16":
+              stored = _error(np.asarray(jnp.asarray(wanted, dtype)), wanted)
+            row = (op, backend, dtype, case, name, _error(actual, wanted))
+            rows.append((*row[:-1], f"{row[-1]:.1e}", f"{stored:.1e}"))
+            print(*rows[-1], flush=True)
+  if options.out:
+    with open(options.out, "w", newline="") as file:
+      writer = csv.writer(file, lineterminator="\n")
+      writer.writerow(FIELDS)
+      writer.writerows(rows)
+
+
+def _problems(dtype, case):
+  queries, sources, tokens, width = 3, 1 if case == "one" else 6, 48, 256
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+  query = draw(queries, width) * 0.1
+  source = draw(sources, tokens, width).astype(dtype)
+  if case == "large":
+    query = query * 3e3
+  elif case == "equal":
+    source = jnp.broadcast_to(source[:1], source.shape)
+  elif case == "zero":
+    source = source.at[1:3].set(0)
+  dout = draw(queries, tokens, width).astype(dtype)
+  dlse = draw(queries, tokens)
+
+  def attention(backend, query, source, dout, dlse):
+    (out, lse), vjp = jax.vjp(
+      lambda q, *s: attnres_kernels.depth_attention(
+        q, s, implementation=backend
+      ),
+      query,
+      *source,
+    )
+    dquery, *dsources = vjp((dout, dlse))
+    return {
+      "out": out,
+      "lse": lse,
+      "dquery": dquery,
+      "dsources": jnp.stack(dsources),
+    }
+
+  yield "depth_attention", (query, source, dout, dlse), attention
+  if case in ("equal", "one"):
+    return
+
+  def merge(backend, out, lse, query, partial, update, gain, dtotal, dnormed):
+    (total, normed), vjp = jax.vjp(
+      lambda *a: attnres_kernels.depth_merge_norm(*a, implementation=backend),
+      out,
+      lse,
+      query,
+      partial,
+      update,
+      gain,
+    )
+    names = ("dout", "dlse", "dquery", "dpartial", "dupdate", "dgain")
+    gradients = dict(zip(names, vjp((dtotal, dnormed))))
+    return {"total": total, "normed": normed, **gradients}
+
+  # The backward pass reads the stored partial sum, so let it be exact.
+  partial = jnp.round(source[1].astype(jnp.float32) * 8) / 8
+  update = jnp.round(source[2].astype(jnp.float32) * 8) / 8
+  arrays = (
+    source[0],
+    dlse[0],
+    query[0],
+    partial.astype(dtype),
+    update.astype(dtype),
+    1 + query[1],
+    dout[0],
+    dout[1],
+  )
+  yield "depth_merge_norm", arrays, merge
+
+
+def _run(function, backend, arrays):
+  with dispatch.interpreted(pltpu.InterpretParams()):
+    return function(backend, *arrays)
+
+
+def _cast(arrays, dtype):
+  return tuple(array.astype(dtype) for array in arrays)
+
+
+def _error(actual, wanted):
+  actual, wanted = np.float64(actual), np.float64(wanted)
+  scale = np.mean(wanted**2)
+  error = np.mean((actual - wanted) ** 2)
+  # A gradient that is exactly zero (one source) has no relative error.
+  return float(np.sqrt(error / scale if scale > 1e-20 else error))
+
+
+if __name__ == "__main__":
+  main()

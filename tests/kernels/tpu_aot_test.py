@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every TPU kernel compiles for every chip, at every named shape.
+
+Needs libtpu but no TPU. On a machine without libtpu these tests do not run,
+and say so.
+"""
+
+import functools
+import importlib.util
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import pytest
+
+from attnres_kernels import depth_attention
+from attnres_kernels import depth_merge
+from attnres_kernels import depth_merge_norm
+from attnres_kernels.depth_attention import shapes
+
+CHIPS = {
+  "v5e": "v5e:2x2",
+  "v5p": "v5p:2x2x1",
+  "v6e": "v6e:2x2",
+  "tpu7x": "tpu7x:2x2x1",
+}
+
+pytestmark = pytest.mark.skipif(
+  importlib.util.find_spec("libtpu") is None,
+  reason="not run: libtpu, the TPU compiler, is not installed here",
+)
+
+
+@functools.cache
+def sharding(chip):
+  # Not at import time: describing a topology loads the TPU compiler.
+  from jax.experimental import topologies
+
+  topology = topologies.get_topology_desc(
+    platform="tpu", topology_name=CHIPS[chip]
+  )
+  return jax.sharding.SingleDeviceSharding(topology.devices[0])
+
+
+def attention(shape, bank):
+  """Forward and backward of one call, through the public function."""
+
+  def f(query, dout, count, *sources):
+    def g(query, *sources):
+      return depth_attention(
+        query,
+        sources[0] if bank else sources,
+        num_sources=count if bank else None,
+      )
+
+    (out, lse), vjp = jax.vjp(g, query, *sources)
+    return out, lse, vjp((dout, lse))
+
+  token = (shape.tokens, shape.width)
+  sources = [(shape.sources, *token)] if bank else [token] * shape.sources
+  return f, [
+    ((shape.queries, shape.width), jnp.float32),
+    ((shape.queries, *token), None),
+    ((), jnp.int32),
+    *((s, None) for s in sources),
+  ]
+
+
+def merge(shape, fused):
+  def f(out, lse, query, partial, update, gain):
+    if fused:
+      g = lambda *a: depth_merge_norm(*a)
+      arrays = (out, lse, query, partial, update, gain)
+    else:
+      g = lambda *a: depth_merge(*a)
+      arrays = (out, lse, query, partial)
+    result, vjp = jax.vjp(g, *arrays)
+    return result, vjp(result)
+
+  token = (shape.tokens, shape.width)
+  row = ((shape.width,), jnp.float32)
+  lse = ((shape.tokens,), jnp.float32)
+  wide = (token, None)
+  return f, [wide, lse, row, wide, wide, row]
+
+
+def compile_for(chip, function, arguments, dtype):
+  structs = [
+    jax.ShapeDtypeStruct(s, d or dtype, sharding=sharding(chip))
+    for s, d in arguments
+  ]
+  return jax.jit(function).lower(*structs).compile().as_text()
+
+
+class TpuCompileTest(parameterized.TestCase):
+  @parameterized.product(
+    chip=tuple(CHIPS),
+    kind=(("bfloat16", False), ("bfloat16", True), ("float32", False)),
+  )
+  def test_attention(self, chip, kind):
+    dtype, bank = kind
+    # Ragged tokens, a width that is no multiple of 128.
+    shape = shapes.Shape("small", 3, 3, 40, 448)
+    text = compile_for(chip, *attention(shape, bank), dtype)
+    for name in ("depth_attention_forward", "depth_attention_backward"):
+      self.assertIn(name, text)
+
+  @parameterized.product(
+    chip=tuple(CHIPS), dtype=("bfloat16", "float32"), fused=(False, True)
+  )
+  def test_merge(self, chip, dtype, fused):
+    shape = shapes.Shape("small", 1, 1, 200, 960)
+    text = compile_for(chip, *merge(shape, fused), dtype)
+    for name in ("depth_merge_forward", "depth_merge_backward"):
+      self.assertIn(name, text)
+
+  def test_separate_sources_are_not_stacked(self):
+    shape = shapes.Shape("small", 4, 5, 512, 1024)
+    text = compile_for("v5e", *attention(shape, False), "bfloat16")
+    self.assertNotIn("bf16[5,512,1024]", text)
+
+  def test_bank_is_not_copied(self):
+    shape = shapes.Shape("small", 4, 5, 512, 1024)
+    text = compile_for("v5e", *attention(shape, True), "bfloat16")
+    for line in text.splitlines():
+      if " copy(" in line:
+        self.assertNotIn("bf16[5,512,1024]", line)
+
+
+@pytest.mark.slow
+class NamedShapesTest(parameterized.TestCase):
+  @parameterized.product(
+    chip=tuple(CHIPS), shape=shapes.NAMED + shapes.ODD, bank=(False, True)
+  )
+  def test_attention_named_shapes(self, chip, shape, bank):
+    compile_for(chip, *attention(shape, bank), "bfloat16")
+
+  @parameterized.product(chip=tuple(CHIPS), shape=shapes.MERGE)
+  def test_merge_named_shapes(self, chip, shape):
+    compile_for(chip, *merge(shape, True), "bfloat16")
+
+  @parameterized.product(chip=tuple(CHIPS))
+  def test_more_than_2_to_31_elements(self, chip):
+    shape = shapes.Shape("huge", 1, 9, 32768, 8192)
+    compile_for(chip, *attention(shape, False), "bfloat16")
+
+
+if __name__ == "__main__":
+  absltest.main()
