@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import functools
 import importlib
+import importlib.util
 from typing import Any, Literal
 
 import jax
@@ -121,7 +122,10 @@ def _call_best(op: str, function: str, args: tuple, kwargs: dict) -> Any:
 
 
 def _backend(op: str, name: str):
-  return importlib.import_module(f"attnres_kernels.{op}.{name}")
+  module = f"attnres_kernels.{op}.{name}"
+  if importlib.util.find_spec(module) is None:
+    raise NotImplementedError(f"{op} has no {name} backend")
+  return importlib.import_module(module)
 
 
 def _why_not(backend, function: str, args: tuple, kwargs: dict) -> str | None:
