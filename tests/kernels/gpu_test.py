@@ -2,6 +2,7 @@
 """The GPU kernel: values interpreted on CPU, lowering for an H200 on CPU."""
 
 import functools
+from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
@@ -14,6 +15,7 @@ import pytest
 from attnres_kernels import depth_attention
 from attnres_kernels import depth_merge
 from attnres_kernels import dispatch
+from attnres_kernels.depth_attention import pallas_gpu
 
 NEW = jax.__version_info__ >= (0, 11)
 needs_new = pytest.mark.skipif(
@@ -34,9 +36,15 @@ class InterpretedTest(parameterized.TestCase):
   @parameterized.parameters(
     (2, 3, (2, 2), 256, "bfloat16"),
     (3, 1, (3,), 128, "float32"),
-    (5, 2, (1,), 2048, "float32"),  # Two passes over the queries.
   )
   def test_values_and_gradients(self, *shape):
+    self.check(*shape)
+
+  def test_several_passes_over_the_queries(self):
+    with mock.patch.object(pallas_gpu, "_REGISTERS", 4):
+      self.check(3, 2, (1,), 256, "float32")
+
+  def check(self, *shape):
     query, sources = make(*shape)
 
     def loss(f, query, *sources):
@@ -58,13 +66,11 @@ class InterpretedTest(parameterized.TestCase):
     np.testing.assert_allclose(
       as_float(out), as_float(out_), rtol=tolerance, atol=tolerance / 100
     )
-    jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(
-        as_float(a), as_float(b), rtol=tolerance, atol=tolerance
-      ),
-      got,
-      wanted,
-    )
+    for a, b in zip(got, wanted):
+      scale = np.abs(as_float(b)).max() + 1e-3
+      np.testing.assert_allclose(
+        as_float(a) / scale, as_float(b) / scale, atol=tolerance
+      )
 
 
 @needs_new
