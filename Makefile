@@ -55,7 +55,6 @@ $(VENV)/.made-$(VERSION):
 	  { echo "$(PYTHON) is not a Python of 3.11 or newer: try" \
 	    "make PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
 	@touch $@
 
 $(VENV)/.demo-$(VERSION): $(VENV)/.made-$(VERSION) pyproject.toml

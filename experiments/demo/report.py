@@ -128,7 +128,7 @@ def _coincide(summaries: Sequence[results.Summary]) -> str:
   if twin is None or not twin.differences:
     return ""
   apart = max(abs(difference) for difference in twin.differences)
-  return f" Here their validation losses differ by at most {apart:.4f}."
+  return f" Here their final validation losses differ by up to {apart:.4f}."
 
 
 def _samples(inside: Mapping[str, Sequence[inspection.Look]]) -> str:

@@ -204,10 +204,10 @@ def markdown(rows: Sequence[Mapping[str, str]]) -> str:
       f" {int(first['parameters']):,} |"
       f" {int(first['step_bytes']) / 1e6:.0f} MB |"
     )
-  first = rows[0]
+  first, plural = rows[0], "s" * (len(baseline) > 1)
   lines += [
     "",
-    f"{int(first['train_tokens']):,} tokens, seeds"
+    f"{int(first['train_tokens']):,} tokens per run, seed{plural}"
     f" {', '.join(baseline)}; {first['corpus']}; {first['hardware']};"
     f" Python {first['python']}, jax {first['jax']},"
     f" commit {first['commit']}.",
