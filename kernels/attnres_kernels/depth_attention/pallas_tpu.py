@@ -375,6 +375,10 @@ def _backward_kernel(
       score = _select_dot(product, spread, 3) * inverse
       # Only rows that a mask lets through; an empty set's lse is -inf.
       weight = jnp.where(mask, jnp.exp(jnp.where(mask, score - lse, 0.0)), 0.0)
+      # Large scores differ from the forward pass's by the order of a sum:
+      # what the sources share must still be one.
+      total = jnp.sum(weight, axis=0, keepdims=True)
+      weight = weight / jnp.where(total == 0.0, 1.0, total)
       product = jnp.where(mask, product, 0.0)
       mean = jnp.sum(weight * product, axis=0, keepdims=True)
       dscore = weight * (product + (dlse - mean))

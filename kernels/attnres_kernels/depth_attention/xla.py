@@ -50,6 +50,11 @@ def backward(query_QD, sources, count, lse_QT, dout_QTD, dlse_QT, *, eps):
   dout_QTD = dout_QTD.astype(dtype)
   scores, inverses = _scores(query_QD, slots, count, eps)
   weights = _weights(scores, jnp.moveaxis(lse_QT, 0, -1))
+  # Large scores may differ from the forward pass's by the order of a sum:
+  # what the sources share must still be one.
+  total_TQ = sum(weights)
+  inverse_TQ = 1 / jnp.where(total_TQ == 0, 1, total_TQ)
+  weights = [weight_TQ * inverse_TQ for weight_TQ in weights]
 
   # <dout_q, v_i> per token. The copy puts a token's queries side by side.
   # Slices, because callers that unstack the mixtures hand in a concatenation,
