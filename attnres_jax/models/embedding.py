@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
+from attnres_jax.models import linear
 
 
 class Embedding(nnx.Module):
@@ -48,10 +49,5 @@ def logits(
     head_DV: float32 head matrix.
     soft_cap: logits become cap * tanh(logits / cap); 0 leaves them.
   """
-  logits_BTV = jnp.einsum(
-    "BTD,DV->BTV",
-    h_BTD,
-    head_DV.astype(h_BTD.dtype),
-    preferred_element_type=jnp.float32,
-  )
+  logits_BTV = linear.linear(h_BTD, head_DV, 1, jnp.dtype("float32"))
   return soft_cap * jnp.tanh(logits_BTV / soft_cap) if soft_cap else logits_BTV

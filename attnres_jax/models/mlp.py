@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
+from attnres_jax.models import linear
 
 
 class SwiGLU(nnx.Module):
@@ -19,8 +20,6 @@ class SwiGLU(nnx.Module):
     self.down = nnx.Param(init(rngs.params(), (hidden, width), jnp.float32))
 
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
-    dtype = x_BTD.dtype
-    gate_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, self.gate[...].astype(dtype))
-    up_BTF = jnp.einsum("BTD,DF->BTF", x_BTD, self.up[...].astype(dtype))
-    hidden_BTF = jax.nn.silu(gate_BTF) * up_BTF
-    return jnp.einsum("BTF,FD->BTD", hidden_BTF, self.down[...].astype(dtype))
+    gate_BTF = linear.linear(x_BTD, self.gate[...])
+    up_BTF = linear.linear(x_BTD, self.up[...])
+    return linear.linear(jax.nn.silu(gate_BTF) * up_BTF, self.down[...])

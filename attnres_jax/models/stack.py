@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
 from attnres_jax.models import layer as layer_lib
+from attnres_jax.models import linear
 from attnres_jax.models.residuals import base
 
 Trace = base.Trace
@@ -38,17 +39,16 @@ def _remat_by(policy: Any) -> Callable[..., Any]:
   return remat
 
 
-_keep_state = jax.checkpoint_policies.save_only_these_names(base.DEPTH_STATE)
-_keep_dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+def _keep(*names: str) -> Any:
+  return jax.checkpoint_policies.save_only_these_names(*names)
+
 
 # Name -> (around a segment, around a sublayer).
 REMAT = {
   "none": (_remat_none, _remat_none),
-  "full": (_remat_by(_keep_state), _remat_by(None)),
+  "full": (_remat_by(_keep(base.DEPTH_STATE)), _remat_by(None)),
   "dots": (
-    _remat_by(
-      jax.checkpoint_policies.save_from_both_policies(_keep_state, _keep_dots)
-    ),
+    _remat_by(_keep(base.DEPTH_STATE, linear.PRODUCT)),
     _remat_by(None),
   ),
 }
@@ -77,19 +77,23 @@ def run(
     "model.remat", remat, REMAT
   )
   segments = residual.segments()
-  whole_layers = all(start % 2 == stop % 2 == 0 for start, stop in segments)
-  scanned = scan and residual.scannable and whole_layers
+  # Whole transformer blocks: no segment begins or ends between two sublayers.
+  whole = all(start % 2 == stop % 2 == 0 for start, stop in segments)
+  scanned = scan and residual.scannable and whole
   state = residual.init(embedding_BTD)
-  for start, stop in segments:
+  for (start, stop), (part, take) in zip(
+    segments, _parts(layers, segments, scanned, remat), strict=True
+  ):
     inside = functools.partial(
       _scanned if scanned and stop - start > 2 else _unrolled,
+      take=take,
       residual=residual,
       start=start,
       stop=stop,
       segment_ids_BT=segment_ids_BT,
       around_sublayer=around_sublayer,
     )
-    carry = around_segment(inside)(layers, state)
+    carry = around_segment(inside)(part, state)
     state = residual.close(state, carry, stop)
   return residual.readout(state)
 
@@ -102,11 +106,12 @@ def trace(
 ) -> Trace:
   """Runs the trunk like `run`; returns what every sublayer read and wrote."""
   values, reads = [embedding_BTD], []
+  singles = _unstack(layers, (residual.num_sublayers + 1) // 2)
   state = residual.init(embedding_BTD)
   for start, stop in residual.segments():
     carry, slots = residual.open(state, start, stop)
     for l, slot in enumerate(_unstack(slots, stop - start), start):
-      layer, kind = _index(layers, l // 2), layer_lib.SUBLAYERS[l % 2]
+      layer, kind = singles[l // 2], layer_lib.SUBLAYERS[l % 2]
       h_BTD = residual.read(carry, slot)
       y_BTD = layer.core(kind, layer.norm(kind)(h_BTD), segment_ids_BT)
       carry = residual.write(carry, slot, y_BTD)
@@ -117,18 +122,20 @@ def trace(
 
 
 def _unrolled(
-  layers: layer_lib.Layer,
+  part: Any,
   state: Any,
   *,
+  take: Callable[[Any], Any],
   residual: base.Residual,
   start: int,
   stop: int,
   segment_ids_BT: jax.Array | None,
   around_sublayer: Callable[..., Any],
 ) -> Any:
+  layers = _unstack(take(part), (stop + 1) // 2 - start // 2)
   carry, slots = residual.open(state, start, stop)
   for l, slot in enumerate(_unstack(slots, stop - start), start):
-    layer, kind = _index(layers, l // 2), layer_lib.SUBLAYERS[l % 2]
+    layer, kind = layers[l // 2 - start // 2], layer_lib.SUBLAYERS[l % 2]
     sublayer = functools.partial(_sublayer, residual, kind)
     y_BTD = around_sublayer(sublayer)(layer, carry, slot, segment_ids_BT)
     carry = residual.write(carry, slot, y_BTD)
@@ -136,9 +143,10 @@ def _unrolled(
 
 
 def _scanned(
-  layers: layer_lib.Layer,
+  part: Any,
   state: Any,
   *,
+  take: Callable[[Any], Any],
   residual: base.Residual,
   start: int,
   stop: int,
@@ -146,8 +154,6 @@ def _scanned(
   around_sublayer: Callable[..., Any],
 ) -> Any:
   carry, slots = residual.open(state, start, stop)
-  # Sliced in here, so that activation checkpointing does not keep copies.
-  layers = jax.tree.map(lambda a: a[start // 2 : stop // 2], layers)
   pair = (stop - start) // 2, 2
   slots = jax.tree.map(lambda a: a.reshape(*pair, *a.shape[1:]), slots)
 
@@ -159,7 +165,7 @@ def _scanned(
       carry = residual.write(carry, slot, y_BTD)
     return carry, None
 
-  carry, _ = jax.lax.scan(transformer_block, carry, (layers, slots))
+  carry, _ = jax.lax.scan(transformer_block, carry, (take(part), slots))
   return carry
 
 
@@ -175,19 +181,49 @@ def _sublayer(
   return layer.core(kind, x_BTD, segment_ids_BT)
 
 
-def _index(tree: Any, i: int) -> Any:
-  return jax.tree.map(lambda a: a[i], tree)
+def _parts(
+  layers: layer_lib.Layer,
+  segments: tuple[tuple[int, int], ...],
+  scanned: bool,
+  remat: str,
+) -> list[tuple[Any, Callable[[Any], Any]]]:
+  """For each segment (part, take): take(part) are its transformer blocks.
+
+  The parts come from one split, whose gradient is one concatenation. Under
+  activation checkpointing each part is everything, cut inside of the
+  checkpoint, which would keep a copy of whatever was cut outside.
+  """
+  blocks = [slice(start // 2, (stop + 1) // 2) for start, stop in segments]
+  if remat != "none":
+    return [(layers, functools.partial(_cut, block)) for block in blocks]
+  if scanned:
+    parts = _split(layers, [block.stop - block.start for block in blocks])
+    return [(part, _same) for part in parts]
+  singles = _unstack(layers, blocks[-1].stop)
+  return [(singles[block], _same) for block in blocks]
+
+
+def _same(part: Any) -> Any:
+  return part
+
+
+def _cut(block: slice, tree: Any) -> Any:
+  return jax.tree.map(lambda a: a[block], tree)
+
+
+def _split(tree: Any, sizes: list[int]) -> list[Any]:
+  """Cuts every leaf along its leading axis into parts of these sizes."""
+  leaves, structure = jax.tree.flatten(tree)
+  split = [jax.lax.split(leaf, sizes, axis=0) for leaf in leaves]
+  return [
+    jax.tree.unflatten(structure, [s[i] for s in split])
+    for i in range(len(sizes))
+  ]
 
 
 def _unstack(tree: Any, count: int) -> list[Any]:
-  """One tree for each of the `count` indices of the leading axis.
-
-  By one split, whose gradient is one concatenation; indexing would have every
-  part's gradient padded to full size and added up.
-  """
-  leaves, structure = jax.tree.flatten(tree)
-  split = [jax.lax.split(leaf, [1] * count, axis=0) for leaf in leaves]
-  return [
-    jax.tree.unflatten(structure, [jnp.squeeze(s[i], 0) for s in split])
-    for i in range(count)
-  ]
+  """One tree for each of the `count` indices of the leading axis."""
+  if isinstance(tree, list):
+    return tree
+  parts = _split(tree, [1] * count)
+  return [jax.tree.map(lambda a: jnp.squeeze(a, 0), part) for part in parts]

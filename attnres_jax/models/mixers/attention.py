@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
+from attnres_jax.models import linear
 from attnres_jax.models import rope
 
 
@@ -32,14 +33,9 @@ class Attention(nnx.Module):
     self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None = None
   ) -> jax.Array:
     """Mixes positions s <= t, inside a document where segment ids are given."""
-    dtype = x_BTD.dtype
-    query_BTNH = jnp.einsum(
-      "BTD,DNH->BTNH", x_BTD, self.query[...].astype(dtype)
-    )
-    key_BSKH = jnp.einsum("BSD,DKH->BSKH", x_BTD, self.key[...].astype(dtype))
-    value_BSKH = jnp.einsum(
-      "BSD,DKH->BSKH", x_BTD, self.value[...].astype(dtype)
-    )
+    query_BTNH = linear.linear(x_BTD, self.query[...])
+    key_BSKH = linear.linear(x_BTD, self.key[...])
+    value_BSKH = linear.linear(x_BTD, self.value[...])
     if self.rope_theta:
       query_BTNH = rope.apply_rope(query_BTNH, self.rope_theta)
       key_BSKH = rope.apply_rope(key_BSKH, self.rope_theta)
@@ -55,9 +51,7 @@ class Attention(nnx.Module):
       is_causal=True,
       implementation=_fused_backend(query_BTNH, mask_BNTS),
     )
-    return jnp.einsum(
-      "BTNH,NHD->BTD", mixed_BTNH, self.output[...].astype(dtype)
-    )
+    return linear.linear(mixed_BTNH, self.output[...], 2)
 
 
 def _fused_backend(

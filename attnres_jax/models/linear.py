@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The matrix product between activations and a weight."""
+
+import functools
+
+import jax
+from jax import ad_checkpoint
+import jax.numpy as jnp
+
+# The name under which activation checkpointing finds products of weights.
+PRODUCT = "product"
+
+
+def linear(
+  x: jax.Array,
+  weight: jax.Array,
+  axes: int = 1,
+  out_dtype: jnp.dtype | None = None,
+) -> jax.Array:
+  """Contracts the last `axes` axes of `x` with the first of `weight`.
+
+  Products run in the dtype of `x`, sums in float32. The gradient of the weight,
+  a sum over all tokens, is float32 whatever `x` is; autodiff would round it to
+  the dtype of `x` first. It is also written as the one product x^T dy, in the
+  order of the weight's axes, for which no operand has to be transposed.
+
+  Args:
+    x: [..., *in], activations.
+    weight: [*in, *out], float32 master weight.
+    axes: how many axes `in` has.
+    out_dtype: of the result; None keeps the dtype of `x`.
+
+  Returns:
+    [..., *out].
+  """
+  product = _linear(x, weight, axes, out_dtype)
+  return ad_checkpoint.checkpoint_name(product, PRODUCT)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _linear(x, weight, axes, out_dtype):
+  return _contract(
+    x,
+    weight.astype(x.dtype),
+    range(x.ndim - axes, x.ndim),
+    range(axes),
+    out_dtype or x.dtype,
+  )
+
+
+def _forward(x, weight, axes, out_dtype):
+  return _linear(x, weight, axes, out_dtype), (x, weight)
+
+
+def _backward(axes, out_dtype, residuals, dy):
+  del out_dtype
+  x, weight = residuals
+  dy = dy.astype(x.dtype)
+  tokens = x.ndim - axes
+  dx = _contract(
+    dy,
+    weight.astype(x.dtype),
+    range(tokens, dy.ndim),
+    range(axes, weight.ndim),
+    x.dtype,
+  )
+  dweight = _contract(x, dy, range(tokens), range(tokens), weight.dtype)
+  return dx, dweight
+
+
+_linear.defvjp(_forward, _backward)
+
+
+def _contract(a, b, a_axes, b_axes, dtype):
+  return jax.lax.dot_general(
+    a,
+    b,
+    ((tuple(a_axes), tuple(b_axes)), ((), ())),
+    preferred_element_type=jnp.promote_types(dtype, jnp.float32),
+  ).astype(dtype)
