@@ -9,11 +9,10 @@ and quick enough for small networks. Once the window (the length that the
 network was trained on) is full, the oldest token falls out.
 """
 
+import argparse
 from collections.abc import Sequence
 import functools
 
-from absl import app
-from absl import flags
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,34 +21,20 @@ from attnres_jax import checkpoint
 from attnres_jax import data
 from attnres_jax import models
 
-_WORKDIR = flags.DEFINE_string(
-  "workdir", None, "Folder of a run.", required=True
-)
-_PROMPT = flags.DEFINE_string("prompt", "", "Text to go on from.")
-_NUM_TOKENS = flags.DEFINE_integer(
-  "num_tokens", 256, "How many to add.", lower_bound=1
-)
-_TEMPERATURE = flags.DEFINE_float(
-  "temperature", 0.8, "0 takes the likeliest token.", lower_bound=0.0
-)
-_SEED = flags.DEFINE_integer("seed", 0, "Of the random choices.")
-_STEP = flags.DEFINE_integer("step", None, "Checkpoint; default the newest.")
 
-
-def main(argv: Sequence[str]) -> None:
-  if len(argv) > 1:
-    raise app.UsageError(f"unexpected argument {argv[1]!r}")
-  config, model = checkpoint.load_model(_WORKDIR.value, _STEP.value)
+def main(argv: Sequence[str] | None = None) -> None:
+  options = _parse_options(argv)
+  config, model = checkpoint.load_model(options.workdir, options.step)
   text = sample_text(
     model,
     data.make_tokenizer(config.data),
-    _PROMPT.value,
-    num_tokens=_NUM_TOKENS.value,
+    options.prompt,
+    num_tokens=options.num_tokens,
     window=config.data.sequence_length,
-    temperature=_TEMPERATURE.value,
-    seed=_SEED.value,
+    temperature=options.temperature,
+    seed=options.seed,
   )
-  print(_PROMPT.value + text)
+  print(options.prompt + text)
 
 
 def sample_text(
@@ -137,5 +122,21 @@ def _sample(model, tokens_T, filled, temperature, key, num_tokens):
   return ids
 
 
+def _parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
+  parser = argparse.ArgumentParser(
+    prog="python -m attnres_jax.inference.sample",
+    description=(__doc__ or "").partition("\n")[0],
+    formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+  )
+  add = parser.add_argument
+  add("--workdir", required=True, help="folder of a run")
+  add("--prompt", default="", help="text to go on from")
+  add("--num_tokens", type=int, default=256, help="how many to add")
+  add("--temperature", type=float, default=0.8, help="0 takes the likeliest")
+  add("--seed", type=int, default=0, help="of the random choices")
+  add("--step", type=int, help="checkpoint to take, or the newest")
+  return parser.parse_args(argv)
+
+
 if __name__ == "__main__":
-  app.run(main)
+  main()

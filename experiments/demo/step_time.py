@@ -52,7 +52,8 @@ class _Stepper:
     self._batch = sharding.shard_batch(next(batches), mesh)
     batches.close()
     self._state = train_state.init_state(config, mesh)
-    self._step = train_state.make_train_step(config, mesh)
+    step = train_state.make_train_step(config, mesh)
+    self._step = step.lower(self._state, self._batch).compile()
 
   def __call__(self) -> float:
     start = time.perf_counter()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling against a loop that calls the network on growing prefixes."""
 
+import importlib
+
 import jax
 import numpy as np
 import pytest
@@ -84,3 +86,9 @@ def test_text_opens_a_document(model):
     temperature=0.0,
   )
   assert text == tokenizer.decode(ids)
+
+
+def test_imports_beside_the_other_commands():
+  # Both are commands with a --workdir, and tests and notebooks import both.
+  importlib.import_module("attnres_jax.main")
+  importlib.reload(sample)
