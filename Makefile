@@ -4,6 +4,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+# Tests spend their time in compilation, which keeps one core busy each.
+JOBS ?= 2
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -28,10 +30,10 @@ demo: $(VENV)/.demo-$(VERSION)
 	$(BIN)/python -m experiments.demo.run $(ARGS)
 
 test: $(VENV)/.dev-$(VERSION)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 test-slow: $(VENV)/.dev-$(VERSION)
-	$(BIN)/python -m pytest -m "slow or not slow" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) -m "slow or not slow" $(ARGS)
 
 lint: $(VENV)/.dev-$(VERSION)
 	$(BIN)/ruff check .

@@ -157,7 +157,7 @@ def _parse_options() -> argparse.Namespace:
   parser.add_argument("--workdir", default="runs/demo", help="folder to write")
   parser.add_argument("--seeds", type=_count, default=2, help="runs per scheme")
   parser.add_argument("--size", default="tiny", help="a size of configs/lm.py")
-  parser.add_argument("--steps", type=_count, default=120, help="per run")
+  parser.add_argument("--steps", type=_count, default=160, help="per run")
   parser.add_argument("--batch-size", type=_count, default=8, help="rows")
   parser.add_argument("--prompt", default="def ", help="of the text samples")
   return parser.parse_args()
