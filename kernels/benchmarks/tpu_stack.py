@@ -12,6 +12,7 @@ model counts a loop body once); our kernels are counted by their CostEstimate.
 
 import argparse
 import csv
+import functools
 import os
 
 FIELDS = (
@@ -51,6 +52,7 @@ def main() -> None:
       # The model's own seconds are not used: they come out negative here.
       cost = compiled.cost_analysis()
       memory = compiled.memory_analysis()
+      assert cost is not None and memory is not None
       total = cost["bytes accessed"]
       base = base or total
       rows.append(
@@ -121,9 +123,11 @@ def _stack(arm, sublayers, block, x, query, gain):
     return _rms_norm(x, gain[sublayers])
 
   implementation = "xla" if arm == "block, plain JAX" else "pallas_tpu"
-  attend, merge = (
-    lambda *a, f=f: f(*a, implementation=implementation)
-    for f in (attnres_kernels.depth_attention, attnres_kernels.depth_merge_norm)
+  attend = functools.partial(
+    attnres_kernels.depth_attention, implementation=implementation
+  )
+  merge = functools.partial(
+    attnres_kernels.depth_merge_norm, implementation=implementation
   )
   sources = [x]
   for start in range(0, sublayers, block):

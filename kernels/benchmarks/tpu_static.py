@@ -110,7 +110,7 @@ def measure(kernel, shape, chip):
   info = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion[_VERSION[chip]], 1)
   schedule = bundles * plan["steps"] / _CLOCK_HZ[chip]
   memory = plan["actual"] / info.mem_bw_bytes_per_second
-  slot = max(slots, key=slots.get)
+  slot = max(slots, key=lambda name: slots[name])
   return {
     "kernel": kernel,
     "chip": chip,
@@ -133,7 +133,8 @@ def _schedule(folder, kernel):
   (path,) = glob.glob(f"{folder}/*{kernel}*schedule-analysis_final_bundles*")
   with open(path) as file:
     text = file.read()
-  bundles = int(re.search(r"total scheduled bundles:\s+(\d+)", text)[1])
+  (total,) = re.findall(r"total scheduled bundles:\s+(\d+)", text)
+  bundles = int(total)
   (path,) = glob.glob(f"{folder}/*{kernel}*final_hlo-static-per-bundle*")
   with open(path) as file:
     lines = file.read().splitlines()

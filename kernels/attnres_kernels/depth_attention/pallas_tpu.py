@@ -21,6 +21,7 @@ sources use float32 products throughout.
 
 import dataclasses
 import functools
+import operator
 
 import jax
 from jax.experimental import pallas as pl
@@ -276,7 +277,7 @@ def _forward_kernel(
     inverse = _inverse_rms(load, chunks, width, eps)
     for number, (first, last) in enumerate(spans):
       size = last - first
-      raw = sum(
+      raw = _total(
         _dot(terms_ref[number, :, chunk], load(chunk), 1, exact=exact)
         for chunk in chunks
       )
@@ -307,7 +308,7 @@ def _forward_kernel(
       mixed = _dot(weight, source, exact=exact)
       if not exact and not stack:
         mixed = mixed[:half] + mixed[half:]
-      if bank:
+      if count is not None:
         # An empty bank may hold anything, and 0 * NaN is NaN.
         mixed = jnp.where(count > 0, mixed, 0.0)
       mixed = mixed.astype(out_ref.dtype)
@@ -361,7 +362,7 @@ def _backward_kernel(
       partner = functools.partial(
         load_partners, number, first, last, rows, kept
       )
-      product = sum(
+      product = _total(
         _dot(load(chunk), partner(chunk), 1, exact=exact) for chunk in chunks
       )
       diagonal = (last - first) * _GROUP
@@ -401,14 +402,14 @@ def _backward_kernel(
         zip(factors, pulls, partners)
       ):
         dquery = _dot(pull, source, exact=exact)
-        if bank:
+        if count is not None:
           # An empty bank may hold anything, and 0 * NaN is NaN.
           dquery = jnp.where(count > 0, dquery, 0.0)
         dquery_ref[0, number, :, chunk] += dquery
         right = partner(chunk)
         for term in factor:
           dsource += _dot(term, right, exact=exact)
-      if bank:
+      if count is not None:
         valid = _iota(dsource.shape, 0) < count * _GROUP
         dsource = jnp.where(valid, dsource, 0.0)
       dsource = dsource.astype(source.dtype)
@@ -443,6 +444,10 @@ def _kept_rows(num_tokens, tile, base, group):
   if num_tokens % tile == 0:
     return None
   return _iota((_GROUP, 1), 0) < num_tokens - base - group * _GROUP
+
+
+def _total(terms):
+  return functools.reduce(operator.add, terms)
 
 
 def _mask(num_slots, num_queries, columns, count):

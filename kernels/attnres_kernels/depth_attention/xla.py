@@ -8,6 +8,9 @@ inputs) whatever the sources are. Token axes are never merged, so that a
 sharded batch or sequence axis stays where it is.
 """
 
+import functools
+import operator
+
 import jax
 import jax.numpy as jnp
 
@@ -27,7 +30,7 @@ def forward(query_QD, sources, count, *, eps):
   if num_queries <= _UNROLLED_QUERIES:
     out_QTD = jnp.stack(
       [
-        sum(
+        _total(
           weight_TQ[..., q, None] * slot
           for weight_TQ, slot in zip(weights, slots)
         ).astype(dtype)
@@ -35,7 +38,7 @@ def forward(query_QD, sources, count, *, eps):
       ]
     )
   else:
-    out_QTD = sum(
+    out_QTD = _total(
       jnp.moveaxis(weight_TQ, -1, 0)[..., None] * slot[None]
       for weight_TQ, slot in zip(weights, slots)
     ).astype(dtype)
@@ -103,6 +106,10 @@ def _products(dout_TQD, slot):
   return jnp.einsum(
     "...qd,...d->...q", dout_TQD, slot, precision=jax.lax.Precision.HIGHEST
   )
+
+
+def _total(terms):
+  return functools.reduce(operator.add, terms)
 
 
 def _dtype(sources):

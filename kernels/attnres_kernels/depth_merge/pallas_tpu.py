@@ -208,7 +208,7 @@ def _forward_kernel(*refs, update, gain, eps, norm_eps):
     score, _ = _score(total, query_ref, eps)
     keep, take = _two_weights(lse[rows], score)
     mixed = keep * _load(out_ref, rows) + take * total
-    if gain:
+    if gain_ref is not None:
       mixed *= jax.lax.rsqrt(_mean(mixed * mixed) + norm_eps)
       mixed *= gain_ref[...]
     mixed_ref[rows, :] = mixed.astype(mixed_ref.dtype)
@@ -239,7 +239,7 @@ def _backward_kernel(*refs, num_tokens, dtotal, gain, eps, norm_eps):
     out, total, dmixed = load(out_ref), load(total_ref), load(dmixed_ref)
     score, inverse = _score(total, query_ref, eps)
     keep, take = _two_weights(lse[rows], score)
-    if gain:
+    if gain_ref is not None:
       mixed = keep * out + take * total
       norm = jax.lax.rsqrt(_mean(mixed * mixed) + norm_eps)
       mixed *= norm
