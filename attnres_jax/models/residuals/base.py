@@ -30,6 +30,7 @@ from jax import ad_checkpoint
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
+import attnres_kernels
 
 # The name under which activation checkpointing finds the running state.
 DEPTH_STATE = "depth_state"
@@ -135,6 +136,51 @@ class DepthQueries(nnx.Module):
   def folded(self, start: int, stop: int) -> jax.Array:
     """u_l = w_l * g_l of reads start..stop-1 (from 0): [Q, D], float32."""
     return self.query[start:stop] * self.gain[start:stop]
+
+
+class Slot(NamedTuple):
+  """What one sublayer needs in two phases: its query, its phase-1 results.
+
+  An `lse_BT` of +inf says that the open source has no weight, whatever it
+  holds: the first sublayer of a block then reads as Eq. 6 has it, without a
+  special case in the loop.
+  """
+
+  query_D: jax.Array
+  out_BTD: jax.Array
+  lse_BT: jax.Array
+
+
+class DepthAttention(Residual):
+  """What Full and Block AttnRes share: queries, and one softmax over sources.
+
+  Attributes:
+    eps: added to the mean square of a source before it is scored.
+    queries: of the L sublayers and of the readout.
+  """
+
+  scannable = False
+
+  def __init__(self, config: config_lib.ModelConfig):
+    super().__init__(config)
+    self.eps = config.norm_eps
+    self.queries = DepthQueries(config)
+
+  def attend(
+    self, query_D: jax.Array, sources: tuple[jax.Array, ...]
+  ) -> jax.Array:
+    """The mixture of Eq. 2-4 [B, T, D]; of one source, that source."""
+    if len(sources) == 1:
+      return sources[0]
+    out_QBTD, _ = attnres_kernels.depth_attention(
+      query_D[None], sources, eps=self.eps
+    )
+    return out_QBTD[0]
+
+  def attend_last(self, sources: tuple[jax.Array, ...]) -> jax.Array:
+    """The readout: the mixture with the query of its own."""
+    last = self.num_sublayers
+    return self.attend(self.queries.folded(last, last + 1)[0], sources)
 
 
 def softmax_weights(

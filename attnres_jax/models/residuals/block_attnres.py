@@ -32,28 +32,12 @@ class BlockState(NamedTuple):
   partial_BTD: jax.Array | None
 
 
-class Slot(NamedTuple):
-  """What one sublayer needs: its query and its phase-1 results.
-
-  `lse_BT` is +inf for the first sublayer of a block: whatever the partial sum
-  holds then has no weight, which is Eq. 6 without a special case in the loop.
-  """
-
-  query_D: jax.Array
-  out_BTD: jax.Array
-  lse_BT: jax.Array
-
-
-class BlockAttnResOneSoftmax(base.Residual):
+class BlockAttnResOneSoftmax(base.DepthAttention):
   """The definition: one softmax over blocks and partial sum per sublayer."""
-
-  scannable = False
 
   def __init__(self, config: config_lib.ModelConfig):
     super().__init__(config)
-    self.eps = config.norm_eps
     self.block_size = config.residual.sublayers_per_block(self.num_sublayers)
-    self.queries = base.DepthQueries(config)
 
   def segments(self) -> tuple[tuple[int, int], ...]:
     size, last = self.block_size, self.num_sublayers
@@ -69,7 +53,7 @@ class BlockAttnResOneSoftmax(base.Residual):
     sources = carry.blocks
     if carry.partial_BTD is not None:
       sources = (*sources, carry.partial_BTD.astype(self.dtype))
-    return self._attend(slot, sources)
+    return self.attend(slot, sources)
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
     del slot
@@ -79,8 +63,7 @@ class BlockAttnResOneSoftmax(base.Residual):
     return self._commit(carry.blocks, carry.partial_BTD, stop)
 
   def readout(self, state: BlockState) -> jax.Array:
-    last = self.num_sublayers
-    return self._attend(self.queries.folded(last, last + 1)[0], state.blocks)
+    return self.attend_last(state.blocks)
 
   def running_state(self, trace: base.Trace) -> tuple[jax.Array, ...]:
     states, partial = [], None
@@ -120,16 +103,6 @@ class BlockAttnResOneSoftmax(base.Residual):
       return BlockState(blocks, partial)
     return BlockState((*blocks, partial.astype(self.dtype)), None)
 
-  def _attend(
-    self, query_D: jax.Array, sources: tuple[jax.Array, ...]
-  ) -> jax.Array:
-    if len(sources) == 1:
-      return sources[0]
-    out_QBTD, _ = attnres_kernels.depth_attention(
-      query_D[None], sources, eps=self.eps
-    )
-    return out_QBTD[0]
-
 
 class BlockAttnRes(BlockAttnResOneSoftmax):
   """The same function in two phases; the carry is the partial sum alone."""
@@ -145,7 +118,7 @@ class BlockAttnRes(BlockAttnResOneSoftmax):
     if partial_BTD is None:
       partial_BTD = jnp.zeros_like(base.widen(state.blocks[0]))
       lse_QBT = lse_QBT.at[0].set(jnp.inf)
-    return partial_BTD, Slot(query_QD, out_QBTD, lse_QBT)
+    return partial_BTD, base.Slot(query_QD, out_QBTD, lse_QBT)
 
   def read(self, carry: Any, slot: Any) -> jax.Array:
     return attnres_kernels.depth_merge(

@@ -9,7 +9,7 @@ that the segment itself has produced. Exact, and pure scheduling.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -18,23 +18,8 @@ from attnres_jax.models.residuals import base
 import attnres_kernels
 
 
-class Slot(NamedTuple):
-  """What one sublayer needs: its query and its phase-1 results."""
-
-  query_D: jax.Array
-  out_BTD: jax.Array
-  lse_BT: jax.Array
-
-
-class FullAttnResOneSoftmax(base.Residual):
+class FullAttnResOneSoftmax(base.DepthAttention):
   """The definition: one softmax over all values per sublayer."""
-
-  scannable = False
-
-  def __init__(self, config: config_lib.ModelConfig):
-    super().__init__(config)
-    self.eps = config.norm_eps
-    self.queries = base.DepthQueries(config)
 
   def init(self, embedding_BTD: jax.Array) -> tuple[jax.Array, ...]:
     return (embedding_BTD.astype(self.dtype),)
@@ -43,7 +28,7 @@ class FullAttnResOneSoftmax(base.Residual):
     return state, self.queries.folded(start, stop)
 
   def read(self, carry: Any, slot: Any) -> jax.Array:
-    return self._attend(slot, carry)
+    return self.attend(slot, carry)
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
     del slot
@@ -54,8 +39,7 @@ class FullAttnResOneSoftmax(base.Residual):
     return carry
 
   def readout(self, state: tuple[jax.Array, ...]) -> jax.Array:
-    last = self.num_sublayers
-    return self._attend(self.queries.folded(last, last + 1)[0], state)
+    return self.attend_last(state)
 
   def depth_weights(self, values: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     queries_LD = self.queries.folded(0, self.num_sublayers + 1)
@@ -69,16 +53,6 @@ class FullAttnResOneSoftmax(base.Residual):
       f"sublayer {l + 1}" for l in range(self.num_sublayers)
     )
     return tuple(labels[: l + 1] for l in range(self.num_sublayers + 1))
-
-  def _attend(
-    self, query_D: jax.Array, sources: tuple[jax.Array, ...]
-  ) -> jax.Array:
-    if len(sources) == 1:
-      return sources[0]
-    out_QBTD, _ = attnres_kernels.depth_attention(
-      query_D[None], sources, eps=self.eps
-    )
-    return out_QBTD[0]
 
 
 class FullAttnRes(FullAttnResOneSoftmax):
@@ -97,7 +71,7 @@ class FullAttnRes(FullAttnResOneSoftmax):
     out_QBTD, lse_QBT = attnres_kernels.depth_attention(
       query_QD, state, eps=self.eps
     )
-    return (), Slot(query_QD, out_QBTD, lse_QBT)
+    return (), base.Slot(query_QD, out_QBTD, lse_QBT)
 
   def read(self, carry: Any, slot: Any) -> jax.Array:
     if not carry:
