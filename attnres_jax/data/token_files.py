@@ -285,7 +285,7 @@ def _check_content(
   in_full = sum(array.nbytes for array in arrays) <= _FULL_SCAN_BYTES
   for file, array in zip(files, arrays):
     if in_full and file.sha256:
-      found = hashlib.sha256(array).hexdigest()
+      found = hashlib.sha256(array.data).hexdigest()
       if found != file.sha256:
         config_lib.fail(
           "data.path",

@@ -11,6 +11,8 @@ values are checked in interpret mode, lowering for an H200 on CPU; so the
 automatic choice on GPU stays with plain JAX.
 """
 
+from typing import Any
+
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -79,7 +81,9 @@ def _forward(query_QD, sources, eps, interpret):
     token = jax.lax.axis_index("token")
 
     def load(ref):
-      return plgpu.load(ref, layout=layout, optimized=False)
+      # Takes an index, too, in the jax 0.10 that this kernel refuses.
+      whole: Any = plgpu.load
+      return whole(ref, layout=layout, optimized=False)
 
     queries = [load(query_ref.at[q]) for q in range(num_queries)]
     state = [None] * num_queries
