@@ -10,12 +10,24 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # A libtpu that happens to be installed must neither look for a pod nor lock.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
+# Eight devices wait for each other on however few cores there are: a machine
+# under load must be slow, not dead after 40 seconds.
+os.environ["XLA_FLAGS"] = " ".join(
+  [
+    os.environ.get("XLA_FLAGS", ""),
+    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
+    "--xla_cpu_collective_call_terminate_timeout_seconds=900",
+  ]
+)
 
 import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# A program in flight shares its threads with the compiler of the next one, and
+# its devices can then wait for each other for ever.
+jax.config.update("jax_cpu_enable_async_dispatch", False)
 # The suite compiles many tiny programs and runs each a few times.
 jax.config.update("jax_disable_most_optimizations", True)
 
