@@ -21,7 +21,7 @@ from attnres_jax.models.residuals import block_attnres
 from attnres_jax.models.residuals import full_attnres
 from attnres_jax.models.residuals import prenorm
 
-# Name -> form -> class. Schemes without a two-phase form have one class.
+# Name -> class, in the form that training uses: two phases where there are two.
 RESIDUALS = {
   "prenorm": prenorm.PreNorm,
   "rescaled": prenorm.Rescaled,
