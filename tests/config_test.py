@@ -51,6 +51,26 @@ ERRORS = [
   ("model.residual.num_blocks", -1, AT_LEAST),
   ("model.residual.schedule_size", 0, ABOVE),
   ("model.residual.form", "two_fase", "one of one_softmax, two_phase (did"),
+  ("model.mixers", (), "one to 8 (model.num_layers) mixers"),
+  ("model.mixers", ("kda",) * 9, "one to 8 (model.num_layers) mixers"),
+  ("model.mixers", "kdaa", "a tuple of str"),
+  ("model.kda.head_width", 0, ABOVE),
+  ("model.kda.conv_width", 0, ABOVE),
+  ("model.kda.gate_rank", 0, ABOVE),
+  ("model.kda.chunk_size", 0, ABOVE),
+  ("model.mla.latent_rank", 0, ABOVE),
+  ("model.mla.nope_width", 0, ABOVE),
+  ("model.mla.shared_width", 0, ABOVE),
+  ("model.mla.value_width", 0, ABOVE),
+  ("model.mla.latent_eps", 0.0, ABOVE),
+  ("model.moe.num_experts", -1, AT_LEAST),
+  ("model.moe.num_experts", 4, "at least model.moe.top_k=8, or 0"),
+  ("model.moe.expert_width", -1, AT_LEAST),
+  ("model.moe.top_k", 0, ABOVE),
+  ("model.moe.num_shared", -1, AT_LEAST),
+  ("model.moe.scaling_factor", 0.0, ABOVE),
+  ("model.moe.dense_layers", -1, AT_LEAST),
+  ("model.moe.dense_layers", 9, "at most model.num_layers=8"),
   ("data.sequence_length", 0, ABOVE),
   ("data.batch_size", 0, ABOVE),
   ("data.num_threads", -1, AT_LEAST),
@@ -89,6 +109,36 @@ ERRORS = [
   ("model.residual", "prenorm", "fields of ResidualConfig"),
   ("seed", None, "a value of type int"),
 ]
+
+
+def test_a_block_is_at_most_the_whole_depth():
+  message = "^config.model.residual.block_size: got 17, expected at most the 16"
+  with pytest.raises(c.ConfigError, match=message):
+    _build(model__residual__block_size=17, model__residual__num_blocks=0)
+
+
+def test_an_unknown_mixer_is_named_in_one_line():
+  message = (
+    r"^config.model.mixers: got 'kdaa', expected one of attention, kda, mla"
+    r" \(did you mean 'kda'\?\)$"
+  )
+  with pytest.raises(c.ConfigError, match=message):
+    _build(model__mixers=("attention", "kdaa"))
+  with pytest.raises(c.ConfigError, match="config.model.last_mixer: got 'x'"):
+    _build(model__last_mixer="x")
+
+
+def test_the_pattern_of_mixers_repeats_over_depth():
+  fields = dict(num_layers=6, mixers=("kda", "kda", "mla"), last_mixer="kda")
+  model = c.ModelConfig(**fields)
+  assert model.sublayer_kinds[::2] == ("kda", "kda", "mla", "kda", "kda", "kda")
+  assert set(model.sublayer_kinds[1::2]) == {"mlp"}
+
+
+def test_experts_begin_after_the_dense_layers():
+  moe = c.MoeConfig(num_experts=8, expert_width=4, dense_layers=1)
+  model = c.ModelConfig(num_layers=3, moe=moe)
+  assert model.sublayer_kinds[1::2] == ("mlp", "moe", "moe")
 
 
 @pytest.mark.parametrize("field,value,accepted", ERRORS)
@@ -181,7 +231,6 @@ def test_derived_sizes():
   "fields,num_sublayers,expected",
   [
     (dict(block_size=4), 16, 4),
-    (dict(block_size=40), 16, 16),
     (dict(num_blocks=4), 16, 4),
     (dict(num_blocks=5), 16, 4),
     (dict(num_blocks=99), 16, 1),

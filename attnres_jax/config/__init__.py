@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run is: a locked ConfigDict outside, frozen dataclasses inside.
+
+A file in `configs/` returns a `ConfigDict` (`get_config(arg)`), users override
+fields on the command line, and `build_run_config` turns the result once into a
+`RunConfig`. Every dataclass checks itself when it is built, so a bad value
+stops a run before anything compiles, with one line that names the field, the
+value and what is accepted. Values derived from others (head width, number of
+blocks) are computed from these fields at the place of use: overrides arrive
+after `get_config` has returned.
+
+This package is a leaf: it imports neither JAX nor anything else of the library.
+"""
+
+from attnres_jax.config.errors import ConfigError
+from attnres_jax.config.errors import choose
+from attnres_jax.config.errors import fail
+from attnres_jax.config.load import build_run_config
+from attnres_jax.config.load import default_config
+from attnres_jax.config.load import differences
+from attnres_jax.config.load import flatten
+from attnres_jax.config.load import load_config
+from attnres_jax.config.load import parse_arg
+from attnres_jax.config.load import to_dict
+from attnres_jax.config.load import to_json
+from attnres_jax.config.model import KdaConfig
+from attnres_jax.config.model import MlaConfig
+from attnres_jax.config.model import ModelConfig
+from attnres_jax.config.model import MoeConfig
+from attnres_jax.config.model import ResidualConfig
+from attnres_jax.config.run import BYTE_VOCAB_SIZE
+from attnres_jax.config.run import CheckpointConfig
+from attnres_jax.config.run import DataConfig
+from attnres_jax.config.run import LogConfig
+from attnres_jax.config.run import LossConfig
+from attnres_jax.config.run import MeshConfig
+from attnres_jax.config.run import OptimConfig
+from attnres_jax.config.run import RunConfig
+from attnres_jax.config.run import TrainConfig
+
+__all__ = [
+  "BYTE_VOCAB_SIZE",
+  "CheckpointConfig",
+  "ConfigError",
+  "DataConfig",
+  "KdaConfig",
+  "LogConfig",
+  "LossConfig",
+  "MeshConfig",
+  "MlaConfig",
+  "ModelConfig",
+  "MoeConfig",
+  "OptimConfig",
+  "ResidualConfig",
+  "RunConfig",
+  "TrainConfig",
+  "build_run_config",
+  "choose",
+  "default_config",
+  "differences",
+  "fail",
+  "flatten",
+  "load_config",
+  "parse_arg",
+  "to_dict",
+  "to_json",
+]

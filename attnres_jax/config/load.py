@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a config file, with overrides, to a checked `RunConfig`, and to JSON."""
+
+from collections.abc import Mapping
+import dataclasses
+import importlib.util
+import json
+import pathlib
+import types
+import typing
+from typing import Any, TypeVar
+
+import ml_collections
+
+from attnres_jax.config.errors import ConfigError
+from attnres_jax.config.errors import choose
+from attnres_jax.config.errors import fail
+from attnres_jax.config.run import BYTE_VOCAB_SIZE
+from attnres_jax.config.run import RunConfig
+
+T = TypeVar("T")
+
+
+def default_config() -> ml_collections.ConfigDict:
+  """The defaults of `RunConfig` as an unlocked ConfigDict, to be edited."""
+  config = ml_collections.ConfigDict(dataclasses.asdict(RunConfig()))
+  return config
+
+
+def build_run_config(config: Mapping[str, Any]) -> RunConfig:
+  """Checks a ConfigDict (or plain nested dict) and freezes it.
+
+  Raises:
+    ConfigError: naming the first bad field, its value and what is accepted.
+  """
+  if isinstance(config, ml_collections.ConfigDict):
+    config = config.to_dict()
+  run = _build(RunConfig, config, "")
+  if run.data.tokenizer == "bytes":
+    run = run.with_vocab_size(BYTE_VOCAB_SIZE)
+  return run
+
+
+def load_config(
+  spec: str, overrides: Mapping[str, Any] | None = None
+) -> RunConfig:
+  """Loads `path/to/file.py:key=value,...`, overrides fields, freezes.
+
+  Args:
+    spec: a config file with a `get_config(arg)`, then optionally a colon and
+      the argument, as on the command line.
+    overrides: dotted field name to value, such as {"optim.peak_lr": 3e-4}.
+
+  Raises:
+    ConfigError: no such file, field or accepted value.
+  """
+  path, _, arg = spec.partition(":")
+  config = _get_config_of(path)(arg)
+  for name, value in (overrides or {}).items():
+    _set(config, name, value)
+  return build_run_config(config)
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:
+  """Nested plain dict, ready for JSON."""
+  return dataclasses.asdict(config)
+
+
+def to_json(config: RunConfig) -> str:
+  return json.dumps(to_dict(config), indent=2) + "\n"
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+  """Nested dict to {dotted name: value}."""
+  flat = {}
+  for key, value in config.items():
+    name = f"{prefix}{key}"
+    if isinstance(value, Mapping):
+      flat.update(flatten(value, name + "."))
+    else:
+      flat[name] = value
+  return flat
+
+
+def differences(
+  old: Mapping[str, Any], new: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+  """Dotted names whose values differ, as {name: (old, new)}; None if absent."""
+  old, new = flatten(old), flatten(new)
+  return {
+    name: (old.get(name), new.get(name))
+    for name in sorted(old | new)
+    if old.get(name) != new.get(name)
+  }
+
+
+def parse_arg(arg: str | None, **defaults: Any) -> types.SimpleNamespace:
+  """Parses `key=value,flag` against defaults that give each key its type.
+
+  A key without a value is the boolean True. Used by `get_config(arg)`.
+
+  Raises:
+    ConfigError: an unknown key, or a value of another type than the default's.
+  """
+  values = dict(defaults)
+  for item in filter(None, (arg or "").split(",")):
+    key, given, text = item.partition("=")
+    if key not in defaults:
+      raise ConfigError(
+        f"config argument {key!r}: unknown, expected one of "
+        + ", ".join(sorted(defaults))
+      )
+    values[key] = _parse_value(key, text if given else "true", defaults[key])
+  return types.SimpleNamespace(**values)
+
+
+def _parse_value(key: str, text: str, default: Any) -> Any:
+  kind = type(default)
+  if kind is bool:
+    if text.lower() in ("true", "1", "yes", "false", "0", "no"):
+      return text.lower() in ("true", "1", "yes")
+  elif kind in (int, float):
+    try:
+      return kind(text)
+    except ValueError:
+      pass
+  else:
+    return text
+  raise ConfigError(
+    f"config argument {key!r}: got {text!r}, expected {kind.__name__}"
+  )
+
+
+def _build(cls: type[T], values: Mapping[str, Any], prefix: str) -> T:
+  hints = typing.get_type_hints(cls)
+  for name in values:
+    if name not in hints:
+      choose((prefix + name), name, hints)
+  kwargs = {}
+  for name, value in values.items():
+    kind = hints[name]
+    if dataclasses.is_dataclass(kind):
+      if not isinstance(value, Mapping):
+        fail(prefix + name, value, f"fields of {kind.__name__}")
+      kwargs[name] = _build(kind, value, f"{prefix}{name}.")
+    else:
+      kwargs[name] = _coerce(prefix + name, value, kind)
+  return cls(**kwargs)
+
+
+def _coerce(field: str, value: Any, kind: Any) -> Any:
+  if typing.get_origin(kind) is tuple:
+    item = typing.get_args(kind)[0]
+    if not isinstance(value, (list, tuple)):
+      fail(field, value, f"a tuple of {item.__name__}")
+    return tuple(_coerce(field, one, item) for one in value)
+  if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    return float(value)
+  if not isinstance(value, kind) or (
+    isinstance(value, bool) and kind is not bool
+  ):
+    fail(field, value, f"a value of type {kind.__name__}")
+  return value
+
+
+def _set(config: ml_collections.ConfigDict, name: str, value: Any) -> None:
+  *parents, leaf = name.split(".")
+  node = config
+  for depth, part in enumerate(parents):
+    if part not in node or not isinstance(node[part], type(config)):
+      choose(".".join(parents[: depth + 1]), part, dict(node))
+      fail(name, value, "the name of a field")
+    node = node[part]
+  if leaf not in node:
+    choose(name, leaf, dict(node))
+  with node.unlocked(), node.ignore_type():
+    node[leaf] = value
+
+
+def _get_config_of(path: str) -> Any:
+  file = pathlib.Path(path)
+  if not file.is_file():
+    raise ConfigError(f"config file {path!r}: not found")
+  spec = importlib.util.spec_from_file_location(f"config_{file.stem}", file)
+  assert spec is not None and spec.loader is not None
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  if not hasattr(module, "get_config"):
+    raise ConfigError(f"config file {path!r}: defines no get_config(arg)")
+  return module.get_config
