@@ -2,7 +2,8 @@
 """Attention over depth as fast operators (Attention Residuals, 2603.15031).
 
 `depth_attention` is phase 1 of the paper's two-phase algorithm, `depth_merge`
-and `depth_merge_norm` are phase 2. The package imports nothing but JAX.
+and `depth_merge_norm` are phase 2. `kda` is the delta rule of Kimi Linear, the
+network that the paper trains. The package imports nothing but JAX.
 """
 
 from attnres_kernels.depth_attention.api import depth_attention
@@ -11,6 +12,8 @@ from attnres_kernels.depth_merge.api import depth_merge
 from attnres_kernels.depth_merge.api import depth_merge_norm
 from attnres_kernels.dispatch import IMPLEMENTATIONS
 from attnres_kernels.dispatch import Implementation
+from attnres_kernels.kda.api import kda
+from attnres_kernels.kda.api import kda_step
 
 __all__ = [
   "IMPLEMENTATIONS",
@@ -19,4 +22,6 @@ __all__ = [
   "depth_attention",
   "depth_merge",
   "depth_merge_norm",
+  "kda",
+  "kda_step",
 ]

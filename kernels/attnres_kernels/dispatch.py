@@ -103,6 +103,8 @@ _AUTOMATIC = {"tpu": "pallas_tpu"}
 def _call_best(op: str, function: str, args: tuple, kwargs: dict) -> Any:
   branches = {}
   for platform, name in _AUTOMATIC.items():
+    if not _exists(op, name):
+      continue
     backend = _backend(op, name)
     if _why_not(backend, function, args, kwargs) is None:
       branches[platform] = _jitted(op, name, function, tuple(kwargs.items()))
@@ -121,11 +123,14 @@ def _call_best(op: str, function: str, args: tuple, kwargs: dict) -> Any:
   )
 
 
+def _exists(op: str, name: str) -> bool:
+  return importlib.util.find_spec(f"attnres_kernels.{op}.{name}") is not None
+
+
 def _backend(op: str, name: str):
-  module = f"attnres_kernels.{op}.{name}"
-  if importlib.util.find_spec(module) is None:
+  if not _exists(op, name):
     raise NotImplementedError(f"{op} has no {name} backend")
-  return importlib.import_module(module)
+  return importlib.import_module(f"attnres_kernels.{op}.{name}")
 
 
 def _why_not(backend, function: str, args: tuple, kwargs: dict) -> str | None:

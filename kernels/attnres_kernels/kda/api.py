@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kimi delta attention, the public functions: checks, gradient rule, backend.
+
+Kimi Linear's recurrence, per head with a state S of [K, V] and alpha = exp(g):
+
+  S_t = (I - beta_t k_t k_t^T) diag(alpha_t) S_{t-1} + beta_t k_t v_t^T
+  o_t = scale S_t^T q_t
+"""
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+from jaxtyping import Float
+from jaxtyping import Int
+
+from attnres_kernels import dispatch
+from attnres_kernels.kda import reference
+
+
+def kda(
+  q: Float[Array, "B T H K"],
+  k: Float[Array, "B T H K"],
+  v: Float[Array, "B T H V"],
+  g: Float[Array, "B T H K"],
+  beta: Float[Array, "B T H"],
+  *,
+  scale: float | None = None,
+  initial_state: Float[Array, "B H K V"] | None = None,
+  segment_ids: Int[Array, "B T"] | None = None,
+  chunk_size: int = 64,
+  implementation: dispatch.Implementation | None = None,
+) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
+  """Runs the gated delta rule over a sequence.
+
+  Args:
+    q: queries as they are used: no normalisation happens in here.
+    k: keys, likewise; their length should not exceed 1 where beta is near 1,
+      or the recurrence itself grows.
+    v: values.
+    g: log-decay per channel, at most 0; -inf forgets the channel. Float32.
+    beta: how much of a token's error is corrected, 0 to 1.
+    scale: factor of the output; `K ** -0.5` by default.
+    initial_state: the state before the first token; zeros by default.
+    segment_ids: where the id differs from the one before, the state is reset
+      to zero; documents packed into one row do not see each other. The first
+      segment continues from `initial_state`.
+    chunk_size: tokens per chunk; changes the cost, not the result.
+    implementation: a backend by name; None takes the best that fits.
+
+  Returns:
+    The outputs in the dtype of `v`, and the state after the last token, in
+    float32 (float64 if any input is).
+
+  Raises:
+    ValueError: shapes or dtypes do not fit together.
+    NotImplementedError: the named backend cannot run these shapes here.
+  """
+  dispatch.check_implementation(implementation)
+  arrays = [jnp.asarray(x) for x in (q, k, v, g, beta)]
+  _check(("q", "k", "v", "g", "beta"), arrays, "BTHK BTHK BTHV BTHK BTH")
+  q, k, v, g, beta = arrays
+  chunk_size = operator.index(chunk_size)
+  if chunk_size < 1 or q.shape[1] < 1:
+    raise ValueError(
+      f"chunk_size={chunk_size} and the {q.shape[1]} tokens of q {q.shape}"
+      " must be at least 1"
+    )
+  dtype = _state_dtype(*arrays, initial_state)
+  state = _state(initial_state, arrays, dtype)
+  reset = _resets(segment_ids, q)
+  scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+  g, beta = g.astype(dtype), beta.astype(dtype)
+  arguments = q, k, v, g, beta, state, reset
+  if implementation == "reference":
+    return reference.forward(*arguments, scale=scale, chunk_size=chunk_size)
+  return _kda(scale, chunk_size, implementation, *arguments)
+
+
+def kda_step(
+  q: Float[Array, "B H K"],
+  k: Float[Array, "B H K"],
+  v: Float[Array, "B H V"],
+  g: Float[Array, "B H K"],
+  beta: Float[Array, "B H"],
+  state: Float[Array, "B H K V"],
+  *,
+  scale: float | None = None,
+) -> tuple[Float[Array, "B H V"], Float[Array, "B H K V"]]:
+  """Runs the recurrence for one token, for decoding.
+
+  Args:
+    q: the query of one token, and so on as for `kda`.
+    k: its key.
+    v: its value.
+    g: its log-decay.
+    beta: its correction.
+    state: the state before the token.
+    scale: factor of the output; `K ** -0.5` by default.
+
+  Returns:
+    The output in the dtype of `v`, and the next state, in float32 (float64 if
+    any input is).
+
+  Raises:
+    ValueError: shapes or dtypes do not fit together.
+  """
+  arrays = [jnp.asarray(x) for x in (q, k, v, g, beta, state)]
+  names = ("q", "k", "v", "g", "beta", "state")
+  _check(names, arrays, "BHK BHK BHV BHK BH BHKV")
+  q, k, v, g, beta, state = arrays
+  scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+  state = state.astype(_state_dtype(*arrays))
+  o, state = reference.step(q, k, v, g, beta, state, scale=scale)
+  return o.astype(v.dtype), state
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _kda(scale, chunk_size, implementation, *arguments):
+  return dispatch.call(
+    "kda",
+    "forward",
+    implementation,
+    *arguments,
+    scale=scale,
+    chunk_size=chunk_size,
+  )
+
+
+def _kda_forward(scale, chunk_size, implementation, *arguments):
+  # States cost K / C times the keys of their chunk; backward makes them again.
+  return _kda(scale, chunk_size, implementation, *arguments), arguments
+
+
+def _kda_backward(scale, chunk_size, implementation, arguments, cotangents):
+  gradients = dispatch.call(
+    "kda",
+    "backward",
+    implementation,
+    *arguments,
+    *cotangents,
+    scale=scale,
+    chunk_size=chunk_size,
+  )
+  return *gradients, None
+
+
+_kda.defvjp(_kda_forward, _kda_backward)
+
+
+def _check(names, arrays, axes):
+  """Every letter stands for one size, whichever array it occurs in."""
+  sizes = {}
+  shapes = ", ".join(f"{n} {x.shape}" for n, x in zip(names, arrays))
+  for name, array, letters in zip(names, arrays, axes.split()):
+    wanted = f"{name} must be [{', '.join(letters)}]"
+    if array.ndim != len(letters):
+      raise ValueError(f"{wanted}, got {array.shape} among {shapes}")
+    for letter, size in zip(letters, array.shape):
+      if sizes.setdefault(letter, size) != size:
+        raise ValueError(f"{wanted} with {letter}={sizes[letter]}: {shapes}")
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+      raise ValueError(f"{name} must be floating point, got {array.dtype}")
+
+
+def _state_dtype(*arrays):
+  wide = any(x is not None and x.dtype == jnp.float64 for x in arrays)
+  return jnp.dtype(jnp.float64 if wide else jnp.float32)
+
+
+def _state(state, arrays, dtype):
+  q, v = arrays[0], arrays[2]
+  shape = (q.shape[0], q.shape[2], q.shape[3], v.shape[3])
+  if state is None:
+    return jnp.zeros(shape, dtype)
+  if state.shape != shape:
+    raise ValueError(
+      f"initial_state must be [B, H, K, V] = {shape}, got {state.shape} for"
+      f" q {q.shape}, v {v.shape}"
+    )
+  return state.astype(dtype)
+
+
+def _resets(segment_ids, q):
+  """Where the state is dropped before the token; never at the first."""
+  if segment_ids is None:
+    return None
+  segment_ids = jnp.asarray(segment_ids)
+  if segment_ids.shape != q.shape[:2]:
+    raise ValueError(
+      f"segment_ids must be [B, T] = {q.shape[:2]}, got {segment_ids.shape}"
+      f" for q {q.shape}"
+    )
+  if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+    raise ValueError(f"segment_ids must be integers, got {segment_ids.dtype}")
+  changed = segment_ids[:, 1:] != segment_ids[:, :-1]
+  return jnp.pad(changed, [(0, 0), (1, 0)])

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KDA as the recurrence defines it (Kimi Linear, Eq. 1): obvious and slow.
+
+Everything in float32, or float64 when any input is; gradients by autodiff.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def step(q_BHK, k_BHK, v_BHV, g_BHK, beta_BH, state_BHKV, *, scale):
+  """One token: decay, then the delta rule, then the read."""
+  dtype = state_BHKV.dtype
+  q_BHK, k_BHK, v_BHV, g_BHK, beta_BH = (
+    x.astype(dtype) for x in (q_BHK, k_BHK, v_BHV, g_BHK, beta_BH)
+  )
+  state_BHKV = jnp.exp(g_BHK)[..., None] * state_BHKV
+  delta_BHV = beta_BH[..., None] * (v_BHV - _read(k_BHK, state_BHKV))
+  state_BHKV += k_BHK[..., None] * delta_BHV[..., None, :]
+  return _read(scale * q_BHK, state_BHKV), state_BHKV
+
+
+def forward(q, k, v, g, beta, state, reset, *, scale, chunk_size):
+  """Returns the outputs and the last state; one scan step per token."""
+  del chunk_size
+  if reset is None:
+    reset = jnp.zeros(q.shape[:2], bool)
+
+  def body(state, token):
+    q, k, v, g, beta, reset_B = token
+    state = jnp.where(reset_B[:, None, None, None], 0, state)
+    o_BHV, state = step(q, k, v, g, beta, state, scale=scale)
+    return state, o_BHV
+
+  time_first = [jnp.moveaxis(x, 1, 0) for x in (q, k, v, g, beta, reset)]
+  state, o_TBHV = jax.lax.scan(body, state, tuple(time_first))
+  return jnp.moveaxis(o_TBHV, 0, 1).astype(v.dtype), state
+
+
+def _read(key_BHK, state_BHKV):
+  return jnp.einsum(
+    "bhk,bhkv->bhv", key_BHK, state_BHKV, precision=jax.lax.Precision.HIGHEST
+  )
