@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the Mosaic GPU kernels share: rows of any width on one warpgroup.
+
+A row is worked on in tiles. Thread i of the 128 holds `vector` neighbouring
+columns of a tile, and of every row of a matrix the same ones. So a sum over
+rows stays inside a thread, and sums over columns are one exchange between
+threads for all rows of a matrix at once. In the words of Mosaic GPU:
+
+  matrix [R, size]   one row per register group, columns over lanes and warps
+  row [size]         the same columns, no row axis
+  stats [R]          one number per row, known to every thread
+
+Widths need not be multiples of a tile: the last tile ends where the row ends
+and overlaps the one before. What is written twice is written equal, by the
+same thread block; what is summed counts only the columns that are `fresh`.
+Mosaic GPU has no masked loads, and its bulk copies, which could stop at the
+edge of an array, want rows of a multiple of 16 bytes. A row narrower than 128
+has no such tile and is refused.
+"""
+
+import functools
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+THREADS = 128
+# Shared memory of a thread block on Hopper and later.
+SHARED_BYTES = 227 * 2**10
+# Thread blocks of a kernel that walks over tokens: three on each of the 132
+# multiprocessors of an H100 or H200, which is what registers and sums allow.
+PROGRAMS = 3 * 132
+# Shared memory that still leaves room for three thread blocks.
+SUMS_BYTES = SHARED_BYTES // 3 - 2 * 2**10
+# Some names differ in the jax 0.10 that these kernels refuse.
+_plgpu: Any = plgpu
+
+
+def why_not(width: int, arrays) -> str | None:
+  """The reason why rows of this width and these dtypes cannot run, or None."""
+  if jax.__version_info__ < (0, 11):
+    return f"needs jax >= 0.11 for Mosaic GPU, this is {jax.__version__}"
+  dtypes = sorted({str(x.dtype) for x in arrays})
+  if not set(dtypes) <= {"bfloat16", "float32"}:
+    return f"arrays must be bfloat16 or float32, got {dtypes}"
+  if width < THREADS:
+    return (
+      f"the width must be at least {THREADS}, the threads of a warpgroup, got"
+      f" {width}"
+    )
+  return None
+
+
+def flatten(x_TD):
+  """[*T, D] to [T, D]."""
+  return x_TD.reshape(-1, x_TD.shape[-1])
+
+
+def call(body, name, *, out_type, grid, interpret, scratch_types=()):
+  """`plgpu.kernel` on a grid of one axis, called "program"."""
+  body.__name__ = name
+  options = {} if interpret is None else {"interpret": interpret}
+  return _plgpu.kernel(
+    body,
+    out_type=out_type,
+    scratch_types=scratch_types,
+    grid=(grid,),
+    grid_names=("program",),
+    # Eight rows are summed over columns in one exchange.
+    compiler_params=_plgpu.CompilerParams(
+      reduction_scratch_bytes=8 * THREADS * 4
+    ),
+    **options,
+  )
+
+
+def programs(num_tokens: int) -> int:
+  """Thread blocks of a kernel that walks over tokens."""
+  return min(num_tokens, PROGRAMS)
+
+
+def walk(num_tokens, body):
+  """Calls `body(token)` for every token of this thread block, in order."""
+  program = jax.lax.axis_index("program")
+  step = programs(num_tokens)
+  mine = (num_tokens - program + step - 1) // step
+  jax.lax.fori_loop(0, mine, lambda i, carry: body(program + i * step), None)
+
+
+class Tiles:
+  """How a row of `width` columns is cut into tiles.
+
+  Attributes:
+    width: D.
+    vector: neighbouring columns of one thread; pairs where rows are aligned.
+    size: columns of a tile.
+    number: tiles of a row.
+  """
+
+  def __init__(self, width: int):
+    self.width = width
+    self.vector = 2 if width % 2 == 0 and width >= 2 * THREADS else 1
+    self.size = THREADS * self.vector
+    self._full = width // self.size
+    self._rest = width % self.size
+    self.number = self._full + (self._rest > 0)
+
+  @functools.cached_property
+  def matrix(self):
+    vector = self.vector
+    tiling = ((1, THREADS * vector), (32 * vector,), (vector,))
+    return _plgpu.Layout.TILED(_plgpu.Tiling(tiling), (-3,), (-2,), -1)
+
+  @functools.cached_property
+  def row(self):
+    return self.matrix.reduce(0)
+
+  @functools.cached_property
+  def stats(self):
+    return self.matrix.reduce(1)
+
+  def loop(self, body, carry):
+    """Runs `body(tile, columns, fresh, carry)` over the tiles of a row.
+
+    `columns` slices a row; `fresh` is 1 where a column was not in a tile
+    before and 0 elsewhere, or None where all are.
+    """
+
+    def full(tile, carry):
+      start = pl.multiple_of(tile * self.size, self.size)
+      return body(tile, pl.ds(start, self.size), None, carry)
+
+    carry = jax.lax.fori_loop(0, self._full, full, carry)
+    if not self._rest:
+      return carry
+    column = _plgpu.broadcasted_iota(
+      jnp.int32, (self.size,), 0, layout=self.row
+    )
+    fresh = jnp.where(column >= self.size - self._rest, 1.0, 0.0)
+    columns = pl.ds(self.width - self.size, self.size)
+    return body(self._full, columns, fresh, carry)
+
+  def sums(self, terms, number: int):
+    """Sums of `number` rows over all columns; `terms(columns)` gives tiles."""
+
+    def body(tile, columns, fresh, totals):
+      del tile
+      return tuple(
+        total + keep(term, fresh)
+        for total, term in zip(totals, terms(columns), strict=True)
+      )
+
+    totals = self.loop(body, (self.zeros(),) * number)
+    return tuple(jnp.sum(total) for total in totals)
+
+  def zeros(self, rows: int | None = None):
+    """A tile of zeros: a row, or a matrix."""
+    if rows is None:
+      return _plgpu.layout_cast(jnp.zeros((self.size,), jnp.float32), self.row)
+    zeros = jnp.zeros((rows, self.size), jnp.float32)
+    return _plgpu.layout_cast(zeros, self.matrix)
+
+  def load(self, ref):
+    """A tile (a row, or a matrix) in float32."""
+    layout = self.row if len(ref.shape) == 1 else self.matrix
+    x = _plgpu.load(ref, layout=layout, optimized=False)
+    return x.astype(jnp.float32)
+
+  def load_stats(self, ref):
+    return _plgpu.load(ref, layout=self.stats, optimized=False)
+
+  def full_stats(self, rows: int, value: float):
+    return _plgpu.layout_cast(jnp.full((rows,), value, jnp.float32), self.stats)
+
+  def down(self, row, rows: int):
+    """Repeats a row for every row of a matrix."""
+    wide = jax.lax.broadcast_in_dim(row, (rows, self.size), (1,))
+    return _plgpu.layout_cast(wide, self.matrix)
+
+  def across(self, stats):
+    """Repeats the number of each row over its columns."""
+    wide = jax.lax.broadcast_in_dim(stats, (stats.shape[0], self.size), (0,))
+    return _plgpu.layout_cast(wide, self.matrix)
+
+  def join(self, tiles):
+    """[..., number, size] sums of fresh columns to [..., width]; no kernel."""
+    full = tiles[..., : self._full, :]
+    full = full.reshape(*tiles.shape[:-2], self._full * self.size)
+    return jnp.concatenate(
+      [
+        full,
+        tiles[..., self._full :, self.size - self._rest :].reshape(
+          *tiles.shape[:-2], self._rest
+        ),
+      ],
+      axis=-1,
+    )
+
+
+def store(ref, x):
+  _plgpu.store(ref, x.astype(ref.dtype), optimized=False)
+
+
+def keep(x, fresh):
+  """X where `fresh` is 1 (or None), else 0."""
+  return x if fresh is None else x * fresh
+
+
+def shared(shape):
+  """Float32 scratch in shared memory."""
+  return _plgpu.SMEM(shape, jnp.float32)
