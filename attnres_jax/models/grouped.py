@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The matrix product of sorted rows with a weight per group.
+
+On TPU it is `jax.lax.ragged_dot`, which is a kernel there and computes what is
+needed. Elsewhere that falls back to the products of all rows with all groups,
+with zeros in between: E times the work, and E times the memory of the rows.
+There it is a loop over pieces of groups instead, or tokamax's kernel.
+"""
+
+import functools
+
+import jax
+from jax import ad_checkpoint
+import jax.numpy as jnp
+
+from attnres_jax.models import linear
+from attnres_jax.models import optional_kernels
+
+# Rows of a piece. Every group rounds up to whole pieces, so that large ones
+# waste work and small ones waste reads of weights.
+_PIECE = 64
+
+
+def grouped_linear(
+  x_PD: jax.Array, weight_EDF: jax.Array, sizes_E: jax.Array
+) -> jax.Array:
+  """Multiplies each row with the matrix of its group.
+
+  Products run in the dtype of `x_PD`, sums in float32. As in `linear`, the
+  gradient of the weights is float32 whatever the rows are.
+
+  Args:
+    x_PD: rows, those of group 0 first, then those of group 1, ...
+    weight_EDF: float32 master weights.
+    sizes_E: int32 rows per group, P in all.
+
+  Returns:
+    [P, F] in the dtype of `x_PD`.
+  """
+  product = _grouped_linear(x_PD, weight_EDF, sizes_E)
+  return ad_checkpoint.checkpoint_name(product, linear.PRODUCT)
+
+
+@jax.custom_vjp
+def _grouped_linear(x_PD, weight_EDF, sizes_E):
+  return _rows(x_PD, weight_EDF.astype(x_PD.dtype), sizes_E, transposed=False)
+
+
+def _forward(x_PD, weight_EDF, sizes_E):
+  residuals = x_PD, weight_EDF, sizes_E
+  return _grouped_linear(*residuals), residuals
+
+
+def _backward(residuals, dy_PF):
+  x_PD, weight_EDF, sizes_E = residuals
+  weight = weight_EDF.astype(x_PD.dtype)
+  dx_PD = _rows(dy_PF, weight, sizes_E, transposed=True)
+  dweight_EDF = _on_platform(
+    _ragged_weights, _looped_weights, x_PD, dy_PF, sizes_E
+  )
+  return dx_PD, dweight_EDF.astype(weight_EDF.dtype), None
+
+
+_grouped_linear.defvjp(_forward, _backward)
+
+
+def _rows(x_PI, weight, sizes_E, *, transposed):
+  """Rows times weights [E, I, O], or [E, O, I] if transposed."""
+  return _on_platform(
+    functools.partial(_ragged_rows, transposed=transposed),
+    functools.partial(_looped_rows, transposed=transposed),
+    x_PI,
+    weight,
+    sizes_E,
+  )
+
+
+def _on_platform(ragged, looped, *operands):
+  tokamax = optional_kernels.tokamax("ragged_dot_general")
+  if tokamax is not None:
+    return ragged(*operands, product=tokamax)
+  return jax.lax.platform_dependent(*operands, tpu=ragged, default=looped)
+
+
+def _ragged_rows(
+  x_PI, weight, sizes_E, *, transposed, product=jax.lax.ragged_dot_general
+):
+  dimensions = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (2 if transposed else 1,)), ((), ())),
+    lhs_ragged_dimensions=(0,),
+    rhs_group_dimensions=(0,),
+  )
+  return product(
+    x_PI, weight, sizes_E, dimensions, preferred_element_type=x_PI.dtype
+  )
+
+
+def _ragged_weights(
+  x_PD, dy_PF, sizes_E, *, product=jax.lax.ragged_dot_general
+):
+  dimensions = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())),
+    lhs_ragged_dimensions=(0,),
+    rhs_group_dimensions=(),
+  )
+  wide = jnp.promote_types(x_PD.dtype, jnp.float32)
+  return product(x_PD, dy_PF, sizes_E, dimensions, preferred_element_type=wide)
+
+
+def _looped_rows(x_PI, weight, sizes_E, *, transposed):
+  size = min(_PIECE, x_PI.shape[0])
+  contract = (((1,), (1 if transposed else 0,)), ((), ()))
+  padded = jnp.pad(x_PI, ((0, size), (0, 0)))
+  wide = jnp.promote_types(x_PI.dtype, jnp.float32)
+
+  def one_piece(group, start, _, y):
+    # What a piece writes behind the end of its group, the next one overwrites.
+    x = jax.lax.dynamic_slice_in_dim(padded, start, size)
+    piece = jax.lax.dot_general(
+      x, weight[group], contract, preferred_element_type=wide
+    )
+    return jax.lax.dynamic_update_slice_in_dim(
+      y, piece.astype(y.dtype), start, axis=0
+    )
+
+  width = weight.shape[1 if transposed else 2]
+  y = jnp.zeros((padded.shape[0], width), x_PI.dtype)
+  return _for_pieces(sizes_E, size, one_piece, y)[: x_PI.shape[0]]
+
+
+def _looped_weights(x_PD, dy_PF, sizes_E):
+  size = min(_PIECE, x_PD.shape[0])
+  wide = jnp.promote_types(x_PD.dtype, jnp.float32)
+  x_padded, dy_padded = (jnp.pad(a, ((0, size), (0, 0))) for a in (x_PD, dy_PF))
+
+  def one_piece(group, start, stop, dweight):
+    x = jax.lax.dynamic_slice_in_dim(x_padded, start, size)
+    dy = jax.lax.dynamic_slice_in_dim(dy_padded, start, size)
+    inside = start + jnp.arange(size) < stop
+    piece = jax.lax.dot_general(
+      x,
+      jnp.where(inside[:, None], dy, jnp.zeros((), dy.dtype)),
+      (((0,), (0,)), ((), ())),
+      preferred_element_type=wide,
+    )
+    return dweight.at[group].add(piece)
+
+  shape = (*sizes_E.shape, x_PD.shape[1], dy_PF.shape[1])
+  return _for_pieces(sizes_E, size, one_piece, jnp.zeros(shape, wide))
+
+
+def _for_pieces(sizes_E, size, body, carry):
+  """`body(group, start, stop, carry)` for every piece, in the order of rows."""
+  stops_E = jnp.cumsum(sizes_E)
+  pieces_E = -(-sizes_E // size)
+  last_pieces_E = jnp.cumsum(pieces_E)
+
+  def one_piece(i, carry):
+    # Groups without rows have no pieces.
+    group = jnp.searchsorted(last_pieces_E, i, side="right")
+    left = last_pieces_E[group] - i
+    start = stops_E[group] - sizes_E[group] + (pieces_E[group] - left) * size
+    return body(group, start, stops_E[group], carry)
+
+  return jax.lax.fori_loop(0, last_pieces_E[-1], one_piece, carry)

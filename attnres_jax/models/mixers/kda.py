@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kimi Delta Attention (arXiv:2510.26692): a gated delta rule per channel.
+
+A head keeps a matrix S [H, H] from keys to values. Per token, with q, k, v
+from projections that went through a short causal convolution and SiLU:
+
+  S <- diag(exp(g)) S                     decay, one rate per channel of the key
+  S <- S + beta k (v - S^T k)^T           the delta rule
+  y  = W_o [sigmoid(W_g x) * RMSNorm(S^T q / sqrt(H))]
+
+It needs no positions. The recurrence itself is `attnres_kernels.kda`; in here
+are the projections around it.
+
+Certain (report and released code agree): everything above, q and k of length
+one, g = -exp(a) softplus(W_f x + b) with W_f and W_g of low rank and without
+bias, one gain for the norms of all heads, a = log U(1, 16). Inferred: the
+initial b (the inverse softplus of a log-uniform step of 0.001 to 0.1) is that
+of a public implementation, the released code leaves it to the checkpoint; so is
+that of the convolutions, uniform within 1 / sqrt(taps). Values then start large
+against the epsilon of the norm over a head, which they would not with the
+standard deviation of the matrices.
+"""
+
+from typing import NamedTuple
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from attnres_jax import config as config_lib
+from attnres_jax.models import linear
+from attnres_jax.models import norm as norm_lib
+import attnres_kernels
+
+_LENGTH_EPS = 1e-6  # Added to the squared length of queries and keys.
+_RATES = (1.0, 16.0)  # Range of exp(a) at initialisation.
+_STEPS = (1e-3, 1e-1)  # Range of softplus(b) at initialisation.
+_LEAST_STEP = 1e-4
+
+
+class KdaState(NamedTuple):
+  """What a sequence has left behind.
+
+  Attributes:
+    memory_BNHV: S of every head, float32.
+    query_BKNH: the last inputs of the convolution of queries, oldest first;
+      K is one less than its taps.
+    key_BKNH: the same of keys.
+    value_BKNH: the same of values.
+  """
+
+  memory_BNHV: jax.Array
+  query_BKNH: jax.Array
+  key_BKNH: jax.Array
+  value_BKNH: jax.Array
+
+
+class Kda(nnx.Module):
+  """Kimi Delta Attention with its projections, convolutions and gates."""
+
+  def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
+    width, heads, shape = config.width, config.num_heads, config.kda
+    head, rank, taps = shape.head_width, shape.gate_rank, shape.conv_width
+    self.chunk_size = shape.chunk_size
+    self.dtype = jnp.dtype(config.dtype)
+    init = jax.nn.initializers.normal(config.init_std)
+
+    def matrix(*shape: int) -> nnx.Param:
+      return nnx.Param(init(rngs.params(), shape, jnp.float32))
+
+    def convolution() -> nnx.Param:
+      bound = taps**-0.5
+      return nnx.Param(
+        jax.random.uniform(
+          rngs.params(), (taps, heads, head), minval=-bound, maxval=bound
+        )
+      )
+
+    self.query = matrix(width, heads, head)
+    self.key = matrix(width, heads, head)
+    self.value = matrix(width, heads, head)
+    self.query_conv = convolution()
+    self.key_conv = convolution()
+    self.value_conv = convolution()
+    self.decay_down = matrix(width, rank)
+    self.decay_up = matrix(rank, heads, head)
+    self.a_log = nnx.Param(_initial_a_log(rngs.params(), heads))
+    self.dt_bias = nnx.Param(_initial_dt_bias(rngs.params(), (heads, head)))
+    self.beta = matrix(width, heads)
+    self.gate_down = matrix(width, rank)
+    self.gate_up = matrix(rank, heads, head)
+    self.out_norm = norm_lib.RMSNorm(head, config.norm_eps)
+    self.output = matrix(heads, head, width)
+
+  def __call__(
+    self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None = None
+  ) -> jax.Array:
+    """Mixes positions s <= t, inside a document where segment ids are given."""
+    q, k, v, g, beta = self._inputs(
+      x_BTD, self.init_state(x_BTD.shape[0]), segment_ids_BT
+    )[0]
+    o_BTNH, _ = attnres_kernels.kda(
+      q, k, v, g, beta, segment_ids=segment_ids_BT, chunk_size=self.chunk_size
+    )
+    return self._outputs(x_BTD, o_BTNH)
+
+  def init_state(self, batch: int) -> KdaState:
+    """The state before the first token: all zeros."""
+    taps, heads, head = self.query_conv[...].shape
+    tail_BKNH = jnp.zeros((batch, taps - 1, heads, head), self.dtype)
+    memory_BNHV = jnp.zeros((batch, heads, head, head), jnp.float32)
+    return KdaState(memory_BNHV, tail_BKNH, tail_BKNH, tail_BKNH)
+
+  def extend(
+    self, x_BTD: jax.Array, state: KdaState
+  ) -> tuple[jax.Array, KdaState]:
+    """Goes on from `state` with T >= 1 further tokens of the same sequences.
+
+    Cutting a sequence into pieces of any lengths changes nothing. One token
+    goes through the recurrence, more go through its chunkwise form.
+    """
+    (q, k, v, g, beta), tails = self._inputs(x_BTD, state, None)
+    if x_BTD.shape[1] == 1:
+      o_BNH, memory_BNHV = attnres_kernels.kda_step(
+        q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state.memory_BNHV
+      )
+      o_BTNH = o_BNH[:, None]
+    else:
+      o_BTNH, memory_BNHV = attnres_kernels.kda(
+        q, k, v, g, beta, initial_state=state.memory_BNHV,
+        chunk_size=self.chunk_size,
+      )  # fmt: skip
+    return self._outputs(x_BTD, o_BTNH), KdaState(memory_BNHV, *tails)
+
+  def _inputs(self, x_BTD, state, segment_ids_BT):
+    """The arguments of the recurrence, and the tails of the convolutions."""
+    features, tails = [], []
+    for weight, conv, tail, unit in (
+      (self.query, self.query_conv, state.query_BKNH, True),
+      (self.key, self.key_conv, state.key_BKNH, True),
+      (self.value, self.value_conv, state.value_BKNH, False),
+    ):
+      x_BTNH = linear.linear(x_BTD, weight[...])
+      padded_BPNH = jnp.concatenate([tail.astype(x_BTNH.dtype), x_BTNH], axis=1)
+      features.append(_feature(padded_BPNH, conv[...], segment_ids_BT, unit))
+      tails.append(padded_BPNH[:, x_BTNH.shape[1] :])
+    low_BTR = linear.linear(x_BTD, self.decay_down[...])
+    raw_BTNH = linear.linear(low_BTR, self.decay_up[...], 1, jnp.float32)
+    rate_BTNH = jnp.exp(self.a_log[...])[None, None, :, None]
+    step_BTNH = jax.nn.softplus(raw_BTNH + self.dt_bias[...][None, None])
+    beta_BTN = linear.linear(x_BTD, self.beta[...], 1, jnp.float32)
+    gates = -rate_BTNH * step_BTNH, jax.nn.sigmoid(beta_BTN)
+    return (*features, *gates), tails
+
+  def _outputs(self, x_BTD, o_BTNH):
+    low_BTR = linear.linear(x_BTD, self.gate_down[...])
+    gate_BTNH = linear.linear(low_BTR, self.gate_up[...], 1, jnp.float32)
+    normed_BTNH = self.out_norm(o_BTNH.astype(jnp.float32))
+    gated_BTNH = (jax.nn.sigmoid(gate_BTNH) * normed_BTNH).astype(x_BTD.dtype)
+    return linear.linear(gated_BTNH, self.output[...], 2)
+
+
+def _feature(padded_BPNH, taps_KNH, segment_ids_BT, unit):
+  """SiLU of a causal convolution per channel; scaled to length one if `unit`.
+
+  Args:
+    padded_BPNH: P = T + K - 1 inputs.
+    taps_KNH: float32; the last one meets the token itself.
+    segment_ids_BT: what lies in another segment counts as zero.
+    unit: whether it is a query or key.
+  """
+
+  # Checkpointed, so that of K float32 products per input none is kept.
+  @jax.checkpoint
+  def feature(padded_BPNH, taps_KNH):
+    num_taps = taps_KNH.shape[0]
+    length = padded_BPNH.shape[1] - num_taps + 1
+    sum_BTNH = jnp.zeros((), jnp.float32)
+    for i in range(num_taps):
+      x_BTNH = padded_BPNH[:, i : i + length].astype(jnp.float32)
+      if segment_ids_BT is not None:
+        same_BT = _shifted_equal(segment_ids_BT, num_taps - 1 - i)
+        x_BTNH = jnp.where(same_BT[..., None, None], x_BTNH, 0.0)
+      sum_BTNH += taps_KNH[i][None, None] * x_BTNH
+    y_BTNH = jax.nn.silu(sum_BTNH)
+    if unit:
+      square_BT1 = jnp.sum(jnp.square(y_BTNH), axis=-1, keepdims=True)
+      y_BTNH *= jax.lax.rsqrt(square_BT1 + _LENGTH_EPS)
+    return y_BTNH.astype(padded_BPNH.dtype)
+
+  return feature(padded_BPNH, taps_KNH)
+
+
+def _shifted_equal(ids_BT, shift):
+  """Whether the token `shift` places back is in the same segment."""
+  # In front of the row are zeros or the tail of the same sequence.
+  before_BT = jnp.pad(ids_BT, ((0, 0), (shift, 0)), mode="edge")
+  return before_BT[:, : ids_BT.shape[1]] == ids_BT
+
+
+def _initial_a_log(key, num_heads):
+  low, high = _RATES
+  return jnp.log(jax.random.uniform(key, num_heads, minval=low, maxval=high))
+
+
+def _initial_dt_bias(key, shape):
+  low, high = jnp.log(jnp.array(_STEPS))
+  step = jnp.exp(jax.random.uniform(key, shape, minval=low, maxval=high))
+  step = jnp.maximum(step, _LEAST_STEP)
+  return step + jnp.log(-jnp.expm1(-step))

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-head latent attention without positions (arXiv:2510.26692, section 4).
+
+Keys and values of all heads are made from one latent vector per token, and all
+heads share a further part of the key:
+
+  q = W_q x                 per head, [own part | shared part]
+  [c | r] = W_a x           c <- RMSNorm(c)
+  [k | v] = W_b c           per head; its key is [k | r]
+  y = W_o softmax(q . [k | r] / sqrt(width of q), causal) v
+
+The shared part is rotated by position in other models, never here (NoPE):
+positions are the other mixers' affair. A cache holds c and r, R + 64 numbers
+per token. Decoding never forms keys and values: with W_b = [U_k | U_v] a score
+is (U_k^T q) . c + q_shared . r, and U_v is applied after the softmax, so that
+all heads attend over the cache itself ("absorbed").
+
+Certain: all of this, from the report and the released code. Inferred: the
+epsilon of the latent's norm is that code's default for the class.
+"""
+
+from typing import NamedTuple
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from attnres_jax import config as config_lib
+from attnres_jax.models import linear
+from attnres_jax.models import norm as norm_lib
+from attnres_jax.models.mixers import softmax
+
+
+class MlaCache(NamedTuple):
+  """What earlier tokens have left behind, of at most S tokens.
+
+  Attributes:
+    tokens_BSC: normalised latent and shared key of each token, side by side.
+    length: int32, how many tokens there are.
+  """
+
+  tokens_BSC: jax.Array
+  length: jax.Array
+
+
+class Mla(nnx.Module):
+  """Multi-head latent attention over all earlier positions, unrotated."""
+
+  def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
+    width, heads, shape = config.width, config.num_heads, config.mla
+    self.nope_width = shape.nope_width
+    self.latent_rank = shape.latent_rank
+    self.dtype = jnp.dtype(config.dtype)
+    init = jax.nn.initializers.normal(config.init_std)
+
+    def matrix(*shape: int) -> nnx.Param:
+      return nnx.Param(init(rngs.params(), shape, jnp.float32))
+
+    head = shape.nope_width + shape.shared_width
+    self.query = matrix(width, heads, head)
+    self.compress = matrix(width, shape.latent_rank + shape.shared_width)
+    self.latent_norm = norm_lib.RMSNorm(shape.latent_rank, shape.latent_eps)
+    self.expand = matrix(
+      shape.latent_rank, heads, shape.nope_width + shape.value_width
+    )
+    self.output = matrix(heads, shape.value_width, width)
+
+  def __call__(
+    self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None = None
+  ) -> jax.Array:
+    """Mixes positions s <= t, inside a document where segment ids are given."""
+    return self._expanded(x_BTD, self._compressed(x_BTD), segment_ids_BT)
+
+  def init_cache(self, batch: int, length: int) -> MlaCache:
+    """An empty cache with room for `length` tokens per row."""
+    shape = (batch, length, self.compress[...].shape[1])
+    return MlaCache(jnp.zeros(shape, self.dtype), jnp.zeros((), jnp.int32))
+
+  def prefill(
+    self, x_BTD: jax.Array, cache: MlaCache
+  ) -> tuple[jax.Array, MlaCache]:
+    """The first T tokens, in expanded form; `cache` must be empty.
+
+    Raises:
+      ValueError: the cache has no room for T tokens.
+    """
+    tokens_BTC = self._compressed(x_BTD)
+    return self._expanded(x_BTD, tokens_BTC, None), _append(cache, tokens_BTC)
+
+  def extend(
+    self, x_BTD: jax.Array, cache: MlaCache
+  ) -> tuple[jax.Array, MlaCache]:
+    """T further tokens of the same sequences, in absorbed form.
+
+    There must be room: a cache whose length has reached its size overwrites its
+    last tokens (the length is known at run time only).
+
+    Raises:
+      ValueError: the cache is smaller than T tokens.
+    """
+    cache = _append(cache, self._compressed(x_BTD))
+    key_up_RNH, value_up_RNV = jnp.split(
+      self.expand[...].astype(x_BTD.dtype), [self.nope_width], axis=2
+    )
+    query_BTNH = linear.linear(x_BTD, self.query[...])
+    own_BTNH, shared_BTNH = jnp.split(query_BTNH, [self.nope_width], axis=3)
+    absorbed_BTNR = jnp.einsum(
+      "BTNH,RNH->BTNR", own_BTNH, key_up_RNH,
+      preferred_element_type=jnp.float32,
+    ).astype(x_BTD.dtype)  # fmt: skip
+    tokens_BS1C = cache.tokens_BSC[:, :, None]
+    first = cache.length - x_BTD.shape[1]
+    position_T = first + jnp.arange(x_BTD.shape[1])
+    position_S = jnp.arange(tokens_BS1C.shape[1])
+    mixed_BTNR = softmax.attend(
+      jnp.concatenate([absorbed_BTNR, shared_BTNH], axis=3),
+      tokens_BS1C,
+      tokens_BS1C[..., : self.latent_rank],
+      (position_T[:, None] >= position_S[None])[None],
+      query_BTNH.shape[-1] ** -0.5,
+    )
+    mixed_BTNV = jnp.einsum(
+      "BTNR,RNV->BTNV", mixed_BTNR, value_up_RNV,
+      preferred_element_type=jnp.float32,
+    ).astype(x_BTD.dtype)  # fmt: skip
+    return linear.linear(mixed_BTNV, self.output[...], 2), cache
+
+  def _compressed(self, x_BTD):
+    """Normalised latents and shared keys, side by side."""
+    latent_BTR, shared_BTH = jnp.split(
+      linear.linear(x_BTD, self.compress[...]), [self.latent_rank], axis=2
+    )
+    return jnp.concatenate([self.latent_norm(latent_BTR), shared_BTH], axis=2)
+
+  def _expanded(self, x_BTD, tokens_BTC, segment_ids_BT):
+    latent_BTR, shared_BTH = jnp.split(tokens_BTC, [self.latent_rank], axis=2)
+    own_BTNH, value_BTNV = jnp.split(
+      linear.linear(latent_BTR, self.expand[...]), [self.nope_width], axis=3
+    )
+    shared_BTNH = jnp.broadcast_to(
+      shared_BTH[:, :, None], (*own_BTNH.shape[:3], shared_BTH.shape[2])
+    )
+    mixed_BTNV = softmax.causal_attention(
+      linear.linear(x_BTD, self.query[...]),
+      jnp.concatenate([own_BTNH, shared_BTNH], axis=3),
+      value_BTNV,
+      segment_ids_BT,
+    )
+    return linear.linear(mixed_BTNV, self.output[...], 2)
+
+
+def _append(cache, tokens_BTC):
+  size, new = cache.tokens_BSC.shape[1], tokens_BTC.shape[1]
+  if new > size:
+    raise ValueError(f"a cache of {size} tokens has no room for {new}")
+  tokens_BSC = jax.lax.dynamic_update_slice_in_dim(
+    cache.tokens_BSC, tokens_BTC.astype(cache.tokens_BSC.dtype),
+    cache.length, axis=1,
+  )  # fmt: skip
+  return MlaCache(tokens_BSC, cache.length + new)

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fine-grained mixture of experts, balanced without an auxiliary loss.
+
+  z = sigmoid(W_r x)                               per expert, float32
+  chosen = the k experts with the largest z + b
+  w = scaling_factor z / (sum of z over the chosen)
+  y = sum over the chosen of w_e SwiGLU_e(x) + SwiGLU_shared(x)
+
+(arXiv:2412.19437 section 2.1.2 and arXiv:2502.16982 appendix C.) The selection
+bias b decides who is chosen and nothing else: no gradient trains it. After a
+step, `balance_update` moves it by how the load differed from the mean. Rows are
+sorted by expert and no token is dropped.
+
+How the load gets out: the gradient of the leaf `selection_bias` IS the number
+of tokens that were sent to each expert. So it passes through scans, activation
+checkpointing, pipelines and reductions over devices and microbatches like any
+other gradient, and sums over the global batch like one.
+
+Certain: sigmoid, top-k, renormalisation, the factor, the shared expert, the
+update. Inferred: that w is made of z without b. One public copy of the released
+code adds b in place on a view of z, which would leak it into w; later code of
+the same team does not.
+
+Axes besides those of `attnres_jax.models`: U tokens of the batch, flattened; K
+experts of a token; P = U K pairs of them.
+"""
+
+import dataclasses
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from attnres_jax import config as config_lib
+from attnres_jax.models import grouped
+from attnres_jax.models import mlp
+
+_WEIGHT_EPS = 1e-20  # Added to the sum of chosen scores.
+
+
+class Moe(nnx.Module):
+  """Routed SwiGLU experts and shared ones."""
+
+  def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
+    width, shape = config.width, config.moe
+    experts, hidden = shape.num_experts, shape.expert_width
+    self.top_k = shape.top_k
+    self.scaling_factor = shape.scaling_factor
+    init = jax.nn.initializers.normal(config.init_std)
+
+    def matrix(*shape: int) -> nnx.Param:
+      return nnx.Param(init(rngs.params(), shape, jnp.float32))
+
+    self.router = matrix(width, experts)
+    self.selection_bias = nnx.Param(jnp.zeros(experts, jnp.float32))
+    self.gate = matrix(experts, width, hidden)
+    self.up = matrix(experts, width, hidden)
+    self.down = matrix(experts, hidden, width)
+    shared = dataclasses.replace(config, mlp_width=shape.num_shared * hidden)
+    self.shared = mlp.SwiGLU(shared, rngs=rngs) if shape.num_shared else None
+
+  def __call__(
+    self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None = None
+  ) -> jax.Array:
+    """Applies to each token its experts and the shared ones.
+
+    Args:
+      x_BTD: normalised input.
+      segment_ids_BT: tokens of segment 0 are padding, which does not count as
+        load.
+    """
+    x_UD = jnp.reshape(x_BTD, (-1, x_BTD.shape[-1]))
+    counts_U = None
+    if segment_ids_BT is not None:
+      counts_U = jnp.reshape(segment_ids_BT, -1) > 0
+    weight_UK, expert_UK = self.route(x_UD, counts_U)
+    y_BTD = jnp.reshape(self._routed(x_UD, weight_UK, expert_UK), x_BTD.shape)
+    return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)
+
+  def route(
+    self, x_UD: jax.Array, counts_U: jax.Array | None = None
+  ) -> tuple[jax.Array, jax.Array]:
+    """Experts of each token, and the float32 weights of their outputs.
+
+    Equal scores go to the expert with the lower index.
+
+    Args:
+      x_UD: normalised tokens.
+      counts_U: bool, which of them count as load; all by default.
+
+    Returns:
+      weight_UK, which sums to the scaling factor over K, and int32 expert_UK.
+    """
+    # The full float32 product: what is chosen must not hang on the rounding.
+    logits_UE = jnp.einsum(
+      "UD,DE->UE", x_UD.astype(jnp.float32), self.router[...],
+      precision=jax.lax.Precision.HIGHEST,
+    )  # fmt: skip
+    score_UE = jax.nn.sigmoid(logits_UE)
+    bias_E = self.selection_bias[...]
+    _, expert_UK = jax.lax.top_k(
+      jax.lax.stop_gradient(score_UE + bias_E[None]), self.top_k
+    )
+    chosen_UK = jnp.take_along_axis(score_UE, expert_UK, axis=1)
+    sum_U1 = jnp.sum(chosen_UK, axis=1, keepdims=True) + _WEIGHT_EPS
+    load_E = expert_counts(expert_UK, bias_E.shape[0], counts_U)
+    weight_UK = _report_load(
+      self.scaling_factor * chosen_UK / sum_U1,
+      bias_E,
+      load_E.astype(jnp.float32),
+    )
+    return weight_UK, expert_UK
+
+  def _routed(self, x_UD, weight_UK, expert_UK):
+    """The weighted sum of the outputs of the chosen experts."""
+    order_P = jnp.argsort(jnp.reshape(expert_UK, -1), stable=True)
+    place_UK = jnp.reshape(jnp.argsort(order_P), expert_UK.shape)
+    sizes_E = expert_counts(expert_UK, self.router[...].shape[1])
+    x_PD = _send(x_UD, order_P, place_UK)
+    gate_PF = grouped.grouped_linear(x_PD, self.gate[...], sizes_E)
+    up_PF = grouped.grouped_linear(x_PD, self.up[...], sizes_E)
+    y_PD = grouped.grouped_linear(
+      jax.nn.silu(gate_PF) * up_PF, self.down[...], sizes_E
+    )
+    return _combine(y_PD, weight_UK, order_P, place_UK)
+
+
+def expert_counts(
+  expert_UK: jax.Array, num_experts: int, counts_U: jax.Array | None = None
+) -> jax.Array:
+  """How many tokens go to each expert, int32 [E].
+
+  Args:
+    expert_UK: experts of each token.
+    num_experts: E.
+    counts_U: bool, which tokens count; all by default.
+  """
+  chosen_UKE = expert_UK[..., None] == jnp.arange(num_experts)[None, None]
+  if counts_U is not None:
+    chosen_UKE &= counts_U[:, None, None]
+  return jnp.sum(chosen_UKE, axis=(0, 1), dtype=jnp.int32)
+
+
+def balance_update(
+  bias: jax.Array, load: jax.Array, rate: float | jax.Array
+) -> jax.Array:
+  """The selection bias after a step (arXiv:2502.16982, appendix C).
+
+  b <- b + rate (sign(e) - mean of sign(e)),  e = mean(load) - load
+
+  Args:
+    bias: float32 [..., E]; leading axes are layers, each for itself.
+    load: [..., E], tokens per expert over the global batch. Any common factor
+      leaves the result alone.
+    rate: how far a bias moves per step; 0 leaves it.
+  """
+  sign = jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
+  return bias + rate * (sign - jnp.mean(sign, axis=-1, keepdims=True))
+
+
+def load_metrics(load: jax.Array) -> dict[str, jax.Array]:
+  """How evenly tokens are spread over experts.
+
+  Args:
+    load: [..., E], tokens per expert, not all zero. Any common factor is fine.
+
+  Returns:
+    float32 [...] each: `entropy` of the load over that of the uniform one (1 is
+    even), `max_violation`, max / mean - 1 (0 is even), and `unused`, the share
+    of experts without tokens.
+  """
+  load = load.astype(jnp.float32)
+  share = load / jnp.sum(load, axis=-1, keepdims=True)
+  entropy = jnp.sum(jax.scipy.special.entr(share), axis=-1)
+  return dict(
+    entropy=entropy / jnp.log(jnp.float32(load.shape[-1])),
+    max_violation=jnp.max(load, axis=-1) / jnp.mean(load, axis=-1) - 1,
+    unused=jnp.mean(load == 0, axis=-1, dtype=jnp.float32),
+  )
+
+
+@jax.custom_vjp
+def _report_load(weight_UK, bias_E, load_E):
+  """The weights; backward puts the load where the gradient of the bias goes."""
+  del bias_E, load_E
+  return weight_UK
+
+
+def _report_forward(weight_UK, bias_E, load_E):
+  return _report_load(weight_UK, bias_E, load_E), load_E
+
+
+def _report_backward(load_E, dweight_UK):
+  return dweight_UK, load_E, None
+
+
+_report_load.defvjp(_report_forward, _report_backward)
+
+
+# Both directions of both permutations as gathers: autodiff would scatter, and
+# would add up a token's gradients in the dtype of the activations.
+@jax.custom_vjp
+def _send(x_UD, order_P, place_UK):
+  """Rows in the order of experts: one for each pair of token and expert."""
+  return x_UD[order_P // place_UK.shape[1]]
+
+
+def _send_forward(x_UD, order_P, place_UK):
+  return _send(x_UD, order_P, place_UK), place_UK
+
+
+def _send_backward(place_UK, dx_PD):
+  dx_UD = jnp.sum(dx_PD[place_UK], axis=1, dtype=jnp.float32)
+  return dx_UD.astype(dx_PD.dtype), None, None
+
+
+_send.defvjp(_send_forward, _send_backward)
+
+
+@jax.custom_vjp
+def _combine(y_PD, weight_UK, order_P, place_UK):
+  """The weighted sum of each token's K rows."""
+  del order_P
+  y_UKD = y_PD[place_UK].astype(jnp.float32)
+  return jnp.sum(weight_UK[..., None] * y_UKD, axis=1).astype(y_PD.dtype)
+
+
+def _combine_forward(y_PD, weight_UK, order_P, place_UK):
+  residuals = y_PD, weight_UK, order_P, place_UK
+  return _combine(*residuals), residuals
+
+
+def _combine_backward(residuals, dy_UD):
+  y_PD, weight_UK, order_P, place_UK = residuals
+  weight_P = jnp.reshape(weight_UK, -1)[order_P]
+  sent_PD = dy_UD[order_P // place_UK.shape[1]].astype(jnp.float32)
+  dy_PD = (weight_P[:, None] * sent_PD).astype(y_PD.dtype)
+  dweight_P = jnp.sum(sent_PD * y_PD.astype(jnp.float32), axis=1)
+  return dy_PD, dweight_P[place_UK], None, None
+
+
+_combine.defvjp(_combine_forward, _combine_backward)
