@@ -17,6 +17,7 @@ from attnres_jax import loss as loss_lib
 from attnres_jax import models
 from attnres_jax import optimizer as optimizer_lib
 from attnres_jax import sharding
+from attnres_jax.models import stack
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -111,7 +112,9 @@ def make_train_step(config: config_lib.RunConfig, mesh: Mesh) -> Step:
       tokens=tokens,
       finite=finite,
       skipped=skipped,
-      grad_norm_L=_norm_per_layer(gradient.layers),
+      grad_norm_L=stack.layer_norms(
+        gradient.sublayers, config.model.sublayer_kinds
+      ),
     )
     new_state = TrainState(
       step=state.step + 1, skipped=skipped, model=model, opt_state=opt_state
@@ -231,14 +234,6 @@ def _accumulate(config, mesh, model, batch):
   zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
   total, _ = jax.lax.scan(add, zeros, batches)
   return total
-
-
-def _norm_per_layer(layers: Any) -> jax.Array:
-  squares = [
-    jnp.sum(jnp.square(leaf), axis=tuple(range(1, leaf.ndim)))
-    for leaf in jax.tree.leaves(layers)
-  ]
-  return jnp.sqrt(sum(squares))
 
 
 def _rms(arrays: tuple[jax.Array, ...]) -> jax.Array:

@@ -58,8 +58,15 @@ _CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2")
 _IDENTITIES = ("name", "reduce_precision", "optimization_barrier")
 
 
+class _Value:
+  """What one evaluation of an equation computes, compared by identity."""
+
+  def __init__(self, aval: Any):
+    self.aval = aval
+
+
 def _origins(jaxpr: Any, known: dict[Any, Any]) -> list[Any]:
-  """For each output of `jaxpr`, the variable that was computed first."""
+  """For each output of `jaxpr`, the value that it is another name of."""
 
   def of(v):
     return v if hasattr(v, "val") else known[v]
@@ -77,7 +84,8 @@ def _origins(jaxpr: Any, known: dict[Any, Any]) -> list[Any]:
     elif name in _IDENTITIES or "CheckpointName" in str(equation.params):
       found = sources
     else:
-      found = outputs
+      # An inner jaxpr can be called twice: its variables then hold two values.
+      found = [_Value(v.aval) for v in outputs]
     known.update(zip(outputs, found))
   return [known[v] for v in jaxpr.outvars if not hasattr(v, "val")]
 

@@ -92,10 +92,10 @@ def test_decay_table(name):
     for path, decays in mask
   }
   expected = {"embedding.table": True, "embedding.head": True}
-  expected |= {f"layers.mlp.{n}": True for n in ("gate", "up", "down")}
+  expected |= {f"sublayers.mlp.core.{n}": True for n in ("gate", "up", "down")}
   names = ("query", "key", "value", "output")
-  expected |= {f"layers.mixer.{n}": True for n in names}
-  norms = ("layers.mixer_norm", "layers.mlp_norm", "final_norm")
+  expected |= {f"sublayers.attention.core.{n}": True for n in names}
+  norms = ("sublayers.attention.norm", "sublayers.mlp.norm", "final_norm")
   expected |= {f"{n}.gain": True for n in norms}
   if name != "prenorm":
     expected |= {f"residual.queries.{n}": False for n in ("query", "gain")}
@@ -109,7 +109,7 @@ def test_decay_alone():
   zeros = jax.tree.map(jnp.zeros_like, model)
   updates, _ = transform.update(zeros, transform.init(model), model)
   for found, params in (
-    (updates.layers, model.layers),
+    (updates.sublayers, model.sublayers),
     (updates.embedding, model.embedding),
     (updates.final_norm, model.final_norm),
   ):

@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from attnres_jax import models
+from attnres_jax.models import stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +79,8 @@ def _mean_rms(x_BTD: jax.Array) -> jax.Array:
 @jax.jit
 def _gradient(model, tokens_BT):
   loss, gradient = jax.value_and_grad(_cross_entropy)(model, tokens_BT)
-  squares = [
-    jnp.sum(jnp.square(leaf), axis=tuple(range(1, leaf.ndim)))
-    for leaf in jax.tree.leaves(gradient.layers)
-  ]
-  return loss, jnp.sqrt(sum(squares))
+  kinds = model.config.sublayer_kinds
+  return loss, stack.layer_norms(gradient.sublayers, kinds)
 
 
 def _cross_entropy(model, tokens_BT):

@@ -19,7 +19,11 @@ class SwiGLU(nnx.Module):
     self.up = nnx.Param(init(rngs.params(), (width, hidden), jnp.float32))
     self.down = nnx.Param(init(rngs.params(), (hidden, width), jnp.float32))
 
-  def __call__(self, x_BTD: jax.Array) -> jax.Array:
+  def __call__(
+    self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None = None
+  ) -> jax.Array:
+    """Maps every token by itself, so documents do not matter."""
+    del segment_ids_BT
     gate_BTF = linear.linear(x_BTD, self.gate[...])
     up_BTF = linear.linear(x_BTD, self.up[...])
     return linear.linear(jax.nn.silu(gate_BTF) * up_BTF, self.down[...])

@@ -2,8 +2,12 @@
 """The trunk: runs sublayers under a residual scheme it never looks into.
 
 Depth segments (the blocks of Block AttnRes) run in a Python loop, since each
-has more sources than the last. Inside a segment the transformer blocks are one
-`lax.scan` where the scheme's carry allows it, else a Python loop too.
+has more sources than the last. Inside a segment, sublayers that repeat a
+pattern are one `lax.scan` where the scheme's carry allows it, and the others a
+Python loop.
+
+The parameters come as one stacked module per kind of sublayer, in the order of
+depth; `kinds` says which kind each of the L sublayers is.
 
 Activation checkpointing keeps the contract of the paper's section 4: per
 sublayer its running state, per segment nothing but references to the completed
@@ -13,7 +17,8 @@ one, around a sublayer, sees to it that only one sublayer's intermediates are
 alive at a time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
 import functools
 from typing import Any
 
@@ -21,11 +26,13 @@ import jax
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
-from attnres_jax.models import layer as layer_lib
 from attnres_jax.models import linear
+from attnres_jax.models import pattern
+from attnres_jax.models import sublayer as sublayer_lib
 from attnres_jax.models.residuals import base
 
 Trace = base.Trace
+Sublayers = Mapping[str, sublayer_lib.Sublayer]
 
 
 def _remat_none(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,7 +62,8 @@ REMAT = {
 
 
 def run(
-  layers: layer_lib.Layer,
+  sublayers: Sublayers,
+  kinds: Sequence[str],
   residual: base.Residual,
   embedding_BTD: jax.Array,
   segment_ids_BT: jax.Array | None,
@@ -66,54 +74,49 @@ def run(
   """Runs all sublayers and returns h_out [B, T, D], before the final norm.
 
   Args:
-    layers: one module whose leaves carry a leading axis of transformer blocks.
+    sublayers: for each kind one module, whose leaves carry a leading axis over
+      the sublayers of that kind.
+    kinds: of the L sublayers.
     residual: the scheme.
     embedding_BTD: h_1 = v_0.
-    segment_ids_BT: document numbers that attention stays inside of, or None.
-    scan: scan over transformer blocks where the scheme allows it.
+    segment_ids_BT: document numbers that mixers stay inside of, or None.
+    scan: scan over sublayers that repeat, where the scheme allows it.
     remat: a key of `REMAT`.
   """
   around_segment, around_sublayer = config_lib.choose(
     "model.remat", remat, REMAT
   )
-  segments = residual.segments()
-  # Whole transformer blocks: no segment begins or ends between two sublayers.
-  whole = all(start % 2 == stop % 2 == 0 for start, stop in segments)
-  scanned = scan and residual.scannable and whole
+  apply = around_sublayer(functools.partial(_apply, residual))
+  segments = _plan(kinds, residual, scan)
   state = residual.init(embedding_BTD)
-  for (start, stop), (part, take) in zip(
-    segments, _parts(layers, segments, scanned, remat), strict=True
+  for segment, (source, take) in zip(
+    segments, _sources(sublayers, segments, remat), strict=True
   ):
     inside = functools.partial(
-      _scanned if scanned and stop - start > 2 else _unrolled,
-      take=take,
-      residual=residual,
-      start=start,
-      stop=stop,
-      segment_ids_BT=segment_ids_BT,
-      around_sublayer=around_sublayer,
+      _run_segment, segment, residual, take, apply, segment_ids_BT
     )
-    carry = around_segment(inside)(part, state)
-    state = residual.close(state, carry, stop)
+    carry = around_segment(inside)(source, state)
+    state = residual.close(state, carry, segment.stop)
   return residual.readout(state)
 
 
 def trace(
-  layers: layer_lib.Layer,
+  sublayers: Sublayers,
+  kinds: Sequence[str],
   residual: base.Residual,
   embedding_BTD: jax.Array,
   segment_ids_BT: jax.Array | None,
 ) -> Trace:
   """Runs the trunk like `run`; returns what every sublayer read and wrote."""
   values, reads = [embedding_BTD], []
-  singles = _unstack(layers, (residual.num_sublayers + 1) // 2)
+  singles = _in_order(sublayers, kinds)
   state = residual.init(embedding_BTD)
   for start, stop in residual.segments():
     carry, slots = residual.open(state, start, stop)
     for l, slot in enumerate(_unstack(slots, stop - start), start):
-      layer, kind = singles[l // 2], layer_lib.SUBLAYERS[l % 2]
       h_BTD = residual.read(carry, slot)
-      y_BTD = layer.core(kind, layer.norm(kind)(h_BTD), segment_ids_BT)
+      sublayer = singles[l]
+      y_BTD = sublayer.core(sublayer.norm(h_BTD), segment_ids_BT)
       carry = residual.write(carry, slot, y_BTD)
       reads.append(h_BTD)
       values.append(y_BTD)
@@ -121,94 +124,137 @@ def trace(
   return Trace(tuple(values), (*reads, residual.readout(state)))
 
 
-def _unrolled(
-  part: Any,
-  state: Any,
-  *,
-  take: Callable[[Any], Any],
+def layer_norms(sublayers: Sublayers, kinds: Sequence[str]) -> jax.Array:
+  """Euclidean norm of all leaves of each transformer block: [num_layers]."""
+  squares = {
+    kind: sum(
+      jnp.sum(jnp.square(leaf), axis=tuple(range(1, leaf.ndim)))
+      for leaf in jax.tree.leaves(stack)
+    )
+    for kind, stack in sublayers.items()
+  }
+  squares_L = jnp.stack(_in_order(squares, kinds))
+  return jnp.sqrt(jnp.sum(squares_L.reshape(-1, 2), axis=1))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Segment:
+  """Sublayers start..stop-1, which the scheme opens together, cut into runs."""
+
+  start: int
+  stop: int
+  runs: tuple[pattern.Run, ...]
+
+
+def _plan(
+  kinds: Sequence[str], residual: base.Residual, scan: bool
+) -> list[_Segment]:
+  cut = pattern.find_runs if scan and residual.scannable else pattern.no_runs
+  return [
+    _Segment(start, stop, cut(kinds[start:stop]))
+    for start, stop in residual.segments()
+  ]
+
+
+def _run_segment(
+  segment: _Segment,
   residual: base.Residual,
-  start: int,
-  stop: int,
+  take: Callable[[Any], list[Sublayers]],
+  apply: Callable[..., jax.Array],
   segment_ids_BT: jax.Array | None,
-  around_sublayer: Callable[..., Any],
+  source: Any,
+  state: Any,
 ) -> Any:
-  layers = _unstack(take(part), (stop + 1) // 2 - start // 2)
-  carry, slots = residual.open(state, start, stop)
-  for l, slot in enumerate(_unstack(slots, stop - start), start):
-    layer, kind = layers[l // 2 - start // 2], layer_lib.SUBLAYERS[l % 2]
-    sublayer = functools.partial(_sublayer, residual, kind)
-    y_BTD = around_sublayer(sublayer)(layer, carry, slot, segment_ids_BT)
-    carry = residual.write(carry, slot, y_BTD)
+  carry, slots = residual.open(state, segment.start, segment.stop)
+  slots = _split(slots, [run.length for run in segment.runs])
+  for run, part, run_slots in zip(segment.runs, take(source), slots):
+
+    def period(carry, xs, run=run):
+      part, slots = xs
+      for sublayer, slot in zip(
+        _in_order(part, run.kinds), _unstack(slots, len(run.kinds))
+      ):
+        y_BTD = apply(sublayer, carry, slot, segment_ids_BT)
+        carry = residual.write(carry, slot, y_BTD)
+      return carry, None
+
+    xs = part, run_slots
+    if run.repeats == 1:
+      carry, _ = period(carry, xs)
+    else:
+      carry, _ = jax.lax.scan(period, carry, _fold(xs, run.repeats))
   return carry
 
 
-def _scanned(
-  part: Any,
-  state: Any,
-  *,
-  take: Callable[[Any], Any],
+def _apply(
   residual: base.Residual,
-  start: int,
-  stop: int,
-  segment_ids_BT: jax.Array | None,
-  around_sublayer: Callable[..., Any],
-) -> Any:
-  carry, slots = residual.open(state, start, stop)
-  pair = (stop - start) // 2, 2
-  slots = jax.tree.map(lambda a: a.reshape(*pair, *a.shape[1:]), slots)
-
-  def transformer_block(carry, xs):
-    layer, layer_slots = xs
-    for kind, slot in zip(layer_lib.SUBLAYERS, _unstack(layer_slots, 2)):
-      sublayer = functools.partial(_sublayer, residual, kind)
-      y_BTD = around_sublayer(sublayer)(layer, carry, slot, segment_ids_BT)
-      carry = residual.write(carry, slot, y_BTD)
-    return carry, None
-
-  carry, _ = jax.lax.scan(transformer_block, carry, (take(part), slots))
-  return carry
-
-
-def _sublayer(
-  residual: base.Residual,
-  kind: str,
-  layer: layer_lib.Layer,
+  sublayer: sublayer_lib.Sublayer,
   carry: Any,
   slot: Any,
   segment_ids_BT: jax.Array | None,
 ) -> jax.Array:
-  x_BTD = residual.read_normed(carry, slot, layer.norm(kind))
-  return layer.core(kind, x_BTD, segment_ids_BT)
+  x_BTD = residual.read_normed(carry, slot, sublayer.norm)
+  return sublayer.core(x_BTD, segment_ids_BT)
 
 
-def _parts(
-  layers: layer_lib.Layer,
-  segments: tuple[tuple[int, int], ...],
-  scanned: bool,
-  remat: str,
-) -> list[tuple[Any, Callable[[Any], Any]]]:
-  """For each segment (part, take): take(part) are its transformer blocks.
+def _sources(
+  sublayers: Sublayers, segments: list[_Segment], remat: str
+) -> list[tuple[Any, Callable[[Any], list[Sublayers]]]]:
+  """For each segment (source, take): take(source) are the parts of its runs.
 
   The parts come from one split, whose gradient is one concatenation. Under
-  activation checkpointing each part is everything, cut inside of the
+  activation checkpointing each source is everything, cut inside of the
   checkpoint, which would keep a copy of whatever was cut outside.
   """
-  blocks = [slice(start // 2, (stop + 1) // 2) for start, stop in segments]
-  if remat != "none":
-    return [(layers, functools.partial(_cut, block)) for block in blocks]
-  if scanned:
-    parts = _split(layers, [block.stop - block.start for block in blocks])
-    return [(part, _same) for part in parts]
-  singles = _unstack(layers, blocks[-1].stop)
-  return [(singles[block], _same) for block in blocks]
+  if remat == "none":
+    runs = [run for segment in segments for run in segment.runs]
+    parts: list[dict[str, Any]] = [{} for _ in runs]
+    for kind, stack in sublayers.items():
+      having = [i for i, run in enumerate(runs) if run.count(kind)]
+      sizes = [runs[i].count(kind) for i in having]
+      for i, part in zip(having, _split(stack, sizes), strict=True):
+        parts[i][kind] = part
+    remaining = iter(parts)
+    return [([next(remaining) for _ in s.runs], _same) for s in segments]
+
+  sources, begin = [], dict.fromkeys(sublayers, 0)
+  for segment in segments:
+    cuts = []
+    for run in segment.runs:
+      end = {kind: begin[kind] + run.count(kind) for kind in begin}
+      cuts.append({k: slice(begin[k], end[k]) for k in set(run.kinds)})
+      begin = end
+    sources.append((sublayers, functools.partial(_cut, cuts)))
+  return sources
 
 
-def _same(part: Any) -> Any:
-  return part
+def _same(source: Any) -> Any:
+  return source
 
 
-def _cut(block: slice, tree: Any) -> Any:
-  return jax.tree.map(lambda a: a[block], tree)
+def _cut(cuts: list[dict[str, slice]], sublayers: Sublayers) -> list[Sublayers]:
+  def cut_one(kind: str, where: slice) -> sublayer_lib.Sublayer:
+    return jax.tree.map(lambda a: a[where], sublayers[kind])
+
+  return [
+    {kind: cut_one(kind, where) for kind, where in cut.items()} for cut in cuts
+  ]
+
+
+def _in_order(stacks: Mapping[str, Any], kinds: Sequence[str]) -> list[Any]:
+  """Takes the stacks of all kinds apart, into the order of `kinds`."""
+  singles = {
+    kind: iter(_unstack(stacks[kind], kinds.count(kind)))
+    for kind in dict.fromkeys(kinds)
+  }
+  return [next(singles[kind]) for kind in kinds]
+
+
+def _fold(tree: Any, repeats: int) -> Any:
+  """Leading axes of repeats * n become two, repeats and n."""
+  return jax.tree.map(
+    lambda a: a.reshape(repeats, a.shape[0] // repeats, *a.shape[1:]), tree
+  )
 
 
 def _split(tree: Any, sizes: list[int]) -> list[Any]:
@@ -223,7 +269,7 @@ def _split(tree: Any, sizes: list[int]) -> list[Any]:
 
 def _unstack(tree: Any, count: int) -> list[Any]:
   """One tree for each of the `count` indices of the leading axis."""
-  if isinstance(tree, list):
-    return tree
-  parts = _split(tree, [1] * count)
-  return [jax.tree.map(lambda a: jnp.squeeze(a, 0), part) for part in parts]
+  return [
+    jax.tree.map(lambda a: jnp.squeeze(a, 0), part)
+    for part in _split(tree, [1] * count)
+  ]

@@ -3,13 +3,14 @@
 
 from flax import nnx
 import jax
+import numpy as np
 
 from attnres_jax import config as config_lib
 from attnres_jax.models import embedding
-from attnres_jax.models import layer
 from attnres_jax.models import norm
 from attnres_jax.models import residuals
 from attnres_jax.models import stack
+from attnres_jax.models import sublayer
 
 
 class Transformer(nnx.Module):
@@ -18,7 +19,8 @@ class Transformer(nnx.Module):
   Attributes:
     config: the shape of the network.
     embedding: token vectors and output head.
-    layers: ONE module; every leaf has a leading axis of transformer blocks.
+    sublayers: for each kind of sublayer ONE module; every leaf has a leading
+      axis over the sublayers of that kind, in the order of depth.
     residual: the scheme that connects the sublayers.
     final_norm: between the scheme's readout and the head.
   """
@@ -26,10 +28,14 @@ class Transformer(nnx.Module):
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     self.config = config
     self.embedding = embedding.Embedding(config, rngs=rngs)
-    keys = jax.random.split(rngs.params(), config.num_layers)
-    self.layers = jax.vmap(
-      lambda key: layer.Layer(config, rngs=nnx.Rngs(params=key))
-    )(keys)
+    kinds = np.asarray(config.sublayer_kinds)
+    keys_L = jax.random.split(rngs.params(), config.num_sublayers)
+    self.sublayers = nnx.Dict(
+      {
+        kind: sublayer.build_stack(kind, config, keys_L[kinds == kind])
+        for kind in dict.fromkeys(config.sublayer_kinds)
+      }
+    )
     self.residual = residuals.build_residual(config)
     self.final_norm = norm.RMSNorm(config.width, config.norm_eps)
 
@@ -49,7 +55,8 @@ class Transformer(nnx.Module):
   ) -> jax.Array:
     """States [B, T, D] after the final norm: what the head reads."""
     h_BTD = stack.run(
-      self.layers,
+      self.sublayers,
+      self.config.sublayer_kinds,
       self.residual,
       self.embedding.encode(tokens_BT),
       segment_ids_BT,
@@ -63,7 +70,8 @@ class Transformer(nnx.Module):
   ) -> stack.Trace:
     """Sublayer outputs v_0..v_L and reads h_1..h_L, h_out, for analysis."""
     return stack.trace(
-      self.layers,
+      self.sublayers,
+      self.config.sublayer_kinds,
       self.residual,
       self.embedding.encode(tokens_BT),
       segment_ids_BT,

@@ -49,6 +49,6 @@ def test_gradient_norm_per_block(name):
   value, gradient = loss(model)
   np.testing.assert_allclose(found.loss, value, rtol=1e-5)
   for t in range(3):
-    flat = [np.ravel(leaf[t]) for leaf in jax.tree.leaves(gradient.layers)]
+    flat = [np.ravel(leaf[t]) for leaf in jax.tree.leaves(gradient.sublayers)]
     norm = np.linalg.norm(np.concatenate(flat))
     np.testing.assert_allclose(found.grad_norm[t], norm, rtol=1e-4)

@@ -35,7 +35,7 @@ def test_transformer_blocks(num_sublayers, block_size, form):
     "block_attnres", num_sublayers, block_size=block_size, form=form
   )
   expected = trunks.fig2(
-    layers.sublayers(num_sublayers),
+    trunks.functions(layers, num_sublayers),
     trunks.folded(module),
     embedding,
     block_size,
@@ -54,7 +54,7 @@ def test_boundary_at_any_sublayer(num_sublayers, block_size, form):
     "block_attnres", num_sublayers, block_size=block_size, form=form
   )
   expected = trunks.fig2_per_sublayer(
-    layers.sublayers(num_sublayers),
+    trunks.functions(layers, num_sublayers),
     trunks.folded(module),
     embedding,
     block_size,
@@ -72,7 +72,7 @@ def test_gradients(num_sublayers, block_size, form):
 
   def oracle(layers, module, embedding):
     h = trunks.fig2_per_sublayer(
-      layers.sublayers(num_sublayers),
+      trunks.functions(layers, num_sublayers),
       trunks.folded(module),
       embedding,
       block_size,
@@ -91,7 +91,12 @@ def test_gradients(num_sublayers, block_size, form):
 def test_listing_is_equation_6(block_size):
   layers, embedding = trunks.toy(12)
   u = np.random.default_rng(4).standard_normal((13, trunks.WIDTH))
-  arguments = layers.sublayers(12), jnp.asarray(u), embedding, block_size
+  arguments = (
+    trunks.functions(layers, 12),
+    jnp.asarray(u),
+    embedding,
+    block_size,
+  )
   expected = trunks.block_attnres(*arguments)
   _assert_close(trunks.fig2(*arguments), expected, 1e-13)
   _assert_close(trunks.fig2_per_sublayer(*arguments), expected, 1e-13)
@@ -102,7 +107,7 @@ def test_embedding_is_one_source_not_two():
   # as in the partial sum, which counts it twice for the whole network.
   layers, embedding = trunks.toy(4)
   module = trunks.scheme("block_attnres", 4, block_size=4)
-  u, f = trunks.folded(module), layers.sublayers(4)
+  u, f = trunks.folded(module), trunks.functions(layers, 4)
   values = [embedding]
   for l in range(4):
     partial = [sum(values[1:])] if l else []
@@ -116,6 +121,6 @@ def test_full_attnres_is_equations_1_to_4():
   for fields in (dict(form="one_softmax"), dict(schedule_size=3)):
     module = trunks.scheme("full_attnres", 7, **fields)
     expected = trunks.full_attnres(
-      layers.sublayers(7), trunks.folded(module), embedding
+      trunks.functions(layers, 7), trunks.folded(module), embedding
     )
     _assert_close(_run(layers, module, embedding), expected)

@@ -236,7 +236,7 @@ def test_zero_queries_are_the_prenorm_network(name, fields):
   layers, embedding = trunks.toy(12, eps=0.0)
   # Not quite 0: the empty partial sum of a block is scored (with weight 0).
   twin = trunks.scheme(name, 12, scale=0.0, eps=1e-30, **fields)
-  expected = trunks.prenorm(layers.sublayers(12), embedding)
+  expected = trunks.prenorm(trunks.functions(layers, 12), embedding)
   expected = trunks.rms_norm(expected, 0.0)
   plain = _normed_output(layers, trunks.scheme("prenorm", 12), embedding)
   _close(plain[0], expected, 1e-13)

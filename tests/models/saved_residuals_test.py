@@ -32,9 +32,17 @@ def _saved(remat, dtype="float32", scan=True, **residual):
   embedding = jnp.ones((1, TOKENS, WIDTH), dtype)
 
   def trunk(layers, residual, embedding):
-    return stack.run(layers, residual, embedding, None, scan=scan, remat=remat)
+    return stack.run(
+      layers,
+      config.sublayer_kinds,
+      residual,
+      embedding,
+      None,
+      scan=scan,
+      remat=remat,
+    )
 
-  kept = jaxprs.saved(trunk, model.layers, model.residual, embedding)
+  kept = jaxprs.saved(trunk, model.sublayers, model.residual, embedding)
   return kept, len(model.residual.segments())
 
 

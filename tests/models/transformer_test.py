@@ -94,19 +94,19 @@ def _numpy_logits(model, tokens, segments):
   head = table.T if config.tie_embeddings else wide(model.embedding.head)
 
   def sublayer(l):
-    layer = jax.tree.map(
-      lambda a: np.asarray(a[l // 2], np.float64), model.layers
+    kind = ("attention", "mlp")[l % 2]
+    part = jax.tree.map(
+      lambda a: np.asarray(a[l // 2], np.float64), model.sublayers[kind]
     )
-    if l % 2 == 0:
+    gain = np.asarray(part.norm.gain[...])
+    if kind == "attention":
       names = ("query", "key", "value", "output")
-      p = {n: np.asarray(getattr(layer.mixer, n)[...]) for n in names}
-      gain = np.asarray(layer.mixer_norm.gain[...])
+      p = {n: np.asarray(getattr(part.core, n)[...]) for n in names}
       core = lambda x: _numpy_attention(x, p, config, segments)
     else:
       gate, up, down = (
-        np.asarray(getattr(layer.mlp, n)[...]) for n in ("gate", "up", "down")
+        np.asarray(getattr(part.core, n)[...]) for n in ("gate", "up", "down")
       )
-      gain = np.asarray(layer.mlp_norm.gain[...])
       core = lambda x: (x @ gate / (1 + np.exp(-(x @ gate))) * (x @ up)) @ down
     return lambda h: core(_numpy_norm(h, gain, config.norm_eps))
 
@@ -180,7 +180,13 @@ def test_gradients_are_causal(name):
 
     def output(embedding):
       h = stack.run(
-        model.layers, model.residual, embedding, None, scan=True, remat="none"
+        model.sublayers,
+        model.config.sublayer_kinds,
+        model.residual,
+        embedding,
+        None,
+        scan=True,
+        remat="none",
       )
       return jnp.sum(jnp.take(h, t, axis=1) * jnp.arange(16.0)[None, :])
 
@@ -212,14 +218,15 @@ def test_documents_do_not_see_each_other(name):
 def test_grouped_queries_are_repeated_heads():
   grouped = _model("prenorm", num_kv_heads=2)
   plain = _model("prenorm", num_kv_heads=4)
-  for part in ("embedding", "layers", "final_norm"):
+  for part in ("embedding", "sublayers", "final_norm"):
     setattr(plain, part, getattr(grouped, part))
   for name in ("key", "value"):
-    matrix = getattr(grouped.layers.mixer, name)[...]
+    matrix = getattr(grouped.sublayers.attention.core, name)[...]
     assert matrix.shape == (3, 16, 2, 4)
-    plain_matrix = getattr(plain.layers.mixer, name)
+    attention = plain.sublayers.attention.core
+    plain_matrix = getattr(attention, name)
     repeated = jnp.repeat(matrix, 2, axis=2)
-    setattr(plain.layers.mixer, name, type(plain_matrix)(repeated))
+    setattr(attention, name, type(plain_matrix)(repeated))
   tokens = _tokens()
   np.testing.assert_allclose(
     _logits(plain, tokens), _logits(grouped, tokens), rtol=0, atol=1e-5
@@ -313,10 +320,9 @@ def test_trace_is_what_the_network_did(name):
     atol=1e-4,
   )
   for l in range(6):
-    layer = jax.tree.map(lambda a, l=l: a[l // 2], model.layers)
-    kind = ("mixer", "mlp")[l % 2]
-    x = layer.norm(kind)(trace.reads[l])
-    output = layer.core(kind, x, None)
+    kind = ("attention", "mlp")[l % 2]
+    part = jax.tree.map(lambda a, l=l: a[l // 2], model.sublayers[kind])
+    output = part.core(part.norm(trace.reads[l]), None)
     np.testing.assert_allclose(trace.values[l + 1], output, rtol=0, atol=1e-4)
 
 
@@ -353,11 +359,12 @@ def test_initial_scale_and_independent_layers():
     BASE_BLOCKS, width=64, num_layers=2, mlp_width=96, init_std=0.02
   )
   model = models.build_model(config)
-  for leaf in jax.tree.leaves((model.layers.mixer, model.layers.mlp)):
+  attention, mlp = model.sublayers.attention, model.sublayers.mlp
+  for leaf in jax.tree.leaves((attention.core, mlp.core)):
     assert abs(float(jnp.std(leaf)) / 0.02 - 1) < 0.1
     assert abs(float(jnp.mean(leaf))) < 0.002
     assert jnp.abs(leaf[0] - leaf[1]).max() > 0.02
-  for gain in jax.tree.leaves((model.layers.mlp_norm, model.final_norm)):
+  for gain in jax.tree.leaves((mlp.norm, model.final_norm)):
     np.testing.assert_array_equal(gain, 1.0)
   np.testing.assert_array_equal(model.residual.queries.query[...], 0.0)
   np.testing.assert_array_equal(model.residual.queries.gain[...], 1.0)

@@ -25,46 +25,51 @@ WIDTH = 6
 EPS = 1e-6
 
 
+KINDS = ("mixer", "mlp")
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ToyLayer:
-  """Two sublayers: causal running mean then tanh, and tanh alone."""
+class ToySublayer:
+  """A causal running mean then tanh (a mixer), or tanh alone (an MLP)."""
 
-  gain: jax.Array  # [L / 2, 2, D]
-  matrix: jax.Array  # [L / 2, 2, D, D]
-  eps: float = dataclasses.field(default=EPS, metadata=dict(static=True))
+  gain: jax.Array  # [L / 2, D]
+  matrix: jax.Array  # [L / 2, D, D]
+  kind: str = dataclasses.field(metadata=dict(static=True))
+  eps: float = dataclasses.field(metadata=dict(static=True))
 
-  def norm(self, kind):
-    gain = self.gain[0 if kind == "mixer" else 1]
-    return lambda h: rms_norm(h, self.eps) * gain[None, None, :]
+  def norm(self, h):
+    return rms_norm(h, self.eps) * self.gain[None, None, :]
 
-  def core(self, kind, x, segment_ids):
+  def core(self, x, segment_ids):
     del segment_ids
-    if kind == "mixer":
+    if self.kind == "mixer":
       x = jnp.cumsum(x, axis=1)
-      return jnp.tanh(x @ self.matrix[0])
-    return jnp.tanh(x @ self.matrix[1])
+    return jnp.tanh(x @ self.matrix)
 
-  def sublayers(self, count):
-    """f_1, ..., f_count as functions of h, each behind its pre-norm."""
 
-    def sublayer(l):
-      layer = jax.tree.map(lambda a: a[l // 2], self)
-      kind = ("mixer", "mlp")[l % 2]
-      return lambda h: layer.core(kind, layer.norm(kind)(h), None)
+def functions(layers, count):
+  """f_1, ..., f_count as functions of h, each behind its pre-norm."""
 
-    return [sublayer(l) for l in range(count)]
+  def function(l):
+    toy = jax.tree.map(lambda a: a[l // 2], layers[KINDS[l % 2]])
+    return lambda h: toy.core(toy.norm(h), None)
+
+  return [function(l) for l in range(count)]
 
 
 def toy(num_sublayers, seed=0, eps=EPS):
   """(layers, embedding [2, 3, D]) of random float64 numbers."""
   rng = np.random.default_rng(seed)
-  count = -(-num_sublayers // 2)
-  layers = ToyLayer(
-    gain=jnp.asarray(1 + 0.3 * rng.standard_normal((count, 2, WIDTH))),
-    matrix=jnp.asarray(rng.standard_normal((count, 2, WIDTH, WIDTH))),
-    eps=eps,
-  )
+  layers = {}
+  for i, kind in enumerate(KINDS[:num_sublayers]):
+    count = (num_sublayers + 1 - i) // 2
+    layers[kind] = ToySublayer(
+      gain=jnp.asarray(1 + 0.3 * rng.standard_normal((count, WIDTH))),
+      matrix=jnp.asarray(rng.standard_normal((count, WIDTH, WIDTH))),
+      kind=kind,
+      eps=eps,
+    )
   return layers, jnp.asarray(rng.standard_normal((2, 3, WIDTH)))
 
 
@@ -89,7 +94,10 @@ def scheme(name, num_sublayers, *, seed=1, scale=1.0, eps=EPS, **fields):
 
 
 def run(layers, module, embedding, *, scan=True, remat="none"):
-  return stack.run(layers, module, embedding, None, scan=scan, remat=remat)
+  kinds = tuple(KINDS[l % 2] for l in range(module.num_sublayers))
+  return stack.run(
+    layers, kinds, module, embedding, None, scan=scan, remat=remat
+  )
 
 
 @functools.partial(jax.jit, static_argnames=("scan", "remat"))

@@ -39,7 +39,7 @@ def _model(name, **fields):
 
 def _copy_weights(source, target):
   """`target` with the embedding, layers, final norm and head of `source`."""
-  target.embedding, target.layers = source.embedding, source.layers
+  target.embedding, target.sublayers = source.embedding, source.sublayers
   target.final_norm = source.final_norm
   return target
 
@@ -51,7 +51,7 @@ def _logits_and_gradient(model, tokens):
     return trunks.score(logits), logits
 
   gradient, logits = jax.grad(value, has_aux=True)(model)
-  parts = (gradient.embedding, gradient.layers, gradient.final_norm)
+  parts = (gradient.embedding, gradient.sublayers, gradient.final_norm)
   return logits, parts, gradient.residual
 
 
@@ -106,7 +106,7 @@ class TestDeadParameters:
 @pytest.mark.parametrize("name", list(residuals.RESIDUALS))
 def test_same_seed_same_weights_under_every_scheme(name):
   plain, other = _model("prenorm"), _model(name, num_blocks=2)
-  for part in ("embedding", "layers", "final_norm"):
+  for part in ("embedding", "sublayers", "final_norm"):
     expected = jax.tree.leaves(getattr(plain, part))
     for a, b in zip(jax.tree.leaves(getattr(other, part)), expected):
       np.testing.assert_array_equal(np.asarray(a), np.asarray(b))

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sublayer: a mixer or an MLP behind a pre-norm of its own.
+
+f_l(h) = Core_l(Norm_l(h)), without any skip connection: what it reads and where
+its output goes is the residual scheme's affair (spec: "layer = sublayer",
+arXiv:2603.15031 section 2).
+"""
+
+from collections.abc import Callable, Mapping
+
+from flax import nnx
+import jax
+
+from attnres_jax import config as config_lib
+from attnres_jax.models import mixers
+from attnres_jax.models import mlp
+from attnres_jax.models import norm as norm_lib
+
+# Kind -> module that maps the normalised input x_BTD, and the document numbers
+# segment_ids_BT or None, to y_BTD.
+CORES: Mapping[str, Callable[..., nnx.Module]] = {
+  "attention": mixers.Attention,
+  "mlp": mlp.SwiGLU,
+}
+
+
+class Sublayer(nnx.Module):
+  """One sublayer of the given kind, a key of `CORES`."""
+
+  def __init__(
+    self, kind: str, config: config_lib.ModelConfig, *, rngs: nnx.Rngs
+  ):
+    self.norm = norm_lib.RMSNorm(config.width, config.norm_eps)
+    core = config_lib.choose("model.mixers", kind, CORES)
+    self.core = core(config, rngs=rngs)
+
+
+def build_stack(
+  kind: str, config: config_lib.ModelConfig, keys: jax.Array
+) -> Sublayer:
+  """ONE module whose leaves have a leading axis, a sublayer for each key."""
+  return jax.vmap(
+    lambda key: Sublayer(kind, config, rngs=nnx.Rngs(params=key))
+  )(keys)

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of sublayers cover the depth in order, and find what repeats."""
+
+import itertools
+
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax.models import pattern
+
+
+def _spelled(runs):
+  return "".join("".join(run.kinds) * run.repeats for run in runs)
+
+
+@pytest.mark.parametrize(
+  "kinds,expected",
+  [
+    ("", []),
+    ("a", [("a", 1)]),
+    ("ab", [("a", 1), ("b", 1)]),
+    ("aa", [("a", 2)]),
+    ("ababab", [("ab", 3)]),
+    ("aaaaaa", [("a", 6)]),
+    ("ababa", [("ab", 2), ("a", 1)]),
+    ("babab", [("ba", 2), ("b", 1)]),
+    # The whole pattern twice rather than its first pair twice.
+    ("ababcdababcd", [("ababcd", 2)]),
+    ("xababcb", [("x", 1), ("ab", 2), ("c", 1), ("b", 1)]),
+  ],
+)
+def test_examples(kinds, expected):
+  runs = pattern.find_runs(kinds)
+  assert [("".join(run.kinds), run.repeats) for run in runs] == expected
+
+
+def test_runs_cover_every_sequence():
+  for length in range(8):
+    for kinds in itertools.product("abc", repeat=length):
+      for runs in (pattern.find_runs(kinds), pattern.no_runs(kinds)):
+        assert _spelled(runs) == "".join(kinds)
+        assert sum(run.length for run in runs) == length
+        for kind in "abc":
+          count = sum(run.count(kind) for run in runs)
+          assert count == kinds.count(kind)
+
+
+def test_the_48b_pattern_compiles_few_sublayers():
+  model = config_lib.ModelConfig(
+    num_layers=27,
+    mixers=("kda", "kda", "kda", "mla"),
+    last_mixer="mla",
+    moe=config_lib.MoeConfig(
+      num_experts=256, expert_width=1024, dense_layers=1
+    ),
+  )
+  whole = pattern.find_runs(model.sublayer_kinds)
+  assert [(len(run.kinds), run.repeats) for run in whole] == [
+    (1, 1), (1, 1), (8, 6), (1, 1), (1, 1), (1, 1), (1, 1),
+  ]  # fmt: skip
+  blocks = [
+    pattern.find_runs(model.sublayer_kinds[i : i + 6]) for i in range(0, 54, 6)
+  ]
+  bodies = sum(len(run.kinds) for runs in blocks for run in runs)
+  assert bodies < 54
