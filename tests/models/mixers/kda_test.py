@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kda against its definition, token by token in float64."""
+
+import math
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax.models import mixers
+
+BATCH, TOKENS, WIDTH, HEADS, HEAD = 2, 12, 24, 3, 8
+EPS = 1e-5
+
+
+def _config(dtype="float32", chunk_size=4):
+  return config_lib.ModelConfig(
+    width=WIDTH,
+    num_layers=1,
+    mixers=("kda",),
+    num_heads=HEADS,
+    norm_eps=EPS,
+    init_std=WIDTH**-0.5,
+    dtype=dtype,
+    kda=config_lib.KdaConfig(
+      head_width=HEAD, gate_rank=5, chunk_size=chunk_size
+    ),
+  )
+
+
+def _module(**kwargs):
+  module = mixers.Kda(_config(**kwargs), rngs=nnx.Rngs(params=3))
+  # The gain starts at one, where it could be missing.
+  gain = jnp.linspace(0.5, 2.0, HEAD)
+  module.out_norm.gain[...] = gain
+  return module
+
+
+def _inputs(dtype="float32"):
+  return jax.random.normal(jax.random.key(1), (BATCH, TOKENS, WIDTH), dtype)
+
+
+def _definition(module, x_TD):
+  """One sequence, straight from the formulas."""
+  weights = jax.tree.map(
+    lambda w: np.asarray(w, np.float64), nnx.to_pure_dict(nnx.state(module))
+  )
+  x_TD = np.asarray(x_TD, np.float64)
+  sigmoid = lambda x: 1 / (1 + np.exp(-x))
+
+  def feature(name):
+    raw_TNH = np.einsum("td,dnh->tnh", x_TD, weights[name])
+    taps_KNH = weights[f"{name}_conv"]
+    mixed_TNH = np.zeros_like(raw_TNH)
+    for t in range(len(x_TD)):
+      for back in range(4):
+        if t - back >= 0:
+          mixed_TNH[t] += taps_KNH[3 - back] * raw_TNH[t - back]
+    return mixed_TNH * sigmoid(mixed_TNH)
+
+  def unit(x_TNH):
+    return x_TNH / np.sqrt((x_TNH**2).sum(-1, keepdims=True) + 1e-6)
+
+  q_TNH, k_TNH = unit(feature("query")), unit(feature("key"))
+  v_TNH = feature("value")
+  low_TR = x_TD @ weights["decay_down"]
+  raw_TNH = np.einsum("tr,rnh->tnh", low_TR, weights["decay_up"])
+  step_TNH = np.log1p(np.exp(raw_TNH + weights["dt_bias"]))
+  alpha_TNH = np.exp(-np.exp(weights["a_log"])[:, None] * step_TNH)
+  beta_TN = sigmoid(x_TD @ weights["beta"])
+  gate_TR = x_TD @ weights["gate_down"]
+  gate_TNH = sigmoid(np.einsum("tr,rnh->tnh", gate_TR, weights["gate_up"]))
+  y_TD = np.zeros_like(x_TD)
+  for n in range(HEADS):
+    state_HV = np.zeros((HEAD, HEAD))
+    for t in range(len(x_TD)):
+      k_H = k_TNH[t, n]
+      remove_HH = np.eye(HEAD) - beta_TN[t, n] * np.outer(k_H, k_H)
+      state_HV = remove_HH @ np.diag(alpha_TNH[t, n]) @ state_HV
+      state_HV += beta_TN[t, n] * np.outer(k_H, v_TNH[t, n])
+      o_V = state_HV.T @ q_TNH[t, n] / math.sqrt(HEAD)
+      rms = np.sqrt((o_V**2).mean() + EPS)
+      o_V = gate_TNH[t, n] * (o_V / rms * weights["out_norm"]["gain"])
+      y_TD[t] += o_V @ weights["output"][n]
+  return y_TD
+
+
+_apply = jax.jit(lambda module, x, segments=None: module(x, segments))
+_extend = jax.jit(lambda module, x, state: module.extend(x, state))
+
+
+def _assert_close(found, expected, tolerance=2e-5):
+  scale = np.abs(expected).max()
+  np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 5, 16])
+def test_is_its_definition(chunk_size):
+  module, x_BTD = _module(chunk_size=chunk_size), _inputs()
+  expected = np.stack([_definition(module, x_TD) for x_TD in x_BTD])
+  _assert_close(_apply(module, x_BTD), expected)
+
+
+def test_packed_documents_do_not_meet():
+  module, x_BTD = _module(), _inputs()
+  # The second document is shorter than the convolution.
+  segments_T = np.array([1] * 6 + [2] * 2 + [3] * 4)
+  found = _apply(module, x_BTD, jnp.tile(segments_T, (BATCH, 1)))
+  for segment in (1, 2, 3):
+    inside = segments_T == segment
+    for b in range(BATCH):
+      _assert_close(found[b, inside], _definition(module, x_BTD[b, inside]))
+  assert np.abs(found - _apply(module, x_BTD)).max() > 1e-3
+
+
+def test_gradients_of_packed_documents():
+  """As those of separate documents, for weights and inputs."""
+  module, x_BTD = _module(), _inputs()[:1]
+  half = TOKENS // 2
+  segments = jnp.array([[1] * half + [2] * half])
+
+  def packed(module, x_BTD):
+    return jnp.sum(jnp.sin(module(x_BTD, segments)))
+
+  def separate(module, x_BTD):
+    return jnp.sum(jnp.sin(module(jnp.reshape(x_BTD, (2, half, WIDTH)))))
+
+  found = jax.jit(jax.grad(packed, argnums=(0, 1)))(module, x_BTD)
+  expected = jax.jit(jax.grad(separate, argnums=(0, 1)))(module, x_BTD)
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
+    assert np.abs(b).max() > 0
+    _assert_close(a, b, 1e-4)
+
+
+def test_is_causal():
+  module, x_BTD = _module(), _inputs()[:1]
+  jacobian_TTD = jax.jit(
+    jax.jacrev(lambda x_TD: jnp.sum(module(x_TD[None])[0], axis=1))
+  )(x_BTD[0])
+  reach_TS = np.abs(jacobian_TTD).max(-1)
+  assert np.all(np.triu(reach_TS, 1) == 0)
+  assert np.all(np.diag(reach_TS) > 0) and reach_TS[-1, 0] > 0
+
+
+def test_endless_decay_leaves_the_convolution():
+  """With g -> -inf a token sees what its own q, k and v are made of."""
+  module, x_BTD = _module(), _inputs()[:1]
+  module.dt_bias[...] = jnp.full((HEADS, HEAD), 1e5)
+  jacobian_TTD = jax.jit(
+    jax.jacrev(lambda x_TD: jnp.sum(module(x_TD[None])[0], axis=1))
+  )(x_BTD[0])
+  seen_TS = np.abs(jacobian_TTD).max(-1) > 0
+  t, s = np.indices(seen_TS.shape)
+  np.testing.assert_array_equal(seen_TS, (s <= t) & (s > t - 4))
+
+
+@pytest.mark.parametrize("pieces", [[12], [1] * 12, [2, 1, 7, 2], [9, 3]])
+def test_any_cut_of_a_sequence_is_the_same(pieces):
+  module, x_BTD = _module(), _inputs()
+  state, outputs, start = module.init_state(BATCH), [], 0
+  for length in pieces:
+    y, state = _extend(module, x_BTD[:, start : start + length], state)
+    outputs.append(y)
+    start += length
+  assert start == TOKENS
+  _assert_close(np.concatenate(outputs, axis=1), _apply(module, x_BTD))
+  assert state.memory_BNHV.dtype == jnp.float32
+  assert state.key_BKNH.shape == (BATCH, 3, HEADS, HEAD)
+
+
+def test_bfloat16():
+  module, wide = _module(dtype="bfloat16"), _module()
+  x_BTD = _inputs("bfloat16")
+  found = _apply(module, x_BTD)
+  assert found.dtype == jnp.bfloat16
+  expected = _apply(wide, x_BTD.astype(jnp.float32))
+  _assert_close(found.astype(jnp.float32), expected, 0.03)
+  gradient = jax.jit(
+    jax.grad(lambda module: jnp.sum(module(x_BTD).astype(jnp.float32)))
+  )(module)
+  for leaf in jax.tree.leaves(gradient):
+    assert leaf.dtype == jnp.float32
+    assert np.any(leaf != leaf.astype(jnp.bfloat16).astype(jnp.float32))
+  y, state = _extend(module, x_BTD[:, :1], module.init_state(BATCH))
+  _assert_close(y.astype(jnp.float32), expected[:, :1], 0.03)
+  assert state.query_BKNH.dtype == jnp.bfloat16
+
+
+def test_initial_gates_are_in_their_ranges():
+  config = config_lib.ModelConfig(
+    width=8, num_layers=1, mixers=("kda",), num_heads=64
+  )
+  module = mixers.Kda(config, rngs=nnx.Rngs(params=0))
+  rate = np.exp(module.a_log[...])
+  assert 1 <= rate.min() < 3 and 14 < rate.max() <= 16
+  step = jax.nn.softplus(module.dt_bias[...])
+  assert 0.99e-3 < step.min() < 1.01e-3 and 0.099 < step.max() < 0.1001
+  # Log-uniform: as many below the geometric mean as above.
+  np.testing.assert_allclose(np.mean(np.log(step)), np.log(1e-2), atol=0.05)
+
+
+def test_parameters_at_full_size():
+  config = config_lib.ModelConfig(
+    width=2304, num_layers=1, mixers=("kda",), num_heads=32
+  )
+  module = jax.eval_shape(lambda: mixers.Kda(config, rngs=nnx.Rngs(params=0)))
+  leaves = jax.tree.leaves(module)
+  assert sum(math.prod(leaf.shape) for leaf in leaves) == 39_514_272
+  assert all(leaf.dtype == jnp.float32 for leaf in leaves)

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mla against its definition in float64, and its forms against each other."""
+
+import math
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax.models import mixers
+
+BATCH, TOKENS, WIDTH, HEADS = 2, 12, 24, 3
+RANK, OWN, SHARED, VALUE = 10, 6, 4, 5
+
+
+def _config(dtype="float32"):
+  return config_lib.ModelConfig(
+    width=WIDTH,
+    num_layers=1,
+    mixers=("mla",),
+    num_heads=HEADS,
+    init_std=WIDTH**-0.5,
+    dtype=dtype,
+    mla=config_lib.MlaConfig(
+      latent_rank=RANK,
+      nope_width=OWN,
+      shared_width=SHARED,
+      value_width=VALUE,
+    ),
+  )
+
+
+def _module(**kwargs):
+  module = mixers.Mla(_config(**kwargs), rngs=nnx.Rngs(params=3))
+  module.latent_norm.gain[...] = jnp.linspace(0.5, 2.0, RANK)
+  return module
+
+
+def _inputs(dtype="float32"):
+  x = jax.random.normal(jax.random.key(1), (BATCH, TOKENS, WIDTH))
+  return (2 * x).astype(dtype)
+
+
+def _definition(module, x_TD):
+  """One sequence, straight from the formulas."""
+  weights = jax.tree.map(
+    lambda w: np.asarray(w, np.float64), nnx.to_pure_dict(nnx.state(module))
+  )
+  x_TD = np.asarray(x_TD, np.float64)
+  latent_TR, shared_TH = np.split(x_TD @ weights["compress"], [RANK], axis=1)
+  rms_T1 = np.sqrt((latent_TR**2).mean(1, keepdims=True) + 1e-6)
+  latent_TR = latent_TR / rms_T1 * weights["latent_norm"]["gain"]
+  y_TD = np.zeros_like(x_TD)
+  for n in range(HEADS):
+    query_TH = x_TD @ weights["query"][:, n]
+    expanded_TC = latent_TR @ weights["expand"][:, n]
+    key_TH = np.concatenate([expanded_TC[:, :OWN], shared_TH], axis=1)
+    value_TV = expanded_TC[:, OWN:]
+    for t in range(len(x_TD)):
+      score_S = key_TH[: t + 1] @ query_TH[t] / math.sqrt(OWN + SHARED)
+      weight_S = np.exp(score_S - score_S.max())
+      mixed_V = weight_S / weight_S.sum() @ value_TV[: t + 1]
+      y_TD[t] += mixed_V @ weights["output"][n]
+  return y_TD
+
+
+_apply = jax.jit(lambda module, x, segments=None: module(x, segments))
+_prefill = jax.jit(lambda module, x, cache: module.prefill(x, cache))
+_extend = jax.jit(lambda module, x, cache: module.extend(x, cache))
+
+
+def _assert_close(found, expected, tolerance=1e-5):
+  scale = np.abs(expected).max()
+  np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * scale)
+
+
+def test_is_its_definition():
+  module, x_BTD = _module(), _inputs()
+  expected = np.stack([_definition(module, x_TD) for x_TD in x_BTD])
+  _assert_close(_apply(module, x_BTD), expected)
+
+
+def test_packed_documents_do_not_meet():
+  module, x_BTD = _module(), _inputs()
+  segments_T = np.array([1] * 6 + [2] + [3] * 5)
+  found = _apply(module, x_BTD, jnp.tile(segments_T, (BATCH, 1)))
+  for segment in (1, 2, 3):
+    inside = segments_T == segment
+    for b in range(BATCH):
+      _assert_close(found[b, inside], _definition(module, x_BTD[b, inside]))
+
+
+def test_is_causal():
+  module, x_BTD = _module(), _inputs()
+  jacobian_TTD = jax.jit(
+    jax.jacrev(lambda x_TD: jnp.sum(module(x_TD[None])[0], axis=1))
+  )(x_BTD[0])
+  reach_TS = np.abs(jacobian_TTD).max(-1)
+  assert np.all(np.triu(reach_TS, 1) == 0)
+  assert np.all(np.tril(reach_TS) + np.triu(np.ones_like(reach_TS), 1) > 0)
+
+
+@pytest.mark.parametrize("pieces", [[12], [5, 1, 1, 5], [1] * 12])
+@pytest.mark.parametrize("prefill", [True, False])
+def test_absorbed_is_expanded(pieces, prefill):
+  """A cache with room to spare, filled in pieces."""
+  module, x_BTD = _module(), _inputs()
+  cache = module.init_cache(BATCH, TOKENS + 3)
+  assert cache.tokens_BSC.shape == (BATCH, TOKENS + 3, RANK + SHARED)
+  outputs, start = [], 0
+  for i, length in enumerate(pieces):
+    call = _prefill if prefill and i == 0 else _extend
+    y, cache = call(module, x_BTD[:, start : start + length], cache)
+    outputs.append(y)
+    start += length
+  assert start == TOKENS == cache.length
+  _assert_close(np.concatenate(outputs, axis=1), _apply(module, x_BTD))
+
+
+def test_the_order_of_the_past_does_not_matter():
+  """No positions: the last token sees a set."""
+  module, x_BTD = _module(), _inputs()
+  order = np.random.default_rng(0).permutation(TOKENS - 1)
+  shuffled = jnp.concatenate([x_BTD[:, order], x_BTD[:, -1:]], axis=1)
+  found, expected = _apply(module, shuffled), _apply(module, x_BTD)
+  _assert_close(found[:, -1], expected[:, -1])
+  assert np.abs(found[:, :-1] - expected[:, :-1]).max() > 0.1
+
+
+def test_a_small_cache_is_refused():
+  module, x_BTD = _module(), _inputs()
+  cache = module.init_cache(BATCH, TOKENS - 1)
+  for call in (module.prefill, module.extend):
+    with pytest.raises(ValueError, match="11 tokens has no room for 12"):
+      call(x_BTD, cache)
+
+
+def test_bfloat16():
+  module, wide = _module(dtype="bfloat16"), _module()
+  x_BTD = _inputs("bfloat16")
+  found = _apply(module, x_BTD)
+  assert found.dtype == jnp.bfloat16
+  expected = _apply(wide, x_BTD.astype(jnp.float32))
+  _assert_close(found.astype(jnp.float32), expected, 0.02)
+  gradient = jax.jit(
+    jax.grad(lambda module: jnp.sum(module(x_BTD).astype(jnp.float32)))
+  )(module)
+  for leaf in jax.tree.leaves(gradient):
+    assert leaf.dtype == jnp.float32
+    assert np.any(leaf != leaf.astype(jnp.bfloat16).astype(jnp.float32))
+  cache = module.init_cache(BATCH, TOKENS)
+  y, cache = _extend(module, x_BTD, cache)
+  assert y.dtype == cache.tokens_BSC.dtype == jnp.bfloat16
+  _assert_close(y.astype(jnp.float32), expected, 0.02)
+
+
+def test_parameters_at_full_size():
+  config = config_lib.ModelConfig(
+    width=2304, num_layers=1, mixers=("mla",), num_heads=32
+  )
+  module = jax.eval_shape(lambda: mixers.Mla(config, rngs=nnx.Rngs(params=0)))
+  leaves = jax.tree.leaves(module)
+  assert sum(math.prod(leaf.shape) for leaf in leaves) == 29_114_880
+  assert all(leaf.dtype == jnp.float32 for leaf in leaves)
+  cache = jax.eval_shape(lambda module: module.init_cache(1, 1), module)
+  assert math.prod(cache.tokens_BSC.shape) == 576
