@@ -28,6 +28,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import data
 from attnres_jax import evaluate
 from attnres_jax import metrics as metrics_lib
+from attnres_jax import optimizer
 from attnres_jax import sharding
 from attnres_jax import signals
 from attnres_jax import step_log
@@ -35,7 +36,7 @@ from attnres_jax import train_state
 
 # May differ between a run and its resumption: where, how often and how fast
 # things are written and read, not what is computed. A prefix ends in a dot.
-# `train.steps` may, too, where the schedule does not depend on it.
+# `train.steps` may, too, before the schedule begins to depend on it.
 HARMLESS = (
   "name",
   "log.",
@@ -203,7 +204,9 @@ def _changes(
   old = json.loads(file.read_text())
   changes = config_lib.differences(old, json.loads(config_lib.to_json(config)))
   harmless = HARMLESS
-  if config.optim.schedule == "constant":
+  lengths = (old["train"]["steps"], config.train.steps)
+  settled = min(optimizer.settled_steps(config.optim, n) for n in lengths)
+  if checkpoint.all_steps(workdir)[-1] <= settled:
     harmless += ("train.steps",)
   changes = {
     field: values

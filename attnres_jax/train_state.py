@@ -17,6 +17,7 @@ from attnres_jax import loss as loss_lib
 from attnres_jax import models
 from attnres_jax import optimizer as optimizer_lib
 from attnres_jax import sharding
+from attnres_jax.models import moe
 from attnres_jax.models import stack
 
 Batch = dict[str, jax.Array]
@@ -76,13 +77,18 @@ def make_train_step(config: config_lib.RunConfig, mesh: Mesh) -> Step:
   Metrics, all scalars but the last: loss and z (nats per token, nats squared),
   grad_norm (before clipping), param_norm, learning_rate, tokens (that count),
   finite (loss and gradient are), skipped (so far), grad_norm_L [num_layers]
-  (of each transformer block).
+  (of each transformer block). With experts, how even their load is, as
+  `moe.load_metrics` says, mean over depth and at the worst sublayer:
+  moe_entropy, moe_max_violation, moe_unused. Selection biases are no part of
+  the norms.
 
   An update that is not finite is never applied: parameters and optimiser state
   stay what they were, whatever `train.on_nan` makes the loop do about it.
   """
   _check(config, mesh)
-  schedule = optimizer_lib.make_schedule(config.optim, config.train.steps)
+  rates = (config.optim, config.train.steps)
+  learning_rate_at = optimizer_lib.make_schedule(*rates)
+  balance_rate_at = optimizer_lib.make_balance_schedule(*rates)
   transform = optimizer_lib.make_optimizer(config.optim)
 
   def train_step(state: TrainState, batch: Batch):
@@ -90,13 +96,19 @@ def make_train_step(config: config_lib.RunConfig, mesh: Mesh) -> Step:
     sums, tokens, gradient = _accumulate(config, mesh, params, batch)
     count = jnp.maximum(tokens, 1.0)
     gradient = jax.tree.map(lambda g: g / count, gradient)
-    grad_norm = optax.tree.norm(gradient)
-    learning_rate = jnp.asarray(schedule(state.step), jnp.float32)
+    trained = optimizer_lib.trained(gradient)
+    grad_norm = optax.tree.norm(trained)
+    learning_rate = jnp.asarray(learning_rate_at(state.step), jnp.float32)
     loss = sums.total / count
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
 
-    updates, opt_state = transform.update(gradient, state.opt_state, params)
-    updates = jax.tree.map(lambda u: -learning_rate * u, updates)
+    updates, opt_state = transform.update(
+      gradient,
+      state.opt_state,
+      params,
+      learning_rate=learning_rate,
+      balance_rate=balance_rate_at(state.step),
+    )
     model = optax.apply_updates(params, updates)
     old = (state.model, state.opt_state)
     model, opt_state = jax.tree.map(
@@ -107,14 +119,15 @@ def make_train_step(config: config_lib.RunConfig, mesh: Mesh) -> Step:
       loss=sums.nll / count,
       z=sums.z / count,
       grad_norm=grad_norm,
-      param_norm=optax.tree.norm(state.model),
+      param_norm=optax.tree.norm(optimizer_lib.trained(params)),
       learning_rate=learning_rate,
       tokens=tokens,
       finite=finite,
       skipped=skipped,
       grad_norm_L=stack.layer_norms(
-        gradient.sublayers, config.model.sublayer_kinds
+        trained.sublayers, config.model.sublayer_kinds
       ),
+      **_load_metrics(gradient.sublayers),
     )
     new_state = TrainState(
       step=state.step + 1, skipped=skipped, model=model, opt_state=opt_state
@@ -234,6 +247,20 @@ def _accumulate(config, mesh, model, batch):
   zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
   total, _ = jax.lax.scan(add, zeros, batches)
   return total
+
+
+def _load_metrics(sublayers: Any) -> Metrics:
+  """How even the load of experts is: mean over depth, and the worst place."""
+  if "moe" not in sublayers:
+    return {}
+  load = moe.load_metrics(sublayers["moe"].core.selection_bias[...])
+  return dict(
+    moe_entropy=jnp.mean(load["entropy"]),
+    moe_entropy_worst=jnp.min(load["entropy"]),
+    moe_max_violation=jnp.mean(load["max_violation"]),
+    moe_max_violation_worst=jnp.max(load["max_violation"]),
+    moe_unused=jnp.mean(load["unused"]),
+  )
 
 
 def _rms(arrays: tuple[jax.Array, ...]) -> jax.Array:

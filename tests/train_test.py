@@ -234,18 +234,49 @@ def test_harmless_changes_are_not_asked_about(whole, run, fields):
   assert checkpoint.all_steps(run) == [20]
 
 
-def test_steps_are_harmless_only_under_a_constant_schedule(quick, tmp_path):
-  longer = quick | {"train.steps": 6, "train.eval_every": 0}
-  for schedule, refused in (("constant", False), ("cosine", True)):
-    workdir = tmp_path / schedule
-    fields = longer | {"optim.schedule": schedule}
-    tiny_run.train_here(workdir, fields)
-    fields |= {"train.steps": 7}
-    if refused:
-      with pytest.raises(config_lib.ConfigError, match="config.train.steps: 6"):
-        tiny_run.train_here(workdir, fields)
-    else:
-      assert tiny_run.train_here(workdir, fields)["step"] == 7
+@pytest.mark.parametrize(
+  "schedule,decay_fraction,allowed",
+  # Of six steps; a wsd rate decays in none, or in the last two, of them.
+  [("constant", 0.2, True), ("cosine", 0.2, False),
+   ("wsd", 0.0, True), ("wsd", 0.3, False)],
+)  # fmt: skip
+def test_steps_are_harmless_while_the_rate_does_not_depend_on_them(
+  quick, tmp_path, schedule, decay_fraction, allowed
+):
+  fields = quick | {
+    "train.steps": 6,
+    "train.eval_every": 0,
+    "optim.schedule": schedule,
+    "optim.decay_fraction": decay_fraction,
+  }
+  tiny_run.train_here(tmp_path, fields)
+  longer = fields | {"train.steps": 7}
+  if allowed:
+    assert tiny_run.train_here(tmp_path, longer)["step"] == 7
+  else:
+    with pytest.raises(config_lib.ConfigError, match="config.train.steps: 6"):
+      tiny_run.train_here(tmp_path, longer)
+
+
+def test_wsd_run_is_lengthened_before_its_decay(quick, tmp_path):
+  """A checkpoint of the stable phase serves runs of several lengths."""
+  fields = quick | {"optim.schedule": "wsd", "optim.decay_fraction": 0.25}
+  longer = fields | {"train.steps": 24}
+  tiny_run.train_here(tmp_path / "short", fields)
+  tiny_run.train_here(tmp_path / "long", longer)
+  run = shutil.copytree(tmp_path / "short", tmp_path / "lengthened")
+  _rewind(run, 15)
+  tiny_run.train_here(run, longer)
+  (resume,) = tiny_run.events(run, "resume")
+  assert resume["step"] == 15
+  for workdir, same in (("long", True), ("short", False)):
+    rates = [
+      tiny_run.rows(path, "train")[20]["learning_rate"]
+      for path in (run, tmp_path / workdir)
+    ]
+    assert (rates[0] == rates[1]) == same
+  arrays = [checkpoint.load_model(path)[1] for path in (run, tmp_path / "long")]
+  jax.tree.map(np.testing.assert_array_equal, *arrays)
 
 
 def _poison(monkeypatch, *steps):

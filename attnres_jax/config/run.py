@@ -85,19 +85,27 @@ class LossConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimConfig:
-  """AdamW with a schedule.
+  """AdamW or Muon, with a schedule.
 
   Attributes:
     name: a key of `attnres_jax.optimizer.OPTIMIZERS`.
-    schedule: a key of `attnres_jax.optimizer.SCHEDULES`.
+    schedule: a key of `attnres_jax.optimizer.schedules.SCHEDULES`.
     peak_lr: learning rate after warm-up.
     warmup_steps: linear, from 0.
+    decay_fraction: of all steps, at the end, in which a `wsd` rate decays.
+    decay_shape: of that decay, a key of `...schedules.DECAY_SHAPES`.
     final_lr_fraction: learning rate at the last step, as a part of the peak.
-    b1: decay of the first moment.
-    b2: decay of the second moment.
+    b1: decay of AdamW's first moment.
+    b2: decay of AdamW's second moment.
     eps: added to the root of the second moment.
-    weight_decay: decoupled, on every parameter but the pseudo-queries.
+    muon_momentum: of matrices.
+    muon_iterations: of Newton and Schulz.
+    muon_update_rms: root mean square of a matrix's update, as a part of the
+      learning rate, were it orthogonalised exactly.
+    weight_decay: decoupled, on what `attnres_jax.optimizer.groups` says.
     clip_norm: of the whole gradient; 0 for none.
+    balance_rate: step of the experts' selection biases, 0 while a `wsd` rate
+      decays.
     accumulate_steps: microbatches per optimiser step; divides data.batch_size.
   """
 
@@ -105,20 +113,32 @@ class OptimConfig:
   schedule: str = "cosine"
   peak_lr: float = 1e-3
   warmup_steps: int = 50
+  decay_fraction: float = 0.2
+  decay_shape: str = "cosine"
   final_lr_fraction: float = 0.1
   b1: float = 0.9
   b2: float = 0.95
   eps: float = 1e-8
+  muon_momentum: float = 0.95
+  muon_iterations: int = 5
+  muon_update_rms: float = 0.2
   weight_decay: float = 0.1
   clip_norm: float = 1.0
+  balance_rate: float = 1e-3
   accumulate_steps: int = 1
 
   def __post_init__(self):
-    errors.check_positive("optim", self, "peak_lr", "eps", "accumulate_steps")
+    errors.check_positive(
+        "optim", self, "peak_lr", "eps", "muon_iterations", "muon_update_rms",
+        "accumulate_steps",
+    )  # fmt: skip
     errors.check_not_negative(
-      "optim", self, "warmup_steps", "weight_decay", "clip_norm"
-    )
-    for name in ("b1", "b2", "final_lr_fraction"):
+        "optim", self, "warmup_steps", "weight_decay", "clip_norm",
+        "balance_rate",
+    )  # fmt: skip
+    for name in (
+        "b1", "b2", "muon_momentum", "decay_fraction", "final_lr_fraction",
+    ):  # fmt: skip
       value = getattr(self, name)
       errors.check(
         0 <= value <= 1, f"optim.{name}", value, "a number from 0 to 1"

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedules by numbers, at every join of their phases."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax.optimizer import schedules
+
+
+def _config(**fields):
+  fields = dict(peak_lr=2.0, final_lr_fraction=0.1) | fields
+  return config_lib.OptimConfig(**fields)
+
+
+def _cosine(part):
+  """From 2 down to 0.2."""
+  return 1.1 + 0.9 * math.cos(math.pi * part)
+
+
+WSD = dict(schedule="wsd", decay_fraction=0.25)
+
+
+# Step s is the s+1-th update. Peak 2, final 0.2, 100 steps.
+@pytest.mark.parametrize(
+  "warmup,fields,expected",
+  [
+    (10, dict(schedule="constant"), {0: 0.2, 4: 1.0, 9: 2, 10: 2, 99: 2}),
+    (0, dict(schedule="constant"), {0: 2.0, 1: 2.0, 99: 2.0}),
+    (
+      10,
+      dict(schedule="cosine"),
+      {
+        0: 0.2,
+        4: 1.0,
+        9: 2.0,
+        10: _cosine(1 / 90),
+        39: _cosine(30 / 90),
+        54: 1.1,
+        98: _cosine(89 / 90),
+        99: 0.2,
+        150: 0.2,
+      },
+    ),
+    (0, dict(schedule="cosine"), {0: _cosine(1 / 100), 49: 1.1, 99: 0.2}),
+    (
+      10,
+      dict(schedule="linear"),
+      {0: 0.2, 9: 2.0, 10: 1.98, 54: 1.1, 98: 0.22, 99: 0.2, 150: 0.2},
+    ),
+    (0, dict(schedule="linear"), {0: 1.982, 49: 1.1, 99: 0.2}),
+    (
+      10,
+      WSD,
+      {
+        0: 0.2,
+        4: 1.0,
+        9: 2.0,
+        10: 2.0,
+        74: 2.0,
+        75: _cosine(1 / 25),
+        86: _cosine(12 / 25),
+        99: 0.2,
+        150: 0.2,
+      },
+    ),
+    (
+      0,
+      WSD | dict(decay_shape="linear"),
+      {0: 2.0, 74: 2.0, 75: 2 - 1.8 / 25, 98: 0.2 + 1.8 / 25, 99: 0.2},
+    ),
+    (10, WSD | dict(decay_fraction=0.0), {9: 2.0, 50: 2.0, 99: 2.0, 150: 2}),
+    # Warm-up straight into decay, and decay all the way.
+    (75, WSD, {0: 2 / 75, 73: 148 / 75, 74: 2.0, 75: _cosine(1 / 25), 99: 0.2}),
+    (0, WSD | dict(decay_fraction=1.0), {0: _cosine(0.01), 49: 1.1, 99: 0.2}),
+  ],
+)
+def test_rate_at_its_joins(warmup, fields, expected):
+  config = _config(warmup_steps=warmup, **fields)
+  rate = schedules.make_schedule(config, 100)
+  for step, value in expected.items():
+    np.testing.assert_allclose(rate(step), value, rtol=1e-6)
+    np.testing.assert_allclose(rate(jnp.int32(step)), value, rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", sorted(schedules.DECAY_SHAPES))
+@pytest.mark.parametrize("name", sorted(schedules.SCHEDULES))
+def test_no_jump_anywhere(name, shape):
+  """Over 1000 steps no rate moves by more than its steepest phase does."""
+  config = _config(
+    schedule=name, warmup_steps=100, decay_fraction=0.2, decay_shape=shape
+  )
+  rate = schedules.make_schedule(config, 1000)
+  rates = np.asarray(rate(jnp.arange(1001)))
+  # Warm-up: 2 / 100 a step; a cosine over 200 steps: pi / 2 (1.8 / 200).
+  assert np.abs(np.diff(rates)).max() <= 2 / 100 + 1e-6
+  assert rates.max() == 2.0 and rates[99] == 2.0
+  np.testing.assert_allclose(rates[999], 2 if name == "constant" else 0.2)
+
+
+def test_balance_rate_stops_with_the_decay():
+  fields = dict(balance_rate=0.5, warmup_steps=10)
+  rate = schedules.make_balance_schedule(_config(**WSD, **fields), 100)
+  assert [float(rate(s)) for s in (0, 74, 75, 99)] == [0.5, 0.5, 0.0, 0.0]
+  cosine = _config(schedule="cosine", **fields)
+  rate = schedules.make_balance_schedule(cosine, 100)
+  assert [float(rate(jnp.int32(s))) for s in (0, 99)] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("name", sorted(schedules.SCHEDULES))
+def test_settled_steps_are_those_that_length_does_not_change(name):
+  fields = dict(warmup_steps=10, decay_fraction=0.25)
+  config = _config(schedule=name, **fields)
+
+  def rates(steps):
+    steps_S = jnp.arange(150)
+    return np.stack(
+      [
+        make(config, steps)(steps_S)
+        for make in (schedules.make_schedule, schedules.make_balance_schedule)
+      ]
+    )
+
+  settled = schedules.settled_steps(config, 100)
+  same = (rates(100) == rates(200)).all(axis=0)
+  assert (
+    settled
+    == {
+      "constant": math.inf,
+      "linear": 10,
+      "cosine": 10,
+      "wsd": 75,
+    }[name]
+  )
+  count = min(settled, 150)
+  assert same[:count].all() and not same[count:].any()
+
+
+class TestErrors:
+  def test_warmup_longer_than_the_run(self):
+    message = r"optim\.warmup_steps: got 7, .*fewer than train\.steps=7"
+    with pytest.raises(config_lib.ConfigError, match=message):
+      schedules.make_schedule(_config(warmup_steps=7), 7)
+
+  def test_warmup_reaches_into_the_decay(self):
+    message = r"optim\.warmup_steps: got 76, expected at most 75, where the dec"
+    with pytest.raises(config_lib.ConfigError, match=message):
+      schedules.make_schedule(_config(warmup_steps=76, **WSD), 100)
+
+  def test_unknown_shape(self):
+    message = r"optim\.decay_shape: got 'cosin', .* \(did you mean 'cosine'"
+    with pytest.raises(config_lib.ConfigError, match=message):
+      schedules.make_schedule(_config(decay_shape="cosin", **WSD), 100)
+
+  @pytest.mark.parametrize("value", [-0.1, 1.1])
+  def test_decay_fraction(self, value):
+    message = rf"optim\.decay_fraction: got {value}, expected a number from 0"
+    with pytest.raises(config_lib.ConfigError, match=message):
+      _config(decay_fraction=value)
