@@ -70,10 +70,9 @@ def kda(
     )
   dtype = _state_dtype(*arrays, initial_state)
   state = _state(initial_state, arrays, dtype)
-  reset = _resets(segment_ids, q)
   scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-  g, beta = g.astype(dtype), beta.astype(dtype)
-  arguments = q, k, v, g, beta, state, reset
+  g = _with_resets(g.astype(dtype), segment_ids)
+  arguments = q, k, v, g, beta.astype(dtype), state
   if implementation == "reference":
     return reference.forward(*arguments, scale=scale, chunk_size=chunk_size)
   return _kda(scale, chunk_size, implementation, *arguments)
@@ -135,7 +134,7 @@ def _kda_forward(scale, chunk_size, implementation, *arguments):
 
 
 def _kda_backward(scale, chunk_size, implementation, arguments, cotangents):
-  gradients = dispatch.call(
+  return dispatch.call(
     "kda",
     "backward",
     implementation,
@@ -144,7 +143,6 @@ def _kda_backward(scale, chunk_size, implementation, arguments, cotangents):
     scale=scale,
     chunk_size=chunk_size,
   )
-  return *gradients, None
 
 
 _kda.defvjp(_kda_forward, _kda_backward)
@@ -183,17 +181,18 @@ def _state(state, arrays, dtype):
   return state.astype(dtype)
 
 
-def _resets(segment_ids, q):
-  """Where the state is dropped before the token; never at the first."""
+def _with_resets(g, segment_ids):
+  """To reset the state is to forget every channel of it."""
   if segment_ids is None:
-    return None
+    return g
   segment_ids = jnp.asarray(segment_ids)
-  if segment_ids.shape != q.shape[:2]:
+  if segment_ids.shape != g.shape[:2]:
     raise ValueError(
-      f"segment_ids must be [B, T] = {q.shape[:2]}, got {segment_ids.shape}"
-      f" for q {q.shape}"
+      f"segment_ids must be [B, T] = {g.shape[:2]}, got {segment_ids.shape}"
+      f" for g {g.shape}"
     )
   if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
     raise ValueError(f"segment_ids must be integers, got {segment_ids.dtype}")
   changed = segment_ids[:, 1:] != segment_ids[:, :-1]
-  return jnp.pad(changed, [(0, 0), (1, 0)])
+  reset = jnp.pad(changed, [(0, 0), (1, 0)])
+  return jnp.where(reset[..., None, None], -jnp.inf, g)

@@ -20,20 +20,16 @@ def step(q_BHK, k_BHK, v_BHV, g_BHK, beta_BH, state_BHKV, *, scale):
   return _read(scale * q_BHK, state_BHKV), state_BHKV
 
 
-def forward(q, k, v, g, beta, state, reset, *, scale, chunk_size):
+def forward(q, k, v, g, beta, state, *, scale, chunk_size):
   """Returns the outputs and the last state; one scan step per token."""
   del chunk_size
-  if reset is None:
-    reset = jnp.zeros(q.shape[:2], bool)
 
   def body(state, token):
-    q, k, v, g, beta, reset_B = token
-    state = jnp.where(reset_B[:, None, None, None], 0, state)
-    o_BHV, state = step(q, k, v, g, beta, state, scale=scale)
+    o_BHV, state = step(*token, state, scale=scale)
     return state, o_BHV
 
-  time_first = [jnp.moveaxis(x, 1, 0) for x in (q, k, v, g, beta, reset)]
-  state, o_TBHV = jax.lax.scan(body, state, tuple(time_first))
+  time_first = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, g, beta))
+  state, o_TBHV = jax.lax.scan(body, state, time_first)
   return jnp.moveaxis(o_TBHV, 0, 1).astype(v.dtype), state
 
 

@@ -18,16 +18,15 @@ A, P and the inverse are built up a binary tree: two neighbouring blocks of s
 tokens, each of which is known already, become one of 2s. What is new is the
 square of the later block's rows and the earlier block's columns, where
 
-  exp(G_i - G_j) = exp(G_i - G_ref) exp(G_ref - G_j),   j <= ref < i
+  exp(G_i - G_j) = exp(sum of g after m up to i) exp(sum of g after j up to m)
 
-with ref the last token of the earlier block. Both exponents are sums of
-log-decays, hence no factor exceeds 1 however long or strong the decay, and a
-square is one matrix product. The inverse of a block triangular matrix needs
-two more, and is as stable as forward substitution: powers of A, which can be
-huge where the inverse is not, never occur.
-
-A reset (the first token of a packed document) takes its log-decay out of G and
-masks whatever would reach across it, so it is exact and costs no precision.
+with m the last token of the earlier block. A square is then one matrix
+product. The two sums are built up the same tree and never as a difference of
+longer ones, so no factor exceeds 1 and none loses digits, however long or
+strong the decay, and a log-decay of -inf is like any other. The inverse of a
+block triangular matrix needs two more products, and is as stable as forward
+substitution: powers of A, which can be huge where the inverse is not, never
+occur.
 
 Nothing is saved but the arguments: backward runs the scan over states again.
 Decays, the state and the inverse are float32 (float64 for float64 inputs); the
@@ -41,6 +40,17 @@ import jax
 import jax.numpy as jnp
 
 
+class _Square(NamedTuple):
+  """Of each pair of blocks: the later's rows and the earlier's columns."""
+
+  size: int
+  rows_q: jax.Array  # [..., pairs, size, K]
+  rows_k: jax.Array
+  columns: jax.Array
+  row_decay: jax.Array
+  column_decay: jax.Array
+
+
 class _Chunks(NamedTuple):
   """The arguments in chunks, [N, B, H, C, ...], and the decays inside them."""
 
@@ -48,31 +58,31 @@ class _Chunks(NamedTuple):
   k: jax.Array
   v: jax.Array
   beta: jax.Array
-  decay: jax.Array  # G, the running sum.
-  count: jax.Array | None  # Resets up to and including a token, [N, B, 1, C].
+  squares: list[_Square]  # From the smallest to the largest.
+  carried: jax.Array  # Decay from the chunk's start to each token.
+  left: jax.Array  # Decay from each token to the chunk's end.
+  whole: jax.Array  # Decay of the whole chunk, [N, B, H, K].
 
 
-def forward(q, k, v, g, beta, state, reset, *, scale, chunk_size):
+def forward(q, k, v, g, beta, state, *, scale, chunk_size):
   """Returns the outputs and the last state."""
   dot = _products(q, k, v)
   length = q.shape[1]
-  chunks = _chunks(q, k, v, g, beta, state.dtype, reset, scale, chunk_size)
-  _, pairs, inverse = _tree(chunks, dot)
-  carried, left, whole = _decays(chunks)
-  z, starts, state = _states(chunks, inverse, carried, left, whole, state, dot)
-  o = dot("...ck,...kv->...cv", chunks.q * carried, starts)
-  o += dot("...ij,...jv->...iv", pairs, chunks.beta[..., None] * z)
+  c = _chunks(q, k, v, g, beta, state.dtype, scale, chunk_size)
+  _, pairs, inverse = _tree(c, dot)
+  z, starts, state = _states(c, inverse, state, dot)
+  o = dot("...ck,...kv->...cv", c.q * c.carried, starts)
+  o += dot("...ij,...jv->...iv", pairs, c.beta[..., None] * z)
   return _unchunk(o, length, chunk_size).astype(v.dtype), state
 
 
-def backward(q, k, v, g, beta, state, reset, do, dstate, *, scale, chunk_size):
+def backward(q, k, v, g, beta, state, do, dstate, *, scale, chunk_size):
   """Returns the gradients of q, k, v, g, beta and the first state."""
   dot = _products(q, k, v)
   length = q.shape[1]
-  c = _chunks(q, k, v, g, beta, state.dtype, reset, scale, chunk_size)
+  c = _chunks(q, k, v, g, beta, state.dtype, scale, chunk_size)
   keys, pairs, inverse = _tree(c, dot)
-  carried, left, whole = _decays(c)
-  z, starts, _ = _states(c, inverse, carried, left, whole, state, dot)
+  z, starts, _ = _states(c, inverse, state, dot)
   do = _chunk(do.astype(state.dtype), length, chunk_size)
   beta_column = c.beta[..., None]
 
@@ -80,7 +90,7 @@ def backward(q, k, v, g, beta, state, reset, do, dstate, *, scale, chunk_size):
   # x = inverse^T beta (P^T do + (exp(G_C - G) K) dS).
   added = dot("...ij,...iv->...jv", pairs, do)
   x_own = dot("...ij,...iv->...jv", inverse, beta_column * added)
-  x_state = dot("...ij,...ik->...jk", inverse, beta_column * c.k * left)
+  x_state = dot("...ij,...ik->...jk", inverse, beta_column * c.k * c.left)
 
   def body(dstate, chunk):
     start, q_in, k_in, x_own, x_state, do, z, whole = chunk
@@ -97,53 +107,47 @@ def backward(q, k, v, g, beta, state, reset, do, dstate, *, scale, chunk_size):
   dstate, (x, dq_in, dk_in, dk_out, dwhole) = jax.lax.scan(
     body,
     dstate,
-    (starts, c.q * carried, c.k * carried, x_own, x_state, do, z, whole),
+    (starts, c.q * c.carried, c.k * c.carried, x_own, x_state, do, z, c.whole),
     reverse=True,
   )
 
-  dpairs = _lower(dot("...iv,...jv->...ij", do, beta_column * z), c.count)
-  dsystem = -_lower(dot("...iv,...jv->...ij", x, z), c.count, strict=True)
+  dpairs = dot("...iv,...jv->...ij", do, beta_column * z)
+  dsystem = -dot("...iv,...jv->...ij", x, z)
   dbeta = (
     jnp.sum(added * z, axis=-1)
-    + jnp.sum(c.k * left * dk_out, axis=-1)
+    + jnp.sum(c.k * c.left * dk_out, axis=-1)
     + jnp.sum(dsystem * keys, axis=-2)
   )
-  dq, dk, ddecay = _tree_gradient(
-    c, dsystem * c.beta[..., None, :], dpairs, dot
-  )
-  # G enters through products of it with q or k alone: its gradient is theirs
-  # times q or k. A token with itself is not decayed, and comes last.
-  dq_in *= carried
-  dk_in *= carried
-  dk_out *= beta_column * left
-  ddecay += c.q * dq_in + c.k * (dk_in - dk_out)
-  dlast = dwhole + jnp.sum(c.k * dk_out, axis=-2)
+  dq_in *= c.carried
+  dk_in *= c.carried
+  dk_out *= beta_column * c.left
   own = jnp.diagonal(dpairs, axis1=-2, axis2=-1)[..., None]
-  dq += dq_in + own * c.k
-  dk += dk_in + dk_out + own * c.q
-  dg = _suffix_sum(ddecay) + dlast[..., None, :]
-  dq, dk, dv, dg, dbeta = (
-    _unchunk(d, length, chunk_size) for d in (scale * dq, dk, x, dg, dbeta)
+  dq, dk, dg = _tree_gradient(
+    c,
+    dkeys=dsystem * c.beta[..., None, :],
+    dpairs=dpairs,
+    dq=dq_in + own * c.k,
+    dk=dk_in + dk_out + own * c.q,
+    # A decay enters through its product with q or k alone: the gradient of its
+    # exponent is theirs times q or k.
+    dprefix=c.q * dq_in + c.k * dk_in,
+    dsuffix=c.k * dk_out,
+    dtotal=dwhole,
+    dot=dot,
   )
-  # No gradient through a decay that is zero.
-  dg = jnp.where(g > _floor(g.dtype), dg, 0)
-  if reset is not None:
-    dg = jnp.where(reset[..., None, None], 0, dg)
-  return (
-    dq.astype(q.dtype),
-    dk.astype(k.dtype),
-    dv.astype(v.dtype),
-    dg.astype(g.dtype),
-    dbeta.astype(beta.dtype),
-    dstate,
-  )
+  return *(
+    _unchunk(gradient, length, chunk_size).astype(like.dtype)
+    for gradient, like in zip(
+      (scale * dq, dk, x, dg, dbeta), (q, k, v, g, beta)
+    )
+  ), dstate
 
 
-def _states(c, inverse, carried, left, whole, state, dot):
+def _states(c, inverse, state, dot):
   """Scans over the chunks: what each token adds, and the state before each."""
   values = dot("...ij,...jv->...iv", inverse, c.v)
-  reads = dot("...ij,...jk->...ik", inverse, c.k * carried)
-  writes = c.beta[..., None] * c.k * left
+  reads = dot("...ij,...jk->...ik", inverse, c.k * c.carried)
+  writes = c.beta[..., None] * c.k * c.left
 
   def body(state, chunk):
     values, reads, writes, whole = chunk
@@ -152,7 +156,9 @@ def _states(c, inverse, carried, left, whole, state, dot):
     after += dot("...ck,...cv->...kv", writes, z)
     return after, (z, state)
 
-  state, (z, starts) = jax.lax.scan(body, state, (values, reads, writes, whole))
+  state, (z, starts) = jax.lax.scan(
+    body, state, (values, reads, writes, c.whole)
+  )
   return z, starts, state
 
 
@@ -162,75 +168,85 @@ def _tree(c, dot):
   keys = jnp.zeros_like(c.beta)[..., None, None]
   pairs = jnp.sum(c.q * c.k, axis=-1)[..., None, None]
   inverse = jnp.ones_like(keys)
-  exact = functools.partial(_dot, c.k.dtype)
-  for size in _sizes(c):
-    rows_q, rows_k, columns, _, _ = _square(c, size)
-    rows = jnp.concatenate([rows_k, rows_q], axis=-2)
-    block = dot("...ik,...jk->...ij", rows, columns)
+  exact = functools.partial(_dot, None, "...ij,...jk->...ik")
+  for square in c.squares:
+    rows = jnp.concatenate([square.rows_k, square.rows_q], axis=-2)
+    block = dot("...ik,...jk->...ij", rows, square.columns)
     new_keys, new_pairs = jnp.split(block, 2, axis=-2)
-    if c.count is not None:
-      earlier, later = _halves(c.count, size, -1)
-      same = later[..., :, None] == earlier[..., None, :]
-      new_keys = jnp.where(same, new_keys, 0)
-      new_pairs = jnp.where(same, new_pairs, 0)
-    first, second = _halves(inverse, 1, -3)
-    first, second = first[..., 0, :, :], second[..., 0, :, :]
-    beta, _ = _halves(c.beta, size, -1)
-    new_inverse = -exact(
-      "...ij,...jk->...ik",
-      second,
-      exact("...ij,...jk->...ik", new_keys * beta[..., None, :], first),
-    )
+    first, second = (x[..., 0, :, :] for x in _halves(inverse, 1, -3))
+    beta, _ = _halves(c.beta, square.size, -1)
+    new_inverse = -exact(second, exact(new_keys * beta[..., None, :], first))
     keys = _join(keys, new_keys)
     pairs = _join(pairs, new_pairs)
     inverse = _join(inverse, new_inverse)
   return keys[..., 0, :, :], pairs[..., 0, :, :], inverse[..., 0, :, :]
 
 
-def _tree_gradient(c, dkeys, dpairs, dot):
-  """Gradients of q, k and G through the squares of A and P."""
-  dq = jnp.zeros_like(c.q)
-  dk = jnp.zeros_like(c.k)
-  ddecay = jnp.zeros_like(c.k)
-  for size in _sizes(c):
-    rows_q, rows_k, columns, row_decay, column_decay = _square(c, size)
-    dblock = jnp.concatenate(
-      [_below(dkeys, size), _below(dpairs, size)], axis=-2
-    )
-    rows = jnp.concatenate([rows_k, rows_q], axis=-2)
-    drows = dot("...ij,...jk->...ik", dblock, columns)
-    dcolumns = dot("...ij,...ik->...jk", dblock, rows) * column_decay
+def _tree_gradient(c, dkeys, dpairs, dq, dk, dprefix, dsuffix, dtotal, dot):
+  """Adds the gradients of q, k and g through the squares, down the tree.
+
+  A prefix is a sum of log-decays from a block's start up to a token, a suffix
+  one from after a token to the block's end, and a total one over the block.
+  """
+  dkeys, dpairs = dkeys[..., None, :, :], dpairs[..., None, :, :]
+  dtotal = dtotal[..., None, None, :]
+  for square in reversed(c.squares):
+    size = square.size
+    # What is longer than a block goes through its total.
+    first, _ = _halves(dsuffix, size)
+    _, second = _halves(dprefix, size)
+    sums = [jnp.sum(x, axis=-2, keepdims=True) for x in (second, first)]
+    dtotal = _whole(dtotal, dtotal) + _whole(*sums)
+    dkeys, dkeys_below = _split(dkeys)
+    dpairs, dpairs_below = _split(dpairs)
+    dblock = jnp.concatenate([dkeys_below, dpairs_below], axis=-2)
+    rows = jnp.concatenate([square.rows_k, square.rows_q], axis=-2)
+    drows = dot("...ij,...jk->...ik", dblock, square.columns)
+    dcolumns = dot("...ij,...ik->...jk", dblock, rows) * square.column_decay
     drows_k, drows_q = jnp.split(drows, 2, axis=-2)
-    drows_k, drows_q = drows_k * row_decay, drows_q * row_decay
-    part_q = _whole(jnp.zeros_like(drows_q), drows_q, c.q.shape)
+    drows_k, drows_q = drows_k * square.row_decay, drows_q * square.row_decay
+    zeros = jnp.zeros_like(dcolumns)
+    part_q = _whole(zeros, drows_q).reshape(dq.shape)
+    part_k = _whole(zeros, drows_k).reshape(dk.shape)
+    part_columns = _whole(dcolumns, zeros).reshape(dk.shape)
     dq += part_q
-    dk += _whole(dcolumns, drows_k, c.k.shape)
-    ddecay += c.q * part_q + c.k * _whole(-dcolumns, drows_k, c.k.shape)
-  return dq, dk, ddecay
+    dk += part_k + part_columns
+    dprefix += c.q * part_q + c.k * part_k
+    dsuffix += c.k * part_columns
+  # Blocks of one token: its log-decay is the prefix and the total.
+  return dq, dk, dprefix + dtotal.reshape(dprefix.shape)
 
 
-def _sizes(c):
-  size, sizes = 1, []
-  while size < c.k.shape[-2]:
-    sizes.append(size)
+def _chunks(q, k, v, g, beta, dtype, scale, chunk_size):
+  q, k, v, g, beta = (
+    _chunk(x.astype(dtype), q.shape[1], chunk_size) for x in (q, k, v, g, beta)
+  )
+  q = scale * q
+  squares, size = [], 1
+  prefix, suffix = g, jnp.zeros_like(g)
+  while size < g.shape[-2]:
+    early_prefix, late_prefix = _halves(prefix, size)
+    early_suffix, late_suffix = _halves(suffix, size)
+    row_decay, column_decay = jnp.exp(late_prefix), jnp.exp(early_suffix)
+    columns, rows_k = _halves(k, size)
+    squares.append(
+      _Square(
+        size,
+        rows_q=_halves(q, size)[1] * row_decay,
+        rows_k=rows_k * row_decay,
+        columns=columns * column_decay,
+        row_decay=row_decay,
+        column_decay=column_decay,
+      )
+    )
+    late_total = late_prefix[..., -1:, :]
+    late_prefix += early_prefix[..., -1:, :]
+    prefix = _whole(early_prefix, late_prefix).reshape(g.shape)
+    suffix = _whole(early_suffix + late_total, late_suffix).reshape(g.shape)
     size *= 2
-  return sizes
-
-
-def _square(c, size):
-  """Decayed rows of q and k, decayed columns of k, and the two decays."""
-  _, rows_q = _halves(c.q, size)
-  columns, rows_k = _halves(c.k, size)
-  earlier, later = _halves(c.decay, size)
-  middle = earlier[..., -1:, :]
-  row_decay = jnp.exp(later - middle)
-  column_decay = jnp.exp(middle - earlier)
-  return (
-    rows_q * row_decay,
-    rows_k * row_decay,
-    columns * column_decay,
-    row_decay,
-    column_decay,
+  carried = jnp.exp(prefix)
+  return _Chunks(
+    q, k, v, beta, squares, carried, jnp.exp(suffix), carried[..., -1, :]
   )
 
 
@@ -245,8 +261,9 @@ def _halves(x, size, axis=-2):
   )
 
 
-def _whole(even, odd, shape):
-  """The inverse of `_halves` along the second last axis."""
+def _whole(even, odd):
+  """The inverse of `_halves` along the second last axis: [..., blocks, ...]."""
+  shape = even.shape[:-3] + (2 * even.shape[-3],) + even.shape[-2:]
   return jnp.stack([even, odd], axis=-3).reshape(shape)
 
 
@@ -259,58 +276,14 @@ def _join(blocks, below):
   return jnp.concatenate([top, bottom], axis=-2)
 
 
-def _below(matrix, size):
-  """The squares [pairs, size, size] that `_join` puts below the diagonal."""
-  pairs = matrix.shape[-1] // (2 * size)
-  squares = [
-    matrix[..., at + size : at + 2 * size, at : at + size]
-    for at in range(0, 2 * size * pairs, 2 * size)
-  ]
-  return jnp.stack(squares, axis=-3)
-
-
-def _lower(matrix, count, strict=False):
-  """Keeps what is on or below the diagonal and crosses no reset."""
-  size = matrix.shape[-1]
-  row, column = jnp.arange(size)[:, None], jnp.arange(size)[None]
-  keep = (column < row) if strict else (column <= row)
-  keep = keep.reshape((1,) * (matrix.ndim - 2) + keep.shape)
-  if count is not None:
-    keep = keep & (count[..., :, None] == count[..., None, :])
-  return jnp.where(keep, matrix, 0)
-
-
-def _decays(c):
-  """From the chunk's start to each token, from each to its end, and whole."""
-  last = c.decay[..., -1:, :]
-  carried, left = jnp.exp(c.decay), jnp.exp(last - c.decay)
-  if c.count is not None:
-    carried = jnp.where(c.count[..., None] == 0, carried, 0)
-    left = jnp.where(c.count[..., None] == c.count[..., -1:, None], left, 0)
-  return carried, left, carried[..., -1, :]
-
-
-def _chunks(q, k, v, g, beta, dtype, reset, scale, chunk_size):
-  g = jnp.maximum(g, _floor(g.dtype))
-  count = None
-  if reset is not None:
-    g = jnp.where(reset[..., None, None], 0, g)
-    count = _chunk(
-      reset[..., None].astype(jnp.int32), reset.shape[1], chunk_size
-    )
-    count = jnp.cumsum(count, axis=-1)
-  q, k, v, g, beta = (
-    _chunk(x.astype(dtype), q.shape[1], chunk_size) for x in (q, k, v, g, beta)
-  )
-  return _Chunks(q * scale, k, v, beta, jnp.cumsum(g, axis=-2), count)
-
-
-def _floor(dtype):
-  """A log-decay whose exponential is zero: less changes nothing.
-
-  Bounding it keeps -inf - -inf away, and running sums small and thus precise.
-  """
-  return -760.0 if dtype == jnp.float64 else -110.0
+def _split(blocks):
+  """The inverse of `_join`: diagonal blocks, and what is below them."""
+  size = blocks.shape[-1] // 2
+  first = blocks[..., :size, :size]
+  second = blocks[..., size:, size:]
+  below = blocks[..., size:, :size]
+  shape = blocks.shape[:-3] + (-1, size, size)
+  return jnp.stack([first, second], axis=-3).reshape(shape), below
 
 
 def _chunk(x, length, chunk_size):
@@ -334,11 +307,6 @@ def _unchunk(x, length, chunk_size):
   x = jnp.moveaxis(x[:, :, :, :size], (0, 2), (1, 3))
   x = x.reshape(x.shape[0], -1, *x.shape[3:])
   return x[:, :length]
-
-
-def _suffix_sum(x):
-  """Sums from each token of a chunk to its end."""
-  return jnp.flip(jnp.cumsum(jnp.flip(x, axis=-2), axis=-2), axis=-2)
 
 
 def _products(*arrays):
