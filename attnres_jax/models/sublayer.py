@@ -14,13 +14,17 @@ import jax
 from attnres_jax import config as config_lib
 from attnres_jax.models import mixers
 from attnres_jax.models import mlp
+from attnres_jax.models import moe
 from attnres_jax.models import norm as norm_lib
 
 # Kind -> module that maps the normalised input x_BTD, and the document numbers
 # segment_ids_BT or None, to y_BTD.
 CORES: Mapping[str, Callable[..., nnx.Module]] = {
   "attention": mixers.Attention,
+  "kda": mixers.Kda,
+  "mla": mixers.Mla,
   "mlp": mlp.SwiGLU,
+  "moe": moe.Moe,
 }
 
 
