@@ -1,0 +1,401 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KDA: every backend against the recurrence, written once more in NumPy."""
+
+import functools
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnres_kernels import kda
+from attnres_kernels import kda_step
+from tests import jaxprs
+
+PLAIN = ("reference", "xla")
+NAMES = ("o", "state", "dq", "dk", "dv", "dg", "dbeta", "dinitial")
+
+
+def oracle(q, k, v, g, beta, state, segment_ids=None):
+  """Kimi Linear, Eq. 1: one matrix per token and head, float64."""
+  q, k, v, g, beta, state = map(np.float64, (q, k, v, g, beta, state))
+  o, state = np.zeros_like(v), state.copy()
+  for b, t, h in np.ndindex(q.shape[:3]):
+    S, key, width = state[b, h], k[b, t, h], q.shape[-1]
+    if segment_ids is not None and t:
+      S = S * (segment_ids[b, t] == segment_ids[b, t - 1])
+    forget = np.eye(width) - beta[b, t, h] * np.outer(key, key)
+    S = forget @ np.diag(np.exp(g[b, t, h])) @ S
+    S = S + beta[b, t, h] * np.outer(key, v[b, t, h])
+    o[b, t, h] = S.T @ q[b, t, h] / np.sqrt(width)
+    state[b, h] = S
+  return o, state
+
+
+def make(seed, batch, length, heads, key, value, dtype="float32"):
+  """Arguments with log-decays from -0.02 to -7, and the two cotangents."""
+  rng = np.random.default_rng(seed)
+
+  def normal(*shape):
+    return rng.normal(size=shape)
+
+  token = (batch, length, heads)
+  state = (batch, heads, key, value)
+  k = normal(*token, key)
+  k /= np.linalg.norm(k, axis=-1, keepdims=True)
+  g = -np.exp(rng.uniform(-4, 2, size=(*token, key)))
+  wide = "float64" if dtype == "float64" else "float32"
+  arguments = (
+    jnp.asarray(normal(*token, key), dtype),
+    jnp.asarray(k, dtype),
+    jnp.asarray(normal(*token, value), dtype),
+    jnp.asarray(g, wide),
+    jnp.asarray(rng.uniform(size=token), wide),
+    jnp.asarray(normal(*state), wide),
+  )
+  cotangents = (
+    jnp.asarray(normal(*token, value), dtype),
+    jnp.asarray(normal(*state), wide),
+  )
+  return arguments, cotangents
+
+
+def segments(seed, batch, length, number):
+  """Ids that change at random places, and may come back."""
+  rng = np.random.default_rng(seed)
+  ids = np.sort(rng.integers(0, number, size=(batch, length)), axis=-1)
+  return jnp.asarray(ids % 2, jnp.int32)
+
+
+@functools.partial(
+  jax.jit, static_argnums=0, static_argnames=("chunk_size", "scale")
+)
+def call(implementation, *arguments, **options):
+  *tokens, state = arguments
+  return kda(
+    *tokens, initial_state=state, implementation=implementation, **options
+  )
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames="chunk_size")
+def run(implementation, arguments, cotangents, **options):
+  """Values and all gradients through the public function."""
+  f = functools.partial(call, implementation, **options)
+  return value_and_gradients(f, arguments, cotangents)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def value_and_gradients(f, arguments, cotangents):
+  values, vjp = jax.vjp(f, *arguments)
+  return (*values, *vjp(cotangents))
+
+
+def error(actual, wanted):
+  actual, wanted = np.float64(actual), np.float64(wanted)
+  return np.sqrt(np.mean((actual - wanted) ** 2) / np.mean(wanted**2))
+
+
+def assert_all_close(actual, wanted, tolerance):
+  for name, a, b in zip(NAMES, actual, wanted):
+    scale = np.abs(b).max() + 1e-30
+    np.testing.assert_allclose(
+      a / scale, b / scale, atol=tolerance, rtol=0, err_msg=name
+    )
+
+
+class ValuesTest(parameterized.TestCase):
+  @parameterized.product(
+    implementation=PLAIN, dtype=("float32", "bfloat16"), packed=(False, True)
+  )
+  def test_plain_backends(self, implementation, dtype, packed):
+    arguments, _ = make(0, 2, 11, 2, 5, 3, dtype)
+    ids = segments(1, 2, 11, 4) if packed else None
+    o, state = call(implementation, *arguments, segment_ids=ids, chunk_size=4)
+    self.assertEqual(o.dtype, dtype)
+    self.assertEqual(state.dtype, jnp.float32)
+    o_, state_ = oracle(*arguments, ids)
+    tolerance = 2e-6 if dtype == "float32" else 1e-2
+    self.assertLess(error(o, o_), tolerance)
+    self.assertLess(error(state, state_), tolerance)
+
+  @parameterized.parameters(
+    *((1, c) for c in (1, 64)),
+    *((7, c) for c in (1, 2, 3, 8)),
+    *((70, c) for c in (12, 64, 128)),
+  )
+  def test_chunks_are_the_recurrence(self, length, chunk_size):
+    with jax.enable_x64(True):
+      arguments, _ = make(2, 2, length, 2, 3, 5, "float64")
+      one = jnp.zeros((2, length), jnp.int32)
+      for ids in (one, segments(3, 2, length, 6)):
+        o, state = call(
+          "xla", *arguments, segment_ids=ids, chunk_size=chunk_size
+        )
+        o_, state_ = oracle(*arguments, ids)
+        np.testing.assert_allclose(o, o_, atol=1e-10, rtol=0)
+        np.testing.assert_allclose(state, state_, atol=1e-10, rtol=0)
+
+  @parameterized.parameters(
+    (1, 1, False), (9, 4, False), (25, 6, True), (70, 64, True)
+  )
+  def test_gradients_are_those_of_the_recurrence(
+    self, length, chunk_size, packed
+  ):
+    with jax.enable_x64(True):
+      arguments, cotangents = make(4, 2, length, 2, 3, 5, "float64")
+      ids = segments(5, 2, length, 5) if packed else None
+      f = functools.partial(run, arguments=arguments, cotangents=cotangents)
+      wanted = f("reference", segment_ids=ids)
+      # The recurrence differentiates itself; it must be the right one.
+      o_, state_ = oracle(*arguments, ids)
+      np.testing.assert_allclose(wanted[0], o_, atol=1e-12)
+      np.testing.assert_allclose(wanted[1], state_, atol=1e-12)
+      actual = f("xla", segment_ids=ids, chunk_size=chunk_size)
+      assert_all_close(actual, wanted, 1e-10)
+
+  def test_gradients_in_float32_and_bfloat16(self):
+    arguments, cotangents = make(6, 1, 40, 2, 16, 8, "bfloat16")
+    wide = jax.tree.map(lambda x: x.astype("float32"), (arguments, cotangents))
+    wanted = run("reference", *wide)
+    for low, tolerance in ((False, 1e-5), (True, 2e-2)):
+      given = (arguments, cotangents) if low else wide
+      actual = run("xla", *given, chunk_size=16)
+      for name, a, b in zip(NAMES, actual, wanted):
+        self.assertLess(error(a, b), tolerance, name)
+
+  def test_scale(self):
+    arguments, _ = make(7, 1, 6, 1, 4, 4)
+    plain = [call(i, *arguments)[0] for i in PLAIN]
+    scaled = [call(i, *arguments, scale=1.0)[0] for i in PLAIN]
+    for a, b in zip(plain, scaled):
+      np.testing.assert_allclose(2 * a, b, rtol=1e-6)
+
+  def test_steps_are_the_sequence(self):
+    arguments, _ = make(8, 2, 5, 2, 4, 3)
+    *tokens, state = arguments
+    o, last = call(None, *tokens, state, chunk_size=4)
+    for t in range(5):
+      o_t, state = jax.jit(kda_step)(*(x[:, t] for x in tokens), state)
+      np.testing.assert_allclose(o_t, o[:, t], atol=1e-5)
+    np.testing.assert_allclose(state, last, atol=1e-5)
+
+
+class MemoryTest(parameterized.TestCase):
+  """What the delta rule is for: a key-value memory that can forget."""
+
+  @parameterized.parameters(*PLAIN)
+  def test_orthonormal_keys_recall_their_values(self, implementation):
+    width = 8
+    k = jnp.eye(width)[None, :, None]
+    _, _, v, _, _, _ = make(10, 1, width, 1, width, 5)[0]
+    f = functools.partial(call, implementation, scale=1.0, chunk_size=4)
+    ones, zeros = jnp.ones((1, width, 1)), jnp.zeros((1, width, 1, width))
+    _, state = f(k, k, v, zeros, ones, jnp.zeros((1, 1, width, 5)))
+    # Asked again, in another order, without writing.
+    o, _ = f(k[:, ::-1], k, 0 * v, zeros, 0 * ones, state)
+    np.testing.assert_allclose(o, v[:, ::-1], atol=1e-6)
+
+  @parameterized.product(
+    implementation=PLAIN, strength=(-1e4, -np.inf), at=(0, 3, 4, 6)
+  )
+  def test_strong_decay_is_an_exact_reset(self, implementation, strength, at):
+    (q, k, v, g, beta, state), cotangents = make(11, 1, 9, 2, 4, 3)
+    g = g.at[:, at].set(strength)
+    arguments = q, k, v, g, beta, state
+    o, last, *gradients = run(
+      implementation, arguments, cotangents, chunk_size=4
+    )
+    o_, last_ = oracle(*(x[:, at:] for x in arguments[:-1]), 0 * state)
+    np.testing.assert_allclose(o[:, at:], o_, atol=2e-6)
+    np.testing.assert_allclose(last, last_, atol=2e-6)
+    for gradient in gradients:
+      self.assertTrue(np.isfinite(gradient).all())
+    # Nothing of the first state arrives, and more decay would change nothing.
+    np.testing.assert_array_equal(gradients[3][:, at], 0)
+    if at == 0:
+      np.testing.assert_array_equal(gradients[5], 0)
+
+  @parameterized.parameters("float32", "bfloat16")
+  def test_long_sequence_with_strong_decay(self, dtype):
+    length = 1 << 15
+    (q, k, v, g, beta, state), _ = make(12, 1, length, 1, 16, 8, dtype)
+    strength = np.repeat([-1e-5, -0.1, -3, -20], 4)
+    g = jnp.asarray(strength * np.exp(g), "float32")  # Varied a little.
+    o, last = call(None, q, k, v, g, beta, state)
+    o_, last_ = call("reference", q, k, v, g, beta, state)
+    for x in (o, last):
+      self.assertTrue(np.isfinite(np.float32(x)).all())
+    tolerance = 2e-5 if dtype == "float32" else 2e-2
+    self.assertLess(error(o, o_), tolerance)
+    self.assertLess(error(o[:, -64:], o_[:, -64:]), tolerance)
+    self.assertLess(error(last, last_), tolerance)
+
+  def test_equal_keys_do_not_spoil_the_inverse(self):
+    # The powers of this A reach 1e18 in a chunk of 64; its inverse is 0, +-1.
+    _, _, v, _, _, _ = make(13, 1, 64, 1, 4, 4)[0]
+    k = jnp.zeros((1, 64, 1, 4)).at[..., 0].set(1)
+    beta, g = jnp.ones((1, 64, 1)), jnp.zeros((1, 64, 1, 4))
+    o, _ = call("xla", k, k, v, g, beta, jnp.zeros((1, 1, 4, 4)), scale=1.0)
+    np.testing.assert_allclose(o, v, atol=1e-5)
+
+
+class SequenceTest(parameterized.TestCase):
+  @parameterized.product(implementation=PLAIN, at=(4, 7))
+  def test_state_carries_across_calls(self, implementation, at):
+    arguments, cotangents = make(20, 2, 10, 2, 4, 3)
+
+    def halves(*arguments):
+      *tokens, state = arguments
+      f = functools.partial(call, implementation, chunk_size=4)
+      a, state = f(*(x[:, :at] for x in tokens), state)
+      b, state = f(*(x[:, at:] for x in tokens), state)
+      return jnp.concatenate([a, b], axis=1), state
+
+    actual = value_and_gradients(halves, arguments, cotangents)
+    wanted = run(implementation, arguments, cotangents, chunk_size=4)
+    assert_all_close(actual, wanted, 1e-5)
+
+  @parameterized.parameters(*PLAIN)
+  def test_packed_documents_are_separate_calls(self, implementation):
+    arguments, cotangents = make(21, 1, 12, 2, 4, 3)
+    bounds = (0, 3, 4, 9, 12)  # One within a chunk of 4, one at its start.
+    ids = np.repeat([5, 7, 5, 2], np.diff(bounds))[None]
+
+    def separate(*arguments):
+      *tokens, state = arguments
+      outputs = []
+      for start, stop in zip(bounds, bounds[1:]):
+        document = (x[:, start:stop] for x in tokens)
+        o, last = call(implementation, *document, state, chunk_size=4)
+        outputs.append(o)
+        state = 0 * state
+      return jnp.concatenate(outputs, axis=1), last
+
+    wanted = value_and_gradients(separate, arguments, cotangents)
+    ids = jnp.asarray(ids)
+    actual = run(
+      implementation, arguments, cotangents, segment_ids=ids, chunk_size=4
+    )
+    assert_all_close(actual, wanted, 1e-5)
+    # And the ids do something.
+    plain = run(implementation, arguments, cotangents, chunk_size=4)
+    self.assertGreater(error(plain[0], wanted[0]), 0.1)
+
+  @parameterized.parameters(*PLAIN)
+  def test_later_tokens_have_no_say(self, implementation):
+    (q, k, v, g, beta, state), _ = make(22, 1, 9, 1, 4, 3)
+
+    def f(v, k, g, beta, t):
+      o, _ = call(implementation, q, k, v, g, beta, state, chunk_size=4)
+      return jnp.sum(jnp.sin(o[:, t]))
+
+    gradients = jax.jit(jax.grad(f, (0, 1, 2, 3)))
+    for t in (0, 3, 5):
+      for gradient in gradients(v, k, g, beta, t):
+        np.testing.assert_array_equal(gradient[:, t + 1 :], 0)
+        self.assertGreater(np.abs(gradient[:, t]).max(), 0)
+
+
+class TransformTest(parameterized.TestCase):
+  def test_vmap_jit_and_remat_change_nothing(self):
+    (q, k, v, g, beta, state), _ = make(30, 3, 6, 2, 4, 3)
+    ids = segments(31, 3, 6, 3)
+
+    def f(q, k, v, g, beta, state, ids):
+      o, last = call(
+        "xla", q, k, v, g, beta, state, segment_ids=ids, chunk_size=4
+      )
+      return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.cos(last))
+
+    def mapped(*arguments):
+      single = lambda *a: f(*(x[None] for x in a))
+      return jnp.sum(jax.vmap(single)(*arguments))
+
+    arguments = q, k, v, g, beta, state, ids
+    wanted = jax.jit(jax.grad(f, range(6)))(*arguments)
+    for other in (jax.checkpoint(f), mapped):
+      actual = jax.jit(jax.grad(other, range(6)))(*arguments)
+      for a, b in zip(actual, wanted):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+  @parameterized.parameters(True, False)
+  def test_sharded_batch_needs_no_collective(self, explicit):
+    mesh = jax.make_mesh(
+      (4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
+    )
+    batch = jax.sharding.PartitionSpec("data")
+    arguments, cotangents = make(32, 4, 6, 2, 4, 3)
+    f = functools.partial(run, None, chunk_size=4)
+    wanted = f(arguments, cotangents)
+    sharding = jax.sharding.NamedSharding(mesh, batch)
+    if explicit:
+      f = jax.shard_map(f, mesh=mesh, in_specs=batch, out_specs=batch)
+    f = jax.jit(f, in_shardings=sharding, out_shardings=sharding)
+    text = f.lower(arguments, cotangents).compile().as_text()
+    for name in ("all-reduce", "all-gather", "all-to-all", "permute"):
+      self.assertNotIn(name, text)
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5),
+      f(arguments, cotangents),
+      wanted,
+    )
+
+  @parameterized.parameters("float32", "bfloat16")
+  def test_nothing_is_saved_but_the_arguments(self, dtype):
+    arguments, _ = make(33, 1, 64, 1, 8, 8, dtype)
+    kept = jaxprs.saved(functools.partial(call, "xla"), *arguments)
+    self.assertEqual(kept, [])
+    # The recurrence does keep a state per token, so the count can see one.
+    kept = jaxprs.saved(functools.partial(call, "reference"), *arguments)
+    self.assertGreaterEqual(max(x.size for x in kept), 64 * 8 * 8)
+
+  def test_no_program_holds_a_state_per_token(self):
+    length, width = 64, 8
+    arguments, cotangents = make(34, 1, length, 1, width, width)
+    f = functools.partial(run, "xla", chunk_size=16)
+    jaxpr = jax.make_jaxpr(f)(arguments, cotangents)
+    largest = max(x.size for x in jaxprs.arrays(jaxpr))
+    # Of the order of the arguments: rows of width 8, and 16 scores per row.
+    self.assertLessEqual(largest, 2 * length * 16)
+    self.assertLess(largest, length * width * width)
+
+  def test_automatic_choice_on_cpu_compiles_nothing_for_tpu(self):
+    arguments, _ = make(35, 1, 4, 1, 4, 4)
+    text = jax.jit(functools.partial(call, None)).lower(*arguments).as_text()
+    self.assertNotIn("tpu_custom_call", text)
+
+
+class BadInputTest(parameterized.TestCase):
+  def bad(self, pattern, error=ValueError, **changes):
+    q, k, v, g, beta, state = make(40, 2, 6, 2, 4, 3)[0]
+    options = dict(q=q, k=k, v=v, g=g, beta=beta, initial_state=state)
+    with self.assertRaisesRegex(error, pattern):
+      kda(**(options | changes))
+
+  @parameterized.parameters(
+    ("k", (2, 6, 2, 5), r"k must.*K=4.*q \(2, 6, 2, 4\), k \(2, 6, 2, 5\)"),
+    ("v", (2, 7, 2, 3), r"v must.*T=6.*\(2, 6, 2, 4\).*\(2, 7, 2, 3\)"),
+    ("beta", (2, 6, 2, 1), r"B, T, H\].*\(2, 6, 2, 1\).*q \(2, 6, 2, 4\)"),
+    ("initial_state", (2, 2, 3, 4), r"\(2, 2, 4, 3\), got \(2, 2, 3, 4\)"),
+    ("segment_ids", (6,), r"\(2, 6\), got \(6,\).*\(2, 6, 2, 4\)"),
+  )
+  def test_shapes(self, name, shape, pattern):
+    self.bad(pattern, **{name: jnp.ones(shape)})
+
+  def test_values(self):
+    self.bad("chunk_size=0", chunk_size=0)
+    self.bad("floating point, got int32", v=jnp.ones((2, 6, 2, 3), int))
+    self.bad("integers, got float32", segment_ids=jnp.ones((2, 6)))
+    self.bad("pallas_tpu", implementation="cuda")
+    self.bad("no pallas_gpu", NotImplementedError, implementation="pallas_gpu")
+
+  def test_step(self):
+    q, k, v, g, beta, state = make(41, 2, 1, 2, 4, 3)[0]
+    first = [x[:, 0] for x in (q, k, v, g, beta)]
+    with self.assertRaisesRegex(ValueError, r"state must.*K=4.*\(2, 2, 3, 4\)"):
+      kda_step(*first, jnp.ones((2, 2, 3, 4)))
+
+
+if __name__ == "__main__":
+  absltest.main()
