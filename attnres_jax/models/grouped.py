@@ -156,8 +156,8 @@ def _for_pieces(sizes_E, size, body, carry):
   last_pieces_E = jnp.cumsum(pieces_E)
 
   def one_piece(i, carry):
-    # Groups without rows have no pieces.
-    group = jnp.searchsorted(last_pieces_E, i, side="right")
+    # The first group that is not done yet; one without rows has no pieces.
+    group = jnp.sum(last_pieces_E <= i)
     left = last_pieces_E[group] - i
     start = stops_E[group] - sizes_E[group] + (pieces_E[group] - left) * size
     return body(group, start, stops_E[group], carry)

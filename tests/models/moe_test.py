@@ -1,0 +1,381 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Moe against its definition, its router's rules, and where the load goes."""
+
+import math
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
+import numpy as np
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax.models import moe
+
+BATCH, TOKENS, WIDTH = 8, 5, 12
+EXPERTS, TOP_K, HIDDEN, FACTOR = 6, 3, 4, 2.446
+
+
+def _config(dtype="float32", **kwargs):
+  shape = dict(num_experts=EXPERTS, top_k=TOP_K, expert_width=HIDDEN) | kwargs
+  return config_lib.ModelConfig(
+    width=WIDTH,
+    num_layers=1,
+    num_heads=1,
+    init_std=WIDTH**-0.5,
+    dtype=dtype,
+    moe=config_lib.MoeConfig(**shape),
+  )
+
+
+def _module(seed=3, **kwargs):
+  return moe.Moe(_config(**kwargs), rngs=nnx.Rngs(params=seed))
+
+
+def _inputs(dtype="float32"):
+  x = jax.random.normal(jax.random.key(1), (BATCH, TOKENS, WIDTH))
+  return x.astype(dtype)
+
+
+def _uneven_bias():
+  return jnp.linspace(-0.3, 0.3, EXPERTS)
+
+
+def _definition(module, x_BTD):
+  """The outputs, and the experts of each token, from the formulas."""
+  weights = jax.tree.map(
+    lambda w: np.asarray(w, np.float64), nnx.to_pure_dict(nnx.state(module))
+  )
+  sigmoid = lambda x: 1 / (1 + np.exp(-x))
+
+  def swiglu(x, gate, up, down):
+    return ((x @ gate) * sigmoid(x @ gate) * (x @ up)) @ down
+
+  def one_token(x):
+    score = sigmoid(x @ weights["router"])
+    order = np.argsort(-(score + weights["selection_bias"]), kind="stable")
+    y = swiglu(x, **weights["shared"]) if "shared" in weights else 0.0 * x
+    for e in order[:TOP_K]:
+      expert = {name: weights[name][e] for name in ("gate", "up", "down")}
+      share = score[e] / score[order[:TOP_K]].sum()
+      y = y + FACTOR * share * swiglu(x, **expert)
+    return y, order[:TOP_K]
+
+  flat = np.asarray(x_BTD, np.float64).reshape(-1, WIDTH)
+  outputs, experts = zip(*map(one_token, flat))
+  return np.reshape(outputs, x_BTD.shape), np.array(experts)
+
+
+_apply = jax.jit(lambda module, x, segments=None: module(x, segments))
+
+
+def _loss(module, x, segments=None):
+  return jnp.sum(jnp.sin(module(x, segments)))
+
+
+_gradient = jax.jit(jax.grad(_loss))
+
+
+def _assert_close(found, expected, tolerance=1e-5):
+  scale = np.abs(expected).max()
+  np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("num_shared", [0, 1, 2])
+def test_is_its_definition(num_shared):
+  module, x_BTD = _module(num_shared=num_shared), _inputs()
+  module.selection_bias[...] = _uneven_bias()
+  _assert_close(_apply(module, x_BTD), _definition(module, x_BTD)[0])
+
+
+def test_no_token_is_dropped():
+  """All of them at the same experts, and none at the others."""
+  module, x_BTD = _module(), _inputs()
+  module.selection_bias[...] = jnp.array([0.0, 2.0, 0.0, 2.0, 2.0, 0.0])
+  expected, experts = _definition(module, x_BTD)
+  assert set(experts.flat) == {1, 3, 4}
+  _assert_close(_apply(module, x_BTD), expected)
+
+
+def _dense(module, x_BTD):
+  """Every expert for every token, and a mask: for gradients by autodiff."""
+  weights = nnx.to_pure_dict(nnx.state(module))
+  score_BTE = jax.nn.sigmoid(x_BTD @ weights["router"])
+  biased_BTE = score_BTE + weights["selection_bias"][None, None]
+  least_BT1 = jnp.sort(biased_BTE, axis=-1)[..., -TOP_K, None]
+  chosen_BTE = jnp.where(biased_BTE >= least_BT1, score_BTE, 0.0)
+  weight_BTE = FACTOR * chosen_BTE / chosen_BTE.sum(-1, keepdims=True)
+  gate_BTEF = jnp.einsum("btd,edf->btef", x_BTD, weights["gate"])
+  up_BTEF = jnp.einsum("btd,edf->btef", x_BTD, weights["up"])
+  y_BTD = jnp.einsum(
+    "bte,btef,efd->btd",
+    weight_BTE,
+    jax.nn.silu(gate_BTEF) * up_BTEF,
+    weights["down"],
+  )
+  return y_BTD + module.shared(x_BTD)
+
+
+def test_gradients_are_those_of_the_dense_form():
+  module, x_BTD = _module(), _inputs()
+  module.selection_bias[...] = _uneven_bias()
+  dense = lambda module, x: jnp.sum(jnp.sin(_dense(module, x)))
+  found = jax.jit(jax.grad(_loss, argnums=(0, 1)))(module, x_BTD)
+  expected = jax.jit(jax.grad(dense, argnums=(0, 1)))(module, x_BTD)
+  for gradient in (found[0], expected[0]):
+    gradient.selection_bias[...] = jnp.zeros(EXPERTS)  # Tested below.
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
+    np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * (1 + np.abs(b).max()))
+
+
+def test_weights_sum_to_the_factor():
+  module = _module()
+  module.selection_bias[...] = _uneven_bias()
+  weight_UK, expert_UK = module.route(_inputs().reshape(-1, WIDTH))
+  np.testing.assert_allclose(weight_UK.sum(1), FACTOR, rtol=1e-6)
+  assert np.all(np.diff(np.sort(expert_UK, axis=1), axis=1) > 0)
+
+
+def test_bias_changes_who_is_chosen_and_nothing_else():
+  module, x_UD = _module(), _inputs().reshape(-1, WIDTH)
+  weight_UK, expert_UK = module.route(x_UD)
+  score_UE = np.asarray(jax.nn.sigmoid(x_UD @ module.router[...]))
+  # One number for all experts chooses the same ones, with the same weights:
+  # weights made of z + b would become more even.
+  module.selection_bias[...] = jnp.full(EXPERTS, 10.0)
+  shifted_weight_UK, shifted_expert_UK = module.route(x_UD)
+  np.testing.assert_array_equal(shifted_expert_UK, expert_UK)
+  np.testing.assert_array_equal(shifted_weight_UK, weight_UK)
+  # Other choices are weighted by their scores.
+  module.selection_bias[...] = _uneven_bias()
+  weight_UK, biased_expert_UK = module.route(x_UD)
+  assert np.any(np.sort(biased_expert_UK) != np.sort(expert_UK))
+  chosen_UK = np.take_along_axis(score_UE, np.asarray(biased_expert_UK), 1)
+  np.testing.assert_allclose(
+    weight_UK, FACTOR * chosen_UK / chosen_UK.sum(1, keepdims=True), rtol=1e-5
+  )
+
+
+def test_ties_go_to_the_lower_index():
+  module, x_UD = _module(), _inputs().reshape(-1, WIDTH)
+  module.router[...] = jnp.zeros((WIDTH, EXPERTS))
+  weight_UK, expert_UK = module.route(x_UD)
+  np.testing.assert_array_equal(expert_UK, [list(range(TOP_K))] * len(x_UD))
+  np.testing.assert_allclose(weight_UK, FACTOR / TOP_K, rtol=1e-6)
+
+
+def test_router_is_float32():
+  """Activations of half precision are scored as they are."""
+  module, x_UD = _module(), _inputs("bfloat16").reshape(-1, WIDTH)
+  weight_UK, expert_UK = module.route(x_UD)
+  expected_weight, expected_expert = module.route(x_UD.astype(jnp.float32))
+  assert weight_UK.dtype == jnp.float32
+  np.testing.assert_array_equal(weight_UK, expected_weight)
+  np.testing.assert_array_equal(expert_UK, expected_expert)
+
+
+def test_bfloat16():
+  module, x_BTD = _module(), _inputs("bfloat16")
+  found = _apply(module, x_BTD)
+  assert found.dtype == jnp.bfloat16
+  expected, _ = _definition(module, x_BTD.astype(jnp.float32))
+  _assert_close(found.astype(jnp.float32), expected, 0.02)
+  loss = lambda module: _loss(module, x_BTD).astype(jnp.float32)
+  gradient = jax.jit(jax.grad(loss))(module)
+  gradient.selection_bias[...] = jnp.full(EXPERTS, 0.1)  # Counts are whole.
+  for leaf in jax.tree.leaves(gradient):
+    assert leaf.dtype == jnp.float32
+    assert np.any(leaf != leaf.astype(jnp.bfloat16).astype(jnp.float32))
+
+
+def _load(module, x_BTD, counts=None):
+  """Tokens per expert, counted by hand."""
+  _, experts = _definition(module, x_BTD)
+  if counts is not None:
+    experts = experts[np.asarray(counts).reshape(-1)]
+  return np.bincount(experts.flat, minlength=EXPERTS)
+
+
+def _found_load(gradient):
+  found = gradient.selection_bias[...]
+  assert found.dtype == jnp.float32
+  return found
+
+
+def test_load_is_the_gradient_of_the_bias():
+  module, x_BTD = _module(), _inputs()
+  gradient = _gradient(module, x_BTD)
+  load = _load(module, x_BTD)
+  assert load.sum() == BATCH * TOKENS * TOP_K and load.min() < load.max()
+  np.testing.assert_array_equal(_found_load(gradient), load)
+  # Whatever the loss is multiplied with.
+  scaled = jax.jit(jax.grad(lambda *a: 0.0 * _loss(*a)))(module, x_BTD)
+  np.testing.assert_array_equal(_found_load(scaled), load)
+
+
+def test_padding_is_no_load():
+  module, x_BTD = _module(), _inputs()
+  segments = (jnp.arange(BATCH * TOKENS) % 3).reshape(BATCH, TOKENS)
+  gradient = _gradient(module, x_BTD, segments)
+  expected = _load(module, x_BTD, segments > 0)
+  np.testing.assert_array_equal(_found_load(gradient), expected)
+  np.testing.assert_array_equal(
+    _apply(module, x_BTD, segments), _apply(module, x_BTD)
+  )
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_load_through_a_scan_of_stacked_layers(remat):
+  """Each layer's own load, checkpointed or not."""
+  x_BTD = _inputs()
+  layers = jax.vmap(lambda key: moe.Moe(_config(), rngs=nnx.Rngs(params=key)))(
+    jax.random.split(jax.random.key(5), 3)
+  )
+
+  def one_layer(x, layer):
+    return x + layer(x), None
+
+  body = jax.checkpoint(one_layer) if remat else one_layer
+  loss = lambda layers: jnp.sum(jax.lax.scan(body, x_BTD, layers)[0])
+  found = _found_load(jax.jit(jax.grad(loss))(layers))
+  assert found.shape == (3, EXPERTS)
+  for i in range(3):
+    layer = jax.tree.map(lambda a, i=i: a[i], layers)
+    np.testing.assert_array_equal(found[i], _load(layer, x_BTD))
+    x_BTD = x_BTD + _apply(layer, x_BTD)
+
+
+def test_load_of_mapped_modules():
+  x_BTD = _inputs()
+  modules = jax.vmap(lambda key: moe.Moe(_config(), rngs=nnx.Rngs(params=key)))(
+    jax.random.split(jax.random.key(5), 2)
+  )
+  loss = lambda m: jnp.sum(jax.vmap(_loss, in_axes=(0, None))(m, x_BTD))
+  found = _found_load(jax.jit(jax.grad(loss))(modules))
+  for i in range(2):
+    module = jax.tree.map(lambda a, i=i: a[i], modules)
+    np.testing.assert_array_equal(found[i], _load(module, x_BTD))
+
+
+def test_load_over_microbatches():
+  module, x_BTD = _module(), _inputs()
+
+  def add(total, x):
+    return jax.tree.map(jnp.add, total, jax.grad(_loss)(module, x)), None
+
+  zero = jax.tree.map(jnp.zeros_like, module)
+  parts = x_BTD.reshape(4, BATCH // 4, TOKENS, WIDTH)
+  gradient, _ = jax.jit(lambda parts: jax.lax.scan(add, zero, parts))(parts)
+  np.testing.assert_array_equal(_found_load(gradient), _load(module, x_BTD))
+
+
+def _mesh(**axes):
+  return jax.make_mesh(
+    tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes)
+  )
+
+
+def test_load_over_devices():
+  """Rows over eight devices: of the whole batch, on all of them."""
+  module, x_BTD = _module(), _inputs()
+  mesh = _mesh(data=8)
+  split = NamedSharding(mesh, PartitionSpec("data"))
+  everywhere = NamedSharding(mesh, PartitionSpec())
+  gradient = jax.jit(jax.grad(_loss), in_shardings=(everywhere, split))(
+    module, jax.device_put(x_BTD, split)
+  )
+  np.testing.assert_array_equal(_found_load(gradient), _load(module, x_BTD))
+  expected = _gradient(module, x_BTD)
+  for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected)):
+    np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * (1 + np.abs(b).max()))
+
+
+def test_experts_over_devices():
+  """Weights split by expert give the same."""
+  module, x_BTD = _module(), _inputs()
+  mesh = _mesh(data=2, expert=2)
+  shardings = jax.tree.map(
+    lambda leaf: NamedSharding(
+      mesh, PartitionSpec("expert") if leaf.ndim == 3 else PartitionSpec()
+    ),
+    module,
+  )
+  rows = NamedSharding(mesh, PartitionSpec("data"))
+  found = jax.jit(jax.value_and_grad(_loss), in_shardings=(shardings, rows))(
+    jax.device_put(module, shardings), jax.device_put(x_BTD, rows)
+  )
+  expected = jax.jit(jax.value_and_grad(_loss))(module, x_BTD)
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
+    np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * (1 + np.abs(b).max()))
+
+
+def test_balance_update():
+  load = jnp.array([[4.0, 1.0, 1.0, 2.0], [2.0, 2.0, 2.0, 2.0]])
+  bias = jnp.array([[0.1, 0.2, 0.3, 0.4], [0.0, 0.0, 0.0, 0.0]])
+  found = moe.balance_update(bias, load, 0.01)
+  # Errors -2, 1, 1, 0, the mean of whose signs is 1/4; none in the second.
+  expected = bias[0] + 0.01 * (np.array([-1, 1, 1, 0]) - 0.25)
+  np.testing.assert_allclose(found[0], expected, rtol=1e-6)
+  np.testing.assert_array_equal(found[1], bias[1])
+  np.testing.assert_allclose(found.sum(1), bias.sum(1), rtol=1e-6)
+  np.testing.assert_array_equal(moe.balance_update(bias, load, 0.0), bias)
+
+
+def test_balance_update_evens_the_load():
+  """A router that likes some experts too much, over many steps."""
+  rng = np.random.default_rng(0)
+  liking = np.linspace(-1.0, 1.0, 16)
+  x_UD = jnp.asarray(rng.normal(size=(512, 8)), jnp.float32)
+  config = config_lib.ModelConfig(
+    width=8,
+    num_layers=1,
+    init_std=0.3,
+    moe=config_lib.MoeConfig(num_experts=16, top_k=2, expert_width=4),
+  )
+  module = moe.Moe(config, rngs=nnx.Rngs(params=0))
+  # The first channel is constant: a bias of the logits.
+  x_UD = x_UD.at[:, 0].set(1.0)
+  module.router[...] = module.router[...].at[0].set(liking)
+
+  @jax.jit
+  def step(module):
+    bias = module.selection_bias[...]
+    load = moe.expert_counts(module.route(x_UD)[1], 16).astype(jnp.float32)
+    return moe.balance_update(bias, load, 0.01), moe.load_metrics(load)
+
+  bias, first = step(module)
+  for _ in range(100):
+    module.selection_bias[...] = bias
+    bias, last = step(module)
+  assert first["max_violation"] > 2 and last["max_violation"] < 0.5
+  assert first["entropy"] < last["entropy"]
+  np.testing.assert_allclose(np.sum(bias), 0, atol=1e-5)
+
+
+def test_load_metrics():
+  load = jnp.array([[3.0, 3.0, 3.0, 3.0], [0.0, 8.0, 0.0, 0.0], [1, 3, 0, 4]])
+  found = moe.load_metrics(load)
+  p = np.array([1, 3, 4]) / 8
+  entropy = -(p * np.log(p)).sum() / np.log(4)
+  np.testing.assert_allclose(found["entropy"], [1, 0, entropy], atol=1e-6)
+  np.testing.assert_allclose(found["max_violation"], [0, 3, 1], atol=1e-6)
+  np.testing.assert_allclose(found["unused"], [0, 0.75, 0.25])
+
+
+def test_parameters_at_full_size():
+  config = config_lib.ModelConfig(
+    width=2304,
+    num_layers=1,
+    moe=config_lib.MoeConfig(num_experts=256, top_k=8, expert_width=1024),
+  )
+  module = jax.eval_shape(lambda: moe.Moe(config, rngs=nnx.Rngs(params=0)))
+  assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(module))
+  count = lambda *leaves: sum(
+    math.prod(leaf.shape) for leaf in jax.tree.leaves(leaves)
+  )
+  assert count(module.router, module.selection_bias) == 590_080
+  assert count(module.gate, module.up, module.down) == 256 * 7_077_888
+  assert count(module.shared) == 7_077_888
