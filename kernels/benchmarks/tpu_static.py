@@ -150,14 +150,15 @@ def _schedule(folder, kernel):
 def _attention_forward(shape):
   jax, jnp, kernel = _modules("depth_attention")
   query, sources, _, _ = _attention_arrays(jax, jnp, shape)
+  slabs = shape.sources + shape.queries
   tile = kernel.BlockSizes.choose(
-    shape.tokens, shape.sources + shape.queries, shape.width, 2
+    shape.tokens, shape.width, 2 * slabs * shape.width
   ).tokens
   plan = _plan(
     shape.tokens,
     tile,
     shape.width,
-    shape.sources + shape.queries,
+    slabs,
     stats=4 * shape.queries,
     fixed=6 * shape.queries * shape.width,
   )
@@ -172,7 +173,9 @@ def _attention_backward(shape):
   jax, jnp, kernel = _modules("depth_attention")
   query, sources, lse, dout = _attention_arrays(jax, jnp, shape)
   slabs = 2 * shape.sources + shape.queries
-  tile = kernel.BlockSizes.choose(shape.tokens, slabs, shape.width, 2).tokens
+  tile = kernel.BlockSizes.choose(
+    shape.tokens, shape.width, 2 * slabs * shape.width
+  ).tokens
   tiles = math.ceil(shape.tokens / tile)
   parts = max(p for p in range(1, 9) if tiles % p == 0)
   plan = _plan(
@@ -181,8 +184,8 @@ def _attention_backward(shape):
     shape.width,
     slabs,
     stats=8 * shape.queries,
-    # The query terms once, their float32 gradient once per part.
-    fixed=(6 + 12 * parts) * shape.queries * shape.width,
+    # Two sets of query terms once, their float32 gradient once per part.
+    fixed=(12 + 8 * parts) * shape.queries * shape.width,
   )
   return (
     lambda q, l, o, d, *s: kernel.backward(q, s, None, l, o, d, eps=1e-6),

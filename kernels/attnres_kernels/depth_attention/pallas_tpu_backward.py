@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Depth attention on TPU, backward: one read of sources and output gradients.
+
+Per group of 8 tokens (see `pallas_tpu_tiles`), with `v` of rows (source, token)
+and `dout` of rows (query, token):
+
+  products   v x dout^T on the token diagonal, v x query^T for the scores
+  dsources   weights x dout + pulls x query - bend * v, the first two as one
+             product
+  dquery     pulls^T x v
+
+Scores are recomputed from sources and log-normalisers.
+"""
+
+import functools
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+
+from attnres_kernels.depth_attention import pallas_tpu_tiles as tiles
+
+_MATRIX = 128  # Rows and columns of the smallest matrix unit.
+
+
+def backward(
+  query_QD,
+  sources,
+  count,
+  lse_QT,
+  dout_QTD,
+  dlse_QT,
+  accumulate=None,
+  *,
+  eps,
+  interpret=False,
+  blocks=None,
+):
+  """Returns the gradients of the queries and of every source.
+
+  The latter are added to `accumulate`, in place, where that is given.
+  """
+  _, flat, num_tokens = tiles.flatten(sources)
+  bank = not isinstance(sources, tuple)
+  num_slots = len(sources)
+  num_queries, width = query_QD.shape
+  dtype = sources[0].dtype
+  accumulated = []
+  if accumulate is not None:
+    accumulated = [accumulate] if bank else list(accumulate)
+  dsource_dtype = accumulated[0].dtype if accumulated else dtype
+  written = dsource_dtype.itemsize * (2 if accumulated else 1)
+  token_bytes = (num_queries + num_slots) * width * dtype.itemsize
+  token_bytes += num_slots * width * written
+  blocks = blocks or tiles.BlockSizes.choose(num_tokens, width, token_bytes)
+  tile = blocks.tokens
+  num_tiles = pl.cdiv(num_tokens, tile)
+  # Every part of the outer axis sums its own query gradient, in order.
+  parts = max(p for p in range(1, 9) if num_tiles % p == 0)
+  steps = num_tiles // parts
+  terms = tiles.query_terms(query_QD, dtype)
+  pull_terms = _pull_terms(terms, num_queries)
+  # High and low terms of the pulls have sums of their own.
+  sums = (parts, min(2 * num_queries, terms.shape[0]), width)
+  lse, dlse = (
+    tiles.stats_to_tiles(x.reshape(num_queries, num_tokens), tile)
+    for x in (lse_QT, dlse_QT.astype(jnp.float32))
+  )
+
+  def at(p, s):
+    return p * steps + s
+
+  stats_spec = pl.BlockSpec(
+    (1, num_queries, tile), lambda p, s, n: (at(p, s), 0, 0)
+  )
+  if bank:
+    dsource_specs = [
+      pl.BlockSpec((num_slots, tile, width), lambda p, s, n: (0, at(p, s), 0))
+    ]
+    dsource_shapes = [(num_slots, num_tokens, width)]
+  else:
+    dsource_specs = [
+      pl.BlockSpec((tile, width), lambda p, s, n: (at(p, s), 0))
+    ] * num_slots
+    dsource_shapes = [(num_tokens, width)] * num_slots
+  operands = [
+    tiles.count_operand(count, num_slots),
+    terms,
+    pull_terms,
+    lse,
+    dlse,
+    dout_QTD.reshape(num_queries, num_tokens, width).astype(dtype),
+    *flat,
+  ]
+  aliases = {len(operands) + i: 1 + i for i in range(len(accumulated))}
+  dquery, *dsources = pl.pallas_call(
+    functools.partial(
+      _kernel,
+      num_slots=num_slots,
+      bank=bank,
+      accumulate=bool(accumulated),
+      num_tokens=num_tokens,
+      lanes=blocks.lanes,
+      eps=eps,
+    ),
+    grid_spec=pltpu.PrefetchScalarGridSpec(
+      num_scalar_prefetch=1,
+      grid=(parts, steps),
+      in_specs=[
+        tiles.whole(terms),
+        tiles.whole(pull_terms),
+        stats_spec,
+        stats_spec,
+        pl.BlockSpec(
+          (num_queries, tile, width), lambda p, s, n: (0, at(p, s), 0)
+        ),
+        *tiles.source_specs(sources, tile, width, at),
+        *(dsource_specs if accumulated else []),
+      ],
+      out_specs=[
+        pl.BlockSpec((1, *sums[1:]), lambda p, s, n: (p, 0, 0)),
+        *dsource_specs,
+      ],
+    ),
+    out_shape=[
+      jax.ShapeDtypeStruct(sums, jnp.float32),
+      *(jax.ShapeDtypeStruct(shape, dsource_dtype) for shape in dsource_shapes),
+    ],
+    compiler_params=pltpu.CompilerParams(
+      dimension_semantics=("parallel", "arbitrary"),
+      vmem_limit_bytes=tiles.VMEM_BYTES,
+    ),
+    cost_estimate=tiles.cost(
+      10, num_queries, num_slots, num_tokens, width, token_bytes
+    ),
+    input_output_aliases=aliases,
+    interpret=interpret,
+    name="depth_attention_backward",
+  )(
+    *operands,
+    *(a.reshape(shape) for a, shape in zip(accumulated, dsource_shapes)),
+  )
+  dquery = dquery.reshape(-1, num_queries, width).sum(axis=0)
+  if bank:
+    return dquery, dsources[0].reshape(sources.shape)
+  return dquery, tuple(d.reshape(sources[0].shape) for d in dsources)
+
+
+def _pull_terms(terms, num_queries):
+  """What high, high and low pulls are multiplied with: high, low, high."""
+  if terms.shape[0] == num_queries:
+    return terms
+  return jnp.concatenate([terms[: 2 * num_queries], terms[:num_queries]])
+
+
+def _kernel(
+  count_ref,
+  terms_ref,
+  pull_terms_ref,
+  lse_ref,
+  dlse_ref,
+  dout_ref,
+  *refs,
+  num_slots,
+  bank,
+  accumulate,
+  num_tokens,
+  lanes,
+  eps,
+):
+  source_refs, refs = refs[:num_slots], refs[num_slots:]
+  dsources = 1 if bank else num_slots
+  old_refs, (dquery_ref, *dsource_refs) = (
+    (refs[:dsources], refs[dsources:]) if accumulate else (None, refs)
+  )
+  num_queries, tile, width = dout_ref.shape
+  exact = dout_ref.dtype == jnp.float32
+  count = count_ref[0] if bank else None
+  step = pl.program_id(0) * pl.num_programs(1) + pl.program_id(1)
+  chunks = tiles.chunks(width, lanes)
+  lse, dlse = jnp.transpose(lse_ref[0]), jnp.transpose(dlse_ref[0])
+
+  @pl.when(pl.program_id(1) == 0)
+  def _():
+    dquery_ref[...] = jnp.zeros_like(dquery_ref)
+
+  def load_douts(rows, kept, chunk):
+    return tiles.concatenate(
+      [dout_ref[q, rows, chunk] for q in range(num_queries)], kept
+    )
+
+  groups = []
+  for group in range(tile // tiles.GROUP):
+    rows = slice(group * tiles.GROUP, (group + 1) * tiles.GROUP)
+    kept = tiles.kept_rows(
+      num_tokens, tile, step * tile + rows.start, tiles.GROUP
+    )
+    load = functools.partial(tiles.load_sources, source_refs, rows, kept, bank)
+    douts = functools.partial(load_douts, rows, kept)
+    inverse = tiles.inverse_rms(load, chunks, width, eps)
+    product, score = _products(
+      load, douts, terms_ref, chunks, num_slots, num_queries, exact
+    )
+    product, score = map(tiles.on_slots, (product, score * inverse))
+    valid = tiles.valid_slots(score.shape, count)
+    # Only where a slot counts; an empty set's lse is -inf.
+    score = tiles.where(valid, score, 0.0)
+    product = tiles.where(valid, product, 0.0)
+    shifted = tiles.where(valid, score - lse[rows][None], 0.0)
+    weight = tiles.where(valid, jnp.exp(shifted), 0.0)
+    # Large scores differ from the forward pass's by the order of a sum:
+    # what the sources share must still be one.
+    total = jnp.sum(weight, axis=0)
+    weight = weight / jnp.where(total == 0.0, 1.0, total)[None]
+    mean = jnp.sum(weight * product, axis=0)
+    dscore = weight * (product + (dlse[rows] - mean)[None])
+    flat = lambda x: x.reshape(-1, num_queries)
+    bend = jnp.sum(flat(dscore * score), axis=1, keepdims=True)
+    bend = bend * inverse * inverse * (1.0 / width)
+    pull = flat(dscore) * inverse
+    factor = _factor(flat(weight), pull, exact)
+    groups.append((rows, load, douts, bend, factor, pull))
+
+  # A second sweep, so that the statistics of all groups can overlap.
+  for rows, load, douts, bend, factor, _ in groups:
+    for chunk in chunks:
+      source = load(chunk)
+      dout = douts(chunk)
+      partner = [dout] if exact else [dout, dout]
+      partner = jnp.concatenate([*partner, pull_terms_ref[:, chunk]], axis=0)
+      dsource = tiles.dot(factor, partner, exact=exact)
+      dsource -= bend * source.astype(jnp.float32)
+      if count is not None:
+        valid = tiles.iota(dsource.shape, 0) < count * tiles.GROUP
+        dsource = jnp.where(valid, dsource, 0.0)
+      for i in range(num_slots):
+        part = dsource[i * tiles.GROUP : (i + 1) * tiles.GROUP]
+        at = (0, (i, rows, chunk)) if bank else (i, (rows, chunk))
+        if old_refs is not None:
+          part += old_refs[at[0]][at[1]].astype(jnp.float32)
+        dsource_ref = dsource_refs[at[0]]
+        dsource_ref[at[1]] = part.astype(dsource_ref.dtype)
+
+  # The query gradient sums over tokens too: as many groups at once as fill
+  # the depth of a matrix unit.
+  span = max(1, 2 * _MATRIX // (num_slots * tiles.GROUP))
+  for first in range(0, len(groups), span):
+    several = groups[first : first + span]
+    pulls = _pull_rows([pull for *_, pull in several], exact)
+    for chunk in chunks:
+      sources = [load(chunk) for _, load, *_ in several]
+      dquery = tiles.dot(pulls, jnp.concatenate(sources, axis=0), exact=exact)
+      if count is not None:
+        # An empty bank may hold anything, and 0 * NaN is NaN.
+        dquery = jnp.where(count > 0, dquery, 0.0)
+      dquery_ref[0, :, chunk] += dquery
+
+
+def _products(load, douts, terms_ref, chunks, num_slots, num_queries, exact):
+  """Of every source row with its token's dout and with the query: [M*8, Q]."""
+  diagonal = num_queries * tiles.GROUP
+  source_rows = num_slots * tiles.GROUP
+  partner_rows = diagonal + terms_ref.shape[0]
+
+  def partner(chunk):
+    return jnp.concatenate([douts(chunk), terms_ref[:, chunk]], axis=0)
+
+  # Rows of the left side stream, those of the right side are tiled.
+  if source_rows * pl.cdiv(partner_rows, _MATRIX) <= partner_rows * pl.cdiv(
+    source_rows, _MATRIX
+  ):
+    product = tiles.total(
+      tiles.dot(load(chunk), partner(chunk), 1, exact=exact) for chunk in chunks
+    )
+  else:
+    product = jnp.transpose(
+      tiles.total(
+        tiles.dot(partner(chunk), load(chunk), 1, exact=exact)
+        for chunk in chunks
+      )
+    )
+  token = lambda row: jnp.bitwise_and(row, tiles.GROUP - 1)
+  return (
+    tiles.take_columns(
+      product, lambda r, i: i * tiles.GROUP + token(r), num_queries
+    ),
+    tiles.total(
+      tiles.take_columns(product, lambda r, i, f=first: f + i, num_queries)
+      for first in range(diagonal, partner_rows, num_queries)
+    ),
+  )
+
+
+def _factor(weight, pull, exact):
+  """Left side of the sources' gradients: [M*8, Q] twice to [M*8, columns].
+
+  Columns are the weights on the token diagonal (high terms, low terms), then
+  the pulls (high, high, low); exact ones are one term each.
+  """
+  rows, num_queries = weight.shape
+  diagonal = num_queries * tiles.GROUP
+  spread = diagonal if exact else 2 * diagonal
+  columns = spread + num_queries * (1 if exact else 3)
+  parts = []
+  for first in range(0, columns, tiles.LANES):
+    row, column = (tiles.iota((rows, tiles.LANES), axis) for axis in (0, 1))
+    column += first
+    part = jnp.zeros(column.shape, jnp.float32)
+    if first < spread:
+      query = jnp.where(column < diagonal, column, column - diagonal)
+      taken = tiles.take_columns(
+        weight, lambda r, i, at=query >> tiles.GROUP_BITS: at
+      )
+      part = jnp.where(tiles.on_diagonal(row, column), taken, 0.0)
+    if first + tiles.LANES > spread:
+      query = column - spread
+      for _ in range(2):
+        query = jnp.where(query >= num_queries, query - num_queries, query)
+      taken = tiles.take_columns(pull, lambda r, i, at=query: at)
+      part = jnp.where(column < spread, part, taken)
+    if not exact:
+      high, low = tiles.high_and_low(part)
+      is_high = jnp.where(
+        column < spread, column < diagonal, column < spread + 2 * num_queries
+      )
+      part = jnp.where(is_high, high, low).astype(jnp.bfloat16)
+    parts.append(part)
+  return jnp.concatenate(parts, axis=1)[:, :columns]
+
+
+def _pull_rows(pulls, exact):
+  """[M*8, Q] of several groups to [terms * Q, groups * M*8]."""
+  turned = jnp.transpose(jnp.concatenate(pulls, axis=0))
+  if exact:
+    return turned
+  return jnp.concatenate(tiles.high_and_low(turned), axis=0).astype(
+    jnp.bfloat16
+  )

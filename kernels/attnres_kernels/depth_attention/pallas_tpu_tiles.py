@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What both directions of depth attention on TPU share: tiles and layouts.
+
+Tokens are taken in groups of 8, the sublanes of a register. The M sources of a
+group form one matrix [M*8, D] whose rows are (source, token), so that whatever
+is wide can be a matrix product. Of a product with columns (query, token) only
+the token diagonal is wanted, an eighth: hence groups as small as they can be.
+Statistics are compact, [M*8, Q], and a sum over the sources of a token is one
+over registers. `take_columns` goes from the diagonal to the compact form, or
+back where `on_diagonal` masks the rest.
+
+Bfloat16 operands are exact on the matrix unit. A float32 factor beside them
+goes in as bfloat16 terms, three for the queries, two for weights. Float32
+sources use float32 products throughout.
+"""
+
+import dataclasses
+import functools
+import operator
+
+import jax
+from jax.experimental import pallas as pl
+import jax.numpy as jnp
+
+GROUP_BITS = 3
+GROUP = 1 << GROUP_BITS
+ROWS = 16  # The row tile of bfloat16 in memory.
+LANES = 128  # Of a register, and the most queries.
+VMEM_BYTES = 56 * 2**20  # Of 64 MiB on v5p and tpu7x, 128 on the others.
+_BUFFER_BYTES = 40 * 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSizes:
+  """Tokens per grid step and lanes per inner product step."""
+
+  tokens: int
+  lanes: int = 1280
+
+  @classmethod
+  def choose(cls, num_tokens, width, token_bytes):
+    """The largest tile up to 128 tokens whose two buffers stay small.
+
+    Args:
+      num_tokens: all tokens of the call.
+      width: D.
+      token_bytes: bytes moved per token.
+    """
+    # Narrow rows want more of them, to fill the schedule.
+    tokens = 128 if width <= 1536 else 64
+    while tokens > ROWS and (
+      2 * tokens * token_bytes > _BUFFER_BYTES or tokens // 2 >= num_tokens
+    ):
+      tokens //= 2
+    return cls(tokens)
+
+
+def why_not(function, query_QD, sources, *args, eps):
+  """The reason why these arguments cannot run, or None."""
+  del args, eps
+  num_slots, first = len(sources), sources[0]
+  num_queries, width = query_QD.shape
+  if first.dtype not in (jnp.bfloat16, jnp.float32):
+    return f"sources must be bfloat16 or float32, got {first.dtype}"
+  if query_QD.dtype != jnp.float32:
+    return f"queries must be float32, got {query_QD.dtype}"
+  if num_queries > LANES:
+    return f"at most {LANES} queries, got query {query_QD.shape}"
+  slabs = num_slots + num_queries
+  slabs += num_slots if function == "backward" else 0
+  tile = 2 * slabs * ROWS * width * first.dtype.itemsize
+  if tile > VMEM_BYTES:
+    return (
+      f"query {query_QD.shape} with {num_slots} sources {first.shape} needs"
+      f" {tile >> 20} MiB of VMEM for two buffers of {ROWS} tokens"
+    )
+  return None
+
+
+def cost(flops, num_queries, num_slots, num_tokens, width, token_bytes):
+  """What a kernel must move and compute, for the compiler's schedule.
+
+  `flops` are per query, source, token and lane; norms come on top.
+  """
+  return pl.CostEstimate(
+    flops=(flops * num_queries + 2) * num_slots * num_tokens * width,
+    bytes_accessed=num_tokens * (token_bytes + 4 * num_queries),
+    transcendentals=num_queries * num_slots * num_tokens,
+  )
+
+
+def query_terms(query_QD, dtype):
+  """[terms * Q, D]: three bfloat16 terms whose sum it is; float32 is one."""
+  if dtype == jnp.float32:
+    return query_QD
+  terms = []
+  for _ in range(3):
+    # Not a cast there and back, which the compiler may drop.
+    term = jax.lax.reduce_precision(query_QD, exponent_bits=8, mantissa_bits=7)
+    terms.append(term.astype(jnp.bfloat16))
+    query_QD = query_QD - term
+  return jnp.concatenate(terms)
+
+
+def flatten(sources):
+  """(token axes, one [tokens, D] operand per source or bank slot, tokens)."""
+  shape = sources[0].shape
+  num_tokens = 1
+  for axis in shape[:-1]:
+    num_tokens *= axis
+  if isinstance(sources, tuple):
+    flat = [source.reshape(num_tokens, shape[-1]) for source in sources]
+  else:
+    # One operand per slot, all the same buffer: each has its own index map.
+    flat = [sources.reshape(len(sources), num_tokens, shape[-1])] * len(sources)
+  return shape[:-1], flat, num_tokens
+
+
+def source_specs(sources, tile, width, at):
+  """Block specs of the sources; `at` maps grid indices to the token tile."""
+  if isinstance(sources, tuple):
+    return [
+      pl.BlockSpec((tile, width), lambda *i: (at(*i[:-1]), 0)) for _ in sources
+    ]
+
+  def slot_spec(slot):
+    def index(*i):
+      # A slot that does not count stays at one block, which is read once.
+      valid = slot < i[-1][0]
+      return jnp.where(valid, slot, 0), jnp.where(valid, at(*i[:-1]), 0), 0
+
+    return pl.BlockSpec((1, tile, width), index)
+
+  return [slot_spec(slot) for slot in range(len(sources))]
+
+
+def whole(array):
+  """The block spec of an array that every step sees in full."""
+  return pl.BlockSpec(array.shape, lambda *i: (0,) * array.ndim)
+
+
+def count_operand(count, num_slots):
+  return jnp.reshape(
+    jnp.asarray(num_slots if count is None else count, jnp.int32), (1,)
+  )
+
+
+def stats_to_tiles(x_QT, tile):
+  """[Q, tokens] to [tiles, Q, tile], zero where there is no token."""
+  num_queries, num_tokens = x_QT.shape
+  tiles = pl.cdiv(num_tokens, tile)
+  x = jnp.pad(x_QT, ((0, 0), (0, tiles * tile - num_tokens)))
+  return jnp.moveaxis(x.reshape(num_queries, tiles, tile), 0, 1)
+
+
+def stats_from_tiles(x, num_tokens):
+  tiles, num_queries, tile = x.shape
+  x = jnp.moveaxis(x, 1, 0).reshape(num_queries, tiles * tile)
+  return x[:, :num_tokens]
+
+
+def load_sources(source_refs, rows, kept, bank, chunk):
+  """[M*8, lanes] of one group of tokens."""
+  return concatenate(
+    [ref[0, rows, chunk] if bank else ref[rows, chunk] for ref in source_refs],
+    kept,
+  )
+
+
+def concatenate(parts, kept):
+  """Stacks rows; those of `parts` that are no tokens become zero."""
+  if kept is not None:
+    parts = [jnp.where(kept, part, jnp.zeros_like(part)) for part in parts]
+  return jnp.concatenate(parts, axis=0)
+
+
+def kept_rows(num_tokens, tile, base, rows):
+  """Which of the rows from `base` on are tokens; None when all are."""
+  if num_tokens % tile == 0:
+    return None
+  return iota((rows, 1), 0) < num_tokens - base
+
+
+def inverse_rms(load, chunks, width, eps):
+  """Of every source row of a group: [M*8, 1]."""
+  square = 0.0
+  for chunk in chunks:
+    wide = load(chunk).astype(jnp.float32)
+    square += jnp.sum(wide * wide, axis=1, keepdims=True)
+  return jax.lax.rsqrt(square * (1.0 / width) + eps)
+
+
+def on_slots(x):
+  """[M*8, Q] as [M, 8, Q], for sums over the sources of a token."""
+  return x.reshape(-1, GROUP, x.shape[-1])
+
+
+def valid_slots(shape, count):
+  """Which entries of [M, 8, Q] belong to slots that count; None for all."""
+  return None if count is None else iota(shape, 0) < count
+
+
+def where(mask, x, otherwise):
+  return x if mask is None else jnp.where(mask, x, otherwise)
+
+
+def take_columns(x, column, count=LANES):
+  """x[r, column(r, i)] for i < count <= 128, by gathers within registers.
+
+  Args:
+    x: [rows, columns] float32.
+    column: maps int32 arrays r and i to column numbers.
+    count: columns of the result.
+  """
+  shape = (x.shape[0], LANES)
+  at = column(iota(shape, 0), iota(shape, 1))
+  x = pad_lanes(x)
+  parts = [
+    jnp.take_along_axis(
+      x[:, first : first + LANES],
+      jnp.bitwise_and(at, LANES - 1),
+      axis=1,
+      mode="promise_in_bounds",
+    )
+    for first in range(0, x.shape[1], LANES)
+  ]
+  taken = parts[0]
+  for i, part in enumerate(parts[1:], 1):
+    taken = jnp.where(at >= i * LANES, part, taken)
+  return taken[:, :count]
+
+
+def pad_lanes(x):
+  """Zero columns up to the next multiple of 128."""
+  missing = -x.shape[1] % LANES
+  if not missing:
+    return x
+  zeros = jnp.zeros((x.shape[0], missing), x.dtype)
+  return jnp.concatenate([x, zeros], axis=1)
+
+
+def on_diagonal(row, column):
+  """Where the token of a row is the token of a column."""
+  return jnp.bitwise_and(row ^ column, GROUP - 1) == 0
+
+
+def high_and_low(x):
+  """Two float32 arrays that bfloat16 can hold, whose sum is x to 16 bits."""
+  high = x.astype(jnp.bfloat16).astype(jnp.float32)
+  return high, x - high
+
+
+def chunks(width, lanes):
+  return [slice(i, min(i + lanes, width)) for i in range(0, width, lanes)]
+
+
+def total(terms):
+  return functools.reduce(operator.add, terms)
+
+
+def iota(shape, dimension):
+  return jax.lax.broadcasted_iota(jnp.int32, shape, dimension)
+
+
+def dot(a, b, b_axis=0, *, exact):
+  return jax.lax.dot_general(
+    a,
+    b,
+    (((1,), (b_axis,)), ((), ())),
+    precision=jax.lax.Precision.HIGHEST if exact else None,
+    preferred_element_type=jnp.float32,
+  )
