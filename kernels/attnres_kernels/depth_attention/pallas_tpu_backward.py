@@ -321,8 +321,8 @@ def _factor(weight, pull, exact):
       part = jnp.where(column < spread, part, taken)
     if not exact:
       high, low = tiles.high_and_low(part)
-      is_high = jnp.where(
-        column < spread, column < diagonal, column < spread + 2 * num_queries
+      is_high = (column < diagonal) | (
+        (column >= spread) & (column < spread + 2 * num_queries)
       )
       part = jnp.where(is_high, high, low).astype(jnp.bfloat16)
     parts.append(part)
