@@ -5,7 +5,8 @@ The only place that spells mesh axes. For now there is one, `data`: parameters
 and optimiser state are replicated, batches are split by rows.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+import contextlib
 from typing import Any
 
 import jax
@@ -67,6 +68,34 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def batch_sharding(mesh: Mesh) -> NamedSharding:
   """Sharding of [B, ...] batches: rows over `data`."""
   return NamedSharding(mesh, PartitionSpec(DATA))
+
+
+def ambient(mesh: Mesh) -> contextlib.AbstractContextManager:
+  """What is traced within it may ask which mesh it is for: `by_rows` does."""
+  return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+
+
+def by_rows(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+  """Has every device compute `function(rows, shared)` for its own rows only.
+
+  For computations over which rows are independent and that the compiler cannot
+  split by itself, such as sorting. Where no mesh is ambient, or it has one
+  device along `data`, this is the function itself. All leaves of `rows` and of
+  the result are [B, ...]; `shared` is the same on all devices, and its gradient
+  is their sum.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.shape.get(DATA, 1) == 1 or DATA in mesh.manual_axes:
+    return function
+  # Unchecked, gradients of `shared` are summed by the rule of transposition
+  # rather than by every gradient rule inside.
+  return jax.shard_map(
+    function,
+    in_specs=(PartitionSpec(DATA), PartitionSpec()),
+    out_specs=PartitionSpec(DATA),
+    axis_names={DATA},
+    check_vma=False,
+  )
 
 
 def shard_batch(

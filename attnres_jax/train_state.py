@@ -207,8 +207,10 @@ def _split(batch: Batch):
 
 def _loss_sums(config, mesh, model, batch):
   inputs, targets, weights, segment_ids = _split(batch)
+  with sharding.ambient(mesh):
+    hidden = model.hidden(inputs, segment_ids)
   sums = loss_lib.cross_entropy(
-    model.hidden(inputs, segment_ids),
+    hidden,
     model.embedding.head_DV(),
     targets,
     weights,

@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
+from attnres_jax import sharding
 from attnres_jax.models import grouped
 from attnres_jax.models import mlp
 
@@ -69,6 +70,14 @@ class Moe(nnx.Module):
       segment_ids_BT: tokens of segment 0 are padding, which does not count as
         load.
     """
+    # Tokens are sorted among those of the same device.
+    apply = sharding.by_rows(lambda rows, module: module.local(*rows))
+    return apply((x_BTD, segment_ids_BT), self)
+
+  def local(
+    self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None
+  ) -> jax.Array:
+    """The same, of rows that live on one device."""
     x_UD = jnp.reshape(x_BTD, (-1, x_BTD.shape[-1]))
     counts_U = None
     if segment_ids_BT is not None:

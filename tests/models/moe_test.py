@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Moe against its definition, its router's rules, and where the load goes."""
 
+import contextlib
 import math
 
 from flax import nnx
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from attnres_jax import config as config_lib
+from attnres_jax import sharding
 from attnres_jax.models import moe
 
 BATCH, TOKENS, WIDTH = 8, 5, 12
@@ -278,38 +280,57 @@ def _mesh(**axes):
   )
 
 
-def test_load_over_devices():
-  """Rows over eight devices: of the whole batch, on all of them."""
+@pytest.mark.parametrize("ambient", [False, True])
+@pytest.mark.parametrize(
+  "axes", [dict(data=8), dict(data=2, expert=2), dict(expert=3)]
+)
+def test_over_devices(axes, ambient):
+  """Rows and experts split: outputs, gradients and load of the whole batch."""
   module, x_BTD = _module(), _inputs()
-  mesh = _mesh(data=8)
-  split = NamedSharding(mesh, PartitionSpec("data"))
-  everywhere = NamedSharding(mesh, PartitionSpec())
-  gradient = jax.jit(jax.grad(_loss), in_shardings=(everywhere, split))(
-    module, jax.device_put(x_BTD, split)
-  )
-  np.testing.assert_array_equal(_found_load(gradient), _load(module, x_BTD))
-  expected = _gradient(module, x_BTD)
-  for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected)):
-    np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * (1 + np.abs(b).max()))
-
-
-def test_experts_over_devices():
-  """Weights split by expert give the same."""
-  module, x_BTD = _module(), _inputs()
-  mesh = _mesh(data=2, expert=2)
+  segments = jnp.ones((BATCH, TOKENS), jnp.int32).at[3:, 1:].set(0)
+  mesh = _mesh(**axes)
+  place = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))
+  rows = place("data" if "data" in axes else None)
+  experts = place("expert" if "expert" in axes else None)
   shardings = jax.tree.map(
-    lambda leaf: NamedSharding(
-      mesh, PartitionSpec("expert") if leaf.ndim == 3 else PartitionSpec()
-    ),
-    module,
+    lambda leaf: experts if leaf.ndim == 3 else place(), module
   )
-  rows = NamedSharding(mesh, PartitionSpec("data"))
-  found = jax.jit(jax.value_and_grad(_loss), in_shardings=(shardings, rows))(
-    jax.device_put(module, shardings), jax.device_put(x_BTD, rows)
+
+  def loss(module, x, segments):
+    with sharding.ambient(mesh) if ambient else contextlib.nullcontext():
+      return _loss(module, x, segments)
+
+  both = jax.jit(
+    jax.value_and_grad(loss, argnums=(0, 1)),
+    in_shardings=(shardings, rows, rows),
   )
-  expected = jax.jit(jax.value_and_grad(_loss))(module, x_BTD)
+  arguments = module, x_BTD, segments
+  found = both(*arguments)
+  expected = jax.jit(jax.value_and_grad(_loss, argnums=(0, 1)))(*arguments)
   for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
     np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * (1 + np.abs(b).max()))
+  np.testing.assert_array_equal(
+    _found_load(found[1][0]), _load(module, x_BTD, segments > 0)
+  )
+
+
+def test_devices_share_the_work():
+  """Each computes the rows it has: no gathering, one reduction of gradients."""
+  mesh = _mesh(data=8)
+  rows = NamedSharding(mesh, PartitionSpec("data"))
+
+  def loss(module, x):
+    with sharding.ambient(mesh):
+      return _loss(module, x)
+
+  gradient = jax.jit(
+    jax.grad(loss),
+    in_shardings=(NamedSharding(mesh, PartitionSpec()), rows),
+    out_shardings=NamedSharding(mesh, PartitionSpec()),
+  )
+  program = gradient.lower(_module(), _inputs()).compile().as_text()
+  assert "all-reduce" in program
+  assert "all-gather" not in program and "all-to-all" not in program
 
 
 def test_balance_update():
