@@ -25,7 +25,8 @@ def forward(q, k, v, g, beta, state, *, scale, chunk_size):
   del chunk_size
 
   def body(state, token):
-    o_BHV, state = step(*token, state, scale=scale)
+    q, k, v, g, beta = token
+    o_BHV, state = step(q, k, v, g, beta, state, scale=scale)
     return state, o_BHV
 
   time_first = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, g, beta))

@@ -1,0 +1,549 @@
+# SPDX-License-Identifier: Apache-2.0
+"""KDA on TPU: one grid step per chunk, the state in VMEM from chunk to chunk.
+
+The chunkwise form and its tree are those of the plain-JAX backend (see there),
+laid out for the matrix unit:
+
+- The exponents of all levels of the tree, and those from the chunk's start and
+  to its end, are sums of log-decays over index ranges: one product of a 0/1
+  matrix with g, split into three bfloat16 terms, so that it is exact to
+  float32. Its transpose takes the gradients back. Differences never occur.
+- A level's square is cut out of a full C x C product by a mask.
+- The state is kept transposed, [V, K], so that decays are rows of lanes.
+- Several heads share a grid step: the products of one fill the latencies of
+  another.
+
+Backward is two kernels: one forward in time that writes the state before each
+chunk and the inverse of its triangular system, and one backward in time. The
+inverse is formed in float32 (three bfloat16 products per product when the
+inputs are bfloat16); float32 inputs use float32 products throughout.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+import numpy as np
+
+_VMEM_BYTES = 56 * 2**20  # Of 64 MiB on v5p and tpu7x, 128 on the others.
+_DTYPES = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+# A decay by this forgets everything, and 0 * -inf would be NaN in a product.
+_FORGET = -1e4
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSizes:
+  """Tokens and heads per grid step."""
+
+  tokens: int
+  heads: int
+
+  @classmethod
+  def choose(cls, chunk_size, num_heads):
+    return cls(chunk_size, max(n for n in (1, 2, 4) if num_heads % n == 0))
+
+
+def why_not(function, q, k, v, *args, scale, chunk_size):
+  """The reason why these arguments cannot run, or None."""
+  del function, args, scale
+  if not q.dtype == k.dtype == v.dtype or q.dtype not in _DTYPES:
+    return (
+      "q, k and v must all be bfloat16 or all float32, got"
+      f" {q.dtype}, {k.dtype} and {v.dtype}"
+    )
+  if q.shape[-1] % 128 or v.shape[-1] % 128:
+    return (
+      f"keys and values must be multiples of 128 wide: q {q.shape}, v {v.shape}"
+    )
+  if chunk_size not in (16, 32, 64, 128):
+    return f"chunk_size must be 16, 32, 64 or 128, got {chunk_size}"
+  return None
+
+
+def forward(
+  q, k, v, g, beta, state, *, scale, chunk_size, interpret=False, blocks=None
+):
+  """Returns the outputs and the last state."""
+  call = _Call(q, v, chunk_size, interpret, blocks)
+  o, state = call(
+    functools.partial(_forward_kernel, scale=scale),
+    "kda_forward",
+    [call.constant(_ranges(chunk_size))]
+    + [call.tokens(x) for x in (q, k, v, g)]
+    + [call.row(beta), call.state(state)],
+    [call.tokens_out(v), call.state_out()],
+  )
+  return call.unflatten(o, v), state.mT
+
+
+def backward(
+  q,
+  k,
+  v,
+  g,
+  beta,
+  state,
+  do,
+  dstate,
+  *,
+  scale,
+  chunk_size,
+  interpret=False,
+  blocks=None,
+):
+  """Returns the gradients of q, k, v, g, beta and the first state."""
+  call = _Call(q, v, chunk_size, interpret, blocks)
+  ranges = _ranges(chunk_size)
+  starts, inverses = call(
+    _states_kernel,
+    "kda_states",
+    [call.constant(ranges)]
+    + [call.tokens(x) for x in (k, v, g)]
+    + [call.row(beta), call.state(state)],
+    [
+      call.matrices_out((v.shape[-1], q.shape[-1]), q.dtype),
+      call.matrices_out((chunk_size, chunk_size), q.dtype),
+    ],
+  )
+  call.reverse = True
+  dq, dk, dv, dg, dbeta, dstate = call(
+    functools.partial(_backward_kernel, scale=scale),
+    "kda_backward",
+    [call.constant(ranges), call.constant(ranges.T)]
+    + [call.tokens(x) for x in (q, k, v, g)]
+    + [call.row(beta)]
+    + [call.matrices(x) for x in (starts, inverses)]
+    + [call.tokens(do.astype(v.dtype)), call.state(dstate)],
+    [call.tokens_out(x) for x in (q, k, v, g)]
+    + [call.row_out(beta), call.state_out()],
+  )
+  return (
+    *(call.unflatten(d, x) for d, x in zip((dq, dk, dv, dg), (q, k, v, g))),
+    call.unflatten_row(dbeta, beta),
+    dstate.mT,
+  )
+
+
+class _Call:
+  """Shapes and block specs of a grid of (batch, heads, chunks).
+
+  Tokens are [B, T, H * K] with T padded to whole chunks: neither decay nor
+  write happens there. Rows are [B, H, N, 1, C], matrices [B, H, N, ...].
+  """
+
+  def __init__(self, q, v, chunk_size, interpret, blocks):
+    self.batch, self.length, self.heads, self.key = q.shape
+    self.value = v.shape[-1]
+    self.size = chunk_size
+    self.number = pl.cdiv(self.length, chunk_size)
+    self.group = (blocks or BlockSizes.choose(chunk_size, self.heads)).heads
+    self.interpret = interpret
+    self.reverse = False
+
+  def __call__(self, kernel, name, inputs, outputs):
+    """Inputs are (spec, array), outputs (spec, shape)."""
+    return pl.pallas_call(
+      functools.partial(kernel, group=self.group),
+      grid=(self.batch, self.heads // self.group, self.number),
+      in_specs=[spec for spec, _ in inputs],
+      out_specs=[spec for spec, _ in outputs],
+      out_shape=[shape for _, shape in outputs],
+      scratch_shapes=[
+        pltpu.VMEM((self.group, self.value, self.key), jnp.float32)
+      ],
+      compiler_params=pltpu.CompilerParams(
+        dimension_semantics=("parallel", "parallel", "arbitrary"),
+        vmem_limit_bytes=_VMEM_BYTES,
+      ),
+      cost_estimate=self._cost(name, inputs, outputs),
+      interpret=self.interpret,
+      name=name,
+    )(*(array for _, array in inputs))
+
+  def constant(self, array):
+    array = jnp.asarray(array, jnp.bfloat16)
+    return pl.BlockSpec(array.shape, lambda b, h, n: (0, 0)), array
+
+  def tokens(self, x):
+    x = x.reshape(self.batch, self.length, -1)
+    padding = self.number * self.size - self.length
+    x = jnp.pad(x, [(0, 0), (0, padding), (0, 0)])
+    return self._tokens_spec(x.shape[-1]), x
+
+  def tokens_out(self, like):
+    width = self.heads * like.shape[-1]
+    shape = self.batch, self.number * self.size, width
+    return self._tokens_spec(width), jax.ShapeDtypeStruct(shape, like.dtype)
+
+  def _tokens_spec(self, width):
+    block = 1, self.size, width // self.heads * self.group
+    return pl.BlockSpec(block, lambda b, h, n: (b, self._at(n), h))
+
+  def unflatten(self, x, like):
+    return x[:, : self.length].reshape(like.shape)
+
+  def row(self, x):
+    padding = self.number * self.size - self.length
+    x = jnp.pad(x.mT, [(0, 0), (0, 0), (0, padding)])
+    shape = self.batch, self.heads, self.number, 1, self.size
+    return self._matrix_spec(shape), x.reshape(shape)
+
+  def row_out(self, like):
+    shape = self.batch, self.heads, self.number, 1, self.size
+    return self._matrix_spec(shape), jax.ShapeDtypeStruct(shape, like.dtype)
+
+  def unflatten_row(self, x, like):
+    x = x.reshape(self.batch, self.heads, -1)[..., : self.length]
+    return x.mT.reshape(like.shape)
+
+  def matrices(self, x):
+    return self._matrix_spec(x.shape), x
+
+  def matrices_out(self, shape, dtype):
+    shape = self.batch, self.heads, self.number, *shape
+    return self._matrix_spec(shape), jax.ShapeDtypeStruct(shape, dtype)
+
+  def _matrix_spec(self, shape):
+    block = 1, self.group, 1, *shape[3:]
+    return pl.BlockSpec(block, lambda b, h, n: (b, h, self._at(n), 0, 0))
+
+  def state(self, x):
+    return self._state_spec(), x.mT
+
+  def state_out(self):
+    shape = self.batch, self.heads, self.value, self.key
+    return self._state_spec(), jax.ShapeDtypeStruct(shape, jnp.float32)
+
+  def _state_spec(self):
+    block = 1, self.group, self.value, self.key
+    return pl.BlockSpec(block, lambda b, h, n: (b, h, 0, 0))
+
+  def _at(self, n):
+    return self.number - 1 - n if self.reverse else n
+
+  def _cost(self, name, inputs, outputs):
+    steps = self.batch * self.heads * self.number
+    return pl.CostEstimate(
+      flops=steps * flops(name, self.size, self.key, self.value),
+      bytes_accessed=sum(
+        x.size * x.dtype.itemsize for _, x in inputs + outputs
+      ),
+      transcendentals=steps * (_levels(self.size) + 2) * self.size * self.key,
+    )
+
+
+def flops(name, size, key, value):
+  """Useful operations of one chunk of one head, in the products."""
+  squares = size * size
+  tree = squares * key  # Half a square of A; the same for P.
+  solve = squares * size // 3 + squares * value
+  carry = 2 * size * key * value
+  return {
+    "kda_forward": 2 * tree + solve + squares * value + 3 * carry,
+    "kda_states": tree + solve + 2 * carry,
+    "kda_backward": 6 * tree + 5 * squares * value + 7 * carry,
+  }[name]
+
+
+def _forward_kernel(
+  ranges_ref,
+  q_ref,
+  k_ref,
+  v_ref,
+  g_ref,
+  beta_ref,
+  first_ref,
+  o_ref,
+  last_ref,
+  state_ref,
+  *,
+  group,
+  scale,
+):
+  _start(first_ref, state_ref)
+  for head in range(group):
+    q, k, v, g = (_head(x, head, group) for x in (q_ref, k_ref, v_ref, g_ref))
+    beta = beta_ref[0, head, 0]
+    c = _Chunk(q, k, g, beta, ranges_ref, scale)
+    state = state_ref[head]
+    inverse = c.inverse()
+    reads = c.dot(c.both_in, state, 1)
+    z = c.dot(inverse, v.astype(jnp.float32) - reads[: c.size])
+    o = reads[c.size :] + c.dot(c.pairs * beta, z)
+    _set_head(o_ref, head, group, o)
+    state_ref[head] = c.next(state, z)
+  _finish(last_ref, state_ref)
+
+
+def _states_kernel(
+  ranges_ref,
+  k_ref,
+  v_ref,
+  g_ref,
+  beta_ref,
+  first_ref,
+  starts_ref,
+  inverses_ref,
+  state_ref,
+  *,
+  group,
+):
+  _start(first_ref, state_ref)
+  for head in range(group):
+    k, v, g = (_head(x, head, group) for x in (k_ref, v_ref, g_ref))
+    c = _Chunk(None, k, g, beta_ref[0, head, 0], ranges_ref, None)
+    state = state_ref[head]
+    inverse = c.inverse()
+    z = c.dot(inverse, v.astype(jnp.float32) - c.dot(c.both_in, state, 1))
+    starts_ref[0, head, 0] = state.astype(starts_ref.dtype)
+    inverses_ref[0, head, 0] = inverse.astype(inverses_ref.dtype)
+    state_ref[head] = c.next(state, z)
+
+
+def _backward_kernel(
+  ranges_ref,
+  turned_ref,
+  q_ref,
+  k_ref,
+  v_ref,
+  g_ref,
+  beta_ref,
+  starts_ref,
+  inverses_ref,
+  do_ref,
+  last_ref,
+  dq_ref,
+  dk_ref,
+  dv_ref,
+  dg_ref,
+  dbeta_ref,
+  first_ref,
+  dstate_ref,
+  *,
+  group,
+  scale,
+):
+  _start(last_ref, dstate_ref)
+  for head in range(group):
+    q, k, v, g, do = (
+      _head(x, head, group) for x in (q_ref, k_ref, v_ref, g_ref, do_ref)
+    )
+    beta = beta_ref[0, head, 0]
+    c = _Chunk(q, k, g, beta, ranges_ref, scale)
+    start, inverse = starts_ref[0, head, 0], inverses_ref[0, head, 0]
+    dstate = dstate_ref[head]
+    do = do.astype(jnp.float32)
+    column = _column(beta)
+    z = c.dot(
+      inverse, v.astype(jnp.float32) - c.dot(c.both_in[: c.size], start, 1)
+    )
+    written = column * z
+    dwritten = c.dot(c.pairs, do, 0, 0) + c.dot(c.k_out, dstate, 1)
+    x = c.dot(inverse, column * dwritten, 0, 0)
+    _set_head(dv_ref, head, group, x)
+    dpairs = c.dot(do, written, 1)
+    dsystem = -c.dot(x, z, 1)
+    dbeta_ref[0, head, 0] = jnp.sum(
+      jnp.where(c.diagonal, jnp.sum(dwritten * z, axis=1, keepdims=True), 0.0)
+      + jnp.where(c.below, dsystem * c.keys, 0.0),
+      axis=0,
+      keepdims=True,
+    )
+    both = jnp.concatenate([-x, do], axis=0)
+    dboth_in = c.dot(both, start)
+    dk_in = dboth_in[: c.size] * c.carried
+    dq_in = dboth_in[c.size :] * c.carried
+    dk_out = c.dot(written, dstate) * c.left
+    dwhole = c.whole * jnp.sum(
+      start.astype(jnp.float32) * dstate, axis=0, keepdims=True
+    )
+    dstate_ref[head] = c.whole * dstate + c.dot(both, c.both_in, 0, 0)
+    own = jnp.sum(jnp.where(c.diagonal, dpairs, 0.0), axis=1, keepdims=True)
+    dq = dq_in + own * c.k
+    dk = dk_in + dk_out + own * c.q
+    dexponents = []
+    dsquares = jnp.concatenate([dsystem * beta, dpairs], axis=0)
+    for level in range(_levels(c.size)):
+      mask = c.mask(level)
+      dsquare = jnp.where(jnp.concatenate([mask, mask], axis=0), dsquares, 0.0)
+      decay, rows = c.decay(level), c.rows(level)
+      drows = c.dot(dsquare, rows[: c.size])
+      dk_here = (drows[: c.size] + c.dot(dsquare, rows, 0, 0)) * decay
+      dq_here = drows[c.size :] * decay
+      dq += dq_here
+      dk += dk_here
+      dexponents.append(c.q * dq_here + c.k * dk_here)
+    dexponents.append(c.q * dq_in + c.k * dk_in)
+    dexponents.append(c.k * dk_out)
+    dg = _range_sums(turned_ref, jnp.concatenate(dexponents, axis=0))
+    _set_head(dq_ref, head, group, scale * dq)
+    _set_head(dk_ref, head, group, dk)
+    _set_head(dg_ref, head, group, dg + dwhole)
+  _finish(first_ref, dstate_ref)
+
+
+class _Chunk:
+  """What a chunk of one head is made of, before any state enters."""
+
+  def __init__(self, q, k, g, beta, ranges_ref, scale):
+    self.exact = k.dtype == jnp.float32
+    self.size, _ = k.shape
+    self.beta = beta
+    self.k = k.astype(jnp.float32)
+    self.q: Any = None if q is None else q.astype(jnp.float32) * scale
+    exponents = _range_sums(ranges_ref, jnp.maximum(g, _FORGET))
+    self.decays = jnp.exp(exponents)
+    levels = _levels(self.size)
+    self.carried = self.decay(levels)
+    self.left = self.decay(levels + 1)
+    self.whole = self.carried[-1:]
+    self.k_out = self.k * self.left
+    self.both_in = self._rows(self.carried)
+    row, column = (_iota((self.size, self.size), axis) for axis in (0, 1))
+    self.diagonal = row == column
+    self.below = row > column
+    self._differ = row ^ column
+    self._square()
+
+  def _square(self):
+    """A and P, [C, C], from the squares of the tree and the diagonal."""
+    self.keys = jnp.zeros((self.size, self.size), jnp.float32)
+    if self.q is not None:
+      self.pairs = jnp.where(self.diagonal, self.dot(self.q, self.k, 1), 0.0)
+    for level in range(_levels(self.size)):
+      mask, rows = self.mask(level), self.rows(level)
+      square = self.dot(rows, rows[: self.size], 1)
+      self.keys = jnp.where(mask, square[: self.size], self.keys)
+      if self.q is not None:
+        self.pairs = jnp.where(mask, square[self.size :], self.pairs)
+
+  def mask(self, level):
+    """Later block's rows, earlier block's columns: this bit differs first."""
+    return ((self._differ >> level) == 1) & self.below
+
+  def decay(self, level):
+    return self.decays[level * self.size : (level + 1) * self.size]
+
+  def rows(self, level):
+    """Of k, then of q; those of k are the columns as well."""
+    return self._rows(self.decay(level))
+
+  def _rows(self, decay):
+    if self.q is None:
+      return self.k * decay
+    return jnp.concatenate([self.k * decay, self.q * decay], axis=0)
+
+  def inverse(self):
+    """Of I + A diag(beta)."""
+    system = self.keys * self.beta
+    inverse = jnp.where(
+      self.diagonal, 1.0, jnp.where(self.mask(0), -system, 0.0)
+    )
+    for level in range(1, _levels(self.size)):
+      square = jnp.where(self.mask(level), system, 0.0)
+      square = self._precise_dot(self._precise_dot(inverse, square), inverse)
+      inverse = inverse - square
+    return inverse
+
+  def next(self, state, z):
+    """The state after the chunk, to which z has been added."""
+    return self.whole * state + self.dot(
+      _column(self.beta) * z, self.k_out, 0, 0
+    )
+
+  def dot(self, a, b, b_axis=0, a_axis=1):
+    return _dot(a, b, b_axis, a_axis, exact=self.exact)
+
+  def _precise_dot(self, a, b):
+    if self.exact:
+      return self.dot(a, b)
+    (a, a_low), (b, b_low) = _split(a, 2), _split(b, 2)
+    return self.dot(a, b) + (self.dot(a, b_low) + self.dot(a_low, b))
+
+
+def _start(first_ref, state_ref):
+  @pl.when(pl.program_id(2) == 0)
+  def _():
+    state_ref[...] = first_ref[0]
+
+
+def _finish(last_ref, state_ref):
+  @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
+  def _():
+    last_ref[0] = state_ref[...]
+
+
+def _head(ref, head, group):
+  width = ref.shape[-1] // group
+  return ref[0, :, head * width : (head + 1) * width]
+
+
+def _set_head(ref, head, group, value):
+  width = ref.shape[-1] // group
+  ref[0, :, head * width : (head + 1) * width] = value.astype(ref.dtype)
+
+
+def _levels(size):
+  return size.bit_length() - 1
+
+
+def _ranges(size):
+  """0/1 rows: which log-decays sum up to an exponent, [(levels + 2) C, C].
+
+  Per level, from the boundary between two blocks: up to a token of the later
+  block, or from after a token of the earlier block. Then the same from the
+  chunk's start, and to its end.
+  """
+  row, column = np.arange(size)[:, None], np.arange(size)[None]
+  sums = []
+  for level in range(_levels(size)):
+    middle = ((row >> (level + 1)) * 2 + 1) << level
+    sums.append(
+      ((middle <= column) & (column <= row))
+      | ((row < column) & (column < middle))
+    )
+  sums += [column <= row, column > row]
+  return np.concatenate(sums).astype(np.float32)
+
+
+def _range_sums(ranges_ref, x):
+  """Exact to float32: the ranges are 0 or 1, x is split into three terms."""
+  ranges = ranges_ref[...]
+  return sum(_dot(ranges, part) for part in reversed(_split(x, 3)))
+
+
+def _split(x, terms):
+  """Bfloat16 terms whose sum is x to about 8 bits per term."""
+  parts = []
+  for _ in range(terms):
+    parts.append(x.astype(jnp.bfloat16))
+    x = x - parts[-1].astype(jnp.float32)
+  return parts
+
+
+def _column(row):
+  """[1, C] to [C, 1]."""
+  size = row.shape[-1]
+  shape = size, size
+  diagonal = _iota(shape, 0) == _iota(shape, 1)
+  return jnp.sum(jnp.where(diagonal, row, 0.0), axis=1, keepdims=True)
+
+
+def _iota(shape, dimension):
+  return jax.lax.broadcasted_iota(jnp.int32, shape, dimension)
+
+
+def _dot(a, b, b_axis=0, a_axis=1, *, exact=False):
+  if not exact:
+    a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
+  return jax.lax.dot_general(
+    a,
+    b,
+    (((a_axis,), (b_axis,)), ((), ())),
+    precision=jax.lax.Precision.HIGHEST if exact else None,
+    preferred_element_type=jnp.float32,
+  )
