@@ -7,6 +7,7 @@ network that the paper trains. The package imports nothing but JAX.
 """
 
 from attnres_kernels.depth_attention.api import depth_attention
+from attnres_kernels.depth_attention.api import depth_attention_vjp
 from attnres_kernels.depth_merge.api import combine_mixtures
 from attnres_kernels.depth_merge.api import depth_merge
 from attnres_kernels.depth_merge.api import depth_merge_norm
@@ -20,6 +21,7 @@ __all__ = [
   "Implementation",
   "combine_mixtures",
   "depth_attention",
+  "depth_attention_vjp",
   "depth_merge",
   "depth_merge_norm",
   "kda",

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnres_kernels import depth_attention
+from attnres_kernels import depth_attention_vjp
 from attnres_kernels import dispatch
 
 EPS = 1e-6
@@ -153,6 +154,51 @@ class DepthAttentionTest(parameterized.TestCase):
     np.testing.assert_allclose(dquery, dquery_, atol=3e-5)
     np.testing.assert_allclose(dbank[:count], dbank_, atol=1e-5)
     np.testing.assert_array_equal(dbank[count:], 0)
+
+  @parameterized.product(
+    implementation=ALL,
+    case=(
+      ("float32", "float32", False),
+      ("bfloat16", "float32", False),
+      ("bfloat16", "bfloat16", True),
+      ("bfloat16", None, False),
+    ),
+  )
+  def test_backward_pass_on_its_own(self, implementation, case):
+    dtype, old_dtype, as_bank = case
+    query, source, dout, dlse = make(12, 2, 3, (2, 8), 24, dtype)
+    old = None
+    if old_dtype is not None:
+      old = jnp.asarray(make(13, 1, 3, (2, 8), 24, old_dtype)[1])
+    split = (lambda x: x) if as_bank else tuple
+    _, lse = oracle(query, source)
+    with dispatch.interpreted(pltpu.InterpretParams(detect_races=True)):
+      dquery, dsources = depth_attention_vjp(
+        query,
+        split(source),
+        jnp.asarray(lse, jnp.float32),
+        dout,
+        dlse,
+        num_sources=3 if as_bank else None,
+        accumulate=None if old is None else split(old),
+        eps=EPS,
+        implementation=implementation,
+      )
+    self.assertIsInstance(dsources, jax.Array if as_bank else tuple)
+    dsources = jnp.stack(list(dsources))
+    self.assertEqual(dsources.dtype, old_dtype or dtype)
+    dquery_, dsources_ = oracle_gradients(query, source, dout, dlse)
+    if old is not None:
+      dsources_ += np.float64(old)
+    # The sum is rounded once, to the dtype of what is accumulated. Autodiff of
+    # the reference rounds the new term first.
+    stored = 0
+    if "bfloat16" in (dsources.dtype, dtype) and (
+      dsources.dtype == "bfloat16" or implementation == "reference"
+    ):
+      stored = 1.5 * error(jnp.asarray(dsources_, "bfloat16"), dsources_)
+    self.assertLess(error(dsources, dsources_), max(5e-6, stored))
+    self.assertLess(error(dquery, dquery_), 5e-6)
 
   @parameterized.product(implementation=ALL, kind=("large", "equal", "zero"))
   def test_adversarial_values(self, implementation, kind):
@@ -326,6 +372,26 @@ class BadInputTest(parameterized.TestCase):
   def test_sources_differ(self):
     with self.assertRaisesRegex(ValueError, r"\(3, 8\).*\(4, 8\)"):
       depth_attention(jnp.ones((2, 8)), [jnp.ones((3, 8)), jnp.ones((4, 8))])
+
+  @parameterized.parameters("lse", "dout", "dlse", "accumulate")
+  def test_backward_pass_on_its_own(self, wrong):
+    arrays = {
+      "lse": jnp.ones((2, 3)),
+      "dout": jnp.ones((2, 3, 8)),
+      "dlse": jnp.ones((2, 3)),
+      "accumulate": [jnp.ones((3, 8))],
+    }
+    arrays[wrong] = [jnp.ones((4, 8))] if wrong == "accumulate" else jnp.ones(3)
+    lse, dout, dlse, accumulate = arrays.values()
+    with self.assertRaisesRegex(ValueError, rf"{wrong}.*\(3, 8\)"):
+      depth_attention_vjp(
+        jnp.ones((2, 8)),
+        [jnp.ones((3, 8))],
+        lse,
+        dout,
+        dlse,
+        accumulate=accumulate,
+      )
 
   def test_unknown_backend(self):
     with self.assertRaisesRegex(ValueError, "pallas_tpu"):

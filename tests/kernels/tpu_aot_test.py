@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import pytest
 
 from attnres_kernels import depth_attention
+from attnres_kernels import depth_attention_vjp
 from attnres_kernels import depth_merge
 from attnres_kernels import depth_merge_norm
 from attnres_kernels.depth_attention import shapes
@@ -126,6 +127,28 @@ class TpuCompileTest(parameterized.TestCase):
     for line in text.splitlines():
       if " copy(" in line:
         self.assertNotIn("bf16[5,512,1024]", line)
+
+  def test_accumulation_is_in_place(self):
+    token = (500, 1024)  # The last tile is a part of one.
+
+    def f(query, sources, lse, dout, old):
+      return depth_attention_vjp(query, sources, lse, dout, lse, accumulate=old)
+
+    struct = functools.partial(jax.ShapeDtypeStruct, sharding=sharding("v5e"))
+    lowered = jax.jit(f, donate_argnums=4).lower(
+      struct((4, 1024), jnp.float32),
+      [struct(token, jnp.bfloat16)] * 3,
+      struct((4, 500), jnp.float32),
+      struct((4, *token), jnp.bfloat16),
+      [struct(token, jnp.float32)] * 3,
+    )
+    compiled = lowered.compile()
+    self.assertIn("depth_attention_backward", compiled.as_text())
+    memory = compiled.memory_analysis()
+    # All three are outputs in the place of inputs, and no copy is kept.
+    size = 504 * 1024 * 4
+    self.assertGreaterEqual(memory.alias_size_in_bytes, 3 * size)
+    self.assertLess(memory.temp_size_in_bytes, size)
 
 
 @pytest.mark.slow

@@ -57,11 +57,79 @@ def depth_attention(
   query, sources, count = _check(query, sources, num_sources)
   if implementation == "reference":
     return reference.attend(query, sources, count, eps=eps)
-  dtype = query.dtype if query.dtype == jnp.float64 else jnp.float32
-  if jax.tree.leaves(sources)[0].dtype == jnp.float64:
-    dtype = jnp.float64
-  query = query.astype(dtype)
+  query = query.astype(_accumulator(query, sources))
   return _attend(float(eps), implementation, query, sources, count)
+
+
+def depth_attention_vjp(
+  query: Float[Array, "Q D"],
+  sources: Sequence[Float[Array, "*T D"]] | Float[Array, "M *T D"],
+  lse: Float[Array, " Q *T"],
+  dout: Float[Array, "Q *T D"],
+  dlse: Float[Array, " Q *T"],
+  *,
+  num_sources: int | Int32[Array, ""] | None = None,
+  accumulate: Sequence[Float[Array, "*T D"]]
+  | Float[Array, "M *T D"]
+  | None = None,
+  eps: float = 1e-6,
+  implementation: dispatch.Implementation | None = None,
+) -> tuple[
+  Float[Array, "Q D"],
+  tuple[Float[Array, "*T D"], ...] | Float[Array, "M *T D"],
+]:
+  """The backward pass of `depth_attention`, for those who schedule it.
+
+  A block representation is a source of every later block, so its gradient is a
+  sum. Given what there is of the sum, the backward pass writes the new sum
+  instead of one more term, which saves a pass over memory.
+
+  Args:
+    query: as in `depth_attention`.
+    sources: as in `depth_attention`.
+    lse: its second result.
+    dout: cotangent of its first result.
+    dlse: cotangent of its second result.
+    num_sources: as in `depth_attention`.
+    accumulate: the gradients of the sources so far, in their structure; any
+      float dtype, such as float32 beside bfloat16 sources. Updated in place
+      where the compiler finds them unused afterwards.
+    eps: as in `depth_attention`.
+    implementation: as in `depth_attention`.
+
+  Returns:
+    The gradient of `query`, and one per source in the structure of `sources`,
+    in the dtype of `accumulate` or, without it, of `sources`.
+
+  Raises:
+    ValueError: the shapes do not fit together.
+    NotImplementedError: the named backend cannot run these shapes here.
+  """
+  dispatch.check_implementation(implementation)
+  query, sources, count = _check(query, sources, num_sources)
+  tokens = sources[0].shape[:-1]
+  for name, array, shape in (
+    ("lse", lse, (query.shape[0], *tokens)),
+    ("dout", dout, (query.shape[0], *tokens, query.shape[1])),
+    ("dlse", dlse, (query.shape[0], *tokens)),
+  ):
+    if array.shape != shape:
+      raise ValueError(
+        f"{name} must be {shape} for query {query.shape} and sources"
+        f" {_shapes(sources)}, got {array.shape}"
+      )
+  if accumulate is not None:
+    if isinstance(accumulate, list):
+      accumulate = tuple(accumulate)
+    if _shapes(accumulate) != _shapes(sources):
+      raise ValueError(
+        f"accumulate {_shapes(accumulate)} must be like the sources"
+        f" {_shapes(sources)}"
+      )
+  query = query.astype(_accumulator(query, sources))
+  options = float(eps), implementation
+  old = () if accumulate is None else (accumulate,)
+  return _backward(*options, query, sources, count, lse, dout, dlse, *old)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -87,9 +155,8 @@ def _attend_forward(eps, implementation, query_QD, sources, count):
 def _attend_backward(eps, implementation, residuals, cotangents):
   query_QD, sources, count, lse_QT = residuals
   dout_QTD, dlse_QT = cotangents
-  dquery_QD, dsources = dispatch.call(
-    "depth_attention",
-    "backward",
+  dquery_QD, dsources = _backward(
+    eps,
     implementation,
     query_QD,
     sources,
@@ -97,9 +164,14 @@ def _attend_backward(eps, implementation, residuals, cotangents):
     lse_QT,
     dout_QTD,
     dlse_QT,
-    eps=eps,
   )
   return dquery_QD, dsources, None
+
+
+def _backward(eps, implementation, *args):
+  return dispatch.call(
+    "depth_attention", "backward", implementation, *args, eps=eps
+  )
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -180,6 +252,13 @@ def _check_count(num_sources, bank_shape):
       f" got {count.dtype} {count.shape} for the bank {bank_shape}"
     )
   return count.astype(jnp.int32)
+
+
+def _accumulator(query, sources):
+  """Of scores and sums: float32, or float64 when any input is."""
+  leaves = [query, *jax.tree.leaves(sources)]
+  wide = any(x.dtype == jnp.float64 for x in leaves)
+  return jnp.float64 if wide else jnp.float32
 
 
 def _shapes(sources) -> str:

@@ -47,3 +47,31 @@ def attend(query_QD, sources, num_sources, *, eps):
   )
   lse_QT = jnp.where(empty_QT, -jnp.inf, jnp.log(safe_QT) + top_QT[:, 0])
   return out_QTD.astype(stacked.dtype), lse_QT
+
+
+def backward(
+  query_QD,
+  sources,
+  count,
+  lse_QT,
+  dout_QTD,
+  dlse_QT,
+  accumulate=None,
+  *,
+  eps,
+):
+  """Gradients of the queries and of every source, by autodiff."""
+  del lse_QT  # Autodiff runs the forward pass itself.
+  (out_QTD, lse_QT), vjp = jax.vjp(
+    lambda query, sources: attend(query, sources, count, eps=eps),
+    query_QD,
+    sources,
+  )
+  dquery_QD, dsources = vjp(
+    (dout_QTD.astype(out_QTD.dtype), dlse_QT.astype(lse_QT.dtype))
+  )
+  if accumulate is not None:
+    dsources = jax.tree.map(
+      lambda old, new: old + new.astype(old.dtype), accumulate, dsources
+    )
+  return dquery_QD, dsources

@@ -45,8 +45,21 @@ def forward(query_QD, sources, count, *, eps):
   return out_QTD, jnp.moveaxis(lse_TQ, -1, 0)
 
 
-def backward(query_QD, sources, count, lse_QT, dout_QTD, dlse_QT, *, eps):
-  """Returns the gradients of the queries and of every source."""
+def backward(
+  query_QD,
+  sources,
+  count,
+  lse_QT,
+  dout_QTD,
+  dlse_QT,
+  accumulate=None,
+  *,
+  eps,
+):
+  """Returns the gradients of the queries and of every source.
+
+  The latter are added to `accumulate` where that is given.
+  """
   dtype = query_QD.dtype
   num_queries, width = query_QD.shape
   slots = _slots(sources, count, dtype)
@@ -70,6 +83,7 @@ def backward(query_QD, sources, count, lse_QT, dout_QTD, dlse_QT, *, eps):
   )
   shift_TQ = jnp.moveaxis(dlse_QT, 0, -1) - mean_TQ
 
+  dsource_dtype = _dtype(sources if accumulate is None else accumulate)
   dquery_QD = jnp.zeros_like(query_QD)
   dsources = []
   for i, slot in enumerate(slots):
@@ -93,7 +107,9 @@ def backward(query_QD, sources, count, lse_QT, dout_QTD, dlse_QT, *, eps):
       dsource += jnp.einsum(
         "...q,qd->...d", pull_TQ, query_QD, precision=jax.lax.Precision.HIGHEST
       )
-    dsources.append(dsource.astype(_dtype(sources)))
+    if accumulate is not None:
+      dsource += accumulate[i].astype(dtype)
+    dsources.append(dsource.astype(dsource_dtype))
   if isinstance(sources, tuple):
     return dquery_QD, tuple(dsources)
   return dquery_QD, jnp.stack(dsources)
