@@ -62,19 +62,7 @@ def main() -> None:
   parser.add_argument("--all", action="store_true", help="every source count")
   parser.add_argument("--out", default="")
   options = parser.parse_args()
-  if "ATTNRES_DUMP" not in os.environ:
-    # libtpu reads its flags once, when it is loaded: set them, start again.
-    with tempfile.TemporaryDirectory() as folder:
-      os.environ["ATTNRES_DUMP"] = folder
-      os.environ["LIBTPU_INIT_ARGS"] = (
-        f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-      )
-      os.environ["TPU_SKIP_MDS_QUERY"] = "1"
-      os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "true"
-      os.environ["JAX_PLATFORMS"] = "cpu"
-      sys.exit(
-        os.spawnv(os.P_WAIT, sys.executable, [sys.executable, *sys.argv])
-      )
+  restart_with_dumps()
   rows = []
   for chip in options.chips.split(","):
     for kernel, shape in _cases(options):
@@ -82,11 +70,35 @@ def main() -> None:
       rows.append(row)
       print(" ".join(f"{row[field]}" for field in FIELDS), flush=True)
       if options.out:
-        _write(options.out, rows)
+        write(options.out, rows)
 
 
-def measure(kernel, shape, chip):
-  """One row of the table."""
+def restart_with_dumps() -> None:
+  """Starts the program again, with the compiler writing its schedules."""
+  if "ATTNRES_DUMP" in os.environ:
+    return
+  # libtpu reads its flags once, when it is loaded.
+  with tempfile.TemporaryDirectory() as folder:
+    os.environ["ATTNRES_DUMP"] = folder
+    os.environ["LIBTPU_INIT_ARGS"] = (
+      f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+    )
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "true"
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    sys.exit(os.spawnv(os.P_WAIT, sys.executable, [sys.executable, *sys.argv]))
+
+
+def measure(kernel, shape, chip, build=None):
+  """One row of the table.
+
+  Args:
+    kernel: the name of the `pallas_call`.
+    shape: printed, and handed to `build`.
+    chip: v5e, v5p, v6e or tpu7x.
+    build: from a shape to a function, its abstract arguments and its plan; by
+      default that of the kernel's name.
+  """
   import jax
   from jax.experimental import topologies
   from jax.experimental.pallas import tpu as pltpu
@@ -95,7 +107,7 @@ def measure(kernel, shape, chip):
     platform="tpu", topology_name=_TOPOLOGY[chip]
   )
   sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
-  function, arguments, plan = _KERNELS[kernel](shape)
+  function, arguments, plan = (build or _KERNELS[kernel])(shape)
   arguments = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
     arguments,
@@ -290,7 +302,7 @@ def _cases(options):
   ]
 
 
-def _write(path, rows):
+def write(path, rows):
   with open(path, "w", newline="") as file:
     writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
     writer.writeheader()

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Static roofline of the KDA kernels on TPU; see `tpu_static.py` for how.
+
+  export PYTHONPATH=kernels
+  python kernels/benchmarks/kda_static.py --out kda_static.csv
+
+A chunk takes many small products that wait for each other, so the schedule is
+longer than the memory time: the ratio says by how much. About 30 s per row.
+"""
+
+import argparse
+
+import tpu_static
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--chips", default="v6e,v5p,v5e,tpu7x")
+  parser.add_argument("--kernels", default=",".join(_OPERANDS))
+  parser.add_argument("--chunk", type=int, default=64)
+  parser.add_argument("--heads", type=int, default=0, help="per grid step")
+  parser.add_argument("--out", default="")
+  options = parser.parse_args()
+  tpu_static.restart_with_dumps()
+  from attnres_kernels.kda import shapes
+
+  rows = []
+  for chip in options.chips.split(","):
+    for kernel in options.kernels.split(","):
+      for shape in shapes.NAMED:
+
+        def build(shape, kernel=kernel):
+          return _build(kernel, shape, options.chunk, options.heads)
+
+        row = tpu_static.measure(kernel, shape, chip, build)
+        rows.append(row)
+        print(*(row[field] for field in tpu_static.FIELDS), flush=True)
+        if options.out:
+          tpu_static.write(options.out, rows)
+
+
+# Operands and results that a kernel moves: of the input dtype and of width K
+# or V, in float32 and of width K, per token, and matrices per chunk.
+_OPERANDS = {
+  "kda_forward": dict(low=4, wide=1, rows=1, states=0, inverses=0),
+  "kda_states": dict(low=2, wide=1, rows=1, states=1, inverses=1),
+  "kda_backward": dict(low=7, wide=2, rows=2, states=1, inverses=1),
+}
+
+
+def _build(kernel, shape, chunk, heads):
+  import jax
+  import jax.numpy as jnp
+
+  from attnres_kernels.kda import pallas_tpu
+
+  blocks = pallas_tpu.BlockSizes.choose(chunk, shape.heads)
+  if heads:
+    blocks = pallas_tpu.BlockSizes(chunk, heads)
+  token = shape.batch, shape.tokens, shape.heads
+  struct = jax.ShapeDtypeStruct
+  key = struct((*token, shape.key), jnp.bfloat16)
+  value = struct((*token, shape.value), jnp.bfloat16)
+  decay = struct(key.shape, jnp.float32)
+  beta = struct(token, jnp.float32)
+  state = struct(
+    (shape.batch, shape.heads, shape.key, shape.value), jnp.float32
+  )
+  options = dict(scale=1.0, chunk_size=chunk, blocks=blocks)
+  arguments = key, key, value, decay, beta, state
+  if kernel == "kda_forward":
+    function = lambda *a: pallas_tpu.forward(*a, **options)
+  else:
+    function = lambda *a: pallas_tpu.backward(*a, **options)
+    arguments += value, state
+  return function, arguments, _plan(shape, blocks, **_OPERANDS[kernel])
+
+
+def _plan(shape, blocks, low, wide, rows, states, inverses):
+  """Bytes per chunk and head, times chunks and heads; states enter once."""
+  assert shape.key == shape.value
+  tile = blocks.tokens * shape.key
+  # A row of tokens fills whole tiles of 128 lanes in memory, a matrix too.
+  lanes = max(blocks.tokens, 128)
+  square = shape.key * shape.value
+  matrices = 2 * (states * square + inverses * blocks.tokens * lanes)
+  step = blocks.heads * (
+    (2 * low + 4 * wide) * tile + 4 * 8 * rows * lanes + matrices
+  )
+  heads = shape.batch * shape.heads
+  steps = heads // blocks.heads * (shape.tokens // blocks.tokens)
+  ends = 8 * heads * square
+  tokens = heads * shape.tokens
+  minimum = tokens * ((2 * low + 4 * wide) * shape.key + 4 * rows) + ends
+  return {
+    "tile": blocks.tokens,
+    "steps": steps,
+    "minimum": minimum,
+    "actual": steps * step + ends,
+    "vmem": 2 * step + 4 * blocks.heads * square,
+  }
+
+
+if __name__ == "__main__":
+  main()
