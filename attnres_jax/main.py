@@ -63,11 +63,11 @@ _PROCESS_ID = flags.DEFINE_integer(
 def main(argv: Sequence[str]) -> None:
   """Trains, once all flags make sense."""
   if len(argv) > 1:
-    _stop(f"unexpected argument {argv[1]!r}: options start with --")
+    stop(f"unexpected argument {argv[1]!r}: options start with --")
   try:
     config, workdir = _checked_flags()
   except config_lib.ConfigError as error:
-    _stop(str(error))
+    stop(str(error))
 
   if _DISTRIBUTED.value:
     jax.distributed.initialize(
@@ -80,10 +80,10 @@ def main(argv: Sequence[str]) -> None:
       config, workdir, resume_with_changed_config=_CHANGED.value
     )
   except config_lib.ConfigError as error:
-    _stop(str(error))
+    stop(str(error))
   except (checkpoint.CheckpointError, step_log.NonFiniteError) as error:
     notes = getattr(error, "__notes__", [])
-    _stop("; ".join([str(error), *notes]), status=1)
+    stop("; ".join([str(error), *notes]), status=1)
   if summary["status"] == "stopped":
     saved = " with a checkpoint" if summary["step"] else ""
     print(
@@ -97,19 +97,35 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
     _check_config_flags(argv[1:])
     rest = flags.FLAGS(list(argv))
   except Exception as error:
-    _stop(_explain(error))
+    stop(_explain(error))
   if flags.FLAGS["verbosity"].using_default_value:
     # The libraries' own reports would bury ours; --verbosity=0 brings them.
     flags.FLAGS.verbosity = logging.WARNING
   return rest
 
 
-def _checked_flags() -> tuple[config_lib.RunConfig, str]:
-  """Configuration and folder, once all flags make sense together."""
+def stop(message: str, status: int = 2) -> NoReturn:
+  """Ends the program with one line on stderr."""
+  print(f"error: {message}", file=sys.stderr)
+  sys.exit(status)
+
+
+def config_of_flags() -> config_lib.RunConfig:
+  """What --config and its fields say.
+
+  Raises:
+    ConfigError: there is no such flag, or a field cannot be used.
+  """
   if _CONFIG.value is None:
     raise config_lib.ConfigError(
       "--config: missing, expected a file such as configs/lm.py:size=tiny"
     )
+  return config_lib.build_run_config(_CONFIG.value)
+
+
+def _checked_flags() -> tuple[config_lib.RunConfig, str]:
+  """Configuration and folder, once all flags make sense together."""
+  config = config_of_flags()
   if not _WORKDIR.value:
     raise config_lib.ConfigError("--workdir: missing, expected a folder")
   if "://" not in _WORKDIR.value and os.path.isfile(_WORKDIR.value):
@@ -127,7 +143,7 @@ def _checked_flags() -> tuple[config_lib.RunConfig, str]:
       "--coordinator_address, --num_processes, --process_id: given,"
       " expected together with --distributed"
     )
-  return config_lib.build_run_config(_CONFIG.value), _WORKDIR.value
+  return config, _WORKDIR.value
 
 
 def _check_config_flags(args: Sequence[str]) -> None:
@@ -206,11 +222,6 @@ def _explain(error: BaseException) -> str:
   frames = traceback.extract_tb(root.__traceback__)
   where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "?"
   return f"config file failed at {where}: {type(root).__name__}: {text}"
-
-
-def _stop(message: str, status: int = 2) -> NoReturn:
-  print(f"error: {message}", file=sys.stderr)
-  sys.exit(status)
 
 
 if __name__ == "__main__":

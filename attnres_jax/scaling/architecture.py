@@ -10,16 +10,12 @@ five of the paper's, with the released 256 they are 1 to 1.6 percent low.
 
 import dataclasses
 
-# Of the released 48B model: widths of heads, of the latent, of the low ranks.
-HEAD_WIDTH = 128
-MLA_QUERY_WIDTH = 192
-MLA_ROPE_WIDTH = 64
-MLA_RANK = 512
-LOW_RANK = 128
-CONV_WIDTH = 4
+from attnres_jax import config as config_lib
+from attnres_jax.flops import parameters
+
 VOCAB_SIZE = 163_840
 # Every fourth transformer block attends; so does the last.
-MLA_PERIOD = 4
+MIXERS = ("kda", "kda", "kda", "mla")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,33 +50,45 @@ class Architecture:
     return 2 * self.num_layers
 
   @property
+  def model(self) -> config_lib.ModelConfig:
+    """As a network of this package; widths of heads and ranks are its own
+    defaults, those of the released 48B model.
+    """
+    return config_lib.ModelConfig(
+      vocab_size=VOCAB_SIZE,
+      width=self.width,
+      num_layers=self.num_layers,
+      num_heads=self.num_heads,
+      mixers=MIXERS,
+      last_mixer=MIXERS[-1],
+      mlp_width=(self.experts_per_token + 1) * self.expert_width,
+      moe=config_lib.MoeConfig(
+        num_experts=self.num_experts,
+        top_k=self.experts_per_token,
+        expert_width=self.expert_width,
+        dense_layers=int(self.first_dense),
+      ),
+      residual=config_lib.ResidualConfig(name="prenorm"),
+    )
+
+  @property
   def num_mla(self) -> int:
     """Transformer blocks with MLA: multiples of four, and the last."""
-    return -(-self.num_layers // MLA_PERIOD)
+    return self.model.sublayer_kinds.count("mla")
 
   @property
   def kda_params(self) -> int:
     """Of one KDA mixer."""
-    heads, width = self.num_heads, self.width
-    inner = heads * HEAD_WIDTH
-    projections = 4 * width * inner + width * heads
-    gates = 2 * LOW_RANK * (width + inner)
-    convolutions = 3 * CONV_WIDTH * inner
-    decay_and_norm = heads + inner + HEAD_WIDTH
-    return projections + gates + convolutions + decay_and_norm
+    return parameters.of_sublayer("kda", self.model).total
 
   @property
   def mla_params(self) -> int:
     """Of one MLA mixer."""
-    heads, width = self.num_heads, self.width
-    query = width * heads * MLA_QUERY_WIDTH
-    down = width * (MLA_RANK + MLA_ROPE_WIDTH) + MLA_RANK
-    up = MLA_RANK * heads * 2 * HEAD_WIDTH
-    return query + down + up + heads * HEAD_WIDTH * width
+    return parameters.of_sublayer("mla", self.model).total
 
   @property
   def expert_params(self) -> int:
-    return 3 * self.width * self.expert_width
+    return parameters.expert_params(self.model)
 
   @property
   def router_params(self) -> int:
@@ -89,22 +97,22 @@ class Architecture:
   @property
   def active_params(self) -> int:
     """That one token uses; norms count, embedding and head do not."""
-    return self._params(self.experts_per_token + 1)
+    return self._count.active - self._uncounted
 
   @property
   def total_params(self) -> int:
     """Without embedding and head."""
-    return self._params(self.num_experts + 1)
+    return self._count.total - self._uncounted
 
-  def _params(self, experts_per_layer: int) -> int:
-    num_kda = self.num_layers - self.num_mla
-    mixers = num_kda * self.kda_params + self.num_mla * self.mla_params
-    moe_layers = self.num_layers - self.first_dense
-    dense_as_experts = self.first_dense * (self.experts_per_token + 1)
-    experts = moe_layers * experts_per_layer + dense_as_experts
-    routers = moe_layers * self.router_params
-    norms = (2 * self.num_layers + 1) * self.width
-    return mixers + experts * self.expert_params + routers + norms
+  @property
+  def _count(self) -> parameters.Count:
+    parts = parameters.of_parts(self.model)
+    return parameters.total(parts, "embedding", "head")
+
+  @property
+  def _uncounted(self) -> int:
+    """Selection biases, where they do not count."""
+    return 0 if self.router_bias else self._count.state
 
 
 KIMI_LINEAR_48B = Architecture(

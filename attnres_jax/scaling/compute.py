@@ -86,15 +86,12 @@ def of_architecture(
   if scheme not in DEPTH_READS:
     checks.fail("scheme", scheme, "one of " + ", ".join(DEPTH_READS))
   reads = DEPTH_READS[scheme](architecture.num_sublayers, block_size)
-  # Keys are 192 wide and values 128; half of the positions are in the past.
-  per_head = (
-    architecture_lib.MLA_QUERY_WIDTH + architecture_lib.HEAD_WIDTH
-  ) * sequence_length
+  parts = flops_lib.flops_per_token(architecture.model, sequence_length)
   if active_params is None:
     active_params = architecture.active_params
   return TokenFlops(
     matmul=2 * active_params,
-    attention=architecture.num_mla * architecture.num_heads * per_head,
+    attention=parts.attention,
     residual=architecture.width * (4 * reads.pairs + 2 * reads.sources),
   )
 

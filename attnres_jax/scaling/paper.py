@@ -14,6 +14,7 @@ Losses are validation losses. Schemes go by their names in
 from collections.abc import Callable
 import dataclasses
 
+from attnres_jax.flops import traffic
 from attnres_jax.scaling import architecture as architecture_lib
 from attnres_jax.scaling import compute as compute_lib
 from attnres_jax.scaling import fit as fit_lib
@@ -153,19 +154,23 @@ class IoRow:
   source: str = "Table 1"
 
 
+def _printed(scheme: str) -> Callable[[int, int, int, int], float]:
+  return lambda l, n, s, m: traffic.PRINTED[scheme](n, s).total
+
+
 TYPICAL_IO = (128, 8, 16, 4)
 TABLE_1 = (
-  IoRow("prenorm", lambda l, n, s, m: 3, lambda l, n, s, m: 0, 3),
+  IoRow("prenorm", _printed("prenorm"), lambda l, n, s, m: 0, 3),
   IoRow(
     "mhc",
     lambda l, n, s, m: 8 * m + 2,
     lambda l, n, s, m: 2 * m**2 + 4 * m,
     34,
   ),
-  IoRow("full_attnres", lambda l, n, s, m: s + n, lambda l, n, s, m: 0, 24),
+  IoRow("full_attnres", _printed("full_attnres"), lambda l, n, s, m: 0, 24),
   IoRow(
     "block_attnres",
-    lambda l, n, s, m: n / s + 5,
+    _printed("block_attnres"),
     lambda l, n, s, m: 0,
     5.5,
     note=(

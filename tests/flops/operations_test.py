@@ -64,29 +64,64 @@ def test_blocks_of_one_are_full():
     assert flops.block_reads(sublayers, 1) == flops.full_reads(sublayers)
 
 
-@pytest.mark.parametrize(
-  "kind, peak",
-  [
-    ("TPU v4", 275e12),
-    ("TPU v5 lite", 197e12),
-    ("TPU v5", 459e12),
-    ("TPU v6 lite", 918e12),
-    ("NVIDIA A100-SXM4-80GB", 312e12),
-    ("NVIDIA H100 80GB HBM3", 989e12),
-    ("NVIDIA H100 PCIe", 756e12),
-    ("NVIDIA L40S", 362e12),
-    ("NVIDIA L40", None),
-    ("cpu", None),
-    ("TPU v99", None),
-  ],
-)
-def test_chip_table(kind, peak):
-  assert flops.peak_flops_per_second(kind) == peak
+def _kimi(**kda):
+  return _model(
+    mixers=("kda", "mla"),
+    num_heads=3,
+    num_kv_heads=0,
+    num_layers=3,
+    kda=config_lib.KdaConfig(head_width=4, gate_rank=5, **kda),
+    mla=config_lib.MlaConfig(
+      latent_rank=6, nope_width=4, shared_width=2, value_width=5
+    ),
+    moe=config_lib.MoeConfig(
+      num_experts=16, top_k=2, expert_width=10, num_shared=2, dense_layers=1
+    ),
+  )
 
 
-def test_utilisation():
-  assert flops.model_flop_utilisation(275e12, "TPU v4", 4) == 0.25
-  assert flops.model_flop_utilisation(275e12, "cpu", 4) is None
+def test_kimi_parts_by_hand():
+  """KDA with a dense MLP, MLA with experts, KDA with experts."""
+  count = flops.flops_per_token(_kimi(chunk_size=2), sequence_length=6)
+  inner = 3 * 4
+  kda = 4 * 8 * inner + 2 * 5 * (8 + inner) + 8 * 3 + 3 * 4 * inner
+  mla = 8 * 3 * 6 + 8 * 8 + 6 * 3 * 9 + 3 * 5 * 8
+  assert count.projections == 2 * (2 * kda + mla)
+  # Router, and two routed and two shared experts.
+  assert count.mlp == 2 * (3 * 8 * 12 + 2 * (8 * 16 + 4 * 3 * 8 * 10))
+  # Keys of 6 and values of 5, half of 6 positions, three heads.
+  assert count.attention == 2 * 3 * (6 + 5) * 3
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 8])
+def test_kda_flops_product_by_product(chunk):
+  """Every product of one chunk, its size counted; triangles are half."""
+  head = 4
+
+  def product(rows, inner, columns, part=1.0):
+    return part * 2 * rows * inner * columns
+
+  of_chunk = [
+    product(chunk, head, chunk, 0.5),  # K K^T
+    product(chunk, head, chunk, 0.5),  # Q K^T
+    chunk**3 / 3,  # inverse of a triangle
+    product(chunk, chunk, head, 0.5),  # W
+    product(chunk, chunk, head, 0.5),  # U
+    product(chunk, head, head),  # W S
+    product(chunk, head, head),  # Q S
+    product(chunk, chunk, head, 0.5),  # (Q K^T) V~
+    product(head, chunk, head),  # K^T V~
+  ]
+  count = flops.flops_per_token(_kimi(chunk_size=chunk), sequence_length=6)
+  # Two KDA mixers of three heads.
+  expected = 2 * 3 * sum(of_chunk) / chunk
+  assert count.recurrence == pytest.approx(expected, rel=1e-12)
+
+
+def test_cost_of_kda_does_not_grow_with_the_sequence():
+  short, long = (flops.flops_per_token(_kimi(), t) for t in (64, 4096))
+  assert short.recurrence == long.recurrence > 0
+  assert long.attention == 64 * short.attention
 
 
 def test_unknown_scheme_is_named():

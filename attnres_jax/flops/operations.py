@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FLOPs of one token, from the configuration alone.
+
+One multiply-add is two FLOPs, products with a triangle (causal attention, the
+inside of a chunk of KDA) count half, backward is twice forward, and
+recomputation under remat does not count. `compiled.cost_analysis()` is no
+substitute, because it counts the body of a scan once. Norms, activations and
+plain residual additions are left out; depth attention (arXiv:2603.15031, Eq.
+2-4) is counted, and reported apart.
+"""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+
+from attnres_jax import config as config_lib
+from attnres_jax.flops import parameters
+
+
+@dataclasses.dataclass(frozen=True)
+class FlopsPerToken:
+  """Forward FLOPs of one token, part by part.
+
+  Attributes:
+    projections: of the mixers (queries, keys, values, gates, output).
+    attention: scores and weighted values over the sequence, causal.
+    recurrence: of KDA's state, in its chunkwise form.
+    mlp: the feed-forward sublayers; of experts, those that a token goes to.
+    head: the vocabulary projection.
+    residual: depth attention, zero for schemes without.
+  """
+
+  projections: float
+  attention: float
+  recurrence: float
+  mlp: float
+  head: float
+  residual: float
+
+  @property
+  def forward(self) -> float:
+    return sum(dataclasses.astuple(self))
+
+  @property
+  def backward(self) -> float:
+    """Two products for every one of forward."""
+    return 2 * self.forward
+
+  @property
+  def train(self) -> float:
+    return self.forward + self.backward
+
+
+def flops_per_token(
+  model: config_lib.ModelConfig, sequence_length: int
+) -> FlopsPerToken:
+  """Forward FLOPs per token at this length, with `model.vocab_size` filled."""
+  parts = dict.fromkeys(("projections", "attention", "recurrence", "mlp"), 0.0)
+  for kind in model.sublayer_kinds:
+    matrices = 2 * parameters.of_sublayer(kind, model).active_matrices
+    parts["mlp" if kind in ("mlp", "moe") else "projections"] += matrices
+    if kind == "kda":
+      parts["recurrence"] += kda_flops(model)
+    elif kind in ATTENTION_WIDTHS:
+      # Two FLOPs per column of keys and values, over half of the positions.
+      widths = model.num_heads * ATTENTION_WIDTHS[kind](model)
+      parts["attention"] += 2 * widths * sequence_length / 2
+  return FlopsPerToken(
+    **parts,
+    head=2 * model.width * model.vocab_size,
+    residual=residual_flops(model),
+  )
+
+
+# Columns of a head's key and value together, of mixers with a softmax.
+ATTENTION_WIDTHS: Mapping[str, Callable[[config_lib.ModelConfig], int]] = {
+  "attention": lambda model: 2 * model.head_size,
+  "mla": lambda model: (
+    model.mla.nope_width + model.mla.shared_width + model.mla.value_width
+  ),
+}
+
+
+def kda_flops(model: config_lib.ModelConfig) -> float:
+  """Of one KDA sublayer and token: the chunkwise form, without projections.
+
+  Per head, with keys and values H wide and chunks of C tokens:
+
+    6 H^2      W S, Q S and K^T V~, the products with the state
+    5 C H      K K^T, Q K^T, M K, M V, (Q K^T) V~, all with triangles
+    C^2 / 3    M, the inverse of a unit triangle
+  """
+  head, chunk = model.kda.head_width, model.kda.chunk_size
+  per_head = 6 * head**2 + 5 * chunk * head + chunk**2 / 3
+  return model.num_heads * per_head
+
+
+@dataclasses.dataclass(frozen=True)
+class DepthReads:
+  """How much depth attention a scheme does on one token.
+
+  Attributes:
+    pairs: (read, source) pairs, where a read of one source alone is a copy.
+    sources: vectors that are scored at all; each is normalised once.
+  """
+
+  pairs: int
+  sources: int
+
+
+def full_reads(num_sublayers: int) -> DepthReads:
+  """Read l of 2..L+1 sees l sources (Eq. 1-4)."""
+  return DepthReads(
+    pairs=sum(range(2, num_sublayers + 2)), sources=num_sublayers + 1
+  )
+
+
+def block_reads(num_sublayers: int, block_size: int) -> DepthReads:
+  """Completed blocks, and the partial sum past a block's first read (Eq. 5-6).
+
+  A one-sublayer network reads the embedding and then both representations.
+  """
+  num_blocks = -(-num_sublayers // block_size)
+  per_read = [
+    1 + sublayer // block_size + (1 if sublayer % block_size else 0)
+    for sublayer in range(num_sublayers)
+  ]
+  per_read.append(num_blocks + 1)
+  partials = num_sublayers - num_blocks
+  return DepthReads(
+    pairs=sum(count for count in per_read if count > 1),
+    sources=num_blocks + 1 + partials,
+  )
+
+
+# Residual scheme to its reads. The plain sums have none.
+DEPTH_READS: Mapping[str, Callable[[config_lib.ModelConfig], DepthReads]] = {
+  "prenorm": lambda model: DepthReads(0, 0),
+  "rescaled": lambda model: DepthReads(0, 0),
+  "full_attnres": lambda model: full_reads(model.num_sublayers),
+  "block_attnres": lambda model: block_reads(
+    model.num_sublayers,
+    model.residual.sublayers_per_block(model.num_sublayers),
+  ),
+}
+
+
+def residual_flops(model: config_lib.ModelConfig) -> float:
+  """Of depth attention: a dot product and a weighted sum per (read, source)
+  pair, a mean square per source.
+  """
+  reads = config_lib.choose(
+    "model.residual.name", model.residual.name, DEPTH_READS
+  )(model)
+  return model.width * (4 * reads.pairs + 2 * reads.sources)

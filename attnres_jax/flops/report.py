@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that a configuration costs, as one JSON object and as tables."""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+from typing import Any
+
+from attnres_jax import config as config_lib
+from attnres_jax.flops import operations
+from attnres_jax.flops import parameters
+from attnres_jax.flops import traffic
+
+Report = Mapping[str, Any]
+
+# Totals: what is left out of the sum over all parts.
+TOTALS = {
+  "without embedding, head and residual": ("embedding", "head", "residual"),
+  "without embedding and head": ("embedding", "head"),
+  "without embedding": ("embedding",),
+  "all": (),
+}
+
+
+def make_report(config: config_lib.RunConfig) -> Report:
+  """What the network of a run costs, for each residual scheme.
+
+  Raises:
+    ConfigError: the vocabulary's size is not known, or the scheme is not.
+  """
+  model = config.model
+  if not model.vocab_size:
+    config_lib.fail("model.vocab_size", 0, "the tokenizer's vocabulary size")
+  length = config.data.sequence_length
+  schemes = {}
+  for name in operations.DEPTH_READS:
+    residual = dataclasses.replace(model.residual, name=name)
+    if name == "block_attnres" and not (
+      residual.block_size or residual.num_blocks
+    ):
+      continue  # The config names no block to count with.
+    scheme = dataclasses.replace(model, residual=residual)
+    schemes[name] = _scheme(scheme, length)
+  caches = traffic.of_caches(model)
+  return {
+    "name": config.name,
+    "residual": model.residual.name,
+    "sequence_length": length,
+    "dtype": model.dtype,
+    "parameters": _parameters(model),
+    "totals": _totals(model),
+    "schemes": schemes,
+    "cache": {kind: dataclasses.asdict(c) for kind, c in caches.items()},
+  }
+
+
+def _parameters(model: config_lib.ModelConfig) -> dict[str, Any]:
+  rows: dict[str, dict[str, Any]] = {}
+  for name, count in parameters.of_parts(model).items():
+    number = max(1, model.sublayer_kinds.count(name))
+    rows[name] = {
+      "number": number,
+      "each": count.total // number,
+      "total": count.total,
+      "active": count.active,
+      "untrained": count.state,
+    }
+    if name in parameters.SUBLAYERS:
+      modules = parameters.SUBLAYERS[name](model).items()
+      rows[name]["modules"] = {
+        module: {"total": number * one.total, "active": number * one.active}
+        for module, one in modules
+      }
+  return rows
+
+
+def _totals(model: config_lib.ModelConfig) -> dict[str, Any]:
+  parts = parameters.of_parts(model)
+  totals = {}
+  for name, without in TOTALS.items():
+    count = parameters.total(parts, *without)
+    totals[name] = {"total": count.total, "active": count.active}
+  return totals
+
+
+def _scheme(model: config_lib.ModelConfig, length: int) -> dict[str, Any]:
+  flops = operations.flops_per_token(model, length)
+  printed = traffic.of_scheme(model, traffic.PRINTED)
+  counted = traffic.of_scheme(model, traffic.COUNTED)
+  width_bytes = model.width * traffic.ITEM_BYTES[model.dtype]
+  return {
+    "parameters": parameters.of_residual(model).total,
+    "flops": dataclasses.asdict(flops)
+    | {
+      "forward": flops.forward,
+      "backward": flops.backward,
+      "train": flops.train,
+    },
+    # Per token and sublayer.
+    "printed_widths": printed.total,
+    "printed_bytes": printed.total * width_bytes,
+    "counted_widths": counted.total,
+    "counted_bytes": counted.total * width_bytes,
+  }
+
+
+def to_text(report: Report) -> str:
+  """The report as tables for a terminal."""
+  used = report["residual"]
+  header = (
+    f"{report['name']}: {report['dtype']}, {report['sequence_length']} tokens"
+    f" per sequence, residual scheme {used}"
+  )
+  parts = []
+  for name, row in report["parameters"].items():
+    parts.append(
+      (name, row["number"], row["each"], row["total"], row["active"])
+    )
+    for module, one in row.get("modules", {}).items():
+      each = one["total"] // row["number"]
+      parts.append((f"  {module}", "", each, one["total"], one["active"]))
+  totals = [
+    (name, "", "", row["total"], row["active"])
+    for name, row in report["totals"].items()
+  ]
+  schemes = report["schemes"]
+  names = list(next(iter(schemes.values()))["flops"])
+  flops = [
+    (name, *(_short(row["flops"][name]) for row in schemes.values()))
+    for name in names
+  ]
+  traffic_rows = [
+    (
+      name,
+      row["parameters"],
+      f"{row['printed_widths']:.4g} d",
+      round(row["printed_bytes"]),
+      f"{row['counted_widths']:.4g} d",
+      round(row["counted_bytes"]),
+    )
+    for name, row in schemes.items()
+  ]
+  caches = [
+    (name, row["token_bytes"], row["sequence_bytes"])
+    for name, row in report["cache"].items()
+  ]
+  _, tokens, sequences = zip(*caches)
+  caches.append(("all", sum(tokens), sum(sequences)))
+  return "\n\n".join(
+    [
+      header,
+      _table(("parameters", "number", "each", "total", "activated"), parts),
+      _table(("sum", "", "", "total", "activated"), totals),
+      _table(("FLOPs per token", *schemes), flops),
+      _table(
+        (
+          "residual scheme, per token and sublayer",
+          "parameters",
+          "Table 1",
+          "bytes",
+          "counted",
+          "bytes",
+        ),
+        traffic_rows,
+      ),
+      _table(
+        ("kept while decoding", "bytes per token", "bytes per sequence"), caches
+      ),
+    ]
+  )
+
+
+def _short(flops: float) -> str:
+  return f"{flops / 1e6:,.2f}M"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+  """Columns as wide as they need to be, numbers to the right."""
+  lines = [list(header)]
+  for row in rows:
+    lines.append([f"{c:,}" if isinstance(c, int) else str(c) for c in row])
+  widths = [max(map(len, column)) for column in zip(*lines)]
+  return "\n".join(
+    "  ".join(
+      cell.ljust(width) if i == 0 else cell.rjust(width)
+      for i, (cell, width) in enumerate(zip(line, widths))
+    ).rstrip()
+    for line in lines
+  )

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameter arithmetic against published integers and real networks."""
+
+import dataclasses
+import math
+import pathlib
+
+import jax
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax import models
+from attnres_jax.flops import parameters
+from attnres_jax.models import residuals
+from attnres_jax.models import sublayer
+from attnres_jax.optimizer import groups
+
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+SIZES = ("194m", "241m", "296m", "436m", "528m", "48b")
+
+
+def _load(spec, **overrides):
+  config = config_lib.load_config(str(CONFIGS / spec), overrides)
+  return config.model
+
+
+def _leaves(model):
+  """{path: number of entries} of the network itself."""
+  network = jax.eval_shape(lambda: models.build_model(model))
+  leaves = jax.tree_util.tree_flatten_with_path(network)[0]
+  return {groups.path_name(path): math.prod(a.shape) for path, a in leaves}
+
+
+def _part_of(path):
+  """The part of `parameters.of_parts` that a leaf belongs to."""
+  names = path.split(".")
+  if names[0] == "embedding":
+    return {"table": "embedding", "head": "head"}[names[1]]
+  if names[0] == "final_norm" or names[2:] == ["norm", "gain"]:
+    return "norms"
+  return "residual" if names[0] == "residual" else names[1]
+
+
+def _real_parts(model):
+  parts = {}
+  for path, size in _leaves(model).items():
+    part = _part_of(path)
+    parts[part] = parts.get(part, 0) + size
+  return parts
+
+
+def _check_against_network(model):
+  counted = {
+    name: count.total
+    for name, count in parameters.of_parts(model).items()
+    if count.total
+  }
+  assert counted == _real_parts(model)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("experts", [256, 512])
+def test_sizes_are_the_networks(size, experts):
+  _check_against_network(_load(f"kimi_linear.py:size={size},experts={experts}"))
+
+
+@pytest.mark.parametrize(
+  "spec",
+  ["lm.py:size=small", "kimi_k3_attnres.py", "kimi_linear.py:runlocal"],
+)
+def test_other_configs_are_the_networks(spec):
+  _check_against_network(_load(spec))
+
+
+@pytest.mark.parametrize("name", sorted(residuals.RESIDUALS))
+@pytest.mark.parametrize("tied", [False, True])
+def test_schemes_are_the_networks(name, tied):
+  model = _load("kimi_linear.py:runlocal")
+  residual = dataclasses.replace(model.residual, name=name)
+  _check_against_network(
+    dataclasses.replace(model, residual=residual, tie_embeddings=tied)
+  )
+
+
+def test_every_kind_has_a_row():
+  assert set(parameters.SUBLAYERS) == set(sublayer.CORES)
+
+
+class Test48B:
+  """The integers of the released model."""
+
+  model = _load("kimi_linear.py:size=48b")
+  parts = parameters.of_parts(model)
+
+  def test_parts(self):
+    assert self.model.sublayer_kinds.count("kda") == 20
+    assert parameters.of_sublayer("kda", self.model).total == 39_514_272
+    assert parameters.of_sublayer("mla", self.model).total == 29_114_880
+    assert parameters.expert_params(self.model) == 7_077_888
+    assert parameters.of_sublayer("mlp", self.model).total == 63_700_992
+    router = parameters.SUBLAYERS["moe"](self.model)["router"]
+    assert router.total == 590_080 and router.state == 256
+    assert self.parts["residual"].total == 253_440
+
+  def test_totals(self):
+    apart = ("embedding", "head", "residual")
+    count = parameters.total(self.parts, *apart)
+    assert count.total == 48_367_707_008
+    assert count.active == 2_729_485_184
+    count = parameters.total(self.parts, "residual")
+    assert round(count.total / 1e9, 3) == 49.123
+    assert round(count.active / 1e9, 3) == 3.107
+
+  def test_mla_is_every_fourth_mixer_and_the_last(self):
+    mixers = self.model.sublayer_kinds[::2]
+    places = [i + 1 for i, kind in enumerate(mixers) if kind == "mla"]
+    assert places == [4, 8, 12, 16, 20, 24, 27]
+
+
+@pytest.mark.parametrize(
+  "size,active,total",
+  [
+    ("194m", 193.67, 6.70),
+    ("241m", 240.85, 8.39),
+    ("296m", 296.01, 10.35),
+    ("436m", 436.27, 15.36),
+    ("528m", 528.30, 18.72),
+  ],
+)
+def test_table_2(size, active, total):
+  """512 experts everywhere; selection biases are no parameters there."""
+  model = _load(
+    f"kimi_linear.py:size={size},experts=512,residual=prenorm",
+    **{"model.moe.dense_layers": 0},
+  )
+  count = parameters.total(parameters.of_parts(model), "embedding", "head")
+  assert round((count.active - count.state) / 1e6, 2) == active
+  assert round((count.total - count.state) / 1e9, 2) == total
+  assert f"{active:.0f}m" == size
+
+
+def test_tied_head_is_active():
+  model = _load("kimi_linear.py:runlocal")
+  tied = dataclasses.replace(model, tie_embeddings=True)
+  both, one = (parameters.total(parameters.of_parts(m)) for m in (model, tied))
+  table = model.vocab_size * model.width
+  assert both.total - one.total == table
+  assert both.active == one.active

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command: what it prints, what it writes, and what it refuses."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax import flops
+from attnres_jax.flops import report
+
+ROOT = pathlib.Path(__file__).parents[2]
+SPEC = f"{ROOT}/configs/kimi_linear.py:size=48b"
+
+
+@pytest.fixture(scope="module")
+def numbers():
+  return flops.make_report(config_lib.load_config(SPEC))
+
+
+def test_modules_add_up(numbers):
+  rows = numbers["parameters"]
+  for row in rows.values():
+    assert row["total"] == row["number"] * row["each"]
+    for name in ("total", "active"):
+      modules = row.get("modules", {}).values()
+      assert not modules or sum(m[name] for m in modules) == row[name]
+  totals = numbers["totals"]
+  assert totals["all"]["total"] == sum(row["total"] for row in rows.values())
+  assert totals["without embedding and head"]["active"] == sum(
+    row["active"]
+    for name, row in rows.items()
+    if name not in ("embedding", "head")
+  )
+
+
+def test_schemes_differ_in_their_own_work_alone(numbers):
+  schemes = numbers["schemes"]
+  assert set(schemes) == set(flops.DEPTH_READS)
+  plain = schemes["prenorm"]["flops"]
+  for name, row in schemes.items():
+    found = row["flops"]
+    assert found["train"] == found["forward"] + found["backward"]
+    assert found["forward"] - plain["forward"] == found["residual"]
+    assert (found["residual"] > 0) == name.endswith("attnres")
+    assert (row["parameters"] == 253_440) == name.endswith("attnres")
+  # Nine blocks of six sublayers, bfloat16.
+  block = schemes["block_attnres"]
+  assert block["printed_bytes"] == (9 / 6 + 5) * 2304 * 2
+
+
+def test_text_holds_the_numbers(numbers):
+  text = report.to_text(numbers)
+  for number in (
+    "39,514,272", "29,114,880", "48,367,707,008", "2,729,485,184", "253,440",
+    "590,080", "8,064",
+  ):  # fmt: skip
+    assert number in text
+  assert max(map(len, text.splitlines())) <= 100
+
+
+def test_scheme_without_a_block_size_is_left_out():
+  model = config_lib.ModelConfig(
+    vocab_size=7, residual=config_lib.ResidualConfig(name="prenorm")
+  )
+  found = flops.make_report(config_lib.RunConfig(model=model))
+  assert set(flops.DEPTH_READS) - set(found["schemes"]) == {"block_attnres"}
+
+
+def test_unknown_vocabulary():
+  with pytest.raises(config_lib.ConfigError, match=r"model\.vocab_size: got 0"):
+    flops.make_report(config_lib.RunConfig())
+
+
+def _command(*args):
+  paths = [str(ROOT), str(ROOT / "kernels")]
+  return subprocess.run(
+    [sys.executable, "-m", "attnres_jax.flops", *args],
+    env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+    capture_output=True,
+    text=True,
+    timeout=120,
+  )
+
+
+def test_command(numbers, tmp_path):
+  file = tmp_path / "48b.json"
+  done = _command(f"--config={SPEC}", f"--json={file}")
+  assert (done.returncode, done.stderr) == (0, "")
+  assert done.stdout == report.to_text(numbers) + "\n"
+  assert json.loads(file.read_text()) == json.loads(json.dumps(numbers))
+
+
+def test_command_refuses_in_one_line():
+  done = _command(f"--config={SPEC}", "--config.model.residual.block_size=60")
+  assert done.returncode == 2 and done.stdout == ""
+  assert done.stderr == (
+    "error: config.model.residual.block_size: got 60, expected at most the 54"
+    " sublayers of model.num_layers=27\n"
+  )
