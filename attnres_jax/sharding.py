@@ -1,15 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Device meshes, and where arrays live on them.
 
-The only place that spells mesh axes. For now there is one, `data`: parameters
-and optimiser state are replicated, batches are split by rows.
+The only place that spells mesh axes:
+
+  data     rows of a batch; parameters are copies of each other
+  fsdp     rows of a batch, too; parameters and optimiser state are cut, and
+           gathered where they are used
+  tensor   heads, hidden units and vocabulary of every matrix are cut; all of
+           them compute on the same rows
+
+One ordered table, `PARTITIONS`, says how each parameter is cut. Optimiser state
+follows its parameter, and so do checkpoints, which restore onto any mesh.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import contextlib
+import math
+import re
 from typing import Any
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType
 from jax.sharding import Mesh
 from jax.sharding import NamedSharding
@@ -18,27 +29,60 @@ import numpy as np
 
 from attnres_jax import config as config_lib
 
-DATA = "data"
+DATA, FSDP, TENSOR = AXES = ("data", "fsdp", "tensor")
+# The axes that rows of a batch are spread over.
+ROWS = (DATA, FSDP)
+
+# The end of a parameter's path -> the axis that cuts each of its dimensions;
+# the first row that matches counts. Leading dimensions (stacked sublayers,
+# experts) are whole. What no row matches is whole on every device: gains,
+# pseudo-queries, per-head scalars, short convolutions, biases.
+PARTITIONS: Sequence[tuple[str, tuple[str | None, ...]]] = (
+  (r"embedding/table", (TENSOR, FSDP)),
+  (r"embedding/head", (FSDP, TENSOR)),
+  # [D, N, H] and [N, H, D] of mixers.
+  (r"(attention|kda|mla)/core/(query|key|value)", (FSDP, TENSOR, None)),
+  (r"(attention|kda|mla)/core/output", (TENSOR, None, FSDP)),
+  (r"kda/core/(decay|gate)_down", (FSDP, None)),
+  (r"kda/core/(decay|gate)_up", (None, TENSOR, None)),
+  (r"kda/core/beta", (FSDP, TENSOR)),
+  (r"mla/core/compress", (FSDP, None)),
+  (r"mla/core/expand", (None, TENSOR, None)),
+  (r"moe/core/router", (FSDP, None)),
+  # [D, F] and [F, D] of MLPs, one for each expert in a mixture.
+  (r"(mlp|moe)/core(/shared)?/(gate|up)", (FSDP, TENSOR)),
+  (r"(mlp|moe)/core(/shared)?/down", (TENSOR, FSDP)),
+)
 
 
-def make_mesh(config: config_lib.MeshConfig) -> Mesh:
-  """A mesh over the first `config.data` devices of all processes.
+def make_mesh(
+  config: config_lib.MeshConfig, devices: Sequence[Any] | None = None
+) -> Mesh:
+  """A mesh over devices of all processes, or over the given ones.
+
+  Where the devices lie in several slices (pods without a direct link), `data`
+  is what crosses them, once per step.
 
   Raises:
-    ConfigError: more devices are asked for than there are.
+    ConfigError: the sizes ask for more devices than there are, or leave a
+      remainder; it names what fits.
   """
-  available = jax.devices()
-  num_devices = len(available) if config.data == -1 else config.data
-  if num_devices > len(available):
-    config_lib.fail(
-      "mesh.data", config.data, f"at most {len(available)}, the devices here"
-    )
-  return jax.make_mesh(
-    (num_devices,),
-    (DATA,),
-    axis_types=(AxisType.Auto,),
-    devices=available[:num_devices],
-  )
+  available = list(jax.devices() if devices is None else devices)
+  sizes = _axis_sizes(config, len(available))
+  used = available[: math.prod(sizes.values())]
+  num_slices = len({getattr(device, "slice_index", 0) for device in used})
+  shape = tuple(sizes.values())
+  if num_slices == 1:
+    grid = mesh_utils.create_device_mesh(shape, used)
+  else:
+    if sizes[DATA] % num_slices:
+      config_lib.fail(
+        "mesh.data", sizes[DATA], f"a multiple of the {num_slices} slices"
+      )
+    inner = (sizes[DATA] // num_slices, *shape[1:])
+    across = (num_slices, *(1 for _ in shape[1:]))
+    grid = mesh_utils.create_hybrid_device_mesh(inner, across, used)
+  return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def check_divides(config: config_lib.RunConfig, mesh: Mesh) -> None:
@@ -48,26 +92,51 @@ def check_divides(config: config_lib.RunConfig, mesh: Mesh) -> None:
     ConfigError: naming the nearest batch sizes that can.
   """
   rows, parts = config.data.batch_size, config.optim.accumulate_steps
-  unit = parts * mesh.size
+  unit = parts * num_row_shards(mesh)
   if rows % unit:
     below, above = rows // unit * unit, -(-rows // unit) * unit
     nearest = f"{below} or {above}" if below else str(above)
     config_lib.fail(
       "data.batch_size",
       rows,
-      f"a multiple of mesh devices x optim.accumulate_steps = {mesh.size} x"
-      f" {parts}, such as {nearest}",
+      "a multiple of mesh.data x mesh.fsdp x optim.accumulate_steps ="
+      f" {num_row_shards(mesh)} x {parts}, such as {nearest}",
     )
 
 
+def num_row_shards(mesh: Mesh) -> int:
+  """Into how many parts the rows of a batch are split."""
+  return math.prod(mesh.shape[axis] for axis in ROWS)
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
-  """Sharding of parameters, optimiser state and metrics."""
+  """Sharding of metrics and counters: whole on every device."""
   return NamedSharding(mesh, PartitionSpec())
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-  """Sharding of [B, ...] batches: rows over `data`."""
-  return NamedSharding(mesh, PartitionSpec(DATA))
+  """Sharding of [B, ...] batches: rows over `data` and `fsdp`."""
+  return NamedSharding(mesh, PartitionSpec(ROWS))
+
+
+def state_sharding(tree: Any, mesh: Mesh) -> Any:
+  """For each leaf of a model or train state its sharding, by `PARTITIONS`.
+
+  Args:
+    tree: arrays or `ShapeDtypeStruct`s; their paths end in the parameter's.
+    mesh: of `make_mesh`.
+
+  Raises:
+    ConfigError: an axis of the mesh does not divide what it cuts.
+  """
+
+  def one(path: Any, leaf: Any) -> NamedSharding:
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    spec = _partition(name.removesuffix("/value"), leaf.shape)
+    _check_cut(name, leaf.shape, spec, mesh)
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+  return jax.tree_util.tree_map_with_path(one, tree)
 
 
 def ambient(mesh: Mesh) -> contextlib.AbstractContextManager:
@@ -75,25 +144,38 @@ def ambient(mesh: Mesh) -> contextlib.AbstractContextManager:
   return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
+def keep_rows(x: jax.Array) -> jax.Array:
+  """Activations [B, ...] stay with their rows, whole in every other dimension.
+
+  Without a word about it the compiler may as well keep a parameter where it is
+  and send the activations. Outside of `ambient` this is the identity.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.size <= 1 or mesh.manual_axes:
+    return x
+  return jax.lax.with_sharding_constraint(x, PartitionSpec(ROWS))
+
+
 def by_rows(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
   """Has every device compute `function(rows, shared)` for its own rows only.
 
   For computations over which rows are independent and that the compiler cannot
-  split by itself, such as sorting. Where no mesh is ambient, or it has one
-  device along `data`, this is the function itself. All leaves of `rows` and of
+  split by itself, such as sorting. Where no mesh is ambient, or it keeps all
+  rows on one device, this is the function itself. All leaves of `rows` and of
   the result are [B, ...]; `shared` is the same on all devices, and its gradient
   is their sum.
   """
   mesh = jax.sharding.get_abstract_mesh()
-  if mesh.shape.get(DATA, 1) == 1 or DATA in mesh.manual_axes:
+  axes = [axis for axis in ROWS if mesh.shape.get(axis, 1) > 1]
+  if not axes or set(axes) & set(mesh.manual_axes):
     return function
   # Unchecked, gradients of `shared` are summed by the rule of transposition
   # rather than by every gradient rule inside.
   return jax.shard_map(
     function,
-    in_specs=(PartitionSpec(DATA), PartitionSpec()),
-    out_specs=PartitionSpec(DATA),
-    axis_names={DATA},
+    in_specs=(PartitionSpec(ROWS), PartitionSpec()),
+    out_specs=PartitionSpec(ROWS),
+    axis_names=set(ROWS),
     check_vma=False,
   )
 
@@ -109,8 +191,64 @@ def shard_batch(
   }
 
 
-def with_sharding(tree: Any, sharding: NamedSharding) -> Any:
-  """The same tree of `ShapeDtypeStruct`, each with a sharding."""
+def with_sharding(tree: Any, shardings: Any) -> Any:
+  """The same tree of `ShapeDtypeStruct`, each with its sharding."""
   return jax.tree.map(
-    lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), tree
+    lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
+    tree,
+    shardings,
   )
+
+
+def _axis_sizes(
+  config: config_lib.MeshConfig, available: int
+) -> dict[str, int]:
+  """Sizes in the order of `AXES`, with -1 filled in."""
+  sizes = {axis: getattr(config, axis) for axis in AXES}
+  given = math.prod(size for size in sizes.values() if size != -1)
+  for axis, size in sizes.items():
+    if size != -1:
+      continue
+    if available % given:
+      config_lib.fail(
+        f"mesh.{axis}",
+        size,
+        f"a size of its own, since the other axes take {given} at a time and"
+        f" {available} devices are no multiple of that (the nearest is"
+        f" {max(1, available // given)}, on {available // given * given})",
+      )
+    sizes[axis] = available // given
+  total = math.prod(sizes.values())
+  if total > available:
+    axis = max(sizes, key=lambda axis: sizes[axis])
+    config_lib.fail(
+      f"mesh.{axis}",
+      sizes[axis],
+      f"at most {available * sizes[axis] // total}, since"
+      f" {' x '.join(f'{n} {a}' for a, n in sizes.items())} is more than the"
+      f" {available} devices here",
+    )
+  return sizes
+
+
+def _partition(name: str, shape: tuple[int, ...]) -> tuple[str | None, ...]:
+  for pattern, axes in PARTITIONS:
+    if re.search(rf"(^|/){pattern}$", name) and len(shape) >= len(axes):
+      return (None,) * (len(shape) - len(axes)) + axes
+  return ()
+
+
+def _check_cut(
+  name: str, shape: tuple[int, ...], spec: tuple[str | None, ...], mesh: Mesh
+) -> None:
+  for size, axis in zip(shape, spec):
+    if axis is None or size % mesh.shape[axis] == 0:
+      continue
+    fitting = [n for n in range(1, size + 1) if size % n == 0]
+    near = sorted(fitting, key=lambda n: abs(n - mesh.shape[axis]))[:2]
+    config_lib.fail(
+      f"mesh.{axis}",
+      mesh.shape[axis],
+      f"a divisor of {size}, which it cuts in {name} {shape}, such as"
+      f" {' or '.join(map(str, sorted(near)))}",
+    )

@@ -51,18 +51,15 @@ def init_state(config: config_lib.RunConfig, mesh: Mesh) -> TrainState:
     ConfigError: the config does not describe a model, an optimiser and a batch
       that fit the mesh. Nothing is compiled before.
   """
-  _check(config, mesh)
-  init = jax.jit(
-    _init, static_argnums=0, out_shardings=sharding.replicated(mesh)
-  )
-  return init(config)
+  shardings = jax.tree.map(lambda a: a.sharding, abstract_state(config, mesh))
+  return jax.jit(_init, static_argnums=0, out_shardings=shardings)(config)
 
 
 def abstract_state(config: config_lib.RunConfig, mesh: Mesh) -> TrainState:
   """Shapes, dtypes and shardings of `init_state`, without any computation."""
   _check(config, mesh)
   shapes = jax.eval_shape(lambda: _init(config))
-  return sharding.with_sharding(shapes, sharding.replicated(mesh))
+  return sharding.with_sharding(shapes, sharding.state_sharding(shapes, mesh))
 
 
 def make_train_step(config: config_lib.RunConfig, mesh: Mesh) -> Step:
@@ -134,12 +131,12 @@ def make_train_step(config: config_lib.RunConfig, mesh: Mesh) -> Step:
     )
     return new_state, metrics
 
-  everywhere = sharding.replicated(mesh)
+  state = jax.tree.map(lambda a: a.sharding, abstract_state(config, mesh))
   return jax.jit(
     train_step,
     donate_argnums=0,
-    in_shardings=(everywhere, sharding.batch_sharding(mesh)),
-    out_shardings=everywhere,
+    in_shardings=(state, sharding.batch_sharding(mesh)),
+    out_shardings=(state, sharding.replicated(mesh)),
   )
 
 
@@ -167,7 +164,8 @@ def make_depth_step(config: config_lib.RunConfig, mesh: Mesh) -> Step:
     inputs, _, _, segment_ids = _split(batch)
     inputs = inputs[:rows]
     segment_ids = None if segment_ids is None else segment_ids[:rows]
-    trace = model.trace(inputs, segment_ids)
+    with sharding.ambient(mesh):
+      trace = model.trace(inputs, segment_ids)
     series = dict(
       state_rms=_rms(model.residual.running_state(trace)),
       output_rms=_rms(trace.values[1:]),
@@ -217,7 +215,7 @@ def _loss_sums(config, mesh, model, batch):
     soft_cap=config.model.logit_soft_cap,
     z_loss=config.loss.z_loss,
     tile_tokens=config.loss.tile_tokens,
-    num_devices=mesh.size,
+    num_devices=sharding.num_row_shards(mesh),
   )
   return sums, jnp.sum(weights)
 

@@ -99,6 +99,8 @@ ERRORS = [
   ("checkpoint.keep_every", -1, AT_LEAST),
   ("mesh.data", 0, "a number of devices, or -1 for all"),
   ("mesh.data", -2, "a number of devices, or -1 for all"),
+  ("mesh.fsdp", 0, "a number of devices, or -1 for all"),
+  ("mesh.tensor", 0, "a number of devices, or -1 for all"),
   # Values of the wrong type.
   ("model.width", "wide", "a value of type int"),
   ("model.width", 64.0, "a value of type int"),

@@ -13,16 +13,44 @@ from attnres_jax import sharding
 def test_all_devices_or_the_first_few():
   assert jax.device_count() == 8  # tests/conftest.py
   mesh = sharding.make_mesh(config_lib.MeshConfig())
-  assert mesh.shape == {"data": 8}
+  assert mesh.shape == {"data": 8, "fsdp": 1, "tensor": 1}
   few = sharding.make_mesh(config_lib.MeshConfig(data=3))
-  assert list(few.devices) == jax.devices()[:3]
+  assert few.devices.ravel().tolist() == jax.devices()[:3]
+  cut = sharding.make_mesh(config_lib.MeshConfig(data=2, fsdp=-1, tensor=2))
+  assert cut.shape == {"data": 2, "fsdp": 2, "tensor": 2}
+  assert sharding.num_row_shards(cut) == 4
 
 
-def test_more_devices_than_there_are():
-  with pytest.raises(
-    config_lib.ConfigError, match=r"config\.mesh\.data: got 9, .*at most 8"
-  ):
-    sharding.make_mesh(config_lib.MeshConfig(data=9))
+@pytest.mark.parametrize(
+  "sizes,message",
+  [
+    (dict(data=9), r"mesh\.data: got 9, expected at most 8, since 9 data x"),
+    (dict(data=2, fsdp=8), r"mesh\.fsdp: got 8, expected at most 4, since"),
+    (
+      dict(tensor=3),
+      r"mesh\.data: got -1, expected a size of.*is 2, on 6",
+    ),
+    (
+      dict(fsdp=-1),
+      r"mesh\.fsdp: got -1, expected a number.*data is -1",
+    ),
+    (dict(tensor=0), r"mesh\.tensor: got 0, expected a number of devices, or"),
+  ],
+)
+def test_meshes_that_do_not_fit(sizes, message):
+  with pytest.raises(config_lib.ConfigError, match=message):
+    sharding.make_mesh(config_lib.MeshConfig(**sizes))
+
+
+def test_a_cut_that_leaves_a_remainder():
+  mesh = sharding.make_mesh(config_lib.MeshConfig(data=1, tensor=4))
+  tree = {"embedding": {"table": jax.ShapeDtypeStruct((10, 8), jnp.float32)}}
+  message = (
+    r"^config\.mesh\.tensor: got 4, expected a divisor of 10, which it cuts in"
+    r" embedding/table \(10, 8\), such as 2 or 5$"
+  )
+  with pytest.raises(config_lib.ConfigError, match=message):
+    sharding.state_sharding(tree, mesh)
 
 
 def _run(batch_size, accumulate_steps=1):
@@ -64,6 +92,6 @@ def test_replicated_means_a_copy_each():
 def test_shapes_with_sharding():
   mesh = sharding.make_mesh(config_lib.MeshConfig(data=2))
   tree = {"a": jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)}
-  found = sharding.with_sharding(tree, sharding.replicated(mesh))["a"]
+  found = sharding.with_sharding(tree, {"a": sharding.replicated(mesh)})["a"]
   assert (found.shape, found.dtype) == ((2, 3), jnp.bfloat16)
   assert found.sharding == sharding.replicated(mesh)

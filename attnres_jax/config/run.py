@@ -208,20 +208,37 @@ class LogConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-  """How the devices are laid out.
+  """How the devices are laid out; see `attnres_jax.sharding`.
+
+  One axis at most may be -1, which takes the devices that the others leave.
 
   Attributes:
-    data: data-parallel devices; -1 takes all that are visible.
+    data: copies of the parameters, each with rows of its own.
+    fsdp: parts of the parameters and optimiser state, each with rows of its
+      own; gathered where they are used.
+    tensor: parts of every matrix that work on the same rows.
   """
 
   data: int = -1
+  fsdp: int = 1
+  tensor: int = 1
 
   def __post_init__(self):
+    names = [field.name for field in dataclasses.fields(self)]
+    for name in names:
+      size = getattr(self, name)
+      errors.check(
+        size == -1 or size > 0,
+        f"mesh.{name}",
+        size,
+        "a number of devices, or -1 for all",
+      )
+    filled = [name for name in names if getattr(self, name) == -1]
     errors.check(
-      self.data == -1 or self.data > 0,
-      "mesh.data",
-      self.data,
-      "a number of devices, or -1 for all",
+      len(filled) <= 1,
+      f"mesh.{filled[-1] if filled else ''}",
+      -1,
+      f"a number of devices, since mesh.{filled[0] if filled else ''} is -1",
     )
 
 

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
+from attnres_jax import sharding
 from attnres_jax.models import linear
 from attnres_jax.models import pattern
 from attnres_jax.models import sublayer as sublayer_lib
@@ -194,7 +195,7 @@ def _apply(
   segment_ids_BT: jax.Array | None,
 ) -> jax.Array:
   x_BTD = residual.read_normed(carry, slot, sublayer.norm)
-  return sublayer.core(x_BTD, segment_ids_BT)
+  return sharding.keep_rows(sublayer.core(x_BTD, segment_ids_BT))
 
 
 def _sources(

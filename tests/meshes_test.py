@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step on any mesh is the step on one device."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax import sharding
+from attnres_jax import train_state
+
+KINDS = dict(
+  mixers=("kda", "mla"),
+  kda=config_lib.KdaConfig(head_width=8, gate_rank=4, chunk_size=8),
+  mla=config_lib.MlaConfig(
+    latent_rank=8, nope_width=8, shared_width=4, value_width=8
+  ),
+  moe=config_lib.MoeConfig(
+    num_experts=4, top_k=2, expert_width=8, dense_layers=1
+  ),
+)
+MESHES = [
+  dict(data=4),
+  dict(data=1, fsdp=4),
+  dict(data=1, tensor=2),
+  dict(data=2, fsdp=2),
+  dict(data=2, tensor=2),
+  dict(data=2, fsdp=2, tensor=2),
+]
+
+
+def _config(mesh, **model):
+  return config_lib.RunConfig(
+    model=config_lib.ModelConfig(
+      vocab_size=32,
+      width=16,
+      num_layers=2,
+      num_heads=2,
+      mlp_width=32,
+      init_std=0.2,
+      residual=config_lib.ResidualConfig("block_attnres", block_size=2),
+      **model,
+    ),
+    data=config_lib.DataConfig(sequence_length=8, batch_size=8),
+    # A large epsilon: Adam would divide rounding errors by themselves.
+    optim=config_lib.OptimConfig(warmup_steps=1, eps=1e-2),
+    mesh=config_lib.MeshConfig(**mesh),
+  )
+
+
+def _step(config):
+  """Loss and gradient norm of a step, the state before and after it."""
+  tokens = np.random.default_rng(0).integers(0, 32, (8, 9), dtype=np.int32)
+  mesh = sharding.make_mesh(config.mesh)
+  state = train_state.init_state(config, mesh)
+  before = jax.device_get(state.model)
+  step = train_state.make_train_step(config, mesh)
+  state, metrics = step(state, sharding.shard_batch({"tokens": tokens}, mesh))
+  return jax.device_get(metrics), before, state
+
+
+_expected = {}
+
+
+def _on_one_device(**model):
+  key = tuple(model)
+  if key not in _expected:
+    metrics, before, state = _step(_config(dict(data=1), **model))
+    _expected[key] = metrics, before, jax.device_get(state.model)
+  return _expected[key]
+
+
+def _assert_same_step(mesh, **model):
+  metrics, before, after = _on_one_device(**model)
+  found, found_before, state = _step(_config(mesh, **model))
+  jax.tree.map(np.testing.assert_array_equal, found_before, before)
+  for name in ("loss", "grad_norm", "tokens"):
+    np.testing.assert_allclose(found[name], metrics[name], rtol=2e-5)
+  for a, b in zip(jax.tree.leaves(state.model), jax.tree.leaves(after)):
+    np.testing.assert_allclose(jax.device_get(a), b, rtol=0, atol=2e-6)
+  return state
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_dense_network(mesh):
+  state = _assert_same_step(mesh)
+  # Optimiser state lies as its parameter does.
+  table = state.model.embedding.table[...]
+  moments = [
+    leaf
+    for leaf in jax.tree.leaves(state.opt_state)
+    if leaf.shape == table.shape
+  ]
+  assert len(moments) == 2
+  assert all(m.sharding == table.sharding for m in moments)
+  shards = mesh.get("fsdp", 1) * mesh.get("tensor", 1)
+  assert table.addressable_shards[0].data.size * shards == table.size
+
+
+@pytest.mark.parametrize("mesh", [MESHES[1], MESHES[-1]])
+def test_a_network_of_several_kinds(mesh):
+  _assert_same_step(mesh, **KINDS)
+
+
+def test_every_large_parameter_is_cut():
+  mesh = dict(data=1, fsdp=2, tensor=2)
+  config = _config(mesh, **KINDS)
+  state = train_state.abstract_state(config, sharding.make_mesh(config.mesh))
+  whole, names = set(), set()
+  for path, leaf in jax.tree_util.tree_leaves_with_path(state.model):
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    name = name.removesuffix("/value").replace("residual/queries/", "pseudo-")
+    names.add(name)
+    if leaf.sharding.is_fully_replicated:
+      whole.add(name.rsplit("/", 1)[-1])
+  assert whole == {
+    "query_conv", "key_conv", "value_conv", "a_log", "dt_bias",
+    "selection_bias", "gain", "pseudo-query", "pseudo-gain",
+  }  # fmt: skip
+  # Every row of the table cuts something, except those of other networks.
+  for pattern, _ in sharding.PARTITIONS:
+    assert any(re.search(rf"(^|/){pattern}$", name) for name in names), pattern
+
+
+@pytest.mark.parametrize(
+  "mesh,collectives",
+  [
+    (dict(data=2), {"all-reduce"}),
+    (dict(data=1, fsdp=2), {"all-gather", "all-reduce"}),
+  ],
+)
+def test_what_a_step_sends(mesh, collectives):
+  """Copies send gradients only; parts send parameters, too."""
+  config = _config(mesh)
+  mesh = sharding.make_mesh(config.mesh)
+  batch = {"tokens": jax.ShapeDtypeStruct((8, 9), np.int32)}
+  state = train_state.abstract_state(config, mesh)
+  step = train_state.make_train_step(config, mesh)
+  text = step.lower(state, batch).compile().as_text()
+  kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+  found = set(re.findall(rf"\b({kinds})(?:-start)?\(", text))
+  assert found - {"reduce-scatter", "all-to-all"} == collectives
