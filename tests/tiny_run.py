@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from jax.experimental.compilation_cache import (
 )
 import numpy as np
 
+from attnres_jax import checkpoint
 from attnres_jax import config as config_lib
 from attnres_jax import train
 
@@ -154,6 +156,30 @@ def step_of(line, split):
   """The step of a metrics line; 0 if it is of another split."""
   row = json.loads(line)
   return row["step"] if row["split"] == split else 0
+
+
+def rewind(run, step):
+  """As if the run had been killed after the save of `step`."""
+  for saved in checkpoint.all_steps(run):
+    if saved > step:
+      shutil.rmtree(run / "checkpoints" / str(saved))
+  (run / "summary.json").unlink()
+  lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+  kept = [
+    line
+    for line in lines
+    if (row := json.loads(line)).get("event") != "checkpoint"
+    or row["step"] <= step
+  ]
+  (run / "metrics.jsonl").write_text("".join(kept))
+
+
+def assert_same_run(a, b):
+  """Equal metrics and equal weights, bit for bit."""
+  for split in ("train", "validation", "depth"):
+    assert rows(a, split) == rows(b, split)
+  arrays = [checkpoint.load_model(workdir)[1] for workdir in (a, b)]
+  jax.tree.map(np.testing.assert_array_equal, *arrays)
 
 
 def _all_rows(workdir):

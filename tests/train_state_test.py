@@ -154,6 +154,75 @@ def test_metrics_are_what_they_say(name, documents):
   assert bool(row["finite"]) and row["skipped"] == 0
 
 
+class TestExperts:
+  """The load of experts is no gradient; it moves their biases."""
+
+  config = dataclasses.replace(
+    _config("prenorm"),
+    optim=config_lib.OptimConfig(
+      name="muon", warmup_steps=4, balance_rate=0.25, clip_norm=0.1
+    ),
+    model=dataclasses.replace(
+      _config("prenorm").model,
+      moe=config_lib.MoeConfig(
+        num_experts=4, top_k=2, expert_width=8, dense_layers=0
+      ),
+    ),
+  )
+
+  def _state(self):
+    mesh, _ = _step(self.config)
+    return mesh, train_state.init_state(self.config, mesh)
+
+  def test_step(self):
+    batch = _batch(documents=True)
+    batch["segment_ids"][0] = 0  # A row of padding, which is no load.
+    _, state = self._state()
+    gradient = jax.jit(jax.grad(lambda m: _mean_loss(m, batch)[0]))(state.model)
+    experts = gradient.sublayers["moe"].core
+    load_LE = np.array(experts.selection_bias[...])
+    real = (batch["segment_ids"][:, :-1] > 0).sum()
+    np.testing.assert_array_equal(load_LE.sum(axis=1), 2 * real)
+    experts.selection_bias[...] = jnp.zeros((2, 4))
+    squares = [np.sum(np.square(g)) for g in jax.tree.leaves(gradient)]
+
+    after, (row,) = _run(self.config, [batch], state)
+    np.testing.assert_allclose(row["grad_norm"] ** 2, sum(squares), rtol=1e-4)
+    assert (row["grad_norm_L"] ** 2).sum() <= sum(squares)
+    # By definition: entropy over its maximum, max over mean - 1, no tokens.
+    p_LE = load_LE / load_LE.sum(axis=1, keepdims=True)
+    terms_LE = np.where(p_LE > 0, -p_LE * np.log(np.maximum(p_LE, 1e-9)), 0)
+    entropy_L = terms_LE.sum(axis=1) / np.log(4)
+    violation_L = p_LE.max(axis=1) * 4 - 1
+    assert violation_L.std() > 0
+    expected = dict(
+      moe_entropy=entropy_L.mean(),
+      moe_entropy_worst=entropy_L.min(),
+      moe_max_violation=violation_L.mean(),
+      moe_max_violation_worst=violation_L.max(),
+      moe_unused=(load_LE == 0).mean(),
+    )
+    for name, value in expected.items():
+      np.testing.assert_allclose(row[name], value, rtol=1e-5, err_msg=name)
+    sign_LE = np.sign(load_LE.mean(axis=1, keepdims=True) - load_LE)
+    change_LE = 0.25 * (sign_LE - sign_LE.mean(axis=1, keepdims=True))
+    found = after.model.sublayers["moe"].core.selection_bias[...]
+    np.testing.assert_allclose(found, change_LE, atol=1e-6)
+
+  def test_step_that_is_not_finite_leaves_biases(self):
+    mesh, state = self._state()
+    bias = state.model.sublayers["moe"].core.selection_bias
+    bias[...] = jnp.arange(8.0).reshape(2, 4)
+    table = state.model.embedding.table
+    table[...] = table[...].at[VOCAB - 1].set(jnp.inf)
+    bad = _batch()
+    bad["tokens"][2, 1] = VOCAB - 1
+    state, (row,) = _run(self.config, [bad], state)
+    assert not bool(row["finite"]) and state.skipped == 1
+    found = state.model.sublayers["moe"].core.selection_bias[...]
+    np.testing.assert_array_equal(found, np.arange(8.0).reshape(2, 4))
+
+
 def test_z_loss_enters_the_gradient_but_not_the_loss():
   batch, rows = _batch(), []
   for z_loss in (0.0, 0.5):

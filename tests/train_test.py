@@ -48,29 +48,6 @@ def run(whole, tmp_path):
   return shutil.copytree(whole[0], tmp_path / "run")
 
 
-def _rewind(run, step):
-  """As if the run had been killed after the save of `step`."""
-  for saved in checkpoint.all_steps(run):
-    if saved > step:
-      shutil.rmtree(run / "checkpoints" / str(saved))
-  (run / "summary.json").unlink()
-  lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-  kept = [
-    line
-    for line in lines
-    if (row := json.loads(line)).get("event") != "checkpoint"
-    or row["step"] <= step
-  ]
-  (run / "metrics.jsonl").write_text("".join(kept))
-
-
-def _assert_same_run(a, b):
-  for split in ("train", "validation", "depth"):
-    assert tiny_run.rows(a, split) == tiny_run.rows(b, split)
-  arrays = [checkpoint.load_model(workdir)[1] for workdir in (a, b)]
-  jax.tree.map(np.testing.assert_array_equal, *arrays)
-
-
 def test_what_a_run_leaves(whole, fields):
   workdir, summary = whole
   assert summary["status"] == "finished" and summary["step"] == 20
@@ -125,13 +102,13 @@ def test_model_is_the_trained_one(whole):
 
 @pytest.mark.parametrize("step", [5, 15])
 def test_resumed_run_equals_uninterrupted_run(whole, run, fields, step):
-  _rewind(run, step)
+  tiny_run.rewind(run, step)
   summary = tiny_run.train_here(run, fields)
   (resume,) = tiny_run.events(run, "resume")
   assert resume["step"] == step and resume["lost_steps"] == 20 - step
   for name in ("train_loss", "validation_loss", "bits_per_byte", "parameters"):
     assert summary[name] == whole[1][name]
-  _assert_same_run(whole[0], run)
+  tiny_run.assert_same_run(whole[0], run)
 
 
 def test_finished_run_is_left_alone(whole, run, fields):
@@ -144,7 +121,7 @@ def test_killed_between_last_save_and_summary(whole, run, fields):
   (run / "summary.json").unlink()
   summary = tiny_run.train_here(run, fields)
   assert summary["validation_loss"] == whole[1]["validation_loss"]
-  _assert_same_run(whole[0], run)
+  tiny_run.assert_same_run(whole[0], run)
 
 
 def _truncate(folder):
@@ -155,26 +132,26 @@ def _truncate(folder):
 
 
 def test_truncated_newest_checkpoint(whole, run, fields):
-  _rewind(run, 15)
+  tiny_run.rewind(run, 15)
   _truncate(run / "checkpoints" / "15")
   tiny_run.train_here(run, fields)
   (event,) = tiny_run.events(run, "checkpoint set aside")
   assert event["of_step"] == 15 and event["step"] == 10 and event["cause"]
   assert (run / "checkpoints_set_aside" / "15.0").is_dir()
-  _assert_same_run(whole[0], run)
+  tiny_run.assert_same_run(whole[0], run)
 
 
 def test_deleted_newest_checkpoint(whole, run, fields):
-  _rewind(run, 15)
+  tiny_run.rewind(run, 15)
   shutil.rmtree(run / "checkpoints" / "15")
   tiny_run.train_here(run, fields)
   (event,) = tiny_run.events(run, "checkpoint missing")
   assert event["of_step"] == 15 and event["step"] == 10
-  _assert_same_run(whole[0], run)
+  tiny_run.assert_same_run(whole[0], run)
 
 
 def test_no_readable_checkpoint_is_an_error(run, fields):
-  _rewind(run, 15)
+  tiny_run.rewind(run, 15)
   for step in checkpoint.all_steps(run):
     _truncate(run / "checkpoints" / str(step))
   with pytest.raises(checkpoint.CheckpointError, match="nothing was moved"):
@@ -182,14 +159,14 @@ def test_no_readable_checkpoint_is_an_error(run, fields):
 
 
 def test_all_checkpoints_gone_is_an_error(run, fields):
-  _rewind(run, 15)
+  tiny_run.rewind(run, 15)
   shutil.rmtree(run / "checkpoints")
   with pytest.raises(checkpoint.CheckpointError, match="all are gone"):
     tiny_run.train_here(run, fields)
 
 
 def test_changed_config_is_refused(run, fields):
-  _rewind(run, 15)
+  tiny_run.rewind(run, 15)
   changed = fields | {"optim.peak_lr": 0.5, "model.rope_theta": 7.0}
   with pytest.raises(config_lib.ConfigError) as error:
     tiny_run.train_here(run, changed)
@@ -203,7 +180,7 @@ def test_changed_config_is_refused(run, fields):
 
 
 def test_changed_data_is_refused(run, fields, tmp_path):
-  _rewind(run, 15)
+  tiny_run.rewind(run, 15)
   corpus = shutil.copytree(fields["data.path"], tmp_path / "corpus")
   (corpus / "40.txt").write_text("one more document")
   with pytest.raises(config_lib.ConfigError, match="content of the train data"):
@@ -211,7 +188,7 @@ def test_changed_data_is_refused(run, fields, tmp_path):
 
 
 def test_changed_config_when_told(run, fields):
-  _rewind(run, 15)
+  tiny_run.rewind(run, 15)
   changed = fields | {"optim.peak_lr": 1e-5, "data.batch_size": 2}
   summary = tiny_run.train_here(run, changed, resume_with_changed_config=True)
   assert summary["step"] == 20
@@ -223,14 +200,14 @@ def test_changed_config_when_told(run, fields):
 
 
 def test_harmless_changes_are_not_asked_about(whole, run, fields):
-  _rewind(run, 15)
+  tiny_run.rewind(run, 15)
   changed = fields | {
       "name": "other", "log.tensorboard": True, "checkpoint.keep_last": 1,
       "checkpoint.asynchronous": False, "data.num_threads": 0,
       "train.on_nan": "skip",
   }  # fmt: skip
   tiny_run.train_here(run, changed)
-  _assert_same_run(whole[0], run)
+  tiny_run.assert_same_run(whole[0], run)
   assert checkpoint.all_steps(run) == [20]
 
 
@@ -265,7 +242,7 @@ def test_wsd_run_is_lengthened_before_its_decay(quick, tmp_path):
   tiny_run.train_here(tmp_path / "short", fields)
   tiny_run.train_here(tmp_path / "long", longer)
   run = shutil.copytree(tmp_path / "short", tmp_path / "lengthened")
-  _rewind(run, 15)
+  tiny_run.rewind(run, 15)
   tiny_run.train_here(run, longer)
   (resume,) = tiny_run.events(run, "resume")
   assert resume["step"] == 15

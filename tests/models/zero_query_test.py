@@ -31,10 +31,24 @@ CONFIG = config_lib.ModelConfig(
   norm_eps=1e-12,
 )
 
+# Every kind of sublayer that the paper trains.
+KIMI = dataclasses.replace(
+  CONFIG,
+  num_layers=2,
+  mixers=("kda", "mla"),
+  kda=config_lib.KdaConfig(head_width=8, gate_rank=4, chunk_size=4),
+  mla=config_lib.MlaConfig(
+    latent_rank=8, nope_width=8, shared_width=4, value_width=8
+  ),
+  moe=config_lib.MoeConfig(
+    num_experts=4, top_k=2, expert_width=12, dense_layers=1
+  ),
+)
 
-def _model(name, **fields):
+
+def _model(name, config=CONFIG, **fields):
   residual = config_lib.ResidualConfig(name=name, **fields)
-  return models.build_model(dataclasses.replace(CONFIG, residual=residual))
+  return models.build_model(dataclasses.replace(config, residual=residual))
 
 
 def _copy_weights(source, target):
@@ -75,6 +89,24 @@ def test_transformer_starts_as_its_prenorm_twin(name, fields):
   _close(twin_gradient, gradient, 1e-4)
   for leaf in jax.tree.leaves(twin_gradient):
     assert jnp.abs(leaf).max() > 1e-3
+
+
+def test_the_papers_architecture_starts_as_its_prenorm_twin():
+  assert set(KIMI.sublayer_kinds) == {"kda", "mlp", "mla", "moe"}
+  tokens = np.random.default_rng(0).integers(0, 11, (2, 6), dtype=np.int32)
+  plain = _model("prenorm", KIMI)
+  logits, gradient, _ = _logits_and_gradient(plain, tokens)
+  assert jnp.std(logits) > 0.3
+  for name, fields in (
+    ("full_attnres", {}),
+    ("block_attnres", dict(block_size=3)),
+  ):
+    twin = _copy_weights(plain, _model(name, KIMI, **fields))
+    twin_logits, twin_gradient, depth = _logits_and_gradient(twin, tokens)
+    _close(twin_logits, logits, 1e-5)
+    _close(twin_gradient, gradient, 1e-4)
+    # One step later they are not the same function any more.
+    assert jnp.abs(depth.queries.query[1:]).max(axis=1).min() > 1e-6
 
 
 @pytest.mark.parametrize("form", FORMS)

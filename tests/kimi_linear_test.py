@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paper's architecture and recipe, shrunk, on real text.
+
+All parts at once: KDA, MLA, a dense first block, balanced experts, Muon, WSD,
+Block AttnRes. It learns, and an interrupted run is the uninterrupted one.
+"""
+
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from attnres_jax import checkpoint
+from attnres_jax import config as config_lib
+from attnres_jax import train
+from attnres_jax.optimizer import groups
+from tests import tiny_run
+
+SPEC = f"{tiny_run.ROOT}/configs/kimi_linear.py:size=48b,runlocal"
+STEPS = 24
+FIELDS = {
+  "data.sequence_length": 64,
+  "train.steps": STEPS,
+  "train.eval_every": 12,
+  "train.depth_every": 0,
+  "checkpoint.every_steps": 12,
+  "mesh.data": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def config():
+  return config_lib.load_config(SPEC, FIELDS)
+
+
+@pytest.fixture(scope="module")
+def whole(config, tmp_path_factory):
+  """An uninterrupted run."""
+  workdir = tmp_path_factory.mktemp("whole")
+  with tiny_run.compilation_cache(tmp_path_factory.mktemp("cache")):
+    train.train_and_evaluate(config, workdir)
+    yield workdir
+
+
+def test_every_part_is_on(config):
+  model = config.model
+  assert set(model.sublayer_kinds) == {"kda", "mla", "mlp", "moe"}
+  assert model.sublayer_kinds[1] == "mlp" and model.moe.dense_layers == 1
+  assert model.residual.name == "block_attnres"
+  assert model.residual.block_size == 6 < model.num_sublayers
+  assert (config.optim.name, config.optim.schedule) == ("muon", "wsd")
+  assert config.data.source == "stdlib"
+
+
+def test_it_learns(whole):
+  rows = tiny_run.rows(whole, "train")
+  # Bytes: ln(257) = 5.55 at first; what letters there are, well before 4.
+  assert 5.3 < rows[1]["loss"] < 5.8
+  assert rows[STEPS]["loss"] < rows[1]["loss"] - 1.5
+  validation = tiny_run.rows(whole, "validation")
+  assert validation[STEPS]["loss"] < validation[12]["loss"] < rows[1]["loss"]
+
+
+def test_experts_are_reported_and_balanced(whole, config):
+  rows = tiny_run.rows(whole, "train")
+  for row in rows.values():
+    assert 0 < row["moe_entropy_worst"] <= row["moe_entropy"] <= 1
+    assert 0 <= row["moe_max_violation"] <= row["moe_max_violation_worst"]
+  _, model = checkpoint.load_model(whole)
+  leaves = jax.tree_util.tree_flatten_with_path(model)[0]
+  (biases,) = [
+    np.asarray(leaf) for path, leaf in leaves if groups.row_of(path).load
+  ]
+  # Each has moved by multiples of about the rate, and they sum to nothing.
+  assert biases.shape == (3, 8)
+  assert np.abs(biases).max() > config.optim.balance_rate
+  np.testing.assert_allclose(biases.sum(axis=1), 0, atol=1e-6)
+
+
+def test_stopped_run_goes_on_bit_for_bit(whole, config, tmp_path):
+  run = shutil.copytree(whole, tmp_path / "run")
+  tiny_run.rewind(run, 12)
+  train.train_and_evaluate(config, run)
+  (resume,) = tiny_run.events(run, "resume")
+  assert resume["step"] == 12
+  tiny_run.assert_same_run(whole, run)
