@@ -88,6 +88,11 @@ ERRORS = [
   ("optim.b1", 1.5, UNIT),
   ("optim.b2", -0.5, UNIT),
   ("optim.final_lr_fraction", 2.0, UNIT),
+  ("optim.decay_fraction", 1.1, UNIT),
+  ("optim.muon_momentum", -0.1, UNIT),
+  ("optim.muon_iterations", 0, ABOVE),
+  ("optim.muon_update_rms", 0.0, ABOVE),
+  ("optim.balance_rate", -1e-3, AT_LEAST),
   ("train.steps", 0, ABOVE),
   ("train.log_every", 0, ABOVE),
   ("train.eval_batches", 0, ABOVE),
@@ -135,6 +140,24 @@ def test_the_pattern_of_mixers_repeats_over_depth():
   model = c.ModelConfig(**fields)
   assert model.sublayer_kinds[::2] == ("kda", "kda", "mla", "kda", "kda", "kda")
   assert set(model.sublayer_kinds[1::2]) == {"mlp"}
+
+
+def test_a_pattern_of_mixers_fills_the_depth():
+  message = (
+    "^config.model.num_layers: got 8, expected a multiple of the 3 mixers of"
+    " model.mixers, or an explicit model.last_mixer$"
+  )
+  with pytest.raises(c.ConfigError, match=message):
+    _build(model__mixers=("kda", "kda", "mla"))
+  _build(model__mixers=("kda", "kda", "mla"), model__last_mixer="mla")
+  _build(model__mixers=("kda", "mla"))
+
+
+def test_experts_have_a_width():
+  fields = dict(model__moe__num_experts=8, model__moe__expert_width=0)
+  message = "^config.model.moe.expert_width: got 0, expected a number above 0$"
+  with pytest.raises(c.ConfigError, match=message):
+    _build(**fields)
 
 
 def test_experts_begin_after_the_dense_layers():

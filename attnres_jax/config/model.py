@@ -153,7 +153,8 @@ class ModelConfig:
     num_layers: transformer blocks; L = 2 * num_layers sublayers.
     mixers: sequence mixers of the transformer blocks, repeated over depth; of
       `attention` (grouped queries), `kda`, `mla`.
-    last_mixer: of the last transformer block; empty goes on with `mixers`.
+    last_mixer: of the last transformer block; empty goes on with `mixers`,
+      which then have to fill the depth.
     num_heads: heads of every mixer.
     num_kv_heads: key/value heads of `attention`; 0 means as many as query
       heads.
@@ -236,6 +237,13 @@ class ModelConfig:
       errors.check_in("model.mixers", mixer, MIXERS)
     if self.last_mixer:
       errors.check_in("model.last_mixer", self.last_mixer, MIXERS)
+    elif self.num_layers % len(self.mixers):
+      errors.fail(
+        "model.num_layers",
+        self.num_layers,
+        f"a multiple of the {len(self.mixers)} mixers of model.mixers, or an"
+        " explicit model.last_mixer",
+      )
 
   def _check_heads(self):
     if not self.head_width and self.width % self.num_heads:

@@ -67,6 +67,7 @@ def test_blocks_of_one_are_full():
 def _kimi(**kda):
   return _model(
     mixers=("kda", "mla"),
+    last_mixer="kda",
     num_heads=3,
     num_kv_heads=0,
     num_layers=3,
