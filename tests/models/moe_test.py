@@ -79,6 +79,7 @@ def _loss(module, x, segments=None):
 
 
 _gradient = jax.jit(jax.grad(_loss))
+_value_and_gradients = jax.jit(jax.value_and_grad(_loss, argnums=(0, 1)))
 
 
 def _assert_close(found, expected, tolerance=1e-5):
@@ -275,26 +276,42 @@ def test_load_over_microbatches():
 
 
 def _mesh(**axes):
+  axes = dict(data=1, fsdp=1, tensor=1) | axes
   return jax.make_mesh(
     tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes)
   )
 
 
-@pytest.mark.parametrize("ambient", [False, True])
+def _shardings(module, mesh):
+  """As in a network, and experts over an axis of theirs where there is one."""
+  if "expert" not in mesh.shape:
+    return sharding.state_sharding(dict(moe=dict(core=module)), mesh)["moe"][
+      "core"
+    ]
+  return jax.tree.map(
+    lambda leaf: NamedSharding(
+      mesh, PartitionSpec("expert") if leaf.ndim == 3 else PartitionSpec()
+    ),
+    module,
+  )
+
+
 @pytest.mark.parametrize(
-  "axes", [dict(data=8), dict(data=2, expert=2), dict(expert=3)]
+  "axes,ambient",
+  [
+    (dict(data=8), True),
+    (dict(data=2, fsdp=2), True),
+    (dict(fsdp=2, tensor=2), True),
+    (dict(data=2, expert=2), True),
+    (dict(expert=3), False),
+  ],
 )
 def test_over_devices(axes, ambient):
-  """Rows and experts split: outputs, gradients and load of the whole batch."""
+  """Rows and weights split: outputs, gradients and load of the whole batch."""
   module, x_BTD = _module(), _inputs()
   segments = jnp.ones((BATCH, TOKENS), jnp.int32).at[3:, 1:].set(0)
   mesh = _mesh(**axes)
-  place = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))
-  rows = place("data" if "data" in axes else None)
-  experts = place("expert" if "expert" in axes else None)
-  shardings = jax.tree.map(
-    lambda leaf: experts if leaf.ndim == 3 else place(), module
-  )
+  rows = sharding.batch_sharding(mesh)
 
   def loss(module, x, segments):
     with sharding.ambient(mesh) if ambient else contextlib.nullcontext():
@@ -302,11 +319,11 @@ def test_over_devices(axes, ambient):
 
   both = jax.jit(
     jax.value_and_grad(loss, argnums=(0, 1)),
-    in_shardings=(shardings, rows, rows),
+    in_shardings=(_shardings(module, mesh), rows, rows),
   )
   arguments = module, x_BTD, segments
   found = both(*arguments)
-  expected = jax.jit(jax.value_and_grad(_loss, argnums=(0, 1)))(*arguments)
+  expected = _value_and_gradients(*arguments)
   for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
     np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * (1 + np.abs(b).max()))
   np.testing.assert_array_equal(
@@ -316,8 +333,8 @@ def test_over_devices(axes, ambient):
 
 def test_devices_share_the_work():
   """Each computes the rows it has: no gathering, one reduction of gradients."""
-  mesh = _mesh(data=8)
-  rows = NamedSharding(mesh, PartitionSpec("data"))
+  mesh = _mesh(data=4, fsdp=2)
+  whole = sharding.replicated(mesh)
 
   def loss(module, x):
     with sharding.ambient(mesh):
@@ -325,8 +342,8 @@ def test_devices_share_the_work():
 
   gradient = jax.jit(
     jax.grad(loss),
-    in_shardings=(NamedSharding(mesh, PartitionSpec()), rows),
-    out_shardings=NamedSharding(mesh, PartitionSpec()),
+    in_shardings=(whole, sharding.batch_sharding(mesh)),
+    out_shardings=whole,
   )
   program = gradient.lower(_module(), _inputs()).compile().as_text()
   assert "all-reduce" in program

@@ -95,6 +95,20 @@ def test_other_errors_are_raised(monkeypatch, error):
     _attention()
 
 
+def test_the_real_one_agrees(monkeypatch):
+  """Its own plain form, since there is no kernel for a CPU."""
+  tokamax = pytest.importorskip("tokamax")
+  monkeypatch.setattr(sys, "argv", ["test"])  # It reads flags from there.
+  expected, expected_attention = _grouped(), _attention()
+  monkeypatch.setattr(
+    optional_kernels, "tokamax", lambda name: getattr(tokamax, name)
+  )
+  for a, b in zip(_grouped(), expected):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+  # Refused there, and computed here.
+  np.testing.assert_array_equal(_attention()[0], expected_attention[0])
+
+
 def test_not_on_cpu(monkeypatch):
   _install(monkeypatch, platform="cpu", ragged_dot_general=None)
   assert optional_kernels.tokamax("ragged_dot_general") is None
