@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU benchmark without a GPU: its rules, and its driver on tiny shapes."""
+
+import csv
+import pathlib
+import tempfile
+from unittest import mock
+
+from absl.testing import absltest
+from absl.testing import parameterized
+from benchmarks import gpu
+from benchmarks import gpu_problems as problems
+from benchmarks import gpu_protocol as protocol
+import jax.numpy as jnp
+import numpy as np
+
+
+class StatisticsTest(parameterized.TestCase):
+  def test_interval_of_the_median(self):
+    rng = np.random.default_rng(1)
+    widths = []
+    for number in (20, 2000):
+      samples = rng.normal(5.0, 1.0, number)
+      median, low, high = protocol.median_interval(samples)
+      self.assertEqual(median, np.median(samples))
+      self.assertBetween(5.0, low, high)
+      self.assertBetween(median, low, high)
+      widths.append(high - low)
+    # As one over the root of the number: ten times, roughly.
+    self.assertBetween(widths[0] / widths[1], 5, 20)
+    self.assertEqual(protocol.median_interval([2.0] * 9), (2.0, 2.0, 2.0))
+
+  def test_turns_weigh_a_drift_alike(self):
+    order = protocol.turns(["a", "b", "c"], 4)
+    self.assertEqual(order[:6], ["a", "b", "c", "c", "b", "a"])
+    places = {name: [] for name in "abc"}
+    for place, name in enumerate(order):
+      places[name].append(place)
+    self.assertEqual({len(x) for x in places.values()}, {4})
+    self.assertLen({sum(x) for x in places.values()}, 1)
+
+  @parameterized.parameters((1e-3, 5), (1.0, 1), (1e-9, 50))
+  def test_calls_per_sample(self, seconds, calls):
+    self.assertEqual(protocol.calls_per_sample(seconds), calls)
+
+  def test_rotating_inputs_exceed_the_cache(self):
+    self.assertEqual(protocol.input_sets(10, 100), 30)
+    self.assertEqual(protocol.input_sets(1000, 100), 1)
+
+
+class BytesTest(parameterized.TestCase):
+  def test_read(self):
+    queries, sources, tokens, width = 2, 3, 5, 7
+    slab = tokens * width * 2
+    forward = [slab] * sources + [slab] * queries
+    # Sources and output gradients in, source gradients out.
+    backward = [slab] * (sources + queries) + [slab] * sources
+    args = (queries, sources, tokens, width, 2)
+    self.assertEqual(protocol.read_bytes(*args, "forward"), sum(forward))
+    self.assertEqual(
+      protocol.read_bytes(*args, "forward+backward"), sum(forward + backward)
+    )
+
+  @parameterized.parameters((5, 2), (4, 4), (3, 1))
+  def test_stack(self, sublayers, block):
+    moved, sources, done = 0, 1, 0
+    while done < sublayers:
+      size = min(block, sublayers - done)
+      moved += sources + size  # Phase 1: reads, writes.
+      moved += (sources + size) + sources  # And back.
+      for i in range(size):
+        if i:  # Mixture, sum, update in; sum, input out.
+          moved += 3 + 2
+          moved += 3 + 2
+      done, sources = done + size, sources + 1
+    moved += sources + 1 + (sources + 1) + sources
+    self.assertEqual(
+      protocol.stack_bytes(sublayers, block, 1, 1, 1, "forward+backward"),
+      moved,
+    )
+
+
+class GateTest(parameterized.TestCase):
+  def setUp(self):
+    super().setUp()
+    rng = np.random.default_rng(0)
+    self.exact = {"out": rng.normal(size=(64, 32)), "d": rng.normal(size=32)}
+
+  def rounded(self):
+    return {k: np.asarray(jnp.bfloat16(v)) for k, v in self.exact.items()}
+
+  def test_rounding_passes(self):
+    verdict = protocol.judge(self.rounded(), self.exact)
+    self.assertTrue(verdict.passed, verdict.reason)
+    self.assertBetween(verdict.error, 1e-3, 3e-3)
+    self.assertBetween(verdict.error / verdict.stored, 0.9, 1.1)
+
+  @parameterized.parameters("scaled", "nan", "missing", "shape", "one")
+  def test_wrong_fails(self, how):
+    results = self.rounded()
+    if how == "scaled":
+      results["out"] = np.float32(results["out"]) * 1.01
+    elif how == "nan":
+      results["out"] = np.float32(results["out"])
+      results["out"][3, 3] = np.nan
+    elif how == "missing":
+      del results["d"]
+    elif how == "shape":
+      results["d"] = results["d"][None]
+    else:
+      results["d"] = np.float32(results["d"])
+      results["d"][0] += 0.1
+    verdict = protocol.judge(results, self.exact)
+    self.assertFalse(verdict.passed)
+    self.assertIn("out" if how in ("scaled", "nan") else "d", verdict.reason)
+
+
+class RowTest(absltest.TestCase):
+  common = {
+    "suite": "read",
+    "shape": "Q1",
+    "mode": "forward",
+    "device": "NVIDIA H200",
+    "jax": "1",
+    "torch": "",
+    "commit": "abc",
+  }
+
+  def test_numbers(self):
+    line = protocol.row(
+      self.common,
+      "xla",
+      protocol.OK,
+      verdict=protocol.Verdict(True, 1e-3, 2e-3, ""),
+      seconds=(2e-3, 1e-3, 3e-3),
+      baseline_seconds=1e-3,
+      moved_bytes=4 * 10**9,
+      copy_bandwidth=4e12,
+    )
+    self.assertEqual(tuple(line), protocol.FIELDS)
+    self.assertEqual(line["median_ms"], "2.0000")
+    self.assertEqual(line["to_baseline"], "2.000")
+    self.assertEqual(line["GB_per_s"], "2000")
+    self.assertEqual(line["of_copy"], "0.500")
+
+  def test_reason_is_one_line(self):
+    line = protocol.row(self.common, "x", protocol.NOT_RUN, reason="a\n  b")
+    self.assertEqual(line["reason"], "a b")
+    with self.assertRaisesRegex(ValueError, "colour"):
+      protocol.row(self.common | {"colour": 1}, "x", protocol.OK)
+
+  def test_table_is_for_gpus(self):
+    line = protocol.row(self.common, "x", protocol.OK)
+    with tempfile.TemporaryDirectory() as folder:
+      path = pathlib.Path(folder) / "gpu.csv"
+      with self.assertRaisesRegex(ValueError, "for GPUs, not for cpu"):
+        gpu.write([line, line | {"device": "cpu"}], path)
+      self.assertFalse(path.exists())
+      gpu.write([line], path)
+      with open(path, newline="") as file:
+        self.assertEqual(list(csv.DictReader(file)), [line])
+
+
+class DriverTest(parameterized.TestCase):
+  def test_needs_a_gpu(self):
+    with self.assertRaises(SystemExit) as caught:
+      gpu.main([])
+    self.assertRegex(str(caught.exception), "^gpu.py: needs a GPU, .*$")
+
+  @parameterized.parameters("read", "phase1", "stack", "step")
+  def test_suite_on_cpu(self, suite):
+    with tempfile.TemporaryDirectory() as folder:
+      table = pathlib.Path(folder) / "gpu.csv"
+      with mock.patch.object(gpu, "_TABLE", table):
+        rows = gpu.main(["--platform=cpu", "--rounds=2", f"--suite={suite}"])
+      self.assertFalse(table.exists())
+    ours = [row for row in rows if row["arm"] in ("reference", "xla")]
+    modes = {row["mode"] for row in rows}
+    self.assertLen(ours, 2 * len(modes))
+    for row in ours:
+      self.assertEqual(row["status"], protocol.OK, row["reason"])
+      self.assertLessEqual(float(row["low_ms"]), float(row["high_ms"]))
+      self.assertLess(0, float(row["median_ms"]))
+      self.assertEqual(row["device"], "cpu")
+    baseline = "prenorm" if suite == "step" else "xla"
+    self.assertEqual(
+      {row["to_baseline"] for row in rows if row["arm"] == baseline}, {"1.000"}
+    )
+    if suite != "step":
+      # Peers that cannot run are listed with the reason.
+      peers = [row for row in rows if row["arm"].startswith("fla ")]
+      self.assertLen(peers, len(modes))
+      self.assertNotIn("", [row["reason"] for row in peers])
+
+  @parameterized.parameters(
+    problems.Read("read", 1, 3, 40, 32, "forward+backward"),
+    problems.Stack(5, 2, 40, 32),
+  )
+  def test_a_wrong_arm_stays_as_failed(self, problem):
+    right = problem.arm("xla")
+
+    def wrong(query, x, dout):
+      out, dquery, dx = right(query, x, dout)
+      return out, dquery * 1.05, dx
+
+    def broken(query, x, dout):
+      raise RuntimeError("no such kernel")
+
+    rows = gpu.compare(
+      problem,
+      gpu.Machine("cpu"),
+      2,
+      only="xla,wrong,broken",
+      extra={"wrong": wrong, "broken": broken},
+    )
+    by_arm = {row["arm"]: row for row in rows}
+    self.assertEqual(list(by_arm), ["xla", "wrong", "broken"])
+    self.assertEqual(by_arm["xla"]["status"], protocol.OK)
+    for arm, reason in (("wrong", "dquery is off"), ("broken", "no such")):
+      self.assertEqual(by_arm[arm]["status"], protocol.FAILED)
+      self.assertIn(reason, by_arm[arm]["reason"])
+      self.assertEqual(by_arm[arm]["median_ms"], "")
+
+  def test_unknown_suite(self):
+    with self.assertRaises(SystemExit), mock.patch("sys.stderr"):
+      gpu.main(["--platform=cpu", "--suite=reads"])
+
+
+if __name__ == "__main__":
+  absltest.main()
