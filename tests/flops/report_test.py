@@ -102,3 +102,36 @@ def test_command_refuses_in_one_line():
     "error: config.model.residual.block_size: got 60, expected at most the 54"
     " sublayers of model.num_layers=27\n"
   )
+
+
+def _readme_row(size):
+  run = config_lib.load_config(f"{ROOT}/configs/kimi_linear.py:size={size}")
+  found, model = flops.make_report(run), run.model
+  totals = found["totals"]["without embedding and head"]
+  block, plain = (
+    found["schemes"][name] for name in ("block_attnres", "prenorm")
+  )
+  more = block["flops"]["train"] / plain["flops"]["train"] - 1
+  caches = found["cache"].values()
+  cells = [
+    size,
+    f"{model.num_layers} x {model.width}",
+    str(model.num_heads),
+    str(model.moe.expert_width),
+    f"{totals['total'] / 1e9:.3f}B",
+    f"{totals['active'] / 1e6:,.2f}M",
+    f"{block['parameters']:,}",
+    f"{block['flops']['train'] / 1e9:.3f}G (+{100 * more:.2f} %)",
+    f"{sum(c['token_bytes'] for c in caches):,}",
+    f"{sum(c['sequence_bytes'] for c in caches) / 1e6:.1f} MB",
+  ]
+  return f"| {' | '.join(cells)} |"
+
+
+def test_sizes_in_the_readme():
+  text = (ROOT / "README.md").read_text()
+  found = text.partition("<!-- sizes -->")[2].partition("<!-- /sizes -->")[0]
+  rows = [line for line in found.splitlines() if line.startswith("| ")][1:]
+  sizes = ("194m", "241m", "296m", "436m", "528m", "48b")
+  expected = [_readme_row(size) for size in sizes]
+  assert rows == expected, "\n".join(["write these:", *expected])
