@@ -17,6 +17,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--chips", default="v6e,v5p,v5e,tpu7x")
   parser.add_argument("--kernels", default=",".join(_OPERANDS))
+  parser.add_argument("--shapes", default="", help="names, all by default")
   parser.add_argument("--chunk", type=int, default=64)
   parser.add_argument("--heads", type=int, default=0, help="per grid step")
   parser.add_argument("--out", default="")
@@ -28,6 +29,8 @@ def main() -> None:
   for chip in options.chips.split(","):
     for kernel in options.kernels.split(","):
       for shape in shapes.NAMED:
+        if options.shapes and shape.name not in options.shapes.split(","):
+          continue
 
         def build(shape, kernel=kernel):
           return _build(kernel, shape, options.chunk, options.heads)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attnres_kernels import dispatch
 from attnres_kernels import kda
 from attnres_kernels import kda_step
 from tests import jaxprs
@@ -163,6 +164,34 @@ class ValuesTest(parameterized.TestCase):
       actual = run("xla", *given, chunk_size=16)
       for name, a, b in zip(NAMES, actual, wanted):
         self.assertLess(error(a, b), tolerance, name)
+
+  @parameterized.parameters("float32", "bfloat16")
+  def test_pallas_tpu_interpreted(self, dtype):
+    # Two chunks and a bit, one reset at the start of one, one inside.
+    arguments, cotangents = make(9, 1, 36, 2, 128, 128, dtype)
+    ids = jnp.asarray(np.repeat([0, 1, 0], [16, 9, 11])[None])
+    given = arguments, cotangents
+    wide = jax.tree.map(lambda x: x.astype("float32"), given)
+    wanted = run("reference", *wide, segment_ids=ids)
+    plain = run("xla", *given, segment_ids=ids, chunk_size=16)
+    with dispatch.interpreted():
+      actual = run("pallas_tpu", *given, segment_ids=ids, chunk_size=16)
+    for name, a, b, c in zip(NAMES, actual, plain, wanted):
+      self.assertEqual(a.dtype, b.dtype, name)
+      # In bfloat16, no worse than the plain backend with the same operands.
+      tolerance = 2e-6 if dtype == "float32" else 1.3 * error(b, c)
+      self.assertLess(error(a, c), tolerance, name)
+
+  def test_pallas_tpu_says_why_not(self):
+    for pattern, shape, dtype, chunk_size in (
+      ("lowered for cpu", (1, 16, 1, 128, 128), "float32", 16),
+      ("128 wide: q \\(1, 16, 1, 64\\)", (1, 16, 1, 64, 128), "float32", 16),
+      ("got float16", (1, 16, 1, 128, 128), "float16", 16),
+      ("chunk_size must be.*48", (1, 16, 1, 128, 128), "float32", 48),
+    ):
+      arguments, _ = make(9, *shape, dtype)
+      with self.assertRaisesRegex(NotImplementedError, pattern):
+        call("pallas_tpu", *arguments, chunk_size=chunk_size)
 
   def test_scale(self):
     arguments, _ = make(7, 1, 6, 1, 4, 4)

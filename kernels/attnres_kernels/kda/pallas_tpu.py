@@ -6,8 +6,8 @@ laid out for the matrix unit:
 
 - The exponents of all levels of the tree, and those from the chunk's start and
   to its end, are sums of log-decays over index ranges: one product of a 0/1
-  matrix with g, split into three bfloat16 terms, so that it is exact to
-  float32. Its transpose takes the gradients back. Differences never occur.
+  matrix with g, which is split into bfloat16 terms. Its transpose takes the
+  gradients back. Differences never occur.
 - A level's square is cut out of a full C x C product by a mask.
 - The state is kept transposed, [V, K], so that decays are rows of lanes.
 - Several heads share a grid step: the products of one fill the latencies of
@@ -15,8 +15,8 @@ laid out for the matrix unit:
 
 Backward is two kernels: one forward in time that writes the state before each
 chunk and the inverse of its triangular system, and one backward in time. The
-inverse is formed in float32 (three bfloat16 products per product when the
-inputs are bfloat16); float32 inputs use float32 products throughout.
+inverse is float32: a Newton step makes up for products of bfloat16 operands.
+Float32 inputs use float32 products throughout.
 """
 
 import dataclasses
@@ -44,7 +44,9 @@ class BlockSizes:
 
   @classmethod
   def choose(cls, chunk_size, num_heads):
-    return cls(chunk_size, max(n for n in (1, 2, 4) if num_heads % n == 0))
+    # More heads fill more latencies; the schedule gains little beyond eight.
+    heads = max(n for n in range(1, 9) if num_heads % n == 0)
+    return cls(chunk_size, heads)
 
 
 def why_not(function, q, k, v, *args, scale, chunk_size):
@@ -72,7 +74,7 @@ def forward(
   o, state = call(
     functools.partial(_forward_kernel, scale=scale),
     "kda_forward",
-    [call.constant(_ranges(chunk_size))]
+    [call.constant(_ranges(chunk_size, q.dtype))]
     + [call.tokens(x) for x in (q, k, v, g)]
     + [call.row(beta), call.state(state)],
     [call.tokens_out(v), call.state_out()],
@@ -97,7 +99,7 @@ def backward(
 ):
   """Returns the gradients of q, k, v, g, beta and the first state."""
   call = _Call(q, v, chunk_size, interpret, blocks)
-  ranges = _ranges(chunk_size)
+  ranges, turned = (_ranges(chunk_size, q.dtype, t) for t in (False, True))
   starts, inverses = call(
     _states_kernel,
     "kda_states",
@@ -113,7 +115,7 @@ def backward(
   dq, dk, dv, dg, dbeta, dstate = call(
     functools.partial(_backward_kernel, scale=scale),
     "kda_backward",
-    [call.constant(ranges), call.constant(ranges.T)]
+    [call.constant(ranges), call.constant(turned)]
     + [call.tokens(x) for x in (q, k, v, g)]
     + [call.row(beta)]
     + [call.matrices(x) for x in (starts, inverses)]
@@ -265,17 +267,29 @@ def _forward_kernel(
   scale,
 ):
   _start(first_ref, state_ref)
-  for head in range(group):
-    q, k, v, g = (_head(x, head, group) for x in (q_ref, k_ref, v_ref, g_ref))
-    beta = beta_ref[0, head, 0]
-    c = _Chunk(q, k, g, beta, ranges_ref, scale)
-    state = state_ref[head]
-    inverse = c.inverse()
-    reads = c.dot(c.both_in, state, 1)
-    z = c.dot(inverse, v.astype(jnp.float32) - reads[: c.size])
-    o = reads[c.size :] + c.dot(c.pairs * beta, z)
-    _set_head(o_ref, head, group, o)
-    state_ref[head] = c.next(state, z)
+  heads = range(group)
+  chunks = [
+    _Chunk(
+      _head(q_ref, head, group),
+      _head(k_ref, head, group),
+      _head(g_ref, head, group),
+      beta_ref[0, head, 0],
+      ranges_ref,
+      scale,
+    )
+    for head in heads
+  ]
+  states = [state_ref[head] for head in heads]
+  values = [_head(v_ref, head, group) for head in heads]
+  _, reads, z = _solve(chunks, states, values)
+  outputs = [
+    read[c.size :] + c.dot(c.pairs * c.beta, z)
+    for c, z, read in zip(chunks, z, reads)
+  ]
+  states = [c.next(s, z) for c, s, z in zip(chunks, states, z)]
+  for head in heads:
+    _set_head(o_ref, head, group, outputs[head])
+    state_ref[head] = states[head]
   _finish(last_ref, state_ref)
 
 
@@ -293,15 +307,25 @@ def _states_kernel(
   group,
 ):
   _start(first_ref, state_ref)
-  for head in range(group):
-    k, v, g = (_head(x, head, group) for x in (k_ref, v_ref, g_ref))
-    c = _Chunk(None, k, g, beta_ref[0, head, 0], ranges_ref, None)
-    state = state_ref[head]
-    inverse = c.inverse()
-    z = c.dot(inverse, v.astype(jnp.float32) - c.dot(c.both_in, state, 1))
-    starts_ref[0, head, 0] = state.astype(starts_ref.dtype)
-    inverses_ref[0, head, 0] = inverse.astype(inverses_ref.dtype)
-    state_ref[head] = c.next(state, z)
+  heads = range(group)
+  chunks = [
+    _Chunk(
+      None,
+      _head(k_ref, head, group),
+      _head(g_ref, head, group),
+      beta_ref[0, head, 0],
+      ranges_ref,
+      None,
+    )
+    for head in heads
+  ]
+  states = [state_ref[head] for head in heads]
+  values = [_head(v_ref, head, group) for head in heads]
+  inverses, _, z = _solve(chunks, states, values)
+  for head, c in enumerate(chunks):
+    starts_ref[0, head, 0] = states[head].astype(starts_ref.dtype)
+    inverses_ref[0, head, 0] = inverses[head].astype(inverses_ref.dtype)
+    state_ref[head] = c.next(states[head], z[head])
 
 
 def _backward_kernel(
@@ -379,7 +403,8 @@ def _backward_kernel(
       dexponents.append(c.q * dq_here + c.k * dk_here)
     dexponents.append(c.q * dq_in + c.k * dk_in)
     dexponents.append(c.k * dk_out)
-    dg = _range_sums(turned_ref, jnp.concatenate(dexponents, axis=0))
+    dexponents = jnp.concatenate(dexponents, axis=0)
+    dg = _range_sums(turned_ref, dexponents, q_ref.dtype)
     _set_head(dq_ref, head, group, scale * dq)
     _set_head(dk_ref, head, group, dk)
     _set_head(dg_ref, head, group, dg + dwhole)
@@ -395,7 +420,7 @@ class _Chunk:
     self.beta = beta
     self.k = k.astype(jnp.float32)
     self.q: Any = None if q is None else q.astype(jnp.float32) * scale
-    exponents = _range_sums(ranges_ref, jnp.maximum(g, _FORGET))
+    exponents = _range_sums(ranges_ref, jnp.maximum(g, _FORGET), k.dtype)
     self.decays = jnp.exp(exponents)
     levels = _levels(self.size)
     self.carried = self.decay(levels)
@@ -437,18 +462,6 @@ class _Chunk:
       return self.k * decay
     return jnp.concatenate([self.k * decay, self.q * decay], axis=0)
 
-  def inverse(self):
-    """Of I + A diag(beta)."""
-    system = self.keys * self.beta
-    inverse = jnp.where(
-      self.diagonal, 1.0, jnp.where(self.mask(0), -system, 0.0)
-    )
-    for level in range(1, _levels(self.size)):
-      square = jnp.where(self.mask(level), system, 0.0)
-      square = self._precise_dot(self._precise_dot(inverse, square), inverse)
-      inverse = inverse - square
-    return inverse
-
   def next(self, state, z):
     """The state after the chunk, to which z has been added."""
     return self.whole * state + self.dot(
@@ -458,11 +471,49 @@ class _Chunk:
   def dot(self, a, b, b_axis=0, a_axis=1):
     return _dot(a, b, b_axis, a_axis, exact=self.exact)
 
-  def _precise_dot(self, a, b):
-    if self.exact:
-      return self.dot(a, b)
-    (a, a_low), (b, b_low) = _split(a, 2), _split(b, 2)
-    return self.dot(a, b) + (self.dot(a, b_low) + self.dot(a_low, b))
+
+def _solve(chunks, states, values):
+  """Inverses, what k and q read from the states, and what tokens add."""
+  inverses = _inverses(chunks)
+  reads = [c.dot(c.both_in, s, 1) for c, s in zip(chunks, states)]
+  z = [
+    c.dot(inverse, value.astype(jnp.float32) - read[: c.size])
+    for c, inverse, value, read in zip(chunks, inverses, values, reads)
+  ]
+  return inverses, reads, z
+
+
+def _inverses(chunks):
+  """Of I + A diag(beta), float32; in lockstep, since each product waits."""
+  systems = [c.keys * c.beta for c in chunks]
+  inverses = [
+    jnp.where(c.diagonal, 1.0, jnp.where(c.mask(0), -system, 0.0))
+    for c, system in zip(chunks, systems)
+  ]
+  for level in range(1, _levels(chunks[0].size)):
+    squares = [
+      jnp.where(c.mask(level), system, 0.0)
+      for c, system in zip(chunks, systems)
+    ]
+    halves = [
+      c.dot(x, square) for c, x, square in zip(chunks, inverses, squares)
+    ]
+    inverses = [
+      x - c.dot(half, x) for c, half, x in zip(chunks, halves, inverses)
+    ]
+  if chunks[0].exact:
+    return inverses
+  # One Newton step squares the error of the products in bfloat16.
+  inverses = [x.astype(jnp.bfloat16) for x in inverses]
+  products = [
+    sum(c.dot(term, x) for term in _split(system, 2))
+    for c, system, x in zip(chunks, systems, inverses)
+  ]
+  rests = [
+    jnp.where(c.diagonal, 1.0, 0.0) - x - product
+    for c, x, product in zip(chunks, inverses, products)
+  ]
+  return [x + c.dot(x, rest) for c, x, rest in zip(chunks, inverses, rests)]
 
 
 def _start(first_ref, state_ref):
@@ -491,12 +542,12 @@ def _levels(size):
   return size.bit_length() - 1
 
 
-def _ranges(size):
+def _ranges(size, dtype, turned=False):
   """0/1 rows: which log-decays sum up to an exponent, [(levels + 2) C, C].
 
   Per level, from the boundary between two blocks: up to a token of the later
   block, or from after a token of the earlier block. Then the same from the
-  chunk's start, and to its end.
+  chunk's start, and to its end. Side by side as often as there are terms.
   """
   row, column = np.arange(size)[:, None], np.arange(size)[None]
   sums = []
@@ -507,13 +558,20 @@ def _ranges(size):
       | ((row < column) & (column < middle))
     )
   sums += [column <= row, column > row]
-  return np.concatenate(sums).astype(np.float32)
+  ranges = np.concatenate(sums).astype(np.float32)
+  return np.tile(ranges.T if turned else ranges, (1, _terms(dtype)))
 
 
-def _range_sums(ranges_ref, x):
-  """Exact to float32: the ranges are 0 or 1, x is split into three terms."""
-  ranges = ranges_ref[...]
-  return sum(_dot(ranges, part) for part in reversed(_split(x, 3)))
+def _terms(dtype):
+  """Bfloat16 terms of what is summed: 8 bits more than the result needs."""
+  return 3 if dtype == jnp.float32 else 2
+
+
+def _range_sums(ranges_ref, x, dtype):
+  """The ranges are 0 or 1: nothing is rounded but x, to so many terms."""
+  return _dot(
+    ranges_ref[...], jnp.concatenate(_split(x, _terms(dtype)), axis=0)
+  )
 
 
 def _split(x, terms):

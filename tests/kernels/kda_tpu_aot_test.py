@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KDA kernels compile for every TPU; needs libtpu but no TPU."""
+
+import importlib.util
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+import jax.numpy as jnp
+import pytest
+
+from attnres_kernels import kda
+from attnres_kernels.kda import shapes
+from tests.kernels import tpu_aot_test
+
+pytestmark = pytest.mark.skipif(
+  importlib.util.find_spec("libtpu") is None,
+  reason="not run: libtpu, the TPU compiler, is not installed here",
+)
+KERNELS = ("kda_forward", "kda_states", "kda_backward")
+
+
+def compile_for(chip, shape, dtype):
+  """Forward and backward through the public function."""
+
+  def f(do, dstate, *arguments):
+    def g(*arguments):
+      *tokens, state = arguments
+      return kda(*tokens, initial_state=state)
+
+    values, vjp = jax.vjp(g, *arguments)
+    return values, vjp((do, dstate))
+
+  token = shape.batch, shape.tokens, shape.heads
+  key, value = (*token, shape.key), (*token, shape.value)
+  state = shape.batch, shape.heads, shape.key, shape.value
+  arguments = [
+    (value, dtype),
+    (state, jnp.float32),
+    (key, dtype),
+    (key, dtype),
+    (value, dtype),
+    (key, jnp.float32),
+    (token, jnp.float32),
+    (state, jnp.float32),
+  ]
+  return tpu_aot_test.compile_for(chip, f, arguments, dtype)
+
+
+class TpuCompileTest(parameterized.TestCase):
+  @parameterized.product(chip=tuple(tpu_aot_test.CHIPS))
+  def test_small(self, chip):
+    # Ragged tokens, values wider than keys.
+    shape = shapes.Shape("small", 2, 100, 1, 128, 256)
+    text = compile_for(chip, shape, "bfloat16")
+    for name in KERNELS:
+      self.assertIn(name, text)
+
+
+@pytest.mark.slow
+class NamedShapesTest(parameterized.TestCase):
+  @parameterized.product(
+    chip=tuple(tpu_aot_test.CHIPS),
+    shape=shapes.NAMED,
+    dtype=("bfloat16", "float32"),
+  )
+  def test_named_shapes(self, chip, shape, dtype):
+    text = compile_for(chip, shape, dtype)
+    for name in KERNELS:
+      self.assertIn(name, text)
+
+
+if __name__ == "__main__":
+  absltest.main()
