@@ -100,11 +100,7 @@ class Moe(nnx.Module):
     Returns:
       weight_UK, which sums to the scaling factor over K, and int32 expert_UK.
     """
-    # The full float32 product: what is chosen must not hang on the rounding.
-    logits_UE = jnp.einsum(
-      "UD,DE->UE", x_UD.astype(jnp.float32), self.router[...],
-      precision=jax.lax.Precision.HIGHEST,
-    )  # fmt: skip
+    logits_UE = _logits(x_UD, self.router[...])
     score_UE = jax.nn.sigmoid(logits_UE)
     bias_E = self.selection_bias[...]
     _, expert_UK = jax.lax.top_k(
@@ -128,9 +124,8 @@ class Moe(nnx.Module):
     x_PD = _send(x_UD, order_P, place_UK)
     gate_PF = grouped.grouped_linear(x_PD, self.gate[...], sizes_E)
     up_PF = grouped.grouped_linear(x_PD, self.up[...], sizes_E)
-    y_PD = grouped.grouped_linear(
-      jax.nn.silu(gate_PF) * up_PF, self.down[...], sizes_E
-    )
+    hidden_PF = _swiglu(gate_PF, up_PF)
+    y_PD = grouped.grouped_linear(hidden_PF, self.down[...], sizes_E)
     return _combine(y_PD, weight_UK, order_P, place_UK)
 
 
@@ -186,6 +181,22 @@ def load_metrics(load: jax.Array) -> dict[str, jax.Array]:
     max_violation=jnp.max(load, axis=-1) / jnp.mean(load, axis=-1) - 1,
     unused=jnp.mean(load == 0, axis=-1, dtype=jnp.float32),
   )
+
+
+# Checkpointed, so that backward has x as it is rather than in float32.
+@jax.checkpoint
+def _logits(x_UD, router_DE):
+  # The full float32 product: what is chosen must not hang on the rounding.
+  return jnp.einsum(
+    "UD,DE->UE", x_UD.astype(jnp.float32), router_DE,
+    precision=jax.lax.Precision.HIGHEST,
+  )  # fmt: skip
+
+
+# Checkpointed, so that two arrays are kept and not six.
+@jax.checkpoint
+def _swiglu(gate_PF, up_PF):
+  return jax.nn.silu(gate_PF) * up_PF
 
 
 @jax.custom_vjp

@@ -130,7 +130,10 @@ class Mla(nnx.Module):
     latent_BTR, shared_BTH = jnp.split(
       linear.linear(x_BTD, self.compress[...]), [self.latent_rank], axis=2
     )
-    return jnp.concatenate([self.latent_norm(latent_BTR), shared_BTH], axis=2)
+    # Checkpointed, so that nothing of it is kept in float32.
+    norm = jax.checkpoint(lambda norm, latent_BTR: norm(latent_BTR))
+    latent_BTR = norm(self.latent_norm, latent_BTR)
+    return jnp.concatenate([latent_BTR, shared_BTH], axis=2)
 
   def _expanded(self, x_BTD, tokens_BTC, segment_ids_BT):
     latent_BTR, shared_BTH = jnp.split(tokens_BTC, [self.latent_rank], axis=2)
