@@ -146,17 +146,14 @@ class Kda(nnx.Module):
       tails.append(padded_BPNH[:, x_BTNH.shape[1] :])
     low_BTR = linear.linear(x_BTD, self.decay_down[...])
     raw_BTNH = linear.linear(low_BTR, self.decay_up[...], 1, jnp.float32)
-    rate_BTNH = jnp.exp(self.a_log[...])[None, None, :, None]
-    step_BTNH = jax.nn.softplus(raw_BTNH + self.dt_bias[...][None, None])
     beta_BTN = linear.linear(x_BTD, self.beta[...], 1, jnp.float32)
-    gates = -rate_BTNH * step_BTNH, jax.nn.sigmoid(beta_BTN)
-    return (*features, *gates), tails
+    g_BTNH = _log_decay(raw_BTNH, self.a_log[...], self.dt_bias[...])
+    return (*features, g_BTNH, jax.nn.sigmoid(beta_BTN)), tails
 
   def _outputs(self, x_BTD, o_BTNH):
     low_BTR = linear.linear(x_BTD, self.gate_down[...])
     gate_BTNH = linear.linear(low_BTR, self.gate_up[...], 1, jnp.float32)
-    normed_BTNH = self.out_norm(o_BTNH.astype(jnp.float32))
-    gated_BTNH = (jax.nn.sigmoid(gate_BTNH) * normed_BTNH).astype(x_BTD.dtype)
+    gated_BTNH = _gated(o_BTNH, gate_BTNH, self.out_norm)
     return linear.linear(gated_BTNH, self.output[...], 2)
 
 
@@ -189,6 +186,19 @@ def _feature(padded_BPNH, taps_KNH, segment_ids_BT, unit):
     return y_BTNH.astype(padded_BPNH.dtype)
 
   return feature(padded_BPNH, taps_KNH)
+
+
+# Checkpointed, as `_feature` is: what is kept are the arguments.
+@jax.checkpoint
+def _log_decay(raw_BTNH, a_log_N, dt_bias_NH):
+  step_BTNH = jax.nn.softplus(raw_BTNH + dt_bias_NH[None, None])
+  return -jnp.exp(a_log_N)[None, None, :, None] * step_BTNH
+
+
+@jax.checkpoint
+def _gated(o_BTNH, gate_BTNH, norm):
+  normed_BTNH = norm(o_BTNH.astype(jnp.float32))
+  return (jax.nn.sigmoid(gate_BTNH) * normed_BTNH).astype(o_BTNH.dtype)
 
 
 def _shifted_equal(ids_BT, shift):
