@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What routed experts cost: sorted rows against every expert for every token.
+
+  python -m experiments.moe_cost.run [--rounds=5]
+
+Three forms of one MoE sublayer, with the same routing, on the same tokens:
+
+  grouped     what `Moe` does: rows sorted by expert, a loop over pieces
+  dense       one einsum over all experts, then a mask
+  ragged_dot  as `grouped`, with `jax.lax.ragged_dot` in place of the loop
+
+All are compiled first and then run in turn in one process; a ratio is a form's
+time over that of `grouped` in the same round, and the median over rounds is
+reported with its range, and the same of processor time. Writes `results.csv`
+beside this file. `ragged_dot` runs at the smaller size only: on a CPU it makes
+one masked copy of all rows per expert.
+"""
+
+import csv
+import functools
+import pathlib
+import statistics
+import time
+from unittest import mock
+
+from absl import app
+from absl import flags
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnres_jax import config as config_lib
+from attnres_jax.models import grouped
+from attnres_jax.models import moe
+from experiments.demo import environment
+
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "timed rounds, after one warm-up")
+_TOKENS = flags.DEFINE_integer("tokens", 2048, "tokens of the batch")
+_OUTPUT = flags.DEFINE_string(
+  "output", str(pathlib.Path(__file__).with_name("results.csv")), "rows go here"
+)
+
+WIDTH, HIDDEN, TOP_K = 256, 128, 8
+FORMS = {64: ("grouped", "dense", "ragged_dot"), 256: ("grouped", "dense")}
+
+
+def measure(experts: int, tokens: int, rounds: int) -> list[dict]:
+  """Compiles and times the forms; returns rows, those of `grouped` first."""
+  config = config_lib.ModelConfig(
+    width=WIDTH,
+    num_layers=1,
+    moe=config_lib.MoeConfig(
+      num_experts=experts, top_k=TOP_K, expert_width=HIDDEN, num_shared=0
+    ),
+  )
+  module = moe.Moe(config, rngs=nnx.Rngs(params=0))
+  x_BTD = jax.random.normal(jax.random.key(1), (1, tokens, WIDTH))
+  programs = {}
+  for form in FORMS[experts]:
+    forward = functools.partial(_apply, form)
+    loss = lambda module, x, f=forward: jnp.sum(jnp.square(f(module, x)))
+    for kind, function in (
+      ("forward", forward),
+      ("forward_backward", jax.grad(loss, argnums=(0, 1))),
+    ):
+      programs[form, kind] = jax.jit(function).lower(module, x_BTD).compile()
+  _check(programs, module, x_BTD)
+  times = {key: [] for key in programs}
+  for round_index in range(rounds + 1):
+    # Alternate the order, so that a drift does not favour a position.
+    for key in list(programs)[:: 1 if round_index % 2 else -1]:
+      start = time.perf_counter(), time.process_time()
+      jax.block_until_ready(programs[key](module, x_BTD))
+      stop = time.perf_counter(), time.process_time()
+      if round_index:
+        times[key].append((stop[0] - start[0], stop[1] - start[1]))
+  return [
+    dict(experts=experts, tokens=tokens, form=form, measure=kind)
+    | _ratios(times[form, kind], times["grouped", kind])
+    | dict(gigaflops=round(_useful_flops(tokens, kind) / 1e9, 2))
+    for form, kind in programs
+  ]
+
+
+def _apply(form, module, x_BTD):
+  if form == "dense":
+    return _dense(module, x_BTD[0])[None]
+  if form == "grouped":
+    return module(x_BTD)
+  ragged = lambda ragged, looped, *operands: ragged(*operands)
+  with mock.patch.object(grouped, "_on_platform", ragged):
+    return module(x_BTD)
+
+
+def _dense(module, x_UD):
+  weight_UK, expert_UK = module.route(x_UD)
+  rows_U1 = jnp.arange(x_UD.shape[0])[:, None]
+  weight_UE = jnp.zeros((x_UD.shape[0], module.router[...].shape[1]))
+  weight_UE = weight_UE.at[rows_U1, expert_UK].set(weight_UK)
+  gate_EUF = jnp.einsum("UD,EDF->EUF", x_UD, module.gate[...])
+  up_EUF = jnp.einsum("UD,EDF->EUF", x_UD, module.up[...])
+  hidden_EUF = jax.nn.silu(gate_EUF) * up_EUF * weight_UE.T[..., None]
+  return jnp.einsum("EUF,EFD->UD", hidden_EUF, module.down[...])
+
+
+def _check(programs, module, x_BTD):
+  """All forms are the same function."""
+  outputs = {
+    form: np.asarray(program(module, x_BTD))
+    for (form, kind), program in programs.items()
+    if kind == "forward"
+  }
+  for found in outputs.values():
+    np.testing.assert_allclose(found, outputs["grouped"], rtol=0, atol=1e-5)
+
+
+def _useful_flops(tokens, kind):
+  """Of the chosen experts' products; backward has two for each."""
+  passes = 1 if kind == "forward" else 3
+  return passes * 3 * 2 * tokens * TOP_K * WIDTH * HIDDEN
+
+
+def _ratios(own, base):
+  walls = [a[0] / b[0] for a, b in zip(own, base, strict=True)]
+  processor = [a[1] / b[1] for a, b in zip(own, base, strict=True)]
+  return dict(
+    ratio=round(statistics.median(walls), 3),
+    ratio_min=round(min(walls), 3),
+    ratio_max=round(max(walls), 3),
+    cpu_ratio=round(statistics.median(processor), 3),
+    seconds=round(statistics.median(wall for wall, _ in own), 4),
+    cpu_seconds=round(statistics.median(cpu for _, cpu in own), 4),
+  )
+
+
+def main(argv):
+  del argv
+  rows = []
+  for experts in FORMS:
+    for row in measure(experts, _TOKENS.value, _ROUNDS.value):
+      rows.append(row | environment.facts())
+      print(*list(row.values()), flush=True)
+  with open(_OUTPUT.value, "w", newline="") as file:
+    writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+
+
+if __name__ == "__main__":
+  app.run(main)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One MoE sublayer of the 48B model as the TPU compiler sees it.
+
+  python -m experiments.moe_cost.tpu [--tokens=8192,32768]
+
+Compiled ahead of time for one v5p device with libtpu (no device needed), all
+256 experts on it, in bfloat16. `flops_ratio` is the compiler's count over that
+of the products of the chosen experts, the shared one and the router: 1 means
+that no expert computes what it was not sent. `matrix_ms` and `hbm_ms` are flops
+and bytes over the peaks of the chip; the larger one bounds the sublayer. Writes
+`tpu.csv` beside this file.
+"""
+
+import csv
+import os
+import pathlib
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "true"
+
+from absl import app
+from absl import flags
+from flax import nnx
+import jax
+from jax.experimental import topologies
+import jax.numpy as jnp
+
+from attnres_jax import config as config_lib
+from attnres_jax.models import moe
+from experiments.demo import environment
+
+_TOKENS = flags.DEFINE_list("tokens", ["8192", "32768"], "of the device's rows")
+_OUTPUT = flags.DEFINE_string(
+  "output", str(pathlib.Path(__file__).with_name("tpu.csv")), "rows go here"
+)
+
+_TOPOLOGY = "v5p:2x2x1"
+_PEAK_FLOPS, _BANDWIDTH = 459e12, 2460e9  # Per second and device.
+CONFIG = config_lib.ModelConfig(
+  width=2304,
+  num_layers=1,
+  num_heads=32,
+  dtype="bfloat16",
+  moe=config_lib.MoeConfig(num_experts=256, top_k=8, expert_width=1024),
+)
+
+
+def measure(tokens: int, kind: str) -> dict:
+  """Compiles one pass; returns what the compiler counts."""
+  topology = topologies.get_topology_desc(
+    platform="tpu", topology_name=_TOPOLOGY
+  )
+  place = jax.sharding.SingleDeviceSharding(topology.devices[0])
+  module, x_BTD = jax.tree.map(
+    lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place),
+    jax.eval_shape(
+      lambda: (
+        moe.Moe(CONFIG, rngs=nnx.Rngs(params=0)),
+        jnp.zeros((1, tokens, CONFIG.width), jnp.bfloat16),
+      )
+    ),
+  )
+
+  def forward(module, x_BTD):
+    return module(x_BTD)
+
+  def forward_backward(module, x_BTD):
+    y_BTD, pull = jax.vjp(forward, module, x_BTD)
+    return pull(y_BTD)
+
+  function = dict(forward=forward, forward_backward=forward_backward)[kind]
+  compiled = jax.jit(function).lower(module, x_BTD).compile()
+  cost, memory = compiled.cost_analysis(), compiled.memory_analysis()
+  assert cost is not None and memory is not None
+  shape = CONFIG.moe
+  chosen = (shape.top_k + shape.num_shared) * 3 * shape.expert_width
+  useful = 2 * tokens * CONFIG.width * (chosen + shape.num_experts)
+  if kind == "forward_backward":
+    useful *= 3
+  flops, moved = cost["flops"], cost["bytes accessed"]
+  return dict(
+    tokens=tokens,
+    measure=kind,
+    teraflops=round(flops / 1e12, 3),
+    flops_ratio=round(flops / useful, 3),
+    gigabytes=round(moved / 1e9, 2),
+    matrix_ms=round(flops / _PEAK_FLOPS * 1e3, 2),
+    hbm_ms=round(moved / _BANDWIDTH * 1e3, 2),
+    temporary_GiB=round(memory.temp_size_in_bytes / 2**30, 2),
+  )
+
+
+def main(argv):
+  del argv
+  rows = []
+  for tokens in _TOKENS.value:
+    for kind in ("forward", "forward_backward"):
+      row = measure(int(tokens), kind)
+      rows.append(
+        row | environment.facts() | dict(hardware="compiled for v5p")
+      )
+      print(*list(row.values()), flush=True)
+  with open(_OUTPUT.value, "w", newline="") as file:
+    writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+
+
+if __name__ == "__main__":
+  app.run(main)
