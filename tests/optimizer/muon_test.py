@@ -3,9 +3,13 @@
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
 import numpy as np
 import pytest
 
+from attnres_jax import config as config_lib
+from attnres_jax import sharding
 from attnres_jax.optimizer import groups
 from attnres_jax.optimizer import muon
 
@@ -142,6 +146,25 @@ def test_steps_with_momentum_against_definition(table):
         assert _rms(found - expected) < 0.04 * _rms(expected)
         # Long matrices of full rank: about 0.2, as AdamW's.
         assert 0.17 < _rms(found) < 0.2
+
+
+def test_matrices_cut_over_devices(table):
+  """Heads over two devices and rows over four: the same updates."""
+  mesh = sharding.make_mesh(config_lib.MeshConfig(data=1, fsdp=4, tensor=2))
+  cut = NamedSharding(
+    mesh, PartitionSpec(None, sharding.FSDP, sharding.TENSOR, None)
+  )
+  g = {"heads_in": jnp.float32(_gaussian(2, 16, 4, 8))}
+  transform = muon.scale_by_muon(0.9, 5, 0.2)
+
+  @jax.jit
+  def first_update(g):
+    return transform.update(g, transform.init(g))[0]["heads_in"]
+
+  whole = first_update(g)
+  found = first_update(jax.device_put(g, cut))
+  assert len(found.sharding.device_set) == 8
+  assert _rms(np.asarray(found) - np.asarray(whole)) < 0.04 * _rms(whole)
 
 
 def test_wrong_number_of_axes(table):
