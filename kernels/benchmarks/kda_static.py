@@ -10,7 +10,7 @@ longer than the memory time: the ratio says by how much. About 30 s per row.
 
 import argparse
 
-import tpu_static
+from benchmarks import tpu_static
 
 
 def main() -> None:

@@ -122,8 +122,8 @@ class ValuesTest(parameterized.TestCase):
 
   @parameterized.parameters(
     *((1, c) for c in (1, 64)),
-    *((7, c) for c in (1, 2, 3, 8)),
-    *((70, c) for c in (12, 64, 128)),
+    *((7, c) for c in (1, 3, 8)),
+    *((70, c) for c in (12, 64)),
   )
   def test_chunks_are_the_recurrence(self, length, chunk_size):
     with jax.enable_x64(True):
@@ -155,32 +155,26 @@ class ValuesTest(parameterized.TestCase):
       actual = f("xla", segment_ids=ids, chunk_size=chunk_size)
       assert_all_close(actual, wanted, 1e-10)
 
-  def test_gradients_in_float32_and_bfloat16(self):
-    arguments, cotangents = make(6, 1, 40, 2, 16, 8, "bfloat16")
-    wide = jax.tree.map(lambda x: x.astype("float32"), (arguments, cotangents))
-    wanted = run("reference", *wide)
-    for low, tolerance in ((False, 1e-5), (True, 2e-2)):
-      given = (arguments, cotangents) if low else wide
-      actual = run("xla", *given, chunk_size=16)
-      for name, a, b in zip(NAMES, actual, wanted):
-        self.assertLess(error(a, b), tolerance, name)
-
   @parameterized.parameters("float32", "bfloat16")
-  def test_pallas_tpu_interpreted(self, dtype):
+  def test_gradients_in_low_precision(self, dtype):
     # Two chunks and a bit, one reset at the start of one, one inside.
-    arguments, cotangents = make(9, 1, 36, 2, 128, 128, dtype)
+    heads = 2 if dtype == "float32" else 1
+    arguments, cotangents = make(9, 1, 36, heads, 128, 128, dtype)
     ids = jnp.asarray(np.repeat([0, 1, 0], [16, 9, 11])[None])
     given = arguments, cotangents
     wide = jax.tree.map(lambda x: x.astype("float32"), given)
     wanted = run("reference", *wide, segment_ids=ids)
     plain = run("xla", *given, segment_ids=ids, chunk_size=16)
     with dispatch.interpreted():
-      actual = run("pallas_tpu", *given, segment_ids=ids, chunk_size=16)
-    for name, a, b, c in zip(NAMES, actual, plain, wanted):
+      kernel = run("pallas_tpu", *given, segment_ids=ids, chunk_size=16)
+    limit = 2e-6 if dtype == "float32" else 1e-2
+    for name, a, b, c in zip(NAMES, kernel, plain, wanted):
       self.assertEqual(a.dtype, b.dtype, name)
-      # In bfloat16, no worse than the plain backend with the same operands.
-      tolerance = 2e-6 if dtype == "float32" else 1.3 * error(b, c)
-      self.assertLess(error(a, c), tolerance, name)
+      self.assertLess(error(b, c), limit, name)
+      self.assertLess(error(a, c), limit, name)
+      if dtype == "bfloat16":
+        # No worse than plain JAX with the same operands.
+        self.assertLess(error(a, c), 1.3 * error(b, c), name)
 
   def test_pallas_tpu_says_why_not(self):
     for pattern, shape, dtype, chunk_size in (
@@ -282,7 +276,7 @@ class SequenceTest(parameterized.TestCase):
       return jnp.concatenate([a, b], axis=1), state
 
     actual = value_and_gradients(halves, arguments, cotangents)
-    wanted = run(implementation, arguments, cotangents, chunk_size=4)
+    wanted = run("reference", arguments, cotangents)
     assert_all_close(actual, wanted, 1e-5)
 
   @parameterized.parameters(*PLAIN)
@@ -296,7 +290,7 @@ class SequenceTest(parameterized.TestCase):
       outputs = []
       for start, stop in zip(bounds, bounds[1:]):
         document = (x[:, start:stop] for x in tokens)
-        o, last = call(implementation, *document, state, chunk_size=4)
+        o, last = call("reference", *document, state)
         outputs.append(o)
         state = 0 * state
       return jnp.concatenate(outputs, axis=1), last
