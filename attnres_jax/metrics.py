@@ -28,7 +28,7 @@ Row = Mapping[str, Any]
 # What a console line of a train row shows; the file has all of it.
 _CONSOLE_TRAIN = (
     "loss", "grad_norm", "learning_rate", "tokens_per_second",
-    "model_flop_utilisation", "step_seconds",
+    "model_flop_utilisation", "step_seconds", "moe_max_violation",
 )  # fmt: skip
 
 

@@ -43,6 +43,53 @@ def whole(config, tmp_path_factory):
     yield workdir
 
 
+def _config(arg):
+  return config_lib.load_config(f"{tiny_run.ROOT}/configs/kimi_linear.py:{arg}")
+
+
+# Table 2: transformer blocks, heads, width, expert width, peak learning rate,
+# sequences per batch, and tokens over tokens per batch.
+@pytest.mark.parametrize(
+  "size,shape,lr,batch,steps",
+  [
+    ("194m", (12, 12, 896, 400), 2.99e-3, 192, 24605),
+    ("241m", (13, 13, 960, 432), 2.80e-3, 256, 21648),
+    ("296m", (14, 14, 1024, 464), 2.50e-3, 320, 23689),
+    ("436m", (16, 16, 1168, 528), 2.20e-3, 384, 27943),
+    ("528m", (17, 17, 1264, 560), 2.02e-3, 432, 33626),
+  ],
+)
+def test_small_sizes_are_those_of_the_paper(size, shape, lr, batch, steps):
+  config = _config(f"size={size}")
+  model, optim = config.model, config.optim
+  assert shape == (
+    model.num_layers, model.num_heads, model.width, model.moe.expert_width,
+  )  # fmt: skip
+  assert model.sublayer_kinds[:8:2] == ("kda", "kda", "kda", "mla")
+  assert model.sublayer_kinds[-2] == "mla"
+  assert (model.moe.num_experts, model.moe.top_k) == (256, 8)
+  assert (optim.name, optim.schedule, optim.peak_lr) == ("muon", "cosine", lr)
+  assert (config.data.batch_size, config.data.sequence_length) == (batch, 8192)
+  assert (config.train.steps, optim.warmup_steps) == (steps, steps // 100)
+
+
+@pytest.mark.parametrize(
+  "size,batch_tokens,steps",
+  [("48b", 8_388_608, 119_209), ("48b_32m", 33_554_432, 29_802)],
+)
+def test_48b_is_that_of_the_paper(size, batch_tokens, steps):
+  config = _config(f"size={size}")
+  model, data = config.model, config.data
+  assert (model.num_sublayers, model.residual.block_size) == (54, 6)
+  assert (model.moe.num_experts, model.moe.dense_layers) == (256, 1)
+  assert (model.vocab_size, model.mlp_size) == (163_840, 9216)
+  assert not model.tie_embeddings and model.norm_eps == 1e-5
+  assert data.batch_size * data.sequence_length == batch_tokens
+  assert data.sequence_length == 4096
+  assert config.train.steps == steps
+  assert (config.optim.name, config.optim.schedule) == ("muon", "wsd")
+
+
 def test_every_part_is_on(config):
   model = config.model
   assert set(model.sublayer_kinds) == {"kda", "mla", "mlp", "moe"}
