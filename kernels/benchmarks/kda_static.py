@@ -57,9 +57,7 @@ def _build(kernel, shape, chunk, heads):
 
   from attnres_kernels.kda import pallas_tpu
 
-  blocks = pallas_tpu.BlockSizes.choose(chunk, shape.heads)
-  if heads:
-    blocks = pallas_tpu.BlockSizes(chunk, heads)
+  heads = heads or pallas_tpu.choose_heads(chunk, shape.heads, shape.key)
   token = shape.batch, shape.tokens, shape.heads
   struct = jax.ShapeDtypeStruct
   key = struct((*token, shape.key), jnp.bfloat16)
@@ -69,38 +67,36 @@ def _build(kernel, shape, chunk, heads):
   state = struct(
     (shape.batch, shape.heads, shape.key, shape.value), jnp.float32
   )
-  options = dict(scale=1.0, chunk_size=chunk, blocks=blocks)
+  options = dict(scale=1.0, chunk_size=chunk, heads=heads)
   arguments = key, key, value, decay, beta, state
   if kernel == "kda_forward":
     function = lambda *a: pallas_tpu.forward(*a, **options)
   else:
     function = lambda *a: pallas_tpu.backward(*a, **options)
     arguments += value, state
-  return function, arguments, _plan(shape, blocks, **_OPERANDS[kernel])
+  return function, arguments, _plan(shape, chunk, heads, **_OPERANDS[kernel])
 
 
-def _plan(shape, blocks, low, wide, rows, states, inverses):
+def _plan(shape, chunk, heads, low, wide, rows, states, inverses):
   """Bytes per chunk and head, times chunks and heads; states enter once."""
   assert shape.key == shape.value
-  tile = blocks.tokens * shape.key
+  tile = chunk * shape.key
   # A row of tokens fills whole tiles of 128 lanes in memory, a matrix too.
-  lanes = max(blocks.tokens, 128)
+  lanes = max(chunk, 128)
   square = shape.key * shape.value
-  matrices = 2 * (states * square + inverses * blocks.tokens * lanes)
-  step = blocks.heads * (
-    (2 * low + 4 * wide) * tile + 4 * 8 * rows * lanes + matrices
-  )
-  heads = shape.batch * shape.heads
-  steps = heads // blocks.heads * (shape.tokens // blocks.tokens)
-  ends = 8 * heads * square
-  tokens = heads * shape.tokens
+  matrices = 2 * (states * square + inverses * chunk * lanes)
+  step = heads * ((2 * low + 4 * wide) * tile + 4 * 8 * rows * lanes + matrices)
+  all_heads = shape.batch * shape.heads
+  steps = all_heads // heads * (shape.tokens // chunk)
+  ends = 8 * all_heads * square
+  tokens = all_heads * shape.tokens
   minimum = tokens * ((2 * low + 4 * wide) * shape.key + 4 * rows) + ends
   return {
-    "tile": blocks.tokens,
+    "tile": chunk,
     "steps": steps,
     "minimum": minimum,
     "actual": steps * step + ends,
-    "vmem": 2 * step + 4 * blocks.heads * square,
+    "vmem": 2 * step + 4 * heads * square,
   }
 
 

@@ -19,7 +19,6 @@ inverse is float32: a Newton step makes up for products of bfloat16 operands.
 Float32 inputs use float32 products throughout.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -35,28 +34,25 @@ _DTYPES = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 _FORGET = -1e4
 
 
-@dataclasses.dataclass(frozen=True)
-class BlockSizes:
-  """Tokens and heads per grid step."""
+def choose_heads(chunk_size, num_heads, width):
+  """Heads per grid step: as many as fit, up to eight.
 
-  tokens: int
-  heads: int
-
-  @classmethod
-  def choose(cls, chunk_size, num_heads):
-    # More heads fill more latencies; the schedule gains little beyond eight.
-    heads = max(n for n in range(1, 9) if num_heads % n == 0)
-    return cls(chunk_size, heads)
+  More heads fill more of each other's latencies, but hold more of VMEM.
+  """
+  most = min(8, max(1, 8 * 64 * 128 // (chunk_size * width)))
+  return max(n for n in range(1, most + 1) if num_heads % n == 0)
 
 
-def why_not(function, q, k, v, *args, scale, chunk_size):
+def why_not(function, q, k, v, g, beta, state, *args, scale, chunk_size):
   """The reason why these arguments cannot run, or None."""
-  del function, args, scale
+  del function, g, beta, args, scale
   if not q.dtype == k.dtype == v.dtype or q.dtype not in _DTYPES:
     return (
       "q, k and v must all be bfloat16 or all float32, got"
       f" {q.dtype}, {k.dtype} and {v.dtype}"
     )
+  if state.dtype != jnp.float32:
+    return f"the state must be float32, got {state.dtype}"
   if q.shape[-1] % 128 or v.shape[-1] % 128:
     return (
       f"keys and values must be multiples of 128 wide: q {q.shape}, v {v.shape}"
@@ -67,10 +63,10 @@ def why_not(function, q, k, v, *args, scale, chunk_size):
 
 
 def forward(
-  q, k, v, g, beta, state, *, scale, chunk_size, interpret=False, blocks=None
+  q, k, v, g, beta, state, *, scale, chunk_size, interpret=False, heads=None
 ):
   """Returns the outputs and the last state."""
-  call = _Call(q, v, chunk_size, interpret, blocks)
+  call = _Call(q, v, chunk_size, interpret, heads)
   o, state = call(
     functools.partial(_forward_kernel, scale=scale),
     "kda_forward",
@@ -95,10 +91,10 @@ def backward(
   scale,
   chunk_size,
   interpret=False,
-  blocks=None,
+  heads=None,
 ):
   """Returns the gradients of q, k, v, g, beta and the first state."""
-  call = _Call(q, v, chunk_size, interpret, blocks)
+  call = _Call(q, v, chunk_size, interpret, heads)
   ranges, turned = (_ranges(chunk_size, q.dtype, t) for t in (False, True))
   starts, inverses = call(
     _states_kernel,
@@ -137,12 +133,13 @@ class _Call:
   write happens there. Rows are [B, H, N, 1, C], matrices [B, H, N, ...].
   """
 
-  def __init__(self, q, v, chunk_size, interpret, blocks):
+  def __init__(self, q, v, chunk_size, interpret, heads):
     self.batch, self.length, self.heads, self.key = q.shape
     self.value = v.shape[-1]
     self.size = chunk_size
     self.number = pl.cdiv(self.length, chunk_size)
-    self.group = (blocks or BlockSizes.choose(chunk_size, self.heads)).heads
+    width = max(self.key, self.value)
+    self.group = heads or choose_heads(chunk_size, self.heads, width)
     self.interpret = interpret
     self.reverse = False
 
