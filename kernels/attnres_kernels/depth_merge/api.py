@@ -47,7 +47,7 @@ def depth_merge(
   _check(out, lse, query, partial)
   if implementation == "reference":
     return reference.merge(out, lse, query, partial, eps=eps)
-  dtype = _accumulator(out, query, partial)
+  dtype = reference.accumulator(out, query, partial)
   options = (float(eps), 0.0, implementation)
   _, mixed = _merge(
     options,
@@ -108,7 +108,7 @@ def depth_merge_norm(
     return reference.merge_norm(
       out, lse, query, partial, update, gain, eps=eps, norm_eps=norm_eps
     )
-  dtype = _accumulator(out, query, partial)
+  dtype = reference.accumulator(out, query, partial)
   total, normed = _merge(
     (float(eps), float(norm_eps), implementation),
     out,
@@ -218,7 +218,3 @@ def _check(out, lse, query, partial):
     raise ValueError(f"shapes differ: partial {partial.shape}, out {out.shape}")
   if lse.shape != out.shape[:-1]:
     raise ValueError(f"shapes differ: lse {lse.shape} and out {out.shape}")
-
-
-def _accumulator(*arrays):
-  return jnp.result_type(jnp.float32, *(array.dtype for array in arrays))

@@ -13,6 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
+from attnres_kernels.depth_merge import xla
+
 _ROWS = 16
 _LANES = 128
 _SUBLANES = 8
@@ -206,7 +208,7 @@ def _forward_kernel(*refs, update, gain, eps, norm_eps):
       total += _load(update_ref, rows)
       refs[0][rows, :] = total.astype(refs[0].dtype)
     score, _ = _score(total, query_ref, eps)
-    keep, take = _two_weights(lse[rows], score)
+    keep, take = xla.two_weights(lse[rows], score)
     mixed = keep * _load(out_ref, rows) + take * total
     if gain_ref is not None:
       mixed *= jax.lax.rsqrt(_mean(mixed * mixed) + norm_eps)
@@ -238,7 +240,7 @@ def _backward_kernel(*refs, num_tokens, dtotal, gain, eps, norm_eps):
     load = functools.partial(_load, rows=rows, kept=kept)
     out, total, dmixed = load(out_ref), load(total_ref), load(dmixed_ref)
     score, inverse = _score(total, query_ref, eps)
-    keep, take = _two_weights(lse[rows], score)
+    keep, take = xla.two_weights(lse[rows], score)
     if gain_ref is not None:
       mixed = keep * out + take * total
       norm = jax.lax.rsqrt(_mean(mixed * mixed) + norm_eps)
@@ -272,11 +274,6 @@ def _score(total, query_ref, eps):
   inverse = jax.lax.rsqrt(_mean(total * total) + eps)
   product = jnp.sum(total * query_ref[...], axis=1, keepdims=True)
   return product * inverse, inverse
-
-
-def _two_weights(lse, score):
-  # Each from its own side, so that the smaller one keeps its digits.
-  return jax.nn.sigmoid(lse - score), jax.nn.sigmoid(score - lse)
 
 
 def _mean(x):

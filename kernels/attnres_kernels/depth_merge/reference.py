@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 def merge(out_TD, lse_T, query_D, partial_TD, *, eps):
   """The mixture as if `partial` had been one more source."""
-  dtype = _accumulator(out_TD, lse_T, query_D, partial_TD)
+  dtype = accumulator(out_TD, lse_T, query_D, partial_TD)
   mixed_TD = _mix(out_TD, lse_T, query_D, partial_TD.astype(dtype), eps)
   return mixed_TD.astype(out_TD.dtype)
 
@@ -16,7 +16,7 @@ def merge_norm(
   out_TD, lse_T, query_D, partial_TD, update_TD, gain_D, *, eps, norm_eps
 ):
   """Adds the update, merges, and applies the next sublayer's pre-norm."""
-  dtype = _accumulator(out_TD, lse_T, query_D, partial_TD)
+  dtype = accumulator(out_TD, lse_T, query_D, partial_TD)
   total_TD = partial_TD.astype(dtype)
   if update_TD is not None:
     total_TD = total_TD + update_TD.astype(dtype)
@@ -44,5 +44,6 @@ def _row(x_D, dtype, like_TD):
   return x_D.astype(dtype).reshape((1,) * (like_TD.ndim - 1) + (-1,))
 
 
-def _accumulator(*arrays):
+def accumulator(*arrays):
+  """The dtype of scores and sums: float32, or float64 when any input is."""
   return jnp.result_type(jnp.float32, *(array.dtype for array in arrays))

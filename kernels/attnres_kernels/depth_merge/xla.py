@@ -16,7 +16,7 @@ def forward(
   dtype = query_D.dtype
   total_TD = _add(partial_TD, update_TD, dtype)
   score_T, _ = _score(total_TD, query_D, eps)
-  keep_T, take_T = _two_weights(lse_T, score_T)
+  keep_T, take_T = two_weights(lse_T, score_T)
   mixed_TD = keep_T[..., None] * out_TD.astype(dtype)
   mixed_TD += take_T[..., None] * total_TD
   if gain_D is not None:
@@ -52,7 +52,7 @@ def backward(
   total = total_TD.astype(dtype)
   out = out_TD.astype(dtype)
   score_T, inverse_T = _score(total, query_D, eps)
-  keep_T, take_T = _two_weights(lse_T, score_T)
+  keep_T, take_T = two_weights(lse_T, score_T)
   dmixed = dmixed_TD.astype(dtype)
   dgain_D = None
   if gain_D is not None:
@@ -94,8 +94,11 @@ def _score(total_TD, query_D, eps):
   return product_T * inverse_T, inverse_T
 
 
-def _two_weights(lse_T, score_T):
-  # Each from its own side, so that the smaller one keeps its digits.
+def two_weights(lse_T, score_T):
+  """Weights of the mixture and of the partial sum.
+
+  Each from its own side, so that the smaller one keeps its digits.
+  """
   return jax.nn.sigmoid(lse_T - score_T), jax.nn.sigmoid(score_T - lse_T)
 
 
