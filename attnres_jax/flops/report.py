@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything that a configuration costs, as one JSON object and as tables."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
@@ -9,6 +9,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.flops import operations
 from attnres_jax.flops import parameters
 from attnres_jax.flops import traffic
+from attnres_jax.text_table import table
 
 Report = Mapping[str, Any]
 
@@ -148,10 +149,10 @@ def to_text(report: Report) -> str:
   return "\n\n".join(
     [
       header,
-      _table(("parameters", "number", "each", "total", "activated"), parts),
-      _table(("sum", "", "", "total", "activated"), totals),
-      _table(("FLOPs per token", *schemes), flops),
-      _table(
+      table(("parameters", "number", "each", "total", "activated"), parts),
+      table(("sum", "", "", "total", "activated"), totals),
+      table(("FLOPs per token", *schemes), flops),
+      table(
         (
           "residual scheme, per token and sublayer",
           "parameters",
@@ -162,7 +163,7 @@ def to_text(report: Report) -> str:
         ),
         traffic_rows,
       ),
-      _table(
+      table(
         ("kept while decoding", "bytes per token", "bytes per sequence"), caches
       ),
     ]
@@ -171,18 +172,3 @@ def to_text(report: Report) -> str:
 
 def _short(flops: float) -> str:
   return f"{flops / 1e6:,.2f}M"
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-  """Columns as wide as they need to be, numbers to the right."""
-  lines = [list(header)]
-  for row in rows:
-    lines.append([f"{c:,}" if isinstance(c, int) else str(c) for c in row])
-  widths = [max(map(len, column)) for column in zip(*lines)]
-  return "\n".join(
-    "  ".join(
-      cell.ljust(width) if i == 0 else cell.rjust(width)
-      for i, (cell, width) in enumerate(zip(line, widths))
-    ).rstrip()
-    for line in lines
-  )

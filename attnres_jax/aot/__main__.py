@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a config fits a pod, what bounds its step, and what it sends.
+
+  python -m attnres_jax.aot --config=configs/lm.py:size=large \
+    --config.mesh.data=1 --config.mesh.fsdp=16 --topology=v5e:4x4
+  python -m attnres_jax.aot ... --topology=v5p-128 --num_slices=2 \
+    --compare=residual=prenorm --json=report.json
+
+Takes the same `--config` flags as training does. Exit status 1 says that it
+does not fit.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import json
+import pathlib
+import sys
+from typing import Any
+
+from absl import app
+from absl import flags
+import jax
+
+from attnres_jax import config as config_lib
+from attnres_jax import main as main_lib
+from attnres_jax.aot import report
+from attnres_jax.aot import topology
+
+_TOPOLOGY = flags.DEFINE_string(
+  "topology", None, "TPU slice, such as v5e:4x4, v5p:4x4x4 or v5e-16."
+)
+_NUM_SLICES = flags.DEFINE_integer(
+  "num_slices", 1, "How many of them, connected by the data center network."
+)
+_COMPARE = flags.DEFINE_string(
+  "compare", None, "Also compile with this residual scheme: residual=prenorm."
+)
+_JSON = flags.DEFINE_string("json", None, "Also write the numbers here.")
+
+
+def main(argv: Sequence[str]) -> None:
+  """Compiles, prints, and says by its status whether it fits."""
+  if len(argv) > 1:
+    main_lib.stop(f"unexpected argument {argv[1]!r}: options start with --")
+  try:
+    reports = _make_reports()
+  except config_lib.ConfigError as error:
+    main_lib.stop(str(error))
+  print("\n\n".join(report.to_text(one) for one in reports))
+  if len(reports) == 2:
+    print("\n" + report.compare(*reports))
+  if _JSON.value:
+    text = json.dumps(reports if _COMPARE.value else reports[0], indent=2)
+    try:
+      pathlib.Path(_JSON.value).write_text(text + "\n")
+    except OSError as error:
+      main_lib.stop(f"--json: {error}")
+  sys.exit(0 if all(one["fits"] for one in reports) else 1)
+
+
+def _make_reports() -> list[Mapping[str, Any]]:
+  if not _TOPOLOGY.value:
+    raise config_lib.ConfigError("--topology: missing, expected v5e:4x4, say")
+  config = main_lib.config_of_flags()
+  configs = [config]
+  if _COMPARE.value:
+    name, _, value = _COMPARE.value.partition("=")
+    if name != "residual" or not value:
+      raise config_lib.ConfigError(
+        f"--compare: got {_COMPARE.value!r}, expected residual=NAME"
+      )
+    residual = dataclasses.replace(config.model.residual, name=value)
+    model = dataclasses.replace(config.model, residual=residual)
+    configs.append(dataclasses.replace(config, model=model))
+  devices = topology.devices(_TOPOLOGY.value, _NUM_SLICES.value)
+  return [report.make_report(one, devices) for one in configs]
+
+
+if __name__ == "__main__":
+  # The program is compiled for the topology; nothing runs anywhere.
+  jax.config.update("jax_platforms", "cpu")
+  app.run(main, flags_parser=main_lib.parse_flags)

@@ -1,0 +1,366 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads a compiled TPU program: what its loops compute, move and send.
+
+The compiler's own cost analysis counts the body of a loop once. Here every
+instruction counts as often as it runs: trip counts are read off the conditions
+of the loops, and multiply from the inside out.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+import functools
+import math
+import re
+
+import numpy as np
+
+_BYTES = {
+  "pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "s16": 2, "u16": 2,
+  "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8,
+  "f64": 8, "f8e4m3fn": 1, "f8e5m2": 1,
+}  # fmt: skip
+_SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
+COLLECTIVES = (
+  "all-gather",
+  "all-reduce",
+  "reduce-scatter",
+  "all-to-all",
+  "ragged-all-to-all",
+  "collective-permute",
+)
+# They stand for no work of their own: names, views, and ends of what is
+# counted where it starts.
+_FREE = {
+  "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while",
+  "conditional", "call", "after-all", "partition-id", "opt-barrier",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+  """A result, or a part of one.
+
+  Attributes:
+    dtype: as HLO spells it.
+    dims: sizes.
+    in_hbm: rather than in a memory of the core.
+  """
+
+  dtype: str
+  dims: tuple[int, ...]
+  in_hbm: bool
+
+  @property
+  def nbytes(self) -> float:
+    return math.prod(self.dims) * _BYTES.get(self.dtype, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+  """One line of a computation."""
+
+  name: str
+  op: str
+  arrays: tuple[Array, ...]
+  operands: tuple[str, ...]
+  attributes: str
+
+  def called(self) -> Iterator[tuple[str, str]]:
+    """(role, name) of the computations that it runs."""
+    for role, names in re.findall(
+      r"\b(calls|body|condition|to_apply|branch_computations)="
+      r"(\{[^}]*\}|%[\w.\-]+)",
+      self.attributes,
+    ):
+      for name in re.findall(r"%[\w.\-]+", names):
+        yield role, name
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+  """Something sent between devices.
+
+  Attributes:
+    kind: of `COLLECTIVES`.
+    group: partitions that take part, one group of them.
+    sent_bytes: by each device and time, on a ring.
+    count: how often it runs.
+    in_loop: whether that is inside of a loop.
+  """
+
+  kind: str
+  group: tuple[int, ...]
+  sent_bytes: float
+  count: int
+  in_loop: bool
+
+
+class Program:
+  """A compiled module, from `compiled.as_text()`."""
+
+  def __init__(self, text: str):
+    self._computations: dict[str, dict[str, Instruction]] = {}
+    self._entry = ""
+    current: dict[str, Instruction] = {}
+    for line in text.splitlines():
+      head = re.match(r"(ENTRY )?(%[\w.\-]+) \(.*\{$", line)
+      if head:
+        current = self._computations.setdefault(head[2], {})
+        self._entry = head[2] if head[1] else self._entry
+      elif line.startswith("  "):
+        instruction = _parse(line)
+        if instruction:
+          current[instruction.name] = instruction
+
+  def flops(self) -> float:
+    """Of all matrix products, those inside of Pallas kernels left out."""
+    return sum(
+      count * _product_flops(instruction, self._computations[name])
+      for name, (count, _) in self._runs.items()
+      for instruction in self._computations[name].values()
+      if instruction.op == "convolution"
+    )
+
+  def hbm_bytes(self) -> float:
+    """Read and written by all instructions; what stays on the core is free."""
+    total = 0.0
+    for name, (count, _) in self._runs.items():
+      if name in self._fused:
+        continue
+      known = self._computations[name]
+      for instruction in known.values():
+        if instruction.op in _FREE or instruction.op.endswith("-done"):
+          continue
+        arrays = list(instruction.arrays)
+        for operand in instruction.operands:
+          arrays += known[operand].arrays if operand in known else ()
+        total += count * sum(a.nbytes for a in arrays if a.in_hbm)
+    return total
+
+  def collectives(self) -> list[Collective]:
+    """Each once, however many pieces the compiler overlapped it in."""
+    found: dict[str, Collective] = {}
+    for name, (count, in_loop) in self._runs.items():
+      known = self._computations[name]
+      for instruction in known.values():
+        kind = instruction.op.removesuffix("-start")
+        if kind not in COLLECTIVES:
+          continue
+        group = _group(instruction.attributes)
+        operand_bytes = sum(
+          array.nbytes
+          for operand in instruction.operands
+          if operand in known
+          for array in known[operand].arrays
+        )
+        collective = Collective(
+          kind, group, _sent(kind, operand_bytes, len(group)), count, in_loop
+        )
+        channel = re.search(r"channel_id=(\d+)", instruction.attributes)
+        key = channel[1] if channel else name + instruction.name
+        if key not in found or found[key].count < count:
+          found[key] = collective
+    return list(found.values())
+
+  @functools.cached_property
+  def _fused(self) -> set[str]:
+    """Computations inside of one instruction, whose values stay on the core."""
+    return {
+      called
+      for computation in self._computations.values()
+      for instruction in computation.values()
+      if instruction.op not in ("while", "conditional", "call")
+      for _, called in instruction.called()
+    }
+
+  @functools.cached_property
+  def _runs(self) -> Mapping[str, tuple[int, bool]]:
+    """How often each computation runs, and whether inside of a loop."""
+    runs: dict[str, tuple[int, bool]] = {}
+
+    def visit(name: str, count: int, in_loop: bool) -> None:
+      before, was_in_loop = runs.get(name, (0, False))
+      runs[name] = before + count, was_in_loop or in_loop
+      for instruction in self._computations[name].values():
+        called = dict(instruction.called())
+        if instruction.op == "while":
+          trips = self._trips(called["condition"])
+          visit(called["body"], count * trips, True)
+          continue
+        for _, inner in instruction.called():
+          visit(inner, count, in_loop)
+
+    visit(self._entry, 1, False)
+    return runs
+
+  def _trips(self, condition: str) -> int:
+    """The largest constant that the condition of a loop compares with."""
+    constants = [
+      int(match[1])
+      for instruction in self._computations[condition].values()
+      if instruction.op == "constant"
+      and (match := re.match(r"(\d+)\)", instruction.attributes))
+    ]
+    return max(constants, default=1)
+
+
+def axes_of(group: Sequence[int], mesh_shape: Mapping[str, int]) -> str:
+  """Names of the mesh axes along which the partitions of a group differ."""
+  coordinates = np.unravel_index(list(group), tuple(mesh_shape.values()))
+  return "+".join(
+    axis
+    for axis, along in zip(mesh_shape, coordinates)
+    if len(set(along.tolist())) > 1
+  )
+
+
+def _parse(line: str) -> Instruction | None:
+  match = re.match(r"\s+(?:ROOT )?(%[\w.\-]+) = (.*)$", line)
+  if not match:
+    return None
+  name, rest = match[1], match[2]
+  if rest.startswith("("):
+    end = _closing(rest, 0) + 1
+  else:
+    end = rest.index(" ")
+  result, rest = rest[:end], rest[end:].lstrip()
+  op, _, _ = rest.partition("(")
+  start = len(op)
+  stop = _closing(rest, start)
+  inside = rest[start + 1 : stop]
+  # A constant keeps its value as its first attribute.
+  attributes = rest[start + 1 :] if op == "constant" else rest[stop + 1 :]
+  return Instruction(
+    name, op, _arrays(result), tuple(re.findall(r"%[\w.\-]+", inside)),
+    attributes,
+  )  # fmt: skip
+
+
+def _closing(text: str, start: int) -> int:
+  """Where the parenthesis that opens at `start` closes."""
+  depth = 0
+  for i in range(start, len(text)):
+    depth += (text[i] == "(") - (text[i] == ")")
+    if depth == 0:
+      return i
+  return len(text)
+
+
+def _arrays(text: str) -> tuple[Array, ...]:
+  # Layouts may hold parentheses, as in {1,0:T(8,128)S(1)}; S names a memory.
+  return tuple(
+    Array(
+      dtype,
+      tuple(int(size) for size in dims.split(",") if size),
+      "S(" not in layout,
+    )
+    for dtype, dims, layout in _SHAPE.findall(text)
+    if dtype in _BYTES
+  )
+
+
+def _product_flops(
+  instruction: Instruction, known: Mapping[str, Instruction]
+) -> float:
+  """Multiply-adds times two; the TPU compiler writes products as convolutions.
+
+  Batch dimensions appear as spatial ones, with padding and dilation such that
+  most positions of the window meet nothing. Only those that meet count.
+  """
+  labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
+  operands = [known.get(name) for name in instruction.operands[:2]]
+  if labels is None or None in operands:
+    return 0.0
+  left, right = (o.arrays[0].dims for o in operands if o is not None)
+  out = instruction.arrays[0].dims
+  total = 2.0 * out[labels[3].index("b")] * out[labels[3].index("f")]
+  total *= right[labels[2].index("i")]
+  for d, window in enumerate(_windows(instruction.attributes)):
+    label = str(d)
+    total *= _meetings(
+      left[labels[1].index(label)],
+      right[labels[2].index(label)],
+      out[labels[3].index(label)],
+      window,
+    )
+  return total
+
+
+def _windows(attributes: str) -> list[dict[str, int]]:
+  """Stride, padding and dilations of each spatial dimension."""
+  match = re.search(r"window=\{([^}]*)\}", attributes)
+  if match is None:
+    return []
+  fields = dict(item.split("=") for item in match[1].split())
+  count = len(fields["size"].split("x"))
+  windows = []
+  for d in range(count):
+    pick = lambda name, default, d=d: fields.get(
+      name, "x".join([default] * count)
+    ).split("x")[d]
+    windows.append(
+      dict(
+        stride=int(pick("stride", "1")),
+        low=int(pick("pad", "0_0").split("_")[0]),
+        left=int(pick("lhs_dilate", "1")),
+        right=int(pick("rhs_dilate", "1")),
+      )
+    )
+  return windows
+
+
+def _meetings(left: int, right: int, out: int, window: dict[str, int]) -> int:
+  """Pairs of an output and a window position that meet a real input."""
+  position = (
+    np.arange(out)[:, None] * window["stride"]
+    + np.arange(right)[None, :] * window["right"]
+    - window["low"]
+  )
+  inside = (position >= 0) & (position <= (left - 1) * window["left"])
+  return int(np.sum(inside & (position % window["left"] == 0)))
+
+
+def _group(attributes: str) -> tuple[int, ...]:
+  """One group of partitions that a collective connects."""
+  pairs = re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", attributes)
+  if pairs:
+    return int(pairs[1]), int(pairs[2])
+  listed = re.search(r"replica_groups=\{\{([\d,]+)\}", attributes)
+  if listed:
+    return tuple(int(i) for i in listed[1].split(","))
+  iota = re.search(
+    r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes
+  )
+  if iota:
+    sizes, shape = (
+      [int(i) for i in text.split(",")] for text in (iota[1], iota[2])
+    )
+    ids = np.arange(math.prod(shape)).reshape(shape)
+    if iota[3]:
+      ids = ids.transpose([int(i) for i in iota[3].split(",")])
+    return tuple(ids.reshape(sizes)[0].ravel().tolist())
+  mesh = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", attributes)
+  if mesh:
+    sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
+    chosen = re.findall(r"'(\w+)'", mesh[2])
+    ids = np.arange(math.prod(map(int, sizes.values())))
+    ids = ids.reshape([int(size) for size in sizes.values()])
+    where = tuple(slice(None) if axis in chosen else 0 for axis in sizes)
+    return tuple(ids[where].ravel().tolist())
+  return (0,)
+
+
+def _sent(kind: str, operand_bytes: float, size: int) -> float:
+  """Bytes that a device sends, for the best ring algorithm."""
+  others = size - 1
+  return (
+    operand_bytes
+    * {
+      "all-gather": others,
+      "all-reduce": 2 * others / size,
+      "reduce-scatter": others / size,
+      "all-to-all": others / size,
+      "ragged-all-to-all": others / size,
+      "collective-permute": 1,
+    }[kind]
+  )

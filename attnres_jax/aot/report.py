@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The train step of a config, compiled for devices that are not there.
+
+Everything is per device. Memory is the compiler's own account of one program.
+Times are lower bounds from what the program computes, moves and sends against
+the chip's peaks, as if each could use its peak alone; the largest of the three
+is the step's bound. Work inside Pallas kernels is not in the compiled FLOPs
+(the analytic count has it), but their traffic is in the bytes.
+"""
+
+from collections.abc import Mapping, Sequence
+import math
+import re
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from attnres_jax import config as config_lib
+from attnres_jax import flops
+from attnres_jax import sharding
+from attnres_jax import text_table
+from attnres_jax import train_state
+from attnres_jax.aot import hlo
+from attnres_jax.aot import topology
+
+_GIB = 2**30
+
+
+def make_report(
+  config: config_lib.RunConfig, devices: Sequence[Any]
+) -> dict[str, Any]:
+  """Compiles and reads the train step; JSON-ready.
+
+  `fits` is False where the compiler runs out of memory; then `reason` is its
+  message, and what only a compiled program shows is missing.
+
+  Raises:
+    ConfigError: the config fits no such mesh, or names no vocabulary.
+  """
+  chip = topology.chip(devices[0])
+  mesh = sharding.make_mesh(config.mesh, devices)
+  state = train_state.abstract_state(config, mesh)
+  step = train_state.make_train_step(config, mesh)
+  shape = (config.data.batch_size, config.data.sequence_length + 1)
+  tokens = jax.ShapeDtypeStruct(
+    shape, jnp.int32, sharding=sharding.batch_sharding(mesh)
+  )
+  report: dict[str, Any] = dict(
+    name=config.name,
+    residual=config.model.residual.name,
+    device_kind=devices[0].device_kind,
+    devices=mesh.size,
+    mesh=dict(mesh.shape),
+    batch_size=config.data.batch_size,
+    sequence_length=config.data.sequence_length,
+    accumulate_steps=config.optim.accumulate_steps,
+    remat=config.model.remat,
+    parameter_bytes=_bytes_per_device(state.model),
+    optimiser_bytes=_bytes_per_device(state.opt_state),
+    **_kept_bytes(config, mesh),
+    hbm_bytes=chip.hbm_bytes,
+    analytic_flops=_analytic_flops(config) / mesh.size,
+  )
+  start = time.perf_counter()
+  lowered = step.lower(state, {"tokens": tokens})
+  report["lower_seconds"] = time.perf_counter() - start
+  start = time.perf_counter()
+  try:
+    compiled = lowered.compile()
+  except jax.errors.JaxRuntimeError as error:
+    if "RESOURCE_EXHAUSTED" not in str(error):
+      raise
+    return report | dict(fits=False, reason=str(error))
+  report["compile_seconds"] = time.perf_counter() - start
+  report |= _memory(compiled, chip) | _work(compiled, chip, mesh)
+  report["compute_seconds"] = report[
+    "analytic_flops"
+  ] / flops.peak_flops_per_second(devices[0].device_kind)
+  bounds = ("compute_seconds", "memory_seconds", "link_seconds")
+  bound = max(bounds, key=lambda name: report[name])
+  report["step_seconds"] = report[bound]
+  report["bound"] = bound.removesuffix("_seconds")
+  return report
+
+
+def to_text(report: Mapping[str, Any]) -> str:
+  """What a person reads."""
+  mesh = " x ".join(f"{n} {axis}" for axis, n in report["mesh"].items())
+  lines = [
+    f"{report['name']} ({report['residual']}) on {report['devices']}"
+    f" {report['device_kind']} devices: {mesh}",
+    f"{report['batch_size']} rows of {report['sequence_length']} tokens in"
+    f" {report['accumulate_steps']} microbatches, remat"
+    f" {report['remat']}",
+    "",
+    text_table.table(("memory per device", "GiB"), _memory_rows(report)),
+  ]
+  if not report["fits"]:
+    return "\n".join([*lines, "", "does not fit:", _oom(report["reason"])])
+  lines += [
+    "",
+    text_table.table(
+      ("per device and step", "amount", "seconds at peak"),
+      (
+        (
+          "FLOPs, analytic", f"{report['analytic_flops']:.3e}",
+          f"{report['compute_seconds']:.3f}",
+        ),
+        ("FLOPs, compiled, without kernels", f"{report['flops']:.3e}", ""),
+        (
+          "bytes of HBM", f"{report['traffic_bytes']:.3e}",
+          f"{report['memory_seconds']:.3f}",
+        ),
+        (
+          "bytes sent", f"{report['sent_bytes']:.3e}",
+          f"{report['link_seconds']:.3f}",
+        ),
+      ),
+    ),
+    f"a step takes at least {report['step_seconds']:.3f} s, bound by"
+    f" {report['bound']}",
+    "",
+    text_table.table(
+      ("collective", "axes", "where", "times", "MB sent"),
+      [
+        (
+          row["kind"], row["axes"], "in loop" if row["in_loop"] else "once",
+          row["count"], f"{row['sent_bytes'] / 1e6:,.1f}",
+        )
+        for row in report["collectives"]
+      ],
+    ),
+    "",
+    f"lowered in {report['lower_seconds']:.0f} s, compiled in"
+    f" {report['compile_seconds']:.0f} s",
+  ]  # fmt: skip
+  return "\n".join(lines)
+
+
+def compare(report: Mapping[str, Any], base: Mapping[str, Any]) -> str:
+  """One column each and the ratio, for what both have."""
+  names = {
+    "step_seconds": "step, lower bound, s",
+    "compute_seconds": "compute, s",
+    "memory_seconds": "memory, s",
+    "link_seconds": "links, s",
+    "analytic_flops": "FLOPs, analytic",
+    "traffic_bytes": "bytes of HBM",
+    "sent_bytes": "bytes sent",
+    "peak_bytes": "peak memory, bytes",
+  }
+  rows = []
+  for name, label in names.items():
+    if name in report and name in base:
+      this, that = report[name], base[name]
+      ratio = f"{this / that:.3f}" if that else ""
+      rows.append((label, f"{this:.4g}", f"{that:.4g}", ratio))
+  header = ("", report["residual"], base["residual"], "ratio")
+  return text_table.table(header, rows)
+
+
+def _memory_rows(report):
+  names = {
+    "parameters": "parameter_bytes",
+    "optimiser state": "optimiser_bytes",
+    "temporaries": "temporary_bytes",
+    "  running states kept for backward": "running_state_bytes",
+    "  block representations": "block_bytes",
+    "peak": "peak_bytes",
+    "of": "hbm_bytes",
+    "headroom": "headroom_bytes",
+  }
+  return [
+    (label, f"{report[name] / _GIB:.2f}")
+    for label, name in names.items()
+    if name in report
+  ]
+
+
+def _oom(reason: str) -> str:
+  """The compiler's account of the largest allocations, without its preamble."""
+  at = re.search(r"Largest program allocations", reason)
+  first = reason.strip().splitlines()[0]
+  listing = reason[at.start() :].splitlines()[:40] if at else []
+  return "\n".join([first, *listing])
+
+
+def _bytes_per_device(tree: Any) -> int:
+  def one(leaf):
+    shape = leaf.sharding.shard_shape(leaf.shape)
+    return jnp.dtype(leaf.dtype).itemsize * math.prod(shape)
+
+  return sum(map(one, jax.tree.leaves(tree)))
+
+
+def _kept_bytes(
+  config: config_lib.RunConfig, mesh: jax.sharding.Mesh
+) -> dict[str, int]:
+  """What `model.remat="full"` keeps of a microbatch (paper, section 4.1)."""
+  model = config.model
+  if model.remat != "full":
+    return {}
+  rows = config.data.batch_size // config.optim.accumulate_steps
+  tokens = rows * config.data.sequence_length // mesh.size
+  vector = tokens * model.width
+  itemsize = jnp.dtype(model.dtype).itemsize
+  # Running sums are float32; Full AttnRes keeps outputs instead.
+  wide = itemsize if model.residual.name == "full_attnres" else 4
+  kept = dict(running_state_bytes=model.num_sublayers * vector * wide)
+  if model.residual.name == "block_attnres":
+    size = model.residual.sublayers_per_block(model.num_sublayers)
+    blocks = -(-model.num_sublayers // size) + 1
+    kept["block_bytes"] = blocks * vector * itemsize
+  return kept
+
+
+def _analytic_flops(config: config_lib.RunConfig) -> float:
+  length = config.data.sequence_length
+  per_token = flops.flops_per_token(config.model, length).train
+  return per_token * config.data.batch_size * length
+
+
+def _memory(compiled: Any, chip: topology.Chip) -> dict[str, Any]:
+  memory = compiled.memory_analysis()
+  arguments = memory.argument_size_in_bytes
+  results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+  temporaries = memory.temp_size_in_bytes
+  peak = getattr(memory, "peak_memory_in_bytes", 0)
+  peak = peak or arguments + results + temporaries
+  return dict(
+    fits=peak <= chip.hbm_bytes,
+    temporary_bytes=temporaries,
+    peak_bytes=peak,
+    headroom_bytes=chip.hbm_bytes - peak,
+  )
+
+
+def _work(
+  compiled: Any, chip: topology.Chip, mesh: jax.sharding.Mesh
+) -> dict[str, Any]:
+  program = hlo.Program(compiled.as_text())
+  rows: dict[tuple[str, str, bool], dict[str, Any]] = {}
+  for one in program.collectives():
+    key = (one.kind, hlo.axes_of(one.group, mesh.shape), one.in_loop)
+    row = rows.setdefault(
+      key, dict(zip(("kind", "axes", "in_loop"), key), count=0, sent_bytes=0.0)
+    )
+    row["count"] += one.count
+    row["sent_bytes"] += one.count * one.sent_bytes
+  sent = sum(row["sent_bytes"] for row in rows.values())
+  traffic = program.hbm_bytes()
+  return dict(
+    flops=program.flops(),
+    traffic_bytes=traffic,
+    memory_seconds=traffic / chip.hbm_bytes_per_second,
+    sent_bytes=sent,
+    link_seconds=sent / chip.link_bytes_per_second,
+    collectives=sorted(rows.values(), key=lambda row: -row["sent_bytes"]),
+  )

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of TPU slices, and what one of their devices offers."""
+
+from collections.abc import Sequence
+import dataclasses
+import os
+import re
+from typing import Any
+
+from attnres_jax import config as config_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+  """One JAX device of a topology.
+
+  Attributes:
+    hbm_bytes: of memory.
+    hbm_bytes_per_second: between memory and core.
+    link_bytes_per_second: over all links to other chips, one direction.
+  """
+
+  hbm_bytes: float
+  hbm_bytes_per_second: float
+  link_bytes_per_second: float
+
+
+_GIB = 2**30
+# By `device_kind`: memory and its bandwidth as the compiler assumes them, links
+# as published. The compiler shows v4 as two devices a chip, and tpu7x has two.
+CHIPS = {
+  "TPU v4": Chip(16 * _GIB, 615e9, 150e9),
+  "TPU v5 lite": Chip(16 * _GIB, 820e9, 200e9),
+  "TPU v5": Chip(95 * _GIB, 2460e9, 600e9),
+  "TPU v6 lite": Chip(32 * _GIB, 1640e9, 448e9),
+  "TPU7x": Chip(96 * _GIB, 3700e9, 600e9),
+}
+
+# Chips of a slice -> its shape, for the names that clouds sell. v4 and v5p
+# slices are sold by cores, two to a chip.
+_FLAT = {
+  4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16",
+  256: "16x16",
+}  # fmt: skip
+_CUBES = {
+  4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4",
+  128: "4x4x8", 256: "4x8x8", 512: "8x8x8", 1024: "8x8x16", 2048: "8x16x16",
+}  # fmt: skip
+_MARKETING = {
+  "v5e": (_FLAT, 1),
+  "v5litepod": (_FLAT, 1),
+  "v6e": (_FLAT, 1),
+  "v4": (_CUBES, 2),
+  "v5p": (_CUBES, 2),
+}
+
+
+def topology_name(name: str) -> str:
+  """The compiler's name of a slice: "v5e-16" and "v5e:4x4" give the latter.
+
+  Raises:
+    ConfigError: a marketing name of no known size.
+  """
+  match = re.fullmatch(r"(\w+)-(\d+)", name)
+  if not match:
+    return name
+  kind, count = match[1], int(match[2])
+  shapes, per_chip = config_lib.choose("topology", kind, _MARKETING)
+  sizes = {per_chip * chips: shape for chips, shape in shapes.items()}
+  if count not in sizes:
+    accepted = ", ".join(f"{kind}-{size}" for size in sizes)
+    config_lib.fail("topology", name, f"one of {accepted}")
+  return f"{'v5e' if kind == 'v5litepod' else kind}:{sizes[count]}"
+
+
+def devices(name: str, num_slices: int = 1) -> Sequence[Any]:
+  """Descriptions of all devices of a slice, or of several ones.
+
+  Raises:
+    ConfigError: libtpu is not installed, or knows no such topology.
+  """
+  # Not to wait for a cloud's metadata server, nor to lock a device.
+  os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+  os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
+  from jax.experimental import topologies
+
+  several = dict(num_slices=num_slices) if num_slices > 1 else {}
+  try:
+    description = topologies.get_topology_desc(
+      platform="tpu", topology_name=topology_name(name), **several
+    )
+  except Exception as error:  # jaxlib raises several kinds.
+    reason = str(error).strip().splitlines()[0]
+    config_lib.fail(
+      "topology",
+      name,
+      "a TPU topology such as v5e:4x4, v5p:4x4x4 or v5e-16, with libtpu"
+      f" installed ({reason})",
+    )
+  return description.devices
+
+
+def chip(device: Any) -> Chip:
+  """What the table says of a device.
+
+  Raises:
+    ConfigError: it has no row.
+  """
+  return config_lib.choose("topology", device.device_kind, CHIPS)

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of plain text, for what commands print."""
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+  """Columns as wide as they need to be, numbers to the right."""
+  lines = [list(header)]
+  for row in rows:
+    lines.append([f"{c:,}" if isinstance(c, int) else str(c) for c in row])
+  widths = [max(map(len, column)) for column in zip(*lines)]
+  return "\n".join(
+    "  ".join(
+      cell.ljust(width) if i == 0 else cell.rjust(width)
+      for i, (cell, width) in enumerate(zip(line, widths))
+    ).rstrip()
+    for line in lines
+  )

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled programs are read right: by hand, and against known programs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax import sharding
+from attnres_jax.aot import hlo
+from attnres_jax.aot import topology
+
+# A loop of five trips around a product of [4, 6] and [6, 8] in a fusion, and a
+# reduction over pairs of partitions; after it, one product without a loop.
+TEXT = """\
+HloModule jit_f, is_scheduled=true
+
+%fused (a: bf16[4,6], b: bf16[6,8]) -> f32[4,8] {
+  %a = bf16[4,6]{1,0:T(8,128)} parameter(0)
+  %b = bf16[6,8]{1,0:T(8,128)} parameter(1)
+  ROOT %product = f32[4,8]{1,0:T(8,128)} convolution(%a, %b), dim_labels=bf_io->bf, metadata={op_name="x"}
+}
+
+%sum (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[]{:T(128)} parameter(0)
+  %y = f32[]{:T(128)} parameter(1)
+  ROOT %add = f32[]{:T(128)} add(%x, %y)
+}
+
+%condition (p: (s32[], bf16[4,6], bf16[6,8])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(5), backend_config={"flag_configs":[]}
+  %p = (s32[]{:T(128)}, bf16[4,6]{1,0:T(8,128)}, /*index=2*/bf16[6,8]{1,0:T(8,128)}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%p), index=0
+  ROOT %less = pred[]{:T(512)} compare(%i, %limit), direction=LT
+}
+
+%body (q: (s32[], bf16[4,6], bf16[6,8])) -> (s32[], bf16[4,6], bf16[6,8]) {
+  %q = (s32[]{:T(128)}, bf16[4,6]{1,0:T(8,128)}, /*index=2*/bf16[6,8]{1,0:T(8,128)}) parameter(0)
+  %j = s32[]{:T(128)} get-tuple-element(%q), index=0
+  %left = bf16[4,6]{1,0:T(8,128)} get-tuple-element(%q), index=1
+  %right = bf16[6,8]{1,0:T(8,128)S(1)} get-tuple-element(%q), index=2
+  %y = f32[4,8]{1,0:T(8,128)} fusion(%left, %right), kind=kOutput, calls=%fused
+  %r = f32[4,8]{1,0:T(8,128)} all-reduce(%y), channel_id=3, replica_groups=[4,2]<=[8], use_global_device_ids=true, to_apply=%sum
+  ROOT %next = (s32[]{:T(128)}, bf16[4,6]{1,0:T(8,128)}, /*index=2*/bf16[6,8]{1,0:T(8,128)}) tuple(%j, %left, %right)
+}
+
+ENTRY %main (l: bf16[4,6], m: bf16[6,8]) -> f32[4,8] {
+  %l = bf16[4,6]{1,0:T(8,128)} parameter(0)
+  %m = bf16[6,8]{1,0:T(8,128)} parameter(1)
+  %zero = s32[]{:T(128)} constant(0)
+  %start = (s32[]{:T(128)}, bf16[4,6]{1,0:T(8,128)}, /*index=2*/bf16[6,8]{1,0:T(8,128)}) tuple(%zero, %l, %m)
+  %loop = (s32[]{:T(128)}, bf16[4,6]{1,0:T(8,128)}, /*index=2*/bf16[6,8]{1,0:T(8,128)}) while(%start), condition=%condition, body=%body
+  %g = bf16[8,6]{1,0:T(8,128)} all-gather(%l), channel_id=4, replica_groups={{0,4},{1,5},{2,6},{3,7}}, dimensions={0}
+  ROOT %last = f32[4,8]{1,0:T(8,128)} fusion(%l, %m), kind=kOutput, calls=%fused
+}
+"""  # noqa: E501
+MESH = {"data": 2, "fsdp": 2, "tensor": 2}
+
+
+def test_loops_count_as_often_as_they_run():
+  assert hlo.Program(TEXT).flops() == 2 * 4 * 6 * 8 * (5 + 1)
+
+
+def test_traffic_leaves_out_what_stays_on_the_core():
+  fusion = 2 * 4 * 6 + 4 * 4 * 8  # its right operand lies in S(1)
+  reduce = 2 * 4 * 4 * 8
+  gather = 2 * (4 * 6 + 8 * 6)
+  last = 2 * 4 * 6 + 2 * 6 * 8 + 4 * 4 * 8
+  expected = 5 * (fusion + reduce) + gather + last
+  assert hlo.Program(TEXT).hbm_bytes() == expected
+
+
+def test_collectives():
+  found = sorted(hlo.Program(TEXT).collectives(), key=lambda one: one.kind)
+  gather, reduce = found
+  assert (reduce.kind, reduce.count, reduce.in_loop) == ("all-reduce", 5, True)
+  assert reduce.sent_bytes == 4 * 4 * 8  # twice, half of it
+  assert hlo.axes_of(reduce.group, MESH) == "tensor"
+  assert (gather.kind, gather.count, gather.in_loop) == ("all-gather", 1, False)
+  assert gather.sent_bytes == 2 * 4 * 6
+  assert hlo.axes_of(gather.group, MESH) == "data"
+
+
+@pytest.mark.parametrize(
+  "groups,axes",
+  [
+    ("replica_groups=[4,2]<=[8]", "tensor"),
+    ("replica_groups=[1,8]<=[8]", "data+fsdp+tensor"),
+    ("replica_groups=[4,2]<=[2,2,2]T(0,2,1)", "fsdp"),
+    ("replica_groups=[4,2]<=[2,4]T(1,0)", "data"),
+    ("replica_groups={{0,1,2,3},{4,5,6,7}}", "fsdp+tensor"),
+    ("replica_groups=mesh['a'=2,'b'=2,'c'=2] {'c','a'}", "data+tensor"),
+    ("source_target_pairs={{0,2},{2,0}}", "fsdp"),
+  ],
+)
+def test_every_way_to_write_groups(groups, axes):
+  text = TEXT.replace("replica_groups=[4,2]<=[8]", groups)
+  one = [c for c in hlo.Program(text).collectives() if c.count == 5][0]
+  assert hlo.axes_of(one.group, MESH) == axes
+
+
+# With libtpu, the same of programs whose numbers are known.
+
+
+@functools.cache
+def _mesh():
+  pytest.importorskip("libtpu", reason="libtpu is not installed")
+  config = config_lib.MeshConfig(data=2, fsdp=2, tensor=2)
+  return sharding.make_mesh(config, topology.devices("v5e:2x4"))
+
+
+def _program(function, *shapes, in_specs):
+  mesh = _mesh()
+  arguments = [
+    jax.ShapeDtypeStruct(
+      shape, jnp.bfloat16, sharding=jax.sharding.NamedSharding(mesh, spec)
+    )
+    for shape, spec in zip(shapes, in_specs)
+  ]
+  split = jax.shard_map(
+    function, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=False
+  )
+  return hlo.Program(jax.jit(split).lower(*arguments).compile().as_text())
+
+
+def test_batched_products_in_nested_loops():
+  def body(x, w):
+    def inner(x, _):
+      return jnp.einsum("bij,bjk->bik", x, w).astype(x.dtype), None
+
+    def outer(x, _):
+      return jax.lax.scan(inner, x, length=3)[0], None
+
+    return jax.lax.scan(outer, x, length=7)[0]
+
+  program = _program(body, (4, 256, 128), (4, 128, 128), in_specs=(P(), P()))
+  assert program.flops() == 3 * 7 * 2 * 4 * 256 * 128 * 128
+
+
+def test_what_is_sent_in_a_loop_and_after_it():
+  def body(x):
+    def step(x, _):
+      return jnp.tanh(jax.lax.psum(x, "tensor")), None
+
+    x = jax.lax.scan(step, x, length=5)[0]
+    return jax.lax.all_gather(x, "fsdp")
+
+  program = _program(body, (1024, 256), in_specs=(P(),))
+  found = {
+    (c.kind, hlo.axes_of(c.group, _mesh().shape), c.in_loop): c
+    for c in program.collectives()
+  }
+  reduce = found["all-reduce", "tensor", True]
+  assert reduce.count == 5
+  # The compiler may reduce in float32.
+  assert reduce.sent_bytes in (2 * 1024 * 256, 4 * 1024 * 256)
+  gather = found["all-gather", "fsdp", False]
+  assert (gather.count, gather.sent_bytes) == (1, 2 * 1024 * 256)
+
+
+def test_traffic_of_a_product_too_large_for_the_core():
+  size = 16384
+  program = _program(jnp.dot, (size, size), (size, size), in_specs=(P(), P()))
+  assert program.flops() == 2 * size**3
+  np.testing.assert_allclose(program.hbm_bytes(), 3 * 2 * size**2, rtol=0.01)

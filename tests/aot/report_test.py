@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The train step, compiled for a slice, in numbers that add up."""
+
+import json
+
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax.aot import report
+from attnres_jax.aot import topology
+
+pytest.importorskip("libtpu", reason="libtpu is not installed")
+
+
+def _config(**fields):
+  overrides = {
+    "model.remat": "full",
+    "model.vocab_size": 260,
+    "model.num_layers": 2,
+    "model.residual.num_blocks": 2,
+    "data.batch_size": 8,
+    "mesh.data": 2,
+    "mesh.fsdp": 2,
+    "mesh.tensor": 2,
+  }
+  return config_lib.load_config("configs/lm.py:size=tiny", overrides | fields)
+
+
+@pytest.fixture(scope="module")
+def devices():
+  return topology.devices("v5e:2x4")
+
+
+def test_numbers_of_a_step(devices):
+  config = _config()
+  found = report.make_report(config, devices)
+  json.dumps(found)
+  assert found["fits"] and found["headroom_bytes"] > 15 * 2**30
+  # Every parameter of two dimensions is cut four ways, and Adam keeps two.
+  assert found["optimiser_bytes"] == pytest.approx(
+    2 * found["parameter_bytes"], rel=0.01
+  )
+  vector = 8 * 256 // 8 * config.model.width
+  assert found["running_state_bytes"] == 4 * 4 * vector
+  assert found["block_bytes"] == 3 * 4 * vector
+  # Forward twice, for checkpointing; attention without its causal half.
+  assert 1.2 < found["flops"] / found["analytic_flops"] < 1.7
+  axes = {row["axes"] for row in found["collectives"]}
+  assert {"data", "tensor"} <= axes
+  text = report.to_text(found)
+  assert "a step takes at least" in text and "2 data x 2 fsdp" in text
+
+
+def test_a_step_that_does_not_fit(devices):
+  large = {"model.width": 8192, "model.mlp_width": 65536, "model.num_heads": 32}
+  found = report.make_report(
+    _config(**large, **{"mesh.fsdp": 1, "mesh.tensor": 1, "mesh.data": 8}),
+    devices,
+  )
+  assert not found["fits"]
+  assert "hbm" in report.to_text(found).lower()
