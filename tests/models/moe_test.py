@@ -16,6 +16,7 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax import sharding
 from attnres_jax.models import moe
+from tests import jaxprs
 
 BATCH, TOKENS, WIDTH = 8, 5, 12
 EXPERTS, TOP_K, HIDDEN, FACTOR = 6, 3, 4, 2.446
@@ -192,6 +193,15 @@ def test_bfloat16():
   for leaf in jax.tree.leaves(gradient):
     assert leaf.dtype == jnp.float32
     assert np.any(leaf != leaf.astype(jnp.bfloat16).astype(jnp.float32))
+
+
+def test_what_is_kept_for_backward():
+  """No activation in float32, and three arrays of the experts' hidden units."""
+  module, x_BTD = _module(), _inputs("bfloat16")
+  kept = jaxprs.saved(lambda module, x: module(x), module, x_BTD)
+  assert not [a for a in kept if a.dtype == jnp.float32 and WIDTH in a.shape]
+  pairs = BATCH * TOKENS * TOP_K
+  assert len([a for a in kept if a.shape == (pairs, HIDDEN)]) == 3
 
 
 def _load(module, x_BTD, counts=None):

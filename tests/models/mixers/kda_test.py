@@ -11,6 +11,7 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax.models import mixers
+from tests import jaxprs
 
 BATCH, TOKENS, WIDTH, HEADS, HEAD = 2, 12, 24, 3, 8
 EPS = 1e-5
@@ -187,6 +188,18 @@ def test_bfloat16():
   y, state = _extend(module, x_BTD[:, :1], module.init_state(BATCH))
   _assert_close(y.astype(jnp.float32), expected[:, :1], 0.03)
   assert state.query_BKNH.dtype == jnp.bfloat16
+
+
+def test_what_is_kept_for_backward():
+  """Float32 activations: the decay, what it is made of, and the output gate."""
+  module, x_BTD = _module(dtype="bfloat16"), _inputs("bfloat16")
+  kept = jaxprs.saved(lambda module, x: module(x), module, x_BTD)
+  wide = [
+    a
+    for a in kept
+    if a.dtype == jnp.float32 and a.size >= BATCH * TOKENS * HEADS * HEAD
+  ]
+  assert len(wide) == 3
 
 
 def test_initial_gates_are_in_their_ranges():
