@@ -32,7 +32,9 @@ import jax.numpy as jnp
 from attnres_kernels import warpgroup
 
 _ROWS = 8  # Queries whose partial sums are held at the same time.
-_REGISTERS = 96  # Of 255 per thread, for partial sums of scores.
+# Partial sums of scores per thread. With more of them ptxas takes 146 to 190
+# registers in all and fewer thread blocks run at the same time.
+_REGISTERS = 64
 # Separate sources are unrolled, and the time to infer layouts grows with the
 # square of the program: half a minute at 24 sources and eight queries.
 _SEPARATE = 32
@@ -295,10 +297,12 @@ def backward(
       score, inverse = load("weight", slot), load("bend", slot)
       weight = jnp.exp(score - lse) * share
       pull = weight * (load("pull", slot) + shift) * inverse
-      bend = jnp.sum(pull * score * inverse) * (1.0 / tiles.width)
+      bend = pull * score * inverse * (1.0 / tiles.width)
+      if num_queries > 1:
+        bend = zeros + jnp.sum(bend)
       warpgroup.store(ref["weight"].at[slot], weight)
       warpgroup.store(ref["pull"].at[slot], pull)
-      warpgroup.store(ref["bend"].at[slot], zeros + bend)
+      warpgroup.store(ref["bend"].at[slot], bend)
       if not in_kernel:
         warpgroup.store(ref["parts"].at[token, slot], pull)
       return carry
@@ -317,14 +321,21 @@ def backward(
           dsources.append(start(ref, token, slot, columns) - bent)
         for first, last in spans:
           rows = last - first
-          query = tiles.load(ref["query"].at[first:last, columns])
-          dout = tiles.load(ref["dout"].at[first:last, token, columns])
+          # Mosaic GPU infers no layout for a sum over one row of a matrix.
+          single = rows == 1
+          picked = first if single else slice(first, last)
+          query = tiles.load(ref["query"].at[picked, columns])
+          dout = tiles.load(ref["dout"].at[picked, token, columns])
           dquery = tiles.zeros(rows)
           for i, slot in enumerate(slots):
             at = (slot, slice(first, last))
-            weight = tiles.across(tiles.load_stats(ref["weight"].at[at]))
             pull = tiles.across(tiles.load_stats(ref["pull"].at[at]))
-            dsources[i] += jnp.sum(weight * dout + pull * query, axis=0)
+            if single:
+              dsources[i] += ref["weight"][slot, first] * dout
+              dsources[i] += ref["pull"][slot, first] * query
+            else:
+              weight = tiles.across(tiles.load_stats(ref["weight"].at[at]))
+              dsources[i] += jnp.sum(weight * dout + pull * query, axis=0)
             source = warpgroup.keep(sources[i], fresh)
             dquery += pull * tiles.down(source, rows)
           if in_kernel:
