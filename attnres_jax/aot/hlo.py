@@ -123,7 +123,13 @@ class Program:
 
   def hbm_bytes(self) -> float:
     """Read and written by all instructions; what stays on the core is free."""
-    total = 0.0
+    return sum(count * nbytes for count, _, nbytes in self.instructions())
+
+  def instructions(self) -> Iterator[tuple[int, Instruction, float]]:
+    """(how often it runs, what, bytes of memory each time) of what does work.
+
+    An instruction that fuses others is one, and those inside are not listed.
+    """
     for name, (count, _) in self._runs.items():
       if name in self._fused:
         continue
@@ -134,8 +140,7 @@ class Program:
         arrays = list(instruction.arrays)
         for operand in instruction.operands:
           arrays += known[operand].arrays if operand in known else ()
-        total += count * sum(a.nbytes for a in arrays if a.in_hbm)
-    return total
+        yield count, instruction, sum(a.nbytes for a in arrays if a.in_hbm)
 
   def collectives(self) -> list[Collective]:
     """Each once, however many pieces the compiler overlapped it in."""

@@ -1,99 +1,200 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole stacks as the TPU compiler sees them: Block AttnRes over PreNorm.
 
-Forward and backward of a stack of sublayers that only pass their input on, so
-that nothing but the residual scheme and the pre-norms costs anything: the
-harshest ratio there is. Compiled ahead of time with libtpu, unrolled (the cost
-model counts a loop body once); our kernels are counted by their CostEstimate.
+Forward and backward, compiled ahead of time with libtpu. Two kinds of stack:
 
-  export PYTHONPATH=kernels
-  python kernels/benchmarks/tpu_stack.py --out tpu_stack.csv
+  identity   sublayers that only pass their input on, so that nothing but the
+             residual scheme and the pre-norms costs anything: the harshest
+             ratio there is
+  training   a transformer of `attnres_jax` and the gradient of its loss
+
+Bytes are those that the instructions of the compiled program read from and
+write to memory, the bodies of loops by their trip counts. The estimate is the
+compiler's cycles for its own instructions, and for the Pallas kernels, of which
+it has none, their bytes over the bandwidth (`tpu_static.py` says how far that
+holds). Peak is what the compiler allots. Rows are added to the table, so that
+it can be made in pieces:
+
+  export PYTHONPATH=.:kernels
+  python kernels/benchmarks/tpu_stack.py identity --out tpu_stack.csv
+  python kernels/benchmarks/tpu_stack.py training --out tpu_stack.csv
+
+Minutes per arm and chip: every block has kernels and fusions of its own.
 """
 
 import argparse
 import csv
 import functools
 import os
+import pathlib
+import re
 
+_KEYS = ("stack", "chip", "arm", "sublayers", "block", "tokens", "width")
 FIELDS = (
-  "chip",
-  "arm",
-  "sublayers",
-  "block",
-  "tokens",
-  "width",
+  *_KEYS,
   "bytes_GB",
   "bytes_ratio",
-  "hbm_ms",
+  "estimate_ms",
+  "estimate_ratio",
   "peak_GiB",
+  "peak_ratio",
 )
+_RATIOS = {
+  "bytes_ratio": "bytes_GB",
+  "estimate_ratio": "estimate_ms",
+  "peak_ratio": "peak_GiB",
+}
 _TOPOLOGY = {"v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+_CLOCK_HZ = {"v5p": 1.75e9, "v6e": 1.75e9}
 _BANDWIDTH = {"v5p": 2460e9, "v6e": 1640e9}  # Bytes per second and device.
+_ARMS = {
+  "identity": ("prenorm", "block, plain JAX", "block, kernels"),
+  "training": ("prenorm", "block, kernels"),
+}
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("stack", choices=tuple(_ARMS))
   parser.add_argument("--chips", default="v6e,v5p")
+  parser.add_argument("--arms", default="", help="by ';', all by default")
   parser.add_argument("--sublayers", type=int, default=32)
-  parser.add_argument("--block", type=int, default=8)
+  parser.add_argument("--block", type=int, default=0, help="0: 8 blocks")
   parser.add_argument("--batch", type=int, default=4)
   parser.add_argument("--tokens", type=int, default=4096)
   parser.add_argument("--width", type=int, default=2048)
+  parser.add_argument("--vocabulary", type=int, default=32768)
   parser.add_argument("--out", default="")
   options = parser.parse_args()
+  options.block = options.block or options.sublayers // 8
   os.environ["TPU_SKIP_MDS_QUERY"] = "1"
   os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "true"
   os.environ["JAX_PLATFORMS"] = "cpu"
-  rows = []
+  arms = options.arms.split(";") if options.arms else _ARMS[options.stack]
   for chip in options.chips.split(","):
-    base, bandwidth = None, _BANDWIDTH[chip]
-    for arm in ("prenorm", "block, plain JAX", "block, kernels"):
-      compiled = compile_arm(arm, chip, options)
-      # The model's own seconds are not used: they come out negative here.
-      cost = compiled.cost_analysis()
-      memory = compiled.memory_analysis()
-      assert cost is not None and memory is not None
-      total = cost["bytes accessed"]
-      base = base or total
-      rows.append(
-        {
-          "chip": chip,
-          "arm": arm,
-          "sublayers": options.sublayers,
-          "block": options.block,
-          "tokens": options.batch * options.tokens,
-          "width": options.width,
-          "bytes_GB": f"{total / 1e9:.2f}",
-          "bytes_ratio": f"{total / base:.3f}",
-          "hbm_ms": f"{total / bandwidth * 1e3:.2f}",
-          "peak_GiB": f"{memory.peak_memory_in_bytes / 2**30:.2f}",
-        }
-      )
-      print(*rows[-1].values(), flush=True)
+    for arm in arms:
+      row = measure(arm, chip, options)
+      print(row, flush=True)
       if options.out:
-        with open(options.out, "w", newline="") as file:
-          writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-          writer.writeheader()
-          writer.writerows(rows)
+        add_row(options.out, row)
 
 
-def compile_arm(arm, chip, options):
-  """The compiled gradient of one arm."""
+def measure(arm, chip, options) -> dict[str, str]:
+  """One row of the table, without its ratios."""
   import jax
   from jax.experimental import topologies
-  import jax.numpy as jnp
 
   topology = topologies.get_topology_desc(
     platform="tpu", topology_name=_TOPOLOGY[chip]
   )
   sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
+  build = {"identity": _identity, "training": _training}[options.stack]
+  step, arguments = build(arm, options)
+  arguments = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+    arguments,
+  )
+  compiled = jax.jit(step).lower(*arguments).compile()
+  total, seconds = traffic(
+    compiled.as_text(), _CLOCK_HZ[chip], _BANDWIDTH[chip]
+  )
+  memory = compiled.memory_analysis()
+  assert memory is not None
+  peak = memory.argument_size_in_bytes + memory.output_size_in_bytes
+  peak += memory.temp_size_in_bytes - memory.alias_size_in_bytes
+  return {
+    "stack": options.stack,
+    "chip": chip,
+    "arm": arm,
+    "sublayers": str(options.sublayers),
+    "block": str(options.block),
+    "tokens": str(options.batch * options.tokens),
+    "width": str(options.width),
+    "bytes_GB": f"{total / 1e9:.2f}",
+    "estimate_ms": f"{seconds * 1e3:.2f}",
+    "peak_GiB": f"{peak / 2**30:.2f}",
+  }
+
+
+def traffic(text, clock, bandwidth) -> tuple[float, float]:
+  """Bytes through memory, and seconds by the module docstring's estimate."""
+  from attnres_jax.aot import hlo
+
+  program = hlo.Program(text)
+  total, seconds = program.hbm_bytes(), 0.0
+  for count, instruction, nbytes in program.instructions():
+    cycles = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
+    if cycles:
+      seconds += count * int(cycles[1]) / clock
+    elif "tpu_custom_call" in instruction.attributes:
+      seconds += count * nbytes / bandwidth
+  return total, seconds
+
+
+def add_row(path, row) -> None:
+  """Writes the table again with the row in it, and all ratios to PreNorm."""
+  rows = []
+  if pathlib.Path(path).exists():
+    with open(path) as file:
+      rows = list(csv.DictReader(file))
+  key = lambda row, *without: tuple(row[k] for k in _KEYS if k not in without)
+  rows = [old for old in rows if key(old) != key(row)] + [row]
+  base = {key(r, "arm"): r for r in rows if r["arm"] == "prenorm"}
+  for r in rows:
+    prenorm = base.get(key(r, "arm"))
+    for ratio, field in _RATIOS.items():
+      known = prenorm is not None and r[field] and prenorm[field]
+      r[ratio] = (
+        f"{float(r[field]) / float(prenorm[field]):.3f}" if known else ""
+      )
+  with open(path, "w", newline="") as file:
+    writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+
+
+def _training(arm, options):
+  import jax
+  import jax.numpy as jnp
+
+  import attnres_jax
+  from attnres_jax import config as config_lib
+  from attnres_jax import loss as loss_lib
+
+  residual = config_lib.ResidualConfig(name="prenorm")
+  if arm != "prenorm":
+    residual = config_lib.ResidualConfig(
+      name="block_attnres", block_size=options.block
+    )
+  config = config_lib.ModelConfig(
+    vocab_size=options.vocabulary,
+    width=options.width,
+    num_layers=options.sublayers // 2,
+    num_heads=options.width // 128,
+    dtype="bfloat16",
+    residual=residual,
+  )
+  model = jax.eval_shape(lambda: attnres_jax.build_model(config))
+  tokens_BT = jax.ShapeDtypeStruct((options.batch, options.tokens), jnp.int32)
+
+  def loss(model, tokens_BT, target_BT):
+    sums = loss_lib.cross_entropy(
+      model.hidden(tokens_BT),
+      model.embedding.head_DV(),
+      target_BT,
+      jnp.ones(tokens_BT.shape, jnp.float32),
+    )
+    return sums.total / tokens_BT.size
+
+  return jax.value_and_grad(loss), (model, tokens_BT, tokens_BT)
+
+
+def _identity(arm, options):
+  import jax
+  import jax.numpy as jnp
+
   shape = (options.batch, options.tokens, options.width)
   rows = (options.sublayers + 1, options.width)
-  structs = [
-    jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding),
-    *[jax.ShapeDtypeStruct(rows, jnp.float32, sharding=sharding)] * 2,
-    jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding),
-  ]
 
   def step(x, query, gain, cotangent):
     out, vjp = jax.vjp(
@@ -104,7 +205,9 @@ def compile_arm(arm, chip, options):
     )
     return out, vjp(cotangent)
 
-  return jax.jit(step).lower(*structs).compile()
+  wide = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+  row = jax.ShapeDtypeStruct(rows, jnp.float32)
+  return step, (wide, row, row, wide)
 
 
 def _stack(arm, sublayers, block, x, query, gain):
