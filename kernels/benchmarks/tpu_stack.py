@@ -143,10 +143,9 @@ def add_row(path, row) -> None:
   for r in rows:
     prenorm = base.get(key(r, "arm"))
     for ratio, field in _RATIOS.items():
-      known = prenorm is not None and r[field] and prenorm[field]
-      r[ratio] = (
-        f"{float(r[field]) / float(prenorm[field]):.3f}" if known else ""
-      )
+      r[ratio] = ""
+      if prenorm is not None:
+        r[ratio] = f"{float(r[field]) / float(prenorm[field]):.3f}"
   with open(path, "w", newline="") as file:
     writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
     writer.writeheader()
