@@ -30,7 +30,7 @@ THREADS = 128
 # Shared memory of a thread block on Hopper and later.
 SHARED_BYTES = 227 * 2**10
 # Thread blocks of a kernel that walks over tokens: three on each of the 132
-# multiprocessors of an H100 or H200, which is what registers and sums allow.
+# multiprocessors of an H100 or H200, about what registers and sums allow.
 PROGRAMS = 3 * 132
 # Shared memory that still leaves room for three thread blocks.
 SUMS_BYTES = SHARED_BYTES // 3 - 2 * 2**10

@@ -11,6 +11,7 @@ from absl.testing import parameterized
 from benchmarks import gpu
 from benchmarks import gpu_problems as problems
 from benchmarks import gpu_protocol as protocol
+from benchmarks import gpu_static
 import jax.numpy as jnp
 import numpy as np
 
@@ -159,6 +160,22 @@ class RowTest(absltest.TestCase):
       gpu.write([line], path)
       with open(path, newline="") as file:
         self.assertEqual(list(csv.DictReader(file)), [line])
+
+
+class StaticTest(absltest.TestCase):
+  def test_report(self):
+    text = """
+ptxas info    : Function properties for kernel
+ptxas  .  0 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads
+ptxas info    : Used 107 registers, used 2 barriers, 17 bytes smem
+"""
+    # 112 registers of 128 threads, four times in 65536.
+    wanted = {"registers": 107, "spill_bytes": 12, "blocks": 4}
+    self.assertEqual(gpu_static.report(text), wanted)
+
+  def test_modules(self):
+    text = r"""a {module = "ML\EF\22b\\", x = 1} b {module = "c"}"""
+    self.assertEqual(gpu_static.modules(text), [b'ML\xef"b\\', b"c"])
 
 
 class DriverTest(parameterized.TestCase):

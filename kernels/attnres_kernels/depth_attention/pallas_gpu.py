@@ -32,8 +32,8 @@ import jax.numpy as jnp
 from attnres_kernels import warpgroup
 
 _ROWS = 8  # Queries whose partial sums are held at the same time.
-# Partial sums of scores per thread. With more of them ptxas takes 146 to 190
-# registers in all and fewer thread blocks run at the same time.
+# Partial sums of scores per thread; with more of them, fewer thread blocks run
+# at the same time (benchmarks/gpu_static.py).
 _REGISTERS = 64
 # Separate sources are unrolled, and the time to infer layouts grows with the
 # square of the program: half a minute at 24 sources and eight queries.

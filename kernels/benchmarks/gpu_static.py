@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU kernels as machine code, without a GPU: registers and spills.
+
+  pip install jax-cuda13-plugin jax-cuda13-pjrt    # and ptxas, gcc
+  export PYTHONPATH=kernels
+  python kernels/benchmarks/gpu_static.py --out gpu_static.csv
+
+Lowers each kernel for an H200, has JAX's CUDA plugin compile it, and reads what
+ptxas says about the sm_90a code. The plugin asks the driver for the compute
+capability and loads the result; a stand-in for the driver, built on the spot,
+answers the first and swallows the second. Spills would say that partial sums
+do not fit the registers; registers say how many thread blocks run on one
+multiprocessor at the same time.
+"""
+
+import argparse
+import csv
+import ctypes
+import functools
+import importlib
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+FIELDS = ("kernel", "shape", "registers", "spill_bytes", "blocks", "jax")
+# Of an H100 or H200.
+_REGISTERS, _THREADS, _BLOCKS = 65536, 128, 16
+_SHAPES = "48b,table2,one_query"
+# The compute capability is 9.0, and everything else succeeds.
+_DRIVER = """
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+  *value = attribute == 75 ? 9 : attribute == 76 ? 0 : 1;
+  return 0;
+}
+int cuCtxGetDevice(int *device) { *device = 0; return 0; }
+int cuGetErrorString(int error, const char **text) { *text = ""; return 0; }
+"""
+_SUCCEEDS = (
+  "cuInit cuCtxGetCurrent cuModuleLoadData cuModuleGetFunction"
+  " cuFuncSetAttribute cuModuleUnload"
+)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--shapes", default=_SHAPES, help="families, by name")
+  parser.add_argument("--cuda", default="/usr/local/cuda")
+  parser.add_argument("--out", default="")
+  options = parser.parse_args()
+  if "MOSAIC_GPU_DUMP_TO" not in os.environ:
+    _restart(options.cuda)
+  rows = []
+  for shape in _shapes(options.shapes.split(",")):
+    for row in compile_shape(shape):
+      rows.append(row)
+      print(*row.values(), flush=True)
+  if options.out:
+    with open(options.out, "w", newline="") as file:
+      writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+      writer.writeheader()
+      writer.writerows(rows)
+
+
+def compile_shape(shape):
+  """The rows of both directions of one shape."""
+  import jax
+  import jax.numpy as jnp
+
+  import attnres_kernels
+
+  struct = jax.ShapeDtypeStruct
+  attend = functools.partial(
+    attnres_kernels.depth_attention, implementation="pallas_gpu"
+  )
+
+  def step(query, sources):
+    values, vjp = jax.vjp(attend, query, sources)
+    return vjp(values)
+
+  query = struct((shape.queries, shape.width), jnp.float32)
+  source = struct((shape.tokens, shape.width), jnp.bfloat16)
+  text = _lower(step, query, (source,) * shape.sources)
+  plugin = importlib.import_module("jax_plugins.xla_cuda13")
+  library = ctypes.CDLL(str(plugin._get_library_path()))
+  library.MosaicGpuCompile.restype = ctypes.c_void_p
+  folder = pathlib.Path(os.environ["MOSAIC_GPU_DUMP_TO"])
+  for module in modules(text):
+    if not library.MosaicGpuCompile(ctypes.c_char_p(module), len(module)):
+      raise RuntimeError(f"{shape} does not compile")
+  for path in sorted(folder.glob("*.ptxas")):
+    yield {
+      "kernel": re.sub(r"_\d+$", "", path.stem),
+      "shape": str(shape),
+      **report(path.read_text()),
+      "jax": jax.__version__,
+    }
+    path.unlink()
+
+
+def modules(text: str) -> list[bytes]:
+  """The kernels in the text of a lowered program, unescaped."""
+  pieces = re.findall(r'module = "((?:[^"\\]|\\.)*)"', text)
+  byte = re.compile(rb'\\([0-9A-F]{2}|\\|")')
+
+  def unescape(match):
+    escaped = match[1]
+    return bytes([int(escaped, 16)]) if len(escaped) == 2 else escaped
+
+  return [byte.sub(unescape, piece.encode("latin1")) for piece in pieces]
+
+
+def report(text: str) -> dict[str, int]:
+  """Registers per thread, bytes spilled, and thread blocks that fit."""
+  registers = int(re.findall(r"Used (\d+) registers", text)[0])
+  spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", text)
+  # Registers are handed out in eights.
+  taken = -(-registers // 8) * 8
+  return {
+    "registers": registers,
+    "spill_bytes": sum(map(int, spills)),
+    "blocks": min(_BLOCKS, _REGISTERS // (taken * _THREADS)),
+  }
+
+
+def _shapes(names):
+  from attnres_kernels.depth_attention import shapes
+
+  known = {shape.name: shape for shape in shapes.NAMED}
+  # The output read, and a peer's favourite.
+  known["one_query"] = shapes.Shape("one_query", 1, 9, 8192, 7168)
+  return [known[name] for name in names]
+
+
+def _lower(function, *arguments):
+  import jax
+  from jax._src import mesh as mesh_lib
+
+  device = mesh_lib.AbstractDevice(
+    device_kind="NVIDIA H200", num_cores=132, platform="gpu"
+  )
+  mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+  with jax.sharding.use_abstract_mesh(mesh):
+    traced = jax.jit(function).trace(*arguments)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def _restart(cuda):
+  """Runs this program again, with a driver that only says yes."""
+  with tempfile.TemporaryDirectory() as folder:
+    source = pathlib.Path(folder) / "driver.c"
+    succeeds = "".join(
+      f"int {name}() {{ return 0; }}\n" for name in _SUCCEEDS.split()
+    )
+    source.write_text(_DRIVER + succeeds)
+    target = str(source.with_name("libcuda.so.1"))
+    subprocess.run(
+      ["gcc", "-shared", "-fPIC", "-o", target, str(source)], check=True
+    )
+    environment = os.environ | {
+      "JAX_PLATFORMS": "cpu",
+      "LD_LIBRARY_PATH": folder,
+      "MOSAIC_GPU_CUDA_ROOT": cuda,
+      "MOSAIC_GPU_DUMP_TO": folder,
+      "MOSAIC_GPU_DUMP_PTXAS": "1",
+    }
+    command = [sys.executable, *sys.argv]
+    sys.exit(subprocess.run(command, env=environment).returncode)
+
+
+if __name__ == "__main__":
+  main()
