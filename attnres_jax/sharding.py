@@ -7,7 +7,8 @@ The only place that spells mesh axes:
   fsdp     rows of a batch, too; parameters and optimiser state are cut, and
            gathered where they are used
   tensor   heads, hidden units and vocabulary of every matrix are cut; all of
-           them compute on the same rows
+           them compute on the same rows. Between sublayers, where every token
+           is by itself, each has tokens of its own (sequence parallelism)
 
 One ordered table, `PARTITIONS`, says how each parameter is cut. Optimiser state
 follows its parameter, and so do checkpoints, which restore onto any mesh.
@@ -32,6 +33,14 @@ from attnres_jax import config as config_lib
 DATA, FSDP, TENSOR = AXES = ("data", "fsdp", "tensor")
 # The axes that rows of a batch are spread over.
 ROWS = (DATA, FSDP)
+
+# Of activations: [B, T, D] between sublayers, [Q, B, T, ...] of the queries of
+# a depth block, [B, T, N, ...] inside of a mixer, and the same on all devices.
+TOKENS = PartitionSpec(ROWS, TENSOR)
+QUERIED_TOKENS = PartitionSpec(None, ROWS, TENSOR)
+HEADS = PartitionSpec(ROWS, None, TENSOR)
+SEQUENCES = PartitionSpec(ROWS)
+WHOLE = PartitionSpec()
 
 # The end of a parameter's path -> the axis that cuts each of its dimensions;
 # the first row that matches counts. Leading dimensions (stacked sublayers,
@@ -102,6 +111,14 @@ def check_divides(config: config_lib.RunConfig, mesh: Mesh) -> None:
       "a multiple of mesh.data x mesh.fsdp x optim.accumulate_steps ="
       f" {num_row_shards(mesh)} x {parts}, such as {nearest}",
     )
+  length, tensor = config.data.sequence_length, mesh.shape[TENSOR]
+  if length % tensor:
+    config_lib.fail(
+      "data.sequence_length",
+      length,
+      f"a multiple of mesh.tensor={tensor}, such as"
+      f" {-(-length // tensor) * tensor}",
+    )
 
 
 def num_row_shards(mesh: Mesh) -> int:
@@ -111,12 +128,12 @@ def num_row_shards(mesh: Mesh) -> int:
 
 def replicated(mesh: Mesh) -> NamedSharding:
   """Sharding of metrics and counters: whole on every device."""
-  return NamedSharding(mesh, PartitionSpec())
+  return NamedSharding(mesh, WHOLE)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
   """Sharding of [B, ...] batches: rows over `data` and `fsdp`."""
-  return NamedSharding(mesh, PartitionSpec(ROWS))
+  return NamedSharding(mesh, SEQUENCES)
 
 
 def state_sharding(tree: Any, mesh: Mesh) -> Any:
@@ -140,44 +157,65 @@ def state_sharding(tree: Any, mesh: Mesh) -> Any:
 
 
 def ambient(mesh: Mesh) -> contextlib.AbstractContextManager:
-  """What is traced within it may ask which mesh it is for: `by_rows` does."""
+  """What is traced within it may ask which mesh it is for: `by_shards` does."""
   return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
-def keep_rows(x: jax.Array) -> jax.Array:
-  """Activations [B, ...] stay with their rows, whole in every other dimension.
+def keep_tokens(x_BTD: jax.Array) -> jax.Array:
+  """Says that activations lie as `TOKENS`.
 
   Without a word about it the compiler may as well keep a parameter where it is
   and send the activations. Outside of `ambient` this is the identity.
   """
-  mesh = jax.sharding.get_abstract_mesh()
-  if mesh.size <= 1 or mesh.manual_axes:
-    return x
-  return jax.lax.with_sharding_constraint(x, PartitionSpec(ROWS))
+  if not _mesh_to_split_over():
+    return x_BTD
+  return jax.lax.with_sharding_constraint(x_BTD, TOKENS)
+
+
+def by_shards(
+  function: Callable[..., Any], in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+  """Has every device compute `function` on its own part of the arguments.
+
+  For what the compiler cannot split by itself: it refuses to for Pallas
+  kernels, and would gather what is to be sorted. Where no mesh is ambient, or
+  one of a single device, or it is split already, this is the function itself.
+
+  Args:
+    function: of arrays; its parts must not depend on each other.
+    in_specs: how each argument is cut, such as `TOKENS`. The gradient of what
+      is `WHOLE` is the sum over all devices.
+    out_specs: how the results are.
+  """
+  if not _mesh_to_split_over():
+    return function
+  # Unchecked, gradients of whole arguments are summed by the rule of
+  # transposition rather than by every gradient rule inside.
+  return jax.shard_map(
+    function, in_specs=in_specs, out_specs=out_specs, check_vma=False
+  )
 
 
 def by_rows(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-  """Has every device compute `function(rows, shared)` for its own rows only.
+  """`by_shards` for `function(rows, shared)`, with parameters as `shared`.
 
-  For computations over which rows are independent and that the compiler cannot
-  split by itself, such as sorting. Where no mesh is ambient, or it keeps all
-  rows on one device, this is the function itself. All leaves of `rows` and of
-  the result are [B, ...]; `shared` is the same on all devices, and its gradient
-  is their sum.
+  All leaves of `rows` and of the result are [B, ...]. How `tensor` cuts the
+  parameters is left to the compiler.
   """
-  mesh = jax.sharding.get_abstract_mesh()
-  axes = [axis for axis in ROWS if mesh.shape.get(axis, 1) > 1]
-  if not axes or set(axes) & set(mesh.manual_axes):
+  if not _mesh_to_split_over():
     return function
-  # Unchecked, gradients of `shared` are summed by the rule of transposition
-  # rather than by every gradient rule inside.
   return jax.shard_map(
     function,
-    in_specs=(PartitionSpec(ROWS), PartitionSpec()),
-    out_specs=PartitionSpec(ROWS),
+    in_specs=(SEQUENCES, WHOLE),
+    out_specs=SEQUENCES,
     axis_names=set(ROWS),
     check_vma=False,
   )
+
+
+def _mesh_to_split_over() -> bool:
+  mesh = jax.sharding.get_abstract_mesh()
+  return mesh.size > 1 and not mesh.manual_axes
 
 
 def shard_batch(

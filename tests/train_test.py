@@ -82,6 +82,22 @@ def test_what_a_run_leaves(whole, fields):
   assert all(row["seconds"] > 0 for row in compiled)
 
 
+def test_a_run_goes_on_where_it_was_on_another_mesh(whole, run, fields):
+  tiny_run.rewind(run, 10)
+  tiny_run.train_here(run, fields | {"mesh.fsdp": 2})
+  (resume,) = tiny_run.events(run, "resume")
+  assert (resume["step"], resume["devices"]) == (10, 2)
+  before = tiny_run.rows(whole[0], "train")
+  after = tiny_run.rows(run, "train")
+  losses = [
+    [rows[step]["loss"] for step in range(11, 21)] for rows in (before, after)
+  ]
+  np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
+  config, model = checkpoint.load_model(run)
+  assert config.mesh.fsdp == 2
+  assert model.embedding.table.shape == (257, 16)
+
+
 def test_model_is_the_trained_one(whole):
   workdir, summary = whole
   config, model = checkpoint.load_model(workdir)

@@ -195,7 +195,7 @@ def _apply(
   segment_ids_BT: jax.Array | None,
 ) -> jax.Array:
   x_BTD = residual.read_normed(carry, slot, sublayer.norm)
-  return sharding.keep_rows(sublayer.core(x_BTD, segment_ids_BT))
+  return sharding.keep_tokens(sublayer.core(x_BTD, segment_ids_BT))
 
 
 def _sources(

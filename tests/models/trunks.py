@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import operator
 import types
+from typing import NamedTuple
 
 from flax import nnx
 import jax
@@ -28,6 +29,16 @@ EPS = 1e-6
 KINDS = ("mixer", "mlp")
 
 
+class ToyNorm(NamedTuple):
+  """What a scheme may use of `norm.RMSNorm`, in float64."""
+
+  gain: jax.Array
+  eps: float
+
+  def __call__(self, h):
+    return rms_norm(h, self.eps) * self.gain[None, None, :]
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ToySublayer:
@@ -38,8 +49,9 @@ class ToySublayer:
   kind: str = dataclasses.field(metadata=dict(static=True))
   eps: float = dataclasses.field(metadata=dict(static=True))
 
-  def norm(self, h):
-    return rms_norm(h, self.eps) * self.gain[None, None, :]
+  @property
+  def norm(self):
+    return ToyNorm(self.gain, self.eps)
 
   def core(self, x, segment_ids):
     del segment_ids

@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
+from attnres_jax import sharding
 from attnres_jax.models import linear
 from attnres_jax.models import norm as norm_lib
 import attnres_kernels
@@ -99,10 +100,17 @@ class Kda(nnx.Module):
     q, k, v, g, beta = self._inputs(
       x_BTD, self.init_state(x_BTD.shape[0]), segment_ids_BT
     )[0]
-    o_BTNH, _ = attnres_kernels.kda(
-      q, k, v, g, beta, segment_ids=segment_ids_BT, chunk_size=self.chunk_size
-    )
-    return self._outputs(x_BTD, o_BTNH)
+
+    def mix(q, k, v, g, beta, segment_ids_BT):
+      o_BTNH, _ = attnres_kernels.kda(
+        q, k, v, g, beta, segment_ids=segment_ids_BT, chunk_size=self.chunk_size
+      )
+      return o_BTNH
+
+    # Heads are independent, as rows are.
+    in_specs = (*[sharding.HEADS] * 5, sharding.SEQUENCES)
+    split = sharding.by_shards(mix, in_specs, sharding.HEADS)
+    return self._outputs(x_BTD, split(q, k, v, g, beta, segment_ids_BT))
 
   def init_state(self, batch: int) -> KdaState:
     """The state before the first token: all zeros."""

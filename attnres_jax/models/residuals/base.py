@@ -30,7 +30,8 @@ from jax import ad_checkpoint
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
-import attnres_kernels
+from attnres_jax.models import norm as norm_lib
+from attnres_jax.models.residuals import operators
 
 # The name under which activation checkpointing finds the running state.
 DEPTH_STATE = "depth_state"
@@ -80,7 +81,9 @@ class Residual(nnx.Module):
     """h_BTD, the input of a sublayer before its pre-norm."""
     raise NotImplementedError
 
-  def read_normed(self, carry: Any, slot: Any, norm: nnx.Module) -> jax.Array:
+  def read_normed(
+    self, carry: Any, slot: Any, norm: norm_lib.RMSNorm
+  ) -> jax.Array:
     """norm(h_BTD). Schemes that can, fuse the two."""
     return norm(self.read(carry, slot))
 
@@ -150,6 +153,26 @@ class Slot(NamedTuple):
   out_BTD: jax.Array
   lse_BT: jax.Array
 
+  def merge(self, open_BTD: jax.Array, eps: float) -> jax.Array:
+    """The mixture with the open source as one more."""
+    return operators.depth_merge(
+      self.out_BTD, self.lse_BT, self.query_D, open_BTD, eps=eps
+    )
+
+  def merge_normed(
+    self, open_BTD: jax.Array, norm: norm_lib.RMSNorm, eps: float
+  ) -> jax.Array:
+    """norm(merge(...)) in one pass over memory."""
+    return operators.depth_merge_norm(
+      self.out_BTD,
+      self.lse_BT,
+      self.query_D,
+      open_BTD,
+      norm.gain[...],
+      eps=eps,
+      norm_eps=norm.eps,
+    )
+
 
 class DepthAttention(Residual):
   """What Full and Block AttnRes share: queries, and one softmax over sources.
@@ -172,7 +195,7 @@ class DepthAttention(Residual):
     """The mixture of Eq. 2-4 [B, T, D]; of one source, that source."""
     if len(sources) == 1:
       return sources[0]
-    out_QBTD, _ = attnres_kernels.depth_attention(
+    out_QBTD, _ = operators.depth_attention(
       query_D[None], sources, eps=self.eps
     )
     return out_QBTD[0]

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
+from attnres_jax.models import norm as norm_lib
 from attnres_jax.models.residuals import base
-import attnres_kernels
+from attnres_jax.models.residuals import operators
 
 
 class BlockState(NamedTuple):
@@ -111,7 +112,7 @@ class BlockAttnRes(BlockAttnResOneSoftmax):
 
   def open(self, state: BlockState, start: int, stop: int) -> tuple[Any, Any]:
     query_QD = self.queries.folded(start, stop)
-    out_QBTD, lse_QBT = attnres_kernels.depth_attention(
+    out_QBTD, lse_QBT = operators.depth_attention(
       query_QD, state.blocks, eps=self.eps
     )
     partial_BTD = state.partial_BTD
@@ -121,9 +122,12 @@ class BlockAttnRes(BlockAttnResOneSoftmax):
     return partial_BTD, base.Slot(query_QD, out_QBTD, lse_QBT)
 
   def read(self, carry: Any, slot: Any) -> jax.Array:
-    return attnres_kernels.depth_merge(
-      slot.out_BTD, slot.lse_BT, slot.query_D, carry, eps=self.eps
-    )
+    return slot.merge(carry, self.eps)
+
+  def read_normed(
+    self, carry: Any, slot: Any, norm: norm_lib.RMSNorm
+  ) -> jax.Array:
+    return slot.merge_normed(carry, norm, self.eps)
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
     del slot

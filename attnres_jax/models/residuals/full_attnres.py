@@ -14,7 +14,9 @@ from typing import Any
 import jax
 
 from attnres_jax import config as config_lib
+from attnres_jax.models import norm as norm_lib
 from attnres_jax.models.residuals import base
+from attnres_jax.models.residuals import operators
 import attnres_kernels
 
 
@@ -68,25 +70,28 @@ class FullAttnRes(FullAttnResOneSoftmax):
 
   def open(self, state: Any, start: int, stop: int) -> tuple[Any, Any]:
     query_QD = self.queries.folded(start, stop)
-    out_QBTD, lse_QBT = attnres_kernels.depth_attention(
-      query_QD, state, eps=self.eps
-    )
+    out_QBTD, lse_QBT = operators.depth_attention(query_QD, state, eps=self.eps)
     return (), base.Slot(query_QD, out_QBTD, lse_QBT)
 
   def read(self, carry: Any, slot: Any) -> jax.Array:
     if not carry:
       return slot.out_BTD
     if len(carry) == 1:
-      return attnres_kernels.depth_merge(
-        slot.out_BTD, slot.lse_BT, slot.query_D, carry[0], eps=self.eps
-      )
-    out_QBTD, lse_QBT = attnres_kernels.depth_attention(
+      return slot.merge(carry[0], self.eps)
+    out_QBTD, lse_QBT = operators.depth_attention(
       slot.query_D[None], carry, eps=self.eps
     )
     merged_BTD, _ = attnres_kernels.combine_mixtures(
       slot.out_BTD, slot.lse_BT, out_QBTD[0], lse_QBT[0]
     )
     return merged_BTD
+
+  def read_normed(
+    self, carry: Any, slot: Any, norm: norm_lib.RMSNorm
+  ) -> jax.Array:
+    if len(carry) == 1:
+      return slot.merge_normed(carry[0], norm, self.eps)
+    return norm(self.read(carry, slot))
 
   def close(self, state: Any, carry: Any, stop: int) -> tuple[jax.Array, ...]:
     del stop

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Depth attention over tokens that are spread over a mesh.
+
+Every token attends over its own depth, so no device needs another's tokens:
+each runs the operators of `attnres_kernels` on its own. Where no mesh is
+ambient these are those operators.
+"""
+
+from collections.abc import Sequence
+
+import jax
+
+from attnres_jax import sharding
+import attnres_kernels
+
+
+def depth_attention(
+  query_QD: jax.Array, sources: Sequence[jax.Array], *, eps: float
+) -> tuple[jax.Array, jax.Array]:
+  """`attnres_kernels.depth_attention` of [B, T, D] sources."""
+
+  def attend(query_QD, sources):
+    return attnres_kernels.depth_attention(query_QD, sources, eps=eps)
+
+  many = sharding.QUERIED_TOKENS
+  in_specs = sharding.WHOLE, sharding.TOKENS
+  split = sharding.by_shards(attend, in_specs, (many, many))
+  return split(query_QD, tuple(sources))
+
+
+def depth_merge(
+  out_BTD: jax.Array,
+  lse_BT: jax.Array,
+  query_D: jax.Array,
+  partial_BTD: jax.Array,
+  *,
+  eps: float,
+) -> jax.Array:
+  """`attnres_kernels.depth_merge`."""
+
+  def merge(out_BTD, lse_BT, query_D, partial_BTD):
+    return attnres_kernels.depth_merge(
+      out_BTD, lse_BT, query_D, partial_BTD, eps=eps
+    )
+
+  tokens = sharding.TOKENS
+  in_specs = tokens, tokens, sharding.WHOLE, tokens
+  split = sharding.by_shards(merge, in_specs, tokens)
+  return split(out_BTD, lse_BT, query_D, partial_BTD)
+
+
+def depth_merge_norm(
+  out_BTD: jax.Array,
+  lse_BT: jax.Array,
+  query_D: jax.Array,
+  partial_BTD: jax.Array,
+  gain_D: jax.Array,
+  *,
+  eps: float,
+  norm_eps: float,
+) -> jax.Array:
+  """The normalised merge of `attnres_kernels.depth_merge_norm`.
+
+  The kernel could also add the last output into the open sum. It is left to
+  the product that makes the output, which then writes no output at all.
+  """
+
+  def merge(out_BTD, lse_BT, query_D, partial_BTD, gain_D):
+    _, normed_BTD = attnres_kernels.depth_merge_norm(
+      out_BTD, lse_BT, query_D, partial_BTD, None, gain_D,
+      eps=eps, norm_eps=norm_eps,
+    )  # fmt: skip
+    return normed_BTD
+
+  tokens, whole = sharding.TOKENS, sharding.WHOLE
+  split = sharding.by_shards(
+    merge, (tokens, tokens, whole, tokens, whole), tokens
+  )
+  return split(out_BTD, lse_BT, query_D, partial_BTD, gain_D)
