@@ -8,8 +8,10 @@ Forward and backward, compiled ahead of time with libtpu. Two kinds of stack:
              ratio there is
   training   a transformer of `attnres_jax` and the gradient of its loss
 
-Bytes are those that the instructions of the compiled program read from and
-write to memory, the bodies of loops by their trip counts. The estimate is the
+Layers are unrolled. Bytes are those that the instructions of the compiled
+program read from and write to memory; the body of the only loop, over tiles of
+the loss, counts by its trip count. (In a scan over layers every update of a
+stacked array would count as one of the whole.) The estimate is the
 compiler's cycles for its own instructions, and for the Pallas kernels, of which
 it has none, their bytes over the bandwidth (`tpu_static.py` says how far that
 holds). Peak is what the compiler allots. Rows are added to the table, so that
@@ -171,6 +173,7 @@ def _training(arm, options):
     num_layers=options.sublayers // 2,
     num_heads=options.width // 128,
     dtype="bfloat16",
+    scan_layers=False,
     residual=residual,
   )
   model = jax.eval_shape(lambda: attnres_jax.build_model(config))
