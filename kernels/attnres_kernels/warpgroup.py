@@ -34,14 +34,15 @@ SHARED_BYTES = 227 * 2**10
 PROGRAMS = 3 * 132
 # Shared memory that still leaves room for three thread blocks.
 SUMS_BYTES = SHARED_BYTES // 3 - 2 * 2**10
-# Some names differ in the jax 0.10 that these kernels refuse.
+# Some names differ in the older jax that these kernels refuse.
 _plgpu: Any = plgpu
 
 
 def why_not(width: int, arrays) -> str | None:
   """The reason why rows of this width and these dtypes cannot run, or None."""
-  if jax.__version_info__ < (0, 11):
-    return f"needs jax >= 0.11 for Mosaic GPU, this is {jax.__version__}"
+  if jax.__version_info__ < (0, 12):
+    # The first with `plgpu.store`: rows need not fill whole sectors of memory.
+    return f"needs jax >= 0.12 for Mosaic GPU, this is {jax.__version__}"
   dtypes = sorted({str(x.dtype) for x in arrays})
   if not set(dtypes) <= {"bfloat16", "float32"}:
     return f"arrays must be bfloat16 or float32, got {dtypes}"

@@ -24,9 +24,9 @@ from attnres_kernels import warpgroup
 from attnres_kernels.depth_attention import pallas_gpu
 from attnres_kernels.depth_attention import shapes
 
-NEW = jax.__version_info__ >= (0, 11)
+NEW = jax.__version_info__ >= (0, 12)
 needs_new = pytest.mark.skipif(
-  not NEW, reason="not run: the kernel needs jax >= 0.11 for Mosaic GPU"
+  not NEW, reason="not run: the kernel needs jax >= 0.12 for Mosaic GPU"
 )
 KINDS = ("NVIDIA H100 80GB HBM3", "NVIDIA H200")
 ONE_QUERY = shapes.Shape("one_query", 1, 3, 8192, 7168)
@@ -328,9 +328,9 @@ class MergeTest(parameterized.TestCase):
 
 
 class ReasonTest(absltest.TestCase):
-  @pytest.mark.skipif(NEW, reason="not run: about jax older than 0.11")
+  @pytest.mark.skipif(NEW, reason="not run: about jax older than 0.12")
   def test_old_jax(self):
-    with self.assertRaisesRegex(NotImplementedError, "jax >= 0.11"):
+    with self.assertRaisesRegex(NotImplementedError, "jax >= 0.12"):
       gpu(jnp.ones((1, 128)), [jnp.ones((2, 128))])
 
   @needs_new
