@@ -6,6 +6,7 @@ The only place that spells mesh axes:
   data     rows of a batch; parameters are copies of each other
   fsdp     rows of a batch, too; parameters and optimiser state are cut, and
            gathered where they are used
+  expert   rows of a batch, too; experts are dealt out, and gathered like that
   tensor   heads, hidden units and vocabulary of every matrix are cut; all of
            them compute on the same rows. Between sublayers, where every token
            is by itself, each has tokens of its own (sequence parallelism)
@@ -30,9 +31,9 @@ import numpy as np
 
 from attnres_jax import config as config_lib
 
-DATA, FSDP, TENSOR = AXES = ("data", "fsdp", "tensor")
+DATA, FSDP, EXPERT, TENSOR = AXES = ("data", "fsdp", "expert", "tensor")
 # The axes that rows of a batch are spread over.
-ROWS = (DATA, FSDP)
+ROWS = (DATA, FSDP, EXPERT)
 
 # Of activations: [B, T, D] between sublayers, [Q, B, T, ...] of the queries of
 # a depth block, [B, T, N, ...] inside of a mixer, and the same on all devices.
@@ -43,9 +44,9 @@ SEQUENCES = PartitionSpec(ROWS)
 WHOLE = PartitionSpec()
 
 # The end of a parameter's path -> the axis that cuts each of its dimensions;
-# the first row that matches counts. Leading dimensions (stacked sublayers,
-# experts) are whole. What no row matches is whole on every device: gains,
-# pseudo-queries, per-head scalars, short convolutions, biases.
+# the first row that matches counts. Leading dimensions (stacked sublayers) are
+# whole. What no row matches is whole on every device: gains, pseudo-queries,
+# per-head scalars, short convolutions, biases.
 PARTITIONS: Sequence[tuple[str, tuple[str | None, ...]]] = (
   (r"embedding/table", (TENSOR, FSDP)),
   (r"embedding/head", (FSDP, TENSOR)),
@@ -58,7 +59,9 @@ PARTITIONS: Sequence[tuple[str, tuple[str | None, ...]]] = (
   (r"mla/core/compress", (FSDP, None)),
   (r"mla/core/expand", (None, TENSOR, None)),
   (r"moe/core/router", (FSDP, None)),
-  # [D, F] and [F, D] of MLPs, one for each expert in a mixture.
+  (r"moe/core/(gate|up)", (EXPERT, FSDP, TENSOR)),
+  (r"moe/core/down", (EXPERT, TENSOR, FSDP)),
+  # [D, F] and [F, D] of dense MLPs, and of the shared expert.
   (r"(mlp|moe)/core(/shared)?/(gate|up)", (FSDP, TENSOR)),
   (r"(mlp|moe)/core(/shared)?/down", (TENSOR, FSDP)),
 )
@@ -108,7 +111,7 @@ def check_divides(config: config_lib.RunConfig, mesh: Mesh) -> None:
     config_lib.fail(
       "data.batch_size",
       rows,
-      "a multiple of mesh.data x mesh.fsdp x optim.accumulate_steps ="
+      "a multiple of mesh.data x fsdp x expert x optim.accumulate_steps ="
       f" {num_row_shards(mesh)} x {parts}, such as {nearest}",
     )
   length, tensor = config.data.sequence_length, mesh.shape[TENSOR]
@@ -132,7 +135,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-  """Sharding of [B, ...] batches: rows over `data` and `fsdp`."""
+  """Sharding of [B, ...] batches: rows over `ROWS`."""
   return NamedSharding(mesh, SEQUENCES)
 
 

@@ -105,6 +105,7 @@ ERRORS = [
   ("mesh.data", 0, "a number of devices, or -1 for all"),
   ("mesh.data", -2, "a number of devices, or -1 for all"),
   ("mesh.fsdp", 0, "a number of devices, or -1 for all"),
+  ("mesh.expert", 0, "a number of devices, or -1 for all"),
   ("mesh.tensor", 0, "a number of devices, or -1 for all"),
   # Values of the wrong type.
   ("model.width", "wide", "a value of type int"),

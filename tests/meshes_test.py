@@ -99,9 +99,14 @@ def test_a_dense_network(mesh):
   assert table.addressable_shards[0].data.size * shards == table.size
 
 
-@pytest.mark.parametrize("mesh", [MESHES[1], MESHES[-1]])
+@pytest.mark.parametrize(
+  "mesh", [dict(data=1, fsdp=2, expert=2, tensor=2), dict(data=2, expert=4)]
+)
 def test_a_network_of_several_kinds(mesh):
-  _assert_same_step(mesh, **KINDS)
+  state = _assert_same_step(mesh, **KINDS)
+  experts = state.model.sublayers["moe"].core.gate[...]
+  shards = mesh["expert"] * mesh.get("fsdp", 1) * mesh.get("tensor", 1)
+  assert experts.addressable_shards[0].data.size * shards == experts.size
 
 
 def test_every_large_parameter_is_cut():

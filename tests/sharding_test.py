@@ -13,11 +13,11 @@ from attnres_jax import sharding
 def test_all_devices_or_the_first_few():
   assert jax.device_count() == 8  # tests/conftest.py
   mesh = sharding.make_mesh(config_lib.MeshConfig())
-  assert mesh.shape == {"data": 8, "fsdp": 1, "tensor": 1}
+  assert mesh.shape == {"data": 8, "fsdp": 1, "expert": 1, "tensor": 1}
   few = sharding.make_mesh(config_lib.MeshConfig(data=3))
   assert few.devices.ravel().tolist() == jax.devices()[:3]
   cut = sharding.make_mesh(config_lib.MeshConfig(data=2, fsdp=-1, tensor=2))
-  assert cut.shape == {"data": 2, "fsdp": 2, "tensor": 2}
+  assert cut.shape == {"data": 2, "fsdp": 2, "expert": 1, "tensor": 2}
   assert sharding.num_row_shards(cut) == 4
 
 

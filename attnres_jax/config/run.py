@@ -216,11 +216,13 @@ class MeshConfig:
     data: copies of the parameters, each with rows of its own.
     fsdp: parts of the parameters and optimiser state, each with rows of its
       own; gathered where they are used.
+    expert: parts of the experts, each with rows of its own.
     tensor: parts of every matrix that work on the same rows.
   """
 
   data: int = -1
   fsdp: int = 1
+  expert: int = 1
   tensor: int = 1
 
   def __post_init__(self):

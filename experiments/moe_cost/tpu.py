@@ -97,9 +97,7 @@ def main(argv):
   for tokens in _TOKENS.value:
     for kind in ("forward", "forward_backward"):
       row = measure(int(tokens), kind)
-      rows.append(
-        row | environment.facts() | dict(hardware="compiled for v5p")
-      )
+      rows.append(row | environment.facts() | dict(hardware="compiled for v5p"))
       print(*list(row.values()), flush=True)
   with open(_OUTPUT.value, "w", newline="") as file:
     writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
