@@ -11,11 +11,9 @@ over from step to step.
 Read `train_and_evaluate` top down; the rest of the file is its helpers.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 import contextlib
-import json
 import platform
-import statistics
 import time
 from typing import Any
 
@@ -28,26 +26,11 @@ from attnres_jax import config as config_lib
 from attnres_jax import data
 from attnres_jax import evaluate
 from attnres_jax import metrics as metrics_lib
-from attnres_jax import optimizer
+from attnres_jax import run_folder
 from attnres_jax import sharding
 from attnres_jax import signals
 from attnres_jax import step_log
 from attnres_jax import train_state
-
-# May differ between a run and its resumption: where, how often and how fast
-# things are written and read, not what is computed. A prefix ends in a dot.
-# `train.steps` may, too, before the schedule begins to depend on it.
-HARMLESS = (
-  "name",
-  "log.",
-  "checkpoint.",
-  "mesh.",
-  "train.log_every",
-  "train.eval_every",
-  "train.depth_every",
-  "train.on_nan",
-  "data.num_threads",
-)
 
 
 def train_and_evaluate(
@@ -62,7 +45,7 @@ def train_and_evaluate(
     config: of the run.
     workdir: its folder, local or gs://; may hold an interrupted run.
     resume_with_changed_config: go on although the folder's configuration or
-      data differ in more than `HARMLESS` fields.
+      data differ in more than `run_folder.HARMLESS`.
 
   Returns:
     The summary: status ("finished", or "stopped" by a signal), step, the last
@@ -85,18 +68,18 @@ def train_and_evaluate(
     config, datasets, separator_id = _open_data(config)
     abstract_state = train_state.abstract_state(config, mesh)
     descriptions = {split: d.describe() for split, d in datasets.items()}
-    changes = _changes(workdir, config, descriptions)
+    changes = run_folder.changes(workdir, config, descriptions)
     if changes and not resume_with_changed_config:
-      raise config_lib.ConfigError(_refusal(workdir, changes))
-    summary = _summary_of_finished_run(workdir, config)
+      raise config_lib.ConfigError(run_folder.refusal(workdir, changes))
+    summary = run_folder.finished_summary(workdir, config)
     if summary is not None:
       return summary
 
     restored = checkpoint.restore_latest(workdir, abstract_state)
     step = restored.step if restored else 0
-    missing = _missing_checkpoint(workdir, restored)
-    lost_steps = _lost_steps(workdir, step)
-    writer = _open_run(workdir, config, descriptions, step)
+    missing = run_folder.missing_checkpoint(workdir, restored)
+    lost_steps = run_folder.lost_steps(workdir, step)
+    writer = run_folder.open_run(workdir, config, descriptions, step)
     stack.callback(writer.close)
     _report_start(writer, mesh, step, restored, missing, lost_steps, changes)
 
@@ -159,7 +142,7 @@ def train_and_evaluate(
     saves.wait()
     if stopped:
       writer.event(step, "stopped", signal=stop.received)
-    return _summarise(
+    return run_folder.summarise(
       workdir,
       config,
       status="stopped" if stopped else "finished",
@@ -190,118 +173,6 @@ def _open_data(
   }
   are_bytes = config.data.tokenizer == "bytes"
   return config, datasets, tokenizer.separator_id if are_bytes else None
-
-
-def _changes(
-  workdir: epath.Path,
-  config: config_lib.RunConfig,
-  descriptions: dict[str, Any],
-) -> dict[str, tuple[Any, Any]]:
-  """What differs, beyond the harmless, from the run that is resumed."""
-  file = workdir / "config.json"
-  if not file.exists() or not checkpoint.all_steps(workdir):
-    return {}
-  old = json.loads(file.read_text())
-  changes = config_lib.differences(old, json.loads(config_lib.to_json(config)))
-  harmless = HARMLESS
-  lengths = (old["train"]["steps"], config.train.steps)
-  settled = min(optimizer.settled_steps(config.optim, n) for n in lengths)
-  if checkpoint.all_steps(workdir)[-1] <= settled:
-    harmless += ("train.steps",)
-  changes = {
-    field: values
-    for field, values in changes.items()
-    if not _matches(field, harmless)
-  }
-  old_data = json.loads((workdir / "data.json").read_text())
-  for split, description in descriptions.items():
-    before, now = old_data[split]["fingerprint"], description["fingerprint"]
-    if before != now:
-      changes[f"the content of the {split} data"] = (before, now)
-  return changes
-
-
-def _matches(field: str, names: Iterable[str]) -> bool:
-  return any(
-    field.startswith(name) if name.endswith(".") else field == name
-    for name in names
-  )
-
-
-def _refusal(workdir: epath.Path, changes: dict[str, tuple[Any, Any]]) -> str:
-  lines = [
-    f"{workdir} holds a run with another configuration; resume it with the"
-    " same one, choose another --workdir, or pass"
-    " --resume_with_changed_config to go on with the new one. Differing:"
-  ]
-  lines += [
-    f"  config.{field}: {old!r} there, {new!r} here"
-    if " " not in field
-    else f"  {field}: {old} there, {new} here"
-    for field, (old, new) in changes.items()
-  ]
-  return "\n".join(lines)
-
-
-def _summary_of_finished_run(
-  workdir: epath.Path, config: config_lib.RunConfig
-) -> dict[str, Any] | None:
-  file = workdir / "summary.json"
-  if not file.exists():
-    return None
-  summary = json.loads(file.read_text())
-  return summary if summary["step"] >= config.train.steps else None
-
-
-def _missing_checkpoint(
-  workdir: epath.Path, restored: checkpoint.Restored | None
-) -> int | None:
-  """The step of a newer checkpoint that was completed and is gone.
-
-  Raises:
-    CheckpointError: some were completed, and none is left.
-  """
-  completed: set[int] = set()
-  for row in metrics_lib.read_rows(workdir, "event"):
-    if row["event"] == "checkpoint":
-      completed.add(row["step"])
-    elif row["event"] in ("checkpoint set aside", "checkpoint missing"):
-      completed.discard(row["of_step"])
-  if not completed:
-    return None
-  newest = max(completed)
-  if restored is None:
-    raise checkpoint.CheckpointError(
-      f"checkpoints of {workdir} up to step {newest} were completed, and all"
-      " are gone; to start anew, choose another --workdir or empty this one"
-    )
-  is_there = newest <= restored.step or newest in restored.unreadable
-  return None if is_there else newest
-
-
-def _lost_steps(workdir: epath.Path, resume_step: int) -> int:
-  """Logged steps that have to be taken again."""
-  rows = metrics_lib.read_rows(workdir, "train")
-  return max([0] + [row["step"] - resume_step for row in rows])
-
-
-def _open_run(
-  workdir: epath.Path,
-  config: config_lib.RunConfig,
-  descriptions: dict[str, Any],
-  step: int,
-) -> metrics_lib.Writer:
-  """Writes what the run is, and opens what it says."""
-  primary = jax.process_index() == 0
-  if primary:
-    workdir.mkdir(parents=True, exist_ok=True)
-    (workdir / "summary.json").unlink(missing_ok=True)
-    (workdir / "config.json").write_text(config_lib.to_json(config))
-    text = json.dumps(descriptions, indent=2) + "\n"
-    (workdir / "data.json").write_text(text)
-  return metrics_lib.make_writer(
-    workdir, config, resume_step=step, primary=primary
-  )
 
 
 def _report_start(
@@ -439,50 +310,3 @@ class _Saves:
     steps = checkpoint.all_steps(self._workdir)
     folder = self._workdir / checkpoint.CHECKPOINTS
     return f"step {steps[-1]} in {folder}" if steps else "none yet"
-
-
-def _summarise(
-  workdir: epath.Path,
-  config: config_lib.RunConfig,
-  *,
-  status: str,
-  step: int,
-  parameters: int,
-  seconds: float,
-) -> dict[str, Any]:
-  """What came out, from the rows of the whole run; written when finished."""
-  summary: dict[str, Any] = {
-    "name": config.name,
-    "status": status,
-    "step": step,
-    "parameters": parameters,
-    "seconds": seconds,
-  }
-  if jax.process_index() != 0:
-    return summary
-  train = metrics_lib.read_rows(workdir, "train")
-  validation = metrics_lib.read_rows(workdir, "validation")
-  compiled = {
-    row["function"]: row
-    for row in metrics_lib.read_rows(workdir, "event")
-    if row["event"] == "compiled"
-  }
-  if train:
-    summary["train_loss"] = train[-1]["loss"]
-    summary["step_seconds"] = statistics.median(
-      row["step_seconds"] for row in train
-    )
-    summary["tokens_per_second"] = statistics.median(
-      row["tokens_per_second"] for row in train
-    )
-    summary["skipped"] = train[-1]["skipped"]
-  if validation:
-    summary["validation_loss"] = validation[-1]["loss"]
-    summary["bits_per_byte"] = validation[-1].get("bits_per_byte")
-  if "train_step" in compiled:
-    summary["compile_seconds"] = compiled["train_step"]["seconds"]
-    summary["peak_bytes"] = compiled["train_step"]["peak_bytes"]
-  if status == "finished":
-    text = json.dumps(summary, indent=2) + "\n"
-    (workdir / "summary.json").write_text(text)
-  return summary

@@ -10,6 +10,7 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import evaluate
+from attnres_jax import sharding
 
 SEPARATOR = 256
 
@@ -44,9 +45,7 @@ def _evaluator(batches, separator_id=SEPARATOR, count=3):
   config = config_lib.RunConfig(
     train=config_lib.TrainConfig(eval_batches=count)
   )
-  mesh = jax.make_mesh(
-    (4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
-  )
+  mesh = sharding.make_mesh(config_lib.MeshConfig(data=4))
 
   @jax.jit
   def eval_step(model, batch):

@@ -64,9 +64,9 @@ def train_here(workdir, fields, **kwargs):
 
 @contextlib.contextmanager
 def compilation_cache(folder):
-  """Keeps compiled programs of this process in a folder."""
+  """Keeps compiled programs of this process in a folder; None keeps none."""
   names = dict(
-    jax_compilation_cache_dir=str(folder),
+    jax_compilation_cache_dir=None if folder is None else str(folder),
     jax_persistent_cache_min_compile_time_secs=0.0,
   )
   before = {name: getattr(jax.config, name) for name in names}
@@ -78,6 +78,7 @@ def compilation_cache(folder):
   finally:
     for name, value in before.items():
       jax.config.update(name, value)
+    compilation_cache_lib.reset_cache()
     compilation_cache_lib.reset_cache()
 
 
