@@ -62,8 +62,7 @@ _PROCESS_ID = flags.DEFINE_integer(
 
 def main(argv: Sequence[str]) -> None:
   """Trains, once all flags make sense."""
-  if len(argv) > 1:
-    stop(f"unexpected argument {argv[1]!r}: options start with --")
+  del argv
   try:
     config, workdir = _checked_flags()
   except config_lib.ConfigError as error:
@@ -98,6 +97,8 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
     rest = flags.FLAGS(list(argv))
   except Exception as error:
     stop(_explain(error))
+  if len(rest) > 1:
+    stop(f"unexpected argument {rest[1]!r}: options start with --")
   if flags.FLAGS["verbosity"].using_default_value:
     # The libraries' own reports would bury ours; --verbosity=0 brings them.
     flags.FLAGS.verbosity = logging.WARNING

@@ -62,8 +62,8 @@ PARTITIONS: Sequence[tuple[str, tuple[str | None, ...]]] = (
   (r"moe/core/(gate|up)", (EXPERT, FSDP, TENSOR)),
   (r"moe/core/down", (EXPERT, TENSOR, FSDP)),
   # [D, F] and [F, D] of dense MLPs, and of the shared expert.
-  (r"(mlp|moe)/core(/shared)?/(gate|up)", (FSDP, TENSOR)),
-  (r"(mlp|moe)/core(/shared)?/down", (TENSOR, FSDP)),
+  (r"(mlp/core|moe/core/shared)/(gate|up)", (FSDP, TENSOR)),
+  (r"(mlp/core|moe/core/shared)/down", (TENSOR, FSDP)),
 )
 
 
@@ -176,7 +176,10 @@ def keep_tokens(x_BTD: jax.Array) -> jax.Array:
 
 
 def by_shards(
-  function: Callable[..., Any], in_specs: Any, out_specs: Any
+  function: Callable[..., Any],
+  in_specs: Any,
+  out_specs: Any,
+  axes: Sequence[str] = AXES,
 ) -> Callable[..., Any]:
   """Has every device compute `function` on its own part of the arguments.
 
@@ -189,13 +192,18 @@ def by_shards(
     in_specs: how each argument is cut, such as `TOKENS`. The gradient of what
       is `WHOLE` is the sum over all devices.
     out_specs: how the results are.
+    axes: that the specs speak of; the compiler splits along the others.
   """
   if not _mesh_to_split_over():
     return function
   # Unchecked, gradients of whole arguments are summed by the rule of
   # transposition rather than by every gradient rule inside.
   return jax.shard_map(
-    function, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    function,
+    in_specs=in_specs,
+    out_specs=out_specs,
+    axis_names=set(axes),
+    check_vma=False,
   )
 
 
@@ -205,15 +213,7 @@ def by_rows(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
   All leaves of `rows` and of the result are [B, ...]. How `tensor` cuts the
   parameters is left to the compiler.
   """
-  if not _mesh_to_split_over():
-    return function
-  return jax.shard_map(
-    function,
-    in_specs=(SEQUENCES, WHOLE),
-    out_specs=SEQUENCES,
-    axis_names=set(ROWS),
-    check_vma=False,
-  )
+  return by_shards(function, (SEQUENCES, WHOLE), SEQUENCES, ROWS)
 
 
 def _mesh_to_split_over() -> bool:

@@ -82,7 +82,9 @@ def make_train_step(config: config_lib.RunConfig, mesh: Mesh) -> Step:
   An update that is not finite is never applied: parameters and optimiser state
   stay what they were, whatever `train.on_nan` makes the loop do about it.
   """
-  _check(config, mesh)
+  state_shardings = jax.tree.map(
+    lambda a: a.sharding, abstract_state(config, mesh)
+  )
   rates = (config.optim, config.train.steps)
   learning_rate_at = optimizer_lib.make_schedule(*rates)
   balance_rate_at = optimizer_lib.make_balance_schedule(*rates)
@@ -131,12 +133,11 @@ def make_train_step(config: config_lib.RunConfig, mesh: Mesh) -> Step:
     )
     return new_state, metrics
 
-  state = jax.tree.map(lambda a: a.sharding, abstract_state(config, mesh))
   return jax.jit(
     train_step,
     donate_argnums=0,
-    in_shardings=(state, sharding.batch_sharding(mesh)),
-    out_shardings=(state, sharding.replicated(mesh)),
+    in_shardings=(state_shardings, sharding.batch_sharding(mesh)),
+    out_shardings=(state_shardings, sharding.replicated(mesh)),
   )
 
 
@@ -182,7 +183,6 @@ def make_depth_step(config: config_lib.RunConfig, mesh: Mesh) -> Step:
 def _check(config: config_lib.RunConfig, mesh: Mesh) -> None:
   sharding.check_divides(config, mesh)
   optimizer_lib.make_schedule(config.optim, config.train.steps)
-  jax.eval_shape(lambda: models.build_model(config.model, config.seed))
 
 
 def _init(config: config_lib.RunConfig) -> TrainState:

@@ -1,14 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The matrix product between activations and a weight."""
 
+from collections.abc import Callable
 import functools
 
+from flax import nnx
 import jax
 from jax import ad_checkpoint
 import jax.numpy as jnp
 
 # The name under which activation checkpointing finds products of weights.
 PRODUCT = "product"
+
+
+def matrices(init_std: float, rngs: nnx.Rngs) -> Callable[..., nnx.Param]:
+  """`matrix(*shape)`: float32 weights, each drawn normally with a new key."""
+  init = jax.nn.initializers.normal(init_std)
+  return lambda *shape: nnx.Param(init(rngs.params(), shape, jnp.float32))
 
 
 def linear(

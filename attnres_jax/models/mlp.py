@@ -3,7 +3,6 @@
 
 from flax import nnx
 import jax
-import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
 from attnres_jax.models import linear
@@ -14,10 +13,10 @@ class SwiGLU(nnx.Module):
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     width, hidden = config.width, config.mlp_size
-    init = jax.nn.initializers.normal(config.init_std)
-    self.gate = nnx.Param(init(rngs.params(), (width, hidden), jnp.float32))
-    self.up = nnx.Param(init(rngs.params(), (width, hidden), jnp.float32))
-    self.down = nnx.Param(init(rngs.params(), (hidden, width), jnp.float32))
+    matrix = linear.matrices(config.init_std, rngs)
+    self.gate = matrix(width, hidden)
+    self.up = matrix(width, hidden)
+    self.down = matrix(hidden, width)
 
   def __call__(
     self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None = None

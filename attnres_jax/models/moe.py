@@ -34,6 +34,7 @@ import jax.numpy as jnp
 from attnres_jax import config as config_lib
 from attnres_jax import sharding
 from attnres_jax.models import grouped
+from attnres_jax.models import linear
 from attnres_jax.models import mlp
 
 _WEIGHT_EPS = 1e-20  # Added to the sum of chosen scores.
@@ -47,10 +48,7 @@ class Moe(nnx.Module):
     experts, hidden = shape.num_experts, shape.expert_width
     self.top_k = shape.top_k
     self.scaling_factor = shape.scaling_factor
-    init = jax.nn.initializers.normal(config.init_std)
-
-    def matrix(*shape: int) -> nnx.Param:
-      return nnx.Param(init(rngs.params(), shape, jnp.float32))
+    matrix = linear.matrices(config.init_std, rngs)
 
     self.router = matrix(width, experts)
     self.selection_bias = nnx.Param(jnp.zeros(experts, jnp.float32))

@@ -19,10 +19,7 @@ class Attention(nnx.Module):
     self.rope_theta = config.rope_theta
     width, heads = config.width, config.num_heads
     kv_heads, head = config.kv_heads, config.head_size
-    init = jax.nn.initializers.normal(config.init_std)
-
-    def matrix(*shape: int) -> nnx.Param:
-      return nnx.Param(init(rngs.params(), shape, jnp.float32))
+    matrix = linear.matrices(config.init_std, rngs)
 
     self.query = matrix(width, heads, head)
     self.key = matrix(width, kv_heads, head)

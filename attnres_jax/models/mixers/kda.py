@@ -64,10 +64,7 @@ class Kda(nnx.Module):
     head, rank, taps = shape.head_width, shape.gate_rank, shape.conv_width
     self.chunk_size = shape.chunk_size
     self.dtype = jnp.dtype(config.dtype)
-    init = jax.nn.initializers.normal(config.init_std)
-
-    def matrix(*shape: int) -> nnx.Param:
-      return nnx.Param(init(rngs.params(), shape, jnp.float32))
+    matrix = linear.matrices(config.init_std, rngs)
 
     def convolution() -> nnx.Param:
       bound = taps**-0.5

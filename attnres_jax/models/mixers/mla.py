@@ -51,10 +51,7 @@ class Mla(nnx.Module):
     self.nope_width = shape.nope_width
     self.latent_rank = shape.latent_rank
     self.dtype = jnp.dtype(config.dtype)
-    init = jax.nn.initializers.normal(config.init_std)
-
-    def matrix(*shape: int) -> nnx.Param:
-      return nnx.Param(init(rngs.params(), shape, jnp.float32))
+    matrix = linear.matrices(config.init_std, rngs)
 
     head = shape.nope_width + shape.shared_width
     self.query = matrix(width, heads, head)
