@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sweeps that run: a folder of runs, one worker command, several launchers.
+
+  folder     what lies where: a workdir per run, and what the runs are
+  state      how far a run is: one small file that is always whole
+  claims     at most one worker per run
+  worker     the command that trains one run of a folder
+  exits      how that command ended
+  launchers  what starts workers: local, ray, jobset
+  monitor    progress and time left, read from the files of the runs
+  cli        run, status and collect, for experiments with a sweep
+
+`attnres_jax.scaling.grid` says what a sweep is; nothing here decides that.
+"""

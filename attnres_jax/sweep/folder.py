@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of a sweep: a workdir per run, and what each of them is.
+
+  sweep.json     where the sweep came from, its runs in order
+  NAME/          a run; NAME is its slug and the hash of its config
+    run.json     its name, overrides and resolved config
+    state.json   pending, running, stopped, failed or done; see `state`
+    lock         held by its worker, on disks
+    log.txt      what its workers printed, where a launcher keeps that here
+    config.json data.json metrics.jsonl checkpoints/ summary.json
+                 of every run; see `attnres_jax.train`
+
+The same sweep may be prepared again, with more runs too. A run whose overrides
+are here with another config is refused: half of it would be another run.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import json
+from typing import Any
+
+from etils import epath
+
+from attnres_jax import config as config_lib
+from attnres_jax.scaling import grid
+from attnres_jax.sweep import files
+
+SWEEP = "sweep.json"
+RUN = "run.json"
+LOG = "log.txt"
+
+
+def prepare(
+  folder: epath.PathLike, runs: Sequence[grid.Run], source: str
+) -> list[grid.Run]:
+  """Makes the workdirs of runs; those that exist stay as they are.
+
+  Args:
+    folder: of the sweep, local or gs://; made if needed.
+    runs: of the sweep, in order.
+    source: the config file they come from, with its argument.
+
+  Returns:
+    The runs as they are in the folder. A field that the configuration got
+    since then has its default there, and leaves the run and its name alone.
+
+  Raises:
+    ConfigError: a run is there with another config; says what differs.
+  """
+  folder = epath.Path(folder)
+  folder.mkdir(parents=True, exist_ok=True)
+  found = {_key(run.overrides): run for run in read(folder)}
+  prepared = []
+  for run in runs:
+    old = found.get(_key(run.overrides))
+    if old is not None:
+      changed = _changes(old, run)
+      if changed:
+        raise config_lib.ConfigError(_refusal(folder, old, changed))
+    prepared.append(run if old is None else old)
+  for run in prepared:
+    workdir = folder / run.name
+    if not (workdir / RUN).exists():
+      workdir.mkdir(parents=True, exist_ok=True)
+      text = json.dumps(dataclasses.asdict(run), indent=2) + "\n"
+      files.write(workdir / RUN, text)
+  names = [run.name for run in prepared]
+  names += [run.name for run in found.values() if run.name not in names]
+  index = {"source": source, "runs": names}
+  files.write(folder / SWEEP, json.dumps(index, indent=2) + "\n")
+  return prepared
+
+
+def read(folder: epath.PathLike) -> list[grid.Run]:
+  """All runs of a folder, in order; [] where there is no sweep."""
+  folder = epath.Path(folder)
+  if not (folder / SWEEP).exists():
+    return []
+  index = json.loads((folder / SWEEP).read_text())
+  return [read_run(folder, name) for name in index["runs"]]
+
+
+def source(folder: epath.PathLike) -> str:
+  """The config file, with its argument, that a folder's sweep came from."""
+  return json.loads((epath.Path(folder) / SWEEP).read_text())["source"]
+
+
+def read_run(folder: epath.PathLike, name: str) -> grid.Run:
+  """One run of a folder.
+
+  Raises:
+    ConfigError: there is none of this name.
+  """
+  path = epath.Path(folder) / name / RUN
+  if not path.exists():
+    raise config_lib.ConfigError(
+      f"--run: got {name!r}, expected a run prepared in {folder}"
+    )
+  return grid.Run(**json.loads(path.read_text()))
+
+
+def run_config(run: grid.Run) -> config_lib.RunConfig:
+  """The config of a run, ready to be trained, under the run's name."""
+  config = config_lib.build_run_config(run.config)
+  return dataclasses.replace(config, name=run.name)
+
+
+def _key(overrides: Mapping[str, Any]) -> str:
+  return json.dumps(overrides, sort_keys=True)
+
+
+def _changes(old: grid.Run, new: grid.Run) -> dict[str, tuple[Any, Any]]:
+  """What differs between configs that should be the same."""
+  found = config_lib.differences(*(_plain(run_config(r)) for r in (old, new)))
+  return {name: pair for name, pair in found.items() if name != "name"}
+
+
+def _plain(config: config_lib.RunConfig) -> dict[str, Any]:
+  """As JSON has it, so that tuples and lists are the same."""
+  return json.loads(config_lib.to_json(config))
+
+
+def _refusal(
+  folder: epath.Path, run: grid.Run, changes: dict[str, tuple[Any, Any]]
+) -> str:
+  lines = [
+    f"{folder} holds {run.name} with another configuration; take the same one"
+    " or another folder. Differing:"
+  ]
+  lines += [
+    f"  config.{field}: {old!r} there, {new!r} here"
+    for field, (old, new) in changes.items()
+  ]
+  return "\n".join(lines)

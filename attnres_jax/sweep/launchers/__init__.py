@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What starts the workers of a sweep.
+
+A launcher is a module `attnres_jax/sweep/launchers/<name>.py` with
+
+  SETTINGS   {name: what it means}: what `--set name=value` may say to it
+  launch     (runs, folder, options) -> exit status
+
+`launch` gets runs that `folder.prepare` has made (with `options.dry_run` they
+may not exist yet), starts `worker.command` for those that are not done, and
+returns 0 only when all of them are (or, where runs go on without it, when they
+are under way). A failed run does not stop the others.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import importlib
+from typing import Any
+
+from attnres_jax import config as config_lib
+
+LAUNCHERS = ("local", "ray", "jobset")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """What every launcher is told.
+
+  Attributes:
+    max_parallel: runs at a time.
+    dry_run: print what would be started, exactly, and start nothing.
+    settings: of this launcher; its `SETTINGS` are the names.
+  """
+
+  max_parallel: int = 1
+  dry_run: bool = False
+  settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def load(name: str, options: Options) -> Any:
+  """The launcher of a name, once its settings make sense.
+
+  Raises:
+    ConfigError: no such launcher or setting.
+  """
+  if name not in LAUNCHERS:
+    raise config_lib.ConfigError(
+      f"--launcher: got {name!r}, expected one of " + ", ".join(LAUNCHERS)
+    )
+  module = importlib.import_module(f"{__name__}.{name}")
+  for setting in options.settings:
+    if setting not in module.SETTINGS:
+      accepted = ", ".join(module.SETTINGS) or "none"
+      raise config_lib.ConfigError(
+        f"--set: got {setting!r}, expected a setting of {name}: {accepted}"
+      )
+  return module

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains one run of a sweep's folder; the command that every launcher starts.
+
+  python -m attnres_jax.sweep.worker --folder=runs/scaling --run=NAME
+
+Any number of these may be started, anywhere and again and again: a run that is
+done is left alone, one that a living worker has is left to it, any other one is
+claimed and goes on from its last checkpoint. SIGTERM or SIGINT makes it save
+and stop. The exit status says how it ended, see `exits.Exit`.
+
+A run over several processes gets the same command once per process, with
+--distributed; on a pod JAX finds the cluster by itself, elsewhere it is named
+as for `attnres_jax.main`. The first process claims, and speaks for all.
+"""
+
+import argparse
+from collections.abc import Sequence
+import os
+import sys
+import traceback
+
+from etils import epath
+import jax
+from jax.experimental import multihost_utils
+import numpy as np
+
+from attnres_jax import config as config_lib
+from attnres_jax import train
+from attnres_jax.scaling import grid
+from attnres_jax.sweep import claims
+from attnres_jax.sweep import exits
+from attnres_jax.sweep import files
+from attnres_jax.sweep import folder as folder_lib
+from attnres_jax.sweep import state as state_lib
+
+
+def command(folder: epath.PathLike, name: str, *flags: str) -> list[str]:
+  """What to start for a run, on any machine that has this package."""
+  return [
+    "python", "-m", "attnres_jax.sweep.worker", f"--folder={folder}",
+    f"--run={name}", *flags,
+  ]  # fmt: skip
+
+
+def work(folder: epath.PathLike, name: str) -> exits.Exit:
+  """Claims and trains a run; all processes of the run call it.
+
+  Wants the main thread, for signals. Several processes have to be connected
+  (`jax.distributed.initialize`) before.
+
+  Raises:
+    ConfigError: there is no such run.
+  """
+  run = folder_lib.read_run(folder, name)
+  workdir = epath.Path(folder) / name
+  claim, verdict = None, None
+  if not jax.distributed.is_initialized() or jax.process_index() == 0:
+    claim = claims.acquire(workdir)
+    if claim is None:
+      done = state_lib.read(workdir).status == state_lib.DONE
+      verdict = exits.Exit.DONE if done else exits.Exit.BUSY
+  verdict = _agree(verdict)
+  if verdict is not None:
+    return verdict
+  status, error, result = _train(run, workdir)
+  if claim is not None:
+    try:
+      claim.release(status, error)
+    except OSError as failure:
+      if not files.is_disk_full(failure):
+        raise
+      result = exits.Exit.DISK_FULL
+  return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs the command; returns its exit status."""
+  options = _parse_options(argv)
+  if options.distributed:
+    jax.distributed.initialize(
+      coordinator_address=options.coordinator_address,
+      num_processes=options.num_processes,
+      process_id=options.process_id,
+    )
+  try:
+    result = work(options.folder, options.run)
+  except config_lib.ConfigError as error:
+    print(f"error: {error}", file=sys.stderr)
+    return exits.Exit.UNUSABLE
+  if result == exits.Exit.DISK_FULL:
+    _say(f"error: no space left for {options.folder}/{options.run}")
+    # What is still buffered cannot be written: no second error about that.
+    os._exit(result)
+  if result == exits.Exit.BUSY:
+    _say(f"{options.run}: another worker has it")
+  return result
+
+
+def _train(run: grid.Run, workdir: epath.Path) -> tuple[str, str, exits.Exit]:
+  """Status and error for the state file, and how the worker ends."""
+  try:
+    summary = train.train_and_evaluate(folder_lib.run_config(run), workdir)
+  except Exception as error:
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    if files.is_disk_full(error):
+      return state_lib.FAILED, text, exits.Exit.DISK_FULL
+    traceback.print_exc()
+    return state_lib.FAILED, text, exits.Exit.FAILED
+  if summary["status"] == "stopped":
+    return state_lib.STOPPED, "", exits.Exit.STOPPED
+  return state_lib.DONE, "", exits.Exit.DONE
+
+
+def _agree(verdict: exits.Exit | None) -> exits.Exit | None:
+  """What the first process says; None for "train"."""
+  if not jax.distributed.is_initialized():
+    return verdict
+  value = np.int32(-1 if verdict is None else verdict)
+  agreed = int(multihost_utils.broadcast_one_to_all(value))
+  return None if agreed < 0 else exits.Exit(agreed)
+
+
+def _say(text: str) -> None:
+  try:
+    print(text, file=sys.stderr, flush=True)
+  except OSError:
+    pass  # The log may be on the disk that is full.
+
+
+def _parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
+  parser = argparse.ArgumentParser(
+    prog="python -m attnres_jax.sweep.worker",
+    description=(__doc__ or "").partition("\n")[0],
+  )
+  parser.add_argument("--folder", required=True, help="of the sweep")
+  parser.add_argument("--run", required=True, help="name of the run")
+  parser.add_argument(
+    "--distributed", action="store_true", help="one of several processes"
+  )
+  parser.add_argument("--coordinator_address", help="host:port of process 0")
+  parser.add_argument("--num_processes", type=int)
+  parser.add_argument("--process_id", type=int)
+  options = parser.parse_args(argv)
+  named = (
+    options.coordinator_address, options.num_processes, options.process_id,
+  )  # fmt: skip
+  if any(value is not None for value in named) and (
+    None in named or not options.distributed
+  ):
+    parser.error(
+      "--coordinator_address, --num_processes and --process_id go together,"
+      " with --distributed"
+    )
+  return options
+
+
+if __name__ == "__main__":
+  sys.exit(main())
