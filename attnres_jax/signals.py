@@ -5,10 +5,14 @@ A single process looks at its own flag once a step. Under `jax.distributed` the
 processes must stop together: there JAX catches SIGTERM and agrees on the first
 step that none of them has passed, so an interrupt from the keyboard is handed
 on as SIGTERM. A second signal of the same kind does what it always does.
+
+Only the main thread of a process may have handlers. A run in another one (Ray
+trains there) stops for JAX's SIGTERM under `jax.distributed`, and else for none.
 """
 
 import os
 import signal
+import threading
 from typing import Any
 
 import jax
@@ -29,6 +33,8 @@ class StopSignal:
     self._previous: dict[signal.Signals, Any] = {}
 
   def __enter__(self) -> "StopSignal":
+    if threading.current_thread() is not threading.main_thread():
+      return self
     # JAX's own handler of SIGTERM must stay in place under jax.distributed.
     kinds = [signal.SIGINT] + ([] if self._distributed else [signal.SIGTERM])
     for kind in kinds:

@@ -17,6 +17,7 @@ import argparse
 from collections.abc import Sequence
 import os
 import sys
+import time
 import traceback
 
 from etils import epath
@@ -42,11 +43,19 @@ def command(folder: epath.PathLike, name: str, *flags: str) -> list[str]:
   ]  # fmt: skip
 
 
-def work(folder: epath.PathLike, name: str) -> exits.Exit:
+def work(
+  folder: epath.PathLike, name: str, patience_seconds: float = 0.0
+) -> exits.Exit:
   """Claims and trains a run; all processes of the run call it.
 
-  Wants the main thread, for signals. Several processes have to be connected
-  (`jax.distributed.initialize`) before.
+  Signals stop it in the main thread only. Several processes have to be
+  connected (`jax.distributed.initialize`) before.
+
+  Args:
+    folder: of the sweep.
+    name: of the run.
+    patience_seconds: to wait for a run whose worker may be dead. In an object
+      store that shows after `state.LEASE_SECONDS` only.
 
   Raises:
     ConfigError: there is no such run.
@@ -55,10 +64,7 @@ def work(folder: epath.PathLike, name: str) -> exits.Exit:
   workdir = epath.Path(folder) / name
   claim, verdict = None, None
   if not jax.distributed.is_initialized() or jax.process_index() == 0:
-    claim = claims.acquire(workdir)
-    if claim is None:
-      done = state_lib.read(workdir).status == state_lib.DONE
-      verdict = exits.Exit.DONE if done else exits.Exit.BUSY
+    claim, verdict = _claim(workdir, patience_seconds)
   verdict = _agree(verdict)
   if verdict is not None:
     return verdict
@@ -83,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       process_id=options.process_id,
     )
   try:
-    result = work(options.folder, options.run)
+    result = work(options.folder, options.run, options.patience_seconds)
   except config_lib.ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return exits.Exit.UNUSABLE
@@ -94,6 +100,22 @@ def main(argv: Sequence[str] | None = None) -> int:
   if result == exits.Exit.BUSY:
     _say(f"{options.run}: another worker has it")
   return result
+
+
+def _claim(
+  workdir: epath.Path, patience_seconds: float
+) -> tuple[claims.Claim | None, exits.Exit | None]:
+  """A claim, or how the worker ends without one."""
+  deadline = time.monotonic() + patience_seconds
+  while True:
+    claim = claims.acquire(workdir)
+    if claim is not None:
+      return claim, None
+    if state_lib.read(workdir).status == state_lib.DONE:
+      return None, exits.Exit.DONE
+    if time.monotonic() >= deadline:
+      return None, exits.Exit.BUSY
+    time.sleep(state_lib.HEARTBEAT_SECONDS)
 
 
 def _train(run: grid.Run, workdir: epath.Path) -> tuple[str, str, exits.Exit]:
@@ -140,6 +162,10 @@ def _parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
   parser.add_argument("--coordinator_address", help="host:port of process 0")
   parser.add_argument("--num_processes", type=int)
   parser.add_argument("--process_id", type=int)
+  parser.add_argument(
+    "--patience_seconds", type=float, default=0.0,
+    help="to wait for a run whose worker may be dead",
+  )  # fmt: skip
   options = parser.parse_args(argv)
   named = (
     options.coordinator_address, options.num_processes, options.process_id,
