@@ -84,12 +84,46 @@ def run(
     scan: scan over sublayers that repeat, where the scheme allows it.
     remat: a key of `REMAT`.
   """
+  state = run_part(
+    sublayers,
+    kinds,
+    residual,
+    residual.init(embedding_BTD),
+    segment_ids_BT,
+    scan=scan,
+    remat=remat,
+  )
+  return residual.readout(state)
+
+
+def run_part(
+  sublayers: Sublayers,
+  kinds: Sequence[str],
+  residual: base.Residual,
+  state: Any,
+  segment_ids_BT: jax.Array | None,
+  *,
+  start: int = 0,
+  scan: bool,
+  remat: str,
+) -> Any:
+  """Runs consecutive sublayers: the state after them, given that before.
+
+  Args:
+    sublayers: as in `run`, with the sublayers of this part alone.
+    kinds: of the sublayers of this part.
+    residual: the scheme, of the whole network.
+    state: of the scheme.
+    segment_ids_BT: as in `run`.
+    start: how many sublayers of the network come before.
+    scan: as in `run`.
+    remat: as in `run`.
+  """
   around_segment, around_sublayer = config_lib.choose(
     "model.remat", remat, REMAT
   )
   apply = around_sublayer(functools.partial(_apply, residual))
-  segments = _plan(kinds, residual, scan)
-  state = residual.init(embedding_BTD)
+  segments = _plan(kinds, residual, start, scan)
   for segment, (source, take) in zip(
     segments, _sources(sublayers, segments, remat), strict=True
   ):
@@ -98,7 +132,7 @@ def run(
     )
     carry = around_segment(inside)(source, state)
     state = residual.close(state, carry, segment.stop)
-  return residual.readout(state)
+  return state
 
 
 def trace(
@@ -148,12 +182,14 @@ class _Segment:
 
 
 def _plan(
-  kinds: Sequence[str], residual: base.Residual, scan: bool
+  kinds: Sequence[str], residual: base.Residual, start: int, scan: bool
 ) -> list[_Segment]:
+  """The segments, or parts of segments, from sublayer `start` on."""
   cut = pattern.find_runs if scan and residual.scannable else pattern.no_runs
+  end = start + len(kinds)
+  parts = [(max(a, start), min(b, end)) for a, b in residual.segments()]
   return [
-    _Segment(start, stop, cut(kinds[start:stop]))
-    for start, stop in residual.segments()
+    _Segment(a, b, cut(kinds[a - start : b - start])) for a, b in parts if a < b
   ]
 
 

@@ -57,9 +57,12 @@ class Residual(nnx.Module):
     dtype: of what sublayers read and of stored activations. Running sums are
       float32 (float64 only where this is).
     scannable: the carry keeps its structure from sublayer to sublayer.
+    block_size: sublayers between one completed block and the next.
   """
 
   scannable = True
+  # Sublayers of a completed block; None where a state holds no blocks.
+  block_size: int | None = None
 
   def __init__(self, config: config_lib.ModelConfig):
     self.num_sublayers = config.num_sublayers
@@ -98,6 +101,18 @@ class Residual(nnx.Module):
   def readout(self, state: Any) -> jax.Array:
     """h_out [B, T, D], which goes to the final norm and the head."""
     raise NotImplementedError
+
+  def take_apart(self, state: Any) -> tuple[tuple[jax.Array, ...], Any]:
+    """(completed blocks, the rest): a pipeline sends each block but once.
+
+    The rest, a tree of arrays, is sent over every boundary; None is nothing.
+    """
+    return (), state
+
+  def put_together(self, blocks: tuple[jax.Array, ...], rest: Any) -> Any:
+    """The state, from what `take_apart` made of it."""
+    del blocks
+    return rest
 
   def running_state(self, trace: Trace) -> tuple[jax.Array, ...]:
     """After each sublayer, the state whose magnitude the paper's Fig. 5b plots.

@@ -66,6 +66,12 @@ class BlockAttnResOneSoftmax(base.DepthAttention):
   def readout(self, state: BlockState) -> jax.Array:
     return self.attend_last(state.blocks)
 
+  def take_apart(self, state: BlockState) -> tuple[Any, Any]:
+    return state
+
+  def put_together(self, blocks: tuple[jax.Array, ...], rest: Any) -> Any:
+    return BlockState(blocks, rest)
+
   def running_state(self, trace: base.Trace) -> tuple[jax.Array, ...]:
     states, partial = [], None
     for l, y_BTD in enumerate(trace.values[1:]):

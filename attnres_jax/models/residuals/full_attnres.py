@@ -23,6 +23,8 @@ import attnres_kernels
 class FullAttnResOneSoftmax(base.DepthAttention):
   """The definition: one softmax over all values per sublayer."""
 
+  block_size = 1
+
   def init(self, embedding_BTD: jax.Array) -> tuple[jax.Array, ...]:
     return (embedding_BTD.astype(self.dtype),)
 
@@ -42,6 +44,13 @@ class FullAttnResOneSoftmax(base.DepthAttention):
 
   def readout(self, state: tuple[jax.Array, ...]) -> jax.Array:
     return self.attend_last(state)
+
+  def take_apart(self, state: Any) -> tuple[tuple[jax.Array, ...], Any]:
+    return state, None
+
+  def put_together(self, blocks: tuple[jax.Array, ...], rest: Any) -> Any:
+    del rest
+    return blocks
 
   def depth_weights(self, values: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     queries_LD = self.queries.folded(0, self.num_sublayers + 1)
