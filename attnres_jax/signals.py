@@ -7,7 +7,7 @@ step that none of them has passed, so an interrupt from the keyboard is handed
 on as SIGTERM. A second signal of the same kind does what it always does.
 
 Only the main thread of a process may have handlers. A run in another one (Ray
-trains there) stops for JAX's SIGTERM under `jax.distributed`, and else for none.
+trains there) stops for SIGTERM under `jax.distributed`, and else for nothing.
 """
 
 import os
