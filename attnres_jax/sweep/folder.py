@@ -9,6 +9,7 @@
     log.txt      what its workers printed, where a launcher keeps that here
     config.json data.json metrics.jsonl checkpoints/ summary.json
                  of every run; see `attnres_jax.train`
+  compiled/      programs that runs share, where a launcher keeps them here
 
 The same sweep may be prepared again, with more runs too. A run whose overrides
 are here with another config is refused: half of it would be another run.
@@ -28,6 +29,7 @@ from attnres_jax.sweep import files
 SWEEP = "sweep.json"
 RUN = "run.json"
 LOG = "log.txt"
+COMPILED = "compiled"
 
 
 def prepare(

@@ -35,10 +35,12 @@ from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import state as state_lib
 
 
-def command(folder: epath.PathLike, name: str, *flags: str) -> list[str]:
+def command(
+  folder: epath.PathLike, name: str, *flags: str, python: str = "python"
+) -> list[str]:
   """What to start for a run, on any machine that has this package."""
   return [
-    "python", "-m", "attnres_jax.sweep.worker", f"--folder={folder}",
+    python, "-m", "attnres_jax.sweep.worker", f"--folder={folder}",
     f"--run={name}", *flags,
   ]  # fmt: skip
 

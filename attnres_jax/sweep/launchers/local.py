@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A queue of processes on this machine.
+
+Up to `max_parallel` workers at a time; what they print goes to log.txt in the
+workdirs. Several workers share the cores out evenly, as threads of one run
+waiting for those of another would slow down both. They also share a cache of
+compiled programs, since seeds differ in nothing that is compiled.
+
+Ctrl-C, or SIGTERM, lets the workers save and stop; a second one kills them. A
+run that another launcher's worker has is left to it and looked at again, so
+the launch ends when all runs have ended, whoever ran them.
+"""
+
+from collections.abc import Mapping, Sequence
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+from etils import epath
+
+from attnres_jax.scaling import grid
+from attnres_jax.sweep import claims
+from attnres_jax.sweep import exits
+from attnres_jax.sweep import files
+from attnres_jax.sweep import folder as folder_lib
+from attnres_jax.sweep import monitor
+from attnres_jax.sweep import state as state_lib
+from attnres_jax.sweep import worker
+from attnres_jax.sweep.launchers import Options
+
+SETTINGS: Mapping[str, str] = {}
+
+INTERRUPTED = 130
+# Between two looks: at the processes, at runs that others have (on a disk and
+# in a bucket), and between two reports on a terminal and in a log.
+_TICK_SECONDS = 0.1
+_HELD_SECONDS, _HELD_REMOTE_SECONDS = 1.0, 15.0
+_TERMINAL_SECONDS, _LOG_SECONDS = 2.0, 60.0
+
+
+def launch(
+  runs: Sequence[grid.Run], folder: epath.PathLike, options: Options
+) -> int:
+  """Runs them all; see the package for what it returns, or 130 if stopped."""
+  if options.dry_run:
+    for run in runs:
+      print(shlex.join(_command(folder, run)))
+    return 0
+  queue = _Queue(runs, epath.Path(folder), options.max_parallel)
+  with _Signals(queue):
+    return queue.run()
+
+
+class _Queue:
+  """Runs that wait, and processes at work on others."""
+
+  def __init__(
+    self, runs: Sequence[grid.Run], folder: epath.Path, max_parallel: int
+  ):
+    self._runs = list(runs)
+    self._folder = folder
+    self._waiting = list(runs)
+    self._slots: list[_Process | None] = [None] * max_parallel
+    self._failed: list[str] = []
+    self._full = False
+    self._next_fill = 0.0
+    self._report = _Report(runs, folder, max_parallel)
+    self.signals = 0
+
+  def run(self) -> int:
+    while self._waiting or any(self._slots):
+      self._reap()
+      if self.signals or self._full:
+        self._waiting = []
+      elif None in self._slots:
+        self._fill()
+      self._report.tick()
+      time.sleep(_TICK_SECONDS)
+    self._report.close()
+    if self._full:
+      print(
+        f"error: no space left for {self._folder}; make some and give the same"
+        " command again",
+        file=sys.stderr,
+      )
+      return 1
+    if self.signals:
+      print("stopped; the same command goes on", file=sys.stderr)
+      return INTERRUPTED
+    return 1 if self._failed else 0
+
+  def stop(self) -> None:
+    """Passes a signal on: the first one asks, a second one does not."""
+    self.signals += 1
+    kind = signal.SIGTERM if self.signals == 1 else signal.SIGKILL
+    for process in filter(None, self._slots):
+      process.send(kind)
+
+  def _fill(self) -> None:
+    if time.monotonic() < self._next_fill:
+      return
+    for run in list(self._waiting):
+      workdir = self._folder / run.name
+      if state_lib.read(workdir).status == state_lib.DONE:
+        self._waiting.remove(run)
+        continue
+      if claims.is_held(workdir):
+        continue
+      if None not in self._slots or self.signals:
+        return
+      self._waiting.remove(run)
+      slot = self._slots.index(None)
+      self._slots[slot] = self._start(run, slot)
+    # What is left is held by others.
+    remote = files.is_remote(self._folder)
+    pause = _HELD_REMOTE_SECONDS if remote else _HELD_SECONDS
+    self._next_fill = time.monotonic() + pause
+
+  def _start(self, run: grid.Run, slot: int) -> "_Process | None":
+    try:
+      return _Process(run, self._folder, _cores(slot, len(self._slots)))
+    except OSError as error:
+      if not files.is_disk_full(error):
+        raise
+      self._full = True
+      return None
+
+  def _reap(self) -> None:
+    for slot, process in enumerate(self._slots):
+      if process is None or process.code is None:
+        continue
+      self._slots[slot] = None
+      self._next_fill = 0.0
+      code, run = process.code, process.run
+      if code == exits.Exit.BUSY:
+        self._waiting.append(run)
+        self._next_fill = time.monotonic() + _HELD_SECONDS
+      elif code == exits.Exit.DISK_FULL:
+        self._full = True
+      elif code != exits.Exit.DONE and not self.signals:
+        self._failed.append(run.name)
+        self._report.line(self._describe(run, code))
+      elif code == exits.Exit.DONE:
+        self._report.line(f"{run.name} done")
+
+  def _describe(self, run: grid.Run, code: int) -> str:
+    workdir = self._folder / run.name
+    how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
+    error = state_lib.read(workdir).error
+    text = f"{run.name} failed ({how}){': ' + error if error else ''}"
+    return f"{text}; see {workdir / folder_lib.LOG}"
+
+
+class _Process:
+  """A worker of one run."""
+
+  def __init__(
+    self, run: grid.Run, folder: epath.Path, cores: Sequence[int] | None
+  ):
+    self.run = run
+    output: Any = None
+    with contextlib.ExitStack() as stack:
+      if not files.is_remote(folder):
+        path = folder / run.name / folder_lib.LOG
+        output = stack.enter_context(open(path, "a", encoding="utf-8"))
+      self._process = subprocess.Popen(
+        _command(folder, run),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env=_environment(folder),
+        # A Ctrl-C at the terminal reaches the launcher alone, once.
+        start_new_session=True,
+      )
+    if cores is not None:
+      with contextlib.suppress(ProcessLookupError):
+        os.sched_setaffinity(self._process.pid, cores)
+
+  @property
+  def code(self) -> int | None:
+    return self._process.poll()
+
+  def send(self, kind: signal.Signals) -> None:
+    self._process.send_signal(kind)
+
+
+class _Signals:
+  """While open, signals stop a queue."""
+
+  _KINDS = (signal.SIGINT, signal.SIGTERM)
+
+  def __init__(self, queue: _Queue):
+    self._queue = queue
+    self._previous: dict[signal.Signals, Any] = {}
+
+  def __enter__(self) -> None:
+    for kind in self._KINDS:
+      self._previous[kind] = signal.signal(kind, self._receive)
+
+  def __exit__(self, *unused) -> None:
+    for kind, handler in self._previous.items():
+      signal.signal(kind, handler)
+
+  def _receive(self, number: int, frame: Any) -> None:
+    del number, frame
+    self._queue.stop()
+
+
+class _Report:
+  """A line that moves on a terminal, and one a minute elsewhere."""
+
+  def __init__(
+    self, runs: Sequence[grid.Run], folder: epath.Path, max_parallel: int
+  ):
+    self._runs = runs
+    self._folder = folder
+    self._max_parallel = max_parallel
+    self._moves = sys.stdout.isatty()
+    self._seconds = _TERMINAL_SECONDS if self._moves else _LOG_SECONDS
+    # Of runs that are done, which are not read again.
+    self._final: dict[str, monitor.Progress] = {}
+    self._next = time.monotonic() + self._seconds
+    self._width = 0
+
+  def tick(self) -> None:
+    if time.monotonic() >= self._next:
+      self._progress()
+      self._next = time.monotonic() + self._seconds
+
+  def line(self, text: str) -> None:
+    self._erase()
+    print(text, flush=True)
+
+  def close(self) -> None:
+    self._progress()
+    if self._moves:
+      print()
+
+  def _progress(self) -> None:
+    found = [self._of(run) for run in self._runs]
+    text = monitor.summary(found, self._max_parallel)
+    running = [one for one in found if one.status == state_lib.RUNNING]
+    if running:
+      text += ": " + ", ".join(
+        f"{one.name} {one.step}/{one.steps}" for one in running
+      )
+    self._erase()
+    if self._moves:
+      text = text[: os.get_terminal_size().columns - 1]
+      self._width = len(text)
+    print(text, end="" if self._moves else "\n", flush=True)
+
+  def _of(self, run: grid.Run) -> monitor.Progress:
+    found = self._final.get(run.name) or monitor.of_run(self._folder, run)
+    if found.status == state_lib.DONE:
+      self._final[run.name] = found
+    return found
+
+  def _erase(self) -> None:
+    if self._width:
+      print("\r" + " " * self._width + "\r", end="")
+      self._width = 0
+
+
+def _command(folder: epath.PathLike, run: grid.Run) -> list[str]:
+  return worker.command(folder, run.name, python=sys.executable)
+
+
+def _environment(folder: epath.Path) -> dict[str, str]:
+  """Of a worker; what the user has set stays."""
+  cache: dict[str, str] = {}
+  if not files.is_remote(folder):
+    cache = {
+      "JAX_COMPILATION_CACHE_DIR": str(folder / folder_lib.COMPILED),
+      "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
+    }
+  return cache | os.environ
+
+
+def _cores(slot: int, slots: int) -> list[int] | None:
+  """Those of one slot; None for all, where they cannot be shared out."""
+  if not hasattr(os, "sched_getaffinity"):
+    return None  # Not Linux.
+  cores = sorted(os.sched_getaffinity(0))
+  if slots == 1 or slots > len(cores):
+    return None
+  return cores[slot::slots]

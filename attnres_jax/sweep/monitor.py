@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far the runs of a sweep are, and how long the rest will take.
+
+Everything is read from the files of the runs, so that it may be asked anywhere
+and at any time, whatever launcher is at work.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import math
+
+from etils import epath
+
+from attnres_jax import flops
+from attnres_jax import metrics
+from attnres_jax import text_table
+from attnres_jax.scaling import grid
+from attnres_jax.sweep import claims
+from attnres_jax.sweep import folder as folder_lib
+from attnres_jax.sweep import state as state_lib
+
+# A run whose state says `running`, and that no worker has.
+INTERRUPTED = "interrupted"
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+  """Of one run.
+
+  Attributes:
+    name: of the run.
+    residual: its scheme.
+    status: one of `state`, or "interrupted".
+    step: the last one logged.
+    steps: of the whole run.
+    train_loss: the last one, in nats per token.
+    validation_loss: the last one, the same.
+    step_seconds: of the last row; None before the first.
+    seconds: of all its attempts.
+    step_flops: of one training step, as `flops` counts.
+    attempts: workers that have had the run.
+    error: of the last attempt.
+  """
+
+  name: str
+  residual: str
+  status: str
+  step: int
+  steps: int
+  train_loss: float | None
+  validation_loss: float | None
+  step_seconds: float | None
+  seconds: float
+  step_flops: float
+  attempts: int
+  error: str
+
+
+def of_run(folder: epath.PathLike, run: grid.Run) -> Progress:
+  """Progress of one run."""
+  workdir = epath.Path(folder) / run.name
+  config = folder_lib.run_config(run)
+  state = state_lib.read(workdir)
+  status = state.status
+  if status == state_lib.RUNNING and not claims.is_held(workdir):
+    status = INTERRUPTED
+  rows = metrics.read_rows(workdir)
+  train = [row for row in rows if row["split"] == "train"]
+  validation = [row for row in rows if row["split"] == "validation"]
+  length = config.data.sequence_length
+  per_token = flops.flops_per_token(config.model, length).train
+  return Progress(
+    name=run.name,
+    residual=config.model.residual.name,
+    status=status,
+    step=train[-1]["step"] if train else 0,
+    steps=config.train.steps,
+    train_loss=train[-1]["loss"] if train else None,
+    validation_loss=validation[-1]["loss"] if validation else None,
+    step_seconds=train[-1]["step_seconds"] if train else None,
+    seconds=state.seconds,
+    step_flops=per_token * config.data.batch_size * length,
+    attempts=state.attempts,
+    error=state.error,
+  )
+
+
+def of_folder(folder: epath.PathLike) -> list[Progress]:
+  """Progress of every run, in the order of the sweep."""
+  return [of_run(folder, run) for run in folder_lib.read(folder)]
+
+
+def seconds_left(
+  progress: Progress, others: Sequence[Progress]
+) -> float | None:
+  """Of one run, by its own steps or else those of the run most like it.
+
+  What `others` took beside their steps (compiling, evaluating, saving) comes on
+  top of a run that has not begun. None where nothing has been measured.
+  """
+  if progress.status == state_lib.DONE:
+    return 0.0
+  steps = progress.steps - progress.step
+  if progress.step_seconds is not None:
+    return steps * progress.step_seconds
+  measured = [one for one in others if one.step_seconds]
+  if not measured:
+    return None
+  twin = min(
+    measured,
+    key=lambda one: (
+      one.residual != progress.residual,
+      abs(math.log(one.step_flops / progress.step_flops)),
+    ),
+  )
+  assert twin.step_seconds is not None
+  per_flop = twin.step_seconds / twin.step_flops
+  return steps * progress.step_flops * per_flop + _overhead(measured)
+
+
+def total_seconds_left(
+  progress: Sequence[Progress], parallel: int
+) -> float | None:
+  """Of all runs that are not done, so many at a time."""
+  left = [seconds_left(one, progress) for one in progress]
+  known = [seconds for seconds in left if seconds is not None]
+  if not any(seconds > 0 for seconds in known):
+    return None if len(known) < len(left) else 0.0
+  # No run is shared out.
+  return max(sum(known) / max(1, parallel), *known)
+
+
+def table(progress: Sequence[Progress]) -> str:
+  """What `status` prints: a line per run, then the sum of it."""
+  rows = []
+  for one in progress:
+    left = seconds_left(one, progress)
+    rows.append(
+      (
+        one.name, one.status, f"{one.step}/{one.steps}",
+        _number(one.train_loss), _number(one.validation_loss),
+        "" if left == 0.0 else duration(left), one.attempts,
+      )
+    )  # fmt: skip
+  header = (
+    "run", "state", "step", "train loss", "validation", "left", "attempts",
+  )  # fmt: skip
+  parallel = sum(one.status == state_lib.RUNNING for one in progress)
+  lines = [text_table.table(header, rows), "", summary(progress, parallel)]
+  errors = [one for one in progress if one.error]
+  lines += [f"{one.name}: {one.error}" for one in errors]
+  return "\n".join(lines)
+
+
+def summary(progress: Sequence[Progress], parallel: int) -> str:
+  """One line: how many runs are in which state, and the time left."""
+  counts: dict[str, int] = {}
+  for one in progress:
+    counts[one.status] = counts.get(one.status, 0) + 1
+  done = counts.pop(state_lib.DONE, 0)
+  parts = [f"{done}/{len(progress)} done"]
+  parts += [f"{count} {status}" for status, count in sorted(counts.items())]
+  left = total_seconds_left(progress, parallel)
+  if left != 0.0:
+    parts.append(f"{duration(left)} left with {max(1, parallel)} at a time")
+  return ", ".join(parts)
+
+
+def duration(seconds: float | None) -> str:
+  """Such as 0:04:10 or 27:00:00."""
+  if seconds is None:
+    return "?"
+  minutes, rest = divmod(round(seconds), 60)
+  hours, minutes = divmod(minutes, 60)
+  return f"{hours}:{minutes:02d}:{rest:02d}"
+
+
+def _overhead(progress: Sequence[Progress]) -> float:
+  """Mean seconds that finished runs took beside their steps."""
+  beside = [
+    max(0.0, one.seconds - one.steps * one.step_seconds)
+    for one in progress
+    if one.status == state_lib.DONE and one.step_seconds
+  ]
+  return sum(beside) / len(beside) if beside else 0.0
+
+
+def _number(value: float | None) -> str:
+  return "" if value is None else f"{value:.4f}"
