@@ -170,6 +170,28 @@ class Layout:
       start = self.known(before + 1)
     return range(start, self.known(chunk))
 
+  def reads(self, chunk: int) -> range:
+    """The blocks that a chunk attends to and has not made itself."""
+    return range(self.known(chunk) if chunk else 0)
+
+  def link_vectors(self, rule: str) -> tuple[int, ...]:
+    """Most block vectors over the link into each rank, of any of its chunks.
+
+    What a program sends that runs all ranks in lockstep: a link carries as much
+    at every tick. With V = 1 that is no more than what is needed.
+    """
+    return tuple(
+      max(len(self.window(chunk, rule)) for chunk in self.chunks(rank))
+      for rank in range(self.num_ranks)
+    )
+
+  def link_partials(self) -> tuple[bool, ...]:
+    """Whether the link into each rank carries a running sum, for any chunk."""
+    return tuple(
+      self.num_ranks > 1 and any(map(self.has_partial, self.chunks(rank)))
+      for rank in range(self.num_ranks)
+    )
+
   def transitions(
     self, rule: str, *, backward: bool = False
   ) -> list[Transition]:

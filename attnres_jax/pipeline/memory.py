@@ -61,8 +61,9 @@ class SlotPool:
 
   Attributes:
     size: slots a rank needs.
-    slots: int32, -1 where a rank never holds the vector. [P, V, M] for inputs
-      (virtual stage, microbatch), [P, M, N + 1] for blocks and gradients.
+    slots: int32, where a unit finds or puts a vector, on the rank of its chunk;
+      -1 for what it neither finds nor puts. [C, M] for inputs, [C, M, N + 1]
+      for blocks (of the forward unit) and gradients (of the backward unit).
   """
 
   size: int
@@ -101,38 +102,41 @@ def slot_pool(
     layout: chunks and blocks.
     events: of each rank.
     num_microbatches: M.
-    kind: one of `KINDS`.
-    rule: "minimum" or, for blocks, "cached". Where ranks keep nothing, or get
-      their own products back, a block has several lifetimes and no one slot.
+    kind: one of `KINDS`. Of inputs, running sums that a boundary carries get a
+      slot.
+    rule: one of `layout.RULES`.
     keep: as in `block_lifetimes`.
   """
   if kind not in KINDS:
     layout_lib.fail("kind", kind, "one of " + ", ".join(KINDS))
-  accepted = ("minimum", "cached") if kind == "blocks" else ("minimum",)
-  if rule not in accepted:
-    layout_lib.fail(
-      "rule", rule, f"{' or '.join(accepted)} for a pool of {kind}"
-    )
-  second = (
-    (layout.num_virtual_stages, num_microbatches)
-    if kind == "inputs"
-    else (num_microbatches, layout.num_blocks + 1)
-  )
-  slots = np.full((layout.num_ranks, *second), -1, np.int32)
+  shape: tuple[int, ...] = (layout.num_chunks, num_microbatches)
+  if kind != "inputs":
+    shape += (layout.num_blocks + 1,)
+  slots = np.full(shape, -1, np.int32)
   size = 0
-  for rank in range(layout.num_ranks):
+  for of_rank in events:
     if kind == "inputs":
-      lifetimes = input_lifetimes(events[rank])
+      lifetimes = [
+        life
+        for life in input_lifetimes(of_rank)
+        if layout.has_partial(life.key[0])
+      ]
     elif kind == "blocks":
-      lifetimes = block_lifetimes(layout, events[rank], rule=rule, keep=keep)
+      lifetimes = block_lifetimes(layout, of_rank, rule=rule, keep=keep)
     else:
-      lifetimes = gradient_lifetimes(layout, events[rank], rule=rule)
+      lifetimes = gradient_lifetimes(layout, of_rank, rule=rule)
     numbers = assign_slots(lifetimes)
-    for key, slot in numbers.items():
+    size = max(size, 1 + max(numbers, default=-1))
+    for life, slot in zip(lifetimes, numbers):
       if kind == "inputs":
-        key = (layout.virtual_stage(key[0]), key[1])
-      slots[(rank, *key)] = slot
-    size = max(size, 1 + max(numbers.values(), default=-1))
+        slots[life.key] = slot
+        continue
+      microbatch, block, *only = life.key
+      for backward, chunk, of in of_rank[life.start : life.end + 1]:
+        if of != microbatch or backward != (kind == "gradients"):
+          continue
+        if only in ([], [chunk]):
+          slots[chunk, microbatch, block] = slot
   return SlotPool(size, slots)
 
 
@@ -225,22 +229,23 @@ def gradient_lifetimes(
   return lifetimes
 
 
-def assign_slots(lifetimes: Iterable[Lifetime]) -> dict[tuple[int, ...], int]:
-  """A slot per key; two that live at the same time never share one.
+def assign_slots(lifetimes: Sequence[Lifetime]) -> list[int]:
+  """A slot for each; two that live at the same time never share one.
 
   Lowest free slot first, in order of start: that takes no more slots than the
   most that live at once. A slot is free again after the last event of its
   vector.
   """
-  numbers, free, busy, size = {}, [], [], 0
-  for key, start, end in sorted(lifetimes, key=lambda life: life.start):
+  numbers, free, busy, size = [0] * len(lifetimes), [], [], 0
+  for i in sorted(range(len(lifetimes)), key=lambda i: lifetimes[i].start):
+    _, start, end = lifetimes[i]
     while busy and busy[0][0] < start:
       heapq.heappush(free, heapq.heappop(busy)[1])
     if not free:
       heapq.heappush(free, size)
       size += 1
-    numbers[key] = heapq.heappop(free)
-    heapq.heappush(busy, (end, numbers[key]))
+    numbers[i] = heapq.heappop(free)
+    heapq.heappush(busy, (end, numbers[i]))
   return numbers
 
 
