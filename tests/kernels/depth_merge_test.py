@@ -94,6 +94,27 @@ class DepthMergeTest(parameterized.TestCase):
       lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), got, wanted
     )
 
+  # Autodiff of the reference subtracts what cancels.
+  @parameterized.product(implementation=ALL[1:], size=(0.0, 1e-3))
+  def test_small_partial_sum_keeps_the_digits(self, implementation, size):
+    query, source = make((4, 2), 24, 5)
+    out, partial, gain, *cotangents = (*source[:2], 1 + query, *source[3:])
+    arrays = (out, source[2, ..., 0], query, size * partial, None, gain)
+
+    def gradients(implementation, arrays, cotangents):
+      f = functools.partial(depth_merge_norm, implementation=implementation)
+      return jax.tree.map(np.asarray, jax.vjp(f, *arrays)[1](cotangents))
+
+    given = arrays, tuple(cotangents)
+    with dispatch.interpreted():
+      got = gradients(implementation, *given)
+    with jax.enable_x64(True):
+      given = jax.tree.map(lambda x: x.astype("float64"), given)
+      wanted = gradients("reference", *given)
+    for actual, exact in zip(jax.tree.leaves(got), jax.tree.leaves(wanted)):
+      scale = np.abs(exact).max()
+      np.testing.assert_allclose(actual, exact, rtol=0, atol=3e-5 * scale)
+
   @parameterized.product(implementation=ALL, lse=(np.inf, -np.inf))
   def test_infinite_log_normaliser(self, implementation, lse):
     query, source = make((4,), 16)

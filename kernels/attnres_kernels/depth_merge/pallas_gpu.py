@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from attnres_kernels import warpgroup
+from attnres_kernels.depth_merge import xla
 
 
 def why_not(function, *args, eps, norm_eps):
@@ -161,6 +162,7 @@ def backward(
     )
     keep, take = _two_weights(ref["lse"][token], score)
     norm, along = jnp.float32(1.0), jnp.float32(0.0)
+    other, slope, shift = jnp.float32(1.0), keep * take, jnp.float32(0.0)
 
     def mixed(columns):
       return keep * load("out", columns) + take * load("total", columns)
@@ -177,7 +179,12 @@ def backward(
 
       squares, product = tiles.sums(terms, 2)
       norm = jax.lax.rsqrt(squares * (1.0 / tiles.width) + norm_eps)
-      along = product * norm * norm * norm * (1.0 / tiles.width)
+      cubed = norm * norm * norm
+      along = product * cubed * (1.0 / tiles.width)
+      alone = xla.partial_alone(keep, take, norm, inverse)
+      other = jnp.where(alone, 0.0, 1.0)
+      slope = jnp.where(alone, take, slope)
+      shift = jnp.where(alone, norm_eps * cubed * product, 0.0)
 
     def through_norm(columns):
       if "gain" not in ref:
@@ -185,10 +192,10 @@ def backward(
       return norm * pulled(columns) - along * mixed(columns)
 
     def difference(columns):
-      apart = load("total", columns) - load("out", columns)
+      apart = load("total", columns) - other * load("out", columns)
       return (through_norm(columns) * apart,)
 
-    dscore = keep * take * tiles.sums(difference, 1)[0]
+    dscore = slope * (tiles.sums(difference, 1)[0] - shift)
     pull = dscore * inverse
     bend = pull * score * inverse * (1.0 / tiles.width)
     ref["dlse"][token] = -dscore

@@ -241,16 +241,20 @@ def _backward_kernel(*refs, num_tokens, dtotal, gain, eps, norm_eps):
     out, total, dmixed = load(out_ref), load(total_ref), load(dmixed_ref)
     score, inverse = _score(total, query_ref, eps)
     keep, take = xla.two_weights(lse[rows], score)
+    apart, slope, shift = total - out, keep * take, 0.0
     if gain_ref is not None:
       mixed = keep * out + take * total
       norm = jax.lax.rsqrt(_mean(mixed * mixed) + norm_eps)
       mixed *= norm
       sums_ref[0, 1] += _fold(dmixed * mixed)
       dmixed *= gain_ref[...]
-      dmixed = norm * (dmixed - _mean(dmixed * mixed) * mixed)
-    dscore = (
-      keep * take * jnp.sum(dmixed * (total - out), axis=1, keepdims=True)
-    )
+      along = _mean(dmixed * mixed)
+      dmixed = norm * (dmixed - along * mixed)
+      alone = xla.partial_alone(keep, take, norm, inverse)
+      apart = total - jnp.where(alone, 0.0, 1.0) * out
+      slope = jnp.where(alone, take, slope)
+      shift = jnp.where(alone, norm_eps * width * norm * norm * along, 0.0)
+    dscore = slope * (jnp.sum(dmixed * apart, axis=1, keepdims=True) - shift)
     pull = dscore * inverse
     bend = pull * score * inverse * (1.0 / width)
     sums_ref[0, 0] += _fold(pull * total)

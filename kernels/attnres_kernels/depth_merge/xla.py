@@ -54,16 +54,22 @@ def backward(
   score_T, inverse_T = _score(total, query_D, eps)
   keep_T, take_T = two_weights(lse_T, score_T)
   dmixed = dmixed_TD.astype(dtype)
-  dgain_D = None
+  dgain_D, apart = None, total - out
+  slope_T, shift_T = keep_T * take_T, jnp.zeros_like(keep_T)
   if gain_D is not None:
     mixed_TD = keep_T[..., None] * out + take_T[..., None] * total
     norm_T = _inverse_rms(mixed_TD, norm_eps)
     pulled_TD = dmixed * _row(gain_D, dmixed)
-    along_T = jnp.sum(pulled_TD * mixed_TD, axis=-1) * norm_T**3 / width
+    product_T = jnp.sum(pulled_TD * mixed_TD, axis=-1)
+    along_T = product_T * norm_T**3 / width
     tokens = tuple(range(mixed_TD.ndim - 1))
     dgain_D = jnp.sum(dmixed * (mixed_TD * norm_T[..., None]), axis=tokens)
     dmixed = norm_T[..., None] * pulled_TD - along_T[..., None] * mixed_TD
-  dscore_T = keep_T * take_T * jnp.sum(dmixed * (total - out), axis=-1)
+    alone_T = partial_alone(keep_T, take_T, norm_T, inverse_T)
+    apart = total - jnp.where(alone_T, 0, 1)[..., None].astype(dtype) * out
+    slope_T = jnp.where(alone_T, take_T, slope_T)
+    shift_T = jnp.where(alone_T, norm_eps * norm_T**3 * product_T, shift_T)
+  dscore_T = slope_T * (jnp.sum(dmixed * apart, axis=-1) - shift_T)
   dout_TD = keep_T[..., None] * dmixed
   pull_T = dscore_T * inverse_T
   bend_T = dscore_T * score_T * inverse_T**2 / width
@@ -100,6 +106,18 @@ def two_weights(lse_T, score_T):
   Each from its own side, so that the smaller one keeps its digits.
   """
   return jax.nn.sigmoid(lse_T - score_T), jax.nn.sigmoid(score_T - lse_T)
+
+
+def partial_alone(keep_T, take_T, norm_T, inverse_T):
+  """Where the score's gradient comes from the partial sum's side alone.
+
+  With mixed m = keep * out + take * total, the gradient dm before the pre-norm
+  stands at right angles to m, but for shift = <dm, m>, which norm_eps leaves.
+  So keep * take * <dm, total - out> = take * (<dm, total> - shift), and the
+  right-hand side keeps its digits where keep * out is most of m. A zero partial
+  sum is the extreme: all of <dm, out> cancels.
+  """
+  return 2 * take_T * norm_T < keep_T * inverse_T
 
 
 def _inverse_rms(x_TD, eps):
