@@ -31,9 +31,10 @@ from attnres_jax import config as config_lib
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import exits
 from attnres_jax.sweep import files
+from attnres_jax.sweep import launchers
 from attnres_jax.sweep import state as state_lib
 from attnres_jax.sweep import worker
-import attnres_jax.sweep.launchers as launchers
+from attnres_jax.sweep.launchers import settings as settings_lib
 from attnres_jax.sweep.launchers import slices
 
 SETTINGS = {
@@ -141,28 +142,30 @@ def parse(options: launchers.Options) -> Settings:
   given = options.settings
   for name in ("image", "slice"):
     if not given.get(name):
-      _fail(name, None, SETTINGS[name])
+      settings_lib.fail(name, None, SETTINGS[name])
   tpu = slices.parse("slice", given["slice"])
-  number = _number(given, "slices", 1)
+  number = settings_lib.number(given, "slices", 1)
   per_host = min(slices.CHIPS_PER_HOST, tpu.chips)
-  per_host = _number(given, "chips_per_host", per_host)
+  per_host = settings_lib.number(given, "chips_per_host", per_host)
   if tpu.chips % per_host:
-    _fail("chips_per_host", per_host, f"a divisor of {tpu.chips}, the slice's")
+    settings_lib.fail(
+      "chips_per_host", per_host, f"a divisor of {tpu.chips}, the slice's"
+    )
   quota = tpu.chips * number * options.max_parallel
   spot = given.get("spot", "false")
   if spot not in ("true", "false"):
-    _fail("spot", spot, "true or false")
+    settings_lib.fail("spot", spot, "true or false")
   return Settings(
     image=given["image"],
     slice=tpu,
     slices=number,
     chips_per_host=per_host,
-    quota=_number(given, "quota", quota),
+    quota=settings_lib.number(given, "quota", quota),
     queue=given.get("queue", "attnres"),
     namespace=given.get("namespace", "default"),
     service_account=given.get("service_account", "default"),
     spot=spot == "true",
-    max_restarts=_number(given, "max_restarts", 50, least=0),
+    max_restarts=settings_lib.number(given, "max_restarts", 50, least=0),
     manifests=given.get("manifests", "jobsets"),
   )
 
@@ -325,17 +328,3 @@ def _label(folder: epath.PathLike) -> str:
   """The folder's last name, as the value of a label."""
   name = re.sub(r"[^A-Za-z0-9_.-]+", "-", epath.Path(folder).name)
   return name[:_MAX_NAME].strip("-_.")
-
-
-def _number(
-  given: Mapping[str, str], name: str, default: int, least: int = 1
-) -> int:
-  text = given.get(name, str(default))
-  if not re.fullmatch(r"\d+", text) or int(text) < least:
-    _fail(name, text, f"a whole number of at least {least}")
-  return int(text)
-
-
-def _fail(name: str, value: Any, accepted: str) -> None:
-  found = "missing" if value is None else f"got {value!r}"
-  raise config_lib.ConfigError(f"--set {name}: {found}, expected {accepted}")

@@ -10,8 +10,8 @@ import dataclasses
 import math
 import re
 
-from attnres_jax import config as config_lib
 from attnres_jax.aot import topology
+from attnres_jax.sweep.launchers import settings
 
 # By the start of a name: the node label of Google Kubernetes Engine, and the
 # accelerator type of Ray.
@@ -59,8 +59,6 @@ def parse(setting: str, name: str) -> Slice:
   """
   match = re.fullmatch(r"(\w+):(\d+(?:x\d+)+)", topology.topology_name(name))
   if match is None or match[1] not in _WORDS:
-    raise config_lib.ConfigError(
-      f"--set: got {setting}={name!r}, expected a TPU slice such as v6e:4x4 or"
-      " v5p-128, of " + ", ".join(_WORDS)
-    )
+    accepted = "a TPU slice such as v6e:4x4 or v5p-128, of "
+    settings.fail(setting, name, accepted + ", ".join(_WORDS))
   return Slice(match[1], match[2], *_WORDS[match[1]])

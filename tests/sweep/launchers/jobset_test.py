@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Manifests against the schema, and their command on this machine."""
+
+import math
+import os
+import pathlib
+import re
+import socket
+import subprocess
+import sys
+
+import jsonschema
+from kubeflow_trainer_api.models import jobset_v1alpha2_job_set
+import pytest
+import yaml
+
+from attnres_jax import config as config_lib
+from attnres_jax.scaling import grid
+from attnres_jax.sweep import folder as folder_lib
+from attnres_jax.sweep import launchers
+from attnres_jax.sweep import state as state_lib
+from attnres_jax.sweep.launchers import jobset
+from tests import tiny_run
+
+FOLDER = "gs://bucket/sweeps/scaling"
+DNS_LABEL = "^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$"
+
+# The fields of Kueue's kinds that are in use, from its API reference (v1beta2).
+_LABELS = {"type": "object", "additionalProperties": {"type": "string"}}
+_QUOTA = {
+  "type": "object",
+  "properties": {
+    "name": {"type": "string"},
+    "nominalQuota": {"type": "integer", "minimum": 1},
+  },
+}
+KUEUE_SPECS = {
+  "ResourceFlavor": {"nodeLabels": _LABELS},
+  "ClusterQueue": {
+    "namespaceSelector": {"type": "object"},
+    "queueingStrategy": {"enum": ["StrictFIFO", "BestEffortFIFO"]},
+    "resourceGroups": {
+      "type": "array",
+      "items": {
+        "type": "object",
+        "properties": {
+          "coveredResources": {"type": "array", "items": {"type": "string"}},
+          "flavors": {
+            "type": "array",
+            "items": {
+              "type": "object",
+              "properties": {
+                "name": {"type": "string"},
+                "resources": {"type": "array", "items": _QUOTA},
+              },
+            },
+          },
+        },
+      },
+    },
+  },
+  "LocalQueue": {"clusterQueue": {"type": "string"}},
+}
+
+
+def options(**settings):
+  required = {"image": "registry/attnres:1", "slice": "v5p:2x2x2"}
+  return launchers.Options(settings=required | settings)
+
+
+def rendered(run, **settings):
+  """The JobSet as a cluster would read it, and its settings."""
+  parsed = jobset.parse(options(**settings))
+  text = jobset.to_yaml([jobset.job_set(run, FOLDER, parsed)])
+  return yaml.safe_load(text), parsed
+
+
+def strict(schema):
+  """Every object has all the properties that are named, and no other."""
+  if isinstance(schema, list):
+    return [strict(item) for item in schema]
+  if not isinstance(schema, dict):
+    return schema
+  schema = {key: strict(value) for key, value in schema.items()}
+  if isinstance(properties := schema.get("properties"), dict):
+    schema |= {"additionalProperties": False, "required": list(properties)}
+  return schema
+
+
+def job_of(manifest):
+  (replicated,) = manifest["spec"]["replicatedJobs"]
+  return replicated["template"]["spec"]
+
+
+def container_of(manifest):
+  (container,) = job_of(manifest)["template"]["spec"]["containers"]
+  return container
+
+
+@pytest.mark.parametrize(
+  "settings",
+  [
+    {},
+    {"slice": "v6e:1x1", "max_restarts": "0"},
+    {"slice": "v5e-256", "slices": "4", "spot": "true"},
+    {"slice": "tpu7x:4x4x4", "namespace": "ml", "service_account": "bucket"},
+  ],
+)
+def test_job_set_has_the_fields_of_its_api(settings):
+  manifest, parsed = rendered("s-block_attnres-seed1-0123abcd", **settings)
+  # Reading fails for values of another type, and drops fields it does not know.
+  model = jobset_v1alpha2_job_set.JobsetV1alpha2JobSet.from_dict(manifest)
+  assert model is not None
+  assert model.to_dict() == manifest
+  assert manifest["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
+  assert manifest["metadata"]["namespace"] == parsed.namespace
+
+  wrong = dict(manifest, spec=dict(manifest["spec"], replicatedJob=[]))
+  model = jobset_v1alpha2_job_set.JobsetV1alpha2JobSet.from_dict(wrong)
+  assert model is not None
+  assert model.to_dict() != wrong
+
+
+def test_queue_has_the_fields_of_its_api():
+  parsed = jobset.parse(options(slice="v5e:4x4", slices="2", queue="research"))
+  documents = list(yaml.safe_load_all(jobset.to_yaml(jobset.queue(parsed))))
+  flavor, cluster, local = documents
+  for document in documents:
+    spec = {"type": "object", "properties": KUEUE_SPECS[document["kind"]]}
+    jsonschema.validate(document["spec"], strict(spec))
+    assert document["apiVersion"] == "kueue.x-k8s.io/v1beta2"
+  (group,) = cluster["spec"]["resourceGroups"]
+  (entry,) = group["flavors"]
+  assert entry["name"] == flavor["metadata"]["name"]
+  assert group["coveredResources"] == ["google.com/tpu"]
+  assert entry["resources"] == [{"name": "google.com/tpu", "nominalQuota": 32}]
+  assert local["spec"]["clusterQueue"] == cluster["metadata"]["name"]
+  manifest, _ = rendered("run-0", queue="research")
+  labels = manifest["metadata"]["labels"]
+  assert labels["kueue.x-k8s.io/queue-name"] == local["metadata"]["name"]
+
+
+@pytest.mark.parametrize(
+  "name,accelerator,shape,hosts,per_host",
+  [
+    ("v4-8", "tpu-v4-podslice", "2x2x1", 1, 4),
+    ("v5e:1x1", "tpu-v5-lite-podslice", "1x1", 1, 1),
+    ("v5litepod-16", "tpu-v5-lite-podslice", "4x4", 4, 4),
+    ("v5p-128", "tpu-v5p-slice", "4x4x4", 16, 4),
+    ("v6e:2x4", "tpu-v6e-slice", "2x4", 2, 4),
+    ("tpu7x:2x2x2", "tpu7x", "2x2x2", 2, 4),
+  ],
+)
+def test_pods_ask_for_the_hosts_of_the_slice(
+  name, accelerator, shape, hosts, per_host
+):
+  manifest, _ = rendered("run-0", slice=name, slices="3")
+  (replicated,) = manifest["spec"]["replicatedJobs"]
+  job, container = job_of(manifest), container_of(manifest)
+  assert replicated["replicas"] == 3
+  assert job["parallelism"] == job["completions"] == hosts
+  assert job["completionMode"] == "Indexed"
+  pod = job["template"]["spec"]
+  assert pod["nodeSelector"] == {
+    "cloud.google.com/gke-tpu-accelerator": accelerator,
+    "cloud.google.com/gke-tpu-topology": shape,
+  }
+  for kind in ("requests", "limits"):
+    assert container["resources"][kind] == {"google.com/tpu": per_host}
+  assert hosts * per_host == math.prod(map(int, shape.split("x")))
+  several_hosts = "exclusive-topology" in str(manifest["metadata"])
+  assert several_hosts == (hosts > 1)
+  # Three slices are several hosts in any case.
+  assert pod["hostNetwork"] and "--distributed" in container["command"]
+
+
+def test_one_host_needs_no_cluster():
+  manifest, _ = rendered("run-0", slice="v6e:2x4", chips_per_host="8")
+  assert container_of(manifest)["resources"]["limits"] == {"google.com/tpu": 8}
+  assert "--distributed" not in container_of(manifest)["command"]
+  assert "hostNetwork" not in job_of(manifest)["template"]["spec"]
+
+
+def test_errors_restart_but_for_commands_without_sense():
+  manifest, _ = rendered("run-0", max_restarts="7")
+  job, policy = job_of(manifest), manifest["spec"]["failurePolicy"]
+  (rule,) = job["podFailurePolicy"]["rules"]
+  assert rule["onExitCodes"]["containerName"] == container_of(manifest)["name"]
+  assert rule["onExitCodes"]["values"] == [2] and rule["action"] == "FailJob"
+  (rule,) = policy["rules"]
+  assert rule["action"] == "FailJobSet"
+  assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+  assert policy["maxRestarts"] == 7
+  # Restarts are the JobSet's: all pods of a run, or none.
+  assert job["backoffLimit"] == 0
+  assert job["template"]["spec"]["restartPolicy"] == "Never"
+
+
+@pytest.mark.parametrize(
+  "run",
+  [
+    "s-block_attnres-seed1-0123abcd",
+    "0123abcd",
+    "peak_lr0.001-B-" + 80 * "x" + "-0123abcd",
+  ],
+)
+def test_names_are_labels_of_dns(run):
+  manifest, parsed = rendered(run, slice="v5p-4096", slices="100")
+  name = manifest["metadata"]["name"]
+  hosts = job_of(manifest)["completions"]
+  assert hosts == 512
+  last = f"{name}-{manifest['spec']['replicatedJobs'][0]['name']}-99-{hosts}"
+  assert re.match(DNS_LABEL, name) and re.match(DNS_LABEL, f"{last}-abcde")
+  others = [(run + "0", FOLDER), (run, FOLDER + "2")]
+  assert name not in [jobset.name_of(*other, parsed) for other in others]
+  for value in manifest["metadata"]["labels"].values():
+    assert re.match("^[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$", value)
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+  """A bucket whose runs are not done, but for one."""
+  done = state_lib.State(status=state_lib.DONE)
+  states = {f"{FOLDER}/b": done}
+  read = lambda workdir: states.get(str(workdir), state_lib.State())
+  monkeypatch.setattr(state_lib, "read", read)
+  return [grid.Run(name, {}, {}) for name in "abc"]
+
+
+def test_launch_writes_what_is_not_done(bucket, tmp_path, capsys):
+  target = tmp_path / "manifests"
+  chosen = options(manifests=str(target))
+  assert jobset.launch(bucket, FOLDER, chosen) == 0
+  assert {file.name for file in target.iterdir()} == {
+    "a.yaml", "c.yaml", "queue.yaml",
+  }  # fmt: skip
+  assert f"kubectl apply -f {target}" in capsys.readouterr().out
+  manifest = yaml.safe_load((target / "c.yaml").read_text())
+  assert f"--folder={FOLDER}" in container_of(manifest)["command"]
+  assert "--run=c" in container_of(manifest)["command"]
+
+
+def test_dry_run_prints_and_writes_nothing(bucket, tmp_path, capsys):
+  chosen = options(manifests=str(tmp_path / "manifests"))
+  chosen = launchers.Options(dry_run=True, settings=chosen.settings)
+  assert jobset.launch(bucket, FOLDER, chosen) == 0
+  kinds = [d["kind"] for d in yaml.safe_load_all(capsys.readouterr().out)]
+  assert kinds.count("JobSet") == 2 and len(kinds) == 5
+  assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+  "settings,message",
+  [
+    ({"image": ""}, "image: missing"),
+    ({"slice": "v9:2x2"}, "slice: got 'v9:2x2', expected a TPU slice"),
+    ({"slice": "v5e-17"}, "v5e-17"),
+    ({"slices": "0"}, "slices: got '0', expected a whole number of at least 1"),
+    ({"quota": "many"}, "quota: got 'many'"),
+    ({"chips_per_host": "3"}, "chips_per_host: got 3, expected a divisor of 8"),
+    ({"spot": "yes"}, "spot: got 'yes', expected true or false"),
+  ],
+)
+def test_bad_settings_are_named(settings, message):
+  with pytest.raises(config_lib.ConfigError, match=re.escape(message)):
+    jobset.parse(options(**settings))
+
+
+def test_folders_that_pods_cannot_reach_are_refused(tmp_path):
+  with pytest.raises(config_lib.ConfigError, match="expected a bucket"):
+    jobset.launch([], tmp_path, options())
+
+
+def free_job_id():
+  """A job of SLURM whose port, which JAX derives from the id, is free."""
+  first = 2**16 - 2**12
+  for job in range(2**12):
+    with socket.socket() as s:
+      if s.connect_ex(("127.0.0.1", first + job)):
+        return job
+  raise AssertionError("no port is free")
+
+
+def test_the_command_of_the_container_trains_the_run(tmp_path):
+  """On two processes, which find each other as tasks of SLURM do."""
+  fields = tiny_run.FIELDS | tiny_run.corpus(tmp_path)
+  fields |= {"model.residual.name": "prenorm", "train.steps": 6}
+  fields |= {"train.depth_every": 0, "train.eval_every": 0}
+  resolve = grid.config_resolver(str(tiny_run.ROOT / tiny_run.SPEC))
+  (run,) = grid.collect(lambda add: add(**fields), resolve)
+  folder_lib.prepare(tmp_path / "sweep", [run], tiny_run.SPEC)
+
+  manifest, _ = rendered(run.name)
+  command = container_of(manifest)["command"]
+  command = [part.replace(FOLDER, str(tmp_path / "sweep")) for part in command]
+  environment = tiny_run.environment()
+  python = pathlib.Path(sys.executable).parent
+  environment |= {
+    "PATH": os.pathsep.join([str(python), environment["PATH"]]),
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "SLURM_JOB_ID": str(free_job_id()),
+    "SLURM_STEP_NODELIST": "localhost",
+    "SLURM_NTASKS": str(job_of(manifest)["completions"]),
+  }
+  pods = []
+  for index in range(job_of(manifest)["completions"]):
+    pod = {"SLURM_PROCID": str(index), "SLURM_LOCALID": str(index)}
+    output = open(tmp_path / f"{index}.txt", "w")
+    pods.append(
+      subprocess.Popen(
+        command, cwd=tmp_path, env=environment | pod, stdout=output,
+        stderr=subprocess.STDOUT,
+      )
+    )  # fmt: skip
+    output.close()
+  try:
+    ends = [pod.wait(240) for pod in pods]
+  finally:
+    for pod in pods:
+      pod.kill()
+  outputs = [(tmp_path / f"{i}.txt").read_text() for i in range(len(pods))]
+  assert ends == [0, 0], outputs
+  workdir = tmp_path / "sweep" / run.name
+  assert state_lib.read(workdir).status == state_lib.DONE
+  (start,) = tiny_run.events(workdir, "start")
+  assert start["processes"] == 2
+  assert sorted(tiny_run.rows(workdir, "train"))[-1] == 6
