@@ -55,10 +55,28 @@ def load_config(
     ConfigError: no such file, field or accepted value.
   """
   path, _, arg = spec.partition(":")
-  config = _get_config_of(path)(arg)
+  config = load_file(path).get_config(arg)
   for name, value in (overrides or {}).items():
     _set(config, name, value)
   return build_run_config(config)
+
+
+def load_file(path: str) -> Any:
+  """A config file as a module.
+
+  Raises:
+    ConfigError: no such file, or it has no `get_config`.
+  """
+  file = pathlib.Path(path)
+  if not file.is_file():
+    raise ConfigError(f"config file {path!r}: not found")
+  spec = importlib.util.spec_from_file_location(f"config_{file.stem}", file)
+  assert spec is not None and spec.loader is not None
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  if not hasattr(module, "get_config"):
+    raise ConfigError(f"config file {path!r}: defines no get_config(arg)")
+  return module
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
@@ -175,16 +193,3 @@ def _set(config: ml_collections.ConfigDict, name: str, value: Any) -> None:
     choose(name, leaf, dict(node))
   with node.unlocked(), node.ignore_type():
     node[leaf] = value
-
-
-def _get_config_of(path: str) -> Any:
-  file = pathlib.Path(path)
-  if not file.is_file():
-    raise ConfigError(f"config file {path!r}: not found")
-  spec = importlib.util.spec_from_file_location(f"config_{file.stem}", file)
-  assert spec is not None and spec.loader is not None
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  if not hasattr(module, "get_config"):
-    raise ConfigError(f"config file {path!r}: defines no get_config(arg)")
-  return module.get_config

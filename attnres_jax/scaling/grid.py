@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sweeps as data: which runs there are, each with a name of its own.
 
-A config file may define `def sweep(add)` beside `get_config(arg)`. It calls
-`add(**overrides)` once per run; nothing is launched here. Overrides are either
+A config file may define `def sweep(add)` beside `get_config(arg)`, or
+`def sweep(add, arg)`, which gets the argument too. It calls `add(**overrides)`
+once per run; nothing is launched here. Overrides are either
 arguments of `get_config` (`size="s"`) or fields of the config, which are known
 by their dots or as fields of the run itself (`seed=1`,
 `**{"optim.peak_lr": 3e-4}`).
@@ -20,13 +21,16 @@ labels a run without changing it, and does not depend on the version of Python.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import dataclasses
+import functools
 import hashlib
+import inspect
 import itertools
 import json
 import re
 from typing import Any
 
 from attnres_jax import config as config_lib
+from attnres_jax.config import load as load_lib
 from attnres_jax.scaling import checks
 
 Resolve = Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -45,11 +49,14 @@ class Run:
     name: unique in the sweep and fit for a folder: slug and hash.
     overrides: what `add` was called with.
     config: resolved, a nested dict ready for JSON.
+    branch_of: name of a run that is this one up to where the schedules part,
+      and whose checkpoint saves the way there; empty for none.
   """
 
   name: str
   overrides: Mapping[str, Any]
   config: Mapping[str, Any]
+  branch_of: str = ""
 
 
 class Sweep:
@@ -64,8 +71,8 @@ class Sweep:
     self._resolve = resolve
     self.runs: list[Run] = []
 
-  def add(self, **overrides: Any) -> Run:
-    """Adds a run.
+  def add(self, branch_of: Run | None = None, /, **overrides: Any) -> Run:
+    """Adds a run, maybe as a branch of one that was added before.
 
     Raises:
       ValueError: the sweep has a run with the same resolved config.
@@ -79,9 +86,28 @@ class Sweep:
           "overrides", overrides, f"another config than that of {run.name}"
         )
     slug = slug_of(overrides)
-    run = Run(f"{slug}-{digest}" if slug else digest, overrides, config)
+    name = f"{slug}-{digest}" if slug else digest
+    run = Run(name, overrides, config, branch_of.name if branch_of else "")
     self.runs.append(run)
     return run
+
+
+def load(spec: str) -> list[Run]:
+  """The runs of `path/to/file.py:key=value,...`.
+
+  Raises:
+    ConfigError: no such file, or it defines no sweep.
+  """
+  path, _, arg = spec.partition(":")
+  module = load_lib.load_file(path)
+  if not hasattr(module, "sweep"):
+    raise config_lib.ConfigError(
+      f"config file {path!r}: defines no sweep(add) or sweep(add, arg)"
+    )
+  sweep = module.sweep
+  if len(inspect.signature(sweep).parameters) > 1:
+    sweep = functools.partial(sweep, arg=arg)
+  return collect(sweep, config_resolver(spec))
 
 
 def collect(
@@ -146,7 +172,8 @@ def slug_of(overrides: Mapping[str, Any]) -> str:
   """Overrides as one readable word, such as `s-block_attnres-seed1`.
 
   Words stand for themselves; numbers and switches go with the name of their
-  field, without what comes before its last dot.
+  field, without what comes before its last dot. What is the same twice, such
+  as two seeds, is said once.
   """
   parts = []
   for key, value in overrides.items():
@@ -157,5 +184,5 @@ def slug_of(overrides: Mapping[str, Any]) -> str:
       parts.append(value or f"no_{leaf}")
     else:
       parts.append(f"{leaf}{value}")
-  slug = re.sub(r"[^A-Za-z0-9_.+-]+", "_", "-".join(parts))
+  slug = re.sub(r"[^A-Za-z0-9_.+-]+", "_", "-".join(dict.fromkeys(parts)))
   return slug[:MAX_SLUG].strip("-_.")

@@ -7,7 +7,10 @@
   worker     the command that trains one run of a folder
   exits      how that command ended
   launchers  what starts workers: local, ray, jobset
+  branches   several budgets from one run
   monitor    progress and time left, read from the files of the runs
+  rows       finished runs as a table for fits and files
+  preflight  compiles every program for a TPU slice that is not there
   cli        run, status and collect, for experiments with a sweep
 
 `attnres_jax.scaling.grid` says what a sweep is; nothing here decides that.

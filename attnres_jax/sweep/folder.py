@@ -52,14 +52,18 @@ def prepare(
   folder = epath.Path(folder)
   folder.mkdir(parents=True, exist_ok=True)
   found = {_key(run.overrides): run for run in read(folder)}
-  prepared = []
+  prepared, names_here = [], {}
   for run in runs:
+    run = dataclasses.replace(
+      run, branch_of=names_here.get(run.branch_of, run.branch_of)
+    )
     old = found.get(_key(run.overrides))
     if old is not None:
       changed = _changes(old, run)
       if changed:
         raise config_lib.ConfigError(_refusal(folder, old, changed))
     prepared.append(run if old is None else old)
+    names_here[run.name] = prepared[-1].name
   for run in prepared:
     workdir = folder / run.name
     if not (workdir / RUN).exists():

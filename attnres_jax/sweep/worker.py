@@ -28,6 +28,7 @@ import numpy as np
 from attnres_jax import config as config_lib
 from attnres_jax import train
 from attnres_jax.scaling import grid
+from attnres_jax.sweep import branches
 from attnres_jax.sweep import claims
 from attnres_jax.sweep import exits
 from attnres_jax.sweep import files
@@ -123,6 +124,10 @@ def _claim(
 def _train(run: grid.Run, workdir: epath.Path) -> tuple[str, str, exits.Exit]:
   """Status and error for the state file, and how the worker ends."""
   try:
+    if jax.process_index() == 0:
+      step = branches.start(workdir.parent, run)
+      if step:
+        print(f"begins at step {step}, with a checkpoint of {run.branch_of}")
     summary = train.train_and_evaluate(folder_lib.run_config(run), workdir)
   except Exception as error:
     text = " ".join(f"{type(error).__name__}: {error}".split())

@@ -24,6 +24,7 @@ from typing import Any
 from etils import epath
 
 from attnres_jax.scaling import grid
+from attnres_jax.sweep import branches
 from attnres_jax.sweep import claims
 from attnres_jax.sweep import exits
 from attnres_jax.sweep import files
@@ -109,14 +110,14 @@ class _Queue:
       if state_lib.read(workdir).status == state_lib.DONE:
         self._waiting.remove(run)
         continue
-      if claims.is_held(workdir):
+      if claims.is_held(workdir) or not branches.is_ready(self._folder, run):
         continue
       if None not in self._slots or self.signals:
         return
       self._waiting.remove(run)
       slot = self._slots.index(None)
       self._slots[slot] = self._start(run, slot)
-    # What is left is held by others.
+    # What is left is held by others, or waits for its trunk.
     remote = files.is_remote(self._folder)
     pause = _HELD_REMOTE_SECONDS if remote else _HELD_SECONDS
     self._next_fill = time.monotonic() + pause

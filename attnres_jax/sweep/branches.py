@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several budgets from one run: branches of a warm-up, stable, decay schedule.
+
+A run whose rate decays at its end only (`wsd`) is, up to that decay, any longer
+run of the same kind: same data, same rates, same parameters. So a longer run,
+the trunk, keeps checkpoints along its stable phase, and a branch begins with
+the one from where its own decay starts, rather than at step 0.
+
+A branch without such a checkpoint trains all of its steps, to the same result
+(on CPU bit for bit). That is what happens in object stores, where checkpoints
+are not copied.
+"""
+
+import shutil
+
+from etils import epath
+
+from attnres_jax import checkpoint
+from attnres_jax import config as config_lib
+from attnres_jax import optimizer
+from attnres_jax.scaling import grid
+from attnres_jax.sweep import files
+from attnres_jax.sweep import folder as folder_lib
+from attnres_jax.sweep import state as state_lib
+
+_ENDED = (state_lib.DONE, state_lib.FAILED)
+
+
+def is_ready(folder: epath.PathLike, run: grid.Run) -> bool:
+  """Whether nothing is gained by waiting for the run's trunk."""
+  folder = epath.Path(folder)
+  if not run.branch_of or files.is_remote(folder):
+    return True
+  if checkpoint.all_steps(folder / run.name):
+    return True
+  if _checkpoint(folder, run) is not None:
+    return True
+  trunk = folder / run.branch_of
+  return state_lib.read(trunk).status in _ENDED
+
+
+def start(folder: epath.PathLike, run: grid.Run) -> int:
+  """Gives a run that has not begun its trunk's checkpoint; returns its step.
+
+  That is 0 where there is none to take, or the run has begun.
+
+  Raises:
+    ConfigError: up to its decay the run is not the same as its trunk.
+  """
+  folder = epath.Path(folder)
+  workdir = folder / run.name
+  if not run.branch_of or files.is_remote(folder):
+    return 0
+  check(folder_lib.read_run(folder, run.branch_of), run)
+  found = _checkpoint(folder, run)
+  if found is None or checkpoint.all_steps(workdir):
+    return 0
+  trunk, target = folder / run.branch_of, workdir / checkpoint.CHECKPOINTS
+  config = folder_lib.run_config(run)
+  (workdir / "config.json").write_text(config_lib.to_json(config))
+  shutil.copyfile(trunk / "data.json", workdir / "data.json")
+  target.mkdir(exist_ok=True)
+  # Under its name only when it is complete, like every checkpoint.
+  temporary = workdir / "branch.tmp"
+  shutil.rmtree(temporary, ignore_errors=True)
+  shutil.copytree(found, temporary)
+  temporary.rename(target / found.name)
+  return int(found.name)
+
+
+def check(trunk: grid.Run, run: grid.Run) -> None:
+  """Whether a run is a branch of another.
+
+  Raises:
+    ConfigError: it is not; says why.
+  """
+  long, short = folder_lib.run_config(trunk), folder_lib.run_config(run)
+  differing = config_lib.differences(
+    config_lib.to_dict(long), config_lib.to_dict(short)
+  )
+  allowed = ("name", "train.", "checkpoint.", "log.", "mesh.")
+  bad = [field for field in differing if not field.startswith(allowed)]
+  if bad or _parting(long) < _parting(short):
+    raise config_lib.ConfigError(
+      f"{run.name}: not a branch of {trunk.name}, "
+      + (
+        f"which differs in {', '.join(bad)}"
+        if bad
+        else "which decays at an earlier step"
+      )
+    )
+
+
+def _checkpoint(folder: epath.Path, run: grid.Run) -> epath.Path | None:
+  """The trunk's checkpoint from where the run's own decay starts."""
+  step = _parting(folder_lib.run_config(run))
+  trunk = folder / run.branch_of
+  if step not in checkpoint.all_steps(trunk):
+    return None
+  return trunk / checkpoint.CHECKPOINTS / str(step)
+
+
+def _parting(config: config_lib.RunConfig) -> int:
+  """The step up to which nothing depends on the length of the run."""
+  return int(optimizer.settled_steps(config.optim, config.train.steps))

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command of an experiment that is a sweep.
+
+  run      prepare the folder and launch what is not done (the default)
+  status   a table: progress, losses, time left, failures
+  collect  rows.csv, a row per finished run
+  report   the experiment's report, from what is finished
+
+An experiment hands in its config file and how its report is written; the report
+is also written anew while a launch is under way.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+import dataclasses
+import sys
+import threading
+import time
+
+from etils import epath
+
+from attnres_jax import config as config_lib
+from attnres_jax.scaling import grid
+from attnres_jax.sweep import folder as folder_lib
+from attnres_jax.sweep import launchers
+from attnres_jax.sweep import monitor
+from attnres_jax.sweep import preflight
+from attnres_jax.sweep import rows as rows_lib
+
+ACTIONS = ("run", "status", "collect", "report")
+ROWS = "rows.csv"
+_REFRESH_SECONDS = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+  """What is particular to one experiment.
+
+  Attributes:
+    program: how it is started, for `--help`.
+    description: one line.
+    config: the config file, with the argument it takes by default.
+    workdir: the folder of the sweep by default.
+    write_report: (folder) -> path of what was written.
+  """
+
+  program: str
+  description: str
+  config: str
+  workdir: str
+  write_report: Callable[[epath.Path], epath.Path]
+
+
+def main(experiment: Experiment, argv: Sequence[str] | None = None) -> int:
+  """Does what the arguments say; returns the exit status."""
+  options = _parse_options(experiment, argv)
+  try:
+    return _ACTIONS[options.action](experiment, options)
+  except (config_lib.ConfigError, ValueError) as error:
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+  except KeyboardInterrupt:
+    return 130
+
+
+def _run(experiment: Experiment, options: argparse.Namespace) -> int:
+  settings = _settings(options.set)
+  told = launchers.Options(options.max_parallel, options.dry_run, settings)
+  launcher = launchers.load(options.launcher, told)
+  folder = epath.Path(options.workdir)
+  runs = grid.load(options.config)
+  if options.only and not grid.select(runs, options.only):
+    raise config_lib.ConfigError(
+      f"--only: got {options.only!r}, which is in the name of no run"
+    )
+  if options.preflight:
+    selected = grid.select(runs, options.only)
+    if not preflight.check(selected, options.preflight):
+      return 1
+  if not options.dry_run:
+    runs = folder_lib.prepare(folder, runs, options.config)
+  selected = grid.select(runs, options.only)
+  if options.dry_run:
+    return launcher.launch(selected, folder, told)
+  with _Refresh(lambda: experiment.write_report(folder)):
+    result = launcher.launch(selected, folder, told)
+  print(f"report: {experiment.write_report(folder)}")
+  return result
+
+
+def _status(experiment: Experiment, options: argparse.Namespace) -> int:
+  while True:
+    progress = _known(options)
+    text = monitor.table(progress)
+    if not options.watch:
+      print(text)
+      return 0
+    # Home and clear: the table stays in its place.
+    print(f"\x1b[H\x1b[2J{text}", flush=True)
+    time.sleep(options.watch)
+
+
+def _collect(experiment: Experiment, options: argparse.Namespace) -> int:
+  progress = _known(options)
+  path = epath.Path(options.out or epath.Path(options.workdir) / ROWS)
+  found = rows_lib.of_folder(options.workdir)
+  rows_lib.write(path, found)
+  print(f"{len(found)} of {len(progress)} runs: {path}")
+  return 0
+
+
+def _report(experiment: Experiment, options: argparse.Namespace) -> int:
+  _known(options)
+  print(experiment.write_report(epath.Path(options.workdir)))
+  return 0
+
+
+_ACTIONS = {
+  "run": _run,
+  "status": _status,
+  "collect": _collect,
+  "report": _report,
+}
+
+
+def _known(options: argparse.Namespace) -> list[monitor.Progress]:
+  """Progress of a folder that has to hold a sweep."""
+  progress = monitor.of_folder(options.workdir)
+  if not progress:
+    raise config_lib.ConfigError(
+      f"--workdir: got {options.workdir!r}, expected the folder of a sweep"
+    )
+  return progress
+
+
+def _settings(given: Sequence[str]) -> dict[str, str]:
+  settings = {}
+  for one in given:
+    name, equals, value = one.partition("=")
+    if not equals:
+      raise config_lib.ConfigError(f"--set: got {one!r}, expected name=value")
+    settings[name] = value
+  return settings
+
+
+class _Refresh:
+  """Calls something every now and then while open, on a thread."""
+
+  def __init__(self, action: Callable[[], object]):
+    self._action = action
+    self._over = threading.Event()
+    self._thread = threading.Thread(target=self._loop, daemon=True)
+
+  def __enter__(self) -> None:
+    self._thread.start()
+
+  def __exit__(self, *unused) -> None:
+    self._over.set()
+    self._thread.join()
+
+  def _loop(self) -> None:
+    while not self._over.wait(_REFRESH_SECONDS):
+      try:
+        self._action()
+      except OSError as error:
+        # The next launch writes it; the runs do not depend on it.
+        print(f"report: {error}", file=sys.stderr)
+
+
+def _parse_options(
+  experiment: Experiment, argv: Sequence[str] | None
+) -> argparse.Namespace:
+  parser = argparse.ArgumentParser(
+    prog=experiment.program,
+    description=experiment.description,
+    formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+  )
+  add = parser.add_argument
+  add("action", nargs="?", default="run", choices=ACTIONS)
+  add("--config", default=experiment.config, help="file:arguments")
+  add("--workdir", default=experiment.workdir, help="of the sweep, or gs://")
+  add("--launcher", default="local", help=", ".join(launchers.LAUNCHERS))
+  add("--set", action="append", default=[], help="name=value, for a launcher")
+  add("--max_parallel", type=_count, default=1, help="runs at a time")
+  add("--only", default="", help="regular expression over names of runs")
+  add("--dry_run", action="store_true", help="say what would be started")
+  add("--preflight", help="compile for this TPU slice first, such as v5p:2x2x4")
+  add("--watch", type=float, default=0.0, help="seconds, of status")
+  add("--out", help="file, of collect (rows.csv of the sweep by default)")
+  return parser.parse_args(argv)
+
+
+def _count(text: str) -> int:
+  number = int(text)
+  if number < 1:
+    raise argparse.ArgumentTypeError(f"got {text}, expected at least 1")
+  return number

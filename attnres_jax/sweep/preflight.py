@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles the runs of a sweep for a TPU slice before any of it is paid for."""
+
+from collections.abc import Sequence
+
+from attnres_jax import config as config_lib
+from attnres_jax.aot import report
+from attnres_jax.aot import topology
+from attnres_jax.scaling import grid
+from attnres_jax.sweep import folder as folder_lib
+
+# Fields that are numbers in a program, or none at all: they change neither its
+# memory nor its time.
+_CONSTANTS = (
+  "name", "seed", "data.seed", "optim.peak_lr", "optim.warmup_steps",
+)  # fmt: skip
+
+
+def check(runs: Sequence[grid.Run], slice_name: str) -> bool:
+  """Compiles each different program once, and prints whether it fits.
+
+  Args:
+    runs: those that are to be launched.
+    slice_name: such as v5p:2x2x4, or 2xv5e-256 for two slices.
+
+  Returns:
+    Whether all of them fit.
+
+  Raises:
+    ConfigError: no such slice, or a config that its mesh cannot divide.
+  """
+  count, times, name = slice_name.partition("x")
+  several = times and count.isdigit()
+  devices = topology.devices(
+    name if several else slice_name, int(count) if several else 1
+  )
+  groups: dict[str, list[grid.Run]] = {}
+  for run in runs:
+    groups.setdefault(_program(run), []).append(run)
+  misfits = 0
+  for same in groups.values():
+    found = report.make_report(folder_lib.run_config(same[0]), devices)
+    names = same[0].name
+    if len(same) > 1:
+      names += f" and {len(same) - 1} more"
+    print(f"{names}: {_verdict(found)}", flush=True)
+    misfits += not found["fits"]
+  if misfits:
+    print(f"{misfits} of {len(groups)} programs do not fit {slice_name}")
+  return not misfits
+
+
+def _verdict(found) -> str:
+  if "peak_bytes" not in found:
+    return "does not fit"
+  gib = 2**30
+  fits = "fits" if found["fits"] else "does not fit"
+  return (
+    f"{fits}, {found['peak_bytes'] / gib:.1f} of"
+    f" {found['hbm_bytes'] / gib:.0f} GiB, a step takes at least"
+    f" {found['step_seconds']:.3f} s"
+  )
+
+
+def _program(run: grid.Run) -> str:
+  """The same for runs that compile to the same program, constants aside."""
+  config = folder_lib.run_config(run)
+  flat = config_lib.flatten(config_lib.to_dict(config))
+  for name in _CONSTANTS:
+    flat.pop(name)
+  return repr(sorted(flat.items()))

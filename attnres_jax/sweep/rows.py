@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of a sweep as rows: what was trained, on what, and what came out.
+
+One row per finished run, with everything a fit or a table needs, so that
+results can be committed and read without the folder they come from.
+"""
+
+from collections.abc import Iterable, Mapping
+import csv
+import json
+import pathlib
+from typing import Any
+
+from etils import epath
+
+from attnres_jax import flops
+from attnres_jax import metrics
+from attnres_jax.flops import parameters
+from attnres_jax.scaling import compute as compute_lib
+from attnres_jax.scaling import fit as fit_lib
+from attnres_jax.scaling import grid
+from attnres_jax.sweep import folder as folder_lib
+from attnres_jax.sweep import state as state_lib
+
+Row = Mapping[str, Any]
+
+
+def of_folder(folder: epath.PathLike) -> list[dict[str, Any]]:
+  """A row for every run that is done, in the order of the sweep."""
+  return [
+    of_run(folder, run)
+    for run in folder_lib.read(folder)
+    if state_lib.read(epath.Path(folder) / run.name).status == state_lib.DONE
+  ]
+
+
+def of_run(folder: epath.PathLike, run: grid.Run) -> dict[str, Any]:
+  """The row of a finished run.
+
+  Overrides have columns of their own, under their names; `active_params` is
+  without embedding and head; computes are in PFLOP/s-days.
+  """
+  workdir = epath.Path(folder) / run.name
+  summary = json.loads((workdir / "summary.json").read_text())
+  config = folder_lib.run_config(run)
+  length = config.data.sequence_length
+  tokens = config.train.steps * config.data.batch_size * length
+  counted = compute_lib.of_run(flops.flops_per_token(config.model, length))
+  count = parameters.total(
+    parameters.of_parts(config.model), "embedding", "head"
+  )
+  starts = [
+    row
+    for row in metrics.read_rows(workdir, "event")
+    if row["event"] in ("start", "resume")
+  ]
+  data = json.loads((workdir / "data.json").read_text())
+  return {
+    "run": run.name,
+    **run.overrides,
+    "residual": config.model.residual.name,
+    "seed": config.seed,
+    "active_params": count.active,
+    "tokens": tokens,
+    **{
+      f"compute_{name}": f"{compute_lib.pflops_days(counted, tokens, name):.6g}"
+      for name in compute_lib.COUNTINGS
+    },
+    "validation_loss": f"{summary['validation_loss']:.6f}",
+    "train_loss": f"{summary['train_loss']:.6f}",
+    "peak_lr": config.optim.peak_lr,
+    "step_seconds": f"{summary['step_seconds']:.4g}",
+    "seconds": f"{state_lib.read(workdir).seconds:.1f}",
+    "attempts": state_lib.read(workdir).attempts,
+    "device": f"{starts[-1]['devices']} x {starts[-1]['device_kind']}",
+    "python": starts[-1]["python"],
+    "jax": starts[-1]["jax"],
+    "data": data["train"]["fingerprint"][:12],
+  }
+
+
+def write(path: epath.PathLike, rows: Iterable[Row]) -> None:
+  """A CSV file with the columns of all rows."""
+  rows = list(rows)
+  columns = list(dict.fromkeys(name for row in rows for name in row))
+  with epath.Path(path).open("w") as file:
+    writer = csv.DictWriter(file, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+
+
+def read(path: pathlib.Path | epath.PathLike) -> list[dict[str, str]]:
+  with epath.Path(path).open("r") as file:
+    return list(csv.DictReader(file))
+
+
+def by_scheme(rows: Iterable[Row], counting: str) -> dict[str, fit_lib.Runs]:
+  """Rows as `scaling.fit` wants them; a size is its parameters and tokens."""
+  groups: dict[str, list[Row]] = {}
+  for row in rows:
+    groups.setdefault(row["residual"], []).append(row)
+  return {
+    scheme: fit_lib.Runs(
+      compute=[float(row[f"compute_{counting}"]) for row in several],
+      loss=[float(row["validation_loss"]) for row in several],
+      size=tuple((row["active_params"], row["tokens"]) for row in several),
+      seed=tuple(int(row["seed"]) for row in several),
+    )
+    for scheme, several in groups.items()
+  }

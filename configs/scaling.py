@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scaling laws (paper, section 5.1): the same schemes at several sizes.
+
+  python -m experiments.scaling_law.run --config=configs/scaling.py \
+    --workdir=runs/scaling --max_parallel=2
+
+trains the laptop's sweep, about three hours on two cores. One run of it:
+
+  python -m attnres_jax.main --workdir=runs/one \
+    --config=configs/scaling.py:scale=laptop,size=l,residual=full_attnres
+
+  scale     laptop: attention and dense MLPs, bytes of the embedded corpus,
+              four sizes, three schemes, three seeds, and at one size Rescaled,
+              which has to coincide with PreNorm up to noise
+            laptop_lr: the learning rates to choose from, under PreNorm
+            paper: Table 2, with configs/kimi_linear.py
+  size      of the scale; empty takes its smallest
+  schedule  cosine: to the token budget, as in the paper
+            wsd: half and quarter budgets too, as branches of the whole one
+  budget    part of a size's tokens
+  runlocal  shrinks everything to seconds, to try things out
+
+Within a size all schemes share their hyper-parameters, chosen under PreNorm.
+Edit `LAPTOP`, `SCHEMES` or `SEEDS`, and launch into another folder.
+"""
+
+from attnres_jax import config as c
+from attnres_jax.scaling import grid
+from configs import kimi_linear
+
+# width, layers, heads, mlp width, peak learning rate
+LAPTOP = {
+  "xs": (32, 6, 2, 88, 6e-3),
+  "s": (40, 8, 2, 104, 6e-3),
+  "m": (48, 10, 3, 128, 6e-3),
+  "l": (56, 12, 4, 152, 6e-3),
+}
+TINY = {
+  "xs": (8, 2, 2, 24, 6e-3),
+  "s": (8, 3, 2, 24, 6e-3),
+  "m": (16, 2, 2, 40, 6e-3),
+  "l": (16, 3, 2, 40, 6e-3),
+}
+PAPER = kimi_linear.SMALL
+SCHEMES = ("prenorm", "block_attnres", "full_attnres")
+SEEDS = (0, 1, 2)
+# Where Rescaled is trained besides.
+CONTROL = "s"
+LEARNING_RATES = (1.5e-3, 3e-3, 6e-3, 12e-3)
+
+# Bytes per parameter outside embedding and head.
+TOKENS_PER_PARAM = 12
+ROWS, LENGTH = 16, 128
+# Sublayers per block, as for the paper's models of these depths.
+BLOCK_SIZE = 4
+# The experts that go with the parameters of Table 2.
+PAPER_EXPERTS = 512
+BUDGETS = (1.0, 0.5, 0.25)
+# Whole budgets are multiples of so many steps, so that the steps of every
+# budget, and those before its decay, are whole numbers.
+GRAIN = 20
+
+# What `get_config` takes; tests build every value.
+ARGUMENTS = {
+  "scale": ("laptop", "laptop_lr", "paper"),
+  "size": ("", *LAPTOP),
+  "residual": (*SCHEMES, "rescaled"),
+  "schedule": ("cosine", "wsd"),
+  "budget": BUDGETS,
+  "runlocal": (False, True),
+}
+
+
+def get_config(arg=None):
+  """Config of one run; see the module docstring."""
+  arg = _parse(arg)
+  sizes = _sizes(arg)
+  size = arg.size or next(iter(sizes))
+  if arg.scale == "paper":
+    config = _paper(size, arg)
+  else:
+    config = _laptop(c.choose("size", size, sizes), arg)
+  config.name = f"scaling_{arg.scale}_{size}_{arg.residual}"
+  _lengthen(config, arg)
+  config.lock()
+  return config
+
+
+def sweep(add, arg):
+  """The runs of a scale."""
+  arg = _parse(arg)
+  sizes = _sizes(arg)
+  if arg.scale == "laptop_lr":
+    for overrides in grid.product(
+      size=sizes, **{"optim.peak_lr": LEARNING_RATES}
+    ):
+      add(residual="prenorm", **overrides)
+    return
+  # Seed by seed and from small to large, so that half a sweep says something.
+  for seed in SEEDS if arg.scale == "laptop" else SEEDS[:1]:
+    for size in sizes:
+      control = arg.scale == "laptop" and size == CONTROL
+      for residual in SCHEMES + ("rescaled",) * control:
+        fields = {"seed": seed, "data.seed": seed}
+        run = dict(size=size, residual=residual) | fields
+        trunk = add(**run)
+        for budget in BUDGETS[1:] if arg.schedule == "wsd" else ():
+          add(trunk, **run, budget=budget)
+
+
+def _parse(arg):
+  arg = c.parse_arg(
+    arg, scale="laptop", size="", residual="prenorm", schedule="cosine",
+    budget=1.0, runlocal=False,
+  )  # fmt: skip
+  for name in ("scale", "schedule"):
+    c.choose(name, getattr(arg, name), dict.fromkeys(ARGUMENTS[name]))
+  return arg
+
+
+def _sizes(arg):
+  if arg.scale == "paper":
+    return PAPER
+  return TINY if arg.runlocal else LAPTOP
+
+
+def _laptop(shape, arg):
+  config = c.default_config()
+  model, data = config.model, config.data
+  model.width, model.num_layers, model.num_heads, model.mlp_width, lr = shape
+  model.residual.name, model.residual.block_size = arg.residual, BLOCK_SIZE
+  data.sequence_length, data.batch_size = LENGTH, ROWS
+  config.optim.peak_lr = lr
+  config.train.log_every, config.train.eval_batches = 10, 32
+  config.train.depth_every = 0
+  per_block = 4 * model.width**2 + 3 * model.width * model.mlp_width
+  tokens = TOKENS_PER_PARAM * per_block * model.num_layers
+  config.train.steps = round(tokens / (ROWS * LENGTH))
+  if arg.runlocal:
+    data.sequence_length, data.batch_size = 32, 8
+    config.train.steps = 2 * GRAIN
+    config.train.log_every, config.train.eval_batches = 4, 2
+  return config
+
+
+def _paper(size, arg):
+  local = ",runlocal" if arg.runlocal else ""
+  config = kimi_linear.get_config(
+    f"size={size},residual={arg.residual},experts={PAPER_EXPERTS}{local}"
+  )
+  config.unlock()
+  config.model.moe.dense_layers = 0
+  return config
+
+
+def _lengthen(config, arg):
+  """Steps of the budget, and what goes by them."""
+  whole = max(1, round(config.train.steps / GRAIN)) * GRAIN
+  config.train.steps = round(arg.budget * whole)
+  config.optim.schedule = arg.schedule
+  config.optim.warmup_steps = whole // 20
+  config.train.eval_every = whole // 4
+  config.checkpoint.every_steps = whole // 10
+  config.checkpoint.keep_last = 2
+  if arg.schedule == "wsd":
+    # The decays of half and quarter budgets start at multiples of this.
+    config.checkpoint.keep_every = whole // 5
