@@ -6,7 +6,7 @@
   claims     at most one worker per run
   worker     the command that trains one run of a folder
   exits      how that command ended
-  launchers  what starts workers: local, ray, jobset
+  launchers  what starts workers: local, ray, jobset, slurm
   branches   several budgets from one run
   monitor    progress and time left, read from the files of the runs
   rows       finished runs as a table for fits and files

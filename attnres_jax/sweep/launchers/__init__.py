@@ -19,7 +19,7 @@ from typing import Any
 
 from attnres_jax import config as config_lib
 
-LAUNCHERS = ("local", "ray", "jobset")
+LAUNCHERS = ("local", "ray", "jobset", "slurm")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scripts for SLURM, run by bash with stand-ins for its commands."""
+
+import os
+import pathlib
+import subprocess
+
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax.scaling import grid
+from attnres_jax.sweep import launchers
+from attnres_jax.sweep import state as state_lib
+from attnres_jax.sweep import worker
+from attnres_jax.sweep.launchers import slurm
+
+NAMES = ["a-1", "b_2", "c.3"]
+
+
+def script_of(settings, max_parallel=2, folder="gs://bucket/sweep"):
+  options = launchers.Options(max_parallel=max_parallel, settings=settings)
+  return slurm.script(NAMES, folder, options)
+
+
+def directives(text):
+  lines = [line for line in text.splitlines() if line.startswith("#SBATCH --")]
+  pairs = [line.removeprefix("#SBATCH --").partition("=") for line in lines]
+  return {name: value for name, _, value in pairs}
+
+
+def run(text, folder, task, srun_status):
+  """Runs a script as SLURM does; what was called, and how it ended."""
+  calls = folder / "calls.txt"
+  calls.write_text("")
+  for name in ("srun", "scontrol"):
+    status = srun_status if name == "srun" else 0
+    (folder / name).write_text(
+      f'#!/bin/bash\nprintf "%s\\n" {name} "$@" >> {calls}\nexit {status}\n'
+    )
+    (folder / name).chmod(0o755)
+  environment = os.environ | {
+    "PATH": f"{folder}:{os.environ['PATH']}",
+    "SLURM_ARRAY_JOB_ID": "77",
+    "SLURM_ARRAY_TASK_ID": str(task),
+  }
+  path = folder / "sweep.sbatch"
+  path.write_text(text)
+  ended = subprocess.run(["bash", str(path)], env=environment, timeout=60)
+  return calls.read_text().splitlines(), ended.returncode
+
+
+@pytest.mark.parametrize("task", range(3))
+def test_each_task_trains_its_run(tmp_path, task):
+  folder = "/data/a b/sweep"
+  calls, status = run(script_of({}, folder=folder), tmp_path, task, 0)
+  assert status == 0
+  assert calls[:2] == ["srun", "--kill-on-bad-exit=1"]
+  expected = worker.command(folder, NAMES[task])
+  assert calls[2 : 2 + len(expected)] == expected
+  assert calls[2 + len(expected) :] == [
+    "--distributed", "--patience_seconds=180",
+  ]  # fmt: skip
+
+
+def test_only_a_run_that_was_stopped_queues_up_again(tmp_path):
+  for ended in range(6):
+    calls, status = run(script_of({}), tmp_path, 1, ended)
+    assert status == ended
+    again = calls[calls.index("scontrol") :] if "scontrol" in calls else []
+    assert again == (["scontrol", "requeue", "77_1"] if ended == 4 else [])
+
+
+def test_resources_of_the_jobs():
+  settings = {
+    "nodes": "2", "gpus": "8", "time": "2-00:00:00", "partition": "h100",
+    "account": "lab",
+  }  # fmt: skip
+  found = directives(script_of(settings, max_parallel=3))
+  assert found["array"] == "0-2%3"
+  assert found["nodes"] == "2"
+  # JAX wants a process per GPU.
+  assert found["ntasks-per-node"] == found["gpus-per-node"] == "8"
+  assert found["time"] == "2-00:00:00" and found["signal"] == "TERM@300"
+  assert found["partition"] == "h100" and found["account"] == "lab"
+  assert "requeue" in found
+  assert not {"partition", "account"} & directives(script_of({})).keys()
+
+
+def test_setup_comes_before_the_workers(tmp_path):
+  text = script_of({"setup": f"echo ready > {tmp_path}/ready; false"})
+  calls, status = run(text, tmp_path, 0, 0)
+  assert (tmp_path / "ready").exists() and calls[0] == "srun" and status == 0
+
+
+def test_launch_writes_what_is_not_done(tmp_path, capsys, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  runs = [grid.Run(name, {}, {}) for name in NAMES]
+  for name in NAMES:
+    pathlib.Path("sweep", name).mkdir(parents=True)
+  state_lib.write("sweep/b_2", state_lib.State(status=state_lib.DONE))
+  assert slurm.launch(runs, "sweep", launchers.Options(dry_run=True)) == 0
+  assert not pathlib.Path("sweep.sbatch").exists()
+  dry = capsys.readouterr().out
+  assert slurm.launch(runs, "sweep", launchers.Options()) == 0
+  text = pathlib.Path("sweep.sbatch").read_text()
+  assert dry == text and "sbatch sweep.sbatch" in capsys.readouterr().out
+  assert "runs=(a-1 c.3)" in text and f"--folder={tmp_path}/sweep" in text
+  for name in NAMES:
+    state_lib.write(
+      pathlib.Path("sweep", name), state_lib.State(status=state_lib.DONE)
+    )
+  assert slurm.launch(runs, "sweep", launchers.Options()) == 0
+  assert "all runs are done" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+  "settings,message",
+  [
+    ({"nodes": "0"}, "nodes: got '0'"),
+    ({"gpus": "x"}, "gpus: got 'x'"),
+    ({"time": "a day"}, "time: got 'a day', expected minutes"),
+  ],
+)
+def test_bad_settings_are_named(settings, message):
+  with pytest.raises(config_lib.ConfigError, match=f"--set {message}"):
+    script_of(settings)
