@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sweep on a Ray cluster: every run is a gang of workers on its own slices.
+
+  pip install 'attnres-jax[ray]'
+  ... --launcher=ray --set accelerator=v6e:4x4 --max_parallel=4
+
+Works on any machine of the cluster, or from outside with `--set address=`. Each
+run is a `JaxTrainer` of Ray Train: it reserves whole slices, starts one worker
+per host at the same time, connects them (`jax.distributed`, and over several
+slices Megascale), and calls `worker.work` in all of them. When a worker fails,
+dies or loses its node, Ray starts the whole gang anew, and the run goes on from
+its last checkpoint. Runs wait until their slices are free.
+
+Ctrl-C ends all runs at once; the next launch goes on from their checkpoints.
+"""
+
+from collections.abc import Mapping, Sequence
+import concurrent.futures
+import dataclasses
+import importlib
+import os
+from typing import Any
+
+from etils import epath
+
+from attnres_jax import config as config_lib
+from attnres_jax.scaling import grid
+from attnres_jax.sweep import exits
+from attnres_jax.sweep import files
+from attnres_jax.sweep import launchers
+from attnres_jax.sweep import state as state_lib
+from attnres_jax.sweep import worker
+from attnres_jax.sweep.launchers import settings as settings_lib
+from attnres_jax.sweep.launchers import slices
+
+SETTINGS = {
+  "accelerator": "cpu, gpu, or the TPU slice of a run, such as v6e:4x4 (cpu)",
+  "slices": "how many of them per run, over the data center network (1)",
+  "workers": "processes per run on cpu, nodes per run on gpu (1)",
+  "gpus": "of each node, all of them (1)",
+  "address": "of the cluster (the one here; where there is none, a new one)",
+  "max_restarts": "of a run, but for preemptions, which do not count (3)",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """`SETTINGS`, checked.
+
+  Attributes:
+    tpu: None on cpu and gpu.
+  """
+
+  accelerator: str
+  tpu: slices.Slice | None
+  slices: int
+  workers: int
+  gpus: int
+  address: str | None
+  max_restarts: int
+
+
+class RunError(RuntimeError):
+  """A worker ended without finishing its run; Ray may try again."""
+
+
+def launch(
+  runs: Sequence[grid.Run],
+  folder: epath.PathLike,
+  options: launchers.Options,
+) -> int:
+  """Trains all runs that are not done; 0 once all of them are.
+
+  Raises:
+    ConfigError: a setting cannot be used, or Ray is not installed.
+  """
+  settings = parse(options)
+  ray = _import("ray")
+  _import("ray.train")
+  # Workers may have another working directory.
+  folder = str(folder) if files.is_remote(folder) else os.path.abspath(folder)
+  todo = [run for run in runs if not _is_done(folder, run)]
+  # A branch of a run begins with one of its checkpoints.
+  todo.sort(key=lambda run: bool(run.branch_of))
+  if options.dry_run:
+    for run in todo:
+      print(_scaling(settings), *worker.command(folder, run.name))
+    return 0
+  # They stay where the configuration's relative paths lead somewhere.
+  os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
+  connected = ray.is_initialized()
+  if not connected:
+    ray.init(address=settings.address)
+  pool = concurrent.futures.ThreadPoolExecutor(options.max_parallel)
+  try:
+    started: dict[str, concurrent.futures.Future[None]] = {}
+    for run in todo:
+      trunk = started.get(run.branch_of)
+      started[run.name] = pool.submit(_train, run.name, folder, settings, trunk)
+    for future in concurrent.futures.as_completed(started.values()):
+      future.result()
+  finally:
+    # Where runs are left, this thread was interrupted: they end with Ray.
+    pool.shutdown(wait=False, cancel_futures=True)
+    if not connected:
+      ray.shutdown()
+  return 0 if all(_is_done(folder, run) for run in todo) else 1
+
+
+def parse(options: launchers.Options) -> Settings:
+  """The settings of a launch.
+
+  Raises:
+    ConfigError: one cannot be used.
+  """
+  given = options.settings
+  accelerator = given.get("accelerator", "cpu")
+  tpu = None
+  if accelerator not in ("cpu", "gpu"):
+    tpu = slices.parse("accelerator", accelerator)
+  for name, used in (
+    ("slices", tpu is not None),
+    ("workers", tpu is None),
+    ("gpus", accelerator == "gpu"),
+  ):
+    if name in given and not used:
+      settings_lib.fail(
+        name, given[name], f"no such setting with {accelerator}"
+      )
+  return Settings(
+    accelerator=accelerator,
+    tpu=tpu,
+    slices=settings_lib.number(given, "slices", 1),
+    workers=settings_lib.number(given, "workers", 1),
+    gpus=settings_lib.number(given, "gpus", 1),
+    address=given.get("address"),
+    max_restarts=settings_lib.number(given, "max_restarts", 3, least=0),
+  )
+
+
+def _train(
+  name: str,
+  folder: str,
+  settings: Settings,
+  trunk: concurrent.futures.Future[None] | None,
+) -> None:
+  """Trains one run, with all its restarts, after another one."""
+  if trunk is not None:
+    concurrent.futures.wait([trunk])
+  ray_train, ray_jax = _import("ray.train"), _import("ray.train.v2.jax")
+  cpu = settings.accelerator == "cpu"
+  trainer = ray_jax.JaxTrainer(
+    _work,
+    train_loop_config={"folder": folder, "name": name},
+    # Without the first flag Ray would connect no workers on cpu.
+    jax_config=ray_jax.JaxConfig(
+      use_tpu=settings.accelerator != "gpu",
+      use_gpu=settings.accelerator == "gpu",
+    ),
+    scaling_config=ray_train.ScalingConfig(**_scaling(settings)),
+    run_config=ray_train.RunConfig(
+      name=name,
+      storage_path=f"{folder}/ray",
+      failure_config=ray_train.FailureConfig(
+        max_failures=settings.max_restarts
+      ),
+      worker_runtime_env={"env_vars": {"JAX_PLATFORMS": "cpu"} if cpu else {}},
+    ),
+  )
+  try:
+    end = exits.Exit(trainer.fit().return_value).name.lower()
+  except ray_train.TrainingFailedError as error:
+    state = state_lib.read(epath.Path(folder) / name)
+    end = f"failed: {state.error or str(error).strip().splitlines()[-1]}"
+  print(f"{name}: {end}", flush=True)
+
+
+def _work(config: Mapping[str, str]) -> int:
+  """What each worker of a gang does; connected by Ray before."""
+  # After a restart the lease of the worker before may not be over.
+  patience = 2 * state_lib.LEASE_SECONDS
+  try:
+    result = worker.work(config["folder"], config["name"], patience)
+  except config_lib.ConfigError as error:
+    print(f"error: {error}")
+    return exits.Exit.UNUSABLE
+  if result in (exits.Exit.FAILED, exits.Exit.STOPPED):
+    raise RunError(f"{config['name']}: {result.name.lower()}")
+  return result
+
+
+def _scaling(settings: Settings) -> dict[str, Any]:
+  """Arguments of Ray's `ScalingConfig`: how many workers, and on what."""
+  if settings.tpu is not None:
+    kind, shape = settings.tpu.ray_accelerator, settings.tpu.shape
+    workers, resources = _import("ray.util.tpu").get_tpu_worker_resources(
+      topology=shape, accelerator_type=kind, num_slices=settings.slices
+    )
+    return dict(
+      use_tpu=True,
+      accelerator_type=kind,
+      topology=shape,
+      num_workers=workers,
+      resources_per_worker=resources,
+    )
+  if settings.accelerator == "gpu":
+    # Ray numbers a worker's devices from zero: it has to have the node alone.
+    return dict(
+      use_gpu=True,
+      num_workers=settings.workers,
+      resources_per_worker={"GPU": settings.gpus},
+      placement_strategy="STRICT_SPREAD",
+    )
+  return dict(num_workers=settings.workers, resources_per_worker={"CPU": 1})
+
+
+def _is_done(folder: str, run: grid.Run) -> bool:
+  return state_lib.read(epath.Path(folder) / run.name).status == state_lib.DONE
+
+
+def _import(name: str) -> Any:
+  """A module of Ray's.
+
+  Raises:
+    ConfigError: it is not installed, or lacks what it needs.
+  """
+  try:
+    return importlib.import_module(name)
+  except ImportError as error:
+    raise config_lib.ConfigError(
+      f"--launcher=ray: {error}; pip install 'attnres-jax[ray]'"
+    ) from error

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gangs of workers on real Ray clusters of this machine, and their settings.
+
+The clusters start in processes of their own; the slow tests need ray.
+"""
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax.scaling import grid
+from attnres_jax.sweep import folder as folder_lib
+from attnres_jax.sweep import launchers
+from attnres_jax.sweep import state as state_lib
+from attnres_jax.sweep.launchers import ray as launcher
+from tests import tiny_run
+
+needs_ray = pytest.mark.skipif(
+  importlib.util.find_spec("ray") is None, reason="ray is not installed"
+)
+# What survives does not depend on the scheme, and this one compiles quickest.
+FIELDS = tiny_run.FIELDS | {
+  "model.residual.name": "prenorm",
+  "train.steps": 400,
+  "train.eval_every": 100,
+  "train.depth_every": 0,
+  "checkpoint.every_steps": 20,
+}
+LAUNCH = """
+import json, sys
+from attnres_jax.sweep import folder, launchers
+from attnres_jax.sweep.launchers import ray
+path, settings = sys.argv[1], json.loads(sys.argv[2])
+options = launchers.Options(max_parallel=2, settings=settings)
+sys.exit(ray.launch(folder.read(path), path, options))
+"""
+
+
+@pytest.mark.parametrize(
+  "settings,message",
+  [
+    ({"accelerator": "v9:2x2"}, "accelerator: got 'v9:2x2', expected a TPU"),
+    ({"workers": "two"}, "workers: got 'two', expected a whole number"),
+    ({"slices": "2"}, "slices: got '2', expected no such setting with cpu"),
+    (
+      {"accelerator": "v6e:4x4", "workers": "4"},
+      "workers: got '4', expected no such setting with v6e:4x4",
+    ),
+    ({"gpus": "8"}, "gpus: got '8', expected no such setting with cpu"),
+  ],
+)
+def test_bad_settings_are_named(settings, message):
+  with pytest.raises(config_lib.ConfigError, match=f"--set {message}"):
+    launcher.parse(launchers.Options(settings=settings))
+
+
+def test_without_ray_one_line_says_what_to_install(monkeypatch, tmp_path):
+  monkeypatch.setitem(sys.modules, "ray", None)
+  with pytest.raises(config_lib.ConfigError, match=r"attnres-jax\[ray\]") as e:
+    launcher.launch([], tmp_path, launchers.Options())
+  assert "\n" not in str(e.value)
+
+
+def _prepare(folder, fields, seeds):
+  resolve = grid.config_resolver(str(tiny_run.ROOT / tiny_run.SPEC))
+  runs = grid.collect(
+    lambda add: [add(seed=seed) for seed in seeds],
+    lambda overrides: resolve(fields | dict(overrides)),
+  )
+  folder_lib.prepare(folder, runs, tiny_run.SPEC)
+  return [folder / run.name for run in runs]
+
+
+def _start(folder, *command):
+  """A launcher; the cluster that it starts ends with it."""
+  environment = tiny_run.environment() | {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+  }
+  with open(folder / "output.txt", "w") as output:
+    return subprocess.Popen(
+      [sys.executable, *command], cwd=tiny_run.ROOT, env=environment,
+      stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+
+
+def _finish(process, folder, seconds=300):
+  try:
+    process.wait(seconds)
+  finally:
+    process.kill()
+    process.wait()
+  text = (folder / "output.txt").read_text()
+  assert process.returncode == 0, text[-5000:]
+  return text
+
+
+def _wait(process, folder, condition, seconds=180):
+  deadline = time.monotonic() + seconds
+  while not (result := condition()):
+    text = (folder / "output.txt").read_text()[-5000:]
+    assert process.poll() is None and time.monotonic() < deadline, text
+    time.sleep(0.05)
+  return result
+
+
+def _last_step(workdir):
+  file = workdir / "metrics.jsonl"
+  lines = file.read_text().split("\n")[:-1] if file.exists() else []
+  return max((tiny_run.step_of(line, "train") for line in lines), default=0)
+
+
+def _descendants(pid):
+  """Processes below one; those that end meanwhile are left out."""
+  listing = subprocess.run(
+    ["ps", "-e", "-o", "pid=,ppid=,args="], capture_output=True, text=True
+  )
+  children, names = {}, {}
+  for line in listing.stdout.splitlines():
+    child, parent, args = line.split(maxsplit=2)
+    children.setdefault(int(parent), []).append(int(child))
+    names[int(child)] = args
+  found, queue = {}, [pid]
+  while queue:
+    for child in children.get(queue.pop(), []):
+      found[child] = names[child]
+      queue.append(child)
+  return found
+
+
+def _gang(process):
+  args = _descendants(process.pid)
+  return {pid for pid, name in args.items() if "RayTrainWorker" in name}
+
+
+def _alone(workdir, fields):
+  """The run by two processes without Ray."""
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{s.getsockname()[1]}"
+  processes = [
+    tiny_run.start(
+      workdir, fields, "--distributed", f"--coordinator_address={address}",
+      "--num_processes=2", f"--process_id={i}",
+    )
+    for i in range(2)
+  ]  # fmt: skip
+  for process in processes:
+    tiny_run.finish(process, quiet=False)
+
+
+@needs_ray
+@pytest.mark.slow
+def test_a_gang_that_loses_workers_ends_like_one_that_does_not(tmp_path):
+  fields = FIELDS | tiny_run.corpus(tmp_path) | {"seed": 3}
+  folder = tmp_path / "sweep"
+  (workdir,) = _prepare(folder, fields, [3])
+  settings = json.dumps({"workers": "2"})
+  process = _start(tmp_path, "-c", LAUNCH, str(folder), settings)
+
+  # The worker that has the claim, then the other one.
+  for claimer, at in ((True, 60), (False, 200)):
+    _wait(process, tmp_path, lambda at=at: _last_step(workdir) >= at)
+    before = state_lib.read(workdir)
+    gang = _gang(process)
+    assert before.pid in gang and len(gang) == 2, gang
+    victim = before.pid if claimer else (gang - {before.pid}).pop()
+    os.kill(victim, signal.SIGKILL)
+    _wait(
+      process,
+      tmp_path,
+      lambda old=before: state_lib.read(workdir).attempts > old.attempts,
+    )
+  text = _finish(process, tmp_path)
+  assert f"{workdir.name}: done" in text
+  state = state_lib.read(workdir)
+  assert state.status == state_lib.DONE and state.attempts == 3
+  resumes = tiny_run.events(workdir, "resume")
+  assert [row["processes"] for row in resumes] == [2, 2]
+  assert resumes[0]["step"] >= 40 and resumes[1]["step"] >= 180
+  assert all(row["step"] < 400 for row in resumes)
+
+  _alone(tmp_path / "alone", fields)
+  tiny_run.assert_same_run(tmp_path / "alone", workdir)
+
+
+@needs_ray
+@pytest.mark.slow
+def test_a_run_that_cannot_be_trained_fails_and_others_go_on(tmp_path):
+  fields = FIELDS | tiny_run.corpus(tmp_path) | {"train.steps": 20}
+  folder = tmp_path / "sweep"
+  good, bad = _prepare(folder, fields, [1, 2])
+  run = json.loads((bad / folder_lib.RUN).read_text())
+  run["config"]["data"]["path"] = str(tmp_path / "nothing")
+  (bad / folder_lib.RUN).write_text(json.dumps(run))
+  settings = json.dumps({"max_restarts": "1"})
+  process = _start(tmp_path, "-c", LAUNCH, str(folder), settings)
+  process.wait(300)
+  text = (tmp_path / "output.txt").read_text()
+  assert process.returncode == 1, text[-5000:]
+  assert f"{good.name}: done" in text and f"{bad.name}: failed: " in text
+  state = state_lib.read(bad)
+  assert state.status == state_lib.FAILED and state.attempts == 2
+  assert "nothing" in state.error and state.error in text
+
+
+@needs_ray
+@pytest.mark.slow
+def test_runs_share_out_slices_and_outlive_the_loss_of_one(tmp_path):
+  """Two runs, two slices of two hosts each; one host of a slice is lost."""
+  fields = FIELDS | tiny_run.corpus(tmp_path)
+  folder = tmp_path / "sweep"
+  runs = _prepare(folder, fields, [1, 2])
+  process = _start(tmp_path, "-m", "tests.fake_slices", str(folder))
+  text = _finish(process, tmp_path, seconds=500)
+  gangs = {run.name: [] for run in runs}
+  for line in (folder / "gangs.jsonl").read_text().splitlines():
+    gangs[(row := json.loads(line))["run"]].append(row)
+  slices_of = {}
+  for name, rows in gangs.items():
+    # One attempt after the other, each on both hosts of one slice.
+    assert len(rows) % 2 == 0 and all(row["processes"] == 2 for row in rows)
+    slices_of[name] = []
+    for pair in zip(rows[::2], rows[1::2]):
+      assert {row["host"] for row in pair} == {"0", "1"}
+      assert len(found := {row["slice"] for row in pair}) == 1
+      slices_of[name] += found
+  assert {slices[0] for slices in slices_of.values()} == {"slice-0", "slice-1"}
+  kept, lost = sorted(runs, key=lambda run: slices_of[run.name], reverse=True)
+  assert slices_of[kept.name] == ["slice-1"]
+  assert slices_of[lost.name] == ["slice-0", "slice-1"]
+  # Both were trained at the same time, and the second slice was waited for.
+  begun = [gangs[run.name][0]["time"] for run in runs]
+  assert max(begun) < min(state_lib.read(run).heartbeat for run in runs)
+  again = gangs[lost.name][-1]["time"]
+  assert again > state_lib.read(kept).heartbeat
+  (resume,) = tiny_run.events(lost, "resume")
+  assert resume["step"] >= 20 and resume["processes"] == 2
+  for run in runs:
+    assert f"{run.name}: done" in text
+    assert max(tiny_run.rows(run, "train")) == FIELDS["train.steps"]
