@@ -6,7 +6,7 @@ The only place that spells mesh axes:
   data     rows of a batch; parameters are copies of each other
   fsdp     rows of a batch, too; parameters and optimiser state are cut, and
            gathered where they are used
-  expert   rows of a batch, too; experts are dealt out, and gathered like that
+  expert   rows of a batch, too; experts are dealt out, and tokens go to them
   tensor   heads, hidden units and vocabulary of every matrix are cut; all of
            them compute on the same rows. Between sublayers, where every token
            is by itself, each has tokens of its own (sequence parallelism)
@@ -207,13 +207,57 @@ def by_shards(
   )
 
 
-def by_rows(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def by_rows(
+  function: Callable[[Any, Any], Any], cuts: Any = WHOLE
+) -> Callable[[Any, Any], Any]:
   """`by_shards` for `function(rows, shared)`, with parameters as `shared`.
 
   All leaves of `rows` and of the result are [B, ...]. How `tensor` cuts the
   parameters is left to the compiler.
+
+  Args:
+    function: see above.
+    cuts: how each parameter arrives, such as `row_cut` of it.
   """
-  return by_shards(function, (SEQUENCES, WHOLE), SEQUENCES, ROWS)
+  return by_shards(function, (SEQUENCES, cuts), SEQUENCES, ROWS)
+
+
+def row_cut(name: str, num_dims: int) -> PartitionSpec:
+  """How `ROWS` cut the parameter whose path ends in `name`."""
+  axes = _partition(name, (1,) * num_dims)
+  return PartitionSpec(*(axis if axis in ROWS else None for axis in axes))
+
+
+def cut_dim(part: jax.Array, dim: int, size: int) -> int | None:
+  """`dim` if `part` has less than `size` there; None if it is whole."""
+  return None if part.shape[dim] == size else dim
+
+
+def gather_parts(
+  part: jax.Array, dim: int | None, dtype: jax.typing.DTypeLike
+) -> jax.Array:
+  """Within `by_shards`, a parameter that `fsdp` cuts along `dim`, whole.
+
+  It travels in the dtype that it is needed in: half the bytes of master weights
+  for products in bfloat16. No gradient rule, since the gradient is wanted in
+  float32: see `sum_parts`.
+
+  Args:
+    part: this device's.
+    dim: of `cut_dim`; None for what is whole already.
+    dtype: of the result.
+  """
+  part = part.astype(dtype)
+  if dim is None:
+    return part
+  return jax.lax.all_gather(part, FSDP, axis=dim, tiled=True)
+
+
+def sum_parts(whole: jax.Array, dim: int | None) -> jax.Array:
+  """The part of the sum over `fsdp` that `gather_parts` would gather."""
+  if dim is None:
+    return whole
+  return jax.lax.psum_scatter(whole, FSDP, scatter_dimension=dim, tiled=True)
 
 
 def _mesh_to_split_over() -> bool:

@@ -13,6 +13,7 @@ import jax
 from jax import ad_checkpoint
 import jax.numpy as jnp
 
+from attnres_jax import sharding
 from attnres_jax.models import linear
 from attnres_jax.models import optional_kernels
 
@@ -22,7 +23,10 @@ _PIECE = 64
 
 
 def grouped_linear(
-  x_PD: jax.Array, weight_EDF: jax.Array, sizes_E: jax.Array
+  x_PD: jax.Array,
+  weight_EDF: jax.Array,
+  sizes_E: jax.Array,
+  cut: int | None = None,
 ) -> jax.Array:
   """Multiplies each row with the matrix of its group.
 
@@ -31,41 +35,38 @@ def grouped_linear(
 
   Args:
     x_PD: rows, those of group 0 first, then those of group 1, ...
-    weight_EDF: float32 master weights.
+    weight_EDF: float32 master weights, or this device's part of them.
     sizes_E: int32 rows per group, P in all.
+    cut: the dimension of the weights that is a part, see
+      `sharding.gather_parts`.
 
   Returns:
     [P, F] in the dtype of `x_PD`.
   """
-  product = _grouped_linear(x_PD, weight_EDF, sizes_E)
+  product = _grouped_linear(cut, x_PD, weight_EDF, sizes_E)
   return ad_checkpoint.checkpoint_name(product, linear.PRODUCT)
 
 
-@jax.custom_vjp
-def _grouped_linear(x_PD, weight_EDF, sizes_E):
-  return _rows(x_PD, weight_EDF.astype(x_PD.dtype), sizes_E, transposed=False)
+def multiply(
+  x_PI: jax.Array,
+  weight: jax.Array,
+  sizes_E: jax.Array,
+  *,
+  transposed: bool = False,
+) -> jax.Array:
+  """Rows times the weights [E, I, O], or [E, O, I] if transposed, of a group.
 
+  No gradient rule. Rows behind those of all groups come out as anything.
 
-def _forward(x_PD, weight_EDF, sizes_E):
-  residuals = x_PD, weight_EDF, sizes_E
-  return _grouped_linear(*residuals), residuals
+  Args:
+    x_PI: sorted rows.
+    weight: of their dtype.
+    sizes_E: int32 rows per group, P in all or fewer.
+    transposed: see above.
 
-
-def _backward(residuals, dy_PF):
-  x_PD, weight_EDF, sizes_E = residuals
-  weight = weight_EDF.astype(x_PD.dtype)
-  dx_PD = _rows(dy_PF, weight, sizes_E, transposed=True)
-  dweight_EDF = _on_platform(
-    _ragged_weights, _looped_weights, x_PD, dy_PF, sizes_E
-  )
-  return dx_PD, dweight_EDF.astype(weight_EDF.dtype), None
-
-
-_grouped_linear.defvjp(_forward, _backward)
-
-
-def _rows(x_PI, weight, sizes_E, *, transposed):
-  """Rows times weights [E, I, O], or [E, O, I] if transposed."""
+  Returns:
+    [P, O] in the dtype of `x_PI`.
+  """
   return _on_platform(
     functools.partial(_ragged_rows, transposed=transposed),
     functools.partial(_looped_rows, transposed=transposed),
@@ -73,6 +74,35 @@ def _rows(x_PI, weight, sizes_E, *, transposed):
     weight,
     sizes_E,
   )
+
+
+def weight_gradient(
+  x_PD: jax.Array, dy_PF: jax.Array, sizes_E: jax.Array
+) -> jax.Array:
+  """Of `multiply` by its weights: float32 [E, D, F]."""
+  return _on_platform(_ragged_weights, _looped_weights, x_PD, dy_PF, sizes_E)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped_linear(cut, x_PD, weight_EDF, sizes_E):
+  weight = sharding.gather_parts(weight_EDF, cut, x_PD.dtype)
+  return multiply(x_PD, weight, sizes_E)
+
+
+def _forward(cut, x_PD, weight_EDF, sizes_E):
+  residuals = x_PD, weight_EDF, sizes_E
+  return _grouped_linear(cut, *residuals), residuals
+
+
+def _backward(cut, residuals, dy_PF):
+  x_PD, weight_EDF, sizes_E = residuals
+  weight = sharding.gather_parts(weight_EDF, cut, x_PD.dtype)
+  dx_PD = multiply(dy_PF, weight, sizes_E, transposed=True)
+  dweight_EDF = sharding.sum_parts(weight_gradient(x_PD, dy_PF, sizes_E), cut)
+  return dx_PD, dweight_EDF.astype(weight_EDF.dtype), None
+
+
+_grouped_linear.defvjp(_forward, _backward)
 
 
 def _on_platform(ragged, looped, *operands):

@@ -33,6 +33,7 @@ import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
 from attnres_jax import sharding
+from attnres_jax.models import dealt
 from attnres_jax.models import grouped
 from attnres_jax.models import linear
 from attnres_jax.models import mlp
@@ -68,14 +69,20 @@ class Moe(nnx.Module):
       segment_ids_BT: tokens of segment 0 are padding, which does not count as
         load.
     """
-    # Tokens are sorted among those of the same device.
-    apply = sharding.by_rows(lambda rows, module: module.local(*rows))
+    # Tokens are sorted among those of the same device. What all of them need
+    # arrives whole, and experts as they lie.
+    cuts = jax.tree_util.tree_map_with_path(_cut, self)
+    apply = sharding.by_rows(lambda rows, module: module.local(*rows), cuts)
     return apply((x_BTD, segment_ids_BT), self)
 
   def local(
     self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None
   ) -> jax.Array:
-    """The same, of rows that live on one device."""
+    """The same, of rows that live on one device.
+
+    So do experts, or all of them: fewer than are routed to are those of this
+    device along `expert`, and narrower ones are cut by `fsdp`.
+    """
     x_UD = jnp.reshape(x_BTD, (-1, x_BTD.shape[-1]))
     counts_U = None
     if segment_ids_BT is not None:
@@ -116,14 +123,20 @@ class Moe(nnx.Module):
 
   def _routed(self, x_UD, weight_UK, expert_UK):
     """The weighted sum of the outputs of the chosen experts."""
+    weights = self.gate[...], self.up[...], self.down[...]
+    if weights[0].shape[0] < self.router[...].shape[1]:
+      return dealt.apply_experts(x_UD, weight_UK, expert_UK, *weights)
     order_P = jnp.argsort(jnp.reshape(expert_UK, -1), stable=True)
     place_UK = jnp.reshape(jnp.argsort(order_P), expert_UK.shape)
     sizes_E = expert_counts(expert_UK, self.router[...].shape[1])
     x_PD = _send(x_UD, order_P, place_UK)
-    gate_PF = grouped.grouped_linear(x_PD, self.gate[...], sizes_E)
-    up_PF = grouped.grouped_linear(x_PD, self.up[...], sizes_E)
-    hidden_PF = _swiglu(gate_PF, up_PF)
-    y_PD = grouped.grouped_linear(hidden_PF, self.down[...], sizes_E)
+    gate, up, down = zip(weights, dealt.fsdp_cuts(weights, x_UD.shape[1]))
+    gate_PF, up_PF = (
+      grouped.grouped_linear(x_PD, weight, sizes_E, cut)
+      for weight, cut in (gate, up)
+    )
+    hidden_PF = dealt.swiglu(gate_PF, up_PF)
+    y_PD = grouped.grouped_linear(hidden_PF, down[0], sizes_E, down[1])
     return _combine(y_PD, weight_UK, order_P, place_UK)
 
 
@@ -181,6 +194,15 @@ def load_metrics(load: jax.Array) -> dict[str, jax.Array]:
   )
 
 
+def _cut(path, leaf):
+  """How a parameter arrives at the device that applies it to its rows."""
+  name = jax.tree_util.keystr(path, simple=True, separator="/")
+  name = name.removesuffix("/value")
+  if name not in ("gate", "up", "down"):
+    return sharding.WHOLE
+  return sharding.row_cut(f"moe/core/{name}", leaf.ndim)
+
+
 # Checkpointed, so that backward has x as it is rather than in float32.
 @jax.checkpoint
 def _logits(x_UD, router_DE):
@@ -189,12 +211,6 @@ def _logits(x_UD, router_DE):
     "UD,DE->UE", x_UD.astype(jnp.float32), router_DE,
     precision=jax.lax.Precision.HIGHEST,
   )  # fmt: skip
-
-
-# Checkpointed, so that two arrays are kept and not six.
-@jax.checkpoint
-def _swiglu(gate_PF, up_PF):
-  return jax.nn.silu(gate_PF) * up_PF
 
 
 @jax.custom_vjp

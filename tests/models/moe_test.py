@@ -286,13 +286,38 @@ def _mesh(**axes):
   return sharding.make_mesh(config_lib.MeshConfig(**dict(data=1) | axes))
 
 
+def _over(mesh, ambient=True):
+  """`_value_and_gradients` with rows and weights split over a mesh."""
+
+  def loss(*arguments):
+    with sharding.ambient(mesh) if ambient else contextlib.nullcontext():
+      return _loss(*arguments)
+
+  def call(*arguments):
+    rows = sharding.batch_sharding(mesh)
+    shardings = _shardings(mesh, arguments[0]), *(rows for _ in arguments[1:])
+    both = jax.value_and_grad(loss, argnums=(0, 1))
+    return jax.jit(both, in_shardings=shardings)(*arguments)
+
+  return call
+
+
+def _shardings(mesh, module):
+  tree = dict(moe=dict(core=module))
+  return sharding.state_sharding(tree, mesh)["moe"]["core"]
+
+
 @pytest.mark.parametrize(
   "axes,ambient",
   [
     (dict(data=8), True),
     (dict(data=2, fsdp=2), True),
     (dict(fsdp=2, tensor=2), True),
+    (dict(expert=2), True),
     (dict(data=2, expert=2), True),
+    (dict(fsdp=2, expert=2), True),
+    (dict(expert=2, tensor=2), True),
+    (dict(data=2, fsdp=2, expert=2), True),
     (dict(expert=2), False),
   ],
 )
@@ -300,21 +325,8 @@ def test_over_devices(axes, ambient):
   """Rows and weights split: outputs, gradients and load of the whole batch."""
   module, x_BTD = _module(), _inputs()
   segments = jnp.ones((BATCH, TOKENS), jnp.int32).at[3:, 1:].set(0)
-  mesh = _mesh(**axes)
-  rows = sharding.batch_sharding(mesh)
-
-  def loss(module, x, segments):
-    with sharding.ambient(mesh) if ambient else contextlib.nullcontext():
-      return _loss(module, x, segments)
-
-  tree = dict(moe=dict(core=module))
-  weights = sharding.state_sharding(tree, mesh)["moe"]["core"]
-  both = jax.jit(
-    jax.value_and_grad(loss, argnums=(0, 1)),
-    in_shardings=(weights, rows, rows),
-  )
   arguments = module, x_BTD, segments
-  found = both(*arguments)
+  found = _over(_mesh(**axes), ambient)(*arguments)
   expected = _value_and_gradients(*arguments)
   for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
     np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * (1 + np.abs(b).max()))
@@ -323,9 +335,49 @@ def test_over_devices(axes, ambient):
   )
 
 
+def test_experts_of_one_device():
+  """All tokens go to the same device, more than have room at a time."""
+  module, x_BTD = _module(), _inputs()
+  module.selection_bias[...] = jnp.repeat(jnp.array([0.0, 2.0]), EXPERTS // 2)
+  _, experts = _definition(module, x_BTD)
+  assert experts.min() == EXPERTS // 2
+  found = _over(_mesh(expert=2))(module, x_BTD)
+  expected = _value_and_gradients(module, x_BTD)
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
+    np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * (1 + np.abs(b).max()))
+
+
+def test_dealt_experts_in_bfloat16():
+  """Rounded as on one device; gradients of weights are not."""
+  module, x_BTD = _module(), _inputs("bfloat16")
+  found = _over(_mesh(fsdp=2, expert=2))(module, x_BTD)
+  exact = _value_and_gradients(module, x_BTD.astype(jnp.float32))
+  once = _value_and_gradients(module, x_BTD)
+  for a, b, c in zip(*map(jax.tree.leaves, (found[1], once[1], exact[1]))):
+    assert a.dtype == b.dtype
+    error = lambda x, c=c: np.abs(np.asarray(x, np.float32) - c).max()
+    assert error(a) <= 1.5 * error(b) + 1e-6 * np.abs(c).max()
+  for name in ("gate", "up", "down"):
+    leaf = getattr(found[1][0], name)[...]
+    assert np.any(leaf != leaf.astype(jnp.bfloat16).astype(jnp.float32))
+
+
+def test_pieces_hold_what_is_usual_and_no_more():
+  """Memory of rows does not grow with the devices that tokens come from."""
+  tokens = jax.ShapeDtypeStruct((64, 4, WIDTH), jnp.float32)
+  module = jax.eval_shape(lambda: _module(num_experts=32))
+  for devices in (2, 8):
+    jaxpr = jax.make_jaxpr(_over(_mesh(expert=devices)))(module, tokens)
+    pairs = 64 // devices * 4 * TOP_K
+    rows = {
+      a.shape[0] for a in jaxprs.arrays(jaxpr) if a.shape[1:] == (HIDDEN,)
+    }
+    assert rows & {math.ceil(1.25 * pairs)} and max(rows) < 1.5 * pairs + 64
+
+
 def test_devices_share_the_work():
   """Each computes the rows it has: no gathering, one reduction of gradients."""
-  mesh = _mesh(data=4, fsdp=2)
+  mesh = _mesh(data=8)
   whole = sharding.replicated(mesh)
 
   def loss(module, x):

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Experts that are dealt out over devices: tokens travel, weights stay.
+
+Each device along the axis `expert` owns some experts and some tokens. Everyone
+gets the tokens of all (an all-gather), applies its own experts to those that
+chose one of them, and sends everyone the partial sums of his tokens back (an
+all-to-all), which are added up in float32. No token is dropped, whatever the
+router does, and all shapes are static.
+
+With n devices along the axis, U tokens of each and D numbers in a token, a
+device sends (n - 1) U D numbers there and as many back, in the dtype of the
+activations; backward sends tokens again and their gradients, and as many back.
+An exchange of pairs of token and expert (`jax.lax.ragged_all_to_all`) would
+send K U D (n - 1) / n each way, more as long as n < K. It would need room for
+the worst case all the same, n times the average, and its bytes depend on the
+router; those here do not.
+
+What does depend on it is the work of a device: the rows of its experts. They
+are taken in pieces of a fixed size: one if experts are in balance, and as many
+as it takes if not. So memory is that of one piece. Backward computes it anew.
+
+Axes: U own tokens; V = n U of all; K experts of a token; E own experts; R rows
+of a piece.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from attnres_jax import sharding
+from attnres_jax.models import grouped
+
+# Rows of a piece over those that a device gets if all get as many. With more
+# than that there is a second piece, which reads the weights once again.
+_ROOM = 1.25
+
+
+@jax.custom_vjp
+def apply_experts(
+  x_UD: jax.Array,
+  weight_UK: jax.Array,
+  expert_UK: jax.Array,
+  gate_EDF: jax.Array,
+  up_EDF: jax.Array,
+  down_EFD: jax.Array,
+) -> jax.Array:
+  """The weighted sum of each token's SwiGLU experts, wherever they are.
+
+  Runs within `sharding.by_rows`. Products are in the dtype of `x_UD`, sums and
+  the gradients of weights in float32.
+
+  Args:
+    x_UD: this device's tokens.
+    weight_UK: float32, of the outputs of their experts.
+    expert_UK: int32, numbered over all devices.
+    gate_EDF: float32, of the experts of this device: the next E after those of
+      the device before it. D may be a part of that of `x_UD`, cut by `fsdp`.
+    up_EDF: the same.
+    down_EFD: the same.
+
+  Returns:
+    [U, D] in the dtype of `x_UD`.
+  """
+  arguments = x_UD, weight_UK, expert_UK, gate_EDF, up_EDF, down_EFD
+  return _forward(*arguments)[0]
+
+
+def _forward(x_UD, weight_UK, expert_UK, *weights):
+  x_VD = _from_all(x_UD)
+  gate, up, down = _gather(weights, x_UD)
+  pairs = _Pairs.sort(expert_UK, weight_UK, gate.shape[0])
+
+  def add_piece(i, y_VD):
+    piece = pairs.piece(i)
+    x_RD = piece.rows_of(x_VD)
+    gate_RF, up_RF = (piece.hidden(x_RD, w) for w in (gate, up))
+    y_RD = grouped.multiply(swiglu(gate_RF, up_RF), down, piece.sizes_E)
+    return piece.add(y_VD, y_RD, piece.weight_R)
+
+  y_VD = pairs.for_pieces(add_piece, jnp.zeros(x_VD.shape, weight_UK.dtype))
+  return _to_owners(y_VD, x_UD), (x_UD, weight_UK, expert_UK, weights)
+
+
+def _backward(residuals, dy_UD):
+  x_UD, weight_UK, expert_UK, weights = residuals
+  x_VD, dy_VD = _from_all(x_UD), _from_all(dy_UD)
+  gate, up, down = _gather(weights, x_UD)
+  pairs = _Pairs.sort(expert_UK, weight_UK, gate.shape[0])
+
+  def add_piece(i, sums):
+    dx_VD, dweight_P, dgate, dup, ddown = sums
+    piece = pairs.piece(i)
+    weight_R1, sizes_E = piece.weight_R[:, None], piece.sizes_E
+    x_RD, dy_RD = piece.rows_of(x_VD), piece.rows_of(dy_VD)
+    gate_RF, up_RF = (piece.hidden(x_RD, w) for w in (gate, up))
+    hidden_RF, pull = jax.vjp(swiglu, gate_RF, up_RF)
+    # Before weighting, since the product with it is the gradient of weights.
+    dhidden_RF = piece.hidden(dy_RD, down, transposed=True)
+    dhidden_RF = dhidden_RF.astype(weight_UK.dtype)
+    dweight_R = jnp.sum(dhidden_RF * hidden_RF, axis=1)
+    dgate_RF, dup_RF = pull((weight_R1 * dhidden_RF).astype(x_RD.dtype))
+    dy_RD = (weight_R1 * dy_RD).astype(x_RD.dtype)
+    dx_RD = grouped.multiply(dgate_RF, gate, sizes_E, transposed=True)
+    dx_RD += grouped.multiply(dup_RF, up, sizes_E, transposed=True)
+    return (
+      piece.add(dx_VD, dx_RD, jnp.ones_like(piece.weight_R)),
+      piece.put(dweight_P, dweight_R),
+      dgate + grouped.weight_gradient(x_RD, dgate_RF, sizes_E),
+      dup + grouped.weight_gradient(x_RD, dup_RF, sizes_E),
+      ddown + grouped.weight_gradient(hidden_RF, dy_RD, sizes_E),
+    )
+
+  zeros = [
+    jnp.zeros(shape, weight_UK.dtype)
+    for shape in (
+      x_VD.shape, pairs.weight_P.shape, gate.shape, up.shape, down.shape,
+    )
+  ]  # fmt: skip
+  dx_VD, dweight_P, *dweights = pairs.for_pieces(add_piece, tuple(zeros))
+  dweight_VK = jnp.reshape(dweight_P, (-1, expert_UK.shape[1]))
+  return (
+    _to_owners(dx_VD, x_UD),
+    jax.lax.psum_scatter(dweight_VK, sharding.EXPERT, tiled=True),
+    None,
+    *map(sharding.sum_parts, dweights, fsdp_cuts(weights, x_UD.shape[1])),
+  )
+
+
+apply_experts.defvjp(_forward, _backward)
+
+
+def fsdp_cuts(weights: Sequence[jax.Array], width: int) -> Sequence[int | None]:
+  """Along which dimension `fsdp` cuts each of gate, up and down, if it does."""
+  return [
+    sharding.cut_dim(weight, dim, width)
+    for weight, dim in zip(weights, (1, 1, 2), strict=True)
+  ]
+
+
+# Checkpointed, so that two arrays are kept and not six.
+@jax.checkpoint
+def swiglu(gate_PF: jax.Array, up_PF: jax.Array) -> jax.Array:
+  """The hidden units of an expert."""
+  return jax.nn.silu(gate_PF) * up_PF
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+  """Some pairs of a token and an expert of this device, sorted by expert.
+
+  Attributes:
+    token_R: whose, and V where there is none.
+    pair_R: where in [V, K], flattened, and V K where there is none.
+    weight_R: of their outputs.
+    sizes_E: how many are of each expert.
+  """
+
+  token_R: jax.Array
+  pair_R: jax.Array
+  weight_R: jax.Array
+  sizes_E: jax.Array
+
+  def rows_of(self, x_VD):
+    """The rows of the tokens, and any where there is none."""
+    return x_VD.at[self.token_R].get(mode="clip")
+
+  def hidden(self, x_RD, weight, transposed=False):
+    """Hidden units by `grouped.multiply`, zeros where there is no pair."""
+    y_RF = grouped.multiply(x_RD, weight, self.sizes_E, transposed=transposed)
+    real_R = jnp.arange(x_RD.shape[0]) < jnp.sum(self.sizes_E)
+    return jnp.where(real_R[:, None], y_RF, jnp.zeros((), y_RF.dtype))
+
+  def add(self, sum_VD, rows_RD, weight_R):
+    """Adds weighted rows to those of their tokens, in the dtype of the sum."""
+    # The compiler would sort copies in the wide dtype.
+    order_R = jnp.argsort(self.token_R)
+    rows_RD = rows_RD[order_R].astype(sum_VD.dtype)
+    return sum_VD.at[self.token_R[order_R]].add(
+      weight_R[order_R, None] * rows_RD, mode="drop", indices_are_sorted=True
+    )
+
+  def put(self, values_P, values_R):
+    """Puts what belongs to the pairs at their places."""
+    return values_P.at[self.pair_R].set(
+      values_R, mode="drop", unique_indices=True
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pairs:
+  """All pairs of a token and an expert, those of this device first.
+
+  Attributes:
+    order_P: where in [V, K], flattened; padded by a piece.
+    weight_P: of the outputs, as they lie in [V, K].
+    stops_E: where the pairs of each expert of this device end.
+    top_k: K.
+    room: R.
+  """
+
+  order_P: jax.Array
+  weight_P: jax.Array
+  stops_E: jax.Array
+  top_k: int
+  room: int
+
+  @classmethod
+  def sort(cls, expert_UK, weight_UK, num_own):
+    """Collects those of all devices, with `num_own` experts each."""
+    own_P = jnp.reshape(_from_all(expert_UK), -1)
+    own_P -= jax.lax.axis_index(sharding.EXPERT) * num_own
+    own_P = jnp.where((own_P >= 0) & (own_P < num_own), own_P, num_own)
+    num_pairs, top_k = own_P.shape[0], expert_UK.shape[1]
+    at_most = num_pairs // top_k * min(top_k, num_own)
+    room = min(math.ceil(_ROOM * expert_UK.size), at_most)
+    return cls(
+      jnp.pad(jnp.argsort(own_P, stable=True), (0, room)),
+      jnp.reshape(_from_all(weight_UK), -1),
+      jnp.sum(
+        own_P[None] <= jnp.arange(num_own)[:, None], axis=1, dtype=jnp.int32
+      ),
+      top_k,
+      room,
+    )
+
+  def piece(self, i):
+    start, num_pairs = i * self.room, self.weight_P.shape[0]
+    pair_R = jax.lax.dynamic_slice_in_dim(self.order_P, start, self.room)
+    real_R = start + jnp.arange(self.room) < self.stops_E[-1]
+    stops_E = jnp.clip(self.stops_E - start, 0, self.room)
+    return _Piece(
+      jnp.where(real_R, pair_R // self.top_k, num_pairs // self.top_k),
+      jnp.where(real_R, pair_R, num_pairs),
+      jnp.where(real_R, self.weight_P[pair_R], 0),
+      jnp.diff(stops_E, prepend=0),
+    )
+
+  def for_pieces(self, body, carry):
+    """`body(i, carry)` for all pieces; the first one is not in the loop."""
+    # It is the only one as a rule, and then there is nothing to add up.
+    num_pieces = -(-self.stops_E[-1] // self.room)
+    return jax.lax.fori_loop(1, num_pieces, body, body(0, carry))
+
+
+def _from_all(x):
+  """Of all devices along `expert`, one behind the other."""
+  return jax.lax.all_gather(x, sharding.EXPERT, tiled=True)
+
+
+def _to_owners(sum_VD, x_UD):
+  """Each device's partial sums to the owners of the tokens, who add them up."""
+  parts = jnp.reshape(sum_VD.astype(x_UD.dtype), (-1, *x_UD.shape))
+  parts = jax.lax.all_to_all(parts, sharding.EXPERT, 0, 0)
+  return jnp.sum(parts, axis=0, dtype=sum_VD.dtype).astype(x_UD.dtype)
+
+
+def _gather(weights, x_UD):
+  """Own experts, whole, in the dtype of products."""
+  cuts = fsdp_cuts(weights, x_UD.shape[1])
+  return [
+    sharding.gather_parts(weight, cut, x_UD.dtype)
+    for weight, cut in zip(weights, cuts)
+  ]
