@@ -9,6 +9,7 @@ import jax
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from attnres_kernels import depth_attention
 from attnres_kernels import depth_attention_vjp
@@ -124,10 +125,17 @@ class DepthAttentionTest(parameterized.TestCase):
   @parameterized.parameters(
     ("float32", (3, 2, (20,), 40), False),  # Ragged tokens and width.
     ("bfloat16", (2, 3, (2, 8), 136), True),
-    ("bfloat16", (14, 2, (1,), 40), False),  # Three query chunks, one token.
+    ("bfloat16", (14, 2, (1,), 40), False),  # One token.
+    ("bfloat16", (64, 3, (3,), 24), False),  # The most queries.
+    ("float32", (2, 17, (3,), 24), False),
   )
   def test_pallas_tpu_interpreted(self, dtype, shape, as_bank):
     self.check("pallas_tpu", *make(1, *shape, dtype), as_bank)
+
+  @parameterized.parameters(False, True)
+  @pytest.mark.slow
+  def test_the_most_sources(self, as_bank):
+    self.check("pallas_tpu", *make(1, 2, 130, (3,), 24, "bfloat16"), as_bank)
 
   @parameterized.product(implementation=ALL, count=(0, 1, 3))
   def test_bank_with_run_time_count(self, implementation, count):

@@ -115,6 +115,28 @@ class DepthMergeTest(parameterized.TestCase):
       scale = np.abs(exact).max()
       np.testing.assert_allclose(actual, exact, rtol=0, atol=3e-5 * scale)
 
+  @parameterized.product(implementation=ALL[1:], how=("vmap", "remat"))
+  def test_transformed(self, implementation, how):
+    query, source = make((2, 5), 16, 3)
+    f = functools.partial(depth_merge_norm, implementation=implementation)
+
+    def loss(out, lse, partial, update):
+      total, normed = one(out, lse, query, partial, update, 1 + query)
+      return jnp.sum(jnp.sin(total)) + jnp.sum(jnp.cos(normed))
+
+    arrays = (source[0], source[0, ..., 0], *source[1:])
+    argnums = tuple(range(4))
+    with dispatch.interpreted():
+      one = f
+      plain = jax.grad(loss, argnums)(*arrays)
+      if how == "vmap":
+        one = jax.vmap(f, in_axes=(0, 0, None, 0, 0, None))
+      again = jax.grad(
+        jax.checkpoint(loss) if how == "remat" else loss, argnums
+      )(*arrays)
+    for a, b in zip(again, plain):
+      np.testing.assert_allclose(a, b, atol=1e-6)
+
   @parameterized.product(implementation=ALL, lse=(np.inf, -np.inf))
   def test_infinite_log_normaliser(self, implementation, lse):
     query, source = make((4,), 16)

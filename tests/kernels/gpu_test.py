@@ -190,6 +190,33 @@ class AttentionTest(parameterized.TestCase):
     assert_close(dquery, exact[1][0], "dquery")
     assert_close(jnp.stack(dsources), exact[1][1], "dsources")
 
+  def test_vmap_over_a_batch(self):
+    arrays = self.make(2, 2, 3, 128, "float32")
+    query, (sources, dout, dlse) = arrays[0], (arrays[1], *arrays[2])
+
+    def run(f):
+      values, vjp = jax.vjp(f, query, *sources[:, :, None])
+      return values, vjp((dout[:, :, None], dlse[:, :, None]))
+
+    plain = lambda query, *sources: gpu(query, sources)
+    with dispatch.interpreted(plgpu.InterpretGPUParams()):
+      wanted = run(plain)
+      got = run(jax.vmap(plain, in_axes=(None, 0, 0), out_axes=1))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted)):
+      np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+  def test_lowers_when_rematerialized(self):
+    struct = jax.ShapeDtypeStruct
+    query, source = struct((2, 128), "float32"), struct((8, 128), "bfloat16")
+
+    @jax.checkpoint
+    def loss(query, *sources):
+      out, lse = gpu(query, sources)
+      return jnp.sum(out.astype(jnp.float32)) + jnp.sum(lse)
+
+    text = lower(KINDS[0], jax.grad(loss), query, source, source)
+    self.assertIn("depth_attention_backward", text)
+
   @parameterized.parameters(
     (KINDS[0], shapes.BLOCK_48B[-1]),
     (KINDS[1], shapes.TABLE_2[1]),
