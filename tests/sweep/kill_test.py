@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real sweeps: killed anywhere, launched twice, out of disk."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+
+from attnres_jax.sweep import cli
+from attnres_jax.sweep import folder as folder_lib
+from attnres_jax.sweep import rows
+from tests import tiny_run
+from tests.sweep import tiny_sweep
+
+FIELDS = {
+  "train.steps": 120,
+  "train.eval_every": 40,
+  "train.depth_every": 0,
+  "checkpoint.every_steps": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+  path = tmp_path_factory.mktemp("config") / "tiny.py"
+  return tiny_sweep.write(path, seeds=(0, 1), **FIELDS)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, source):
+  """The folder of a sweep that nothing disturbed."""
+  folder = tmp_path_factory.mktemp("whole")
+  code, text = tiny_sweep.finish(
+    tiny_sweep.start(folder, source, "--max_parallel=2")
+  )
+  assert code == 0, text
+  assert "2/2 done" in text
+  return folder
+
+
+def _assert_same(whole, broken):
+  names = [run.name for run in folder_lib.read(whole)]
+  assert names == [run.name for run in folder_lib.read(broken)]
+  for name in names:
+    tiny_run.assert_same_run(whole / name, broken / name)
+    assert tiny_sweep.state(broken / name)["status"] == "done"
+    assert (broken / name / "summary.json").exists()
+  results = [rows.of_folder(folder) for folder in (whole, broken)]
+  unlike = ("seconds", "step_seconds", "attempts")
+  for ours, theirs in zip(*results, strict=True):
+    for name in ours.keys() - unlike:
+      assert ours[name] == theirs[name], name
+
+
+def _rows(folder):
+  """Lines of metrics that all runs have written so far."""
+  files = folder.glob("*/metrics.jsonl")
+  return sum(file.read_text().count("\n") for file in files)
+
+
+def _wait(rng, process, folder, anywhere):
+  """Until a random moment: of a launch, or of its training."""
+  rows, deadline = _rows(folder), time.monotonic() + 240
+  if anywhere and rng.random() < 0.5:
+    deadline = time.monotonic() + rng.uniform(0, 10)
+    rows = 10**9
+  target = rows + rng.randint(1, 30)
+  while process.poll() is None and time.monotonic() < deadline:
+    if _rows(folder) >= target:
+      break
+    time.sleep(0.005)
+
+
+def _kill_at_random(rng, folder, source, anywhere):
+  """Launches, and kills the launcher, its workers, one of them, or all.
+
+  Or it is a Ctrl-C, after which nothing is left running.
+  """
+  process = tiny_sweep.start(folder, source, "--max_parallel=2")
+  _wait(rng, process, folder, anywhere)
+  children = tiny_sweep.workers(process)
+  if rng.random() < 0.2 and process.poll() is None:
+    process.send_signal(signal.SIGINT)
+    assert tiny_sweep.finish(process)[0] in (0, -signal.SIGINT, 130)
+    return
+  groups = [[process.pid], children, children[:1], [process.pid, *children]]
+  victims = rng.choice(groups)
+  print("killed", len(victims), "of", 1 + len(children))
+  for pid in victims:
+    try:
+      os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+      pass
+  # A launcher that lost its workers ends by itself.
+  if process.pid in victims:
+    process.wait()
+  else:
+    code, text = tiny_sweep.finish(process)
+    assert code in (0, 1), text
+
+
+def _survives(whole, source, folder, kills, anywhere):
+  seed = random.randrange(2**32)
+  print("random seed", seed)
+  rng = random.Random(seed)
+  for _ in range(kills):
+    _kill_at_random(rng, folder, source, anywhere)
+  code, text = tiny_sweep.finish(
+    tiny_sweep.start(folder, source, "--max_parallel=2")
+  )
+  assert code == 0, text
+  _assert_same(whole, folder)
+
+
+def test_killed_sweep_ends_like_an_undisturbed_one(whole, source, tmp_path):
+  _survives(whole, source, tmp_path / "sweep", kills=2, anywhere=False)
+
+
+@pytest.mark.slow
+def test_twenty_kills(tmp_path):
+  path = tmp_path / "tiny.py"
+  fields = FIELDS | {"train.steps": 400, "train.eval_every": 100}
+  source = tiny_sweep.write(path, seeds=(0, 1, 2, 3), **fields)
+  whole = tmp_path / "whole"
+  code, text = tiny_sweep.finish(
+    tiny_sweep.start(whole, source, "--max_parallel=2")
+  )
+  assert code == 0, text
+  _survives(whole, source, tmp_path / "sweep", kills=20, anywhere=True)
+
+
+def test_two_launchers_at_once(whole, source, tmp_path):
+  folder = tmp_path / "sweep"
+  launchers = [
+    tiny_sweep.start(folder, source, "--max_parallel=2") for _ in range(2)
+  ]
+  for launcher in launchers:
+    code, text = tiny_sweep.finish(launcher)
+    assert code == 0, text
+  _assert_same(whole, folder)
+  for run in folder_lib.read(folder):
+    # No run was trained twice.
+    assert len(tiny_run.events(folder / run.name, "start")) == 1
+    assert not tiny_run.events(folder / run.name, "resume")
+
+
+def test_full_disk_fails_a_run_with_one_cause(source, tmp_path):
+  (run, other) = tiny_sweep.prepare(tmp_path / "sweep", source)
+  blocked = tmp_path / "sweep" / run.name / "data.json"
+  blocked.symlink_to("/dev/full")
+  code, text = tiny_sweep.finish(tiny_sweep.start(tmp_path / "sweep", source))
+  assert code == 1
+  assert text.count("error: no space left for") == 1
+  state = tiny_sweep.state(tmp_path / "sweep" / run.name)
+  assert state["status"] == "failed"
+  assert "No space left on device" in state["error"]
+  assert not tiny_sweep.state(tmp_path / "sweep" / other.name)
+
+
+@pytest.mark.slow
+def test_a_disk_that_fills_up_during_a_sweep(whole, source, tmp_path):
+  """On a real file system of a few megabytes, where one may be mounted."""
+  if (
+    shutil.which("unshare") is None
+    or subprocess.run(
+      ["unshare", "-rm", "true"], capture_output=True, check=False
+    ).returncode
+  ):
+    pytest.skip("no mounts without privileges here")
+  small, out = tmp_path / "small", tmp_path / "out"
+  small.mkdir()
+  script = (
+    f"mount -t tmpfs -o size=1500k tmpfs {small} && "
+    f"{{ python=$0; $python -m tests.sweep.tiny_sweep --config={source}"
+    f" --workdir={small}/sweep; code=$?; cp -r {small}/sweep {out};"
+    " exit $code; }"
+  )
+  process = subprocess.run(
+    ["unshare", "-rm", "sh", "-c", script, shutil.which("python") or "python"],
+    cwd=tiny_run.ROOT, env=tiny_sweep.environment(), capture_output=True,
+    text=True, check=False, timeout=300,
+  )  # fmt: skip
+  assert process.returncode == 1, process.stdout + process.stderr
+  assert "error: no space left for" in process.stderr
+  # With room again, the same command finishes from what was saved.
+  code, text = tiny_sweep.finish(tiny_sweep.start(out, source))
+  assert code == 0, text
+  _assert_same(whole, out)
+
+
+def test_report_rows_and_status(whole, tmp_path, capsys):
+  assert (whole / "report.txt").exists()
+  target = tmp_path / "rows.csv"
+  workdir = f"--workdir={whole}"
+  arguments = ["collect", workdir, f"--out={target}"]
+  assert cli.main(tiny_sweep.EXPERIMENT, arguments) == 0
+  assert "2 of 2 runs" in capsys.readouterr().out
+  for row, run in zip(rows.read(target), folder_lib.read(whole), strict=True):
+    summary = json.loads((whole / run.name / "summary.json").read_text())
+    assert float(row["validation_loss"]) == pytest.approx(
+      summary["validation_loss"], abs=1e-6
+    )
+    assert row["seed"] == str(run.overrides["seed"])
+    assert int(row["tokens"]) == 120 * 4 * 16
+  assert cli.main(tiny_sweep.EXPERIMENT, ["status", workdir]) == 0
+  table = capsys.readouterr().out
+  assert "2/2 done" in table and table.count("120/120") == 2

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The local queue, with workers that only pretend to train."""
+
+import dataclasses
+import os
+import pathlib
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax.scaling import grid
+from attnres_jax.sweep import claims
+from attnres_jax.sweep import folder as folder_lib
+from attnres_jax.sweep import launchers
+from attnres_jax.sweep import state as state_lib
+from attnres_jax.sweep import worker
+from attnres_jax.sweep.launchers import local
+from tests.sweep import tiny_sweep
+
+# Acts as its seed says, and leaves a line in `acts`.
+_WORKER = """
+import json, os, pathlib, signal, sys, time
+folder, name = pathlib.Path(sys.argv[1]), sys.argv[2]
+workdir = folder / name
+acts = folder / "acts"
+def say(what):
+  with open(acts, "a") as file:
+    file.write(name.split("-")[0] + " " + what + "\\n")
+def end(status, code, error=""):
+  state = json.dumps({"status": status, "error": error})
+  (workdir / "state.json").write_text(state)
+  sys.exit(code)
+say("starts")
+seed = int(name.split("-")[0].removeprefix("seed"))
+kind = KINDS[seed]
+print("printed by", seed, flush=True)
+if kind == "fail":
+  end("failed", 1, "Error: on purpose")
+if kind == "die":
+  os.kill(os.getpid(), signal.SIGKILL)
+if kind == "full":
+  end("failed", 5)
+if kind == "busy":
+  before = acts.read_text().count(f"seed{seed} starts")
+  if before == 1:
+    sys.exit(3)
+if kind == "long":
+  def stop(*unused):
+    say("stops")
+    end("stopped", 4)
+  signal.signal(signal.SIGTERM, stop)
+  say("works")
+  time.sleep(600)
+if kind == "deaf":
+  signal.signal(signal.SIGTERM, lambda *unused: say("hears"))
+  say("works")
+  while True:
+    time.sleep(600)
+say("ends")
+end("done", 0)
+"""
+
+
+@pytest.fixture
+def sweep(tmp_path, monkeypatch):
+  """Launches runs that end as they are told; returns status and acts."""
+
+  def make(*kinds):
+    seeds = tuple(range(len(kinds)))
+    source = tiny_sweep.write(tmp_path / "tiny.py", seeds=seeds)
+    runs = tiny_sweep.prepare(tmp_path / "sweep", source)
+    script = tmp_path / "worker.py"
+    script.write_text(f"KINDS = {kinds}\n{_WORKER}")
+    monkeypatch.setattr(
+      worker,
+      "command",
+      lambda folder, name, python: [python, str(script), str(folder), name],
+    )
+    monkeypatch.setattr(local, "_HELD_SECONDS", 0.1)
+    return Sweep(tmp_path / "sweep", runs)
+
+  return make
+
+
+@dataclasses.dataclass
+class Sweep:
+  folder: pathlib.Path
+  runs: list[grid.Run]
+
+  def launch(self, **options):
+    options = launchers.Options(**options)
+    return local.launch(self.runs, self.folder, options)
+
+  @property
+  def acts(self):
+    path = self.folder / "acts"
+    return path.read_text().split("\n")[:-1] if path.exists() else []
+
+  def wait_for(self, *acts):
+    deadline = time.monotonic() + 60
+    while not set(acts) <= set(self.acts):
+      assert time.monotonic() < deadline, self.acts
+      time.sleep(0.02)
+
+
+def test_all_done(sweep, capfd):
+  found = sweep("ok", "ok", "ok")
+  assert found.launch() == 0
+  assert found.acts == [
+    f"seed{i} {act}" for i in range(3) for act in ("starts", "ends")
+  ]
+  log = found.folder / found.runs[1].name / folder_lib.LOG
+  assert log.read_text() == "printed by 1\n"
+  assert "3/3 done" in capfd.readouterr().out
+  # Again: nothing is left to do.
+  assert found.launch() == 0
+  assert len(found.acts) == 6
+
+
+def test_a_failed_run_stops_no_other(sweep, capfd):
+  found = sweep("ok", "fail", "die", "ok")
+  assert found.launch(max_parallel=2) == 1
+  assert {f"seed{i} ends" for i in (0, 3)} <= set(found.acts)
+  out = capfd.readouterr().out
+  assert "failed (exit status 1): Error: on purpose; see" in out
+  assert "failed (killed by signal 9)" in out
+  assert "2/4 done" in out
+  # The next launch tries again what failed, and only that.
+  before = len(found.acts)
+  assert found.launch() == 1
+  assert found.acts[before:] == ["seed1 starts", "seed2 starts"]
+
+
+def test_no_more_than_max_parallel_at_a_time(sweep):
+  found = sweep("long", "long", "long")
+  counts = []
+
+  def stop():
+    found.wait_for("seed0 works", "seed1 works")
+    time.sleep(0.5)
+    counts.append(len(found.acts))
+    os.kill(os.getpid(), signal.SIGTERM)
+
+  thread = threading.Thread(target=stop)
+  thread.start()
+  assert found.launch(max_parallel=2) == local.INTERRUPTED
+  thread.join()
+  assert counts == [4], "two that start and work"
+
+
+def test_ctrl_c_lets_workers_save_and_starts_no_other(sweep, capfd):
+  found = sweep("long", "long", "ok")
+
+  def interrupt():
+    found.wait_for("seed0 works", "seed1 works")
+    os.kill(os.getpid(), signal.SIGINT)
+
+  thread = threading.Thread(target=interrupt)
+  thread.start()
+  before = signal.getsignal(signal.SIGINT)
+  assert found.launch(max_parallel=2) == local.INTERRUPTED
+  thread.join()
+  assert {"seed0 stops", "seed1 stops"} <= set(found.acts)
+  assert "seed2 starts" not in found.acts
+  assert "the same command goes on" in capfd.readouterr().err
+  assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_a_second_ctrl_c_kills(sweep):
+  found = sweep("deaf")
+
+  def interrupt():
+    found.wait_for("seed0 works")
+    os.kill(os.getpid(), signal.SIGINT)
+    found.wait_for("seed0 hears")
+    os.kill(os.getpid(), signal.SIGINT)
+
+  thread = threading.Thread(target=interrupt)
+  thread.start()
+  assert found.launch() == local.INTERRUPTED
+  thread.join()
+
+
+def test_busy_runs_are_looked_at_again(sweep):
+  found = sweep("busy", "ok")
+  assert found.launch() == 0
+  assert found.acts.count("seed0 starts") == 2
+  assert "seed0 ends" in found.acts
+
+
+def test_a_run_that_another_worker_has_is_left_to_it(sweep):
+  found = sweep("ok", "ok")
+  workdir = found.folder / found.runs[0].name
+  claim = claims.acquire(workdir)
+
+  def release():
+    found.wait_for("seed1 ends")
+    time.sleep(0.3)
+    claim.release(state_lib.DONE)
+
+  thread = threading.Thread(target=release)
+  thread.start()
+  assert found.launch(max_parallel=2) == 0
+  thread.join()
+  assert found.acts == ["seed1 starts", "seed1 ends"]
+
+
+def test_full_disk_is_one_error_and_ends_the_launch(sweep, capfd):
+  found = sweep("full", "ok", "ok")
+  assert found.launch() == 1
+  assert found.acts == ["seed0 starts"]
+  errors = capfd.readouterr().err.splitlines()
+  assert len(errors) == 1
+  assert errors[0].startswith(f"error: no space left for {found.folder}; make")
+
+
+def test_full_disk_at_the_launcher(sweep, capfd):
+  found = sweep("ok", "ok")
+  # Where the log should be opened there is something that is always full.
+  log = found.folder / found.runs[0].name / folder_lib.LOG
+  log.symlink_to("/dev/full")
+  original = local._Process
+
+  class Process(original):
+    def __init__(self, *args):
+      with open(log, "w") as file:
+        file.write("x")
+      super().__init__(*args)
+
+  local._Process = Process
+  try:
+    assert found.launch() == 1
+  finally:
+    local._Process = original
+  assert found.acts == []
+  assert "no space left" in capfd.readouterr().err
+
+
+def test_dry_run_says_exactly_what_would_be_started(tmp_path, capsys):
+  source = tiny_sweep.write(tmp_path / "tiny.py", seeds=(0,))
+  (run,) = grid.load(source)
+  options = launchers.Options(dry_run=True)
+  assert local.launch([run], tmp_path / "a b", options) == 0
+  assert capsys.readouterr().out == (
+    f"{sys.executable} -m attnres_jax.sweep.worker"
+    f" '--folder={tmp_path}/a b' --run={run.name}\n"
+  )
+  assert not (tmp_path / "a b").exists()
+
+
+def test_cores_are_shared_out(monkeypatch):
+  if not hasattr(os, "sched_getaffinity"):
+    pytest.skip("no affinity on this system")
+  monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 5, 7})
+  assert local._cores(0, 1) is None
+  assert local._cores(0, 6) is None
+  shares = [local._cores(slot, 2) for slot in range(2)]
+  assert sorted(sum(shares, [])) == [0, 1, 2, 5, 7]
+  assert {len(share) for share in shares} == {2, 3}
+
+
+def test_names_and_settings_of_launchers():
+  options = launchers.Options()
+  assert launchers.load("local", options) is local
+  with pytest.raises(config_lib.ConfigError, match="^--launcher: got 'slurm'"):
+    launchers.load("slurm", options)
+  options = launchers.Options(settings={"image": "x"})
+  with pytest.raises(config_lib.ConfigError, match="^--set: got 'image'.*none"):
+    launchers.load("local", options)

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A sweep of runs small enough to be killed, as a command and as data.
+
+python -m tests.sweep.tiny_sweep --config=FILE --workdir=DIR
+"""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+from attnres_jax.scaling import grid
+from attnres_jax.sweep import cli
+from attnres_jax.sweep import folder as folder_lib
+from tests import tiny_run
+
+_FILE = """
+from attnres_jax import config as c
+
+FIELDS = {fields}
+
+def get_config(arg=None):
+  arg = c.parse_arg(arg, width=16, schedule="cosine", steps={steps})
+  config = c.default_config()
+  config.update_from_flattened_dict(FIELDS)
+  config.model.width = arg.width
+  config.train.steps = arg.steps
+  config.optim.schedule = arg.schedule
+  return config
+
+def sweep(add):
+  for seed in {seeds}:
+    add(seed=seed)
+"""
+
+
+def write(path, seeds=(0, 1), **fields):
+  """Writes a config file with a sweep over seeds; returns its name."""
+  own = {"model.residual.name": "prenorm"} | tiny_run.corpus(path.parent)
+  fields = tiny_run.FIELDS | own | fields
+  fields.pop("model.width")
+  steps = fields.pop("train.steps")
+  path.write_text(_FILE.format(fields=fields, steps=steps, seeds=seeds))
+  return str(path)
+
+
+def prepare(folder, source):
+  return folder_lib.prepare(folder, grid.load(source), source)
+
+
+def start(workdir, source, *flags):
+  """Launches the sweep in a process of its own."""
+  with tempfile.NamedTemporaryFile(prefix="sweep_", delete=False) as output:
+    process = subprocess.Popen(
+      [
+        sys.executable, "-m", "tests.sweep.tiny_sweep", f"--config={source}",
+        f"--workdir={workdir}", *flags,
+      ],
+      cwd=tiny_run.ROOT, env=environment(), stdout=output,
+      stderr=subprocess.STDOUT,
+    )  # fmt: skip
+  process.file = output.name
+  return process
+
+
+def environment():
+  """Of a launcher; its workers compile quickly, and run slowly."""
+  return tiny_run.environment() | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+
+
+def finish(process, timeout=300):
+  """Waits for a launcher; returns its exit status and what it printed."""
+  try:
+    code = process.wait(timeout)
+  finally:
+    process.kill()
+    process.wait()
+  return code, pathlib.Path(process.file).read_text()
+
+
+def workers(process):
+  """Process ids of the workers that a launcher has started."""
+  file = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
+  try:
+    return [int(pid) for pid in file.read_text().split()]
+  except OSError:
+    return []  # The launcher is gone.
+
+
+def state(workdir):
+  file = pathlib.Path(workdir) / "state.json"
+  return json.loads(file.read_text()) if file.exists() else {}
+
+
+def _write_report(folder):
+  (folder / "report.txt").write_text(f"{os.getpid()}\n")
+  return folder / "report.txt"
+
+
+EXPERIMENT = cli.Experiment(
+  program="python -m tests.sweep.tiny_sweep",
+  description="A sweep for tests.",
+  config="",
+  workdir="",
+  write_report=_write_report,
+)
+
+if __name__ == "__main__":
+  sys.exit(cli.main(EXPERIMENT))
