@@ -26,6 +26,7 @@ HARMLESS = (
   "log.",
   "checkpoint.",
   "mesh.",
+  "pipeline.",
   "train.log_every",
   "train.eval_every",
   "train.depth_every",

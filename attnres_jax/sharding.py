@@ -3,6 +3,8 @@
 
 The only place that spells mesh axes:
 
+  stage    ranks of a pipeline: each computes chunks of the depth for all rows.
+           Parameters at rest are cut over it as over fsdp
   data     rows of a batch; parameters are copies of each other
   fsdp     rows of a batch, too; parameters and optimiser state are cut, and
            gathered where they are used
@@ -31,7 +33,13 @@ import numpy as np
 
 from attnres_jax import config as config_lib
 
-DATA, FSDP, EXPERT, TENSOR = AXES = ("data", "fsdp", "expert", "tensor")
+STAGE, DATA, FSDP, EXPERT, TENSOR = AXES = (
+  "stage",
+  "data",
+  "fsdp",
+  "expert",
+  "tensor",
+)
 # The axes that rows of a batch are spread over.
 ROWS = (DATA, FSDP, EXPERT)
 
@@ -91,8 +99,8 @@ def make_mesh(
       config_lib.fail(
         "mesh.data", sizes[DATA], f"a multiple of the {num_slices} slices"
       )
-    inner = (sizes[DATA] // num_slices, *shape[1:])
-    across = (num_slices, *(1 for _ in shape[1:]))
+    across = [num_slices if axis == DATA else 1 for axis in AXES]
+    inner = [size // slices for size, slices in zip(shape, across)]
     grid = mesh_utils.create_hybrid_device_mesh(inner, across, used)
   return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
@@ -152,11 +160,22 @@ def state_sharding(tree: Any, mesh: Mesh) -> Any:
 
   def one(path: Any, leaf: Any) -> NamedSharding:
     name = jax.tree_util.keystr(path, simple=True, separator="/")
-    spec = _partition(name.removesuffix("/value"), leaf.shape)
+    spec = at_rest(name.removesuffix("/value"), leaf.shape)
     _check_cut(name, leaf.shape, spec, mesh)
-    return NamedSharding(mesh, PartitionSpec(*spec))
+    return NamedSharding(mesh, spec)
 
   return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def at_rest(name: str, shape: tuple[int, ...]) -> PartitionSpec:
+  """How a parameter (or moments of it) is cut between steps.
+
+  Args:
+    name: its path, with slashes.
+    shape: of the whole.
+  """
+  axes = _partition(name, shape)
+  return PartitionSpec(*((FSDP, STAGE) if a == FSDP else a for a in axes))
 
 
 def ambient(mesh: Mesh) -> contextlib.AbstractContextManager:
@@ -324,16 +343,19 @@ def _partition(name: str, shape: tuple[int, ...]) -> tuple[str | None, ...]:
 
 
 def _check_cut(
-  name: str, shape: tuple[int, ...], spec: tuple[str | None, ...], mesh: Mesh
+  name: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh
 ) -> None:
-  for size, axis in zip(shape, spec):
-    if axis is None or size % mesh.shape[axis] == 0:
+  for size, axes in zip(shape, spec):
+    axes = axes if isinstance(axes, tuple) else (axes,)
+    cut = [axis for axis in axes if axis and mesh.shape[axis] > 1]
+    parts = math.prod(mesh.shape[axis] for axis in cut)
+    if size % parts == 0:
       continue
     fitting = [n for n in range(1, size + 1) if size % n == 0]
-    near = sorted(fitting, key=lambda n: abs(n - mesh.shape[axis]))[:2]
+    near = sorted(fitting, key=lambda n: abs(n - parts))[:2]
     config_lib.fail(
-      f"mesh.{axis}",
-      mesh.shape[axis],
+      " x ".join(f"mesh.{axis}" for axis in cut),
+      parts,
       f"a divisor of {size}, which it cuts in {name} {shape}, such as"
       f" {' or '.join(map(str, sorted(near)))}",
     )

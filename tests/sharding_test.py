@@ -13,18 +13,22 @@ from attnres_jax import sharding
 def test_all_devices_or_the_first_few():
   assert jax.device_count() == 8  # tests/conftest.py
   mesh = sharding.make_mesh(config_lib.MeshConfig())
-  assert mesh.shape == {"data": 8, "fsdp": 1, "expert": 1, "tensor": 1}
+  ones = dict.fromkeys(sharding.AXES, 1)
+  assert mesh.shape == ones | {"data": 8}
   few = sharding.make_mesh(config_lib.MeshConfig(data=3))
   assert few.devices.ravel().tolist() == jax.devices()[:3]
   cut = sharding.make_mesh(config_lib.MeshConfig(data=2, fsdp=-1, tensor=2))
-  assert cut.shape == {"data": 2, "fsdp": 2, "expert": 1, "tensor": 2}
+  assert cut.shape == ones | {"data": 2, "fsdp": 2, "tensor": 2}
   assert sharding.num_row_shards(cut) == 4
 
 
 @pytest.mark.parametrize(
   "sizes,message",
   [
-    (dict(data=9), r"mesh\.data: got 9, expected at most 8, since 9 data x"),
+    (
+      dict(data=9),
+      r"mesh\.data: got 9, expected at most 8, since 1 stage x 9 data x",
+    ),
     (dict(data=2, fsdp=8), r"mesh\.fsdp: got 8, expected at most 4, since"),
     (
       dict(tensor=3),

@@ -35,6 +35,7 @@ from attnres_jax.config.run import LogConfig
 from attnres_jax.config.run import LossConfig
 from attnres_jax.config.run import MeshConfig
 from attnres_jax.config.run import OptimConfig
+from attnres_jax.config.run import PipelineConfig
 from attnres_jax.config.run import RunConfig
 from attnres_jax.config.run import TrainConfig
 
@@ -51,6 +52,7 @@ __all__ = [
   "ModelConfig",
   "MoeConfig",
   "OptimConfig",
+  "PipelineConfig",
   "ResidualConfig",
   "RunConfig",
   "TrainConfig",

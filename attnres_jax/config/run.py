@@ -213,6 +213,7 @@ class MeshConfig:
   One axis at most may be -1, which takes the devices that the others leave.
 
   Attributes:
+    stage: ranks of a pipeline over the depth, see `PipelineConfig`.
     data: copies of the parameters, each with rows of its own.
     fsdp: parts of the parameters and optimiser state, each with rows of its
       own; gathered where they are used.
@@ -220,6 +221,7 @@ class MeshConfig:
     tensor: parts of every matrix that work on the same rows.
   """
 
+  stage: int = 1
   data: int = -1
   fsdp: int = 1
   expert: int = 1
@@ -245,6 +247,33 @@ class MeshConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class PipelineConfig:
+  """How the ranks of `mesh.stage` share the depth and the batch.
+
+  Attributes:
+    virtual_stages: chunks of consecutive sublayers that each rank has, a turn
+      of the ring apart.
+    microbatches: parts of a batch that follow each other; a multiple of
+      mesh.stage, and 0 is that many.
+    schedule: `1f1b` interleaves forward and backward, so that memory does not
+      grow with the microbatches; `gpipe` is autodiff of the forward loop.
+    rule: which blocks cross a boundary: all (`naive`), those that the rank has
+      not received before (`cached`, the paper's), or also not made (`minimum`).
+  """
+
+  virtual_stages: int = 1
+  microbatches: int = 0
+  schedule: str = "1f1b"
+  rule: str = "minimum"
+
+  def __post_init__(self):
+    errors.check_positive("pipeline", self, "virtual_stages")
+    errors.check_not_negative("pipeline", self, "microbatches")
+    errors.check_in("pipeline.schedule", self.schedule, ("1f1b", "gpipe"))
+    errors.check_in("pipeline.rule", self.rule, ("naive", "cached", "minimum"))
+
+
+@dataclasses.dataclass(frozen=True)
 class RunConfig:
   """Everything that determines a run; written beside its checkpoints.
 
@@ -263,6 +292,7 @@ class RunConfig:
   checkpoint: CheckpointConfig = CheckpointConfig()
   log: LogConfig = LogConfig()
   mesh: MeshConfig = MeshConfig()
+  pipeline: PipelineConfig = PipelineConfig()
 
   def __post_init__(self):
     if self.data.batch_size % self.optim.accumulate_steps:

@@ -145,6 +145,19 @@ class Layout:
     start = self.known(chunk) if chunk else 0
     return range(start, self.known(chunk + 1))
 
+  def held(self, chunk: int, rule: str) -> frozenset[int]:
+    """Blocks whose gradients are being summed up when a backward starts.
+
+    Later chunks of the same rank have read them, and not sent them away.
+    """
+    held: set[int] = set()
+    for later in reversed(self.chunks(self.rank(chunk))):
+      if later == chunk:
+        break
+      held.update(self.window(later + 1, rule), self.reads(later))
+      held.difference_update(self.window(later, rule), self.produced(later))
+    return frozenset(held)
+
   def has_partial(self, chunk: int) -> bool:
     """Whether a running sum enters the chunk: a block is open, or none are."""
     if chunk == 0:
@@ -156,10 +169,10 @@ class Layout:
   def window(self, chunk: int, rule: str) -> range:
     """The blocks that must be sent to the rank of a chunk when it starts.
 
-    On one rank nothing has to be sent, under any rule.
+    On one rank nothing has to be sent, under any rule, nor is it at the end.
     """
     _check_rule(rule)
-    if chunk == 0 or self.num_ranks == 1:
+    if chunk in (0, self.num_chunks) or self.num_ranks == 1:
       return range(0)
     before = chunk - self.num_ranks
     if rule == "naive" or before < 0:

@@ -217,9 +217,7 @@ def gradient_lifetimes(
     if not event.backward:
       continue
     _, chunk, microbatch = event
-    returned = range(0)
-    if chunk + 1 < layout.num_chunks:
-      returned = layout.window(chunk + 1, rule)
+    returned = layout.window(chunk + 1, rule)
     for block in {*returned, *range(layout.known(chunk))}:
       started.setdefault((microbatch, block), time)
     for block in {*layout.window(chunk, rule), *layout.produced(chunk)}:

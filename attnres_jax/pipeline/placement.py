@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters of a pipeline: where they rest, and where a step needs them.
+
+At rest every matrix is cut over `stage` as it is over `fsdp`, along its width.
+So each rank has the same share of parameters and optimiser state however uneven
+the chunks are, embedding and head included, and neither optimiser nor
+checkpoints know of a pipeline. A step begins with one all-to-all that brings
+each rank the sublayers of its chunks, and an all-gather of what all ranks need;
+gradients go home by the transposes. Per device that sends the master weights of
+its rank once and their gradients once, outside of all loops.
+
+Within the step `fsdp` and `expert` still cut the weights of a chunk: it is
+gathered when its turn comes, and its gradient scattered.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec
+import numpy as np
+
+from attnres_jax import sharding
+from attnres_jax.pipeline import layout as layout_lib
+
+
+class Shared(NamedTuple):
+  """The modules of a model beside its sublayers."""
+
+  embedding: Any
+  residual: Any
+  final_norm: Any
+
+  @classmethod
+  def of(cls, model: Any) -> "Shared":
+    return cls(model.embedding, model.residual, model.final_norm)
+
+
+class Parameters(NamedTuple):
+  """Of a rank, for the time of a step.
+
+  Attributes:
+    weights: kind -> module of leaves [V, rows, ...], one index for each chunk,
+      filled up to the rows of the chunk that has most.
+    shared: whole.
+  """
+
+  weights: dict[str, Any]
+  shared: Shared
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Placement:
+  """How parameters get to their ranks and back. Runs within `shard_map`.
+
+  Attributes:
+    mesh: with an axis `stage`.
+    layout: which sublayers each chunk has.
+    kinds: of all sublayers.
+    specs: how each parameter is cut at rest, a tree like the model.
+  """
+
+  mesh: Mesh
+  layout: layout_lib.Layout
+  kinds: tuple[str, ...]
+  specs: Any
+
+  def collect(self, model: Any) -> Parameters:
+    """The parameters of this rank, of the parts of all that are here at rest.
+
+    Linear. Its transpose also sums gradients over the axes that cut a
+    parameter, and `reduce` sums them over the others.
+    """
+    shared = jax.tree.map(
+      functools.partial(self._gather, sharding.AXES, 0),
+      Shared.of(model),
+      Shared.of(self.specs),
+    )
+    weights = {
+      kind: jax.tree.map(
+        functools.partial(self._rows_of_rank, self._rows(kind)),
+        stacked,
+        self.specs.sublayers[kind],
+      )
+      for kind, stacked in model.sublayers.items()
+    }
+    return Parameters(weights, shared)
+
+  def reduce(self, gradient: Any) -> Any:
+    """Sums what the transpose of `collect` gave over the remaining axes."""
+
+    def one(g: jax.Array, spec: PartitionSpec) -> jax.Array:
+      rest = [a for a in sharding.AXES if a not in _axes(spec)]
+      return jax.lax.psum(g, tuple(rest))
+
+    return jax.tree.map(one, gradient, self.specs)
+
+  @property
+  def cuts_chunks(self) -> bool:
+    """Whether a chunk has to be gathered before it can run."""
+    return any(self.mesh.shape[axis] > 1 for axis in _CHUNK_AXES)
+
+  def gather_chunk(self, weights: dict[str, Any]) -> dict[str, Any]:
+    """Weights [1, rows, ...] of one chunk, whole. Linear, too."""
+    return {
+      kind: jax.tree.map(
+        functools.partial(self._gather, _CHUNK_AXES, 1),
+        stacked,
+        self.specs.sublayers[kind],
+      )
+      for kind, stacked in weights.items()
+    }
+
+  def _rows(self, kind: str) -> np.ndarray:
+    """int32 [P, V, rows]: which of the sublayers of a kind a chunk has.
+
+    Short chunks are filled up with the first row, which they never look at.
+    """
+    of_kind = np.asarray([k == kind for k in self.kinds])
+    place = np.cumsum(of_kind) - 1
+    starts = (0, *self.layout.ends)
+    chunks = [
+      place[start:stop][of_kind[start:stop]]
+      for start, stop in zip(starts, starts[1:])
+    ]
+    most = max(map(len, chunks))
+    filled = [np.pad(rows, (0, most - len(rows))) for rows in chunks]
+    shape = self.layout.num_virtual_stages, self.layout.num_ranks, most
+    return np.stack(filled).reshape(shape).swapaxes(0, 1).astype(np.int32)
+
+  def _rows_of_rank(
+    self, rows_PVR: np.ndarray, w: jax.Array, spec: PartitionSpec
+  ) -> jax.Array:
+    stage = sharding.STAGE
+    if stage in _axes(spec):
+      (dim,) = [i for i, axes in enumerate(spec) if stage in _names(axes)]
+      w = w[rows_PVR.reshape(-1)]
+      w = jax.lax.all_to_all(w, stage, 0, dim, tiled=True)
+    else:
+      w = w[jnp.asarray(rows_PVR)[jax.lax.axis_index(stage)].reshape(-1)]
+    return w.reshape(*rows_PVR.shape[1:], *w.shape[1:])
+
+  def _gather(
+    self, over: Sequence[str], skip: int, w: jax.Array, spec: PartitionSpec
+  ) -> jax.Array:
+    """Undoes cuts over some axes, where `skip` dimensions come before."""
+    for dim, axes in enumerate(spec):
+      # The last of several axes cuts finest.
+      for axis in reversed(_names(axes)):
+        if axis in over and self.mesh.shape[axis] > 1:
+          w = jax.lax.all_gather(w, axis, axis=dim + skip, tiled=True)
+    return w
+
+
+_CHUNK_AXES = (sharding.FSDP, sharding.EXPERT)
+
+
+def _names(axes: Any) -> tuple[str, ...]:
+  """The mesh axes of one entry of a PartitionSpec."""
+  if axes is None:
+    return ()
+  return axes if isinstance(axes, tuple) else (axes,)
+
+
+def _axes(spec: PartitionSpec) -> set[str]:
+  return {name for axes in spec for name in _names(axes)}

@@ -1,0 +1,444 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pipeline as one program: every rank the same, in lockstep.
+
+One `shard_map`, manual over all axes of the mesh. A tick has a forward and a
+backward slot on each rank. Tables of the schedule say which chunk of which
+microbatch is in a slot, and a `lax.switch` over the chunks runs it, or nothing.
+No collective is inside of a branch. A tick does this, on every rank:
+
+  send    gradients that the last tick has made, to the rank before
+  F       the forward slot; needs nothing of that, and hides it
+  send    what F has made, to the next rank
+  B       the backward slot; the next tick needs that, so that B hides it
+
+Warm-up and drain are ticks of the same loop whose B, or F, is nothing on all
+ranks: they take as long as the other slot. Loops of their own would send no
+zeros that way, but would have every chunk twice in the program.
+
+The loop holds what `memory` has counted, however many microbatches there are.
+Gradients are reduced once, after the loop, but over the axes that cut a chunk
+(see `placement`).
+
+`pipeline.schedule="gpipe"` leaves backward to autodiff of the forward loop,
+which saves the cache at every tick: the simple mode, and what tests compare
+with. Evaluation is the forward loop and nothing else.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from attnres_jax import config as config_lib
+from attnres_jax import loss as loss_lib
+from attnres_jax import models
+from attnres_jax import sharding
+from attnres_jax.pipeline import layout as layout_lib
+from attnres_jax.pipeline import memory
+from attnres_jax.pipeline import placement as placement_lib
+from attnres_jax.pipeline import schedule as schedule_lib
+from attnres_jax.pipeline import stage as stage_lib
+from attnres_jax.pipeline import transport as transport_lib
+
+Microbatch = stage_lib.Microbatch
+Parameters = placement_lib.Parameters
+
+# Who has a part of the loss: its last rank, of its own rows.
+_LOSS_AXES = (sharding.STAGE, *sharding.ROWS)
+
+
+def value_and_grad(
+  config: config_lib.RunConfig,
+  mesh: Mesh,
+  model: models.Transformer,
+  batch: Microbatch,
+) -> tuple[loss_lib.LossSums, models.Transformer]:
+  """Sums of the loss over a batch, and the gradient of their total.
+
+  Args:
+    config: of the run.
+    mesh: with an axis `stage` above 1.
+    model: parameters, cut as `sharding.state_sharding` says.
+    batch: all rows.
+  """
+  plan = make_plan(config, mesh)
+  by_schedule = {"1f1b": _by_hand, "gpipe": _by_autodiff}
+  differentiate = by_schedule[config.pipeline.schedule]
+
+  def program(model, batch):
+    parameters, pull_back = jax.vjp(plan.placement.collect, model)
+    loss, gradient = differentiate(plan, parameters, plan.cut(batch))
+    (gradient,) = pull_back(gradient)
+    loss = jax.lax.psum(loss, _LOSS_AXES)
+    return loss, plan.placement.reduce(gradient)
+
+  out_specs = sharding.WHOLE, plan.placement.specs
+  return plan.on_mesh(program, out_specs)(model, batch)
+
+
+def evaluate(
+  config: config_lib.RunConfig,
+  mesh: Mesh,
+  model: models.Transformer,
+  batch: Microbatch,
+) -> loss_lib.LossSums:
+  """Sums of the loss over a batch; arguments as in `value_and_grad`."""
+  plan = make_plan(config, mesh)
+
+  def program(model, batch):
+    parameters = plan.placement.collect(model)
+    return jax.lax.psum(_forward(plan, parameters, plan.cut(batch)), _LOSS_AXES)
+
+  return plan.on_mesh(program, sharding.WHOLE)(model, batch)
+
+
+def _by_hand(
+  plan: "Plan", parameters: Parameters, batch: Microbatch
+) -> tuple[loss_lib.LossSums, Parameters]:
+  """Interleaved 1F1B: loss and gradients of this rank."""
+  stage, wire = plan.stage, plan.stage.transport
+  last = wire.layout.num_chunks - 1
+
+  def forward(chunk, cache, message, *work):
+    if chunk < last:
+      return stage.forward(chunk, cache, message, *work)[:2]
+    # Its backward follows within the tick, and runs it anyhow.
+    return stage.receive(chunk, cache, message, work[-1]), wire.message()
+
+  def no_forward(cache, *_):
+    return cache, wire.message()
+
+  def tick(state, slots):
+    cache, sums, arrived, leaving = state
+    returned = wire.send(leaving, backward=True)
+    work = plan.unit(slots.forward, parameters, batch)
+    cache, message = work.switch(forward, no_forward, cache, arrived)
+    arrived = wire.send(message)
+    work = plan.unit(slots.backward, parameters, batch)
+    sums, leaving = work.differentiate(stage, cache, sums, returned)
+    return cache, sums, arrived, leaving
+
+  state = (
+    stage.empty_cache(),
+    stage.no_gradients(*parameters),
+    wire.message(),
+    wire.message(),
+  )
+  _, sums, _, _ = plan.loop(tick, range(plan.schedule.num_ticks), state)
+  return sums.loss, Parameters(sums.weights, sums.shared)
+
+
+def _by_autodiff(
+  plan: "Plan", parameters: Parameters, batch: Microbatch
+) -> tuple[loss_lib.LossSums, Parameters]:
+  """GPipe: loss and gradients of this rank."""
+
+  def total(parameters):
+    sums = _forward(plan, parameters, batch)
+    return sums.total, sums
+
+  gradient, sums = jax.grad(total, has_aux=True)(parameters)
+  return sums, gradient
+
+
+def _forward(
+  plan: "Plan", parameters: Parameters, batch: Microbatch
+) -> loss_lib.LossSums:
+  """The forward loop by itself: loss of this rank."""
+  stage, wire = plan.stage, plan.stage.transport
+
+  def no_forward(cache, *_):
+    return cache, wire.message(), stage_lib.no_loss()
+
+  @jax.checkpoint
+  def tick(state, slots):
+    cache, loss, arrived = state
+    work = plan.unit(slots.forward, parameters, batch)
+    cache, message, more = work.switch(
+      stage.forward, no_forward, cache, arrived
+    )
+    return cache, jax.tree.map(jnp.add, loss, more), wire.send(message)
+
+  ticks = range(plan.schedule.phases.steady.stop)
+  state = stage.empty_cache(), stage_lib.no_loss(), wire.message()
+  _, loss, _ = plan.loop(tick, ticks, state)
+  return loss
+
+
+class Slots(NamedTuple):
+  """Of all ranks at a tick, int32 [P, 2] each: chunk and microbatch, or -1."""
+
+  forward: jax.Array
+  backward: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+  """Who does what when, with what.
+
+  Attributes:
+    schedule: units at each tick.
+    stage: what a unit of work is.
+    placement: of the parameters.
+  """
+
+  schedule: schedule_lib.Schedule
+  stage: stage_lib.Stage
+  placement: placement_lib.Placement
+
+  def on_mesh(
+    self, program: Callable[..., Any], out_specs: Any
+  ) -> Callable[..., Any]:
+    """`program(model, batch)` on every device, with its parts of both."""
+    return jax.shard_map(
+      program,
+      mesh=self.placement.mesh,
+      in_specs=(self.placement.specs, sharding.SEQUENCES),
+      out_specs=out_specs,
+      # Unchecked, no gradient rule within the loops sums over devices.
+      check_vma=False,
+    )
+
+  def cut(self, batch: Microbatch) -> Microbatch:
+    """Rows of this device [B, ...] as [M, B / M, ...]."""
+    count = self.schedule.num_microbatches
+    return jax.tree.map(
+      lambda a: a.reshape(count, a.shape[0] // count, *a.shape[1:]), batch
+    )
+
+  def loop(
+    self, tick: Callable[[Any, Slots], Any], ticks: range, state: Any
+  ) -> Any:
+    """The state after some ticks."""
+
+    def body(state, slots):
+      return tick(state, slots), None
+
+    slots = Slots(
+      *(
+        jnp.asarray(slots[ticks.start : ticks.stop])
+        for slots in (self.schedule.forward, self.schedule.backward)
+      )
+    )
+    return jax.lax.scan(body, state, slots)[0]
+
+  def unit(
+    self, slots: jax.Array, parameters: Parameters, batch: Microbatch
+  ) -> "Unit":
+    """The work of this rank, of the slots of all."""
+    chunk, index = slots[jax.lax.axis_index(sharding.STAGE)]
+    microbatch = jax.tree.map(lambda a: a[index], batch)
+    return Unit(
+      self.placement, chunk, parameters.weights,
+      (parameters.shared, microbatch, index),
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Unit:
+  """A chunk of a microbatch, or nothing, on a rank.
+
+  Attributes:
+    placement: of the parameters.
+    chunk: int32, -1 for nothing.
+    weights: of all chunks of the rank.
+    rest: what functions of `Stage` take after the weights.
+  """
+
+  placement: placement_lib.Placement
+  chunk: jax.Array
+  weights: dict[str, Any]
+  rest: tuple[Any, ...]
+
+  def switch(
+    self,
+    function: Callable[..., Any],
+    nothing: Callable[..., Any],
+    *state: Any,
+  ) -> Any:
+    """`function(chunk, *state, weights, *rest)`, or `nothing(*state, ...)`."""
+    weights = self.weights
+    if self.placement.cuts_chunks:
+      weights = self.placement.gather_chunk(self._own(weights))
+    return self._switch(function, nothing, *state, weights)
+
+  def differentiate(
+    self,
+    stage: stage_lib.Stage,
+    cache: stage_lib.Cache,
+    sums: stage_lib.Gradients,
+    message: stage_lib.Message,
+  ) -> tuple[stage_lib.Gradients, stage_lib.Message]:
+    """`stage.backward`, with the gradient of weights added where they lie."""
+
+    def nothing(cache, sums, *_):
+      del cache
+      return sums, stage.transport.message()
+
+    if not self.placement.cuts_chunks:
+      return self._switch(
+        stage.backward, nothing, cache, sums, message, self.weights
+      )
+    weights, scatter = jax.vjp(
+      self.placement.gather_chunk, self._own(self.weights)
+    )
+    empty = jax.tree.map(jnp.zeros_like, weights)
+    found, message = self._switch(
+      stage.backward, nothing, cache, sums._replace(weights=empty), message,
+      weights,
+    )  # fmt: skip
+    (own,) = scatter(found.weights)
+    added = jax.tree.map(
+      lambda a, g: a.at[self._virtual_stage].add(g[0]), sums.weights, own
+    )
+    return found._replace(weights=added), message
+
+  @property
+  def _virtual_stage(self) -> jax.Array:
+    return jnp.maximum(self.chunk, 0) // self.placement.layout.num_ranks
+
+  def _own(self, weights: dict[str, Any]) -> dict[str, Any]:
+    return jax.tree.map(lambda w: w[self._virtual_stage][None], weights)
+
+  def _switch(self, function, nothing, *arguments):
+    chunks = range(self.placement.layout.num_chunks)
+    branches = [nothing] + [functools.partial(function, c) for c in chunks]
+    return jax.lax.switch(self.chunk + 1, branches, *arguments, *self.rest)
+
+
+def make_plan(config: config_lib.RunConfig, mesh: Mesh) -> Plan:
+  """Plans the step of a run.
+
+  Raises:
+    ConfigError: the mesh, the batch or the network do not fit each other.
+  """
+  layout = _layout(config, mesh)
+  microbatches = _num_microbatches(config, mesh)
+  model = jax.eval_shape(lambda: models.build_model(config.model))
+  layout = dataclasses.replace(layout, block_size=model.residual.block_size)
+  network = stage_lib.Network(config, layout)
+  rows = config.data.batch_size // sharding.num_row_shards(mesh) // microbatches
+  block, partial = _state_shapes(network, model, rows)
+  rule = config.pipeline.rule
+  wire = transport_lib.Transport(layout, rule, sharding.STAGE, block, partial)
+  schedule = schedule_lib.make_schedule("fused", layout, microbatches)
+  pools = {kind: schedule.slot_pool(kind, rule=rule) for kind in memory.KINDS}
+  specs = jax.tree.map(lambda s: s.spec, sharding.state_sharding(model, mesh))
+  placement = placement_lib.Placement(
+    mesh, layout, config.model.sublayer_kinds, specs
+  )
+  return Plan(schedule, stage_lib.Stage(network, wire, **pools), placement)
+
+
+def _layout(config: config_lib.RunConfig, mesh: Mesh) -> layout_lib.Layout:
+  ranks, stages = mesh.shape[sharding.STAGE], config.pipeline.virtual_stages
+  count = config.model.num_sublayers
+  if mesh.shape[sharding.TENSOR] > 1:
+    config_lib.fail(
+      "mesh.tensor",
+      mesh.shape[sharding.TENSOR],
+      f"1 with mesh.stage={ranks}",
+    )
+  if ranks > count:
+    config_lib.fail(
+      "mesh.stage", ranks, f"at most the {count} sublayers of the network"
+    )
+  if ranks * stages > count:
+    config_lib.fail(
+      "pipeline.virtual_stages",
+      stages,
+      f"at most {count // ranks}, since {count} sublayers leave some of"
+      f" {ranks} (mesh.stage) x {stages} chunks empty",
+    )
+  sizes = layout_lib.split_sublayers(count, ranks * stages)
+  return layout_lib.Layout(ranks, stages, sizes)
+
+
+def _num_microbatches(config: config_lib.RunConfig, mesh: Mesh) -> int:
+  ranks = mesh.shape[sharding.STAGE]
+  count = config.pipeline.microbatches or ranks
+  if count % ranks:
+    config_lib.fail(
+      "pipeline.microbatches",
+      count,
+      f"a multiple of mesh.stage={ranks}, such as {_nearest(count, ranks)}",
+    )
+  if config.optim.accumulate_steps > 1:
+    config_lib.fail(
+      "optim.accumulate_steps",
+      config.optim.accumulate_steps,
+      f"1 with mesh.stage={ranks}, where pipeline.microbatches cuts the batch",
+    )
+  rows, unit = config.data.batch_size, sharding.num_row_shards(mesh) * count
+  if rows % unit:
+    config_lib.fail(
+      "data.batch_size",
+      rows,
+      "a multiple of mesh.data x fsdp x expert x pipeline.microbatches ="
+      f" {unit // count} x {count}, such as {_nearest(rows, unit)}",
+    )
+  return count
+
+
+def _nearest(value: int, unit: int) -> str:
+  below = value // unit * unit
+  return f"{below} or {below + unit}" if below else str(unit)
+
+
+def _state_shapes(
+  network: stage_lib.Network, model: Any, rows: int
+) -> tuple[jax.ShapeDtypeStruct | None, Any]:
+  """Of a completed block and of the rest of a state, at any boundary.
+
+  Raises:
+    ConfigError: they differ from one boundary to the next.
+  """
+  config, layout = network.config, network.layout
+  shape = rows, config.data.sequence_length
+  tokens: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
+  weights: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
+  batch = Microbatch(
+    inputs=tokens,
+    targets=tokens,
+    weights=weights,
+    segment_ids=tokens if config.data.segment_ids else None,
+  )
+  shared = placement_lib.Shared.of(model)
+  blocks, partial, found = (), None, []
+  for chunk in range(layout.num_chunks - 1):
+    kinds = network.kinds(chunk)
+    sublayers = {
+      kind: jax.tree.map(
+        lambda a, count=kinds.count(kind): jax.ShapeDtypeStruct(
+          (count, *a.shape[1:]), a.dtype
+        ),
+        model.sublayers[kind],
+      )
+      for kind in dict.fromkeys(kinds)
+    }
+    made, partial = jax.eval_shape(
+      functools.partial(network.run, chunk),
+      sublayers, shared, blocks, partial, batch,
+    )  # fmt: skip
+    blocks = (*blocks, *made)
+    found.append((len(blocks), partial))
+  partials = [partial for _, partial in found if partial is not None]
+  expected = [
+    (
+      layout.known(chunk + 1),
+      partials[0] if layout.has_partial(chunk + 1) else None,
+    )
+    for chunk in range(layout.num_chunks - 1)
+  ]
+  if found != expected or any(block != blocks[0] for block in blocks):
+    config_lib.fail(
+      "model.residual.name",
+      config.model.residual.name,
+      "a scheme whose state has one shape at every boundary between chunks,"
+      " but for completed blocks, with mesh.stage above 1",
+    )
+  return blocks[0] if blocks else None, partials[0] if partials else None

@@ -1,0 +1,392 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One chunk of the network on its rank: forward, and backward by recomputation.
+
+A rank keeps, for each microbatch in flight, the block representations that it
+received or made and still needs, each once for all of its chunks, and the
+running state that entered each chunk. Backward runs the chunk again from these
+under `jax.vjp`. So nothing that autodiff saves outlives a chunk's backward, and
+what stays from tick to tick are slots of pools that the schedule has numbered.
+
+Gradients of blocks are summed in float32 on every rank. What a rank has summed
+goes to where the block came from when the chunk that received it is done: every
+later use has then been differentiated already. This is the transpose of the
+forward plan.
+
+Every chunk is a function of its own, traced for its own sublayers, sources and
+place: kinds of sublayers, sizes and block boundaries may differ from chunk to
+chunk without any masked work. The price is a program with a body per chunk
+rather than per rank. Rows of weights are padded to the most sublayers of a kind
+that any chunk has.
+"""
+
+import collections
+from collections.abc import Mapping, Sequence
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from attnres_jax import config as config_lib
+from attnres_jax import loss as loss_lib
+from attnres_jax.models import stack
+from attnres_jax.pipeline import layout as layout_lib
+from attnres_jax.pipeline import memory
+from attnres_jax.pipeline import placement
+from attnres_jax.pipeline import transport as transport_lib
+
+Message = transport_lib.Message
+Shared = placement.Shared
+
+
+class Microbatch(NamedTuple):
+  """Rows of a batch, [B, T] each.
+
+  Attributes:
+    inputs: int32 tokens.
+    targets: int32, the tokens that follow.
+    weights: float32, 0 for targets that do not count.
+    segment_ids: int32 document numbers, or None.
+  """
+
+  inputs: jax.Array
+  targets: jax.Array
+  weights: jax.Array
+  segment_ids: jax.Array | None
+
+
+class Cache(NamedTuple):
+  """What forward leaves on a rank, by slot.
+
+  Attributes:
+    blocks: [slots, B, T, D], or None without blocks.
+    inputs: tree of [slots, ...], running states that entered chunks, or None.
+  """
+
+  blocks: Any
+  inputs: Any
+
+
+class Gradients(NamedTuple):
+  """What backward sums up on a rank.
+
+  Attributes:
+    blocks: float32 [slots, B, T, D], of blocks that wait, or None.
+    weights: of the sublayers, shaped like them.
+    shared: of the other parameters.
+    loss: sums over the tokens so far.
+  """
+
+  blocks: Any
+  weights: Any
+  shared: Shared
+  loss: loss_lib.LossSums
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+  """The chunks of a network as functions.
+
+  Attributes:
+    config: of the run.
+    layout: which sublayers each chunk has.
+  """
+
+  config: config_lib.RunConfig
+  layout: layout_lib.Layout
+
+  def kinds(self, chunk: int) -> tuple[str, ...]:
+    """Of the sublayers of a chunk."""
+    end = self.layout.ends[chunk]
+    start = self.layout.ends[chunk - 1] if chunk else 0
+    return self.config.model.sublayer_kinds[start:end]
+
+  def run(
+    self,
+    chunk: int,
+    sublayers: stack.Sublayers,
+    shared: Shared,
+    blocks: tuple[jax.Array, ...],
+    partial: Any,
+    microbatch: Microbatch,
+  ) -> Any:
+    """Runs a chunk.
+
+    Args:
+      chunk: its number.
+      sublayers: its own, in the order of depth.
+      shared: the other parameters.
+      blocks: that it reads, b_0 first; none for the first chunk, which embeds.
+      partial: the rest of the state; None where a boundary carries none.
+      microbatch: tokens.
+
+    Returns:
+      The blocks that it made, and the rest of the state. Of the last chunk
+      LossSums.
+    """
+    residual, options = shared.residual, self.config
+    if chunk == 0:
+      state = residual.init(shared.embedding.encode(microbatch.inputs))
+    else:
+      state = residual.put_together(blocks, partial)
+    state = stack.run_part(
+      sublayers,
+      self.kinds(chunk),
+      residual,
+      state,
+      microbatch.segment_ids,
+      start=self.layout.ends[chunk - 1] if chunk else 0,
+      scan=options.model.scan_layers,
+      remat=options.model.remat,
+    )
+    if chunk < self.layout.num_chunks - 1:
+      after, partial = residual.take_apart(state)
+      return after[len(blocks) :], partial
+    return loss_lib.cross_entropy(
+      shared.final_norm(residual.readout(state)),
+      shared.embedding.head_DV(),
+      microbatch.targets,
+      microbatch.weights,
+      soft_cap=options.model.logit_soft_cap,
+      z_loss=options.loss.z_loss,
+      tile_tokens=options.loss.tile_tokens,
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stage:
+  """What a rank does with a unit of work, a chunk of a microbatch.
+
+  Attributes:
+    network: the chunks.
+    transport: what the messages are.
+    blocks: slots of the cached blocks.
+    inputs: slots of the running states that entered chunks.
+    gradients: slots of the gradients of blocks.
+  """
+
+  network: Network
+  transport: transport_lib.Transport
+  blocks: memory.SlotPool
+  inputs: memory.SlotPool
+  gradients: memory.SlotPool
+
+  def empty_cache(self) -> Cache:
+    wire = self.transport
+    return Cache(
+      _pool(self.blocks, wire.block), _pool(self.inputs, wire.partial)
+    )
+
+  def no_gradients(self, weights: Any, shared: Shared) -> Gradients:
+    block = self.transport.block
+    if block is not None:
+      block = jax.ShapeDtypeStruct(block.shape, jnp.float32)
+    return Gradients(
+      _pool(self.gradients, block),
+      jax.tree.map(jnp.zeros_like, weights),
+      jax.tree.map(jnp.zeros_like, shared),
+      no_loss(),
+    )
+
+  def receive(
+    self, chunk: int, cache: Cache, message: Message, index: jax.Array
+  ) -> Cache:
+    """The cache with what a message brought for a chunk.
+
+    Args:
+      chunk: its number.
+      cache: of the rank.
+      message: as it arrived.
+      index: int32, of the microbatch.
+    """
+    blocks, inputs = cache
+    slots = self._slots(self.blocks, chunk, index)
+    window = self.transport.layout.window(chunk, self.transport.rule)
+    for block, x_BTD in zip(window, message.blocks):
+      blocks = blocks.at[slots[block]].set(x_BTD)
+    if self.transport.layout.has_partial(chunk):
+      slot = self._slots(self.inputs, chunk, index)
+      inputs = jax.tree.map(
+        lambda pool, x: pool.at[slot].set(x), inputs, message.partial
+      )
+    return Cache(blocks, inputs)
+
+  def forward(
+    self,
+    chunk: int,
+    cache: Cache,
+    message: Message,
+    weights: stack.Sublayers,
+    shared: Shared,
+    microbatch: Microbatch,
+    index: jax.Array,
+  ) -> tuple[Cache, Message, loss_lib.LossSums]:
+    """Runs a chunk on what has arrived.
+
+    Args:
+      chunk: its number.
+      cache: of the rank.
+      message: what arrived for this unit.
+      weights: see `_own`.
+      shared: the other parameters.
+      microbatch: tokens.
+      index: int32, of the microbatch.
+
+    Returns:
+      The cache, the message to the rank of the next chunk, and the loss (zero
+      but for the last chunk).
+    """
+    layout, wire = self.transport.layout, self.transport
+    cache = self.receive(chunk, cache, message, index)
+    blocks, partial = self._inputs(chunk, cache, index)
+    sublayers = self._own(chunk, weights)
+    result = self.network.run(
+      chunk, sublayers, shared, blocks, partial, microbatch
+    )
+    if chunk == layout.num_chunks - 1:
+      return cache, wire.message(), result
+    made, partial = result
+    slots, pool = self.blocks.slots[chunk], cache.blocks
+    where = self._slots(self.blocks, chunk, index)
+    for block, x_BTD in zip(layout.produced(chunk), made, strict=True):
+      if slots[0, block] >= 0:
+        pool = pool.at[where[block]].set(x_BTD)
+    known = (*blocks, *made)
+    window = [known[block] for block in layout.window(chunk + 1, wire.rule)]
+    message = wire.message(window, partial)
+    return cache._replace(blocks=pool), message, no_loss()
+
+  def backward(
+    self,
+    chunk: int,
+    cache: Cache,
+    gradients: Gradients,
+    message: Message,
+    weights: stack.Sublayers,
+    shared: Shared,
+    microbatch: Microbatch,
+    index: jax.Array,
+  ) -> tuple[Gradients, Message]:
+    """Runs a chunk again and differentiates it.
+
+    Args:
+      chunk: its number.
+      cache: of the rank.
+      gradients: sums so far.
+      message: gradients of what this unit has sent.
+      weights: as in `forward`.
+      shared: the other parameters.
+      microbatch: tokens.
+      index: int32, of the microbatch.
+
+    Returns:
+      The sums, and the message to the rank of the chunk before: gradients of
+      what this unit has received.
+    """
+    layout, wire = self.transport.layout, self.transport
+    blocks, partial = self._inputs(chunk, cache, index)
+    sublayers = self._own(chunk, weights)
+    last = chunk == layout.num_chunks - 1
+
+    def run(sublayers, shared, blocks, partial):
+      result = self.network.run(
+        chunk, sublayers, shared, blocks, partial, microbatch
+      )
+      return (result.total, result) if last else (result, no_loss())
+
+    _, pull_back, loss = jax.vjp(
+      run, sublayers, shared, blocks, partial, has_aux=True
+    )
+    where = self._slots(self.gradients, chunk, index)
+    waiting = {
+      block: [gradients.blocks[where[block]]]
+      for block in layout.held(chunk, wire.rule)
+    }
+    for block, x_BTD in zip(
+      layout.window(chunk + 1, wire.rule), message.blocks
+    ):
+      waiting.setdefault(block, []).append(x_BTD.astype(jnp.float32))
+    if last:
+      cotangent = jnp.ones((), loss.total.dtype)
+    else:
+      made = [_sum(waiting.pop(b)) for b in layout.produced(chunk)]
+      carries = layout.has_partial(chunk + 1)
+      cotangent = (
+        tuple(x_BTD.astype(wire.block.dtype) for x_BTD in made),
+        message.partial if carries else None,
+      )
+    d_sublayers, d_shared, d_blocks, d_partial = pull_back(cotangent)
+    for block, x_BTD in enumerate(d_blocks):
+      waiting.setdefault(block, []).append(x_BTD.astype(jnp.float32))
+
+    sent = []
+    for block in layout.window(chunk, wire.rule):
+      sent.append(_sum(waiting.pop(block)).astype(wire.block.dtype))
+    pool = gradients.blocks
+    for block, terms in waiting.items():
+      pool = pool.at[where[block]].set(_sum(terms))
+    gradients = Gradients(
+      pool,
+      self._add_own(chunk, gradients.weights, d_sublayers),
+      # Zeros of what a chunk does not touch are dropped by the compiler.
+      jax.tree.map(jnp.add, gradients.shared, d_shared),
+      jax.tree.map(jnp.add, gradients.loss, loss),
+    )
+    return gradients, wire.message(sent, d_partial)
+
+  def _inputs(
+    self, chunk: int, cache: Cache, index: jax.Array
+  ) -> tuple[tuple[jax.Array, ...], Any]:
+    layout = self.transport.layout
+    where = self._slots(self.blocks, chunk, index)
+    blocks = tuple(cache.blocks[where[b]] for b in layout.reads(chunk))
+    if not layout.has_partial(chunk):
+      return blocks, None
+    slot = self._slots(self.inputs, chunk, index)
+    return blocks, jax.tree.map(lambda pool: pool[slot], cache.inputs)
+
+  def _slots(
+    self, pool: memory.SlotPool, chunk: int, index: jax.Array
+  ) -> jax.Array:
+    return jnp.asarray(pool.slots[chunk])[index]
+
+  def _own(self, chunk: int, weights: Mapping[str, Any]) -> stack.Sublayers:
+    """The sublayers of a chunk, of leaves [V, rows, ...], or its own alone."""
+    own = functools.partial(_rows, self.transport.layout.virtual_stage(chunk))
+    return {
+      kind: jax.tree.map(lambda w, count=count: w[own(w, count)], weights[kind])
+      for kind, count in collections.Counter(self.network.kinds(chunk)).items()
+    }
+
+  def _add_own(
+    self, chunk: int, sums: Mapping[str, Any], own: stack.Sublayers
+  ) -> dict[str, Any]:
+    """Adds gradients of `_own` to those of the rank."""
+    rows = functools.partial(_rows, self.transport.layout.virtual_stage(chunk))
+    added = {
+      kind: jax.tree.map(
+        lambda a, g: a.at[rows(a, g.shape[0])].add(g), sums[kind], gradient
+      )
+      for kind, gradient in own.items()
+    }
+    return {**sums, **added}
+
+
+def _rows(
+  virtual_stage: int, stacked: jax.Array, count: int
+) -> tuple[int, slice]:
+  """Where the rows of a chunk are; a leading axis of 1 holds that chunk."""
+  return virtual_stage if stacked.shape[0] > 1 else 0, slice(count)
+
+
+def no_loss() -> loss_lib.LossSums:
+  return loss_lib.LossSums(*[jnp.zeros((), jnp.float32)] * 3)
+
+
+def _sum(terms: Sequence[jax.Array]) -> jax.Array:
+  return functools.reduce(jnp.add, terms)
+
+
+def _pool(pool: memory.SlotPool, like: Any) -> Any:
+  return jax.tree.map(lambda x: jnp.zeros((pool.size, *x.shape), x.dtype), like)
