@@ -5,6 +5,7 @@
     --config.mesh.data=1 --config.mesh.fsdp=16 --topology=v5e:4x4
   python -m attnres_jax.aot ... --topology=v5p-128 --num_slices=2 \
     --compare=residual=prenorm --json=report.json
+  python -m attnres_jax.aot ... --step=decode
 
 Takes the same `--config` flags as training does. Exit status 1 says that it
 does not fit.
@@ -31,6 +32,9 @@ _TOPOLOGY = flags.DEFINE_string(
 )
 _NUM_SLICES = flags.DEFINE_integer(
   "num_slices", 1, "How many of them, connected by the data center network."
+)
+_STEP = flags.DEFINE_enum(
+  "step", "train", list(report.STEPS), "What to compile."
 )
 _COMPARE = flags.DEFINE_string(
   "compare", None, "Also compile with this residual scheme: residual=prenorm."
@@ -72,7 +76,7 @@ def _make_reports() -> list[Mapping[str, Any]]:
     model = dataclasses.replace(config.model, residual=residual)
     configs.append(dataclasses.replace(config, model=model))
   devices = topology.devices(_TOPOLOGY.value, _NUM_SLICES.value)
-  return [report.make_report(one, devices) for one in configs]
+  return [report.make_report(one, devices, _STEP.value) for one in configs]
 
 
 if __name__ == "__main__":

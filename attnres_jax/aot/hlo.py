@@ -28,6 +28,7 @@ COLLECTIVES = (
   "ragged-all-to-all",
   "collective-permute",
 )
+_CONTROL = ("while", "conditional", "call")
 # They stand for no work of their own: names, views, and ends of what is
 # counted where it starts.
 _FREE = {
@@ -54,6 +55,9 @@ class Array:
   def nbytes(self) -> float:
     return math.prod(self.dims) * _BYTES.get(self.dtype, 0)
 
+  def __str__(self) -> str:
+    return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
@@ -64,6 +68,11 @@ class Instruction:
   arrays: tuple[Array, ...]
   operands: tuple[str, ...]
   attributes: str
+
+  def source(self) -> str:
+    """The operation of the traced program that it comes from, or nothing."""
+    match = re.search(r'op_name="([^"]*)"', self.attributes)
+    return match[1] if match else ""
 
   def called(self) -> Iterator[tuple[str, str]]:
     """(role, name) of the computations that it runs."""
@@ -83,16 +92,20 @@ class Collective:
   Attributes:
     kind: of `COLLECTIVES`.
     group: partitions that take part, one group of them.
+    arrays: what each device puts in.
     sent_bytes: by each device and time, on a ring.
     count: how often it runs.
     in_loop: whether that is inside of a loop.
+    overlapped: whether something is computed between its start and its end.
   """
 
   kind: str
   group: tuple[int, ...]
+  arrays: tuple[Array, ...]
   sent_bytes: float
   count: int
   in_loop: bool
+  overlapped: bool
 
 
 class Program:
@@ -144,28 +157,75 @@ class Program:
 
   def collectives(self) -> list[Collective]:
     """Each once, however many pieces the compiler overlapped it in."""
-    found: dict[str, Collective] = {}
+    found = []
     for name, (count, in_loop) in self._runs.items():
-      known = self._computations[name]
-      for instruction in known.values():
-        kind = instruction.op.removesuffix("-start")
-        if kind not in COLLECTIVES:
-          continue
-        group = _group(instruction.attributes)
-        operand_bytes = sum(
-          array.nbytes
-          for operand in instruction.operands
-          if operand in known
-          for array in known[operand].arrays
+      if name in self._fused:
+        continue
+      schedule = list(self._computations[name].values())
+      # Where its pieces are, and one of them with the computation it is in.
+      pieces: dict[str, tuple[list[int], Instruction, str]] = {}
+      for at, instruction in enumerate(schedule):
+        for key, piece, inside in self._pieces(instruction, name):
+          known = pieces.setdefault(key, ([], piece, inside))
+          known[0].extend((at, _end(schedule, at)))
+      for where, piece, inside in pieces.values():
+        between = schedule[min(where) + 1 : max(where)]
+        found.append(
+          self._collective(
+            piece, inside, count, in_loop, any(map(_computes, between))
+          )
         )
-        collective = Collective(
-          kind, group, _sent(kind, operand_bytes, len(group)), count, in_loop
-        )
-        channel = re.search(r"channel_id=(\d+)", instruction.attributes)
-        key = channel[1] if channel else name + instruction.name
-        if key not in found or found[key].count < count:
-          found[key] = collective
-    return list(found.values())
+    return found
+
+  def largest(self, count: int) -> list[tuple[Array, str]]:
+    """(array, traced operation) of what takes most memory.
+
+    Of those with the same shape from the same operation there is one.
+    """
+    found = {
+      (array, instruction.source())
+      for _, instruction, _ in self.instructions()
+      if not instruction.op.endswith(("-start", "-update"))
+      for array in instruction.arrays
+      if array.in_hbm
+    }
+    return sorted(found, key=lambda pair: (-pair[0].nbytes, pair[1]))[:count]
+
+  def _pieces(
+    self, instruction: Instruction, computation: str
+  ) -> Iterator[tuple[str, Instruction, str]]:
+    """(whole that it is a piece of, collective, where) in an instruction."""
+    if instruction.op.removesuffix("-start") in COLLECTIVES:
+      # What is overlapped in pieces has one chain, what is not has a name.
+      chain = re.search(r"chain_id=\"\d+\"", instruction.attributes)
+      yield chain[0] if chain else instruction.name, instruction, computation
+    if instruction.op not in _CONTROL:
+      for _, called in instruction.called():
+        for inner in self._computations[called].values():
+          yield from self._pieces(inner, called)
+
+  def _collective(
+    self,
+    instruction: Instruction,
+    computation: str,
+    count: int,
+    in_loop: bool,
+    overlapped: bool,
+  ) -> Collective:
+    known = self._computations[computation]
+    kind = instruction.op.removesuffix("-start")
+    if computation.startswith("%all-reduce-scatter"):
+      # Of the sum, this fusion makes nothing but the part of each device.
+      kind = "reduce-scatter"
+    group = _group(instruction.attributes)
+    arrays = tuple(
+      array
+      for operand in instruction.operands
+      if operand in known
+      for array in known[operand].arrays
+    )
+    sent = _sent(kind, sum(a.nbytes for a in arrays), len(group))
+    return Collective(kind, group, arrays, sent, count, in_loop, overlapped)
 
   @functools.cached_property
   def _fused(self) -> set[str]:
@@ -174,7 +234,7 @@ class Program:
       called
       for computation in self._computations.values()
       for instruction in computation.values()
-      if instruction.op not in ("while", "conditional", "call")
+      if instruction.op not in _CONTROL
       for _, called in instruction.called()
     }
 
@@ -216,6 +276,26 @@ def axes_of(group: Sequence[int], mesh_shape: Mapping[str, int]) -> str:
     axis
     for axis, along in zip(mesh_shape, coordinates)
     if len(set(along.tolist())) > 1
+  )
+
+
+def _end(schedule: Sequence[Instruction], at: int) -> int:
+  """Where the asynchronous instruction at `at` is done; `at` for others."""
+  start = schedule[at]
+  if start.op.endswith("-start"):
+    for i, instruction in enumerate(schedule[at:], at):
+      if (
+        instruction.op.endswith("-done") and start.name in instruction.operands
+      ):
+        return i
+  return at
+
+
+def _computes(instruction: Instruction) -> bool:
+  """Rather than to start or end a collective, or to move data."""
+  working = ("fusion", "convolution", "custom-call", "while")
+  return instruction.op in working and not instruction.name.startswith(
+    "%async-collective"
   )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The train step of a config, compiled for devices that are not there.
+"""A step of a config, compiled for devices that are not there.
 
 Everything is per device. Memory is the compiler's own account of one program.
 Times are lower bounds from what the program computes, moves and sends against
@@ -8,7 +8,8 @@ is the step's bound. Work inside Pallas kernels is not in the compiled FLOPs
 (the analytic count has it), but their traffic is in the bytes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
 import math
 import re
 import time
@@ -26,29 +27,77 @@ from attnres_jax.aot import hlo
 from attnres_jax.aot import topology
 
 _GIB = 2**30
+# How many of the largest arrays a report names.
+_NUM_LARGEST = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+  """A program to compile.
+
+  Attributes:
+    lower: (config, mesh, abstract train state) -> the lowered program.
+    trains: whether it holds optimiser state and a backward pass.
+    note: what a reader has to know of it.
+  """
+
+  lower: Callable[..., Any]
+  trains: bool
+  note: str = ""
+
+
+def _lower_train(config, mesh, state):
+  shape = (config.data.batch_size, config.data.sequence_length + 1)
+  step = train_state.make_train_step(config, mesh)
+  return step.lower(state, {"tokens": _tokens(shape, mesh)})
+
+
+def _lower_decode(config, mesh, state):
+  def next_logits(model, tokens_BT):
+    with sharding.ambient(mesh):
+      h_BTD = model.hidden(tokens_BT)
+    return model.embedding.decode(h_BTD[:, -1:])
+
+  shape = (config.data.batch_size, config.data.sequence_length)
+  return jax.jit(next_logits).lower(state.model, _tokens(shape, mesh))
+
+
+STEPS = {
+  "train": Step(_lower_train, trains=True),
+  "decode": Step(
+    _lower_decode,
+    trains=False,
+    note="one token per row by recomputing its window, as"
+    " attnres_jax.inference.sample does: no scheme and no mixer has a cached"
+    " decode step yet",
+  ),
+}
 
 
 def make_report(
-  config: config_lib.RunConfig, devices: Sequence[Any]
+  config: config_lib.RunConfig, devices: Sequence[Any], step: str = "train"
 ) -> dict[str, Any]:
-  """Compiles and reads the train step; JSON-ready.
+  """Compiles and reads a step; JSON-ready.
 
-  `fits` is False where the compiler runs out of memory; then `reason` is its
-  message, and what only a compiled program shows is missing.
+  `fits` is False where the program needs more memory than there is. If the
+  compiler refuses it for that, `reason` is its message, and what only a
+  compiled program shows is missing.
+
+  Args:
+    config: of the run.
+    devices: of `topology.devices`.
+    step: a key of `STEPS`.
 
   Raises:
     ConfigError: the config fits no such mesh, or names no vocabulary.
   """
+  program = config_lib.choose("step", step, STEPS)
   chip = topology.chip(devices[0])
   mesh = sharding.make_mesh(config.mesh, devices)
   state = train_state.abstract_state(config, mesh)
-  step = train_state.make_train_step(config, mesh)
-  shape = (config.data.batch_size, config.data.sequence_length + 1)
-  tokens = jax.ShapeDtypeStruct(
-    shape, jnp.int32, sharding=sharding.batch_sharding(mesh)
-  )
   report: dict[str, Any] = dict(
     name=config.name,
+    step=step,
     residual=config.model.residual.name,
     device_kind=devices[0].device_kind,
     devices=mesh.size,
@@ -58,13 +107,14 @@ def make_report(
     accumulate_steps=config.optim.accumulate_steps,
     remat=config.model.remat,
     parameter_bytes=_bytes_per_device(state.model),
-    optimiser_bytes=_bytes_per_device(state.opt_state),
-    **_kept_bytes(config, mesh),
     hbm_bytes=chip.hbm_bytes,
-    analytic_flops=_analytic_flops(config) / mesh.size,
+    analytic_flops=_analytic_flops(config, program) / mesh.size,
   )
+  if program.trains:
+    report["optimiser_bytes"] = _bytes_per_device(state.opt_state)
+    report |= _kept_bytes(config, mesh)
   start = time.perf_counter()
-  lowered = step.lower(state, {"tokens": tokens})
+  lowered = program.lower(config, mesh, state)
   report["lower_seconds"] = time.perf_counter() - start
   start = time.perf_counter()
   try:
@@ -88,16 +138,21 @@ def make_report(
 def to_text(report: Mapping[str, Any]) -> str:
   """What a person reads."""
   mesh = " x ".join(f"{n} {axis}" for axis, n in report["mesh"].items())
+  rows = f"{report['batch_size']} rows of {report['sequence_length']} tokens"
+  if STEPS[report["step"]].trains:
+    rows += (
+      f" in {report['accumulate_steps']} microbatches, remat {report['remat']}"
+    )
+  note = STEPS[report["step"]].note
   lines = [
-    f"{report['name']} ({report['residual']}) on {report['devices']}"
-    f" {report['device_kind']} devices: {mesh}",
-    f"{report['batch_size']} rows of {report['sequence_length']} tokens in"
-    f" {report['accumulate_steps']} microbatches, remat"
-    f" {report['remat']}",
+    f"{report['name']} ({report['residual']}), {report['step']} step on"
+    f" {report['devices']} {report['device_kind']} devices: {mesh}",
+    rows,
+    *([note] if note else []),
     "",
     text_table.table(("memory per device", "GiB"), _memory_rows(report)),
   ]
-  if not report["fits"]:
+  if "reason" in report:
     return "\n".join([*lines, "", "does not fit:", _oom(report["reason"])])
   lines += [
     "",
@@ -123,16 +178,26 @@ def to_text(report: Mapping[str, Any]) -> str:
     f" {report['bound']}",
     "",
     text_table.table(
-      ("collective", "axes", "where", "times", "MB sent"),
+      ("collective", "axes", "where", "times", "MB sent", "MB overlapped"),
       [
         (
           row["kind"], row["axes"], "in loop" if row["in_loop"] else "once",
           row["count"], f"{row['sent_bytes'] / 1e6:,.1f}",
+          f"{row['overlapped_bytes'] / 1e6:,.1f}",
         )
         for row in report["collectives"]
       ],
     ),
     "",
+    text_table.table(
+      ("largest arrays", "MiB", "computed by"),
+      [
+        (row["array"], f"{row['bytes'] / 2**20:,.1f}", row["source"])
+        for row in report["largest"]
+      ],
+    ),
+    "",
+    *([] if report["fits"] else ["does not fit", ""]),
     f"lowered in {report['lower_seconds']:.0f} s, compiled in"
     f" {report['compile_seconds']:.0f} s",
   ]  # fmt: skip
@@ -166,8 +231,8 @@ def _memory_rows(report):
     "parameters": "parameter_bytes",
     "optimiser state": "optimiser_bytes",
     "temporaries": "temporary_bytes",
-    "  running states kept for backward": "running_state_bytes",
-    "  block representations": "block_bytes",
+    "  activations kept for backward": "running_state_bytes",
+    "  cached blocks": "block_bytes",
     "peak": "peak_bytes",
     "of": "hbm_bytes",
     "headroom": "headroom_bytes",
@@ -216,10 +281,16 @@ def _kept_bytes(
   return kept
 
 
-def _analytic_flops(config: config_lib.RunConfig) -> float:
+def _tokens(shape: tuple[int, int], mesh: jax.sharding.Mesh) -> Any:
+  placed = sharding.batch_sharding(mesh)
+  return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=placed)
+
+
+def _analytic_flops(config: config_lib.RunConfig, step: Step) -> float:
   length = config.data.sequence_length
-  per_token = flops.flops_per_token(config.model, length).train
-  return per_token * config.data.batch_size * length
+  per_token = flops.flops_per_token(config.model, length)
+  passes = per_token.train if step.trains else per_token.forward
+  return passes * config.data.batch_size * length
 
 
 def _memory(compiled: Any, chip: topology.Chip) -> dict[str, Any]:
@@ -245,10 +316,18 @@ def _work(
   for one in program.collectives():
     key = (one.kind, hlo.axes_of(one.group, mesh.shape), one.in_loop)
     row = rows.setdefault(
-      key, dict(zip(("kind", "axes", "in_loop"), key), count=0, sent_bytes=0.0)
+      key,
+      dict(
+        zip(("kind", "axes", "in_loop"), key),
+        count=0,
+        sent_bytes=0.0,
+        overlapped_bytes=0.0,
+      ),
     )
+    sent_bytes = one.count * one.sent_bytes
     row["count"] += one.count
-    row["sent_bytes"] += one.count * one.sent_bytes
+    row["sent_bytes"] += sent_bytes
+    row["overlapped_bytes"] += sent_bytes * one.overlapped
   sent = sum(row["sent_bytes"] for row in rows.values())
   traffic = program.hbm_bytes()
   return dict(
@@ -258,4 +337,8 @@ def _work(
     sent_bytes=sent,
     link_seconds=sent / chip.link_bytes_per_second,
     collectives=sorted(rows.values(), key=lambda row: -row["sent_bytes"]),
+    largest=[
+      dict(array=str(array), bytes=array.nbytes, source=source)
+      for array, source in program.largest(_NUM_LARGEST)
+    ],
   )

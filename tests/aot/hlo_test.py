@@ -85,6 +85,84 @@ def test_collectives():
   assert hlo.axes_of(gather.group, MESH) == "data"
 
 
+# One gathering in three pieces, the middle one together with a product; two
+# permutations, the first of which waits for nothing but itself; and two
+# reductions of which each device keeps a part. All on the same channel.
+OVERLAPPED = """\
+HloModule jit_g, is_scheduled=true
+
+%sum (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[]{:T(128)} parameter(0)
+  %y = f32[]{:T(128)} parameter(1)
+  ROOT %add = f32[]{:T(128)} add(%x, %y)
+}
+
+%first (a: bf16[4,6]) -> bf16[8,6] {
+  %a = bf16[4,6]{1,0:T(8,128)} parameter(0)
+  ROOT %g1 = bf16[8,6]{1,0:T(8,128)} all-gather(%a), channel_id=1, replica_groups=[4,2]<=[8], frontend_attributes={chain_id="0"}
+}
+
+%second (b: bf16[4,6]) -> bf16[8,6] {
+  %b = bf16[4,6]{1,0:T(8,128)} parameter(0)
+  ROOT %g2 = bf16[8,6]{1,0:T(8,128)} all-gather(%b), channel_id=1, replica_groups=[4,2]<=[8], frontend_attributes={chain_id="0"}
+}
+
+%third (c: bf16[4,6]) -> bf16[8,6] {
+  %c = bf16[4,6]{1,0:T(8,128)} parameter(0)
+  ROOT %g3 = bf16[8,6]{1,0:T(8,128)} all-gather(%c), channel_id=1, replica_groups=[4,2]<=[8], frontend_attributes={chain_id="0"}
+}
+
+%all-reduce-scatter.1 (d: f32[8,6]) -> f32[4,6] {
+  %d = f32[8,6]{1,0:T(8,128)} parameter(0)
+  %s = f32[8,6]{1,0:T(8,128)} all-reduce(%d), channel_id=1, replica_groups=[4,2]<=[8], to_apply=%sum
+  ROOT %part = f32[4,6]{1,0:T(8,128)} slice(%s), slice={[0:4], [0:6]}
+}
+
+%all-reduce-scatter.2 (e: f32[8,6]) -> f32[4,6] {
+  %e = f32[8,6]{1,0:T(8,128)} parameter(0)
+  %t = f32[8,6]{1,0:T(8,128)} all-reduce(%e), channel_id=1, replica_groups=[4,2]<=[8], to_apply=%sum
+  ROOT %rest = f32[4,6]{1,0:T(8,128)} slice(%t), slice={[0:4], [0:6]}
+}
+
+ENTRY %main (l: bf16[4,6], m: f32[8,6]) -> f32[4,6] {
+  %l = bf16[4,6]{1,0:T(8,128)} parameter(0)
+  %m = f32[8,6]{1,0:T(8,128)} parameter(1)
+  %async-collective-start = bf16[8,6]{1,0:T(8,128)} fusion(%l), kind=kCustom, calls=%first
+  %fusion.7 = bf16[8,6]{1,0:T(8,128)} fusion(%async-collective-start), kind=kCustom, calls=%second
+  %async-collective-done = bf16[8,6]{1,0:T(8,128)} fusion(%fusion.7), kind=kCustom, calls=%third
+  %p1 = bf16[4,6]{1,0:T(8,128)} collective-permute-start(%l), channel_id=1, source_target_pairs={{0,1},{1,0}}
+  %p2 = bf16[4,6]{1,0:T(8,128)} collective-permute-start(%l), channel_id=1, source_target_pairs={{0,4},{4,0}}
+  %q1 = bf16[4,6]{1,0:T(8,128)} collective-permute-done(%p1)
+  %r1 = f32[4,6]{1,0:T(8,128)} fusion(%m), kind=kCustom, calls=%all-reduce-scatter.1, metadata={op_name="halves"}
+  %q2 = bf16[4,6]{1,0:T(8,128)} collective-permute-done(%p2)
+  ROOT %r2 = f32[4,6]{1,0:T(8,128)} fusion(%m), kind=kCustom, calls=%all-reduce-scatter.2, metadata={op_name="halves"}
+}
+"""  # noqa: E501
+
+
+def test_pieces_of_one_collective_and_what_they_overlap_with():
+  found = hlo.Program(OVERLAPPED).collectives()
+  assert [(c.kind, c.overlapped, c.sent_bytes) for c in found] == [
+    ("all-gather", True, 2 * 4 * 6),
+    ("collective-permute", False, 2 * 4 * 6),
+    ("collective-permute", True, 2 * 4 * 6),
+    ("reduce-scatter", False, 4 * 8 * 6 / 2),
+    ("reduce-scatter", False, 4 * 8 * 6 / 2),
+  ]
+  assert [str(c.arrays[0]) for c in found][::4] == ["bf16[4,6]", "f32[8,6]"]
+  plain = hlo.Program(TEXT).collectives()
+  assert not any(one.overlapped for one in plain)
+
+
+def test_largest_arrays():
+  found = hlo.Program(OVERLAPPED).largest(3)
+  named = [(str(array), source) for array, source in found]
+  # Each shape once per operation; arguments are not computed.
+  assert named == [("bf16[8,6]", ""), ("f32[4,6]", "halves")]
+  (largest, _), *_ = hlo.Program(TEXT).largest(1)
+  assert str(largest) == "f32[4,8]"
+
+
 @pytest.mark.parametrize(
   "groups,axes",
   [

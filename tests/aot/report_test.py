@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The train step, compiled for a slice, in numbers that add up."""
 
+import dataclasses
 import json
 
 import pytest
@@ -47,8 +48,45 @@ def test_numbers_of_a_step(devices):
   assert 1.2 < found["flops"] / found["analytic_flops"] < 1.7
   axes = {row["axes"] for row in found["collectives"]}
   assert {"data", "tensor"} <= axes
+  # What is overlapped is a part of what is sent, and neither all nor nothing.
+  for row in found["collectives"]:
+    assert 0 <= row["overlapped_bytes"] <= row["sent_bytes"]
+  hidden = sum(row["overlapped_bytes"] for row in found["collectives"])
+  assert 0 < hidden < found["sent_bytes"]
+  sizes = [row["bytes"] for row in found["largest"]]
+  assert sizes == sorted(sizes, reverse=True)
+  assert sizes[0] <= found["temporary_bytes"]
   text = report.to_text(found)
   assert "a step takes at least" in text and "2 data x 2 fsdp" in text
+  for label in ("activations kept for backward", "cached blocks", "headroom"):
+    assert label in text
+  assert found["largest"][0]["array"] in text
+
+
+def test_a_decode_step(devices):
+  """Forward only, without optimiser state; its note says what it is."""
+  config = _config()
+  found = report.make_report(config, devices, "decode")
+  train = report.make_report(config, devices)
+  assert found["fits"] and "optimiser_bytes" not in found
+  assert train["analytic_flops"] == 3 * found["analytic_flops"]
+  assert found["flops"] < train["flops"] / 2.5
+  text = report.to_text(found)
+  assert "decode step on 8" in text and "cached decode step" in text
+  message = r"step: got 'prefill', expected one of decode, train"
+  with pytest.raises(config_lib.ConfigError, match=message):
+    report.make_report(config, devices, "prefill")
+
+
+def test_a_program_larger_than_memory(devices, monkeypatch):
+  """Compiled all the same, it is shown whole, with its largest arrays."""
+  kind = devices[0].device_kind
+  small = dataclasses.replace(topology.CHIPS[kind], hbm_bytes=2**20)
+  monkeypatch.setitem(topology.CHIPS, kind, small)
+  found = report.make_report(_config(), devices, "decode")
+  assert not found["fits"] and found["headroom_bytes"] < 0
+  text = report.to_text(found)
+  assert "does not fit" in text and found["largest"][0]["array"] in text
 
 
 def test_a_step_that_does_not_fit(devices):
@@ -58,4 +96,5 @@ def test_a_step_that_does_not_fit(devices):
     devices,
   )
   assert not found["fits"]
-  assert "hbm" in report.to_text(found).lower()
+  text = report.to_text(found)
+  assert "hbm" in text.lower() and "Largest program allocations" in text

@@ -12,6 +12,8 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import sharding
+from attnres_jax.aot import hlo
+from attnres_jax.aot import topology
 from attnres_jax.models import moe
 from tests import jaxprs
 
@@ -373,6 +375,55 @@ def test_pieces_hold_what_is_usual_and_no_more():
       a.shape[0] for a in jaxprs.arrays(jaxpr) if a.shape[1:] == (HIDDEN,)
     }
     assert rows & {math.ceil(1.25 * pairs)} and max(rows) < 1.5 * pairs + 64
+
+
+def test_what_travels_on_tpu():
+  """Tokens over `expert`, parts of weights in bfloat16 over `fsdp`."""
+  pytest.importorskip("libtpu", reason="libtpu is not installed")
+  width, hidden, experts = 512, 128, 16
+  config = config_lib.ModelConfig(
+    width=width,
+    num_layers=1,
+    dtype="bfloat16",
+    moe=config_lib.MoeConfig(
+      num_experts=experts, top_k=2, expert_width=hidden, num_shared=0
+    ),
+  )
+  mesh = sharding.make_mesh(
+    config_lib.MeshConfig(data=1, fsdp=2, expert=4),
+    topology.devices("v5e:2x4"),
+  )
+  module = jax.eval_shape(lambda: moe.Moe(config, rngs=nnx.Rngs(params=0)))
+  placed = _shardings(mesh, module)
+  rows = sharding.batch_sharding(mesh)
+
+  def both(module, x):
+    with sharding.ambient(mesh):
+      y, pull = jax.vjp(lambda module, x: module(x), module, x)
+      return pull(y)
+
+  arguments = (
+    sharding.with_sharding(module, placed),
+    jax.ShapeDtypeStruct((8, 64, width), jnp.bfloat16, sharding=rows),
+  )
+  step = jax.jit(both, out_shardings=(placed, rows))
+  compiled = step.lower(*arguments).compile()
+  sent = [
+    (one.kind, hlo.axes_of(one.group, mesh.shape), array)
+    for one in hlo.Program(compiled.as_text()).collectives()
+    for array in one.arrays
+  ]
+  weights = {(*how, str(a)) for *how, a in sent if hidden in a.dims}
+  own, half = experts // 4, width // 2
+  assert weights == {
+    ("all-gather", "fsdp", f"bf16[{own},{half},{hidden}]"),
+    ("all-gather", "fsdp", f"bf16[{own},{hidden},{half}]"),
+    ("reduce-scatter", "fsdp", f"f32[{own},{width},{hidden}]"),
+    ("reduce-scatter", "fsdp", f"f32[{own},{hidden},{width}]"),
+  }
+  tokens = {(*how, a.dtype, math.prod(a.dims)) for *how, a in sent}
+  assert ("all-gather", "expert", "bf16", 64 * width) in tokens
+  assert ("all-to-all", "expert", "bf16", 4 * 64 * width) in tokens
 
 
 def test_devices_share_the_work():
