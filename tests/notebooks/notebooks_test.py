@@ -27,5 +27,6 @@ def test_ipynb_holds_no_outputs_and_opens_in_colab(path):
   assert badge in found.cells[0].source
 
 
-def test_there_is_a_quickstart():
-  assert "quickstart" in [path.stem for path in execute.pairs()]
+def test_there_are_notebooks():
+  names = {path.stem for path in execute.pairs()}
+  assert {"quickstart", "scaling_laws"} <= names

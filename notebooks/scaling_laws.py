@@ -1,0 +1,235 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Scaling laws of Attention Residuals
+#
+# [![Open In Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/attnres-jax/attnres-jax/blob/main/notebooks/scaling_laws.ipynb)
+#
+# The [paper](https://arxiv.org/abs/2603.15031) trains each of its schemes at
+# five sizes (Table 2), fits a law $L = A\, C^{-\alpha}$ to their losses over
+# compute (Fig. 4), and reads off that the baseline needs 1.25 times the compute
+# for the loss of Block AttnRes.
+#
+# This notebook fits Table 2 again, under three ways to count $C$, and with
+# intervals; then it puts your own runs beside it. Nothing is trained, and it
+# takes a few seconds.
+
+# %%
+import importlib.util
+
+if importlib.util.find_spec("attnres_jax") is None:
+  # On Colab this keeps the jax that comes with the runtime.
+  repository = "git+https://github.com/attnres-jax/attnres-jax"
+  # %pip install -q "attnres-jax[plots] @ {repository}"
+
+# %%
+import itertools
+import pathlib
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+from attnres_jax import scaling
+from attnres_jax import text_table
+from attnres_jax.scaling import compute
+from attnres_jax.scaling import fit
+from attnres_jax.scaling import paper
+from attnres_jax.scaling import plots
+from attnres_jax.sweep import rows
+
+schemes = tuple(paper.PUBLISHED_FITS)  # those with a printed law
+labels = {scheme: plots.STYLES[scheme].label for scheme in schemes}
+
+# %% [markdown]
+# ## What was published
+#
+# Losses of one row differ by the scheme alone. The gaps do not shrink with size.
+
+# %%
+header = ["size", "tokens, B", *labels.values(), "Block less PreNorm"]
+table = []
+for size in paper.TABLE_2:
+  losses = [size.loss(scheme) for scheme in schemes]
+  gap = size.loss("block_attnres") - size.loss("prenorm")
+  table.append([size.name, size.tokens / 1e9, *losses, f"{gap:+.3f}"])
+print(text_table.table(header, table))
+
+# %% [markdown]
+# ## Choose what compute is
+#
+# The paper does not say how it counts. Change the choice and run what follows
+# again:
+#
+# - `6nd`: six FLOPs per activated parameter and token;
+# - `attention`: and the attention over the sequence;
+# - `residual`: and what the residual scheme itself does.
+
+# %%
+counting = "attention"  # @param ["6nd", "attention", "residual"]
+
+# %% [markdown]
+# ## Fit it again
+#
+# Least squares in $\ln L$. There is one run per size, so the 90 % intervals come
+# from drawing sizes with replacement, the same ones for all schemes.
+
+
+# %%
+def fit_paper(counting):
+  runs = {scheme: paper.runs(scheme, counting) for scheme in schemes}
+  draws = np.random.default_rng(0)
+  return runs, fit.fit_schemes(runs, draws, over=("sizes",))
+
+
+def interval(estimate, digits=3):
+  low, high = estimate.low, estimate.high
+  return f"{estimate.value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+runs, fits = fit_paper(counting)
+header = ["scheme", "A", "alpha", "printed A", "printed alpha"]
+table = []
+for scheme, found in fits.items():
+  law = paper.PUBLISHED_FITS[scheme].law
+  table.append(
+    [
+      labels[scheme],
+      interval(found.coefficient()),
+      interval(found.exponent(), 4),
+      f"{law.coefficient:.3f}",
+      f"{law.exponent:.3f}",
+    ]
+  )
+print(f"C is {compute.LABELS[counting]}\n")
+print(text_table.table(header, table))
+
+# %% [markdown]
+# ## Fig. 4, printed and fitted again
+#
+# Left: the points of Table 2 under the counting chosen above, with the laws that
+# the paper prints. Points that are off their lines were counted or fitted in
+# another way there. Right: the same points with laws of their own, and 90 % bands.
+
+# %%
+figure, axes = plt.subplots(
+  1, 2, figsize=(10.5, 4.2), sharey=True, layout="constrained"
+)
+plots.draw_paper(counting, ax=axes[0])
+largest = max(own.compute.max() for own in runs.values())
+plots.draw_scaling(
+  runs,
+  fits,
+  counting,
+  ax=axes[1],
+  advantage=("prenorm", "block_attnres", largest),
+  title="Table 2, fitted again",
+)
+plt.show()
+
+# %% [markdown]
+# ## How much compute is saved
+#
+# The advantage is the compute at which PreNorm reaches what the other scheme
+# reaches at $C$, over $C$. First from the printed laws, at the paper's 5.6
+# PFLOP/s-days:
+
+# %%
+at = paper.PUBLISHED_COMPUTE
+printed = {name: one.law for name, one in paper.PUBLISHED_FITS.items()}
+for scheme in schemes:
+  ratio = scaling.compute_advantage(printed["prenorm"], printed[scheme], at)
+  print(f"{labels[scheme]:15} {printed[scheme](at):.3f}  {ratio.value:.2f}x")
+
+# %% [markdown]
+# Printed laws have three decimals. Any number that rounds to one of them could
+# be behind it; how far apart are the advantages that this allows?
+
+# %%
+half = 0.0005
+ratios = []
+for signs in itertools.product((-half, half), repeat=4):
+  laws = [
+    fit.PowerLaw(law.coefficient + a, law.exponent + b)
+    for law, (a, b) in zip(
+      (printed["prenorm"], printed["block_attnres"]),
+      (signs[:2], signs[2:]),
+    )
+  ]
+  ratios.append(scaling.compute_advantage(*laws, at).value)
+print(f"Block AttnRes: {min(ratios):.2f}x to {max(ratios):.2f}x by rounding")
+
+# %% [markdown]
+# Now from the fits, under each counting, with their intervals, at the compute of
+# the largest size. Compare the columns: the advantage hardly depends on how
+# compute is counted, and five sizes of one seed leave it a wide interval.
+
+# %%
+header = ["C", "at", *list(labels.values())[1:]]
+table = []
+for name in compute.COUNTINGS:
+  own_runs, own_fits = fit_paper(name)
+  largest = max(one.compute.max() for one in own_runs.values())
+  ratios = [
+    interval(
+      scaling.compute_advantage(own_fits["prenorm"], own_fits[scheme], largest),
+      2,
+    )
+    for scheme in schemes[1:]
+  ]
+  table.append([compute.LABELS[name], f"{largest:.2f}", *ratios])
+print(text_table.table(header, table))
+
+# %% [markdown]
+# ## An irreducible loss?
+#
+# $L = A\, C^{-\alpha} + E$ has one number more. Five points do not determine it:
+
+# %%
+for scheme in schemes:
+  own = runs[scheme]
+  law = scaling.fit_power_law(own.compute, own.loss, irreducible=True)
+  print(
+    f"{labels[scheme]:15} A {law.coefficient:.3f}  alpha {law.exponent:.3f}"
+    f"  E {law.irreducible:.3f}"
+  )
+
+# %% [markdown]
+# ## Your own runs
+#
+# A sweep leaves one row per finished run:
+#
+# ```
+# python -m experiments.scaling_law.run --workdir=runs/scaling
+# python -m experiments.scaling_law.run collect --workdir=runs/scaling
+# ```
+#
+# Name the file here. Losses of other data and tokenizers do not share an axis
+# with the paper's, so there are two panels; slopes and gaps can be compared,
+# heights cannot.
+
+# %%
+own_rows = "runs/scaling/rows.csv"  # @param {type: "string"}
+
+if pathlib.Path(own_rows).exists():
+  own_runs = rows.by_scheme(rows.read(own_rows), counting)
+  several = {
+    scheme: one for scheme, one in own_runs.items() if len({*one.size}) > 1
+  }
+  own_fits = fit.fit_schemes(several, np.random.default_rng(0))
+  plots.figure_4(
+    own_runs, own_fits, counting, paper_counting=counting, title=own_rows
+  )
+  plt.show()
+else:
+  print(f"{own_rows} is not there yet")
