@@ -6,6 +6,7 @@ same one. metrics.jsonl says what was completed, summary.json what came out.
 """
 
 from collections.abc import Iterable
+import dataclasses
 import json
 import statistics
 from typing import Any
@@ -15,6 +16,7 @@ import jax
 
 from attnres_jax import checkpoint
 from attnres_jax import config as config_lib
+from attnres_jax import goodput
 from attnres_jax import metrics as metrics_lib
 from attnres_jax import optimizer
 
@@ -45,7 +47,11 @@ def changes(
   if not file.exists() or not checkpoint.all_steps(workdir):
     return {}
   old = json.loads(file.read_text())
-  found = config_lib.differences(old, json.loads(config_lib.to_json(config)))
+  # A field that is new since then had its default.
+  both = (config_lib.build_run_config(old), config)
+  found = config_lib.differences(
+    *(json.loads(config_lib.to_json(one)) for one in both)
+  )
   harmless = HARMLESS
   lengths = (old["train"]["steps"], config.train.steps)
   settled = min(optimizer.settled_steps(config.optim, n) for n in lengths)
@@ -117,12 +123,6 @@ def missing_checkpoint(
   return None if is_there else newest
 
 
-def lost_steps(workdir: epath.Path, resume_step: int) -> int:
-  """Logged steps that have to be taken again."""
-  rows = metrics_lib.read_rows(workdir, "train")
-  return max([0] + [row["step"] - resume_step for row in rows])
-
-
 def open_run(
   workdir: epath.Path,
   config: config_lib.RunConfig,
@@ -161,12 +161,11 @@ def summarise(
   }
   if jax.process_index() != 0:
     return summary
-  train = metrics_lib.read_rows(workdir, "train")
-  validation = metrics_lib.read_rows(workdir, "validation")
+  rows = metrics_lib.read_rows(workdir)
+  train = [row for row in rows if row["split"] == "train"]
+  validation = [row for row in rows if row["split"] == "validation"]
   compiled = {
-    row["function"]: row
-    for row in metrics_lib.read_rows(workdir, "event")
-    if row["event"] == "compiled"
+    row["function"]: row for row in rows if row.get("event") == "compiled"
   }
   if train:
     summary["train_loss"] = train[-1]["loss"]
@@ -183,6 +182,7 @@ def summarise(
   if "train_step" in compiled:
     summary["compile_seconds"] = compiled["train_step"]["seconds"]
     summary["peak_bytes"] = compiled["train_step"]["peak_bytes"]
+  summary["goodput"] = dataclasses.asdict(goodput.of_rows(rows))
   if status == "finished":
     text = json.dumps(summary, indent=2) + "\n"
     (workdir / "summary.json").write_text(text)

@@ -25,6 +25,7 @@ from attnres_jax import checkpoint
 from attnres_jax import config as config_lib
 from attnres_jax import data
 from attnres_jax import evaluate
+from attnres_jax import goodput
 from attnres_jax import metrics as metrics_lib
 from attnres_jax import run_folder
 from attnres_jax import sharding
@@ -78,10 +79,10 @@ def train_and_evaluate(
     restored = checkpoint.restore_latest(workdir, abstract_state)
     step = restored.step if restored else 0
     missing = run_folder.missing_checkpoint(workdir, restored)
-    lost_steps = run_folder.lost_steps(workdir, step)
+    lost = goodput.lost(metrics_lib.read_rows(workdir), step)
     writer = run_folder.open_run(workdir, config, descriptions, step)
     stack.callback(writer.close)
-    _report_start(writer, mesh, step, restored, missing, lost_steps, changes)
+    _report_start(writer, mesh, step, restored, missing, lost, changes)
 
     batch_shape = _batch_shape(config, mesh)
     train_step = _compile(
@@ -106,6 +107,7 @@ def train_and_evaluate(
     batches = _batches_from(datasets["train"], config, restored)
     stack.callback(batches.close)
     saves = stack.enter_context(_Saves(workdir, config, writer))
+    writer.event(step, "ready", seconds=time.perf_counter() - start)
     log = step_log.StepLog(config, writer, mesh)
     stopped = False
     try:
@@ -123,7 +125,9 @@ def train_and_evaluate(
         if depth_step and (last or _due(step, config.train.depth_every)):
           grad_norm_L = log.drain()["grad_norm_L"]
           with log.paused():
+            began = time.perf_counter()
             series = jax.device_get(depth_step(state.model, batch))
+            series["seconds"] = time.perf_counter() - began
             writer.write(step, "depth", **series, grad_norm_L=grad_norm_L)
         if last or _due(step, config.train.eval_every):
           log.drain()
@@ -181,7 +185,7 @@ def _report_start(
   step: int,
   restored: checkpoint.Restored | None,
   missing: int | None,
-  lost_steps: int,
+  lost: tuple[int, float],
   changes: dict[str, tuple[Any, Any]],
 ) -> None:
   """Events for what was found, before anything is computed."""
@@ -195,7 +199,8 @@ def _report_start(
   writer.event(
     step,
     "resume" if restored else "start",
-    lost_steps=lost_steps,
+    lost_steps=lost[0],
+    lost_seconds=lost[1],
     devices=mesh.size,
     device_kind=mesh.devices.flat[0].device_kind,
     processes=jax.process_count(),
@@ -298,9 +303,11 @@ class _Saves:
 
   def wait(self) -> None:
     """Until the save under way, if any, is complete."""
+    start = time.perf_counter()
     self._saver.wait()
     if self._pending is not None:
       step, seconds = self._pending
+      seconds += time.perf_counter() - start
       self._writer.event(step, "checkpoint", blocked_seconds=seconds)
       self._pending = None
 

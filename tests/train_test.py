@@ -10,6 +10,7 @@ import pytest
 
 from attnres_jax import checkpoint
 from attnres_jax import config as config_lib
+from attnres_jax import metrics
 from attnres_jax import step_log
 from attnres_jax import train
 from attnres_jax import train_state
@@ -68,7 +69,7 @@ def test_what_a_run_leaves(whole, fields):
   assert {"loss", "grad_norm", "learning_rate"} <= set(rows[1])
   assert rows[20]["loss"] < rows[1]["loss"]
   assert summary["train_loss"] == rows[20]["loss"]
-  row = json.loads((workdir / "metrics.jsonl").read_text().splitlines()[4])
+  row = json.loads((workdir / "metrics.jsonl").read_text().splitlines()[5])
   assert row["step"] == 1 and row["model_flop_utilisation"] is None
   assert row["step_seconds"] > 0 and row["data_wait_seconds"] >= 0
 
@@ -127,9 +128,25 @@ def test_model_is_the_trained_one(whole):
 @pytest.mark.parametrize("step", [5, 15])
 def test_resumed_run_equals_uninterrupted_run(whole, run, fields, step):
   tiny_run.rewind(run, step)
+  before = metrics.read_rows(run)
   summary = tiny_run.train_here(run, fields)
   (resume,) = tiny_run.events(run, "resume")
   assert resume["step"] == step and resume["lost_steps"] == 20 - step
+  lost = sum(
+    row["step_seconds"] if row["split"] == "train" else row["seconds"]
+    for row in before
+    if row["split"] != "event" and row["step"] > step
+  )
+  assert resume["lost_seconds"] == pytest.approx(lost)
+  spent = summary["goodput"]
+  assert spent["lost"] == resume["lost_seconds"]
+  assert spent["compile"] == sum(
+    row["seconds"] for row in tiny_run.events(run, "compiled")
+  )
+  del spent["lost_steps"]
+  assert all(seconds > 0 for seconds in spent.values())
+  # Of both attempts; saves overlap with nothing else that is counted.
+  assert sum(spent.values()) <= whole[1]["seconds"] + summary["seconds"]
   for name in ("train_loss", "validation_loss", "bits_per_byte", "parameters"):
     assert summary[name] == whole[1][name]
   tiny_run.assert_same_run(whole[0], run)
@@ -201,6 +218,15 @@ def test_changed_config_is_refused(run, fields):
   assert json.loads((run / "config.json").read_text())["optim"][
       "peak_lr"
   ] == 0.003  # fmt: skip
+
+
+def test_a_field_that_is_new_since_then_changes_nothing(whole, run, fields):
+  tiny_run.rewind(run, 10)
+  values = json.loads((run / "config.json").read_text())
+  del values["loss"]["z_loss"]
+  (run / "config.json").write_text(json.dumps(values))
+  assert tiny_run.train_here(run, fields)["status"] == "finished"
+  tiny_run.assert_same_run(whole[0], run)
 
 
 def test_changed_data_is_refused(run, fields, tmp_path):

@@ -12,6 +12,7 @@ import math
 from etils import epath
 
 from attnres_jax import flops
+from attnres_jax import goodput as goodput_lib
 from attnres_jax import metrics
 from attnres_jax import text_table
 from attnres_jax.scaling import grid
@@ -40,6 +41,7 @@ class Progress:
     step_flops: of one training step, as `flops` counts.
     attempts: workers that have had the run.
     error: of the last attempt.
+    goodput: what the seconds went into, as far as rows tell.
   """
 
   name: str
@@ -54,6 +56,7 @@ class Progress:
   step_flops: float
   attempts: int
   error: str
+  goodput: goodput_lib.Goodput
 
 
 def of_run(folder: epath.PathLike, run: grid.Run) -> Progress:
@@ -82,6 +85,7 @@ def of_run(folder: epath.PathLike, run: grid.Run) -> Progress:
     step_flops=per_token * config.data.batch_size * length,
     attempts=state.attempts,
     error=state.error,
+    goodput=goodput_lib.of_rows(rows),
   )
 
 

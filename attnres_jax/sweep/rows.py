@@ -14,6 +14,7 @@ from typing import Any
 from etils import epath
 
 from attnres_jax import flops
+from attnres_jax import goodput
 from attnres_jax import metrics
 from attnres_jax.flops import parameters
 from attnres_jax.scaling import compute as compute_lib
@@ -49,11 +50,16 @@ def of_run(folder: epath.PathLike, run: grid.Run) -> dict[str, Any]:
   count = parameters.total(
     parameters.of_parts(config.model), "embedding", "head"
   )
+  metric_rows = metrics.read_rows(workdir)
   starts = [
-    row
-    for row in metrics.read_rows(workdir, "event")
-    if row["event"] in ("start", "resume")
+    row for row in metric_rows if row.get("event") in ("start", "resume")
   ]
+  spent = goodput.of_rows(metric_rows)
+  # That of one step is a column of its own.
+  times = {
+    "training" if name == "step" else name: value
+    for name, value in spent.seconds.items()
+  }
   data = json.loads((workdir / "data.json").read_text())
   return {
     "run": run.name,
@@ -72,6 +78,8 @@ def of_run(folder: epath.PathLike, run: grid.Run) -> dict[str, Any]:
     "step_seconds": f"{summary['step_seconds']:.4g}",
     "seconds": f"{state_lib.read(workdir).seconds:.1f}",
     "attempts": state_lib.read(workdir).attempts,
+    **{f"{name}_seconds": f"{value:.1f}" for name, value in times.items()},
+    "lost_steps": spent.lost_steps,
     "device": f"{starts[-1]['devices']} x {starts[-1]['device_kind']}",
     "python": starts[-1]["python"],
     "jax": starts[-1]["jax"],
