@@ -12,6 +12,7 @@ from absl.testing import absltest
 from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from attnres_kernels import depth_attention
@@ -27,6 +28,9 @@ CHIPS = {
   "tpu7x": "tpu7x:2x2x1",
 }
 
+# Of each array: 2^31 elements and a last tile that is a part of one.
+HUGE = shapes.Shape("huge", 1, 1, 2**18 + 8, 8192)
+
 pytestmark = pytest.mark.skipif(
   importlib.util.find_spec("libtpu") is None,
   reason="not run: libtpu, the TPU compiler, is not installed here",
@@ -34,14 +38,17 @@ pytestmark = pytest.mark.skipif(
 
 
 @functools.cache
-def sharding(chip):
+def devices(chip):
   # Not at import time: describing a topology loads the TPU compiler.
   from jax.experimental import topologies
 
-  topology = topologies.get_topology_desc(
+  return topologies.get_topology_desc(
     platform="tpu", topology_name=CHIPS[chip]
-  )
-  return jax.sharding.SingleDeviceSharding(topology.devices[0])
+  ).devices
+
+
+def sharding(chip):
+  return jax.sharding.SingleDeviceSharding(devices(chip)[0])
 
 
 def attention(shape, bank):
@@ -128,6 +135,51 @@ class TpuCompileTest(parameterized.TestCase):
       if " copy(" in line:
         self.assertNotIn("bf16[5,512,1024]", line)
 
+  def test_sharded_tokens_need_no_collective(self):
+    mesh = jax.sharding.Mesh(np.array(devices("v5e")), ("data",))
+    spec = jax.sharding.PartitionSpec
+    shape = shapes.Shape("small", 2, 3, 64, 256)
+    phases = attention(shape, False)[0], merge(shape, True)[0]
+    token = spec("data")
+
+    def step(query, row, out, lse, *sources):
+      (mixed, lses, (dquery, *dsources)) = phases[0](query, out, None, *sources)
+      values = phases[1](
+        mixed[0], lses[0], query[0], sources[0], sources[1], row
+      )
+      values, (dout, dlse, drow, dpartial, dupdate, dgain) = values
+      sums = jax.lax.psum((dquery, drow, dgain), "data")
+      return (values, dout, dlse, dpartial, dupdate, dsources), sums
+
+    mapped = jax.shard_map(
+      step,
+      mesh=mesh,
+      in_specs=(spec(), spec(), spec(None, "data"), token, *[token] * 3),
+      out_specs=(token, spec()),
+      check_vma=False,
+    )
+    placed = lambda shape, dtype, at: jax.ShapeDtypeStruct(
+      shape, dtype, sharding=jax.sharding.NamedSharding(mesh, at)
+    )
+    text = (
+      jax.jit(mapped)
+      .lower(
+        placed((2, 256), jnp.float32, spec()),
+        placed((256,), jnp.float32, spec()),
+        placed((2, 64, 256), jnp.bfloat16, spec(None, "data")),
+        placed((64,), jnp.float32, token),
+        *[placed((64, 256), jnp.bfloat16, token)] * 3,
+      )
+      .compile()
+      .as_text()
+    )
+    for name in ("depth_attention_backward", "depth_merge_backward"):
+      self.assertIn(name, text)
+    # The caller's sums, and nothing else.
+    self.assertIn("all-reduce", text)
+    for name in ("all-gather", "all-to-all", "collective-permute"):
+      self.assertNotIn(name, text)
+
   def test_accumulation_is_in_place(self):
     token = (500, 1024)  # The last tile is a part of one.
 
@@ -163,10 +215,19 @@ class NamedShapesTest(parameterized.TestCase):
   def test_merge_named_shapes(self, chip, shape):
     compile_for(chip, *merge(shape, True), "bfloat16")
 
-  @parameterized.product(chip=tuple(CHIPS))
-  def test_more_than_2_to_31_elements(self, chip):
+  @parameterized.product(chip=tuple(CHIPS), bank=(False, True))
+  def test_more_than_2_to_31_elements_in_all_sources(self, chip, bank):
     shape = shapes.Shape("huge", 1, 9, 32768, 8192)
-    compile_for(chip, *attention(shape, False), "bfloat16")
+    compile_for(chip, *attention(shape, bank), "bfloat16")
+
+  # Those whose memory holds the arrays of both directions.
+  @parameterized.parameters("v5p", "v6e", "tpu7x")
+  def test_more_than_2_to_31_elements_in_one_array(self, chip):
+    compile_for(chip, *attention(HUGE, False), "bfloat16")
+
+  @parameterized.parameters("v5p", "tpu7x")
+  def test_merge_of_more_than_2_to_31_elements(self, chip):
+    compile_for(chip, *merge(HUGE, True), "bfloat16")
 
 
 if __name__ == "__main__":
