@@ -19,6 +19,7 @@ from attnres_jax import optimizer as optimizer_lib
 from attnres_jax import sharding
 from attnres_jax.models import moe
 from attnres_jax.models import stack
+from attnres_jax.pipeline import spmd
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -160,6 +161,8 @@ def make_depth_step(config: config_lib.RunConfig, mesh: Mesh) -> Step:
   entropy in nats of each read's weights.
   """
   rows = config.data.batch_size // config.optim.accumulate_steps
+  if _pipelined(mesh):
+    rows //= spmd.num_microbatches(config, mesh)
 
   def depth_step(model: models.Transformer, batch: Batch) -> Metrics:
     inputs, _, _, segment_ids = _split(batch)
@@ -182,7 +185,13 @@ def make_depth_step(config: config_lib.RunConfig, mesh: Mesh) -> Step:
 
 def _check(config: config_lib.RunConfig, mesh: Mesh) -> None:
   sharding.check_divides(config, mesh)
+  if _pipelined(mesh):
+    spmd.make_plan(config, mesh)
   optimizer_lib.make_schedule(config.optim, config.train.steps)
+
+
+def _pipelined(mesh: Mesh) -> bool:
+  return mesh.shape[sharding.STAGE] > 1
 
 
 def _init(config: config_lib.RunConfig) -> TrainState:
@@ -205,6 +214,9 @@ def _split(batch: Batch):
 
 def _loss_sums(config, mesh, model, batch):
   inputs, targets, weights, segment_ids = _split(batch)
+  if _pipelined(mesh):
+    rows = spmd.Microbatch(inputs, targets, weights, segment_ids)
+    return spmd.evaluate(config, mesh, model, rows), jnp.sum(weights)
   with sharding.ambient(mesh):
     hidden = model.hidden(inputs, segment_ids)
   sums = loss_lib.cross_entropy(
@@ -222,6 +234,10 @@ def _loss_sums(config, mesh, model, batch):
 
 def _accumulate(config, mesh, model, batch):
   """Loss sums, counted tokens and summed gradient over all microbatches."""
+  if _pipelined(mesh):
+    rows = spmd.Microbatch(*_split(batch))
+    sums, gradient = spmd.value_and_grad(config, mesh, model, rows)
+    return sums, jnp.sum(rows.weights), gradient
 
   def value_and_grad(microbatch):
     def total(model):

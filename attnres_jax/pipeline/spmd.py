@@ -317,7 +317,7 @@ def make_plan(config: config_lib.RunConfig, mesh: Mesh) -> Plan:
     ConfigError: the mesh, the batch or the network do not fit each other.
   """
   layout = _layout(config, mesh)
-  microbatches = _num_microbatches(config, mesh)
+  microbatches = num_microbatches(config, mesh)
   model = jax.eval_shape(lambda: models.build_model(config.model))
   layout = dataclasses.replace(layout, block_size=model.residual.block_size)
   network = stage_lib.Network(config, layout)
@@ -358,7 +358,12 @@ def _layout(config: config_lib.RunConfig, mesh: Mesh) -> layout_lib.Layout:
   return layout_lib.Layout(ranks, stages, sizes)
 
 
-def _num_microbatches(config: config_lib.RunConfig, mesh: Mesh) -> int:
+def num_microbatches(config: config_lib.RunConfig, mesh: Mesh) -> int:
+  """M: into how many microbatches a batch is cut.
+
+  Raises:
+    ConfigError: naming the nearest numbers that fit the mesh and the batch.
+  """
   ranks = mesh.shape[sharding.STAGE]
   count = config.pipeline.microbatches or ranks
   if count % ranks:

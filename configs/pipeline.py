@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The language models of `lm.py`, their depth spread over a pipeline.
+
+  JAX_NUM_CPU_DEVICES=8 python -m attnres_jax.main \
+    --config=configs/pipeline.py:size=micro --workdir=runs/pipeline \
+    --config.mesh.stage=4 --config.pipeline.virtual_stages=2 \
+    --config.pipeline.microbatches=8
+
+Takes the arguments of `lm.py`. Any other config becomes a pipeline by the same
+overrides; `attnres_jax.pipeline` says what they mean.
+"""
+
+import pathlib
+
+from attnres_jax import config as c
+from attnres_jax.config import load
+
+_LM = load.load_file(str(pathlib.Path(__file__).with_name("lm.py")))
+
+ARGUMENTS = _LM.ARGUMENTS
+
+
+def get_config(arg=None):
+  """Config of one run; see the module docstring."""
+  config = _LM.get_config(arg)
+  config.unlock()
+  config.name = config.name.replace("lm_", "pipeline_", 1)
+  config.mesh.stage = 4
+  config.pipeline.virtual_stages = 2
+  config.pipeline.microbatches = 8
+  config.data.batch_size = 8 * -(-config.data.batch_size // 8)
+  config.lock()
+  return config
