@@ -1,43 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of the report, as SVG that follows the page's colours."""
+"""The figures of the report, made within `pages.svg.style()`."""
 
 from collections.abc import Mapping, Sequence
-import io
-import re
 
-import matplotlib
 from matplotlib import figure as figure_lib
 from matplotlib import ticker
 import numpy as np
 
 from attnres_jax.analysis import plots
 from experiments.demo import results
-
-# Stands for "the colour of text" until the page knows what that is.
-_INK = "#010203"
-
-_RC = {
-  "axes.edgecolor": _INK,
-  "axes.labelcolor": _INK,
-  "axes.labelsize": 10,
-  "axes.titlecolor": _INK,
-  "axes.titlelocation": "left",
-  "axes.titlesize": 10.5,
-  "axes.titleweight": "bold",
-  "font.family": "sans-serif",
-  "font.size": 10,
-  "grid.color": _INK,
-  "legend.labelcolor": _INK,
-  "svg.fonttype": "none",
-  "text.color": _INK,
-  "xtick.color": _INK,
-  "ytick.color": _INK,
-}
-
-
-def style():
-  """Context in which figures must be made for `to_svg` to theme them."""
-  return matplotlib.rc_context(_RC)
 
 
 def loss_curves(
@@ -85,29 +56,6 @@ def _mean_and_each(axes, x, series, drawn) -> None:
   axes.plot(x, np.mean(series, 0), **drawn)
   for y in series if len(series) > 1 else ():
     axes.plot(x, y, color=drawn["color"], linewidth=0.7, alpha=0.5)
-
-
-def to_svg(figure: figure_lib.Figure, salt: str) -> str:
-  """An <svg> element for inclusion in a page.
-
-  Args:
-    figure: made within `style()`.
-    salt: keeps the ids of several figures on one page apart.
-  """
-  with matplotlib.rc_context(_RC | {"svg.hashsalt": salt}):
-    buffer = io.StringIO()
-    figure.savefig(
-      buffer, format="svg", transparent=True, metadata={"Date": None}
-    )
-  svg = buffer.getvalue()
-  svg = svg[svg.index("<svg") :].replace(_INK, "currentColor")
-  svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-  # Names of groups repeat from figure to figure and nothing refers to them.
-  used = set(re.findall(r"""(?:url\(|href=")#([^)"]+)""", svg))
-  svg = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in used else "", svg)
-  # Sized by the page: the viewBox keeps the proportions.
-  svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
-  return re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
 
 
 def _smooth(values: Sequence[float], share: float = 0.05) -> np.ndarray:

@@ -4,7 +4,6 @@
 from collections.abc import Mapping, Sequence
 import html
 import pathlib
-import string
 from typing import Any
 
 from attnres_jax import config as config_lib
@@ -12,8 +11,10 @@ from attnres_jax.analysis import plots
 from experiments.demo import figures
 from experiments.demo import inspection
 from experiments.demo import results
+from experiments.pages import page
+from experiments.pages import svg as svg_lib
 
-_PAGE = pathlib.Path(__file__).with_name("report_page.html")
+_BODY = pathlib.Path(__file__).with_name("report_page.html")
 
 
 def render(
@@ -31,7 +32,7 @@ def render(
     runs: all runs, those of one seed after those of the one before.
     looks: inside each run, in the same order.
     step_seconds: per scheme, measured side by side.
-    facts: where all this was computed, see `environment.facts`.
+    facts: where all this was computed, see `pages.environment.facts`.
   """
   summaries = results.summarise(runs, step_seconds)
   groups = results.by_scheme(runs)
@@ -52,23 +53,22 @@ def render(
     scheme: [look.magnitudes for look in found]
     for scheme, found in inside.items()
   }
-  with figures.style():
+  with svg_lib.style():
     svg = {
-      "loss_figure": figures.to_svg(figures.loss_curves(groups), "loss"),
-      "magnitude_figure": figures.to_svg(
+      "loss_figure": svg_lib.to_svg(figures.loss_curves(groups), "loss"),
+      "magnitude_figure": svg_lib.to_svg(
         plots.magnitudes(magnitudes), "magnitudes"
       ),
-      "depth_figure": figures.to_svg(plots.depth_weights(weights), "depth"),
+      "depth_figure": svg_lib.to_svg(plots.depth_weights(weights), "depth"),
     }
-  page = string.Template(_PAGE.read_text(encoding="utf-8"))
-  return page.substitute(
-    summary=_summary(config, summaries, facts),
-    table=_table(summaries),
-    coincide=_coincide(summaries),
-    samples=_samples(inside),
-    facts=_facts(config, runs, facts),
-    **svg,
-  )
+  parts = {
+    "summary": _summary(config, summaries, facts),
+    "table": _table(summaries),
+    "coincide": _coincide(summaries),
+    "samples": _samples(inside),
+    "facts": _facts(config, runs, facts),
+  }
+  return page.render("Attention Residuals, side by side", _BODY, parts | svg)
 
 
 def _summary(
@@ -85,7 +85,7 @@ def _summary(
   if best.difference < 0:
     verdict = (
       f" {plots.name_of(best.scheme)} ends lowest,"
-      f" {_signed(best.difference)} nats per byte from PreNorm."
+      f" {page.signed(best.difference)} nats per byte from PreNorm."
     )
   return html.escape(
     f"{len(summaries)} schemes, {seeds} seed{'s' * (seeds > 1)} each,"
@@ -100,26 +100,20 @@ def _table(summaries: Sequence[results.Summary]) -> str:
   rows = []
   for summary in summaries:
     losses = ", ".join(f"{loss:.4f}" for loss in summary.losses)
-    differences = ", ".join(_signed(d) for d in summary.differences)
+    differences = ", ".join(page.signed(d) for d in summary.differences)
     mark = ' class="best"' if summary.loss == best else ""
     ratio = "" if summary.step_ratio is None else f"{summary.step_ratio:.2f}"
     seconds = summary.step_seconds
     per_step = "" if seconds is None else f"{1e3 * seconds:.0f} ms"
     rows.append(
-      f"<tr><th scope=row>{_swatch(summary.scheme)}"
-      f"{html.escape(plots.name_of(summary.scheme))}</th>"
+      f"<tr><th scope=row>{page.scheme(summary.scheme)}</th>"
       f"<td{mark}>{summary.loss:.4f}<small>{losses}</small></td>"
-      f"<td>{_signed(summary.difference)}<small>{differences}</small></td>"
+      f"<td>{page.signed(summary.difference)}<small>{differences}</small></td>"
       f"<td>{ratio}<small>{per_step}</small></td>"
       f"<td>{summary.parameters:,}</td>"
       f"<td>{summary.step_bytes / 1e6:.0f} MB</td></tr>"
     )
   return "\n".join(rows)
-
-
-def _swatch(scheme: str) -> str:
-  color = plots.style_of(scheme).get("color", "currentColor")
-  return f'<i class="swatch" style="background:{color}"></i>'
 
 
 def _coincide(summaries: Sequence[results.Summary]) -> str:
@@ -136,8 +130,7 @@ def _samples(inside: Mapping[str, Sequence[inspection.Look]]) -> str:
   for scheme, found in inside.items():
     look = found[0]
     parts.append(
-      f"<figure><figcaption>{_swatch(scheme)}"
-      f"{html.escape(plots.name_of(scheme))}</figcaption>"
+      f"<figure><figcaption>{page.scheme(scheme)}</figcaption>"
       f"<pre><b>{html.escape(look.prompt)}</b>{html.escape(look.sample)}</pre>"
       "</figure>"
     )
@@ -186,12 +179,4 @@ def _facts(
       " compilation"
     ),
   }
-  return "\n".join(
-    f"<dt>{name}</dt><dd>{html.escape(str(value))}</dd>"
-    for name, value in listed.items()
-  )
-
-
-def _signed(value: float) -> str:
-  text = f"{value:+.4f}"
-  return "0" if float(text) == 0 else text.replace("-", "\N{MINUS SIGN}")
+  return page.facts(listed)

@@ -24,11 +24,11 @@ import jax
 from attnres_jax import config as config_lib
 from attnres_jax import train
 from attnres_jax.analysis import plots
-from experiments.demo import environment
 from experiments.demo import inspection
 from experiments.demo import report
 from experiments.demo import results
 from experiments.demo import step_time
+from experiments.pages import environment
 
 SCHEMES = ("prenorm", "rescaled", "full_attnres", "block_attnres")
 _CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "lm.py"

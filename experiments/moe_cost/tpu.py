@@ -28,7 +28,7 @@ import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
 from attnres_jax.models import moe
-from experiments.demo import environment
+from experiments.pages import environment
 
 _TOKENS = flags.DEFINE_list("tokens", ["8192", "32768"], "of the device's rows")
 _OUTPUT = flags.DEFINE_string(
