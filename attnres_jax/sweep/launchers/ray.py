@@ -38,7 +38,7 @@ SETTINGS = {
   "slices": "how many of them per run, over the data center network (1)",
   "workers": "processes per run on cpu, nodes per run on gpu (1)",
   "gpus": "of each node, all of them (1)",
-  "address": "of the cluster (the one here; where there is none, a new one)",
+  "address": "of the cluster, or local for a new one (the one here, if any)",
   "max_restarts": "of a run, but for preemptions, which do not count (3)",
 }
 

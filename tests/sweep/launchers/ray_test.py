@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
@@ -69,6 +70,18 @@ def test_without_ray_one_line_says_what_to_install(monkeypatch, tmp_path):
   assert "\n" not in str(e.value)
 
 
+@pytest.fixture(autouse=True)
+def apart(monkeypatch):
+  """Ray's files in a folder of the test, away from clusters that are here."""
+  # Sockets lie in it, so its name has to be short.
+  with tempfile.TemporaryDirectory(
+    prefix="ray_", ignore_cleanup_errors=True
+  ) as folder:
+    monkeypatch.setenv("RAY_TMPDIR", folder)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    yield
+
+
 def _prepare(folder, fields, seeds):
   resolve = grid.config_resolver(str(tiny_run.ROOT / tiny_run.SPEC))
   runs = grid.collect(
@@ -84,7 +97,6 @@ def _start(folder, *command):
   environment = tiny_run.environment() | {
     "RAY_AUTH_MODE": "disabled",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
-    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
   }
   with open(folder / "output.txt", "w") as output:
     return subprocess.Popen(
