@@ -30,6 +30,11 @@ needs_new = pytest.mark.skipif(
 )
 KINDS = ("NVIDIA H100 80GB HBM3", "NVIDIA H200")
 ONE_QUERY = shapes.Shape("one_query", 1, 3, 8192, 7168)
+# More than 2^31 elements, in each array or in a bank.
+HUGE = (
+  shapes.Shape("huge", 1, 1, 2**18 + 8, 8192),
+  shapes.Shape("huge_bank", 1, 40, 8192, 8192),
+)
 # Eight queries at a time leave one for the last round.
 LAST_ALONE = shapes.Shape("last_alone", 57, 1, 8, 128)
 EPS, NORM_EPS = 1e-6, 1e-3
@@ -226,7 +231,7 @@ class AttentionTest(parameterized.TestCase):
     self.lower(kind, shape)
 
   @parameterized.product(
-    kind=KINDS, shape=(*shapes.TABLE, *shapes.ODD, LAST_ALONE)
+    kind=KINDS, shape=(*shapes.TABLE, *shapes.ODD, LAST_ALONE, *HUGE)
   )
   @pytest.mark.slow
   def test_lowers_every_shape(self, kind, shape):
@@ -338,8 +343,16 @@ class MergeTest(parameterized.TestCase):
 
   @parameterized.product(kind=KINDS, width=(1168, 2304))
   def test_lowers(self, kind, width):
-    wide = jax.ShapeDtypeStruct((2, 4096, width), jnp.bfloat16)
-    lse = jax.ShapeDtypeStruct((2, 4096), jnp.float32)
+    self.lower(kind, 4096, width)
+
+  @parameterized.parameters(*KINDS)
+  @pytest.mark.slow
+  def test_lowers_more_than_2_to_31_elements(self, kind):
+    self.lower(kind, HUGE[0].tokens // 2, HUGE[0].width)
+
+  def lower(self, kind, tokens, width):
+    wide = jax.ShapeDtypeStruct((2, tokens, width), jnp.bfloat16)
+    lse = jax.ShapeDtypeStruct((2, tokens), jnp.float32)
     vector = jax.ShapeDtypeStruct((width,), jnp.float32)
     merge = functools.partial(depth_merge_norm, implementation="pallas_gpu")
 
