@@ -205,11 +205,14 @@ class TpuCompileTest(parameterized.TestCase):
 
 @pytest.mark.slow
 class NamedShapesTest(parameterized.TestCase):
-  @parameterized.product(
-    chip=tuple(CHIPS), shape=shapes.NAMED + shapes.ODD, bank=(False, True)
-  )
-  def test_attention_named_shapes(self, chip, shape, bank):
-    compile_for(chip, *attention(shape, bank), "bfloat16")
+  @parameterized.product(chip=tuple(CHIPS), shape=shapes.NAMED + shapes.ODD)
+  def test_separate_sources(self, chip, shape):
+    compile_for(chip, *attention(shape, False), "bfloat16")
+
+  # One bank serves every count.
+  @parameterized.product(chip=tuple(CHIPS), shape=shapes.TABLE + shapes.ODD)
+  def test_bank(self, chip, shape):
+    compile_for(chip, *attention(shape, True), "bfloat16")
 
   @parameterized.product(chip=tuple(CHIPS), shape=shapes.MERGE)
   def test_merge_named_shapes(self, chip, shape):
