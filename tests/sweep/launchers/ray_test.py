@@ -4,6 +4,7 @@
 The clusters start in processes of their own; the slow tests need ray.
 """
 
+import importlib
 import importlib.util
 import json
 import os
@@ -68,6 +69,40 @@ def test_without_ray_one_line_says_what_to_install(monkeypatch, tmp_path):
   with pytest.raises(config_lib.ConfigError, match=r"attnres-jax\[ray\]") as e:
     launcher.launch([], tmp_path, launchers.Options())
   assert "\n" not in str(e.value)
+
+
+@needs_ray
+@pytest.mark.parametrize(
+  "name,slices,workers,chips",
+  [
+    ("v5e:1x1", 1, 1, 1),
+    ("v6e:2x4", 1, 1, 8),
+    ("v6e-16", 1, 4, 4),
+    ("v5p-128", 2, 32, 4),
+    ("tpu7x:2x2x2", 3, 6, 4),
+  ],
+)
+def test_a_slice_has_a_worker_per_host(name, slices, workers, chips):
+  settings = {"accelerator": name, "slices": str(slices)}
+  parsed = launcher.parse(launchers.Options(settings=settings))
+  found = launcher._scaling(parsed)
+  assert found["num_workers"] == workers
+  assert found["resources_per_worker"]["TPU"] == chips
+  # Ray refuses kinds and shapes that it does not know, and odd numbers.
+  scaling = importlib.import_module("ray.train").ScalingConfig(**found)
+  assert scaling.topology == launcher.slices.parse("", name).shape
+
+
+@needs_ray
+def test_dry_run_says_what_would_be_started(tmp_path, capsys):
+  runs = [grid.Run(name, {}, {}) for name in "ab"]
+  settings = {"accelerator": "gpu", "workers": "2", "gpus": "8"}
+  options = launchers.Options(dry_run=True, settings=settings)
+  assert launcher.launch(runs, tmp_path, options) == 0
+  lines = capsys.readouterr().out.splitlines()
+  assert len(lines) == 2
+  assert "'GPU': 8" in lines[0] and "'num_workers': 2" in lines[0]
+  assert lines[1].endswith(f"--folder={tmp_path} --run=b")
 
 
 @pytest.fixture(autouse=True)
