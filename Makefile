@@ -4,7 +4,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# Tests spend their time in compilation, which keeps one core busy each.
+# Tests spend their time in compilation, which keeps one core busy each; so does
+# a run of the sweep.
 JOBS ?= 2
 ARGS ?=
 
@@ -12,11 +13,14 @@ BIN := $(VENV)/bin
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint format notebooks clean
+.PHONY: help demo sweep test test-slow lint format notebooks clean
 
 help:
 	@echo "make demo       train four residual schemes side by side (about 10"
 	@echo "                minutes on 2 cores) and write runs/demo/report.html"
+	@echo "make sweep      scaling laws of three schemes (about three hours on 2"
+	@echo "                cores, over as many days as you like); writes"
+	@echo "                runs/scaling/report.html while it runs"
 	@echo "make test       run the tests"
 	@echo "make test-slow  run the slow tests too"
 	@echo "make lint       check style and types"
@@ -28,6 +32,9 @@ help:
 
 demo: $(VENV)/.demo-$(VERSION)
 	$(BIN)/python -m experiments.demo.run $(ARGS)
+
+sweep: $(VENV)/.demo-$(VERSION)
+	$(BIN)/python -m experiments.scaling_law.run --max_parallel=$(JOBS) $(ARGS)
 
 test: $(VENV)/.dev-$(VERSION)
 	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)

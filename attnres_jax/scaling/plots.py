@@ -22,7 +22,7 @@ from attnres_jax.scaling import paper
 
 @dataclasses.dataclass(frozen=True)
 class Style:
-  """How one scheme looks in every figure."""
+  """How one scheme looks in every figure; colours are those of `analysis`."""
 
   label: str
   colour: str
@@ -30,10 +30,10 @@ class Style:
 
 
 STYLES = {
-  "prenorm": Style("PreNorm", "#555555", "o"),
-  "rescaled": Style("Rescaled", "#9467bd", "v"),
-  "block_attnres": Style("Block AttnRes", "#1f77b4", "s"),
-  "full_attnres": Style("Full AttnRes", "#d62728", "^"),
+  "prenorm": Style("PreNorm", "#8b929c", "o"),
+  "rescaled": Style("Rescaled", "#b5651d", "v"),
+  "block_attnres": Style("Block AttnRes", "#2f86d6", "s"),
+  "full_attnres": Style("Full AttnRes", "#d1478f", "^"),
   "mhc_lite": Style("mHC-lite", "#2ca02c", "D"),
 }
 
@@ -61,12 +61,13 @@ def draw_scaling(
   Returns:
     The axes.
   """
-  from matplotlib import pyplot as plt
   from matplotlib import ticker
 
   if counting not in compute_lib.COUNTINGS:
     checks.fail("counting", counting, ", ".join(compute_lib.COUNTINGS))
   if ax is None:
+    from matplotlib import pyplot as plt
+
     _, ax = plt.subplots(figsize=(5, 4), layout="constrained")
   every = np.concatenate([own.compute for own in runs.values()])
   grid = np.geomspace(every.min() / 1.15, every.max() * 1.35, 100)
@@ -129,11 +130,10 @@ def figure_4(
   Returns:
     The figure.
   """
-  from matplotlib import pyplot as plt
+  from matplotlib import figure as figure_lib
 
-  figure, (ours, theirs) = plt.subplots(
-    1, 2, figsize=(10.5, 4.2), layout="constrained"
-  )
+  figure = figure_lib.Figure(figsize=(10.5, 4.2), layout="constrained")
+  ours, theirs = figure.subplots(1, 2)
   largest = max(own.compute.max() for own in runs.values())
   draw_scaling(
     runs, fits, counting, ax=ours, title=title,
@@ -188,7 +188,7 @@ def figure_7(
   Returns:
     The figure.
   """
-  from matplotlib import pyplot as plt
+  from matplotlib import figure as figure_lib
 
   shape = len(widths_per_layer), len(heads_per_layer)
   tables = {}
@@ -201,10 +201,10 @@ def figure_7(
         f"an array of shape {shape}",
       )
   finite = np.concatenate([t[np.isfinite(t)] for t in tables.values()])
-  figure, axes = plt.subplots(
-    1, len(tables), figsize=(1.2 + 3.9 * len(tables), 3.8), sharey=True,
-    layout="constrained", squeeze=False,
-  )  # fmt: skip
+  figure = figure_lib.Figure(
+    figsize=(1.2 + 3.9 * len(tables), 3.8), layout="constrained"
+  )
+  axes = figure.subplots(1, len(tables), sharey=True, squeeze=False)
   image = None
   for ax, (scheme, table) in zip(axes[0], tables.items()):
     image = ax.imshow(
@@ -260,6 +260,8 @@ def _mark_advantage(
   compute: float,
 ) -> None:
   """An arrow from the other scheme's line to the baseline's, at one loss."""
+  import matplotlib
+
   loss = fits[other].law(compute)
   ratio = fit_lib.compute_advantage(fits[baseline], fits[other], compute)
   if not np.isfinite(ratio.value):
@@ -271,7 +273,9 @@ def _mark_advantage(
     "",
     xy=(compute * ratio.value, loss),
     xytext=(compute, loss),
-    arrowprops=dict(arrowstyle="->", color="black", linewidth=1.0),
+    arrowprops=dict(
+      arrowstyle="->", color=matplotlib.rcParams["text.color"], linewidth=1.0
+    ),
   )
   ax.text(
     0.03, 0.04,

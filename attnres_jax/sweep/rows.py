@@ -13,6 +13,7 @@ from typing import Any
 
 from etils import epath
 
+from attnres_jax import config as config_lib
 from attnres_jax import flops
 from attnres_jax import goodput
 from attnres_jax import metrics
@@ -44,12 +45,6 @@ def of_run(folder: epath.PathLike, run: grid.Run) -> dict[str, Any]:
   workdir = epath.Path(folder) / run.name
   summary = json.loads((workdir / "summary.json").read_text())
   config = folder_lib.run_config(run)
-  length = config.data.sequence_length
-  tokens = config.train.steps * config.data.batch_size * length
-  counted = compute_lib.of_run(flops.flops_per_token(config.model, length))
-  count = parameters.total(
-    parameters.of_parts(config.model), "embedding", "head"
-  )
   metric_rows = metrics.read_rows(workdir)
   starts = [
     row for row in metric_rows if row.get("event") in ("start", "resume")
@@ -66,12 +61,7 @@ def of_run(folder: epath.PathLike, run: grid.Run) -> dict[str, Any]:
     **run.overrides,
     "residual": config.model.residual.name,
     "seed": config.seed,
-    "active_params": count.active,
-    "tokens": tokens,
-    **{
-      f"compute_{name}": f"{compute_lib.pflops_days(counted, tokens, name):.6g}"
-      for name in compute_lib.COUNTINGS
-    },
+    **compute_of(config),
     "validation_loss": f"{summary['validation_loss']:.6f}",
     "train_loss": f"{summary['train_loss']:.6f}",
     "peak_lr": config.optim.peak_lr,
@@ -85,6 +75,21 @@ def of_run(folder: epath.PathLike, run: grid.Run) -> dict[str, Any]:
     "jax": starts[-1]["jax"],
     "data": data["train"]["fingerprint"][:12],
   }
+
+
+def compute_of(config: config_lib.RunConfig) -> dict[str, Any]:
+  """The columns that need no training: parameters, tokens, computes."""
+  length = config.data.sequence_length
+  tokens = config.train.steps * config.data.batch_size * length
+  counted = compute_lib.of_run(flops.flops_per_token(config.model, length))
+  count = parameters.total(
+    parameters.of_parts(config.model), "embedding", "head"
+  )
+  computes = {
+    f"compute_{name}": compute_lib.pflops_days(counted, tokens, name)
+    for name in compute_lib.COUNTINGS
+  }
+  return {"active_params": count.active, "tokens": tokens} | computes
 
 
 def write(path: epath.PathLike, rows: Iterable[Row]) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from attnres_jax.analysis import plots
 from experiments.demo import results
+from experiments.pages import curves
 
 
 def loss_curves(
@@ -27,7 +28,7 @@ def loss_curves(
   for scheme, several in runs.items():
     drawn = plots.style_of(scheme) | {"label": plots.name_of(scheme)}
     tokens = np.asarray(several[0].train_tokens) / 1e3
-    smooth = [_smooth(run.train_loss) for run in several]
+    smooth = [curves.smooth(run.train_loss) for run in several]
     train.plot(tokens, np.mean(smooth, 0), **drawn)
     drawn |= {"marker": "o", "markersize": 3}
     tokens = np.asarray(several[0].validation_tokens) / 1e3
@@ -56,12 +57,3 @@ def _mean_and_each(axes, x, series, drawn) -> None:
   axes.plot(x, np.mean(series, 0), **drawn)
   for y in series if len(series) > 1 else ():
     axes.plot(x, y, color=drawn["color"], linewidth=0.7, alpha=0.5)
-
-
-def _smooth(values: Sequence[float], share: float = 0.05) -> np.ndarray:
-  """Mean over the last 5 % of the run (fewer at its start)."""
-  width = max(1, round(share * len(values)))
-  total = np.concatenate([[0.0], np.cumsum(values)])
-  stop = np.arange(1, len(values) + 1)
-  start = np.maximum(0, stop - width)
-  return (total[stop] - total[start]) / (stop - start)

@@ -23,7 +23,7 @@ def facts() -> dict[str, Any]:
     "python": platform.python_version(),
     "jax": jax.__version__,
     "flax": flax.__version__,
-    "commit": _commit(),
+    "commit": commit(),
     "date": time.strftime("%Y-%m-%d", time.gmtime()),
   }
 
@@ -40,16 +40,17 @@ def corpus(run: pathlib.Path) -> str:
   )
 
 
-def _hardware() -> str:
-  devices = jax.devices()
-  memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-  if devices[0].platform == "cpu":
-    cores = len(os.sched_getaffinity(0))
-    return f"{_cpu()}, {cores} cores, {memory:.0f} GB memory"
-  return f"{len(devices)} x {devices[0].device_kind}"
+def commit() -> str:
+  """Short hash of the checkout, with a plus if files were changed."""
+  try:
+    commit = _git("rev-parse", "--short=10", "HEAD")
+    return commit + ("+" if _git("status", "--porcelain") else "")
+  except (OSError, subprocess.CalledProcessError):
+    return "unknown"
 
 
-def _cpu() -> str:
+def cpu() -> str:
+  """The model of this machine's processor; starts no device."""
   try:
     for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
       if line.startswith("model name"):
@@ -59,13 +60,13 @@ def _cpu() -> str:
   return platform.processor() or platform.machine()
 
 
-def _commit() -> str:
-  """Short hash of the checkout, with a plus if files were changed."""
-  try:
-    commit = _git("rev-parse", "--short=10", "HEAD")
-    return commit + ("+" if _git("status", "--porcelain") else "")
-  except (OSError, subprocess.CalledProcessError):
-    return "unknown"
+def _hardware() -> str:
+  devices = jax.devices()
+  memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+  if devices[0].platform == "cpu":
+    cores = len(os.sched_getaffinity(0))
+    return f"{cpu()}, {cores} cores, {memory:.0f} GB memory"
+  return f"{len(devices)} x {devices[0].device_kind}"
 
 
 def _git(*args: str) -> str:

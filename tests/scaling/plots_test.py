@@ -94,3 +94,13 @@ def test_needs_no_device_library():
       )
     }
     assert not modules & {"jax", "flax", "matplotlib"}, path.name
+
+
+def test_schemes_have_one_colour_everywhere():
+  from attnres_jax.analysis import plots as analysis_plots
+
+  for scheme in analysis_plots.NAMES:
+    assert (
+      plots.STYLES[scheme].colour == (analysis_plots.style_of(scheme)["color"])
+    )
+    assert plots.STYLES[scheme].label == analysis_plots.name_of(scheme)

@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -83,14 +84,14 @@ def _kill_at_random(rng, folder, source, anywhere):
   """
   process = tiny_sweep.start(folder, source, "--max_parallel=2")
   _wait(rng, process, folder, anywhere)
-  children = tiny_sweep.workers(process)
+  workers = tiny_sweep.workers(process, folder)
   if rng.random() < 0.2 and process.poll() is None:
     process.send_signal(signal.SIGINT)
     assert tiny_sweep.finish(process)[0] in (0, -signal.SIGINT, 130)
     return
-  groups = [[process.pid], children, children[:1], [process.pid, *children]]
+  groups = [[process.pid], workers, workers[:1], [process.pid, *workers]]
   victims = rng.choice(groups)
-  print("killed", len(victims), "of", 1 + len(children))
+  print("killed", len(victims), "of", 1 + len(workers))
   for pid in victims:
     try:
       os.kill(pid, signal.SIGKILL)
@@ -181,7 +182,7 @@ def test_a_disk_that_fills_up_during_a_sweep(whole, source, tmp_path):
     " exit $code; }"
   )
   process = subprocess.run(
-    ["unshare", "-rm", "sh", "-c", script, shutil.which("python") or "python"],
+    ["unshare", "-rm", "sh", "-c", script, sys.executable],
     cwd=tiny_run.ROOT, env=tiny_sweep.environment(), capture_output=True,
     text=True, check=False, timeout=300,
   )  # fmt: skip

@@ -80,13 +80,23 @@ def finish(process, timeout=300):
   return code, pathlib.Path(process.file).read_text()
 
 
-def workers(process):
-  """Process ids of the workers that a launcher has started."""
-  file = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
+def workers(process, folder):
+  """Process ids of all living workers, those of dead launchers too."""
+  found = set()
   try:
-    return [int(pid) for pid in file.read_text().split()]
+    file = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    found.update(int(pid) for pid in file.read_text().split())
   except OSError:
-    return []  # The launcher is gone.
+    pass  # The launcher is gone.
+  for run in folder_lib.read(folder):
+    pid = state(folder / run.name).get("pid")
+    try:
+      command = pathlib.Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+      continue
+    if "attnres_jax.sweep.worker" in command and run.name in command:
+      found.add(pid)
+  return sorted(found)
 
 
 def state(workdir):

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report of a sweep shows what its runs left."""
+
+import json
+import re
+
+import jax
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax.scaling import compute as compute_lib
+from attnres_jax.scaling import grid
+from attnres_jax.sweep import folder as folder_lib
+from attnres_jax.sweep import rows as rows_lib
+from attnres_jax.sweep import state as state_lib
+from experiments.scaling_law import report
+
+SPEC = "configs/scaling.py"
+GAPS = {"prenorm": 0.0, "rescaled": 1e-4, "block_attnres": -0.01}
+GAPS["full_attnres"] = -0.02
+
+
+def _law(compute, gap, seed):
+  return 3.0 * (compute / 1e-9) ** -0.1 + gap + 1e-3 * seed
+
+
+def _leave(folder, run, *, finished=True):
+  """What training would have left, with losses that follow a law."""
+  workdir, config = folder / run.name, folder_lib.run_config(run)
+  row = rows_lib.compute_of(config)
+  loss = _law(
+    row["compute_attention"],
+    GAPS[config.model.residual.name] + config.optim.peak_lr,
+    config.seed,
+  )
+  event = {"split": "event", "step": 0}
+  steps = range(10, config.train.steps + 1, 10)
+  rows = [
+    event | {"event": "start", "lost_steps": 0, "lost_seconds": 0.0,
+             "devices": 1, "device_kind": "cpu", "python": "3", "jax": "0"},
+    event | {"event": "compiled", "function": "train_step", "seconds": 7.0},
+    event | {"event": "ready", "seconds": 9.0},
+    *({"split": "train", "step": step, "loss": loss + 1 / step,
+       "step_seconds": 0.5, "data_wait_seconds": 0.1} for step in steps),
+  ]  # fmt: skip
+  lines = "".join(json.dumps(row) + "\n" for row in rows)
+  (workdir / "metrics.jsonl").write_text(lines)
+  summary = {"validation_loss": loss, "train_loss": loss, "step_seconds": 0.5}
+  (workdir / "summary.json").write_text(json.dumps(summary))
+  data = {"train": {"fingerprint": "0123456789abcdef"}}
+  (workdir / "data.json").write_text(json.dumps(data))
+  status = state_lib.DONE if finished else state_lib.RUNNING
+  state = state_lib.State(status, attempts=1, seconds=1000.0)
+  state_lib.write(workdir, state)
+
+
+@pytest.fixture
+def laptop(tmp_path):
+  """The laptop's sweep, nothing of it done."""
+  folder = tmp_path / "sweep"
+  return folder, folder_lib.prepare(folder, grid.load(SPEC), SPEC)
+
+
+def test_whole_sweep(laptop):
+  folder, runs = laptop
+  for run in runs:
+    _leave(folder, run)
+  text = report.render(folder)
+  assert "39/39 done" in text
+  assert "http-equiv" not in text, "nothing more to wait for"
+  # Nothing is fetched from anywhere.
+  assert not re.search(r'(?:src|href)="(?!#|https://arxiv)', text)
+  rows = rows_lib.of_folder(folder)
+  assert len(rows) == 39
+  runs, fits = report.fits(rows, "attention")
+  # Rescaled has one size, and no law.
+  assert set(fits) == {"prenorm", "block_attnres", "full_attnres"}
+  for scheme, fit in fits.items():
+    assert len(runs[scheme].loss) == 12
+    low, high = fit.exponent()[1:]
+    assert low < 0.1 < high or fit.law.exponent == pytest.approx(0.1, rel=0.02)
+  assert f"{fits['prenorm'].law.exponent:.4f}<small>" in text
+  assert "At size s Rescaled ends +0.0001 nats" in text
+  # Full AttnRes is 0.02 below PreNorm everywhere.
+  assert text.count("<small><b>\N{MINUS SIGN}0.0200</b></small>") == 4
+  for label in compute_lib.COUNTINGS:
+    assert report.COUNTS[label] in text
+
+
+def test_goodput_sums_runs(laptop):
+  folder, runs = laptop
+  for run in runs[:3]:
+    _leave(folder, run)
+  from attnres_jax.sweep import monitor
+
+  table = report.goodput(monitor.of_folder(folder))
+  everything = table.split("<b>all</b>")[1]
+  seconds = re.findall(r"<small>([\d,]+) s</small>", everything)
+  numbers = [int(number.replace(",", "")) for number in seconds]
+  # startup, compile, step, data wait, checkpoints, evaluation, lost, other
+  steps = 440
+  counted = [6, 21, round(3 * 0.4 * steps), round(3 * 0.1 * steps), 0, 0, 0]
+  assert numbers == counted + [3000 - sum(counted)]
+  assert "0:50:00" in everything
+
+
+def test_unfinished_sweep_reloads_itself(laptop):
+  folder, runs = laptop
+  text = report.render(folder)
+  assert "0/39 done" in text and 'http-equiv="refresh"' in text
+  assert "Laws appear once" in text
+  for run in runs[:5]:
+    _leave(folder, run)
+  _leave(folder, runs[5], finished=False)
+  text = report.render(folder)
+  assert "5/39 done" in text and "interrupted" in text
+  # PreNorm has two sizes, Full AttnRes one that is done.
+  fits = report.fits(rows_lib.of_folder(folder), "6nd")[1]
+  assert set(fits) == {"prenorm", "block_attnres"}
+  assert report.write(folder).read_text().startswith("<!DOCTYPE html>")
+
+
+def test_learning_rates(tmp_path):
+  spec = f"{SPEC}:scale=laptop_lr"
+  folder = tmp_path / "rates"
+  runs = folder_lib.prepare(folder, grid.load(spec), spec)
+  assert {run.config["model"]["residual"]["name"] for run in runs} == {
+    "prenorm"
+  }
+  for run in runs[:-1]:
+    _leave(folder, run)
+  text = report.render(folder)
+  assert "<h1>Learning rates</h1>" in text and "15/16 done" in text
+  # The losses above grow with the rate.
+  for row in re.findall(r"<tr><th scope=row>[xsml]+</th>(.*?)</tr>", text):
+    assert row.startswith("<td><b>")
+
+
+def test_budgets_are_sizes_of_their_own(tmp_path):
+  spec = f"{SPEC}:schedule=wsd"
+  folder = tmp_path / "budgets"
+  runs = grid.load(spec)
+  assert len(runs) == 3 * 39
+  selected = grid.select(runs, "^(xs|s)-(prenorm|full).*seed0")
+  selected = folder_lib.prepare(folder, selected, spec)
+  for run in selected:
+    _leave(folder, run)
+  runs, _ = report.fits(rows_lib.of_folder(folder), "6nd")
+  assert len(runs["prenorm"].loss) == 6
+  assert "xs, budget 0.25" in report.render(folder)
+
+
+def test_no_device_is_started(laptop, monkeypatch):
+  folder, _ = laptop
+  monkeypatch.setattr(
+    jax, "devices", lambda *_: pytest.fail("asks for devices")
+  )
+  report.render(folder)
+
+
+def test_laptop_sweep_is_what_it_says():
+  runs = grid.load(SPEC)
+  assert len(runs) == 4 * 3 * 3 + 3
+  shared = {}
+  for run in runs:
+    config = folder_lib.run_config(run)
+    assert config.data.seed == config.seed == run.overrides["seed"]
+    # Schemes differ in nothing else within a size and seed.
+    values = config_lib.flatten(config_lib.to_dict(config))
+    for name in ("name", "model.residual.name"):
+      values.pop(name)
+    key = (run.overrides["size"], run.overrides["seed"])
+    assert shared.setdefault(key, values) == values
+    assert config.train.steps % 20 == 0
+  controls = [run for run in runs if run.overrides["residual"] == "rescaled"]
+  assert {run.overrides["size"] for run in controls} == {"s"}
+  assert len(controls) == 3
