@@ -15,7 +15,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from attnres_jax import sharding
 from attnres_jax.models import embedding
+from attnres_jax.models import linear
 
 # Bytes of float32 logits that one device holds at once.
 TILE_BYTES = 64 * 2**20
@@ -35,6 +37,11 @@ class LossSums(NamedTuple):
   z: jax.Array
 
 
+def no_loss() -> LossSums:
+  """Of no tokens."""
+  return LossSums(*[jnp.zeros((), jnp.float32)] * 3)
+
+
 def cross_entropy(
   h_BTD: jax.Array,
   head_DV: jax.Array,
@@ -44,9 +51,12 @@ def cross_entropy(
   soft_cap: float = 0.0,
   z_loss: float = 0.0,
   tile_tokens: int = 0,
-  num_devices: int = 1,
 ) -> LossSums:
   """Sums the loss over tokens; differentiable in `h_BTD` and `head_DV`.
+
+  Where `sharding.ambient` splits rows over devices, each works through tiles of
+  its own rows. A head that is cut over `fsdp` is gathered once, in the dtype of
+  `h_BTD`, and its gradient scattered once, in float32.
 
   Args:
     h_BTD: states after the final norm.
@@ -55,60 +65,63 @@ def cross_entropy(
     weight_BT: float32, 0 for targets that do not count.
     soft_cap: of the logits, see `embedding.logits`.
     z_loss: weight of the squared log-normaliser (arXiv:2204.02311 section 5).
-    tile_tokens: tokens per tile; 0 takes what fits in `TILE_BYTES` per device.
-    num_devices: over which the batch axis is sharded. Tiles are cut along the
-      sequence, so every device works on every tile.
+    tile_tokens: tokens per tile and device; 0 takes what fits in `TILE_BYTES`.
+      Tiles are cut along the sequence, so each has tokens of every row.
   """
-  batch, length, _ = h_BTD.shape
-  if not tile_tokens:
-    tile_tokens = num_devices * TILE_BYTES // (4 * head_DV.shape[1])
-  tile = min(length, max(1, tile_tokens // batch))
-  options = (soft_cap, z_loss, tile)
-  return _tiled(options, h_BTD, head_DV, target_BT, weight_BT)
+
+  def of_rows(rows, head_DV):
+    h_BTD = rows[0]
+    tile = tile_tokens or TILE_BYTES // (4 * head_DV.shape[1])
+    tile = min(h_BTD.shape[1], max(1, tile // h_BTD.shape[0]))
+    sums = _tiled((soft_cap, z_loss, tile), h_BTD, head_DV, *rows[1:])
+    return jax.tree.map(lambda a: a[None], sums)
+
+  cut = sharding.row_cut("embedding/head", 2)
+  sums = sharding.by_rows(of_rows, cut)((h_BTD, target_BT, weight_BT), head_DV)
+  return jax.tree.map(jnp.sum, sums)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _tiled(options, h_BTD, head_DV, target_BT, weight_BT) -> LossSums:
   soft_cap, z_loss, tile = options
+  head_DV, _ = _gather(h_BTD, head_DV)
 
   def add_tile(sums, xs):
-    h_tile, target_tile, weight_tile = xs
-    tile_sums = _tile_sums(
-      h_tile, head_DV, target_tile, weight_tile, soft_cap, z_loss
-    )
+    h_tile, *targets = xs
+    logits = linear.linear(h_tile, head_DV, 1, jnp.dtype("float32"))
+    tile_sums = _tile_sums(logits, *targets, soft_cap, z_loss)
     return jax.tree.map(jnp.add, sums, tile_sums), None
 
-  zeros = LossSums(*[jnp.zeros((), jnp.float32)] * 3)
-  xs = _cut(tile, h_BTD, target_BT, weight_BT)
-  sums, _ = jax.lax.scan(add_tile, zeros, xs)
+  sums, _ = jax.lax.scan(
+    add_tile, no_loss(), _cut(tile, h_BTD, target_BT, weight_BT)
+  )
   return sums
 
 
 def _tiled_fwd(options, h_BTD, head_DV, target_BT, weight_BT):
   soft_cap, z_loss, tile = options
+  head_DV, dim = _gather(h_BTD, head_DV)
 
   def add_tile(carry, xs):
     sums, d_head_DV = carry
-    h_tile, target_tile, weight_tile = xs
+    h_tile, *targets = xs
 
-    def total(h, head):
-      tile_sums = _tile_sums(
-        h, head, target_tile, weight_tile, soft_cap, z_loss
-      )
+    def total(logits):
+      tile_sums = _tile_sums(logits, *targets, soft_cap, z_loss)
       return tile_sums.total, tile_sums
 
-    (d_h, d_head), tile_sums = jax.grad(total, argnums=(0, 1), has_aux=True)(
-      h_tile, head_DV
-    )
+    logits = linear.linear(h_tile, head_DV, 1, jnp.dtype("float32"))
+    d_logits, tile_sums = jax.grad(total, has_aux=True)(logits)
+    d_h, d_head = linear.gradients(h_tile, head_DV, d_logits)
     sums = jax.tree.map(jnp.add, sums, tile_sums)
     return (sums, d_head_DV + d_head), d_h
 
-  zeros = LossSums(*[jnp.zeros((), jnp.float32)] * 3)
-  xs = _cut(tile, h_BTD, target_BT, weight_BT)
+  zeros = jnp.zeros(head_DV.shape, jnp.float32)
   (sums, d_head_DV), d_h = jax.lax.scan(
-    add_tile, (zeros, jnp.zeros_like(head_DV)), xs
+    add_tile, (no_loss(), zeros), _cut(tile, h_BTD, target_BT, weight_BT)
   )
   d_h_BTD = jnp.moveaxis(d_h, 0, 1).reshape(h_BTD.shape[0], -1, d_h.shape[-1])
+  d_head_DV = sharding.sum_parts(d_head_DV, dim)
   return sums, (d_h_BTD[:, : h_BTD.shape[1]], d_head_DV)
 
 
@@ -123,10 +136,14 @@ def _tiled_bwd(options, gradients, cotangent: LossSums):
 _tiled.defvjp(_tiled_fwd, _tiled_bwd)
 
 
-def _tile_sums(
-  h_BTD, head_DV, target_BT, weight_BT, soft_cap, z_loss
-) -> LossSums:
-  logits_BTV = embedding.logits(h_BTD, head_DV, soft_cap)
+def _gather(h_BTD, head_DV) -> tuple[jax.Array, int | None]:
+  """The whole head in the dtype of its product, and along what it was cut."""
+  dim = sharding.cut_dim(head_DV, 0, h_BTD.shape[-1])
+  return sharding.gather_parts(head_DV, dim, h_BTD.dtype), dim
+
+
+def _tile_sums(logits_BTV, target_BT, weight_BT, soft_cap, z_loss) -> LossSums:
+  logits_BTV = embedding.soft_capped(logits_BTV, soft_cap)
   log_normaliser_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
   target_logit_BT = jnp.take_along_axis(
     logits_BTV, target_BT[..., None], axis=-1

@@ -97,7 +97,10 @@ def make_mesh(
   else:
     if sizes[DATA] % num_slices:
       config_lib.fail(
-        "mesh.data", sizes[DATA], f"a multiple of the {num_slices} slices"
+        "mesh.data",
+        sizes[DATA],
+        f"a multiple of the {num_slices} slices, such as"
+        f" {-(-sizes[DATA] // num_slices) * num_slices}",
       )
     across = [num_slices if axis == DATA else 1 for axis in AXES]
     inner = [size // slices for size, slices in zip(shape, across)]
@@ -204,7 +207,8 @@ def by_shards(
 
   For what the compiler cannot split by itself: it refuses to for Pallas
   kernels, and would gather what is to be sorted. Where no mesh is ambient, or
-  one of a single device, or it is split already, this is the function itself.
+  one with a single device along `axes`, or it is split already, this is the
+  function itself.
 
   Args:
     function: of arrays; its parts must not depend on each other.
@@ -213,7 +217,7 @@ def by_shards(
     out_specs: how the results are.
     axes: that the specs speak of; the compiler splits along the others.
   """
-  if not _mesh_to_split_over():
+  if not _mesh_to_split_over(axes):
     return function
   # Unchecked, gradients of whole arguments are summed by the rule of
   # transposition rather than by every gradient rule inside.
@@ -279,9 +283,11 @@ def sum_parts(whole: jax.Array, dim: int | None) -> jax.Array:
   return jax.lax.psum_scatter(whole, FSDP, scatter_dimension=dim, tiled=True)
 
 
-def _mesh_to_split_over() -> bool:
+def _mesh_to_split_over(axes: Sequence[str] = AXES) -> bool:
   mesh = jax.sharding.get_abstract_mesh()
-  return mesh.size > 1 and not mesh.manual_axes
+  return not mesh.manual_axes and any(
+    mesh.shape.get(axis, 1) > 1 for axis in axes
+  )
 
 
 def shard_batch(

@@ -218,17 +218,15 @@ def _loss_sums(config, mesh, model, batch):
     rows = spmd.Microbatch(inputs, targets, weights, segment_ids)
     return spmd.evaluate(config, mesh, model, rows), jnp.sum(weights)
   with sharding.ambient(mesh):
-    hidden = model.hidden(inputs, segment_ids)
-  sums = loss_lib.cross_entropy(
-    hidden,
-    model.embedding.head_DV(),
-    targets,
-    weights,
-    soft_cap=config.model.logit_soft_cap,
-    z_loss=config.loss.z_loss,
-    tile_tokens=config.loss.tile_tokens,
-    num_devices=sharding.num_row_shards(mesh),
-  )
+    sums = loss_lib.cross_entropy(
+      model.hidden(inputs, segment_ids),
+      model.embedding.head_DV(),
+      targets,
+      weights,
+      soft_cap=config.model.logit_soft_cap,
+      z_loss=config.loss.z_loss,
+      tile_tokens=config.loss.tile_tokens,
+    )
   return sums, jnp.sum(weights)
 
 

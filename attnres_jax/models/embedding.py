@@ -47,7 +47,12 @@ def logits(
   Args:
     h_BTD: states, after the final norm.
     head_DV: float32 head matrix.
-    soft_cap: logits become cap * tanh(logits / cap); 0 leaves them.
+    soft_cap: see `soft_capped`.
   """
   logits_BTV = linear.linear(h_BTD, head_DV, 1, jnp.dtype("float32"))
-  return soft_cap * jnp.tanh(logits_BTV / soft_cap) if soft_cap else logits_BTV
+  return soft_capped(logits_BTV, soft_cap)
+
+
+def soft_capped(logits: jax.Array, soft_cap: float) -> jax.Array:
+  """cap * tanh(logits / cap); 0 leaves them."""
+  return soft_cap * jnp.tanh(logits / soft_cap) if soft_cap else logits

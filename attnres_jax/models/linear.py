@@ -63,6 +63,14 @@ def _forward(x, weight, axes, out_dtype):
 def _backward(axes, out_dtype, residuals, dy):
   del out_dtype
   x, weight = residuals
+  dx, dweight = gradients(x, weight, dy, axes)
+  return dx, dweight.astype(weight.dtype)
+
+
+def gradients(
+  x: jax.Array, weight: jax.Array, dy: jax.Array, axes: int = 1
+) -> tuple[jax.Array, jax.Array]:
+  """Of `linear`: dx in the dtype of `x`, and the float32 dweight."""
   dy = dy.astype(x.dtype)
   tokens = x.ndim - axes
   dx = _contract(
@@ -72,7 +80,7 @@ def _backward(axes, out_dtype, residuals, dy):
     range(axes, weight.ndim),
     x.dtype,
   )
-  dweight = _contract(x, dy, range(tokens), range(tokens), weight.dtype)
+  dweight = _contract(x, dy, range(tokens), range(tokens), jnp.float32)
   return dx, dweight
 
 
