@@ -54,5 +54,5 @@ def logits(
 
 
 def soft_capped(logits: jax.Array, soft_cap: float) -> jax.Array:
-  """cap * tanh(logits / cap); 0 leaves them."""
+  """Returns cap * tanh(logits / cap); 0 leaves them."""
   return soft_cap * jnp.tanh(logits / soft_cap) if soft_cap else logits
