@@ -47,6 +47,7 @@ SETTINGS = {
   "namespace": "of Kubernetes (default)",
   "service_account": "of Kubernetes, which may use the bucket (default)",
   "spot": "true for capacity that may be taken away (false)",
+  "privileged": "false for clusters that forbid it, such as Autopilot's (true)",
   "max_restarts": "of a run (50)",
   "manifests": "folder to write to (jobsets)",
 }
@@ -77,6 +78,7 @@ class Settings:
   namespace: str
   service_account: str
   spot: bool
+  privileged: bool
   max_restarts: int
   manifests: str
 
@@ -152,9 +154,6 @@ def parse(options: launchers.Options) -> Settings:
       "chips_per_host", per_host, f"a divisor of {tpu.chips}, the slice's"
     )
   quota = tpu.chips * number * options.max_parallel
-  spot = given.get("spot", "false")
-  if spot not in ("true", "false"):
-    settings_lib.fail("spot", spot, "true or false")
   return Settings(
     image=given["image"],
     slice=tpu,
@@ -164,7 +163,8 @@ def parse(options: launchers.Options) -> Settings:
     queue=given.get("queue", "attnres"),
     namespace=given.get("namespace", "default"),
     service_account=given.get("service_account", "default"),
-    spot=spot == "true",
+    spot=settings_lib.switch(given, "spot", False),
+    privileged=settings_lib.switch(given, "privileged", True),
     max_restarts=settings_lib.number(given, "max_restarts", 50, least=0),
     manifests=given.get("manifests", "jobsets"),
   )
@@ -319,6 +319,7 @@ def _container(
   return {
     "name": CONTAINER,
     "image": settings.image,
+    "securityContext": {"privileged": settings.privileged},
     "command": worker.command(folder, run, *flags),
     "resources": {"requests": chips, "limits": chips},
   }

@@ -22,6 +22,18 @@ def number(
   return int(text)
 
 
+def switch(given: Mapping[str, str], name: str, default: bool) -> bool:
+  """True or false; `default` where it is not given.
+
+  Raises:
+    ConfigError: it is neither.
+  """
+  text = given.get(name, str(default).lower())
+  if text not in ("true", "false"):
+    fail(name, text, "true or false")
+  return text == "true"
+
+
 def fail(name: str, value: object, accepted: str) -> NoReturn:
   """Raises the one-line error of a bad setting; None for a missing one."""
   found = "missing" if value is None else f"got {value!r}"

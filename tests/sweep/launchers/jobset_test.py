@@ -103,7 +103,12 @@ def container_of(manifest):
     {},
     {"slice": "v6e:1x1", "max_restarts": "0"},
     {"slice": "v5e-256", "slices": "4", "spot": "true"},
-    {"slice": "tpu7x:4x4x4", "namespace": "ml", "service_account": "bucket"},
+    {
+      "slice": "tpu7x:4x4x4",
+      "namespace": "ml",
+      "service_account": "bucket",
+      "privileged": "false",
+    },
   ],
 )
 def test_job_set_has_the_fields_of_its_api(settings):
@@ -114,6 +119,11 @@ def test_job_set_has_the_fields_of_its_api(settings):
   assert model.to_dict() == manifest
   assert manifest["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
   assert manifest["metadata"]["namespace"] == parsed.namespace
+  pod = job_of(manifest)["template"]["spec"]
+  assert pod["serviceAccountName"] == parsed.service_account
+  context = container_of(manifest)["securityContext"]
+  assert context["privileged"] == (settings.get("privileged") != "false")
+  assert ("tolerations" in pod) == (settings.get("spot") == "true")
 
   wrong = dict(manifest, spec=dict(manifest["spec"], replicatedJob=[]))
   model = jobset_v1alpha2_job_set.JobsetV1alpha2JobSet.from_dict(wrong)
