@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 from absl import flags
+import jax
 import pytest
 
 from attnres_jax import main
@@ -160,6 +161,18 @@ def test_bad_workdir(command, tmp_path):
   (tmp_path / "file").write_text("")
   status, err = command(workdir=str(tmp_path / "file"))
   assert status == 2 and len(err) == 1 and "a file, expected a folder" in err[0]
+
+
+def test_a_pod_needs_no_addresses(command, monkeypatch):
+  """With `--distributed` alone, JAX asks the pod for what it has to know."""
+  seen = []
+  monkeypatch.setattr(
+    jax.distributed, "initialize", lambda **given: seen.append(given)
+  )
+  with pytest.raises(AssertionError, match="went on to train"):
+    command("--distributed")
+  names = ("coordinator_address", "num_processes", "process_id")
+  assert seen == [dict.fromkeys(names)]
 
 
 def test_overrides_arrive(command, monkeypatch, capsys):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Meshes over the eight CPU devices of the tests."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import sharding
+from attnres_jax.aot import topology
 
 
 def test_all_devices_or_the_first_few():
@@ -46,15 +49,44 @@ def test_meshes_that_do_not_fit(sizes, message):
     sharding.make_mesh(config_lib.MeshConfig(**sizes))
 
 
-def test_a_cut_that_leaves_a_remainder():
-  mesh = sharding.make_mesh(config_lib.MeshConfig(data=1, tensor=4))
-  tree = {"embedding": {"table": jax.ShapeDtypeStruct((10, 8), jnp.float32)}}
+@pytest.mark.parametrize(
+  "axis,path,shape,message",
+  [
+    ("tensor", "embedding/table", (10, 8), "10, .*, such as 2 or 5$"),
+    # Heads, and experts.
+    ("tensor", "attention/core/query", (8, 6, 2), "6, .*, such as 2 or 3$"),
+    ("expert", "moe/core/gate", (6, 8, 8), "6, .*, such as 2 or 3$"),
+  ],
+)
+def test_a_cut_that_leaves_a_remainder(axis, path, shape, message):
+  mesh = sharding.make_mesh(config_lib.MeshConfig(data=1, **{axis: 4}))
+  leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
+  tree = functools.reduce(
+    lambda t, name: {name: t}, path.split("/")[::-1], leaf
+  )
+  message = rf"^config\.mesh\.{axis}: got 4, expected a divisor of {message}"
+  with pytest.raises(config_lib.ConfigError, match=message) as error:
+    sharding.state_sharding(tree, mesh)
+  assert f"which it cuts in {path} {shape}" in str(error.value)
+
+
+def test_data_crosses_slices():
+  """The other axes stay within a slice, whose devices have links."""
+  pytest.importorskip("libtpu", reason="libtpu is not installed")
+  devices = topology.devices("v5e:2x4", num_slices=2)
+  config = config_lib.MeshConfig(data=4, fsdp=2, tensor=2)
+  mesh = sharding.make_mesh(config, devices)
+  slices = np.vectorize(lambda device: device.slice_index)(mesh.devices)
+  data = sharding.AXES.index(sharding.DATA)
+  by_data = np.moveaxis(slices, data, 0).reshape(4, -1)
+  np.testing.assert_array_equal(
+    by_data, np.repeat([0, 0, 1, 1], 4).reshape(4, 4)
+  )
   message = (
-    r"^config\.mesh\.tensor: got 4, expected a divisor of 10, which it cuts in"
-    r" embedding/table \(10, 8\), such as 2 or 5$"
+    r"mesh\.data: got 1, expected a multiple of the 2 slices, such as 2$"
   )
   with pytest.raises(config_lib.ConfigError, match=message):
-    sharding.state_sharding(tree, mesh)
+    sharding.make_mesh(config_lib.MeshConfig(data=1, fsdp=16), devices)
 
 
 def _run(batch_size, accumulate_steps=1):
