@@ -207,19 +207,19 @@ for scheme in schemes:
 # %% [markdown]
 # ## Your own runs
 #
-# A sweep leaves one row per finished run:
+# A sweep gives one row per finished run:
 #
 # ```
 # python -m experiments.scaling_law.run --workdir=runs/scaling
-# python -m experiments.scaling_law.run collect --workdir=runs/scaling
+# python -m experiments.scaling_law.run collect --workdir=runs/scaling --out=rows.csv
 # ```
 #
-# Name the file here. Losses of other data and tokenizers do not share an axis
-# with the paper's, so there are two panels; slopes and gaps can be compared,
-# heights cannot.
+# Name the file here; in a clone of the repository, the default holds its laptop
+# runs. Losses of other data and tokenizers do not share an axis with the paper's,
+# so there are two panels; slopes and gaps can be compared, heights cannot.
 
 # %%
-own_rows = "runs/scaling/rows.csv"  # @param {type: "string"}
+own_rows = "experiments/scaling_law/results.csv"  # @param {type: "string"}
 
 if pathlib.Path(own_rows).exists():
   own_runs = rows.by_scheme(rows.read(own_rows), counting)

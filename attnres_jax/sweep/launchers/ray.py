@@ -5,11 +5,11 @@
   ... --launcher=ray --set accelerator=v6e:4x4 --max_parallel=4
 
 Works on any machine of the cluster. Each run is a `JaxTrainer` of Ray Train: it
-reserves whole slices, starts one worker per host at the same time, connects them
-(`jax.distributed`, and over several slices Megascale), and calls `worker.work`
-in all of them. When a worker fails, dies or loses its node, Ray starts the whole
-gang anew, and the run goes on from its last checkpoint. Runs wait until their
-slices are free.
+reserves whole slices, starts one worker per host at the same time, connects
+them (`jax.distributed`, and over several slices Megascale), and calls
+`worker.work` in all of them. When a worker fails, dies or loses its node, Ray
+starts the whole gang anew, and the run goes on from its last checkpoint. Runs
+wait until their slices are free.
 
 Ctrl-C ends all runs at once; the next launch goes on from their checkpoints.
 """
