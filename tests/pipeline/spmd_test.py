@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pipeline computes what one device does, and sends what was planned."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnres_jax import checkpoint
+from attnres_jax import config as config_lib
+from attnres_jax import loss as loss_lib
+from attnres_jax import models
+from attnres_jax import sharding
+from attnres_jax import train_state
+from attnres_jax.models import residuals
+from attnres_jax.models.residuals import prenorm
+from attnres_jax.pipeline import layout as layout_lib
+from attnres_jax.pipeline import spmd
+
+VOCAB, WIDTH, LENGTH = 32, 16, 8
+# Ranks, virtual stages, microbatches, sublayers, sublayers per block.
+SMALL = (2, 2, 4, 4, 3)
+SHAPES = [
+  (4, 2, 8, 16, 4),
+  (4, 2, 8, 16, 3),
+  (4, 4, 8, 32, 5),
+  (2, 3, 4, 12, 2),
+  (4, 1, 8, 8, 2),
+]
+KINDS = dict(
+  mixers=("kda", "mla"),
+  kda=config_lib.KdaConfig(head_width=8, gate_rank=4, chunk_size=8),
+  mla=config_lib.MlaConfig(
+    latent_rank=8, nope_width=8, shared_width=4, value_width=8
+  ),
+  moe=config_lib.MoeConfig(
+    num_experts=4, top_k=2, expert_width=8, dense_layers=1
+  ),
+)
+
+
+def _config(
+  shape, mesh=None, *, scheme="block_attnres", pipeline=None, **model
+):
+  ranks, stages, microbatches, sublayers, block = shape
+  mesh = config_lib.MeshConfig(**{"stage": ranks, "data": 1} | (mesh or {}))
+  rows = microbatches * mesh.data * mesh.fsdp * mesh.expert
+  return config_lib.RunConfig(
+    model=config_lib.ModelConfig(
+      vocab_size=VOCAB,
+      width=WIDTH,
+      num_layers=sublayers // 2,
+      num_heads=2,
+      mlp_width=32,
+      init_std=0.2,
+      residual=config_lib.ResidualConfig(scheme, block_size=block),
+      **model,
+    ),
+    data=config_lib.DataConfig(sequence_length=LENGTH, batch_size=rows),
+    mesh=mesh,
+    pipeline=config_lib.PipelineConfig(
+      stages, microbatches, **(pipeline or {})
+    ),
+  )
+
+
+def _inputs(config):
+  """A model whose queries and gains count, and rows with two documents each."""
+  rng = np.random.default_rng(0)
+  model = models.build_model(config.model)
+  model = jax.tree.map(
+    lambda a: a + 0.1 * rng.standard_normal(a.shape, np.float32), model
+  )
+  rows = config.data.batch_size
+  tokens = rng.integers(0, VOCAB, (rows, LENGTH + 1), dtype=np.int32)
+  weights = rng.integers(0, 2, (rows, LENGTH)).astype(np.float32)
+  return model, spmd.Microbatch(tokens[:, :-1], tokens[:, 1:], weights, None)
+
+
+def _on_one_device(config, model, batch):
+  def total(model):
+    sums = loss_lib.cross_entropy(
+      model.hidden(batch.inputs),
+      model.embedding.head_DV(),
+      batch.targets,
+      batch.weights,
+      z_loss=config.loss.z_loss,
+    )
+    return sums.total, sums
+
+  gradient, sums = jax.jit(jax.grad(total, has_aux=True))(model)
+  return sums, gradient
+
+
+def _compiled(config, function=spmd.value_and_grad):
+  mesh = sharding.make_mesh(config.mesh)
+  model, batch = _inputs(config)
+  apply = jax.jit(functools.partial(function, config, mesh))
+  return apply.lower(model, batch).compile(), (model, batch)
+
+
+def _call(compiled, arguments):
+  return compiled(*jax.device_put(arguments, compiled.input_shardings[0]))
+
+
+def _assert_equal(found, expected):
+  for a, b in zip(found[0], expected[0]):
+    np.testing.assert_allclose(a, b, rtol=1e-6)
+  names = jax.tree_util.tree_leaves_with_path(expected[1])
+  for (path, b), a in zip(names, jax.tree.leaves(found[1]), strict=True):
+    # A sum of many terms, whose order differs.
+    scale = 1e-30 + float(jnp.sqrt(jnp.mean(jnp.square(b))))
+    np.testing.assert_allclose(
+      a, b, rtol=1e-6, atol=1e-5 * scale, err_msg=jax.tree_util.keystr(path)
+    )
+
+
+def _assert_as_on_one_device(config):
+  compiled, arguments = _compiled(config)
+  expected = _on_one_device(config, *arguments)
+  _assert_equal(_call(compiled, arguments), expected)
+  return compiled
+
+
+def _permutes(text):
+  """(bytes of an array, pairs) of every permute of a compiled program."""
+  pattern = r"= \(?(\w+)\[([\d,]*)\].* collective-permute(?:-start)?\(.*"
+  found = []
+  for match in re.finditer(pattern, text):
+    (pairs,) = re.findall(r"source_target_pairs=\{(.*?)\}\}", match[0])
+    sizes = [int(n) for n in match[2].split(",") if n]
+    itemsize = {"f32": 4, "bf16": 2}[match[1]]
+    found.append((itemsize * int(np.prod(sizes)), pairs.count("{")))
+  return found
+
+
+def _bodies(text):
+  """The text of what loops and branches run, by computation."""
+  parts = re.split(r"\n(?=(?:ENTRY )?%[\w.\-]+ \()", text)
+  return [part for part in parts if not part.startswith("ENTRY")]
+
+
+def test_unaligned_blocks():
+  """And what the program sends: planned blocks, and gradients at the end."""
+  config = _config(SMALL, dict(data=2))
+  compiled = _assert_as_on_one_device(config)
+  text = compiled.as_text()
+  # Chunks of one sublayer, blocks of three: b0 goes into chunk 1, b1 into chunk
+  # 3, both over the link into rank 1, and a partial sum into chunks 1 and 2.
+  layout = layout_lib.Layout(2, 2, 1, 3)
+  assert layout.link_vectors("minimum") == (0, 1)
+  assert layout.link_partials() == (True, True)
+  permutes = _permutes(text)
+  assert {nbytes for nbytes, _ in permutes} == {4 * LENGTH * WIDTH}
+  # Forward and backward, in both copies of the pipeline.
+  assert sum(pairs for _, pairs in permutes) == 2 * 2 * (1 + 2)
+  loops = [body for body in _bodies(text) if "collective-permute" in body]
+  assert len(loops) == 1
+  assert not re.search(r" (all-reduce|all-gather|reduce-scatter)", loops[0])
+  assert " all-reduce(" in text
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_one_virtual_stage_sends_what_was_planned_and_nothing_else(ranks):
+  config = _config((ranks, 1, ranks, ranks, 1))
+  compiled, _ = _compiled(config)
+  layout = layout_lib.Layout(ranks, 1, 1, 1)
+  sent = sum(n * pairs for n, pairs in _permutes(compiled.as_text()))
+  planned = layout.total_vectors("minimum") + layout.total_partials()
+  assert planned == {2: 2, 4: 2 + 3 + 4}[ranks]
+  assert sent == 2 * planned * 4 * LENGTH * WIDTH
+
+
+def test_autodiff_of_the_forward_loop_and_evaluation():
+  shape, by_autodiff = (2, 1, 2, 2, 1), dict(schedule="gpipe")
+  config = _config(shape, scheme="prenorm", pipeline=by_autodiff)
+  compiled, arguments = _compiled(config)
+  expected = _on_one_device(config, *arguments)
+  _assert_equal(_call(compiled, arguments), expected)
+  compiled, _ = _compiled(config, spmd.evaluate)
+  for a, b in zip(_call(compiled, arguments), expected[0]):
+    np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_weights_that_are_gathered_chunk_by_chunk():
+  config = _config((2, 1, 2, 2, 1), dict(fsdp=2), scheme="rescaled")
+  _assert_as_on_one_device(config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["naive", "cached"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_other_rules(rule, schedule):
+  _assert_as_on_one_device(
+    _config(
+      (2, 2, 2, 4, 1),
+      scheme="full_attnres",
+      pipeline=dict(rule=rule, schedule=schedule),
+    )
+  )
+
+
+def test_memory_does_not_grow_with_microbatches():
+  temporary = []
+  for microbatches in (4, 8):
+    config = _config((2, 1, microbatches, 2, 1), scheme="prenorm")
+    compiled, _ = _compiled(config)
+    temporary.append(compiled.memory_analysis().temp_size_in_bytes)
+  # The tokens themselves.
+  assert temporary[1] - temporary[0] <= 4 * 4 * LENGTH * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_many_shapes(shape, data):
+  _assert_as_on_one_device(_config(shape, dict(data=data)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["block_attnres", "full_attnres"])
+@pytest.mark.parametrize("form", ["two_phase", "one_softmax"])
+def test_forms_and_remat(scheme, form):
+  config = _config(SMALL, scheme=scheme, remat="full")
+  residual = dataclasses.replace(config.model.residual, form=form)
+  model = dataclasses.replace(config.model, residual=residual)
+  _assert_as_on_one_device(dataclasses.replace(config, model=model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [dict(data=2), dict(fsdp=2, expert=2)])
+def test_kinds_that_differ_from_chunk_to_chunk(mesh):
+  """Ten sublayers on four chunks: two or three, of up to three kinds."""
+  _assert_as_on_one_device(
+    _config((2, 2, 2, 10, 4), mesh, last_mixer="mla", **KINDS)
+  )
+
+
+def test_a_step_and_its_checkpoint(tmp_path):
+  """A pipeline trains like one device, and each takes over from the other."""
+  pipelined = _config((2, 1, 2, 2, 1), dict(data=2), tie_embeddings=True)
+  pipelined = dataclasses.replace(
+    pipelined, optim=config_lib.OptimConfig(warmup_steps=1, eps=1e-2)
+  )
+  plain = dataclasses.replace(pipelined, mesh=config_lib.MeshConfig(data=1))
+  rows = pipelined.data.batch_size
+  rng = np.random.default_rng(1)
+  tokens = rng.integers(0, VOCAB, (rows, LENGTH + 1), dtype=np.int32)
+  segments = rng.integers(0, 3, (rows, LENGTH + 1)).cumsum(1, dtype=np.int32)
+  results = []
+  for config in (pipelined, plain):
+    mesh = sharding.make_mesh(config.mesh)
+    state = train_state.init_state(config, mesh)
+    batch = {"tokens": tokens, "segment_ids": segments}
+    step = train_state.make_train_step(config, mesh)
+    state, metrics = step(state, sharding.shard_batch(batch, mesh))
+    results.append((state, jax.device_get(metrics)))
+  (state, metrics), (expected, expected_metrics) = results
+  assert metrics.keys() == expected_metrics.keys()
+  for name, value in metrics.items():
+    np.testing.assert_allclose(value, expected_metrics[name], rtol=2e-5)
+  for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(expected)):
+    np.testing.assert_allclose(a, jax.device_get(b), rtol=0, atol=2e-6)
+  # Each rank has its share of every matrix, and of its moments.
+  core = state.model.sublayers["mlp"].core.gate[...]
+  assert core.addressable_shards[0].data.size * 2 == core.size
+
+  for source, config in ((state, plain), (expected, pipelined)):
+    folder = tmp_path / f"stage{config.mesh.stage}"
+    with checkpoint.Saver(folder, config_lib.CheckpointConfig()) as saver:
+      saver.save(1, source, {"data": None})
+    mesh = sharding.make_mesh(config.mesh)
+    abstract = train_state.abstract_state(config, mesh)
+    restored = checkpoint.restore_latest(folder, abstract)
+    for a, b in zip(jax.tree.leaves(restored.state), jax.tree.leaves(source)):
+      np.testing.assert_array_equal(jax.device_get(a), jax.device_get(b))
+
+
+class _Growing(prenorm.PreNorm):
+  """Keeps everything, and says nothing about blocks."""
+
+  def init(self, embedding_BTD):
+    return (embedding_BTD,)
+
+  def open(self, state, start, stop):
+    return state[-1], None
+
+  def close(self, state, carry, stop):
+    return (*state, carry)
+
+  def readout(self, state):
+    return state[-1]
+
+
+def test_what_does_not_fit_is_named_in_one_line(monkeypatch):
+  monkeypatch.setitem(residuals.RESIDUALS, "growing", _Growing)
+
+  def refused(message, shape, mesh=None, **fields):
+    optim, rows = fields.pop("optim", None), fields.pop("rows", None)
+    config = _config(shape, mesh, **fields)
+    if optim:
+      config = dataclasses.replace(config, optim=optim)
+    if rows:
+      data = dataclasses.replace(config.data, batch_size=rows)
+      config = dataclasses.replace(config, data=data)
+    with pytest.raises(config_lib.ConfigError, match=message) as error:
+      train_state.abstract_state(config, sharding.make_mesh(config.mesh))
+    assert "\n" not in str(error.value)
+
+  refused(
+    r"^config\.pipeline\.microbatches: got 6, expected a multiple of"
+    r" mesh\.stage=4, such as 4 or 8$",
+    (4, 1, 6, 4, 1),
+  )
+  refused(r"mesh\.stage: got 4, expected at most the 2 subl", (4, 1, 4, 2, 1))
+  refused(
+    r"pipeline\.virtual_stages: got 3, expected at most 2, since 4 sublayers"
+    r" leave some of 2 \(mesh.stage\) x 3 chunks empty$",
+    (2, 3, 2, 4, 1),
+  )
+  refused(r"mesh\.tensor: got 2, expected 1 with", SMALL, dict(tensor=2))
+  refused(
+    r"data\.batch_size: got 12, expected a multiple of mesh.data x fsdp x"
+    r" expert x pipeline.microbatches = 2 x 4, such as 8 or 16$",
+    SMALL,
+    dict(data=2),
+    rows=12,
+  )
+  refused(
+    r"optim\.accumulate_steps: got 2, expected 1 with mesh\.stage=2, where",
+    SMALL,
+    optim=config_lib.OptimConfig(accumulate_steps=2),
+  )
+  refused(
+    r"model\.residual\.name: got 'growing', expected a scheme whose state has",
+    SMALL,
+    scheme="growing",
+  )
