@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from attnres_jax.data import prepare
+from attnres_jax.scaling import grid
 from attnres_jax.sweep import cli
 from attnres_jax.sweep import launchers
 from attnres_jax.sweep import worker
@@ -46,6 +47,7 @@ def test_there_are_commands():
   modules = {module for module, _ in commands()}
   assert modules == {
     "attnres_jax.aot",
+    "attnres_jax.main",
     "attnres_jax.data.prepare",
     "attnres_jax.sweep.worker",
     "experiments.scaling_law.run",
@@ -65,6 +67,7 @@ def test_commands_take_their_arguments(module, arguments):
       options.max_parallel, settings=cli._settings(options.set)
     )
     launchers.load(options.launcher, given)
+    assert grid.load(options.config)
     CHECKS.get(options.launcher, lambda _: None)(given)
   elif module == "attnres_jax.sweep.worker":
     worker._parse_options(
@@ -73,7 +76,8 @@ def test_commands_take_their_arguments(module, arguments):
   elif module == "attnres_jax.data.prepare":
     prepare._parser().parse_args(arguments)
   else:
-    importlib.import_module(f"{module}.__main__")
+    program = "attnres_jax.aot.__main__"
+    importlib.import_module(program if module.endswith("aot") else module)
     for argument in arguments:
       name = argument.removeprefix("--").partition("=")[0]
       assert name.startswith("config.") or name in flags.FLAGS
