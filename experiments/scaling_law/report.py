@@ -22,6 +22,7 @@ from attnres_jax.sweep import rows as rows_lib
 from attnres_jax.sweep import state as state_lib
 from experiments.pages import environment
 from experiments.pages import page
+from experiments.pages import runs as runs_lib
 from experiments.pages import svg
 from experiments.scaling_law import figures
 
@@ -37,7 +38,6 @@ COUNTS = {
   "residual": "and depth attention",
 }
 _DRAWS = 500
-_REFRESH_SECONDS = 60
 
 Row = Mapping[str, Any]
 
@@ -55,8 +55,11 @@ def render(folder: epath.Path) -> str:
   rows = rows_lib.of_folder(folder)
   over = all(one.status == state_lib.DONE for one in progress)
   runs = folder_lib.read(folder)
-  common = {"summary": _summary(progress), "runs": _runs(progress)}
-  refresh = 0 if over else _REFRESH_SECONDS
+  common = {
+    "summary": runs_lib.summary(progress),
+    "runs": runs_lib.table(progress),
+  }
+  refresh = runs_lib.refresh(over)
   if any(_RATE in run.overrides for run in runs):
     parts = common | {"losses": learning_rates(rows)}
     return page.render(
@@ -217,33 +220,6 @@ def _curves(folder: epath.Path, runs: Sequence[grid.Run]) -> str:
         )
       )
   return svg.to_svg(figures.training(found), "curves") if found else ""
-
-
-def _summary(progress: Sequence[monitor.Progress]) -> str:
-  running = sum(one.status == state_lib.RUNNING for one in progress)
-  return html.escape(monitor.summary(progress, running)) + "."
-
-
-def _runs(progress: Sequence[monitor.Progress]) -> str:
-  table = []
-  for one in progress:
-    left = monitor.seconds_left(one, progress)
-    table.append(
-      (
-        f"<small>{html.escape(one.name)}</small>",
-        html.escape(one.status)
-        + (f"<small>{html.escape(one.error[:200])}</small>" * bool(one.error)),
-        f"{one.step:,} of {one.steps:,}",
-        "" if one.train_loss is None else f"{one.train_loss:.3f}",
-        "" if one.validation_loss is None else f"{one.validation_loss:.4f}",
-        "" if left == 0.0 else monitor.duration(left),
-        str(one.attempts),
-      )
-    )
-  header = (
-    "Run", "State", "Step", "Training", "Validation", "Left", "Attempts",
-  )  # fmt: skip
-  return page.table(header, table)
 
 
 def _facts(folder: epath.Path, rows: Sequence[Row]) -> dict[str, Any]:

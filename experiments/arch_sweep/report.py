@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fig. 7 from a sweep, finished or under way: one self-contained page."""
+
+from collections.abc import Mapping, Sequence
+import pathlib
+from typing import Any
+
+from etils import epath
+import numpy as np
+
+from attnres_jax.scaling import plots
+from attnres_jax.sweep import files
+from attnres_jax.sweep import folder as folder_lib
+from attnres_jax.sweep import monitor
+from attnres_jax.sweep import rows as rows_lib
+from attnres_jax.sweep import state as state_lib
+from experiments.pages import page
+from experiments.pages import runs as runs_lib
+from experiments.pages import svg
+
+NAME = "report.html"
+_BODY = pathlib.Path(__file__).with_name("report_page.html")
+_BASELINE, _OTHER = "prenorm", "full_attnres"
+
+Row = Mapping[str, Any]
+
+
+def write(folder: epath.Path) -> epath.Path:
+  """Writes the report of a sweep into its folder."""
+  path = folder / NAME
+  files.write(path, render(folder))
+  return path
+
+
+def render(folder: epath.Path) -> str:
+  """The page, as far as runs are done; it reloads itself until all are."""
+  progress = monitor.of_folder(folder)
+  overrides = [run.overrides for run in folder_lib.read(folder)]
+  rhos = sorted({float(one["rho"]) for one in overrides})
+  etas = sorted({float(one["eta"]) for one in overrides})
+  losses = tables(rows_lib.of_folder(folder), rhos, etas)
+  over = all(one.status == state_lib.DONE for one in progress)
+  heatmaps = "Heatmaps appear with the first run that is done."
+  if losses:
+    with svg.style():
+      figure = plots.figure_7(
+        losses, widths_per_layer=rhos, heads_per_layer=etas
+      )
+      heatmaps = svg.to_svg(figure, "heatmaps")
+  parts = {
+    "summary": runs_lib.summary(progress),
+    "heatmaps": heatmaps,
+    "gains": gains(losses, rhos, etas),
+    "runs": runs_lib.table(progress),
+  }
+  return page.render(
+    "Loss over shape", _BODY, parts, refresh_seconds=runs_lib.refresh(over)
+  )
+
+
+def tables(
+  rows: Sequence[Row], rhos: Sequence[float], etas: Sequence[float]
+) -> dict[str, np.ndarray]:
+  """Losses of each scheme, [rhos, etas]; NaN where no run is done."""
+  found: dict[str, np.ndarray] = {}
+  for row in rows:
+    table = found.setdefault(
+      row["residual"], np.full((len(rhos), len(etas)), np.nan)
+    )
+    cell = rhos.index(float(row["rho"])), etas.index(float(row["eta"]))
+    table[cell] = float(row["validation_loss"])
+  return found
+
+
+def gains(
+  losses: Mapping[str, np.ndarray],
+  rhos: Sequence[float],
+  etas: Sequence[float],
+) -> str:
+  """A table of differences to the baseline, and their extremes in words."""
+  if not {_BASELINE, _OTHER} <= losses.keys():
+    return "<p>None yet.</p>"
+  apart = losses[_OTHER] - losses[_BASELINE]
+  header = ["&rho; \\ &eta;"] + [f"{eta:g}" for eta in etas]
+  table = [
+    [f"{rho:g}"] + [page.signed(x) if np.isfinite(x) else "" for x in row]
+    for rho, row in zip(rhos, apart)
+  ]
+  known = apart[np.isfinite(apart)]
+  if not known.size:
+    return "<p>None yet.</p>"
+  return (
+    f"<p>Lower in {int((known < 0).sum())} of {known.size} cells, between"
+    f" {page.signed(known.min())} and {page.signed(known.max())}.</p>\n"
+    + page.table(header, table)
+  )

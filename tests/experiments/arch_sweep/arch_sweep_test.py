@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shapes of the architecture sweep, and its report."""
+
+import numpy as np
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax.flops import parameters
+from attnres_jax.scaling import grid
+from attnres_jax.scaling import paper
+from attnres_jax.sweep import folder as folder_lib
+from experiments.arch_sweep import report
+
+SPEC = "configs/arch_sweep.py"
+
+
+def _active(model):
+  count = parameters.total(parameters.of_parts(model), "embedding", "head")
+  # Selection biases are no parameters of Table 2.
+  return count.active - count.state
+
+
+def _configs(spec):
+  return [folder_lib.run_config(run) for run in grid.load(spec)]
+
+
+def test_laptop_shapes_have_one_size():
+  configs = _configs(SPEC)
+  assert len(configs) == 5 * 3 * 2
+  prenorm = [c for c in configs if c.model.residual.name == "prenorm"]
+  sizes = np.array([_active(c.model) for c in prenorm])
+  np.testing.assert_allclose(sizes, 118_000, rtol=0.02)
+  assert len({c.train.steps for c in configs}) == 1
+  shapes = {
+    (c.model.width, c.model.num_layers, c.model.num_heads) for c in configs
+  }
+  assert len(shapes) == 15
+  for run, config in zip(grid.load(SPEC), configs):
+    rho = config.model.width / config.model.num_layers
+    assert run.overrides["rho"] == pytest.approx(rho, abs=0.05)
+    eta = config.model.num_heads / config.model.num_layers
+    assert run.overrides["eta"] == pytest.approx(eta, abs=0.085)
+
+
+def test_paper_shapes_are_those_of_figure_7():
+  configs = _configs(f"{SPEC}:scale=paper")
+  assert len(configs) == 25 * 2
+  for config, cell in zip(configs[::2], paper.FIG_7, strict=True):
+    assert _active(config.model) == cell.architecture.active_params
+    tokens = (
+      config.train.steps * config.data.batch_size * config.data.sequence_length
+    )
+    flops = 6 * _active(config.model) * tokens
+    assert flops == pytest.approx(paper.SWEEP_FLOPS, rel=1e-3)
+  # Both schemes of a shape, on the same data.
+  for prenorm, attnres in zip(configs[::2], configs[1::2]):
+    differing = config_lib.differences(
+      config_lib.to_dict(prenorm), config_lib.to_dict(attnres)
+    )
+    assert set(differing) == {"name", "model.residual.name"}
+
+
+def test_unknown_shapes():
+  with pytest.raises(config_lib.ConfigError, match="config.rho: got 5.0, exp"):
+    config_lib.load_config(f"{SPEC}:rho=5")
+  with pytest.raises(config_lib.ConfigError, match=r"eta: got \(15.0, 0.55"):
+    config_lib.load_config(f"{SPEC}:scale=paper,rho=15,eta=0.55")
+
+
+def test_report(tmp_path):
+  rhos, etas = [2.3, 12.0], [0.25, 0.5]
+  rows = [
+    {"residual": scheme, "rho": rho, "eta": eta, "validation_loss": loss}
+    for scheme, rho, eta, loss in (
+      ("prenorm", "2.3", "0.25", "2.5"),
+      ("full_attnres", "2.3", "0.25", "2.4"),
+      ("prenorm", "12.0", "0.5", "2.6"),
+      ("full_attnres", "12.0", "0.5", "2.65"),
+      ("prenorm", "12.0", "0.25", "2.7"),
+    )
+  ]
+  tables = report.tables(rows, rhos, etas)
+  np.testing.assert_array_equal(tables["prenorm"], [[2.5, np.nan], [2.7, 2.6]])
+  text = report.gains(tables, rhos, etas)
+  assert "Lower in 1 of 2 cells" in text
+  assert "\N{MINUS SIGN}0.1000" in text and "+0.0500" in text
+  assert report.gains({}, rhos, etas) == "<p>None yet.</p>"
+
+  runs = folder_lib.prepare(tmp_path, grid.load(SPEC), SPEC)
+  page = report.write(tmp_path).read_text()
+  assert f"0/{len(runs)} done" in page and "Heatmaps appear" in page
+
+
+def test_page_with_heatmaps(tmp_path, monkeypatch):
+  folder_lib.prepare(tmp_path, grid.load(SPEC), SPEC)
+  rows = [
+    {"residual": scheme, "rho": 4.5, "eta": 0.5, "validation_loss": 2.5}
+    for scheme in ("prenorm", "full_attnres")
+  ]
+  monkeypatch.setattr(report.rows_lib, "of_folder", lambda folder: rows)
+  page = report.render(tmp_path)
+  assert page.count("2.500") == 2 and "<svg" in page
