@@ -83,11 +83,33 @@ def main(argv: Sequence[str]) -> None:
   except (checkpoint.CheckpointError, step_log.NonFiniteError) as error:
     notes = getattr(error, "__notes__", [])
     stop("; ".join([str(error), *notes]), status=1)
+  except jax.errors.JaxRuntimeError as error:
+    if not _DISTRIBUTED.value:
+      raise
+    _leave(error)
   if summary["status"] == "stopped":
     saved = " with a checkpoint" if summary["step"] else ""
     print(
       f"stopped after step {summary['step']}{saved}; the same command goes on"
     )
+
+
+def _leave(error: Exception) -> NoReturn:
+  """Ends this process of several now, for the others to notice.
+
+  An orderly exit would wait for them, and they may be what is gone.
+  """
+  traceback.print_exc()
+  reason = str(error).strip().partition("\n")[0]
+  print(
+    f"error: process {jax.process_index()} ends, since a step failed here or"
+    f" another process is gone ({reason}); the same command goes on from the"
+    " last checkpoint",
+    file=sys.stderr,
+  )
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(1)
 
 
 def parse_flags(argv: Sequence[str]) -> list[str]:

@@ -41,7 +41,7 @@ def _start_two(workdir, fields):
   ]  # fmt: skip
 
 
-def _wait_for_rows(workdir, processes, seconds=180):
+def _wait_for_rows(workdir, processes, seconds=400):
   file = pathlib.Path(workdir) / "metrics.jsonl"
   deadline = time.monotonic() + seconds
   while not (file.exists() and '"train"' in file.read_text()):
@@ -66,9 +66,12 @@ def test_two_processes_equal_one_and_stop_together(fields, tmp_path):
   assert all(f"stopped after step {step} with" in out for out in outputs)
   assert checkpoint.all_steps(two)[-1] == step
 
-  for process in _start_two(two, fields):
+  # They go on, on a mesh that cuts what was whole on each.
+  other = fields | {"mesh.data": 1, "mesh.fsdp": 2}
+  for process in _start_two(two, other):
     tiny_run.finish(process, quiet=False)
   (resume,) = tiny_run.events(two, "resume")
+  assert checkpoint.load_model(two)[0].mesh.fsdp == 2
   assert resume["step"] == step and resume["processes"] == 2
 
   compared = {"train": ("loss", "grad_norm"), "validation": ("loss",)}
@@ -78,6 +81,23 @@ def test_two_processes_equal_one_and_stop_together(fields, tmp_path):
     for name in names:
       values = [[row[name] for row in run.values()] for run in rows]
       np.testing.assert_allclose(*values, rtol=1e-5)
+
+
+def test_a_dead_process_ends_the_run(fields, tmp_path):
+  """With one line that says so, rather than waiting for it for ever."""
+  endless = {"train.steps": 10**6, "checkpoint.every_steps": 0}
+  processes = _start_two(tmp_path, fields | endless)
+  _wait_for_rows(tmp_path, processes)
+  processes[1].kill()
+  try:
+    # jax alone would wait for a missing heartbeat, for 100 seconds.
+    status = processes[0].wait(60)
+  finally:
+    (_, err), _ = map(tiny_run.kill, processes)
+  assert status == 1
+  last = err.strip().splitlines()[-1]
+  assert last.startswith("error: process 0 ends, since a step failed here or")
+  assert last.endswith("the same command goes on from the last checkpoint")
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ is the step's bound. Work inside Pallas kernels is not in the compiled FLOPs
 (the analytic count has it), but their traffic is in the bytes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import math
 import re
@@ -36,36 +36,36 @@ class Step:
   """A program to compile.
 
   Attributes:
-    lower: (config, mesh, abstract train state) -> the lowered program.
+    trace: (config, mesh, abstract train state) -> the traced program.
     trains: whether it holds optimiser state and a backward pass.
     note: what a reader has to know of it.
   """
 
-  lower: Callable[..., Any]
+  trace: Callable[..., Any]
   trains: bool
   note: str = ""
 
 
-def _lower_train(config, mesh, state):
+def _trace_train(config, mesh, state):
   shape = (config.data.batch_size, config.data.sequence_length + 1)
   step = train_state.make_train_step(config, mesh)
-  return step.lower(state, {"tokens": _tokens(shape, mesh)})
+  return step.trace(state, {"tokens": _tokens(shape, mesh)})
 
 
-def _lower_decode(config, mesh, state):
+def _trace_decode(config, mesh, state):
   def next_logits(model, tokens_BT):
     with sharding.ambient(mesh):
       h_BTD = model.hidden(tokens_BT)
     return model.embedding.decode(h_BTD[:, -1:])
 
   shape = (config.data.batch_size, config.data.sequence_length)
-  return jax.jit(next_logits).lower(state.model, _tokens(shape, mesh))
+  return jax.jit(next_logits).trace(state.model, _tokens(shape, mesh))
 
 
 STEPS = {
-  "train": Step(_lower_train, trains=True),
+  "train": Step(_trace_train, trains=True),
   "decode": Step(
-    _lower_decode,
+    _trace_decode,
     trains=False,
     note="one token per row by recomputing its window, as"
     " attnres_jax.inference.sample does: no scheme and no mixer has a cached"
@@ -114,7 +114,8 @@ def make_report(
     report["optimiser_bytes"] = _bytes_per_device(state.opt_state)
     report |= _kept_bytes(config, mesh)
   start = time.perf_counter()
-  lowered = program.lower(config, mesh, state)
+  traced = program.trace(config, mesh, state)
+  lowered = traced.lower()
   report["lower_seconds"] = time.perf_counter() - start
   start = time.perf_counter()
   try:
@@ -122,7 +123,8 @@ def make_report(
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
-    return report | dict(fits=False, reason=str(error))
+    largest = _largest_traced(traced.jaxpr)
+    return report | dict(fits=False, reason=str(error), largest=largest)
   report["compile_seconds"] = time.perf_counter() - start
   report |= _memory(compiled, chip) | _work(compiled, chip, mesh)
   report["compute_seconds"] = report[
@@ -153,7 +155,9 @@ def to_text(report: Mapping[str, Any]) -> str:
     text_table.table(("memory per device", "GiB"), _memory_rows(report)),
   ]
   if "reason" in report:
-    return "\n".join([*lines, "", "does not fit:", _oom(report["reason"])])
+    lines += ["", "does not fit:", _oom(report["reason"])]
+    lines += ["", "before anything is split over devices or fused:"]
+    return "\n".join([*lines, _largest(report)])
   lines += [
     "",
     text_table.table(
@@ -189,13 +193,7 @@ def to_text(report: Mapping[str, Any]) -> str:
       ],
     ),
     "",
-    text_table.table(
-      ("largest arrays", "MiB", "computed by"),
-      [
-        (row["array"], f"{row['bytes'] / 2**20:,.1f}", row["source"])
-        for row in report["largest"]
-      ],
-    ),
+    _largest(report),
     "",
     *([] if report["fits"] else ["does not fit", ""]),
     f"lowered in {report['lower_seconds']:.0f} s, compiled in"
@@ -242,6 +240,50 @@ def _memory_rows(report):
     for label, name in names.items()
     if name in report
   ]
+
+
+def _largest(report: Mapping[str, Any]) -> str:
+  return text_table.table(
+    ("largest arrays", "MiB", "computed by"),
+    [
+      (row["array"], f"{row['bytes'] / 2**20:,.1f}", row["source"])
+      for row in report["largest"]
+    ],
+  )
+
+
+def _largest_traced(jaxpr: Any) -> list[dict[str, Any]]:
+  """Of a program that the compiler gave up: one of each shape and primitive."""
+  found = {}
+  for equation in _equations(jaxpr):
+    for variable in equation.outvars:
+      shape = getattr(variable.aval, "shape", None)
+      if shape is not None and not jax.dtypes.issubdtype(
+        variable.aval.dtype, jax.dtypes.extended
+      ):
+        key = variable.aval.str_short(), equation.primitive.name
+        found[key] = math.prod(shape) * variable.aval.dtype.itemsize
+  largest = sorted(found, key=lambda key: (-found[key], key))[:_NUM_LARGEST]
+  return [
+    dict(array=key[0], bytes=found[key], source=key[1]) for key in largest
+  ]
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+  """All equations, those of inner programs in place of what holds them."""
+  for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    inner = [
+      value
+      for parameter in equation.params.values()
+      for value in (
+        parameter if isinstance(parameter, (tuple, list)) else (parameter,)
+      )
+      if hasattr(getattr(value, "jaxpr", value), "eqns")
+    ]
+    if not inner:
+      yield equation
+    for value in inner:
+      yield from _equations(value)
 
 
 def _oom(reason: str) -> str:
