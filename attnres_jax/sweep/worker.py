@@ -100,6 +100,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     _say(f"error: no space left for {options.folder}/{options.run}")
     # What is still buffered cannot be written: no second error about that.
     os._exit(result)
+  if result == exits.Exit.FAILED and options.distributed:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # An orderly exit would wait for the others, and they may be what is gone.
+    os._exit(result)
   if result == exits.Exit.BUSY:
     _say(f"{options.run}: another worker has it")
   return result
