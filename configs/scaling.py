@@ -51,6 +51,9 @@ LEARNING_RATES = (1.5e-3, 3e-3, 6e-3, 12e-3)
 # Bytes per parameter outside embedding and head.
 TOKENS_PER_PARAM = 12
 ROWS, LENGTH = 16, 128
+# Small against the square of any state, even of an average over depth at the
+# start: otherwise Rescaled is another function than PreNorm.
+EPSILON = 1e-9
 # Sublayers per block, as for the paper's models of these depths.
 BLOCK_SIZE = 4
 # The experts that go with the parameters of Table 2.
@@ -129,6 +132,7 @@ def _laptop(shape, arg):
   model, data = config.model, config.data
   model.width, model.num_layers, model.num_heads, model.mlp_width, lr = shape
   model.residual.name, model.residual.block_size = arg.residual, BLOCK_SIZE
+  model.norm_eps = EPSILON
   data.sequence_length, data.batch_size = LENGTH, ROWS
   config.optim.peak_lr = lr
   config.train.log_every, config.train.eval_batches = 10, 32

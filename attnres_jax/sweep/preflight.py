@@ -3,6 +3,8 @@
 
 from collections.abc import Sequence
 
+import jax
+
 from attnres_jax import config as config_lib
 from attnres_jax.aot import report
 from attnres_jax.aot import topology
@@ -29,6 +31,8 @@ def check(runs: Sequence[grid.Run], slice_name: str) -> bool:
   Raises:
     ConfigError: no such slice, or a config that its mesh cannot divide.
   """
+  # The programs are for the slice; here nothing runs, and no device is taken.
+  jax.config.update("jax_platforms", "cpu")
   count, times, name = slice_name.partition("x")
   several = times and count.isdigit()
   devices = topology.devices(

@@ -196,10 +196,14 @@ def goodput(progress: Sequence[monitor.Progress]) -> str:
     total = sum(one.seconds for one in own)
     cells = [_share(seconds, total) for seconds in spent.seconds.values()]
     cells.append(_share(max(0.0, total - spent.total), total))
-    cells += [f"{spent.lost_steps:,}", monitor.duration(total)]
+    cells.append(monitor.duration(total))
     table.append([label, *cells])
   header = [name.replace("_", " ") for name in names]
-  return page.table(["", *header, "other", "steps lost", "total"], table)
+  steps = sum(one.goodput.lost_steps for one in progress)
+  return (
+    page.table(["", *header, "other", "total"], table)
+    + f"\n<p>{steps:,} steps were taken twice.</p>"
+  )
 
 
 def _curves(folder: epath.Path, runs: Sequence[grid.Run]) -> str:
