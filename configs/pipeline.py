@@ -12,7 +12,6 @@ overrides; `attnres_jax.pipeline` says what they mean.
 
 import pathlib
 
-from attnres_jax import config as c
 from attnres_jax.config import load
 
 _LM = load.load_file(str(pathlib.Path(__file__).with_name("lm.py")))

@@ -152,7 +152,7 @@ def _forward(
   stage, wire = plan.stage, plan.stage.transport
 
   def no_forward(cache, *_):
-    return cache, wire.message(), stage_lib.no_loss()
+    return cache, wire.message(), loss_lib.no_loss()
 
   @jax.checkpoint
   def tick(state, slots):
@@ -164,7 +164,7 @@ def _forward(
     return cache, jax.tree.map(jnp.add, loss, more), wire.send(message)
 
   ticks = range(plan.schedule.phases.steady.stop)
-  state = stage.empty_cache(), stage_lib.no_loss(), wire.message()
+  state = stage.empty_cache(), loss_lib.no_loss(), wire.message()
   _, loss, _ = plan.loop(tick, ticks, state)
   return loss
 

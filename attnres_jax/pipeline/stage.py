@@ -186,7 +186,7 @@ class Stage:
       _pool(self.gradients, block),
       jax.tree.map(jnp.zeros_like, weights),
       jax.tree.map(jnp.zeros_like, shared),
-      no_loss(),
+      loss_lib.no_loss(),
     )
 
   def receive(
@@ -255,7 +255,7 @@ class Stage:
     known = (*blocks, *made)
     window = [known[block] for block in layout.window(chunk + 1, wire.rule)]
     message = wire.message(window, partial)
-    return cache._replace(blocks=pool), message, no_loss()
+    return cache._replace(blocks=pool), message, loss_lib.no_loss()
 
   def backward(
     self,
@@ -293,7 +293,7 @@ class Stage:
       result = self.network.run(
         chunk, sublayers, shared, blocks, partial, microbatch
       )
-      return (result.total, result) if last else (result, no_loss())
+      return (result.total, result) if last else (result, loss_lib.no_loss())
 
     _, pull_back, loss = jax.vjp(
       run, sublayers, shared, blocks, partial, has_aux=True
@@ -378,10 +378,6 @@ def _rows(
 ) -> tuple[int, slice]:
   """Where the rows of a chunk are; a leading axis of 1 holds that chunk."""
   return virtual_stage if stacked.shape[0] > 1 else 0, slice(count)
-
-
-def no_loss() -> loss_lib.LossSums:
-  return loss_lib.LossSums(*[jnp.zeros((), jnp.float32)] * 3)
 
 
 def _sum(terms: Sequence[jax.Array]) -> jax.Array:
