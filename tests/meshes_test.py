@@ -27,22 +27,37 @@ MESHES = [
   dict(data=1, tensor=2),
   dict(data=2, fsdp=2),
   dict(data=2, tensor=2),
+  dict(data=1, fsdp=2, tensor=2),
   dict(data=2, fsdp=2, tensor=2),
+]
+# The smallest network with experts.
+EXPERTS = dict(
+  num_layers=1,
+  residual=config_lib.ResidualConfig("prenorm"),
+  moe=config_lib.MoeConfig(
+    num_experts=4, top_k=2, expert_width=8, dense_layers=0
+  ),
+)
+EXPERT_MESHES = [
+  dict(data=1, expert=4),
+  dict(data=2, expert=2),
+  dict(data=1, fsdp=2, expert=2),
+  dict(data=1, expert=2, tensor=2),
 ]
 
 
 def _config(mesh, **model):
+  dense = dict(
+    vocab_size=32,
+    width=16,
+    num_layers=2,
+    num_heads=2,
+    mlp_width=32,
+    init_std=0.2,
+    residual=config_lib.ResidualConfig("block_attnres", block_size=2),
+  )
   return config_lib.RunConfig(
-    model=config_lib.ModelConfig(
-      vocab_size=32,
-      width=16,
-      num_layers=2,
-      num_heads=2,
-      mlp_width=32,
-      init_std=0.2,
-      residual=config_lib.ResidualConfig("block_attnres", block_size=2),
-      **model,
-    ),
+    model=config_lib.ModelConfig(**dense | model),
     data=config_lib.DataConfig(sequence_length=8, batch_size=8),
     # A large epsilon: Adam would divide rounding errors by themselves.
     optim=config_lib.OptimConfig(warmup_steps=1, eps=1e-2),
@@ -76,7 +91,9 @@ def _assert_same_step(mesh, **model):
   metrics, before, after = _on_one_device(**model)
   found, found_before, state = _step(_config(mesh, **model))
   jax.tree.map(np.testing.assert_array_equal, found_before, before)
-  for name in ("loss", "grad_norm", "tokens"):
+  load = [name for name in metrics if name.startswith("moe_")]
+  assert bool(load) == ("moe" in model)
+  for name in ("loss", "grad_norm", "tokens", *load):
     np.testing.assert_allclose(found[name], metrics[name], rtol=2e-5)
   for a, b in zip(jax.tree.leaves(state.model), jax.tree.leaves(after)):
     np.testing.assert_allclose(jax.device_get(a), b, rtol=0, atol=2e-6)
@@ -99,14 +116,18 @@ def test_a_dense_network(mesh):
   assert table.addressable_shards[0].data.size * shards == table.size
 
 
-@pytest.mark.parametrize(
-  "mesh", [dict(data=1, fsdp=2, expert=2, tensor=2), dict(data=2, expert=4)]
-)
-def test_a_network_of_several_kinds(mesh):
+def test_a_network_of_several_kinds():
+  mesh = dict(data=1, fsdp=2, expert=2, tensor=2)
   state = _assert_same_step(mesh, **KINDS)
   experts = state.model.sublayers["moe"].core.gate[...]
-  shards = mesh["expert"] * mesh.get("fsdp", 1) * mesh.get("tensor", 1)
-  assert experts.addressable_shards[0].data.size * shards == experts.size
+  assert experts.addressable_shards[0].data.size * 8 == experts.size
+
+
+@pytest.mark.parametrize("mesh", EXPERT_MESHES)
+def test_experts_alone_and_with_each_other_axis(mesh):
+  state = _assert_same_step(mesh, **EXPERTS)
+  # The load moved the biases as it does on one device.
+  assert np.any(state.model.sublayers["moe"].core.selection_bias[...])
 
 
 def test_every_large_parameter_is_cut():
