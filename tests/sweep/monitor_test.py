@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Progress, and how long the rest will take."""
+
+import json
+
+import pytest
+
+from attnres_jax import goodput
+from attnres_jax.sweep import monitor
+from attnres_jax.sweep import state as state_lib
+from tests.sweep import tiny_sweep
+
+
+def progress(name, status="pending", **values):
+  defaults = dict(
+    residual="prenorm", step=0, steps=100, train_loss=None,
+    validation_loss=None, step_seconds=None, seconds=0.0, step_flops=1e6,
+    attempts=0, error="", goodput=goodput.Goodput(),
+  )  # fmt: skip
+  return monitor.Progress(name=name, status=status, **(defaults | values))
+
+
+def test_time_left_is_measured_on_the_run_most_like_it():
+  small = progress(
+    "small", "done", step=100, step_seconds=0.1, seconds=10.0 + 5.0
+  )
+  large = progress("large", step_flops=4e6)
+  full = progress(
+    "full", "running", residual="full_attnres", step=40, step_seconds=0.3
+  )
+  other = progress("other", residual="full_attnres", step_flops=2e6)
+  runs = [small, large, full, other]
+  assert monitor.seconds_left(small, runs) == 0.0
+  # Four times the FLOPs of `small`, and what it took beside its steps.
+  assert monitor.seconds_left(large, runs) == pytest.approx(100 * 0.4 + 5)
+  assert monitor.seconds_left(full, runs) == pytest.approx(60 * 0.3)
+  # The same scheme counts for more than the same size.
+  assert monitor.seconds_left(other, runs) == pytest.approx(100 * 0.6 + 5)
+  total = 45 + 18 + 65
+  assert monitor.total_seconds_left(runs, 1) == pytest.approx(total)
+  assert monitor.total_seconds_left(runs, 2) == pytest.approx(65)
+  # No run takes less than its own time, however many go on at once.
+  assert monitor.total_seconds_left(runs, 9) == pytest.approx(65)
+
+
+def test_nothing_measured_and_nothing_left():
+  runs = [progress("a"), progress("b")]
+  assert monitor.seconds_left(runs[0], runs) is None
+  assert monitor.total_seconds_left(runs, 1) is None
+  assert "? left with 1 at a time" in monitor.summary(runs, 1)
+  done = [progress("a", "done", step=100, step_seconds=0.1)]
+  assert monitor.total_seconds_left(done, 1) == 0.0
+  assert monitor.summary(done, 1) == "1/1 done"
+
+
+def test_durations():
+  assert monitor.duration(9.6) == "0:00:10"
+  assert monitor.duration(27 * 3600 + 61) == "27:01:01"
+  assert monitor.duration(None) == "?"
+
+
+def test_runs_of_a_folder(tmp_path):
+  source = tiny_sweep.write(tmp_path / "tiny.py", seeds=(0, 1))
+  first, second = tiny_sweep.prepare(tmp_path / "sweep", source)
+  rows = [
+    {"split": "event", "event": "start", "step": 0, "lost_steps": 0},
+    {"split": "train", "step": 3, "loss": 5.5, "step_seconds": 0.5,
+     "data_wait_seconds": 0.0},
+    {"split": "validation", "step": 3, "loss": 5.25},
+  ]  # fmt: skip
+  workdir = tmp_path / "sweep" / first.name
+  lines = "".join(json.dumps(row) + "\n" for row in rows)
+  # A last line that is being written.
+  (workdir / "metrics.jsonl").write_text(lines + '{"split": "tr')
+  state = state_lib.State(status="running", attempts=2, seconds=7.0)
+  state_lib.write(workdir, state)
+  found = monitor.of_folder(tmp_path / "sweep")
+  assert [one.name for one in found] == [first.name, second.name]
+  one = found[0]
+  assert (one.step, one.steps, one.attempts) == (3, 20, 2)
+  assert (one.train_loss, one.validation_loss) == (5.5, 5.25)
+  # No living process has it.
+  assert one.status == monitor.INTERRUPTED
+  assert one.goodput.step == pytest.approx(1.5)
+  assert found[1].status == state_lib.PENDING
+  failed = state_lib.State(status="failed", attempts=1, error="Error: cause")
+  state_lib.write(workdir, failed)
+  table = monitor.table(monitor.of_folder(tmp_path / "sweep"))
+  assert f"{first.name}: Error: cause" in table
+  assert "5.5000" in table and "1 failed" in table
