@@ -8,12 +8,17 @@ VENV ?= .venv
 # a run of the sweep.
 JOBS ?= 2
 ARGS ?=
+# Experts are dealt to 16 devices, everything else is cut in 4; a device sees
+# one sequence of a microbatch.
+POD ?= --config=configs/kimi_linear.py:size=48b --topology=v5p:4x4x4 \
+  --config.mesh.data=1 --config.mesh.expert=16 --config.mesh.fsdp=4 \
+  --config.optim.accumulate_steps=32
 
 BIN := $(VENV)/bin
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo sweep test test-slow lint format notebooks clean
+.PHONY: help demo sweep pod test test-slow lint format notebooks clean
 
 help:
 	@echo "make demo       train four residual schemes side by side (about 10"
@@ -21,6 +26,8 @@ help:
 	@echo "make sweep      scaling laws of three schemes (about three hours on 2"
 	@echo "                cores, over as many days as you like); writes"
 	@echo "                runs/scaling/report.html while it runs"
+	@echo "make pod        compile the 48B training step for 64 chips of v5p, which"
+	@echo "                need not be there (about 7 minutes), and say what it takes"
 	@echo "make test       run the tests"
 	@echo "make test-slow  run the slow tests too"
 	@echo "make lint       check style and types"
@@ -35,6 +42,9 @@ demo: $(VENV)/.demo-$(VERSION)
 
 sweep: $(VENV)/.demo-$(VERSION)
 	$(BIN)/python -m experiments.scaling_law.run --max_parallel=$(JOBS) $(ARGS)
+
+pod: $(VENV)/.pod-$(VERSION)
+	$(BIN)/python -m attnres_jax.aot $(POD) $(ARGS)
 
 test: $(VENV)/.dev-$(VERSION)
 	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
@@ -68,6 +78,11 @@ $(VENV)/.made-$(VERSION):
 
 $(VENV)/.demo-$(VERSION): $(VENV)/.made-$(VERSION) pyproject.toml
 	$(BIN)/python -m pip install -qq --editable ".[plots]"
+	@touch $@
+
+# The compiler comes with the library that drives a TPU.
+$(VENV)/.pod-$(VERSION): $(VENV)/.made-$(VERSION) pyproject.toml
+	$(BIN)/python -m pip install -qq --editable ".[tpu]"
 	@touch $@
 
 $(VENV)/.dev-$(VERSION): $(VENV)/.made-$(VERSION) pyproject.toml
