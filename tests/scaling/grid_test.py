@@ -156,3 +156,29 @@ def test_bad_overrides_are_named(resolve):
   with pytest.raises(config.ConfigError, match="'sizes': unknown, expected"):
     sweep.add(sizes="s")
   assert not sweep.runs
+
+
+def test_load_gives_a_sweep_its_argument(tmp_path):
+  path = tmp_path / "scaling.py"
+  path.write_text(CONFIG_FILE)
+  assert len(grid.load(str(path))) == 12
+  path.write_text(
+    CONFIG_FILE.replace("def sweep(add):", "def sweep(add, arg):").replace(
+      "range(3)", "range(3 if arg == 'size=m' else 1)"
+    )
+  )
+  assert len(grid.load(str(path))) == 4
+  assert len(grid.load(f"{path}:size=m")) == 12
+
+
+def test_branches_name_their_trunk():
+  sweep = grid.Sweep(tiny_resolve)
+  trunk = sweep.add(steps=40)
+  branch = sweep.add(trunk, steps=20)
+  assert branch.branch_of == trunk.name and not trunk.branch_of
+  assert branch.overrides == {"steps": 20}
+
+
+def test_a_slug_says_everything_once():
+  assert grid.slug_of({"seed": 1, "data.seed": 1}) == "seed1"
+  assert grid.slug_of({"seed": 1, "data.seed": 2}) == "seed1-seed2"

@@ -209,6 +209,19 @@ def test_a_run_that_another_worker_has_is_left_to_it(sweep):
   assert found.acts == ["seed1 starts", "seed1 ends"]
 
 
+def test_a_branch_waits_for_its_trunk(sweep, monkeypatch):
+  found = sweep("ok", "ok", "ok")
+  trunk = found.runs[2]
+  found.runs[0] = dataclasses.replace(found.runs[0], branch_of=trunk.name)
+  monkeypatch.setattr(
+    local.branches,
+    "is_ready",
+    lambda folder, run: not run.branch_of or "seed2 ends" in found.acts,
+  )
+  assert found.launch(max_parallel=2) == 0
+  assert found.acts.index("seed2 ends") < found.acts.index("seed0 starts")
+
+
 def test_full_disk_is_one_error_and_ends_the_launch(sweep, capfd):
   found = sweep("full", "ok", "ok")
   assert found.launch() == 1
@@ -266,8 +279,8 @@ def test_cores_are_shared_out(monkeypatch):
 def test_names_and_settings_of_launchers():
   options = launchers.Options()
   assert launchers.load("local", options) is local
-  with pytest.raises(config_lib.ConfigError, match="^--launcher: got 'slurm'"):
-    launchers.load("slurm", options)
+  with pytest.raises(config_lib.ConfigError, match="^--launcher: got 'slrum'"):
+    launchers.load("slrum", options)
   options = launchers.Options(settings={"image": "x"})
   with pytest.raises(config_lib.ConfigError, match="^--set: got 'image'.*none"):
     launchers.load("local", options)
