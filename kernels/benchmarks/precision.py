@@ -57,6 +57,7 @@ def main() -> None:
 
 
 def _problems(dtype, case):
+  # Tokens: a tile of the TPU kernels, and a part of one.
   queries, sources, tokens, width = 3, 1 if case == "one" else 6, 24, 256
   rng = np.random.default_rng(0)
   draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
