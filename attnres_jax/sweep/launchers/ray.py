@@ -90,7 +90,8 @@ def launch(
   os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
   connected = ray.is_initialized()
   if not connected:
-    ray.init(address=settings.address)
+    new = settings.address == "local"
+    ray.init(settings.address, **(dict(include_dashboard=False) if new else {}))
   pool = concurrent.futures.ThreadPoolExecutor(options.max_parallel)
   try:
     started: dict[str, concurrent.futures.Future[None]] = {}

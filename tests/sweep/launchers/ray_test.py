@@ -217,7 +217,7 @@ def test_a_gang_that_loses_workers_ends_like_one_that_does_not(tmp_path):
   fields = FIELDS | tiny_run.corpus(tmp_path) | {"seed": 3}
   folder = tmp_path / "sweep"
   (workdir,) = _prepare(folder, fields, [3])
-  settings = json.dumps({"workers": "2"})
+  settings = json.dumps({"address": "local", "workers": "2"})
   with _started(tmp_path, "-c", LAUNCH, str(folder), settings) as process:
     # The worker that has the claim, then the other one.
     for claimer, at in ((True, 60), (False, 200)):
@@ -254,7 +254,7 @@ def test_a_run_that_cannot_be_trained_fails_and_others_go_on(tmp_path):
   run = json.loads((bad / folder_lib.RUN).read_text())
   run["config"]["data"]["path"] = str(tmp_path / "nothing")
   (bad / folder_lib.RUN).write_text(json.dumps(run))
-  settings = json.dumps({"max_restarts": "1"})
+  settings = json.dumps({"address": "local", "max_restarts": "1"})
   with _started(tmp_path, "-c", LAUNCH, str(folder), settings) as process:
     text = _finish(process, tmp_path, status=1)
   assert f"{good.name}: done" in text and f"{bad.name}: failed: " in text
