@@ -16,6 +16,8 @@ from attnres_jax import loss as loss_lib
 from attnres_jax import models
 from attnres_jax import sharding
 from attnres_jax import train_state
+from attnres_jax.aot import hlo
+from attnres_jax.aot import topology
 from attnres_jax.models import residuals
 from attnres_jax.models.residuals import prenorm
 from attnres_jax.pipeline import layout as layout_lib
@@ -238,6 +240,45 @@ def test_kinds_that_differ_from_chunk_to_chunk(mesh):
   _assert_as_on_one_device(
     _config((2, 2, 2, 10, 4), mesh, last_mixer="mla", **KINDS)
   )
+
+
+@pytest.mark.slow
+def test_a_tpu_program():
+  """In the loop nothing but planned messages, and the cache stays in place."""
+  pytest.importorskip("libtpu", reason="libtpu is not installed")
+  config = _config((2, 2, 4, 4, 2), dict(data=4), dtype="bfloat16")
+  config = dataclasses.replace(
+    config,
+    model=dataclasses.replace(config.model, width=256, mlp_width=704),
+    data=dataclasses.replace(config.data, sequence_length=256),
+  )
+  mesh = sharding.make_mesh(config.mesh, topology.devices("v5e:2x4"))
+  batch = jax.ShapeDtypeStruct(
+    (config.data.batch_size, 257),
+    jnp.int32,
+    sharding=sharding.batch_sharding(mesh),
+  )
+  step = train_state.make_train_step(config, mesh)
+  state = train_state.abstract_state(config, mesh)
+  text = step.lower(state, {"tokens": batch}).compile().as_text()
+
+  plan = spmd.make_plan(config, mesh)
+  rule, layout = config.pipeline.rule, plan.stage.transport.layout
+  per_tick = sum(layout.link_vectors(rule)) + sum(layout.link_partials())
+  pairs = [pairs for _, pairs in _permutes(text)]
+  assert sum(pairs) == 2 * config.mesh.data * per_tick
+  program = hlo.Program(text)
+  in_loop = [one for one in program.collectives() if one.in_loop]
+  assert len(in_loop) == len(pairs)
+  for one in in_loop:
+    assert one.kind == "collective-permute" and one.overlapped
+    assert one.count == plan.schedule.num_ticks
+    assert {array.dims for array in one.arrays} == {(1, 256, 256)}
+  slots = [plan.stage.blocks.size, plan.stage.gradients.size]
+  for count, instruction, _ in program.instructions():
+    if count > 1 and instruction.op in ("copy", "copy-start"):
+      for array in instruction.arrays:
+        assert array.dims not in [(n, 1, 256, 256) for n in slots]
 
 
 def test_a_step_and_its_checkpoint(tmp_path):
