@@ -60,7 +60,7 @@ def changes(
   found = {
     field: values
     for field, values in found.items()
-    if not _matches(field, harmless)
+    if not is_harmless(field, harmless)
   }
   old_data = json.loads((workdir / "data.json").read_text())
   for split, description in descriptions.items():
@@ -68,6 +68,14 @@ def changes(
     if before != now:
       found[f"the content of the {split} data"] = (before, now)
   return found
+
+
+def is_harmless(field: str, names: Iterable[str] = HARMLESS) -> bool:
+  """Whether a field is one of the names, or below one of the prefixes."""
+  return any(
+    field.startswith(name) if name.endswith(".") else field == name
+    for name in names
+  )
 
 
 def refusal(workdir: epath.Path, changes: dict[str, tuple[Any, Any]]) -> str:
@@ -187,10 +195,3 @@ def summarise(
     text = json.dumps(summary, indent=2) + "\n"
     (workdir / "summary.json").write_text(text)
   return summary
-
-
-def _matches(field: str, names: Iterable[str]) -> bool:
-  return any(
-    field.startswith(name) if name.endswith(".") else field == name
-    for name in names
-  )

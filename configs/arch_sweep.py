@@ -128,6 +128,7 @@ def _paper(arg):
   model = config.model
   model.moe.dense_layers = 0
   if not arg.runlocal:
+    config.mesh.data, config.mesh.fsdp = 1, -1
     model.width, model.num_layers = shape.width, shape.num_layers
     model.num_heads = shape.num_heads
     model.moe.expert_width = shape.expert_width

@@ -154,6 +154,9 @@ def _paper(size, arg):
   )
   config.unlock()
   config.model.moe.dense_layers = 0
+  if not arg.runlocal:
+    # Rows of every size divide over 16 chips.
+    config.mesh.data, config.mesh.fsdp = 1, -1
   return config
 
 

@@ -18,6 +18,7 @@ from etils import epath
 from attnres_jax import checkpoint
 from attnres_jax import config as config_lib
 from attnres_jax import optimizer
+from attnres_jax import run_folder
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import files
 from attnres_jax.sweep import folder as folder_lib
@@ -78,8 +79,11 @@ def check(trunk: grid.Run, run: grid.Run) -> None:
   differing = config_lib.differences(
     config_lib.to_dict(long), config_lib.to_dict(short)
   )
-  allowed = ("name", "train.", "checkpoint.", "log.", "mesh.")
-  bad = [field for field in differing if not field.startswith(allowed)]
+  bad = [
+    field
+    for field in differing
+    if field != "train.steps" and not run_folder.is_harmless(field)
+  ]
   if bad or _parting(long) < _parting(short):
     raise config_lib.ConfigError(
       f"{run.name}: not a branch of {trunk.name}, "

@@ -11,8 +11,10 @@
                  of every run; see `attnres_jax.train`
   compiled/      programs that runs share, where a launcher keeps them here
 
-The same sweep may be prepared again, with more runs too. A run whose overrides
-are here with another config is refused: half of it would be another run.
+The same sweep may be prepared again, with more runs too. What does not change
+what is computed, such as the mesh, may change on the way, and leaves the name
+of a run alone. A run whose overrides are here with another config than that is
+refused: half of it would be another run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,6 +25,7 @@ from typing import Any
 from etils import epath
 
 from attnres_jax import config as config_lib
+from attnres_jax import run_folder
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import files
 
@@ -35,7 +38,7 @@ COMPILED = "compiled"
 def prepare(
   folder: epath.PathLike, runs: Sequence[grid.Run], source: str
 ) -> list[grid.Run]:
-  """Makes the workdirs of runs; those that exist stay as they are.
+  """Makes the workdirs of runs; those that exist go on.
 
   Args:
     folder: of the sweep, local or gs://; made if needed.
@@ -43,8 +46,8 @@ def prepare(
     source: the config file they come from, with its argument.
 
   Returns:
-    The runs as they are in the folder. A field that the configuration got
-    since then has its default there, and leaves the run and its name alone.
+    The runs as they are in the folder now, under the names they had. A field
+    that the configuration got since then had its default.
 
   Raises:
     ConfigError: a run is there with another config; says what differs.
@@ -57,24 +60,24 @@ def prepare(
     run = dataclasses.replace(
       run, branch_of=names_here.get(run.branch_of, run.branch_of)
     )
-    old = found.get(_key(run.overrides))
+    name, old = run.name, found.get(_key(run.overrides))
     if old is not None:
       changed = _changes(old, run)
       if changed:
         raise config_lib.ConfigError(_refusal(folder, old, changed))
-    prepared.append(run if old is None else old)
-    names_here[run.name] = prepared[-1].name
+      run = dataclasses.replace(run, name=old.name)
+    prepared.append(run)
+    names_here[name] = run.name
   for run in prepared:
     workdir = folder / run.name
-    if not (workdir / RUN).exists():
-      workdir.mkdir(parents=True, exist_ok=True)
-      text = json.dumps(dataclasses.asdict(run), indent=2) + "\n"
-      files.write(workdir / RUN, text)
+    workdir.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(dataclasses.asdict(run), indent=2) + "\n"
+    files.write(workdir / RUN, text)
   names = [run.name for run in prepared]
   names += [run.name for run in found.values() if run.name not in names]
   index = {"source": source, "runs": names}
   files.write(folder / SWEEP, json.dumps(index, indent=2) + "\n")
-  return prepared
+  return [read_run(folder, run.name) for run in prepared]
 
 
 def read(folder: epath.PathLike) -> list[grid.Run]:
@@ -116,9 +119,13 @@ def _key(overrides: Mapping[str, Any]) -> str:
 
 
 def _changes(old: grid.Run, new: grid.Run) -> dict[str, tuple[Any, Any]]:
-  """What differs between configs that should be the same."""
+  """What differs between configs that should compute the same."""
   found = config_lib.differences(*(_plain(run_config(r)) for r in (old, new)))
-  return {name: pair for name, pair in found.items() if name != "name"}
+  return {
+    name: pair
+    for name, pair in found.items()
+    if not run_folder.is_harmless(name)
+  }
 
 
 def _plain(config: config_lib.RunConfig) -> dict[str, Any]:

@@ -63,9 +63,9 @@ def of_run(folder: epath.PathLike, run: grid.Run) -> dict[str, Any]:
     "seed": config.seed,
     **compute_of(config),
     "validation_loss": f"{summary['validation_loss']:.6f}",
-    "train_loss": f"{summary['train_loss']:.6f}",
+    "train_loss": _number(summary.get("train_loss"), ".6f"),
     "peak_lr": config.optim.peak_lr,
-    "step_seconds": f"{summary['step_seconds']:.4g}",
+    "step_seconds": _number(summary.get("step_seconds"), ".4g"),
     "seconds": f"{state_lib.read(workdir).seconds:.1f}",
     "attempts": state_lib.read(workdir).attempts,
     **{f"{name}_seconds": f"{value:.1f}" for name, value in times.items()},
@@ -121,3 +121,8 @@ def by_scheme(rows: Iterable[Row], counting: str) -> dict[str, fit_lib.Runs]:
     )
     for scheme, several in groups.items()
   }
+
+
+def _number(value: float | None, form: str) -> str:
+  """Empty where a run, or what a branch did itself, was too short for a row."""
+  return "" if value is None else f"{value:{form}}"

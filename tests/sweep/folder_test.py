@@ -73,6 +73,18 @@ def test_a_field_that_is_new_since_then_changes_nothing(tmp_path, source):
   assert folder.run_config(again[1]) == folder.run_config(before[1])
 
 
+def test_what_computes_the_same_may_change(tmp_path, source):
+  before = tiny_sweep.prepare(tmp_path / "sweep", source)
+  fields = {"mesh.data": 1, "mesh.fsdp": -1, "checkpoint.every_steps": 7}
+  other = tiny_sweep.write(tmp_path / "tiny.py", seeds=(0, 1, 2), **fields)
+  after = tiny_sweep.prepare(tmp_path / "sweep", other)
+  assert [run.name for run in after] == [run.name for run in before]
+  assert len(list((tmp_path / "sweep").glob("seed0-*"))) == 1
+  config = folder.run_config(folder.read(tmp_path / "sweep")[0])
+  assert (config.mesh.data, config.mesh.fsdp) == (1, -1)
+  assert config.checkpoint.every_steps == 7
+
+
 def test_branches_follow_the_names_in_the_folder(tmp_path, source):
   (run,) = grid.load(source)[:1]
   old = dataclasses.replace(run, name="older-name")
