@@ -149,7 +149,7 @@ class AttentionTest(parameterized.TestCase):
       *cotangents,
       split(before),
       eps=EPS,
-      interpret=plgpu.InterpretGPUParams(),
+      interpret=plgpu.InterpretGPUParams(detect_races=True),
     )
     _, (dquery_, dsources_) = self.exact(query, sources, cotangents, count)
     assert_close(dquery, dquery_, "dquery")
@@ -184,7 +184,7 @@ class AttentionTest(parameterized.TestCase):
       values, vjp = jax.vjp(f, query, sources if bank else tuple(sources))
       return values, vjp(cotangents)
 
-    with dispatch.interpreted(plgpu.InterpretGPUParams()):
+    with dispatch.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
       (out, lse), (dquery, dsources) = run(query, sources)
     exact = self.exact(query, sources, cotangents, count)
     if count == 0:
@@ -204,7 +204,7 @@ class AttentionTest(parameterized.TestCase):
       return values, vjp((dout[:, :, None], dlse[:, :, None]))
 
     plain = lambda query, *sources: gpu(query, sources)
-    with dispatch.interpreted(plgpu.InterpretGPUParams()):
+    with dispatch.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
       wanted = run(plain)
       got = run(jax.vmap(plain, in_axes=(None, 0, 0), out_axes=1))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted)):
@@ -332,7 +332,7 @@ class MergeTest(parameterized.TestCase):
         out, lse, query, partial, update, gain, norm_eps=NORM_EPS, **options
       )
 
-    with dispatch.interpreted(plgpu.InterpretGPUParams()):
+    with dispatch.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
       got = run(kernel, given, cotangents)
     arrays = dict.fromkeys(arrays)
     wanted = in_float64(functools.partial(run, merge_oracle), given, cotangents)
