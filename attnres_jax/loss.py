@@ -87,9 +87,9 @@ def _tiled(options, h_BTD, head_DV, target_BT, weight_BT) -> LossSums:
   head_DV, _ = _gather(h_BTD, head_DV)
 
   def add_tile(sums, xs):
-    h_tile, *targets = xs
+    h_tile, target_tile, weight_tile = xs
     logits = linear.linear(h_tile, head_DV, 1, jnp.dtype("float32"))
-    tile_sums = _tile_sums(logits, *targets, soft_cap, z_loss)
+    tile_sums = _tile_sums(logits, target_tile, weight_tile, soft_cap, z_loss)
     return jax.tree.map(jnp.add, sums, tile_sums), None
 
   sums, _ = jax.lax.scan(
@@ -104,10 +104,10 @@ def _tiled_fwd(options, h_BTD, head_DV, target_BT, weight_BT):
 
   def add_tile(carry, xs):
     sums, d_head_DV = carry
-    h_tile, *targets = xs
+    h_tile, target_tile, weight_tile = xs
 
     def total(logits):
-      tile_sums = _tile_sums(logits, *targets, soft_cap, z_loss)
+      tile_sums = _tile_sums(logits, target_tile, weight_tile, soft_cap, z_loss)
       return tile_sums.total, tile_sums
 
     logits = linear.linear(h_tile, head_DV, 1, jnp.dtype("float32"))

@@ -36,6 +36,8 @@ class BlockState(NamedTuple):
 class BlockAttnResOneSoftmax(base.DepthAttention):
   """The definition: one softmax over blocks and partial sum per sublayer."""
 
+  block_size: int  # pyrefly: ignore[bad-override-mutable-attribute]
+
   def __init__(self, config: config_lib.ModelConfig):
     super().__init__(config)
     self.block_size = config.residual.sublayers_per_block(self.num_sublayers)
