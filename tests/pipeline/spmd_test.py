@@ -109,7 +109,7 @@ def _call(compiled, arguments):
   return compiled(*jax.device_put(arguments, compiled.input_shardings[0]))
 
 
-def _assert_equal(found, expected):
+def _assert_equal(found, expected, rounding=1e-5):
   for a, b in zip(found[0], expected[0]):
     np.testing.assert_allclose(a, b, rtol=1e-6)
   names = jax.tree_util.tree_leaves_with_path(expected[1])
@@ -117,14 +117,14 @@ def _assert_equal(found, expected):
     # A sum of many terms, whose order differs.
     scale = 1e-30 + float(jnp.sqrt(jnp.mean(jnp.square(b))))
     np.testing.assert_allclose(
-      a, b, rtol=1e-6, atol=1e-5 * scale, err_msg=jax.tree_util.keystr(path)
+      a, b, rtol=1e-6, atol=rounding * scale, err_msg=jax.tree_util.keystr(path)
     )
 
 
-def _assert_as_on_one_device(config):
+def _assert_as_on_one_device(config, **tolerance):
   compiled, arguments = _compiled(config)
   expected = _on_one_device(config, *arguments)
-  _assert_equal(_call(compiled, arguments), expected)
+  _assert_equal(_call(compiled, arguments), expected, **tolerance)
   return compiled
 
 
@@ -238,7 +238,9 @@ def test_forms_and_remat(scheme, form):
 def test_kinds_that_differ_from_chunk_to_chunk(mesh):
   """Ten sublayers on four chunks: two or three, of up to three kinds."""
   _assert_as_on_one_device(
-    _config((2, 2, 2, 10, 4), mesh, last_mixer="mla", **KINDS)
+    _config((2, 2, 2, 10, 4), mesh, last_mixer="mla", **KINDS),
+    # Recurrences and routers amplify it.
+    rounding=3e-4,
   )
 
 
