@@ -64,7 +64,13 @@ def train_here(workdir, fields, **kwargs):
 
 @contextlib.contextmanager
 def compilation_cache(folder):
-  """Keeps compiled programs of this process in a folder; None keeps none."""
+  """Keeps compiled programs of this process in a folder.
+
+  Not with older versions of jax: 0.10.2 now and then crashes while it writes
+  one, of one device or several.
+  """
+  if jax.__version_info__ < (0, 11):
+    folder = None
   names = dict(
     jax_compilation_cache_dir=None if folder is None else str(folder),
     jax_persistent_cache_min_compile_time_secs=0.0,

@@ -24,13 +24,6 @@ def _compile_once(tmp_path_factory):
     yield
 
 
-@pytest.fixture
-def uncached():
-  """For programs of several devices: writing one to the cache can crash jax."""
-  with tiny_run.compilation_cache(None):
-    yield
-
-
 @pytest.fixture(scope="module")
 def fields(tmp_path_factory):
   # Eight devices are visible here; batches of four rows go to one.
@@ -90,7 +83,6 @@ def test_what_a_run_leaves(whole, fields):
   assert all(row["seconds"] > 0 for row in compiled)
 
 
-@pytest.mark.usefixtures("uncached")
 def test_a_run_goes_on_where_it_was_on_another_mesh(whole, run, fields):
   tiny_run.rewind(run, 10)
   tiny_run.train_here(run, fields | {"mesh.fsdp": 2})
@@ -388,7 +380,6 @@ def test_accumulation_and_segments_run(fields, tmp_path):
   assert sorted(tiny_run.rows(tmp_path, "depth")) == [1, 2]
 
 
-@pytest.mark.usefixtures("uncached")
 def test_data_parallel_equals_one_device(quick, tmp_path):
   for devices in (1, 4):
     tiny_run.train_here(tmp_path / str(devices), quick | {"mesh.data": devices})
