@@ -109,13 +109,13 @@ def _call(compiled, arguments):
   return compiled(*jax.device_put(arguments, compiled.input_shardings[0]))
 
 
-def _assert_equal(found, expected, rounding=1e-5):
+def _assert_equal(found, expected, rounding=5e-6):
   for a, b in zip(found[0], expected[0]):
     np.testing.assert_allclose(a, b, rtol=1e-6)
   names = jax.tree_util.tree_leaves_with_path(expected[1])
   for (path, b), a in zip(names, jax.tree.leaves(found[1]), strict=True):
     # A sum of many terms, whose order differs.
-    scale = 1e-30 + float(jnp.sqrt(jnp.mean(jnp.square(b))))
+    scale = 1e-30 + float(jnp.max(jnp.abs(b)))
     np.testing.assert_allclose(
       a, b, rtol=1e-6, atol=rounding * scale, err_msg=jax.tree_util.keystr(path)
     )
@@ -240,7 +240,7 @@ def test_kinds_that_differ_from_chunk_to_chunk(mesh):
   _assert_as_on_one_device(
     _config((2, 2, 2, 10, 4), mesh, last_mixer="mla", **KINDS),
     # Recurrences and routers amplify it.
-    rounding=3e-4,
+    rounding=1e-4,
   )
 
 
