@@ -63,7 +63,7 @@ def cross_entropy(
     head_DV: float32 head matrix.
     target_BT: int32 next tokens.
     weight_BT: float32, 0 for targets that do not count.
-    soft_cap: of the logits, see `embedding.logits`.
+    soft_cap: of the logits, see `embedding.soft_capped`.
     z_loss: weight of the squared log-normaliser (arXiv:2204.02311 section 5).
     tile_tokens: tokens per tile and device; 0 takes what fits in `TILE_BYTES`.
       Tiles are cut along the sequence, so each has tokens of every row.

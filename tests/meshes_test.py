@@ -10,17 +10,8 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax import sharding
 from attnres_jax import train_state
+from tests import tiny_network
 
-KINDS = dict(
-  mixers=("kda", "mla"),
-  kda=config_lib.KdaConfig(head_width=8, gate_rank=4, chunk_size=8),
-  mla=config_lib.MlaConfig(
-    latent_rank=8, nope_width=8, shared_width=4, value_width=8
-  ),
-  moe=config_lib.MoeConfig(
-    num_experts=4, top_k=2, expert_width=8, dense_layers=1
-  ),
-)
 MESHES = [
   dict(data=4),
   dict(data=1, fsdp=4),
@@ -118,7 +109,7 @@ def test_a_dense_network(mesh):
 
 def test_a_network_of_several_kinds():
   mesh = dict(data=1, fsdp=2, expert=2, tensor=2)
-  state = _assert_same_step(mesh, **KINDS)
+  state = _assert_same_step(mesh, **tiny_network.KINDS)
   experts = state.model.sublayers["moe"].core.gate[...]
   assert experts.addressable_shards[0].data.size * 8 == experts.size
 
@@ -132,7 +123,7 @@ def test_experts_alone_and_with_each_other_axis(mesh):
 
 def test_every_large_parameter_is_cut():
   mesh = dict(data=1, fsdp=2, tensor=2)
-  config = _config(mesh, **KINDS)
+  config = _config(mesh, **tiny_network.KINDS)
   state = train_state.abstract_state(config, sharding.make_mesh(config.mesh))
   whole, names = set(), set()
   for path, leaf in jax.tree_util.tree_leaves_with_path(state.model):

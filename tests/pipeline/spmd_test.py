@@ -22,6 +22,7 @@ from attnres_jax.models import residuals
 from attnres_jax.models.residuals import prenorm
 from attnres_jax.pipeline import layout as layout_lib
 from attnres_jax.pipeline import spmd
+from tests import tiny_network
 
 VOCAB, WIDTH, LENGTH = 32, 16, 8
 # Ranks, virtual stages, microbatches, sublayers, sublayers per block.
@@ -33,16 +34,6 @@ SHAPES = [
   (2, 3, 4, 12, 2),
   (4, 1, 8, 8, 2),
 ]
-KINDS = dict(
-  mixers=("kda", "mla"),
-  kda=config_lib.KdaConfig(head_width=8, gate_rank=4, chunk_size=8),
-  mla=config_lib.MlaConfig(
-    latent_rank=8, nope_width=8, shared_width=4, value_width=8
-  ),
-  moe=config_lib.MoeConfig(
-    num_experts=4, top_k=2, expert_width=8, dense_layers=1
-  ),
-)
 
 
 def _config(
@@ -238,7 +229,7 @@ def test_forms_and_remat(scheme, form):
 def test_kinds_that_differ_from_chunk_to_chunk(mesh):
   """Ten sublayers on four chunks: two or three, of up to three kinds."""
   _assert_as_on_one_device(
-    _config((2, 2, 2, 10, 4), mesh, last_mixer="mla", **KINDS),
+    _config((2, 2, 2, 10, 4), mesh, last_mixer="mla", **tiny_network.KINDS),
     # Recurrences and routers amplify it.
     rounding=1e-4,
   )
