@@ -23,7 +23,7 @@ VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2
 help:
 	@echo "make demo       train four residual schemes side by side (about 10"
 	@echo "                minutes on 2 cores) and write runs/demo/report.html"
-	@echo "make sweep      scaling laws of three schemes (about three hours on 2"
+	@echo "make sweep      scaling laws of three schemes (about an hour on 2 idle"
 	@echo "                cores, over as many days as you like); writes"
 	@echo "                runs/scaling/report.html while it runs"
 	@echo "make pod        compile the 48B training step for 64 chips of v5p, which"

@@ -4,7 +4,7 @@
   python -m experiments.scaling_law.run --config=configs/scaling.py \
     --workdir=runs/scaling --max_parallel=2
 
-trains the laptop's sweep, about three hours on two cores. One run of it:
+trains the laptop's sweep, about an hour on two idle cores. One run of it:
 
   python -m attnres_jax.main --workdir=runs/one \
     --config=configs/scaling.py:scale=laptop,size=l,residual=full_attnres
@@ -30,10 +30,10 @@ from configs import kimi_linear
 
 # width, layers, heads, mlp width, peak learning rate
 LAPTOP = {
-  "xs": (32, 6, 2, 88, 6e-3),
-  "s": (40, 8, 2, 104, 6e-3),
-  "m": (48, 10, 3, 128, 6e-3),
-  "l": (56, 12, 4, 152, 6e-3),
+  "xs": (24, 4, 2, 64, 6e-3),
+  "s": (32, 6, 2, 88, 6e-3),
+  "m": (40, 8, 2, 104, 6e-3),
+  "l": (48, 10, 3, 128, 6e-3),
 }
 TINY = {
   "xs": (8, 2, 2, 24, 6e-3),
@@ -49,7 +49,7 @@ CONTROL = "s"
 LEARNING_RATES = (1.5e-3, 3e-3, 6e-3, 12e-3)
 
 # Bytes per parameter outside embedding and head.
-TOKENS_PER_PARAM = 12
+TOKENS_PER_PARAM = 10
 ROWS, LENGTH = 16, 128
 # Small against the square of any state, even of an average over depth at the
 # start: otherwise Rescaled is another function than PreNorm.
