@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws a pipeline: its ticks, what it sends, what it holds. No device needed.
+
+  python -m attnres_jax.pipeline --stage=4 --virtual_stages=2 \
+    --microbatches=8 --sublayers=16 --block_size=4
+  python -m attnres_jax.pipeline --show=life --microbatch=5
+
+`docs/pipeline.md` explains what is drawn.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+import sys
+
+from attnres_jax import text_table
+from attnres_jax.pipeline import drawing
+from attnres_jax.pipeline import layout as layout_lib
+from attnres_jax.pipeline import life
+from attnres_jax.pipeline import memory
+from attnres_jax.pipeline import schedule as schedule_lib
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+  parser = _parser()
+  options = parser.parse_args(argv)
+  try:
+    text = draw(options)
+  except ValueError as error:
+    parser.error(str(error))
+  sys.stdout.write(text)
+
+
+def draw(options: argparse.Namespace) -> str:
+  """What the command prints.
+
+  Raises:
+    ValueError: naming the argument, its value and what is accepted.
+  """
+  layout_lib.check_count("stage", options.stage)
+  layout_lib.check_count("virtual_stages", options.virtual_stages)
+  chunks = options.stage * options.virtual_stages
+  layout = layout_lib.Layout(
+    options.stage,
+    options.virtual_stages,
+    layout_lib.split_sublayers(options.sublayers, chunks),
+    options.block_size or None,
+  )
+  schedule = schedule_lib.make_schedule(
+    options.order, layout, options.microbatches
+  )
+  return "\n".join(PARTS[name](schedule, options) for name in options.show)
+
+
+def holds_text(schedule: schedule_lib.Schedule, rule: str) -> str:
+  """A row per rank: the most that it holds at once, and its bubble."""
+  ranks = range(schedule.layout.num_ranks)
+  peaks = [schedule.peaks(rank, rule=rule) for rank in ranks]
+  pools = [schedule.slot_pool(kind, rule=rule) for kind in memory.KINDS]
+  rows: list[tuple[object, ...]] = [
+    (f"rank {r}", p.microbatches, p.units, p.blocks, p.gradients)
+    for r, p in zip(ranks, peaks)
+  ]
+  inputs, blocks, gradients = (pool.size for pool in pools)
+  rows.append(("slots of a pool", "", inputs, blocks, gradients))
+  header = ("most at once", "microbatches", "units", "blocks", "gradients")
+  return (
+    text_table.table(header, rows)
+    + f"\n{schedule.num_ticks} ticks, bubble"
+    + f" {schedule.bubble(1, 2):.1%} with backward twice as long as forward\n"
+  )
+
+
+PARTS: dict[str, Callable[[schedule_lib.Schedule, argparse.Namespace], str]] = {
+  "schedule": lambda schedule, _: drawing.schedule_text(schedule),
+  "transfers": lambda schedule, _: drawing.transfers_text(schedule.layout),
+  "life": lambda schedule, options: life.life_text(
+    schedule, options.microbatch, rule=options.rule
+  ),
+  "holds": lambda schedule, options: holds_text(schedule, options.rule),
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+  parser = argparse.ArgumentParser(
+    prog="python -m attnres_jax.pipeline",
+    description="Draws a pipeline: ticks, transfers, what ranks hold.",
+    formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+  )
+  count = dict(type=int, metavar="N")
+  parser.add_argument("--stage", default=4, help="ranks, P", **count)
+  parser.add_argument(
+    "--virtual_stages", default=2, help="chunks of a rank, V", **count
+  )
+  parser.add_argument("--microbatches", default=8, help="M", **count)
+  parser.add_argument("--sublayers", default=16, help="L", **count)
+  parser.add_argument(
+    "--block_size", default=4,
+    help="sublayers of a block, S; 0 for schemes without blocks", **count,
+  )  # fmt: skip
+  parser.add_argument(
+    "--order", default="fused", choices=schedule_lib.ORDERS,
+    help="of the units",
+  )  # fmt: skip
+  parser.add_argument(
+    "--rule", default="minimum", choices=layout_lib.RULES,
+    help="which blocks cross a boundary",
+  )  # fmt: skip
+  parser.add_argument(
+    "--show", default=list(PARTS), nargs="+", choices=PARTS, help="what"
+  )
+  parser.add_argument(
+    "--microbatch", default=0, help="whose life to show", **count
+  )
+  return parser
+
+
+if __name__ == "__main__":
+  main()
