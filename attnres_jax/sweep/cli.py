@@ -6,7 +6,7 @@
   collect  rows.csv, a row per finished run
   report   the experiment's report, from what is finished
 
-An experiment hands in its config file and how its report is written; the report
+An experiment hands in its config file and what renders its report, a page that
 is also written anew while a launch is under way.
 """
 
@@ -21,6 +21,7 @@ from etils import epath
 
 from attnres_jax import config as config_lib
 from attnres_jax.scaling import grid
+from attnres_jax.sweep import files
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import launchers
 from attnres_jax.sweep import monitor
@@ -28,7 +29,7 @@ from attnres_jax.sweep import preflight
 from attnres_jax.sweep import rows as rows_lib
 
 ACTIONS = ("run", "status", "collect", "report")
-ROWS = "rows.csv"
+ROWS, REPORT = "rows.csv", "report.html"
 _REFRESH_SECONDS = 60.0
 
 
@@ -41,14 +42,14 @@ class Experiment:
     description: one line.
     config: the config file, with the argument it takes by default.
     workdir: the folder of the sweep by default.
-    write_report: (folder) -> path of what was written.
+    render: (folder) -> its report as HTML, as far as runs are done.
   """
 
   program: str
   description: str
   config: str
   workdir: str
-  write_report: Callable[[epath.Path], epath.Path]
+  render: Callable[[epath.Path], str]
 
 
 def main(experiment: Experiment, argv: Sequence[str] | None = None) -> int:
@@ -82,9 +83,9 @@ def _run(experiment: Experiment, options: argparse.Namespace) -> int:
   selected = grid.select(runs, options.only)
   if options.dry_run:
     return launcher.launch(selected, folder, told)
-  with _Refresh(lambda: experiment.write_report(folder)):
+  with _Refresh(lambda: _write_report(experiment, folder)):
     result = launcher.launch(selected, folder, told)
-  print(f"report: {experiment.write_report(folder)}")
+  print(f"report: {_write_report(experiment, folder)}")
   return result
 
 
@@ -111,8 +112,14 @@ def _collect(experiment: Experiment, options: argparse.Namespace) -> int:
 
 def _report(experiment: Experiment, options: argparse.Namespace) -> int:
   _known(options)
-  print(experiment.write_report(epath.Path(options.workdir)))
+  print(_write_report(experiment, epath.Path(options.workdir)))
   return 0
+
+
+def _write_report(experiment: Experiment, folder: epath.Path) -> epath.Path:
+  path = folder / REPORT
+  files.write(path, experiment.render(folder))
+  return path
 
 
 _ACTIONS = {

@@ -9,27 +9,17 @@ from etils import epath
 import numpy as np
 
 from attnres_jax.scaling import plots
-from attnres_jax.sweep import files
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import monitor
 from attnres_jax.sweep import rows as rows_lib
-from attnres_jax.sweep import state as state_lib
 from experiments.pages import page
 from experiments.pages import runs as runs_lib
 from experiments.pages import svg
 
-NAME = "report.html"
 _BODY = pathlib.Path(__file__).with_name("report_page.html")
 _BASELINE, _OTHER = "prenorm", "full_attnres"
 
 Row = Mapping[str, Any]
-
-
-def write(folder: epath.Path) -> epath.Path:
-  """Writes the report of a sweep into its folder."""
-  path = folder / NAME
-  files.write(path, render(folder))
-  return path
 
 
 def render(folder: epath.Path) -> str:
@@ -39,7 +29,6 @@ def render(folder: epath.Path) -> str:
   rhos = sorted({float(one["rho"]) for one in overrides})
   etas = sorted({float(one["eta"]) for one in overrides})
   losses = tables(rows_lib.of_folder(folder), rhos, etas)
-  over = all(one.status == state_lib.DONE for one in progress)
   heatmaps = "Heatmaps appear with the first run that is done."
   if losses:
     with svg.style():
@@ -54,7 +43,7 @@ def render(folder: epath.Path) -> str:
     "runs": runs_lib.table(progress),
   }
   return page.render(
-    "Loss over shape", _BODY, parts, refresh_seconds=runs_lib.refresh(over)
+    "Loss over shape", _BODY, parts, refresh_seconds=runs_lib.refresh(progress)
   )
 
 

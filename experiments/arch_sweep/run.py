@@ -17,7 +17,7 @@ EXPERIMENT = cli.Experiment(
   description="Loss over the shape of the network, for two residual schemes.",
   config="configs/arch_sweep.py",
   workdir="runs/arch_sweep",
-  write_report=report.write,
+  render=report.render,
 )
 
 if __name__ == "__main__":

@@ -11,16 +11,13 @@ what is in that file into the README. A test holds the two together.
 import argparse
 from collections.abc import Sequence
 import pathlib
-import re
 import shutil
 
 from experiments.demo import results
+from experiments.pages import readme as readme_lib
 
 RESULTS = pathlib.Path(__file__).with_name("results.csv")
 README = pathlib.Path(__file__).parents[2] / "README.md"
-_PLACE = re.compile(
-  r"(<!-- results: [^>]* -->\n)(.*?)(<!-- /results -->)", re.DOTALL
-)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -38,10 +35,8 @@ def with_table(readme: str) -> str:
   Raises:
     ValueError: the README has no place for it.
   """
-  if not _PLACE.search(readme):
-    raise ValueError(f"{README} has no `<!-- results: ... -->` place")
   table = results.markdown(results.read_csv(RESULTS))
-  return _PLACE.sub(lambda m: f"{m[1]}\n{table}\n{m[3]}", readme)
+  return readme_lib.fill(readme, "results", table)
 
 
 if __name__ == "__main__":

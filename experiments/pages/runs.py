@@ -12,8 +12,9 @@ _REFRESH_SECONDS = 60
 _MAX_ERROR = 200
 
 
-def refresh(over: bool) -> int:
-  """Seconds after which a page reloads itself: never when all is done."""
+def refresh(progress: Sequence[monitor.Progress]) -> int:
+  """Seconds after which a page reloads itself: 0, never, when all is done."""
+  over = all(one.status == state_lib.DONE for one in progress)
   return 0 if over else _REFRESH_SECONDS
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report of a sweep, finished or under way: one self-contained page."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import html
 import pathlib
 import statistics
@@ -15,23 +15,20 @@ from attnres_jax import metrics
 from attnres_jax.scaling import compute as compute_lib
 from attnres_jax.scaling import fit as fit_lib
 from attnres_jax.scaling import grid
-from attnres_jax.sweep import files
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import monitor
 from attnres_jax.sweep import rows as rows_lib
-from attnres_jax.sweep import state as state_lib
 from experiments.pages import environment
 from experiments.pages import page
 from experiments.pages import runs as runs_lib
 from experiments.pages import svg
 from experiments.scaling_law import figures
 
-NAME = "report.html"
 _BODY = pathlib.Path(__file__).with_name("report_page.html")
 _RATES_BODY = pathlib.Path(__file__).with_name("learning_rates.html")
-_RATE = "optim.peak_lr"
+RATE = "optim.peak_lr"
 # What the figure counts: the paper's compute most likely has attention in it.
-_COUNTING = "attention"
+COUNTING = "attention"
 COUNTS = {
   "6nd": "6ND",
   "attention": "and attention",
@@ -42,25 +39,17 @@ _DRAWS = 500
 Row = Mapping[str, Any]
 
 
-def write(folder: epath.Path) -> epath.Path:
-  """Writes the report of a sweep into its folder."""
-  path = folder / NAME
-  files.write(path, render(folder))
-  return path
-
-
 def render(folder: epath.Path) -> str:
   """The page, as far as runs are done; it reloads itself until all are."""
   progress = monitor.of_folder(folder)
   rows = rows_lib.of_folder(folder)
-  over = all(one.status == state_lib.DONE for one in progress)
   runs = folder_lib.read(folder)
   common = {
     "summary": runs_lib.summary(progress),
     "runs": runs_lib.table(progress),
   }
-  refresh = runs_lib.refresh(over)
-  if any(_RATE in run.overrides for run in runs):
+  refresh = runs_lib.refresh(progress)
+  if any(RATE in run.overrides for run in runs):
     parts = common | {"losses": learning_rates(rows)}
     return page.render(
       "Learning rates", _RATES_BODY, parts, refresh_seconds=refresh
@@ -91,29 +80,39 @@ def fits(
   return runs, fit_lib.fit_schemes(enough, rng, num_samples=_DRAWS)
 
 
-def laws(rows: Sequence[Row]) -> str:
-  """Figure 4, and a table of what was fitted under every counting."""
-  runs, found = fits(rows, _COUNTING)
-  if not found:
-    return "<p>Laws appear once a scheme has finished at two sizes.</p>"
-  figure = svg.to_svg(figures.laws(runs, found, _COUNTING), "laws")
-  table = []
+def advantages(
+  rows: Sequence[Row],
+) -> Iterator[tuple[str, str, fit_lib.Fit, fit_lib.Estimate | None]]:
+  """Scheme, counting, law, and the baseline's compute for the same loss.
+
+  The last is a multiple of the compute of the scheme's largest run, and None
+  for the baseline or without one.
+  """
   for counting in compute_lib.COUNTINGS:
     runs, found = fits(rows, counting)
     baseline = found.get(figures.BASELINE)
     for scheme, fit in found.items():
-      advantage = ""
+      ratio = None
       if baseline is not None and scheme != figures.BASELINE:
         largest = float(runs[scheme].compute.max())
         ratio = fit_lib.compute_advantage(baseline, fit, largest)
-        advantage = _interval(ratio, 2)
-      table.append(
-        (
-          page.scheme(scheme), COUNTS[counting],
-          _interval(fit.coefficient(), 3), _interval(fit.exponent(), 4),
-          advantage,
-        )
-      )  # fmt: skip
+      yield scheme, counting, fit, ratio
+
+
+def laws(rows: Sequence[Row]) -> str:
+  """Figure 4, and a table of what was fitted under every counting."""
+  runs, found = fits(rows, COUNTING)
+  if not found:
+    return "<p>Laws appear once a scheme has finished at two sizes.</p>"
+  figure = svg.to_svg(figures.laws(runs, found, COUNTING), "laws")
+  table = [
+    (
+      page.scheme(scheme), COUNTS[counting],
+      _interval(fit.coefficient(), 3), _interval(fit.exponent(), 4),
+      "" if ratio is None else _interval(ratio, 2),
+    )
+    for scheme, counting, fit, ratio in advantages(rows)
+  ]  # fmt: skip
   header = (
     "Residual", "C counts", "A", "&alpha;",
     "PreNorm's C for<br>the same loss",
@@ -134,7 +133,7 @@ def losses(rows: Sequence[Row]) -> str:
   """A table like the paper's Table 2: a line per size, a column per scheme."""
   schemes = list(dict.fromkeys(row["residual"] for row in rows))
   table = []
-  for label, own in _by_size(rows).items():
+  for label, own in by_size(rows).items():
     first = own[0]
     cells = [
       html.escape(label), f"{first['active_params']:,}",
@@ -149,10 +148,10 @@ def losses(rows: Sequence[Row]) -> str:
 def control(rows: Sequence[Row]) -> str:
   """What Rescaled says about noise; empty where it was not trained."""
   sentences = []
-  for label, own in _by_size(rows).items():
-    apart = _differences(own, "rescaled")
+  for label, own in by_size(rows).items():
+    apart = differences(own, "rescaled")
     if apart:
-      between = _losses(own, figures.BASELINE)
+      between = losses_of(own, figures.BASELINE)
       spread = max(between) - min(between) if len(between) > 1 else 0.0
       sentences.append(
         f"At size {html.escape(label)} Rescaled ends"
@@ -165,10 +164,10 @@ def control(rows: Sequence[Row]) -> str:
 
 def learning_rates(rows: Sequence[Row]) -> str:
   """A line per size, a column per rate; the best of a size is marked."""
-  rates = sorted({float(row[_RATE]) for row in rows})
+  rates = sorted({float(row[RATE]) for row in rows})
   table = []
-  for label, own in _by_size(rows).items():
-    found = {float(row[_RATE]): float(row["validation_loss"]) for row in own}
+  for label, own in by_size(rows).items():
+    found = {float(row[RATE]): float(row["validation_loss"]) for row in own}
     best = min(found.values())
     cells = []
     for rate in rates:
@@ -247,7 +246,8 @@ def _facts(folder: epath.Path, rows: Sequence[Row]) -> dict[str, Any]:
   }
 
 
-def _by_size(rows: Sequence[Row]) -> dict[str, list[Row]]:
+def by_size(rows: Sequence[Row]) -> dict[str, list[Row]]:
+  """Rows by size and, where it was cut, budget."""
   groups: dict[str, list[Row]] = {}
   for row in rows:
     groups.setdefault(_label(row), []).append(row)
@@ -260,13 +260,14 @@ def _label(row: Row) -> str:
   return str(row.get("size", "")) + (f", budget {budget}" if budget else "")
 
 
-def _losses(rows: Sequence[Row], scheme: str) -> list[float]:
+def losses_of(rows: Sequence[Row], scheme: str) -> list[float]:
+  """Validation losses of one scheme, in nats per token."""
   return [
     float(row["validation_loss"]) for row in rows if row["residual"] == scheme
   ]
 
 
-def _differences(rows: Sequence[Row], scheme: str) -> list[float]:
+def differences(rows: Sequence[Row], scheme: str) -> list[float]:
   """To the baseline, seed by seed."""
   baseline = {
     row["seed"]: float(row["validation_loss"])
@@ -281,11 +282,11 @@ def _differences(rows: Sequence[Row], scheme: str) -> list[float]:
 
 
 def _cell(rows: Sequence[Row], scheme: str) -> str:
-  own = _losses(rows, scheme)
+  own = losses_of(rows, scheme)
   if not own:
     return ""
   text = f"{statistics.fmean(own):.4f}"
-  apart = _differences(rows, scheme)
+  apart = differences(rows, scheme)
   if apart and scheme != figures.BASELINE:
     text += f"<small><b>{page.signed(statistics.fmean(apart))}</b></small>"
   seeds = "".join(f"<small>{loss:.4f}</small>" for loss in own)

@@ -18,7 +18,7 @@ EXPERIMENT = cli.Experiment(
   description="Loss over compute for several residual schemes.",
   config="configs/scaling.py",
   workdir="runs/scaling",
-  write_report=report.write,
+  render=report.render,
 )
 
 if __name__ == "__main__":

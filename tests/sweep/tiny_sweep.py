@@ -5,7 +5,6 @@ python -m tests.sweep.tiny_sweep --config=FILE --workdir=DIR
 """
 
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -104,17 +103,12 @@ def state(workdir):
   return json.loads(file.read_text()) if file.exists() else {}
 
 
-def _write_report(folder):
-  (folder / "report.txt").write_text(f"{os.getpid()}\n")
-  return folder / "report.txt"
-
-
 EXPERIMENT = cli.Experiment(
   program="python -m tests.sweep.tiny_sweep",
   description="A sweep for tests.",
   config="",
   workdir="",
-  write_report=_write_report,
+  render=str,
 )
 
 if __name__ == "__main__":

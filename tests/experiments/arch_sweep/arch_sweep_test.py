@@ -87,7 +87,7 @@ def test_report(tmp_path):
   assert report.gains({}, rhos, etas) == "<p>None yet.</p>"
 
   runs = folder_lib.prepare(tmp_path, grid.load(SPEC), SPEC)
-  page = report.write(tmp_path).read_text()
+  page = report.render(tmp_path)
   assert f"0/{len(runs)} done" in page and "Heatmaps appear" in page
 
 

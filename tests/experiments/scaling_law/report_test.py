@@ -11,8 +11,10 @@ from attnres_jax import config as config_lib
 from attnres_jax.scaling import compute as compute_lib
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import folder as folder_lib
+from attnres_jax.sweep import monitor
 from attnres_jax.sweep import rows as rows_lib
 from attnres_jax.sweep import state as state_lib
+from experiments.scaling_law import publish
 from experiments.scaling_law import report
 
 SPEC = "configs/scaling.py"
@@ -91,14 +93,12 @@ def test_goodput_sums_runs(laptop):
   folder, runs = laptop
   for run in runs[:3]:
     _leave(folder, run)
-  from attnres_jax.sweep import monitor
-
   table = report.goodput(monitor.of_folder(folder))
   everything = table.split("<b>all</b>")[1]
   seconds = re.findall(r"<small>([\d,]+) s</small>", everything)
   numbers = [int(number.replace(",", "")) for number in seconds]
   # startup, compile, step, data wait, checkpoints, evaluation, lost, other
-  steps = 440
+  steps = runs[0].config["train"]["steps"]
   counted = [6, 21, round(3 * 0.4 * steps), round(3 * 0.1 * steps), 0, 0, 0]
   assert numbers == counted + [3000 - sum(counted)]
   assert "0:50:00" in everything
@@ -117,7 +117,7 @@ def test_unfinished_sweep_reloads_itself(laptop):
   # PreNorm has two sizes, Full AttnRes one that is done.
   fits = report.fits(rows_lib.of_folder(folder), "6nd")[1]
   assert set(fits) == {"prenorm", "block_attnres"}
-  assert report.write(folder).read_text().startswith("<!DOCTYPE html>")
+  assert text.startswith("<!DOCTYPE html>")
 
 
 def test_learning_rates(tmp_path):
@@ -180,3 +180,42 @@ def test_laptop_sweep_is_what_it_says():
   controls = [run for run in runs if run.overrides["residual"] == "rescaled"]
   assert {run.overrides["size"] for run in controls} == {"s"}
   assert len(controls) == 3
+
+
+def test_committed_results(laptop, tmp_path, monkeypatch):
+  """What a README says comes from rows; unfinished sweeps are refused."""
+  folder, runs = laptop
+  names = {"RESULTS": "rows.csv", "FIGURE": "laws.svg", "README": "README.md"}
+  for name, file in names.items():
+    monkeypatch.setattr(publish, name, tmp_path / file)
+  monkeypatch.setattr(publish, "RATES", tmp_path / "none.csv")
+  (tmp_path / "README.md").write_text(
+    "above\n<!-- results: how -->\nold\n<!-- /results -->\nbelow\n"
+  )
+  for run in runs[:-1]:
+    _leave(folder, run)
+  with pytest.raises(config_lib.ConfigError, match="38 of 39 runs are done"):
+    publish.main([f"--adopt={folder}"])
+  _leave(folder, runs[-1])
+  publish.main([f"--adopt={folder}"])
+  text = (tmp_path / "README.md").read_text()
+  assert text.startswith("above\n") and text.endswith("\nbelow\n")
+  assert "old" not in text
+  # A line per size; a heading, and a line per counting.
+  assert text.count("(**\N{MINUS SIGN}0.0200** ± 0.0000)") == 4
+  assert text.count("| Full AttnRes |") == 1 + 3
+  figure = (tmp_path / "laws.svg").read_text()
+  publish.main([])
+  assert (tmp_path / "README.md").read_text() == text
+  assert (tmp_path / "laws.svg").read_text() == figure
+
+
+def test_readme_shows_the_committed_results():
+  readme = publish.README.read_text(encoding="utf-8")
+  for place in ("results", "rates"):
+    assert f"<!-- {place}: python -m experiments.scaling_law.publish -->" in (
+      readme
+    )
+  assert readme == publish.filled(readme), (
+    "run `python -m experiments.scaling_law.publish`"
+  )
