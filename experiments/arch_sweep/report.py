@@ -17,7 +17,7 @@ from experiments.pages import runs as runs_lib
 from experiments.pages import svg
 
 _BODY = pathlib.Path(__file__).with_name("report_page.html")
-_BASELINE, _OTHER = "prenorm", "full_attnres"
+BASELINE, OTHER = "prenorm", "full_attnres"
 
 Row = Mapping[str, Any]
 
@@ -25,9 +25,7 @@ Row = Mapping[str, Any]
 def render(folder: epath.Path) -> str:
   """The page, as far as runs are done; it reloads itself until all are."""
   progress = monitor.of_folder(folder)
-  overrides = [run.overrides for run in folder_lib.read(folder)]
-  rhos = sorted({float(one["rho"]) for one in overrides})
-  etas = sorted({float(one["eta"]) for one in overrides})
+  rhos, etas = axes([run.overrides for run in folder_lib.read(folder)])
   losses = tables(rows_lib.of_folder(folder), rhos, etas)
   heatmaps = "Heatmaps appear with the first run that is done."
   if losses:
@@ -45,6 +43,13 @@ def render(folder: epath.Path) -> str:
   return page.render(
     "Loss over shape", _BODY, parts, refresh_seconds=runs_lib.refresh(progress)
   )
+
+
+def axes(shapes: Sequence[Row]) -> tuple[list[float], list[float]]:
+  """Every rho and every eta among rows, or among overrides of runs."""
+  rhos = sorted({float(one["rho"]) for one in shapes})
+  etas = sorted({float(one["eta"]) for one in shapes})
+  return rhos, etas
 
 
 def tables(
@@ -67,9 +72,9 @@ def gains(
   etas: Sequence[float],
 ) -> str:
   """A table of differences to the baseline, and their extremes in words."""
-  if not {_BASELINE, _OTHER} <= losses.keys():
+  if not {BASELINE, OTHER} <= losses.keys():
     return "<p>None yet.</p>"
-  apart = losses[_OTHER] - losses[_BASELINE]
+  apart = losses[OTHER] - losses[BASELINE]
   header = ["&rho; \\ &eta;"] + [f"{eta:g}" for eta in etas]
   table = [
     [f"{rho:g}"] + [page.signed(x) if np.isfinite(x) else "" for x in row]

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of a finished sweep, to be committed."""
 
+from collections.abc import Mapping, Sequence
 import pathlib
+from typing import Any
 
 from attnres_jax import config as config_lib
 from attnres_jax.sweep import monitor
@@ -28,3 +30,15 @@ def adopt(folder: str, path: pathlib.Path) -> None:
   facts = environment.facts()
   common = {name: facts[name] for name in COLUMNS}
   rows_lib.write(path, [row | common for row in rows])
+
+
+def origin(rows: Sequence[Mapping[str, Any]]) -> str:
+  """One sentence on where committed rows come from."""
+  first = rows[0]
+  seeds = sorted({int(row["seed"]) for row in rows})
+  hours = sum(float(row["seconds"]) for row in rows) / 3600
+  return (
+    f"{len(rows)} runs, seeds {', '.join(map(str, seeds))}, {hours:.1f} hours"
+    f" in all; text {first['data']}; {first['hardware']}; Python"
+    f" {first['python']}, jax {first['jax']}, commit {first['commit']}."
+  )

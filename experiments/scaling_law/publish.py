@@ -69,7 +69,7 @@ def draw(rows: Sequence[report.Row]) -> None:
 
 def tables(rows: Sequence[report.Row]) -> str:
   """Losses by size and scheme, laws and advantages, and where they are from."""
-  parts = [_losses(rows), _control(rows), _laws(rows), _origin(rows)]
+  parts = [_losses(rows), _control(rows), _laws(rows), adopt.origin(rows)]
   return "\n\n".join(part for part in parts if part)
 
 
@@ -88,7 +88,7 @@ def learning_rates(rows: Sequence[report.Row]) -> str:
     ]
     lines.append([label, *cells])
   header = ["size"] + [f"{rate:g}" for rate in rates]
-  return f"{readme_lib.table(header, lines)}\n\n{_origin(rows)}"
+  return f"{readme_lib.table(header, lines)}\n\n{adopt.origin(rows)}"
 
 
 def _losses(rows: Sequence[report.Row]) -> str:
@@ -152,17 +152,6 @@ def _interval(estimate: fit_lib.Estimate, digits: int) -> str:
   if estimate.low is None:
     return text
   return f"{text} [{estimate.low:.{digits}f}, {estimate.high:.{digits}f}]"
-
-
-def _origin(rows: Sequence[report.Row]) -> str:
-  first = rows[0]
-  seeds = sorted({int(row["seed"]) for row in rows})
-  hours = sum(float(row["seconds"]) for row in rows) / 3600
-  return (
-    f"{len(rows)} runs, seeds {', '.join(map(str, seeds))}, {hours:.1f} hours"
-    f" in all; text {first['data']}; {first['hardware']}; Python"
-    f" {first['python']}, jax {first['jax']}, commit {first['commit']}."
-  )
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from attnres_jax.flops import parameters
 from attnres_jax.scaling import grid
 from attnres_jax.scaling import paper
 from attnres_jax.sweep import folder as folder_lib
+from attnres_jax.sweep import rows as rows_lib
+from experiments.arch_sweep import publish
 from experiments.arch_sweep import report
 
 SPEC = "configs/arch_sweep.py"
@@ -100,3 +102,39 @@ def test_page_with_heatmaps(tmp_path, monkeypatch):
   monkeypatch.setattr(report.rows_lib, "of_folder", lambda folder: rows)
   page = report.render(tmp_path)
   assert page.count("2.500") == 2 and "<svg" in page
+
+
+def test_committed_results(tmp_path, monkeypatch):
+  """What a README says comes from rows."""
+  names = {"RESULTS": "rows.csv", "FIGURE": "maps.svg", "README": "README.md"}
+  for name, file in names.items():
+    monkeypatch.setattr(publish, name, tmp_path / file)
+  (tmp_path / "README.md").write_text(
+    "above\n<!-- results: how -->\nold\n<!-- /results -->\nbelow\n"
+  )
+  facts = dict.fromkeys(("data", "hardware", "python", "jax", "commit"), "it")
+  rows = []
+  for run in grid.load(SPEC):
+    fields = run.overrides
+    slope = {"prenorm": 0.01, "full_attnres": 0.02}[fields["residual"]]
+    loss = 2.5 + 0.1 * fields["eta"] - slope * fields["rho"]
+    rows.append(
+      {**fields, "seed": 0, "seconds": 360, "validation_loss": loss} | facts
+    )
+  rows_lib.write(tmp_path / "rows.csv", rows)
+  publish.main([])
+  text = (tmp_path / "README.md").read_text()
+  assert "old" not in text and text.endswith("\nbelow\n")
+  assert "| 12 | 0.5 | 2.4300 | 2.3100 | \N{MINUS SIGN}0.1200 |" in text
+  assert "| 12 | 0.25 | **2.4050** | **2.2850** |" in text
+  assert "lower in 15 of 15 shapes, by +0.0230 to +0.1200 nats" in text
+  assert "30 runs, seeds 0, 3.0 hours" in text
+  assert (tmp_path / "maps.svg").read_text().startswith("<?xml")
+
+
+def test_readme_shows_the_committed_results():
+  readme = publish.README.read_text(encoding="utf-8")
+  assert "<!-- results: python -m experiments.arch_sweep.publish -->" in readme
+  assert readme == publish.filled(readme), (
+    "run `python -m experiments.arch_sweep.publish`"
+  )
