@@ -28,6 +28,7 @@ COLLECTIVES = (
   "ragged-all-to-all",
   "collective-permute",
 )
+_CUTS = ("slice", "dynamic-slice")
 _CONTROL = ("while", "conditional", "call")
 # They stand for no work of their own: names, views, and ends of what is
 # counted where it starts.
@@ -141,7 +142,9 @@ class Program:
   def instructions(self) -> Iterator[tuple[int, Instruction, float]]:
     """(how often it runs, what, bytes of memory each time) of what does work.
 
-    An instruction that fuses others is one, and those inside are not listed.
+    An instruction that fuses others is one, and those inside are not listed. Of
+    an array that it only cuts, the pieces count; of one that it updates in
+    place, the update.
     """
     for name, (count, _) in self._runs.items():
       if name in self._fused:
@@ -150,10 +153,7 @@ class Program:
       for instruction in known.values():
         if instruction.op in _FREE or instruction.op.endswith("-done"):
           continue
-        arrays = list(instruction.arrays)
-        for operand in instruction.operands:
-          arrays += known[operand].arrays if operand in known else ()
-        yield count, instruction, sum(a.nbytes for a in arrays if a.in_hbm)
+        yield count, instruction, self._nbytes(instruction, known)
 
   def collectives(self) -> list[Collective]:
     """Each once, however many pieces the compiler overlapped it in."""
@@ -190,6 +190,31 @@ class Program:
       if array.in_hbm
     }
     return sorted(found, key=lambda pair: (-pair[0].nbytes, pair[1]))[:count]
+
+  def _nbytes(
+    self, instruction: Instruction, known: Mapping[str, Instruction]
+  ) -> float:
+    """Read and written by one run of an instruction."""
+    operands = [
+      known[name].arrays if name in known else ()
+      for name in instruction.operands
+    ]
+    read: Mapping[int, float] = {}
+    written: Mapping[int, float] = {}
+    if instruction.op == "fusion":
+      inside = {role: name for role, name in instruction.called()}["calls"]
+      read, written = _parts(self._computations[inside])
+    elif instruction.op in _CUTS:
+      read = {0: sum(a.nbytes for a in instruction.arrays)}
+    elif instruction.op == "dynamic-update-slice":
+      read, written = {0: 0.0}, {0: sum(a.nbytes for a in operands[1])}
+    total = 0.0
+    for i, arrays in enumerate(operands):
+      in_hbm = [a.nbytes for a in arrays if a.in_hbm]
+      total += read.get(i, sum(in_hbm)) if in_hbm else 0
+    for i, array in enumerate(instruction.arrays):
+      total += written.get(i, array.nbytes) if array.in_hbm else 0
+    return total
 
   def _pieces(
     self, instruction: Instruction, computation: str
@@ -269,6 +294,54 @@ class Program:
     return max(constants, default=1)
 
 
+def _parts(
+  fused: Mapping[str, Instruction],
+) -> tuple[dict[int, float], dict[int, float]]:
+  """What a fusion touches of arrays that it cuts or updates in place.
+
+  Returns:
+    Bytes by the number of an operand, and by the number of a result; those that
+    are touched as a whole are missing.
+  """
+
+  def behind(name: str) -> str:
+    while fused[name].op == "bitcast":
+      (name,) = fused[name].operands
+    return name
+
+  uses: dict[str, list[tuple[int, Instruction]]] = {}
+  for instruction in fused.values():
+    if instruction.op != "bitcast":
+      for i, operand in enumerate(instruction.operands):
+        uses.setdefault(behind(operand), []).append((i, instruction))
+  read = {}
+  for name, of in uses.items():
+    if fused[name].op == "parameter" and all(
+      i == 0 and user.op in (*_CUTS, "dynamic-update-slice") for i, user in of
+    ):
+      # Where an update goes is not read.
+      read[_number(fused[name])] = sum(
+        a.nbytes for _, user in of if user.op in _CUTS for a in user.arrays
+      )
+  root = list(fused.values())[-1]
+  ends = root.operands if root.op == "tuple" else (root.name,)
+  written = {}
+  for i, end in enumerate(ends):
+    update = fused[behind(end)]
+    if update.op == "dynamic-update-slice":
+      target = fused[behind(update.operands[0])]
+      if target.op == "parameter" or "AllocateBuffer" in target.attributes:
+        written[i] = sum(a.nbytes for a in fused[update.operands[1]].arrays)
+  return read, written
+
+
+def _number(instruction: Instruction) -> int:
+  """Which one a constant or a parameter is."""
+  match = re.match(r"(\d+)\)", instruction.attributes)
+  assert match is not None, instruction
+  return int(match[1])
+
+
 def axes_of(group: Sequence[int], mesh_shape: Mapping[str, int]) -> str:
   """Names of the mesh axes along which the partitions of a group differ."""
   coordinates = np.unravel_index(list(group), tuple(mesh_shape.values()))
@@ -313,8 +386,9 @@ def _parse(line: str) -> Instruction | None:
   start = len(op)
   stop = _closing(rest, start)
   inside = rest[start + 1 : stop]
-  # A constant keeps its value as its first attribute.
-  attributes = rest[start + 1 :] if op == "constant" else rest[stop + 1 :]
+  # Constants and parameters keep their number as their first attribute.
+  numbered = op in ("constant", "parameter")
+  attributes = rest[start + 1 :] if numbered else rest[stop + 1 :]
   return Instruction(
     name, op, _arrays(result), tuple(re.findall(r"%[\w.\-]+", inside)),
     attributes,

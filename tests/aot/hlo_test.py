@@ -74,6 +74,52 @@ def test_traffic_leaves_out_what_stays_on_the_core():
   assert hlo.Program(TEXT).hbm_bytes() == expected
 
 
+def test_traffic_of_updates_in_place_and_of_cuts():
+  text = """\
+HloModule jit_f, is_scheduled=true
+
+%update (a: bf16[8,4,6], b: bf16[4,6], i: s32[]) -> bf16[8,4,6] {
+  %a = bf16[8,4,6]{2,1,0:T(8,128)} parameter(0)
+  %b = bf16[4,6]{1,0:T(8,128)} parameter(1)
+  %one = bf16[1,4,6]{2,1,0:T(8,128)} bitcast(%b)
+  %i = s32[]{:T(128)} parameter(2)
+  ROOT %put = bf16[8,4,6]{2,1,0:T(8,128)} dynamic-update-slice(%a, %one, %i)
+}
+
+%begin (c: bf16[1,4,6]) -> bf16[8,4,6] {
+  %space = bf16[8,4,6]{2,1,0:T(8,128)} custom-call(), custom_call_target="AllocateBuffer"
+  %c = bf16[1,4,6]{2,1,0:T(8,128)} parameter(0)
+  %none = s32[]{:T(128)} constant(0)
+  ROOT %first = bf16[8,4,6]{2,1,0:T(8,128)} dynamic-update-slice(%space, %c, %none)
+}
+
+%both (d: bf16[8,4,6], e: bf16[8,4,6], k: s32[]) -> (bf16[2,4,6], bf16[8,4,6]) {
+  %e = bf16[8,4,6]{2,1,0:T(8,128)} parameter(1)
+  %d = bf16[8,4,6]{2,1,0:T(8,128)} parameter(0)
+  %k = s32[]{:T(128)} parameter(2)
+  %part = bf16[2,4,6]{2,1,0:T(8,128)} dynamic-slice(%d, %k), dynamic_slice_sizes={2,4,6}
+  %twice = bf16[8,4,6]{2,1,0:T(8,128)} add(%e, %e)
+  ROOT %pair = (bf16[2,4,6]{2,1,0:T(8,128)}, bf16[8,4,6]{2,1,0:T(8,128)}) tuple(%part, %twice)
+}
+
+ENTRY %main (x: bf16[1,4,6], y: bf16[4,6], j: s32[]) -> bf16[2,4,6] {
+  %x = bf16[1,4,6]{2,1,0:T(8,128)} parameter(0)
+  %y = bf16[4,6]{1,0:T(8,128)} parameter(1)
+  %j = s32[]{:T(128)S(6)} parameter(2)
+  %new = bf16[8,4,6]{2,1,0:T(8,128)} fusion(%x), kind=kLoop, calls=%begin
+  %next = bf16[8,4,6]{2,1,0:T(8,128)} fusion(%new, %y, %j), kind=kLoop, calls=%update
+  %same = bf16[8,4,6]{2,1,0:T(8,128)} dynamic-update-slice(%next, %x, %j)
+  %two = (bf16[2,4,6]{2,1,0:T(8,128)}, bf16[8,4,6]{2,1,0:T(8,128)}) fusion(%same, %same, %j), kind=kLoop, calls=%both
+  %cut = bf16[2,4,6]{2,1,0:T(8,128)} get-tuple-element(%two), index=0
+  ROOT %less = bf16[1,4,6]{2,1,0:T(8,128)} slice(%cut), slice={[0:1], [0:4], [0:6]}
+}
+"""  # noqa: E501
+  one = 2 * 4 * 6
+  updates = 3 * (one + one)
+  both = 2 * one + 2 * one + 8 * one + 8 * one
+  assert hlo.Program(text).hbm_bytes() == updates + both + (one + one)
+
+
 def test_collectives():
   found = sorted(hlo.Program(TEXT).collectives(), key=lambda one: one.kind)
   gather, reduce = found
