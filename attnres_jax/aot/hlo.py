@@ -202,8 +202,7 @@ class Program:
     read: Mapping[int, float] = {}
     written: Mapping[int, float] = {}
     if instruction.op == "fusion":
-      inside = {role: name for role, name in instruction.called()}["calls"]
-      read, written = _parts(self._computations[inside])
+      read, written = self._parts(instruction)
     elif instruction.op in _CUTS:
       read = {0: sum(a.nbytes for a in instruction.arrays)}
     elif instruction.op == "dynamic-update-slice":
@@ -215,6 +214,53 @@ class Program:
     for i, array in enumerate(instruction.arrays):
       total += written.get(i, array.nbytes) if array.in_hbm else 0
     return total
+
+  def _parts(
+    self, fusion: Instruction
+  ) -> tuple[dict[int, float], dict[int, float]]:
+    """What a fusion touches of arrays that it cuts or updates in place.
+
+    Returns:
+      Bytes by the number of an operand, and by the number of a result; those
+      that are touched as a whole are missing.
+    """
+    ((_, name),) = (pair for pair in fusion.called() if pair[0] == "calls")
+    inside = self._computations[name]
+
+    def behind(name: str) -> Instruction:
+      while inside[name].op == "bitcast":
+        (name,) = inside[name].operands
+      return inside[name]
+
+    read: dict[int, float] = {}
+    whole = set()
+    for user in inside.values():
+      if user.op == "bitcast":
+        continue
+      nested = self._parts(user)[0] if user.op == "fusion" else {}
+      if user.op in _CUTS:
+        nested = {0: sum(a.nbytes for a in user.arrays)}
+      elif user.op == "dynamic-update-slice":
+        nested = {0: 0.0}  # Where an update goes is not read.
+      for i, operand in enumerate(user.operands):
+        source = behind(operand)
+        if source.op == "parameter" and i in nested:
+          number = _number(source)
+          read[number] = read.get(number, 0) + nested[i]
+        elif source.op == "parameter":
+          whole.add(_number(source))
+    root = list(inside.values())[-1]
+    ends = root.operands if root.op == "tuple" else (root.name,)
+    written = {}
+    for i, end in enumerate(map(behind, ends)):
+      if end.op == "dynamic-update-slice":
+        target = behind(end.operands[0])
+        if target.op == "parameter" or "AllocateBuffer" in target.attributes:
+          update = inside[end.operands[1]]
+          written[i] = sum(a.nbytes for a in update.arrays)
+      elif end.op == "fusion" and 0 in (nested := self._parts(end)[1]):
+        written[i] = nested[0]
+    return {i: n for i, n in read.items() if i not in whole}, written
 
   def _pieces(
     self, instruction: Instruction, computation: str
@@ -292,47 +338,6 @@ class Program:
       and (match := re.match(r"(\d+)\)", instruction.attributes))
     ]
     return max(constants, default=1)
-
-
-def _parts(
-  fused: Mapping[str, Instruction],
-) -> tuple[dict[int, float], dict[int, float]]:
-  """What a fusion touches of arrays that it cuts or updates in place.
-
-  Returns:
-    Bytes by the number of an operand, and by the number of a result; those that
-    are touched as a whole are missing.
-  """
-
-  def behind(name: str) -> str:
-    while fused[name].op == "bitcast":
-      (name,) = fused[name].operands
-    return name
-
-  uses: dict[str, list[tuple[int, Instruction]]] = {}
-  for instruction in fused.values():
-    if instruction.op != "bitcast":
-      for i, operand in enumerate(instruction.operands):
-        uses.setdefault(behind(operand), []).append((i, instruction))
-  read = {}
-  for name, of in uses.items():
-    if fused[name].op == "parameter" and all(
-      i == 0 and user.op in (*_CUTS, "dynamic-update-slice") for i, user in of
-    ):
-      # Where an update goes is not read.
-      read[_number(fused[name])] = sum(
-        a.nbytes for _, user in of if user.op in _CUTS for a in user.arrays
-      )
-  root = list(fused.values())[-1]
-  ends = root.operands if root.op == "tuple" else (root.name,)
-  written = {}
-  for i, end in enumerate(ends):
-    update = fused[behind(end)]
-    if update.op == "dynamic-update-slice":
-      target = fused[behind(update.operands[0])]
-      if target.op == "parameter" or "AllocateBuffer" in target.attributes:
-        written[i] = sum(a.nbytes for a in fused[update.operands[1]].arrays)
-  return read, written
 
 
 def _number(instruction: Instruction) -> int:

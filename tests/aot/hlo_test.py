@@ -93,13 +93,19 @@ HloModule jit_f, is_scheduled=true
   ROOT %first = bf16[8,4,6]{2,1,0:T(8,128)} dynamic-update-slice(%space, %c, %none)
 }
 
+%third (f: bf16[8,4,6], h: s32[]) -> bf16[2,4,6] {
+  %f = bf16[8,4,6]{2,1,0:T(8,128)} parameter(0)
+  %h = s32[]{:T(128)} parameter(1)
+  ROOT %part = bf16[2,4,6]{2,1,0:T(8,128)} dynamic-slice(%f, %h), dynamic_slice_sizes={2,4,6}
+}
+
 %both (d: bf16[8,4,6], e: bf16[8,4,6], k: s32[]) -> (bf16[2,4,6], bf16[8,4,6]) {
   %e = bf16[8,4,6]{2,1,0:T(8,128)} parameter(1)
   %d = bf16[8,4,6]{2,1,0:T(8,128)} parameter(0)
   %k = s32[]{:T(128)} parameter(2)
-  %part = bf16[2,4,6]{2,1,0:T(8,128)} dynamic-slice(%d, %k), dynamic_slice_sizes={2,4,6}
+  %part_of_d = bf16[2,4,6]{2,1,0:T(8,128)} fusion(%d, %k), kind=kLoop, calls=%third
   %twice = bf16[8,4,6]{2,1,0:T(8,128)} add(%e, %e)
-  ROOT %pair = (bf16[2,4,6]{2,1,0:T(8,128)}, bf16[8,4,6]{2,1,0:T(8,128)}) tuple(%part, %twice)
+  ROOT %pair = (bf16[2,4,6]{2,1,0:T(8,128)}, bf16[8,4,6]{2,1,0:T(8,128)}) tuple(%part_of_d, %twice)
 }
 
 ENTRY %main (x: bf16[1,4,6], y: bf16[4,6], j: s32[]) -> bf16[2,4,6] {
