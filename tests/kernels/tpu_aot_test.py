@@ -31,6 +31,12 @@ CHIPS = {
 # Of each array: 2^31 elements and a last tile that is a part of one.
 HUGE = shapes.Shape("huge", 1, 1, 2**18 + 8, 8192)
 
+MERGES = {
+  "merge": lambda *a: depth_merge(*a[:4]),
+  "merge_norm": lambda *a: depth_merge_norm(*a[:4], None, a[5]),
+  "add_merge_norm": lambda *a: depth_merge_norm(*a),
+}
+
 pytestmark = pytest.mark.skipif(
   importlib.util.find_spec("libtpu") is None,
   reason="not run: libtpu, the TPU compiler, is not installed here",
@@ -75,15 +81,9 @@ def attention(shape, bank):
   ]
 
 
-def merge(shape, fused):
-  def f(out, lse, query, partial, update, gain):
-    if fused:
-      g = lambda *a: depth_merge_norm(*a)
-      arrays = (out, lse, query, partial, update, gain)
-    else:
-      g = lambda *a: depth_merge(*a)
-      arrays = (out, lse, query, partial)
-    result, vjp = jax.vjp(g, *arrays)
+def merge(shape, op):
+  def f(*arrays):
+    result, vjp = jax.vjp(MERGES[op], *arrays)
     return result, vjp(result)
 
   token = (shape.tokens, shape.width)
@@ -115,11 +115,13 @@ class TpuCompileTest(parameterized.TestCase):
       self.assertIn(name, text)
 
   @parameterized.product(
-    chip=tuple(CHIPS), dtype=("bfloat16", "float32"), fused=(False, True)
+    chip=tuple(CHIPS),
+    dtype=("bfloat16", "float32"),
+    op=("merge", "add_merge_norm"),
   )
-  def test_merge(self, chip, dtype, fused):
+  def test_merge(self, chip, dtype, op):
     shape = shapes.Shape("small", 1, 1, 200, 960)
-    text = compile_for(chip, *merge(shape, fused), dtype)
+    text = compile_for(chip, *merge(shape, op), dtype)
     for name in ("depth_merge_forward", "depth_merge_backward"):
       self.assertIn(name, text)
 
@@ -139,7 +141,7 @@ class TpuCompileTest(parameterized.TestCase):
     mesh = jax.sharding.Mesh(np.array(devices("v5e")), ("data",))
     spec = jax.sharding.PartitionSpec
     shape = shapes.Shape("small", 2, 3, 64, 256)
-    phases = attention(shape, False)[0], merge(shape, True)[0]
+    phases = attention(shape, False)[0], merge(shape, "add_merge_norm")[0]
     token = spec("data")
 
     def step(query, row, out, lse, *sources):
@@ -205,18 +207,33 @@ class TpuCompileTest(parameterized.TestCase):
 
 @pytest.mark.slow
 class NamedShapesTest(parameterized.TestCase):
-  @parameterized.product(chip=tuple(CHIPS), shape=shapes.NAMED + shapes.ODD)
-  def test_separate_sources(self, chip, shape):
-    compile_for(chip, *attention(shape, False), "bfloat16")
+  """What `benchmarks/tpu_static.py` does not compile for its table.
 
-  # One bank serves every count.
-  @parameterized.product(chip=tuple(CHIPS), shape=shapes.TABLE + shapes.ODD)
+  That table has, for each chip, either direction of every kernel on its own, at
+  the ends and the middle of each family of named shapes, with separate sources.
+  """
+
+  @parameterized.product(
+    chip=tuple(CHIPS),
+    shape=tuple(s for s in shapes.NAMED if s not in shapes.TABLE) + shapes.ODD,
+  )
+  def test_separate_sources(self, chip, shape):
+    self.check(chip, shape, bank=False)
+
+  @parameterized.product(chip=tuple(CHIPS), shape=shapes.BANKS + shapes.ODD)
   def test_bank(self, chip, shape):
-    compile_for(chip, *attention(shape, True), "bfloat16")
+    self.check(chip, shape, bank=True)
+
+  def check(self, chip, shape, bank):
+    text = compile_for(chip, *attention(shape, bank), "bfloat16")
+    for name in ("depth_attention_forward", "depth_attention_backward"):
+      self.assertIn(name, text)
 
   @parameterized.product(chip=tuple(CHIPS), shape=shapes.MERGE)
-  def test_merge_named_shapes(self, chip, shape):
-    compile_for(chip, *merge(shape, True), "bfloat16")
+  def test_merge_without_update(self, chip, shape):
+    text = compile_for(chip, *merge(shape, "merge_norm"), "bfloat16")
+    for name in ("depth_merge_forward", "depth_merge_backward"):
+      self.assertIn(name, text)
 
   @parameterized.product(chip=tuple(CHIPS), bank=(False, True))
   def test_more_than_2_to_31_elements_in_all_sources(self, chip, bank):
@@ -230,7 +247,7 @@ class NamedShapesTest(parameterized.TestCase):
 
   @parameterized.parameters("v5p", "tpu7x")
   def test_merge_of_more_than_2_to_31_elements(self, chip):
-    compile_for(chip, *merge(HUGE, True), "bfloat16")
+    compile_for(chip, *merge(HUGE, "add_merge_norm"), "bfloat16")
 
 
 if __name__ == "__main__":

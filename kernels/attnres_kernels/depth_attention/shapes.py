@@ -38,6 +38,10 @@ TABLE = tuple(
   for family in (BLOCK_48B, TABLE_2, WIDE, KIMI_K3, DECODE, FULL)
   for shape in dict.fromkeys((family[0], family[len(family) // 2], family[-1]))
 )
+# One bank of the largest number of slots serves every count.
+BANKS = tuple(
+  family[-1] for family in (BLOCK_48B, TABLE_2, WIDE, KIMI_K3, DECODE, FULL)
+)
 MERGE = tuple(Shape("merge", 1, 1, 8192, width) for width in (1168, 2304, 8192))
 # The other widths of Table 2, and the extremes of each axis.
 ODD = tuple(
