@@ -199,19 +199,25 @@ class Program:
       known[name].arrays if name in known else ()
       for name in instruction.operands
     ]
+    results = list(instruction.arrays)
+    if instruction.op.endswith(("-start", "-update")):
+      # Among its results are the operands, for whoever waits for them.
+      for array in (array for arrays in operands for array in arrays):
+        if array in results:
+          results.remove(array)
     read: Mapping[int, float] = {}
     written: Mapping[int, float] = {}
     if instruction.op == "fusion":
       read, written = self._parts(instruction)
-    elif instruction.op in _CUTS:
-      read = {0: sum(a.nbytes for a in instruction.arrays)}
+    elif instruction.op.removesuffix("-start") in _CUTS:
+      read = {0: max(a.nbytes for a in results)}
     elif instruction.op == "dynamic-update-slice":
       read, written = {0: 0.0}, {0: sum(a.nbytes for a in operands[1])}
     total = 0.0
     for i, arrays in enumerate(operands):
       in_hbm = [a.nbytes for a in arrays if a.in_hbm]
       total += read.get(i, sum(in_hbm)) if in_hbm else 0
-    for i, array in enumerate(instruction.arrays):
+    for i, array in enumerate(results):
       total += written.get(i, array.nbytes) if array.in_hbm else 0
     return total
 

@@ -126,6 +126,24 @@ ENTRY %main (x: bf16[1,4,6], y: bf16[4,6], j: s32[]) -> bf16[2,4,6] {
   assert hlo.Program(text).hbm_bytes() == updates + both + (one + one)
 
 
+def test_traffic_of_copies_to_and_from_the_core():
+  text = """\
+HloModule jit_f, is_scheduled=true
+
+ENTRY %main (x: bf16[8,4,6]) -> bf16[8,4,6] {
+  %x = bf16[8,4,6]{2,1,0:T(8,128)} parameter(0)
+  %in = (bf16[8,4,6]{2,1,0:T(8,128)S(1)}, bf16[8,4,6]{2,1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%x)
+  %here = bf16[8,4,6]{2,1,0:T(8,128)S(1)} copy-done(%in)
+  %part = ((bf16[8,4,6]{2,1,0:T(8,128)}), bf16[2,4,6]{2,1,0:T(8,128)S(1)}, s32[]{:S(2)}) slice-start(%x), slice={[0:2], [0:4], [0:6]}
+  %some = bf16[2,4,6]{2,1,0:T(8,128)S(1)} slice-done(%part)
+  %out = (bf16[8,4,6]{2,1,0:T(8,128)}, bf16[8,4,6]{2,1,0:T(8,128)S(1)}, u32[]{:S(2)}) copy-start(%here)
+  ROOT %there = bf16[8,4,6]{2,1,0:T(8,128)} copy-done(%out)
+}
+"""  # noqa: E501
+  one = 2 * 4 * 6
+  assert hlo.Program(text).hbm_bytes() == 8 * one + 2 * one + 8 * one
+
+
 def test_collectives():
   found = sorted(hlo.Program(TEXT).collectives(), key=lambda one: one.kind)
   gather, reduce = found
