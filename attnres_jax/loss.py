@@ -15,6 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from attnres_jax import precision
 from attnres_jax import sharding
 from attnres_jax.models import embedding
 from attnres_jax.models import linear
@@ -37,9 +38,9 @@ class LossSums(NamedTuple):
   z: jax.Array
 
 
-def no_loss() -> LossSums:
+def no_loss(dtype: jax.typing.DTypeLike = jnp.float32) -> LossSums:
   """Of no tokens."""
-  return LossSums(*[jnp.zeros((), jnp.float32)] * 3)
+  return LossSums(*[jnp.zeros((), dtype)] * 3)
 
 
 def cross_entropy(
@@ -85,15 +86,16 @@ def cross_entropy(
 def _tiled(options, h_BTD, head_DV, target_BT, weight_BT) -> LossSums:
   soft_cap, z_loss, tile = options
   head_DV, _ = _gather(h_BTD, head_DV)
+  wide = precision.wide(h_BTD.dtype)
 
   def add_tile(sums, xs):
     h_tile, target_tile, weight_tile = xs
-    logits = linear.linear(h_tile, head_DV, 1, jnp.dtype("float32"))
+    logits = linear.linear(h_tile, head_DV, 1, wide)
     tile_sums = _tile_sums(logits, target_tile, weight_tile, soft_cap, z_loss)
     return jax.tree.map(jnp.add, sums, tile_sums), None
 
   sums, _ = jax.lax.scan(
-    add_tile, no_loss(), _cut(tile, h_BTD, target_BT, weight_BT)
+    add_tile, no_loss(wide), _cut(tile, h_BTD, target_BT, weight_BT)
   )
   return sums
 
@@ -101,6 +103,7 @@ def _tiled(options, h_BTD, head_DV, target_BT, weight_BT) -> LossSums:
 def _tiled_fwd(options, h_BTD, head_DV, target_BT, weight_BT):
   soft_cap, z_loss, tile = options
   head_DV, dim = _gather(h_BTD, head_DV)
+  wide = precision.wide(h_BTD.dtype)
 
   def add_tile(carry, xs):
     sums, d_head_DV = carry
@@ -110,15 +113,15 @@ def _tiled_fwd(options, h_BTD, head_DV, target_BT, weight_BT):
       tile_sums = _tile_sums(logits, target_tile, weight_tile, soft_cap, z_loss)
       return tile_sums.total, tile_sums
 
-    logits = linear.linear(h_tile, head_DV, 1, jnp.dtype("float32"))
+    logits = linear.linear(h_tile, head_DV, 1, wide)
     d_logits, tile_sums = jax.grad(total, has_aux=True)(logits)
     d_h, d_head = linear.gradients(h_tile, head_DV, d_logits)
     sums = jax.tree.map(jnp.add, sums, tile_sums)
     return (sums, d_head_DV + d_head), d_h
 
-  zeros = jnp.zeros(head_DV.shape, jnp.float32)
+  zeros = jnp.zeros(head_DV.shape, wide)
   (sums, d_head_DV), d_h = jax.lax.scan(
-    add_tile, (no_loss(), zeros), _cut(tile, h_BTD, target_BT, weight_BT)
+    add_tile, (no_loss(wide), zeros), _cut(tile, h_BTD, target_BT, weight_BT)
   )
   d_h_BTD = jnp.moveaxis(d_h, 0, 1).reshape(h_BTD.shape[0], -1, d_h.shape[-1])
   d_head_DV = sharding.sum_parts(d_head_DV, dim)

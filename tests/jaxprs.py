@@ -25,6 +25,12 @@ def count(names: tuple[str, ...], function: Callable[..., Any], *args) -> int:
   return sum(e.primitive.name in names for e in equations(jaxpr))
 
 
+def has(equation: Any, name: str) -> bool:
+  """Whether a primitive is called somewhere within an equation."""
+  inside = equations(equation.params.get("jaxpr"))
+  return any(inner.primitive.name == name for inner in inside)
+
+
 def arrays(jaxpr: Any) -> list[jax.ShapeDtypeStruct]:
   """Shapes and dtypes of everything that the equations put out."""
   return [

@@ -81,7 +81,8 @@ def make_report(
 
   `fits` is False where the program needs more memory than there is. If the
   compiler refuses it for that, `reason` is its message, and what only a
-  compiled program shows is missing.
+  compiled program shows is missing. All but its memory is missing, too, where
+  libtpu is too new for jaxlib to read what it made; `unread` then says so.
 
   Args:
     config: of the run.
@@ -126,7 +127,14 @@ def make_report(
     largest = _largest_traced(traced.jaxpr)
     return report | dict(fits=False, reason=str(error), largest=largest)
   report["compile_seconds"] = time.perf_counter() - start
-  report |= _memory(compiled, chip) | _work(compiled, chip, mesh)
+  report |= _memory(compiled, chip)
+  try:
+    text = compiled.as_text()
+  except jax.errors.JaxRuntimeError as error:
+    report["unread"] = str(error).strip().splitlines()[0]
+    report["largest"] = _largest_traced(traced.jaxpr)
+    return report
+  report |= _work(text, chip, mesh)
   report["compute_seconds"] = report[
     "analytic_flops"
   ] / flops.peak_flops_per_second(devices[0].device_kind)
@@ -156,6 +164,11 @@ def to_text(report: Mapping[str, Any]) -> str:
   ]
   if "reason" in report:
     lines += ["", "does not fit:", _oom(report["reason"])]
+    lines += ["", "before anything is split over devices or fused:"]
+    return "\n".join([*lines, _largest(report)])
+  if "unread" in report:
+    lines += ["", f"jaxlib cannot read the program: {report['unread']}"]
+    lines += [] if report["fits"] else ["", "does not fit"]
     lines += ["", "before anything is split over devices or fused:"]
     return "\n".join([*lines, _largest(report)])
   lines += [
@@ -351,9 +364,9 @@ def _memory(compiled: Any, chip: topology.Chip) -> dict[str, Any]:
 
 
 def _work(
-  compiled: Any, chip: topology.Chip, mesh: jax.sharding.Mesh
+  text: str, chip: topology.Chip, mesh: jax.sharding.Mesh
 ) -> dict[str, Any]:
-  program = hlo.Program(compiled.as_text())
+  program = hlo.Program(text)
   rows: dict[tuple[str, str, bool], dict[str, Any]] = {}
   for one in program.collectives():
     key = (one.kind, hlo.axes_of(one.group, mesh.shape), one.in_loop)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
+from attnres_jax import precision
 from attnres_jax.models import linear
 
 
@@ -49,7 +50,7 @@ def logits(
     head_DV: float32 head matrix.
     soft_cap: see `soft_capped`.
   """
-  logits_BTV = linear.linear(h_BTD, head_DV, 1, jnp.dtype("float32"))
+  logits_BTV = linear.linear(h_BTD, head_DV, 1, precision.wide(h_BTD.dtype))
   return soft_capped(logits_BTV, soft_cap)
 
 

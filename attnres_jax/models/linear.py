@@ -9,6 +9,8 @@ import jax
 from jax import ad_checkpoint
 import jax.numpy as jnp
 
+from attnres_jax import precision
+
 # The name under which activation checkpointing finds products of weights.
 PRODUCT = "product"
 
@@ -80,7 +82,9 @@ def gradients(
     range(axes, weight.ndim),
     x.dtype,
   )
-  dweight = _contract(x, dy, range(tokens), range(tokens), jnp.float32)
+  dweight = _contract(
+    x, dy, range(tokens), range(tokens), precision.wide(x.dtype)
+  )
   return dx, dweight
 
 
@@ -92,5 +96,5 @@ def _contract(a, b, a_axes, b_axes, dtype):
     a,
     b,
     ((tuple(a_axes), tuple(b_axes)), ((), ())),
-    preferred_element_type=jnp.promote_types(dtype, jnp.float32),
+    preferred_element_type=precision.wide(dtype),
   ).astype(dtype)

@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
+from attnres_jax import precision
 from attnres_jax import sharding
 from attnres_jax.models import dealt
 from attnres_jax.models import grouped
@@ -117,7 +118,7 @@ class Moe(nnx.Module):
     weight_UK = _report_load(
       self.scaling_factor * chosen_UK / sum_U1,
       bias_E,
-      load_E.astype(jnp.float32),
+      load_E.astype(bias_E.dtype),
     )
     return weight_UK, expert_UK
 
@@ -208,7 +209,7 @@ def _cut(path, leaf):
 def _logits(x_UD, router_DE):
   # The full float32 product: what is chosen must not hang on the rounding.
   return jnp.einsum(
-    "UD,DE->UE", x_UD.astype(jnp.float32), router_DE,
+    "UD,DE->UE", precision.widen(x_UD), router_DE,
     precision=jax.lax.Precision.HIGHEST,
   )  # fmt: skip
 
@@ -244,7 +245,7 @@ def _send_forward(x_UD, order_P, place_UK):
 
 
 def _send_backward(place_UK, dx_PD):
-  dx_UD = jnp.sum(dx_PD[place_UK], axis=1, dtype=jnp.float32)
+  dx_UD = jnp.sum(dx_PD[place_UK], axis=1, dtype=precision.wide(dx_PD.dtype))
   return dx_UD.astype(dx_PD.dtype), None, None
 
 
@@ -255,7 +256,7 @@ _send.defvjp(_send_forward, _send_backward)
 def _combine(y_PD, weight_UK, order_P, place_UK):
   """The weighted sum of each token's K rows."""
   del order_P
-  y_UKD = y_PD[place_UK].astype(jnp.float32)
+  y_UKD = precision.widen(y_PD[place_UK])
   return jnp.sum(weight_UK[..., None] * y_UKD, axis=1).astype(y_PD.dtype)
 
 
@@ -267,9 +268,9 @@ def _combine_forward(y_PD, weight_UK, order_P, place_UK):
 def _combine_backward(residuals, dy_UD):
   y_PD, weight_UK, order_P, place_UK = residuals
   weight_P = jnp.reshape(weight_UK, -1)[order_P]
-  sent_PD = dy_UD[order_P // place_UK.shape[1]].astype(jnp.float32)
+  sent_PD = precision.widen(dy_UD[order_P // place_UK.shape[1]])
   dy_PD = (weight_P[:, None] * sent_PD).astype(y_PD.dtype)
-  dweight_P = jnp.sum(sent_PD * y_PD.astype(jnp.float32), axis=1)
+  dweight_P = jnp.sum(sent_PD * precision.widen(y_PD), axis=1)
   return dy_PD, dweight_P[place_UK], None, None
 
 

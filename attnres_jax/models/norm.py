@@ -5,6 +5,8 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
+from attnres_jax import precision
+
 
 class RMSNorm(nnx.Module):
   """x / rms(x) * gain over the last axis; the gain starts at one."""
@@ -15,8 +17,8 @@ class RMSNorm(nnx.Module):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Normalises `x` [..., D] in float32, returns its dtype."""
-    x_f32 = x.astype(jnp.float32)
-    mean_square = jnp.mean(jnp.square(x_f32), axis=-1, keepdims=True)
-    normed = x_f32 * jax.lax.rsqrt(mean_square + self.eps)
+    x_wide = precision.widen(x)
+    mean_square = jnp.mean(jnp.square(x_wide), axis=-1, keepdims=True)
+    normed = x_wide * jax.lax.rsqrt(mean_square + self.eps)
     gain = jnp.reshape(self.gain[...], (1,) * (x.ndim - 1) + (-1,))
     return (normed * gain).astype(x.dtype)

@@ -4,6 +4,8 @@
 import jax
 import jax.numpy as jnp
 
+from attnres_jax import precision
+
 
 def apply_rope(x_BTNH: jax.Array, theta: float) -> jax.Array:
   """Rotates each pair of channels by position times its frequency.
@@ -14,10 +16,11 @@ def apply_rope(x_BTNH: jax.Array, theta: float) -> jax.Array:
     theta: base of the geometric frequencies.
   """
   length, half = x_BTNH.shape[1], x_BTNH.shape[-1] // 2
-  frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-  angle = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency[None, :]
+  dtype = precision.wide(x_BTNH.dtype)
+  frequency = theta ** (-jnp.arange(half, dtype=dtype) / half)
+  angle = jnp.arange(length, dtype=dtype)[:, None] * frequency[None, :]
   cos, sin = jnp.cos(angle)[None, :, None], jnp.sin(angle)[None, :, None]
-  first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+  first, second = jnp.split(x_BTNH.astype(dtype), 2, axis=-1)
   rotated = jnp.concatenate(
     [first * cos - second * sin, second * cos + first * sin], axis=-1
   )

@@ -10,7 +10,8 @@ gradients go home by the transposes. Per device that sends the master weights of
 its rank once and their gradients once, outside of all loops.
 
 Within the step `fsdp` and `expert` still cut the weights of a chunk: it is
-gathered when its turn comes, and its gradient scattered.
+gathered when its turn comes, in the dtype of its products, and its gradient
+scattered, in that of the master weights.
 """
 
 from collections.abc import Sequence
@@ -62,12 +63,14 @@ class Placement:
     layout: which sublayers each chunk has.
     kinds: of all sublayers.
     specs: how each parameter is cut at rest, a tree like the model.
+    dtype: of activations, and so of their products with matrices.
   """
 
   mesh: Mesh
   layout: layout_lib.Layout
   kinds: tuple[str, ...]
   specs: Any
+  dtype: jnp.dtype
 
   def collect(self, model: Any) -> Parameters:
     """The parameters of this rank, of the parts of all that are here at rest.
@@ -105,14 +108,40 @@ class Placement:
     return any(self.mesh.shape[axis] > 1 for axis in _CHUNK_AXES)
 
   def gather_chunk(self, weights: dict[str, Any]) -> dict[str, Any]:
-    """Weights [1, rows, ...] of one chunk, whole. Linear, too."""
+    """Weights [1, rows, ...] of one chunk, whole.
+
+    What is cut travels, and arrives, in the dtype that it is used in.
+    """
+
+    def one(path: Any, w: jax.Array, spec: PartitionSpec) -> jax.Array:
+      name = jax.tree_util.keystr(path, simple=True, separator="/")
+      wide = name.removesuffix("/value").endswith(_WIDE)
+      if not wide and any(axis in _axes(spec) for axis in _CHUNK_AXES):
+        w = w.astype(self.dtype)
+      return self._gather(_CHUNK_AXES, 1, w, spec)
+
     return {
-      kind: jax.tree.map(
-        functools.partial(self._gather, _CHUNK_AXES, 1),
-        stacked,
-        self.specs.sublayers[kind],
+      kind: jax.tree_util.tree_map_with_path(
+        one, stacked, self.specs.sublayers[kind]
       )
       for kind, stacked in weights.items()
+    }
+
+  def scatter_chunk(self, gradient: dict[str, Any]) -> dict[str, Any]:
+    """This device's part of gradients [1, rows, ...], summed over devices."""
+
+    def one(g: jax.Array, spec: PartitionSpec) -> jax.Array:
+      for dim, axes in enumerate(spec):
+        for axis in _names(axes):
+          if axis in _CHUNK_AXES and self.mesh.shape[axis] > 1:
+            g = jax.lax.psum_scatter(
+              g, axis, scatter_dimension=dim + 1, tiled=True
+            )
+      return g
+
+    return {
+      kind: jax.tree.map(one, stacked, self.specs.sublayers[kind])
+      for kind, stacked in gradient.items()
     }
 
   def _rows(self, kind: str) -> np.ndarray:
@@ -157,6 +186,9 @@ class Placement:
 
 
 _CHUNK_AXES = (sharding.FSDP, sharding.EXPERT)
+# Ends of the paths of parameters that are used as they are, of those that
+# `_CHUNK_AXES` cut. All others are matrices of `models.linear` and `grouped`.
+_WIDE = ("router",)
 
 
 def _names(axes: Any) -> tuple[str, ...]:

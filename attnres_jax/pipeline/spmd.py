@@ -36,6 +36,7 @@ from jax.sharding import Mesh
 from attnres_jax import config as config_lib
 from attnres_jax import loss as loss_lib
 from attnres_jax import models
+from attnres_jax import precision
 from attnres_jax import sharding
 from attnres_jax.pipeline import layout as layout_lib
 from attnres_jax.pipeline import memory
@@ -136,6 +137,10 @@ def _by_autodiff(
   plan: "Plan", parameters: Parameters, batch: Microbatch
 ) -> tuple[loss_lib.LossSums, Parameters]:
   """GPipe: loss and gradients of this rank."""
+  # Autodiff would round gradients to the dtype in which weights travel.
+  wide = precision.wide(plan.placement.dtype)
+  placement = dataclasses.replace(plan.placement, dtype=wide)
+  plan = dataclasses.replace(plan, placement=placement)
 
   def total(parameters):
     sums = _forward(plan, parameters, batch)
@@ -152,7 +157,7 @@ def _forward(
   stage, wire = plan.stage, plan.stage.transport
 
   def no_forward(cache, *_):
-    return cache, wire.message(), loss_lib.no_loss()
+    return cache, wire.message(), stage.network.no_loss()
 
   @jax.checkpoint
   def tick(state, slots):
@@ -164,7 +169,7 @@ def _forward(
     return cache, jax.tree.map(jnp.add, loss, more), wire.send(message)
 
   ticks = range(plan.schedule.phases.steady.stop)
-  state = stage.empty_cache(), loss_lib.no_loss(), wire.message()
+  state = stage.empty_cache(), stage.network.no_loss(), wire.message()
   _, loss, _ = plan.loop(tick, ticks, state)
   return loss
 
@@ -283,15 +288,15 @@ class Unit:
       return self._switch(
         stage.backward, nothing, cache, sums, message, self.weights
       )
-    weights, scatter = jax.vjp(
-      self.placement.gather_chunk, self._own(self.weights)
+    weights = self.placement.gather_chunk(self._own(self.weights))
+    empty = jax.tree.map(
+      lambda w: jnp.zeros(w.shape, precision.wide(w.dtype)), weights
     )
-    empty = jax.tree.map(jnp.zeros_like, weights)
     found, message = self._switch(
       stage.backward, nothing, cache, sums._replace(weights=empty), message,
       weights,
     )  # fmt: skip
-    (own,) = scatter(found.weights)
+    own = self.placement.scatter_chunk(found.weights)
     added = jax.tree.map(
       lambda a, g: a.at[self._virtual_stage].add(g[0]), sums.weights, own
     )
@@ -328,8 +333,9 @@ def make_plan(config: config_lib.RunConfig, mesh: Mesh) -> Plan:
   schedule = schedule_lib.make_schedule("fused", layout, microbatches)
   pools = {kind: schedule.slot_pool(kind, rule=rule) for kind in memory.KINDS}
   specs = jax.tree.map(lambda s: s.spec, sharding.state_sharding(model, mesh))
+  dtype = jnp.dtype(config.model.dtype)
   placement = placement_lib.Placement(
-    mesh, layout, config.model.sublayer_kinds, specs
+    mesh, layout, config.model.sublayer_kinds, specs, dtype
   )
   return Plan(schedule, stage_lib.Stage(network, wire, **pools), placement)
 

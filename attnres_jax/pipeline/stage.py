@@ -30,6 +30,7 @@ import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
 from attnres_jax import loss as loss_lib
+from attnres_jax import precision
 from attnres_jax.models import stack
 from attnres_jax.pipeline import layout as layout_lib
 from attnres_jax.pipeline import memory
@@ -101,6 +102,10 @@ class Network:
     end = self.layout.ends[chunk]
     start = self.layout.ends[chunk - 1] if chunk else 0
     return self.config.model.sublayer_kinds[start:end]
+
+  def no_loss(self) -> loss_lib.LossSums:
+    """What chunks before the last one find."""
+    return loss_lib.no_loss(precision.wide(self.config.model.dtype))
 
   def run(
     self,
@@ -181,12 +186,12 @@ class Stage:
   def no_gradients(self, weights: Any, shared: Shared) -> Gradients:
     block = self.transport.block
     if block is not None:
-      block = jax.ShapeDtypeStruct(block.shape, jnp.float32)
+      block = jax.ShapeDtypeStruct(block.shape, precision.wide(block.dtype))
     return Gradients(
       _pool(self.gradients, block),
       jax.tree.map(jnp.zeros_like, weights),
       jax.tree.map(jnp.zeros_like, shared),
-      loss_lib.no_loss(),
+      self.network.no_loss(),
     )
 
   def receive(
@@ -255,7 +260,7 @@ class Stage:
     known = (*blocks, *made)
     window = [known[block] for block in layout.window(chunk + 1, wire.rule)]
     message = wire.message(window, partial)
-    return cache._replace(blocks=pool), message, loss_lib.no_loss()
+    return cache._replace(blocks=pool), message, self.network.no_loss()
 
   def backward(
     self,
@@ -293,7 +298,9 @@ class Stage:
       result = self.network.run(
         chunk, sublayers, shared, blocks, partial, microbatch
       )
-      return (result.total, result) if last else (result, loss_lib.no_loss())
+      return (
+        (result.total, result) if last else (result, self.network.no_loss())
+      )
 
     _, pull_back, loss = jax.vjp(
       run, sublayers, shared, blocks, partial, has_aux=True
@@ -306,7 +313,7 @@ class Stage:
     for block, x_BTD in zip(
       layout.window(chunk + 1, wire.rule), message.blocks
     ):
-      waiting.setdefault(block, []).append(x_BTD.astype(jnp.float32))
+      waiting.setdefault(block, []).append(precision.widen(x_BTD))
     if last:
       cotangent = jnp.ones((), loss.total.dtype)
     else:
@@ -318,7 +325,7 @@ class Stage:
       )
     d_sublayers, d_shared, d_blocks, d_partial = pull_back(cotangent)
     for block, x_BTD in enumerate(d_blocks):
-      waiting.setdefault(block, []).append(x_BTD.astype(jnp.float32))
+      waiting.setdefault(block, []).append(precision.widen(x_BTD))
 
     sent = []
     for block in layout.window(chunk, wire.rule):
@@ -352,10 +359,16 @@ class Stage:
     return jnp.asarray(pool.slots[chunk])[index]
 
   def _own(self, chunk: int, weights: Mapping[str, Any]) -> stack.Sublayers:
-    """The sublayers of a chunk, of leaves [V, rows, ...], or its own alone."""
+    """The sublayers of a chunk, of leaves [V, rows, ...], or its own alone.
+
+    As wide as master weights, whose gradients are: it is for products to cast
+    them, back to the dtype in which they may have arrived.
+    """
     own = functools.partial(_rows, self.transport.layout.virtual_stage(chunk))
     return {
-      kind: jax.tree.map(lambda w, count=count: w[own(w, count)], weights[kind])
+      kind: jax.tree.map(
+        lambda w, count=count: precision.widen(w[own(w, count)]), weights[kind]
+      )
       for kind, count in collections.Counter(self.network.kinds(chunk)).items()
     }
 

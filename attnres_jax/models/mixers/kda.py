@@ -28,6 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
+from attnres_jax import precision
 from attnres_jax import sharding
 from attnres_jax.models import linear
 from attnres_jax.models import norm as norm_lib
@@ -149,15 +150,17 @@ class Kda(nnx.Module):
       padded_BPNH = jnp.concatenate([tail.astype(x_BTNH.dtype), x_BTNH], axis=1)
       features.append(_feature(padded_BPNH, conv[...], segment_ids_BT, unit))
       tails.append(padded_BPNH[:, x_BTNH.shape[1] :])
+    wide = precision.wide(x_BTD.dtype)
     low_BTR = linear.linear(x_BTD, self.decay_down[...])
-    raw_BTNH = linear.linear(low_BTR, self.decay_up[...], 1, jnp.float32)
-    beta_BTN = linear.linear(x_BTD, self.beta[...], 1, jnp.float32)
+    raw_BTNH = linear.linear(low_BTR, self.decay_up[...], 1, wide)
+    beta_BTN = linear.linear(x_BTD, self.beta[...], 1, wide)
     g_BTNH = _log_decay(raw_BTNH, self.a_log[...], self.dt_bias[...])
     return (*features, g_BTNH, jax.nn.sigmoid(beta_BTN)), tails
 
   def _outputs(self, x_BTD, o_BTNH):
     low_BTR = linear.linear(x_BTD, self.gate_down[...])
-    gate_BTNH = linear.linear(low_BTR, self.gate_up[...], 1, jnp.float32)
+    wide = precision.wide(x_BTD.dtype)
+    gate_BTNH = linear.linear(low_BTR, self.gate_up[...], 1, wide)
     gated_BTNH = _gated(o_BTNH, gate_BTNH, self.out_norm)
     return linear.linear(gated_BTNH, self.output[...], 2)
 
@@ -177,9 +180,9 @@ def _feature(padded_BPNH, taps_KNH, segment_ids_BT, unit):
   def feature(padded_BPNH, taps_KNH):
     num_taps = taps_KNH.shape[0]
     length = padded_BPNH.shape[1] - num_taps + 1
-    sum_BTNH = jnp.zeros((), jnp.float32)
+    sum_BTNH = jnp.zeros((), precision.wide(padded_BPNH.dtype))
     for i in range(num_taps):
-      x_BTNH = padded_BPNH[:, i : i + length].astype(jnp.float32)
+      x_BTNH = precision.widen(padded_BPNH[:, i : i + length])
       if segment_ids_BT is not None:
         same_BT = _shifted_equal(segment_ids_BT, num_taps - 1 - i)
         x_BTNH = jnp.where(same_BT[..., None, None], x_BTNH, 0.0)
@@ -202,7 +205,7 @@ def _log_decay(raw_BTNH, a_log_N, dt_bias_NH):
 
 @jax.checkpoint
 def _gated(o_BTNH, gate_BTNH, norm):
-  normed_BTNH = norm(o_BTNH.astype(jnp.float32))
+  normed_BTNH = norm(precision.widen(o_BTNH))
   return (jax.nn.sigmoid(gate_BTNH) * normed_BTNH).astype(o_BTNH.dtype)
 
 

@@ -30,6 +30,7 @@ from jax import ad_checkpoint
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
+from attnres_jax import precision
 from attnres_jax.models import norm as norm_lib
 from attnres_jax.models.residuals import operators
 
@@ -227,16 +228,11 @@ def softmax_weights(
   """Weights [M, B, T] of Eq. 2-4, written as the definition reads."""
   scores = []
   for source_BTD in sources:
-    source_BTD = widen(source_BTD)
+    source_BTD = precision.widen(source_BTD)
     mean_square_BT = jnp.mean(jnp.square(source_BTD), axis=-1)
     score_BT = jnp.einsum("D,BTD->BT", query_D, source_BTD)
     scores.append(score_BT * jax.lax.rsqrt(mean_square_BT + eps))
   return jax.nn.softmax(jnp.stack(scores), axis=0)
-
-
-def widen(x: jax.Array) -> jax.Array:
-  """Casts to the dtype of running sums: at least float32."""
-  return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def keep(x: jax.Array) -> jax.Array:

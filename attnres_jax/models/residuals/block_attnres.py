@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
+from attnres_jax import precision
 from attnres_jax.models import norm as norm_lib
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import operators
@@ -125,7 +126,7 @@ class BlockAttnRes(BlockAttnResOneSoftmax):
     )
     partial_BTD = state.partial_BTD
     if partial_BTD is None:
-      partial_BTD = jnp.zeros_like(base.widen(state.blocks[0]))
+      partial_BTD = jnp.zeros_like(precision.widen(state.blocks[0]))
       lse_QBT = lse_QBT.at[0].set(jnp.inf)
     return partial_BTD, base.Slot(query_QD, out_QBTD, lse_QBT)
 
@@ -146,5 +147,5 @@ class BlockAttnRes(BlockAttnResOneSoftmax):
 
 
 def _add(partial_BTD: jax.Array | None, y_BTD: jax.Array) -> jax.Array:
-  y_BTD = base.widen(y_BTD)
+  y_BTD = precision.widen(y_BTD)
   return base.keep(y_BTD if partial_BTD is None else partial_BTD + y_BTD)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from attnres_jax import precision
 from attnres_jax.models.residuals import base
 
 
@@ -18,7 +19,7 @@ class PreNorm(base.Residual):
   """h_{l+1} = h_l + f_l(h_l): the standard residual stream."""
 
   def init(self, embedding_BTD: jax.Array) -> jax.Array:
-    return base.widen(embedding_BTD.astype(self.dtype))
+    return precision.widen(embedding_BTD.astype(self.dtype))
 
   def open(self, state: jax.Array, start: int, stop: int) -> tuple[Any, Any]:
     del start, stop
@@ -51,4 +52,4 @@ class Rescaled(PreNorm):
     return state, 1.0 / jnp.arange(start + 2, stop + 2, dtype=state.dtype)
 
   def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
-    return base.keep(carry + slot * (base.widen(y_BTD) - carry))
+    return base.keep(carry + slot * (precision.widen(y_BTD) - carry))
