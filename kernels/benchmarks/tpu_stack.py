@@ -9,27 +9,35 @@ Forward and backward, compiled ahead of time with libtpu. Two kinds of stack:
   training   a transformer of `attnres_jax` and the gradient of its loss
 
 Layers are unrolled. Bytes are those that the instructions of the compiled
-program read from and write to memory; the body of the only loop, over tiles of
-the loss, counts by its trip count. (In a scan over layers every update of a
-stacked array would count as one of the whole.) The estimate is the
-compiler's cycles for its own instructions, and for the Pallas kernels, of which
-it has none, their bytes over the bandwidth (`tpu_static.py` says how far that
-holds). Peak is what the compiler allots. Rows are added to the table, so that
-it can be made in pieces:
+program read from and write to memory: of an update in place what is new, of a
+layer's weights, cut out of a stack, the layer. The body of the only loop, over
+tiles of the loss, counts by its trip count. The estimate is the compiler's
+cycles for its own instructions, and for the Pallas kernels, of which it has
+none, their bytes over the bandwidth (`tpu_static.py` says how far that holds).
+Peak is what the compiler allots. Rows are added to the table, so that it can be
+made in pieces:
 
   export PYTHONPATH=.:kernels
   python kernels/benchmarks/tpu_stack.py identity --out tpu_stack.csv
   python kernels/benchmarks/tpu_stack.py training --out tpu_stack.csv
 
-Minutes per arm and chip: every block has kernels and fusions of its own.
+With the kernels a stack of identity sublayers takes half a minute of a core to
+compile. A training step takes 4 to 20 minutes per arm and chip, nearly all of
+them for the machine code of single fusions. `--bytes_only` stops the compiler
+before that: the bytes are the same, estimate and peak stay empty, and a
+training step takes 20 seconds.
 """
 
 import argparse
 import csv
 import functools
+import glob
+import multiprocessing
 import os
 import pathlib
 import re
+import tempfile
+import time
 
 _KEYS = ("stack", "chip", "arm", "sublayers", "block", "tokens", "width")
 FIELDS = (
@@ -66,6 +74,7 @@ def main() -> None:
   parser.add_argument("--tokens", type=int, default=4096)
   parser.add_argument("--width", type=int, default=2048)
   parser.add_argument("--vocabulary", type=int, default=32768)
+  parser.add_argument("--bytes_only", action="store_true")
   parser.add_argument("--out", default="")
   options = parser.parse_args()
   options.block = options.block or options.sublayers // 8
@@ -75,14 +84,63 @@ def main() -> None:
   arms = options.arms.split(";") if options.arms else _ARMS[options.stack]
   for chip in options.chips.split(","):
     for arm in arms:
-      row = measure(arm, chip, options)
+      row = dict(zip(_KEYS, (options.stack, chip, arm)))
+      row["sublayers"] = str(options.sublayers)
+      row["block"] = str(options.block)
+      row["tokens"] = str(options.batch * options.tokens)
+      row["width"] = str(options.width)
+      row |= (count if options.bytes_only else measure)(arm, chip, options)
       print(row, flush=True)
       if options.out:
         add_row(options.out, row)
 
 
 def measure(arm, chip, options) -> dict[str, str]:
-  """One row of the table, without its ratios."""
+  """What a row says of the whole compiled program, without ratios."""
+  compiled = _lowered(arm, chip, options).compile()
+  total, seconds = traffic(
+    compiled.as_text(), _CLOCK_HZ[chip], _BANDWIDTH[chip]
+  )
+  memory = compiled.memory_analysis()
+  assert memory is not None
+  peak = memory.argument_size_in_bytes + memory.output_size_in_bytes
+  peak += memory.temp_size_in_bytes - memory.alias_size_in_bytes
+  return {
+    "bytes_GB": f"{total / 1e9:.2f}",
+    "estimate_ms": f"{seconds * 1e3:.2f}",
+    "peak_GiB": f"{peak / 2**30:.2f}",
+  }
+
+
+def count(arm, chip, options) -> dict[str, str]:
+  """The bytes alone, of the program before machine code is made of it."""
+  from attnres_jax.aot import hlo
+
+  with tempfile.TemporaryDirectory() as folder:
+    # libtpu reads its flags once, when it is loaded, and only ends with its
+    # process.
+    os.environ["LIBTPU_INIT_ARGS"] = (
+      f"--xla_jf_dump_to={folder} --xla_jf_dump_hlo_text=true"
+    )
+    spawn = multiprocessing.get_context("spawn")
+    compiler = spawn.Process(target=measure, args=(arm, chip, options))
+    compiler.start()
+    text, ended = "", False
+    # Written to its end, its last line closes the program.
+    while "\nENTRY " not in text or not text.endswith("}\n\n"):
+      if ended:
+        raise RuntimeError(f"the compiler ended with {compiler.exitcode}")
+      time.sleep(0.2)
+      ended = not compiler.is_alive()
+      for path in glob.glob(f"{folder}/*TLP-hlo.txt"):
+        text = pathlib.Path(path).read_text()
+    compiler.kill()
+    compiler.join()
+  total = hlo.Program(text).hbm_bytes()
+  return {"bytes_GB": f"{total / 1e9:.2f}", "estimate_ms": "", "peak_GiB": ""}
+
+
+def _lowered(arm, chip, options):
   import jax
   from jax.experimental import topologies
 
@@ -96,26 +154,7 @@ def measure(arm, chip, options) -> dict[str, str]:
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
     arguments,
   )
-  compiled = jax.jit(step).lower(*arguments).compile()
-  total, seconds = traffic(
-    compiled.as_text(), _CLOCK_HZ[chip], _BANDWIDTH[chip]
-  )
-  memory = compiled.memory_analysis()
-  assert memory is not None
-  peak = memory.argument_size_in_bytes + memory.output_size_in_bytes
-  peak += memory.temp_size_in_bytes - memory.alias_size_in_bytes
-  return {
-    "stack": options.stack,
-    "chip": chip,
-    "arm": arm,
-    "sublayers": str(options.sublayers),
-    "block": str(options.block),
-    "tokens": str(options.batch * options.tokens),
-    "width": str(options.width),
-    "bytes_GB": f"{total / 1e9:.2f}",
-    "estimate_ms": f"{seconds * 1e3:.2f}",
-    "peak_GiB": f"{peak / 2**30:.2f}",
-  }
+  return jax.jit(step).lower(*arguments)
 
 
 def traffic(text, clock, bandwidth) -> tuple[float, float]:
@@ -146,7 +185,7 @@ def add_row(path, row) -> None:
     prenorm = base.get(key(r, "arm"))
     for ratio, field in _RATIOS.items():
       r[ratio] = ""
-      if prenorm is not None:
+      if prenorm is not None and r[field] and prenorm[field]:
         r[ratio] = f"{float(r[field]) / float(prenorm[field]):.3f}"
   with open(path, "w", newline="") as file:
     writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
