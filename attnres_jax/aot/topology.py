@@ -36,6 +36,15 @@ CHIPS = {
   "TPU7x": Chip(96 * _GIB, 3700e9, 600e9),
 }
 
+# What libtpu looks up as it is loaded: not to wait for a cloud's metadata
+# server, not to lock a device, and not to complain that this is no TPU's host.
+_ENVIRONMENT = {
+  "TPU_SKIP_MDS_QUERY": "1",
+  "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+  "TPU_ACCELERATOR_TYPE": "v5p-8",
+  "TPU_WORKER_HOSTNAMES": "localhost",
+}
+
 # Chips of a slice -> its shape, for the names that clouds sell. v4 and v5p
 # slices are sold by cores, two to a chip.
 _FLAT = {
@@ -79,9 +88,8 @@ def devices(name: str, num_slices: int = 1) -> Sequence[Any]:
   Raises:
     ConfigError: libtpu is not installed, or knows no such topology.
   """
-  # Not to wait for a cloud's metadata server, nor to lock a device.
-  os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-  os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
+  for variable, value in _ENVIRONMENT.items():
+    os.environ.setdefault(variable, value)
   from jax.experimental import topologies
 
   several = dict(num_slices=num_slices) if num_slices > 1 else {}

@@ -4,6 +4,7 @@
 import dataclasses
 import json
 
+import jax
 import pytest
 
 from attnres_jax import config as config_lib
@@ -87,6 +88,21 @@ def test_a_program_larger_than_memory(devices, monkeypatch):
   assert not found["fits"] and found["headroom_bytes"] < 0
   text = report.to_text(found)
   assert "does not fit" in text and found["largest"][0]["array"] in text
+
+
+def test_a_program_that_jaxlib_cannot_read(devices, monkeypatch):
+  """Its memory is known all the same."""
+
+  def refuse(compiled):
+    raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure\nand more")
+
+  monkeypatch.setattr(jax.stages.Compiled, "as_text", refuse)
+  found = report.make_report(_config(), devices, "decode")
+  assert found["fits"] and found["peak_bytes"] > 0
+  assert "collectives" not in found
+  text = report.to_text(found)
+  assert "cannot read the program: INTERNAL: RET_CHECK failure\n" in text
+  assert "headroom" in text and "and more" not in text
 
 
 def test_a_step_that_does_not_fit(devices):
