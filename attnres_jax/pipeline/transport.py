@@ -11,6 +11,12 @@ depend on the tick. So the i-th vector of a message crosses a link where any of
 the chunks behind that link needs it (`Layout.link_vectors`), and is zero where
 the chunk at hand does not. Under V = 1 that sends what is planned and nothing
 else. A rank receives zeros for what does not cross its link.
+
+Under V > 1 the exact minimum would take a loop whose body is a period of P V
+ticks, each with permutes of its own: at any tick ranks are at different virtual
+stages, so no shorter body knows who needs what. That is P times as many bodies
+of chunks to compile. Nor can what is too much at one tick be sent at another: a
+chunk starts in the tick after the one that made its last block.
 """
 
 from collections.abc import Sequence
