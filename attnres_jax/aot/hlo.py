@@ -95,7 +95,7 @@ class Collective:
     group: partitions that take part, one group of them.
     arrays: what each device puts in.
     sent_bytes: by each device and time, on a ring.
-    count: how often it runs.
+    count: how often it runs, in the mean over the branches of conditionals.
     in_loop: whether that is inside of a loop.
     overlapped: whether something is computed between its start and its end.
   """
@@ -104,7 +104,7 @@ class Collective:
   group: tuple[int, ...]
   arrays: tuple[Array, ...]
   sent_bytes: float
-  count: int
+  count: float
   in_loop: bool
   overlapped: bool
 
@@ -139,7 +139,7 @@ class Program:
     """Read and written by all instructions; what stays on the core is free."""
     return sum(count * nbytes for count, _, nbytes in self.instructions())
 
-  def instructions(self) -> Iterator[tuple[int, Instruction, float]]:
+  def instructions(self) -> Iterator[tuple[float, Instruction, float]]:
     """(how often it runs, what, bytes of memory each time) of what does work.
 
     An instruction that fuses others is one, and those inside are not listed. Of
@@ -285,7 +285,7 @@ class Program:
     self,
     instruction: Instruction,
     computation: str,
-    count: int,
+    count: float,
     in_loop: bool,
     overlapped: bool,
   ) -> Collective:
@@ -316,11 +316,16 @@ class Program:
     }
 
   @functools.cached_property
-  def _runs(self) -> Mapping[str, tuple[int, bool]]:
-    """How often each computation runs, and whether inside of a loop."""
-    runs: dict[str, tuple[int, bool]] = {}
+  def _runs(self) -> Mapping[str, tuple[float, bool]]:
+    """How often each computation runs, and whether inside of a loop.
 
-    def visit(name: str, count: int, in_loop: bool) -> None:
+    Of a conditional one branch runs, which the program does not tell: each
+    counts as one over their number. So it is in a pipeline, but for the ticks
+    without work, where every rank takes each of its branches equally often.
+    """
+    runs: dict[str, tuple[float, bool]] = {}
+
+    def visit(name: str, count: float, in_loop: bool) -> None:
       before, was_in_loop = runs.get(name, (0, False))
       runs[name] = before + count, was_in_loop or in_loop
       for instruction in self._computations[name].values():
@@ -329,8 +334,10 @@ class Program:
           trips = self._trips(called["condition"])
           visit(called["body"], count * trips, True)
           continue
-        for _, inner in instruction.called():
-          visit(inner, count, in_loop)
+        inner = [called for _, called in instruction.called()]
+        share = len(inner) if instruction.op == "conditional" else 1
+        for one in inner:
+          visit(one, count / share, in_loop)
 
     visit(self._entry, 1, False)
     return runs

@@ -25,6 +25,7 @@ from attnres_jax import text_table
 from attnres_jax import train_state
 from attnres_jax.aot import hlo
 from attnres_jax.aot import topology
+from attnres_jax.pipeline import spmd
 
 _GIB = 2**30
 # How many of the largest arrays a report names.
@@ -105,7 +106,7 @@ def make_report(
     mesh=dict(mesh.shape),
     batch_size=config.data.batch_size,
     sequence_length=config.data.sequence_length,
-    accumulate_steps=config.optim.accumulate_steps,
+    microbatches=_microbatches(config, mesh),
     remat=config.model.remat,
     parameter_bytes=_bytes_per_device(state.model),
     hbm_bytes=chip.hbm_bytes,
@@ -151,7 +152,7 @@ def to_text(report: Mapping[str, Any]) -> str:
   rows = f"{report['batch_size']} rows of {report['sequence_length']} tokens"
   if STEPS[report["step"]].trains:
     rows += (
-      f" in {report['accumulate_steps']} microbatches, remat {report['remat']}"
+      f" in {report['microbatches']} microbatches, remat {report['remat']}"
     )
   note = STEPS[report["step"]].note
   lines = [
@@ -199,7 +200,7 @@ def to_text(report: Mapping[str, Any]) -> str:
       [
         (
           row["kind"], row["axes"], "in loop" if row["in_loop"] else "once",
-          row["count"], f"{row['sent_bytes'] / 1e6:,.1f}",
+          f"{row['count']:.0f}", f"{row['sent_bytes'] / 1e6:,.1f}",
           f"{row['overlapped_bytes'] / 1e6:,.1f}",
         )
         for row in report["collectives"]
@@ -318,8 +319,19 @@ def _bytes_per_device(tree: Any) -> int:
 def _kept_bytes(
   config: config_lib.RunConfig, mesh: jax.sharding.Mesh
 ) -> dict[str, int]:
-  """What `model.remat="full"` keeps of a microbatch (paper, section 4.1)."""
+  """What `model.remat="full"` keeps of a microbatch (paper, section 4.1).
+
+  Of a pipeline, what it keeps of all that are in flight, by its plan. The
+  microbatch that is being differentiated takes more, like any other.
+  """
   model = config.model
+  if mesh.shape[sharding.STAGE] > 1:
+    stage = spmd.make_plan(config, mesh).stage
+    cache = jax.eval_shape(stage.empty_cache)
+    return dict(
+      running_state_bytes=_nbytes(cache.inputs),
+      block_bytes=_nbytes(cache.blocks),
+    )
   if model.remat != "full":
     return {}
   rows = config.data.batch_size // config.optim.accumulate_steps
@@ -334,6 +346,17 @@ def _kept_bytes(
     blocks = -(-model.num_sublayers // size) + 1
     kept["block_bytes"] = blocks * vector * itemsize
   return kept
+
+
+def _nbytes(tree: Any) -> int:
+  leaves = jax.tree.leaves(tree)
+  return sum(math.prod(a.shape) * a.dtype.itemsize for a in leaves)
+
+
+def _microbatches(config: config_lib.RunConfig, mesh: jax.sharding.Mesh) -> int:
+  if mesh.shape[sharding.STAGE] > 1:
+    return spmd.num_microbatches(config, mesh)
+  return config.optim.accumulate_steps
 
 
 def _tokens(shape: tuple[int, int], mesh: jax.sharding.Mesh) -> Any:

@@ -65,6 +65,28 @@ def test_loops_count_as_often_as_they_run():
   assert hlo.Program(TEXT).flops() == 2 * 4 * 6 * 8 * (5 + 1)
 
 
+def test_branches_count_as_often_as_they_run_in_the_mean():
+  text = """\
+HloModule jit_f, is_scheduled=true
+
+%some (a: f32[8,128]) -> f32[8,128] {
+  %a = f32[8,128]{1,0:T(8,128)} parameter(0)
+  ROOT %copy.1 = f32[8,128]{1,0:T(8,128)} copy(%a)
+}
+
+%none (b: f32[8,128]) -> f32[8,128] {
+  ROOT %b = f32[8,128]{1,0:T(8,128)} parameter(0)
+}
+
+ENTRY %main (c: s32[], d: f32[8,128]) -> f32[8,128] {
+  %c = s32[] parameter(0)
+  %d = f32[8,128]{1,0:T(8,128)} parameter(1)
+  ROOT %choice = f32[8,128]{1,0:T(8,128)} conditional(%c, %d, %d, %d, %d), branch_computations={%none, %some, %none, %none}
+}
+"""  # noqa: E501
+  assert hlo.Program(text).hbm_bytes() == 2 * 4 * 8 * 128 / 4
+
+
 def test_traffic_leaves_out_what_stays_on_the_core():
   fusion = 2 * 4 * 6 + 4 * 4 * 8  # its right operand lies in S(1)
   reduce = 2 * 4 * 4 * 8

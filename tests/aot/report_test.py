@@ -64,6 +64,33 @@ def test_numbers_of_a_step(devices):
   assert found["largest"][0]["array"] in text
 
 
+def test_a_pipeline(devices):
+  """What its plan keeps, and traffic of one chunk a slot rather than of all."""
+  fields = {
+    "model.num_layers": 1,
+    "model.residual.num_blocks": 1,
+    "mesh.stage": 2,
+    "mesh.fsdp": 1,
+    "mesh.tensor": 1,
+    "mesh.data": 4,
+    "pipeline.microbatches": 2,
+  }
+  config = _config(**fields)
+  found = report.make_report(config, devices)
+  # A running sum of float32 and an embedding, of two microbatches in flight.
+  vector = 8 // 4 // 2 * 256 * config.model.width
+  assert found["running_state_bytes"] % (4 * vector) == 0
+  assert found["block_bytes"] % (4 * vector) == 0
+  assert found["running_state_bytes"] + found["block_bytes"] >= 2 * 4 * vector
+  # Forward, again for backward, and once more for checkpointing; as often as 4
+  # ticks take one branch of 3, for 2 units of work. All branches would be 3.
+  share = found["flops"] / found["analytic_flops"]
+  assert 1.3 < share < 2.5
+  sent = {row["kind"]: row["axes"] for row in found["collectives"]}
+  assert sent["collective-permute"] == "stage"
+  assert "in 2 microbatches" in report.to_text(found)
+
+
 def test_a_decode_step(devices):
   """Forward only, without optimiser state; its note says what it is."""
   config = _config()
