@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pipelined step of the 48B network, compiled for a slice of v5p.
+
+  python -m experiments.pipeline_cost.tpu --size=48b
+  python -m experiments.pipeline_cost.tpu --size=4_layers
+  python -m experiments.pipeline_cost.tpu --size=4_layers --residual=prenorm
+
+Writes a row of `tpu.csv` beside this file, or replaces that of the same size,
+scheme and rule, and prints the report of `attnres_jax.aot`. It needs no device,
+but libtpu and patience (`processor_seconds` says how much); 48b takes 8 GB of
+memory. With jax 0.10.2 the program cannot be read, only what memory it takes.
+
+Everything is per device. Times are the lower bounds of `attnres_jax.aot`:
+analytic FLOPs, bytes of memory and bytes of links, each at its peak alone.
+`vector_MiB` is one [tokens, width] of a microbatch; `inputs`, `blocks` and
+`gradients` are how many slots the plan has for running states (float32), block
+representations, and their gradients (float32). `sent` lists gigabytes a step
+sends within loops, by collective and axes, and the share that is overlapped.
+"""
+
+import csv
+import os
+import pathlib
+import time
+from typing import Any, NamedTuple
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+from absl import app
+from absl import flags
+import jax.numpy as jnp
+
+from attnres_jax import config as config_lib
+from attnres_jax import sharding
+from attnres_jax.aot import report as report_lib
+from attnres_jax.aot import topology
+from attnres_jax.pipeline import spmd
+from experiments.pages import environment
+
+FILE = pathlib.Path(__file__).with_name("tpu.csv")
+Row = dict[str, Any]
+
+
+class Size(NamedTuple):
+  """A network on a slice; microbatches have 4 rows of 4096 tokens a device."""
+
+  config: str
+  topology: str
+  fields: dict[str, int]
+
+
+SIZES = {
+  "48b": Size(
+    "configs/kimi_linear.py:size=48b",
+    "v5p:4x4x4",
+    {
+      "mesh.data": 1,
+      "mesh.stage": 4,
+      "mesh.expert": 16,
+      "pipeline.virtual_stages": 4,
+      "pipeline.microbatches": 32,
+    },
+  ),
+  # Its width, heads and experts, an eighth of its depth, a quarter of its
+  # experts; blocks of two sublayers, so that there are five sources in the end.
+  "4_layers": Size(
+    "configs/kimi_linear.py:size=48b,experts=64",
+    "v5p:2x2x1",
+    {
+      "model.num_layers": 4,
+      "model.residual.block_size": 2,
+      "mesh.data": 1,
+      "mesh.stage": 2,
+      "mesh.expert": 2,
+      "pipeline.virtual_stages": 2,
+      "pipeline.microbatches": 4,
+      "data.batch_size": 32,
+    },
+  ),
+}
+_SIZE = flags.DEFINE_enum("size", "48b", list(SIZES), "network and slice")
+_RESIDUAL = flags.DEFINE_string("residual", "block_attnres", "scheme")
+_RULE = flags.DEFINE_string("rule", "minimum", "which blocks are sent")
+_KEY = ("size", "residual", "rule")
+
+
+def make_config(size: Size, residual: str, rule: str) -> config_lib.RunConfig:
+  """Of one row."""
+  fields = size.fields | {"pipeline.rule": rule}
+  return config_lib.load_config(f"{size.config},residual={residual}", fields)
+
+
+def make_row(config: config_lib.RunConfig, report: Row, devices: Any) -> Row:
+  """What a report says of a pipeline, beside its plan."""
+  mesh = sharding.make_mesh(config.mesh, devices)
+  stage = spmd.make_plan(config, mesh).stage
+  block, length = stage.transport.block, config.data.sequence_length
+  rows = config.data.batch_size // config.pipeline.microbatches
+  rows //= sharding.num_row_shards(mesh)
+  vector = rows * length * config.model.width
+  vector *= jnp.dtype(config.model.dtype).itemsize
+  row: Row = dict(
+    devices=report["devices"],
+    mesh=" ".join(f"{a}={n}" for a, n in report["mesh"].items() if n > 1),
+    V=config.pipeline.virtual_stages,
+    M=config.pipeline.microbatches,
+    rows=rows,
+    vector_MiB=vector / 2**20,
+    inputs=stage.inputs.size,
+    blocks=stage.blocks.size if block is not None else 0,
+    gradients=stage.gradients.size if block is not None else 0,
+    fits=report["fits"],
+  )
+  for name in ("parameter", "optimiser", "temporary", "peak", "headroom"):
+    bytes_ = report.get(f"{name}_bytes")
+    row[f"{name}_GiB"] = None if bytes_ is None else round(bytes_ / 2**30, 3)
+  for name in ("compute", "memory", "link"):
+    seconds = report.get(f"{name}_seconds")
+    row[f"{name}_seconds"] = None if seconds is None else round(seconds, 3)
+  row["sent"] = "; ".join(
+    f"{one['kind']} {one['axes']} {one['sent_bytes'] / 1e9:.2f}"
+    f" ({one['overlapped_bytes'] / one['sent_bytes']:.0%})"
+    for one in report.get("collectives", ())
+    if one["in_loop"] and one["sent_bytes"]
+  )
+  return row
+
+
+def write(row: Row) -> None:
+  """Adds a row to the file, or replaces the one of the same program."""
+  rows = []
+  if FILE.exists():
+    with FILE.open(newline="") as file:
+      rows = list(csv.DictReader(file))
+  key = [str(row[name]) for name in _KEY]
+  rows = [old for old in rows if [old[name] for name in _KEY] != key]
+  with FILE.open("w", newline="") as file:
+    writer = csv.DictWriter(file, row.keys(), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows([*rows, row])
+
+
+def main(argv: list[str]) -> None:
+  del argv
+  size = SIZES[_SIZE.value]
+  config = make_config(size, _RESIDUAL.value, _RULE.value)
+  devices = topology.devices(size.topology)
+  start = time.process_time()
+  report = report_lib.make_report(config, devices)
+  seconds = time.process_time() - start
+  print(report_lib.to_text(report))
+  row: Row = dict(
+    size=_SIZE.value, residual=_RESIDUAL.value, rule=_RULE.value,
+    compiled_for=size.topology,
+  )  # fmt: skip
+  row |= make_row(config, report, devices)
+  row |= dict(
+    compile_seconds=round(report.get("compile_seconds", 0)),
+    processor_seconds=round(seconds),
+  )
+  write(row | environment.facts())
+
+
+if __name__ == "__main__":
+  app.run(main)
