@@ -6,7 +6,8 @@
   python -m notebooks.execute --write    # .ipynb files from the .py files
 
 A notebook is a pair: NAME.py, the text that is edited and reviewed, and
-NAME.ipynb without outputs, for Colab.
+NAME.ipynb, for Colab. The latter is without outputs, but where the header of
+NAME.py says `outputs: true`: figures that readers without Colab want to see.
 """
 
 import argparse
@@ -33,6 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
   for path in pairs():
     notebook = load(path)
     if options.write:
+      if keeps_outputs(notebook):
+        execute(notebook)
+        for cell in notebook.cells:
+          cell.metadata.pop("execution", None)  # times of the day
       nbformat.write(notebook, path.with_suffix(".ipynb"))
       continue
     start = time.perf_counter()
@@ -55,6 +60,11 @@ def load(path: pathlib.Path) -> nbformat.NotebookNode:
   for i, cell in enumerate(notebook.cells):
     cell.id = f"cell-{i}"  # the same every time it is written
   return notebook
+
+
+def keeps_outputs(notebook: nbformat.NotebookNode) -> bool:
+  """Whether its .ipynb shows what its cells print and draw."""
+  return bool(notebook.metadata.get("outputs", False))
 
 
 def execute(notebook: nbformat.NotebookNode) -> None:

@@ -21,13 +21,17 @@ from attnres_jax.pipeline import schedule as schedule_lib
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-  parser = _parser()
-  options = parser.parse_args(argv)
+  options = parse(argv)
   try:
     text = draw(options)
   except ValueError as error:
-    parser.error(str(error))
+    _parser().error(str(error))
   sys.stdout.write(text)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+  """Arguments of the command; those of this process by default."""
+  return _parser().parse_args(argv)
 
 
 def draw(options: argparse.Namespace) -> str:

@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What devices really receive: a pipeline whose vectors say what they are.
+
+The program is the real one (`attnres_jax.pipeline`): its tables, transport,
+pools, switches and backward passes. Only the network is another: chunk c makes
+blocks of which each element names the microbatch and the block, and a running
+sum that names the microbatch and the chunk. It checks that it was handed the
+right ones, of the right microbatch. So what arrives at a device can be read off
+the array, without asking the plan.
+
+Each vector that a chunk makes is its name plus the sum of all that the chunk
+reads and of its weights, less that same sum as a constant. That changes no
+value; every gradient that is sent is a positive number, and none is idle.
+"""
+
+from collections.abc import Callable
+import contextlib
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnres_jax import config as config_lib
+from attnres_jax import loss as loss_lib
+from attnres_jax import models
+from attnres_jax import sharding
+from attnres_jax.pipeline import layout as layout_lib
+from attnres_jax.pipeline import spmd
+from attnres_jax.pipeline import stage as stage_lib
+from attnres_jax.pipeline import transport as transport_lib
+from experiments.pipeline_cost import plans
+
+WIDTH, LENGTH = 8, 4
+VECTOR_BYTES = 4 * WIDTH * LENGTH
+
+
+class Arrival(NamedTuple):
+  """What one message brought.
+
+  Attributes:
+    backward: gradients, or what they are of.
+    tick: in which it was sent.
+    rank: that received it.
+    blocks: (microbatch, block) of each vector that is not padding; (-1, -1) of
+      each gradient, of which nothing but its being there is told.
+    partial: (microbatch, chunk before the boundary), likewise; None without.
+  """
+
+  backward: bool
+  tick: int
+  rank: int
+  blocks: tuple[tuple[int, int], ...]
+  partial: tuple[int, int] | None
+
+
+def make_config(
+  shape: plans.Shape, rule: str, microbatches: int, data: int = 1
+) -> config_lib.RunConfig:
+  """A sublayer per chunk; parameters as few as they can be."""
+  layout = shape.layout
+  return config_lib.RunConfig(
+    model=config_lib.ModelConfig(
+      vocab_size=32,
+      width=WIDTH,
+      num_layers=-(-layout.num_sublayers // 2),
+      num_heads=1,
+      mlp_width=WIDTH,
+      residual=config_lib.ResidualConfig(
+        "block_attnres", block_size=shape.chunks_per_block
+      ),
+    ),
+    data=config_lib.DataConfig(
+      sequence_length=LENGTH, batch_size=microbatches * data
+    ),
+    mesh=config_lib.MeshConfig(stage=shape.ranks, data=data),
+    pipeline=config_lib.PipelineConfig(
+      shape.virtual_stages, microbatches, rule=rule
+    ),
+  )
+
+
+def lower(config: config_lib.RunConfig, devices: Any = None) -> Any:
+  """The program of loss and gradient, to be compiled.
+
+  Args:
+    config: of `make_config`.
+    devices: of a topology; those of this process by default.
+  """
+  mesh = sharding.make_mesh(config.mesh, devices)
+  model = jax.eval_shape(lambda: models.build_model(config.model))
+  abstract = sharding.with_sharding(model, sharding.state_sharding(model, mesh))
+  rows: Any = jax.ShapeDtypeStruct(
+    (config.data.batch_size, LENGTH),
+    jnp.int32,
+    sharding=sharding.batch_sharding(mesh),
+  )
+  weights = rows.update(dtype=jnp.float32)
+  batch = spmd.Microbatch(rows, rows, weights, None)
+  with mock.patch.object(stage_lib, "Network", LabelledNetwork):
+    step = jax.jit(functools.partial(spmd.value_and_grad, config, mesh))
+    return step.lower(abstract, batch)
+
+
+def receive(
+  shape: plans.Shape, rule: str, microbatches: int
+) -> tuple[list[Arrival], str]:
+  """Runs a step; all that arrived anywhere, and the compiled program's text.
+
+  Raises:
+    RuntimeError: a chunk was handed something that it should not have got.
+  """
+  config = make_config(shape, rule, microbatches)
+  heard: list[Callable[[], Arrival]] = []
+  with _listening(shape.layout, heard.append):
+    # What is computed is next to nothing; what is sent does not change.
+    quick = {"xla_backend_optimization_level": 0}
+    compiled = lower(config).compile(quick)
+  model = models.build_model(config.model)
+  of_row = np.arange(microbatches, dtype=np.int32)[:, None]
+  tokens: Any = np.broadcast_to(of_row, (microbatches, LENGTH))
+  batch = spmd.Microbatch(tokens, tokens, jnp.ones(tokens.shape), None)
+  arguments = jax.device_put((model, batch), compiled.input_shardings[0])
+  loss, _ = jax.block_until_ready(compiled(*arguments))
+  jax.effects_barrier()
+  if loss.nll != 0 or loss.z != microbatches:
+    raise RuntimeError(
+      f"{shape}, {rule}: {float(loss.nll):g} wrong elements in the inputs of"
+      f" chunks, {float(loss.z):g} of {microbatches} microbatches at the end"
+    )
+  return [arrival() for arrival in heard], compiled.as_text()
+
+
+@dataclasses.dataclass(frozen=True)
+class LabelledNetwork(stage_lib.Network):
+  """Chunks that make what names itself."""
+
+  def run(self, chunk, sublayers, shared, blocks, partial, microbatch):
+    """See the base class. `nll` counts wrong elements, `z` microbatches."""
+    del shared
+    index_B = microbatch.inputs[:, 0]
+    layout, last = self.layout, self.layout.num_chunks - 1
+    inputs = [
+      (x_BTD, _block_label(layout, index_B, b))
+      for b, x_BTD in enumerate(blocks)
+    ]
+    if layout.has_partial(chunk):
+      inputs.append((partial, _partial_label(layout, index_B, chunk - 1)))
+    wrong = jnp.zeros((), jnp.float32)
+    total = functools.reduce(
+      jnp.add, (jnp.sum(leaf) for leaf in jax.tree.leaves(sublayers))
+    )
+    read_BTD = jnp.full((*microbatch.inputs.shape, WIDTH), total)
+    for x_BTD, label_B in inputs:
+      wrong += jnp.sum(x_BTD != label_B[:, None, None])
+      read_BTD += x_BTD
+    if chunk == last:
+      count = jnp.float32(index_B.shape[0])
+      # Errors of earlier chunks went into what they made.
+      return loss_lib.LossSums(jnp.sum(read_BTD), wrong, count)
+
+    def made(label_B):
+      # A wrong input makes an output that no chunk will take.
+      label_B11 = label_B[:, None, None] + 0.5 * jnp.minimum(wrong, 1.0)
+      return label_B11 + (read_BTD - jax.lax.stop_gradient(read_BTD))
+
+    return (
+      tuple(
+        made(_block_label(layout, index_B, b)) for b in layout.produced(chunk)
+      ),
+      made(_partial_label(layout, index_B, chunk))
+      if layout.has_partial(chunk + 1)
+      else None,
+    )
+
+
+def _block_label(layout: layout_lib.Layout, index, block):
+  """From 1 upwards, as float32."""
+  return jnp.float32(1 + index * (layout.num_blocks + 1) + block)
+
+
+def _partial_label(layout: layout_lib.Layout, index, chunk):
+  """From -1 downwards."""
+  return jnp.float32(-1 - index * layout.num_chunks - chunk)
+
+
+@contextlib.contextmanager
+def _listening(layout, report):
+  """Programs traced within tell `report` of every message that arrives."""
+  send, loop = transport_lib.Transport.send, spmd.Plan.loop
+  now: Any = None
+
+  def counted(self, tick, ticks, state):
+    def body(state, slots):
+      nonlocal now
+      now, state = state
+      return now + 1, tick(state, slots)
+
+    return loop(self, body, ticks, (jnp.int32(ticks.start), state))[1]
+
+  def overheard(self, message, *, backward=False):
+    arrived = send(self, message, backward=backward)
+    note = functools.partial(_note, layout, report, backward)
+    rank = jax.lax.axis_index(self.axis)
+    jax.debug.callback(note, now, rank, arrived.blocks, arrived.partial)
+    return arrived
+
+  with (
+    mock.patch.object(transport_lib.Transport, "send", overheard),
+    mock.patch.object(spmd.Plan, "loop", counted),
+  ):
+    yield
+
+
+def _note(layout, report, backward, tick, rank, blocks, partial):
+  """Keeps one message; it is read later, out of the way of the devices."""
+  kept = [np.array(x) for x in blocks]
+  rest = None if partial is None else np.array(partial)
+  tick, rank = int(tick), int(rank)
+  report(lambda: _read(layout, backward, tick, rank, kept, rest))
+
+
+def _read(layout, backward, tick, rank, blocks, partial):
+  def label(x_BTD, unit):
+    if backward:
+      return -1, -1
+    if not (x_BTD == x_BTD.flat[0]).all() or x_BTD.flat[0] % 1:
+      raise RuntimeError(f"rank {rank}, tick {tick}: {x_BTD} names nothing")
+    return divmod(int(abs(x_BTD.flat[0])) - 1, unit)
+
+  found = [label(x, layout.num_blocks + 1) for x in blocks if x.any()]
+  rest = None
+  if partial is not None and partial.any():
+    rest = label(partial, layout.num_chunks)
+  return Arrival(backward, tick, rank, tuple(found), rest)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time of a step on eight CPU devices, variants in turn."""
+
+from collections.abc import Iterator
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnres_jax import models
+from attnres_jax.pipeline import spmd
+from experiments.pipeline_cost import plans
+from experiments.pipeline_cost import programs
+
+SIZE = programs.Size(
+  ranks=4, virtual_stages=2, data=2, sublayers=8, block_size=2,
+  width=64, length=128, dtype="float32",
+)  # fmt: skip
+MICROBATCHES = 8
+VARIANTS = ("prenorm", "block minimum", "block cached", "block naive")
+
+
+def rows(rounds: int) -> Iterator[plans.Row]:
+  """A row per variant: medians over rounds and quartiles of the ratios.
+
+  All are compiled first and then run in turn, in alternating order. A ratio is
+  a variant's time over PreNorm's in the same round. `cpu` is processor time of
+  all devices together, which other processes disturb less than `wall` time, and
+  in which waiting for a message costs nothing.
+  """
+  steps = {variant: _program(variant) for variant in VARIANTS}
+  times: dict[str, list[tuple[float, float]]] = {v: [] for v in VARIANTS}
+  for index in range(rounds + 1):
+    for variant in VARIANTS[:: 1 if index % 2 else -1]:
+      step, arguments = steps[variant]
+      start = time.perf_counter(), time.process_time()
+      jax.block_until_ready(step(*arguments))
+      stop = time.perf_counter(), time.process_time()
+      if index:
+        times[variant].append((stop[0] - start[0], stop[1] - start[1]))
+  for variant in VARIANTS:
+    row = dict(variant=variant, rounds=rounds)
+    for i, clock in enumerate(("wall", "cpu")):
+      own = [seconds[i] for seconds in times[variant]]
+      base = [seconds[i] for seconds in times["prenorm"]]
+      ratios = np.asarray(own) / np.asarray(base)
+      low, middle, high = np.quantile(ratios, (0.25, 0.5, 0.75))
+      row |= {
+        f"{clock}_ratio": round(float(middle), 4),
+        f"{clock}_ratio_low": round(float(low), 4),
+        f"{clock}_ratio_high": round(float(high), 4),
+        f"{clock}_seconds": round(statistics.median(own), 4),
+      }
+    yield row
+
+
+def _program(variant: str):
+  """A compiled step and what it is called with."""
+  config = programs.make_config(variant, SIZE, MICROBATCHES)
+  compiled = programs.compile_step(config)
+  rng = np.random.default_rng(0)
+  shape = config.data.batch_size, config.data.sequence_length + 1
+  tokens: Any = rng.integers(0, config.model.vocab_size, shape, dtype=np.int32)
+  batch = spmd.Microbatch(
+    tokens[:, :-1], tokens[:, 1:], jnp.ones(tokens[:, 1:].shape), None
+  )
+  model = models.build_model(config.model)
+  return compiled, jax.device_put((model, batch), compiled.input_shardings[0])

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What docs/pipeline.md shows is what its commands print and accept."""
+
+import re
+import shlex
+
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax import sharding
+from attnres_jax.pipeline import __main__ as command
+from attnres_jax.pipeline import spmd
+from tests import tiny_run
+
+TEXT = (tiny_run.ROOT / "docs" / "pipeline.md").read_text()
+BLOCKS = re.findall(r"^```\n(.*?)^```$", TEXT, re.S | re.M)
+
+
+def test_drawings(capsys):
+  assert "python -m attnres_jax.pipeline\n" in BLOCKS
+  command.main([])
+  printed = capsys.readouterr().out
+  shown = [block for block in BLOCKS if block in printed]
+  assert len(shown) == len(command.PARTS) == 4
+  shown.sort(key=printed.index)
+  assert "\n".join(shown) == printed
+
+
+def test_the_run():
+  (words,) = [
+    shlex.split(block.replace("\\\n", ""))
+    for block in BLOCKS
+    if "attnres_jax.main" in block
+  ]
+  flags = [word.removeprefix("--").split("=", 1) for word in words[4:]]
+  (spec,) = [value for name, value in flags if name == "config"]
+  config = config_lib.load_config(
+    spec,
+    {
+      name.removeprefix("config."): int(value)
+      for name, value in flags
+      if name.startswith("config.")
+    },
+  )
+  mesh = sharding.make_mesh(config.mesh)
+  assert mesh.shape["stage"] == 4 and config.pipeline.virtual_stages == 2
+  assert spmd.num_microbatches(config, mesh) == 16
+
+
+def test_fields_are_those_of_the_config():
+  named = set(re.findall(r"`pipeline\.(\w+)`", TEXT))
+  assert named == {*config_lib.PipelineConfig.__dataclass_fields__}
+
+
+@pytest.mark.parametrize(
+  "target", re.findall(r"\]\((\.\./[^)]*|[\w.]+)\)", TEXT)
+)
+def test_links_lead_somewhere(target):
+  assert (tiny_run.ROOT / "docs" / target).exists()
