@@ -140,6 +140,32 @@ def num_row_shards(mesh: Mesh) -> int:
   return math.prod(mesh.shape[axis] for axis in ROWS)
 
 
+def share_of_rows(mesh: Mesh, process: int) -> tuple[int, int]:
+  """Which part of a batch a process reads, and how many parts there are.
+
+  Processes whose devices are at other places of `stage` and `tensor` only work
+  on the same rows, and so read the same part.
+
+  Raises:
+    ConfigError: the rows of two processes overlap without being the same.
+  """
+  places = np.arange(num_row_shards(mesh))
+  places = places.reshape([mesh.shape[axis] for axis in ROWS])
+  seen: dict[int, set[int]] = {}
+  for (_, *rows, _), device in np.ndenumerate(mesh.devices):
+    seen.setdefault(device.process_index, set()).add(int(places[tuple(rows)]))
+  parts = sorted({tuple(sorted(rows)) for rows in seen.values()})
+  if {len(part) for part in parts} != {places.size // len(parts)}:
+    sizes = " x ".join(f"{n} {axis}" for axis, n in mesh.shape.items())
+    config_lib.fail(
+      "mesh",
+      sizes,
+      f"sizes that give any two of {len(seen)} processes the same rows of a"
+      " batch or none in common",
+    )
+  return parts.index(tuple(sorted(seen[process]))), len(parts)
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
   """Sharding of metrics and counters: whole on every device."""
   return NamedSharding(mesh, WHOLE)

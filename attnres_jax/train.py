@@ -66,7 +66,7 @@ def train_and_evaluate(
     # Whatever can be wrong is found here, before any compilation.
     metrics_lib.check_available(config.log)
     mesh = sharding.make_mesh(config.mesh)
-    config, datasets, separator_id = _open_data(config)
+    config, datasets, separator_id = _open_data(config, mesh)
     abstract_state = train_state.abstract_state(config, mesh)
     descriptions = {split: d.describe() for split, d in datasets.items()}
     changes = run_folder.changes(workdir, config, descriptions)
@@ -161,17 +161,15 @@ def _due(step: int, every: int) -> bool:
 
 
 def _open_data(
-  config: config_lib.RunConfig,
+  config: config_lib.RunConfig, mesh: jax.sharding.Mesh
 ) -> tuple[config_lib.RunConfig, dict[str, data.Dataset], int | None]:
   """Both splits; the config with its vocabulary; the separator of bytes."""
   tokenizer = data.make_tokenizer(config.data)
   config = config.with_vocab_size(tokenizer.vocab_size)
+  part, parts = sharding.share_of_rows(mesh, jax.process_index())
   datasets = {
     split: data.open_dataset(
-      config.data,
-      split,
-      process_index=jax.process_index(),
-      process_count=jax.process_count(),
+      config.data, split, process_index=part, process_count=parts
     )
     for split in ("train", "validation")
   }

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two processes of one run, over gloo on this machine."""
 
-import pathlib
 import signal
-import socket
-import time
 
 import numpy as np
 import pytest
@@ -28,36 +25,13 @@ def fields(tmp_path_factory):
   return tiny_run.corpus(tmp_path_factory.mktemp("data")) | FIELDS
 
 
-def _start_two(workdir, fields):
-  with socket.socket() as s:
-    s.bind(("127.0.0.1", 0))
-    address = f"127.0.0.1:{s.getsockname()[1]}"
-  return [
-    tiny_run.start(
-      workdir, fields, "--distributed", f"--coordinator_address={address}",
-      "--num_processes=2", f"--process_id={i}",
-    )
-    for i in range(2)
-  ]  # fmt: skip
-
-
-def _wait_for_rows(workdir, processes, seconds=400):
-  file = pathlib.Path(workdir) / "metrics.jsonl"
-  deadline = time.monotonic() + seconds
-  while not (file.exists() and '"train"' in file.read_text()):
-    for process in processes:
-      assert process.poll() is None, tiny_run.kill(process)
-    assert time.monotonic() < deadline, "the run makes no progress"
-    time.sleep(0.01)
-
-
 def test_two_processes_equal_one_and_stop_together(fields, tmp_path):
   one, two = tmp_path / "one", tmp_path / "two"
   tiny_run.finish(tiny_run.start(one, fields, devices=2))
 
   # SIGTERM to the process that is not the writer stops both.
-  processes = _start_two(two, fields)
-  _wait_for_rows(two, processes)
+  processes = tiny_run.start_two(two, fields)
+  tiny_run.wait_for_rows(two, processes)
   processes[1].send_signal(signal.SIGTERM)
   outputs = [tiny_run.finish(process, quiet=False) for process in processes]
   (stopped,) = tiny_run.events(two, "stopped")
@@ -68,7 +42,7 @@ def test_two_processes_equal_one_and_stop_together(fields, tmp_path):
 
   # They go on, on a mesh that cuts what was whole on each.
   other = fields | {"mesh.data": 1, "mesh.fsdp": 2}
-  for process in _start_two(two, other):
+  for process in tiny_run.start_two(two, other):
     tiny_run.finish(process, quiet=False)
   (resume,) = tiny_run.events(two, "resume")
   assert checkpoint.load_model(two)[0].mesh.fsdp == 2
@@ -86,8 +60,8 @@ def test_two_processes_equal_one_and_stop_together(fields, tmp_path):
 def test_a_dead_process_ends_the_run(fields, tmp_path):
   """With one line that says so, rather than waiting for it for ever."""
   endless = {"train.steps": 10**6, "checkpoint.every_steps": 0}
-  processes = _start_two(tmp_path, fields | endless)
-  _wait_for_rows(tmp_path, processes)
+  processes = tiny_run.start_two(tmp_path, fields | endless)
+  tiny_run.wait_for_rows(tmp_path, processes)
   processes[1].kill()
   try:
     # jax alone would wait for a missing heartbeat, for 100 seconds.
@@ -103,14 +77,14 @@ def test_a_dead_process_ends_the_run(fields, tmp_path):
 @pytest.mark.slow
 def test_checkpoint_that_only_one_process_cannot_read(fields, tmp_path):
   fields = fields | {"train.steps": 100, "train.eval_every": 0}
-  for process in _start_two(tmp_path, fields):
+  for process in tiny_run.start_two(tmp_path, fields):
     tiny_run.finish(process, quiet=False)
   (tmp_path / "summary.json").unlink()
   newest = tmp_path / "checkpoints" / "100"
   for file in newest.rglob("*"):
     if file.is_file() and "/d/" in str(file):
       file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-  for process in _start_two(tmp_path, fields):
+  for process in tiny_run.start_two(tmp_path, fields):
     tiny_run.finish(process, quiet=False)
   (event,) = tiny_run.events(tmp_path, "checkpoint set aside")
   assert event["of_step"] == 100 and event["step"] == 50

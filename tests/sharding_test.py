@@ -2,6 +2,7 @@
 """Meshes over the eight CPU devices of the tests."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +88,40 @@ def test_data_crosses_slices():
   )
   with pytest.raises(config_lib.ConfigError, match=message):
     sharding.make_mesh(config_lib.MeshConfig(data=1, fsdp=16), devices)
+
+
+@pytest.mark.parametrize(
+  "sizes,processes,expected",
+  [
+    (dict(data=8), [0, 0, 1, 1, 2, 2, 3, 3], [0, 1, 2, 3]),
+    # Both ranks of a pipeline work on all rows, halves of a tensor too.
+    (dict(stage=2, data=4), [0, 0, 0, 0, 1, 1, 1, 1], [0, 0]),
+    (dict(stage=2, data=4), [0, 0, 1, 1, 2, 2, 3, 3], [0, 1, 0, 1]),
+    (dict(data=2, tensor=4), [0, 0, 1, 1, 2, 2, 3, 3], [0, 0, 1, 1]),
+    (dict(data=2, fsdp=2, expert=2), [1, 1, 1, 1, 0, 0, 0, 0], [1, 0]),
+  ],
+)
+def test_processes_with_the_same_rows_read_them_all(sizes, processes, expected):
+  mesh = _mesh_of_processes(sizes, processes)
+  found = [sharding.share_of_rows(mesh, i) for i in range(len(expected))]
+  assert found == [(part, 1 + max(expected)) for part in expected]
+
+
+def test_rows_that_processes_share_in_part():
+  mesh = _mesh_of_processes(dict(data=4, tensor=2), [0, 1, 1, 2, 0, 0, 1, 2])
+  message = r"^config\.mesh: got '1 stage x 4 data .*, expected sizes that give"
+  with pytest.raises(config_lib.ConfigError, match=message):
+    sharding.share_of_rows(mesh, 0)
+
+
+def _mesh_of_processes(sizes, processes):
+  """What a mesh says of devices that lie in these processes."""
+  shape = dict.fromkeys(sharding.AXES, 1) | sizes
+  devices = np.empty(len(processes), object)
+  devices[:] = [types.SimpleNamespace(process_index=i) for i in processes]
+  return types.SimpleNamespace(
+    devices=devices.reshape(tuple(shape.values())), shape=shape
+  )
 
 
 def _run(batch_size, accumulate_steps=1):

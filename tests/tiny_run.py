@@ -6,9 +6,11 @@ import json
 import os
 import pathlib
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 
 import jax
 from jax.experimental.compilation_cache import (
@@ -103,6 +105,31 @@ def start(workdir, fields, *flags, devices=1):
     )
     process.files = out.name, err.name
   return process
+
+
+def start_two(workdir, fields):
+  """Two processes of one run, a device each."""
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{s.getsockname()[1]}"
+  return [
+    start(
+      workdir, fields, "--distributed", f"--coordinator_address={address}",
+      "--num_processes=2", f"--process_id={i}",
+    )
+    for i in range(2)
+  ]  # fmt: skip
+
+
+def wait_for_rows(workdir, processes, seconds=400):
+  """Until the first steps of training have been logged."""
+  file = pathlib.Path(workdir) / "metrics.jsonl"
+  deadline = time.monotonic() + seconds
+  while not (file.exists() and '"train"' in file.read_text()):
+    for process in processes:
+      assert process.poll() is None, kill(process)
+    assert time.monotonic() < deadline, "the run makes no progress"
+    time.sleep(0.01)
 
 
 def finish(process, timeout=240, quiet=True):
