@@ -13,10 +13,12 @@ import functools
 import pathlib
 import re
 
+import matplotlib
 from matplotlib import figure as figure_lib
 
 from attnres_jax.pipeline import __main__ as command
 from attnres_jax.pipeline import layout as layout_lib
+from experiments.pages import readme
 
 FOLDER = pathlib.Path(__file__).parent
 DOCUMENTS = (
@@ -28,13 +30,19 @@ _PLACE = re.compile(
   r"(<!-- pipeline_cost: (\w+) -->\n)(.*?)(<!-- /pipeline_cost -->)", re.DOTALL
 )
 
+# What of a compiled step is shown: columns of tpu.csv.
+_POD_GIB = ("parameter", "optimiser", "temporary", "peak", "headroom")
+_POD_SECONDS = ("memory", "link", "compute")
+
 Rows = Sequence[Mapping[str, str]]
 
 
 def main() -> None:
   for path in DOCUMENTS:
     path.write_text(with_tables(path.read_text(encoding="utf-8")))
-  draw().savefig(FIGURE, format="svg", metadata={"Date": None})
+  # The same file from the same rows.
+  with matplotlib.rc_context({"svg.hashsalt": FIGURE.stem}):
+    draw().savefig(FIGURE, format="svg", metadata={"Date": None})
 
 
 def with_tables(text: str) -> str:
@@ -175,6 +183,23 @@ def step_time() -> str:
   return _markdown(header, lines)
 
 
+def pod() -> str:
+  """The 48B step on a slice: memory and bounds, a row per scheme."""
+  rows = [row for row in read("tpu") if row["size"] == "48b"]
+  baseline = next(row for row in rows if row["residual"] == "prenorm")
+  lines = []
+  for row in rows:
+    cells = [row["residual"]]
+    cells += [f"{float(row[f'{name}_GiB']):.1f}" for name in _POD_GIB]
+    for name in _POD_SECONDS:
+      seconds, of = (float(one[f"{name}_seconds"]) for one in (row, baseline))
+      cells.append(f"{seconds:.2f} ({seconds / of:.3f})")
+    lines.append(cells)
+  header = [f"{name}, GiB" for name in _POD_GIB]
+  header += [f"{name}, s" for name in _POD_SECONDS]
+  return _markdown(["", *header], lines)
+
+
 def drawn(part: str) -> str:
   """What `python -m attnres_jax.pipeline` prints of one part."""
   options = command.parse(["--show", part])
@@ -241,13 +266,12 @@ def _find(rows: Rows, like: Mapping[str, str], key: tuple[str, str]):
 
 
 def _markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-  rows = [header, ["---"] * len(header), *lines]
-  return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+  return readme.table(header, lines) + "\n"
 
 
+_WRITTEN = (transfers, carried, transitions, bubbles, memory, step_time, pod)
 TABLES: dict[str, Callable[[], str]] = {
-  function.__name__: function
-  for function in (transfers, carried, transitions, bubbles, memory, step_time)
+  function.__name__: function for function in _WRITTEN
 } | {f"drawn_{part}": functools.partial(drawn, part) for part in command.PARTS}
 
 
