@@ -46,7 +46,7 @@ SCHEMES = ("prenorm", "block_attnres", "full_attnres")
 SEEDS = (0, 1, 2)
 # Where Rescaled is trained besides.
 CONTROL = "s"
-LEARNING_RATES = (1.5e-3, 3e-3, 6e-3, 12e-3)
+LEARNING_RATES = (3e-3, 6e-3, 12e-3, 24e-3)
 
 # Bytes per parameter outside embedding and head.
 TOKENS_PER_PARAM = 10
