@@ -5,6 +5,7 @@ Warnings are errors, see `filterwarnings` in pyproject.toml.
 """
 
 import os
+import pathlib
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # A libtpu that happens to be installed must neither look for a pod nor lock.
@@ -30,6 +31,20 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 # The suite compiles many tiny programs and runs each a few times.
 jax.config.update("jax_disable_most_optimizations", True)
+
+# A compiled program takes about seven mappings of memory. Linux lets a process
+# have 65,530, and XLA crashes at the next one.
+_MAPPINGS = pathlib.Path("/proc/self/maps")
+_MANY_MAPPINGS = 20_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs():
+  """Drops what earlier modules compiled, now and then."""
+  yield
+  if _MAPPINGS.exists():
+    if _MAPPINGS.read_bytes().count(b"\n") > _MANY_MAPPINGS:
+      jax.clear_caches()
 
 
 @pytest.fixture
