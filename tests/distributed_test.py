@@ -59,19 +59,7 @@ def test_two_processes_equal_one_and_stop_together(fields, tmp_path):
 
 def test_a_dead_process_ends_the_run(fields, tmp_path):
   """With one line that says so, rather than waiting for it for ever."""
-  endless = {"train.steps": 10**6, "checkpoint.every_steps": 0}
-  processes = tiny_run.start_two(tmp_path, fields | endless)
-  tiny_run.wait_for_rows(tmp_path, processes)
-  processes[1].kill()
-  try:
-    # jax alone would wait for a missing heartbeat, for 100 seconds.
-    status = processes[0].wait(60)
-  finally:
-    (_, err), _ = map(tiny_run.kill, processes)
-  assert status == 1
-  last = err.strip().splitlines()[-1]
-  assert last.startswith("error: process 0 ends, since a step failed here or")
-  assert last.endswith("the same command goes on from the last checkpoint")
+  tiny_run.one_of_two_dies(tmp_path, fields)
 
 
 @pytest.mark.slow

@@ -132,6 +132,25 @@ def wait_for_rows(workdir, processes, seconds=400):
     time.sleep(0.01)
 
 
+def one_of_two_dies(workdir, fields):
+  """A process is killed; the other has to end with one line that says so.
+
+  jax alone would wait for a missing heartbeat, for 100 seconds.
+  """
+  endless = {"train.steps": 10**6, "checkpoint.every_steps": 0}
+  processes = start_two(workdir, fields | endless)
+  wait_for_rows(workdir, processes)
+  processes[1].kill()
+  try:
+    status = processes[0].wait(60)
+  finally:
+    (_, err), _ = map(kill, processes)
+  assert status == 1
+  last = err.strip().splitlines()[-1]
+  assert last.startswith("error: process 0 ends, since a step failed here or")
+  assert last.endswith("the same command goes on from the last checkpoint")
+
+
 def finish(process, timeout=240, quiet=True):
   """Waits for a process that has to succeed; returns its stdout.
 

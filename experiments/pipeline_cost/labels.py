@@ -27,12 +27,12 @@ import numpy as np
 from attnres_jax import config as config_lib
 from attnres_jax import loss as loss_lib
 from attnres_jax import models
-from attnres_jax import sharding
 from attnres_jax.pipeline import layout as layout_lib
 from attnres_jax.pipeline import spmd
 from attnres_jax.pipeline import stage as stage_lib
 from attnres_jax.pipeline import transport as transport_lib
 from experiments.pipeline_cost import plans
+from experiments.pipeline_cost import programs
 
 WIDTH, LENGTH = 8, 4
 VECTOR_BYTES = 4 * WIDTH * LENGTH
@@ -90,19 +90,8 @@ def lower(config: config_lib.RunConfig, devices: Any = None) -> Any:
     config: of `make_config`.
     devices: of a topology; those of this process by default.
   """
-  mesh = sharding.make_mesh(config.mesh, devices)
-  model = jax.eval_shape(lambda: models.build_model(config.model))
-  abstract = sharding.with_sharding(model, sharding.state_sharding(model, mesh))
-  rows: Any = jax.ShapeDtypeStruct(
-    (config.data.batch_size, LENGTH),
-    jnp.int32,
-    sharding=sharding.batch_sharding(mesh),
-  )
-  weights = rows.update(dtype=jnp.float32)
-  batch = spmd.Microbatch(rows, rows, weights, None)
   with mock.patch.object(stage_lib, "Network", LabelledNetwork):
-    step = jax.jit(functools.partial(spmd.value_and_grad, config, mesh))
-    return step.lower(abstract, batch)
+    return programs.lower(config, devices)
 
 
 def receive(

@@ -84,18 +84,18 @@ def make_config(
   )
 
 
-def compile_step(config: config_lib.RunConfig, devices: Any = None) -> Any:
-  """Loss and gradient of a batch, compiled; no optimiser.
+def lower(config: config_lib.RunConfig, devices: Any = None) -> Any:
+  """Loss and gradient of a batch, to be compiled; no optimiser.
 
   Args:
-    config: of `make_config`.
+    config: with `pipeline`, and documents that are not told apart.
     devices: of a topology; those of this process by default.
   """
   mesh = sharding.make_mesh(config.mesh, devices)
   model = jax.eval_shape(lambda: models.build_model(config.model))
   model = sharding.with_sharding(model, sharding.state_sharding(model, mesh))
   step = jax.jit(functools.partial(spmd.value_and_grad, config, mesh))
-  return step.lower(model, abstract_batch(config, mesh)).compile()
+  return step.lower(model, abstract_batch(config, mesh))
 
 
 def abstract_batch(

@@ -60,7 +60,7 @@ def rows(rounds: int) -> Iterator[plans.Row]:
 def _program(variant: str):
   """A compiled step and what it is called with."""
   config = programs.make_config(variant, SIZE, MICROBATCHES)
-  compiled = programs.compile_step(config)
+  compiled = programs.lower(config).compile()
   rng = np.random.default_rng(0)
   shape = config.data.batch_size, config.data.sequence_length + 1
   tokens: Any = rng.integers(0, config.model.vocab_size, shape, dtype=np.int32)

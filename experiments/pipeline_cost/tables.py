@@ -184,16 +184,29 @@ def step_time() -> str:
 
 
 def pod() -> str:
-  """The 48B step on a slice: memory and bounds, a row per scheme."""
-  rows = [row for row in read("tpu") if row["size"] == "48b"]
+  """The 48B step on a slice."""
+  return _bounds("48b")
+
+
+def rules_on_pod() -> str:
+  """A shallower network on a slice, under each rule."""
+  return _bounds("4_layers")
+
+
+def _bounds(size: str) -> str:
+  """Memory and bounds of a size, a row per scheme and rule."""
+  rows = [row for row in read("tpu") if row["size"] == size]
   baseline = next(row for row in rows if row["residual"] == "prenorm")
   lines = []
   for row in rows:
+    # PreNorm has no blocks that a rule could be about.
     cells = [row["residual"]]
-    cells += [f"{float(row[f'{name}_GiB']):.1f}" for name in _POD_GIB]
+    if row is not baseline:
+      cells[0] += f", {row['rule']}"
+    cells += [f"{float(row[f'{name}_GiB']):.2f}" for name in _POD_GIB]
     for name in _POD_SECONDS:
       seconds, of = (float(one[f"{name}_seconds"]) for one in (row, baseline))
-      cells.append(f"{seconds:.2f} ({seconds / of:.3f})")
+      cells.append(f"{seconds:.3f} ({seconds / of:.3f})")
     lines.append(cells)
   header = [f"{name}, GiB" for name in _POD_GIB]
   header += [f"{name}, s" for name in _POD_SECONDS]
@@ -269,7 +282,10 @@ def _markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
   return readme.table(header, lines) + "\n"
 
 
-_WRITTEN = (transfers, carried, transitions, bubbles, memory, step_time, pod)
+_WRITTEN = (
+  transfers, carried, transitions, bubbles, memory, step_time, pod,
+  rules_on_pod,
+)  # fmt: skip
 TABLES: dict[str, Callable[[], str]] = {
   function.__name__: function for function in _WRITTEN
 } | {f"drawn_{part}": functools.partial(drawn, part) for part in command.PARTS}

@@ -33,7 +33,7 @@ def rows() -> Iterator[plans.Row]:
 def measure(variant: str, microbatches: int, devices) -> plans.Row:
   """Compiles one step."""
   config = programs.make_config(variant, SIZE, microbatches)
-  memory = programs.compile_step(config, devices).memory_analysis()
+  memory = programs.lower(config, devices).compile().memory_analysis()
   mesh = sharding.make_mesh(config.mesh, devices)
   stage = spmd.make_plan(config, mesh).stage
   pools = (stage.inputs, stage.blocks, stage.gradients)

@@ -58,14 +58,4 @@ def test_ranks_stop_together_and_go_on_on_another_mesh(fields, tmp_path):
 
 @pytest.mark.slow
 def test_a_dead_rank_ends_the_run(fields, tmp_path):
-  endless = {"train.steps": 10**6, "checkpoint.every_steps": 0}
-  processes = tiny_run.start_two(tmp_path, fields | STAGES | endless)
-  tiny_run.wait_for_rows(tmp_path, processes)
-  processes[1].kill()
-  try:
-    status = processes[0].wait(60)
-  finally:
-    (_, err), _ = map(tiny_run.kill, processes)
-  assert status == 1
-  last = err.strip().splitlines()[-1]
-  assert last.startswith("error: process 0 ends, since a step failed here or")
+  tiny_run.one_of_two_dies(tmp_path, fields | STAGES)
