@@ -28,10 +28,10 @@ from attnres_jax import config as c
 from attnres_jax.scaling import grid
 from configs import kimi_linear
 
-# width, layers, heads, mlp width, peak learning rate
+# width, layers, heads, mlp width, peak learning rate (the best of laptop_lr)
 LAPTOP = {
-  "xs": (24, 4, 2, 64, 6e-3),
-  "s": (32, 6, 2, 88, 6e-3),
+  "xs": (24, 4, 2, 64, 12e-3),
+  "s": (32, 6, 2, 88, 12e-3),
   "m": (40, 8, 2, 104, 6e-3),
   "l": (48, 10, 3, 128, 6e-3),
 }
