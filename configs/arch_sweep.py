@@ -37,8 +37,8 @@ LAPTOP = {
 LAPTOP_ETAS = (0.25, 0.5, 0.75)
 LAPTOP_PARAMS = 118_000
 LAPTOP_TOKENS_PER_PARAM = 4
-# The best under PreNorm at the next larger size of configs/scaling.py, and
-# within 0.01 nats of the best at the next smaller.
+# The best under PreNorm at size m of configs/scaling.py, and within 0.01 nats
+# of the best at s.
 LAPTOP_RATE = 6e-3
 ROWS, LENGTH = 16, 128
 # As for the paper's models of these depths.
