@@ -10,7 +10,8 @@ from attnres_jax.sweep import monitor
 from attnres_jax.sweep import rows as rows_lib
 from experiments.pages import environment
 
-# The same in all rows: of the machine and the checkout that adopt them.
+# The same in all rows: of the machine and the checkout that adopt them, which
+# are to be those that trained.
 COLUMNS = ("hardware", "commit")
 
 
@@ -36,9 +37,10 @@ def origin(rows: Sequence[Mapping[str, Any]]) -> str:
   """One sentence on where committed rows come from."""
   first = rows[0]
   seeds = sorted({int(row["seed"]) for row in rows})
+  named = f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
   hours = sum(float(row["seconds"]) for row in rows) / 3600
   return (
-    f"{len(rows)} runs, seeds {', '.join(map(str, seeds))}, {hours:.1f} hours"
-    f" in all; text {first['data']}; {first['hardware']}; Python"
-    f" {first['python']}, jax {first['jax']}, commit {first['commit']}."
+    f"{len(rows)} runs, {named}, {hours:.1f} hours in all; text"
+    f" {first['data']}; {first['hardware']}; Python {first['python']}, jax"
+    f" {first['jax']}, commit {first['commit']}."
   )
