@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from attnres_jax import checkpoint
 from attnres_jax import config as config_lib
 from attnres_jax import data
+from attnres_jax import environment
 from attnres_jax import evaluate
 from attnres_jax import goodput
 from attnres_jax import metrics as metrics_lib
@@ -202,6 +203,8 @@ def _report_start(
     devices=mesh.size,
     device_kind=mesh.devices.flat[0].device_kind,
     processes=jax.process_count(),
+    hardware=environment.hardware(),
+    commit=environment.commit(),
     jax=jax.__version__,
     python=platform.python_version(),
     time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

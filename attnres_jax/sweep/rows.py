@@ -26,6 +26,9 @@ from attnres_jax.sweep import state as state_lib
 
 Row = Mapping[str, Any]
 
+# Of the attempt that finished a run.
+_ORIGIN = ("hardware", "commit", "python", "jax")
+
 
 def of_folder(folder: epath.PathLike) -> list[dict[str, Any]]:
   """A row for every run that is done, in the order of the sweep."""
@@ -71,8 +74,7 @@ def of_run(folder: epath.PathLike, run: grid.Run) -> dict[str, Any]:
     **{f"{name}_seconds": f"{value:.1f}" for name, value in times.items()},
     "lost_steps": spent.lost_steps,
     "device": f"{starts[-1]['devices']} x {starts[-1]['device_kind']}",
-    "python": starts[-1]["python"],
-    "jax": starts[-1]["jax"],
+    **{name: starts[-1].get(name, "unknown") for name in _ORIGIN},
     "data": data["train"]["fingerprint"][:12],
   }
 

@@ -32,7 +32,7 @@ def render(
     runs: all runs, those of one seed after those of the one before.
     looks: inside each run, in the same order.
     step_seconds: per scheme, measured side by side.
-    facts: where all this was computed, see `pages.environment.facts`.
+    facts: where all this was computed, see `attnres_jax.environment.facts`.
   """
   summaries = results.summarise(runs, step_seconds)
   groups = results.by_scheme(runs)

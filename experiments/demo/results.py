@@ -97,6 +97,18 @@ def load_run(
   )
 
 
+def corpus(run: pathlib.Path) -> str:
+  """One line about the text that a run was trained on, from its data.json."""
+  splits = json.loads((run / "data.json").read_text())
+  train, validation = splits["train"], splits["validation"]
+  return (
+    f"standard library and help topics of Python {train['python']},"
+    f" {train['split_bytes'] / 1e6:.2f} MB for training and"
+    f" {validation['split_bytes'] / 1e6:.2f} MB for validation"
+    f" (SHA-256 {train['sha256'][:12]})"
+  )
+
+
 def by_scheme(runs: Iterable[Run]) -> dict[str, list[Run]]:
   """Runs of each scheme, in the order in which the schemes appear."""
   groups: dict[str, list[Run]] = {}

@@ -18,17 +18,18 @@ import itertools
 import pathlib
 import sys
 import time
+from typing import Any
 
 import jax
 
 from attnres_jax import config as config_lib
+from attnres_jax import environment
 from attnres_jax import train
 from attnres_jax.analysis import plots
 from experiments.demo import inspection
 from experiments.demo import report
 from experiments.demo import results
 from experiments.demo import step_time
-from experiments.pages import environment
 
 SCHEMES = ("prenorm", "rescaled", "full_attnres", "block_attnres")
 _CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "lm.py"
@@ -74,7 +75,7 @@ def demo_config(
 
 def _run(options: argparse.Namespace, workdir: pathlib.Path) -> int:
   start = time.perf_counter()
-  facts = environment.facts()
+  facts: dict[str, Any] = environment.facts()
   print(f"{facts['hardware']}; Python {facts['python']}, jax {facts['jax']}")
   runs, looks = [], []
   total = options.seeds * len(SCHEMES)
@@ -99,7 +100,7 @@ def _run(options: argparse.Namespace, workdir: pathlib.Path) -> int:
     {scheme: config for scheme, _, config in _configs(options)}
   )
   facts |= {
-    "corpus": environment.corpus(workdir / f"{SCHEMES[0]}_0"),
+    "corpus": results.corpus(workdir / f"{SCHEMES[0]}_0"),
     "wall_clock_seconds": round(time.perf_counter() - start),
   }
   _, _, config = next(_configs(options))

@@ -31,9 +31,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnres_jax import config as config_lib
+from attnres_jax import environment
 from attnres_jax.models import grouped
 from attnres_jax.models import moe
-from experiments.pages import environment
 
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "timed rounds, after one warm-up")
 _TOKENS = flags.DEFINE_integer("tokens", 2048, "tokens of the batch")

@@ -27,8 +27,8 @@ from jax.experimental import topologies
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
+from attnres_jax import environment
 from attnres_jax.models import moe
-from experiments.pages import environment
 
 _TOKENS = flags.DEFINE_list("tokens", ["8192", "32768"], "of the device's rows")
 _OUTPUT = flags.DEFINE_string(

@@ -28,7 +28,7 @@ from absl import flags
 import jax
 
 from attnres_jax import config as config_lib
-from experiments.pages import environment
+from attnres_jax import environment
 from experiments.pipeline_cost import plans
 from experiments.pipeline_cost import step_time
 from experiments.pipeline_cost import temporaries

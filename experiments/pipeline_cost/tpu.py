@@ -31,11 +31,11 @@ from absl import flags
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
+from attnres_jax import environment
 from attnres_jax import sharding
 from attnres_jax.aot import report as report_lib
 from attnres_jax.aot import topology
 from attnres_jax.pipeline import spmd
-from experiments.pages import environment
 
 FILE = pathlib.Path(__file__).with_name("tpu.csv")
 Row = dict[str, Any]

@@ -18,7 +18,6 @@ from attnres_jax.scaling import grid
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import monitor
 from attnres_jax.sweep import rows as rows_lib
-from experiments.pages import environment
 from experiments.pages import page
 from experiments.pages import runs as runs_lib
 from experiments.pages import svg
@@ -226,11 +225,13 @@ def _curves(folder: epath.Path, runs: Sequence[grid.Run]) -> str:
 
 
 def _facts(folder: epath.Path, rows: Sequence[Row]) -> dict[str, Any]:
-  """No device is asked: that would take it from the workers."""
+  """Of the runs, not of the machine that draws the page."""
   columns = {
     "Devices": "device",
+    "Hardware": "hardware",
     "Python": "python",
     "jax": "jax",
+    "Commit": "commit",
     "Data": "data",
   }
   of_runs = {
@@ -240,8 +241,6 @@ def _facts(folder: epath.Path, rows: Sequence[Row]) -> dict[str, Any]:
   return {
     "Sweep": folder_lib.source(folder),
     **of_runs,
-    "Written on": environment.cpu(),
-    "Commit": environment.commit(),
     "Date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
   }
 

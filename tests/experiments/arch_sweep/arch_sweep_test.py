@@ -128,7 +128,7 @@ def test_committed_results(tmp_path, monkeypatch):
   assert "| 12 | 0.5 | 2.4300 | 2.3100 | \N{MINUS SIGN}0.1200 |" in text
   assert "| 12 | 0.25 | **2.4050** | **2.2850** |" in text
   assert "lower in 15 of 15 shapes, by +0.0230 to +0.1200 nats" in text
-  assert "30 runs, seeds 0, 3.0 hours" in text
+  assert "30 runs, seed 0, 3.0 hours" in text
   assert (tmp_path / "maps.svg").read_text().startswith("<?xml")
 
 

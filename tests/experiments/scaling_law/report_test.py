@@ -39,7 +39,8 @@ def _leave(folder, run, *, finished=True):
   steps = range(10, config.train.steps + 1, 10)
   rows = [
     event | {"event": "start", "lost_steps": 0, "lost_seconds": 0.0,
-             "devices": 1, "device_kind": "cpu", "python": "3", "jax": "0"},
+             "devices": 1, "device_kind": "cpu", "python": "3", "jax": "0",
+             "hardware": "abacus", "commit": "0123abcdef"},
     event | {"event": "compiled", "function": "train_step", "seconds": 7.0},
     event | {"event": "ready", "seconds": 9.0},
     *({"split": "train", "step": step, "loss": loss + 1 / step,

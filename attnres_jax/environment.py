@@ -1,24 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a result comes from: machine, versions, commit, text."""
+"""Where a result comes from: machine, versions, commit."""
 
-import json
 import os
 import pathlib
 import platform
 import subprocess
 import time
-from typing import Any
 
 import flax
 import jax
 
-_ROOT = pathlib.Path(__file__).parents[2]
+_ROOT = pathlib.Path(__file__).parents[1]
 
 
-def facts() -> dict[str, Any]:
-  """Facts of this machine and this checkout."""
+def facts() -> dict[str, str]:
+  """Of this machine, and of the code that runs on it."""
   return {
-    "hardware": _hardware(),
+    "hardware": hardware(),
     "system": f"{platform.system()} {platform.release()}",
     "python": platform.python_version(),
     "jax": jax.__version__,
@@ -28,25 +26,35 @@ def facts() -> dict[str, Any]:
   }
 
 
-def corpus(run: pathlib.Path) -> str:
-  """One line about the text that a run was trained on, from its data.json."""
-  splits = json.loads((run / "data.json").read_text())
-  train, validation = splits["train"], splits["validation"]
-  return (
-    f"standard library and help topics of Python {train['python']},"
-    f" {train['split_bytes'] / 1e6:.2f} MB for training and"
-    f" {validation['split_bytes'] / 1e6:.2f} MB for validation"
-    f" (SHA-256 {train['sha256'][:12]})"
-  )
-
-
 def commit() -> str:
-  """Short hash of the checkout, with a plus if files were changed."""
+  """Short hash of this checkout, with a plus if files were changed.
+
+  "unknown" without git, and for an installed package, even if the environment
+  it is in lies inside a repository.
+  """
   try:
+    if pathlib.Path(_git("rev-parse", "--show-toplevel")) != _ROOT.resolve():
+      return "unknown"
     commit = _git("rev-parse", "--short=10", "HEAD")
     return commit + ("+" if _git("status", "--porcelain") else "")
   except (OSError, subprocess.CalledProcessError):
     return "unknown"
+
+
+def hardware() -> str:
+  """All devices of a run; of a CPU its model, cores and memory."""
+  devices = jax.devices()
+  if devices[0].platform != "cpu":
+    return f"{len(devices)} x {devices[0].device_kind}"
+  if hasattr(os, "sched_getaffinity"):
+    cores = len(os.sched_getaffinity(0))
+  else:
+    cores = os.cpu_count() or 1
+  parts = [cpu(), f"{cores} core{'s' * (cores > 1)}"]
+  if "SC_PHYS_PAGES" in os.sysconf_names:
+    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    parts.append(f"{pages / 2**30:.0f} GB memory")
+  return ", ".join(parts)
 
 
 def cpu() -> str:
@@ -58,15 +66,6 @@ def cpu() -> str:
   except OSError:
     pass  # Not Linux.
   return platform.processor() or platform.machine()
-
-
-def _hardware() -> str:
-  devices = jax.devices()
-  memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-  if devices[0].platform == "cpu":
-    cores = len(os.sched_getaffinity(0))
-    return f"{cpu()}, {cores} cores, {memory:.0f} GB memory"
-  return f"{len(devices)} x {devices[0].device_kind}"
 
 
 def _git(*args: str) -> str:
