@@ -75,7 +75,9 @@ def draw_scaling(
     style = _style(scheme)
     ax.plot(
       own.compute, own.loss, style.marker, color=style.colour,
-      markersize=5, markerfacecolor="none", label="_points",
+      markersize=5, markerfacecolor="none",
+      # Where there is a line, that has the name.
+      label="_points" if scheme in fits else style.label,
     )  # fmt: skip
   for scheme, fit in fits.items():
     style, law = _style(scheme), fit.law
@@ -101,7 +103,7 @@ def draw_scaling(
     ax.spines[side].set_visible(False)
   if advantage is not None:
     _mark_advantage(ax, fits, *advantage)
-  if fits:
+  if runs:
     ax.legend(fontsize=8, frameon=False, loc="upper right")
   ax.set_title(title, loc="left", fontsize=10)
   return ax

@@ -54,7 +54,12 @@ def prepare(
   """
   folder = epath.Path(folder)
   folder.mkdir(parents=True, exist_ok=True)
-  found = {_key(run.overrides): run for run in read(folder)}
+  # A folder that was removed is one to be trained anew.
+  there = [name for name in _names(folder) if (folder / name / RUN).exists()]
+  found = {
+    _key(run.overrides): run
+    for run in (read_run(folder, name) for name in there)
+  }
   prepared, names_here = [], {}
   for run in runs:
     run = dataclasses.replace(
@@ -82,11 +87,7 @@ def prepare(
 
 def read(folder: epath.PathLike) -> list[grid.Run]:
   """All runs of a folder, in order; [] where there is no sweep."""
-  folder = epath.Path(folder)
-  if not (folder / SWEEP).exists():
-    return []
-  index = json.loads((folder / SWEEP).read_text())
-  return [read_run(folder, name) for name in index["runs"]]
+  return [read_run(folder, name) for name in _names(epath.Path(folder))]
 
 
 def source(folder: epath.PathLike) -> str:
@@ -103,7 +104,8 @@ def read_run(folder: epath.PathLike, name: str) -> grid.Run:
   path = epath.Path(folder) / name / RUN
   if not path.exists():
     raise config_lib.ConfigError(
-      f"--run: got {name!r}, expected a run prepared in {folder}"
+      f"got run {name!r}, of which there is no {RUN} in {folder}; expected one"
+      " that was prepared there (if its folder was removed, launch again)"
     )
   return grid.Run(**json.loads(path.read_text()))
 
@@ -112,6 +114,12 @@ def run_config(run: grid.Run) -> config_lib.RunConfig:
   """The config of a run, ready to be trained, under the run's name."""
   config = config_lib.build_run_config(run.config)
   return dataclasses.replace(config, name=run.name)
+
+
+def _names(folder: epath.Path) -> list[str]:
+  """Of all runs, in order."""
+  path = folder / SWEEP
+  return json.loads(path.read_text())["runs"] if path.exists() else []
 
 
 def _key(overrides: Mapping[str, Any]) -> str:

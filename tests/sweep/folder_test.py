@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 
@@ -99,5 +100,16 @@ def test_branches_follow_the_names_in_the_folder(tmp_path, source):
 
 def test_unknown_run_and_empty_folder(tmp_path):
   assert folder.read(tmp_path) == []
-  with pytest.raises(config_lib.ConfigError, match="^--run: got 'nix'"):
+  with pytest.raises(config_lib.ConfigError, match="^got run 'nix'"):
     folder.read_run(tmp_path, "nix")
+
+
+def test_a_folder_that_was_removed_is_made_anew(tmp_path, source):
+  _, gone, _ = before = tiny_sweep.prepare(tmp_path / "sweep", source)
+  shutil.rmtree(tmp_path / "sweep" / gone.name)
+  with pytest.raises(
+    config_lib.ConfigError, match=f"{gone.name}.*launch again"
+  ):
+    folder.read(tmp_path / "sweep")
+  assert tiny_sweep.prepare(tmp_path / "sweep", source) == before
+  assert folder.read(tmp_path / "sweep") == before
