@@ -37,6 +37,7 @@ if importlib.util.find_spec("attnres_jax") is None:
 import itertools
 import pathlib
 
+from IPython.display import display
 import matplotlib.pyplot as plt
 import numpy as np
 
@@ -221,15 +222,18 @@ for scheme in schemes:
 # %%
 own_rows = "experiments/scaling_law/results.csv"  # @param {type: "string"}
 
-if pathlib.Path(own_rows).exists():
-  own_runs = rows.by_scheme(rows.read(own_rows), counting)
+# Jupyter may run in the clone, or in its folder of notebooks.
+places = (pathlib.Path(folder, own_rows) for folder in (".", ".."))
+path = next((path for path in places if path.exists()), None)
+if path is None:
+  print(f"{own_rows} is not here")
+else:
+  own_runs = rows.by_scheme(rows.read(path), counting)
   several = {
     scheme: one for scheme, one in own_runs.items() if len({*one.size}) > 1
   }
   own_fits = fit.fit_schemes(several, np.random.default_rng(0))
-  plots.figure_4(
+  figure = plots.figure_4(
     own_runs, own_fits, counting, paper_counting=counting, title=own_rows
   )
-  plt.show()
-else:
-  print(f"{own_rows} is not there yet")
+  display(figure)
