@@ -77,8 +77,9 @@ def table(rows: Sequence[report.Row]) -> str:
   header = ["rho", "eta", *names, "difference"]
   gains = losses[report.OTHER] - losses[report.BASELINE]
   sentence = (
-    f"{names[1]} is lower in {int(np.sum(gains < 0))} of {gains.size} shapes,"
-    f" by {page.signed(-gains.max())} to {page.signed(-gains.min())} nats."
+    f"{names[1]} is lower in {int(np.sum(gains < 0))} of {gains.size} shapes;"
+    f" differences are {page.signed(gains.min())} to {page.signed(gains.max())}"
+    " nats."
   )
   parts = readme_lib.table(header, lines), sentence, adopt.origin(rows)
   return "\n\n".join(parts)

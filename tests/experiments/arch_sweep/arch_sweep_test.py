@@ -127,7 +127,11 @@ def test_committed_results(tmp_path, monkeypatch):
   assert "old" not in text and text.endswith("\nbelow\n")
   assert "| 12 | 0.5 | 2.4300 | 2.3100 | \N{MINUS SIGN}0.1200 |" in text
   assert "| 12 | 0.25 | **2.4050** | **2.2850** |" in text
-  assert "lower in 15 of 15 shapes, by +0.0230 to +0.1200 nats" in text
+  minus = "\N{MINUS SIGN}"
+  expected = (
+    f"15 of 15 shapes; differences are {minus}0.1200 to {minus}0.0230 nats"
+  )
+  assert expected in text
   assert "30 runs, seed 0, 3.0 hours" in text
   assert (tmp_path / "maps.svg").read_text().startswith("<?xml")
 
