@@ -54,10 +54,12 @@ def _assert_same(whole, broken):
   results = [rows.of_folder(folder) for folder in (whole, broken)]
   for ours, theirs in zip(*results, strict=True):
     for name, value in ours.items():
-      # What it took may differ, what came out may not.
+      # What it took may differ, what came out may not. The last run of a sweep
+      # may have more cores.
       if not name.endswith("seconds") and name not in (
         "attempts",
         "lost_steps",
+        "hardware",
       ):
         assert value == theirs[name], name
 
@@ -135,7 +137,7 @@ def test_killed_sweep_ends_like_an_undisturbed_one(whole, source, tmp_path):
 @pytest.mark.slow
 def test_twenty_kills(tmp_path):
   path = tmp_path / "tiny.py"
-  fields = FIELDS | {"train.steps": 1000, "train.eval_every": 250}
+  fields = FIELDS | {"train.steps": 2500, "train.eval_every": 500}
   source = tiny_sweep.write(path, seeds=(0, 1, 2, 3), **fields)
   whole = tmp_path / "whole"
   code, text = tiny_sweep.finish(
