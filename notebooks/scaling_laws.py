@@ -41,6 +41,7 @@ from IPython.display import display
 import matplotlib.pyplot as plt
 import numpy as np
 
+from attnres_jax import csv_rows
 from attnres_jax import scaling
 from attnres_jax import text_table
 from attnres_jax.scaling import compute
@@ -228,7 +229,7 @@ path = next((path for path in places if path.exists()), None)
 if path is None:
   print(f"{own_rows} is not here")
 else:
-  own_runs = rows.by_scheme(rows.read(path), counting)
+  own_runs = rows.by_scheme(csv_rows.read(path), counting)
   several = {
     scheme: one for scheme, one in own_runs.items() if len({*one.size}) > 1
   }

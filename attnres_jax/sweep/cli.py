@@ -20,6 +20,7 @@ import time
 from etils import epath
 
 from attnres_jax import config as config_lib
+from attnres_jax import csv_rows
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import files
 from attnres_jax.sweep import folder as folder_lib
@@ -105,7 +106,7 @@ def _collect(experiment: Experiment, options: argparse.Namespace) -> int:
   progress = _known(options)
   path = epath.Path(options.out or epath.Path(options.workdir) / ROWS)
   found = rows_lib.of_folder(options.workdir)
-  rows_lib.write(path, found)
+  csv_rows.write(path, found)
   print(f"{len(found)} of {len(progress)} runs: {path}")
   return 0
 

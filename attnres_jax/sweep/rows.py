@@ -6,9 +6,7 @@ results can be committed and read without the folder they come from.
 """
 
 from collections.abc import Iterable, Mapping
-import csv
 import json
-import pathlib
 from typing import Any
 
 from etils import epath
@@ -92,21 +90,6 @@ def compute_of(config: config_lib.RunConfig) -> dict[str, Any]:
     for name in compute_lib.COUNTINGS
   }
   return {"active_params": count.active, "tokens": tokens} | computes
-
-
-def write(path: epath.PathLike, rows: Iterable[Row]) -> None:
-  """A CSV file with the columns of all rows."""
-  rows = list(rows)
-  columns = list(dict.fromkeys(name for row in rows for name in row))
-  with epath.Path(path).open("w") as file:
-    writer = csv.DictWriter(file, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-
-
-def read(path: pathlib.Path | epath.PathLike) -> list[dict[str, str]]:
-  with epath.Path(path).open("r") as file:
-    return list(csv.DictReader(file))
 
 
 def by_scheme(rows: Iterable[Row], counting: str) -> dict[str, fit_lib.Runs]:

@@ -15,9 +15,9 @@ import pathlib
 from matplotlib import pyplot as plt
 import numpy as np
 
+from attnres_jax import csv_rows
 from attnres_jax.analysis import plots as style_lib
 from attnres_jax.scaling import plots
-from attnres_jax.sweep import rows as rows_lib
 from experiments.arch_sweep import report
 from experiments.pages import adopt
 from experiments.pages import page
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   if options.adopt:
     adopt.adopt(options.adopt, RESULTS)
   if RESULTS.exists():
-    draw(rows_lib.read(RESULTS))
+    draw(csv_rows.read(RESULTS))
   README.write_text(filled(README.read_text(encoding="utf-8")))
 
 
@@ -44,7 +44,7 @@ def filled(readme: str) -> str:
   """`readme` with the table of what is committed."""
   if not RESULTS.exists():
     return readme
-  return readme_lib.fill(readme, "results", table(rows_lib.read(RESULTS)))
+  return readme_lib.fill(readme, "results", table(csv_rows.read(RESULTS)))
 
 
 def draw(rows: Sequence[report.Row]) -> None:

@@ -2,12 +2,12 @@
 """What a demo run comes down to: records, a CSV and a Markdown table."""
 
 from collections.abc import Iterable, Mapping, Sequence
-import csv
 import dataclasses
 import json
 import pathlib
 from typing import Any
 
+from attnres_jax import csv_rows
 from attnres_jax import metrics
 from attnres_jax.analysis import plots
 
@@ -178,15 +178,7 @@ def write_csv(
     }
     for run in runs
   ]
-  with open(path, "w", newline="", encoding="utf-8") as file:
-    writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-
-
-def read_csv(path: pathlib.Path) -> list[dict[str, str]]:
-  with open(path, newline="", encoding="utf-8") as file:
-    return list(csv.DictReader(file))
+  csv_rows.write(path, rows)
 
 
 def markdown(rows: Sequence[Mapping[str, str]]) -> str:

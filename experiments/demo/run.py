@@ -23,6 +23,7 @@ from typing import Any
 import jax
 
 from attnres_jax import config as config_lib
+from attnres_jax import csv_rows
 from attnres_jax import environment
 from attnres_jax import train
 from attnres_jax.analysis import plots
@@ -120,7 +121,7 @@ def _run(options: argparse.Namespace, workdir: pathlib.Path) -> int:
     {name: facts[name] for name in names},
   )
   print()
-  print(results.markdown(results.read_csv(workdir / "results.csv")))
+  print(results.markdown(csv_rows.read(workdir / "results.csv")))
   print(f"Open {workdir / 'report.html'} in a browser.")
   return 0
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import pathlib
 import shutil
 
+from attnres_jax import csv_rows
 from experiments.demo import results
 from experiments.pages import readme as readme_lib
 
@@ -35,7 +36,7 @@ def with_table(readme: str) -> str:
   Raises:
     ValueError: the README has no place for it.
   """
-  table = results.markdown(results.read_csv(RESULTS))
+  table = results.markdown(csv_rows.read(RESULTS))
   return readme_lib.fill(readme, "results", table)
 
 

@@ -16,7 +16,6 @@ beside this file. `ragged_dot` runs at the smaller size only: on a CPU it makes
 one masked copy of all rows per expert.
 """
 
-import csv
 import functools
 import pathlib
 import statistics
@@ -31,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnres_jax import config as config_lib
+from attnres_jax import csv_rows
 from attnres_jax import environment
 from attnres_jax.models import grouped
 from attnres_jax.models import moe
@@ -141,10 +141,7 @@ def main(argv):
     for row in measure(experts, _TOKENS.value, _ROUNDS.value):
       rows.append(row | environment.facts())
       print(*list(row.values()), flush=True)
-  with open(_OUTPUT.value, "w", newline="") as file:
-    writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+  csv_rows.write(_OUTPUT.value, rows)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ and bytes over the peaks of the chip; the larger one bounds the sublayer. Writes
 `tpu.csv` beside this file.
 """
 
-import csv
 import os
 import pathlib
 
@@ -27,6 +26,7 @@ from jax.experimental import topologies
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
+from attnres_jax import csv_rows
 from attnres_jax import environment
 from attnres_jax.models import moe
 
@@ -99,10 +99,7 @@ def main(argv):
       row = measure(int(tokens), kind)
       rows.append(row | environment.facts() | dict(hardware="compiled for v5p"))
       print(*list(row.values()), flush=True)
-  with open(_OUTPUT.value, "w", newline="") as file:
-    writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+  csv_rows.write(_OUTPUT.value, rows)
 
 
 if __name__ == "__main__":

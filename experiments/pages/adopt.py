@@ -6,6 +6,7 @@ import pathlib
 from typing import Any
 
 from attnres_jax import config as config_lib
+from attnres_jax import csv_rows
 from attnres_jax.sweep import monitor
 from attnres_jax.sweep import rows as rows_lib
 
@@ -23,7 +24,7 @@ def adopt(folder: str, path: pathlib.Path) -> None:
       f"--adopt: got {folder!r}, where {len(rows)} of {len(progress)} runs are"
       " done; expected the folder of a finished sweep"
     )
-  rows_lib.write(path, rows)
+  csv_rows.write(path, rows)
 
 
 def origin(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -16,7 +16,6 @@ import os
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 from collections.abc import Callable, Iterator
-import csv
 import functools
 import importlib.util
 import pathlib
@@ -28,6 +27,7 @@ from absl import flags
 import jax
 
 from attnres_jax import config as config_lib
+from attnres_jax import csv_rows
 from attnres_jax import environment
 from experiments.pipeline_cost import plans
 from experiments.pipeline_cost import step_time
@@ -68,10 +68,7 @@ def run(name: str, rows: Iterator[plans.Row], folder: pathlib.Path) -> None:
     seconds = time.perf_counter() - start
     print(f"{name} {seconds:4.0f} s: {_line(row)}", flush=True)
     found.append(row | facts)
-  with open(folder / f"{name}.csv", "w", newline="") as file:
-    writer = csv.DictWriter(file, found[0].keys(), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(found)
+  csv_rows.write(folder / f"{name}.csv", found)
 
 
 def _line(row: plans.Row) -> str:

@@ -3,12 +3,11 @@
 
   python -m experiments.pipeline_cost.tables
 
-A document says `<!-- pipeline_cost: NAME -->` where it wants a table. A test
-holds them together.
+A document says `<!-- NAME: the command above -->` and `<!-- /NAME -->` where it
+wants a table. A test holds them together.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-import csv
 import functools
 import pathlib
 import re
@@ -16,6 +15,7 @@ import re
 import matplotlib
 from matplotlib import figure as figure_lib
 
+from attnres_jax import csv_rows
 from attnres_jax.pipeline import __main__ as command
 from attnres_jax.pipeline import layout as layout_lib
 from experiments.pages import readme
@@ -26,9 +26,6 @@ DOCUMENTS = (
   FOLDER.parents[1] / "docs" / "pipeline.md",
 )
 FIGURE = FOLDER / "figure.svg"
-_PLACE = re.compile(
-  r"(<!-- pipeline_cost: (\w+) -->\n)(.*?)(<!-- /pipeline_cost -->)", re.DOTALL
-)
 
 # What of a compiled step is shown: columns of tpu.csv.
 _POD_GIB = ("parameter", "optimiser", "temporary", "peak", "headroom")
@@ -51,17 +48,14 @@ def with_tables(text: str) -> str:
   Raises:
     KeyError: it asks for a table that there is not.
   """
-
-  def filled(match: re.Match[str]) -> str:
-    return f"{match[1]}\n{TABLES[match[2]]()}\n{match[4]}"
-
-  return _PLACE.sub(filled, text)
+  for name in re.findall(r"<!-- /(\w+) -->", text):
+    text = readme.fill(text, name, TABLES[name]())
+  return text
 
 
 def read(name: str) -> Rows:
   """The committed rows of a part."""
-  with open(FOLDER / f"{name}.csv", newline="") as file:
-    return list(csv.DictReader(file))
+  return csv_rows.read(FOLDER / f"{name}.csv")
 
 
 def transfers() -> str:
@@ -81,7 +75,7 @@ def transfers() -> str:
         row["received"],
       ]
     lines.append(cells)
-  return _markdown(header, lines)
+  return readme.table(header, lines)
 
 
 def carried() -> str:
@@ -104,7 +98,7 @@ def carried() -> str:
           f"{int(row['cpu_bytes']) / both:.2f}",
         ]
       )
-  return _markdown(header, lines)
+  return readme.table(header, lines)
 
 
 def transitions() -> str:
@@ -119,7 +113,7 @@ def transitions() -> str:
   totals = [str(sum(len(row[rule].split()) for row in rows)) for rule in _RULES]
   partials = sum(row["partial"] == "True" for row in rows)
   lines.append(["**total**", "", *totals, str(partials)])
-  return _markdown(header, lines)
+  return readme.table(header, lines)
 
 
 def bubbles() -> str:
@@ -149,7 +143,7 @@ def bubbles() -> str:
       + [f"{float(column(row)):.1%}" for column in columns.values()]
       + [", ".join(units)]
     )
-  return _markdown(header, lines)
+  return readme.table(header, lines)
 
 
 def memory() -> str:
@@ -163,7 +157,7 @@ def memory() -> str:
     for variant in dict.fromkeys(row["variant"] for row in rows)
   ]
   header = ["", *(f"M = {m}" for m in counts)]
-  return _markdown([*header, "slots: inputs, blocks, gradients"], lines)
+  return readme.table([*header, "slots: inputs, blocks, gradients"], lines)
 
 
 def step_time() -> str:
@@ -180,7 +174,7 @@ def step_time() -> str:
     for row in read("step_time")
   ]
   header = ["", "processor time", "wall time", "processor, s", "wall, s"]
-  return _markdown(header, lines)
+  return readme.table(header, lines)
 
 
 def pod() -> str:
@@ -210,13 +204,13 @@ def _bounds(size: str) -> str:
     lines.append(cells)
   header = [f"{name}, GiB" for name in _POD_GIB]
   header += [f"{name}, s" for name in _POD_SECONDS]
-  return _markdown(["", *header], lines)
+  return readme.table(["", *header], lines)
 
 
 def drawn(part: str) -> str:
   """What `python -m attnres_jax.pipeline` prints of one part."""
   options = command.parse(["--show", part])
-  return f"```\n{command.draw(options)}```\n"
+  return f"```\n{command.draw(options)}```"
 
 
 def draw() -> figure_lib.Figure:
@@ -276,10 +270,6 @@ def _find(rows: Rows, like: Mapping[str, str], key: tuple[str, str]):
     and all(row[name] == like[name] for name in "PVM")
   )
   return row
-
-
-def _markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-  return readme.table(header, lines) + "\n"
 
 
 _WRITTEN = (

@@ -18,7 +18,6 @@ representations, and their gradients (float32). `sent` lists gigabytes a step
 sends within loops, by collective and axes, and the share that is overlapped.
 """
 
-import csv
 import os
 import pathlib
 import time
@@ -31,6 +30,7 @@ from absl import flags
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
+from attnres_jax import csv_rows
 from attnres_jax import environment
 from attnres_jax import sharding
 from attnres_jax.aot import report as report_lib
@@ -128,16 +128,10 @@ def make_row(config: config_lib.RunConfig, report: Row, devices: Any) -> Row:
 
 def write(row: Row) -> None:
   """Adds a row to the file, or replaces the one of the same program."""
-  rows = []
-  if FILE.exists():
-    with FILE.open(newline="") as file:
-      rows = list(csv.DictReader(file))
+  rows = csv_rows.read(FILE) if FILE.exists() else []
   key = [str(row[name]) for name in _KEY]
   rows = [old for old in rows if [old[name] for name in _KEY] != key]
-  with FILE.open("w", newline="") as file:
-    writer = csv.DictWriter(file, row.keys(), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows([*rows, row])
+  csv_rows.write(FILE, [*rows, row])
 
 
 def main(argv: list[str]) -> None:

@@ -17,9 +17,9 @@ import statistics
 
 from matplotlib import pyplot as plt
 
+from attnres_jax import csv_rows
 from attnres_jax.analysis import plots
 from attnres_jax.scaling import fit as fit_lib
-from attnres_jax.sweep import rows as rows_lib
 from experiments.pages import adopt
 from experiments.pages import page
 from experiments.pages import readme as readme_lib
@@ -44,17 +44,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     if folder:
       adopt.adopt(folder, path)
   if RESULTS.exists():
-    draw(rows_lib.read(RESULTS))
+    draw(csv_rows.read(RESULTS))
   README.write_text(filled(README.read_text(encoding="utf-8")))
 
 
 def filled(readme: str) -> str:
   """`readme` with the tables of what is committed."""
   if RATES.exists():
-    rates = learning_rates(rows_lib.read(RATES))
+    rates = learning_rates(csv_rows.read(RATES))
     readme = readme_lib.fill(readme, "rates", rates)
   if RESULTS.exists():
-    readme = readme_lib.fill(readme, "results", tables(rows_lib.read(RESULTS)))
+    readme = readme_lib.fill(readme, "results", tables(csv_rows.read(RESULTS)))
   return readme
 
 

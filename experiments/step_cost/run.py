@@ -14,12 +14,9 @@ Compile time is that of the whole training step (forward, backward, AdamW) with
 a cold cache.
 """
 
-import csv
 import dataclasses
 import pathlib
-import platform
 import statistics
-import subprocess
 import time
 from typing import Any
 
@@ -30,6 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnres_jax import config as config_lib
+from attnres_jax import csv_rows
+from attnres_jax import environment
 from attnres_jax import sharding
 from attnres_jax import train_state
 
@@ -155,19 +154,6 @@ def _config(size: str, scheme: str) -> config_lib.RunConfig:
   return dataclasses.replace(config, model=model)
 
 
-def environment() -> dict[str, str]:
-  """What a reader needs to place the numbers."""
-  commit = subprocess.run(
-    ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-  ).stdout.strip()
-  return dict(
-    commit=commit,
-    jax=jax.__version__,
-    python=platform.python_version(),
-    device=f"{jax.devices()[0].device_kind} {platform.machine()}",
-  )
-
-
 def main(argv):
   del argv
   wanted = _SCHEMES.value or list(SCHEMES)
@@ -177,18 +163,14 @@ def main(argv):
   rows = []
   for size in _SIZE.value:
     for row in measure(size, _ROUNDS.value, schemes):
-      row.update(environment())
-      rows.append(row)
+      rows.append(row | environment.facts())
       print(
         f"{row['size']:6} {row['scheme']:26} {row['measure']:19}"
         f" {row['ratio']:7.3f} [{row['ratio_min']:.3f}, {row['ratio_max']:.3f}]"
         f" cpu {row['cpu_ratio']:.3f} {row['seconds']:8.3f} s",
         flush=True,
       )
-  with open(_OUTPUT.value, "w", newline="") as file:
-    writer = csv.DictWriter(file, rows[0].keys())
-    writer.writeheader()
-    writer.writerows(rows)
+  csv_rows.write(_OUTPUT.value, rows)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from attnres_jax import csv_rows
 from attnres_jax.sweep import cli
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import rows
@@ -114,15 +115,20 @@ def _kill_at_random(rng, folder, source, anywhere):
   return at_work
 
 
-def _survives(whole, source, folder, kills, anywhere):
+def _survive(whole, source, parent, kills, anywhere):
+  """Kills a sweep at work so often; one that is done makes way for another."""
   seed = random.randrange(2**32)
   print("random seed", seed)
   rng = random.Random(seed)
-  at_work = [
-    _kill_at_random(rng, folder, source, anywhere) for _ in range(kills)
-  ]
-  # Otherwise the runs are too short for so many.
-  assert all(at_work)
+  folder = parent / "sweep_0"
+  for i in range(1, kills + 1):
+    while not _kill_at_random(rng, folder, source, anywhere):
+      _finish(whole, source, folder)
+      folder = parent / f"sweep_{i}"
+  _finish(whole, source, folder)
+
+
+def _finish(whole, source, folder):
   code, text = tiny_sweep.finish(
     tiny_sweep.start(folder, source, "--max_parallel=2")
   )
@@ -131,20 +137,20 @@ def _survives(whole, source, folder, kills, anywhere):
 
 
 def test_killed_sweep_ends_like_an_undisturbed_one(whole, source, tmp_path):
-  _survives(whole, source, tmp_path / "sweep", kills=2, anywhere=False)
+  _survive(whole, source, tmp_path, kills=2, anywhere=False)
 
 
 @pytest.mark.slow
 def test_twenty_kills(tmp_path):
   path = tmp_path / "tiny.py"
-  fields = FIELDS | {"train.steps": 2500, "train.eval_every": 500}
+  fields = FIELDS | {"train.steps": 600, "train.eval_every": 200}
   source = tiny_sweep.write(path, seeds=(0, 1, 2, 3), **fields)
   whole = tmp_path / "whole"
   code, text = tiny_sweep.finish(
     tiny_sweep.start(whole, source, "--max_parallel=2")
   )
   assert code == 0, text
-  _survives(whole, source, tmp_path / "sweep", kills=20, anywhere=True)
+  _survive(whole, source, tmp_path, kills=20, anywhere=True)
 
 
 def test_two_launchers_at_once(whole, source, tmp_path):
@@ -213,7 +219,9 @@ def test_report_rows_and_status(whole, tmp_path, capsys):
   arguments = ["collect", workdir, f"--out={target}"]
   assert cli.main(tiny_sweep.EXPERIMENT, arguments) == 0
   assert "2 of 2 runs" in capsys.readouterr().out
-  for row, run in zip(rows.read(target), folder_lib.read(whole), strict=True):
+  for row, run in zip(
+    csv_rows.read(target), folder_lib.read(whole), strict=True
+  ):
     summary = json.loads((whole / run.name / "summary.json").read_text())
     assert float(row["validation_loss"]) == pytest.approx(
       summary["validation_loss"], abs=1e-6

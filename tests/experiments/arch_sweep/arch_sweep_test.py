@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 from attnres_jax import config as config_lib
+from attnres_jax import csv_rows
 from attnres_jax.flops import parameters
 from attnres_jax.scaling import grid
 from attnres_jax.scaling import paper
 from attnres_jax.sweep import folder as folder_lib
-from attnres_jax.sweep import rows as rows_lib
 from experiments.arch_sweep import publish
 from experiments.arch_sweep import report
 
@@ -121,7 +121,7 @@ def test_committed_results(tmp_path, monkeypatch):
     rows.append(
       {**fields, "seed": 0, "seconds": 360, "validation_loss": loss} | facts
     )
-  rows_lib.write(tmp_path / "rows.csv", rows)
+  csv_rows.write(tmp_path / "rows.csv", rows)
   publish.main([])
   text = (tmp_path / "README.md").read_text()
   assert "old" not in text and text.endswith("\nbelow\n")

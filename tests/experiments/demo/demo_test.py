@@ -9,6 +9,7 @@ import pytest
 
 from attnres_jax import analysis
 from attnres_jax import config as config_lib
+from attnres_jax import csv_rows
 from experiments.demo import inspection
 from experiments.demo import report
 from experiments.demo import results
@@ -101,7 +102,7 @@ def test_csv_and_markdown_tell_the_same_story(tmp_path):
   names = ("corpus", "hardware", "python", "jax", "commit")
   facts = {name: FACTS[name] for name in names}
   results.write_csv(path, all_runs(), SECONDS, facts)
-  rows = results.read_csv(path)
+  rows = csv_rows.read(path)
   assert len(rows) == 8
   assert rows[2]["scheme"] == "full_attnres"
   assert float(rows[2]["validation_nats_per_token"]) == 1.4

@@ -157,7 +157,7 @@ def test_committed_measurements_are_what_was_planned():
 @pytest.mark.parametrize("path", tables.DOCUMENTS, ids=lambda path: path.name)
 def test_documents_show_the_committed_results(path):
   text = path.read_text(encoding="utf-8")
-  assert "<!-- pipeline_cost: transfers -->" in text
+  assert "<!-- /transfers -->" in text
   assert text == tables.with_tables(text), (
     "run `python -m experiments.pipeline_cost.tables`"
   )
