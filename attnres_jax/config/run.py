@@ -259,18 +259,24 @@ class PipelineConfig:
       grow with the microbatches; `gpipe` is autodiff of the forward loop.
     rule: which blocks cross a boundary: all (`naive`), those that the rank has
       not received before (`cached`, the paper's), or also not made (`minimum`).
+    gather: when a rank gets the parts of its weights that other devices of
+      mesh.fsdp and mesh.expert have: those of a chunk at each `tick`, or all at
+      once for a `step`, which sends far less, and holds a rank's weights and
+      their float32 gradients whole.
   """
 
   virtual_stages: int = 1
   microbatches: int = 0
   schedule: str = "1f1b"
   rule: str = "minimum"
+  gather: str = "tick"
 
   def __post_init__(self):
     errors.check_positive("pipeline", self, "virtual_stages")
     errors.check_not_negative("pipeline", self, "microbatches")
     errors.check_in("pipeline.schedule", self.schedule, ("1f1b", "gpipe"))
     errors.check_in("pipeline.rule", self.rule, ("naive", "cached", "minimum"))
+    errors.check_in("pipeline.gather", self.gather, ("tick", "step"))
 
 
 @dataclasses.dataclass(frozen=True)

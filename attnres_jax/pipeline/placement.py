@@ -9,9 +9,10 @@ each rank the sublayers of its chunks, and an all-gather of what all ranks need;
 gradients go home by the transposes. Per device that sends the master weights of
 its rank once and their gradients once, outside of all loops.
 
-Within the step `fsdp` and `expert` still cut the weights of a chunk: it is
-gathered when its turn comes, in the dtype of its products, and its gradient
-scattered, in that of the master weights.
+Within the step `fsdp` and `expert` still cut these weights. A chunk is gathered
+when its turn comes, in the dtype of its products, and its gradient scattered,
+in that of the master weights. With `pipeline.gather="step"` all chunks of a
+rank are, before the first tick and after the last.
 """
 
 from collections.abc import Sequence
@@ -63,7 +64,9 @@ class Placement:
     layout: which sublayers each chunk has.
     kinds: of all sublayers.
     specs: how each parameter is cut at rest, a tree like the model.
-    dtype: of activations, and so of their products with matrices.
+    dtype: in which weights travel that are cut within the step; that of their
+      products with activations.
+    gathers_at_ticks: a chunk at a time.
   """
 
   mesh: Mesh
@@ -71,6 +74,7 @@ class Placement:
   kinds: tuple[str, ...]
   specs: Any
   dtype: jnp.dtype
+  gathers_at_ticks: bool
 
   def collect(self, model: Any) -> Parameters:
     """The parameters of this rank, of the parts of all that are here at rest.
@@ -102,13 +106,8 @@ class Placement:
 
     return jax.tree.map(one, gradient, self.specs)
 
-  @property
-  def cuts_chunks(self) -> bool:
-    """Whether a chunk has to be gathered before it can run."""
-    return any(self.mesh.shape[axis] > 1 for axis in _CHUNK_AXES)
-
-  def gather_chunk(self, weights: dict[str, Any]) -> dict[str, Any]:
-    """Weights [1, rows, ...] of one chunk, whole.
+  def gather(self, weights: dict[str, Any]) -> dict[str, Any]:
+    """Weights [chunks, rows, ...] whole.
 
     What is cut travels, and arrives, in the dtype that it is used in.
     """
@@ -116,9 +115,9 @@ class Placement:
     def one(path: Any, w: jax.Array, spec: PartitionSpec) -> jax.Array:
       name = jax.tree_util.keystr(path, simple=True, separator="/")
       wide = name.removesuffix("/value").endswith(_WIDE)
-      if not wide and any(axis in _axes(spec) for axis in _CHUNK_AXES):
+      if not wide and _axes(spec).intersection(cutting_axes(self.mesh)):
         w = w.astype(self.dtype)
-      return self._gather(_CHUNK_AXES, 1, w, spec)
+      return self._gather(cutting_axes(self.mesh), 1, w, spec)
 
     return {
       kind: jax.tree_util.tree_map_with_path(
@@ -127,13 +126,13 @@ class Placement:
       for kind, stacked in weights.items()
     }
 
-  def scatter_chunk(self, gradient: dict[str, Any]) -> dict[str, Any]:
-    """This device's part of gradients [1, rows, ...], summed over devices."""
+  def scatter(self, gradient: dict[str, Any]) -> dict[str, Any]:
+    """Its part of gradients [chunks, rows, ...], summed over devices."""
 
     def one(g: jax.Array, spec: PartitionSpec) -> jax.Array:
       for dim, axes in enumerate(spec):
         for axis in _names(axes):
-          if axis in _CHUNK_AXES and self.mesh.shape[axis] > 1:
+          if axis in cutting_axes(self.mesh):
             g = jax.lax.psum_scatter(
               g, axis, scatter_dimension=dim + 1, tiled=True
             )
@@ -185,9 +184,14 @@ class Placement:
     return w
 
 
-_CHUNK_AXES = (sharding.FSDP, sharding.EXPERT)
+def cutting_axes(mesh: Mesh) -> tuple[str, ...]:
+  """Which axes cut the weights of a rank within a step."""
+  axes = sharding.FSDP, sharding.EXPERT
+  return tuple(axis for axis in axes if mesh.shape[axis] > 1)
+
+
 # Ends of the paths of parameters that are used as they are, of those that
-# `_CHUNK_AXES` cut. All others are matrices of `models.linear` and `grouped`.
+# `cutting_axes` cut. All others are matrices of `models.linear` and `grouped`.
 _WIDE = ("router",)
 
 

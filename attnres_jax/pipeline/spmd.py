@@ -16,8 +16,8 @@ ranks: they take as long as the other slot. Loops of their own would send no
 zeros that way, but would have every chunk twice in the program.
 
 The loop holds what `memory` has counted, however many microbatches there are.
-Gradients are reduced once, after the loop, but over the axes that cut a chunk
-(see `placement`).
+Gradients are reduced once, after the loop, but over axes that cut weights which
+are gathered at each tick (see `placement`).
 
 `pipeline.schedule="gpipe"` leaves backward to autodiff of the forward loop,
 which saves the cache at every tick: the simple mode, and what tests compare
@@ -72,8 +72,9 @@ def value_and_grad(
 
   def program(model, batch):
     parameters, pull_back = jax.vjp(plan.placement.collect, model)
+    parameters = plan.gathered(parameters)
     loss, gradient = differentiate(plan, parameters, plan.cut(batch))
-    (gradient,) = pull_back(gradient)
+    (gradient,) = pull_back(plan.scattered(gradient))
     loss = jax.lax.psum(loss, _LOSS_AXES)
     return loss, plan.placement.reduce(gradient)
 
@@ -91,7 +92,7 @@ def evaluate(
   plan = make_plan(config, mesh)
 
   def program(model, batch):
-    parameters = plan.placement.collect(model)
+    parameters = plan.gathered(plan.placement.collect(model))
     return jax.lax.psum(_forward(plan, parameters, plan.cut(batch)), _LOSS_AXES)
 
   return plan.on_mesh(program, sharding.WHOLE)(model, batch)
@@ -137,10 +138,6 @@ def _by_autodiff(
   plan: "Plan", parameters: Parameters, batch: Microbatch
 ) -> tuple[loss_lib.LossSums, Parameters]:
   """GPipe: loss and gradients of this rank."""
-  # Autodiff would round gradients to the dtype in which weights travel.
-  wide = precision.wide(plan.placement.dtype)
-  placement = dataclasses.replace(plan.placement, dtype=wide)
-  plan = dataclasses.replace(plan, placement=placement)
 
   def total(parameters):
     sums = _forward(plan, parameters, batch)
@@ -208,6 +205,20 @@ class Plan:
       check_vma=False,
     )
 
+  def gathered(self, parameters: Parameters) -> Parameters:
+    """As they are throughout the loop."""
+    if self.placement.gathers_at_ticks:
+      return parameters
+    weights = self.placement.gather(parameters.weights)
+    return parameters._replace(weights=weights)
+
+  def scattered(self, gradient: Parameters) -> Parameters:
+    """That of the loop's parameters, as that of those before it."""
+    if self.placement.gathers_at_ticks:
+      return gradient
+    weights = self.placement.scatter(gradient.weights)
+    return gradient._replace(weights=weights)
+
   def cut(self, batch: Microbatch) -> Microbatch:
     """Rows of this device [B, ...] as [M, B / M, ...]."""
     count = self.schedule.num_microbatches
@@ -267,8 +278,8 @@ class Unit:
   ) -> Any:
     """`function(chunk, *state, weights, *rest)`, or `nothing(*state, ...)`."""
     weights = self.weights
-    if self.placement.cuts_chunks:
-      weights = self.placement.gather_chunk(self._own(weights))
+    if self.placement.gathers_at_ticks:
+      weights = self.placement.gather(self._own(weights))
     return self._switch(function, nothing, *state, weights)
 
   def differentiate(
@@ -284,19 +295,16 @@ class Unit:
       del cache
       return sums, stage.transport.message()
 
-    if not self.placement.cuts_chunks:
+    if not self.placement.gathers_at_ticks:
       return self._switch(
         stage.backward, nothing, cache, sums, message, self.weights
       )
-    weights = self.placement.gather_chunk(self._own(self.weights))
-    empty = jax.tree.map(
-      lambda w: jnp.zeros(w.shape, precision.wide(w.dtype)), weights
-    )
+    weights = self.placement.gather(self._own(self.weights))
+    empty = sums._replace(weights=stage_lib.no_gradients_of(weights))
     found, message = self._switch(
-      stage.backward, nothing, cache, sums._replace(weights=empty), message,
-      weights,
-    )  # fmt: skip
-    own = self.placement.scatter_chunk(found.weights)
+      stage.backward, nothing, cache, empty, message, weights
+    )
+    own = self.placement.scatter(found.weights)
     added = jax.tree.map(
       lambda a, g: a.at[self._virtual_stage].add(g[0]), sums.weights, own
     )
@@ -334,8 +342,13 @@ def make_plan(config: config_lib.RunConfig, mesh: Mesh) -> Plan:
   pools = {kind: schedule.slot_pool(kind, rule=rule) for kind in memory.KINDS}
   specs = jax.tree.map(lambda s: s.spec, sharding.state_sharding(model, mesh))
   dtype = jnp.dtype(config.model.dtype)
+  if config.pipeline.schedule == "gpipe":
+    # Autodiff would round gradients to the dtype in which weights travel.
+    dtype = precision.wide(dtype)
+  cut = bool(placement_lib.cutting_axes(mesh))
+  at_ticks = cut and config.pipeline.gather == "tick"
   placement = placement_lib.Placement(
-    mesh, layout, config.model.sublayer_kinds, specs, dtype
+    mesh, layout, config.model.sublayer_kinds, specs, dtype, at_ticks
   )
   return Plan(schedule, stage_lib.Stage(network, wire, **pools), placement)
 

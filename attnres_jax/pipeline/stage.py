@@ -189,8 +189,8 @@ class Stage:
       block = jax.ShapeDtypeStruct(block.shape, precision.wide(block.dtype))
     return Gradients(
       _pool(self.gradients, block),
-      jax.tree.map(jnp.zeros_like, weights),
-      jax.tree.map(jnp.zeros_like, shared),
+      no_gradients_of(weights),
+      no_gradients_of(shared),
       self.network.no_loss(),
     )
 
@@ -384,6 +384,13 @@ class Stage:
       for kind, gradient in own.items()
     }
     return {**sums, **added}
+
+
+def no_gradients_of(weights: Any) -> Any:
+  """Zeros in the dtype of master weights, whatever that of `weights`."""
+  return jax.tree.map(
+    lambda w: jnp.zeros(w.shape, precision.wide(w.dtype)), weights
+  )
 
 
 def _rows(

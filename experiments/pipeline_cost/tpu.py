@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pipelined step of the 48B network, compiled for a slice of v5p.
 
-  python -m experiments.pipeline_cost.tpu --size=48b
-  python -m experiments.pipeline_cost.tpu --size=4_layers
-  python -m experiments.pipeline_cost.tpu --size=4_layers --residual=prenorm
+  python -m experiments.pipeline_cost.tpu --size=48b_8_ranks
+  python -m experiments.pipeline_cost.tpu --size=48b_8_ranks --residual=prenorm
+  python -m experiments.pipeline_cost.tpu --size=4_layers --rule=cached
 
 Writes a row of `tpu.csv` beside this file, or replaces that of the same size,
 scheme and rule, and prints the report of `attnres_jax.aot`. It needs no device,
-but libtpu and patience (`processor_seconds` says how much); 48b takes 8 GB of
-memory. With jax 0.10.2 the program cannot be read, only what memory it takes.
+but libtpu and patience (`processor_seconds` says how much); a 48B network takes
+8 GB of memory. With jax 0.10.2 the program cannot be read, only what memory it
+takes.
 
 Everything is per device. Times are the lower bounds of `attnres_jax.aot`:
 analytic FLOPs, bytes of memory and bytes of links, each at its peak alone.
 `vector_MiB` is one [tokens, width] of a microbatch; `inputs`, `blocks` and
 `gradients` are how many slots the plan has for running states (float32), block
 representations, and their gradients (float32). `sent` lists gigabytes a step
-sends within loops, by collective and axes, and the share that is overlapped.
+sends within loops, by collective and axes, and the share that is overlapped;
+`sent_once` those outside of loops.
 """
 
 import os
@@ -46,7 +48,7 @@ class Size(NamedTuple):
 
   config: str
   topology: str
-  fields: dict[str, int]
+  fields: dict[str, int | str]
 
 
 SIZES = {
@@ -59,6 +61,20 @@ SIZES = {
       "mesh.expert": 16,
       "pipeline.virtual_stages": 4,
       "pipeline.microbatches": 32,
+    },
+  ),
+  # Ranks half as large, so that each can hold its weights and gradients whole
+  # and sends them once a step.
+  "48b_8_ranks": Size(
+    "configs/kimi_linear.py:size=48b",
+    "v5p:4x4x4",
+    {
+      "mesh.data": 1,
+      "mesh.stage": 8,
+      "mesh.expert": 8,
+      "pipeline.virtual_stages": 2,
+      "pipeline.microbatches": 64,
+      "pipeline.gather": "step",
     },
   ),
   # Its width, heads and experts, an eighth of its depth, a quarter of its
@@ -117,12 +133,13 @@ def make_row(config: config_lib.RunConfig, report: Row, devices: Any) -> Row:
   for name in ("compute", "memory", "link"):
     seconds = report.get(f"{name}_seconds")
     row[f"{name}_seconds"] = None if seconds is None else round(seconds, 3)
-  row["sent"] = "; ".join(
-    f"{one['kind']} {one['axes']} {one['sent_bytes'] / 1e9:.2f}"
-    f" ({one['overlapped_bytes'] / one['sent_bytes']:.0%})"
-    for one in report.get("collectives", ())
-    if one["in_loop"] and one["sent_bytes"]
-  )
+  for column, in_loop in (("sent", True), ("sent_once", False)):
+    row[column] = "; ".join(
+      f"{one['kind']} {one['axes']} {one['sent_bytes'] / 1e9:.2f}"
+      f" ({one['overlapped_bytes'] / one['sent_bytes']:.0%})"
+      for one in report.get("collectives", ())
+      if one["in_loop"] == in_loop and one["sent_bytes"]
+    )
   return row
 
 

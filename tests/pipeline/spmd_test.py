@@ -243,9 +243,12 @@ def test_autodiff_of_the_forward_loop_and_evaluation():
     np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
-def test_weights_that_are_gathered_chunk_by_chunk():
-  config = _config((2, 1, 2, 2, 1), dict(fsdp=2), scheme="rescaled")
-  _assert_as_on_one_device(config)
+@pytest.mark.parametrize("gather", ["tick", "step"])
+def test_weights_that_are_cut_over_devices_of_a_rank(gather):
+  pipeline = dict(gather=gather)
+  _assert_as_on_one_device(
+    _config((2, 1, 2, 2, 1), dict(fsdp=2), scheme="rescaled", pipeline=pipeline)
+  )
 
 
 def _of_all_kinds(mesh, **fields):
@@ -256,33 +259,42 @@ def _of_all_kinds(mesh, **fields):
 @pytest.mark.parametrize(
   "schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)]
 )
-def test_weights_travel_in_the_dtype_of_their_products(schedule):
+@pytest.mark.parametrize("gather", ["tick", "step"])
+def test_weights_travel_in_the_dtype_of_their_products(schedule, gather):
   """And their gradients in float32, which autodiff would not see to."""
   config = _of_all_kinds(
-    dict(fsdp=2, expert=2), dtype="bfloat16", pipeline=dict(schedule=schedule)
+    dict(fsdp=2, expert=2),
+    dtype="bfloat16",
+    pipeline=dict(schedule=schedule, gather=gather),
   )
   mesh = sharding.make_mesh(config.mesh)
   program = jax.make_jaxpr(functools.partial(spmd.value_and_grad, config, mesh))
-  (loop,) = [
+  all_of_it = list(jaxprs.equations(program(*_inputs(config))))
+  # With gpipe, forward and backward, of which one scatters.
+  loops = [
     equation
-    for equation in jaxprs.equations(program(*_inputs(config)))
-    if equation.primitive.name == "scan"
-    and jaxprs.has(equation, "ppermute")
-    and jaxprs.has(equation, "reduce_scatter")
+    for equation in all_of_it
+    if equation.primitive.name == "scan" and jaxprs.has(equation, "ppermute")
   ]
-  inside = list(jaxprs.equations(loop.params["jaxpr"]))
-  dtypes = {
-    name: {
-      equation.invars[0].aval.dtype.name
-      for equation in inside
-      if equation.primitive.name == name
-      # Of routers alone, 4 experts wide, there is a product in float32.
-      and equation.invars[0].aval.shape[-2:] != (8, 4)
-    }
-    for name in ("all_gather", "reduce_scatter")
-  }
+  inside = [e for loop in loops for e in jaxprs.equations(loop.params["jaxpr"])]
   travel = {"1f1b": "bfloat16", "gpipe": "float32"}[schedule]
-  assert dtypes == {"all_gather": {travel}, "reduce_scatter": {"float32"}}
+  dtypes = {"all_gather": {travel}, "reduce_scatter": {"float32"}}
+  if gather == "tick":
+    assert _dtypes_of_cut_experts(inside) == dtypes
+  else:
+    assert not any(_dtypes_of_cut_experts(inside).values())
+    assert _dtypes_of_cut_experts(all_of_it) == dtypes
+
+
+def _dtypes_of_cut_experts(equations):
+  """In which their parts go from device to device, by collective."""
+  found = {"all_gather": set(), "reduce_scatter": set()}
+  for equation in equations:
+    name = equation.primitive.name
+    # [chunks, rows, experts, ...] once they are at their ranks.
+    if name in found and equation.invars[0].aval.ndim == 5:
+      found[name].add(equation.invars[0].aval.dtype.name)
+  return found
 
 
 @pytest.mark.slow
@@ -344,11 +356,22 @@ def test_forms_and_remat(scheme, form):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [dict(data=2), dict(fsdp=2, expert=2)])
-def test_kinds_that_differ_from_chunk_to_chunk(mesh):
+@pytest.mark.parametrize(
+  ("mesh", "gather"),
+  [
+    (dict(data=2), "tick"),
+    (dict(fsdp=2, expert=2), "tick"),
+    (dict(fsdp=2, expert=2), "step"),
+  ],
+)
+def test_kinds_that_differ_from_chunk_to_chunk(mesh, gather):
   """Ten sublayers on four chunks: two or three, of up to three kinds."""
   config = _config(
-    (2, 2, 2, 10, 4), mesh, last_mixer="mla", **tiny_network.KINDS
+    (2, 2, 2, 10, 4),
+    mesh,
+    last_mixer="mla",
+    pipeline=dict(gather=gather),
+    **tiny_network.KINDS,
   )
   _assert_as_on_one_device(config)
 
