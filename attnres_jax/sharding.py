@@ -81,7 +81,8 @@ def make_mesh(
   """A mesh over devices of all processes, or over the given ones.
 
   Where the devices lie in several slices (pods without a direct link), `data`
-  is what crosses them, once per step.
+  is what crosses them, once per step. Axes of the mesh are axes of the torus
+  where sizes allow it, and parts of them where not, as with 8 x 8 on 4x4x4.
 
   Raises:
     ConfigError: the sizes ask for more devices than there are, or leave a
@@ -93,7 +94,9 @@ def make_mesh(
   num_slices = len({getattr(device, "slice_index", 0) for device in used})
   shape = tuple(sizes.values())
   if num_slices == 1:
-    grid = mesh_utils.create_device_mesh(shape, used)
+    grid = mesh_utils.create_device_mesh(
+      shape, used, allow_split_physical_axes=True
+    )
   else:
     if sizes[DATA] % num_slices:
       config_lib.fail(
@@ -104,7 +107,9 @@ def make_mesh(
       )
     across = [num_slices if axis == DATA else 1 for axis in AXES]
     inner = [size // slices for size, slices in zip(shape, across)]
-    grid = mesh_utils.create_hybrid_device_mesh(inner, across, used)
+    grid = mesh_utils.create_hybrid_device_mesh(
+      inner, across, used, allow_split_physical_axes=True
+    )
   return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 

@@ -71,6 +71,16 @@ def test_a_cut_that_leaves_a_remainder(axis, path, shape, message):
   assert f"which it cuts in {path} {shape}" in str(error.value)
 
 
+@pytest.mark.parametrize("num_slices", [1, 2])
+def test_axes_that_divide_those_of_the_torus(num_slices):
+  pytest.importorskip("libtpu", reason="libtpu is not installed")
+  devices = topology.devices("v5p:4x4x4", num_slices)
+  sizes = dict(stage=8, data=num_slices, expert=8)
+  mesh = sharding.make_mesh(config_lib.MeshConfig(**sizes), devices)
+  assert mesh.size == len({device.id for device in mesh.devices.flat})
+  assert {axis: mesh.shape[axis] for axis in sizes} == sizes
+
+
 def test_data_crosses_slices():
   """The other axes stay within a slice, whose devices have links."""
   pytest.importorskip("libtpu", reason="libtpu is not installed")
