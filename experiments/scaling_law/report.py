@@ -184,22 +184,22 @@ def goodput(progress: Sequence[monitor.Progress]) -> str:
     for scheme in schemes
   }
   groups["<b>all</b>"] = list(progress)
-  names: list[str] = []
-  table = []
-  for label, own in groups.items():
+  columns = []
+  for own in groups.values():
     spent = own[0].goodput
     for one in own[1:]:
       spent += one.goodput
-    names = list(spent.seconds)
     total = sum(one.seconds for one in own)
-    cells = [_share(seconds, total) for seconds in spent.seconds.values()]
-    cells.append(_share(max(0.0, total - spent.total), total))
-    cells.append(monitor.duration(total))
-    table.append([label, *cells])
-  header = [name.replace("_", " ") for name in names]
+    seconds = spent.seconds | {"other": max(0.0, total - spent.total)}
+    cells = {name: _share(value, total) for name, value in seconds.items()}
+    columns.append(cells | {"<b>total</b>": monitor.duration(total)})
+  table = [
+    [name.replace("_", " "), *(column[name] for column in columns)]
+    for name in columns[0]
+  ]
   steps = sum(one.goodput.lost_steps for one in progress)
   return (
-    page.table(["", *header, "other", "total"], table)
+    page.table(["", *groups], table)
     + f"\n<p>{steps:,} steps were taken twice.</p>"
   )
 
