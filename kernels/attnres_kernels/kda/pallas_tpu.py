@@ -2,36 +2,25 @@
 """KDA on TPU: one grid step per chunk, the state in VMEM from chunk to chunk.
 
 The chunkwise form and its tree are those of the plain-JAX backend (see there),
-laid out for the matrix unit:
-
-- The exponents of all levels of the tree, and those from the chunk's start and
-  to its end, are sums of log-decays over index ranges: one product of a 0/1
-  matrix with g, which is split into bfloat16 terms. Its transpose takes the
-  gradients back. Differences never occur.
-- A level's square is cut out of a full C x C product by a mask.
-- The state is kept transposed, [V, K], so that decays are rows of lanes.
-- Several heads share a grid step: the products of one fill the latencies of
-  another.
+laid out for the matrix unit (`pallas_tpu_chunk`). The state is kept transposed,
+[V, K], so that decays are rows of lanes. Several heads share a grid step: the
+products of one fill the latencies of another.
 
 Backward is two kernels: one forward in time that writes the state before each
-chunk and the inverse of its triangular system, and one backward in time. The
-inverse is float32: a Newton step makes up for products of bfloat16 operands.
-Float32 inputs use float32 products throughout.
+chunk and the inverse of its triangular system, and one backward in time.
 """
 
 import functools
-from typing import Any
 
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
-import numpy as np
+
+from attnres_kernels.kda import pallas_tpu_chunk as chunk_lib
 
 _VMEM_BYTES = 56 * 2**20  # Of 64 MiB on v5p and tpu7x, 128 on the others.
 _DTYPES = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
-# A decay by this forgets everything, and 0 * -inf would be NaN in a product.
-_FORGET = -1e4
 
 
 def choose_heads(chunk_size, num_heads, width):
@@ -70,7 +59,7 @@ def forward(
   o, state = call(
     functools.partial(_forward_kernel, scale=scale),
     "kda_forward",
-    [call.constant(_ranges(chunk_size, q.dtype))]
+    [call.constant(chunk_lib.ranges(chunk_size, q.dtype))]
     + [call.tokens(x) for x in (q, k, v, g)]
     + [call.row(beta), call.state(state)],
     [call.tokens_out(v), call.state_out()],
@@ -95,7 +84,9 @@ def backward(
 ):
   """Returns the gradients of q, k, v, g, beta and the first state."""
   call = _Call(q, v, chunk_size, interpret, heads)
-  ranges, turned = (_ranges(chunk_size, q.dtype, t) for t in (False, True))
+  ranges, turned = (
+    chunk_lib.ranges(chunk_size, q.dtype, t) for t in (False, True)
+  )
   starts, inverses = call(
     _states_kernel,
     "kda_states",
@@ -231,7 +222,10 @@ class _Call:
       bytes_accessed=sum(
         x.size * x.dtype.itemsize for _, x in inputs + outputs
       ),
-      transcendentals=steps * (_levels(self.size) + 2) * self.size * self.key,
+      transcendentals=steps
+      * (chunk_lib.num_levels(self.size) + 2)
+      * self.size
+      * self.key,
     )
 
 
@@ -266,7 +260,7 @@ def _forward_kernel(
   _start(first_ref, state_ref)
   heads = range(group)
   chunks = [
-    _Chunk(
+    chunk_lib.Chunk(
       _head(q_ref, head, group),
       _head(k_ref, head, group),
       _head(g_ref, head, group),
@@ -278,7 +272,7 @@ def _forward_kernel(
   ]
   states = [state_ref[head] for head in heads]
   values = [_head(v_ref, head, group) for head in heads]
-  _, reads, z = _solve(chunks, states, values)
+  _, reads, z = chunk_lib.solve(chunks, states, values)
   outputs = [
     read[c.size :] + c.dot(c.pairs * c.beta, z)
     for c, z, read in zip(chunks, z, reads)
@@ -306,7 +300,7 @@ def _states_kernel(
   _start(first_ref, state_ref)
   heads = range(group)
   chunks = [
-    _Chunk(
+    chunk_lib.Chunk(
       None,
       _head(k_ref, head, group),
       _head(g_ref, head, group),
@@ -318,7 +312,7 @@ def _states_kernel(
   ]
   states = [state_ref[head] for head in heads]
   values = [_head(v_ref, head, group) for head in heads]
-  inverses, _, z = _solve(chunks, states, values)
+  inverses, _, z = chunk_lib.solve(chunks, states, values)
   for head, c in enumerate(chunks):
     starts_ref[0, head, 0] = states[head].astype(starts_ref.dtype)
     inverses_ref[0, head, 0] = inverses[head].astype(inverses_ref.dtype)
@@ -354,11 +348,11 @@ def _backward_kernel(
       _head(x, head, group) for x in (q_ref, k_ref, v_ref, g_ref, do_ref)
     )
     beta = beta_ref[0, head, 0]
-    c = _Chunk(q, k, g, beta, ranges_ref, scale)
+    c = chunk_lib.Chunk(q, k, g, beta, ranges_ref, scale)
     start, inverse = starts_ref[0, head, 0], inverses_ref[0, head, 0]
     dstate = dstate_ref[head]
     do = do.astype(jnp.float32)
-    column = _column(beta)
+    column = chunk_lib.as_column(beta)
     z = c.dot(
       inverse, v.astype(jnp.float32) - c.dot(c.both_in[: c.size], start, 1)
     )
@@ -388,7 +382,7 @@ def _backward_kernel(
     dk = dk_in + dk_out + own * c.q
     dexponents = []
     dsquares = jnp.concatenate([dsystem * beta, dpairs], axis=0)
-    for level in range(_levels(c.size)):
+    for level in range(chunk_lib.num_levels(c.size)):
       mask = c.mask(level)
       dsquare = jnp.where(jnp.concatenate([mask, mask], axis=0), dsquares, 0.0)
       decay, rows = c.decay(level), c.rows(level)
@@ -401,116 +395,11 @@ def _backward_kernel(
     dexponents.append(c.q * dq_in + c.k * dk_in)
     dexponents.append(c.k * dk_out)
     dexponents = jnp.concatenate(dexponents, axis=0)
-    dg = _range_sums(turned_ref, dexponents, q_ref.dtype)
+    dg = chunk_lib.range_sums(turned_ref, dexponents, q_ref.dtype)
     _set_head(dq_ref, head, group, scale * dq)
     _set_head(dk_ref, head, group, dk)
     _set_head(dg_ref, head, group, dg + dwhole)
   _finish(first_ref, dstate_ref)
-
-
-class _Chunk:
-  """What a chunk of one head is made of, before any state enters."""
-
-  def __init__(self, q, k, g, beta, ranges_ref, scale):
-    self.exact = k.dtype == jnp.float32
-    self.size, _ = k.shape
-    self.beta = beta
-    self.k = k.astype(jnp.float32)
-    self.q: Any = None if q is None else q.astype(jnp.float32) * scale
-    exponents = _range_sums(ranges_ref, jnp.maximum(g, _FORGET), k.dtype)
-    self.decays = jnp.exp(exponents)
-    levels = _levels(self.size)
-    self.carried = self.decay(levels)
-    self.left = self.decay(levels + 1)
-    self.whole = self.carried[-1:]
-    self.k_out = self.k * self.left
-    self.both_in = self._rows(self.carried)
-    row, column = (_iota((self.size, self.size), axis) for axis in (0, 1))
-    self.diagonal = row == column
-    self.below = row > column
-    self._differ = row ^ column
-    self._square()
-
-  def _square(self):
-    """A and P, [C, C], from the squares of the tree and the diagonal."""
-    self.keys = jnp.zeros((self.size, self.size), jnp.float32)
-    if self.q is not None:
-      self.pairs = jnp.where(self.diagonal, self.dot(self.q, self.k, 1), 0.0)
-    for level in range(_levels(self.size)):
-      mask, rows = self.mask(level), self.rows(level)
-      square = self.dot(rows, rows[: self.size], 1)
-      self.keys = jnp.where(mask, square[: self.size], self.keys)
-      if self.q is not None:
-        self.pairs = jnp.where(mask, square[self.size :], self.pairs)
-
-  def mask(self, level):
-    """Later block's rows, earlier block's columns: this bit differs first."""
-    return ((self._differ >> level) == 1) & self.below
-
-  def decay(self, level):
-    return self.decays[level * self.size : (level + 1) * self.size]
-
-  def rows(self, level):
-    """Of k, then of q; those of k are the columns as well."""
-    return self._rows(self.decay(level))
-
-  def _rows(self, decay):
-    if self.q is None:
-      return self.k * decay
-    return jnp.concatenate([self.k * decay, self.q * decay], axis=0)
-
-  def next(self, state, z):
-    """The state after the chunk, to which z has been added."""
-    return self.whole * state + self.dot(
-      _column(self.beta) * z, self.k_out, 0, 0
-    )
-
-  def dot(self, a, b, b_axis=0, a_axis=1):
-    return _dot(a, b, b_axis, a_axis, exact=self.exact)
-
-
-def _solve(chunks, states, values):
-  """Inverses, what k and q read from the states, and what tokens add."""
-  inverses = _inverses(chunks)
-  reads = [c.dot(c.both_in, s, 1) for c, s in zip(chunks, states)]
-  z = [
-    c.dot(inverse, value.astype(jnp.float32) - read[: c.size])
-    for c, inverse, value, read in zip(chunks, inverses, values, reads)
-  ]
-  return inverses, reads, z
-
-
-def _inverses(chunks):
-  """Of I + A diag(beta), float32; in lockstep, since each product waits."""
-  systems = [c.keys * c.beta for c in chunks]
-  inverses = [
-    jnp.where(c.diagonal, 1.0, jnp.where(c.mask(0), -system, 0.0))
-    for c, system in zip(chunks, systems)
-  ]
-  for level in range(1, _levels(chunks[0].size)):
-    squares = [
-      jnp.where(c.mask(level), system, 0.0)
-      for c, system in zip(chunks, systems)
-    ]
-    halves = [
-      c.dot(x, square) for c, x, square in zip(chunks, inverses, squares)
-    ]
-    inverses = [
-      x - c.dot(half, x) for c, half, x in zip(chunks, halves, inverses)
-    ]
-  if chunks[0].exact:
-    return inverses
-  # One Newton step squares the error of the products in bfloat16.
-  inverses = [x.astype(jnp.bfloat16) for x in inverses]
-  products = [
-    sum(c.dot(term, x) for term in _split(system, 2))
-    for c, system, x in zip(chunks, systems, inverses)
-  ]
-  rests = [
-    jnp.where(c.diagonal, 1.0, 0.0) - x - product
-    for c, x, product in zip(chunks, inverses, products)
-  ]
-  return [x + c.dot(x, rest) for c, x, rest in zip(chunks, inverses, rests)]
 
 
 def _start(first_ref, state_ref):
@@ -533,72 +422,3 @@ def _head(ref, head, group):
 def _set_head(ref, head, group, value):
   width = ref.shape[-1] // group
   ref[0, :, head * width : (head + 1) * width] = value.astype(ref.dtype)
-
-
-def _levels(size):
-  return size.bit_length() - 1
-
-
-def _ranges(size, dtype, turned=False):
-  """0/1 rows: which log-decays sum up to an exponent, [(levels + 2) C, C].
-
-  Per level, from the boundary between two blocks: up to a token of the later
-  block, or from after a token of the earlier block. Then the same from the
-  chunk's start, and to its end. Side by side as often as there are terms.
-  """
-  row, column = np.arange(size)[:, None], np.arange(size)[None]
-  sums = []
-  for level in range(_levels(size)):
-    middle = ((row >> (level + 1)) * 2 + 1) << level
-    sums.append(
-      ((middle <= column) & (column <= row))
-      | ((row < column) & (column < middle))
-    )
-  sums += [column <= row, column > row]
-  ranges = np.concatenate(sums).astype(np.float32)
-  return np.tile(ranges.T if turned else ranges, (1, _terms(dtype)))
-
-
-def _terms(dtype):
-  """Bfloat16 terms of what is summed: 8 bits more than the result needs."""
-  return 3 if dtype == jnp.float32 else 2
-
-
-def _range_sums(ranges_ref, x, dtype):
-  """The ranges are 0 or 1: nothing is rounded but x, to so many terms."""
-  return _dot(
-    ranges_ref[...], jnp.concatenate(_split(x, _terms(dtype)), axis=0)
-  )
-
-
-def _split(x, terms):
-  """Bfloat16 terms whose sum is x to about 8 bits per term."""
-  parts = []
-  for _ in range(terms):
-    parts.append(x.astype(jnp.bfloat16))
-    x = x - parts[-1].astype(jnp.float32)
-  return parts
-
-
-def _column(row):
-  """[1, C] to [C, 1]."""
-  size = row.shape[-1]
-  shape = size, size
-  diagonal = _iota(shape, 0) == _iota(shape, 1)
-  return jnp.sum(jnp.where(diagonal, row, 0.0), axis=1, keepdims=True)
-
-
-def _iota(shape, dimension):
-  return jax.lax.broadcasted_iota(jnp.int32, shape, dimension)
-
-
-def _dot(a, b, b_axis=0, a_axis=1, *, exact=False):
-  if not exact:
-    a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
-  return jax.lax.dot_general(
-    a,
-    b,
-    (((a_axis,), (b_axis,)), ((), ())),
-    precision=jax.lax.Precision.HIGHEST if exact else None,
-    preferred_element_type=jnp.float32,
-  )
