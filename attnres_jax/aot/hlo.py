@@ -28,6 +28,11 @@ COLLECTIVES = (
   "ragged-all-to-all",
   "collective-permute",
 )
+# Parts of the name of an operation that say where in the program it is.
+_CONTROL_NAME = re.compile(
+  r"shard_map|while|body|cond|branch_\d+_fun|eval_jaxpr|closed_call|checkpoint"
+  r"|pjit|jvp\(\)"
+)
 _CUTS = ("slice", "dynamic-slice")
 _CONTROL = ("while", "conditional", "call")
 # They stand for no work of their own: names, views, and ends of what is
@@ -71,9 +76,14 @@ class Instruction:
   attributes: str
 
   def source(self) -> str:
-    """The operation of the traced program that it comes from, or nothing."""
-    match = re.search(r'op_name="([^"]*)"', self.attributes)
-    return match[1] if match else ""
+    """The operation of the traced program that it comes from, or nothing.
+
+    Without the loops and branches that it is in, so that it has one name in all
+    layers.
+    """
+    match = re.search(r'op_name="(?:jit\(\w+\)/)?([^"]*)"', self.attributes)
+    parts = match[1].split("/") if match else []
+    return "/".join(part for part in parts if not _CONTROL_NAME.fullmatch(part))
 
   def called(self) -> Iterator[tuple[str, str]]:
     """(role, name) of the computations that it runs."""
@@ -190,6 +200,22 @@ class Program:
       if array.in_hbm
     }
     return sorted(found, key=lambda pair: (-pair[0].nbytes, pair[1]))[:count]
+
+  def busiest(self, count: int) -> list[tuple[float, float, str, str]]:
+    """(bytes of memory, runs, array, traced operation) of what moves most.
+
+    Over all runs. Instructions of one operation whose largest results look the
+    same are one. Where no traced operation is known, it is the compiler's.
+    """
+    moved: dict[tuple[str, str], list[float]] = {}
+    for runs, instruction, nbytes in self.instructions():
+      largest = max(instruction.arrays, key=lambda a: a.nbytes, default="")
+      key = str(largest), instruction.source() or instruction.op
+      sums = moved.setdefault(key, [0.0, 0.0])
+      sums[0] += runs * nbytes
+      sums[1] += runs
+    found = [(sums[0], sums[1], *key) for key, sums in moved.items()]
+    return sorted(found, key=lambda one: (-one[0], *one[2:]))[:count]
 
   def _nbytes(
     self, instruction: Instruction, known: Mapping[str, Instruction]

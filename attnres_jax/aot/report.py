@@ -28,7 +28,7 @@ from attnres_jax.aot import topology
 from attnres_jax.pipeline import spmd
 
 _GIB = 2**30
-# How many of the largest arrays a report names.
+# How many of the largest arrays a report names, and of what moves most.
 _NUM_LARGEST = 8
 
 
@@ -208,6 +208,18 @@ def to_text(report: Mapping[str, Any]) -> str:
     ),
     "",
     _largest(report),
+    "",
+    text_table.table(
+      ("moves most", "GB of HBM", "runs", "makes", "computed by"),
+      [
+        (
+          f"{row['bytes'] / report['traffic_bytes']:.1%}",
+          f"{row['bytes'] / 1e9:,.1f}", f"{row['runs']:,.0f}", row["array"],
+          row["source"],
+        )
+        for row in report["busiest"]
+      ],
+    ),
     "",
     *([] if report["fits"] else ["does not fit", ""]),
     f"lowered in {report['lower_seconds']:.0f} s, compiled in"
@@ -418,5 +430,9 @@ def _work(
     largest=[
       dict(array=str(array), bytes=array.nbytes, source=source)
       for array, source in program.largest(_NUM_LARGEST)
+    ],
+    busiest=[
+      dict(bytes=nbytes, runs=runs, array=array, source=source)
+      for nbytes, runs, array, source in program.busiest(_NUM_LARGEST)
     ],
   )

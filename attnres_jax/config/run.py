@@ -72,8 +72,8 @@ class LossConfig:
 
   Attributes:
     z_loss: weight of the squared log-normaliser; 0 for none.
-    tile_tokens: tokens whose float32 logits exist at once; 0 takes as many as
-      fit in 64 MiB.
+    tile_tokens: tokens whose float32 logits exist at once on a device; 0 takes
+      as many as fit in 64 MiB, and 1024 at least.
   """
 
   z_loss: float = 0.0

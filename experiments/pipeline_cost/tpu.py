@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pipelined step of the 48B network, compiled for a slice of v5p.
 
-  python -m experiments.pipeline_cost.tpu --size=48b_8_ranks
-  python -m experiments.pipeline_cost.tpu --size=48b_8_ranks --residual=prenorm
+  python -m experiments.pipeline_cost.tpu --size=48b
+  python -m experiments.pipeline_cost.tpu --size=48b --residual=prenorm
   python -m experiments.pipeline_cost.tpu --size=4_layers --rule=cached
 
 Writes a row of `tpu.csv` beside this file, or replaces that of the same size,
@@ -52,20 +52,8 @@ class Size(NamedTuple):
 
 
 SIZES = {
+  # Ranks so small that each can hold its weights and their gradients whole.
   "48b": Size(
-    "configs/kimi_linear.py:size=48b",
-    "v5p:4x4x4",
-    {
-      "mesh.data": 1,
-      "mesh.stage": 4,
-      "mesh.expert": 16,
-      "pipeline.virtual_stages": 4,
-      "pipeline.microbatches": 32,
-    },
-  ),
-  # Ranks half as large, so that each can hold its weights and gradients whole
-  # and sends them once a step.
-  "48b_8_ranks": Size(
     "configs/kimi_linear.py:size=48b",
     "v5p:4x4x4",
     {

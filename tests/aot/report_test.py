@@ -62,6 +62,10 @@ def test_numbers_of_a_step(devices):
   for label in ("activations kept for backward", "cached blocks", "headroom"):
     assert label in text
   assert found["largest"][0]["array"] in text
+  moved = [row["bytes"] for row in found["busiest"]]
+  assert moved == sorted(moved, reverse=True)
+  assert 0 < sum(moved) < found["traffic_bytes"]
+  assert found["busiest"][0]["source"] in text.split("moves most")[1]
 
 
 def test_a_pipeline(devices):

@@ -7,9 +7,12 @@ in that difference. In float64, where rounding is 1e-16, loss and gradient of
 both agree to 1e-12 of each parameter's largest gradient, for all shapes, cache
 rules, meshes and kinds of sublayers. And in float32 the gradient of a pipeline
 is no further from that of float64 than the gradient of one device is, give or
-take half of that (the last was looked at with `data` as the other axis only).
+take half of that, over a few draws of weights and tokens: with a single one,
+either is up to twice as far off as the other. (The last was looked at with
+`data` as the other axis only.)
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -92,12 +95,12 @@ def _in_float64(config):
     yield dataclasses.replace(config, model=model)
 
 
-def _inputs(config):
+def _inputs(config, seed=0):
   """A model whose queries and gains count, and rows some of which count.
 
   The numbers are the same in float32 and in float64.
   """
-  rng = np.random.default_rng(0)
+  rng = np.random.default_rng(seed)
   with jax.enable_x64(False):
     plain = dataclasses.replace(config.model, dtype="float32")
     leaves = jax.tree.leaves(jax.device_get(models.build_model(plain)))
@@ -114,8 +117,8 @@ def _inputs(config):
   return model, spmd.Microbatch(tokens[:, :-1], tokens[:, 1:], weights, None)
 
 
-def _on_one_device(config, model, batch):
-  def total(model):
+def _on_one_device(config):
+  def total(model, batch):
     sums = loss_lib.cross_entropy(
       model.hidden(batch.inputs),
       model.embedding.head_DV(),
@@ -125,8 +128,9 @@ def _on_one_device(config, model, batch):
     )
     return sums.total, sums
 
-  gradient, sums = jax.jit(jax.grad(total, has_aux=True))(model)
-  return sums, gradient
+  apply = jax.jit(jax.grad(total, has_aux=True))
+  # Loss first, as `spmd.value_and_grad` has it.
+  return lambda *arguments: apply(*arguments)[::-1]
 
 
 def _compiled(config, function=spmd.value_and_grad):
@@ -157,26 +161,39 @@ def _assert_as_on_one_device(config):
   """In float64, where there is no rounding for a mistake to hide in."""
   with _in_float64(config) as config:
     compiled, arguments = _compiled(config)
-    expected = _on_one_device(config, *arguments)
+    expected = _on_one_device(config)(*arguments)
     assert all(a.dtype == jnp.float64 for a in jax.tree.leaves(expected))
     _assert_equal(_call(compiled, arguments), expected, 1e-12)
   return compiled
 
 
-def _assert_no_less_exact_than_one_device(config):
+def _assert_no_less_exact_than_one_device(config, draws=4):
   """In float32, against the gradient of one device in float64."""
-  compiled, arguments = _compiled(config)
-  found = jax.device_get(_call(compiled, arguments))
-  plain = jax.device_get(_on_one_device(config, *arguments))
+  compiled, _ = _compiled(config)
+  inputs = [_inputs(config, seed) for seed in range(draws)]
+  found = [jax.device_get(_call(compiled, one)) for one in inputs]
+  apply = _on_one_device(config)
+  plain = [jax.device_get(apply(*one)) for one in inputs]
   with _in_float64(config) as wide:
-    exact = jax.device_get(_on_one_device(wide, *_inputs(wide)))
-  np.testing.assert_allclose(found[0].total, exact[0].total, rtol=1e-6)
-  names = jax.tree_util.tree_leaves_with_path(exact[1])
-  leaves = map(jax.tree.leaves, (found[1], plain[1]))
-  for (path, c), a, b in zip(names, *leaves, strict=True):
+    apply = _on_one_device(wide)
+    inputs = [_inputs(wide, seed) for seed in range(draws)]
+    exact = [jax.device_get(apply(*one)) for one in inputs]
+  for (loss, _), (expected, _) in zip(found, exact, strict=True):
+    np.testing.assert_allclose(loss.total, expected.total, rtol=1e-6)
+  ours, theirs = (_errors(several, exact) for several in (found, plain))
+  for path, error in ours.items():
     # 1e-7 of the largest is what float32 can tell apart.
-    least = 1e-7 * np.max(np.abs(c))
-    assert _rms(a - c) <= 1.5 * _rms(b - c) + least, jax.tree_util.keystr(path)
+    assert error <= 1.5 * theirs[path] + 1e-7, path
+
+
+def _errors(found, exact):
+  """RMS error of each parameter's gradient over its largest, over all draws."""
+  errors = collections.defaultdict(list)
+  for (_, ours), (_, theirs) in zip(found, exact, strict=True):
+    named = jax.tree_util.tree_leaves_with_path(theirs)
+    for (path, b), a in zip(named, jax.tree.leaves(ours), strict=True):
+      errors[jax.tree_util.keystr(path)].append(_rms(a - b) / np.max(np.abs(b)))
+  return {path: _rms(several) for path, several in errors.items()}
 
 
 def _rms(a):
@@ -236,7 +253,7 @@ def test_autodiff_of_the_forward_loop_and_evaluation():
   shape, by_autodiff = (2, 1, 2, 2, 1), dict(schedule="gpipe")
   config = _config(shape, scheme="prenorm", pipeline=by_autodiff)
   compiled, arguments = _compiled(config)
-  expected = _on_one_device(config, *arguments)
+  expected = _on_one_device(config)(*arguments)
   _assert_equal(_call(compiled, arguments), expected, 1e-6)
   compiled, _ = _compiled(config, spmd.evaluate)
   for a, b in zip(_call(compiled, arguments), expected[0]):
