@@ -410,7 +410,7 @@ def _end(schedule: Sequence[Instruction], at: int) -> int:
 
 def _computes(instruction: Instruction) -> bool:
   """Rather than to start or end a collective, or to move data."""
-  working = ("fusion", "convolution", "custom-call", "while")
+  working = ("fusion", "convolution", "custom-call", "while", "conditional")
   return instruction.op in working and not instruction.name.startswith(
     "%async-collective"
   )

@@ -246,6 +246,21 @@ def test_pieces_of_one_collective_and_what_they_overlap_with():
   assert not any(one.overlapped for one in plain)
 
 
+@pytest.mark.parametrize(("op", "expected"), [("conditional", 1), ("add", 0)])
+def test_a_branch_hides_what_is_sent_while_it_runs(op, expected):
+  text = f"""\
+ENTRY %main (l: bf16[4,6], c: s32[]) -> bf16[4,6] {{
+  %l = bf16[4,6]{{1,0:T(8,128)}} parameter(0)
+  %c = s32[] parameter(1)
+  %p = bf16[4,6]{{1,0:T(8,128)}} collective-permute-start(%l), channel_id=1, source_target_pairs={{{{0,1}},{{1,0}}}}
+  %x = bf16[4,6]{{1,0:T(8,128)}} {op}(%c, %l, %l)
+  ROOT %q = bf16[4,6]{{1,0:T(8,128)}} collective-permute-done(%p)
+}}
+"""  # noqa: E501
+  (found,) = hlo.Program(text).collectives()
+  assert found.overlapped == expected
+
+
 def test_largest_arrays():
   found = hlo.Program(OVERLAPPED).largest(3)
   named = [(str(array), source) for array, source in found]
