@@ -115,23 +115,27 @@ def _by_hand(
     return cache, wire.message()
 
   def tick(state, slots):
-    cache, sums, arrived, leaving = state
+    cache, sums, gradient, arrived, leaving = state
     returned = wire.send(leaving, backward=True)
     work = plan.unit(slots.forward, parameters, batch)
     cache, message = work.switch(forward, no_forward, cache, arrived)
     arrived = wire.send(message)
     work = plan.unit(slots.backward, parameters, batch)
-    sums, leaving = work.differentiate(stage, cache, sums, returned)
-    return cache, sums, arrived, leaving
+    sums, gradient, leaving = work.differentiate(
+      stage, cache, sums, gradient, returned
+    )
+    return cache, sums, gradient, arrived, leaving
 
   state = (
     stage.empty_cache(),
-    stage.no_gradients(*parameters),
+    stage.no_gradients(parameters.shared),
+    stage_lib.zeros_like(parameters.weights),
     wire.message(),
     wire.message(),
   )
-  _, sums, _, _ = plan.loop(tick, range(plan.schedule.num_ticks), state)
-  return sums.loss, Parameters(sums.weights, sums.shared)
+  ticks = range(plan.schedule.num_ticks)
+  _, sums, gradient, _, _ = plan.loop(tick, ticks, state)
+  return sums.loss, Parameters(gradient, sums.shared)
 
 
 def _by_autodiff(
@@ -277,45 +281,45 @@ class Unit:
     *state: Any,
   ) -> Any:
     """`function(chunk, *state, weights, *rest)`, or `nothing(*state, ...)`."""
-    weights = self.weights
-    if self.placement.gathers_at_ticks:
-      weights = self.placement.gather(self._own(weights))
-    return self._switch(function, nothing, *state, weights)
+    return self._switch(function, nothing, *state, self._weights())
 
   def differentiate(
     self,
     stage: stage_lib.Stage,
     cache: stage_lib.Cache,
     sums: stage_lib.Gradients,
+    gradient: dict[str, Any],
     message: stage_lib.Message,
-  ) -> tuple[stage_lib.Gradients, stage_lib.Message]:
-    """`stage.backward`, with the gradient of weights added where they lie."""
+  ) -> tuple[stage_lib.Gradients, dict[str, Any], stage_lib.Message]:
+    """`stage.backward`, with the gradient of weights added to that of the rank.
 
-    def nothing(cache, sums, *_):
-      del cache
-      return sums, stage.transport.message()
+    A branch that added it itself would get copies of all of the rank's.
+    """
 
+    def nothing(cache, sums, message, weights, *_):
+      del cache, message
+      return sums, stage_lib.no_chunk(weights), stage.transport.message()
+
+    sums, own, message = self._switch(
+      stage.backward, nothing, cache, sums, message, self._weights()
+    )
+    if self.placement.gathers_at_ticks:
+      own = self.placement.scatter(own)
+    gradient = jax.tree.map(
+      lambda a, g: a.at[self._virtual_stage].add(g[0]), gradient, own
+    )
+    return sums, gradient, message
+
+  def _weights(self) -> dict[str, Any]:
+    """Of all chunks of the rank, or, gathered, of this one."""
     if not self.placement.gathers_at_ticks:
-      return self._switch(
-        stage.backward, nothing, cache, sums, message, self.weights
-      )
-    weights = self.placement.gather(self._own(self.weights))
-    empty = sums._replace(weights=stage_lib.no_gradients_of(weights))
-    found, message = self._switch(
-      stage.backward, nothing, cache, empty, message, weights
-    )
-    own = self.placement.scatter(found.weights)
-    added = jax.tree.map(
-      lambda a, g: a.at[self._virtual_stage].add(g[0]), sums.weights, own
-    )
-    return found._replace(weights=added), message
+      return self.weights
+    own = jax.tree.map(lambda w: w[self._virtual_stage][None], self.weights)
+    return self.placement.gather(own)
 
   @property
   def _virtual_stage(self) -> jax.Array:
     return jnp.maximum(self.chunk, 0) // self.placement.layout.num_ranks
-
-  def _own(self, weights: dict[str, Any]) -> dict[str, Any]:
-    return jax.tree.map(lambda w: w[self._virtual_stage][None], weights)
 
   def _switch(self, function, nothing, *arguments):
     chunks = range(self.placement.layout.num_chunks)

@@ -70,17 +70,15 @@ class Cache(NamedTuple):
 
 
 class Gradients(NamedTuple):
-  """What backward sums up on a rank.
+  """What backward sums up on a rank, but for the weights of sublayers.
 
   Attributes:
     blocks: float32 [slots, B, T, D], of blocks that wait, or None.
-    weights: of the sublayers, shaped like them.
-    shared: of the other parameters.
+    shared: of the parameters beside the sublayers.
     loss: sums over the tokens so far.
   """
 
   blocks: Any
-  weights: Any
   shared: Shared
   loss: loss_lib.LossSums
 
@@ -183,14 +181,13 @@ class Stage:
       _pool(self.blocks, wire.block), _pool(self.inputs, wire.partial)
     )
 
-  def no_gradients(self, weights: Any, shared: Shared) -> Gradients:
+  def no_gradients(self, shared: Shared) -> Gradients:
     block = self.transport.block
     if block is not None:
       block = jax.ShapeDtypeStruct(block.shape, precision.wide(block.dtype))
     return Gradients(
       _pool(self.gradients, block),
-      no_gradients_of(weights),
-      no_gradients_of(shared),
+      zeros_like(shared),
       self.network.no_loss(),
     )
 
@@ -272,7 +269,7 @@ class Stage:
     shared: Shared,
     microbatch: Microbatch,
     index: jax.Array,
-  ) -> tuple[Gradients, Message]:
+  ) -> tuple[Gradients, dict[str, Any], Message]:
     """Runs a chunk again and differentiates it.
 
     Args:
@@ -286,8 +283,9 @@ class Stage:
       index: int32, of the microbatch.
 
     Returns:
-      The sums, and the message to the rank of the chunk before: gradients of
-      what this unit has received.
+      The sums; the gradient of the chunk's own weights, [1, rows, ...]; and the
+      message to the rank of the chunk before: gradients of what this unit has
+      received.
     """
     layout, wire = self.transport.layout, self.transport
     blocks, partial = self._inputs(chunk, cache, index)
@@ -335,12 +333,15 @@ class Stage:
       pool = pool.at[where[block]].set(_sum(terms))
     gradients = Gradients(
       pool,
-      self._add_own(chunk, gradients.weights, d_sublayers),
       # Zeros of what a chunk does not touch are dropped by the compiler.
       jax.tree.map(jnp.add, gradients.shared, d_shared),
       jax.tree.map(jnp.add, gradients.loss, loss),
     )
-    return gradients, wire.message(sent, d_partial)
+    d_weights = {
+      kind: _fill(stacked, d_sublayers.get(kind))
+      for kind, stacked in weights.items()
+    }
+    return gradients, d_weights, wire.message(sent, d_partial)
 
   def _inputs(
     self, chunk: int, cache: Cache, index: jax.Array
@@ -372,25 +373,29 @@ class Stage:
       for kind, count in collections.Counter(self.network.kinds(chunk)).items()
     }
 
-  def _add_own(
-    self, chunk: int, sums: Mapping[str, Any], own: stack.Sublayers
-  ) -> dict[str, Any]:
-    """Adds gradients of `_own` to those of the rank."""
-    rows = functools.partial(_rows, self.transport.layout.virtual_stage(chunk))
-    added = {
-      kind: jax.tree.map(
-        lambda a, g: a.at[rows(a, g.shape[0])].add(g), sums[kind], gradient
-      )
-      for kind, gradient in own.items()
-    }
-    return {**sums, **added}
 
-
-def no_gradients_of(weights: Any) -> Any:
+def zeros_like(weights: Any) -> Any:
   """Zeros in the dtype of master weights, whatever that of `weights`."""
   return jax.tree.map(
     lambda w: jnp.zeros(w.shape, precision.wide(w.dtype)), weights
   )
+
+
+def no_chunk(weights: Mapping[str, Any]) -> dict[str, Any]:
+  """What `Stage.backward` returns for weights, where there is no work."""
+  return {kind: _fill(stacked, None) for kind, stacked in weights.items()}
+
+
+def _fill(stacked: Any, gradient: Any) -> Any:
+  """[1, rows, ...] for leaves [V, rows, ...], zeros behind what there is."""
+  if gradient is None:
+    return zeros_like(jax.tree.map(lambda w: w[:1], stacked))
+
+  def one(w: jax.Array, g: jax.Array) -> jax.Array:
+    missing = w.shape[1] - g.shape[0]
+    return jnp.pad(g, [(0, missing)] + [(0, 0)] * (g.ndim - 1))[None]
+
+  return jax.tree.map(one, stacked, gradient)
 
 
 def _rows(
