@@ -305,14 +305,10 @@ class Unit:
     )
     if self.placement.gathers_at_ticks:
       own = self.placement.scatter(own)
-
-    def add(a: jax.Array, g: jax.Array) -> jax.Array:
-      # A scatter would check the place, which keeps some from being in place.
-      at = self._virtual_stage
-      before = jax.lax.dynamic_slice_in_dim(a, at, 1)
-      return jax.lax.dynamic_update_slice_in_dim(a, before + g, at, 0)
-
-    return sums, jax.tree.map(add, gradient, own), message
+    gradient = jax.tree.map(
+      lambda a, g: a.at[self._virtual_stage].add(g[0]), gradient, own
+    )
+    return sums, gradient, message
 
   def _weights(self) -> dict[str, Any]:
     """Of all chunks of the rank, or, gathered, of this one."""
