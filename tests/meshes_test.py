@@ -107,6 +107,7 @@ def test_a_dense_network(mesh):
   assert table.addressable_shards[0].data.size * shards == table.size
 
 
+@pytest.mark.slow
 def test_a_network_of_several_kinds():
   mesh = dict(data=1, fsdp=2, expert=2, tensor=2)
   state = _assert_same_step(mesh, **tiny_network.KINDS)

@@ -71,7 +71,9 @@ def test_sublayers_run_in_the_order_of_depth():
     np.testing.assert_allclose(trace.values[l + 1], expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("fields", SCHEMES)
+@pytest.mark.parametrize(
+  "fields", [pytest.param(SCHEMES[0], marks=pytest.mark.slow), *SCHEMES[1:]]
+)
 def test_scans_and_checkpoints_change_nothing(fields):
   expected = _value_and_grad(_config(fields, scan_layers=False))
   for remat in ("none", "full"):
