@@ -66,7 +66,7 @@ class Placement:
     specs: how each parameter is cut at rest, a tree like the model.
     dtype: in which weights travel that are cut within the step; that of their
       products with activations.
-    gathers_at_ticks: a chunk at a time.
+    gather_when: `pipeline.gather` of the config.
   """
 
   mesh: Mesh
@@ -74,7 +74,7 @@ class Placement:
   kinds: tuple[str, ...]
   specs: Any
   dtype: jnp.dtype
-  gathers_at_ticks: bool
+  gather_when: str
 
   def collect(self, model: Any) -> Parameters:
     """The parameters of this rank, of the parts of all that are here at rest.
@@ -106,6 +106,11 @@ class Placement:
 
     return jax.tree.map(one, gradient, self.specs)
 
+  @property
+  def gathers_at_ticks(self) -> bool:
+    """Whether a chunk has to be gathered before it can run."""
+    return bool(self._cutting_axes) and self.gather_when == "tick"
+
   def gather(self, weights: dict[str, Any]) -> dict[str, Any]:
     """Weights [chunks, rows, ...] whole.
 
@@ -115,9 +120,9 @@ class Placement:
     def one(path: Any, w: jax.Array, spec: PartitionSpec) -> jax.Array:
       name = jax.tree_util.keystr(path, simple=True, separator="/")
       wide = name.removesuffix("/value").endswith(_WIDE)
-      if not wide and _axes(spec).intersection(cutting_axes(self.mesh)):
+      if not wide and _axes(spec).intersection(self._cutting_axes):
         w = w.astype(self.dtype)
-      return self._gather(cutting_axes(self.mesh), 1, w, spec)
+      return self._gather(self._cutting_axes, 1, w, spec)
 
     return {
       kind: jax.tree_util.tree_map_with_path(
@@ -132,7 +137,7 @@ class Placement:
     def one(g: jax.Array, spec: PartitionSpec) -> jax.Array:
       for dim, axes in enumerate(spec):
         for axis in _names(axes):
-          if axis in cutting_axes(self.mesh):
+          if axis in self._cutting_axes:
             g = jax.lax.psum_scatter(
               g, axis, scatter_dimension=dim + 1, tiled=True
             )
@@ -142,6 +147,12 @@ class Placement:
       kind: jax.tree.map(one, stacked, self.specs.sublayers[kind])
       for kind, stacked in gradient.items()
     }
+
+  @property
+  def _cutting_axes(self) -> tuple[str, ...]:
+    """Which axes cut the weights of a rank within a step."""
+    axes = sharding.FSDP, sharding.EXPERT
+    return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
 
   def _rows(self, kind: str) -> np.ndarray:
     """int32 [P, V, rows]: which of the sublayers of a kind a chunk has.
@@ -184,14 +195,8 @@ class Placement:
     return w
 
 
-def cutting_axes(mesh: Mesh) -> tuple[str, ...]:
-  """Which axes cut the weights of a rank within a step."""
-  axes = sharding.FSDP, sharding.EXPERT
-  return tuple(axis for axis in axes if mesh.shape[axis] > 1)
-
-
 # Ends of the paths of parameters that are used as they are, of those that
-# `cutting_axes` cut. All others are matrices of `models.linear` and `grouped`.
+# `_cutting_axes` cut. All others are matrices of `models.linear` and `grouped`.
 _WIDE = ("router",)
 
 

@@ -349,11 +349,10 @@ def make_plan(config: config_lib.RunConfig, mesh: Mesh) -> Plan:
   if config.pipeline.schedule == "gpipe":
     # Autodiff would round gradients to the dtype in which weights travel.
     dtype = precision.wide(dtype)
-  cut = bool(placement_lib.cutting_axes(mesh))
-  at_ticks = cut and config.pipeline.gather == "tick"
   placement = placement_lib.Placement(
-    mesh, layout, config.model.sublayer_kinds, specs, dtype, at_ticks
-  )
+    mesh, layout, config.model.sublayer_kinds, specs, dtype,
+    config.pipeline.gather,
+  )  # fmt: skip
   return Plan(schedule, stage_lib.Stage(network, wire, **pools), placement)
 
 
