@@ -296,19 +296,25 @@ def test_weights_travel_in_the_dtype_of_their_products(schedule, gather):
   travel = {"1f1b": "bfloat16", "gpipe": "float32"}[schedule]
   dtypes = {"all_gather": {travel}, "reduce_scatter": {"float32"}}
   if gather == "tick":
-    assert _dtypes_of_cut_experts(inside) == dtypes
+    assert _dtypes_of_cut_weights(inside) == dtypes
   else:
-    assert not any(_dtypes_of_cut_experts(inside).values())
-    assert _dtypes_of_cut_experts(all_of_it) == dtypes
+    names = {equation.primitive.name for equation in inside}
+    assert "ppermute" in names and not names.intersection(dtypes)
+    assert _dtypes_of_cut_weights(all_of_it) == dtypes
 
 
-def _dtypes_of_cut_experts(equations):
+def _dtypes_of_cut_weights(equations):
   """In which their parts go from device to device, by collective."""
   found = {"all_gather": set(), "reduce_scatter": set()}
   for equation in equations:
     name = equation.primitive.name
-    # [chunks, rows, experts, ...] once they are at their ranks.
-    if name in found and equation.invars[0].aval.ndim == 5:
+    # [chunks, rows, ...] once they are at their ranks; all others are matrices.
+    # Of routers alone, 4 experts wide, there is a product in float32.
+    if (
+      name in found
+      and equation.invars[0].aval.ndim > 2
+      and equation.invars[0].aval.shape[-2:] != (8, 4)
+    ):
       found[name].add(equation.invars[0].aval.dtype.name)
   return found
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real sweeps: killed anywhere, launched twice, out of disk."""
 
+import itertools
 import json
 import os
 import random
@@ -120,11 +121,12 @@ def _survive(whole, source, parent, kills, anywhere):
   seed = random.randrange(2**32)
   print("random seed", seed)
   rng = random.Random(seed)
-  folder = parent / "sweep_0"
-  for i in range(1, kills + 1):
+  folders = (parent / f"sweep_{i}" for i in itertools.count())
+  folder = next(folders)
+  for _ in range(kills):
     while not _kill_at_random(rng, folder, source, anywhere):
       _finish(whole, source, folder)
-      folder = parent / f"sweep_{i}"
+      folder = next(folders)
   _finish(whole, source, folder)
 
 
