@@ -160,10 +160,10 @@ def main(argv):
   for name in wanted:
     config_lib.choose("schemes", name, SCHEMES)
   schemes = ["prenorm", *(name for name in wanted if name != "prenorm")]
-  rows = []
+  rows, facts = [], environment.facts()
   for size in _SIZE.value:
     for row in measure(size, _ROUNDS.value, schemes):
-      rows.append(row | environment.facts())
+      rows.append(row | facts)
       print(
         f"{row['size']:6} {row['scheme']:26} {row['measure']:19}"
         f" {row['ratio']:7.3f} [{row['ratio_min']:.3f}, {row['ratio_max']:.3f}]"
