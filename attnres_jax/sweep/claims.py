@@ -26,8 +26,8 @@ import uuid
 
 from etils import epath
 
+from attnres_jax import files
 from attnres_jax.sweep import exits
-from attnres_jax.sweep import files
 from attnres_jax.sweep import state as state_lib
 
 LOCK = "lock"

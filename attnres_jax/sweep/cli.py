@@ -21,8 +21,8 @@ from etils import epath
 
 from attnres_jax import config as config_lib
 from attnres_jax import csv_rows
+from attnres_jax import files
 from attnres_jax.scaling import grid
-from attnres_jax.sweep import files
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import launchers
 from attnres_jax.sweep import monitor

@@ -25,9 +25,9 @@ from typing import Any
 from etils import epath
 
 from attnres_jax import config as config_lib
+from attnres_jax import files
 from attnres_jax import run_folder
 from attnres_jax.scaling import grid
-from attnres_jax.sweep import files
 
 SWEEP = "sweep.json"
 RUN = "run.json"

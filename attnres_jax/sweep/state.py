@@ -17,7 +17,7 @@ from typing import Any
 
 from etils import epath
 
-from attnres_jax.sweep import files
+from attnres_jax import files
 
 PENDING, RUNNING, STOPPED = "pending", "running", "stopped"
 FAILED, DONE = "failed", "done"

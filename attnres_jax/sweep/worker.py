@@ -26,12 +26,12 @@ from jax.experimental import multihost_utils
 import numpy as np
 
 from attnres_jax import config as config_lib
+from attnres_jax import files
 from attnres_jax import train
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import branches
 from attnres_jax.sweep import claims
 from attnres_jax.sweep import exits
-from attnres_jax.sweep import files
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import state as state_lib
 

@@ -2,9 +2,7 @@
 """One worker per run: locks on disks, leases in object stores."""
 
 import dataclasses
-import errno
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -12,9 +10,9 @@ import time
 
 import pytest
 
+from attnres_jax import files
 from attnres_jax.sweep import claims
 from attnres_jax.sweep import exits
-from attnres_jax.sweep import files
 from attnres_jax.sweep import state as state_lib
 from tests import tiny_run
 
@@ -128,7 +126,8 @@ def test_of_two_leases_at_once_the_last_one_counts(
 def test_a_worker_without_its_lease_ends_on_the_spot(tmp_path):
   program = """
 import sys, time
-from attnres_jax.sweep import claims, files, state
+from attnres_jax import files
+from attnres_jax.sweep import claims, state
 files.is_remote = lambda path: True
 claims.SETTLE_SECONDS = 0.0
 state.HEARTBEAT_SECONDS = 0.05
@@ -152,26 +151,3 @@ def test_a_state_that_cannot_be_read_says_where_it_is(tmp_path):
   (tmp_path / "state.json").write_text("{")
   with pytest.raises(ValueError, match="state.json: not the state of a run"):
     state_lib.read(tmp_path)
-
-
-def test_full_disk_leaves_the_old_file(tmp_path):
-  files.write(tmp_path / "file", "old")
-  temporary = tmp_path / f"file.{os.getpid()}.tmp"
-  temporary.symlink_to("/dev/full")
-  with pytest.raises(OSError) as caught:
-    files.write(tmp_path / "file", "new")
-  assert caught.value.errno == errno.ENOSPC
-  assert files.is_disk_full(caught.value)
-  assert (tmp_path / "file").read_text() == "old"
-  assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_what_counts_as_a_full_disk():
-  wrapped = RuntimeError("save failed")
-  wrapped.__cause__ = ValueError("write: No space left on device [x]")
-  assert files.is_disk_full(wrapped)
-  assert files.is_disk_full(OSError(errno.EDQUOT, "over quota"))
-  assert not files.is_disk_full(FileNotFoundError(errno.ENOENT, "no file"))
-  assert not files.is_disk_full(None)
-  assert files.is_remote("gs://bucket/x")
-  assert not files.is_remote(pathlib.Path("/x"))

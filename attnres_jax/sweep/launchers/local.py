@@ -23,11 +23,11 @@ from typing import Any
 
 from etils import epath
 
+from attnres_jax import files
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import branches
 from attnres_jax.sweep import claims
 from attnres_jax.sweep import exits
-from attnres_jax.sweep import files
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import monitor
 from attnres_jax.sweep import state as state_lib

@@ -24,9 +24,9 @@ from typing import Any
 from etils import epath
 
 from attnres_jax import config as config_lib
+from attnres_jax import files
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import exits
-from attnres_jax.sweep import files
 from attnres_jax.sweep import launchers
 from attnres_jax.sweep import state as state_lib
 from attnres_jax.sweep import worker

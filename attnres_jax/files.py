@@ -1,6 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small files that are always whole, on disks and in object stores."""
+"""Small files that are always whole, on disks and in object stores.
 
+Every file that is written at once (config.json, summary.json, state.json,
+reports) goes through `write`, so that a kill or a full disk leaves the old text
+or the new one. Metrics are appended, and checkpoints committed, elsewhere.
+"""
+
+import contextlib
 import errno
 import os
 from typing import Any
@@ -17,16 +23,27 @@ def is_remote(path: epath.PathLike) -> bool:
   return "://" in str(path)
 
 
-def write(path: epath.Path, text: str) -> None:
-  """Replaces a file: whoever reads it finds the old or the new text."""
+def write(path: epath.PathLike, text: str) -> None:
+  """Replaces a file: whoever reads it finds the old or the new text.
+
+  A file that already holds `text` is left alone.
+
+  Raises:
+    OSError: it cannot be written; what was there before still is.
+  """
+  path = epath.Path(path)
+  data = text.encode("utf-8")
+  with contextlib.suppress(OSError):
+    if path.read_bytes() == data:
+      return
   if is_remote(path):
     # Object stores write objects as a whole, or not at all.
-    path.write_text(text)
+    path.write_bytes(data)
     return
   temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
   try:
-    with open(temporary, "w", encoding="utf-8") as file:
-      file.write(text)
+    with open(temporary, "wb") as file:
+      file.write(data)
       file.flush()
       os.fsync(file.fileno())
     os.replace(temporary, path)
