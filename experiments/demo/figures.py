@@ -20,7 +20,7 @@ def loss_curves(
   Means over seeds; the thin lines are seeds.
   """
   figure = figure_lib.Figure(figsize=(8.4, 3.1), layout="constrained")
-  train, validation, less = figure.subplots(1, 3)
+  train, validation, apart = figure.subplots(1, 3)
   baseline = {
     run.seed: np.asarray(run.validation_loss)
     for run in runs.get(results.BASELINE, ())
@@ -40,12 +40,12 @@ def loss_curves(
       if run.seed in baseline
     ]
     if differences:
-      _mean_and_each(less, tokens, differences, drawn)
+      _mean_and_each(apart, tokens, differences, drawn)
   train.set_title("Training (running mean)")
   train.set_ylabel("nats per byte")
   validation.set_title("Validation")
-  less.set_title("Validation, less PreNorm")
-  for axes in (train, validation, less):
+  apart.set_title("Difference from PreNorm")
+  for axes in (train, validation, apart):
     axes.set_xlabel("thousand tokens")
     axes.xaxis.set_major_locator(ticker.MaxNLocator(5))
     plots.style(axes)

@@ -184,8 +184,8 @@ def write_csv(
 def markdown(rows: Sequence[Mapping[str, str]]) -> str:
   """The table of the README, from the rows of results.csv."""
   lines = [
-    "| residual | validation loss, nats per byte | less PreNorm |"
-    " step time | parameters | step memory |",
+    "| residual | validation loss, nats per byte |"
+    " difference from PreNorm | step time | parameters | step memory |",
     "|---|---|---|---|---|---|",
   ]
   baseline = {

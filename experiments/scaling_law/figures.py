@@ -95,7 +95,7 @@ def training(found: Sequence[Curve]) -> figure_lib.Figure:
       axes.xaxis.set_major_locator(ticker.MaxNLocator(3))
       style_lib.style(axes)
   grid[0][0].set_ylabel("training loss")
-  grid[1][0].set_ylabel("less PreNorm")
+  grid[1][0].set_ylabel("difference from PreNorm")
   figure.legend(
     handles.values(), handles.keys(), loc="outside upper left",
     ncols=max(1, len(handles)), frameon=False,

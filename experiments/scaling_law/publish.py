@@ -126,7 +126,8 @@ def _control(rows: Sequence[report.Row]) -> str:
     if apart:
       seeds = ", ".join(page.signed(one) for one in apart)
       sentences.append(
-        f"Rescaled less PreNorm at size {label}, by seed: {seeds}."
+        f"Difference of Rescaled from PreNorm at size {label}, by seed:"
+        f" {seeds}."
       )
   return " ".join(sentences)
 

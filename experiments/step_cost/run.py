@@ -3,17 +3,25 @@
 
   python -m experiments.step_cost.run [--size=demo|large] [--rounds=5]
 
-All schemes are compiled first, then run in turn, round after round, in one
-process on the same tokens; a round's ratio is the scheme's time over PreNorm's
-in that round, and the median over rounds is reported with its range. Ratios
-survive what absolute times do not: a shared or throttled machine. `cpu_ratio`
-is the same of processor time, which other processes disturb less. Writes one
-row per size, scheme and pass to `results.csv` beside this file (or --output).
+Compiles all schemes first, then runs them in turn, round after round, in one
+process on the same tokens. PreNorm and Rescaled, which a scan over layers can
+run, are measured in both forms: as one scan and unrolled. The baseline is the
+faster form of PreNorm, separately for each size and measure. A round's ratio is
+the scheme's time over the baseline's time in that round; a row holds the median
+over rounds and the range. Ratios are robust where absolute times are not, on a
+shared or throttled machine. `cpu_ratio` is the same ratio of processor time,
+which other processes disturb less.
+
+Writes one row per size, scheme and measure to `results.csv` beside this file,
+then fills the table in the README beside it and the sentence in the main
+README from these rows. --output=FILE writes the rows elsewhere and leaves both
+READMEs alone.
 
 Compile time is that of the whole training step (forward, backward, AdamW) with
 a cold cache.
 """
 
+from collections.abc import Mapping, Sequence
 import dataclasses
 import pathlib
 import statistics
@@ -31,15 +39,17 @@ from attnres_jax import csv_rows
 from attnres_jax import environment
 from attnres_jax import sharding
 from attnres_jax import train_state
+from experiments.step_cost import publish
 
 _SIZE = flags.DEFINE_multi_enum(
   "size", ["demo", "large"], ["demo", "large"], "which network"
 )
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "timed rounds, after one warm-up")
-_SCHEMES = flags.DEFINE_list("schemes", None, "only these, beside prenorm")
-_UNROLL = flags.DEFINE_bool("unroll", False, "no scan over layers")
+_SCHEMES = flags.DEFINE_list(
+  "schemes", None, "only these, besides both forms of PreNorm"
+)
 _OUTPUT = flags.DEFINE_string(
-  "output", str(pathlib.Path(__file__).with_name("results.csv")), "rows go here"
+  "output", str(publish.RESULTS), "CSV file to write the rows to"
 )
 
 # Size -> config file argument and overrides.
@@ -50,74 +60,100 @@ SIZES = {
     {"data.batch_size": 2},
   ),
 }
-SCHEMES: dict[str, dict[str, Any]] = {
-  "prenorm": {},
-  "rescaled": {},
-  "block_attnres": {},
-  "full_attnres": {},
-  "block_attnres one_softmax": {"form": "one_softmax"},
-  "full_attnres one_softmax": {"form": "one_softmax"},
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+  """A residual scheme, and how its layers run.
+
+  Attributes:
+    residual: a key of `RESIDUALS`.
+    fields: fields of the residual config that differ from their defaults.
+    scan: whether repeated layers may be one `lax.scan`.
+  """
+
+  residual: str
+  fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  scan: bool = True
+
+
+ONE_SOFTMAX = {"form": "one_softmax"}
+SCHEMES = {
+  "prenorm": Form("prenorm"),
+  "prenorm unrolled": Form("prenorm", scan=False),
+  "rescaled": Form("rescaled"),
+  "rescaled unrolled": Form("rescaled", scan=False),
+  "block_attnres": Form("block_attnres"),
+  "full_attnres": Form("full_attnres"),
+  "block_attnres one_softmax": Form("block_attnres", ONE_SOFTMAX),
+  "full_attnres one_softmax": Form("full_attnres", ONE_SOFTMAX),
 }
+PASSES = ("forward", "forward_backward")
+COMPILE = "compile_train_step"
 
 
-def measure(size: str, rounds: int, schemes: list[str]) -> list[dict]:
-  """Compiles and times the schemes; returns rows, PreNorm's first."""
+def measure(size: str, rounds: int, schemes: Sequence[str]) -> list[dict]:
+  """Compiles and times the schemes, which must include a form of PreNorm."""
   programs = {name: _programs(size, name) for name in schemes}
-  passes = ("forward", "forward_backward")
-  seconds = {name: {kind: [] for kind in passes} for name in schemes}
+  times = {
+    name: {COMPILE: [program.pop(COMPILE)]} | {kind: [] for kind in PASSES}
+    for name, program in programs.items()
+  }
   for round_index in range(rounds + 1):
     # Alternate the order, so that a drift does not favour a position.
     order = schemes if round_index % 2 else schemes[::-1]
     for name in order:
-      for kind, times in seconds[name].items():
-        call, arguments = programs[name][kind]
-        start = time.perf_counter(), time.process_time()
+      for kind, (call, arguments) in programs[name].items():
+        start = _now()
         jax.block_until_ready(call(*arguments))
-        stop = time.perf_counter(), time.process_time()
         if round_index:
-          times.append((stop[0] - start[0], stop[1] - start[1]))
+          times[name][kind].append(_now() - start)
+  return [
+    {"size": size, "scheme": name} | row
+    for name in schemes
+    for row in ratios(times, name)
+  ]
+
+
+def ratios(
+  times: Mapping[str, Mapping[str, Sequence[np.ndarray]]], scheme: str
+) -> list[dict]:
+  """A row for each measure of a scheme.
+
+  Args:
+    times: of each scheme and measure, per round, [2] in seconds: wall-clock
+      time and processor time.
+    scheme: a key of `times`.
+  """
   rows = []
-  for name in schemes:
-    for kind, times in seconds[name].items():
-      pairs = list(zip(times, seconds["prenorm"][kind], strict=True))
-      ratios = [own[0] / base[0] for own, base in pairs]
-      rows.append(
-        dict(
-          size=size,
-          scheme=name,
-          unrolled=_UNROLL.value,
-          measure=kind,
-          ratio=round(statistics.median(ratios), 4),
-          ratio_min=round(min(ratios), 4),
-          ratio_max=round(max(ratios), 4),
-          cpu_ratio=round(statistics.median(a[1] / b[1] for a, b in pairs), 4),
-          seconds=round(statistics.median(wall for wall, _ in times), 4),
-        )
-      )
-    compile_seconds = programs[name]["compile_seconds"]
-    ratio = compile_seconds / programs["prenorm"]["compile_seconds"]
+  for kind, own in times[scheme].items():
+    forms = [name for name in times if name in publish.BASELINES]
+    wall = {
+      name: statistics.median(t[0] for t in times[name][kind])
+      for name in (*forms, scheme)
+    }
+    baseline = min(forms, key=wall.__getitem__)
+    found = [a / b for a, b in zip(own, times[baseline][kind], strict=True)]
     rows.append(
-      dict(
-        size=size,
-        scheme=name,
-        unrolled=_UNROLL.value,
-        measure="compile_train_step",
-        ratio=round(ratio, 3),
-        ratio_min=round(ratio, 3),
-        ratio_max=round(ratio, 3),
-        cpu_ratio=round(
-          programs[name]["compile_cpu_seconds"]
-          / programs["prenorm"]["compile_cpu_seconds"],
-          3,
-        ),
-        seconds=round(compile_seconds, 2),
-      )
+      {
+        "measure": kind,
+        "baseline": baseline,
+        "ratio": round(statistics.median(r[0] for r in found), 4),
+        "ratio_min": round(min(r[0] for r in found), 4),
+        "ratio_max": round(max(r[0] for r in found), 4),
+        "cpu_ratio": round(statistics.median(r[1] for r in found), 4),
+        "seconds": round(wall[scheme], 4),
+      }
     )
   return rows
 
 
-def _programs(size: str, scheme: str) -> dict:
-  """The two timed programs, and the train step's compile time."""
+def _now() -> np.ndarray:
+  return np.array([time.perf_counter(), time.process_time()])
+
+
+def _programs(size: str, scheme: str) -> dict[str, Any]:
+  """The two timed programs, and the time to compile the training step."""
   config = _config(size, scheme)
   mesh = sharding.make_mesh(config_lib.MeshConfig(data=1))
   state = train_state.init_state(config, mesh)
@@ -127,29 +163,29 @@ def _programs(size: str, scheme: str) -> dict:
   batch = sharding.shard_batch({"tokens": tokens}, mesh)
 
   step = train_state.make_train_step(config, mesh)
-  start = time.perf_counter(), time.process_time()
+  start = _now()
   step.lower(state, batch).compile()
-  stop = time.perf_counter(), time.process_time()
+  compile_time = _now() - start
 
   def trunk_loss(model):
-    # The head is the same for all schemes and is left out of the ratio's base.
+    # The head, the same for all schemes, is left out of the ratios.
     return jnp.mean(jnp.square(model.hidden(batch["tokens"][:, :-1])))
 
-  return dict(
-    compile_seconds=stop[0] - start[0],
-    compile_cpu_seconds=stop[1] - start[1],
-    forward=(jax.jit(trunk_loss), (state.model,)),
-    forward_backward=(jax.jit(jax.grad(trunk_loss)), (state.model,)),
-  )
+  return {
+    COMPILE: compile_time,
+    "forward": (jax.jit(trunk_loss), (state.model,)),
+    "forward_backward": (jax.jit(jax.grad(trunk_loss)), (state.model,)),
+  }
 
 
 def _config(size: str, scheme: str) -> config_lib.RunConfig:
   spec, overrides = SIZES[size]
-  name = scheme.split()[0]
-  config = config_lib.load_config(f"{spec},residual={name}", overrides)
-  residual = dataclasses.replace(config.model.residual, **SCHEMES[scheme])
+  form = SCHEMES[scheme]
+  config = config_lib.load_config(f"{spec},residual={form.residual}", overrides)
   model = dataclasses.replace(
-    config.model, residual=residual, scan_layers=not _UNROLL.value
+    config.model,
+    residual=dataclasses.replace(config.model.residual, **form.fields),
+    scan_layers=form.scan,
   )
   return dataclasses.replace(config, model=model)
 
@@ -159,7 +195,7 @@ def main(argv):
   wanted = _SCHEMES.value or list(SCHEMES)
   for name in wanted:
     config_lib.choose("schemes", name, SCHEMES)
-  schemes = ["prenorm", *(name for name in wanted if name != "prenorm")]
+  schemes = list(dict.fromkeys([*publish.BASELINES, *wanted]))
   rows, facts = [], environment.facts()
   for size in _SIZE.value:
     for row in measure(size, _ROUNDS.value, schemes):
@@ -167,10 +203,13 @@ def main(argv):
       print(
         f"{row['size']:6} {row['scheme']:26} {row['measure']:19}"
         f" {row['ratio']:7.3f} [{row['ratio_min']:.3f}, {row['ratio_max']:.3f}]"
-        f" cpu {row['cpu_ratio']:.3f} {row['seconds']:8.3f} s",
+        f" of {row['baseline']:16} cpu {row['cpu_ratio']:.3f}"
+        f" {row['seconds']:8.3f} s",
         flush=True,
       )
   csv_rows.write(_OUTPUT.value, rows)
+  if pathlib.Path(_OUTPUT.value).absolute() == publish.RESULTS:
+    publish.main()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fills the READMEs with the committed rows of `step_cost`.
+
+  python -m experiments.step_cost.publish
+
+The table goes into the README beside this file, one sentence into the main
+README. A test checks that both agree with results.csv.
+"""
+
+from collections.abc import Mapping, Sequence
+import pathlib
+
+from attnres_jax import csv_rows
+from attnres_jax.analysis import plots
+from experiments.pages import readme as readme_lib
+
+_HERE = pathlib.Path(__file__).absolute().parent
+RESULTS = _HERE / "results.csv"
+README = _HERE / "README.md"
+MAIN_README = _HERE.parents[1] / "README.md"
+# The forms of PreNorm that are measured.
+BASELINES = ("prenorm", "prenorm unrolled")
+MEASURES = ("forward", "forward_backward", "compile_train_step")
+
+Row = Mapping[str, str]
+
+
+def main() -> None:
+  rows = csv_rows.read(RESULTS)
+  for path, place, make in (
+    (README, "results", table),
+    (MAIN_README, "cost", sentence),
+  ):
+    text = path.read_text(encoding="utf-8")
+    path.write_text(readme_lib.fill(text, place, make(rows)), encoding="utf-8")
+
+
+def table(rows: Sequence[Row]) -> str:
+  """Ratios with their ranges, a line per size and scheme."""
+  lines = []
+  for size, scheme in dict.fromkeys((r["size"], r["scheme"]) for r in rows):
+    found = [_find(rows, size, scheme, kind) for kind in MEASURES]
+    lines.append([size, label(scheme), *map(_cell, found)])
+  header = (
+    "size", "scheme", "forward", "forward + backward",
+    "compiling the training step",
+  )  # fmt: skip
+  return f"{readme_lib.table(header, lines)}\n\n{_origin(rows)}."
+
+
+def sentence(rows: Sequence[Row]) -> str:
+  """What Block and Full cost at the larger size."""
+  block, full = (
+    _find(rows, "large", scheme, "forward_backward")
+    for scheme in ("block_attnres", "full_attnres")
+  )
+  return (
+    f"On a CPU, the forward and backward pass of Block AttnRes takes"
+    f" {_times(block)} times as long as that of PreNorm, and that of Full"
+    f" AttnRes {_times(full)} times (d=512, 24 sublayers; medians and ranges"
+    f" of paired rounds, over PreNorm in its faster form, {_form(block)};"
+    f" {_origin(rows)};"
+    " [experiments/step_cost](experiments/step_cost/README.md))."
+  )
+
+
+def label(scheme: str) -> str:
+  """What a scheme of the rows is called."""
+  name, _, form = scheme.partition(" ")
+  details = {
+    "": "",
+    "unrolled": ", unrolled",
+    "one_softmax": ", one softmax per sublayer",
+  }
+  scanned = ", scanned" if name in ("prenorm", "rescaled") and not form else ""
+  return plots.name_of(name) + (details[form] or scanned)
+
+
+def _find(rows: Sequence[Row], size: str, scheme: str, measure: str) -> Row:
+  wanted = {"size": size, "scheme": scheme, "measure": measure}
+  (row,) = (row for row in rows if wanted.items() <= row.items())
+  return row
+
+
+def _cell(row: Row) -> str:
+  if row["scheme"] == row["baseline"]:
+    return f"1 ({float(row['seconds']):.2f} s)"
+  if row["ratio_min"] == row["ratio_max"]:
+    return f"{float(row['ratio']):.1f}"
+  return _times(row)
+
+
+def _times(row: Row) -> str:
+  value, low, high = (
+    f"{float(row[name]):.2f}" for name in ("ratio", "ratio_min", "ratio_max")
+  )
+  return f"{value} ({low} to {high})"
+
+
+def _form(row: Row) -> str:
+  return label(row["baseline"]).rpartition(", ")[2]
+
+
+def _origin(rows: Sequence[Row]) -> str:
+  row = rows[0]
+  return (
+    f"{row['hardware']}, Python {row['python']}, jax {row['jax']}, commit"
+    f" {row['commit']}"
+  )
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ratios are to the faster form of PreNorm, and the READMEs show the rows."""
+
+import numpy as np
+import pytest
+
+from attnres_jax import csv_rows
+from experiments.step_cost import publish
+from experiments.step_cost import run
+
+FACTS = {"hardware": "a CPU", "python": "3.11", "jax": "0.10", "commit": "abc"}
+
+
+def _times(scanned, unrolled, block):
+  """Wall and processor seconds of three rounds of each scheme."""
+  walls = {
+    "prenorm": scanned,
+    "prenorm unrolled": unrolled,
+    "block_attnres": block,
+    "full_attnres": [2 * wall for wall in block],
+  }
+  return {
+    scheme: {
+      kind: [np.array([wall, 2 * wall]) for wall in own]
+      for kind in publish.MEASURES
+    }
+    for scheme, own in walls.items()
+  }
+
+
+@pytest.mark.parametrize(
+  "scanned,unrolled,baseline,ratio",
+  [
+    ([4.0, 4.0, 9.0], [3.0, 2.0, 3.0], "prenorm unrolled", 2.0),
+    ([2.0, 2.0, 2.0], [3.0, 3.0, 1.0], "prenorm", 3.0),
+  ],
+)
+def test_baseline_is_the_faster_form(scanned, unrolled, baseline, ratio):
+  times = _times(scanned, unrolled, [6.0, 4.0, 12.0])
+  for row in run.ratios(times, "block_attnres"):
+    assert (row["baseline"], row["ratio"]) == (baseline, ratio)
+    assert row["ratio_min"] == 2.0 and row["ratio_max"] > 3.0
+    assert row["cpu_ratio"] == ratio and row["seconds"] == 6.0
+  other = {"prenorm": "prenorm unrolled"}.get(baseline, "prenorm")
+  for row in run.ratios(times, other):
+    assert row["baseline"] == baseline and row["ratio"] > 1
+
+
+def _rows():
+  times = _times([4.0, 4.0], [3.0, 3.0], [3.3, 3.9])
+  rows = [
+    {"size": "large", "scheme": scheme} | row | FACTS
+    for scheme in times
+    for row in run.ratios(times, scheme)
+  ]
+  return [{name: str(value) for name, value in row.items()} for row in rows]
+
+
+def test_texts_of_the_readmes():
+  table = publish.table(_rows())
+  assert "| large | PreNorm, unrolled | 1 (3.00 s) |" in table
+  assert "| large | PreNorm, scanned | 1.3 |" in table
+  assert "| large | Block AttnRes | 1.20 (1.10 to 1.30) |" in table
+  sentence = publish.sentence(_rows())
+  assert "Block AttnRes takes 1.20 (1.10 to 1.30) times" in sentence
+  assert "AttnRes 2.40 (2.20 to 2.60) times" in sentence
+  assert "faster form, unrolled;" in sentence and "commit abc" in sentence
+
+
+def test_readmes_show_the_committed_rows(tmp_path, monkeypatch):
+  rows = csv_rows.read(publish.RESULTS)
+  if "baseline" not in rows[0]:
+    pytest.skip("the committed rows have PreNorm in one form only")
+  before = {}
+  for name in ("README", "MAIN_README"):
+    path = tmp_path / name
+    before[path] = getattr(publish, name).read_text(encoding="utf-8")
+    path.write_text(before[path], encoding="utf-8")
+    monkeypatch.setattr(publish, name, path)
+  publish.main()
+  for path, text in before.items():
+    assert path.read_text(encoding="utf-8") == text, (
+      "run `python -m experiments.step_cost.publish`"
+    )
