@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from attnres_jax import checkpoint
+from attnres_jax import claims
 from attnres_jax import config as config_lib
 from attnres_jax import data
 from attnres_jax import environment
@@ -40,6 +41,7 @@ def train_and_evaluate(
   workdir: epath.PathLike,
   *,
   resume_with_changed_config: bool = False,
+  claim: claims.Claim | None = None,
 ) -> dict[str, Any]:
   """Trains to `config.train.steps`, or until a signal; all processes call it.
 
@@ -48,13 +50,15 @@ def train_and_evaluate(
     workdir: its folder, local or gs://; may hold an interrupted run.
     resume_with_changed_config: go on although the folder's configuration or
       data differ in more than `run_folder.HARMLESS`.
+    claim: of the folder, where the caller has one; it stays the caller's.
 
   Returns:
     The summary: status ("finished", or "stopped" by a signal), step, the last
     train and validation losses, and what the run took.
 
   Raises:
-    ConfigError: the configuration cannot be used, or is not the folder's.
+    ConfigError: the configuration cannot be used, or is not the folder's, or
+      another process is at work in the folder (`claims.HeldError`).
     CheckpointError: there are checkpoints, but none can be used.
     NonFiniteError: a loss or gradient was not finite and `train.on_nan` is
       "stop"; the last checkpoint is from before that step.
@@ -70,6 +74,7 @@ def train_and_evaluate(
     config, datasets, separator_id = _open_data(config, mesh)
     abstract_state = train_state.abstract_state(config, mesh)
     descriptions = {split: d.describe() for split, d in datasets.items()}
+    stack.enter_context(claims.held(workdir, claim))
     changes = run_folder.changes(workdir, config, descriptions)
     if changes and not resume_with_changed_config:
       raise config_lib.ConfigError(run_folder.refusal(workdir, changes))

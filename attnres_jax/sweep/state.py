@@ -12,7 +12,6 @@ A worker that was killed leaves `running` and a heartbeat that stands still.
 
 import dataclasses
 import json
-import time
 from typing import Any
 
 from etils import epath
@@ -23,10 +22,6 @@ PENDING, RUNNING, STOPPED = "pending", "running", "stopped"
 FAILED, DONE = "failed", "done"
 
 FILE = "state.json"
-HEARTBEAT_SECONDS = 10.0
-# A heartbeat older than this is that of a dead worker. Clocks of hosts that
-# share an object store have to agree within a part of it.
-LEASE_SECONDS = 90.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +49,6 @@ class State:
   heartbeat: float = 0.0
   seconds: float = 0.0
   error: str = ""
-
-  def is_alive(self, now: float | None = None) -> bool:
-    """Whether a worker has the run and was seen lately."""
-    now = time.time() if now is None else now
-    return self.status == RUNNING and now - self.heartbeat < LEASE_SECONDS
 
 
 def read(workdir: epath.PathLike) -> State:

@@ -25,6 +25,7 @@ import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
+from attnres_jax import claims as claims_lib
 from attnres_jax import config as config_lib
 from attnres_jax import files
 from attnres_jax import train
@@ -58,7 +59,7 @@ def work(
     folder: of the sweep.
     name: of the run.
     patience_seconds: to wait for a run whose worker may be dead. In an object
-      store that shows after `state.LEASE_SECONDS` only.
+      store that shows after `claims.LEASE_SECONDS` only.
 
   Raises:
     ConfigError: there is no such run.
@@ -71,7 +72,7 @@ def work(
   verdict = _agree(verdict)
   if verdict is not None:
     return verdict
-  status, error, result = _train(run, workdir)
+  status, error, result = _train(run, workdir, claim)
   if claim is not None:
     try:
       claim.release(status, error)
@@ -123,17 +124,21 @@ def _claim(
       return None, exits.Exit.DONE
     if time.monotonic() >= deadline:
       return None, exits.Exit.BUSY
-    time.sleep(state_lib.HEARTBEAT_SECONDS)
+    time.sleep(claims_lib.HEARTBEAT_SECONDS)
 
 
-def _train(run: grid.Run, workdir: epath.Path) -> tuple[str, str, exits.Exit]:
+def _train(
+  run: grid.Run, workdir: epath.Path, claim: claims.Claim | None
+) -> tuple[str, str, exits.Exit]:
   """Status and error for the state file, and how the worker ends."""
   try:
     if jax.process_index() == 0:
       step = branches.start(workdir.parent, run)
       if step:
         print(f"begins at step {step}, with a checkpoint of {run.branch_of}")
-    summary = train.train_and_evaluate(folder_lib.run_config(run), workdir)
+    summary = train.train_and_evaluate(
+      folder_lib.run_config(run), workdir, claim=claim and claim.claim
+    )
   except Exception as error:
     text = " ".join(f"{type(error).__name__}: {error}".split())
     if files.is_disk_full(error):

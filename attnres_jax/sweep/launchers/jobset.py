@@ -27,6 +27,7 @@ from typing import Any
 from etils import epath
 import yaml
 
+from attnres_jax import claims
 from attnres_jax import config as config_lib
 from attnres_jax import files
 from attnres_jax.scaling import grid
@@ -314,7 +315,7 @@ def _container(
   several = settings.hosts * settings.slices > 1
   flags = ["--distributed"] if several else []
   # After a restart the lease of the worker before may not be over.
-  flags.append(f"--patience_seconds={2 * state_lib.LEASE_SECONDS:.0f}")
+  flags.append(f"--patience_seconds={2 * claims.LEASE_SECONDS:.0f}")
   chips = {_CHIPS: settings.chips_per_host}
   return {
     "name": CONTAINER,

@@ -23,6 +23,7 @@ from typing import Any
 
 from etils import epath
 
+from attnres_jax import claims
 from attnres_jax import config as config_lib
 from attnres_jax import files
 from attnres_jax.scaling import grid
@@ -179,7 +180,7 @@ def _train(
 def _work(config: Mapping[str, str]) -> int:
   """What each worker of a gang does; connected by Ray before."""
   # After a restart the lease of the worker before may not be over.
-  patience = 2 * state_lib.LEASE_SECONDS
+  patience = 2 * claims.LEASE_SECONDS
   try:
     result = worker.work(config["folder"], config["name"], patience)
   except config_lib.ConfigError as error:

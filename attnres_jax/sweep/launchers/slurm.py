@@ -20,6 +20,7 @@ import shlex
 
 from etils import epath
 
+from attnres_jax import claims
 from attnres_jax import files
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import exits
@@ -105,7 +106,7 @@ def script(
   lines += [f"runs=({shlex.join(names)})"]
   if given.get("setup"):
     lines.append(given["setup"])
-  patience = f"--patience_seconds={2 * state_lib.LEASE_SECONDS:.0f}"
+  patience = f"--patience_seconds={2 * claims.LEASE_SECONDS:.0f}"
   command = worker.command(folder, "RUN", "--distributed", patience)
   words = [shlex.quote(word) for word in command]
   words[command.index("--run=RUN")] = '--run="${runs[$SLURM_ARRAY_TASK_ID]}"'
