@@ -27,7 +27,8 @@ class Evaluator:
     config: of the run.
     dataset: the validation split, as `data.open_dataset` returns it.
     mesh: batches are split over its devices.
-    eval_step: (model, batch) -> dict(loss_sum, tokens); see `train_state`.
+    eval_step: (model, batch) -> dict(loss_sum, tokens), of
+      `train_state.Program`.
     separator_id: the token between documents, where all others are bytes; None
       where tokens are not bytes, and bits per byte have no meaning.
   """

@@ -13,12 +13,14 @@ FLOPs a token. Chips do 150 to 600 FLOPs in the time of a byte, so that a tile
 of less than some hundred tokens waits for memory, whatever D and V are.
 """
 
+from collections.abc import Mapping
 import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from attnres_jax import config as config_lib
 from attnres_jax import precision
 from attnres_jax import sharding
 from attnres_jax.models import embedding
@@ -28,6 +30,33 @@ from attnres_jax.models import linear
 # takes all the same: with V = 163840 and D = 2304 on v5p, tiles of 100 move
 # bytes for 3.6 times as long as their products take, and tiles of 1024 for 0.6.
 TILE_BYTES, TILE_TOKENS = 64 * 2**20, 1024
+
+
+class Examples(NamedTuple):
+  """What a network reads and is to predict, [B, T] each.
+
+  Attributes:
+    inputs: int32 tokens.
+    targets: int32, the tokens that follow.
+    weights: float32, 0 for targets that do not count.
+    segment_ids: int32 document numbers of the inputs, or None.
+  """
+
+  inputs: jax.Array
+  targets: jax.Array
+  weights: jax.Array
+  segment_ids: jax.Array | None
+
+  @classmethod
+  def of(cls, batch: Mapping[str, jax.Array]) -> "Examples":
+    """Of a batch as `train_state.Program.train_step` takes it."""
+    tokens, segment_ids = batch["tokens"], batch.get("segment_ids")
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    if segment_ids is None:
+      return cls(inputs, targets, jnp.ones(targets.shape, jnp.float32), None)
+    context, target = segment_ids[:, :-1], segment_ids[:, 1:]
+    weights = ((context == target) & (target > 0)).astype(jnp.float32)
+    return cls(inputs, targets, weights, context)
 
 
 class LossSums(NamedTuple):
@@ -47,6 +76,24 @@ class LossSums(NamedTuple):
 def no_loss(dtype: jax.typing.DTypeLike = jnp.float32) -> LossSums:
   """Of no tokens."""
   return LossSums(*[jnp.zeros((), dtype)] * 3)
+
+
+def loss_sums(
+  config: config_lib.RunConfig,
+  h_BTD: jax.Array,
+  head_DV: jax.Array,
+  examples: Examples,
+) -> LossSums:
+  """`cross_entropy` of states after the final norm, as a run has it."""
+  return cross_entropy(
+    h_BTD,
+    head_DV,
+    examples.targets,
+    examples.weights,
+    soft_cap=config.model.logit_soft_cap,
+    z_loss=config.loss.z_loss,
+    tile_tokens=config.loss.tile_tokens,
+  )
 
 
 def cross_entropy(

@@ -19,7 +19,6 @@ from typing import Any
 
 from etils import epath
 import jax
-import jax.numpy as jnp
 
 from attnres_jax import checkpoint
 from attnres_jax import claims
@@ -72,7 +71,7 @@ def train_and_evaluate(
     metrics_lib.check_available(config.log)
     mesh = sharding.make_mesh(config.mesh)
     config, datasets, separator_id = _open_data(config, mesh)
-    abstract_state = train_state.abstract_state(config, mesh)
+    program = train_state.make_program(config, mesh)
     descriptions = {split: d.describe() for split, d in datasets.items()}
     stack.enter_context(claims.held(workdir, claim))
     changes = run_folder.changes(workdir, config, descriptions)
@@ -82,7 +81,7 @@ def train_and_evaluate(
     if summary is not None:
       return summary
 
-    restored = checkpoint.restore_latest(workdir, abstract_state)
+    restored = checkpoint.restore_latest(workdir, program.abstract_state)
     step = restored.step if restored else 0
     missing = run_folder.missing_checkpoint(workdir, restored)
     lost = goodput.lost(metrics_lib.read_rows(workdir), step)
@@ -90,23 +89,23 @@ def train_and_evaluate(
     stack.callback(writer.close)
     _report_start(writer, mesh, step, restored, missing, lost, changes)
 
-    batch_shape = _batch_shape(config, mesh)
+    abstract_model = program.abstract_state.model
     train_step = _compile(
-        writer, step, "train_step", train_state.make_train_step(config, mesh),
-        abstract_state, batch_shape,
+        writer, step, "train_step", program.train_step,
+        program.abstract_state, program.batch_shapes,
     )  # fmt: skip
     eval_step = _compile(
-        writer, step, "eval_step", train_state.make_eval_step(config, mesh),
-        abstract_state.model, batch_shape,
+        writer, step, "eval_step", program.eval_step,
+        abstract_model, program.batch_shapes,
     )  # fmt: skip
     depth_step = None
     if config.train.depth_every:
       depth_step = _compile(
-          writer, step, "depth_step", train_state.make_depth_step(config, mesh),
-          abstract_state.model, batch_shape,
+          writer, step, "depth_step", program.depth_step,
+          abstract_model, program.batch_shapes,
       )  # fmt: skip
 
-    state = restored.state if restored else train_state.init_state(config, mesh)
+    state = restored.state if restored else program.init_state()
     evaluator = evaluate.Evaluator(
       config, datasets["validation"], mesh, eval_step, separator_id
     )
@@ -214,19 +213,6 @@ def _report_start(
     python=platform.python_version(),
     time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
   )
-
-
-def _batch_shape(
-  config: config_lib.RunConfig, mesh: jax.sharding.Mesh
-) -> dict[str, jax.ShapeDtypeStruct]:
-  """Shape of a global batch, for compilation ahead of the first one."""
-  shape = jax.ShapeDtypeStruct(
-    (config.data.batch_size, config.data.sequence_length + 1),
-    jnp.int32,
-    sharding=sharding.batch_sharding(mesh),
-  )
-  names = ["tokens"] + ["segment_ids"] * config.data.segment_ids
-  return dict.fromkeys(names, shape)
 
 
 def _compile(

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What training carries from step to step, and the pure steps on it.
 
+`make_program` decides how a network runs on a mesh, whole or as a pipeline;
+whoever trains, evaluates or compiles asks the `Program` and not the mesh.
 Nothing here talks to disk, clock or log: that is `train.py`.
 """
 
 import dataclasses
-from typing import Any
+import functools
+import math
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +23,7 @@ from attnres_jax import optimizer as optimizer_lib
 from attnres_jax import sharding
 from attnres_jax.models import moe
 from attnres_jax.models import stack
+from attnres_jax.models.residuals import base
 from attnres_jax.pipeline import spmd
 
 Batch = dict[str, jax.Array]
@@ -45,153 +50,301 @@ class TrainState:
   opt_state: Any
 
 
-def init_state(config: config_lib.RunConfig, mesh: Mesh) -> TrainState:
-  """A fresh state, laid out over the mesh.
+class Network(Protocol):
+  """How the network of a run computes on a mesh.
+
+  Attributes:
+    microbatches: parts of a batch that are computed one after the other.
+  """
+
+  microbatches: int
+
+  def loss_sums(
+    self, model: models.Transformer, examples: loss_lib.Examples
+  ) -> loss_lib.LossSums:
+    """Sums of the loss over a batch."""
+    ...
+
+  def value_and_grad(
+    self, model: models.Transformer, examples: loss_lib.Examples
+  ) -> tuple[loss_lib.LossSums, models.Transformer]:
+    """The same sums, and the gradient of their total."""
+    ...
+
+  def kept_bytes(self, model: models.Transformer) -> dict[str, int]:
+    """What a device keeps for backward, given an abstract model.
+
+    `running_state_bytes` and `block_bytes`; empty where that is not planned but
+    left to the compiler.
+    """
+    ...
+
+
+def make_program(config: config_lib.RunConfig, mesh: Mesh) -> "Program":
+  """Decides how a run computes on a mesh. Nothing is compiled.
 
   Raises:
     ConfigError: the config does not describe a model, an optimiser and a batch
-      that fit the mesh. Nothing is compiled before.
+      that fit the mesh.
   """
-  shardings = jax.tree.map(lambda a: a.sharding, abstract_state(config, mesh))
-  return jax.jit(_init, static_argnums=0, out_shardings=shardings)(config)
-
-
-def abstract_state(config: config_lib.RunConfig, mesh: Mesh) -> TrainState:
-  """Shapes, dtypes and shardings of `init_state`, without any computation."""
-  _check(config, mesh)
-  shapes = jax.eval_shape(lambda: _init(config))
-  return sharding.with_sharding(shapes, sharding.state_sharding(shapes, mesh))
-
-
-def make_train_step(config: config_lib.RunConfig, mesh: Mesh) -> Step:
-  """The jitted training step (state, batch) -> (state, metrics).
-
-  Donates the state.
-
-  A batch holds `tokens` int32 [B, T+1] and maybe `segment_ids` int32 [B, T+1]
-  (0 for padding). Targets in another segment than their context, or in
-  padding, do not count.
-
-  Metrics, all scalars but the last: loss and z (nats per token, nats squared),
-  grad_norm (before clipping), param_norm, learning_rate, tokens (that count),
-  finite (loss and gradient are), skipped (so far), grad_norm_L [num_layers]
-  (of each transformer block). With experts, how even their load is, as
-  `moe.load_metrics` says, mean over depth and at the worst sublayer:
-  moe_entropy, moe_max_violation, moe_unused. Selection biases are no part of
-  the norms.
-
-  An update that is not finite is never applied: parameters and optimiser state
-  stay what they were, whatever `train.on_nan` makes the loop do about it.
-  """
-  state_shardings = jax.tree.map(
-    lambda a: a.sharding, abstract_state(config, mesh)
-  )
-  rates = (config.optim, config.train.steps)
-  learning_rate_at = optimizer_lib.make_schedule(*rates)
-  balance_rate_at = optimizer_lib.make_balance_schedule(*rates)
-  transform = optimizer_lib.make_optimizer(config.optim)
-
-  def train_step(state: TrainState, batch: Batch):
-    params: Any = state.model
-    sums, tokens, gradient = _accumulate(config, mesh, params, batch)
-    count = jnp.maximum(tokens, 1.0)
-    gradient = jax.tree.map(lambda g: g / count, gradient)
-    trained = optimizer_lib.trained(gradient)
-    grad_norm = optax.tree.norm(trained)
-    learning_rate = jnp.asarray(learning_rate_at(state.step), jnp.float32)
-    loss = sums.total / count
-    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-
-    updates, opt_state = transform.update(
-      gradient,
-      state.opt_state,
-      params,
-      learning_rate=learning_rate,
-      balance_rate=balance_rate_at(state.step),
-    )
-    model = optax.apply_updates(params, updates)
-    old = (state.model, state.opt_state)
-    model, opt_state = jax.tree.map(
-      lambda new, old: jnp.where(finite, new, old), (model, opt_state), old
-    )
-    skipped = state.skipped + jnp.where(finite, 0, 1).astype(jnp.int32)
-    metrics = dict(
-      loss=sums.nll / count,
-      z=sums.z / count,
-      grad_norm=grad_norm,
-      param_norm=optax.tree.norm(optimizer_lib.trained(params)),
-      learning_rate=learning_rate,
-      tokens=tokens,
-      finite=finite,
-      skipped=skipped,
-      grad_norm_L=stack.layer_norms(
-        trained.sublayers, config.model.sublayer_kinds
-      ),
-      **_load_metrics(gradient.sublayers),
-    )
-    new_state = TrainState(
-      step=state.step + 1, skipped=skipped, model=model, opt_state=opt_state
-    )
-    return new_state, metrics
-
-  return jax.jit(
-    train_step,
-    donate_argnums=0,
-    in_shardings=(state_shardings, sharding.batch_sharding(mesh)),
-    out_shardings=(state_shardings, sharding.replicated(mesh)),
-  )
-
-
-def make_eval_step(config: config_lib.RunConfig, mesh: Mesh) -> Step:
-  """Jitted (model, batch) -> dict(loss_sum in nats, tokens that count)."""
-
-  def eval_step(model: models.Transformer, batch: Batch) -> Metrics:
-    sums, tokens = _loss_sums(config, mesh, model, batch)
-    return dict(loss_sum=sums.nll, tokens=tokens)
-
-  return jax.jit(eval_step, out_shardings=sharding.replicated(mesh))
-
-
-def make_depth_step(config: config_lib.RunConfig, mesh: Mesh) -> Step:
-  """Jitted (model, batch) -> per-depth series, as in the paper's Fig. 5.
-
-  Root mean squares over one microbatch: state_rms [L] of the running state
-  after each sublayer, output_rms [L] of what it put out, read_rms [L] of what
-  it read. Schemes with depth attention add depth_entropy [L+1], the mean
-  entropy in nats of each read's weights.
-  """
-  rows = config.data.batch_size // config.optim.accumulate_steps
-  if _pipelined(mesh):
-    rows //= spmd.num_microbatches(config, mesh)
-
-  def depth_step(model: models.Transformer, batch: Batch) -> Metrics:
-    inputs, _, _, segment_ids = _split(batch)
-    inputs = inputs[:rows]
-    segment_ids = None if segment_ids is None else segment_ids[:rows]
-    with sharding.ambient(mesh):
-      trace = model.trace(inputs, segment_ids)
-    series = dict(
-      state_rms=_rms(model.residual.running_state(trace)),
-      output_rms=_rms(trace.values[1:]),
-      read_rms=_rms(trace.reads[:-1]),
-    )
-    weights = model.residual.depth_weights(trace.values)
-    if weights is not None:
-      series["depth_entropy"] = jnp.stack([_mean_entropy(w) for w in weights])
-    return series
-
-  return jax.jit(depth_step, out_shardings=sharding.replicated(mesh))
-
-
-def _check(config: config_lib.RunConfig, mesh: Mesh) -> None:
   sharding.check_divides(config, mesh)
-  if _pipelined(mesh):
-    spmd.make_plan(config, mesh)
+  pipelined = mesh.shape[sharding.STAGE] > 1
+  make: Any = spmd.make_pipeline if pipelined else _Whole
+  network = make(config, mesh)
   optimizer_lib.make_schedule(config.optim, config.train.steps)
+  shapes = jax.eval_shape(lambda: _init(config))
+  state = sharding.with_sharding(shapes, sharding.state_sharding(shapes, mesh))
+  return Program(config, mesh, network, state)
 
 
-def _pipelined(mesh: Mesh) -> bool:
-  return mesh.shape[sharding.STAGE] > 1
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+  """The steps of a run on a mesh. Each is traced when it is first called.
+
+  Attributes:
+    config: of the run.
+    mesh: its devices.
+    network: how it computes on them.
+    abstract_state: shapes, dtypes and shardings of `init_state`.
+  """
+
+  config: config_lib.RunConfig
+  mesh: Mesh
+  network: Network
+  abstract_state: TrainState
+
+  @property
+  def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+    """Of a global batch: `tokens`, and `segment_ids` if the data has them."""
+    data = self.config.data
+    shape = jax.ShapeDtypeStruct(
+      (data.batch_size, data.sequence_length + 1),
+      jnp.int32,
+      sharding=sharding.batch_sharding(self.mesh),
+    )
+    names = ["tokens"] + ["segment_ids"] * data.segment_ids
+    return dict.fromkeys(names, shape)
+
+  def init_state(self) -> TrainState:
+    """A fresh state, laid out over the mesh."""
+    return jax.jit(
+      _init, static_argnums=0, out_shardings=self._state_shardings
+    )(self.config)
+
+  @functools.cached_property
+  def train_step(self) -> Step:
+    """The jitted training step (state, batch) -> (state, metrics).
+
+    Donates the state.
+
+    A batch holds `tokens` int32 [B, T+1] and maybe `segment_ids` int32 [B, T+1]
+    (0 for padding). Targets in another segment than their context, or in
+    padding, do not count.
+
+    Metrics, all scalars but the last: loss and z (nats per token, nats
+    squared), grad_norm (before clipping), param_norm, learning_rate, tokens
+    (that count), finite (loss and gradient are), skipped (so far), grad_norm_L
+    [num_layers] (of each transformer block). With experts, how even their load
+    is, as `moe.load_metrics` says, mean over depth and at the worst sublayer:
+    moe_entropy, moe_max_violation, moe_unused. Selection biases are no part of
+    the norms.
+
+    An update that is not finite is never applied: parameters and optimiser
+    state stay what they were, whatever `train.on_nan` makes the loop do.
+    """
+    config = self.config
+    rates = (config.optim, config.train.steps)
+    learning_rate_at = optimizer_lib.make_schedule(*rates)
+    balance_rate_at = optimizer_lib.make_balance_schedule(*rates)
+    transform = optimizer_lib.make_optimizer(config.optim)
+
+    def train_step(state: TrainState, batch: Batch):
+      params: Any = state.model
+      examples = loss_lib.Examples.of(batch)
+      sums, gradient = self.network.value_and_grad(params, examples)
+      tokens = jnp.sum(examples.weights)
+      count = jnp.maximum(tokens, 1.0)
+      gradient = jax.tree.map(lambda g: g / count, gradient)
+      trained = optimizer_lib.trained(gradient)
+      grad_norm = optax.tree.norm(trained)
+      learning_rate = jnp.asarray(learning_rate_at(state.step), jnp.float32)
+      loss = sums.total / count
+      finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+
+      updates, opt_state = transform.update(
+        gradient,
+        state.opt_state,
+        params,
+        learning_rate=learning_rate,
+        balance_rate=balance_rate_at(state.step),
+      )
+      model = optax.apply_updates(params, updates)
+      old = (state.model, state.opt_state)
+      model, opt_state = jax.tree.map(
+        lambda new, old: jnp.where(finite, new, old), (model, opt_state), old
+      )
+      skipped = state.skipped + jnp.where(finite, 0, 1).astype(jnp.int32)
+      metrics = dict(
+        loss=sums.nll / count,
+        z=sums.z / count,
+        grad_norm=grad_norm,
+        param_norm=optax.tree.norm(optimizer_lib.trained(params)),
+        learning_rate=learning_rate,
+        tokens=tokens,
+        finite=finite,
+        skipped=skipped,
+        grad_norm_L=stack.layer_norms(
+          trained.sublayers, config.model.sublayer_kinds
+        ),
+        **_load_metrics(gradient.sublayers),
+      )
+      new_state = TrainState(
+        step=state.step + 1, skipped=skipped, model=model, opt_state=opt_state
+      )
+      return new_state, metrics
+
+    return jax.jit(
+      train_step,
+      donate_argnums=0,
+      in_shardings=(
+        self._state_shardings,
+        sharding.batch_sharding(self.mesh),
+      ),
+      out_shardings=(self._state_shardings, sharding.replicated(self.mesh)),
+    )
+
+  @functools.cached_property
+  def eval_step(self) -> Step:
+    """Jitted (model, batch) -> dict(loss_sum in nats, tokens that count)."""
+
+    def eval_step(model: models.Transformer, batch: Batch) -> Metrics:
+      examples = loss_lib.Examples.of(batch)
+      sums = self.network.loss_sums(model, examples)
+      return dict(loss_sum=sums.nll, tokens=jnp.sum(examples.weights))
+
+    return self._replicated(eval_step)
+
+  @functools.cached_property
+  def depth_step(self) -> Step:
+    """Jitted (model, batch) -> per-depth series, as in the paper's Fig. 5.
+
+    Root mean squares over one microbatch: state_rms [L] of the running state
+    after each sublayer, output_rms [L] of what it put out, read_rms [L] of what
+    it read. Schemes with depth attention add depth_entropy [L+1], the mean
+    entropy in nats of each read's weights. No pipeline: every rank computes all
+    of it.
+    """
+    rows = self.config.data.batch_size // self.network.microbatches
+
+    def depth_step(model: models.Transformer, batch: Batch) -> Metrics:
+      examples = loss_lib.Examples.of(batch)
+      inputs, _, _, segment_ids = jax.tree.map(lambda a: a[:rows], examples)
+      with sharding.ambient(self.mesh):
+        trace = model.trace(inputs, segment_ids)
+      series = dict(
+        state_rms=_rms(model.residual.running_state(trace)),
+        output_rms=_rms(trace.values[1:]),
+        read_rms=_rms(trace.reads[:-1]),
+      )
+      weights = model.residual.depth_weights(trace.values)
+      if weights is not None:
+        series["depth_entropy"] = jnp.stack([_mean_entropy(w) for w in weights])
+      return series
+
+    return self._replicated(depth_step)
+
+  def _replicated(self, step: Any) -> Step:
+    return jax.jit(step, out_shardings=sharding.replicated(self.mesh))
+
+  @property
+  def _state_shardings(self) -> Any:
+    return jax.tree.map(lambda a: a.sharding, self.abstract_state)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Whole:
+  """A network that every device has from end to end, or parts of all of it."""
+
+  config: config_lib.RunConfig
+  mesh: Mesh
+
+  @property
+  def microbatches(self) -> int:
+    return self.config.optim.accumulate_steps
+
+  def loss_sums(self, model, examples):
+    with sharding.ambient(self.mesh):
+      return loss_lib.loss_sums(
+        self.config,
+        model.hidden(examples.inputs, examples.segment_ids),
+        model.embedding.head_DV(),
+        examples,
+      )
+
+  def value_and_grad(self, model, examples):
+    def total(model, microbatch):
+      sums = self.loss_sums(model, microbatch)
+      return sums.total, sums
+
+    def one(microbatch):
+      gradient, sums = jax.grad(total, has_aux=True)(model, microbatch)
+      return sums, gradient
+
+    if self.microbatches == 1:
+      return one(examples)
+
+    def microbatches(a):
+      # Every device keeps rows of its own in every microbatch.
+      a = a.reshape(-1, self.microbatches, *a.shape[1:])
+      return jnp.swapaxes(a, 0, 1)
+
+    def add(total, microbatch):
+      return jax.tree.map(jnp.add, total, one(microbatch)), None
+
+    parts = jax.tree.map(microbatches, examples)
+    shapes = jax.eval_shape(one, jax.tree.map(lambda a: a[0], parts))
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    return jax.lax.scan(add, zeros, parts)[0]
+
+  def kept_bytes(self, model):
+    """With `model.remat="full"`, what it keeps of a microbatch (section 4.1).
+
+    The running states that the scheme names, and blocks that are not among
+    them. The sublayer that is being differentiated takes more.
+    """
+    if self.config.model.remat != "full":
+      return {}
+    data = self.config.data
+    rows = data.batch_size // self.microbatches
+    tokens = rows * data.sequence_length // self.mesh.size
+    shape = 1, tokens, self.config.model.width
+    vector = jax.ShapeDtypeStruct(shape, self.config.model.dtype)
+
+    def depth(residual, embedding_BTD, y_BTD):
+      state = residual.init(embedding_BTD)
+      for start, stop in residual.segments():
+        carry, slots = residual.open(state, start, stop)
+        for i in range(stop - start):
+          slot = jax.tree.map(lambda a, i=i: a[i], slots)
+          carry = residual.write(carry, slot, y_BTD)
+        state = residual.close(state, carry, stop)
+      return residual.take_apart(state)[0]
+
+    program = jax.make_jaxpr(depth)(model.residual, vector, vector).jaxpr
+    states = [
+      equation.outvars[0]
+      for equation in program.eqns
+      if equation.params.get("name") == base.DEPTH_STATE
+    ]
+    blocks = [block for block in program.outvars if block not in states]
+    return dict(
+      running_state_bytes=_nbytes(states), block_bytes=_nbytes(blocks)
+    )
+
+
+def _nbytes(variables: Any) -> int:
+  avals = [variable.aval for variable in variables]
+  return sum(math.prod(a.shape) * a.dtype.itemsize for a in avals)
 
 
 def _init(config: config_lib.RunConfig) -> TrainState:
@@ -199,68 +352,6 @@ def _init(config: config_lib.RunConfig) -> TrainState:
   opt_state = optimizer_lib.make_optimizer(config.optim).init(model)
   zero = jnp.zeros((), jnp.int32)
   return TrainState(step=zero, skipped=zero, model=model, opt_state=opt_state)
-
-
-def _split(batch: Batch):
-  """(inputs, targets, weights, segment ids of the inputs), each [B, T]."""
-  tokens, segment_ids = batch["tokens"], batch.get("segment_ids")
-  inputs, targets = tokens[:, :-1], tokens[:, 1:]
-  if segment_ids is None:
-    return inputs, targets, jnp.ones(targets.shape, jnp.float32), None
-  context, target = segment_ids[:, :-1], segment_ids[:, 1:]
-  weights = ((context == target) & (target > 0)).astype(jnp.float32)
-  return inputs, targets, weights, context
-
-
-def _loss_sums(config, mesh, model, batch):
-  inputs, targets, weights, segment_ids = _split(batch)
-  if _pipelined(mesh):
-    rows = spmd.Microbatch(inputs, targets, weights, segment_ids)
-    return spmd.evaluate(config, mesh, model, rows), jnp.sum(weights)
-  with sharding.ambient(mesh):
-    sums = loss_lib.cross_entropy(
-      model.hidden(inputs, segment_ids),
-      model.embedding.head_DV(),
-      targets,
-      weights,
-      soft_cap=config.model.logit_soft_cap,
-      z_loss=config.loss.z_loss,
-      tile_tokens=config.loss.tile_tokens,
-    )
-  return sums, jnp.sum(weights)
-
-
-def _accumulate(config, mesh, model, batch):
-  """Loss sums, counted tokens and summed gradient over all microbatches."""
-  if _pipelined(mesh):
-    rows = spmd.Microbatch(*_split(batch))
-    sums, gradient = spmd.value_and_grad(config, mesh, model, rows)
-    return sums, jnp.sum(rows.weights), gradient
-
-  def value_and_grad(microbatch):
-    def total(model):
-      sums, tokens = _loss_sums(config, mesh, model, microbatch)
-      return sums.total, (sums, tokens)
-
-    gradient, (sums, tokens) = jax.grad(total, has_aux=True)(model)
-    return sums, tokens, gradient
-
-  parts = config.optim.accumulate_steps
-  if parts == 1:
-    return value_and_grad(batch)
-
-  def microbatches(a):
-    # Every device keeps rows of its own in every microbatch.
-    return jnp.swapaxes(a.reshape(-1, parts, *a.shape[1:]), 0, 1)
-
-  def add(total, microbatch):
-    return jax.tree.map(jnp.add, total, value_and_grad(microbatch)), None
-
-  batches = jax.tree.map(microbatches, batch)
-  shapes = jax.eval_shape(value_and_grad, jax.tree.map(lambda a: a[0], batches))
-  zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-  total, _ = jax.lax.scan(add, zeros, batches)
-  return total
 
 
 def _load_metrics(sublayers: Any) -> Metrics:

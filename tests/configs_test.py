@@ -56,7 +56,7 @@ def test_there_are_configs():
 def test_builds(file, arg):
   config = config_lib.load_config(f"{file}:{arg}")
   mesh = sharding.make_mesh(config_lib.MeshConfig(data=1))
-  state = train_state.abstract_state(config, mesh)
+  state = train_state.make_program(config, mesh).abstract_state
   length = config.data.sequence_length + 1
   tokens = jax.ShapeDtypeStruct((config.data.batch_size, length), "int32")
   trace = jax.eval_shape(

@@ -60,10 +60,12 @@ def _step(config):
   """Loss and gradient norm of a step, the state before and after it."""
   tokens = np.random.default_rng(0).integers(0, 32, (8, 9), dtype=np.int32)
   mesh = sharding.make_mesh(config.mesh)
-  state = train_state.init_state(config, mesh)
+  program = train_state.make_program(config, mesh)
+  state = program.init_state()
   before = jax.device_get(state.model)
-  step = train_state.make_train_step(config, mesh)
-  state, metrics = step(state, sharding.shard_batch({"tokens": tokens}, mesh))
+  state, metrics = program.train_step(
+    state, sharding.shard_batch({"tokens": tokens}, mesh)
+  )
   return jax.device_get(metrics), before, state
 
 
@@ -125,7 +127,8 @@ def test_experts_alone_and_with_each_other_axis(mesh):
 def test_every_large_parameter_is_cut():
   mesh = dict(data=1, fsdp=2, tensor=2)
   config = _config(mesh, **tiny_network.KINDS)
-  state = train_state.abstract_state(config, sharding.make_mesh(config.mesh))
+  mesh = sharding.make_mesh(config.mesh)
+  state = train_state.make_program(config, mesh).abstract_state
   whole, names = set(), set()
   for path, leaf in jax.tree_util.tree_leaves_with_path(state.model):
     name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -153,10 +156,11 @@ def test_what_a_step_sends(mesh, collectives):
   """Copies send gradients only; parts send parameters, too."""
   config = _config(mesh)
   mesh = sharding.make_mesh(config.mesh)
-  batch = {"tokens": jax.ShapeDtypeStruct((8, 9), np.int32)}
-  state = train_state.abstract_state(config, mesh)
-  step = train_state.make_train_step(config, mesh)
-  text = step.lower(state, batch).compile().as_text()
+  program = train_state.make_program(config, mesh)
+  lowered = program.train_step.lower(
+    program.abstract_state, program.batch_shapes
+  )
+  text = lowered.compile().as_text()
   kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
   found = set(re.findall(rf"\b({kinds})(?:-start)?\(", text))
   assert found - {"reduce-scatter", "all-to-all"} == collectives

@@ -86,10 +86,10 @@ def test_training_loop_dispatches_before_it_fetches(tmp_path, monkeypatch):
   from tests import tiny_run
 
   order = []
-  make_train_step = train_state.make_train_step
+  train_step = train_state.Program.train_step.func
 
-  def recording(config, mesh):
-    step = make_train_step(config, mesh)
+  def recording(program):
+    step = train_step(program)
 
     class Step:
       def lower(self, *shapes):
@@ -118,7 +118,7 @@ def test_training_loop_dispatches_before_it_fetches(tmp_path, monkeypatch):
 
       super().__init__(*args, fetch=fetch)
 
-  monkeypatch.setattr(train_state, "make_train_step", recording)
+  monkeypatch.setattr(train_state.Program, "train_step", property(recording))
   monkeypatch.setattr(step_log, "StepLog", Log)
   fields = tiny_run.corpus(tmp_path) | {
     "mesh.data": 1, "train.steps": 6, "train.depth_every": 0,

@@ -40,10 +40,9 @@ def _config(name="block_attnres", accumulate_steps=1, data=1, **optim):
 
 
 @functools.cache
-def _step(config):
-  """(mesh, train step) of a config, compiled once."""
-  mesh = sharding.make_mesh(config.mesh)
-  return mesh, train_state.make_train_step(config, mesh)
+def _program(config):
+  """The program of a config, compiled once."""
+  return train_state.make_program(config, sharding.make_mesh(config.mesh))
 
 
 def _batch(seed=0, documents=False):
@@ -57,11 +56,12 @@ def _batch(seed=0, documents=False):
 
 def _run(config, batches, state=None):
   """(last state, metrics of each step) as numpy."""
-  mesh, step = _step(config)
-  state = train_state.init_state(config, mesh) if state is None else state
+  program = _program(config)
+  state = program.init_state() if state is None else state
   metrics = []
   for batch in batches:
-    state, row = step(state, sharding.shard_batch(batch, mesh))
+    batch = sharding.shard_batch(batch, program.mesh)
+    state, row = program.train_step(state, batch)
     metrics.append(jax.tree.map(np.asarray, row))
   return jax.tree.map(np.asarray, state), metrics
 
@@ -125,8 +125,7 @@ def test_golden_steps():
 )
 def test_metrics_are_what_they_say(name, documents):
   config, batch = _config(name), _batch(documents=documents)
-  mesh, _ = _step(config)
-  state = train_state.init_state(config, mesh)
+  state = _program(config).init_state()
   (loss, logits), gradient = jax.jit(
     jax.value_and_grad(_mean_loss, has_aux=True)
   )(state.model, batch)
@@ -170,14 +169,10 @@ class TestExperts:
     ),
   )
 
-  def _state(self):
-    mesh, _ = _step(self.config)
-    return mesh, train_state.init_state(self.config, mesh)
-
   def test_step(self):
     batch = _batch(documents=True)
     batch["segment_ids"][0] = 0  # A row of padding, which is no load.
-    _, state = self._state()
+    state = _program(self.config).init_state()
     gradient = jax.jit(jax.grad(lambda m: _mean_loss(m, batch)[0]))(state.model)
     experts = gradient.sublayers["moe"].core
     load_LE = np.array(experts.selection_bias[...])
@@ -210,7 +205,7 @@ class TestExperts:
     np.testing.assert_allclose(found, change_LE, atol=1e-6)
 
   def test_step_that_is_not_finite_leaves_biases(self):
-    mesh, state = self._state()
+    state = _program(self.config).init_state()
     bias = state.model.sublayers["moe"].core.selection_bias
     bias[...] = jnp.arange(8.0).reshape(2, 4)
     table = state.model.embedding.table
@@ -252,8 +247,7 @@ def test_many_devices_are_one(accumulate_steps):
   batches = [_batch(i, documents=True) for i in range(2)]
   devices = 8 // accumulate_steps
   config = _config(accumulate_steps=accumulate_steps, data=devices)
-  mesh, _ = _step(config)
-  assert mesh.size == devices
+  assert _program(config).mesh.size == devices
   many, rows = _run(config, batches)
   one, one_rows = _run(_config(), batches)
   _assert_close(rows, one_rows, 1e-5)
@@ -268,8 +262,8 @@ def test_every_scheme_takes_steps():
 
 def test_step_that_is_not_finite_changes_nothing():
   config = _config(weight_decay=0.0)
-  mesh, _ = _step(config)
-  state = train_state.init_state(config, mesh)
+  program = _program(config)
+  state = program.init_state()
   # The embedding of the last token is infinite; batches without it are fine.
   table = state.model.embedding.table
   table[...] = table[...].at[VOCAB - 1].set(jnp.inf)
@@ -278,7 +272,7 @@ def test_step_that_is_not_finite_changes_nothing():
 
   state, (first,) = _run(config, [good], state)
   assert bool(first["finite"]) and state.skipped == 0
-  state = jax.device_put(state, sharding.replicated(mesh))
+  state = jax.device_put(state, sharding.replicated(program.mesh))
   before = jax.tree.map(np.array, state)
   state, (row,) = _run(config, [bad], state)
   assert not bool(row["finite"]) and row["skipped"] == 1
@@ -289,7 +283,7 @@ def test_step_that_is_not_finite_changes_nothing():
     for a, b in zip(kept, old):
       np.testing.assert_array_equal(a, b)
 
-  state = jax.device_put(state, sharding.replicated(mesh))
+  state = jax.device_put(state, sharding.replicated(program.mesh))
   after, (row,) = _run(config, [good], state)
   assert bool(row["finite"]) and row["skipped"] == 1
   assert row["loss"] < first["loss"]
@@ -308,10 +302,9 @@ def test_eval_step_sums_without_the_z_loss():
   config = dataclasses.replace(
     _config(), loss=config_lib.LossConfig(z_loss=0.5, tile_tokens=16)
   )
-  mesh = sharding.make_mesh(config.mesh)
-  model = train_state.init_state(config, mesh).model
-  batch = _batch(documents=True)
-  found = train_state.make_eval_step(config, mesh)(model, batch)
+  program = _program(config)
+  model, batch = program.init_state().model, _batch(documents=True)
+  found = program.eval_step(model, batch)
   assert set(found) == {"loss_sum", "tokens"}
   assert found["tokens"] == _weights(batch).sum()
   expected = jax.jit(_mean_loss)(model, batch)[0] * _weights(batch).sum()
@@ -321,13 +314,13 @@ def test_eval_step_sums_without_the_z_loss():
 @pytest.mark.parametrize("name", ["prenorm", "full_attnres", "block_attnres"])
 def test_depth_series(name):
   config = _config(name, accumulate_steps=2)
-  mesh = sharding.make_mesh(config.mesh)
-  model = train_state.init_state(config, mesh).model
+  program = _program(config)
+  model = program.init_state().model
   if name != "prenorm":
     query = model.residual.queries.query
     query[...] = jax.random.normal(jax.random.key(0), query.shape)
   batch = _batch(documents=True)
-  series = train_state.make_depth_step(config, mesh)(model, batch)
+  series = program.depth_step(model, batch)
 
   # One microbatch of four rows.
   rows = batch["tokens"][:4, :-1], batch["segment_ids"][:4, :-1]
@@ -367,21 +360,40 @@ def test_depth_series(name):
 
 def test_abstract_state_is_the_state():
   config = _config(data=4)
-  mesh = sharding.make_mesh(config.mesh)
-  abstract = train_state.abstract_state(config, mesh)
-  state = train_state.init_state(config, mesh)
+  program = _program(config)
+  abstract, state = program.abstract_state, program.init_state()
   assert jax.tree.structure(abstract) == jax.tree.structure(state)
   for a, b in zip(jax.tree.leaves(abstract), jax.tree.leaves(state)):
     assert (a.shape, a.dtype, a.sharding) == (b.shape, b.dtype, b.sharding)
   assert state.step == 0 and state.step.dtype == jnp.int32
 
 
+@pytest.mark.parametrize("name", ["prenorm", "full_attnres", "block_attnres"])
+def test_what_is_kept_for_backward(name):
+  """By definition: L states, and the embedding and N blocks beside them."""
+  config = _config(name, accumulate_steps=2, data=2)
+  model = dataclasses.replace(config.model, remat="full", dtype="bfloat16")
+  program = _program(dataclasses.replace(config, model=model))
+  vector = 8 * 6 // 4 * 16
+  states, blocks = {
+    "prenorm": (4 * 4, 0),
+    # Of Full AttnRes the states are the values that sublayers put out.
+    "full_attnres": (4 * 2, 1 * 2),
+    "block_attnres": (4 * 4, 3 * 2),
+  }[name]
+  kept = program.network.kept_bytes(program.abstract_state.model)
+  assert kept["running_state_bytes"] == states * vector
+  assert kept["block_bytes"] == blocks * vector
+  program = _program(config)
+  assert not program.network.kept_bytes(program.abstract_state.model)
+
+
 def test_the_state_is_donated():
   config = _config()
-  mesh, step = _step(config)
-  state = train_state.init_state(config, mesh)
+  program = _program(config)
+  state = program.init_state()
   leaf = jax.tree.leaves(state.model)[0]
-  step(state, sharding.shard_batch(_batch(), mesh))
+  program.train_step(state, sharding.shard_batch(_batch(), program.mesh))
   assert leaf.is_deleted()
 
 
@@ -397,9 +409,8 @@ def test_the_state_is_donated():
     (dict(model=config_lib.ModelConfig(vocab_size=0)), "model.vocab_size"),
   ],
 )
-@pytest.mark.parametrize("make", ["init_state", "make_train_step"])
-def test_bad_configs_stop_before_compiling(change, field, make):
+def test_bad_configs_stop_before_compiling(change, field):
   config = dataclasses.replace(_config(data=2), **change)
   mesh = sharding.make_mesh(config.mesh)
   with pytest.raises(config_lib.ConfigError, match=rf"config\.{field}: got"):
-    getattr(train_state, make)(config, mesh)
+    train_state.make_program(config, mesh)

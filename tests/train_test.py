@@ -300,10 +300,10 @@ def test_wsd_run_is_lengthened_before_its_decay(quick, tmp_path):
 
 def _poison(monkeypatch, *steps):
   """Makes the loss of these steps nan, through their parameters."""
-  original = train_state.make_train_step
+  original = train_state.Program.train_step.func
 
-  def make_train_step(config, mesh):
-    step = original(config, mesh)
+  def train_step(program):
+    step = original(program)
 
     def poisoned(state, batch):
       bad = sum(state.step + 1 == s for s in steps) > 0
@@ -320,7 +320,7 @@ def _poison(monkeypatch, *steps):
 
     return jax.jit(poisoned, donate_argnums=0)
 
-  monkeypatch.setattr(train_state, "make_train_step", make_train_step)
+  monkeypatch.setattr(train_state.Program, "train_step", property(train_step))
 
 
 def _replace(state, **changes):

@@ -25,7 +25,6 @@ from attnres_jax import text_table
 from attnres_jax import train_state
 from attnres_jax.aot import hlo
 from attnres_jax.aot import topology
-from attnres_jax.pipeline import spmd
 
 _GIB = 2**30
 # How many of the largest arrays a report names, and of what moves most.
@@ -37,7 +36,7 @@ class Step:
   """A program to compile.
 
   Attributes:
-    trace: (config, mesh, abstract train state) -> the traced program.
+    trace: `train_state.Program` -> the traced program.
     trains: whether it holds optimiser state and a backward pass.
     note: what a reader has to know of it.
   """
@@ -47,20 +46,19 @@ class Step:
   note: str = ""
 
 
-def _trace_train(config, mesh, state):
-  shape = (config.data.batch_size, config.data.sequence_length + 1)
-  step = train_state.make_train_step(config, mesh)
-  return step.trace(state, {"tokens": _tokens(shape, mesh)})
+def _trace_train(program):
+  return program.train_step.trace(program.abstract_state, program.batch_shapes)
 
 
-def _trace_decode(config, mesh, state):
-  def next_logits(model, tokens_BT):
-    with sharding.ambient(mesh):
+def _trace_decode(program):
+  def next_logits(model, batch):
+    tokens_BT = batch["tokens"][:, :-1]
+    with sharding.ambient(program.mesh):
       h_BTD = model.hidden(tokens_BT)
     return model.embedding.decode(h_BTD[:, -1:])
 
-  shape = (config.data.batch_size, config.data.sequence_length)
-  return jax.jit(next_logits).trace(state.model, _tokens(shape, mesh))
+  step = jax.jit(next_logits)
+  return step.trace(program.abstract_state.model, program.batch_shapes)
 
 
 STEPS = {
@@ -93,10 +91,11 @@ def make_report(
   Raises:
     ConfigError: the config fits no such mesh, or names no vocabulary.
   """
-  program = config_lib.choose("step", step, STEPS)
+  choice = config_lib.choose("step", step, STEPS)
   chip = topology.chip(devices[0])
   mesh = sharding.make_mesh(config.mesh, devices)
-  state = train_state.abstract_state(config, mesh)
+  program = train_state.make_program(config, mesh)
+  state = program.abstract_state
   report: dict[str, Any] = dict(
     name=config.name,
     step=step,
@@ -106,17 +105,17 @@ def make_report(
     mesh=dict(mesh.shape),
     batch_size=config.data.batch_size,
     sequence_length=config.data.sequence_length,
-    microbatches=_microbatches(config, mesh),
+    microbatches=program.network.microbatches,
     remat=config.model.remat,
     parameter_bytes=_bytes_per_device(state.model),
     hbm_bytes=chip.hbm_bytes,
-    analytic_flops=_analytic_flops(config, program) / mesh.size,
+    analytic_flops=_analytic_flops(config, choice) / mesh.size,
   )
-  if program.trains:
+  if choice.trains:
     report["optimiser_bytes"] = _bytes_per_device(state.opt_state)
-    report |= _kept_bytes(config, mesh)
+    report |= program.network.kept_bytes(state.model)
   start = time.perf_counter()
-  traced = program.trace(config, mesh, state)
+  traced = choice.trace(program)
   lowered = traced.lower()
   report["lower_seconds"] = time.perf_counter() - start
   start = time.perf_counter()
@@ -326,54 +325,6 @@ def _bytes_per_device(tree: Any) -> int:
     return jnp.dtype(leaf.dtype).itemsize * math.prod(shape)
 
   return sum(map(one, jax.tree.leaves(tree)))
-
-
-def _kept_bytes(
-  config: config_lib.RunConfig, mesh: jax.sharding.Mesh
-) -> dict[str, int]:
-  """What `model.remat="full"` keeps of a microbatch (paper, section 4.1).
-
-  Of a pipeline, what it keeps of all that are in flight, by its plan. The
-  microbatch that is being differentiated takes more, like any other.
-  """
-  model = config.model
-  if mesh.shape[sharding.STAGE] > 1:
-    stage = spmd.make_plan(config, mesh).stage
-    cache = jax.eval_shape(stage.empty_cache)
-    return dict(
-      running_state_bytes=_nbytes(cache.inputs),
-      block_bytes=_nbytes(cache.blocks),
-    )
-  if model.remat != "full":
-    return {}
-  rows = config.data.batch_size // config.optim.accumulate_steps
-  tokens = rows * config.data.sequence_length // mesh.size
-  vector = tokens * model.width
-  itemsize = jnp.dtype(model.dtype).itemsize
-  # Running sums are float32; Full AttnRes keeps outputs instead.
-  wide = itemsize if model.residual.name == "full_attnres" else 4
-  kept = dict(running_state_bytes=model.num_sublayers * vector * wide)
-  if model.residual.name == "block_attnres":
-    size = model.residual.sublayers_per_block(model.num_sublayers)
-    blocks = -(-model.num_sublayers // size) + 1
-    kept["block_bytes"] = blocks * vector * itemsize
-  return kept
-
-
-def _nbytes(tree: Any) -> int:
-  leaves = jax.tree.leaves(tree)
-  return sum(math.prod(a.shape) * a.dtype.itemsize for a in leaves)
-
-
-def _microbatches(config: config_lib.RunConfig, mesh: jax.sharding.Mesh) -> int:
-  if mesh.shape[sharding.STAGE] > 1:
-    return spmd.num_microbatches(config, mesh)
-  return config.optim.accumulate_steps
-
-
-def _tokens(shape: tuple[int, int], mesh: jax.sharding.Mesh) -> Any:
-  placed = sharding.batch_sharding(mesh)
-  return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=placed)
 
 
 def _analytic_flops(config: config_lib.RunConfig, step: Step) -> float:

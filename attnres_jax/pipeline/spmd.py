@@ -27,6 +27,7 @@ with. Evaluation is the forward loop and nothing else.
 from collections.abc import Callable
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -45,61 +46,14 @@ from attnres_jax.pipeline import schedule as schedule_lib
 from attnres_jax.pipeline import stage as stage_lib
 from attnres_jax.pipeline import transport as transport_lib
 
-Microbatch = stage_lib.Microbatch
 Parameters = placement_lib.Parameters
 
 # Who has a part of the loss: its last rank, of its own rows.
 _LOSS_AXES = (sharding.STAGE, *sharding.ROWS)
 
 
-def value_and_grad(
-  config: config_lib.RunConfig,
-  mesh: Mesh,
-  model: models.Transformer,
-  batch: Microbatch,
-) -> tuple[loss_lib.LossSums, models.Transformer]:
-  """Sums of the loss over a batch, and the gradient of their total.
-
-  Args:
-    config: of the run.
-    mesh: with an axis `stage` above 1.
-    model: parameters, cut as `sharding.state_sharding` says.
-    batch: all rows.
-  """
-  plan = make_plan(config, mesh)
-  by_schedule = {"1f1b": _by_hand, "gpipe": _by_autodiff}
-  differentiate = by_schedule[config.pipeline.schedule]
-
-  def program(model, batch):
-    parameters, pull_back = jax.vjp(plan.placement.collect, model)
-    parameters = plan.gathered(parameters)
-    loss, gradient = differentiate(plan, parameters, plan.cut(batch))
-    (gradient,) = pull_back(plan.scattered(gradient))
-    loss = jax.lax.psum(loss, _LOSS_AXES)
-    return loss, plan.placement.reduce(gradient)
-
-  out_specs = sharding.WHOLE, plan.placement.specs
-  return plan.on_mesh(program, out_specs)(model, batch)
-
-
-def evaluate(
-  config: config_lib.RunConfig,
-  mesh: Mesh,
-  model: models.Transformer,
-  batch: Microbatch,
-) -> loss_lib.LossSums:
-  """Sums of the loss over a batch; arguments as in `value_and_grad`."""
-  plan = make_plan(config, mesh)
-
-  def program(model, batch):
-    parameters = plan.gathered(plan.placement.collect(model))
-    return jax.lax.psum(_forward(plan, parameters, plan.cut(batch)), _LOSS_AXES)
-
-  return plan.on_mesh(program, sharding.WHOLE)(model, batch)
-
-
 def _by_hand(
-  plan: "Plan", parameters: Parameters, batch: Microbatch
+  plan: "Pipeline", parameters: Parameters, batch: loss_lib.Examples
 ) -> tuple[loss_lib.LossSums, Parameters]:
   """Interleaved 1F1B: loss and gradients of this rank."""
   stage, wire = plan.stage, plan.stage.transport
@@ -139,7 +93,7 @@ def _by_hand(
 
 
 def _by_autodiff(
-  plan: "Plan", parameters: Parameters, batch: Microbatch
+  plan: "Pipeline", parameters: Parameters, batch: loss_lib.Examples
 ) -> tuple[loss_lib.LossSums, Parameters]:
   """GPipe: loss and gradients of this rank."""
 
@@ -152,7 +106,7 @@ def _by_autodiff(
 
 
 def _forward(
-  plan: "Plan", parameters: Parameters, batch: Microbatch
+  plan: "Pipeline", parameters: Parameters, batch: loss_lib.Examples
 ) -> loss_lib.LossSums:
   """The forward loop by itself: loss of this rank."""
   stage, wire = plan.stage, plan.stage.transport
@@ -183,18 +137,68 @@ class Slots(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Plan:
-  """Who does what when, with what.
+class Pipeline:
+  """Who does what when, with what: a network for `train_state`.
 
   Attributes:
     schedule: units at each tick.
     stage: what a unit of work is.
     placement: of the parameters.
+    differentiate: (pipeline, parameters, batch) -> loss and gradients of this
+      rank.
   """
 
   schedule: schedule_lib.Schedule
   stage: stage_lib.Stage
   placement: placement_lib.Placement
+  differentiate: Callable[..., tuple[loss_lib.LossSums, Parameters]]
+
+  @property
+  def microbatches(self) -> int:
+    """M: into how many parts a batch is cut."""
+    return self.schedule.num_microbatches
+
+  def loss_sums(
+    self, model: models.Transformer, examples: loss_lib.Examples
+  ) -> loss_lib.LossSums:
+    """Sums of the loss over a batch: the forward loop by itself.
+
+    Args:
+      model: parameters, cut as `sharding.state_sharding` says.
+      examples: all rows.
+    """
+
+    def program(model, batch):
+      parameters = self.gathered(self.placement.collect(model))
+      sums = _forward(self, parameters, self.cut(batch))
+      return jax.lax.psum(sums, _LOSS_AXES)
+
+    return self.on_mesh(program, sharding.WHOLE)(model, examples)
+
+  def value_and_grad(
+    self, model: models.Transformer, examples: loss_lib.Examples
+  ) -> tuple[loss_lib.LossSums, models.Transformer]:
+    """The same sums, and the gradient of their total."""
+
+    def program(model, batch):
+      parameters, pull_back = jax.vjp(self.placement.collect, model)
+      parameters = self.gathered(parameters)
+      loss, gradient = self.differentiate(self, parameters, self.cut(batch))
+      (gradient,) = pull_back(self.scattered(gradient))
+      loss = jax.lax.psum(loss, _LOSS_AXES)
+      return loss, self.placement.reduce(gradient)
+
+    out_specs = sharding.WHOLE, self.placement.specs
+    return self.on_mesh(program, out_specs)(model, examples)
+
+  def kept_bytes(self, model: models.Transformer) -> dict[str, int]:
+    """The pools of a device, for all microbatches in flight."""
+    del model
+    cache = jax.eval_shape(self.stage.empty_cache)
+    return dict(
+      running_state_bytes=_nbytes(cache.inputs),
+      block_bytes=_nbytes(cache.blocks),
+    )
 
   def on_mesh(
     self, program: Callable[..., Any], out_specs: Any
@@ -223,9 +227,9 @@ class Plan:
     weights = self.placement.scatter(gradient.weights)
     return gradient._replace(weights=weights)
 
-  def cut(self, batch: Microbatch) -> Microbatch:
+  def cut(self, batch: loss_lib.Examples) -> loss_lib.Examples:
     """Rows of this device [B, ...] as [M, B / M, ...]."""
-    count = self.schedule.num_microbatches
+    count = self.microbatches
     return jax.tree.map(
       lambda a: a.reshape(count, a.shape[0] // count, *a.shape[1:]), batch
     )
@@ -247,7 +251,7 @@ class Plan:
     return jax.lax.scan(body, state, slots)[0]
 
   def unit(
-    self, slots: jax.Array, parameters: Parameters, batch: Microbatch
+    self, slots: jax.Array, parameters: Parameters, batch: loss_lib.Examples
   ) -> "Unit":
     """The work of this rank, of the slots of all."""
     chunk, index = slots[jax.lax.axis_index(sharding.STAGE)]
@@ -327,33 +331,48 @@ class Unit:
     return jax.lax.switch(self.chunk + 1, branches, *arguments, *self.rest)
 
 
-def make_plan(config: config_lib.RunConfig, mesh: Mesh) -> Plan:
-  """Plans the step of a run.
+def make_pipeline(
+  config: config_lib.RunConfig,
+  mesh: Mesh,
+  network: type[stage_lib.Network] = stage_lib.Network,
+) -> Pipeline:
+  """Plans the steps of a run.
+
+  Args:
+    config: of the run.
+    mesh: with an axis `stage` above 1.
+    network: what the chunks compute.
 
   Raises:
     ConfigError: the mesh, the batch or the network do not fit each other.
   """
   layout = _layout(config, mesh)
-  microbatches = num_microbatches(config, mesh)
+  microbatches = _num_microbatches(config, mesh)
   model = jax.eval_shape(lambda: models.build_model(config.model))
   layout = dataclasses.replace(layout, block_size=model.residual.block_size)
-  network = stage_lib.Network(config, layout)
+  chunks = network(config, layout)
   rows = config.data.batch_size // sharding.num_row_shards(mesh) // microbatches
-  block, partial = _state_shapes(network, model, rows)
+  block, partial = _state_shapes(chunks, model, rows)
   rule = config.pipeline.rule
   wire = transport_lib.Transport(layout, rule, sharding.STAGE, block, partial)
   schedule = schedule_lib.make_schedule("fused", layout, microbatches)
   pools = {kind: schedule.slot_pool(kind, rule=rule) for kind in memory.KINDS}
   specs = jax.tree.map(lambda s: s.spec, sharding.state_sharding(model, mesh))
   dtype = jnp.dtype(config.model.dtype)
-  if config.pipeline.schedule == "gpipe":
-    # Autodiff would round gradients to the dtype in which weights travel.
+  differentiate = _DIFFERENTIATE[config.pipeline.schedule]
+  if differentiate is _by_autodiff:
+    # It would round gradients to the dtype in which weights travel.
     dtype = precision.wide(dtype)
   placement = placement_lib.Placement(
     mesh, layout, config.model.sublayer_kinds, specs, dtype,
     config.pipeline.gather,
   )  # fmt: skip
-  return Plan(schedule, stage_lib.Stage(network, wire, **pools), placement)
+  stage = stage_lib.Stage(chunks, wire, **pools)
+  return Pipeline(schedule, stage, placement, differentiate)
+
+
+# By `pipeline.schedule`.
+_DIFFERENTIATE = {"1f1b": _by_hand, "gpipe": _by_autodiff}
 
 
 def _layout(config: config_lib.RunConfig, mesh: Mesh) -> layout_lib.Layout:
@@ -380,7 +399,7 @@ def _layout(config: config_lib.RunConfig, mesh: Mesh) -> layout_lib.Layout:
   return layout_lib.Layout(ranks, stages, sizes)
 
 
-def num_microbatches(config: config_lib.RunConfig, mesh: Mesh) -> int:
+def _num_microbatches(config: config_lib.RunConfig, mesh: Mesh) -> int:
   """M: into how many microbatches a batch is cut.
 
   Raises:
@@ -428,7 +447,7 @@ def _state_shapes(
   shape = rows, config.data.sequence_length
   tokens: Any = jax.ShapeDtypeStruct(shape, jnp.int32)
   weights: Any = jax.ShapeDtypeStruct(shape, jnp.float32)
-  batch = Microbatch(
+  batch = loss_lib.Examples(
     inputs=tokens,
     targets=tokens,
     weights=weights,
@@ -469,3 +488,8 @@ def _state_shapes(
       " but for completed blocks, with mesh.stage above 1",
     )
   return blocks[0] if blocks else None, partials[0] if partials else None
+
+
+def _nbytes(tree: Any) -> int:
+  leaves = jax.tree.leaves(tree)
+  return sum(math.prod(a.shape) * a.dtype.itemsize for a in leaves)

@@ -41,22 +41,6 @@ Message = transport_lib.Message
 Shared = placement.Shared
 
 
-class Microbatch(NamedTuple):
-  """Rows of a batch, [B, T] each.
-
-  Attributes:
-    inputs: int32 tokens.
-    targets: int32, the tokens that follow.
-    weights: float32, 0 for targets that do not count.
-    segment_ids: int32 document numbers, or None.
-  """
-
-  inputs: jax.Array
-  targets: jax.Array
-  weights: jax.Array
-  segment_ids: jax.Array | None
-
-
 class Cache(NamedTuple):
   """What forward leaves on a rank, by slot.
 
@@ -112,7 +96,7 @@ class Network:
     shared: Shared,
     blocks: tuple[jax.Array, ...],
     partial: Any,
-    microbatch: Microbatch,
+    microbatch: loss_lib.Examples,
   ) -> Any:
     """Runs a chunk.
 
@@ -128,7 +112,7 @@ class Network:
       The blocks that it made, and the rest of the state. Of the last chunk
       LossSums.
     """
-    residual, options = shared.residual, self.config
+    residual, options = shared.residual, self.config.model
     if chunk == 0:
       state = residual.init(shared.embedding.encode(microbatch.inputs))
     else:
@@ -140,20 +124,17 @@ class Network:
       state,
       microbatch.segment_ids,
       start=self.layout.ends[chunk - 1] if chunk else 0,
-      scan=options.model.scan_layers,
-      remat=options.model.remat,
+      scan=options.scan_layers,
+      remat=options.remat,
     )
     if chunk < self.layout.num_chunks - 1:
       after, partial = residual.take_apart(state)
       return after[len(blocks) :], partial
-    return loss_lib.cross_entropy(
+    return loss_lib.loss_sums(
+      self.config,
       shared.final_norm(residual.readout(state)),
       shared.embedding.head_DV(),
-      microbatch.targets,
-      microbatch.weights,
-      soft_cap=options.model.logit_soft_cap,
-      z_loss=options.loss.z_loss,
-      tile_tokens=options.loss.tile_tokens,
+      microbatch,
     )
 
 
@@ -221,7 +202,7 @@ class Stage:
     message: Message,
     weights: stack.Sublayers,
     shared: Shared,
-    microbatch: Microbatch,
+    microbatch: loss_lib.Examples,
     index: jax.Array,
   ) -> tuple[Cache, Message, loss_lib.LossSums]:
     """Runs a chunk on what has arrived.
@@ -267,7 +248,7 @@ class Stage:
     message: Message,
     weights: stack.Sublayers,
     shared: Shared,
-    microbatch: Microbatch,
+    microbatch: loss_lib.Examples,
     index: jax.Array,
   ) -> tuple[Gradients, dict[str, Any], Message]:
     """Runs a chunk again and differentiates it.

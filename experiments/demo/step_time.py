@@ -51,9 +51,9 @@ class _Stepper:
     batches = data.open_dataset(config.data, "train").batches()
     self._batch = sharding.shard_batch(next(batches), mesh)
     batches.close()
-    self._state = train_state.init_state(config, mesh)
-    step = train_state.make_train_step(config, mesh)
-    self._step = step.lower(self._state, self._batch).compile()
+    program = train_state.make_program(config, mesh)
+    self._state = program.init_state()
+    self._step = program.train_step.lower(self._state, self._batch).compile()
 
   def __call__(self) -> float:
     start = time.perf_counter()

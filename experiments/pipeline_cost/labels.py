@@ -14,11 +14,9 @@ value; every gradient that is sent is a positive number, and none is idle.
 """
 
 from collections.abc import Callable
-import contextlib
 import dataclasses
 import functools
 from typing import Any, NamedTuple
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -83,15 +81,11 @@ def make_config(
   )
 
 
-def lower(config: config_lib.RunConfig, devices: Any = None) -> Any:
-  """The program of loss and gradient, to be compiled.
-
-  Args:
-    config: of `make_config`.
-    devices: of a topology; those of this process by default.
-  """
-  with mock.patch.object(stage_lib, "Network", LabelledNetwork):
-    return programs.lower(config, devices)
+def make_pipeline(
+  config: config_lib.RunConfig, devices: Any = None
+) -> spmd.Pipeline:
+  """Of labelled chunks, over devices of a topology or of this process."""
+  return programs.make_pipeline(config, devices, network=LabelledNetwork)
 
 
 def receive(
@@ -104,14 +98,14 @@ def receive(
   """
   config = make_config(shape, rule, microbatches)
   heard: list[Callable[[], Arrival]] = []
-  with _listening(shape.layout, heard.append):
-    # What is computed is next to nothing; what is sent does not change.
-    quick = {"xla_backend_optimization_level": 0}
-    compiled = lower(config).compile(quick)
+  pipeline = _ListeningPipeline.of(make_pipeline(config), heard.append)
+  # What is computed is next to nothing; what is sent does not change.
+  quick = {"xla_backend_optimization_level": 0}
+  compiled = programs.lower(config, pipeline).compile(quick)
   model = models.build_model(config.model)
   of_row = np.arange(microbatches, dtype=np.int32)[:, None]
   tokens: Any = np.broadcast_to(of_row, (microbatches, LENGTH))
-  batch = spmd.Microbatch(tokens, tokens, jnp.ones(tokens.shape), None)
+  batch = loss_lib.Examples(tokens, tokens, jnp.ones(tokens.shape), None)
   arguments = jax.device_put((model, batch), compiled.input_shardings[0])
   loss, _ = jax.block_until_ready(compiled(*arguments))
   jax.effects_barrier()
@@ -176,32 +170,55 @@ def _partial_label(layout: layout_lib.Layout, index, chunk):
   return jnp.float32(-1 - index * layout.num_chunks - chunk)
 
 
-@contextlib.contextmanager
-def _listening(layout, report):
-  """Programs traced within tell `report` of every message that arrives."""
-  send, loop = transport_lib.Transport.send, spmd.Plan.loop
+class _Clock:
+  """The tick that is being traced."""
+
   now: Any = None
 
-  def counted(self, tick, ticks, state):
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _ListeningPipeline(spmd.Pipeline):
+  """Reports every message that arrives anywhere."""
+
+  clock: _Clock
+
+  @classmethod
+  def of(cls, pipeline: spmd.Pipeline, report) -> "_ListeningPipeline":
+    clock = _Clock()
+    parts = _fields(pipeline)
+    wire = _ListeningTransport(
+      **_fields(pipeline.stage.transport), report=report, clock=clock
+    )
+    parts["stage"] = dataclasses.replace(pipeline.stage, transport=wire)
+    return cls(**parts, clock=clock)
+
+  def loop(self, tick, ticks, state):
     def body(state, slots):
-      nonlocal now
-      now, state = state
-      return now + 1, tick(state, slots)
+      self.clock.now, state = state
+      return self.clock.now + 1, tick(state, slots)
 
-    return loop(self, body, ticks, (jnp.int32(ticks.start), state))[1]
+    return super().loop(body, ticks, (jnp.int32(ticks.start), state))[1]
 
-  def overheard(self, message, *, backward=False):
-    arrived = send(self, message, backward=backward)
-    note = functools.partial(_note, layout, report, backward)
+
+@dataclasses.dataclass(frozen=True)
+class _ListeningTransport(transport_lib.Transport):
+  report: Callable[[Callable[[], Arrival]], None]
+  clock: _Clock
+
+  def send(self, message, *, backward=False):
+    arrived = super().send(message, backward=backward)
+    note = functools.partial(_note, self.layout, self.report, backward)
     rank = jax.lax.axis_index(self.axis)
-    jax.debug.callback(note, now, rank, arrived.blocks, arrived.partial)
+    jax.debug.callback(
+      note, self.clock.now, rank, arrived.blocks, arrived.partial
+    )
     return arrived
 
-  with (
-    mock.patch.object(transport_lib.Transport, "send", overheard),
-    mock.patch.object(spmd.Plan, "loop", counted),
-  ):
-    yield
+
+def _fields(one: Any) -> dict[str, Any]:
+  return {
+    field.name: getattr(one, field.name) for field in dataclasses.fields(one)
+  }
 
 
 def _note(layout, report, backward, tick, rank, blocks, partial):

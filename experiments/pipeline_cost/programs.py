@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pipelines of real networks, small enough to compile in seconds."""
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
+from attnres_jax import loss as loss_lib
 from attnres_jax import models
 from attnres_jax import sharding
 from attnres_jax.pipeline import spmd
@@ -84,27 +84,24 @@ def make_config(
   )
 
 
-def lower(config: config_lib.RunConfig, devices: Any = None) -> Any:
-  """Loss and gradient of a batch, to be compiled; no optimiser.
-
-  Args:
-    config: with `pipeline`, and documents that are not told apart.
-    devices: of a topology; those of this process by default.
-  """
+def make_pipeline(
+  config: config_lib.RunConfig, devices: Any = None, **network: Any
+) -> spmd.Pipeline:
+  """A pipeline over devices of a topology, by default those of this process."""
   mesh = sharding.make_mesh(config.mesh, devices)
+  return spmd.make_pipeline(config, mesh, **network)
+
+
+def lower(config: config_lib.RunConfig, pipeline: spmd.Pipeline) -> Any:
+  """Loss and gradient of a batch, to be compiled; no optimiser."""
+  mesh = pipeline.placement.mesh
   model = jax.eval_shape(lambda: models.build_model(config.model))
   model = sharding.with_sharding(model, sharding.state_sharding(model, mesh))
-  step = jax.jit(functools.partial(spmd.value_and_grad, config, mesh))
-  return step.lower(model, abstract_batch(config, mesh))
-
-
-def abstract_batch(
-  config: config_lib.RunConfig, mesh: jax.sharding.Mesh
-) -> spmd.Microbatch:
-  """Shapes of a batch without document numbers."""
   rows: Any = jax.ShapeDtypeStruct(
     (config.data.batch_size, config.data.sequence_length),
     jnp.int32,
     sharding=sharding.batch_sharding(mesh),
   )
-  return spmd.Microbatch(rows, rows, rows.update(dtype=jnp.float32), None)
+  weights: Any = rows.update(dtype=jnp.float32)
+  examples = loss_lib.Examples(rows, rows, weights, None)
+  return jax.jit(pipeline.value_and_grad).lower(model, examples)

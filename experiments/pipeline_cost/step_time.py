@@ -7,11 +7,10 @@ import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from attnres_jax import loss as loss_lib
 from attnres_jax import models
-from attnres_jax.pipeline import spmd
 from experiments.pipeline_cost import plans
 from experiments.pipeline_cost import programs
 
@@ -60,12 +59,11 @@ def rows(rounds: int) -> Iterator[plans.Row]:
 def _program(variant: str):
   """A compiled step and what it is called with."""
   config = programs.make_config(variant, SIZE, MICROBATCHES)
-  compiled = programs.lower(config).compile()
+  pipeline = programs.make_pipeline(config)
+  compiled = programs.lower(config, pipeline).compile()
   rng = np.random.default_rng(0)
   shape = config.data.batch_size, config.data.sequence_length + 1
   tokens: Any = rng.integers(0, config.model.vocab_size, shape, dtype=np.int32)
-  batch = spmd.Microbatch(
-    tokens[:, :-1], tokens[:, 1:], jnp.ones(tokens[:, 1:].shape), None
-  )
+  batch = loss_lib.Examples.of({"tokens": tokens})
   model = models.build_model(config.model)
   return compiled, jax.device_put((model, batch), compiled.input_shardings[0])

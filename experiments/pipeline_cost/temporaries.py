@@ -3,9 +3,7 @@
 
 from collections.abc import Iterator
 
-from attnres_jax import sharding
 from attnres_jax.aot import topology
-from attnres_jax.pipeline import spmd
 from experiments.pipeline_cost import plans
 from experiments.pipeline_cost import programs
 
@@ -33,9 +31,9 @@ def rows() -> Iterator[plans.Row]:
 def measure(variant: str, microbatches: int, devices) -> plans.Row:
   """Compiles one step."""
   config = programs.make_config(variant, SIZE, microbatches)
-  memory = programs.lower(config, devices).compile().memory_analysis()
-  mesh = sharding.make_mesh(config.mesh, devices)
-  stage = spmd.make_plan(config, mesh).stage
+  pipeline = programs.make_pipeline(config, devices)
+  memory = programs.lower(config, pipeline).compile().memory_analysis()
+  stage = pipeline.stage
   pools = (stage.inputs, stage.blocks, stage.gradients)
   return dict(
     variant=variant,

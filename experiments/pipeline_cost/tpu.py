@@ -37,7 +37,7 @@ from attnres_jax import environment
 from attnres_jax import sharding
 from attnres_jax.aot import report as report_lib
 from attnres_jax.aot import topology
-from attnres_jax.pipeline import spmd
+from experiments.pipeline_cost import programs
 
 FILE = pathlib.Path(__file__).with_name("tpu.csv")
 Row = dict[str, Any]
@@ -96,8 +96,8 @@ def make_config(size: Size, residual: str, rule: str) -> config_lib.RunConfig:
 
 def make_row(config: config_lib.RunConfig, report: Row, devices: Any) -> Row:
   """What a report says of a pipeline, beside its plan."""
-  mesh = sharding.make_mesh(config.mesh, devices)
-  stage = spmd.make_plan(config, mesh).stage
+  pipeline = programs.make_pipeline(config, devices)
+  mesh, stage = pipeline.placement.mesh, pipeline.stage
   block, length = stage.transport.block, config.data.sequence_length
   rows = config.data.batch_size // config.pipeline.microbatches
   rows //= sharding.num_row_shards(mesh)

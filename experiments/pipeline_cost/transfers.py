@@ -7,6 +7,7 @@ from attnres_jax.aot import topology
 from attnres_jax.pipeline import layout as layout_lib
 from experiments.pipeline_cost import labels
 from experiments.pipeline_cost import plans
+from experiments.pipeline_cost import programs
 from experiments.pipeline_cost import wires
 
 TOPOLOGY = "v5e:2x4"
@@ -37,7 +38,8 @@ def measure(
   if tpu and shape.layout.num_chunks <= _MOST_TPU_CHUNKS:
     copies = _NUM_DEVICES // shape.ranks
     config = labels.make_config(shape, rule, microbatches, copies)
-    compiled = labels.lower(config, topology.devices(TOPOLOGY)).compile()
+    pipeline = labels.make_pipeline(config, topology.devices(TOPOLOGY))
+    compiled = programs.lower(config, pipeline).compile()
     sent = wires.read(compiled.as_text(), shape.ranks, copies)
     row |= carried("tpu", sent, shape, copies)
   return row

@@ -156,13 +156,14 @@ def _programs(size: str, scheme: str) -> dict[str, Any]:
   """The two timed programs, and the time to compile the training step."""
   config = _config(size, scheme)
   mesh = sharding.make_mesh(config_lib.MeshConfig(data=1))
-  state = train_state.init_state(config, mesh)
+  program = train_state.make_program(config, mesh)
+  state = program.init_state()
   rng = np.random.default_rng(0)
   shape = (config.data.batch_size, config.data.sequence_length + 1)
   tokens = rng.integers(0, config.model.vocab_size, shape).astype(np.int32)
   batch = sharding.shard_batch({"tokens": tokens}, mesh)
 
-  step = train_state.make_train_step(config, mesh)
+  step = program.train_step
   start = _now()
   step.lower(state, batch).compile()
   compile_time = _now() - start

@@ -43,8 +43,9 @@ def test_numbers_of_a_step(devices):
     2 * found["parameter_bytes"], rel=0.01
   )
   vector = 8 * 256 // 8 * config.model.width
+  # In float32 completed blocks are running sums, and the embedding is besides.
   assert found["running_state_bytes"] == 4 * 4 * vector
-  assert found["block_bytes"] == 3 * 4 * vector
+  assert found["block_bytes"] == 4 * vector
   # Forward twice, for checkpointing; attention without its causal half.
   assert 1.2 < found["flops"] / found["analytic_flops"] < 1.7
   axes = {row["axes"] for row in found["collectives"]}

@@ -44,7 +44,7 @@ def test_the_run():
   )
   mesh = sharding.make_mesh(config.mesh)
   assert mesh.shape["stage"] == 4 and config.pipeline.virtual_stages == 2
-  assert spmd.num_microbatches(config, mesh) == 16
+  assert spmd.make_pipeline(config, mesh).microbatches == 16
 
 
 def test_fields_are_those_of_the_config():

@@ -31,14 +31,15 @@ run = config_lib.RunConfig(
   optim=config_lib.OptimConfig(warmup_steps=0),
 )
 mesh = sharding.make_mesh(config_lib.MeshConfig(data=1))
-state = train_state.init_state(run, mesh)
+program = train_state.make_program(run, mesh)
+state = program.init_state()
 batch = {"tokens": jnp.ones((2, 4), jnp.int32)}
-depth = train_state.make_depth_step(run, mesh)(state.model, batch)
-state, metrics = train_state.make_train_step(run, mesh)(state, batch)
+depth = program.depth_step(state.model, batch)
+state, metrics = program.train_step(state, batch)
 assert metrics["finite"] and depth["depth_entropy"].shape == (5,)
 queries = state.model.residual.queries
 queries.query[...] = jnp.ones_like(queries.query[...])
-state, metrics = train_state.make_train_step(run, mesh)(state, batch)
+state, metrics = program.train_step(state, batch)
 assert metrics["finite"]
 print("trained")
 """

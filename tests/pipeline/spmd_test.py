@@ -14,7 +14,6 @@ of two, in the median over a few draws of weights and tokens. (They found 0.5 to
 import collections
 import contextlib
 import dataclasses
-import functools
 import re
 
 import jax
@@ -113,7 +112,8 @@ def _inputs(config, seed=0):
   rows = config.data.batch_size
   tokens = rng.integers(0, VOCAB, (rows, LENGTH + 1), dtype=np.int32)
   weights = rng.integers(0, 2, (rows, LENGTH)).astype(np.float32)
-  return model, spmd.Microbatch(tokens[:, :-1], tokens[:, 1:], weights, None)
+  rows = (tokens[:, :-1], tokens[:, 1:], weights)
+  return model, loss_lib.Examples(*rows, None)
 
 
 def _on_one_device(config):
@@ -128,14 +128,17 @@ def _on_one_device(config):
     return sums.total, sums
 
   apply = jax.jit(jax.grad(total, has_aux=True))
-  # Loss first, as `spmd.value_and_grad` has it.
+  # Loss first, as a pipeline has it.
   return lambda *arguments: apply(*arguments)[::-1]
 
 
-def _compiled(config, function=spmd.value_and_grad):
-  mesh = sharding.make_mesh(config.mesh)
+def _pipeline(config):
+  return spmd.make_pipeline(config, sharding.make_mesh(config.mesh))
+
+
+def _compiled(config, method="value_and_grad"):
   model, batch = _inputs(config)
-  apply = jax.jit(functools.partial(function, config, mesh))
+  apply = jax.jit(getattr(_pipeline(config), method))
   return apply.lower(model, batch).compile(), (model, batch)
 
 
@@ -254,7 +257,7 @@ def test_autodiff_of_the_forward_loop_and_evaluation():
   compiled, arguments = _compiled(config)
   expected = _on_one_device(config)(*arguments)
   _assert_equal(_call(compiled, arguments), expected, 1e-6)
-  compiled, _ = _compiled(config, spmd.evaluate)
+  compiled, _ = _compiled(config, "loss_sums")
   for a, b in zip(_call(compiled, arguments), expected[0]):
     np.testing.assert_allclose(a, b, rtol=1e-6)
 
@@ -283,8 +286,7 @@ def test_weights_travel_in_the_dtype_of_their_products(schedule, gather):
     dtype="bfloat16",
     pipeline=dict(schedule=schedule, gather=gather),
   )
-  mesh = sharding.make_mesh(config.mesh)
-  program = jax.make_jaxpr(functools.partial(spmd.value_and_grad, config, mesh))
+  program = jax.make_jaxpr(_pipeline(config).value_and_grad)
   all_of_it = list(jaxprs.equations(program(*_inputs(config))))
   # With gpipe, forward and backward, of which one scatters.
   loops = [
@@ -417,16 +419,9 @@ def test_a_tpu_program():
     data=dataclasses.replace(config.data, sequence_length=256),
   )
   mesh = sharding.make_mesh(config.mesh, topology.devices("v5e:2x4"))
-  batch = jax.ShapeDtypeStruct(
-    (config.data.batch_size, 257),
-    jnp.int32,
-    sharding=sharding.batch_sharding(mesh),
-  )
-  step = train_state.make_train_step(config, mesh)
-  state = train_state.abstract_state(config, mesh)
-  text = step.lower(state, {"tokens": batch}).compile().as_text()
-
-  plan = spmd.make_plan(config, mesh)
+  program = train_state.make_program(config, mesh)
+  step = program.train_step.lower(program.abstract_state, program.batch_shapes)
+  text, plan = step.compile().as_text(), program.network
   rule, layout = config.pipeline.rule, plan.stage.transport.layout
   per_tick = sum(layout.link_vectors(rule)) + sum(layout.link_partials())
   pairs = [pairs for _, pairs in _permutes(text)]
@@ -459,10 +454,10 @@ def test_a_step_and_its_checkpoint(tmp_path):
   results = []
   for config in (pipelined, plain):
     mesh = sharding.make_mesh(config.mesh)
-    state = train_state.init_state(config, mesh)
+    program = train_state.make_program(config, mesh)
     batch = {"tokens": tokens, "segment_ids": segments}
-    step = train_state.make_train_step(config, mesh)
-    state, metrics = step(state, sharding.shard_batch(batch, mesh))
+    batch = sharding.shard_batch(batch, mesh)
+    state, metrics = program.train_step(program.init_state(), batch)
     results.append((state, jax.device_get(metrics)))
   (state, metrics), (expected, expected_metrics) = results
   assert metrics.keys() == expected_metrics.keys()
@@ -479,7 +474,7 @@ def test_a_step_and_its_checkpoint(tmp_path):
     with checkpoint.Saver(folder, config_lib.CheckpointConfig()) as saver:
       saver.save(1, source, {"data": None})
     mesh = sharding.make_mesh(config.mesh)
-    abstract = train_state.abstract_state(config, mesh)
+    abstract = train_state.make_program(config, mesh).abstract_state
     restored = checkpoint.restore_latest(folder, abstract)
     for a, b in zip(jax.tree.leaves(restored.state), jax.tree.leaves(source)):
       np.testing.assert_array_equal(jax.device_get(a), jax.device_get(b))
@@ -513,7 +508,7 @@ def test_what_does_not_fit_is_named_in_one_line(monkeypatch):
       data = dataclasses.replace(config.data, batch_size=rows)
       config = dataclasses.replace(config, data=data)
     with pytest.raises(config_lib.ConfigError, match=message) as error:
-      train_state.abstract_state(config, sharding.make_mesh(config.mesh))
+      train_state.make_program(config, sharding.make_mesh(config.mesh))
     assert "\n" not in str(error.value)
 
   refused(
