@@ -40,7 +40,7 @@ SET_ASIDE = "checkpoints_set_aside"
 _MODEL_PREFIX = "model/"
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(config_lib.RunError):
   """No checkpoint can be used, and going on would lose work silently."""
 
 

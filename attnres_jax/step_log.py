@@ -23,7 +23,7 @@ from attnres_jax import metrics as metrics_lib
 _SUSPECTS = ("loss", "z", "grad_norm")
 
 
-class NonFiniteError(RuntimeError):
+class NonFiniteError(config_lib.RunError):
   """A loss or gradient was nan or inf, and `train.on_nan` is `stop`."""
 
   def __init__(self, step: int, cause: str):

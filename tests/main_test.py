@@ -8,15 +8,14 @@ from absl import flags
 import jax
 import pytest
 
+from attnres_jax import command_line
 from attnres_jax import main
 from attnres_jax import train
 from tests import tiny_run
 
-# How ml_collections loads a config file.
-pytestmark = pytest.mark.filterwarnings(
-  "ignore:the load_module:DeprecationWarning"
-)
-
+NAMES = (
+    "config", "config_field", "workdir", "distributed", "num_processes",
+)  # fmt: skip
 SPEC = f"{tiny_run.ROOT}/configs/lm.py"
 
 
@@ -32,19 +31,13 @@ def command(tmp_path, monkeypatch, capsys):
   def run(*args, config=f"{SPEC}:size=micro", workdir=str(tmp_path / "run")):
     argv = ["main"] + ([f"--config={config}"] if config else []) + list(args)
     argv += [f"--workdir={workdir}"] if workdir else []
-    monkeypatch.setattr(sys, "argv", argv)
-    sys.modules.pop("config_config", None)
-    known = set(flags.FLAGS)
     flags.FLAGS.unparse_flags()
     try:
-      main.main(main.parse_flags(argv))
-      status = 0
+      status = main.main(command_line.parse_flags(argv))
     except SystemExit as error:
       status = error.code
     finally:
-      for name in set(flags.FLAGS) - known:
-        delattr(flags.FLAGS, name)
-      for name in ("config", "workdir", "distributed", "num_processes"):
+      for name in NAMES:
         flags.FLAGS[name].unparse()
     return status, capsys.readouterr().err.splitlines()
 

@@ -148,7 +148,9 @@ def one_of_two_dies(workdir, fields):
   assert status == 1
   last = err.strip().splitlines()[-1]
   assert last.startswith("error: process 0 ends, since a step failed here or")
-  assert last.endswith("the same command goes on from the last checkpoint")
+  assert last.endswith(
+    "rerun the same command to resume from the last checkpoint"
+  )
 
 
 def finish(process, timeout=240, quiet=True):

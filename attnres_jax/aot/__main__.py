@@ -15,15 +15,14 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 import json
 import pathlib
-import sys
 from typing import Any
 
 from absl import app
 from absl import flags
 import jax
 
+from attnres_jax import command_line
 from attnres_jax import config as config_lib
-from attnres_jax import main as main_lib
 from attnres_jax.aot import report
 from attnres_jax.aot import topology
 
@@ -39,32 +38,32 @@ _STEP = flags.DEFINE_enum(
 _COMPARE = flags.DEFINE_string(
   "compare", None, "Also compile with this residual scheme: residual=prenorm."
 )
-_JSON = flags.DEFINE_string("json", None, "Also write the numbers here.")
+_JSON = flags.DEFINE_string(
+  "json", None, "Also write the numbers here.", allow_override=True
+)
 
 
-def main(argv: Sequence[str]) -> None:
-  """Compiles, prints, and says by its status whether it fits."""
+def main(argv: Sequence[str]) -> int:
+  """Compiles and prints; returns the exit status: whether it fits."""
   del argv
-  try:
-    reports = _make_reports()
-  except config_lib.ConfigError as error:
-    main_lib.stop(str(error))
+  return command_line.run(_report)
+
+
+def _report() -> int:
+  reports = _make_reports()
   print("\n\n".join(report.to_text(one) for one in reports))
   if len(reports) == 2:
     print("\n" + report.compare(*reports))
   if _JSON.value:
     text = json.dumps(reports if _COMPARE.value else reports[0], indent=2)
-    try:
-      pathlib.Path(_JSON.value).write_text(text + "\n")
-    except OSError as error:
-      main_lib.stop(f"--json: {error}")
-  sys.exit(0 if all(one["fits"] for one in reports) else 1)
+    pathlib.Path(_JSON.value).write_text(text + "\n")
+  return 0 if all(one["fits"] for one in reports) else 1
 
 
 def _make_reports() -> list[Mapping[str, Any]]:
   if not _TOPOLOGY.value:
     raise config_lib.ConfigError("--topology: missing, expected v5e:4x4, say")
-  config = main_lib.config_of_flags()
+  config = command_line.config_of_flags()
   configs = [config]
   if _COMPARE.value:
     name, _, value = _COMPARE.value.partition("=")
@@ -82,4 +81,4 @@ def _make_reports() -> list[Mapping[str, Any]]:
 if __name__ == "__main__":
   # The program is compiled for the topology; nothing runs anywhere.
   jax.config.update("jax_platforms", "cpu")
-  app.run(main, flags_parser=main_lib.parse_flags)
+  app.run(main, flags_parser=command_line.parse_flags)

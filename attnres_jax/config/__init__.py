@@ -13,14 +13,17 @@ This package is a leaf: it imports neither JAX nor anything else of the library.
 """
 
 from attnres_jax.config.errors import ConfigError
+from attnres_jax.config.errors import RunError
 from attnres_jax.config.errors import choose
 from attnres_jax.config.errors import fail
+from attnres_jax.config.errors import fail_argument
 from attnres_jax.config.load import build_run_config
 from attnres_jax.config.load import default_config
 from attnres_jax.config.load import differences
 from attnres_jax.config.load import flatten
 from attnres_jax.config.load import load_config
 from attnres_jax.config.load import parse_arg
+from attnres_jax.config.load import parse_field
 from attnres_jax.config.load import to_dict
 from attnres_jax.config.load import to_json
 from attnres_jax.config.model import KdaConfig
@@ -55,15 +58,18 @@ __all__ = [
   "PipelineConfig",
   "ResidualConfig",
   "RunConfig",
+  "RunError",
   "TrainConfig",
   "build_run_config",
   "choose",
   "default_config",
   "differences",
   "fail",
+  "fail_argument",
   "flatten",
   "load_config",
   "parse_arg",
+  "parse_field",
   "to_dict",
   "to_json",
 ]

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one-line error of a bad field, and the checks that raise it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+import contextlib
 import difflib
+import traceback
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
@@ -12,9 +14,18 @@ class ConfigError(ValueError):
   """A field of the configuration holds a value that cannot be used."""
 
 
+class RunError(RuntimeError):
+  """A run that was described well enough cannot continue."""
+
+
 def fail(field: str, value: Any, accepted: str) -> NoReturn:
   """Raises the one-line error every bad field gets."""
-  raise ConfigError(f"config.{field}: got {value!r}, expected {accepted}")
+  fail_argument(f"config.{field}", value, accepted)
+
+
+def fail_argument(name: str, value: Any, accepted: str) -> NoReturn:
+  """The same for what is not a field, such as "--workdir"."""
+  raise ConfigError(f"{name}: got {value!r}, expected {accepted}")
 
 
 def choose(field: str, name: str, table: Mapping[str, T]) -> T:
@@ -24,6 +35,21 @@ def choose(field: str, name: str, table: Mapping[str, T]) -> T:
     suffix = f" (did you mean {hint[0]!r}?)" if hint else ""
     fail(field, name, "one of " + ", ".join(sorted(table)) + suffix)
   return table[name]
+
+
+@contextlib.contextmanager
+def running(path: str) -> Iterator[None]:
+  """Says in one line where in the user's file `path` an exception came from."""
+  try:
+    yield
+  except ConfigError:
+    raise
+  except (Exception, SystemExit) as error:
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f":{frame.lineno}" for frame in frames if frame.filename == path]
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    where = path + (lines[-1] if lines else "")
+    raise ConfigError(f"config file failed at {where}: {text}") from error
 
 
 def check(ok: bool, field: str, value: Any, accepted: str) -> None:

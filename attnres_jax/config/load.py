@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a config file, with overrides, to a checked `RunConfig`, and to JSON."""
 
+import ast
 from collections.abc import Mapping
 import dataclasses
 import importlib.util
@@ -15,10 +16,13 @@ import ml_collections
 from attnres_jax.config.errors import ConfigError
 from attnres_jax.config.errors import choose
 from attnres_jax.config.errors import fail
+from attnres_jax.config.errors import running
 from attnres_jax.config.run import BYTE_VOCAB_SIZE
 from attnres_jax.config.run import RunConfig
 
 T = TypeVar("T")
+# False, true, and so on.
+_TRUTHS = ("false", "true", "0", "1", "no", "yes")
 
 
 def default_config() -> ml_collections.ConfigDict:
@@ -55,17 +59,42 @@ def load_config(
     ConfigError: no such file, field or accepted value.
   """
   path, _, arg = spec.partition(":")
-  config = load_file(path).get_config(arg)
+  get_config = load_file(path).get_config
+  with running(path):
+    config = get_config(arg)
+  if not isinstance(config, ml_collections.ConfigDict):
+    raise ConfigError(
+      f"config file {path!r}: get_config returned {type(config).__name__},"
+      " expected a ConfigDict"
+    )
   for name, value in (overrides or {}).items():
-    _set(config, name, value)
+    node, leaf = _find(config, name, value)
+    with node.unlocked(), node.ignore_type():
+      node[leaf] = value
   return build_run_config(config)
+
+
+def parse_field(name: str, text: str) -> Any:
+  """What `text` says for a field such as "optim.peak_lr", as its type.
+
+  Raises:
+    ConfigError: there is no such field, or the text is of another type.
+  """
+  node, leaf = _find(default_config(), name, text)
+  default = node[leaf]
+  if isinstance(default, ml_collections.ConfigDict):
+    fail(name, text, "one of its fields: " + ", ".join(default))
+  try:
+    return _parse_value(text, default)
+  except ValueError:
+    fail(name, text, f"a value of type {type(default).__name__}")
 
 
 def load_file(path: str) -> Any:
   """A config file as a module.
 
   Raises:
-    ConfigError: no such file, or it has no `get_config`.
+    ConfigError: no such file, it fails, or it has no `get_config`.
   """
   file = pathlib.Path(path)
   if not file.is_file():
@@ -73,7 +102,8 @@ def load_file(path: str) -> Any:
   spec = importlib.util.spec_from_file_location(f"config_{file.stem}", file)
   assert spec is not None and spec.loader is not None
   module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
+  with running(path):
+    spec.loader.exec_module(module)
   if not hasattr(module, "get_config"):
     raise ConfigError(f"config file {path!r}: defines no get_config(arg)")
   return module
@@ -128,25 +158,27 @@ def parse_arg(arg: str | None, **defaults: Any) -> types.SimpleNamespace:
         f"config argument {key!r}: unknown, expected one of "
         + ", ".join(sorted(defaults))
       )
-    values[key] = _parse_value(key, text if given else "true", defaults[key])
+    try:
+      values[key] = _parse_value(text if given else "true", defaults[key])
+    except ValueError as error:
+      kind = type(defaults[key]).__name__
+      raise ConfigError(
+        f"config argument {key!r}: got {text if given else 'true'!r}, expected"
+        f" {kind}"
+      ) from error
   return types.SimpleNamespace(**values)
 
 
-def _parse_value(key: str, text: str, default: Any) -> Any:
-  kind = type(default)
-  if kind is bool:
-    if text.lower() in ("true", "1", "yes", "false", "0", "no"):
-      return text.lower() in ("true", "1", "yes")
-  elif kind in (int, float):
+def _parse_value(text: str, default: Any) -> Any:
+  """A value of the default's type; ValueError if `text` is none."""
+  if isinstance(default, bool):
+    return bool(_TRUTHS.index(text.lower()) % 2)
+  if isinstance(default, tuple):
     try:
-      return kind(text)
-    except ValueError:
-      pass
-  else:
-    return text
-  raise ConfigError(
-    f"config argument {key!r}: got {text!r}, expected {kind.__name__}"
-  )
+      return tuple(ast.literal_eval(text))
+    except (SyntaxError, TypeError, MemoryError, RecursionError) as error:
+      raise ValueError(text) from error
+  return type(default)(text)
 
 
 def _build(cls: type[T], values: Mapping[str, Any], prefix: str) -> T:
@@ -181,15 +213,16 @@ def _coerce(field: str, value: Any, kind: Any) -> Any:
   return value
 
 
-def _set(config: ml_collections.ConfigDict, name: str, value: Any) -> None:
+def _find(
+  config: ml_collections.ConfigDict, name: str, value: Any
+) -> tuple[ml_collections.ConfigDict, str]:
+  """The ConfigDict that holds the field of a dotted name, and its last part."""
   *parents, leaf = name.split(".")
   node = config
   for depth, part in enumerate(parents):
-    if part not in node or not isinstance(node[part], type(config)):
-      choose(".".join(parents[: depth + 1]), part, dict(node))
-      fail(name, value, "the name of a field")
+    choose(".".join(parents[: depth + 1]), part, dict(node))
     node = node[part]
-  if leaf not in node:
-    choose(name, leaf, dict(node))
-  with node.unlocked(), node.ignore_type():
-    node[leaf] = value
+    if not isinstance(node, ml_collections.ConfigDict):
+      fail(name, value, "the name of a field")
+  choose(name, leaf, dict(node))
+  return node, leaf

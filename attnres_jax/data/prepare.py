@@ -16,18 +16,18 @@ last whole shard and ends in the same bytes. A changed source (by names and
 sizes), tokenizer or option is refused unless --overwrite starts afresh.
 """
 
-import argparse
 from collections.abc import Sequence
 import hashlib
 import json
 import os
 import sys
-from typing import Any, NoReturn
+from typing import Any
 
 from etils import epath
 import numpy as np
 import tqdm
 
+from attnres_jax import command_line
 from attnres_jax import config as config_lib
 from attnres_jax.data import documents
 from attnres_jax.data import sources
@@ -62,7 +62,7 @@ def prepare(
   """
   config_lib.choose("data.source", config.source, sources.TEXT_SOURCES)
   if shard_tokens < 1:
-    _fail_option("shard_tokens", shard_tokens, "a number above 0")
+    config_lib.fail_argument("--shard_tokens", shard_tokens, "a number above 0")
   tokenizer = tokenizer_lib.make_tokenizer(config)
   settings = _settings(config, tokenizer, shard_tokens)
   folder = epath.Path(output).expanduser()
@@ -80,21 +80,16 @@ def prepare(
 
 def main(argv: Sequence[str] | None = None) -> int:
   """The command; returns its exit status."""
-  parser = _parser()
-  args = vars(parser.parse_args(argv))
+  return command_line.run(_prepare, vars(_parser().parse_args(argv)))
+
+
+def _prepare(args: dict[str, Any]) -> None:
   output, shard_tokens = args.pop("output"), args.pop("shard_tokens")
   overwrite = args.pop("overwrite")
-  try:
-    config = config_lib.DataConfig(**args)
-    dataset = prepare(
-      config, output, shard_tokens=shard_tokens, overwrite=overwrite
-    )
-  except (config_lib.ConfigError, ImportError) as error:
-    print(f"prepare: {error}", file=sys.stderr)
-    return 2
-  except KeyboardInterrupt:
-    print("prepare: interrupted; the same command goes on", file=sys.stderr)
-    return 130
+  config = config_lib.DataConfig(**args)
+  dataset = prepare(
+    config, output, shard_tokens=shard_tokens, overwrite=overwrite
+  )
   for split, written in dataset["splits"].items():
     print(
       f"{split}: {written['documents']:,} documents,"
@@ -102,52 +97,39 @@ def main(argv: Sequence[str] | None = None) -> int:
       f" in {len(written['files'])} files"
     )
   print(f"wrote {output}: train with data.source=tokens data.path={output}")
-  return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> command_line.Parser:
   default = config_lib.DataConfig()
-  parser = argparse.ArgumentParser(
-    prog="python -m attnres_jax.data.prepare",
-    description="Tokenises a text source into token files.",
-  )
-  names = ", ".join(sorted(sources.TEXT_SOURCES))
-  parser.add_argument("--source", default=default.source, help=names)
-  parser.add_argument("--path", default="", help="file, folder or glob")
-  parser.add_argument(
-    "--validation_path",
-    default="",
+  parser = command_line.Parser("python -m attnres_jax.data.prepare", __doc__)
+  add = parser.add_argument
+  add("--source", default=default.source, help=", ".join(sources.TEXT_SOURCES))
+  add("--path", default="", help="file, folder or glob")
+  add(
+    "--validation_path", default="",
     help="the same for validation; without it, --path is split by hash",
+  )  # fmt: skip
+  add(
+    "--validation_fraction", type=float, default=default.validation_fraction,
+    help="of documents held out by hash",
+  )  # fmt: skip
+  add(
+    "--text_field", default=default.text_field,
+    help="field or column of jsonl and parquet",
+  )  # fmt: skip
+  add(
+    "--tokenizer", default=default.tokenizer, help="bytes, hf or sentencepiece"
   )
-  parser.add_argument(
-    "--validation_fraction",
-    type=float,
-    default=default.validation_fraction,
-    help="of documents held out by hash (default %(default)s)",
-  )
-  parser.add_argument(
-    "--text_field",
-    default=default.text_field,
-    help="field or column of jsonl and parquet (default %(default)s)",
-  )
-  parser.add_argument(
-    "--tokenizer",
-    default=default.tokenizer,
-    help="bytes, hf or sentencepiece (default %(default)s)",
-  )
-  parser.add_argument("--tokenizer_path", default="", help="vocabulary file")
-  parser.add_argument("--output", required=True, help="folder to write")
-  parser.add_argument(
-    "--shard_tokens",
-    type=int,
-    default=SHARD_TOKENS,
-    help="tokens per file, rounded up to a document (default %(default)s)",
-  )
-  parser.add_argument(
-    "--overwrite",
-    action="store_true",
+  add("--tokenizer_path", default="", help="vocabulary file")
+  add("--output", required=True, help="folder to write")
+  add(
+    "--shard_tokens", type=int, default=SHARD_TOKENS,
+    help="tokens per file, rounded up to a document",
+  )  # fmt: skip
+  add(
+    "--overwrite", action="store_true",
     help="replace token files of another source or other options",
-  )
+  )  # fmt: skip
   return parser
 
 
@@ -187,16 +169,16 @@ def _begin(
     old = dataset.get("settings", {})
     differing = config_lib.differences(old, settings)
     if differing:
-      _fail_option(
-        "output",
+      config_lib.fail_argument(
+        "--output",
         os.fspath(folder),
         "a folder written with the same options (other: "
         + ", ".join(differing)
         + "), or --overwrite",
       )
   else:
-    _fail_option(
-      "output",
+    config_lib.fail_argument(
+      "--output",
       os.fspath(folder),
       f"an empty folder (this one has {len(found)} files), or --overwrite",
     )
@@ -322,10 +304,6 @@ def _write(path: epath.Path, content: bytes) -> None:
   partial = path.parent / f"{path.name}.tmp"
   partial.write_bytes(content)
   partial.replace(path)
-
-
-def _fail_option(name: str, value: Any, accepted: str) -> NoReturn:
-  raise config_lib.ConfigError(f"--{name}: got {value!r}, expected {accepted}")
 
 
 if __name__ == "__main__":

@@ -17,33 +17,32 @@ import sys
 from absl import app
 from absl import flags
 
-from attnres_jax import config as config_lib
-from attnres_jax import main as main_lib
+from attnres_jax import command_line
 from attnres_jax.flops import report
 
 _JSON = flags.DEFINE_string(
-  "json", None, "Also write the numbers to this file; `-` prints them instead."
-)
+    "json", None,
+    "Also write the numbers to this file; `-` prints them instead.",
+    allow_override=True,
+)  # fmt: skip
 
 
-def main(argv: Sequence[str]) -> None:
-  """Prints the tables of a config."""
+def main(argv: Sequence[str]) -> int:
+  """Prints the tables of a config; returns the exit status."""
   del argv
-  try:
-    numbers = report.make_report(main_lib.config_of_flags())
-  except config_lib.ConfigError as error:
-    main_lib.stop(str(error))
+  return command_line.run(_report)
+
+
+def _report() -> None:
+  numbers = report.make_report(command_line.config_of_flags())
   text = json.dumps(numbers, indent=2) + "\n"
   if _JSON.value == "-":
     sys.stdout.write(text)
     return
   print(report.to_text(numbers))
   if _JSON.value:
-    try:
-      pathlib.Path(_JSON.value).write_text(text)
-    except OSError as error:
-      main_lib.stop(f"--json: {error}")
+    pathlib.Path(_JSON.value).write_text(text)
 
 
 if __name__ == "__main__":
-  app.run(main, flags_parser=main_lib.parse_flags)
+  app.run(main, flags_parser=command_line.parse_flags)

@@ -12,18 +12,24 @@ network was trained on) is full, the oldest token falls out.
 import argparse
 from collections.abc import Sequence
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from attnres_jax import checkpoint
+from attnres_jax import command_line
 from attnres_jax import data
 from attnres_jax import models
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-  options = _parse_options(argv)
+def main(argv: Sequence[str] | None = None) -> int:
+  """The command; returns its exit status."""
+  return command_line.run(_sample_run, _parser().parse_args(argv))
+
+
+def _sample_run(options: argparse.Namespace) -> None:
   config, model = checkpoint.load_model(options.workdir, options.step)
   text = sample_text(
     model,
@@ -122,21 +128,19 @@ def _sample(model, tokens_T, filled, temperature, key, num_tokens):
   return ids
 
 
-def _parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-  parser = argparse.ArgumentParser(
-    prog="python -m attnres_jax.inference.sample",
-    description=(__doc__ or "").partition("\n")[0],
-    formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+def _parser() -> command_line.Parser:
+  parser = command_line.Parser(
+    "python -m attnres_jax.inference.sample", __doc__
   )
   add = parser.add_argument
   add("--workdir", required=True, help="folder of a run")
-  add("--prompt", default="", help="text to go on from")
+  add("--prompt", default="", help="text to continue")
   add("--num_tokens", type=int, default=256, help="how many to add")
   add("--temperature", type=float, default=0.8, help="0 takes the likeliest")
   add("--seed", type=int, default=0, help="of the random choices")
   add("--step", type=int, help="checkpoint to take, or the newest")
-  return parser.parse_args(argv)
+  return parser
 
 
 if __name__ == "__main__":
-  main()
+  sys.exit(main())

@@ -12,6 +12,7 @@ import argparse
 from collections.abc import Callable, Sequence
 import sys
 
+from attnres_jax import command_line
 from attnres_jax import text_table
 from attnres_jax.pipeline import drawing
 from attnres_jax.pipeline import layout as layout_lib
@@ -20,13 +21,10 @@ from attnres_jax.pipeline import memory
 from attnres_jax.pipeline import schedule as schedule_lib
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
+  """The command; returns its exit status."""
   options = parse(argv)
-  try:
-    text = draw(options)
-  except ValueError as error:
-    _parser().error(str(error))
-  sys.stdout.write(text)
+  return command_line.run(lambda: print(draw(options), end=""))
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -38,7 +36,7 @@ def draw(options: argparse.Namespace) -> str:
   """What the command prints.
 
   Raises:
-    ValueError: naming the argument, its value and what is accepted.
+    ConfigError: naming the argument, its value and what is accepted.
   """
   layout_lib.check_count("stage", options.stage)
   layout_lib.check_count("virtual_stages", options.virtual_stages)
@@ -84,12 +82,8 @@ PARTS: dict[str, Callable[[schedule_lib.Schedule, argparse.Namespace], str]] = {
 }
 
 
-def _parser() -> argparse.ArgumentParser:
-  parser = argparse.ArgumentParser(
-    prog="python -m attnres_jax.pipeline",
-    description="Draws a pipeline: ticks, transfers, what ranks hold.",
-    formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-  )
+def _parser() -> command_line.Parser:
+  parser = command_line.Parser("python -m attnres_jax.pipeline", __doc__)
   count = dict(type=int, metavar="N")
   parser.add_argument("--stage", default=4, help="ranks, P", **count)
   parser.add_argument(
@@ -119,4 +113,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-  main()
+  sys.exit(main())

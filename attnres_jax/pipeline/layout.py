@@ -24,12 +24,14 @@ import functools
 import numbers
 from typing import NoReturn
 
+from attnres_jax import config as config_lib
+
 RULES = ("naive", "cached", "minimum")
 
 
 def fail(argument: str, value: object, accepted: str) -> NoReturn:
   """Raises the one-line error every bad argument gets."""
-  raise ValueError(f"{argument}: got {value!r}, expected {accepted}")
+  config_lib.fail_argument(argument, value, accepted)
 
 
 @dataclasses.dataclass(frozen=True)

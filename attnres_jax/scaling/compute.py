@@ -16,9 +16,9 @@ says about compute is only worth something with the name of its counting.
 from collections.abc import Callable, Mapping
 import dataclasses
 
+from attnres_jax import config as config_lib
 from attnres_jax import flops as flops_lib
 from attnres_jax.scaling import architecture as architecture_lib
-from attnres_jax.scaling import checks
 
 PFLOPS_DAY = 1e15 * 24 * 3600
 COUNTINGS = ("6nd", "attention", "residual")
@@ -48,7 +48,9 @@ class TokenFlops:
 def pflops_days(flops: TokenFlops, tokens: float, counting: str) -> float:
   """Training compute of `tokens` tokens under one of `COUNTINGS`."""
   if counting not in COUNTINGS:
-    checks.fail("counting", counting, "one of " + ", ".join(COUNTINGS))
+    config_lib.fail_argument(
+      "counting", counting, "one of " + ", ".join(COUNTINGS)
+    )
   forward = flops.matmul
   if counting != "6nd":
     forward += flops.attention
@@ -84,7 +86,9 @@ def of_architecture(
     block_size: sublayers per block of Block AttnRes.
   """
   if scheme not in DEPTH_READS:
-    checks.fail("scheme", scheme, "one of " + ", ".join(DEPTH_READS))
+    config_lib.fail_argument(
+      "scheme", scheme, "one of " + ", ".join(DEPTH_READS)
+    )
   reads = DEPTH_READS[scheme](architecture.num_sublayers, block_size)
   parts = flops_lib.flops_per_token(architecture.model, sequence_length)
   if active_params is None:

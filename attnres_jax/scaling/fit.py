@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import optimize
 
-from attnres_jax.scaling import checks
+from attnres_jax import config as config_lib
 
 METHODS = ("least_squares", "huber")
 LEVELS = ("sizes", "seeds")
@@ -105,9 +105,11 @@ class Runs:
       labels = tuple(getattr(self, name))
       object.__setattr__(self, name, labels)
       if len(labels) != len(loss):
-        checks.fail(name, labels, f"{len(loss)} labels, one per run")
+        config_lib.fail_argument(
+          name, labels, f"{len(loss)} labels, one per run"
+        )
     if len({*zip(self.size, self.seed)}) != len(loss):
-      checks.fail("seed", self.seed, "no seed twice within a size")
+      config_lib.fail_argument("seed", self.seed, "no seed twice within a size")
 
 
 def fit_power_law(
@@ -134,13 +136,13 @@ def fit_power_law(
   """
   compute, loss = _checked(compute, loss)
   if method not in METHODS:
-    checks.fail("method", method, "one of " + ", ".join(METHODS))
+    config_lib.fail_argument("method", method, "one of " + ", ".join(METHODS))
   if huber_delta <= 0:
-    checks.fail("huber_delta", huber_delta, "a number above 0")
+    config_lib.fail_argument("huber_delta", huber_delta, "a number above 0")
   needed = 3 if irreducible else 2
   distinct = len(set(compute.tolist()))
   if distinct < needed:
-    checks.fail(
+    config_lib.fail_argument(
       "compute", compute.tolist(), f"at least {needed} distinct values"
     )
   delta = huber_delta if method == "huber" else None
@@ -175,7 +177,9 @@ def fit_schemes(
   """
   for level in over:
     if level not in LEVELS:
-      checks.fail("over", tuple(over), "some of " + ", ".join(LEVELS))
+      config_lib.fail_argument(
+        "over", tuple(over), "some of " + ", ".join(LEVELS)
+      )
   laws = {
     name: fit_power_law(
       own.compute,
@@ -231,12 +235,12 @@ def compute_advantage(
     The advantage (1.25 for Block AttnRes at 5.6 PFLOP/s-days in the paper).
   """
   if compute <= 0:
-    checks.fail("compute", compute, "a number above 0")
+    config_lib.fail_argument("compute", compute, "a number above 0")
   baseline, other = (
     law if isinstance(law, Fit) else Fit(law) for law in (baseline, other)
   )
   if len(baseline.samples) != len(other.samples):
-    checks.fail(
+    config_lib.fail_argument(
       "other",
       f"{len(other.samples)} draws",
       f"the baseline's {len(baseline.samples)}, from one call of fit_schemes",
@@ -253,12 +257,14 @@ def _checked(compute, loss) -> tuple[np.ndarray, np.ndarray]:
   arrays = np.asarray(compute, float), np.asarray(loss, float)
   for name, array in zip(("compute", "loss"), arrays):
     if array.ndim != 1:
-      checks.fail(name, array.tolist(), "a flat sequence of numbers")
+      config_lib.fail_argument(
+        name, array.tolist(), "a flat sequence of numbers"
+      )
     bad = array[~(np.isfinite(array) & (array > 0))]
     if bad.size:
-      checks.fail(name, bad[0].item(), "finite numbers above 0")
+      config_lib.fail_argument(name, bad[0].item(), "finite numbers above 0")
   if len(arrays[0]) != len(arrays[1]):
-    checks.fail(
+    config_lib.fail_argument(
       "loss", f"{len(arrays[1])} values", f"{len(arrays[0])}, as in compute"
     )
   return arrays
@@ -381,7 +387,7 @@ def _draw(
 
 def _estimate(value: float, values: Sequence[float], level: float) -> Estimate:
   if not 0 < level < 1:
-    checks.fail("level", level, "a number between 0 and 1")
+    config_lib.fail_argument("level", level, "a number between 0 and 1")
   if not len(values):
     return Estimate(float(value))
   # Draws may lie below the floor of the baseline: infinitely far ahead.

@@ -31,7 +31,6 @@ from typing import Any
 
 from attnres_jax import config as config_lib
 from attnres_jax.config import load as load_lib
-from attnres_jax.scaling import checks
 
 Resolve = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
@@ -82,7 +81,7 @@ class Sweep:
     digest = config_hash(config)
     for run in self.runs:
       if run.name.endswith(digest):
-        checks.fail(
+        config_lib.fail_argument(
           "overrides", overrides, f"another config than that of {run.name}"
         )
     slug = slug_of(overrides)
@@ -155,7 +154,9 @@ def select(runs: Iterable[Run], pattern: str) -> list[Run]:
   try:
     expression = re.compile(pattern)
   except re.error as error:
-    checks.fail("pattern", pattern, f"a regular expression ({error})")
+    config_lib.fail_argument(
+      "pattern", pattern, f"a regular expression ({error})"
+    )
   return [run for run in runs if expression.search(run.name)]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from attnres_jax.scaling import checks
+from attnres_jax import config as config_lib
 from attnres_jax.scaling import compute as compute_lib
 from attnres_jax.scaling import fit as fit_lib
 from attnres_jax.scaling import paper
@@ -64,7 +64,9 @@ def draw_scaling(
   from matplotlib import ticker
 
   if counting not in compute_lib.COUNTINGS:
-    checks.fail("counting", counting, ", ".join(compute_lib.COUNTINGS))
+    config_lib.fail_argument(
+      "counting", counting, ", ".join(compute_lib.COUNTINGS)
+    )
   if ax is None:
     from matplotlib import pyplot as plt
 
@@ -197,7 +199,7 @@ def figure_7(
   for scheme, table in losses.items():
     tables[scheme] = np.asarray(table, float)
     if tables[scheme].shape != shape:
-      checks.fail(
+      config_lib.fail_argument(
         f"losses[{scheme!r}]",
         tables[scheme].shape,
         f"an array of shape {shape}",

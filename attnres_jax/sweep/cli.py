@@ -19,6 +19,7 @@ import time
 
 from etils import epath
 
+from attnres_jax import command_line
 from attnres_jax import config as config_lib
 from attnres_jax import csv_rows
 from attnres_jax import files
@@ -56,13 +57,7 @@ class Experiment:
 def main(experiment: Experiment, argv: Sequence[str] | None = None) -> int:
   """Does what the arguments say; returns the exit status."""
   options = _parse_options(experiment, argv)
-  try:
-    return _ACTIONS[options.action](experiment, options)
-  except (config_lib.ConfigError, ValueError) as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
-  except KeyboardInterrupt:
-    return 130
+  return command_line.run(_ACTIONS[options.action], experiment, options)
 
 
 def _run(experiment: Experiment, options: argparse.Namespace) -> int:
@@ -178,11 +173,7 @@ class _Refresh:
 def _parse_options(
   experiment: Experiment, argv: Sequence[str] | None
 ) -> argparse.Namespace:
-  parser = argparse.ArgumentParser(
-    prog=experiment.program,
-    description=experiment.description,
-    formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-  )
+  parser = command_line.Parser(experiment.program, experiment.description)
   add = parser.add_argument
   add("action", nargs="?", default="run", choices=ACTIONS)
   add("--config", default=experiment.config, help="file:arguments")

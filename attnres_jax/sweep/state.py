@@ -16,6 +16,7 @@ from typing import Any
 
 from etils import epath
 
+from attnres_jax import config as config_lib
 from attnres_jax import files
 
 PENDING, RUNNING, STOPPED = "pending", "running", "stopped"
@@ -55,7 +56,7 @@ def read(workdir: epath.PathLike) -> State:
   """The state of a run; `pending` where there is no file.
 
   Raises:
-    ValueError: the file is not one of these.
+    ConfigError: the file is not one of these.
   """
   path = epath.Path(workdir) / FILE
   try:
@@ -64,7 +65,9 @@ def read(workdir: epath.PathLike) -> State:
   except FileNotFoundError:
     return State()
   except (TypeError, json.JSONDecodeError) as error:
-    raise ValueError(f"{path}: not the state of a run ({error})") from error
+    raise config_lib.ConfigError(
+      f"{path}: not the state of a run ({error})"
+    ) from error
 
 
 def write(workdir: epath.PathLike, state: State) -> None:

@@ -26,7 +26,7 @@ from jax.experimental import multihost_utils
 import numpy as np
 
 from attnres_jax import claims as claims_lib
-from attnres_jax import config as config_lib
+from attnres_jax import command_line
 from attnres_jax import files
 from attnres_jax import train
 from attnres_jax.scaling import grid
@@ -86,17 +86,17 @@ def work(
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command; returns its exit status."""
   options = _parse_options(argv)
-  if options.distributed:
-    jax.distributed.initialize(
-      coordinator_address=options.coordinator_address,
-      num_processes=options.num_processes,
-      process_id=options.process_id,
-    )
-  try:
-    result = work(options.folder, options.run, options.patience_seconds)
-  except config_lib.ConfigError as error:
-    print(f"error: {error}", file=sys.stderr)
-    return exits.Exit.UNUSABLE
+  return command_line.run(_work, options)
+
+
+def _work(options: argparse.Namespace) -> int:
+  command_line.connect(
+    options.distributed,
+    options.coordinator_address,
+    options.num_processes,
+    options.process_id,
+  )
+  result = work(options.folder, options.run, options.patience_seconds)
   if result == exits.Exit.DISK_FULL:
     _say(f"error: no space left for {options.folder}/{options.run}")
     # What is still buffered cannot be written: no second error about that.
@@ -167,10 +167,7 @@ def _say(text: str) -> None:
 
 
 def _parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
-  parser = argparse.ArgumentParser(
-    prog="python -m attnres_jax.sweep.worker",
-    description=(__doc__ or "").partition("\n")[0],
-  )
+  parser = command_line.Parser("python -m attnres_jax.sweep.worker", __doc__)
   parser.add_argument("--folder", required=True, help="of the sweep")
   parser.add_argument("--run", required=True, help="name of the run")
   parser.add_argument(
@@ -183,18 +180,7 @@ def _parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
     "--patience_seconds", type=float, default=0.0,
     help="to wait for a run whose worker may be dead",
   )  # fmt: skip
-  options = parser.parse_args(argv)
-  named = (
-    options.coordinator_address, options.num_processes, options.process_id,
-  )  # fmt: skip
-  if any(value is not None for value in named) and (
-    None in named or not options.distributed
-  ):
-    parser.error(
-      "--coordinator_address, --num_processes and --process_id go together,"
-      " with --distributed"
-    )
-  return options
+  return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -265,7 +265,7 @@ class PrepareTest(parameterized.TestCase):
     status, out, err = self._main(f"--output={self.output}", *args)
     self.assertEqual(status, 2)
     self.assertEqual(out, "")
-    self.assertRegex(err, f"^prepare: .*{message}[^\n]*\n$")
+    self.assertRegex(err, f"^error: .*{message}[^\n]*\n$")
     self.assertFalse(self.output.exists())
 
 

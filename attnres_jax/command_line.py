@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all commands share: the --config flags, and one line for every error.
+
+`run` calls a command and returns its exit status: 2 for input that cannot be
+used, 1 for a run that failed, 130 for an interrupt. None of them ends in a
+traceback; one line on stderr says what was wrong. `Parser` does the same for
+the arguments of commands that do not take a --config.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+import re
+import sys
+from typing import Any, NoReturn
+
+from absl import flags
+from absl import logging
+import jax
+
+from attnres_jax import config as config_lib
+
+_CONFIG = flags.DEFINE_string(
+  "config", None, "Config file, with its argument after a colon."
+)
+_FIELDS = flags.DEFINE_multi_string(
+  "config_field", [], "FIELD=VALUE, the same as --config.FIELD=VALUE."
+)
+
+
+def run(command: Callable[..., Any], *args: Any) -> int:
+  """Calls a command; returns its exit status, 0 for None."""
+  try:
+    return command(*args) or 0
+  except KeyboardInterrupt:
+    return _report("interrupted; rerun the same command to resume", 130)
+  except (config_lib.ConfigError, ImportError) as error:
+    return _report(str(error), 2)
+  except config_lib.RunError as error:
+    notes = getattr(error, "__notes__", [])
+    return _report("; ".join([str(error), *notes]), 1)
+  except OSError as error:
+    named = f"{error.filename}: {error.strerror}" if error.filename else error
+    return _report(str(named), 1)
+  except jax.errors.JaxRuntimeError as error:
+    return _report(str(error).strip().partition("\n")[0], 1)
+
+
+def stop(message: str, status: int = 2) -> NoReturn:
+  """Ends the program with one line on stderr."""
+  sys.exit(_report(message, status))
+
+
+class Parser(argparse.ArgumentParser):
+  """Arguments with their defaults in --help, and one line for a bad one."""
+
+  def __init__(self, program: str, description: str | None):
+    """For `program`, such as "python -m attnres_jax.data.prepare"."""
+    super().__init__(
+      prog=program,
+      description=(description or "").partition("\n")[0],
+      formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+
+  def error(self, message: str) -> NoReturn:
+    stop(message)
+
+
+def parse_flags(argv: Sequence[str]) -> list[str]:
+  """Absl's parsing, with one line for whatever is wrong."""
+  try:
+    rest = flags.FLAGS(_with_fields(argv))
+  except (flags.Error, config_lib.ConfigError) as error:
+    stop(str(error))
+  if len(rest) > 1:
+    stop(f"unexpected argument {rest[1]!r}: options start with --")
+  if flags.FLAGS["verbosity"].using_default_value:
+    # The libraries' own reports would bury ours; --verbosity=0 brings them.
+    flags.FLAGS.verbosity = logging.WARNING
+  return rest
+
+
+def config_of_flags() -> config_lib.RunConfig:
+  """What --config and its fields say.
+
+  Raises:
+    ConfigError: there is no such flag, or a field cannot be used.
+  """
+  if _CONFIG.value is None:
+    raise config_lib.ConfigError(
+      "--config: missing, expected a file such as configs/lm.py:size=tiny"
+    )
+  fields = {}
+  for given in _FIELDS.value:
+    name, _, text = given.partition("=")
+    fields[name] = config_lib.parse_field(name, text)
+  return config_lib.load_config(_CONFIG.value, fields)
+
+
+def connect(
+  distributed: bool,
+  coordinator_address: str | None,
+  num_processes: int | None,
+  process_id: int | None,
+) -> None:
+  """Joins the processes of one run, if this is one of several.
+
+  On a pod JAX finds the others by itself; elsewhere all three are named.
+
+  Raises:
+    ConfigError: only some are given, or there is no cluster to be found.
+  """
+  names = "--coordinator_address, --num_processes, --process_id"
+  given = (coordinator_address, num_processes, process_id)
+  if not distributed:
+    if any(value is not None for value in given):
+      raise config_lib.ConfigError(
+        f"{names}: given, expected together with --distributed"
+      )
+    return
+  if None in given and given != (None, None, None):
+    raise config_lib.ConfigError(
+      f"{names}: got {given}, expected all three or, on a pod, none"
+    )
+  if num_processes is not None and process_id is not None:
+    if not 0 <= process_id < num_processes:
+      raise config_lib.ConfigError(
+        f"--process_id: got {process_id}, expected a number from 0, below"
+        f" --num_processes={num_processes}"
+      )
+    host, _, port = (coordinator_address or "").rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+      raise config_lib.ConfigError(
+        f"--coordinator_address: got {coordinator_address!r}, expected"
+        " host:port"
+      )
+  try:
+    jax.distributed.initialize(
+      coordinator_address=coordinator_address,
+      num_processes=num_processes,
+      process_id=process_id,
+    )
+  except (ValueError, RuntimeError, OSError) as error:
+    raise config_lib.ConfigError(
+      f"--distributed: expected a cluster that JAX can find ({error}); name"
+      f" one with {names}"
+    ) from error
+
+
+def _with_fields(argv: Sequence[str]) -> list[str]:
+  """Writes `--config.FIELD`, in all its forms, as `--config_field`."""
+  defaults = config_lib.flatten(config_lib.default_config().to_dict())
+  written, args = [], iter(argv)
+  for arg in args:
+    if arg == "--":
+      return [*written, arg, *args]
+    match = re.fullmatch(r"--?(no)?config\.([^=]*)(?:=(.*))?", arg, re.S)
+    if match is None:
+      written.append(arg)
+      continue
+    negated, field, value = match.groups()
+    kind = type(defaults.get(field, True))
+    if negated and (kind is not bool or value is not None):
+      config_lib.fail(field, "no", f"a value of type {kind.__name__}")
+    if negated:
+      value = "false"
+    elif value is None:
+      value = "true" if kind is bool else next(args, "")
+    written.append(f"--config_field={field}={value}")
+  return written
+
+
+def _report(message: str, status: int) -> int:
+  print("error:", " ".join(message.split()), file=sys.stderr, flush=True)
+  return status
