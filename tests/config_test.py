@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import math
 import re
 
 import ml_collections
@@ -26,6 +27,8 @@ def _build(**overrides):
 
 ABOVE, AT_LEAST = "a number above 0", "a number of at least 0"
 UNIT = "a number from 0 to 1"
+DECAY = "a number of at least 0, below 1"
+FINITE = "a finite number"
 
 # (overrides, field that is named, value that is shown, what is accepted)
 ERRORS = [
@@ -85,11 +88,13 @@ ERRORS = [
   ("optim.warmup_steps", -1, AT_LEAST),
   ("optim.weight_decay", -0.1, AT_LEAST),
   ("optim.clip_norm", -1.0, AT_LEAST),
-  ("optim.b1", 1.5, UNIT),
-  ("optim.b2", -0.5, UNIT),
+  ("optim.b1", 1.5, DECAY),
+  ("optim.b1", 1.0, DECAY),
+  ("optim.b2", -0.5, DECAY),
+  ("optim.b2", 1.0, DECAY),
   ("optim.final_lr_fraction", 2.0, UNIT),
   ("optim.decay_fraction", 1.1, UNIT),
-  ("optim.muon_momentum", -0.1, UNIT),
+  ("optim.muon_momentum", -0.1, DECAY),
   ("optim.muon_iterations", 0, ABOVE),
   ("optim.muon_update_rms", 0.0, ABOVE),
   ("optim.balance_rate", -1e-3, AT_LEAST),
@@ -112,7 +117,23 @@ ERRORS = [
   ("pipeline.microbatches", -1, "a number of at least 0"),
   ("pipeline.schedule", "2f2b", "one of 1f1b, gpipe"),
   ("pipeline.rule", "all", "one of cached, minimum, naive"),
+  # Too large, or not finite.
+  ("seed", -1, AT_LEAST),
+  ("seed", 2**32, "a number up to 4294967295"),
+  ("seed", 10**400, "a number up to 4294967295"),
+  ("data.seed", 2**32, "a number up to 4294967295"),
+  ("data.num_threads", 10**6, "a number up to 1000"),
+  ("model.width", 10**12, "a number up to 2147483647"),
+  ("model.num_layers", 10**7, "a number up to 100000"),
+  ("model.init_std", math.inf, FINITE),
+  ("model.logit_soft_cap", math.inf, FINITE),
+  ("loss.z_loss", math.nan, FINITE),
+  ("optim.peak_lr", math.inf, FINITE),
+  ("optim.weight_decay", math.inf, FINITE),
+  ("optim.clip_norm", 1e39, "a number within the range of float32"),
+  ("optim.eps", 1e-40, "a number within the range of float32"),
   # Values of the wrong type.
+  ("name", "a\0b", "text without a null character"),
   ("model.width", "wide", "a value of type int"),
   ("model.width", 64.0, "a value of type int"),
   ("model.width", True, "a value of type int"),
@@ -187,15 +208,12 @@ def test_one_line_names_field_value_and_what_is_accepted(
 def test_every_number_that_is_checked_has_a_row():
   """A field added with a bound needs a row above."""
   rows = {field for field, _, _ in ERRORS}
-  free = {
-    "seed", "data.seed", "mesh.data",
-  }  # fmt: skip
   numbers = {
     name
     for name, value in c.flatten(c.to_dict(c.RunConfig())).items()
     if isinstance(value, (int, float)) and not isinstance(value, bool)
   }
-  assert numbers - free - rows == set()
+  assert numbers - rows == set()
 
 
 @pytest.mark.parametrize(
@@ -247,6 +265,12 @@ def test_values_that_are_fine():
   assert isinstance(_build(optim__peak_lr=1).optim.peak_lr, float)
   assert _build(data__tokenizer="ids").model.vocab_size == 0
   assert _build().model.vocab_size == 257
+
+
+def test_an_integer_beyond_floats():
+  message = "^config.optim.peak_lr: got 10+, expected a finite number$"
+  with pytest.raises(c.ConfigError, match=message):
+    c.build_run_config({"optim": {"peak_lr": 10**400}})
 
 
 def test_derived_sizes():

@@ -52,22 +52,5 @@ def running(path: str) -> Iterator[None]:
     raise ConfigError(f"config file failed at {where}: {text}") from error
 
 
-def check(ok: bool, field: str, value: Any, accepted: str) -> None:
-  if not ok:
-    fail(field, value, accepted)
-
-
 def check_in(field: str, value: str, names: Sequence[str]) -> None:
   choose(field, value, dict.fromkeys(names))
-
-
-def check_positive(prefix: str, config: Any, *names: str) -> None:
-  for name in names:
-    value = getattr(config, name)
-    check(value > 0, f"{prefix}.{name}", value, "a number above 0")
-
-
-def check_not_negative(prefix: str, config: Any, *names: str) -> None:
-  for name in names:
-    value = getattr(config, name)
-    check(value >= 0, f"{prefix}.{name}", value, "a number of at least 0")

@@ -69,8 +69,11 @@ def load_config(
     )
   for name, value in (overrides or {}).items():
     node, leaf = _find(config, name, value)
-    with node.unlocked(), node.ignore_type():
-      node[leaf] = value
+    try:
+      with node.unlocked(), node.ignore_type():
+        node[leaf] = value
+    except OverflowError:
+      fail(name, value, "a finite number")
   return build_run_config(config)
 
 
@@ -182,35 +185,14 @@ def _parse_value(text: str, default: Any) -> Any:
 
 
 def _build(cls: type[T], values: Mapping[str, Any], prefix: str) -> T:
-  hints = typing.get_type_hints(cls)
-  for name in values:
-    if name not in hints:
-      choose((prefix + name), name, hints)
-  kwargs = {}
+  kinds = typing.get_type_hints(cls)
+  given = {}
   for name, value in values.items():
-    kind = hints[name]
-    if dataclasses.is_dataclass(kind):
-      if not isinstance(value, Mapping):
-        fail(prefix + name, value, f"fields of {kind.__name__}")
-      kwargs[name] = _build(kind, value, f"{prefix}{name}.")
-    else:
-      kwargs[name] = _coerce(prefix + name, value, kind)
-  return cls(**kwargs)
-
-
-def _coerce(field: str, value: Any, kind: Any) -> Any:
-  if typing.get_origin(kind) is tuple:
-    item = typing.get_args(kind)[0]
-    if not isinstance(value, (list, tuple)):
-      fail(field, value, f"a tuple of {item.__name__}")
-    return tuple(_coerce(field, one, item) for one in value)
-  if kind is float and isinstance(value, int) and not isinstance(value, bool):
-    return float(value)
-  if not isinstance(value, kind) or (
-    isinstance(value, bool) and kind is not bool
-  ):
-    fail(field, value, f"a value of type {kind.__name__}")
-  return value
+    kind = choose(f"{prefix}{name}", str(name), kinds)
+    if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
+      value = _build(kind, value, f"{prefix}{name}.")
+    given[name] = value
+  return cls(**given)
 
 
 def _find(

@@ -2,12 +2,14 @@
 """What a network is: its sublayers, and the scheme that connects them."""
 
 import dataclasses
+from typing import Literal
 
 from attnres_jax.config import errors
+from attnres_jax.config import fields
 
 
 @dataclasses.dataclass(frozen=True)
-class ResidualConfig:
+class ResidualConfig(fields.Checked, prefix="model.residual"):
   """Which residual scheme connects the sublayers, and its shape.
 
   Attributes:
@@ -23,19 +25,13 @@ class ResidualConfig:
   """
 
   name: str = "block_attnres"
-  block_size: int = 0
-  num_blocks: int = 0
-  form: str = "two_phase"
-  schedule_size: int = 6
+  block_size: fields.Count = 0
+  num_blocks: fields.Count = 0
+  form: Literal["two_phase", "one_softmax"] = "two_phase"
+  schedule_size: fields.Size = 6
 
   def __post_init__(self):
-    errors.check_not_negative(
-      "model.residual", self, "block_size", "num_blocks"
-    )
-    errors.check_positive("model.residual", self, "schedule_size")
-    errors.check_in(
-      "model.residual.form", self.form, ("two_phase", "one_softmax")
-    )
+    super().__post_init__()
     if self.block_size and self.num_blocks:
       errors.fail(
         "model.residual.num_blocks",
@@ -57,7 +53,7 @@ class ResidualConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class KdaConfig:
+class KdaConfig(fields.Checked, prefix="model.kda"):
   """Kimi Delta Attention (spec: kimi_linear section 2).
 
   Attributes:
@@ -68,18 +64,14 @@ class KdaConfig:
       the function.
   """
 
-  head_width: int = 128
-  conv_width: int = 4
-  gate_rank: int = 128
-  chunk_size: int = 64
-
-  def __post_init__(self):
-    names = [field.name for field in dataclasses.fields(self)]
-    errors.check_positive("model.kda", self, *names)
+  head_width: fields.Size = 128
+  conv_width: fields.Size = 4
+  gate_rank: fields.Size = 128
+  chunk_size: fields.Size = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class MlaConfig:
+class MlaConfig(fields.Checked, prefix="model.mla"):
   """Multi-head latent attention without positions (kimi_linear section 3).
 
   Attributes:
@@ -91,19 +83,15 @@ class MlaConfig:
     latent_eps: of the RMSNorm of the latent.
   """
 
-  latent_rank: int = 512
-  nope_width: int = 128
-  shared_width: int = 64
-  value_width: int = 128
-  latent_eps: float = 1e-6
-
-  def __post_init__(self):
-    names = [field.name for field in dataclasses.fields(self)]
-    errors.check_positive("model.mla", self, *names)
+  latent_rank: fields.Size = 512
+  nope_width: fields.Size = 128
+  shared_width: fields.Size = 64
+  value_width: fields.Size = 128
+  latent_eps: fields.Positive = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
-class MoeConfig:
+class MoeConfig(fields.Checked, prefix="model.moe"):
   """Fine-grained mixture of experts (kimi_linear section 4).
 
   Attributes:
@@ -116,35 +104,30 @@ class MoeConfig:
       `model.mlp_width`.
   """
 
-  num_experts: int = 0
-  top_k: int = 8
-  expert_width: int = 0
-  num_shared: int = 1
-  scaling_factor: float = 2.446
-  dense_layers: int = 0
+  num_experts: fields.Count = 0
+  top_k: fields.Size = 8
+  expert_width: fields.Count = 0
+  num_shared: fields.Count = 1
+  scaling_factor: fields.Positive = 2.446
+  dense_layers: fields.Count = 0
 
   def __post_init__(self):
-    errors.check_not_negative(
-        "model.moe", self, "num_experts", "expert_width", "num_shared",
-        "dense_layers",
-    )  # fmt: skip
-    errors.check_positive("model.moe", self, "top_k", "scaling_factor")
-    if not self.num_experts:
-      return
-    if self.num_experts < self.top_k:
+    super().__post_init__()
+    if 0 < self.num_experts < self.top_k:
       errors.fail(
         "model.moe.num_experts",
         self.num_experts,
         f"at least model.moe.top_k={self.top_k}, or 0 for dense MLPs",
       )
-    errors.check_positive("model.moe", self, "expert_width")
+    if self.num_experts and not self.expert_width:
+      errors.fail("model.moe.expert_width", 0, "a number above 0")
 
 
 MIXERS = ("attention", "kda", "mla")
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(fields.Checked, prefix="model"):
   """A decoder-only transformer.
 
   Attributes:
@@ -178,22 +161,22 @@ class ModelConfig:
     residual: the scheme that connects the sublayers.
   """
 
-  vocab_size: int = 0
-  width: int = 128
-  num_layers: int = 8
+  vocab_size: fields.Count = 0
+  width: fields.Size = 128
+  num_layers: fields.Layers = 8
   mixers: tuple[str, ...] = ("attention",)
   last_mixer: str = ""
-  num_heads: int = 4
-  num_kv_heads: int = 0
-  head_width: int = 0
-  mlp_width: int = 0
-  rope_theta: float = 10_000.0
-  norm_eps: float = 1e-6
+  num_heads: fields.Size = 4
+  num_kv_heads: fields.Count = 0
+  head_width: fields.Count = 0
+  mlp_width: fields.Count = 0
+  rope_theta: fields.NotNegative = 10_000.0
+  norm_eps: fields.Positive = 1e-6
   tie_embeddings: bool = False
-  logit_soft_cap: float = 0.0
-  init_std: float = 0.02
-  dtype: str = "float32"
-  remat: str = "none"
+  logit_soft_cap: fields.NotNegative = 0.0
+  init_std: fields.Positive = 0.02
+  dtype: Literal["float32", "bfloat16"] = "float32"
+  remat: Literal["none", "full", "dots"] = "none"
   scan_layers: bool = True
   kda: KdaConfig = KdaConfig()
   mla: MlaConfig = MlaConfig()
@@ -201,16 +184,7 @@ class ModelConfig:
   residual: ResidualConfig = ResidualConfig()
 
   def __post_init__(self):
-    errors.check_positive(
-        "model", self, "width", "num_layers", "num_heads", "norm_eps",
-        "init_std",
-    )  # fmt: skip
-    errors.check_not_negative(
-        "model", self, "vocab_size", "num_kv_heads", "head_width", "mlp_width",
-        "rope_theta", "logit_soft_cap",
-    )  # fmt: skip
-    errors.check_in("model.dtype", self.dtype, ("float32", "bfloat16"))
-    errors.check_in("model.remat", self.remat, ("none", "full", "dots"))
+    super().__post_init__()
     self._check_pattern()
     if "attention" in self.sublayer_kinds:
       self._check_heads()

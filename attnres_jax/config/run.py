@@ -2,8 +2,10 @@
 """What a run is, beside its network: data, loss, optimiser, length, disk."""
 
 import dataclasses
+from typing import Literal
 
 from attnres_jax.config import errors
+from attnres_jax.config import fields
 from attnres_jax.config import model as model_lib
 
 # 256 byte values and one separator between documents.
@@ -11,7 +13,7 @@ BYTE_VOCAB_SIZE = 257
 
 
 @dataclasses.dataclass(frozen=True)
-class DataConfig:
+class DataConfig(fields.Checked, prefix="data"):
   """Where tokens come from and how they become batches.
 
   Attributes:
@@ -35,25 +37,18 @@ class DataConfig:
   source: str = "stdlib"
   path: str = ""
   validation_path: str = ""
-  validation_fraction: float = 0.05
+  validation_fraction: fields.Share = 0.05
   text_field: str = "text"
   tokenizer: str = "bytes"
   tokenizer_path: str = ""
-  sequence_length: int = 256
-  batch_size: int = 12
+  sequence_length: fields.Size = 256
+  batch_size: fields.Size = 12
   segment_ids: bool = False
-  seed: int = 0
-  num_threads: int = 2
+  seed: fields.Seed = 0
+  num_threads: fields.Threads = 2
 
   def __post_init__(self):
-    errors.check_positive("data", self, "sequence_length", "batch_size")
-    errors.check_not_negative("data", self, "num_threads")
-    errors.check(
-      0 < self.validation_fraction < 1,
-      "data.validation_fraction",
-      self.validation_fraction,
-      "a number between 0 and 1",
-    )
+    super().__post_init__()
     if self.source != "stdlib" and not self.path:
       errors.fail(
         "data.path", self.path, f"a path, with data.source={self.source!r}"
@@ -67,7 +62,7 @@ class DataConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class LossConfig:
+class LossConfig(fields.Checked, prefix="loss"):
   """Next-token cross-entropy.
 
   Attributes:
@@ -76,15 +71,12 @@ class LossConfig:
       as many as fit in 64 MiB, and 1024 at least.
   """
 
-  z_loss: float = 0.0
-  tile_tokens: int = 0
-
-  def __post_init__(self):
-    errors.check_not_negative("loss", self, "z_loss", "tile_tokens")
+  z_loss: fields.NotNegative = 0.0
+  tile_tokens: fields.Count = 0
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimConfig:
+class OptimConfig(fields.Checked, prefix="optim"):
   """AdamW or Muon, with a schedule.
 
   Attributes:
@@ -111,42 +103,25 @@ class OptimConfig:
 
   name: str = "adamw"
   schedule: str = "cosine"
-  peak_lr: float = 1e-3
-  warmup_steps: int = 50
-  decay_fraction: float = 0.2
+  peak_lr: fields.Positive = 1e-3
+  warmup_steps: fields.Count = 50
+  decay_fraction: fields.Fraction = 0.2
   decay_shape: str = "cosine"
-  final_lr_fraction: float = 0.1
-  b1: float = 0.9
-  b2: float = 0.95
-  eps: float = 1e-8
-  muon_momentum: float = 0.95
-  muon_iterations: int = 5
-  muon_update_rms: float = 0.2
-  weight_decay: float = 0.1
-  clip_norm: float = 1.0
-  balance_rate: float = 1e-3
-  accumulate_steps: int = 1
-
-  def __post_init__(self):
-    errors.check_positive(
-        "optim", self, "peak_lr", "eps", "muon_iterations", "muon_update_rms",
-        "accumulate_steps",
-    )  # fmt: skip
-    errors.check_not_negative(
-        "optim", self, "warmup_steps", "weight_decay", "clip_norm",
-        "balance_rate",
-    )  # fmt: skip
-    for name in (
-        "b1", "b2", "muon_momentum", "decay_fraction", "final_lr_fraction",
-    ):  # fmt: skip
-      value = getattr(self, name)
-      errors.check(
-        0 <= value <= 1, f"optim.{name}", value, "a number from 0 to 1"
-      )
+  final_lr_fraction: fields.Fraction = 0.1
+  b1: fields.Decay = 0.9
+  b2: fields.Decay = 0.95
+  eps: fields.Positive = 1e-8
+  muon_momentum: fields.Decay = 0.95
+  muon_iterations: fields.Iterations = 5
+  muon_update_rms: fields.Positive = 0.2
+  weight_decay: fields.NotNegative = 0.1
+  clip_norm: fields.NotNegative = 1.0
+  balance_rate: fields.NotNegative = 1e-3
+  accumulate_steps: fields.Size = 1
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(fields.Checked, prefix="train"):
   """Length of the run and what happens along it.
 
   Attributes:
@@ -159,21 +134,16 @@ class TrainConfig:
       leaves the parameters as they were and counts the step (`skip`).
   """
 
-  steps: int = 400
-  log_every: int = 1
-  eval_every: int = 100
-  eval_batches: int = 8
-  depth_every: int = 50
-  on_nan: str = "stop"
-
-  def __post_init__(self):
-    errors.check_positive("train", self, "steps", "log_every", "eval_batches")
-    errors.check_not_negative("train", self, "eval_every", "depth_every")
-    errors.check_in("train.on_nan", self.on_nan, ("stop", "skip"))
+  steps: fields.Size = 400
+  log_every: fields.Size = 1
+  eval_every: fields.Count = 100
+  eval_batches: fields.Size = 8
+  depth_every: fields.Count = 50
+  on_nan: Literal["stop", "skip"] = "stop"
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(fields.Checked, prefix="checkpoint"):
   """When checkpoints are written and which are kept.
 
   Attributes:
@@ -183,18 +153,14 @@ class CheckpointConfig:
     asynchronous: training goes on while a checkpoint is written.
   """
 
-  every_steps: int = 100
-  keep_last: int = 3
-  keep_every: int = 0
+  every_steps: fields.Count = 100
+  keep_last: fields.Size = 3
+  keep_every: fields.Count = 0
   asynchronous: bool = True
-
-  def __post_init__(self):
-    errors.check_positive("checkpoint", self, "keep_last")
-    errors.check_not_negative("checkpoint", self, "every_steps", "keep_every")
 
 
 @dataclasses.dataclass(frozen=True)
-class LogConfig:
+class LogConfig(fields.Checked, prefix="log"):
   """Where metrics go besides the console and metrics.jsonl.
 
   Attributes:
@@ -207,7 +173,7 @@ class LogConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class MeshConfig:
+class MeshConfig(fields.Checked, prefix="mesh"):
   """How the devices are laid out; see `attnres_jax.sharding`.
 
   One axis at most may be -1, which takes the devices that the others leave.
@@ -221,33 +187,25 @@ class MeshConfig:
     tensor: parts of every matrix that work on the same rows.
   """
 
-  stage: int = 1
-  data: int = -1
-  fsdp: int = 1
-  expert: int = 1
-  tensor: int = 1
+  stage: fields.Devices = 1
+  data: fields.Devices = -1
+  fsdp: fields.Devices = 1
+  expert: fields.Devices = 1
+  tensor: fields.Devices = 1
 
   def __post_init__(self):
-    names = [field.name for field in dataclasses.fields(self)]
-    for name in names:
-      size = getattr(self, name)
-      errors.check(
-        size == -1 or size > 0,
-        f"mesh.{name}",
-        size,
-        "a number of devices, or -1 for all",
+    super().__post_init__()
+    filled = [name for name, size in vars(self).items() if size == -1]
+    if len(filled) > 1:
+      errors.fail(
+        f"mesh.{filled[-1]}",
+        -1,
+        f"a number of devices, since mesh.{filled[0]} is -1",
       )
-    filled = [name for name in names if getattr(self, name) == -1]
-    errors.check(
-      len(filled) <= 1,
-      f"mesh.{filled[-1] if filled else ''}",
-      -1,
-      f"a number of devices, since mesh.{filled[0] if filled else ''} is -1",
-    )
 
 
 @dataclasses.dataclass(frozen=True)
-class PipelineConfig:
+class PipelineConfig(fields.Checked, prefix="pipeline"):
   """How the ranks of `mesh.stage` share the depth and the batch.
 
   Attributes:
@@ -265,22 +223,15 @@ class PipelineConfig:
       their float32 gradients whole.
   """
 
-  virtual_stages: int = 1
-  microbatches: int = 0
-  schedule: str = "1f1b"
-  rule: str = "minimum"
-  gather: str = "tick"
-
-  def __post_init__(self):
-    errors.check_positive("pipeline", self, "virtual_stages")
-    errors.check_not_negative("pipeline", self, "microbatches")
-    errors.check_in("pipeline.schedule", self.schedule, ("1f1b", "gpipe"))
-    errors.check_in("pipeline.rule", self.rule, ("naive", "cached", "minimum"))
-    errors.check_in("pipeline.gather", self.gather, ("tick", "step"))
+  virtual_stages: fields.Size = 1
+  microbatches: fields.Count = 0
+  schedule: Literal["1f1b", "gpipe"] = "1f1b"
+  rule: Literal["naive", "cached", "minimum"] = "minimum"
+  gather: Literal["tick", "step"] = "tick"
 
 
 @dataclasses.dataclass(frozen=True)
-class RunConfig:
+class RunConfig(fields.Checked):
   """Everything that determines a run; written beside its checkpoints.
 
   Attributes:
@@ -289,7 +240,7 @@ class RunConfig:
   """
 
   name: str = "run"
-  seed: int = 0
+  seed: fields.Seed = 0
   model: model_lib.ModelConfig = model_lib.ModelConfig()
   data: DataConfig = DataConfig()
   loss: LossConfig = LossConfig()
@@ -301,6 +252,7 @@ class RunConfig:
   pipeline: PipelineConfig = PipelineConfig()
 
   def __post_init__(self):
+    super().__post_init__()
     if self.data.batch_size % self.optim.accumulate_steps:
       errors.fail(
         "optim.accumulate_steps",

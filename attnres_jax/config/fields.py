@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a field accepts, said by its type and checked when it is set.
+
+A dataclass that inherits from `Checked` compares every value with the type of
+its field: one of the numbers below, `Literal` for a choice of names, a tuple,
+or another dataclass. Floats have to be finite and within the range of float32.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+import math
+import numbers
+import typing
+from typing import Annotated, Any, Literal, NamedTuple
+
+from attnres_jax.config import errors
+
+_FLOAT32_MIN, _FLOAT32_MAX = 2.0**-126, 2.0**128
+
+
+class Accepted(NamedTuple):
+  """Which numbers a field takes, in code and in words."""
+
+  test: Callable[[Any], bool]
+  words: str
+  most: int = 2**31 - 1
+
+
+_ABOVE_0 = Accepted(lambda x: x > 0, "a number above 0")
+_AT_LEAST_0 = Accepted(lambda x: x >= 0, "a number of at least 0")
+_DEVICES = Accepted(
+  lambda n: n == -1 or n > 0, "a number of devices, or -1 for all"
+)
+_SHARE = Accepted(lambda x: 0 < x < 1, "a number between 0 and 1")
+_FRACTION = Accepted(lambda x: 0 <= x <= 1, "a number from 0 to 1")
+_DECAY = Accepted(lambda x: 0 <= x < 1, "a number of at least 0, below 1")
+
+Size = Annotated[int, _ABOVE_0]
+Count = Annotated[int, _AT_LEAST_0]
+Devices = Annotated[int, _DEVICES]
+# What is unrolled in a program, or started at once, has a limit of its own.
+Layers = Annotated[int, _ABOVE_0._replace(most=100_000)]
+Iterations = Annotated[int, _ABOVE_0._replace(most=100)]
+Threads = Annotated[int, _AT_LEAST_0._replace(most=1000)]
+# JAX and grain would take the rest of the division by 2**32.
+Seed = Annotated[int, _AT_LEAST_0._replace(most=2**32 - 1)]
+Positive = Annotated[float, _ABOVE_0]
+NotNegative = Annotated[float, _AT_LEAST_0]
+Share = Annotated[float, _SHARE]
+Fraction = Annotated[float, _FRACTION]
+Decay = Annotated[float, _DECAY]
+
+
+class Checked:
+  """Base of the dataclasses of a config; `prefix` is where they are in it."""
+
+  _prefix = ""
+
+  def __init_subclass__(cls, prefix: str = ""):
+    cls._prefix = f"{prefix}." if prefix else ""
+
+  def __post_init__(self):
+    for name, kind in _kinds(type(self)).items():
+      value = accept(self._prefix + name, getattr(self, name), kind)
+      object.__setattr__(self, name, value)
+
+
+def accept(field: str, value: Any, kind: Any) -> Any:
+  """`value` as the type of a field, such as 1 as 1.0.
+
+  Raises:
+    ConfigError: it is of another type, or not among what the field accepts.
+  """
+  origin, args = typing.get_origin(kind), typing.get_args(kind)
+  if origin is Annotated:
+    value = accept(field, value, args[0])
+    test, words, most = args[1]
+    if not test(value):
+      errors.fail(field, value, words)
+    if args[0] is int and value > most:
+      errors.fail(field, value, f"a number up to {most}")
+    return value
+  if origin is Literal:
+    errors.check_in(field, accept(field, value, str), args)
+    return value
+  if origin is tuple:
+    if not isinstance(value, (list, tuple)):
+      errors.fail(field, value, f"a tuple of {args[0].__name__}")
+    return tuple(accept(field, one, args[0]) for one in value)
+  if dataclasses.is_dataclass(kind) and not isinstance(value, kind):
+    errors.fail(field, value, f"fields of {kind.__name__}")
+  allowed = {int: numbers.Integral, float: numbers.Real}.get(kind, kind)
+  if not isinstance(value, allowed) or isinstance(value, bool) > (kind is bool):
+    errors.fail(field, value, f"a value of type {kind.__name__}")
+  if kind is str and "\0" in value:
+    errors.fail(field, value, "text without a null character")
+  return _number(field, value, kind) if kind in (int, float) else value
+
+
+def _number(field: str, value: Any, kind: type) -> int | float:
+  if kind is int:
+    return int(value)
+  try:
+    number = float(value)
+  except OverflowError:
+    number = math.inf
+  if not math.isfinite(number):
+    errors.fail(field, value, "a finite number")
+  if number and not _FLOAT32_MIN <= abs(number) < _FLOAT32_MAX:
+    errors.fail(field, value, "a number within the range of float32")
+  return number
+
+
+@functools.cache
+def _kinds(cls: type) -> dict[str, Any]:
+  return typing.get_type_hints(cls, include_extras=True)
