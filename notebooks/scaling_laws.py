@@ -42,6 +42,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from attnres_jax import csv_rows
+from attnres_jax import figures
 from attnres_jax import scaling
 from attnres_jax import text_table
 from attnres_jax.scaling import compute
@@ -51,7 +52,7 @@ from attnres_jax.scaling import plots
 from attnres_jax.sweep import rows
 
 schemes = tuple(paper.PUBLISHED_FITS)  # those with a printed law
-labels = {scheme: plots.STYLES[scheme].label for scheme in schemes}
+labels = {scheme: figures.name_of(scheme) for scheme in schemes}
 
 # %% [markdown]
 # ## What was published

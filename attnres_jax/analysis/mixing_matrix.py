@@ -108,13 +108,11 @@ def _fixed_coefficients(scheme: base.Residual) -> np.ndarray:
   whatever the values are.
   """
   unit_LLBTD = jnp.eye(scheme.num_sublayers + 1)[:, None, None]
-  state, rows = scheme.init(unit_LLBTD[0]), []
-  for start, stop in scheme.segments():
-    carry, slots = scheme.open(state, start, stop)
-    for i in range(stop - start):
-      slot = jax.tree.map(lambda leaf, i=i: leaf[i], slots)
-      rows.append(scheme.read(carry, slot))
-      carry = scheme.write(carry, slot, unit_LLBTD[start + i + 1])
-    state = scheme.close(state, carry, stop)
-  rows.append(scheme.readout(state))
+  rows = []
+
+  def sublayer(l: int, h_BTD: jax.Array) -> jax.Array:
+    rows.append(h_BTD)
+    return unit_LLBTD[l + 1]
+
+  rows.append(scheme.readout(base.run_through(scheme, unit_LLBTD[0], sublayer)))
   return np.stack([np.asarray(row, np.float64)[0, 0] for row in rows])

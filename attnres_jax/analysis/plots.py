@@ -14,32 +14,22 @@ import numpy as np
 
 from attnres_jax.analysis.depth_weights import DepthWeights
 from attnres_jax.analysis.magnitudes import Magnitudes
+from attnres_jax.figures import legend
+from attnres_jax.figures import name_of
+from attnres_jax.figures import style
+from attnres_jax.figures import style_of
 
-NAMES = {
-  "prenorm": "PreNorm",
-  "rescaled": "Rescaled",
-  "full_attnres": "Full AttnRes",
-  "block_attnres": "Block AttnRes",
-}
+__all__ = [
+  "depth_weights",
+  "legend",
+  "magnitudes",
+  "mixing_matrices",
+  "name_of",
+  "style",
+  "style_of",
+]
 
-# Told apart without colour vision, and readable on white as on black.
-_STYLES = {
-  "prenorm": {"color": "#8b929c"},
-  "rescaled": {"color": "#b5651d", "linestyle": (0, (4, 2.5))},
-  "full_attnres": {"color": "#d1478f"},
-  "block_attnres": {"color": "#2f86d6"},
-}
 _COLORMAP = "viridis"
-
-
-def name_of(scheme: str) -> str:
-  """How a scheme is called in a figure."""
-  return NAMES.get(scheme, scheme)
-
-
-def style_of(scheme: str) -> dict:
-  """Keyword arguments of every line that stands for a scheme."""
-  return dict(_STYLES.get(scheme, {}), linewidth=1.8)
 
 
 def depth_weights(
@@ -116,22 +106,6 @@ def magnitudes(
     style(axes)
   legend(figure, left)
   return figure
-
-
-def legend(figure: figure_lib.Figure, axes: axes_lib.Axes) -> None:
-  """One legend for the whole figure, above it."""
-  handles, labels = axes.get_legend_handles_labels()
-  figure.legend(
-    handles, labels, loc="outside upper left", ncols=len(labels), frameon=False
-  )
-
-
-def style(axes: axes_lib.Axes) -> None:
-  """A light grid and no box."""
-  axes.grid(True, linewidth=0.6, alpha=0.25)
-  axes.set_axisbelow(True)
-  for side in ("top", "right"):
-    axes.spines[side].set_visible(False)
 
 
 def _line(

@@ -12,8 +12,12 @@ plain residual additions are left out; depth attention (arXiv:2603.15031, Eq.
 from collections.abc import Callable, Mapping
 import dataclasses
 
+import jax
+
 from attnres_jax import config as config_lib
 from attnres_jax.flops import parameters
+from attnres_jax.flops import programs
+from attnres_jax.models import residuals
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +30,7 @@ class FlopsPerToken:
     recurrence: of KDA's state, in its chunkwise form.
     mlp: the feed-forward sublayers; of experts, those that a token goes to.
     head: the vocabulary projection.
-    residual: depth attention, zero for schemes without.
+    residual: depth attention and other products of the residual scheme.
   """
 
   projections: float
@@ -94,61 +98,21 @@ def kda_flops(model: config_lib.ModelConfig) -> float:
   return model.num_heads * per_head
 
 
-@dataclasses.dataclass(frozen=True)
-class DepthReads:
-  """How much depth attention a scheme does on one token.
-
-  Attributes:
-    pairs: (read, source) pairs, where a read of one source alone is a copy.
-    sources: vectors that are scored at all; each is normalised once.
-  """
-
-  pairs: int
-  sources: int
-
-
-def full_reads(num_sublayers: int) -> DepthReads:
-  """Read l of 2..L+1 sees l sources (Eq. 1-4)."""
-  return DepthReads(
-    pairs=sum(range(2, num_sublayers + 2)), sources=num_sublayers + 1
-  )
-
-
-def block_reads(num_sublayers: int, block_size: int) -> DepthReads:
-  """Completed blocks, and the partial sum past a block's first read (Eq. 5-6).
-
-  A one-sublayer network reads the embedding and then both representations.
-  """
-  num_blocks = -(-num_sublayers // block_size)
-  per_read = [
-    1 + sublayer // block_size + (1 if sublayer % block_size else 0)
-    for sublayer in range(num_sublayers)
-  ]
-  per_read.append(num_blocks + 1)
-  partials = num_sublayers - num_blocks
-  return DepthReads(
-    pairs=sum(count for count in per_read if count > 1),
-    sources=num_blocks + 1 + partials,
-  )
-
-
-# Residual scheme to its reads. The plain sums have none.
-DEPTH_READS: Mapping[str, Callable[[config_lib.ModelConfig], DepthReads]] = {
-  "prenorm": lambda model: DepthReads(0, 0),
-  "rescaled": lambda model: DepthReads(0, 0),
-  "full_attnres": lambda model: full_reads(model.num_sublayers),
-  "block_attnres": lambda model: block_reads(
-    model.num_sublayers,
-    model.residual.sublayers_per_block(model.num_sublayers),
-  ),
-}
-
-
 def residual_flops(model: config_lib.ModelConfig) -> float:
-  """Of depth attention: a dot product and a weighted sum per (read, source)
-  pair, a mean square per source.
+  """Of the residual scheme: its products, and depth attention.
+
+  Counted in the program of its definition, so that the number belongs to the
+  function and not to the order that a form computes it in.
   """
-  reads = config_lib.choose(
-    "model.residual.name", model.residual.name, DEPTH_READS
-  )(model)
-  return model.width * (4 * reads.pairs + 2 * reads.sources)
+  residual = dataclasses.replace(model.residual, form="one_softmax")
+  model = dataclasses.replace(model, residual=residual)
+  scheme = jax.eval_shape(lambda: residuals.build_residual(model))
+  token = jax.ShapeDtypeStruct((1, 1, model.width), model.dtype)
+
+  def network(scheme, embedding_BTD, y_BTD):
+    # Outputs are different arrays, so that each is a source of its own.
+    state = residuals.run_through(scheme, embedding_BTD, lambda l, _: y_BTD[l])
+    return scheme.readout(state)
+
+  outputs = [token] * model.num_sublayers
+  return sum(programs.flops(network, scheme, token, outputs).values())

@@ -7,7 +7,10 @@ What the tests hold equal to the leaves of the real networks, size by size.
 from collections.abc import Callable, Mapping
 import dataclasses
 
+import jax
+
 from attnres_jax import config as config_lib
+from attnres_jax.models import residuals
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,25 +123,10 @@ def of_sublayer(kind: str, model: config_lib.ModelConfig) -> Count:
   return total(SUBLAYERS[kind](model))
 
 
-def _depth_queries(model: config_lib.ModelConfig) -> int:
-  """A query and a key gain of every sublayer and of the output."""
-  return 2 * model.width * (model.num_sublayers + 1)
-
-
-# Residual scheme to the parameters that it adds.
-RESIDUALS: Mapping[str, Callable[[config_lib.ModelConfig], int]] = {
-  "prenorm": lambda model: 0,
-  "rescaled": lambda model: 0,
-  "full_attnres": _depth_queries,
-  "block_attnres": _depth_queries,
-}
-
-
 def of_residual(model: config_lib.ModelConfig) -> Count:
   """What the residual scheme adds."""
-  name = model.residual.name
-  count = config_lib.choose("model.residual.name", name, RESIDUALS)
-  return Count(vectors=count(model))
+  scheme = jax.eval_shape(lambda: residuals.build_residual(model))
+  return Count(vectors=sum(a.size for a in jax.tree.leaves(scheme)))
 
 
 def of_parts(model: config_lib.ModelConfig) -> dict[str, Count]:

@@ -9,6 +9,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.flops import operations
 from attnres_jax.flops import parameters
 from attnres_jax.flops import traffic
+from attnres_jax.models import residuals
 from attnres_jax.text_table import table
 
 Report = Mapping[str, Any]
@@ -33,14 +34,15 @@ def make_report(config: config_lib.RunConfig) -> Report:
     config_lib.fail("model.vocab_size", 0, "the tokenizer's vocabulary size")
   length = config.data.sequence_length
   schemes = {}
-  for name in operations.DEPTH_READS:
+  for name in dict.fromkeys([*residuals.RESIDUALS, model.residual.name]):
     residual = dataclasses.replace(model.residual, name=name)
-    if name == "block_attnres" and not (
-      residual.block_size or residual.num_blocks
-    ):
-      continue  # The config names no block to count with.
     scheme = dataclasses.replace(model, residual=residual)
-    schemes[name] = _scheme(scheme, length)
+    try:
+      schemes[name] = _scheme(scheme, length)
+    except config_lib.ConfigError:
+      if name == model.residual.name:
+        raise
+      # The config does not say what this one needs, such as a block's size.
   caches = traffic.of_caches(model)
   return {
     "name": config.name,
@@ -85,8 +87,7 @@ def _totals(model: config_lib.ModelConfig) -> dict[str, Any]:
 
 def _scheme(model: config_lib.ModelConfig, length: int) -> dict[str, Any]:
   flops = operations.flops_per_token(model, length)
-  printed = traffic.of_scheme(model, traffic.PRINTED)
-  counted = traffic.of_scheme(model, traffic.COUNTED)
+  moved = traffic.of_scheme(model)
   width_bytes = model.width * traffic.ITEM_BYTES[model.dtype]
   return {
     "parameters": parameters.of_residual(model).total,
@@ -97,10 +98,8 @@ def _scheme(model: config_lib.ModelConfig, length: int) -> dict[str, Any]:
       "train": flops.train,
     },
     # Per token and sublayer.
-    "printed_widths": printed.total,
-    "printed_bytes": printed.total * width_bytes,
-    "counted_widths": counted.total,
-    "counted_bytes": counted.total * width_bytes,
+    "moved_widths": moved.total,
+    "moved_bytes": moved.total * width_bytes,
   }
 
 
@@ -133,10 +132,8 @@ def to_text(report: Report) -> str:
     (
       name,
       row["parameters"],
-      f"{row['printed_widths']:.4g} d",
-      round(row["printed_bytes"]),
-      f"{row['counted_widths']:.4g} d",
-      round(row["counted_bytes"]),
+      f"{row['moved_widths']:.4g} d",
+      round(row["moved_bytes"]),
     )
     for name, row in schemes.items()
   ]
@@ -156,9 +153,7 @@ def to_text(report: Report) -> str:
         (
           "residual scheme, per token and sublayer",
           "parameters",
-          "Table 1",
-          "bytes",
-          "counted",
+          "moved",
           "bytes",
         ),
         traffic_rows,

@@ -1,21 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes: what residual schemes move, and what decoding keeps.
+"""Bytes: what residual schemes move and keep, and what decoding keeps.
 
-Residual schemes: Table 1 of arXiv:2603.15031, reads and writes per token and
-sublayer in vectors of the model's width. `PRINTED` holds the paper's terms,
-with the 3 d that its section 4.2 has for phase 2 of Block AttnRes (the table
-prints (N/S) d there, which does not add up to its own total). They count keys
-and values as two reads though they are one array, and bound an average.
-`COUNTED` is what two phases have to move when each source is read once.
+What a scheme moves is counted in its own program, in the form that training
+uses: one kernel opens a segment, one writes an output and reads the next input,
+one closes the segment. Each reads its operands once and writes its results
+once. (Table 1 of arXiv:2603.15031, which bounds an average and counts keys and
+values as two reads though they are one array, is in `scaling.paper`.)
 """
 
 from collections.abc import Callable, Mapping
 import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
+from attnres_jax.flops import programs
+from attnres_jax.models import residuals
 
 # Of activations and of what is kept in float32.
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+# So many that whatever does not grow with them is small.
+_TOKENS = 2**22
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,49 +37,73 @@ class Traffic:
     return self.reads + self.writes
 
 
-# Of (N, S): blocks, and sublayers per block. In Full AttnRes these are blocks
-# of the schedule, which share one phase 1.
-Formula = Callable[[float, float], Traffic]
+def of_scheme(model: config_lib.ModelConfig) -> Traffic:
+  """What the residual scheme moves, without its `init` and its readout."""
+  scheme, vector = _abstract(model)
+  moved = []
+
+  def run(function: Callable[..., Any], *args: Any) -> Any:
+    results, sizes = programs.moved(function, *args, least=vector.size)
+    moved.append(sizes)
+    return results
+
+  state = jax.eval_shape(type(scheme).init, scheme, vector)
+  for start, stop in scheme.segments():
+    carry, slots = run(
+      lambda scheme, state, a=start, b=stop: scheme.open(state, a, b),
+      scheme, state,
+    )  # fmt: skip
+    slot = jax.tree.map(
+      lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), slots
+    )
+    run(type(scheme).read, scheme, carry, slot)
+    for _ in range(start + 1, stop):
+      carry, _ = run(_write_and_read, scheme, carry, slot, vector)
+    state = run(
+      lambda scheme, state, carry, slot, y_BTD, b=stop: scheme.close(
+        state, scheme.write(carry, slot, y_BTD), b
+      ),
+      scheme, state, carry, slot, vector,
+    )  # fmt: skip
+  reads, writes = (sum(n) / vector.size for n in zip(*moved))
+  return Traffic(reads / model.num_sublayers, writes / model.num_sublayers)
 
 
-def _plain(n: float, s: float) -> Traffic:
-  del n, s
-  return Traffic(reads=2, writes=1)
+def _write_and_read(scheme, carry, slot, y_BTD):
+  carry = scheme.write(carry, slot, y_BTD)
+  return carry, scheme.read(carry, slot)
 
 
-def _full_counted(n: float, s: float) -> Traffic:
-  # Phase 1 once per block, then earlier values of the block and the mixture.
-  reads = 1 / s + (n - 1) / 2 + (s - 1) / 2 + (s - 1) / s
-  return Traffic(reads=reads, writes=1 + (s - 1) / s)
+def kept_bytes(model: config_lib.ModelConfig) -> tuple[int, int]:
+  """What a scheme keeps of a token under `remat="full"` (paper, section 4.1).
+
+  Returns:
+    Bytes of all running states, and of completed blocks that are not among
+    them.
+  """
+  # In bfloat16, where what is kept in float32 is a different array.
+  scheme, vector = _abstract(dataclasses.replace(model, dtype="bfloat16"))
+
+  def network(scheme, embedding_BTD, y_BTD):
+    state = residuals.run_through(scheme, embedding_BTD, lambda l, _: y_BTD[l])
+    return scheme.take_apart(state)[0]
+
+  outputs = [vector] * model.num_sublayers
+  running, blocks = programs.kept(network, scheme, vector, outputs)
+
+  def total(avals: Any) -> int:
+    wide = sum(a.size for a in avals if a.dtype == jnp.float32)
+    rest = sum(a.size for a in avals) - wide
+    return (4 * wide + ITEM_BYTES[model.dtype] * rest) // _TOKENS
+
+  return total(running), total(blocks)
 
 
-PRINTED: Mapping[str, Formula] = {
-  "prenorm": _plain,
-  "rescaled": _plain,
-  "full_attnres": lambda n, s: Traffic((n - 1) + (s - 1), 2),
-  "block_attnres": lambda n, s: Traffic(n / s + 3, 2),
-}
-COUNTED: Mapping[str, Formula] = {
-  "prenorm": _plain,
-  "rescaled": _plain,
-  "full_attnres": _full_counted,
-  # Completed blocks, then the last output, the partial sum and the mixture;
-  # mixture, partial sum and h are written.
-  "block_attnres": lambda n, s: Traffic((n + 1) / (2 * s) + 3, 3),
-}
-
-
-def of_scheme(
-  model: config_lib.ModelConfig, table: Mapping[str, Formula]
-) -> Traffic:
-  """Of the model's residual scheme, by `PRINTED` or `COUNTED`."""
-  name = model.residual.name
-  formula = config_lib.choose("model.residual.name", name, table)
-  size = model.residual.schedule_size
-  if name == "block_attnres":
-    size = model.residual.sublayers_per_block(model.num_sublayers)
-  size = min(size, model.num_sublayers)
-  return formula(-(-model.num_sublayers // size), size)
+def _abstract(model: config_lib.ModelConfig) -> tuple[Any, Any]:
+  """The scheme, and a vector of each token."""
+  scheme = jax.eval_shape(lambda: residuals.build_residual(model))
+  shape = 1, _TOKENS, model.width
+  return scheme, jax.ShapeDtypeStruct(shape, model.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

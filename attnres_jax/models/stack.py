@@ -145,17 +145,14 @@ def trace(
   """Runs the trunk like `run`; returns what every sublayer read and wrote."""
   values, reads = [embedding_BTD], []
   singles = _in_order(sublayers, kinds)
-  state = residual.init(embedding_BTD)
-  for start, stop in residual.segments():
-    carry, slots = residual.open(state, start, stop)
-    for l, slot in enumerate(_unstack(slots, stop - start), start):
-      h_BTD = residual.read(carry, slot)
-      sublayer = singles[l]
-      y_BTD = sublayer.core(sublayer.norm(h_BTD), segment_ids_BT)
-      carry = residual.write(carry, slot, y_BTD)
-      reads.append(h_BTD)
-      values.append(y_BTD)
-    state = residual.close(state, carry, stop)
+
+  def sublayer(l: int, h_BTD: jax.Array) -> jax.Array:
+    reads.append(h_BTD)
+    x_BTD = singles[l].norm(h_BTD)
+    values.append(singles[l].core(x_BTD, segment_ids_BT))
+    return values[-1]
+
+  state = base.run_through(residual, embedding_BTD, sublayer)
   return Trace(tuple(values), (*reads, residual.readout(state)))
 
 

@@ -6,14 +6,12 @@ The paper gives losses against compute but not how it counts. The choices are
   6nd        six FLOPs per activated parameter and token, embedding and head
              left out;
   attention  and the causal attention over the sequence;
-  residual   and the residual scheme's own work: a dot product and a weighted
-             sum for each (read, source) pair, a mean square for each source.
+  residual   and the residual scheme's own work, as `flops` counts it.
 
 The recurrence of linear attention is in none of them. What a fit or a figure
 says about compute is only worth something with the name of its counting.
 """
 
-from collections.abc import Callable, Mapping
 import dataclasses
 
 from attnres_jax import config as config_lib
@@ -80,28 +78,18 @@ def of_architecture(
 
   Args:
     architecture: its shape.
-    scheme: a key of `DEPTH_READS`.
+    scheme: the name of its residual scheme.
     sequence_length: T.
     active_params: N where a published number is to be used.
     block_size: sublayers per block of Block AttnRes.
   """
-  if scheme not in DEPTH_READS:
-    config_lib.fail_argument(
-      "scheme", scheme, "one of " + ", ".join(DEPTH_READS)
-    )
-  reads = DEPTH_READS[scheme](architecture.num_sublayers, block_size)
-  parts = flops_lib.flops_per_token(architecture.model, sequence_length)
+  residual = config_lib.ResidualConfig(name=scheme, block_size=block_size)
+  model = dataclasses.replace(architecture.model, residual=residual)
+  parts = flops_lib.flops_per_token(model, sequence_length)
   if active_params is None:
     active_params = architecture.active_params
   return TokenFlops(
     matmul=2 * active_params,
     attention=parts.attention,
-    residual=architecture.width * (4 * reads.pairs + 2 * reads.sources),
+    residual=parts.residual,
   )
-
-
-DEPTH_READS: Mapping[str, Callable[[int, int], flops_lib.DepthReads]] = {
-  "prenorm": lambda sublayers, block_size: flops_lib.DepthReads(0, 0),
-  "block_attnres": flops_lib.block_reads,
-  "full_attnres": lambda sublayers, _: flops_lib.full_reads(sublayers),
-}

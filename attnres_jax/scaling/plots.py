@@ -9,33 +9,15 @@ matplotlib is imported by the functions that draw.
 """
 
 from collections.abc import Mapping
-import dataclasses
 from typing import Any
 
 import numpy as np
 
 from attnres_jax import config as config_lib
+from attnres_jax import figures
 from attnres_jax.scaling import compute as compute_lib
 from attnres_jax.scaling import fit as fit_lib
 from attnres_jax.scaling import paper
-
-
-@dataclasses.dataclass(frozen=True)
-class Style:
-  """How one scheme looks in every figure; colours are those of `analysis`."""
-
-  label: str
-  colour: str
-  marker: str
-
-
-STYLES = {
-  "prenorm": Style("PreNorm", "#8b929c", "o"),
-  "rescaled": Style("Rescaled", "#b5651d", "v"),
-  "block_attnres": Style("Block AttnRes", "#2f86d6", "s"),
-  "full_attnres": Style("Full AttnRes", "#d1478f", "^"),
-  "mhc_lite": Style("mHC-lite", "#2ca02c", "D"),
-}
 
 
 def draw_scaling(
@@ -74,7 +56,7 @@ def draw_scaling(
   every = np.concatenate([own.compute for own in runs.values()])
   grid = np.geomspace(every.min() / 1.15, every.max() * 1.35, 100)
   for scheme, own in runs.items():
-    style = _style(scheme)
+    style = figures.look_of(scheme)
     ax.plot(
       own.compute, own.loss, style.marker, color=style.colour,
       markersize=5, markerfacecolor="none",
@@ -82,7 +64,7 @@ def draw_scaling(
       label="_points" if scheme in fits else style.label,
     )  # fmt: skip
   for scheme, fit in fits.items():
-    style, law = _style(scheme), fit.law
+    style, law = figures.look_of(scheme), fit.law
     label = f"{style.label}: {_law_text(law)}"
     ax.plot(grid, law(grid), color=style.colour, linewidth=1.3, label=label)
     if fit.samples:
@@ -100,9 +82,7 @@ def draw_scaling(
     axis.set_minor_formatter(ticker.NullFormatter())
   ax.set_xlabel(f"PFLOP/s-days ({compute_lib.LABELS[counting]})")
   ax.set_ylabel("validation loss")
-  ax.grid(True, which="major", alpha=0.25, linewidth=0.6)
-  for side in ("top", "right"):
-    ax.spines[side].set_visible(False)
+  figures.style(ax)
   if advantage is not None:
     _mark_advantage(ax, fits, *advantage)
   if runs:
@@ -231,16 +211,12 @@ def figure_7(
     ax.set_xticks(range(shape[1]), [f"{x:g}" for x in heads_per_layer])
     ax.set_yticks(range(shape[0]), [f"{y:g}" for y in widths_per_layer])
     ax.set_xlabel("heads / layers")
-    ax.set_title(_style(scheme).label, fontsize=10)
+    ax.set_title(figures.look_of(scheme).label, fontsize=10)
   axes[0][0].set_ylabel("width / layers")
   if image is not None:
     figure.colorbar(image, ax=axes, label="validation loss", pad=0.01)
   figure.suptitle(title, fontsize=10)
   return figure
-
-
-def _style(scheme: str) -> Style:
-  return STYLES.get(scheme, Style(scheme, "#8c564b", "x"))
 
 
 def _law_text(law: fit_lib.PowerLaw) -> str:
@@ -249,11 +225,11 @@ def _law_text(law: fit_lib.PowerLaw) -> str:
 
 
 def _first_comparison(fits: Mapping[str, fit_lib.Fit], compute: float):
-  """PreNorm against a scheme with depth attention, where both are there."""
-  for other in ("block_attnres", "full_attnres"):
-    if "prenorm" in fits and other in fits:
-      return "prenorm", other, float(compute)
-  return None
+  """The first scheme, which is the baseline, against the second."""
+  if len(fits) < 2:
+    return None
+  baseline, other, *_ = fits
+  return baseline, other, float(compute)
 
 
 def _mark_advantage(
@@ -283,19 +259,18 @@ def _mark_advantage(
   )
   ax.text(
     0.03, 0.04,
-    f"for the loss of {_style(other).label} at {compute:.3g}\n"
-    f"{_style(baseline).label} needs {text}",
+    f"for the loss of {figures.look_of(other).label} at {compute:.3g}\n"
+    f"{figures.look_of(baseline).label} needs {text}",
     transform=ax.transAxes, fontsize=8, va="bottom",
   )  # fmt: skip
 
 
 def _mark_paper_optimum(ax, scheme, widths_per_layer, heads_per_layer) -> None:
-  name = scheme if scheme in paper.FIG_7_OPTIMA else "attnres"
-  if name == "attnres" and "attnres" not in scheme:
-    return
-  best = paper.FIG_7_OPTIMA[name]
-  if best.width_per_layer in widths_per_layer and (
-    best.heads_per_layer in heads_per_layer
+  best = paper.FIG_7_OPTIMA.get(scheme)
+  if (
+    best
+    and best.width_per_layer in widths_per_layer
+    and (best.heads_per_layer in heads_per_layer)
   ):
     ax.plot(
       list(heads_per_layer).index(best.heads_per_layer),

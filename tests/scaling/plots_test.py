@@ -8,7 +8,9 @@ import matplotlib
 import numpy as np
 import pytest
 
+from attnres_jax import figures
 from attnres_jax import scaling
+from attnres_jax.models import residuals
 from attnres_jax.scaling import fit
 from attnres_jax.scaling import paper
 from attnres_jax.scaling import plots
@@ -96,11 +98,10 @@ def test_needs_no_device_library():
     assert not modules & {"jax", "flax", "matplotlib"}, path.name
 
 
-def test_schemes_have_one_colour_everywhere():
-  from attnres_jax.analysis import plots as analysis_plots
-
-  for scheme in analysis_plots.NAMES:
-    assert (
-      plots.STYLES[scheme].colour == (analysis_plots.style_of(scheme)["color"])
-    )
-    assert plots.STYLES[scheme].label == analysis_plots.name_of(scheme)
+def test_schemes_look_different_everywhere():
+  looks = [figures.look_of(scheme) for scheme in residuals.RESIDUALS]
+  for names in zip(*((look.label, look.colour) for look in looks)):
+    assert len(set(names)) == len(looks)
+  assert len({(look.marker, str(look.line)) for look in looks}) == len(looks)
+  assert figures.look_of("full_attnres").label == "Full AttnRes"
+  assert figures.name_of("unheard_of") == "unheard_of"

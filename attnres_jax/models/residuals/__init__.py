@@ -20,26 +20,25 @@ from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import block_attnres
 from attnres_jax.models.residuals import full_attnres
 from attnres_jax.models.residuals import prenorm
+from attnres_jax.models.residuals.base import Residual
+from attnres_jax.models.residuals.base import Style
+from attnres_jax.models.residuals.base import run_through
+
+__all__ = ["RESIDUALS", "Residual", "Style", "build_residual", "run_through"]
 
 # Name -> class, in the form that training uses: two phases where there are two.
-RESIDUALS = {
+RESIDUALS: dict[str, type[base.Residual]] = {
   "prenorm": prenorm.PreNorm,
   "rescaled": prenorm.Rescaled,
   "full_attnres": full_attnres.FullAttnRes,
   "block_attnres": block_attnres.BlockAttnRes,
 }
 
-# The definition of the schemes whose class above computes in two phases.
-ONE_SOFTMAX = {
-  "full_attnres": full_attnres.FullAttnResOneSoftmax,
-  "block_attnres": block_attnres.BlockAttnResOneSoftmax,
-}
-
 
 def build_residual(config: config_lib.ModelConfig) -> base.Residual:
   """The scheme that `config.residual` names, in the form that it names."""
-  name = config.residual.name
+  name, form = config.residual.name, config.residual.form
   scheme = config_lib.choose("model.residual.name", name, RESIDUALS)
-  if config.residual.form == "one_softmax":
-    scheme = ONE_SOFTMAX.get(name, scheme)
+  if form == "one_softmax" and scheme.definition is not None:
+    scheme = scheme.definition
   return scheme(config)

@@ -21,7 +21,7 @@ scan may consume them. Everything else stays outside of the loop and is
 therefore never copied per sublayer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -50,10 +50,32 @@ class Trace(NamedTuple):
   reads: tuple[jax.Array, ...]
 
 
+class Style(NamedTuple):
+  """How a scheme looks in every table and figure.
+
+  Colours are told apart without colour vision, and readable on white as on
+  black; where they are close, so are markers or line styles apart.
+
+  Attributes:
+    label: its name in words; empty takes the one it is registered under.
+    colour: of lines and points, as matplotlib takes it.
+    marker: of points.
+    line: style of lines, as matplotlib takes it.
+  """
+
+  label: str = ""
+  colour: str = "#8c564b"
+  marker: str = "x"
+  line: Any = "-"
+
+
 class Residual(nnx.Module):
   """A residual scheme; subclasses define the protocol of the module docstring.
 
   Attributes:
+    style: how it looks in tables and figures.
+    definition: the class that computes the same function as the paper writes
+      it, where this one batches or reorders; None if this is it.
     num_sublayers: L.
     dtype: of what sublayers read and of stored activations. Running sums are
       float32 (float64 only where this is).
@@ -61,6 +83,8 @@ class Residual(nnx.Module):
     block_size: sublayers between one completed block and the next.
   """
 
+  style = Style()
+  definition: "type[Residual] | None" = None
   scannable = True
   # Sublayers of a completed block; None where a state holds no blocks.
   block_size: int | None = None
@@ -137,6 +161,29 @@ class Residual(nnx.Module):
   def source_labels(self) -> tuple[tuple[str, ...], ...] | None:
     """Names of the sources of reads 1..L+1, in the order of `depth_weights`."""
     return None
+
+
+def run_through(
+  residual: Residual,
+  embedding_BTD: jax.Array,
+  sublayer: Callable[[int, jax.Array], jax.Array],
+) -> Any:
+  """The state after the last sublayer, as the module docstring has it.
+
+  Args:
+    residual: the scheme.
+    embedding_BTD: v_0.
+    sublayer: maps l, counted from 0, and what it reads to what it puts out.
+  """
+  state = residual.init(embedding_BTD)
+  for start, stop in residual.segments():
+    carry, slots = residual.open(state, start, stop)
+    for i in range(stop - start):
+      slot = jax.tree.map(lambda leaf, i=i: leaf[i], slots)
+      y_BTD = sublayer(start + i, residual.read(carry, slot))
+      carry = residual.write(carry, slot, y_BTD)
+    state = residual.close(state, carry, stop)
+  return state
 
 
 class DepthQueries(nnx.Module):

@@ -37,6 +37,7 @@ class BlockState(NamedTuple):
 class BlockAttnResOneSoftmax(base.DepthAttention):
   """The definition: one softmax over blocks and partial sum per sublayer."""
 
+  style = base.Style("Block AttnRes", "#2f86d6", "s")
   block_size: int  # pyrefly: ignore[bad-override-mutable-attribute]
 
   def __init__(self, config: config_lib.ModelConfig):
@@ -117,6 +118,7 @@ class BlockAttnResOneSoftmax(base.DepthAttention):
 class BlockAttnRes(BlockAttnResOneSoftmax):
   """The same function in two phases; the carry is the partial sum alone."""
 
+  definition = BlockAttnResOneSoftmax
   scannable = True
 
   def open(self, state: BlockState, start: int, stop: int) -> tuple[Any, Any]:

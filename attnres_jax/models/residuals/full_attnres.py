@@ -23,6 +23,7 @@ import attnres_kernels
 class FullAttnResOneSoftmax(base.DepthAttention):
   """The definition: one softmax over all values per sublayer."""
 
+  style = base.Style("Full AttnRes", "#d1478f", "^")
   block_size = 1
 
   def init(self, embedding_BTD: jax.Array) -> tuple[jax.Array, ...]:
@@ -68,6 +69,8 @@ class FullAttnResOneSoftmax(base.DepthAttention):
 
 class FullAttnRes(FullAttnResOneSoftmax):
   """The same function, its queries batched over segments."""
+
+  definition = FullAttnResOneSoftmax
 
   def __init__(self, config: config_lib.ModelConfig):
     super().__init__(config)

@@ -4,13 +4,18 @@
 Every token attends over its own depth, so no device needs another's tokens:
 each runs the operators of `attnres_kernels` on its own. Where no mesh is
 ambient these are those operators.
+
+A pair of query and source counts as a dot product and a weighted sum, a source
+as one mean square, however often its norm is computed again.
 """
 
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 
 from attnres_jax import sharding
+from attnres_jax.models import cost
 import attnres_kernels
 
 
@@ -25,7 +30,14 @@ def depth_attention(
   many = sharding.QUERIED_TOKENS
   in_specs = sharding.WHOLE, sharding.TOKENS
   split = sharding.by_shards(attend, in_specs, (many, many))
-  return split(query_QD, tuple(sources))
+  sources = tuple(sources)
+  first, num_queries = sources[0], query_QD.shape[0]
+  out_QBTD = jax.ShapeDtypeStruct((num_queries, *first.shape), first.dtype)
+  lse_QBT = jax.ShapeDtypeStruct(out_QBTD.shape[:-1], jnp.float32)
+  return cost.counted(
+    split, query_QD, sources, flops=4 * len(sources) * out_QBTD.size,
+    scanned=sources, outs=(out_QBTD, lse_QBT),
+  )  # fmt: skip
 
 
 def depth_merge(
@@ -46,7 +58,10 @@ def depth_merge(
   tokens = sharding.TOKENS
   in_specs = tokens, tokens, sharding.WHOLE, tokens
   split = sharding.by_shards(merge, in_specs, tokens)
-  return split(out_BTD, lse_BT, query_D, partial_BTD)
+  return cost.counted(
+    split, out_BTD, lse_BT, query_D, partial_BTD,
+    flops=4 * partial_BTD.size, scanned=partial_BTD, outs=out_BTD,
+  )  # fmt: skip
 
 
 def depth_merge_norm(
@@ -76,4 +91,7 @@ def depth_merge_norm(
   split = sharding.by_shards(
     merge, (tokens, tokens, whole, tokens, whole), tokens
   )
-  return split(out_BTD, lse_BT, query_D, partial_BTD, gain_D)
+  return cost.counted(
+    split, out_BTD, lse_BT, query_D, partial_BTD, gain_D,
+    flops=4 * partial_BTD.size, scanned=partial_BTD, outs=out_BTD,
+  )  # fmt: skip

@@ -18,6 +18,8 @@ from attnres_jax.models.residuals import base
 class PreNorm(base.Residual):
   """h_{l+1} = h_l + f_l(h_l): the standard residual stream."""
 
+  style = base.Style("PreNorm", "#8b929c", "o")
+
   def init(self, embedding_BTD: jax.Array) -> jax.Array:
     return precision.widen(embedding_BTD.astype(self.dtype))
 
@@ -46,6 +48,8 @@ class Rescaled(PreNorm):
 
   Full AttnRes with queries frozen at zero.
   """
+
+  style = base.Style("Rescaled", "#b5651d", "v", (0, (4, 2.5)))
 
   def open(self, state: jax.Array, start: int, stop: int) -> tuple[Any, Any]:
     # 1 / (l + 1) for l counted from 1.
