@@ -13,7 +13,6 @@ import jax
 from jax.extend import core
 
 from attnres_jax.models import cost
-from attnres_jax.models.residuals import base
 
 # Equations whose result is their operand, as far as memory is concerned.
 _RENAMES = ("convert_element_type", "name", "copy", "reshape", "squeeze")
@@ -93,29 +92,6 @@ def moved(
     for which in (read, made & {*results})
   ]
   return outs, (sizes[0], sizes[1])
-
-
-def kept(
-  function: Callable[..., Any], *args: Any
-) -> tuple[list[Any], list[Any]]:
-  """Running states (`residuals.base.keep`) of a program, and other results.
-
-  Args:
-    function: of arrays.
-    *args: arrays or `ShapeDtypeStruct`s.
-
-  Returns:
-    Shapes and dtypes of all states, and of those results that are none.
-  """
-  with cost.counting():
-    jaxpr = jax.make_jaxpr(function)(*args).jaxpr
-  states = [
-    equation.outvars[0]
-    for equation in jaxpr.eqns
-    if equation.params.get("name") == base.DEPTH_STATE
-  ]
-  others = {v for v in jaxpr.outvars if _is_array(v)} - {*states}
-  return [v.aval for v in states], [v.aval for v in others]
 
 
 def _is_array(v: Any) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes: what residual schemes move and keep, and what decoding keeps.
+"""Bytes: what residual schemes move, and what decoding keeps.
 
 What a scheme moves is counted in its own program, in the form that training
 uses: one kernel opens a segment, one writes an output and reads the next input,
@@ -13,7 +13,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
 from attnres_jax.flops import programs
@@ -72,31 +71,6 @@ def of_scheme(model: config_lib.ModelConfig) -> Traffic:
 def _write_and_read(scheme, carry, slot, y_BTD):
   carry = scheme.write(carry, slot, y_BTD)
   return carry, scheme.read(carry, slot)
-
-
-def kept_bytes(model: config_lib.ModelConfig) -> tuple[int, int]:
-  """What a scheme keeps of a token under `remat="full"` (paper, section 4.1).
-
-  Returns:
-    Bytes of all running states, and of completed blocks that are not among
-    them.
-  """
-  # In bfloat16, where what is kept in float32 is a different array.
-  scheme, vector = _abstract(dataclasses.replace(model, dtype="bfloat16"))
-
-  def network(scheme, embedding_BTD, y_BTD):
-    state = residuals.run_through(scheme, embedding_BTD, lambda l, _: y_BTD[l])
-    return scheme.take_apart(state)[0]
-
-  outputs = [vector] * model.num_sublayers
-  running, blocks = programs.kept(network, scheme, vector, outputs)
-
-  def total(avals: Any) -> int:
-    wide = sum(a.size for a in avals if a.dtype == jnp.float32)
-    rest = sum(a.size for a in avals) - wide
-    return (4 * wide + ITEM_BYTES[model.dtype] * rest) // _TOKENS
-
-  return total(running), total(blocks)
 
 
 def _abstract(model: config_lib.ModelConfig) -> tuple[Any, Any]:

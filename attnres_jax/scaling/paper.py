@@ -7,6 +7,10 @@ Every record says where its values come from:
   derived                      worked out from printed values, and checked
                                against others of them, but not printed.
 
+  python -m attnres_jax.scaling.paper
+
+prints Table 1 beside what the programs of this package move.
+
 Losses are validation losses. Schemes go by their names in
 `attnres_jax.models.residuals`; `mhc_lite` is the paper's column "mHC(-lite)".
 """
@@ -14,6 +18,10 @@ Losses are validation losses. Schemes go by their names in
 from collections.abc import Callable
 import dataclasses
 
+from attnres_jax import config as config_lib
+from attnres_jax import text_table
+from attnres_jax.flops import traffic
+from attnres_jax.models import residuals
 from attnres_jax.scaling import architecture as architecture_lib
 from attnres_jax.scaling import compute as compute_lib
 from attnres_jax.scaling import fit as fit_lib
@@ -247,3 +255,26 @@ FIG_7_OPTIMA = {
 }
 # Least and most that AttnRes gains in any of the 25 cells (Fig. 7).
 FIG_7_GAINS = (0.019, 0.063)
+
+
+def main() -> None:
+  """Prints Table 1 beside what this package's own programs move."""
+  _, num_blocks, size, _ = TYPICAL_IO
+  rows = []
+  for row in TABLE_1:
+    moved = "-"
+    if row.scheme in residuals.RESIDUALS:
+      residual = config_lib.ResidualConfig(
+        name=row.scheme, block_size=size, schedule_size=size
+      )
+      model = config_lib.ModelConfig(
+        num_layers=num_blocks * size // 2, residual=residual
+      )
+      moved = f"{traffic.of_scheme(model).total:.4g} d"
+    rows.append((row.scheme, f"{row.typical_widths:g} d", moved))
+  header = "per token and sublayer", "Table 1", "programs of this package"
+  print(text_table.table(header, rows))
+
+
+if __name__ == "__main__":
+  main()

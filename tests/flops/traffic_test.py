@@ -64,23 +64,6 @@ def test_block_sublayer_by_sublayer(layers, size):
   assert found.writes == pytest.approx(writes / (2 * layers))
 
 
-@pytest.mark.parametrize("dtype,size", [("float32", 4), ("bfloat16", 2)])
-def test_kept_for_backward(dtype, size):
-  def kept(scheme):
-    residual = config_lib.ResidualConfig(name=scheme, block_size=4)
-    return traffic.kept_bytes(
-      config_lib.ModelConfig(
-        width=24, num_layers=5, dtype=dtype, residual=residual
-      )
-    )
-
-  # A float32 sum per sublayer; the embedding and three blocks.
-  assert kept("prenorm") == (10 * 24 * 4, 0)
-  assert kept("block_attnres") == (10 * 24 * 4, 4 * 24 * size)
-  # Outputs are the running states, and so only the embedding is not.
-  assert kept("full_attnres") == (10 * 24 * size, 24 * size)
-
-
 MODEL = config_lib.ModelConfig(
   vocab_size=7,
   width=24,

@@ -180,3 +180,15 @@ def test_everything_says_where_it_is_from():
     *paper.FIG_7_OPTIMA.values(),
   ]
   assert all(record.source.startswith(("Table", "Fig")) for record in records)
+
+
+def test_command_prints_table_1_and_our_own(capsys):
+  paper.main()
+  rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+  found = {name: (printed, own) for name, printed, _, own, *_ in rows}
+  assert found["prenorm"] == ("3", "3") and found["mhc"] == ("34", "-")
+  # Sources are read once: keys and values are one array.
+  assert [float(n) for n in found["full_attnres"]] == [24, 13.94]
+  # Phase 1 reads 4.5 blocks for 16 sublayers, and phase 2 moves 6 vectors less
+  # the one that a block's first sum does not read.
+  assert float(found["block_attnres"][1]) == round(4.5 / 16 + 6 - 1 / 16, 3)
