@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which backend runs: by name, or by the platform the program is lowered for.
 
-A backend is a module with `forward` and `backward` functions of one signature.
-A named backend that cannot run says why; the automatic choice asks each
-backend first (`why_not`) and otherwise takes the plain-JAX one.
+A backend is a module whose `forward` and `backward` functions have the same
+signature as those of the other backends. A named backend that cannot run says
+why. The automatic choice asks each backend first (`why_not`) and falls back to
+plain JAX.
 """
 
 import contextlib
@@ -37,10 +38,10 @@ def check_implementation(implementation: str | None) -> None:
 
 @contextlib.contextmanager
 def interpreted(params: Any = True):
-  """Within it, Pallas backends run in interpret mode on any platform.
+  """A context in which Pallas backends run in interpret mode on any platform.
 
-  For tests. The choice is made while tracing, so it must surround the first
-  call of a jitted function.
+  For tests. The choice is made during tracing, so the context must surround the
+  first call of a jitted function.
 
   Args:
     params: the `interpret` argument of `pallas_call`, such as
@@ -96,8 +97,8 @@ def _jitted(op: str, implementation: str, function: str, options: tuple):
 
 # The platform that each Pallas backend is lowered for.
 _PLATFORMS = {"pallas_tpu": "tpu", "pallas_gpu": "cuda"}
-# The Pallas backend of each platform that the automatic choice may take. Not
-# on GPUs: no GPU has yet shown that those kernels are right.
+# The Pallas backend of each platform that the automatic choice may take. None
+# on GPUs, where the kernels have never been tested.
 _AUTOMATIC = {"tpu": "pallas_tpu"}
 
 
@@ -139,9 +140,9 @@ def _why_not(backend, function: str, args: tuple, kwargs: dict) -> str | None:
   return None if check is None else check(function, *args, **kwargs)
 
 
-# The identity, which exists on one platform only. The platform is known when a
+# The identity, defined on one platform only. The platform is known when a
 # program is lowered, not when it is traced: a TPU program may be built on a
-# host that has none.
+# host without a TPU.
 _platform_p = jax.extend.core.Primitive("attnres_require_platform")
 _platform_p.def_impl(
   lambda x, **params: jax.jit(lambda y: _platform_p.bind(y, **params))(x)

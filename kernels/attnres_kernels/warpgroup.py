@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the Mosaic GPU kernels share: rows of any width on one warpgroup.
 
-A row is worked on in tiles. Thread i of the 128 holds `vector` neighbouring
-columns of a tile, and of every row of a matrix the same ones. So a sum over
-rows stays inside a thread, and sums over columns are one exchange between
-threads for all rows of a matrix at once. In the words of Mosaic GPU:
+A row is processed in tiles. Each of the 128 threads holds `vector` adjacent
+columns of a tile, the same ones for every row of a matrix. So a sum over rows
+stays inside a thread, and sums over columns take one exchange between threads
+for all rows of a matrix at once. In terms of Mosaic GPU:
 
   matrix [R, size]   one row per register group, columns over lanes and warps
   row [size]         the same columns, no row axis
   stats [R]          one number per row, known to every thread
 
 Widths need not be multiples of a tile: the last tile ends where the row ends
-and overlaps the one before. What is written twice is written equal, by the
-same thread block; what is summed counts only the columns that are `fresh`.
+and overlaps the previous one. Columns that are written twice get the same
+value, from the same thread block; sums count only the columns that are `fresh`.
 Mosaic GPU has no masked loads, and its bulk copies, which could stop at the
-edge of an array, want rows of a multiple of 16 bytes. A row narrower than 128
-has no such tile and is refused.
+edge of an array, require rows that are multiples of 16 bytes. Rows narrower
+than 128 are refused.
 """
 
 import functools
@@ -29,8 +29,8 @@ import jax.numpy as jnp
 THREADS = 128
 # Shared memory of a thread block on Hopper and later.
 SHARED_BYTES = 227 * 2**10
-# Thread blocks of a kernel that walks over tokens: three on each of the 132
-# multiprocessors of an H100 or H200, about what registers and sums allow.
+# Thread blocks of a kernel that loops over tokens: three on each of the 132
+# multiprocessors of an H100 or H200, about as many as registers and sums allow.
 PROGRAMS = 3 * 132
 # Shared memory that still leaves room for three thread blocks.
 SUMS_BYTES = SHARED_BYTES // 3 - 2 * 2**10
@@ -41,7 +41,8 @@ _plgpu: Any = plgpu
 def why_not(width: int, arrays) -> str | None:
   """The reason why rows of this width and these dtypes cannot run, or None."""
   if jax.__version_info__ < (0, 12):
-    # The first with `plgpu.store`: rows need not fill whole sectors of memory.
+    # The first version with `plgpu.store`: rows need not fill whole sectors of
+    # memory.
     return f"needs jax >= 0.12 for Mosaic GPU, this is {jax.__version__}"
   dtypes = sorted({str(x.dtype) for x in arrays})
   if not set(dtypes) <= {"bfloat16", "float32"}:
@@ -78,7 +79,7 @@ def call(body, name, *, out_type, grid, interpret, scratch_types=()):
 
 
 def programs(num_tokens: int) -> int:
-  """Thread blocks of a kernel that walks over tokens."""
+  """Thread blocks of a kernel that loops over tokens."""
   return min(num_tokens, PROGRAMS)
 
 
@@ -95,7 +96,7 @@ class Tiles:
 
   Attributes:
     width: D.
-    vector: neighbouring columns of one thread; pairs where rows are aligned.
+    vector: adjacent columns held by one thread; pairs where rows are aligned.
     size: columns of a tile.
     number: tiles of a row.
   """
@@ -125,8 +126,8 @@ class Tiles:
   def loop(self, body, carry):
     """Runs `body(tile, columns, fresh, carry)` over the tiles of a row.
 
-    `columns` slices a row; `fresh` is 1 where a column was not in a tile
-    before and 0 elsewhere, or None where all are.
+    `columns` slices a row; `fresh` is 1 for columns that were not in an earlier
+    tile and 0 for the others, or None if all are fresh.
     """
 
     def full(tile, carry):
@@ -205,7 +206,7 @@ def store(ref, x):
 
 
 def keep(x, fresh):
-  """X where `fresh` is 1 (or None), else 0."""
+  """Keeps x where `fresh` is 1 (or None), else 0."""
   return x if fresh is None else x * fresh
 
 

@@ -4,11 +4,11 @@
   export PYTHONPATH=kernels
   python kernels/benchmarks/gpu.py
 
-In one process and on the same inputs; see `gpu_protocol.py` for the rules.
+All run in one process on the same inputs; see `gpu_protocol.py` for the rules.
 PyTorch and the peers (flash-linear-attention, flash-attn-res, liger-kernel)
-take part where they import. Rows go to results/gpu.csv, with device, versions
-and commit. `--platform=cpu` runs the driver on tiny shapes with the plain
-backends, and prints; the table is for GPUs.
+take part if they can be imported. Rows go to results/gpu.csv, with device,
+versions and commit. `--platform=cpu` tries the driver on tiny shapes with the
+plain backends and only prints the rows; the table is for GPUs.
 """
 
 import argparse
@@ -29,7 +29,9 @@ def main(arguments=None) -> list[dict[str, str]]:
   parser.add_argument("--platform", choices=("gpu", "cpu"), default="gpu")
   parser.add_argument("--suite", default=",".join(_SUITES))
   parser.add_argument("--rounds", type=int, default=20)
-  parser.add_argument("--only", default="", help="arms by name, with commas")
+  parser.add_argument(
+    "--only", default="", help="comma-separated names of arms"
+  )
   options = parser.parse_args(arguments)
   suites = options.suite.split(",")
   for suite in suites:
@@ -57,7 +59,7 @@ def main(arguments=None) -> list[dict[str, str]]:
 
 
 class Machine:
-  """What belongs to the device: names, cache, copy bandwidth, flush."""
+  """The device: its names, cache and copy bandwidth; flushes the cache."""
 
   def __init__(self, platform: str):
     from benchmarks import gpu_torch
@@ -66,9 +68,9 @@ class Machine:
 
     self.platform = platform
     tiny = platform == "cpu"
-    # Of an H100 or H200; a larger guess only costs memory.
+    # As on an H100 or H200; an overestimate only costs memory.
     self.cache_bytes = 2**16 if tiny else 50 * 2**20
-    # Tokens that are held against float64, and its largest piece.
+    # Tokens that are compared with float64, and the most at a time.
     self.kept = 16 if tiny else 1024
     self.implementations = (
       ("reference", "xla") if tiny else ("pallas_gpu", "xla")
@@ -100,7 +102,7 @@ def problems_of(suite: str, platform: str):
   modes = ("forward", "forward+backward")
   if suite in ("read", "phase1"):
     queries = 1 if suite == "read" else 8
-    # (M, T, D): what peers report, the 48B model, Table 2, Kimi K3.
+    # (M, T, D): as reported by peers, the 48B model, Table 2, Kimi K3.
     shapes = (
       (9, 4096, 2048),
       (32, 4096, 2048),
@@ -122,7 +124,7 @@ def problems_of(suite: str, platform: str):
     return [problems.Stack(32, 8, 4 * length, 2048) for length in (4096, 16384)]
   if platform == "cpu":
     return [problems.Step(2, 2, 2, 8, 32, 2, 64)]
-  # 24 and 32 sublayers in 8 blocks, and Table 2's batch of peers.
+  # 24 and 32 sublayers in 8 blocks, and the batch that peers use for Table 2.
   return [
     problems.Step(layers, layers // 4, 4, 2048, 2048, 16, 32768)
     for layers in (12, 16)
@@ -130,14 +132,14 @@ def problems_of(suite: str, platform: str):
 
 
 def compare(problem, machine: Machine, rounds: int, only: str = "", extra=None):
-  """Gates and times all arms of one problem; returns their rows.
+  """Checks and times all arms of one problem; returns their rows.
 
   Args:
     problem: one of `gpu_problems`.
     machine: the device.
     rounds: samples per arm.
-    only: names of arms, with commas; all by default.
-    extra: further JAX arms by name, such as one that is wrong.
+    only: comma-separated names of arms; all by default.
+    extra: more JAX arms by name, such as one with a deliberate error.
   """
   from benchmarks import gpu_problems
   from benchmarks import gpu_protocol as protocol
@@ -191,7 +193,7 @@ def compare(problem, machine: Machine, rounds: int, only: str = "", extra=None):
       rows[name] = protocol.row(
         common, name, protocol.NOT_RUN, reason=str(error)
       )
-    except Exception as error:  # A peer may fail in any way, and is kept.
+    except Exception as error:  # A peer may fail in any way; its row stays.
       reason = f"{type(error).__name__}: {error}"[:200]
       rows[name] = protocol.row(common, name, protocol.FAILED, reason=reason)
   samples = measure(running, machine.flush, rounds)
@@ -236,7 +238,7 @@ def measure(arms, flush, rounds: int) -> dict[str, list[float]]:
 
 
 def write(rows, path) -> None:
-  """Replaces the table; rows of anything but a GPU never get there."""
+  """Replaces the table; refuses rows that are not from a GPU."""
   from benchmarks import gpu_protocol as protocol
 
   for row in rows:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The problems of the GPU benchmark: inputs, exact results, and JAX arms.
 
-Every source is an array of its own, bfloat16; queries are float32. Exact
-results are computed in float64 on the same inputs, some tokens at a time: per
-token for the first tokens, summed over all tokens for the queries.
+Every source is a separate bfloat16 array; queries are float32. Exact results
+are computed in float64 on the same inputs, a few tokens at a time: per token
+for the first tokens, summed over all tokens for the queries.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ LEARNING_RATE = 1e-4
 
 @dataclasses.dataclass(frozen=True)
 class Read:
-  """Q queries over M sources, forward or with its backward pass."""
+  """Q queries over M sources, forward only or forward and backward."""
 
   suite: str
   queries: int
@@ -76,7 +76,7 @@ class Read:
     return {"out": out, "dquery": dquery, "dsources": np.stack(dsources)}
 
   def wanted(self, exact, arm):
-    """What an arm is held against."""
+    """The exact results that arms are compared with."""
     del arm
     return exact
 
@@ -107,10 +107,10 @@ class Read:
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-  """Block AttnRes over sublayers that cost next to nothing, both passes.
+  """Block AttnRes over sublayers that cost almost nothing, both passes.
 
-  A sublayer multiplies by a fixed vector. Were it the identity, all sources
-  would be multiples of one another, and the query gradients zero.
+  A sublayer multiplies by a fixed vector. If it were the identity, all sources
+  would be multiples of each other, and the query gradients zero.
   """
 
   sublayers: int
@@ -119,7 +119,7 @@ class Stack:
   width: int
   suite: str = "stack"
   mode: str = "forward+backward"
-  # Every sublayer rounds, and so does every gradient on its way.
+  # Every sublayer rounds its output, and every gradient is rounded as well.
   margin: float = 8.0
   baseline: str = "xla"
 
@@ -145,7 +145,7 @@ class Stack:
     return query * 0.05, _normal(keys[1], shape), _normal(keys[2], shape)
 
   def gates(self):
-    """What each sublayer multiplies by, [L, D]."""
+    """The factors of each sublayer, [L, D]."""
     shape = (self.sublayers, self.width)
     return (1 + _normal(jax.random.key(0), shape) / 2).astype(jnp.bfloat16)
 
@@ -233,7 +233,7 @@ class Step:
     return params, tokens
 
   def exact(self, inputs, kept):
-    """Both losses before the step; an arm has one of them."""
+    """Both losses before the step; an arm has one of the two."""
     del kept
     with jax.enable_x64(True):
       params, tokens = jax.tree.map(_float64, inputs)
@@ -319,7 +319,7 @@ def two_phases(query, x, block, implementation, sublayer):
 def stack_definition(query, x, block, gates):
   """Eq. 6 with one softmax per read."""
   sources, partial, number = [x], None, len(query) - 1
-  # Residuals of 32 reads in float64 need not be kept.
+  # Do not keep the float64 residuals of 32 reads.
   read = jax.checkpoint(_read_definition)
   for i in range(number):
     if i and i % block == 0:
@@ -367,7 +367,7 @@ def _with_gradients(function):
 
 
 def _in_float64(function, piece, tokens, size):
-  """Results of `function` on pieces of `size` tokens, one after the other."""
+  """Results of `function` on successive pieces of `size` tokens."""
   function = jax.jit(function)
   for start in range(0, tokens, size):
     with jax.enable_x64(True):
@@ -392,5 +392,5 @@ def _rms_norm(x):
 def _numpy(x):
   if isinstance(x, jax.Array):
     return np.asarray(x)
-  # A torch tensor: NumPy has no bfloat16 of its own.
+  # A torch tensor: NumPy has no bfloat16.
   return x.detach().float().cpu().numpy()

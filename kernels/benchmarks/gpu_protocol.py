@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How GPU arms are compared: everything that needs no GPU.
+"""How GPU arms are compared: the part that needs no GPU.
 
-An arm is one implementation of a problem. Before it is timed its results are
-held against float64 on the same inputs; one that fails stays in the table as
-failed, and one that does not import stays with the reason. Arms are timed in
-turns, forwards and backwards, with the second-level cache flushed between
-samples; medians come with bootstrap intervals, losing arms are kept.
+An arm is one implementation of a problem. Before it is timed, its results are
+compared with float64 on the same inputs. An arm that fails stays in the table
+as failed, and one that cannot be imported stays with the reason. Arms are timed
+in turn, in alternating order, with the second-level cache flushed between
+samples. Medians have bootstrap intervals, and slow arms stay in the table.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,9 +38,10 @@ FIELDS = (
   "commit",
 )
 OK, FAILED, NOT_RUN = "ok", "failed", "not run"
-# An arm may have this many times the error of storing the exact result.
+# The allowed error of an arm, as a multiple of the error of storing the exact
+# result.
 MARGIN = 2.0
-# The relative error of rounding to bfloat16, on average: a single number may
+# The average relative error of rounding to bfloat16, for single numbers that
 # happen to be exact.
 _ROUNDING = 2**-9 / math.sqrt(3)
 
@@ -51,11 +52,11 @@ class NotHere(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-  """An arm with its inputs in place.
+  """An arm together with its inputs.
 
   Attributes:
-    run: starts the work on one set of inputs and returns what it will give.
-    wait: returns once that is there.
+    run: starts the work on one set of inputs and returns its future results.
+    wait: blocks until the results are available.
     results: the outputs to compare, by name, as NumPy arrays.
   """
 
@@ -66,7 +67,7 @@ class Prepared:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-  """The oracle gate's answer: worst relative error, and that of storage."""
+  """The verdict of the oracle: worst relative error, and that of storage."""
 
   passed: bool
   error: float
@@ -79,13 +80,13 @@ def judge(
   exact: Mapping[str, np.ndarray],
   margin: float = MARGIN,
 ) -> Verdict:
-  """Holds an arm's results against float64, by relative root-mean-square.
+  """Compares an arm's results with float64, by relative root-mean-square.
 
   Args:
-    results: what the arm gave; all names of `exact`, and perhaps more.
+    results: the outputs of the arm; all names of `exact`, and perhaps more.
     exact: the float64 results on the same inputs.
-    margin: how many times the error of rounding `exact` to bfloat16 an arm may
-      have.
+    margin: the allowed error, as a multiple of the error of rounding `exact` to
+      bfloat16.
   """
   worst = Verdict(True, 0.0, 0.0, "")
   for name, wanted in exact.items():
@@ -117,7 +118,7 @@ def relative_error(actual: np.ndarray, wanted: np.ndarray) -> float:
 def turns(arms: Sequence[str], rounds: int) -> list[str]:
   """The order of samples: every arm once per round, every other one reversed.
 
-  A drift of the clock then weighs on all arms alike.
+  A drift of the clock then affects all arms equally.
   """
   order = []
   for i in range(rounds):
@@ -128,7 +129,7 @@ def turns(arms: Sequence[str], rounds: int) -> list[str]:
 def median_interval(
   samples: Sequence[float], draws: int = 2000
 ) -> tuple[float, float, float]:
-  """The median, and the 95 % bootstrap interval of it."""
+  """The median and its 95 % bootstrap interval."""
   values = np.asarray(samples, np.float64)
   rng = np.random.default_rng(0)
   picks = rng.integers(0, len(values), (draws, len(values)))
@@ -137,17 +138,17 @@ def median_interval(
 
 
 def calls_per_sample(call_seconds: float, sample_seconds: float = 5e-3) -> int:
-  """Calls in one sample, so that starting them is hidden behind the work."""
+  """Calls per sample, enough to hide the cost of launching behind the work."""
   return int(min(50, max(1, math.ceil(sample_seconds / call_seconds))))
 
 
 def input_sets(input_bytes: int, cache_bytes: int) -> int:
-  """Sets of inputs to rotate through: three times the cache in all."""
+  """Sets of inputs to rotate through: together three times the cache."""
   return max(1, math.ceil(3 * cache_bytes / input_bytes))
 
 
 def read_bytes(queries, sources, tokens, width, itemsize, mode) -> int:
-  """Least traffic of one read: sources and mixtures, and the same backward.
+  """Minimum traffic of one read: sources and mixtures, and likewise backward.
 
   The backward pass reads sources and output gradients and writes source
   gradients. Statistics and parameters are left out.
@@ -159,7 +160,7 @@ def read_bytes(queries, sources, tokens, width, itemsize, mode) -> int:
 
 
 def stack_bytes(sublayers, block, tokens, width, itemsize, mode) -> int:
-  """Least traffic of a two-phase stack whose sublayers cost nothing.
+  """Minimum traffic of a two-phase stack whose sublayers cost nothing.
 
   Per block of S sublayers over N sources, phase 1 reads N and writes S; every
   sublayer but the first merges: it reads the mixture, the partial sum and the
@@ -193,18 +194,18 @@ def row(
   moved_bytes: int | None = None,
   copy_bandwidth: float | None = None,
 ) -> dict[str, str]:
-  """One line of the table; what does not apply stays empty.
+  """One line of the table; fields that do not apply stay empty.
 
   Args:
     common: suite, shape, mode, device, versions, commit.
     arm: its name.
     status: OK, FAILED or NOT_RUN.
     reason: for the latter two.
-    verdict: of the oracle gate.
+    verdict: of the oracle.
     seconds: median and interval of one call.
-    baseline_seconds: the median of the arm that others are compared with.
-    moved_bytes: the least traffic of the problem.
-    copy_bandwidth: bytes per second, read and written, of a plain copy.
+    baseline_seconds: median of the arm that the others are compared with.
+    moved_bytes: minimum traffic of the problem.
+    copy_bandwidth: bytes per second, read plus written, of a plain copy.
   """
   line = dict.fromkeys(FIELDS, "")
   line |= {name: str(value) for name, value in common.items()}

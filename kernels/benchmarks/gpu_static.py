@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU kernels as machine code, without a GPU: registers and spills.
+"""Compiles the GPU kernels to machine code, without a GPU.
 
   pip install jax-cuda13-plugin jax-cuda13-pjrt    # and ptxas, gcc
   export PYTHONPATH=kernels
   python kernels/benchmarks/gpu_static.py --out gpu_static.csv
 
-Lowers each kernel for an H200, has JAX's CUDA plugin compile it, and reads what
-ptxas says about the sm_90a code. The plugin asks the driver for the compute
-capability and loads the result; a stand-in for the driver, built on the spot,
-answers the first and swallows the second. Spills would say that partial sums
-do not fit the registers; registers say how many thread blocks run on one
-multiprocessor at the same time.
+Lowers each kernel for an H200, lets JAX's CUDA plugin compile it, and reads
+what ptxas reports about the sm_90a code: registers and spills. The plugin asks
+the driver for the compute capability and loads the result; a stand-in for the
+driver, built by this program, answers the request and ignores the result.
+Spills would mean that partial sums do not fit the registers; registers
+determine how many thread blocks run on one multiprocessor at the same time.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import sys
 import tempfile
 
 FIELDS = ("kernel", "shape", "registers", "spill_bytes", "blocks", "jax")
-# Of an H100 or H200.
+# On an H100 or H200.
 _REGISTERS, _THREADS, _BLOCKS = 65536, 128, 16
 _SHAPES = "48b,table2,one_query"
 # The compute capability is 9.0, and everything else succeeds.
@@ -46,7 +46,7 @@ _SUCCEEDS = (
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--shapes", default=_SHAPES, help="families, by name")
+  parser.add_argument("--shapes", default=_SHAPES, help="names of families")
   parser.add_argument("--cuda", default="/usr/local/cuda")
   parser.add_argument("--out", default="")
   options = parser.parse_args()
@@ -101,7 +101,7 @@ def compile_shape(shape):
 
 
 def modules(text: str) -> list[bytes]:
-  """The kernels in the text of a lowered program, unescaped."""
+  """The kernels in the text of a lowered program, with escapes removed."""
   pieces = re.findall(r'module = "((?:[^"\\]|\\.)*)"', text)
   byte = re.compile(rb'\\([0-9A-F]{2}|\\|")')
 
@@ -116,7 +116,7 @@ def report(text: str) -> dict[str, int]:
   """Registers per thread, bytes spilled, and thread blocks that fit."""
   registers = int(re.findall(r"Used (\d+) registers", text)[0])
   spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", text)
-  # Registers are handed out in eights.
+  # Registers are allocated in groups of eight.
   taken = -(-registers // 8) * 8
   return {
     "registers": registers,
@@ -129,7 +129,7 @@ def _shapes(names):
   from attnres_kernels.depth_attention import shapes
 
   known = {shape.name: shape for shape in shapes.NAMED}
-  # The output read, and a peer's favourite.
+  # The read at the output, and the shape that a peer favours.
   known["one_query"] = shapes.Shape("one_query", 1, 9, 8192, 7168)
   return [known[name] for name in names]
 
@@ -148,7 +148,7 @@ def _lower(function, *arguments):
 
 
 def _restart(cuda):
-  """Runs this program again, with a driver that only says yes."""
+  """Runs this program again, with a driver that accepts everything."""
   with tempfile.TemporaryDirectory() as folder:
     source = pathlib.Path(folder) / "driver.c"
     succeeds = "".join(

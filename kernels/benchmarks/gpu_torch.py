@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The PyTorch arms of the GPU benchmark: compiled plain code, and peers.
+"""The PyTorch arms of the GPU benchmark: plain code, compiled, and peers.
 
-Inputs are the JAX arrays themselves, handed over without a copy; every source
-is a leaf of its own. A peer that does not import, or that does not take a
-shape, raises `NotHere` with the reason, and stays in the table with it.
+Inputs are the JAX arrays themselves, passed without a copy; every source is a
+separate leaf. A peer that cannot be imported, or does not support a shape,
+raises `NotHere` with the reason, which is then shown in the table.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def version() -> str:
 
 
 def arms(problem) -> dict[str, Callable[[], Callable[..., Any]]]:
-  """Name to a builder of the arm's function, which may raise `NotHere`."""
+  """Maps names to builders of the arm's function, which may raise `NotHere`."""
   if isinstance(problem, problems.Step):
     return {}
   if isinstance(problem, problems.Stack):
@@ -48,7 +48,7 @@ def arms(problem) -> dict[str, Callable[[], Callable[..., Any]]]:
 
 
 def prepare(problem, build, sets, kept) -> protocol.Prepared:
-  """Hands the inputs over, as leaves, and wraps the arm's function."""
+  """Passes the inputs as leaves and wraps the arm's function."""
   torch = _import("torch")
   function = build()
   leaves = [jax.tree.map(_leaf(torch), inputs) for inputs in sets]
@@ -83,7 +83,8 @@ def _import(name):
 
 def _leaf(torch):
   def convert(x):
-    # A view of JAX's memory may not require gradients: its detachment may.
+    # A view of JAX's memory cannot require gradients, but a detached tensor
+    # can.
     return torch.from_dlpack(x).detach().requires_grad_()
 
   return convert
@@ -92,7 +93,8 @@ def _leaf(torch):
 def _compiled(function):
   torch = _import("torch")
   if not torch.cuda.is_available():
-    # The same code, so that the definitions can be checked without a GPU.
+    # The same code on a CPU, so that the definitions can be checked without a
+    # GPU.
     return function
   # One program per number of sources.
   torch._dynamo.config.recompile_limit = 256
@@ -100,7 +102,7 @@ def _compiled(function):
 
 
 def _naive_read(query, sources):
-  """One softmax over stacked sources, as a first version would be."""
+  """One softmax over stacked sources, the obvious first version."""
   torch = _import("torch")
   stacked = torch.stack(sources)
   wide = stacked.float()
@@ -137,7 +139,7 @@ def _score(query, source):
 
 
 def _two_phase_read(problem):
-  """Phase 1 over all sources but the last, which is merged per query."""
+  """Phase 1 over all sources except the last, which is merged per query."""
   torch = _import("torch")
   if problem.sources < 2:
     raise protocol.NotHere("two phases need two sources")
@@ -153,7 +155,7 @@ def _two_phase_read(problem):
 
 
 def _naive_stack(problem):
-  """A read of its own per sublayer, stacking the sources each time."""
+  """A separate read per sublayer, stacking the sources each time."""
   return _stack_of_reads(
     problem, lambda query, sources: _naive_read(query[None], sources)[0]
   )
@@ -194,7 +196,7 @@ def _two_phase_stack(problem):
 
 
 def _each_query(read):
-  """Peers whose read takes one query: one read per query."""
+  """Peers that take only one query: one read per query."""
   torch = _import("torch")
   return lambda query, sources: torch.stack([read(u, sources) for u in query])
 

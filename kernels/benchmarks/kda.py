@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunked KDA against softmax attention: cost over length, and the crossing.
+"""Chunked KDA against softmax attention: cost by length, and the crossover.
 
-Forward and backward of both, with the same heads and widths, alternating in
-one process, so that the ratio holds whatever else the machine does. Softmax
-attention is `jax.nn.dot_product_attention`, causal. The growth exponent is the
-slope of log seconds over log tokens.
+Forward and backward of both, with the same heads and widths, alternating in one
+process, so that the ratio holds on a busy machine too. Softmax attention is
+`jax.nn.dot_product_attention`, causal. The growth exponent is the slope of log
+seconds over log tokens.
 
   export PYTHONPATH=kernels
   python kernels/benchmarks/kda.py --out kda.csv
@@ -44,7 +44,7 @@ def main() -> None:
   print(jax.devices()[0].device_kind, jax.__version__, flush=True)
   times, ratios, rows = [], [], []
   for shape in shapes.CPU:
-    # Short calls are noisy, and cheap to repeat.
+    # Short calls are noisy but cheap to repeat.
     rounds = max(options.rounds, shapes.CPU[-1].tokens // shape.tokens)
     pairs = compare(shape, options.dtype, rounds)
     spread = [a / b for a, b in pairs]
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def crossing(log_tokens, log_ratios) -> str:
-  """Where the ratio falls below one, between the lengths measured."""
+  """Where the ratio falls below one, interpolated between the lengths."""
   for i in range(1, len(log_ratios)):
     if log_ratios[i] <= 0 < log_ratios[i - 1]:
       share = log_ratios[i - 1] / (log_ratios[i - 1] - log_ratios[i])
@@ -87,7 +87,7 @@ def crossing(log_tokens, log_ratios) -> str:
 
 
 def compare(shape, dtype, rounds):
-  """Pairs of seconds, KDA and softmax, the first calls not counted."""
+  """Pairs of seconds, KDA and softmax, without the first calls."""
   keys = jax.random.split(jax.random.key(0), 5)
   token = shape.batch, shape.tokens, shape.heads
   q, k = (jax.random.normal(key, (*token, shape.key)) for key in keys[:2])

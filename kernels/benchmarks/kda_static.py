@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Static roofline of the KDA kernels on TPU; see `tpu_static.py` for how.
+"""Static roofline of the KDA kernels on TPU, as in `tpu_static.py`.
 
   export PYTHONPATH=kernels
   python kernels/benchmarks/kda_static.py --out kda_static.csv
 
-A chunk takes many small products that wait for each other, so the schedule is
-longer than the memory time: the ratio says by how much. About 30 s per row.
+A chunk takes many small products that depend on each other, so the schedule is
+longer than the memory time; the ratio says how much longer. About 30 s per row.
 """
 
 import argparse
@@ -17,7 +17,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--chips", default="v6e,v5p,v5e,tpu7x")
   parser.add_argument("--kernels", default=",".join(_OPERANDS))
-  parser.add_argument("--shapes", default="", help="names, all by default")
+  parser.add_argument("--shapes", default="", help="comma-separated names")
   parser.add_argument("--chunk", type=int, default=64)
   parser.add_argument("--heads", type=int, default=0, help="per grid step")
   parser.add_argument("--out", default="")
@@ -42,8 +42,8 @@ def main() -> None:
           tpu_static.write(options.out, rows)
 
 
-# Operands and results that a kernel moves: of the input dtype and of width K
-# or V, in float32 and of width K, per token, and matrices per chunk.
+# Operands and results that a kernel moves: in the input dtype with width K or
+# V, in float32 with width K, per token, and matrices per chunk.
 _OPERANDS = {
   "kda_forward": dict(low=4, wide=1, rows=1, states=0, inverses=0),
   "kda_states": dict(low=2, wide=1, rows=1, states=1, inverses=1),
@@ -81,7 +81,7 @@ def _plan(shape, chunk, heads, low, wide, rows, states, inverses):
   """Bytes per chunk and head, times chunks and heads; states enter once."""
   assert shape.key == shape.value
   tile = chunk * shape.key
-  # A row of tokens fills whole tiles of 128 lanes in memory, a matrix too.
+  # Rows of tokens and matrices fill whole tiles of 128 lanes in memory.
   lanes = max(chunk, 128)
   square = shape.key * shape.value
   matrices = 2 * (states * square + inverses * chunk * lanes)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of every backend against float64, beside the error of mere storage.
+"""Errors of every backend against float64, and the error of storage alone.
 
   export PYTHONPATH=kernels
   python kernels/benchmarks/precision.py --out precision.csv
 
 Relative root-mean-square errors on random inputs; `stored` is the error of
-rounding the exact result to the storage dtype, the best that is possible. TPU
+rounding the exact result to the storage dtype, the lowest possible error. TPU
 and GPU kernels run in interpret mode on CPU, where a product of bfloat16
-numbers is exact and summed in float32, as on the matrix unit. Those for GPU
-need jax >= 0.12. About three minutes.
+numbers is exact and summed in float32, as on the matrix unit. GPU kernels need
+jax >= 0.12. Takes about three minutes.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def _problems(dtype, case):
-  # Tokens: a tile of the TPU kernels, and a part of one.
+  # Tokens: a full tile of the TPU kernels, and part of a tile.
   queries, sources, tokens, width = 3, 1 if case == "one" else 6, 24, 256
   rng = np.random.default_rng(0)
   draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
@@ -107,7 +107,7 @@ def _problems(dtype, case):
     gradients = dict(zip(names, vjp((dtotal, dnormed))))
     return {"total": total, "normed": normed, **gradients}
 
-  # The backward pass reads the stored partial sum, so let it be exact.
+  # The backward pass reads the stored partial sum, so make it exact.
   partial = jnp.round(source[1].astype(jnp.float32) * 8) / 8
   update = jnp.round(source[2].astype(jnp.float32) * 8) / 8
   arrays = (
@@ -126,7 +126,7 @@ def _problems(dtype, case):
 def _run(function, backend, arrays):
   params: Any = pltpu.InterpretParams()
   if backend == "pallas_gpu":
-    # Only newer jax interprets GPU kernels.
+    # Only newer versions of jax can interpret GPU kernels.
     params = plgpu.InterpretGPUParams()  # pyrefly: ignore[missing-attribute]
   with dispatch.interpreted(params):
     return function(backend, *arrays)

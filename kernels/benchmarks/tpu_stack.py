@@ -1,29 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole stacks as the TPU compiler sees them: Block AttnRes over PreNorm.
+"""Whole stacks compiled for TPU: the cost of Block AttnRes over PreNorm.
 
 Forward and backward, compiled ahead of time with libtpu. Two kinds of stack:
 
-  identity   sublayers that only pass their input on, so that nothing but the
-             residual scheme and the pre-norms costs anything: the harshest
-             ratio there is
+  identity   sublayers that return their input, so that only the residual
+             scheme and the pre-norms cost anything: the least favourable ratio
   training   a transformer of `attnres_jax` and the gradient of its loss
 
-Layers are unrolled. Bytes are those that the instructions of the compiled
-program read from and write to memory: of an update in place what is new, of a
-layer's weights, cut out of a stack, the layer. The body of the only loop, over
-tiles of the loss, counts by its trip count. The estimate is the compiler's
-cycles for its own instructions, and for the Pallas kernels, of which it has
-none, their bytes over the bandwidth (`tpu_static.py` says how far that holds).
-Peak is what the compiler allots. Rows are added to the table, so that it can be
-made in pieces:
+Layers are unrolled. Bytes are what the instructions of the compiled program
+read from and write to memory. An update in place counts its new part only, and
+weights of a layer that are cut out of a stack count that layer only. The body
+of the only loop, over tiles of the loss, counts as often as it runs. The
+estimate is the compiler's cycles for its own instructions. It has no cycles for
+the Pallas kernels, which count their bytes over the bandwidth (`tpu_static.py`
+says how accurate that is). Peak is the memory that the compiler allocates. Rows
+are added to the table, so that it can be built in pieces:
 
   export PYTHONPATH=.:kernels
   python kernels/benchmarks/tpu_stack.py identity --out tpu_stack.csv
   python kernels/benchmarks/tpu_stack.py training --out tpu_stack.csv
 
-With the kernels a stack of identity sublayers takes half a minute of a core to
-compile. A training step takes 4 to 20 minutes per arm and chip, nearly all of
-them for the machine code of single fusions. `--bytes_only` stops the compiler
+With the kernels, a stack of identity sublayers takes half a minute of one core
+to compile. A training step takes 4 to 20 minutes per arm and chip, nearly all
+of it for the machine code of single fusions. `--bytes_only` stops the compiler
 before that: the bytes are the same, estimate and peak stay empty, and a
 training step takes 20 seconds.
 """
@@ -67,7 +66,9 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("stack", choices=tuple(_ARMS))
   parser.add_argument("--chips", default="v6e,v5p")
-  parser.add_argument("--arms", default="", help="by ';', all by default")
+  parser.add_argument(
+    "--arms", default="", help="names separated by ';', all by default"
+  )
   parser.add_argument("--sublayers", type=int, default=32)
   parser.add_argument("--block", type=int, default=0, help="0: 8 blocks")
   parser.add_argument("--batch", type=int, default=4)
@@ -96,7 +97,7 @@ def main() -> None:
 
 
 def measure(arm, chip, options) -> dict[str, str]:
-  """What a row says of the whole compiled program, without ratios."""
+  """The figures of the whole compiled program, without ratios."""
   compiled = _lowered(arm, chip, options).compile()
   total, seconds = traffic(
     compiled.as_text(), _CLOCK_HZ[chip], _BANDWIDTH[chip]
@@ -113,12 +114,12 @@ def measure(arm, chip, options) -> dict[str, str]:
 
 
 def count(arm, chip, options) -> dict[str, str]:
-  """The bytes alone, of the program before machine code is made of it."""
+  """The bytes alone, of the program before machine code is generated."""
   from attnres_jax.aot import hlo
 
   with tempfile.TemporaryDirectory() as folder:
-    # libtpu reads its flags once, when it is loaded, and only ends with its
-    # process.
+    # libtpu reads its flags once, when it is loaded, and stays loaded until its
+    # process ends.
     os.environ["LIBTPU_INIT_ARGS"] = (
       f"--xla_jf_dump_to={folder} --xla_jf_dump_hlo_text=true"
     )
@@ -126,7 +127,7 @@ def count(arm, chip, options) -> dict[str, str]:
     compiler = spawn.Process(target=measure, args=(arm, chip, options))
     compiler.start()
     text, ended = "", False
-    # Written to its end, its last line closes the program.
+    # Once the file is complete, its last line closes the program.
     while "\nENTRY " not in text or not text.endswith("}\n\n"):
       if ended:
         raise RuntimeError(f"the compiler ended with {compiler.exitcode}")
@@ -158,7 +159,7 @@ def _lowered(arm, chip, options):
 
 
 def traffic(text, clock, bandwidth) -> tuple[float, float]:
-  """Bytes through memory, and seconds by the module docstring's estimate."""
+  """Bytes moved through memory, and the estimate of the module docstring."""
   from attnres_jax.aot import hlo
 
   program = hlo.Program(text)
@@ -173,7 +174,7 @@ def traffic(text, clock, bandwidth) -> tuple[float, float]:
 
 
 def add_row(path, row) -> None:
-  """Writes the table again with the row in it, and all ratios to PreNorm."""
+  """Rewrites the table with the new row and all ratios to PreNorm."""
   rows = []
   if pathlib.Path(path).exists():
     with open(path) as file:

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Static roofline of the TPU kernels: schedule time against memory time.
 
-No TPU is needed, only libtpu: every kernel is compiled ahead of time for each
-chip, and the compiler is asked for its final VLIW schedule. Bundles per grid
-step times steps over the clock is the time the core needs if it never waits;
-the bytes that the blocks move over HBM bandwidth is the time the memory needs.
-A kernel whose ratio (first over second) is below 1 is bound by memory. Both
-are per core, a v5p or tpu7x chip having two.
+Needs libtpu but no TPU: every kernel is compiled ahead of time for each chip,
+and the compiler writes its final VLIW schedule. Schedule time is what the core
+needs if it never waits: bundles per grid step times steps, over the clock.
+Memory time is the bytes that the blocks move, over HBM bandwidth. A kernel
+whose ratio (first over second) is below 1 is bound by memory. Both are per
+core; a v5p or tpu7x chip has two.
 
   export PYTHONPATH=kernels
   python kernels/benchmarks/tpu_static.py --out tpu_static.csv
 
-About 8 s per kernel, shape and chip; `--chips v6e --shapes 48b` for a part.
+About 8 s per kernel, shape and chip; `--chips v6e --shapes 48b` selects a part.
 """
 
 import argparse
@@ -57,8 +57,8 @@ FIELDS = (
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--chips", default="v6e,v5p,v5e,tpu7x")
-  parser.add_argument("--shapes", default="", help="names, all by default")
-  parser.add_argument("--kernels", default="", help="names, all by default")
+  parser.add_argument("--shapes", default="", help="comma-separated names")
+  parser.add_argument("--kernels", default="", help="comma-separated names")
   parser.add_argument("--all", action="store_true", help="every source count")
   parser.add_argument("--out", default="")
   options = parser.parse_args()
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def restart_with_dumps() -> None:
-  """Starts the program again, with the compiler writing its schedules."""
+  """Runs this program again, with a compiler that writes its schedules."""
   if "ATTNRES_DUMP" in os.environ:
     return
   # libtpu reads its flags once, when it is loaded.
@@ -94,9 +94,9 @@ def measure(kernel, shape, chip, build=None):
 
   Args:
     kernel: the name of the `pallas_call`.
-    shape: printed, and handed to `build`.
+    shape: printed, and passed to `build`.
     chip: v5e, v5p, v6e or tpu7x.
-    build: from a shape to a function, its abstract arguments and its plan; by
+    build: maps a shape to a function, its abstract arguments and its plan; by
       default that of the kernel's name.
   """
   import jax
@@ -141,7 +141,7 @@ def measure(kernel, shape, chip, build=None):
 
 
 def _schedule(folder, kernel):
-  """Bundles of one grid step, and per slot how many a full use would need."""
+  """Bundles of one grid step, and how many each slot needs if always full."""
   (path,) = glob.glob(f"{folder}/*{kernel}*schedule-analysis_final_bundles*")
   with open(path) as file:
     text = file.read()
@@ -196,7 +196,7 @@ def _attention_backward(shape):
     shape.width,
     slabs,
     stats=8 * shape.queries,
-    # Two sets of query terms once, their float32 gradient once per part.
+    # Two sets of query terms once, and their float32 gradient once per part.
     fixed=(12 + 8 * parts) * shape.queries * shape.width,
   )
   return (
@@ -263,7 +263,7 @@ _KERNELS = {
 
 
 def _plan(tokens, tile, width, slabs, stats, fixed):
-  """Bytes moved and VMEM held; in memory a row is a multiple of 128 lanes."""
+  """Bytes moved and VMEM used; in memory, rows are padded to 128 lanes."""
   steps = math.ceil(tokens / tile)
   lanes = 128 * math.ceil(width / 128)
   return {

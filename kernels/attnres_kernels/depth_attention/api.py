@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Depth attention, the public function: checks, gradient rule, backend.
+"""The public function of depth attention: checks, gradient rule, backend.
 
 Phase 1 of Algorithm 1 in Attention Residuals (arXiv:2603.15031): all queries
 of a block attend to the sources that exist when the block opens. One backward
@@ -38,8 +38,8 @@ def depth_attention(
     sources: embedding first, then earlier outputs; any float dtype, with any
       number of token axes. One array is a bank, of which the first
       `num_sources` slots are valid; a sequence is never stacked.
-    num_sources: how many slots of a bank count; may be traced. What the other
-      slots hold does not matter, and their gradient is zero.
+    num_sources: how many slots of a bank are valid; may be traced. The other
+      slots may contain anything, and their gradient is zero.
     eps: added to the mean square inside the norm.
     implementation: a backend by name; None takes the best that fits.
 
@@ -78,11 +78,11 @@ def depth_attention_vjp(
   Float[Array, "Q D"],
   tuple[Float[Array, "*T D"], ...] | Float[Array, "M *T D"],
 ]:
-  """The backward pass of `depth_attention`, for those who schedule it.
+  """The backward pass of `depth_attention`, for callers that schedule it.
 
   A block representation is a source of every later block, so its gradient is a
-  sum. Given what there is of the sum, the backward pass writes the new sum
-  instead of one more term, which saves a pass over memory.
+  sum. Given the sum so far, the backward pass writes the new sum instead of one
+  more term, which saves a pass over memory.
 
   Args:
     query: as in `depth_attention`.
@@ -91,9 +91,9 @@ def depth_attention_vjp(
     dout: cotangent of its first result.
     dlse: cotangent of its second result.
     num_sources: as in `depth_attention`.
-    accumulate: the gradients of the sources so far, in their structure; any
-      float dtype, such as float32 beside bfloat16 sources. Updated in place
-      where the compiler finds them unused afterwards.
+    accumulate: the gradients of the sources so far, in the structure of
+      `sources`; any float dtype, such as float32 for bfloat16 sources. Updated
+      in place if the compiler finds that they are not used afterwards.
     eps: as in `depth_attention`.
     implementation: as in `depth_attention`.
 
@@ -148,7 +148,8 @@ def _attend_forward(eps, implementation, query_QD, sources, count):
     count,
     eps=eps,
   )
-  # Sources are live in the caller anyway; the mixtures are not needed again.
+  # The caller keeps the sources alive anyway; the mixtures are not needed
+  # again.
   return (out_QTD, lse_QT), (query_QD, sources, count, lse_QT)
 
 
@@ -255,7 +256,7 @@ def _check_count(num_sources, bank_shape):
 
 
 def _accumulator(query, sources):
-  """Of scores and sums: float32, or float64 when any input is."""
+  """Dtype of scores and sums: float32, or float64 if any input is float64."""
   leaves = [query, *jax.tree.leaves(sources)]
   wide = any(x.dtype == jnp.float64 for x in leaves)
   return jnp.float64 if wide else jnp.float32

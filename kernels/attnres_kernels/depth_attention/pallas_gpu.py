@@ -1,27 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Depth attention on Nvidia GPUs (Hopper on), in Pallas Mosaic GPU.
+"""Depth attention on Nvidia GPUs (from Hopper on), in Pallas Mosaic GPU.
 
-One warpgroup per token, and two visits of the token's sources: the first sums
-up scores (and, backward, the products with the output gradients) tile by tile,
-the second writes mixtures or source gradients tile by tile. Between the two
-stand M x Q statistics in shared memory. So neither Q x D nor M x D numbers
-must fit the registers, and any Q, M and D will do. The second visit finds the
-sources of its token (M x D x 2 bytes, 41 kB in the 48B model) in a cache:
-memory sees each source once, as long as the tokens that run at the same time
-(up to eight thread blocks on each of 132 multiprocessors) fit the 50 MB of the
+One warpgroup per token reads the token's sources twice, tile by tile. The first
+pass sums up scores (and, backward, the products with the output gradients). The
+second pass writes mixtures or source gradients. Between the two, M x Q
+statistics are kept in shared memory. So neither Q x D nor M x D numbers have to
+fit the registers, and any Q, M and D will do. The second pass finds the sources
+of its token (M x D x 2 bytes, 41 kB in the 48B model) in a cache: each source
+is read from memory once, as long as the tokens that run at the same time (up to
+eight thread blocks on each of 132 multiprocessors) fit the 50 MB of the
 second-level cache.
 
-Queries are taken up to eight at a time, because their partial sums for several
-sources are what fills the registers. The backward pass walks over tokens: each
+Queries are processed up to eight at a time, because their partial sums for
+several sources fill the registers. The backward pass loops over tokens: each
 thread block keeps its part of the query gradients in shared memory, and the
-parts are added up in a fixed order. Where Q x D float32 numbers exceed a third
-of the shared memory (Kimi K3: 24 x 7168), the pass writes the factors of the
+parts are added up in a fixed order. If Q x D float32 numbers exceed a third of
+the shared memory (Kimi K3: 24 x 7168), the pass writes the factors of the
 sources instead, [T, M, Q], and the query gradients are one matrix product per
 source, which reads the sources a second time.
 
-Nothing here has run on a GPU yet: values are checked in interpret mode,
-lowering for H100 and H200 on CPU. So the automatic choice on GPU stays with
-plain JAX.
+Never executed on a GPU: values are checked in interpret mode, and the kernels
+are lowered for H100 and H200 on a CPU. The automatic choice on GPUs is
+therefore plain JAX.
 """
 
 import math
@@ -32,8 +32,8 @@ import jax.numpy as jnp
 from attnres_kernels import warpgroup
 
 _ROWS = 8  # Queries whose partial sums are held at the same time.
-# Partial sums of scores per thread; with more of them, fewer thread blocks run
-# at the same time (benchmarks/gpu_static.py).
+# Partial sums of scores per thread; the more there are, the fewer thread blocks
+# run at the same time (benchmarks/gpu_static.py).
 _REGISTERS = 64
 # Separate sources are unrolled, and the time to infer layouts grows with the
 # square of the program: half a minute at 24 sources and eight queries.
@@ -192,7 +192,7 @@ def backward(
     ).items()
   }
   inputs |= before
-  # Scores, products and inverse norms first, then what the names say.
+  # At first scores, products and inverse norms, then what the names say.
   statistics = (num_slots, num_queries)
   scratch: dict[str, tuple[int, ...]] = {
     "weight": statistics,
@@ -276,7 +276,7 @@ def backward(
     call.each_group(ref, _group(tiles, 2 * rows), group)
 
   def settle(ref, token):
-    """From scores and products to the factors of the second visit."""
+    """From scores and products to the factors of the second pass."""
     load = lambda name, slot: tiles.load_stats(ref[name].at[slot])
     lse = tiles.load_stats(ref["lse"].at[token])
     dlse = tiles.load_stats(ref["dlse"].at[token])
@@ -288,8 +288,8 @@ def backward(
 
     zeros = tiles.full_stats(num_queries, 0.0)
     total, mean = call.each_slot(ref, gather, (zeros, zeros))
-    # Large scores may differ from the forward pass's by the order of a sum:
-    # what the sources share must still be one.
+    # Large scores may differ from those of the forward pass, which sums in
+    # another order: normalise again, so that the weights still sum to one.
     share = 1.0 / total
     shift = dlse - mean * share
 
@@ -310,7 +310,7 @@ def backward(
     call.each_slot(ref, factors, None)
 
   def write(ref, token):
-    """The second visit: source gradients, and terms of the query gradients."""
+    """The second pass: source gradients, and terms of the query gradients."""
 
     def body(tile, columns, fresh, carry):
       def group(slots):
@@ -391,7 +391,7 @@ def _query_gradients(pull_TMQ, call):
   for slot in range(call.num_slots):
     source_TD = call.array(slot).astype(jnp.float32)
     if "count" in call.inputs:
-      # Zero times whatever an unused slot holds need not be zero.
+      # An unused slot may hold NaN, and zero times NaN is not zero.
       source_TD = jnp.where(slot < call.inputs["count"][0], source_TD, 0)
     total += jnp.einsum(
       "tq,td->qd",
@@ -435,7 +435,9 @@ class _Call:
     return self.inputs[f"source{slot}"]
 
   def source(self, ref, slot, token, columns, prefix=""):
-    """A tile of a source, or of what belongs to it under another prefix."""
+    """A tile of a source, or of an array that belongs to it under another
+    prefix.
+    """
     if self.bank:
       return ref[f"{prefix}bank"].at[slot, token, columns]
     return ref[f"{prefix}source{slot}"].at[token, columns]
@@ -473,7 +475,7 @@ class _Call:
     return jax.lax.fori_loop(0, self._stop(ref), body, carry)
 
   def each_unused(self, ref, body):
-    """Calls body(slot) for the slots of a bank that do not count."""
+    """Calls body(slot) for the unused slots of a bank."""
     if "count" in ref:
       jax.lax.fori_loop(
         self._stop(ref), self.num_slots, lambda slot, carry: body(slot), None

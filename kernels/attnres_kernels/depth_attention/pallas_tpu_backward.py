@@ -39,7 +39,7 @@ def backward(
 ):
   """Returns the gradients of the queries and of every source.
 
-  The latter are added to `accumulate`, in place, where that is given.
+  Source gradients are added to `accumulate`, in place, if it is given.
   """
   _, flat, num_tokens = tiles.flatten(sources)
   bank = not isinstance(sources, tuple)
@@ -61,7 +61,7 @@ def backward(
   steps = num_tiles // parts
   terms = tiles.query_terms(query_QD, dtype)
   pull_terms = _pull_terms(terms, num_queries)
-  # High and low terms of the pulls have sums of their own.
+  # High and low terms of the pulls are summed separately.
   sums = (parts, min(2 * num_queries, terms.shape[0]), width)
   lse, dlse = (
     tiles.stats_to_tiles(x.reshape(num_queries, num_tokens), tile)
@@ -148,7 +148,7 @@ def backward(
 
 
 def _pull_terms(terms, num_queries):
-  """What high, high and low pulls are multiplied with: high, low, high."""
+  """The factors of high, high and low pulls: high, low, high."""
   if terms.shape[0] == num_queries:
     return terms
   return jnp.concatenate([terms[: 2 * num_queries], terms[:num_queries]])
@@ -204,13 +204,13 @@ def _kernel(
     )
     product, score = map(tiles.on_slots, (product, score * inverse))
     valid = tiles.valid_slots(score.shape, count)
-    # Only where a slot counts; an empty set's lse is -inf.
+    # Only for valid slots; the lse of an empty set is -inf.
     score = tiles.where(valid, score, 0.0)
     product = tiles.where(valid, product, 0.0)
     shifted = tiles.where(valid, score - lse[rows][None], 0.0)
     weight = tiles.where(valid, jnp.exp(shifted), 0.0)
-    # Large scores differ from the forward pass's by the order of a sum:
-    # what the sources share must still be one.
+    # Large scores differ from those of the forward pass, which sums in another
+    # order: normalise again, so that the weights still sum to one.
     total = jnp.sum(weight, axis=0)
     weight = weight / jnp.where(total == 0.0, 1.0, total)[None]
     mean = jnp.sum(weight * product, axis=0)
@@ -242,8 +242,8 @@ def _kernel(
         dsource_ref = dsource_refs[at[0]]
         dsource_ref[at[1]] = part.astype(dsource_ref.dtype)
 
-  # The query gradient sums over tokens too: as many groups at once as fill
-  # the depth of a matrix unit.
+  # The query gradient also sums over tokens: take as many groups at once as
+  # fill the depth of a matrix unit.
   span = max(1, 2 * _MATRIX // (num_slots * tiles.GROUP))
   for first in range(0, len(groups), span):
     several = groups[first : first + span]
@@ -258,7 +258,7 @@ def _kernel(
 
 
 def _products(load, douts, terms_ref, chunks, num_slots, num_queries, exact):
-  """Of every source row with its token's dout and with the query: [M*8, Q]."""
+  """Products of source rows with their token's dout and the query: [M*8, Q]."""
   diagonal = num_queries * tiles.GROUP
   source_rows = num_slots * tiles.GROUP
   partner_rows = diagonal + terms_ref.shape[0]
@@ -266,7 +266,7 @@ def _products(load, douts, terms_ref, chunks, num_slots, num_queries, exact):
   def partner(chunk):
     return jnp.concatenate([douts(chunk), terms_ref[:, chunk]], axis=0)
 
-  # Rows of the left side stream, those of the right side are tiled.
+  # Rows of the left operand stream; those of the right operand are tiled.
   if source_rows * pl.cdiv(partner_rows, _MATRIX) <= partner_rows * pl.cdiv(
     source_rows, _MATRIX
   ):
@@ -293,10 +293,10 @@ def _products(load, douts, terms_ref, chunks, num_slots, num_queries, exact):
 
 
 def _factor(weight, pull, exact):
-  """Left side of the sources' gradients: [M*8, Q] twice to [M*8, columns].
+  """Left operand of the source gradients: twice [M*8, Q] to [M*8, columns].
 
   Columns are the weights on the token diagonal (high terms, low terms), then
-  the pulls (high, high, low); exact ones are one term each.
+  the pulls (high, high, low). Exact factors need one term each.
   """
   rows, num_queries = weight.shape
   diagonal = num_queries * tiles.GROUP

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 
 from attnres_kernels.depth_attention import pallas_tpu_tiles as tiles
 
-_MASKED = -1e30  # A score below any real one, yet finite.
-# Up to this many sources the weights' terms fit the depth of a matrix unit
-# side by side; beyond, they are rows below each other.
+_MASKED = -1e30  # Lower than any real score, yet finite.
+# Up to this many sources, the terms of the weights fit side by side into the
+# depth of a matrix unit; with more sources, they become additional rows.
 _STACKED_SOURCES = 16
 
 
@@ -88,7 +88,7 @@ def _kernel(
   stacked = num_slots <= _STACKED_SOURCES
   groups, lses = [], []
   for first in range(0, tile, tiles.ROWS):
-    # Scores need no diagonal: whole row tiles, as they lie in memory.
+    # Scores need no diagonal: use whole row tiles, as in memory.
     load = functools.partial(
       tiles.load_sources,
       source_refs,
@@ -149,10 +149,10 @@ def _kernel(
 
 
 def _diagonal_weights(weight, exact, stacked):
-  """[M*8, Q] to the left side of the mixtures, rows (query, token).
+  """[M*8, Q] to the left operand of the mixtures, rows (query, token).
 
-  Its columns are (source, token), for the high and the low terms in turn where
-  `stacked`; else the low terms are rows below the high ones.
+  Columns are (source, token). If `stacked`, they hold the high and then the low
+  terms; otherwise the low terms are rows below the high terms.
   """
   if exact:
     return _spread_queries(weight)

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both directions of depth attention on TPU share: tiles and layouts.
+"""Tiles and layouts shared by both directions of depth attention on TPU.
 
-Tokens are taken in groups of 8, the sublanes of a register. The M sources of a
-group form one matrix [M*8, D] whose rows are (source, token), so that whatever
-is wide can be a matrix product. Of a product with columns (query, token) only
-the token diagonal is wanted, an eighth: hence groups as small as they can be.
-Statistics are compact, [M*8, Q], and a sum over the sources of a token is one
-over registers. `take_columns` goes from the diagonal to the compact form, or
-back where `on_diagonal` masks the rest.
+Tokens are processed in groups of 8, the sublanes of a register. The M sources
+of a group form one matrix [M*8, D] whose rows are (source, token), so that all
+wide operations can be matrix products. Of a product with columns (query, token)
+only the token diagonal is needed, an eighth, which is why groups are as small
+as possible. Statistics are compact, [M*8, Q], and a sum over the sources of a
+token is a sum over registers. `take_columns` converts from the diagonal to the
+compact form, and back if `on_diagonal` masks the rest.
 
-Bfloat16 operands are exact on the matrix unit. A float32 factor beside them
-goes in as bfloat16 terms, three for the queries, two for weights. Float32
-sources use float32 products throughout.
+Bfloat16 operands are exact on the matrix unit. A float32 factor is split into
+bfloat16 terms, three for queries and two for weights. Float32 sources use
+float32 products throughout.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ class BlockSizes:
       width: D.
       token_bytes: bytes moved per token.
     """
-    # Narrow rows want more of them, to fill the schedule.
+    # Narrow rows need larger tiles to fill the schedule.
     tokens = 128 if width <= 1536 else 64
     while tokens > ROWS and (
       2 * tokens * token_bytes > _BUFFER_BYTES or tokens // 2 >= num_tokens
@@ -90,12 +90,14 @@ def cost(flops, num_queries, num_slots, num_tokens, width, token_bytes):
 
 
 def query_terms(query_QD, dtype):
-  """[terms * Q, D]: three bfloat16 terms whose sum it is; float32 is one."""
+  """[terms * Q, D]: three bfloat16 terms that sum to the query; one for
+  float32.
+  """
   if dtype == jnp.float32:
     return query_QD
   terms = []
   for _ in range(3):
-    # Not a cast there and back, which the compiler may drop.
+    # Not a cast to bfloat16 and back, which the compiler may drop.
     term = jax.lax.reduce_precision(query_QD, exponent_bits=8, mantissa_bits=7)
     terms.append(term.astype(jnp.bfloat16))
     query_QD = query_QD - term
@@ -111,7 +113,7 @@ def flatten(sources):
   if isinstance(sources, tuple):
     flat = [source.reshape(num_tokens, shape[-1]) for source in sources]
   else:
-    # One operand per slot, all the same buffer: each has its own index map.
+    # One operand per slot, all of the same buffer, each with its own index map.
     flat = [sources.reshape(len(sources), num_tokens, shape[-1])] * len(sources)
   return shape[:-1], flat, num_tokens
 
@@ -125,7 +127,7 @@ def source_specs(sources, tile, width, at):
 
   def slot_spec(slot):
     def index(*i):
-      # A slot that does not count stays at one block, which is read once.
+      # An unused slot stays at one block, which is read once.
       valid = slot < i[-1][0]
       return jnp.where(valid, slot, 0), jnp.where(valid, at(*i[:-1]), 0), 0
 
@@ -146,7 +148,7 @@ def count_operand(count, num_slots):
 
 
 def stats_to_tiles(x_QT, tile):
-  """[Q, tokens] to [tiles, Q, tile], zero where there is no token."""
+  """[Q, tokens] to [tiles, Q, tile], padded with zeros."""
   num_queries, num_tokens = x_QT.shape
   tiles = pl.cdiv(num_tokens, tile)
   x = jnp.pad(x_QT, ((0, 0), (0, tiles * tile - num_tokens)))
@@ -168,21 +170,21 @@ def load_sources(source_refs, rows, kept, bank, chunk):
 
 
 def concatenate(parts, kept):
-  """Stacks rows; those of `parts` that are no tokens become zero."""
+  """Stacks rows; padding rows of `parts` become zero."""
   if kept is not None:
     parts = [jnp.where(kept, part, jnp.zeros_like(part)) for part in parts]
   return jnp.concatenate(parts, axis=0)
 
 
 def kept_rows(num_tokens, tile, base, rows):
-  """Which of the rows from `base` on are tokens; None when all are."""
+  """Which of the rows from `base` on are tokens; None if all are."""
   if num_tokens % tile == 0:
     return None
   return iota((rows, 1), 0) < num_tokens - base
 
 
 def inverse_rms(load, chunks, width, eps):
-  """Of every source row of a group: [M*8, 1]."""
+  """Inverse norm of every source row of a group: [M*8, 1]."""
   square = 0.0
   for chunk in chunks:
     wide = load(chunk).astype(jnp.float32)
@@ -196,7 +198,7 @@ def on_slots(x):
 
 
 def valid_slots(shape, count):
-  """Which entries of [M, 8, Q] belong to slots that count; None for all."""
+  """Which entries of [M, 8, Q] belong to valid slots; None for all."""
   return None if count is None else iota(shape, 0) < count
 
 
@@ -240,12 +242,12 @@ def pad_lanes(x):
 
 
 def on_diagonal(row, column):
-  """Where the token of a row is the token of a column."""
+  """A mask: the token of the row is the token of the column."""
   return jnp.bitwise_and(row ^ column, GROUP - 1) == 0
 
 
 def high_and_low(x):
-  """Two float32 arrays that bfloat16 can hold, whose sum is x to 16 bits."""
+  """Two float32 arrays, exact in bfloat16, whose sum is x to 16 bits."""
   high = x.astype(jnp.bfloat16).astype(jnp.float32)
   return high, x - high
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Depth attention as the paper writes it (Eq. 2-4): obvious and slow.
+"""Depth attention directly from the paper (Eq. 2-4): simple and slow.
 
 Everything in float32, or float64 when any input is; gradients by autodiff.
 """
@@ -18,7 +18,7 @@ def attend(query_QD, sources, num_sources, *, eps):
   num_slots = source_MTD.shape[0]
   count = num_slots if num_sources is None else num_sources
   valid_M = jnp.arange(num_slots) < count
-  # Whatever an unused slot holds must not leak in, not even a NaN.
+  # The contents of an unused slot must not leak in, not even a NaN.
   valid_M1 = valid_M.reshape((num_slots,) + (1,) * (source_MTD.ndim - 1))
   source_MTD = jnp.where(valid_M1, source_MTD, 0)
 

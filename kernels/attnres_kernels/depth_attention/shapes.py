@@ -28,18 +28,18 @@ KIMI_K3 = tuple(Shape("kimi_k3", 24, m, 8192, 7168) for m in range(1, 9))
 DECODE = tuple(
   Shape("decode", 24, 8, tokens, 7168) for tokens in (1, 8, 32, 128)
 )
-# Full AttnRes scheduled in blocks of eight sublayers.
+# Full AttnRes, scheduled in blocks of eight sublayers.
 FULL = tuple(Shape("full", 8, m, 4096, 2304) for m in range(8, 57, 8))
 
 _FAMILIES = (BLOCK_48B, TABLE_2, WIDE, KIMI_K3, DECODE, FULL)
 NAMED = tuple(shape for family in _FAMILIES for shape in family)
-# The ends and the middle of each family, for a table that stays readable.
+# Both ends and the middle of each family, to keep the table readable.
 TABLE = tuple(
   shape
   for family in _FAMILIES
   for shape in dict.fromkeys((family[0], family[len(family) // 2], family[-1]))
 )
-# One bank of the largest number of slots serves every count.
+# One bank with the largest number of slots serves every count.
 BANKS = tuple(family[-1] for family in _FAMILIES)
 MERGE = tuple(Shape("merge", 1, 1, 8192, width) for width in (1168, 2304, 8192))
 # The other widths of Table 2, and the extremes of each axis.

@@ -2,10 +2,10 @@
 """Depth attention in plain JAX, forward and backward by hand.
 
 Written for the compiler's fusions: scores are one matrix product per source,
-everything wide is one elementwise expression per written array, and nothing
-is stacked along the sources. Statistics are float32 (float64 for float64
-inputs) whatever the sources are. Token axes are never merged, so that a
-sharded batch or sequence axis stays where it is.
+every wide array is written by one elementwise expression, and nothing is
+stacked along the sources. Statistics are float32 (float64 for float64 inputs)
+whatever the sources are. Token axes are never merged, so that a sharded batch
+or sequence axis keeps its sharding.
 """
 
 import functools
@@ -14,8 +14,8 @@ import operator
 import jax
 import jax.numpy as jnp
 
-# Up to this many queries a sum over queries is written out term by term,
-# which the CPU compiler turns into one pass; beyond, it is a broadcast.
+# Up to this many queries, a sum over queries is written out term by term, which
+# the CPU compiler turns into one pass; with more queries, it is a broadcast.
 _UNROLLED_QUERIES = 8
 
 
@@ -58,7 +58,7 @@ def backward(
 ):
   """Returns the gradients of the queries and of every source.
 
-  The latter are added to `accumulate` where that is given.
+  Source gradients are added to `accumulate` if it is given.
   """
   dtype = query_QD.dtype
   num_queries, width = query_QD.shape
@@ -66,15 +66,15 @@ def backward(
   dout_QTD = dout_QTD.astype(dtype)
   scores, inverses = _scores(query_QD, slots, count, eps)
   weights = _weights(scores, jnp.moveaxis(lse_QT, 0, -1))
-  # Large scores may differ from the forward pass's by the order of a sum:
-  # what the sources share must still be one.
+  # Large scores may differ from those of the forward pass, which sums in
+  # another order: normalise again, so that the weights still sum to one.
   total_TQ = sum(weights)
   inverse_TQ = 1 / jnp.where(total_TQ == 0, 1, total_TQ)
   weights = [weight_TQ * inverse_TQ for weight_TQ in weights]
 
   # <dout_q, v_i> per token. The copy puts a token's queries side by side.
-  # Slices, because callers that unstack the mixtures hand in a concatenation,
-  # whose slices cost nothing.
+  # Slices cost nothing here, because callers that unstack the mixtures pass a
+  # concatenation.
   douts = [dout_QTD[q] for q in range(num_queries)]
   dout_TQD = jnp.stack(douts, axis=-2)
   products = [_products(dout_TQD, slot) for slot in slots]
@@ -137,7 +137,7 @@ def _slots(sources, count, dtype):
   for i in range(len(sources)):
     slot = sources[i].astype(dtype)
     if count is not None:
-      # Whatever an unused slot holds must not leak in, not even a NaN.
+      # The contents of an unused slot must not leak in, not even a NaN.
       slot = jnp.where(i < count, slot, 0)
     slots.append(slot)
   return slots

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Phase 2: one more source, the partial block, merged into a mixture."""
+"""Phase 2: merges one more source, the partial block, into a mixture."""

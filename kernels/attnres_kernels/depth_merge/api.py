@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Phase 2, the public functions: checks, gradient rules, backend.
+"""The public functions of phase 2: checks, gradient rules, backend.
 
 Lines 7-14 of Algorithm 1 in Attention Residuals (arXiv:2603.15031): sublayer
 by sublayer, the block's running partial sum joins the mixture of phase 1.
@@ -29,10 +29,10 @@ def depth_merge(
 
   Args:
     out: a normalised mixture.
-    lse: its log-normaliser; -inf means the mixture is empty, +inf that the
-      partial sum does not count (its weight is then exactly 0).
-    query: the pseudo-query that made it, folded with the key-norm gain.
-    partial: the further source, usually the block's partial sum.
+    lse: its log-normaliser; -inf means that the mixture is empty, +inf that the
+      partial sum is ignored (its weight is then exactly 0).
+    query: the pseudo-query of the mixture, folded with the key-norm gain.
+    partial: the additional source, usually the block's partial sum.
     eps: added to the mean square inside the norm.
     implementation: a backend by name; None takes the best that fits.
 
@@ -73,14 +73,14 @@ def depth_merge_norm(
   norm_eps: float = 1e-6,
   implementation: dispatch.Implementation | None = None,
 ) -> tuple[Float[Array, "*T D"], Float[Array, "*T D"]]:
-  """All between two sublayers in one pass: add, score, merge, pre-norm.
+  """Everything between two sublayers in one pass: add, score, merge, pre-norm.
 
   Args:
     out: as in `depth_merge`.
     lse: as in `depth_merge`; +inf at the first sublayer of a block.
     query: as in `depth_merge`.
-    partial: the block's partial sum before `update`; may be wider than `out`,
-      such as float32 beside bfloat16.
+    partial: the block's partial sum before `update`; its dtype may be wider
+      than that of `out`, such as float32 and bfloat16.
     update: the last sublayer's output, which is added to `partial`; None adds
       nothing.
     gain: the gain of the next sublayer's pre-norm.

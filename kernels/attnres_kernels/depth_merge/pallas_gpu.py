@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Phase 2 on Nvidia GPUs (Hopper on), in Pallas Mosaic GPU.
+"""Phase 2 on Nvidia GPUs (from Hopper on), in Pallas Mosaic GPU.
 
-One warpgroup per token: sums that decide the weights, the sum of squares of
-the mixture, then the tile-wise result. A token's row is a few kilobytes, so
-that every pass but the first reads it from the nearest cache; memory sees
-every array once. The backward pass walks over tokens and keeps the gradients
-of query and gain in shared memory, one part per thread block, added up in a
-fixed order afterwards.
+One warpgroup per token computes the sums that determine the weights, then the
+sum of squares of the mixture, then the result tile by tile. A token's row is a
+few kilobytes, so all passes except the first read it from the nearest cache,
+and every array is read from memory once. The backward pass loops over tokens
+and keeps the gradients of query and gain in shared memory, one part per thread
+block; the parts are added up in a fixed order afterwards.
 
-Nothing here has run on a GPU yet: values are checked in interpret mode,
-lowering for H100 and H200 on CPU.
+Never executed on a GPU: values are checked in interpret mode, and the kernels
+are lowered for H100 and H200 on a CPU.
 """
 
 import jax
@@ -244,7 +244,7 @@ def _score(tiles, query_ref, total, eps):
 
 
 def _two_weights(lse, score):
-  # Each from its own side, so that the smaller one keeps its digits.
+  # Each is computed directly, so that the smaller one keeps its precision.
   return 1 / (1 + jnp.exp(score - lse)), 1 / (1 + jnp.exp(lse - score))
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Phase 2 on TPU: add, score, merge and pre-norm in one pass over memory.
 
-Plain vector work on 16 rows at a time, every array read and written once;
-float32 inside. Per-token statistics travel along lanes, [tiles, 1, tokens],
-because a [tokens, 1] array would be padded to 128 lanes in memory.
+Plain vector operations on 16 rows at a time, in float32; every array is read
+and written once. Per-token statistics are stored along lanes, [tiles, 1,
+tokens], because a [tokens, 1] array would be padded to 128 lanes in memory.
 """
 
 import functools
@@ -150,7 +150,7 @@ def backward(
 
 
 def choose_tile(num_tokens, bytes_per_token):
-  """Tokens per grid step: up to 128, while two buffers stay small."""
+  """Tokens per grid step: up to 128, as long as two buffers stay small."""
   tile = _LANES
   while tile > _ROWS and (
     2 * tile * bytes_per_token > 24 * 2**20 or tile // 2 >= num_tokens
@@ -285,7 +285,7 @@ def _mean(x):
 
 
 def _fold(x):
-  """Sums rows down to one tile of sublanes: vector additions only."""
+  """Sums rows down to one tile of sublanes, by vector additions only."""
   return sum(x[i : i + _SUBLANES] for i in range(0, x.shape[0], _SUBLANES))
 
 

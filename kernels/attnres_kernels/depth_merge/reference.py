@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Phase 2 as the mathematics says it: obvious, gradients by autodiff."""
+"""Phase 2 directly from the mathematics, with gradients by autodiff."""
 
 import jax
 import jax.numpy as jnp
 
 
 def merge(out_TD, lse_T, query_D, partial_TD, *, eps):
-  """The mixture as if `partial` had been one more source."""
+  """The mixture with `partial` as one more source."""
   dtype = accumulator(out_TD, lse_T, query_D, partial_TD)
   mixed_TD = _mix(out_TD, lse_T, query_D, partial_TD.astype(dtype), eps)
   return mixed_TD.astype(out_TD.dtype)

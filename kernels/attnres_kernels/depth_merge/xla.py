@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Phase 2 in plain JAX, forward and backward by hand.
 
-Two passes over a token's row are enough: one for the sums that decide the
+Two passes over a token's row are enough: one for the sums that determine the
 weights, one that writes. All statistics are in the accumulation dtype.
 """
 
@@ -43,9 +43,10 @@ def backward(
 ):
   """Returns the gradients of out, lse, query, total and gain.
 
-  `total` is the new partial sum: the old one and the update share its
-  gradient. It is the rounded one that was stored; the forward pass scored it
-  before rounding, a difference of the order of the storage precision.
+  `total` is the new partial sum; its gradient is also that of the old sum and
+  of the update. It is the stored, rounded sum, whereas the forward pass scored
+  the sum before rounding; the difference is of the order of the storage
+  precision.
   """
   dtype = query_D.dtype
   width = query_D.shape[-1]
@@ -103,19 +104,19 @@ def _score(total_TD, query_D, eps):
 def two_weights(lse_T, score_T):
   """Weights of the mixture and of the partial sum.
 
-  Each from its own side, so that the smaller one keeps its digits.
+  Each is computed directly, so that the smaller one keeps its precision.
   """
   return jax.nn.sigmoid(lse_T - score_T), jax.nn.sigmoid(score_T - lse_T)
 
 
 def partial_alone(keep_T, take_T, norm_T, inverse_T):
-  """Where the score's gradient comes from the partial sum's side alone.
+  """Where the gradient of the score is computed from the partial sum alone.
 
-  With mixed m = keep * out + take * total, the gradient dm before the pre-norm
-  stands at right angles to m, but for shift = <dm, m>, which norm_eps leaves.
-  So keep * take * <dm, total - out> = take * (<dm, total> - shift), and the
-  right-hand side keeps its digits where keep * out is most of m. A zero partial
-  sum is the extreme: all of <dm, out> cancels.
+  With the mixture m = keep * out + take * total, the gradient dm before the
+  pre-norm is orthogonal to m, except for shift = <dm, m>, a remainder due to
+  norm_eps. So keep * take * <dm, total - out> = take * (<dm, total> - shift),
+  and the right-hand side keeps its precision where keep * out is most of m. A
+  zero partial sum is the extreme case: all of <dm, out> cancels.
   """
   return 2 * take_T * norm_T < keep_T * inverse_T
 

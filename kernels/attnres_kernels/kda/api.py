@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kimi delta attention, the public functions: checks, gradient rule, backend.
+"""The public functions of Kimi delta attention: checks, gradients, backend.
 
 Kimi Linear's recurrence, per head with a state S of [K, V] and alpha = exp(g):
 
@@ -36,18 +36,18 @@ def kda(
   """Runs the gated delta rule over a sequence.
 
   Args:
-    q: queries as they are used: no normalisation happens in here.
+    q: queries, used as they are; this function does not normalise.
     k: keys, likewise; their length should not exceed 1 where beta is near 1,
       or the recurrence itself grows.
     v: values.
-    g: log-decay per channel, at most 0; -inf forgets the channel. Float32.
+    g: log-decay per channel, at most 0, in float32; -inf resets the channel.
     beta: how much of a token's error is corrected, 0 to 1.
     scale: factor of the output; `K ** -0.5` by default.
     initial_state: the state before the first token; zeros by default.
-    segment_ids: where the id differs from the one before, the state is reset
-      to zero; documents packed into one row do not see each other. The first
-      segment continues from `initial_state`.
-    chunk_size: tokens per chunk; changes the cost, not the result.
+    segment_ids: where the id changes, the state is reset to zero, so that
+      documents packed into one row do not see each other. The first segment
+      continues from `initial_state`.
+    chunk_size: tokens per chunk; affects the cost, not the result.
     implementation: a backend by name; None takes the best that fits.
 
   Returns:
@@ -91,7 +91,7 @@ def kda_step(
   """Runs the recurrence for one token, for decoding.
 
   Args:
-    q: the query of one token, and so on as for `kda`.
+    q: the query of one token; the other arguments are as in `kda`.
     k: its key.
     v: its value.
     g: its log-decay.
@@ -129,7 +129,8 @@ def _kda(scale, chunk_size, implementation, *arguments):
 
 
 def _kda_forward(scale, chunk_size, implementation, *arguments):
-  # States cost K / C times the keys of their chunk; backward makes them again.
+  # States take K / C times as much memory as the keys of their chunk; the
+  # backward pass recomputes them.
   return _kda(scale, chunk_size, implementation, *arguments), arguments
 
 
@@ -149,7 +150,7 @@ _kda.defvjp(_kda_forward, _kda_backward)
 
 
 def _check(names, arrays, axes):
-  """Every letter stands for one size, whichever array it occurs in."""
+  """Checks that every letter stands for the same size in all arrays."""
   sizes = {}
   shapes = ", ".join(f"{n} {x.shape}" for n, x in zip(names, arrays))
   for name, array, letters in zip(names, arrays, axes.split()):
@@ -182,7 +183,7 @@ def _state(state, arrays, dtype):
 
 
 def _with_resets(g, segment_ids):
-  """To reset the state is to forget every channel of it."""
+  """Resets the state by setting the log-decay of all channels to -inf."""
   if segment_ids is None:
     return g
   segment_ids = jnp.asarray(segment_ids)

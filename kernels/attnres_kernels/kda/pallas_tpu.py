@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KDA on TPU: one grid step per chunk, the state in VMEM from chunk to chunk.
+"""KDA on TPU: one grid step per chunk; the state stays in VMEM between chunks.
 
-The chunkwise form and its tree are those of the plain-JAX backend (see there),
-laid out for the matrix unit (`pallas_tpu_chunk`). The state is kept transposed,
+The chunkwise form and its tree are those of the plain-JAX backend (`xla`), laid
+out for the matrix unit (`pallas_tpu_chunk`). The state is stored transposed,
 [V, K], so that decays are rows of lanes. Several heads share a grid step: the
-products of one fill the latencies of another.
+products of one hide the latencies of another.
 
-Backward is two kernels: one forward in time that writes the state before each
-chunk and the inverse of its triangular system, and one backward in time.
+The backward pass is two kernels: one runs forward in time and writes the state
+before each chunk and the inverse of its triangular system, the other runs
+backward in time.
 """
 
 import functools
@@ -26,7 +27,7 @@ _DTYPES = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 def choose_heads(chunk_size, num_heads, width):
   """Heads per grid step: as many as fit, up to eight.
 
-  More heads fill more of each other's latencies, but hold more of VMEM.
+  More heads hide more latency, but take more VMEM.
   """
   most = min(8, max(1, 8 * 64 * 128 // (chunk_size * width)))
   return max(n for n in range(1, most + 1) if num_heads % n == 0)
@@ -120,8 +121,9 @@ def backward(
 class _Call:
   """Shapes and block specs of a grid of (batch, heads, chunks).
 
-  Tokens are [B, T, H * K] with T padded to whole chunks: neither decay nor
-  write happens there. Rows are [B, H, N, 1, C], matrices [B, H, N, ...].
+  Tokens are [B, T, H * K] with T padded to whole chunks; the padding neither
+  decays nor writes the state. Rows are [B, H, N, 1, C], matrices [B, H, N,
+  ...].
   """
 
   def __init__(self, q, v, chunk_size, interpret, heads):

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One chunk of KDA in the registers of a TPU: what both directions share.
+"""One chunk of KDA in the registers of a TPU, for both directions.
 
 - The exponents of all levels of the tree, and those from the chunk's start and
   to its end, are sums of log-decays over index ranges: one product of a 0/1
-  matrix with g, which is split into bfloat16 terms. Its transpose takes the
-  gradients back. Differences never occur.
+  matrix with g, which is split into bfloat16 terms. Its transpose propagates
+  the gradients. No differences are taken.
 - A level's square is cut out of a full C x C product by a mask.
-- The inverse of the triangular system is float32: a Newton step makes up for
-  products of bfloat16 operands. Float32 inputs use float32 products throughout.
+- The inverse of the triangular system is float32: a Newton step corrects the
+  error of products of bfloat16 operands. Float32 inputs use float32 products
+  throughout.
 """
 
 from typing import Any
@@ -16,12 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# A decay by this forgets everything, and 0 * -inf would be NaN in a product.
+# A decay by this resets everything; with -inf, 0 * -inf would be NaN.
 _FORGET = -1e4
 
 
 class Chunk:
-  """What a chunk of one head is made of, before any state enters."""
+  """The quantities of one chunk and head that do not depend on the state."""
 
   def __init__(self, q, k, g, beta, ranges_ref, scale):
     self.exact = k.dtype == jnp.float32
@@ -56,14 +57,14 @@ class Chunk:
         self.pairs = jnp.where(mask, square[self.size :], self.pairs)
 
   def mask(self, level):
-    """Later block's rows, earlier block's columns: this bit differs first."""
+    """Rows of the later block, columns of the earlier, by their first bit."""
     return ((self._differ >> level) == 1) & self.below
 
   def decay(self, level):
     return self.decays[level * self.size : (level + 1) * self.size]
 
   def rows(self, level):
-    """Of k, then of q; those of k are the columns as well."""
+    """Of k, then of q; those of k also serve as columns."""
     return self._rows(self.decay(level))
 
   def _rows(self, decay):
@@ -72,7 +73,7 @@ class Chunk:
     return jnp.concatenate([self.k * decay, self.q * decay], axis=0)
 
   def next(self, state, z):
-    """The state after the chunk, to which z has been added."""
+    """The state after the chunk, including z."""
     return self.whole * state + self.dot(
       as_column(self.beta) * z, self.k_out, 0, 0
     )
@@ -82,7 +83,7 @@ class Chunk:
 
 
 def solve(chunks, states, values):
-  """Inverses, what k and q read from the states, and what tokens add."""
+  """Inverses, what k and q read from the states, and what tokens write."""
   inverses = _inverses(chunks)
   reads = [c.dot(c.both_in, s, 1) for c, s in zip(chunks, states)]
   z = [
@@ -93,7 +94,7 @@ def solve(chunks, states, values):
 
 
 def _inverses(chunks):
-  """Of I + A diag(beta), float32; in lockstep, since each product waits."""
+  """Inverses of I + A diag(beta) in float32, all chunks in lockstep."""
   systems = [c.keys * c.beta for c in chunks]
   inverses = [
     jnp.where(c.diagonal, 1.0, jnp.where(c.mask(0), -system, 0.0))
@@ -130,11 +131,11 @@ def num_levels(size):
 
 
 def ranges(size, dtype, turned=False):
-  """0/1 rows: which log-decays sum up to an exponent, [(levels + 2) C, C].
+  """0/1 rows that select the log-decays of an exponent, [(levels + 2) C, C].
 
-  Per level, from the boundary between two blocks: up to a token of the later
-  block, or from after a token of the earlier block. Then the same from the
-  chunk's start, and to its end. Side by side as often as there are terms.
+  Per level, between the boundary of two blocks and a token: up to a token of
+  the later block, or from after a token of the earlier block. Then the same
+  from the chunk's start, and to its end. Repeated side by side for each term.
   """
   row, column = np.arange(size)[:, None], np.arange(size)[None]
   sums = []
@@ -150,12 +151,12 @@ def ranges(size, dtype, turned=False):
 
 
 def _terms(dtype):
-  """Bfloat16 terms of what is summed: 8 bits more than the result needs."""
+  """Bfloat16 terms of the summands: 8 bits more than the result needs."""
   return 3 if dtype == jnp.float32 else 2
 
 
 def range_sums(ranges_ref, x, dtype):
-  """The ranges are 0 or 1: nothing is rounded but x, to so many terms."""
+  """The ranges are 0 or 1, so only x is rounded, to this many terms."""
   return _dot(
     ranges_ref[...], jnp.concatenate(_split(x, _terms(dtype)), axis=0)
   )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KDA as the recurrence defines it (Kimi Linear, Eq. 1): obvious and slow.
+"""KDA directly from its recurrence (Kimi Linear, Eq. 1): simple and slow.
 
 Everything in float32, or float64 when any input is; gradients by autodiff.
 """

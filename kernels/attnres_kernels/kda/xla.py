@@ -12,23 +12,23 @@ per head:
   S <- exp(G_C) S + (exp(G_C - G) K)^T (beta Z)
 
 Only the two lines with S are sequential: one scan over chunks carries S, and
-one carries its gradient back. All else is batched over the chunks.
+one carries its gradient back. Everything else is batched over chunks.
 
-A, P and the inverse are built up a binary tree: two neighbouring blocks of s
-tokens, each of which is known already, become one of 2s. What is new is the
-square of the later block's rows and the earlier block's columns, where
+A, P and the inverse are built along a binary tree: two adjacent blocks of s
+tokens, already computed, become one of 2s. The new part is the square of the
+later block's rows and the earlier block's columns, where
 
   exp(G_i - G_j) = exp(sum of g after m up to i) exp(sum of g after j up to m)
 
-with m the last token of the earlier block. A square is then one matrix
-product. The two sums are built up the same tree and never as a difference of
-longer ones, so no factor exceeds 1 and none loses digits, however long or
-strong the decay, and a log-decay of -inf is like any other. The inverse of a
-block triangular matrix needs two more products, and is as stable as forward
-substitution: powers of A, which can be huge where the inverse is not, never
+and m is the last token of the earlier block. A square is then one matrix
+product. The two sums are built along the same tree and never as a difference of
+longer sums. So no factor exceeds 1 and none loses precision, however long or
+strong the decay, and a log-decay of -inf needs no special case. The inverse of
+a block triangular matrix needs two more products, and is as stable as forward
+substitution: powers of A, which can be huge where the inverse is not, do not
 occur.
 
-Nothing is saved but the arguments: backward runs the scan over states again.
+Only the arguments are saved: the backward pass recomputes the scan over states.
 Decays, the state and the inverse are float32 (float64 for float64 inputs); the
 wide products take bfloat16 operands when the inputs are bfloat16.
 """
@@ -41,7 +41,9 @@ import jax.numpy as jnp
 
 
 class _Square(NamedTuple):
-  """Of each pair of blocks: the later's rows and the earlier's columns."""
+  """For each pair of blocks: rows of the later and columns of the earlier
+  block.
+  """
 
   size: int
   rows_q: jax.Array  # [..., pairs, size, K]
@@ -86,8 +88,8 @@ def backward(q, k, v, g, beta, state, do, dstate, *, scale, chunk_size):
   do = _chunk(do.astype(state.dtype), length, chunk_size)
   beta_column = c.beta[..., None]
 
-  # With x the gradient of V - (exp(G) K) S, which is that of v:
-  # x = inverse^T beta (P^T do + (exp(G_C - G) K) dS).
+  # x is the gradient of V - (exp(G) K) S, which is also that of v: x =
+  # inverse^T beta (P^T do + (exp(G_C - G) K) dS).
   added = dot("...ij,...iv->...jv", pairs, do)
   x_own = dot("...ij,...iv->...jv", inverse, beta_column * added)
   x_state = dot("...ij,...ik->...jk", inverse, beta_column * c.k * c.left)
@@ -128,8 +130,8 @@ def backward(q, k, v, g, beta, state, do, dstate, *, scale, chunk_size):
     dpairs=dpairs,
     dq=dq_in + own * c.k,
     dk=dk_in + dk_out + own * c.q,
-    # A decay enters through its product with q or k alone: the gradient of its
-    # exponent is theirs times q or k.
+    # A decay enters only through its product with q or k, so the gradient of
+    # its exponent is the gradient of that product times q or k.
     dprefix=c.q * dq_in + c.k * dk_in,
     dsuffix=c.k * dk_out,
     dtotal=dwhole,
@@ -144,7 +146,7 @@ def backward(q, k, v, g, beta, state, do, dstate, *, scale, chunk_size):
 
 
 def _states(c, inverse, state, dot):
-  """Scans over the chunks: what each token adds, and the state before each."""
+  """Scans over chunks: what each token adds, and the state before each."""
   values = dot("...ij,...jv->...iv", inverse, c.v)
   reads = dot("...ij,...jk->...ik", inverse, c.k * c.carried)
   writes = c.beta[..., None] * c.k * c.left
@@ -183,16 +185,16 @@ def _tree(c, dot):
 
 
 def _tree_gradient(c, dkeys, dpairs, dq, dk, dprefix, dsuffix, dtotal, dot):
-  """Adds the gradients of q, k and g through the squares, down the tree.
+  """Adds the gradients of q, k and g through the squares, from the root down.
 
-  A prefix is a sum of log-decays from a block's start up to a token, a suffix
-  one from after a token to the block's end, and a total one over the block.
+  A prefix is the sum of log-decays from a block's start up to a token, a suffix
+  the sum from after a token to the block's end, a total the sum over the block.
   """
   dkeys, dpairs = dkeys[..., None, :, :], dpairs[..., None, :, :]
   dtotal = dtotal[..., None, None, :]
   for square in reversed(c.squares):
     size = square.size
-    # What is longer than a block goes through its total.
+    # Sums longer than a block contribute through the block's total.
     first, _ = _halves(dsuffix, size)
     _, second = _halves(dprefix, size)
     sums = [jnp.sum(x, axis=-2, keepdims=True) for x in (second, first)]
@@ -213,7 +215,7 @@ def _tree_gradient(c, dkeys, dpairs, dq, dk, dprefix, dsuffix, dtotal, dot):
     dk += part_k + part_columns
     dprefix += c.q * part_q + c.k * part_k
     dsuffix += c.k * part_columns
-  # Blocks of one token: its log-decay is the prefix and the total.
+  # In a block of one token, the log-decay is both prefix and total.
   return dq, dk, dprefix + dtotal.reshape(dprefix.shape)
 
 
@@ -251,7 +253,7 @@ def _chunks(q, k, v, g, beta, dtype, scale, chunk_size):
 
 
 def _halves(x, size, axis=-2):
-  """Even and odd blocks: two arrays, the axis in (number of pairs, size)."""
+  """Even and odd blocks: two arrays, with the axis split into (pairs, size)."""
   axis %= x.ndim
   shape = x.shape[:axis] + (-1, 2, size) + x.shape[axis + 1 :]
   x = x.reshape(shape)
@@ -262,7 +264,9 @@ def _halves(x, size, axis=-2):
 
 
 def _whole(even, odd):
-  """The inverse of `_halves` along the second last axis: [..., blocks, ...]."""
+  """The inverse of `_halves`, along the second-to-last axis: [..., blocks,
+  ...].
+  """
   shape = even.shape[:-3] + (2 * even.shape[-3],) + even.shape[-2:]
   return jnp.stack([even, odd], axis=-3).reshape(shape)
 
@@ -287,9 +291,9 @@ def _split(blocks):
 
 
 def _chunk(x, length, chunk_size):
-  """[B, T, H, ...] to [N, B, H, C, ...], with zeros where there is no token.
+  """[B, T, H, ...] to [N, B, H, C, ...], padded with zeros.
 
-  The tree wants a power of two; chunks of another size are padded, too.
+  The tree needs a power of two; chunks of other sizes are padded too.
   """
   size = min(chunk_size, length)
   number = -(-length // size)
@@ -310,7 +314,9 @@ def _unchunk(x, length, chunk_size):
 
 
 def _products(*arrays):
-  """Matrix products in bfloat16 if all arrays are, else in full precision."""
+  """Matrix products in bfloat16 if all arrays are bfloat16, else in full
+  precision.
+  """
   low = all(x.dtype == jnp.bfloat16 for x in arrays)
   return functools.partial(_dot, jnp.bfloat16 if low else None)
 
