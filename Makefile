@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-# Every target works in a fresh clone: it makes .venv from $(PYTHON) and
-# installs what it needs. `make demo PYTHON=python3.12` picks another Python.
+# Every target works in a fresh clone: it creates .venv from $(PYTHON) and
+# installs what it needs. `make demo PYTHON=python3.12` uses another Python.
 
 PYTHON ?= python3
 VENV ?= .venv
-# Tests spend their time in compilation, which keeps one core busy each; so does
-# a run of the sweep.
+# Tests mostly compile, which keeps one core busy per process; so does a run of
+# the sweep.
 JOBS ?= 2
 ARGS ?=
-# Experts are dealt to 16 devices, everything else is cut in 4; a device sees
-# one sequence of a microbatch.
+# Experts are distributed over 16 devices, everything else is cut in 4; a device
+# processes one sequence of each microbatch.
 POD ?= --config=configs/kimi_linear.py:size=48b --topology=v5p:4x4x4 \
   --config.mesh.data=1 --config.mesh.expert=16 --config.mesh.fsdp=4 \
   --config.optim.accumulate_steps=32
@@ -24,10 +24,10 @@ help:
 	@echo "make demo       train four residual schemes side by side (about 10"
 	@echo "                minutes on 2 cores) and write runs/demo/report.html"
 	@echo "make sweep      scaling laws of three schemes (about an hour on 2 idle"
-	@echo "                cores, over as many days as you like); writes"
+	@echo "                cores; stop and rerun it at any time); updates"
 	@echo "                runs/scaling/report.html while it runs"
-	@echo "make pod        compile the 48B training step for 64 chips of v5p, which"
-	@echo "                need not be there (about 7 minutes), and say what it takes"
+	@echo "make pod        compile the 48B training step for 64 TPU v5p chips, without"
+	@echo "                having them, and report memory and time (about 7 minutes)"
 	@echo "make test       run the tests"
 	@echo "make test-slow  run the slow tests too"
 	@echo "make lint       check style and types"
@@ -35,7 +35,7 @@ help:
 	@echo "make notebooks  run the notebooks"
 	@echo "make clean      remove the virtual environment"
 	@echo
-	@echo "PYTHON=python3.12 picks the interpreter, ARGS=... is passed on."
+	@echo "PYTHON=python3.12 selects the interpreter; ARGS=... is passed on."
 
 demo: $(VENV)/.demo-$(VERSION)
 	$(BIN)/python -m experiments.demo.run $(ARGS)
@@ -67,11 +67,11 @@ notebooks: $(VENV)/.dev-$(VERSION)
 clean:
 	rm -rf $(VENV)
 
-# One stamp per Python version: another PYTHON, or a changed pyproject.toml,
-# makes the environment anew or brings it up to date.
+# One stamp per Python version: another PYTHON recreates the environment, and a
+# changed pyproject.toml updates it.
 $(VENV)/.made-$(VERSION):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "$(PYTHON) is not a Python of 3.11 or newer: try" \
+	  { echo "$(PYTHON) is not Python 3.11 or newer; try" \
 	    "make PYTHON=python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
 	@touch $@
@@ -80,7 +80,7 @@ $(VENV)/.demo-$(VERSION): $(VENV)/.made-$(VERSION) pyproject.toml
 	$(BIN)/python -m pip install -qq --editable ".[plots]"
 	@touch $@
 
-# The compiler comes with the library that drives a TPU.
+# The compiler is part of the TPU library.
 $(VENV)/.pod-$(VERSION): $(VENV)/.made-$(VERSION) pyproject.toml
 	$(BIN)/python -m pip install -qq --editable ".[tpu]"
 	@touch $@

@@ -1,30 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """The depth of Kimi K3: 93 transformer blocks of width 7168, in blocks of 12.
 
-A preset of shapes, to compile, count and measure depth attention at; not the
-network, most of whose parts are not described here.
+A preset of shapes at which to compile, count and measure depth attention. It is
+not the actual network, whose other parts we mostly do not know.
 
   python -m attnres_jax.flops --config=configs/kimi_k3_attnres.py
   python -m attnres_jax.main --workdir=runs/k3 \
     --config=configs/kimi_k3_attnres.py:residual=block_attnres,runlocal
 
-Certain (its report and released configuration): 93 transformer blocks, 69 with
-KDA and 24 with MLA; width 7168; AttnRes blocks of 12 transformer blocks, which
-are 24 sublayers here, so that there are 8 of them, the last with 9 transformer
-blocks, and at most 9 sources with the embedding; the epsilon 1e-5; two reads
-per transformer block and one at the output.
+Published, in its report or released configuration: 93 transformer blocks, 69
+with KDA and 24 with MLA; width 7168; epsilon 1e-5; AttnRes blocks of 12
+transformer blocks (24 sublayers), so 8 blocks, the last with 9 transformer
+blocks, and at most 9 sources including the embedding; two reads per transformer
+block and one at the output.
 
-Stand-ins: where the 24 MLA are (every fourth and the last, as in Kimi Linear,
-which gives the right count), their gate, which is left out; number of heads,
-experts and their width (the real network has 2.8T parameters, 104B of them
-activated; this one 1.1T and 55B); vocabulary. `runlocal` keeps a short last
-block.
+Stand-ins: the positions of the 24 MLA (every fourth and the last, as in Kimi
+Linear, which gives the right count); MLA without its gate; the number of heads,
+the number and width of experts, and the vocabulary. The real network has 2.8T
+parameters, 104B of them activated; this one has 1.1T and 55B. `runlocal` also
+ends with a shorter block.
 """
 
 from attnres_jax import config as c
 from attnres_jax.scaling import architecture
 
-# What `get_config` takes; tests build every value.
+# What `get_config` accepts; tests build every value.
 ARGUMENTS = {
   "residual": ("block_attnres", "prenorm"),
   "runlocal": (False, True),
@@ -42,7 +42,7 @@ def get_config(arg=None):
   model.residual.name, model.residual.block_size = arg.residual, 24
   model.norm_eps = 1e-5
   model.dtype, model.remat = "bfloat16", "full"
-  # Stand-ins from here on.
+  # The rest are stand-ins.
   model.num_heads = 56
   model.moe.num_experts, model.moe.expert_width = 256, 2048
   model.moe.dense_layers, model.mlp_width = 1, 9 * 2048
@@ -51,7 +51,7 @@ def get_config(arg=None):
   config.optim.name, config.optim.schedule = "muon", "wsd"
 
   if arg.runlocal:
-    # Seven transformer blocks by two: the last block has one.
+    # Seven transformer blocks in AttnRes blocks of two: the last has one.
     model.num_layers, model.residual.block_size = 7, 4
     model.width, model.num_heads, model.mlp_width = 64, 2, 128
     model.kda.head_width = model.kda.gate_rank = 16

@@ -15,16 +15,16 @@ compiling.
   size      194m 241m 296m 436m 528m: rows of the paper's Table 2
             48b: its section 5.2; 48b_32m: the batch and learning rate of the
             Kimi Linear report for the same network
-  experts   routed ones; the released model has 256
+  experts   number of routed experts; the released model has 256
 
-The sizes are for a vocabulary of 163,840. Give them tokens of your own:
+The sizes have a vocabulary of 163,840. To train on your own tokens:
 
   --config.data.source=tokens --config.data.path=... \
   --config.data.tokenizer=ids
 
-The counts of Table 2 come out with experts=512 and
---config.model.moe.dense_layers=0. What is published, what follows from it and
-what is our choice: docs/kimi_linear.md.
+To reproduce the counts of Table 2, use experts=512 and
+--config.model.moe.dense_layers=0. docs/kimi_linear.md says what is published,
+what is derived and what is our choice.
 """
 
 from attnres_jax import config as c
@@ -32,13 +32,14 @@ from attnres_jax.scaling import architecture
 from attnres_jax.scaling import paper
 
 SMALL = {size.name.lower(): size for size in paper.TABLE_2}
-# Tokens per batch, sequences of 4096, and peak learning rate. The paper gives
-# no rate for its 8M: the report's at 32M, by the root of the ratio.
+# Tokens per batch (sequences of 4096) and peak learning rate. The paper gives
+# no rate for its 8M: this is the report's rate at 32M, scaled by the square
+# root of the ratio.
 LARGE = {"48b": (8 * 2**20, 5.5e-4), "48b_32m": (32 * 2**20, 1.1e-3)}
 LARGE_TOKENS = 1e12
 LARGE_SEQUENCE_LENGTH = 4096
 
-# What `get_config` takes; tests build every value.
+# What `get_config` accepts; tests build every value.
 ARGUMENTS = {
   "size": (*SMALL, *LARGE),
   "residual": ("prenorm", "rescaled", "full_attnres", "block_attnres"),
@@ -77,7 +78,7 @@ def _network(model, arg):
   model.moe.num_experts, model.moe.top_k = arg.experts, 8
   model.moe.expert_width = shape.expert_width
   model.moe.dense_layers = 1
-  # As wide as all experts that a token activates.
+  # As wide as all experts that a token activates together.
   model.mlp_width = (8 + 1) * shape.expert_width
   model.vocab_size = architecture.VOCAB_SIZE
   model.norm_eps = 1e-5

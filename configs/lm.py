@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoder-only language models, any residual scheme.
+"""Decoder-only language models with any residual scheme.
 
   python -m attnres_jax.main \
     --config=configs/lm.py:size=tiny,residual=block_attnres --workdir=runs/tiny
@@ -20,7 +20,7 @@ SIZES = {
   "large": (2048, 24, 16, 5504, 8, 2048, 256, 40_000, 3e-4),
 }
 
-# What `get_config` takes; tests build every combination.
+# What `get_config` accepts; tests build every combination.
 ARGUMENTS = {
   "size": tuple(SIZES),
   "residual": ("prenorm", "rescaled", "full_attnres", "block_attnres"),

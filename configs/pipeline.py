@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The language models of `lm.py`, their depth spread over a pipeline.
+"""The language models of `lm.py`, split over the ranks of a pipeline.
 
   JAX_NUM_CPU_DEVICES=8 python -m attnres_jax.main \
     --config=configs/pipeline.py:size=micro --workdir=runs/pipeline \
     --config.mesh.stage=4 --config.pipeline.virtual_stages=2 \
     --config.pipeline.microbatches=8
 
-Takes the arguments of `lm.py`. Any other config becomes a pipeline by the same
-overrides; `attnres_jax.pipeline` says what they mean.
+Takes the arguments of `lm.py`. The same overrides turn any other config into a
+pipeline; see docs/pipeline.md.
 """
 
 import pathlib

@@ -17,12 +17,12 @@
 #
 # [![Open In Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/attnres-jax/attnres-jax/blob/main/notebooks/pipeline.ipynb)
 #
-# Block AttnRes lets every sublayer read all blocks before it, so a boundary
-# between two devices carries a history instead of one hidden state. Section 4.1 of
-# the [paper](https://arxiv.org/abs/2603.15031) spares most of that with a cache.
-# Choose a pipeline below and run what follows again: who works on what, what
-# crosses each boundary, what a device holds. Nothing is trained, no device is
-# needed, and it takes a few seconds.
+# In Block AttnRes every sublayer reads all earlier blocks, so a boundary
+# between two devices carries a history instead of one hidden state. Section 4.1
+# of the [paper](https://arxiv.org/abs/2603.15031) avoids most of these
+# transfers with a cache. Choose a pipeline below and rerun the cells after it
+# to see which rank works on what, what crosses each boundary, and what a device
+# holds. Nothing is trained, no device is needed, and it takes a few seconds.
 
 # %%
 import importlib.util
@@ -45,12 +45,12 @@ from attnres_jax.pipeline import schedule as schedule_lib
 # ## Choose a pipeline
 #
 # - P `ranks`: devices in a row;
-# - V `virtual_stages`: chunks of the depth on each of them, a turn of the ring
+# - V `virtual_stages`: chunks of the depth per device, one turn of the ring
 #   apart, so that chunk $c$ of $PV$ is on rank $c \bmod P$;
 # - K `chunks_per_block`: how many chunks an AttnRes block spans;
 # - M `microbatches`: a multiple of P.
 #
-# The first choice is that of the paper's Fig. 3.
+# The default is the paper's Fig. 3.
 
 # %%
 ranks = 4  # @param {type: "slider", min: 1, max: 16}
@@ -68,20 +68,21 @@ print(
 )
 
 # %% [markdown]
-# ## Who works on what
+# ## Which rank works on what
 #
-# Backward takes twice as long as forward. Colours are virtual stages, numbers are
-# microbatches; light is forward, dark is backward, white is idle. In `lockstep`
-# all ranks start a tick together, as in one compiled program; otherwise each goes
-# on as soon as its input is there. Try `1f1b` in both.
+# Backward takes twice as long as forward. Colours are virtual stages, numbers
+# are microbatches; light is forward, dark is backward, white is idle. In
+# `lockstep` all ranks start a tick together, as in one compiled program;
+# otherwise each continues as soon as its input arrives. Try `1f1b` in both
+# modes.
 
 # %%
 drawing.draw_schedule(schedule, lockstep=lockstep)
 plt.show()
 
 # %% [markdown]
-# All three orders beside each other: idle time over work time, and how many units
-# (chunks of microbatches) wait for their backward on the fullest rank.
+# All three orders compared: idle time over work time, and how many units
+# (chunks of microbatches) wait for their backward pass on the fullest rank.
 
 # %%
 header = ["order", "bubble, lockstep", "bubble, free", "units in flight"]
@@ -103,9 +104,10 @@ print(f"\nideal, (P - 1) / (V M): {ideal:.1%}")
 # %% [markdown]
 # ## What crosses each boundary
 #
-# In vectors of [tokens, width] per microbatch, forward; backward sends as many
-# gradients the other way. Three rules say what a rank keeps: nothing (`naive`,
-# Eq. 7), what it received (`cached`, Eq. 8), also what it made (`minimum`).
+# In vectors of [tokens, width] per microbatch in the forward pass; the backward
+# pass sends as many gradients the other way. Three rules say what a rank keeps:
+# nothing (`naive`, Eq. 7), what it received (`cached`, Eq. 8), or also what it
+# computed (`minimum`).
 
 # %%
 drawing.draw_transfers(layout)
@@ -134,14 +136,14 @@ print(text_table.table(header, table))
 print(f"\nrunning sums of open blocks: {layout.total_partials()} more")
 
 # %% [markdown]
-# The last column is what a program in lockstep carries: the message over a link is
-# as large at every tick as any chunk behind that link needs.
+# The last column is what a program in lockstep sends: at every tick, the
+# message over a link is as large as the largest that any chunk behind it needs.
 #
-# ## One microbatch's life
+# ## The life of a microbatch
 #
 # `b2@5` is block 2 in slot 5 of the rank's pool, `p` the running sum of an open
-# block; `db2` and `dp` are gradients. Forward looks up what earlier chunks of the
-# same rank left there, so only what is missing arrives.
+# block; `db2` and `dp` are gradients. The forward pass looks up what earlier
+# chunks of the same rank stored, so only the missing blocks arrive.
 
 # %%
 rule = "minimum"  # @param ["naive", "cached", "minimum"]
@@ -152,9 +154,10 @@ print(life.life_text(schedule, microbatch, rule=rule))
 # %% [markdown]
 # ## What a rank holds
 #
-# The schedule knows when a vector is first and last needed, so slots are numbered
-# before anything runs. The pool is as large as the most that live at once; a ring
-# of 2P microbatches with all blocks would be as large as the dotted line.
+# The schedule knows when a vector is first and last needed, so slots are
+# assigned before anything runs. The pool is as large as the maximum number of
+# live vectors; a ring buffer of 2P microbatches with all blocks would be as
+# large as the dotted line.
 
 # %%
 figure, axes = plt.subplots(figsize=(8, 3.2), layout="constrained")
@@ -210,5 +213,5 @@ plt.show()
 #   --config.pipeline.microbatches=16 --config.data.batch_size=32
 # ```
 #
-# `docs/pipeline.md` explains the program that follows these plans;
+# `docs/pipeline.md` explains the program that executes these plans;
 # `experiments/pipeline_cost` measures it.

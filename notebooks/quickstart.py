@@ -16,19 +16,19 @@
 #
 # [![Open In Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/attnres-jax/attnres-jax/blob/main/notebooks/quickstart.ipynb)
 #
-# A residual stream adds up everything that the layers before have put out.
-# [Attention Residuals](https://arxiv.org/abs/2603.15031) let every sublayer
-# *choose*: it attends over depth, with one learned pseudo-query $w_l$,
+# A residual stream adds up the outputs of all earlier layers. With [Attention
+# Residuals](https://arxiv.org/abs/2603.15031) every sublayer *chooses* what it
+# reads: it attends over depth, with one learned pseudo-query $w_l$,
 #
 # $$h_l = \sum_{i<l} \alpha_{i \to l}\, v_i, \qquad
 #   \alpha_{\cdot \to l} = \operatorname{softmax}_i\big(
 #   w_l \cdot \mathrm{RMSNorm}(v_i)\big),$$
 #
 # where $v_0$ is the embedding and $v_i$ the output of sublayer $i$. The Block
-# variant attends over sums of a few sublayers instead, which is nearly free.
+# variant attends over sums of a few sublayers instead, which costs little.
 #
-# This notebook builds, trains, compares and looks inside. It takes two or three
-# minutes on a CPU.
+# This notebook builds, trains and compares networks, and looks inside them. It
+# takes two or three minutes on a CPU.
 
 # %%
 import importlib.util
@@ -64,8 +64,9 @@ print("jax", jax.__version__, "on", jax.devices())
 # %% [markdown]
 # ## The operator
 #
-# `depth_attention` mixes sources per token. With a query of zero it is their
-# mean, which is where every network starts; along a source, it picks that one.
+# `depth_attention` mixes sources per token. A zero query gives their mean,
+# which is how every network starts; a large query along one source selects that
+# source.
 
 # %%
 sources = jax.random.normal(jax.random.key(0), (3, 1, 4, 8))  # M, B, T, D
@@ -80,8 +81,8 @@ print(float(jnp.abs(mixed[1, 0, 0] - sources[1, 0, 0]).max()))
 # %% [markdown]
 # ## Build
 #
-# A residual scheme is a name in the configuration. Everything else of the
-# network stays what it is, and so do its initial weights.
+# A residual scheme is a name in the configuration. The rest of the network and
+# its initial weights stay the same.
 
 
 # %%
@@ -113,11 +114,12 @@ for name, model in networks.items():
   print(f"{plots.name_of(name):15} {count:,} parameters")
 
 # %% [markdown]
-# Before training all three are the same function. Zero queries average what
-# PreNorm adds up, and the norm in front of each sublayer removes the factor in
-# which the two differ. (Only its epsilon would notice, as states are small at
-# the start. Here it is made tinier still.) So a trained PreNorm network can
-# become an AttnRes network without losing anything.
+# Before training, all three are the same function. Zero queries average what
+# PreNorm adds up, and the norm in front of each sublayer removes the constant
+# factor between the two. (Only the epsilon of the norm makes a difference,
+# because states are small at the start; here we make it even smaller.) So a
+# trained PreNorm network can be turned into an AttnRes network without losing
+# anything.
 
 # %%
 tokens = np.asarray([list(b"for name in sorted(names):")], np.int32)
@@ -133,9 +135,9 @@ for name in schemes[1:]:
 # %% [markdown]
 # ## Train
 #
-# The text is what every machine has: the standard library of the Python that
-# runs this. `train_and_evaluate` is what `python -m attnres_jax.main` calls; it
-# resumes if you stop it and run the cell again.
+# The text is one that every machine has: the standard library of the running
+# Python. `train_and_evaluate` is what `python -m attnres_jax.main` calls; if
+# you stop it, rerun the cell to resume.
 
 # %%
 folder = tempfile.mkdtemp(prefix="attnres_")
@@ -166,13 +168,14 @@ plots.style(axes)
 plt.show()
 
 # %% [markdown]
-# One seed, small networks, a minute of training: a difference here is a hint at
-# best. `make demo` trains longer, with two seeds, and writes a report.
+# With one seed, small networks and a minute of training, a difference is a hint
+# at best. `make demo` trains longer, with two seeds, and writes a report.
 #
 # ## Look at the depth weights
 #
-# Rows are transformer blocks, columns are sources; what attention sublayers
-# read on the left, what MLPs read on the right. Rows started uniform.
+# Rows are transformer blocks and columns are sources. The left panels show what
+# attention sublayers read, the right panels what MLPs read. Before training,
+# every row is uniform.
 
 # %%
 trained = {}
@@ -190,9 +193,9 @@ plots.depth_weights(
 )
 
 # %% [markdown]
-# The same as matrices over *all* values, for any scheme: how much of every
+# The same as a matrix over *all* values, for any scheme: how much of every
 # $v_i$ reaches every $h_l$. PreNorm is all ones below the diagonal; in a Block
-# matrix the values of one block share their weight.
+# matrix, the values of one block share their weight.
 
 # %%
 plots.mixing_matrices(
@@ -208,4 +211,4 @@ plots.mixing_matrices(
 # - `make demo`: four schemes, two seeds, a report with plots.
 # - `python -m attnres_jax.main --config=configs/lm.py:size=tiny,residual=block_attnres --workdir=runs/tiny`:
 #   a run of your own.
-# - `docs/architecture.md`: where things are, and how to add a scheme.
+# - `docs/architecture.md`: where everything is, and how to add a scheme.

@@ -18,11 +18,11 @@
 #
 # The [paper](https://arxiv.org/abs/2603.15031) trains each of its schemes at
 # five sizes (Table 2), fits a law $L = A\, C^{-\alpha}$ to their losses over
-# compute (Fig. 4), and reads off that the baseline needs 1.25 times the compute
-# for the loss of Block AttnRes.
+# compute (Fig. 4), and concludes that the baseline needs 1.25 times the compute
+# to reach the loss of Block AttnRes.
 #
-# This notebook fits Table 2 again, under three ways to count $C$, and with
-# intervals; then it puts your own runs beside it. Nothing is trained, and it
+# This notebook fits Table 2 again, with three ways to count $C$ and with
+# intervals, and then compares your own runs with it. Nothing is trained, and it
 # takes a few seconds.
 
 # %%
@@ -57,10 +57,10 @@ labels = {scheme: figures.name_of(scheme) for scheme in schemes}
 # %% [markdown]
 # ## What was published
 #
-# Losses of one row differ by the scheme alone. The gaps do not shrink with size.
+# Within a row, only the scheme differs. The gaps do not shrink with size.
 
 # %%
-header = ["size", "tokens, B", *labels.values(), "Block less PreNorm"]
+header = ["size", "tokens, B", *labels.values(), "Block - PreNorm"]
 table = []
 for size in paper.TABLE_2:
   losses = [size.loss(scheme) for scheme in schemes]
@@ -69,14 +69,14 @@ for size in paper.TABLE_2:
 print(text_table.table(header, table))
 
 # %% [markdown]
-# ## Choose what compute is
+# ## Choose how to count compute
 #
-# The paper does not say how it counts. Change the choice and run what follows
-# again:
+# The paper does not say how it counts. Change the choice and rerun the cells
+# below:
 #
 # - `6nd`: six FLOPs per activated parameter and token;
-# - `attention`: and the attention over the sequence;
-# - `residual`: and what the residual scheme itself does.
+# - `attention`: plus attention over the sequence;
+# - `residual`: plus the residual scheme itself.
 
 # %%
 counting = "attention"  # @param ["6nd", "attention", "residual"]
@@ -84,8 +84,8 @@ counting = "attention"  # @param ["6nd", "attention", "residual"]
 # %% [markdown]
 # ## Fit it again
 #
-# Least squares in $\ln L$. There is one run per size, so the 90 % intervals come
-# from drawing sizes with replacement, the same ones for all schemes.
+# Least squares in $\ln L$. There is one run per size, so the 90 % intervals
+# come from resampling the sizes, the same ones for all schemes.
 
 
 # %%
@@ -120,9 +120,9 @@ print(text_table.table(header, table))
 # %% [markdown]
 # ## Fig. 4, printed and fitted again
 #
-# Left: the points of Table 2 under the counting chosen above, with the laws that
-# the paper prints. Points that are off their lines were counted or fitted in
-# another way there. Right: the same points with laws of their own, and 90 % bands.
+# Left: the points of Table 2, counted as chosen above, with the laws that the
+# paper prints. Points that are off their lines must have been counted or fitted
+# differently. Right: the same points with our fits and 90 % bands.
 
 # %%
 figure, axes = plt.subplots(
@@ -143,9 +143,9 @@ plt.show()
 # %% [markdown]
 # ## How much compute is saved
 #
-# The advantage is the compute at which PreNorm reaches what the other scheme
-# reaches at $C$, over $C$. First from the printed laws, at the paper's 5.6
-# PFLOP/s-days:
+# The advantage is the compute that PreNorm needs for the loss that the other
+# scheme reaches at $C$, divided by $C$. First from the printed laws, at the
+# paper's 5.6 PFLOP/s-days:
 
 # %%
 at = paper.PUBLISHED_COMPUTE
@@ -155,8 +155,8 @@ for scheme in schemes:
   print(f"{labels[scheme]:15} {printed[scheme](at):.3f}  {ratio.value:.2f}x")
 
 # %% [markdown]
-# Printed laws have three decimals. Any number that rounds to one of them could
-# be behind it; how far apart are the advantages that this allows?
+# Printed laws have three decimals. How much can the advantage vary within this
+# rounding?
 
 # %%
 half = 0.0005
@@ -170,12 +170,12 @@ for signs in itertools.product((-half, half), repeat=4):
     )
   ]
   ratios.append(scaling.compute_advantage(*laws, at).value)
-print(f"Block AttnRes: {min(ratios):.2f}x to {max(ratios):.2f}x by rounding")
+print(f"Block AttnRes: {min(ratios):.2f}x to {max(ratios):.2f}x from rounding")
 
 # %% [markdown]
-# Now from the fits, under each counting, with their intervals, at the compute of
-# the largest size. Compare the columns: the advantage hardly depends on how
-# compute is counted, and five sizes of one seed leave it a wide interval.
+# Now from the fits, for each way of counting, with intervals, at the compute of
+# the largest size. The advantage hardly depends on how compute is counted, and
+# with five sizes and one seed its interval is wide.
 
 # %%
 header = ["C", "at", *list(labels.values())[1:]]
@@ -196,7 +196,8 @@ print(text_table.table(header, table))
 # %% [markdown]
 # ## An irreducible loss?
 #
-# $L = A\, C^{-\alpha} + E$ has one number more. Five points do not determine it:
+# $L = A\, C^{-\alpha} + E$ has one more parameter. Five points do not determine
+# it:
 
 # %%
 for scheme in schemes:
@@ -217,18 +218,19 @@ for scheme in schemes:
 # python -m experiments.scaling_law.run collect --workdir=runs/scaling --out=rows.csv
 # ```
 #
-# Name the file here; in a clone of the repository, the default holds its laptop
-# runs. Losses of other data and tokenizers do not share an axis with the paper's,
-# so there are two panels; slopes and gaps can be compared, heights cannot.
+# Enter the file here; in a clone of the repository, the default is its laptop
+# sweep. Losses on other data and tokenizers cannot share an axis with the
+# paper's, so there are two panels: slopes and gaps can be compared, values
+# cannot.
 
 # %%
 own_rows = "experiments/scaling_law/results.csv"  # @param {type: "string"}
 
-# Jupyter may run in the clone, or in its folder of notebooks.
+# Jupyter may run in the clone or in its notebooks folder.
 places = (pathlib.Path(folder, own_rows) for folder in (".", ".."))
 path = next((path for path in places if path.exists()), None)
 if path is None:
-  print(f"{own_rows} is not here")
+  print(f"{own_rows} not found")
 else:
   own_runs = rows.by_scheme(csv_rows.read(path), counting)
   several = {
