@@ -39,8 +39,8 @@ def run(command: Callable[..., Any], *args: Any) -> int:
     notes = getattr(error, "__notes__", [])
     return _report("; ".join([str(error), *notes]), 1)
   except OSError as error:
-    named = f"{error.filename}: {error.strerror}" if error.filename else error
-    return _report(str(named), 1)
+    where = f"{error.filename}: " if error.filename else ""
+    return _report(f"{where}{error.strerror or error}", 1)
   except jax.errors.JaxRuntimeError as error:
     return _report(str(error).strip().partition("\n")[0], 1)
 

@@ -6,13 +6,20 @@ reports) goes through `write`, so that a kill or a full disk leaves the old text
 or the new one. Metrics are appended, and checkpoints committed, elsewhere.
 """
 
+from collections.abc import Sequence
 import contextlib
 import errno
+import json
 import os
+import stat
 from typing import Any
 
 from etils import epath
 
+from attnres_jax import config as config_lib
+
+# What file systems of Linux and macOS allow.
+_NAME_BYTES = 255
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # Libraries in C++ report it in words.
 _FULL_WORDS = ("no space left on device", "disk quota exceeded")
@@ -50,6 +57,64 @@ def write(path: epath.PathLike, text: str) -> None:
   except OSError:
     temporary.unlink(missing_ok=True)
     raise
+
+
+def read_json(path: epath.PathLike) -> dict[str, Any]:
+  """The object in a JSON file.
+
+  Raises:
+    ValueError: the file holds no JSON object; says why in one line.
+  """
+  try:
+    values = json.loads(epath.Path(path).read_bytes())
+  except RecursionError as error:
+    raise ValueError("nested too deeply") from error
+  if not isinstance(values, dict):
+    raise ValueError(f"{type(values).__name__} in place of an object")
+  return values
+
+
+def check_path(name: str, path: str, schemes: Sequence[str]) -> epath.Path:
+  """A path on a disk or in an object store that there is a client for.
+
+  Raises:
+    ConfigError: it is neither, or no path at all.
+  """
+  scheme, remote, _ = path.partition("://")
+  accepted = " or ".join(["a local path", *(f"{s}://" for s in schemes)])
+  if not path or "\0" in path or (remote and scheme not in schemes):
+    config_lib.fail_argument(name, path, accepted)
+  try:
+    return epath.Path(path).expanduser()
+  except RuntimeError as error:  # ~name of nobody
+    config_lib.fail_argument(name, path, f"{accepted} ({error})")
+
+
+def check_folder(name: str, path: str) -> epath.Path:
+  """A folder that is there, or can be made, and can be written.
+
+  Raises:
+    ConfigError: neither is so.
+  """
+  folder = check_path(name, path, ("gs",))
+  if is_remote(folder):
+    return folder
+  if any(len(os.fsencode(part)) > _NAME_BYTES for part in folder.parts):
+    config_lib.fail_argument(
+      name, path, f"names of {_NAME_BYTES} bytes at most"
+    )
+  place = os.path.abspath(folder)
+  try:
+    while not os.path.lexists(place):
+      place = os.path.dirname(place)
+    is_folder = stat.S_ISDIR(os.stat(place).st_mode)
+  except OSError as error:
+    config_lib.fail_argument(name, path, f"a folder ({error.strerror})")
+  if not is_folder:
+    config_lib.fail_argument(name, path, f"a folder ({place} is none)")
+  if not os.access(place, os.W_OK | os.X_OK):
+    config_lib.fail_argument(name, path, f"write access to {place}")
+  return folder
 
 
 def is_disk_full(error: BaseException | None) -> bool:

@@ -28,6 +28,7 @@ import jax
 
 from attnres_jax import command_line
 from attnres_jax import config as config_lib
+from attnres_jax import files
 from attnres_jax import train
 
 _WORKDIR = flags.DEFINE_string(
@@ -61,10 +62,7 @@ def _train() -> None:
   config = command_line.config_of_flags()
   if not _WORKDIR.value:
     raise config_lib.ConfigError("--workdir: missing, expected a folder")
-  if "://" not in _WORKDIR.value and os.path.isfile(_WORKDIR.value):
-    raise config_lib.ConfigError(
-      f"--workdir: got {_WORKDIR.value!r}, a file, expected a folder"
-    )
+  files.check_folder("--workdir", _WORKDIR.value)
   command_line.connect(
     _DISTRIBUTED.value,
     _COORDINATOR.value,

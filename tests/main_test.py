@@ -153,7 +153,7 @@ def test_bad_workdir(command, tmp_path):
   ]
   (tmp_path / "file").write_text("")
   status, err = command(workdir=str(tmp_path / "file"))
-  assert status == 2 and len(err) == 1 and "a file, expected a folder" in err[0]
+  assert status == 2 and len(err) == 1 and "expected a folder" in err[0]
 
 
 def test_a_pod_needs_no_addresses(command, monkeypatch):

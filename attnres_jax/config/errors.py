@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one-line error of a bad field, and the checks that raise it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 import contextlib
 import difflib
+import os
 import traceback
 from typing import Any, NoReturn, TypeVar
 
@@ -30,10 +31,7 @@ def fail_argument(name: str, value: Any, accepted: str) -> NoReturn:
 
 def choose(field: str, name: str, table: Mapping[str, T]) -> T:
   """Looks `name` up in a registry, or says which names there are."""
-  if name not in table:
-    hint = difflib.get_close_matches(name, table, n=1)
-    suffix = f" (did you mean {hint[0]!r}?)" if hint else ""
-    fail(field, name, "one of " + ", ".join(sorted(table)) + suffix)
+  check_in(f"config.{field}", name, table)
   return table[name]
 
 
@@ -46,11 +44,17 @@ def running(path: str) -> Iterator[None]:
     raise
   except (Exception, SystemExit) as error:
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [f":{frame.lineno}" for frame in frames if frame.filename == path]
+    names = path, os.path.abspath(path)
+    lines = [f":{frame.lineno}" for frame in frames if frame.filename in names]
     text = " ".join(f"{type(error).__name__}: {error}".split())
     where = path + (lines[-1] if lines else "")
     raise ConfigError(f"config file failed at {where}: {text}") from error
 
 
-def check_in(field: str, value: str, names: Sequence[str]) -> None:
-  choose(field, value, dict.fromkeys(names))
+def check_in(argument: str, name: str, names: Iterable[str]) -> None:
+  """Raises unless it is one of the names; suggests the nearest."""
+  names = list(names)
+  if name not in names:
+    hint = difflib.get_close_matches(name, names, n=1)
+    suffix = f" (did you mean {hint[0]!r}?)" if hint else ""
+    fail_argument(argument, name, "one of " + ", ".join(sorted(names)) + suffix)

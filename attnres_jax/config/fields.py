@@ -42,6 +42,7 @@ Devices = Annotated[int, _DEVICES]
 # What is unrolled in a program, or started at once, has a limit of its own.
 Layers = Annotated[int, _ABOVE_0._replace(most=100_000)]
 Iterations = Annotated[int, _ABOVE_0._replace(most=100)]
+Tokens = Annotated[int, _ABOVE_0._replace(most=1_000_000)]
 Threads = Annotated[int, _AT_LEAST_0._replace(most=1000)]
 # JAX and grain would take the rest of the division by 2**32.
 Seed = Annotated[int, _AT_LEAST_0._replace(most=2**32 - 1)]
@@ -55,10 +56,10 @@ Decay = Annotated[float, _DECAY]
 class Checked:
   """Base of the dataclasses of a config; `prefix` is where they are in it."""
 
-  _prefix = ""
+  _prefix = "config."
 
   def __init_subclass__(cls, prefix: str = ""):
-    cls._prefix = f"{prefix}." if prefix else ""
+    cls._prefix = f"config.{prefix}." if prefix else "config."
 
   def __post_init__(self):
     for name, kind in _kinds(type(self)).items():
@@ -66,39 +67,39 @@ class Checked:
       object.__setattr__(self, name, value)
 
 
-def accept(field: str, value: Any, kind: Any) -> Any:
-  """`value` as the type of a field, such as 1 as 1.0.
+def accept(name: str, value: Any, kind: Any) -> Any:
+  """`value` as the type of the field or argument `name`, such as 1 as 1.0.
 
   Raises:
     ConfigError: it is of another type, or not among what the field accepts.
   """
   origin, args = typing.get_origin(kind), typing.get_args(kind)
   if origin is Annotated:
-    value = accept(field, value, args[0])
+    value = accept(name, value, args[0])
     test, words, most = args[1]
     if not test(value):
-      errors.fail(field, value, words)
+      errors.fail_argument(name, value, words)
     if args[0] is int and value > most:
-      errors.fail(field, value, f"a number up to {most}")
+      errors.fail_argument(name, value, f"a number up to {most}")
     return value
   if origin is Literal:
-    errors.check_in(field, accept(field, value, str), args)
+    errors.check_in(name, accept(name, value, str), args)
     return value
   if origin is tuple:
     if not isinstance(value, (list, tuple)):
-      errors.fail(field, value, f"a tuple of {args[0].__name__}")
-    return tuple(accept(field, one, args[0]) for one in value)
+      errors.fail_argument(name, value, f"a tuple of {args[0].__name__}")
+    return tuple(accept(name, one, args[0]) for one in value)
   if dataclasses.is_dataclass(kind) and not isinstance(value, kind):
-    errors.fail(field, value, f"fields of {kind.__name__}")
+    errors.fail_argument(name, value, f"fields of {kind.__name__}")
   allowed = {int: numbers.Integral, float: numbers.Real}.get(kind, kind)
   if not isinstance(value, allowed) or isinstance(value, bool) > (kind is bool):
-    errors.fail(field, value, f"a value of type {kind.__name__}")
+    errors.fail_argument(name, value, f"a value of type {kind.__name__}")
   if kind is str and "\0" in value:
-    errors.fail(field, value, "text without a null character")
-  return _number(field, value, kind) if kind in (int, float) else value
+    errors.fail_argument(name, value, "text without a null character")
+  return _number(name, value, kind) if kind in (int, float) else value
 
 
-def _number(field: str, value: Any, kind: type) -> int | float:
+def _number(name: str, value: Any, kind: type) -> int | float:
   if kind is int:
     return int(value)
   try:
@@ -106,9 +107,9 @@ def _number(field: str, value: Any, kind: type) -> int | float:
   except OverflowError:
     number = math.inf
   if not math.isfinite(number):
-    errors.fail(field, value, "a finite number")
+    errors.fail_argument(name, value, "a finite number")
   if number and not _FLOAT32_MIN <= abs(number) < _FLOAT32_MAX:
-    errors.fail(field, value, "a number within the range of float32")
+    errors.fail_argument(name, value, "a number within the range of float32")
   return number
 
 

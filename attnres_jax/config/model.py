@@ -208,9 +208,9 @@ class ModelConfig(fields.Checked, prefix="model"):
     if not 1 <= len(self.mixers) <= self.num_layers:
       errors.fail("model.mixers", self.mixers, accepted)
     for mixer in self.mixers:
-      errors.check_in("model.mixers", mixer, MIXERS)
+      errors.check_in("config.model.mixers", mixer, MIXERS)
     if self.last_mixer:
-      errors.check_in("model.last_mixer", self.last_mixer, MIXERS)
+      errors.check_in("config.model.last_mixer", self.last_mixer, MIXERS)
     elif self.num_layers % len(self.mixers):
       errors.fail(
         "model.num_layers",

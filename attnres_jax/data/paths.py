@@ -2,8 +2,8 @@
 """Finding and opening data files, local or in a bucket.
 
 Paths go through etils.epath, so `gs://` works where the matching client is
-installed. Files are read through a memory map or a library that wants a local
-file name, so a remote file is first copied into a cache folder, once, whole:
+installed. Libraries that read files want a local name, and so does random
+access, so a remote file is first copied into a cache folder, once, whole:
 `$ATTNRES_JAX_CACHE`, or `~/.cache/attnres_jax`.
 """
 
@@ -17,6 +17,7 @@ import shutil
 from etils import epath
 
 from attnres_jax import config as config_lib
+from attnres_jax import files as files_lib
 
 
 def list_files(
@@ -34,7 +35,7 @@ def list_files(
   Raises:
     ConfigError: nothing is there.
   """
-  root = epath.Path(path).expanduser()
+  root = check(field, path)
   if glob.has_magic(path):
     files = [p for p in _glob(field, root) if p.is_file()]
   elif root.is_file():
@@ -47,6 +48,21 @@ def list_files(
     kind = " or ".join(f"*{s}" for s in suffixes) or "files"
     config_lib.fail(field, path, f"a file, or a folder or glob with {kind}")
   return sorted(files)
+
+
+def check(field: str, path: str) -> epath.Path:
+  """A path that can be looked up: any local one, or in a known kind of store.
+
+  Raises:
+    ConfigError: naming `field`.
+  """
+  name = f"config.{field}"
+  checked = files_lib.check_path(name, path, ("gs", "s3", "az"))
+  try:
+    checked.exists()
+  except OSError as error:
+    config_lib.fail(field, path, f"a path that can be read ({error.strerror})")
+  return checked
 
 
 def relative_names(path: str, files: Sequence[epath.Path]) -> list[str]:
@@ -62,15 +78,11 @@ def relative_names(path: str, files: Sequence[epath.Path]) -> list[str]:
 def local_file(path: epath.Path) -> str:
   """A local file with the content of `path`: itself, or its cached copy."""
   name = os.fspath(path)
-  if not is_remote(path):
+  if not files_lib.is_remote(path):
     return name
   folder = os.environ.get("ATTNRES_JAX_CACHE")
   folder = pathlib.Path(folder or "~/.cache/attnres_jax").expanduser()
   return str(cached_copy(path, folder))
-
-
-def is_remote(path: epath.Path) -> bool:
-  return "://" in os.fspath(path)
 
 
 def cached_copy(path: epath.Path, folder: pathlib.Path) -> pathlib.Path:
@@ -101,7 +113,7 @@ def _split_glob(root: epath.Path) -> tuple[epath.Path, str]:
 
 def _glob(field: str, root: epath.Path) -> Iterator[epath.Path]:
   base, pattern = _split_glob(root)
-  if is_remote(base):
+  if files_lib.is_remote(base):
     if "**" in pattern:
       config_lib.fail(
         field, os.fspath(root), "a folder or a glob without ** in a bucket"

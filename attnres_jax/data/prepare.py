@@ -29,6 +29,7 @@ import tqdm
 
 from attnres_jax import command_line
 from attnres_jax import config as config_lib
+from attnres_jax import files as files_lib
 from attnres_jax.data import documents
 from attnres_jax.data import sources
 from attnres_jax.data import token_files
@@ -65,7 +66,7 @@ def prepare(
     config_lib.fail_argument("--shard_tokens", shard_tokens, "a number above 0")
   tokenizer = tokenizer_lib.make_tokenizer(config)
   settings = _settings(config, tokenizer, shard_tokens)
-  folder = epath.Path(output).expanduser()
+  folder = files_lib.check_folder("--output", output)
   dataset = _begin(folder, settings, overwrite)
   if dataset["complete"]:
     return dataset
@@ -73,6 +74,8 @@ def prepare(
     dataset["splits"][split] = _write_split(
       config, split, tokenizer, folder, shard_tokens, progress
     )
+  if not dataset["splits"][documents.TRAIN]["tokens"]:
+    config_lib.fail("data.path", config.path, "text to train on")
   dataset["complete"] = True
   _write_json(folder / token_files.DATASET_FILE, dataset)
   return dataset
@@ -165,9 +168,8 @@ def _begin(
     _remove_shards(folder)
     _write_json(path, dataset)
   elif path.is_file():
-    dataset = json.loads(path.read_text())
-    old = dataset.get("settings", {})
-    differing = config_lib.differences(old, settings)
+    dataset = token_files.read_dataset("--output", folder)
+    differing = config_lib.differences(dataset["settings"], settings)
     if differing:
       config_lib.fail_argument(
         "--output",
@@ -287,7 +289,13 @@ def _whole_shards(folder: epath.Path, split: str) -> list[dict[str, Any]]:
   while (folder / f"{_shard_name(split, len(shards))}.json").is_file():
     name = _shard_name(split, len(shards))
     token_files.read_header("data.path", folder / f"{name}.bin")
-    shards.append(json.loads((folder / f"{name}.json").read_text()))
+    sidecar = folder / f"{name}.json"
+    shards.append(files_lib.read_json(sidecar))
+    for key in ("documents", "bytes", "next_document"):
+      if type(shards[-1].get(key)) is not int:
+        config_lib.fail_argument(
+          "--output", os.fspath(sidecar), f'a sidecar with "{key}", a number'
+        )
   return shards
 
 

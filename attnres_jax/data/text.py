@@ -76,7 +76,7 @@ class JsonlDocuments:
   def _parse(self, where: str, line: bytes) -> bytes:
     try:
       record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
       config_lib.fail(self._field, where, f"a line of JSON ({error})")
     if not isinstance(record, dict) or self._text_field not in record:
       names = ", ".join(record) if isinstance(record, dict) else "no object"

@@ -12,20 +12,24 @@ Two forms, told apart by looking, never by a flag:
   Magic 20240520, version 1 is GPT-2's vocabulary in uint16; 20240801, version
   7 is Llama 3's in uint32.
 
-Local files are memory-mapped; remote ones are copied to a cache first.
+Every read compares the size of the file with what it was when it was opened. A
+memory map would end the process if another one cut the file off. Remote files
+are copied to a cache first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import dataclasses
+import functools
 import hashlib
-import json
 import os
+import pathlib
 from typing import Any, NoReturn
 
 from etils import epath
 import numpy as np
 
 from attnres_jax import config as config_lib
+from attnres_jax import files as files_lib
 from attnres_jax.data import documents
 from attnres_jax.data import paths
 from attnres_jax.data import tokens as tokens_lib
@@ -49,6 +53,7 @@ _MARKS = {documents.TRAIN: "train", documents.VALIDATION: "val"}
 _FULL_SCAN_BYTES = 256 << 20
 _WINDOW_BYTES = 64 << 10
 _NUM_WINDOWS = 64
+_PIECE_IDS = 1 << 22
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,15 +69,39 @@ class TokenFile:
   tokenizer: dict[str, Any] | None = None
   sha256: str | None = None
 
-  def map(self) -> np.ndarray:
-    """The ids, memory-mapped."""
+  def __len__(self) -> int:
+    return self.count
+
+  def __getitem__(self, where: slice) -> np.ndarray:
+    """The ids of a slice, read now.
+
+    Raises:
+      DataError: the file is gone, or of another size than it was.
+    """
     dtype = DTYPES[self.dtype]
-    if not self.count:
-      return np.zeros(0, dtype)
-    local = paths.local_file(self.path)
-    return np.memmap(
-      local, dtype, mode="r", offset=self.header_bytes, shape=(self.count,)
-    )
+    start, stop, _ = where.indices(self.count)
+    wanted = max(0, stop - start) * dtype.itemsize
+    try:
+      with open(self._local, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        offset = self.header_bytes + start * dtype.itemsize
+        content = os.pread(file.fileno(), wanted, offset)
+    except OSError as error:
+      raise tokens_lib.DataError(f"{self.path}: {error.strerror}") from error
+    if size != self.num_bytes or len(content) != wanted:
+      raise tokens_lib.DataError(
+        f"{self.path}: has {size} bytes now, {self.num_bytes} when it was"
+        " opened"
+      )
+    return np.frombuffer(content, dtype)
+
+  @property
+  def num_bytes(self) -> int:
+    return self.header_bytes + self.count * DTYPES[self.dtype].itemsize
+
+  @functools.cached_property
+  def _local(self) -> str:
+    return paths.local_file(self.path)
 
 
 def open_tokens(
@@ -88,16 +117,15 @@ def open_tokens(
   for file in files:
     _check_tokenizer(config, file, tokenizer.describe())
   separators = {file.separator_id for file in files}
-  arrays = [file.map() for file in files]
-  _check_content(files, arrays, tokenizer.vocab_size)
+  _check_content(files, tokenizer.vocab_size)
   return tokens_lib.Tokens(
-    arrays,
+    files,
     vocab_size=tokenizer.vocab_size,
     separator_id=separators.pop() if len(separators) == 1 else None,
     description={
       "source": "tokens",
       "split": split,
-      "files": [_identify(file, array) for file, array in zip(files, arrays)],
+      "files": [_identify(file) for file in files],
     },
   )
 
@@ -124,7 +152,7 @@ def find(config: config_lib.DataConfig, split: str) -> list[TokenFile]:
   field, path = "data.path", config.path
   if split == documents.VALIDATION and config.validation_path:
     field, path = "data.validation_path", config.validation_path
-  root = epath.Path(path).expanduser()
+  root = paths.check(field, path)
   if (root / DATASET_FILE).is_file():
     chosen = _prepared_files(field, root, split)
   else:
@@ -156,14 +184,12 @@ def read_header(field: str, path: epath.Path) -> TokenFile:
   else:
     file = _from_llmc_header(field, path)
     told_by = "its header"
-  itemsize = DTYPES[file.dtype].itemsize
-  expected = file.header_bytes + file.count * itemsize
   size = path.stat().length
-  if size != expected:
+  if size != file.num_bytes:
     config_lib.fail(
       field,
       os.fspath(path),
-      f"a file of {expected} bytes, as {told_by} says ({file.count}"
+      f"a file of {file.num_bytes} bytes, as {told_by} says ({file.count}"
       f" {file.dtype} ids), not of {size}: it is cut off or damaged",
     )
   return file
@@ -176,25 +202,32 @@ def _from_sidecar(
     config_lib.fail(field, os.fspath(sidecar), f"a sidecar with {what}")
 
   try:
-    values = json.loads(sidecar.read_text())
+    values = files_lib.read_json(sidecar)
   except ValueError as error:
-    bad(f"JSON inside ({error})")
-  if not isinstance(values, dict):
-    bad("a JSON object inside")
-  if values.get("dtype") not in DTYPES:
+    bad(f"a JSON object inside ({error})")
+  dtype = values.get("dtype")
+  if not isinstance(dtype, str) or dtype not in DTYPES:
     bad('"dtype" one of ' + ", ".join(DTYPES))
-  for name in ("count", "header_bytes", "vocab_size", "separator_id"):
+  most = np.iinfo(DTYPES[dtype]).max
+  for name, least, limit in (
+    ("count", 0, None),
+    ("header_bytes", 0, None),
+    ("vocab_size", 1, most + 1),
+    ("separator_id", 0, (values.get("vocab_size") or most + 1) - 1),
+  ):
     value = values.get(name)
     missing = value is None and name != "count"
-    if not missing and (type(value) is not int or value < 0):
-      bad(f'"{name}" an integer of at least 0')
+    if not missing and (type(value) is not int or value < least):
+      bad(f'"{name}" an integer of at least {least}')
+    if not missing and limit is not None and value > limit:
+      bad(f'"{name}" at most {limit} (it is {value})')
   if not isinstance(values.get("tokenizer"), dict | None):
     bad('"tokenizer" an object')
   if not isinstance(values.get("sha256"), str | None):
     bad('"sha256" a string')
   return TokenFile(
     path=path,
-    dtype=values["dtype"],
+    dtype=dtype,
     count=values["count"],
     header_bytes=values.get("header_bytes") or 0,
     vocab_size=values.get("vocab_size"),
@@ -237,19 +270,41 @@ def _from_llmc_header(field: str, path: epath.Path) -> TokenFile:
 def _prepared_files(
   field: str, root: epath.Path, split: str
 ) -> list[epath.Path]:
-  path = root / DATASET_FILE
-  try:
-    dataset = json.loads(path.read_text())
-    complete = dataset["complete"]
-  except (ValueError, TypeError, KeyError):
-    config_lib.fail(field, os.fspath(path), "a file that prepare has written")
-  if not complete:
+  dataset = read_dataset(f"config.{field}", root)
+  if not dataset["complete"]:
     config_lib.fail(
       field,
       os.fspath(root),
-      "a finished folder: prepare was interrupted, run it again to go on",
+      "a finished folder: prepare was interrupted, rerun it to resume",
     )
   return [root / name for name in dataset["splits"][split]["files"]]
+
+
+def read_dataset(name: str, folder: epath.Path) -> dict[str, Any]:
+  """The content of `dataset.json`: complete, settings and, if so, splits.
+
+  Raises:
+    ConfigError: `prepare` has not written it like that.
+  """
+  path = folder / DATASET_FILE
+  try:
+    dataset = files_lib.read_json(path)
+    if not isinstance(dataset["complete"], bool):
+      raise ValueError('"complete" is no boolean')
+    dict.items(dataset["settings"])
+    for split in documents.SPLITS if dataset["complete"] else ():
+      written = dataset["splits"][split]
+      if any(written[key] < 0 for key in ("documents", "bytes", "tokens")):
+        raise ValueError("a count below 0")
+      if any(pathlib.PurePath(file).name != file for file in written["files"]):
+        raise ValueError("names of files that are not in this folder")
+    dict.items(dataset["splits"])
+  except (ValueError, TypeError, KeyError) as error:
+    reason = f"{type(error).__name__}: {error}"
+    config_lib.fail_argument(
+      name, os.fspath(path), f"a file that prepare has written ({reason})"
+    )
+  return dataset
 
 
 def _in_split(file: epath.Path, split: str) -> bool:
@@ -279,24 +334,21 @@ def _check_tokenizer(
     )
 
 
-def _check_content(
-  files: Sequence[TokenFile], arrays: Sequence[np.ndarray], vocab_size: int
-) -> None:
-  in_full = sum(array.nbytes for array in arrays) <= _FULL_SCAN_BYTES
-  for file, array in zip(files, arrays):
-    if in_full and file.sha256:
-      found = hashlib.sha256(array.data).hexdigest()
-      if found != file.sha256:
-        config_lib.fail(
-          "data.path",
-          os.fspath(file.path),
-          f"ids with the SHA-256 {file.sha256} of the sidecar (found {found})",
-        )
-    if vocab_size > np.iinfo(array.dtype).max:
-      continue
-    pieces = [array] if in_full else _windows(array)
-    largest = max(int(piece.max(initial=0)) for piece in pieces)
-    if len(array) and largest >= vocab_size:
+def _check_content(files: Sequence[TokenFile], vocab_size: int) -> None:
+  in_full = sum(file.num_bytes for file in files) <= _FULL_SCAN_BYTES
+  for file in files:
+    digest, largest = hashlib.sha256(), -1
+    for ids in _pieces(file) if in_full else _windows(file):
+      digest.update(ids.data)
+      largest = max(largest, int(ids.max(initial=0)))
+    if in_full and file.sha256 and digest.hexdigest() != file.sha256:
+      config_lib.fail(
+        "data.path",
+        os.fspath(file.path),
+        f"ids with the SHA-256 {file.sha256} of the sidecar (found"
+        f" {digest.hexdigest()})",
+      )
+    if file.count and largest >= vocab_size:
       config_lib.fail(
         "data.path",
         os.fspath(file.path),
@@ -304,21 +356,28 @@ def _check_content(
       )
 
 
-def _identify(file: TokenFile, array: np.ndarray) -> dict[str, Any]:
+def _identify(file: TokenFile) -> dict[str, Any]:
   """Name, size and hash: of all ids if the sidecar has it, else of windows."""
   found = {"name": file.path.name, "tokens": file.count, "dtype": file.dtype}
   if file.sha256:
     return found | {"sha256": file.sha256}
   digest = hashlib.sha256()
-  for piece in _windows(array):
-    digest.update(piece.tobytes())
+  for ids in _windows(file):
+    digest.update(ids.data)
   return found | {"sampled_sha256": digest.hexdigest()}
 
 
-def _windows(array: np.ndarray) -> list[np.ndarray]:
+def _pieces(file: TokenFile) -> Iterator[np.ndarray]:
+  """All ids, some megabytes at a time."""
+  for start in range(0, file.count, _PIECE_IDS):
+    yield file[start : start + _PIECE_IDS]
+
+
+def _windows(file: TokenFile) -> Iterator[np.ndarray]:
   """Evenly spaced pieces, the first and the last ids among them."""
-  size = _WINDOW_BYTES // array.itemsize
-  if len(array) <= size * _NUM_WINDOWS:
-    return [array]
-  starts = np.linspace(0, len(array) - size, _NUM_WINDOWS).astype(np.int64)
-  return [array[start : start + size] for start in starts]
+  size = _WINDOW_BYTES // DTYPES[file.dtype].itemsize
+  starts = np.linspace(0, file.count - size, _NUM_WINDOWS).astype(np.int64)
+  if file.count <= size * _NUM_WINDOWS:
+    starts, size = [0], file.count
+  for start in starts:
+    yield file[start : start + size]

@@ -11,7 +11,6 @@ import hashlib
 import os
 from typing import Any, NoReturn, Protocol
 
-from etils import epath
 import numpy as np
 
 from attnres_jax import config as config_lib
@@ -102,6 +101,8 @@ class HuggingFaceTokenizer:
     self._tokenizer.no_truncation()
     self._tokenizer.no_padding()
     ids = self._tokenizer.get_vocab(with_added_tokens=True)
+    if not ids:
+      _unreadable(config, "a tokenizer with a vocabulary", "it is empty")
     num_ids = max(ids.values()) + 1
     known = (ids[name] for name in _SEPARATOR_NAMES if name in ids)
     self.separator_id = next(known, num_ids)
@@ -149,6 +150,8 @@ class SentencePieceTokenizer:
     except (OSError, RuntimeError) as error:
       _unreadable(config, "a SentencePiece model", error)
     num_ids = self._model.vocab_size()
+    if not num_ids:
+      _unreadable(config, "a tokenizer with a vocabulary", "it is empty")
     known = (i for i in (self._model.bos_id(), self._model.eos_id()) if i >= 0)
     self.separator_id = next(known, num_ids)
     self.vocab_size = max(num_ids, self.separator_id + 1)
@@ -196,7 +199,7 @@ class IdsTokenizer:
     except ValueError:
       ids = [-1]
     if any(not 0 <= i < self.vocab_size for i in ids):
-      raise ValueError(
+      raise config_lib.ConfigError(
         f"text {_to_str(text)!r}: with data.tokenizer='ids' only decimal ids"
         f" below {self.vocab_size} can be encoded"
       )
@@ -266,18 +269,17 @@ def _decode(
 
 
 def _vocabulary_file(config: config_lib.DataConfig) -> tuple[str, str]:
-  path = epath.Path(config.tokenizer_path).expanduser()
+  field = "data.tokenizer_path"
+  path = paths.check(field, config.tokenizer_path)
   if not path.is_file():
-    config_lib.fail(
-      "data.tokenizer_path", config.tokenizer_path, "an existing file"
-    )
+    config_lib.fail(field, config.tokenizer_path, "an existing file")
   local = paths.local_file(path)
   with open(local, "rb") as file:
     return local, hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _unreadable(
-  config: config_lib.DataConfig, accepted: str, error: Exception
+  config: config_lib.DataConfig, accepted: str, error: object
 ) -> NoReturn:
   reason = " ".join(str(error).split())
   config_lib.fail(

@@ -4,13 +4,27 @@
 import bisect
 from collections.abc import Sequence
 import itertools
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from attnres_jax import config as config_lib
+
+
+class DataError(config_lib.RunError):
+  """The data is not what it was when it was opened."""
+
+
+class Ids(Protocol):
+  """An array of ids, or a file of them; slices are arrays."""
+
+  def __len__(self) -> int: ...
+
+  def __getitem__(self, where: slice, /) -> np.ndarray: ...
+
 
 class Tokens:
-  """Arrays of ids (in memory or memory-mapped) read as their concatenation.
+  """Arrays of ids (in memory or in files) read as their concatenation.
 
   Attributes:
     vocab_size: every id is below it; checked wherever ids are read.
@@ -21,7 +35,7 @@ class Tokens:
 
   def __init__(
     self,
-    arrays: Sequence[np.ndarray],
+    arrays: Sequence[Ids],
     *,
     vocab_size: int,
     separator_id: int | None,
@@ -41,7 +55,7 @@ class Tokens:
 
     Raises:
       IndexError: the range is not inside the data.
-      ValueError: an id is outside the vocabulary.
+      DataError: an id is outside the vocabulary, or a file has changed.
     """
     if not 0 <= start <= stop <= len(self):
       raise IndexError(f"tokens [{start}, {stop}) of {len(self)}")
@@ -56,7 +70,7 @@ class Tokens:
       position, which = upto, which + 1
     ids = np.concatenate(pieces) if pieces else np.zeros(0, np.uint16)
     if ids.size and ids.max() >= self.vocab_size:
-      raise ValueError(
+      raise DataError(
         f"token id {ids.max()} among tokens [{start}, {stop}): expected ids"
         f" below the vocabulary size {self.vocab_size}"
       )

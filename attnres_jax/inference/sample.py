@@ -20,8 +20,11 @@ import numpy as np
 
 from attnres_jax import checkpoint
 from attnres_jax import command_line
+from attnres_jax import config as config_lib
 from attnres_jax import data
+from attnres_jax import files
 from attnres_jax import models
+from attnres_jax.config import fields
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +33,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _sample_run(options: argparse.Namespace) -> None:
-  config, model = checkpoint.load_model(options.workdir, options.step)
+  _check(options.num_tokens, options.temperature, options.seed)
+  try:
+    options.prompt.encode()
+  except UnicodeEncodeError:
+    config_lib.fail_argument("--prompt", options.prompt, "UTF-8 text")
+  folder = files.check_folder("--workdir", options.workdir)
+  steps = checkpoint.all_steps(folder)
+  if not steps:
+    config_lib.fail_argument(
+      "--workdir", options.workdir, "the folder of a run with a checkpoint"
+    )
+  if options.step is not None and options.step not in steps:
+    known = ", ".join(map(str, steps))
+    config_lib.fail_argument("--step", options.step, f"one of {known}")
+  config, model = checkpoint.load_model(folder, options.step)
   text = sample_text(
     model,
     data.make_tokenizer(config.data),
@@ -86,11 +103,12 @@ def sample(
     seed: the same seed draws the same ids.
 
   Raises:
-    ValueError: the prompt is empty.
+    ConfigError: the prompt is empty, or a number cannot be used.
   """
+  _check(num_tokens, temperature, seed)
   kept = np.asarray(prompt_ids, np.int32)[-window:]
   if not kept.size:
-    raise ValueError("prompt_ids: got none, expected at least one token")
+    config_lib.fail_argument("prompt_ids", [], "at least one token")
   tokens_T = np.zeros(window, np.int32)
   tokens_T[: kept.size] = kept
   ids = _sample(
@@ -102,6 +120,15 @@ def sample(
     num_tokens,
   )
   return np.asarray(ids)
+
+
+def _check(num_tokens: int, temperature: float, seed: int) -> None:
+  for name, value, kind in (
+    ("--num_tokens", num_tokens, fields.Tokens),
+    ("--temperature", temperature, fields.NotNegative),
+    ("--seed", seed, fields.Seed),
+  ):
+    fields.accept(name, value, kind)
 
 
 @functools.partial(jax.jit, static_argnums=5)

@@ -104,9 +104,15 @@ def load(spec: str) -> list[Run]:
       f"config file {path!r}: defines no sweep(add) or sweep(add, arg)"
     )
   sweep = module.sweep
-  if len(inspect.signature(sweep).parameters) > 1:
-    sweep = functools.partial(sweep, arg=arg)
-  return collect(sweep, config_resolver(spec))
+  if not callable(sweep):
+    raise config_lib.ConfigError(f"config file {path!r}: sweep is no function")
+  with load_lib.running(path):
+    if len(inspect.signature(sweep).parameters) > 1:
+      sweep = functools.partial(sweep, arg=arg)
+    runs = collect(sweep, config_resolver(spec))
+  if not runs:
+    raise config_lib.ConfigError(f"config file {path!r}: its sweep adds no run")
+  return runs
 
 
 def collect(

@@ -36,6 +36,12 @@ def check_implementation(implementation: str | None) -> None:
     )
 
 
+def check_eps(eps: float, name: str = "eps") -> None:
+  """Raises ValueError unless it can be added to a mean square."""
+  if not 0 <= eps < float("inf"):
+    raise ValueError(f"{name}={eps!r} must be a finite number of at least 0")
+
+
 @contextlib.contextmanager
 def interpreted(params: Any = True):
   """A context in which Pallas backends run in interpret mode on any platform.

@@ -44,7 +44,8 @@ class TokensTest(parameterized.TestCase):
         description={},
       )
       np.testing.assert_array_equal(tokens.read(0, 2), [1, 9])
-      with self.assertRaisesRegex(ValueError, f"token id {bad} .* size 10"):
+      message = f"token id {bad} .* size 10"
+      with self.assertRaisesRegex(tokens_lib.DataError, message):
         tokens.read(1, 3)
 
 

@@ -10,6 +10,7 @@ from etils import epath
 import pytest
 
 from attnres_jax import config as config_lib
+from attnres_jax import files
 from attnres_jax.data import paths
 
 
@@ -54,7 +55,6 @@ class ListFilesTest(absltest.TestCase):
   def test_local_files_are_used_in_place(self):
     path = epath.Path(self.folder / "a.txt")
     self.assertEqual(paths.local_file(path), str(self.folder / "a.txt"))
-    self.assertTrue(paths.is_remote(epath.Path("gs://bucket/a.txt")))
 
 
 class CachedCopyTest(absltest.TestCase):
@@ -90,7 +90,7 @@ class CachedCopyTest(absltest.TestCase):
 
   def test_remote_files_come_through_the_cache(self):
     with pytest.MonkeyPatch.context() as patch:
-      patch.setattr(paths, "is_remote", lambda path: True)
+      patch.setattr(files, "is_remote", lambda path: True)
       patch.setenv("ATTNRES_JAX_CACHE", str(self.cache))
       local = paths.local_file(self.source)
     self.assertTrue(local.startswith(str(self.cache)))

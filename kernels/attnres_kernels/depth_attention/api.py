@@ -54,6 +54,7 @@ def depth_attention(
     NotImplementedError: the named backend cannot run these shapes here.
   """
   dispatch.check_implementation(implementation)
+  dispatch.check_eps(eps)
   query, sources, count = _check(query, sources, num_sources)
   if implementation == "reference":
     return reference.attend(query, sources, count, eps=eps)
@@ -106,6 +107,7 @@ def depth_attention_vjp(
     NotImplementedError: the named backend cannot run these shapes here.
   """
   dispatch.check_implementation(implementation)
+  dispatch.check_eps(eps)
   query, sources, count = _check(query, sources, num_sources)
   tokens = sources[0].shape[:-1]
   for name, array, shape in (
@@ -180,9 +182,9 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 def _check(query, sources, num_sources):
   query = jnp.asarray(query)
-  if query.ndim != 2 or query.shape[0] == 0:
+  if query.ndim != 2 or 0 in query.shape:
     raise ValueError(
-      f"query must be [Q, D] with Q >= 1, got {query.shape}"
+      f"query must be [Q, D] with Q and D >= 1, got {query.shape}"
       f" for sources {_shapes(sources)}"
     )
   if isinstance(sources, (list, tuple)):

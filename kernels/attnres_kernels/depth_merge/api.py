@@ -44,6 +44,7 @@ def depth_merge(
     NotImplementedError: the named backend cannot run these shapes here.
   """
   dispatch.check_implementation(implementation)
+  dispatch.check_eps(eps)
   _check(out, lse, query, partial)
   if implementation == "reference":
     return reference.merge(out, lse, query, partial, eps=eps)
@@ -97,11 +98,13 @@ def depth_merge_norm(
     NotImplementedError: the named backend cannot run these shapes here.
   """
   dispatch.check_implementation(implementation)
+  dispatch.check_eps(eps)
   _check(out, lse, query, partial)
   if update is not None and update.shape != partial.shape:
     raise ValueError(
       f"shapes differ: update {update.shape} and partial {partial.shape}"
     )
+  dispatch.check_eps(norm_eps, "norm_eps")
   if gain.shape != query.shape:
     raise ValueError(f"shapes differ: gain {gain.shape}, query {query.shape}")
   if implementation == "reference":
@@ -210,8 +213,10 @@ _merge.defvjp(_merge_forward, _merge_backward)
 
 
 def _check(out, lse, query, partial):
-  if query.ndim != 1:
-    raise ValueError(f"query must be [D], got {query.shape}; out {out.shape}")
+  if query.ndim != 1 or not query.shape[0]:
+    raise ValueError(
+      f"query must be [D] with D >= 1, got {query.shape}; out {out.shape}"
+    )
   if out.ndim < 1 or out.shape[-1] != query.shape[0]:
     raise ValueError(f"widths differ: out {out.shape}, query {query.shape}")
   if partial.shape != out.shape:

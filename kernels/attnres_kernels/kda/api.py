@@ -160,6 +160,8 @@ def _check(names, arrays, axes):
     for letter, size in zip(letters, array.shape):
       if sizes.setdefault(letter, size) != size:
         raise ValueError(f"{wanted} with {letter}={sizes[letter]}: {shapes}")
+      if letter in "KV" and not size:
+        raise ValueError(f"{wanted} with {letter} >= 1: {shapes}")
     if not jnp.issubdtype(array.dtype, jnp.floating):
       raise ValueError(f"{name} must be floating point, got {array.dtype}")
 
