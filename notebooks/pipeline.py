@@ -57,11 +57,9 @@ ranks = 4  # @param {type: "slider", min: 1, max: 16}
 virtual_stages = 2  # @param {type: "slider", min: 1, max: 8}
 chunks_per_block = 2  # @param {type: "slider", min: 1, max: 8}
 microbatches = 8  # @param {type: "integer"}
-order = "fused"  # @param ["fused", "1f1b", "gpipe"]
-lockstep = True  # @param {type: "boolean"}
 
 layout = layout_lib.Layout(ranks, virtual_stages, 1, chunks_per_block)
-schedule = schedule_lib.make_schedule(order, layout, microbatches)
+schedule = schedule_lib.make_schedule(layout, microbatches)
 print(
   f"{layout.num_chunks} chunks, {layout.num_blocks} blocks and the embedding,"
   f" {schedule.num_ticks} ticks"
@@ -70,36 +68,24 @@ print(
 # %% [markdown]
 # ## Which rank works on what
 #
-# Backward takes twice as long as forward. Colours are virtual stages, numbers
-# are microbatches; light is forward, dark is backward, white is idle. In
-# `lockstep` all ranks start a tick together, as in one compiled program;
-# otherwise each continues as soon as its input arrives. Try `1f1b` in both
-# modes.
+# Backward takes twice as long as forward. Colours are virtual stages, numbers are
+# microbatches; light is forward, dark is backward, white is idle. All ranks start
+# a tick together, as in one compiled program.
 
 # %%
-drawing.draw_schedule(schedule, lockstep=lockstep)
+drawing.draw_schedule(schedule)
 plt.show()
 
 # %% [markdown]
-# All three orders compared: idle time over work time, and how many units
-# (chunks of microbatches) wait for their backward pass on the fullest rank.
+# Idle time over work time, and how many units (chunks of microbatches) wait for
+# their backward on the fullest rank. `experiments/pipeline_cost` compares this
+# order with others, in lockstep and running freely.
 
 # %%
-header = ["order", "bubble, lockstep", "bubble, free", "units in flight"]
-table = []
-for name in schedule_lib.ORDERS:
-  other = schedule_lib.make_schedule(name, layout, microbatches)
-  table.append(
-    [
-      name,
-      f"{other.bubble(1, 2):.1%}",
-      f"{other.bubble(1, 2, lockstep=False):.1%}",
-      max(other.peaks(rank).units for rank in range(ranks)),
-    ]
-  )
-print(text_table.table(header, table))
 ideal = (ranks - 1) / (virtual_stages * microbatches)
-print(f"\nideal, (P - 1) / (V M): {ideal:.1%}")
+units = max(schedule.peaks(rank).units for rank in range(ranks))
+print(f"bubble {schedule.bubble(1, 2):.1%}, ideal (P - 1) / (V M) {ideal:.1%}")
+print(f"units in flight: {units}")
 
 # %% [markdown]
 # ## What crosses each boundary
@@ -183,20 +169,19 @@ axes.spines[["top", "right"]].set_visible(False)
 plt.show()
 
 # %% [markdown]
-# And over the number of microbatches: flat for the orders that mix forward and
-# backward, not for `gpipe`.
+# And over the number of microbatches: flat.
 
 # %%
 figure, axes = plt.subplots(figsize=(8, 3.2), layout="constrained")
 counts = [ranks * n for n in (1, 2, 4, 8)]
-for name in schedule_lib.ORDERS:
+for kind in kinds:
   sizes = [
-    schedule_lib.make_schedule(name, layout, count).slot_pool("blocks").size
+    schedule_lib.make_schedule(layout, count).slot_pool(kind).size
     for count in counts
   ]
-  axes.plot(counts, sizes, "o-", label=name)
+  axes.plot(counts, sizes, "o-", label=kind)
 axes.set_xlabel("microbatches")
-axes.set_ylabel("slots for blocks")
+axes.set_ylabel("slots of a rank")
 axes.set_xticks(counts)
 axes.set_ylim(0)
 axes.legend(frameon=False, fontsize=8)

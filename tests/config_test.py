@@ -115,7 +115,7 @@ ERRORS = [
   ("mesh.tensor", 0, "a number of devices, or -1 for all"),
   ("pipeline.virtual_stages", 0, "a number above 0"),
   ("pipeline.microbatches", -1, "a number of at least 0"),
-  ("pipeline.schedule", "2f2b", "one of 1f1b, gpipe"),
+  ("pipeline.schedule", "2f2b", "one of fused, gpipe"),
   ("pipeline.rule", "all", "one of cached, minimum, naive"),
   # Too large, or not finite.
   ("seed", -1, AT_LEAST),

@@ -213,8 +213,9 @@ class PipelineConfig(fields.Checked, prefix="pipeline"):
       of the ring apart.
     microbatches: parts of a batch that follow each other; a multiple of
       mesh.stage, and 0 is that many.
-    schedule: `1f1b` interleaves forward and backward, so that memory does not
-      grow with the microbatches; `gpipe` is autodiff of the forward loop.
+    schedule: `fused` runs a forward and a backward in every tick, so that
+      memory does not grow with the microbatches (it was called `1f1b`, a word
+      that old runs may still use); `gpipe` is autodiff of the forward loop.
     rule: which blocks cross a boundary: all (`naive`), those that the rank has
       not received before (`cached`, the paper's), or also not made (`minimum`).
     gather: when a rank gets the parts of its weights that other devices of
@@ -225,9 +226,14 @@ class PipelineConfig(fields.Checked, prefix="pipeline"):
 
   virtual_stages: fields.Size = 1
   microbatches: fields.Count = 0
-  schedule: Literal["1f1b", "gpipe"] = "1f1b"
+  schedule: Literal["fused", "gpipe"] = "fused"
   rule: Literal["naive", "cached", "minimum"] = "minimum"
   gather: Literal["tick", "step"] = "tick"
+
+  def __post_init__(self):
+    if self.schedule == "1f1b":
+      object.__setattr__(self, "schedule", "fused")
+    super().__post_init__()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import sys
 
 from attnres_jax import command_line
@@ -20,24 +20,26 @@ from attnres_jax.pipeline import life
 from attnres_jax.pipeline import memory
 from attnres_jax.pipeline import schedule as schedule_lib
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-  """The command; returns its exit status."""
-  options = parse(argv)
-  return command_line.run(lambda: print(draw(options), end=""))
+Orders = Mapping[str, Callable[..., schedule_lib.Schedule]]
+_RUN: Orders = {"fused": schedule_lib.make_schedule}
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-  """Arguments of the command; those of this process by default."""
-  return _parser().parse_args(argv)
+def main(argv: Sequence[str] | None = None, orders: Orders = _RUN) -> int:
+  """The command; returns its exit status. Arguments as in `draw`."""
+  return command_line.run(lambda: print(draw(argv, orders), end=""))
 
 
-def draw(options: argparse.Namespace) -> str:
+def draw(argv: Sequence[str] | None = None, orders: Orders = _RUN) -> str:
   """What the command prints.
+
+  Args:
+    argv: arguments; those of this process by default.
+    orders: that may be drawn, by name; the first is drawn by default.
 
   Raises:
     ConfigError: naming the argument, its value and what is accepted.
   """
+  options = _parser(orders).parse_args(argv)
   layout_lib.check_count("stage", options.stage)
   layout_lib.check_count("virtual_stages", options.virtual_stages)
   chunks = options.stage * options.virtual_stages
@@ -47,9 +49,7 @@ def draw(options: argparse.Namespace) -> str:
     layout_lib.split_sublayers(options.sublayers, chunks),
     options.block_size or None,
   )
-  schedule = schedule_lib.make_schedule(
-    options.order, layout, options.microbatches
-  )
+  schedule = orders[options.order](layout, options.microbatches)
   return "\n".join(PARTS[name](schedule, options) for name in options.show)
 
 
@@ -82,7 +82,7 @@ PARTS: dict[str, Callable[[schedule_lib.Schedule, argparse.Namespace], str]] = {
 }
 
 
-def _parser() -> command_line.Parser:
+def _parser(orders: Orders) -> command_line.Parser:
   parser = command_line.Parser("python -m attnres_jax.pipeline", __doc__)
   count = dict(type=int, metavar="N")
   parser.add_argument("--stage", default=4, help="ranks, P", **count)
@@ -96,9 +96,8 @@ def _parser() -> command_line.Parser:
     help="sublayers of a block, S; 0 for schemes without blocks", **count,
   )  # fmt: skip
   parser.add_argument(
-    "--order", default="fused", choices=schedule_lib.ORDERS,
-    help="of the units",
-  )  # fmt: skip
+    "--order", default=next(iter(orders)), choices=orders, help="of the units"
+  )
   parser.add_argument(
     "--rule", default="minimum", choices=layout_lib.RULES,
     help="which blocks cross a boundary",

@@ -10,21 +10,15 @@ from attnres_jax.pipeline import layout as layout_lib
 from attnres_jax.pipeline import schedule as schedule_lib
 
 
-def schedule_text(
-  schedule: schedule_lib.Schedule, ticks: range | None = None
-) -> str:
+def schedule_text(schedule: schedule_lib.Schedule) -> str:
   """A row per tick and a column per rank.
 
   `F1.3` is the forward of microbatch 3 through the rank's virtual stage 1,
   `B1.3` its backward.
-
-  Args:
-    schedule: what to draw.
-    ticks: which rows; all of them by default.
   """
   layout = schedule.layout
   rows = [["tick", *(f"rank {rank}" for rank in range(layout.num_ranks))]]
-  for tick in range(schedule.num_ticks) if ticks is None else ticks:
+  for tick in range(schedule.num_ticks):
     cells = []
     for rank in range(layout.num_ranks):
       units = zip("FB", schedule.at(tick, rank))
@@ -65,7 +59,6 @@ def draw_schedule(
   ax: Any = None,
   forward_time: float = 1.0,
   backward_time: float = 2.0,
-  lockstep: bool = True,
 ) -> Any:
   """Draws who works on what over time, with matplotlib.
 
@@ -77,7 +70,6 @@ def draw_schedule(
     ax: axes to draw on; new ones by default.
     forward_time: of a chunk.
     backward_time: of a chunk.
-    lockstep: as in `Schedule.start_times`.
 
   Returns:
     The axes.
@@ -87,8 +79,8 @@ def draw_schedule(
 
   layout = schedule.layout
   times = (forward_time, backward_time)
-  starts = schedule.start_times(*times, lockstep=lockstep)
-  total = schedule.total_time(*times, lockstep=lockstep)
+  starts = schedule.start_times(*times)
+  total = schedule.total_time(*times)
   if ax is None:
     width = min(40.0, max(6.0, 0.16 * total))
     height = 1.4 + 0.42 * layout.num_ranks
@@ -118,11 +110,11 @@ def draw_schedule(
   for side in ("top", "right", "left"):
     ax.spines[side].set_visible(False)
   ax.tick_params(axis="y", length=0)
-  bubble = schedule.bubble(*times, lockstep=lockstep)
+  bubble = schedule.bubble(*times)
   ax.set_title(
-    f"{schedule.order}{'' if lockstep else ', free-running'}:"
-    f" P = {layout.num_ranks}, V = {layout.num_virtual_stages},"
-    f" M = {schedule.num_microbatches}; bubble {bubble:.1%}",
+    f"{schedule.order}: P = {layout.num_ranks},"
+    f" V = {layout.num_virtual_stages}, M = {schedule.num_microbatches};"
+    f" bubble {bubble:.1%}",
     loc="left",
     fontsize=10,
   )

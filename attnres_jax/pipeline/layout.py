@@ -52,11 +52,6 @@ class Transition:
   blocks: range
   partial: bool
 
-  @property
-  def num_vectors(self) -> int:
-    """Everything that crosses, the partial sum included."""
-    return len(self.blocks) + self.partial
-
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
@@ -207,26 +202,18 @@ class Layout:
       for rank in range(self.num_ranks)
     )
 
-  def transitions(
-    self, rule: str, *, backward: bool = False
-  ) -> list[Transition]:
+  def transitions(self, rule: str) -> list[Transition]:
     """Every boundary in the order in which a microbatch crosses it."""
-    chunks = range(1, self.num_chunks)
     return [
-      self._transition(chunk, rule, backward)
-      for chunk in (reversed(chunks) if backward else chunks)
+      Transition(
+        chunk=chunk,
+        sender=self.rank(chunk - 1),
+        receiver=self.rank(chunk),
+        blocks=self.window(chunk, rule),
+        partial=self.has_partial(chunk) and self.num_ranks > 1,
+      )
+      for chunk in range(1, self.num_chunks)
     ]
-
-  def _transition(self, chunk: int, rule: str, backward: bool) -> Transition:
-    ends = self.rank(chunk - 1), self.rank(chunk)
-    sender, receiver = reversed(ends) if backward else ends
-    return Transition(
-      chunk=chunk,
-      sender=sender,
-      receiver=receiver,
-      blocks=self.window(chunk, rule),
-      partial=self.has_partial(chunk) and self.num_ranks > 1,
-    )
 
   def total_vectors(self, rule: str, *, embedding: bool = True) -> int:
     """Block vectors sent per microbatch, exactly; partial sums come on top.
@@ -235,10 +222,7 @@ class Layout:
       rule: one of `RULES`.
       embedding: count b_0, which the paper's closed forms leave out.
     """
-    return sum(
-      sum(embedding or block > 0 for block in transition.blocks)
-      for transition in self.transitions(rule)
-    )
+    return sum(self._sent(rule, embedding))
 
   def total_partials(self) -> int:
     """Partial sums sent per microbatch, the same under every rule."""
@@ -246,46 +230,31 @@ class Layout:
 
   def peak_vectors(self, rule: str, *, embedding: bool = True) -> int:
     """Most block vectors that one boundary carries per microbatch."""
-    return max(
-      (
-        sum(embedding or block > 0 for block in transition.blocks)
-        for transition in self.transitions(rule)
-      ),
-      default=0,
-    )
+    return max(self._sent(rule, embedding), default=0)
 
-  def message_vectors(self, rule: str) -> int:
-    """Vectors of a message of fixed size that fits every boundary."""
-    messages = self.transitions(rule)
-    return max((len(message.blocks) for message in messages), default=0) + any(
-      message.partial for message in messages
-    )
+  def _sent(self, rule: str, embedding: bool) -> list[int]:
+    return [
+      sum(embedding or block > 0 for block in transition.blocks)
+      for transition in self.transitions(rule)
+    ]
 
 
-def split_sublayers(
-  num_sublayers: int, num_chunks: int, *, unit: int = 1
-) -> tuple[int, ...]:
-  """Spreads sublayers over chunks as evenly as whole units allow.
+def split_sublayers(num_sublayers: int, num_chunks: int) -> tuple[int, ...]:
+  """Spreads L sublayers over C chunks as evenly as they go.
 
-  Args:
-    num_sublayers: L.
-    num_chunks: C.
-    unit: sublayers that stay together; 2 keeps transformer blocks whole.
+  Raises:
+    ValueError: a chunk would be empty.
   """
   check_count("num_sublayers", num_sublayers)
   check_count("num_chunks", num_chunks)
-  check_count("unit", unit)
-  if num_sublayers % unit:
-    fail("num_sublayers", num_sublayers, f"a multiple of unit={unit}")
-  units = num_sublayers // unit
-  if num_chunks > units:
+  if num_chunks > num_sublayers:
     fail(
       "num_chunks",
       num_chunks,
-      f"at most {units}, so that none of the chunks is empty",
+      f"at most {num_sublayers}, so that none of the chunks is empty",
     )
-  ends = [c * units // num_chunks for c in range(num_chunks + 1)]
-  return tuple(unit * (end - start) for start, end in zip(ends[:-1], ends[1:]))
+  ends = [c * num_sublayers // num_chunks for c in range(num_chunks + 1)]
+  return tuple(end - start for start, end in zip(ends[:-1], ends[1:]))
 
 
 def naive_total(

@@ -17,7 +17,6 @@ import numpy as np
 
 from attnres_jax.pipeline import layout as layout_lib
 
-KEEPS = ("needed", "chunk")
 KINDS = ("inputs", "blocks", "gradients")
 
 
@@ -75,14 +74,13 @@ def peaks(
   events: Sequence[Event],
   *,
   rule: str = "minimum",
-  keep: str = "needed",
 ) -> Peaks:
   """The most that a rank holds while it works through its `events`."""
   inputs = input_lifetimes(events)
   return Peaks(
     units=max_live(inputs),
     microbatches=_max_microbatches(inputs, len(events)),
-    blocks=max_live(block_lifetimes(layout, events, rule=rule, keep=keep)),
+    blocks=max_live(block_lifetimes(layout, events, rule=rule)),
     gradients=max_live(gradient_lifetimes(layout, events, rule=rule)),
   )
 
@@ -94,7 +92,6 @@ def slot_pool(
   kind: str,
   *,
   rule: str = "minimum",
-  keep: str = "needed",
 ) -> SlotPool:
   """Numbers the slots of one kind of vector on every rank.
 
@@ -105,7 +102,6 @@ def slot_pool(
     kind: one of `KINDS`. Of inputs, running sums that a boundary carries get a
       slot.
     rule: one of `layout.RULES`.
-    keep: as in `block_lifetimes`.
   """
   if kind not in KINDS:
     layout_lib.fail("kind", kind, "one of " + ", ".join(KINDS))
@@ -122,7 +118,7 @@ def slot_pool(
         if layout.has_partial(life.key[0])
       ]
     elif kind == "blocks":
-      lifetimes = block_lifetimes(layout, of_rank, rule=rule, keep=keep)
+      lifetimes = block_lifetimes(layout, of_rank, rule=rule)
     else:
       lifetimes = gradient_lifetimes(layout, of_rank, rule=rule)
     numbers = assign_slots(lifetimes)
@@ -153,30 +149,16 @@ def input_lifetimes(events: Iterable[Event]) -> list[Lifetime]:
 
 
 def block_lifetimes(
-  layout: layout_lib.Layout,
-  events: Iterable[Event],
-  *,
-  rule: str,
-  keep: str = "needed",
+  layout: layout_lib.Layout, events: Iterable[Event], *, rule: str
 ) -> list[Lifetime]:
   """Of the cached blocks of a rank; keys are (microbatch, block).
 
   What arrives with chunk c stays until the backward of chunk c, which is the
   last to read it. The naive rule keeps a copy per chunk, so its keys get the
-  chunk as a third member.
-
-  Args:
-    layout: chunks and blocks.
-    events: of the rank.
-    rule: one of `layout.RULES`.
-    keep: how long a product of the rank stays under the minimum rule. "needed":
-      until the backward of the rank's next chunk (the last that reads it from
-      the cache), and not at all where there is none; "chunk": until the
-      backward of the chunk that made it, which needs no copy of it but has all
-      blocks in one place.
+  chunk as a third member. Under the minimum rule a product of the rank stays
+  until the backward of its next chunk, the last that reads it from the cache,
+  and is not kept at all where there is none.
   """
-  if keep not in KEEPS:
-    layout_lib.fail("keep", keep, "one of " + ", ".join(KEEPS))
   times = {event: time for time, event in enumerate(events)}
   lifetimes = []
   for event, start in times.items():
@@ -196,7 +178,7 @@ def block_lifetimes(
       lifetimes.append(Lifetime(key, start, backward(chunk)))
     if rule != "minimum" and layout.num_ranks > 1:
       continue
-    last_reader = chunk if keep == "chunk" else chunk + layout.num_ranks
+    last_reader = chunk + layout.num_ranks
     if last_reader < layout.num_chunks:
       end = backward(last_reader)
       lifetimes += [Lifetime((microbatch, b), start, end) for b in made]

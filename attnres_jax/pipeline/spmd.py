@@ -123,7 +123,7 @@ def _forward(
     )
     return cache, jax.tree.map(jnp.add, loss, more), wire.send(message)
 
-  ticks = range(plan.schedule.phases.steady.stop)
+  ticks = range(plan.schedule.num_forward_ticks)
   state = stage.empty_cache(), stage.network.no_loss(), wire.message()
   _, loss, _ = plan.loop(tick, ticks, state)
   return loss
@@ -355,7 +355,7 @@ def make_pipeline(
   block, partial = _state_shapes(chunks, model, rows)
   rule = config.pipeline.rule
   wire = transport_lib.Transport(layout, rule, sharding.STAGE, block, partial)
-  schedule = schedule_lib.make_schedule("fused", layout, microbatches)
+  schedule = schedule_lib.make_schedule(layout, microbatches)
   pools = {kind: schedule.slot_pool(kind, rule=rule) for kind in memory.KINDS}
   specs = jax.tree.map(lambda s: s.spec, sharding.state_sharding(model, mesh))
   dtype = jnp.dtype(config.model.dtype)
@@ -372,7 +372,7 @@ def make_pipeline(
 
 
 # By `pipeline.schedule`.
-_DIFFERENTIATE = {"1f1b": _by_hand, "gpipe": _by_autodiff}
+_DIFFERENTIATE = {"fused": _by_hand, "gpipe": _by_autodiff}
 
 
 def _layout(config: config_lib.RunConfig, mesh: Mesh) -> layout_lib.Layout:

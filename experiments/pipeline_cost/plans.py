@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from attnres_jax.pipeline import layout as layout_lib
-from attnres_jax.pipeline import schedule as schedule_lib
+from experiments.pipeline_cost import orders
 
 Row = dict[str, Any]
 
@@ -76,19 +76,22 @@ def bubbles() -> Iterator[Row]:
     (4, 1, 16), (4, 2, 16), (4, 4, 16), (8, 1, 32), (8, 2, 32), (8, 4, 32),
   ):  # fmt: skip
     layout = Shape(ranks, stages, stages).layout
-    for order in schedule_lib.ORDERS:
-      schedule = schedule_lib.make_schedule(order, layout, microbatches)
+    for order, make in orders.ORDERS.items():
+      schedule = make(layout, microbatches)
       units = [schedule.peaks(rank).units for rank in range(ranks)]
-      for lockstep in (True, False):
-        bubble = schedule.bubble(1.0, _BACKWARD_TIME, lockstep=lockstep)
+      work = stages * microbatches * (1.0 + _BACKWARD_TIME)
+      for clock, total in (
+        ("lockstep", schedule.total_time(1.0, _BACKWARD_TIME)),
+        ("free", orders.free_time(schedule, 1.0, _BACKWARD_TIME)),
+      ):
         yield dict(
           P=ranks,
           V=stages,
           M=microbatches,
           order=order,
-          clock="lockstep" if lockstep else "free",
+          clock=clock,
           ticks=schedule.num_ticks,
-          bubble=round(bubble, 6),
+          bubble=round(total / work - 1, 6),
           closed_form=round((ranks - 1) / (stages * microbatches), 6),
           units_in_flight=max(units),
         )

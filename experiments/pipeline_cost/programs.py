@@ -18,7 +18,7 @@ class Variant(NamedTuple):
 
   scheme: str
   rule: str = "minimum"
-  schedule: str = "1f1b"
+  schedule: str = "fused"
 
 
 VARIANTS = {

@@ -209,8 +209,7 @@ def _bounds(size: str) -> str:
 
 def drawn(part: str) -> str:
   """What `python -m attnres_jax.pipeline` prints of one part."""
-  options = command.parse(["--show", part])
-  return f"```\n{command.draw(options)}```"
+  return f"```\n{command.draw(['--show', part])}```"
 
 
 def draw() -> figure_lib.Figure:

@@ -14,10 +14,10 @@ from attnres_jax.pipeline import schedule as schedule_lib
 SHAPES = [(4, 2, 8, 16, 4), (2, 3, 4, 12, 5), (4, 1, 4, 8, 2), (1, 2, 2, 4, 2)]
 
 
-def _schedule(ranks, stages, microbatches, sublayers, block, order="fused"):
+def _schedule(ranks, stages, microbatches, sublayers, block):
   sizes = layout_lib.split_sublayers(sublayers, ranks * stages)
   layout = layout_lib.Layout(ranks, stages, sizes, block)
-  return schedule_lib.make_schedule(order, layout, microbatches)
+  return schedule_lib.make_schedule(layout, microbatches)
 
 
 def _rows(text):

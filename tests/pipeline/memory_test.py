@@ -6,16 +6,8 @@ import itertools
 import numpy as np
 import pytest
 
-from attnres_jax.pipeline import memory
 from attnres_jax.pipeline import schedule
-
-# Megatron's order: units, microbatches, block vectors of ranks 0, 1, ...; own
-# products stay until the backward of the chunk that made them.
-PEAKS = [
-  ((4, 2, 2), {0: (11, 8, 15), 1: (9, 8, 18), 2: (7, 7, 14), 3: (5, 5, 15)}),
-  ((8, 4, 4), {0: (39, 16, 63), 7: (25, 16, 66)}),
-  ((4, 1, 1), {0: (4, 4, 8), 1: (3, 3, 9), 2: (2, 2, 8), 3: (1, 1, 5)}),
-]
+from experiments.pipeline_cost import orders
 
 # Fused order: ranks, stages, chunks per block; the most blocks of any rank when
 # it keeps what it receives, and also what it produces as long as needed.
@@ -37,32 +29,7 @@ CASES = [
 def make(order, shape, microbatches):
   ranks, stages, chunks_per_block = shape
   layout = schedule.Layout(ranks, stages, 2, 2 * chunks_per_block)
-  return schedule.make_schedule(order, layout, microbatches)
-
-
-@pytest.mark.parametrize("shape,expected", PEAKS)
-@pytest.mark.parametrize("groups", [4, 6])
-def test_published_peaks(shape, expected, groups):
-  plan = make("1f1b", shape, groups * shape[0])
-  for rank, (units, microbatches, blocks) in expected.items():
-    peaks = plan.peaks(rank, keep="chunk")
-    assert (peaks.units, peaks.microbatches) == (units, microbatches)
-    assert peaks.blocks == blocks
-
-
-@pytest.mark.parametrize("order", ["1f1b", "fused"])
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("stages", [1, 2, 4])
-def test_units_in_flight(order, ranks, stages):
-  plan = make(order, (ranks, stages, 1), 4 * ranks)
-  for rank in range(ranks):
-    warmup = schedule.warmup_units(plan.layout, 4 * ranks, rank)
-    peaks = plan.peaks(rank)
-    if order == "fused" and stages == 1:
-      assert peaks.units == 2 * (ranks - 1 - rank) + 1
-    else:
-      assert peaks.units == warmup + 1
-    assert peaks.microbatches <= min(2 * ranks, peaks.units)
+  return orders.ORDERS[order](layout, microbatches)
 
 
 def test_units_of_rank_0_in_the_fused_order():
@@ -94,12 +61,11 @@ def test_peaks_do_not_grow_with_microbatches_unless_all_wait():
 
 
 @pytest.mark.parametrize("order,layout,microbatches", CASES)
-@pytest.mark.parametrize("keep", memory.KEEPS)
-def test_pool_of_blocks_serves_every_read(order, layout, microbatches, keep):
+def test_pool_of_blocks_serves_every_read(order, layout, microbatches):
   """Writes (microbatch, block) tags into slots and reads them back."""
-  plan = schedule.make_schedule(order, layout, microbatches)
-  pool = plan.slot_pool("blocks", keep=keep)
-  live = [plan.peaks(r, keep=keep).blocks for r in range(layout.num_ranks)]
+  plan = orders.ORDERS[order](layout, microbatches)
+  pool = plan.slot_pool("blocks")
+  live = [plan.peaks(r).blocks for r in range(layout.num_ranks)]
   assert pool.size == max(live)
   for rank in range(layout.num_ranks):
     held = {}
@@ -110,11 +76,11 @@ def test_pool_of_blocks_serves_every_read(order, layout, microbatches, keep):
         arrived += [0] if chunk == 0 and layout.block_size else []
         for block in arrived:
           held[slots[m, block]] = (m, block)
-      for block in range(layout.known(chunk)):
+      for block in layout.reads(chunk) or range(layout.known(chunk)):
         assert slots[m, block] >= 0
         assert held[slots[m, block]] == (m, block)
       if not backward:
-        stays = keep == "chunk" or chunk + layout.num_ranks < layout.num_chunks
+        stays = chunk + layout.num_ranks < layout.num_chunks
         for block in layout.produced(chunk) if stays else ():
           if block:
             held[slots[m, block]] = (m, block)
@@ -123,7 +89,7 @@ def test_pool_of_blocks_serves_every_read(order, layout, microbatches, keep):
 @pytest.mark.parametrize("order,layout,microbatches", CASES)
 def test_pool_of_gradients_sums_every_read(order, layout, microbatches):
   """Replays the backward of all ranks with sums of ones in pooled slots."""
-  plan = schedule.make_schedule(order, layout, microbatches)
+  plan = orders.ORDERS[order](layout, microbatches)
   pool = plan.slot_pool("gradients")
   live = [plan.peaks(r).gradients for r in range(layout.num_ranks)]
   assert pool.size == max(live)
@@ -159,7 +125,7 @@ def test_pool_of_gradients_sums_every_read(order, layout, microbatches):
 
 @pytest.mark.parametrize("order,layout,microbatches", CASES)
 def test_pool_of_inputs(order, layout, microbatches):
-  plan = schedule.make_schedule(order, layout, microbatches)
+  plan = orders.ORDERS[order](layout, microbatches)
   pool = plan.slot_pool("inputs")
   assert pool.slots.shape == (layout.num_chunks, microbatches)
   if all(map(layout.has_partial, range(1, layout.num_chunks))):
@@ -190,7 +156,7 @@ def test_naive_holds_a_copy_per_chunk():
 
 def test_one_rank_keeps_its_products_under_any_rule():
   layout = schedule.Layout(1, 3, 2, 2)
-  plan = schedule.make_schedule("fused", layout, 2)
+  plan = schedule.make_schedule(layout, 2)
   # F00 F10 F20 B20 F01 B10 F11 B00 ..., chunk before microbatch: at F11 there
   # are b0 of microbatch 0, and b0, b1 and the new b2 of microbatch 1.
   for rule in ("cached", "minimum"):
@@ -202,7 +168,6 @@ def test_one_rank_keeps_its_products_under_any_rule():
   [
     ("weights", {}, "kind: got 'weights', expected one of inputs, blocks"),
     ("blocks", {"rule": "all"}, "rule: got 'all', expected one of naive, ca"),
-    ("blocks", {"keep": "all"}, "keep: got 'all', expected one of needed, ch"),
   ],
 )
 def test_bad_arguments_are_named(kind, arguments, message):

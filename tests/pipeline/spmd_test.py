@@ -276,7 +276,7 @@ def _of_all_kinds(mesh, **fields):
 
 
 @pytest.mark.parametrize(
-  "schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)]
+  "schedule", ["fused", pytest.param("gpipe", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("gather", ["tick", "step"])
 def test_weights_travel_in_the_dtype_of_their_products(schedule, gather):
@@ -295,7 +295,7 @@ def test_weights_travel_in_the_dtype_of_their_products(schedule, gather):
     if equation.primitive.name == "scan" and jaxprs.has(equation, "ppermute")
   ]
   inside = [e for loop in loops for e in jaxprs.equations(loop.params["jaxpr"])]
-  travel = {"1f1b": "bfloat16", "gpipe": "float32"}[schedule]
+  travel = {"fused": "bfloat16", "gpipe": "float32"}[schedule]
   dtypes = {"all_gather": {travel}, "reduce_scatter": {"float32"}}
   if gather == "tick":
     assert _dtypes_of_cut_weights(inside) == dtypes
@@ -333,7 +333,7 @@ def test_weights_that_travel_in_bfloat16_lose_nothing():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["naive", "cached"])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["fused", "gpipe"])
 def test_other_rules(rule, schedule):
   _assert_as_on_one_device(
     _config(
