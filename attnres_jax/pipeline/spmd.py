@@ -55,7 +55,7 @@ _LOSS_AXES = (sharding.STAGE, *sharding.ROWS)
 def _by_hand(
   plan: "Pipeline", parameters: Parameters, batch: loss_lib.Examples
 ) -> tuple[loss_lib.LossSums, Parameters]:
-  """Interleaved 1F1B: loss and gradients of this rank."""
+  """The fused order: loss and gradients of this rank."""
   stage, wire = plan.stage, plan.stage.transport
   last = wire.layout.num_chunks - 1
 

@@ -2,6 +2,7 @@
 """The command draws what the tables say, and a microbatch lives by them."""
 
 import re
+import sys
 
 import pytest
 
@@ -98,6 +99,6 @@ def test_all_parts(capsys):
 )
 def test_bad_arguments(arguments, message, capsys):
   with pytest.raises(SystemExit) as error:
-    command.main(arguments)
+    sys.exit(command.main(arguments))
   assert error.value.code == 2
   assert message in capsys.readouterr().err
