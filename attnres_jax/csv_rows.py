@@ -3,10 +3,13 @@
 
 from collections.abc import Iterable, Mapping
 import csv
+import io
 import os
 from typing import Any
 
 from etils import epath
+
+from attnres_jax import files
 
 
 def write(
@@ -15,10 +18,11 @@ def write(
   """A file with the columns of all rows; a cell without a value is empty."""
   rows = list(rows)
   columns = list(dict.fromkeys(name for row in rows for name in row))
-  with epath.Path(path).open("w") as file:
-    writer = csv.DictWriter(file, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+  text = io.StringIO()
+  writer = csv.DictWriter(text, columns, lineterminator="\n")
+  writer.writeheader()
+  writer.writerows(rows)
+  files.write(path, text.getvalue())
 
 
 def read(path: os.PathLike[str] | str) -> list[dict[str, str]]:

@@ -111,9 +111,13 @@ def check_available(config: config_lib.LogConfig) -> None:
 def read_rows(
   workdir: epath.PathLike, split: str | None = None
 ) -> list[dict[str, Any]]:
-  """The rows of a run, or those of one split; [] where there are none."""
+  """The rows of a run, or those of one split; [] where there are none.
+
+  Raises:
+    ValueError: a line is no row; names file and line.
+  """
   path = epath.Path(workdir) / "metrics.jsonl"
-  rows = _parse_lines(path.read_text()) if path.exists() else []
+  rows = _parse_file(path) if path.exists() else []
   return [row for row in rows if split in (None, row["split"])]
 
 
@@ -129,7 +133,7 @@ class JsonlSink:
     self._path = path
     self._lines = []
     if path.exists():
-      rows = _parse_lines(path.read_text())
+      rows = _parse_file(path)
       kept = [row for row in rows if _belongs(row, keep_through)]
       self._lines = [_dump(row) for row in kept]
     self._remote = "://" in str(path)
@@ -324,19 +328,30 @@ def _dump(row: Row) -> str:
   return json.dumps(row, allow_nan=False) + "\n"
 
 
-def _parse_lines(text: str) -> list[dict[str, Any]]:
+def _parse_file(path: epath.Path) -> list[dict[str, Any]]:
   """All rows but a last one cut short by a kill.
 
   Raises:
-    ValueError: a line before the last is not JSON.
+    ValueError: a line before the last is no row.
   """
-  lines = text.split("\n")
-  tail = lines.pop()
-  rows = [json.loads(line) for line in lines]
+  *lines, tail = path.read_text().split("\n")
+  rows = [_parse_line(path, i, line) for i, line in enumerate(lines, 1)]
   try:
     return rows + ([json.loads(tail)] if tail else [])
   except json.JSONDecodeError:
     return rows
+
+
+def _parse_line(path: epath.Path, number: int, line: str) -> dict[str, Any]:
+  try:
+    row = json.loads(line)
+  except (ValueError, RecursionError) as error:
+    raise ValueError(f"{path}:{number}: {error}") from error
+  if not isinstance(row, dict) or not {"step", "split"} <= row.keys():
+    raise ValueError(
+      f"{path}:{number}: got {line!r}, expected a row of metrics"
+    )
+  return row
 
 
 def _short(value: Any) -> str:

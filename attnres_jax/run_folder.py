@@ -33,6 +33,7 @@ HARMLESS = (
   "train.eval_every",
   "train.depth_every",
   "train.on_nan",
+  "train.max_skipped_share",
   "data.num_threads",
 )
 

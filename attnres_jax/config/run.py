@@ -132,6 +132,8 @@ class TrainConfig(fields.Checked, prefix="train"):
     depth_every: steps between rows of the per-depth series; 0 for none.
     on_nan: a loss or gradient that is not finite ends the run (`stop`) or
       leaves the parameters as they were and counts the step (`skip`).
+    max_skipped_share: of all steps; a run of a sweep that skipped more of them
+      has failed.
   """
 
   steps: fields.Size = 400
@@ -140,6 +142,7 @@ class TrainConfig(fields.Checked, prefix="train"):
   eval_batches: fields.Size = 8
   depth_every: fields.Count = 50
   on_nan: Literal["stop", "skip"] = "stop"
+  max_skipped_share: fields.Fraction = 0.5
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,9 @@ by their dots or as fields of the run itself (`seed=1`,
         add(**overrides)
 
 A run is named by its overrides and a hash of its resolved config, such as
-`s-block_attnres-seed1-3f0c1942`. The hash covers every field but `name`, which
-labels a run without changing it, and does not depend on the version of Python.
+`s-block_attnres-seed1-3f0c1942`. The hash covers every field but those that
+change nothing in a run (`UNHASHED`), and does not depend on the version of
+Python.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -37,7 +38,7 @@ Resolve = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 HASH_DIGITS = 8
 # Workdirs, labels and log lines all have to hold a name.
 MAX_SLUG = 80
-_UNHASHED = ("name",)
+UNHASHED = ("name", "train.max_skipped_share")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +169,7 @@ def select(runs: Iterable[Run], pattern: str) -> list[Run]:
 
 def config_hash(config: Mapping[str, Any]) -> str:
   """A few hex digits that change with any field of a resolved config."""
-  hashed = {key: value for key, value in config.items() if key not in _UNHASHED}
+  hashed = _without(config, "")
   text = json.dumps(
     hashed, sort_keys=True, separators=(",", ":"), allow_nan=False
   )
@@ -193,3 +194,14 @@ def slug_of(overrides: Mapping[str, Any]) -> str:
       parts.append(f"{leaf}{value}")
   slug = re.sub(r"[^A-Za-z0-9_.+-]+", "_", "-".join(dict.fromkeys(parts)))
   return slug[:MAX_SLUG].strip("-_.")
+
+
+def _without(config: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+  """A nested dict less the fields of `UNHASHED`."""
+  return {
+    key: _without(value, f"{prefix}{key}.")
+    if isinstance(value, Mapping)
+    else value
+    for key, value in config.items()
+    if prefix + key not in UNHASHED
+  }

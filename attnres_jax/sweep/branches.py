@@ -21,10 +21,11 @@ from attnres_jax import files
 from attnres_jax import optimizer
 from attnres_jax import run_folder
 from attnres_jax.scaling import grid
+from attnres_jax.sweep import damage
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import state as state_lib
 
-_ENDED = (state_lib.DONE, state_lib.FAILED)
+_ENDED = (state_lib.DONE, state_lib.FAILED, state_lib.DAMAGED)
 
 
 def is_ready(folder: epath.PathLike, run: grid.Run) -> bool:
@@ -52,13 +53,16 @@ def start(folder: epath.PathLike, run: grid.Run) -> int:
   workdir = folder / run.name
   if not run.branch_of or files.is_remote(folder):
     return 0
-  check(folder_lib.read_run(folder, run.branch_of), run)
+  try:
+    check(folder_lib.read_run(folder, run.branch_of), run)
+  except damage.DamagedError:
+    return 0
   found = _checkpoint(folder, run)
   if found is None or checkpoint.all_steps(workdir):
     return 0
   trunk, target = folder / run.branch_of, workdir / checkpoint.CHECKPOINTS
   config = folder_lib.run_config(run)
-  (workdir / "config.json").write_text(config_lib.to_json(config))
+  files.write(workdir / "config.json", config_lib.to_json(config))
   shutil.copyfile(trunk / "data.json", workdir / "data.json")
   target.mkdir(exist_ok=True)
   # Under its name only when it is complete, like every checkpoint.

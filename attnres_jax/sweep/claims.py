@@ -10,6 +10,7 @@ import time
 from etils import epath
 
 from attnres_jax import claims
+from attnres_jax import config as config_lib
 from attnres_jax.sweep import exits
 from attnres_jax.sweep import state as state_lib
 
@@ -17,7 +18,11 @@ is_held = claims.is_held
 
 
 def acquire(workdir: epath.PathLike) -> "Claim | None":
-  """Takes a run that is not done; None where it is, or another one has it."""
+  """Takes a run that is not done; None where it is, or another one has it.
+
+  Raises:
+    ConfigError: nobody knows what became of it, as its state is damaged.
+  """
   workdir = epath.Path(workdir)
   try:
     claim = claims.acquire(workdir, lost_status=exits.Exit.BUSY)
@@ -25,6 +30,8 @@ def acquire(workdir: epath.PathLike) -> "Claim | None":
     return None
   try:
     old = state_lib.read(workdir)
+    if old.status == state_lib.DAMAGED:
+      raise config_lib.ConfigError(old.error)
     if old.status != state_lib.DONE:
       return Claim(workdir, claim, old)
   except BaseException:

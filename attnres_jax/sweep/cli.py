@@ -7,7 +7,10 @@
   report   the experiment's report, from what is finished
 
 An experiment hands in its config file and what renders its report, a page that
-is also written anew while a launch is under way.
+is also rewritten while a launch is under way.
+
+Runs that failed, or have a damaged file, stop no other; each gets a line on
+stderr, and the exit status is 1.
 """
 
 import argparse
@@ -28,7 +31,7 @@ from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import launchers
 from attnres_jax.sweep import monitor
 from attnres_jax.sweep import preflight
-from attnres_jax.sweep import rows as rows_lib
+from attnres_jax.sweep import state as state_lib
 
 ACTIONS = ("run", "status", "collect", "report")
 ROWS, REPORT = "rows.csv", "report.html"
@@ -44,14 +47,14 @@ class Experiment:
     description: one line.
     config: the config file, with the argument it takes by default.
     workdir: the folder of the sweep by default.
-    render: (folder) -> its report as HTML, as far as runs are done.
+    render: (folder, progress of its runs) -> the report as HTML.
   """
 
   program: str
   description: str
   config: str
   workdir: str
-  render: Callable[[epath.Path], str]
+  render: Callable[[epath.Path, Sequence[monitor.Progress]], str]
 
 
 def main(experiment: Experiment, argv: Sequence[str] | None = None) -> int:
@@ -81,8 +84,15 @@ def _run(experiment: Experiment, options: argparse.Namespace) -> int:
     return launcher.launch(selected, folder, told)
   with _Refresh(lambda: _write_report(experiment, folder)):
     result = launcher.launch(selected, folder, told)
-  print(f"report: {_write_report(experiment, folder)}")
-  return result
+  launched = {run.name for run in selected}
+  progress, path = _write_report(experiment, folder)
+  print(f"report: {path}")
+  damaged = [
+    one
+    for one in progress
+    if one.status == state_lib.DAMAGED and one.name in launched
+  ]
+  return result or _outcome(damaged)
 
 
 def _status(experiment: Experiment, options: argparse.Namespace) -> int:
@@ -91,7 +101,7 @@ def _status(experiment: Experiment, options: argparse.Namespace) -> int:
     text = monitor.table(progress)
     if not options.watch:
       print(text)
-      return 0
+      return int(any(map(_is_bad, progress)))
     # Home and clear: the table stays in its place.
     print(f"\x1b[H\x1b[2J{text}", flush=True)
     time.sleep(options.watch)
@@ -100,22 +110,38 @@ def _status(experiment: Experiment, options: argparse.Namespace) -> int:
 def _collect(experiment: Experiment, options: argparse.Namespace) -> int:
   progress = _known(options)
   path = epath.Path(options.out or epath.Path(options.workdir) / ROWS)
-  found = rows_lib.of_folder(options.workdir)
+  found = monitor.rows(progress)
   csv_rows.write(path, found)
   print(f"{len(found)} of {len(progress)} runs: {path}")
-  return 0
+  return _outcome(progress)
 
 
 def _report(experiment: Experiment, options: argparse.Namespace) -> int:
   _known(options)
-  print(_write_report(experiment, epath.Path(options.workdir)))
-  return 0
+  progress, path = _write_report(experiment, epath.Path(options.workdir))
+  print(path)
+  return _outcome(progress)
 
 
-def _write_report(experiment: Experiment, folder: epath.Path) -> epath.Path:
-  path = folder / REPORT
-  files.write(path, experiment.render(folder))
-  return path
+def _write_report(
+  experiment: Experiment, folder: epath.Path
+) -> tuple[list[monitor.Progress], epath.Path]:
+  """What it shows, and where it is."""
+  progress, path = monitor.of_folder(folder), folder / REPORT
+  files.write(path, experiment.render(folder, progress))
+  return progress, path
+
+
+def _is_bad(progress: monitor.Progress) -> bool:
+  return progress.status in (state_lib.FAILED, state_lib.DAMAGED)
+
+
+def _outcome(progress: Sequence[monitor.Progress]) -> int:
+  """The exit status; says what is wrong with runs."""
+  bad = [one for one in progress if _is_bad(one)]
+  for line in monitor.errors(bad):
+    print(f"error: {line}", file=sys.stderr)
+  return 1 if bad else 0
 
 
 _ACTIONS = {
@@ -147,7 +173,7 @@ def _settings(given: Sequence[str]) -> dict[str, str]:
 
 
 class _Refresh:
-  """Calls something every now and then while open, on a thread."""
+  """Calls something once a minute while open, on a thread."""
 
   def __init__(self, action: Callable[[], object]):
     self._action = action
@@ -165,9 +191,9 @@ class _Refresh:
     while not self._over.wait(_REFRESH_SECONDS):
       try:
         self._action()
-      except OSError as error:
-        # The next launch writes it; the runs do not depend on it.
-        print(f"report: {error}", file=sys.stderr)
+      except Exception as error:
+        # The runs do not depend on it, and it is written at their end.
+        print(f"report: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def _parse_options(

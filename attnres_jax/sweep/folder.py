@@ -18,8 +18,10 @@ refused: half of it would be another run.
 """
 
 from collections.abc import Mapping, Sequence
+import contextlib
 import dataclasses
 import json
+import re
 from typing import Any
 
 from etils import epath
@@ -28,6 +30,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import files
 from attnres_jax import run_folder
 from attnres_jax.scaling import grid
+from attnres_jax.sweep import damage
 
 SWEEP = "sweep.json"
 RUN = "run.json"
@@ -54,16 +57,17 @@ def prepare(
   """
   folder = epath.Path(folder)
   folder.mkdir(parents=True, exist_ok=True)
-  # A folder that was removed is one to be trained anew.
-  there = [name for name in _names(folder) if (folder / name / RUN).exists()]
-  found = {
-    _key(run.overrides): run
-    for run in (read_run(folder, name) for name in there)
-  }
-  prepared, names_here = [], {}
+  listed, found = _listed(folder), {}
+  for name in listed:
+    # A folder that was removed is one to be trained anew. A damaged file is
+    # written again if it is one of these runs, whose name has their hash.
+    with contextlib.suppress(FileNotFoundError, damage.DamagedError):
+      run = _read(folder, name)
+      found[_key(run.overrides)] = run
+  prepared, new_names = [], {}
   for run in runs:
     run = dataclasses.replace(
-      run, branch_of=names_here.get(run.branch_of, run.branch_of)
+      run, branch_of=new_names.get(run.branch_of, run.branch_of)
     )
     name, old = run.name, found.get(_key(run.overrides))
     if old is not None:
@@ -72,42 +76,76 @@ def prepare(
         raise config_lib.ConfigError(_refusal(folder, old, changed))
       run = dataclasses.replace(run, name=old.name)
     prepared.append(run)
-    names_here[name] = run.name
-  for run in prepared:
-    workdir = folder / run.name
-    workdir.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(dataclasses.asdict(run), indent=2) + "\n"
-    files.write(workdir / RUN, text)
-  names = [run.name for run in prepared]
-  names += [run.name for run in found.values() if run.name not in names]
-  index = {"source": source, "runs": names}
+    new_names[name] = run.name
+  texts = {
+    _named(folder, run.name): json.dumps(dataclasses.asdict(run), indent=2)
+    for run in prepared
+  }
+  for name, text in texts.items():
+    try:
+      (folder / name).mkdir(parents=True, exist_ok=True)
+      files.write(folder / name / RUN, text + "\n")
+    except OSError as error:
+      # Shown as damaged; the other runs can be trained.
+      if files.is_disk_full(error):
+        raise
+  order = list(texts)
+  order += [
+    name
+    for name in listed
+    if name not in texts and (folder / name / RUN).exists()
+  ]
+  index = {"source": source, "runs": order}
   files.write(folder / SWEEP, json.dumps(index, indent=2) + "\n")
-  return [read_run(folder, run.name) for run in prepared]
+  # As a reader of the files has them, whose tuples are lists.
+  return [grid.Run(**json.loads(text)) for text in texts.values()]
+
+
+def names(folder: epath.PathLike) -> list[str]:
+  """Of all runs, in order; [] where there is no sweep.
+
+  Raises:
+    DamagedError: the list of runs cannot be read.
+  """
+  path = epath.Path(folder) / SWEEP
+  with contextlib.suppress(FileNotFoundError):
+    listed = damage.read_object(path).get("runs")
+    if isinstance(listed, list) and all(map(_is_name, listed)):
+      return listed
+    raise damage.DamagedError(
+      f"{path}:1: runs: got {listed!r}, expected names of folders; launch the"
+      " sweep again to rewrite it"
+    )
+  return []
 
 
 def read(folder: epath.PathLike) -> list[grid.Run]:
-  """All runs of a folder, in order; [] where there is no sweep."""
-  return [read_run(folder, name) for name in _names(epath.Path(folder))]
+  """All runs of a folder, in order; [] where there is no sweep.
+
+  Raises:
+    ConfigError: one of them cannot be read.
+  """
+  return [read_run(folder, name) for name in names(folder)]
 
 
 def source(folder: epath.PathLike) -> str:
   """The config file, with its argument, that a folder's sweep came from."""
-  return json.loads((epath.Path(folder) / SWEEP).read_text())["source"]
+  return str(damage.read_object(epath.Path(folder) / SWEEP).get("source"))
 
 
 def read_run(folder: epath.PathLike, name: str) -> grid.Run:
   """One run of a folder.
 
   Raises:
-    ConfigError: there is none of this name.
+    ConfigError: there is none of this name, or its file is damaged.
   """
-  path = epath.Path(folder) / name / RUN
-  if not path.exists():
+  try:
+    return _read(epath.Path(folder), _named(folder, name))
+  except FileNotFoundError:
     raise config_lib.ConfigError(
       f"got run {name!r}, of which there is no {RUN} in {folder}; expected one"
       " that was prepared there (if its folder was removed, launch again)"
-    )
-  return grid.Run(**json.loads(path.read_text()))
+    ) from None
 
 
 def run_config(run: grid.Run) -> config_lib.RunConfig:
@@ -116,10 +154,39 @@ def run_config(run: grid.Run) -> config_lib.RunConfig:
   return dataclasses.replace(config, name=run.name)
 
 
-def _names(folder: epath.Path) -> list[str]:
-  """Of all runs, in order."""
-  path = folder / SWEEP
-  return json.loads(path.read_text())["runs"] if path.exists() else []
+def _listed(folder: epath.Path) -> list[str]:
+  """All runs that a folder may hold; a damaged list is made again."""
+  try:
+    return names(folder)
+  except damage.DamagedError:
+    return sorted(path.parent.name for path in folder.glob(f"*/{RUN}"))
+
+
+def _is_name(name: object) -> bool:
+  """Whether a run may have it; none that does leads out of its folder."""
+  expected = r"[A-Za-z0-9_+-][A-Za-z0-9_.+-]*"
+  return isinstance(name, str) and bool(re.fullmatch(expected, name))
+
+
+def _named(folder: epath.PathLike, name: str) -> str:
+  """A name that was given, once it is one."""
+  if not _is_name(name):
+    raise config_lib.ConfigError(
+      f"got run {name!r}, expected the name of a folder in {folder}: letters,"
+      " digits and _.+-, no dot at the start"
+    )
+  return name
+
+
+def _read(folder: epath.Path, name: str) -> grid.Run:
+  path = folder / name / RUN
+  values = damage.read_object(path)
+  with damage.of_file(path):
+    run = grid.Run(**values)
+    if run.name != name:
+      raise ValueError(f"name: got {run.name!r}, expected {name!r}")
+    run_config(run)
+    return run
 
 
 def _key(overrides: Mapping[str, Any]) -> str:

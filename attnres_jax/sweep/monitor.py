@@ -5,19 +5,23 @@ Everything is read from the files of the runs, so that it may be asked anywhere
 and at any time, whatever launcher is at work.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import math
+from typing import Any
 
 from etils import epath
 
+from attnres_jax import config as config_lib
 from attnres_jax import flops
 from attnres_jax import goodput as goodput_lib
 from attnres_jax import metrics
 from attnres_jax import text_table
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import claims
+from attnres_jax.sweep import damage
 from attnres_jax.sweep import folder as folder_lib
+from attnres_jax.sweep import rows as rows_lib
 from attnres_jax.sweep import state as state_lib
 
 # A run whose state says `running`, and that no worker has.
@@ -30,8 +34,10 @@ class Progress:
 
   Attributes:
     name: of the run.
+    status: one of `state`, or "interrupted". A run with a file that cannot be
+      read is "damaged", and of the rest of it nothing is known.
+    error: of the last attempt, or what is damaged.
     residual: its scheme.
-    status: one of `state`, or "interrupted".
     step: the last one logged.
     steps: of the whole run.
     train_loss: the last one, in nats per token.
@@ -40,58 +46,92 @@ class Progress:
     seconds: of all its attempts.
     step_flops: of one training step, as `flops` counts.
     attempts: workers that have had the run.
-    error: of the last attempt.
     goodput: what the seconds went into, as far as rows tell.
+    row: its line of a table of results, once it is done.
+    curve: steps and training losses so far; nan where a step was skipped.
+    run: what it is; None if that is damaged.
   """
 
   name: str
-  residual: str
   status: str
-  step: int
-  steps: int
-  train_loss: float | None
-  validation_loss: float | None
-  step_seconds: float | None
-  seconds: float
-  step_flops: float
-  attempts: int
-  error: str
-  goodput: goodput_lib.Goodput
+  error: str = ""
+  residual: str = ""
+  step: int = 0
+  steps: int = 0
+  train_loss: float | None = None
+  validation_loss: float | None = None
+  step_seconds: float | None = None
+  seconds: float = 0.0
+  step_flops: float = 0.0
+  attempts: int = 0
+  goodput: goodput_lib.Goodput = goodput_lib.Goodput()
+  row: Mapping[str, Any] | None = None
+  curve: tuple[tuple[int, float], ...] = ()
+  run: grid.Run | None = None
 
 
-def of_run(folder: epath.PathLike, run: grid.Run) -> Progress:
+def of_run(folder: epath.PathLike, name: str) -> Progress:
   """Progress of one run."""
+  workdir = epath.Path(folder) / name
+  state = state_lib.read(workdir)
+  if state.status == state_lib.DAMAGED:
+    return Progress(name, state.status, state.error)
+  try:
+    return _of_run(folder, folder_lib.read_run(folder, name), state)
+  except config_lib.ConfigError as error:
+    return Progress(name, state_lib.DAMAGED, str(error))
+
+
+def _of_run(
+  folder: epath.PathLike, run: grid.Run, state: state_lib.State
+) -> Progress:
   workdir = epath.Path(folder) / run.name
   config = folder_lib.run_config(run)
-  state = state_lib.read(workdir)
-  status = state.status
-  if status == state_lib.RUNNING and not claims.is_held(workdir):
-    status = INTERRUPTED
-  rows = metrics.read_rows(workdir)
-  train = [row for row in rows if row["split"] == "train"]
-  validation = [row for row in rows if row["split"] == "validation"]
   length = config.data.sequence_length
   per_token = flops.flops_per_token(config.model, length).train
+  status, row = state.status, None
+  with damage.of_file(workdir / "metrics.jsonl"):
+    if status == state_lib.RUNNING and not claims.is_held(workdir):
+      status = INTERRUPTED
+    rows = metrics.read_rows(workdir)
+    spent = goodput_lib.of_rows(rows)
+    train = [row for row in rows if row["split"] == "train"]
+    validation = [row for row in rows if row["split"] == "validation"]
+    curve = tuple((one["step"], _loss(one, math.nan)) for one in train)
+    last, evaluated = (train or [{}])[-1], (validation or [{}])[-1]
+    known = dict(
+      step=last.get("step", 0),
+      train_loss=_loss(last),
+      validation_loss=_loss(evaluated),
+      step_seconds=float(last["step_seconds"]) if train else None,
+    )
+  if status == state_lib.DONE:
+    row = rows_lib.of_run(folder, run, state, rows)
   return Progress(
     name=run.name,
-    residual=config.model.residual.name,
     status=status,
-    step=train[-1]["step"] if train else 0,
+    error=state.error,
+    residual=config.model.residual.name,
     steps=config.train.steps,
-    train_loss=train[-1]["loss"] if train else None,
-    validation_loss=validation[-1]["loss"] if validation else None,
-    step_seconds=train[-1]["step_seconds"] if train else None,
     seconds=state.seconds,
     step_flops=per_token * config.data.batch_size * length,
     attempts=state.attempts,
-    error=state.error,
-    goodput=goodput_lib.of_rows(rows),
+    goodput=spent,
+    row=row,
+    curve=curve,
+    run=run,
+    **known,
   )
 
 
 def of_folder(folder: epath.PathLike) -> list[Progress]:
   """Progress of every run, in the order of the sweep."""
-  return [of_run(folder, run) for run in folder_lib.read(folder)]
+  return [of_run(folder, name) for name in folder_lib.names(folder)]
+
+
+def rows(progress: Sequence[Progress]) -> list[Mapping[str, Any]]:
+  """A row for every run that is done, in the order of the sweep."""
+  return [one.row for one in progress if one.row is not None]
 
 
 def seconds_left(
@@ -102,12 +142,12 @@ def seconds_left(
   What `others` took beside their steps (compiling, evaluating, saving) comes on
   top of a run that has not begun. None where nothing has been measured.
   """
-  if progress.status == state_lib.DONE:
+  if progress.status in (state_lib.DONE, state_lib.DAMAGED):
     return 0.0
   steps = progress.steps - progress.step
   if progress.step_seconds is not None:
     return steps * progress.step_seconds
-  measured = [one for one in others if one.step_seconds]
+  measured = [one for one in others if one.step_seconds and one.step_flops]
   if not measured:
     return None
   twin = min(
@@ -151,9 +191,12 @@ def table(progress: Sequence[Progress]) -> str:
   )  # fmt: skip
   parallel = sum(one.status == state_lib.RUNNING for one in progress)
   lines = [text_table.table(header, rows), "", summary(progress, parallel)]
-  errors = [one for one in progress if one.error]
-  lines += [f"{one.name}: {one.error}" for one in errors]
-  return "\n".join(lines)
+  return "\n".join(lines + errors(progress))
+
+
+def errors(progress: Sequence[Progress]) -> list[str]:
+  """A line for every run with one."""
+  return [f"{one.name}: {one.error}" for one in progress if one.error]
 
 
 def summary(progress: Sequence[Progress], parallel: int) -> str:
@@ -191,3 +234,9 @@ def _overhead(progress: Sequence[Progress]) -> float:
 
 def _number(value: float | None) -> str:
   return "" if value is None else f"{value:.4f}"
+
+
+def _loss(row: Mapping[str, Any], missing: float | None = None) -> float | None:
+  """Of a row of metrics; `missing` where it was not finite."""
+  value = row.get("loss")
+  return missing if value is None else float(value)

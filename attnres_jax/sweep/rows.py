@@ -5,8 +5,7 @@ One row per finished run, with everything a fit or a table needs, so that
 results can be committed and read without the folder they come from.
 """
 
-from collections.abc import Iterable, Mapping
-import json
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from etils import epath
@@ -14,11 +13,11 @@ from etils import epath
 from attnres_jax import config as config_lib
 from attnres_jax import flops
 from attnres_jax import goodput
-from attnres_jax import metrics
 from attnres_jax.flops import parameters
 from attnres_jax.scaling import compute as compute_lib
 from attnres_jax.scaling import fit as fit_lib
 from attnres_jax.scaling import grid
+from attnres_jax.sweep import damage
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import state as state_lib
 
@@ -28,52 +27,68 @@ Row = Mapping[str, Any]
 _ORIGIN = ("hardware", "commit", "python", "jax")
 
 
-def of_folder(folder: epath.PathLike) -> list[dict[str, Any]]:
-  """A row for every run that is done, in the order of the sweep."""
-  return [
-    of_run(folder, run)
-    for run in folder_lib.read(folder)
-    if state_lib.read(epath.Path(folder) / run.name).status == state_lib.DONE
-  ]
-
-
-def of_run(folder: epath.PathLike, run: grid.Run) -> dict[str, Any]:
+def of_run(
+  folder: epath.PathLike,
+  run: grid.Run,
+  state: state_lib.State,
+  metric_rows: Sequence[Row],
+) -> dict[str, Any]:
   """The row of a finished run.
 
   Overrides have columns of their own, under their names; `active_params` is
   without embedding and head; computes are in PFLOP/s-days.
+
+  Args:
+    folder: of the sweep.
+    run: a finished one.
+    state: of the run.
+    metric_rows: its metrics.
+
+  Raises:
+    DamagedError: a file of the run is missing, or is not what training left.
   """
   workdir = epath.Path(folder) / run.name
-  summary = json.loads((workdir / "summary.json").read_text())
+  summary = _of_file(workdir / "summary.json")
+  data = _of_file(workdir / "data.json")
   config = folder_lib.run_config(run)
-  metric_rows = metrics.read_rows(workdir)
-  starts = [
-    row for row in metric_rows if row.get("event") in ("start", "resume")
-  ]
-  spent = goodput.of_rows(metric_rows)
+  with damage.of_file(workdir / "metrics.jsonl"):
+    spent = goodput.of_rows(metric_rows)
+    start = [r for r in metric_rows if r.get("event") in ("start", "resume")][
+      -1
+    ]
+    origin = {
+      "device": f"{start['devices']} x {start['device_kind']}",
+      **{name: start.get(name, "unknown") for name in _ORIGIN},
+    }
+  with damage.of_file(workdir / "data.json"):
+    fingerprint = data["train"]["fingerprint"][:12]
+  with damage.of_file(workdir / "summary.json"):
+    if summary["validation_loss"] is None:
+      raise ValueError("validation_loss is not finite: the run diverged")
+    outcome = {
+      "validation_loss": f"{summary['validation_loss']:.6f}",
+      "train_loss": _number(summary.get("train_loss"), ".6f"),
+      "peak_lr": config.optim.peak_lr,
+      "step_seconds": _number(summary.get("step_seconds"), ".4g"),
+    }
   # That of one step is a column of its own.
   times = {
     "training" if name == "step" else name: value
     for name, value in spent.seconds.items()
   }
-  data = json.loads((workdir / "data.json").read_text())
   return {
     "run": run.name,
     **run.overrides,
     "residual": config.model.residual.name,
     "seed": config.seed,
     **compute_of(config),
-    "validation_loss": f"{summary['validation_loss']:.6f}",
-    "train_loss": _number(summary.get("train_loss"), ".6f"),
-    "peak_lr": config.optim.peak_lr,
-    "step_seconds": _number(summary.get("step_seconds"), ".4g"),
-    "seconds": f"{state_lib.read(workdir).seconds:.1f}",
-    "attempts": state_lib.read(workdir).attempts,
+    **outcome,
+    "seconds": f"{state.seconds:.1f}",
+    "attempts": state.attempts,
     **{f"{name}_seconds": f"{value:.1f}" for name, value in times.items()},
     "lost_steps": spent.lost_steps,
-    "device": f"{starts[-1]['devices']} x {starts[-1]['device_kind']}",
-    **{name: starts[-1].get(name, "unknown") for name in _ORIGIN},
-    "data": data["train"]["fingerprint"][:12],
+    **origin,
+    "data": fingerprint,
   }
 
 
@@ -111,3 +126,11 @@ def by_scheme(rows: Iterable[Row], counting: str) -> dict[str, fit_lib.Runs]:
 def _number(value: float | None, form: str) -> str:
   """Empty where a run, or what a branch did itself, was too short for a row."""
   return "" if value is None else f"{value:{form}}"
+
+
+def _of_file(path: epath.Path) -> dict[str, Any]:
+  """A file that every finished run has."""
+  try:
+    return damage.read_object(path)
+  except FileNotFoundError as error:
+    raise damage.DamagedError(f"{path}: missing from a finished run") from error

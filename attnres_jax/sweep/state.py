@@ -6,21 +6,22 @@
   stopped   by a signal, with a checkpoint
   failed    with an error; the next launch tries again
   done      finished; nothing runs it again
+  damaged   the file cannot be read; nothing runs it until the file is removed
 
 A worker that was killed leaves `running` and a heartbeat that stands still.
 """
 
 import dataclasses
 import json
-from typing import Any
 
 from etils import epath
 
-from attnres_jax import config as config_lib
 from attnres_jax import files
+from attnres_jax.sweep import damage
 
 PENDING, RUNNING, STOPPED = "pending", "running", "stopped"
-FAILED, DONE = "failed", "done"
+FAILED, DONE, DAMAGED = "failed", "done", "damaged"
+STATUSES = (PENDING, RUNNING, STOPPED, FAILED, DONE)
 
 FILE = "state.json"
 
@@ -53,23 +54,41 @@ class State:
 
 
 def read(workdir: epath.PathLike) -> State:
-  """The state of a run; `pending` where there is no file.
+  """The state of a run: `pending` where there is no file.
 
-  Raises:
-    ConfigError: the file is not one of these.
+  A file that is not one of these is `damaged`; `error` says where. One bad
+  file of a sweep is then the state of one run, for whoever reads all of them.
   """
   path = epath.Path(workdir) / FILE
   try:
-    values: dict[str, Any] = json.loads(path.read_text())
-    return State(**values)
+    values = damage.read_object(path)
+    with damage.of_file(path):
+      return _checked(values)
   except FileNotFoundError:
     return State()
-  except (TypeError, json.JSONDecodeError) as error:
-    raise config_lib.ConfigError(
-      f"{path}: not the state of a run ({error})"
-    ) from error
+  except damage.DamagedError as error:
+    return State(
+      DAMAGED, error=f"{error}; remove this file to start the run again"
+    )
 
 
 def write(workdir: epath.PathLike, state: State) -> None:
   path = epath.Path(workdir) / FILE
   files.write(path, json.dumps(dataclasses.asdict(state), indent=2) + "\n")
+
+
+def _checked(values: dict[str, object]) -> State:
+  """A state whose fields have their types."""
+  state = State(**values)  # pyrefly: ignore[bad-argument-type]
+  for field in dataclasses.fields(State):
+    value, kind = getattr(state, field.name), type(field.default)
+    if kind is float and type(value) is int:
+      continue
+    if type(value) is not kind:
+      raise ValueError(f"{field.name}: got {value!r}, expected {kind.__name__}")
+  if state.status not in STATUSES:
+    expected = ", ".join(STATUSES)
+    raise ValueError(
+      f"status: got {state.status!r}, expected one of {expected}"
+    )
+  return state

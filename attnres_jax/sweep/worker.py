@@ -5,7 +5,7 @@
 
 Any number of these may be started, anywhere and again and again: a run that is
 done is left alone, one that a living worker has is left to it, any other one is
-claimed and goes on from its last checkpoint. SIGTERM or SIGINT makes it save
+claimed and resumes from its last checkpoint. SIGTERM or SIGINT makes it save
 and stop. The exit status says how it ended, see `exits.Exit`.
 
 A run over several processes gets the same command once per process, with
@@ -14,11 +14,12 @@ as for `attnres_jax.main`. The first process claims, and speaks for all.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import os
 import sys
 import time
 import traceback
+from typing import Any
 
 from etils import epath
 import jax
@@ -27,6 +28,7 @@ import numpy as np
 
 from attnres_jax import claims as claims_lib
 from attnres_jax import command_line
+from attnres_jax import config as config_lib
 from attnres_jax import files
 from attnres_jax import train
 from attnres_jax.scaling import grid
@@ -117,7 +119,11 @@ def _claim(
   """A claim, or how the worker ends without one."""
   deadline = time.monotonic() + patience_seconds
   while True:
-    claim = claims.acquire(workdir)
+    try:
+      claim = claims.acquire(workdir)
+    except config_lib.ConfigError as error:
+      _say(f"error: {error}")
+      return None, exits.Exit.UNUSABLE
     if claim is not None:
       return claim, None
     if state_lib.read(workdir).status == state_lib.DONE:
@@ -136,8 +142,9 @@ def _train(
       step = branches.start(workdir.parent, run)
       if step:
         print(f"begins at step {step}, with a checkpoint of {run.branch_of}")
+    config = folder_lib.run_config(run)
     summary = train.train_and_evaluate(
-      folder_lib.run_config(run), workdir, claim=claim and claim.claim
+      config, workdir, claim=claim and claim.claim
     )
   except Exception as error:
     text = " ".join(f"{type(error).__name__}: {error}".split())
@@ -147,7 +154,24 @@ def _train(
     return state_lib.FAILED, text, exits.Exit.FAILED
   if summary["status"] == "stopped":
     return state_lib.STOPPED, "", exits.Exit.STOPPED
+  diverged = _diverged(summary, config)
+  if diverged:
+    return state_lib.FAILED, diverged, exits.Exit.FAILED
   return state_lib.DONE, "", exits.Exit.DONE
+
+
+def _diverged(summary: Mapping[str, Any], config: config_lib.RunConfig) -> str:
+  """Why a finished run is no result; empty if it is one."""
+  steps, skipped = summary["step"], summary.get("skipped", 0)
+  most = config.train.max_skipped_share
+  if skipped > most * steps:
+    return (
+      f"{skipped} of {steps} steps were skipped, since a loss or gradient was"
+      f" not finite; train.max_skipped_share is {most:g}"
+    )
+  if jax.process_index() == 0 and summary.get("validation_loss") is None:
+    return "the validation loss is not finite"
+  return ""
 
 
 def _agree(verdict: exits.Exit | None) -> exits.Exit | None:

@@ -9,9 +9,7 @@ from etils import epath
 import numpy as np
 
 from attnres_jax.scaling import plots
-from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import monitor
-from attnres_jax.sweep import rows as rows_lib
 from experiments.pages import page
 from experiments.pages import runs as runs_lib
 from experiments.pages import svg
@@ -22,11 +20,11 @@ BASELINE, OTHER = "prenorm", "full_attnres"
 Row = Mapping[str, Any]
 
 
-def render(folder: epath.Path) -> str:
+def render(folder: epath.Path, progress: Sequence[monitor.Progress]) -> str:
   """The page, as far as runs are done; it reloads itself until all are."""
-  progress = monitor.of_folder(folder)
-  rhos, etas = axes([run.overrides for run in folder_lib.read(folder)])
-  losses = tables(rows_lib.of_folder(folder), rhos, etas)
+  del folder
+  rhos, etas = axes([one.run.overrides for one in progress if one.run])
+  losses = tables(monitor.rows(progress), rhos, etas)
   heatmaps = "Heatmaps appear with the first run that is done."
   if losses:
     with svg.style():
@@ -47,6 +45,7 @@ def render(folder: epath.Path) -> str:
 
 def axes(shapes: Sequence[Row]) -> tuple[list[float], list[float]]:
   """Every rho and every eta among rows, or among overrides of runs."""
+  shapes = [one for one in shapes if {"rho", "eta"} <= one.keys()]
   rhos = sorted({float(one["rho"]) for one in shapes})
   etas = sorted({float(one["eta"]) for one in shapes})
   return rhos, etas
@@ -58,6 +57,8 @@ def tables(
   """Losses of each scheme, [rhos, etas]; NaN where no run is done."""
   found: dict[str, np.ndarray] = {}
   for row in rows:
+    if not {"rho", "eta"} <= row.keys():
+      continue  # Of no shape that was named.
     table = found.setdefault(
       row["residual"], np.full((len(rhos), len(etas)), np.nan)
     )

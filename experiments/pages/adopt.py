@@ -8,7 +8,6 @@ from typing import Any
 from attnres_jax import config as config_lib
 from attnres_jax import csv_rows
 from attnres_jax.sweep import monitor
-from attnres_jax.sweep import rows as rows_lib
 
 
 def adopt(folder: str, path: pathlib.Path) -> None:
@@ -18,7 +17,7 @@ def adopt(folder: str, path: pathlib.Path) -> None:
     ConfigError: it is no sweep, or runs of it are not done.
   """
   progress = monitor.of_folder(folder)
-  rows = rows_lib.of_folder(folder) if progress else []
+  rows = monitor.rows(progress)
   if not rows or len(rows) < len(progress):
     raise config_lib.ConfigError(
       f"--adopt: got {folder!r}, where {len(rows)} of {len(progress)} runs are"

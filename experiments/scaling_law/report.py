@@ -11,10 +11,8 @@ from typing import Any
 from etils import epath
 import numpy as np
 
-from attnres_jax import metrics
 from attnres_jax.scaling import compute as compute_lib
 from attnres_jax.scaling import fit as fit_lib
-from attnres_jax.scaling import grid
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import monitor
 from attnres_jax.sweep import rows as rows_lib
@@ -38,11 +36,10 @@ _DRAWS = 500
 Row = Mapping[str, Any]
 
 
-def render(folder: epath.Path) -> str:
+def render(folder: epath.Path, progress: Sequence[monitor.Progress]) -> str:
   """The page, as far as runs are done; it reloads itself until all are."""
-  progress = monitor.of_folder(folder)
-  rows = rows_lib.of_folder(folder)
-  runs = folder_lib.read(folder)
+  rows = monitor.rows(progress)
+  runs = [one.run for one in progress if one.run is not None]
   common = {
     "summary": runs_lib.summary(progress),
     "runs": runs_lib.table(progress),
@@ -58,7 +55,7 @@ def render(folder: epath.Path) -> str:
       "laws": laws(rows),
       "losses": losses(rows),
       "control": control(rows),
-      "curves": _curves(folder, runs),
+      "curves": _curves(progress),
       "goodput": goodput(progress),
       "facts": page.facts(_facts(folder, rows)),
     }
@@ -163,10 +160,12 @@ def control(rows: Sequence[Row]) -> str:
 
 def learning_rates(rows: Sequence[Row]) -> str:
   """A line per size, a column per rate; the best of a size is marked."""
-  rates = sorted({float(row[RATE]) for row in rows})
+  rates = sorted({float(row["peak_lr"]) for row in rows})
   table = []
   for label, own in by_size(rows).items():
-    found = {float(row[RATE]): float(row["validation_loss"]) for row in own}
+    found = {
+      float(row["peak_lr"]): float(row["validation_loss"]) for row in own
+    }
     best = min(found.values())
     cells = []
     for rate in rates:
@@ -181,7 +180,7 @@ def goodput(progress: Sequence[monitor.Progress]) -> str:
   schemes = list(dict.fromkeys(one.residual for one in progress))
   groups = {
     page.scheme(scheme): [one for one in progress if one.residual == scheme]
-    for scheme in schemes
+    for scheme in filter(None, schemes)
   }
   groups["<b>all</b>"] = list(progress)
   columns = []
@@ -204,21 +203,21 @@ def goodput(progress: Sequence[monitor.Progress]) -> str:
   )
 
 
-def _curves(folder: epath.Path, runs: Sequence[grid.Run]) -> str:
+def _curves(progress: Sequence[monitor.Progress]) -> str:
   found = []
-  for run in runs:
-    config = folder_lib.run_config(run)
-    rows = metrics.read_rows(folder / run.name, "train")
-    if rows:
+  for one in progress:
+    if one.run is not None and one.curve:
+      config = folder_lib.run_config(one.run)
       tokens = config.data.batch_size * config.data.sequence_length
+      steps, losses = zip(*one.curve)
       found.append(
         figures.Curve(
-          size=_label(run.overrides),
-          scheme=config.model.residual.name,
+          size=_label(one.run.overrides),
+          scheme=one.residual,
           seed=config.seed,
-          steps=tuple(row["step"] for row in rows),
-          tokens=tuple(row["step"] * tokens for row in rows),
-          loss=tuple(row["loss"] for row in rows),
+          steps=steps,
+          tokens=tuple(step * tokens for step in steps),
+          loss=losses,
         )
       )
   return svg.to_svg(figures.training(found), "curves") if found else ""

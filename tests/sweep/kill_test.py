@@ -16,7 +16,7 @@ import pytest
 from attnres_jax import csv_rows
 from attnres_jax.sweep import cli
 from attnres_jax.sweep import folder as folder_lib
-from attnres_jax.sweep import rows
+from attnres_jax.sweep import monitor
 from tests import tiny_run
 from tests.sweep import tiny_sweep
 
@@ -53,7 +53,9 @@ def _assert_same(whole, broken):
     tiny_run.assert_same_run(whole / name, broken / name)
     assert tiny_sweep.state(broken / name)["status"] == "done"
     assert (broken / name / "summary.json").exists()
-  results = [rows.of_folder(folder) for folder in (whole, broken)]
+  results = [
+    monitor.rows(monitor.of_folder(folder)) for folder in (whole, broken)
+  ]
   for ours, theirs in zip(*results, strict=True):
     for name, value in ours.items():
       # What it took may differ, what came out may not. The last run of a sweep

@@ -5,18 +5,13 @@ import json
 
 import pytest
 
-from attnres_jax import goodput
 from attnres_jax.sweep import monitor
 from attnres_jax.sweep import state as state_lib
 from tests.sweep import tiny_sweep
 
 
 def progress(name, status="pending", **values):
-  defaults = dict(
-    residual="prenorm", step=0, steps=100, train_loss=None,
-    validation_loss=None, step_seconds=None, seconds=0.0, step_flops=1e6,
-    attempts=0, error="", goodput=goodput.Goodput(),
-  )  # fmt: skip
+  defaults = dict(residual="prenorm", steps=100, step_flops=1e6)
   return monitor.Progress(name=name, status=status, **(defaults | values))
 
 

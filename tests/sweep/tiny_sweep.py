@@ -13,6 +13,7 @@ import tempfile
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import cli
 from attnres_jax.sweep import folder as folder_lib
+from attnres_jax.sweep import state as state_lib
 from tests import tiny_run
 
 _FILE = """
@@ -47,6 +48,33 @@ def write(path, seeds=(0, 1), **fields):
 
 def prepare(folder, source):
   return folder_lib.prepare(folder, grid.load(source), source)
+
+
+def leave(folder, run, loss=2.5, status=state_lib.DONE):
+  """What training would have left of a run."""
+  workdir, config = folder / run.name, folder_lib.run_config(run)
+  event = {"split": "event", "step": 0}
+  rows = [
+    event | {"event": "start", "lost_steps": 0, "lost_seconds": 0.0,
+             "devices": 1, "device_kind": "cpu", "python": "3", "jax": "0",
+             "hardware": "abacus", "commit": "0123abcdef"},
+    event | {"event": "compiled", "function": "train_step", "seconds": 7.0},
+    event | {"event": "ready", "seconds": 9.0},
+    *({"split": "train", "step": step, "loss": loss + 1 / step,
+       "step_seconds": 0.5, "data_wait_seconds": 0.1}
+      for step in range(10, config.train.steps + 1, 10)),
+  ]  # fmt: skip
+  files = {
+    "summary.json": {
+      "validation_loss": loss, "train_loss": loss, "step_seconds": 0.5,
+    },
+    "data.json": {"train": {"fingerprint": "0123456789abcdef"}},
+  }  # fmt: skip
+  lines = "".join(json.dumps(row) + "\n" for row in rows)
+  (workdir / "metrics.jsonl").write_text(lines)
+  for file, values in files.items():
+    (workdir / file).write_text(json.dumps(values, indent=2) + "\n")
+  state_lib.write(workdir, state_lib.State(status, attempts=1, seconds=1000.0))
 
 
 def start(workdir, source, *flags):
@@ -108,7 +136,7 @@ EXPERIMENT = cli.Experiment(
   description="A sweep for tests.",
   config="",
   workdir="",
-  render=str,
+  render=lambda folder, progress: str(folder),
 )
 
 if __name__ == "__main__":

@@ -7,17 +7,21 @@ A launcher is a module `attnres_jax/sweep/launchers/<name>.py` with
   launch     (runs, folder, options) -> exit status
 
 `launch` gets runs that `folder.prepare` has made (with `options.dry_run` they
-may not exist yet), starts `worker.command` for those that are not done, and
-returns 0 only when all of them are (or, where runs go on without it, when they
-are under way). A failed run does not stop the others.
+may not exist yet), starts `worker.command` for those that `todo` names, and
+returns 0 only when all of them are done (or, where runs continue without it,
+when they are under way). A failed or damaged run does not stop the others.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import dataclasses
 import importlib
 from typing import Any
 
+from etils import epath
+
 from attnres_jax import config as config_lib
+from attnres_jax.scaling import grid
+from attnres_jax.sweep import state as state_lib
 
 LAUNCHERS = ("local", "ray", "jobset", "slurm")
 
@@ -55,3 +59,12 @@ def load(name: str, options: Options) -> Any:
         f"--set: got {setting!r}, expected a setting of {name}: {accepted}"
       )
   return module
+
+
+def todo(runs: Sequence[grid.Run], folder: epath.PathLike) -> list[grid.Run]:
+  """The runs that a worker can do something for: neither done nor damaged."""
+  over = (state_lib.DONE, state_lib.DAMAGED)
+  folder = epath.Path(folder)
+  return [
+    run for run in runs if state_lib.read(folder / run.name).status not in over
+  ]

@@ -33,7 +33,6 @@ from attnres_jax import files
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import exits
 from attnres_jax.sweep import launchers
-from attnres_jax.sweep import state as state_lib
 from attnres_jax.sweep import worker
 from attnres_jax.sweep.launchers import settings as settings_lib
 from attnres_jax.sweep.launchers import slices
@@ -114,11 +113,8 @@ def launch(
       " gs://BUCKET/NAME, which pods can reach"
     )
   manifests = {"queue.yaml": queue(settings)}
-  for run in runs:
-    state = state_lib.read(epath.Path(folder) / run.name)
-    if state.status != state_lib.DONE:
-      file = f"{run.name}.yaml"
-      manifests[file] = [job_set(run.name, folder, settings)]
+  for run in launchers.todo(runs, folder):
+    manifests[f"{run.name}.yaml"] = [job_set(run.name, folder, settings)]
   texts = {file: to_yaml(objects) for file, objects in manifests.items()}
   if options.dry_run:
     print("---\n".join(texts.values()), end="")
@@ -126,7 +122,7 @@ def launch(
   target = pathlib.Path(settings.manifests)
   target.mkdir(parents=True, exist_ok=True)
   for file, text in texts.items():
-    (target / file).write_text(text)
+    files.write(target / file, text)
   label = f"{SWEEP_LABEL}={_label(folder)}"
   print(
     f"{len(texts) - 1} runs in {target}\n"

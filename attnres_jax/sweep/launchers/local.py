@@ -29,10 +29,10 @@ from attnres_jax.sweep import branches
 from attnres_jax.sweep import claims
 from attnres_jax.sweep import exits
 from attnres_jax.sweep import folder as folder_lib
+from attnres_jax.sweep import launchers
 from attnres_jax.sweep import monitor
 from attnres_jax.sweep import state as state_lib
 from attnres_jax.sweep import worker
-from attnres_jax.sweep.launchers import Options
 
 SETTINGS: Mapping[str, str] = {}
 
@@ -45,7 +45,7 @@ _TERMINAL_SECONDS, _LOG_SECONDS = 2.0, 60.0
 
 
 def launch(
-  runs: Sequence[grid.Run], folder: epath.PathLike, options: Options
+  runs: Sequence[grid.Run], folder: epath.PathLike, options: launchers.Options
 ) -> int:
   """Runs them all; see the package for what it returns, or 130 if stopped."""
   if options.dry_run:
@@ -74,24 +74,31 @@ class _Queue:
     self.signals = 0
 
   def run(self) -> int:
-    while self._waiting or any(self._slots):
-      self._reap()
-      if self.signals or self._full:
-        self._waiting = []
-      elif None in self._slots:
-        self._fill()
-      self._report.tick()
-      time.sleep(_TICK_SECONDS)
-    self._report.close()
+    try:
+      while self._waiting or any(self._slots):
+        self._reap()
+        if self.signals or self._full:
+          self._waiting = []
+        elif None in self._slots:
+          self._fill()
+        self._report.tick()
+        time.sleep(_TICK_SECONDS)
+      self._report.close()
+    except BaseException:
+      # No worker outlives its launcher: whatever this is, they save and stop.
+      self.stop()
+      for process in filter(None, self._slots):
+        process.wait()
+      raise
     if self._full:
       print(
-        f"error: no space left for {self._folder}; make some and give the same"
-        " command again",
+        f"error: no space left for {self._folder}; free some and rerun the"
+        " same command to resume",
         file=sys.stderr,
       )
       return 1
     if self.signals:
-      print("stopped; the same command goes on", file=sys.stderr)
+      print("stopped; rerun the same command to resume", file=sys.stderr)
       return INTERRUPTED
     return 1 if self._failed else 0
 
@@ -106,30 +113,27 @@ class _Queue:
     if time.monotonic() < self._next_fill:
       return
     for run in list(self._waiting):
-      workdir = self._folder / run.name
-      if state_lib.read(workdir).status == state_lib.DONE:
-        self._waiting.remove(run)
-        continue
-      if claims.is_held(workdir) or not branches.is_ready(self._folder, run):
-        continue
-      if None not in self._slots or self.signals:
-        return
+      try:
+        if not launchers.todo([run], self._folder):
+          self._waiting.remove(run)
+          continue
+        if claims.is_held(self._folder / run.name) or not branches.is_ready(
+          self._folder, run
+        ):
+          continue
+        if None not in self._slots or self.signals:
+          return
+        slot = self._slots.index(None)
+        cores = _cores(slot, len(self._slots))
+        self._slots[slot] = _Process(run, self._folder, cores)
+      except (OSError, ValueError) as error:
+        self._full |= files.is_disk_full(error)
+        self._fail(run, str(error))
       self._waiting.remove(run)
-      slot = self._slots.index(None)
-      self._slots[slot] = self._start(run, slot)
     # What is left is held by others, or waits for its trunk.
     remote = files.is_remote(self._folder)
     pause = _HELD_REMOTE_SECONDS if remote else _HELD_SECONDS
     self._next_fill = time.monotonic() + pause
-
-  def _start(self, run: grid.Run, slot: int) -> "_Process | None":
-    try:
-      return _Process(run, self._folder, _cores(slot, len(self._slots)))
-    except OSError as error:
-      if not files.is_disk_full(error):
-        raise
-      self._full = True
-      return None
 
   def _reap(self) -> None:
     for slot, process in enumerate(self._slots):
@@ -144,17 +148,18 @@ class _Queue:
       elif code == exits.Exit.DISK_FULL:
         self._full = True
       elif code != exits.Exit.DONE and not self.signals:
-        self._failed.append(run.name)
-        self._report.line(self._describe(run, code))
+        how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
+        error = state_lib.read(self._folder / run.name).error
+        self._fail(run, f"({how}){': ' + error if error else ''}")
       elif code == exits.Exit.DONE:
         self._report.line(f"{run.name} done")
 
-  def _describe(self, run: grid.Run, code: int) -> str:
-    workdir = self._folder / run.name
-    how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
-    error = state_lib.read(workdir).error
-    text = f"{run.name} failed ({how}){': ' + error if error else ''}"
-    return f"{text}; see {workdir / folder_lib.LOG}"
+  def _fail(self, run: grid.Run, how: str) -> None:
+    if self._full:
+      return  # Said once, at the end.
+    self._failed.append(run.name)
+    log = self._folder / run.name / folder_lib.LOG
+    self._report.line(f"{run.name} failed {how}; see {log}")
 
 
 class _Process:
@@ -185,6 +190,9 @@ class _Process:
   @property
   def code(self) -> int | None:
     return self._process.poll()
+
+  def wait(self) -> None:
+    self._process.wait()
 
   def send(self, kind: signal.Signals) -> None:
     self._process.send_signal(kind)
@@ -257,7 +265,7 @@ class _Report:
     print(text, end="" if self._moves else "\n", flush=True)
 
   def _of(self, run: grid.Run) -> monitor.Progress:
-    found = self._final.get(run.name) or monitor.of_run(self._folder, run)
+    found = self._final.get(run.name) or monitor.of_run(self._folder, run.name)
     if found.status == state_lib.DONE:
       self._final[run.name] = found
     return found

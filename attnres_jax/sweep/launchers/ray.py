@@ -80,7 +80,7 @@ def launch(
   _import("ray.train")
   # Workers may have another working directory.
   folder = str(folder) if files.is_remote(folder) else os.path.abspath(folder)
-  todo = [run for run in runs if not _is_done(folder, run)]
+  todo = launchers.todo(runs, folder)
   # A branch of a run begins with one of its checkpoints.
   todo.sort(key=lambda run: bool(run.branch_of))
   if options.dry_run:
@@ -106,7 +106,8 @@ def launch(
     pool.shutdown(wait=False, cancel_futures=True)
     if not connected:
       ray.shutdown()
-  return 0 if all(_is_done(folder, run) for run in todo) else 1
+  done = [state_lib.read(epath.Path(folder) / run.name) for run in todo]
+  return 0 if all(one.status == state_lib.DONE for one in done) else 1
 
 
 def parse(options: launchers.Options) -> Settings:
@@ -171,9 +172,10 @@ def _train(
   )
   try:
     end = exits.Exit(trainer.fit().return_value).name.lower()
-  except ray_train.TrainingFailedError as error:
+  except Exception as error:  # Of one run; the others continue.
     state = state_lib.read(epath.Path(folder) / name)
-    end = f"failed: {state.error or str(error).strip().splitlines()[-1]}"
+    last = str(error).strip().rpartition("\n")[2]
+    end = f"failed: {state.error or last or type(error).__name__}"
   print(f"{name}: {end}", flush=True)
 
 
@@ -214,10 +216,6 @@ def _scaling(settings: Settings) -> dict[str, Any]:
       placement_strategy="STRICT_SPREAD",
     )
   return dict(num_workers=settings.workers, resources_per_worker={"CPU": 1})
-
-
-def _is_done(folder: str, run: grid.Run) -> bool:
-  return state_lib.read(epath.Path(folder) / run.name).status == state_lib.DONE
 
 
 def _import(name: str) -> Any:

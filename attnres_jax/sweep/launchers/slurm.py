@@ -25,7 +25,6 @@ from attnres_jax import files
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import exits
 from attnres_jax.sweep import launchers
-from attnres_jax.sweep import state as state_lib
 from attnres_jax.sweep import worker
 from attnres_jax.sweep.launchers import settings as settings_lib
 
@@ -53,13 +52,9 @@ def launch(
   Raises:
     ConfigError: a setting cannot be used.
   """
-  names = [
-    run.name
-    for run in runs
-    if state_lib.read(epath.Path(folder) / run.name).status != state_lib.DONE
-  ]
+  names = [run.name for run in launchers.todo(runs, folder)]
   if not names:
-    print("all runs are done")
+    print("no run is left to train")
     return 0
   # Jobs start where they were sent from.
   folder = str(folder) if files.is_remote(folder) else os.path.abspath(folder)
@@ -69,7 +64,7 @@ def launch(
     return 0
   target = pathlib.Path(options.settings.get("script", "sweep.sbatch"))
   target.parent.mkdir(parents=True, exist_ok=True)
-  target.write_text(text)
+  files.write(target, text)
   print(f"{len(names)} runs in {target}\n  sbatch {target}")
   return 0
 

@@ -10,6 +10,7 @@ from attnres_jax.flops import parameters
 from attnres_jax.scaling import grid
 from attnres_jax.scaling import paper
 from attnres_jax.sweep import folder as folder_lib
+from attnres_jax.sweep import monitor
 from experiments.arch_sweep import publish
 from experiments.arch_sweep import report
 
@@ -89,18 +90,22 @@ def test_report(tmp_path):
   assert report.gains({}, rhos, etas) == "<p>None yet.</p>"
 
   runs = folder_lib.prepare(tmp_path, grid.load(SPEC), SPEC)
-  page = report.render(tmp_path)
+  progress = monitor.of_folder(tmp_path)
+  page = report.render(tmp_path, progress)
   assert f"0/{len(runs)} done" in page and "Heatmaps appear" in page
 
 
-def test_page_with_heatmaps(tmp_path, monkeypatch):
-  folder_lib.prepare(tmp_path, grid.load(SPEC), SPEC)
-  rows = [
-    {"residual": scheme, "rho": 4.5, "eta": 0.5, "validation_loss": 2.5}
-    for scheme in ("prenorm", "full_attnres")
+def test_page_with_heatmaps(tmp_path):
+  progress = [
+    monitor.Progress(
+      run.name,
+      "done",
+      run=run,
+      row={**run.overrides, "validation_loss": 2.5},
+    )
+    for run in grid.load(SPEC)[:2]
   ]
-  monkeypatch.setattr(report.rows_lib, "of_folder", lambda folder: rows)
-  page = report.render(tmp_path)
+  page = report.render(tmp_path, progress)
   assert page.count("2.500") == 2 and "<svg" in page
 
 

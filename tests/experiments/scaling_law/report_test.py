@@ -16,6 +16,7 @@ from attnres_jax.sweep import rows as rows_lib
 from attnres_jax.sweep import state as state_lib
 from experiments.scaling_law import publish
 from experiments.scaling_law import report
+from tests.sweep import tiny_sweep
 
 SPEC = "configs/scaling.py"
 GAPS = {"prenorm": 0.0, "rescaled": 1e-4, "block_attnres": -0.01}
@@ -26,35 +27,21 @@ def _law(compute, gap, seed):
   return 3.0 * (compute / 1e-9) ** -0.1 + gap + 1e-3 * seed
 
 
+def _page(folder):
+  return report.render(folder, monitor.of_folder(folder))
+
+
 def _leave(folder, run, *, finished=True):
   """What training would have left, with losses that follow a law."""
-  workdir, config = folder / run.name, folder_lib.run_config(run)
+  config = folder_lib.run_config(run)
   row = rows_lib.compute_of(config)
   loss = _law(
     row["compute_attention"],
     GAPS[config.model.residual.name] + config.optim.peak_lr,
     config.seed,
   )
-  event = {"split": "event", "step": 0}
-  steps = range(10, config.train.steps + 1, 10)
-  rows = [
-    event | {"event": "start", "lost_steps": 0, "lost_seconds": 0.0,
-             "devices": 1, "device_kind": "cpu", "python": "3", "jax": "0",
-             "hardware": "abacus", "commit": "0123abcdef"},
-    event | {"event": "compiled", "function": "train_step", "seconds": 7.0},
-    event | {"event": "ready", "seconds": 9.0},
-    *({"split": "train", "step": step, "loss": loss + 1 / step,
-       "step_seconds": 0.5, "data_wait_seconds": 0.1} for step in steps),
-  ]  # fmt: skip
-  lines = "".join(json.dumps(row) + "\n" for row in rows)
-  (workdir / "metrics.jsonl").write_text(lines)
-  summary = {"validation_loss": loss, "train_loss": loss, "step_seconds": 0.5}
-  (workdir / "summary.json").write_text(json.dumps(summary))
-  data = {"train": {"fingerprint": "0123456789abcdef"}}
-  (workdir / "data.json").write_text(json.dumps(data))
   status = state_lib.DONE if finished else state_lib.RUNNING
-  state = state_lib.State(status, attempts=1, seconds=1000.0)
-  state_lib.write(workdir, state)
+  tiny_sweep.leave(folder, run, loss, status)
 
 
 @pytest.fixture
@@ -68,12 +55,12 @@ def test_whole_sweep(laptop):
   folder, runs = laptop
   for run in runs:
     _leave(folder, run)
-  text = report.render(folder)
+  text = _page(folder)
   assert "39/39 done" in text
   assert "http-equiv" not in text, "nothing more to wait for"
   # Nothing is fetched from anywhere.
   assert not re.search(r'(?:src|href)="(?!#|https://arxiv)', text)
-  rows = rows_lib.of_folder(folder)
+  rows = monitor.rows(monitor.of_folder(folder))
   assert len(rows) == 39
   runs, fits = report.fits(rows, "attention")
   # Rescaled has one size, and no law.
@@ -108,16 +95,16 @@ def test_goodput_sums_runs(laptop):
 
 def test_unfinished_sweep_reloads_itself(laptop):
   folder, runs = laptop
-  text = report.render(folder)
+  text = _page(folder)
   assert "0/39 done" in text and 'http-equiv="refresh"' in text
   assert "Laws appear once" in text
   for run in runs[:5]:
     _leave(folder, run)
   _leave(folder, runs[5], finished=False)
-  text = report.render(folder)
+  text = _page(folder)
   assert "5/39 done" in text and "interrupted" in text
   # PreNorm has two sizes, Full AttnRes one that is done.
-  fits = report.fits(rows_lib.of_folder(folder), "6nd")[1]
+  fits = report.fits(monitor.rows(monitor.of_folder(folder)), "6nd")[1]
   assert set(fits) == {"prenorm", "block_attnres"}
   assert text.startswith("<!DOCTYPE html>")
 
@@ -131,7 +118,7 @@ def test_learning_rates(tmp_path):
   }
   for run in runs[:-1]:
     _leave(folder, run)
-  text = report.render(folder)
+  text = _page(folder)
   assert "<h1>Learning rates</h1>" in text and "15/16 done" in text
   # The losses above grow with the rate.
   for row in re.findall(r"<tr><th scope=row>[xsml]+</th>(.*?)</tr>", text):
@@ -152,9 +139,9 @@ def test_budgets_are_sizes_of_their_own(tmp_path):
   summary = json.loads(path.read_text())
   del summary["train_loss"], summary["step_seconds"]
   path.write_text(json.dumps(summary))
-  runs, _ = report.fits(rows_lib.of_folder(folder), "6nd")
+  runs, _ = report.fits(monitor.rows(monitor.of_folder(folder)), "6nd")
   assert len(runs["prenorm"].loss) == 6
-  assert "xs, budget 0.25" in report.render(folder)
+  assert "xs, budget 0.25" in _page(folder)
 
 
 def test_no_device_is_started(laptop, monkeypatch):
@@ -162,7 +149,7 @@ def test_no_device_is_started(laptop, monkeypatch):
   monkeypatch.setattr(
     jax, "devices", lambda *_: pytest.fail("asks for devices")
   )
-  report.render(folder)
+  _page(folder)
 
 
 def test_laptop_sweep_is_what_it_says():

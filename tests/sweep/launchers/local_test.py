@@ -166,7 +166,7 @@ def test_ctrl_c_lets_workers_save_and_starts_no_other(sweep, capfd):
   thread.join()
   assert {"seed0 stops", "seed1 stops"} <= set(found.acts)
   assert "seed2 starts" not in found.acts
-  assert "the same command goes on" in capfd.readouterr().err
+  assert "rerun the same command to resume" in capfd.readouterr().err
   assert signal.getsignal(signal.SIGINT) == before
 
 
@@ -228,7 +228,7 @@ def test_full_disk_is_one_error_and_ends_the_launch(sweep, capfd):
   assert found.acts == ["seed0 starts"]
   errors = capfd.readouterr().err.splitlines()
   assert len(errors) == 1
-  assert errors[0].startswith(f"error: no space left for {found.folder}; make")
+  assert errors[0].startswith(f"error: no space left for {found.folder}; free")
 
 
 def test_full_disk_at_the_launcher(sweep, capfd):

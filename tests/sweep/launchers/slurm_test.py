@@ -110,7 +110,7 @@ def test_launch_writes_what_is_not_done(tmp_path, capsys, monkeypatch):
       pathlib.Path("sweep", name), state_lib.State(status=state_lib.DONE)
     )
   assert slurm.launch(runs, "sweep", launchers.Options()) == 0
-  assert "all runs are done" in capsys.readouterr().out
+  assert "no run is left to train" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

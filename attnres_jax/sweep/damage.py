@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of a sweep that cannot be read, named by path and line.
+
+Damage belongs to one run: whoever reads a folder shows it there and continues
+with the other runs.
+"""
+
+from collections.abc import Iterator
+import contextlib
+import json
+from typing import Any
+
+from etils import epath
+
+from attnres_jax import config as config_lib
+
+
+class DamagedError(config_lib.ConfigError):
+  """A file is not what its writer left; the message begins with PATH:LINE."""
+
+
+def read_object(path: epath.PathLike) -> dict[str, Any]:
+  """The JSON object that is a whole file.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    DamagedError: it holds something else, or cannot be read.
+  """
+  path = epath.Path(path)
+  with of_file(path):
+    value = json.loads(path.read_text())
+    if not isinstance(value, dict):
+      raise ValueError(f"expected a JSON object, got {type(value).__name__}")
+  return value
+
+
+@contextlib.contextmanager
+def of_file(path: epath.PathLike) -> Iterator[None]:
+  """Around reading a file: what goes wrong becomes damage of that file."""
+  try:
+    yield
+  except (DamagedError, FileNotFoundError):
+    raise
+  except json.JSONDecodeError as error:
+    raise DamagedError(f"{path}:{error.lineno}: {error.msg}") from error
+  except OSError as error:
+    raise DamagedError(f"{path}: {error.strerror or error}") from error
+  except (
+    ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,
+    ValueError,
+  ) as error:  # fmt: skip
+    text = " ".join(str(error).split()) or type(error).__name__
+    where = "" if text.startswith(f"{path}:") else f"{path}:1: "
+    raise DamagedError(where + text) from error

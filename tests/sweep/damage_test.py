@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One bad run stops no other: every kind of damage under every command."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax import csv_rows
+from attnres_jax.scaling import grid
+from attnres_jax.sweep import cli
+from attnres_jax.sweep import exits
+from attnres_jax.sweep import folder as folder_lib
+from attnres_jax.sweep import monitor
+from attnres_jax.sweep import state as state_lib
+from attnres_jax.sweep import worker
+from experiments.arch_sweep import report as shapes
+from experiments.scaling_law import report as laws
+from tests.sweep import tiny_sweep
+
+
+def _cut(path):
+  """Within its last but one line."""
+  text = path.read_text().rstrip().rpartition("\n")[0]
+  path.write_text(text[:-3] + "\n}\n")
+
+
+def _spoil(change):
+  """Damage to the values of a JSON file."""
+
+  def apply(path):
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values, indent=2))
+
+  return apply
+
+
+def _replace(path):
+  path.unlink()
+  path.mkdir()
+
+
+WAYS = {
+  "cut": _cut,
+  "empty": lambda path: path.write_text("\n"),
+  "list": lambda path: path.write_text("[]\n"),
+  "bytes": lambda path: path.write_bytes(b'{"a": "\xff"}\n'),
+  "nested": lambda path: path.write_text("[" * 100_000 + "\n"),
+  "folder": _replace,
+}
+FILES = (
+  "state.json", "metrics.jsonl", "summary.json", "data.json", "run.json",
+)  # fmt: skip
+DAMAGE = {
+  f"{file} {way}": (file, damage)
+  for file in FILES
+  for way, damage in WAYS.items()
+} | {
+  "status": ("state.json", _spoil(lambda s: s.update(status="great"))),
+  "attempts": ("state.json", _spoil(lambda s: s.update(attempts="three"))),
+  "new field": ("state.json", _spoil(lambda s: s.update(mood="good"))),
+  "nan": ("summary.json", _spoil(lambda s: s.update(validation_loss=None))),
+  "no loss": ("summary.json", _spoil(lambda s: s.pop("validation_loss"))),
+  "no data": ("data.json", _spoil(lambda s: s.pop("train"))),
+  "no summary": ("summary.json", lambda path: path.unlink()),
+  "other run": ("run.json", _spoil(lambda s: s.update(name="../outside"))),
+  "bad field": ("run.json", _spoil(lambda s: s["config"].update(seed="one"))),
+}  # fmt: skip
+RENDER = {"laws": laws.render, "shapes": shapes.render}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+  """A sweep of three runs that are done, and its config file."""
+  parent = tmp_path_factory.mktemp("finished")
+  source = tiny_sweep.write(parent / "tiny.py", seeds=(0, 1, 2))
+  for run in tiny_sweep.prepare(parent / "sweep", source):
+    tiny_sweep.leave(parent / "sweep", run)
+  return parent / "sweep", source
+
+
+@pytest.fixture
+def sweep(finished, tmp_path):
+  shutil.copytree(finished[0], tmp_path / "sweep")
+  return tmp_path / "sweep", finished[1]
+
+
+def _main(sweep, *arguments, render=shapes.render):
+  experiment = cli.Experiment("sweep", "A sweep.", "", "", render)
+  folder, source = sweep
+  arguments += (f"--config={source}", f"--workdir={folder}")
+  return cli.main(experiment, arguments)
+
+
+def _names(folder):
+  return [run.name for run in folder_lib.read(folder)]
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_of_one_run(sweep, capsys, kind):
+  folder, _ = sweep
+  bad, *good = _names(folder)
+  file, damage = DAMAGE[kind]
+  damage(folder / bad / file)
+  found = monitor.of_folder(folder)
+  assert [one.name for one in found] == [bad, *good]
+  assert [one.status for one in found] == ["damaged", "done", "done"]
+  assert found[0].error.startswith(f"{folder / bad / file}:")
+  for action in ("status", "collect", "report"):
+    assert _main(sweep, action) == 1
+    out, err = capsys.readouterr()
+    said = out if action == "status" else err
+    assert f"{bad}: {found[0].error}" in said
+    assert not (err and action == "status") and "Traceback" not in err
+  rows = csv_rows.read(folder / cli.ROWS)
+  assert [row["run"] for row in rows] == good
+  assert "2/3 done, 1 damaged" in (folder / cli.REPORT).read_text()
+  if kind.endswith("cut"):
+    assert "2/3 done, 1 damaged" in laws.render(folder, found)
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_and_launch(sweep, capsys, monkeypatch, kind):
+  """The others are trained; what was prepared can be made again."""
+  folder, _ = sweep
+  bad, *good = _names(folder)
+  for name in good:
+    (folder / name / state_lib.FILE).unlink()
+  file, damage = DAMAGE[kind]
+  damage(folder / bad / file)
+  monkeypatch.setattr(worker, "command", _finish)
+  status = _main(sweep, "run", "--max_parallel=2")
+  found = {one.name: one for one in monitor.of_folder(folder)}
+  assert [found[name].status for name in good] == ["done", "done"]
+  assert status == (found[bad].status == "damaged")
+  _, err = capsys.readouterr()
+  assert (f"error: {bad}: {folder / bad / file}:" in err) == bool(status)
+  if file == folder_lib.RUN and "folder" not in kind:
+    assert not status, "its config and name say what it holds"
+  # Nothing was started for a run whose state nobody knows.
+  assert not (folder / bad / "trained").exists()
+
+
+def _finish(folder, name, python):
+  """A worker that only says that it is done."""
+  code = (
+    "import pathlib, sys; d = pathlib.Path(sys.argv[1]);"
+    "(d / 'trained').touch();"
+    """(d / 'state.json').write_text('{"status": "done", "attempts": 1}')"""
+  )
+  return [python, "-c", code, f"{folder}/{name}"]
+
+
+def test_damaged_list_of_runs(sweep, capsys, monkeypatch):
+  folder, _ = sweep
+  names = _names(folder)
+  for text in ('{"runs": [\n"a"', "{}", '{"runs": ["../a"]}'):
+    (folder / folder_lib.SWEEP).write_text(text)
+    for action in ("status", "collect", "report"):
+      assert _main(sweep, action) == 2
+      lines = capsys.readouterr().err.splitlines()
+      assert len(lines) == 1 and f"{folder / folder_lib.SWEEP}:" in lines[0]
+    assert _main(sweep, "run") == 0
+    assert _names(folder) == names
+    capsys.readouterr()
+
+
+def test_runs_may_override_different_fields(tmp_path, capsys):
+  """As a table, and in every report."""
+  source = tiny_sweep.write(tmp_path / "tiny.py", seeds=())
+  text = (tmp_path / "tiny.py").read_text()
+  (tmp_path / "tiny.py").write_text(
+    f"{text}  add(**{{'optim.peak_lr': 1e-3}})\n"
+    "  add(width=8, seed=1)\n"
+    "  add(**{'model.norm_eps': 1e-5})\n"
+  )
+  folder = tmp_path / "sweep"
+  for run in tiny_sweep.prepare(folder, source):
+    tiny_sweep.leave(folder, run)
+  for render in RENDER.values():
+    for action in ("status", "collect", "report", "run"):
+      assert _main((folder, source), action, render=render) == 0
+  rows = csv_rows.read(folder / cli.ROWS)
+  assert [row["optim.peak_lr"] for row in rows] == ["0.001", "", ""]
+  assert [row["width"] for row in rows] == ["", "8", ""]
+
+
+@pytest.mark.parametrize(
+  "name",
+  ["../outside", "/tmp/outside", "a/b", ".", "..", "", ".hidden", "a\nb", "é"],
+)
+def test_names_lead_nowhere_else(sweep, capsys, name):
+  """A run is a folder of its sweep, whatever a command or a file says."""
+  folder, _ = sweep
+  run = folder_lib.read(folder)[0]
+  outside = folder.parent / "outside"
+  shutil.copytree(folder / run.name, outside)
+  (outside / state_lib.FILE).unlink()
+  before = sorted(outside.rglob("*"))
+  arguments = [f"--folder={folder}", f"--run={name}"]
+  assert worker.main(arguments) == exits.Exit.UNUSABLE
+  lines = capsys.readouterr().err.splitlines()
+  assert len(lines) == 1 and lines[0].startswith(
+    f"error: got run {name!r}, exp"
+  )
+  assert sorted(outside.rglob("*")) == before
+  with pytest.raises(config_lib.ConfigError, match="expected the name of a"):
+    folder_lib.prepare(folder, [grid.Run(name, {}, run.config)], "x")
+
+
+def test_skipped_steps_and_losses_that_are_not_finite(tmp_path):
+  """A run that diverged and went on has failed, with its reason."""
+  source = tiny_sweep.write(
+    tmp_path / "tiny.py", seeds=(0,),
+    **{"train.on_nan": "skip", "train.max_skipped_share": 0.25},
+  )  # fmt: skip
+  (run,) = grid.load(source)
+  config = folder_lib.run_config(run)
+  summary = {"step": 20, "skipped": 5, "validation_loss": 1.0}
+  assert worker._diverged(summary, config) == ""
+  assert worker._diverged(summary | {"skipped": 6}, config) == (
+    "6 of 20 steps were skipped, since a loss or gradient was not finite;"
+    " train.max_skipped_share is 0.25"
+  )
+  found = worker._diverged(summary | {"validation_loss": None}, config)
+  assert found == "the validation loss is not finite"
+  # It changes no name: sweeps under way keep their runs.
+  source = tiny_sweep.write(
+    tmp_path / "tiny.py", seeds=(0,), **{"train.on_nan": "skip"}
+  )
+  assert grid.load(source)[0].name == run.name
+
+
+def test_no_worker_outlives_a_launcher_that_fails(sweep):
+  """Its own error ends the launch; the workers are told to stop before."""
+  folder, source = sweep
+  for name in _names(folder):
+    (folder / name / state_lib.FILE).unlink()
+  script = f"""
+import pathlib, sys
+from attnres_jax.sweep import cli, worker
+from attnres_jax.sweep.launchers import local
+code = ("import signal, sys, time, pathlib;"
+  "f = pathlib.Path(sys.argv[1]);"
+  "end = lambda *_: (f.with_suffix('.stopped').touch(), sys.exit(4));"
+  "signal.signal(15, end);"
+  "f.touch(); time.sleep(60)")
+worker.command = lambda folder, name, python: [
+  python, "-c", code, f"{{folder}}/{{name}}/worker"]
+def tick(self):
+  if len(list(pathlib.Path({str(folder)!r}).glob("*/worker"))) == 2:
+    raise RuntimeError("of the launcher")
+local._Report.tick = tick
+experiment = cli.Experiment("sweep", "", "", "", lambda *_: "")
+cli.main(experiment, ["--config={source}", "--workdir={folder}",
+                      "--max_parallel=2"])
+"""
+  environment = tiny_sweep.environment()
+  result = subprocess.run(
+    [sys.executable, "-c", script], env=environment, timeout=60,
+    capture_output=True, text=True, check=False,
+  )  # fmt: skip
+  assert result.returncode == 1 and "of the launcher" in result.stderr
+  assert len(list(folder.glob("*/worker"))) == 2
+  assert len(list(folder.glob("*/worker.stopped"))) == 2
