@@ -73,6 +73,8 @@ def sweep(tmp_path, monkeypatch):
     seeds = tuple(range(len(kinds)))
     source = tiny_sweep.write(tmp_path / "tiny.py", seeds=seeds)
     runs = tiny_sweep.prepare(tmp_path / "sweep", source)
+    for run in runs:
+      tiny_sweep.leave(tmp_path / "sweep", run, status=state_lib.PENDING)
     script = tmp_path / "worker.py"
     script.write_text(f"KINDS = {kinds}\n{_WORKER}")
     monkeypatch.setattr(
