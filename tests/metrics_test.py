@@ -67,7 +67,7 @@ def test_a_line_cut_short_is_dropped(tmp_path):
 def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
   path = tmp_path / "metrics.jsonl"
   path.write_text('{"step": 1, "spl\n{"step": 2, "split": "train"}\n')
-  with pytest.raises(json.JSONDecodeError):
+  with pytest.raises(ValueError, match=r"metrics.jsonl:\d: "):
     metrics.make_writer(tmp_path, _config())
 
 
