@@ -346,7 +346,8 @@ def _parse_line(path: epath.Path, number: int, line: str) -> dict[str, Any]:
   try:
     row = json.loads(line)
   except (ValueError, RecursionError) as error:
-    raise ValueError(f"{path}:{number}: {error}") from error
+    reason = getattr(error, "msg", error)
+    raise ValueError(f"{path}:{number}: {reason}") from error
   if not isinstance(row, dict) or not {"step", "split"} <= row.keys():
     raise ValueError(
       f"{path}:{number}: got {line!r}, expected a row of metrics"

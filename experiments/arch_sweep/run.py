@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the sweep of configs/arch_sweep.py, and says what came out.
+"""Measures loss over network shape for two residual schemes.
 
   python -m experiments.arch_sweep.run --max_parallel=2
   python -m experiments.arch_sweep.run status
+  python -m experiments.publish arch_sweep
 
 See the README beside this file.
 """
@@ -11,13 +12,16 @@ import sys
 
 from attnres_jax.sweep import cli
 from experiments.arch_sweep import report
+from experiments.pages import readme
+from experiments.pages import sweep
 
-EXPERIMENT = cli.Experiment(
-  program="python -m experiments.arch_sweep.run",
-  description="Loss over the shape of the network, for two residual schemes.",
+EXPERIMENT, PUBLISHED = sweep.experiment(
+  __file__,
+  __doc__,
   config="configs/arch_sweep.py",
-  workdir="runs/arch_sweep",
   render=report.render,
+  places=[readme.Place(report.results)],
+  figures={"heatmaps.svg": report.figure},
 )
 
 if __name__ == "__main__":

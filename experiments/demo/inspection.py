@@ -11,6 +11,7 @@ import numpy as np
 from attnres_jax import analysis
 from attnres_jax import checkpoint
 from attnres_jax import data
+from attnres_jax import files
 from attnres_jax.inference import sample
 
 _BATCHES = 2
@@ -44,9 +45,7 @@ def inspect_once(
     if look.prompt == prompt and bool(look.sample) == with_sample:
       return look
   look = inspect_run(run, prompt, with_sample=with_sample)
-  temporary = file.with_suffix(".tmp")
-  temporary.write_text(json.dumps(_to_json(look)))
-  temporary.replace(file)
+  files.write(file, json.dumps(_to_json(look)))
   return look
 
 

@@ -2,8 +2,8 @@
 """The demo's report: one HTML file that needs nothing else."""
 
 from collections.abc import Mapping, Sequence
-import html
 import pathlib
+import statistics
 from typing import Any
 
 from attnres_jax import config as config_lib
@@ -22,7 +22,7 @@ def render(
   config: config_lib.RunConfig,
   runs: Sequence[results.Run],
   looks: Sequence[inspection.Look],
-  step_seconds: Mapping[str, float],
+  rows: Sequence[results.Row],
   facts: Mapping[str, Any],
 ) -> str:
   """The page.
@@ -31,10 +31,9 @@ def render(
     config: of any of the runs; they differ in residual and seed only.
     runs: all runs, those of one seed after those of the one before.
     looks: inside each run, in the same order.
-    step_seconds: per scheme, measured side by side.
+    rows: of the runs, as in results.csv.
     facts: where all this was computed, see `attnres_jax.environment.facts`.
   """
-  summaries = results.summarise(runs, step_seconds)
   groups = results.by_scheme(runs)
   inside = {
     scheme: [
@@ -62,9 +61,9 @@ def render(
       "depth_figure": svg_lib.to_svg(plots.depth_weights(weights), "depth"),
     }
   parts = {
-    "summary": _summary(config, summaries, facts),
-    "table": _table(summaries),
-    "coincide": _coincide(summaries),
+    "summary": _summary(config, rows, facts),
+    "table": results.table(rows).html(),
+    "coincide": _coincide(rows),
     "samples": _samples(inside),
     "facts": _facts(config, runs, facts),
   }
@@ -73,75 +72,60 @@ def render(
 
 def _summary(
   config: config_lib.RunConfig,
-  summaries: Sequence[results.Summary],
+  rows: Sequence[results.Row],
   facts: Mapping[str, Any],
 ) -> str:
-  seeds = len(summaries[0].losses)
+  schemes = list(dict.fromkeys(row["scheme"] for row in rows))
+  seeds = len(results.losses(rows, schemes[0]))
   tokens = (
     config.train.steps * config.data.batch_size * config.data.sequence_length
   )
-  best = min(summaries, key=lambda s: s.loss)
+  mean = {
+    s: statistics.fmean(results.losses(rows, s).values()) for s in schemes
+  }
+  best = min(schemes, key=lambda scheme: mean[scheme])
+  apart = results.differences(rows, best)
   verdict = ""
-  if best.difference < 0:
+  if apart and statistics.fmean(apart) < 0:
     verdict = (
-      f" {plots.name_of(best.scheme)} ends lowest,"
-      f" {page.signed(best.difference)} nats per byte from PreNorm."
+      f" {plots.name_of(best)} ends lowest,"
+      f" {page.signed(statistics.fmean(apart))} nats per byte from PreNorm."
     )
-  return html.escape(
-    f"{len(summaries)} schemes, {seeds} seed{'s' * (seeds > 1)} each,"
+  return (
+    f"{len(schemes)} schemes, {seeds} seed{'s' * (seeds > 1)} each,"
     f" {config.model.num_layers} transformer blocks"
     f" ({config.model.num_sublayers} sublayers) of width {config.model.width},"
     f" {tokens:,} tokens of text per run, on {facts['hardware']}.{verdict}"
   )
 
 
-def _table(summaries: Sequence[results.Summary]) -> str:
-  best = min(summary.loss for summary in summaries)
-  rows = []
-  for summary in summaries:
-    losses = ", ".join(f"{loss:.4f}" for loss in summary.losses)
-    differences = ", ".join(page.signed(d) for d in summary.differences)
-    mark = ' class="best"' if summary.loss == best else ""
-    ratio = "" if summary.step_ratio is None else f"{summary.step_ratio:.2f}"
-    seconds = summary.step_seconds
-    per_step = "" if seconds is None else f"{1e3 * seconds:.0f} ms"
-    rows.append(
-      f"<tr><th scope=row>{page.scheme(summary.scheme)}</th>"
-      f"<td{mark}>{summary.loss:.4f}<small>{losses}</small></td>"
-      f"<td>{page.signed(summary.difference)}<small>{differences}</small></td>"
-      f"<td>{ratio}<small>{per_step}</small></td>"
-      f"<td>{summary.parameters:,}</td>"
-      f"<td>{summary.step_bytes / 1e6:.0f} MB</td></tr>"
-    )
-  return "\n".join(rows)
-
-
-def _coincide(summaries: Sequence[results.Summary]) -> str:
+def _coincide(rows: Sequence[results.Row]) -> str:
   """How far PreNorm and its twin are apart here, if both were trained."""
-  twin = next((s for s in summaries if s.scheme == "rescaled"), None)
-  if twin is None or not twin.differences:
+  apart = results.differences(rows, "rescaled")
+  if not apart:
     return ""
-  apart = max(abs(difference) for difference in twin.differences)
-  return f" Here their final validation losses differ by up to {apart:.4f}."
+  most = max(map(abs, apart))
+  return f" Here their final validation losses differ by up to {most:.4f}."
 
 
-def _samples(inside: Mapping[str, Sequence[inspection.Look]]) -> str:
-  parts = []
-  for scheme, found in inside.items():
-    look = found[0]
-    parts.append(
-      f"<figure><figcaption>{page.scheme(scheme)}</figcaption>"
-      f"<pre><b>{html.escape(look.prompt)}</b>{html.escape(look.sample)}</pre>"
-      "</figure>"
+def _samples(inside: Mapping[str, Sequence[inspection.Look]]) -> page.Html:
+  return page.join(
+    page.fill(
+      "<figure><figcaption>$scheme</figcaption>"
+      "<pre><b>$prompt</b>$sample</pre></figure>\n",
+      scheme=page.label(plots.name_of(scheme)),
+      prompt=found[0].prompt,
+      sample=found[0].sample,
     )
-  return "\n".join(parts)
+    for scheme, found in inside.items()
+  )
 
 
 def _facts(
   config: config_lib.RunConfig,
   runs: Sequence[results.Run],
   facts: Mapping[str, Any],
-) -> str:
+) -> page.Html:
   optim = config.optim
   block_size = config.model.residual.sublayers_per_block(
     config.model.num_sublayers

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a demo run comes down to: records, a CSV and a Markdown table."""
+"""What a demo run comes down to: records, rows and a table."""
 
 from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import json
 import pathlib
+import statistics
 from typing import Any
 
-from attnres_jax import csv_rows
 from attnres_jax import metrics
 from attnres_jax.analysis import plots
+from experiments.pages import page
 
 BASELINE = "prenorm"
+
+Row = Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,33 +44,6 @@ class Run:
   parameters: int
   seconds: float
   step_bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Summary:
-  """One scheme over all its seeds.
-
-  Attributes:
-    losses: final validation loss per seed.
-    differences: the same less the baseline's from the same seed.
-    step_ratio: step time over the baseline's, or None if not measured.
-  """
-
-  scheme: str
-  losses: tuple[float, ...]
-  differences: tuple[float, ...]
-  parameters: int
-  step_bytes: int
-  step_seconds: float | None
-  step_ratio: float | None
-
-  @property
-  def loss(self) -> float:
-    return _mean(self.losses)
-
-  @property
-  def difference(self) -> float:
-    return _mean(self.differences)
 
 
 def load_run(
@@ -117,113 +93,95 @@ def by_scheme(runs: Iterable[Run]) -> dict[str, list[Run]]:
   return groups
 
 
-def summarise(
-  runs: Sequence[Run], step_seconds: Mapping[str, float] | None = None
-) -> list[Summary]:
-  """One line per scheme.
-
-  Args:
-    runs: all of them; a difference needs the baseline's run of the same seed.
-    step_seconds: per scheme, measured side by side.
-  """
-  baseline = {
-    run.seed: run.validation_loss[-1] for run in runs if run.scheme == BASELINE
-  }
-  seconds = step_seconds or {}
-  summaries = []
-  for scheme, several in by_scheme(runs).items():
-    losses = tuple(run.validation_loss[-1] for run in several)
-    ratio = None
-    if scheme in seconds and BASELINE in seconds:
-      ratio = seconds[scheme] / seconds[BASELINE]
-    summaries.append(
-      Summary(
-        scheme=scheme,
-        losses=losses,
-        differences=tuple(
-          run.validation_loss[-1] - baseline[run.seed]
-          for run in several
-          if run.seed in baseline
-        ),
-        parameters=several[0].parameters,
-        step_bytes=several[0].step_bytes,
-        step_seconds=seconds.get(scheme),
-        step_ratio=ratio,
-      )
-    )
-  return summaries
-
-
-def write_csv(
-  path: pathlib.Path,
+def rows(
   runs: Sequence[Run],
   step_seconds: Mapping[str, float],
   facts: Mapping[str, Any],
-) -> None:
-  """One row per run; `facts` become columns that are the same in all rows."""
-  ratios = {s.scheme: s.step_ratio for s in summarise(runs, step_seconds)}
-  rows = [
+) -> list[dict[str, str]]:
+  """One per run; `facts` become columns that are the same in all rows.
+
+  Args:
+    runs: all of them.
+    step_seconds: of each scheme, measured side by side.
+    facts: where the rows come from.
+  """
+  return [
     {
       "scheme": run.scheme,
-      "seed": run.seed,
+      "seed": str(run.seed),
       "validation_nats_per_token": f"{run.validation_loss[-1]:.5f}",
       "validation_bits_per_byte": f"{run.bits_per_byte:.5f}",
-      "train_tokens": run.train_tokens[-1],
-      "parameters": run.parameters,
+      "train_tokens": str(run.train_tokens[-1]),
+      "parameters": str(run.parameters),
       "step_seconds": f"{step_seconds[run.scheme]:.4f}",
-      "step_time_ratio": f"{ratios[run.scheme]:.3f}",
-      "step_bytes": run.step_bytes,
+      "step_time_ratio": (
+        f"{step_seconds[run.scheme] / step_seconds[BASELINE]:.3f}"
+      ),
+      "step_bytes": str(run.step_bytes),
       "run_seconds": f"{run.seconds:.0f}",
       **facts,
     }
     for run in runs
   ]
-  csv_rows.write(path, rows)
 
 
-def markdown(rows: Sequence[Mapping[str, str]]) -> str:
-  """The table of the README, from the rows of results.csv."""
-  lines = [
-    "| residual | validation loss, nats per byte |"
-    " difference from PreNorm | step time | parameters | step memory |",
-    "|---|---|---|---|---|---|",
-  ]
-  baseline = {
+def losses(rows: Iterable[Row], scheme: str) -> dict[str, float]:
+  """Final validation loss of a scheme, in nats per byte, by seed."""
+  return {
     row["seed"]: float(row["validation_nats_per_token"])
     for row in rows
-    if row["scheme"] == BASELINE
+    if row["scheme"] == scheme
   }
-  for scheme in dict.fromkeys(row["scheme"] for row in rows):
-    several = [row for row in rows if row["scheme"] == scheme]
-    losses = {
-      row["seed"]: float(row["validation_nats_per_token"]) for row in several
-    }
-    differences = [loss - baseline[seed] for seed, loss in losses.items()]
-    seeds = ", ".join(f"{loss:.3f}" for loss in losses.values())
-    first = several[0]
-    lines.append(
-      f"| {plots.name_of(scheme)} | **{_mean(losses.values()):.3f}**"
-      f" ({seeds}) | {_signed(_mean(differences))} |"
-      f" {float(first['step_time_ratio']):.2f}x |"
-      f" {int(first['parameters']):,} |"
-      f" {int(first['step_bytes']) / 1e6:.0f} MB |"
-    )
-  first, plural = rows[0], "s" * (len(baseline) > 1)
-  lines += [
-    "",
-    f"{int(first['train_tokens']):,} tokens per run, seed{plural}"
-    f" {', '.join(baseline)}; {first['corpus']}; {first['hardware']};"
-    f" Python {first['python']}, jax {first['jax']},"
-    f" commit {first['commit']}.",
+
+
+def differences(rows: Sequence[Row], scheme: str) -> list[float]:
+  """From the baseline, of each seed that both were trained with."""
+  baseline = losses(rows, BASELINE)
+  return [
+    loss - baseline[seed]
+    for seed, loss in losses(rows, scheme).items()
+    if seed in baseline
   ]
-  return "\n".join(lines) + "\n"
 
 
-def _signed(value: float) -> str:
-  text = f"{value:+.3f}"
-  return "0" if float(text) == 0 else text.replace("-", "\N{MINUS SIGN}")
+def table(rows: Sequence[Row]) -> page.Table:
+  """A line per scheme."""
+  lines = []
+  for scheme in dict.fromkeys(row["scheme"] for row in rows):
+    first = next(row for row in rows if row["scheme"] == scheme)
+    found = losses(rows, scheme).values()
+    apart = differences(rows, scheme)
+    seeds = ", ".join(f"{loss:.3f}" for loss in found)
+    lines.append(
+      [
+        plots.name_of(scheme),
+        page.Cell(f"**{statistics.fmean(found):.3f}**", f"({seeds})"),
+        page.Cell(
+          page.signed(statistics.fmean(apart), 3) if apart else "",
+          small=[", ".join(page.signed(one) for one in apart)],
+        ),
+        page.Cell(
+          f"{float(first['step_time_ratio']):.2f}x",
+          small=[f"{1e3 * float(first['step_seconds']):.0f} ms"],
+        ),
+        f"{int(first['parameters']):,}",
+        f"{int(first['step_bytes']) / 1e6:.0f} MB",
+      ]
+    )
+  header = [
+    "residual", "validation loss, nats per byte", "difference from PreNorm",
+    "step time", "parameters", "step memory",
+  ]  # fmt: skip
+  return page.Table(header, lines)
 
 
-def _mean(values: Iterable[float]) -> float:
-  values = tuple(values)
-  return sum(values) / len(values) if values else float("nan")
+def markdown(rows: Sequence[Row]) -> str:
+  """The table of the README, and where it is from."""
+  first, seeds = rows[0], losses(rows, BASELINE)
+  return (
+    f"{table(rows).markdown()}\n\n"
+    f"{int(first['train_tokens']):,} tokens per run,"
+    f" seed{'s' * (len(seeds) > 1)} {', '.join(seeds)}; {first['corpus']};"
+    f" {first['hardware']}; Python {first['python']}, jax {first['jax']},"
+    f" commit {first['commit']}.\n"
+  )

@@ -6,8 +6,8 @@
 
 The schemes see the same data in the same order, start from the same weights
 and share every hyper-parameter. The text is what every machine has: the
-standard library of the Python that runs this. An interrupted demo goes on when
-the same command is given again; finished runs are not repeated.
+standard library of the Python that runs this. Rerun the same command to resume
+an interrupted demo; finished runs are not repeated.
 
 Writes report.html (one file, works offline) and results.csv to --workdir.
 """
@@ -22,34 +22,32 @@ from typing import Any
 
 import jax
 
+from attnres_jax import command_line
 from attnres_jax import config as config_lib
 from attnres_jax import csv_rows
 from attnres_jax import environment
+from attnres_jax import files
 from attnres_jax import train
 from attnres_jax.analysis import plots
 from experiments.demo import inspection
 from experiments.demo import report
 from experiments.demo import results
 from experiments.demo import step_time
+from experiments.pages import readme
 
 SCHEMES = ("prenorm", "rescaled", "full_attnres", "block_attnres")
 _CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "lm.py"
 
 
+PUBLISHED = readme.Published(
+  pathlib.Path(__file__).parent,
+  [readme.Place(results.markdown, document="../../README.md")],
+)
+
+
 def main() -> int:
-  options = _parse_options()
-  workdir = pathlib.Path(options.workdir).absolute()
-  workdir.mkdir(parents=True, exist_ok=True)
-  # Seeds share their programs, and so do an interrupted demo and the next.
-  jax.config.update("jax_compilation_cache_dir", str(workdir / "compiled"))
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-  try:
-    return _run(options, workdir)
-  except KeyboardInterrupt:
-    return _stopped(options)
-  except config_lib.ConfigError as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
+  """Runs the command; returns its exit status."""
+  return command_line.run(_run, _parse_options())
 
 
 def demo_config(
@@ -74,8 +72,13 @@ def demo_config(
   )
 
 
-def _run(options: argparse.Namespace, workdir: pathlib.Path) -> int:
+def _run(options: argparse.Namespace) -> None:
   start = time.perf_counter()
+  workdir = pathlib.Path(options.workdir).absolute()
+  workdir.mkdir(parents=True, exist_ok=True)
+  # Seeds share their programs, and so do an interrupted demo and the next.
+  jax.config.update("jax_compilation_cache_dir", str(workdir / "compiled"))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
   facts: dict[str, Any] = environment.facts()
   print(f"{facts['hardware']}; Python {facts['python']}, jax {facts['jax']}")
   runs, looks = [], []
@@ -85,7 +88,7 @@ def _run(options: argparse.Namespace, workdir: pathlib.Path) -> int:
     print(f"\n[{number}/{total}] {plots.name_of(scheme)}, seed {seed}")
     summary = train.train_and_evaluate(config, folder)
     if summary["status"] == "stopped":
-      return _stopped(options)
+      raise KeyboardInterrupt
     runs.append(results.load_run(folder, scheme, seed, summary))
     looks.append(
       # The report shows one sample per scheme.
@@ -105,25 +108,16 @@ def _run(options: argparse.Namespace, workdir: pathlib.Path) -> int:
     "wall_clock_seconds": round(time.perf_counter() - start),
   }
   _, _, config = next(_configs(options))
-  page = report.render(
-    config=config,
-    runs=runs,
-    looks=looks,
-    step_seconds=seconds,
-    facts=facts,
-  )
-  (workdir / "report.html").write_text(page, encoding="utf-8")
   names = ("corpus", "hardware", "python", "jax", "commit")
-  results.write_csv(
-    workdir / "results.csv",
-    runs,
-    seconds,
-    {name: facts[name] for name in names},
+  rows = results.rows(runs, seconds, {name: facts[name] for name in names})
+  csv_rows.write(workdir / "results.csv", rows)
+  page = report.render(
+    config=config, runs=runs, looks=looks, rows=rows, facts=facts
   )
+  files.write(workdir / "report.html", page)
   print()
-  print(results.markdown(csv_rows.read(workdir / "results.csv")))
+  print(results.markdown(rows))
   print(f"Open {workdir / 'report.html'} in a browser.")
-  return 0
 
 
 def _configs(
@@ -141,21 +135,8 @@ def _configs(
     yield scheme, seed, config
 
 
-def _stopped(options: argparse.Namespace) -> int:
-  print(
-    f"\nStopped. The same command goes on from here; {options.workdir} holds"
-    " what there is.",
-    file=sys.stderr,
-  )
-  return 130
-
-
 def _parse_options() -> argparse.Namespace:
-  parser = argparse.ArgumentParser(
-    prog="python -m experiments.demo.run",
-    description=(__doc__ or "").partition("\n")[0],
-    formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-  )
+  parser = command_line.Parser("python -m experiments.demo.run", __doc__)
   parser.add_argument("--workdir", default="runs/demo", help="folder to write")
   parser.add_argument("--seeds", type=_count, default=2, help="runs per scheme")
   parser.add_argument("--size", default="tiny", help="a size of configs/lm.py")

@@ -16,10 +16,11 @@ beside this file. `ragged_dot` runs at the smaller size only: on a CPU it makes
 one masked copy of all rows per expert.
 """
 
+from collections.abc import Iterator
 import functools
+import itertools
 import pathlib
-import statistics
-import time
+from typing import Any
 from unittest import mock
 
 from absl import app
@@ -30,10 +31,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnres_jax import config as config_lib
-from attnres_jax import csv_rows
-from attnres_jax import environment
 from attnres_jax.models import grouped
 from attnres_jax.models import moe
+from experiments import measure as measure_lib
 
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "timed rounds, after one warm-up")
 _TOKENS = flags.DEFINE_integer("tokens", 2048, "tokens of the batch")
@@ -45,8 +45,8 @@ WIDTH, HIDDEN, TOP_K = 256, 128, 8
 FORMS = {64: ("grouped", "dense", "ragged_dot"), 256: ("grouped", "dense")}
 
 
-def measure(experts: int, tokens: int, rounds: int) -> list[dict]:
-  """Compiles and times the forms; returns rows, those of `grouped` first."""
+def measure(experts: int, tokens: int, rounds: int) -> Iterator[dict[str, Any]]:
+  """Compiles and times the forms; yields rows, those of `grouped` first."""
   config = config_lib.ModelConfig(
     width=WIDTH,
     num_layers=1,
@@ -66,21 +66,17 @@ def measure(experts: int, tokens: int, rounds: int) -> list[dict]:
     ):
       programs[form, kind] = jax.jit(function).lower(module, x_BTD).compile()
   _check(programs, module, x_BTD)
-  times = {key: [] for key in programs}
-  for round_index in range(rounds + 1):
-    # Alternate the order, so that a drift does not favour a position.
-    for key in list(programs)[:: 1 if round_index % 2 else -1]:
-      start = time.perf_counter(), time.process_time()
-      jax.block_until_ready(programs[key](module, x_BTD))
-      stop = time.perf_counter(), time.process_time()
-      if round_index:
-        times[key].append((stop[0] - start[0], stop[1] - start[1]))
-  return [
-    dict(experts=experts, tokens=tokens, form=form, measure=kind)
-    | _ratios(times[form, kind], times["grouped", kind])
-    | dict(gigaflops=round(_useful_flops(tokens, kind) / 1e9, 2))
-    for form, kind in programs
-  ]
+  calls = {
+    key: functools.partial(program, module, x_BTD)
+    for key, program in programs.items()
+  }
+  times = measure_lib.in_turn(calls, rounds)
+  for form, kind in programs:
+    yield (
+      dict(experts=experts, tokens=tokens, form=form, measure=kind)
+      | measure_lib.ratios(times[form, kind], times["grouped", kind])
+      | dict(gigaflops=round(_useful_flops(tokens, kind) / 1e9, 2))
+    )
 
 
 def _apply(form, module, x_BTD):
@@ -121,27 +117,10 @@ def _useful_flops(tokens, kind):
   return passes * 3 * 2 * tokens * TOP_K * WIDTH * HIDDEN
 
 
-def _ratios(own, base):
-  walls = [a[0] / b[0] for a, b in zip(own, base, strict=True)]
-  processor = [a[1] / b[1] for a, b in zip(own, base, strict=True)]
-  return dict(
-    ratio=round(statistics.median(walls), 3),
-    ratio_min=round(min(walls), 3),
-    ratio_max=round(max(walls), 3),
-    cpu_ratio=round(statistics.median(processor), 3),
-    seconds=round(statistics.median(wall for wall, _ in own), 4),
-    cpu_seconds=round(statistics.median(cpu for _, cpu in own), 4),
-  )
-
-
 def main(argv):
   del argv
-  rows = []
-  for experts in FORMS:
-    for row in measure(experts, _TOKENS.value, _ROUNDS.value):
-      rows.append(row | environment.facts())
-      print(*list(row.values()), flush=True)
-  csv_rows.write(_OUTPUT.value, rows)
+  found = (measure(n, _TOKENS.value, _ROUNDS.value) for n in FORMS)
+  measure_lib.record(_OUTPUT.value, itertools.chain.from_iterable(found))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ and bytes over the peaks of the chip; the larger one bounds the sublayer. Writes
 `tpu.csv` beside this file.
 """
 
+import itertools
 import os
 import pathlib
 
@@ -26,9 +27,8 @@ from jax.experimental import topologies
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
-from attnres_jax import csv_rows
-from attnres_jax import environment
 from attnres_jax.models import moe
+from experiments import measure as measure_lib
 
 _TOKENS = flags.DEFINE_list("tokens", ["8192", "32768"], "of the device's rows")
 _OUTPUT = flags.DEFINE_string(
@@ -93,13 +93,11 @@ def measure(tokens: int, kind: str) -> dict:
 
 def main(argv):
   del argv
-  rows = []
-  for tokens in _TOKENS.value:
-    for kind in ("forward", "forward_backward"):
-      row = measure(int(tokens), kind)
-      rows.append(row | environment.facts() | dict(hardware="compiled for v5p"))
-      print(*list(row.values()), flush=True)
-  csv_rows.write(_OUTPUT.value, rows)
+  passes = itertools.product(
+    map(int, _TOKENS.value), ("forward", "forward_backward")
+  )
+  rows = itertools.starmap(measure, passes)
+  measure_lib.record(_OUTPUT.value, rows, hardware="compiled for v5p")
 
 
 if __name__ == "__main__":

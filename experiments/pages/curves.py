@@ -1,15 +1,99 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses along a run, ready to be drawn."""
+"""Losses along runs, and what separates schemes from the baseline."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from matplotlib import figure as figure_lib
+from matplotlib import ticker
 import numpy as np
+
+from attnres_jax.analysis import plots
+from attnres_jax.sweep import folder as folder_lib
+from attnres_jax.sweep import monitor
+from experiments.pages import losses
+
+# More panels than these would say nothing.
+_MAX_PANELS = 8
+
+# Of one run: x and y.
+Series = tuple[Sequence[float], Sequence[float]]
 
 
 def smooth(values: Sequence[float], share: float = 0.05) -> np.ndarray:
-  """Mean over the last 5 % of the run (fewer at its start)."""
+  """Mean of what is finite over the last 5 % of the run, fewer at its start."""
   width = max(1, round(share * len(values)))
-  total = np.concatenate([[0.0], np.cumsum(values)])
+  finite = np.isfinite(values)
+  sums = [np.cumsum(finite), np.cumsum(np.where(finite, values, 0.0))]
   stop = np.arange(1, len(values) + 1)
   start = np.maximum(0, stop - width)
-  return (total[stop] - total[start]) / (stop - start)
+  count, total = (
+    padded[stop] - padded[start]
+    for padded in (np.concatenate([[0.0], one]) for one in sums)
+  )
+  return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+def training(
+  progress: Sequence[monitor.Progress],
+) -> figure_lib.Figure | None:
+  """Training losses of a sweep, a panel per setting; None where there are none.
+
+  A line is the mean over the seeds, as far as the slowest of them came.
+  """
+  panels: dict[str, dict[str, dict[int, Series]]] = {}
+  for one in progress:
+    if one.run is not None and one.curve:
+      config = folder_lib.run_config(one.run)
+      tokens = config.data.batch_size * config.data.sequence_length
+      steps, loss = np.transpose(one.curve)
+      panel = panels.setdefault(losses.setting(one.run.overrides), {})
+      panel.setdefault(one.residual, {})[config.seed] = steps * tokens, loss
+  if not 0 < len(panels) <= _MAX_PANELS:
+    return None
+  figure = figure_lib.Figure(figsize=(8.4, 4.6), layout="constrained")
+  grid = figure.subplots(2, len(panels), squeeze=False, sharex="col")
+  handles = {}
+  for (upper, lower), (setting, schemes) in zip(grid.T, panels.items()):
+    for scheme, runs in schemes.items():
+      style = plots.style_of(scheme) | {"linewidth": 1.4}
+      x, y = _mean(list(runs.values()))
+      (handles[plots.name_of(scheme)],) = upper.plot(x / 1e6, y, **style)
+      apart = differences(runs, schemes.get(losses.BASELINE, {}))
+      if scheme != losses.BASELINE and apart:
+        x, y = _mean(apart)
+        lower.plot(x / 1e6, y, **style)
+    grey = plots.style_of(losses.BASELINE)["color"]
+    lower.axhline(0.0, linewidth=0.8, color=grey)
+    # Not mathematics, whatever is in it.
+    upper.set_title(setting.replace("$", r"\$"))
+    lower.set_xlabel("million tokens")
+    for axes in (upper, lower):
+      axes.xaxis.set_major_locator(ticker.MaxNLocator(3))
+      plots.style(axes)
+  grid[0][0].set_ylabel("training loss")
+  grid[1][0].set_ylabel("difference from PreNorm")
+  figure.legend(
+    handles.values(), handles.keys(), loc="outside upper left",
+    ncols=max(1, len(handles)), frameon=False,
+  )  # fmt: skip
+  return figure
+
+
+def differences(
+  runs: Mapping[int, Series], baseline: Mapping[int, Series]
+) -> list[Series]:
+  """Of each seed that the baseline has too, where both have a value."""
+  found = []
+  for seed in runs.keys() & baseline.keys():
+    known = dict(zip(*baseline[seed]))
+    pairs = [(x, y - known[x]) for x, y in zip(*runs[seed]) if x in known]
+    if pairs:
+      found.append(tuple(zip(*pairs)))
+  return found
+
+
+def _mean(series: Sequence[Series]) -> Series:
+  """Smoothed, as far as the shortest of them goes."""
+  length = min(len(x) for x, _ in series)
+  x = np.asarray(series[0][0][:length], float)
+  return x, np.mean([smooth(y[:length], share=0.1) for _, y in series], axis=0)

@@ -1,21 +1,112 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports as one HTML file that needs nothing else, in one look."""
+"""Reports as one HTML file that needs nothing else, in one look.
+
+Text becomes HTML in one place, `html_of`, which escapes whatever is not `Html`
+already. Templates are filled by `fill` alone, so that nothing that a run, a
+config file or a network wrote can reach a page as markup.
+"""
 
 from collections.abc import Mapping, Sequence
 import html
 import pathlib
+import re
 import string
-from typing import Any
+from typing import Any, NamedTuple
 
 from attnres_jax.analysis import plots
+from attnres_jax.models import residuals
+from experiments.pages import readme
 
 _SHELL = pathlib.Path(__file__).with_name("shell.html")
+
+
+class Html(str):
+  """Text that is HTML already."""
+
+
+class Cell(NamedTuple):
+  """A cell of a table, of which a README shows the first two parts.
+
+  Attributes:
+    text: what it says; `**` around a part makes it bold.
+    aside: the same, such as a difference or an interval; small on a page.
+    small: further lines of small print, on a page only.
+  """
+
+  text: Any
+  aside: str = ""
+  small: Sequence[str] = ()
+
+
+class Table(NamedTuple):
+  """A table for pages and READMEs.
+
+  Attributes:
+    header: of the columns; the label of a scheme gets a patch of its colour.
+    rows: cells, or their text; the first one names its row.
+  """
+
+  header: Sequence[str]
+  rows: Sequence[Sequence[Cell | str]]
+
+  def markdown(self) -> str:
+    """For a README."""
+    cells = [[_cell(cell) for cell in row] for row in self.rows]
+    return readme.table(
+      self.header,
+      [
+        [f"{cell.text} {cell.aside}" if cell.aside else str(cell.text)
+         for cell in row]
+        for row in cells
+      ],
+    )  # fmt: skip
+
+  def html(self) -> Html:
+    """For a page."""
+    head = join(fill("<th>$name</th>", name=label(x)) for x in self.header)
+    lines = []
+    for first, *rest in self.rows:
+      cells = join(fill("<td>$x</td>", x=_cell_html(cell)) for cell in rest)
+      lines.append(
+        fill(
+          "<tr><th scope=row>$first</th>$cells</tr>\n",
+          first=_cell_html(first),
+          cells=cells,
+        )
+      )
+    return fill(
+      "<div class=scroll><table>\n<thead><tr>$head</tr></thead>\n"
+      "<tbody>\n$lines</tbody></table></div>",
+      head=head,
+      lines=join(lines),
+    )
+
+
+def html_of(value: Any) -> Html:
+  """HTML as it is, everything else as text."""
+  return value if isinstance(value, Html) else Html(html.escape(str(value)))
+
+
+def fill(template: str, **parts: Any) -> Html:
+  """A template of HTML with each `$name` replaced by `html_of` its part."""
+  texts = {name: html_of(part) for name, part in parts.items()}
+  return Html(string.Template(template).substitute(texts))
+
+
+def join(parts: Any) -> Html:
+  """Several parts in a row."""
+  return Html("".join(map(html_of, parts)))
+
+
+def bold(text: Any) -> Html:
+  """Text in which what stands between two `**` is bold."""
+  return Html(re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", html_of(text)))
 
 
 def render(
   title: str,
   body: pathlib.Path,
-  parts: Mapping[str, str],
+  parts: Mapping[str, Any],
   *,
   refresh_seconds: int = 0,
 ) -> str:
@@ -24,47 +115,55 @@ def render(
   Args:
     title: of the window.
     body: HTML with a `$name` for every part.
-    parts: HTML by name.
+    parts: text or HTML by name.
     refresh_seconds: after which a browser reads the file again; 0 for never.
   """
-  head = ""
+  head = Html("")
   if refresh_seconds:
-    head = f'<meta http-equiv="refresh" content="{refresh_seconds}">\n'
-  text = string.Template(body.read_text(encoding="utf-8")).substitute(parts)
-  shell = string.Template(_SHELL.read_text(encoding="utf-8"))
-  return shell.substitute(head=head, title=html.escape(title), body=text)
+    head = fill(
+      '<meta http-equiv="refresh" content="$seconds">\n',
+      seconds=refresh_seconds,
+    )
+  text = fill(body.read_text(encoding="utf-8"), **parts)
+  shell = _SHELL.read_text(encoding="utf-8")
+  return fill(shell, head=head, title=title, body=text)
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-  """A table; header and cells are HTML, the first cell names its row."""
-  lines = ["<div class=scroll><table>", "<thead><tr>"]
-  lines += [f"<th>{cell}</th>" for cell in header]
-  lines.append("</tr></thead><tbody>")
-  for first, *rest in rows:
-    cells = "".join(f"<td>{cell}</td>" for cell in rest)
-    lines.append(f"<tr><th scope=row>{first}</th>{cells}</tr>")
-  lines.append("</tbody></table></div>")
-  return "\n".join(lines)
-
-
-def facts(listed: Mapping[str, Any]) -> str:
+def facts(listed: Mapping[str, Any]) -> Html:
   """Entries of a definition list."""
-  return "\n".join(
-    f"<dt>{name}</dt><dd>{html.escape(str(value))}</dd>"
+  return join(
+    fill("<dt>$name</dt><dd>$value</dd>\n", name=name, value=value)
     for name, value in listed.items()
   )
 
 
-def scheme(name: str) -> str:
-  """What a scheme is called, behind a patch of its colour."""
-  color = plots.style_of(name).get("color", "currentColor")
-  return (
-    f'<i class="swatch" style="background:{color}"></i>'
-    f"{html.escape(plots.name_of(name))}"
-  )
+def label(text: str) -> Html:
+  """Text, behind a patch of colour if it is what a scheme is called."""
+  for scheme in residuals.RESIDUALS:
+    if text == plots.name_of(scheme):
+      colour = plots.style_of(scheme).get("color", "currentColor")
+      return fill(
+        '<i class="swatch" style="background:$colour"></i>$text',
+        colour=colour,
+        text=text,
+      )
+  return bold(text)
 
 
 def signed(value: float, digits: int = 4) -> str:
   """A difference, with a proper minus sign."""
   text = f"{value:+.{digits}f}"
   return "0" if float(text) == 0 else text.replace("-", "\N{MINUS SIGN}")
+
+
+def _cell(cell: Cell | str) -> Cell:
+  return cell if isinstance(cell, Cell) else Cell(cell)
+
+
+def _cell_html(cell: Cell | str) -> Html:
+  text, aside, small = _cell(cell)
+  lines = [aside] * bool(aside) + list(small)
+  return join(
+    [label(str(text))]
+    + [fill("<small>$line</small>", line=bold(line)) for line in lines]
+  )

@@ -1,8 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of a README that come from committed results."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+import pathlib
 import re
+from typing import Any, NamedTuple
+
+from attnres_jax import csv_rows
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+class Place(NamedTuple):
+  """A part of a document that is filled from committed rows.
+
+  Attributes:
+    make: (rows) -> Markdown.
+    name: of the place, see `fill`.
+    rows: file of the experiment, without .csv.
+    document: file, from the folder of the experiment.
+  """
+
+  make: Callable[[Rows], str]
+  name: str = "results"
+  rows: str = "results"
+  document: str = "README.md"
+
+
+class Published(NamedTuple):
+  """What an experiment shows of its committed rows; see `experiments.publish`.
+
+  Attributes:
+    folder: of the experiment.
+    places: in its README, or in others.
+    figures: name of an SVG file: (rows of results.csv) -> figure.
+  """
+
+  folder: pathlib.Path
+  places: Sequence[Place]
+  figures: Mapping[str, Callable[[Rows], Any]] = {}
+
+  def read(self, name: str = "results") -> Rows:
+    """Committed rows; none where there is no such file yet."""
+    path = self.folder / f"{name}.csv"
+    return csv_rows.read(path) if path.exists() else []
+
+  def filled(self) -> dict[pathlib.Path, str]:
+    """The text of every document with what is committed.
+
+    Raises:
+      ValueError: a document has no place for a part of it.
+    """
+    texts: dict[pathlib.Path, str] = {}
+    for place in self.places:
+      path = self.folder / place.document
+      text = texts.get(path) or path.read_text(encoding="utf-8")
+      rows = self.read(place.rows)
+      texts[path] = fill(text, place.name, place.make(rows)) if rows else text
+    return texts
 
 
 def fill(text: str, place: str, content: str) -> str:

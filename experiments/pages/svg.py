@@ -7,6 +7,8 @@ import re
 import matplotlib
 from matplotlib import figure as figure_lib
 
+from experiments.pages import page
+
 # Stands for "the colour of text" until the page knows what that is.
 _INK = "#010203"
 
@@ -34,7 +36,7 @@ def style():
   return matplotlib.rc_context(_RC)
 
 
-def to_svg(figure: figure_lib.Figure, salt: str) -> str:
+def to_svg(figure: figure_lib.Figure, salt: str) -> page.Html:
   """An <svg> element for inclusion in a page.
 
   Args:
@@ -54,4 +56,6 @@ def to_svg(figure: figure_lib.Figure, salt: str) -> str:
   svg = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in used else "", svg)
   # Sized by the page: the viewBox keeps the proportions.
   svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
-  return re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+  svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+  # Texts of a figure are escaped by what writes it.
+  return page.Html(svg)

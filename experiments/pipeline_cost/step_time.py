@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time of a step on eight CPU devices, variants in turn."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+import functools
 import statistics
-import time
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 
 from attnres_jax import loss as loss_lib
 from attnres_jax import models
+from experiments import measure
 from experiments.pipeline_cost import plans
 from experiments.pipeline_cost import programs
 
@@ -30,21 +31,13 @@ def rows(rounds: int) -> Iterator[plans.Row]:
   all devices together, which other processes disturb less than `wall` time, and
   in which waiting for a message costs nothing.
   """
-  steps = {variant: _program(variant) for variant in VARIANTS}
-  times: dict[str, list[tuple[float, float]]] = {v: [] for v in VARIANTS}
-  for index in range(rounds + 1):
-    for variant in VARIANTS[:: 1 if index % 2 else -1]:
-      step, arguments = steps[variant]
-      start = time.perf_counter(), time.process_time()
-      jax.block_until_ready(step(*arguments))
-      stop = time.perf_counter(), time.process_time()
-      if index:
-        times[variant].append((stop[0] - start[0], stop[1] - start[1]))
+  calls = {variant: _program(variant) for variant in VARIANTS}
+  times = measure.in_turn(calls, rounds)
   for variant in VARIANTS:
     row = dict(variant=variant, rounds=rounds)
-    for i, clock in enumerate(("wall", "cpu")):
-      own = [seconds[i] for seconds in times[variant]]
-      base = [seconds[i] for seconds in times["prenorm"]]
+    for clock in measure.Seconds._fields:
+      own = [getattr(seconds, clock) for seconds in times[variant]]
+      base = [getattr(seconds, clock) for seconds in times["prenorm"]]
       ratios = np.asarray(own) / np.asarray(base)
       low, middle, high = np.quantile(ratios, (0.25, 0.5, 0.75))
       row |= {
@@ -56,8 +49,8 @@ def rows(rounds: int) -> Iterator[plans.Row]:
     yield row
 
 
-def _program(variant: str):
-  """A compiled step and what it is called with."""
+def _program(variant: str) -> Callable[[], Any]:
+  """A compiled step of one batch."""
   config = programs.make_config(variant, SIZE, MICROBATCHES)
   pipeline = programs.make_pipeline(config)
   compiled = programs.lower(config, pipeline).compile()
@@ -66,4 +59,5 @@ def _program(variant: str):
   tokens: Any = rng.integers(0, config.model.vocab_size, shape, dtype=np.int32)
   batch = loss_lib.Examples.of({"tokens": tokens})
   model = models.build_model(config.model)
-  return compiled, jax.device_put((model, batch), compiled.input_shardings[0])
+  arguments = jax.device_put((model, batch), compiled.input_shardings[0])
+  return functools.partial(compiled, *arguments)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the sweep of configs/scaling.py, and says what came out.
+"""Measures loss over compute for several residual schemes.
 
   python -m experiments.scaling_law.run --max_parallel=2
   python -m experiments.scaling_law.run status
   python -m experiments.scaling_law.run collect
+  python -m experiments.publish scaling_law
 
 See the README beside this file.
 """
@@ -11,14 +12,21 @@ See the README beside this file.
 import sys
 
 from attnres_jax.sweep import cli
+from experiments.pages import readme
+from experiments.pages import sweep
 from experiments.scaling_law import report
 
-EXPERIMENT = cli.Experiment(
-  program="python -m experiments.scaling_law.run",
-  description="Loss over compute for several residual schemes.",
+EXPERIMENT, PUBLISHED = sweep.experiment(
+  __file__,
+  __doc__,
   config="configs/scaling.py",
   workdir="runs/scaling",
   render=report.render,
+  places=[
+    readme.Place(report.results),
+    readme.Place(report.learning_rates, "learning_rates", "learning_rates"),
+  ],
+  figures={"laws.svg": report.figure},
 )
 
 if __name__ == "__main__":

@@ -21,11 +21,12 @@ Compile time is that of the whole training step (forward, backward, AdamW) with
 a cold cache.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
+import functools
+import itertools
 import pathlib
 import statistics
-import time
 from typing import Any
 
 from absl import app
@@ -35,11 +36,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnres_jax import config as config_lib
-from attnres_jax import csv_rows
-from attnres_jax import environment
 from attnres_jax import sharding
 from attnres_jax import train_state
-from experiments.step_cost import publish
+from experiments import measure as measure_lib
+from experiments import publish
+from experiments.pages import readme
+from experiments.step_cost import report
+
+_RESULTS = pathlib.Path(__file__).absolute().with_name("results.csv")
+PUBLISHED = readme.Published(
+  _RESULTS.parent,
+  [
+    readme.Place(report.table),
+    readme.Place(report.sentence, "cost", document="../../README.md"),
+  ],
+)
 
 _SIZE = flags.DEFINE_multi_enum(
   "size", ["demo", "large"], ["demo", "large"], "which network"
@@ -49,7 +60,7 @@ _SCHEMES = flags.DEFINE_list(
   "schemes", None, "only these, besides both forms of PreNorm"
 )
 _OUTPUT = flags.DEFINE_string(
-  "output", str(publish.RESULTS), "CSV file to write the rows to"
+  "output", str(_RESULTS), "CSV file to write the rows to"
 )
 
 # Size -> config file argument and overrides.
@@ -88,68 +99,48 @@ SCHEMES = {
   "block_attnres one_softmax": Form("block_attnres", ONE_SOFTMAX),
   "full_attnres one_softmax": Form("full_attnres", ONE_SOFTMAX),
 }
-PASSES = ("forward", "forward_backward")
 COMPILE = "compile_train_step"
 
 
-def measure(size: str, rounds: int, schemes: Sequence[str]) -> list[dict]:
+Times = Mapping[str, Mapping[str, Sequence[measure_lib.Seconds]]]
+
+
+def measure(
+  size: str, rounds: int, schemes: Sequence[str]
+) -> Iterator[dict[str, Any]]:
   """Compiles and times the schemes, which must include a form of PreNorm."""
   programs = {name: _programs(size, name) for name in schemes}
   times = {
-    name: {COMPILE: [program.pop(COMPILE)]} | {kind: [] for kind in PASSES}
-    for name, program in programs.items()
+    name: {COMPILE: [own.pop(COMPILE)]} for name, own in programs.items()
   }
-  for round_index in range(rounds + 1):
-    # Alternate the order, so that a drift does not favour a position.
-    order = schemes if round_index % 2 else schemes[::-1]
-    for name in order:
-      for kind, (call, arguments) in programs[name].items():
-        start = _now()
-        jax.block_until_ready(call(*arguments))
-        if round_index:
-          times[name][kind].append(_now() - start)
-  return [
-    {"size": size, "scheme": name} | row
-    for name in schemes
-    for row in ratios(times, name)
-  ]
+  calls = {
+    (name, kind): call
+    for name, own in programs.items()
+    for kind, call in own.items()
+  }
+  for (name, kind), found in measure_lib.in_turn(calls, rounds).items():
+    times[name][kind] = found
+  for name in schemes:
+    for row in ratios(times, name):
+      yield {"size": size, "scheme": name} | row
 
 
-def ratios(
-  times: Mapping[str, Mapping[str, Sequence[np.ndarray]]], scheme: str
-) -> list[dict]:
+def ratios(times: Times, scheme: str) -> Iterator[dict[str, Any]]:
   """A row for each measure of a scheme.
 
   Args:
-    times: of each scheme and measure, per round, [2] in seconds: wall-clock
-      time and processor time.
+    times: of each scheme and measure, a value per round.
     scheme: a key of `times`.
   """
-  rows = []
+  forms = [name for name in times if name in report.BASELINES]
   for kind, own in times[scheme].items():
-    forms = [name for name in times if name in publish.BASELINES]
     wall = {
-      name: statistics.median(t[0] for t in times[name][kind])
-      for name in (*forms, scheme)
+      name: statistics.median(one.wall for one in times[name][kind])
+      for name in forms
     }
     baseline = min(forms, key=wall.__getitem__)
-    found = [a / b for a, b in zip(own, times[baseline][kind], strict=True)]
-    rows.append(
-      {
-        "measure": kind,
-        "baseline": baseline,
-        "ratio": round(statistics.median(r[0] for r in found), 4),
-        "ratio_min": round(min(r[0] for r in found), 4),
-        "ratio_max": round(max(r[0] for r in found), 4),
-        "cpu_ratio": round(statistics.median(r[1] for r in found), 4),
-        "seconds": round(wall[scheme], 4),
-      }
-    )
-  return rows
-
-
-def _now() -> np.ndarray:
-  return np.array([time.perf_counter(), time.process_time()])
+    found = measure_lib.ratios(own, times[baseline][kind])
+    yield {"measure": kind, "baseline": baseline} | found
 
 
 def _programs(size: str, scheme: str) -> dict[str, Any]:
@@ -164,18 +155,20 @@ def _programs(size: str, scheme: str) -> dict[str, Any]:
   batch = sharding.shard_batch({"tokens": tokens}, mesh)
 
   step = program.train_step
-  start = _now()
-  step.lower(state, batch).compile()
-  compile_time = _now() - start
+
+  def compile_step():
+    step.lower(state, batch).compile()
 
   def trunk_loss(model):
     # The head, the same for all schemes, is left out of the ratios.
     return jnp.mean(jnp.square(model.hidden(batch["tokens"][:, :-1])))
 
   return {
-    COMPILE: compile_time,
-    "forward": (jax.jit(trunk_loss), (state.model,)),
-    "forward_backward": (jax.jit(jax.grad(trunk_loss)), (state.model,)),
+    COMPILE: measure_lib.timed(compile_step),
+    "forward": functools.partial(jax.jit(trunk_loss), state.model),
+    "forward_backward": functools.partial(
+      jax.jit(jax.grad(trunk_loss)), state.model
+    ),
   }
 
 
@@ -196,21 +189,11 @@ def main(argv):
   wanted = _SCHEMES.value or list(SCHEMES)
   for name in wanted:
     config_lib.choose("schemes", name, SCHEMES)
-  schemes = list(dict.fromkeys([*publish.BASELINES, *wanted]))
-  rows, facts = [], environment.facts()
-  for size in _SIZE.value:
-    for row in measure(size, _ROUNDS.value, schemes):
-      rows.append(row | facts)
-      print(
-        f"{row['size']:6} {row['scheme']:26} {row['measure']:19}"
-        f" {row['ratio']:7.3f} [{row['ratio_min']:.3f}, {row['ratio_max']:.3f}]"
-        f" of {row['baseline']:16} cpu {row['cpu_ratio']:.3f}"
-        f" {row['seconds']:8.3f} s",
-        flush=True,
-      )
-  csv_rows.write(_OUTPUT.value, rows)
-  if pathlib.Path(_OUTPUT.value).absolute() == publish.RESULTS:
-    publish.main()
+  schemes = list(dict.fromkeys([*report.BASELINES, *wanted]))
+  found = (measure(size, _ROUNDS.value, schemes) for size in _SIZE.value)
+  measure_lib.record(_OUTPUT.value, itertools.chain.from_iterable(found))
+  if pathlib.Path(_OUTPUT.value).absolute() == _RESULTS:
+    publish.publish(PUBLISHED)
 
 
 if __name__ == "__main__":

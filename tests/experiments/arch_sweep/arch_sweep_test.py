@@ -5,14 +5,13 @@ import numpy as np
 import pytest
 
 from attnres_jax import config as config_lib
-from attnres_jax import csv_rows
 from attnres_jax.flops import parameters
 from attnres_jax.scaling import grid
 from attnres_jax.scaling import paper
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import monitor
-from experiments.arch_sweep import publish
 from experiments.arch_sweep import report
+from tests.sweep import tiny_sweep
 
 SPEC = "configs/arch_sweep.py"
 
@@ -71,7 +70,6 @@ def test_unknown_shapes():
 
 
 def test_report(tmp_path):
-  rhos, etas = [2.3, 12.0], [0.25, 0.5]
   rows = [
     {"residual": scheme, "rho": rho, "eta": eta, "validation_loss": loss}
     for scheme, rho, eta, loss in (
@@ -82,41 +80,32 @@ def test_report(tmp_path):
       ("prenorm", "12.0", "0.25", "2.7"),
     )
   ]
-  tables = report.tables(rows, rhos, etas)
-  np.testing.assert_array_equal(tables["prenorm"], [[2.5, np.nan], [2.7, 2.6]])
-  text = report.gains(tables, rhos, etas)
-  assert "Lower in 1 of 2 cells" in text
-  assert "\N{MINUS SIGN}0.1000" in text and "+0.0500" in text
-  assert report.gains({}, rhos, etas) == "<p>None yet.</p>"
+  rhos, etas, losses = report.heatmaps(rows)
+  assert (rhos, etas) == ([2.3, 12.0], [0.25, 0.5])
+  np.testing.assert_array_equal(losses["prenorm"], [[2.5, np.nan], [2.7, 2.6]])
+  minus = "\N{MINUS SIGN}"
+  assert report.gains(rows).endswith(
+    f"lower in 1 of 2 shapes; differences are {minus}0.1000 to +0.0500 nats."
+  )
+  text = report.table(rows).markdown()
+  assert f"| 2.3 | 0.25 | **2.5000** | **2.4000** | {minus}0.1000 |" in text
+  assert "| 12 | 0.25 | 2.7000 |  |  |" in text
+  assert report.gains([]).startswith("No shape has been trained")
 
   runs = folder_lib.prepare(tmp_path, grid.load(SPEC), SPEC)
-  progress = monitor.of_folder(tmp_path)
-  page = report.render(tmp_path, progress)
+  page = report.render(tmp_path, monitor.of_folder(tmp_path))
   assert f"0/{len(runs)} done" in page and "Heatmaps appear" in page
 
 
 def test_page_with_heatmaps(tmp_path):
-  progress = [
-    monitor.Progress(
-      run.name,
-      "done",
-      run=run,
-      row={**run.overrides, "validation_loss": 2.5},
-    )
-    for run in grid.load(SPEC)[:2]
-  ]
-  page = report.render(tmp_path, progress)
-  assert page.count("2.500") == 2 and "<svg" in page
+  runs = folder_lib.prepare(tmp_path, grid.load(SPEC), SPEC)
+  for run in runs[:2]:
+    tiny_sweep.leave(tmp_path, run)
+  page = report.render(tmp_path, monitor.of_folder(tmp_path))
+  assert page.count("2.500<") == 2 and "<svg" in page
 
 
-def test_committed_results(tmp_path, monkeypatch):
-  """What a README says comes from rows."""
-  names = {"RESULTS": "rows.csv", "FIGURE": "maps.svg", "README": "README.md"}
-  for name, file in names.items():
-    monkeypatch.setattr(publish, name, tmp_path / file)
-  (tmp_path / "README.md").write_text(
-    "above\n<!-- results: how -->\nold\n<!-- /results -->\nbelow\n"
-  )
+def test_texts_of_the_readme():
   facts = dict.fromkeys(("data", "hardware", "python", "jax", "commit"), "it")
   rows = []
   for run in grid.load(SPEC):
@@ -126,10 +115,7 @@ def test_committed_results(tmp_path, monkeypatch):
     rows.append(
       {**fields, "seed": 0, "seconds": 360, "validation_loss": loss} | facts
     )
-  csv_rows.write(tmp_path / "rows.csv", rows)
-  publish.main([])
-  text = (tmp_path / "README.md").read_text()
-  assert "old" not in text and text.endswith("\nbelow\n")
+  text = report.results(rows)
   assert "| 12 | 0.5 | 2.4300 | 2.3100 | \N{MINUS SIGN}0.1200 |" in text
   assert "| 12 | 0.25 | **2.4050** | **2.2850** |" in text
   minus = "\N{MINUS SIGN}"
@@ -138,12 +124,3 @@ def test_committed_results(tmp_path, monkeypatch):
   )
   assert expected in text
   assert "30 runs, seed 0, 3.0 hours" in text
-  assert (tmp_path / "maps.svg").read_text().startswith("<?xml")
-
-
-def test_readme_shows_the_committed_results():
-  readme = publish.README.read_text(encoding="utf-8")
-  assert "<!-- results: python -m experiments.arch_sweep.publish -->" in readme
-  assert readme == publish.filled(readme), (
-    "run `python -m experiments.arch_sweep.publish`"
-  )

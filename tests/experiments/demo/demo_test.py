@@ -78,36 +78,33 @@ def all_runs():
   return [make_run(s, seed) for seed in (0, 1) for s in run_lib.SCHEMES]
 
 
-def test_summaries_compare_seed_by_seed():
-  found = {s.scheme: s for s in results.summarise(all_runs(), SECONDS)}
-  assert list(found) == list(run_lib.SCHEMES)
-  full = found["full_attnres"]
-  assert full.loss == pytest.approx(1.455)
-  assert full.differences == pytest.approx((-0.1, -0.09))
-  assert full.difference == pytest.approx(-0.095)
-  assert full.step_ratio == pytest.approx(1.5)
-  assert found["prenorm"].differences == (0, 0)
+def rows(runs=None):
+  names = ("corpus", "hardware", "python", "jax", "commit")
+  facts = {name: FACTS[name] for name in names}
+  return results.rows(runs or all_runs(), SECONDS, facts)
+
+
+def test_schemes_are_compared_seed_by_seed():
+  found = results.differences(rows(), "full_attnres")
+  assert found == pytest.approx([-0.1, -0.09])
+  assert results.differences(rows(), "prenorm") == [0, 0]
 
 
 def test_an_unfinished_seed_is_not_compared():
-  runs = all_runs()[:4] + [make_run("full_attnres", 1)]
-  found = {s.scheme: s for s in results.summarise(runs)}
-  assert len(found["full_attnres"].losses) == 2
-  assert found["full_attnres"].differences == pytest.approx((-0.1,))
-  assert found["full_attnres"].step_ratio is None
+  some = rows([*all_runs()[:4], make_run("full_attnres", 1)])
+  assert len(results.losses(some, "full_attnres")) == 2
+  assert results.differences(some, "full_attnres") == pytest.approx([-0.1])
 
 
 def test_csv_and_markdown_tell_the_same_story(tmp_path):
   path = tmp_path / "results.csv"
-  names = ("corpus", "hardware", "python", "jax", "commit")
-  facts = {name: FACTS[name] for name in names}
-  results.write_csv(path, all_runs(), SECONDS, facts)
-  rows = csv_rows.read(path)
-  assert len(rows) == 8
-  assert rows[2]["scheme"] == "full_attnres"
-  assert float(rows[2]["validation_nats_per_token"]) == 1.4
-  assert float(rows[2]["validation_bits_per_byte"]) == pytest.approx(2.01977)
-  table = results.markdown(rows)
+  csv_rows.write(path, rows())
+  read = csv_rows.read(path)
+  assert read == rows() and len(read) == 8
+  assert read[2]["scheme"] == "full_attnres"
+  assert float(read[2]["validation_nats_per_token"]) == 1.4
+  assert float(read[2]["validation_bits_per_byte"]) == pytest.approx(2.01977)
+  table = results.markdown(read)
   line = next(x for x in table.splitlines() if x.startswith("| Block"))
   cells = [cell.strip() for cell in line.strip("|").split("|")]
   assert cells == [
@@ -125,7 +122,7 @@ def test_page_is_one_well_formed_file_that_loads_nothing():
     ),
     runs=runs,
     looks=[make_look(run.scheme) for run in runs],
-    step_seconds=SECONDS,
+    rows=rows(),
     facts=FACTS,
   )
   checker = _Checker()

@@ -14,7 +14,7 @@ from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import monitor
 from attnres_jax.sweep import rows as rows_lib
 from attnres_jax.sweep import state as state_lib
-from experiments.scaling_law import publish
+from experiments.pages import sweep
 from experiments.scaling_law import report
 from tests.sweep import tiny_sweep
 
@@ -69,28 +69,28 @@ def test_whole_sweep(laptop):
     assert len(runs[scheme].loss) == 12
     low, high = fit.exponent()[1:]
     assert low < 0.1 < high or fit.law.exponent == pytest.approx(0.1, rel=0.02)
-  assert f"{fits['prenorm'].law.exponent:.4f}<small>" in text
-  assert "At size s Rescaled ends +0.0001 nats" in text
+  assert f"{fits['prenorm'].law.exponent:.4f}<small>[" in text
+  assert "at size s, by seed: +0.0001" in text
   # Full AttnRes is 0.02 below PreNorm everywhere.
-  assert text.count("<small><b>\N{MINUS SIGN}0.0200</b></small>") == 4
+  assert text.count("<small>(<b>\N{MINUS SIGN}0.0200</b> ±") == 4
   for label in compute_lib.COUNTINGS:
-    assert report.COUNTS[label] in text
+    assert f"<td>{report.COUNTS[label]}</td>" in text
 
 
 def test_goodput_sums_runs(laptop):
   folder, runs = laptop
   for run in runs[:3]:
     _leave(folder, run)
-  table = report.goodput(monitor.of_folder(folder))
-  assert "<b>all</b></th></tr>" in re.sub(r"\s", "", table)
-  *lines, total = re.findall(r"<tr>.*?</tr>", table, re.DOTALL)[1:]
-  seconds = [re.findall(r"<small>([\d,]+) s</small>", row)[-1] for row in lines]
+  table = sweep.goodput(monitor.of_folder(folder))
+  assert table.header[-1] == "**all**"
+  *lines, total = table.rows
+  seconds = [row[-1].small[0].removesuffix(" s") for row in lines]
   numbers = [int(number.replace(",", "")) for number in seconds]
   # startup, compile, step, data wait, checkpoints, evaluation, lost, other
   steps = runs[0].config["train"]["steps"]
   counted = [6, 21, round(3 * 0.4 * steps), round(3 * 0.1 * steps), 0, 0, 0]
   assert numbers == counted + [3000 - sum(counted)]
-  assert "0:50:00" in total
+  assert total[-1] == "0:50:00"
 
 
 def test_unfinished_sweep_reloads_itself(laptop):
@@ -171,40 +171,12 @@ def test_laptop_sweep_is_what_it_says():
   assert len(controls) == 3
 
 
-def test_committed_results(laptop, tmp_path, monkeypatch):
-  """What a README says comes from rows; unfinished sweeps are refused."""
+def test_text_of_the_readme(laptop):
   folder, runs = laptop
-  names = {"RESULTS": "rows.csv", "FIGURE": "laws.svg", "README": "README.md"}
-  for name, file in names.items():
-    monkeypatch.setattr(publish, name, tmp_path / file)
-  monkeypatch.setattr(publish, "RATES", tmp_path / "none.csv")
-  (tmp_path / "README.md").write_text(
-    "above\n<!-- results: how -->\nold\n<!-- /results -->\nbelow\n"
-  )
-  for run in runs[:-1]:
+  for run in runs:
     _leave(folder, run)
-  with pytest.raises(config_lib.ConfigError, match="38 of 39 runs are done"):
-    publish.main([f"--adopt={folder}"])
-  _leave(folder, runs[-1])
-  publish.main([f"--adopt={folder}"])
-  text = (tmp_path / "README.md").read_text()
-  assert text.startswith("above\n") and text.endswith("\nbelow\n")
-  assert "old" not in text
+  text = report.results(monitor.rows(monitor.of_folder(folder)))
   # A line per size; a heading, and a line per counting.
   assert text.count("(**\N{MINUS SIGN}0.0200** ± 0.0000)") == 4
   assert text.count("| Full AttnRes |") == 1 + 3
-  figure = (tmp_path / "laws.svg").read_text()
-  publish.main([])
-  assert (tmp_path / "README.md").read_text() == text
-  assert (tmp_path / "laws.svg").read_text() == figure
-
-
-def test_readme_shows_the_committed_results():
-  readme = publish.README.read_text(encoding="utf-8")
-  for place in ("results", "rates"):
-    assert f"<!-- {place}: python -m experiments.scaling_law.publish -->" in (
-      readme
-    )
-  assert readme == publish.filled(readme), (
-    "run `python -m experiments.scaling_law.publish`"
-  )
+  assert "from PreNorm at size s, by seed: +0.0001, +0.0001, +0.0001." in text

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ratios are to the faster form of PreNorm, and the READMEs show the rows."""
+"""Ratios are to the faster form of PreNorm, and the texts of the READMEs."""
 
-import numpy as np
 import pytest
 
-from attnres_jax import csv_rows
-from experiments.step_cost import publish
+from experiments import measure
+from experiments.step_cost import report
 from experiments.step_cost import run
 
 FACTS = {"hardware": "a CPU", "python": "3.11", "jax": "0.10", "commit": "abc"}
@@ -21,8 +20,8 @@ def _times(scanned, unrolled, block):
   }
   return {
     scheme: {
-      kind: [np.array([wall, 2 * wall]) for wall in own]
-      for kind in publish.MEASURES
+      kind: [measure.Seconds(wall, 2 * wall) for wall in own]
+      for kind in report.MEASURES
     }
     for scheme, own in walls.items()
   }
@@ -57,28 +56,11 @@ def _rows():
 
 
 def test_texts_of_the_readmes():
-  table = publish.table(_rows())
+  table = report.table(_rows())
   assert "| large | PreNorm, unrolled | 1 (3.00 s) |" in table
   assert "| large | PreNorm, scanned | 1.3 |" in table
   assert "| large | Block AttnRes | 1.20 (1.10 to 1.30) |" in table
-  sentence = publish.sentence(_rows())
+  sentence = report.sentence(_rows())
   assert "Block AttnRes takes 1.20 (1.10 to 1.30) times" in sentence
   assert "AttnRes 2.40 (2.20 to 2.60) times" in sentence
   assert "faster form, unrolled;" in sentence and "commit abc" in sentence
-
-
-def test_readmes_show_the_committed_rows(tmp_path, monkeypatch):
-  rows = csv_rows.read(publish.RESULTS)
-  if "baseline" not in rows[0]:
-    pytest.skip("the committed rows have PreNorm in one form only")
-  before = {}
-  for name in ("README", "MAIN_README"):
-    path = tmp_path / name
-    before[path] = getattr(publish, name).read_text(encoding="utf-8")
-    path.write_text(before[path], encoding="utf-8")
-    monkeypatch.setattr(publish, name, path)
-  publish.main()
-  for path, text in before.items():
-    assert path.read_text(encoding="utf-8") == text, (
-      "run `python -m experiments.step_cost.publish`"
-    )

@@ -1,23 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fills the READMEs with the committed rows of `step_cost`.
-
-  python -m experiments.step_cost.publish
-
-The table goes into the README beside this file, one sentence into the main
-README. A test checks that both agree with results.csv.
-"""
+"""The table and the sentence that READMEs show of the rows of `step_cost`."""
 
 from collections.abc import Mapping, Sequence
-import pathlib
 
-from attnres_jax import csv_rows
+from attnres_jax import config as config_lib
 from attnres_jax.analysis import plots
 from experiments.pages import readme as readme_lib
 
-_HERE = pathlib.Path(__file__).absolute().parent
-RESULTS = _HERE / "results.csv"
-README = _HERE / "README.md"
-MAIN_README = _HERE.parents[1] / "README.md"
 # The forms of PreNorm that are measured.
 BASELINES = ("prenorm", "prenorm unrolled")
 MEASURES = ("forward", "forward_backward", "compile_train_step")
@@ -25,18 +14,17 @@ MEASURES = ("forward", "forward_backward", "compile_train_step")
 Row = Mapping[str, str]
 
 
-def main() -> None:
-  rows = csv_rows.read(RESULTS)
-  for path, place, make in (
-    (README, "results", table),
-    (MAIN_README, "cost", sentence),
-  ):
-    text = path.read_text(encoding="utf-8")
-    path.write_text(readme_lib.fill(text, place, make(rows)), encoding="utf-8")
-
-
 def table(rows: Sequence[Row]) -> str:
-  """Ratios with their ranges, a line per size and scheme."""
+  """Ratios with their ranges, a line per size and scheme.
+
+  Raises:
+    ConfigError: the rows are from before both forms of PreNorm were measured.
+  """
+  if "baseline" not in rows[0]:
+    raise config_lib.ConfigError(
+      "results.csv: has no column baseline; measure again with"
+      " python -m experiments.step_cost.run"
+    )
   lines = []
   for size, scheme in dict.fromkeys((r["size"], r["scheme"]) for r in rows):
     found = [_find(rows, size, scheme, kind) for kind in MEASURES]
@@ -107,7 +95,3 @@ def _origin(rows: Sequence[Row]) -> str:
     f"{row['hardware']}, Python {row['python']}, jax {row['jax']}, commit"
     f" {row['commit']}"
   )
-
-
-if __name__ == "__main__":
-  main()

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs timed in turn within one process, and rows of what was measured.
+
+Whatever else the machine does then affects all programs alike, so that ratios
+of the same round survive a shared or throttled machine.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+import pathlib
+import statistics
+import time
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+
+from attnres_jax import csv_rows
+from attnres_jax import environment
+
+K = TypeVar("K")
+
+
+class Seconds(NamedTuple):
+  """Of one call.
+
+  Attributes:
+    wall: passed meanwhile.
+    cpu: of the processor, for all threads of this process; other processes
+      disturb these less.
+  """
+
+  wall: float
+  cpu: float
+
+
+def in_turn(
+  calls: Mapping[K, Callable[[], Any]], rounds: int
+) -> dict[K, list[Seconds]]:
+  """Seconds of each call in each round, after one round to warm up.
+
+  The order alternates, so that a drift does not favour a position.
+  """
+  times: dict[K, list[Seconds]] = {name: [] for name in calls}
+  for index in range(rounds + 1):
+    for name in list(calls)[:: 1 if index % 2 else -1]:
+      found = timed(calls[name])
+      if index:
+        times[name].append(found)
+  return times
+
+
+def timed(call: Callable[[], Any]) -> Seconds:
+  """Of one call, until its arrays are computed."""
+  start = time.perf_counter(), time.process_time()
+  jax.block_until_ready(call())
+  return Seconds(time.perf_counter() - start[0], time.process_time() - start[1])
+
+
+def ratios(
+  own: Sequence[Seconds], base: Sequence[Seconds], digits: int = 4
+) -> dict[str, float]:
+  """Columns of a row: time over that of a baseline in the same round.
+
+  `ratio` is the median over rounds, with its range, and `cpu_ratio` the same of
+  processor time; `seconds` and `cpu_seconds` are medians of the program itself.
+  """
+  wall = [a.wall / b.wall for a, b in zip(own, base, strict=True)]
+  cpu = [a.cpu / b.cpu for a, b in zip(own, base, strict=True)]
+  columns = {
+    "ratio": statistics.median(wall),
+    "ratio_min": min(wall),
+    "ratio_max": max(wall),
+    "cpu_ratio": statistics.median(cpu),
+    "seconds": statistics.median(one.wall for one in own),
+    "cpu_seconds": statistics.median(one.cpu for one in own),
+  }
+  return {name: round(value, digits) for name, value in columns.items()}
+
+
+def record(
+  path: pathlib.Path | str, rows: Iterable[Mapping[str, Any]], **facts: str
+) -> None:
+  """Prints rows as they come, then writes them with where they are from.
+
+  Args:
+    path: of the CSV file.
+    rows: measured while they are iterated over.
+    facts: columns that take the place of those of the machine.
+  """
+  start, found = time.perf_counter(), []
+  origin = environment.facts() | facts
+  for row in rows:
+    text = ", ".join(f"{name} {value}" for name, value in row.items())
+    seconds = time.perf_counter() - start
+    print(f"{pathlib.Path(path).stem} {seconds:4.0f} s: {text}", flush=True)
+    found.append({**row, **origin})
+  csv_rows.write(path, found)

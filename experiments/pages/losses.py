@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses of a sweep: by what was varied, by scheme and by seed."""
+
+from collections.abc import Iterable, Mapping, Sequence
+import re
+import statistics
+from typing import Any
+
+from attnres_jax.analysis import plots
+from experiments.pages import page
+
+BASELINE = "prenorm"
+# Columns that compare runs of one setting, and the first that no override has.
+_WITHIN = ("run", "residual", "seed", "data.seed")
+_FIRST_RESULT = "active_params"
+# In a file of rows; a switch says nothing without its name either.
+_NUMBER = re.compile(r"[-+.\d]+(e[-+]?\d+)?|True|False")
+
+Row = Mapping[str, Any]
+
+
+def setting(row: Row, without: Iterable[str] = ()) -> str:
+  """What a run overrides, besides scheme and seeds, in a few words.
+
+  Args:
+    row: of results, or the overrides of a run.
+    without: columns to leave out.
+  """
+  words = []
+  for name, value in row.items():
+    if name == _FIRST_RESULT:
+      break
+    if value == "" or name in (*_WITHIN, *without):
+      continue
+    is_word = isinstance(value, str) and not _NUMBER.fullmatch(value)
+    words.append(value if is_word else f"{name.rpartition('.')[2]} {value}")
+  return ", ".join(words)
+
+
+def by_setting(
+  rows: Iterable[Row], without: Iterable[str] = ()
+) -> dict[str, list[Row]]:
+  """Rows by `setting`, in the order of the sweep."""
+  groups: dict[str, list[Row]] = {}
+  for row in rows:
+    groups.setdefault(setting(row, without), []).append(row)
+  return groups
+
+
+def table(rows: Sequence[Row], name: str = "setting") -> page.Table:
+  """A line per setting, a column per scheme.
+
+  A cell has the mean over seeds, its difference from the baseline's, seed by
+  seed, and their standard deviations; in small print the setting's
+  tokens and rate, and every seed. N counts parameters outside embedding and
+  head, of the scheme that has the fewest.
+  """
+  schemes = list(dict.fromkeys(row["residual"] for row in rows))
+  lines = []
+  for label, own in by_setting(rows).items():
+    first = own[0]
+    small = (
+      f"{float(first['tokens']) / 1e6:.2f}M tokens",
+      f"rate {float(first['peak_lr']):g}",
+    )
+    lines.append(
+      [page.Cell(label or "all", small=small)]
+      + [f"{min(int(row['active_params']) for row in own):,}"]
+      + [_cell(own, scheme) for scheme in schemes]
+    )
+  header = [name, "N"] + [plots.name_of(scheme) for scheme in schemes]
+  return page.Table(header, lines)
+
+
+def best_marked(
+  rows: Sequence[Row], column: str, name: str = "setting"
+) -> page.Table:
+  """A line per setting, a column per value of a column; the best in bold."""
+  values = sorted({float(row[column]) for row in rows})
+  # The field that was overridden and its column of results.
+  without = {column, *(key for row in rows for key in row if _is(key, column))}
+  lines = []
+  for label, own in by_setting(rows, without).items():
+    found = {float(row[column]): float(row["validation_loss"]) for row in own}
+    texts = {value: f"{loss:.4f}" for value, loss in found.items()}
+    best = min(found, key=lambda value: found[value])
+    texts[best] = f"**{texts[best]}**"
+    lines.append([label or "all", *(texts.get(value, "") for value in values)])
+  return page.Table([name] + [f"{value:g}" for value in values], lines)
+
+
+def of_scheme(rows: Iterable[Row], scheme: str) -> list[float]:
+  """Validation losses of one scheme, in nats per token."""
+  return [
+    float(row["validation_loss"]) for row in rows if row["residual"] == scheme
+  ]
+
+
+def differences(rows: Sequence[Row], scheme: str) -> list[float]:
+  """From the baseline, seed by seed."""
+  baseline = {
+    row["seed"]: float(row["validation_loss"])
+    for row in rows
+    if row["residual"] == BASELINE
+  }
+  return [
+    float(row["validation_loss"]) - baseline[row["seed"]]
+    for row in rows
+    if row["residual"] == scheme and row["seed"] in baseline
+  ]
+
+
+def _cell(rows: Sequence[Row], scheme: str) -> page.Cell | str:
+  found = of_scheme(rows, scheme)
+  if not found:
+    return ""
+  apart = differences(rows, scheme) if scheme != BASELINE else []
+  aside = ""
+  if apart:
+    mean = page.signed(statistics.fmean(apart))
+    aside = f"(**{mean}**{_spread(apart)})"
+  return page.Cell(
+    f"{statistics.fmean(found):.4f}{_spread(found)}",
+    aside,
+    [f"{loss:.4f}" for loss in found] if len(found) > 1 else [],
+  )
+
+
+def _spread(values: Sequence[float]) -> str:
+  return f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+
+
+def _is(name: str, column: str) -> bool:
+  """Whether an override is of the field that a column shows."""
+  return name.rpartition(".")[2] == column

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An experiment that is a sweep: its command, its report and its README.
+
+The report is one self-contained page, of runs that are finished or under way.
+`render` is what all sweeps share; an experiment may add an answer of its own.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import pathlib
+import time
+from typing import Any
+
+from etils import epath
+
+from attnres_jax.analysis import plots
+from attnres_jax.sweep import cli
+from attnres_jax.sweep import damage
+from attnres_jax.sweep import folder as folder_lib
+from attnres_jax.sweep import monitor
+from attnres_jax.sweep import state as state_lib
+from experiments.pages import curves
+from experiments.pages import losses
+from experiments.pages import page
+from experiments.pages import readme
+from experiments.pages import svg
+
+_BODY = pathlib.Path(__file__).with_name("sweep.html")
+_REFRESH_SECONDS = 60
+_MAX_ERROR = 400
+_NO_CURVES = "No run has logged a step yet, or there are too many settings."
+
+Row = Mapping[str, Any]
+
+
+def experiment(
+  file: str, doc: str | None, **own: Any
+) -> tuple[cli.Experiment, readme.Published]:
+  """The command of an experiment, and what it publishes.
+
+  By default the config is config.py beside `file`, runs go to runs/NAME, and
+  report and README show the losses.
+
+  Args:
+    file: run.py of the experiment.
+    doc: its docstring; the first line describes the command.
+    **own: attributes of `cli.Experiment` and `readme.Published` that differ.
+  """
+  folder = pathlib.Path(file).absolute().parent
+  name = folder.name
+  fields = {
+    "program": f"python -m experiments.{name}.run",
+    "description": (doc or "").partition("\n")[0],
+    "config": f"experiments/{name}/config.py",
+    "workdir": f"runs/{name}",
+    "render": render,
+    "folder": folder,
+    "places": [readme.Place(results)],
+    "figures": {},
+  } | own
+  published = [fields.pop(one) for one in readme.Published._fields]
+  return cli.Experiment(**fields), readme.Published(*published)
+
+
+def results(rows: Sequence[Row]) -> str:
+  """For a README: the losses, and where they are from."""
+  return f"{losses.table(rows).markdown()}\n\n{origin(rows)}"
+
+
+def answer(rows: Sequence[Row]) -> page.Html:
+  """The losses of any sweep; for experiments without a figure of their own."""
+  table = losses.table(rows).html() if rows else "No run is done yet."
+  return page.fill(
+    "<h2>Losses</h2>\n$table\n<p class=note>Validation loss in nats per token"
+    " after the last step: the mean over seeds and its standard deviation; in"
+    " small print the mean difference from PreNorm, then every seed. N counts"
+    " parameters outside embedding and head.</p>",
+    table=table,
+  )
+
+
+def render(
+  folder: epath.Path,
+  progress: Sequence[monitor.Progress],
+  title: str = "Losses of a sweep",
+  answer: Callable[[Sequence[Row]], str] = answer,
+) -> str:
+  """The page, as far as runs are done; it reloads itself until all are.
+
+  Args:
+    folder: of the sweep.
+    progress: of its runs.
+    title: of the page.
+    answer: what the rows of finished runs say, as HTML. Figures have to be
+      made within this call, which is within `svg.style()`.
+  """
+  rows = monitor.rows(progress)
+  running = sum(one.status == state_lib.RUNNING for one in progress)
+  with svg.style():
+    figure = curves.training(progress)
+    parts = {
+      "title": title,
+      "summary": monitor.summary(progress, running) + ".",
+      "answer": answer(rows),
+      "curves": svg.to_svg(figure, "curves") if figure else _NO_CURVES,
+      "goodput": goodput(progress).html(),
+      "lost_steps": f"{sum(x.goodput.lost_steps for x in progress):,}",
+      "runs": runs(progress).html(),
+      "facts": page.facts(_facts(folder, rows)),
+    }
+  over = all(one.status == state_lib.DONE for one in progress)
+  return page.render(
+    title, _BODY, parts, refresh_seconds=0 if over else _REFRESH_SECONDS
+  )
+
+
+def runs(progress: Sequence[monitor.Progress]) -> page.Table:
+  """A line per run."""
+  rows = []
+  for one in progress:
+    left = monitor.seconds_left(one, progress)
+    error = [one.error[:_MAX_ERROR]] if one.error else []
+    train, validation = one.train_loss, one.validation_loss
+    rows.append(
+      (
+        page.Cell("", small=[one.name]),
+        page.Cell(one.status, small=error),
+        f"{one.step:,} of {one.steps:,}",
+        "" if train is None else f"{train:.3f}",
+        "" if validation is None else f"{validation:.4f}",
+        "" if left == 0.0 else monitor.duration(left),
+        str(one.attempts),
+      )
+    )
+  header = (
+    "Run", "State", "Step", "Training", "Validation", "Left", "Attempts",
+  )  # fmt: skip
+  return page.Table(header, rows)
+
+
+def goodput(progress: Sequence[monitor.Progress]) -> page.Table:
+  """Where the time of every scheme went, and of all together."""
+  known = [one for one in progress if one.run is not None]
+  groups: dict[str, list[monitor.Progress]] = {}
+  for one in known:
+    groups.setdefault(plots.name_of(one.residual), []).append(one)
+  groups["**all**"] = known
+  columns = []
+  for own in groups.values():
+    spent = sum((one.goodput for one in own), monitor.goodput_lib.Goodput())
+    total = sum(one.seconds for one in own)
+    seconds = spent.seconds | {"other": max(0.0, total - spent.total)}
+    cells = {name: _share(value, total) for name, value in seconds.items()}
+    columns.append(cells | {"**total**": monitor.duration(total)})
+  rows = [
+    [name.replace("_", " "), *(column[name] for column in columns)]
+    for name in columns[0]
+  ]
+  return page.Table(["", *groups], rows)
+
+
+def origin(rows: Sequence[Row]) -> str:
+  """One sentence on where committed rows come from."""
+  seeds = sorted({int(row["seed"]) for row in rows})
+  named = f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
+  hours = sum(float(row["seconds"]) for row in rows) / 3600
+  return (
+    f"{len(rows)} runs, {named}, {hours:.1f} hours in all; text"
+    f" {_all(rows, 'data')}; {_all(rows, 'hardware')}; Python"
+    f" {_all(rows, 'python')}, jax {_all(rows, 'jax')}, commit"
+    f" {_all(rows, 'commit')}."
+  )
+
+
+def _facts(folder: epath.Path, rows: Sequence[Row]) -> dict[str, Any]:
+  """Of the runs, not of the machine that draws the page."""
+  try:
+    source = folder_lib.source(folder)
+  except (FileNotFoundError, damage.DamagedError) as error:
+    source = str(error)
+  columns = ("device", "hardware", "python", "jax", "commit", "data")
+  return {
+    "Sweep": source,
+    **{name.capitalize(): _all(rows, name) for name in columns},
+    "Date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+  }
+
+
+def _all(rows: Sequence[Row], name: str) -> str:
+  return ", ".join(sorted({str(row[name]) for row in rows}))
+
+
+def _share(seconds: float, total: float) -> page.Cell:
+  share = f"{seconds / total:.0%}" if total else ""
+  return page.Cell(share, small=[f"{seconds:,.0f} s"])

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fills the README of an experiment, and draws its figures, from its rows.
+
+  python -m experiments.publish scaling_law --adopt=runs/scaling
+  python -m experiments.publish scaling_law
+
+The first copies the rows of a finished sweep (its folder, or a file of rows) to
+experiments/scaling_law/results.csv first; --to names another file, such as
+--to=learning_rates. `PUBLISHED` in the run.py of the experiment says what is
+made of the rows. A test keeps documents and rows consistent.
+"""
+
+import argparse
+from collections.abc import Sequence
+import importlib.util
+import pathlib
+import sys
+
+import matplotlib
+
+from attnres_jax import command_line
+from attnres_jax import config as config_lib
+from attnres_jax import csv_rows
+from attnres_jax import files
+from attnres_jax.sweep import monitor
+from experiments.pages import readme
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs the command; returns its exit status."""
+  parser = command_line.Parser("python -m experiments.publish", __doc__)
+  parser.add_argument("experiment", help="its folder, such as scaling_law")
+  parser.add_argument("--adopt", metavar="PATH", help="a sweep, or a CSV file")
+  parser.add_argument("--to", default="results", help="a file of rows")
+  options = parser.parse_args(argv)
+  return command_line.run(_main, options)
+
+
+def load(experiment: str) -> readme.Published:
+  """What an experiment publishes.
+
+  Raises:
+    ConfigError: it publishes nothing.
+  """
+  if experiment.isidentifier():
+    if importlib.util.find_spec(f"experiments.{experiment}.run"):
+      module = importlib.import_module(f"experiments.{experiment}.run")
+      if hasattr(module, "PUBLISHED"):
+        return module.PUBLISHED
+  raise config_lib.ConfigError(
+    f"experiment: got {experiment!r}, expected a folder of experiments/ whose"
+    " run.py has PUBLISHED"
+  )
+
+
+def publish(published: readme.Published) -> None:
+  """Fills the documents, and draws the figures."""
+  rows = published.read()
+  for name, draw in published.figures.items() if rows else ():
+    # The same file from the same rows.
+    salt = {"svg.hashsalt": pathlib.Path(name).stem, "svg.fonttype": "none"}
+    with matplotlib.rc_context(salt):
+      draw(rows).savefig(
+        published.folder / name, facecolor="white", metadata={"Date": None}
+      )
+  for path, text in published.filled().items():
+    files.write(path, text)
+
+
+def _main(options: argparse.Namespace) -> None:
+  published = load(options.experiment)
+  if options.adopt:
+    places = {place.rows: place for place in published.places}
+    config_lib.choose("--to", options.to, places)
+    path = published.folder / f"{options.to}.csv"
+    csv_rows.write(path, _adopted(options.adopt))
+  publish(published)
+
+
+def _adopted(path: str) -> readme.Rows:
+  """Rows of a file, or of a finished sweep."""
+  if pathlib.Path(path).is_file():
+    return csv_rows.read(path)
+  progress = monitor.of_folder(path)
+  rows = monitor.rows(progress)
+  if not rows or len(rows) < len(progress):
+    raise config_lib.ConfigError(
+      f"--adopt: got {path!r}, where {len(rows)} of {len(progress)} runs are"
+      " done; expected the folder of a finished sweep"
+    )
+  return rows
+
+
+if __name__ == "__main__":
+  sys.exit(main())

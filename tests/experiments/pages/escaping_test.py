@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nothing that a run or a config file says is markup on a page."""
+
+import dataclasses
+import html.parser
+
+import pytest
+
+from attnres_jax.scaling import grid
+from attnres_jax.sweep import folder as folder_lib
+from attnres_jax.sweep import monitor
+from experiments.arch_sweep import report as arch_report
+from experiments.demo import report as demo_report
+from experiments.demo import run as demo_run
+from experiments.pages import page
+from experiments.pages import sweep
+from experiments.scaling_law import report as law_report
+from tests.experiments.demo import demo_test
+from tests.sweep import tiny_sweep
+
+HOSTILE = """<script>alert('x')</script>"><img src=x onerror="y">&$body"""
+SPECS = {
+  "laws": ("configs/scaling.py", law_report.render),
+  "rates": ("configs/scaling.py:scale=laptop_lr", law_report.render),
+  "shapes": ("configs/arch_sweep.py", arch_report.render),
+  "any": ("configs/scaling.py", sweep.render),
+}
+
+
+class _Tags(html.parser.HTMLParser):
+  def __init__(self):
+    super().__init__()
+    self.tags, self.attributes, self.text = set(), set(), []
+
+  def handle_starttag(self, tag, attrs):
+    self.tags.add(tag)
+    self.attributes |= {name for name, _ in attrs}
+
+  def handle_data(self, data):
+    self.text.append(data)
+
+
+def _assert_harmless(text, times):
+  found = _Tags()
+  found.feed(text)
+  assert "<script" not in text.lower() and "script" not in found.tags
+  assert "img" not in found.tags and "onerror" not in found.attributes
+  # It is there, as text.
+  assert "".join(found.text).count("alert('x')") >= times
+
+
+def _is_number(text):
+  try:
+    float(text)
+    return True
+  except ValueError:
+    return False
+
+
+def _spoiled(values, keep=()):
+  """Every text of a mapping that is not a number."""
+  return {
+    name: HOSTILE
+    if isinstance(value, str) and not _is_number(value) and name not in keep
+    else value
+    for name, value in values.items()
+  }
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_reports_of_sweeps(tmp_path, kind):
+  spec, render = SPECS[kind]
+  runs = folder_lib.prepare(tmp_path, grid.load(spec)[:8], HOSTILE)
+  for run in runs:
+    tiny_sweep.leave(tmp_path, run)
+  progress = [
+    dataclasses.replace(
+      one,
+      name=HOSTILE,
+      error=HOSTILE,
+      # Schemes are looked up; all others come from files.
+      row=_spoiled(one.row, keep=("residual",)),
+      run=dataclasses.replace(
+        one.run, overrides=_spoiled(one.run.overrides, keep=("residual",))
+      ),
+    )
+    for one in monitor.of_folder(tmp_path)
+  ]
+  damaged = monitor.Progress(HOSTILE, HOSTILE, HOSTILE, HOSTILE)
+  _assert_harmless(render(tmp_path, [*progress, damaged]), times=18)
+
+
+def test_unknown_schemes(tmp_path):
+  (run,) = folder_lib.prepare(tmp_path, grid.load("configs/scaling.py")[:1], "")
+  tiny_sweep.leave(tmp_path, run)
+  (one,) = monitor.of_folder(tmp_path)
+  row = _spoiled(one.row)
+  assert row["residual"] == HOSTILE
+  one = dataclasses.replace(one, residual=HOSTILE, row=row)
+  _assert_harmless(sweep.render(tmp_path, [one], HOSTILE), times=5)
+
+
+def test_the_demo():
+  runs = [dataclasses.replace(r, seed=HOSTILE) for r in demo_test.all_runs()]
+  look = demo_test.make_look("full_attnres")
+  looks = [
+    dataclasses.replace(look, prompt=HOSTILE, sample=HOSTILE) for _ in runs
+  ]
+  rows = [_spoiled(row, keep=("scheme",)) for row in demo_test.rows()]
+  text = demo_report.render(
+    config=demo_run.demo_config(
+      "prenorm", 0, size="tiny", steps=10, batch_size=4
+    ),
+    runs=runs,
+    looks=looks,
+    rows=rows,
+    facts=_spoiled(demo_test.FACTS),
+  )
+  _assert_harmless(text, times=2 * len(demo_run.SCHEMES) + 6)
+
+
+def test_text_becomes_html_in_one_place():
+  assert page.html_of("a < b") == "a &lt; b"
+  assert page.fill("<p>$x</p>", x=page.html_of("<")) == "<p>&lt;</p>"
+  assert page.bold("**<** & **b**") == "<b>&lt;</b> &amp; <b>b</b>"
+  table = page.Table(["a", "<"], [["<b>", page.Cell("<", "(<)", ["<"])]])
+  assert table.html().count("&lt;") == 5
+  assert table.markdown().splitlines()[-1] == "| <b> | < (<) |"
+  # Whatever is joined or formatted anew is text again.
+  assert page.html_of(page.html_of("<") + "<") == "&amp;lt;&lt;"

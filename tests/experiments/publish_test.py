@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents say what committed rows say, and one command fills them."""
+
+import pathlib
+
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax.scaling import grid
+from attnres_jax.sweep import folder as folder_lib
+from experiments import publish
+from experiments.scaling_law import report
+from tests.sweep import tiny_sweep
+
+ROOT = pathlib.Path(__file__).parents[2]
+# pipeline_cost fills several documents by a command of its own.
+NAMES = sorted(
+  path.parent.name
+  for path in (ROOT / "experiments").glob("*/run.py")
+  if "PUBLISHED" in path.read_text()
+)
+
+
+def test_experiments_publish():
+  assert {"TEMPLATE", "arch_sweep", "demo", "scaling_law"} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_documents_show_the_committed_rows(name):
+  published = publish.load(name)
+  try:
+    filled = published.filled()
+  except config_lib.ConfigError as error:
+    pytest.skip(str(error))
+  command = f"python -m experiments.publish {name}"
+  for place in published.places:
+    path = published.folder / place.document
+    text = path.read_text(encoding="utf-8")
+    assert f"<!-- {place.name}: {command} -->" in text
+    assert filled[path] == text, f"run `{command}`"
+
+
+def test_rows_are_adopted_once_a_sweep_is_done(tmp_path, monkeypatch, capsys):
+  sweep, experiment = tmp_path / "sweep", tmp_path / "experiment"
+  experiment.mkdir()
+  readme = experiment / "README.md"
+  readme.write_text(
+    "above\n<!-- results: how -->\nold\n<!-- /results -->\nbelow\n"
+    "<!-- learning_rates: how -->\nkept\n<!-- /learning_rates -->\n"
+  )
+  published = publish.load("scaling_law")._replace(folder=experiment)
+  monkeypatch.setattr(publish, "load", lambda name: published)
+  runs = grid.select(grid.load("configs/scaling.py"), "^(xs|s)-.*seed0")
+  runs = folder_lib.prepare(sweep, runs, "configs/scaling.py")
+  for run in runs[:-1]:
+    tiny_sweep.leave(sweep, run)
+  adopt = ["scaling_law", f"--adopt={sweep}"]
+  assert publish.main(adopt) == 2
+  done, all_runs = len(runs) - 1, len(runs)
+  assert f"{done} of {all_runs} runs are done" in capsys.readouterr().err
+  assert publish.main([*adopt, "--to=nothing"]) == 2
+  tiny_sweep.leave(sweep, runs[-1])
+  assert publish.main(adopt) == 0
+  text = readme.read_text()
+  assert text.startswith("above\n") and "below\n" in text
+  assert "old" not in text and "\nkept\n" in text
+  assert report.results(published.read()) in text
+  figure = (experiment / "laws.svg").read_text()
+  assert figure.startswith("<?xml")
+  # Again, from the file: nothing changes.
+  (experiment / "results.csv").rename(tmp_path / "rows.csv")
+  assert publish.main(["x", f"--adopt={tmp_path / 'rows.csv'}"]) == 0
+  assert readme.read_text() == text
+  assert (experiment / "laws.svg").read_text() == figure
+  readme.write_text("no place")
+  with pytest.raises(ValueError, match="no `<!-- results"):
+    published.filled()
+
+
+@pytest.mark.parametrize("name", ["nothing", "pipeline_cost/x", "..", "pages"])
+def test_what_publishes_nothing(name, capsys):
+  assert publish.main([name]) == 2
+  lines = capsys.readouterr().err.splitlines()
+  assert len(lines) == 1 and f"experiment: got {name!r}" in lines[0]
