@@ -11,6 +11,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import stat
 from typing import Any
 
@@ -54,9 +55,31 @@ def write(path: epath.PathLike, text: str) -> None:
       file.flush()
       os.fsync(file.fileno())
     os.replace(temporary, path)
-  except OSError:
+  except OSError as error:
     temporary.unlink(missing_ok=True)
+    if is_disk_full(error):
+      raise disk_full(path, len(data)) from error
     raise
+
+
+def disk_full(path: epath.PathLike, needed: int | None = None) -> OSError:
+  """The error of a disk without room for a path, with what would be needed.
+
+  Args:
+    path: that cannot be written.
+    needed: its bytes, where they are known.
+  """
+  folder = os.path.abspath(path)
+  while not os.path.isdir(folder):
+    folder = os.path.dirname(folder)
+  wanted = "" if needed is None else f"{needed:,} bytes needed, "
+  free = f"{shutil.disk_usage(folder).free:,} free"
+  return OSError(
+    errno.ENOSPC,
+    f"no space left on device: {wanted}{free}; free some and rerun the same"
+    " command to resume",
+    str(path),
+  )
 
 
 def read_json(path: epath.PathLike) -> dict[str, Any]:

@@ -4,6 +4,7 @@
 import errno
 import os
 import pathlib
+import re
 
 import pytest
 
@@ -17,6 +18,9 @@ def test_full_disk_leaves_the_old_file(tmp_path):
   with pytest.raises(OSError) as caught:
     files.write(tmp_path / "file", "new")
   assert caught.value.errno == errno.ENOSPC
+  assert caught.value.filename == str(tmp_path / "file")
+  sizes = r"^no space left on device: 3 bytes needed, [\d,]+ free; free some"
+  assert re.match(sizes, caught.value.strerror)
   assert files.is_disk_full(caught.value)
   assert (tmp_path / "file").read_text() == "old"
   assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -13,6 +13,7 @@ from typing import Any
 from etils import epath
 
 from attnres_jax import config as config_lib
+from attnres_jax import files
 
 
 class DamagedError(config_lib.ConfigError):
@@ -26,12 +27,8 @@ def read_object(path: epath.PathLike) -> dict[str, Any]:
     FileNotFoundError: there is no such file.
     DamagedError: it holds something else, or cannot be read.
   """
-  path = epath.Path(path)
   with of_file(path):
-    value = json.loads(path.read_text())
-    if not isinstance(value, dict):
-      raise ValueError(f"expected a JSON object, got {type(value).__name__}")
-  return value
+    return files.read_json(path)
 
 
 @contextlib.contextmanager

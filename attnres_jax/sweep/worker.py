@@ -100,7 +100,8 @@ def _work(options: argparse.Namespace) -> int:
   )
   result = work(options.folder, options.run, options.patience_seconds)
   if result == exits.Exit.DISK_FULL:
-    _say(f"error: no space left for {options.folder}/{options.run}")
+    error = files.disk_full(f"{options.folder}/{options.run}")
+    _say(f"error: {error.filename}: {error.strerror}")
     # What is still buffered cannot be written: no second error about that.
     os._exit(result)
   if result == exits.Exit.FAILED and options.distributed:

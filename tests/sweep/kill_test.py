@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -178,10 +179,10 @@ def test_full_disk_fails_a_run_with_one_cause(source, tmp_path):
   blocked.symlink_to("/dev/full")
   code, text = tiny_sweep.finish(tiny_sweep.start(tmp_path / "sweep", source))
   assert code == 1
-  assert text.count("error: no space left for") == 1
+  assert text.count("no space left on device: ") == 1
   state = tiny_sweep.state(tmp_path / "sweep" / run.name)
   assert state["status"] == "failed"
-  assert "No space left on device" in state["error"]
+  assert "space left on device" in state["error"]
   assert not tiny_sweep.state(tmp_path / "sweep" / other.name)
 
 
@@ -209,7 +210,8 @@ def test_a_disk_that_fills_up_during_a_sweep(whole, source, tmp_path):
     text=True, check=False, timeout=300,
   )  # fmt: skip
   assert process.returncode == 1, process.stdout + process.stderr
-  assert "error: no space left for" in process.stderr
+  assert "no space left on device: " in process.stderr
+  assert re.search(r"[\d,]+ bytes needed, [\d,]+ free", process.stderr)
   # With room again, the same command finishes from what was saved.
   code, text = tiny_sweep.finish(tiny_sweep.start(out, source))
   assert code == 0, text

@@ -23,6 +23,7 @@ from typing import Any
 
 from etils import epath
 
+from attnres_jax import checkpoint
 from attnres_jax import files
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import branches
@@ -91,16 +92,20 @@ class _Queue:
         process.wait()
       raise
     if self._full:
-      print(
-        f"error: no space left for {self._folder}; free some and rerun the"
-        " same command to resume",
-        file=sys.stderr,
-      )
-      return 1
+      raise files.disk_full(self._folder, self._checkpoint_bytes())
     if self.signals:
       print("stopped; rerun the same command to resume", file=sys.stderr)
       return INTERRUPTED
     return 1 if self._failed else 0
+
+  def _checkpoint_bytes(self) -> int | None:
+    """Of the largest checkpoint that a run has; None before the first."""
+    sizes = [
+      sum(file.stat().length for file in step.glob("**/*") if file.is_file())
+      for run in self._runs
+      for step in (self._folder / run.name / checkpoint.CHECKPOINTS).glob("*")
+    ]
+    return max(sizes, default=None)
 
   def stop(self) -> None:
     """Passes a signal on: the first one asks, a second one does not."""

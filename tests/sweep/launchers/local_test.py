@@ -224,17 +224,30 @@ def test_a_branch_waits_for_its_trunk(sweep, monkeypatch):
   assert found.acts.index("seed2 ends") < found.acts.index("seed0 starts")
 
 
+FULL = r"no space left on device: 1,700 bytes needed, [\d,]+ free; free some"
+
+
+def save(found):
+  """Something the size of a checkpoint."""
+  step = found.folder / found.runs[0].name / "checkpoints" / "5"
+  for file, size in (("a", 1000), ("b/c", 700)):
+    (step / file).parent.mkdir(parents=True, exist_ok=True)
+    (step / file).write_bytes(bytes(size))
+
+
 def test_full_disk_is_one_error_and_ends_the_launch(sweep, capfd):
   found = sweep("full", "ok", "ok")
-  assert found.launch() == 1
+  save(found)
+  with pytest.raises(OSError, match=FULL) as caught:
+    found.launch()
+  assert caught.value.filename == str(found.folder)
   assert found.acts == ["seed0 starts"]
-  errors = capfd.readouterr().err.splitlines()
-  assert len(errors) == 1
-  assert errors[0].startswith(f"error: no space left for {found.folder}; free")
+  assert not capfd.readouterr().err
 
 
-def test_full_disk_at_the_launcher(sweep, capfd):
+def test_full_disk_at_the_launcher(sweep):
   found = sweep("ok", "ok")
+  save(found)
   # Where the log should be opened there is something that is always full.
   log = found.folder / found.runs[0].name / folder_lib.LOG
   log.symlink_to("/dev/full")
@@ -248,11 +261,11 @@ def test_full_disk_at_the_launcher(sweep, capfd):
 
   local._Process = Process
   try:
-    assert found.launch() == 1
+    with pytest.raises(OSError, match=FULL):
+      found.launch()
   finally:
     local._Process = original
   assert found.acts == []
-  assert "no space left" in capfd.readouterr().err
 
 
 def test_dry_run_says_exactly_what_would_be_started(tmp_path, capsys):
