@@ -12,7 +12,7 @@ made of the rows. A test keeps documents and rows consistent.
 
 import argparse
 from collections.abc import Sequence
-import importlib.util
+import importlib
 import pathlib
 import sys
 
@@ -42,11 +42,15 @@ def load(experiment: str) -> readme.Published:
   Raises:
     ConfigError: it publishes nothing.
   """
+  name = f"experiments.{experiment}.run"
   if experiment.isidentifier():
-    if importlib.util.find_spec(f"experiments.{experiment}.run"):
-      module = importlib.import_module(f"experiments.{experiment}.run")
-      if hasattr(module, "PUBLISHED"):
-        return module.PUBLISHED
+    try:
+      return importlib.import_module(name).PUBLISHED
+    except AttributeError:
+      pass
+    except ModuleNotFoundError as error:
+      if not name.startswith(error.name or "?"):
+        raise
   raise config_lib.ConfigError(
     f"experiment: got {experiment!r}, expected a folder of experiments/ whose"
     " run.py has PUBLISHED"

@@ -14,6 +14,8 @@ from experiments.pages import losses
 
 # More panels than these would say nothing.
 _MAX_PANELS = 8
+# In a row of panels.
+_TITLE_LETTERS = 80
 
 # Of one run: x and y.
 Series = tuple[Sequence[float], Sequence[float]]
@@ -64,8 +66,9 @@ def training(
         lower.plot(x / 1e6, y, **style)
     grey = plots.style_of(losses.BASELINE)["color"]
     lower.axhline(0.0, linewidth=0.8, color=grey)
-    # Not mathematics, whatever is in it.
-    upper.set_title(setting.replace("$", r"\$"))
+    # As much as fits, and no mathematics whatever is in it.
+    title = setting[: _TITLE_LETTERS // len(panels)]
+    upper.set_title(title.replace("$", r"\$"))
     lower.set_xlabel("million tokens")
     for axes in (upper, lower):
       axes.xaxis.set_major_locator(ticker.MaxNLocator(3))

@@ -86,8 +86,8 @@ def test_reports_of_sweeps(tmp_path, kind):
     )
     for one in monitor.of_folder(tmp_path)
   ]
-  damaged = monitor.Progress(HOSTILE, HOSTILE, HOSTILE, HOSTILE)
-  _assert_harmless(render(tmp_path, [*progress, damaged]), times=18)
+  bad = monitor.Progress(HOSTILE, HOSTILE, HOSTILE, HOSTILE, step_flops=1.0)
+  _assert_harmless(render(tmp_path, [*progress, bad]), times=18)
 
 
 def test_unknown_schemes(tmp_path):
