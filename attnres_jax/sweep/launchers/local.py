@@ -14,6 +14,7 @@ the launch ends when all runs have ended, whoever ran them.
 from collections.abc import Mapping, Sequence
 import contextlib
 import os
+import pathlib
 import shlex
 import signal
 import subprocess
@@ -100,10 +101,11 @@ class _Queue:
 
   def _checkpoint_bytes(self) -> int | None:
     """Of the largest checkpoint that a run has; None before the first."""
+    folder = pathlib.Path(self._folder)
     sizes = [
-      sum(file.stat().length for file in step.glob("**/*") if file.is_file())
+      sum(file.stat().st_size for file in step.rglob("*") if file.is_file())
       for run in self._runs
-      for step in (self._folder / run.name / checkpoint.CHECKPOINTS).glob("*")
+      for step in (folder / run.name / checkpoint.CHECKPOINTS).glob("*")
     ]
     return max(sizes, default=None)
 
