@@ -33,7 +33,7 @@ def run(command: Callable[..., Any], *args: Any) -> int:
     return command(*args) or 0
   except KeyboardInterrupt:
     return _report("interrupted; rerun the same command to resume", 130)
-  except (config_lib.ConfigError, ImportError) as error:
+  except (config_lib.ConfigError, ImportError, NotImplementedError) as error:
     return _report(str(error), 2)
   except config_lib.RunError as error:
     notes = getattr(error, "__notes__", [])

@@ -45,7 +45,16 @@ ERRORS = [
   ("model.rope_theta", -1.0, AT_LEAST),
   ("model.logit_soft_cap", -1.0, AT_LEAST),
   ("model.dtype", "float16", "one of bfloat16, float32"),
-  ("model.remat", "fulll", "one of dots, full, none (did you mean 'full'?)"),
+  (
+    "model.remat",
+    "fulll",
+    "one of attention, dots, full, none (did you mean 'full'?)",
+  ),
+  (
+    "model.attention_kernel",
+    "slpash",
+    "one of auto, cudnn, splash, tiled (did you mean 'splash'?)",
+  ),
   ("model.num_heads", 5, "a divisor of model.width=128, or an explicit"),
   ("model.num_kv_heads", 3, "a divisor of model.num_heads=4"),
   ("model.head_width", 7, "an even number with rotary positions"),

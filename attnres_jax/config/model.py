@@ -144,6 +144,9 @@ class ModelConfig(fields.Checked, prefix="model"):
     head_width: width of a head of `attention`; 0 means width / num_heads.
     mlp_width: hidden width of the SwiGLU MLP; 0 means 8/3 width, rounded up to
       a multiple of 32.
+    attention_kernel: of softmax attention (`attention`, `mla`). `auto` takes a
+      fused kernel that fits the platform a program is lowered for; `tiled` is
+      plain JAX on any; `splash` (TPU) and `cudnn` (NVIDIA) run or fail.
     rope_theta: base of the rotary positions of `attention`; 0 for none.
     norm_eps: added to the mean square in every RMSNorm, depth attention's too.
     tie_embeddings: the head is the transposed embedding table.
@@ -152,7 +155,8 @@ class ModelConfig(fields.Checked, prefix="model"):
     dtype: of activations; master weights are always float32.
     remat: what a sublayer keeps for backward. `none`: what autodiff wants;
       `full`: its running input only (spec: one vector per sublayer plus each
-      block once); `dots`: that and the results of matrix products.
+      block once); `attention`: that and the outputs of softmax attention, which
+      then does not run again; `dots`: that and the results of matrix products.
     scan_layers: one `lax.scan` over the sublayers of a depth block that repeat
       a pattern, rather than a Python loop: smaller programs, same function.
     kda: shape of `kda` mixers.
@@ -169,6 +173,7 @@ class ModelConfig(fields.Checked, prefix="model"):
   num_heads: fields.Size = 4
   num_kv_heads: fields.Count = 0
   head_width: fields.Count = 0
+  attention_kernel: Literal["auto", "tiled", "splash", "cudnn"] = "auto"
   mlp_width: fields.Count = 0
   rope_theta: fields.NotNegative = 10_000.0
   norm_eps: fields.Positive = 1e-6
@@ -176,7 +181,7 @@ class ModelConfig(fields.Checked, prefix="model"):
   logit_soft_cap: fields.NotNegative = 0.0
   init_std: fields.Positive = 0.02
   dtype: Literal["float32", "bfloat16"] = "float32"
-  remat: Literal["none", "full", "dots"] = "none"
+  remat: Literal["none", "full", "attention", "dots"] = "none"
   scan_layers: bool = True
   kda: KdaConfig = KdaConfig()
   mla: MlaConfig = MlaConfig()

@@ -4,7 +4,7 @@
 On TPU it is `jax.lax.ragged_dot`, which is a kernel there and computes what is
 needed. Elsewhere that falls back to the products of all rows with all groups,
 with zeros in between: E times the work, and E times the memory of the rows.
-There it is a loop over pieces of groups instead, or tokamax's kernel.
+There it is a loop over pieces of groups instead.
 """
 
 import functools
@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from attnres_jax import sharding
 from attnres_jax.models import linear
-from attnres_jax.models import optional_kernels
 
 # Rows of a piece. Every group rounds up to whole pieces, so that large ones
 # waste work and small ones waste reads of weights.
@@ -106,35 +105,30 @@ _grouped_linear.defvjp(_forward, _backward)
 
 
 def _on_platform(ragged, looped, *operands):
-  tokamax = optional_kernels.tokamax("ragged_dot_general")
-  if tokamax is not None:
-    return ragged(*operands, product=tokamax)
   return jax.lax.platform_dependent(*operands, tpu=ragged, default=looped)
 
 
-def _ragged_rows(
-  x_PI, weight, sizes_E, *, transposed, product=jax.lax.ragged_dot_general
-):
+def _ragged_rows(x_PI, weight, sizes_E, *, transposed):
   dimensions = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2 if transposed else 1,)), ((), ())),
     lhs_ragged_dimensions=(0,),
     rhs_group_dimensions=(0,),
   )
-  return product(
+  return jax.lax.ragged_dot_general(
     x_PI, weight, sizes_E, dimensions, preferred_element_type=x_PI.dtype
   )
 
 
-def _ragged_weights(
-  x_PD, dy_PF, sizes_E, *, product=jax.lax.ragged_dot_general
-):
+def _ragged_weights(x_PD, dy_PF, sizes_E):
   dimensions = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())),
     lhs_ragged_dimensions=(0,),
     rhs_group_dimensions=(),
   )
   wide = jnp.promote_types(x_PD.dtype, jnp.float32)
-  return product(x_PD, dy_PF, sizes_E, dimensions, preferred_element_type=wide)
+  return jax.lax.ragged_dot_general(
+    x_PD, dy_PF, sizes_E, dimensions, preferred_element_type=wide
+  )
 
 
 def _looped_rows(x_PI, weight, sizes_E, *, transposed):

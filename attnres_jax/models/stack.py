@@ -30,6 +30,7 @@ from attnres_jax import sharding
 from attnres_jax.models import linear
 from attnres_jax.models import pattern
 from attnres_jax.models import sublayer as sublayer_lib
+from attnres_jax.models.mixers import softmax
 from attnres_jax.models.residuals import base
 
 Trace = base.Trace
@@ -55,8 +56,12 @@ def _keep(*names: str) -> Any:
 REMAT = {
   "none": (_remat_none, _remat_none),
   "full": (_remat_by(_keep(base.DEPTH_STATE)), _remat_by(None)),
+  "attention": (
+    _remat_by(_keep(base.DEPTH_STATE, softmax.ATTENTION)),
+    _remat_by(None),
+  ),
   "dots": (
-    _remat_by(_keep(base.DEPTH_STATE, linear.PRODUCT)),
+    _remat_by(_keep(base.DEPTH_STATE, softmax.ATTENTION, linear.PRODUCT)),
     _remat_by(None),
   ),
 }

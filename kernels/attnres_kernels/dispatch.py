@@ -60,6 +60,11 @@ def interpreted(params: Any = True):
     _INTERPRET.reset(token)
 
 
+def interpret_params() -> Any:
+  """What `interpreted` was given; None outside of it."""
+  return _INTERPRET.get()
+
+
 _INTERPRET: contextvars.ContextVar[Any] = contextvars.ContextVar(
   "attnres_kernels_interpret", default=None
 )
@@ -86,10 +91,12 @@ def call(op: str, function: str, implementation: str | None, *args, **kwargs):
   if reason is not None:
     raise NotImplementedError(f"{op}, {implementation}: {reason}")
   if implementation in _PLATFORMS:
-    interpret = _INTERPRET.get()
+    interpret = interpret_params()
     if interpret is not None:
       return getattr(backend, function)(*args, **kwargs, interpret=interpret)
-    args = _require_platform(args, op, implementation)
+    args = require_platform(
+      args, f"{op}, {implementation}", _PLATFORMS[implementation]
+    )
     return _jitted(op, implementation, function, tuple(kwargs.items()))(*args)
   return getattr(backend, function)(*args, **kwargs)
 
@@ -160,13 +167,12 @@ batching.primitive_batchers[_platform_p] = lambda args, axes, **params: (
 )
 
 
-def _lower_platform(context, x, *, op, implementation):
-  wanted = _PLATFORMS[implementation]
+def _lower_platform(context, x, *, what, platform):
   platforms = context.module_context.platforms
-  if any(platform != wanted for platform in platforms):
+  if any(p != platform for p in platforms):
     raise NotImplementedError(
-      f"{op}, {implementation}: runs on {wanted}, and this program is lowered"
-      f" for {', '.join(platforms)}"
+      f"{what}: runs on {platform}, and this program is lowered for"
+      f" {', '.join(platforms)}"
     )
   return [x]
 
@@ -174,6 +180,13 @@ def _lower_platform(context, x, *, op, implementation):
 mlir.register_lowering(_platform_p, _lower_platform)
 
 
-def _require_platform(args: tuple, op: str, implementation: str) -> tuple:
-  first = _platform_p.bind(args[0], op=op, implementation=implementation)
+def require_platform(args: tuple, what: str, platform: str) -> tuple:
+  """The same arrays; lowering a program with them for another platform fails.
+
+  Args:
+    args: arrays, the first of which is not None.
+    what: runs there only, for the message.
+    platform: as JAX calls it when it lowers: "tpu", "cuda", "cpu".
+  """
+  first = _platform_p.bind(args[0], what=what, platform=platform)
   return (first, *args[1:])

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal softmax attention with grouped queries (arXiv:2305.13245)."""
 
-from typing import Literal
-
 from flax import nnx
 import jax
-import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
 from attnres_jax.models import linear
 from attnres_jax.models import rope
+from attnres_jax.models.mixers import softmax
 
 
 class Attention(nnx.Module):
@@ -17,6 +15,7 @@ class Attention(nnx.Module):
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     self.rope_theta = config.rope_theta
+    self.kernel = config.attention_kernel
     width, heads = config.width, config.num_heads
     kv_heads, head = config.kv_heads, config.head_size
     matrix = linear.matrices(config.init_std, rngs)
@@ -36,27 +35,12 @@ class Attention(nnx.Module):
     if self.rope_theta:
       query_BTNH = rope.apply_rope(query_BTNH, self.rope_theta)
       key_BSKH = rope.apply_rope(key_BSKH, self.rope_theta)
-    mask_BNTS = None
-    if segment_ids_BT is not None:
-      same_BTS = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
-      mask_BNTS = same_BTS[:, None]
-    mixed_BTNH = jax.nn.dot_product_attention(
+    mixed_BTNH = softmax.causal_attention(
       query_BTNH,
       key_BSKH,
       value_BSKH,
-      mask=mask_BNTS,
-      is_causal=True,
-      implementation=_fused_backend(query_BTNH, mask_BNTS),
+      segment_ids_BT,
+      kernel=self.kernel,
+      tile=softmax.TILE if self.kernel == "tiled" else 0,
     )
     return linear.linear(mixed_BTNH, self.output[...], 2)
-
-
-def _fused_backend(
-  query_BTNH: jax.Array, mask: jax.Array | None
-) -> Literal["cudnn"] | None:
-  """CuDNN where it applies: NVIDIA, half precision, no explicit mask."""
-  half = query_BTNH.dtype in (jnp.bfloat16, jnp.float16)
-  fits = query_BTNH.shape[-1] % 8 == 0 and query_BTNH.shape[-1] <= 128
-  if jax.default_backend() == "gpu" and half and fits and mask is None:
-    return "cudnn"
-  return None

@@ -50,6 +50,7 @@ class Mla(nnx.Module):
     width, heads, shape = config.width, config.num_heads, config.mla
     self.nope_width = shape.nope_width
     self.latent_rank = shape.latent_rank
+    self.kernel = config.attention_kernel
     self.dtype = jnp.dtype(config.dtype)
     matrix = linear.matrices(config.init_std, rngs)
 
@@ -145,6 +146,7 @@ class Mla(nnx.Module):
       jnp.concatenate([own_BTNH, shared_BTNH], axis=3),
       value_BTNV,
       segment_ids_BT,
+      kernel=self.kernel,
     )
     return linear.linear(mixed_BTNV, self.output[...], 2)
 

@@ -4,16 +4,24 @@
 `jax.nn.dot_product_attention` wants values as wide as keys, and on CPU and TPU
 it holds the weights of all T x T pairs, which at T = 8192 and 32 heads are 8
 GiB per row of the batch. Here a tile of queries meets the keys before it, and
-backward computes the weights of a tile again: memory is linear in T. Flash
-attention from tokamax takes over where it is installed and takes the shapes.
+backward computes the weights of a tile again: memory is linear in T. Where the
+program is lowered for a platform with a fused kernel that takes the arguments,
+that takes over (`flash`).
 """
 
 import functools
 
 import jax
+from jax import ad_checkpoint
 import jax.numpy as jnp
 
-from attnres_jax.models import optional_kernels
+from attnres_jax import sharding
+from attnres_jax.models.mixers import flash
+from attnres_kernels import dispatch
+
+# The name under which activation checkpointing finds what attention has mixed,
+# and its log-normalisers.
+ATTENTION = "attention"
 
 # Queries of a tile: products large enough for a matrix unit.
 TILE = 512
@@ -28,6 +36,7 @@ def causal_attention(
   value_BTKV: jax.Array,
   segment_ids_BT: jax.Array | None = None,
   *,
+  kernel: str = "auto",
   tile: int = TILE,
 ) -> jax.Array:
   """Attends to positions s <= t, inside a document with segment ids.
@@ -37,28 +46,98 @@ def causal_attention(
     key_BTKH: keys of K heads, a divisor of N; scores are q . k / sqrt(H).
     value_BTKV: values, of any width V.
     segment_ids_BT: document numbers of packed rows.
-    tile: queries that are computed at once; does not change the function.
+    kernel: as `model.attention_kernel` names it.
+    tile: queries that are computed at once without a kernel; does not change
+      the function. 0 for all of them, with values as wide as keys.
 
   Returns:
     [B, T, N, V] in the dtype of the values; the softmax is in float32.
+
+  Raises:
+    NotImplementedError: the named kernel does not take these arguments, or
+      (when the program is lowered) does not run on that platform.
   """
-  flash = optional_kernels.tokamax("dot_product_attention")
-  if flash is not None:
-    mask_BNTS = None
-    if segment_ids_BT is not None:
-      mask_BNTS = _same_segment(segment_ids_BT, segment_ids_BT)[:, None]
-    found = optional_kernels.attempt(
-      flash,
-      query_BTNH,
-      key_BTKH,
-      value_BTKV,
-      mask=mask_BNTS,
-      is_causal=True,
-      implementation=("mosaic", "triton"),
-    )
-    if found is not None:
-      return found[0]
-  return _tiled(tile, query_BTNH, key_BTKH, value_BTKV, segment_ids_BT)
+  attention = functools.partial(_attention, kernel, tile)
+  if kernel == "tiled":
+    attention = functools.partial(_plain, tile)
+  split = sharding.by_shards(
+    attention,
+    (*[sharding.HEADS] * 3, sharding.SEQUENCES),
+    sharding.HEADS,
+  )
+  return split(query_BTNH, key_BTKH, value_BTKV, segment_ids_BT)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attention(kernel, tile, *arrays):
+  return _forward(kernel, tile, *arrays)[0]
+
+
+def _forward(kernel, tile, *arrays):
+  def plain(query, key, value, segment_ids):
+    mixed = _plain(tile, query, key, value, segment_ids)
+    batch, length, heads, _ = query.shape
+    # Backward of it asks for no normalisers.
+    return mixed, jnp.zeros((batch, heads, length), jnp.float32)
+
+  kept = _on_platform(kernel, "forward", plain, arrays)
+  kept = [ad_checkpoint.checkpoint_name(x, ATTENTION) for x in kept]
+  return kept[0], (*arrays, *kept)
+
+
+def _backward(kernel, tile, residuals, dmixed):
+  def plain(query, key, value, segment_ids, mixed, lse, dmixed):
+    del mixed, lse
+    attend = lambda *heads: _plain(tile, *heads, segment_ids)
+    return jax.vjp(attend, query, key, value)[1](dmixed)
+
+  arrays = *residuals, dmixed
+  return *_on_platform(kernel, "backward", plain, arrays), None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _on_platform(kernel, direction, plain, arrays):
+  """The named kernel, or what fits the platform that this is lowered for."""
+  # None is no operand of a switch; a pytree may have one.
+  close = lambda function: lambda operands: function(*operands)
+  if kernel == "auto":
+    fused = {
+      backend.platform: close(_jitted(backend, direction))
+      for backend in flash.BACKENDS.values()
+      if backend.why_not(*arrays[:4]) is None
+    }
+    if not fused:
+      return plain(*arrays)
+    return jax.lax.platform_dependent(arrays, default=close(plain), **fused)
+  backend = flash.BACKENDS[kernel]
+  name = f"model.attention_kernel={kernel!r}"
+  reason = backend.why_not(*arrays[:4])
+  if reason is not None:
+    raise NotImplementedError(f"{name}: {reason}")
+  interpret = dispatch.interpret_params()
+  if interpret is not None:
+    return getattr(backend, direction)(*arrays, interpret=interpret)
+  arrays = dispatch.require_platform(arrays, name, backend.platform)
+  return _jitted(backend, direction)(*arrays)
+
+
+@functools.cache
+def _jitted(backend, direction):
+  """One jitted function each: equal calls are traced once."""
+  return jax.jit(getattr(backend, direction))
+
+
+def _plain(tile, query, key, value, segment_ids):
+  if tile:
+    return _tiled(tile, query, key, value, segment_ids)
+  mask_BNTS = None
+  if segment_ids is not None:
+    mask_BNTS = _same_segment(segment_ids, segment_ids)[:, None]
+  return jax.nn.dot_product_attention(
+    query, key, value, mask=mask_BNTS, is_causal=True
+  )
 
 
 def attend(

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fused attention against tiles of plain JAX, and what is lowered where."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax import models
+from attnres_jax.models.mixers import flash
+from attnres_jax.models.mixers import softmax
+from attnres_kernels import dispatch
+from tests import jaxprs
+
+LENGTH = 300  # Blocks of 128, the last one of which is padded.
+
+
+def _inputs(length, heads, kv_heads, width, value, dtype="float32"):
+  keys = jax.random.split(jax.random.key(0), 4)
+  shapes = (
+    (heads, width), (kv_heads, width), (kv_heads, value), (heads, value),
+  )  # fmt: skip
+  return [
+    jax.random.normal(key, (2, length, *shape), dtype)
+    for key, shape in zip(keys, shapes)
+  ]
+
+
+def _segments(length):
+  position = jnp.arange(length)
+  return jnp.stack([1 + position // 130, jnp.where(position < 290, 1, 0)])
+
+
+def _all(kernel, segments, query, key, value, dmixed):
+  attend = lambda *a: softmax.causal_attention(*a, segments, kernel=kernel)
+  mixed, pull = jax.vjp(attend, query, key, value)
+  return mixed, *pull(dmixed)
+
+
+def _widened(arrays):
+  return [x.astype(jnp.float32) for x in arrays]
+
+
+@pytest.mark.parametrize(
+  "dtype,packed,heads,kv_heads,width,value",
+  [
+    ("float32", False, 2, 2, 24, 16),
+    ("float32", True, 4, 2, 64, 64),
+    ("bfloat16", True, 2, 2, 192, 128),
+    ("bfloat16", False, 4, 1, 32, 32),
+  ],
+)
+def test_splash_is_the_tiled_form(
+  dtype, packed, heads, kv_heads, width, value, monkeypatch
+):
+  monkeypatch.setattr(flash, "_BLOCK", 128)
+  arrays = _inputs(LENGTH, heads, kv_heads, width, value, dtype)
+  segments = _segments(LENGTH) if packed else None
+  with dispatch.interpreted():
+    found = jax.jit(lambda *a: _all("splash", segments, *a))(*arrays)
+  exact = jax.jit(lambda *a: _all("tiled", segments, *a))(*_widened(arrays))
+  assert [x.dtype for x in found] == [jnp.dtype(dtype)] * 4
+  if dtype == "float32":
+    limits = [1e-5 * np.abs(x).max() for x in exact]
+  else:
+    tiled = jax.jit(lambda *a: _all("tiled", segments, *a))(*arrays)
+    limits = [1.5 * np.abs(a - b).max() for a, b in zip(_widened(tiled), exact)]
+  for a, b, limit in zip(_widened(found), exact, limits):
+    assert np.abs(b).max() > 1
+    np.testing.assert_allclose(a, b, rtol=0, atol=limit)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_is_lowered(packed):
+  """Kernels for TPU alone; on CPU what runs without any, and no call."""
+  arrays = _inputs(LENGTH, 2, 2, 24, 16, "bfloat16")
+  segments = _segments(LENGTH) if packed else None
+  traced = jax.jit(lambda *a: _all("auto", segments, *a)).trace(*arrays)
+  kernels = ("splash_mha_fwd", "splash_mha_dq", "splash_mha_dkv")
+  on_tpu = traced.lower(lowering_platforms=("tpu",)).as_text()
+  assert all(name in on_tpu for name in kernels)
+  assert f"tensor<{LENGTH}x{LENGTH}" not in on_tpu
+  elsewhere = traced.lower(lowering_platforms=("cpu",)).as_text()
+  assert "custom_call" not in elsewhere and "splash" not in elsewhere
+
+
+def test_float64_stays_plain():
+  with jax.enable_x64(True):
+    arrays = _inputs(6, 2, 2, 24, 16, "float64")
+    found = _all("auto", None, *arrays)
+    expected = _all("tiled", None, *arrays)
+  for a, b in zip(found, expected):
+    np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+  "kernel,dtype,segments,message",
+  [
+    ("splash", "float32", None, "runs on tpu, and this .* lowered for cpu"),
+    ("splash", "float16", None, "takes bfloat16 and float32, not float16"),
+    ("cudnn", "bfloat16", jnp.ones((2, 6), jnp.int32), "no segment ids"),
+    ("cudnn", "float32", None, "takes bfloat16 and float16, not float32"),
+    ("cudnn", "bfloat16", None, "cuDNN"),
+  ],
+)
+def test_a_named_kernel_that_cannot_run_says_so(
+  kernel, dtype, segments, message
+):
+  arrays = _inputs(6, 2, 2, 24, 16, dtype)
+  line = f"model.attention_kernel='{kernel}': .*{message}"
+  with pytest.raises(NotImplementedError, match=line):
+    jax.jit(lambda *a: _all(kernel, segments, *a))(*arrays)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "cudnn"])
+def test_cudnn_is_asked_where_it_is_there(kernel, monkeypatch):
+  """With JAX's plain form of the same function in its place."""
+  plain, calls = jax.nn.dot_product_attention, []
+
+  def attend(*args, implementation, **kwargs):
+    calls.append(implementation)
+    return plain(*args, **kwargs)
+
+  arrays = _inputs(9, 4, 2, 24, 16, "bfloat16")
+  expected = _all("tiled", None, *arrays)
+  monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
+  monkeypatch.setattr(flash.CuDnn, "platform", "cpu")
+  softmax._jitted.cache_clear()
+  found = jax.jit(lambda *a: _all(kernel, None, *a))(*arrays)
+  softmax._jitted.cache_clear()
+  assert set(calls) == {"cudnn"}
+  for a, b in zip(_widened(found), _widened(expected)):
+    np.testing.assert_allclose(a, b, rtol=0, atol=2**-6 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("remat,times", [("full", 2), ("attention", 1)])
+def test_remat_by_name_does_not_run_it_again(remat, times):
+  config = config_lib.ModelConfig(
+    vocab_size=7,
+    width=16,
+    num_layers=2,
+    num_heads=2,
+    remat=remat,
+    residual=config_lib.ResidualConfig(name="prenorm"),
+  )
+  loss = lambda model, tokens: jnp.sum(model(tokens))
+  step = jax.make_jaxpr(jax.grad(loss))
+  program = step(models.build_model(config), jnp.zeros((1, 8), jnp.int32))
+  names = [e.params.get("name") for e in jaxprs.equations(program)]
+  # In the body of the scan over both.
+  assert names.count("splash_mha_fwd_residuals") == times
+  assert names.count("splash_mha_dkv_no_residuals") == 1
