@@ -9,8 +9,9 @@ section 5, arXiv:2510.26692). Any of it on a laptop, in about a minute:
 
 `runlocal` keeps every part (KDA, MLA, dense first block, experts, Muon, the
 size's schedule, the scheme) and shrinks its shape; it reads bytes of the
-embedded corpus. The loss falls from 5.6 to about 3; most of the time goes into
-compiling.
+embedded corpus. The command above takes about 75 s of processor time (Intel
+Xeon, 2 cores, jax 0.10.2), 60 of them for compiling, and ends at a validation
+loss of 2.85 nats per byte. The full sizes have been compiled, not run.
 
   size      194m 241m 296m 436m 528m: rows of the paper's Table 2
             48b: its section 5.2; 48b_32m: the batch and learning rate of the

@@ -4,9 +4,18 @@
   python -m attnres_jax.main \
     --config=configs/lm.py:size=tiny,residual=block_attnres --workdir=runs/tiny
 
-`size` picks a row of `SIZES`, `residual` a scheme, `runlocal` shrinks whatever
-was picked to a one-minute run on a laptop's CPU. Everything else is an
-override, such as `--config.optim.peak_lr=1e-3`.
+`size` selects a row of `SIZES`, `residual` a scheme, and `runlocal` shrinks the
+chosen config to a run of less than a minute on a laptop's CPU. Everything else
+is an override, such as `--config.optim.peak_lr=1e-3`.
+
+With residual=block_attnres, on the default corpus (Intel Xeon, 2 cores,
+jax 0.10.2), processor time and validation loss in nats per byte:
+
+  size=tiny,runlocal   40 steps    25 s   3.13
+  size=micro           60 steps    25 s   2.86
+  size=tiny           400 steps   440 s   1.67
+
+The larger sizes are for accelerators and have not been trained.
 """
 
 from attnres_jax import config as c
