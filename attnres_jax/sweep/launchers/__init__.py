@@ -3,7 +3,7 @@
 
 A launcher is a module `attnres_jax/sweep/launchers/<name>.py` with
 
-  SETTINGS   {name: what it means}: what `--set name=value` may say to it
+  SETTINGS   {name: settings.Setting}: what `--set name=value` may say to it
   launch     (runs, folder, options) -> exit status
 
 `launch` gets runs that `folder.prepare` has made (with `options.dry_run` they

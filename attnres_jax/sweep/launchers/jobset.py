@@ -18,10 +18,12 @@ hosts and slices reach JAX through variables that GKE sets in the pods.
 """
 
 from collections.abc import Mapping, Sequence
-import dataclasses
 import hashlib
+import json
 import pathlib
 import re
+import string
+import types
 from typing import Any
 
 from etils import epath
@@ -37,63 +39,41 @@ from attnres_jax.sweep import worker
 from attnres_jax.sweep.launchers import settings as settings_lib
 from attnres_jax.sweep.launchers import slices
 
+Setting = settings_lib.Setting
 SETTINGS = {
-  "image": "container image with this package and jax[tpu]; required",
-  "slice": "TPU slice of a run, such as v6e:4x4 or v5p-128; required",
-  "slices": "how many of them per run, over the data center network (1)",
-  "chips_per_host": "of a slice (4, or all of a smaller slice)",
-  "quota": "chips that the sweep may have at a time (of max_parallel runs)",
-  "queue": "LocalQueue of Kueue, made by the manifests (attnres)",
-  "namespace": "of Kubernetes (default)",
-  "service_account": "of Kubernetes, which may use the bucket (default)",
-  "spot": "true for capacity that may be taken away (false)",
-  "privileged": "false for clusters that forbid it, such as Autopilot's (true)",
-  "max_restarts": "of a run (50)",
-  "manifests": "folder to write to (jobsets)",
+  "image": Setting(
+    "container image with this package and jax[tpu]", required=True
+  ),
+  "slice": Setting(
+    "TPU slice of a run, such as v6e:4x4 or v5p-128", required=True
+  ),
+  "slices": Setting("of a run, over the data center network", 1, int),
+  "chips_per_host": Setting(
+    "of a slice (4, or all of a smaller one)", kind=int
+  ),
+  "quota": Setting(
+    "chips that the sweep may have at a time (of max_parallel runs)", kind=int
+  ),
+  "queue": Setting("LocalQueue of Kueue, made by the manifests", "attnres"),
+  "namespace": Setting("of Kubernetes", "default"),
+  "service_account": Setting("of Kubernetes, may use the bucket", "default"),
+  "spot": Setting("true for capacity that may be taken away", False, bool),
+  "privileged": Setting(
+    "false for clusters that forbid it, such as Autopilot's", True, bool
+  ),
+  "max_restarts": Setting("of a run", 50, int, least=0),
+  "manifests": Setting("folder to write to", "jobsets"),
 }
 
 SWEEP_LABEL = "attnres-jax/sweep"
-CONTAINER = "train"
+_TEMPLATE = pathlib.Path(__file__).with_suffix(".yaml")
 _JOB = "slice"
-_NODE_POOL = "cloud.google.com/gke-nodepool"
 _SPOT = "cloud.google.com/gke-spot"
-_CHIPS = "google.com/tpu"
-# A pod that is told to stop finishes a step and saves a checkpoint.
-_GRACE_SECONDS = 300
 # Limit of a name in DNS, and what Kubernetes adds to that of a pod: a hyphen
 # and five letters.
 _MAX_NAME, _POD_SUFFIX = 63, 6
 
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-  """`SETTINGS`, checked."""
-
-  image: str
-  slice: slices.Slice
-  slices: int
-  chips_per_host: int
-  quota: int
-  queue: str
-  namespace: str
-  service_account: str
-  spot: bool
-  privileged: bool
-  max_restarts: int
-  manifests: str
-
-  @property
-  def hosts(self) -> int:
-    """Of one slice."""
-    return self.slice.chips // self.chips_per_host
-
-  @property
-  def node_labels(self) -> dict[str, str]:
-    """Of the node pools that a run may use."""
-    return {
-      "cloud.google.com/gke-tpu-accelerator": self.slice.gke_accelerator,
-      "cloud.google.com/gke-tpu-topology": self.slice.shape,
-    }
+Manifest = dict[str, Any]
 
 
 def launch(
@@ -112,7 +92,7 @@ def launch(
       f"--workdir: got {str(folder)!r}, expected a bucket such as"
       " gs://BUCKET/NAME, which pods can reach"
     )
-  manifests = {"queue.yaml": queue(settings)}
+  manifests: dict[str, Sequence[Manifest]] = {"queue.yaml": queue(settings)}
   for run in launchers.todo(runs, folder):
     manifests[f"{run.name}.yaml"] = [job_set(run.name, folder, settings)]
   texts = {file: to_yaml(objects) for file, objects in manifests.items()}
@@ -132,155 +112,72 @@ def launch(
   return 0
 
 
-def parse(options: launchers.Options) -> Settings:
-  """The settings of a launch.
+def parse(options: launchers.Options) -> types.SimpleNamespace:
+  """The settings of a launch, with `tpu` (the slice), `hosts` of one slice, and
+  `node_labels` of the node pools that a run may use.
 
   Raises:
     ConfigError: one is missing or cannot be used.
   """
-  given = options.settings
-  for name in ("image", "slice"):
-    if not given.get(name):
-      settings_lib.fail(name, None, SETTINGS[name])
-  tpu = slices.parse("slice", given["slice"])
-  number = settings_lib.number(given, "slices", 1)
-  per_host = min(slices.CHIPS_PER_HOST, tpu.chips)
-  per_host = settings_lib.number(given, "chips_per_host", per_host)
-  if tpu.chips % per_host:
-    settings_lib.fail(
-      "chips_per_host", per_host, f"a divisor of {tpu.chips}, the slice's"
-    )
-  quota = tpu.chips * number * options.max_parallel
-  return Settings(
-    image=given["image"],
-    slice=tpu,
-    slices=number,
-    chips_per_host=per_host,
-    quota=settings_lib.number(given, "quota", quota),
-    queue=given.get("queue", "attnres"),
-    namespace=given.get("namespace", "default"),
-    service_account=given.get("service_account", "default"),
-    spot=settings_lib.switch(given, "spot", False),
-    privileged=settings_lib.switch(given, "privileged", True),
-    max_restarts=settings_lib.number(given, "max_restarts", 50, least=0),
-    manifests=given.get("manifests", "jobsets"),
+  found = settings_lib.read(SETTINGS, options.settings)
+  found.tpu = slices.parse("slice", found.slice)
+  chips = found.tpu.chips
+  found.chips_per_host = found.chips_per_host or min(
+    slices.CHIPS_PER_HOST, chips
   )
+  if chips % found.chips_per_host:
+    settings_lib.fail(
+      "chips_per_host",
+      found.chips_per_host,
+      f"a divisor of {chips}, the slice's",
+    )
+  found.quota = found.quota or chips * found.slices * options.max_parallel
+  found.hosts = chips // found.chips_per_host
+  found.node_labels = {
+    "cloud.google.com/gke-tpu-accelerator": found.tpu.gke_accelerator,
+    "cloud.google.com/gke-tpu-topology": found.tpu.shape,
+  }
+  return found
 
 
 def job_set(
-  run: str, folder: epath.PathLike, settings: Settings
-) -> dict[str, Any]:
+  run: str, folder: epath.PathLike, settings: types.SimpleNamespace
+) -> Manifest:
   """The JobSet of one run, by its name."""
-  pod: dict[str, Any] = {
-    "serviceAccountName": settings.service_account,
-    "restartPolicy": "Never",
-    "terminationGracePeriodSeconds": _GRACE_SECONDS,
-    "nodeSelector": settings.node_labels,
-    "containers": [_container(run, folder, settings)],
-  }
-  if settings.hosts * settings.slices > 1:
-    # Slices talk over the hosts' own network interfaces.
-    pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
-  if settings.spot:
-    pod["nodeSelector"] |= {_SPOT: "true"}
-    pod["tolerations"] = [
-      {
-        "key": _SPOT,
-        "operator": "Equal",
-        "value": "true",
-        "effect": "NoSchedule",
-      }
-    ]
-  job = {
-    "completionMode": "Indexed",
-    "parallelism": settings.hosts,
-    "completions": settings.hosts,
-    "backoffLimit": 0,
-    "podFailurePolicy": {
-      "rules": [
-        {
-          "action": "FailJob",
-          "onExitCodes": {
-            "containerName": CONTAINER,
-            "operator": "In",
-            "values": [int(exits.Exit.UNUSABLE)],
-          },
-        }
-      ]
-    },
-    "template": {"spec": pod},
-  }
-  annotations = {"attnres-jax/run": f"{folder}/{run}"}
-  if settings.hosts > 1:
-    # A slice of several hosts is a node pool, and takes one run at a time.
-    annotations["alpha.jobset.sigs.k8s.io/exclusive-topology"] = _NODE_POOL
-  return {
-    "apiVersion": "jobset.x-k8s.io/v1alpha2",
-    "kind": "JobSet",
-    "metadata": {
-      "name": name_of(run, folder, settings),
-      "namespace": settings.namespace,
-      "labels": {
-        "kueue.x-k8s.io/queue-name": settings.queue,
-        SWEEP_LABEL: _label(folder),
-      },
-      "annotations": annotations,
-    },
-    "spec": {
-      "failurePolicy": {
-        "maxRestarts": settings.max_restarts,
-        "rules": [
-          {
-            "name": "unusable",
-            "action": "FailJobSet",
-            "onJobFailureReasons": ["PodFailurePolicy"],
-          }
-        ],
-      },
-      "replicatedJobs": [
-        {"name": _JOB, "replicas": settings.slices, "template": {"spec": job}}
-      ],
-    },
-  }
+  several = settings.hosts * settings.slices > 1
+  # After a restart the lease of the worker before may not be over.
+  patience = f"--patience_seconds={2 * claims.LEASE_SECONDS:.0f}"
+  flags = ["--distributed"] * several + [patience]
+  spot = {"key": _SPOT, "operator": "Equal", "value": "true"}
+  (manifest,) = _filled(
+    "JobSet",
+    settings,
+    name=name_of(run, folder, settings),
+    sweep=_label(folder),
+    workdir=f"{folder}/{run}",
+    topology="cloud.google.com/gke-nodepool" if settings.hosts > 1 else None,
+    unusable=int(exits.Exit.UNUSABLE),
+    node_selector=settings.node_labels
+    | ({_SPOT: "true"} if settings.spot else {}),
+    host_network=True if several else None,
+    dns_policy="ClusterFirstWithHostNet" if several else None,
+    tolerations=[spot | {"effect": "NoSchedule"}] if settings.spot else None,
+    command=worker.command(folder, run, *flags),
+    chips={"google.com/tpu": settings.chips_per_host},
+  )
+  return manifest
 
 
-def queue(settings: Settings) -> list[dict[str, Any]]:
+def queue(settings: types.SimpleNamespace) -> list[Manifest]:
   """What Kueue has to know: kind of nodes, quota, and a queue for them."""
-  flavor = f"{settings.slice.kind}-{settings.slice.shape}"
-  resource = {"name": _CHIPS, "nominalQuota": settings.quota}
-  version = "kueue.x-k8s.io/v1beta2"
-  return [
-    {
-      "apiVersion": version,
-      "kind": "ResourceFlavor",
-      "metadata": {"name": flavor},
-      "spec": {"nodeLabels": settings.node_labels},
-    },
-    {
-      "apiVersion": version,
-      "kind": "ClusterQueue",
-      "metadata": {"name": settings.queue},
-      "spec": {
-        "namespaceSelector": {},
-        "queueingStrategy": "BestEffortFIFO",
-        "resourceGroups": [
-          {
-            "coveredResources": [_CHIPS],
-            "flavors": [{"name": flavor, "resources": [resource]}],
-          }
-        ],
-      },
-    },
-    {
-      "apiVersion": version,
-      "kind": "LocalQueue",
-      "metadata": {"name": settings.queue, "namespace": settings.namespace},
-      "spec": {"clusterQueue": settings.queue},
-    },
-  ]
+  flavor = f"{settings.tpu.kind}-{settings.tpu.shape}"
+  kinds = "ResourceFlavor|ClusterQueue|LocalQueue"
+  return _filled(kinds, settings, flavor=flavor)
 
 
-def name_of(run: str, folder: epath.PathLike, settings: Settings) -> str:
+def name_of(
+  run: str, folder: epath.PathLike, settings: types.SimpleNamespace
+) -> str:
   """A DNS label for a run; short enough for those of its pods."""
   digest = hashlib.sha256(f"{folder}/{run}".encode()).hexdigest()
   digest = digest[: grid.HASH_DIGITS]
@@ -305,21 +202,29 @@ class _Dumper(yaml.SafeDumper):
     return True
 
 
-def _container(
-  run: str, folder: epath.PathLike, settings: Settings
-) -> dict[str, Any]:
-  several = settings.hosts * settings.slices > 1
-  flags = ["--distributed"] if several else []
-  # After a restart the lease of the worker before may not be over.
-  flags.append(f"--patience_seconds={2 * claims.LEASE_SECONDS:.0f}")
-  chips = {_CHIPS: settings.chips_per_host}
-  return {
-    "name": CONTAINER,
-    "image": settings.image,
-    "securityContext": {"privileged": settings.privileged},
-    "command": worker.command(folder, run, *flags),
-    "resources": {"requests": chips, "limits": chips},
+def _filled(
+  kinds: str, settings: types.SimpleNamespace, **values: Any
+) -> list[Manifest]:
+  """The manifests of some kinds, with their `$names` filled in."""
+  given = vars(settings) | values
+  # JSON is YAML, whatever characters are in it.
+  texts = {
+    name: json.dumps(value) for name, value in given.items() if name != "tpu"
   }
+  documents = _TEMPLATE.read_text(encoding="utf-8").split("\n---\n")
+  return [
+    _without_null(yaml.safe_load(string.Template(text).substitute(texts)))
+    for text in documents
+    if re.search(rf"^kind: ({kinds})$", text, re.M)
+  ]
+
+
+def _without_null(value: Any) -> Any:
+  if isinstance(value, list):
+    return [_without_null(item) for item in value]
+  if isinstance(value, dict):
+    return {k: _without_null(v) for k, v in value.items() if v is not None}
+  return value
 
 
 def _label(folder: epath.PathLike) -> str:

@@ -35,8 +35,9 @@ from attnres_jax.sweep import launchers
 from attnres_jax.sweep import monitor
 from attnres_jax.sweep import state as state_lib
 from attnres_jax.sweep import worker
+from attnres_jax.sweep.launchers import settings as settings_lib
 
-SETTINGS: Mapping[str, str] = {}
+SETTINGS: Mapping[str, settings_lib.Setting] = {}
 
 INTERRUPTED = 130
 # Between two looks: at the processes, at runs that others have (on a disk and

@@ -16,9 +16,9 @@ Ctrl-C ends all runs at once; the next launch goes on from their checkpoints.
 
 from collections.abc import Mapping, Sequence
 import concurrent.futures
-import dataclasses
 import importlib
 import os
+import types
 from typing import Any
 
 from etils import epath
@@ -34,31 +34,17 @@ from attnres_jax.sweep import worker
 from attnres_jax.sweep.launchers import settings as settings_lib
 from attnres_jax.sweep.launchers import slices
 
+Setting = settings_lib.Setting
 SETTINGS = {
-  "accelerator": "cpu, gpu, or the TPU slice of a run, such as v6e:4x4 (cpu)",
-  "slices": "how many of them per run, over the data center network (1)",
-  "workers": "processes per run on cpu, nodes per run on gpu (1)",
-  "gpus": "of each node, all of them (1)",
-  "address": "of the cluster, or local for a new one (the one here, if any)",
-  "max_restarts": "of a run, but for preemptions, which do not count (3)",
+  "accelerator": Setting("cpu, gpu, or a TPU slice such as v6e:4x4", "cpu"),
+  "slices": Setting("of a run, over the data center network", 1, int),
+  "workers": Setting("processes per run on cpu, nodes per run on gpu", 1, int),
+  "gpus": Setting("of each node, all of them", 1, int),
+  "address": Setting("of the cluster, or local for a new one (the one here)"),
+  "max_restarts": Setting(
+    "of a run; preemptions do not count", 3, int, least=0
+  ),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-  """`SETTINGS`, checked.
-
-  Attributes:
-    tpu: None on cpu and gpu.
-  """
-
-  accelerator: str
-  tpu: slices.Slice | None
-  slices: int
-  workers: int
-  gpus: int
-  address: str | None
-  max_restarts: int
 
 
 class RunError(RuntimeError):
@@ -110,41 +96,32 @@ def launch(
   return 0 if all(one.status == state_lib.DONE for one in done) else 1
 
 
-def parse(options: launchers.Options) -> Settings:
-  """The settings of a launch.
+def parse(options: launchers.Options) -> types.SimpleNamespace:
+  """The settings of a launch, with `tpu`, the slice or None.
 
   Raises:
     ConfigError: one cannot be used.
   """
   given = options.settings
-  accelerator = given.get("accelerator", "cpu")
-  tpu = None
-  if accelerator not in ("cpu", "gpu"):
-    tpu = slices.parse("accelerator", accelerator)
+  found = settings_lib.read(SETTINGS, given)
+  found.tpu = None
+  if found.accelerator not in ("cpu", "gpu"):
+    found.tpu = slices.parse("accelerator", found.accelerator)
   for name, used in (
-    ("slices", tpu is not None),
-    ("workers", tpu is None),
-    ("gpus", accelerator == "gpu"),
+    ("slices", found.tpu is not None),
+    ("workers", found.tpu is None),
+    ("gpus", found.accelerator == "gpu"),
   ):
     if name in given and not used:
-      settings_lib.fail(
-        name, given[name], f"no such setting with {accelerator}"
-      )
-  return Settings(
-    accelerator=accelerator,
-    tpu=tpu,
-    slices=settings_lib.number(given, "slices", 1),
-    workers=settings_lib.number(given, "workers", 1),
-    gpus=settings_lib.number(given, "gpus", 1),
-    address=given.get("address"),
-    max_restarts=settings_lib.number(given, "max_restarts", 3, least=0),
-  )
+      accepted = f"no such setting with {found.accelerator}"
+      settings_lib.fail(name, given[name], accepted)
+  return found
 
 
 def _train(
   name: str,
   folder: str,
-  settings: Settings,
+  settings: types.SimpleNamespace,
   trunk: concurrent.futures.Future[None] | None,
 ) -> None:
   """Trains one run, with all its restarts, after another one."""
@@ -193,7 +170,7 @@ def _work(config: Mapping[str, str]) -> int:
   return result
 
 
-def _scaling(settings: Settings) -> dict[str, Any]:
+def _scaling(settings: types.SimpleNamespace) -> dict[str, Any]:
   """Arguments of Ray's `ScalingConfig`: how many workers, and on what."""
   if settings.tpu is not None:
     kind, shape = settings.tpu.ray_accelerator, settings.tpu.shape

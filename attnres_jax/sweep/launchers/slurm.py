@@ -12,11 +12,12 @@ so does one that is preempted or loses a node. A failed run is tried again by
 the next launch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 import os
 import pathlib
 import re
 import shlex
+import types
 
 from etils import epath
 
@@ -28,14 +29,15 @@ from attnres_jax.sweep import launchers
 from attnres_jax.sweep import worker
 from attnres_jax.sweep.launchers import settings as settings_lib
 
+Setting = settings_lib.Setting
 SETTINGS = {
-  "nodes": "of a run (1)",
-  "gpus": "of each node that a run takes (1)",
-  "time": "limit of a job, as SLURM writes it; runs go on after it (24:00:00)",
-  "partition": "of the cluster (its default)",
-  "account": "of the cluster (your default)",
-  "setup": "shell command before the workers, such as one for an environment",
-  "script": "file to write (sweep.sbatch)",
+  "nodes": Setting("of a run", 1, int),
+  "gpus": Setting("of each node that a run takes", 1, int),
+  "time": Setting("limit of a job; runs resume in the next one", "24:00:00"),
+  "partition": Setting("of the cluster (its default)"),
+  "account": Setting("of the cluster (your default)"),
+  "setup": Setting("shell command to run first, such as for an environment"),
+  "script": Setting("file to write", "sweep.sbatch"),
 }
 
 # A worker that is told to stop finishes a step and saves a checkpoint.
@@ -62,7 +64,7 @@ def launch(
   if options.dry_run:
     print(text, end="")
     return 0
-  target = pathlib.Path(options.settings.get("script", "sweep.sbatch"))
+  target = pathlib.Path(_read(options).script)
   target.parent.mkdir(parents=True, exist_ok=True)
   files.write(target, text)
   print(f"{len(names)} runs in {target}\n  sbatch {target}")
@@ -77,30 +79,29 @@ def script(
   Raises:
     ConfigError: a setting cannot be used.
   """
-  given = options.settings
-  gpus = settings_lib.number(given, "gpus", 1)
+  given = _read(options)
   last = len(names) - 1
   # Of a run in a bucket only SLURM's own words are kept here.
   logs = "." if files.is_remote(folder) else folder
   directives = {
     "job-name": "attnres",
     "array": f"0-{last}%{options.max_parallel}",
-    "nodes": settings_lib.number(given, "nodes", 1),
-    "ntasks-per-node": gpus,
-    "gpus-per-node": gpus,
-    "time": _time(given),
+    "nodes": given.nodes,
+    "ntasks-per-node": given.gpus,
+    "gpus-per-node": given.gpus,
+    "time": given.time,
     "signal": f"TERM@{_GRACE_SECONDS}",
     "output": f"{logs}/slurm-%a.txt",
     "open-mode": "append",
-    "partition": given.get("partition"),
-    "account": given.get("account"),
+    "partition": given.partition,
+    "account": given.account,
   }
   lines = ["#!/bin/bash"]
   lines += [f"#SBATCH --{k}={v}" for k, v in directives.items() if v]
   lines += ["#SBATCH --requeue", ""]
   lines += [f"runs=({shlex.join(names)})"]
-  if given.get("setup"):
-    lines.append(given["setup"])
+  if given.setup:
+    lines.append(given.setup)
   patience = f"--patience_seconds={2 * claims.LEASE_SECONDS:.0f}"
   command = worker.command(folder, "RUN", "--distributed", patience)
   words = [shlex.quote(word) for word in command]
@@ -116,8 +117,8 @@ def script(
   return "\n".join(lines) + "\n"
 
 
-def _time(given: Mapping[str, str]) -> str:
-  time = given.get("time", "24:00:00")
-  if not re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}", time):
-    settings_lib.fail("time", time, "minutes, HH:MM:SS or DAYS-HH:MM:SS")
-  return time
+def _read(options: launchers.Options) -> types.SimpleNamespace:
+  found = settings_lib.read(SETTINGS, options.settings)
+  if not re.fullmatch(r"(\d+-)?\d+(:\d\d){0,2}", found.time):
+    settings_lib.fail("time", found.time, "minutes, HH:MM:SS or DAYS-HH:MM:SS")
+  return found
