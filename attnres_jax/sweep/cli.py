@@ -14,7 +14,8 @@ stderr, and the exit status is 1.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
 import dataclasses
 import sys
 import threading
@@ -82,7 +83,7 @@ def _run(experiment: Experiment, options: argparse.Namespace) -> int:
   selected = grid.select(runs, options.only)
   if options.dry_run:
     return launcher.launch(selected, folder, told)
-  with _Refresh(lambda: _write_report(experiment, folder)):
+  with _every_minute(lambda: _write_report(experiment, folder)):
     result = launcher.launch(selected, folder, told)
   launched = {run.name for run in selected}
   progress, path = _write_report(experiment, folder)
@@ -172,28 +173,26 @@ def _settings(given: Sequence[str]) -> dict[str, str]:
   return settings
 
 
-class _Refresh:
+@contextlib.contextmanager
+def _every_minute(action: Callable[[], object]) -> Iterator[None]:
   """Calls something once a minute while open, on a thread."""
+  over = threading.Event()
 
-  def __init__(self, action: Callable[[], object]):
-    self._action = action
-    self._over = threading.Event()
-    self._thread = threading.Thread(target=self._loop, daemon=True)
-
-  def __enter__(self) -> None:
-    self._thread.start()
-
-  def __exit__(self, *unused) -> None:
-    self._over.set()
-    self._thread.join()
-
-  def _loop(self) -> None:
-    while not self._over.wait(_REFRESH_SECONDS):
+  def loop():
+    while not over.wait(_REFRESH_SECONDS):
       try:
-        self._action()
+        action()
       except Exception as error:
-        # The runs do not depend on it, and it is written at their end.
+        # The runs do not depend on it, and it is called at their end.
         print(f"report: {type(error).__name__}: {error}", file=sys.stderr)
+
+  thread = threading.Thread(target=loop, daemon=True)
+  thread.start()
+  try:
+    yield
+  finally:
+    over.set()
+    thread.join()
 
 
 def _parse_options(

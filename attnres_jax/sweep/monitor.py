@@ -174,23 +174,32 @@ def total_seconds_left(
   return max(sum(known) / max(1, parallel), *known)
 
 
+COLUMNS = (
+  "run", "state", "step", "train loss", "validation", "left", "attempts",
+)  # fmt: skip
+
+
+def cells(progress: Sequence[Progress]) -> list[list[str]]:
+  """A line per run, of `COLUMNS`."""
+  return [
+    [
+      one.name,
+      one.status,
+      f"{one.step:,}/{one.steps:,}",
+      _number(one.train_loss),
+      _number(one.validation_loss),
+      "" if (left := seconds_left(one, progress)) == 0.0 else duration(left),
+      str(one.attempts),
+    ]
+    for one in progress
+  ]
+
+
 def table(progress: Sequence[Progress]) -> str:
   """What `status` prints: a line per run, then the sum of it."""
-  rows = []
-  for one in progress:
-    left = seconds_left(one, progress)
-    rows.append(
-      (
-        one.name, one.status, f"{one.step}/{one.steps}",
-        _number(one.train_loss), _number(one.validation_loss),
-        "" if left == 0.0 else duration(left), one.attempts,
-      )
-    )  # fmt: skip
-  header = (
-    "run", "state", "step", "train loss", "validation", "left", "attempts",
-  )  # fmt: skip
   parallel = sum(one.status == state_lib.RUNNING for one in progress)
-  lines = [text_table.table(header, rows), "", summary(progress, parallel)]
+  lines = [text_table.table(COLUMNS, cells(progress)), ""]
+  lines.append(summary(progress, parallel))
   return "\n".join(lines + errors(progress))
 
 

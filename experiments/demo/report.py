@@ -6,11 +6,13 @@ import pathlib
 import statistics
 from typing import Any
 
+from matplotlib import figure as figure_lib
+
 from attnres_jax import config as config_lib
 from attnres_jax.analysis import plots
-from experiments.demo import figures
 from experiments.demo import inspection
 from experiments.demo import results
+from experiments.pages import curves
 from experiments.pages import page
 from experiments.pages import svg as svg_lib
 
@@ -54,7 +56,7 @@ def render(
   }
   with svg_lib.style():
     svg = {
-      "loss_figure": svg_lib.to_svg(figures.loss_curves(groups), "loss"),
+      "loss_figure": svg_lib.to_svg(_losses(runs), "loss"),
       "magnitude_figure": svg_lib.to_svg(
         plots.magnitudes(magnitudes), "magnitudes"
       ),
@@ -97,6 +99,23 @@ def _summary(
     f" ({config.model.num_sublayers} sublayers) of width {config.model.width},"
     f" {tokens:,} tokens of text per run, on {facts['hardware']}.{verdict}"
   )
+
+
+def _losses(runs: Sequence[results.Run]) -> figure_lib.Figure:
+  """Losses in training and in validation, and their differences."""
+  panels = {"Training": {}, "Validation": {}}
+  for run in runs:
+    for panel, series in zip(
+      panels.values(),
+      (
+        (run.train_tokens, run.train_loss),
+        (run.validation_tokens, run.validation_loss),
+      ),
+    ):
+      panel.setdefault(run.scheme, {})[run.seed] = series
+  figure = curves.draw(panels)
+  assert figure is not None
+  return figure
 
 
 def _coincide(rows: Sequence[results.Row]) -> str:

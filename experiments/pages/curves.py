@@ -2,6 +2,7 @@
 """Losses along runs, and what separates schemes from the baseline."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from matplotlib import figure as figure_lib
 from matplotlib import ticker
@@ -17,8 +18,23 @@ _MAX_PANELS = 8
 # In a row of panels.
 _TITLE_LETTERS = 80
 
-# Of one run: x and y.
+# Of one run: tokens and losses.
 Series = tuple[Sequence[float], Sequence[float]]
+# By panel, scheme and seed.
+Panels = Mapping[str, Mapping[str, Mapping[int, Series]]]
+
+
+def of_sweep(progress: Sequence[monitor.Progress]) -> Panels:
+  """Training losses, a panel per setting."""
+  panels: dict[str, dict[str, dict[int, Series]]] = {}
+  for one in progress:
+    if one.run is not None and one.curve:
+      config = folder_lib.run_config(one.run)
+      tokens = config.data.batch_size * config.data.sequence_length
+      steps, loss = np.transpose(one.curve)
+      panel = panels.setdefault(losses.setting(one.run.overrides), {})
+      panel.setdefault(one.residual, {})[config.seed] = steps * tokens, loss
+  return panels
 
 
 def smooth(values: Sequence[float], share: float = 0.05) -> np.ndarray:
@@ -35,21 +51,11 @@ def smooth(values: Sequence[float], share: float = 0.05) -> np.ndarray:
   return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
-def training(
-  progress: Sequence[monitor.Progress],
-) -> figure_lib.Figure | None:
-  """Training losses of a sweep, a panel per setting; None where there are none.
+def draw(panels: Panels) -> figure_lib.Figure | None:
+  """Losses, and below them differences from the baseline, seed by seed.
 
-  A line is the mean over the seeds, as far as the slowest of them came.
+  None where there is nothing to draw, or more panels than could be read.
   """
-  panels: dict[str, dict[str, dict[int, Series]]] = {}
-  for one in progress:
-    if one.run is not None and one.curve:
-      config = folder_lib.run_config(one.run)
-      tokens = config.data.batch_size * config.data.sequence_length
-      steps, loss = np.transpose(one.curve)
-      panel = panels.setdefault(losses.setting(one.run.overrides), {})
-      panel.setdefault(one.residual, {})[config.seed] = steps * tokens, loss
   if not 0 < len(panels) <= _MAX_PANELS:
     return None
   figure = figure_lib.Figure(figsize=(8.4, 4.6), layout="constrained")
@@ -57,13 +63,11 @@ def training(
   handles = {}
   for (upper, lower), (setting, schemes) in zip(grid.T, panels.items()):
     for scheme, runs in schemes.items():
-      style = plots.style_of(scheme) | {"linewidth": 1.4}
-      x, y = _mean(list(runs.values()))
-      (handles[plots.name_of(scheme)],) = upper.plot(x / 1e6, y, **style)
+      line = _lines(upper, list(runs.values()), scheme)
+      handles[plots.name_of(scheme)] = line
       apart = differences(runs, schemes.get(losses.BASELINE, {}))
       if scheme != losses.BASELINE and apart:
-        x, y = _mean(apart)
-        lower.plot(x / 1e6, y, **style)
+        _lines(lower, apart, scheme)
     grey = plots.style_of(losses.BASELINE)["color"]
     lower.axhline(0.0, linewidth=0.8, color=grey)
     # As much as fits, and no mathematics whatever is in it.
@@ -73,7 +77,7 @@ def training(
     for axes in (upper, lower):
       axes.xaxis.set_major_locator(ticker.MaxNLocator(3))
       plots.style(axes)
-  grid[0][0].set_ylabel("training loss")
+  grid[0][0].set_ylabel("loss")
   grid[1][0].set_ylabel("difference from PreNorm")
   figure.legend(
     handles.values(), handles.keys(), loc="outside upper left",
@@ -95,8 +99,18 @@ def differences(
   return found
 
 
-def _mean(series: Sequence[Series]) -> Series:
-  """Smoothed, as far as the shortest of them goes."""
-  length = min(len(x) for x, _ in series)
+def _lines(axes: Any, series: Sequence[Series], scheme: str) -> Any:
+  """The mean over seeds as far as the shortest goes, and thin lines for seeds.
+
+  All are running means.
+  """
+  style = plots.style_of(scheme) | {"linewidth": 1.4}
+  smoothed = [smooth(y, share=0.1) for _, y in series]
+  for (x, _), y in zip(series, smoothed) if len(series) > 1 else ():
+    thin = {"color": style["color"], "linewidth": 0.6, "alpha": 0.45}
+    axes.plot(np.asarray(x, float) / 1e6, y, **thin)
+  length = min(map(len, smoothed))
   x = np.asarray(series[0][0][:length], float)
-  return x, np.mean([smooth(y[:length], share=0.1) for _, y in series], axis=0)
+  mean = np.mean([y[:length] for y in smoothed], axis=0)
+  (line,) = axes.plot(x / 1e6, mean, **style)
+  return line

@@ -96,7 +96,7 @@ def render(
   rows = monitor.rows(progress)
   running = sum(one.status == state_lib.RUNNING for one in progress)
   with svg.style():
-    figure = curves.training(progress)
+    figure = curves.draw(curves.of_sweep(progress))
     parts = {
       "title": title,
       "summary": monitor.summary(progress, running) + ".",
@@ -114,27 +114,14 @@ def render(
 
 
 def runs(progress: Sequence[monitor.Progress]) -> page.Table:
-  """A line per run."""
+  """A line per run, with its error in small print."""
   rows = []
-  for one in progress:
-    left = monitor.seconds_left(one, progress)
+  for one, (name, status, *cells) in zip(progress, monitor.cells(progress)):
     error = [one.error[:_MAX_ERROR]] if one.error else []
-    train, validation = one.train_loss, one.validation_loss
     rows.append(
-      (
-        page.Cell("", small=[one.name]),
-        page.Cell(one.status, small=error),
-        f"{one.step:,} of {one.steps:,}",
-        "" if train is None else f"{train:.3f}",
-        "" if validation is None else f"{validation:.4f}",
-        "" if left == 0.0 else monitor.duration(left),
-        str(one.attempts),
-      )
+      [page.Cell("", small=[name]), page.Cell(status, small=error), *cells]
     )
-  header = (
-    "Run", "State", "Step", "Training", "Validation", "Left", "Attempts",
-  )  # fmt: skip
-  return page.Table(header, rows)
+  return page.Table(monitor.COLUMNS, rows)
 
 
 def goodput(progress: Sequence[monitor.Progress]) -> page.Table:

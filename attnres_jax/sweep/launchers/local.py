@@ -11,7 +11,7 @@ run that another launcher's worker has is left to it and looked at again, so
 the launch ends when all runs have ended, whoever ran them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import os
 import pathlib
@@ -56,7 +56,7 @@ def launch(
       print(shlex.join(_command(folder, run)))
     return 0
   queue = _Queue(runs, epath.Path(folder), options.max_parallel)
-  with _Signals(queue):
+  with _signals_to(queue):
     return queue.run()
 
 
@@ -206,26 +206,17 @@ class _Process:
     self._process.send_signal(kind)
 
 
-class _Signals:
+@contextlib.contextmanager
+def _signals_to(queue: _Queue) -> Iterator[None]:
   """While open, signals stop a queue."""
-
-  _KINDS = (signal.SIGINT, signal.SIGTERM)
-
-  def __init__(self, queue: _Queue):
-    self._queue = queue
-    self._previous: dict[signal.Signals, Any] = {}
-
-  def __enter__(self) -> None:
-    for kind in self._KINDS:
-      self._previous[kind] = signal.signal(kind, self._receive)
-
-  def __exit__(self, *unused) -> None:
-    for kind, handler in self._previous.items():
+  receive = lambda number, frame: queue.stop()
+  kinds = (signal.SIGINT, signal.SIGTERM)
+  previous = {kind: signal.signal(kind, receive) for kind in kinds}
+  try:
+    yield
+  finally:
+    for kind, handler in previous.items():
       signal.signal(kind, handler)
-
-  def _receive(self, number: int, frame: Any) -> None:
-    del number, frame
-    self._queue.stop()
 
 
 class _Report:
