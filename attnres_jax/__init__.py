@@ -17,7 +17,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-  # Looked up on demand: schedules, fits and configs need no JAX.
+  # Imported on demand: schedules, fits and configs do not need JAX.
   if name not in _HOMES:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
   return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that survive: saved asynchronously, verified on the way back.
+"""Checkpoints: saved asynchronously, verified when they are read.
 
-Orbax (the v1 training API) writes and reads the arrays, and nothing else in
-the project touches it. A tree is stored as a flat dict {path: array}, the
-model apart from the rest, so that weights can be read without the optimiser.
-Beside the arrays lies one JSON object: data position, resolved configuration,
-whatever the caller adds. A checkpoint appears under its final name only when
-it is complete, so a kill during a save leaves the one before.
+Orbax (the v1 training API) writes and reads the arrays; no other module uses
+it. A tree is stored as a flat dict {path: array}, with the model separate from
+the rest, so that weights can be read without the optimiser. A JSON object is
+stored with the arrays: data position, resolved configuration, and whatever the
+caller adds. A checkpoint gets its final name only when it is complete, so a
+kill during a save leaves the previous one.
 
-What orbax leaves to its user is here: when the newest checkpoint cannot be
-read, the one before is taken. Once an older one has been read, those that
-failed are moved to `checkpoints_set_aside/` with their cause; nothing is ever
-deleted for being broken, and where none can be read nothing is moved.
+This module adds recovery: if the newest checkpoint cannot be read, the previous
+one is used. Once an older one has been read, the unreadable ones are moved to
+`checkpoints_set_aside/` together with the cause. A broken checkpoint is never
+deleted, and if none can be read, nothing is moved.
 """
 
 from collections.abc import Iterator, Mapping
@@ -41,7 +41,7 @@ _MODEL_PREFIX = "model/"
 
 
 class CheckpointError(config_lib.RunError):
-  """No checkpoint can be used, and going on would lose work silently."""
+  """No checkpoint can be used, and continuing would silently lose work."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Restored:
 
   Attributes:
     step: steps completed when it was saved.
-    state: the tree, as the abstract one asked for it.
+    state: the tree, with the shapes and shardings that were requested.
     info: the JSON object saved with it.
     unreadable: newer steps that could not be read, with the cause of each.
   """
@@ -64,7 +64,7 @@ class Restored:
 class Saver:
   """Writes checkpoints of one run; a context manager.
 
-  Open it after `restore_latest`: it clears unfinished saves away.
+  Open it after `restore_latest`, because it deletes unfinished saves.
   """
 
   def __init__(
@@ -74,7 +74,7 @@ class Saver:
     policies: list[Any] = [keep.LatestN(config.keep_last)]
     if config.keep_every:
       policies.append(keep.EveryNSteps(config.keep_every))
-    # Any: orbax types its policies more narrowly than what takes them.
+    # Any: orbax's annotations of policies are too narrow.
     policy: Any = keep.AnyPreservationPolicy(policies)
     self._asynchronous = config.asynchronous
     with _quiet():
@@ -93,9 +93,9 @@ class Saver:
     self.close()
 
   def save(self, step: int, state: Any, info: Mapping[str, Any]) -> None:
-    """Starts a save, after the one before has finished.
+    """Starts a save, after the previous one has finished.
 
-    Arrays are copied before this returns, so the state may be donated. Where a
+    Arrays are copied before this returns, so the state may be donated. If a
     save fails in the background, the next call (or `wait`, `close`) raises.
 
     Args:
@@ -134,18 +134,18 @@ def all_steps(workdir: epath.PathLike) -> list[int]:
 def restore_latest(
   workdir: epath.PathLike, abstract_state: Any
 ) -> Restored | None:
-  """Reads the newest checkpoint that can be read; None where there is none.
+  """Reads the newest readable checkpoint; None if there are no checkpoints.
 
-  Those that cannot are renamed into `checkpoints_set_aside/`. All processes of
-  a run must call this together, and settle on the same step.
+  Unreadable ones are moved to `checkpoints_set_aside/`. All processes of a run
+  must call this together, and agree on the same step.
 
   Args:
     workdir: of the run.
-    abstract_state: `jax.ShapeDtypeStruct`s with the wanted shardings.
+    abstract_state: `jax.ShapeDtypeStruct`s with the shardings to restore to.
 
   Raises:
     CheckpointError: there are checkpoints, but none can be read, or one was
-      written by a model of another shape.
+      written by a model with other shapes.
   """
   steps = _agreed_steps(workdir)
   unreadable: dict[int, str] = {}
@@ -180,7 +180,7 @@ def load_model(
 
   Args:
     workdir: of the run.
-    step: which checkpoint; None takes the newest that can be read.
+    step: which checkpoint; None for the newest readable one.
 
   Raises:
     CheckpointError: there is no such checkpoint, or it cannot be read.
@@ -232,7 +232,7 @@ def _name(path: Any) -> str:
 
 
 def _split(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-  """The checkpointables: weights, and what only training needs."""
+  """The parts of a checkpoint: weights, and what only training needs."""
   parts: dict[str, dict[str, Any]] = {"model": {}, "training": {}}
   for name, leaf in flat.items():
     if name.startswith(_MODEL_PREFIX):
@@ -252,7 +252,7 @@ def _join(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 def _read(
   workdir: epath.PathLike, step: int, abstract: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Arrays and JSON of one checkpoint, or whatever exception orbax has."""
+  """Arrays and JSON of one checkpoint, or the exception that orbax raised."""
   path = epath.Path(workdir).absolute() / CHECKPOINTS / str(step)
   parts = _split(abstract)
   with _quiet(), _alone():
@@ -272,7 +272,7 @@ def _info(metadata: Any) -> dict[str, Any]:
 def _check_same_shapes(
   path: epath.Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]
 ) -> None:
-  """A readable checkpoint of another model is an error, not damage."""
+  """Refuses a readable checkpoint of another model; that is not damage."""
   old = {name: tuple(leaf.shape) for name, leaf in stored.items()}
   new = {name: tuple(leaf.shape) for name, leaf in wanted.items()}
   changed = sorted(name for name in old | new if old.get(name) != new.get(name))
@@ -318,7 +318,7 @@ def _set_aside(workdir: epath.PathLike, unreadable: Mapping[int, str]) -> None:
 
 
 def _agreed_steps(workdir: epath.PathLike) -> list[int]:
-  """Process 0's listing: another one's view of the folder may lag behind."""
+  """Process 0's listing: other processes may see an outdated folder."""
   steps = all_steps(workdir)
   if jax.process_count() == 1:
     return steps
@@ -336,7 +336,7 @@ def _all_processes_agree(ok: bool) -> bool:
 
 
 def _alone() -> ocp.Context:
-  """Reading without barriers, so that one process's failure blocks no other."""
+  """Reads without barriers: a failing process does not block the others."""
   context = ocp.Context()
   index = jax.process_index()
   context.multiprocessing.active_processes = {index}
@@ -347,11 +347,11 @@ def _alone() -> ocp.Context:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-  """No noise from orbax while it looks at what may be damaged.
+  """Silences orbax while it reads a checkpoint that may be damaged.
 
-  The caller reports the cause, once and in one line. A failed read also leaves
-  coroutines behind that complain on stderr, at length, when they are
-  collected; the caller collects them before it leaves.
+  The caller reports the cause in one line. A failed read also leaves coroutines
+  behind that print long warnings when they are garbage-collected; the caller
+  collects them before it leaves this context.
   """
   level, hook = absl_logging.get_verbosity(), sys.unraisablehook
   absl_logging.set_verbosity(absl_logging.FATAL)
@@ -370,7 +370,7 @@ def _listing(unreadable: Mapping[int, str]) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-  """The innermost cause, in one line of bearable length."""
+  """The innermost cause, in one short line."""
   while error.__cause__ is not None:
     error = error.__cause__
   text = re.sub(r"\s+", " ", str(error)).strip()

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""At most one writer per run folder, whoever starts them and however they die.
+"""At most one writer per run folder, however it is started and dies.
 
-On a disk a writer holds a lock of the kernel's (flock) on the file `lock` as
-long as it lives; when it dies, by whatever means, the lock is gone. That holds
-on local disks and on network disks whose server keeps locks.
+On a disk, a writer holds a kernel lock (flock) on the file `lock` as long as it
+lives; however it dies, the lock is released. This works on local disks and on
+network disks whose server supports locks.
 
-An object store has no locks and no conditional write that would be the same
-everywhere, so there a claim is a lease: the writer puts its token and a
-heartbeat into `lock`, waits, and reads whose token is there; it has the folder
-as long as it finds its own. Two writers can both get a lease if a write takes
-longer than `SETTLE_SECONDS`; both find out at the next heartbeat, and the one
-whose token is gone ends on the spot. Until then each may write rows and
-checkpoints of the same run: the same values, from the same configuration.
+Object stores have no locks and no common form of conditional write, so there a
+claim is a lease: the writer puts its token and a heartbeat into `lock`, waits,
+and reads the file again. It holds the folder as long as it finds its own token.
+If a write takes longer than `SETTLE_SECONDS`, two writers can both get a lease;
+both notice at the next heartbeat, and the one whose token is gone exits
+immediately. Until then, both may write rows and checkpoints of the same run:
+the same values, from the same configuration.
 
-In both cases `lock` says who has the folder, for whoever is refused.
+In both cases `lock` names the holder, for the error of a process that is
+refused.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,31 +40,32 @@ from attnres_jax import config as config_lib
 from attnres_jax import files
 
 LOCK = "lock"
-# Others look at a lock for a moment; who wants it waits them out.
+# Other processes hold a lock briefly to look at it; wait until they are done.
 PATIENCE_SECONDS = 1.0
 SETTLE_SECONDS = 5.0
 HEARTBEAT_SECONDS = 10.0
-# A heartbeat older than this is that of a dead writer. Clocks of hosts that
-# share an object store have to agree within a part of it.
+# A writer whose heartbeat is older than this is considered dead. The clocks of
+# hosts that share an object store must agree to within a fraction of it.
 LEASE_SECONDS = 90.0
-# What the first process of several can say to the others, in bytes.
+# The longest message from the first process to the others, in bytes.
 _MESSAGE_BYTES = 1024
 
 
 class HeldError(config_lib.ConfigError):
-  """Another living process has the folder."""
+  """Another live process holds the folder."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Holder:
-  """Who has a folder.
+  """The holder of a folder.
 
   Attributes:
     host: where the process runs.
-    pid: its number there.
-    token: tells it from all others.
+    pid: its process id there.
+    token: distinguishes it from all other holders.
     started: when it claimed the folder, seconds since the epoch.
-    heartbeat: when it was last seen, the same; it moves in object stores only.
+    heartbeat: when it was last seen, in the same unit; updated in object stores
+      only.
   """
 
   host: str
@@ -73,7 +75,7 @@ class Holder:
   heartbeat: float
 
   def is_alive(self) -> bool:
-    """Whether it was seen lately."""
+    """Whether it was seen recently."""
     return time.time() - self.heartbeat < LEASE_SECONDS
 
   def __str__(self) -> str:
@@ -82,11 +84,11 @@ class Holder:
 
 
 class Claim:
-  """A folder that this process has, until it is released or ends.
+  """A folder that this process holds until it releases it or exits.
 
   Attributes:
     holder: this process, as others see it.
-    on_beat: called every `HEARTBEAT_SECONDS`, on a thread of the claim's.
+    on_beat: called every `HEARTBEAT_SECONDS`, on a thread of the claim.
   """
 
   def __init__(
@@ -108,7 +110,7 @@ class Claim:
     self._thread.start()
 
   def release(self, last: Callable[[], None] = lambda: None) -> None:
-    """Lets go, after it has called `last`; the heart no longer beats then."""
+    """Stops the heartbeat, calls `last`, and releases the folder."""
     self._over.set()
     self._thread.join()
     try:
@@ -128,7 +130,7 @@ class Claim:
             file=sys.stderr,
             flush=True,
           )
-          # Anything that is still written could undo the other's work.
+          # Anything written from here on could undo the other process's work.
           os._exit(self._lost_status)
         if self._lock is None:
           self.holder = dataclasses.replace(self.holder, heartbeat=time.time())
@@ -136,7 +138,7 @@ class Claim:
         if self.on_beat is not None:
           self.on_beat()
       except OSError:
-        # A full disk or a lost network ends the run where it writes results.
+        # A full disk or a lost network ends the run when it writes results.
         continue
 
   def _is_lost(self) -> bool:
@@ -152,16 +154,16 @@ def acquire(
   patience_seconds: float = 0.0,
   lost_status: int = 1,
 ) -> Claim:
-  """Takes a folder, which is made if needed.
+  """Claims a folder, which is created if needed.
 
   Args:
     workdir: local or gs://.
-    patience_seconds: to wait for a lease whose holder may be dead. It ends
-      early where the holder turns out to live.
-    lost_status: with which this process ends if another takes its lease.
+    patience_seconds: how long to wait for a lease whose holder may be dead.
+      Waiting ends early if the holder turns out to be alive.
+    lost_status: exit status of this process if another takes its lease.
 
   Raises:
-    HeldError: another process has it; says which.
+    HeldError: another process holds it; names the process.
     OSError: nothing can be written there.
   """
   workdir = epath.Path(workdir)
@@ -174,7 +176,7 @@ def acquire(
   lock = _lock(workdir, fcntl.LOCK_EX, PATIENCE_SECONDS)
   if lock is None:
     raise _held(workdir)
-  # A disk that is full keeps a lock all the same; its owner is then unnamed.
+  # Locks work on a full disk too, but their owner is then not named.
   with contextlib.suppress(OSError):
     os.ftruncate(lock.fileno(), 0)
     os.write(lock.fileno(), json.dumps(dataclasses.asdict(holder)).encode())
@@ -183,17 +185,17 @@ def acquire(
 
 @contextlib.contextmanager
 def held(workdir: epath.PathLike, ours: Claim | None = None) -> Iterator[None]:
-  """Around the work in a folder; all processes of a run enter it together.
+  """A context for work in a folder; all processes of a run enter it together.
 
-  Process 0 claims the folder and tells the others what came of it.
+  Process 0 claims the folder and tells the others the outcome.
 
   Args:
     workdir: local or gs://; made if needed.
-    ours: a claim that this process already has. It is left to its owner.
+    ours: a claim that this process already holds, which its owner releases.
 
   Raises:
-    HeldError: another run has it; the same on all processes.
-    ConfigError: nothing can be written there; the same.
+    HeldError: another run holds it; raised on all processes.
+    ConfigError: nothing can be written there; raised on all processes.
     OSError: the disk is full; the others get a ConfigError.
   """
   claim, error = None, None
@@ -221,7 +223,7 @@ def held(workdir: epath.PathLike, ours: Claim | None = None) -> Iterator[None]:
 
 
 def is_held(workdir: epath.PathLike) -> bool:
-  """Whether a living process has the folder."""
+  """Whether a live process holds the folder."""
   workdir = epath.Path(workdir)
   if not files.is_remote(workdir) and not (workdir / LOCK).exists():
     return False
@@ -236,7 +238,7 @@ def is_held(workdir: epath.PathLike) -> bool:
 
 
 def _has_locks(workdir: epath.Path) -> bool:
-  """Whether its file system keeps locks. Not all network disks do."""
+  """Whether its file system supports locks. Some network disks do not."""
   if files.is_remote(workdir):
     return False
   with open(workdir / LOCK, "a", encoding="utf-8") as file:
@@ -254,8 +256,8 @@ def _has_locks(workdir: epath.Path) -> bool:
 def _lock(
   workdir: epath.Path, kind: int, patience_seconds: float
 ) -> IO[str] | None:
-  """An open file with the lock on it, or None where another one has it."""
-  # Closed on exec, so that no child of a writer keeps its lock.
+  """An open, locked file, or None if another process has the lock."""
+  # Closed on exec, so that child processes do not keep the lock.
   file = open(workdir / LOCK, "a", encoding="utf-8")
   deadline = time.monotonic() + patience_seconds
   while True:
@@ -298,7 +300,7 @@ def _held(workdir: epath.Path, holder: Holder | None = None) -> HeldError:
 
 
 def _read(workdir: epath.Path) -> Holder | None:
-  """Who has or had the folder; None where the file does not say."""
+  """Who holds or held the folder; None if the file does not say."""
   try:
     return Holder(**json.loads((workdir / LOCK).read_text()))
   except (FileNotFoundError, TypeError, ValueError):
@@ -310,7 +312,7 @@ def _write(workdir: epath.Path, holder: Holder) -> None:
 
 
 def _of_process_0(text: str) -> str:
-  """A text of process 0's, on all processes."""
+  """Broadcasts a text from process 0 to all processes."""
   if jax.process_count() == 1:
     return text
   given = text.encode()[:_MESSAGE_BYTES]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all commands share: the --config flags, and one line for every error.
 
-`run` calls a command and returns its exit status: 2 for input that cannot be
-used, 1 for a run that failed, 130 for an interrupt. None of them ends in a
-traceback; one line on stderr says what was wrong. `Parser` does the same for
-the arguments of commands that do not take a --config.
+`run` calls a command and returns its exit status: 2 for invalid input, 1 for a
+run that failed, 130 for an interrupt. Instead of a traceback, one line on
+stderr says what was wrong. `Parser` does the same for the arguments of commands
+that do not take a --config.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def stop(message: str, status: int = 2) -> NoReturn:
 
 
 class Parser(argparse.ArgumentParser):
-  """Arguments with their defaults in --help, and one line for a bad one."""
+  """A parser with defaults in --help and one-line errors."""
 
   def __init__(self, program: str, description: str | None):
     """For `program`, such as "python -m attnres_jax.data.prepare"."""
@@ -66,7 +66,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_flags(argv: Sequence[str]) -> list[str]:
-  """Absl's parsing, with one line for whatever is wrong."""
+  """Absl's parsing, with one-line errors."""
   try:
     rest = flags.FLAGS(_with_fields(argv))
   except (flags.Error, config_lib.ConfigError) as error:
@@ -74,13 +74,13 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
   if len(rest) > 1:
     stop(f"unexpected argument {rest[1]!r}: options start with --")
   if flags.FLAGS["verbosity"].using_default_value:
-    # The libraries' own reports would bury ours; --verbosity=0 brings them.
+    # The libraries' own reports would bury ours; --verbosity=0 shows them.
     flags.FLAGS.verbosity = logging.WARNING
   return rest
 
 
 def config_of_flags() -> config_lib.RunConfig:
-  """What --config and its fields say.
+  """The configuration that --config and its fields describe.
 
   Raises:
     ConfigError: there is no such flag, or a field cannot be used.
@@ -102,12 +102,13 @@ def connect(
   num_processes: int | None,
   process_id: int | None,
 ) -> None:
-  """Joins the processes of one run, if this is one of several.
+  """Connects the processes of one run, if this is one of several.
 
-  On a pod JAX finds the others by itself; elsewhere all three are named.
+  On a pod, JAX finds the others by itself; elsewhere all three arguments are
+  needed.
 
   Raises:
-    ConfigError: only some are given, or there is no cluster to be found.
+    ConfigError: only some are given, or JAX finds no cluster.
   """
   names = "--coordinator_address, --num_processes, --process_id"
   given = (coordinator_address, num_processes, process_id)
@@ -147,7 +148,7 @@ def connect(
 
 
 def _with_fields(argv: Sequence[str]) -> list[str]:
-  """Writes `--config.FIELD`, in all its forms, as `--config_field`."""
+  """Rewrites all forms of `--config.FIELD` as `--config_field`."""
   defaults = config_lib.flatten(config_lib.default_config().to_dict())
   written, args = [], iter(argv)
   for arg in args:

@@ -15,7 +15,7 @@ from attnres_jax import files
 def write(
   path: os.PathLike[str] | str, rows: Iterable[Mapping[str, Any]]
 ) -> None:
-  """A file with the columns of all rows; a cell without a value is empty."""
+  """Writes the columns of all rows; cells without a value are empty."""
   rows = list(rows)
   columns = list(dict.fromkeys(name for row in rows for name in row))
   text = io.StringIO()
@@ -26,6 +26,6 @@ def write(
 
 
 def read(path: os.PathLike[str] | str) -> list[dict[str, str]]:
-  """The rows of a file, every cell as it is written."""
+  """The rows of a file, with every cell as text."""
   with epath.Path(path).open("r") as file:
     return list(csv.DictReader(file))

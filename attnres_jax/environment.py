@@ -14,7 +14,7 @@ _ROOT = pathlib.Path(__file__).parents[1]
 
 
 def facts() -> dict[str, str]:
-  """Of this machine, and of the code that runs on it."""
+  """Facts about this machine and the code that runs on it."""
   return {
     "hardware": hardware(),
     "system": f"{platform.system()} {platform.release()}",
@@ -29,8 +29,8 @@ def facts() -> dict[str, str]:
 def commit() -> str:
   """Short hash of this checkout, with a plus if files were changed.
 
-  "unknown" without git, and for an installed package, even if the environment
-  it is in lies inside a repository.
+  "unknown" without git and for an installed package, even if its environment is
+  inside a repository.
   """
   try:
     if pathlib.Path(_git("rev-parse", "--show-toplevel")) != _ROOT.resolve():
@@ -42,7 +42,7 @@ def commit() -> str:
 
 
 def hardware() -> str:
-  """All devices of a run; of a CPU its model, cores and memory."""
+  """The devices of this machine; for a CPU its model, cores and memory."""
   devices = jax.devices()
   if devices[0].platform != "cpu":
     return f"{len(devices)} x {devices[0].device_kind}"
@@ -58,7 +58,7 @@ def hardware() -> str:
 
 
 def cpu() -> str:
-  """The model of this machine's processor; starts no device."""
+  """The model of this machine's processor, without starting a device."""
   try:
     for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
       if line.startswith("model name"):

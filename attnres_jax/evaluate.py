@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Validation loss over a fixed set of tokens.
 
-The same batches every time, read once and kept on the host, so that losses of
-one run, and of runs that differ only in the network, compare token by token.
+The batches are the same every time, read once and kept on the host, so that the
+losses of a run, and of runs that differ only in the network, are comparable
+token by token.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,8 +30,8 @@ class Evaluator:
     mesh: batches are split over its devices.
     eval_step: (model, batch) -> dict(loss_sum, tokens), of
       `train_state.Program`.
-    separator_id: the token between documents, where all others are bytes; None
-      where tokens are not bytes, and bits per byte have no meaning.
+    separator_id: the token between documents, if all others are bytes; None if
+      tokens are not bytes, so that bits per byte are undefined.
   """
 
   def __init__(
@@ -84,7 +85,7 @@ def _first_batches(dataset: Any, count: int) -> list[Batch]:
 
 
 def _count_bytes(batches: Sequence[Batch], separator_id: int) -> int:
-  """Targets that count towards the loss and are bytes, over all processes."""
+  """Number of targets that count and are bytes, over all processes."""
   count = 0
   for batch in batches:
     targets = batch["tokens"][:, 1:]

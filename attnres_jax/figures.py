@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all figures share: how a scheme looks, one grid, one legend.
+"""Shared by all figures: the style of a scheme, the grid, the legend.
 
-Looks belong to the scheme (`models.residuals.base.Style`); nothing here knows
-one by name. Needs no matplotlib until something is drawn.
+Styles belong to the schemes (`models.residuals.base.Style`); this module knows
+no scheme by name. It imports matplotlib only when something is drawn.
 """
 
 from typing import Any
@@ -11,19 +11,19 @@ from attnres_jax.models import residuals
 
 
 def look_of(scheme: str) -> residuals.Style:
-  """Of a registered scheme; a plain one of the same name for any other."""
+  """The style of a registered scheme; a plain style for any other name."""
   known = residuals.RESIDUALS.get(scheme)
   look = known.style if known else residuals.Style()
   return look._replace(label=look.label or scheme)
 
 
 def name_of(scheme: str) -> str:
-  """How a scheme is called in tables and figures."""
+  """The label of a scheme in tables and figures."""
   return look_of(scheme).label
 
 
 def style_of(scheme: str) -> dict[str, Any]:
-  """Keyword arguments of every line that stands for a scheme."""
+  """Keyword arguments for every line that represents a scheme."""
   look = look_of(scheme)
   return {"color": look.colour, "linestyle": look.line, "linewidth": 1.8}
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small files that are always whole, on disks and in object stores.
+"""Small files that are always complete, on disks and in object stores.
 
-Every file that is written at once (config.json, summary.json, state.json,
-reports) goes through `write`, so that a kill or a full disk leaves the old text
-or the new one. Metrics are appended, and checkpoints committed, elsewhere.
+Every file that is written in one piece (config.json, summary.json, state.json,
+reports) goes through `write`, so that a kill or a full disk leaves either the
+old or the new text. Metrics are appended, and checkpoints committed, elsewhere.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ from etils import epath
 
 from attnres_jax import config as config_lib
 
-# What file systems of Linux and macOS allow.
+# The limit of file systems on Linux and macOS.
 _NAME_BYTES = 255
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-# Libraries in C++ report it in words.
+# C++ libraries report it as text.
 _FULL_WORDS = ("no space left on device", "disk quota exceeded")
 
 
@@ -32,12 +32,12 @@ def is_remote(path: epath.PathLike) -> bool:
 
 
 def write(path: epath.PathLike, text: str) -> None:
-  """Replaces a file: whoever reads it finds the old or the new text.
+  """Replaces a file: readers find either the old or the new text.
 
-  A file that already holds `text` is left alone.
+  A file that already contains `text` is left unchanged.
 
   Raises:
-    OSError: it cannot be written; what was there before still is.
+    OSError: it cannot be written; its old content is still there.
   """
   path = epath.Path(path)
   data = text.encode("utf-8")
@@ -45,7 +45,7 @@ def write(path: epath.PathLike, text: str) -> None:
     if path.read_bytes() == data:
       return
   if is_remote(path):
-    # Object stores write objects as a whole, or not at all.
+    # Object stores write an object completely or not at all.
     path.write_bytes(data)
     return
   temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -63,11 +63,11 @@ def write(path: epath.PathLike, text: str) -> None:
 
 
 def disk_full(path: epath.PathLike, needed: int | None = None) -> OSError:
-  """The error of a disk without room for a path, with what would be needed.
+  """The error for a full disk, with the space needed and available.
 
   Args:
     path: that cannot be written.
-    needed: its bytes, where they are known.
+    needed: its size in bytes, if known.
   """
   folder = os.path.abspath(path)
   while not os.path.isdir(folder):
@@ -98,10 +98,10 @@ def read_json(path: epath.PathLike) -> dict[str, Any]:
 
 
 def check_path(name: str, path: str, schemes: Sequence[str]) -> epath.Path:
-  """A path on a disk or in an object store that there is a client for.
+  """A path on a disk, or in an object store for which there is a client.
 
   Raises:
-    ConfigError: it is neither, or no path at all.
+    ConfigError: it is neither, or not a path.
   """
   scheme, remote, _ = path.partition("://")
   accepted = " or ".join(["a local path", *(f"{s}://" for s in schemes)])
@@ -114,10 +114,10 @@ def check_path(name: str, path: str, schemes: Sequence[str]) -> epath.Path:
 
 
 def check_folder(name: str, path: str) -> epath.Path:
-  """A folder that is there, or can be made, and can be written.
+  """A folder that exists or can be created, and is writable.
 
   Raises:
-    ConfigError: neither is so.
+    ConfigError: otherwise.
   """
   folder = check_path(name, path, ("gs",))
   if is_remote(folder):
@@ -141,7 +141,7 @@ def check_folder(name: str, path: str) -> epath.Path:
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-  """Whether an exception, or what led to it, says that a disk is full."""
+  """Whether an exception or one of its causes says that a disk is full."""
   seen: set[int] = set()
   while error is not None and id(error) not in seen:
     seen.add(id(error))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time of a run went, over all its attempts, read from its rows.
+"""How a run spent its time, over all attempts, from its rows.
 
-Steps that were taken and then lost to a kill are not in metrics.jsonl any more
-(they are taken again); what they cost is in the `resume` event that found them.
-What a killed attempt did after its last row is nowhere.
+Steps that were lost to a kill are no longer in metrics.jsonl, because they are
+repeated; the `resume` event records their cost. Whatever a killed attempt did
+after its last row is not recorded.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,14 +18,15 @@ class Goodput:
   """Seconds of one run, or of several.
 
   Attributes:
-    startup: from the call to the first step, less compiling: data, restoring.
+    startup: from the call to the first step, without compiling: data,
+      restoring.
     compile: of all programs.
-    step: of steps that count, less waiting for data.
-    data_wait: for the next batch; other work of the host hides none of it.
-    checkpoint_wait: in which a save held up the training.
-    evaluation: on the validation split, and of rows per depth.
-    lost: steps and evaluations that a kill undid.
-    lost_steps: how many steps those were.
+    step: in steps that count, without waiting for data.
+    data_wait: waiting for the next batch, not overlapped with other work.
+    checkpoint_wait: training blocked by a save.
+    evaluation: on the validation split, and for depth rows.
+    lost: steps and evaluations lost to a kill.
+    lost_steps: how many steps were lost.
   """
 
   startup: float = 0.0
@@ -43,14 +44,14 @@ class Goodput:
 
   @property
   def seconds(self) -> dict[str, float]:
-    """What the time went into, by name."""
+    """The categories by name."""
     parts = dataclasses.asdict(self)
     del parts["lost_steps"]
     return parts
 
   @property
   def total(self) -> float:
-    """All that is accounted for, in seconds."""
+    """The sum of all categories, in seconds."""
     return sum(self.seconds.values())
 
 
@@ -64,7 +65,7 @@ def of_rows(rows: Iterable[Row]) -> Goodput:
     kind = row.get("event", row["split"])
     if kind in ("start", "resume"):
       lost_steps += row["lost_steps"]
-      # Folders from before these were recorded have none.
+      # Older folders do not have these rows.
       seconds["lost"] += row.get("lost_seconds", 0.0)
       compiled = 0.0
     elif kind == "compiled":
@@ -85,7 +86,7 @@ def of_rows(rows: Iterable[Row]) -> Goodput:
 
 
 def lost(rows: Sequence[Row], resume_step: int) -> tuple[int, float]:
-  """Steps past a checkpoint that were logged, and the seconds they took."""
+  """The logged steps after a checkpoint, and the seconds they took."""
   steps, seconds, last_step = 0, 0.0, 0
   for row in rows:
     if row["split"] == "train":

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Next-token cross-entropy that never holds more than a tile of logits.
 
-With a vocabulary of V the float32 logits of a batch are V / D times its
-states; for V = 163840 they would be the largest array of the step. The sum is
-therefore taken tile by tile over the sequence, and each tile's gradient is
-computed right where its logits are (the loss is a sum, so the gradient only
-has to be scaled in the backward pass): three matrix products per tile, as
+With a vocabulary of V, the float32 logits of a batch are V / D times as large
+as its states; for V = 163840 they would be the largest array of the step. So
+the loss is summed tile by tile over the sequence, and the gradient of each tile
+is computed together with its logits. (The loss is a sum, so the backward pass
+only has to scale this gradient.) This takes three matrix products per tile, as
 without tiling, and no recomputation.
 
 A tile reads the head and adds to its gradient, 8 to 12 D V bytes for 6 D V
-FLOPs a token. Chips do 150 to 600 FLOPs in the time of a byte, so that a tile
-of less than some hundred tokens waits for memory, whatever D and V are.
+FLOPs per token. Chips do 150 to 600 FLOPs in the time of moving one byte, so a
+tile of less than a few hundred tokens is bound by memory, for any D and V.
 """
 
 from collections.abc import Mapping
@@ -26,14 +26,15 @@ from attnres_jax import sharding
 from attnres_jax.models import embedding
 from attnres_jax.models import linear
 
-# Bytes of float32 logits that one device holds at once, and the tokens that it
-# takes all the same: with V = 163840 and D = 2304 on v5p, tiles of 100 move
-# bytes for 3.6 times as long as their products take, and tiles of 1024 for 0.6.
+# Bytes of float32 logits that one device holds at once, and the minimum number
+# of tokens per tile. With V = 163840 and D = 2304 on v5p, moving the bytes of a
+# tile takes an estimated 3.6 times as long as its products for tiles of 100
+# tokens, and 0.6 times for tiles of 1024.
 TILE_BYTES, TILE_TOKENS = 64 * 2**20, 1024
 
 
 class Examples(NamedTuple):
-  """What a network reads and is to predict, [B, T] each.
+  """What a network reads and has to predict, [B, T] each.
 
   Attributes:
     inputs: int32 tokens.
@@ -49,7 +50,7 @@ class Examples(NamedTuple):
 
   @classmethod
   def of(cls, batch: Mapping[str, jax.Array]) -> "Examples":
-    """Of a batch as `train_state.Program.train_step` takes it."""
+    """From a batch in the form that `train_state.Program.train_step` takes."""
     tokens, segment_ids = batch["tokens"], batch.get("segment_ids")
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     if segment_ids is None:
@@ -74,7 +75,7 @@ class LossSums(NamedTuple):
 
 
 def no_loss(dtype: jax.typing.DTypeLike = jnp.float32) -> LossSums:
-  """Of no tokens."""
+  """The sums over no tokens."""
   return LossSums(*[jnp.zeros((), dtype)] * 3)
 
 
@@ -84,7 +85,7 @@ def loss_sums(
   head_DV: jax.Array,
   examples: Examples,
 ) -> LossSums:
-  """`cross_entropy` of states after the final norm, as a run has it."""
+  """`cross_entropy` of states after the final norm, with a run's options."""
   return cross_entropy(
     h_BTD,
     head_DV,
@@ -108,9 +109,9 @@ def cross_entropy(
 ) -> LossSums:
   """Sums the loss over tokens; differentiable in `h_BTD` and `head_DV`.
 
-  Where `sharding.ambient` splits rows over devices, each works through tiles of
-  its own rows. A head that is cut over `fsdp` is gathered once, in the dtype of
-  `h_BTD`, and its gradient scattered once, in float32.
+  If `sharding.ambient` splits rows over devices, each device processes tiles of
+  its own rows. A head that is sharded over `fsdp` is gathered once, in the
+  dtype of `h_BTD`, and its gradient is scattered once, in float32.
 
   Args:
     h_BTD: states after the final norm.
@@ -119,9 +120,9 @@ def cross_entropy(
     weight_BT: float32, 0 for targets that do not count.
     soft_cap: of the logits, see `embedding.soft_capped`.
     z_loss: weight of the squared log-normaliser (arXiv:2204.02311 section 5).
-    tile_tokens: tokens per tile and device; 0 takes what fits in `TILE_BYTES`,
-      and `TILE_TOKENS` at least. Tiles are cut along the sequence, so each has
-      tokens of every row.
+    tile_tokens: tokens per tile and device; 0 for as many as fit in
+      `TILE_BYTES`, but at least `TILE_TOKENS`. Tiles are cut along the
+      sequence, so each has tokens of every row.
   """
 
   def of_rows(rows, head_DV):
@@ -186,7 +187,7 @@ def _tiled_fwd(options, h_BTD, head_DV, target_BT, weight_BT):
 def _tiled_bwd(options, gradients, cotangent: LossSums):
   del options
   d_h_BTD, d_head_DV = gradients
-  # Only `total` is differentiated; nll and z are there to be logged.
+  # Only `total` is differentiated; nll and z are for logging.
   scale = cotangent.total
   return (scale * d_h_BTD).astype(d_h_BTD.dtype), scale * d_head_DV, None, None
 
@@ -195,7 +196,7 @@ _tiled.defvjp(_tiled_fwd, _tiled_bwd)
 
 
 def _gather(h_BTD, head_DV) -> tuple[jax.Array, int | None]:
-  """The whole head in the dtype of its product, and along what it was cut."""
+  """The whole head in the dtype of its product, and the axis of its shards."""
   dim = sharding.cut_dim(head_DV, 0, h_BTD.shape[-1])
   return sharding.gather_parts(head_DV, dim, h_BTD.dtype), dim
 

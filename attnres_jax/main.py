@@ -10,7 +10,7 @@ stops it before anything is compiled, with one line on stderr and exit status 2;
 a run that fails exits with 1.
 
 On a pod, start the command on every host with `--distributed`; JAX finds the
-cluster by itself. Elsewhere name it:
+cluster by itself. Elsewhere, describe the cluster:
 
   python -m attnres_jax.main ... --distributed \
     --coordinator_address=10.0.0.1:1234 --num_processes=2 --process_id=0
@@ -32,28 +32,28 @@ from attnres_jax import files
 from attnres_jax import train
 
 _WORKDIR = flags.DEFINE_string(
-  "workdir", None, "Folder of the run, local or gs://; made if needed."
+  "workdir", None, "Folder of the run, local or gs://; created if needed."
 )
 _CHANGED = flags.DEFINE_bool(
     "resume_with_changed_config", False,
-    "Resume a run although its configuration or data differ.",
+    "Resume a run even if its configuration or data differ.",
 )  # fmt: skip
 _DISTRIBUTED = flags.DEFINE_bool(
-  "distributed", False, "One of several processes of one run."
+  "distributed", False, "This is one of several processes of one run."
 )
 _COORDINATOR = flags.DEFINE_string(
-  "coordinator_address", None, "host:port of process 0; found on a pod."
+  "coordinator_address", None, "host:port of process 0; automatic on a pod."
 )
 _NUM_PROCESSES = flags.DEFINE_integer(
-  "num_processes", None, "How many processes; found on a pod."
+  "num_processes", None, "Number of processes; automatic on a pod."
 )
 _PROCESS_ID = flags.DEFINE_integer(
-  "process_id", None, "Which one this is, from 0; found on a pod."
+  "process_id", None, "Index of this process, from 0; automatic on a pod."
 )
 
 
 def main(argv: Sequence[str]) -> int:
-  """Trains, once all flags make sense; returns the exit status."""
+  """Checks the flags and trains; returns the exit status."""
   del argv
   return command_line.run(_train)
 
@@ -86,9 +86,9 @@ def _train() -> None:
 
 
 def _leave(error: Exception) -> NoReturn:
-  """Ends this process of several now, for the others to notice.
+  """Ends this process immediately, so that the others notice.
 
-  An orderly exit would wait for them, and they may be what is gone.
+  A normal exit would wait for the other processes, which may be dead.
   """
   traceback.print_exc()
   reason = str(error).strip().partition("\n")[0]

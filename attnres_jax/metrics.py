@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the numbers of a run go: metrics.jsonl, console, TensorBoard, wandb.
+"""The sinks for metrics of a run: metrics.jsonl, console, TensorBoard, wandb.
 
 A row is a flat dict with `step`, `split` (train, validation, depth or event)
-and numbers, lists of numbers or short texts. Process 0 writes; the others hold
+and numbers, lists of numbers or short texts. Process 0 writes; the others have
 a writer without sinks. metrics.jsonl is append-only and flushed row by row.
-When a run resumes at step n, rows of later steps are removed first (they are
-about to be computed again, with the same values), while `event` rows stay:
-they are the history of the run, its interruptions included.
+When a run resumes at step n, rows of later steps are removed first, because
+they will be computed again with the same values. `event` rows stay: they are
+the history of the run, including its interruptions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ from attnres_jax import config as config_lib
 
 Row = Mapping[str, Any]
 
-# What a console line of a train row shows; the file has all of it.
+# The columns of a train row that the console shows; the file has all.
 _CONSOLE_TRAIN = (
     "loss", "grad_norm", "learning_rate", "tokens_per_second",
     "model_flop_utilisation", "step_seconds", "moe_max_violation",
@@ -33,7 +33,7 @@ _CONSOLE_TRAIN = (
 
 
 class Sink(Protocol):
-  """Something rows can be written to."""
+  """A destination for rows."""
 
   def write(self, row: Row) -> None: ...
 
@@ -43,7 +43,7 @@ class Sink(Protocol):
 
 
 class Writer:
-  """Hands every row to every sink."""
+  """Passes every row to every sink."""
 
   def __init__(self, sinks: Sequence[Sink]):
     self._sinks = sinks
@@ -55,7 +55,7 @@ class Writer:
       sink.write(row)
 
   def event(self, step: int, name: str, **values: Any) -> None:
-    """Something that happened, such as a save, a resume or a signal."""
+    """An event, such as a save, a resume or a signal."""
     self.write(step, "event", event=name, **values)
 
   def flush(self) -> None:
@@ -74,12 +74,12 @@ def make_writer(
   resume_step: int = 0,
   primary: bool = True,
 ) -> Writer:
-  """The sinks the config asks for, on the primary process.
+  """The sinks that the config requests, on the primary process.
 
   Args:
-    workdir: of the run; its metrics.jsonl is continued.
-    config: of the run; `config.log` chooses the sinks.
-    resume_step: rows past this step are taken out of metrics.jsonl.
+    workdir: of the run; its metrics.jsonl is appended to.
+    config: of the run; `config.log` selects the sinks.
+    resume_step: rows after this step are removed from metrics.jsonl.
     primary: whether this process writes.
   """
   if not primary:
@@ -97,7 +97,7 @@ def make_writer(
 
 
 def check_available(config: config_lib.LogConfig) -> None:
-  """Stops a run whose sinks are not installed before it compiles anything.
+  """Refuses a run whose sinks are not installed, before anything is compiled.
 
   Raises:
     ConfigError: naming the field and the package it needs.
@@ -111,10 +111,10 @@ def check_available(config: config_lib.LogConfig) -> None:
 def read_rows(
   workdir: epath.PathLike, split: str | None = None
 ) -> list[dict[str, Any]]:
-  """The rows of a run, or those of one split; [] where there are none.
+  """The rows of a run, or of one split; [] if there are none.
 
   Raises:
-    ValueError: a line is no row; names file and line.
+    ValueError: a line is not a row; names the file and line.
   """
   path = epath.Path(workdir) / "metrics.jsonl"
   rows = _parse_file(path) if path.exists() else []
@@ -124,9 +124,9 @@ def read_rows(
 class JsonlSink:
   """One JSON object per line.
 
-  On a local disk every row is appended and flushed. Object stores cannot
-  append, so there the file is written anew at every flush, which the training
-  loop asks for before each checkpoint and at the end.
+  On a local disk, every row is appended and flushed. Object stores cannot
+  append, so there the file is rewritten at every flush, which the training loop
+  requests before each checkpoint and at the end.
   """
 
   def __init__(self, path: epath.Path, keep_through: int):
@@ -159,7 +159,7 @@ class JsonlSink:
       self._file.close()
 
   def _replace(self) -> None:
-    """Writes all rows at once, so that a kill leaves the old or new file."""
+    """Writes all rows at once; a kill leaves the old or the new file."""
     text = "".join(self._lines)
     if self._remote:
       self._path.write_text(text)
@@ -173,8 +173,8 @@ class JsonlSink:
 class Console:
   """A progress bar on a terminal, plain lines elsewhere.
 
-  Evaluations and events always get a line; train rows move the bar, or, where
-  there is none, are printed every few seconds.
+  Evaluations and events always get a line. Train rows update the bar or,
+  without a bar, are printed every few seconds.
   """
 
   def __init__(
@@ -235,7 +235,7 @@ class Console:
 
 
 class _TensorBoardSink:
-  """Scalars by split; the entries of a list become scalars of their own."""
+  """Scalars by split; each entry of a list becomes a separate scalar."""
 
   def __init__(self, folder: epath.Path, resume_step: int):
     tensorboardx = _import("tensorboardX", "log.tensorboard", True, "false")
@@ -255,7 +255,7 @@ class _TensorBoardSink:
 
 
 class _WandbSink:
-  """The same scalars, in one wandb run per workdir."""
+  """The same scalars, as one wandb run per workdir."""
 
   def __init__(self, workdir: epath.Path, config: config_lib.RunConfig):
     project = config.log.wandb_project
@@ -306,7 +306,7 @@ def _plain(value: Any) -> Any:
 
 
 def _scalars(row: Row) -> dict[str, float]:
-  """{"split/name": number}, lists spread out, texts and gaps left out."""
+  """{"split/name": number}, with lists expanded, texts and gaps left out."""
   scalars = {}
   for name, value in row.items():
     items = (
@@ -329,10 +329,10 @@ def _dump(row: Row) -> str:
 
 
 def _parse_file(path: epath.Path) -> list[dict[str, Any]]:
-  """All rows but a last one cut short by a kill.
+  """All rows, except a last one that was truncated by a kill.
 
   Raises:
-    ValueError: a line before the last is no row.
+    ValueError: a line before the last is not a row.
   """
   *lines, tail = path.read_text().split("\n")
   rows = [_parse_line(path, i, line) for i, line in enumerate(lines, 1)]

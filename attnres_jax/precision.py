@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How wide sums and statistics are: float32, or wider where their terms are.
+"""The dtype of sums and statistics: float32, or wider if their terms are.
 
-No config asks for float64. Networks compute in it when they are given weights
-of it, which is how tests tell rounding from mistakes.
+No config uses float64. Networks compute in float64 when their weights are
+float64, which is how tests distinguish rounding from mistakes.
 """
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 
 def wide(dtype: jax.typing.DTypeLike) -> jnp.dtype:
-  """The dtype of sums over numbers of a dtype."""
+  """The dtype of sums over values of a dtype."""
   return jnp.promote_types(dtype, jnp.float32)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the folder of a run says about it, before the run and after.
+"""The files of a run folder that describe the run and its outcome.
 
-config.json and data.json say what the run is; a run that goes on must be the
-same one. metrics.jsonl says what was completed, summary.json what came out.
+config.json and data.json describe the run; a resumed run must match them.
+metrics.jsonl records what was completed, summary.json the outcome.
 """
 
 from collections.abc import Iterable
@@ -20,9 +20,9 @@ from attnres_jax import goodput
 from attnres_jax import metrics as metrics_lib
 from attnres_jax import optimizer
 
-# May differ between a run and its resumption: where, how often and how fast
+# Fields that may differ when a run is resumed: where, how often and how fast
 # things are written and read, not what is computed. A prefix ends in a dot.
-# `train.steps` may, too, before the schedule begins to depend on it.
+# `train.steps` may differ too, until the schedule starts to depend on it.
 HARMLESS = (
   "name",
   "log.",
@@ -43,12 +43,12 @@ def changes(
   config: config_lib.RunConfig,
   descriptions: dict[str, Any],
 ) -> dict[str, tuple[Any, Any]]:
-  """What differs, beyond the harmless, from the run that is resumed."""
+  """The differences from the run to resume that are not harmless."""
   file = workdir / "config.json"
   if not file.exists() or not checkpoint.all_steps(workdir):
     return {}
   old = json.loads(file.read_text())
-  # A field that is new since then had its default.
+  # A field that did not exist then had its default.
   both = (config_lib.build_run_config(old), config)
   found = config_lib.differences(
     *(json.loads(config_lib.to_json(one)) for one in both)
@@ -80,7 +80,7 @@ def is_harmless(field: str, names: Iterable[str] = HARMLESS) -> bool:
 
 
 def refusal(workdir: epath.Path, changes: dict[str, tuple[Any, Any]]) -> str:
-  """Why the run in the folder is not gone on with."""
+  """The error for a folder whose run cannot be resumed."""
   lines = [
     f"{workdir} holds a run with another configuration; resume it with the"
     " same one, choose another --workdir, or pass"
@@ -98,7 +98,7 @@ def refusal(workdir: epath.Path, changes: dict[str, tuple[Any, Any]]) -> str:
 def finished_summary(
   workdir: epath.Path, config: config_lib.RunConfig
 ) -> dict[str, Any] | None:
-  """What a run of at least this length left, or None."""
+  """The summary of a finished run of at least this length, or None."""
   file = workdir / "summary.json"
   if not file.exists():
     return None
@@ -109,10 +109,10 @@ def finished_summary(
 def missing_checkpoint(
   workdir: epath.Path, restored: checkpoint.Restored | None
 ) -> int | None:
-  """The step of a newer checkpoint that was completed and is gone.
+  """The step of a newer checkpoint that was completed but is missing.
 
   Raises:
-    CheckpointError: some were completed, and none is left.
+    CheckpointError: some were completed, but none is left.
   """
   completed: set[int] = set()
   for row in metrics_lib.read_rows(workdir, "event"):
@@ -138,7 +138,7 @@ def open_run(
   descriptions: dict[str, Any],
   step: int,
 ) -> metrics_lib.Writer:
-  """Writes what the run is, and opens what it says."""
+  """Writes the description of the run, and opens its metrics."""
   primary = jax.process_index() == 0
   if primary:
     workdir.mkdir(parents=True, exist_ok=True)
@@ -160,7 +160,7 @@ def summarise(
   parameters: int,
   seconds: float,
 ) -> dict[str, Any]:
-  """What came out, from the rows of the whole run; written when finished."""
+  """The outcome, from the rows of the whole run; written when finished."""
   summary: dict[str, Any] = {
     "name": config.name,
     "status": status,
