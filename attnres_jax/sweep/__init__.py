@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sweeps that run: a folder of runs, one worker command, several launchers.
 
-  folder     what lies where: a workdir per run, and what the runs are
-  state      how far a run is: one small file that is always whole
+  folder     the files of a sweep: a workdir per run, and what the runs are
+  state      how far a run is: one small file, written atomically
+  damage     files that cannot be read, named by path and line
   claims     at most one worker per run
   worker     the command that trains one run of a folder
-  exits      how that command ended
+  exits      exit statuses of that command
   launchers  what starts workers: local, ray, jobset, slurm
   branches   several budgets from one run
   monitor    progress and time left, read from the files of the runs
   rows       finished runs as a table for fits and files
-  preflight  compiles every program for a TPU slice that is not there
-  cli        run, status and collect, for experiments with a sweep
+  preflight  compiles every program for a TPU slice before the launch
+  cli        run, status, collect and report, for experiments with a sweep
 
 `attnres_jax.scaling.grid` says what a sweep is; nothing here decides that.
 """

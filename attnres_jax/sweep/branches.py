@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several budgets from one run: branches of a warm-up, stable, decay schedule.
 
-A run whose rate decays at its end only (`wsd`) is, up to that decay, any longer
-run of the same kind: same data, same rates, same parameters. So a longer run,
-the trunk, keeps checkpoints along its stable phase, and a branch begins with
-the one from where its own decay starts, rather than at step 0.
+Until its decay, a run whose rate decays only at the end (`wsd`) is identical to
+any longer run of the same kind: same data, same rates, same parameters. So a
+longer run, the trunk, keeps checkpoints along its stable phase, and a branch
+starts from the checkpoint at which its own decay begins, rather than at step 0.
 
-A branch without such a checkpoint trains all of its steps, to the same result
-(on CPU bit for bit). That is what happens in object stores, where checkpoints
-are not copied.
+A branch without such a checkpoint trains all of its steps, with the same result
+(bit for bit on CPU). That is also what happens in object stores, where
+checkpoints are not copied.
 """
 
 import shutil
@@ -29,7 +29,7 @@ _ENDED = (state_lib.DONE, state_lib.FAILED, state_lib.DAMAGED)
 
 
 def is_ready(folder: epath.PathLike, run: grid.Run) -> bool:
-  """Whether nothing is gained by waiting for the run's trunk."""
+  """Whether the run can start, without waiting for its trunk."""
   folder = epath.Path(folder)
   if not run.branch_of or files.is_remote(folder):
     return True
@@ -42,12 +42,13 @@ def is_ready(folder: epath.PathLike, run: grid.Run) -> bool:
 
 
 def start(folder: epath.PathLike, run: grid.Run) -> int:
-  """Gives a run that has not begun its trunk's checkpoint; returns its step.
+  """Copies the trunk's checkpoint to a run that has not begun.
 
-  That is 0 where there is none to take, or the run has begun.
+  Returns:
+    The step of the checkpoint; 0 without one, or if the run has begun.
 
   Raises:
-    ConfigError: up to its decay the run is not the same as its trunk.
+    ConfigError: until its decay the run differs from its trunk.
   """
   folder = epath.Path(folder)
   workdir = folder / run.name

@@ -18,10 +18,10 @@ is_held = claims.is_held
 
 
 def acquire(workdir: epath.PathLike) -> "Claim | None":
-  """Takes a run that is not done; None where it is, or another one has it.
+  """Claims a run; None if it is done or another worker has claimed it.
 
   Raises:
-    ConfigError: nobody knows what became of it, as its state is damaged.
+    ConfigError: the state of the run is damaged.
   """
   workdir = epath.Path(workdir)
   try:
@@ -69,7 +69,7 @@ class Claim:
     claim.on_beat = self._write
 
   def release(self, status: str, error: str = "") -> None:
-    """Writes how it ended, and lets go."""
+    """Writes how it ended, and releases the claim."""
 
     def last() -> None:
       self._state = dataclasses.replace(self._state, status=status, error=error)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files of a sweep that cannot be read, named by path and line.
 
-Damage belongs to one run: whoever reads a folder shows it there and continues
-with the other runs.
+Damage concerns one run: readers of a folder report it for that run and continue
+with the others.
 """
 
 from collections.abc import Iterator
@@ -17,15 +17,15 @@ from attnres_jax import files
 
 
 class DamagedError(config_lib.ConfigError):
-  """A file is not what its writer left; the message begins with PATH:LINE."""
+  """A file that was changed or cut; the message begins with PATH:LINE."""
 
 
 def read_object(path: epath.PathLike) -> dict[str, Any]:
-  """The JSON object that is a whole file.
+  """The JSON object in a file.
 
   Raises:
     FileNotFoundError: there is no such file.
-    DamagedError: it holds something else, or cannot be read.
+    DamagedError: the file holds something else, or cannot be read.
   """
   with of_file(path):
     return files.read_json(path)
@@ -33,7 +33,7 @@ def read_object(path: epath.PathLike) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def of_file(path: epath.PathLike) -> Iterator[None]:
-  """Around reading a file: what goes wrong becomes damage of that file."""
+  """Turns any error of reading a file into a `DamagedError` of that file."""
   try:
     yield
   except (DamagedError, FileNotFoundError):

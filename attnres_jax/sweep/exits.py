@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exit statuses of a worker, by which launchers know how it ended."""
+"""Exit statuses of a worker, which tell launchers how it ended."""
 
 import enum
 
@@ -9,11 +9,11 @@ class Exit(enum.IntEnum):
 
   Attributes:
     DONE: the run is finished, by this worker or before it.
-    FAILED: with an error, which is in the state file; others may go on.
-    UNUSABLE: the command makes no sense, such as a run that does not exist.
-    BUSY: a living worker has the run.
-    STOPPED: by a signal, with a checkpoint; the same command goes on.
-    DISK_FULL: nothing can be written; other runs will not get far either.
+    FAILED: with an error, which is in the state file; other runs continue.
+    UNUSABLE: the command is invalid, such as for a run that does not exist.
+    BUSY: another live worker is training the run.
+    STOPPED: by a signal, with a checkpoint; rerun the same command to resume.
+    DISK_FULL: nothing can be written, so other runs would fail soon as well.
   """
 
   DONE = 0

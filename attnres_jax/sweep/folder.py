@@ -11,10 +11,10 @@
                  of every run; see `attnres_jax.train`
   compiled/      programs that runs share, where a launcher keeps them here
 
-The same sweep may be prepared again, with more runs too. What does not change
-what is computed, such as the mesh, may change on the way, and leaves the name
-of a run alone. A run whose overrides are here with another config than that is
-refused: half of it would be another run.
+The same sweep can be prepared again, also with more runs. Fields that do not
+change what is computed, such as the mesh, may change in between, and a run
+keeps its name. A run is refused if its other fields differ from those in the
+folder for the same overrides: it would be two different runs in one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ COMPILED = "compiled"
 def prepare(
   folder: epath.PathLike, runs: Sequence[grid.Run], source: str
 ) -> list[grid.Run]:
-  """Makes the workdirs of runs; those that exist go on.
+  """Makes the workdirs of runs, or takes over those that exist.
 
   Args:
     folder: of the sweep, local or gs://; made if needed.
@@ -49,18 +49,18 @@ def prepare(
     source: the config file they come from, with its argument.
 
   Returns:
-    The runs as they are in the folder now, under the names they had. A field
-    that the configuration got since then had its default.
+    The runs as they are in the folder now, under the names they had. Fields
+    that are newer than the folder have their defaults.
 
   Raises:
-    ConfigError: a run is there with another config; says what differs.
+    ConfigError: the folder holds a run with another config; says what differs.
   """
   folder = epath.Path(folder)
   folder.mkdir(parents=True, exist_ok=True)
   listed, found = _listed(folder), {}
   for name in listed:
-    # A folder that was removed is one to be trained anew. A damaged file is
-    # written again if it is one of these runs, whose name has their hash.
+    # A run whose folder was removed is trained again. A damaged file is
+    # rewritten if it is of one of `runs`, as a name contains the hash.
     with contextlib.suppress(FileNotFoundError, damage.DamagedError):
       run = _read(folder, name)
       found[_key(run.overrides)] = run
@@ -102,7 +102,7 @@ def prepare(
 
 
 def names(folder: epath.PathLike) -> list[str]:
-  """Of all runs, in order; [] where there is no sweep.
+  """Names of all runs, in order; [] where there is no sweep.
 
   Raises:
     DamagedError: the list of runs cannot be read.
@@ -137,7 +137,7 @@ def read_run(folder: epath.PathLike, name: str) -> grid.Run:
   """One run of a folder.
 
   Raises:
-    ConfigError: there is none of this name, or its file is damaged.
+    ConfigError: there is no run of this name, or its file is damaged.
   """
   try:
     return _read(epath.Path(folder), _named(folder, name))
@@ -155,7 +155,7 @@ def run_config(run: grid.Run) -> config_lib.RunConfig:
 
 
 def _listed(folder: epath.Path) -> list[str]:
-  """All runs that a folder may hold; a damaged list is made again."""
+  """Names of all runs; read from their folders if the list is damaged."""
   try:
     return names(folder)
   except damage.DamagedError:
@@ -163,13 +163,13 @@ def _listed(folder: epath.Path) -> list[str]:
 
 
 def _is_name(name: object) -> bool:
-  """Whether a run may have it; none that does leads out of its folder."""
+  """Whether a run may have this name, which stays inside its folder."""
   expected = r"[A-Za-z0-9_+-][A-Za-z0-9_.+-]*"
   return isinstance(name, str) and bool(re.fullmatch(expected, name))
 
 
 def _named(folder: epath.PathLike, name: str) -> str:
-  """A name that was given, once it is one."""
+  """A name that was given, checked."""
   if not _is_name(name):
     raise config_lib.ConfigError(
       f"got run {name!r}, expected the name of a folder in {folder}: letters,"
@@ -204,7 +204,7 @@ def _changes(old: grid.Run, new: grid.Run) -> dict[str, tuple[Any, Any]]:
 
 
 def _plain(config: config_lib.RunConfig) -> dict[str, Any]:
-  """As JSON has it, so that tuples and lists are the same."""
+  """As JSON, in which tuples and lists are the same."""
   return json.loads(config_lib.to_json(config))
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far the runs of a sweep are, and how long the rest will take.
 
-Everything is read from the files of the runs, so that it may be asked anywhere
-and at any time, whatever launcher is at work.
+Everything is read from the files of the runs, so it can be queried anywhere and
+at any time, whichever launcher is running.
 """
 
 from collections.abc import Mapping, Sequence
@@ -139,8 +139,8 @@ def seconds_left(
 ) -> float | None:
   """Of one run, by its own steps or else those of the run most like it.
 
-  What `others` took beside their steps (compiling, evaluating, saving) comes on
-  top of a run that has not begun. None where nothing has been measured.
+  A run that has not begun also needs what `others` took in addition to their
+  steps (compiling, evaluating, saving). None where nothing has been measured.
   """
   if progress.status in (state_lib.DONE, state_lib.DAMAGED):
     return 0.0
@@ -165,12 +165,12 @@ def seconds_left(
 def total_seconds_left(
   progress: Sequence[Progress], parallel: int
 ) -> float | None:
-  """Of all runs that are not done, so many at a time."""
+  """Of all runs that are not done, `parallel` at a time."""
   left = [seconds_left(one, progress) for one in progress]
   known = [seconds for seconds in left if seconds is not None]
   if not any(seconds > 0 for seconds in known):
     return None if len(known) < len(left) else 0.0
-  # No run is shared out.
+  # A run is never split between workers.
   return max(sum(known) / max(1, parallel), *known)
 
 
@@ -196,7 +196,7 @@ def cells(progress: Sequence[Progress]) -> list[list[str]]:
 
 
 def table(progress: Sequence[Progress]) -> str:
-  """What `status` prints: a line per run, then the sum of it."""
+  """What `status` prints: a line per run, then a summary and errors."""
   parallel = sum(one.status == state_lib.RUNNING for one in progress)
   lines = [text_table.table(COLUMNS, cells(progress)), ""]
   lines.append(summary(progress, parallel))
@@ -204,7 +204,7 @@ def table(progress: Sequence[Progress]) -> str:
 
 
 def errors(progress: Sequence[Progress]) -> list[str]:
-  """A line for every run with one."""
+  """The error of every run that has one."""
   return [f"{one.name}: {one.error}" for one in progress if one.error]
 
 
@@ -232,13 +232,13 @@ def duration(seconds: float | None) -> str:
 
 
 def _overhead(progress: Sequence[Progress]) -> float:
-  """Mean seconds that finished runs took beside their steps."""
-  beside = [
+  """Mean seconds that finished runs took in addition to their steps."""
+  overhead = [
     max(0.0, one.seconds - one.steps * one.step_seconds)
     for one in progress
     if one.status == state_lib.DONE and one.step_seconds
   ]
-  return sum(beside) / len(beside) if beside else 0.0
+  return sum(overhead) / len(overhead) if overhead else 0.0
 
 
 def _number(value: float | None) -> str:

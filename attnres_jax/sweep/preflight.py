@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the runs of a sweep for a TPU slice before any of it is paid for."""
+"""Compiles the runs of a sweep for a TPU slice before you pay for one."""
 
 from collections.abc import Sequence
 
@@ -11,8 +11,8 @@ from attnres_jax.aot import topology
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import folder as folder_lib
 
-# Fields that are numbers in a program, or none at all: they change neither its
-# memory nor its time.
+# Fields that change neither memory nor time of a program: they are constants in
+# it, or not part of it.
 _CONSTANTS = (
   "name", "seed", "data.seed", "optim.peak_lr", "optim.warmup_steps",
 )  # fmt: skip
@@ -31,7 +31,7 @@ def check(runs: Sequence[grid.Run], slice_name: str) -> bool:
   Raises:
     ConfigError: no such slice, or a config that its mesh cannot divide.
   """
-  # The programs are for the slice; here nothing runs, and no device is taken.
+  # The programs are for the slice; nothing runs here, and no device is needed.
   jax.config.update("jax_platforms", "cpu")
   count, times, name = slice_name.partition("x")
   several = times and count.isdigit()

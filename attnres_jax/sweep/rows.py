@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of a sweep as rows: what was trained, on what, and what came out.
+"""Runs of a sweep as rows: what was trained, on which data, and the outcome.
 
-One row per finished run, with everything a fit or a table needs, so that
+One row per finished run, with everything that a fit or a table needs, so that
 results can be committed and read without the folder they come from.
 """
 
@@ -124,7 +124,7 @@ def by_scheme(rows: Iterable[Row], counting: str) -> dict[str, fit_lib.Runs]:
 
 
 def _number(value: float | None, form: str) -> str:
-  """Empty where a run, or what a branch did itself, was too short for a row."""
+  """Empty where a run, or its part after a branch, was too short for a row."""
   return "" if value is None else f"{value:{form}}"
 
 

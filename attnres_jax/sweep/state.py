@@ -2,13 +2,13 @@
 """How far a run of a sweep is, in one small file of its workdir.
 
   pending   no worker has begun
-  running   a worker has it; its heartbeat says whether it still lives
+  running   a worker is training it; its heartbeat says whether it is alive
   stopped   by a signal, with a checkpoint
   failed    with an error; the next launch tries again
   done      finished; nothing runs it again
   damaged   the file cannot be read; nothing runs it until the file is removed
 
-A worker that was killed leaves `running` and a heartbeat that stands still.
+A worker that was killed leaves `running` and a heartbeat that no longer moves.
 """
 
 import dataclasses

@@ -3,14 +3,14 @@
 
   python -m attnres_jax.sweep.worker --folder=runs/scaling --run=NAME
 
-Any number of these may be started, anywhere and again and again: a run that is
-done is left alone, one that a living worker has is left to it, any other one is
-claimed and resumes from its last checkpoint. SIGTERM or SIGINT makes it save
-and stop. The exit status says how it ended, see `exits.Exit`.
+You can start any number of these, anywhere and repeatedly. A worker leaves a
+run alone if it is done or another live worker is training it; any other run it
+claims and resumes from the last checkpoint. SIGTERM or SIGINT makes it save and
+stop. The exit status says how it ended, see `exits.Exit`.
 
 A run over several processes gets the same command once per process, with
 --distributed; on a pod JAX finds the cluster by itself, elsewhere it is named
-as for `attnres_jax.main`. The first process claims, and speaks for all.
+as for `attnres_jax.main`. The first process claims the run for all of them.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def work(
     folder: of the sweep.
     name: of the run.
     patience_seconds: to wait for a run whose worker may be dead. In an object
-      store that shows after `claims.LEASE_SECONDS` only.
+      store this is only known after `claims.LEASE_SECONDS`.
 
   Raises:
     ConfigError: there is no such run.
@@ -110,7 +110,7 @@ def _work(options: argparse.Namespace) -> int:
     # An orderly exit would wait for the others, and they may be what is gone.
     os._exit(result)
   if result == exits.Exit.BUSY:
-    _say(f"{options.run}: another worker has it")
+    _say(f"{options.run}: another worker is training it")
   return result
 
 

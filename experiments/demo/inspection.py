@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trained run looks like inside, computed once and kept beside it."""
+"""What a trained network does inside, computed once and kept in its run."""
 
 import dataclasses
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a demo run comes down to: records, rows and a table."""
+"""The results of the demo: records of runs, rows and a table."""
 
 from collections.abc import Iterable, Mapping, Sequence
 import dataclasses

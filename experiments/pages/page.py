@@ -99,7 +99,7 @@ def join(parts: Any) -> Html:
 
 
 def bold(text: Any) -> Html:
-  """Text in which what stands between two `**` is bold."""
+  """Text, in which the parts between two `**` are bold."""
   return Html(re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", html_of(text)))
 
 

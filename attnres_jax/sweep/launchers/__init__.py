@@ -42,7 +42,7 @@ class Options:
 
 
 def load(name: str, options: Options) -> Any:
-  """The launcher of a name, once its settings make sense.
+  """The launcher of a name, after a check that it has the settings.
 
   Raises:
     ConfigError: no such launcher or setting.
@@ -62,7 +62,7 @@ def load(name: str, options: Options) -> Any:
 
 
 def todo(runs: Sequence[grid.Run], folder: epath.PathLike) -> list[grid.Run]:
-  """The runs that a worker can do something for: neither done nor damaged."""
+  """The runs to start workers for: neither done nor damaged."""
   over = (state_lib.DONE, state_lib.DAMAGED)
   folder = epath.Path(folder)
   return [

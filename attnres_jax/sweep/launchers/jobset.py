@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A sweep as Kubernetes manifests: one JobSet per run, queued by Kueue.
 
-Nothing is sent anywhere. The manifests land in a folder, and
+This launcher only writes manifests to a folder, from jobset.yaml;
 
   kubectl apply -f MANIFESTS
 
-hands them to a cluster (Google Kubernetes Engine with TPU node pools, and the
-controllers of JobSet and Kueue). The runs go on without this machine; the same
-folder applied again changes nothing.
+submits them to a cluster (Google Kubernetes Engine with TPU node pools, and the
+controllers of JobSet and Kueue). The runs do not need this machine any more,
+and applying the same folder again changes nothing.
 
 A JobSet (jobset.x-k8s.io/v1alpha2) is one indexed Job per slice and one pod per
 host. All of them run `worker.command`. When a pod ends with an error, is
-preempted or loses its node, all pods of the run are replaced, and the run goes
-on from its last checkpoint; only a command that makes no sense ends the run for
-good. Kueue holds each JobSet back until all its slices are free. Addresses of
-hosts and slices reach JAX through variables that GKE sets in the pods.
+preempted or loses its node, all pods of the run are replaced, and the run
+resumes from its last checkpoint; only an invalid command ends the run for good.
+Kueue holds each JobSet back until all its slices are free. GKE sets variables
+in the pods that give JAX the addresses of hosts and slices.
 """
 
 from collections.abc import Mapping, Sequence

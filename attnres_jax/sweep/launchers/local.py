@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A queue of processes on this machine.
 
-Up to `max_parallel` workers at a time; what they print goes to log.txt in the
-workdirs. Several workers share the cores out evenly, as threads of one run
-waiting for those of another would slow down both. They also share a cache of
-compiled programs, since seeds differ in nothing that is compiled.
+It runs up to `max_parallel` workers at a time; what they print goes to log.txt
+in the workdirs. Each worker gets its share of the cores, since runs that
+compete for cores slow each other down. All share a cache of compiled programs,
+since seeds differ in nothing that is compiled.
 
-Ctrl-C, or SIGTERM, lets the workers save and stop; a second one kills them. A
-run that another launcher's worker has is left to it and looked at again, so
-the launch ends when all runs have ended, whoever ran them.
+On Ctrl-C, or SIGTERM, the workers save and stop; a second one kills them. If
+the worker of another launcher has a run, this launcher waits for it, so that a
+launch ends when all runs have ended.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -88,7 +88,7 @@ class _Queue:
         time.sleep(_TICK_SECONDS)
       self._report.close()
     except BaseException:
-      # No worker outlives its launcher: whatever this is, they save and stop.
+      # No worker outlives its launcher: they save and stop.
       self.stop()
       for process in filter(None, self._slots):
         process.wait()
@@ -111,7 +111,7 @@ class _Queue:
     return max(sizes, default=None)
 
   def stop(self) -> None:
-    """Passes a signal on: the first one asks, a second one does not."""
+    """Passes a signal on: the first stops workers, the second kills them."""
     self.signals += 1
     kind = signal.SIGTERM if self.signals == 1 else signal.SIGKILL
     for process in filter(None, self._slots):
@@ -138,7 +138,7 @@ class _Queue:
         self._full |= files.is_disk_full(error)
         self._fail(run, str(error))
       self._waiting.remove(run)
-    # What is left is held by others, or waits for its trunk.
+    # The other runs are held by others, or wait for their trunks.
     remote = files.is_remote(self._folder)
     pause = _HELD_REMOTE_SECONDS if remote else _HELD_SECONDS
     self._next_fill = time.monotonic() + pause
@@ -220,7 +220,7 @@ def _signals_to(queue: _Queue) -> Iterator[None]:
 
 
 class _Report:
-  """A line that moves on a terminal, and one a minute elsewhere."""
+  """One line kept up to date on a terminal, one line a minute elsewhere."""
 
   def __init__(
     self, runs: Sequence[grid.Run], folder: epath.Path, max_parallel: int
@@ -291,7 +291,7 @@ def _environment(folder: epath.Path) -> dict[str, str]:
 
 
 def _cores(slot: int, slots: int) -> list[int] | None:
-  """Those of one slot; None for all, where they cannot be shared out."""
+  """Those of one slot; None for all, if there are too few to divide."""
   if not hasattr(os, "sched_getaffinity"):
     return None  # Not Linux.
   cores = sorted(os.sched_getaffinity(0))

@@ -8,10 +8,10 @@ Works on any machine of the cluster. Each run is a `JaxTrainer` of Ray Train: it
 reserves whole slices, starts one worker per host at the same time, connects
 them (`jax.distributed`, and over several slices Megascale), and calls
 `worker.work` in all of them. When a worker fails, dies or loses its node, Ray
-starts the whole gang anew, and the run goes on from its last checkpoint. Runs
-wait until their slices are free.
+restarts the whole gang, and the run resumes from its last checkpoint. Runs wait
+until their slices are free.
 
-Ctrl-C ends all runs at once; the next launch goes on from their checkpoints.
+Ctrl-C ends all runs at once; the next launch resumes from their checkpoints.
 """
 
 from collections.abc import Mapping, Sequence

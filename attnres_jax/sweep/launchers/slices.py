@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TPU slices by one name each, for every launcher and the check before it.
+"""TPU slices by one name each, for all launchers and the preflight.
 
 A name is what `python -m attnres_jax.aot --topology=` takes, such as
-`v6e:4x4` or `v5p-128`; clouds and schedulers each have words of their own for
-the same thing.
+`v6e:4x4` or `v5p-128`; clouds and schedulers name the same slice differently.
 """
 
 import dataclasses

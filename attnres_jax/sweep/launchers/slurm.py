@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A sweep as one array of SLURM jobs, for clusters of GPUs.
 
-Nothing is sent anywhere: the script lands in a file, and
+This launcher only writes a script;
 
   sbatch SCRIPT
 
-hands it to the cluster. Each job of the array trains one run, with a process
+submits it to the cluster. Each job of the array trains one run, with a process
 per GPU; `srun` starts them, and JAX connects them by SLURM's variables. Before
-the time of a job is over its run saves and stops, and the job queues up again;
-so does one that is preempted or loses a node. A failed run is tried again by
-the next launch.
+the time limit of a job its run saves and stops, and the job is queued again, as
+is one that is preempted or loses a node. The next launch retries failed runs.
 """
 
 from collections.abc import Sequence
