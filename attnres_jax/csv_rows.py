@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of results as CSV files: what experiments commit and reports read."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 import csv
 import io
 import os
@@ -29,3 +29,12 @@ def read(path: os.PathLike[str] | str) -> list[dict[str, str]]:
   """The rows of a file, with every cell as text."""
   with epath.Path(path).open("r") as file:
     return list(csv.DictReader(file))
+
+
+def put(
+  path: os.PathLike[str] | str, row: Mapping[str, Any], key: Sequence[str]
+) -> None:
+  """Adds a row to a file, in place of that with the same cells of `key`."""
+  rows = read(path) if epath.Path(path).exists() else []
+  same = lambda old: all(old[name] == str(row[name]) for name in key)
+  write(path, [*(old for old in rows if not same(old)), row])

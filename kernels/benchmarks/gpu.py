@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Depth attention on a GPU: ours, compiled PyTorch, and peers, side by side.
 
-  export PYTHONPATH=kernels
+  export PYTHONPATH=.:kernels
   python kernels/benchmarks/gpu.py
 
 All run in one process on the same inputs; see `gpu_protocol.py` for the rules.
@@ -12,12 +12,19 @@ plain backends and only prints the rows; the table is for GPUs.
 """
 
 import argparse
-import csv
 import os
 import pathlib
-import subprocess
 import sys
 import time
+
+from benchmarks import gpu_problems
+from benchmarks import gpu_protocol as protocol
+from benchmarks import gpu_torch
+import jax
+import jax.numpy as jnp
+
+from attnres_jax import csv_rows
+from attnres_jax import environment
 
 _TABLE = pathlib.Path(__file__).parent / "results" / "gpu.csv"
 _SUITES = ("read", "phase1", "stack", "step")
@@ -39,7 +46,6 @@ def main(arguments=None) -> list[dict[str, str]]:
       parser.error(f"--suite={suite} is not one of {', '.join(_SUITES)}")
   # Two frameworks share the memory.
   os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-  import jax
 
   if jax.default_backend() != options.platform:
     sys.exit(
@@ -62,9 +68,6 @@ class Machine:
   """The device: its names, cache and copy bandwidth; flushes the cache."""
 
   def __init__(self, platform: str):
-    from benchmarks import gpu_torch
-    import jax
-    import jax.numpy as jnp
 
     self.platform = platform
     tiny = platform == "cpu"
@@ -79,7 +82,7 @@ class Machine:
       "device": jax.devices()[0].device_kind,
       "jax": jax.__version__,
       "torch": gpu_torch.version(),
-      "commit": _commit(),
+      "commit": environment.commit(),
     }
     add_one = jax.jit(lambda x: x + 1)
     self._buffer = jnp.zeros((4 * self.cache_bytes // 4,), jnp.float32)
@@ -97,8 +100,6 @@ class Machine:
 
 def problems_of(suite: str, platform: str):
   """The shapes of a suite; tiny ones on CPU."""
-  from benchmarks import gpu_problems as problems
-
   modes = ("forward", "forward+backward")
   if suite in ("read", "phase1"):
     queries = 1 if suite == "read" else 8
@@ -114,19 +115,21 @@ def problems_of(suite: str, platform: str):
     if platform == "cpu":
       queries, shapes = min(queries, 2), ((3, 40, 32),)
     return [
-      problems.Read(suite, queries, *shape, mode)
+      gpu_problems.Read(suite, queries, *shape, mode)
       for shape in shapes
       for mode in modes
     ]
   if suite == "stack":
     if platform == "cpu":
-      return [problems.Stack(5, 2, 40, 32)]
-    return [problems.Stack(32, 8, 4 * length, 2048) for length in (4096, 16384)]
+      return [gpu_problems.Stack(5, 2, 40, 32)]
+    return [
+      gpu_problems.Stack(32, 8, 4 * length, 2048) for length in (4096, 16384)
+    ]
   if platform == "cpu":
-    return [problems.Step(2, 2, 2, 8, 32, 2, 64)]
+    return [gpu_problems.Step(2, 2, 2, 8, 32, 2, 64)]
   # 24 and 32 sublayers in 8 blocks, and the batch that peers use for Table 2.
   return [
-    problems.Step(layers, layers // 4, 4, 2048, 2048, 16, 32768)
+    gpu_problems.Step(layers, layers // 4, 4, 2048, 2048, 16, 32768)
     for layers in (12, 16)
   ]
 
@@ -141,10 +144,6 @@ def compare(problem, machine: Machine, rounds: int, only: str = "", extra=None):
     only: comma-separated names of arms; all by default.
     extra: more JAX arms by name, such as one with a deliberate error.
   """
-  from benchmarks import gpu_problems
-  from benchmarks import gpu_protocol as protocol
-  from benchmarks import gpu_torch
-
   common = machine.common | {
     "suite": problem.suite,
     "shape": problem.shape,
@@ -215,8 +214,6 @@ def compare(problem, machine: Machine, rounds: int, only: str = "", extra=None):
 
 def measure(arms, flush, rounds: int) -> dict[str, list[float]]:
   """Seconds per call of every arm, one sample per arm and round."""
-  from benchmarks import gpu_protocol as protocol
-
   calls = {}
   for name, arm in arms.items():
     arm.wait(arm.run(0))
@@ -238,32 +235,17 @@ def measure(arms, flush, rounds: int) -> dict[str, list[float]]:
 
 
 def write(rows, path) -> None:
-  """Replaces the table; refuses rows that are not from a GPU."""
-  from benchmarks import gpu_protocol as protocol
-
+  """Replaces the table; rows of anything but a GPU never get there."""
   for row in rows:
     if "cpu" in row["device"].lower():
       raise ValueError(f"{path} is for GPUs, not for {row['device']}")
-  with open(path, "w", newline="") as file:
-    writer = csv.DictWriter(file, protocol.FIELDS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+  csv_rows.write(path, rows)
 
 
 def _seconds(function) -> float:
   start = time.perf_counter()
   function()
   return time.perf_counter() - start
-
-
-def _commit() -> str:
-  here = pathlib.Path(__file__).parent
-  command = ["git", "-C", str(here), "describe", "--always", "--dirty"]
-  try:
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-  except (OSError, subprocess.CalledProcessError):
-    return "unknown"
-  return done.stdout.strip()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 """Compiles the GPU kernels to machine code, without a GPU.
 
   pip install jax-cuda13-plugin jax-cuda13-pjrt    # and ptxas, gcc
-  export PYTHONPATH=kernels
+  export PYTHONPATH=.:kernels
   python kernels/benchmarks/gpu_static.py --out gpu_static.csv
 
 Lowers each kernel for an H200, lets JAX's CUDA plugin compile it, and reads
@@ -14,7 +14,6 @@ determine how many thread blocks run on one multiprocessor at the same time.
 """
 
 import argparse
-import csv
 import ctypes
 import functools
 import importlib
@@ -25,7 +24,8 @@ import subprocess
 import sys
 import tempfile
 
-FIELDS = ("kernel", "shape", "registers", "spill_bytes", "blocks", "jax")
+from attnres_jax import csv_rows
+
 # On an H100 or H200.
 _REGISTERS, _THREADS, _BLOCKS = 65536, 128, 16
 _SHAPES = "48b,table2,one_query"
@@ -58,10 +58,7 @@ def main() -> None:
       rows.append(row)
       print(*row.values(), flush=True)
   if options.out:
-    with open(options.out, "w", newline="") as file:
-      writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-      writer.writeheader()
-      writer.writerows(rows)
+    csv_rows.write(options.out, rows)
 
 
 def compile_shape(shape):

@@ -6,33 +6,24 @@ process, so that the ratio holds on a busy machine too. Softmax attention is
 `jax.nn.dot_product_attention`, causal. The growth exponent is the slope of log
 seconds over log tokens.
 
-  export PYTHONPATH=kernels
+  export PYTHONPATH=.:kernels
   python kernels/benchmarks/kda.py --out kda.csv
 
 Two minutes on two idle cores, and 6 GiB of memory for softmax at 8192 tokens.
 """
 
 import argparse
-import csv
 import statistics
-import time
 
+from benchmarks import gpu
+from benchmarks import gpu_protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attnres_jax import csv_rows
 from attnres_kernels import kda
 from attnres_kernels.kda import shapes
-
-FIELDS = (
-  "shape",
-  "dtype",
-  "kda_ms",
-  "softmax_ms",
-  "ratio",
-  "ratio_low",
-  "ratio_high",
-)
 
 
 def main() -> None:
@@ -63,10 +54,7 @@ def main() -> None:
     )
     print(*rows[-1].values(), flush=True)
     if options.out:
-      with open(options.out, "w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+      csv_rows.write(options.out, rows)
   tokens = np.log([shape.tokens for shape in shapes.CPU])
   for name, seconds in zip(("kda", "softmax"), np.log(times).T):
     print(
@@ -105,21 +93,14 @@ def compare(shape, dtype, rounds):
       jax.nn.dot_product_attention(*arguments, is_causal=True) ** 2
     )
 
-  calls = (
-    (jax.jit(jax.grad(linear, range(5))), (q, k, v, g, beta)),
-    (jax.jit(jax.grad(softmax, range(3))), (q, k, v)),
-  )
-  for function, arguments in calls:
-    jax.block_until_ready(function(*arguments))
-  pairs = []
-  for _ in range(rounds):
-    pair = []
-    for function, arguments in calls:
-      start = time.perf_counter()
-      jax.block_until_ready(function(*arguments))
-      pair.append(time.perf_counter() - start)
-    pairs.append(tuple(pair))
-  return pairs
+  def arm(function, *arguments):
+    call = jax.jit(jax.grad(function, range(len(arguments))))
+    run = lambda index: call(*arguments)
+    return gpu_protocol.Prepared(run, jax.block_until_ready, lambda _: {})
+
+  arms = dict(kda=arm(linear, q, k, v, g, beta), softmax=arm(softmax, q, k, v))
+  samples = gpu.measure(arms, lambda: None, rounds)
+  return list(zip(samples["kda"], samples["softmax"]))
 
 
 if __name__ == "__main__":

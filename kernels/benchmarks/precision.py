@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors of every backend against float64, and the error of storage alone.
 
-  export PYTHONPATH=kernels
+  export PYTHONPATH=.:kernels
   python kernels/benchmarks/precision.py --out precision.csv
 
 Relative root-mean-square errors on random inputs; `stored` is the error of
@@ -12,7 +12,6 @@ jax >= 0.12. Takes about three minutes.
 """
 
 import argparse
-import csv
 from typing import Any
 
 import jax
@@ -21,6 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import numpy as np
 
+from attnres_jax import csv_rows
 import attnres_kernels
 from attnres_kernels import dispatch
 
@@ -47,14 +47,12 @@ def main() -> None:
             stored = 0.0
             if str(actual.dtype) == "bfloat16":
               stored = _error(np.asarray(jnp.asarray(wanted, dtype)), wanted)
-            row = (op, backend, dtype, case, name, _error(actual, wanted))
-            rows.append((*row[:-1], f"{row[-1]:.1e}", f"{stored:.1e}"))
-            print(*rows[-1], flush=True)
+            error = f"{_error(actual, wanted):.1e}"
+            cells = op, backend, dtype, case, name, error, f"{stored:.1e}"
+            rows.append(dict(zip(FIELDS, cells, strict=True)))
+            print(*cells, flush=True)
   if options.out:
-    with open(options.out, "w", newline="") as file:
-      writer = csv.writer(file, lineterminator="\n")
-      writer.writerow(FIELDS)
-      writer.writerows(rows)
+    csv_rows.write(options.out, rows)
 
 
 def _problems(dtype, case):

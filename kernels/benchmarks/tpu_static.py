@@ -8,69 +8,78 @@ Memory time is the bytes that the blocks move, over HBM bandwidth. A kernel
 whose ratio (first over second) is below 1 is bound by memory. Both are per
 core; a v5p or tpu7x chip has two.
 
-  export PYTHONPATH=kernels
+  export PYTHONPATH=.:kernels
   python kernels/benchmarks/tpu_static.py --out tpu_static.csv
 
 About 8 s per kernel, shape and chip; `--chips v6e --shapes 48b` selects a part.
 """
 
 import argparse
-import csv
+from collections.abc import Callable, Iterator
 import glob
 import math
 import os
 import re
 import sys
 import tempfile
+from typing import Any, NamedTuple
 import warnings
 
-_CLOCK_HZ = {"v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9, "tpu7x": 2.2e9}
-_TOPOLOGY = {
-  "v5e": "v5e:2x2",
-  "v5p": "v5p:2x2x1",
-  "v6e": "v6e:2x2",
-  "tpu7x": "tpu7x:2x2x1",
+import jax
+from jax.experimental import topologies
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+
+from attnres_jax import csv_rows
+from attnres_kernels.depth_attention import pallas_tpu as attention
+from attnres_kernels.depth_attention import shapes
+from attnres_kernels.depth_merge import pallas_tpu as merge
+from attnres_kernels.kda import pallas_tpu as kda
+from attnres_kernels.kda import shapes as kda_shapes
+
+
+class Chip(NamedTuple):
+  topology: str
+  version: str
+  clock_hz: float
+
+
+CHIPS = {
+  "v6e": Chip("v6e:2x2", "TPU_V6E", 1.75e9),
+  "v5p": Chip("v5p:2x2x1", "TPU_V5P", 1.75e9),
+  "v5e": Chip("v5e:2x2", "TPU_V5E", 1.5e9),
+  "tpu7x": Chip("tpu7x:2x2x1", "TPU_7X", 2.2e9),
 }
-_VERSION = {
-  "v5e": "TPU_V5E",
-  "v5p": "TPU_V5P",
-  "v6e": "TPU_V6E",
-  "tpu7x": "TPU_7X",
-}
-FIELDS = (
-  "kernel",
-  "chip",
-  "shape",
-  "tile",
-  "steps",
-  "min_MB",
-  "actual_MB",
-  "schedule_us",
-  "hbm_us",
-  "ratio",
-  "vmem_MiB",
-  "limiting_slot",
-  "slot_use",
-)
+# From a shape to a function, its abstract arguments and its plan.
+Build = Callable[[Any], tuple[Any, Any, dict[str, Any]]]
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--chips", default="v6e,v5p,v5e,tpu7x")
-  parser.add_argument("--shapes", default="", help="comma-separated names")
-  parser.add_argument("--kernels", default="", help="comma-separated names")
+  parser.add_argument("--op", default="depth", choices=("depth", "kda"))
+  parser.add_argument("--chips", default=",".join(CHIPS))
+  parser.add_argument("--shapes", default="", help="names, all by default")
+  parser.add_argument("--kernels", default="", help="names, all by default")
   parser.add_argument("--all", action="store_true", help="every source count")
+  parser.add_argument("--chunk", type=int, default=64, help="tokens, of KDA")
+  parser.add_argument("--heads", type=int, default=0, help="of KDA, per step")
   parser.add_argument("--out", default="")
   options = parser.parse_args()
   restart_with_dumps()
+  cases = {"depth": _depth_cases, "kda": _kda_cases}[options.op](options)
+  chosen = lambda name, given: not given or name in given.split(",")
+  cases = [
+    (kernel, shape, build)
+    for kernel, shape, build in cases
+    if chosen(kernel, options.kernels) and chosen(shape.name, options.shapes)
+  ]
   rows = []
   for chip in options.chips.split(","):
-    for kernel, shape in _cases(options):
-      row = measure(kernel, shape, chip)
-      rows.append(row)
-      print(" ".join(f"{row[field]}" for field in FIELDS), flush=True)
+    for kernel, shape, build in cases:
+      rows.append(measure(kernel, shape, chip, build))
+      print(*rows[-1].values(), flush=True)
       if options.out:
-        write(options.out, rows)
+        csv_rows.write(options.out, rows)
 
 
 def restart_with_dumps() -> None:
@@ -89,25 +98,13 @@ def restart_with_dumps() -> None:
     sys.exit(os.spawnv(os.P_WAIT, sys.executable, [sys.executable, *sys.argv]))
 
 
-def measure(kernel, shape, chip, build=None):
-  """One row of the table.
-
-  Args:
-    kernel: the name of the `pallas_call`.
-    shape: printed, and passed to `build`.
-    chip: v5e, v5p, v6e or tpu7x.
-    build: maps a shape to a function, its abstract arguments and its plan; by
-      default that of the kernel's name.
-  """
-  import jax
-  from jax.experimental import topologies
-  from jax.experimental.pallas import tpu as pltpu
-
+def measure(kernel: str, shape: Any, chip: str, build: Build):
+  """One row of the table: a kernel by the name of its `pallas_call`."""
   topology = topologies.get_topology_desc(
-    platform="tpu", topology_name=_TOPOLOGY[chip]
+    platform="tpu", topology_name=CHIPS[chip].topology
   )
   sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
-  function, arguments, plan = (build or _KERNELS[kernel])(shape)
+  function, arguments, plan = build(shape)
   arguments = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
     arguments,
@@ -119,8 +116,8 @@ def measure(kernel, shape, chip, build=None):
     warnings.simplefilter("ignore")
     jax.jit(function).lower(*arguments).compile()
   bundles, slots = _schedule(folder, kernel)
-  info = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion[_VERSION[chip]], 1)
-  schedule = bundles * plan["steps"] / _CLOCK_HZ[chip]
+  info = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion[CHIPS[chip].version], 1)
+  schedule = bundles * plan["steps"] / CHIPS[chip].clock_hz
   memory = plan["actual"] / info.mem_bw_bytes_per_second
   slot = max(slots, key=lambda name: slots[name])
   return {
@@ -160,10 +157,9 @@ def _schedule(folder, kernel):
 
 
 def _attention_forward(shape):
-  jax, jnp, kernel = _modules("depth_attention")
-  query, sources, _, _ = _attention_arrays(jax, jnp, shape)
+  query, sources, _, _ = _attention_arrays(shape)
   slabs = shape.sources + shape.queries
-  tile = kernel.BlockSizes.choose(
+  tile = attention.BlockSizes.choose(
     shape.tokens, shape.width, 2 * slabs * shape.width
   ).tokens
   plan = _plan(
@@ -175,17 +171,16 @@ def _attention_forward(shape):
     fixed=6 * shape.queries * shape.width,
   )
   return (
-    lambda q, *s: kernel.forward(q, s, None, eps=1e-6),
+    lambda q, *s: attention.forward(q, s, None, eps=1e-6),
     (query, *sources),
     plan,
   )
 
 
 def _attention_backward(shape):
-  jax, jnp, kernel = _modules("depth_attention")
-  query, sources, lse, dout = _attention_arrays(jax, jnp, shape)
+  query, sources, lse, dout = _attention_arrays(shape)
   slabs = 2 * shape.sources + shape.queries
-  tile = kernel.BlockSizes.choose(
+  tile = attention.BlockSizes.choose(
     shape.tokens, shape.width, 2 * slabs * shape.width
   ).tokens
   tiles = math.ceil(shape.tokens / tile)
@@ -200,13 +195,13 @@ def _attention_backward(shape):
     fixed=(12 + 8 * parts) * shape.queries * shape.width,
   )
   return (
-    lambda q, l, o, d, *s: kernel.backward(q, s, None, l, o, d, eps=1e-6),
+    lambda q, l, o, d, *s: attention.backward(q, s, None, l, o, d, eps=1e-6),
     (query, lse, dout, lse, *sources),
     plan,
   )
 
 
-def _attention_arrays(jax, jnp, shape):
+def _attention_arrays(shape):
   token = (shape.tokens, shape.width)
   sources = [
     jax.ShapeDtypeStruct(token, jnp.bfloat16) for _ in range(shape.sources)
@@ -218,48 +213,24 @@ def _attention_arrays(jax, jnp, shape):
 
 
 def _merge_forward(shape):
-  jax, jnp, kernel = _modules("depth_merge")
-  wide = jax.ShapeDtypeStruct((shape.tokens, shape.width), jnp.bfloat16)
-  row = jax.ShapeDtypeStruct((shape.width,), jnp.float32)
-  lse = jax.ShapeDtypeStruct((shape.tokens,), jnp.float32)
-  tile = kernel.choose_tile(shape.tokens, 10 * shape.width)
-  plan = _plan(
-    shape.tokens, tile, shape.width, 5, stats=4, fixed=8 * shape.width
-  )
-  return (
-    lambda *a: kernel.forward(*a, eps=1e-6, norm_eps=1e-6),
-    (wide, lse, row, wide, wide, row),
-    plan,
-  )
+  return _merge(shape, merge.forward, 5, 10, stats=4, fixed=8)
 
 
 def _merge_backward(shape):
-  jax, jnp, kernel = _modules("depth_merge")
+  return _merge(shape, merge.backward, 6, 12, stats=8, fixed=8 + 64 * 8)
+
+
+def _merge(shape, kernel, slabs, tile_bytes, stats, fixed):
   wide = jax.ShapeDtypeStruct((shape.tokens, shape.width), jnp.bfloat16)
   row = jax.ShapeDtypeStruct((shape.width,), jnp.float32)
   lse = jax.ShapeDtypeStruct((shape.tokens,), jnp.float32)
-  tile = kernel.choose_tile(shape.tokens, 12 * shape.width)
+  arguments = wide, lse, row, wide
+  arguments += (wide, row) if kernel is merge.forward else (row, wide, wide)
+  tile = merge.choose_tile(shape.tokens, tile_bytes * shape.width)
   plan = _plan(
-    shape.tokens,
-    tile,
-    shape.width,
-    6,
-    stats=8,
-    fixed=(8 + 64 * 8) * shape.width,
+    shape.tokens, tile, shape.width, slabs, stats, fixed * shape.width
   )
-  return (
-    lambda *a: kernel.backward(*a, eps=1e-6, norm_eps=1e-6),
-    (wide, lse, row, wide, row, wide, wide),
-    plan,
-  )
-
-
-_KERNELS = {
-  "depth_attention_forward": _attention_forward,
-  "depth_attention_backward": _attention_backward,
-  "depth_merge_forward": _merge_forward,
-  "depth_merge_backward": _merge_backward,
-}
+  return lambda *a: kernel(*a, eps=1e-6, norm_eps=1e-6), arguments, plan
 
 
 def _plan(tokens, tile, width, slabs, stats, fixed):
@@ -275,38 +246,82 @@ def _plan(tokens, tile, width, slabs, stats, fixed):
   }
 
 
-def _modules(op):
-  import importlib
-
-  import jax
-  import jax.numpy as jnp
-
-  return jax, jnp, importlib.import_module(f"attnres_kernels.{op}.pallas_tpu")
-
-
-def _cases(options):
-  from attnres_kernels.depth_attention import shapes
-
-  cases = []
-  for kernel in ("depth_attention_forward", "depth_attention_backward"):
-    listed = shapes.NAMED if options.all else shapes.TABLE
-    cases += [(kernel, shape) for shape in listed]
-  for kernel in ("depth_merge_forward", "depth_merge_backward"):
-    cases += [(kernel, shape) for shape in shapes.MERGE]
-  names = options.shapes.split(",") if options.shapes else None
-  kernels = options.kernels.split(",") if options.kernels else list(_KERNELS)
-  return [
-    (kernel, shape)
-    for kernel, shape in cases
-    if kernel in kernels and (names is None or shape.name in names)
-  ]
+def _depth_cases(options) -> Iterator[tuple[str, Any, Build]]:
+  listed = shapes.NAMED if options.all else shapes.TABLE
+  for name, build, of_kernel in (
+    ("depth_attention_forward", _attention_forward, listed),
+    ("depth_attention_backward", _attention_backward, listed),
+    ("depth_merge_forward", _merge_forward, shapes.MERGE),
+    ("depth_merge_backward", _merge_backward, shapes.MERGE),
+  ):
+    for shape in of_kernel:
+      yield name, shape, build
 
 
-def write(path, rows):
-  with open(path, "w", newline="") as file:
-    writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+# Operands and results that a kernel moves: in the input dtype with width K or
+# V, in float32 with width K, per token, and matrices per chunk.
+_OPERANDS = {
+  "kda_forward": dict(low=4, wide=1, rows=1, states=0, inverses=0),
+  "kda_states": dict(low=2, wide=1, rows=1, states=1, inverses=1),
+  "kda_backward": dict(low=7, wide=2, rows=2, states=1, inverses=1),
+}
+
+
+def _kda_cases(options) -> Iterator[tuple[str, Any, Build]]:
+  for kernel in _OPERANDS:
+    for shape in kda_shapes.NAMED:
+      build = lambda shape, kernel=kernel: _kda(
+        kernel, shape, options.chunk, options.heads
+      )
+      yield kernel, shape, build
+
+
+def _kda(kernel, shape, chunk, heads):
+  heads = heads or kda.choose_heads(chunk, shape.heads, shape.key)
+  token = shape.batch, shape.tokens, shape.heads
+  struct = jax.ShapeDtypeStruct
+  key = struct((*token, shape.key), jnp.bfloat16)
+  value = struct((*token, shape.value), jnp.bfloat16)
+  decay = struct(key.shape, jnp.float32)
+  beta = struct(token, jnp.float32)
+  state = struct(
+    (shape.batch, shape.heads, shape.key, shape.value), jnp.float32
+  )
+  options = dict(scale=1.0, chunk_size=chunk, heads=heads)
+  arguments = key, key, value, decay, beta, state
+  if kernel == "kda_forward":
+    function = lambda *a: kda.forward(*a, **options)
+  else:
+    function = lambda *a: kda.backward(*a, **options)
+    arguments += value, state
+  return (
+    function,
+    arguments,
+    _kda_plan(shape, chunk, heads, **_OPERANDS[kernel]),
+  )
+
+
+def _kda_plan(shape, chunk, heads, low, wide, rows, states, inverses):
+  """Bytes per chunk and head, times chunks and heads; states enter once."""
+  assert shape.key == shape.value
+  tile = chunk * shape.key
+  # Rows of tokens and matrices fill whole tiles of 128 lanes in memory.
+  lanes = max(chunk, 128)
+  square = shape.key * shape.value
+  matrices = 2 * (states * square + inverses * chunk * lanes)
+  step = heads * ((2 * low + 4 * wide) * tile + 4 * 8 * rows * lanes + matrices)
+  all_heads = shape.batch * shape.heads
+  steps = all_heads // heads * (shape.tokens // chunk)
+  ends = 8 * all_heads * square
+  tokens = all_heads * shape.tokens
+  minimum = tokens * ((2 * low + 4 * wide) * shape.key + 4 * rows) + ends
+  return {
+    "tile": chunk,
+    "steps": steps,
+    "minimum": minimum,
+    "actual": steps * step + ends,
+    "vmem": 2 * step + 4 * heads * square,
+  }
 
 
 if __name__ == "__main__":

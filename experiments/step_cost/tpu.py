@@ -12,13 +12,12 @@ read from and write to memory. An update in place counts its new part only, and
 weights of a layer that are cut out of a stack count that layer only. The body
 of the only loop, over tiles of the loss, counts as often as it runs. The
 estimate is the compiler's cycles for its own instructions. It has no cycles for
-the Pallas kernels, which count their bytes over the bandwidth (`tpu_static.py`
+the Pallas kernels, which count their bytes over the bandwidth (kernels/README
 says how accurate that is). Peak is the memory that the compiler allocates. Rows
 are added to the table, so that it can be built in pieces:
 
-  export PYTHONPATH=.:kernels
-  python kernels/benchmarks/tpu_stack.py identity --out tpu_stack.csv
-  python kernels/benchmarks/tpu_stack.py training --out tpu_stack.csv
+  python -m experiments.step_cost.tpu identity
+  python -m experiments.step_cost.tpu training
 
 With the kernels, a stack of identity sublayers takes half a minute of one core
 to compile. A training step takes 4 to 20 minutes per arm and chip, nearly all
@@ -27,27 +26,33 @@ before that: the bytes are the same, estimate and peak stay empty, and a
 training step takes 20 seconds.
 """
 
-import argparse
-import csv
 import functools
 import glob
 import multiprocessing
 import os
 import pathlib
 import re
+import sys
 import tempfile
 import time
 
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+
+import attnres_jax
+from attnres_jax import command_line
+from attnres_jax import config as config_lib
+from attnres_jax import csv_rows
+from attnres_jax import loss as loss_lib
+from attnres_jax.aot import hlo
+from attnres_jax.aot import topology
+import attnres_kernels
+
+_TABLE = pathlib.Path(__file__).with_suffix(".csv")
 _KEYS = ("stack", "chip", "arm", "sublayers", "block", "tokens", "width")
-FIELDS = (
-  *_KEYS,
-  "bytes_GB",
-  "bytes_ratio",
-  "estimate_ms",
-  "estimate_ratio",
-  "peak_GiB",
-  "peak_ratio",
-)
+# Ratio to PreNorm -> of what.
 _RATIOS = {
   "bytes_ratio": "bytes_GB",
   "estimate_ratio": "estimate_ms",
@@ -55,7 +60,6 @@ _RATIOS = {
 }
 _TOPOLOGY = {"v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 _CLOCK_HZ = {"v5p": 1.75e9, "v6e": 1.75e9}
-_BANDWIDTH = {"v5p": 2460e9, "v6e": 1640e9}  # Bytes per second and device.
 _ARMS = {
   "identity": ("prenorm", "block, plain JAX", "block, kernels"),
   "training": ("prenorm", "block, kernels"),
@@ -63,7 +67,7 @@ _ARMS = {
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = command_line.Parser("python -m experiments.step_cost.tpu", __doc__)
   parser.add_argument("stack", choices=tuple(_ARMS))
   parser.add_argument("--chips", default="v6e,v5p")
   parser.add_argument(
@@ -76,12 +80,9 @@ def main() -> None:
   parser.add_argument("--width", type=int, default=2048)
   parser.add_argument("--vocabulary", type=int, default=32768)
   parser.add_argument("--bytes_only", action="store_true")
-  parser.add_argument("--out", default="")
+  parser.add_argument("--out", default=str(_TABLE), help="the table")
   options = parser.parse_args()
   options.block = options.block or options.sublayers // 8
-  os.environ["TPU_SKIP_MDS_QUERY"] = "1"
-  os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "true"
-  os.environ["JAX_PLATFORMS"] = "cpu"
   arms = options.arms.split(";") if options.arms else _ARMS[options.stack]
   for chip in options.chips.split(","):
     for arm in arms:
@@ -92,16 +93,15 @@ def main() -> None:
       row["width"] = str(options.width)
       row |= (count if options.bytes_only else measure)(arm, chip, options)
       print(row, flush=True)
-      if options.out:
-        add_row(options.out, row)
+      add_row(options.out, row)
 
 
 def measure(arm, chip, options) -> dict[str, str]:
   """The figures of the whole compiled program, without ratios."""
-  compiled = _lowered(arm, chip, options).compile()
-  total, seconds = traffic(
-    compiled.as_text(), _CLOCK_HZ[chip], _BANDWIDTH[chip]
-  )
+  (device, *_) = topology.devices(_TOPOLOGY[chip])
+  compiled = _lowered(arm, device, options).compile()
+  bandwidth = topology.chip(device).hbm_bytes_per_second
+  total, seconds = traffic(compiled.as_text(), _CLOCK_HZ[chip], bandwidth)
   memory = compiled.memory_analysis()
   assert memory is not None
   peak = memory.argument_size_in_bytes + memory.output_size_in_bytes
@@ -115,8 +115,6 @@ def measure(arm, chip, options) -> dict[str, str]:
 
 def count(arm, chip, options) -> dict[str, str]:
   """The bytes alone, of the program before machine code is generated."""
-  from attnres_jax.aot import hlo
-
   with tempfile.TemporaryDirectory() as folder:
     # libtpu reads its flags once, when it is loaded, and stays loaded until its
     # process ends.
@@ -141,14 +139,8 @@ def count(arm, chip, options) -> dict[str, str]:
   return {"bytes_GB": f"{total / 1e9:.2f}", "estimate_ms": "", "peak_GiB": ""}
 
 
-def _lowered(arm, chip, options):
-  import jax
-  from jax.experimental import topologies
-
-  topology = topologies.get_topology_desc(
-    platform="tpu", topology_name=_TOPOLOGY[chip]
-  )
-  sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
+def _lowered(arm, device, options):
+  sharding = jax.sharding.SingleDeviceSharding(device)
   build = {"identity": _identity, "training": _training}[options.stack]
   step, arguments = build(arm, options)
   arguments = jax.tree.map(
@@ -160,8 +152,6 @@ def _lowered(arm, chip, options):
 
 def traffic(text, clock, bandwidth) -> tuple[float, float]:
   """Bytes moved through memory, and the estimate of the module docstring."""
-  from attnres_jax.aot import hlo
-
   program = hlo.Program(text)
   total, seconds = program.hbm_bytes(), 0.0
   for count, instruction, nbytes in program.instructions():
@@ -174,34 +164,26 @@ def traffic(text, clock, bandwidth) -> tuple[float, float]:
 
 
 def add_row(path, row) -> None:
-  """Rewrites the table with the new row and all ratios to PreNorm."""
-  rows = []
-  if pathlib.Path(path).exists():
-    with open(path) as file:
-      rows = list(csv.DictReader(file))
-  key = lambda row, *without: tuple(row[k] for k in _KEYS if k not in without)
-  rows = [old for old in rows if key(old) != key(row)] + [row]
-  base = {key(r, "arm"): r for r in rows if r["arm"] == "prenorm"}
-  for r in rows:
-    prenorm = base.get(key(r, "arm"))
+  """Writes the table again with the row in it, and all ratios to PreNorm."""
+  csv_rows.put(path, row, _KEYS)
+  rows = csv_rows.read(path)
+  key = lambda row: tuple(row[k] for k in _KEYS if k != "arm")
+  base = {key(r): r for r in rows if r["arm"] == "prenorm"}
+
+  def with_ratios(row):
+    """Each right of what it is a ratio of."""
+    prenorm = base.get(key(row))
+    cells = {name: row[name] for name in _KEYS}
     for ratio, field in _RATIOS.items():
-      r[ratio] = ""
-      if prenorm is not None and r[field] and prenorm[field]:
-        r[ratio] = f"{float(r[field]) / float(prenorm[field]):.3f}"
-  with open(path, "w", newline="") as file:
-    writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+      cells[field], cells[ratio] = row[field], ""
+      if prenorm is not None and row[field] and prenorm[field]:
+        cells[ratio] = f"{float(row[field]) / float(prenorm[field]):.3f}"
+    return cells
+
+  csv_rows.write(path, map(with_ratios, rows))
 
 
 def _training(arm, options):
-  import jax
-  import jax.numpy as jnp
-
-  import attnres_jax
-  from attnres_jax import config as config_lib
-  from attnres_jax import loss as loss_lib
-
   residual = config_lib.ResidualConfig(name="prenorm")
   if arm != "prenorm":
     residual = config_lib.ResidualConfig(
@@ -232,9 +214,6 @@ def _training(arm, options):
 
 
 def _identity(arm, options):
-  import jax
-  import jax.numpy as jnp
-
   shape = (options.batch, options.tokens, options.width)
   rows = (options.sublayers + 1, options.width)
 
@@ -253,10 +232,6 @@ def _identity(arm, options):
 
 
 def _stack(arm, sublayers, block, x, query, gain):
-  import jax
-
-  import attnres_kernels
-
   # An identity that the compiler can neither see through nor fuse across, like
   # the matrix products of a real sublayer.
   def sublayer(h):
@@ -293,13 +268,10 @@ def _stack(arm, sublayers, block, x, query, gain):
 
 
 def _rms_norm(x, gain):
-  import jax
-  import jax.numpy as jnp
-
   wide = x.astype(jnp.float32)
   square = jnp.mean(wide * wide, axis=-1, keepdims=True)
   return (wide * jax.lax.rsqrt(square + 1e-6) * gain).astype(x.dtype)
 
 
 if __name__ == "__main__":
-  main()
+  sys.exit(command_line.run(main))
