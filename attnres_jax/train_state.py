@@ -59,23 +59,20 @@ class Network(Protocol):
 
   microbatches: int
 
-  def loss_sums(
-    self, model: models.Transformer, examples: loss_lib.Examples
-  ) -> loss_lib.LossSums:
-    """Sums of the loss over a batch."""
+  def loss_sums(self, model: Any, examples: Any) -> loss_lib.LossSums:
+    """Sums of the loss over a batch of `loss.Examples`."""
     ...
 
   def value_and_grad(
-    self, model: models.Transformer, examples: loss_lib.Examples
-  ) -> tuple[loss_lib.LossSums, models.Transformer]:
-    """The same sums, and the gradient of their total."""
+    self, model: Any, examples: Any
+  ) -> tuple[loss_lib.LossSums, Any]:
+    """The same sums, and the gradient of their total, a tree like the model."""
     ...
 
-  def kept_bytes(self, model: models.Transformer) -> dict[str, int]:
+  def kept_bytes(self, model: Any) -> dict[str, int]:
     """What a device keeps for backward, given an abstract model.
 
-    `running_state_bytes` and `block_bytes`; empty where that is not planned but
-    left to the compiler.
+    `running_state_bytes` and `block_bytes`; empty where the compiler decides.
     """
     ...
 

@@ -12,28 +12,35 @@ from attnres_jax import sharding
 from attnres_jax import train_state
 from tests import tiny_network
 
+# A product holds what its factors do: they are slow.
 MESHES = [
-  dict(data=4),
-  dict(data=1, fsdp=4),
-  dict(data=1, tensor=2),
-  dict(data=2, fsdp=2),
-  dict(data=2, tensor=2),
-  dict(data=1, fsdp=2, tensor=2),
   dict(data=2, fsdp=2, tensor=2),
+  *(
+    pytest.param(mesh, marks=pytest.mark.slow)
+    for mesh in (
+      dict(data=4),
+      dict(data=1, fsdp=4),
+      dict(data=1, tensor=2),
+      dict(data=2, fsdp=2),
+      dict(data=2, tensor=2),
+      dict(data=1, fsdp=2, tensor=2),
+    )
+  ),
 ]
 # The smallest network with experts.
 EXPERTS = dict(
-  num_layers=1,
   residual=config_lib.ResidualConfig("prenorm"),
   moe=config_lib.MoeConfig(
     num_experts=4, top_k=2, expert_width=8, dense_layers=0
   ),
 )
 EXPERT_MESHES = [
-  dict(data=1, expert=4),
-  dict(data=2, expert=2),
-  dict(data=1, fsdp=2, expert=2),
   dict(data=1, expert=2, tensor=2),
+  dict(data=1, fsdp=2, expert=2),
+  *(
+    pytest.param(mesh, marks=pytest.mark.slow)
+    for mesh in (dict(data=1, expert=4), dict(data=2, expert=2))
+  ),
 ]
 
 
@@ -41,11 +48,11 @@ def _config(mesh, **model):
   dense = dict(
     vocab_size=32,
     width=16,
-    num_layers=2,
+    num_layers=1,
     num_heads=2,
     mlp_width=32,
     init_std=0.2,
-    residual=config_lib.ResidualConfig("block_attnres", block_size=2),
+    residual=config_lib.ResidualConfig("block_attnres", block_size=1),
   )
   return config_lib.RunConfig(
     model=config_lib.ModelConfig(**dense | model),
@@ -112,7 +119,7 @@ def test_a_dense_network(mesh):
 @pytest.mark.slow
 def test_a_network_of_several_kinds():
   mesh = dict(data=1, fsdp=2, expert=2, tensor=2)
-  state = _assert_same_step(mesh, **tiny_network.KINDS)
+  state = _assert_same_step(mesh, num_layers=2, **tiny_network.KINDS)
   experts = state.model.sublayers["moe"].core.gate[...]
   assert experts.addressable_shards[0].data.size * 8 == experts.size
 
@@ -126,7 +133,7 @@ def test_experts_alone_and_with_each_other_axis(mesh):
 
 def test_every_large_parameter_is_cut():
   mesh = dict(data=1, fsdp=2, tensor=2)
-  config = _config(mesh, **tiny_network.KINDS)
+  config = _config(mesh, num_layers=2, **tiny_network.KINDS)
   mesh = sharding.make_mesh(config.mesh)
   state = train_state.make_program(config, mesh).abstract_state
   whole, names = set(), set()

@@ -121,25 +121,32 @@ def start_two(workdir, fields):
   ]  # fmt: skip
 
 
-def wait_for_rows(workdir, processes, seconds=400):
-  """Until the first steps of training have been logged."""
+def wait_for_rows(workdir, processes, seconds=400, after=0):
+  """Until training has logged a step later than `after`."""
   file = pathlib.Path(workdir) / "metrics.jsonl"
   deadline = time.monotonic() + seconds
-  while not (file.exists() and '"train"' in file.read_text()):
+  while _last_step(file) <= after:
     for process in processes:
       assert process.poll() is None, kill(process)
     assert time.monotonic() < deadline, "the run makes no progress"
     time.sleep(0.01)
 
 
-def one_of_two_dies(workdir, fields):
+def _last_step(file):
+  """The last that is logged as a whole."""
+  text = file.read_text() if file.exists() else ""
+  lines = text.rpartition("\n")[0].splitlines()
+  return max((step_of(line, "train") for line in lines), default=0)
+
+
+def one_of_two_dies(workdir, fields, after=0):
   """A process is killed; the other has to end with one line that says so.
 
   jax alone would wait for a missing heartbeat, for 100 seconds.
   """
   endless = {"train.steps": 10**6, "checkpoint.every_steps": 0}
   processes = start_two(workdir, fields | endless)
-  wait_for_rows(workdir, processes)
+  wait_for_rows(workdir, processes, after=after)
   processes[1].kill()
   try:
     status = processes[0].wait(60)

@@ -121,14 +121,28 @@ def test_golden_steps():
 
 
 @pytest.mark.parametrize(
-  "name,documents", [("prenorm", False), ("block_attnres", True)]
+  "name,documents",
+  [
+    pytest.param("prenorm", False, marks=pytest.mark.slow),
+    ("block_attnres", True),
+  ],
 )
 def test_metrics_are_what_they_say(name, documents):
+  """The z-loss enters the gradient, and not the loss."""
   config, batch = _config(name), _batch(documents=documents)
+  config = dataclasses.replace(config, loss=config_lib.LossConfig(z_loss=0.5))
   state = _program(config).init_state()
-  (loss, logits), gradient = jax.jit(
-    jax.value_and_grad(_mean_loss, has_aux=True)
-  )(state.model, batch)
+  weights = _weights(batch)
+
+  def total(model):
+    nll, logits = _mean_loss(model, batch)
+    z = jax.nn.logsumexp(logits, axis=-1) ** 2
+    z = jnp.sum(weights * z) / weights.sum()
+    return nll + 0.5 * z, (nll, z)
+
+  (_, (loss, z)), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(
+    state.model
+  )
   norm = lambda tree: np.sqrt(
     sum(np.sum(np.asarray(a, np.float64) ** 2) for a in jax.tree.leaves(tree))
   )
@@ -137,17 +151,13 @@ def test_metrics_are_what_they_say(name, documents):
     for i in range(2)
   ]
   parameters = norm(state.model)
-  z = jax.nn.logsumexp(logits, axis=-1) ** 2
-  weights = _weights(batch)
 
   _, (row,) = _run(config, [batch], state)
   np.testing.assert_allclose(row["loss"], loss, rtol=1e-5)
   np.testing.assert_allclose(row["grad_norm"], norm(gradient), rtol=1e-5)
   np.testing.assert_allclose(row["grad_norm_L"], by_layer, rtol=1e-5)
   np.testing.assert_allclose(row["param_norm"], parameters, rtol=1e-5)
-  np.testing.assert_allclose(
-    row["z"], np.sum(weights * z) / weights.sum(), rtol=1e-5
-  )
+  np.testing.assert_allclose(row["z"], z, rtol=1e-5)
   np.testing.assert_allclose(row["learning_rate"], 0.01 / 4, rtol=1e-6)
   assert row["tokens"] == weights.sum() < 49
   assert bool(row["finite"]) and row["skipped"] == 0
@@ -210,7 +220,7 @@ class TestExperts:
     bias[...] = jnp.arange(8.0).reshape(2, 4)
     table = state.model.embedding.table
     table[...] = table[...].at[VOCAB - 1].set(jnp.inf)
-    bad = _batch()
+    bad = _batch(documents=True)
     bad["tokens"][2, 1] = VOCAB - 1
     state, (row,) = _run(self.config, [bad], state)
     assert not bool(row["finite"]) and state.skipped == 1
@@ -218,56 +228,50 @@ class TestExperts:
     np.testing.assert_array_equal(found, np.arange(8.0).reshape(2, 4))
 
 
-def test_z_loss_enters_the_gradient_but_not_the_loss():
-  batch, rows = _batch(), []
-  for z_loss in (0.0, 0.5):
-    config = dataclasses.replace(
-      _config(), loss=config_lib.LossConfig(z_loss=z_loss)
-    )
-    rows.append(_run(config, [batch])[1][0])
-  assert rows[0]["loss"] == rows[1]["loss"]
-  assert rows[1]["grad_norm"] > 1.5 * rows[0]["grad_norm"]
+# One program serves the tests below: of the whole batch, on one device.
+WHOLE = _config(weight_decay=0.0)
 
 
-@pytest.mark.parametrize("documents", [False, True])
-def test_microbatches_are_one_large_batch(documents):
-  batches = [_batch(i, documents) for i in range(2)]
-  if documents:
-    counts = [_weights(b).sum(axis=1) for b in batches]
-    assert len(set(counts[0])) > 1  # so that means of means would differ
-  whole, rows = _run(_config(), batches)
-  parts, part_rows = _run(_config(accumulate_steps=4), batches)
-  _assert_close(part_rows, rows, 1e-5)
-  _assert_close(parts, whole, 2e-5)
-
-
-@pytest.mark.parametrize("accumulate_steps", [1, 2])
-def test_many_devices_are_one(accumulate_steps):
-  # Rows as they come: no device has the same number of counted tokens.
+@pytest.mark.parametrize(
+  "parts,devices",
+  [(4, 1), (2, 4), pytest.param(1, 8, marks=pytest.mark.slow)],
+)
+def test_microbatches_and_devices_are_one_large_batch(parts, devices):
+  # Rows as they come: none has the same number of counted tokens as another, so
+  # that means of means would differ.
   batches = [_batch(i, documents=True) for i in range(2)]
-  devices = 8 // accumulate_steps
-  config = _config(accumulate_steps=accumulate_steps, data=devices)
+  assert len({*_weights(batches[0]).sum(axis=1)}) > 1
+  config = _config(accumulate_steps=parts, data=devices, weight_decay=0.0)
   assert _program(config).mesh.size == devices
-  many, rows = _run(config, batches)
-  one, one_rows = _run(_config(), batches)
-  _assert_close(rows, one_rows, 1e-5)
-  _assert_close(many, one, 2e-5)
+  found, rows = _run(config, batches)
+  whole, whole_rows = _run(WHOLE, batches)
+  _assert_close(rows, whole_rows, 1e-5)
+  _assert_close(found, whole, 2e-5)
 
 
-def test_every_scheme_takes_steps():
-  for name in ("rescaled", "full_attnres"):  # the others: see above
-    _, metrics = _run(_config(name), [_batch()] * 6)
-    assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.1
+@pytest.mark.parametrize(
+  "name",
+  [
+    "block_attnres",
+    *(
+      pytest.param(name, marks=pytest.mark.slow)
+      for name in ("rescaled", "full_attnres")
+    ),
+  ],
+)
+def test_every_scheme_takes_steps(name):
+  config = _config(name, weight_decay=0.0)
+  _, metrics = _run(config, [_batch(documents=True)] * 6)
+  assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.1
 
 
 def test_step_that_is_not_finite_changes_nothing():
-  config = _config(weight_decay=0.0)
-  program = _program(config)
+  config, program = WHOLE, _program(WHOLE)
   state = program.init_state()
   # The embedding of the last token is infinite; batches without it are fine.
   table = state.model.embedding.table
   table[...] = table[...].at[VOCAB - 1].set(jnp.inf)
-  good, bad = _batch(), _batch()
+  good, bad = _batch(documents=True), _batch(documents=True)
   bad["tokens"][2, 1] = VOCAB - 1
 
   state, (first,) = _run(config, [good], state)
@@ -293,7 +297,7 @@ def test_step_that_is_not_finite_changes_nothing():
 def test_batch_without_targets_is_no_division_by_zero():
   batch = _batch()
   batch["segment_ids"] = np.zeros_like(batch["tokens"])
-  state, (row,) = _run(_config(weight_decay=0.0), [batch])
+  state, (row,) = _run(WHOLE, [batch])
   assert row["tokens"] == 0 and row["loss"] == 0 and bool(row["finite"])
   assert all(np.isfinite(a).all() for a in jax.tree.leaves(state))
 
@@ -311,7 +315,14 @@ def test_eval_step_sums_without_the_z_loss():
   np.testing.assert_allclose(found["loss_sum"], expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["prenorm", "full_attnres", "block_attnres"])
+@pytest.mark.parametrize(
+  "name",
+  [
+    "prenorm",
+    pytest.param("full_attnres", marks=pytest.mark.slow),
+    "block_attnres",
+  ],
+)
 def test_depth_series(name):
   config = _config(name, accumulate_steps=2)
   program = _program(config)
@@ -359,8 +370,7 @@ def test_depth_series(name):
 
 
 def test_abstract_state_is_the_state():
-  config = _config(data=4)
-  program = _program(config)
+  program = _program(_config(accumulate_steps=2, data=4, weight_decay=0.0))
   abstract, state = program.abstract_state, program.init_state()
   assert jax.tree.structure(abstract) == jax.tree.structure(state)
   for a, b in zip(jax.tree.leaves(abstract), jax.tree.leaves(state)):
@@ -389,11 +399,11 @@ def test_what_is_kept_for_backward(name):
 
 
 def test_the_state_is_donated():
-  config = _config()
-  program = _program(config)
+  program = _program(WHOLE)
   state = program.init_state()
   leaf = jax.tree.leaves(state.model)[0]
-  program.train_step(state, sharding.shard_batch(_batch(), program.mesh))
+  batch = _batch(documents=True)
+  program.train_step(state, sharding.shard_batch(batch, program.mesh))
   assert leaf.is_deleted()
 
 

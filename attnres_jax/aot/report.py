@@ -162,13 +162,13 @@ def to_text(report: Mapping[str, Any]) -> str:
     "",
     text_table.table(("memory per device", "GiB"), _memory_rows(report)),
   ]
-  if "reason" in report:
-    lines += ["", "does not fit:", _oom(report["reason"])]
-    lines += ["", "before anything is split over devices or fused:"]
-    return "\n".join([*lines, _largest(report)])
-  if "unread" in report:
-    lines += ["", f"jaxlib cannot read the program: {report['unread']}"]
-    lines += [] if report["fits"] else ["", "does not fit"]
+  refused, unread = "reason" in report, "unread" in report
+  if refused or unread:
+    if refused:
+      lines += ["", "does not fit:", _oom(report["reason"])]
+    else:
+      lines += ["", f"jaxlib cannot read the program: {report['unread']}"]
+      lines += [] if report["fits"] else ["", "does not fit"]
     lines += ["", "before anything is split over devices or fused:"]
     return "\n".join([*lines, _largest(report)])
   lines += [

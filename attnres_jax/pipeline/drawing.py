@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Schedules and transfers to look at, as text and as a figure (Fig. 3)."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from attnres_jax import text_table
 from attnres_jax.pipeline import layout as layout_lib
 from attnres_jax.pipeline import schedule as schedule_lib
 
@@ -31,7 +31,7 @@ def schedule_text(schedule: schedule_lib.Schedule) -> str:
         or "-"
       )
     rows.append([str(tick), *cells])
-  return _table(rows)
+  return text_table.columns(rows, rule=True)
 
 
 def transfers_text(layout: layout_lib.Layout) -> str:
@@ -50,7 +50,7 @@ def transfers_text(layout: layout_lib.Layout) -> str:
     )
   totals = [str(layout.total_vectors(rule)) for rule in layout_lib.RULES]
   rows.append(["total", "", *totals, str(layout.total_partials())])
-  return _table(rows)
+  return text_table.columns(rows, rule=True)
 
 
 def draw_schedule(
@@ -170,13 +170,3 @@ def draw_transfers(layout: layout_lib.Layout, *, ax: Any = None) -> Any:
     fontsize=10,
   )
   return ax
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-  widths = [max(map(len, column)) for column in zip(*rows)]
-  lines = [
-    "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
-    for row in rows
-  ]
-  lines.insert(1, "  ".join("-" * width for width in widths))
-  return "\n".join(lines) + "\n"

@@ -22,16 +22,10 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 import numbers
-from typing import NoReturn
 
 from attnres_jax import config as config_lib
 
 RULES = ("naive", "cached", "minimum")
-
-
-def fail(argument: str, value: object, accepted: str) -> NoReturn:
-  """Raises the one-line error every bad argument gets."""
-  config_lib.fail_argument(argument, value, accepted)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,14 +73,16 @@ class Layout:
     if isinstance(sizes, Sequence):
       object.__setattr__(self, "sublayers_per_chunk", tuple(sizes))
       if len(sizes) != self.num_chunks:
-        fail(
+        config_lib.fail_argument(
           "sublayers_per_chunk",
           sizes,
           f"one number per chunk, {self.num_chunks} of them",
         )
       for size in sizes:
         if not _is_count(size):
-          fail("sublayers_per_chunk", sizes, "at least 1 in every chunk")
+          config_lib.fail_argument(
+            "sublayers_per_chunk", sizes, "at least 1 in every chunk"
+          )
     else:
       check_count("sublayers_per_chunk", sizes)
 
@@ -248,7 +244,7 @@ def split_sublayers(num_sublayers: int, num_chunks: int) -> tuple[int, ...]:
   check_count("num_sublayers", num_sublayers)
   check_count("num_chunks", num_chunks)
   if num_chunks > num_sublayers:
-    fail(
+    config_lib.fail_argument(
       "num_chunks",
       num_chunks,
       f"at most {num_sublayers}, so that none of the chunks is empty",
@@ -288,7 +284,7 @@ def minimum_total(
 
 def check_count(argument: str, value: object) -> None:
   if not _is_count(value):
-    fail(argument, value, "a whole number of at least 1")
+    config_lib.fail_argument(argument, value, "a whole number of at least 1")
 
 
 def _is_count(value: object) -> bool:
@@ -299,4 +295,4 @@ def _is_count(value: object) -> bool:
 
 def _check_rule(rule: str) -> None:
   if rule not in RULES:
-    fail("rule", rule, "one of " + ", ".join(RULES))
+    config_lib.fail_argument("rule", rule, "one of " + ", ".join(RULES))

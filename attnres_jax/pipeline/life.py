@@ -5,7 +5,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from attnres_jax.pipeline import layout as layout_lib
+from attnres_jax import config as config_lib
+from attnres_jax import text_table
 from attnres_jax.pipeline import schedule as schedule_lib
 
 _HEADER = ("unit", "tick", "rank", "arrives", "looks up", "makes", "sends")
@@ -31,7 +32,7 @@ def life_text(
     ValueError: there is no such microbatch.
   """
   if not 0 <= microbatch < schedule.num_microbatches:
-    layout_lib.fail(
+    config_lib.fail_argument(
       "microbatch", microbatch, f"0 to {schedule.num_microbatches - 1}"
     )
   layout = schedule.layout
@@ -75,9 +76,4 @@ def life_text(
       unit = f"{letter}{layout.virtual_stage(chunk)}.{microbatch}"
       words = [" ".join(cell) or "-" for cell in cells(chunk)]
       rows.append([unit, str(tick), str(layout.rank(chunk)), *words])
-  widths = [max(map(len, column)) for column in zip(*rows)]
-  lines = [
-    "  ".join(word.ljust(width) for word, width in zip(row, widths)).rstrip()
-    for row in rows
-  ]
-  return "\n".join(lines) + "\n"
+  return text_table.columns(rows)

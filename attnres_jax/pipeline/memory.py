@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from attnres_jax import config as config_lib
 from attnres_jax.pipeline import layout as layout_lib
 
 KINDS = ("inputs", "blocks", "gradients")
@@ -104,7 +105,7 @@ def slot_pool(
     rule: one of `layout.RULES`.
   """
   if kind not in KINDS:
-    layout_lib.fail("kind", kind, "one of " + ", ".join(KINDS))
+    config_lib.fail_argument("kind", kind, "one of " + ", ".join(KINDS))
   shape: tuple[int, ...] = (layout.num_chunks, num_microbatches)
   if kind != "inputs":
     shape += (layout.num_blocks + 1,)
@@ -242,14 +243,8 @@ def max_live(lifetimes: Iterable[Lifetime]) -> int:
 
 
 def _max_microbatches(inputs: Iterable[Lifetime], num_events: int) -> int:
-  spans = {}
+  live: list[set[int]] = [set() for _ in range(num_events)]
   for (_, microbatch), start, end in inputs:
-    times = spans.setdefault(microbatch, [])
-    times.append((start, end))
-  live = np.zeros(num_events, np.int32)
-  for times in spans.values():
-    present = np.zeros(num_events, bool)
-    for start, end in times:
-      present[start : end + 1] = True
-    live += present
-  return int(live.max(initial=0))
+    for present in live[start : end + 1]:
+      present.add(microbatch)
+  return max(map(len, live), default=0)

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from attnres_jax import config as config_lib
 from attnres_jax.pipeline import layout as layout_lib
 from attnres_jax.pipeline import memory
 
@@ -181,7 +182,7 @@ def make_schedule(layout: Layout, num_microbatches: int) -> Schedule:
   if layout.num_virtual_stages > 1 and num_microbatches % ranks:
     below = num_microbatches // ranks * ranks
     nearest = f"{below} or {below + ranks}" if below else f"{ranks}"
-    layout_lib.fail(
+    config_lib.fail_argument(
       "num_microbatches",
       num_microbatches,
       f"a multiple of num_ranks={ranks}, such as {nearest}, with"

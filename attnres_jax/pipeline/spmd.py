@@ -59,25 +59,36 @@ def _by_hand(
   stage, wire = plan.stage, plan.stage.transport
   last = wire.layout.num_chunks - 1
 
-  def forward(chunk, cache, message, *work):
+  def forward(chunk, cache, message, work):
     if chunk < last:
-      return stage.forward(chunk, cache, message, *work)[:2]
+      return stage.forward(chunk, cache, message, work)[:2]
     # Its backward follows within the tick, and runs it anyhow.
-    return stage.receive(chunk, cache, message, work[-1]), wire.message()
+    return stage.receive(chunk, cache, message, work), wire.message()
 
   def no_forward(cache, *_):
     return cache, wire.message()
 
+  def no_backward(cache, sums, message, work):
+    del cache, message
+    return sums, stage_lib.no_chunk(work.weights), wire.message()
+
   def tick(state, slots):
     cache, sums, gradient, arrived, leaving = state
     returned = wire.send(leaving, backward=True)
-    work = plan.unit(slots.forward, parameters, batch)
-    cache, message = work.switch(forward, no_forward, cache, arrived)
-    arrived = wire.send(message)
-    work = plan.unit(slots.backward, parameters, batch)
-    sums, gradient, leaving = work.differentiate(
-      stage, cache, sums, gradient, returned
+    chunk, work = plan.unit(slots.forward, parameters, batch)
+    cache, message = plan.switch(
+      chunk, forward, no_forward, cache, arrived, work
     )
+    arrived = wire.send(message)
+    chunk, work = plan.unit(slots.backward, parameters, batch)
+    sums, own, leaving = plan.switch(
+      chunk, stage.backward, no_backward, cache, sums, returned, work
+    )
+    # A branch that added this itself would get copies of all of the rank's.
+    if plan.placement.gathers_at_ticks:
+      own = plan.placement.scatter(own)
+    place = plan.virtual_stage(chunk)
+    gradient = jax.tree.map(lambda a, g: a.at[place].add(g[0]), gradient, own)
     return cache, sums, gradient, arrived, leaving
 
   state = (
@@ -117,9 +128,9 @@ def _forward(
   @jax.checkpoint
   def tick(state, slots):
     cache, loss, arrived = state
-    work = plan.unit(slots.forward, parameters, batch)
-    cache, message, more = work.switch(
-      stage.forward, no_forward, cache, arrived
+    chunk, work = plan.unit(slots.forward, parameters, batch)
+    cache, message, more = plan.switch(
+      chunk, stage.forward, no_forward, cache, arrived, work
     )
     return cache, jax.tree.map(jnp.add, loss, more), wire.send(message)
 
@@ -252,83 +263,32 @@ class Pipeline:
 
   def unit(
     self, slots: jax.Array, parameters: Parameters, batch: loss_lib.Examples
-  ) -> "Unit":
-    """The work of this rank, of the slots of all."""
+  ) -> tuple[jax.Array, stage_lib.Work]:
+    """The chunk of this rank, of the slots of all, and its work."""
     chunk, index = slots[jax.lax.axis_index(sharding.STAGE)]
     microbatch = jax.tree.map(lambda a: a[index], batch)
-    return Unit(
-      self.placement, chunk, parameters.weights,
-      (parameters.shared, microbatch, index),
-    )  # fmt: skip
+    weights = parameters.weights
+    if self.placement.gathers_at_ticks:
+      place = self.virtual_stage(chunk)
+      own = jax.tree.map(lambda w: w[place][None], weights)
+      weights = self.placement.gather(own)
+    return chunk, stage_lib.Work(weights, parameters.shared, microbatch, index)
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Unit:
-  """A chunk of a microbatch, or nothing, on a rank.
-
-  Attributes:
-    placement: of the parameters.
-    chunk: int32, -1 for nothing.
-    weights: of all chunks of the rank.
-    rest: what functions of `Stage` take after the weights.
-  """
-
-  placement: placement_lib.Placement
-  chunk: jax.Array
-  weights: dict[str, Any]
-  rest: tuple[Any, ...]
+  def virtual_stage(self, chunk: jax.Array) -> jax.Array:
+    """Of a chunk; 0 where there is none."""
+    return jnp.maximum(chunk, 0) // self.placement.layout.num_ranks
 
   def switch(
     self,
+    chunk: jax.Array,
     function: Callable[..., Any],
     nothing: Callable[..., Any],
-    *state: Any,
+    *operands: Any,
   ) -> Any:
-    """`function(chunk, *state, weights, *rest)`, or `nothing(*state, ...)`."""
-    return self._switch(function, nothing, *state, self._weights())
-
-  def differentiate(
-    self,
-    stage: stage_lib.Stage,
-    cache: stage_lib.Cache,
-    sums: stage_lib.Gradients,
-    gradient: dict[str, Any],
-    message: stage_lib.Message,
-  ) -> tuple[stage_lib.Gradients, dict[str, Any], stage_lib.Message]:
-    """`stage.backward`, with the gradient of weights added to that of the rank.
-
-    A branch that added it itself would get copies of all of the rank's.
-    """
-
-    def nothing(cache, sums, message, weights, *_):
-      del cache, message
-      return sums, stage_lib.no_chunk(weights), stage.transport.message()
-
-    sums, own, message = self._switch(
-      stage.backward, nothing, cache, sums, message, self._weights()
-    )
-    if self.placement.gathers_at_ticks:
-      own = self.placement.scatter(own)
-    gradient = jax.tree.map(
-      lambda a, g: a.at[self._virtual_stage].add(g[0]), gradient, own
-    )
-    return sums, gradient, message
-
-  def _weights(self) -> dict[str, Any]:
-    """Of all chunks of the rank, or, gathered, of this one."""
-    if not self.placement.gathers_at_ticks:
-      return self.weights
-    own = jax.tree.map(lambda w: w[self._virtual_stage][None], self.weights)
-    return self.placement.gather(own)
-
-  @property
-  def _virtual_stage(self) -> jax.Array:
-    return jnp.maximum(self.chunk, 0) // self.placement.layout.num_ranks
-
-  def _switch(self, function, nothing, *arguments):
+    """`function(chunk, *operands)`, or `nothing(*operands)` for chunk -1."""
     chunks = range(self.placement.layout.num_chunks)
     branches = [nothing] + [functools.partial(function, c) for c in chunks]
-    return jax.lax.switch(self.chunk + 1, branches, *arguments, *self.rest)
+    return jax.lax.switch(chunk + 1, branches, *operands)
 
 
 def make_pipeline(

@@ -138,6 +138,23 @@ class Network:
     )
 
 
+class Work(NamedTuple):
+  """What a chunk of a microbatch is computed from, beside what arrives.
+
+  Attributes:
+    weights: kind -> module of leaves [V, rows, ...], those of all chunks of the
+      rank; or [1, rows, ...], those of this chunk.
+    shared: the other parameters.
+    microbatch: tokens.
+    index: int32, of the microbatch.
+  """
+
+  weights: dict[str, Any]
+  shared: Shared
+  microbatch: loss_lib.Examples
+  index: jax.Array
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stage:
   """What a rank does with a unit of work, a chunk of a microbatch.
@@ -173,65 +190,42 @@ class Stage:
     )
 
   def receive(
-    self, chunk: int, cache: Cache, message: Message, index: jax.Array
+    self, chunk: int, cache: Cache, message: Message, work: Work
   ) -> Cache:
-    """The cache with what a message brought for a chunk.
-
-    Args:
-      chunk: its number.
-      cache: of the rank.
-      message: as it arrived.
-      index: int32, of the microbatch.
-    """
+    """The cache with what a message brought for a chunk."""
     blocks, inputs = cache
-    slots = self._slots(self.blocks, chunk, index)
+    slots = self._slots(self.blocks, chunk, work)
     window = self.transport.layout.window(chunk, self.transport.rule)
     for block, x_BTD in zip(window, message.blocks):
       blocks = blocks.at[slots[block]].set(x_BTD)
     if self.transport.layout.has_partial(chunk):
-      slot = self._slots(self.inputs, chunk, index)
+      slot = self._slots(self.inputs, chunk, work)
       inputs = jax.tree.map(
         lambda pool, x: pool.at[slot].set(x), inputs, message.partial
       )
     return Cache(blocks, inputs)
 
   def forward(
-    self,
-    chunk: int,
-    cache: Cache,
-    message: Message,
-    weights: stack.Sublayers,
-    shared: Shared,
-    microbatch: loss_lib.Examples,
-    index: jax.Array,
+    self, chunk: int, cache: Cache, message: Message, work: Work
   ) -> tuple[Cache, Message, loss_lib.LossSums]:
     """Runs a chunk on what has arrived.
 
-    Args:
-      chunk: its number.
-      cache: of the rank.
-      message: what arrived for this unit.
-      weights: see `_own`.
-      shared: the other parameters.
-      microbatch: tokens.
-      index: int32, of the microbatch.
-
     Returns:
       The cache, the message to the rank of the next chunk, and the loss (zero
-      but for the last chunk).
+      before the last chunk).
     """
     layout, wire = self.transport.layout, self.transport
-    cache = self.receive(chunk, cache, message, index)
-    blocks, partial = self._inputs(chunk, cache, index)
-    sublayers = self._own(chunk, weights)
+    cache = self.receive(chunk, cache, message, work)
+    blocks, partial = self._inputs(chunk, cache, work)
+    sublayers = self._own(chunk, work.weights)
     result = self.network.run(
-      chunk, sublayers, shared, blocks, partial, microbatch
+      chunk, sublayers, work.shared, blocks, partial, work.microbatch
     )
     if chunk == layout.num_chunks - 1:
       return cache, wire.message(), result
     made, partial = result
     slots, pool = self.blocks.slots[chunk], cache.blocks
-    where = self._slots(self.blocks, chunk, index)
+    where = self._slots(self.blocks, chunk, work)
     for block, x_BTD in zip(layout.produced(chunk), made, strict=True):
       if slots[0, block] >= 0:
         pool = pool.at[where[block]].set(x_BTD)
@@ -246,10 +240,7 @@ class Stage:
     cache: Cache,
     gradients: Gradients,
     message: Message,
-    weights: stack.Sublayers,
-    shared: Shared,
-    microbatch: loss_lib.Examples,
-    index: jax.Array,
+    work: Work,
   ) -> tuple[Gradients, dict[str, Any], Message]:
     """Runs a chunk again and differentiates it.
 
@@ -258,10 +249,7 @@ class Stage:
       cache: of the rank.
       gradients: sums so far.
       message: gradients of what this unit has sent.
-      weights: as in `forward`.
-      shared: the other parameters.
-      microbatch: tokens.
-      index: int32, of the microbatch.
+      work: of this unit.
 
     Returns:
       The sums; the gradient of the chunk's own weights, [1, rows, ...]; and the
@@ -269,22 +257,22 @@ class Stage:
       received.
     """
     layout, wire = self.transport.layout, self.transport
-    blocks, partial = self._inputs(chunk, cache, index)
-    sublayers = self._own(chunk, weights)
+    blocks, partial = self._inputs(chunk, cache, work)
+    sublayers = self._own(chunk, work.weights)
     last = chunk == layout.num_chunks - 1
 
     def run(sublayers, shared, blocks, partial):
       result = self.network.run(
-        chunk, sublayers, shared, blocks, partial, microbatch
+        chunk, sublayers, shared, blocks, partial, work.microbatch
       )
       return (
         (result.total, result) if last else (result, self.network.no_loss())
       )
 
     _, pull_back, loss = jax.vjp(
-      run, sublayers, shared, blocks, partial, has_aux=True
+      run, sublayers, work.shared, blocks, partial, has_aux=True
     )
-    where = self._slots(self.gradients, chunk, index)
+    where = self._slots(self.gradients, chunk, work)
     waiting = {
       block: [gradients.blocks[where[block]]]
       for block in layout.held(chunk, wire.rule)
@@ -320,37 +308,37 @@ class Stage:
     )
     d_weights = {
       kind: _fill(stacked, d_sublayers.get(kind))
-      for kind, stacked in weights.items()
+      for kind, stacked in work.weights.items()
     }
     return gradients, d_weights, wire.message(sent, d_partial)
 
   def _inputs(
-    self, chunk: int, cache: Cache, index: jax.Array
+    self, chunk: int, cache: Cache, work: Work
   ) -> tuple[tuple[jax.Array, ...], Any]:
     layout = self.transport.layout
-    where = self._slots(self.blocks, chunk, index)
+    where = self._slots(self.blocks, chunk, work)
     blocks = tuple(cache.blocks[where[b]] for b in layout.reads(chunk))
     if not layout.has_partial(chunk):
       return blocks, None
-    slot = self._slots(self.inputs, chunk, index)
+    slot = self._slots(self.inputs, chunk, work)
     return blocks, jax.tree.map(lambda pool: pool[slot], cache.inputs)
 
-  def _slots(
-    self, pool: memory.SlotPool, chunk: int, index: jax.Array
-  ) -> jax.Array:
-    return jnp.asarray(pool.slots[chunk])[index]
+  def _slots(self, pool: memory.SlotPool, chunk: int, work: Work) -> jax.Array:
+    return jnp.asarray(pool.slots[chunk])[work.index]
 
   def _own(self, chunk: int, weights: Mapping[str, Any]) -> stack.Sublayers:
-    """The sublayers of a chunk, of leaves [V, rows, ...], or its own alone.
+    """The sublayers of a chunk, of `Work.weights`.
 
     As wide as master weights, whose gradients are: it is for products to cast
     them, back to the dtype in which they may have arrived.
     """
-    own = functools.partial(_rows, self.transport.layout.virtual_stage(chunk))
+    place = self.transport.layout.virtual_stage(chunk)
+
+    def own(count: int, w: jax.Array) -> jax.Array:
+      return precision.widen(w[place if w.shape[0] > 1 else 0, :count])
+
     return {
-      kind: jax.tree.map(
-        lambda w, count=count: precision.widen(w[own(w, count)]), weights[kind]
-      )
+      kind: jax.tree.map(functools.partial(own, count), weights[kind])
       for kind, count in collections.Counter(self.network.kinds(chunk)).items()
     }
 
@@ -377,13 +365,6 @@ def _fill(stacked: Any, gradient: Any) -> Any:
     return jnp.pad(g, [(0, missing)] + [(0, 0)] * (g.ndim - 1))[None]
 
   return jax.tree.map(one, stacked, gradient)
-
-
-def _rows(
-  virtual_stage: int, stacked: jax.Array, count: int
-) -> tuple[int, slice]:
-  """Where the rows of a chunk are; a leading axis of 1 holds that chunk."""
-  return virtual_stage if stacked.shape[0] > 1 else 0, slice(count)
 
 
 def _sum(terms: Sequence[jax.Array]) -> jax.Array:

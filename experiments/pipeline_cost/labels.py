@@ -56,7 +56,7 @@ class Arrival(NamedTuple):
 
 
 def make_config(
-  shape: plans.Shape, rule: str, microbatches: int, data: int = 1
+  shape: plans.Shape, rule: Any, microbatches: int, data: int = 1
 ) -> config_lib.RunConfig:
   """A sublayer per chunk; parameters as few as they can be."""
   layout = shape.layout

@@ -20,17 +20,19 @@ sends within loops, by collective and axes, and the share that is overlapped;
 `sent_once` those outside of loops.
 """
 
+import argparse
+from collections.abc import Sequence
 import os
 import pathlib
+import sys
 import time
 from typing import Any, NamedTuple
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-from absl import app
-from absl import flags
 import jax.numpy as jnp
 
+from attnres_jax import command_line
 from attnres_jax import config as config_lib
 from attnres_jax import csv_rows
 from attnres_jax import environment
@@ -82,10 +84,6 @@ SIZES = {
     },
   ),
 }
-_SIZE = flags.DEFINE_enum("size", "48b", list(SIZES), "network and slice")
-_RESIDUAL = flags.DEFINE_string("residual", "block_attnres", "scheme")
-_RULE = flags.DEFINE_string("rule", "minimum", "which blocks are sent")
-_KEY = ("size", "residual", "rule")
 
 
 def make_config(size: Size, residual: str, rule: str) -> config_lib.RunConfig:
@@ -131,34 +129,39 @@ def make_row(config: config_lib.RunConfig, report: Row, devices: Any) -> Row:
   return row
 
 
-def write(row: Row) -> None:
-  """Adds a row to the file, or replaces the one of the same program."""
-  rows = csv_rows.read(FILE) if FILE.exists() else []
-  key = [str(row[name]) for name in _KEY]
-  rows = [old for old in rows if [old[name] for name in _KEY] != key]
-  csv_rows.write(FILE, [*rows, row])
+def main(argv: Sequence[str] | None = None) -> int:
+  """The command; returns its exit status."""
+  return command_line.run(_run, _parser().parse_args(argv))
 
 
-def main(argv: list[str]) -> None:
-  del argv
-  size = SIZES[_SIZE.value]
-  config = make_config(size, _RESIDUAL.value, _RULE.value)
+def _run(options: argparse.Namespace) -> None:
+  size = SIZES[options.size]
+  config = make_config(size, options.residual, options.rule)
   devices = topology.devices(size.topology)
   start = time.process_time()
   report = report_lib.make_report(config, devices)
   seconds = time.process_time() - start
   print(report_lib.to_text(report))
-  row: Row = dict(
-    size=_SIZE.value, residual=_RESIDUAL.value, rule=_RULE.value,
-    compiled_for=size.topology,
-  )  # fmt: skip
+  row = vars(options) | dict(compiled_for=size.topology)
   row |= make_row(config, report, devices)
   row |= dict(
     compile_seconds=round(report.get("compile_seconds", 0)),
     processor_seconds=round(seconds),
   )
-  write(row | environment.facts())
+  csv_rows.put(FILE, row | environment.facts(), tuple(vars(options)))
+
+
+def _parser() -> command_line.Parser:
+  parser = command_line.Parser(
+    "python -m experiments.pipeline_cost.tpu", __doc__
+  )
+  parser.add_argument(
+    "--size", default="48b", choices=list(SIZES), help="network and slice"
+  )
+  parser.add_argument("--residual", default="block_attnres", help="scheme")
+  parser.add_argument("--rule", default="minimum", help="which blocks are sent")
+  return parser
 
 
 if __name__ == "__main__":
-  app.run(main)
+  sys.exit(main())
