@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run is: a locked ConfigDict outside, frozen dataclasses inside.
+"""The description of a run: a locked ConfigDict, then frozen dataclasses.
 
 A file in `configs/` returns a `ConfigDict` (`get_config(arg)`), users override
-fields on the command line, and `build_run_config` turns the result once into a
+fields on the command line, and `build_run_config` converts the result into a
 `RunConfig`. Every dataclass checks itself when it is built, so a bad value
 stops a run before anything compiles, with one line that names the field, the
-value and what is accepted. Values derived from others (head width, number of
-blocks) are computed from these fields at the place of use: overrides arrive
-after `get_config` has returned.
+value and what is accepted. Derived values (head width, number of blocks) are
+computed where they are used, because overrides arrive after `get_config` has
+returned.
 
-This package is a leaf: it imports neither JAX nor anything else of the library.
+This package imports neither JAX nor anything else of the library.
 """
 
 from attnres_jax.config.errors import ConfigError

@@ -12,25 +12,25 @@ T = TypeVar("T")
 
 
 class ConfigError(ValueError):
-  """A field of the configuration holds a value that cannot be used."""
+  """A field of the configuration has an invalid value."""
 
 
 class RunError(RuntimeError):
-  """A run that was described well enough cannot continue."""
+  """A run with a valid description cannot continue."""
 
 
 def fail(field: str, value: Any, accepted: str) -> NoReturn:
-  """Raises the one-line error every bad field gets."""
+  """Raises the one-line error of a bad field."""
   fail_argument(f"config.{field}", value, accepted)
 
 
 def fail_argument(name: str, value: Any, accepted: str) -> NoReturn:
-  """The same for what is not a field, such as "--workdir"."""
+  """The same for other names, such as "--workdir"."""
   raise ConfigError(f"{name}: got {value!r}, expected {accepted}")
 
 
 def choose(field: str, name: str, table: Mapping[str, T]) -> T:
-  """Looks `name` up in a registry, or says which names there are."""
+  """Looks up `name` in a registry; the error lists the known names."""
   check_in(f"config.{field}", name, table)
   return table[name]
 
@@ -52,7 +52,7 @@ def running(path: str) -> Iterator[None]:
 
 
 def check_in(argument: str, name: str, names: Iterable[str]) -> None:
-  """Raises unless it is one of the names; suggests the nearest."""
+  """Raises unless it is one of the names; suggests the closest one."""
   names = list(names)
   if name not in names:
     hint = difflib.get_close_matches(name, names, n=1)

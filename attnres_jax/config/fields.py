@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a field accepts, said by its type and checked when it is set.
+"""What a field accepts follows from its type and is checked when it is set.
 
 A dataclass that inherits from `Checked` compares every value with the type of
 its field: one of the numbers below, `Literal` for a choice of names, a tuple,
@@ -20,7 +20,7 @@ _FLOAT32_MIN, _FLOAT32_MAX = 2.0**-126, 2.0**128
 
 
 class Accepted(NamedTuple):
-  """Which numbers a field takes, in code and in words."""
+  """Which numbers a field accepts, in code and in words."""
 
   test: Callable[[Any], bool]
   words: str
@@ -39,12 +39,12 @@ _DECAY = Accepted(lambda x: 0 <= x < 1, "a number of at least 0, below 1")
 Size = Annotated[int, _ABOVE_0]
 Count = Annotated[int, _AT_LEAST_0]
 Devices = Annotated[int, _DEVICES]
-# What is unrolled in a program, or started at once, has a limit of its own.
+# Limits for what is unrolled in a program or started at the same time.
 Layers = Annotated[int, _ABOVE_0._replace(most=100_000)]
 Iterations = Annotated[int, _ABOVE_0._replace(most=100)]
 Tokens = Annotated[int, _ABOVE_0._replace(most=1_000_000)]
 Threads = Annotated[int, _AT_LEAST_0._replace(most=1000)]
-# JAX and grain would take the rest of the division by 2**32.
+# JAX and grain would reduce larger seeds modulo 2**32.
 Seed = Annotated[int, _AT_LEAST_0._replace(most=2**32 - 1)]
 Positive = Annotated[float, _ABOVE_0]
 NotNegative = Annotated[float, _AT_LEAST_0]
@@ -54,7 +54,7 @@ Decay = Annotated[float, _DECAY]
 
 
 class Checked:
-  """Base of the dataclasses of a config; `prefix` is where they are in it."""
+  """Base of the dataclasses of a config; `prefix` is their place in it."""
 
   _prefix = "config."
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a config file, with overrides, to a checked `RunConfig`, and to JSON."""
+"""Turns a config file and overrides into a checked `RunConfig` and JSON."""
 
 import ast
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ _TRUTHS = ("false", "true", "0", "1", "no", "yes")
 
 
 def default_config() -> ml_collections.ConfigDict:
-  """The defaults of `RunConfig` as an unlocked ConfigDict, to be edited."""
+  """The defaults of `RunConfig` as an unlocked ConfigDict, for editing."""
   config = ml_collections.ConfigDict(dataclasses.asdict(RunConfig()))
   return config
 
@@ -48,7 +48,7 @@ def build_run_config(config: Mapping[str, Any]) -> RunConfig:
 def load_config(
   spec: str, overrides: Mapping[str, Any] | None = None
 ) -> RunConfig:
-  """Loads `path/to/file.py:key=value,...`, overrides fields, freezes.
+  """Loads `path/to/file.py:key=value,...`, overrides fields, and freezes it.
 
   Args:
     spec: a config file with a `get_config(arg)`, then optionally a colon and
@@ -78,10 +78,10 @@ def load_config(
 
 
 def parse_field(name: str, text: str) -> Any:
-  """What `text` says for a field such as "optim.peak_lr", as its type.
+  """Parses `text` as the type of a field such as "optim.peak_lr".
 
   Raises:
-    ConfigError: there is no such field, or the text is of another type.
+    ConfigError: there is no such field, or the text does not fit its type.
   """
   node, leaf = _find(default_config(), name, text)
   default = node[leaf]
@@ -94,7 +94,7 @@ def parse_field(name: str, text: str) -> Any:
 
 
 def load_file(path: str) -> Any:
-  """A config file as a module.
+  """Loads a config file as a module.
 
   Raises:
     ConfigError: no such file, it fails, or it has no `get_config`.
@@ -151,7 +151,8 @@ def parse_arg(arg: str | None, **defaults: Any) -> types.SimpleNamespace:
   A key without a value is the boolean True. Used by `get_config(arg)`.
 
   Raises:
-    ConfigError: an unknown key, or a value of another type than the default's.
+    ConfigError: an unknown key, or a value that does not fit the default's
+      type.
   """
   values = dict(defaults)
   for item in filter(None, (arg or "").split(",")):
@@ -173,7 +174,7 @@ def parse_arg(arg: str | None, **defaults: Any) -> types.SimpleNamespace:
 
 
 def _parse_value(text: str, default: Any) -> Any:
-  """A value of the default's type; ValueError if `text` is none."""
+  """`text` as the type of the default; raises ValueError if it does not fit."""
   if isinstance(default, bool):
     return bool(_TRUTHS.index(text.lower()) % 2)
   if isinstance(default, tuple):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a network is: its sublayers, and the scheme that connects them."""
+"""The description of a network: its sublayers and its residual scheme."""
 
 import dataclasses
 from typing import Literal
@@ -10,18 +10,18 @@ from attnres_jax.config import fields
 
 @dataclasses.dataclass(frozen=True)
 class ResidualConfig(fields.Checked, prefix="model.residual"):
-  """Which residual scheme connects the sublayers, and its shape.
+  """The residual scheme that connects the sublayers, and its shape.
 
   Attributes:
     name: a key of `attnres_jax.models.residuals.RESIDUALS`.
     block_size: sublayers per block of Block AttnRes (S; attention and MLP count
       one each). 0 derives it from `num_blocks`.
-    num_blocks: blocks of Block AttnRes (N), realised as S = ceil(L / N). Give
-      this or `block_size`, not both.
+    num_blocks: blocks of Block AttnRes (N), which gives S = ceil(L / N). Set
+      either this or `block_size`.
     form: `two_phase` batches the queries of a block over the completed sources
-      and merges the open one (Alg. 1); `one_softmax` is the definition.
-    schedule_size: sublayers that share one phase 1 in Full AttnRes. Pure
-      scheduling: the function does not depend on it.
+      and merges the open source (Alg. 1); `one_softmax` is the definition.
+    schedule_size: sublayers that share one phase 1 in Full AttnRes; affects the
+      schedule, not the function.
   """
 
   name: str = "block_attnres"
@@ -59,9 +59,9 @@ class KdaConfig(fields.Checked, prefix="model.kda"):
   Attributes:
     head_width: of keys and of values.
     conv_width: taps of the short causal convolutions.
-    gate_rank: of the two low-rank gates (decay, output).
-    chunk_size: tokens that the chunkwise form takes at once; does not change
-      the function.
+    gate_rank: rank of the two low-rank gates (decay, output).
+    chunk_size: tokens per chunk of the chunkwise form; does not change the
+      function.
   """
 
   head_width: fields.Size = 128
@@ -75,10 +75,11 @@ class MlaConfig(fields.Checked, prefix="model.mla"):
   """Multi-head latent attention without positions (kimi_linear section 3).
 
   Attributes:
-    latent_rank: of what keys and values are made from, and what is cached.
-    nope_width: of a head's own query and key.
-    shared_width: of the part of the key that all heads share; rotary in other
-      models, never rotated here.
+    latent_rank: of the latent, from which keys and values are computed and
+      which is cached.
+    nope_width: of the separate part of each head's query and key.
+    shared_width: of the part of the key that all heads share; it has rotary
+      positions in other models, but not here.
     value_width: of a head's value.
     latent_eps: of the RMSNorm of the latent.
   """
@@ -98,10 +99,10 @@ class MoeConfig(fields.Checked, prefix="model.moe"):
     num_experts: routed experts E; 0 makes every MLP dense.
     top_k: experts that a token is routed to.
     expert_width: hidden width of one expert.
-    num_shared: experts that every token goes through, as one wider MLP.
+    num_shared: experts that process every token, as one wider MLP.
     scaling_factor: of the renormalised weights of the routed experts.
-    dense_layers: first transformer blocks whose MLP is dense, of
-      `model.mlp_width`.
+    dense_layers: number of transformer blocks, from the first, whose MLP is
+      dense, of `model.mlp_width`.
   """
 
   num_experts: fields.Count = 0
@@ -131,37 +132,39 @@ class ModelConfig(fields.Checked, prefix="model"):
   """A decoder-only transformer.
 
   Attributes:
-    vocab_size: rows of the embedding; 0 takes the tokenizer's.
+    vocab_size: rows of the embedding; 0 for the tokenizer's size.
     width: D, the model width.
     num_layers: transformer blocks; L = 2 * num_layers sublayers.
-    mixers: sequence mixers of the transformer blocks, repeated over depth; of
+    mixers: sequence mixers of the transformer blocks, repeated over depth:
       `attention` (grouped queries), `kda`, `mla`.
-    last_mixer: of the last transformer block; empty goes on with `mixers`,
-      which then have to fill the depth.
+    last_mixer: mixer of the last transformer block; empty to continue with
+      `mixers`, which then have to divide the depth.
     num_heads: heads of every mixer.
     num_kv_heads: key/value heads of `attention`; 0 means as many as query
       heads.
     head_width: width of a head of `attention`; 0 means width / num_heads.
     mlp_width: hidden width of the SwiGLU MLP; 0 means 8/3 width, rounded up to
       a multiple of 32.
-    attention_kernel: of softmax attention (`attention`, `mla`). `auto` takes a
-      fused kernel that fits the platform a program is lowered for; `tiled` is
-      plain JAX on any; `splash` (TPU) and `cudnn` (NVIDIA) run or fail.
+    attention_kernel: of softmax attention (`attention`, `mla`). `auto` selects
+      a fused kernel for the platform that a program is lowered for; `tiled` is
+      plain JAX on any platform; `splash` (TPU) and `cudnn` (NVIDIA) run or
+      fail.
     rope_theta: base of the rotary positions of `attention`; 0 for none.
-    norm_eps: added to the mean square in every RMSNorm, depth attention's too.
+    norm_eps: added to the mean square in every RMSNorm, including depth
+      attention's.
     tie_embeddings: the head is the transposed embedding table.
     logit_soft_cap: logits become cap * tanh(logits / cap); 0 for none.
     init_std: standard deviation of the normal initialisation of matrices.
     dtype: of activations; master weights are always float32.
-    remat: what a sublayer keeps for backward. `none`: what autodiff wants;
-      `full`: its running input only (spec: one vector per sublayer plus each
-      block once); `attention`: that and the outputs of softmax attention, which
-      then does not run again; `dots`: that and the results of matrix products.
-    scan_layers: one `lax.scan` over the sublayers of a depth block that repeat
-      a pattern, rather than a Python loop: smaller programs, same function.
+    remat: what a sublayer keeps for the backward pass. `none`: everything that
+      autodiff saves; `full`: its running input only (one vector per sublayer,
+      plus each block once); `attention`: also the outputs of softmax attention,
+      which is then not recomputed; `dots`: also the results of matrix products.
+    scan_layers: run the sublayers of a depth block that repeat a pattern as one
+      `lax.scan` instead of a Python loop: smaller programs, same function.
     kda: shape of `kda` mixers.
     mla: shape of `mla` mixers.
-    moe: experts in place of dense MLPs.
+    moe: experts that replace dense MLPs.
     residual: the scheme that connects the sublayers.
   """
 

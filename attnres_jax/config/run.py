@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run is, beside its network: data, loss, optimiser, length, disk."""
+"""The description of a run except its network: data, loss, optimiser, disk."""
 
 import dataclasses
 from typing import Literal
@@ -17,15 +17,16 @@ class DataConfig(fields.Checked, prefix="data"):
   """Where tokens come from and how they become batches.
 
   Attributes:
-    source: a key of `attnres_jax.data.sources.SOURCES`: `stdlib` is the running
-      Python's own library sources and help topics; the others read `path`.
+    source: a key of `attnres_jax.data.sources.SOURCES`: `stdlib` is the source
+      code and help topics of the running Python's standard library; the others
+      read `path`.
     path: file, folder or glob of the training split (local or gs://).
     validation_path: the same for validation; empty splits `path` by a hash of
       each document.
-    validation_fraction: of documents held out where a source is split by hash.
+    validation_fraction: of documents held out if a source is split by hash.
     text_field: the field or column that holds the text (jsonl, parquet).
     tokenizer: a key of `attnres_jax.data.tokenizer.TOKENIZERS`.
-    tokenizer_path: its vocabulary file, where it needs one.
+    tokenizer_path: its vocabulary file, if it needs one.
     sequence_length: T, predicted tokens per row.
     batch_size: rows per optimiser step, over all processes.
     segment_ids: number the documents of a row, so that attention and loss stay
@@ -67,8 +68,8 @@ class LossConfig(fields.Checked, prefix="loss"):
 
   Attributes:
     z_loss: weight of the squared log-normaliser; 0 for none.
-    tile_tokens: tokens whose float32 logits exist at once on a device; 0 takes
-      as many as fit in 64 MiB, and 1024 at least.
+    tile_tokens: tokens whose float32 logits exist at the same time on a device;
+      0 for as many as fit in 64 MiB, but at least 1024.
   """
 
   z_loss: fields.NotNegative = 0.0
@@ -84,20 +85,23 @@ class OptimConfig(fields.Checked, prefix="optim"):
     schedule: a key of `attnres_jax.optimizer.schedules.SCHEDULES`.
     peak_lr: learning rate after warm-up.
     warmup_steps: linear, from 0.
-    decay_fraction: of all steps, at the end, in which a `wsd` rate decays.
-    decay_shape: of that decay, a key of `...schedules.DECAY_SHAPES`.
-    final_lr_fraction: learning rate at the last step, as a part of the peak.
+    decay_fraction: fraction of all steps, at the end, in which a `wsd` rate
+      decays.
+    decay_shape: shape of that decay, a key of `...schedules.DECAY_SHAPES`.
+    final_lr_fraction: learning rate at the last step, as a fraction of the
+      peak.
     b1: decay of AdamW's first moment.
     b2: decay of AdamW's second moment.
     eps: added to the root of the second moment.
-    muon_momentum: of matrices.
-    muon_iterations: of Newton and Schulz.
-    muon_update_rms: root mean square of a matrix's update, as a part of the
-      learning rate, were it orthogonalised exactly.
-    weight_decay: decoupled, on what `attnres_jax.optimizer.groups` says.
+    muon_momentum: momentum of matrices.
+    muon_iterations: Newton-Schulz iterations.
+    muon_update_rms: root mean square of an exactly orthogonalised update, as a
+      fraction of the learning rate.
+    weight_decay: decoupled; `attnres_jax.optimizer.groups` says for which
+      parameters.
     clip_norm: of the whole gradient; 0 for none.
-    balance_rate: step of the experts' selection biases, 0 while a `wsd` rate
-      decays.
+    balance_rate: step size of the experts' selection biases; 0 while a `wsd`
+      rate decays.
     accumulate_steps: microbatches per optimiser step; divides data.batch_size.
   """
 
@@ -122,18 +126,18 @@ class OptimConfig(fields.Checked, prefix="optim"):
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig(fields.Checked, prefix="train"):
-  """Length of the run and what happens along it.
+  """The length of the run and what happens during it.
 
   Attributes:
     steps: optimiser steps.
     log_every: steps between rows of train metrics.
-    eval_every: steps between evaluations; 0 evaluates at the end only.
-    eval_batches: batches of one evaluation, always the same ones.
+    eval_every: steps between evaluations; 0 to evaluate at the end only.
+    eval_batches: batches of one evaluation, always the same.
     depth_every: steps between rows of the per-depth series; 0 for none.
-    on_nan: a loss or gradient that is not finite ends the run (`stop`) or
-      leaves the parameters as they were and counts the step (`skip`).
-    max_skipped_share: of all steps; a run of a sweep that skipped more of them
-      has failed.
+    on_nan: whether a loss or gradient that is not finite ends the run (`stop`)
+      or leaves the parameters unchanged and counts the step (`skip`).
+    max_skipped_share: fraction of all steps; a run of a sweep fails if it skips
+      more.
   """
 
   steps: fields.Size = 400
@@ -150,10 +154,12 @@ class CheckpointConfig(fields.Checked, prefix="checkpoint"):
   """When checkpoints are written and which are kept.
 
   Attributes:
-    every_steps: steps between saves; 0 saves at the end (and on a signal) only.
+    every_steps: steps between saves; 0 to save at the end (and on a signal)
+      only.
     keep_last: newest checkpoints kept.
-    keep_every: steps whose multiples are kept for good; 0 for none.
-    asynchronous: training goes on while a checkpoint is written.
+    keep_every: checkpoints at multiples of this step are kept forever; 0 for
+      none.
+    asynchronous: training continues while a checkpoint is written.
   """
 
   every_steps: fields.Count = 100
@@ -164,7 +170,7 @@ class CheckpointConfig(fields.Checked, prefix="checkpoint"):
 
 @dataclasses.dataclass(frozen=True)
 class LogConfig(fields.Checked, prefix="log"):
-  """Where metrics go besides the console and metrics.jsonl.
+  """Where metrics go in addition to the console and metrics.jsonl.
 
   Attributes:
     tensorboard: also write TensorBoard event files (needs tensorboardX).
@@ -177,17 +183,17 @@ class LogConfig(fields.Checked, prefix="log"):
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig(fields.Checked, prefix="mesh"):
-  """How the devices are laid out; see `attnres_jax.sharding`.
+  """How the devices are arranged; see `attnres_jax.sharding`.
 
-  One axis at most may be -1, which takes the devices that the others leave.
+  At most one axis may be -1, which takes all remaining devices.
 
   Attributes:
     stage: ranks of a pipeline over the depth, see `PipelineConfig`.
-    data: copies of the parameters, each with rows of its own.
-    fsdp: parts of the parameters and optimiser state, each with rows of its
-      own; gathered where they are used.
-    expert: parts of the experts, each with rows of its own.
-    tensor: parts of every matrix that work on the same rows.
+    data: copies of the parameters, each with different rows.
+    fsdp: shards of the parameters and optimiser state, each with different
+      rows; gathered where they are used.
+    expert: groups of experts, each with different rows.
+    tensor: shards of every matrix that work on the same rows.
   """
 
   stage: fields.Devices = 1
@@ -212,19 +218,20 @@ class PipelineConfig(fields.Checked, prefix="pipeline"):
   """How the ranks of `mesh.stage` share the depth and the batch.
 
   Attributes:
-    virtual_stages: chunks of consecutive sublayers that each rank has, a turn
-      of the ring apart.
-    microbatches: parts of a batch that follow each other; a multiple of
-      mesh.stage, and 0 is that many.
+    virtual_stages: chunks of consecutive sublayers per rank, one turn of the
+      ring apart.
+    microbatches: parts of a batch, one after the other; a multiple of
+      mesh.stage, or 0 for mesh.stage.
     schedule: `fused` runs a forward and a backward in every tick, so that
-      memory does not grow with the microbatches (it was called `1f1b`, a word
-      that old runs may still use); `gpipe` is autodiff of the forward loop.
+      memory does not grow with the number of microbatches (formerly `1f1b`,
+      which old runs may still use); `gpipe` is autodiff of the forward loop.
     rule: which blocks cross a boundary: all (`naive`), those that the rank has
-      not received before (`cached`, the paper's), or also not made (`minimum`).
-    gather: when a rank gets the parts of its weights that other devices of
-      mesh.fsdp and mesh.expert have: those of a chunk at each `tick`, or all at
-      once for a `step`, which sends far less, and holds a rank's weights and
-      their float32 gradients whole.
+      not received before (`cached`, as in the paper), or those that it has
+      neither received nor computed (`minimum`).
+    gather: when a rank gathers its weights from the other devices of mesh.fsdp
+      and mesh.expert: those of a chunk at each `tick`, or all at once for a
+      `step`, which sends far less but holds a rank's whole weights and their
+      float32 gradients.
   """
 
   virtual_stages: fields.Size = 1
@@ -241,10 +248,10 @@ class PipelineConfig(fields.Checked, prefix="pipeline"):
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig(fields.Checked):
-  """Everything that determines a run; written beside its checkpoints.
+  """Everything that determines a run; saved in its folder.
 
   Attributes:
-    name: of the run, for humans.
+    name: of the run, for readers.
     seed: of the initial weights.
   """
 
@@ -270,7 +277,7 @@ class RunConfig(fields.Checked):
       )
 
   def with_vocab_size(self, vocab_size: int) -> "RunConfig":
-    """The same run with the tokenizer's vocabulary filled in.
+    """The same run, with the tokenizer's vocabulary size filled in.
 
     Raises:
       ConfigError: the config names a vocabulary smaller than the tokenizer's.

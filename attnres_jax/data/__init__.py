@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data: sources of text or tokens, tokenizers, packing, batches.
 
-`open_dataset(config.data, "train").batches()` is all that training needs. No
-module of this package starts a JAX device.
+Training only needs `open_dataset(config.data, "train").batches()`. No module of
+this package starts a JAX device.
 """
 
 from attnres_jax.data.pipeline import Batches

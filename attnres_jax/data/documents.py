@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents: what every text source yields, and how they are split.
+"""Documents, which every text source yields, and how they are split.
 
-A split is decided per document by a hash of its key, never by position, so
-that near-duplicates inside one file do not leak from training to validation,
-and so that adding documents moves none of the others.
+The split of a document is decided by a hash of its key, never by its position,
+so that near-duplicates inside one file do not leak from training to validation,
+and so that adding documents does not move others to another split.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ class Documents(Protocol):
   """A text source: documents in a fixed order."""
 
   def __len__(self) -> int:
-    """How many documents there are."""
+    """The number of documents."""
     ...
 
   def iterate(self, start: int = 0) -> Iterator[Document]:
@@ -39,7 +39,7 @@ class Documents(Protocol):
     ...
 
   def describe(self) -> dict[str, Any]:
-    """What this is, JSON-able, with what identifies its content."""
+    """A description that can be saved as JSON and identifies the content."""
     ...
 
 
@@ -51,5 +51,5 @@ def split_of(key: str, validation_fraction: float) -> str:
 
 
 def content_key(text: bytes) -> str:
-  """The key of a record that has no name: equal texts share a split."""
+  """The key of a record without a name: equal texts share a split."""
   return hashlib.sha256(text).hexdigest()

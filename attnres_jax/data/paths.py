@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finding and opening data files, local or in a bucket.
 
-Paths go through etils.epath, so `gs://` works where the matching client is
-installed. Libraries that read files want a local name, and so does random
-access, so a remote file is first copied into a cache folder, once, whole:
+Paths go through etils.epath, so `gs://` works if the matching client is
+installed. Libraries that read files need a local name, and so does random
+access, so a remote file is first copied completely into a cache folder:
 `$ATTNRES_JAX_CACHE`, or `~/.cache/attnres_jax`.
 """
 
@@ -28,12 +28,12 @@ def list_files(
   Args:
     field: of the configuration, for the error.
     path: a file; a folder, searched recursively; or a glob, on local disks with
-      `**` for any folders. Hidden files and folders in a folder are left out.
-    suffixes: accepted endings inside a folder; empty takes every file. A file
-      or glob is taken as it is.
+      `**` for any folders. Hidden files and folders are left out.
+    suffixes: accepted suffixes inside a folder; empty for every file. A file or
+      glob is used as it is.
 
   Raises:
-    ConfigError: nothing is there.
+    ConfigError: there are no such files.
   """
   root = check(field, path)
   if glob.has_magic(path):
@@ -51,7 +51,7 @@ def list_files(
 
 
 def check(field: str, path: str) -> epath.Path:
-  """A path that can be looked up: any local one, or in a known kind of store.
+  """A path that can be looked up: a local one, or in a known kind of store.
 
   Raises:
     ConfigError: naming `field`.
@@ -66,7 +66,7 @@ def check(field: str, path: str) -> epath.Path:
 
 
 def relative_names(path: str, files: Sequence[epath.Path]) -> list[str]:
-  """Names of `files` below the folder that `path` stands for."""
+  """Names of `files` relative to the folder of `path`."""
   root = epath.Path(path).expanduser()
   if glob.has_magic(path):
     root = _split_glob(root)[0]
@@ -76,7 +76,7 @@ def relative_names(path: str, files: Sequence[epath.Path]) -> list[str]:
 
 
 def local_file(path: epath.Path) -> str:
-  """A local file with the content of `path`: itself, or its cached copy."""
+  """A local file with the content of `path`: itself or a cached copy."""
   name = os.fspath(path)
   if not files_lib.is_remote(path):
     return name
@@ -86,10 +86,10 @@ def local_file(path: epath.Path) -> str:
 
 
 def cached_copy(path: epath.Path, folder: pathlib.Path) -> pathlib.Path:
-  """Copies `path` into `folder` unless a copy of this version is there.
+  """Copies `path` into `folder` unless a copy of this version exists.
 
-  A version is the address, the length and the modification time. The copy
-  appears under its final name only when it is whole.
+  A version is identified by address, length and modification time. The copy
+  gets its final name only when it is complete.
   """
   stat = path.stat()
   version = f"{os.fspath(path)} {stat.length} {stat.mtime}"
@@ -119,7 +119,7 @@ def _glob(field: str, root: epath.Path) -> Iterator[epath.Path]:
         field, os.fspath(root), "a folder or a glob without ** in a bucket"
       )
     yield from base.glob(pattern)
-  else:  # epath has no `**`, not even here.
+  else:  # epath does not support `**`, not even here.
     yield from map(epath.Path, pathlib.Path(base).glob(pattern))
 
 

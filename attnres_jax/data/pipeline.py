@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a config to batches: shuffle, repeat, batch, slice per process.
+"""Turns a config into batches: shuffle, repeat, batch, slice per process.
 
-The order is one `grain.MapDataset` over packed rows. Training shuffles all
-rows of an epoch, every epoch anew, and goes on without end; the stream of
-global batches is cut from it, and process p of P takes the p-th of the P equal
-parts of every batch. So batch n is a function of the config and of n alone:
-the position is one number, the same whatever the number of processes, and any
-position is reached at once. Validation is one pass in an order that is fixed
-and mixed, so that its first few batches are a fair sample.
+The order is one `grain.MapDataset` over packed rows. Training shuffles all rows
+of an epoch, differently in every epoch, without end. Global batches are cut
+from this stream, and process p of P takes the p-th of P equal parts of every
+batch. So batch n depends only on the config and on n: the position is one
+number, independent of the number of processes, and any position is reached
+immediately. Validation is one pass in a fixed, shuffled order, so that its
+first few batches are a fair sample.
 
-Rows are read ahead by threads; there are no worker processes, as copying ids
-out of a memory map does not need them. Nothing here touches a JAX device.
+Threads read rows ahead; copying ids out of a memory map needs no worker
+processes. This module uses no JAX device.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,7 +30,7 @@ from attnres_jax.data import tokens as tokens_lib
 
 Batch = dict[str, np.ndarray]
 
-# The order of validation is part of what a validation loss means.
+# Validation losses are only comparable in the same order.
 _VALIDATION_SEED = 0
 _READ_AHEAD_BATCHES = 8
 
@@ -42,12 +42,12 @@ def open_dataset(
   process_index: int = 0,
   process_count: int = 1,
 ) -> "Dataset":
-  """Opens a split, checking everything that can be checked without a device.
+  """Opens a split and checks everything that can be checked without a device.
 
   Args:
     config: source, tokenizer, row length, global batch size.
     split: "train" or "validation".
-    process_index: which part of each global batch is ours.
+    process_index: which part of each global batch belongs to this process.
     process_count: how many parts there are.
 
   Raises:
@@ -82,7 +82,7 @@ class Dataset:
 
   Attributes:
     num_rows: rows of one epoch.
-    num_tokens: ids of the split, separators included.
+    num_tokens: ids of the split, including separators.
     num_batches: whole global batches in one epoch.
   """
 
@@ -109,7 +109,7 @@ class Dataset:
     self.num_batches = self.num_rows // config.batch_size
 
   def describe(self) -> dict[str, Any]:
-    """What is read, JSON-able: goes into the run's folder."""
+    """A description of the data for the run's folder; can be saved as JSON."""
     return self._tokens.description | {
       "tokenizer": self._tokenizer,
       "tokens": self.num_tokens,
@@ -134,10 +134,10 @@ class Dataset:
     }
 
   def batches(self, start_batch: int = 0) -> "Batches":
-    """Iterates over this process's rows, from a global batch on.
+    """Iterates over the rows of this process, from a global batch on.
 
     Args:
-      start_batch: reached at once, however large.
+      start_batch: the first batch; reached immediately, however large.
     """
     rows = grain.MapDataset.source(self._rows)
     if self._split == documents.TRAIN:
@@ -145,8 +145,8 @@ class Dataset:
     else:
       rows = rows.seed(_VALIDATION_SEED).shuffle()
       rows = rows[: self.num_batches * self._config.batch_size]
-    # Consecutive groups of rows, every P-th of them ours: the groups of all
-    # processes, in order, are the global batch.
+    # Every P-th group of consecutive rows belongs to this process: the groups
+    # of all processes, in order, form the global batch.
     local = rows.batch(
       self._config.batch_size // self._process_count, drop_remainder=True
     )
@@ -184,18 +184,18 @@ class Batches:
     return next(self._iterator)
 
   def get_state(self) -> dict[str, Any]:
-    """The next global batch and what it is a batch of; JSON-able."""
+    """The next global batch and its data; can be saved as JSON."""
     return {
       "next_batch": self._iterator.get_state()["next_index"],
       "dataset": dict(self._identity),
     }
 
   def set_state(self, state: Mapping[str, Any]) -> None:
-    """Goes on where `get_state` was, on any number of processes.
+    """Continues from a saved state, on any number of processes.
 
     Raises:
-      ValueError: the state is of other data, or of another batch size, row
-        length or seed, with which the position would mean something else.
+      ValueError: the state belongs to other data, or to another batch size, row
+        length or seed, for which its position has a different meaning.
     """
     saved = state["dataset"]
     differing = [

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenises a text source into token files, once, for runs to memory-map.
+"""Tokenises a text source once into token files, which runs memory-map.
 
   python -m attnres_jax.data.prepare --source=jsonl --path='corpus/*.jsonl' \
       --tokenizer=hf --tokenizer_path=tokenizer.json --output=DIR
 
 Then train with data.source=tokens, data.path=DIR and the same tokenizer. DIR
 (local or gs://) holds `train-00000.bin`, ... and `validation-00000.bin`, ...
-with a sidecar each (see `token_files`), and `dataset.json`, which says what
-this is and whether it is complete.
+with a sidecar each (see `token_files`), and `dataset.json`, which describes the
+data and says whether it is complete.
 
-Every file gets its name only when it is whole: ids first, then the sidecar,
+Every file gets its name only when it is complete: ids first, then the sidecar,
 `dataset.json` last. A shard ends with a document, and its sidecar says which
-document comes next, so an interrupted command, given again, goes on after the
-last whole shard and ends in the same bytes. A changed source (by names and
-sizes), tokenizer or option is refused unless --overwrite starts afresh.
+document comes next. If the command is interrupted, rerun it to resume after the
+last complete shard; the result is the same bytes. If the source (by names and
+sizes), tokenizer or an option has changed, the command refuses, unless
+--overwrite starts again.
 """
 
 from collections.abc import Sequence
@@ -46,13 +47,13 @@ def prepare(
   overwrite: bool = False,
   progress: bool = True,
 ) -> dict[str, Any]:
-  """Writes the token files of both splits, or goes on doing so.
+  """Writes the token files of both splits, or resumes writing them.
 
   Args:
     config: source, path, split and tokenizer.
     output: folder, local or gs://; created if needed.
     shard_tokens: a shard ends with the document that reaches this many.
-    overwrite: replace what another source or option has left there.
+    overwrite: replace files from another source or other options.
     progress: show a bar.
 
   Returns:
@@ -114,7 +115,7 @@ def _parser() -> command_line.Parser:
   )  # fmt: skip
   add(
     "--validation_fraction", type=float, default=default.validation_fraction,
-    help="of documents held out by hash",
+    help="fraction of documents held out by hash",
   )  # fmt: skip
   add(
     "--text_field", default=default.text_field,
@@ -124,7 +125,7 @@ def _parser() -> command_line.Parser:
     "--tokenizer", default=default.tokenizer, help="bytes, hf or sentencepiece"
   )
   add("--tokenizer_path", default="", help="vocabulary file")
-  add("--output", required=True, help="folder to write")
+  add("--output", required=True, help="folder to write to")
   add(
     "--shard_tokens", type=int, default=SHARD_TOKENS,
     help="tokens per file, rounded up to a document",
@@ -141,7 +142,7 @@ def _settings(
   tokenizer: tokenizer_lib.Tokenizer,
   shard_tokens: int,
 ) -> dict[str, Any]:
-  """All that decides the bytes that are written."""
+  """Everything that determines the bytes that are written."""
   train, fraction = sources.open_documents(config, documents.TRAIN)
   described = {"source": train.describe()}
   if fraction is None:
@@ -157,13 +158,13 @@ def _settings(
 def _begin(
   folder: epath.Path, settings: dict[str, Any], overwrite: bool
 ) -> dict[str, Any]:
-  """Reads `dataset.json` if it is ours, else writes a new, incomplete one."""
+  """Reads `dataset.json` if its settings match, else starts a new one."""
   path = folder / token_files.DATASET_FILE
   found = list(folder.iterdir()) if folder.is_dir() else []
   if overwrite or not found:
     dataset = {"complete": False, "settings": settings, "splits": {}}
     folder.mkdir(parents=True, exist_ok=True)
-    # Nobody's settings while old shards go: they must not be taken for ours.
+    # No settings while old shards are deleted, so that they cannot match.
     _write_json(path, dataset | {"settings": {}})
     _remove_shards(folder)
     _write_json(path, dataset)
@@ -190,7 +191,7 @@ def _begin(
 
 
 def _remove_shards(folder: epath.Path) -> None:
-  # The sidecars first: without one, ids do not look like a token file.
+  # Sidecars first: without one, ids are not recognised as a token file.
   for suffix in ("json", "bin"):
     for split in documents.SPLITS:
       for file in folder.glob(f"{split}-*.{suffix}"):
@@ -233,7 +234,7 @@ def _write_split(
 
 
 class _ShardWriter:
-  """Gathers documents and writes them as the next shard of a split."""
+  """Collects documents and writes them as the next shard of a split."""
 
   def __init__(
     self, folder: epath.Path, split: str, tokenizer: tokenizer_lib.Tokenizer
@@ -252,7 +253,7 @@ class _ShardWriter:
 
   @property
   def next_document(self) -> int:
-    """The first document that no whole shard covers."""
+    """The first document that no complete shard covers."""
     return self._sidecars[-1]["next_document"] if self._sidecars else 0
 
   def total(self, key: str) -> int:
@@ -284,7 +285,7 @@ class _ShardWriter:
 
 
 def _whole_shards(folder: epath.Path, split: str) -> list[dict[str, Any]]:
-  """Sidecars of the shards that an earlier call has finished."""
+  """Sidecars of the shards that an earlier call finished."""
   shards = []
   while (folder / f"{_shard_name(split, len(shards))}.json").is_file():
     name = _shard_name(split, len(shards))
@@ -308,7 +309,7 @@ def _write_json(path: epath.Path, value: dict[str, Any]) -> None:
 
 
 def _write(path: epath.Path, content: bytes) -> None:
-  """Writes a file that is either whole or not there."""
+  """Writes a file that either is complete or does not exist."""
   partial = path.parent / f"{path.name}.tmp"
   partial.write_bytes(content)
   partial.replace(path)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where tokens come from: the registry of sources by name.
+"""The registry of data sources.
 
-`tokens` maps files of ids into memory; every other source is text, tokenised
-in memory when it is opened. That takes well under a second for the embedded
-corpus and minutes for gigabytes, once per process: run
-`python -m attnres_jax.data.prepare` on those, and read the token files.
+`tokens` maps files of ids into memory; every other source is text, tokenised in
+memory when it is opened. That takes well under a second for the embedded corpus
+but minutes for gigabytes, in every process: run `python -m
+attnres_jax.data.prepare` on large sources, and read the token files.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ from attnres_jax.data import token_files
 from attnres_jax.data import tokenizer as tokenizer_lib
 from attnres_jax.data import tokens as tokens_lib
 
-# Text of this size is encoded at once, so that a library can use its threads.
+# Text is encoded in pieces of this size, so that a library can use threads.
 _ENCODE_BYTES = 1 << 20
 
 
@@ -46,17 +46,17 @@ TEXT_SOURCES: dict[str, Callable[..., documents.Documents]] = {
   "stdlib": _open_stdlib,
   "text": text_lib.FolderDocuments,
 }
-"""Name to opener (config, field, path): what `prepare` can read."""
+"""Name to opener (config, field, path), for sources that `prepare` can read."""
 
 
 def open_documents(
   config: config_lib.DataConfig, split: str
 ) -> tuple[documents.Documents, float | None]:
-  """Opens the text that holds a split.
+  """Opens the text that contains a split.
 
   Returns:
-    The documents, and the fraction of them held out by hash; None where the
-    validation split has a path of its own and each path is one whole split.
+    The documents, and the fraction of them held out by hash; None if the
+    validation split has its own path, so that each path is one whole split.
   """
   opener = config_lib.choose("data.source", config.source, TEXT_SOURCES)
   if not config.validation_path or config.source == "stdlib":
@@ -79,11 +79,11 @@ def open_text(
   split: str,
   tokenizer: tokenizer_lib.Tokenizer,
 ) -> tokens_lib.Tokens:
-  """Tokenises the documents of a split in memory, separators included."""
+  """Tokenises the documents of a split in memory, including separators."""
   source, fraction = open_documents(config, split)
   digest = hashlib.sha256()
   arrays, num_bytes = [], 0
-  # A bar that appears only if this takes long enough to wonder.
+  # A progress bar that appears only if this takes a while.
   with tqdm.tqdm(
     total=len(source),
     desc=f"tokenising {config.source} ({split})",
@@ -132,9 +132,9 @@ def encode_split(
   start: int = 0,
   bar: tqdm.tqdm,
 ) -> Iterator[EncodedDocument]:
-  """Yields a split's documents from number `start` on; empty ones are left out.
+  """Yields the documents of a split from number `start` on, without empty ones.
 
-  Advances `bar` by every document passed, in the split or not.
+  Advances `bar` by every document, in the split or not.
   """
   dtype = token_dtype(tokenizer.vocab_size)
   separator = np.asarray([tokenizer.separator_id], dtype)
@@ -152,7 +152,7 @@ def encode_split(
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-  """The smallest dtype that token files have for these ids."""
+  """The smallest dtype of token files that holds these ids."""
   return token_files.DTYPES["uint16" if vocab_size <= 1 << 16 else "uint32"]
 
 
@@ -169,7 +169,7 @@ def describe_split(fraction: float | None) -> str:
 SOURCES: dict[str, Callable[..., tokens_lib.Tokens]] = {
   "tokens": token_files.open_tokens,
 } | dict.fromkeys(TEXT_SOURCES, open_text)
-"""Name to opener (config, split, tokenizer): what `open_dataset` can read."""
+"""Name to opener (config, split, tokenizer), for `open_dataset`."""
 
 
 def _batches(

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The embedded corpus: the running Python's own library and help topics.
+"""The default corpus: the running Python's standard library and help topics.
 
 Real text that every machine has: about 10 MB of source code and 0.5 MB of
 English prose (the language reference, as shown by `help("topics")`), read from
-the user's installation and never copied into this repository. It changes with
-the interpreter, so `describe()` says which one it was.
+the user's installation, not part of this repository. It depends on the
+interpreter, which `describe()` names.
 
-Left out are tests (they are as large as the library and repetitive), packages
-installed beside the library, the code pages in `encodings` (generated tables,
-near copies of each other, that would make validation easy), the file that the
-topics come from (it would repeat them) and the build settings
-(`_sysconfigdata*`, different on every machine).
+Excluded are tests (as large as the library, and repetitive), installed
+packages, the code pages in `encodings` (generated, nearly identical tables that
+would make validation easy), the file with the topics (it would repeat them) and
+the build settings (`_sysconfigdata*`, different on every machine).
 """
 
 from collections.abc import Iterator
@@ -36,7 +35,7 @@ class StdlibDocuments:
   """One document per source file, then one per help topic, sorted by key."""
 
   def __init__(self, root: str | None = None):
-    """Reads everything: about 11 MB, held once per process.
+    """Reads everything: about 11 MB, once per process.
 
     Args:
       root: of the library; the running Python's by default.

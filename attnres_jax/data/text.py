@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text files as documents: a folder, JSON lines, Parquet, ArrayRecord.
 
-A file of a folder is split by its relative path, a record by its own text.
+The split of a file is decided by its relative path, of a record by its text.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ class FolderDocuments:
   """One document per file; hidden files are left out."""
 
   def __init__(self, config: config_lib.DataConfig, field: str, path: str):
-    del config  # Every file is text as a whole.
+    del config  # The whole file is text.
     self._field, self._path = field, path
     self._files = paths.list_files(field, path)
     self._keys = paths.relative_names(path, self._files)
@@ -88,7 +88,7 @@ class JsonlDocuments:
     text = record[self._text_field]
     if not isinstance(text, str):
       config_lib.fail(self._field, where, f"text in {self._text_field!r}")
-    # JSON can spell half a surrogate pair, which no UTF-8 text holds.
+    # JSON can contain half a surrogate pair, which is not valid UTF-8.
     return text.encode(errors="replace")
 
 
@@ -161,7 +161,7 @@ class ParquetDocuments:
 
 
 class ArrayRecordDocuments:
-  """One document per record, which is UTF-8 text and nothing else."""
+  """One document per record; the whole record is UTF-8 text."""
 
   def __init__(self, config: config_lib.DataConfig, field: str, path: str):
     del config  # A record has no fields.
@@ -229,7 +229,7 @@ def _check_utf8(field: str, where: str, text: bytes) -> None:
 def _describe_files(
   source: str, path: str, files: Sequence[epath.Path]
 ) -> dict[str, Any]:
-  """How many files and bytes, and a hash of the names and sizes."""
+  """The number of files and bytes, and a hash of the names and sizes."""
   sizes = [file.stat().length for file in files]
   listing = "".join(
     f"{size} {name}\n"

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flat token files (.bin): little-endian ids, one after the other.
+"""Flat token files (.bin) of little-endian ids.
 
-Two forms, told apart by looking, never by a flag:
+Two forms, which are distinguished by their content, not by a flag:
 
-- a headerless file `x.bin` with a sidecar `x.json`, which `prepare` writes and
-  anybody can write by hand. Required: "dtype" ("uint16" or "uint32") and
-  "count". Optional: "vocab_size", "separator_id" (the id that opens every
+- a headerless file `x.bin` with a sidecar `x.json`, which `prepare` writes, and
+  which can also be written by hand. Required: "dtype" ("uint16" or "uint32")
+  and "count". Optional: "vocab_size", "separator_id" (the id that opens every
   document), "tokenizer" (an object with "name" and, of a vocabulary file,
   "sha256"), "sha256" (of the ids' bytes), "header_bytes" (to skip, default 0);
 - shards of llm.c: 256 int32 (magic, version, count, zeros), then the ids.
   Magic 20240520, version 1 is GPT-2's vocabulary in uint16; 20240801, version
   7 is Llama 3's in uint32.
 
-Every read compares the size of the file with what it was when it was opened. A
-memory map would end the process if another one cut the file off. Remote files
-are copied to a cache first.
+Every read checks that the file still has the size that it had when it was
+opened; reading a memory map of a truncated file would kill the process. Remote
+files are copied to a cache first.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,16 +40,16 @@ DATASET_FILE = "dataset.json"
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 _LLMC_HEADER_BYTES = 256 * 4
-# Magic: version, dtype, vocabulary, the id that opens a document.
+# Magic: version, dtype, vocabulary size, the id that opens a document.
 _LLMC_FORMATS = {
   20240520: (1, "uint16", 50257, 50256),
   20240801: (7, "uint32", 128256, 128000),
 }
-# llm.c and its relatives put these into the names of their files.
+# llm.c and related projects put these into file names.
 _MARKS = {documents.TRAIN: "train", documents.VALIDATION: "val"}
-# Up to here every id is compared with the vocabulary, and the hash with the
-# sidecar's, when a file is opened; of larger data windows are compared with the
-# vocabulary, and every row when it is read.
+# Up to this size, all ids are checked against the vocabulary, and the hash
+# against the sidecar's, when a file is opened. For larger data, samples are
+# checked against the vocabulary, and every row when it is read.
 _FULL_SCAN_BYTES = 256 << 20
 _WINDOW_BYTES = 64 << 10
 _NUM_WINDOWS = 64
@@ -58,7 +58,7 @@ _PIECE_IDS = 1 << 22
 
 @dataclasses.dataclass(frozen=True)
 class TokenFile:
-  """One file and what its sidecar or header says of it."""
+  """One file, with what its sidecar or header says about it."""
 
   path: epath.Path
   dtype: str
@@ -76,7 +76,7 @@ class TokenFile:
     """The ids of a slice, read now.
 
     Raises:
-      DataError: the file is gone, or of another size than it was.
+      DataError: the file is gone, or its size has changed.
     """
     dtype = DTYPES[self.dtype]
     start, stop, _ = where.indices(self.count)
@@ -110,7 +110,7 @@ def open_tokens(
   """Opens the token files of a split.
 
   Raises:
-    ConfigError: files missing, cut off, of no known form, or written with
+    ConfigError: files are missing, truncated, of no known form, or written with
       another tokenizer.
   """
   files = find(config, split)
@@ -133,7 +133,7 @@ def open_tokens(
 def declared_vocabulary(
   config: config_lib.DataConfig,
 ) -> tuple[int, int | None]:
-  """Vocabulary size and separator that the training files declare."""
+  """The vocabulary size and separator that the training files declare."""
   files = find(config, documents.TRAIN)
   sizes = []
   for file in files:
@@ -174,7 +174,7 @@ def find(config: config_lib.DataConfig, split: str) -> list[TokenFile]:
 
 
 def read_header(field: str, path: epath.Path) -> TokenFile:
-  """Reads sidecar or llm.c header and compares it with the file's size."""
+  """Reads the sidecar or llm.c header and checks it against the file's size."""
   if not path.is_file():
     config_lib.fail(field, os.fspath(path), "an existing token file")
   sidecar = path.with_suffix(".json")
@@ -281,10 +281,10 @@ def _prepared_files(
 
 
 def read_dataset(name: str, folder: epath.Path) -> dict[str, Any]:
-  """The content of `dataset.json`: complete, settings and, if so, splits.
+  """The content of `dataset.json`: complete, settings and, if complete, splits.
 
   Raises:
-    ConfigError: `prepare` has not written it like that.
+    ConfigError: `prepare` did not write it.
   """
   path = folder / DATASET_FILE
   try:
@@ -357,7 +357,7 @@ def _check_content(files: Sequence[TokenFile], vocab_size: int) -> None:
 
 
 def _identify(file: TokenFile) -> dict[str, Any]:
-  """Name, size and hash: of all ids if the sidecar has it, else of windows."""
+  """Name, size and hash: of all ids if the sidecar has it, else of samples."""
   found = {"name": file.path.name, "tokens": file.count, "dtype": file.dtype}
   if file.sha256:
     return found | {"sha256": file.sha256}
@@ -368,13 +368,13 @@ def _identify(file: TokenFile) -> dict[str, Any]:
 
 
 def _pieces(file: TokenFile) -> Iterator[np.ndarray]:
-  """All ids, some megabytes at a time."""
+  """All ids, a few megabytes at a time."""
   for start in range(0, file.count, _PIECE_IDS):
     yield file[start : start + _PIECE_IDS]
 
 
 def _windows(file: TokenFile) -> Iterator[np.ndarray]:
-  """Evenly spaced pieces, the first and the last ids among them."""
+  """Evenly spaced pieces, including the first and the last ids."""
   size = _WINDOW_BYTES // DTYPES[file.dtype].itemsize
   starts = np.linspace(0, file.count - size, _NUM_WINDOWS).astype(np.int64)
   if file.count <= size * _NUM_WINDOWS:

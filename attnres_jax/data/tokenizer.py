@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers: bytes by default, vocabulary files where the user has one.
+"""Tokenizers: bytes by default, or a vocabulary file of the user.
 
 Every tokenizer has a separator, the token that opens a document. It is the
-prompt of an unconditional sample and where packing tells documents apart.
+prompt of an unconditional sample, and packing recognises documents by it.
 Decoding shows it as a line break.
 """
 
@@ -17,7 +17,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.data import paths
 from attnres_jax.data import token_files
 
-# What vocabularies call the token between documents, in order of preference.
+# Usual names of the token between documents, in order of preference.
 _SEPARATOR_NAMES = (
     "<|endoftext|>", "<|end_of_text|>", "<|begin_of_text|>", "</s>", "<eos>",
     "<s>", "<bos>",
@@ -40,15 +40,15 @@ class Tokenizer(Protocol):
     ...
 
   def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-    """`encode` of each text, on several threads where the library can."""
+    """`encode` of each text, on several threads if the library supports it."""
     ...
 
   def decode(self, ids: Iterable[int]) -> str:
-    """Text of ids; never fails, an id without a text shows as U+FFFD."""
+    """The text of ids; never fails: an id without text becomes U+FFFD."""
     ...
 
   def describe(self) -> dict[str, Any]:
-    """Name, sizes and the hash of the vocabulary file; JSON-able."""
+    """Name, sizes and the hash of the vocabulary file, for JSON."""
     ...
 
 
@@ -59,7 +59,7 @@ class BytesTokenizer:
   separator_id = 256
 
   def __init__(self, config: config_lib.DataConfig | None = None):
-    del config  # Needs none; the other tokenizers do.
+    del config  # Unused; the other tokenizers need it.
 
   def encode(self, text: str | bytes) -> np.ndarray:
     return np.frombuffer(_to_bytes(text), np.uint8).astype(np.int32)
@@ -68,10 +68,10 @@ class BytesTokenizer:
     return [self.encode(text) for text in texts]
 
   def decode(self, ids: Iterable[int]) -> str:
-    """Bytes that are not UTF-8 show as U+FFFD, as a cut-off character does."""
+    """Bytes that are not UTF-8, as in a truncated character, become U+FFFD."""
     ids = np.asarray(list(ids), np.int64)
     shown = np.where(ids == self.separator_id, ord("\n"), ids)
-    # 0xFF is a byte that no UTF-8 text holds.
+    # 0xFF never occurs in UTF-8 text.
     shown = np.where((shown >= 0) & (shown < 256), shown, 0xFF)
     return shown.astype(np.uint8).tobytes().decode(errors="replace")
 
@@ -82,8 +82,9 @@ class BytesTokenizer:
 class HuggingFaceTokenizer:
   """A `tokenizer.json` of the Hugging Face `tokenizers` library.
 
-  The separator is the first of the usual names that the vocabulary holds, else
-  a new id after the last. Special tokens spelled out in a text are text.
+  The separator is the first of the usual names that is in the vocabulary, else
+  a new id after the last. Special tokens that appear in a text are treated as
+  text.
   """
 
   def __init__(self, config: config_lib.DataConfig):
@@ -97,7 +98,7 @@ class HuggingFaceTokenizer:
     except Exception as error:  # The library raises bare Exception.
       _unreadable(config, "a tokenizer.json of Hugging Face tokenizers", error)
     self._tokenizer.encode_special_tokens = True
-    # A training recipe's limits must not cut documents.
+    # Limits of a training recipe must not truncate documents.
     self._tokenizer.no_truncation()
     self._tokenizer.no_padding()
     ids = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -174,10 +175,10 @@ class SentencePieceTokenizer:
 
 
 class IdsTokenizer:
-  """No text at all: the ids of a token file whose vocabulary is elsewhere.
+  """The ids of a token file without a vocabulary, and hence without text.
 
-  Lets published token shards be trained on without their tokenizer. The sizes
-  are those that the files at `config.data.path` declare.
+  For training on published token shards without their tokenizer. The sizes are
+  those that the files at `config.data.path` declare.
   """
 
   def __init__(self, config: config_lib.DataConfig):
@@ -189,11 +190,11 @@ class IdsTokenizer:
         " ('ids' reads data.source='tokens')",
       )
     self.vocab_size, separator_id = token_files.declared_vocabulary(config)
-    # Without a separator nothing marks a document: any id can open a sample.
+    # Without a separator nothing marks a document; any id can open a sample.
     self.separator_id = 0 if separator_id is None else separator_id
 
   def encode(self, text: str | bytes) -> np.ndarray:
-    """Ids written out as decimal numbers, as `decode` shows them."""
+    """Parses ids in decimal, as `decode` writes them."""
     try:
       ids = [int(word) for word in _to_str(text).split()]
     except ValueError:
@@ -255,7 +256,7 @@ def _describe(
 def _decode(
   ids: Iterable[int], separator_id: int, is_unknown: Any, decode: Any
 ) -> str:
-  """Decodes runs of known ids with `decode` and the others one by one."""
+  """Decodes sequences of known ids with `decode`, and the others one by one."""
   shown, run = [], []
   for i in map(int, ids):
     if i == separator_id or is_unknown(i):

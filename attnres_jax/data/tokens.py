@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A split of the data as one long line of token ids, read at any position."""
+"""A split of the data as one sequence of token ids with random access."""
 
 import bisect
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from attnres_jax import config as config_lib
 
 
 class DataError(config_lib.RunError):
-  """The data is not what it was when it was opened."""
+  """The data has changed since it was opened."""
 
 
 class Ids(Protocol):
-  """An array of ids, or a file of them; slices are arrays."""
+  """An array or a file of ids; slices are arrays."""
 
   def __len__(self) -> int: ...
 
@@ -27,10 +27,9 @@ class Tokens:
   """Arrays of ids (in memory or in files) read as their concatenation.
 
   Attributes:
-    vocab_size: every id is below it; checked wherever ids are read.
+    vocab_size: every id is smaller; checked whenever ids are read.
     separator_id: the id that opens every document, or None if nothing does.
-    description: what these tokens are; JSON-able, with what identifies their
-      content.
+    description: describes and identifies the content; can be saved as JSON.
   """
 
   def __init__(
@@ -55,7 +54,7 @@ class Tokens:
 
     Raises:
       IndexError: the range is not inside the data.
-      DataError: an id is outside the vocabulary, or a file has changed.
+      DataError: an id is not in the vocabulary, or a file has changed.
     """
     if not 0 <= start <= stop <= len(self):
       raise IndexError(f"tokens [{start}, {stop}) of {len(self)}")

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text from trained networks."""
+"""Text generation with trained networks."""

@@ -3,10 +3,10 @@
 
   python -m attnres_jax.inference.sample --workdir=runs/tiny --prompt="def "
 
-Every token recomputes the whole window, at one fixed length so that one
-compiled program serves all of them: simple, right for every residual scheme,
-and quick enough for small networks. Once the window (the length that the
-network was trained on) is full, the oldest token falls out.
+Every token recomputes the whole window, at a fixed length so that one compiled
+program serves all tokens. This is simple, works with every residual scheme, and
+is fast enough for small networks. Once the window (the length that the network
+was trained on) is full, the oldest token is dropped.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def sample_text(
   temperature: float = 0.8,
   seed: int = 0,
 ) -> str:
-  """What the network adds to `prompt`, taken as the start of a document."""
+  """Continues `prompt`, which is taken as the start of a document."""
   prompt_ids = [tokenizer.separator_id, *tokenizer.encode(prompt)]
   ids = sample(
     model,
@@ -96,10 +96,10 @@ def sample(
 
   Args:
     model: any network.
-    prompt_ids: [n], at least one; the last `window` of them count.
+    prompt_ids: [n], at least one; only the last `window` are used.
     num_tokens: how many to draw.
-    window: how many tokens the network sees at once.
-    temperature: the logits are divided by it; 0 takes the likeliest.
+    window: how many tokens the network sees.
+    temperature: divides the logits; 0 for the most likely token.
     seed: the same seed draws the same ids.
 
   Raises:
@@ -143,7 +143,8 @@ def _sample(model, tokens_T, filled, temperature, key, num_tokens):
     )
     token = jnp.where(temperature > 0, drawn, jnp.argmax(logits_V))
     token = token.astype(tokens_T.dtype)
-    # What is right of `filled` is never attended to, so zeros do as padding.
+    # Positions after `filled` are never attended to, so zeros are fine as
+    # padding.
     full = filled == tokens_T.size
     tokens_T = jnp.where(full, jnp.roll(tokens_T, -1), tokens_T)
     filled = jnp.where(full, filled - 1, filled)
@@ -162,10 +163,12 @@ def _parser() -> command_line.Parser:
   add = parser.add_argument
   add("--workdir", required=True, help="folder of a run")
   add("--prompt", default="", help="text to continue")
-  add("--num_tokens", type=int, default=256, help="how many to add")
-  add("--temperature", type=float, default=0.8, help="0 takes the likeliest")
-  add("--seed", type=int, default=0, help="of the random choices")
-  add("--step", type=int, help="checkpoint to take, or the newest")
+  add("--num_tokens", type=int, default=256, help="how many tokens to add")
+  add(
+    "--temperature", type=float, default=0.8, help="0 for the most likely token"
+  )
+  add("--seed", type=int, default=0, help="seed of the random choices")
+  add("--step", type=int, help="checkpoint to use; the newest by default")
   return parser
 
 
