@@ -47,10 +47,10 @@ pod: $(VENV)/.pod-$(VERSION)
 	$(BIN)/python -m attnres_jax.aot $(POD) $(ARGS)
 
 test: $(VENV)/.dev-$(VERSION)
-	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	$(BIN)/python $(PYTEST) $(ARGS)
 
 test-slow: $(VENV)/.dev-$(VERSION)
-	$(BIN)/python -m pytest -n $(JOBS) -m "slow or not slow" $(ARGS)
+	$(BIN)/python $(PYTEST) -m "slow or not slow" $(ARGS)
 
 lint: $(VENV)/.dev-$(VERSION)
 	$(BIN)/ruff check .

@@ -24,6 +24,8 @@ os.environ["XLA_FLAGS"] = " ".join(
 import jax
 import pytest
 
+from tests import programs
+
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # A program in flight shares its threads with the compiler of the next one, and
@@ -31,11 +33,12 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 # The suite compiles many tiny programs and runs each a few times.
 jax.config.update("jax_disable_most_optimizations", True)
+programs.share()
 
 # A compiled program takes about seven mappings of memory. Linux lets a process
 # have 65,530, and XLA crashes at the next one.
 _MAPPINGS = pathlib.Path("/proc/self/maps")
-_MANY_MAPPINGS = 20_000
+_MANY_MAPPINGS = 10_000
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,6 +47,7 @@ def few_programs():
   yield
   if _MAPPINGS.exists():
     if _MAPPINGS.read_bytes().count(b"\n") > _MANY_MAPPINGS:
+      programs.forget()
       jax.clear_caches()
 
 
