@@ -3,8 +3,8 @@
 
 `tokens` maps files of ids into memory; every other source is text, tokenised in
 memory when it is opened. That takes well under a second for the embedded corpus
-but minutes for gigabytes, in every process: run `python -m
-attnres_jax.data.prepare` on large sources, and read the token files.
+but minutes for gigabytes, in every process: prepare large sources with `python
+-m attnres_jax.data.prepare`, and read the token files.
 """
 
 from collections.abc import Callable, Iterator

@@ -14,5 +14,5 @@
   preflight  compiles every program for a TPU slice before the launch
   cli        run, status, collect and report, for experiments with a sweep
 
-`attnres_jax.scaling.grid` says what a sweep is; nothing here decides that.
+`attnres_jax.scaling.grid` defines what a sweep is.
 """

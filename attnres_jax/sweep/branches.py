@@ -29,7 +29,7 @@ _ENDED = (state_lib.DONE, state_lib.FAILED, state_lib.DAMAGED)
 
 
 def is_ready(folder: epath.PathLike, run: grid.Run) -> bool:
-  """Whether the run can start, without waiting for its trunk."""
+  """Whether the run can start without waiting for its trunk."""
   folder = epath.Path(folder)
   if not run.branch_of or files.is_remote(folder):
     return True

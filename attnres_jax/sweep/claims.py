@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run of a sweep that a worker has, and what its state file says meanwhile.
+"""Claims a run of a sweep for a worker and keeps its state file up to date.
 
-The claim itself, and what holds it, is `attnres_jax.claims`.
+The claim itself is that of `attnres_jax.claims`.
 """
 
 import dataclasses
@@ -42,10 +42,10 @@ def acquire(workdir: epath.PathLike) -> "Claim | None":
 
 
 class Claim:
-  """A run that this process has; its state is kept until it is released.
+  """A run that this process holds; it updates the state until it is released.
 
   Attributes:
-    claim: of the folder, for whoever trains in it.
+    claim: of the run's folder, for the training code.
   """
 
   def __init__(
@@ -69,7 +69,7 @@ class Claim:
     claim.on_beat = self._write
 
   def release(self, status: str, error: str = "") -> None:
-    """Writes how it ended, and releases the claim."""
+    """Writes the outcome and releases the claim."""
 
     def last() -> None:
       self._state = dataclasses.replace(self._state, status=status, error=error)

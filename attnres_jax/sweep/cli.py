@@ -6,11 +6,11 @@
   collect  rows.csv, a row per finished run
   report   the experiment's report, from what is finished
 
-An experiment hands in its config file and what renders its report, a page that
-is also rewritten while a launch is under way.
+An experiment passes its config file and a function that renders its report, a
+page that is also updated during a launch.
 
-Runs that failed, or have a damaged file, stop no other; each gets a line on
-stderr, and the exit status is 1.
+Runs that fail or have a damaged file do not stop the others; each gets a line
+on stderr, and the exit status is 1.
 """
 
 import argparse
@@ -41,7 +41,7 @@ _REFRESH_SECONDS = 60.0
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-  """What is particular to one experiment.
+  """The parts that differ between experiments.
 
   Attributes:
     program: how it is started, for `--help`.
@@ -59,7 +59,7 @@ class Experiment:
 
 
 def main(experiment: Experiment, argv: Sequence[str] | None = None) -> int:
-  """Does what the arguments say; returns the exit status."""
+  """Runs the command; returns its exit status."""
   options = _parse_options(experiment, argv)
   return command_line.run(_ACTIONS[options.action], experiment, options)
 
@@ -103,7 +103,7 @@ def _status(experiment: Experiment, options: argparse.Namespace) -> int:
     if not options.watch:
       print(text)
       return int(any(map(_is_bad, progress)))
-    # Home and clear: the table stays in its place.
+    # Home and clear, so that the table stays in place.
     print(f"\x1b[H\x1b[2J{text}", flush=True)
     time.sleep(options.watch)
 
@@ -127,7 +127,7 @@ def _report(experiment: Experiment, options: argparse.Namespace) -> int:
 def _write_report(
   experiment: Experiment, folder: epath.Path
 ) -> tuple[list[monitor.Progress], epath.Path]:
-  """What it shows, and where it is."""
+  """Renders and writes the report; returns its path."""
   progress, path = monitor.of_folder(folder), folder / REPORT
   files.write(path, experiment.render(folder, progress))
   return progress, path
@@ -138,7 +138,7 @@ def _is_bad(progress: monitor.Progress) -> bool:
 
 
 def _outcome(progress: Sequence[monitor.Progress]) -> int:
-  """The exit status; says what is wrong with runs."""
+  """The exit status; prints the errors of runs."""
   bad = [one for one in progress if _is_bad(one)]
   for line in monitor.errors(bad):
     print(f"error: {line}", file=sys.stderr)
@@ -154,7 +154,7 @@ _ACTIONS = {
 
 
 def _known(options: argparse.Namespace) -> list[monitor.Progress]:
-  """Progress of a folder that has to hold a sweep."""
+  """Progress of a folder that must contain a sweep."""
   progress = monitor.of_folder(options.workdir)
   if not progress:
     raise config_lib.ConfigError(
@@ -183,7 +183,7 @@ def _every_minute(action: Callable[[], object]) -> Iterator[None]:
       try:
         action()
       except Exception as error:
-        # The runs do not depend on it, and it is called at their end.
+        # The runs do not depend on it, and it is called again at the end.
         print(f"report: {type(error).__name__}: {error}", file=sys.stderr)
 
   thread = threading.Thread(target=loop, daemon=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a sweep: a workdir per run, and what each of them is.
+"""The folder of a sweep: a workdir and a description for each run.
 
   sweep.json     where the sweep came from, its runs in order
   NAME/          a run; NAME is its slug and the hash of its config
@@ -41,16 +41,16 @@ COMPILED = "compiled"
 def prepare(
   folder: epath.PathLike, runs: Sequence[grid.Run], source: str
 ) -> list[grid.Run]:
-  """Makes the workdirs of runs, or takes over those that exist.
+  """Creates the workdirs of runs, or uses those that exist.
 
   Args:
-    folder: of the sweep, local or gs://; made if needed.
+    folder: of the sweep, local or gs://; created if needed.
     runs: of the sweep, in order.
     source: the config file they come from, with its argument.
 
   Returns:
-    The runs as they are in the folder now, under the names they had. Fields
-    that are newer than the folder have their defaults.
+    The runs as they are in the folder, under their existing names. Fields that
+    are newer than the folder have their defaults.
 
   Raises:
     ConfigError: the folder holds a run with another config; says what differs.
@@ -59,8 +59,8 @@ def prepare(
   folder.mkdir(parents=True, exist_ok=True)
   listed, found = _listed(folder), {}
   for name in listed:
-    # A run whose folder was removed is trained again. A damaged file is
-    # rewritten if it is of one of `runs`, as a name contains the hash.
+    # A run whose folder was removed is trained again. A damaged file of one of
+    # `runs` is rewritten, since the name contains the hash.
     with contextlib.suppress(FileNotFoundError, damage.DamagedError):
       run = _read(folder, name)
       found[_key(run.overrides)] = run
@@ -97,12 +97,12 @@ def prepare(
   ]
   index = {"source": source, "runs": order}
   files.write(folder / SWEEP, json.dumps(index, indent=2) + "\n")
-  # As a reader of the files has them, whose tuples are lists.
+  # As read from the files, where tuples are lists.
   return [grid.Run(**json.loads(text)) for text in texts.values()]
 
 
 def names(folder: epath.PathLike) -> list[str]:
-  """Names of all runs, in order; [] where there is no sweep.
+  """Names of all runs, in order; [] if there is no sweep.
 
   Raises:
     DamagedError: the list of runs cannot be read.
@@ -120,7 +120,7 @@ def names(folder: epath.PathLike) -> list[str]:
 
 
 def read(folder: epath.PathLike) -> list[grid.Run]:
-  """All runs of a folder, in order; [] where there is no sweep.
+  """All runs of a folder, in order; [] if there is no sweep.
 
   Raises:
     ConfigError: one of them cannot be read.
@@ -129,7 +129,7 @@ def read(folder: epath.PathLike) -> list[grid.Run]:
 
 
 def source(folder: epath.PathLike) -> str:
-  """The config file, with its argument, that a folder's sweep came from."""
+  """The config file of a folder's sweep, with its argument."""
   return str(damage.read_object(epath.Path(folder) / SWEEP).get("source"))
 
 
@@ -169,7 +169,7 @@ def _is_name(name: object) -> bool:
 
 
 def _named(folder: epath.PathLike, name: str) -> str:
-  """A name that was given, checked."""
+  """Checks the name of a run."""
   if not _is_name(name):
     raise config_lib.ConfigError(
       f"got run {name!r}, expected the name of a folder in {folder}: letters,"
@@ -194,7 +194,7 @@ def _key(overrides: Mapping[str, Any]) -> str:
 
 
 def _changes(old: grid.Run, new: grid.Run) -> dict[str, tuple[Any, Any]]:
-  """What differs between configs that should compute the same."""
+  """The differences between configs that should compute the same."""
   found = config_lib.differences(*(_plain(run_config(r)) for r in (old, new)))
   return {
     name: pair

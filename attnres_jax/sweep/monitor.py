@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far the runs of a sweep are, and how long the rest will take.
+"""The progress of the runs of a sweep, and the time they still need.
 
 Everything is read from the files of the runs, so it can be queried anywhere and
 at any time, whichever launcher is running.
@@ -24,7 +24,7 @@ from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import rows as rows_lib
 from attnres_jax.sweep import state as state_lib
 
-# A run whose state says `running`, and that no worker has.
+# A run whose state is `running` but that no worker holds.
 INTERRUPTED = "interrupted"
 
 
@@ -34,22 +34,22 @@ class Progress:
 
   Attributes:
     name: of the run.
-    status: one of `state`, or "interrupted". A run with a file that cannot be
-      read is "damaged", and of the rest of it nothing is known.
+    status: one of `state`, or "interrupted". A run with an unreadable file is
+      "damaged", and nothing else about it is known.
     error: of the last attempt, or what is damaged.
     residual: its scheme.
     step: the last one logged.
     steps: of the whole run.
     train_loss: the last one, in nats per token.
-    validation_loss: the last one, the same.
+    validation_loss: the last one, in the same unit.
     step_seconds: of the last row; None before the first.
     seconds: of all its attempts.
     step_flops: of one training step, as `flops` counts.
-    attempts: workers that have had the run.
-    goodput: what the seconds went into, as far as rows tell.
+    attempts: number of workers that have claimed the run.
+    goodput: how the time was spent, as far as it is recorded.
     row: its line of a table of results, once it is done.
     curve: steps and training losses so far; nan where a step was skipped.
-    run: what it is; None if that is damaged.
+    run: its description; None if that is damaged.
   """
 
   name: str
@@ -137,10 +137,11 @@ def rows(progress: Sequence[Progress]) -> list[Mapping[str, Any]]:
 def seconds_left(
   progress: Progress, others: Sequence[Progress]
 ) -> float | None:
-  """Of one run, by its own steps or else those of the run most like it.
+  """Estimate for one run, from its own steps or those of the most similar run.
 
-  A run that has not begun also needs what `others` took in addition to their
-  steps (compiling, evaluating, saving). None where nothing has been measured.
+  A run that has not started also needs the time that `others` spent outside
+  their steps (compiling, evaluating, saving). None if nothing has been
+  measured.
   """
   if progress.status in (state_lib.DONE, state_lib.DAMAGED):
     return 0.0
@@ -165,7 +166,7 @@ def seconds_left(
 def total_seconds_left(
   progress: Sequence[Progress], parallel: int
 ) -> float | None:
-  """Of all runs that are not done, `parallel` at a time."""
+  """Estimate for all runs that are not done, `parallel` at a time."""
   left = [seconds_left(one, progress) for one in progress]
   known = [seconds for seconds in left if seconds is not None]
   if not any(seconds > 0 for seconds in known):
@@ -196,7 +197,7 @@ def cells(progress: Sequence[Progress]) -> list[list[str]]:
 
 
 def table(progress: Sequence[Progress]) -> str:
-  """What `status` prints: a line per run, then a summary and errors."""
+  """The output of `status`: a line per run, then a summary and errors."""
   parallel = sum(one.status == state_lib.RUNNING for one in progress)
   lines = [text_table.table(COLUMNS, cells(progress)), ""]
   lines.append(summary(progress, parallel))
@@ -209,7 +210,7 @@ def errors(progress: Sequence[Progress]) -> list[str]:
 
 
 def summary(progress: Sequence[Progress], parallel: int) -> str:
-  """One line: how many runs are in which state, and the time left."""
+  """One line: the number of runs in each state, and the time left."""
   counts: dict[str, int] = {}
   for one in progress:
     counts[one.status] = counts.get(one.status, 0) + 1
@@ -232,7 +233,7 @@ def duration(seconds: float | None) -> str:
 
 
 def _overhead(progress: Sequence[Progress]) -> float:
-  """Mean seconds that finished runs took in addition to their steps."""
+  """Mean seconds that finished runs spent outside their steps."""
   overhead = [
     max(0.0, one.seconds - one.steps * one.step_seconds)
     for one in progress
@@ -246,6 +247,6 @@ def _number(value: float | None) -> str:
 
 
 def _loss(row: Mapping[str, Any], missing: float | None = None) -> float | None:
-  """Of a row of metrics; `missing` where it was not finite."""
+  """A value of a row of metrics; `missing` if it was not finite."""
   value = row.get("loss")
   return missing if value is None else float(value)

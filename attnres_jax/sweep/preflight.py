@@ -11,7 +11,7 @@ from attnres_jax.aot import topology
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import folder as folder_lib
 
-# Fields that change neither memory nor time of a program: they are constants in
+# Fields that affect neither memory nor time of a program: they are constants in
 # it, or not part of it.
 _CONSTANTS = (
   "name", "seed", "data.seed", "optim.peak_lr", "optim.warmup_steps",
@@ -22,7 +22,7 @@ def check(runs: Sequence[grid.Run], slice_name: str) -> bool:
   """Compiles each different program once, and prints whether it fits.
 
   Args:
-    runs: those that are to be launched.
+    runs: the runs to be launched.
     slice_name: such as v5p:2x2x4, or 2xv5e-256 for two slices.
 
   Returns:
@@ -31,7 +31,8 @@ def check(runs: Sequence[grid.Run], slice_name: str) -> bool:
   Raises:
     ConfigError: no such slice, or a config that its mesh cannot divide.
   """
-  # The programs are for the slice; nothing runs here, and no device is needed.
+  # The programs are compiled for the slice; nothing runs, and no device is
+  # needed.
   jax.config.update("jax_platforms", "cpu")
   count, times, name = slice_name.partition("x")
   several = times and count.isdigit()
@@ -67,7 +68,7 @@ def _verdict(found) -> str:
 
 
 def _program(run: grid.Run) -> str:
-  """The same for runs that compile to the same program, constants aside."""
+  """A key that is equal for runs with the same program, up to constants."""
   config = folder_lib.run_config(run)
   flat = config_lib.flatten(config_lib.to_dict(config))
   for name in _CONSTANTS:

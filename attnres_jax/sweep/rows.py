@@ -23,7 +23,7 @@ from attnres_jax.sweep import state as state_lib
 
 Row = Mapping[str, Any]
 
-# Of the attempt that finished a run.
+# Columns of the attempt that finished a run.
 _ORIGIN = ("hardware", "commit", "python", "jax")
 
 
@@ -35,8 +35,8 @@ def of_run(
 ) -> dict[str, Any]:
   """The row of a finished run.
 
-  Overrides have columns of their own, under their names; `active_params` is
-  without embedding and head; computes are in PFLOP/s-days.
+  Every override has a column of its name; `active_params` excludes embedding
+  and head; compute is in PFLOP/s-days.
 
   Args:
     folder: of the sweep.
@@ -45,7 +45,7 @@ def of_run(
     metric_rows: its metrics.
 
   Raises:
-    DamagedError: a file of the run is missing, or is not what training left.
+    DamagedError: a file of the run is missing or damaged.
   """
   workdir = epath.Path(folder) / run.name
   summary = _of_file(workdir / "summary.json")
@@ -71,7 +71,7 @@ def of_run(
       "peak_lr": config.optim.peak_lr,
       "step_seconds": _number(summary.get("step_seconds"), ".4g"),
     }
-  # That of one step is a column of its own.
+  # The time of one step has its own column.
   times = {
     "training" if name == "step" else name: value
     for name, value in spent.seconds.items()
@@ -93,7 +93,7 @@ def of_run(
 
 
 def compute_of(config: config_lib.RunConfig) -> dict[str, Any]:
-  """The columns that need no training: parameters, tokens, computes."""
+  """The columns that need no training: parameters, tokens, compute."""
   length = config.data.sequence_length
   tokens = config.train.steps * config.data.batch_size * length
   counted = compute_lib.of_run(flops.flops_per_token(config.model, length))
@@ -108,7 +108,7 @@ def compute_of(config: config_lib.RunConfig) -> dict[str, Any]:
 
 
 def by_scheme(rows: Iterable[Row], counting: str) -> dict[str, fit_lib.Runs]:
-  """Rows as `scaling.fit` wants them; a size is its parameters and tokens."""
+  """Rows in the form of `scaling.fit`; a size is its parameters and tokens."""
   groups: dict[str, list[Row]] = {}
   for row in rows:
     groups.setdefault(row["residual"], []).append(row)
@@ -124,7 +124,7 @@ def by_scheme(rows: Iterable[Row], counting: str) -> dict[str, fit_lib.Runs]:
 
 
 def _number(value: float | None, form: str) -> str:
-  """Empty where a run, or its part after a branch, was too short for a row."""
+  """Empty if a run, or its part after a branch, was too short for a row."""
   return "" if value is None else f"{value:{form}}"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a run of a sweep is, in one small file of its workdir.
+"""The state of a run of a sweep, a small file in its workdir.
 
   pending   no worker has begun
   running   a worker is training it; its heartbeat says whether it is alive
@@ -8,7 +8,7 @@
   done      finished; nothing runs it again
   damaged   the file cannot be read; nothing runs it until the file is removed
 
-A worker that was killed leaves `running` and a heartbeat that no longer moves.
+A worker that was killed leaves `running` and a heartbeat that has stopped.
 """
 
 import dataclasses
@@ -32,13 +32,13 @@ class State:
 
   Attributes:
     status: see the module.
-    attempts: workers that have had the run.
-    host: where the last of them is or was.
+    attempts: number of workers that have claimed the run.
+    host: of the last worker.
     pid: its process.
-    token: tells it from all others.
+    token: distinguishes it from all others.
     started: when it began, seconds since the epoch.
-    heartbeat: when it was last seen, the same.
-    seconds: that all attempts took, up to the heartbeat.
+    heartbeat: when it was last seen, in the same unit.
+    seconds: duration of all attempts, up to the heartbeat.
     error: of the last attempt, one line.
   """
 
@@ -54,10 +54,10 @@ class State:
 
 
 def read(workdir: epath.PathLike) -> State:
-  """The state of a run: `pending` where there is no file.
+  """The state of a run: `pending` if there is no file.
 
-  A file that is not one of these is `damaged`; `error` says where. One bad
-  file of a sweep is then the state of one run, for whoever reads all of them.
+  An unreadable file gives the state `damaged`, and `error` says where. So one
+  bad file of a sweep affects the state of one run only.
   """
   path = epath.Path(workdir) / FILE
   try:
@@ -78,7 +78,7 @@ def write(workdir: epath.PathLike, state: State) -> None:
 
 
 def _checked(values: dict[str, object]) -> State:
-  """A state whose fields have their types."""
+  """A state, after its fields have been checked."""
   state = State(**values)  # pyrefly: ignore[bad-argument-type]
   for field in dataclasses.fields(State):
     value, kind = getattr(state, field.name), type(field.default)

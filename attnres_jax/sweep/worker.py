@@ -3,13 +3,13 @@
 
   python -m attnres_jax.sweep.worker --folder=runs/scaling --run=NAME
 
-You can start any number of these, anywhere and repeatedly. A worker leaves a
-run alone if it is done or another live worker is training it; any other run it
-claims and resumes from the last checkpoint. SIGTERM or SIGINT makes it save and
+You can start any number of these, anywhere and repeatedly. A worker skips a run
+that is done or that another live worker is training; it claims any other run
+and resumes it from the last checkpoint. SIGTERM or SIGINT makes it save and
 stop. The exit status says how it ended, see `exits.Exit`.
 
-A run over several processes gets the same command once per process, with
---distributed; on a pod JAX finds the cluster by itself, elsewhere it is named
+For a run over several processes, start the same command once per process with
+--distributed. On a pod, JAX finds the cluster by itself; elsewhere, describe it
 as for `attnres_jax.main`. The first process claims the run for all of them.
 """
 
@@ -42,7 +42,7 @@ from attnres_jax.sweep import state as state_lib
 def command(
   folder: epath.PathLike, name: str, *flags: str, python: str = "python"
 ) -> list[str]:
-  """What to start for a run, on any machine that has this package."""
+  """The command for a run, on any machine that has this package."""
   return [
     python, "-m", "attnres_jax.sweep.worker", f"--folder={folder}",
     f"--run={name}", *flags,
@@ -54,14 +54,14 @@ def work(
 ) -> exits.Exit:
   """Claims and trains a run; all processes of the run call it.
 
-  Signals stop it in the main thread only. Several processes have to be
-  connected (`jax.distributed.initialize`) before.
+  Signals only stop it in the main thread. If there are several processes, call
+  `jax.distributed.initialize` first.
 
   Args:
     folder: of the sweep.
     name: of the run.
-    patience_seconds: to wait for a run whose worker may be dead. In an object
-      store this is only known after `claims.LEASE_SECONDS`.
+    patience_seconds: how long to wait for a run whose worker may be dead. In an
+      object store, this is only known after `claims.LEASE_SECONDS`.
 
   Raises:
     ConfigError: there is no such run.
@@ -102,12 +102,12 @@ def _work(options: argparse.Namespace) -> int:
   if result == exits.Exit.DISK_FULL:
     error = files.disk_full(f"{options.folder}/{options.run}")
     _say(f"error: {error.filename}: {error.strerror}")
-    # What is still buffered cannot be written: no second error about that.
+    # Buffered output cannot be written either; avoid a second error about it.
     os._exit(result)
   if result == exits.Exit.FAILED and options.distributed:
     sys.stdout.flush()
     sys.stderr.flush()
-    # An orderly exit would wait for the others, and they may be what is gone.
+    # A normal exit would wait for the other processes, which may be dead.
     os._exit(result)
   if result == exits.Exit.BUSY:
     _say(f"{options.run}: another worker is training it")
@@ -117,7 +117,7 @@ def _work(options: argparse.Namespace) -> int:
 def _claim(
   workdir: epath.Path, patience_seconds: float
 ) -> tuple[claims.Claim | None, exits.Exit | None]:
-  """A claim, or how the worker ends without one."""
+  """A claim, or the exit status without one."""
   deadline = time.monotonic() + patience_seconds
   while True:
     try:
@@ -137,7 +137,7 @@ def _claim(
 def _train(
   run: grid.Run, workdir: epath.Path, claim: claims.Claim | None
 ) -> tuple[str, str, exits.Exit]:
-  """Status and error for the state file, and how the worker ends."""
+  """Status and error for the state file, and the exit status."""
   try:
     if jax.process_index() == 0:
       step = branches.start(workdir.parent, run)
@@ -162,7 +162,7 @@ def _train(
 
 
 def _diverged(summary: Mapping[str, Any], config: config_lib.RunConfig) -> str:
-  """Why a finished run is no result; empty if it is one."""
+  """Why a finished run counts as failed; empty if it does not."""
   steps, skipped = summary["step"], summary.get("skipped", 0)
   most = config.train.max_skipped_share
   if skipped > most * steps:
@@ -176,7 +176,7 @@ def _diverged(summary: Mapping[str, Any], config: config_lib.RunConfig) -> str:
 
 
 def _agree(verdict: exits.Exit | None) -> exits.Exit | None:
-  """What the first process says; None for "train"."""
+  """The decision of the first process; None for "train"."""
   if not jax.distributed.is_initialized():
     return verdict
   value = np.int32(-1 if verdict is None else verdict)

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What starts the workers of a sweep.
+"""Launchers start the workers of a sweep.
 
 A launcher is a module `attnres_jax/sweep/launchers/<name>.py` with
 
   SETTINGS   {name: settings.Setting}: what `--set name=value` may say to it
   launch     (runs, folder, options) -> exit status
 
-`launch` gets runs that `folder.prepare` has made (with `options.dry_run` they
-may not exist yet), starts `worker.command` for those that `todo` names, and
-returns 0 only when all of them are done (or, where runs continue without it,
-when they are under way). A failed or damaged run does not stop the others.
+`launch` gets runs that `folder.prepare` has created (with `options.dry_run`
+they may not exist yet), starts `worker.command` for those that `todo` returns,
+and returns 0 only when all of them are done (or started, if runs continue
+without the launcher). A failed or damaged run does not stop the others.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ LAUNCHERS = ("local", "ray", "jobset", "slurm")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """What every launcher is told.
+  """Options of every launcher.
 
   Attributes:
     max_parallel: runs at a time.
@@ -42,7 +42,7 @@ class Options:
 
 
 def load(name: str, options: Options) -> Any:
-  """The launcher of a name, after a check that it has the settings.
+  """The launcher with this name, after checking its settings.
 
   Raises:
     ConfigError: no such launcher or setting.

@@ -69,8 +69,8 @@ SWEEP_LABEL = "attnres-jax/sweep"
 _TEMPLATE = pathlib.Path(__file__).with_suffix(".yaml")
 _JOB = "slice"
 _SPOT = "cloud.google.com/gke-spot"
-# Limit of a name in DNS, and what Kubernetes adds to that of a pod: a hyphen
-# and five letters.
+# The limit of a DNS name, and what Kubernetes appends to the name of a pod: a
+# hyphen and five letters.
 _MAX_NAME, _POD_SUFFIX = 63, 6
 
 Manifest = dict[str, Any]
@@ -81,7 +81,7 @@ def launch(
   folder: epath.PathLike,
   options: launchers.Options,
 ) -> int:
-  """Writes the manifests of all runs that are not done; 0.
+  """Writes the manifests of all runs that are not done; returns 0.
 
   Raises:
     ConfigError: a setting or the folder cannot be used.
@@ -145,7 +145,7 @@ def job_set(
 ) -> Manifest:
   """The JobSet of one run, by its name."""
   several = settings.hosts * settings.slices > 1
-  # After a restart the lease of the worker before may not be over.
+  # After a restart, the lease of the previous worker may still be valid.
   patience = f"--patience_seconds={2 * claims.LEASE_SECONDS:.0f}"
   flags = ["--distributed"] * several + [patience]
   spot = {"key": _SPOT, "operator": "Equal", "value": "true"}
@@ -169,7 +169,7 @@ def job_set(
 
 
 def queue(settings: types.SimpleNamespace) -> list[Manifest]:
-  """What Kueue has to know: kind of nodes, quota, and a queue for them."""
+  """The configuration of Kueue: kind of nodes, quota, and a queue for them."""
   flavor = f"{settings.tpu.kind}-{settings.tpu.shape}"
   kinds = "ResourceFlavor|ClusterQueue|LocalQueue"
   return _filled(kinds, settings, flavor=flavor)
@@ -190,12 +190,12 @@ def name_of(
 
 
 def to_yaml(objects: Sequence[Mapping[str, Any]]) -> str:
-  """Documents in one text, every value spelled out."""
+  """Documents in one text, without YAML aliases."""
   return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False)
 
 
 class _Dumper(yaml.SafeDumper):
-  """Without references from one place of a document to another."""
+  """A dumper without references within a document."""
 
   def ignore_aliases(self, data: Any) -> bool:
     del data
@@ -205,9 +205,9 @@ class _Dumper(yaml.SafeDumper):
 def _filled(
   kinds: str, settings: types.SimpleNamespace, **values: Any
 ) -> list[Manifest]:
-  """The manifests of some kinds, with their `$names` filled in."""
+  """The manifests of these kinds, with their `$names` filled in."""
   given = vars(settings) | values
-  # JSON is YAML, whatever characters are in it.
+  # JSON is valid YAML for any characters.
   texts = {
     name: json.dumps(value) for name, value in given.items() if name != "tpu"
   }

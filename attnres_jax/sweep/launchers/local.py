@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A queue of processes on this machine.
 
-It runs up to `max_parallel` workers at a time; what they print goes to log.txt
-in the workdirs. Each worker gets its share of the cores, since runs that
-compete for cores slow each other down. All share a cache of compiled programs,
-since seeds differ in nothing that is compiled.
+It runs up to `max_parallel` workers at a time; their output goes to log.txt in
+the workdirs. Each worker gets its share of the cores, since runs that compete
+for cores slow each other down. All share a cache of compiled programs, since
+different seeds compile to the same program.
 
-On Ctrl-C, or SIGTERM, the workers save and stop; a second one kills them. If
-the worker of another launcher has a run, this launcher waits for it, so that a
+On Ctrl-C or SIGTERM, the workers save and stop; a second signal kills them. If
+a worker of another launcher holds a run, this launcher waits for it, so that a
 launch ends when all runs have ended.
 """
 
@@ -40,8 +40,8 @@ from attnres_jax.sweep.launchers import settings as settings_lib
 SETTINGS: Mapping[str, settings_lib.Setting] = {}
 
 INTERRUPTED = 130
-# Between two looks: at the processes, at runs that others have (on a disk and
-# in a bucket), and between two reports on a terminal and in a log.
+# Polling intervals: of the processes, of runs that others hold (on a disk and
+# in a bucket), and of reports on a terminal and in a log.
 _TICK_SECONDS = 0.1
 _HELD_SECONDS, _HELD_REMOTE_SECONDS = 1.0, 15.0
 _TERMINAL_SECONDS, _LOG_SECONDS = 2.0, 60.0
@@ -50,7 +50,7 @@ _TERMINAL_SECONDS, _LOG_SECONDS = 2.0, 60.0
 def launch(
   runs: Sequence[grid.Run], folder: epath.PathLike, options: launchers.Options
 ) -> int:
-  """Runs them all; see the package for what it returns, or 130 if stopped."""
+  """Runs all workers; returns what the package says, or 130 if stopped."""
   if options.dry_run:
     for run in runs:
       print(shlex.join(_command(folder, run)))
@@ -61,7 +61,7 @@ def launch(
 
 
 class _Queue:
-  """Runs that wait, and processes at work on others."""
+  """Waiting runs, and the processes of the others."""
 
   def __init__(
     self, runs: Sequence[grid.Run], folder: epath.Path, max_parallel: int
@@ -88,7 +88,7 @@ class _Queue:
         time.sleep(_TICK_SECONDS)
       self._report.close()
     except BaseException:
-      # No worker outlives its launcher: they save and stop.
+      # No worker outlives its launcher; they save and stop.
       self.stop()
       for process in filter(None, self._slots):
         process.wait()
@@ -101,7 +101,7 @@ class _Queue:
     return 1 if self._failed else 0
 
   def _checkpoint_bytes(self) -> int | None:
-    """Of the largest checkpoint that a run has; None before the first."""
+    """Bytes of the largest checkpoint of a run; None before the first."""
     folder = pathlib.Path(self._folder)
     sizes = [
       sum(file.stat().st_size for file in step.rglob("*") if file.is_file())
@@ -138,7 +138,7 @@ class _Queue:
         self._full |= files.is_disk_full(error)
         self._fail(run, str(error))
       self._waiting.remove(run)
-    # The other runs are held by others, or wait for their trunks.
+    # The remaining runs are held by other workers, or wait for their trunks.
     remote = files.is_remote(self._folder)
     pause = _HELD_REMOTE_SECONDS if remote else _HELD_SECONDS
     self._next_fill = time.monotonic() + pause
@@ -164,7 +164,7 @@ class _Queue:
 
   def _fail(self, run: grid.Run, how: str) -> None:
     if self._full:
-      return  # Said once, at the end.
+      return  # Reported once, at the end.
     self._failed.append(run.name)
     log = self._folder / run.name / folder_lib.LOG
     self._report.line(f"{run.name} failed {how}; see {log}")
@@ -188,7 +188,7 @@ class _Process:
         stdout=output,
         stderr=output,
         env=_environment(folder),
-        # A Ctrl-C at the terminal reaches the launcher alone, once.
+        # A Ctrl-C at the terminal reaches only the launcher, once.
         start_new_session=True,
       )
     if cores is not None:
@@ -208,7 +208,7 @@ class _Process:
 
 @contextlib.contextmanager
 def _signals_to(queue: _Queue) -> Iterator[None]:
-  """While open, signals stop a queue."""
+  """A context in which signals stop a queue."""
   receive = lambda number, frame: queue.stop()
   kinds = (signal.SIGINT, signal.SIGTERM)
   previous = {kind: signal.signal(kind, receive) for kind in kinds}
@@ -220,7 +220,7 @@ def _signals_to(queue: _Queue) -> Iterator[None]:
 
 
 class _Report:
-  """One line kept up to date on a terminal, one line a minute elsewhere."""
+  """One updating line on a terminal, one line per minute elsewhere."""
 
   def __init__(
     self, runs: Sequence[grid.Run], folder: epath.Path, max_parallel: int
@@ -230,7 +230,7 @@ class _Report:
     self._max_parallel = max_parallel
     self._moves = sys.stdout.isatty()
     self._seconds = _TERMINAL_SECONDS if self._moves else _LOG_SECONDS
-    # Of runs that are done, which are not read again.
+    # Progress of finished runs, which are not read again.
     self._final: dict[str, monitor.Progress] = {}
     self._next = time.monotonic() + self._seconds
     self._width = 0
@@ -280,7 +280,7 @@ def _command(folder: epath.PathLike, run: grid.Run) -> list[str]:
 
 
 def _environment(folder: epath.Path) -> dict[str, str]:
-  """Of a worker; what the user has set stays."""
+  """The environment of a worker; settings of the user are kept."""
   cache: dict[str, str] = {}
   if not files.is_remote(folder):
     cache = {
@@ -291,7 +291,7 @@ def _environment(folder: epath.Path) -> dict[str, str]:
 
 
 def _cores(slot: int, slots: int) -> list[int] | None:
-  """Those of one slot; None for all, if there are too few to divide."""
+  """The cores of one slot; None for all, if there are too few to divide."""
   if not hasattr(os, "sched_getaffinity"):
     return None  # Not Linux.
   cores = sorted(os.sched_getaffinity(0))

@@ -64,16 +64,17 @@ def launch(
   settings = parse(options)
   ray = _import("ray")
   _import("ray.train")
-  # Workers may have another working directory.
+  # Workers may have a different working directory.
   folder = str(folder) if files.is_remote(folder) else os.path.abspath(folder)
   todo = launchers.todo(runs, folder)
-  # A branch of a run begins with one of its checkpoints.
+  # A branch of a run starts from one of its checkpoints.
   todo.sort(key=lambda run: bool(run.branch_of))
   if options.dry_run:
     for run in todo:
       print(_scaling(settings), *worker.command(folder, run.name))
     return 0
-  # They stay where the configuration's relative paths lead somewhere.
+  # Keep the working directory, so that relative paths of the configuration
+  # work.
   os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
   connected = ray.is_initialized()
   if not connected:
@@ -88,7 +89,7 @@ def launch(
     for future in concurrent.futures.as_completed(started.values()):
       future.result()
   finally:
-    # Where runs are left, this thread was interrupted: they end with Ray.
+    # Runs that are left when this thread is interrupted end with Ray.
     pool.shutdown(wait=False, cancel_futures=True)
     if not connected:
       ray.shutdown()
@@ -124,7 +125,7 @@ def _train(
   settings: types.SimpleNamespace,
   trunk: concurrent.futures.Future[None] | None,
 ) -> None:
-  """Trains one run, with all its restarts, after another one."""
+  """Trains runs one after the other, including restarts."""
   if trunk is not None:
     concurrent.futures.wait([trunk])
   ray_train, ray_jax = _import("ray.train"), _import("ray.train.v2.jax")
@@ -132,7 +133,7 @@ def _train(
   trainer = ray_jax.JaxTrainer(
     _work,
     train_loop_config={"folder": folder, "name": name},
-    # Without the first flag Ray would connect no workers on cpu.
+    # Without the first flag, Ray would not connect workers on cpu.
     jax_config=ray_jax.JaxConfig(
       use_tpu=settings.accelerator != "gpu",
       use_gpu=settings.accelerator == "gpu",
@@ -149,7 +150,7 @@ def _train(
   )
   try:
     end = exits.Exit(trainer.fit().return_value).name.lower()
-  except Exception as error:  # Of one run; the others continue.
+  except Exception as error:  # Affects one run; the others continue.
     state = state_lib.read(epath.Path(folder) / name)
     last = str(error).strip().rpartition("\n")[2]
     end = f"failed: {state.error or last or type(error).__name__}"
@@ -157,8 +158,8 @@ def _train(
 
 
 def _work(config: Mapping[str, str]) -> int:
-  """What each worker of a gang does; connected by Ray before."""
-  # After a restart the lease of the worker before may not be over.
+  """The work of each worker of a gang, which Ray has connected."""
+  # After a restart, the lease of the previous worker may still be valid.
   patience = 2 * claims.LEASE_SECONDS
   try:
     result = worker.work(config["folder"], config["name"], patience)
@@ -185,7 +186,7 @@ def _scaling(settings: types.SimpleNamespace) -> dict[str, Any]:
       resources_per_worker=resources,
     )
   if settings.accelerator == "gpu":
-    # Ray numbers a worker's devices from zero: it has to have the node alone.
+    # Ray numbers a worker's devices from zero, so it needs the node for itself.
     return dict(
       use_gpu=True,
       num_workers=settings.workers,
@@ -196,7 +197,7 @@ def _scaling(settings: types.SimpleNamespace) -> dict[str, Any]:
 
 
 def _import(name: str) -> Any:
-  """A module of Ray's.
+  """Imports a module of Ray.
 
   Raises:
     ConfigError: it is not installed, or lacks what it needs.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of a launcher, `--set name=value`, read and refused alike."""
+"""Parses and checks the settings of a launcher, `--set name=value`."""
 
 from collections.abc import Mapping
 import re
@@ -10,11 +10,11 @@ from attnres_jax import config as config_lib
 
 
 class Setting(NamedTuple):
-  """One of a launcher's.
+  """A setting of a launcher.
 
   Attributes:
     text: what it means.
-    default: None for a setting that is required, or left to the launcher.
+    default: None if the setting is required, or chosen by the launcher.
     kind: of its values: str, int or bool.
     least: of a number.
     required: whether it has to be given.

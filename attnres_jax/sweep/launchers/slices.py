@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TPU slices by one name each, for all launchers and the preflight.
+"""One name for each TPU slice, for all launchers and the preflight.
 
-A name is what `python -m attnres_jax.aot --topology=` takes, such as
+Names are those that `python -m attnres_jax.aot --topology=` accepts, such as
 `v6e:4x4` or `v5p-128`; clouds and schedulers name the same slice differently.
 """
 
@@ -12,7 +12,7 @@ import re
 from attnres_jax.aot import topology
 from attnres_jax.sweep.launchers import settings
 
-# By the start of a name: the node label of Google Kubernetes Engine, and the
+# By prefix of the name: the node label of Google Kubernetes Engine, and the
 # accelerator type of Ray.
 _WORDS = {
   "v4": ("tpu-v4-podslice", "TPU-V4"),
@@ -21,7 +21,7 @@ _WORDS = {
   "v6e": ("tpu-v6e-slice", "TPU-V6E"),
   "tpu7x": ("tpu7x", "TPU-V7X"),
 }
-# Hosts of slices that span several have four chips each, in all generations.
+# In slices with several hosts, each host has four chips, in all generations.
 CHIPS_PER_HOST = 4
 
 
@@ -47,7 +47,7 @@ class Slice:
 
 
 def parse(setting: str, name: str) -> Slice:
-  """The slice of a name.
+  """The slice with this name.
 
   Args:
     setting: where the name comes from, for the error.

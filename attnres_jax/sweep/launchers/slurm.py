@@ -39,7 +39,7 @@ SETTINGS = {
   "script": Setting("file to write", "sweep.sbatch"),
 }
 
-# A worker that is told to stop finishes a step and saves a checkpoint.
+# A worker that is stopped finishes its step and saves a checkpoint.
 _GRACE_SECONDS = 300
 
 
@@ -48,7 +48,7 @@ def launch(
   folder: epath.PathLike,
   options: launchers.Options,
 ) -> int:
-  """Writes the script for all runs that are not done; 0.
+  """Writes the script for all runs that are not done; returns 0.
 
   Raises:
     ConfigError: a setting cannot be used.
@@ -57,7 +57,7 @@ def launch(
   if not names:
     print("no run is left to train")
     return 0
-  # Jobs start where they were sent from.
+  # Jobs start in the directory where they were submitted.
   folder = str(folder) if files.is_remote(folder) else os.path.abspath(folder)
   text = script(names, folder, options)
   if options.dry_run:
@@ -80,7 +80,7 @@ def script(
   """
   given = _read(options)
   last = len(names) - 1
-  # Of a run in a bucket only SLURM's own words are kept here.
+  # For a run in a bucket, only SLURM's own output is kept here.
   logs = "." if files.is_remote(folder) else folder
   directives = {
     "job-name": "attnres",
