@@ -69,7 +69,7 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
   """Absl's parsing, with one-line errors."""
   try:
     rest = flags.FLAGS(_with_fields(argv))
-  except (flags.Error, config_lib.ConfigError) as error:
+  except (flags.Error, ValueError, OSError) as error:
     stop(str(error))
   if len(rest) > 1:
     stop(f"unexpected argument {rest[1]!r}: options start with --")

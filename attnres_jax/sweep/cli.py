@@ -61,7 +61,12 @@ class Experiment:
 def main(experiment: Experiment, argv: Sequence[str] | None = None) -> int:
   """Runs the command; returns its exit status."""
   options = _parse_options(experiment, argv)
-  return command_line.run(_ACTIONS[options.action], experiment, options)
+  return command_line.run(_act, experiment, options)
+
+
+def _act(experiment: Experiment, options: argparse.Namespace) -> int:
+  files.check_folder("--workdir", options.workdir)
+  return _ACTIONS[options.action](experiment, options)
 
 
 def _run(experiment: Experiment, options: argparse.Namespace) -> int:

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Any field of a config with any value, as Python and as text of a flag."""
+
+import json
+
+from absl import flags
+from hypothesis import strategies as st
+import jax
+
+from attnres_jax import command_line
+from attnres_jax import config as config_lib
+from attnres_jax import sharding
+from attnres_jax import train_state
+from tests import tiny_run
+from tests.fuzz import laws
+
+SPEC = f"{tiny_run.ROOT}/configs/lm.py:size=micro"
+FIELDS = sorted(config_lib.flatten(config_lib.default_config().to_dict()))
+# A name of a section, and names that there are not.
+NAMES = [*FIELDS, "model", "model.residual", "modle.width", "seed.x", "", "."]
+
+overrides = st.dictionaries(
+  st.sampled_from(NAMES), laws.values, min_size=1, max_size=3
+)
+
+
+def _build(config):
+  """Shapes of everything that a step of this config reads and writes."""
+  config = config.with_vocab_size(max(config.model.vocab_size, 1))
+  mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
+  return train_state.make_program(config, mesh).abstract_state
+
+
+def _check_config(config):
+  assert config_lib.build_run_config(config_lib.to_dict(config)) == config
+  text = json.dumps(config_lib.to_dict(config), allow_nan=False)
+  assert config_lib.build_run_config(json.loads(text)) == config
+  _build(config)
+
+
+@laws.shares(150, 4000)
+def test_fields(cases, record_property):
+  def check(fields):
+    laws.guarded(lambda: _check_config(config_lib.load_config(SPEC, fields)))
+
+  laws.explore(cases, record_property, "config fields", check, overrides)
+
+
+@laws.shares(150, 4000)
+def test_nested_values(cases, record_property):
+  """As from JSON: sections that are none, and values in their place."""
+  nested = st.dictionaries(
+    st.sampled_from(["model", "data", "optim", "mesh", "seed", "x", "name"]),
+    laws.values
+    | st.dictionaries(
+      st.sampled_from(sorted({name.rpartition(".")[2] for name in FIELDS})),
+      laws.values,
+      max_size=2,
+    ),
+    max_size=3,
+  )
+
+  def check(nested):
+    laws.guarded(lambda: _check_config(config_lib.build_run_config(nested)))
+
+  laws.explore(cases, record_property, "nested configs", check, nested)
+
+
+@laws.shares(150, 4000)
+def test_flags(cases, record_property):
+  def parse(argv):
+    flags.FLAGS.unparse_flags()
+    for name in ("config", "config_field"):
+      flags.FLAGS[name].unparse()
+    command_line.parse_flags(argv)
+    return command_line.run(
+      lambda: _build(command_line.config_of_flags()) and 0
+    )
+
+  def check(given, joined):
+    argv = ["main", f"--config={SPEC}"]
+    for name, value in given.items():
+      flag = f"--config.{name}"
+      argv += [f"{flag}={value}"] if joined else [flag, str(value)]
+    laws.outcome(parse, argv)
+
+  laws.explore(
+    cases, record_property, "config flags", check, overrides, st.booleans()
+  )
