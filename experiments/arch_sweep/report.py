@@ -8,7 +8,7 @@ from etils import epath
 from matplotlib import figure as figure_lib
 import numpy as np
 
-from attnres_jax.analysis import plots as style_lib
+from attnres_jax import figures
 from attnres_jax.scaling import plots
 from attnres_jax.sweep import monitor
 from experiments.pages import page
@@ -70,7 +70,7 @@ def table(rows: Sequence[Row]) -> page.Table:
       cells.append(f"**{text}**" if best else text)
     known = np.isfinite(apart[cell])
     lines.append([*cells, page.signed(apart[cell]) if known else ""])
-  names = [style_lib.name_of(scheme) for scheme in losses]
+  names = [figures.name_of(scheme) for scheme in losses]
   return page.Table(["rho", "eta", *names, "difference"], lines)
 
 
@@ -81,7 +81,7 @@ def gains(rows: Sequence[Row]) -> str:
   if not known.size:
     return "No shape has been trained with both schemes yet."
   return (
-    f"{style_lib.name_of(OTHER)} is lower in {int(np.sum(known < 0))} of"
+    f"{figures.name_of(OTHER)} is lower in {int(np.sum(known < 0))} of"
     f" {known.size} shapes; differences are {page.signed(known.min())} to"
     f" {page.signed(known.max())} nats."
   )

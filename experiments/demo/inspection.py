@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a trained network does inside, computed once and kept in its run."""
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -40,12 +41,14 @@ def inspect_once(
 ) -> Look:
   """Inspects a finished run, or reads what an earlier call has found."""
   file = run / "inspection.json"
-  if file.exists():
+  # A damaged file is made again.
+  with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
     look = _from_json(json.loads(file.read_text()))
     if look.prompt == prompt and bool(look.sample) == with_sample:
       return look
   look = inspect_run(run, prompt, with_sample=with_sample)
-  files.write(file, json.dumps(_to_json(look)))
+  values = dataclasses.asdict(look)
+  files.write(file, json.dumps(values, default=lambda array: array.tolist()))
   return look
 
 
@@ -79,16 +82,6 @@ def _mean(several: list[analysis.Magnitudes]) -> analysis.Magnitudes:
 
   fields = dataclasses.fields(analysis.Magnitudes)
   return analysis.Magnitudes(**{f.name: mean(f.name) for f in fields})
-
-
-def _to_json(look: Look) -> dict[str, Any]:
-  return _plain(dataclasses.asdict(look))
-
-
-def _plain(value: Any) -> Any:
-  if isinstance(value, dict):
-    return {name: _plain(item) for name, item in value.items()}
-  return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
 
 def _from_json(values: dict[str, Any]) -> Look:

@@ -9,6 +9,7 @@ from typing import Any
 from matplotlib import figure as figure_lib
 
 from attnres_jax import config as config_lib
+from attnres_jax import figures
 from attnres_jax.analysis import plots
 from experiments.demo import inspection
 from experiments.demo import results
@@ -36,15 +37,9 @@ def render(
     rows: of the runs, as in results.csv.
     facts: where all this was computed, see `attnres_jax.environment.facts`.
   """
-  groups = results.by_scheme(runs)
-  inside = {
-    scheme: [
-      look
-      for run, look in zip(runs, looks, strict=True)
-      if run.scheme == scheme
-    ]
-    for scheme in groups
-  }
+  inside: dict[str, list[inspection.Look]] = {}
+  for run, look in zip(runs, looks, strict=True):
+    inside.setdefault(run.scheme, []).append(look)
   weights = {
     scheme: found[0].depth_weights
     for scheme, found in inside.items()
@@ -90,7 +85,7 @@ def _summary(
   verdict = ""
   if apart and statistics.fmean(apart) < 0:
     verdict = (
-      f" {plots.name_of(best)} ends lowest,"
+      f" {figures.name_of(best)} ends lowest,"
       f" {page.signed(statistics.fmean(apart))} nats per byte from PreNorm."
     )
   return (
@@ -103,16 +98,13 @@ def _summary(
 
 def _losses(runs: Sequence[results.Run]) -> figure_lib.Figure:
   """Losses in training and in validation, and their differences."""
-  panels = {"Training": {}, "Validation": {}}
+  panels: dict[str, dict[str, dict[int, curves.Series]]] = {}
   for run in runs:
     for panel, series in zip(
-      panels.values(),
-      (
-        (run.train_tokens, run.train_loss),
-        (run.validation_tokens, run.validation_loss),
-      ),
+      ("Training", "Validation"), (run.train, run.validation)
     ):
-      panel.setdefault(run.scheme, {})[run.seed] = series
+      own = panels.setdefault(panel, {}).setdefault(run.scheme, {})
+      own[run.seed] = series
   figure = curves.draw(panels)
   assert figure is not None
   return figure
@@ -132,7 +124,7 @@ def _samples(inside: Mapping[str, Sequence[inspection.Look]]) -> page.Html:
     page.fill(
       "<figure><figcaption>$scheme</figcaption>"
       "<pre><b>$prompt</b>$sample</pre></figure>\n",
-      scheme=page.label(plots.name_of(scheme)),
+      scheme=page.label(figures.name_of(scheme)),
       prompt=found[0].prompt,
       sample=found[0].sample,
     )
@@ -178,8 +170,8 @@ def _facts(
       " that are not in the training split"
     ),
     "Time": (
-      f"{sum(run.seconds for run in runs):.0f} s of training, evaluation and"
-      " compilation"
+      f"{sum(int(run.row['run_seconds']) for run in runs)} s of training,"
+      " evaluation and compilation"
     ),
   }
   return page.facts(listed)

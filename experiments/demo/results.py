@@ -2,48 +2,38 @@
 """The results of the demo: records of runs, rows and a table."""
 
 from collections.abc import Iterable, Mapping, Sequence
-import dataclasses
 import json
 import pathlib
 import statistics
-from typing import Any
+from typing import Any, NamedTuple
 
+from attnres_jax import figures
 from attnres_jax import metrics
-from attnres_jax.analysis import plots
+from experiments.pages import curves
+from experiments.pages import losses as losses_lib
 from experiments.pages import page
 
-BASELINE = "prenorm"
+BASELINE = losses_lib.BASELINE
 
 Row = Mapping[str, str]
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
   """One scheme trained from one seed.
 
   Attributes:
     scheme: a key of `RESIDUALS`.
     seed: of the initial weights and of the data order.
-    train_tokens: tokens seen at each entry of `train_loss`.
-    train_loss: nats per token.
-    validation_tokens: tokens seen at each entry of `validation_loss`.
-    validation_loss: nats per token; the last one is the result.
-    bits_per_byte: of the last evaluation.
-    parameters: trained numbers.
-    seconds: what the run took, compilation and evaluations included.
-    step_bytes: memory of the compiled training step.
+    train: tokens seen, and nats per token at each of them.
+    validation: the same; the last loss is the result.
+    row: its columns of results.csv, as text.
   """
 
   scheme: str
   seed: int
-  train_tokens: tuple[int, ...]
-  train_loss: tuple[float, ...]
-  validation_tokens: tuple[int, ...]
-  validation_loss: tuple[float, ...]
-  bits_per_byte: float
-  parameters: int
-  seconds: float
-  step_bytes: int
+  train: curves.Series
+  validation: curves.Series
+  row: Row
 
 
 def load_run(
@@ -52,25 +42,29 @@ def load_run(
   """The record of a finished run, from its folder and summary."""
   config = json.loads((folder / "config.json").read_text())
   tokens = config["data"]["batch_size"] * config["data"]["sequence_length"]
-  train = metrics.read_rows(folder, "train")
-  validation = metrics.read_rows(folder, "validation")
-  step_bytes = [
-    row["argument_bytes"] + row["temporary_bytes"]
-    for row in metrics.read_rows(folder, "event")
-    if row["event"] == "compiled" and row["function"] == "train_step"
-  ]
-  return Run(
-    scheme=scheme,
-    seed=seed,
-    train_tokens=tuple(row["step"] * tokens for row in train),
-    train_loss=tuple(row["loss"] for row in train),
-    validation_tokens=tuple(row["step"] * tokens for row in validation),
-    validation_loss=tuple(row["loss"] for row in validation),
-    bits_per_byte=validation[-1]["bits_per_byte"],
-    parameters=summary["parameters"],
-    seconds=summary["seconds"],
-    step_bytes=step_bytes[-1],
+  found = metrics.read_rows(folder)
+  rows = {
+    split: [row for row in found if row["split"] == split]
+    for split in ("train", "validation")
+  }
+  train, validation = (
+    ([row["step"] * tokens for row in own], [row["loss"] for row in own])
+    for own in rows.values()
   )
+  compiled = [row for row in found if row.get("function") == "train_step"][-1]
+  step_bytes = compiled["argument_bytes"] + compiled["temporary_bytes"]
+  last = rows["validation"][-1]
+  row = {
+    "scheme": scheme,
+    "seed": str(seed),
+    "validation_nats_per_token": f"{last['loss']:.5f}",
+    "validation_bits_per_byte": f"{last['bits_per_byte']:.5f}",
+    "train_tokens": str(train[0][-1]),
+    "parameters": str(summary["parameters"]),
+    "step_bytes": str(step_bytes),
+    "run_seconds": f"{summary['seconds']:.0f}",
+  }
+  return Run(scheme, seed, train, validation, row)
 
 
 def corpus(run: pathlib.Path) -> str:
@@ -85,40 +79,25 @@ def corpus(run: pathlib.Path) -> str:
   )
 
 
-def by_scheme(runs: Iterable[Run]) -> dict[str, list[Run]]:
-  """Runs of each scheme, in the order in which the schemes appear."""
-  groups: dict[str, list[Run]] = {}
-  for run in runs:
-    groups.setdefault(run.scheme, []).append(run)
-  return groups
-
-
 def rows(
   runs: Sequence[Run],
   step_seconds: Mapping[str, float],
   facts: Mapping[str, Any],
-) -> list[dict[str, str]]:
-  """One per run; `facts` become columns that are the same in all rows.
+) -> list[dict[str, Any]]:
+  """One per run.
 
   Args:
     runs: all of them.
     step_seconds: of each scheme, measured side by side.
-    facts: where the rows come from.
+    facts: columns that are the same in all rows: where they come from.
   """
   return [
     {
-      "scheme": run.scheme,
-      "seed": str(run.seed),
-      "validation_nats_per_token": f"{run.validation_loss[-1]:.5f}",
-      "validation_bits_per_byte": f"{run.bits_per_byte:.5f}",
-      "train_tokens": str(run.train_tokens[-1]),
-      "parameters": str(run.parameters),
+      **run.row,
       "step_seconds": f"{step_seconds[run.scheme]:.4f}",
       "step_time_ratio": (
         f"{step_seconds[run.scheme] / step_seconds[BASELINE]:.3f}"
       ),
-      "step_bytes": str(run.step_bytes),
-      "run_seconds": f"{run.seconds:.0f}",
       **facts,
     }
     for run in runs
@@ -154,7 +133,7 @@ def table(rows: Sequence[Row]) -> page.Table:
     seeds = ", ".join(f"{loss:.3f}" for loss in found)
     lines.append(
       [
-        plots.name_of(scheme),
+        figures.name_of(scheme),
         page.Cell(f"**{statistics.fmean(found):.3f}**", f"({seeds})"),
         page.Cell(
           page.signed(statistics.fmean(apart), 3) if apart else "",

@@ -26,9 +26,9 @@ from attnres_jax import command_line
 from attnres_jax import config as config_lib
 from attnres_jax import csv_rows
 from attnres_jax import environment
+from attnres_jax import figures
 from attnres_jax import files
 from attnres_jax import train
-from attnres_jax.analysis import plots
 from experiments.demo import inspection
 from experiments.demo import report
 from experiments.demo import results
@@ -85,7 +85,7 @@ def _run(options: argparse.Namespace) -> None:
   total = options.seeds * len(SCHEMES)
   for number, (scheme, seed, config) in enumerate(_configs(options), 1):
     folder = workdir / f"{scheme}_{seed}"
-    print(f"\n[{number}/{total}] {plots.name_of(scheme)}, seed {seed}")
+    print(f"\n[{number}/{total}] {figures.name_of(scheme)}, seed {seed}")
     summary = train.train_and_evaluate(config, folder)
     if summary["status"] == "stopped":
       raise KeyboardInterrupt
@@ -95,7 +95,7 @@ def _run(options: argparse.Namespace) -> None:
       inspection.inspect_once(folder, options.prompt, with_sample=seed == 0)
     )
     print(
-      f"      validation loss {runs[-1].validation_loss[-1]:.4f} nats per byte"
+      f"      validation loss {runs[-1].validation[1][-1]:.4f} nats per byte"
       f"  ({time.perf_counter() - start:.0f} s so far)"
     )
 

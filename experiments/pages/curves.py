@@ -8,7 +8,7 @@ from matplotlib import figure as figure_lib
 from matplotlib import ticker
 import numpy as np
 
-from attnres_jax.analysis import plots
+from attnres_jax import figures
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import monitor
 from experiments.pages import losses
@@ -64,11 +64,11 @@ def draw(panels: Panels) -> figure_lib.Figure | None:
   for (upper, lower), (setting, schemes) in zip(grid.T, panels.items()):
     for scheme, runs in schemes.items():
       line = _lines(upper, list(runs.values()), scheme)
-      handles[plots.name_of(scheme)] = line
+      handles[figures.name_of(scheme)] = line
       apart = differences(runs, schemes.get(losses.BASELINE, {}))
       if scheme != losses.BASELINE and apart:
         _lines(lower, apart, scheme)
-    grey = plots.style_of(losses.BASELINE)["color"]
+    grey = figures.style_of(losses.BASELINE)["color"]
     lower.axhline(0.0, linewidth=0.8, color=grey)
     # As much as fits, and no mathematics whatever is in it.
     title = setting[: _TITLE_LETTERS // len(panels)]
@@ -76,7 +76,7 @@ def draw(panels: Panels) -> figure_lib.Figure | None:
     lower.set_xlabel("million tokens")
     for axes in (upper, lower):
       axes.xaxis.set_major_locator(ticker.MaxNLocator(3))
-      plots.style(axes)
+      figures.style(axes)
   grid[0][0].set_ylabel("loss")
   grid[1][0].set_ylabel("difference from PreNorm")
   figure.legend(
@@ -104,7 +104,7 @@ def _lines(axes: Any, series: Sequence[Series], scheme: str) -> Any:
 
   All are running means.
   """
-  style = plots.style_of(scheme) | {"linewidth": 1.4}
+  style = figures.style_of(scheme) | {"linewidth": 1.4}
   smoothed = [smooth(y, share=0.1) for _, y in series]
   for (x, _), y in zip(series, smoothed) if len(series) > 1 else ():
     thin = {"color": style["color"], "linewidth": 0.6, "alpha": 0.45}

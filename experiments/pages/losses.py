@@ -6,7 +6,7 @@ import re
 import statistics
 from typing import Any
 
-from attnres_jax.analysis import plots
+from attnres_jax import figures
 from experiments.pages import page
 
 BASELINE = "prenorm"
@@ -68,7 +68,7 @@ def table(rows: Sequence[Row], name: str = "setting") -> page.Table:
       + [f"{min(int(row['active_params']) for row in own):,}"]
       + [_cell(own, scheme) for scheme in schemes]
     )
-  header = [name, "N"] + [plots.name_of(scheme) for scheme in schemes]
+  header = [name, "N"] + [figures.name_of(scheme) for scheme in schemes]
   return page.Table(header, lines)
 
 

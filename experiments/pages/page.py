@@ -13,7 +13,7 @@ import re
 import string
 from typing import Any, NamedTuple
 
-from attnres_jax.analysis import plots
+from attnres_jax import figures
 from attnres_jax.models import residuals
 from experiments.pages import readme
 
@@ -140,8 +140,8 @@ def facts(listed: Mapping[str, Any]) -> Html:
 def label(text: str) -> Html:
   """Text, behind a patch of colour if it is what a scheme is called."""
   for scheme in residuals.RESIDUALS:
-    if text == plots.name_of(scheme):
-      colour = plots.style_of(scheme).get("color", "currentColor")
+    if text == figures.name_of(scheme):
+      colour = figures.style_of(scheme).get("color", "currentColor")
       return fill(
         '<i class="swatch" style="background:$colour"></i>$text',
         colour=colour,

@@ -12,7 +12,7 @@ from typing import Any
 
 from etils import epath
 
-from attnres_jax.analysis import plots
+from attnres_jax import figures
 from attnres_jax.sweep import cli
 from attnres_jax.sweep import damage
 from attnres_jax.sweep import folder as folder_lib
@@ -129,7 +129,7 @@ def goodput(progress: Sequence[monitor.Progress]) -> page.Table:
   known = [one for one in progress if one.run is not None]
   groups: dict[str, list[monitor.Progress]] = {}
   for one in known:
-    groups.setdefault(plots.name_of(one.residual), []).append(one)
+    groups.setdefault(figures.name_of(one.residual), []).append(one)
   groups["**all**"] = known
   columns = []
   for own in groups.values():

@@ -9,7 +9,7 @@ from etils import epath
 from matplotlib import figure as figure_lib
 import numpy as np
 
-from attnres_jax.analysis import plots as style_lib
+from attnres_jax import figures
 from attnres_jax.scaling import compute as compute_lib
 from attnres_jax.scaling import fit as fit_lib
 from attnres_jax.scaling import plots
@@ -91,7 +91,7 @@ def laws(rows: Sequence[Row]) -> page.Table:
   """What was fitted under every counting."""
   lines = [
     (
-      style_lib.name_of(scheme),
+      figures.name_of(scheme),
       COUNTS[counting],
       _interval(fit.coefficient(), 3),
       _interval(fit.exponent(), 4),

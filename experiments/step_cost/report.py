@@ -4,7 +4,7 @@
 from collections.abc import Mapping, Sequence
 
 from attnres_jax import config as config_lib
-from attnres_jax.analysis import plots
+from attnres_jax import figures
 from experiments.pages import readme as readme_lib
 
 # The forms of PreNorm that are measured.
@@ -61,7 +61,7 @@ def label(scheme: str) -> str:
     "one_softmax": ", one softmax per sublayer",
   }
   scanned = ", scanned" if name in ("prenorm", "rescaled") and not form else ""
-  return plots.name_of(name) + (details[form] or scanned)
+  return figures.name_of(name) + (details[form] or scanned)
 
 
 def _find(rows: Sequence[Row], size: str, scheme: str, measure: str) -> Row:

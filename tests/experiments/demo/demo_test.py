@@ -41,18 +41,18 @@ LAST_LOSS = {
 
 def make_run(scheme, seed):
   last = LAST_LOSS[scheme][seed]
-  return results.Run(
-    scheme=scheme,
-    seed=seed,
-    train_tokens=tuple(range(100, 1001, 100)),
-    train_loss=tuple(np.linspace(5, last, 10).tolist()),
-    validation_tokens=(500, 1000),
-    validation_loss=(3.0, last),
-    bits_per_byte=last / np.log(2),
-    parameters=1234567,
-    seconds=60.0,
-    step_bytes=50_000_000,
-  )
+  row = {
+    "scheme": scheme,
+    "seed": str(seed),
+    "validation_nats_per_token": f"{last:.5f}",
+    "validation_bits_per_byte": f"{last / np.log(2):.5f}",
+    "train_tokens": "1000",
+    "parameters": "1234567",
+    "step_bytes": "50000000",
+    "run_seconds": "60",
+  }
+  train = list(range(100, 1001, 100)), np.linspace(5, last, 10).tolist()
+  return results.Run(scheme, seed, train, ([500, 1000], [3.0, last]), row)
 
 
 def make_look(scheme):

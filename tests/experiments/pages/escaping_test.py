@@ -101,7 +101,7 @@ def test_unknown_schemes(tmp_path):
 
 
 def test_the_demo():
-  runs = [dataclasses.replace(r, seed=HOSTILE) for r in demo_test.all_runs()]
+  runs = [run._replace(seed=HOSTILE) for run in demo_test.all_runs()]
   look = demo_test.make_look("full_attnres")
   looks = [
     dataclasses.replace(look, prompt=HOSTILE, sample=HOSTILE) for _ in runs
