@@ -6,10 +6,7 @@ of a local disk.
 """
 
 import json
-import pathlib
-import tempfile
 
-from absl.testing import absltest
 from etils.epath import backend
 from fsspec.implementations import dirfs
 from fsspec.implementations import local
@@ -30,21 +27,20 @@ class _Buckets(dirfs.DirFileSystem):
     return super()._join(path)
 
 
-class BucketTest(absltest.TestCase):
-  def setUp(self):
-    super().setUp()
-    root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+class TestBucket:
+  @pytest.fixture(autouse=True)
+  def set_up(self, tmp_path, monkeypatch):
+    root = tmp_path
     self.bucket = root / "remote" / "bucket"
     self.bucket.mkdir(parents=True)
     self.cache = root / "cache"
     buckets = _Buckets(
       path=str(root / "remote"), fs=local.LocalFileSystem(auto_mkdir=True)
     )
-    patch = self.enterContext(pytest.MonkeyPatch.context())
-    patch.setattr(
+    monkeypatch.setattr(
       type(backend.fsspec_backend), "_get_filesystem", lambda _, name: buckets
     )
-    patch.setenv("ATTNRES_JAX_CACHE", str(self.cache))
+    monkeypatch.setenv("ATTNRES_JAX_CACHE", str(self.cache))
     folder = self.bucket / "texts" / "deep"
     folder.mkdir(parents=True)
     lines = [json.dumps({"text": f"text {i} " * 9}) for i in range(50)]
@@ -69,8 +65,8 @@ class BucketTest(absltest.TestCase):
     here = self._config(path=str(self.bucket / "texts"))
     there = self._config()
     prepare.prepare(there, "gs://bucket/out", shard_tokens=500, progress=False)
-    self.assertTrue((self.bucket / "out" / "train-00001.bin").is_file())
-    self.assertFalse(list((self.bucket / "out").glob("*.tmp")))
+    assert (self.bucket / "out" / "train-00001.bin").is_file()
+    assert not list((self.bucket / "out").glob("*.tmp"))
     prepared = self._config("tokens", "gs://bucket/out")
     for split in ("train", "validation"):
       expected = self._line(here, split)
@@ -78,28 +74,24 @@ class BucketTest(absltest.TestCase):
       np.testing.assert_array_equal(self._line(prepared, split), expected)
     # Mapped from copies, made once.
     copies = {p: p.stat().st_mtime_ns for p in self.cache.rglob("*.bin")}
-    self.assertNotEmpty(copies)
+    assert copies
     self._line(prepared, "train")
     again = {p: p.stat().st_mtime_ns for p in self.cache.rglob("*.bin")}
-    self.assertEqual(again, copies)
+    assert again == copies
 
   def test_globs(self):
     one = self._config(path="gs://bucket/texts/deep/a*.jsonl")
-    self.assertIn("text 29 ", self._text(one))
-    self.assertNotIn("text 30 ", self._text(one))
-    with self.assertRaisesRegex(config_lib.ConfigError, r"without \*\*"):
+    assert "text 29 " in self._text(one)
+    assert "text 30 " not in self._text(one)
+    with pytest.raises(config_lib.ConfigError, match=r"without \*\*"):
       data.open_dataset(self._config(path="gs://bucket/**/a.jsonl"), "train")
 
   def test_missing(self):
     for path in ("gs://bucket/none", "gs://bucket/none/*.jsonl"):
-      with self.assertRaisesRegex(config_lib.ConfigError, "data.path: got 'gs"):
+      with pytest.raises(config_lib.ConfigError, match="data.path: got 'gs"):
         data.open_dataset(self._config(path=path), "train")
 
   def _text(self, config):
     tokenizer = data.make_tokenizer(config)
     lines = (self._line(config, s) for s in ("train", "validation"))
     return "".join(tokenizer.decode(line) for line in lines)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows against the line of tokens that they are cut from."""
 
-from absl.testing import parameterized
 import numpy as np
+import pytest
 
 from attnres_jax.data import packing
 from attnres_jax.data import tokens as tokens_lib
@@ -18,20 +18,20 @@ def _tokens(*lengths, vocab_size=100, separator_id=_SEPARATOR):
   )
 
 
-class TokensTest(parameterized.TestCase):
+class TestTokens:
   def test_reads_like_the_concatenation(self):
     ids, tokens = _tokens(3, 0, 1, 7, 5)
-    self.assertLen(tokens, 16)
+    assert len(tokens) == 16
     for start in range(17):
       for stop in range(start, 17):
         read = tokens.read(start, stop)
         np.testing.assert_array_equal(read, ids[start:stop])
-        self.assertEqual(read.dtype, np.int32)
+        assert read.dtype == np.int32
 
   def test_refuses_positions_outside(self):
     _, tokens = _tokens(4)
     for start, stop in ((-1, 2), (0, 5), (3, 2)):
-      with self.assertRaises(IndexError):
+      with pytest.raises(IndexError):
         tokens.read(start, stop)
 
   def test_refuses_ids_outside_the_vocabulary(self):
@@ -45,23 +45,24 @@ class TokensTest(parameterized.TestCase):
       )
       np.testing.assert_array_equal(tokens.read(0, 2), [1, 9])
       message = f"token id {bad} .* size 10"
-      with self.assertRaisesRegex(tokens_lib.DataError, message):
+      with pytest.raises(tokens_lib.DataError, match=message):
         tokens.read(1, 3)
 
 
-class PackedRowsTest(parameterized.TestCase):
-  @parameterized.product(length=(1, 4, 7), lengths=((40,), (5, 23, 12), (9,)))
+class TestPackedRows:
+  @pytest.mark.parametrize("length", (1, 4, 7))
+  @pytest.mark.parametrize("lengths", ((40,), (5, 23, 12), (9,)))
   def test_every_token_but_the_first_is_a_target_once(self, length, lengths):
     ids, tokens = _tokens(*lengths)
     rows = packing.PackedRows(tokens, length)
-    self.assertLen(rows, (len(ids) - 1) // length)
+    assert len(rows) == (len(ids) - 1) // length
     targets = []
     for row in rows:
-      self.assertEqual(row["tokens"].shape, (length + 1,))
+      assert row["tokens"].shape == (length + 1,)
       targets.extend(row["tokens"][1:])
     np.testing.assert_array_equal(targets, ids[1 : 1 + len(rows) * length])
     # What is dropped would not have filled a row.
-    self.assertLess(len(ids) - 1 - len(targets), length)
+    assert len(ids) - 1 - len(targets) < length
 
   def test_inputs_precede_their_targets(self):
     ids, tokens = _tokens(30)
@@ -71,9 +72,9 @@ class PackedRowsTest(parameterized.TestCase):
   def test_too_short_for_one_row(self):
     for count in (1, 5):
       _, tokens = _tokens(count)
-      self.assertEmpty(packing.PackedRows(tokens, 5))
+      assert not packing.PackedRows(tokens, 5)
 
-  @parameterized.parameters(*range(5))
+  @pytest.mark.parametrize("seed", range(5))
   def test_segment_ids_number_documents_from_one(self, seed):
     rng = np.random.default_rng(seed)
     ids = rng.choice([1, 2, _SEPARATOR], 41, p=[0.4, 0.4, 0.2])
@@ -90,15 +91,15 @@ class PackedRowsTest(parameterized.TestCase):
         number += position > 0 and token == _SEPARATOR
         expected.append(number)
       np.testing.assert_array_equal(row["segment_ids"], expected)
-      self.assertEqual(row["segment_ids"].dtype, np.int32)
+      assert row["segment_ids"].dtype == np.int32
 
   def test_segment_ids_need_a_separator(self):
     _, tokens = _tokens(20, separator_id=None)
-    with self.assertRaisesRegex(ValueError, "separator"):
+    with pytest.raises(ValueError, match="separator"):
       packing.PackedRows(tokens, 4, segment_ids=True)
 
   def test_refuses_rows_outside(self):
     _, tokens = _tokens(20)
     for index in (-1, 4):
-      with self.assertRaises(IndexError):
+      with pytest.raises(IndexError):
         packing.PackedRows(tokens, 4)[index]

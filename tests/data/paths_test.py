@@ -3,9 +3,7 @@
 
 import os
 import pathlib
-import tempfile
 
-from absl.testing import absltest
 from etils import epath
 import pytest
 
@@ -14,10 +12,10 @@ from attnres_jax import files
 from attnres_jax.data import paths
 
 
-class ListFilesTest(absltest.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+class TestListFiles:
+  @pytest.fixture(autouse=True)
+  def set_up(self, tmp_path):
+    self.folder = tmp_path
     for name in ("b.txt", "a.txt", "sub/c.txt", "sub/d.bin", ".hidden/e.txt"):
       (self.folder / name).parent.mkdir(exist_ok=True)
       (self.folder / name).write_text(name)
@@ -28,53 +26,51 @@ class ListFilesTest(absltest.TestCase):
     return paths.relative_names(path, files)
 
   def test_folders_are_searched_and_sorted(self):
-    self.assertEqual(
-      self._list(""), ["a.txt", "b.txt", "sub/c.txt", "sub/d.bin"]
-    )
-    self.assertEqual(self._list("", (".bin",)), ["sub/d.bin"])
+    assert self._list("") == ["a.txt", "b.txt", "sub/c.txt", "sub/d.bin"]
+    assert self._list("", (".bin",)) == ["sub/d.bin"]
 
   def test_globs_and_files_are_taken_as_they_are(self):
-    self.assertEqual(self._list("*.txt", (".bin",)), ["a.txt", "b.txt"])
-    self.assertEqual(self._list("s*/*"), ["sub/c.txt", "sub/d.bin"])
-    self.assertIn("sub/c.txt", self._list("**/*.txt"))
-    self.assertEqual(self._list("sub/d.bin"), ["d.bin"])
+    assert self._list("*.txt", (".bin",)) == ["a.txt", "b.txt"]
+    assert self._list("s*/*") == ["sub/c.txt", "sub/d.bin"]
+    assert "sub/c.txt" in self._list("**/*.txt")
+    assert self._list("sub/d.bin") == ["d.bin"]
 
   def test_a_relative_glob(self):
     with pytest.MonkeyPatch.context() as patch:
       patch.chdir(self.folder)
       files = paths.list_files("data.path", "*.txt")
-    self.assertEqual([os.fspath(file) for file in files], ["a.txt", "b.txt"])
+    assert [os.fspath(file) for file in files] == ["a.txt", "b.txt"]
 
   def test_nothing_there(self):
     for path in ("missing", "*.parquet"):
-      with self.assertRaisesRegex(
-        config_lib.ConfigError, "config.data.path: .* glob with [*].bin"
+      with pytest.raises(
+        config_lib.ConfigError, match="config.data.path: .* glob with [*].bin"
       ):
         self._list(path, (".bin",))
 
   def test_local_files_are_used_in_place(self):
     path = epath.Path(self.folder / "a.txt")
-    self.assertEqual(paths.local_file(path), str(self.folder / "a.txt"))
+    assert paths.local_file(path) == str(self.folder / "a.txt")
 
 
-class CachedCopyTest(absltest.TestCase):
-  def setUp(self):
-    super().setUp()
-    folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+class TestCachedCopy:
+  @pytest.fixture(autouse=True)
+  def set_up(self, tmp_path):
+    folder = tmp_path
     self.cache = folder / "cache"
     self.source = epath.Path(folder / "remote.bin")
     self.source.write_bytes(b"first")
 
   def test_copies_once_and_again_after_a_change(self):
     copy = paths.cached_copy(self.source, self.cache)
-    self.assertEqual(copy.read_bytes(), b"first")
+    assert copy.read_bytes() == b"first"
     copy.write_bytes(b"marked")
     again = paths.cached_copy(self.source, self.cache)
-    self.assertEqual(again.read_bytes(), b"marked")
+    assert again.read_bytes() == b"marked"
     self.source.write_bytes(b"second")
     changed = paths.cached_copy(self.source, self.cache)
-    self.assertEqual(changed.read_bytes(), b"second")
-    self.assertEqual({p.name for p in self.cache.rglob("*.*")}, {"remote.bin"})
+    assert changed.read_bytes() == b"second"
+    assert {p.name for p in self.cache.rglob("*.*")} == {"remote.bin"}
 
   def test_a_copy_cut_short_is_not_taken_for_the_file(self):
     def break_off(source, target, length):
@@ -83,19 +79,15 @@ class CachedCopyTest(absltest.TestCase):
 
     with pytest.MonkeyPatch.context() as patch:
       patch.setattr(paths.shutil, "copyfileobj", break_off)
-      with self.assertRaises(OSError):
+      with pytest.raises(OSError):
         paths.cached_copy(self.source, self.cache)
     copy = paths.cached_copy(self.source, self.cache)
-    self.assertEqual(copy.read_bytes(), b"first")
+    assert copy.read_bytes() == b"first"
 
   def test_remote_files_come_through_the_cache(self):
     with pytest.MonkeyPatch.context() as patch:
       patch.setattr(files, "is_remote", lambda path: True)
       patch.setenv("ATTNRES_JAX_CACHE", str(self.cache))
       local = paths.local_file(self.source)
-    self.assertTrue(local.startswith(str(self.cache)))
-    self.assertEqual(pathlib.Path(local).read_bytes(), b"first")
-
-
-if __name__ == "__main__":
-  absltest.main()
+    assert local.startswith(str(self.cache))
+    assert pathlib.Path(local).read_bytes() == b"first"

@@ -3,15 +3,12 @@
 
 import itertools
 import json
-import pathlib
 import subprocess
 import sys
-import tempfile
 import time
 
-from absl.testing import absltest
-from absl.testing import parameterized
 import numpy as np
+import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import data
@@ -19,12 +16,12 @@ from attnres_jax import data
 _NUM_ROWS, _LENGTH = 23, 4
 
 
-class PipelineTest(parameterized.TestCase):
+class TestPipeline:
   """On a token file that counts up, so that a row's first id names the row."""
 
-  def setUp(self):
-    super().setUp()
-    self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+  @pytest.fixture(autouse=True)
+  def set_up(self, tmp_path):
+    self.folder = tmp_path
     for split in ("train", "validation"):
       self._write(split, np.arange(_NUM_ROWS * _LENGTH + 2))
 
@@ -62,7 +59,7 @@ class PipelineTest(parameterized.TestCase):
     rows = []
     for batch in itertools.islice(batches, count):
       tokens = batch["tokens"]
-      self.assertEqual(tokens.dtype, np.int32)
+      assert tokens.dtype == np.int32
       np.testing.assert_array_equal(
         tokens, tokens[:, :1] + np.arange(_LENGTH + 1)
       )
@@ -72,25 +69,25 @@ class PipelineTest(parameterized.TestCase):
 
   def test_an_epoch_holds_every_row_once_and_the_next_is_another_order(self):
     dataset = self._open()
-    self.assertEqual(dataset.num_rows, _NUM_ROWS)
-    self.assertEqual(dataset.num_tokens, _NUM_ROWS * _LENGTH + 2)
+    assert dataset.num_rows == _NUM_ROWS
+    assert dataset.num_tokens == _NUM_ROWS * _LENGTH + 2
     rows = self._rows(dataset, _NUM_ROWS).reshape(-1)  # 4 epochs.
     epochs = rows.reshape(4, _NUM_ROWS)
     for epoch in epochs:
-      self.assertCountEqual(epoch, range(_NUM_ROWS))
-    self.assertLen({tuple(epoch) for epoch in epochs}, 4)
+      assert sorted(epoch) == sorted(range(_NUM_ROWS))
+    assert len({tuple(epoch) for epoch in epochs}) == 4
     # Mixed over the whole data: hardly any row keeps its place or neighbour.
-    self.assertLess(np.mean(epochs == np.arange(_NUM_ROWS)), 0.2)
-    self.assertLess(np.mean(np.diff(rows) == 1), 0.2)
+    assert np.mean(epochs == np.arange(_NUM_ROWS)) < 0.2
+    assert np.mean(np.diff(rows) == 1) < 0.2
 
   def test_the_seed_decides_the_order(self):
     first = self._rows(self._open(seed=1), 5)
     np.testing.assert_array_equal(self._rows(self._open(seed=1), 5), first)
-    self.assertFalse(np.array_equal(self._rows(self._open(seed=2), 5), first))
+    assert not np.array_equal(self._rows(self._open(seed=2), 5), first)
 
-  @parameterized.product(
-    split=("train", "validation"), count=(2, 4), segment_ids=(False, True)
-  )
+  @pytest.mark.parametrize("split", ("train", "validation"))
+  @pytest.mark.parametrize("count", (2, 4))
+  @pytest.mark.parametrize("segment_ids", (False, True))
   def test_processes_share_the_global_batch(self, split, count, segment_ids):
     one = self._open(split, segment_ids=segment_ids).batches()
     several = [
@@ -100,21 +97,21 @@ class PipelineTest(parameterized.TestCase):
     seen = 0
     for batch in itertools.islice(one, 12):
       parts = [next(iterator) for iterator in several]
-      self.assertEqual(parts[0]["tokens"].shape, (4 // count, _LENGTH + 1))
-      self.assertCountEqual(batch, ["tokens"] + ["segment_ids"] * segment_ids)
+      assert parts[0]["tokens"].shape == (4 // count, _LENGTH + 1)
+      assert sorted(batch) == sorted(["tokens"] + ["segment_ids"] * segment_ids)
       for key in batch:
         joined = np.concatenate([part[key] for part in parts])
         np.testing.assert_array_equal(joined, batch[key])
       seen += 1
-    self.assertEqual(seen, 12 if split == "train" else 5)
+    assert seen == (12 if split == "train" else 5)
     if split == "validation":
       for iterator in several:
-        with self.assertRaises(StopIteration):
+        with pytest.raises(StopIteration):
           next(iterator)
     for iterator in (one, *several):
       iterator.close()
 
-  @parameterized.parameters(0, 1, 3)
+  @pytest.mark.parametrize("num_threads", [0, 1, 3])
   def test_the_number_of_threads_changes_nothing(self, num_threads):
     expected = self._rows(self._open(num_threads=2), 9)
     rows = self._rows(self._open(num_threads=num_threads), 9)
@@ -130,11 +127,11 @@ class PipelineTest(parameterized.TestCase):
   def test_starting_much_later_is_as_quick(self):
     began = time.monotonic()
     self._rows(self._open(), 1, start_batch=10**12)
-    self.assertLess(time.monotonic() - began, 5.0)
+    assert time.monotonic() - began < 5.0
 
-  @parameterized.product(
-    split=("train", "validation"), before=(1, 2), after=(1, 4)
-  )
+  @pytest.mark.parametrize("split", ("train", "validation"))
+  @pytest.mark.parametrize("before", (1, 2))
+  @pytest.mark.parametrize("after", (1, 4))
   def test_the_state_resumes_on_any_number_of_processes(
     self, split, before, after
   ):
@@ -143,14 +140,14 @@ class PipelineTest(parameterized.TestCase):
       next(iterator)
     state = json.loads(json.dumps(iterator.get_state()))
     iterator.close()
-    self.assertEqual(state["next_batch"], 3)
+    assert state["next_batch"] == 3
     expected = self._rows(self._open(split), 2, start_batch=3)
     resumed = []
     for process in range(after):
       iterator = self._open(split, (process, after)).batches()
       next(iterator)  # A position of its own, to be forgotten.
       iterator.set_state(state)
-      self.assertEqual(iterator.get_state(), state)
+      assert iterator.get_state() == state
       rows = [next(iterator)["tokens"][:, 0] // _LENGTH for _ in range(2)]
       resumed.append(rows)
       iterator.close()
@@ -160,15 +157,18 @@ class PipelineTest(parameterized.TestCase):
     iterator = self._open().batches()
     next(iterator)
     time.sleep(0.05)
-    self.assertEqual(iterator.get_state()["next_batch"], 1)
+    assert iterator.get_state()["next_batch"] == 1
     iterator.close()
 
-  @parameterized.parameters(
-    ({"seed": 5}, r"seed \(saved 0, now 5\)"),
-    ({"batch_size": 2}, r"batch_size \(saved 4, now 2\)"),
-    ({"sequence_length": 3}, r"sequence_length \(saved 4, now 3\)"),
-    ({"segment_ids": True}, r"segment_ids \(saved False, now True\)"),
-    ({}, r"content \(saved '\w+', now '\w+'\)"),
+  @pytest.mark.parametrize(
+    "fields,message",
+    [
+      ({"seed": 5}, r"seed \(saved 0, now 5\)"),
+      ({"batch_size": 2}, r"batch_size \(saved 4, now 2\)"),
+      ({"sequence_length": 3}, r"sequence_length \(saved 4, now 3\)"),
+      ({"segment_ids": True}, r"segment_ids \(saved False, now True\)"),
+      ({}, r"content \(saved '\w+', now '\w+'\)"),
+    ],
   )
   def test_a_state_of_other_data_is_refused(self, fields, message):
     iterator = self._open().batches()
@@ -177,7 +177,7 @@ class PipelineTest(parameterized.TestCase):
     if not fields:
       self._write("train", np.arange(_NUM_ROWS * _LENGTH + 2)[::-1])
     other = self._open(**fields).batches()
-    with self.assertRaisesRegex(ValueError, message):
+    with pytest.raises(ValueError, match=message):
       other.set_state(state)
     other.close()
 
@@ -192,10 +192,10 @@ class PipelineTest(parameterized.TestCase):
   def test_validation_is_one_pass_in_a_fixed_mixed_order(self):
     dataset = self._open("validation")
     rows = self._rows(dataset, 100)
-    self.assertEqual(rows.shape, (5, 4))  # 23 rows: the last 3 are left.
-    self.assertLen(set(rows.reshape(-1)), 20)
-    self.assertEqual(dataset.num_batches, 5)
-    self.assertFalse(np.array_equal(rows.reshape(-1), np.sort(rows, axis=None)))
+    assert rows.shape == (5, 4)  # 23 rows: the last 3 are left.
+    assert len(set(rows.reshape(-1))) == 20
+    assert dataset.num_batches == 5
+    assert not np.array_equal(rows.reshape(-1), np.sort(rows, axis=None))
     for fields in ({}, {"seed": 9}):
       again = self._rows(self._open("validation", **fields), 100)
       np.testing.assert_array_equal(again, rows)
@@ -208,43 +208,46 @@ class PipelineTest(parameterized.TestCase):
         np.testing.assert_array_equal(segments, 1 + np.cumsum(opened))
     iterator.close()
 
-  @parameterized.parameters(
-    ({"source": "webtext"}, "data.source: got 'webtext'.*arrayrecord, jsonl"),
-    ({"path": "/nowhere"}, "data.path: got '/nowhere'"),
-    (
-      {"sequence_length": 94},
-      "sequence_length: got 94.*94 tokens of the train",
-    ),
-    ({"seed": -1}, "data.seed: got -1"),
-    ({"seed": 2**32}, "data.seed"),
-    ({"batch_size": 5}, "batch_size: got 5.*multiple of.*processes, 2"),
+  @pytest.mark.parametrize(
+    "fields,message",
+    [
+      ({"source": "webtext"}, "data.source: got 'webtext'.*arrayrecord, jsonl"),
+      ({"path": "/nowhere"}, "data.path: got '/nowhere'"),
+      (
+        {"sequence_length": 94},
+        "sequence_length: got 94.*94 tokens of the train",
+      ),
+      ({"seed": -1}, "data.seed: got -1"),
+      ({"seed": 2**32}, "data.seed"),
+      ({"batch_size": 5}, "batch_size: got 5.*multiple of.*processes, 2"),
+    ],
   )
   def test_bad_fields_are_named(self, fields, message):
-    with self.assertRaisesRegex(
-      config_lib.ConfigError, f"^config.*{message}[^\n]*$"
+    with pytest.raises(
+      config_lib.ConfigError, match=f"^config.*{message}[^\n]*$"
     ):
       self._open(process=(0, 2), **fields)
 
   def test_more_rows_in_a_batch_than_validation_has(self):
     self._open("validation", batch_size=23)
     self._open("train", batch_size=24)
-    with self.assertRaisesRegex(
-      config_lib.ConfigError, "batch_size: got 24.*at most the 23 rows"
+    with pytest.raises(
+      config_lib.ConfigError, match="batch_size: got 24.*at most the 23 rows"
     ):
       self._open("validation", batch_size=24)
 
   def test_bad_arguments_are_named(self):
-    with self.assertRaisesRegex(ValueError, "split 'test'"):
+    with pytest.raises(ValueError, match="split 'test'"):
       self._open("test")
     for process in ((2, 2), (-1, 2)):
-      with self.assertRaisesRegex(ValueError, "process_index"):
+      with pytest.raises(ValueError, match="process_index"):
         self._open(process=process)
     for start in (-1, 6):
-      with self.assertRaisesRegex(ValueError, f"start_batch {start}"):
+      with pytest.raises(ValueError, match=f"start_batch {start}"):
         self._open("validation").batches(start_batch=start)
 
 
-class StdlibPipelineTest(absltest.TestCase):
+class TestStdlibPipeline:
   """The defaults, end to end."""
 
   def test_every_document_is_in_one_split(self):
@@ -252,18 +255,15 @@ class StdlibPipelineTest(absltest.TestCase):
     train = data.open_dataset(config, "train")
     validation = data.open_dataset(config, "validation")
     described = train.describe(), validation.describe()
-    self.assertEqual(
-      sum(d["split_bytes"] for d in described), described[0]["bytes"]
-    )
+    assert sum(d["split_bytes"] for d in described) == described[0]["bytes"]
     for dataset, found in zip((train, validation), described):
-      self.assertEqual(
-        dataset.num_tokens, found["split_bytes"] + found["split_documents"]
+      assert (
+        dataset.num_tokens == found["split_bytes"] + found["split_documents"]
       )
       json.dumps(found)
-    self.assertNotEqual(*(d["split_sha256"] for d in described))
-    self.assertBetween(
-      described[1]["split_bytes"] / described[0]["bytes"], 0.01, 0.12
-    )
+    first, second = (d["split_sha256"] for d in described)
+    assert first != second
+    assert 0.01 <= described[1]["split_bytes"] / described[0]["bytes"] <= 0.12
 
   def test_batches_are_text(self):
     config = config_lib.DataConfig(batch_size=8, sequence_length=400)
@@ -272,21 +272,21 @@ class StdlibPipelineTest(absltest.TestCase):
     text = "".join(tokenizer.decode(row) for row in next(iterator)["tokens"])
     iterator.close()
     for word in ("self", "return", "if "):
-      self.assertIn(word, text)
+      assert word in text
 
   def test_a_path_beside_the_embedded_corpus_is_refused(self):
     for name in ("path", "validation_path"):
       config = config_lib.DataConfig(**{name: "corpus.txt"})
-      with self.assertRaisesRegex(
-        config_lib.ConfigError, f"data.{name}: got 'corpus.txt'.*stdlib"
+      with pytest.raises(
+        config_lib.ConfigError, match=f"data.{name}: got 'corpus.txt'.*stdlib"
       ):
         data.open_dataset(config, "train")
 
   def test_an_empty_split_is_named(self):
     config = config_lib.DataConfig(validation_fraction=1e-9)
     data.open_dataset(config, "train")
-    with self.assertRaisesRegex(
-      config_lib.ConfigError, "validation_fraction: got 1e-09.*validation"
+    with pytest.raises(
+      config_lib.ConfigError, match="validation_fraction: got 1e-09.*validation"
     ):
       data.open_dataset(config, "validation")
 
@@ -302,7 +302,7 @@ class StdlibPipelineTest(absltest.TestCase):
     tokens_per_second = 100 * 16 * 512 / (time.monotonic() - began)
     iterator.close()
     print(f"{tokens_per_second:,.0f} tokens per second")
-    self.assertGreater(tokens_per_second, 300_000)
+    assert tokens_per_second > 300_000
 
   def test_no_device_is_started(self):
     program = (
@@ -315,7 +315,3 @@ class StdlibPipelineTest(absltest.TestCase):
       "import jax; jax.devices(); assert xla_bridge._backends\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -4,16 +4,15 @@
 import contextlib
 import io
 import json
-import pathlib
+import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
+from unittest import mock
 
-from absl.testing import absltest
-from absl.testing import parameterized
 import numpy as np
+import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import data
@@ -32,10 +31,10 @@ class _Interrupting(tokenizer_lib.BytesTokenizer):
     return super().encode_batch(texts)
 
 
-class PrepareTest(parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+class TestPrepare:
+  @pytest.fixture(autouse=True)
+  def set_up(self, tmp_path, monkeypatch):
+    root = tmp_path
     self.path = root / "texts.jsonl"
     self.output = root / "out"
     lines = [
@@ -45,9 +44,7 @@ class PrepareTest(parameterized.TestCase):
     lines.insert(10, json.dumps({"text": ""}))
     self.path.write_text("\n".join(lines))
     # Small batches of encoding, so that interruptions fall between them.
-    self.enterContext(
-      absltest.mock.patch.object(prepare.sources, "_ENCODE_BYTES", 100)
-    )
+    monkeypatch.setattr(prepare.sources, "_ENCODE_BYTES", 100)
 
   def _config(self, **fields):
     defaults = {
@@ -76,38 +73,36 @@ class PrepareTest(parameterized.TestCase):
 
   def test_holds_what_tokenising_in_memory_gives(self):
     dataset = self._prepare()
-    self.assertTrue(dataset["complete"])
+    assert dataset["complete"]
     for split in ("train", "validation"):
       expected = self._line(self._config(), split)
       np.testing.assert_array_equal(
         self._line(self._prepared(), split), expected
       )
       written = dataset["splits"][split]
-      self.assertEqual(written["tokens"], len(expected))
-      self.assertGreater(len(written["files"]), 1)
-      self.assertEqual(
-        written["tokens"], written["bytes"] + written["documents"]
-      )
+      assert written["tokens"] == len(expected)
+      assert len(written["files"]) > 1
+      assert written["tokens"] == written["bytes"] + written["documents"]
     documents = sum(s["documents"] for s in dataset["splits"].values())
-    self.assertEqual(documents, _NUM_TEXTS)
+    assert documents == _NUM_TEXTS
 
   def test_separators_open_the_documents(self):
     self._prepare()
     config = self._prepared(segment_ids=True)
     line = self._line(config, "train")
-    self.assertEqual(line[0], 256)
+    assert line[0] == 256
     texts = bytes(np.where(line == 256, 0, line).astype(np.uint8)).split(b"\0")
-    self.assertTrue(all(text.startswith(b"text ") for text in texts[1:]))
+    assert all(text.startswith(b"text ") for text in texts[1:])
     data.open_dataset(config, "train").batches().close()
 
   def test_shards_begin_and_end_with_documents(self):
     dataset = self._prepare()
     for name in dataset["splits"]["train"]["files"]:
       ids = np.fromfile(self.output / name, "<u2")
-      self.assertEqual(ids[0], 256)
+      assert ids[0] == 256
       # At most one document (99 ids) past the size that was asked for.
-      self.assertLess(len(ids), 300 + 99)
-      self.assertFalse(list(self.output.glob("*.tmp")))
+      assert len(ids) < 300 + 99
+      assert not list(self.output.glob("*.tmp"))
 
   def test_a_validation_path_is_the_whole_split(self):
     other = self.path.with_name("held_out.jsonl")
@@ -115,33 +110,31 @@ class PrepareTest(parameterized.TestCase):
     config = self._config(validation_path=str(other))
     self._prepare(config)
     line = self._line(self._prepared(batch_size=1), "validation")
-    self.assertEqual(bytes(line[1:].tolist()), b"held out by its own path")
+    assert bytes(line[1:].tolist()) == b"held out by its own path"
     total = len(self._line(self._prepared(), "train"))
     split = len(self._line(self._config(), "train"))
-    self.assertGreater(total, split)
+    assert total > split
 
   def test_doing_it_again_changes_nothing(self):
     first = self._prepare()
     times = {p.name: p.stat().st_mtime_ns for p in self.output.iterdir()}
-    self.assertEqual(self._prepare(), first)
+    assert self._prepare() == first
     again = {p.name: p.stat().st_mtime_ns for p in self.output.iterdir()}
-    self.assertEqual(again, times)
+    assert again == times
 
   def test_goes_on_after_an_interruption(self):
     self._prepare()
     expected = self._contents()
     for path in self.output.iterdir():
       path.unlink()
-    with absltest.mock.patch.dict(
-      tokenizer_lib.TOKENIZERS, {"bytes": _Interrupting}
-    ):
-      with self.assertRaises(KeyboardInterrupt):
+    with mock.patch.dict(tokenizer_lib.TOKENIZERS, {"bytes": _Interrupting}):
+      with pytest.raises(KeyboardInterrupt):
         self._prepare()
     part = self._contents()
-    self.assertFalse(json.loads(part["dataset.json"])["complete"])
-    self.assertIn("train-00001.bin", part)
-    self.assertLess(set(part), set(expected))
-    with self.assertRaisesRegex(config_lib.ConfigError, "interrupted"):
+    assert not json.loads(part["dataset.json"])["complete"]
+    assert "train-00001.bin" in part
+    assert set(part) < set(expected)
+    with pytest.raises(config_lib.ConfigError, match="interrupted"):
       data.open_dataset(self._prepared(), "train")
     # What a kill between two renames, or within a write, leaves besides.
     last = max(name for name in part if name.endswith(".bin"))
@@ -149,7 +142,7 @@ class PrepareTest(parameterized.TestCase):
     (self.output / last).write_bytes(b"half")
     (self.output / "train-00009.bin.tmp").write_bytes(b"half")
     self._prepare()
-    self.assertEqual(self._contents(), expected)
+    assert self._contents() == expected
 
   def test_a_kill_loses_nothing_that_was_whole(self):
     # The real command on the real corpus, killed once a few shards are there.
@@ -163,18 +156,18 @@ class PrepareTest(parameterized.TestCase):
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while not (self.output / "train-00003.json").exists():
-      self.assertIsNone(process.poll(), "it ended before it could be killed")
-      self.assertLess(time.monotonic(), deadline)
+      assert process.poll() is None
+      assert time.monotonic() < deadline
       time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
     process.wait()
     killed = self._contents()
-    self.assertFalse(json.loads(killed["dataset.json"])["complete"])
+    assert not json.loads(killed["dataset.json"])["complete"]
     config = config_lib.DataConfig()
     self._prepare(config, shard_tokens=100000)
     finished = self._contents()
     for name in ("train-00000.bin", "train-00003.bin"):
-      self.assertEqual(finished[name], killed[name])
+      assert finished[name] == killed[name]
     for split in ("train", "validation"):
       np.testing.assert_array_equal(
         self._line(self._prepared(), split), self._line(config, split)
@@ -184,11 +177,12 @@ class PrepareTest(parameterized.TestCase):
     self._prepare()
     before = self._contents()
     other = self._config(validation_fraction=0.5)
-    with self.assertRaisesRegex(
-      config_lib.ConfigError, "--output: got '.*out'.*split_rule.*--overwrite"
+    with pytest.raises(
+      config_lib.ConfigError,
+      match="--output: got '.*out'.*split_rule.*--overwrite",
     ):
       self._prepare(other)
-    self.assertEqual(self._contents(), before)
+    assert self._contents() == before
     self._prepare(other, overwrite=True)
     np.testing.assert_array_equal(
       self._line(self._prepared(), "validation"),
@@ -202,39 +196,39 @@ class PrepareTest(parameterized.TestCase):
     for path in self.output.iterdir():
       path.unlink()
     self._prepare()
-    self.assertEqual(after, self._contents())
+    assert after == self._contents()
 
   def test_an_interrupted_overwrite_is_not_taken_for_either(self):
     self._prepare(shard_tokens=100)
-    with absltest.mock.patch.object(
+    with mock.patch.object(
       prepare, "_remove_shards", side_effect=KeyboardInterrupt
     ):
-      with self.assertRaises(KeyboardInterrupt):
+      with pytest.raises(KeyboardInterrupt):
         self._prepare(overwrite=True)
-    with self.assertRaisesRegex(config_lib.ConfigError, "interrupted"):
+    with pytest.raises(config_lib.ConfigError, match="interrupted"):
       data.open_dataset(self._prepared(), "train")
-    with self.assertRaisesRegex(config_lib.ConfigError, "--overwrite"):
+    with pytest.raises(config_lib.ConfigError, match="--overwrite"):
       self._prepare()
 
   def test_a_changed_source_is_refused(self):
     self._prepare()
     self.path.write_text(self.path.read_text() + '\n{"text": "more"}')
-    with self.assertRaisesRegex(config_lib.ConfigError, "listing_sha256"):
+    with pytest.raises(config_lib.ConfigError, match="listing_sha256"):
       self._prepare()
 
   def test_a_folder_of_other_things_is_refused(self):
     self.output.mkdir()
     (self.output / "thesis.tex").write_text("precious")
-    with self.assertRaisesRegex(config_lib.ConfigError, "an empty folder"):
+    with pytest.raises(config_lib.ConfigError, match="an empty folder"):
       self._prepare()
     self._prepare(overwrite=True)
-    self.assertEqual((self.output / "thesis.tex").read_text(), "precious")
+    assert (self.output / "thesis.tex").read_text() == "precious"
 
   def test_a_shard_cut_off_later_is_named(self):
     self._prepare()
     path = self.output / "train-00001.bin"
     path.write_bytes(path.read_bytes()[:-2])
-    with self.assertRaisesRegex(config_lib.ConfigError, "train-00001.bin"):
+    with pytest.raises(config_lib.ConfigError, match="train-00001.bin"):
       data.open_dataset(self._prepared(), "train")
 
   def _main(self, *args):
@@ -250,24 +244,23 @@ class PrepareTest(parameterized.TestCase):
       f"--output={self.output}",
       "--validation_fraction=0.2",
     )
-    self.assertEqual(status, 0)
-    self.assertIn(f"{len(self._line(self._config(), 'train')):,} tokens", out)
-    self.assertIn("jsonl -> train: 100%", err)
+    assert status == 0
+    assert f"{len(self._line(self._config(), 'train')):,} tokens" in out
+    assert "jsonl -> train: 100%" in err
 
-  @parameterized.parameters(
-    (("--source=tokens", "--path=x"), "data.source: got 'tokens'.*jsonl"),
-    (("--source=jsonl",), "data.path"),
-    (("--source=jsonl", "--path=/nowhere"), "data.path: got '/nowhere'"),
-    (("--tokenizer=bpe", "--tokenizer_path=x"), "data.tokenizer: got 'bpe'"),
-    (("--shard_tokens=0",), "--shard_tokens: got 0"),
+  @pytest.mark.parametrize(
+    "args,message",
+    [
+      (("--source=tokens", "--path=x"), "data.source: got 'tokens'.*jsonl"),
+      (("--source=jsonl",), "data.path"),
+      (("--source=jsonl", "--path=/nowhere"), "data.path: got '/nowhere'"),
+      (("--tokenizer=bpe", "--tokenizer_path=x"), "data.tokenizer: got 'bpe'"),
+      (("--shard_tokens=0",), "--shard_tokens: got 0"),
+    ],
   )
   def test_errors_are_one_line(self, args, message):
     status, out, err = self._main(f"--output={self.output}", *args)
-    self.assertEqual(status, 2)
-    self.assertEqual(out, "")
-    self.assertRegex(err, f"^error: .*{message}[^\n]*\n$")
-    self.assertFalse(self.output.exists())
-
-
-if __name__ == "__main__":
-  absltest.main()
+    assert status == 2
+    assert out == ""
+    assert re.search(f"^error: .*{message}[^\n]*\n$", err)
+    assert not self.output.exists()

@@ -6,17 +6,15 @@ import pathlib
 import platform
 import pydoc_data.topics
 import sysconfig
-import tempfile
 
-from absl.testing import absltest
-from absl.testing import parameterized
+import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax.data import documents
 from attnres_jax.data import stdlib
 
 
-class StdlibDocumentsTest(parameterized.TestCase):
+class TestStdlibDocuments:
   def test_holds_the_library_and_the_topics(self):
     root = pathlib.Path(sysconfig.get_path("stdlib"))
     left_out = {
@@ -36,24 +34,21 @@ class StdlibDocumentsTest(parameterized.TestCase):
     text += "".join(topics[name] for name in sorted(topics)).encode()
 
     corpus = stdlib.StdlibDocuments()
-    self.assertEqual(
-      corpus.describe(),
-      {
-        "source": "stdlib",
-        "python": platform.python_version(),
-        "implementation": platform.python_implementation(),
-        "files": len(names),
-        "topics": len(topics),
-        "bytes": len(text),
-        "sha256": hashlib.sha256(text).hexdigest(),
-      },
-    )
-    self.assertLen(corpus, len(names) + len(topics))
-    self.assertGreater(len(names), 400)
-    self.assertBetween(len(text), 7_000_000, 20_000_000)
+    assert corpus.describe() == {
+      "source": "stdlib",
+      "python": platform.python_version(),
+      "implementation": platform.python_implementation(),
+      "files": len(names),
+      "topics": len(topics),
+      "bytes": len(text),
+      "sha256": hashlib.sha256(text).hexdigest(),
+    }
+    assert len(corpus) == len(names) + len(topics)
+    assert len(names) > 400
+    assert 7_000_000 <= len(text) <= 20_000_000
 
-  def test_leaves_out_tests_packages_tables_and_repeated_text(self):
-    root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+  def test_leaves_out_tests_packages_tables_and_repeated_text(self, tmp_path):
+    root = tmp_path
     for name in (
       "a.py", "pkg/b.py", "pkg/notes.txt", "pkg/test/c.py", "pkg/tests/d.py",
       "site-packages/e.py", "dist-packages/f.py", "__pycache__/g.py",
@@ -65,44 +60,44 @@ class StdlibDocumentsTest(parameterized.TestCase):
       path.write_text(name)
     corpus = stdlib.StdlibDocuments(str(root))
     keys = [d.key for d in corpus.iterate() if "topics.py:" not in d.key]
-    self.assertEqual(
-      keys, ["a.py", "pkg/b.py", "pydoc_data/__init__.py", "test_like.py"]
-    )
-    self.assertEqual(next(iter(corpus.iterate())).text, b"a.py")
+    assert keys == [
+      "a.py",
+      "pkg/b.py",
+      "pydoc_data/__init__.py",
+      "test_like.py",
+    ]
+    assert next(iter(corpus.iterate())).text == b"a.py"
 
   def test_iterates_from_any_document(self):
     corpus = stdlib.StdlibDocuments()
     everything = list(corpus.iterate())
     for start in (0, 7, len(everything) - 1, len(everything)):
-      self.assertEqual(list(corpus.iterate(start)), everything[start:])
+      assert list(corpus.iterate(start)) == everything[start:]
 
-  def test_says_when_there_is_no_library(self):
-    empty = self.enterContext(tempfile.TemporaryDirectory())
-    with self.assertRaisesRegex(config_lib.ConfigError, "config.data.source"):
+  def test_says_when_there_is_no_library(self, tmp_path):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(config_lib.ConfigError, match="config.data.source"):
       stdlib.StdlibDocuments(empty)
 
 
-class SplitTest(absltest.TestCase):
+class TestSplit:
   def test_fraction_holds_over_many_keys(self):
     held_out = [
       documents.split_of(f"file {i}.py", 0.05) == documents.VALIDATION
       for i in range(20_000)
     ]
     # 5 standard deviations of a binomial draw.
-    self.assertBetween(sum(held_out), 1000 - 155, 1000 + 155)
+    assert 1000 - 155 <= sum(held_out) <= 1000 + 155
 
   def test_a_larger_fraction_only_moves_documents_one_way(self):
     for i in range(1000):
       if documents.split_of(str(i), 0.1) == documents.VALIDATION:
-        self.assertEqual(documents.split_of(str(i), 0.3), "validation")
+        assert documents.split_of(str(i), 0.3) == "validation"
 
   def test_is_the_same_on_every_machine(self):
     # SHA-256("os.py") begins with 0xd9d7, SHA-256("2") with 0xd473.
-    self.assertEqual(documents.split_of("os.py", 0.8510), "validation")
-    self.assertEqual(documents.split_of("os.py", 0.8509), "train")
-    self.assertEqual(documents.split_of("2", 0.8300), "validation")
-    self.assertEqual(documents.split_of("2", 0.8298), "train")
-
-
-if __name__ == "__main__":
-  absltest.main()
+    assert documents.split_of("os.py", 0.8510) == "validation"
+    assert documents.split_of("os.py", 0.8509) == "train"
+    assert documents.split_of("2", 0.8300) == "validation"
+    assert documents.split_of("2", 0.8298) == "train"

@@ -2,11 +2,7 @@
 """Every text source yields the same documents from the same texts."""
 
 import json
-import pathlib
-import tempfile
 
-from absl.testing import absltest
-from absl.testing import parameterized
 import pytest
 
 from attnres_jax import config as config_lib
@@ -64,119 +60,117 @@ _WRITERS = {
 }
 
 
-class TextSourcesTest(parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+class TestTextSources:
+  @pytest.fixture(autouse=True)
+  def set_up(self, tmp_path):
+    self.folder = tmp_path
 
-  @parameterized.parameters(*_WRITERS)
+  @pytest.mark.parametrize("source", _WRITERS)
   def test_yields_the_texts_in_order(self, source):
     _WRITERS[source](self.folder)
     opened = _open(source, self.folder)
-    self.assertLen(opened, len(_TEXTS))
+    assert len(opened) == len(_TEXTS)
     texts = [document.text.decode() for document in opened.iterate()]
-    self.assertEqual(texts, list(_TEXTS))
+    assert texts == list(_TEXTS)
     json.dumps(opened.describe())
 
-  @parameterized.parameters(*_WRITERS)
-  def test_iterates_from_any_document(self, source):
+  @pytest.mark.parametrize("source", _WRITERS)
+  def test_iterates_from_any_document(self, source, monkeypatch):
     # Several reads per row group of 4 and per file.
-    self.enterContext(
-      absltest.mock.patch.object(text_lib, "_RECORDS_AT_ONCE", 2)
-    )
+    monkeypatch.setattr(text_lib, "_RECORDS_AT_ONCE", 2)
     _WRITERS[source](self.folder)
     opened = _open(source, self.folder)
     everything = list(opened.iterate())
-    self.assertEqual([d.text.decode() for d in everything], list(_TEXTS))
+    assert [d.text.decode() for d in everything] == list(_TEXTS)
     for start in range(len(_TEXTS) + 1):
-      self.assertEqual(list(opened.iterate(start)), everything[start:])
+      assert list(opened.iterate(start)) == everything[start:]
 
-  @parameterized.parameters("jsonl", "parquet", "arrayrecord")
+  @pytest.mark.parametrize("source", ["jsonl", "parquet", "arrayrecord"])
   def test_records_are_split_by_their_text_alone(self, source):
     _WRITERS[source](self.folder)
     keys = {d.text: d.key for d in _open(source, self.folder).iterate()}
     _write_jsonl(self.folder)
     reference = {d.text: d.key for d in _open("jsonl", self.folder).iterate()}
-    self.assertEqual(keys, reference)
+    assert keys == reference
 
   def test_files_are_split_by_their_relative_path(self):
     _write_text(self.folder)
     keys = [d.key for d in _open("text", self.folder).iterate()]
-    self.assertEqual(keys[:2], ["part0/000.txt", "part0/001.txt"])
+    assert keys[:2] == ["part0/000.txt", "part0/001.txt"]
     pattern = f"{self.folder}/**/*.txt"
-    self.assertEqual([d.key for d in _open("text", pattern).iterate()], keys)
+    assert [d.key for d in _open("text", pattern).iterate()] == keys
 
-  @parameterized.parameters(*_WRITERS)
+  @pytest.mark.parametrize("source", _WRITERS)
   def test_description_tells_changed_files_apart(self, source):
     _WRITERS[source](self.folder)
     before = _open(source, self.folder).describe()
-    self.assertEqual(before, _open(source, self.folder).describe())
+    assert before == _open(source, self.folder).describe()
     sorted(p for p in self.folder.rglob("*") if p.is_file())[0].unlink()
-    self.assertNotEqual(before, _open(source, self.folder).describe())
+    assert before != _open(source, self.folder).describe()
 
-  @parameterized.parameters(*_WRITERS)
+  @pytest.mark.parametrize("source", _WRITERS)
   def test_a_missing_path_is_named(self, source):
-    with self.assertRaisesRegex(
-      config_lib.ConfigError, r"config.data.path: got '.*nowhere', expected"
+    with pytest.raises(
+      config_lib.ConfigError,
+      match=r"config.data.path: got '.*nowhere', expected",
     ):
       _open(source, self.folder / "nowhere")
-    with self.assertRaisesRegex(config_lib.ConfigError, "config.data.path"):
+    with pytest.raises(config_lib.ConfigError, match="config.data.path"):
       _open(source, self.folder)
 
   def test_hidden_files_are_left_out(self):
     _write_text(self.folder)
     (self.folder / ".git").mkdir()
     (self.folder / ".git" / "HEAD").write_text("ref")
-    self.assertLen(_open("text", self.folder), len(_TEXTS))
+    assert len(_open("text", self.folder)) == len(_TEXTS)
 
   def test_text_that_is_not_utf8_is_named(self):
     (self.folder / "a.txt").write_bytes(b"ok")
     (self.folder / "b.txt").write_bytes(b"\xff\xfe")
-    with self.assertRaisesRegex(config_lib.ConfigError, "b.txt.*UTF-8"):
+    with pytest.raises(config_lib.ConfigError, match="b.txt.*UTF-8"):
       list(_open("text", self.folder).iterate())
 
-  @parameterized.parameters(
-    ('{"text": "a"}\n{"text": \n', r"data.jsonl:2.*a line of JSON"),
-    ('{"body": "a"}\n', r"data.text_field: got 'text'.*has body"),
-    ("[1]\n", r"data.text_field: got 'text'.*has no object"),
-    ('{"text": 3}\n', r"data.jsonl:1.*text in 'text'"),
+  @pytest.mark.parametrize(
+    "content,message",
+    [
+      ('{"text": "a"}\n{"text": \n', r"data.jsonl:2.*a line of JSON"),
+      ('{"body": "a"}\n', r"data.text_field: got 'text'.*has body"),
+      ("[1]\n", r"data.text_field: got 'text'.*has no object"),
+      ('{"text": 3}\n', r"data.jsonl:1.*text in 'text'"),
+    ],
   )
   def test_bad_lines_are_named(self, content, message):
     (self.folder / "data.jsonl").write_text(content)
     opened = _open("jsonl", self.folder)
-    with self.assertRaisesRegex(config_lib.ConfigError, message):
+    with pytest.raises(config_lib.ConfigError, match=message):
       list(opened.iterate())
 
   def test_half_a_surrogate_pair_becomes_a_question_mark(self):
     (self.folder / "data.jsonl").write_text(r'{"text": "a\ud800b"}')
     (document,) = _open("jsonl", self.folder).iterate()
-    self.assertEqual(document.text, b"a?b")
+    assert document.text == b"a?b"
 
   def test_parquet_columns_are_named(self):
     _write_parquet(self.folder)
-    with self.assertRaisesRegex(
-      config_lib.ConfigError, "text_field: got 'body'.*one of n, text"
+    with pytest.raises(
+      config_lib.ConfigError, match="text_field: got 'body'.*one of n, text"
     ):
       _open("parquet", self.folder, text_field="body")
     numbers = _open("parquet", self.folder, text_field="n")
-    with self.assertRaisesRegex(config_lib.ConfigError, "column of strings"):
+    with pytest.raises(config_lib.ConfigError, match="column of strings"):
       list(numbers.iterate())
 
-  @parameterized.parameters("parquet", "arrayrecord")
+  @pytest.mark.parametrize("source", ["parquet", "arrayrecord"])
   def test_damaged_files_are_named(self, source):
     _WRITERS[source](self.folder)
     path = sorted(self.folder.iterdir())[-1]
     path.write_bytes(path.read_bytes()[:50])
-    with self.assertRaisesRegex(config_lib.ConfigError, path.name):
+    with pytest.raises(config_lib.ConfigError, match=path.name):
       _open(source, self.folder)
 
   def test_missing_library_says_what_to_install(self):
     _write_parquet(self.folder)
     with pytest.MonkeyPatch.context() as patch:
       patch.setitem(__import__("sys").modules, "pyarrow", None)
-      with self.assertRaisesRegex(ImportError, r"attnres-jax\[data\]"):
+      with pytest.raises(ImportError, match=r"attnres-jax\[data\]"):
         _open("parquet", self.folder)
-
-
-if __name__ == "__main__":
-  absltest.main()

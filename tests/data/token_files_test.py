@@ -3,13 +3,10 @@
 
 import hashlib
 import json
-import pathlib
 import struct
-import tempfile
 
-from absl.testing import absltest
-from absl.testing import parameterized
 import numpy as np
+import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import data
@@ -27,10 +24,10 @@ def _raw(ids, code="H"):
   return struct.pack(f"<{len(ids)}{code}", *ids)
 
 
-class TokenFilesTest(parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+class TestTokenFiles:
+  @pytest.fixture(autouse=True)
+  def set_up(self, tmp_path):
+    self.folder = tmp_path
 
   def _config(self, path="", **fields):
     fields = {"tokenizer": "bytes", "batch_size": 1, "sequence_length": 2} | (
@@ -53,23 +50,23 @@ class TokenFilesTest(parameterized.TestCase):
     rows = [dataset._rows[i]["tokens"] for i in range(dataset.num_rows)]
     return [int(rows[0][0])] + [int(i) for row in rows for i in row[1:]]
 
-  @parameterized.parameters(
-    ("H", "uint16"),
-    ("I", "uint32"),
-  )
+  @pytest.mark.parametrize("code,dtype", [("H", "uint16"), ("I", "uint32")])
   def test_headerless_with_sidecar(self, code, dtype):
     self._write("x.bin", _raw(_IDS, code), {"dtype": dtype, "count": 12})
     for path in ("x.bin", "", "*.bin"):
-      self.assertEqual(self._read(self._config(path)), _IDS[:11])
+      assert self._read(self._config(path)) == _IDS[:11]
 
   def test_header_bytes_are_skipped(self):
     sidecar = {"dtype": "uint16", "count": 12, "header_bytes": 6}
     self._write("x.bin", b"header" + _raw(_IDS), sidecar)
-    self.assertEqual(self._read(self._config()), _IDS[:11])
+    assert self._read(self._config()) == _IDS[:11]
 
-  @parameterized.parameters(
-    (20240520, 1, "H", 50257, 50256),
-    (20240801, 7, "I", 128256, 128000),
+  @pytest.mark.parametrize(
+    "magic,version,code,vocab_size,separator_id",
+    [
+      (20240520, 1, "H", 50257, 50256),
+      (20240801, 7, "I", 128256, 128000),
+    ],
   )
   def test_llmc_shards(self, magic, version, code, vocab_size, separator_id):
     first = [separator_id, 5, 6, separator_id, 9]
@@ -78,114 +75,124 @@ class TokenFilesTest(parameterized.TestCase):
     self._write("a_train_000002.bin", _llmc(second, magic, version, code=code))
     self._write("a_val_000000.bin", _llmc(first, magic, version, code=code))
     config = self._config(tokenizer="ids", segment_ids=True)
-    self.assertEqual(self._read(config), (first + second)[:9])
-    self.assertEqual(self._read(config, "validation"), first)
+    assert self._read(config) == (first + second)[:9]
+    assert self._read(config, "validation") == first
     tokenizer = data.make_tokenizer(config)
-    self.assertEqual(tokenizer.vocab_size, vocab_size)
-    self.assertEqual(tokenizer.separator_id, separator_id)
+    assert tokenizer.vocab_size == vocab_size
+    assert tokenizer.separator_id == separator_id
     row = data.open_dataset(config, "train")._rows[1]
-    self.assertEqual(list(row["tokens"]), [6, separator_id, 9])
-    self.assertEqual(list(row["segment_ids"]), [1, 2, 2])
+    assert list(row["tokens"]) == [6, separator_id, 9]
+    assert list(row["segment_ids"]) == [1, 2, 2]
 
   def test_validation_path(self):
     self._write("x.bin", _raw(_IDS), {"dtype": "uint16", "count": 12})
     self._write("y.bin", _raw([1, 2, 3]), {"dtype": "uint16", "count": 3})
     config = self._config("x.bin", validation_path=str(self.folder / "y.bin"))
-    self.assertEqual(self._read(config), _IDS[:11])
-    self.assertEqual(self._read(config, "validation"), [1, 2, 3])
-    with self.assertRaisesRegex(
-      config_lib.ConfigError, "data.path.*or data.validation_path"
+    assert self._read(config) == _IDS[:11]
+    assert self._read(config, "validation") == [1, 2, 3]
+    with pytest.raises(
+      config_lib.ConfigError, match="data.path.*or data.validation_path"
     ):
       data.open_dataset(self._config("x.bin"), "validation")
 
-  @parameterized.parameters(
-    (_llmc(_IDS)[:-1], r"x.bin'.*1048 bytes.*not of 1047.*cut off"),
-    (_llmc(_IDS) + b"\0", r"x.bin'.*not of 1049"),
-    (_llmc(_IDS)[:1000], r"x.bin'.*not of 1000"),
-    (
-      _llmc(_IDS, magic=20240521),
-      "20240520 or 20240801 .found 20240521",
-    ),
-    (_llmc(_IDS, version=2), r"version 1 .*found version 2"),
-    (_llmc(_IDS, count=-1), r"count of at least 0"),
-    (b"", r"x.bin'.*sidecar x.json.*found None"),
+  @pytest.mark.parametrize(
+    "content,message",
+    [
+      (_llmc(_IDS)[:-1], r"x.bin'.*1048 bytes.*not of 1047.*cut off"),
+      (_llmc(_IDS) + b"\0", r"x.bin'.*not of 1049"),
+      (_llmc(_IDS)[:1000], r"x.bin'.*not of 1000"),
+      (
+        _llmc(_IDS, magic=20240521),
+        "20240520 or 20240801 .found 20240521",
+      ),
+      (_llmc(_IDS, version=2), r"version 1 .*found version 2"),
+      (_llmc(_IDS, count=-1), r"count of at least 0"),
+      (b"", r"x.bin'.*sidecar x.json.*found None"),
+    ],
   )
   def test_damaged_llmc_shards(self, content, message):
     self._write("x.bin", content)
     config = self._config("x.bin", tokenizer="ids")
-    with self.assertRaisesRegex(config_lib.ConfigError, message):
+    with pytest.raises(config_lib.ConfigError, match=message):
       data.open_dataset(config, "train")
 
-  @parameterized.parameters(
-    ({"dtype": "uint8", "count": 12}, "dtype"),
-    ({"dtype": "uint16"}, "count"),
-    ({"dtype": "uint16", "count": "12"}, "count"),
-    ({"dtype": "uint16", "count": True}, "count"),
-    ({"dtype": "uint16", "count": 13}, "26 bytes, as x.json says"),
-    ({"dtype": "uint16", "count": 11}, "not of 24"),
-    ({"dtype": "uint16", "count": 12, "vocab_size": -3}, "vocab_size"),
-    ({"dtype": "uint16", "count": 12, "tokenizer": "bytes"}, "tokenizer"),
-    ({"dtype": "uint16", "count": 12, "sha256": 5}, "sha256"),
-    ({"dtype": "uint16", "count": 12, "sha256": "00"}, "SHA-256 00"),
-    ([], "object"),
+  @pytest.mark.parametrize(
+    "sidecar,message",
+    [
+      ({"dtype": "uint8", "count": 12}, "dtype"),
+      ({"dtype": "uint16"}, "count"),
+      ({"dtype": "uint16", "count": "12"}, "count"),
+      ({"dtype": "uint16", "count": True}, "count"),
+      ({"dtype": "uint16", "count": 13}, "26 bytes, as x.json says"),
+      ({"dtype": "uint16", "count": 11}, "not of 24"),
+      ({"dtype": "uint16", "count": 12, "vocab_size": -3}, "vocab_size"),
+      ({"dtype": "uint16", "count": 12, "tokenizer": "bytes"}, "tokenizer"),
+      ({"dtype": "uint16", "count": 12, "sha256": 5}, "sha256"),
+      ({"dtype": "uint16", "count": 12, "sha256": "00"}, "SHA-256 00"),
+      ([], "object"),
+    ],
   )
   def test_bad_sidecars(self, sidecar, message):
     self._write("x.bin", _raw(_IDS), sidecar)
-    with self.assertRaisesRegex(
-      config_lib.ConfigError, f"^config.data.path: got '.*{message}"
+    with pytest.raises(
+      config_lib.ConfigError, match=f"^config.data.path: got '.*{message}"
     ):
       data.open_dataset(self._config(), "train")
 
   def test_sidecar_that_is_no_json(self):
     self._write("x.bin", _raw(_IDS))
     (self.folder / "x.json").write_text("{")
-    with self.assertRaisesRegex(config_lib.ConfigError, "x.json'.*JSON"):
+    with pytest.raises(config_lib.ConfigError, match="x.json'.*JSON"):
       data.open_dataset(self._config(), "train")
 
   def test_hash_of_the_sidecar_is_checked(self):
     digest = hashlib.sha256(_raw(_IDS)).hexdigest()
     sidecar = {"dtype": "uint16", "count": 12, "sha256": digest}
     self._write("x.bin", _raw(_IDS), sidecar)
-    self.assertEqual(self._read(self._config()), _IDS[:11])
+    assert self._read(self._config()) == _IDS[:11]
     self._write("x.bin", _raw([1] + _IDS[1:]), sidecar)
-    with self.assertRaisesRegex(config_lib.ConfigError, "SHA-256"):
+    with pytest.raises(config_lib.ConfigError, match="SHA-256"):
       data.open_dataset(self._config(), "train")
 
   def test_ids_outside_the_vocabulary(self):
     ids = _IDS[:-1] + [257]
     self._write("x.bin", _raw(ids), {"dtype": "uint16", "count": 12})
-    with self.assertRaisesRegex(
-      config_lib.ConfigError, r"below the vocabulary size 257 \(found 257\)"
+    with pytest.raises(
+      config_lib.ConfigError,
+      match=r"below the vocabulary size 257 \(found 257\)",
     ):
       data.open_dataset(self._config(), "train")
 
-  @parameterized.parameters(
-    ({"vocab_size": 300}, "300 ids that .*x.bin declares"),
-    ({"tokenizer": {"name": "hf", "sha256": "ab"}}, "name 'hf', not 'bytes'"),
+  @pytest.mark.parametrize(
+    "fields,message",
+    [
+      ({"vocab_size": 300}, "300 ids that .*x.bin declares"),
+      ({"tokenizer": {"name": "hf", "sha256": "ab"}}, "name 'hf', not 'bytes'"),
+    ],
   )
   def test_another_tokenizer(self, fields, message):
     sidecar = {"dtype": "uint16", "count": 12} | fields
     self._write("x.bin", _raw(_IDS), sidecar)
-    with self.assertRaisesRegex(
-      config_lib.ConfigError, f"data.tokenizer: got 'bytes'.*{message}"
+    with pytest.raises(
+      config_lib.ConfigError, match=f"data.tokenizer: got 'bytes'.*{message}"
     ):
       data.open_dataset(self._config(), "train")
 
   def test_segment_ids_need_a_declared_separator(self):
     self._write("x.bin", _raw(_IDS), {"dtype": "uint16", "count": 12})
-    with self.assertRaisesRegex(config_lib.ConfigError, "data.segment_ids"):
+    with pytest.raises(config_lib.ConfigError, match="data.segment_ids"):
       data.open_dataset(self._config(segment_ids=True), "train")
 
   def test_ids_tokenizer_needs_a_declared_vocabulary(self):
     self._write("x.bin", _raw(_IDS), {"dtype": "uint16", "count": 12})
-    with self.assertRaisesRegex(config_lib.ConfigError, "vocab_size.*x.bin"):
+    with pytest.raises(config_lib.ConfigError, match="vocab_size.*x.bin"):
       data.make_tokenizer(self._config(tokenizer="ids"))
 
   def test_missing_and_empty(self):
-    with self.assertRaisesRegex(config_lib.ConfigError, "data.path.*[*].bin"):
+    with pytest.raises(config_lib.ConfigError, match="data.path.*[*].bin"):
       data.open_dataset(self._config(), "train")
     self._write("x.bin", b"", {"dtype": "uint16", "count": 0})
-    with self.assertRaisesRegex(config_lib.ConfigError, "train tokens at all"):
+    with pytest.raises(config_lib.ConfigError, match="train tokens at all"):
       data.open_dataset(self._config(), "train")
 
   def test_description_identifies_the_content(self):
@@ -198,11 +205,8 @@ class TokenFilesTest(parameterized.TestCase):
       dataset = data.open_dataset(self._config(), "train")
       descriptions.append(dataset.describe())
       json.dumps(descriptions[-1])
-    self.assertNotEqual(*(d["fingerprint"] for d in descriptions))
+    first, second = (d["fingerprint"] for d in descriptions)
+    assert first != second
     (file,) = descriptions[0]["files"]
-    self.assertEqual(file["name"], "x.bin")
-    self.assertEqual(file["tokens"], 200_000)
-
-
-if __name__ == "__main__":
-  absltest.main()
+    assert file["name"] == "x.bin"
+    assert file["tokens"] == 200_000

@@ -3,12 +3,8 @@
 
 import hashlib
 import io
-import pathlib
 import sys
-import tempfile
 
-from absl.testing import absltest
-from absl.testing import parameterized
 import numpy as np
 import pytest
 
@@ -56,32 +52,32 @@ def _train_sentencepiece(path, **options):
   path.write_bytes(model.getvalue())
 
 
-class BytesTokenizerTest(absltest.TestCase):
-  def setUp(self):
-    super().setUp()
+class TestBytesTokenizer:
+  @pytest.fixture(autouse=True)
+  def set_up(self):
     self.tokenizer = data.make_tokenizer(config_lib.DataConfig())
 
   def test_round_trip(self):
     for text in ("", "def f():\n\treturn 'ü€😀'\0"):
       ids = self.tokenizer.encode(text)
-      self.assertEqual(ids.tolist(), list(text.encode()))
-      self.assertEqual(self.tokenizer.encode(text.encode()).tolist(), list(ids))
-      self.assertEqual(self.tokenizer.decode(ids), text)
-    self.assertEqual(ids.dtype, np.int32)
+      assert ids.tolist() == list(text.encode())
+      assert self.tokenizer.encode(text.encode()).tolist() == list(ids)
+      assert self.tokenizer.decode(ids) == text
+    assert ids.dtype == np.int32
 
   def test_every_id_has_a_text(self):
-    self.assertEqual(self.tokenizer.vocab_size, 257)
-    self.assertEqual(self.tokenizer.separator_id, 256)
-    self.assertEqual(self.tokenizer.decode([97, 256, 98]), "a\nb")
+    assert self.tokenizer.vocab_size == 257
+    assert self.tokenizer.separator_id == 256
+    assert self.tokenizer.decode([97, 256, 98]) == "a\nb"
     # A character cut off, a byte no text holds, ids of a padded vocabulary.
     for ids in ([0xC3], [0xFF], [257], [300], [-1]):
-      self.assertEqual(self.tokenizer.decode([97, *ids, 98]), "a\ufffdb")
+      assert self.tokenizer.decode([97, *ids, 98]) == "a\ufffdb"
 
 
-class VocabularyFileTest(parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
-    self.folder = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+class TestVocabularyFile:
+  @pytest.fixture(autouse=True)
+  def set_up(self, tmp_path):
+    self.folder = tmp_path
     self.path = self.folder / "vocabulary"
 
   def _make(self, name):
@@ -89,7 +85,7 @@ class VocabularyFileTest(parameterized.TestCase):
       config_lib.DataConfig(tokenizer=name, tokenizer_path=str(self.path))
     )
 
-  @parameterized.parameters("hf", "sentencepiece")
+  @pytest.mark.parametrize("name", ["hf", "sentencepiece"])
   def test_round_trip_and_sizes(self, name):
     train = {"hf": _train_hf, "sentencepiece": _train_sentencepiece}[name]
     train(self.path)
@@ -97,24 +93,21 @@ class VocabularyFileTest(parameterized.TestCase):
     texts = [*_TEXTS, "unseen: ü€😀", ""]
     batch = tokenizer.encode_batch([text.encode() for text in texts])
     for text, ids in zip(texts, batch, strict=True):
-      self.assertEqual(tokenizer.decode(ids), text)
+      assert tokenizer.decode(ids) == text
       np.testing.assert_array_equal(tokenizer.encode(text), ids)
-      self.assertEqual(ids.dtype, np.int32)
-      self.assertNotIn(tokenizer.separator_id, ids)
-      self.assertTrue(all(0 <= i < tokenizer.vocab_size for i in ids))
+      assert ids.dtype == np.int32
+      assert tokenizer.separator_id not in ids
+      assert all(0 <= i < tokenizer.vocab_size for i in ids)
     # Merges are used, or there would be as many ids as characters.
-    self.assertLess(len(batch[0]), len(texts[0]) * 0.8)
-    self.assertEqual(
-      tokenizer.describe(),
-      {
-        "name": name,
-        "vocab_size": tokenizer.vocab_size,
-        "separator_id": tokenizer.separator_id,
-        "sha256": hashlib.sha256(self.path.read_bytes()).hexdigest(),
-      },
-    )
+    assert len(batch[0]) < len(texts[0]) * 0.8
+    assert tokenizer.describe() == {
+      "name": name,
+      "vocab_size": tokenizer.vocab_size,
+      "separator_id": tokenizer.separator_id,
+      "sha256": hashlib.sha256(self.path.read_bytes()).hexdigest(),
+    }
 
-  @parameterized.parameters("hf", "sentencepiece")
+  @pytest.mark.parametrize("name", ["hf", "sentencepiece"])
   def test_every_id_has_a_text(self, name):
     train = {"hf": _train_hf, "sentencepiece": _train_sentencepiece}[name]
     train(self.path)
@@ -122,65 +115,66 @@ class VocabularyFileTest(parameterized.TestCase):
     # SentencePiece puts a mark of a word's beginning first.
     a, b = (int(tokenizer.encode(text)[-1]) for text in "ab")
     shown = tokenizer.decode([a, tokenizer.separator_id, b])
-    self.assertEqual(shown, "a\nb")
+    assert shown == "a\nb"
     shown = tokenizer.decode([a, tokenizer.vocab_size + 5, b, -1])
-    self.assertEqual(shown, "a\ufffdb\ufffd")
+    assert shown == "a\ufffdb\ufffd"
     for i in range(tokenizer.vocab_size):
-      self.assertIsInstance(tokenizer.decode([i]), str)
+      assert isinstance(tokenizer.decode([i]), str)
 
   def test_hf_separator(self):
     _train_hf(self.path)
     tokenizer = self._make("hf")
-    self.assertEqual(tokenizer.separator_id, 0)
-    self.assertLess(tokenizer.separator_id, tokenizer.vocab_size)
+    assert tokenizer.separator_id == 0
+    assert tokenizer.separator_id < tokenizer.vocab_size
     # Its name in a text is text: a document cannot end itself.
     ids = tokenizer.encode("a<|endoftext|>b")
-    self.assertNotIn(0, ids)
-    self.assertEqual(tokenizer.decode(ids), "a<|endoftext|>b")
+    assert 0 not in ids
+    assert tokenizer.decode(ids) == "a<|endoftext|>b"
 
   def test_hf_without_a_separator_gets_a_new_id(self):
     model = _train_hf(self.path, special=())
     tokenizer = self._make("hf")
-    self.assertEqual(tokenizer.separator_id, model.get_vocab_size())
-    self.assertEqual(tokenizer.vocab_size, model.get_vocab_size() + 1)
+    assert tokenizer.separator_id == model.get_vocab_size()
+    assert tokenizer.vocab_size == model.get_vocab_size() + 1
 
   def test_sentencepiece_separators(self):
     _train_sentencepiece(self.path)
-    self.assertEqual(self._make("sentencepiece").separator_id, 1)
+    assert self._make("sentencepiece").separator_id == 1
     _train_sentencepiece(self.path, bos_id=-1, eos_id=-1)
     tokenizer = self._make("sentencepiece")
-    self.assertEqual(tokenizer.separator_id, tokenizer.vocab_size - 1)
+    assert tokenizer.separator_id == tokenizer.vocab_size - 1
 
-  @parameterized.parameters("hf", "sentencepiece")
+  @pytest.mark.parametrize("name", ["hf", "sentencepiece"])
   def test_bad_files_are_named(self, name):
-    with self.assertRaisesRegex(
-      config_lib.ConfigError, "data.tokenizer_path: got .*an existing file"
+    with pytest.raises(
+      config_lib.ConfigError,
+      match="data.tokenizer_path: got .*an existing file",
     ):
       self._make(name)
     self.path.write_bytes(b"neither")
-    with self.assertRaisesRegex(
-      config_lib.ConfigError, "data.tokenizer_path: got '.*vocabulary'"
+    with pytest.raises(
+      config_lib.ConfigError, match="data.tokenizer_path: got '.*vocabulary'"
     ):
       self._make(name)
 
-  @parameterized.parameters(("hf", "tokenizers"), ("sentencepiece",) * 2)
-  def test_missing_library_says_what_to_install(self, name, package):
+  @pytest.mark.parametrize(
+    "name,package", [("hf", "tokenizers"), ("sentencepiece",) * 2]
+  )
+  def test_missing_library_says_what_to_install(
+    self, name, package, monkeypatch
+  ):
     self.path.write_bytes(b"")
     with pytest.MonkeyPatch.context() as patch:
       patch.setitem(sys.modules, package, None)
-      with self.assertRaisesRegex(ImportError, r'pip install ".*\[hf\]"'):
+      with pytest.raises(ImportError, match=r'pip install ".*\[hf\]"'):
         self._make(name)
 
   def test_unknown_names_are_refused(self):
-    with self.assertRaisesRegex(
-      config_lib.ConfigError, "data.tokenizer: got 'bpe'.*bytes, hf, ids"
+    with pytest.raises(
+      config_lib.ConfigError, match="data.tokenizer: got 'bpe'.*bytes, hf, ids"
     ):
       data.make_tokenizer(
         config_lib.DataConfig(tokenizer="bpe", tokenizer_path="x")
       )
-    with self.assertRaisesRegex(config_lib.ConfigError, "data.tokenizer"):
+    with pytest.raises(config_lib.ConfigError, match="data.tokenizer"):
       data.make_tokenizer(config_lib.DataConfig(tokenizer="ids"))
-
-
-if __name__ == "__main__":
-  absltest.main()
