@@ -30,11 +30,11 @@ def main(argv: Sequence[str] | None = None, orders: Orders = _RUN) -> int:
 
 
 def draw(argv: Sequence[str] | None = None, orders: Orders = _RUN) -> str:
-  """What the command prints.
+  """The output of the command.
 
   Args:
     argv: arguments; those of this process by default.
-    orders: that may be drawn, by name; the first is drawn by default.
+    orders: the orders that can be drawn, by name; the first is the default.
 
   Raises:
     ConfigError: naming the argument, its value and what is accepted.
@@ -54,7 +54,7 @@ def draw(argv: Sequence[str] | None = None, orders: Orders = _RUN) -> str:
 
 
 def holds_text(schedule: schedule_lib.Schedule, rule: str) -> str:
-  """A row per rank: the most that it holds at once, and its bubble."""
+  """A row per rank: the most that it holds at once, and the bubble."""
   ranks = range(schedule.layout.num_ranks)
   peaks = [schedule.peaks(rank, rule=rule) for rank in ranks]
   pools = [schedule.slot_pool(kind, rule=rule) for kind in memory.KINDS]
@@ -87,13 +87,13 @@ def _parser(orders: Orders) -> command_line.Parser:
   count = dict(type=int, metavar="N")
   parser.add_argument("--stage", default=4, help="ranks, P", **count)
   parser.add_argument(
-    "--virtual_stages", default=2, help="chunks of a rank, V", **count
+    "--virtual_stages", default=2, help="chunks per rank, V", **count
   )
   parser.add_argument("--microbatches", default=8, help="M", **count)
   parser.add_argument("--sublayers", default=16, help="L", **count)
   parser.add_argument(
     "--block_size", default=4,
-    help="sublayers of a block, S; 0 for schemes without blocks", **count,
+    help="sublayers per block, S; 0 for schemes without blocks", **count,
   )  # fmt: skip
   parser.add_argument(
     "--order", default=next(iter(orders)), choices=orders, help="of the units"
@@ -106,7 +106,7 @@ def _parser(orders: Orders) -> command_line.Parser:
     "--show", default=list(PARTS), nargs="+", choices=PARTS, help="what"
   )
   parser.add_argument(
-    "--microbatch", default=0, help="whose life to show", **count
+    "--microbatch", default=0, help="the microbatch whose life to show", **count
   )
   return parser
 

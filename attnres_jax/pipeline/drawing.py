@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules and transfers to look at, as text and as a figure (Fig. 3)."""
+"""Draws schedules and transfers, as text and as a figure (Fig. 3)."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def schedule_text(schedule: schedule_lib.Schedule) -> str:
 
 
 def transfers_text(layout: layout_lib.Layout) -> str:
-  """What one microbatch sends over each boundary under each rule."""
+  """What one microbatch sends over each boundary, for each rule."""
   rows = [["into chunk", "ranks", *layout_lib.RULES, "partial"]]
   by_rule = [layout.transitions(rule) for rule in layout_lib.RULES]
   for same in zip(*by_rule):
@@ -60,7 +60,7 @@ def draw_schedule(
   forward_time: float = 1.0,
   backward_time: float = 2.0,
 ) -> Any:
-  """Draws who works on what over time, with matplotlib.
+  """Draws the work of each rank over time, with matplotlib.
 
   A row per rank. Colour is the virtual stage, the number the microbatch;
   forward is light and backward dark. White is idle.

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sublayers on ranks, and what each boundary must carry (section 4.1, Fig. 3).
 
-P ranks with V virtual stages each make C = P * V chunks; chunk c runs on rank
-c mod P as its virtual stage c div P. A sublayer reads every block completed
-before it, so entering chunk c a rank needs the blocks b_0 .. b_{k(c) - 1} (b_0
-is the embedding) and, where a block is open, its partial sum. How much of that
-has to be sent depends on what the receiver keeps from its earlier chunks:
+P ranks with V virtual stages each have C = P * V chunks; chunk c runs on rank c
+mod P as its virtual stage c div P. A sublayer reads every block completed
+before it, so a rank needs the blocks b_0 .. b_{k(c) - 1} (b_0 is the embedding)
+when it starts chunk c and, if a block is open, its partial sum. How much of
+that has to be sent depends on what the receiver keeps from its earlier chunks:
 
   naive    nothing: the whole history crosses every boundary (Eq. 7);
   cached   what it received before: the paper's cross-stage cache (Eq. 8);
-  minimum  also what it produced itself. No scheme sends less: every block
-           reaches every other rank that still has to read it exactly once.
+  minimum also what it computed itself. No rule sends less: every block is sent
+           exactly once to every other rank that still has to read it.
 
-Backward is the transpose: the gradients of the same blocks (and of the partial
-sum) cross the same boundaries the other way, so it costs the same.
+The backward pass is the transpose: the gradients of the same blocks (and of the
+partial sum) cross the same boundaries in the other direction, at the same cost.
 
 Vectors are counted per microbatch, in units of one [tokens, width] activation.
 """
@@ -30,14 +30,14 @@ RULES = ("naive", "cached", "minimum")
 
 @dataclasses.dataclass(frozen=True)
 class Transition:
-  """What one boundary between chunks carries for one microbatch.
+  """The transfers over one boundary between chunks for one microbatch.
 
   Attributes:
-    chunk: the chunk after the boundary (which forward enters, backward leaves).
+    chunk: the chunk after the boundary.
     sender: rank that sends.
     receiver: rank that receives.
     blocks: indices of the block representations (or of their gradients).
-    partial: whether the running sum of an open block goes along.
+    partial: whether the running sum of an open block is sent as well.
   """
 
   chunk: int
@@ -49,11 +49,11 @@ class Transition:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """Which sublayers form which chunk, and where the blocks end.
+  """Which sublayers form each chunk, and where the blocks end.
 
   Attributes:
     num_ranks: P, pipeline stages that are devices (or groups of devices).
-    num_virtual_stages: V, chunks of each rank.
+    num_virtual_stages: V, chunks per rank.
     sublayers_per_chunk: one number for all chunks, or one per chunk.
     block_size: S, sublayers per block, aligned with the chunks or not. None
       for schemes that keep no blocks: one running state crosses each boundary.
@@ -96,7 +96,7 @@ class Layout:
 
   @property
   def num_blocks(self) -> int:
-    """N, without the embedding; 0 for schemes that keep no blocks."""
+    """N, not counting the embedding; 0 for schemes that keep no blocks."""
     if self.block_size is None:
       return 0
     return -(-self.num_sublayers // self.block_size)
@@ -120,9 +120,9 @@ class Layout:
     return range(rank, self.num_chunks, self.num_ranks)
 
   def known(self, chunk: int) -> int:
-    """k(c): representations complete when chunk c starts; C asks for the end.
+    """k(c): representations complete when chunk c starts; C for the end.
 
-    The embedding counts, and a short last block is complete at the end.
+    The embedding counts, and a shorter last block is complete at the end.
     """
     if self.block_size is None:
       return 0
@@ -134,14 +134,14 @@ class Layout:
     return 1 + end // self.block_size
 
   def produced(self, chunk: int) -> range:
-    """The blocks that complete in a chunk; the embedding is chunk 0's."""
+    """The blocks that complete in a chunk; the embedding belongs to chunk 0."""
     start = self.known(chunk) if chunk else 0
     return range(start, self.known(chunk + 1))
 
   def held(self, chunk: int, rule: str) -> frozenset[int]:
-    """Blocks whose gradients are being summed up when a backward starts.
+    """Blocks whose gradients are being accumulated when a backward starts.
 
-    Later chunks of the same rank have read them, and not sent them away.
+    Later chunks of the same rank have read them and have not sent them away.
     """
     held: set[int] = set()
     for later in reversed(self.chunks(self.rank(chunk))):
@@ -152,7 +152,7 @@ class Layout:
     return frozenset(held)
 
   def has_partial(self, chunk: int) -> bool:
-    """Whether a running sum enters the chunk: a block is open, or none are."""
+    """Whether a running sum enters the chunk."""
     if chunk == 0:
       return False
     if self.block_size is None:
@@ -162,7 +162,7 @@ class Layout:
   def window(self, chunk: int, rule: str) -> range:
     """The blocks that must be sent to the rank of a chunk when it starts.
 
-    On one rank nothing has to be sent, under any rule, nor is it at the end.
+    With one rank nothing is sent, under any rule; nor is anything at the end.
     """
     _check_rule(rule)
     if chunk in (0, self.num_chunks) or self.num_ranks == 1:
@@ -177,14 +177,14 @@ class Layout:
     return range(start, self.known(chunk))
 
   def reads(self, chunk: int) -> range:
-    """The blocks that a chunk attends to and has not made itself."""
+    """The blocks that a chunk attends to and has not computed itself."""
     return range(self.known(chunk) if chunk else 0)
 
   def link_vectors(self, rule: str) -> tuple[int, ...]:
-    """Most block vectors over the link into each rank, of any of its chunks.
+    """The most block vectors over the link into each rank, for any chunk.
 
-    What a program sends that runs all ranks in lockstep: a link carries as much
-    at every tick. With V = 1 that is no more than what is needed.
+    A program that runs all ranks in lockstep sends this much over a link at
+    every tick. With V = 1 that is exactly what is needed.
     """
     return tuple(
       max(len(self.window(chunk, rule)) for chunk in self.chunks(rank))
@@ -192,7 +192,7 @@ class Layout:
     )
 
   def link_partials(self) -> tuple[bool, ...]:
-    """Whether the link into each rank carries a running sum, for any chunk."""
+    """Whether the link into each rank carries a running sum for any chunk."""
     return tuple(
       self.num_ranks > 1 and any(map(self.has_partial, self.chunks(rank)))
       for rank in range(self.num_ranks)
@@ -212,11 +212,11 @@ class Layout:
     ]
 
   def total_vectors(self, rule: str, *, embedding: bool = True) -> int:
-    """Block vectors sent per microbatch, exactly; partial sums come on top.
+    """The number of block vectors sent per microbatch, without partial sums.
 
     Args:
       rule: one of `RULES`.
-      embedding: count b_0, which the paper's closed forms leave out.
+      embedding: whether to count b_0, which the paper's closed forms leave out.
     """
     return sum(self._sent(rule, embedding))
 
@@ -225,7 +225,7 @@ class Layout:
     return sum(t.partial for t in self.transitions("naive"))
 
   def peak_vectors(self, rule: str, *, embedding: bool = True) -> int:
-    """Most block vectors that one boundary carries per microbatch."""
+    """The most block vectors that one boundary carries per microbatch."""
     return max(self._sent(rule, embedding), default=0)
 
   def _sent(self, rule: str, embedding: bool) -> list[int]:
@@ -236,7 +236,7 @@ class Layout:
 
 
 def split_sublayers(num_sublayers: int, num_chunks: int) -> tuple[int, ...]:
-  """Spreads L sublayers over C chunks as evenly as they go.
+  """Distributes L sublayers over C chunks as evenly as possible.
 
   Raises:
     ValueError: a chunk would be empty.
@@ -258,9 +258,9 @@ def naive_total(
 ) -> float:
   """Eq. 7: C (C - 1) / 2 times `blocks`, the blocks that a chunk completes.
 
-  Like the other two closed forms it leaves the embedding out and lets blocks
-  complete at an even pace. Where a block spans several chunks that is more than
-  what is really sent; `Layout.total_vectors` counts exactly.
+  Like the other two closed forms, it leaves out the embedding and assumes that
+  blocks complete at an even pace. If a block spans several chunks, that
+  overestimates what is sent; `Layout.total_vectors` counts exactly.
   """
   chunks = num_ranks * num_virtual_stages
   return chunks * (chunks - 1) // 2 * blocks

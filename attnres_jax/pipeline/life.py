@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One microbatch on its way through a pipeline, as text (paper, Fig. 3)."""
+"""The path of one microbatch through a pipeline, as text (paper, Fig. 3)."""
 
 from collections.abc import Iterable
 
@@ -18,13 +18,14 @@ def life_text(
   """A row per unit, in the order in which they run.
 
   `b2@5` is block 2, in slot 5 of the rank's pool, and `p` the running sum of an
-  open block; `db2` and `dp` are their gradients. Forward looks up what the rank
-  has from earlier chunks; a block that it makes and sends without a slot is not
-  kept. Backward looks up all that the chunk has read, and gradients that wait
-  on the rank (`db2@1`, of another pool); it makes those of its own blocks.
+  open block; `db2` and `dp` are their gradients. The forward pass looks up what
+  the rank has from earlier chunks; a block that is computed and sent without a
+  slot is not kept. The backward pass looks up everything that the chunk has
+  read, and gradients that wait on the rank (`db2@1`, of another pool); it
+  completes those of its own blocks.
 
   Args:
-    schedule: who runs what when.
+    schedule: when each unit runs.
     microbatch: which one.
     rule: one of `layout.RULES`.
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank holds while microbatches are in flight (section 4.1).
+"""What a rank holds for the microbatches in flight (section 4.1).
 
-Three kinds of activation-sized vectors live on a rank: the running sum that
+A rank holds three kinds of activation-sized vectors: the running sum that
 entered each (microbatch, chunk) unit, kept from its forward to its backward;
-the cached block representations; and, in backward, the gradients of those. The
-schedule fixes when each is first and last used, so slots of a pool can be
-numbered on the host, and the pool is as large as the most that live at once.
+the cached block representations; and, in backward, their gradients. The
+schedule determines when each is first and last used, so slots of a pool can be
+assigned on the host, and the pool is as large as the maximum number of live
+vectors.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,7 +31,7 @@ class Event(NamedTuple):
 
 
 class Lifetime(NamedTuple):
-  """A vector, from the first to the last event (inclusive) that touches it."""
+  """A vector, from the first to the last event (inclusive) that uses it."""
 
   key: tuple[int, ...]
   start: int
@@ -44,9 +45,9 @@ class Peaks:
   Attributes:
     units: (microbatch, chunk) pairs between forward and backward, each with
       its checkpointed input.
-    microbatches: distinct ones among them.
-    blocks: cached block representations, the embedding among them.
-    gradients: of block representations, being summed up.
+    microbatches: number of distinct microbatches among them.
+    blocks: cached block representations, including the embedding.
+    gradients: accumulated gradients of block representations.
   """
 
   units: int
@@ -61,9 +62,9 @@ class SlotPool:
 
   Attributes:
     size: slots a rank needs.
-    slots: int32, where a unit finds or puts a vector, on the rank of its chunk;
-      -1 for what it neither finds nor puts. [C, M] for inputs, [C, M, N + 1]
-      for blocks (of the forward unit) and gradients (of the backward unit).
+    slots: int32, where a unit reads or writes a vector, on the rank of its
+      chunk; -1 if it does neither. [C, M] for inputs, [C, M, N + 1] for blocks
+      (of the forward unit) and gradients (of the backward unit).
   """
 
   size: int
@@ -94,14 +95,14 @@ def slot_pool(
   *,
   rule: str = "minimum",
 ) -> SlotPool:
-  """Numbers the slots of one kind of vector on every rank.
+  """Assigns slots to one kind of vector on every rank.
 
   Args:
     layout: chunks and blocks.
     events: of each rank.
     num_microbatches: M.
-    kind: one of `KINDS`. Of inputs, running sums that a boundary carries get a
-      slot.
+    kind: one of `KINDS`. Inputs get a slot if they are running sums that a
+      boundary carries.
     rule: one of `layout.RULES`.
   """
   if kind not in KINDS:
@@ -138,7 +139,7 @@ def slot_pool(
 
 
 def input_lifetimes(events: Iterable[Event]) -> list[Lifetime]:
-  """Of the checkpointed inputs; keys are (chunk, microbatch)."""
+  """Lifetimes of the checkpointed inputs; keys are (chunk, microbatch)."""
   started, lifetimes = {}, []
   for time, event in enumerate(events):
     key = (event.chunk, event.microbatch)
@@ -152,13 +153,13 @@ def input_lifetimes(events: Iterable[Event]) -> list[Lifetime]:
 def block_lifetimes(
   layout: layout_lib.Layout, events: Iterable[Event], *, rule: str
 ) -> list[Lifetime]:
-  """Of the cached blocks of a rank; keys are (microbatch, block).
+  """Lifetimes of the cached blocks of a rank; keys are (microbatch, block).
 
-  What arrives with chunk c stays until the backward of chunk c, which is the
-  last to read it. The naive rule keeps a copy per chunk, so its keys get the
-  chunk as a third member. Under the minimum rule a product of the rank stays
-  until the backward of its next chunk, the last that reads it from the cache,
-  and is not kept at all where there is none.
+  Blocks that arrive with chunk c stay until the backward of chunk c, which is
+  the last to read them. The naive rule keeps a copy per chunk, so its keys have
+  the chunk as a third element. Under the minimum rule, a block that the rank
+  computed stays until the backward of its next chunk, the last that reads it
+  from the cache; without a next chunk it is not kept.
   """
   times = {event: time for time, event in enumerate(events)}
   lifetimes = []
@@ -189,11 +190,11 @@ def block_lifetimes(
 def gradient_lifetimes(
   layout: layout_lib.Layout, events: Iterable[Event], *, rule: str
 ) -> list[Lifetime]:
-  """Of the gradients of blocks on a rank; keys are (microbatch, block).
+  """Lifetimes of gradients of blocks on a rank; keys are (microbatch, block).
 
-  The backward of chunk c adds what came back over the boundary behind it and
-  what its own reads contribute. Then the gradients of the window of chunk c go
-  to the rank before, and those of its own products enter its sublayers.
+  The backward of chunk c adds the gradients that arrive over the boundary after
+  it and those of its own reads. Then the gradients of the window of chunk c go
+  to the previous rank, and those of its own blocks enter its sublayers.
   """
   started, lifetimes = {}, []
   for time, event in enumerate(events):
@@ -211,11 +212,11 @@ def gradient_lifetimes(
 
 
 def assign_slots(lifetimes: Sequence[Lifetime]) -> list[int]:
-  """A slot for each; two that live at the same time never share one.
+  """Assigns slots; vectors that are live at the same time never share one.
 
-  Lowest free slot first, in order of start: that takes no more slots than the
-  most that live at once. A slot is free again after the last event of its
-  vector.
+  Lowest free slot first, in order of start, which takes no more slots than the
+  maximum number of live vectors. A slot is free again after the last event of
+  its vector.
   """
   numbers, free, busy, size = [0] * len(lifetimes), [], [], 0
   for i in sorted(range(len(lifetimes)), key=lambda i: lifetimes[i].start):

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters of a pipeline: where they rest, and where a step needs them.
+"""Parameters of a pipeline: how they are stored, and where a step needs them.
 
-At rest every matrix is cut over `stage` as it is over `fsdp`, along its width.
-So each rank has the same share of parameters and optimiser state however uneven
-the chunks are, embedding and head included, and neither optimiser nor
-checkpoints know of a pipeline. A step begins with one all-to-all that brings
-each rank the sublayers of its chunks, and an all-gather of what all ranks need;
-gradients go home by the transposes. Per device that sends the master weights of
-its rank once and their gradients once, outside of all loops.
+Between steps, every matrix is sharded over `stage` as over `fsdp`, along its
+width. So each rank has the same share of parameters and optimiser state,
+including embedding and head, however uneven the chunks are, and optimiser and
+checkpoints are unaware of the pipeline. A step begins with an all-to-all that
+brings each rank the sublayers of its chunks, and an all-gather of what all
+ranks need; gradients return through the transposes. Per device, this sends the
+master weights of its rank once and their gradients once, outside all loops.
 
-Within the step `fsdp` and `expert` still cut these weights. A chunk is gathered
-when its turn comes, in the dtype of its products, and its gradient scattered,
-in that of the master weights. With `pipeline.gather="step"` all chunks of a
-rank are, before the first tick and after the last.
+Within the step, these weights are still sharded over `fsdp` and `expert`. A
+chunk is gathered when it runs, in the dtype of its products, and its gradient
+is scattered in that of the master weights. With `pipeline.gather="step"`, all
+chunks of a rank are gathered before the first tick, and their gradients
+scattered after the last.
 """
 
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ from attnres_jax.pipeline import layout as layout_lib
 
 
 class Shared(NamedTuple):
-  """The modules of a model beside its sublayers."""
+  """The modules of a model other than its sublayers."""
 
   embedding: Any
   residual: Any
@@ -43,12 +44,12 @@ class Shared(NamedTuple):
 
 
 class Parameters(NamedTuple):
-  """Of a rank, for the time of a step.
+  """The parameters of a rank during a step.
 
   Attributes:
-    weights: kind -> module of leaves [V, rows, ...], one index for each chunk,
-      filled up to the rows of the chunk that has most.
-    shared: whole.
+    weights: kind -> module of leaves [V, rows, ...], one index per chunk,
+      padded to the rows of the largest chunk.
+    shared: the other parameters, whole.
   """
 
   weights: dict[str, Any]
@@ -57,15 +58,15 @@ class Parameters(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placement:
-  """How parameters get to their ranks and back. Runs within `shard_map`.
+  """Brings parameters to their ranks and back, within `shard_map`.
 
   Attributes:
     mesh: with an axis `stage`.
     layout: which sublayers each chunk has.
     kinds: of all sublayers.
-    specs: how each parameter is cut at rest, a tree like the model.
-    dtype: in which weights travel that are cut within the step; that of their
-      products with activations.
+    specs: how each parameter is sharded between steps, a tree like the model.
+    dtype: in which weights that are sharded within the step are sent: that of
+      their products with activations.
     gather_when: `pipeline.gather` of the config.
   """
 
@@ -77,9 +78,9 @@ class Placement:
   gather_when: str
 
   def collect(self, model: Any) -> Parameters:
-    """The parameters of this rank, of the parts of all that are here at rest.
+    """The parameters of this rank, from the shards stored on all devices.
 
-    Linear. Its transpose also sums gradients over the axes that cut a
+    Linear. Its transpose also sums gradients over the axes that shard a
     parameter, and `reduce` sums them over the others.
     """
     shared = jax.tree.map(
@@ -98,7 +99,7 @@ class Placement:
     return Parameters(weights, shared)
 
   def reduce(self, gradient: Any) -> Any:
-    """Sums what the transpose of `collect` gave over the remaining axes."""
+    """Sums the result of the transpose of `collect` over the remaining axes."""
 
     def one(g: jax.Array, spec: PartitionSpec) -> jax.Array:
       rest = [a for a in sharding.AXES if a not in _axes(spec)]
@@ -112,9 +113,9 @@ class Placement:
     return bool(self._cutting_axes) and self.gather_when == "tick"
 
   def gather(self, weights: dict[str, Any]) -> dict[str, Any]:
-    """Weights [chunks, rows, ...] whole.
+    """Gathers weights [chunks, rows, ...].
 
-    What is cut travels, and arrives, in the dtype that it is used in.
+    Sharded weights are sent and returned in the dtype in which they are used.
     """
 
     def one(path: Any, w: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -132,7 +133,7 @@ class Placement:
     }
 
   def scatter(self, gradient: dict[str, Any]) -> dict[str, Any]:
-    """Its part of gradients [chunks, rows, ...], summed over devices."""
+    """This device's shard of gradients [chunks, rows, ...] summed over all."""
 
     def one(g: jax.Array, spec: PartitionSpec) -> jax.Array:
       for dim, axes in enumerate(spec):
@@ -150,14 +151,14 @@ class Placement:
 
   @property
   def _cutting_axes(self) -> tuple[str, ...]:
-    """Which axes cut the weights of a rank within a step."""
+    """The axes that shard the weights of a rank within a step."""
     axes = sharding.FSDP, sharding.EXPERT
     return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
 
   def _rows(self, kind: str) -> np.ndarray:
-    """int32 [P, V, rows]: which of the sublayers of a kind a chunk has.
+    """int32 [P, V, rows]: the sublayers of a kind in each chunk.
 
-    Short chunks are filled up with the first row, which they never look at.
+    Short chunks are padded with the first row, which they never read.
     """
     of_kind = np.asarray([k == kind for k in self.kinds])
     place = np.cumsum(of_kind) - 1
@@ -186,17 +187,17 @@ class Placement:
   def _gather(
     self, over: Sequence[str], skip: int, w: jax.Array, spec: PartitionSpec
   ) -> jax.Array:
-    """Undoes cuts over some axes, where `skip` dimensions come before."""
+    """Gathers over some axes, after `skip` leading dimensions."""
     for dim, axes in enumerate(spec):
-      # The last of several axes cuts finest.
+      # The last of several axes varies fastest.
       for axis in reversed(_names(axes)):
         if axis in over and self.mesh.shape[axis] > 1:
           w = jax.lax.all_gather(w, axis, axis=dim + skip, tiled=True)
     return w
 
 
-# Ends of the paths of parameters that are used as they are, of those that
-# `_cutting_axes` cut. All others are matrices of `models.linear` and `grouped`.
+# Path suffixes of sharded parameters that are used without a cast. All others
+# are matrices of `models.linear` and `grouped`.
 _WIDE = ("router",)
 
 

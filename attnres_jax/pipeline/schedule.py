@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who works on which microbatch when: the tables of a fused pipeline.
+"""Which rank works on which microbatch when: the tables of a fused pipeline.
 
 A unit of work is a chunk of one microbatch, forward or backward. A tick has a
-forward and a backward slot on every rank, and microbatches go in groups of P.
+forward and a backward slot on every rank, and microbatches move in groups of P.
 With microbatch m = g P + i and chunk c = v P + r,
 
   forward   at tick  g C + v P + i + r
   backward  at tick  C - 1 + g C + (V - 1 - v) P + i + (P - 1 - r).
 
 Every input arrives from the neighbouring rank exactly one tick earlier, and the
-last chunk's backward follows its forward in the same tick. The three phases
-(C - 1 ticks of forward alone, M V + P - C of both, C - 1 of backward alone)
-waste no slot but the ideal bubble of (P - 1) / (V M). At V = 1 a rank has up to
+backward of the last chunk follows its forward in the same tick. The three
+phases (C - 1 ticks of forward only, M V + P - C of both, C - 1 of backward
+only) waste only the ideal bubble of (P - 1) / (V M). At V = 1, a rank has up to
 2 P - 1 microbatches in flight, as in eager 1F1B.
 
-Nothing here needs a device; the tables are numpy arrays to be baked into a
-program or drawn (`attnres_jax.pipeline.drawing`). What other orders would cost
-is a question of `experiments/pipeline_cost`.
+Nothing here needs a device; the tables are numpy arrays that become constants
+of a program or are drawn (`attnres_jax.pipeline.drawing`). For the cost of
+other orders see `experiments/pipeline_cost`.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.pipeline import layout as layout_lib
 from attnres_jax.pipeline import memory
 
-# The names of the layout belong to the vocabulary of a schedule.
+# Re-exported, because a schedule uses the names of its layout.
 RULES = layout_lib.RULES
 Layout = layout_lib.Layout
 Transition = layout_lib.Transition
@@ -48,10 +48,10 @@ class Unit(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Schedule:
-  """When every unit runs. Within a tick a rank does forward, then backward.
+  """When every unit runs. Within a tick, a rank runs forward, then backward.
 
   Attributes:
-    order: what it is called.
+    order: its name.
     layout: chunks, ranks and blocks.
     num_microbatches: M.
     forward_ticks: int32 [C, M].
@@ -70,7 +70,7 @@ class Schedule:
 
   @property
   def num_forward_ticks(self) -> int:
-    """How long a forward pass by itself takes."""
+    """The number of ticks of a forward pass alone."""
     return 1 + int(self.forward_ticks.max())
 
   @functools.cached_property
@@ -122,8 +122,8 @@ class Schedule:
   ) -> dict[memory.Event, float]:
     """When each unit starts, in lockstep.
 
-    All ranks start each tick together, and a tick is as long as its longest
-    rank: one program with a collective in every tick.
+    All ranks start each tick together, and a tick takes as long as its slowest
+    rank, as in one program with a collective in every tick.
 
     Args:
       forward_time: of one chunk.
@@ -147,7 +147,7 @@ class Schedule:
   ) -> float:
     """When the last unit ends; arguments as in `start_times`."""
     starts = self.start_times(forward_time, backward_time)
-    # The first chunk's backward is last.
+    # The backward of the first chunk is last.
     return backward_time + max(
       start for event, start in starts.items() if event.backward
     )
@@ -155,7 +155,7 @@ class Schedule:
   def bubble(
     self, forward_time: float = 1.0, backward_time: float = 1.0
   ) -> float:
-    """Idle time of a rank over the time of its work, as in `start_times`."""
+    """Idle time of a rank over its work time, as in `start_times`."""
     units = self.num_microbatches * self.layout.num_virtual_stages
     work = units * (forward_time + backward_time)
     return self.total_time(forward_time, backward_time) / work - 1

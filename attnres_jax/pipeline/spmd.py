@@ -1,27 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pipeline as one program: every rank the same, in lockstep.
+"""The pipeline as one program that all ranks run in lockstep.
 
 One `shard_map`, manual over all axes of the mesh. A tick has a forward and a
-backward slot on each rank. Tables of the schedule say which chunk of which
+backward slot on each rank. The tables of the schedule say which chunk of which
 microbatch is in a slot, and a `lax.switch` over the chunks runs it, or nothing.
-No collective is inside of a branch. A tick does this, on every rank:
+No collective is inside a branch. On every rank, a tick does this:
 
   send    gradients that the last tick has made, to the rank before
   F       the forward slot; needs nothing of that, and hides it
   send    what F has made, to the next rank
   B       the backward slot; the next tick needs that, so that B hides it
 
-Warm-up and drain are ticks of the same loop whose B, or F, is nothing on all
-ranks: they take as long as the other slot. Loops of their own would send no
-zeros that way, but would have every chunk twice in the program.
+Warm-up and drain are ticks of the same loop in which B, or F, is empty on all
+ranks, so that they take as long as the other slot. Separate loops would not
+send zeros, but the program would contain every chunk twice.
 
-The loop holds what `memory` has counted, however many microbatches there are.
-Gradients are reduced once, after the loop, but over axes that cut weights which
-are gathered at each tick (see `placement`).
+The loop holds what `memory` has counted, for any number of microbatches.
+Gradients are reduced once, after the loop, except over axes that shard weights
+which are gathered at each tick (see `placement`).
 
-`pipeline.schedule="gpipe"` leaves backward to autodiff of the forward loop,
-which saves the cache at every tick: the simple mode, and what tests compare
-with. Evaluation is the forward loop and nothing else.
+`pipeline.schedule="gpipe"` uses autodiff of the forward loop, which saves the
+cache at every tick: the simple mode, with which tests compare. Evaluation is
+the forward loop alone.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ from attnres_jax.pipeline import transport as transport_lib
 
 Parameters = placement_lib.Parameters
 
-# Who has a part of the loss: its last rank, of its own rows.
+# The axes over which the loss is summed: last rank and rows.
 _LOSS_AXES = (sharding.STAGE, *sharding.ROWS)
 
 
@@ -62,7 +62,7 @@ def _by_hand(
   def forward(chunk, cache, message, work):
     if chunk < last:
       return stage.forward(chunk, cache, message, work)[:2]
-    # Its backward follows within the tick, and runs it anyhow.
+    # Its backward follows in the same tick and recomputes it anyway.
     return stage.receive(chunk, cache, message, work), wire.message()
 
   def no_forward(cache, *_):
@@ -84,7 +84,7 @@ def _by_hand(
     sums, own, leaving = plan.switch(
       chunk, stage.backward, no_backward, cache, sums, returned, work
     )
-    # A branch that added this itself would get copies of all of the rank's.
+    # Added here: a branch that added it would copy all gradients of the rank.
     if plan.placement.gathers_at_ticks:
       own = plan.placement.scatter(own)
     place = plan.virtual_stage(chunk)
@@ -119,7 +119,7 @@ def _by_autodiff(
 def _forward(
   plan: "Pipeline", parameters: Parameters, batch: loss_lib.Examples
 ) -> loss_lib.LossSums:
-  """The forward loop by itself: loss of this rank."""
+  """The forward loop alone: loss of this rank."""
   stage, wire = plan.stage, plan.stage.transport
 
   def no_forward(cache, *_):
@@ -141,7 +141,7 @@ def _forward(
 
 
 class Slots(NamedTuple):
-  """Of all ranks at a tick, int32 [P, 2] each: chunk and microbatch, or -1."""
+  """Slots of all ranks at a tick, int32 [P, 2]: chunk and microbatch, or -1."""
 
   forward: jax.Array
   backward: jax.Array
@@ -149,11 +149,11 @@ class Slots(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pipeline:
-  """Who does what when, with what: a network for `train_state`.
+  """A pipelined network for `train_state`.
 
   Attributes:
     schedule: units at each tick.
-    stage: what a unit of work is.
+    stage: the units of work.
     placement: of the parameters.
     differentiate: (pipeline, parameters, batch) -> loss and gradients of this
       rank.
@@ -166,16 +166,16 @@ class Pipeline:
 
   @property
   def microbatches(self) -> int:
-    """M: into how many parts a batch is cut."""
+    """M: the number of parts of a batch."""
     return self.schedule.num_microbatches
 
   def loss_sums(
     self, model: models.Transformer, examples: loss_lib.Examples
   ) -> loss_lib.LossSums:
-    """Sums of the loss over a batch: the forward loop by itself.
+    """Sums of the loss over a batch: the forward loop alone.
 
     Args:
-      model: parameters, cut as `sharding.state_sharding` says.
+      model: parameters, sharded as `sharding.state_sharding` says.
       examples: all rows.
     """
 
@@ -214,25 +214,25 @@ class Pipeline:
   def on_mesh(
     self, program: Callable[..., Any], out_specs: Any
   ) -> Callable[..., Any]:
-    """`program(model, batch)` on every device, with its parts of both."""
+    """Runs `program(model, batch)` on every device, with its shards of both."""
     return jax.shard_map(
       program,
       mesh=self.placement.mesh,
       in_specs=(self.placement.specs, sharding.SEQUENCES),
       out_specs=out_specs,
-      # Unchecked, no gradient rule within the loops sums over devices.
+      # Unchecked, so that no gradient rule within the loops sums over devices.
       check_vma=False,
     )
 
   def gathered(self, parameters: Parameters) -> Parameters:
-    """As they are throughout the loop."""
+    """The parameters as the loop uses them."""
     if self.placement.gathers_at_ticks:
       return parameters
     weights = self.placement.gather(parameters.weights)
     return parameters._replace(weights=weights)
 
   def scattered(self, gradient: Parameters) -> Parameters:
-    """That of the loop's parameters, as that of those before it."""
+    """The gradient of the model, from that of the loop's parameters."""
     if self.placement.gathers_at_ticks:
       return gradient
     weights = self.placement.scatter(gradient.weights)
@@ -264,7 +264,7 @@ class Pipeline:
   def unit(
     self, slots: jax.Array, parameters: Parameters, batch: loss_lib.Examples
   ) -> tuple[jax.Array, stage_lib.Work]:
-    """The chunk of this rank, of the slots of all, and its work."""
+    """The chunk of this rank, from the slots of all ranks, and its work."""
     chunk, index = slots[jax.lax.axis_index(sharding.STAGE)]
     microbatch = jax.tree.map(lambda a: a[index], batch)
     weights = parameters.weights
@@ -304,7 +304,7 @@ def make_pipeline(
     network: what the chunks compute.
 
   Raises:
-    ConfigError: the mesh, the batch or the network do not fit each other.
+    ConfigError: the mesh, the batch and the network do not fit together.
   """
   layout = _layout(config, mesh)
   microbatches = _num_microbatches(config, mesh)
@@ -321,7 +321,7 @@ def make_pipeline(
   dtype = jnp.dtype(config.model.dtype)
   differentiate = _DIFFERENTIATE[config.pipeline.schedule]
   if differentiate is _by_autodiff:
-    # It would round gradients to the dtype in which weights travel.
+    # It would round gradients to the dtype in which weights are sent.
     dtype = precision.wide(dtype)
   placement = placement_lib.Placement(
     mesh, layout, config.model.sublayer_kinds, specs, dtype,
@@ -331,7 +331,7 @@ def make_pipeline(
   return Pipeline(schedule, stage, placement, differentiate)
 
 
-# By `pipeline.schedule`.
+# Indexed by `pipeline.schedule`.
 _DIFFERENTIATE = {"fused": _by_hand, "gpipe": _by_autodiff}
 
 
@@ -360,10 +360,10 @@ def _layout(config: config_lib.RunConfig, mesh: Mesh) -> layout_lib.Layout:
 
 
 def _num_microbatches(config: config_lib.RunConfig, mesh: Mesh) -> int:
-  """M: into how many microbatches a batch is cut.
+  """M: the number of microbatches.
 
   Raises:
-    ConfigError: naming the nearest numbers that fit the mesh and the batch.
+    ConfigError: names the nearest numbers that fit the mesh and the batch.
   """
   ranks = mesh.shape[sharding.STAGE]
   count = config.pipeline.microbatches or ranks

@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """One chunk of the network on its rank: forward, and backward by recomputation.
 
-A rank keeps, for each microbatch in flight, the block representations that it
-received or made and still needs, each once for all of its chunks, and the
-running state that entered each chunk. Backward runs the chunk again from these
-under `jax.vjp`. So nothing that autodiff saves outlives a chunk's backward, and
-what stays from tick to tick are slots of pools that the schedule has numbered.
+For each microbatch in flight, a rank keeps the block representations that it
+received or computed and still needs, each once for all of its chunks, and the
+running state that entered each chunk. The backward pass recomputes the chunk
+from these under `jax.vjp`. So nothing that autodiff saves outlives the backward
+of a chunk, and only slots of pools, assigned by the schedule, persist between
+ticks.
 
-Gradients of blocks are summed in float32 on every rank. What a rank has summed
-goes to where the block came from when the chunk that received it is done: every
-later use has then been differentiated already. This is the transpose of the
-forward plan.
+Gradients of blocks are summed in float32 on every rank. When the backward of
+the chunk that received a block is done, every later use has been
+differentiated, and the sum is sent to where the block came from. This is the
+transpose of the forward plan.
 
-Every chunk is a function of its own, traced for its own sublayers, sources and
-place: kinds of sublayers, sizes and block boundaries may differ from chunk to
-chunk without any masked work. The price is a program with a body per chunk
-rather than per rank. Rows of weights are padded to the most sublayers of a kind
-that any chunk has.
+Every chunk is a separate function, traced for its own sublayers, sources and
+position: kinds of sublayers, sizes and block boundaries may differ between
+chunks without masked work. The price is a program with a body per chunk instead
+of per rank. Rows of weights are padded to the largest number of sublayers of a
+kind in any chunk.
 """
 
 import collections
@@ -42,7 +43,7 @@ Shared = placement.Shared
 
 
 class Cache(NamedTuple):
-  """What forward leaves on a rank, by slot.
+  """The results of forward that a rank keeps, by slot.
 
   Attributes:
     blocks: [slots, B, T, D], or None without blocks.
@@ -54,11 +55,11 @@ class Cache(NamedTuple):
 
 
 class Gradients(NamedTuple):
-  """What backward sums up on a rank, but for the weights of sublayers.
+  """The sums of backward on a rank, except for the weights of sublayers.
 
   Attributes:
-    blocks: float32 [slots, B, T, D], of blocks that wait, or None.
-    shared: of the parameters beside the sublayers.
+    blocks: float32 [slots, B, T, D], gradients of blocks that wait, or None.
+    shared: gradients of the parameters other than sublayers.
     loss: sums over the tokens so far.
   """
 
@@ -80,13 +81,13 @@ class Network:
   layout: layout_lib.Layout
 
   def kinds(self, chunk: int) -> tuple[str, ...]:
-    """Of the sublayers of a chunk."""
+    """The kinds of the sublayers of a chunk."""
     end = self.layout.ends[chunk]
     start = self.layout.ends[chunk - 1] if chunk else 0
     return self.config.model.sublayer_kinds[start:end]
 
   def no_loss(self) -> loss_lib.LossSums:
-    """What chunks before the last one find."""
+    """The loss of chunks before the last one."""
     return loss_lib.no_loss(precision.wide(self.config.model.dtype))
 
   def run(
@@ -104,13 +105,14 @@ class Network:
       chunk: its number.
       sublayers: its own, in the order of depth.
       shared: the other parameters.
-      blocks: that it reads, b_0 first; none for the first chunk, which embeds.
-      partial: the rest of the state; None where a boundary carries none.
+      blocks: those that it reads, b_0 first; none for the first chunk, which
+        computes the embedding.
+      partial: the rest of the state; None if the boundary carries none.
       microbatch: tokens.
 
     Returns:
-      The blocks that it made, and the rest of the state. Of the last chunk
-      LossSums.
+      The blocks that it computed, and the rest of the state. For the last
+      chunk, LossSums.
     """
     residual, options = shared.residual, self.config.model
     if chunk == 0:
@@ -139,11 +141,11 @@ class Network:
 
 
 class Work(NamedTuple):
-  """What a chunk of a microbatch is computed from, beside what arrives.
+  """The inputs of a unit of work besides the message that arrives.
 
   Attributes:
-    weights: kind -> module of leaves [V, rows, ...], those of all chunks of the
-      rank; or [1, rows, ...], those of this chunk.
+    weights: kind -> module of leaves [V, rows, ...] of all chunks of the rank,
+      or [1, rows, ...] of this chunk.
     shared: the other parameters.
     microbatch: tokens.
     index: int32, of the microbatch.
@@ -157,11 +159,11 @@ class Work(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stage:
-  """What a rank does with a unit of work, a chunk of a microbatch.
+  """Runs the units of work of a rank, each a chunk of a microbatch.
 
   Attributes:
     network: the chunks.
-    transport: what the messages are.
+    transport: of the messages.
     blocks: slots of the cached blocks.
     inputs: slots of the running states that entered chunks.
     gradients: slots of the gradients of blocks.
@@ -192,7 +194,7 @@ class Stage:
   def receive(
     self, chunk: int, cache: Cache, message: Message, work: Work
   ) -> Cache:
-    """The cache with what a message brought for a chunk."""
+    """The cache, updated with the message that arrived for a chunk."""
     blocks, inputs = cache
     slots = self._slots(self.blocks, chunk, work)
     window = self.transport.layout.window(chunk, self.transport.rule)
@@ -208,7 +210,7 @@ class Stage:
   def forward(
     self, chunk: int, cache: Cache, message: Message, work: Work
   ) -> tuple[Cache, Message, loss_lib.LossSums]:
-    """Runs a chunk on what has arrived.
+    """Runs a chunk on the message that has arrived.
 
     Returns:
       The cache, the message to the rank of the next chunk, and the loss (zero
@@ -242,19 +244,19 @@ class Stage:
     message: Message,
     work: Work,
   ) -> tuple[Gradients, dict[str, Any], Message]:
-    """Runs a chunk again and differentiates it.
+    """Recomputes a chunk and differentiates it.
 
     Args:
       chunk: its number.
       cache: of the rank.
       gradients: sums so far.
-      message: gradients of what this unit has sent.
+      message: gradients of the message that this unit sent.
       work: of this unit.
 
     Returns:
-      The sums; the gradient of the chunk's own weights, [1, rows, ...]; and the
-      message to the rank of the chunk before: gradients of what this unit has
-      received.
+      The sums; the gradient of the chunk's weights, [1, rows, ...]; and the
+      message to the rank of the previous chunk: gradients of the message that
+      this unit received.
     """
     layout, wire = self.transport.layout, self.transport
     blocks, partial = self._inputs(chunk, cache, work)
@@ -302,7 +304,7 @@ class Stage:
       pool = pool.at[where[block]].set(_sum(terms))
     gradients = Gradients(
       pool,
-      # Zeros of what a chunk does not touch are dropped by the compiler.
+      # The compiler drops zeros of what a chunk does not use.
       jax.tree.map(jnp.add, gradients.shared, d_shared),
       jax.tree.map(jnp.add, gradients.loss, loss),
     )
@@ -327,10 +329,10 @@ class Stage:
     return jnp.asarray(pool.slots[chunk])[work.index]
 
   def _own(self, chunk: int, weights: Mapping[str, Any]) -> stack.Sublayers:
-    """The sublayers of a chunk, of `Work.weights`.
+    """The sublayers of a chunk, from `Work.weights`.
 
-    As wide as master weights, whose gradients are: it is for products to cast
-    them, back to the dtype in which they may have arrived.
+    In the dtype of master weights, like their gradients; matrix products cast
+    them, possibly back to the dtype in which they arrived.
     """
     place = self.transport.layout.virtual_stage(chunk)
 
@@ -344,19 +346,19 @@ class Stage:
 
 
 def zeros_like(weights: Any) -> Any:
-  """Zeros in the dtype of master weights, whatever that of `weights`."""
+  """Zeros in the dtype of master weights, whatever the dtype of `weights`."""
   return jax.tree.map(
     lambda w: jnp.zeros(w.shape, precision.wide(w.dtype)), weights
   )
 
 
 def no_chunk(weights: Mapping[str, Any]) -> dict[str, Any]:
-  """What `Stage.backward` returns for weights, where there is no work."""
+  """The gradient of weights if there is no work, as from `Stage.backward`."""
   return {kind: _fill(stacked, None) for kind, stacked in weights.items()}
 
 
 def _fill(stacked: Any, gradient: Any) -> Any:
-  """[1, rows, ...] for leaves [V, rows, ...], zeros behind what there is."""
+  """[1, rows, ...] for leaves [V, rows, ...], padded with zeros."""
   if gradient is None:
     return zeros_like(jax.tree.map(lambda w: w[:1], stacked))
 

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between the ranks of a pipeline, on a ring of `ppermute`s.
 
-Going forward a message enters chunk c with the blocks of `Layout.window` (no
-other block is ever sent) and, where a block is open, its running sum. Going
-backward the gradients of the same vectors cross the same boundary the other
-way, so a message backward is of the same size and dtypes.
+In the forward pass, the message to chunk c has the blocks of `Layout.window`
+(no other block is ever sent) and, if a block is open, its running sum. In the
+backward pass, the gradients of the same vectors cross the same boundary in the
+other direction, so a message has the same size and dtypes.
 
-All ranks send at once, with one program: what a link carries at a tick cannot
-depend on the tick. So the i-th vector of a message crosses a link where any of
-the chunks behind that link needs it (`Layout.link_vectors`), and is zero where
-the chunk at hand does not. Under V = 1 that sends what is planned and nothing
-else. A rank receives zeros for what does not cross its link.
+All ranks run one program and send at the same time, so the size of a message
+cannot depend on the tick. The i-th vector of a message crosses a link if any of
+the chunks behind that link needs it (`Layout.link_vectors`), and is zero if the
+current chunk does not. With V = 1, this sends exactly what is planned. A rank
+receives zeros for vectors that do not cross its link.
 
-Under V > 1 the exact minimum would take a loop whose body is a period of P V
-ticks, each with permutes of its own: at any tick ranks are at different virtual
-stages, so no shorter body knows who needs what. That is P times as many bodies
-of chunks to compile. Nor can what is too much at one tick be sent at another: a
-chunk starts in the tick after the one that made its last block.
+With V > 1, the exact minimum would take a loop whose body is a period of P V
+ticks, each with its own permutes: at any tick, ranks are at different virtual
+stages, so no shorter body knows which rank needs what. That is P times as many
+chunk bodies to compile. Transfers cannot be moved to another tick either: a
+chunk starts in the tick after its last block was computed.
 """
 
 from collections.abc import Sequence
@@ -30,12 +30,12 @@ from attnres_jax.pipeline import layout as layout_lib
 
 
 class Message(NamedTuple):
-  """What crosses a boundary for one microbatch, or a gradient of that.
+  """The vectors that cross a boundary for one microbatch, or their gradients.
 
   Attributes:
     blocks: block representations, the first of them the oldest of the window.
-    partial: the running state that every boundary carries, a tree; None where
-      no boundary does.
+    partial: the running state that every boundary carries, a tree; None if
+      boundaries carry none.
   """
 
   blocks: tuple[jax.Array, ...]
@@ -44,14 +44,14 @@ class Message(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Transport:
-  """Who sends how much to whom at every tick.
+  """Sends messages between neighbouring ranks at every tick.
 
   Attributes:
     layout: chunks and blocks.
     rule: which blocks are sent.
-    axis: of the mesh, along which the ranks are.
+    axis: mesh axis of the ranks.
     block: shape and dtype of a block representation; None without blocks.
-    partial: shapes and dtypes of a running state; None without any.
+    partial: shapes and dtypes of a running state; None if there is none.
   """
 
   layout: layout_lib.Layout
@@ -63,7 +63,7 @@ class Transport:
   def message(
     self, blocks: Sequence[jax.Array] = (), partial: Any = None
   ) -> Message:
-    """A message of the one size, filled up with zeros."""
+    """A message of fixed size, padded with zeros."""
     size = max(self.layout.link_vectors(self.rule))
     padding = [zeros(self.block)] * (size - len(blocks))
     if partial is None:

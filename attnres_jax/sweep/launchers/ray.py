@@ -125,7 +125,7 @@ def _train(
   settings: types.SimpleNamespace,
   trunk: concurrent.futures.Future[None] | None,
 ) -> None:
-  """Trains runs one after the other, including restarts."""
+  """Trains one run, including restarts, once its trunk is done."""
   if trunk is not None:
     concurrent.futures.wait([trunk])
   ray_train, ray_jax = _import("ray.train"), _import("ray.train.v2.jax")
