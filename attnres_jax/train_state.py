@@ -260,7 +260,7 @@ class Program:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Whole:
-  """A network that every device has from end to end, or parts of all of it."""
+  """A network without a pipeline: every device computes all sublayers."""
 
   config: config_lib.RunConfig
   mesh: Mesh

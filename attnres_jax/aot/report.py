@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step of a config, compiled for devices that are not there.
+"""Compiles a step of a config for TPUs, without having them.
 
 Everything is per device. Memory is the compiler's own account of one program.
 Times are lower bounds from what the program computes, moves and sends against
-the chip's peaks, as if each could use its peak alone; the largest of the three
-is the step's bound. Work inside Pallas kernels is not in the compiled FLOPs
-(the analytic count has it), but their traffic is in the bytes.
+the chip's peaks, assuming that each can reach its peak; the largest of the
+three is the step's bound. The compiled FLOPs do not include work inside Pallas
+kernels (the analytic count does), but the bytes include their traffic.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +38,7 @@ class Step:
   Attributes:
     trace: `train_state.Program` -> the traced program.
     trains: whether it holds optimiser state and a backward pass.
-    note: what a reader has to know of it.
+    note: what a reader has to know about it.
   """
 
   trace: Callable[..., Any]
@@ -78,10 +78,10 @@ def make_report(
 ) -> dict[str, Any]:
   """Compiles and reads a step; JSON-ready.
 
-  `fits` is False where the program needs more memory than there is. If the
-  compiler refuses it for that, `reason` is its message, and what only a
-  compiled program shows is missing. All but its memory is missing, too, where
-  libtpu is too new for jaxlib to read what it made; `unread` then says so.
+  `fits` is False if the program needs more memory than a device has. If the
+  compiler refuses it for that reason, `reason` is its message, and the numbers
+  of the compiled program are missing. If libtpu is too new for jaxlib to read
+  its output, only the memory is known, and `unread` says why.
 
   Args:
     config: of the run.
@@ -146,7 +146,7 @@ def make_report(
 
 
 def to_text(report: Mapping[str, Any]) -> str:
-  """What a person reads."""
+  """The report as text."""
   mesh = " x ".join(f"{n} {axis}" for axis, n in report["mesh"].items())
   rows = f"{report['batch_size']} rows of {report['sequence_length']} tokens"
   if STEPS[report["step"]].trains:
@@ -228,7 +228,7 @@ def to_text(report: Mapping[str, Any]) -> str:
 
 
 def compare(report: Mapping[str, Any], base: Mapping[str, Any]) -> str:
-  """One column each and the ratio, for what both have."""
+  """A column for each and the ratio, of the numbers that both have."""
   names = {
     "step_seconds": "step, lower bound, s",
     "compute_seconds": "compute, s",
@@ -278,7 +278,7 @@ def _largest(report: Mapping[str, Any]) -> str:
 
 
 def _largest_traced(jaxpr: Any) -> list[dict[str, Any]]:
-  """Of a program that the compiler gave up: one of each shape and primitive."""
+  """Largest arrays of a traced program, one of each shape and primitive."""
   found = {}
   for equation in _equations(jaxpr):
     for variable in equation.outvars:
@@ -295,7 +295,7 @@ def _largest_traced(jaxpr: Any) -> list[dict[str, Any]]:
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:
-  """All equations, those of inner programs in place of what holds them."""
+  """All equations; those that contain programs are replaced by theirs."""
   for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
     inner = [
       value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of TPU slices, and what one of their devices offers."""
+"""Names of TPU slices, and the peaks of one of their devices."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -36,8 +36,8 @@ CHIPS = {
   "TPU7x": Chip(96 * _GIB, 3700e9, 600e9),
 }
 
-# What libtpu looks up as it is loaded: not to wait for a cloud's metadata
-# server, not to lock a device, and not to complain that this is no TPU's host.
+# Read by libtpu when it is loaded. With these it does not wait for a cloud's
+# metadata server, lock a device, or complain that this host has no TPU.
 _ENVIRONMENT = {
   "TPU_SKIP_MDS_QUERY": "1",
   "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
@@ -83,7 +83,7 @@ def topology_name(name: str) -> str:
 
 
 def devices(name: str, num_slices: int = 1) -> Sequence[Any]:
-  """Descriptions of all devices of a slice, or of several ones.
+  """Descriptions of all devices of a slice, or of several slices.
 
   Raises:
     ConfigError: libtpu is not installed, or knows no such topology.
@@ -109,7 +109,7 @@ def devices(name: str, num_slices: int = 1) -> Sequence[Any]:
 
 
 def chip(device: Any) -> Chip:
-  """What the table says of a device.
+  """The row of the table for a device.
 
   Raises:
     ConfigError: it has no row.

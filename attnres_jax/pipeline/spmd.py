@@ -203,7 +203,7 @@ class Pipeline:
     return self.on_mesh(program, out_specs)(model, examples)
 
   def kept_bytes(self, model: models.Transformer) -> dict[str, int]:
-    """The pools of a device, for all microbatches in flight."""
+    """The pools of a device, which hold all microbatches in flight."""
     del model
     cache = jax.eval_shape(self.stage.empty_cache)
     return dict(
@@ -275,7 +275,7 @@ class Pipeline:
     return chunk, stage_lib.Work(weights, parameters.shared, microbatch, index)
 
   def virtual_stage(self, chunk: jax.Array) -> jax.Array:
-    """Of a chunk; 0 where there is none."""
+    """The virtual stage of a chunk; 0 for chunk -1."""
     return jnp.maximum(chunk, 0) // self.placement.layout.num_ranks
 
   def switch(
@@ -398,7 +398,7 @@ def _nearest(value: int, unit: int) -> str:
 def _state_shapes(
   network: stage_lib.Network, model: Any, rows: int
 ) -> tuple[jax.ShapeDtypeStruct | None, Any]:
-  """Of a completed block and of the rest of a state, at any boundary.
+  """Shapes of a completed block and of the rest of a state, at any boundary.
 
   Raises:
     ConfigError: they differ from one boundary to the next.
@@ -444,8 +444,8 @@ def _state_shapes(
     config_lib.fail(
       "model.residual.name",
       config.model.residual.name,
-      "a scheme whose state has one shape at every boundary between chunks,"
-      " but for completed blocks, with mesh.stage above 1",
+      "a scheme whose state, apart from completed blocks, has one shape at"
+      " every boundary between chunks, with mesh.stage above 1",
     )
   return blocks[0] if blocks else None, partials[0] if partials else None
 

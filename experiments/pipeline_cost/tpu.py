@@ -6,10 +6,10 @@
   python -m experiments.pipeline_cost.tpu --size=4_layers --rule=cached
 
 Writes a row of `tpu.csv` beside this file, or replaces that of the same size,
-scheme and rule, and prints the report of `attnres_jax.aot`. It needs no device,
-but libtpu and patience (`processor_seconds` says how much); a 48B network takes
-8 GB of memory. With jax 0.10.2 the program cannot be read, only what memory it
-takes.
+scheme and rule, and prints the report of `attnres_jax.aot`. It needs
+libtpu but no device; `processor_seconds` says how long it takes, and a 48B
+network needs 8 GB of memory. With jax 0.10.2, only the memory of the program
+can be read.
 
 Everything is per device. Times are the lower bounds of `attnres_jax.aot`:
 analytic FLOPs, bytes of memory and bytes of links, each at its peak alone.
