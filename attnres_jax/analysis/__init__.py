@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trained network does with its depth (paper, sections 5.2 and 6.2)."""
+"""How a trained network uses its depth (paper, sections 5.2 and 6.2)."""
 
 from attnres_jax.analysis.depth_weights import DepthWeights
 from attnres_jax.analysis.depth_weights import depth_weights

@@ -24,13 +24,13 @@ class DepthWeights:
 
   Attributes:
     attention: [transformer blocks, columns], what the attention sublayers read;
-      NaN where a source does not exist yet. Each row sums to 1.
+      NaN if a source does not exist yet. Each row sums to 1.
     mlp: the same for the MLPs.
     output: [sources], what the final norm and the head read.
     columns: a name per column of `attention` and `mlp`.
     output_columns: a name per entry of `output`.
     attention_entropy: [transformer blocks], mean over tokens of the entropy of
-      the weights, in nats; 0 where there is one source only.
+      the weights, in nats; 0 if there is only one source.
     mlp_entropy: the same for the MLPs.
     output_entropy: the same for the output.
   """
@@ -48,11 +48,11 @@ class DepthWeights:
 def depth_weights(
   model: models.Transformer, tokens: Int[Array | np.ndarray, "B T"]
 ) -> DepthWeights:
-  """Reads the depth-attention weights of `model` on `tokens`.
+  """Computes the depth-attention weights of `model` on `tokens`.
 
   Args:
     model: a network whose residual scheme attends over depth.
-    tokens: what to run it on; the weights are averaged over all positions.
+    tokens: inputs; the weights are averaged over all positions.
 
   Raises:
     ValueError: the scheme has no depth attention (`mixing_matrix` describes
@@ -62,7 +62,7 @@ def depth_weights(
   labels = model.residual.source_labels()
   if means is None or labels is None:
     raise ValueError(
-      f"{type(model.residual).__name__} has no depth attention to look at;"
+      f"{type(model.residual).__name__} has no depth attention;"
       " attnres_jax.analysis.mixing_matrix describes every scheme"
     )
   weights = [np.asarray(weight_M, np.float64) for weight_M, _ in means]
@@ -103,6 +103,6 @@ def _stack_rows(rows: list[np.ndarray], width: int) -> np.ndarray:
 
 
 def _column_name(index: int, widest: tuple[str, ...]) -> str:
-  # The partial block of block n sits in the column that block n takes once it
-  # is complete, so that column goes by the block's name.
+  # The partial block n is in the column that block n occupies once it is
+  # complete, so that column has the block's name.
   return f"block {index}" if widest[index] == "partial" else widest[index]

@@ -2,10 +2,10 @@
 """Magnitudes along depth (paper, Fig. 5b and 5c).
 
 The paper plots an output magnitude and a gradient magnitude per transformer
-block without defining them. Here, with RMS over the width and a mean over
-tokens: the running state after the block is what later sublayers build on
-(for Block AttnRes the open partial sum, which restarts at a block's edge), and
-the gradient is that of all parameters of the block.
+block without defining them. Here, the output magnitude is the RMS over the
+width, averaged over tokens, of the running state after the block (for Block
+AttnRes the open partial sum, which restarts at each block boundary). The
+gradient is that of all parameters of the block.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ class Magnitudes:
 
   Attributes:
     state_rms: [transformer blocks], running state after each block.
-    output_rms: [sublayers], what each sublayer put out.
-    read_rms: [sublayers], what each sublayer read, before its norm.
+    output_rms: [sublayers], output of each sublayer.
+    read_rms: [sublayers], input of each sublayer, before its norm.
     grad_norm: [transformer blocks], L2 norm of the gradient of the mean
       cross-entropy with respect to all parameters of the block.
     loss: the mean cross-entropy, in nats per token.
@@ -44,10 +44,10 @@ class Magnitudes:
 def magnitudes(
   model: models.Transformer, tokens: Int[Array | np.ndarray, "B T+1"]
 ) -> Magnitudes:
-  """Measures `model` on `tokens`, of which the last column is only predicted.
+  """Measures `model` on `tokens`; the last column is only a target.
 
-  Average over several batches, as the paper's figure does, by calling this
-  once per batch.
+  To average over several batches, as in the paper's figure, call it once per
+  batch.
   """
   tokens_BT = jnp.asarray(tokens)
   state_L, output_L, read_L = _rms(model, tokens_BT[:, :-1])

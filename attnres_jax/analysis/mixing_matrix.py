@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Depth mixing matrices (paper, section 6.2 and Fig. 9).
 
-Every residual scheme makes what a sublayer reads a combination of the outputs
-before it, h_l = sum_i M[i -> l] v_i. M has a row per sublayer l = 1..L and a
-column per value i = 0..L-1, and is lower triangular including its diagonal:
-all ones for the plain sum, 1/l for the running mean, the softmax weights for
-Full AttnRes, and for Block AttnRes the weight of the block (completed or open)
-that a value is part of.
+Under every residual scheme, a sublayer reads a combination of the earlier
+outputs, h_l = sum_i M[i -> l] v_i. M has a row per sublayer l = 1..L and a
+column per value i = 0..L-1, and is lower triangular including its diagonal: all
+ones for the plain sum, 1/l for the running mean, the softmax weights for Full
+AttnRes, and for Block AttnRes the weight of the block (completed or open) that
+contains the value.
 """
 
 from collections.abc import Iterable
@@ -31,8 +31,9 @@ def mixing_matrix(
 
   Args:
     model: a network with any residual scheme.
-    tokens: what to run it on, where the weights depend on the input.
-    include_output: add the row of the final read and the column of v_L.
+    tokens: inputs, if the weights depend on the input.
+    include_output: whether to add the row of the final read and the column of
+      v_L.
 
   Returns:
     [L, L], or [L + 1, L + 1] with the output; zero above the diagonal.
@@ -57,7 +58,7 @@ def _mean_weights(model, tokens_BT):
 def _spread(
   weights: list[np.ndarray], labels: Iterable[tuple[str, ...]]
 ) -> np.ndarray:
-  """Gives every value the weight of the source that it is part of."""
+  """Gives every value the weight of the source that contains it."""
   size = len(weights)
   matrix = np.zeros((size, size))
   for row, (weight_M, members) in enumerate(
@@ -71,11 +72,11 @@ def _spread(
 def _source_members(
   labels: Iterable[tuple[str, ...]],
 ) -> list[list[tuple[int, ...]]]:
-  """For every read, the values (0 the embedding) that each source sums.
+  """For every read, the values (0 is the embedding) that each source sums.
 
-  A block is closed when it first appears as a source: it then holds all values
-  written since the block before it. The partial block holds those written
-  since the last closed one.
+  A block is closed when it first appears as a source: it then contains all
+  values since the previous block. The partial block contains those since the
+  last closed one.
   """
   blocks: dict[str, tuple[int, ...]] = {}
   closed = 0  # the last value inside a completed block
@@ -104,8 +105,7 @@ def _source_members(
 def _fixed_coefficients(scheme: base.Residual) -> np.ndarray:
   """Runs the scheme on unit vectors, so that each read is its row of M.
 
-  Right for schemes that combine values with coefficients of their own,
-  whatever the values are.
+  Correct for schemes whose coefficients do not depend on the values.
   """
   unit_LLBTD = jnp.eye(scheme.num_sublayers + 1)[:, None, None]
   rows = []

@@ -2,7 +2,7 @@
 """Figures of the paper's analysis, for reports and notebooks.
 
 Needs matplotlib (`pip install "attnres-jax[plots]"`). Every function returns a
-new figure that no global state refers to.
+new figure, independent of pyplot's state.
 """
 
 from collections.abc import Mapping, Sequence
@@ -60,8 +60,8 @@ def depth_weights(
 def mixing_matrices(matrices: Mapping[str, np.ndarray]) -> figure_lib.Figure:
   """Depth mixing matrices side by side, as in Fig. 9, averaged over tokens.
 
-  Every matrix has a colour scale of its own: rows of schemes that sum grow
-  with depth, rows of schemes that average do not.
+  Every matrix has its own colour scale: rows of schemes that sum grow with
+  depth, rows of schemes that average do not.
   """
   width = 2.7 * len(matrices)
   figure = figure_lib.Figure(figsize=(width, 2.7), layout="constrained")

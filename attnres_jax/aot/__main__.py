@@ -7,8 +7,8 @@
     --compare=residual=prenorm --json=report.json
   python -m attnres_jax.aot ... --step=decode
 
-Takes the same `--config` flags as training does. Exit status 1 says that it
-does not fit.
+Takes the same `--config` flags as training. Exit status 1 means that it does
+not fit.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ _TOPOLOGY = flags.DEFINE_string(
   "topology", None, "TPU slice, such as v5e:4x4, v5p:4x4x4 or v5e-16."
 )
 _NUM_SLICES = flags.DEFINE_integer(
-  "num_slices", 1, "How many of them, connected by the data center network."
+  "num_slices", 1, "Number of slices, connected by the data center network."
 )
 _STEP = flags.DEFINE_enum(
   "step", "train", list(report.STEPS), "What to compile."
@@ -39,12 +39,12 @@ _COMPARE = flags.DEFINE_string(
   "compare", None, "Also compile with this residual scheme: residual=prenorm."
 )
 _JSON = flags.DEFINE_string(
-  "json", None, "Also write the numbers here.", allow_override=True
+  "json", None, "Also write the numbers to this file.", allow_override=True
 )
 
 
 def main(argv: Sequence[str]) -> int:
-  """Compiles and prints; returns the exit status: whether it fits."""
+  """Compiles and prints; the exit status says whether it fits."""
   del argv
   return command_line.run(_report)
 
@@ -62,7 +62,9 @@ def _report() -> int:
 
 def _make_reports() -> list[Mapping[str, Any]]:
   if not _TOPOLOGY.value:
-    raise config_lib.ConfigError("--topology: missing, expected v5e:4x4, say")
+    raise config_lib.ConfigError(
+      "--topology: missing, expected a slice such as v5e:4x4"
+    )
   config = command_line.config_of_flags()
   configs = [config]
   if _COMPARE.value:
@@ -79,6 +81,6 @@ def _make_reports() -> list[Mapping[str, Any]]:
 
 
 if __name__ == "__main__":
-  # The program is compiled for the topology; nothing runs anywhere.
+  # The program is compiled for the topology; nothing runs.
   jax.config.update("jax_platforms", "cpu")
   app.run(main, flags_parser=command_line.parse_flags)

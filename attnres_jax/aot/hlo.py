@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a compiled TPU program: what its loops compute, move and send.
+"""Reads a compiled TPU program: what it computes, moves and sends.
 
 The compiler's own cost analysis counts the body of a loop once. Here every
-instruction counts as often as it runs: trip counts are read off the conditions
-of the loops, and multiply from the inside out.
+instruction counts as often as it runs: trip counts are read from the conditions
+of the loops, and those of nested loops are multiplied.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,15 +28,15 @@ COLLECTIVES = (
   "ragged-all-to-all",
   "collective-permute",
 )
-# Parts of the name of an operation that say where in the program it is.
+# Parts of an operation's name that say where in the program it is.
 _CONTROL_NAME = re.compile(
   r"shard_map|while|body|cond|branch_\d+_fun|eval_jaxpr|closed_call|checkpoint"
   r"|pjit|jvp\(\)"
 )
 _CUTS = ("slice", "dynamic-slice")
 _CONTROL = ("while", "conditional", "call")
-# They stand for no work of their own: names, views, and ends of what is
-# counted where it starts.
+# Not work: names, views, and ends of asynchronous operations, which are counted
+# where they start.
 _FREE = {
   "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while",
   "conditional", "call", "after-all", "partition-id", "opt-barrier",
@@ -45,12 +45,12 @@ _FREE = {
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-  """A result, or a part of one.
+  """An array result, or part of a tuple.
 
   Attributes:
-    dtype: as HLO spells it.
+    dtype: as in HLO.
     dims: sizes.
-    in_hbm: rather than in a memory of the core.
+    in_hbm: whether it is in HBM, rather than in a memory of the core.
   """
 
   dtype: str
@@ -76,9 +76,9 @@ class Instruction:
   attributes: str
 
   def source(self) -> str:
-    """The operation of the traced program that it comes from, or nothing.
+    """The operation of the traced program that it comes from, if known.
 
-    Without the loops and branches that it is in, so that it has one name in all
+    Without enclosing loops and branches, so that the name is the same in all
     layers.
     """
     match = re.search(r'op_name="(?:jit\(\w+\)/)?([^"]*)"', self.attributes)
@@ -98,16 +98,16 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-  """Something sent between devices.
+  """A transfer between devices.
 
   Attributes:
     kind: of `COLLECTIVES`.
     group: partitions that take part, one group of them.
-    arrays: what each device puts in.
-    sent_bytes: by each device and time, on a ring.
-    count: how often it runs, in the mean over the branches of conditionals.
-    in_loop: whether that is inside of a loop.
-    overlapped: whether something is computed between its start and its end.
+    arrays: inputs of each device.
+    sent_bytes: per device and execution, on a ring.
+    count: how often it runs; the mean over the branches of conditionals.
+    in_loop: whether it is inside a loop.
+    overlapped: whether anything is computed between its start and its end.
   """
 
   kind: str
@@ -137,7 +137,7 @@ class Program:
           current[instruction.name] = instruction
 
   def flops(self) -> float:
-    """Of all matrix products, those inside of Pallas kernels left out."""
+    """FLOPs of all matrix products, except those inside Pallas kernels."""
     return sum(
       count * _product_flops(instruction, self._computations[name])
       for name, (count, _) in self._runs.items()
@@ -146,15 +146,15 @@ class Program:
     )
 
   def hbm_bytes(self) -> float:
-    """Read and written by all instructions; what stays on the core is free."""
+    """Bytes of HBM that all instructions read and write."""
     return sum(count * nbytes for count, _, nbytes in self.instructions())
 
   def instructions(self) -> Iterator[tuple[float, Instruction, float]]:
-    """(how often it runs, what, bytes of memory each time) of what does work.
+    """(executions, instruction, bytes of memory per execution) of all work.
 
-    An instruction that fuses others is one, and those inside are not listed. Of
-    an array that it only cuts, the pieces count; of one that it updates in
-    place, the update.
+    A fusion is one instruction, and those inside are not listed. If it only
+    slices an array, the slices count; if it updates an array in place, the
+    update counts.
     """
     for name, (count, _) in self._runs.items():
       if name in self._fused:
@@ -166,13 +166,13 @@ class Program:
         yield count, instruction, self._nbytes(instruction, known)
 
   def collectives(self) -> list[Collective]:
-    """Each once, however many pieces the compiler overlapped it in."""
+    """Every collective once, even if the compiler split it into pieces."""
     found = []
     for name, (count, in_loop) in self._runs.items():
       if name in self._fused:
         continue
       schedule = list(self._computations[name].values())
-      # Where its pieces are, and one of them with the computation it is in.
+      # Where its pieces are, and one piece with its computation.
       pieces: dict[str, tuple[list[int], Instruction, str]] = {}
       for at, instruction in enumerate(schedule):
         for key, piece, inside in self._pieces(instruction, name):
@@ -188,9 +188,9 @@ class Program:
     return found
 
   def largest(self, count: int) -> list[tuple[Array, str]]:
-    """(array, traced operation) of what takes most memory.
+    """(array, traced operation) of the largest arrays.
 
-    Of those with the same shape from the same operation there is one.
+    One for each shape and operation.
     """
     found = {
       (array, instruction.source())
@@ -202,10 +202,11 @@ class Program:
     return sorted(found, key=lambda pair: (-pair[0].nbytes, pair[1]))[:count]
 
   def busiest(self, count: int) -> list[tuple[float, float, str, str]]:
-    """(bytes of memory, runs, array, traced operation) of what moves most.
+    """(bytes of memory, runs, array, traced operation) of the most traffic.
 
-    Over all runs. Instructions of one operation whose largest results look the
-    same are one. Where no traced operation is known, it is the compiler's.
+    Bytes are summed over all runs. Instructions of one operation whose largest
+    results look the same are combined. If the traced operation is unknown, the
+    compiler's is given.
     """
     moved: dict[tuple[str, str], list[float]] = {}
     for runs, instruction, nbytes in self.instructions():
@@ -220,14 +221,14 @@ class Program:
   def _nbytes(
     self, instruction: Instruction, known: Mapping[str, Instruction]
   ) -> float:
-    """Read and written by one run of an instruction."""
+    """Bytes read and written by one execution of an instruction."""
     operands = [
       known[name].arrays if name in known else ()
       for name in instruction.operands
     ]
     results = list(instruction.arrays)
     if instruction.op.endswith(("-start", "-update")):
-      # Among its results are the operands, for whoever waits for them.
+      # Its results include the operands, for instructions that wait for them.
       for array in (array for arrays in operands for array in arrays):
         if array in results:
           results.remove(array)
@@ -250,11 +251,11 @@ class Program:
   def _parts(
     self, fusion: Instruction
   ) -> tuple[dict[int, float], dict[int, float]]:
-    """What a fusion touches of arrays that it cuts or updates in place.
+    """The parts of arrays that a fusion slices or updates in place.
 
     Returns:
-      Bytes by the number of an operand, and by the number of a result; those
-      that are touched as a whole are missing.
+      Bytes by operand number, and by result number; arrays that are used
+      completely are left out.
     """
     ((_, name),) = (pair for pair in fusion.called() if pair[0] == "calls")
     inside = self._computations[name]
@@ -273,7 +274,7 @@ class Program:
       if user.op in _CUTS:
         nested = {0: sum(a.nbytes for a in user.arrays)}
       elif user.op == "dynamic-update-slice":
-        nested = {0: 0.0}  # Where an update goes is not read.
+        nested = {0: 0.0}  # The updated array is not read.
       for i, operand in enumerate(user.operands):
         source = behind(operand)
         if source.op == "parameter" and i in nested:
@@ -297,9 +298,9 @@ class Program:
   def _pieces(
     self, instruction: Instruction, computation: str
   ) -> Iterator[tuple[str, Instruction, str]]:
-    """(whole that it is a piece of, collective, where) in an instruction."""
+    """(name of the whole, collective, position) of pieces in an instruction."""
     if instruction.op.removesuffix("-start") in COLLECTIVES:
-      # What is overlapped in pieces has one chain, what is not has a name.
+      # Overlapped pieces share a chain; others have a name.
       chain = re.search(r"chain_id=\"\d+\"", instruction.attributes)
       yield chain[0] if chain else instruction.name, instruction, computation
     if instruction.op not in _CONTROL:
@@ -318,7 +319,7 @@ class Program:
     known = self._computations[computation]
     kind = instruction.op.removesuffix("-start")
     if computation.startswith("%all-reduce-scatter"):
-      # Of the sum, this fusion makes nothing but the part of each device.
+      # Of the sum, this fusion only computes the part of each device.
       kind = "reduce-scatter"
     group = _group(instruction.attributes)
     arrays = tuple(
@@ -332,7 +333,7 @@ class Program:
 
   @functools.cached_property
   def _fused(self) -> set[str]:
-    """Computations inside of one instruction, whose values stay on the core."""
+    """Computations inside one instruction, whose values stay on the core."""
     return {
       called
       for computation in self._computations.values()
@@ -343,11 +344,11 @@ class Program:
 
   @functools.cached_property
   def _runs(self) -> Mapping[str, tuple[float, bool]]:
-    """How often each computation runs, and whether inside of a loop.
+    """How often each computation runs, and whether it is in a loop.
 
-    Of a conditional one branch runs, which the program does not tell: each
-    counts as one over their number. So it is in a pipeline, but for the ticks
-    without work, where every rank takes each of its branches equally often.
+    One branch of a conditional runs, and the program does not say which, so all
+    branches get equal weight. This is right for a pipeline, except in ticks
+    without work, because every rank takes each of its branches equally often.
     """
     runs: dict[str, tuple[float, bool]] = {}
 
@@ -369,7 +370,7 @@ class Program:
     return runs
 
   def _trips(self, condition: str) -> int:
-    """The largest constant that the condition of a loop compares with."""
+    """The largest constant in the condition of a loop."""
     constants = [
       int(match[1])
       for instruction in self._computations[condition].values()
@@ -380,14 +381,14 @@ class Program:
 
 
 def _number(instruction: Instruction) -> int:
-  """Which one a constant or a parameter is."""
+  """The number of a constant or parameter."""
   match = re.match(r"(\d+)\)", instruction.attributes)
   assert match is not None, instruction
   return int(match[1])
 
 
 def axes_of(group: Sequence[int], mesh_shape: Mapping[str, int]) -> str:
-  """Names of the mesh axes along which the partitions of a group differ."""
+  """The mesh axes along which the partitions of a group differ."""
   coordinates = np.unravel_index(list(group), tuple(mesh_shape.values()))
   return "+".join(
     axis
@@ -397,7 +398,7 @@ def axes_of(group: Sequence[int], mesh_shape: Mapping[str, int]) -> str:
 
 
 def _end(schedule: Sequence[Instruction], at: int) -> int:
-  """Where the asynchronous instruction at `at` is done; `at` for others."""
+  """Where the asynchronous instruction at `at` ends; `at` for other ones."""
   start = schedule[at]
   if start.op.endswith("-start"):
     for i, instruction in enumerate(schedule[at:], at):
@@ -409,7 +410,7 @@ def _end(schedule: Sequence[Instruction], at: int) -> int:
 
 
 def _computes(instruction: Instruction) -> bool:
-  """Rather than to start or end a collective, or to move data."""
+  """Whether it computes, rather than moving data or starting a collective."""
   working = ("fusion", "convolution", "custom-call", "while", "conditional")
   return instruction.op in working and not instruction.name.startswith(
     "%async-collective"
@@ -430,7 +431,7 @@ def _parse(line: str) -> Instruction | None:
   start = len(op)
   stop = _closing(rest, start)
   inside = rest[start + 1 : stop]
-  # Constants and parameters keep their number as their first attribute.
+  # Constants and parameters have their number as first attribute.
   numbered = op in ("constant", "parameter")
   attributes = rest[start + 1 :] if numbered else rest[stop + 1 :]
   return Instruction(
@@ -440,7 +441,7 @@ def _parse(line: str) -> Instruction | None:
 
 
 def _closing(text: str, start: int) -> int:
-  """Where the parenthesis that opens at `start` closes."""
+  """The position of the parenthesis that closes the one at `start`."""
   depth = 0
   for i in range(start, len(text)):
     depth += (text[i] == "(") - (text[i] == ")")
@@ -450,7 +451,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def _arrays(text: str) -> tuple[Array, ...]:
-  # Layouts may hold parentheses, as in {1,0:T(8,128)S(1)}; S names a memory.
+  # Layouts may contain parentheses, as in {1,0:T(8,128)S(1)}; S is a memory.
   return tuple(
     Array(
       dtype,
@@ -468,7 +469,7 @@ def _product_flops(
   """Multiply-adds times two; the TPU compiler writes products as convolutions.
 
   Batch dimensions appear as spatial ones, with padding and dilation such that
-  most positions of the window meet nothing. Only those that meet count.
+  most window positions are outside the input. Only the others count.
   """
   labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
   operands = [known.get(name) for name in instruction.operands[:2]]
@@ -513,7 +514,7 @@ def _windows(attributes: str) -> list[dict[str, int]]:
 
 
 def _meetings(left: int, right: int, out: int, window: dict[str, int]) -> int:
-  """Pairs of an output and a window position that meet a real input."""
+  """Number of pairs of an output and a window position inside the input."""
   position = (
     np.arange(out)[:, None] * window["stride"]
     + np.arange(right)[None, :] * window["right"]
@@ -524,7 +525,7 @@ def _meetings(left: int, right: int, out: int, window: dict[str, int]) -> int:
 
 
 def _group(attributes: str) -> tuple[int, ...]:
-  """One group of partitions that a collective connects."""
+  """One of the groups of partitions that a collective connects."""
   pairs = re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", attributes)
   if pairs:
     return int(pairs[1]), int(pairs[2])
@@ -554,7 +555,7 @@ def _group(attributes: str) -> tuple[int, ...]:
 
 
 def _sent(kind: str, operand_bytes: float, size: int) -> float:
-  """Bytes that a device sends, for the best ring algorithm."""
+  """Bytes that a device sends with the best ring algorithm."""
   others = size - 1
   return (
     operand_bytes

@@ -27,7 +27,7 @@ from attnres_jax.aot import hlo
 from attnres_jax.aot import topology
 
 _GIB = 2**30
-# How many of the largest arrays a report names, and of what moves most.
+# How many of the largest arrays, and of the largest movers, a report lists.
 _NUM_LARGEST = 8
 
 
@@ -37,7 +37,7 @@ class Step:
 
   Attributes:
     trace: `train_state.Program` -> the traced program.
-    trains: whether it holds optimiser state and a backward pass.
+    trains: whether it has optimiser state and a backward pass.
     note: what a reader has to know about it.
   """
 
@@ -76,7 +76,7 @@ STEPS = {
 def make_report(
   config: config_lib.RunConfig, devices: Sequence[Any], step: str = "train"
 ) -> dict[str, Any]:
-  """Compiles and reads a step; JSON-ready.
+  """Compiles and analyses a step; the result can be saved as JSON.
 
   `fits` is False if the program needs more memory than a device has. If the
   compiler refuses it for that reason, `reason` is its message, and the numbers
@@ -89,7 +89,7 @@ def make_report(
     step: a key of `STEPS`.
 
   Raises:
-    ConfigError: the config fits no such mesh, or names no vocabulary.
+    ConfigError: the config does not fit the mesh, or has no vocabulary size.
   """
   choice = config_lib.choose("step", step, STEPS)
   chip = topology.chip(devices[0])
@@ -312,7 +312,7 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def _oom(reason: str) -> str:
-  """The compiler's account of the largest allocations, without its preamble."""
+  """The compiler's list of the largest allocations, without its preamble."""
   at = re.search(r"Largest program allocations", reason)
   first = reason.strip().splitlines()[0]
   listing = reason[at.start() :].splitlines()[:40] if at else []

@@ -15,9 +15,9 @@ class Chip:
   """One JAX device of a topology.
 
   Attributes:
-    hbm_bytes: of memory.
-    hbm_bytes_per_second: between memory and core.
-    link_bytes_per_second: over all links to other chips, one direction.
+    hbm_bytes: memory.
+    hbm_bytes_per_second: bandwidth between memory and core.
+    link_bytes_per_second: bandwidth over all links to other chips, one way.
   """
 
   hbm_bytes: float
@@ -27,7 +27,7 @@ class Chip:
 
 _GIB = 2**30
 # By `device_kind`: memory and its bandwidth as the compiler assumes them, links
-# as published. The compiler shows v4 as two devices a chip, and tpu7x has two.
+# as published. The compiler shows two devices per v4 chip, and tpu7x has two.
 CHIPS = {
   "TPU v4": Chip(16 * _GIB, 615e9, 150e9),
   "TPU v5 lite": Chip(16 * _GIB, 820e9, 200e9),
@@ -45,8 +45,8 @@ _ENVIRONMENT = {
   "TPU_WORKER_HOSTNAMES": "localhost",
 }
 
-# Chips of a slice -> its shape, for the names that clouds sell. v4 and v5p
-# slices are sold by cores, two to a chip.
+# Chips of a slice -> its shape, for the names used by clouds. v4 and v5p slices
+# are named by cores, two per chip.
 _FLAT = {
   4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16",
   256: "16x16",
@@ -65,10 +65,10 @@ _MARKETING = {
 
 
 def topology_name(name: str) -> str:
-  """The compiler's name of a slice: "v5e-16" and "v5e:4x4" give the latter.
+  """The compiler's name of a slice: "v5e:4x4" for "v5e-16" and "v5e:4x4".
 
   Raises:
-    ConfigError: a marketing name of no known size.
+    ConfigError: a cloud's name with an unknown size.
   """
   match = re.fullmatch(r"(\w+)-(\d+)", name)
   if not match:
@@ -86,7 +86,7 @@ def devices(name: str, num_slices: int = 1) -> Sequence[Any]:
   """Descriptions of all devices of a slice, or of several slices.
 
   Raises:
-    ConfigError: libtpu is not installed, or knows no such topology.
+    ConfigError: libtpu is not installed, or does not know the topology.
   """
   for variable, value in _ENVIRONMENT.items():
     os.environ.setdefault(variable, value)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a configuration costs, counted in its traced program: no device needed.
+"""The cost of a configuration, counted in its traced program without a device.
 
   programs     how a program is counted
   parameters   of every part, total and activated

@@ -6,7 +6,7 @@
     --config.model.moe.num_experts=512 --config.model.moe.dense_layers=0 \
     --json=194m.json
 
-Takes the same `--config` flags as training does.
+Takes the same `--config` flags as training.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from attnres_jax.flops import report
 
 _JSON = flags.DEFINE_string(
     "json", None,
-    "Also write the numbers to this file; `-` prints them instead.",
+    "Also write the numbers to this file; `-` prints only the numbers.",
     allow_override=True,
 )  # fmt: skip
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a chip could do: peaks of dense products."""
+"""Peak FLOP rates of chips, for dense products."""
 
-# Dense bfloat16 peak (float16 where a chip has no bfloat16) per JAX device, by
-# the start of `device_kind`. The longest match counts. TPU v2, v3 and 7x show
-# two devices per chip.
+# Dense bfloat16 peak (float16 if a chip has no bfloat16) per JAX device, by
+# prefix of `device_kind`; the longest match counts. TPU v2, v3 and 7x have two
+# devices per chip.
 PEAK_FLOPS_PER_SECOND = {
   "TPU v2": 22.5e12,
   "TPU v3": 61.5e12,
@@ -33,7 +33,7 @@ PEAK_FLOPS_PER_SECOND = {
 
 
 def peak_flops_per_second(device_kind: str) -> float | None:
-  """Peak of one JAX device of this kind; None where the table has no row."""
+  """Peak of one JAX device of this kind; None if it is not in the table."""
   rows = [kind for kind in PEAK_FLOPS_PER_SECOND if _matches(device_kind, kind)]
   return PEAK_FLOPS_PER_SECOND[max(rows, key=len)] if rows else None
 
@@ -41,16 +41,16 @@ def peak_flops_per_second(device_kind: str) -> float | None:
 def model_flop_utilisation(
   flops_per_second: float, device_kind: str, num_devices: int
 ) -> float | None:
-  """Share of the peak of all devices; None on CPU and unknown chips."""
+  """Fraction of the peak of all devices; None on CPU and unknown chips."""
   peak = peak_flops_per_second(device_kind)
   return flops_per_second / (peak * num_devices) if peak else None
 
 
 def _matches(device_kind: str, row: str) -> bool:
-  """Whether `row` starts `device_kind` and ends at the end of one of its words.
+  """Whether `row` is a prefix of `device_kind` that ends at a word boundary.
 
-  So "NVIDIA A100" takes "NVIDIA A100-SXM4-80GB", and "NVIDIA H100 PCIe" is
-  more than "NVIDIA H100", but "NVIDIA L4" does not take "NVIDIA L40S".
+  So "NVIDIA A100" matches "NVIDIA A100-SXM4-80GB", but "NVIDIA L4" does not
+  match "NVIDIA L40S".
   """
   rest = device_kind[len(row) :]
   return device_kind.startswith(row) and not rest[:1].isalnum()

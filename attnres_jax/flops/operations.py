@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """FLOPs of one token, from the configuration alone.
 
-One multiply-add is two FLOPs, products with a triangle (causal attention, the
-inside of a chunk of KDA) count half, backward is twice forward, and
-recomputation under remat does not count. `compiled.cost_analysis()` is no
-substitute, because it counts the body of a scan once. Norms, activations and
-plain residual additions are left out; depth attention (arXiv:2603.15031, Eq.
-2-4) is counted, and reported apart.
+One multiply-add is two FLOPs, triangular products (causal attention, the inside
+of a chunk of KDA) count half, backward is twice forward, and recomputation
+under remat does not count. `compiled.cost_analysis()` is not a substitute,
+because it counts the body of a scan once. Norms, activations and plain residual
+additions are left out; depth attention (arXiv:2603.15031, Eq. 2-4) is counted
+and reported separately.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,8 @@ class FlopsPerToken:
     projections: of the mixers (queries, keys, values, gates, output).
     attention: scores and weighted values over the sequence, causal.
     recurrence: of KDA's state, in its chunkwise form.
-    mlp: the feed-forward sublayers; of experts, those that a token goes to.
+    mlp: the feed-forward sublayers; of experts, those that a token is routed
+      to.
     head: the vocabulary projection.
     residual: depth attention and other products of the residual scheme.
   """
@@ -46,7 +47,7 @@ class FlopsPerToken:
 
   @property
   def backward(self) -> float:
-    """Two products for every one of forward."""
+    """Two products for each product of the forward pass."""
     return 2 * self.forward
 
   @property
@@ -57,7 +58,7 @@ class FlopsPerToken:
 def flops_per_token(
   model: config_lib.ModelConfig, sequence_length: int
 ) -> FlopsPerToken:
-  """Forward FLOPs per token at this length, with `model.vocab_size` filled."""
+  """Forward FLOPs per token at this length; `model.vocab_size` must be set."""
   parts = dict.fromkeys(("projections", "attention", "recurrence", "mlp"), 0.0)
   for kind in model.sublayer_kinds:
     matrices = 2 * parameters.of_sublayer(kind, model).active_matrices
@@ -85,7 +86,7 @@ ATTENTION_WIDTHS: Mapping[str, Callable[[config_lib.ModelConfig], int]] = {
 
 
 def kda_flops(model: config_lib.ModelConfig) -> float:
-  """Of one KDA sublayer and token: the chunkwise form, without projections.
+  """FLOPs per token of a KDA sublayer in chunkwise form, without projections.
 
   Per head, with keys and values H wide and chunks of C tokens:
 
@@ -99,10 +100,10 @@ def kda_flops(model: config_lib.ModelConfig) -> float:
 
 
 def residual_flops(model: config_lib.ModelConfig) -> float:
-  """Of the residual scheme: its products, and depth attention.
+  """FLOPs of the residual scheme: its products and depth attention.
 
   Counted in the program of its definition, so that the number belongs to the
-  function and not to the order that a form computes it in.
+  function and not to the order in which a form computes it.
   """
   residual = dataclasses.replace(model.residual, form="one_softmax")
   model = dataclasses.replace(model, residual=residual)
@@ -110,7 +111,7 @@ def residual_flops(model: config_lib.ModelConfig) -> float:
   token = jax.ShapeDtypeStruct((1, 1, model.width), model.dtype)
 
   def network(scheme, embedding_BTD, y_BTD):
-    # Outputs are different arrays, so that each is a source of its own.
+    # Outputs are different arrays, so that each is a separate source.
     state = residuals.run_through(scheme, embedding_BTD, lambda l, _: y_BTD[l])
     return scheme.readout(state)
 

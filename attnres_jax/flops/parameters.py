@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers of parameters, from the configuration alone.
 
-What the tests hold equal to the leaves of the real networks, size by size.
+Tests compare these with the leaves of the real networks, for every size.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,10 +18,10 @@ class Count:
   """Parameters of one part of a network.
 
   Attributes:
-    matrices: that meet tokens in a product, short convolutions included.
-    idle: of those, the ones of experts that a token is not sent to.
-    vectors: gains, decay rates and the like.
-    state: selection biases, which no gradient trains.
+    matrices: used in products with tokens, including short convolutions.
+    idle: of those, the experts that a token is not routed to.
+    vectors: gains, decay rates and so on.
+    state: selection biases, which are not trained by gradients.
   """
 
   matrices: int = 0
@@ -35,7 +35,7 @@ class Count:
 
   @property
   def active(self) -> int:
-    """That one token uses."""
+    """The parameters that one token uses."""
     return self.total - self.idle
 
   @property
@@ -104,11 +104,11 @@ def _moe(model: config_lib.ModelConfig) -> Modules:
 
 
 def expert_params(model: config_lib.ModelConfig) -> int:
-  """Of one expert."""
+  """Parameters of one expert."""
   return 3 * model.width * model.moe.expert_width
 
 
-# Kind of sublayer to the modules of one, without its pre-norm.
+# Kind of sublayer to its modules, without the pre-norm.
 SUBLAYERS: Mapping[str, Callable[[config_lib.ModelConfig], Modules]] = {
   "attention": _attention,
   "kda": _kda,
@@ -137,7 +137,7 @@ def of_parts(model: config_lib.ModelConfig) -> dict[str, Count]:
   parts["norms"] = Count(vectors=(model.num_sublayers + 1) * model.width)
   parts["residual"] = of_residual(model)
   table = model.vocab_size * model.width
-  # A token looks one row of the embedding up; the head is a product.
+  # A token looks up one row of the embedding; the head is a product.
   tied = model.tie_embeddings
   parts["embedding"] = Count(table, idle=0 if tied else table)
   parts["head"] = Count(0 if tied else table)
@@ -145,6 +145,6 @@ def of_parts(model: config_lib.ModelConfig) -> dict[str, Count]:
 
 
 def total(parts: Mapping[str, Count], *without: str) -> Count:
-  """The sum of all parts but those named."""
+  """The sum of all parts except these."""
   left = [count for name, count in parts.items() if name not in without]
   return sum(left, start=Count())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts a traced program: its matrix products, and what moves in and out.
+"""Counts a traced program: its matrix products, inputs and outputs.
 
-`compiled.cost_analysis()` is no substitute: it needs a compilation, counts the
-body of a scan once, and counts every norm and activation.
+`compiled.cost_analysis()` is not a substitute: it needs a compilation, counts
+the body of a scan once, and counts every norm and activation.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,22 +14,22 @@ from jax.extend import core
 
 from attnres_jax.models import cost
 
-# Equations whose result is their operand, as far as memory is concerned.
+# Equations whose result is the operand, as far as memory is concerned.
 _RENAMES = ("convert_element_type", "name", "copy", "reshape", "squeeze")
 
 
 def flops(function: Callable[..., Any], *args: Any) -> dict[cost.Part, float]:
-  """FLOPs of `function(*args)` by part; None is the part of its own products.
+  """FLOPs of `function(*args)` by part; None for products outside any part.
 
-  One multiply-add is two. Norms, activations and additions do not count, and
-  of calls through `cost.counted` what is said there.
+  One multiply-add is two. Norms, activations and additions do not count. Calls
+  through `cost.counted` count as declared there.
 
   Args:
     function: of arrays, with its kernels behind `cost.counted`.
     *args: arrays or `ShapeDtypeStruct`s.
 
   Raises:
-    ValueError: it holds a kernel, or a loop whose length is not known.
+    ValueError: it contains a kernel, or a loop of unknown length.
   """
   with cost.counting():
     jaxpr = jax.make_jaxpr(function)(*args).jaxpr
@@ -43,16 +43,16 @@ def flops(function: Callable[..., Any], *args: Any) -> dict[cost.Part, float]:
 
 
 class Constant(jax.ShapeDtypeStruct):
-  """An array that depends on no argument, such as zeros."""
+  """An array that does not depend on an argument, such as zeros."""
 
 
 def moved(
   function: Callable[..., Any], *args: Any, least: int
 ) -> tuple[Any, tuple[int, int]]:
-  """Runs a function on shapes; says what it reads and writes as one kernel.
+  """Traces a function and counts what it would read and write as one kernel.
 
-  Each argument that it uses is read once, each result that is not an argument,
-  or equal to another result, is written once.
+  Each argument that it uses is read once. Each result is written once, unless
+  it is an argument or equal to another result.
 
   Args:
     function: of arrays.
@@ -99,7 +99,7 @@ def _is_array(v: Any) -> bool:
 
 
 def _equations(jaxpr: Any, times: int) -> Iterator[tuple[Any, int]]:
-  """All equations with how often they run, those of inner jaxprs too."""
+  """All equations, including inner jaxprs, and how often they run."""
   for equation in jaxpr.eqns:
     name, params = equation.primitive.name, equation.params
     if name in ("while", "pallas_call"):
@@ -108,7 +108,7 @@ def _equations(jaxpr: Any, times: int) -> Iterator[tuple[Any, int]]:
         " program; call it through attnres_jax.models.cost.counted"
       )
     yield equation, times
-    if name == "cond":  # The branches of one switch cost the same, or nearly.
+    if name == "cond":  # The branches of a switch cost about the same.
       yield from _equations(params["branches"][-1].jaxpr, times)
       continue
     repeats = params["length"] if name == "scan" else 1

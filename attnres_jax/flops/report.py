@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that a configuration costs, as one JSON object and as tables."""
+"""The cost of a configuration, as one JSON object and as tables."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -14,7 +14,7 @@ from attnres_jax.text_table import table
 
 Report = Mapping[str, Any]
 
-# Totals: what is left out of the sum over all parts.
+# Totals: the parts that are left out of the sum.
 TOTALS = {
   "without embedding, head and residual": ("embedding", "head", "residual"),
   "without embedding and head": ("embedding", "head"),
@@ -24,10 +24,10 @@ TOTALS = {
 
 
 def make_report(config: config_lib.RunConfig) -> Report:
-  """What the network of a run costs, for each residual scheme.
+  """The cost of a run's network, for each residual scheme.
 
   Raises:
-    ConfigError: the vocabulary's size is not known, or the scheme is not.
+    ConfigError: the vocabulary size or the scheme is unknown.
   """
   model = config.model
   if not model.vocab_size:
@@ -42,7 +42,7 @@ def make_report(config: config_lib.RunConfig) -> Report:
     except config_lib.ConfigError:
       if name == model.residual.name:
         raise
-      # The config does not say what this one needs, such as a block's size.
+      # The config lacks a field of this scheme, such as the block size.
   caches = traffic.of_caches(model)
   return {
     "name": config.name,

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes: what residual schemes move, and what decoding keeps.
+"""Bytes that residual schemes move, and that decoding keeps.
 
-What a scheme moves is counted in its own program, in the form that training
+The traffic of a scheme is counted in its own program, in the form that training
 uses: one kernel opens a segment, one writes an output and reads the next input,
 one closes the segment. Each reads its operands once and writes its results
-once. (Table 1 of arXiv:2603.15031, which bounds an average and counts keys and
-values as two reads though they are one array, is in `scaling.paper`.)
+once. (Table 1 of arXiv:2603.15031 is in `scaling.paper`; it bounds an average,
+and counts keys and values as two reads although they are one array.)
 """
 
 from collections.abc import Callable, Mapping
@@ -18,15 +18,15 @@ from attnres_jax import config as config_lib
 from attnres_jax.flops import programs
 from attnres_jax.models import residuals
 
-# Of activations and of what is kept in float32.
+# Dtypes of activations and of float32 state.
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-# So many that whatever does not grow with them is small.
+# Enough tokens to make everything that does not grow with them negligible.
 _TOKENS = 2**22
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-  """Per token and sublayer, in vectors of the model's width."""
+  """Traffic per token and sublayer, in vectors of the model's width."""
 
   reads: float
   writes: float
@@ -37,7 +37,7 @@ class Traffic:
 
 
 def of_scheme(model: config_lib.ModelConfig) -> Traffic:
-  """What the residual scheme moves, without its `init` and its readout."""
+  """The traffic of the residual scheme, without its `init` and readout."""
   scheme, vector = _abstract(model)
   moved = []
 
@@ -82,11 +82,11 @@ def _abstract(model: config_lib.ModelConfig) -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Cache:
-  """What one mixer keeps while decoding.
+  """The state of one mixer while decoding.
 
   Attributes:
     token_bytes: per token of the sequence.
-    sequence_bytes: per sequence, whatever its length.
+    sequence_bytes: per sequence, independent of its length.
   """
 
   token_bytes: int = 0
@@ -118,7 +118,7 @@ CACHES: Mapping[str, Callable[[config_lib.ModelConfig], Cache]] = {
 
 
 def of_caches(model: config_lib.ModelConfig) -> dict[str, Cache]:
-  """All mixers of each kind together."""
+  """The sum over all mixers of each kind."""
   caches: dict[str, Cache] = {}
   for kind in model.sublayer_kinds:
     if kind in CACHES:

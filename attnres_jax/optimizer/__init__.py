@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimisers as optax parts, with schedules apart from them.
+"""Optimisers built from optax transformations, without schedules.
 
   weights            clipping -> AdamW or Muon -> weight decay -> learning rate
   selection biases   balancing of the experts' load, at a rate of its own
@@ -48,7 +48,7 @@ def _muon(config: config_lib.OptimConfig) -> optax.GradientTransformation:
   )
 
 
-# Each returns updates that decay and learning rate still have to meet.
+# Each returns updates before weight decay and learning rate.
 OPTIMIZERS: Mapping[
   str, Callable[[config_lib.OptimConfig], optax.GradientTransformation]
 ] = {"adamw": _adamw, "muon": _muon}
@@ -57,10 +57,10 @@ OPTIMIZERS: Mapping[
 def make_optimizer(
   config: config_lib.OptimConfig,
 ) -> optax.GradientTransformationExtraArgs:
-  """Gradients to what has to be added to the parameters.
+  """Turns gradients into the updates that are added to parameters.
 
-  `update` takes two keywords, scalars: `learning_rate`, and `balance_rate`, by
-  which selection biases change.
+  `update` takes two scalar keywords: `learning_rate`, and `balance_rate`, the
+  step size of selection biases.
   """
   make = config_lib.choose("optim.name", config.name, OPTIMIZERS)
   clip = (

@@ -6,12 +6,12 @@
   5 times  A = X X^T;   X <- a X + (b A + c A A) X
   update = 0.2 sqrt(max(rows, columns)) X
 
-so that an update has a root mean square of about 0.2, as AdamW's has, and both
-share one learning rate and one weight decay.
+so that an update has a root mean square of about 0.2, like AdamW's, and both
+can use the same learning rate and weight decay.
 
-The momentum is `optax.trace`. The orthogonalisation is ours: that of
-`optax.contrib.muon` iterates in the gradient's float32, and weights momentum
-against gradient by two bias corrections that differ in the first steps.
+The momentum is `optax.trace`. The orthogonalisation is ours:
+`optax.contrib.muon` iterates in the float32 of the gradient, and weights
+momentum and gradient with two bias corrections that differ in the first steps.
 """
 
 import math
@@ -23,7 +23,8 @@ import optax
 
 from attnres_jax.optimizer import groups
 
-# Of the quintic iteration; steep at zero rather than convergent to one.
+# Coefficients of the quintic iteration: steep at zero rather than convergent to
+# one.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
 
@@ -31,7 +32,7 @@ EPS = 1e-7
 def scale_by_muon(
   momentum: float, iterations: int, update_rms: float
 ) -> optax.GradientTransformation:
-  """Gradients of matrices to updates that the learning rate has to scale.
+  """Turns gradients of matrices into updates, before the learning rate.
 
   Which axes of a parameter are the matrix stands in `groups.TABLE`.
   """
@@ -59,17 +60,17 @@ def _direction(
 
 
 def orthogonalise(matrices: jax.Array, iterations: int = 5) -> jax.Array:
-  """Pulls the singular values of each matrix [..., R, C] towards one.
+  """Moves the singular values of each matrix [..., R, C] towards one.
 
-  The leading axis (depth) is looped over, which bounds the memory of the
-  iteration by one layer's; the others (experts) run as a batch.
+  Loops over the leading axis (depth), so that the iteration takes the memory of
+  one layer; the other axes (experts) run as a batch.
 
   Args:
-    matrices: one or more; all but the last two axes count them.
-    iterations: of Newton and Schulz; 5 bring most values into 0.7 to 1.2.
+    matrices: one or more; all axes except the last two are batch axes.
+    iterations: Newton-Schulz iterations; 5 bring most values into 0.7 to 1.2.
 
   Returns:
-    Of the same shape, float32.
+    float32, the same shape.
   """
   if matrices.ndim > 2:
     return jax.lax.map(lambda m: _newton_schulz(m, iterations), matrices)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rates over the steps of a run: of learning, and of expert balancing.
+"""Learning rates and rates of expert balancing over the steps of a run.
 
 All warm up linearly from 0 and are continuous where their phases join:
 
@@ -22,8 +22,8 @@ from attnres_jax import config as config_lib
 def make_schedule(config: config_lib.OptimConfig, steps: int) -> optax.Schedule:
   """Learning rate as a function of the step, from 0, for a run of `steps`.
 
-  Step s (the s+1-th update) takes the schedule's value at s + 1, so that the
-  first update of a warm-up is not wasted on a learning rate of zero.
+  Step s (the (s+1)-th update) uses the schedule's value at s + 1, so that the
+  first update of a warm-up does not have a learning rate of zero.
 
   Raises:
     ConfigError: no such schedule, or its phases do not fit into the run.
@@ -38,7 +38,7 @@ def make_schedule(config: config_lib.OptimConfig, steps: int) -> optax.Schedule:
   rest = make(config, steps)
   values = rest
   if config.warmup_steps:
-    # optax holds the first value, 0, when there is no transition.
+    # Without a transition, optax would keep the first value, 0.
     warmup = optax.linear_schedule(0.0, config.peak_lr, config.warmup_steps)
     values = optax.join_schedules([warmup, rest], [config.warmup_steps])
   return lambda step: values(step + 1)
@@ -47,7 +47,7 @@ def make_schedule(config: config_lib.OptimConfig, steps: int) -> optax.Schedule:
 def make_balance_schedule(
   config: config_lib.OptimConfig, steps: int
 ) -> optax.Schedule:
-  """Step of the experts' selection biases: none once a `wsd` rate decays."""
+  """Step size of the experts' selection biases: 0 once a `wsd` rate decays."""
   stop = _decay_start(config, steps) if config.schedule == "wsd" else math.inf
 
   def rate(step):
@@ -57,9 +57,9 @@ def make_balance_schedule(
 
 
 def settled_steps(config: config_lib.OptimConfig, steps: int) -> float:
-  """The first so many steps have rates that do not depend on `steps`.
+  """The number of first steps whose rates do not depend on `steps`.
 
-  A run that took no more of them may be given another length.
+  Up to this step, the length of a run may be changed.
   """
   if config.schedule == "constant":
     return math.inf
@@ -75,7 +75,7 @@ def _decay_start(config: config_lib.OptimConfig, steps: int) -> int:
   return steps - round(config.decay_fraction * steps)
 
 
-# Each maps (OptimConfig, steps that it spans) to a schedule from the peak.
+# Each maps (OptimConfig, number of steps) to a schedule from the peak.
 _Shape = Callable[[config_lib.OptimConfig, int], optax.Schedule]
 
 
@@ -115,7 +115,7 @@ def _wsd(config: config_lib.OptimConfig, steps: int) -> optax.Schedule:
   )
 
 
-# Each maps (OptimConfig, number of steps) to what follows the warm-up.
+# Each maps (OptimConfig, number of steps) to the schedule after warm-up.
 SCHEDULES: Mapping[str, _Shape] = {
   "constant": _flat,
   "linear": _after_warmup(_line),
