@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a result comes from: machine, versions, commit."""
 
+import math
 import os
 import pathlib
 import platform
 import subprocess
 import time
+from typing import Any
 
 import flax
 import jax
 
+from attnres_jax import config as config_lib
+
 _ROOT = pathlib.Path(__file__).parents[1]
+_MOST_LAYERS = 2_000
 
 
 def facts() -> dict[str, str]:
@@ -51,10 +56,51 @@ def hardware() -> str:
   else:
     cores = os.cpu_count() or 1
   parts = [cpu(), f"{cores} core{'s' * (cores > 1)}"]
-  if "SC_PHYS_PAGES" in os.sysconf_names:
-    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    parts.append(f"{pages / 2**30:.0f} GB memory")
+  if memory := _host_memory():
+    parts.append(f"{memory / 2**30:.0f} GB memory")
   return ", ".join(parts)
+
+
+def check_size(config: config_lib.RunConfig, state: Any) -> None:
+  """Stops a run that would be traced for hours or cannot fit in memory.
+
+  Args:
+    config: of the run.
+    state: what training carries: shapes, dtypes and shardings.
+
+  Raises:
+    ConfigError: naming the estimate and the limit.
+  """
+  if config.model.num_layers > _MOST_LAYERS:
+    config_lib.fail(
+      "model.num_layers",
+      config.model.num_layers,
+      f"at most {_MOST_LAYERS}, for each of them is traced (--any_size lifts"
+      " this limit)",
+    )
+  device = jax.local_devices()[0]
+  stats = device.memory_stats() or {}
+  limit, shares = stats.get("bytes_limit"), 1
+  if device.platform == "cpu":
+    limit, shares = _host_memory(), jax.local_device_count()
+  needed = shares * sum(
+    math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    for leaf in jax.tree.leaves(state)
+  )
+  if limit and needed > limit:
+    config_lib.fail_argument(
+      "config.model",
+      f"a state of {needed / 2**30:,.0f} GiB",
+      f"at most the {limit / 2**30:,.0f} GiB of memory here (--any_size lifts"
+      " this limit)",
+    )
+
+
+def _host_memory() -> int:
+  """Bytes of this machine; 0 where it does not say."""
+  if "SC_PHYS_PAGES" not in os.sysconf_names:
+    return 0
+  return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def cpu() -> str:

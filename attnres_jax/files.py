@@ -107,10 +107,7 @@ def check_path(name: str, path: str, schemes: Sequence[str]) -> epath.Path:
   accepted = " or ".join(["a local path", *(f"{s}://" for s in schemes)])
   if not path or "\0" in path or (remote and scheme not in schemes):
     config_lib.fail_argument(name, path, accepted)
-  try:
-    return epath.Path(path).expanduser()
-  except RuntimeError as error:  # ~name of nobody
-    config_lib.fail_argument(name, path, f"{accepted} ({error})")
+  return epath.Path(path).expanduser()
 
 
 def check_folder(name: str, path: str) -> epath.Path:

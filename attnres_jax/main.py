@@ -38,6 +38,10 @@ _CHANGED = flags.DEFINE_bool(
     "resume_with_changed_config", False,
     "Resume a run even if its configuration or data differ.",
 )  # fmt: skip
+_ANY_SIZE = flags.DEFINE_bool(
+    "any_size", False,
+    "Train even if the model seems too large for this machine.",
+)  # fmt: skip
 _DISTRIBUTED = flags.DEFINE_bool(
   "distributed", False, "This is one of several processes of one run."
 )
@@ -71,7 +75,10 @@ def _train() -> None:
   )
   try:
     summary = train.train_and_evaluate(
-      config, _WORKDIR.value, resume_with_changed_config=_CHANGED.value
+      config,
+      _WORKDIR.value,
+      resume_with_changed_config=_CHANGED.value,
+      any_size=_ANY_SIZE.value,
     )
   except jax.errors.JaxRuntimeError as error:
     if not _DISTRIBUTED.value:

@@ -40,6 +40,7 @@ def train_and_evaluate(
   workdir: epath.PathLike,
   *,
   resume_with_changed_config: bool = False,
+  any_size: bool = False,
   claim: claims.Claim | None = None,
 ) -> dict[str, Any]:
   """Trains to `config.train.steps`, or until a signal; all processes call it.
@@ -49,6 +50,7 @@ def train_and_evaluate(
     workdir: its folder, local or gs://; may hold an interrupted run.
     resume_with_changed_config: go on although the folder's configuration or
       data differ in more than `run_folder.HARMLESS`.
+    any_size: train whatever the estimate of its size says.
     claim: of the folder, where the caller has one; it stays the caller's.
 
   Returns:
@@ -72,6 +74,8 @@ def train_and_evaluate(
     mesh = sharding.make_mesh(config.mesh)
     config, datasets, separator_id = _open_data(config, mesh)
     program = train_state.make_program(config, mesh)
+    if not any_size:
+      environment.check_size(config, program.abstract_state)
     descriptions = {split: d.describe() for split, d in datasets.items()}
     stack.enter_context(claims.held(workdir, claim))
     changes = run_folder.changes(workdir, config, descriptions)

@@ -152,8 +152,19 @@ def test_bad_workdir(command, tmp_path):
     "error: --workdir: missing, expected a folder"
   ]
   (tmp_path / "file").write_text("")
-  status, err = command(workdir=str(tmp_path / "file"))
-  assert status == 2 and len(err) == 1 and "expected a folder" in err[0]
+  for workdir, accepted in {
+    tmp_path / "file": "a folder",
+    tmp_path / "file" / "run": "a folder",
+    "/dev/null": "a folder",
+    tmp_path / ("x" * 300): "names of 255 bytes at most",
+    "s3://bucket/run": "a local path or gs://",
+  }.items():
+    status, err = command(workdir=str(workdir))
+    assert status == 2 and len(err) == 1, err
+    assert err[0].startswith(
+      f"error: --workdir: got {str(workdir)!r}, expected"
+    )
+    assert f"expected {accepted}" in err[0]
 
 
 def test_a_pod_needs_no_addresses(command, monkeypatch):
@@ -171,7 +182,8 @@ def test_a_pod_needs_no_addresses(command, monkeypatch):
 def test_overrides_arrive(command, monkeypatch, capsys):
   seen = []
 
-  def train_and_evaluate(config, workdir, resume_with_changed_config):
+  def train_and_evaluate(config, workdir, resume_with_changed_config, any_size):
+    assert not any_size
     seen.append((config, resume_with_changed_config))
     return {"status": "stopped", "step": 3}
 

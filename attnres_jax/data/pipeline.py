@@ -181,7 +181,11 @@ class Batches:
     return self
 
   def __next__(self) -> Batch:
-    return next(self._iterator)
+    try:
+      return next(self._iterator)
+    except tokens_lib.DataError as error:
+      # Without what grain adds to it.
+      raise tokens_lib.DataError(str(error)) from None
 
   def get_state(self) -> dict[str, Any]:
     """The next global batch and its data; can be saved as JSON."""

@@ -126,6 +126,16 @@ class TestTokenFiles:
       ({"dtype": "uint16", "count": 13}, "26 bytes, as x.json says"),
       ({"dtype": "uint16", "count": 11}, "not of 24"),
       ({"dtype": "uint16", "count": 12, "vocab_size": -3}, "vocab_size"),
+      ({"dtype": "uint16", "count": 12, "vocab_size": 0}, "at least 1"),
+      ({"dtype": "uint16", "count": 12, "vocab_size": 65537}, "most 65536"),
+      ({"dtype": "uint16", "count": 12, "vocab_size": 5.0}, "vocab_size"),
+      ({"dtype": "uint16", "count": 12, "separator_id": 65536}, "most 65535"),
+      (
+        {"dtype": "uint16", "count": 12, "vocab_size": 9, "separator_id": 9},
+        '"separator_id" at most 8',
+      ),
+      ({"dtype": "uint16", "count": 10**30}, "it is cut off or damaged"),
+      ({"dtype": ["uint16"], "count": 12}, "dtype"),
       ({"dtype": "uint16", "count": 12, "tokenizer": "bytes"}, "tokenizer"),
       ({"dtype": "uint16", "count": 12, "sha256": 5}, "sha256"),
       ({"dtype": "uint16", "count": 12, "sha256": "00"}, "SHA-256 00"),
@@ -139,10 +149,71 @@ class TestTokenFiles:
     ):
       data.open_dataset(self._config(), "train")
 
-  def test_sidecar_that_is_no_json(self):
+  @pytest.mark.parametrize(
+    "content", [b"{", b"[" * 100_000, b"\xff", b""], ids=range(4)
+  )
+  def test_sidecar_that_is_no_json(self, content):
     self._write("x.bin", _raw(_IDS))
-    (self.folder / "x.json").write_text("{")
+    (self.folder / "x.json").write_bytes(content)
     with pytest.raises(config_lib.ConfigError, match="x.json'.*JSON"):
+      data.open_dataset(self._config(), "train")
+
+  @pytest.mark.parametrize("num_threads", [0, 2])
+  @pytest.mark.parametrize(
+    "content,message",
+    [
+      (_raw([7] * 2999), "has 5998 bytes now, 6000 when it was opened"),
+      (None, "No such file"),
+      (_raw([300] * 3000), "token id 300.*vocabulary size 257"),
+    ],
+    ids=["cut off", "gone", "other ids"],
+  )
+  def test_a_file_that_changes_under_a_run(self, num_threads, content, message):
+    sidecar = {"dtype": "uint16", "count": 3000}
+    self._write("x.bin", _raw([7] * 3000), sidecar)
+    config = self._config(num_threads=num_threads)
+    batches = data.open_dataset(config, "train").batches()
+    next(batches)
+    if content is None:
+      (self.folder / "x.bin").unlink()
+    else:
+      with open(self.folder / "x.bin", "r+b") as file:
+        file.write(content)
+        file.truncate()
+    with pytest.raises(config_lib.RunError, match=message):
+      for _ in range(3000):
+        next(batches)
+    batches.close()
+
+  @pytest.mark.parametrize(
+    "change",
+    [
+      {"complete": 1},
+      {"settings": []},
+      {"splits": 3},
+      {"splits": {}},
+      {"splits": {"train": {"files": ["x.bin"]}}},
+      {"files": ["../x.bin"]},
+      {"files": [3]},
+      {"files": None},
+      {"tokens": -1},
+      {"tokens": "many"},
+    ],
+  )
+  def test_bad_dataset_files(self, change):
+    self._write("x.bin", _raw(_IDS), {"dtype": "uint16", "count": 12})
+    split = {"files": ["x.bin"], "tokens": 12, "documents": 1, "bytes": 9}
+    good = {"complete": True, "settings": {}}
+    good["splits"] = dict.fromkeys(("train", "validation"), split)
+    file = self.folder / "dataset.json"
+    file.write_text(json.dumps(good))
+    assert self._read(self._config()) == _IDS[:11]
+    if change.keys() & split.keys():
+      split.update(change)
+      change = {}
+    file.write_text(json.dumps(good | change))
+    message = "dataset.json', expected a file that prepare has written"
+    with pytest.raises(config_lib.ConfigError, match=message):
       data.open_dataset(self._config(), "train")
 
   def test_hash_of_the_sidecar_is_checked(self):

@@ -73,6 +73,25 @@ def test_seeds_and_long_prompts(model):
     sample.sample(model, np.zeros(0), **kwargs)
 
 
+@pytest.mark.parametrize(
+  "bad",
+  [
+    dict(temperature=-1.0),
+    dict(temperature=float("nan")),
+    dict(temperature=float("inf")),
+    dict(num_tokens=0),
+    dict(num_tokens=10**9),
+    dict(seed=2**32),
+    dict(seed=-1),
+  ],
+)
+def test_bad_arguments_are_named(model, bad):
+  kwargs = dict(num_tokens=3, window=WINDOW, temperature=1.0) | bad
+  ((name, value),) = bad.items()
+  with pytest.raises(config_lib.ConfigError, match=f"^--{name}: got {value}"):
+    sample.sample(model, np.arange(3), **kwargs)
+
+
 def test_text_opens_a_document(model):
   tokenizer = data.make_tokenizer(config_lib.DataConfig())
   text = sample.sample_text(

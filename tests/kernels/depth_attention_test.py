@@ -358,6 +358,15 @@ class BadInputTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, r"\(2, 8\).*\(3, 9\)"):
       depth_attention(jnp.ones((2, 8)), [jnp.ones((3, 9))])
 
+  @parameterized.parameters(-1e-6, float("nan"), float("inf"))
+  def test_epsilon(self, eps):
+    with self.assertRaisesRegex(ValueError, "eps=.* finite number"):
+      depth_attention(jnp.zeros((2, 8)), [jnp.zeros((3, 8))], eps=eps)
+
+  def test_no_width(self):
+    with self.assertRaisesRegex(ValueError, "Q and D >= 1"):
+      depth_attention(jnp.zeros((2, 0)), [jnp.zeros((3, 0))])
+
   def test_no_sources(self):
     with self.assertRaisesRegex(ValueError, r"M = 0.*\(2, 8\)"):
       depth_attention(jnp.ones((2, 8)), [])

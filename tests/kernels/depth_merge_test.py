@@ -231,6 +231,7 @@ class BadInputTest(parameterized.TestCase):
     ((3, 8), (4,), (8,), (3, 8), r"\(4,\).*\(3, 8\)"),
     ((3, 8), (3,), (2, 8), (3, 8), r"\[D\].*\(2, 8\)"),
     ((3, 8), (3,), (8,), (4, 8), r"\(4, 8\).*\(3, 8\)"),
+    ((3, 0), (3,), (0,), (3, 0), "D >= 1"),
   )
   def test_shapes(self, out, lse, query, partial, message):
     with self.assertRaisesRegex(ValueError, message):
@@ -240,6 +241,9 @@ class BadInputTest(parameterized.TestCase):
     x, lse, query = jnp.ones((3, 8)), jnp.ones(3), jnp.ones(8)
     with self.assertRaisesRegex(ValueError, r"update \(2, 8\).*\(3, 8\)"):
       depth_merge_norm(x, lse, query, x, x[:2], query)
+    for name in ("eps", "norm_eps"):
+      with self.assertRaisesRegex(ValueError, f"{name}=-1 must be a finite"):
+        depth_merge_norm(x, lse, query, x, x, query, **{name: -1})
     with self.assertRaisesRegex(ValueError, r"gain \(9,\).*\(8,\)"):
       depth_merge_norm(x, lse, query, x, x, jnp.ones(9))
 

@@ -411,6 +411,8 @@ class BadInputTest(parameterized.TestCase):
     self.bad("floating point, got int32", v=jnp.ones((2, 6, 2, 3), int))
     self.bad("integers, got float32", segment_ids=jnp.ones((2, 6)))
     self.bad("pallas_tpu", implementation="cuda")
+    none = jnp.ones((2, 6, 2, 0))
+    self.bad("K >= 1", q=none, k=none, g=none, initial_state=None)
     self.bad("no pallas_gpu", NotImplementedError, implementation="pallas_gpu")
 
   def test_step(self):
