@@ -49,6 +49,7 @@ def test_what_fits(tmp_path):
   assert file.read_text().count('"fits": true') == 2
 
 
+@pytest.mark.slow
 def test_what_does_not_fit():
   """One MLP of 24 GiB on each of four devices of 16 GiB."""
   done = _run(
