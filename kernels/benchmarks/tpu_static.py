@@ -16,6 +16,7 @@ About 8 s per kernel, shape and chip; `--chips v6e --shapes 48b` selects a part.
 
 import argparse
 from collections.abc import Callable, Iterator
+import functools
 import glob
 import math
 import os
@@ -156,81 +157,56 @@ def _schedule(folder, kernel):
   return bundles, {n: u / c for n, u, c in zip(names, used, capacity)}
 
 
-def _attention_forward(shape):
-  query, sources, _, _ = _attention_arrays(shape)
-  slabs = shape.sources + shape.queries
-  tile = attention.BlockSizes.choose(
-    shape.tokens, shape.width, 2 * slabs * shape.width
-  ).tokens
-  plan = _plan(
-    shape.tokens,
-    tile,
-    shape.width,
-    slabs,
-    stats=4 * shape.queries,
-    fixed=6 * shape.queries * shape.width,
-  )
-  return (
-    lambda q, *s: attention.forward(q, s, None, eps=1e-6),
-    (query, *sources),
-    plan,
-  )
-
-
-def _attention_backward(shape):
-  query, sources, lse, dout = _attention_arrays(shape)
-  slabs = 2 * shape.sources + shape.queries
+def _attention(shape, backward):
+  token = (shape.tokens, shape.width)
+  sources = [jax.ShapeDtypeStruct(token, jnp.bfloat16)] * shape.sources
+  query = jax.ShapeDtypeStruct((shape.queries, shape.width), jnp.float32)
+  lse = jax.ShapeDtypeStruct((shape.queries, shape.tokens), jnp.float32)
+  dout = jax.ShapeDtypeStruct((shape.queries, *token), jnp.bfloat16)
+  slabs = (1 + backward) * shape.sources + shape.queries
   tile = attention.BlockSizes.choose(
     shape.tokens, shape.width, 2 * slabs * shape.width
   ).tokens
   tiles = math.ceil(shape.tokens / tile)
   parts = max(p for p in range(1, 9) if tiles % p == 0)
+  # Backward, two sets of query terms once, and their gradient once per part.
+  fixed = 12 + 8 * parts if backward else 6
   plan = _plan(
     shape.tokens,
     tile,
     shape.width,
     slabs,
-    stats=8 * shape.queries,
-    # Two sets of query terms once, and their float32 gradient once per part.
-    fixed=(12 + 8 * parts) * shape.queries * shape.width,
+    stats=(4 + 4 * backward) * shape.queries,
+    fixed=fixed * shape.queries * shape.width,
   )
-  return (
-    lambda q, l, o, d, *s: attention.backward(q, s, None, l, o, d, eps=1e-6),
-    (query, lse, dout, lse, *sources),
-    plan,
-  )
+  if backward:
+    arguments = query, lse, dout, lse, *sources
+    function = lambda q, l, o, d, *s: attention.backward(
+      q, s, None, l, o, d, eps=1e-6
+    )
+  else:
+    arguments = query, *sources
+    function = lambda q, *s: attention.forward(q, s, None, eps=1e-6)
+  return function, arguments, plan
 
 
-def _attention_arrays(shape):
-  token = (shape.tokens, shape.width)
-  sources = [
-    jax.ShapeDtypeStruct(token, jnp.bfloat16) for _ in range(shape.sources)
-  ]
-  query = jax.ShapeDtypeStruct((shape.queries, shape.width), jnp.float32)
-  lse = jax.ShapeDtypeStruct((shape.queries, shape.tokens), jnp.float32)
-  dout = jax.ShapeDtypeStruct((shape.queries, *token), jnp.bfloat16)
-  return query, sources, lse, dout
-
-
-def _merge_forward(shape):
-  return _merge(shape, merge.forward, 5, 10, stats=4, fixed=8)
-
-
-def _merge_backward(shape):
-  return _merge(shape, merge.backward, 6, 12, stats=8, fixed=8 + 64 * 8)
-
-
-def _merge(shape, kernel, slabs, tile_bytes, stats, fixed):
+def _merge(shape, backward):
   wide = jax.ShapeDtypeStruct((shape.tokens, shape.width), jnp.bfloat16)
   row = jax.ShapeDtypeStruct((shape.width,), jnp.float32)
   lse = jax.ShapeDtypeStruct((shape.tokens,), jnp.float32)
-  arguments = wide, lse, row, wide
-  arguments += (wide, row) if kernel is merge.forward else (row, wide, wide)
-  tile = merge.choose_tile(shape.tokens, tile_bytes * shape.width)
+  tile = merge.choose_tile(shape.tokens, (10 + 2 * backward) * shape.width)
   plan = _plan(
-    shape.tokens, tile, shape.width, slabs, stats, fixed * shape.width
+    shape.tokens,
+    tile,
+    shape.width,
+    slabs=5 + backward,
+    stats=4 + 4 * backward,
+    fixed=(8 + 64 * 8 * backward) * shape.width,
   )
-  return lambda *a: kernel(*a, eps=1e-6, norm_eps=1e-6), arguments, plan
+  kernel = merge.backward if backward else merge.forward
+  rest = (row, wide, wide) if backward else (wide, row)
+  function = lambda *a: kernel(*a, eps=1e-6, norm_eps=1e-6)
+  return function, (wide, lse, row, wide, *rest), plan
 
 
 def _plan(tokens, tile, width, slabs, stats, fixed):
@@ -248,14 +224,14 @@ def _plan(tokens, tile, width, slabs, stats, fixed):
 
 def _depth_cases(options) -> Iterator[tuple[str, Any, Build]]:
   listed = shapes.NAMED if options.all else shapes.TABLE
-  for name, build, of_kernel in (
-    ("depth_attention_forward", _attention_forward, listed),
-    ("depth_attention_backward", _attention_backward, listed),
-    ("depth_merge_forward", _merge_forward, shapes.MERGE),
-    ("depth_merge_backward", _merge_backward, shapes.MERGE),
+  for op, build, of_op in (
+    ("depth_attention", _attention, listed),
+    ("depth_merge", _merge, shapes.MERGE),
   ):
-    for shape in of_kernel:
-      yield name, shape, build
+    for backward, direction in enumerate(("forward", "backward")):
+      for shape in of_op:
+        build_one = functools.partial(build, backward=bool(backward))
+        yield f"{op}_{direction}", shape, build_one
 
 
 # Operands and results that a kernel moves: in the input dtype with width K or
