@@ -105,12 +105,12 @@ def _status(experiment: Experiment, options: argparse.Namespace) -> int:
   while True:
     progress = _known(options)
     text = monitor.table(progress)
-    if not options.watch:
+    if not options.watch > 0:
       print(text)
       return int(any(map(_is_bad, progress)))
     # Home and clear, so that the table stays in place.
     print(f"\x1b[H\x1b[2J{text}", flush=True)
-    time.sleep(options.watch)
+    time.sleep(min(options.watch, 3600.0))
 
 
 def _collect(experiment: Experiment, options: argparse.Namespace) -> int:

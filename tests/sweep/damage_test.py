@@ -14,9 +14,11 @@ from attnres_jax.scaling import grid
 from attnres_jax.sweep import cli
 from attnres_jax.sweep import exits
 from attnres_jax.sweep import folder as folder_lib
+from attnres_jax.sweep import launchers
 from attnres_jax.sweep import monitor
 from attnres_jax.sweep import state as state_lib
 from attnres_jax.sweep import worker
+from attnres_jax.sweep.launchers import local
 from experiments.arch_sweep import report as shapes
 from experiments.scaling_law import report as laws
 from tests.sweep import tiny_sweep
@@ -233,6 +235,58 @@ def test_skipped_steps_and_losses_that_are_not_finite(tmp_path):
     tmp_path / "tiny.py", seeds=(0,), **{"train.on_nan": "skip"}
   )
   assert grid.load(source)[0].name == run.name
+
+
+def test_a_diverged_run_under_every_command(sweep, capsys, monkeypatch):
+  """A worker ends as failed where all steps were skipped; the rest goes on."""
+  folder, _ = sweep
+  bad, *good = _names(folder)
+  run = folder_lib.read_run(folder, bad)
+  tiny_sweep.leave(folder, run, loss=float("nan"), status=state_lib.PENDING)
+  metrics = folder / bad / "metrics.jsonl"
+  # As rows of metrics are written.
+  metrics.write_text(metrics.read_text().replace("NaN", "null"))
+  summary = {"status": "finished", "step": 20, "skipped": 20}
+  monkeypatch.setattr(
+    worker.train, "train_and_evaluate", lambda *_, **__: summary
+  )
+  arguments = [f"--folder={folder}", f"--run={bad}"]
+  assert worker.main(arguments) == exits.Exit.FAILED
+  state = state_lib.read(folder / bad)
+  reason = "20 of 20 steps were skipped"
+  assert state.status == state_lib.FAILED and state.error.startswith(reason)
+  for render in RENDER.values():
+    for action in ("status", "collect", "report"):
+      assert _main(sweep, action, render=render) == 1
+      out, err = capsys.readouterr()
+      assert f"{bad}: {reason}" in (out if action == "status" else err)
+    assert reason in (folder / cli.REPORT).read_text()
+  monkeypatch.setattr(local.worker, "command", _fail)
+  assert _main(sweep, "run") == 1
+  assert "2/3 done, 1 failed" in capsys.readouterr().out
+  assert [row["run"] for row in csv_rows.read(folder / cli.ROWS)] == good
+
+
+def _fail(folder, name, python):
+  return [python, "-c", "raise SystemExit(1)"]
+
+
+def test_other_launchers_leave_a_damaged_run_out(sweep, tmp_path, capsys):
+  folder, _ = sweep
+  bad, *good = _names(folder)
+  for name in good:
+    (folder / name / state_lib.FILE).unlink()
+  _cut(folder / bad / state_lib.FILE)
+  script = tmp_path / "script"
+  setting = f"--set=script={script}"
+  assert _main(sweep, "run", "--launcher=slurm", setting) == 1
+  text = script.read_text()
+  assert bad not in text and all(name in text for name in good)
+  assert f"error: {bad}: {folder / bad / state_lib.FILE}:" in (
+    capsys.readouterr().err
+  )
+  runs = folder_lib.read(folder)
+  assert [run.name for run in launchers.todo(runs, folder)] == good
 
 
 def test_no_worker_outlives_a_launcher_that_fails(sweep):
