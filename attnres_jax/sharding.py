@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device meshes, and where arrays live on them.
+"""Device meshes, and how arrays are sharded over them.
 
-The only place that spells mesh axes:
+The only module with names of mesh axes:
 
   stage    ranks of a pipeline: each computes chunks of the depth for all rows.
-           Parameters at rest are cut over it as over fsdp
+           Between steps, parameters are sharded over it as over fsdp
   data     rows of a batch; parameters are copies of each other
-  fsdp     rows of a batch, too; parameters and optimiser state are cut, and
+  fsdp     rows of a batch; parameters and optimiser state are sharded, and
            gathered where they are used
-  expert   rows of a batch, too; experts are dealt out, and tokens go to them
-  tensor   heads, hidden units and vocabulary of every matrix are cut; all of
-           them compute on the same rows. Between sublayers, where every token
-           is by itself, each has tokens of its own (sequence parallelism)
+  expert   rows of a batch; each device owns some experts, and tokens are sent
+           to them
+  tensor   heads, hidden units and vocabulary of every matrix; all devices
+           compute on the same rows. Between sublayers, where tokens are
+           independent, each has its own tokens (sequence parallelism)
 
-One ordered table, `PARTITIONS`, says how each parameter is cut. Optimiser state
-follows its parameter, and so do checkpoints, which restore onto any mesh.
+One ordered table, `PARTITIONS`, says how each parameter is sharded. Optimiser
+state follows its parameter, and so do checkpoints, which restore onto any mesh.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,20 +41,20 @@ STAGE, DATA, FSDP, EXPERT, TENSOR = AXES = (
   "expert",
   "tensor",
 )
-# The axes that rows of a batch are spread over.
+# The axes over which rows of a batch are sharded.
 ROWS = (DATA, FSDP, EXPERT)
 
-# Of activations: [B, T, D] between sublayers, [Q, B, T, ...] of the queries of
-# a depth block, [B, T, N, ...] inside of a mixer, and the same on all devices.
+# Shardings of activations: [B, T, D] between sublayers, [Q, B, T, ...] for the
+# queries of a depth block, [B, T, N, ...] inside a mixer, and replicated.
 TOKENS = PartitionSpec(ROWS, TENSOR)
 QUERIED_TOKENS = PartitionSpec(None, ROWS, TENSOR)
 HEADS = PartitionSpec(ROWS, None, TENSOR)
 SEQUENCES = PartitionSpec(ROWS)
 WHOLE = PartitionSpec()
 
-# The end of a parameter's path -> the axis that cuts each of its dimensions;
-# the first row that matches counts. Leading dimensions (stacked sublayers) are
-# whole. What no row matches is whole on every device: gains, pseudo-queries,
+# Suffix of a parameter's path -> the axis that shards each of its dimensions;
+# the first matching row counts. Leading dimensions (stacked sublayers) are not
+# sharded. Parameters without a row are replicated: gains, pseudo-queries,
 # per-head scalars, short convolutions, biases.
 PARTITIONS: Sequence[tuple[str, tuple[str | None, ...]]] = (
   (r"embedding/table", (TENSOR, FSDP)),
@@ -78,15 +79,15 @@ PARTITIONS: Sequence[tuple[str, tuple[str | None, ...]]] = (
 def make_mesh(
   config: config_lib.MeshConfig, devices: Sequence[Any] | None = None
 ) -> Mesh:
-  """A mesh over devices of all processes, or over the given ones.
+  """A mesh over the devices of all processes, or over the given devices.
 
-  Where the devices lie in several slices (pods without a direct link), `data`
-  is what crosses them, once per step. Axes of the mesh are axes of the torus
-  where sizes allow it, and parts of them where not, as with 8 x 8 on 4x4x4.
+  If the devices are in several slices (pods without a direct link), only `data`
+  crosses slices, once per step. Axes of the mesh are axes of the torus if sizes
+  allow it, and parts of them otherwise, as with 8 x 8 on 4x4x4.
 
   Raises:
-    ConfigError: the sizes ask for more devices than there are, or leave a
-      remainder; it names what fits.
+    ConfigError: the sizes need more devices than there are, or do not divide
+      them; names sizes that fit.
   """
   available = list(jax.devices() if devices is None else devices)
   sizes = _axis_sizes(config, len(available))
@@ -114,10 +115,10 @@ def make_mesh(
 
 
 def check_divides(config: config_lib.RunConfig, mesh: Mesh) -> None:
-  """Stops a run whose microbatches cannot be split over the mesh.
+  """Refuses a run whose microbatches cannot be split over the mesh.
 
   Raises:
-    ConfigError: naming the nearest batch sizes that can.
+    ConfigError: names the nearest valid batch sizes.
   """
   rows, parts = config.data.batch_size, config.optim.accumulate_steps
   unit = parts * num_row_shards(mesh)
@@ -141,18 +142,18 @@ def check_divides(config: config_lib.RunConfig, mesh: Mesh) -> None:
 
 
 def num_row_shards(mesh: Mesh) -> int:
-  """Into how many parts the rows of a batch are split."""
+  """The number of parts into which the rows of a batch are split."""
   return math.prod(mesh.shape[axis] for axis in ROWS)
 
 
 def share_of_rows(mesh: Mesh, process: int) -> tuple[int, int]:
   """Which part of a batch a process reads, and how many parts there are.
 
-  Processes whose devices are at other places of `stage` and `tensor` only work
-  on the same rows, and so read the same part.
+  Processes whose devices differ only in `stage` and `tensor` work on the same
+  rows, and so read the same part.
 
   Raises:
-    ConfigError: the rows of two processes overlap without being the same.
+    ConfigError: the rows of two processes overlap but are not the same.
   """
   places = np.arange(num_row_shards(mesh))
   places = places.reshape([mesh.shape[axis] for axis in ROWS])
@@ -172,7 +173,7 @@ def share_of_rows(mesh: Mesh, process: int) -> tuple[int, int]:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-  """Sharding of metrics and counters: whole on every device."""
+  """Sharding of metrics and counters: replicated."""
   return NamedSharding(mesh, WHOLE)
 
 
@@ -182,14 +183,14 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def state_sharding(tree: Any, mesh: Mesh) -> Any:
-  """For each leaf of a model or train state its sharding, by `PARTITIONS`.
+  """The sharding of each leaf of a model or train state, by `PARTITIONS`.
 
   Args:
     tree: arrays or `ShapeDtypeStruct`s; their paths end in the parameter's.
     mesh: of `make_mesh`.
 
   Raises:
-    ConfigError: an axis of the mesh does not divide what it cuts.
+    ConfigError: an axis of the mesh does not divide the dimension it shards.
   """
 
   def one(path: Any, leaf: Any) -> NamedSharding:
@@ -202,7 +203,7 @@ def state_sharding(tree: Any, mesh: Mesh) -> Any:
 
 
 def at_rest(name: str, shape: tuple[int, ...]) -> PartitionSpec:
-  """How a parameter (or moments of it) is cut between steps.
+  """How a parameter (or its moments) is sharded between steps.
 
   Args:
     name: its path, with slashes.
@@ -213,15 +214,15 @@ def at_rest(name: str, shape: tuple[int, ...]) -> PartitionSpec:
 
 
 def ambient(mesh: Mesh) -> contextlib.AbstractContextManager:
-  """What is traced within it may ask which mesh it is for: `by_shards` does."""
+  """A context for tracing that tells functions such as `by_shards` the mesh."""
   return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
 def keep_tokens(x_BTD: jax.Array) -> jax.Array:
-  """Says that activations lie as `TOKENS`.
+  """Constrains activations to be sharded as `TOKENS`.
 
-  Without a word about it the compiler may as well keep a parameter where it is
-  and send the activations. Outside of `ambient` this is the identity.
+  Without this, the compiler might keep a parameter in place and send the
+  activations. Outside of `ambient` this is the identity.
   """
   if not _mesh_to_split_over():
     return x_BTD
@@ -234,24 +235,24 @@ def by_shards(
   out_specs: Any,
   axes: Sequence[str] = AXES,
 ) -> Callable[..., Any]:
-  """Has every device compute `function` on its own part of the arguments.
+  """Makes every device compute `function` on its own shards of the arguments.
 
-  For what the compiler cannot split by itself: it refuses to for Pallas
-  kernels, and would gather what is to be sorted. Where no mesh is ambient, or
-  one with a single device along `axes`, or it is split already, this is the
+  For functions that the compiler cannot partition: it refuses Pallas kernels,
+  and would gather rows that have to be sorted. Without an ambient mesh, with a
+  single device along `axes`, or inside another `by_shards`, this is the
   function itself.
 
   Args:
-    function: of arrays; its parts must not depend on each other.
-    in_specs: how each argument is cut, such as `TOKENS`. The gradient of what
-      is `WHOLE` is the sum over all devices.
-    out_specs: how the results are.
-    axes: that the specs speak of; the compiler splits along the others.
+    function: of arrays; shards must not depend on each other.
+    in_specs: how each argument is sharded, such as `TOKENS`. The gradient of an
+      argument that is `WHOLE` is the sum over all devices.
+    out_specs: how the results are sharded.
+    axes: the axes of the specs; the compiler partitions along the others.
   """
   if not _mesh_to_split_over(axes):
     return function
-  # Unchecked, gradients of whole arguments are summed by the rule of
-  # transposition rather than by every gradient rule inside.
+  # Unchecked, so that gradients of replicated arguments are summed by the
+  # transpose rule rather than by every gradient rule inside.
   return jax.shard_map(
     function,
     in_specs=in_specs,
@@ -266,39 +267,39 @@ def by_rows(
 ) -> Callable[[Any, Any], Any]:
   """`by_shards` for `function(rows, shared)`, with parameters as `shared`.
 
-  All leaves of `rows` and of the result are [B, ...]. How `tensor` cuts the
-  parameters is left to the compiler.
+  All leaves of `rows` and of the result are [B, ...]. The compiler decides how
+  `tensor` shards the parameters.
 
   Args:
     function: see above.
-    cuts: how each parameter arrives, such as `row_cut` of it.
+    cuts: how each parameter is sharded, such as by its `row_cut`.
   """
   return by_shards(function, (SEQUENCES, cuts), SEQUENCES, ROWS)
 
 
 def row_cut(name: str, num_dims: int) -> PartitionSpec:
-  """How `ROWS` cut the parameter whose path ends in `name`."""
+  """How `ROWS` shard the parameter whose path ends in `name`."""
   axes = _partition(name, (1,) * num_dims)
   return PartitionSpec(*(axis if axis in ROWS else None for axis in axes))
 
 
 def cut_dim(part: jax.Array, dim: int, size: int) -> int | None:
-  """`dim` if `part` has less than `size` there; None if it is whole."""
+  """`dim` if `part` is smaller than `size` there; None if it is whole."""
   return None if part.shape[dim] == size else dim
 
 
 def gather_parts(
   part: jax.Array, dim: int | None, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
-  """Within `by_shards`, a parameter that `fsdp` cuts along `dim`, whole.
+  """Within `by_shards`, gathers a parameter that `fsdp` cuts along `dim`.
 
-  It travels in the dtype that it is needed in: half the bytes of master weights
-  for products in bfloat16. No gradient rule, since the gradient is wanted in
+  It is sent in the dtype in which it is used: half the bytes of master weights
+  for products in bfloat16. No gradient rule, since the gradient has to be
   float32: see `sum_parts`.
 
   Args:
-    part: this device's.
-    dim: of `cut_dim`; None for what is whole already.
+    part: of this device.
+    dim: from `cut_dim`; None if it is whole already.
     dtype: of the result.
   """
   part = part.astype(dtype)
@@ -308,7 +309,7 @@ def gather_parts(
 
 
 def sum_parts(whole: jax.Array, dim: int | None) -> jax.Array:
-  """The part of the sum over `fsdp` that `gather_parts` would gather."""
+  """This device's part of a sum over `fsdp`, as cut for `gather_parts`."""
   if dim is None:
     return whole
   return jax.lax.psum_scatter(whole, FSDP, scatter_dimension=dim, tiled=True)
@@ -324,7 +325,7 @@ def _mesh_to_split_over(axes: Sequence[str] = AXES) -> bool:
 def shard_batch(
   batch: Mapping[str, np.ndarray], mesh: Mesh
 ) -> dict[str, jax.Array]:
-  """Joins each process's rows into global arrays on the mesh."""
+  """Joins the rows of all processes into global arrays on the mesh."""
   sharding = batch_sharding(mesh)
   return {
     name: jax.make_array_from_process_local_data(sharding, rows)

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGTERM and SIGINT become "stop after this step", on one step everywhere.
+"""Turns SIGTERM and SIGINT into a stop at the same step on all processes.
 
-A single process looks at its own flag once a step. Under `jax.distributed` the
-processes must stop together: there JAX catches SIGTERM and agrees on the first
-step that none of them has passed, so an interrupt from the keyboard is handed
-on as SIGTERM. A second signal of the same kind does what it always does.
+A single process checks its own flag once per step. Under `jax.distributed` the
+processes must stop together: JAX catches SIGTERM and agrees on the first step
+that no process has passed, so a keyboard interrupt is passed on as SIGTERM. A
+second signal of the same kind has its usual effect.
 
-Only the main thread of a process may have handlers. A run in another one (Ray
-trains there) stops for SIGTERM under `jax.distributed`, and else for nothing.
+Only the main thread of a process may have handlers. A run in another thread (as
+under Ray) stops for SIGTERM under `jax.distributed`, and otherwise for no
+signal.
 """
 
 import os
@@ -23,8 +24,8 @@ class StopSignal:
   """Context manager; `requested(step)` is True on the step to stop before.
 
   Attributes:
-    received: name of the signal this process got, or None. Under
-      `jax.distributed` it may be another process that got one.
+    received: name of the signal that this process received, or None. Under
+      `jax.distributed`, another process may have received one.
   """
 
   def __init__(self):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns the device's metrics into rows without making the device wait.
+"""Turns metrics on the device into rows without making the device wait.
 
 The metrics of step n are fetched after step n+1 has been dispatched, so the
 device always has work while the host reads, logs and waits for data. The time
-between two fetches is then the time of a step. Whoever needs the numbers at
-once (before an evaluation or a save) drains the log.
+between two fetches is then the time of a step. Code that needs the numbers
+immediately (before an evaluation or a save) drains the log.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -34,11 +34,11 @@ class NonFiniteError(config_lib.RunError):
 class StepLog:
   """Writes train rows every `train.log_every` steps, one step late.
 
-  A row holds the scalars of that step; the norms of the transformer blocks go
+  A row has the scalars of that step; the norms of the transformer blocks go
   into `depth` rows, which the training loop writes. Times are means over the
-  steps since the row before: step_seconds (evaluations, saves and depth rows
-  left out), data_wait_seconds, tokens_per_second, model_flop_utilisation (null
-  on CPU and on chips without a known peak).
+  steps since the previous row: step_seconds (without evaluations, saves and
+  depth rows), data_wait_seconds, tokens_per_second, model_flop_utilisation
+  (null on CPU and on chips with unknown peak).
   """
 
   def __init__(
@@ -65,10 +65,10 @@ class StepLog:
     self._reset()
 
   def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-    """Takes over what step `step` put out; writes the step before.
+    """Accepts the metrics of a step, and writes those of the previous one.
 
     Args:
-      step: just dispatched, counted from 1.
+      step: the step just dispatched, counted from 1.
       metrics: arrays of the train step, maybe not computed yet.
 
     Raises:
@@ -78,7 +78,7 @@ class StepLog:
     self._pending = (step, metrics)
 
   def drain(self) -> dict[str, Any]:
-    """Waits for the pending step, if any, writes it, returns the latest."""
+    """Waits for the pending step, if any; writes it and returns the latest."""
     if self._pending is None:
       return self._latest
     step, metrics = self._pending
@@ -96,14 +96,14 @@ class StepLog:
 
   @contextlib.contextmanager
   def waiting_for_data(self) -> Iterator[None]:
-    """Around whatever gets the next batch."""
+    """A context for fetching the next batch."""
     start = self._clock()
     yield
     self._data_wait += self._clock() - start
 
   @contextlib.contextmanager
   def paused(self) -> Iterator[None]:
-    """Around what is no part of a step; drain first."""
+    """A context for work that is not part of a step; drain first."""
     start = self._clock()
     yield
     self._mark += self._clock() - start

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of plain text, for what commands print."""
+"""Plain-text tables for the output of commands."""
 
 from collections.abc import Sequence
 from typing import Any
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-  """Columns as wide as they need to be, numbers to the right."""
+  """Columns as wide as necessary, with numbers aligned right."""
   lines = [list(header)]
   for row in rows:
     lines.append([f"{c:,}" if isinstance(c, int) else str(c) for c in row])

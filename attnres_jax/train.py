@@ -3,10 +3,9 @@
 
 A run is a folder: config.json (resolved), data.json (what was read, with its
 hash), metrics.jsonl, checkpoints/, and summary.json once it is finished. The
-same call on the same folder goes on where the last one stopped, and ends bit
-for bit (on CPU) where it would have ended without any interruption: the
-checkpoint holds model, optimiser and data position, and nothing else carries
-over from step to step.
+same call on the same folder resumes the run, and the result is the same (bit
+for bit on CPU) as without an interruption: the checkpoint contains model,
+optimiser and data position, and steps share no other state.
 
 Read `train_and_evaluate` top down; the rest of the file is its helpers.
 """
@@ -48,18 +47,18 @@ def train_and_evaluate(
   Args:
     config: of the run.
     workdir: its folder, local or gs://; may hold an interrupted run.
-    resume_with_changed_config: go on although the folder's configuration or
+    resume_with_changed_config: resume even if the folder's configuration or
       data differ in more than `run_folder.HARMLESS`.
     any_size: train whatever the estimate of its size says.
-    claim: of the folder, where the caller has one; it stays the caller's.
+    claim: of the folder, if the caller holds one; the caller releases it.
 
   Returns:
     The summary: status ("finished", or "stopped" by a signal), step, the last
-    train and validation losses, and what the run took.
+    train and validation losses, and the resources used.
 
   Raises:
-    ConfigError: the configuration cannot be used, or is not the folder's, or
-      another process is at work in the folder (`claims.HeldError`).
+    ConfigError: the configuration is invalid or not that of the folder, or
+      another process is using the folder (`claims.HeldError`).
     CheckpointError: there are checkpoints, but none can be used.
     NonFiniteError: a loss or gradient was not finite and `train.on_nan` is
       "stop"; the last checkpoint is from before that step.
@@ -69,7 +68,7 @@ def train_and_evaluate(
   with contextlib.ExitStack() as stack:
     stop = stack.enter_context(signals.StopSignal())
 
-    # Whatever can be wrong is found here, before any compilation.
+    # Everything that can be wrong is detected here, before any compilation.
     metrics_lib.check_available(config.log)
     mesh = sharding.make_mesh(config.mesh)
     config, datasets, separator_id = _open_data(config, mesh)
@@ -195,7 +194,7 @@ def _report_start(
   lost: tuple[int, float],
   changes: dict[str, tuple[Any, Any]],
 ) -> None:
-  """Events for what was found, before anything is computed."""
+  """Events about the state of the folder, before anything is computed."""
   for broken, cause in (restored.unreadable if restored else {}).items():
     writer.event(step, "checkpoint set aside", of_step=broken, cause=cause)
   if missing is not None:
@@ -226,7 +225,7 @@ def _compile(
   function: Any,
   *shapes: Any,
 ) -> Callable[..., Any]:
-  """Compiles a jitted function once, and says what that took."""
+  """Compiles a jitted function once, and records the time and memory."""
   start = time.perf_counter()
   compiled = function.lower(*shapes).compile()
   seconds = time.perf_counter() - start
@@ -248,7 +247,7 @@ def _batches_from(
   config: config_lib.RunConfig,
   restored: checkpoint.Restored | None,
 ) -> data.Batches:
-  """Training batches, from the position that was saved with the state."""
+  """Training batches, from the position saved with the state."""
   if restored is None:
     return dataset.batches()
   position = restored.info["data"]
@@ -256,7 +255,7 @@ def _batches_from(
     batches = dataset.batches()
     batches.set_state(position)
     return batches
-  # A changed config was asked for: skip as many rows of the new order.
+  # The config may have changed: skip the same number of rows in the new order.
   rows = position["next_batch"] * position["dataset"]["batch_size"]
   return dataset.batches(start_batch=rows // config.data.batch_size)
 
@@ -281,7 +280,7 @@ class _Saves:
     return self
 
   def __exit__(self, error_type: type | None, *unused) -> None:
-    # A save under way is finished whatever ended the run.
+    # A pending save is finished, however the run ended.
     if error_type is None:
       self.wait()
     self._saver.close()
@@ -298,7 +297,7 @@ class _Saves:
     self._last_step = step
 
   def wait(self) -> None:
-    """Until the save under way, if any, is complete."""
+    """Waits until the pending save, if any, is complete."""
     start = time.perf_counter()
     self._saver.wait()
     if self._pending is not None:
@@ -308,7 +307,7 @@ class _Saves:
       self._pending = None
 
   def newest(self) -> str:
-    """In words, after everything under way is complete."""
+    """The newest checkpoint in words, after the pending save."""
     self.wait()
     steps = checkpoint.all_steps(self._workdir)
     folder = self._workdir / checkpoint.CHECKPOINTS

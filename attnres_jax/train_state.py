@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What training carries from step to step, and the pure steps on it.
+"""The state of training, and the pure steps that update it.
 
-`make_program` decides how a network runs on a mesh, whole or as a pipeline;
-whoever trains, evaluates or compiles asks the `Program` and not the mesh.
-Nothing here talks to disk, clock or log: that is `train.py`.
+`make_program` decides how a network runs on a mesh, whole or as a pipeline.
+Training, evaluation and compilation use the `Program` and do not look at the
+mesh. Nothing here uses disk, clock or log; see `train.py`.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class TrainState:
 
   Attributes:
     step: int32, optimiser steps taken or skipped so far.
-    skipped: int32, steps whose update was left out since it was not finite.
+    skipped: int32, steps whose update was skipped because it was not finite.
     model: the network, float32 master weights.
     opt_state: of optax.
   """
@@ -51,10 +51,10 @@ class TrainState:
 
 
 class Network(Protocol):
-  """How the network of a run computes on a mesh.
+  """How the network of a run is computed on a mesh.
 
   Attributes:
-    microbatches: parts of a batch that are computed one after the other.
+    microbatches: parts of a batch that are computed one after another.
   """
 
   microbatches: int
@@ -70,7 +70,7 @@ class Network(Protocol):
     ...
 
   def kept_bytes(self, model: Any) -> dict[str, int]:
-    """What a device keeps for backward, given an abstract model.
+    """What a device keeps for the backward pass, given an abstract model.
 
     `running_state_bytes` and `block_bytes`; empty where the compiler decides.
     """
@@ -112,7 +112,7 @@ class Program:
 
   @property
   def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-    """Of a global batch: `tokens`, and `segment_ids` if the data has them."""
+    """A global batch: `tokens`, and `segment_ids` if the data has them."""
     data = self.config.data
     shape = jax.ShapeDtypeStruct(
       (data.batch_size, data.sequence_length + 1),
@@ -123,7 +123,7 @@ class Program:
     return dict.fromkeys(names, shape)
 
   def init_state(self) -> TrainState:
-    """A fresh state, laid out over the mesh."""
+    """A new state, sharded over the mesh."""
     return jax.jit(
       _init, static_argnums=0, out_shardings=self._state_shardings
     )(self.config)
@@ -138,16 +138,16 @@ class Program:
     (0 for padding). Targets in another segment than their context, or in
     padding, do not count.
 
-    Metrics, all scalars but the last: loss and z (nats per token, nats
+    Metrics, all scalars except the last: loss and z (nats per token, nats
     squared), grad_norm (before clipping), param_norm, learning_rate, tokens
     (that count), finite (loss and gradient are), skipped (so far), grad_norm_L
-    [num_layers] (of each transformer block). With experts, how even their load
-    is, as `moe.load_metrics` says, mean over depth and at the worst sublayer:
-    moe_entropy, moe_max_violation, moe_unused. Selection biases are no part of
-    the norms.
+    [num_layers] (of each transformer block). With experts, the balance of their
+    load from `moe.load_metrics`, mean over depth and at the worst sublayer:
+    moe_entropy, moe_max_violation, moe_unused. Norms do not include selection
+    biases.
 
     An update that is not finite is never applied: parameters and optimiser
-    state stay what they were, whatever `train.on_nan` makes the loop do.
+    state stay unchanged, whatever `train.on_nan` is.
     """
     config = self.config
     rates = (config.optim, config.train.steps)
@@ -226,10 +226,10 @@ class Program:
     """Jitted (model, batch) -> per-depth series, as in the paper's Fig. 5.
 
     Root mean squares over one microbatch: state_rms [L] of the running state
-    after each sublayer, output_rms [L] of what it put out, read_rms [L] of what
-    it read. Schemes with depth attention add depth_entropy [L+1], the mean
-    entropy in nats of each read's weights. No pipeline: every rank computes all
-    of it.
+    after each sublayer, output_rms [L] of its output, read_rms [L] of its
+    input. Schemes with depth attention add depth_entropy [L+1], the mean
+    entropy in nats of each read's weights. Not pipelined: every rank computes
+    everything.
     """
     rows = self.config.data.batch_size // self.network.microbatches
 
@@ -291,7 +291,7 @@ class _Whole:
       return one(examples)
 
     def microbatches(a):
-      # Every device keeps rows of its own in every microbatch.
+      # Every device keeps its own rows in every microbatch.
       a = a.reshape(-1, self.microbatches, *a.shape[1:])
       return jnp.swapaxes(a, 0, 1)
 
@@ -304,10 +304,10 @@ class _Whole:
     return jax.lax.scan(add, zeros, parts)[0]
 
   def kept_bytes(self, model):
-    """With `model.remat="full"`, what it keeps of a microbatch (section 4.1).
+    """What `model.remat="full"` keeps of a microbatch (section 4.1).
 
-    The running states that the scheme names, and blocks that are not among
-    them. The sublayer that is being differentiated takes more.
+    The running states that the scheme marks, and other blocks. The sublayer
+    that is being differentiated needs more.
     """
     if self.config.model.remat != "full":
       return {}
@@ -352,7 +352,7 @@ def _init(config: config_lib.RunConfig) -> TrainState:
 
 
 def _load_metrics(sublayers: Any) -> Metrics:
-  """How even the load of experts is: mean over depth, and the worst place."""
+  """The balance of the load of experts: mean over depth, and worst sublayer."""
   if "moe" not in sublayers:
     return {}
   load = moe.load_metrics(sublayers["moe"].core.selection_bias[...])

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Networks: a trunk of sublayers, connected by a residual scheme.
+"""Networks: a trunk of sublayers connected by a residual scheme.
 
-Array names carry their axes. One table for the whole code base:
+Array names end in their axes. One table for the whole code base:
 
   B  batch                 T  query position       S  key position
   D  model width           N  query heads          K  key/value heads
   H  head width            F  MLP width            V  vocabulary
   L  stacked layers        M  depth sources        Q  depth queries of one block
 
-The paper's own letters are other ones (its L are sublayers, N blocks, S
-sublayers per block); `attnres_jax.models.residuals` maps them to names here.
+The paper uses other letters (L sublayers, N blocks, S sublayers per block);
+`attnres_jax.models.residuals` maps them to names here.
 
 Modules are `flax.nnx` modules used as plain pytrees: `jax.jit`, `jax.grad`,
 `jax.lax.scan` and `jax.checkpoint` act on the module itself, every leaf is a

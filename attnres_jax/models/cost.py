@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operation costs, said beside it where its program cannot tell.
+"""Declares the cost of operations whose program does not show it.
 
 `attnres_jax.flops` counts the matrix products in the program of a module. Some
-operations cost less than their products (causal attention computes both halves
-of a triangle on most backends), some contain none (a short convolution), and
-some are kernels that differ from backend to backend. These are called through
-`counted`, which is a plain call unless somebody counts.
+operations cost less than their products (causal attention computes both
+triangles on most backends), some contain no product (a short convolution), and
+some are kernels that differ between backends. These are called through
+`counted`, which is a plain call except during counting.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ COUNTED.def_abstract_eval(lambda *operands, outs, **cost: outs)
 
 
 def counting() -> contextlib.AbstractContextManager:
-  """Programs traced within it show `COUNTED` in place of counted calls."""
+  """A context in which traced programs show `COUNTED` for counted calls."""
   return _counting(True)
 
 
@@ -39,16 +39,16 @@ def counted(
   scanned: Any = (),
   outs: Any = None,
 ) -> Any:
-  """`function(*args)`, which counts as so many FLOPs.
+  """Calls `function(*args)`, which counts as `flops` FLOPs.
 
   Args:
     function: of arrays.
     *args: its arguments.
     flops: of the call; a multiply-add is two.
     part: see `Part`.
-    scanned: arrays that add two FLOPs per entry on top, the first time that a
-      counted call meets each of them (the mean square of a depth source).
-    outs: its results, or what is like them, where finding out takes long.
+    scanned: arrays that add two FLOPs per entry, the first time that a counted
+      call uses each of them (the mean square of a depth source).
+    outs: results, or arrays like them, if computing their shapes takes long.
   """
   if not _counting.value:
     return function(*args)

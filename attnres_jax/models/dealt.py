@@ -1,26 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts that are dealt out over devices: tokens travel, weights stay.
+"""Experts distributed over devices: tokens are sent, weights stay.
 
-Each device along the axis `expert` owns some experts and some tokens. Everyone
-gets the tokens of all (an all-gather), applies its own experts to those that
-chose one of them, and sends everyone the partial sums of his tokens back (an
-all-to-all), which are added up in float32. No token is dropped, whatever the
-router does, and all shapes are static.
+Each device along the axis `expert` owns some experts and some tokens. Every
+device gathers all tokens (an all-gather), applies its own experts to the tokens
+that are routed to them, and returns the partial sums to the owners of the
+tokens (an all-to-all), which add them up in float32. No token is dropped,
+whatever the router does, and all shapes are static.
 
-With n devices along the axis, U tokens of each and D numbers in a token, a
-device sends (n - 1) U D numbers there and as many back, in the dtype of the
-activations; backward sends tokens again and their gradients, and as many back.
-An exchange of pairs of token and expert (`jax.lax.ragged_all_to_all`) would
-send K U D (n - 1) / n each way, more as long as n < K. It would need room for
-the worst case all the same, n times the average, and its bytes depend on the
-router; those here do not.
+With n devices along the axis, U tokens per device and width D, a device sends
+(n - 1) U D numbers and returns as many, in the dtype of the activations. The
+backward pass sends tokens and their gradients, and returns as many. An exchange
+of (token, expert) pairs (`jax.lax.ragged_all_to_all`) would send K U D (n - 1)
+/ n each way, which is more as long as n < K. It would still need memory for the
+worst case, n times the average, and its bytes would depend on the router.
 
-What does depend on it is the work of a device: the rows of its experts. They
-are taken in pieces of a fixed size: one if experts are in balance, and as many
-as it takes if not. So memory is that of one piece. Backward computes it anew.
+The work of a device, the rows of its experts, does depend on the router. Rows
+are processed in pieces of a fixed size: one piece if experts are balanced, more
+if not. So only one piece is in memory. The backward pass recomputes it.
 
-Axes: U own tokens; V = n U of all; K experts of a token; E own experts; R rows
-of a piece.
+Axes: U own tokens; V = n U tokens of all devices; K experts of a token; E own
+experts; R rows of a piece.
 """
 
 from collections.abc import Sequence
@@ -33,8 +32,8 @@ import jax.numpy as jnp
 from attnres_jax import sharding
 from attnres_jax.models import grouped
 
-# Rows of a piece over those that a device gets if all get as many. With more
-# than that there is a second piece, which reads the weights once again.
+# Rows of a piece, over the rows of a device if experts are balanced. More rows
+# need a second piece, which reads the weights again.
 _ROOM = 1.25
 
 
@@ -47,7 +46,7 @@ def apply_experts(
   up_EDF: jax.Array,
   down_EFD: jax.Array,
 ) -> jax.Array:
-  """The weighted sum of each token's SwiGLU experts, wherever they are.
+  """The weighted sum of each token's SwiGLU experts, on any device.
 
   Runs within `sharding.by_rows`. Products are in the dtype of `x_UD`, sums and
   the gradients of weights in float32.
@@ -55,9 +54,9 @@ def apply_experts(
   Args:
     x_UD: this device's tokens.
     weight_UK: float32, of the outputs of their experts.
-    expert_UK: int32, numbered over all devices.
-    gate_EDF: float32, of the experts of this device: the next E after those of
-      the device before it. D may be a part of that of `x_UD`, cut by `fsdp`.
+    expert_UK: int32, numbered across all devices.
+    gate_EDF: float32, of the E experts of this device. D may be a shard of that
+      of `x_UD`, cut by `fsdp`.
     up_EDF: the same.
     down_EFD: the same.
 
@@ -97,7 +96,8 @@ def _backward(residuals, dy_UD):
     x_RD, dy_RD = piece.rows_of(x_VD), piece.rows_of(dy_VD)
     gate_RF, up_RF = (piece.hidden(x_RD, w) for w in (gate, up))
     hidden_RF, pull = jax.vjp(swiglu, gate_RF, up_RF)
-    # Before weighting, since the product with it is the gradient of weights.
+    # Before weighting, since its product with the gradient gives the gradient
+    # of the weights.
     dhidden_RF = piece.hidden(dy_RD, down, transposed=True)
     dhidden_RF = dhidden_RF.astype(weight_UK.dtype)
     dweight_R = jnp.sum(dhidden_RF * hidden_RF, axis=1)
@@ -133,14 +133,14 @@ apply_experts.defvjp(_forward, _backward)
 
 
 def fsdp_cuts(weights: Sequence[jax.Array], width: int) -> Sequence[int | None]:
-  """Along which dimension `fsdp` cuts each of gate, up and down, if it does."""
+  """The dimension along which `fsdp` cuts gate, up and down, if any."""
   return [
     sharding.cut_dim(weight, dim, width)
     for weight, dim in zip(weights, (1, 1, 2), strict=True)
   ]
 
 
-# Checkpointed, so that two arrays are kept and not six.
+# Checkpointed, so that two arrays are kept instead of six.
 @jax.checkpoint
 def swiglu(gate_PF: jax.Array, up_PF: jax.Array) -> jax.Array:
   """The hidden units of an expert."""
@@ -149,13 +149,13 @@ def swiglu(gate_PF: jax.Array, up_PF: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-  """Some pairs of a token and an expert of this device, sorted by expert.
+  """Some (token, expert) pairs of this device, sorted by expert.
 
   Attributes:
-    token_R: whose, and V where there is none.
-    pair_R: where in [V, K], flattened, and V K where there is none.
+    token_R: index of the token; V for padding.
+    pair_R: index into [V, K], flattened; V K for padding.
     weight_R: of their outputs.
-    sizes_E: how many are of each expert.
+    sizes_E: number of pairs of each expert.
   """
 
   token_R: jax.Array
@@ -164,17 +164,17 @@ class _Piece:
   sizes_E: jax.Array
 
   def rows_of(self, x_VD):
-    """The rows of the tokens, and any where there is none."""
+    """The rows of the tokens; padding may be anything."""
     return x_VD.at[self.token_R].get(mode="clip")
 
   def hidden(self, x_RD, weight, transposed=False):
-    """Hidden units by `grouped.multiply`, zeros where there is no pair."""
+    """Hidden units by `grouped.multiply`, with zeros for padding."""
     y_RF = grouped.multiply(x_RD, weight, self.sizes_E, transposed=transposed)
     real_R = jnp.arange(x_RD.shape[0]) < jnp.sum(self.sizes_E)
     return jnp.where(real_R[:, None], y_RF, jnp.zeros((), y_RF.dtype))
 
   def add(self, sum_VD, rows_RD, weight_R):
-    """Adds weighted rows to those of their tokens, in the dtype of the sum."""
+    """Adds weighted rows to their tokens, in the dtype of the sum."""
     # The compiler would sort copies in the wide dtype.
     order_R = jnp.argsort(self.token_R)
     rows_RD = rows_RD[order_R].astype(sum_VD.dtype)
@@ -183,7 +183,7 @@ class _Piece:
     )
 
   def put(self, values_P, values_R):
-    """Puts what belongs to the pairs at their places."""
+    """Scatters values of the pairs to their places."""
     return values_P.at[self.pair_R].set(
       values_R, mode="drop", unique_indices=True
     )
@@ -191,14 +191,14 @@ class _Piece:
 
 @dataclasses.dataclass(frozen=True)
 class _Pairs:
-  """All pairs of a token and an expert, those of this device first.
+  """All (token, expert) pairs, those of this device first.
 
   Attributes:
-    order_P: where in [V, K], flattened; padded by a piece.
-    weight_P: of the outputs, as they lie in [V, K].
-    stops_E: where the pairs of each expert of this device end.
+    order_P: indices into [V, K], flattened; padded by a piece.
+    weight_P: of the outputs, in the order of [V, K].
+    stops_E: end of the pairs of each expert of this device.
     top_k: K.
-    room: R.
+    room: R, rows of a piece.
   """
 
   order_P: jax.Array
@@ -239,26 +239,26 @@ class _Pairs:
     )
 
   def for_pieces(self, body, carry):
-    """`body(i, carry)` for all pieces; the first one is not in the loop."""
-    # It is the only one as a rule, and then there is nothing to add up.
+    """Runs `body(i, carry)` for all pieces; the first is outside the loop."""
+    # Usually it is the only one, and then nothing has to be added up.
     num_pieces = -(-self.stops_E[-1] // self.room)
     return jax.lax.fori_loop(1, num_pieces, body, body(0, carry))
 
 
 def _from_all(x):
-  """Of all devices along `expert`, one behind the other."""
+  """Concatenates the arrays of all devices along `expert`."""
   return jax.lax.all_gather(x, sharding.EXPERT, tiled=True)
 
 
 def _to_owners(sum_VD, x_UD):
-  """Each device's partial sums to the owners of the tokens, who add them up."""
+  """Sends partial sums to the owners of the tokens, which add them up."""
   parts = jnp.reshape(sum_VD.astype(x_UD.dtype), (-1, *x_UD.shape))
   parts = jax.lax.all_to_all(parts, sharding.EXPERT, 0, 0)
   return jnp.sum(parts, axis=0, dtype=sum_VD.dtype).astype(x_UD.dtype)
 
 
 def _gather(weights, x_UD):
-  """Own experts, whole, in the dtype of products."""
+  """Gathers the experts of this device, in the dtype of products."""
   cuts = fsdp_cuts(weights, x_UD.shape[1])
   return [
     sharding.gather_parts(weight, cut, x_UD.dtype)

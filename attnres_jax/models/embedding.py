@@ -36,7 +36,7 @@ class Embedding(nnx.Module):
     return self.table[...].T if self.head is None else self.head[...]
 
   def decode(self, h_BTD: jax.Array) -> jax.Array:
-    """float32 logits [B, T, V] of states that went through the final norm."""
+    """float32 logits [B, T, V] of states after the final norm."""
     return logits(h_BTD, self.head_DV(), self.soft_cap)
 
 
@@ -55,5 +55,5 @@ def logits(
 
 
 def soft_capped(logits: jax.Array, soft_cap: float) -> jax.Array:
-  """Returns cap * tanh(logits / cap); 0 leaves them."""
+  """Returns cap * tanh(logits / cap), or the logits if cap is 0."""
   return soft_cap * jnp.tanh(logits / soft_cap) if soft_cap else logits

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The matrix product of sorted rows with a weight per group.
 
-On TPU it is `jax.lax.ragged_dot`, which is a kernel there and computes what is
-needed. Elsewhere that falls back to the products of all rows with all groups,
-with zeros in between: E times the work, and E times the memory of the rows.
-There it is a loop over pieces of groups instead.
+On TPU it is `jax.lax.ragged_dot`, a kernel there that computes only what is
+needed. On other platforms, that would fall back to masked products of all rows
+with all groups: E times the work, and E times the memory of the rows. So there
+it is a loop over pieces of groups.
 """
 
 import functools
@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from attnres_jax import sharding
 from attnres_jax.models import linear
 
-# Rows of a piece. Every group rounds up to whole pieces, so that large ones
-# waste work and small ones waste reads of weights.
+# Rows of a piece. Every group is rounded up to whole pieces: large pieces waste
+# work, small pieces repeat reads of weights.
 _PIECE = 64
 
 
@@ -34,9 +34,9 @@ def grouped_linear(
 
   Args:
     x_PD: rows, those of group 0 first, then those of group 1, ...
-    weight_EDF: float32 master weights, or this device's part of them.
+    weight_EDF: float32 master weights, or this device's shard of them.
     sizes_E: int32 rows per group, P in all.
-    cut: the dimension of the weights that is a part, see
+    cut: the dimension of the weights that is sharded, see
       `sharding.gather_parts`.
 
   Returns:
@@ -55,7 +55,7 @@ def multiply(
 ) -> jax.Array:
   """Rows times the weights [E, I, O], or [E, O, I] if transposed, of a group.
 
-  No gradient rule. Rows behind those of all groups come out as anything.
+  No gradient rule. The results of rows after the last group are undefined.
 
   Args:
     x_PI: sorted rows.
@@ -78,7 +78,7 @@ def multiply(
 def weight_gradient(
   x_PD: jax.Array, dy_PF: jax.Array, sizes_E: jax.Array
 ) -> jax.Array:
-  """Of `multiply` by its weights: float32 [E, D, F]."""
+  """The gradient of `multiply` by its weights: float32 [E, D, F]."""
   return _on_platform(_ragged_weights, _looped_weights, x_PD, dy_PF, sizes_E)
 
 
@@ -138,7 +138,7 @@ def _looped_rows(x_PI, weight, sizes_E, *, transposed):
   wide = jnp.promote_types(x_PI.dtype, jnp.float32)
 
   def one_piece(group, start, _, y):
-    # What a piece writes behind the end of its group, the next one overwrites.
+    # The next piece overwrites what a piece writes after the end of its group.
     x = jax.lax.dynamic_slice_in_dim(padded, start, size)
     piece = jax.lax.dot_general(
       x, weight[group], contract, preferred_element_type=wide
@@ -174,13 +174,13 @@ def _looped_weights(x_PD, dy_PF, sizes_E):
 
 
 def _for_pieces(sizes_E, size, body, carry):
-  """`body(group, start, stop, carry)` for every piece, in the order of rows."""
+  """Runs `body(group, start, stop, carry)` for every piece, in row order."""
   stops_E = jnp.cumsum(sizes_E)
   pieces_E = -(-sizes_E // size)
   last_pieces_E = jnp.cumsum(pieces_E)
 
   def one_piece(i, carry):
-    # The first group that is not done yet; one without rows has no pieces.
+    # The first group that is not done yet; an empty group has no pieces.
     group = jnp.sum(last_pieces_E <= i)
     left = last_pieces_E[group] - i
     start = stops_E[group] - sizes_E[group] + (pieces_E[group] - left) * size

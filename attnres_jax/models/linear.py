@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from attnres_jax import precision
 
-# The name under which activation checkpointing finds products of weights.
+# The name by which activation checkpointing recognises weight products.
 PRODUCT = "product"
 
 
@@ -30,9 +30,9 @@ def linear(
   """Contracts the last `axes` axes of `x` with the first of `weight`.
 
   Products run in the dtype of `x`, sums in float32. The gradient of the weight,
-  a sum over all tokens, is float32 whatever `x` is; autodiff would round it to
-  the dtype of `x` first. It is also written as the one product x^T dy, in the
-  order of the weight's axes, for which no operand has to be transposed.
+  a sum over all tokens, is float32 for any `x`; autodiff would round it to the
+  dtype of `x` first. It is written as the product x^T dy, in the order of the
+  weight's axes, so that no operand has to be transposed.
 
   Args:
     x: [..., *in], activations.
@@ -72,7 +72,7 @@ def _backward(axes, out_dtype, residuals, dy):
 def gradients(
   x: jax.Array, weight: jax.Array, dy: jax.Array, axes: int = 1
 ) -> tuple[jax.Array, jax.Array]:
-  """Of `linear`: dx in the dtype of `x`, and the float32 dweight."""
+  """Gradients of `linear`: dx in the dtype of `x`, and the float32 dweight."""
   dy = dy.astype(x.dtype)
   tokens = x.ndim - axes
   dx = _contract(

@@ -21,7 +21,7 @@ class SwiGLU(nnx.Module):
   def __call__(
     self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None = None
   ) -> jax.Array:
-    """Maps every token by itself, so documents do not matter."""
+    """Maps every token independently, so documents do not matter."""
     del segment_ids_BT
     gate_BTF = linear.linear(x_BTD, self.gate[...])
     up_BTF = linear.linear(x_BTD, self.up[...])

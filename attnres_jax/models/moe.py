@@ -7,22 +7,22 @@
   y = sum over the chosen of w_e SwiGLU_e(x) + SwiGLU_shared(x)
 
 (arXiv:2412.19437 section 2.1.2 and arXiv:2502.16982 appendix C.) The selection
-bias b decides who is chosen and nothing else: no gradient trains it. After a
-step, `balance_update` moves it by how the load differed from the mean. Rows are
-sorted by expert and no token is dropped.
+bias b only affects which experts are chosen, and gradients do not train it.
+After a step, `balance_update` changes it according to the deviation of the load
+from its mean. Rows are sorted by expert, and no token is dropped.
 
-How the load gets out: the gradient of the leaf `selection_bias` IS the number
-of tokens that were sent to each expert. So it passes through scans, activation
-checkpointing, pipelines and reductions over devices and microbatches like any
-other gradient, and sums over the global batch like one.
+The load is returned as a gradient: the gradient of the leaf `selection_bias` IS
+the number of tokens that were routed to each expert. So it passes through
+scans, activation checkpointing, pipelines and reductions over devices and
+microbatches like any other gradient, and is summed over the global batch.
 
 Certain: sigmoid, top-k, renormalisation, the factor, the shared expert, the
-update. Inferred: that w is made of z without b. One public copy of the released
-code adds b in place on a view of z, which would leak it into w; later code of
-the same team does not.
+update. Inferred: that w is computed from z without b. One public copy of the
+released code adds b in place to a view of z, so that it leaks into w; later
+code of the same team does not.
 
-Axes besides those of `attnres_jax.models`: U tokens of the batch, flattened; K
-experts of a token; P = U K pairs of them.
+Axes in addition to those of `attnres_jax.models`: U tokens of the batch,
+flattened; K experts of a token; P = U K pairs.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ _WEIGHT_EPS = 1e-20  # Added to the sum of chosen scores.
 
 
 class Moe(nnx.Module):
-  """Routed SwiGLU experts and shared ones."""
+  """Routed and shared SwiGLU experts."""
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     width, shape = config.width, config.moe
@@ -63,15 +63,15 @@ class Moe(nnx.Module):
   def __call__(
     self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None = None
   ) -> jax.Array:
-    """Applies to each token its experts and the shared ones.
+    """Applies to each token its experts and the shared experts.
 
     Args:
       x_BTD: normalised input.
       segment_ids_BT: tokens of segment 0 are padding, which does not count as
         load.
     """
-    # Tokens are sorted among those of the same device. What all of them need
-    # arrives whole, and experts as they lie.
+    # Tokens are sorted within each device. Parameters that all tokens need are
+    # gathered; experts stay sharded.
     cuts = jax.tree_util.tree_map_with_path(_cut, self)
     apply = sharding.by_rows(lambda rows, module: module.local(*rows), cuts)
     return apply((x_BTD, segment_ids_BT), self)
@@ -79,10 +79,10 @@ class Moe(nnx.Module):
   def local(
     self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None
   ) -> jax.Array:
-    """The same, of rows that live on one device.
+    """The same for the rows of one device.
 
-    So do experts, or all of them: fewer than are routed to are those of this
-    device along `expert`, and narrower ones are cut by `fsdp`.
+    Experts may be sharded: if there are fewer than the router has, they are
+    those of this device along `expert`; if they are narrower, `fsdp` cuts them.
     """
     x_UD = jnp.reshape(x_BTD, (-1, x_BTD.shape[-1]))
     counts_U = None
@@ -95,13 +95,13 @@ class Moe(nnx.Module):
   def route(
     self, x_UD: jax.Array, counts_U: jax.Array | None = None
   ) -> tuple[jax.Array, jax.Array]:
-    """Experts of each token, and the float32 weights of their outputs.
+    """The experts of each token, and the float32 weights of their outputs.
 
     Equal scores go to the expert with the lower index.
 
     Args:
       x_UD: normalised tokens.
-      counts_U: bool, which of them count as load; all by default.
+      counts_U: bool, which tokens count as load; all by default.
 
     Returns:
       weight_UK, which sums to the scaling factor over K, and int32 expert_UK.
@@ -144,7 +144,7 @@ class Moe(nnx.Module):
 def expert_counts(
   expert_UK: jax.Array, num_experts: int, counts_U: jax.Array | None = None
 ) -> jax.Array:
-  """How many tokens go to each expert, int32 [E].
+  """The number of tokens routed to each expert, int32 [E].
 
   Args:
     expert_UK: experts of each token.
@@ -165,10 +165,10 @@ def balance_update(
   b <- b + rate (sign(e) - mean of sign(e)),  e = mean(load) - load
 
   Args:
-    bias: float32 [..., E]; leading axes are layers, each for itself.
-    load: [..., E], tokens per expert over the global batch. Any common factor
-      leaves the result alone.
-    rate: how far a bias moves per step; 0 leaves it.
+    bias: float32 [..., E]; leading axes are independent layers.
+    load: [..., E], tokens per expert over the global batch. A common factor
+      does not change the result.
+    rate: step size of the bias; 0 leaves it unchanged.
   """
   sign = jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
   return bias + rate * (sign - jnp.mean(sign, axis=-1, keepdims=True))
@@ -178,12 +178,13 @@ def load_metrics(load: jax.Array) -> dict[str, jax.Array]:
   """How evenly tokens are spread over experts.
 
   Args:
-    load: [..., E], tokens per expert, not all zero. Any common factor is fine.
+    load: [..., E], tokens per expert, not all zero. A common factor does not
+      change the result.
 
   Returns:
-    float32 [...] each: `entropy` of the load over that of the uniform one (1 is
-    even), `max_violation`, max / mean - 1 (0 is even), and `unused`, the share
-    of experts without tokens.
+    float32 [...] each: `entropy` of the load, over that of a uniform load (1 is
+    even), `max_violation`, max / mean - 1 (0 is even), and `unused`, the
+    fraction of experts without tokens.
   """
   load = load.astype(jnp.float32)
   share = load / jnp.sum(load, axis=-1, keepdims=True)
@@ -196,7 +197,7 @@ def load_metrics(load: jax.Array) -> dict[str, jax.Array]:
 
 
 def _cut(path, leaf):
-  """How a parameter arrives at the device that applies it to its rows."""
+  """How a parameter is sharded where a device applies it to its rows."""
   name = jax.tree_util.keystr(path, simple=True, separator="/")
   name = name.removesuffix("/value")
   if name not in ("gate", "up", "down"):
@@ -204,10 +205,11 @@ def _cut(path, leaf):
   return sharding.row_cut(f"moe/core/{name}", leaf.ndim)
 
 
-# Checkpointed, so that backward has x as it is rather than in float32.
+# Checkpointed, so that x is saved in its own dtype rather than float32.
 @jax.checkpoint
 def _logits(x_UD, router_DE):
-  # The full float32 product: what is chosen must not hang on the rounding.
+  # In full float32 precision: the choice of experts must not depend on
+  # rounding.
   return jnp.einsum(
     "UD,DE->UE", precision.widen(x_UD), router_DE,
     precision=jax.lax.Precision.HIGHEST,
@@ -216,7 +218,7 @@ def _logits(x_UD, router_DE):
 
 @jax.custom_vjp
 def _report_load(weight_UK, bias_E, load_E):
-  """The weights; backward puts the load where the gradient of the bias goes."""
+  """The weights; the backward pass returns the load as the bias's gradient."""
   del bias_E, load_E
   return weight_UK
 
@@ -232,11 +234,11 @@ def _report_backward(load_E, dweight_UK):
 _report_load.defvjp(_report_forward, _report_backward)
 
 
-# Both directions of both permutations as gathers: autodiff would scatter, and
+# Both directions of both permutations are gathers: autodiff would scatter, and
 # would add up a token's gradients in the dtype of the activations.
 @jax.custom_vjp
 def _send(x_UD, order_P, place_UK):
-  """Rows in the order of experts: one for each pair of token and expert."""
+  """Rows in the order of experts: one for each (token, expert) pair."""
   return x_UD[order_P // place_UK.shape[1]]
 
 

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trunk: runs sublayers under a residual scheme it never looks into.
+"""The trunk: runs sublayers under a residual scheme, for any scheme.
 
 Depth segments (the blocks of Block AttnRes) run in a Python loop, since each
 has more sources than the last. Inside a segment, sublayers that repeat a
-pattern are one `lax.scan` where the scheme's carry allows it, and the others a
-Python loop.
+pattern run as one `lax.scan` if the scheme's carry allows it, and the others in
+a Python loop.
 
-The parameters come as one stacked module per kind of sublayer, in the order of
-depth; `kinds` says which kind each of the L sublayers is.
+The parameters are one stacked module per kind of sublayer, in the order of
+depth; `kinds` lists the kind of each of the L sublayers.
 
-Activation checkpointing keeps the contract of the paper's section 4: per
-sublayer its running state, per segment nothing but references to the completed
-blocks. Two nested checkpoints do it. The outer one, around a segment, saves
+Activation checkpointing follows the paper's section 4: it keeps the running
+state of each sublayer and, per segment, only references to the completed
+blocks. It uses two nested checkpoints. The outer one, around a segment, saves
 the running states by name and recomputes phase 1 from the blocks. The inner
-one, around a sublayer, sees to it that only one sublayer's intermediates are
-alive at a time.
+one, around a sublayer, ensures that only one sublayer's intermediates are live
+at a time.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -80,13 +80,13 @@ def run(
   """Runs all sublayers and returns h_out [B, T, D], before the final norm.
 
   Args:
-    sublayers: for each kind one module, whose leaves carry a leading axis over
-      the sublayers of that kind.
+    sublayers: one module per kind, whose leaves have a leading axis over the
+      sublayers of that kind.
     kinds: of the L sublayers.
     residual: the scheme.
     embedding_BTD: h_1 = v_0.
-    segment_ids_BT: document numbers that mixers stay inside of, or None.
-    scan: scan over sublayers that repeat, where the scheme allows it.
+    segment_ids_BT: document numbers, which mixers do not cross, or None.
+    scan: scan over repeated sublayers, if the scheme allows it.
     remat: a key of `REMAT`.
   """
   state = run_part(
@@ -112,15 +112,15 @@ def run_part(
   scan: bool,
   remat: str,
 ) -> Any:
-  """Runs consecutive sublayers: the state after them, given that before.
+  """Runs consecutive sublayers: maps the state before them to that after.
 
   Args:
-    sublayers: as in `run`, with the sublayers of this part alone.
+    sublayers: as in `run`, but only those of this part.
     kinds: of the sublayers of this part.
     residual: the scheme, of the whole network.
     state: of the scheme.
     segment_ids_BT: as in `run`.
-    start: how many sublayers of the network come before.
+    start: number of sublayers of the network before this part.
     scan: as in `run`.
     remat: as in `run`.
   """
@@ -176,7 +176,7 @@ def layer_norms(sublayers: Sublayers, kinds: Sequence[str]) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Segment:
-  """Sublayers start..stop-1, which the scheme opens together, cut into runs."""
+  """Sublayers start..stop-1, which the scheme opens together, as runs."""
 
   start: int
   stop: int
@@ -239,11 +239,11 @@ def _apply(
 def _sources(
   sublayers: Sublayers, segments: list[_Segment], remat: str
 ) -> list[tuple[Any, Callable[[Any], list[Sublayers]]]]:
-  """For each segment (source, take): take(source) are the parts of its runs.
+  """For each segment (source, take); take(source) gives the parts of its runs.
 
-  The parts come from one split, whose gradient is one concatenation. Under
-  activation checkpointing each source is everything, cut inside of the
-  checkpoint, which would keep a copy of whatever was cut outside.
+  The parts come from one split, whose gradient is one concatenation. With
+  activation checkpointing, each source is the whole stack, split inside the
+  checkpoint, which would keep a copy of anything split outside.
   """
   if remat == "none":
     runs = [run for segment in segments for run in segment.runs]
@@ -281,7 +281,7 @@ def _cut(cuts: list[dict[str, slice]], sublayers: Sublayers) -> list[Sublayers]:
 
 
 def _in_order(stacks: Mapping[str, Any], kinds: Sequence[str]) -> list[Any]:
-  """Takes the stacks of all kinds apart, into the order of `kinds`."""
+  """Unstacks the modules of all kinds, in the order of `kinds`."""
   singles = {
     kind: iter(_unstack(stacks[kind], kinds.count(kind)))
     for kind in dict.fromkeys(kinds)
@@ -290,7 +290,7 @@ def _in_order(stacks: Mapping[str, Any], kinds: Sequence[str]) -> list[Any]:
 
 
 def _fold(tree: Any, repeats: int) -> Any:
-  """Leading axes of repeats * n become two, repeats and n."""
+  """Splits leading axes of repeats * n into repeats and n."""
   return jax.tree.map(
     lambda a: a.reshape(repeats, a.shape[0] // repeats, *a.shape[1:]), tree
   )

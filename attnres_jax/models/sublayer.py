@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sublayer: a mixer or an MLP behind a pre-norm of its own.
+"""A sublayer: a mixer or an MLP behind its own pre-norm.
 
-f_l(h) = Core_l(Norm_l(h)), without any skip connection: what it reads and where
-its output goes is the residual scheme's affair (spec: "layer = sublayer",
-arXiv:2603.15031 section 2).
+f_l(h) = Core_l(Norm_l(h)), without a skip connection: the residual scheme
+decides what it reads and where its output goes (arXiv:2603.15031 section 2,
+where "layer" means sublayer).
 """
 
 from collections.abc import Callable, Mapping
@@ -42,7 +42,7 @@ class Sublayer(nnx.Module):
 def build_stack(
   kind: str, config: config_lib.ModelConfig, keys: jax.Array
 ) -> Sublayer:
-  """ONE module whose leaves have a leading axis, a sublayer for each key."""
+  """ONE module whose leaves have a leading axis, with a sublayer per key."""
   return jax.vmap(
     lambda key: Sublayer(kind, config, rngs=nnx.Rngs(params=key))
   )(keys)

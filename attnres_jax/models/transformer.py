@@ -14,13 +14,13 @@ from attnres_jax.models import sublayer
 
 
 class Transformer(nnx.Module):
-  """A language model over tokens, under any residual scheme.
+  """A language model over tokens with any residual scheme.
 
   Attributes:
     config: the shape of the network.
     embedding: token vectors and output head.
-    sublayers: for each kind of sublayer ONE module; every leaf has a leading
-      axis over the sublayers of that kind, in the order of depth.
+    sublayers: ONE module per kind of sublayer; every leaf has a leading axis
+      over the sublayers of that kind, in the order of depth.
     residual: the scheme that connects the sublayers.
     final_norm: between the scheme's readout and the head.
   """
@@ -53,7 +53,7 @@ class Transformer(nnx.Module):
   def hidden(
     self, tokens_BT: jax.Array, segment_ids_BT: jax.Array | None = None
   ) -> jax.Array:
-    """States [B, T, D] after the final norm: what the head reads."""
+    """States [B, T, D] after the final norm, which the head reads."""
     h_BTD = stack.run(
       self.sublayers,
       self.config.sublayer_kinds,
@@ -81,10 +81,10 @@ class Transformer(nnx.Module):
 def build_model(config: config_lib.ModelConfig, seed: int = 0) -> Transformer:
   """A model with freshly drawn float32 parameters.
 
-  All schemes draw the same embedding, layers and head from the same seed; what
-  a scheme adds starts at constants.
+  With the same seed, all schemes have the same embedding, layers and head;
+  parameters that a scheme adds start at constants.
 
   Raises:
-    ConfigError: the config names an unknown scheme or no vocabulary.
+    ConfigError: the config has an unknown scheme or no vocabulary size.
   """
   return Transformer(config, rngs=nnx.Rngs(params=seed))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scaling laws (paper, section 5.1): sweeps, fits, the published numbers.
 
-`grid` describes runs, `compute` counts what they cost, `fit` draws a law
-through their losses, `plots` shows them; `paper` holds what was published and
-`architecture` the parameter arithmetic behind it. None of them needs a device.
+`grid` describes runs, `compute` counts their cost, `fit` fits a law to their
+losses, and `plots` shows them; `paper` has the published numbers and
+`architecture` the parameter counts behind them. None of them needs a device.
 """
 
 from attnres_jax.scaling.fit import compute_advantage

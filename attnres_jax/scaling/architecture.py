@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters of the KDA, MLA and MoE networks that the paper trains.
 
-The paper names depth, heads, width and expert width of each network and its
-activated parameters; the rest follows the released Kimi Linear 48B. Which
-number of experts the small networks have is not published. With 512 experts in
-every transformer block and MLA also in the last one, the counts round to all
-five of the paper's, with the released 256 they are 1 to 1.6 percent low.
+The paper gives depth, heads, width, expert width and activated parameters of
+each network; the rest follows the released Kimi Linear 48B. The number of
+experts of the small networks is not published. With 512 experts in every
+transformer block and MLA also in the last one, all five counts round to those
+of the paper; with the released 256 they are 1 to 1.6 percent low.
 """
 
 import dataclasses
@@ -25,15 +25,15 @@ class Architecture:
   Attributes:
     num_layers: transformer blocks (L_b), two sublayers each.
     width: d.
-    num_heads: H, of KDA and MLA alike.
+    num_heads: H, of both KDA and MLA.
     expert_width: d_ff, hidden width of one expert.
     num_experts: E, routed.
-    experts_per_token: routed experts that a token activates; a shared one comes
-      on top.
+    experts_per_token: routed experts that a token activates, in addition to a
+      shared one.
     first_dense: the first transformer block has a dense MLP as wide as all
       activated experts together.
-    router_bias: count the selection bias of each router, which no gradient
-      trains.
+    router_bias: whether to count the selection bias of each router, which
+      gradients do not train.
   """
 
   num_layers: int
@@ -78,12 +78,12 @@ class Architecture:
 
   @property
   def kda_params(self) -> int:
-    """Of one KDA mixer."""
+    """Parameters of one KDA mixer."""
     return parameters.of_sublayer("kda", self.model).total
 
   @property
   def mla_params(self) -> int:
-    """Of one MLA mixer."""
+    """Parameters of one MLA mixer."""
     return parameters.of_sublayer("mla", self.model).total
 
   @property
@@ -96,12 +96,12 @@ class Architecture:
 
   @property
   def active_params(self) -> int:
-    """That one token uses; norms count, embedding and head do not."""
+    """Parameters that one token uses, without embedding and head."""
     return self._count.active - self._uncounted
 
   @property
   def total_params(self) -> int:
-    """Without embedding and head."""
+    """Parameters without embedding and head."""
     return self._count.total - self._uncounted
 
   @property
@@ -111,7 +111,7 @@ class Architecture:
 
   @property
   def _uncounted(self) -> int:
-    """Selection biases, where they do not count."""
+    """Selection biases, if they do not count."""
     return 0 if self.router_bias else self._count.state
 
 

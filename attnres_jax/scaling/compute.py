@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training compute, counted three ways, in PFLOP/s-days.
+"""Training compute, counted in three ways, in PFLOP/s-days.
 
 The paper gives losses against compute but not how it counts. The choices are
 
-  6nd        six FLOPs per activated parameter and token, embedding and head
-             left out;
-  attention  and the causal attention over the sequence;
-  residual   and the residual scheme's own work, as `flops` counts it.
+  6nd        six FLOPs per activated parameter and token, without embedding and
+             head;
+  attention  plus the causal attention over the sequence;
+  residual   plus the residual scheme's own work, as counted by `flops`.
 
-The recurrence of linear attention is in none of them. What a fit or a figure
-says about compute is only worth something with the name of its counting.
+None includes the recurrence of linear attention. A fit or figure over compute
+must always name its way of counting.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from attnres_jax.scaling import architecture as architecture_lib
 
 PFLOPS_DAY = 1e15 * 24 * 3600
 COUNTINGS = ("6nd", "attention", "residual")
-# How an axis or a table names its counting.
+# Labels for axes and tables.
 LABELS = {
   "6nd": "6ND",
   "attention": "6ND + causal attention",
@@ -30,7 +30,7 @@ LABELS = {
 
 @dataclasses.dataclass(frozen=True)
 class TokenFlops:
-  """Forward FLOPs of one token; backward takes twice as many.
+  """Forward FLOPs of one token; the backward pass takes twice as many.
 
   Attributes:
     matmul: two per activated parameter outside embedding and head.
@@ -58,7 +58,7 @@ def pflops_days(flops: TokenFlops, tokens: float, counting: str) -> float:
 
 
 def of_run(flops: flops_lib.FlopsPerToken) -> TokenFlops:
-  """What `flops.flops_per_token` counted for a model of this package."""
+  """From the counts of `flops.flops_per_token` for a model of this package."""
   return TokenFlops(
     matmul=flops.projections + flops.mlp,
     attention=flops.attention,
@@ -80,7 +80,7 @@ def of_architecture(
     architecture: its shape.
     scheme: the name of its residual scheme.
     sequence_length: T.
-    active_params: N where a published number is to be used.
+    active_params: N, to use a published number.
     block_size: sublayers per block of Block AttnRes.
   """
   residual = config_lib.ResidualConfig(name=scheme, block_size=block_size)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Power laws of loss in compute, with honest intervals (section 5.1, Fig. 4).
+"""Power laws of loss in compute, with intervals (section 5.1, Fig. 4).
 
-The law is L = A C^-alpha, optionally with an irreducible loss E added. It is
-drawn through ln L, by least squares or with Huber's loss, which bounds the pull
-of a run that went wrong. Intervals come from a bootstrap over sizes and, within
-a size, over seeds. All schemes share a draw: they were trained on the same
-sizes and seeds, so what is common to them cancels in a comparison.
+The law is L = A C^-alpha, optionally plus an irreducible loss E. It is fitted
+to ln L, by least squares or with Huber's loss, which limits the influence of
+outliers. Intervals come from a bootstrap over sizes and, within a size, over
+seeds. All schemes share each draw: they were trained on the same sizes and
+seeds, so common variation cancels in comparisons.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ LEVELS = ("sizes", "seeds")
 
 
 class Estimate(NamedTuple):
-  """A number and its interval; None where nothing was resampled."""
+  """A number and its interval; None if nothing was resampled."""
 
   value: float
   low: float | None = None
@@ -45,7 +45,8 @@ class PowerLaw:
     """The compute at which the law reaches a loss; inf below its floor."""
     above = np.asarray(loss, float) - self.irreducible
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-      # A flat law reaches a loss nowhere or, below it, without any compute.
+      # A flat law never reaches a loss below it, and needs no compute for
+      # others.
       root = np.divide(1.0, self.exponent)
       compute = (self.coefficient / above) ** root
     compute = np.where(above > 0, compute, np.inf)
@@ -58,7 +59,7 @@ class Fit:
 
   Attributes:
     law: fitted to all runs.
-    samples: one per draw; those of schemes fitted together belong together.
+    samples: one per draw; schemes that are fitted together share the draws.
   """
 
   law: PowerLaw
@@ -86,7 +87,7 @@ class Runs:
   """Finished runs of one scheme, a row each.
 
   Attributes:
-    compute: of each run, in any one unit; becomes an array.
+    compute: of each run, in any unit; becomes an array.
     loss: final losses; becomes an array.
     size: label of each run's size; runs of one size differ by seed only.
     seed: label of each run's seed.
@@ -161,17 +162,17 @@ def fit_schemes(
 ) -> dict[str, Fit]:
   """Fits every scheme, with bootstrap draws that all schemes share.
 
-  A draw takes as many sizes as there are, with replacement, and in each as many
-  of its seeds, with replacement. Draws with too few distinct sizes for the law
-  are drawn again. A run that failed under one scheme is missing in its draws.
+  A draw resamples the sizes with replacement and, within each size, its seeds.
+  Draws with too few distinct sizes for the law are repeated. A run that failed
+  under one scheme is missing in the draws of that scheme.
 
   Args:
     runs: of each scheme.
     rng: source of the draws.
     num_samples: draws.
-    over: what is resampled: "sizes", "seeds" or both. One seed per size leaves
-      only the sizes to resample; seeds alone ignore that the law is not exact.
-    irreducible: as in `fit_power_law`, like the next two.
+    over: what is resampled: "sizes", "seeds" or both. With one seed per size,
+      only sizes can be resampled; seeds alone ignore that the law is not exact.
+    irreducible: as in `fit_power_law`, like the next two arguments.
     method: least squares or Huber.
     huber_delta: in ln L.
   """
@@ -223,12 +224,12 @@ def compute_advantage(
   *,
   level: float = 0.9,
 ) -> Estimate:
-  """How many times `compute` the baseline needs for the loss of the other.
+  """How many times `compute` the baseline needs for the other law's loss.
 
   Args:
-    baseline: the law to be matched against.
-    other: the law whose loss at `compute` is looked up.
-    compute: at which to compare, in the unit of the fits.
+    baseline: the law of the baseline.
+    other: the law whose loss at `compute` has to be reached.
+    compute: where to compare, in the unit of the fits.
     level: of the interval, which needs two fits with draws in common.
 
   Returns:
@@ -277,7 +278,7 @@ def _fit(
   huber_delta: float | None,
   start: PowerLaw | None = None,
 ) -> PowerLaw:
-  """Fits checked values; a law to start from saves the search for one."""
+  """Fits checked values; a law to start from replaces the search."""
   line = _least_squares(compute, loss)
   if not irreducible:
     if huber_delta is None:
@@ -308,9 +309,9 @@ def _solve(
   *,
   with_floor: bool,
 ) -> PowerLaw:
-  """The best of the local minima that the starts lead to."""
+  """The best local minimum from several starts."""
   x, y = np.log(compute), np.log(loss)
-  # Around the middle of the data slope and height are nearly independent.
+  # Around the middle of the data, slope and height are almost independent.
   middle, lowest = x.mean(), float(loss.min())
 
   def parts(params):
@@ -390,7 +391,7 @@ def _estimate(value: float, values: Sequence[float], level: float) -> Estimate:
     config_lib.fail_argument("level", level, "a number between 0 and 1")
   if not len(values):
     return Estimate(float(value))
-  # Draws may lie below the floor of the baseline: infinitely far ahead.
+  # Draws may be below the floor of the baseline: an infinite advantage.
   tails = [(1 - level) / 2, (1 + level) / 2]
   low, high = np.quantile(values, tails, method="inverted_cdf")
   return Estimate(float(value), float(low), float(high))

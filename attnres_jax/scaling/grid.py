@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sweeps as data: which runs there are, each with a name of its own.
+"""Sweeps as data: a list of runs, each with a unique name.
 
-A config file may define `def sweep(add)` beside `get_config(arg)`, or
-`def sweep(add, arg)`, which gets the argument too. It calls `add(**overrides)`
-once per run; nothing is launched here. Overrides are either
-arguments of `get_config` (`size="s"`) or fields of the config, which are known
-by their dots or as fields of the run itself (`seed=1`,
-`**{"optim.peak_lr": 3e-4}`).
+In addition to `get_config(arg)`, a config file may define `def sweep(add)`, or
+`def sweep(add, arg)`, which also gets the argument. It calls `add(**overrides)`
+once per run; nothing is launched here. Overrides are arguments of `get_config`
+(`size="s"`), fields of the run (`seed=1`) or dotted names of other fields
+(`**{"optim.peak_lr": 3e-4}`).
 
     def sweep(add):
       for overrides in grid.product(
@@ -14,10 +13,10 @@ by their dots or as fields of the run itself (`seed=1`,
       ):
         add(**overrides)
 
-A run is named by its overrides and a hash of its resolved config, such as
-`s-block_attnres-seed1-3f0c1942`. The hash covers every field but those that
-change nothing in a run (`UNHASHED`), and does not depend on the version of
-Python.
+The name of a run consists of its overrides and a hash of its resolved config,
+such as `s-block_attnres-seed1-3f0c1942`. The hash covers all fields except
+those that do not affect a run (`UNHASHED`), and does not depend on the version
+of Python.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -36,7 +35,7 @@ from attnres_jax.config import load as load_lib
 Resolve = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 HASH_DIGITS = 8
-# Workdirs, labels and log lines all have to hold a name.
+# Names have to fit into workdirs, labels and log lines.
 MAX_SLUG = 80
 UNHASHED = ("name", "train.max_skipped_share")
 
@@ -46,11 +45,11 @@ class Run:
   """One run of a sweep.
 
   Attributes:
-    name: unique in the sweep and fit for a folder: slug and hash.
-    overrides: what `add` was called with.
+    name: unique in the sweep and valid as a folder: slug and hash.
+    overrides: the arguments of `add`.
     config: resolved, a nested dict ready for JSON.
-    branch_of: name of a run that is this one up to where the schedules part,
-      and whose checkpoint saves the way there; empty for none.
+    branch_of: name of a run that is identical up to where the schedules
+      diverge, so that this run can start from its checkpoint; empty for none.
   """
 
   name: str
@@ -67,16 +66,16 @@ class Sweep:
   """
 
   def __init__(self, resolve: Resolve):
-    """`resolve` turns overrides into a whole config, a nested dict."""
+    """`resolve` turns overrides into a complete config, a nested dict."""
     self._resolve = resolve
     self.runs: list[Run] = []
 
   def add(self, branch_of: Run | None = None, /, **overrides: Any) -> Run:
-    """Adds a run, maybe as a branch of one that was added before.
+    """Adds a run, optionally as a branch of one that was added before.
 
     Raises:
       ValueError: the sweep has a run with the same resolved config.
-      ConfigError: the overrides name no field, or hold a value it cannot take.
+      ConfigError: an override has an unknown field or an invalid value.
     """
     config = self._resolve(overrides)
     digest = config_hash(config)
@@ -128,7 +127,7 @@ def collect(
 def config_resolver(spec: str) -> Resolve:
   """Resolves overrides against `path/to/file.py:key=value,...`.
 
-  Arguments of `get_config` go behind those of `spec`, so that they win.
+  Arguments of `get_config` come after those of `spec`, and so take precedence.
   """
 
   def resolve(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -148,16 +147,16 @@ def config_resolver(spec: str) -> Resolve:
 
 
 def product(**axes: Iterable[Any]) -> Iterator[dict[str, Any]]:
-  """Every combination of the axes' values, the last axis fastest.
+  """Every combination of the axes' values; the last axis varies fastest.
 
-  Fields with dots go in as `product(**{"optim.peak_lr": (1e-3, 3e-3)})`.
+  For dotted fields, use `product(**{"optim.peak_lr": (1e-3, 3e-3)})`.
   """
   for values in itertools.product(*axes.values()):
     yield dict(zip(axes, values))
 
 
 def select(runs: Iterable[Run], pattern: str) -> list[Run]:
-  """The runs in whose names the regular expression occurs."""
+  """The runs whose names match the regular expression."""
   try:
     expression = re.compile(pattern)
   except re.error as error:
@@ -168,7 +167,7 @@ def select(runs: Iterable[Run], pattern: str) -> list[Run]:
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-  """A few hex digits that change with any field of a resolved config."""
+  """A short hexadecimal hash of all fields of a resolved config."""
   hashed = _without(config, "")
   text = json.dumps(
     hashed, sort_keys=True, separators=(",", ":"), allow_nan=False
@@ -179,9 +178,8 @@ def config_hash(config: Mapping[str, Any]) -> str:
 def slug_of(overrides: Mapping[str, Any]) -> str:
   """Overrides as one readable word, such as `s-block_attnres-seed1`.
 
-  Words stand for themselves; numbers and switches go with the name of their
-  field, without what comes before its last dot. What is the same twice, such
-  as two seeds, is said once.
+  Words appear as they are; numbers and booleans with the name of their field,
+  after its last dot. Duplicates, such as two equal seeds, appear once.
   """
   parts = []
   for key, value in overrides.items():
@@ -197,7 +195,7 @@ def slug_of(overrides: Mapping[str, Any]) -> str:
 
 
 def _without(config: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-  """A nested dict less the fields of `UNHASHED`."""
+  """A nested dict without the fields of `UNHASHED`."""
   return {
     key: _without(value, f"{prefix}{key}.")
     if isinstance(value, Mapping)

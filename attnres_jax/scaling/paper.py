@@ -4,14 +4,14 @@
 Every record says where its values come from:
 
   Table N, Fig. N, section N   printed in the paper;
-  derived                      worked out from printed values, and checked
-                               against others of them, but not printed.
+  derived                      computed from printed values and checked against
+                               others, but not printed.
 
   python -m attnres_jax.scaling.paper
 
-prints Table 1 beside what the programs of this package move.
+prints Table 1 and the traffic of this package's own programs.
 
-Losses are validation losses. Schemes go by their names in
+Losses are validation losses. Schemes have their names in
 `attnres_jax.models.residuals`; `mhc_lite` is the paper's column "mHC(-lite)".
 """
 
@@ -36,7 +36,7 @@ class Size:
 
   Attributes:
     name: activated parameters, as printed.
-    active_params: the same as a number; embedding and head left out (derived).
+    active_params: as a number, without embedding and head (derived).
     tokens: seen in training.
     num_layers: transformer blocks.
     num_heads: of attention.
@@ -62,12 +62,12 @@ class Size:
 
   @property
   def steps(self) -> int:
-    """Optimiser steps nearest to the token budget (derived)."""
+    """The number of optimiser steps closest to the token budget (derived)."""
     return round(self.tokens / (self.batch_size * SEQUENCE_LENGTH))
 
   @property
   def architecture(self) -> architecture_lib.Architecture:
-    """The network, with as many experts as fit the counts (derived)."""
+    """The network, with the number of experts that fits (derived)."""
     return architecture_lib.Architecture(
       num_layers=self.num_layers,
       width=self.width,
@@ -105,7 +105,7 @@ TABLE_2 = (
 
 @dataclasses.dataclass(frozen=True)
 class PublishedFit:
-  """A law as printed, three decimals of its exponent and coefficient."""
+  """A law as printed, with three decimals of exponent and coefficient."""
 
   scheme: str
   law: fit_lib.PowerLaw
@@ -120,17 +120,17 @@ PUBLISHED_FITS = {
     PublishedFit("full_attnres", fit_lib.PowerLaw(1.865, 0.057)),
   )
 }
-# Where the paper compares them, and what it reads there (section 5.1).
+# Where the paper compares them, and its result (section 5.1).
 PUBLISHED_COMPUTE = 5.6
 PUBLISHED_LOSSES = {"prenorm": 1.714, "block_attnres": 1.692}
 PUBLISHED_ADVANTAGE = 1.25
 
 
 def runs(scheme: str, counting: str) -> fit_lib.Runs:
-  """Table 2's runs of a scheme, ready to be fitted.
+  """Table 2's runs of a scheme, for fitting.
 
-  Under "residual" the baseline has no work of its own to count, and that of
-  `mhc_lite` is not counted by this package, so asking for it fails.
+  Under "residual", the baseline has no work to count, and this package cannot
+  count the work of `mhc_lite`, which raises an error.
   """
   return fit_lib.Runs(
     compute=[size.compute(counting, scheme) for size in TABLE_2],
@@ -146,10 +146,10 @@ class IoRow:
 
   Attributes:
     scheme: its name.
-    widths: multiple of d read and written in total, from (L, N, S, m).
-    scalars: what comes on top of that.
+    widths: multiple of d that is read and written, from (L, N, S, m).
+    scalars: additional scalars.
     typical_widths: the printed multiple of d at L=128, N=8, S=16, m=4.
-    note: where the printed parts do not add up to the printed total.
+    note: set if the printed parts do not add up to the printed total.
     source: where the row is printed.
   """
 
@@ -194,8 +194,8 @@ class Cell:
   """One network of the architecture sweep.
 
   Attributes:
-    width_per_layer: d / L_b that the grid asks for (Fig. 7).
-    heads_per_layer: H / L_b that the grid asks for (Fig. 7).
+    width_per_layer: d / L_b of the grid (Fig. 7).
+    heads_per_layer: H / L_b of the grid (Fig. 7).
     architecture: a concrete network near it: d and d_ff multiples of 16,
       activated parameters within two percent of 230M (derived).
     source: of the two ratios.
@@ -246,19 +246,19 @@ class Optimum:
   source: str = "Fig. 7"
 
 
-# Which of the two AttnRes variants the second one is, is not printed.
+# The paper does not say which AttnRes variant the second heatmap shows.
 _BASELINE, _ATTNRES = Optimum(60, 0.3, 1.847), Optimum(45, 0.3, 1.802)
 FIG_7_OPTIMA = {
   "prenorm": _BASELINE,
   "block_attnres": _ATTNRES,
   "full_attnres": _ATTNRES,
 }
-# Least and most that AttnRes gains in any of the 25 cells (Fig. 7).
+# The smallest and largest gain of AttnRes over the 25 cells (Fig. 7).
 FIG_7_GAINS = (0.019, 0.063)
 
 
 def main() -> None:
-  """Prints Table 1 beside what this package's own programs move."""
+  """Prints Table 1 and the traffic of this package's own programs."""
   _, num_blocks, size, _ = TYPICAL_IO
   rows = []
   for row in TABLE_1:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fig. 4 and Fig. 7 in the paper's layout, with our numbers and theirs.
+"""Fig. 4 and Fig. 7 in the paper's layout, with our and their numbers.
 
-Losses of other data, tokenizers and scales do not share an axis with the
-paper's, so Fig. 4 puts the two side by side on one canvas: slopes and gaps can
-be compared, heights cannot. Every compute axis names its counting.
+Losses on other data, tokenizers and scales cannot share an axis with the
+paper's, so Fig. 4 has two panels: slopes and gaps can be compared, values
+cannot. Every compute axis names its way of counting.
 
 matplotlib is imported by the functions that draw.
 """
@@ -36,8 +36,8 @@ def draw_scaling(
     fits: lines of each scheme; a band where it has bootstrap draws.
     counting: which of `compute.COUNTINGS` the compute is.
     ax: axes to draw on; new ones by default.
-    advantage: baseline, other scheme and compute at which to mark how much
-      further the baseline has to go.
+    advantage: baseline, other scheme, and the compute at which to mark how much
+      more the baseline needs.
     title: of the axes.
 
   Returns:
@@ -60,7 +60,7 @@ def draw_scaling(
     ax.plot(
       own.compute, own.loss, style.marker, color=style.colour,
       markersize=5, markerfacecolor="none",
-      # Where there is a line, that has the name.
+      # If there is a line, it has the label.
       label="_points" if scheme in fits else style.label,
     )  # fmt: skip
   for scheme, fit in fits.items():
@@ -75,7 +75,7 @@ def draw_scaling(
   ax.set_yscale("log")
   if grid[-1] / grid[0] < 100:
     ax.xaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
-  # Losses span a few percent, less than the usual marks of a logarithmic axis.
+  # Losses span a few percent, too little for the ticks of a logarithmic axis.
   ax.yaxis.set_major_locator(ticker.MaxNLocator(6))
   for axis in (ax.xaxis, ax.yaxis):
     axis.set_major_formatter(ticker.FormatStrFormatter("%g"))
@@ -101,8 +101,8 @@ def figure_4(
 ) -> Any:
   """Our scaling law beside the paper's.
 
-  The paper's points are Table 2 under `paper_counting` (its own is not known),
-  its lines the printed ones.
+  The paper's points are Table 2 under `paper_counting` (the paper's own way of
+  counting is unknown); its lines are the printed ones.
 
   Args:
     runs: ours, of each scheme.
@@ -131,7 +131,7 @@ def draw_paper(counting: str = "attention", *, ax: Any = None) -> Any:
   """Fig. 4 from Table 2 and the printed laws.
 
   Args:
-    counting: of Table 2's runs; the printed laws stay where they are.
+    counting: of Table 2's runs; the printed laws do not depend on it.
     ax: axes to draw on; new ones by default.
 
   Returns:
@@ -160,11 +160,12 @@ def figure_7(
 ) -> Any:
   """Loss over the shape of the network, a heatmap per scheme.
 
-  All heatmaps share their colours. A filled star marks the best cell, a hollow
-  one the paper's best where the grid has that cell. Missing cells are blank.
+  All heatmaps share one colour scale. A filled star marks the best cell, a
+  hollow star the paper's best if the grid has that cell. Missing cells are
+  blank.
 
   Args:
-    losses: of each scheme, [widths, heads]; NaN where there is no run.
+    losses: of each scheme, [widths, heads]; NaN if there is no run.
     widths_per_layer: d / L_b of the rows.
     heads_per_layer: H / L_b of the columns.
     title: of the figure.
@@ -198,7 +199,7 @@ def figure_7(
     middle = (finite.min() + finite.max()) / 2
     for (row, column), loss in np.ndenumerate(table):
       if np.isfinite(loss):
-        # High losses are dark in this map.
+        # High losses are dark in this colour map.
         ink = "white" if loss > middle else "black"
         ax.text(
           column, row - 0.18, f"{loss:.3f}", ha="center", va="center",
@@ -225,7 +226,7 @@ def _law_text(law: fit_lib.PowerLaw) -> str:
 
 
 def _first_comparison(fits: Mapping[str, fit_lib.Fit], compute: float):
-  """The first scheme, which is the baseline, against the second."""
+  """The advantage of the second scheme over the first, the baseline."""
   if len(fits) < 2:
     return None
   baseline, other, *_ = fits

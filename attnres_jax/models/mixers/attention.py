@@ -11,7 +11,7 @@ from attnres_jax.models.mixers import softmax
 
 
 class Attention(nnx.Module):
-  """Grouped-query causal attention, with rotary positions or none."""
+  """Grouped-query causal attention, with or without rotary positions."""
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     self.rope_theta = config.rope_theta
@@ -28,7 +28,7 @@ class Attention(nnx.Module):
   def __call__(
     self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None = None
   ) -> jax.Array:
-    """Mixes positions s <= t, inside a document where segment ids are given."""
+    """Mixes positions s <= t, within a document if segment ids are given."""
     query_BTNH = linear.linear(x_BTD, self.query[...])
     key_BSKH = linear.linear(x_BTD, self.key[...])
     value_BSKH = linear.linear(x_BTD, self.value[...])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused causal attention by kernels that come with JAX.
+"""Fused causal attention, by kernels that are part of JAX.
 
 A backend has a platform, `why_not` (a reason not to, or None), `forward` and
 `backward`. Arrays are [B, T, heads, width], as in `softmax.causal_attention`,
@@ -85,7 +85,7 @@ class CuDnn:
       return f"takes bfloat16 and float16, not {query_BTNH.dtype}"
     arrays = query_BTNH, key_BTKH, value_BTKV
     try:
-      # JAX asks the library itself, which has to be there.
+      # JAX queries the library, which has to be installed.
       jax.eval_shape(functools.partial(_cudnn), *arrays)
     except (NotImplementedError, RuntimeError, ValueError) as error:
       return str(error)
@@ -100,7 +100,7 @@ class CuDnn:
 
   @staticmethod
   def backward(query, key, value, segment_ids, out, lse_BNT, dout):
-    # What its own backward wants of forward cannot be handed over.
+    # The residuals that its own backward pass needs cannot be passed on.
     del segment_ids, out, lse_BNT
     return jax.vjp(_cudnn, query, key, value)[1](dout)
 
@@ -109,7 +109,7 @@ BACKENDS: dict[str, Any] = {"splash": Splash, "cudnn": CuDnn}
 
 
 def _splash(query, key, value, segment_ids, *, save_residuals, interpret):
-  """The kernel, and what it is applied to, [B, N, T, H], padded to blocks."""
+  """The kernel and its arguments, [B, N, T, H], padded to blocks."""
   length, heads = query.shape[1:3]
   block = min(_BLOCK, _LANES * -(-length // _LANES))
   padded = block * -(-length // block)
@@ -146,14 +146,14 @@ def _scale(query):
 
 
 def _heads_first(x_BTNH, padded):
-  # Real queries see no key behind them, so that any padding will do.
+  # Queries do not see later keys, so any padding will do.
   missing = padded - x_BTNH.shape[1]
   x_BTNH = jnp.pad(x_BTNH, ((0, 0), (0, missing), (0, 0), (0, 0)))
   return jnp.swapaxes(x_BTNH, 1, 2)
 
 
 def _cudnn(query, key, value):
-  # Values have to be as wide as keys.
+  # Values must be as wide as keys.
   width = value.shape[-1]
   missing = ((0, 0), (0, 0), (0, 0), (0, query.shape[-1] - width))
   return jax.nn.dot_product_attention(

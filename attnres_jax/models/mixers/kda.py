@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kimi Delta Attention (arXiv:2510.26692): a gated delta rule per channel.
 
-A head keeps a matrix S [H, H] from keys to values. Per token, with q, k, v
-from projections that went through a short causal convolution and SiLU:
+A head keeps a matrix S [H, H] from keys to values. Per token, with q, k, v from
+projections followed by a short causal convolution and SiLU:
 
   S <- diag(exp(g)) S                     decay, one rate per channel of the key
   S <- S + beta k (v - S^T k)^T           the delta rule
   y  = W_o [sigmoid(W_g x) * RMSNorm(S^T q / sqrt(H))]
 
-It needs no positions. The recurrence itself is `attnres_kernels.kda`; in here
-are the projections around it.
+It needs no positions. The recurrence itself is `attnres_kernels.kda`; this
+module has the projections around it.
 
 Certain (report and released code agree): everything above, q and k of length
 one, g = -exp(a) softplus(W_f x + b) with W_f and W_g of low rank and without
 bias, one gain for the norms of all heads, a = log U(1, 16). Inferred: the
 initial b (the inverse softplus of a log-uniform step of 0.001 to 0.1) is that
-of a public implementation, the released code leaves it to the checkpoint; so is
-that of the convolutions, uniform within 1 / sqrt(taps). Values then start large
-against the epsilon of the norm over a head, which they would not with the
-standard deviation of the matrices.
+of a public implementation, because the released code leaves it to the
+checkpoint. So are the initial convolutions, uniform within 1 / sqrt(taps):
+values then start large compared with the epsilon of the norm over a head, which
+they would not with the standard deviation of the matrices.
 """
 
 from typing import NamedTuple
@@ -41,7 +41,7 @@ _LEAST_STEP = 1e-4
 
 
 class KdaState(NamedTuple):
-  """What a sequence has left behind.
+  """The state after a prefix of the sequence.
 
   Attributes:
     memory_BNHV: S of every head, float32.
@@ -94,7 +94,7 @@ class Kda(nnx.Module):
   def __call__(
     self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None = None
   ) -> jax.Array:
-    """Mixes positions s <= t, inside a document where segment ids are given."""
+    """Mixes positions s <= t, within a document if segment ids are given."""
     q, k, v, g, beta = self._inputs(
       x_BTD, self.init_state(x_BTD.shape[0]), segment_ids_BT
     )[0]
@@ -105,13 +105,13 @@ class Kda(nnx.Module):
       )
       return o_BTNH
 
-    # Heads are independent, as rows are.
+    # Heads are independent, like rows.
     in_specs = (*[sharding.HEADS] * 5, sharding.SEQUENCES)
     split = sharding.by_shards(mix, in_specs, sharding.HEADS)
     return self._outputs(x_BTD, split(q, k, v, g, beta, segment_ids_BT))
 
   def init_state(self, batch: int) -> KdaState:
-    """The state before the first token: all zeros."""
+    """The state before the first token: zeros."""
     taps, heads, head = self.query_conv[...].shape
     tail_BKNH = jnp.zeros((batch, taps - 1, heads, head), self.dtype)
     memory_BNHV = jnp.zeros((batch, heads, head, head), jnp.float32)
@@ -120,10 +120,10 @@ class Kda(nnx.Module):
   def extend(
     self, x_BTD: jax.Array, state: KdaState
   ) -> tuple[jax.Array, KdaState]:
-    """Goes on from `state` with T >= 1 further tokens of the same sequences.
+    """Continues from `state` with T >= 1 more tokens of the same sequences.
 
-    Cutting a sequence into pieces of any lengths changes nothing. One token
-    goes through the recurrence, more go through its chunkwise form.
+    Splitting a sequence into pieces does not change the result. One token runs
+    through the recurrence, several through its chunkwise form.
     """
     (q, k, v, g, beta), tails = self._inputs(x_BTD, state, None)
     if x_BTD.shape[1] == 1:
@@ -170,12 +170,12 @@ def _feature(padded_BPNH, taps_KNH, segment_ids_BT, unit):
 
   Args:
     padded_BPNH: P = T + K - 1 inputs.
-    taps_KNH: float32; the last one meets the token itself.
-    segment_ids_BT: what lies in another segment counts as zero.
+    taps_KNH: float32; the last one applies to the token itself.
+    segment_ids_BT: tokens of other segments count as zero.
     unit: whether it is a query or key.
   """
 
-  # Checkpointed, so that of K float32 products per input none is kept.
+  # Checkpointed, so that none of the K float32 products per input is kept.
   @jax.checkpoint
   def feature(padded_BPNH, taps_KNH):
     num_taps = taps_KNH.shape[0]
@@ -196,7 +196,7 @@ def _feature(padded_BPNH, taps_KNH, segment_ids_BT, unit):
   return feature(padded_BPNH, taps_KNH)
 
 
-# Checkpointed, as `_feature` is: what is kept are the arguments.
+# Checkpointed like `_feature`, so that only the arguments are kept.
 @jax.checkpoint
 def _log_decay(raw_BTNH, a_log_N, dt_bias_NH):
   step_BTNH = jax.nn.softplus(raw_BTNH + dt_bias_NH[None, None])
@@ -210,8 +210,8 @@ def _gated(o_BTNH, gate_BTNH, norm):
 
 
 def _shifted_equal(ids_BT, shift):
-  """Whether the token `shift` places back is in the same segment."""
-  # In front of the row are zeros or the tail of the same sequence.
+  """Whether the token `shift` positions earlier is in the same segment."""
+  # Before the row are zeros or the tail of the same sequence.
   before_BT = jnp.pad(ids_BT, ((0, 0), (shift, 0)), mode="edge")
   return before_BT[:, : ids_BT.shape[1]] == ids_BT
 

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Multi-head latent attention without positions (arXiv:2510.26692, section 4).
 
-Keys and values of all heads are made from one latent vector per token, and all
-heads share a further part of the key:
+Keys and values of all heads are computed from one latent vector per token, and
+all heads share another part of the key:
 
   q = W_q x                 per head, [own part | shared part]
   [c | r] = W_a x           c <- RMSNorm(c)
   [k | v] = W_b c           per head; its key is [k | r]
   y = W_o softmax(q . [k | r] / sqrt(width of q), causal) v
 
-The shared part is rotated by position in other models, never here (NoPE):
-positions are the other mixers' affair. A cache holds c and r, R + 64 numbers
-per token. Decoding never forms keys and values: with W_b = [U_k | U_v] a score
-is (U_k^T q) . c + q_shared . r, and U_v is applied after the softmax, so that
-all heads attend over the cache itself ("absorbed").
+In other models the shared part has rotary positions, but not here (NoPE): the
+other mixers handle positions. A cache holds c and r, R + 64 numbers per token.
+Decoding never computes keys and values: with W_b = [U_k | U_v], a score is
+(U_k^T q) . c + q_shared . r, and U_v is applied after the softmax, so that all
+heads attend over the cache itself ("absorbed").
 
 Certain: all of this, from the report and the released code. Inferred: the
-epsilon of the latent's norm is that code's default for the class.
+epsilon of the latent's norm, which is the default of the class in that code.
 """
 
 from typing import NamedTuple
@@ -32,11 +32,11 @@ from attnres_jax.models.mixers import softmax
 
 
 class MlaCache(NamedTuple):
-  """What earlier tokens have left behind, of at most S tokens.
+  """A cache of at most S earlier tokens.
 
   Attributes:
-    tokens_BSC: normalised latent and shared key of each token, side by side.
-    length: int32, how many tokens there are.
+    tokens_BSC: normalised latent and shared key of each token, concatenated.
+    length: int32, the number of tokens.
   """
 
   tokens_BSC: jax.Array
@@ -44,7 +44,7 @@ class MlaCache(NamedTuple):
 
 
 class Mla(nnx.Module):
-  """Multi-head latent attention over all earlier positions, unrotated."""
+  """Multi-head latent attention, without rotary positions."""
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     width, heads, shape = config.width, config.num_heads, config.mla
@@ -66,7 +66,7 @@ class Mla(nnx.Module):
   def __call__(
     self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None = None
   ) -> jax.Array:
-    """Mixes positions s <= t, inside a document where segment ids are given."""
+    """Mixes positions s <= t, within a document if segment ids are given."""
     return self._expanded(x_BTD, self._compressed(x_BTD), segment_ids_BT)
 
   def init_cache(self, batch: int, length: int) -> MlaCache:
@@ -88,10 +88,10 @@ class Mla(nnx.Module):
   def extend(
     self, x_BTD: jax.Array, cache: MlaCache
   ) -> tuple[jax.Array, MlaCache]:
-    """T further tokens of the same sequences, in absorbed form.
+    """T more tokens of the same sequences, in absorbed form.
 
-    There must be room: a cache whose length has reached its size overwrites its
-    last tokens (the length is known at run time only).
+    There must be room: a full cache overwrites its last tokens, because the
+    length is only known at run time.
 
     Raises:
       ValueError: the cache is smaller than T tokens.
@@ -124,11 +124,11 @@ class Mla(nnx.Module):
     return linear.linear(mixed_BTNV, self.output[...], 2), cache
 
   def _compressed(self, x_BTD):
-    """Normalised latents and shared keys, side by side."""
+    """Normalised latents and shared keys, concatenated."""
     latent_BTR, shared_BTH = jnp.split(
       linear.linear(x_BTD, self.compress[...]), [self.latent_rank], axis=2
     )
-    # Checkpointed, so that nothing of it is kept in float32.
+    # Checkpointed, so that nothing is kept in float32.
     norm = jax.checkpoint(lambda norm, latent_BTR: norm(latent_BTR))
     latent_BTR = norm(self.latent_norm, latent_BTR)
     return jnp.concatenate([latent_BTR, shared_BTH], axis=2)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal softmax attention over projected heads, in tiles of queries.
 
-`jax.nn.dot_product_attention` wants values as wide as keys, and on CPU and TPU
-it holds the weights of all T x T pairs, which at T = 8192 and 32 heads are 8
-GiB per row of the batch. Here a tile of queries meets the keys before it, and
-backward computes the weights of a tile again: memory is linear in T. Where the
-program is lowered for a platform with a fused kernel that takes the arguments,
-that takes over (`flash`).
+`jax.nn.dot_product_attention` requires values as wide as keys, and on CPU and
+TPU it stores the weights of all T x T pairs, which at T = 8192 and 32 heads are
+8 GiB per row of the batch. Here a tile of queries attends to the keys before
+it, and the backward pass recomputes the weights of a tile, so memory is linear
+in T. If the program is lowered for a platform with a fused kernel that supports
+the arguments, that kernel is used instead (`flash`).
 """
 
 import functools
@@ -19,14 +19,15 @@ from attnres_jax import sharding
 from attnres_jax.models.mixers import flash
 from attnres_kernels import dispatch
 
-# The name under which activation checkpointing finds what attention has mixed,
-# and its log-normalisers.
+# The name by which activation checkpointing recognises the outputs of attention
+# and their log-normalisers.
 ATTENTION = "attention"
 
-# Queries of a tile: products large enough for a matrix unit.
+# Queries per tile: products large enough for a matrix unit.
 TILE = 512
-# Spans of tiles that see keys up to the end of their span: n programs instead
-# of one cost 1 + 1/n of what exact causality would, instead of twice as much.
+# Tiles are grouped into n spans, and see keys up to the end of their span. This
+# costs 1 + 1/n times as much as exact causality, for n programs; one span would
+# cost twice as much.
 _SPANS = 4
 
 
@@ -39,16 +40,16 @@ def causal_attention(
   kernel: str = "auto",
   tile: int = TILE,
 ) -> jax.Array:
-  """Attends to positions s <= t, inside a document with segment ids.
+  """Attends to positions s <= t, within a document if segment ids are given.
 
   Args:
     query_BTNH: queries of N heads.
     key_BTKH: keys of K heads, a divisor of N; scores are q . k / sqrt(H).
     value_BTKV: values, of any width V.
     segment_ids_BT: document numbers of packed rows.
-    kernel: as `model.attention_kernel` names it.
-    tile: queries that are computed at once without a kernel; does not change
-      the function. 0 for all of them, with values as wide as keys.
+    kernel: a value of `model.attention_kernel`.
+    tile: queries per tile without a kernel; does not change the function. 0 for
+      all queries at once, which requires values as wide as keys.
 
   Returns:
     [B, T, N, V] in the dtype of the values; the softmax is in float32.
@@ -77,7 +78,7 @@ def _forward(kernel, tile, *arrays):
   def plain(query, key, value, segment_ids):
     mixed = _plain(tile, query, key, value, segment_ids)
     batch, length, heads, _ = query.shape
-    # Backward of it asks for no normalisers.
+    # Its backward pass needs no normalisers.
     return mixed, jnp.zeros((batch, heads, length), jnp.float32)
 
   kept = _on_platform(kernel, "forward", plain, arrays)
@@ -99,8 +100,8 @@ _attention.defvjp(_forward, _backward)
 
 
 def _on_platform(kernel, direction, plain, arrays):
-  """The named kernel, or what fits the platform that this is lowered for."""
-  # None is no operand of a switch; a pytree may have one.
+  """The named kernel, or one for the platform that this is lowered for."""
+  # None cannot be an operand of a switch, but a pytree may contain it.
   close = lambda function: lambda operands: function(*operands)
   if kernel == "auto":
     fused = {
@@ -171,8 +172,8 @@ def attend(
   )
 
 
-# Nothing but the arguments is kept for backward: tiles are checkpointed one by
-# one, and the wide copies of keys and values are made again.
+# Only the arguments are kept for the backward pass: tiles are checkpointed one
+# by one, and the repeated keys and values are recomputed.
 @functools.partial(jax.checkpoint, static_argnums=(0,))
 def _tiled(tile, query_BTNH, key_BTKH, value_BTKV, segment_ids_BT):
   length = query_BTNH.shape[1]
@@ -184,7 +185,7 @@ def _tiled(tile, query_BTNH, key_BTKH, value_BTKV, segment_ids_BT):
   )
   if segment_ids_BT is not None:
     tiles["segment"] = _cut(segment_ids_BT, num_tiles, tile)
-  # The gradients of keys and values are sums over tiles, in this dtype.
+  # The gradients of keys and values are summed over tiles in this dtype.
   wide = jnp.promote_types(query_BTNH.dtype, jnp.float32)
   key_BTKH, value_BTKV = key_BTKH.astype(wide), value_BTKV.astype(wide)
   per_span = -(-num_tiles // _SPANS)

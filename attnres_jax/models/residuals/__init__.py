@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Residual schemes: what each sublayer reads of the ones before it.
+"""Residual schemes: what each sublayer reads of the earlier outputs.
 
 Symbols of arXiv:2603.15031 and their names here:
 
@@ -26,7 +26,7 @@ from attnres_jax.models.residuals.base import run_through
 
 __all__ = ["RESIDUALS", "Residual", "Style", "build_residual", "run_through"]
 
-# Name -> class, in the form that training uses: two phases where there are two.
+# Name -> class, in the form that training uses: two-phase if there is one.
 RESIDUALS: dict[str, type[base.Residual]] = {
   "prenorm": prenorm.PreNorm,
   "rescaled": prenorm.Rescaled,
@@ -36,7 +36,7 @@ RESIDUALS: dict[str, type[base.Residual]] = {
 
 
 def build_residual(config: config_lib.ModelConfig) -> base.Residual:
-  """The scheme that `config.residual` names, in the form that it names."""
+  """The scheme of `config.residual`, in the form of `config.residual`."""
   name, form = config.residual.name, config.residual.form
   scheme = config_lib.choose("model.residual.name", name, RESIDUALS)
   if form == "one_softmax" and scheme.definition is not None:

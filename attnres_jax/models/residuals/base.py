@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol of a residual scheme, and what depth attention shares.
+"""The protocol of a residual scheme, and the base of depth attention.
 
 A network is L sublayers f_1..f_L. A scheme decides what each of them reads:
 
@@ -12,13 +12,13 @@ A network is L sublayers f_1..f_L. A scheme decides what each of them reads:
     state = scheme.close(state, carry, stop)
   h_out = scheme.readout(state)
 
-The state is what crosses a pipeline boundary: it is valid between any two
-sublayers. Opening a segment splits it in two. The *carry* is the part that
-sublayers change; it keeps one shape along the segment where `scannable`, so
-that a `lax.scan` may hold it. The *slots* are what each sublayer needs besides
-(its own parameters, its phase-1 results), stacked on a leading axis, so that a
-scan may consume them. Everything else stays outside of the loop and is
-therefore never copied per sublayer.
+The state is valid between any two sublayers; it is what crosses a pipeline
+boundary. Opening a segment splits it in two. The *carry* is the part that
+sublayers change; if `scannable`, its shape is constant along the segment, so
+that a `lax.scan` may carry it. The *slots* are what else each sublayer needs
+(its own parameters, its phase-1 results), stacked on a leading axis over which
+a scan may run. Everything else stays outside the loop and is therefore never
+copied per sublayer.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,12 +34,12 @@ from attnres_jax import precision
 from attnres_jax.models import norm as norm_lib
 from attnres_jax.models.residuals import operators
 
-# The name under which activation checkpointing finds the running state.
+# The name by which activation checkpointing recognises the running state.
 DEPTH_STATE = "depth_state"
 
 
 class Trace(NamedTuple):
-  """Everything that moved through the depth of a network.
+  """All values and reads along the depth of a network.
 
   Attributes:
     values: v_0 (the embedding), v_1, ..., v_L (sublayer outputs), [B, T, D].
@@ -51,16 +51,16 @@ class Trace(NamedTuple):
 
 
 class Style(NamedTuple):
-  """How a scheme looks in every table and figure.
+  """The style of a scheme in tables and figures.
 
-  Colours are told apart without colour vision, and readable on white as on
-  black; where they are close, so are markers or line styles apart.
+  Colours are distinguishable for colour-blind readers, and readable on white
+  and on black. Where they are similar, markers or line styles differ.
 
   Attributes:
-    label: its name in words; empty takes the one it is registered under.
-    colour: of lines and points, as matplotlib takes it.
-    marker: of points.
-    line: style of lines, as matplotlib takes it.
+    label: its name in words; empty for the name in the registry.
+    colour: matplotlib colour of lines and points.
+    marker: matplotlib marker of points.
+    line: matplotlib line style.
   """
 
   label: str = ""
@@ -73,20 +73,20 @@ class Residual(nnx.Module):
   """A residual scheme; subclasses define the protocol of the module docstring.
 
   Attributes:
-    style: how it looks in tables and figures.
-    definition: the class that computes the same function as the paper writes
-      it, where this one batches or reorders; None if this is it.
+    style: its style in tables and figures.
+    definition: a class that computes the same function exactly as in the paper,
+      if this one batches or reorders; None if this is the definition.
     num_sublayers: L.
     dtype: of what sublayers read and of stored activations. Running sums are
       float32 (float64 only where this is).
-    scannable: the carry keeps its structure from sublayer to sublayer.
+    scannable: whether the carry keeps its structure between sublayers.
     block_size: sublayers between one completed block and the next.
   """
 
   style = Style()
   definition: "type[Residual] | None" = None
   scannable = True
-  # Sublayers of a completed block; None where a state holds no blocks.
+  # Sublayers of a completed block; None if states contain no blocks.
   block_size: int | None = None
 
   def __init__(self, config: config_lib.ModelConfig):
@@ -112,15 +112,15 @@ class Residual(nnx.Module):
   def read_normed(
     self, carry: Any, slot: Any, norm: norm_lib.RMSNorm
   ) -> jax.Array:
-    """norm(h_BTD). Schemes that can, fuse the two."""
+    """norm(h_BTD). Schemes may fuse the two."""
     return norm(self.read(carry, slot))
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
-    """Carry after a sublayer that put out y_BTD."""
+    """Carry after a sublayer whose output is y_BTD."""
     raise NotImplementedError
 
   def close(self, state: Any, carry: Any, stop: int) -> Any:
-    """State after sublayer stop-1, given the state that was opened."""
+    """State after sublayer stop-1, given the state before the segment."""
     raise NotImplementedError
 
   def readout(self, state: Any) -> jax.Array:
@@ -128,22 +128,23 @@ class Residual(nnx.Module):
     raise NotImplementedError
 
   def take_apart(self, state: Any) -> tuple[tuple[jax.Array, ...], Any]:
-    """(completed blocks, the rest): a pipeline sends each block but once.
+    """(completed blocks, the rest): a pipeline sends each block only once.
 
-    The rest, a tree of arrays, is sent over every boundary; None is nothing.
+    The rest, a tree of arrays, is sent over every boundary; None if there is
+    nothing else.
     """
     return (), state
 
   def put_together(self, blocks: tuple[jax.Array, ...], rest: Any) -> Any:
-    """The state, from what `take_apart` made of it."""
+    """The inverse of `take_apart`."""
     del blocks
     return rest
 
   def running_state(self, trace: Trace) -> tuple[jax.Array, ...]:
     """After each sublayer, the state whose magnitude the paper's Fig. 5b plots.
 
-    Our choice where the paper is silent: what the next sublayer would read, or
-    the open partial sum where the scheme has one.
+    The paper does not define it. We use what the next sublayer would read, or
+    the open partial sum if the scheme has one.
     """
     return trace.reads[1:]
 
@@ -152,8 +153,8 @@ class Residual(nnx.Module):
   ) -> tuple[jax.Array, ...] | None:
     """Softmax weights of reads 1..L+1 over their sources, each [M, B, T].
 
-    Computed from the definition (one softmax), whatever the form of the model.
-    None for schemes without depth attention.
+    Computed from the definition (one softmax) for any form of the model. None
+    for schemes without depth attention.
     """
     del values
     return None
@@ -168,12 +169,12 @@ def run_through(
   embedding_BTD: jax.Array,
   sublayer: Callable[[int, jax.Array], jax.Array],
 ) -> Any:
-  """The state after the last sublayer, as the module docstring has it.
+  """Runs all sublayers as in the module docstring; returns the last state.
 
   Args:
     residual: the scheme.
     embedding_BTD: v_0.
-    sublayer: maps l, counted from 0, and what it reads to what it puts out.
+    sublayer: maps l, counted from 0, and the input of sublayer l to its output.
   """
   state = residual.init(embedding_BTD)
   for start, stop in residual.segments():
@@ -189,9 +190,9 @@ def run_through(
 class DepthQueries(nnx.Module):
   """Pseudo-queries and key-norm gains of the L sublayers and of the readout.
 
-  Zero queries and unit gains (arXiv:2603.15031 section 5: zero is crucial):
-  every softmax starts uniform. The first sublayer has one source, so its row
-  gets no gradient; it is kept for uniform shapes.
+  With zero queries and unit gains, every softmax starts uniform
+  (arXiv:2603.15031 section 5: zero is crucial). The first sublayer has one
+  source, so its row gets no gradient; it is kept for uniform shapes.
   """
 
   def __init__(self, config: config_lib.ModelConfig):
@@ -205,10 +206,10 @@ class DepthQueries(nnx.Module):
 
 
 class Slot(NamedTuple):
-  """What one sublayer needs in two phases: its query, its phase-1 results.
+  """The inputs of one sublayer's phase 2: its query and phase-1 results.
 
-  An `lse_BT` of +inf says that the open source has no weight, whatever it
-  holds: the first sublayer of a block then reads as Eq. 6 has it, without a
+  An `lse_BT` of +inf means that the open source has no weight, whatever it
+  contains. The first sublayer of a block then reads as in Eq. 6, without a
   special case in the loop.
   """
 
@@ -217,7 +218,7 @@ class Slot(NamedTuple):
   lse_BT: jax.Array
 
   def merge(self, open_BTD: jax.Array, eps: float) -> jax.Array:
-    """The mixture with the open source as one more."""
+    """The mixture with the open source as one more source."""
     return operators.depth_merge(
       self.out_BTD, self.lse_BT, self.query_D, open_BTD, eps=eps
     )
@@ -238,7 +239,7 @@ class Slot(NamedTuple):
 
 
 class DepthAttention(Residual):
-  """What Full and Block AttnRes share: queries, and one softmax over sources.
+  """Shared by Full and Block AttnRes: queries, and one softmax over sources.
 
   Attributes:
     eps: added to the mean square of a source before it is scored.
@@ -255,7 +256,7 @@ class DepthAttention(Residual):
   def attend(
     self, query_D: jax.Array, sources: tuple[jax.Array, ...]
   ) -> jax.Array:
-    """The mixture of Eq. 2-4 [B, T, D]; of one source, that source."""
+    """The mixture of Eq. 2-4 [B, T, D]; a single source is returned as is."""
     if len(sources) == 1:
       return sources[0]
     out_QBTD, _ = operators.depth_attention(
@@ -264,7 +265,7 @@ class DepthAttention(Residual):
     return out_QBTD[0]
 
   def attend_last(self, sources: tuple[jax.Array, ...]) -> jax.Array:
-    """The readout: the mixture with the query of its own."""
+    """The readout: the mixture with its own query."""
     last = self.num_sublayers
     return self.attend(self.queries.folded(last, last + 1)[0], sources)
 
@@ -272,7 +273,7 @@ class DepthAttention(Residual):
 def softmax_weights(
   query_D: jax.Array, sources: Sequence[jax.Array], eps: float
 ) -> jax.Array:
-  """Weights [M, B, T] of Eq. 2-4, written as the definition reads."""
+  """Weights [M, B, T] of Eq. 2-4, written like the definition."""
   scores = []
   for source_BTD in sources:
     source_BTD = precision.widen(source_BTD)
@@ -283,5 +284,5 @@ def softmax_weights(
 
 
 def keep(x: jax.Array) -> jax.Array:
-  """Marks a running state as what activation checkpointing saves."""
+  """Marks a running state, for activation checkpointing to save."""
   return ad_checkpoint.checkpoint_name(x, DEPTH_STATE)

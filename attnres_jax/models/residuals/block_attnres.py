@@ -3,9 +3,9 @@
 
 The i-th sublayer of block n mixes b_0 (the embedding), the completed blocks
 b_1..b_{n-1} and, for i >= 2, the partial sum b_n^{i-1} of its own block; the
-readout mixes b_0..b_N with a query of its own. In two phases (Alg. 1): all
-queries of a block run over the completed blocks at once, then each sublayer
-merges the partial sum as one more source.
+readout mixes b_0..b_N with its own query. In two phases (Alg. 1): all queries
+of a block attend to the completed blocks together, then each sublayer merges
+the partial sum as one more source.
 """
 
 from collections.abc import Sequence
@@ -116,7 +116,7 @@ class BlockAttnResOneSoftmax(base.DepthAttention):
 
 
 class BlockAttnRes(BlockAttnResOneSoftmax):
-  """The same function in two phases; the carry is the partial sum alone."""
+  """The same function in two phases; the carry is only the partial sum."""
 
   definition = BlockAttnResOneSoftmax
   scannable = True

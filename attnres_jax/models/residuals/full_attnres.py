@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Full AttnRes: every sublayer attends to all earlier outputs (Eq. 1-4).
 
-h_l is a softmax mixture of v_0, ..., v_{l-1}, and so is the readout with a
-query of its own. The two-phase form (Alg. 1) cuts the sublayers into segments
-of `schedule_size`: phase 1 runs all queries of a segment over the values that
-were there when it opened, in one read of them; phase 2 merges in the values
-that the segment itself has produced. Exact, and pure scheduling.
+h_l is a softmax mixture of v_0, ..., v_{l-1}, and so is the readout, with its
+own query. The two-phase form (Alg. 1) divides the sublayers into segments of
+`schedule_size`. Phase 1 runs all queries of a segment over the values that
+exist when it opens, reading them once; phase 2 merges the values that the
+segment itself produces. It is exact, and only changes the schedule.
 """
 
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ class FullAttnResOneSoftmax(base.DepthAttention):
 
 
 class FullAttnRes(FullAttnResOneSoftmax):
-  """The same function, its queries batched over segments."""
+  """The same function, with queries batched over segments."""
 
   definition = FullAttnResOneSoftmax
 

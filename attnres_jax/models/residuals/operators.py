@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Depth attention over tokens that are spread over a mesh.
+"""Depth attention over tokens that are sharded over a mesh.
 
-Every token attends over its own depth, so no device needs another's tokens:
-each runs the operators of `attnres_kernels` on its own. Where no mesh is
-ambient these are those operators.
+Every token attends over its own depth, so devices do not exchange tokens: each
+runs the operators of `attnres_kernels` on its own tokens. Without an ambient
+mesh, these are those operators.
 
-A pair of query and source counts as a dot product and a weighted sum, a source
-as one mean square, however often its norm is computed again.
+For FLOPs, a (query, source) pair counts as a dot product and a weighted sum,
+and a source as one mean square, however often its norm is recomputed.
 """
 
 from collections.abc import Sequence
@@ -76,8 +76,8 @@ def depth_merge_norm(
 ) -> jax.Array:
   """The normalised merge of `attnres_kernels.depth_merge_norm`.
 
-  The kernel could also add the last output into the open sum. It is left to
-  the product that makes the output, which then writes no output at all.
+  The kernel could also add the last output to the open sum. Instead, the matrix
+  product that computes the output adds it, and then writes no output at all.
   """
 
   def merge(out_BTD, lse_BT, query_D, partial_BTD, gain_D):

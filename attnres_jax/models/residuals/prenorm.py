@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixed residuals: the plain sum, and the running mean.
 
-Behind a pre-norm both are the same function of the same parameters (as eps
-goes to 0), since RMSNorm removes the positive factor in which they differ;
-see the zero-query identity in `tests/models/paper_laws_test.py`.
+With a pre-norm, both are the same function of the same parameters (as eps goes
+to 0), since RMSNorm removes the positive factor between them; see the
+zero-query identity in `tests/models/paper_laws_test.py`.
 """
 
 from typing import Any
@@ -44,9 +44,9 @@ class PreNorm(base.Residual):
 
 
 class Rescaled(PreNorm):
-  """h_{l+1} = l/(l+1) h_l + 1/(l+1) f_l(h_l): the mean of what came before.
+  """h_{l+1} = l/(l+1) h_l + 1/(l+1) f_l(h_l): the mean of earlier values.
 
-  Full AttnRes with queries frozen at zero.
+  Equals Full AttnRes with queries frozen at zero.
   """
 
   style = base.Style("Rescaled", "#b5651d", "v", (0, (4, 2.5)))
