@@ -16,17 +16,16 @@ import os
 import pathlib
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["TPU_SKIP_MDS_QUERY"] = "1"
-os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "true"
 
 from absl import app
 from absl import flags
 from flax import nnx
 import jax
-from jax.experimental import topologies
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
+from attnres_jax.aot import topology
+from attnres_jax.flops import chips
 from attnres_jax.models import moe
 from experiments import measure as measure_lib
 
@@ -36,7 +35,6 @@ _OUTPUT = flags.DEFINE_string(
 )
 
 _TOPOLOGY = "v5p:2x2x1"
-_PEAK_FLOPS, _BANDWIDTH = 459e12, 2460e9  # Per second and device.
 CONFIG = config_lib.ModelConfig(
   width=2304,
   num_layers=1,
@@ -48,10 +46,8 @@ CONFIG = config_lib.ModelConfig(
 
 def measure(tokens: int, kind: str) -> dict:
   """Compiles one pass; returns what the compiler counts."""
-  topology = topologies.get_topology_desc(
-    platform="tpu", topology_name=_TOPOLOGY
-  )
-  place = jax.sharding.SingleDeviceSharding(topology.devices[0])
+  device = topology.devices(_TOPOLOGY)[0]
+  place = jax.sharding.SingleDeviceSharding(device)
   module, x_BTD = jax.tree.map(
     lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place),
     jax.eval_shape(
@@ -79,14 +75,17 @@ def measure(tokens: int, kind: str) -> dict:
   if kind == "forward_backward":
     useful *= 3
   flops, moved = cost["flops"], cost["bytes accessed"]
+  peak = chips.peak_flops_per_second(device.device_kind)
+  bandwidth = topology.chip(device).hbm_bytes_per_second
+  assert peak is not None
   return dict(
     tokens=tokens,
     measure=kind,
     teraflops=round(flops / 1e12, 3),
     flops_ratio=round(flops / useful, 3),
     gigabytes=round(moved / 1e9, 2),
-    matrix_ms=round(flops / _PEAK_FLOPS * 1e3, 2),
-    hbm_ms=round(moved / _BANDWIDTH * 1e3, 2),
+    matrix_ms=round(flops / peak * 1e3, 2),
+    hbm_ms=round(moved / bandwidth * 1e3, 2),
     temporary_GiB=round(memory.temp_size_in_bytes / 2**30, 2),
   )
 
