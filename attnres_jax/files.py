@@ -31,16 +31,16 @@ def is_remote(path: epath.PathLike) -> bool:
   return "://" in str(path)
 
 
-def write(path: epath.PathLike, text: str) -> None:
+def write(path: epath.PathLike, content: str | bytes) -> None:
   """Replaces a file: readers find either the old or the new text.
 
-  A file that already contains `text` is left unchanged.
+  A file that already contains `content` is left unchanged.
 
   Raises:
     OSError: it cannot be written; its old content is still there.
   """
   path = epath.Path(path)
-  data = text.encode("utf-8")
+  data = content.encode() if isinstance(content, str) else content
   with contextlib.suppress(OSError):
     if path.read_bytes() == data:
       return
@@ -97,24 +97,32 @@ def read_json(path: epath.PathLike) -> dict[str, Any]:
   return values
 
 
-def check_path(name: str, path: str, schemes: Sequence[str]) -> epath.Path:
-  """A path on a disk, or in an object store for which there is a client.
+def check_path(
+  name: str, path: str, schemes: Sequence[str] = ("gs", "s3", "az")
+) -> epath.Path:
+  """A path that can be looked up, on a disk or in a known kind of store.
 
   Raises:
-    ConfigError: it is neither, or not a path.
+    ConfigError: it cannot be.
   """
   scheme, remote, _ = path.partition("://")
-  accepted = " or ".join(["a local path", *(f"{s}://" for s in schemes)])
   if not path or "\0" in path or (remote and scheme not in schemes):
-    config_lib.fail_argument(name, path, accepted)
-  return epath.Path(path).expanduser()
+    stores = [f"{scheme}://" for scheme in schemes]
+    config_lib.fail_argument(name, path, " or ".join(["a local path", *stores]))
+  checked = epath.Path(path).expanduser()
+  try:
+    checked.exists()
+  except OSError as error:
+    reason = error.strerror or error
+    config_lib.fail_argument(name, path, f"a path that can be read ({reason})")
+  return checked
 
 
 def check_folder(name: str, path: str) -> epath.Path:
-  """A folder that exists or can be created, and is writable.
+  """A folder that exists or can be made, and can be written to.
 
   Raises:
-    ConfigError: otherwise.
+    ConfigError: neither is true.
   """
   folder = check_path(name, path, ("gs",))
   if is_remote(folder):

@@ -112,6 +112,7 @@ ERRORS = [
   ("train.eval_batches", 0, ABOVE),
   ("train.eval_every", -1, AT_LEAST),
   ("train.depth_every", -1, AT_LEAST),
+  ("train.max_skipped_share", 1.5, UNIT),
   ("train.on_nan", "halt", "one of skip, stop"),
   ("checkpoint.keep_last", 0, ABOVE),
   ("checkpoint.every_steps", -1, AT_LEAST),

@@ -12,64 +12,32 @@ returned.
 This package imports neither JAX nor anything else of the library.
 """
 
-from attnres_jax.config.errors import ConfigError
-from attnres_jax.config.errors import RunError
-from attnres_jax.config.errors import choose
-from attnres_jax.config.errors import fail
-from attnres_jax.config.errors import fail_argument
-from attnres_jax.config.load import build_run_config
-from attnres_jax.config.load import default_config
-from attnres_jax.config.load import differences
-from attnres_jax.config.load import flatten
-from attnres_jax.config.load import load_config
-from attnres_jax.config.load import parse_arg
-from attnres_jax.config.load import parse_field
-from attnres_jax.config.load import to_dict
-from attnres_jax.config.load import to_json
-from attnres_jax.config.model import KdaConfig
-from attnres_jax.config.model import MlaConfig
-from attnres_jax.config.model import ModelConfig
-from attnres_jax.config.model import MoeConfig
-from attnres_jax.config.model import ResidualConfig
-from attnres_jax.config.run import BYTE_VOCAB_SIZE
-from attnres_jax.config.run import CheckpointConfig
-from attnres_jax.config.run import DataConfig
-from attnres_jax.config.run import LogConfig
-from attnres_jax.config.run import LossConfig
-from attnres_jax.config.run import MeshConfig
-from attnres_jax.config.run import OptimConfig
-from attnres_jax.config.run import PipelineConfig
-from attnres_jax.config.run import RunConfig
-from attnres_jax.config.run import TrainConfig
-
-__all__ = [
-  "BYTE_VOCAB_SIZE",
-  "CheckpointConfig",
-  "ConfigError",
-  "DataConfig",
-  "KdaConfig",
-  "LogConfig",
-  "LossConfig",
-  "MeshConfig",
-  "MlaConfig",
-  "ModelConfig",
-  "MoeConfig",
-  "OptimConfig",
-  "PipelineConfig",
-  "ResidualConfig",
-  "RunConfig",
-  "RunError",
-  "TrainConfig",
-  "build_run_config",
-  "choose",
-  "default_config",
-  "differences",
-  "fail",
-  "fail_argument",
-  "flatten",
-  "load_config",
-  "parse_arg",
-  "parse_field",
-  "to_dict",
-  "to_json",
-]
+from attnres_jax.config.errors import ConfigError as ConfigError
+from attnres_jax.config.errors import RunError as RunError
+from attnres_jax.config.errors import choose as choose
+from attnres_jax.config.errors import fail as fail
+from attnres_jax.config.errors import fail_argument as fail_argument
+from attnres_jax.config.load import build_run_config as build_run_config
+from attnres_jax.config.load import default_config as default_config
+from attnres_jax.config.load import differences as differences
+from attnres_jax.config.load import flatten as flatten
+from attnres_jax.config.load import load_config as load_config
+from attnres_jax.config.load import parse_arg as parse_arg
+from attnres_jax.config.load import parse_field as parse_field
+from attnres_jax.config.load import to_dict as to_dict
+from attnres_jax.config.load import to_json as to_json
+from attnres_jax.config.model import KdaConfig as KdaConfig
+from attnres_jax.config.model import MlaConfig as MlaConfig
+from attnres_jax.config.model import ModelConfig as ModelConfig
+from attnres_jax.config.model import MoeConfig as MoeConfig
+from attnres_jax.config.model import ResidualConfig as ResidualConfig
+from attnres_jax.config.run import BYTE_VOCAB_SIZE as BYTE_VOCAB_SIZE
+from attnres_jax.config.run import CheckpointConfig as CheckpointConfig
+from attnres_jax.config.run import DataConfig as DataConfig
+from attnres_jax.config.run import LogConfig as LogConfig
+from attnres_jax.config.run import LossConfig as LossConfig
+from attnres_jax.config.run import MeshConfig as MeshConfig
+from attnres_jax.config.run import OptimConfig as OptimConfig
+from attnres_jax.config.run import PipelineConfig as PipelineConfig
+from attnres_jax.config.run import RunConfig as RunConfig
+from attnres_jax.config.run import TrainConfig as TrainConfig

@@ -27,8 +27,7 @@ _TRUTHS = ("false", "true", "0", "1", "no", "yes")
 
 def default_config() -> ml_collections.ConfigDict:
   """The defaults of `RunConfig` as an unlocked ConfigDict, for editing."""
-  config = ml_collections.ConfigDict(dataclasses.asdict(RunConfig()))
-  return config
+  return ml_collections.ConfigDict(to_dict(RunConfig()))
 
 
 def build_run_config(config: Mapping[str, Any]) -> RunConfig:
@@ -67,14 +66,11 @@ def load_config(
       f"config file {path!r}: get_config returned {type(config).__name__},"
       " expected a ConfigDict"
     )
+  values = config.to_dict()
   for name, value in (overrides or {}).items():
-    node, leaf = _find(config, name, value)
-    try:
-      with node.unlocked(), node.ignore_type():
-        node[leaf] = value
-    except OverflowError:
-      fail(name, value, "a finite number")
-  return build_run_config(config)
+    node, leaf = _find(values, name, value)
+    node[leaf] = value
+  return build_run_config(values)
 
 
 def parse_field(name: str, text: str) -> Any:
@@ -83,9 +79,9 @@ def parse_field(name: str, text: str) -> Any:
   Raises:
     ConfigError: there is no such field, or the text does not fit its type.
   """
-  node, leaf = _find(default_config(), name, text)
+  node, leaf = _find(to_dict(RunConfig()), name, text)
   default = node[leaf]
-  if isinstance(default, ml_collections.ConfigDict):
+  if isinstance(default, dict):
     fail(name, text, "one of its fields: " + ", ".join(default))
   try:
     return _parse_value(text, default)
@@ -197,15 +193,14 @@ def _build(cls: type[T], values: Mapping[str, Any], prefix: str) -> T:
 
 
 def _find(
-  config: ml_collections.ConfigDict, name: str, value: Any
-) -> tuple[ml_collections.ConfigDict, str]:
-  """The ConfigDict that holds the field of a dotted name, and its last part."""
+  config: dict[str, Any], name: str, value: Any
+) -> tuple[dict[str, Any], str]:
+  """The dict that contains the field of a dotted name, and its last part."""
   *parents, leaf = name.split(".")
   node = config
   for depth, part in enumerate(parents):
-    choose(".".join(parents[: depth + 1]), part, dict(node))
-    node = node[part]
-    if not isinstance(node, ml_collections.ConfigDict):
+    node = choose(".".join(parents[: depth + 1]), part, node)
+    if not isinstance(node, dict):
       fail(name, value, "the name of a field")
-  choose(name, leaf, dict(node))
+  choose(name, leaf, node)
   return node, leaf

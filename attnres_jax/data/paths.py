@@ -35,7 +35,7 @@ def list_files(
   Raises:
     ConfigError: there are no such files.
   """
-  root = check(field, path)
+  root = files_lib.check_path(f"config.{field}", path)
   if glob.has_magic(path):
     files = [p for p in _glob(field, root) if p.is_file()]
   elif root.is_file():
@@ -48,21 +48,6 @@ def list_files(
     kind = " or ".join(f"*{s}" for s in suffixes) or "files"
     config_lib.fail(field, path, f"a file, or a folder or glob with {kind}")
   return sorted(files)
-
-
-def check(field: str, path: str) -> epath.Path:
-  """A path that can be looked up: a local one, or in a known kind of store.
-
-  Raises:
-    ConfigError: naming `field`.
-  """
-  name = f"config.{field}"
-  checked = files_lib.check_path(name, path, ("gs", "s3", "az"))
-  try:
-    checked.exists()
-  except OSError as error:
-    config_lib.fail(field, path, f"a path that can be read ({error.strerror})")
-  return checked
 
 
 def relative_names(path: str, files: Sequence[epath.Path]) -> list[str]:

@@ -66,8 +66,6 @@ def open_dataset(
       config.batch_size,
       f"a multiple of the number of processes, {process_count}",
     )
-  if not 0 <= config.seed < 2**32:
-    config_lib.fail("data.seed", config.seed, "a number from 0 to 2**32 - 1")
   opener = config_lib.choose("data.source", config.source, sources.SOURCES)
   tokenizer = tokenizer_lib.make_tokenizer(config)
   tokens = opener(config, split, tokenizer)

@@ -278,7 +278,7 @@ class _ShardWriter:
       "next_document": next_document,
     }
     name = _shard_name(self._split, len(self._sidecars))
-    _write(self._folder / f"{name}.bin", content)
+    files_lib.write(self._folder / f"{name}.bin", content)
     _write_json(self._folder / f"{name}.json", sidecar)
     self._sidecars.append(sidecar)
     self._documents, self.gathered = [], 0
@@ -305,14 +305,7 @@ def _shard_name(split: str, index: int) -> str:
 
 
 def _write_json(path: epath.Path, value: dict[str, Any]) -> None:
-  _write(path, (json.dumps(value, indent=2) + "\n").encode())
-
-
-def _write(path: epath.Path, content: bytes) -> None:
-  """Writes a file that either is complete or does not exist."""
-  partial = path.parent / f"{path.name}.tmp"
-  partial.write_bytes(content)
-  partial.replace(path)
+  files_lib.write(path, json.dumps(value, indent=2) + "\n")
 
 
 if __name__ == "__main__":

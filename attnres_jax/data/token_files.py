@@ -152,7 +152,7 @@ def find(config: config_lib.DataConfig, split: str) -> list[TokenFile]:
   field, path = "data.path", config.path
   if split == documents.VALIDATION and config.validation_path:
     field, path = "data.validation_path", config.validation_path
-  root = paths.check(field, path)
+  root = files_lib.check_path(f"config.{field}", path)
   if (root / DATASET_FILE).is_file():
     chosen = _prepared_files(field, root, split)
   else:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 
 from attnres_jax import config as config_lib
+from attnres_jax import files as files_lib
 from attnres_jax.data import paths
 from attnres_jax.data import token_files
 
@@ -271,7 +272,7 @@ def _decode(
 
 def _vocabulary_file(config: config_lib.DataConfig) -> tuple[str, str]:
   field = "data.tokenizer_path"
-  path = paths.check(field, config.tokenizer_path)
+  path = files_lib.check_path(f"config.{field}", config.tokenizer_path)
   if not path.is_file():
     config_lib.fail(field, config.tokenizer_path, "an existing file")
   local = paths.local_file(path)

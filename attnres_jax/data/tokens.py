@@ -4,7 +4,7 @@
 import bisect
 from collections.abc import Sequence
 import itertools
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -13,14 +13,6 @@ from attnres_jax import config as config_lib
 
 class DataError(config_lib.RunError):
   """The data has changed since it was opened."""
-
-
-class Ids(Protocol):
-  """An array or a file of ids; slices are arrays."""
-
-  def __len__(self) -> int: ...
-
-  def __getitem__(self, where: slice, /) -> np.ndarray: ...
 
 
 class Tokens:
@@ -34,7 +26,7 @@ class Tokens:
 
   def __init__(
     self,
-    arrays: Sequence[Ids],
+    arrays: Sequence[Any],
     *,
     vocab_size: int,
     separator_id: int | None,

@@ -61,25 +61,11 @@ def _sample_run(options: argparse.Namespace) -> None:
 
 
 def sample_text(
-  model: models.Transformer,
-  tokenizer: data.Tokenizer,
-  prompt: str,
-  *,
-  num_tokens: int,
-  window: int,
-  temperature: float = 0.8,
-  seed: int = 0,
+  model: models.Transformer, tokenizer: data.Tokenizer, prompt: str, **options
 ) -> str:
-  """Continues `prompt`, which is taken as the start of a document."""
+  """Continues `prompt` as the start of a document, with options of `sample`."""
   prompt_ids = [tokenizer.separator_id, *tokenizer.encode(prompt)]
-  ids = sample(
-    model,
-    np.asarray(prompt_ids, np.int32),
-    num_tokens=num_tokens,
-    window=window,
-    temperature=temperature,
-    seed=seed,
-  )
+  ids = sample(model, np.asarray(prompt_ids, np.int32), **options)
   return tokenizer.decode(ids)
 
 
