@@ -110,41 +110,30 @@ def connect(
   Raises:
     ConfigError: only some are given, or JAX finds no cluster.
   """
+  fail = config_lib.fail_argument
   names = "--coordinator_address, --num_processes, --process_id"
-  given = (coordinator_address, num_processes, process_id)
+  given = dict(
+    coordinator_address=coordinator_address,
+    num_processes=num_processes,
+    process_id=process_id,
+  )
+  values = tuple(given.values())
   if not distributed:
-    if any(value is not None for value in given):
-      raise config_lib.ConfigError(
-        f"{names}: given, expected together with --distributed"
-      )
+    if values != (None, None, None):
+      fail(names, values, "them together with --distributed")
     return
-  if None in given and given != (None, None, None):
-    raise config_lib.ConfigError(
-      f"{names}: got {given}, expected all three or, on a pod, none"
-    )
-  if num_processes is not None and process_id is not None:
+  if coordinator_address is None or num_processes is None or process_id is None:
+    if values != (None, None, None):
+      fail(names, values, "all three or, on a pod, none")
+  else:
     if not 0 <= process_id < num_processes:
-      raise config_lib.ConfigError(
-        f"--process_id: got {process_id}, expected a number from 0, below"
-        f" --num_processes={num_processes}"
-      )
-    host, _, port = (coordinator_address or "").rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-      raise config_lib.ConfigError(
-        f"--coordinator_address: got {coordinator_address!r}, expected"
-        " host:port"
-      )
+      fail("--process_id", process_id, f"0 to {num_processes - 1}")
+    if not re.fullmatch(r".+:\d{1,5}", coordinator_address):
+      fail("--coordinator_address", coordinator_address, "host:port")
   try:
-    jax.distributed.initialize(
-      coordinator_address=coordinator_address,
-      num_processes=num_processes,
-      process_id=process_id,
-    )
+    jax.distributed.initialize(**given)
   except (ValueError, RuntimeError, OSError) as error:
-    raise config_lib.ConfigError(
-      f"--distributed: expected a cluster that JAX can find ({error}); name"
-      f" one with {names}"
-    ) from error
+    fail("--distributed", True, f"a cluster, or one named by {names} ({error})")
 
 
 def _with_fields(argv: Sequence[str]) -> list[str]:

@@ -95,7 +95,7 @@ BAD_FLAGS = {
   ),
   "cluster without distributed": (
     ["--num_processes=2"],
-    "expected together with --distributed",
+    "expected them together with --distributed",
   ),
 }
 

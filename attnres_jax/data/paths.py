@@ -13,6 +13,7 @@ import hashlib
 import os
 import pathlib
 import shutil
+from typing import NoReturn
 
 from etils import epath
 
@@ -87,6 +88,14 @@ def cached_copy(path: epath.Path, folder: pathlib.Path) -> pathlib.Path:
       shutil.copyfileobj(source, target, length=1 << 24)
     partial.replace(copy)
   return copy
+
+
+def needs_extra(field: str, value: str, package: str, extra: str) -> NoReturn:
+  """Raises the error of a value whose optional package is not installed."""
+  raise ImportError(
+    f"config.data.{field}={value!r} needs the package {package!r}:"
+    f' pip install "attnres-jax[{extra}]"'
+  )
 
 
 def _split_glob(root: epath.Path) -> tuple[epath.Path, str]:

@@ -104,27 +104,19 @@ def _prepare(args: dict[str, Any]) -> None:
 
 
 def _parser() -> command_line.Parser:
-  default = config_lib.DataConfig()
   parser = command_line.Parser("python -m attnres_jax.data.prepare", __doc__)
-  add = parser.add_argument
-  add("--source", default=default.source, help=", ".join(sources.TEXT_SOURCES))
-  add("--path", default="", help="file, folder or glob")
-  add(
-    "--validation_path", default="",
-    help="the same for validation; without it, --path is split by hash",
-  )  # fmt: skip
-  add(
-    "--validation_fraction", type=float, default=default.validation_fraction,
-    help="fraction of documents held out by hash",
-  )  # fmt: skip
-  add(
-    "--text_field", default=default.text_field,
-    help="field or column of jsonl and parquet",
-  )  # fmt: skip
-  add(
-    "--tokenizer", default=default.tokenizer, help="bytes, hf or sentencepiece"
-  )
-  add("--tokenizer_path", default="", help="vocabulary file")
+  add, defaults = parser.add_argument, config_lib.DataConfig()
+  for name, words in {
+    "source": ", ".join(sources.TEXT_SOURCES),
+    "path": "file, folder or glob",
+    "validation_path": "same for validation; if empty, --path is split by hash",
+    "validation_fraction": "fraction of documents held out by hash",
+    "text_field": "field or column of jsonl and parquet",
+    "tokenizer": "bytes, hf or sentencepiece",
+    "tokenizer_path": "vocabulary file",
+  }.items():
+    default = getattr(defaults, name)
+    add(f"--{name}", type=type(default), default=default, help=words)
   add("--output", required=True, help="folder to write to")
   add(
     "--shard_tokens", type=int, default=SHARD_TOKENS,

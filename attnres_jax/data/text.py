@@ -99,8 +99,8 @@ class ParquetDocuments:
     try:
       import pyarrow
       from pyarrow import parquet
-    except ImportError as error:
-      raise _needs_extra("parquet", "pyarrow") from error
+    except ImportError:
+      paths.needs_extra("source", "parquet", "pyarrow", "data")
     self._path, self._column = path, config.text_field
     self._files = paths.list_files(field, path, (".parquet",))
     self._parquet = parquet
@@ -201,8 +201,8 @@ def _array_record(field: str, path: epath.Path) -> Iterator[Any]:
   """Opens an ArrayRecord reader and closes it."""
   try:
     from array_record.python import array_record_module
-  except ImportError as error:
-    raise _needs_extra("arrayrecord", "array-record") from error
+  except ImportError:
+    paths.needs_extra("source", "arrayrecord", "array-record", "data")
   reader = array_record_module.ArrayRecordReader(paths.local_file(path))
   if not reader.ok():
     config_lib.fail(field, os.fspath(path), "an ArrayRecord file")
@@ -210,13 +210,6 @@ def _array_record(field: str, path: epath.Path) -> Iterator[Any]:
     yield reader
   finally:
     reader.close()
-
-
-def _needs_extra(source: str, package: str) -> ImportError:
-  return ImportError(
-    f"config.data.source={source!r} needs the package {package!r}:"
-    ' pip install "attnres-jax[data]"'
-  )
 
 
 def _check_utf8(field: str, where: str, text: bytes) -> None:

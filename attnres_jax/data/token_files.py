@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 import dataclasses
 import functools
 import hashlib
+import math
 import os
 import pathlib
 from typing import Any, NoReturn
@@ -208,33 +209,25 @@ def _from_sidecar(
   dtype = values.get("dtype")
   if not isinstance(dtype, str) or dtype not in DTYPES:
     bad('"dtype" one of ' + ", ".join(DTYPES))
-  most = np.iinfo(DTYPES[dtype]).max
-  for name, least, limit in (
-    ("count", 0, None),
-    ("header_bytes", 0, None),
-    ("vocab_size", 1, most + 1),
-    ("separator_id", 0, (values.get("vocab_size") or most + 1) - 1),
+  largest, size = int(np.iinfo(DTYPES[dtype]).max), values.get("vocab_size")
+  if type(size) is int:
+    largest = min(largest, size - 1)
+  for name, least, most in (
+    ("count", 0, math.inf),
+    ("header_bytes", 0, math.inf),
+    ("vocab_size", 1, 2**31 - 1),
+    ("separator_id", 0, largest),
   ):
     value = values.get(name)
-    missing = value is None and name != "count"
-    if not missing and (type(value) is not int or value < least):
-      bad(f'"{name}" an integer of at least {least}')
-    if not missing and limit is not None and value > limit:
-      bad(f'"{name}" at most {limit} (it is {value})')
-  if not isinstance(values.get("tokenizer"), dict | None):
-    bad('"tokenizer" an object')
-  if not isinstance(values.get("sha256"), str | None):
-    bad('"sha256" a string')
-  return TokenFile(
-    path=path,
-    dtype=dtype,
-    count=values["count"],
-    header_bytes=values.get("header_bytes") or 0,
-    vocab_size=values.get("vocab_size"),
-    separator_id=values.get("separator_id"),
-    tokenizer=values.get("tokenizer"),
-    sha256=values.get("sha256"),
-  )
+    if value is None and name != "count":
+      values.pop(name, None)
+    elif type(value) is not int or not least <= value <= most:
+      bad(f'"{name}" an integer from {least} to {most}')
+  for name, kind in (("tokenizer", dict), ("sha256", str)):
+    if not isinstance(values.get(name), kind | None):
+      bad(f'"{name}" of type {kind.__name__}')
+  known = {field.name for field in dataclasses.fields(TokenFile)}
+  return TokenFile(path, **{k: v for k, v in values.items() if k in known})
 
 
 def _from_llmc_header(field: str, path: epath.Path) -> TokenFile:

@@ -6,10 +6,11 @@ prompt of an unconditional sample, and packing recognises documents by it.
 Decoding shows it as a line break.
 """
 
+import abc
 from collections.abc import Iterable, Sequence
 import hashlib
 import os
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -25,37 +26,46 @@ _SEPARATOR_NAMES = (
 )  # fmt: skip
 
 
-class Tokenizer(Protocol):
+class Tokenizer(abc.ABC):
   """Text to ids and back.
 
   Attributes:
+    name: its key in `TOKENIZERS`.
     vocab_size: one more than the largest id.
     separator_id: opens every document.
+    sha256: of the vocabulary file, if there is one.
   """
 
+  name: str
   vocab_size: int
   separator_id: int
+  sha256: str | None = None
 
+  @abc.abstractmethod
   def encode(self, text: str | bytes) -> np.ndarray:
     """Ids of a text, int32, without any separator."""
-    ...
 
   def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
     """`encode` of each text, on several threads if the library supports it."""
-    ...
+    return [self.encode(text) for text in texts]
 
+  @abc.abstractmethod
   def decode(self, ids: Iterable[int]) -> str:
     """The text of ids; never fails: an id without text becomes U+FFFD."""
-    ...
 
   def describe(self) -> dict[str, Any]:
     """Name, sizes and the hash of the vocabulary file, for JSON."""
-    ...
+    return {
+      "name": self.name,
+      "vocab_size": self.vocab_size,
+      "separator_id": self.separator_id,
+    } | ({"sha256": self.sha256} if self.sha256 else {})
 
 
-class BytesTokenizer:
+class BytesTokenizer(Tokenizer):
   """256 byte values and a separator: no vocabulary file, any text."""
 
+  name = "bytes"
   vocab_size = config_lib.BYTE_VOCAB_SIZE
   separator_id = 256
 
@@ -65,9 +75,6 @@ class BytesTokenizer:
   def encode(self, text: str | bytes) -> np.ndarray:
     return np.frombuffer(_to_bytes(text), np.uint8).astype(np.int32)
 
-  def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-    return [self.encode(text) for text in texts]
-
   def decode(self, ids: Iterable[int]) -> str:
     """Bytes that are not UTF-8, as in a truncated character, become U+FFFD."""
     ids = np.asarray(list(ids), np.int64)
@@ -76,11 +83,8 @@ class BytesTokenizer:
     shown = np.where((shown >= 0) & (shown < 256), shown, 0xFF)
     return shown.astype(np.uint8).tobytes().decode(errors="replace")
 
-  def describe(self) -> dict[str, Any]:
-    return _describe("bytes", self)
 
-
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(Tokenizer):
   """A `tokenizer.json` of the Hugging Face `tokenizers` library.
 
   The separator is the first of the usual names that is in the vocabulary, else
@@ -88,12 +92,14 @@ class HuggingFaceTokenizer:
   text.
   """
 
+  name = "hf"
+
   def __init__(self, config: config_lib.DataConfig):
     try:
       import tokenizers
     except ImportError:
-      _needs_extra("hf", "tokenizers")
-    path, self._sha256 = _vocabulary_file(config)
+      paths.needs_extra("tokenizer", "hf", "tokenizers", "hf")
+    path, self.sha256 = _vocabulary_file(config)
     try:
       self._tokenizer = tokenizers.Tokenizer.from_file(path)
     except Exception as error:  # The library raises bare Exception.
@@ -130,23 +136,22 @@ class HuggingFaceTokenizer:
 
     return _decode(ids, self.separator_id, is_unknown, decode)
 
-  def describe(self) -> dict[str, Any]:
-    return _describe("hf", self, self._sha256)
 
-
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
   """A SentencePiece `.model` file.
 
   The separator is its begin-of-sentence id, else its end-of-sentence id, else
   a new id after the last.
   """
 
+  name = "sentencepiece"
+
   def __init__(self, config: config_lib.DataConfig):
     try:
       import sentencepiece
     except ImportError:
-      _needs_extra("sentencepiece", "sentencepiece")
-    path, self._sha256 = _vocabulary_file(config)
+      paths.needs_extra("tokenizer", "sentencepiece", "sentencepiece", "hf")
+    path, self.sha256 = _vocabulary_file(config)
     try:
       self._model = sentencepiece.SentencePieceProcessor(model_file=path)
     except (OSError, RuntimeError) as error:
@@ -171,16 +176,15 @@ class SentencePieceTokenizer:
       ids, self.separator_id, lambda i: not 0 <= i < size, self._model.decode
     )
 
-  def describe(self) -> dict[str, Any]:
-    return _describe("sentencepiece", self, self._sha256)
 
-
-class IdsTokenizer:
+class IdsTokenizer(Tokenizer):
   """The ids of a token file without a vocabulary, and hence without text.
 
   For training on published token shards without their tokenizer. The sizes are
   those that the files at `config.data.path` declare.
   """
+
+  name = "ids"
 
   def __init__(self, config: config_lib.DataConfig):
     if config.source != "tokens":
@@ -207,14 +211,8 @@ class IdsTokenizer:
       )
     return np.asarray(ids, np.int32)
 
-  def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-    return [self.encode(text) for text in texts]
-
   def decode(self, ids: Iterable[int]) -> str:
     return " ".join(str(int(i)) for i in ids)
-
-  def describe(self) -> dict[str, Any]:
-    return _describe("ids", self)
 
 
 TOKENIZERS = {
@@ -242,16 +240,6 @@ def _to_bytes(text: str | bytes) -> bytes:
 
 def _to_str(text: str | bytes) -> str:
   return text if isinstance(text, str) else text.decode(errors="replace")
-
-
-def _describe(
-  name: str, tokenizer: Tokenizer, sha256: str | None = None
-) -> dict[str, Any]:
-  return {
-    "name": name,
-    "vocab_size": tokenizer.vocab_size,
-    "separator_id": tokenizer.separator_id,
-  } | ({"sha256": sha256} if sha256 else {})
 
 
 def _decode(
@@ -288,11 +276,4 @@ def _unreadable(
     "data.tokenizer_path",
     os.fspath(config.tokenizer_path),
     f"{accepted} ({reason})",
-  )
-
-
-def _needs_extra(name: str, package: str) -> NoReturn:
-  raise ImportError(
-    f"config.data.tokenizer={name!r} needs the package {package!r}:"
-    ' pip install "attnres-jax[hf]"'
   )
