@@ -98,6 +98,7 @@ def figure_4(
   *,
   paper_counting: str = "attention",
   title: str = "this repository",
+  figsize: tuple[float, float] = (10.5, 4.2),
 ) -> Any:
   """Our scaling law beside the paper's.
 
@@ -110,13 +111,14 @@ def figure_4(
     counting: of our compute.
     paper_counting: of the paper's points.
     title: of our panel.
+    figsize: in inches.
 
   Returns:
     The figure.
   """
   from matplotlib import figure as figure_lib
 
-  figure = figure_lib.Figure(figsize=(10.5, 4.2), layout="constrained")
+  figure = figure_lib.Figure(figsize=figsize, layout="constrained")
   ours, theirs = figure.subplots(1, 2)
   largest = max(own.compute.max() for own in runs.values())
   draw_scaling(

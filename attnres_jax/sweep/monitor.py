@@ -97,11 +97,15 @@ def _of_run(
     spent = goodput_lib.of_rows(rows)
     train = [row for row in rows if row["split"] == "train"]
     validation = [row for row in rows if row["split"] == "validation"]
-    curve = tuple((one["step"], _loss(one, math.nan)) for one in train)
+    losses = [_loss(one) for one in train]
+    curve = tuple(
+      (one["step"], math.nan if loss is None else loss)
+      for one, loss in zip(train, losses)
+    )
     last, evaluated = (train or [{}])[-1], (validation or [{}])[-1]
     known = dict(
       step=last.get("step", 0),
-      train_loss=_loss(last),
+      train_loss=losses[-1] if losses else None,
       validation_loss=_loss(evaluated),
       step_seconds=float(last["step_seconds"]) if train else None,
     )
@@ -246,7 +250,7 @@ def _number(value: float | None) -> str:
   return "" if value is None else f"{value:.4f}"
 
 
-def _loss(row: Mapping[str, Any], missing: float | None = None) -> float | None:
-  """A value of a row of metrics; `missing` if it was not finite."""
+def _loss(row: Mapping[str, Any]) -> float | None:
+  """Of a row of metrics; None where there is none, or it was not finite."""
   value = row.get("loss")
-  return missing if value is None else float(value)
+  return None if value is None else float(value)

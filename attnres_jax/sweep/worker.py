@@ -145,7 +145,7 @@ def _train(
         print(f"begins at step {step}, with a checkpoint of {run.branch_of}")
     config = folder_lib.run_config(run)
     summary = train.train_and_evaluate(
-      config, workdir, claim=claim and claim.claim
+      config, workdir, claim=None if claim is None else claim.claim
     )
   except Exception as error:
     text = " ".join(f"{type(error).__name__}: {error}".split())

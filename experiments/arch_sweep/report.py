@@ -23,7 +23,7 @@ Row = Mapping[str, Any]
 def render(folder: epath.Path, progress: Sequence[monitor.Progress]) -> str:
   """The page of the sweep."""
   title = "Loss over the shape of the network"
-  return sweep.render(folder, progress, title, _answer)
+  return sweep.report(folder, progress, title, _answer)
 
 
 def results(rows: Sequence[Row]) -> str:

@@ -90,12 +90,12 @@ def differences(
   runs: Mapping[int, Series], baseline: Mapping[int, Series]
 ) -> list[Series]:
   """Of each seed that the baseline has too, where both have a value."""
-  found = []
+  found: list[Series] = []
   for seed in runs.keys() & baseline.keys():
     known = dict(zip(*baseline[seed]))
     pairs = [(x, y - known[x]) for x, y in zip(*runs[seed]) if x in known]
     if pairs:
-      found.append(tuple(zip(*pairs)))
+      found.append(([x for x, _ in pairs], [y for _, y in pairs]))
   return found
 
 

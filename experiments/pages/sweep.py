@@ -2,7 +2,7 @@
 """An experiment that is a sweep: its command, its report and its README.
 
 The report is one self-contained page, of runs that are finished or under way.
-`render` is what all sweeps share; an experiment may add an answer of its own.
+`report` is what all sweeps share; an experiment may add an answer of its own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,35 +30,41 @@ _MAX_ERROR = 400
 _NO_CURVES = "No run has logged a step yet, or there are too many settings."
 
 Row = Mapping[str, Any]
+Render = Callable[[epath.Path, Sequence[monitor.Progress]], str]
 
 
 def experiment(
-  file: str, doc: str | None, **own: Any
+  file: str,
+  doc: str | None,
+  *,
+  config: str = "",
+  workdir: str = "",
+  render: Render | None = None,
+  places: Sequence[readme.Place] = (),
+  figures: Mapping[str, Callable[[Sequence[Row]], Any]] | None = None,
 ) -> tuple[cli.Experiment, readme.Published]:
   """The command of an experiment, and what it publishes.
-
-  By default the config is config.py beside `file`, runs go to runs/NAME, and
-  report and README show the losses.
 
   Args:
     file: run.py of the experiment.
     doc: its docstring; the first line describes the command.
-    **own: attributes of `cli.Experiment` and `readme.Published` that differ.
+    config: file with the sweep; config.py of the experiment by default.
+    workdir: of the sweep; runs/NAME by default.
+    render: makes the report; by default it shows the losses.
+    places: what is filled in documents; by default the losses, in the README.
+    figures: by the names of their files.
   """
   folder = pathlib.Path(file).absolute().parent
   name = folder.name
-  fields = {
-    "program": f"python -m experiments.{name}.run",
-    "description": (doc or "").partition("\n")[0],
-    "config": f"experiments/{name}/config.py",
-    "workdir": f"runs/{name}",
-    "render": render,
-    "folder": folder,
-    "places": [readme.Place(results)],
-    "figures": {},
-  } | own
-  published = [fields.pop(one) for one in readme.Published._fields]
-  return cli.Experiment(**fields), readme.Published(*published)
+  command = cli.Experiment(
+    program=f"python -m experiments.{name}.run",
+    description=(doc or "").partition("\n")[0],
+    config=config or f"experiments/{name}/config.py",
+    workdir=workdir or f"runs/{name}",
+    render=render or report,
+  )
+  places = places or [readme.Place(results)]
+  return command, readme.Published(folder, places, figures or {})
 
 
 def results(rows: Sequence[Row]) -> str:
@@ -78,7 +84,7 @@ def answer(rows: Sequence[Row]) -> page.Html:
   )
 
 
-def render(
+def report(
   folder: epath.Path,
   progress: Sequence[monitor.Progress],
   title: str = "Losses of a sweep",

@@ -37,8 +37,8 @@ Row = Mapping[str, Any]
 def render(folder: epath.Path, progress: Sequence[monitor.Progress]) -> str:
   """The page of a sweep over sizes and schemes, or over learning rates."""
   if any(one.run and _RATE in one.run.overrides for one in progress):
-    return sweep.render(folder, progress, "Learning rates", _rates)
-  return sweep.render(folder, progress, "Loss over compute", _answer)
+    return sweep.report(folder, progress, "Learning rates", _rates)
+  return sweep.report(folder, progress, "Loss over compute", _answer)
 
 
 def results(rows: Sequence[Row]) -> str:
@@ -59,18 +59,9 @@ def learning_rates(rows: Sequence[Row]) -> str:
 
 def figure(rows: Sequence[Row]) -> figure_lib.Figure:
   """Fig. 4, ours beside the paper's; slopes compare, heights do not."""
-  runs, found = fits(rows, COUNTING)
-  made = figure_lib.Figure(figsize=(8.4, 3.9), layout="constrained")
-  ours, theirs = made.subplots(1, 2)
-  advantage = None
-  if {losses_lib.BASELINE, "block_attnres"} <= found.keys():
-    largest = max(float(own.compute.max()) for own in runs.values())
-    advantage = (losses_lib.BASELINE, "block_attnres", largest)
-  plots.draw_scaling(
-    runs, found, COUNTING, ax=ours, title="this sweep", advantage=advantage
+  return plots.figure_4(
+    *fits(rows, COUNTING), COUNTING, title="this sweep", figsize=(8.4, 3.9)
   )
-  plots.draw_paper(COUNTING, ax=theirs)
-  return made
 
 
 def fits(

@@ -23,7 +23,7 @@ SPECS = {
   "laws": ("configs/scaling.py", law_report.render),
   "rates": ("configs/scaling.py:scale=laptop_lr", law_report.render),
   "shapes": ("configs/arch_sweep.py", arch_report.render),
-  "any": ("configs/scaling.py", sweep.render),
+  "any": ("configs/scaling.py", sweep.report),
 }
 
 
@@ -97,7 +97,7 @@ def test_unknown_schemes(tmp_path):
   row = _spoiled(one.row)
   assert row["residual"] == HOSTILE
   one = dataclasses.replace(one, residual=HOSTILE, row=row)
-  _assert_harmless(sweep.render(tmp_path, [one], HOSTILE), times=5)
+  _assert_harmless(sweep.report(tmp_path, [one], HOSTILE), times=5)
 
 
 def test_the_demo():
