@@ -155,7 +155,7 @@ def test_every_large_parameter_is_cut():
 @pytest.mark.parametrize(
   "mesh,collectives",
   [
-    (dict(data=2), {"all-reduce"}),
+    pytest.param(dict(data=2), {"all-reduce"}, marks=pytest.mark.slow),
     (dict(data=1, fsdp=2), {"all-gather", "all-reduce"}),
   ],
 )

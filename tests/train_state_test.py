@@ -95,6 +95,16 @@ def _mean_loss(model, batch):
   return jnp.sum(weights * nll) / weights.sum(), logits
 
 
+def _whole(name="block_attnres", **fields):
+  """As it is, the config of most tests here, whose program is compiled once."""
+  config = _config(name, weight_decay=0.0, **fields)
+  loss = config_lib.LossConfig(z_loss=0.5, tile_tokens=16)
+  return dataclasses.replace(config, loss=loss)
+
+
+WHOLE = _whole()
+
+
 GOLDEN = """\
 These are the numbers of the first two steps of a small Block AttnRes network.
 They hold for every version of JAX that we support. Update them only with a
@@ -129,8 +139,7 @@ def test_golden_steps():
 )
 def test_metrics_are_what_they_say(name, documents):
   """The z-loss enters the gradient, and not the loss."""
-  config, batch = _config(name), _batch(documents=documents)
-  config = dataclasses.replace(config, loss=config_lib.LossConfig(z_loss=0.5))
+  config, batch = _whole(name), _batch(documents=documents)
   state = _program(config).init_state()
   weights = _weights(batch)
 
@@ -228,10 +237,6 @@ class TestExperts:
     np.testing.assert_array_equal(found, np.arange(8.0).reshape(2, 4))
 
 
-# One program serves the tests below: of the whole batch, on one device.
-WHOLE = _config(weight_decay=0.0)
-
-
 @pytest.mark.parametrize(
   "parts,devices",
   [(4, 1), (2, 4), pytest.param(1, 8, marks=pytest.mark.slow)],
@@ -241,7 +246,7 @@ def test_microbatches_and_devices_are_one_large_batch(parts, devices):
   # that means of means would differ.
   batches = [_batch(i, documents=True) for i in range(2)]
   assert len({*_weights(batches[0]).sum(axis=1)}) > 1
-  config = _config(accumulate_steps=parts, data=devices, weight_decay=0.0)
+  config = _whole(accumulate_steps=parts, data=devices)
   assert _program(config).mesh.size == devices
   found, rows = _run(config, batches)
   whole, whole_rows = _run(WHOLE, batches)
@@ -260,7 +265,7 @@ def test_microbatches_and_devices_are_one_large_batch(parts, devices):
   ],
 )
 def test_every_scheme_takes_steps(name):
-  config = _config(name, weight_decay=0.0)
+  config = _whole(name)
   _, metrics = _run(config, [_batch(documents=True)] * 6)
   assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.1
 
@@ -303,10 +308,7 @@ def test_batch_without_targets_is_no_division_by_zero():
 
 
 def test_eval_step_sums_without_the_z_loss():
-  config = dataclasses.replace(
-    _config(), loss=config_lib.LossConfig(z_loss=0.5, tile_tokens=16)
-  )
-  program = _program(config)
+  program = _program(WHOLE)
   model, batch = program.init_state().model, _batch(documents=True)
   found = program.eval_step(model, batch)
   assert set(found) == {"loss_sum", "tokens"}
@@ -370,7 +372,7 @@ def test_depth_series(name):
 
 
 def test_abstract_state_is_the_state():
-  program = _program(_config(accumulate_steps=2, data=4, weight_decay=0.0))
+  program = _program(_whole(accumulate_steps=2, data=4))
   abstract, state = program.abstract_state, program.init_state()
   assert jax.tree.structure(abstract) == jax.tree.structure(state)
   for a, b in zip(jax.tree.leaves(abstract), jax.tree.leaves(state)):
