@@ -463,3 +463,9 @@ def test_locked_config_refuses_new_fields(tmp_path):
 
 def test_defaults_are_the_dataclasses():
   assert c.default_config().to_dict() == dataclasses.asdict(c.RunConfig())
+
+
+def test_runs_that_name_the_fused_schedule_1f1b_still_load():
+  old = c.to_dict(c.RunConfig())
+  old["pipeline"]["schedule"] = "1f1b"
+  assert c.build_run_config(old).pipeline.schedule == "fused"
