@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs timed in turn within one process, and rows of what was measured.
+"""Times programs in turn within one process, and records rows of results.
 
-Whatever else the machine does then affects all programs alike, so that ratios
-of the same round survive a shared or throttled machine.
+Other load on the machine then affects all programs equally, so that ratios
+within a round are meaningful even on a shared or throttled machine.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,12 +20,12 @@ K = TypeVar("K")
 
 
 class Seconds(NamedTuple):
-  """Of one call.
+  """Times of one call, in seconds.
 
   Attributes:
-    wall: passed meanwhile.
-    cpu: of the processor, for all threads of this process; other processes
-      disturb these less.
+    wall: wall-clock time.
+    cpu: processor time of all threads of this process, which other processes
+      affect less.
   """
 
   wall: float
@@ -35,9 +35,9 @@ class Seconds(NamedTuple):
 def in_turn(
   calls: Mapping[K, Callable[[], Any]], rounds: int
 ) -> dict[K, list[Seconds]]:
-  """Seconds of each call in each round, after one round to warm up.
+  """Times of each call in each round, after one warm-up round.
 
-  The order alternates, so that a drift does not favour a position.
+  The order alternates, so that drift does not favour a position.
   """
   times: dict[K, list[Seconds]] = {name: [] for name in calls}
   for index in range(rounds + 1):
@@ -49,7 +49,7 @@ def in_turn(
 
 
 def timed(call: Callable[[], Any]) -> Seconds:
-  """Of one call, until its arrays are computed."""
+  """Times one call, until its arrays are computed."""
   start = time.perf_counter(), time.process_time()
   jax.block_until_ready(call())
   return Seconds(time.perf_counter() - start[0], time.process_time() - start[1])
@@ -60,7 +60,7 @@ def ratios(
 ) -> dict[str, float]:
   """Columns of a row: time over that of a baseline in the same round.
 
-  `ratio` is the median over rounds, with its range, and `cpu_ratio` the same of
+  `ratio` is the median over rounds, with its range, and `cpu_ratio` that of
   processor time; `seconds` and `cpu_seconds` are medians of the program itself.
   """
   wall = [a.wall / b.wall for a, b in zip(own, base, strict=True)]
@@ -79,12 +79,12 @@ def ratios(
 def record(
   path: pathlib.Path | str, rows: Iterable[Mapping[str, Any]], **facts: str
 ) -> None:
-  """Prints rows as they come, then writes them with where they are from.
+  """Prints rows as they arrive, then writes them with facts about the machine.
 
   Args:
     path: of the CSV file.
-    rows: measured while they are iterated over.
-    facts: columns that take the place of those of the machine.
+    rows: measured during the iteration.
+    facts: columns that replace those of the machine.
   """
   start, found = time.perf_counter(), []
   origin = environment.facts() | facts

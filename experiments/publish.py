@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fills the README of an experiment, and draws its figures, from its rows.
+"""Fills in the README of an experiment and draws its figures, from its rows.
 
   python -m experiments.publish scaling_law --adopt=runs/scaling
   python -m experiments.publish scaling_law
 
-The first copies the rows of a finished sweep (its folder, or a file of rows) to
-experiments/scaling_law/results.csv first; --to names another file, such as
---to=learning_rates. `PUBLISHED` in the run.py of the experiment says what is
-made of the rows. A test keeps documents and rows consistent.
+The first command copies the rows of a finished sweep (its folder, or a file of
+rows) to experiments/scaling_law/results.csv; --to selects another file, such as
+--to=learning_rates. `PUBLISHED` in the run.py of the experiment says how the
+rows are used. A test keeps documents and rows consistent.
 """
 
 import argparse
@@ -29,9 +29,15 @@ from experiments.pages import readme
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command; returns its exit status."""
   parser = command_line.Parser("python -m experiments.publish", __doc__)
-  parser.add_argument("experiment", help="its folder, such as scaling_law")
-  parser.add_argument("--adopt", metavar="PATH", help="a sweep, or a CSV file")
-  parser.add_argument("--to", default="results", help="a file of rows")
+  parser.add_argument(
+    "experiment", help="name of its folder, such as scaling_law"
+  )
+  parser.add_argument(
+    "--adopt", metavar="PATH", help="folder of a sweep, or a CSV file"
+  )
+  parser.add_argument(
+    "--to", default="results", help="name of the file of rows"
+  )
   options = parser.parse_args(argv)
   return command_line.run(_main, options)
 
@@ -58,10 +64,10 @@ def load(experiment: str) -> readme.Published:
 
 
 def publish(published: readme.Published) -> None:
-  """Fills the documents, and draws the figures."""
+  """Fills in the documents and draws the figures."""
   rows = published.read()
   for name, draw in published.figures.items() if rows else ():
-    # The same file from the same rows.
+    # The same rows give the same file.
     salt = {"svg.hashsalt": pathlib.Path(name).stem, "svg.fonttype": "none"}
     with matplotlib.rc_context(salt):
       draw(rows).savefig(

@@ -5,9 +5,9 @@
   python -m notebooks.execute
   python -m notebooks.execute --write    # .ipynb files from the .py files
 
-A notebook is a pair: NAME.py, the text that is edited and reviewed, and
-NAME.ipynb, for Colab. The latter is without outputs, but where the header of
-NAME.py says `outputs: true`: figures that readers without Colab want to see.
+A notebook is a pair: NAME.py, which is edited and reviewed, and NAME.ipynb, for
+Colab. The latter has no outputs, unless the header of NAME.py says `outputs:
+true`, for figures that readers should see without Colab.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       if keeps_outputs(notebook):
         execute(notebook)
         for cell in notebook.cells:
-          cell.metadata.pop("execution", None)  # times of the day
+          cell.metadata.pop("execution", None)  # wall-clock times
       nbformat.write(notebook, path.with_suffix(".ipynb"))
       continue
     start = time.perf_counter()
@@ -55,7 +55,7 @@ def pairs() -> list[pathlib.Path]:
 
 
 def load(path: pathlib.Path) -> nbformat.NotebookNode:
-  """The notebook that a .py file stands for, without outputs."""
+  """The notebook of a .py file, without outputs."""
   notebook = jupytext.read(path, fmt="py:percent")
   for i, cell in enumerate(notebook.cells):
     cell.id = f"cell-{i}"  # the same every time it is written
@@ -63,7 +63,7 @@ def load(path: pathlib.Path) -> nbformat.NotebookNode:
 
 
 def keeps_outputs(notebook: nbformat.NotebookNode) -> bool:
-  """Whether its .ipynb shows what its cells print and draw."""
+  """Whether its .ipynb contains the outputs of its cells."""
   return bool(notebook.metadata.get("outputs", False))
 
 

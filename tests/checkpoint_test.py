@@ -158,7 +158,7 @@ def test_damaged_newest_is_set_aside(tmp_path, damage):
   aside = tmp_path / "checkpoints_set_aside"
   assert (aside / "3.0").is_dir()
   assert (aside / "3.0.txt").read_text().strip() == restored.unreadable[3]
-  # The step can be reached and saved, and set aside, again.
+  # The same step can be saved and set aside again.
   _save(tmp_path, [3])
   assert _restore(tmp_path).step == 3
   DAMAGE[damage](tmp_path / "checkpoints" / "3")

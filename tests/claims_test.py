@@ -154,7 +154,7 @@ def test_a_lease_holds_while_it_beats(tmp_path, leases, monkeypatch):
   assert not claims.is_held(tmp_path)
   other = claims.acquire(tmp_path)
   assert claims._read(tmp_path).token == other.holder.token
-  # The one that lost it leaves it to the other.
+  # The one that lost it leaves the file to the other.
   claim.release()
   assert claims.is_held(tmp_path)
   other.release()
@@ -191,7 +191,7 @@ def test_whoever_waits_for_a_lease_sees_whether_its_holder_lives(
 def test_of_two_leases_at_once_the_last_one_counts(
   tmp_path, leases, monkeypatch
 ):
-  # Another writer's claim lands while this one waits.
+  # Another writer's claim arrives while this one waits.
   now = time.time()
   other = claims.Holder("elsewhere", 7, "other", now, now)
   monkeypatch.setattr(

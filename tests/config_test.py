@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every way a configuration can be wrong, and what the one line says."""
+"""Every way in which a configuration can be wrong, and its one-line error."""
 
 import dataclasses
 import json

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every config file with every argument builds, without computing anything.
+"""Every config file builds with every argument, without computing anything.
 
 A config file lists its arguments in `ARGUMENTS`: each key of `parse_arg` with
-the values it is meant for. Where they have many combinations, each value is
-taken in turn, with `runlocal` and without, the others at their defaults.
+its values. If there are many combinations, each value is tested in turn, with
+and without `runlocal`, and the others at their defaults.
 """
 
 import importlib.util

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JAX as tests want it: eight CPU devices, strict promotion, quick compiles.
+"""Configures JAX for tests: eight CPU devices, strict promotion, fast compiles.
 
 Warnings are errors, see `filterwarnings` in pyproject.toml.
 """
@@ -8,11 +8,11 @@ import os
 import pathlib
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# A libtpu that happens to be installed must neither look for a pod nor lock.
+# If libtpu is installed, it must neither look for a pod nor lock a device.
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
-# Eight devices wait for each other on however few cores there are: a machine
-# under load must be slow, not dead after 40 seconds.
+# Eight devices wait for each other on few cores: on a busy machine, tests must
+# be slow, but not fail after 40 seconds.
 os.environ["XLA_FLAGS"] = " ".join(
   [
     os.environ.get("XLA_FLAGS", ""),
@@ -28,22 +28,22 @@ from tests import programs
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# A program in flight shares its threads with the compiler of the next one, and
-# its devices can then wait for each other for ever.
+# A running program shares its threads with the compiler of the next one, and
+# its devices could then wait for each other forever.
 jax.config.update("jax_cpu_enable_async_dispatch", False)
-# The suite compiles many tiny programs and runs each a few times.
+# The suite compiles many tiny programs and runs each of them a few times.
 jax.config.update("jax_disable_most_optimizations", True)
 programs.share()
 
-# A compiled program takes about seven mappings of memory. Linux lets a process
-# have 65,530, and XLA crashes at the next one.
+# A compiled program takes about seven memory mappings. Linux allows 65,530 per
+# process, and XLA crashes at the next one.
 _MAPPINGS = pathlib.Path("/proc/self/maps")
 _MANY_MAPPINGS = 10_000
 
 
 @pytest.fixture(scope="module", autouse=True)
 def few_programs():
-  """Drops what earlier modules compiled, now and then."""
+  """Occasionally drops the programs of earlier modules."""
   yield
   if _MAPPINGS.exists():
     if _MAPPINGS.read_bytes().count(b"\n") > _MANY_MAPPINGS:
@@ -53,6 +53,6 @@ def few_programs():
 
 @pytest.fixture
 def float64():
-  """Arrays of 64 bits, for comparisons with definitions."""
+  """Enables 64-bit arrays, for comparisons with definitions."""
   with jax.enable_x64(True):
     yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that are really killed, and the runs that go on after them."""
+"""Processes that are really killed, and runs that resume after them."""
 
 import pathlib
 import random
@@ -13,7 +13,7 @@ import pytest
 from attnres_jax import checkpoint
 from tests import tiny_run
 
-# What survives does not depend on the scheme, and this one compiles quickest.
+# Recovery does not depend on the scheme, and this one compiles fastest.
 FIELDS = {
   "model.residual.name": "prenorm",
   "train.steps": 120,
@@ -60,7 +60,7 @@ def _kill(process):
 
 
 def _kill_during_save(workdir, fields):
-  """Kills a run whose save is under way; True if the save was cut off."""
+  """Kills a run during a save; True if the save was interrupted."""
   process = tiny_run.start(workdir, fields)
   first = _last_step(workdir)
   _wait_until_step(process, workdir, first + 2)
@@ -87,10 +87,10 @@ def test_killed_run_ends_like_an_uninterrupted_one(fields, tmp_path):
   _wait_until_step(process, broken, at)
   _kill(process)
   reached, saved = _last_step(broken), _last_save(broken)
-  # One save may have been under way, and the one before it is complete.
+  # One save may have been in progress; the previous one is complete.
   assert saved >= reached - 2 * 4
 
-  # SIGKILL during a save. The first one tried nearly always hits.
+  # SIGKILL during a save. The first attempt almost always works.
   assert any(_kill_during_save(broken, fields) for _ in range(3))
   resumes = tiny_run.events(broken, "resume")
   if saved:

@@ -10,8 +10,8 @@ import pytest
 from attnres_jax import checkpoint
 from tests import tiny_run
 
-# What survives does not depend on the scheme, and this one compiles quickest.
-# At a constant rate, runs of any length begin with the same steps.
+# Recovery does not depend on the scheme, and this one compiles fastest. With a
+# constant learning rate, runs of any length start with the same steps.
 FIELDS = {
   "model.residual.name": "prenorm",
   "model.num_layers": 1,
@@ -44,8 +44,8 @@ def test_two_processes_stop_and_die_together_and_equal_one(fields, tmp_path):
   assert all(f"stopped after step {step} with" in out for out in outputs)
   assert checkpoint.all_steps(two)[-1] == step
 
-  # They resume on a mesh that cuts what was whole on each. When one is killed,
-  # the other ends with one line that says so, rather than waiting for ever.
+  # They resume on a mesh that shards parameters that were whole. When one is
+  # killed, the other ends with a one-line error instead of waiting forever.
   other = endless | {"mesh.data": 1, "mesh.fsdp": 2}
   tiny_run.one_of_two_dies(two, other, after=step)
   (resume,) = tiny_run.events(two, "resume")
@@ -53,7 +53,7 @@ def test_two_processes_stop_and_die_together_and_equal_one(fields, tmp_path):
   config = json.loads((two / "config.json").read_text())
   assert config["mesh"]["fsdp"] == 2
 
-  # All of it is what one process with two devices computes.
+  # All results are those of one process with two devices.
   last = step + 10
   tiny_run.train_here(one, fields | {"train.steps": last, "mesh.data": 2})
   compared = {"train": ("loss", "grad_norm"), "validation": ("loss",)}

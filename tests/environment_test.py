@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a result comes from."""
+"""Facts about the origin of a result."""
 
 import dataclasses
 import re
@@ -39,7 +39,7 @@ def test_a_size_that_cannot_be_meant():
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
-  """A repository with one commit, in which the package seems to lie."""
+  """A repository with one commit that seems to contain the package."""
   if shutil.which("git") is None:
     pytest.skip("no git here")
   monkeypatch.setattr(environment, "_ROOT", tmp_path)
@@ -60,7 +60,7 @@ def test_commit_says_whether_files_were_changed(repository):
 
 
 def test_another_repository_is_not_ours(repository, monkeypatch):
-  """That of a project whose environment the package is installed in."""
+  """The commit of a project in whose environment the package is installed."""
   (repository / "inner").mkdir()
   monkeypatch.setattr(environment, "_ROOT", repository / "inner")
   assert environment.commit() == "unknown"

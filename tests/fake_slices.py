@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launches a sweep of two runs on a Ray cluster with TPU slices made up.
+"""Launches a sweep of two runs on a Ray cluster with simulated TPU slices.
 
   python -m tests.fake_slices FOLDER
 
 Its nodes are processes of this machine, with the resources and labels that Ray
-gives to the hosts of a slice. When both runs are under way, the first slice is
-gone. Which worker was where is in FOLDER/gangs.jsonl.
+gives to the hosts of a slice. Once both runs are training, the first slice is
+removed. FOLDER/gangs.jsonl says which worker ran where.
 """
 
 import json
@@ -28,7 +28,7 @@ _launchers_work = launcher._work
 
 
 def work(config):
-  """What a worker does, and a line about it."""
+  """The work of a worker, and a line about it."""
   node_id = ray.get_runtime_context().get_node_id()
   (node,) = [node for node in ray.nodes() if node["NodeID"] == node_id]
   row = {
@@ -65,7 +65,7 @@ def add_slice(cluster, name):
 
 
 def lose(cluster, hosts, workdirs):
-  """Ends the nodes, once all runs have something to go on from."""
+  """Ends the nodes once all runs have a checkpoint."""
   while not all(checkpoint.all_steps(workdir) for workdir in workdirs):
     time.sleep(0.1)
   for host in reversed(hosts):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small files are replaced as a whole or not at all."""
+"""Small files are replaced completely or not at all."""
 
 import errno
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time went, on rows whose sums are known."""
+"""Accounting of time, on rows with known sums."""
 
 import dataclasses
 
@@ -58,7 +58,7 @@ def test_what_a_kill_undoes():
   assert goodput.lost(FIRST + LOST, 10) == (20, 20 * 2.0 + 3.0 + 1.0)
   assert goodput.lost(FIRST + LOST, 30) == (0, 0.0)
   assert goodput.lost([], 0) == (0, 0.0)
-  # More saved than was logged is nothing lost.
+  # If more was saved than logged, nothing is lost.
   assert goodput.lost(FIRST, 33) == (0, 0.0)
 
 

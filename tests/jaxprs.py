@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program consists of: its equations, and what its gradient keeps."""
+"""The equations of a program, and the values that its gradient keeps."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-  """All equations of a (closed) jaxpr, those of its inner jaxprs too."""
+  """All equations of a (closed) jaxpr, including inner jaxprs."""
   jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
   for equation in jaxpr.eqns:
     yield equation
@@ -26,13 +26,13 @@ def count(names: tuple[str, ...], function: Callable[..., Any], *args) -> int:
 
 
 def has(equation: Any, name: str) -> bool:
-  """Whether a primitive is called somewhere within an equation."""
+  """Whether a primitive is called anywhere within an equation."""
   inside = equations(equation.params.get("jaxpr"))
   return any(inner.primitive.name == name for inner in inside)
 
 
 def arrays(jaxpr: Any) -> list[jax.ShapeDtypeStruct]:
-  """Shapes and dtypes of everything that the equations put out."""
+  """Shapes and dtypes of all outputs of the equations."""
   return [
     jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
     for equation in equations(jaxpr)
@@ -42,10 +42,10 @@ def arrays(jaxpr: Any) -> list[jax.ShapeDtypeStruct]:
 
 
 def saved(function: Callable[..., Any], *args: Any) -> list[Any]:
-  """What the forward pass of `function` computes and keeps for backward.
+  """The values that the forward pass of `function` keeps for backward.
 
-  Arguments of the function that are kept too cost nothing and are left out. A
-  value that is kept under several names counts once.
+  Arguments of the function cost nothing and are left out. A value that is kept
+  under several names counts once.
   """
   leaves, tree = jax.tree.flatten(args)
 
@@ -72,7 +72,7 @@ class _Value:
 
 
 def _origins(jaxpr: Any, known: dict[Any, Any]) -> list[Any]:
-  """For each output of `jaxpr`, the value that it is another name of."""
+  """For each output of `jaxpr`, the value that it is an alias of."""
 
   def of(v):
     return v if hasattr(v, "val") else known[v]
@@ -90,7 +90,7 @@ def _origins(jaxpr: Any, known: dict[Any, Any]) -> list[Any]:
     elif name in _IDENTITIES or "CheckpointName" in str(equation.params):
       found = sources
     else:
-      # An inner jaxpr can be called twice: its variables then hold two values.
+      # An inner jaxpr can be called twice; its variables then have two values.
       found = [_Value(v.aval) for v in outputs]
     known.update(zip(outputs, found))
   return [known[v] for v in jaxpr.outvars if not hasattr(v, "val")]

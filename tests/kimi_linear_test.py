@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The paper's architecture and recipe, shrunk, on real text.
 
-All parts at once: KDA, MLA, a dense first block, balanced experts, Muon, WSD,
-Block AttnRes. It learns, and an interrupted run is the uninterrupted one.
+All parts together: KDA, MLA, a dense first block, balanced experts, Muon, WSD,
+Block AttnRes. It learns, and an interrupted run equals an uninterrupted one.
 """
 
 import shutil
@@ -102,7 +102,8 @@ def test_every_part_is_on(config):
 
 def test_it_learns(whole):
   rows = tiny_run.rows(whole, "train")
-  # Bytes: ln(257) = 5.55 at first; what letters there are, well before 4.
+  # Bytes: ln(257) = 5.55 at first; below 4 once the letter frequencies are
+  # known.
   assert 5.3 < rows[1]["loss"] < 5.8
   assert rows[STEPS]["loss"] < rows[1]["loss"] - 1.5
   validation = tiny_run.rows(whole, "validation")
@@ -119,7 +120,7 @@ def test_experts_are_reported_and_balanced(whole, config):
   (biases,) = [
     np.asarray(leaf) for path, leaf in leaves if groups.row_of(path).load
   ]
-  # Each has moved by multiples of about the rate, and they sum to nothing.
+  # Each has moved by multiples of about the rate, and they sum to zero.
   assert biases.shape == (3, 8)
   assert np.abs(biases).max() > config.optim.balance_rate
   np.testing.assert_allclose(biases.sum(axis=1), 0, atol=1e-6)

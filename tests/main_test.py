@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: one line for whatever is wrong with it."""
+"""The command line: a one-line error for every mistake."""
 
 import subprocess
 import sys
@@ -168,7 +168,7 @@ def test_bad_workdir(command, tmp_path):
 
 
 def test_a_pod_needs_no_addresses(command, monkeypatch):
-  """With `--distributed` alone, JAX asks the pod for what it has to know."""
+  """With `--distributed` alone, JAX gets the addresses from the pod."""
   seen = []
   monkeypatch.setattr(
     jax.distributed, "initialize", lambda **given: seen.append(given)
@@ -216,7 +216,7 @@ def _stderr_of(*args):
 
 
 def test_real_process_prints_one_line(tmp_path):
-  """What only shows at run time still stops before compilation."""
+  """Mistakes that only appear at run time still stop before compilation."""
   status, err = _stderr_of(
     f"--config={SPEC}:size=micro",
     "--config.data.source=text",

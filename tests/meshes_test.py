@@ -12,7 +12,7 @@ from attnres_jax import sharding
 from attnres_jax import train_state
 from tests import tiny_network
 
-# A product holds what its factors do: they are slow.
+# Combinations behave like their factors; they are slow tests.
 MESHES = [
   dict(data=2, fsdp=2, tensor=2),
   *(
@@ -57,7 +57,7 @@ def _config(mesh, **model):
   return config_lib.RunConfig(
     model=config_lib.ModelConfig(**dense | model),
     data=config_lib.DataConfig(sequence_length=8, batch_size=8),
-    # A large epsilon: Adam would divide rounding errors by themselves.
+    # A large epsilon, since Adam would divide rounding errors by themselves.
     optim=config_lib.OptimConfig(warmup_steps=1, eps=1e-2),
     mesh=config_lib.MeshConfig(**mesh),
   )
@@ -103,7 +103,7 @@ def _assert_same_step(mesh, **model):
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_dense_network(mesh):
   state = _assert_same_step(mesh)
-  # Optimiser state lies as its parameter does.
+  # Optimiser state is sharded like its parameter.
   table = state.model.embedding.table[...]
   moments = [
     leaf
@@ -127,7 +127,7 @@ def test_a_network_of_several_kinds():
 @pytest.mark.parametrize("mesh", EXPERT_MESHES)
 def test_experts_alone_and_with_each_other_axis(mesh):
   state = _assert_same_step(mesh, **EXPERTS)
-  # The load moved the biases as it does on one device.
+  # The load moved the biases as on one device.
   assert np.any(state.model.sublayers["moe"].core.selection_bias[...])
 
 
@@ -147,7 +147,7 @@ def test_every_large_parameter_is_cut():
     "query_conv", "key_conv", "value_conv", "a_log", "dt_bias",
     "selection_bias", "gain", "pseudo-query", "pseudo-gain",
   }  # fmt: skip
-  # Every row of the table cuts something, except those of other networks.
+  # Every row of the table shards something, except rows of other networks.
   for pattern, _ in sharding.PARTITIONS:
     assert any(re.search(rf"(^|/){pattern}$", name) for name in names), pattern
 
@@ -160,7 +160,7 @@ def test_every_large_parameter_is_cut():
   ],
 )
 def test_what_a_step_sends(mesh, collectives):
-  """Copies send gradients only; parts send parameters, too."""
+  """Copies send gradients only; shards also send parameters."""
   config = _config(mesh)
   mesh = sharding.make_mesh(config.mesh)
   program = train_state.make_program(config, mesh)

@@ -72,7 +72,7 @@ def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
 
 
 def test_object_store_file_is_written_at_flush(tmp_path):
-  # An object store has no append; the path only has to look like one.
+  # An object store has no append; it is enough that the path looks like one.
   class Store(type(epath.Path(tmp_path))):
     def __str__(self):
       return "store://" + super().__str__()

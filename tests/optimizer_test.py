@@ -40,7 +40,7 @@ def _model(name, tie=False):
 
 
 def test_decay_alone():
-  """Without a gradient only decay is left, and only where it applies."""
+  """Without a gradient there is only decay, and only where it applies."""
   model = _model("block_attnres")
   transform = optimizer.make_optimizer(_config(weight_decay=0.25))
   zeros = jax.tree.map(jnp.zeros_like, model)
@@ -59,7 +59,7 @@ def test_decay_alone():
 
 
 def _tree(w, v, bias):
-  """Three parameters as a model has them: a matrix, a gain, a bias."""
+  """Three parameters as in a model: a matrix, a gain, a bias."""
   core = {"router": jnp.float32(w), "selection_bias": jnp.float32(bias)}
   gain = {"gain": jnp.float32(v)}
   return {"sublayers": {"moe": {"core": core, "norm": gain}}}
@@ -76,7 +76,7 @@ def _orthogonal(g, iterations=5):
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("clip_norm", [0.0, 0.5, 100.0])
 def test_steps_by_definition(name, clip_norm):
-  """Clipping over weights alone, either optimiser, decay, balancing apart."""
+  """Clipping over weights only, both optimisers, decay, separate balancing."""
   b1, b2, eps, decay = 0.8, 0.9, 1e-3, 0.1
   config = _config(
     name=name, b1=b1, b2=b2, eps=eps, weight_decay=decay, clip_norm=clip_norm,

@@ -82,7 +82,7 @@ def test_axes_that_divide_those_of_the_torus(num_slices):
 
 
 def test_data_crosses_slices():
-  """The other axes stay within a slice, whose devices have links."""
+  """The other axes stay within a slice, whose devices are linked."""
   pytest.importorskip("libtpu", reason="libtpu is not installed")
   devices = topology.devices("v5e:2x4", num_slices=2)
   config = config_lib.MeshConfig(data=4, fsdp=2, tensor=2)
@@ -104,7 +104,7 @@ def test_data_crosses_slices():
   "sizes,processes,expected",
   [
     (dict(data=8), [0, 0, 1, 1, 2, 2, 3, 3], [0, 1, 2, 3]),
-    # Both ranks of a pipeline work on all rows, halves of a tensor too.
+    # Both ranks of a pipeline work on all rows, and so do both tensor shards.
     (dict(stage=2, data=4), [0, 0, 0, 0, 1, 1, 1, 1], [0, 0]),
     (dict(stage=2, data=4), [0, 0, 1, 1, 2, 2, 3, 3], [0, 1, 0, 1]),
     (dict(data=2, tensor=4), [0, 0, 1, 1, 2, 2, 3, 3], [0, 0, 1, 1]),
@@ -125,7 +125,7 @@ def test_rows_that_processes_share_in_part():
 
 
 def _mesh_of_processes(sizes, processes):
-  """What a mesh says of devices that lie in these processes."""
+  """The rows of processes with these devices of a mesh."""
   shape = dict.fromkeys(sharding.AXES, 1) | sizes
   devices = np.empty(len(processes), object)
   devices[:] = [types.SimpleNamespace(process_index=i) for i in processes]

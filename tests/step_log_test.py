@@ -11,7 +11,7 @@ from attnres_jax import step_log
 
 
 class _Rows:
-  """A sink and a clock that a test moves by hand."""
+  """A sink, and a clock that the test moves."""
 
   def __init__(self):
     self.rows, self.now, self.fetched = [], 0.0, []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run small enough to be killed many times; shared by several tests."""
+"""A run small enough to be killed many times, shared by several tests."""
 
 import contextlib
 import json
@@ -68,8 +68,8 @@ def train_here(workdir, fields, **kwargs):
 def compilation_cache(folder):
   """Keeps compiled programs of this process in a folder.
 
-  Not with older versions of jax: 0.10.2 now and then crashes while it writes
-  one, of one device or several.
+  Not with older versions of jax: 0.10.2 occasionally crashes while it writes
+  one.
   """
   if jax.__version_info__ < (0, 11):
     folder = None
@@ -98,7 +98,8 @@ def start(workdir, fields, *flags, devices=1):
   ]  # fmt: skip
   fields = FIELDS | fields
   command += [f"--config.{name}={value}" for name, value in fields.items()]
-  # Files, not pipes: nobody reads along, and a full pipe would stop the run.
+  # Files, not pipes: nothing reads while it runs, and a full pipe would block
+  # it.
   with _output() as out, _output() as err:
     process = subprocess.Popen(
       command, cwd=ROOT, env=environment(devices), stdout=out, stderr=err
@@ -122,7 +123,7 @@ def start_two(workdir, fields):
 
 
 def wait_for_rows(workdir, processes, seconds=400, after=0):
-  """Until training has logged a step later than `after`."""
+  """Waits until training has logged a step after `after`."""
   file = pathlib.Path(workdir) / "metrics.jsonl"
   deadline = time.monotonic() + seconds
   while _last_step(file) <= after:
@@ -140,9 +141,9 @@ def _last_step(file):
 
 
 def one_of_two_dies(workdir, fields, after=0):
-  """A process is killed; the other has to end with one line that says so.
+  """Kills a process; the other has to end with a one-line error.
 
-  jax alone would wait for a missing heartbeat, for 100 seconds.
+  jax alone would wait 100 seconds for a missing heartbeat.
   """
   endless = {"train.steps": 10**6, "checkpoint.every_steps": 0}
   processes = start_two(workdir, fields | endless)
@@ -161,7 +162,7 @@ def one_of_two_dies(workdir, fields, after=0):
 
 
 def finish(process, timeout=240, quiet=True):
-  """Waits for a process that has to succeed; returns its stdout.
+  """Waits for a process, which must succeed; returns its stdout.
 
   A clean run says nothing on stderr, but for libraries when not `quiet`.
   """
@@ -175,7 +176,7 @@ def finish(process, timeout=240, quiet=True):
 
 
 def kill(process):
-  """Makes sure that a process is gone; returns its stdout and stderr."""
+  """Ends a process if necessary; returns its stdout and stderr."""
   process.kill()
   process.wait()
   texts = [pathlib.Path(file).read_text() for file in process.files]
@@ -221,7 +222,7 @@ def step_of(line, split):
 
 
 def rewind(run, step):
-  """As if the run had been killed after the save of `step`."""
+  """Resets a run as if it had been killed after the save of `step`."""
   for saved in checkpoint.all_steps(run):
     if saved > step:
       shutil.rmtree(run / "checkpoints" / str(saved))
@@ -237,7 +238,7 @@ def rewind(run, step):
 
 
 def assert_same_run(a, b):
-  """Equal metrics and equal weights, bit for bit."""
+  """Asserts that metrics and weights are equal, bit for bit."""
   for split in ("train", "validation", "depth"):
     assert rows(a, split) == rows(b, split)
   arrays = [checkpoint.load_model(workdir)[1] for workdir in (a, b)]

@@ -75,7 +75,7 @@ def _assert_close(found, expected, tolerance):
 
 
 def _weights(batch):
-  """Which targets count: same document as their context, and not padding."""
+  """The targets that count: in the document of their context, not padding."""
   if "segment_ids" not in batch:
     return np.ones((8, 6))
   context, target = batch["segment_ids"][:, :-1], batch["segment_ids"][:, 1:]
@@ -138,7 +138,7 @@ def test_golden_steps():
   ],
 )
 def test_metrics_are_what_they_say(name, documents):
-  """The z-loss enters the gradient, and not the loss."""
+  """The z-loss affects the gradient but not the loss."""
   config, batch = _whole(name), _batch(documents=documents)
   state = _program(config).init_state()
   weights = _weights(batch)
@@ -173,7 +173,7 @@ def test_metrics_are_what_they_say(name, documents):
 
 
 class TestExperts:
-  """The load of experts is no gradient; it moves their biases."""
+  """The load of experts is not a gradient; it moves their biases."""
 
   config = dataclasses.replace(
     _config("prenorm"),
@@ -190,7 +190,9 @@ class TestExperts:
 
   def test_step(self):
     batch = _batch(documents=True)
-    batch["segment_ids"][0] = 0  # A row of padding, which is no load.
+    batch["segment_ids"][0] = (
+      0  # A row of padding, which does not count as load.
+    )
     state = _program(self.config).init_state()
     gradient = jax.jit(jax.grad(lambda m: _mean_loss(m, batch)[0]))(state.model)
     experts = gradient.sublayers["moe"].core
@@ -242,8 +244,8 @@ class TestExperts:
   [(4, 1), (2, 4), pytest.param(1, 8, marks=pytest.mark.slow)],
 )
 def test_microbatches_and_devices_are_one_large_batch(parts, devices):
-  # Rows as they come: none has the same number of counted tokens as another, so
-  # that means of means would differ.
+  # All rows have different numbers of counted tokens, so that a mean of means
+  # would differ.
   batches = [_batch(i, documents=True) for i in range(2)]
   assert len({*_weights(batches[0]).sum(axis=1)}) > 1
   config = _whole(accumulate_steps=parts, data=devices)
@@ -382,14 +384,14 @@ def test_abstract_state_is_the_state():
 
 @pytest.mark.parametrize("name", ["prenorm", "full_attnres", "block_attnres"])
 def test_what_is_kept_for_backward(name):
-  """By definition: L states, and the embedding and N blocks beside them."""
+  """By definition: L states, plus the embedding and N blocks."""
   config = _config(name, accumulate_steps=2, data=2)
   model = dataclasses.replace(config.model, remat="full", dtype="bfloat16")
   program = _program(dataclasses.replace(config, model=model))
   vector = 8 * 6 // 4 * 16
   states, blocks = {
     "prenorm": (4 * 4, 0),
-    # Of Full AttnRes the states are the values that sublayers put out.
+    # In Full AttnRes, the states are the outputs of sublayers.
     "full_attnres": (4 * 2, 1 * 2),
     "block_attnres": (4 * 4, 3 * 2),
   }[name]

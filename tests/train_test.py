@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs and their resumptions, in this process: nothing may be lost."""
+"""Runs and resumed runs, in this process: nothing may be lost."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ def fields(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def quick(fields):
-  """For what does not depend on the scheme: the one that compiles fastest."""
+  """For tests that do not depend on the scheme; compiles fastest."""
   return fields | {"model.residual.name": "prenorm", "train.depth_every": 0}
 
 
@@ -137,7 +137,7 @@ def test_resumed_run_equals_uninterrupted_run(whole, run, fields, step):
   )
   del spent["lost_steps"]
   assert all(seconds > 0 for seconds in spent.values())
-  # Of both attempts; saves overlap with nothing else that is counted.
+  # Of both attempts; saves do not overlap with anything else that is counted.
   assert sum(spent.values()) <= whole[1]["seconds"] + summary["seconds"]
   for name in ("train_loss", "validation_loss", "bits_per_byte", "parameters"):
     assert summary[name] == whole[1][name]
@@ -278,7 +278,7 @@ def test_steps_are_harmless_while_the_rate_does_not_depend_on_them(
 
 
 def test_wsd_run_is_lengthened_before_its_decay(quick, tmp_path):
-  """A checkpoint of the stable phase serves runs of several lengths."""
+  """A checkpoint of the stable phase can be used by runs of several lengths."""
   fields = quick | {"optim.schedule": "wsd", "optim.decay_fraction": 0.25}
   longer = fields | {"train.steps": 24}
   tiny_run.train_here(tmp_path / "short", fields)
@@ -299,7 +299,7 @@ def test_wsd_run_is_lengthened_before_its_decay(quick, tmp_path):
 
 
 def _poison(monkeypatch, *steps):
-  """Makes the loss of these steps nan, through their parameters."""
+  """Makes the loss of these steps nan, through the parameters."""
   original = train_state.Program.train_step.func
 
   def train_step(program):

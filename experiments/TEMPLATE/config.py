@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is trained: one run, and which runs the sweep has.
+"""The config of one run, and the runs of the sweep.
 
 residual  the residual scheme
 runlocal  shrinks everything to seconds, to try things out
@@ -25,7 +25,7 @@ def get_config(arg=None):
 
 
 def sweep(add, arg):
-  """Every scheme with every seed; a run is what it overrides."""
+  """Adds every scheme with every seed; a run is given by its overrides."""
   seeds = (0,) if c.parse_arg(arg, runlocal=False).runlocal else (0, 1, 2)
   for run in grid.product(seed=seeds, residual=("prenorm", "block_attnres")):
     add(**run, **{"data.seed": run["seed"]})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the sweep of config.py, and reports what came out; see the README."""
+"""Runs the sweep of config.py and reports the results; see the README."""
 
 import sys
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the runs of configs/arch_sweep.py say: Fig. 7 and its differences."""
+"""Results of the runs of configs/arch_sweep.py: Fig. 7 and differences."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,7 +27,7 @@ def render(folder: epath.Path, progress: Sequence[monitor.Progress]) -> str:
 
 
 def results(rows: Sequence[Row]) -> str:
-  """For the README."""
+  """Markdown for the README."""
   parts = table(rows).markdown(), gains(rows), sweep.origin(rows)
   return "\n\n".join(parts)
 
@@ -43,7 +43,7 @@ def heatmaps(
 ) -> tuple[list[float], list[float], dict[str, np.ndarray]]:
   """Every rho, every eta, and losses of each scheme.
 
-  Losses are [rhos, etas]; NaN where no run is done.
+  Losses are [rhos, etas]; NaN if no run is done.
   """
   rows = [row for row in rows if {"rho", "eta"} <= row.keys()]
   rhos = sorted({float(row["rho"]) for row in rows})
@@ -88,7 +88,7 @@ def gains(rows: Sequence[Row]) -> str:
 
 
 def _differences(losses: Mapping[str, np.ndarray]) -> np.ndarray:
-  """From the baseline; NaN where one of the two is missing."""
+  """Differences from the baseline; NaN if one of the two is missing."""
   if {BASELINE, OTHER} <= losses.keys():
     return losses[OTHER] - losses[BASELINE]
   return np.full(next(iter(losses.values()), np.zeros((0, 0))).shape, np.nan)

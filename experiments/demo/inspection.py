@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trained network does inside, computed once and kept in its run."""
+"""Analyses a trained network once and keeps the result in its run."""
 
 import contextlib
 import dataclasses
@@ -21,13 +21,13 @@ _SAMPLE_TOKENS = 240
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-  """The inside of one run.
+  """The analysis of one run.
 
   Attributes:
     depth_weights: of schemes that attend over depth, else None.
     magnitudes: one per validation batch, averaged.
-    prompt: what the sample starts with.
-    sample: what the network made of it; empty where none was asked for.
+    prompt: the start of the sample.
+    sample: the text that the network generated; empty if none was requested.
   """
 
   depth_weights: analysis.DepthWeights | None
@@ -39,9 +39,9 @@ class Look:
 def inspect_once(
   run: pathlib.Path, prompt: str, *, with_sample: bool = True
 ) -> Look:
-  """Inspects a finished run, or reads what an earlier call has found."""
+  """Analyses a finished run, or reads the result of an earlier call."""
   file = run / "inspection.json"
-  # A damaged file is made again.
+  # A damaged file is written again.
   with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
     look = _from_json(json.loads(file.read_text()))
     if look.prompt == prompt and bool(look.sample) == with_sample:

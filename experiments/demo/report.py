@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's report: one HTML file that needs nothing else."""
+"""The demo's report: one self-contained HTML file."""
 
 from collections.abc import Mapping, Sequence
 import pathlib
@@ -32,8 +32,8 @@ def render(
 
   Args:
     config: of any of the runs; they differ in residual and seed only.
-    runs: all runs, those of one seed after those of the one before.
-    looks: inside each run, in the same order.
+    runs: all runs, seed by seed.
+    looks: the analysis of each run, in the same order.
     rows: of the runs, as in results.csv.
     facts: where all this was computed, see `attnres_jax.environment.facts`.
   """
@@ -111,7 +111,7 @@ def _losses(runs: Sequence[results.Run]) -> figure_lib.Figure:
 
 
 def _coincide(rows: Sequence[results.Row]) -> str:
-  """How far PreNorm and its twin are apart here, if both were trained."""
+  """The difference between PreNorm and Rescaled, if both were trained."""
   apart = results.differences(rows, "rescaled")
   if not apart:
     return ""

@@ -25,7 +25,7 @@ class Run(NamedTuple):
     scheme: a key of `RESIDUALS`.
     seed: of the initial weights and of the data order.
     train: tokens seen, and nats per token at each of them.
-    validation: the same; the last loss is the result.
+    validation: the same for validation; the last loss is the result.
     row: its columns of results.csv, as text.
   """
 
@@ -68,7 +68,7 @@ def load_run(
 
 
 def corpus(run: pathlib.Path) -> str:
-  """One line about the text that a run was trained on, from its data.json."""
+  """A line about the text that a run was trained on, from its data.json."""
   splits = json.loads((run / "data.json").read_text())
   train, validation = splits["train"], splits["validation"]
   return (
@@ -84,12 +84,12 @@ def rows(
   step_seconds: Mapping[str, float],
   facts: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-  """One per run.
+  """A row per run.
 
   Args:
     runs: all of them.
     step_seconds: of each scheme, measured side by side.
-    facts: columns that are the same in all rows: where they come from.
+    facts: columns that are the same in all rows, such as the machine.
   """
   return [
     {
@@ -114,7 +114,7 @@ def losses(rows: Iterable[Row], scheme: str) -> dict[str, float]:
 
 
 def differences(rows: Sequence[Row], scheme: str) -> list[float]:
-  """From the baseline, of each seed that both were trained with."""
+  """Differences from the baseline, for each seed that both have."""
   baseline = losses(rows, BASELINE)
   return [
     loss - baseline[seed]
@@ -155,7 +155,7 @@ def table(rows: Sequence[Row]) -> page.Table:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-  """The table of the README, and where it is from."""
+  """The table of the README, and its origin."""
   first, seeds = rows[0], losses(rows, BASELINE)
   return (
     f"{table(rows).markdown()}\n\n"

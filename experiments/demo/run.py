@@ -4,10 +4,10 @@
   make demo
   python -m experiments.demo.run
 
-The schemes see the same data in the same order, start from the same weights
-and share every hyper-parameter. The text is what every machine has: the
-standard library of the Python that runs this. Rerun the same command to resume
-an interrupted demo; finished runs are not repeated.
+The schemes see the same data in the same order, start from the same weights and
+share every hyper-parameter. The text is one that every machine has: the
+standard library of the running Python. Rerun the same command to resume an
+interrupted demo; finished runs are not repeated.
 
 Writes report.html (one file, works offline) and results.csv to --workdir.
 """
@@ -137,12 +137,16 @@ def _configs(
 
 def _parse_options() -> argparse.Namespace:
   parser = command_line.Parser("python -m experiments.demo.run", __doc__)
-  parser.add_argument("--workdir", default="runs/demo", help="folder to write")
+  parser.add_argument(
+    "--workdir", default="runs/demo", help="folder to write to"
+  )
   parser.add_argument("--seeds", type=_count, default=2, help="runs per scheme")
   parser.add_argument("--size", default="tiny", help="a size of configs/lm.py")
   parser.add_argument("--steps", type=_count, default=160, help="per run")
   parser.add_argument("--batch-size", type=_count, default=8, help="rows")
-  parser.add_argument("--prompt", default="def ", help="of the text samples")
+  parser.add_argument(
+    "--prompt", default="def ", help="prompt of the text samples"
+  )
   return parser.parse_args()
 
 

@@ -16,8 +16,9 @@ def measure(
 ) -> dict[str, float]:
   """Seconds per training step, by config name.
 
-  The first config is the yardstick: its figure is its median, those of the
-  others are its figure times the median over rounds of their ratio to it.
+  The first config is the baseline: its time is its median, and those of the
+  others are this median times the median over rounds of their ratio to the
+  baseline.
   """
   steps = {name: _Stepper(config) for name, config in configs.items()}
   times = measure_lib.in_turn(steps, rounds)
@@ -28,7 +29,7 @@ def measure(
 
 
 class _Stepper:
-  """Takes a training step on one batch per call."""
+  """Runs a training step on one batch per call."""
 
   def __init__(self, config: config_lib.RunConfig):
     mesh = sharding.make_mesh(config.mesh)

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What routed experts cost: sorted rows against every expert for every token.
+"""What routed experts cost, against running every expert on every token.
 
   python -m experiments.moe_cost.run [--rounds=5]
 
 Three forms of one MoE sublayer, with the same routing, on the same tokens:
 
-  grouped     what `Moe` does: rows sorted by expert, a loop over pieces
-  dense       one einsum over all experts, then a mask
-  ragged_dot  as `grouped`, with `jax.lax.ragged_dot` in place of the loop
+  grouped as in `Moe`: rows sorted by expert, a loop over pieces dense one
+  einsum over all experts, then a mask ragged_dot as `grouped`, with
+  `jax.lax.ragged_dot` in place of the loop
 
-All are compiled first and then run in turn in one process; a ratio is a form's
-time over that of `grouped` in the same round, and the median over rounds is
-reported with its range, and the same of processor time. Writes `results.csv`
-beside this file. `ragged_dot` runs at the smaller size only: on a CPU it makes
-one masked copy of all rows per expert.
+All are compiled first and then run in turn in one process. A ratio is a form's
+time over that of `grouped` in the same round; rows have the median over rounds
+and its range, and the same for processor time. Writes `results.csv` beside this
+file. `ragged_dot` runs at the smaller size only: on a CPU it makes one masked
+copy of all rows per expert.
 """
 
 from collections.abc import Iterator
@@ -38,7 +38,9 @@ from experiments import measure as measure_lib
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "timed rounds, after one warm-up")
 _TOKENS = flags.DEFINE_integer("tokens", 2048, "tokens of the batch")
 _OUTPUT = flags.DEFINE_string(
-  "output", str(pathlib.Path(__file__).with_name("results.csv")), "rows go here"
+  "output",
+  str(pathlib.Path(__file__).with_name("results.csv")),
+  "CSV file to write the rows to",
 )
 
 WIDTH, HIDDEN, TOP_K = 256, 128, 8
@@ -46,7 +48,7 @@ FORMS = {64: ("grouped", "dense", "ragged_dot"), 256: ("grouped", "dense")}
 
 
 def measure(experts: int, tokens: int, rounds: int) -> Iterator[dict[str, Any]]:
-  """Compiles and times the forms; yields rows, those of `grouped` first."""
+  """Compiles and times the forms; yields rows, first those of `grouped`."""
   config = config_lib.ModelConfig(
     width=WIDTH,
     num_layers=1,
@@ -101,7 +103,7 @@ def _dense(module, x_UD):
 
 
 def _check(programs, module, x_BTD):
-  """All forms are the same function."""
+  """The forms; all compute the same function."""
   outputs = {
     form: np.asarray(program(module, x_BTD))
     for (form, kind), program in programs.items()
@@ -112,7 +114,7 @@ def _check(programs, module, x_BTD):
 
 
 def _useful_flops(tokens, kind):
-  """Of the chosen experts' products; backward has two for each."""
+  """FLOPs of the chosen experts' products; backward has two for each."""
   passes = 1 if kind == "forward" else 3
   return passes * 3 * 2 * tokens * TOP_K * WIDTH * HIDDEN
 

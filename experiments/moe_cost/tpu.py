@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One MoE sublayer of the 48B model as the TPU compiler sees it.
+"""Compiles one MoE sublayer of the 48B model for a TPU.
 
   python -m experiments.moe_cost.tpu [--tokens=8192,32768]
 
 Compiled ahead of time for one v5p device with libtpu (no device needed), all
 256 experts on it, in bfloat16. `flops_ratio` is the compiler's count over that
 of the products of the chosen experts, the shared one and the router: 1 means
-that no expert computes what it was not sent. `matrix_ms` and `hbm_ms` are flops
-and bytes over the peaks of the chip; the larger one bounds the sublayer. Writes
-`tpu.csv` beside this file.
+that no expert computes tokens that were not routed to it. `matrix_ms` and
+`hbm_ms` are flops and bytes over the peaks of the chip; the larger one bounds
+the sublayer. Writes `tpu.csv` beside this file.
 """
 
 import itertools
@@ -29,9 +29,13 @@ from attnres_jax.flops import chips
 from attnres_jax.models import moe
 from experiments import measure as measure_lib
 
-_TOKENS = flags.DEFINE_list("tokens", ["8192", "32768"], "of the device's rows")
+_TOKENS = flags.DEFINE_list(
+  "tokens", ["8192", "32768"], "tokens of the device's rows"
+)
 _OUTPUT = flags.DEFINE_string(
-  "output", str(pathlib.Path(__file__).with_name("tpu.csv")), "rows go here"
+  "output",
+  str(pathlib.Path(__file__).with_name("tpu.csv")),
+  "CSV file to write the rows to",
 )
 
 _TOPOLOGY = "v5p:2x2x1"
@@ -45,7 +49,7 @@ CONFIG = config_lib.ModelConfig(
 
 
 def measure(tokens: int, kind: str) -> dict:
-  """Compiles one pass; returns what the compiler counts."""
+  """Compiles one pass; returns the compiler's counts."""
   device = topology.devices(_TOPOLOGY)[0]
   place = jax.sharding.SingleDeviceSharding(device)
   module, x_BTD = jax.tree.map(

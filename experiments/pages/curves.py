@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses along runs, and what separates schemes from the baseline."""
+"""Losses during runs, and differences from the baseline."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,14 +13,14 @@ from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import monitor
 from experiments.pages import losses
 
-# More panels than these would say nothing.
+# More panels would not be readable.
 _MAX_PANELS = 8
-# In a row of panels.
+# Panels per row.
 _TITLE_LETTERS = 80
 
-# Of one run: tokens and losses.
+# One run: tokens and losses.
 Series = tuple[Sequence[float], Sequence[float]]
-# By panel, scheme and seed.
+# Indexed by panel, scheme and seed.
 Panels = Mapping[str, Mapping[str, Mapping[int, Series]]]
 
 
@@ -38,7 +38,7 @@ def of_sweep(progress: Sequence[monitor.Progress]) -> Panels:
 
 
 def smooth(values: Sequence[float], share: float = 0.05) -> np.ndarray:
-  """Mean of what is finite over the last 5 % of the run, fewer at its start."""
+  """Mean of finite values over the last 5 % of the run, fewer at its start."""
   width = max(1, round(share * len(values)))
   finite = np.isfinite(values)
   sums = [np.cumsum(finite), np.cumsum(np.where(finite, values, 0.0))]
@@ -54,7 +54,7 @@ def smooth(values: Sequence[float], share: float = 0.05) -> np.ndarray:
 def draw(panels: Panels) -> figure_lib.Figure | None:
   """Losses, and below them differences from the baseline, seed by seed.
 
-  None where there is nothing to draw, or more panels than could be read.
+  None if there is nothing to draw, or too many panels.
   """
   if not 0 < len(panels) <= _MAX_PANELS:
     return None
@@ -70,7 +70,7 @@ def draw(panels: Panels) -> figure_lib.Figure | None:
         _lines(lower, apart, scheme)
     grey = figures.style_of(losses.BASELINE)["color"]
     lower.axhline(0.0, linewidth=0.8, color=grey)
-    # As much as fits, and no mathematics whatever is in it.
+    # As much as fits, with dollar signs escaped.
     title = setting[: _TITLE_LETTERS // len(panels)]
     upper.set_title(title.replace("$", r"\$"))
     lower.set_xlabel("million tokens")
@@ -89,7 +89,7 @@ def draw(panels: Panels) -> figure_lib.Figure | None:
 def differences(
   runs: Mapping[int, Series], baseline: Mapping[int, Series]
 ) -> list[Series]:
-  """Of each seed that the baseline has too, where both have a value."""
+  """Differences for each seed that the baseline has, where both are known."""
   found: list[Series] = []
   for seed in runs.keys() & baseline.keys():
     known = dict(zip(*baseline[seed]))
@@ -100,7 +100,7 @@ def differences(
 
 
 def _lines(axes: Any, series: Sequence[Series], scheme: str) -> Any:
-  """The mean over seeds as far as the shortest goes, and thin lines for seeds.
+  """Draws the mean over seeds, up to the shortest run, and each seed thinly.
 
   All are running means.
   """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses of a sweep: by what was varied, by scheme and by seed."""
+"""Losses of a sweep, by setting, scheme and seed."""
 
 from collections.abc import Iterable, Mapping, Sequence
 import re
@@ -10,17 +10,18 @@ from attnres_jax import figures
 from experiments.pages import page
 
 BASELINE = "prenorm"
-# Columns that compare runs of one setting, and the first that no override has.
+# Columns that compare runs of one setting, and the first column after the
+# overrides.
 _WITHIN = ("run", "residual", "seed", "data.seed")
 _FIRST_RESULT = "active_params"
-# In a file of rows; a switch says nothing without its name either.
+# Values in a file of rows; booleans need their name too.
 _NUMBER = re.compile(r"[-+.\d]+(e[-+]?\d+)?|True|False")
 
 Row = Mapping[str, Any]
 
 
 def setting(row: Row, without: Iterable[str] = ()) -> str:
-  """What a run overrides, besides scheme and seeds, in a few words.
+  """The overrides of a run, except scheme and seeds, in a few words.
 
   Args:
     row: of results, or the overrides of a run.
@@ -50,10 +51,10 @@ def by_setting(
 def table(rows: Sequence[Row], name: str = "setting") -> page.Table:
   """A line per setting, a column per scheme.
 
-  A cell has the mean over seeds, its difference from the baseline's, seed by
-  seed, and their standard deviations; in small print the setting's
-  tokens and rate, and every seed. N counts parameters outside embedding and
-  head, of the scheme that has the fewest.
+  A cell has the mean over seeds, the mean difference from the baseline with the
+  same seed, and their standard deviations; in small print, the setting's tokens
+  and rate, and every seed. N counts parameters outside embedding and head, of
+  the scheme that has the fewest.
   """
   schemes = list(dict.fromkeys(row["residual"] for row in rows))
   lines = []
@@ -75,9 +76,9 @@ def table(rows: Sequence[Row], name: str = "setting") -> page.Table:
 def best_marked(
   rows: Sequence[Row], column: str, name: str = "setting"
 ) -> page.Table:
-  """A line per setting, a column per value of a column; the best in bold."""
+  """A line per setting, a column per value of `column`; the best in bold."""
   values = sorted({float(row[column]) for row in rows})
-  # The field that was overridden and its column of results.
+  # The overridden field and its column of results.
   without = {column, *(key for row in rows for key in row if _is(key, column))}
   lines = []
   for label, own in by_setting(rows, without).items():
@@ -97,7 +98,7 @@ def of_scheme(rows: Iterable[Row], scheme: str) -> list[float]:
 
 
 def differences(rows: Sequence[Row], scheme: str) -> list[float]:
-  """From the baseline, seed by seed."""
+  """Differences from the baseline, seed by seed."""
   baseline = {
     row["seed"]: float(row["validation_loss"])
     for row in rows
@@ -131,5 +132,5 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def _is(name: str, column: str) -> bool:
-  """Whether an override is of the field that a column shows."""
+  """Whether an override belongs to the field that a column shows."""
   return name.rpartition(".")[2] == column

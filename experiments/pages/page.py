@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports as one HTML file that needs nothing else, in one look.
+"""Reports as self-contained HTML files with a common style.
 
-Text becomes HTML in one place, `html_of`, which escapes whatever is not `Html`
-already. Templates are filled by `fill` alone, so that nothing that a run, a
-config file or a network wrote can reach a page as markup.
+Text becomes HTML in one place, `html_of`, which escapes everything that is not
+`Html` already. Only `fill` fills templates, so that nothing written by a run, a
+config file or a network can reach a page as markup.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,12 +25,12 @@ class Html(str):
 
 
 class Cell(NamedTuple):
-  """A cell of a table, of which a README shows the first two parts.
+  """A cell of a table; a README shows only its first two parts.
 
   Attributes:
-    text: what it says; `**` around a part makes it bold.
-    aside: the same, such as a difference or an interval; small on a page.
-    small: further lines of small print, on a page only.
+    text: the main text; `**` around a part makes it bold.
+    aside: an addition such as a difference or an interval; small on a page.
+    small: more lines of small print, on a page only.
   """
 
   text: Any
@@ -42,15 +42,15 @@ class Table(NamedTuple):
   """A table for pages and READMEs.
 
   Attributes:
-    header: of the columns; the label of a scheme gets a patch of its colour.
-    rows: cells, or their text; the first one names its row.
+    header: of the columns; labels of schemes get a patch of their colour.
+    rows: cells, or their text; the first one is the name of the row.
   """
 
   header: Sequence[str]
   rows: Sequence[Sequence[Cell | str]]
 
   def markdown(self) -> str:
-    """For a README."""
+    """As Markdown, for a README."""
     cells = [[_cell(cell) for cell in row] for row in self.rows]
     return readme.table(
       self.header,
@@ -62,7 +62,7 @@ class Table(NamedTuple):
     )  # fmt: skip
 
   def html(self) -> Html:
-    """For a page."""
+    """As HTML, for a page."""
     head = join(fill("<th>$name</th>", name=label(x)) for x in self.header)
     lines = []
     for first, *rest in self.rows:
@@ -83,18 +83,18 @@ class Table(NamedTuple):
 
 
 def html_of(value: Any) -> Html:
-  """HTML as it is, everything else as text."""
+  """HTML as it is, everything else as escaped text."""
   return value if isinstance(value, Html) else Html(html.escape(str(value)))
 
 
 def fill(template: str, **parts: Any) -> Html:
-  """A template of HTML with each `$name` replaced by `html_of` its part."""
+  """Fills a template: each `$name` is replaced by `html_of` its part."""
   texts = {name: html_of(part) for name, part in parts.items()}
   return Html(string.Template(template).substitute(texts))
 
 
 def join(parts: Any) -> Html:
-  """Several parts in a row."""
+  """Joins several parts."""
   return Html("".join(map(html_of, parts)))
 
 
@@ -116,7 +116,7 @@ def render(
     title: of the window.
     body: HTML with a `$name` for every part.
     parts: text or HTML by name.
-    refresh_seconds: after which a browser reads the file again; 0 for never.
+    refresh_seconds: after which a browser reloads the file; 0 for never.
   """
   head = Html("")
   if refresh_seconds:
@@ -138,7 +138,7 @@ def facts(listed: Mapping[str, Any]) -> Html:
 
 
 def label(text: str) -> Html:
-  """Text, behind a patch of colour if it is what a scheme is called."""
+  """Text, after a patch of colour if it is the label of a scheme."""
   for scheme in residuals.RESIDUALS:
     if text == figures.name_of(scheme):
       colour = figures.style_of(scheme).get("color", "currentColor")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a README that come from committed results."""
+"""Fills parts of READMEs from committed results."""
 
 from collections.abc import Callable, Mapping, Sequence
 import pathlib
@@ -16,9 +16,9 @@ class Place(NamedTuple):
 
   Attributes:
     make: (rows) -> Markdown.
-    name: of the place, see `fill`.
-    rows: file of the experiment, without .csv.
-    document: file, from the folder of the experiment.
+    name: name of the place, see `fill`.
+    rows: file of rows in the folder of the experiment, without .csv.
+    document: file to fill, relative to the folder of the experiment.
   """
 
   make: Callable[[Rows], str]
@@ -28,11 +28,11 @@ class Place(NamedTuple):
 
 
 class Published(NamedTuple):
-  """What an experiment shows of its committed rows; see `experiments.publish`.
+  """What an experiment publishes of its committed rows (`experiments.publish`).
 
   Attributes:
     folder: of the experiment.
-    places: in its README, or in others.
+    places: in its README or in other documents.
     figures: name of an SVG file: (rows of results.csv) -> figure.
   """
 
@@ -41,15 +41,15 @@ class Published(NamedTuple):
   figures: Mapping[str, Callable[[Rows], Any]] = {}
 
   def read(self, name: str = "results") -> Rows:
-    """Committed rows; none where there is no such file yet."""
+    """Committed rows; empty if there is no such file yet."""
     path = self.folder / f"{name}.csv"
     return csv_rows.read(path) if path.exists() else []
 
   def filled(self) -> dict[pathlib.Path, str]:
-    """The text of every document with what is committed.
+    """The text of every document, filled from the committed rows.
 
     Raises:
-      ValueError: a document has no place for a part of it.
+      ValueError: a document lacks a place.
     """
     texts: dict[pathlib.Path, str] = {}
     for place in self.places:
@@ -67,7 +67,7 @@ def fill(text: str, place: str, content: str) -> str:
     text: with `<!-- place: the command that fills it -->` and, further down,
       `<!-- /place -->`.
     place: one word.
-    content: what belongs between the two.
+    content: the text between the two.
 
   Raises:
     ValueError: there is no such place.

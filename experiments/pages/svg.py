@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures as SVG that follows the colours of the page they are on."""
+"""Figures as SVG that follow the colours of their page."""
 
 import io
 import re
@@ -9,7 +9,7 @@ from matplotlib import figure as figure_lib
 
 from experiments.pages import page
 
-# Stands for "the colour of text" until the page knows what that is.
+# A placeholder for the text colour of the page.
 _INK = "#010203"
 
 _RC = {
@@ -32,7 +32,7 @@ _RC = {
 
 
 def style():
-  """Context in which figures must be made for `to_svg` to theme them."""
+  """A context in which figures must be created for `to_svg`."""
   return matplotlib.rc_context(_RC)
 
 
@@ -41,7 +41,7 @@ def to_svg(figure: figure_lib.Figure, salt: str) -> page.Html:
 
   Args:
     figure: made within `style()`.
-    salt: keeps the ids of several figures on one page apart.
+    salt: makes the ids of several figures on one page distinct.
   """
   with matplotlib.rc_context(_RC | {"svg.hashsalt": salt}):
     buffer = io.StringIO()
@@ -51,11 +51,11 @@ def to_svg(figure: figure_lib.Figure, salt: str) -> page.Html:
   svg = buffer.getvalue()
   svg = svg[svg.index("<svg") :].replace(_INK, "currentColor")
   svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-  # Names of groups repeat from figure to figure and nothing refers to them.
+  # Names of groups repeat between figures, and nothing refers to them.
   used = set(re.findall(r"""(?:url\(|href=")#([^)"]+)""", svg))
   svg = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in used else "", svg)
   # Sized by the page: the viewBox keeps the proportions.
   svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
   svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
-  # Texts of a figure are escaped by what writes it.
+  # matplotlib escapes the text of a figure.
   return page.Html(svg)

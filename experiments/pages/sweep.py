@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An experiment that is a sweep: its command, its report and its README.
+"""Experiments that are sweeps: command, report and README.
 
 The report is one self-contained page, of runs that are finished or under way.
 `report` is what all sweeps share; an experiment may add an answer of its own.
@@ -68,12 +68,12 @@ def experiment(
 
 
 def results(rows: Sequence[Row]) -> str:
-  """For a README: the losses, and where they are from."""
+  """For a README: the losses and their origin."""
   return f"{losses.table(rows).markdown()}\n\n{origin(rows)}"
 
 
 def answer(rows: Sequence[Row]) -> page.Html:
-  """The losses of any sweep; for experiments without a figure of their own."""
+  """The losses of any sweep, for experiments without their own figure."""
   table = losses.table(rows).html() if rows else "No run is done yet."
   return page.fill(
     "<h2>Losses</h2>\n$table\n<p class=note>Validation loss in nats per token"
@@ -90,14 +90,14 @@ def report(
   title: str = "Losses of a sweep",
   answer: Callable[[Sequence[Row]], str] = answer,
 ) -> str:
-  """The page, as far as runs are done; it reloads itself until all are.
+  """The page, with the results so far; it reloads itself until all are done.
 
   Args:
     folder: of the sweep.
     progress: of its runs.
     title: of the page.
-    answer: what the rows of finished runs say, as HTML. Figures have to be
-      made within this call, which is within `svg.style()`.
+    answer: turns the rows of finished runs into HTML. Figures have to be
+      created within this call, which is within `svg.style()`.
   """
   rows = monitor.rows(progress)
   running = sum(one.status == state_lib.RUNNING for one in progress)
@@ -131,7 +131,7 @@ def runs(progress: Sequence[monitor.Progress]) -> page.Table:
 
 
 def goodput(progress: Sequence[monitor.Progress]) -> page.Table:
-  """Where the time of every scheme went, and of all together."""
+  """How the time was spent, for every scheme and in total."""
   known = [one for one in progress if one.run is not None]
   groups: dict[str, list[monitor.Progress]] = {}
   for one in known:
@@ -152,7 +152,7 @@ def goodput(progress: Sequence[monitor.Progress]) -> page.Table:
 
 
 def origin(rows: Sequence[Row]) -> str:
-  """One sentence on where committed rows come from."""
+  """One sentence on the origin of committed rows."""
   seeds = sorted({int(row["seed"]) for row in rows})
   named = f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
   hours = sum(float(row["seconds"]) for row in rows) / 3600
@@ -165,7 +165,7 @@ def origin(rows: Sequence[Row]) -> str:
 
 
 def _facts(folder: epath.Path, rows: Sequence[Row]) -> dict[str, Any]:
-  """Of the runs, not of the machine that draws the page."""
+  """Facts about the runs, not about the machine that draws the page."""
   try:
     source = folder_lib.source(folder)
   except (FileNotFoundError, damage.DamagedError) as error:

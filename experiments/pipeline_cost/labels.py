@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What devices really receive: a pipeline whose vectors say what they are.
+"""What devices really receive: a pipeline whose vectors are labels.
 
 The program is the real one (`attnres_jax.pipeline`): its tables, transport,
-pools, switches and backward passes. Only the network is another: chunk c makes
-blocks of which each element names the microbatch and the block, and a running
-sum that names the microbatch and the chunk. It checks that it was handed the
-right ones, of the right microbatch. So what arrives at a device can be read off
-the array, without asking the plan.
+pools, switches and backward passes. Only the network differs: chunk c computes
+blocks in which each element names the microbatch and the block, and a running
+sum that names the microbatch and the chunk. It checks that its inputs are the
+right ones, of the right microbatch. So the content of an array that arrives at
+a device is known without using the plan.
 
-Each vector that a chunk makes is its name plus the sum of all that the chunk
-reads and of its weights, less that same sum as a constant. That changes no
-value; every gradient that is sent is a positive number, and none is idle.
+Each vector that a chunk computes is its label plus the sum of all inputs and
+weights of the chunk, minus the same sum as a constant. This does not change its
+value, and makes every gradient that is sent a positive number.
 """
 
 from collections.abc import Callable
@@ -37,14 +37,14 @@ VECTOR_BYTES = 4 * WIDTH * LENGTH
 
 
 class Arrival(NamedTuple):
-  """What one message brought.
+  """The content of one message.
 
   Attributes:
-    backward: gradients, or what they are of.
-    tick: in which it was sent.
-    rank: that received it.
-    blocks: (microbatch, block) of each vector that is not padding; (-1, -1) of
-      each gradient, of which nothing but its being there is told.
+    backward: whether these are gradients.
+    tick: when it was sent.
+    rank: the receiver.
+    blocks: (microbatch, block) of each vector that is not padding; (-1, -1) for
+      each gradient, which has no label.
     partial: (microbatch, chunk before the boundary), likewise; None without.
   """
 
@@ -58,7 +58,7 @@ class Arrival(NamedTuple):
 def make_config(
   shape: plans.Shape, rule: Any, microbatches: int, data: int = 1
 ) -> config_lib.RunConfig:
-  """A sublayer per chunk; parameters as few as they can be."""
+  """A sublayer per chunk, with as few parameters as possible."""
   layout = shape.layout
   return config_lib.RunConfig(
     model=config_lib.ModelConfig(
@@ -84,22 +84,22 @@ def make_config(
 def make_pipeline(
   config: config_lib.RunConfig, devices: Any = None
 ) -> spmd.Pipeline:
-  """Of labelled chunks, over devices of a topology or of this process."""
+  """A pipeline of labelled chunks; by default over this process's devices."""
   return programs.make_pipeline(config, devices, network=LabelledNetwork)
 
 
 def receive(
   shape: plans.Shape, rule: str, microbatches: int
 ) -> tuple[list[Arrival], str]:
-  """Runs a step; all that arrived anywhere, and the compiled program's text.
+  """Runs a step; returns everything that arrived, and the compiled program.
 
   Raises:
-    RuntimeError: a chunk was handed something that it should not have got.
+    RuntimeError: a chunk received a wrong input.
   """
   config = make_config(shape, rule, microbatches)
   heard: list[Callable[[], Arrival]] = []
   pipeline = _ListeningPipeline.of(make_pipeline(config), heard.append)
-  # What is computed is next to nothing; what is sent does not change.
+  # Almost nothing is computed; what is sent does not change.
   quick = {"xla_backend_optimization_level": 0}
   compiled = programs.lower(config, pipeline).compile(quick)
   model = models.build_model(config.model)
@@ -119,7 +119,7 @@ def receive(
 
 @dataclasses.dataclass(frozen=True)
 class LabelledNetwork(stage_lib.Network):
-  """Chunks that make what names itself."""
+  """Chunks that compute labels."""
 
   def run(self, chunk, sublayers, shared, blocks, partial, microbatch):
     """See the base class. `nll` counts wrong elements, `z` microbatches."""
@@ -142,11 +142,11 @@ class LabelledNetwork(stage_lib.Network):
       read_BTD += x_BTD
     if chunk == last:
       count = jnp.float32(index_B.shape[0])
-      # Errors of earlier chunks went into what they made.
+      # Errors of earlier chunks are part of their outputs.
       return loss_lib.LossSums(jnp.sum(read_BTD), wrong, count)
 
     def made(label_B):
-      # A wrong input makes an output that no chunk will take.
+      # A wrong input gives an output that no chunk accepts.
       label_B11 = label_B[:, None, None] + 0.5 * jnp.minimum(wrong, 1.0)
       return label_B11 + (read_BTD - jax.lax.stop_gradient(read_BTD))
 
@@ -178,7 +178,7 @@ class _Clock:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _ListeningPipeline(spmd.Pipeline):
-  """Reports every message that arrives anywhere."""
+  """Reports every message that arrives at a device."""
 
   clock: _Clock
 
@@ -222,7 +222,7 @@ def _fields(one: Any) -> dict[str, Any]:
 
 
 def _note(layout, report, backward, tick, rank, blocks, partial):
-  """Keeps one message; it is read later, out of the way of the devices."""
+  """Stores one message, to be read later without delaying the devices."""
   kept = [np.array(x) for x in blocks]
   rest = None if partial is None else np.array(partial)
   tick, rank = int(tick), int(rank)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orders that a pipeline could run, to compare its own with.
+"""Orders that a pipeline could run, to compare with its own.
 
   python -m experiments.pipeline_cost.orders --order=1f1b --stage=4
 
-draws one as `python -m attnres_jax.pipeline` draws what runs. The orders:
+draws one of them in the same form as `python -m attnres_jax.pipeline`:
 
-  fused   what `attnres_jax.pipeline` runs.
-  1f1b    Megatron-LM's order, with one slot a tick: warm-up, then forward and
+  fused the order of `attnres_jax.pipeline`. 1f1b Megatron-LM's order, with one
+  slot a tick: warm-up, then forward and
           backward in turn. At V = 1 this is plain 1F1B with at most P in
           flight; at V > 1 it is the interleaved order. It reaches the ideal
           bubble where ranks run freely, not in lockstep.
@@ -28,14 +28,14 @@ Layout, Schedule = schedule_lib.Layout, schedule_lib.Schedule
 
 
 def gpipe(layout: Layout, num_microbatches: int) -> Schedule:
-  """Arguments of this and of `one_forward_one_backward` as in `fused`."""
+  """All forwards, then all backwards; arguments as in `fused`."""
   forward_CM = fused(layout, num_microbatches).forward_ticks
   backward_CM = 2 * forward_CM.max() + 1 - forward_CM
   return Schedule("gpipe", layout, num_microbatches, forward_CM, backward_CM)
 
 
 def one_forward_one_backward(layout: Layout, num_microbatches: int) -> Schedule:
-  """Megatron-LM's; a tick is as long as a unit."""
+  """Megatron-LM's order; a tick has one unit. Arguments as in `fused`."""
   # For its checks of the arguments.
   fused(layout, num_microbatches)
   events = [
@@ -59,7 +59,7 @@ ORDERS: Mapping[str, Callable[[Layout, int], Schedule]] = {
 def free_time(
   schedule: Schedule, forward_time: float, backward_time: float
 ) -> float:
-  """When the last unit ends if a unit starts as soon as rank and input allow.
+  """When the last unit ends if units start as soon as rank and input allow.
 
   Args:
     schedule: in which order each rank works.
@@ -72,7 +72,7 @@ def free_time(
 
 
 def warmup_units(layout: Layout, num_microbatches: int, rank: int) -> int:
-  """Forward units before a rank's first backward, but one, in order 1f1b."""
+  """Warm-up units of a rank: forwards before its first backward, minus one."""
   ahead = layout.num_ranks - 1 - rank
   if layout.num_virtual_stages > 1:
     ahead = 2 * ahead + (layout.num_virtual_stages - 1) * layout.num_ranks

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is planned: counts of transfers, bubbles. Needs no device."""
+"""Planned transfers and bubbles, without a device."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -19,14 +19,14 @@ class Shape(NamedTuple):
 
   @property
   def layout(self) -> layout_lib.Layout:
-    """With one sublayer per chunk."""
+    """A layout with one sublayer per chunk."""
     return layout_lib.Layout(*self[:2], 1, self.chunks_per_block)
 
   def row(self) -> Row:
     return dict(zip("PVK", self))
 
 
-# Fig. 3 is the second.
+# The second is Fig. 3.
 SHAPES = tuple(
   Shape(*shape)
   for shape in ((4, 2, 1), (4, 2, 2), (4, 4, 1), (8, 4, 1), (8, 4, 2))
@@ -45,9 +45,10 @@ _BACKWARD_TIME = 2.0
 def transfers() -> Iterator[Row]:
   """A row per shape and rule: vectors per microbatch, forward.
 
-  `closed_form` is Eq. 7, Eq. 8 and the minimum's, for blocks that complete at
-  an even pace; `planned` counts whole blocks, without and with the embedding.
-  `carried` is what the links of a lockstep program carry, padding included.
+  `closed_form` is Eq. 7, Eq. 8 and that of the minimum, for blocks that
+  complete at an even pace; `planned` counts whole blocks, without and with the
+  embedding. `carried` is what the links of a lockstep program carry, with
+  padding.
   """
   for shape in (*SHAPES, *ONE_STAGE):
     layout = shape.layout
@@ -69,8 +70,8 @@ def transfers() -> Iterator[Row]:
 def bubbles() -> Iterator[Row]:
   """A row per order, shape and kind of clock.
 
-  Backward takes twice as long as forward. `bubble` is read off the start times
-  of all units, `closed_form` is (P - 1) / (V M), the ideal.
+  Backward takes twice as long as forward. `bubble` is computed from the start
+  times of all units; `closed_form` is the ideal, (P - 1) / (V M).
   """
   for ranks, stages, microbatches in (
     (4, 1, 16), (4, 2, 16), (4, 4, 16), (8, 1, 32), (8, 2, 32), (8, 4, 32),

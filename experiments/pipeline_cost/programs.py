@@ -25,7 +25,7 @@ Row = dict[str, Any]
 
 
 class Variant(NamedTuple):
-  """What is compared: a residual scheme, sent by a rule."""
+  """A residual scheme and a rule of transfers, to be compared."""
 
   scheme: str
   rule: Any = "minimum"
@@ -42,16 +42,16 @@ VARIANTS = {
 
 
 class Size(NamedTuple):
-  """Of a pipeline and its network.
+  """The sizes of a pipeline and its network.
 
   Attributes:
     ranks: P.
     virtual_stages: V.
     data: copies of the pipeline.
     sublayers: L.
-    block_size: S, sublayers of a block.
+    block_size: S, sublayers per block.
     width: of the model.
-    length: tokens of a row; a microbatch is a row on each copy.
+    length: tokens per row; a microbatch has one row per copy.
     dtype: of activations.
   """
 
@@ -66,7 +66,7 @@ class Size(NamedTuple):
 
   @property
   def vector_bytes(self) -> int:
-    """Of the unit in which transfers are counted."""
+    """Bytes of the unit in which transfers are counted."""
     return self.length * self.width * jnp.dtype(self.dtype).itemsize
 
 
@@ -86,7 +86,7 @@ _COMPILED = ("prenorm", "block minimum", "block naive", "block autodiff")
 def make_config(
   variant: str, size: Size, microbatches: int
 ) -> config_lib.RunConfig:
-  """A step of M microbatches; the vocabulary is small beside the width."""
+  """A step of M microbatches, with a small vocabulary."""
   scheme, rule, schedule = VARIANTS[variant]
   return config_lib.RunConfig(
     model=config_lib.ModelConfig(
@@ -111,13 +111,13 @@ def make_config(
 def make_pipeline(
   config: config_lib.RunConfig, devices: Any = None, **network: Any
 ) -> spmd.Pipeline:
-  """A pipeline over devices of a topology, by default those of this process."""
+  """A pipeline over devices of a topology; by default those of this process."""
   mesh = sharding.make_mesh(config.mesh, devices)
   return spmd.make_pipeline(config, mesh, **network)
 
 
 def lower(config: config_lib.RunConfig, pipeline: spmd.Pipeline) -> Any:
-  """Loss and gradient of a batch, to be compiled; no optimiser."""
+  """Loss and gradient of a batch, to be compiled, without optimiser."""
   mesh = pipeline.placement.mesh
   model = jax.eval_shape(lambda: models.build_model(config.model))
   model = sharding.with_sharding(model, sharding.state_sharding(model, mesh))
@@ -135,9 +135,9 @@ def step_times(rounds: int) -> Iterator[Row]:
   """A row per variant: medians over rounds and quartiles of the ratios.
 
   All are compiled first and then run in turn, in alternating order. A ratio is
-  a variant's time over PreNorm's in the same round. `cpu` is processor time of
-  all devices together, which other processes disturb less than `wall` time, and
-  in which waiting for a message costs nothing.
+  a variant's time over PreNorm's in the same round. `cpu` is the processor time
+  of all devices together, which other processes affect less than `wall` time,
+  and which does not include waiting for messages.
   """
   calls = {variant: _program(variant) for variant in _TIMED}
   times = measure.in_turn(calls, rounds)
@@ -174,9 +174,9 @@ def _program(variant: str) -> Callable[[], Any]:
 def temporaries() -> Iterator[Row]:
   """A row per variant and M, from P to 8 P.
 
-  `units` is the compiler's temporary memory of a device over a vector of
-  [tokens, width]; `slots` the slots of the pools of inputs, blocks and
-  gradients that the plan asks for.
+  `units` is the temporary memory of a device, as reported by the compiler, over
+  a vector of [tokens, width]; `slots` are the planned slots of the pools of
+  inputs, blocks and gradients.
   """
   devices = topology.devices(_TOPOLOGY)
   for variant in _COMPILED:

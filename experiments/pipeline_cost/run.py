@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pipeline sends, idles, holds and takes, beside what was planned.
+"""What a pipeline sends and holds and how long it idles, against the plan.
 
   python -m experiments.pipeline_cost.run
   python -m experiments.pipeline_cost.run --only=bubbles,transfers --out=/tmp
 
-Each part writes a file of its own beside this one (or in --out) when it is done
-and can be run again by itself; the README says what the columns are. Everything
-runs on eight virtual CPU devices. Programs of TPU slices are compiled and not
-run, for which libtpu has to be installed. `experiments.pipeline_cost.tables`
-then puts the files into the documents.
+Each part writes its own file beside this one (or in --out) when it is done, and
+can be run separately; the README explains the columns. Everything runs on eight
+virtual CPU devices. Programs for TPU slices are compiled but not run, which
+needs libtpu. `experiments.pipeline_cost.tables` then fills the tables of the
+documents.
 """
 
 import os
@@ -32,7 +32,7 @@ from experiments.pipeline_cost import programs
 from experiments.pipeline_cost import transfers
 
 _FOLDER = pathlib.Path(__file__).parent
-# Parts that are nothing but programs of TPU slices.
+# Parts that only compile programs for TPU slices.
 _TPU_PARTS = ("memory",)
 
 
@@ -50,7 +50,7 @@ def _run(options: argparse.Namespace) -> None:
     raise config_lib.ConfigError(
       "--tpu: libtpu is not installed; attnres-jax[tpu] brings it"
     )
-  # By the name of the file.
+  # Indexed by the name of the file.
   parts: dict[str, Callable[[], Iterator[plans.Row]]] = {
     "bubbles": plans.bubbles,
     "transitions": functools.partial(transfers.transitions, plans.FIG_3),
@@ -63,7 +63,7 @@ def _run(options: argparse.Namespace) -> None:
     if name not in parts:
       config_lib.fail_argument("--only", name, f"one of {', '.join(parts)}")
   jax.config.update("jax_num_cpu_devices", 8)
-  # Steps are run one by one; devices must not wait for threads of a next one.
+  # Run steps one by one; devices must not wait for threads of the next step.
   jax.config.update("jax_cpu_enable_async_dispatch", False)
   for name in names:
     if name in _TPU_PARTS and not tpu:
@@ -76,17 +76,25 @@ def _parser() -> command_line.Parser:
   parser = command_line.Parser(
     "python -m experiments.pipeline_cost.run", __doc__
   )
-  parser.add_argument("--only", default="", help="parts, all by default")
   parser.add_argument(
-    "--out", type=pathlib.Path, default=_FOLDER, help="folder of the files"
+    "--only", default="", help="comma-separated parts; all by default"
   )
   parser.add_argument(
-    "--rounds", type=int, default=15, help="of timed steps, after one warm-up"
+    "--out",
+    type=pathlib.Path,
+    default=_FOLDER,
+    help="folder to write the files to",
+  )
+  parser.add_argument(
+    "--rounds",
+    type=int,
+    default=15,
+    help="rounds of timed steps, after one warm-up",
   )
   parser.add_argument(
     "--tpu",
     action=argparse.BooleanOptionalAction,
-    help="compile for TPU slices; by default where libtpu is installed",
+    help="compile for TPU slices; by default if libtpu is installed",
   )
   return parser
 

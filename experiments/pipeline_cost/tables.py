@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the committed results into the documents, and draws the figure.
+"""Fills the tables of the documents from the committed rows; draws the figure.
 
   python -m experiments.pipeline_cost.tables
 
-A document says `<!-- NAME: the command above -->` and `<!-- /NAME -->` where it
-wants a table. A test holds them together.
+In a document, a table is between `<!-- NAME: the command above -->` and `<!--
+/NAME -->`. A test keeps documents and rows consistent.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ DOCUMENTS = (
 )
 FIGURE = FOLDER / "figure.svg"
 
-# What of a compiled step is shown: columns of tpu.csv.
+# The columns of tpu.csv that are shown.
 _POD_GIB = ("parameter", "optimiser", "temporary", "peak", "headroom")
 _POD_SECONDS = ("memory", "link", "compute")
 
@@ -37,16 +37,16 @@ Rows = Sequence[Mapping[str, str]]
 def main() -> None:
   for path in DOCUMENTS:
     path.write_text(with_tables(path.read_text(encoding="utf-8")))
-  # The same file from the same rows.
+  # The same rows give the same file.
   with matplotlib.rc_context({"svg.hashsalt": FIGURE.stem}):
     draw().savefig(FIGURE, format="svg", metadata={"Date": None})
 
 
 def with_tables(text: str) -> str:
-  """`text` with the committed results in their places.
+  """`text` with its tables filled from the committed rows.
 
   Raises:
-    KeyError: it asks for a table that there is not.
+    KeyError: it has the name of an unknown table.
   """
   for name in re.findall(r"<!-- /(\w+) -->", text):
     text = readme.fill(text, name, TABLES[name]())
@@ -59,7 +59,7 @@ def read(name: str) -> Rows:
 
 
 def transfers() -> str:
-  """Closed form, plan and what devices received, a row per shape."""
+  """Closed form, planned and received vectors, a row per shape."""
   header = ["P, V, K"]
   for rule in _RULES:
     header += [f"{rule}: formula", "planned", "received"]
@@ -193,7 +193,7 @@ def _bounds(size: str) -> str:
   baseline = next(row for row in rows if row["residual"] == "prenorm")
   lines = []
   for row in rows:
-    # PreNorm has no blocks that a rule could be about.
+    # PreNorm has no blocks to which a rule could apply.
     cells = [row["residual"]]
     if row is not baseline:
       cells[0] += f", {row['rule']}"
@@ -208,12 +208,12 @@ def _bounds(size: str) -> str:
 
 
 def drawn(part: str) -> str:
-  """What `python -m attnres_jax.pipeline` prints of one part."""
+  """The output of one part of `python -m attnres_jax.pipeline`."""
   return f"```\n{command.draw(['--show', part])}```"
 
 
 def draw() -> figure_lib.Figure:
-  """Left what is received under each rule, right memory over microbatches."""
+  """Left, received vectors under each rule; right, memory over microbatches."""
   figure = figure_lib.Figure(figsize=(9.4, 3.4), layout="constrained")
   left, right = figure.subplots(1, 2)
   shapes = _by_shape()
@@ -249,7 +249,7 @@ def draw() -> figure_lib.Figure:
 
 _RULES = layout_lib.RULES
 _COLOURS = ("#c7c7c7", "#1f77b4", "#2ca02c")
-# Of the labelled programs: four tokens of width eight, float32.
+# In the labelled programs: four tokens of width eight, float32.
 _VECTOR_BYTES = 128
 
 

@@ -5,19 +5,18 @@
   python -m experiments.pipeline_cost.tpu --size=48b --residual=prenorm
   python -m experiments.pipeline_cost.tpu --size=4_layers --rule=cached
 
-Writes a row of `tpu.csv` beside this file, or replaces that of the same size,
-scheme and rule, and prints the report of `attnres_jax.aot`. It needs
-libtpu but no device; `processor_seconds` says how long it takes, and a 48B
-network needs 8 GB of memory. With jax 0.10.2, only the memory of the program
-can be read.
+Writes a row of `tpu.csv` beside this file, replacing that of the same size,
+scheme and rule, and prints the report of `attnres_jax.aot`. It needs libtpu but
+no device; `processor_seconds` says how long it takes, and a 48B network needs 8
+GB of memory. With jax 0.10.2, only the memory of the program can be read.
 
 Everything is per device. Times are the lower bounds of `attnres_jax.aot`:
-analytic FLOPs, bytes of memory and bytes of links, each at its peak alone.
+analytic FLOPs, bytes of memory and bytes on links, each at its peak rate.
 `vector_MiB` is one [tokens, width] of a microbatch; `inputs`, `blocks` and
-`gradients` are how many slots the plan has for running states (float32), block
-representations, and their gradients (float32). `sent` lists gigabytes a step
-sends within loops, by collective and axes, and the share that is overlapped;
-`sent_once` those outside of loops.
+`gradients` are the planned slots for running states (float32), block
+representations, and their gradients (float32). `sent` lists the gigabytes that
+a step sends within loops, by collective and axes, and the fraction that is
+overlapped; `sent_once` those outside of loops.
 """
 
 import argparse
@@ -46,7 +45,7 @@ Row = dict[str, Any]
 
 
 class Size(NamedTuple):
-  """A network on a slice; microbatches have 4 rows of 4096 tokens a device."""
+  """A network on a slice; a microbatch has 4 rows of 4096 tokens per device."""
 
   config: str
   topology: str
@@ -54,7 +53,7 @@ class Size(NamedTuple):
 
 
 SIZES = {
-  # Ranks so small that each can hold its weights and their gradients whole.
+  # Ranks small enough to hold their whole weights and gradients.
   "48b": Size(
     "configs/kimi_linear.py:size=48b",
     "v5p:4x4x4",
@@ -67,8 +66,8 @@ SIZES = {
       "pipeline.gather": "step",
     },
   ),
-  # Its width, heads and experts, an eighth of its depth, a quarter of its
-  # experts; blocks of two sublayers, so that there are five sources in the end.
+  # Its width and heads, an eighth of its depth, a quarter of its experts;
+  # blocks of two sublayers, so that there are five sources at the end.
   "4_layers": Size(
     "configs/kimi_linear.py:size=48b,experts=64",
     "v5p:2x2x1",
@@ -87,13 +86,13 @@ SIZES = {
 
 
 def make_config(size: Size, residual: str, rule: str) -> config_lib.RunConfig:
-  """Of one row."""
+  """The columns that identify a row."""
   fields = size.fields | {"pipeline.rule": rule}
   return config_lib.load_config(f"{size.config},residual={residual}", fields)
 
 
 def make_row(config: config_lib.RunConfig, report: Row, devices: Any) -> Row:
-  """What a report says of a pipeline, beside its plan."""
+  """The figures of a report about a pipeline, and of its plan."""
   pipeline = programs.make_pipeline(config, devices)
   mesh, stage = pipeline.placement.mesh, pipeline.stage
   block, length = stage.transport.block, config.data.sequence_length

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transfers as planned, as received by devices, as carried by links."""
+"""Transfers: planned, received by devices, and carried by links."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,7 +12,7 @@ from experiments.pipeline_cost import wires
 
 TOPOLOGY = "v5e:2x4"
 _NUM_DEVICES = 8
-# Each is a body of the program: 32 take a TPU's compiler several minutes.
+# Each chunk is a body of the program; 32 take the TPU compiler minutes.
 _MOST_TPU_CHUNKS = 8
 
 
@@ -20,7 +20,7 @@ def rows(tpu: bool) -> Iterator[plans.Row]:
   """A row per shape and rule; see the README for its columns.
 
   Args:
-    tpu: also compile for a TPU slice, for which libtpu must be installed.
+    tpu: also compile for a TPU slice, which needs libtpu.
   """
   for planned in plans.transfers():
     shape = plans.Shape(*(planned[name] for name in "PVK"))
@@ -31,7 +31,7 @@ def rows(tpu: bool) -> Iterator[plans.Row]:
 def measure(
   shape: plans.Shape, rule: str, microbatches: int, tpu: bool
 ) -> plans.Row:
-  """What one step receives and carries, per microbatch."""
+  """The vectors that one step receives and carries, per microbatch."""
   arrivals, text = labels.receive(shape, rule, microbatches)
   row = dict(M=microbatches) | received(arrivals, shape, microbatches)
   row |= carried("cpu", wires.read(text, shape.ranks), shape)
@@ -50,8 +50,8 @@ def received(
 ) -> plans.Row:
   """Counts of vectors per microbatch.
 
-  `own` are blocks that the receiver had made itself, `again` others that it had
-  received before. What remains without them is the minimum.
+  `own` are blocks that the receiver had computed itself, `again` those that it
+  had received before. Without both, the minimum remains.
   """
   seen, again, own = set(), 0, 0
   counts = dict.fromkeys(
@@ -83,12 +83,12 @@ def received(
 def carried(
   target: str, sent: wires.Sent, shape: plans.Shape, copies: int = 1
 ) -> plans.Row:
-  """By all links for one microbatch, and the bytes of a step of a pipeline.
+  """Vectors on all links for one microbatch, and bytes of a pipeline's step.
 
   A microbatch takes a rank V ticks, forward and backward.
 
   Raises:
-    ValueError: something else than whole vectors is sent.
+    ValueError: something other than whole vectors is sent.
   """
   if sent.vector_bytes != {labels.VECTOR_BYTES}:
     raise ValueError(
@@ -104,7 +104,7 @@ def carried(
 
 
 def transitions(shape: plans.Shape) -> Iterator[plans.Row]:
-  """What arrived at each boundary, the same for all microbatches (Fig. 3)."""
+  """What arrived at each boundary, equal for all microbatches (Fig. 3)."""
   microbatches = 2 * shape.ranks
   of_rules = {}
   for rule in layout_lib.RULES:
@@ -121,7 +121,7 @@ def transitions(shape: plans.Shape) -> Iterator[plans.Row]:
 def by_boundary(
   arrivals: Sequence[labels.Arrival], microbatches: int
 ) -> list[tuple[int, tuple[int, ...], bool]]:
-  """(receiver, blocks, whether a running sum) in the order of time.
+  """(receiver, blocks, whether there is a running sum) in order of time.
 
   Raises:
     RuntimeError: that is not the same for all microbatches.
@@ -142,7 +142,7 @@ def by_boundary(
 
 
 def _each(count: int, parts: int) -> int:
-  """A part of a count that has to be whole."""
+  """A fraction of a count, which has to be an integer."""
   if count % parts:
     raise ValueError(f"count: got {count}, expected a multiple of {parts}")
   return count // parts

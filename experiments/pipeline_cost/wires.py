@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a compiled program sends along the ring, read off its text."""
+"""What a compiled program sends along the ring, from its text."""
 
 import re
 from typing import NamedTuple
@@ -8,14 +8,14 @@ from attnres_jax.aot import hlo
 
 
 class Sent(NamedTuple):
-  """By the loop of a pipeline's program, all devices together.
+  """The transfers of a pipeline's loop, for all devices together.
 
   Attributes:
     ticks: how often the loop runs.
-    forward: vectors a tick, from a rank to the next.
-    backward: vectors a tick, to the rank before.
+    forward: vectors per tick, from a rank to the next.
+    backward: vectors per tick, to the previous rank.
     nbytes: of a step.
-    vector_bytes: sizes of what is sent.
+    vector_bytes: sizes of the vectors that are sent.
   """
 
   ticks: int
@@ -26,11 +26,11 @@ class Sent(NamedTuple):
 
 
 def read(text: str, num_ranks: int, num_copies: int = 1) -> Sent:
-  """Every collective-permute, weighed by how often it runs.
+  """Counts every collective-permute, weighted by how often it runs.
 
   Args:
     text: of a compiled program.
-    num_ranks: P, above 2: in a ring of two, forward is backward.
+    num_ranks: P, above 2; in a ring of two, both directions are the same.
     num_copies: devices that share a rank; their axes come after `stage`.
 
   Raises:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the runs of configs/scaling.py say: Fig. 4, its laws, and losses."""
+"""Results of the runs of configs/scaling.py: Fig. 4, laws and losses."""
 
 from collections.abc import Iterator, Mapping, Sequence
 import pathlib
@@ -22,7 +22,8 @@ from experiments.pages import sweep
 
 _ANSWER = pathlib.Path(__file__).with_name("answer.html")
 _RATE = "optim.peak_lr"
-# What the figure counts: the paper's compute most likely has attention in it.
+# The counting of the figure: the paper's compute most likely includes
+# attention.
 COUNTING = "attention"
 COUNTS = {
   "6nd": "6ND",
@@ -42,7 +43,7 @@ def render(folder: epath.Path, progress: Sequence[monitor.Progress]) -> str:
 
 
 def results(rows: Sequence[Row]) -> str:
-  """For the README: losses, the control, laws, and where they are from."""
+  """For the README: losses, the control, laws, and their origin."""
   parts = [
     losses_lib.table(rows, "size").markdown(),
     control(rows),
@@ -58,7 +59,7 @@ def learning_rates(rows: Sequence[Row]) -> str:
 
 
 def figure(rows: Sequence[Row]) -> figure_lib.Figure:
-  """Fig. 4, ours beside the paper's; slopes compare, heights do not."""
+  """Fig. 4, ours and the paper's; slopes can be compared, values cannot."""
   return plots.figure_4(
     *fits(rows, COUNTING), COUNTING, title="this sweep", figsize=(8.4, 3.9)
   )
@@ -67,7 +68,7 @@ def figure(rows: Sequence[Row]) -> figure_lib.Figure:
 def fits(
   rows: Sequence[Row], counting: str
 ) -> tuple[dict[str, fit_lib.Runs], dict[str, fit_lib.Fit]]:
-  """Runs by scheme, and the laws of those with two sizes or more."""
+  """Runs by scheme, and the laws of schemes with two or more sizes."""
   runs = rows_lib.by_scheme(rows, counting)
   enough = {
     scheme: own
@@ -79,7 +80,7 @@ def fits(
 
 
 def laws(rows: Sequence[Row]) -> page.Table:
-  """What was fitted under every counting."""
+  """The fits for every way of counting."""
   lines = [
     (
       figures.name_of(scheme),
@@ -95,7 +96,7 @@ def laws(rows: Sequence[Row]) -> page.Table:
 
 
 def control(rows: Sequence[Row]) -> str:
-  """What Rescaled says about noise; empty where it was not trained."""
+  """The noise according to Rescaled; empty if it was not trained."""
   sentences = []
   for label, own in losses_lib.by_setting(rows).items():
     apart = losses_lib.differences(own, "rescaled")
@@ -116,8 +117,8 @@ def _answer(rows: Sequence[Row]) -> page.Html:
       '<p class="note">L = A C<sup>&minus;&alpha;</sup>, least squares in ln L,'
       " C in PFLOP/s-days; no irreducible loss, as in the paper. Brackets and"
       " bands: 90 % of $draws bootstrap draws over sizes and seeds, the same"
-      " draws for all schemes. Losses of other data and tokenizers do not"
-      " compare with the paper's, slopes and gaps do. The last column is how"
+      " draws for all schemes. Losses on other data and tokenizers cannot"
+      " be compared with the paper's; slopes and gaps can. The last column is how"
       " many times the compute of the scheme's largest run PreNorm needs for"
       " its loss; the paper has 1.25 for Block AttnRes at 5.6"
       " PFLOP/s-days.</p>",
@@ -150,8 +151,8 @@ def _advantages(
 ) -> Iterator[tuple[str, str, fit_lib.Fit, fit_lib.Estimate | None]]:
   """Scheme, counting, law, and the baseline's compute for the same loss.
 
-  The last is a multiple of the compute of the scheme's largest run, and None
-  for the baseline or without one.
+  The last is a multiple of the compute of the scheme's largest run; None for
+  the baseline and without a baseline.
   """
   for counting in compute_lib.COUNTINGS:
     runs, found = fits(rows, counting)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table and the sentence that READMEs show of the rows of `step_cost`."""
+"""The table and the sentence of READMEs, from the rows of `step_cost`."""
 
 from collections.abc import Mapping, Sequence
 
@@ -53,7 +53,7 @@ def sentence(rows: Sequence[Row]) -> str:
 
 
 def label(scheme: str) -> str:
-  """What a scheme of the rows is called."""
+  """The label of a scheme of the rows."""
   name, _, form = scheme.partition(" ")
   details = {
     "": "",

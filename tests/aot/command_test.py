@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `python -m attnres_jax.aot` says, and its exit status."""
+"""The output of `python -m attnres_jax.aot`, and its exit status."""
 
 import subprocess
 import sys
@@ -37,7 +37,7 @@ def _run(*flags, topology="v5e:2x2", **fields):
 
 
 def test_what_fits(tmp_path):
-  """Beside another scheme, and without a word from libtpu."""
+  """Compared with another scheme, and without output from libtpu."""
   file = tmp_path / "report.json"
   done = _run("--compare=residual=prenorm", f"--json={file}")
   assert done.returncode == 0 and not done.stderr

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled programs are read right: by hand, and against known programs."""
+"""Reads compiled programs correctly: written by hand, and known ones."""
 
 import functools
 
@@ -312,7 +312,7 @@ def test_every_way_to_write_groups(groups, axes):
   assert hlo.axes_of(one.group, MESH) == axes
 
 
-# With libtpu, the same of programs whose numbers are known.
+# With libtpu, the same for programs with known numbers.
 
 
 @functools.cache

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The train step, compiled for a slice, in numbers that add up."""
+"""Reports of the training step, compiled for a slice, are consistent."""
 
 import dataclasses
 import json
@@ -58,7 +58,7 @@ def test_numbers_of_a_step(trained):
   assert 1.1 < found["flops"] / (products * found["analytic_flops"]) < 1.5
   axes = {row["axes"] for row in found["collectives"]}
   assert {"data", "tensor"} <= axes
-  # What is overlapped is a part of what is sent, and neither all nor nothing.
+  # Some of what is sent is overlapped, but not all.
   for row in found["collectives"]:
     assert 0 <= row["overlapped_bytes"] <= row["sent_bytes"]
   hidden = sum(row["overlapped_bytes"] for row in found["collectives"])
@@ -78,7 +78,7 @@ def test_numbers_of_a_step(trained):
 
 
 def test_a_pipeline(devices):
-  """What its plan keeps, and traffic of one chunk a slot rather than of all."""
+  """What its plan keeps, and the traffic of one chunk per slot."""
   fields = {
     "model.num_layers": 1,
     "model.residual.num_blocks": 1,
@@ -105,7 +105,7 @@ def test_a_pipeline(devices):
 
 
 def test_a_decode_step(devices, trained):
-  """Forward only, without optimiser state; its note says what it is."""
+  """Forward only, without optimiser state, and with a note."""
   config, train = _config(), trained
   found = report.make_report(config, devices, "decode")
   assert found["fits"] and "optimiser_bytes" not in found
@@ -119,7 +119,7 @@ def test_a_decode_step(devices, trained):
 
 
 def test_a_program_larger_than_memory(devices, monkeypatch):
-  """Compiled all the same, it is shown whole, with its largest arrays."""
+  """If it compiles, the report is complete, with its largest arrays."""
   kind = devices[0].device_kind
   small = dataclasses.replace(topology.CHIPS[kind], hbm_bytes=2**20)
   monkeypatch.setitem(topology.CHIPS, kind, small)
@@ -130,7 +130,7 @@ def test_a_program_larger_than_memory(devices, monkeypatch):
 
 
 def test_a_program_that_jaxlib_cannot_read(devices, monkeypatch):
-  """Its memory is known all the same."""
+  """Its memory is still known."""
 
   def refuse(compiled):
     raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure\nand more")

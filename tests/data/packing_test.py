@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows against the line of tokens that they are cut from."""
+"""Rows against the sequence of tokens that they are cut from."""
 
 import numpy as np
 import pytest
@@ -61,7 +61,7 @@ class TestPackedRows:
       assert row["tokens"].shape == (length + 1,)
       targets.extend(row["tokens"][1:])
     np.testing.assert_array_equal(targets, ids[1 : 1 + len(rows) * length])
-    # What is dropped would not have filled a row.
+    # The dropped tokens would not have filled a row.
     assert len(ids) - 1 - len(targets) < length
 
   def test_inputs_precede_their_targets(self):

@@ -17,7 +17,7 @@ _NUM_ROWS, _LENGTH = 23, 4
 
 
 class TestPipeline:
-  """On a token file that counts up, so that a row's first id names the row."""
+  """A token file with consecutive ids: a row's first id names the row."""
 
   @pytest.fixture(autouse=True)
   def set_up(self, tmp_path):
@@ -76,7 +76,7 @@ class TestPipeline:
     for epoch in epochs:
       assert sorted(epoch) == sorted(range(_NUM_ROWS))
     assert len({tuple(epoch) for epoch in epochs}) == 4
-    # Mixed over the whole data: hardly any row keeps its place or neighbour.
+    # Shuffled over all data: hardly any row keeps its place or neighbour.
     assert np.mean(epochs == np.arange(_NUM_ROWS)) < 0.2
     assert np.mean(np.diff(rows) == 1) < 0.2
 

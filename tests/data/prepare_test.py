@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepared files hold what tokenising in memory gives, whatever interrupts."""
+"""Prepared files equal tokenising in memory, whatever interrupts."""
 
 import contextlib
 import io
@@ -136,7 +136,7 @@ class TestPrepare:
     assert set(part) < set(expected)
     with pytest.raises(config_lib.ConfigError, match="interrupted"):
       data.open_dataset(self._prepared(), "train")
-    # What a kill between two renames, or within a write, leaves besides.
+    # Files that a kill between two renames, or during a write, leaves.
     last = max(name for name in part if name.endswith(".bin"))
     (self.output / last).with_suffix(".json").unlink()
     (self.output / last).write_bytes(b"half")
@@ -145,7 +145,7 @@ class TestPrepare:
     assert self._contents() == expected
 
   def test_a_kill_loses_nothing_that_was_whole(self):
-    # The real command on the real corpus, killed once a few shards are there.
+    # The real command on the real corpus, killed after a few shards.
     command = [
       sys.executable,
       "-m",

@@ -45,7 +45,7 @@ class TestTokenFiles:
       path.with_suffix(".json").write_text(json.dumps(sidecar))
 
   def _read(self, config, split="train"):
-    """The line of tokens, put together again from its rows."""
+    """The sequence of tokens, reassembled from its rows."""
     dataset = data.open_dataset(config, split)
     rows = [dataset._rows[i]["tokens"] for i in range(dataset.num_rows)]
     return [int(rows[0][0])] + [int(i) for row in rows for i in row[1:]]

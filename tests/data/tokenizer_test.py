@@ -112,7 +112,7 @@ class TestVocabularyFile:
     train = {"hf": _train_hf, "sentencepiece": _train_sentencepiece}[name]
     train(self.path)
     tokenizer = self._make(name)
-    # SentencePiece puts a mark of a word's beginning first.
+    # SentencePiece puts a word-start marker first.
     a, b = (int(tokenizer.encode(text)[-1]) for text in "ab")
     shown = tokenizer.decode([a, tokenizer.separator_id, b])
     assert shown == "a\nb"
@@ -126,7 +126,7 @@ class TestVocabularyFile:
     tokenizer = self._make("hf")
     assert tokenizer.separator_id == 0
     assert tokenizer.separator_id < tokenizer.vocab_size
-    # Its name in a text is text: a document cannot end itself.
+    # Its name in a text is plain text: a document cannot end itself.
     ids = tokenizer.encode("a<|endoftext|>b")
     assert 0 not in ids
     assert tokenizer.decode(ids) == "a<|endoftext|>b"

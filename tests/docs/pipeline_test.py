@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What docs/pipeline.md shows is what its commands print and accept."""
+"""docs/pipeline.md agrees with what its commands print and accept."""
 
 import re
 import shlex

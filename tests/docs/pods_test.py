@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every command of docs/pods.md exists, with the flags that it is given."""
+"""Every command of docs/pods.md exists, with the flags used there."""
 
 import importlib
 import importlib.util
@@ -28,14 +28,14 @@ CHECKS = {"ray": ray.parse, "jobset": jobset.parse}
 
 
 def commands():
-  """(module, arguments) of every `python -m`, also those within quotes."""
+  """(module, arguments) of every `python -m`, including those in quotes."""
   found = []
   for kind, block in BLOCKS:
     if kind not in ("", "bash"):
       continue
     for line in block.replace("\\\n", " ").splitlines():
       words = shlex.split(line) if "python -m" in line else []
-      # A command for another machine is one word of this one.
+      # A command for another machine is one word of the local command.
       words = next((shlex.split(w) for w in words if "python -m" in w), words)
       if "-m" in words:
         start = words.index("-m") + 1

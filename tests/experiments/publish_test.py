@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents say what committed rows say, and one command fills them."""
+"""Documents agree with committed rows, and one command fills them."""
 
 import pathlib
 

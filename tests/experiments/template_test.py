@@ -52,7 +52,7 @@ def test_recipe(tmp_path):
 
 
 def test_a_run_is_a_few_lines():
-  """And an experiment a few files, of which the reader knows the kinds."""
+  """An experiment needs only a few files."""
   folder = tiny_run.ROOT / "experiments" / "TEMPLATE"
   files = {path.name for path in folder.iterdir() if path.is_file()}
   assert files == {"README.md", "config.py", "run.py"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command: what it prints, what it writes, and what it refuses."""
+"""The command: its output, its file, and its errors."""
 
 import json
 import os

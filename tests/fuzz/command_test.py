@@ -141,7 +141,7 @@ def test_pipeline_command(cases, record_property):
 def test_prepare(here, cases, record_property):
   kept = {path: path.read_bytes() for path in (here / "texts").iterdir()}
   paths = ("texts", "texts/*.txt", "deep.json", *laws.TEXTS)
-  # Nothing outside of this folder may be written or walked through.
+  # Nothing outside this folder may be written or traversed.
   paths = [path for path in paths if path not in ("/", "../..", "~", "**", "*")]
   options = {
       "source": ("text", "jsonl", "stdlib", "parquet", "tokens", "x"),

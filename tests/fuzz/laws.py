@@ -62,10 +62,10 @@ def explore(cases, record_property, what, check, *strategies):
 
 
 def outcome(command, *args, per_run=False):
-  """(exit status, stdout, stderr) of a command, which must keep the law.
+  """(exit status, stdout, stderr) of a command, which must obey the law.
 
-  With `per_run`, the command shows several runs and has a line for each that
-  is damaged, at most.
+  With `per_run`, the command shows several runs, with at most one line for each
+  damaged run.
   """
   out, err = io.StringIO(), io.StringIO()
   with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

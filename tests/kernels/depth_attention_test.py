@@ -103,7 +103,7 @@ class DepthAttentionTest(parameterized.TestCase):
     dsources = jnp.stack(dsources) if not as_bank else dsources
     out_, lse_ = oracle(query, source)
     dquery_, dsources_ = oracle_gradients(query, source, dout, dlse)
-    # What storing the exact result in this dtype costs, with 10 % on top.
+    # The error of storing the exact result in this dtype, plus 10 %.
     stored = [
       1.1 * error(jnp.asarray(x, dtype), x) if dtype == jnp.bfloat16 else 0
       for x in (out_, dsources_)
@@ -140,7 +140,7 @@ class DepthAttentionTest(parameterized.TestCase):
   @parameterized.product(implementation=ALL, count=(0, 1, 3))
   def test_bank_with_run_time_count(self, implementation, count):
     query, bank, dout, dlse = make(2, 2, 3, (5,), 24, "float32")
-    # Slots that do not count may hold anything at all.
+    # Unused slots may contain anything.
     bank = bank.at[count:].set(jnp.nan)
     dlse = dlse * (count > 0)
     f = functools.partial(run, implementation)
@@ -198,8 +198,8 @@ class DepthAttentionTest(parameterized.TestCase):
     dquery_, dsources_ = oracle_gradients(query, source, dout, dlse)
     if old is not None:
       dsources_ += np.float64(old)
-    # The sum is rounded once, to the dtype of what is accumulated. Autodiff of
-    # the reference rounds the new term first.
+    # The sum is rounded once, to the dtype of `accumulate`. Autodiff of the
+    # reference rounds the new term first.
     stored = 0
     if "bfloat16" in (dsources.dtype, dtype) and (
       dsources.dtype == "bfloat16" or implementation == "reference"
@@ -229,7 +229,7 @@ class DepthAttentionTest(parameterized.TestCase):
     else:
       tolerance = 2e-5
     np.testing.assert_allclose(out, out_, atol=tolerance)
-    # Terms of a score cancel, so its rounding goes by their size, not its own.
+    # Terms of a score cancel, so its rounding depends on their size.
     rounding = 1e-7 * np.abs(lse_).max() + 1e-5
     np.testing.assert_allclose(lse, lse_, rtol=1e-6, atol=rounding)
     scale = np.abs(dsources_).max()

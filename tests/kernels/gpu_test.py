@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GPU kernels: values interpreted on CPU, lowering for H100 and H200.
 
-Values and every cotangent are held against a definition in float64 (float32
-kernels) or against that definition rounded to the storage dtype.
+Values and all cotangents are compared with a definition in float64 (float32
+kernels), or with that definition rounded to the storage dtype.
 """
 
 import functools
@@ -42,8 +42,8 @@ gpu = functools.partial(depth_attention, implementation="pallas_gpu")
 
 
 def lower(kind, function, *arguments):
-  """The text of a program for a GPU that need not be there."""
-  # Private: no public name builds a device that is not there.
+  """The text of a program for a GPU, which need not exist."""
+  # Private: there is no public way to describe an absent device.
   from jax._src import mesh as mesh_lib
 
   device = mesh_lib.AbstractDevice(
@@ -107,7 +107,7 @@ class AttentionTest(parameterized.TestCase):
   def test_bank(self, count):
     query, sources, cotangents = self.make(2, 3, 2, 128, "float32")
     if count is not None:
-      # What an unused slot holds must not matter.
+      # The content of an unused slot must not matter.
       sources = sources.at[count:].set(jnp.nan)
     # Small groups, so that the bank has a full one and a remainder.
     with mock.patch.object(pallas_gpu, "_REGISTERS", 4):
@@ -153,7 +153,7 @@ class AttentionTest(parameterized.TestCase):
     )
     _, (dquery_, dsources_) = self.exact(query, sources, cotangents, count)
     assert_close(dquery, dquery_, "dquery")
-    # Sums in the dtype of what was there before, not of the sources.
+    # Sums in the dtype of `accumulate`, not of the sources.
     assert_close(
       jnp.stack(dsources), np.asarray(dsources_) + np.asarray(before), "sum"
     )
@@ -168,7 +168,7 @@ class AttentionTest(parameterized.TestCase):
     )
 
   def exact(self, query, sources, cotangents, count):
-    # Zero for what does not count: the definition takes the others alone.
+    # Zero for unused slots; the definition only has the others.
     sources = sources.at[count:].set(0) if count is not None else sources
 
     def run(query, sources, cotangents):
@@ -299,7 +299,7 @@ class MergeTest(parameterized.TestCase):
     tokens = 5
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
     wide = lambda: draw(tokens, width).astype(dtype)
-    # A sum of two coarse numbers is stored without rounding.
+    # Sums of two coarse numbers are stored without rounding.
     coarse = lambda: (jnp.round(draw(tokens, width) * 4) / 4).astype(dtype)
     arrays = {
       "out": wide(),

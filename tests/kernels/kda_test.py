@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KDA: every backend against the recurrence, written once more in NumPy."""
+"""KDA: every backend against the recurrence, written again in NumPy."""
 
 import functools
 
@@ -148,7 +148,7 @@ class ValuesTest(parameterized.TestCase):
       ids = segments(5, 2, length, 5) if packed else None
       f = functools.partial(run, arguments=arguments, cotangents=cotangents)
       wanted = f("reference", segment_ids=ids)
-      # The recurrence differentiates itself; it must be the right one.
+      # The recurrence is differentiated by autodiff, so check its values.
       o_, state_ = oracle(*arguments, ids)
       np.testing.assert_allclose(wanted[0], o_, atol=1e-12)
       np.testing.assert_allclose(wanted[1], state_, atol=1e-12)
@@ -205,7 +205,7 @@ class ValuesTest(parameterized.TestCase):
 
 
 class MemoryTest(parameterized.TestCase):
-  """What the delta rule is for: a key-value memory that can forget."""
+  """The purpose of the delta rule: a key-value memory that can forget."""
 
   @parameterized.parameters(*PLAIN)
   def test_orthonormal_keys_recall_their_values(self, implementation):
@@ -234,7 +234,7 @@ class MemoryTest(parameterized.TestCase):
     np.testing.assert_allclose(last, last_, atol=2e-6)
     for gradient in gradients:
       self.assertTrue(np.isfinite(gradient).all())
-    # Nothing of the first state arrives, and more decay would change nothing.
+    # Nothing of the first state remains, and more decay changes nothing.
     np.testing.assert_array_equal(gradients[3][:, at], 0)
     if at == 0:
       np.testing.assert_array_equal(gradients[5], 0)
@@ -244,7 +244,7 @@ class MemoryTest(parameterized.TestCase):
     length = 1 << 15
     (q, k, v, g, beta, state), _ = make(12, 1, length, 1, 16, 8, dtype)
     strength = np.repeat([-1e-5, -0.1, -3, -20], 4)
-    g = jnp.asarray(strength * np.exp(g), "float32")  # Varied a little.
+    g = jnp.asarray(strength * np.exp(g), "float32")  # With some variation.
     o, last = call(None, q, k, v, g, beta, state)
     o_, last_ = call("reference", q, k, v, g, beta, state)
     for x in (o, last):
@@ -301,7 +301,7 @@ class SequenceTest(parameterized.TestCase):
       implementation, arguments, cotangents, segment_ids=ids, chunk_size=4
     )
     assert_all_close(actual, wanted, 1e-5)
-    # And the ids do something.
+    # The ids do have an effect.
     plain = run(implementation, arguments, cotangents, chunk_size=4)
     self.assertGreater(error(plain[0], wanted[0]), 0.1)
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every TPU kernel compiles for every chip, at every named shape.
 
-Needs libtpu but no TPU. On a machine without libtpu these tests do not run,
-and say so.
+Needs libtpu but no TPU; skipped on machines without libtpu.
 """
 
 import functools
@@ -45,7 +44,7 @@ pytestmark = pytest.mark.skipif(
 
 @functools.cache
 def devices(chip):
-  # Not at import time: describing a topology loads the TPU compiler.
+  # Not at import, because describing a topology loads the TPU compiler.
   from jax.experimental import topologies
 
   return topologies.get_topology_desc(
@@ -177,7 +176,7 @@ class TpuCompileTest(parameterized.TestCase):
     )
     for name in ("depth_attention_backward", "depth_merge_backward"):
       self.assertIn(name, text)
-    # The caller's sums, and nothing else.
+    # The caller's sums only.
     self.assertIn("all-reduce", text)
     for name in ("all-gather", "all-to-all", "collective-permute"):
       self.assertNotIn(name, text)
@@ -199,7 +198,7 @@ class TpuCompileTest(parameterized.TestCase):
     compiled = lowered.compile()
     self.assertIn("depth_attention_backward", compiled.as_text())
     memory = compiled.memory_analysis()
-    # All three are outputs in the place of inputs, and no copy is kept.
+    # All three are updated in place, without a copy.
     size = 504 * 1024 * 4
     self.assertGreaterEqual(memory.alias_size_in_bytes, 3 * size)
     self.assertLess(memory.temp_size_in_bytes, size)
@@ -209,8 +208,9 @@ class TpuCompileTest(parameterized.TestCase):
 class NamedShapesTest(parameterized.TestCase):
   """What `benchmarks/tpu_static.py` does not compile for its table.
 
-  That table has, for each chip, either direction of every kernel on its own, at
-  the ends and the middle of each family of named shapes, with separate sources.
+  That table has, for each chip, both directions of every kernel separately, at
+  both ends and the middle of each family of named shapes, with separate
+  sources.
   """
 
   @parameterized.product(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Products of sorted rows, on each route, against a loop over groups."""
+"""Products of sorted rows, for each platform, against a loop over groups."""
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,7 @@ def test_is_its_definition(sizes):
 
 @pytest.mark.parametrize("sizes", SIZES[1:])
 def test_the_route_of_tpu_is_the_same(sizes, monkeypatch):
-  """`ragged_dot` in place of the loop, by its definition for any platform."""
+  """`ragged_dot` instead of the loop, as defined for any platform."""
 
   def on_tpu(ragged, looped, *operands):
     del looped
@@ -70,7 +70,7 @@ def test_the_route_of_tpu_is_the_same(sizes, monkeypatch):
 
 
 def test_what_is_lowered():
-  """The kernels of TPU there, loops elsewhere; never all pairs."""
+  """Kernels on TPU, loops elsewhere; never all pairs."""
   traced = _both.trace(*_inputs(SIZES[0], "bfloat16"))
   on_tpu = traced.lower(lowering_platforms=("tpu",)).as_text()
   assert on_tpu.count('"chlo.ragged_dot"(') == 3 and "while" not in on_tpu

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Networks of several kinds of sublayers: one function however it is run."""
+"""Networks of several kinds of sublayers compute one function, in any form."""
 
 import dataclasses
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moe against its definition, its router's rules, and where the load goes."""
+"""Moe against its definition; the router; the load."""
 
 import contextlib
 import math
@@ -95,7 +95,7 @@ def test_is_its_definition(num_shared):
 
 
 def test_no_token_is_dropped():
-  """All of them at the same experts, and none at the others."""
+  """All tokens go to the same experts, and none to the others."""
   module, x_BTD = _module(), _inputs()
   module.selection_bias[...] = jnp.array([0.0, 2.0, 0.0, 2.0, 2.0, 0.0])
   expected, experts = _definition(module, x_BTD)
@@ -241,7 +241,7 @@ def test_padding_is_no_load():
 
 @pytest.mark.parametrize("remat", [False, True])
 def test_load_through_a_scan_of_stacked_layers(remat):
-  """Each layer's own load, checkpointed or not."""
+  """The load of each layer, with and without checkpointing."""
   x_BTD = _inputs()
   layers = jax.vmap(lambda key: moe.Moe(_config(), rngs=nnx.Rngs(params=key)))(
     jax.random.split(jax.random.key(5), 3)
@@ -338,7 +338,7 @@ def test_over_devices(axes, ambient):
 
 
 def test_experts_of_one_device():
-  """All tokens go to the same device, more than have room at a time."""
+  """All tokens go to the same device, more than fit into one piece."""
   module, x_BTD = _module(), _inputs()
   module.selection_bias[...] = jnp.repeat(jnp.array([0.0, 2.0]), EXPERTS // 2)
   _, experts = _definition(module, x_BTD)
@@ -458,7 +458,7 @@ def test_balance_update():
 
 
 def test_balance_update_evens_the_load():
-  """A router that likes some experts too much, over many steps."""
+  """A router that prefers some experts too much, over many steps."""
   rng = np.random.default_rng(0)
   liking = np.linspace(-1.0, 1.0, 16)
   x_UD = jnp.asarray(rng.normal(size=(512, 8)), jnp.float32)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Laws of Attention Residuals that hold for whole networks, in float64.
 
-What the operator alone has to satisfy is in `tests/kernels`, the laws of real
-transformers at their start in `zero_query_test.py`.
+Laws of the operator alone are in `tests/kernels`, those of real transformers at
+initialisation in `zero_query_test.py`.
 """
 
 import jax
@@ -58,7 +58,7 @@ SCHEMES = [
 
 @pytest.mark.parametrize("name,size,fields", SCHEMES)
 class TestReads:
-  """What sublayers read of recorded outputs."""
+  """The inputs of sublayers, from recorded outputs."""
 
   def test_softmax_of_the_definition(self, name, size, fields):
     module, values = trunks.scheme(name, 7, **fields), _values(7)

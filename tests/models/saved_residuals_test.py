@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the forward pass keeps for backward, counted in bytes.
+"""The bytes that the forward pass keeps for the backward pass.
 
 The contract (arXiv:2603.15031 section 4.1): per sublayer its running state,
 and each block representation once. Running states of PreNorm and of a partial
@@ -82,7 +82,7 @@ def test_full_keeps_one_vector_per_sublayer_and_block(fields):
   # No mixtures of phase 1 and no stack of sources among them.
   count = sum(a.size for a in large) / (TOKENS * WIDTH)
   assert count <= 2 * LAYERS + num_blocks
-  # Not less either: the states are what backward starts from.
+  # Not less either, because backward starts from the states.
   states = 2 * LAYERS - 1
   itemsize = min(a.dtype.itemsize for a in large)
   assert sum(map(jaxprs.nbytes, large)) >= states * TOKENS * WIDTH * itemsize

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One function however it is computed: phases, scans and checkpoints."""
+"""Phases, scans and checkpoints compute the same function."""
 
 import functools
 
@@ -115,7 +115,7 @@ def test_remat_by_name():
   ],
 )
 def test_state_is_valid_between_any_two_sublayers(name, fields):
-  """Segments cut where one pleases give the same network (pipelines do)."""
+  """Segments can be cut anywhere (as in pipelines) without any effect."""
   module = trunks.scheme(name, 5, **fields)
   rng = np.random.default_rng(0)
   values = list(jnp.asarray(rng.standard_normal((6, 2, 3, trunks.WIDTH))))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole transformers against a definition in numpy, and what they promise."""
+"""Whole transformers against a definition in numpy, and their properties."""
 
 import dataclasses
 
@@ -210,7 +210,7 @@ def test_documents_do_not_see_each_other(name):
   # Without the numbers the later document does see the change.
   leak = _logits(model, tokens) - _logits(model, changed.astype(np.int32))
   assert jnp.abs(leak[segments == 3]).min() > 1e-6
-  # A document reads the same wherever it stands in its row.
+  # A document gives the same result anywhere in its row.
   alone = _logits(model, tokens[:, 3:7])
   np.testing.assert_allclose(before[:, 3:7], alone, rtol=0, atol=2e-4)
 

@@ -30,7 +30,7 @@ KINDS = ("mixer", "mlp")
 
 
 class ToyNorm(NamedTuple):
-  """What a scheme may use of `norm.RMSNorm`, in float64."""
+  """The part of `norm.RMSNorm` that a scheme may use, in float64."""
 
   gain: jax.Array
   eps: float

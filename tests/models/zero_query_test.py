@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transformers at their start: zero queries make every scheme one function.
+"""At initialisation, zero queries make all schemes the same function.
 
 Behind pre-norms, and with a final norm, all reads are positive multiples of
 the residual stream of PreNorm, so logits and gradients of copied weights agree
@@ -105,7 +105,7 @@ def test_the_papers_architecture_starts_as_its_prenorm_twin():
     twin_logits, twin_gradient, depth = _logits_and_gradient(twin, tokens)
     _close(twin_logits, logits, 1e-5)
     _close(twin_gradient, gradient, 1e-4)
-    # One step later they are not the same function any more.
+    # One step later they are different functions.
     assert jnp.abs(depth.queries.query[1:]).max(axis=1).min() > 1e-6
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of parameter groups against every parameter there is."""
+"""The table of parameter groups against all parameters."""
 
 import math
 
@@ -72,7 +72,7 @@ def test_a_parameter_without_a_row_is_named(monkeypatch):
 
 
 def test_muon_trains_all_matrices_but_embedding_and_head():
-  """By hand: what each group holds, counted in numbers."""
+  """The number of parameters in each group, by hand."""
   found = _parameters()
   muon = sum(math.prod(shape) for row, shape in found.values() if row.axes)
   # Two of attention, one KDA, one MLA, one dense MLP, three MoE; H = 4.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Muon against its definition in float64, and what is known of its updates."""
+"""Muon against its definition in float64, and known properties."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def _gaussian(*shape, seed=0):
 
 
 def _definition(g, iterations=5):
-  """Newton and Schulz as Moonlight writes it, float64, one matrix."""
+  """Newton-Schulz as in Moonlight, float64, one matrix."""
   tall = g.shape[0] > g.shape[1]
   x = g.T if tall else g
   x = x / (np.linalg.norm(x) + 1e-7)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules by numbers, at every join of their phases."""
+"""Values of schedules, at every join of their phases."""
 
 import math
 

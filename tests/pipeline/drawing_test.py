@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drawings say what the tables say."""
+"""Drawings agree with the tables."""
 
 import ast
 import pathlib

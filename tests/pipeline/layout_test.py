@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transfers against the paper's formulas and against sets that move about."""
+"""Transfers against the paper's formulas and against simulated sets."""
 
 import itertools
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command draws what the tables say, and a microbatch lives by them."""
+"""The command draws the tables, and a microbatch follows them."""
 
 import re
 import sys

@@ -40,7 +40,7 @@ def test_units_follow_their_inputs_and_share_no_slot(make_schedule):
     forward, backward = plan.forward_ticks, plan.backward_ticks
     chunks, microbatches = shape[0] * shape[1], shape[2]
     assert forward.shape == backward.shape == (chunks, microbatches)
-    # A message takes a tick; the last chunk may turn round within one.
+    # A message takes a tick; the last chunk may turn around within a tick.
     assert np.all(forward[1:] > forward[:-1])
     assert np.all(backward[:-1] > backward[1:])
     assert np.all(backward[-1] >= forward[-1])

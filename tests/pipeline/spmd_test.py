@@ -79,7 +79,7 @@ def _config(
 
 @contextlib.contextmanager
 def _in_float64(config):
-  """The same run in float64, which no config can ask for."""
+  """The same run in float64, which no config can request."""
   with pytest.MonkeyPatch.context() as patch, jax.enable_x64(True):
     patch.setattr(errors, "check_in", lambda *_: None)
     # The softmax of JAX's own attention is in float32 all the same.
@@ -95,7 +95,7 @@ def _in_float64(config):
 
 
 def _inputs(config, seed=0):
-  """A model whose queries and gains count, and rows some of which count.
+  """A model with random queries and gains, and rows of which some count.
 
   The numbers are the same in float32 and in float64.
   """
@@ -135,7 +135,7 @@ def _on_one_device(config):
 
 
 def _alone(config):
-  """What one device knows of it."""
+  """The result of one device."""
   plain = config_lib.MeshConfig(data=1), config_lib.PipelineConfig()
   return dataclasses.replace(config, mesh=plain[0], pipeline=plain[1])
 
@@ -169,7 +169,7 @@ def _assert_equal(found, expected, rounding):
 
 
 def _assert_as_on_one_device(config):
-  """In float64, where there is no rounding for a mistake to hide in."""
+  """In float64, where rounding cannot hide a mistake."""
   with _in_float64(config) as config:
     compiled, arguments = _compiled(config)
     expected = _on_one_device(_alone(config))(*arguments)
@@ -435,7 +435,7 @@ def test_float32_with_all_kinds():
 
 @pytest.mark.slow
 def test_a_tpu_program():
-  """In the loop nothing but planned messages, and the cache stays in place."""
+  """The loop has only planned messages, and does not copy the cache."""
   pytest.importorskip("libtpu", reason="libtpu is not installed")
   config = _config((2, 2, 4, 4, 2), dict(data=4), dtype="bfloat16")
   config = dataclasses.replace(
@@ -466,7 +466,7 @@ def test_a_tpu_program():
 
 
 def test_a_step_and_its_checkpoint(tmp_path):
-  """A pipeline trains like one device, and each takes over from the other."""
+  """A pipeline trains like one device, and each resumes the other's run."""
   pipelined = _config((2, 1, 2, 2, 1), scheme="prenorm", tie_embeddings=True)
   pipelined = dataclasses.replace(
     pipelined, optim=config_lib.OptimConfig(warmup_steps=1, eps=1e-2)
@@ -515,7 +515,7 @@ def test_a_step_and_its_checkpoint(tmp_path):
 
 
 class _Growing(prenorm.PreNorm):
-  """Keeps everything, and says nothing about blocks."""
+  """Keeps everything, and has no blocks."""
 
   def init(self, embedding_BTD):
     return (embedding_BTD,)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planted laws come back, within their intervals as often as they should."""
+"""Known laws are recovered, with intervals of the right coverage."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Budgets that branch off a longer run end where a run of their own would."""
+"""Budgets that branch off a longer run end like separate runs."""
 
 import json
 

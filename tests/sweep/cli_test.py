@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command of a sweep: what it refuses, and what it asks a compiler."""
+"""The command of a sweep: its errors, and its use of the compiler."""
 
 import pytest
 

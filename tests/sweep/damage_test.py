@@ -143,7 +143,7 @@ def test_damage_and_launch(sweep, capsys, monkeypatch, kind):
   assert (f"error: {bad}: {folder / bad / file}:" in err) == bool(status)
   if file == folder_lib.RUN and "folder" not in kind:
     assert not status, "its config and name say what it holds"
-  # Nothing was started for a run whose state nobody knows.
+  # Nothing was started for a run with an unknown state.
   assert not (folder / bad / "trained").exists()
 
 
@@ -215,7 +215,7 @@ def test_names_lead_nowhere_else(sweep, capsys, name):
 
 
 def test_skipped_steps_and_losses_that_are_not_finite(tmp_path):
-  """A run that diverged and went on has failed, with its reason."""
+  """A run that diverged but continued has failed, with a reason."""
   source = tiny_sweep.write(
     tmp_path / "tiny.py", seeds=(0,),
     **{"train.on_nan": "skip", "train.max_skipped_share": 0.25},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a sweep's folder holds, and which runs it refuses."""
+"""The folder of a sweep: its files, and runs that it refuses."""
 
 import dataclasses
 import json

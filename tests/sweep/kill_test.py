@@ -37,7 +37,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, source):
-  """The folder of a sweep that nothing disturbed."""
+  """The folder of an undisturbed sweep."""
   folder = tmp_path_factory.mktemp("whole")
   code, text = tiny_sweep.finish(
     tiny_sweep.start(folder, source, "--max_parallel=2")
@@ -59,8 +59,8 @@ def _assert_same(whole, broken):
   ]
   for ours, theirs in zip(*results, strict=True):
     for name, value in ours.items():
-      # What it took may differ, what came out may not. The last run of a sweep
-      # may have more cores.
+      # Times may differ, results may not. The last run of a sweep may have more
+      # cores.
       if not name.endswith("seconds") and name not in (
         "attempts",
         "lost_steps",

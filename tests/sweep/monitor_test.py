@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress, and how long the rest will take."""
+"""Progress, and estimates of the remaining time."""
 
 import json
 
@@ -74,7 +74,7 @@ def test_runs_of_a_folder(tmp_path):
   one = found[0]
   assert (one.step, one.steps, one.attempts) == (3, 20, 2)
   assert (one.train_loss, one.validation_loss) == (5.5, 5.25)
-  # No living process has it.
+  # No live process holds it.
   assert one.status == monitor.INTERRUPTED
   assert one.goodput.step == pytest.approx(1.5)
   assert found[1].status == state_lib.PENDING

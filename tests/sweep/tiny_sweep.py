@@ -51,7 +51,7 @@ def prepare(folder, source):
 
 
 def leave(folder, run, loss=2.5, status=state_lib.DONE):
-  """What training would have left of a run."""
+  """The files that training would have written."""
   workdir, config = folder / run.name, folder_lib.run_config(run)
   event = {"split": "event", "step": 0}
   rows = [

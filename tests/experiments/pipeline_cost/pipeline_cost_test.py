@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts of the paper, and that what is measured is what happens."""
+"""Counts of the paper, and checks of the measurement itself."""
 
 import pytest
 

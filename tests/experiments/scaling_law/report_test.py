@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of a sweep shows what its runs left."""
+"""The report of a sweep shows the results of its runs."""
 
 import json
 import re
@@ -32,7 +32,7 @@ def _page(folder):
 
 
 def _leave(folder, run, *, finished=True):
-  """What training would have left, with losses that follow a law."""
+  """The files of training, with losses that follow a law."""
   config = folder_lib.run_config(run)
   row = rows_lib.compute_of(config)
   loss = _law(
@@ -58,7 +58,7 @@ def test_whole_sweep(laptop):
   text = _page(folder)
   assert "39/39 done" in text
   assert "http-equiv" not in text, "nothing more to wait for"
-  # Nothing is fetched from anywhere.
+  # The page loads nothing from elsewhere.
   assert not re.search(r'(?:src|href)="(?!#|https://arxiv)', text)
   rows = monitor.rows(monitor.of_folder(folder))
   assert len(rows) == 39
@@ -159,7 +159,7 @@ def test_laptop_sweep_is_what_it_says():
   for run in runs:
     config = folder_lib.run_config(run)
     assert config.data.seed == config.seed == run.overrides["seed"]
-    # Schemes differ in nothing else within a size and seed.
+    # Within a size and seed, schemes differ in nothing else.
     values = config_lib.flatten(config_lib.to_dict(config))
     for name in ("name", "model.residual.name"):
       values.pop(name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused attention against tiles of plain JAX, and what is lowered where."""
+"""Fused attention against tiles of plain JAX, and its lowering by platform."""
 
 import jax
 import jax.numpy as jnp

@@ -45,7 +45,7 @@ def _inputs(dtype="float32"):
 
 
 def _definition(module, x_TD):
-  """One sequence, straight from the formulas."""
+  """One sequence, directly from the formulas."""
   weights = jax.tree.map(
     lambda w: np.asarray(w, np.float64), nnx.to_pure_dict(nnx.state(module))
   )
@@ -118,7 +118,7 @@ def test_packed_documents_do_not_meet():
 
 
 def test_gradients_of_packed_documents():
-  """As those of separate documents, for weights and inputs."""
+  """Gradients are those of separate documents, for weights and inputs."""
   module, x_BTD = _module(), _inputs()[:1]
   half = TOKENS // 2
   segments = jnp.array([[1] * half + [2] * half])
@@ -147,7 +147,7 @@ def test_is_causal():
 
 
 def test_endless_decay_leaves_the_convolution():
-  """With g -> -inf a token sees what its own q, k and v are made of."""
+  """With g -> -inf, a token sees only the inputs of its own q, k and v."""
   module, x_BTD = _module(), _inputs()[:1]
   module.dt_bias[...] = jnp.full((HEADS, HEAD), 1e5)
   jacobian_TTD = jax.jit(

@@ -45,7 +45,7 @@ def _inputs(dtype="float32"):
 
 
 def _definition(module, x_TD):
-  """One sequence, straight from the formulas."""
+  """One sequence, directly from the formulas."""
   weights = jax.tree.map(
     lambda w: np.asarray(w, np.float64), nnx.to_pure_dict(nnx.state(module))
   )
@@ -106,7 +106,7 @@ def test_is_causal():
 @pytest.mark.parametrize("pieces", [[12], [5, 1, 1, 5], [1] * 12])
 @pytest.mark.parametrize("prefill", [True, False])
 def test_absorbed_is_expanded(pieces, prefill):
-  """A cache with room to spare, filled in pieces."""
+  """A cache with extra room, filled in pieces."""
   module, x_BTD = _module(), _inputs()
   cache = module.init_cache(BATCH, TOKENS + 3)
   assert cache.tokens_BSC.shape == (BATCH, TOKENS + 3, RANK + SHARED)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The local queue, with workers that only pretend to train."""
+"""The local queue, with fake workers."""
 
 import dataclasses
 import os
@@ -21,7 +21,7 @@ from attnres_jax.sweep import worker
 from attnres_jax.sweep.launchers import local
 from tests.sweep import tiny_sweep
 
-# Acts as its seed says, and leaves a line in `acts`.
+# Behaves according to its seed, and writes lines to `acts`.
 _WORKER = """
 import json, os, pathlib, signal, sys, time
 folder, name = pathlib.Path(sys.argv[1]), sys.argv[2]
@@ -67,7 +67,7 @@ end("done", 0)
 
 @pytest.fixture
 def sweep(tmp_path, monkeypatch):
-  """Launches runs that end as they are told; returns status and acts."""
+  """Launches runs that end as instructed; returns status and acts."""
 
   def make(*kinds):
     seeds = tuple(range(len(kinds)))

@@ -29,7 +29,7 @@ from tests import tiny_run
 needs_ray = pytest.mark.skipif(
   importlib.util.find_spec("ray") is None, reason="ray is not installed"
 )
-# What survives does not depend on the scheme, and this one compiles quickest.
+# Recovery does not depend on the scheme, and this one compiles fastest.
 FIELDS = tiny_run.FIELDS | {
   "model.residual.name": "prenorm",
   "train.steps": 400,
@@ -134,7 +134,7 @@ def _started(folder, *command):
   environment = tiny_run.environment() | {
     "RAY_AUTH_MODE": "disabled",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
-    # A machine under load is slow, not broken.
+    # A busy machine is slow, not broken.
     "RAY_raylet_start_wait_time_s": "300",
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300",
   }
