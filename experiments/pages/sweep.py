@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experiments that are sweeps: command, report and README.
 
-The report is one self-contained page, of runs that are finished or under way.
-`report` is what all sweeps share; an experiment may add an answer of its own.
+The report is one self-contained page about finished and unfinished runs.
+`report` is shared by all sweeps; an experiment may add its own answer.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -50,8 +50,8 @@ def experiment(
     doc: its docstring; the first line describes the command.
     config: file with the sweep; config.py of the experiment by default.
     workdir: of the sweep; runs/NAME by default.
-    render: makes the report; by default it shows the losses.
-    places: what is filled in documents; by default the losses, in the README.
+    render: renders the report; by default it shows the losses.
+    places: parts of documents to fill; by default the losses, in the README.
     figures: by the names of their files.
   """
   folder = pathlib.Path(file).absolute().parent

@@ -118,9 +118,9 @@ def _answer(rows: Sequence[Row]) -> page.Html:
       " C in PFLOP/s-days; no irreducible loss, as in the paper. Brackets and"
       " bands: 90 % of $draws bootstrap draws over sizes and seeds, the same"
       " draws for all schemes. Losses on other data and tokenizers cannot"
-      " be compared with the paper's; slopes and gaps can. The last column is how"
-      " many times the compute of the scheme's largest run PreNorm needs for"
-      " its loss; the paper has 1.25 for Block AttnRes at 5.6"
+      " be compared with the paper's; slopes and gaps can. The last column says"
+      " how many times the compute of the scheme's largest run PreNorm needs"
+      " for its loss; the paper has 1.25 for Block AttnRes at 5.6"
       " PFLOP/s-days.</p>",
       figure=svg.to_svg(figure(rows), "laws"),
       table=laws(rows).html(),
