@@ -41,8 +41,9 @@ def run(command: Callable[..., Any], *args: Any) -> int:
   except OSError as error:
     where = f"{error.filename}: " if error.filename else ""
     return _report(f"{where}{error.strerror or error}", 1)
-  except jax.errors.JaxRuntimeError as error:
-    return _report(str(error).strip().partition("\n")[0], 1)
+  except (jax.errors.JaxRuntimeError, MemoryError) as error:
+    reason = str(error).strip().partition("\n")[0]
+    return _report(f"{type(error).__name__}: {reason}", 1)
 
 
 def stop(message: str, status: int = 2) -> NoReturn:

@@ -112,8 +112,8 @@ def check_path(
   checked = epath.Path(path).expanduser()
   try:
     checked.exists()
-  except OSError as error:
-    reason = error.strerror or error
+  except Exception as error:  # Clients of stores raise whatever they like.
+    reason = getattr(error, "strerror", None) or error
     config_lib.fail_argument(name, path, f"a path that can be read ({reason})")
   return checked
 

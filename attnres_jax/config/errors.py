@@ -4,7 +4,6 @@
 from collections.abc import Iterable, Iterator, Mapping
 import contextlib
 import difflib
-import os
 import traceback
 from typing import Any, NoReturn, TypeVar
 
@@ -44,8 +43,7 @@ def running(path: str) -> Iterator[None]:
     raise
   except (Exception, SystemExit) as error:
     frames = traceback.extract_tb(error.__traceback__)
-    names = path, os.path.abspath(path)
-    lines = [f":{frame.lineno}" for frame in frames if frame.filename in names]
+    lines = [f":{frame.lineno}" for frame in frames if frame.filename == path]
     text = " ".join(f"{type(error).__name__}: {error}".split())
     where = path + (lines[-1] if lines else "")
     raise ConfigError(f"config file failed at {where}: {text}") from error

@@ -4,7 +4,7 @@
 import ast
 from collections.abc import Mapping
 import dataclasses
-import importlib.util
+import importlib.machinery
 import json
 import pathlib
 import types
@@ -98,11 +98,11 @@ def load_file(path: str) -> Any:
   file = pathlib.Path(path)
   if not file.is_file():
     raise ConfigError(f"config file {path!r}: not found")
-  spec = importlib.util.spec_from_file_location(f"config_{file.stem}", file)
-  assert spec is not None and spec.loader is not None
-  module = importlib.util.module_from_spec(spec)
+  loader = importlib.machinery.SourceFileLoader(f"config_{file.stem}", path)
+  module = types.ModuleType(loader.name)
+  module.__file__ = path
   with running(path):
-    spec.loader.exec_module(module)
+    loader.exec_module(module)
   if not hasattr(module, "get_config"):
     raise ConfigError(f"config file {path!r}: defines no get_config(arg)")
   return module

@@ -98,6 +98,7 @@ def _work(options: argparse.Namespace) -> int:
     options.num_processes,
     options.process_id,
   )
+  files.check_folder("--folder", options.folder)
   result = work(options.folder, options.run, options.patience_seconds)
   if result == exits.Exit.DISK_FULL:
     error = files.disk_full(f"{options.folder}/{options.run}")

@@ -16,6 +16,7 @@ from attnres_jax.flops import __main__ as flops_main
 from attnres_jax.inference import sample
 from attnres_jax.pipeline import __main__ as pipeline_main
 from attnres_jax.sweep import cli
+from attnres_jax.sweep import worker
 from tests import tiny_run
 from tests.fuzz import laws
 from tests.sweep import tiny_sweep
@@ -46,7 +47,8 @@ SOURCES = {
   "null": b"x = 1\0\n",
 }
 FLAGS = {
-    "config": CONFIGS, "workdir": laws.TEXTS, "num_processes": laws.TEXTS,
+    "config": CONFIGS + laws.TEXTS, "workdir": laws.TEXTS,
+    "num_processes": laws.TEXTS,
     "process_id": ("0", "-1", "9"), "coordinator_address": laws.TEXTS,
     "json": laws.TEXTS, "topology": laws.TEXTS, "num_slices": laws.TEXTS,
     "step": ("train", "decode", "x"), "compare": laws.TEXTS,
@@ -188,6 +190,24 @@ def test_sample(here, monkeypatch, cases, record_property):
     record_property,
     "command lines (sample)",
     lambda line: laws.outcome(sample.main, line),
+    _lines(options, ("extra",)),
+  )
+
+
+@laws.shares(40, 1000)
+def test_worker(here, cases, record_property):
+  """Up to the claim of a run: none of these exists."""
+  options = {
+      "folder": [path for path in laws.TEXTS if path not in ("/", "~")],
+      "run": laws.TEXTS, "num_processes": ("2", "x"), "process_id": ("0", "2"),
+      "coordinator_address": laws.TEXTS, "patience_seconds": ("0", "nan", "x"),
+  }  # fmt: skip
+  required = ["--folder=texts", "--run=x"]
+  laws.explore(
+    cases,
+    record_property,
+    "command lines (worker)",
+    lambda line: laws.outcome(worker.main, [*required, *line]),
     _lines(options, ("extra",)),
   )
 
