@@ -84,7 +84,7 @@ def refusal(workdir: epath.Path, changes: dict[str, tuple[Any, Any]]) -> str:
   lines = [
     f"{workdir} holds a run with another configuration; resume it with the"
     " same one, choose another --workdir, or pass"
-    " --resume_with_changed_config to go on with the new one. Differing:"
+    " --resume_with_changed_config to continue with the new one. Differing:"
   ]
   lines += [
     f"  config.{field}: {old!r} there, {new!r} here"
@@ -126,7 +126,7 @@ def missing_checkpoint(
   if restored is None:
     raise checkpoint.CheckpointError(
       f"checkpoints of {workdir} up to step {newest} were completed, and all"
-      " are gone; to start anew, choose another --workdir or empty this one"
+      " are gone; to start again, choose another --workdir or empty this one"
     )
   is_there = newest <= restored.step or newest in restored.unreadable
   return None if is_there else newest

@@ -355,8 +355,8 @@ def _axis_sizes(
       config_lib.fail(
         f"mesh.{axis}",
         size,
-        f"a size of its own, since the other axes take {given} at a time and"
-        f" {available} devices are no multiple of that (the nearest is"
+        f"an explicit size, since {available} devices are not a multiple of"
+        f" {given}, the product of the other axes (the nearest is"
         f" {max(1, available // given)}, on {available // given * given})",
       )
     sizes[axis] = available // given

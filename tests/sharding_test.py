@@ -36,7 +36,7 @@ def test_all_devices_or_the_first_few():
     (dict(data=2, fsdp=8), r"mesh\.fsdp: got 8, expected at most 4, since"),
     (
       dict(tensor=3),
-      r"mesh\.data: got -1, expected a size of.*is 2, on 6",
+      r"mesh\.data: got -1, expected an explicit size.*is 2, on 6",
     ),
     (
       dict(fsdp=-1),

@@ -34,7 +34,7 @@ def scale_by_muon(
 ) -> optax.GradientTransformation:
   """Turns gradients of matrices into updates, before the learning rate.
 
-  Which axes of a parameter are the matrix stands in `groups.TABLE`.
+  `groups.TABLE` says which axes of a parameter form the matrix.
   """
 
   def directions(updates: Any, params: Any) -> Any:

@@ -77,7 +77,7 @@ def _run(experiment: Experiment, options: argparse.Namespace) -> int:
   runs = grid.load(options.config)
   if options.only and not grid.select(runs, options.only):
     raise config_lib.ConfigError(
-      f"--only: got {options.only!r}, which is in the name of no run"
+      f"--only: got {options.only!r}, which matches no run"
     )
   if options.preflight:
     selected = grid.select(runs, options.only)

@@ -3,7 +3,7 @@
 
 `depth_attention` is phase 1 of the paper's two-phase algorithm, `depth_merge`
 and `depth_merge_norm` are phase 2. `kda` is the delta rule of Kimi Linear, the
-network that the paper trains. The package imports nothing but JAX.
+network that the paper trains. The package imports only JAX.
 """
 
 from attnres_kernels.depth_attention.api import depth_attention

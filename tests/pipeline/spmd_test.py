@@ -82,7 +82,7 @@ def _in_float64(config):
   """The same run in float64, which no config can request."""
   with pytest.MonkeyPatch.context() as patch, jax.enable_x64(True):
     patch.setattr(errors, "check_in", lambda *_: None)
-    # The softmax of JAX's own attention is in float32 all the same.
+    # The softmax of JAX's own attention is still in float32.
     patch.setattr(
       jax.nn,
       "dot_product_attention",

@@ -47,21 +47,25 @@ SETTINGS = {
   "slice": Setting(
     "TPU slice of a run, such as v6e:4x4 or v5p-128", required=True
   ),
-  "slices": Setting("of a run, over the data center network", 1, int),
+  "slices": Setting(
+    "number per run, connected by the data center network", 1, int
+  ),
   "chips_per_host": Setting(
-    "of a slice (4, or all of a smaller one)", kind=int
+    "chips per host of the slice (4, or all if there are fewer)", kind=int
   ),
   "quota": Setting(
-    "chips that the sweep may have at a time (of max_parallel runs)", kind=int
+    "chips that the sweep may use (by default for max_parallel runs)", kind=int
   ),
-  "queue": Setting("LocalQueue of Kueue, made by the manifests", "attnres"),
-  "namespace": Setting("of Kubernetes", "default"),
-  "service_account": Setting("of Kubernetes, may use the bucket", "default"),
-  "spot": Setting("true for capacity that may be taken away", False, bool),
+  "queue": Setting("LocalQueue of Kueue, created by the manifests", "attnres"),
+  "namespace": Setting("namespace of Kubernetes", "default"),
+  "service_account": Setting(
+    "service account of Kubernetes with access to the bucket", "default"
+  ),
+  "spot": Setting("true for preemptible capacity", False, bool),
   "privileged": Setting(
-    "false for clusters that forbid it, such as Autopilot's", True, bool
+    "false for clusters that forbid it, such as Autopilot", True, bool
   ),
-  "max_restarts": Setting("of a run", 50, int, least=0),
+  "max_restarts": Setting("restarts per run", 50, int, least=0),
   "manifests": Setting("folder to write to", "jobsets"),
 }
 

@@ -37,12 +37,16 @@ from attnres_jax.sweep.launchers import slices
 Setting = settings_lib.Setting
 SETTINGS = {
   "accelerator": Setting("cpu, gpu, or a TPU slice such as v6e:4x4", "cpu"),
-  "slices": Setting("of a run, over the data center network", 1, int),
+  "slices": Setting(
+    "number per run, connected by the data center network", 1, int
+  ),
   "workers": Setting("processes per run on cpu, nodes per run on gpu", 1, int),
-  "gpus": Setting("of each node, all of them", 1, int),
-  "address": Setting("of the cluster, or local for a new one (the one here)"),
+  "gpus": Setting("number of GPUs per node; a run uses all of them", 1, int),
+  "address": Setting(
+    "address of the cluster (default: this one), or local for a new one"
+  ),
   "max_restarts": Setting(
-    "of a run; preemptions do not count", 3, int, least=0
+    "restarts per run; preemptions do not count", 3, int, least=0
   ),
 }
 

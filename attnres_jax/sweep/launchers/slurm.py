@@ -30,12 +30,16 @@ from attnres_jax.sweep.launchers import settings as settings_lib
 
 Setting = settings_lib.Setting
 SETTINGS = {
-  "nodes": Setting("of a run", 1, int),
-  "gpus": Setting("of each node that a run takes", 1, int),
-  "time": Setting("limit of a job; runs resume in the next one", "24:00:00"),
-  "partition": Setting("of the cluster (its default)"),
-  "account": Setting("of the cluster (your default)"),
-  "setup": Setting("shell command to run first, such as for an environment"),
+  "nodes": Setting("nodes per run", 1, int),
+  "gpus": Setting("GPUs per node; a run uses all of them", 1, int),
+  "time": Setting(
+    "time limit of a job; runs resume in the next one", "24:00:00"
+  ),
+  "partition": Setting("partition (default: that of the cluster)"),
+  "account": Setting("account (default: yours)"),
+  "setup": Setting(
+    "shell command to run first, such as to activate an environment"
+  ),
   "script": Setting("file to write", "sweep.sbatch"),
 }
 
