@@ -9,7 +9,7 @@ number, independent of the number of processes, and any position is reached
 immediately. Validation is one pass in a fixed, shuffled order, so that its
 first few batches are a fair sample.
 
-Threads read rows ahead; copying ids out of a memory map needs no worker
+Threads read rows ahead; copying ids out of a file needs no worker
 processes. This module uses no JAX device.
 """
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The registry of data sources.
 
-`tokens` maps files of ids into memory; every other source is text, tokenised in
-memory when it is opened. That takes well under a second for the embedded corpus
-but minutes for gigabytes, in every process: prepare large sources with `python
--m attnres_jax.data.prepare`, and read the token files.
+`tokens` reads files of ids at any position; every other source is text,
+tokenised in memory when it is opened. That takes well under a second for the
+embedded corpus but minutes for gigabytes, in every process: prepare large
+sources with `python -m attnres_jax.data.prepare`, and read the token files.
 """
 
 from collections.abc import Callable, Iterator
