@@ -58,19 +58,22 @@ def prepare(
   folder = epath.Path(folder)
   folder.mkdir(parents=True, exist_ok=True)
   listed, found = _listed(folder), {}
+  planned = {run.name for run in runs}
   for name in listed:
-    # A run whose folder was removed is trained again. A damaged file of one of
-    # `runs` is rewritten, since the name contains the hash.
+    # A run of a planned name has the same config, as the name has its hash. Its
+    # file is rewritten below, which also repairs a damaged one. A run whose
+    # folder was removed is trained again.
     with contextlib.suppress(FileNotFoundError, damage.DamagedError):
-      run = _read(folder, name)
-      found[_key(run.overrides)] = run
+      if name not in planned:
+        run = _read(folder, name)
+        found[_key(run.overrides)] = run
   prepared, new_names = [], {}
   for run in runs:
     run = dataclasses.replace(
       run, branch_of=new_names.get(run.branch_of, run.branch_of)
     )
     name, old = run.name, found.get(_key(run.overrides))
-    if old is not None:
+    if old is not None and name not in listed:
       changed = _changes(old, run)
       if changed:
         raise config_lib.ConfigError(_refusal(folder, old, changed))
