@@ -133,7 +133,7 @@ def cross_entropy(
     sums = _tiled((soft_cap, z_loss, tile), h_BTD, head_DV, *rows[1:])
     return jax.tree.map(lambda a: a[None], sums)
 
-  cut = sharding.row_cut("embedding/head", 2)
+  cut = sharding.row_cut("D|V")
   sums = sharding.by_rows(of_rows, cut)((h_BTD, target_BT, weight_BT), head_DV)
   return jax.tree.map(jnp.sum, sums)
 

@@ -14,16 +14,18 @@ The only module with names of mesh axes:
            compute on the same rows. Between sublayers, where tokens are
            independent, each has its own tokens (sequence parallelism)
 
-One ordered table, `PARTITIONS`, says how each parameter is sharded. Optimiser
-state follows its parameter, and so do checkpoints, which restore onto any mesh.
+The letters of a parameter's axes say how it is sharded, by `CUTS`. Gains,
+pseudo-queries, per-head scalars, short convolutions and biases are not
+matrices, and are replicated. Optimiser state follows its parameter, and so do
+checkpoints, which restore onto any mesh.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import math
-import re
-from typing import Any
+from typing import Any, NamedTuple
 
+from flax import nnx
 import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType
@@ -52,28 +54,73 @@ HEADS = PartitionSpec(ROWS, None, TENSOR)
 SEQUENCES = PartitionSpec(ROWS)
 WHOLE = PartitionSpec()
 
-# Suffix of a parameter's path -> the axis that shards each of its dimensions;
-# the first matching row counts. Leading dimensions (stacked sublayers) are not
-# sharded. Parameters without a row are replicated: gains, pseudo-queries,
-# per-head scalars, short convolutions, biases.
-PARTITIONS: Sequence[tuple[str, tuple[str | None, ...]]] = (
-  (r"embedding/table", (TENSOR, FSDP)),
-  (r"embedding/head", (FSDP, TENSOR)),
-  # [D, N, H] and [N, H, D] of mixers.
-  (r"(attention|kda|mla)/core/(query|key|value)", (FSDP, TENSOR, None)),
-  (r"(attention|kda|mla)/core/output", (TENSOR, None, FSDP)),
-  (r"kda/core/(decay|gate)_down", (FSDP, None)),
-  (r"kda/core/(decay|gate)_up", (None, TENSOR, None)),
-  (r"kda/core/beta", (FSDP, TENSOR)),
-  (r"mla/core/compress", (FSDP, None)),
-  (r"mla/core/expand", (None, TENSOR, None)),
-  (r"moe/core/router", (FSDP, None)),
-  (r"moe/core/(gate|up)", (EXPERT, FSDP, TENSOR)),
-  (r"moe/core/down", (EXPERT, TENSOR, FSDP)),
-  # [D, F] and [F, D] of dense MLPs, and of the shared expert.
-  (r"(mlp/core|moe/core/shared)/(gate|up)", (FSDP, TENSOR)),
-  (r"(mlp/core|moe/core/shared)/down", (TENSOR, FSDP)),
-)
+# Letter of an axis of a matrix (see `attnres_jax.models`) -> the mesh axis that
+# shards it. Other letters are not sharded: a head, a rank, scores of experts.
+CUTS = {"D": FSDP, "N": TENSOR, "K": TENSOR, "F": TENSOR, "V": TENSOR}
+# The same for axes that stack matrices.
+STACK_CUTS = {"E": EXPERT}
+
+
+class Parameter(NamedTuple):
+  """A parameter's value, and what was said about it where it was created.
+
+  Attributes:
+    name: its path, with slashes.
+    axes: letters, such as `D|NH`.
+    decays: whether weight decay applies to it.
+    load: it is a selection bias of experts, whose gradient is their load.
+    value: an array or a `ShapeDtypeStruct`. Leading axes that `axes` does not
+      name are stacked sublayers.
+  """
+
+  name: str
+  axes: str
+  decays: bool
+  load: bool
+  value: Any
+
+  @property
+  def is_matrix(self) -> bool:
+    return "|" in self.axes
+
+
+def map_parameters(
+  function: Callable[[Parameter], Any],
+  tree: Any,
+  other: Callable[[Any], Any] | None = None,
+) -> Any:
+  """The tree with each parameter's value replaced by `function` of it.
+
+  In an optimiser's state, moments take the place of values.
+
+  Args:
+    function: see above.
+    tree: of `nnx.Param`s.
+    other: maps leaves that are not in a parameter, such as counters.
+
+  Raises:
+    ValueError: a parameter has no axes; `other` is missing.
+  """
+
+  def one(path: Any, node: Any) -> Any:
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    if isinstance(node, nnx.Variable):
+      said = node.get_metadata()
+      if "axes" in said:
+        about = said["axes"], said.get("decays", True), said.get("load", False)
+        return jax.tree.map(
+          lambda x: function(Parameter(name, *about, x)), node
+        )
+    elif other is not None:
+      return other(node)
+    raise ValueError(
+      f"{name} has no axes; name them where it is made, such as"
+      " nnx.Param(value, axes='D|F') (see attnres_jax.models)"
+    )
+
+  return jax.tree_util.tree_map_with_path(
+    one, tree, is_leaf=lambda node: isinstance(node, nnx.Variable)
+  )
 
 
 def make_mesh(
@@ -183,34 +230,30 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def state_sharding(tree: Any, mesh: Mesh) -> Any:
-  """The sharding of each leaf of a model or train state, by `PARTITIONS`.
+  """The sharding of each leaf of a model or train state, by `CUTS`.
 
   Args:
-    tree: arrays or `ShapeDtypeStruct`s; their paths end in the parameter's.
+    tree: of `nnx.Param`s; other leaves are replicated.
     mesh: of `make_mesh`.
 
   Raises:
     ConfigError: an axis of the mesh does not divide the dimension it shards.
   """
 
-  def one(path: Any, leaf: Any) -> NamedSharding:
-    name = jax.tree_util.keystr(path, simple=True, separator="/")
-    spec = at_rest(name.removesuffix("/value"), leaf.shape)
-    _check_cut(name, leaf.shape, spec, mesh)
+  def one(parameter: Parameter) -> NamedSharding:
+    spec = at_rest(parameter)
+    _check_cut(parameter.name, parameter.value.shape, spec, mesh)
     return NamedSharding(mesh, spec)
 
-  return jax.tree_util.tree_map_with_path(one, tree)
+  return map_parameters(one, tree, lambda _: replicated(mesh))
 
 
-def at_rest(name: str, shape: tuple[int, ...]) -> PartitionSpec:
-  """How a parameter (or its moments) is sharded between steps.
-
-  Args:
-    name: its path, with slashes.
-    shape: of the whole.
-  """
-  axes = _partition(name, shape)
-  return PartitionSpec(*((FSDP, STAGE) if a == FSDP else a for a in axes))
+def at_rest(parameter: Parameter) -> PartitionSpec:
+  """How a parameter (or its moments) is sharded between steps."""
+  cuts = _cuts(parameter.axes)
+  stacked = parameter.value.ndim - len(cuts) if cuts else 0
+  axes = [None] * stacked + [(FSDP, STAGE) if a == FSDP else a for a in cuts]
+  return PartitionSpec(*axes)
 
 
 def ambient(mesh: Mesh) -> contextlib.AbstractContextManager:
@@ -277,10 +320,9 @@ def by_rows(
   return by_shards(function, (SEQUENCES, cuts), SEQUENCES, ROWS)
 
 
-def row_cut(name: str, num_dims: int) -> PartitionSpec:
-  """How `ROWS` shard the parameter whose path ends in `name`."""
-  axes = _partition(name, (1,) * num_dims)
-  return PartitionSpec(*(axis if axis in ROWS else None for axis in axes))
+def row_cut(axes: str) -> PartitionSpec:
+  """How `ROWS` shard a matrix with these letters, of one sublayer."""
+  return PartitionSpec(*(a if a in ROWS else None for a in _cuts(axes)))
 
 
 def cut_dim(part: jax.Array, dim: int, size: int) -> int | None:
@@ -373,11 +415,15 @@ def _axis_sizes(
   return sizes
 
 
-def _partition(name: str, shape: tuple[int, ...]) -> tuple[str | None, ...]:
-  for pattern, axes in PARTITIONS:
-    if re.search(rf"(^|/){pattern}$", name) and len(shape) >= len(axes):
-      return (None,) * (len(shape) - len(axes)) + axes
-  return ()
+def _cuts(axes: str) -> list[str | None]:
+  """The mesh axis of each letter of a matrix; none of a vector."""
+  if "|" not in axes:
+    return []
+  *stack, rows, columns = axes.split("|")
+  return [
+    *(STACK_CUTS.get(letter) for letter in "".join(stack)),
+    *(CUTS.get(letter) for letter in rows + columns),
+  ]
 
 
 def _check_cut(

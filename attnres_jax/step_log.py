@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from attnres_jax import chips
 from attnres_jax import config as config_lib
 from attnres_jax import flops
 from attnres_jax import metrics as metrics_lib
@@ -122,7 +123,7 @@ class StepLog:
       step_seconds=self._seconds / self._steps,
       data_wait_seconds=self._data_wait / self._steps,
       tokens_per_second=tokens_per_second,
-      model_flop_utilisation=flops.model_flop_utilisation(
+      model_flop_utilisation=chips.model_flop_utilisation(
         self._flops_per_token * tokens_per_second,
         self._device_kind,
         self._num_devices,

@@ -28,6 +28,8 @@ To reproduce the counts of Table 2, use experts=512 and
 what is derived and what is our choice.
 """
 
+import dataclasses
+
 from attnres_jax import config as c
 from attnres_jax.scaling import architecture
 from attnres_jax.scaling import paper
@@ -66,22 +68,14 @@ def get_config(arg=None):
 
 
 def _network(model, arg):
-  if arg.size in SMALL:
-    shape = SMALL[arg.size]
-    model.residual.block_size = 4
-  else:
-    shape = architecture.KIMI_LINEAR_48B
-    model.residual.block_size = 6
+  small = arg.size in SMALL
+  shape = (
+    SMALL[arg.size].architecture if small else architecture.KIMI_LINEAR_48B
+  )
+  shape = dataclasses.replace(shape, num_experts=arg.experts, first_dense=True)
+  model.update(dataclasses.asdict(shape.model))
   model.residual.name = arg.residual
-  model.width, model.num_layers = shape.width, shape.num_layers
-  model.num_heads = shape.num_heads
-  model.mixers, model.last_mixer = ("kda", "kda", "kda", "mla"), "mla"
-  model.moe.num_experts, model.moe.top_k = arg.experts, 8
-  model.moe.expert_width = shape.expert_width
-  model.moe.dense_layers = 1
-  # As wide as all experts that a token activates together.
-  model.mlp_width = (8 + 1) * shape.expert_width
-  model.vocab_size = architecture.VOCAB_SIZE
+  model.residual.block_size = 4 if small else 6
   model.norm_eps = 1e-5
   model.dtype, model.remat = "bfloat16", "full"
 

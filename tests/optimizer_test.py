@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """AdamW, Muon, decay, clipping and balancing as written in their papers."""
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,10 +60,12 @@ def test_decay_alone():
 
 
 def _tree(w, v, bias):
-  """Three parameters as in a model: a matrix, a gain, a bias."""
-  core = {"router": jnp.float32(w), "selection_bias": jnp.float32(bias)}
-  gain = {"gain": jnp.float32(v)}
-  return {"sublayers": {"moe": {"core": core, "norm": gain}}}
+  """A matrix, a gain, a bias."""
+  return {
+    "w": nnx.Param(jnp.float32(w), axes="D|E"),
+    "v": nnx.Param(jnp.float32(v), axes="D"),
+    "bias": nnx.Param(jnp.float32(bias), axes="E", load=True),
+  }
 
 
 def _orthogonal(g, iterations=5):
@@ -102,8 +105,7 @@ def test_steps_by_definition(name, clip_norm):
       learning_rate=rate,
       balance_rate=0.5,
     )
-    moe = updates["sublayers"]["moe"]
-    found = {"w": moe["core"]["router"], "v": moe["norm"]["gain"]}
+    found = {name: update[...] for name, update in updates.items()}
     norm = np.sqrt(sum(np.sum(g**2) for g in gradient.values()))
     assert 0.5 < norm < 100
     factor = min(1.0, clip_norm / norm) if clip_norm else 1.0
@@ -120,9 +122,7 @@ def test_steps_by_definition(name, clip_norm):
         found[k], -rate * (step + decay * params[k]), atol=tolerance * rate
       )
     # Signs +, 0, - of what is missing; their mean is zero.
-    np.testing.assert_allclose(
-      moe["core"]["selection_bias"], [0.5, 0.0, -0.5], atol=1e-7
-    )
+    np.testing.assert_allclose(found["bias"], [0.5, 0.0, -0.5], atol=1e-7)
 
 
 def test_balancing_at_rate_zero_and_with_uneven_signs():
@@ -133,8 +133,7 @@ def test_balancing_at_rate_zero_and_with_uneven_signs():
     updates, _ = transform.update(
       load, transform.init(tree), tree, learning_rate=1.0, balance_rate=rate
     )
-    found = updates["sublayers"]["moe"]["core"]["selection_bias"]
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(updates["bias"][...], expected)
 
 
 @pytest.mark.parametrize("name", sorted(optimizer.OPTIMIZERS))

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from attnres_jax import chips
 from attnres_jax import config as config_lib
 from attnres_jax import flops
 from attnres_jax import sharding
@@ -135,9 +136,8 @@ def make_report(
     report["largest"] = _largest_traced(traced.jaxpr)
     return report
   report |= _work(text, chip, mesh)
-  report["compute_seconds"] = report[
-    "analytic_flops"
-  ] / flops.peak_flops_per_second(devices[0].device_kind)
+  peak = chip.peak_flops_per_second
+  report["compute_seconds"] = report["analytic_flops"] / peak
   bounds = ("compute_seconds", "memory_seconds", "link_seconds")
   bound = max(bounds, key=lambda name: report[name])
   report["step_seconds"] = report[bound]
@@ -334,7 +334,7 @@ def _analytic_flops(config: config_lib.RunConfig, step: Step) -> float:
   return passes * config.data.batch_size * length
 
 
-def _memory(compiled: Any, chip: topology.Chip) -> dict[str, Any]:
+def _memory(compiled: Any, chip: chips.Chip) -> dict[str, Any]:
   memory = compiled.memory_analysis()
   arguments = memory.argument_size_in_bytes
   results = memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -350,7 +350,7 @@ def _memory(compiled: Any, chip: topology.Chip) -> dict[str, Any]:
 
 
 def _work(
-  text: str, chip: topology.Chip, mesh: jax.sharding.Mesh
+  text: str, chip: chips.Chip, mesh: jax.sharding.Mesh
 ) -> dict[str, Any]:
   program = hlo.Program(text)
   rows: dict[tuple[str, str, bool], dict[str, Any]] = {}

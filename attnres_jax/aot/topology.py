@@ -1,40 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of TPU slices, and the peaks of one of their devices."""
+"""Names of TPU slices, and descriptions of their devices."""
 
 from collections.abc import Sequence
-import dataclasses
 import os
 import re
 from typing import Any
 
+from attnres_jax import chips
 from attnres_jax import config as config_lib
-
-
-@dataclasses.dataclass(frozen=True)
-class Chip:
-  """One JAX device of a topology.
-
-  Attributes:
-    hbm_bytes: memory.
-    hbm_bytes_per_second: bandwidth between memory and core.
-    link_bytes_per_second: bandwidth over all links to other chips, one way.
-  """
-
-  hbm_bytes: float
-  hbm_bytes_per_second: float
-  link_bytes_per_second: float
-
-
-_GIB = 2**30
-# By `device_kind`: memory and its bandwidth as the compiler assumes them, links
-# as published. The compiler shows two devices per v4 chip, and tpu7x has two.
-CHIPS = {
-  "TPU v4": Chip(16 * _GIB, 615e9, 150e9),
-  "TPU v5 lite": Chip(16 * _GIB, 820e9, 200e9),
-  "TPU v5": Chip(95 * _GIB, 2460e9, 600e9),
-  "TPU v6 lite": Chip(32 * _GIB, 1640e9, 448e9),
-  "TPU7x": Chip(96 * _GIB, 3700e9, 600e9),
-}
 
 # Read by libtpu when it is loaded. With these it does not wait for a cloud's
 # metadata server, lock a device, or complain that this host has no TPU.
@@ -75,7 +48,7 @@ def topology_name(name: str) -> str:
     return name
   kind, count = match[1], int(match[2])
   shapes, per_chip = config_lib.choose("topology", kind, _MARKETING)
-  sizes = {per_chip * chips: shape for chips, shape in shapes.items()}
+  sizes = {per_chip * number: shape for number, shape in shapes.items()}
   if count not in sizes:
     accepted = ", ".join(f"{kind}-{size}" for size in sizes)
     config_lib.fail("topology", name, f"one of {accepted}")
@@ -108,10 +81,12 @@ def devices(name: str, num_slices: int = 1) -> Sequence[Any]:
   return description.devices
 
 
-def chip(device: Any) -> Chip:
+def chip(device: Any) -> chips.Chip:
   """The row of the table for a device.
 
   Raises:
-    ConfigError: it has no row.
+    ConfigError: it has no row, or one without memory and links.
   """
-  return config_lib.choose("topology", device.device_kind, CHIPS)
+  known = {kind for kind, chip in chips.CHIPS.items() if chip.hbm_bytes}
+  config_lib.choose("topology", device.device_kind, dict.fromkeys(known))
+  return chips.CHIPS[device.device_kind]

@@ -97,7 +97,7 @@ class OptimConfig(fields.Checked, prefix="optim"):
     muon_iterations: Newton-Schulz iterations.
     muon_update_rms: root mean square of an exactly orthogonalised update, as a
       fraction of the learning rate.
-    weight_decay: decoupled; `attnres_jax.optimizer.groups` says for which
+    weight_decay: decoupled; `attnres_jax.optimizer` says for which
       parameters.
     clip_norm: of the whole gradient; 0 for none.
     balance_rate: step size of the experts' selection biases; 0 while a `wsd`

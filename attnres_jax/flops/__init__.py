@@ -5,7 +5,6 @@
   parameters   of every part, total and activated
   operations   FLOPs of a token, forward and backward
   traffic      bytes that the residual scheme moves, and what decoding keeps
-  chips        peaks, for model FLOP utilisation
   report       all of it for one config:
 
   python -m attnres_jax.flops --config=configs/kimi_linear.py:size=48b
@@ -14,8 +13,6 @@ Nothing here knows the name of a residual scheme. Arrays stay abstract, and no
 JAX backend starts.
 """
 
-from attnres_jax.flops.chips import model_flop_utilisation
-from attnres_jax.flops.chips import peak_flops_per_second
 from attnres_jax.flops.operations import FlopsPerToken
 from attnres_jax.flops.operations import flops_per_token
 from attnres_jax.flops.report import Report
@@ -26,6 +23,4 @@ __all__ = [
   "Report",
   "flops_per_token",
   "make_report",
-  "model_flop_utilisation",
-  "peak_flops_per_second",
 ]

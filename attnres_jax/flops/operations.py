@@ -1,23 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FLOPs of one token, from the configuration alone.
+"""FLOPs of one token, counted in the traced modules of a configuration.
 
-One multiply-add is two FLOPs, triangular products (causal attention, the inside
-of a chunk of KDA) count half, backward is twice forward, and recomputation
-under remat does not count. `compiled.cost_analysis()` is not a substitute,
-because it counts the body of a scan once. Norms, activations and plain residual
-additions are left out; depth attention (arXiv:2603.15031, Eq. 2-4) is counted
-and reported separately.
+One multiply-add is two FLOPs, products with a triangle (causal attention, the
+inside of a chunk of KDA) count half, backward is twice forward, and
+recomputation under remat does not count. Norms, activations and plain residual
+additions are left out; depth attention (arXiv:2603.15031, Eq. 2-4) is counted,
+and reported apart. What a program cannot say is said in the module, by
+`models.linear.counted`.
 """
 
-from collections.abc import Callable, Mapping
 import dataclasses
+import functools
+from typing import Any
 
 import jax
 
 from attnres_jax import config as config_lib
-from attnres_jax.flops import parameters
 from attnres_jax.flops import programs
+from attnres_jax.models import linear
 from attnres_jax.models import residuals
+from attnres_jax.models import sublayer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +27,7 @@ class FlopsPerToken:
   """Forward FLOPs of one token, part by part.
 
   Attributes:
-    projections: of the mixers (queries, keys, values, gates, output).
+    projections: products of the mixers (queries, keys, values, gates, output).
     attention: scores and weighted values over the sequence, causal.
     recurrence: of KDA's state, in its chunkwise form.
     mlp: the feed-forward sublayers; of experts, those that a token is routed
@@ -60,15 +62,14 @@ def flops_per_token(
 ) -> FlopsPerToken:
   """Forward FLOPs per token at this length; `model.vocab_size` must be set."""
   parts = dict.fromkeys(("projections", "attention", "recurrence", "mlp"), 0.0)
-  for kind in model.sublayer_kinds:
-    matrices = 2 * parameters.of_sublayer(kind, model).active_matrices
-    parts["mlp" if kind in ("mlp", "moe") else "projections"] += matrices
-    if kind == "kda":
-      parts["recurrence"] += kda_flops(model)
-    elif kind in ATTENTION_WIDTHS:
-      # Two FLOPs per column of keys and values, over half of the positions.
-      widths = model.num_heads * ATTENTION_WIDTHS[kind](model)
-      parts["attention"] += 2 * widths * sequence_length / 2
+  plain = dataclasses.replace(model, residual=config_lib.ResidualConfig())
+  for i, kind in enumerate(model.sublayer_kinds):
+    # Mixers and MLPs take turns.
+    own = "mlp" if i % 2 else "projections"
+    core = sublayer.CORES.get(kind)
+    of_kind = _of_sublayer(core, kind, plain, sequence_length)
+    for part, flops in of_kind.items():
+      parts[part or own] += flops
   return FlopsPerToken(
     **parts,
     head=2 * model.width * model.vocab_size,
@@ -76,27 +77,16 @@ def flops_per_token(
   )
 
 
-# Columns of a head's key and value together, of mixers with a softmax.
-ATTENTION_WIDTHS: Mapping[str, Callable[[config_lib.ModelConfig], int]] = {
-  "attention": lambda model: 2 * model.head_size,
-  "mla": lambda model: (
-    model.mla.nope_width + model.mla.shared_width + model.mla.value_width
-  ),
-}
-
-
-def kda_flops(model: config_lib.ModelConfig) -> float:
-  """FLOPs per token of a KDA sublayer in chunkwise form, without projections.
-
-  Per head, with keys and values H wide and chunks of C tokens:
-
-    6 H^2      W S, Q S and K^T V~, the products with the state
-    5 C H      K K^T, Q K^T, M K, M V, (Q K^T) V~, all with triangles
-    C^2 / 3    M, the inverse of a unit triangle
-  """
-  head, chunk = model.kda.head_width, model.kda.chunk_size
-  per_head = 6 * head**2 + 5 * chunk * head + chunk**2 / 3
-  return model.num_heads * per_head
+@functools.lru_cache(maxsize=64)
+def _of_sublayer(
+  registered: Any, kind: str, model: config_lib.ModelConfig, length: int
+) -> dict[linear.Part, float]:
+  """Of one sublayer and token; `registered` is what the cache goes by."""
+  del registered
+  core = sublayer.abstract_core(kind, model)
+  x_BTD = jax.ShapeDtypeStruct((1, length, model.width), model.dtype)
+  found = programs.flops(lambda core, x_BTD: core(x_BTD), core, x_BTD)
+  return {part: flops / length for part, flops in found.items()}
 
 
 def residual_flops(model: config_lib.ModelConfig) -> float:

@@ -12,28 +12,28 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from attnres_jax.models import cost
+from attnres_jax.models import linear
 
 # Equations whose result is the operand, as far as memory is concerned.
 _RENAMES = ("convert_element_type", "name", "copy", "reshape", "squeeze")
 
 
-def flops(function: Callable[..., Any], *args: Any) -> dict[cost.Part, float]:
-  """FLOPs of `function(*args)` by part; None for products outside any part.
+def flops(function: Callable[..., Any], *args: Any) -> dict[linear.Part, float]:
+  """FLOPs of `function(*args)` by part; None is the part of its own products.
 
-  One multiply-add is two. Norms, activations and additions do not count. Calls
-  through `cost.counted` count as declared there.
+  One multiply-add is two. Norms, activations and additions do not count, and
+  of calls through `linear.counted` what is said there.
 
   Args:
-    function: of arrays, with its kernels behind `cost.counted`.
+    function: of arrays, with its kernels behind `linear.counted`.
     *args: arrays or `ShapeDtypeStruct`s.
 
   Raises:
     ValueError: it contains a kernel, or a loop of unknown length.
   """
-  with cost.counting():
+  with linear.counting():
     jaxpr = jax.make_jaxpr(function)(*args).jaxpr
-  total: dict[cost.Part, float] = {}
+  total: dict[linear.Part, float] = {}
   met: set[Any] = set()
   for equation, times in _equations(jaxpr, 1):
     part, count = _cost(equation, met)
@@ -62,7 +62,7 @@ def moved(
   Returns:
     The results, with constants marked, and the entries read and written.
   """
-  with cost.counting():
+  with linear.counting():
     jaxpr, outs = jax.make_jaxpr(function, return_shape=True)(*args)
   jaxpr = jaxpr.jaxpr
   names: dict[Any, Any] = {}
@@ -105,7 +105,7 @@ def _equations(jaxpr: Any, times: int) -> Iterator[tuple[Any, int]]:
     if name in ("while", "pallas_call"):
       raise ValueError(
         f"{name} {equation.source_info.name_stack}: its cost is not in the"
-        " program; call it through attnres_jax.models.cost.counted"
+        " program; call it through attnres_jax.models.linear.counted"
       )
     yield equation, times
     if name == "cond":  # The branches of a switch cost about the same.
@@ -118,9 +118,9 @@ def _equations(jaxpr: Any, times: int) -> Iterator[tuple[Any, int]]:
         yield from _equations(inner, times * repeats)
 
 
-def _cost(equation: Any, met: set[Any]) -> tuple[cost.Part, float]:
+def _cost(equation: Any, met: set[Any]) -> tuple[linear.Part, float]:
   name, params = equation.primitive.name, equation.params
-  if name == cost.COUNTED.name:
+  if name == linear.COUNTED.name:
     new = {*equation.invars[: params["num_scanned"]]} - met
     met |= new
     scanned = sum(2 * v.aval.size for v in new)
@@ -131,7 +131,7 @@ def _cost(equation: Any, met: set[Any]) -> tuple[cost.Part, float]:
     inner = math.prod(shape[i] for i in contracted[0])
     return None, 2 * inner * equation.outvars[0].aval.size
   if name == "ragged_dot_general":
-    raise ValueError("ragged_dot_general: count it with cost.counted")
+    raise ValueError("ragged_dot_general: count it with linear.counted")
   if name == "conv_general_dilated":
     numbers = params["dimension_numbers"]
     shape = equation.invars[1].aval.shape

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
+
 from attnres_jax import config as config_lib
 from attnres_jax.flops import operations
 from attnres_jax.flops import parameters
@@ -67,11 +69,10 @@ def _parameters(model: config_lib.ModelConfig) -> dict[str, Any]:
       "active": count.active,
       "untrained": count.state,
     }
-    if name in parameters.SUBLAYERS:
-      modules = parameters.SUBLAYERS[name](model).items()
+    if name in model.sublayer_kinds:
       rows[name]["modules"] = {
-        module: {"total": number * one.total, "active": number * one.active}
-        for module, one in modules
+        module: {"total": one.total, "active": one.active}
+        for module, one in parameters.of_modules(model, name).items()
       }
   return rows
 
@@ -88,9 +89,9 @@ def _totals(model: config_lib.ModelConfig) -> dict[str, Any]:
 def _scheme(model: config_lib.ModelConfig, length: int) -> dict[str, Any]:
   flops = operations.flops_per_token(model, length)
   moved = traffic.of_scheme(model)
-  width_bytes = model.width * traffic.ITEM_BYTES[model.dtype]
+  width_bytes = model.width * jnp.dtype(model.dtype).itemsize
   return {
-    "parameters": parameters.of_residual(model).total,
+    "parameters": parameters.of_parts(model)["residual"].total,
     "flops": dataclasses.asdict(flops)
     | {
       "forward": flops.forward,

@@ -8,7 +8,7 @@ once. (Table 1 of arXiv:2603.15031 is in `scaling.paper`; it bounds an average,
 and counts keys and values as two reads although they are one array.)
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 import dataclasses
 from typing import Any
 
@@ -17,9 +17,8 @@ import jax
 from attnres_jax import config as config_lib
 from attnres_jax.flops import programs
 from attnres_jax.models import residuals
+from attnres_jax.models import sublayer
 
-# Dtypes of activations and of float32 state.
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 # Enough tokens to make everything that does not grow with them negligible.
 _TOKENS = 2**22
 
@@ -93,38 +92,21 @@ class Cache:
   sequence_bytes: int = 0
 
 
-def _attention_cache(model: config_lib.ModelConfig) -> Cache:
-  numbers = 2 * model.kv_heads * model.head_size
-  return Cache(token_bytes=numbers * ITEM_BYTES[model.dtype])
-
-
-def _mla_cache(model: config_lib.ModelConfig) -> Cache:
-  numbers = model.mla.latent_rank + model.mla.shared_width
-  return Cache(token_bytes=numbers * ITEM_BYTES[model.dtype])
-
-
-def _kda_cache(model: config_lib.ModelConfig) -> Cache:
-  head = model.kda.head_width
-  memory = model.num_heads * head**2 * ITEM_BYTES["float32"]
-  tails = 3 * (model.kda.conv_width - 1) * model.num_heads * head
-  return Cache(sequence_bytes=memory + tails * ITEM_BYTES[model.dtype])
-
-
-CACHES: Mapping[str, Callable[[config_lib.ModelConfig], Cache]] = {
-  "attention": _attention_cache,
-  "kda": _kda_cache,
-  "mla": _mla_cache,
-}
-
-
 def of_caches(model: config_lib.ModelConfig) -> dict[str, Cache]:
-  """The sum over all mixers of each kind."""
+  """All mixers of each kind together, by the caches that they make."""
   caches: dict[str, Cache] = {}
-  for kind in model.sublayer_kinds:
-    if kind in CACHES:
-      one, sum_ = CACHES[kind](model), caches.get(kind, Cache())
-      caches[kind] = Cache(
-        sum_.token_bytes + one.token_bytes,
-        sum_.sequence_bytes + one.sequence_bytes,
-      )
+  for kind in dict.fromkeys(model.sublayer_kinds):
+    core = sublayer.abstract_core(kind, model)
+    if not hasattr(core, "init_cache"):
+      continue
+    empty, one_token = (_cache_bytes(core, length) for length in (0, 1))
+    number = model.sublayer_kinds.count(kind)
+    caches[kind] = Cache(number * (one_token - empty), number * empty)
   return caches
+
+
+def _cache_bytes(core: Any, length: int) -> int:
+  cache = jax.eval_shape(lambda core: core.init_cache(1, length), core)
+  # Without counters.
+  arrays = [a for a in jax.tree.leaves(cache) if a.ndim]
+  return sum(a.size * a.dtype.itemsize for a in arrays)

@@ -7,6 +7,7 @@ Array names end in their axes. One table for the whole code base:
   D  model width           N  query heads          K  key/value heads
   H  head width            F  MLP width            V  vocabulary
   L  stacked layers        M  depth sources        Q  depth queries of one block
+  E  experts               R  rank                 W  taps of a convolution
 
 The paper uses other letters (L sublayers, N blocks, S sublayers per block);
 `attnres_jax.models.residuals` maps them to names here.
@@ -14,6 +15,12 @@ The paper uses other letters (L sublayers, N blocks, S sublayers per block);
 Modules are `flax.nnx` modules used as plain pytrees: `jax.jit`, `jax.grad`,
 `jax.lax.scan` and `jax.checkpoint` act on the module itself, every leaf is a
 float32 parameter, nothing is mutated in a forward pass.
+
+A parameter names its axes where it is made, `nnx.Param(value, axes="D|NH")`,
+by the letters above, without those of stacked layers. Bars make it a matrix,
+rows|columns, or stack|rows|columns; what has no bar is a vector for each of its
+axes but the last. From that follow how a mesh cuts it (`attnres_jax.sharding`)
+and who trains it (`attnres_jax.optimizer`).
 """
 
 from attnres_jax.models.stack import Trace

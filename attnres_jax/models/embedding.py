@@ -18,13 +18,12 @@ class Embedding(nnx.Module):
       config_lib.fail("model.vocab_size", 0, "the tokenizer's vocabulary size")
     self.dtype = jnp.dtype(config.dtype)
     self.soft_cap = config.logit_soft_cap
-    init = jax.nn.initializers.normal(config.init_std)
-    shape = (config.vocab_size, config.width)
-    self.table = nnx.Param(init(rngs.params(), shape, jnp.float32))
+    matrix = linear.matrices(config.init_std, rngs)
+    self.table = matrix("V|D", config.vocab_size, config.width)
     self.head = (
       None
       if config.tie_embeddings
-      else nnx.Param(init(rngs.params(), shape[::-1], jnp.float32))
+      else matrix("D|V", config.width, config.vocab_size)
     )
 
   def encode(self, tokens_BT: jax.Array) -> jax.Array:

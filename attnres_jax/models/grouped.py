@@ -42,7 +42,12 @@ def grouped_linear(
   Returns:
     [P, F] in the dtype of `x_PD`.
   """
-  product = _grouped_linear(cut, x_PD, weight_EDF, sizes_E)
+  shape = x_PD.shape[0], weight_EDF.shape[2]
+  product = linear.counted(
+    functools.partial(_grouped_linear, cut), x_PD, weight_EDF, sizes_E,
+    flops=2 * x_PD.size * shape[1],
+    outs=jax.ShapeDtypeStruct(shape, x_PD.dtype),
+  )  # fmt: skip
   return ad_checkpoint.checkpoint_name(product, linear.PRODUCT)
 
 

@@ -1,12 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The matrix product between activations and a weight."""
+"""The matrix product between activations and a weight, and what others cost.
+
+`attnres_jax.flops` counts the matrix products in the program of a module. Some
+operations cost less than their products (causal attention computes both halves
+of a triangle on most backends), some contain none (a short convolution), and
+some are kernels that differ from backend to backend. These are called through
+`counted`, which is a plain call unless somebody counts.
+"""
 
 from collections.abc import Callable
+import contextlib
 import functools
+from typing import Any
 
 from flax import nnx
 import jax
 from jax import ad_checkpoint
+from jax.extend import core
 import jax.numpy as jnp
 
 from attnres_jax import precision
@@ -16,9 +26,21 @@ PRODUCT = "product"
 
 
 def matrices(init_std: float, rngs: nnx.Rngs) -> Callable[..., nnx.Param]:
-  """`matrix(*shape)`: float32 weights, each drawn normally with a new key."""
+  """`matrix(axes, *shape)`: float32 weights, each drawn with a key of its own.
+
+  Args:
+    init_std: standard deviation of the normal distribution they are drawn from.
+    rngs: of the module.
+
+  Returns:
+    A function of the letters of the axes, as in `D|NH`, and their sizes.
+  """
   init = jax.nn.initializers.normal(init_std)
-  return lambda *shape: nnx.Param(init(rngs.params(), shape, jnp.float32))
+
+  def matrix(axes: str, *shape: int) -> nnx.Param:
+    return nnx.Param(init(rngs.params(), shape, jnp.float32), axes=axes)
+
+  return matrix
 
 
 def linear(
@@ -98,3 +120,53 @@ def _contract(a, b, a_axes, b_axes, dtype):
     ((tuple(a_axes), tuple(b_axes)), ((), ())),
     preferred_element_type=precision.wide(dtype),
   ).astype(dtype)
+
+
+# Part of the cost of a token, see `attnres_jax.flops.FlopsPerToken`; None is
+# the part that the products of the same module belong to.
+Part = str | None
+
+_counting = jax.make_user_context(False)
+
+COUNTED = core.Primitive("counted")
+COUNTED.multiple_results = True
+COUNTED.def_abstract_eval(lambda *operands, outs, **cost: outs)
+
+
+def counting() -> contextlib.AbstractContextManager:
+  """Programs traced within it show `COUNTED` in place of counted calls."""
+  return _counting(True)
+
+
+def counted(
+  function: Callable[..., Any],
+  *args: Any,
+  flops: float,
+  part: Part = None,
+  outs: Any,
+  scanned: Any = (),
+) -> Any:
+  """`function(*args)`, which counts as so many FLOPs.
+
+  Args:
+    function: of arrays.
+    *args: its arguments.
+    flops: of the call; a multiply-add is two.
+    part: see `Part`.
+    outs: arrays or `ShapeDtypeStruct`s like its results.
+    scanned: arrays that add two FLOPs per entry on top, the first time that a
+      counted call meets each of them (the mean square of a depth source).
+  """
+  if not _counting.value:
+    return function(*args)
+  outs, tree = jax.tree.flatten(outs)
+  scanned = jax.tree.leaves(scanned)
+  results = COUNTED.bind(
+    *scanned,
+    *(x for x in jax.tree.leaves(args) if not any(x is y for y in scanned)),
+    outs=tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in outs),
+    flops=flops,
+    part=part,
+    num_scanned=len(scanned),
+  )
+  return jax.tree.unflatten(tree, results)

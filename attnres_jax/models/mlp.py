@@ -14,9 +14,9 @@ class SwiGLU(nnx.Module):
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     width, hidden = config.width, config.mlp_size
     matrix = linear.matrices(config.init_std, rngs)
-    self.gate = matrix(width, hidden)
-    self.up = matrix(width, hidden)
-    self.down = matrix(hidden, width)
+    self.gate = matrix("D|F", width, hidden)
+    self.up = matrix("D|F", width, hidden)
+    self.down = matrix("F|D", hidden, width)
 
   def __call__(
     self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None = None

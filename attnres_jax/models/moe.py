@@ -8,8 +8,8 @@
 
 (arXiv:2412.19437 section 2.1.2 and arXiv:2502.16982 appendix C.) The selection
 bias b only affects which experts are chosen, and gradients do not train it.
-After a step, `balance_update` changes it according to the deviation of the load
-from its mean. Rows are sorted by expert, and no token is dropped.
+After a step, `optimizer.balance_update` changes it according to the deviation
+of the load from its mean. Rows are sorted by expert, and no token is dropped.
 
 The load is returned as a gradient: the gradient of the leaf `selection_bias` IS
 the number of tokens that were routed to each expert. So it passes through
@@ -52,11 +52,13 @@ class Moe(nnx.Module):
     self.scaling_factor = shape.scaling_factor
     matrix = linear.matrices(config.init_std, rngs)
 
-    self.router = matrix(width, experts)
-    self.selection_bias = nnx.Param(jnp.zeros(experts, jnp.float32))
-    self.gate = matrix(experts, width, hidden)
-    self.up = matrix(experts, width, hidden)
-    self.down = matrix(experts, hidden, width)
+    self.router = matrix("D|E", width, experts)
+    self.selection_bias = nnx.Param(
+      jnp.zeros(experts, jnp.float32), axes="E", load=True
+    )
+    self.gate = matrix("E|D|F", experts, width, hidden)
+    self.up = matrix("E|D|F", experts, width, hidden)
+    self.down = matrix("E|F|D", experts, hidden, width)
     shared = dataclasses.replace(config, mlp_width=shape.num_shared * hidden)
     self.shared = mlp.SwiGLU(shared, rngs=rngs) if shape.num_shared else None
 
@@ -72,7 +74,7 @@ class Moe(nnx.Module):
     """
     # Tokens are sorted within each device. Parameters that all tokens need are
     # gathered; experts stay sharded.
-    cuts = jax.tree_util.tree_map_with_path(_cut, self)
+    cuts = sharding.map_parameters(_cut, self)
     apply = sharding.by_rows(lambda rows, module: module.local(*rows), cuts)
     return apply((x_BTD, segment_ids_BT), self)
 
@@ -157,23 +159,6 @@ def expert_counts(
   return jnp.sum(chosen_UKE, axis=(0, 1), dtype=jnp.int32)
 
 
-def balance_update(
-  bias: jax.Array, load: jax.Array, rate: float | jax.Array
-) -> jax.Array:
-  """The selection bias after a step (arXiv:2502.16982, appendix C).
-
-  b <- b + rate (sign(e) - mean of sign(e)),  e = mean(load) - load
-
-  Args:
-    bias: float32 [..., E]; leading axes are independent layers.
-    load: [..., E], tokens per expert over the global batch. A common factor
-      does not change the result.
-    rate: step size of the bias; 0 leaves it unchanged.
-  """
-  sign = jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
-  return bias + rate * (sign - jnp.mean(sign, axis=-1, keepdims=True))
-
-
 def load_metrics(load: jax.Array) -> dict[str, jax.Array]:
   """How evenly tokens are spread over experts.
 
@@ -196,13 +181,11 @@ def load_metrics(load: jax.Array) -> dict[str, jax.Array]:
   )
 
 
-def _cut(path, leaf):
+def _cut(parameter: sharding.Parameter) -> sharding.PartitionSpec:
   """How a parameter is sharded where a device applies it to its rows."""
-  name = jax.tree_util.keystr(path, simple=True, separator="/")
-  name = name.removesuffix("/value")
-  if name not in ("gate", "up", "down"):
+  if not parameter.axes.startswith("E|"):
     return sharding.WHOLE
-  return sharding.row_cut(f"moe/core/{name}", leaf.ndim)
+  return sharding.row_cut(parameter.axes)
 
 
 # Checkpointed, so that x is saved in its own dtype rather than float32.

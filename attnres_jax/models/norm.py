@@ -11,9 +11,9 @@ from attnres_jax import precision
 class RMSNorm(nnx.Module):
   """x / rms(x) * gain over the last axis; the gain starts at one."""
 
-  def __init__(self, width: int, eps: float):
+  def __init__(self, width: int, eps: float, axes: str = "D"):
     self.eps = eps
-    self.gain = nnx.Param(jnp.ones(width, jnp.float32))
+    self.gain = nnx.Param(jnp.ones(width, jnp.float32), axes=axes)
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Normalises `x` [..., D] in float32, returns its dtype."""

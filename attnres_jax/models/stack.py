@@ -20,7 +20,7 @@ at a time.
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,6 @@ import jax.numpy as jnp
 from attnres_jax import config as config_lib
 from attnres_jax import sharding
 from attnres_jax.models import linear
-from attnres_jax.models import pattern
 from attnres_jax.models import sublayer as sublayer_lib
 from attnres_jax.models.mixers import softmax
 from attnres_jax.models.residuals import base
@@ -174,20 +173,70 @@ def layer_norms(sublayers: Sublayers, kinds: Sequence[str]) -> jax.Array:
   return jnp.sqrt(jnp.sum(squares_L.reshape(-1, 2), axis=1))
 
 
+class Run(NamedTuple):
+  """Consecutive sublayers: `repeats` times those of `kinds`, in order."""
+
+  kinds: tuple[str, ...]
+  repeats: int
+
+  @property
+  def length(self) -> int:
+    return len(self.kinds) * self.repeats
+
+  def count(self, kind: str) -> int:
+    """Sublayers of this kind, over all repeats."""
+    return self.kinds.count(kind) * self.repeats
+
+
+def find_runs(kinds: Sequence[str]) -> tuple[Run, ...]:
+  """Cuts a sequence of kinds into runs, greedily the longest repetition first.
+
+  Of two repetitions that reach equally far, the one with the shorter period is
+  taken. Sublayers that repeat nothing are runs of their own, of length one.
+
+    a b a b c   ->   (a b) x 2, (c) x 1
+  """
+  kinds, runs, start = tuple(kinds), [], 0
+  while start < len(kinds):
+    rest = kinds[start:]
+    found = [
+      Run(rest[:period], _repeats(rest, period))
+      for period in range(1, len(rest) // 2 + 1)
+    ]
+    found = [run for run in found if run.repeats > 1]
+    longest = max(found, key=lambda run: run.length, default=Run(rest[:1], 1))
+    runs.append(longest)
+    start += longest.length
+  return tuple(runs)
+
+
+def no_runs(kinds: Sequence[str]) -> tuple[Run, ...]:
+  """Every sublayer by itself."""
+  return tuple(Run((kind,), 1) for kind in kinds)
+
+
+def _repeats(kinds: tuple[str, ...], period: int) -> int:
+  """How often the first `period` kinds follow each other from the start."""
+  count = 1
+  while kinds[count * period : (count + 1) * period] == kinds[:period]:
+    count += 1
+  return count
+
+
 @dataclasses.dataclass(frozen=True)
 class _Segment:
   """Sublayers start..stop-1, which the scheme opens together, as runs."""
 
   start: int
   stop: int
-  runs: tuple[pattern.Run, ...]
+  runs: tuple[Run, ...]
 
 
 def _plan(
   kinds: Sequence[str], residual: base.Residual, start: int, scan: bool
 ) -> list[_Segment]:
   """The segments, or parts of segments, from sublayer `start` on."""
-  cut = pattern.find_runs if scan and residual.scannable else pattern.no_runs
+  cut = find_runs if scan and residual.scannable else no_runs
   end = start + len(kinds)
   parts = [(max(a, start), min(b, end)) for a, b in residual.segments()]
   return [

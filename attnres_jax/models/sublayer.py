@@ -6,7 +6,7 @@ decides what it reads and where its output goes (arXiv:2603.15031 section 2,
 where "layer" means sublayer).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from flax import nnx
 import jax
@@ -18,8 +18,9 @@ from attnres_jax.models import moe
 from attnres_jax.models import norm as norm_lib
 
 # Kind -> module that maps the normalised input x_BTD, and the document numbers
-# segment_ids_BT or None, to y_BTD.
-CORES: Mapping[str, Callable[..., nnx.Module]] = {
+# segment_ids_BT or None, to y_BTD. One that can decode has
+# `init_cache(batch, length)`, an empty cache with room for so many tokens.
+CORES: dict[str, Callable[..., nnx.Module]] = {
   "attention": mixers.Attention,
   "kda": mixers.Kda,
   "mla": mixers.Mla,
@@ -37,6 +38,13 @@ class Sublayer(nnx.Module):
     self.norm = norm_lib.RMSNorm(config.width, config.norm_eps)
     core = config_lib.choose("model.mixers", kind, CORES)
     self.core = core(config, rngs=rngs)
+
+
+def abstract_core(kind: str, config: config_lib.ModelConfig) -> nnx.Module:
+  """What a sublayer of this kind computes behind its norm, without arrays."""
+  return jax.eval_shape(
+    lambda: Sublayer(kind, config, rngs=nnx.Rngs(params=0)).core
+  )
 
 
 def build_stack(

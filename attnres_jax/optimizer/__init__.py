@@ -4,9 +4,24 @@
   weights            clipping -> AdamW or Muon -> weight decay -> learning rate
   selection biases   balancing of the experts' load, at a rate of its own
 
-`groups.TABLE` says which parameter goes where. A transformation holds no
+A parameter says where it is made which of its axes are a matrix, whether it
+decays, and whether it is a selection bias. A transformation holds no
 schedule: each update is told its rates (`learning_rate`, `balance_rate`), so
 that a step that is left out does not count, and a restored state is one.
+
+The choices behind it (Moonlight, arXiv:2502.16982, where nothing else is said):
+
+  matrices of mixers, MLPs, experts, routers   Muon, each expert by itself
+  embedding, head: whatever has an axis V      AdamW
+  vectors                                      AdamW
+  decay                                        of everything, gains of norms too
+                                               (Moonlight finds it important),
+                                               but for `decays=False`: a_log and
+                                               dt_bias of KDA, pseudo-queries
+                                               and key gains (our choice)
+  selection biases of experts (`load=True`)    a rule of their own: clipping,
+                                               norms, decay and both optimisers
+                                               pass them by
 """
 
 from collections.abc import Callable, Mapping
@@ -17,16 +32,15 @@ import jax.numpy as jnp
 import optax
 
 from attnres_jax import config as config_lib
-from attnres_jax.models import moe
-from attnres_jax.optimizer import groups
+from attnres_jax import sharding
 from attnres_jax.optimizer import muon
-from attnres_jax.optimizer.groups import trained
 from attnres_jax.optimizer.schedules import make_balance_schedule
 from attnres_jax.optimizer.schedules import make_schedule
 from attnres_jax.optimizer.schedules import settled_steps
 
 __all__ = [
   "OPTIMIZERS",
+  "balance_update",
   "make_balance_schedule",
   "make_optimizer",
   "make_schedule",
@@ -40,11 +54,11 @@ def _adamw(config: config_lib.OptimConfig) -> optax.GradientTransformation:
 
 
 def _muon(config: config_lib.OptimConfig) -> optax.GradientTransformation:
-  matrices = muon.scale_by_muon(
+  orthogonalised = muon.scale_by_muon(
     config.muon_momentum, config.muon_iterations, config.muon_update_rms
   )
   return optax.partition(
-    {True: matrices, False: _adamw(config)}, groups.matrices
+    {True: orthogonalised, False: _adamw(config)}, matrices
   )
 
 
@@ -71,10 +85,10 @@ def make_optimizer(
   weights = optax.chain(
     clip,
     make(config),
-    optax.add_decayed_weights(config.weight_decay, mask=groups.decays),
+    optax.add_decayed_weights(config.weight_decay, mask=decays),
     _scale_by_learning_rate(),
   )
-  return optax.partition({False: weights, True: _balance()}, groups.loads)
+  return optax.partition({False: weights, True: _balance()}, loads)
 
 
 def _scale_by_learning_rate() -> optax.GradientTransformationExtraArgs:
@@ -91,15 +105,52 @@ def _balance() -> optax.GradientTransformationExtraArgs:
     del params
 
     def change(load):
-      return moe.balance_update(
-        jnp.zeros_like(load), load, rates["balance_rate"]
-      )
+      return balance_update(jnp.zeros_like(load), load, rates["balance_rate"])
 
     return jax.tree.map(change, updates), state
 
   return optax.GradientTransformationExtraArgs(_no_state, update)
 
 
+def balance_update(
+  bias: jax.Array, load: jax.Array, rate: float | jax.Array
+) -> jax.Array:
+  """The selection bias after a step (arXiv:2502.16982, appendix C).
+
+  b <- b + rate (sign(e) - mean of sign(e)),  e = mean(load) - load
+
+  Args:
+    bias: float32 [..., E]; leading axes are layers, each for itself.
+    load: [..., E], tokens per expert over the global batch. Any common factor
+      leaves the result alone.
+    rate: how far a bias moves per step; 0 leaves it.
+  """
+  sign = jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
+  return bias + rate * (sign - jnp.mean(sign, axis=-1, keepdims=True))
+
+
 def _no_state(params: Any) -> optax.EmptyState:
   del params
   return optax.EmptyState()
+
+
+def decays(params: Any) -> Any:
+  """Tree of booleans: which parameters weight decay applies to."""
+  return sharding.map_parameters(lambda p: p.decays and not p.load, params)
+
+
+def matrices(params: Any) -> Any:
+  """Tree of booleans: which parameters Muon trains."""
+  return sharding.map_parameters(
+    lambda p: p.is_matrix and "V" not in p.axes, params
+  )
+
+
+def loads(params: Any) -> Any:
+  """Tree of booleans: which are selection biases."""
+  return sharding.map_parameters(lambda p: p.load, params)
+
+
+def trained(tree: Any) -> Any:
+  """The tree (of parameters or gradients) without its selection biases."""
+  return sharding.map_parameters(lambda p: None if p.load else p.value, tree)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from attnres_jax.optimizer import groups
+from attnres_jax import sharding
 
 # Coefficients of the quintic iteration: steep at zero rather than convergent to
 # one.
@@ -34,16 +34,13 @@ def scale_by_muon(
 ) -> optax.GradientTransformation:
   """Turns gradients of matrices into updates, before the learning rate.
 
-  `groups.TABLE` says which axes of a parameter form the matrix.
+  Parameters say which of their axes are the matrix.
   """
 
   def directions(updates: Any, params: Any) -> Any:
     del params
-    return jax.tree_util.tree_map_with_path(
-      lambda path, g: _direction(
-        g, groups.row_of(path).axes, iterations, update_rms
-      ),
-      updates,
+    return sharding.map_parameters(
+      lambda g: _direction(g.value, g.axes, iterations, update_rms), updates
     )
 
   return optax.chain(
@@ -54,9 +51,26 @@ def scale_by_muon(
 def _direction(
   g: jax.Array, axes: str, iterations: int, update_rms: float
 ) -> jax.Array:
-  matrices = groups.as_matrices(g, axes)
+  matrices = as_matrices(g, axes)
   scale = update_rms * math.sqrt(max(matrices.shape[-2:]))
   return (scale * orthogonalise(matrices, iterations)).reshape(g.shape)
+
+
+def as_matrices(x: jax.Array, axes: str) -> jax.Array:
+  """`x` [*batch, *rows, *columns] as [*batch, R, C], by its letters.
+
+  A projection onto N heads of width H is ONE matrix of D rows and N H columns.
+  The batch are stacked sublayers, which `axes` does not name, and experts.
+
+  Raises:
+    ValueError: `x` has fewer axes.
+  """
+  *stack, rows, columns = axes.split("|")
+  batch = x.ndim - len(rows) - len(columns)
+  if batch < len("".join(stack)):
+    raise ValueError(f"axes {axes!r} do not fit an array of shape {x.shape}")
+  row_count = math.prod(x.shape[batch : batch + len(rows)])
+  return x.reshape(*x.shape[:batch], row_count, -1)
 
 
 def orthogonalise(matrices: jax.Array, iterations: int = 5) -> jax.Array:

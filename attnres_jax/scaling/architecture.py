@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters of the KDA, MLA and MoE networks that the paper trains.
+"""The KDA, MLA and MoE networks that the paper trains.
 
 The paper gives depth, heads, width, expert width and activated parameters of
 each network; the rest follows the released Kimi Linear 48B. The number of
@@ -46,10 +46,6 @@ class Architecture:
   router_bias: bool = False
 
   @property
-  def num_sublayers(self) -> int:
-    return 2 * self.num_layers
-
-  @property
   def model(self) -> config_lib.ModelConfig:
     """As a network of this package; widths of heads and ranks are its own
     defaults, those of the released 48B model.
@@ -70,29 +66,6 @@ class Architecture:
       ),
       residual=config_lib.ResidualConfig(name="prenorm"),
     )
-
-  @property
-  def num_mla(self) -> int:
-    """Transformer blocks with MLA: multiples of four, and the last."""
-    return self.model.sublayer_kinds.count("mla")
-
-  @property
-  def kda_params(self) -> int:
-    """Parameters of one KDA mixer."""
-    return parameters.of_sublayer("kda", self.model).total
-
-  @property
-  def mla_params(self) -> int:
-    """Parameters of one MLA mixer."""
-    return parameters.of_sublayer("mla", self.model).total
-
-  @property
-  def expert_params(self) -> int:
-    return parameters.expert_params(self.model)
-
-  @property
-  def router_params(self) -> int:
-    return self.num_experts * (self.width + self.router_bias)
 
   @property
   def active_params(self) -> int:

@@ -25,7 +25,6 @@ import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
 from attnres_jax.aot import topology
-from attnres_jax.flops import chips
 from attnres_jax.models import moe
 from experiments import measure as measure_lib
 
@@ -79,17 +78,15 @@ def measure(tokens: int, kind: str) -> dict:
   if kind == "forward_backward":
     useful *= 3
   flops, moved = cost["flops"], cost["bytes accessed"]
-  peak = chips.peak_flops_per_second(device.device_kind)
-  bandwidth = topology.chip(device).hbm_bytes_per_second
-  assert peak is not None
+  chip = topology.chip(device)
   return dict(
     tokens=tokens,
     measure=kind,
     teraflops=round(flops / 1e12, 3),
     flops_ratio=round(flops / useful, 3),
     gigabytes=round(moved / 1e9, 2),
-    matrix_ms=round(flops / peak * 1e3, 2),
-    hbm_ms=round(moved / bandwidth * 1e3, 2),
+    matrix_ms=round(flops / chip.peak_flops_per_second * 1e3, 2),
+    hbm_ms=round(moved / chip.hbm_bytes_per_second * 1e3, 2),
     temporary_GiB=round(memory.temp_size_in_bytes / 2**30, 2),
   )
 

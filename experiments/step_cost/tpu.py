@@ -59,7 +59,6 @@ _RATIOS = {
   "peak_ratio": "peak_GiB",
 }
 _TOPOLOGY = {"v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
-_CLOCK_HZ = {"v5p": 1.75e9, "v6e": 1.75e9}
 _ARMS = {
   "identity": ("prenorm", "block, plain JAX", "block, kernels"),
   "training": ("prenorm", "block, kernels"),
@@ -100,8 +99,10 @@ def measure(arm, chip, options) -> dict[str, str]:
   """The figures of the whole compiled program, without ratios."""
   (device, *_) = topology.devices(_TOPOLOGY[chip])
   compiled = _lowered(arm, device, options).compile()
-  bandwidth = topology.chip(device).hbm_bytes_per_second
-  total, seconds = traffic(compiled.as_text(), _CLOCK_HZ[chip], bandwidth)
+  about = topology.chip(device)
+  total, seconds = traffic(
+    compiled.as_text(), about.clock_hz, about.hbm_bytes_per_second
+  )
   memory = compiled.memory_analysis()
   assert memory is not None
   peak = memory.argument_size_in_bytes + memory.output_size_in_bytes

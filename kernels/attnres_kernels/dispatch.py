@@ -18,6 +18,7 @@ import jax
 import jax.extend
 from jax.interpreters import batching
 from jax.interpreters import mlir
+import jax.numpy as jnp
 
 Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu"]
 IMPLEMENTATIONS: tuple[str, ...] = (
@@ -26,6 +27,8 @@ IMPLEMENTATIONS: tuple[str, ...] = (
   "pallas_tpu",
   "pallas_gpu",
 )
+# What a TPU kernel may use: of 64 MiB on v5p and tpu7x, 128 on the others.
+TPU_VMEM_BYTES = 56 * 2**20
 
 
 def check_implementation(implementation: str | None) -> None:
@@ -40,6 +43,11 @@ def check_eps(eps: float, name: str = "eps") -> None:
   """Raises ValueError unless it can be added to a mean square."""
   if not 0 <= eps < float("inf"):
     raise ValueError(f"{name}={eps!r} must be a finite number of at least 0")
+
+
+def accumulator(*arrays: jax.Array) -> jnp.dtype:
+  """The dtype of scores and sums: float32, or float64 when any input is."""
+  return jnp.result_type(jnp.float32, *(array.dtype for array in arrays))
 
 
 @contextlib.contextmanager

@@ -31,6 +31,7 @@ from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
+from attnres_jax import chips
 from attnres_jax import csv_rows
 from attnres_kernels.depth_attention import pallas_tpu as attention
 from attnres_kernels.depth_attention import shapes
@@ -42,14 +43,14 @@ from attnres_kernels.kda import shapes as kda_shapes
 class Chip(NamedTuple):
   topology: str
   version: str
-  clock_hz: float
+  kind: str
 
 
 CHIPS = {
-  "v6e": Chip("v6e:2x2", "TPU_V6E", 1.75e9),
-  "v5p": Chip("v5p:2x2x1", "TPU_V5P", 1.75e9),
-  "v5e": Chip("v5e:2x2", "TPU_V5E", 1.5e9),
-  "tpu7x": Chip("tpu7x:2x2x1", "TPU_7X", 2.2e9),
+  "v6e": Chip("v6e:2x2", "TPU_V6E", "TPU v6 lite"),
+  "v5p": Chip("v5p:2x2x1", "TPU_V5P", "TPU v5"),
+  "v5e": Chip("v5e:2x2", "TPU_V5E", "TPU v5 lite"),
+  "tpu7x": Chip("tpu7x:2x2x1", "TPU_7X", "TPU7x"),
 }
 # From a shape to a function, its abstract arguments and its plan.
 Build = Callable[[Any], tuple[Any, Any, dict[str, Any]]]
@@ -118,7 +119,7 @@ def measure(kernel: str, shape: Any, chip: str, build: Build):
     jax.jit(function).lower(*arguments).compile()
   bundles, slots = _schedule(folder, kernel)
   info = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion[CHIPS[chip].version], 1)
-  schedule = bundles * plan["steps"] / CHIPS[chip].clock_hz
+  schedule = bundles * plan["steps"] / chips.CHIPS[CHIPS[chip].kind].clock_hz
   memory = plan["actual"] / info.mem_bw_bytes_per_second
   slot = max(slots, key=lambda name: slots[name])
   return {

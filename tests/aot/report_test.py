@@ -7,6 +7,7 @@ import json
 import jax
 import pytest
 
+from attnres_jax import chips
 from attnres_jax import config as config_lib
 from attnres_jax import flops
 from attnres_jax.aot import report
@@ -121,8 +122,8 @@ def test_a_decode_step(devices, trained):
 def test_a_program_larger_than_memory(devices, monkeypatch):
   """If it compiles, the report is complete, with its largest arrays."""
   kind = devices[0].device_kind
-  small = dataclasses.replace(topology.CHIPS[kind], hbm_bytes=2**20)
-  monkeypatch.setitem(topology.CHIPS, kind, small)
+  small = dataclasses.replace(chips.CHIPS[kind], hbm_bytes=2**20)
+  monkeypatch.setitem(chips.CHIPS, kind, small)
   found = report.make_report(_config(), devices, "decode")
   assert not found["fits"] and found["headroom_bytes"] < 0
   text = report.to_text(found)

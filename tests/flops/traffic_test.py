@@ -90,7 +90,7 @@ class TestCaches:
   def test_kda_is_the_mixers_state(self, dtype, size):
     model = dataclasses.replace(MODEL, dtype=dtype)
     state = jax.eval_shape(
-      lambda: mixers.Kda(model, rngs=nnx.Rngs(0)).init_state(3)
+      lambda: mixers.Kda(model, rngs=nnx.Rngs(0)).init_cache(3)
     )
     held = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state))
     found = traffic.of_caches(model)["kda"]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from attnres_jax import config as config_lib
+from attnres_jax import optimizer
 from attnres_jax import sharding
 from attnres_jax.aot import hlo
 from attnres_jax.aot import topology
@@ -448,13 +449,13 @@ def test_devices_share_the_work():
 def test_balance_update():
   load = jnp.array([[4.0, 1.0, 1.0, 2.0], [2.0, 2.0, 2.0, 2.0]])
   bias = jnp.array([[0.1, 0.2, 0.3, 0.4], [0.0, 0.0, 0.0, 0.0]])
-  found = moe.balance_update(bias, load, 0.01)
+  found = optimizer.balance_update(bias, load, 0.01)
   # Errors -2, 1, 1, 0, the mean of whose signs is 1/4; none in the second.
   expected = bias[0] + 0.01 * (np.array([-1, 1, 1, 0]) - 0.25)
   np.testing.assert_allclose(found[0], expected, rtol=1e-6)
   np.testing.assert_array_equal(found[1], bias[1])
   np.testing.assert_allclose(found.sum(1), bias.sum(1), rtol=1e-6)
-  np.testing.assert_array_equal(moe.balance_update(bias, load, 0.0), bias)
+  np.testing.assert_array_equal(optimizer.balance_update(bias, load, 0.0), bias)
 
 
 def test_balance_update_evens_the_load():
@@ -477,7 +478,7 @@ def test_balance_update_evens_the_load():
   def step(module):
     bias = module.selection_bias[...]
     load = moe.expert_counts(module.route(x_UD)[1], 16).astype(jnp.float32)
-    return moe.balance_update(bias, load, 0.01), moe.load_metrics(load)
+    return optimizer.balance_update(bias, load, 0.01), moe.load_metrics(load)
 
   bias, first = step(module)
   for _ in range(100):

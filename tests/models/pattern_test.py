@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from attnres_jax import config as config_lib
-from attnres_jax.models import pattern
+from attnres_jax.models import stack
 
 
 def _spelled(runs):
@@ -30,14 +30,14 @@ def _spelled(runs):
   ],
 )
 def test_examples(kinds, expected):
-  runs = pattern.find_runs(kinds)
+  runs = stack.find_runs(kinds)
   assert [("".join(run.kinds), run.repeats) for run in runs] == expected
 
 
 def test_runs_cover_every_sequence():
   for length in range(8):
     for kinds in itertools.product("abc", repeat=length):
-      for runs in (pattern.find_runs(kinds), pattern.no_runs(kinds)):
+      for runs in (stack.find_runs(kinds), stack.no_runs(kinds)):
         assert _spelled(runs) == "".join(kinds)
         assert sum(run.length for run in runs) == length
         for kind in "abc":
@@ -54,12 +54,12 @@ def test_the_48b_pattern_compiles_few_sublayers():
       num_experts=256, expert_width=1024, dense_layers=1
     ),
   )
-  whole = pattern.find_runs(model.sublayer_kinds)
+  whole = stack.find_runs(model.sublayer_kinds)
   assert [(len(run.kinds), run.repeats) for run in whole] == [
     (1, 1), (1, 1), (8, 6), (1, 1), (1, 1), (1, 1), (1, 1),
   ]  # fmt: skip
   blocks = [
-    pattern.find_runs(model.sublayer_kinds[i : i + 6]) for i in range(0, 54, 6)
+    stack.find_runs(model.sublayer_kinds[i : i + 6]) for i in range(0, 54, 6)
   ]
   bodies = sum(len(run.kinds) for runs in blocks for run in runs)
   assert bodies < 54

@@ -11,8 +11,8 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax.models import residuals
-from attnres_jax.models import rope
 from attnres_jax.models import stack
+from attnres_jax.models.mixers import attention
 from tests.models import trunks
 
 SCHEMES = ("prenorm", "rescaled", "full_attnres", "block_attnres")
@@ -237,8 +237,8 @@ def test_rope_scores_depend_on_distance_only():
   rng = np.random.default_rng(0)
   q, k = rng.standard_normal((2, 1, 1, 1, 8)).astype(np.float32)
   length = 12
-  q = rope.apply_rope(jnp.tile(q, (1, length, 1, 1)), 50.0)[0, :, 0]
-  k = rope.apply_rope(jnp.tile(k, (1, length, 1, 1)), 50.0)[0, :, 0]
+  q = attention.apply_rope(jnp.tile(q, (1, length, 1, 1)), 50.0)[0, :, 0]
+  k = attention.apply_rope(jnp.tile(k, (1, length, 1, 1)), 50.0)[0, :, 0]
   score = np.asarray(q @ k.T)
   for distance in range(-length + 1, length):
     diagonal = np.diagonal(score, distance)

@@ -3,6 +3,7 @@
 
 import pytest
 
+from attnres_jax.flops import parameters
 from attnres_jax.scaling import architecture
 from attnres_jax.scaling import paper
 
@@ -20,11 +21,7 @@ ROWS = [
 
 def test_48b():
   network = architecture.KIMI_LINEAR_48B
-  assert network.num_mla == 7 and network.num_sublayers == 54
-  assert network.kda_params == 39_514_272
-  assert network.mla_params == 29_114_880
-  assert network.expert_params == 7_077_888
-  assert network.router_params == 590_080
+  assert network.model.sublayer_kinds.count("mla") == 7
   assert network.total_params == 48_367_707_008
   assert network.active_params == 2_729_485_184
   embedding = architecture.VOCAB_SIZE * network.width
@@ -37,7 +34,7 @@ def test_48b():
 def test_mla_at_multiples_of_four_and_in_the_last_block(layers):
   network = architecture.Architecture(layers, 512, 8, 128)
   expected = {*range(4, layers + 1, 4), layers}
-  assert network.num_mla == len(expected)
+  assert network.model.sublayer_kinds.count("mla") == len(expected)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
@@ -45,10 +42,16 @@ def test_table_2(row):
   name, kda, mla, experts, num_mla, e64, e256, e512, total512, total256 = row
   size = {size.name: size for size in paper.TABLE_2}[name]
   network = size.architecture
-  assert network.num_mla == num_mla
-  assert network.kda_params / 1e6 == pytest.approx(kda, rel=1e-5)
-  assert network.mla_params / 1e6 == pytest.approx(mla, rel=1e-5)
-  assert 9 * network.expert_params / 1e6 == pytest.approx(experts, rel=1e-5)
+  kinds = network.model.sublayer_kinds
+  assert kinds.count("mla") == num_mla
+  parts = parameters.of_parts(network.model)
+  for kind, millions in (("kda", kda), ("mla", mla)):
+    each = parts[kind].total / kinds.count(kind) / 1e6
+    assert each == pytest.approx(millions, rel=1e-5)
+  moe = parameters.of_modules(network.model, "moe")
+  names = "gate", "up", "down", "shared"
+  nine = sum(moe[name].active for name in names) / kinds.count("moe") / 1e6
+  assert nine == pytest.approx(experts, rel=1e-5)
   shape = size.num_layers, size.width, size.num_heads, size.expert_width
 
   def active(num_experts):

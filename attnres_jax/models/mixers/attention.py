@@ -3,10 +3,11 @@
 
 from flax import nnx
 import jax
+import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
+from attnres_jax import precision
 from attnres_jax.models import linear
-from attnres_jax.models import rope
 from attnres_jax.models.mixers import softmax
 
 
@@ -16,14 +17,15 @@ class Attention(nnx.Module):
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     self.rope_theta = config.rope_theta
     self.kernel = config.attention_kernel
+    self.dtype = jnp.dtype(config.dtype)
     width, heads = config.width, config.num_heads
     kv_heads, head = config.kv_heads, config.head_size
     matrix = linear.matrices(config.init_std, rngs)
 
-    self.query = matrix(width, heads, head)
-    self.key = matrix(width, kv_heads, head)
-    self.value = matrix(width, kv_heads, head)
-    self.output = matrix(heads, head, width)
+    self.query = matrix("D|NH", width, heads, head)
+    self.key = matrix("D|KH", width, kv_heads, head)
+    self.value = matrix("D|KH", width, kv_heads, head)
+    self.output = matrix("NH|D", heads, head, width)
 
   def __call__(
     self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None = None
@@ -33,8 +35,8 @@ class Attention(nnx.Module):
     key_BSKH = linear.linear(x_BTD, self.key[...])
     value_BSKH = linear.linear(x_BTD, self.value[...])
     if self.rope_theta:
-      query_BTNH = rope.apply_rope(query_BTNH, self.rope_theta)
-      key_BSKH = rope.apply_rope(key_BSKH, self.rope_theta)
+      query_BTNH = apply_rope(query_BTNH, self.rope_theta)
+      key_BSKH = apply_rope(key_BSKH, self.rope_theta)
     mixed_BTNH = softmax.causal_attention(
       query_BTNH,
       key_BSKH,
@@ -44,3 +46,30 @@ class Attention(nnx.Module):
       tile=softmax.TILE if self.kernel == "tiled" else 0,
     )
     return linear.linear(mixed_BTNH, self.output[...], 2)
+
+  def init_cache(self, batch: int, length: int) -> tuple[jax.Array, jax.Array]:
+    """Keys and values of `length` tokens per row, all zeros."""
+    shape = batch, length, *self.key[...].shape[1:]
+    return jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)
+
+
+def apply_rope(x_BTNH: jax.Array, theta: float) -> jax.Array:
+  """Rotates each pair of channels by position times its frequency.
+
+  Rotary positions (arXiv:2104.09864), first half paired with second half.
+
+  Args:
+    x_BTNH: queries or keys, H even; positions count from 0 along T. Documents
+      packed into one row need no reset: only differences of positions enter.
+    theta: base of the geometric frequencies.
+  """
+  length, half = x_BTNH.shape[1], x_BTNH.shape[-1] // 2
+  dtype = precision.wide(x_BTNH.dtype)
+  frequency = theta ** (-jnp.arange(half, dtype=dtype) / half)
+  angle = jnp.arange(length, dtype=dtype)[:, None] * frequency[None, :]
+  cos, sin = jnp.cos(angle)[None, :, None], jnp.sin(angle)[None, :, None]
+  first, second = jnp.split(x_BTNH.astype(dtype), 2, axis=-1)
+  rotated = jnp.concatenate(
+    [first * cos - second * sin, second * cos + first * sin], axis=-1
+  )
+  return rotated.astype(x_BTNH.dtype)

@@ -72,31 +72,36 @@ class Kda(nnx.Module):
       return nnx.Param(
         jax.random.uniform(
           rngs.params(), (taps, heads, head), minval=-bound, maxval=bound
-        )
+        ),
+        axes="WNH",
       )
 
-    self.query = matrix(width, heads, head)
-    self.key = matrix(width, heads, head)
-    self.value = matrix(width, heads, head)
+    self.query = matrix("D|NH", width, heads, head)
+    self.key = matrix("D|NH", width, heads, head)
+    self.value = matrix("D|NH", width, heads, head)
     self.query_conv = convolution()
     self.key_conv = convolution()
     self.value_conv = convolution()
-    self.decay_down = matrix(width, rank)
-    self.decay_up = matrix(rank, heads, head)
-    self.a_log = nnx.Param(_initial_a_log(rngs.params(), heads))
-    self.dt_bias = nnx.Param(_initial_dt_bias(rngs.params(), (heads, head)))
-    self.beta = matrix(width, heads)
-    self.gate_down = matrix(width, rank)
-    self.gate_up = matrix(rank, heads, head)
-    self.out_norm = norm_lib.RMSNorm(head, config.norm_eps)
-    self.output = matrix(heads, head, width)
+    self.decay_down = matrix("D|R", width, rank)
+    self.decay_up = matrix("R|NH", rank, heads, head)
+    self.a_log = nnx.Param(
+      _initial_a_log(rngs.params(), heads), axes="N", decays=False
+    )
+    self.dt_bias = nnx.Param(
+      _initial_dt_bias(rngs.params(), (heads, head)), axes="NH", decays=False
+    )
+    self.beta = matrix("D|N", width, heads)
+    self.gate_down = matrix("D|R", width, rank)
+    self.gate_up = matrix("R|NH", rank, heads, head)
+    self.out_norm = norm_lib.RMSNorm(head, config.norm_eps, "H")
+    self.output = matrix("NH|D", heads, head, width)
 
   def __call__(
     self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None = None
   ) -> jax.Array:
     """Mixes positions s <= t, within a document if segment ids are given."""
     q, k, v, g, beta = self._inputs(
-      x_BTD, self.init_state(x_BTD.shape[0]), segment_ids_BT
+      x_BTD, self.init_cache(x_BTD.shape[0]), segment_ids_BT
     )[0]
 
     def mix(q, k, v, g, beta, segment_ids_BT):
@@ -107,11 +112,17 @@ class Kda(nnx.Module):
 
     # Heads are independent, like rows.
     in_specs = (*[sharding.HEADS] * 5, sharding.SEQUENCES)
-    split = sharding.by_shards(mix, in_specs, sharding.HEADS)
-    return self._outputs(x_BTD, split(q, k, v, g, beta, segment_ids_BT))
+    o_BTNH = linear.counted(
+      sharding.by_shards(mix, in_specs, sharding.HEADS),
+      q, k, v, g, beta, segment_ids_BT,
+      part="recurrence", flops=_recurrence_flops(v.shape, self.chunk_size),
+      outs=v,
+    )  # fmt: skip
+    return self._outputs(x_BTD, o_BTNH)
 
-  def init_state(self, batch: int) -> KdaState:
-    """The state before the first token: zeros."""
+  def init_cache(self, batch: int, length: int = 0) -> KdaState:
+    """The state before the first token, all zeros, whatever the `length`."""
+    del length
     taps, heads, head = self.query_conv[...].shape
     tail_BKNH = jnp.zeros((batch, taps - 1, heads, head), self.dtype)
     memory_BNHV = jnp.zeros((batch, heads, head, head), jnp.float32)
@@ -193,7 +204,27 @@ def _feature(padded_BPNH, taps_KNH, segment_ids_BT, unit):
       y_BTNH *= jax.lax.rsqrt(square_BT1 + _LENGTH_EPS)
     return y_BTNH.astype(padded_BPNH.dtype)
 
-  return feature(padded_BPNH, taps_KNH)
+  out_BTNH = jax.eval_shape(
+    lambda padded_BPNH: padded_BPNH[:, taps_KNH.shape[0] - 1 :], padded_BPNH
+  )
+  return linear.counted(
+    feature, padded_BPNH, taps_KNH,
+    flops=2 * taps_KNH.shape[0] * out_BTNH.size, outs=out_BTNH,
+  )  # fmt: skip
+
+
+def _recurrence_flops(shape_BTNH, chunk):
+  """Of the chunkwise form; products with triangles count half.
+
+  Per head and token, with keys and values H wide and chunks of C tokens:
+
+    6 H^2      W S, Q S and K^T V~, the products with the state
+    5 C H      K K^T, Q K^T, M K, M V, (Q K^T) V~, all with triangles
+    C^2 / 3    M, the inverse of a unit triangle
+  """
+  batch, length, heads, head = shape_BTNH
+  per_head = 6 * head**2 + 5 * chunk * head + chunk**2 / 3
+  return batch * length * heads * per_head
 
 
 # Checkpointed like `_feature`, so that only the arguments are kept.

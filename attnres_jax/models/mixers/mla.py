@@ -55,13 +55,15 @@ class Mla(nnx.Module):
     matrix = linear.matrices(config.init_std, rngs)
 
     head = shape.nope_width + shape.shared_width
-    self.query = matrix(width, heads, head)
-    self.compress = matrix(width, shape.latent_rank + shape.shared_width)
-    self.latent_norm = norm_lib.RMSNorm(shape.latent_rank, shape.latent_eps)
-    self.expand = matrix(
-      shape.latent_rank, heads, shape.nope_width + shape.value_width
+    self.query = matrix("D|NH", width, heads, head)
+    self.compress = matrix("D|R", width, shape.latent_rank + shape.shared_width)
+    self.latent_norm = norm_lib.RMSNorm(
+      shape.latent_rank, shape.latent_eps, "R"
     )
-    self.output = matrix(heads, shape.value_width, width)
+    self.expand = matrix(
+      "R|NH", shape.latent_rank, heads, shape.nope_width + shape.value_width
+    )
+    self.output = matrix("NH|D", heads, shape.value_width, width)
 
   def __call__(
     self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None = None

@@ -10,12 +10,14 @@ the arguments, that kernel is used instead (`flash`).
 """
 
 import functools
+import math
 
 import jax
 from jax import ad_checkpoint
 import jax.numpy as jnp
 
 from attnres_jax import sharding
+from attnres_jax.models import linear
 from attnres_jax.models.mixers import flash
 from attnres_kernels import dispatch
 
@@ -66,7 +68,15 @@ def causal_attention(
     (*[sharding.HEADS] * 3, sharding.SEQUENCES),
     sharding.HEADS,
   )
-  return split(query_BTNH, key_BTKH, value_BTKV, segment_ids_BT)
+  *tokens_and_heads, width = query_BTNH.shape
+  # Causal: half of all pairs count, whatever a kernel computes.
+  pairs = math.prod(tokens_and_heads) * query_BTNH.shape[1] / 2
+  shape = *tokens_and_heads, value_BTKV.shape[-1]
+  return linear.counted(
+    split, query_BTNH, key_BTKH, value_BTKV, segment_ids_BT, part="attention",
+    flops=2 * pairs * (width + value_BTKV.shape[-1]),
+    outs=jax.ShapeDtypeStruct(shape, value_BTKV.dtype),
+  )  # fmt: skip
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol of a residual scheme, and the base of depth attention.
+"""The protocol of a residual scheme.
 
 A network is L sublayers f_1..f_L. A scheme decides what each of them reads:
 
@@ -30,9 +30,7 @@ from jax import ad_checkpoint
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
-from attnres_jax import precision
 from attnres_jax.models import norm as norm_lib
-from attnres_jax.models.residuals import operators
 
 # The name by which activation checkpointing recognises the running state.
 DEPTH_STATE = "depth_state"
@@ -185,102 +183,6 @@ def run_through(
       carry = residual.write(carry, slot, y_BTD)
     state = residual.close(state, carry, stop)
   return state
-
-
-class DepthQueries(nnx.Module):
-  """Pseudo-queries and key-norm gains of the L sublayers and of the readout.
-
-  With zero queries and unit gains, every softmax starts uniform
-  (arXiv:2603.15031 section 5: zero is crucial). The first sublayer has one
-  source, so its row gets no gradient; it is kept for uniform shapes.
-  """
-
-  def __init__(self, config: config_lib.ModelConfig):
-    shape = (config.num_sublayers + 1, config.width)
-    self.query = nnx.Param(jnp.zeros(shape, jnp.float32))
-    self.gain = nnx.Param(jnp.ones(shape, jnp.float32))
-
-  def folded(self, start: int, stop: int) -> jax.Array:
-    """u_l = w_l * g_l of reads start..stop-1 (from 0): [Q, D], float32."""
-    return self.query[start:stop] * self.gain[start:stop]
-
-
-class Slot(NamedTuple):
-  """The inputs of one sublayer's phase 2: its query and phase-1 results.
-
-  An `lse_BT` of +inf means that the open source has no weight, whatever it
-  contains. The first sublayer of a block then reads as in Eq. 6, without a
-  special case in the loop.
-  """
-
-  query_D: jax.Array
-  out_BTD: jax.Array
-  lse_BT: jax.Array
-
-  def merge(self, open_BTD: jax.Array, eps: float) -> jax.Array:
-    """The mixture with the open source as one more source."""
-    return operators.depth_merge(
-      self.out_BTD, self.lse_BT, self.query_D, open_BTD, eps=eps
-    )
-
-  def merge_normed(
-    self, open_BTD: jax.Array, norm: norm_lib.RMSNorm, eps: float
-  ) -> jax.Array:
-    """norm(merge(...)) in one pass over memory."""
-    return operators.depth_merge_norm(
-      self.out_BTD,
-      self.lse_BT,
-      self.query_D,
-      open_BTD,
-      norm.gain[...],
-      eps=eps,
-      norm_eps=norm.eps,
-    )
-
-
-class DepthAttention(Residual):
-  """Shared by Full and Block AttnRes: queries, and one softmax over sources.
-
-  Attributes:
-    eps: added to the mean square of a source before it is scored.
-    queries: of the L sublayers and of the readout.
-  """
-
-  scannable = False
-
-  def __init__(self, config: config_lib.ModelConfig):
-    super().__init__(config)
-    self.eps = config.norm_eps
-    self.queries = DepthQueries(config)
-
-  def attend(
-    self, query_D: jax.Array, sources: tuple[jax.Array, ...]
-  ) -> jax.Array:
-    """The mixture of Eq. 2-4 [B, T, D]; a single source is returned as is."""
-    if len(sources) == 1:
-      return sources[0]
-    out_QBTD, _ = operators.depth_attention(
-      query_D[None], sources, eps=self.eps
-    )
-    return out_QBTD[0]
-
-  def attend_last(self, sources: tuple[jax.Array, ...]) -> jax.Array:
-    """The readout: the mixture with its own query."""
-    last = self.num_sublayers
-    return self.attend(self.queries.folded(last, last + 1)[0], sources)
-
-
-def softmax_weights(
-  query_D: jax.Array, sources: Sequence[jax.Array], eps: float
-) -> jax.Array:
-  """Weights [M, B, T] of Eq. 2-4, written like the definition."""
-  scores = []
-  for source_BTD in sources:
-    source_BTD = precision.widen(source_BTD)
-    mean_square_BT = jnp.mean(jnp.square(source_BTD), axis=-1)
-    score_BT = jnp.einsum("D,BTD->BT", query_D, source_BTD)
-    scores.append(score_BT * jax.lax.rsqrt(mean_square_BT + eps))
-  return jax.nn.softmax(jnp.stack(scores), axis=0)
 
 
 def keep(x: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import precision
 from attnres_jax.models import norm as norm_lib
 from attnres_jax.models.residuals import base
-from attnres_jax.models.residuals import operators
+from attnres_jax.models.residuals import depth_attention
 
 
 class BlockState(NamedTuple):
@@ -34,7 +34,7 @@ class BlockState(NamedTuple):
   partial_BTD: jax.Array | None
 
 
-class BlockAttnResOneSoftmax(base.DepthAttention):
+class BlockAttnResOneSoftmax(depth_attention.DepthAttention):
   """The definition: one softmax over blocks and partial sum per sublayer."""
 
   style = base.Style("Block AttnRes", "#2f86d6", "s")
@@ -91,7 +91,9 @@ class BlockAttnResOneSoftmax(base.DepthAttention):
       sources = state.blocks
       if state.partial_BTD is not None:
         sources = (*sources, state.partial_BTD)
-      weights.append(base.softmax_weights(queries_LD[l], sources, self.eps))
+      weights.append(
+        depth_attention.softmax_weights(queries_LD[l], sources, self.eps)
+      )
       if l < self.num_sublayers:
         partial = _add(state.partial_BTD, values[l + 1])
         state = self._commit(state.blocks, partial, l + 1)
@@ -123,14 +125,14 @@ class BlockAttnRes(BlockAttnResOneSoftmax):
 
   def open(self, state: BlockState, start: int, stop: int) -> tuple[Any, Any]:
     query_QD = self.queries.folded(start, stop)
-    out_QBTD, lse_QBT = operators.depth_attention(
+    out_QBTD, lse_QBT = depth_attention.depth_attention(
       query_QD, state.blocks, eps=self.eps
     )
     partial_BTD = state.partial_BTD
     if partial_BTD is None:
       partial_BTD = jnp.zeros_like(precision.widen(state.blocks[0]))
       lse_QBT = lse_QBT.at[0].set(jnp.inf)
-    return partial_BTD, base.Slot(query_QD, out_QBTD, lse_QBT)
+    return partial_BTD, depth_attention.Slot(query_QD, out_QBTD, lse_QBT)
 
   def read(self, carry: Any, slot: Any) -> jax.Array:
     return slot.merge(carry, self.eps)

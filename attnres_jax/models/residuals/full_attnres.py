@@ -16,11 +16,11 @@ import jax
 from attnres_jax import config as config_lib
 from attnres_jax.models import norm as norm_lib
 from attnres_jax.models.residuals import base
-from attnres_jax.models.residuals import operators
+from attnres_jax.models.residuals import depth_attention
 import attnres_kernels
 
 
-class FullAttnResOneSoftmax(base.DepthAttention):
+class FullAttnResOneSoftmax(depth_attention.DepthAttention):
   """The definition: one softmax over all values per sublayer."""
 
   style = base.Style("Full AttnRes", "#d1478f", "^")
@@ -56,7 +56,7 @@ class FullAttnResOneSoftmax(base.DepthAttention):
   def depth_weights(self, values: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     queries_LD = self.queries.folded(0, self.num_sublayers + 1)
     return tuple(
-      base.softmax_weights(query_D, values[: l + 1], self.eps)
+      depth_attention.softmax_weights(query_D, values[: l + 1], self.eps)
       for l, query_D in enumerate(queries_LD)
     )
 
@@ -82,15 +82,17 @@ class FullAttnRes(FullAttnResOneSoftmax):
 
   def open(self, state: Any, start: int, stop: int) -> tuple[Any, Any]:
     query_QD = self.queries.folded(start, stop)
-    out_QBTD, lse_QBT = operators.depth_attention(query_QD, state, eps=self.eps)
-    return (), base.Slot(query_QD, out_QBTD, lse_QBT)
+    out_QBTD, lse_QBT = depth_attention.depth_attention(
+      query_QD, state, eps=self.eps
+    )
+    return (), depth_attention.Slot(query_QD, out_QBTD, lse_QBT)
 
   def read(self, carry: Any, slot: Any) -> jax.Array:
     if not carry:
       return slot.out_BTD
     if len(carry) == 1:
       return slot.merge(carry[0], self.eps)
-    out_QBTD, lse_QBT = operators.depth_attention(
+    out_QBTD, lse_QBT = depth_attention.depth_attention(
       slot.query_D[None], carry, eps=self.eps
     )
     merged_BTD, _ = attnres_kernels.combine_mixtures(

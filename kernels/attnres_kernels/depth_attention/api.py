@@ -58,7 +58,7 @@ def depth_attention(
   query, sources, count = _check(query, sources, num_sources)
   if implementation == "reference":
     return reference.attend(query, sources, count, eps=eps)
-  query = query.astype(_accumulator(query, sources))
+  query = query.astype(dispatch.accumulator(query, *sources))
   return _attend(float(eps), implementation, query, sources, count)
 
 
@@ -128,7 +128,7 @@ def depth_attention_vjp(
         f"accumulate {_shapes(accumulate)} must be like the sources"
         f" {_shapes(sources)}"
       )
-  query = query.astype(_accumulator(query, sources))
+  query = query.astype(dispatch.accumulator(query, *sources))
   options = float(eps), implementation
   old = () if accumulate is None else (accumulate,)
   return _backward(*options, query, sources, count, lse, dout, dlse, *old)
@@ -255,13 +255,6 @@ def _check_count(num_sources, bank_shape):
       f" got {count.dtype} {count.shape} for the bank {bank_shape}"
     )
   return count.astype(jnp.int32)
-
-
-def _accumulator(query, sources):
-  """Dtype of scores and sums: float32, or float64 if any input is float64."""
-  leaves = [query, *jax.tree.leaves(sources)]
-  wide = any(x.dtype == jnp.float64 for x in leaves)
-  return jnp.float64 if wide else jnp.float32
 
 
 def _shapes(sources) -> str:

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
+from attnres_kernels import dispatch
 from attnres_kernels.depth_attention import pallas_tpu_tiles as tiles
 
 _MATRIX = 128  # Rows and columns of the smallest matrix unit.
@@ -129,7 +130,7 @@ def backward(
     ],
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("parallel", "arbitrary"),
-      vmem_limit_bytes=tiles.VMEM_BYTES,
+      vmem_limit_bytes=dispatch.TPU_VMEM_BYTES,
     ),
     cost_estimate=tiles.cost(
       10, num_queries, num_slots, num_tokens, width, token_bytes

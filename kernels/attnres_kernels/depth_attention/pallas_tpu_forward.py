@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
+from attnres_kernels import dispatch
 from attnres_kernels.depth_attention import pallas_tpu_tiles as tiles
 
 _MASKED = -1e30  # Lower than any real score, yet finite.
@@ -60,7 +61,8 @@ def forward(query_QD, sources, count, *, eps, interpret=False, blocks=None):
       jax.ShapeDtypeStruct((steps, num_queries, tile), jnp.float32),
     ],
     compiler_params=pltpu.CompilerParams(
-      dimension_semantics=("parallel",), vmem_limit_bytes=tiles.VMEM_BYTES
+      dimension_semantics=("parallel",),
+      vmem_limit_bytes=dispatch.TPU_VMEM_BYTES,
     ),
     cost_estimate=tiles.cost(
       4, num_queries, num_slots, num_tokens, width, token_bytes

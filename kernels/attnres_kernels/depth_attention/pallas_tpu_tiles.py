@@ -22,11 +22,12 @@ import jax
 from jax.experimental import pallas as pl
 import jax.numpy as jnp
 
+from attnres_kernels import dispatch
+
 GROUP_BITS = 3
 GROUP = 1 << GROUP_BITS
 ROWS = 16  # The row tile of bfloat16 in memory.
 LANES = 128  # Of a register, and the most queries.
-VMEM_BYTES = 56 * 2**20  # Of 64 MiB on v5p and tpu7x, 128 on the others.
 _BUFFER_BYTES = 40 * 2**20
 
 
@@ -69,7 +70,7 @@ def why_not(function, query_QD, sources, *args, eps):
   slabs = num_slots + num_queries
   slabs += num_slots if function == "backward" else 0
   tile = 2 * slabs * ROWS * width * first.dtype.itemsize
-  if tile > VMEM_BYTES:
+  if tile > dispatch.TPU_VMEM_BYTES:
     return (
       f"query {query_QD.shape} with {num_slots} sources {first.shape} needs"
       f" {tile >> 20} MiB of VMEM for two buffers of {ROWS} tokens"

@@ -48,7 +48,7 @@ def depth_merge(
   _check(out, lse, query, partial)
   if implementation == "reference":
     return reference.merge(out, lse, query, partial, eps=eps)
-  dtype = reference.accumulator(out, query, partial)
+  dtype = dispatch.accumulator(out, query, partial)
   options = (float(eps), 0.0, implementation)
   _, mixed = _merge(
     options,
@@ -111,7 +111,7 @@ def depth_merge_norm(
     return reference.merge_norm(
       out, lse, query, partial, update, gain, eps=eps, norm_eps=norm_eps
     )
-  dtype = reference.accumulator(out, query, partial)
+  dtype = dispatch.accumulator(out, query, partial)
   total, normed = _merge(
     (float(eps), float(norm_eps), implementation),
     out,

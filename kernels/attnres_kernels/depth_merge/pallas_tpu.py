@@ -13,12 +13,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
+from attnres_kernels import dispatch
 from attnres_kernels.depth_merge import xla
 
 _ROWS = 16
 _LANES = 128
 _SUBLANES = 8
-_VMEM_BYTES = 56 * 2**20  # Of 64 MiB on v5p and tpu7x, 128 on the others.
 
 
 def why_not(function, *args, eps, norm_eps):
@@ -66,7 +66,8 @@ def forward(
       jax.ShapeDtypeStruct((call.tokens, call.width), x.dtype) for x in written
     ],
     compiler_params=pltpu.CompilerParams(
-      dimension_semantics=("parallel",), vmem_limit_bytes=_VMEM_BYTES
+      dimension_semantics=("parallel",),
+      vmem_limit_bytes=dispatch.TPU_VMEM_BYTES,
     ),
     cost_estimate=call.cost(flops=14),
     interpret=interpret,
@@ -133,7 +134,7 @@ def backward(
     ],
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("parallel", "arbitrary"),
-      vmem_limit_bytes=_VMEM_BYTES,
+      vmem_limit_bytes=dispatch.TPU_VMEM_BYTES,
     ),
     cost_estimate=call.cost(flops=34),
     interpret=interpret,

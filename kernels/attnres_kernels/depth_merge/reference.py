@@ -4,10 +4,12 @@
 import jax
 import jax.numpy as jnp
 
+from attnres_kernels import dispatch
+
 
 def merge(out_TD, lse_T, query_D, partial_TD, *, eps):
   """The mixture with `partial` as one more source."""
-  dtype = accumulator(out_TD, lse_T, query_D, partial_TD)
+  dtype = dispatch.accumulator(out_TD, lse_T, query_D, partial_TD)
   mixed_TD = _mix(out_TD, lse_T, query_D, partial_TD.astype(dtype), eps)
   return mixed_TD.astype(out_TD.dtype)
 
@@ -16,7 +18,7 @@ def merge_norm(
   out_TD, lse_T, query_D, partial_TD, update_TD, gain_D, *, eps, norm_eps
 ):
   """Adds the update, merges, and applies the next sublayer's pre-norm."""
-  dtype = accumulator(out_TD, lse_T, query_D, partial_TD)
+  dtype = dispatch.accumulator(out_TD, lse_T, query_D, partial_TD)
   total_TD = partial_TD.astype(dtype)
   if update_TD is not None:
     total_TD = total_TD + update_TD.astype(dtype)
@@ -42,8 +44,3 @@ def _rms_norm(x_TD, eps):
 
 def _row(x_D, dtype, like_TD):
   return x_D.astype(dtype).reshape((1,) * (like_TD.ndim - 1) + (-1,))
-
-
-def accumulator(*arrays):
-  """The dtype of scores and sums: float32, or float64 when any input is."""
-  return jnp.result_type(jnp.float32, *(array.dtype for array in arrays))

@@ -18,9 +18,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
+from attnres_kernels import dispatch
 from attnres_kernels.kda import pallas_tpu_chunk as chunk_lib
 
-_VMEM_BYTES = 56 * 2**20  # Of 64 MiB on v5p and tpu7x, 128 on the others.
 _DTYPES = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 
 
@@ -149,7 +149,7 @@ class _Call:
       ],
       compiler_params=pltpu.CompilerParams(
         dimension_semantics=("parallel", "parallel", "arbitrary"),
-        vmem_limit_bytes=_VMEM_BYTES,
+        vmem_limit_bytes=dispatch.TPU_VMEM_BYTES,
       ),
       cost_estimate=self._cost(name, inputs, outputs),
       interpret=self.interpret,

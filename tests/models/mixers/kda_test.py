@@ -161,7 +161,7 @@ def test_endless_decay_leaves_the_convolution():
 @pytest.mark.parametrize("pieces", [[12], [1] * 12, [2, 1, 7, 2], [9, 3]])
 def test_any_cut_of_a_sequence_is_the_same(pieces):
   module, x_BTD = _module(), _inputs()
-  state, outputs, start = module.init_state(BATCH), [], 0
+  state, outputs, start = module.init_cache(BATCH), [], 0
   for length in pieces:
     y, state = _extend(module, x_BTD[:, start : start + length], state)
     outputs.append(y)
@@ -185,7 +185,7 @@ def test_bfloat16():
   for leaf in jax.tree.leaves(gradient):
     assert leaf.dtype == jnp.float32
     assert np.any(leaf != leaf.astype(jnp.bfloat16).astype(jnp.float32))
-  y, state = _extend(module, x_BTD[:, :1], module.init_state(BATCH))
+  y, state = _extend(module, x_BTD[:, :1], module.init_cache(BATCH))
   _assert_close(y.astype(jnp.float32), expected[:, :1], 0.03)
   assert state.query_BKNH.dtype == jnp.bfloat16
 

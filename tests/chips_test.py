@@ -3,7 +3,7 @@
 
 import pytest
 
-from attnres_jax import flops
+from attnres_jax import chips
 
 
 @pytest.mark.parametrize(
@@ -23,9 +23,10 @@ from attnres_jax import flops
   ],
 )
 def test_chip_table(kind, peak):
-  assert flops.peak_flops_per_second(kind) == peak
+  chip = chips.chip_of(kind)
+  assert (chip and chip.peak_flops_per_second) == peak
 
 
 def test_utilisation():
-  assert flops.model_flop_utilisation(275e12, "TPU v4", 4) == 0.25
-  assert flops.model_flop_utilisation(275e12, "cpu", 4) is None
+  assert chips.model_flop_utilisation(275e12, "TPU v4", 4) == 0.25
+  assert chips.model_flop_utilisation(275e12, "cpu", 4) is None

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one JAX device could do: arithmetic, memory, links."""
+
+import dataclasses
+
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+  """One JAX device. TPU v2, v3 and 7x show two of them per chip.
+
+  Attributes:
+    peak_flops_per_second: of dense bfloat16 products (float16 where a chip has
+      no bfloat16).
+    hbm_bytes: of memory, as the compiler assumes it; the next one as well.
+    hbm_bytes_per_second: between memory and core.
+    link_bytes_per_second: over all links to other chips, one direction, as
+      published.
+    clock_hz: of the core.
+  """
+
+  peak_flops_per_second: float
+  hbm_bytes: float | None = None
+  hbm_bytes_per_second: float | None = None
+  link_bytes_per_second: float | None = None
+  clock_hz: float | None = None
+
+
+# By the start of `device_kind`; the longest match counts. The compiler shows v4
+# as two devices a chip.
+CHIPS = {
+  "TPU v2": Chip(22.5e12),
+  "TPU v3": Chip(61.5e12),
+  "TPU v4": Chip(275e12, 16 * _GIB, 615e9, 150e9),
+  "TPU v4 lite": Chip(138e12),
+  "TPU v5 lite": Chip(197e12, 16 * _GIB, 820e9, 200e9, 1.5e9),
+  "TPU v5e": Chip(197e12),
+  "TPU v5": Chip(459e12, 95 * _GIB, 2460e9, 600e9, 1.75e9),
+  "TPU v5p": Chip(459e12),
+  "TPU v6 lite": Chip(918e12, 32 * _GIB, 1640e9, 448e9, 1.75e9),
+  "TPU v6e": Chip(918e12),
+  "TPU7x": Chip(1153.5e12, 96 * _GIB, 3700e9, 600e9, 2.2e9),
+  "TPU v7x": Chip(1153.5e12),
+  "NVIDIA B200": Chip(2250e12),
+  "NVIDIA GB200": Chip(2500e12),
+  "NVIDIA H200": Chip(989e12),
+  "NVIDIA H100": Chip(989e12),
+  "NVIDIA H100 PCIe": Chip(756e12),
+  "NVIDIA GH200": Chip(989e12),
+  "NVIDIA A100": Chip(312e12),
+  "NVIDIA A10G": Chip(70e12),
+  "NVIDIA L4": Chip(121e12),
+  "NVIDIA L40S": Chip(362e12),
+  "Tesla T4": Chip(65e12),
+  "Tesla V100": Chip(125e12),
+}
+
+
+def chip_of(device_kind: str) -> Chip | None:
+  """The row of a device of this kind; None where there is none."""
+  rows = [kind for kind in CHIPS if _matches(device_kind, kind)]
+  return CHIPS[max(rows, key=len)] if rows else None
+
+
+def model_flop_utilisation(
+  flops_per_second: float, device_kind: str, num_devices: int
+) -> float | None:
+  """Share of the peak of all devices; None on CPU and unknown chips."""
+  chip = chip_of(device_kind)
+  if chip is None:
+    return None
+  return flops_per_second / (chip.peak_flops_per_second * num_devices)
+
+
+def _matches(device_kind: str, row: str) -> bool:
+  """Whether `row` starts `device_kind` and ends at the end of one of its words.
+
+  So "NVIDIA A100" takes "NVIDIA A100-SXM4-80GB", and "NVIDIA H100 PCIe" is
+  more than "NVIDIA H100", but "NVIDIA L4" does not take "NVIDIA L40S".
+  """
+  rest = device_kind[len(row) :]
+  return device_kind.startswith(row) and not rest[:1].isalnum()
