@@ -14,7 +14,7 @@ class Chip:
     peak_flops_per_second: of dense bfloat16 products (float16 where a chip has
       no bfloat16).
     hbm_bytes: of memory, as the compiler assumes it; the next one as well.
-    hbm_bytes_per_second: between memory and core.
+    hbm_bytes_per_second: bandwidth between memory and core.
     link_bytes_per_second: over all links to other chips, one direction, as
       published.
     clock_hz: of the core.
@@ -66,7 +66,7 @@ def chip_of(device_kind: str) -> Chip | None:
 def model_flop_utilisation(
   flops_per_second: float, device_kind: str, num_devices: int
 ) -> float | None:
-  """Share of the peak of all devices; None on CPU and unknown chips."""
+  """Fraction of the peak of all devices; None on CPU and unknown chips."""
   chip = chip_of(device_kind)
   if chip is None:
     return None
@@ -74,10 +74,10 @@ def model_flop_utilisation(
 
 
 def _matches(device_kind: str, row: str) -> bool:
-  """Whether `row` starts `device_kind` and ends at the end of one of its words.
+  """Whether `row` is a prefix of `device_kind` that ends at a word boundary.
 
-  So "NVIDIA A100" takes "NVIDIA A100-SXM4-80GB", and "NVIDIA H100 PCIe" is
-  more than "NVIDIA H100", but "NVIDIA L4" does not take "NVIDIA L40S".
+  So "NVIDIA A100" matches "NVIDIA A100-SXM4-80GB", but "NVIDIA L4" does not
+  match "NVIDIA L40S".
   """
   rest = device_kind[len(row) :]
   return device_kind.startswith(row) and not rest[:1].isalnum()

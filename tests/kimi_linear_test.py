@@ -115,7 +115,7 @@ def test_experts_are_reported_and_balanced(whole, config):
     assert 0 <= row["moe_max_violation"] <= row["moe_max_violation_worst"]
   _, model = checkpoint.load_model(whole)
   biases = np.asarray(model.sublayers["moe"].core.selection_bias[...])
-  # Each has moved by multiples of about the rate, and they sum to nothing.
+  # Each has moved by multiples of about the rate, and they sum to zero.
   assert biases.shape == (3, 8)
   assert np.abs(biases).max() > config.optim.balance_rate
   np.testing.assert_allclose(biases.sum(axis=1), 0, atol=1e-6)

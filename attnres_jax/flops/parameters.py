@@ -23,7 +23,7 @@ class Count:
     total: of all.
     idle: of those that no product with a token needs: of experts that it is not
       sent to, and of the embedding, which is looked up.
-    state: selection biases, which no gradient trains.
+    state: selection biases, which are not trained by gradients.
   """
 
   total: int = 0
@@ -60,7 +60,7 @@ def of_modules(model: config_lib.ModelConfig, kind: str) -> dict[str, Count]:
 
 
 def total(parts: Parts, *without: str) -> Count:
-  """The sum of all parts but those named."""
+  """The sum of all parts except these."""
   left = [count for name, count in parts.items() if name not in without]
   return sum(left, start=Count())
 

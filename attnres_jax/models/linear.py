@@ -2,10 +2,10 @@
 """The matrix product between activations and a weight, and what others cost.
 
 `attnres_jax.flops` counts the matrix products in the program of a module. Some
-operations cost less than their products (causal attention computes both halves
-of a triangle on most backends), some contain none (a short convolution), and
-some are kernels that differ from backend to backend. These are called through
-`counted`, which is a plain call unless somebody counts.
+operations cost less than their products (causal attention computes both
+triangles on most backends), some contain no product (a short convolution), and
+some are kernels that differ between backends. These are called through
+`counted`, which is a plain call except during counting.
 """
 
 from collections.abc import Callable
@@ -134,7 +134,7 @@ COUNTED.def_abstract_eval(lambda *operands, outs, **cost: outs)
 
 
 def counting() -> contextlib.AbstractContextManager:
-  """Programs traced within it show `COUNTED` in place of counted calls."""
+  """A context in which traced programs show `COUNTED` for counted calls."""
   return _counting(True)
 
 
@@ -146,7 +146,7 @@ def counted(
   outs: Any,
   scanned: Any = (),
 ) -> Any:
-  """`function(*args)`, which counts as so many FLOPs.
+  """Calls `function(*args)`, which counts as `flops` FLOPs.
 
   Args:
     function: of arrays.
@@ -154,8 +154,8 @@ def counted(
     flops: of the call; a multiply-add is two.
     part: see `Part`.
     outs: arrays or `ShapeDtypeStruct`s like its results.
-    scanned: arrays that add two FLOPs per entry on top, the first time that a
-      counted call meets each of them (the mean square of a depth source).
+    scanned: arrays that add two FLOPs per entry, the first time that a counted
+      call uses each of them (the mean square of a depth source).
   """
   if not _counting.value:
     return function(*args)

@@ -174,7 +174,7 @@ def layer_norms(sublayers: Sublayers, kinds: Sequence[str]) -> jax.Array:
 
 
 class Run(NamedTuple):
-  """Consecutive sublayers: `repeats` times those of `kinds`, in order."""
+  """Consecutive sublayers: `kinds`, repeated `repeats` times."""
 
   kinds: tuple[str, ...]
   repeats: int
@@ -184,15 +184,15 @@ class Run(NamedTuple):
     return len(self.kinds) * self.repeats
 
   def count(self, kind: str) -> int:
-    """Sublayers of this kind, over all repeats."""
+    """Number of sublayers of this kind, over all repeats."""
     return self.kinds.count(kind) * self.repeats
 
 
 def find_runs(kinds: Sequence[str]) -> tuple[Run, ...]:
   """Cuts a sequence of kinds into runs, greedily the longest repetition first.
 
-  Of two repetitions that reach equally far, the one with the shorter period is
-  taken. Sublayers that repeat nothing are runs of their own, of length one.
+  Of two repetitions of equal length, the one with the shorter period is chosen.
+  Sublayers that repeat nothing become runs of length one.
 
     a b a b c   ->   (a b) x 2, (c) x 1
   """
@@ -211,12 +211,12 @@ def find_runs(kinds: Sequence[str]) -> tuple[Run, ...]:
 
 
 def no_runs(kinds: Sequence[str]) -> tuple[Run, ...]:
-  """Every sublayer by itself."""
+  """Every sublayer as a separate run."""
   return tuple(Run((kind,), 1) for kind in kinds)
 
 
 def _repeats(kinds: tuple[str, ...], period: int) -> int:
-  """How often the first `period` kinds follow each other from the start."""
+  """How often the first `period` kinds are repeated from the start."""
   count = 1
   while kinds[count * period : (count + 1) * period] == kinds[:period]:
     count += 1

@@ -120,10 +120,10 @@ def balance_update(
   b <- b + rate (sign(e) - mean of sign(e)),  e = mean(load) - load
 
   Args:
-    bias: float32 [..., E]; leading axes are layers, each for itself.
-    load: [..., E], tokens per expert over the global batch. Any common factor
-      leaves the result alone.
-    rate: how far a bias moves per step; 0 leaves it.
+    bias: float32 [..., E]; leading axes are independent layers.
+    load: [..., E], tokens per expert over the global batch. A common factor
+      does not change the result.
+    rate: step size of the bias; 0 leaves it unchanged.
   """
   sign = jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
   return bias + rate * (sign - jnp.mean(sign, axis=-1, keepdims=True))

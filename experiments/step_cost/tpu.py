@@ -165,7 +165,7 @@ def traffic(text, clock, bandwidth) -> tuple[float, float]:
 
 
 def add_row(path, row) -> None:
-  """Writes the table again with the row in it, and all ratios to PreNorm."""
+  """Rewrites the table with the new row and all ratios to PreNorm."""
   csv_rows.put(path, row, _KEYS)
   rows = csv_rows.read(path)
   key = lambda row: tuple(row[k] for k in _KEYS if k != "arm")

@@ -235,7 +235,7 @@ def measure(arms, flush, rounds: int) -> dict[str, list[float]]:
 
 
 def write(rows, path) -> None:
-  """Replaces the table; rows of anything but a GPU never get there."""
+  """Replaces the table; refuses rows that are not from a GPU."""
   for row in rows:
     if "cpu" in row["device"].lower():
       raise ValueError(f"{path} is for GPUs, not for {row['device']}")

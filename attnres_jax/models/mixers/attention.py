@@ -60,7 +60,8 @@ def apply_rope(x_BTNH: jax.Array, theta: float) -> jax.Array:
 
   Args:
     x_BTNH: queries or keys, H even; positions count from 0 along T. Documents
-      packed into one row need no reset: only differences of positions enter.
+      packed into one row need no reset, because only position differences
+      matter.
     theta: base of the geometric frequencies.
   """
   length, half = x_BTNH.shape[1], x_BTNH.shape[-1] // 2

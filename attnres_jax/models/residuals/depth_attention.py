@@ -4,8 +4,8 @@
 Every token attends over its own depth, so each device runs the operators of
 `attnres_kernels` on its own tokens. Without a mesh these are those operators.
 
-A pair of query and source counts as a dot product and a weighted sum, a source
-as one mean square, however often its norm is computed again.
+For FLOPs, a (query, source) pair counts as a dot product and a weighted sum,
+and a source as one mean square, however often its norm is recomputed.
 """
 
 from collections.abc import Sequence
@@ -177,8 +177,8 @@ def depth_merge_norm(
 ) -> jax.Array:
   """The normalised merge of `attnres_kernels.depth_merge_norm`.
 
-  The kernel could also add the last output into the open sum. It is left to
-  the product that makes the output, which then writes no output at all.
+  The kernel could also add the last output to the open sum. Instead, the matrix
+  product that computes the output adds it, and then writes no output at all.
   """
 
   def merge(out_BTD, lse_BT, query_D, partial_BTD, gain_D):
