@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one JAX device could do: arithmetic, memory, links."""
+"""Peak rates of chips: arithmetic, memory, links."""
 
 import dataclasses
 
@@ -8,14 +8,14 @@ _GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """One JAX device. TPU v2, v3 and 7x show two of them per chip.
+  """One JAX device. TPU v2, v3 and 7x have two devices per chip.
 
   Attributes:
-    peak_flops_per_second: of dense bfloat16 products (float16 where a chip has
-      no bfloat16).
-    hbm_bytes: of memory, as the compiler assumes it; the next one as well.
+    peak_flops_per_second: of dense bfloat16 products (float16 if a chip has no
+      bfloat16).
+    hbm_bytes: memory, as assumed by the compiler, like the next field.
     hbm_bytes_per_second: bandwidth between memory and core.
-    link_bytes_per_second: over all links to other chips, one direction, as
+    link_bytes_per_second: bandwidth over all links to other chips, one way, as
       published.
     clock_hz: of the core.
   """
@@ -27,8 +27,8 @@ class Chip:
   clock_hz: float | None = None
 
 
-# By the start of `device_kind`; the longest match counts. The compiler shows v4
-# as two devices a chip.
+# By prefix of `device_kind`; the longest match counts. The compiler shows two
+# devices per v4 chip.
 CHIPS = {
   "TPU v2": Chip(22.5e12),
   "TPU v3": Chip(61.5e12),
@@ -58,7 +58,7 @@ CHIPS = {
 
 
 def chip_of(device_kind: str) -> Chip | None:
-  """The row of a device of this kind; None where there is none."""
+  """The row of a device of this kind; None if there is none."""
   rows = [kind for kind in CHIPS if _matches(device_kind, kind)]
   return CHIPS[max(rows, key=len)] if rows else None
 

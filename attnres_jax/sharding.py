@@ -62,13 +62,14 @@ STACK_CUTS = {"E": EXPERT}
 
 
 class Parameter(NamedTuple):
-  """A parameter's value, and what was said about it where it was created.
+  """A parameter's value, with the metadata from its creation.
 
   Attributes:
     name: its path, with slashes.
     axes: letters, such as `D|NH`.
     decays: whether weight decay applies to it.
-    load: it is a selection bias of experts, whose gradient is their load.
+    load: whether it is a selection bias of experts, whose gradient is their
+      load.
     value: an array or a `ShapeDtypeStruct`. Leading axes that `axes` does not
       name are stacked sublayers.
   """
@@ -91,7 +92,7 @@ def map_parameters(
 ) -> Any:
   """The tree with each parameter's value replaced by `function` of it.
 
-  In an optimiser's state, moments take the place of values.
+  In an optimiser's state, moments are treated like values.
 
   Args:
     function: see above.
@@ -321,7 +322,7 @@ def by_rows(
 
 
 def row_cut(axes: str) -> PartitionSpec:
-  """How `ROWS` shard a matrix with these letters, of one sublayer."""
+  """How `ROWS` shard a matrix of one sublayer with these letters."""
   return PartitionSpec(*(a if a in ROWS else None for a in _cuts(axes)))
 
 
@@ -416,7 +417,7 @@ def _axis_sizes(
 
 
 def _cuts(axes: str) -> list[str | None]:
-  """The mesh axis of each letter of a matrix; none of a vector."""
+  """The mesh axis of each letter of a matrix; none for a vector."""
   if "|" not in axes:
     return []
   *stack, rows, columns = axes.split("|")

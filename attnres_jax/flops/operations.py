@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """FLOPs of one token, counted in the traced modules of a configuration.
 
-One multiply-add is two FLOPs, products with a triangle (causal attention, the
-inside of a chunk of KDA) count half, backward is twice forward, and
-recomputation under remat does not count. Norms, activations and plain residual
-additions are left out; depth attention (arXiv:2603.15031, Eq. 2-4) is counted,
-and reported apart. What a program cannot say is said in the module, by
+One multiply-add is two FLOPs, triangular products (causal attention, the inside
+of a chunk of KDA) count half, backward is twice forward, and recomputation
+under remat does not count. Norms, activations and plain residual additions are
+left out; depth attention (arXiv:2603.15031, Eq. 2-4) is counted and reported
+separately. Modules declare costs that their program does not show with
 `models.linear.counted`.
 """
 
@@ -64,7 +64,7 @@ def flops_per_token(
   parts = dict.fromkeys(("projections", "attention", "recurrence", "mlp"), 0.0)
   plain = dataclasses.replace(model, residual=config_lib.ResidualConfig())
   for i, kind in enumerate(model.sublayer_kinds):
-    # Mixers and MLPs take turns.
+    # Mixers and MLPs alternate.
     own = "mlp" if i % 2 else "projections"
     core = sublayer.CORES.get(kind)
     of_kind = _of_sublayer(core, kind, plain, sequence_length)
@@ -81,7 +81,7 @@ def flops_per_token(
 def _of_sublayer(
   registered: Any, kind: str, model: config_lib.ModelConfig, length: int
 ) -> dict[linear.Part, float]:
-  """Of one sublayer and token; `registered` is what the cache goes by."""
+  """FLOPs of one sublayer and token; `registered` is part of the cache key."""
   del registered
   core = sublayer.abstract_core(kind, model)
   x_BTD = jax.ShapeDtypeStruct((1, length, model.width), model.dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers of parameters, of the abstract network that a configuration makes."""
+"""Numbers of parameters, counted in the abstract network of a configuration."""
 
 from collections.abc import Mapping
 import dataclasses
@@ -21,8 +21,8 @@ class Count:
 
   Attributes:
     total: of all.
-    idle: of those that no product with a token needs: of experts that it is not
-      sent to, and of the embedding, which is looked up.
+    idle: parameters that no product with a token uses: of experts that it is
+      not routed to, and of the embedding, which is a lookup.
     state: selection biases, which are not trained by gradients.
   """
 
@@ -55,7 +55,7 @@ def of_parts(model: config_lib.ModelConfig) -> dict[str, Count]:
 
 
 def of_modules(model: config_lib.ModelConfig, kind: str) -> dict[str, Count]:
-  """Modules and parameters of all sublayers of a kind, without pre-norms."""
+  """Parameters of all sublayers of a kind by module, without pre-norms."""
   return dict(_modules(model, *_registered(model))[kind])
 
 
@@ -66,7 +66,7 @@ def total(parts: Parts, *without: str) -> Count:
 
 
 def _registered(model: config_lib.ModelConfig) -> list[Any]:
-  """The classes behind the names in a config, which a notebook may replace."""
+  """The classes of the names in a config, which a notebook may replace."""
   cores = [sublayer.CORES.get(kind) for kind in set(model.sublayer_kinds)]
   return [residuals.RESIDUALS.get(model.residual.name), *cores]
 
@@ -76,7 +76,7 @@ def _modules(
   model: config_lib.ModelConfig, *registered: Any
 ) -> dict[str, Parts]:
   """{part: {module: count}} of a network."""
-  del registered  # What the cache goes by.
+  del registered  # Part of the cache's key.
   found: dict[str, dict[str, Count]] = {}
 
   def add(parameter: sharding.Parameter) -> None:
@@ -85,7 +85,7 @@ def _modules(
     count = _count(model, part, parameter)
     modules[module] = modules.get(module, Count()) + count
 
-  # A vocabulary that is not known yet has no entries.
+  # An unknown vocabulary counts as empty.
   known = dataclasses.replace(model, vocab_size=model.vocab_size or 1)
   network = jax.eval_shape(lambda: models.build_model(known))
   sharding.map_parameters(add, network)
@@ -110,7 +110,7 @@ def _count(
 ) -> Count:
   size, idle = parameter.value.size, 0
   if part == "embedding" and not model.tie_embeddings:
-    idle = size  # A token looks one row up; the head is a product.
+    idle = size  # A token looks up one row; the head is a product.
   if parameter.axes.startswith("E|"):
     idle = (
       size // model.moe.num_experts * (model.moe.num_experts - model.moe.top_k)

@@ -21,8 +21,8 @@ _RENAMES = ("convert_element_type", "name", "copy", "reshape", "squeeze")
 def flops(function: Callable[..., Any], *args: Any) -> dict[linear.Part, float]:
   """FLOPs of `function(*args)` by part; None for products outside any part.
 
-  One multiply-add is two. Norms, activations and additions do not count, and
-  of calls through `linear.counted` what is said there.
+  One multiply-add is two. Norms, activations and additions do not count. Calls
+  through `linear.counted` count as declared there.
 
   Args:
     function: of arrays, with its kernels behind `linear.counted`.

@@ -93,7 +93,7 @@ class Cache:
 
 
 def of_caches(model: config_lib.ModelConfig) -> dict[str, Cache]:
-  """All mixers of each kind together, by the caches that they make."""
+  """The sum over all mixers of each kind, from their caches."""
   caches: dict[str, Cache] = {}
   for kind in dict.fromkeys(model.sublayer_kinds):
     core = sublayer.abstract_core(kind, model)

@@ -16,11 +16,11 @@ Modules are `flax.nnx` modules used as plain pytrees: `jax.jit`, `jax.grad`,
 `jax.lax.scan` and `jax.checkpoint` act on the module itself, every leaf is a
 float32 parameter, nothing is mutated in a forward pass.
 
-A parameter names its axes where it is made, `nnx.Param(value, axes="D|NH")`,
-by the letters above, without those of stacked layers. Bars make it a matrix,
-rows|columns, or stack|rows|columns; what has no bar is a vector for each of its
-axes but the last. From that follow how a mesh cuts it (`attnres_jax.sharding`)
-and who trains it (`attnres_jax.optimizer`).
+A parameter names its axes where it is created, `nnx.Param(value, axes="D|NH")`,
+by the letters above, without those of stacked layers. With bars it is a matrix,
+rows|columns, or a stack of matrices, stack|rows|columns; without a bar, it is
+an array of vectors along its last axis. This determines how a mesh shards it
+(`attnres_jax.sharding`) and how it is trained (`attnres_jax.optimizer`).
 """
 
 from attnres_jax.models.stack import Trace

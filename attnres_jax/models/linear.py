@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The matrix product between activations and a weight, and what others cost.
+"""The matrix product of activations and a weight, and declared costs.
 
 `attnres_jax.flops` counts the matrix products in the program of a module. Some
 operations cost less than their products (causal attention computes both
@@ -26,14 +26,14 @@ PRODUCT = "product"
 
 
 def matrices(init_std: float, rngs: nnx.Rngs) -> Callable[..., nnx.Param]:
-  """`matrix(axes, *shape)`: float32 weights, each drawn with a key of its own.
+  """`matrix(axes, *shape)`: float32 weights, each drawn with a new key.
 
   Args:
     init_std: standard deviation of the normal distribution they are drawn from.
     rngs: of the module.
 
   Returns:
-    A function of the letters of the axes, as in `D|NH`, and their sizes.
+    A function of the letters of the axes, such as `D|NH`, and their sizes.
   """
   init = jax.nn.initializers.normal(init_std)
 

@@ -41,7 +41,7 @@ class Sublayer(nnx.Module):
 
 
 def abstract_core(kind: str, config: config_lib.ModelConfig) -> nnx.Module:
-  """What a sublayer of this kind computes behind its norm, without arrays."""
+  """The core of a sublayer of this kind, with abstract arrays."""
   return jax.eval_shape(
     lambda: Sublayer(kind, config, rngs=nnx.Rngs(params=0)).core
   )

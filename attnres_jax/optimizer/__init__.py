@@ -2,26 +2,25 @@
 """Optimisers built from optax transformations, without schedules.
 
   weights            clipping -> AdamW or Muon -> weight decay -> learning rate
-  selection biases   balancing of the experts' load, at a rate of its own
+  selection biases   balancing of the experts' load, at a separate rate
 
-A parameter says where it is made which of its axes are a matrix, whether it
-decays, and whether it is a selection bias. A transformation holds no
-schedule: each update is told its rates (`learning_rate`, `balance_rate`), so
-that a step that is left out does not count, and a restored state is one.
+A parameter declares, where it is created, which of its axes form a matrix,
+whether it decays, and whether it is a selection bias. Transformations contain no
+schedule: each update is given its rates (`learning_rate`, `balance_rate`), so
+that a skipped step does not count and a restored state is consistent.
 
-The choices behind it (Moonlight, arXiv:2502.16982, where nothing else is said):
+The rules follow Moonlight (arXiv:2502.16982) unless marked as our choice:
 
-  matrices of mixers, MLPs, experts, routers   Muon, each expert by itself
-  embedding, head: whatever has an axis V      AdamW
+  matrices of mixers, MLPs, experts, routers   Muon, each expert separately
+  embedding and head (axes with V)             AdamW
   vectors                                      AdamW
-  decay                                        of everything, gains of norms too
-                                               (Moonlight finds it important),
-                                               but for `decays=False`: a_log and
-                                               dt_bias of KDA, pseudo-queries
-                                               and key gains (our choice)
-  selection biases of experts (`load=True`)    a rule of their own: clipping,
-                                               norms, decay and both optimisers
-                                               pass them by
+  decay                                        everything, including gains of
+                                               norms, except `decays=False`:
+                                               a_log and dt_bias of KDA,
+                                               pseudo-queries and key gains (our
+                                               choice)
+  selection biases of experts (`load=True`)    `balance_update`, without clipping,
+                                               norms, decay or an optimiser
 """
 
 from collections.abc import Callable, Mapping

@@ -34,7 +34,7 @@ def scale_by_muon(
 ) -> optax.GradientTransformation:
   """Turns gradients of matrices into updates, before the learning rate.
 
-  Parameters say which of their axes are the matrix.
+  Parameters declare which of their axes form the matrix.
   """
 
   def directions(updates: Any, params: Any) -> Any:
@@ -60,7 +60,7 @@ def as_matrices(x: jax.Array, axes: str) -> jax.Array:
   """`x` [*batch, *rows, *columns] as [*batch, R, C], by its letters.
 
   A projection onto N heads of width H is ONE matrix of D rows and N H columns.
-  The batch are stacked sublayers, which `axes` does not name, and experts.
+  The batch axes are stacked sublayers, which `axes` does not name, and experts.
 
   Raises:
     ValueError: `x` has fewer axes.

@@ -251,6 +251,6 @@ def _number(value: float | None) -> str:
 
 
 def _loss(row: Mapping[str, Any]) -> float | None:
-  """Of a row of metrics; None where there is none, or it was not finite."""
+  """A value of a row of metrics; None if missing or not finite."""
   value = row.get("loss")
   return None if value is None else float(value)

@@ -48,7 +48,7 @@ class Attention(nnx.Module):
     return linear.linear(mixed_BTNH, self.output[...], 2)
 
   def init_cache(self, batch: int, length: int) -> tuple[jax.Array, jax.Array]:
-    """Keys and values of `length` tokens per row, all zeros."""
+    """A cache of keys and values for `length` tokens per row, all zeros."""
     shape = batch, length, *self.key[...].shape[1:]
     return jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)
 

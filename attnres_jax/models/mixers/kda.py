@@ -121,7 +121,7 @@ class Kda(nnx.Module):
     return self._outputs(x_BTD, o_BTNH)
 
   def init_cache(self, batch: int, length: int = 0) -> KdaState:
-    """The state before the first token, all zeros, whatever the `length`."""
+    """The state before the first token: zeros, for any `length`."""
     del length
     taps, heads, head = self.query_conv[...].shape
     tail_BKNH = jnp.zeros((batch, taps - 1, heads, head), self.dtype)
@@ -214,7 +214,7 @@ def _feature(padded_BPNH, taps_KNH, segment_ids_BT, unit):
 
 
 def _recurrence_flops(shape_BTNH, chunk):
-  """Of the chunkwise form; products with triangles count half.
+  """FLOPs of the chunkwise form; triangular products count half.
 
   Per head and token, with keys and values H wide and chunks of C tokens:
 

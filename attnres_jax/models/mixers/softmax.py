@@ -69,7 +69,7 @@ def causal_attention(
     sharding.HEADS,
   )
   *tokens_and_heads, width = query_BTNH.shape
-  # Causal: half of all pairs count, whatever a kernel computes.
+  # Causal: half of all pairs count, even if a kernel computes more.
   pairs = math.prod(tokens_and_heads) * query_BTNH.shape[1] / 2
   shape = *tokens_and_heads, value_BTKV.shape[-1]
   return linear.counted(

@@ -2,7 +2,8 @@
 """Shared by Full and Block AttnRes: queries, and one softmax over depth.
 
 Every token attends over its own depth, so each device runs the operators of
-`attnres_kernels` on its own tokens. Without a mesh these are those operators.
+`attnres_kernels` on its own tokens. Without a mesh, the functions here are
+those operators.
 
 For FLOPs, a (query, source) pair counts as a dot product and a weighted sum,
 and a source as one mean square, however often its norm is recomputed.

@@ -46,7 +46,7 @@ class PreNorm(base.Residual):
 class Rescaled(PreNorm):
   """h_{l+1} = l/(l+1) h_l + 1/(l+1) f_l(h_l): the mean of earlier values.
 
-  Equals Equals Full AttnRes with queries frozen at zero.
+  Equals Full AttnRes with queries frozen at zero.
   """
 
   style = base.Style("Rescaled", "#b5651d", "v", (0, (4, 2.5)))
