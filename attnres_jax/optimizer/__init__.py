@@ -5,9 +5,9 @@
   selection biases   balancing of the experts' load, at a separate rate
 
 A parameter declares, where it is created, which of its axes form a matrix,
-whether it decays, and whether it is a selection bias. Transformations contain no
-schedule: each update is given its rates (`learning_rate`, `balance_rate`), so
-that a skipped step does not count and a restored state is consistent.
+whether it decays, and whether it is a selection bias. Transformations contain
+no schedule: each update is given its rates (`learning_rate`, `balance_rate`),
+so that a skipped step does not count and a restored state is consistent.
 
 The rules follow Moonlight (arXiv:2502.16982) unless marked as our choice:
 
@@ -19,8 +19,8 @@ The rules follow Moonlight (arXiv:2502.16982) unless marked as our choice:
                                                a_log and dt_bias of KDA,
                                                pseudo-queries and key gains (our
                                                choice)
-  selection biases of experts (`load=True`)    `balance_update`, without clipping,
-                                               norms, decay or an optimiser
+  selection biases of experts (`load=True`)    `balance_update`; no clipping,
+                                               norms, decay or optimiser
 """
 
 from collections.abc import Callable, Mapping
