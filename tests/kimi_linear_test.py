@@ -121,7 +121,7 @@ def test_experts_are_reported_and_balanced(whole, config):
   np.testing.assert_allclose(biases.sum(axis=1), 0, atol=1e-6)
 
 
-def test_stopped_run_goes_on_bit_for_bit(whole, config, tmp_path):
+def test_stopped_run_resumes_bit_for_bit(whole, config, tmp_path):
   run = shutil.copytree(whole, tmp_path / "run")
   tiny_run.rewind(run, 12)
   train.train_and_evaluate(config, run)

@@ -187,7 +187,7 @@ def test_not_finite_is_found_between_rows_too(make):
     log.drain()
 
 
-def test_skipping_goes_on(make):
+def test_skipping_continues(make):
   log, sink = make(on_nan="skip")
   log.add(1, _metrics(1, finite=False, loss=np.nan))
   log.add(2, _metrics(2))

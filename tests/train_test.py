@@ -83,7 +83,7 @@ def test_what_a_run_leaves(whole, fields):
   assert all(row["seconds"] > 0 for row in compiled)
 
 
-def test_a_run_goes_on_where_it_was_on_another_mesh(whole, run, fields):
+def test_a_run_resumes_on_another_mesh(whole, run, fields):
   tiny_run.rewind(run, 10)
   tiny_run.train_here(run, fields | {"mesh.fsdp": 2})
   (resume,) = tiny_run.events(run, "resume")
@@ -241,7 +241,7 @@ def test_changed_config_when_told(run, fields):
   assert config.optim.peak_lr == 1e-5
 
 
-def test_harmless_changes_are_not_asked_about(whole, run, fields):
+def test_harmless_changes_are_accepted(whole, run, fields):
   tiny_run.rewind(run, 15)
   changed = fields | {
       "name": "other", "log.tensorboard": True, "checkpoint.keep_last": 1,

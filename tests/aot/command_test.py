@@ -61,7 +61,7 @@ def test_what_does_not_fit():
   assert "262144" in largest
 
 
-def test_a_slice_that_there_is_not():
+def test_an_unknown_slice():
   done = _run(topology="v5e:3x5")
   assert done.returncode == 2 and not done.stdout
   (line,) = done.stderr.strip().splitlines()

@@ -41,7 +41,7 @@ def test_every_shape_has_as_many_chips_as_its_name_says():
     ),
   ],
 )
-def test_names_that_there_are_not(name, message):
+def test_unknown_names(name, message):
   with pytest.raises(config_lib.ConfigError, match=message):
     topology.topology_name(name)
 

@@ -122,7 +122,7 @@ class TestPrepare:
     again = {p.name: p.stat().st_mtime_ns for p in self.output.iterdir()}
     assert again == times
 
-  def test_goes_on_after_an_interruption(self):
+  def test_resumes_after_an_interruption(self):
     self._prepare()
     expected = self._contents()
     for path in self.output.iterdir():

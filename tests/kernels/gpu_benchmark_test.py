@@ -31,7 +31,7 @@ class StatisticsTest(parameterized.TestCase):
     self.assertBetween(widths[0] / widths[1], 5, 20)
     self.assertEqual(protocol.median_interval([2.0] * 9), (2.0, 2.0, 2.0))
 
-  def test_turns_weigh_a_drift_alike(self):
+  def test_alternating_order_cancels_a_drift(self):
     order = protocol.turns(["a", "b", "c"], 4)
     self.assertEqual(order[:6], ["a", "b", "c", "c", "b", "a"])
     places = {name: [] for name in "abc"}

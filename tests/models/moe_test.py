@@ -143,7 +143,7 @@ def test_weights_sum_to_the_factor():
   assert np.all(np.diff(np.sort(expert_UK, axis=1), axis=1) > 0)
 
 
-def test_bias_changes_who_is_chosen_and_nothing_else():
+def test_bias_only_changes_which_experts_are_chosen():
   module, x_UD = _module(), _inputs().reshape(-1, WIDTH)
   weight_UK, expert_UK = module.route(x_UD)
   score_UE = np.asarray(jax.nn.sigmoid(x_UD @ module.router[...]))
@@ -365,7 +365,7 @@ def test_dealt_experts_in_bfloat16():
     assert np.any(leaf != leaf.astype(jnp.bfloat16).astype(jnp.float32))
 
 
-def test_pieces_hold_what_is_usual_and_no_more():
+def test_pieces_hold_the_usual_number_of_rows():
   """Memory of rows does not grow with the devices that tokens come from."""
   tokens = jax.ShapeDtypeStruct((64, 4, WIDTH), jnp.float32)
   module = jax.eval_shape(lambda: _module(num_experts=32))

@@ -95,7 +95,7 @@ def test_none_keeps_far_more(fields):
   assert sum(map(jaxprs.nbytes, kept)) > 4 * (vectors + statistics)
 
 
-def test_dots_keeps_products_besides():
+def test_dots_also_keeps_products():
   fields = dict(name="block_attnres", block_size=4)
   kept = {
     remat: _saved(remat, **fields)[0] for remat in ("full", "dots", "none")

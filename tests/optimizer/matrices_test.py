@@ -12,7 +12,7 @@ from attnres_jax import optimizer
 from attnres_jax.optimizer import muon
 
 
-def test_trained_leaves_out_nothing_but_selection_biases():
+def test_trained_leaves_out_only_selection_biases():
   tree = {
     "router": nnx.Param(jnp.zeros((2, 3)), axes="D|E"),
     "bias": nnx.Param(jnp.zeros(3), axes="E", load=True),

@@ -27,7 +27,7 @@ def fields(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_ranks_stop_together_and_go_on_on_another_mesh(fields, tmp_path):
+def test_ranks_stop_together_and_resume_on_another_mesh(fields, tmp_path):
   one, two = tmp_path / "one", tmp_path / "two"
   tiny_run.finish(tiny_run.start(one, fields))
 

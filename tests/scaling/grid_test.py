@@ -179,6 +179,6 @@ def test_branches_name_their_trunk():
   assert branch.overrides == {"steps": 20}
 
 
-def test_a_slug_says_everything_once():
+def test_a_slug_names_everything_once():
   assert grid.slug_of({"seed": 1, "data.seed": 1}) == "seed1"
   assert grid.slug_of({"seed": 1, "data.seed": 2}) == "seed1-seed2"

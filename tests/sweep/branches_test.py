@@ -46,7 +46,7 @@ def _train(folder, run):
   return train.train_and_evaluate(folder_lib.run_config(run), folder / run.name)
 
 
-def test_branch_ends_like_a_run_of_its_own(sweep, tmp_path):
+def test_branch_ends_like_a_separate_run(sweep, tmp_path):
   folder = tmp_path / "sweep"
   trunk, branch = sweep
   assert branch.branch_of == trunk.name

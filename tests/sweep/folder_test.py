@@ -122,7 +122,7 @@ def test_unknown_run_and_empty_folder(tmp_path):
     folder.read_run(tmp_path, "nix")
 
 
-def test_a_folder_that_was_removed_is_made_anew(tmp_path, source):
+def test_a_folder_that_was_removed_is_created_again(tmp_path, source):
   _, gone, _ = before = tiny_sweep.prepare(tmp_path / "sweep", source)
   shutil.rmtree(tmp_path / "sweep" / gone.name)
   with pytest.raises(

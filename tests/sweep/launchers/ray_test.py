@@ -247,7 +247,7 @@ def test_a_gang_that_loses_workers_ends_like_one_that_does_not(tmp_path):
 
 @needs_ray
 @pytest.mark.slow
-def test_a_run_that_cannot_be_trained_fails_and_others_go_on(tmp_path):
+def test_a_run_that_cannot_be_trained_fails_and_others_continue(tmp_path):
   fields = FIELDS | tiny_run.corpus(tmp_path) | {"train.steps": 20}
   folder = tmp_path / "sweep"
   good, bad = _prepare(folder, fields, [1, 2])
