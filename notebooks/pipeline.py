@@ -78,8 +78,8 @@ plt.show()
 
 # %% [markdown]
 # Idle time over work time, and how many units (chunks of microbatches) wait for
-# their backward on the fullest rank. `experiments/pipeline_cost` compares this
-# order with others, in lockstep and running freely.
+# their backward pass on the fullest rank. `experiments/pipeline_cost` compares
+# this order with others, in lockstep and running freely.
 
 # %%
 ideal = (ranks - 1) / (virtual_stages * microbatches)
@@ -169,7 +169,7 @@ axes.spines[["top", "right"]].set_visible(False)
 plt.show()
 
 # %% [markdown]
-# And over the number of microbatches: flat.
+# It does not depend on the number of microbatches:
 
 # %%
 figure, axes = plt.subplots(figsize=(8, 3.2), layout="constrained")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A scheme and a mixer that the library has never heard of.
+"""A scheme and a mixer that are not part of the library.
 
 Each is a class in this file and one line that registers it. Everything else
-follows: training, FLOPs, meshes, optimisers, pipelines, compilation for TPUs
-that are not here, sweeps, tables and figures.
+follows: training, FLOPs, meshes, optimisers, pipelines, compilation for TPUs,
+sweeps, tables and figures.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ WIDTH, LENGTH, LAYERS = 16, 32, 4
 
 
 class Streams(residuals.Residual):
-  """Two streams; each sublayer learns what it reads of them and adds to them.
+  """Two streams; each sublayer learns what to read from and add to them.
 
   h_l = sum_m a_lm X_m,  X_m <- X_m + b_lm f_l(h_l),  h_out = X_1 + X_2
   """
@@ -72,7 +72,7 @@ class Streams(residuals.Residual):
 
 
 class Shift(nnx.Module):
-  """Mixes each token with the one before it: W_o (W_a x_t * W_b x_{t-1})."""
+  """Mixes each token with the previous one: W_o (W_a x_t * W_b x_{t-1})."""
 
   def __init__(self, config, *, rngs):
     matrix = linear.matrices(config.init_std, rngs)

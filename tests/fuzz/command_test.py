@@ -30,7 +30,7 @@ CONFIGS = (
     f"{tiny_run.ROOT}/README.md",
     f"{tiny_run.ROOT}",
 )  # fmt: skip
-# Config files that are none, and sweeps that do not work.
+# Invalid config files, and sweeps that fail.
 SOURCES = {
   "syntax": "def get_config(arg=None:\n",
   "import": "import nothing_of_this_name\n",
@@ -61,7 +61,7 @@ BARE = ("--distributed", "--", "extra", "-", "--=", "--config", "--nojson")
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-  """A folder of its own: relative paths are written somewhere, too."""
+  """A separate working directory, because relative paths are written too."""
   monkeypatch.chdir(tmp_path)
   for name, text in SOURCES.items():
     data = text if isinstance(text, bytes) else text.encode()
@@ -75,7 +75,7 @@ def here(tmp_path, monkeypatch):
 
 
 def _lines(options, bare=()):
-  """Argument lists: some of the options with some value, and other words."""
+  """Argument lists: random options with random values, and other words."""
   one = [
     st.tuples(st.just(name), st.sampled_from(choices)).map(
       lambda pair: f"--{pair[0]}={pair[1]}"
@@ -88,7 +88,7 @@ def _lines(options, bare=()):
 
 @laws.shares(120, 3000)
 def test_commands_with_flags(here, monkeypatch, cases, record_property):
-  """main, flops and aot, up to what they would compute."""
+  """main, flops and aot, up to their computation."""
   done = {"status": "stopped", "step": 3}
   monkeypatch.setattr(train, "train_and_evaluate", lambda *a, **kw: done)
   monkeypatch.setattr(topology, "devices", lambda *a: [])

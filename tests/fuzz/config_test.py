@@ -16,7 +16,7 @@ from tests.fuzz import laws
 
 SPEC = f"{tiny_run.ROOT}/configs/lm.py:size=micro"
 FIELDS = sorted(config_lib.flatten(config_lib.default_config().to_dict()))
-# A name of a section, and names that there are not.
+# The name of a section, and unknown names.
 NAMES = [*FIELDS, "model", "model.residual", "modle.width", "seed.x", "", "."]
 
 overrides = st.dictionaries(
@@ -48,7 +48,7 @@ def test_fields(cases, record_property):
 
 @laws.shares(150, 4000)
 def test_nested_values(cases, record_property):
-  """As from JSON: sections that are none, and values in their place."""
+  """As from JSON: sections replaced by values, and vice versa."""
   nested = st.dictionaries(
     st.sampled_from(["model", "data", "optim", "mesh", "seed", "x", "name"]),
     laws.values

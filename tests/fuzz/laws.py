@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The law of the fuzzer, and how a test draws its cases.
 
-Whatever the input: success, or exactly one line on stderr and an exit status of
-1 or 2; never a traceback.
+For any input: success, or exactly one line on stderr and exit status 1 or 2;
+never a traceback.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import pytest
 
 from attnres_jax import command_line
 
-# Numbers, texts and shapes of values that no field or flag was written for.
+# Numbers, texts and types of values that no field or flag expects.
 NUMBERS = (
     -1, 0, 1, 2, 3, 7, 1000, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 10**12, 10**20,
     10**400, -(2**63), 0.0, -0.0, 0.5, 1.0, 1.5, 1e-300, 1e-45, 1e-9, 1e38,
@@ -33,7 +33,7 @@ values = st.sampled_from(NUMBERS + TEXTS + OTHERS) | st.integers() | st.floats()
 
 
 def shares(default, slow):
-  """Runs a test with a few cases by default, with many behind `slow`."""
+  """Runs a test with a few cases by default, and with many if `slow`."""
   return pytest.mark.parametrize(
     "cases", [default, pytest.param(slow, marks=pytest.mark.slow)]
   )
@@ -73,7 +73,7 @@ def outcome(command, *args, per_run=False):
       status = command(*args) or 0
     except SystemExit as end:
       status = end.code or 0
-  # A bar of progress redraws its line.
+  # A progress bar redraws its line.
   lines = [line for line in err.getvalue().split("\n") if line[:1] != "\r"]
   out, err = out.getvalue(), "\n".join(lines)
   assert status in (0, 1, 2), (status, err)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any damage to any file of a sweep, under every command of it."""
+"""Any damage to any file of a sweep, with every command."""
 
 import json
 import shutil
@@ -45,7 +45,7 @@ def _edited(data, share, change):
 
 
 def _damaged(data, way, share, value):
-  """What is left of a file; None for nothing."""
+  """A damaged file; None if it is deleted."""
   at = int(share * len(data))
   match way:
     case "empty":
@@ -86,8 +86,8 @@ damages = st.tuples(
 
 @laws.shares(15, 1000)
 def test_damaged_sweeps(base, tmp_path, monkeypatch, cases, record_property):
-  """Runs that were not touched keep their rows, whatever became of another."""
-  # A worker that fails at once: nothing is trained here.
+  """Other runs keep their rows, whatever happens to the damaged one."""
+  # A worker that fails immediately: nothing is trained here.
   monkeypatch.setattr(worker, "command", lambda *_, **__: ["false"])
   monkeypatch.setattr(local, "_HELD_SECONDS", 0.01)
   monkeypatch.setattr(local, "_TICK_SECONDS", 0.002)
