@@ -13,7 +13,6 @@ from typing import Any
 from etils import epath
 
 from attnres_jax import config as config_lib
-from attnres_jax import flops
 from attnres_jax import goodput as goodput_lib
 from attnres_jax import metrics
 from attnres_jax import text_table
@@ -88,7 +87,7 @@ def _of_run(
   workdir = epath.Path(folder) / run.name
   config = folder_lib.run_config(run)
   length = config.data.sequence_length
-  per_token = flops.flops_per_token(config.model, length).train
+  per_token = rows_lib.counts(config.model, length)[0].train
   status, row = state.status, None
   with damage.of_file(workdir / "metrics.jsonl"):
     if status == state_lib.RUNNING and not claims.is_held(workdir):

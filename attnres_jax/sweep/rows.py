@@ -6,6 +6,7 @@ results can be committed and read without the folder they come from.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+import functools
 from typing import Any
 
 from etils import epath
@@ -96,15 +97,25 @@ def compute_of(config: config_lib.RunConfig) -> dict[str, Any]:
   """The columns that need no training: parameters, tokens, compute."""
   length = config.data.sequence_length
   tokens = config.train.steps * config.data.batch_size * length
-  counted = compute_lib.of_run(flops.flops_per_token(config.model, length))
-  count = parameters.total(
-    parameters.of_parts(config.model), "embedding", "head"
-  )
+  per_token, count = counts(config.model, length)
+  counted = compute_lib.of_run(per_token)
   computes = {
     f"compute_{name}": compute_lib.pflops_days(counted, tokens, name)
     for name in compute_lib.COUNTINGS
   }
   return {"active_params": count.active, "tokens": tokens} | computes
+
+
+@functools.cache
+def counts(
+  model: config_lib.ModelConfig, length: int
+) -> tuple[flops.FlopsPerToken, parameters.Count]:
+  """FLOPs per token, and parameters without embedding and head.
+
+  Programs are traced to count them: once, for the many looks at a sweep.
+  """
+  count = parameters.total(parameters.of_parts(model), "embedding", "head")
+  return flops.flops_per_token(model, length), count
 
 
 def by_scheme(rows: Iterable[Row], counting: str) -> dict[str, fit_lib.Runs]:
