@@ -70,6 +70,8 @@ class Parameter(NamedTuple):
     decays: whether weight decay applies to it.
     load: whether it is a selection bias of experts, whose gradient is their
       load.
+    wide: whether its products are in float32, whatever the dtype of
+      activations is.
     value: an array or a `ShapeDtypeStruct`. Leading axes that `axes` does not
       name are stacked sublayers.
   """
@@ -78,6 +80,7 @@ class Parameter(NamedTuple):
   axes: str
   decays: bool
   load: bool
+  wide: bool
   value: Any
 
   @property
@@ -108,7 +111,8 @@ def map_parameters(
     if isinstance(node, nnx.Variable):
       said = node.get_metadata()
       if "axes" in said:
-        about = said["axes"], said.get("decays", True), said.get("load", False)
+        about = said.get("decays", True), said.get("load", False)
+        about = said["axes"], *about, said.get("wide", False)
         return jax.tree.map(
           lambda x: function(Parameter(name, *about, x)), node
         )

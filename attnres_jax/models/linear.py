@@ -28,6 +28,8 @@ PRODUCT = "product"
 def matrices(init_std: float, rngs: nnx.Rngs) -> Callable[..., nnx.Param]:
   """`matrix(axes, *shape)`: float32 weights, each drawn with a new key.
 
+  More may be said of one, as in `sharding.Parameter`.
+
   Args:
     init_std: standard deviation of the normal distribution they are drawn from.
     rngs: of the module.
@@ -37,8 +39,9 @@ def matrices(init_std: float, rngs: nnx.Rngs) -> Callable[..., nnx.Param]:
   """
   init = jax.nn.initializers.normal(init_std)
 
-  def matrix(axes: str, *shape: int) -> nnx.Param:
-    return nnx.Param(init(rngs.params(), shape, jnp.float32), axes=axes)
+  def matrix(axes: str, *shape: int, **said: bool) -> nnx.Param:
+    value = init(rngs.params(), shape, jnp.float32)
+    return nnx.Param(value, axes=axes, **said)
 
   return matrix
 

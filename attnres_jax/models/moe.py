@@ -52,7 +52,7 @@ class Moe(nnx.Module):
     self.scaling_factor = shape.scaling_factor
     matrix = linear.matrices(config.init_std, rngs)
 
-    self.router = matrix("D|E", width, experts)
+    self.router = matrix("D|E", width, experts, wide=True)
     self.selection_bias = nnx.Param(
       jnp.zeros(experts, jnp.float32), axes="E", load=True
     )

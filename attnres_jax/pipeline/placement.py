@@ -65,8 +65,8 @@ class Placement:
     layout: which sublayers each chunk has.
     kinds: of all sublayers.
     specs: how each parameter is sharded between steps, a tree like the model.
-    dtype: in which weights that are sharded within the step are sent: that of
-      their products with activations.
+    dtypes: in which each parameter is sent if it is sharded within the step:
+      that of its products with activations; a tree like the model.
     gather_when: `pipeline.gather` of the config.
   """
 
@@ -74,7 +74,7 @@ class Placement:
   layout: layout_lib.Layout
   kinds: tuple[str, ...]
   specs: Any
-  dtype: jnp.dtype
+  dtypes: Any
   gather_when: str
 
   def collect(self, model: Any) -> Parameters:
@@ -118,16 +118,14 @@ class Placement:
     Sharded weights are sent and returned in the dtype in which they are used.
     """
 
-    def one(path: Any, w: jax.Array, spec: PartitionSpec) -> jax.Array:
-      name = jax.tree_util.keystr(path, simple=True, separator="/")
-      wide = name.removesuffix("/value").endswith(_WIDE)
-      if not wide and _axes(spec).intersection(self._cutting_axes):
-        w = w.astype(self.dtype)
+    def one(w: jax.Array, spec: PartitionSpec, dtype: jnp.dtype) -> jax.Array:
+      if _axes(spec).intersection(self._cutting_axes):
+        w = w.astype(dtype)
       return self._gather(self._cutting_axes, 1, w, spec)
 
     return {
-      kind: jax.tree_util.tree_map_with_path(
-        one, stacked, self.specs.sublayers[kind]
+      kind: jax.tree.map(
+        one, stacked, self.specs.sublayers[kind], self.dtypes.sublayers[kind]
       )
       for kind, stacked in weights.items()
     }
@@ -194,11 +192,6 @@ class Placement:
         if axis in over and self.mesh.shape[axis] > 1:
           w = jax.lax.all_gather(w, axis, axis=dim + skip, tiled=True)
     return w
-
-
-# Path suffixes of sharded parameters that are used without a cast. All others
-# are matrices of `models.linear` and `grouped`.
-_WIDE = ("router",)
 
 
 def _names(axes: Any) -> tuple[str, ...]:

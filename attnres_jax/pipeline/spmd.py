@@ -318,13 +318,15 @@ def make_pipeline(
   schedule = schedule_lib.make_schedule(layout, microbatches)
   pools = {kind: schedule.slot_pool(kind, rule=rule) for kind in memory.KINDS}
   specs = jax.tree.map(lambda s: s.spec, sharding.state_sharding(model, mesh))
-  dtype = jnp.dtype(config.model.dtype)
   differentiate = _DIFFERENTIATE[config.pipeline.schedule]
-  if differentiate is _by_autodiff:
-    # It would round gradients to the dtype in which weights are sent.
-    dtype = precision.wide(dtype)
+  dtype = jnp.dtype(config.model.dtype)
+  # Autodiff would round gradients to the dtype in which weights are sent.
+  wide = differentiate is _by_autodiff
+  dtypes = sharding.map_parameters(
+    lambda one: precision.wide(dtype) if wide or one.wide else dtype, model
+  )
   placement = placement_lib.Placement(
-    mesh, layout, config.model.sublayer_kinds, specs, dtype,
+    mesh, layout, config.model.sublayer_kinds, specs, dtypes,
     config.pipeline.gather,
   )  # fmt: skip
   stage = stage_lib.Stage(chunks, wire, **pools)
