@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many files somebody reads who follows one training step."""
+
+import pathlib
+import sys
+
+import jax
+
+import attnres_jax
+from attnres_jax import config as config_lib
+from attnres_jax import sharding
+from attnres_jax import train_state
+
+MOST = 24
+
+
+def test_a_step_is_followed_through_few_files():
+  """Functions that run while a plain step is made and traced, by file.
+
+  Left out are configuration and data, and kernels for other platforms than the
+  one at hand, which a program holds as branches.
+  """
+  config = config_lib.load_config(
+    "configs/lm.py:size=micro,runlocal", {"mesh.data": 1}
+  )
+  mesh = sharding.make_mesh(config.mesh)
+  files = set()
+
+  def called(frame, event, arg):
+    del event, arg
+    files.add(frame.f_code.co_filename)
+
+  shape = config.data.batch_size, config.data.sequence_length + 1
+  tokens = jax.ShapeDtypeStruct(shape, "int32")
+  # Not what another test has traced already.
+  jax.clear_caches()
+  sys.setprofile(called)
+  try:
+    program = train_state.make_program(config, mesh)
+    batch = {"tokens": tokens, "segment_ids": tokens}
+    jax.eval_shape(program.train_step, program.abstract_state, batch)
+  finally:
+    sys.setprofile(None)
+  root = pathlib.Path(attnres_jax.__file__).parents[1]
+  names = [
+    name
+    for file in files
+    if (name := file.removeprefix(f"{root}/")).startswith("attnres_jax/")
+    or "/attnres_kernels/" in name
+  ]
+  read = sorted(
+    name
+    for name in names
+    if not name.startswith(("attnres_jax/config/", "attnres_jax/data/"))
+    and "/pallas_" not in name
+    and not name.endswith("/flash.py")
+  )
+  assert "attnres_jax/models/stack.py" in read
+  assert len(read) <= MOST, "\n".join(read)
