@@ -94,7 +94,7 @@ def accept(name: str, value: Any, kind: Any) -> Any:
   allowed = {int: numbers.Integral, float: numbers.Real}.get(kind, kind)
   if not isinstance(value, allowed) or isinstance(value, bool) > (kind is bool):
     errors.fail_argument(name, value, f"a value of type {kind.__name__}")
-  if kind is str and "\0" in value:
+  if isinstance(value, str) and "\0" in value:
     errors.fail_argument(name, value, "text without a null character")
   return _number(name, value, kind) if kind in (int, float) else value
 

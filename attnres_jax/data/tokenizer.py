@@ -99,6 +99,7 @@ class HuggingFaceTokenizer(Tokenizer):
       import tokenizers
     except ImportError:
       paths.needs_extra("tokenizer", "hf", "tokenizers", "hf")
+    self._config = config
     path, self.sha256 = _vocabulary_file(config)
     try:
       self._tokenizer = tokenizers.Tokenizer.from_file(path)
@@ -117,13 +118,15 @@ class HuggingFaceTokenizer(Tokenizer):
     self.vocab_size = max(num_ids, self.separator_id + 1)
 
   def encode(self, text: str | bytes) -> np.ndarray:
-    encoding = self._tokenizer.encode(_to_str(text), add_special_tokens=False)
-    return np.asarray(encoding.ids, np.int32)
+    return self.encode_batch([_to_bytes(text)])[0]
 
   def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-    encodings = self._tokenizer.encode_batch(
-      [_to_str(text) for text in texts], add_special_tokens=False
-    )
+    try:
+      encodings = self._tokenizer.encode_batch(
+        [_to_str(text) for text in texts], add_special_tokens=False
+      )
+    except Exception as error:  # Such as a vocabulary without its [UNK].
+      _unreadable(self._config, "a tokenizer that can encode the text", error)
     return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
   def decode(self, ids: Iterable[int]) -> str:
