@@ -189,7 +189,12 @@ def _tiled_bwd(options, gradients, cotangent: LossSums):
   d_h_BTD, d_head_DV = gradients
   # Only `total` is differentiated; nll and z are for logging.
   scale = cotangent.total
-  return (scale * d_h_BTD).astype(d_h_BTD.dtype), scale * d_head_DV, None, None
+  return (
+    (scale * precision.widen(d_h_BTD)).astype(d_h_BTD.dtype),
+    scale * d_head_DV,
+    None,
+    None,
+  )
 
 
 _tiled.defvjp(_tiled_fwd, _tiled_bwd)

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 def wide(dtype: jax.typing.DTypeLike) -> jnp.dtype:
   """The dtype of sums over values of a dtype."""
-  return jnp.promote_types(dtype, jnp.float32)
+  dtype = jnp.dtype(dtype)
+  return dtype if dtype.itemsize > 4 else jnp.dtype(jnp.float32)
 
 
 def widen(x: jax.Array) -> jax.Array:

@@ -4,8 +4,11 @@
 Warnings are errors, see `filterwarnings` in pyproject.toml.
 """
 
+import importlib.metadata
 import os
 import pathlib
+
+from packaging import requirements
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # If libtpu is installed, it must neither look for a pod nor lock a device.
@@ -28,12 +31,32 @@ from tests import programs
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
 # A running program shares its threads with the compiler of the next one, and
 # its devices could then wait for each other forever.
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 # The suite compiles many tiny programs and runs each of them a few times.
 jax.config.update("jax_disable_most_optimizations", True)
 programs.share()
+
+
+def pytest_collection_modifyitems(items):
+  """Skips what needs a part that is optional and not here; see `markers`."""
+  for item in items:
+    for mark in item.iter_markers("needs"):
+      if reason := _missing(requirements.Requirement(mark.args[0])):
+        item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _missing(requirement):
+  try:
+    version = importlib.metadata.version(requirement.name)
+  except importlib.metadata.PackageNotFoundError:
+    return f"not run: {requirement.name} is not installed"
+  if not requirement.specifier.contains(version, prereleases=True):
+    return f"not run: needs {requirement}, this is {version}"
+  return None
+
 
 # A compiled program takes about seven memory mappings. Linux allows 65,530 per
 # process, and XLA crashes at the next one.

@@ -70,8 +70,8 @@ def test_a_cut_that_leaves_a_remainder(axis, axes, shape, message):
 
 
 @pytest.mark.parametrize("num_slices", [1, 2])
+@pytest.mark.needs("libtpu")
 def test_axes_that_divide_those_of_the_torus(num_slices):
-  pytest.importorskip("libtpu", reason="libtpu is not installed")
   devices = topology.devices("v5p:4x4x4", num_slices)
   sizes = dict(stage=8, data=num_slices, expert=8)
   mesh = sharding.make_mesh(config_lib.MeshConfig(**sizes), devices)
@@ -79,9 +79,9 @@ def test_axes_that_divide_those_of_the_torus(num_slices):
   assert {axis: mesh.shape[axis] for axis in sizes} == sizes
 
 
+@pytest.mark.needs("libtpu")
 def test_data_crosses_slices():
   """The other axes stay within a slice, whose devices are linked."""
-  pytest.importorskip("libtpu", reason="libtpu is not installed")
   devices = topology.devices("v5e:2x4", num_slices=2)
   config = config_lib.MeshConfig(data=4, fsdp=2, tensor=2)
   mesh = sharding.make_mesh(config, devices)

@@ -29,6 +29,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from attnres_jax import precision
 from attnres_jax import sharding
 from attnres_jax.models import grouped
 
@@ -100,9 +101,9 @@ def _backward(residuals, dy_UD):
     # of the weights.
     dhidden_RF = piece.hidden(dy_RD, down, transposed=True)
     dhidden_RF = dhidden_RF.astype(weight_UK.dtype)
-    dweight_R = jnp.sum(dhidden_RF * hidden_RF, axis=1)
+    dweight_R = jnp.sum(dhidden_RF * precision.widen(hidden_RF), axis=1)
     dgate_RF, dup_RF = pull((weight_R1 * dhidden_RF).astype(x_RD.dtype))
-    dy_RD = (weight_R1 * dy_RD).astype(x_RD.dtype)
+    dy_RD = (weight_R1 * precision.widen(dy_RD)).astype(x_RD.dtype)
     dx_RD = grouped.multiply(dgate_RF, gate, sizes_E, transposed=True)
     dx_RD += grouped.multiply(dup_RF, up, sizes_E, transposed=True)
     return (
@@ -179,7 +180,9 @@ class _Piece:
     order_R = jnp.argsort(self.token_R)
     rows_RD = rows_RD[order_R].astype(sum_VD.dtype)
     return sum_VD.at[self.token_R[order_R]].add(
-      weight_R[order_R, None] * rows_RD, mode="drop", indices_are_sorted=True
+      weight_R[order_R, None] * rows_RD,
+      mode="drop",
+      indices_are_sorted=True,
     )
 
   def put(self, values_P, values_R):

@@ -13,6 +13,7 @@ import jax
 from jax import ad_checkpoint
 import jax.numpy as jnp
 
+from attnres_jax import precision
 from attnres_jax import sharding
 from attnres_jax.models import linear
 
@@ -130,7 +131,7 @@ def _ragged_weights(x_PD, dy_PF, sizes_E):
     lhs_ragged_dimensions=(0,),
     rhs_group_dimensions=(),
   )
-  wide = jnp.promote_types(x_PD.dtype, jnp.float32)
+  wide = precision.wide(x_PD.dtype)
   return jax.lax.ragged_dot_general(
     x_PD, dy_PF, sizes_E, dimensions, preferred_element_type=wide
   )
@@ -140,7 +141,7 @@ def _looped_rows(x_PI, weight, sizes_E, *, transposed):
   size = min(_PIECE, x_PI.shape[0])
   contract = (((1,), (1 if transposed else 0,)), ((), ()))
   padded = jnp.pad(x_PI, ((0, size), (0, 0)))
-  wide = jnp.promote_types(x_PI.dtype, jnp.float32)
+  wide = precision.wide(x_PI.dtype)
 
   def one_piece(group, start, _, y):
     # The next piece overwrites what a piece writes after the end of its group.
@@ -159,7 +160,7 @@ def _looped_rows(x_PI, weight, sizes_E, *, transposed):
 
 def _looped_weights(x_PD, dy_PF, sizes_E):
   size = min(_PIECE, x_PD.shape[0])
-  wide = jnp.promote_types(x_PD.dtype, jnp.float32)
+  wide = precision.wide(x_PD.dtype)
   x_padded, dy_padded = (jnp.pad(a, ((0, size), (0, 0))) for a in (x_PD, dy_PF))
 
   def one_piece(group, start, stop, dweight):

@@ -49,7 +49,14 @@ __all__ = [
 
 
 def _adamw(config: config_lib.OptimConfig) -> optax.GradientTransformation:
-  return optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
+  adam = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
+
+  def update(updates, state, params=None):
+    # optax raises a float to the power of an integer count.
+    with jax.numpy_dtype_promotion("standard"):
+      return adam.update(updates, state, params)
+
+  return optax.GradientTransformation(adam.init, update)
 
 
 def _muon(config: config_lib.OptimConfig) -> optax.GradientTransformation:

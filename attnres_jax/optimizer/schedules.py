@@ -41,7 +41,7 @@ def make_schedule(config: config_lib.OptimConfig, steps: int) -> optax.Schedule:
     # Without a transition, optax would keep the first value, 0.
     warmup = optax.linear_schedule(0.0, config.peak_lr, config.warmup_steps)
     values = optax.join_schedules([warmup, rest], [config.warmup_steps])
-  return lambda step: values(step + 1)
+  return lambda step: values(jnp.asarray(step + 1, jnp.float32))
 
 
 def make_balance_schedule(
@@ -51,7 +51,9 @@ def make_balance_schedule(
   stop = _decay_start(config, steps) if config.schedule == "wsd" else math.inf
 
   def rate(step):
-    return jnp.where(jnp.asarray(step) < stop, config.balance_rate, 0.0)
+    return jnp.where(
+      jnp.asarray(step, jnp.float32) < stop, config.balance_rate, 0.0
+    )
 
   return rate
 

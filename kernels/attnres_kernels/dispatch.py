@@ -45,9 +45,13 @@ def check_eps(eps: float, name: str = "eps") -> None:
     raise ValueError(f"{name}={eps!r} must be a finite number of at least 0")
 
 
-def accumulator(*arrays: jax.Array) -> jnp.dtype:
-  """The dtype of scores and sums: float32, or float64 when any input is."""
-  return jnp.result_type(jnp.float32, *(array.dtype for array in arrays))
+def accumulator(*arrays: jax.Array | None) -> jnp.dtype:
+  """The dtype of scores, sums and states: float32, or float64 if any input is.
+
+  Not left to promotion, which may be strict.
+  """
+  wide = any(x is not None and x.dtype == jnp.float64 for x in arrays)
+  return jnp.dtype(jnp.float64 if wide else jnp.float32)
 
 
 @contextlib.contextmanager

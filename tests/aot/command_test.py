@@ -8,7 +8,7 @@ import pytest
 
 from tests import tiny_run
 
-pytest.importorskip("libtpu", reason="libtpu is not installed")
+pytestmark = pytest.mark.needs("libtpu")
 
 FIELDS = {
   "model.vocab_size": 260,

@@ -317,7 +317,6 @@ def test_every_way_to_write_groups(groups, axes):
 
 @functools.cache
 def _mesh():
-  pytest.importorskip("libtpu", reason="libtpu is not installed")
   config = config_lib.MeshConfig(data=2, fsdp=2, tensor=2)
   return sharding.make_mesh(config, topology.devices("v5e:2x4"))
 
@@ -336,6 +335,7 @@ def _program(function, *shapes, in_specs):
   return hlo.Program(jax.jit(split).lower(*arguments).compile().as_text())
 
 
+@pytest.mark.needs("libtpu")
 def test_batched_products_in_nested_loops():
   def body(x, w):
     def inner(x, _):
@@ -350,6 +350,7 @@ def test_batched_products_in_nested_loops():
   assert program.flops() == 3 * 7 * 2 * 4 * 256 * 128 * 128
 
 
+@pytest.mark.needs("libtpu")
 def test_what_is_sent_in_a_loop_and_after_it():
   def body(x):
     def step(x, _):
@@ -371,6 +372,7 @@ def test_what_is_sent_in_a_loop_and_after_it():
   assert (gather.count, gather.sent_bytes) == (1, 2 * 1024 * 256)
 
 
+@pytest.mark.needs("libtpu")
 def test_traffic_of_a_product_too_large_for_the_core():
   size = 16384
   program = _program(jnp.dot, (size, size), (size, size), in_specs=(P(), P()))

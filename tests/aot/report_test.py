@@ -13,7 +13,7 @@ from attnres_jax import flops
 from attnres_jax.aot import report
 from attnres_jax.aot import topology
 
-pytest.importorskip("libtpu", reason="libtpu is not installed")
+pytestmark = pytest.mark.needs("libtpu")
 
 
 def _config(**fields):

@@ -46,8 +46,8 @@ def test_unknown_names(name, message):
     topology.topology_name(name)
 
 
+@pytest.mark.needs("libtpu")
 def test_what_the_compiler_refuses():
-  pytest.importorskip("libtpu", reason="libtpu is not installed")
   with pytest.raises(config_lib.ConfigError, match="topology: got 'v5e:3x5'"):
     topology.devices("v5e:3x5")
 
@@ -55,14 +55,14 @@ def test_what_the_compiler_refuses():
 @pytest.mark.parametrize(
   "name,count", [("v5e:2x4", 8), ("v5p-8", 4), ("v6e:2x2", 4)]
 )
+@pytest.mark.needs("libtpu")
 def test_devices_have_a_row(name, count):
-  pytest.importorskip("libtpu", reason="libtpu is not installed")
   devices = topology.devices(name)
   assert len(devices) == count
   assert topology.chip(devices[0]).hbm_bytes > 2**33
 
 
+@pytest.mark.needs("libtpu")
 def test_several_slices():
-  pytest.importorskip("libtpu", reason="libtpu is not installed")
   devices = topology.devices("v5e:2x2", num_slices=2)
   assert [d.slice_index for d in devices] == [0] * 4 + [1] * 4

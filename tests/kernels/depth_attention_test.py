@@ -3,8 +3,6 @@
 
 import functools
 
-from absl.testing import absltest
-from absl.testing import parameterized
 import jax
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
@@ -93,13 +91,13 @@ PLAIN = ("reference", "xla", None)
 ALL = ("reference", "xla", "pallas_tpu")
 
 
-class DepthAttentionTest(parameterized.TestCase):
+class TestDepthAttention:
   def check(self, implementation, query, source, dout, dlse, as_bank=False):
     dtype = source.dtype
     sources = source if as_bank else tuple(source)
     out, lse, dquery, dsources = run(implementation, query, sources, dout, dlse)
-    self.assertEqual(out.dtype, dtype)
-    self.assertEqual(lse.dtype, jnp.float32)
+    assert out.dtype == dtype
+    assert lse.dtype == jnp.float32
     dsources = jnp.stack(dsources) if not as_bank else dsources
     out_, lse_ = oracle(query, source)
     dquery_, dsources_ = oracle_gradients(query, source, dout, dlse)
@@ -108,36 +106,40 @@ class DepthAttentionTest(parameterized.TestCase):
       1.1 * error(jnp.asarray(x, dtype), x) if dtype == jnp.bfloat16 else 0
       for x in (out_, dsources_)
     ]
-    self.assertLess(error(lse, lse_), 2e-6)
-    self.assertLess(error(out, out_), max(2e-6, stored[0]))
-    self.assertLess(error(dsources, dsources_), max(2e-6, stored[1]))
-    self.assertLess(error(dquery, dquery_), 5e-6)
+    assert error(lse, lse_) < 2e-6
+    assert error(out, out_) < max(2e-6, stored[0])
+    assert error(dsources, dsources_) < max(2e-6, stored[1])
+    assert error(dquery, dquery_) < 5e-6
 
-  @parameterized.product(
-    implementation=PLAIN,
-    dtype=("float32", "bfloat16"),
-    shape=((1, 1, (3,), 8), (3, 4, (2, 5), 24), (11, 3, (2, 2, 2), 40)),
-    as_bank=(False, True),
+  @pytest.mark.parametrize("implementation", PLAIN)
+  @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+  @pytest.mark.parametrize(
+    "shape", ((1, 1, (3,), 8), (3, 4, (2, 5), 24), (11, 3, (2, 2, 2), 40))
   )
+  @pytest.mark.parametrize("as_bank", (False, True))
   def test_plain_backends(self, implementation, dtype, shape, as_bank):
     self.check(implementation, *make(0, *shape, dtype), as_bank)
 
-  @parameterized.parameters(
-    ("float32", (3, 2, (20,), 40), False),  # Ragged tokens and width.
-    ("bfloat16", (2, 3, (2, 8), 136), True),
-    ("bfloat16", (14, 2, (1,), 40), False),  # One token.
-    ("bfloat16", (64, 3, (3,), 24), False),  # The most queries.
-    ("float32", (2, 17, (3,), 24), False),
+  @pytest.mark.parametrize(
+    "dtype,shape,as_bank",
+    [
+      ("float32", (3, 2, (20,), 40), False),
+      ("bfloat16", (2, 3, (2, 8), 136), True),
+      ("bfloat16", (14, 2, (1,), 40), False),
+      ("bfloat16", (64, 3, (3,), 24), False),
+      ("float32", (2, 17, (3,), 24), False),
+    ],
   )
   def test_pallas_tpu_interpreted(self, dtype, shape, as_bank):
     self.check("pallas_tpu", *make(1, *shape, dtype), as_bank)
 
-  @parameterized.parameters(False, True)
+  @pytest.mark.parametrize("as_bank", [False, True])
   @pytest.mark.slow
   def test_the_most_sources(self, as_bank):
     self.check("pallas_tpu", *make(1, 2, 130, (3,), 24, "bfloat16"), as_bank)
 
-  @parameterized.product(implementation=ALL, count=(0, 1, 3))
+  @pytest.mark.parametrize("implementation", ALL)
+  @pytest.mark.parametrize("count", (0, 1, 3))
   def test_bank_with_run_time_count(self, implementation, count):
     query, bank, dout, dlse = make(2, 2, 3, (5,), 24, "float32")
     # Unused slots may contain anything.
@@ -163,9 +165,10 @@ class DepthAttentionTest(parameterized.TestCase):
     np.testing.assert_allclose(dbank[:count], dbank_, atol=1e-5)
     np.testing.assert_array_equal(dbank[count:], 0)
 
-  @parameterized.product(
-    implementation=ALL,
-    case=(
+  @pytest.mark.parametrize("implementation", ALL)
+  @pytest.mark.parametrize(
+    "case",
+    (
       ("float32", "float32", False),
       ("bfloat16", "float32", False),
       ("bfloat16", "bfloat16", True),
@@ -192,9 +195,9 @@ class DepthAttentionTest(parameterized.TestCase):
         eps=EPS,
         implementation=implementation,
       )
-    self.assertIsInstance(dsources, jax.Array if as_bank else tuple)
+    assert isinstance(dsources, jax.Array if as_bank else tuple)
     dsources = jnp.stack(list(dsources))
-    self.assertEqual(dsources.dtype, old_dtype or dtype)
+    assert dsources.dtype == (old_dtype or dtype)
     dquery_, dsources_ = oracle_gradients(query, source, dout, dlse)
     if old is not None:
       dsources_ += np.float64(old)
@@ -205,10 +208,11 @@ class DepthAttentionTest(parameterized.TestCase):
       dsources.dtype == "bfloat16" or implementation == "reference"
     ):
       stored = 1.5 * error(jnp.asarray(dsources_, "bfloat16"), dsources_)
-    self.assertLess(error(dsources, dsources_), max(5e-6, stored))
-    self.assertLess(error(dquery, dquery_), 5e-6)
+    assert error(dsources, dsources_) < max(5e-6, stored)
+    assert error(dquery, dquery_) < 5e-6
 
-  @parameterized.product(implementation=ALL, kind=("large", "equal", "zero"))
+  @pytest.mark.parametrize("implementation", ALL)
+  @pytest.mark.parametrize("kind", ("large", "equal", "zero"))
   def test_adversarial_values(self, implementation, kind):
     query, source, dout, dlse = make(3, 2, 3, (4,), 16, "float32")
     if kind == "large":
@@ -224,7 +228,7 @@ class DepthAttentionTest(parameterized.TestCase):
     dquery_, dsources_ = oracle_gradients(query, source, dout, dlse)
     if kind == "large":
       # A logit of 1e4 has 1e-3 between neighbours in float32, so weights do.
-      self.assertGreater(np.abs(lse_).max(), 5e3)
+      assert np.abs(lse_).max() > 5e3
       tolerance = 2e-2
     else:
       tolerance = 2e-5
@@ -238,14 +242,14 @@ class DepthAttentionTest(parameterized.TestCase):
     )
     np.testing.assert_allclose(dquery, dquery_, atol=tolerance * 10)
 
-  @parameterized.parameters(*ALL)
+  @pytest.mark.parametrize("implementation", ALL)
   def test_one_source_is_the_identity(self, implementation):
     query, source, dout, dlse = make(4, 2, 1, (4,), 16, "float32")
     out, _, dquery, _ = run(implementation, query, (source[0],), dout, 0 * dlse)
     np.testing.assert_allclose(out[1], source[0], rtol=1e-6)
     np.testing.assert_allclose(dquery, 0, atol=2e-5)
 
-  @parameterized.parameters(*PLAIN)
+  @pytest.mark.parametrize("implementation", PLAIN)
   def test_zero_query_is_the_mean(self, implementation):
     _, source, _, _ = make(5, 1, 5, (4,), 16, "float32")
     out, lse = depth_attention(
@@ -254,7 +258,7 @@ class DepthAttentionTest(parameterized.TestCase):
     np.testing.assert_allclose(out[0], source.mean(0), atol=1e-6)
     np.testing.assert_allclose(lse, np.log(5), rtol=1e-6)
 
-  @parameterized.parameters("reference", "xla")
+  @pytest.mark.parametrize("implementation", ["reference", "xla"])
   def test_float64(self, implementation):
     with jax.enable_x64(True):
       query, source, dout, dlse = make(6, 3, 4, (2, 5), 24, "float64")
@@ -281,7 +285,7 @@ class DepthAttentionTest(parameterized.TestCase):
     wanted = (jax.grad(f)(shifted) - jax.grad(f)(query)) / step
     np.testing.assert_allclose(hessian[..., 0, 3], wanted, atol=5e-2)
 
-  @parameterized.parameters("xla", "pallas_tpu")
+  @pytest.mark.parametrize("implementation", ["xla", "pallas_tpu"])
   def test_vmap_over_a_batch(self, implementation):
     query, source, _, _ = make(8, 2, 3, (2, 4), 16, "float32")
 
@@ -299,7 +303,7 @@ class DepthAttentionTest(parameterized.TestCase):
       )(source)
     np.testing.assert_allclose(mapped, plain, atol=1e-5)
 
-  @parameterized.parameters("xla", "pallas_tpu")
+  @pytest.mark.parametrize("implementation", ["xla", "pallas_tpu"])
   def test_remat_gives_the_same_gradient(self, implementation):
     query, source, _, _ = make(9, 2, 2, (4,), 16, "float32")
 
@@ -337,9 +341,9 @@ class DepthAttentionTest(parameterized.TestCase):
       )
     )
     text = mapped.lower(query, tuple(source), dout, dlse).compile().as_text()
-    self.assertEqual(text.count(" all-reduce("), 1)  # The caller's psum.
+    assert text.count(" all-reduce(") == 1  # The caller's psum.
     for name in ("all-gather", "all-to-all", "collective-permute"):
-      self.assertNotIn(name, text)
+      assert name not in text
     got = mapped(query, tuple(source), dout, dlse)
     wanted = value_and_gradients(query, tuple(source), dout, dlse)
     jax.tree.map(
@@ -349,48 +353,48 @@ class DepthAttentionTest(parameterized.TestCase):
   def test_automatic_choice_on_cpu_compiles_nothing_for_tpu(self):
     query, source, _, _ = make(11, 2, 2, (4,), 16, "float32")
     text = jax.jit(depth_attention).lower(query, tuple(source)).as_text()
-    self.assertNotIn("tpu_custom_call", text)
-    self.assertNotIn("depth_attention_forward", text)
+    assert "tpu_custom_call" not in text
+    assert "depth_attention_forward" not in text
 
 
-class BadInputTest(parameterized.TestCase):
+class TestBadInput:
   def test_widths_differ(self):
-    with self.assertRaisesRegex(ValueError, r"\(2, 8\).*\(3, 9\)"):
+    with pytest.raises(ValueError, match=r"\(2, 8\).*\(3, 9\)"):
       depth_attention(jnp.ones((2, 8)), [jnp.ones((3, 9))])
 
-  @parameterized.parameters(-1e-6, float("nan"), float("inf"))
+  @pytest.mark.parametrize("eps", [-1e-6, float("nan"), float("inf")])
   def test_epsilon(self, eps):
-    with self.assertRaisesRegex(ValueError, "eps=.* finite number"):
+    with pytest.raises(ValueError, match="eps=.* finite number"):
       depth_attention(jnp.zeros((2, 8)), [jnp.zeros((3, 8))], eps=eps)
 
   def test_no_width(self):
-    with self.assertRaisesRegex(ValueError, "Q and D >= 1"):
+    with pytest.raises(ValueError, match="Q and D >= 1"):
       depth_attention(jnp.zeros((2, 0)), [jnp.zeros((3, 0))])
 
   def test_no_sources(self):
-    with self.assertRaisesRegex(ValueError, r"M = 0.*\(2, 8\)"):
+    with pytest.raises(ValueError, match=r"M = 0.*\(2, 8\)"):
       depth_attention(jnp.ones((2, 8)), [])
-    with self.assertRaisesRegex(ValueError, r"\(0, 3, 8\).*M = 0.*\(2, 8\)"):
+    with pytest.raises(ValueError, match=r"\(0, 3, 8\).*M = 0.*\(2, 8\)"):
       depth_attention(jnp.ones((2, 8)), jnp.ones((0, 3, 8)))
 
   def test_query_is_not_a_matrix(self):
-    with self.assertRaisesRegex(ValueError, r"\[Q, D\].*\(8,\).*\(3, 8\)"):
+    with pytest.raises(ValueError, match=r"\[Q, D\].*\(8,\).*\(3, 8\)"):
       depth_attention(jnp.ones(8), [jnp.ones((3, 8))])
 
-  @parameterized.parameters(-1, 4)
+  @pytest.mark.parametrize("count", [-1, 4])
   def test_concrete_count_out_of_range(self, count):
-    with self.assertRaisesRegex(ValueError, rf"{count}.*\(3, 5, 8\)"):
+    with pytest.raises(ValueError, match=rf"{count}.*\(3, 5, 8\)"):
       depth_attention(jnp.ones((2, 8)), jnp.ones((3, 5, 8)), num_sources=count)
 
   def test_count_of_separate_arrays(self):
-    with self.assertRaisesRegex(ValueError, "bank"):
+    with pytest.raises(ValueError, match="bank"):
       depth_attention(jnp.ones((2, 8)), [jnp.ones((3, 8))], num_sources=1)
 
   def test_sources_differ(self):
-    with self.assertRaisesRegex(ValueError, r"\(3, 8\).*\(4, 8\)"):
+    with pytest.raises(ValueError, match=r"\(3, 8\).*\(4, 8\)"):
       depth_attention(jnp.ones((2, 8)), [jnp.ones((3, 8)), jnp.ones((4, 8))])
 
-  @parameterized.parameters("lse", "dout", "dlse", "accumulate")
+  @pytest.mark.parametrize("wrong", ["lse", "dout", "dlse", "accumulate"])
   def test_backward_pass_on_its_own(self, wrong):
     arrays = {
       "lse": jnp.ones((2, 3)),
@@ -400,7 +404,7 @@ class BadInputTest(parameterized.TestCase):
     }
     arrays[wrong] = [jnp.ones((4, 8))] if wrong == "accumulate" else jnp.ones(3)
     lse, dout, dlse, accumulate = arrays.values()
-    with self.assertRaisesRegex(ValueError, rf"{wrong}.*\(3, 8\)"):
+    with pytest.raises(ValueError, match=rf"{wrong}.*\(3, 8\)"):
       depth_attention_vjp(
         jnp.ones((2, 8)),
         [jnp.ones((3, 8))],
@@ -411,20 +415,16 @@ class BadInputTest(parameterized.TestCase):
       )
 
   def test_unknown_backend(self):
-    with self.assertRaisesRegex(ValueError, "pallas_tpu"):
+    with pytest.raises(ValueError, match="pallas_tpu"):
       depth_attention(
         jnp.ones((2, 8)), [jnp.ones((3, 8))], implementation="cuda"
       )
 
   def test_named_backend_that_cannot_run_says_why(self):
     f = functools.partial(depth_attention, implementation="pallas_tpu")
-    with self.assertRaisesRegex(NotImplementedError, "lowered for cpu"):
+    with pytest.raises(NotImplementedError, match="lowered for cpu"):
       f(jnp.ones((2, 8)), [jnp.ones((3, 8))])
-    with self.assertRaisesRegex(NotImplementedError, "float16"):
+    with pytest.raises(NotImplementedError, match="float16"):
       f(jnp.ones((2, 8)), [jnp.ones((3, 8), jnp.float16)])
-    with self.assertRaisesRegex(NotImplementedError, "VMEM"):
+    with pytest.raises(NotImplementedError, match="VMEM"):
       jax.eval_shape(f, jnp.ones((64, 8192)), [jnp.ones((16, 8192))] * 130)
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -3,12 +3,11 @@
 
 import functools
 
-from absl.testing import absltest
-from absl.testing import parameterized
 import jax
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from attnres_kernels import combine_mixtures
 from attnres_kernels import depth_attention
@@ -35,10 +34,10 @@ def rms_norm(x, eps):
   return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + eps)
 
 
-class DepthMergeTest(parameterized.TestCase):
-  @parameterized.product(
-    implementation=ALL, tokens=((3,), (2, 5)), width=(16, 40)
-  )
+class TestDepthMerge:
+  @pytest.mark.parametrize("implementation", ALL)
+  @pytest.mark.parametrize("tokens", ((3,), (2, 5)))
+  @pytest.mark.parametrize("width", (16, 40))
   def test_two_phases_are_one_softmax(self, implementation, tokens, width):
     query, source = make(tokens, width)
     cotangent = jnp.cos(jnp.arange(source[0].size)).reshape(source[0].shape)
@@ -61,7 +60,8 @@ class DepthMergeTest(parameterized.TestCase):
       lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), got, wanted
     )
 
-  @parameterized.product(implementation=ALL, update=(False, True))
+  @pytest.mark.parametrize("implementation", ALL)
+  @pytest.mark.parametrize("update", (False, True))
   def test_fused_form(self, implementation, update):
     tokens, width = (20,), 24
     query, source = make(tokens, width, 6)
@@ -95,7 +95,8 @@ class DepthMergeTest(parameterized.TestCase):
     )
 
   # Autodiff of the reference subtracts what cancels.
-  @parameterized.product(implementation=ALL[1:], size=(0.0, 1e-3))
+  @pytest.mark.parametrize("implementation", ALL[1:])
+  @pytest.mark.parametrize("size", (0.0, 1e-3))
   def test_small_partial_sum_keeps_the_digits(self, implementation, size):
     query, source = make((4, 2), 24, 5)
     out, partial, gain, *cotangents = (*source[:2], 1 + query, *source[3:])
@@ -115,7 +116,8 @@ class DepthMergeTest(parameterized.TestCase):
       scale = np.abs(exact).max()
       np.testing.assert_allclose(actual, exact, rtol=0, atol=3e-5 * scale)
 
-  @parameterized.product(implementation=ALL[1:], how=("vmap", "remat"))
+  @pytest.mark.parametrize("implementation", ALL[1:])
+  @pytest.mark.parametrize("how", ("vmap", "remat"))
   def test_transformed(self, implementation, how):
     query, source = make((2, 5), 16, 3)
     f = functools.partial(depth_merge_norm, implementation=implementation)
@@ -137,7 +139,8 @@ class DepthMergeTest(parameterized.TestCase):
     for a, b in zip(again, plain):
       np.testing.assert_allclose(a, b, atol=1e-6)
 
-  @parameterized.product(implementation=ALL, lse=(np.inf, -np.inf))
+  @pytest.mark.parametrize("implementation", ALL)
+  @pytest.mark.parametrize("lse", (np.inf, -np.inf))
   def test_infinite_log_normaliser(self, implementation, lse):
     query, source = make((4,), 16)
     out, partial, cotangent = source
@@ -159,7 +162,7 @@ class DepthMergeTest(parameterized.TestCase):
     np.testing.assert_array_equal(grads[1], 0)
     np.testing.assert_array_equal(grads[2], 0)
 
-  @parameterized.parameters(*ALL)
+  @pytest.mark.parametrize("implementation", ALL)
   def test_wide_partial_beside_narrow_mixture(self, implementation):
     query, source = make((16,), 24)
     out, partial, update = source
@@ -173,12 +176,12 @@ class DepthMergeTest(parameterized.TestCase):
         jnp.ones((24,)),
         implementation=implementation,
       )
-    self.assertEqual(total.dtype, jnp.float32)
-    self.assertEqual(normed.dtype, jnp.bfloat16)
+    assert total.dtype == jnp.float32
+    assert normed.dtype == jnp.bfloat16
     exact = partial + update.astype(jnp.bfloat16).astype(jnp.float32)
     np.testing.assert_allclose(total, exact, rtol=1e-6)
 
-  @parameterized.parameters("reference", "xla")
+  @pytest.mark.parametrize("implementation", ["reference", "xla"])
   def test_gradients_in_float64(self, implementation):
     with jax.enable_x64(True):
       query, source = make((2,), 8, 4)
@@ -225,28 +228,27 @@ class DepthMergeTest(parameterized.TestCase):
     np.testing.assert_array_equal(gradient(empty[0]), 0)
 
 
-class BadInputTest(parameterized.TestCase):
-  @parameterized.parameters(
-    ((3, 9), (3,), (8,), (3, 8), r"\(3, 9\).*\(8,\)"),
-    ((3, 8), (4,), (8,), (3, 8), r"\(4,\).*\(3, 8\)"),
-    ((3, 8), (3,), (2, 8), (3, 8), r"\[D\].*\(2, 8\)"),
-    ((3, 8), (3,), (8,), (4, 8), r"\(4, 8\).*\(3, 8\)"),
-    ((3, 0), (3,), (0,), (3, 0), "D >= 1"),
+class TestBadInput:
+  @pytest.mark.parametrize(
+    "out,lse,query,partial,message",
+    [
+      ((3, 9), (3,), (8,), (3, 8), r"\(3, 9\).*\(8,\)"),
+      ((3, 8), (4,), (8,), (3, 8), r"\(4,\).*\(3, 8\)"),
+      ((3, 8), (3,), (2, 8), (3, 8), r"\[D\].*\(2, 8\)"),
+      ((3, 8), (3,), (8,), (4, 8), r"\(4, 8\).*\(3, 8\)"),
+      ((3, 0), (3,), (0,), (3, 0), "D >= 1"),
+    ],
   )
   def test_shapes(self, out, lse, query, partial, message):
-    with self.assertRaisesRegex(ValueError, message):
+    with pytest.raises(ValueError, match=message):
       depth_merge(*map(jnp.ones, (out, lse, query, partial)))
 
   def test_update_and_gain(self):
     x, lse, query = jnp.ones((3, 8)), jnp.ones(3), jnp.ones(8)
-    with self.assertRaisesRegex(ValueError, r"update \(2, 8\).*\(3, 8\)"):
+    with pytest.raises(ValueError, match=r"update \(2, 8\).*\(3, 8\)"):
       depth_merge_norm(x, lse, query, x, x[:2], query)
     for name in ("eps", "norm_eps"):
-      with self.assertRaisesRegex(ValueError, f"{name}=-1 must be a finite"):
+      with pytest.raises(ValueError, match=f"{name}=-1 must be a finite"):
         depth_merge_norm(x, lse, query, x, x, query, **{name: -1})
-    with self.assertRaisesRegex(ValueError, r"gain \(9,\).*\(8,\)"):
+    with pytest.raises(ValueError, match=r"gain \(9,\).*\(8,\)"):
       depth_merge_norm(x, lse, query, x, x, jnp.ones(9))
-
-
-if __name__ == "__main__":
-  absltest.main()

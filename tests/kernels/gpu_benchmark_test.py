@@ -3,53 +3,53 @@
 
 import csv
 import pathlib
+import re
 import tempfile
 from unittest import mock
 
-from absl.testing import absltest
-from absl.testing import parameterized
 from benchmarks import gpu
 from benchmarks import gpu_problems as problems
 from benchmarks import gpu_protocol as protocol
 from benchmarks import gpu_static
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 
-class StatisticsTest(parameterized.TestCase):
+class TestStatistics:
   def test_interval_of_the_median(self):
     rng = np.random.default_rng(1)
     widths = []
     for number in (20, 2000):
       samples = rng.normal(5.0, 1.0, number)
       median, low, high = protocol.median_interval(samples)
-      self.assertEqual(median, np.median(samples))
-      self.assertBetween(5.0, low, high)
-      self.assertBetween(median, low, high)
+      assert median == np.median(samples)
+      assert low <= 5.0 <= high
+      assert low <= median <= high
       widths.append(high - low)
     # As one over the root of the number: ten times, roughly.
-    self.assertBetween(widths[0] / widths[1], 5, 20)
-    self.assertEqual(protocol.median_interval([2.0] * 9), (2.0, 2.0, 2.0))
+    assert 5 <= widths[0] / widths[1] <= 20
+    assert protocol.median_interval([2.0] * 9) == (2.0, 2.0, 2.0)
 
   def test_alternating_order_cancels_a_drift(self):
     order = protocol.turns(["a", "b", "c"], 4)
-    self.assertEqual(order[:6], ["a", "b", "c", "c", "b", "a"])
+    assert order[:6] == ["a", "b", "c", "c", "b", "a"]
     places = {name: [] for name in "abc"}
     for place, name in enumerate(order):
       places[name].append(place)
-    self.assertEqual({len(x) for x in places.values()}, {4})
-    self.assertLen({sum(x) for x in places.values()}, 1)
+    assert {len(x) for x in places.values()} == {4}
+    assert len({sum(x) for x in places.values()}) == 1
 
-  @parameterized.parameters((1e-3, 5), (1.0, 1), (1e-9, 50))
+  @pytest.mark.parametrize("seconds,calls", [(1e-3, 5), (1.0, 1), (1e-9, 50)])
   def test_calls_per_sample(self, seconds, calls):
-    self.assertEqual(protocol.calls_per_sample(seconds), calls)
+    assert protocol.calls_per_sample(seconds) == calls
 
   def test_rotating_inputs_exceed_the_cache(self):
-    self.assertEqual(protocol.input_sets(10, 100), 30)
-    self.assertEqual(protocol.input_sets(1000, 100), 1)
+    assert protocol.input_sets(10, 100) == 30
+    assert protocol.input_sets(1000, 100) == 1
 
 
-class BytesTest(parameterized.TestCase):
+class TestBytes:
   def test_read(self):
     queries, sources, tokens, width = 2, 3, 5, 7
     slab = tokens * width * 2
@@ -57,12 +57,12 @@ class BytesTest(parameterized.TestCase):
     # Sources and output gradients in, source gradients out.
     backward = [slab] * (sources + queries) + [slab] * sources
     args = (queries, sources, tokens, width, 2)
-    self.assertEqual(protocol.read_bytes(*args, "forward"), sum(forward))
-    self.assertEqual(
-      protocol.read_bytes(*args, "forward+backward"), sum(forward + backward)
+    assert protocol.read_bytes(*args, "forward") == sum(forward)
+    assert protocol.read_bytes(*args, "forward+backward") == sum(
+      forward + backward
     )
 
-  @parameterized.parameters((5, 2), (4, 4), (3, 1))
+  @pytest.mark.parametrize("sublayers,block", [(5, 2), (4, 4), (3, 1)])
   def test_stack(self, sublayers, block):
     moved, sources, done = 0, 1, 0
     while done < sublayers:
@@ -75,15 +75,15 @@ class BytesTest(parameterized.TestCase):
           moved += 3 + 2
       done, sources = done + size, sources + 1
     moved += sources + 1 + (sources + 1) + sources
-    self.assertEqual(
-      protocol.stack_bytes(sublayers, block, 1, 1, 1, "forward+backward"),
-      moved,
+    assert (
+      protocol.stack_bytes(sublayers, block, 1, 1, 1, "forward+backward")
+      == moved
     )
 
 
-class GateTest(parameterized.TestCase):
-  def setUp(self):
-    super().setUp()
+class TestGate:
+  @pytest.fixture(autouse=True)
+  def set_up(self):
     rng = np.random.default_rng(0)
     self.exact = {"out": rng.normal(size=(64, 32)), "d": rng.normal(size=32)}
 
@@ -92,11 +92,11 @@ class GateTest(parameterized.TestCase):
 
   def test_rounding_passes(self):
     verdict = protocol.judge(self.rounded(), self.exact)
-    self.assertTrue(verdict.passed, verdict.reason)
-    self.assertBetween(verdict.error, 1e-3, 3e-3)
-    self.assertBetween(verdict.error / verdict.stored, 0.9, 1.1)
+    assert verdict.passed, verdict.reason
+    assert 1e-3 <= verdict.error <= 3e-3
+    assert 0.9 <= verdict.error / verdict.stored <= 1.1
 
-  @parameterized.parameters("scaled", "nan", "missing", "shape", "one")
+  @pytest.mark.parametrize("how", ["scaled", "nan", "missing", "shape", "one"])
   def test_wrong_fails(self, how):
     results = self.rounded()
     if how == "scaled":
@@ -112,11 +112,11 @@ class GateTest(parameterized.TestCase):
       results["d"] = np.float32(results["d"])
       results["d"][0] += 0.1
     verdict = protocol.judge(results, self.exact)
-    self.assertFalse(verdict.passed)
-    self.assertIn("out" if how in ("scaled", "nan") else "d", verdict.reason)
+    assert not verdict.passed
+    assert ("out" if how in ("scaled", "nan") else "d") in verdict.reason
 
 
-class RowTest(absltest.TestCase):
+class TestRow:
   common = {
     "suite": "read",
     "shape": "Q1",
@@ -138,31 +138,31 @@ class RowTest(absltest.TestCase):
       moved_bytes=4 * 10**9,
       copy_bandwidth=4e12,
     )
-    self.assertEqual(tuple(line), protocol.FIELDS)
-    self.assertEqual(line["median_ms"], "2.0000")
-    self.assertEqual(line["to_baseline"], "2.000")
-    self.assertEqual(line["GB_per_s"], "2000")
-    self.assertEqual(line["of_copy"], "0.500")
+    assert tuple(line) == protocol.FIELDS
+    assert line["median_ms"] == "2.0000"
+    assert line["to_baseline"] == "2.000"
+    assert line["GB_per_s"] == "2000"
+    assert line["of_copy"] == "0.500"
 
   def test_reason_is_one_line(self):
     line = protocol.row(self.common, "x", protocol.NOT_RUN, reason="a\n  b")
-    self.assertEqual(line["reason"], "a b")
-    with self.assertRaisesRegex(ValueError, "colour"):
+    assert line["reason"] == "a b"
+    with pytest.raises(ValueError, match="colour"):
       protocol.row(self.common | {"colour": 1}, "x", protocol.OK)
 
   def test_table_is_for_gpus(self):
     line = protocol.row(self.common, "x", protocol.OK)
     with tempfile.TemporaryDirectory() as folder:
       path = pathlib.Path(folder) / "gpu.csv"
-      with self.assertRaisesRegex(ValueError, "for GPUs, not for cpu"):
+      with pytest.raises(ValueError, match="for GPUs, not for cpu"):
         gpu.write([line, line | {"device": "cpu"}], path)
-      self.assertFalse(path.exists())
+      assert not path.exists()
       gpu.write([line], path)
       with open(path, newline="") as file:
-        self.assertEqual(list(csv.DictReader(file)), [line])
+        assert list(csv.DictReader(file)) == [line]
 
 
-class StaticTest(absltest.TestCase):
+class TestStatic:
   def test_report(self):
     text = """
 ptxas info    : Function properties for kernel
@@ -171,47 +171,50 @@ ptxas info    : Used 107 registers, used 2 barriers, 17 bytes smem
 """
     # 112 registers of 128 threads, four times in 65536.
     wanted = {"registers": 107, "spill_bytes": 12, "blocks": 4}
-    self.assertEqual(gpu_static.report(text), wanted)
+    assert gpu_static.report(text) == wanted
 
   def test_modules(self):
     text = r"""a {module = "ML\EF\22b\\", x = 1} b {module = "c"}"""
-    self.assertEqual(gpu_static.modules(text), [b'ML\xef"b\\', b"c"])
+    assert gpu_static.modules(text) == [b'ML\xef"b\\', b"c"]
 
 
-class DriverTest(parameterized.TestCase):
+class TestDriver:
   def test_needs_a_gpu(self):
-    with self.assertRaises(SystemExit) as caught:
+    with pytest.raises(SystemExit) as caught:
       gpu.main([])
-    self.assertRegex(str(caught.exception), "^gpu.py: needs a GPU, .*$")
+    assert re.search("^gpu.py: needs a GPU, .*$", str(caught.exception))
 
-  @parameterized.parameters("read", "phase1", "stack", "step")
+  @pytest.mark.parametrize("suite", ["read", "phase1", "stack", "step"])
   def test_suite_on_cpu(self, suite):
     with tempfile.TemporaryDirectory() as folder:
       table = pathlib.Path(folder) / "gpu.csv"
       with mock.patch.object(gpu, "_TABLE", table):
         rows = gpu.main(["--platform=cpu", "--rounds=2", f"--suite={suite}"])
-      self.assertFalse(table.exists())
+      assert not table.exists()
     ours = [row for row in rows if row["arm"] in ("reference", "xla")]
     modes = {row["mode"] for row in rows}
-    self.assertLen(ours, 2 * len(modes))
+    assert len(ours) == 2 * len(modes)
     for row in ours:
-      self.assertEqual(row["status"], protocol.OK, row["reason"])
-      self.assertLessEqual(float(row["low_ms"]), float(row["high_ms"]))
-      self.assertLess(0, float(row["median_ms"]))
-      self.assertEqual(row["device"], "cpu")
+      assert row["status"] == protocol.OK, row["reason"]
+      assert float(row["low_ms"]) <= float(row["high_ms"])
+      assert 0 < float(row["median_ms"])
+      assert row["device"] == "cpu"
     baseline = "prenorm" if suite == "step" else "xla"
-    self.assertEqual(
-      {row["to_baseline"] for row in rows if row["arm"] == baseline}, {"1.000"}
-    )
+    assert {row["to_baseline"] for row in rows if row["arm"] == baseline} == {
+      "1.000"
+    }
     if suite != "step":
       # Peers that cannot run are listed with the reason.
       peers = [row for row in rows if row["arm"].startswith("fla ")]
-      self.assertLen(peers, len(modes))
-      self.assertNotIn("", [row["reason"] for row in peers])
+      assert len(peers) == len(modes)
+      assert "" not in [row["reason"] for row in peers]
 
-  @parameterized.parameters(
-    problems.Read("read", 1, 3, 40, 32, "forward+backward"),
-    problems.Stack(5, 2, 40, 32),
+  @pytest.mark.parametrize(
+    "problem",
+    [
+      problems.Read("read", 1, 3, 40, 32, "forward+backward"),
+      problems.Stack(5, 2, 40, 32),
+    ],
   )
   def test_a_wrong_arm_stays_as_failed(self, problem):
     right = problem.arm("xla")
@@ -231,17 +234,13 @@ class DriverTest(parameterized.TestCase):
       extra={"wrong": wrong, "broken": broken},
     )
     by_arm = {row["arm"]: row for row in rows}
-    self.assertEqual(list(by_arm), ["xla", "wrong", "broken"])
-    self.assertEqual(by_arm["xla"]["status"], protocol.OK)
+    assert list(by_arm) == ["xla", "wrong", "broken"]
+    assert by_arm["xla"]["status"] == protocol.OK
     for arm, reason in (("wrong", "dquery is off"), ("broken", "no such")):
-      self.assertEqual(by_arm[arm]["status"], protocol.FAILED)
-      self.assertIn(reason, by_arm[arm]["reason"])
-      self.assertEqual(by_arm[arm]["median_ms"], "")
+      assert by_arm[arm]["status"] == protocol.FAILED
+      assert reason in by_arm[arm]["reason"]
+      assert by_arm[arm]["median_ms"] == ""
 
   def test_unknown_suite(self):
-    with self.assertRaises(SystemExit), mock.patch("sys.stderr"):
+    with pytest.raises(SystemExit), mock.patch("sys.stderr"):
       gpu.main(["--platform=cpu", "--suite=reads"])
-
-
-if __name__ == "__main__":
-  absltest.main()

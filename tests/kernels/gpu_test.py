@@ -8,8 +8,6 @@ kernels), or with that definition rounded to the storage dtype.
 import functools
 from unittest import mock
 
-from absl.testing import absltest
-from absl.testing import parameterized
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -25,9 +23,7 @@ from attnres_kernels.depth_attention import pallas_gpu
 from attnres_kernels.depth_attention import shapes
 
 NEW = jax.__version_info__ >= (0, 12)
-needs_new = pytest.mark.skipif(
-  not NEW, reason="not run: the kernel needs jax >= 0.12 for Mosaic GPU"
-)
+needs_new = pytest.mark.needs("jax>=0.12")  # Mosaic GPU
 KINDS = ("NVIDIA H100 80GB HBM3", "NVIDIA H200")
 ONE_QUERY = shapes.Shape("one_query", 1, 3, 8192, 7168)
 # More than 2^31 elements, in each array or in a bank.
@@ -86,12 +82,15 @@ def in_float64(function, *arrays):
 
 
 @needs_new
-class AttentionTest(parameterized.TestCase):
-  @parameterized.named_parameters(
-    ("pairs_overlap", 2, 3, 384, "float32"),
-    ("two_spans_overlap", 9, 2, 200, "bfloat16"),
-    ("one_source", 3, 1, 128, "bfloat16"),
-    ("one_query", 1, 2, 128, "float32"),
+class TestAttention:
+  @pytest.mark.parametrize(
+    "queries,sources,width,dtype",
+    [
+      pytest.param(2, 3, 384, "float32", id="pairs_overlap"),
+      pytest.param(9, 2, 200, "bfloat16", id="two_spans_overlap"),
+      pytest.param(3, 1, 128, "bfloat16", id="one_source"),
+      pytest.param(1, 2, 128, "float32", id="one_query"),
+    ],
   )
   def test_separate_sources(self, queries, sources, width, dtype):
     self.check(*self.make(queries, sources, 2, width, dtype))
@@ -103,7 +102,7 @@ class AttentionTest(parameterized.TestCase):
     ):
       self.check(*self.make(2, 3, 3, 128, "float32"))
 
-  @parameterized.parameters(0, 2, None)
+  @pytest.mark.parametrize("count", [0, 2, None])
   def test_bank(self, count):
     query, sources, cotangents = self.make(2, 3, 2, 128, "float32")
     if count is not None:
@@ -113,7 +112,7 @@ class AttentionTest(parameterized.TestCase):
     with mock.patch.object(pallas_gpu, "_REGISTERS", 4):
       self.check(query, sources, cotangents, bank=True, count=count)
 
-  @parameterized.parameters(False, True)
+  @pytest.mark.parametrize("bank", [False, True])
   def test_query_gradients_beyond_shared_memory(self, bank):
     query, sources, cotangents = self.make(2, 3, 2, 200, "bfloat16")
     count = 2 if bank else None
@@ -122,7 +121,7 @@ class AttentionTest(parameterized.TestCase):
     with mock.patch.object(warpgroup, "SUMS_BYTES", 0):
       self.check(query, sources, cotangents, bank=bank, count=count)
 
-  @parameterized.parameters("large", "equal", "zero")
+  @pytest.mark.parametrize("case", ["large", "equal", "zero"])
   def test_adversarial(self, case):
     query, sources, cotangents = self.make(2, 3, 2, 128, "float32")
     if case == "large":
@@ -133,7 +132,7 @@ class AttentionTest(parameterized.TestCase):
       sources = sources.at[1:].set(0)
     self.check(query, sources, cotangents)
 
-  @parameterized.parameters(False, True)
+  @pytest.mark.parametrize("bank", [False, True])
   def test_accumulates(self, bank):
     query, sources, cotangents = self.make(2, 3, 2, 200, "bfloat16")
     before = jnp.cos(jnp.arange(sources.size, dtype=jnp.float32))
@@ -220,18 +219,22 @@ class AttentionTest(parameterized.TestCase):
       return jnp.sum(out.astype(jnp.float32)) + jnp.sum(lse)
 
     text = lower(KINDS[0], jax.grad(loss), query, source, source)
-    self.assertIn("depth_attention_backward", text)
+    assert "depth_attention_backward" in text
 
-  @parameterized.parameters(
-    (KINDS[0], shapes.BLOCK_48B[-1]),
-    (KINDS[1], shapes.TABLE_2[1]),
-    (KINDS[1], ONE_QUERY),
+  @pytest.mark.parametrize(
+    "kind,shape",
+    [
+      (KINDS[0], shapes.BLOCK_48B[-1]),
+      (KINDS[1], shapes.TABLE_2[1]),
+      (KINDS[1], ONE_QUERY),
+    ],
   )
   def test_lowers(self, kind, shape):
     self.lower(kind, shape)
 
-  @parameterized.product(
-    kind=KINDS, shape=(*shapes.TABLE, *shapes.ODD, LAST_ALONE, *HUGE)
+  @pytest.mark.parametrize("kind", KINDS)
+  @pytest.mark.parametrize(
+    "shape", (*shapes.TABLE, *shapes.ODD, LAST_ALONE, *HUGE)
   )
   @pytest.mark.slow
   def test_lowers_every_shape(self, kind, shape):
@@ -251,8 +254,8 @@ class AttentionTest(parameterized.TestCase):
       return vjp(values)
 
     text = lower(kind, step, query, sources)
-    self.assertIn("depth_attention_forward", text)
-    self.assertIn("depth_attention_backward", text)
+    assert "depth_attention_forward" in text
+    assert "depth_attention_backward" in text
 
 
 def merge_oracle(out, lse, query, partial, update, gain):
@@ -272,13 +275,16 @@ def merge_oracle(out, lse, query, partial, update, gain):
 
 
 @needs_new
-class MergeTest(parameterized.TestCase):
-  @parameterized.named_parameters(
-    ("pairs", 256, "float32", True, True),
-    ("two_tiles", 384, "float32", True, True),
-    ("overlap", 200, "bfloat16", True, True),
-    ("odd", 129, "float32", False, True),
-    ("bare", 256, "bfloat16", False, False),
+class TestMerge:
+  @pytest.mark.parametrize(
+    "width,dtype,update,gain",
+    [
+      pytest.param(256, "float32", True, True, id="pairs"),
+      pytest.param(384, "float32", True, True, id="two_tiles"),
+      pytest.param(200, "bfloat16", True, True, id="overlap"),
+      pytest.param(129, "float32", False, True, id="odd"),
+      pytest.param(256, "bfloat16", False, False, id="bare"),
+    ],
   )
   def test_values_and_cotangents(self, width, dtype, update, gain):
     arrays = self.make(width, dtype, update, gain)
@@ -337,15 +343,16 @@ class MergeTest(parameterized.TestCase):
     arrays = dict.fromkeys(arrays)
     wanted = in_float64(functools.partial(run, merge_oracle), given, cotangents)
     for values, exact in zip(got, wanted):
-      self.assertEqual(values.keys(), exact.keys())
+      assert values.keys() == exact.keys()
       for name in values:
         assert_close(values[name], exact[name], name)
 
-  @parameterized.product(kind=KINDS, width=(1168, 2304))
+  @pytest.mark.parametrize("kind", KINDS)
+  @pytest.mark.parametrize("width", (1168, 2304))
   def test_lowers(self, kind, width):
     self.lower(kind, 4096, width)
 
-  @parameterized.parameters(*KINDS)
+  @pytest.mark.parametrize("kind", KINDS)
   @pytest.mark.slow
   def test_lowers_more_than_2_to_31_elements(self, kind):
     self.lower(kind, HUGE[0].tokens // 2, HUGE[0].width)
@@ -361,14 +368,14 @@ class MergeTest(parameterized.TestCase):
       return vjp(values)
 
     text = lower(kind, step, wide, lse, vector, wide, wide, vector)
-    self.assertIn("depth_merge_forward", text)
-    self.assertIn("depth_merge_backward", text)
+    assert "depth_merge_forward" in text
+    assert "depth_merge_backward" in text
 
 
-class ReasonTest(absltest.TestCase):
+class TestReason:
   @pytest.mark.skipif(NEW, reason="not run: about jax older than 0.12")
   def test_old_jax(self):
-    with self.assertRaisesRegex(NotImplementedError, "jax >= 0.12"):
+    with pytest.raises(NotImplementedError, match="jax >= 0.12"):
       gpu(jnp.ones((1, 128)), [jnp.ones((2, 128))])
 
   @needs_new
@@ -381,18 +388,14 @@ class ReasonTest(absltest.TestCase):
       ("no token", jnp.ones((1, 128)), [jnp.ones((0, 128))]),
       ("lowered for cpu", jnp.ones((1, 128)), [jnp.ones((2, 128))]),
     ):
-      with self.assertRaisesRegex(NotImplementedError, expected):
+      with pytest.raises(NotImplementedError, match=expected):
         gpu(query, sources)
 
   @needs_new
   def test_merge(self):
     x = jnp.ones((2, 96))
-    with self.assertRaisesRegex(NotImplementedError, "at least 128"):
+    with pytest.raises(NotImplementedError, match="at least 128"):
       depth_merge(x, x[:, 0], x[0], x, implementation="pallas_gpu")
     x = jnp.ones((2, 128))
-    with self.assertRaisesRegex(NotImplementedError, "lowered for cpu"):
+    with pytest.raises(NotImplementedError, match="lowered for cpu"):
       depth_merge(x, x[:, 0], x[0], x, implementation="pallas_gpu")
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -3,11 +3,10 @@
 
 import functools
 
-from absl.testing import absltest
-from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from attnres_kernels import dispatch
 from attnres_kernels import kda
@@ -21,6 +20,7 @@ NAMES = ("o", "state", "dq", "dk", "dv", "dg", "dbeta", "dinitial")
 def oracle(q, k, v, g, beta, state, segment_ids=None):
   """Kimi Linear, Eq. 1: one matrix per token and head, float64."""
   q, k, v, g, beta, state = map(np.float64, (q, k, v, g, beta, state))
+  segment_ids = None if segment_ids is None else np.asarray(segment_ids)
   o, state = np.zeros_like(v), state.copy()
   for b, t, h in np.ndindex(q.shape[:3]):
     S, key, width = state[b, h], k[b, t, h], q.shape[-1]
@@ -105,25 +105,28 @@ def assert_all_close(actual, wanted, tolerance):
     )
 
 
-class ValuesTest(parameterized.TestCase):
-  @parameterized.product(
-    implementation=PLAIN, dtype=("float32", "bfloat16"), packed=(False, True)
-  )
+class TestValues:
+  @pytest.mark.parametrize("implementation", PLAIN)
+  @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+  @pytest.mark.parametrize("packed", (False, True))
   def test_plain_backends(self, implementation, dtype, packed):
     arguments, _ = make(0, 2, 11, 2, 5, 3, dtype)
     ids = segments(1, 2, 11, 4) if packed else None
     o, state = call(implementation, *arguments, segment_ids=ids, chunk_size=4)
-    self.assertEqual(o.dtype, dtype)
-    self.assertEqual(state.dtype, jnp.float32)
+    assert o.dtype == dtype
+    assert state.dtype == jnp.float32
     o_, state_ = oracle(*arguments, ids)
     tolerance = 2e-6 if dtype == "float32" else 1e-2
-    self.assertLess(error(o, o_), tolerance)
-    self.assertLess(error(state, state_), tolerance)
+    assert error(o, o_) < tolerance
+    assert error(state, state_) < tolerance
 
-  @parameterized.parameters(
-    *((1, c) for c in (1, 64)),
-    *((7, c) for c in (1, 3, 8)),
-    *((70, c) for c in (12, 64)),
+  @pytest.mark.parametrize(
+    "length,chunk_size",
+    [
+      *((1, c) for c in (1, 64)),
+      *((7, c) for c in (1, 3, 8)),
+      *((70, c) for c in (12, 64)),
+    ],
   )
   def test_chunks_are_the_recurrence(self, length, chunk_size):
     with jax.enable_x64(True):
@@ -137,8 +140,9 @@ class ValuesTest(parameterized.TestCase):
         np.testing.assert_allclose(o, o_, atol=1e-10, rtol=0)
         np.testing.assert_allclose(state, state_, atol=1e-10, rtol=0)
 
-  @parameterized.parameters(
-    (1, 1, False), (9, 4, False), (25, 6, True), (70, 64, True)
+  @pytest.mark.parametrize(
+    "length,chunk_size,packed",
+    [(1, 1, False), (9, 4, False), (25, 6, True), (70, 64, True)],
   )
   def test_gradients_are_those_of_the_recurrence(
     self, length, chunk_size, packed
@@ -155,7 +159,7 @@ class ValuesTest(parameterized.TestCase):
       actual = f("xla", segment_ids=ids, chunk_size=chunk_size)
       assert_all_close(actual, wanted, 1e-10)
 
-  @parameterized.parameters("float32", "bfloat16")
+  @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
   def test_gradients_in_low_precision(self, dtype):
     # Two chunks and a bit, one reset at the start of one, one inside.
     heads = 2 if dtype == "float32" else 1
@@ -169,12 +173,12 @@ class ValuesTest(parameterized.TestCase):
       kernel = run("pallas_tpu", *given, segment_ids=ids, chunk_size=16)
     limit = 2e-6 if dtype == "float32" else 1e-2
     for name, a, b, c in zip(NAMES, kernel, plain, wanted):
-      self.assertEqual(a.dtype, b.dtype, name)
-      self.assertLess(error(b, c), limit, name)
-      self.assertLess(error(a, c), limit, name)
+      assert a.dtype == b.dtype, name
+      assert error(b, c) < limit, name
+      assert error(a, c) < limit, name
       if dtype == "bfloat16":
         # No worse than plain JAX with the same operands.
-        self.assertLess(error(a, c), 1.3 * error(b, c), name)
+        assert error(a, c) < 1.3 * error(b, c), name
 
   def test_pallas_tpu_says_why_not(self):
     for pattern, shape, dtype, chunk_size in (
@@ -184,7 +188,7 @@ class ValuesTest(parameterized.TestCase):
       ("chunk_size must be.*48", (1, 16, 1, 128, 128), "float32", 48),
     ):
       arguments, _ = make(9, *shape, dtype)
-      with self.assertRaisesRegex(NotImplementedError, pattern):
+      with pytest.raises(NotImplementedError, match=pattern):
         call("pallas_tpu", *arguments, chunk_size=chunk_size)
 
   def test_scale(self):
@@ -204,10 +208,10 @@ class ValuesTest(parameterized.TestCase):
     np.testing.assert_allclose(state, last, atol=1e-5)
 
 
-class MemoryTest(parameterized.TestCase):
+class TestMemory:
   """The purpose of the delta rule: a key-value memory that can forget."""
 
-  @parameterized.parameters(*PLAIN)
+  @pytest.mark.parametrize("implementation", PLAIN)
   def test_orthonormal_keys_recall_their_values(self, implementation):
     width = 8
     k = jnp.eye(width)[None, :, None]
@@ -219,9 +223,9 @@ class MemoryTest(parameterized.TestCase):
     o, _ = f(k[:, ::-1], k, 0 * v, zeros, 0 * ones, state)
     np.testing.assert_allclose(o, v[:, ::-1], atol=1e-6)
 
-  @parameterized.product(
-    implementation=PLAIN, strength=(-1e4, -np.inf), at=(0, 3, 4, 6)
-  )
+  @pytest.mark.parametrize("implementation", PLAIN)
+  @pytest.mark.parametrize("strength", (-1e4, -np.inf))
+  @pytest.mark.parametrize("at", (0, 3, 4, 6))
   def test_strong_decay_is_an_exact_reset(self, implementation, strength, at):
     (q, k, v, g, beta, state), cotangents = make(11, 1, 9, 2, 4, 3)
     g = g.at[:, at].set(strength)
@@ -233,13 +237,13 @@ class MemoryTest(parameterized.TestCase):
     np.testing.assert_allclose(o[:, at:], o_, atol=2e-6)
     np.testing.assert_allclose(last, last_, atol=2e-6)
     for gradient in gradients:
-      self.assertTrue(np.isfinite(gradient).all())
+      assert np.isfinite(gradient).all()
     # Nothing of the first state remains, and more decay changes nothing.
     np.testing.assert_array_equal(gradients[3][:, at], 0)
     if at == 0:
       np.testing.assert_array_equal(gradients[5], 0)
 
-  @parameterized.parameters("float32", "bfloat16")
+  @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
   def test_long_sequence_with_strong_decay(self, dtype):
     length = 1 << 15
     (q, k, v, g, beta, state), _ = make(12, 1, length, 1, 16, 8, dtype)
@@ -248,11 +252,11 @@ class MemoryTest(parameterized.TestCase):
     o, last = call(None, q, k, v, g, beta, state)
     o_, last_ = call("reference", q, k, v, g, beta, state)
     for x in (o, last):
-      self.assertTrue(np.isfinite(np.float32(x)).all())
+      assert np.isfinite(np.float32(x)).all()
     tolerance = 2e-5 if dtype == "float32" else 2e-2
-    self.assertLess(error(o, o_), tolerance)
-    self.assertLess(error(o[:, -64:], o_[:, -64:]), tolerance)
-    self.assertLess(error(last, last_), tolerance)
+    assert error(o, o_) < tolerance
+    assert error(o[:, -64:], o_[:, -64:]) < tolerance
+    assert error(last, last_) < tolerance
 
   def test_equal_keys_do_not_spoil_the_inverse(self):
     # The powers of this A reach 1e18 in a chunk of 64; its inverse is 0, +-1.
@@ -263,8 +267,9 @@ class MemoryTest(parameterized.TestCase):
     np.testing.assert_allclose(o, v, atol=1e-5)
 
 
-class SequenceTest(parameterized.TestCase):
-  @parameterized.product(implementation=PLAIN, at=(4, 7))
+class TestSequence:
+  @pytest.mark.parametrize("implementation", PLAIN)
+  @pytest.mark.parametrize("at", (4, 7))
   def test_state_carries_across_calls(self, implementation, at):
     arguments, cotangents = make(20, 2, 10, 2, 4, 3)
 
@@ -279,7 +284,7 @@ class SequenceTest(parameterized.TestCase):
     wanted = run("reference", arguments, cotangents)
     assert_all_close(actual, wanted, 1e-5)
 
-  @parameterized.parameters(*PLAIN)
+  @pytest.mark.parametrize("implementation", PLAIN)
   def test_packed_documents_are_separate_calls(self, implementation):
     arguments, cotangents = make(21, 1, 12, 2, 4, 3)
     bounds = (0, 3, 4, 9, 12)  # One within a chunk of 4, one at its start.
@@ -303,9 +308,9 @@ class SequenceTest(parameterized.TestCase):
     assert_all_close(actual, wanted, 1e-5)
     # The ids do have an effect.
     plain = run(implementation, arguments, cotangents, chunk_size=4)
-    self.assertGreater(error(plain[0], wanted[0]), 0.1)
+    assert error(plain[0], wanted[0]) > 0.1
 
-  @parameterized.parameters(*PLAIN)
+  @pytest.mark.parametrize("implementation", PLAIN)
   def test_later_tokens_have_no_say(self, implementation):
     (q, k, v, g, beta, state), _ = make(22, 1, 9, 1, 4, 3)
 
@@ -317,10 +322,10 @@ class SequenceTest(parameterized.TestCase):
     for t in (0, 3, 5):
       for gradient in gradients(v, k, g, beta, t):
         np.testing.assert_array_equal(gradient[:, t + 1 :], 0)
-        self.assertGreater(np.abs(gradient[:, t]).max(), 0)
+        assert np.abs(gradient[:, t]).max() > 0
 
 
-class TransformTest(parameterized.TestCase):
+class TestTransform:
   def test_vmap_jit_and_remat_change_nothing(self):
     (q, k, v, g, beta, state), _ = make(30, 3, 6, 2, 4, 3)
     ids = segments(31, 3, 6, 3)
@@ -342,7 +347,7 @@ class TransformTest(parameterized.TestCase):
       for a, b in zip(actual, wanted):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
-  @parameterized.parameters(True, False)
+  @pytest.mark.parametrize("explicit", [True, False])
   def test_sharded_batch_needs_no_collective(self, explicit):
     mesh = jax.make_mesh(
       (4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
@@ -357,21 +362,21 @@ class TransformTest(parameterized.TestCase):
     f = jax.jit(f, in_shardings=sharding, out_shardings=sharding)
     text = f.lower(arguments, cotangents).compile().as_text()
     for name in ("all-reduce", "all-gather", "all-to-all", "permute"):
-      self.assertNotIn(name, text)
+      assert name not in text
     jax.tree.map(
       lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5),
       f(arguments, cotangents),
       wanted,
     )
 
-  @parameterized.parameters("float32", "bfloat16")
+  @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
   def test_nothing_is_saved_but_the_arguments(self, dtype):
     arguments, _ = make(33, 1, 64, 1, 8, 8, dtype)
     kept = jaxprs.saved(functools.partial(call, "xla"), *arguments)
-    self.assertEqual(kept, [])
+    assert kept == []
     # The recurrence does keep a state per token, so the count can see one.
     kept = jaxprs.saved(functools.partial(call, "reference"), *arguments)
-    self.assertGreaterEqual(max(x.size for x in kept), 64 * 8 * 8)
+    assert max(x.size for x in kept) >= 64 * 8 * 8
 
   def test_no_program_holds_a_state_per_token(self):
     length, width = 64, 8
@@ -380,28 +385,31 @@ class TransformTest(parameterized.TestCase):
     jaxpr = jax.make_jaxpr(f)(arguments, cotangents)
     largest = max(x.size for x in jaxprs.arrays(jaxpr))
     # Of the order of the arguments: rows of width 8, and 16 scores per row.
-    self.assertLessEqual(largest, 2 * length * 16)
-    self.assertLess(largest, length * width * width)
+    assert largest <= 2 * length * 16
+    assert largest < length * width * width
 
   def test_automatic_choice_on_cpu_compiles_nothing_for_tpu(self):
     arguments, _ = make(35, 1, 4, 1, 4, 4)
     text = jax.jit(functools.partial(call, None)).lower(*arguments).as_text()
-    self.assertNotIn("tpu_custom_call", text)
+    assert "tpu_custom_call" not in text
 
 
-class BadInputTest(parameterized.TestCase):
+class TestBadInput:
   def bad(self, pattern, error=ValueError, **changes):
     q, k, v, g, beta, state = make(40, 2, 6, 2, 4, 3)[0]
     options = dict(q=q, k=k, v=v, g=g, beta=beta, initial_state=state)
-    with self.assertRaisesRegex(error, pattern):
+    with pytest.raises(error, match=pattern):
       kda(**(options | changes))
 
-  @parameterized.parameters(
-    ("k", (2, 6, 2, 5), r"k must.*K=4.*q \(2, 6, 2, 4\), k \(2, 6, 2, 5\)"),
-    ("v", (2, 7, 2, 3), r"v must.*T=6.*\(2, 6, 2, 4\).*\(2, 7, 2, 3\)"),
-    ("beta", (2, 6, 2, 1), r"B, T, H\].*\(2, 6, 2, 1\).*q \(2, 6, 2, 4\)"),
-    ("initial_state", (2, 2, 3, 4), r"\(2, 2, 4, 3\), got \(2, 2, 3, 4\)"),
-    ("segment_ids", (6,), r"\(2, 6\), got \(6,\).*\(2, 6, 2, 4\)"),
+  @pytest.mark.parametrize(
+    "name,shape,pattern",
+    [
+      ("k", (2, 6, 2, 5), r"k must.*K=4.*q \(2, 6, 2, 4\), k \(2, 6, 2, 5\)"),
+      ("v", (2, 7, 2, 3), r"v must.*T=6.*\(2, 6, 2, 4\).*\(2, 7, 2, 3\)"),
+      ("beta", (2, 6, 2, 1), r"B, T, H\].*\(2, 6, 2, 1\).*q \(2, 6, 2, 4\)"),
+      ("initial_state", (2, 2, 3, 4), r"\(2, 2, 4, 3\), got \(2, 2, 3, 4\)"),
+      ("segment_ids", (6,), r"\(2, 6\), got \(6,\).*\(2, 6, 2, 4\)"),
+    ],
   )
   def test_shapes(self, name, shape, pattern):
     self.bad(pattern, **{name: jnp.ones(shape)})
@@ -418,9 +426,5 @@ class BadInputTest(parameterized.TestCase):
   def test_step(self):
     q, k, v, g, beta, state = make(41, 2, 1, 2, 4, 3)[0]
     first = [x[:, 0] for x in (q, k, v, g, beta)]
-    with self.assertRaisesRegex(ValueError, r"state must.*K=4.*\(2, 2, 3, 4\)"):
+    with pytest.raises(ValueError, match=r"state must.*K=4.*\(2, 2, 3, 4\)"):
       kda_step(*first, jnp.ones((2, 2, 3, 4)))
-
-
-if __name__ == "__main__":
-  absltest.main()

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The KDA kernels compile for every TPU; needs libtpu but no TPU."""
 
-import importlib.util
-
-from absl.testing import absltest
-from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 import pytest
@@ -13,10 +9,7 @@ from attnres_kernels import kda
 from attnres_kernels.kda import shapes
 from tests.kernels import tpu_aot_test
 
-pytestmark = pytest.mark.skipif(
-  importlib.util.find_spec("libtpu") is None,
-  reason="not run: libtpu, the TPU compiler, is not installed here",
-)
+pytestmark = pytest.mark.needs("libtpu")
 KERNELS = ("kda_forward", "kda_states", "kda_backward")
 
 
@@ -47,28 +40,22 @@ def compile_for(chip, shape, dtype):
   return tpu_aot_test.compile_for(chip, f, arguments, dtype)
 
 
-class TpuCompileTest(parameterized.TestCase):
-  @parameterized.product(chip=tuple(tpu_aot_test.CHIPS))
+class TestTpuCompile:
+  @pytest.mark.parametrize("chip", tuple(tpu_aot_test.CHIPS))
   def test_small(self, chip):
     # Ragged tokens, values wider than keys.
     shape = shapes.Shape("small", 2, 100, 1, 128, 256)
     text = compile_for(chip, shape, "bfloat16")
     for name in KERNELS:
-      self.assertIn(name, text)
+      assert name in text
 
 
 @pytest.mark.slow
-class NamedShapesTest(parameterized.TestCase):
-  @parameterized.product(
-    chip=tuple(tpu_aot_test.CHIPS),
-    shape=shapes.NAMED,
-    dtype=("bfloat16", "float32"),
-  )
+class TestNamedShapes:
+  @pytest.mark.parametrize("chip", tuple(tpu_aot_test.CHIPS))
+  @pytest.mark.parametrize("shape", shapes.NAMED)
+  @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
   def test_named_shapes(self, chip, shape, dtype):
     text = compile_for(chip, shape, dtype)
     for name in KERNELS:
-      self.assertIn(name, text)
-
-
-if __name__ == "__main__":
-  absltest.main()
+      assert name in text

@@ -5,10 +5,7 @@ Needs libtpu but no TPU; skipped on machines without libtpu.
 """
 
 import functools
-import importlib.util
 
-from absl.testing import absltest
-from absl.testing import parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,10 +33,7 @@ MERGES = {
   "add_merge_norm": lambda *a: depth_merge_norm(*a),
 }
 
-pytestmark = pytest.mark.skipif(
-  importlib.util.find_spec("libtpu") is None,
-  reason="not run: libtpu, the TPU compiler, is not installed here",
-)
+pytestmark = pytest.mark.needs("libtpu")
 
 
 @functools.cache
@@ -100,10 +94,10 @@ def compile_for(chip, function, arguments, dtype):
   return jax.jit(function).lower(*structs).compile().as_text()
 
 
-class TpuCompileTest(parameterized.TestCase):
-  @parameterized.product(
-    chip=tuple(CHIPS),
-    kind=(("bfloat16", False), ("bfloat16", True), ("float32", False)),
+class TestTpuCompile:
+  @pytest.mark.parametrize("chip", tuple(CHIPS))
+  @pytest.mark.parametrize(
+    "kind", (("bfloat16", False), ("bfloat16", True), ("float32", False))
   )
   def test_attention(self, chip, kind):
     dtype, bank = kind
@@ -111,30 +105,28 @@ class TpuCompileTest(parameterized.TestCase):
     shape = shapes.Shape("small", 3, 3, 40, 448)
     text = compile_for(chip, *attention(shape, bank), dtype)
     for name in ("depth_attention_forward", "depth_attention_backward"):
-      self.assertIn(name, text)
+      assert name in text
 
-  @parameterized.product(
-    chip=tuple(CHIPS),
-    dtype=("bfloat16", "float32"),
-    op=("merge", "add_merge_norm"),
-  )
+  @pytest.mark.parametrize("chip", tuple(CHIPS))
+  @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+  @pytest.mark.parametrize("op", ("merge", "add_merge_norm"))
   def test_merge(self, chip, dtype, op):
     shape = shapes.Shape("small", 1, 1, 200, 960)
     text = compile_for(chip, *merge(shape, op), dtype)
     for name in ("depth_merge_forward", "depth_merge_backward"):
-      self.assertIn(name, text)
+      assert name in text
 
   def test_separate_sources_are_not_stacked(self):
     shape = shapes.Shape("small", 4, 5, 512, 1024)
     text = compile_for("v5e", *attention(shape, False), "bfloat16")
-    self.assertNotIn("bf16[5,512,1024]", text)
+    assert "bf16[5,512,1024]" not in text
 
   def test_bank_is_not_copied(self):
     shape = shapes.Shape("small", 4, 5, 512, 1024)
     text = compile_for("v5e", *attention(shape, True), "bfloat16")
     for line in text.splitlines():
       if " copy(" in line:
-        self.assertNotIn("bf16[5,512,1024]", line)
+        assert "bf16[5,512,1024]" not in line
 
   def test_sharded_tokens_need_no_collective(self):
     mesh = jax.sharding.Mesh(np.array(devices("v5e")), ("data",))
@@ -175,11 +167,11 @@ class TpuCompileTest(parameterized.TestCase):
       .as_text()
     )
     for name in ("depth_attention_backward", "depth_merge_backward"):
-      self.assertIn(name, text)
+      assert name in text
     # The caller's sums only.
-    self.assertIn("all-reduce", text)
+    assert "all-reduce" in text
     for name in ("all-gather", "all-to-all", "collective-permute"):
-      self.assertNotIn(name, text)
+      assert name not in text
 
   def test_accumulation_is_in_place(self):
     token = (500, 1024)  # The last tile is a part of one.
@@ -196,16 +188,16 @@ class TpuCompileTest(parameterized.TestCase):
       [struct(token, jnp.float32)] * 3,
     )
     compiled = lowered.compile()
-    self.assertIn("depth_attention_backward", compiled.as_text())
+    assert "depth_attention_backward" in compiled.as_text()
     memory = compiled.memory_analysis()
     # All three are updated in place, without a copy.
     size = 504 * 1024 * 4
-    self.assertGreaterEqual(memory.alias_size_in_bytes, 3 * size)
-    self.assertLess(memory.temp_size_in_bytes, size)
+    assert memory.alias_size_in_bytes >= 3 * size
+    assert memory.temp_size_in_bytes < size
 
 
 @pytest.mark.slow
-class NamedShapesTest(parameterized.TestCase):
+class TestNamedShapes:
   """What `benchmarks/tpu_static.py` does not compile for its table.
 
   That table has, for each chip, both directions of every kernel separately, at
@@ -213,42 +205,42 @@ class NamedShapesTest(parameterized.TestCase):
   sources.
   """
 
-  @parameterized.product(
-    chip=tuple(CHIPS),
-    shape=tuple(s for s in shapes.NAMED if s not in shapes.TABLE) + shapes.ODD,
+  @pytest.mark.parametrize("chip", tuple(CHIPS))
+  @pytest.mark.parametrize(
+    "shape",
+    tuple(s for s in shapes.NAMED if s not in shapes.TABLE) + shapes.ODD,
   )
   def test_separate_sources(self, chip, shape):
     self.check(chip, shape, bank=False)
 
-  @parameterized.product(chip=tuple(CHIPS), shape=shapes.BANKS + shapes.ODD)
+  @pytest.mark.parametrize("chip", tuple(CHIPS))
+  @pytest.mark.parametrize("shape", shapes.BANKS + shapes.ODD)
   def test_bank(self, chip, shape):
     self.check(chip, shape, bank=True)
 
   def check(self, chip, shape, bank):
     text = compile_for(chip, *attention(shape, bank), "bfloat16")
     for name in ("depth_attention_forward", "depth_attention_backward"):
-      self.assertIn(name, text)
+      assert name in text
 
-  @parameterized.product(chip=tuple(CHIPS), shape=shapes.MERGE)
+  @pytest.mark.parametrize("chip", tuple(CHIPS))
+  @pytest.mark.parametrize("shape", shapes.MERGE)
   def test_merge_without_update(self, chip, shape):
     text = compile_for(chip, *merge(shape, "merge_norm"), "bfloat16")
     for name in ("depth_merge_forward", "depth_merge_backward"):
-      self.assertIn(name, text)
+      assert name in text
 
-  @parameterized.product(chip=tuple(CHIPS), bank=(False, True))
+  @pytest.mark.parametrize("chip", tuple(CHIPS))
+  @pytest.mark.parametrize("bank", (False, True))
   def test_more_than_2_to_31_elements_in_all_sources(self, chip, bank):
     shape = shapes.Shape("huge", 1, 9, 32768, 8192)
     compile_for(chip, *attention(shape, bank), "bfloat16")
 
   # Those whose memory holds the arrays of both directions.
-  @parameterized.parameters("v5p", "v6e", "tpu7x")
+  @pytest.mark.parametrize("chip", ["v5p", "v6e", "tpu7x"])
   def test_more_than_2_to_31_elements_in_one_array(self, chip):
     compile_for(chip, *attention(HUGE, False), "bfloat16")
 
-  @parameterized.parameters("v5p", "tpu7x")
+  @pytest.mark.parametrize("chip", ["v5p", "tpu7x"])
   def test_merge_of_more_than_2_to_31_elements(self, chip):
     compile_for(chip, *merge(HUGE, "add_merge_norm"), "bfloat16")
-
-
-if __name__ == "__main__":
-  absltest.main()

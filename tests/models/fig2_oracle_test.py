@@ -2,7 +2,6 @@
 """Block AttnRes against the paper's own listing (arXiv:2603.15031, Fig. 2)."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -19,7 +18,7 @@ _run = jax.jit(trunks.run)
 
 def _assert_close(found, expected, tolerance=1e-11):
   for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
-    assert a.dtype == jnp.float64
+    assert a.dtype == np.float64
     scale = 1 + np.abs(np.asarray(b)).max()
     np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * scale)
 
@@ -27,7 +26,7 @@ def _assert_close(found, expected, tolerance=1e-11):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
   "num_sublayers,block_size",
-  [(12, 2), (12, 4), (12, 6), (12, 12), (10, 4)],
+  [(8, 2), (8, 4), (6, 6), (6, 4)],
 )
 def test_transformer_blocks(num_sublayers, block_size, form):
   layers, embedding = trunks.toy(num_sublayers)
@@ -46,7 +45,7 @@ def test_transformer_blocks(num_sublayers, block_size, form):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
   "num_sublayers,block_size",
-  [(6, 1), (12, 5), (7, 4), (7, 3), (1, 1), (5, 9)],
+  [(4, 1), (7, 3), (1, 1), (3, 9)],
 )
 def test_boundary_at_any_sublayer(num_sublayers, block_size, form):
   layers, embedding = trunks.toy(num_sublayers)
@@ -63,7 +62,7 @@ def test_boundary_at_any_sublayer(num_sublayers, block_size, form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("num_sublayers,block_size", [(8, 4), (7, 3)])
+@pytest.mark.parametrize("num_sublayers,block_size", [(4, 2), (5, 3)])
 def test_gradients(num_sublayers, block_size, form):
   layers, embedding = trunks.toy(num_sublayers)
   module = trunks.scheme(
@@ -79,10 +78,9 @@ def test_gradients(num_sublayers, block_size, form):
     )
     return trunks.score(h)
 
-  expected = jax.value_and_grad(oracle, argnums=(0, 1, 2))(
-    layers, module, embedding
-  )
-  found = trunks.value_and_grad(layers, module, embedding)
+  arguments = layers, module, embedding
+  expected = oracle(*arguments), trunks.gradient(oracle, *arguments)
+  found = trunks.value_and_grad(*arguments)
   assert jax.tree.structure(found) == jax.tree.structure(expected)
   _assert_close(found, expected, 1e-10)
 
@@ -91,12 +89,7 @@ def test_gradients(num_sublayers, block_size, form):
 def test_listing_is_equation_6(block_size):
   layers, embedding = trunks.toy(12)
   u = np.random.default_rng(4).standard_normal((13, trunks.WIDTH))
-  arguments = (
-    trunks.functions(layers, 12),
-    jnp.asarray(u),
-    embedding,
-    block_size,
-  )
+  arguments = trunks.functions(layers, 12), u, embedding, block_size
   expected = trunks.block_attnres(*arguments)
   _assert_close(trunks.fig2(*arguments), expected, 1e-13)
   _assert_close(trunks.fig2_per_sublayer(*arguments), expected, 1e-13)
@@ -108,12 +101,12 @@ def test_embedding_is_one_source_not_two():
   layers, embedding = trunks.toy(4)
   module = trunks.scheme("block_attnres", 4, block_size=4)
   u, f = trunks.folded(module), trunks.functions(layers, 4)
-  values = [embedding]
+  values = [np.asarray(embedding)]
   for l in range(4):
     partial = [sum(values[1:])] if l else []
-    values.append(f[l](trunks.attend(u[l], [embedding, embedding] + partial)))
-  twice = trunks.attend(u[4], [embedding, embedding, sum(values[1:])])
-  assert jnp.abs(_run(layers, module, embedding) - twice).max() > 1e-2
+    values.append(f[l](trunks.attend(u[l], [values[0]] * 2 + partial)))
+  twice = trunks.attend(u[4], [values[0]] * 2 + [sum(values[1:])])
+  assert np.abs(_run(layers, module, embedding) - twice).max() > 1e-2
 
 
 def test_full_attnres_is_equations_1_to_4():

@@ -378,9 +378,9 @@ def test_pieces_hold_the_usual_number_of_rows():
     assert rows & {math.ceil(1.25 * pairs)} and max(rows) < 1.5 * pairs + 64
 
 
+@pytest.mark.needs("libtpu")
 def test_what_travels_on_tpu():
   """Tokens over `expert`, parts of weights in bfloat16 over `fsdp`."""
-  pytest.importorskip("libtpu", reason="libtpu is not installed")
   width, hidden, experts = 512, 128, 16
   config = config_lib.ModelConfig(
     width=width,

@@ -6,7 +6,6 @@ initialisation in `zero_query_test.py`.
 """
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -21,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 def _values(num_sublayers, seed=2):
   rng = np.random.default_rng(seed)
   shape = (num_sublayers + 1, 2, 3, trunks.WIDTH)
-  return list(jnp.asarray(rng.standard_normal(shape)))
+  return list(rng.standard_normal(shape))
 
 
 def _sources(values, read, block_size):
@@ -41,6 +40,20 @@ def _close(found, expected, rtol=1e-11):
     a, b = np.asarray(a), np.asarray(b)
     assert a.dtype == b.dtype
     np.testing.assert_allclose(a, b, rtol=0, atol=rtol * (1 + np.abs(b).max()))
+
+
+def _reads(module, values):
+  """In NumPy, where comparing compiles nothing."""
+  return [np.asarray(h) for h in trunks.reads(module, values)]
+
+
+@jax.jit
+def _depth_weights(module, values):
+  return module.depth_weights(values)
+
+
+def _weights(module, values):
+  return [np.asarray(weight) for weight in _depth_weights(module, values)]
 
 
 # (scheme, its block size in the oracle, fields); L = 7 leaves a remainder.
@@ -63,43 +76,43 @@ class TestReads:
   def test_softmax_of_the_definition(self, name, size, fields):
     module, values = trunks.scheme(name, 7, **fields), _values(7)
     u = trunks.folded(module)
-    for l, h in enumerate(trunks.reads(module, values)):
+    for l, h in enumerate(_reads(module, values)):
       sources = _sources(values, l, size)
       _close(h, trunks.attend(u[l], sources), 1e-13)
-      low, high = jnp.min(jnp.stack(sources), 0), jnp.max(jnp.stack(sources), 0)
-      assert bool(jnp.all((low - 1e-12 <= h) & (h <= high + 1e-12)))
-      longest = max(jnp.linalg.norm(s, axis=-1).max() for s in sources)
-      assert jnp.linalg.norm(h, axis=-1).max() <= longest + 1e-12
+      low, high = np.min(np.stack(sources), 0), np.max(np.stack(sources), 0)
+      assert np.all((low - 1e-12 <= h) & (h <= high + 1e-12))
+      longest = max(np.linalg.norm(s, axis=-1).max() for s in sources)
+      assert np.linalg.norm(h, axis=-1).max() <= longest + 1e-12
 
   def test_zero_queries_read_the_mean(self, name, size, fields):
     module, values = trunks.scheme(name, 7, scale=0.0, **fields), _values(7)
-    for l, h in enumerate(trunks.reads(module, values)):
-      _close(h, jnp.mean(jnp.stack(_sources(values, l, size)), axis=0), 1e-14)
+    for l, h in enumerate(_reads(module, values)):
+      _close(h, np.mean(np.stack(_sources(values, l, size)), axis=0), 1e-14)
 
   def test_first_sublayer_reads_the_embedding(self, name, size, fields):
     module, values = trunks.scheme(name, 7, **fields), _values(7)
-    found = trunks.reads(module, values)[0]
+    found = _reads(module, values)[0]
     np.testing.assert_array_equal(np.asarray(found), np.asarray(values[0]))
 
   def test_long_queries_read_the_best_source(self, name, size, fields):
     module, values = trunks.scheme(name, 7, scale=1e6, **fields), _values(7)
     u = trunks.folded(module)
-    for l, h in enumerate(trunks.reads(module, values)):
-      source = jnp.stack(_sources(values, l, size))
+    for l, h in enumerate(_reads(module, values)):
+      source = np.stack(_sources(values, l, size))
       key = trunks.rms_norm(source, trunks.EPS)
-      best = jnp.argmax(jnp.sum(key * u[l].reshape(1, 1, 1, -1), -1), axis=0)
-      chosen = jnp.take_along_axis(source, best[None, ..., None], axis=0)[0]
+      best = np.argmax(np.sum(key * u[l], -1), axis=0)
+      chosen = np.take_along_axis(source, best[None, ..., None], axis=0)[0]
       _close(h, chosen, 1e-12)
 
   def test_orthogonal_equivariance(self, name, size, fields):
     module, values = trunks.scheme(name, 7, **fields), _values(7)
     rotation, _ = np.linalg.qr(np.random.default_rng(3).normal(size=(6, 6)))
     assert abs(rotation - np.eye(6)).max() > 0.1
-    expected = [h @ rotation for h in trunks.reads(module, values)]
+    expected = [h @ rotation for h in _reads(module, values)]
     u = trunks.folded(module)
     module.queries.query[...] = u @ rotation
-    module.queries.gain[...] = jnp.ones_like(u)
-    _close(trunks.reads(module, [v @ rotation for v in values]), expected)
+    module.queries.gain[...] = np.ones_like(u)
+    _close(_reads(module, [v @ rotation for v in values]), expected)
 
   def test_order_of_sources_does_not_matter(self, name, size, fields):
     module, values = trunks.scheme(name, 7, **fields), _values(7)
@@ -107,22 +120,22 @@ class TestReads:
     blocks = [outputs[i : i + size] for i in range(0, 7, size)]
     short = [blocks.pop()] if len(blocks[-1]) < size else []
     swapped = [v for b in [*blocks[::-1], *short] for v in b[::-1]]
-    before = trunks.reads(module, values)
-    after = trunks.reads(module, [values[0], *swapped])
+    before = _reads(module, values)
+    after = _reads(module, [values[0], *swapped])
     _close(after[-1], before[-1], 1e-13)
-    assert jnp.abs(after[2] - before[2]).max() > 1e-3
+    assert np.abs(after[2] - before[2]).max() > 1e-3
 
   def test_weights_sum_to_one_and_make_the_reads(self, name, size, fields):
     module, values = trunks.scheme(name, 7, **fields), _values(7)
-    weights, labels = module.depth_weights(values), module.source_labels()
-    found = trunks.reads(module, values)
+    weights, labels = _weights(module, values), module.source_labels()
+    found = _reads(module, values)
     assert len(weights) == len(labels) == len(found) == 8
     for l, (weight, label, h) in enumerate(zip(weights, labels, found)):
       sources = _sources(values, l, size)
       assert weight.shape == (len(sources), 2, 3)
       assert len(label) == len(sources)
-      _close(jnp.sum(weight, axis=0), jnp.ones((2, 3)), 1e-14)
-      _close(jnp.sum(weight[..., None] * jnp.stack(sources), axis=0), h, 1e-12)
+      _close(np.sum(weight, axis=0), np.ones((2, 3)), 1e-14)
+      _close(np.sum(weight[..., None] * np.stack(sources), axis=0), h, 1e-12)
 
   def test_labels_say_what_the_sources_are(self, name, size, fields):
     labels = trunks.scheme(name, 7, **fields).source_labels()
@@ -141,11 +154,11 @@ def test_weights_ignore_the_length_of_a_source(name, size, fields):
   lengths = [2.0, 0.3, 5.0, 0.7, 1.9, 0.2, 3.0, 1.1]
   group = [0] + [1 + (l // (size or 1)) for l in range(7)]
   scaled = [lengths[g] * v for g, v in zip(group, values)]
-  _close(module.depth_weights(scaled), module.depth_weights(values), 1e-12)
+  _close(_weights(module, scaled), _weights(module, values), 1e-12)
   # Not so for a change of sign, which the softmax must notice.
   flipped = [-values[0], *values[1:]]
-  change = module.depth_weights(flipped)[-1] - module.depth_weights(values)[-1]
-  assert jnp.abs(change).max() > 1e-2
+  change = _weights(module, flipped)[-1] - _weights(module, values)[-1]
+  assert np.abs(change).max() > 1e-2
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -153,12 +166,12 @@ def test_source_twice_is_a_logit_larger_by_log_2(form):
   fields = dict(form=form, schedule_size=2)
   module, values = trunks.scheme("full_attnres", 3, **fields), _values(3)
   values[3] = values[1]
-  u = trunks.folded(module)[-1].reshape(1, 1, 1, -1)
-  source = jnp.stack(values[:3])
-  logit = jnp.sum(trunks.rms_norm(source, trunks.EPS) * u, axis=-1)
-  weight = jnp.exp(logit.at[1].add(jnp.log(2.0)))
-  mixed = jnp.sum(weight[..., None] * source, 0) / jnp.sum(weight, 0)[..., None]
-  _close(trunks.reads(module, values)[-1], mixed, 1e-13)
+  u = trunks.folded(module)[-1]
+  source = np.stack(values[:3])
+  logit = np.sum(trunks.rms_norm(source, trunks.EPS) * u, axis=-1)
+  weight = np.exp(logit + np.log([1.0, 2.0, 1.0])[:, None, None])
+  mixed = np.sum(weight[..., None] * source, 0) / np.sum(weight, 0)[..., None]
+  _close(_reads(module, values)[-1], mixed, 1e-13)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -170,11 +183,11 @@ def test_blocks_of_one_sublayer_are_full_attnres(seed):
     ("full_attnres", {}),
   ):
     module = trunks.scheme(name, 6, seed=seed, **fields, **one)
-    found.append(trunks.reads(module, values))
+    found.append(_reads(module, values))
   for block, full in zip(*found):
     np.testing.assert_array_equal(np.asarray(block), np.asarray(full))
   two = trunks.scheme("block_attnres", 6, seed=seed, block_size=1)
-  _close(trunks.reads(two, values), found[1], 1e-13)
+  _close(_reads(two, values), found[1], 1e-13)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -183,7 +196,7 @@ def test_one_block_gates_the_embedding(form):
   for fields in (dict(block_size=6), dict(block_size=50), dict(num_blocks=1)):
     module = trunks.scheme("block_attnres", 6, form=form, **fields)
     assert module.segments() == ((0, 6),)
-    found.append(trunks.reads(module, values))
+    found.append(_reads(module, values))
   for other in found[1:]:
     for a, b in zip(found[0], other):
       np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
@@ -213,9 +226,9 @@ def test_block_count_rounds_the_size_up(
   assert len(module.source_labels()[-1]) == len(lengths) + 1
 
 
-# Every scheme that starts as the same function, at L = 12.
-TWINS = [("rescaled", {}), ("full_attnres", dict(schedule_size=5))]
-TWINS += [("block_attnres", dict(block_size=s)) for s in (1, 2, 3, 4, 5, 6, 12)]
+# Every scheme that starts as the same function, at L = 6.
+TWINS = [("rescaled", {}), ("full_attnres", dict(schedule_size=4))]
+TWINS += [("block_attnres", dict(block_size=s)) for s in (1, 2, 4, 6)]
 
 
 @jax.jit
@@ -233,12 +246,12 @@ def _normed_output(layers, module, embedding):
 
 @pytest.mark.parametrize("name,fields", TWINS)
 def test_zero_queries_are_the_prenorm_network(name, fields):
-  layers, embedding = trunks.toy(12, eps=0.0)
+  layers, embedding = trunks.toy(6, eps=0.0)
   # Not quite 0: the empty partial sum of a block is scored (with weight 0).
-  twin = trunks.scheme(name, 12, scale=0.0, eps=1e-30, **fields)
-  expected = trunks.prenorm(trunks.functions(layers, 12), embedding)
+  twin = trunks.scheme(name, 6, scale=0.0, eps=1e-30, **fields)
+  expected = trunks.prenorm(trunks.functions(layers, 6), embedding)
   expected = trunks.rms_norm(expected, 0.0)
-  plain = _normed_output(layers, trunks.scheme("prenorm", 12), embedding)
+  plain = _normed_output(layers, trunks.scheme("prenorm", 6), embedding)
   _close(plain[0], expected, 1e-13)
   _close(_normed_output(layers, twin, embedding), plain, 1e-11)
 
@@ -249,4 +262,4 @@ def test_other_queries_are_another_network():
   for name in ("full_attnres", "block_attnres"):
     module = trunks.scheme(name, 4, num_blocks=2)
     other = _normed_output(layers, module, embedding)[0]
-    assert jnp.abs(other - plain).max() > 0.1
+    assert np.abs(other - plain).max() > 0.1

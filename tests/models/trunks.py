@@ -3,8 +3,8 @@
 
 `stack.run` with a scheme of the library on one side; on the other the same
 sublayers run by the definitions below, which are written from the paper
-(arXiv:2603.15031, Eq. 1-6, Fig. 2) in plain jnp and share no code with it.
-Every function here must run under `jax.enable_x64(True)`.
+(arXiv:2603.15031, Eq. 1-6, Fig. 2) in NumPy, which compiles nothing, and share
+no code with it. Every function here must run under `jax.enable_x64(True)`.
 """
 
 import dataclasses
@@ -61,11 +61,19 @@ class ToySublayer:
 
 
 def functions(layers, count):
-  """f_1, ..., f_count as functions of h, each behind its pre-norm."""
+  """f_1, ..., f_count as functions of h in NumPy, each behind its pre-norm."""
 
   def function(l):
-    toy = jax.tree.map(lambda a: a[l // 2], layers[KINDS[l % 2]])
-    return lambda h: toy.core(toy.norm(h), None)
+    toy = layers[KINDS[l % 2]]
+    gain, matrix = (np.asarray(a)[l // 2] for a in (toy.gain, toy.matrix))
+
+    def apply(h):
+      x = rms_norm(h, toy.eps) * gain
+      if toy.kind == "mixer":
+        x = np.cumsum(x, axis=1)
+      return np.tanh(x @ matrix)
+
+    return apply
 
   return [function(l) for l in range(count)]
 
@@ -124,8 +132,27 @@ def value_and_grad(layers, module, embedding, *, scan=True, remat="none"):
 
 def score(h):
   """A scalar that weighs every entry of h differently."""
-  position = jnp.arange(h.size, dtype=h.dtype).reshape(h.shape)
-  return jnp.sum(jnp.sin(1.0 + position) * h + 0.1 * h * h)
+  position = np.arange(h.size, dtype=np.float64).reshape(h.shape)
+  return (np.sin(1.0 + position) * h + 0.1 * h * h).sum()
+
+
+def gradient(function, *trees):
+  """Of a scalar in NumPy, one coordinate after the other, all digits right.
+
+  A step along the imaginary axis has no difference that could cancel.
+  """
+  leaves, structure = jax.tree.flatten(trees)
+  leaves = [np.asarray(leaf, np.complex128) for leaf in leaves]
+  found = []
+  for i, leaf in enumerate(leaves):
+    slope = np.zeros(leaf.shape)
+    for at in np.ndindex(leaf.shape):
+      moved = leaf.copy()
+      moved[at] += 1e-30j
+      changed = [*leaves[:i], moved, *leaves[i + 1 :]]
+      slope[at] = function(*jax.tree.unflatten(structure, changed)).imag / 1e-30
+    found.append(slope)
+  return jax.tree.unflatten(structure, found)
 
 
 @jax.jit
@@ -144,25 +171,26 @@ def reads(module, values):
 
 def folded(module):
   """u_l = w_l * g_l of reads 1..L+1."""
-  return module.queries.query[...] * module.queries.gain[...]
+  query, gain = module.queries.query[...], module.queries.gain[...]
+  return np.asarray(query) * np.asarray(gain)
 
 
 def rms_norm(x, eps):
-  return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+  return x / ((x * x).mean(axis=-1, keepdims=True) + eps) ** 0.5
 
 
 def attend(u, sources, eps=EPS):
   """Eq. 2-4 for one query: softmax over depth, values not normalised."""
-  source = jnp.stack(sources)
-  score = jnp.sum(rms_norm(source, eps) * u.reshape(1, 1, 1, -1), axis=-1)
-  weight = jnp.exp(score - jnp.max(score, axis=0, keepdims=True))
-  weight = weight / jnp.sum(weight, axis=0, keepdims=True)
-  return jnp.sum(weight[..., None] * source, axis=0)
+  source = np.stack(sources)
+  score = np.sum(rms_norm(source, eps) * u, axis=-1)
+  weight = np.exp(score - score.real.max(axis=0, keepdims=True))
+  weight = weight / np.sum(weight, axis=0, keepdims=True)
+  return np.sum(weight[..., None] * source, axis=0)
 
 
 def full_attnres(sublayers, u, embedding):
   """Eq. 1-4 and the output aggregation."""
-  values = [embedding]
+  values = [np.asarray(embedding)]
   for l, f in enumerate(sublayers):
     values.append(f(attend(u[l], values)))
   return attend(u[-1], values)
@@ -170,7 +198,7 @@ def full_attnres(sublayers, u, embedding):
 
 def block_attnres(sublayers, u, embedding, block_size):
   """Eq. 5-6 by index sets: blocks are sums over ranges of values."""
-  values, last = [embedding], len(sublayers)
+  values, last = [np.asarray(embedding)], len(sublayers)
 
   def sources(l):
     # b_0, then each whole block of sublayers 1..l, then what is left of one.
@@ -191,7 +219,7 @@ def fig2(sublayers, u, embedding, block_size):
   the first read and before attention. The paper's listing ends with the last
   transformer block; the text adds the output aggregation.
   """
-  blocks, partial_block = [], embedding
+  blocks, partial_block = [], np.asarray(embedding)
   for layer_number in range(len(sublayers) // 2):
     w_attn, w_mlp = u[2 * layer_number], u[2 * layer_number + 1]
     attn, mlp = sublayers[2 * layer_number : 2 * layer_number + 2]
@@ -213,7 +241,7 @@ def fig2(sublayers, u, embedding, block_size):
 
 def fig2_per_sublayer(sublayers, u, embedding, block_size):
   """Fig. 2 with the boundary per sublayer, which odd S and L need."""
-  blocks, partial = [], embedding
+  blocks, partial = [], np.asarray(embedding)
   for j, f in enumerate(sublayers):
     h = attend(u[j], blocks + [partial])
     if j % block_size == 0:
@@ -223,7 +251,7 @@ def fig2_per_sublayer(sublayers, u, embedding, block_size):
 
 
 def prenorm(sublayers, embedding):
-  h = embedding
+  h = np.asarray(embedding)
   for f in sublayers:
     h = h + f(h)
   return h

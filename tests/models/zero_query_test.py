@@ -23,7 +23,7 @@ FORMS = ("two_phase", "one_softmax")
 CONFIG = config_lib.ModelConfig(
   vocab_size=11,
   width=16,
-  num_layers=3,
+  num_layers=2,
   num_heads=2,
   num_kv_heads=1,
   mlp_width=24,
@@ -75,7 +75,7 @@ def _logits_and_gradient(model, tokens):
     ("rescaled", {}),
     ("full_attnres", {}),
     ("block_attnres", dict(block_size=2)),
-    ("block_attnres", dict(block_size=5)),
+    ("block_attnres", dict(block_size=3)),
   ],
 )
 def test_transformer_starts_as_its_prenorm_twin(name, fields):
@@ -116,7 +116,7 @@ class TestDeadParameters:
 
   def test_at_zero_queries(self, name, form):
     tokens = np.random.default_rng(0).integers(0, 11, (2, 5), dtype=np.int32)
-    fields = dict(form=form, block_size=4 if name == "block_attnres" else 0)
+    fields = dict(form=form, block_size=3 if name == "block_attnres" else 0)
     model = _model(name, **fields)
     gradient = _logits_and_gradient(model, tokens)[2].queries
     np.testing.assert_array_equal(gradient.gain[...], 0.0)
@@ -125,7 +125,7 @@ class TestDeadParameters:
 
   def test_at_other_queries(self, name, form):
     tokens = np.random.default_rng(0).integers(0, 11, (2, 5), dtype=np.int32)
-    fields = dict(form=form, block_size=4 if name == "block_attnres" else 0)
+    fields = dict(form=form, block_size=3 if name == "block_attnres" else 0)
     model = _model(name, **fields)
     query = model.residual.queries.query
     query[...] = jax.random.normal(jax.random.key(1), query.shape)

@@ -434,9 +434,9 @@ def test_float32_with_all_kinds():
 
 
 @pytest.mark.slow
+@pytest.mark.needs("libtpu")
 def test_a_tpu_program():
   """The loop has only planned messages, and does not copy the cache."""
-  pytest.importorskip("libtpu", reason="libtpu is not installed")
   config = _config((2, 2, 4, 4, 2), dict(data=4), dtype="bfloat16")
   config = dataclasses.replace(
     config,

@@ -16,6 +16,7 @@ import jax
 from jax import ad_checkpoint
 import jax.numpy as jnp
 
+from attnres_jax import precision
 from attnres_jax import sharding
 from attnres_jax.models import linear
 from attnres_jax.models.mixers import flash
@@ -146,9 +147,11 @@ def _plain(tile, query, key, value, segment_ids):
   mask_BNTS = None
   if segment_ids is not None:
     mask_BNTS = _same_segment(segment_ids, segment_ids)[:, None]
-  return jax.nn.dot_product_attention(
-    query, key, value, mask=mask_BNTS, is_causal=True
-  )
+  # jax itself promotes in there.
+  with jax.numpy_dtype_promotion("standard"):
+    return jax.nn.dot_product_attention(
+      query, key, value, mask=mask_BNTS, is_causal=True
+    )
 
 
 def attend(
@@ -161,7 +164,7 @@ def attend(
   """Softmax attention where the mask ([1 or B, T, S]) is true, all at once."""
   batch, length, heads, width = query_BTNH.shape
   kv_heads = key_BSKH.shape[2]
-  wide = jnp.promote_types(query_BTNH.dtype, jnp.float32)
+  wide = precision.wide(query_BTNH.dtype)
   query_BTKGH = jnp.reshape(
     query_BTNH, (batch, length, kv_heads, heads // kv_heads, width)
   )
@@ -196,7 +199,7 @@ def _tiled(tile, query_BTNH, key_BTKH, value_BTKV, segment_ids_BT):
   if segment_ids_BT is not None:
     tiles["segment"] = _cut(segment_ids_BT, num_tiles, tile)
   # The gradients of keys and values are summed over tiles in this dtype.
-  wide = jnp.promote_types(query_BTNH.dtype, jnp.float32)
+  wide = precision.wide(query_BTNH.dtype)
   key_BTKH, value_BTKV = key_BTKH.astype(wide), value_BTKV.astype(wide)
   per_span = -(-num_tiles // _SPANS)
   spans = []

@@ -144,7 +144,7 @@ class BlockAttnRes(BlockAttnResOneSoftmax):
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
     del slot
-    return base.keep(carry + y_BTD)
+    return _add(carry, y_BTD)
 
   def close(self, state: BlockState, carry: Any, stop: int) -> BlockState:
     return self._commit(state.blocks, carry, stop)

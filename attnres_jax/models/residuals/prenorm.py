@@ -33,7 +33,7 @@ class PreNorm(base.Residual):
 
   def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
     del slot
-    return base.keep(carry + y_BTD)
+    return base.keep(carry + precision.widen(y_BTD))
 
   def close(self, state: jax.Array, carry: jax.Array, stop: int) -> jax.Array:
     del state, stop

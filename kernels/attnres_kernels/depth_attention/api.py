@@ -58,7 +58,7 @@ def depth_attention(
   query, sources, count = _check(query, sources, num_sources)
   if implementation == "reference":
     return reference.attend(query, sources, count, eps=eps)
-  query = query.astype(dispatch.accumulator(query, *sources))
+  query = query.astype(dispatch.accumulator(query, *jax.tree.leaves(sources)))
   return _attend(float(eps), implementation, query, sources, count)
 
 
@@ -128,7 +128,7 @@ def depth_attention_vjp(
         f"accumulate {_shapes(accumulate)} must be like the sources"
         f" {_shapes(sources)}"
       )
-  query = query.astype(dispatch.accumulator(query, *sources))
+  query = query.astype(dispatch.accumulator(query, *jax.tree.leaves(sources)))
   options = float(eps), implementation
   old = () if accumulate is None else (accumulate,)
   return _backward(*options, query, sources, count, lse, dout, dlse, *old)

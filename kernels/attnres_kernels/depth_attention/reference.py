@@ -7,13 +7,13 @@ Everything in float32, or float64 when any input is; gradients by autodiff.
 import jax
 import jax.numpy as jnp
 
+from attnres_kernels import dispatch
+
 
 def attend(query_QD, sources, num_sources, *, eps):
   """One softmax per query and token over all sources."""
   stacked = sources if isinstance(sources, jax.Array) else jnp.stack(sources)
-  dtype = jnp.promote_types(
-    jnp.float32, jnp.promote_types(query_QD.dtype, stacked.dtype)
-  )
+  dtype = dispatch.accumulator(query_QD, stacked)
   source_MTD = stacked.astype(dtype)
   num_slots = source_MTD.shape[0]
   count = num_slots if num_sources is None else num_sources

@@ -68,7 +68,7 @@ def kda(
       f"chunk_size={chunk_size} and the {q.shape[1]} tokens of q {q.shape}"
       " must be at least 1"
     )
-  dtype = _state_dtype(*arrays, initial_state)
+  dtype = dispatch.accumulator(*arrays, initial_state)
   state = _state(initial_state, arrays, dtype)
   scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
   g = _with_resets(g.astype(dtype), segment_ids)
@@ -111,7 +111,7 @@ def kda_step(
   _check(names, arrays, "BHK BHK BHV BHK BH BHKV")
   q, k, v, g, beta, state = arrays
   scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-  state = state.astype(_state_dtype(*arrays))
+  state = state.astype(dispatch.accumulator(*arrays))
   o, state = reference.step(q, k, v, g, beta, state, scale=scale)
   return o.astype(v.dtype), state
 
@@ -164,11 +164,6 @@ def _check(names, arrays, axes):
         raise ValueError(f"{wanted} with {letter} >= 1: {shapes}")
     if not jnp.issubdtype(array.dtype, jnp.floating):
       raise ValueError(f"{name} must be floating point, got {array.dtype}")
-
-
-def _state_dtype(*arrays):
-  wide = any(x is not None and x.dtype == jnp.float64 for x in arrays)
-  return jnp.dtype(jnp.float64 if wide else jnp.float32)
 
 
 def _state(state, arrays, dtype):

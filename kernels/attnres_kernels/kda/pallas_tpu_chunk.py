@@ -120,10 +120,13 @@ def _inverses(chunks):
     for c, system, x in zip(chunks, systems, inverses)
   ]
   rests = [
-    jnp.where(c.diagonal, 1.0, 0.0) - x - product
+    (jnp.where(c.diagonal, 1.0, 0.0) - x).astype(jnp.float32) - product
     for c, x, product in zip(chunks, inverses, products)
   ]
-  return [x + c.dot(x, rest) for c, x, rest in zip(chunks, inverses, rests)]
+  return [
+    x.astype(jnp.float32) + c.dot(x, rest)
+    for c, x, rest in zip(chunks, inverses, rests)
+  ]
 
 
 def num_levels(size):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of whole stacks: its rows, and its bytes without machine code."""
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -41,10 +40,7 @@ def test_the_committed_table_is_what_its_rows_give(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-  importlib.util.find_spec("libtpu") is None,
-  reason="not run: libtpu, the TPU compiler, is not installed here",
-)
+@pytest.mark.needs("libtpu")
 def test_bytes_before_machine_code_are_those_after(tmp_path):
   # In processes of their own: tests compile with less care.
   stack = "identity --chips v5p --sublayers 4 --block 2 --width 1024".split()

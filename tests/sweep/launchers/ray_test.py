@@ -26,9 +26,7 @@ from attnres_jax.sweep import state as state_lib
 from attnres_jax.sweep.launchers import ray as launcher
 from tests import tiny_run
 
-needs_ray = pytest.mark.skipif(
-  importlib.util.find_spec("ray") is None, reason="ray is not installed"
-)
+needs_ray = pytest.mark.needs("ray")
 # Recovery does not depend on the scheme, and this one compiles fastest.
 FIELDS = tiny_run.FIELDS | {
   "model.residual.name": "prenorm",
