@@ -16,6 +16,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 import jax.numpy as jnp
 
+from attnres_jax import precision
+
 # Queries and keys of a block.
 _BLOCK = 512
 _LANES = 128
@@ -131,7 +133,7 @@ def _splash(query, key, value, segment_ids, *, save_residuals, interpret):
     interpret=interpret,
   )
   # The kernel does not scale.
-  query = (query * _scale(query)).astype(query.dtype)
+  query = (precision.widen(query) * _scale(query)).astype(query.dtype)
   arrays = [_heads_first(x, padded) for x in (query, key, value)]
   segments = None
   if segment_ids is not None:
