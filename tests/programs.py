@@ -25,13 +25,13 @@ def share():
     given = (backend, computation, devices, options, host_callbacks, *rest)
     text = computation.operation.get_asm(enable_debug_info=False)
     # A call into Python goes by an address, which may be another's later.
-    if host_callbacks or "callback" in text:
+    # And ids of devices say nothing about the chips of a topology.
+    if host_callbacks or "callback" in text or backend.platform != "cpu":
       return compile_program(*given, **named)
     key = (
       hashlib.sha256(text.encode()).digest(),
       options.SerializeAsString(),
       tuple(device.id for device in devices.flat),
-      backend.platform,
     )
     if key not in _programs:
       _programs[key] = compile_program(*given, **named)

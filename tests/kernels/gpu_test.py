@@ -266,7 +266,7 @@ def merge_oracle(out, lse, query, partial, update, gain):
   # The mixture counts alone (lse = inf), or is empty (-inf), or shares.
   finite = jnp.where(jnp.isinf(lse), 0, lse)
   shares = jax.nn.softmax(jnp.stack([finite, score]), axis=0)[0]
-  keep = jnp.where(jnp.isinf(lse), lse > 0, shares)[:, None]
+  keep = jnp.where(jnp.isinf(lse), jnp.heaviside(lse, 0), shares)[:, None]
   mixed = keep * out + (1 - keep) * total
   if gain is not None:
     mean_square = jnp.mean(mixed**2, axis=-1, keepdims=True)
