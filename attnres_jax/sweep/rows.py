@@ -7,6 +7,7 @@ results can be committed and read without the folder they come from.
 
 from collections.abc import Iterable, Mapping, Sequence
 import functools
+import math
 from typing import Any
 
 from etils import epath
@@ -64,10 +65,13 @@ def of_run(
   with damage.of_file(workdir / "data.json"):
     fingerprint = data["train"]["fingerprint"][:12]
   with damage.of_file(workdir / "summary.json"):
-    if summary["validation_loss"] is None:
+    loss = summary["validation_loss"]
+    if loss is None:
       raise ValueError("validation_loss is not finite: the run diverged")
+    if not 0 < loss < math.inf:
+      raise ValueError(f"validation_loss: got {loss!r}, expected it above 0")
     outcome = {
-      "validation_loss": f"{summary['validation_loss']:.6f}",
+      "validation_loss": f"{loss:.6f}",
       "train_loss": _number(summary.get("train_loss"), ".6f"),
       "peak_lr": config.optim.peak_lr,
       "step_seconds": _number(summary.get("step_seconds"), ".4g"),

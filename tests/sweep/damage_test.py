@@ -66,6 +66,7 @@ DAMAGE = {
   "attempts": ("state.json", _spoil(lambda s: s.update(attempts="three"))),
   "new field": ("state.json", _spoil(lambda s: s.update(mood="good"))),
   "nan": ("summary.json", _spoil(lambda s: s.update(validation_loss=None))),
+  "below 0": ("summary.json", _spoil(lambda s: s.update(validation_loss=-1))),
   "no loss": ("summary.json", _spoil(lambda s: s.pop("validation_loss"))),
   "no data": ("data.json", _spoil(lambda s: s.pop("train"))),
   "no summary": ("summary.json", lambda path: path.unlink()),
