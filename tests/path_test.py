@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many files somebody reads who follows one training step."""
+"""The number of files that one training step runs through."""
 
 import pathlib
 import sys
@@ -15,10 +15,10 @@ MOST = 24
 
 
 def test_a_step_is_followed_through_few_files():
-  """Functions that run while a plain step is made and traced, by file.
+  """Counts the files whose functions run while a plain step is traced.
 
-  Left out are configuration and data, and kernels for other platforms than the
-  one at hand, which a program holds as branches.
+  Configuration and data are left out, and so are kernels for other platforms,
+  which a program contains as branches.
   """
   config = config_lib.load_config(
     "configs/lm.py:size=micro,runlocal", {"mesh.data": 1}
@@ -32,7 +32,7 @@ def test_a_step_is_followed_through_few_files():
 
   shape = config.data.batch_size, config.data.sequence_length + 1
   tokens = jax.ShapeDtypeStruct(shape, "int32")
-  # Not what another test has traced already.
+  # Forget what another test has traced already.
   jax.clear_caches()
   sys.setprofile(called)
   try:
