@@ -41,7 +41,7 @@ programs.share()
 
 
 def pytest_collection_modifyitems(items):
-  """Skips tests that need an optional package that is missing; see `markers`."""
+  """Skips tests whose optional packages are missing; see `markers`."""
   for item in items:
     for mark in item.iter_markers("needs"):
       if reason := _missing(requirements.Requirement(mark.args[0])):
