@@ -30,6 +30,8 @@ from attnres_jax.models import sublayer
 from attnres_jax.scaling import fit as fit_lib
 from attnres_jax.scaling import plots
 from attnres_jax.sweep import exits
+from attnres_jax.sweep import folder as folder_lib
+from attnres_jax.sweep import monitor
 from attnres_jax.sweep import rows as rows_lib
 from attnres_jax.sweep import worker
 from tests.sweep import tiny_sweep
@@ -204,13 +206,15 @@ def test_sweeps_trains_and_is_plotted(tmp_path):
       "model.residual.name": "streams",
       "model.mixers": ("attention", "shift"),
       "train.steps": 12,
+      "data.batch_size": 8,
       "optim.peak_lr": 0.01,
     },
   )
   folder = tmp_path / "runs"
   for run in tiny_sweep.prepare(folder, source):
     assert worker.work(folder, run.name) == exits.Exit.DONE
-  rows = rows_lib.of_folder(folder)
+  names = folder_lib.names(folder)
+  rows = [monitor.of_run(folder, name).row for name in names]
   runs = rows_lib.by_scheme(rows, "residual")
   assert list(runs) == ["streams"]
   assert (runs["streams"].loss < np.log(257)).all(), "it learns"
