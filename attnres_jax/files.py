@@ -139,7 +139,7 @@ def check_folder(name: str, path: str) -> epath.Path:
   except OSError as error:
     config_lib.fail_argument(name, path, f"a folder ({error.strerror})")
   if not is_folder:
-    config_lib.fail_argument(name, path, f"a folder ({place} is none)")
+    config_lib.fail_argument(name, path, f"a folder ({place} is not)")
   if not os.access(place, os.W_OK | os.X_OK):
     config_lib.fail_argument(name, path, f"write access to {place}")
   return folder

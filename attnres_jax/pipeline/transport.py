@@ -71,7 +71,7 @@ class Transport:
     return Message((*blocks, *padding), partial)
 
   def send(self, message: Message, *, backward: bool = False) -> Message:
-    """Sends to the rank of the next chunk, or of the one before.
+    """Sends to the rank of the next chunk, or of the previous chunk.
 
     All ranks must call it at the same time.
     """

@@ -172,7 +172,7 @@ def add_row(path, row) -> None:
   base = {key(r): r for r in rows if r["arm"] == "prenorm"}
 
   def with_ratios(row):
-    """Each right of what it is a ratio of."""
+    """The columns, with each ratio to the right of its value."""
     prenorm = base.get(key(row))
     cells = {name: row[name] for name in _KEYS}
     for ratio, field in _RATIOS.items():
