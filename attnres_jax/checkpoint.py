@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints: saved asynchronously, verified when they are read.
 
+  python -m attnres_jax.checkpoint verify --workdir=runs/tiny
+
 Orbax (the v1 training API) writes and reads the arrays; no other module uses
 it. A tree is stored as a flat dict {path: array}, with the model separate from
 the rest, so that weights can be read without the optimiser. A JSON object is
@@ -8,18 +10,21 @@ stored with the arrays: data position, resolved configuration, and whatever the
 caller adds. A checkpoint gets its final name only when it is complete, so a
 kill during a save leaves the previous one.
 
-This module adds recovery: if the newest checkpoint cannot be read, the previous
-one is used. Once an older one has been read, the unreadable ones are moved to
-`checkpoints_set_aside/` together with the cause. A broken checkpoint is never
-deleted, and if none can be read, nothing is moved.
+This module adds `checksums` of all files, written before a checkpoint gets its
+name and compared while it is read, and recovery: if the newest checkpoint
+cannot be read or has changed, the previous one is used. Once an older one has
+been read, the unreadable ones are moved to `checkpoints_set_aside/` together
+with the cause. A broken checkpoint is never deleted, and if none can be read,
+nothing is moved.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import gc
 import json
 import logging
+import os
 import re
 import sys
 from typing import Any
@@ -32,7 +37,9 @@ from jax.experimental import multihost_utils
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
+from attnres_jax import checksums
 from attnres_jax import config as config_lib
+from attnres_jax import files
 from attnres_jax import models
 
 CHECKPOINTS = "checkpoints"
@@ -53,12 +60,14 @@ class Restored:
     state: the tree, with the shapes and shardings that were requested.
     info: the JSON object saved with it.
     unreadable: newer steps that could not be read, with the cause of each.
+    verified: whether there were checksums to compare with.
   """
 
   step: int
   state: Any
   info: dict[str, Any]
   unreadable: dict[int, str]
+  verified: bool
 
 
 class Saver:
@@ -77,14 +86,29 @@ class Saver:
     # Any: orbax's annotations of policies are too narrow.
     policy: Any = keep.AnyPreservationPolicy(policies)
     self._asynchronous = config.asynchronous
+    # A failed save is raised here, so its tracebacks in the log are noise.
+    logging.getLogger("absl").addFilter(_is_not_orbax)
+    self._folder = epath.Path(workdir).absolute() / CHECKPOINTS
+    # Orbax calls this on the first process, after all have written their part
+    # and before the checkpoint gets its name. (It copies a bound method, with
+    # all that it is bound to.)
+    options = ocp.options.AsyncOptions(
+      post_finalization_callback=lambda: self._write_checksums()
+    )
     with _quiet():
       self._checkpointer = ocp.training.Checkpointer(
-        epath.Path(workdir).absolute() / CHECKPOINTS,
+        self._folder,
+        context=ocp.Context(async_options=options),
         preservation_policy=policy,
         cleanup_tmp_directories=True,
       )
     latest = self._checkpointer.latest
     self.last_step = None if latest is None else latest.step
+    self._under_way: Any = None
+    self._info: dict[str, Any] = {}
+    self._last_bytes = 0
+    if latest is not None and jax.process_index() == 0:
+      self._last_bytes = checksums.num_bytes(self._folder / str(latest.step))
 
   def __enter__(self) -> "Saver":
     return self
@@ -102,23 +126,52 @@ class Saver:
       step: steps completed.
       state: a tree of jax arrays.
       info: a JSON object.
+
+    Raises:
+      DiskFullError: there is less room than the last save took.
     """
-    self._checkpointer.save_checkpointables_async(
-      step,
-      _split(to_flat(state)),
-      custom_metadata=json.loads(json.dumps(dict(info))),
-      force=True,
-    )
+    self.wait()
+    files.check_space(self._folder / str(step), self._last_bytes)
+    self.last_step = step
+    self._info = json.loads(json.dumps(dict(info)))
+    with self._explaining():
+      self._under_way = self._checkpointer.save_checkpointables_async(
+        step,
+        _split(to_flat(state)),
+        custom_metadata=self._info,
+        force=True,
+      )
     if not self._asynchronous:
       self.wait()
-    self.last_step = step
 
   def wait(self) -> None:
     """Blocks until everything is on disk."""
-    self._checkpointer.wait()
+    under_way, self._under_way = self._under_way, None
+    with self._explaining():
+      if under_way is not None:
+        # The thread that waits for a save, and its event loop, end only here.
+        under_way.result()
+      self._checkpointer.wait()
 
   def close(self) -> None:
-    self._checkpointer.close()
+    with contextlib.ExitStack() as stack:
+      absl_logger = logging.getLogger("absl")
+      stack.callback(absl_logger.removeFilter, _is_not_orbax)
+      stack.enter_context(self._explaining())
+      stack.callback(self._checkpointer.close)
+      self.wait()
+
+  def _write_checksums(self) -> None:
+    # A temporary folder on disks; object stores have the final one.
+    final = self._folder / str(self.last_step)
+    folders = list(self._folder.glob(f"{final.name}.*tmp*")) or [final]
+    checksums.write(folders[0], self._info)
+    self._last_bytes = checksums.num_bytes(folders[0])
+
+  def _explaining(self) -> contextlib.AbstractContextManager[None]:
+    return files.explaining_full_disk(
+      self._folder / str(self.last_step), self._last_bytes or None
+    )
 
 
 def all_steps(workdir: epath.PathLike) -> list[int]:
@@ -153,17 +206,22 @@ def restore_latest(
     result, cause = None, "another process could not read it"
     with _quiet():
       try:
-        result = _read(workdir, step, to_flat(abstract_state))
+        result = _read(
+          workdir,
+          step,
+          to_flat(abstract_state),
+          share=(jax.process_index(), jax.process_count()),
+        )
       except CheckpointError:
         raise
       except Exception as error:
         cause = _one_line(error)
       gc.collect()
     if _all_processes_agree(result is not None) and result is not None:
-      flat, info = result
+      flat, info, verified = result
       _set_aside(workdir, unreadable)
       state = from_flat(abstract_state, flat)
-      return Restored(step, state, info, unreadable)
+      return Restored(step, state, info, unreadable, verified)
     unreadable[step] = cause
   if unreadable:
     raise CheckpointError(
@@ -205,6 +263,55 @@ def load_model(
   raise CheckpointError(
     f"no readable checkpoint in {workdir}: {_listing(unreadable) or 'none'}"
   )
+
+
+def newest_info(workdir: epath.PathLike) -> dict[str, Any] | None:
+  """What was saved beside the arrays of the newest readable checkpoint."""
+  for step in reversed(all_steps(workdir)):
+    path = epath.Path(workdir).absolute() / CHECKPOINTS / str(step)
+    with _quiet(), _alone(), contextlib.suppress(Exception):
+      checksums.check_metadata(path)
+      return _info(ocp.checkpointables_metadata(path))
+  return None
+
+
+def verify(workdir: epath.PathLike) -> dict[int, list[str] | None]:
+  """Each step with its damaged files; None where there are no checksums."""
+  folder = epath.Path(workdir) / CHECKPOINTS
+  return {
+    step: checksums.damage(folder / str(step)) for step in all_steps(workdir)
+  }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs the command; returns 1 if a checkpoint is damaged."""
+  # It defines flags, which a library must not do to whoever imports it.
+  from attnres_jax import command_line
+
+  parser = command_line.Parser(
+    "python -m attnres_jax.checkpoint",
+    "Compares checkpoints with the checksums that were written with them.",
+  )
+  parser.add_argument("command", choices=["verify"])
+  parser.add_argument("--workdir", required=True, help="of the run")
+  options = parser.parse_args(argv)
+  return command_line.run(_verify, options.workdir)
+
+
+def _verify(workdir: str) -> int:
+  found = verify(workdir)
+  if not found:
+    raise config_lib.ConfigError(
+      f"--workdir: got {workdir!r}, expected a run with checkpoints"
+    )
+  for step, reasons in found.items():
+    if reasons is None:
+      print(f"step {step}: unverified, saved without {checksums.FILE}")
+    elif not reasons:
+      print(f"step {step}: ok")
+    for reason in reasons or ():
+      print(f"step {step}: damaged, {reason}")
+  return int(any(found.values()))
 
 
 def to_flat(tree: Any) -> dict[str, Any]:
@@ -250,17 +357,36 @@ def _join(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _read(
-  workdir: epath.PathLike, step: int, abstract: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Arrays and JSON of one checkpoint, or the exception that orbax raised."""
+  workdir: epath.PathLike,
+  step: int,
+  abstract: Mapping[str, Any],
+  share: tuple[int, int] = (0, 1),
+) -> tuple[dict[str, Any], dict[str, Any], bool]:
+  """Arrays and JSON of one checkpoint, and whether they were verified.
+
+  Args:
+    workdir: of the run.
+    step: of the checkpoint.
+    abstract: the requested arrays, flat.
+    share: index of this process, and number of those that verify together.
+
+  Raises:
+    Exception: the one that orbax raised, or `checksums.DamageError`.
+  """
   path = epath.Path(workdir).absolute() / CHECKPOINTS / str(step)
   parts = _split(abstract)
-  with _quiet(), _alone():
+  with (
+    _quiet(),
+    _alone(),
+    checksums.verifying(path, tuple(parts), *share) as verified,
+  ):
     metadata = ocp.checkpointables_metadata(path)
     info = _info(metadata)
     stored = {part: metadata.metadata[part] for part in parts}
     _check_same_shapes(path, _join(stored), abstract)
-    return _join(ocp.load_checkpointables(path, parts)), info
+    loaded = _join(ocp.load_checkpointables(path, parts))
+    jax.block_until_ready(loaded)
+  return loaded, info, verified
 
 
 def _info(metadata: Any) -> dict[str, Any]:
@@ -298,7 +424,9 @@ def _read_model(workdir: epath.PathLike, step: int) -> tuple[Any, Any]:
     )
     for name, leaf in to_flat(abstract).items()
   }
-  flat, _ = _read(workdir, step, wanted)
+  flat, _, verified = _read(workdir, step, wanted)
+  if not verified:
+    logging.warning("checkpoint %d of %s is unverified", step, workdir)
   flat = {name.removeprefix(_MODEL_PREFIX): a for name, a in flat.items()}
   return config, from_flat(abstract, flat)
 
@@ -311,7 +439,7 @@ def _set_aside(workdir: epath.PathLike, unreadable: Mapping[int, str]) -> None:
     for step, cause in unreadable.items():
       count = sum(1 for _ in target.glob(f"{step}.*.txt"))
       source = epath.Path(workdir) / CHECKPOINTS / str(step)
-      (target / f"{step}.{count}.txt").write_text(cause + "\n")
+      files.write(target / f"{step}.{count}.txt", cause + "\n")
       source.rename(target / f"{step}.{count}")
   if jax.process_count() > 1:
     multihost_utils.sync_global_devices("checkpoints set aside")
@@ -343,6 +471,10 @@ def _alone() -> ocp.Context:
   context.multiprocessing.primary_host = index
   context.multiprocessing.barrier_sync_key_prefix = f"reader_{index}"
   return context
+
+
+def _is_not_orbax(record: logging.LogRecord) -> bool:
+  return f"{os.sep}orbax{os.sep}" not in record.pathname
 
 
 @contextlib.contextmanager
@@ -378,3 +510,7 @@ def _one_line(error: BaseException) -> str:
   if source:
     text = text[: source.start()].strip()
   return f"{type(error).__name__}: {text[:300]}"
+
+
+if __name__ == "__main__":
+  sys.exit(main())

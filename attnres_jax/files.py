@@ -6,7 +6,7 @@ reports) goes through `write`, so that a kill or a full disk leaves either the
 old or the new text. Metrics are appended, and checkpoints committed, elsewhere.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import contextlib
 import errno
 import json
@@ -31,10 +31,14 @@ def is_remote(path: epath.PathLike) -> bool:
   return "://" in str(path)
 
 
-def write(path: epath.PathLike, content: str | bytes) -> None:
-  """Replaces a file: readers find either the old or the new text.
+class DiskFullError(OSError):
+  """A disk is full; says which path, the space needed and the space free."""
 
-  A file that already contains `content` is left unchanged.
+
+def write(path: epath.PathLike, content: str | bytes) -> None:
+  """Replaces a file: readers find either the old or the new content.
+
+  A file that already has this content is left unchanged.
 
   Raises:
     OSError: it cannot be written; its old content is still there.
@@ -42,7 +46,7 @@ def write(path: epath.PathLike, content: str | bytes) -> None:
   path = epath.Path(path)
   data = content.encode() if isinstance(content, str) else content
   with contextlib.suppress(OSError):
-    if path.read_bytes() == data:
+    if path.stat().length == len(data) and path.read_bytes() == data:
       return
   if is_remote(path):
     # Object stores write an object completely or not at all.
@@ -62,24 +66,66 @@ def write(path: epath.PathLike, content: str | bytes) -> None:
     raise
 
 
-def disk_full(path: epath.PathLike, needed: int | None = None) -> OSError:
+def disk_full(path: epath.PathLike, needed: int | None = None) -> DiskFullError:
   """The error for a full disk, with the space needed and available.
 
   Args:
     path: that cannot be written.
     needed: its size in bytes, if known.
   """
+  free = _free_bytes(path)
+  sizes = [] if needed is None else [f"{needed:,} bytes needed"]
+  sizes += [] if free is None else [f"{free:,} free"]
+  return DiskFullError(
+    errno.ENOSPC,
+    f"no space left on device: {', '.join(sizes) or 'full'}; free some and"
+    " rerun the same command to resume",
+    str(path),
+  )
+
+
+def check_space(path: epath.PathLike, needed: int) -> None:
+  """Refuses to begin a file or folder for which there is not enough space.
+
+  Raises:
+    DiskFullError: the disk has less than `needed` bytes.
+  """
+  free = _free_bytes(path)
+  if free is not None and free < needed:
+    raise disk_full(path, needed)
+
+
+@contextlib.contextmanager
+def explaining_full_disk(
+  path: epath.PathLike, needed: int | None = None
+) -> Iterator[None]:
+  """A context that turns any report of a full disk into a `DiskFullError`.
+
+  Args:
+    path: the file that is written, or its folder.
+    needed: its size in bytes, if known.
+  """
+  try:
+    yield
+  except DiskFullError:
+    raise
+  except Exception as error:
+    if is_disk_full(error):
+      raise disk_full(path, needed) from error
+    raise
+
+
+def _free_bytes(path: epath.PathLike) -> int | None:
+  """Free space on the disk of a path, which may not exist yet.
+
+  None for an object store.
+  """
+  if is_remote(path):
+    return None
   folder = os.path.abspath(path)
   while not os.path.isdir(folder):
     folder = os.path.dirname(folder)
-  wanted = "" if needed is None else f"{needed:,} bytes needed, "
-  free = f"{shutil.disk_usage(folder).free:,} free"
-  return OSError(
-    errno.ENOSPC,
-    f"no space left on device: {wanted}{free}; free some and rerun the same"
-    " command to resume",
-    str(path),
-  )
+  return shutil.disk_usage(folder).free
 
 
 def read_json(path: epath.PathLike) -> dict[str, Any]:

@@ -1,16 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Round trips, retention, and what happens to damaged checkpoints."""
 
+import errno
+import gc
+import json
+import os
+import random
+import re
 import shutil
 from typing import NamedTuple
 
+from etils import epath
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from attnres_jax import checkpoint
+from attnres_jax import checksums
 from attnres_jax import config as config_lib
+from attnres_jax import files
 from attnres_jax import models
 
 CONFIG = config_lib.CheckpointConfig(keep_last=10)
@@ -164,6 +173,225 @@ def test_damaged_newest_is_set_aside(tmp_path, damage):
   DAMAGE[damage](tmp_path / "checkpoints" / "3")
   assert _restore(tmp_path).step == 2
   assert (aside / "3.1").is_dir()
+
+
+def _flip(file, rng):
+  data = bytearray(file.read_bytes())
+  data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+  file.write_bytes(data)
+
+
+# What may happen to a file: a bit changes, or it is cut, emptied, deleted,
+# or takes the place of another.
+HARM = {
+  "flip": _flip,
+  "cut": lambda file, rng: os.truncate(
+    file, rng.randrange(file.stat().st_size)
+  ),
+  "empty": lambda file, rng: os.truncate(file, 0),
+  "delete": lambda file, rng: file.unlink(),
+  "swap": lambda file, rng: file.write_bytes(b'{"custom_metadata": {"at": 2}}'),
+}
+
+
+def _harm_once(saved, workdir, rng, harm, file):
+  """Whether it was noticed; whatever is loaded has to be what was saved."""
+  shutil.copytree(saved, workdir)
+  folder = workdir / "checkpoints" / "3"
+  before = (folder / file).read_bytes()
+  HARM[harm](folder / file, rng)
+  is_same = (folder / file).exists() and (folder / file).read_bytes() == before
+  restored = _restore(workdir)
+  assert restored.step in (2, 3) and restored.info["at"] == restored.step
+  _assert_equal(restored.state, _state(restored.step))
+  if restored.step == 2:
+    # Nothing that was good is gone.
+    assert checkpoint.all_steps(workdir) == [1, 2]
+    set_aside = workdir / "checkpoints_set_aside"
+    if restored.unreadable:
+      assert (set_aside / "3.0").is_dir()
+      assert (set_aside / "3.0.txt").read_text().count("\n") == 1
+  return is_same or restored.step == 2
+
+
+def _survive_harm(tmp_path, times):
+  """Harms a file in a random way, so often; returns what went unnoticed."""
+  seed = random.randrange(2**32)
+  print("random seed", seed)
+  rng = random.Random(seed)
+  saved, workdir = tmp_path / "saved", tmp_path / "run"
+  _save(saved, [1, 2, 3])
+  folder = saved / "checkpoints" / "3"
+  names = [p.relative_to(folder) for p in folder.rglob("*") if p.is_file()]
+  pairs = [(harm, name) for harm in HARM for name in names]
+  unnoticed = set()
+  for i in range(times):
+    if i % len(pairs) == 0:
+      rng.shuffle(pairs)
+    harm, name = pairs[i % len(pairs)]
+    if not _harm_once(saved, workdir, rng, harm, name):
+      unnoticed.add((harm, name.as_posix()))
+    shutil.rmtree(workdir)
+  # What says nothing about the arrays: marks of orbax's, the time of a commit,
+  # and the checksums themselves where they are gone altogether.
+  return {
+    (harm, name)
+    for harm, name in unnoticed
+    if not name.endswith("commit_success.txt")
+    and (harm, name) != ("delete", "checksums.json")
+    and (harm, name) != ("flip", "_CHECKPOINT_METADATA")
+  }
+
+
+def test_damage_to_any_file_is_noticed(tmp_path):
+  assert not _survive_harm(tmp_path, 15)
+
+
+@pytest.mark.slow
+def test_damage_to_any_file_is_noticed_many_times(tmp_path):
+  assert not _survive_harm(tmp_path, 500)
+
+
+def test_a_changed_data_position_is_noticed(tmp_path):
+  _save(tmp_path, [1, 2])
+  file = tmp_path / "checkpoints" / "2" / "_CHECKPOINT_METADATA"
+  values = json.loads(file.read_text())
+  assert values["custom_metadata"]["at"] == 2
+  values["custom_metadata"]["at"] = 3
+  file.write_text(json.dumps(values))
+  assert checkpoint.newest_info(tmp_path)["at"] == 1
+  restored = _restore(tmp_path)
+  assert restored.step == 1 and restored.info["at"] == 1
+  assert restored.unreadable == {
+    2: "DamageError: _CHECKPOINT_METADATA: its content has changed"
+  }
+
+
+def test_a_large_file_has_many_checksums(tmp_path, monkeypatch):
+  monkeypatch.setattr(checksums, "BLOCK_BYTES", 1000)
+  _save(tmp_path, [1, 2])
+  folder = tmp_path / "checkpoints" / "2"
+  listed = json.loads((folder / checksums.FILE).read_text())["files"]
+  name = max(listed, key=lambda name: len(listed[name]["sha256"]))
+  size = (folder / name).stat().st_size
+  assert len(listed[name]["sha256"]) == -(-size // 1000) > 10
+  _flip(folder / name, random.Random(0))
+  # Two processes check half of the blocks each; one of them sees it.
+  seen = []
+  for index in range(2):
+    try:
+      with checksums.verifying(
+        epath.Path(folder), ("model", "training"), index, 2
+      ):
+        pass
+      seen.append(False)
+    except checksums.DamageError:
+      seen.append(True)
+  assert sorted(seen) == [False, True]
+  assert _restore(tmp_path).step == 1
+
+
+def test_without_checksums_it_loads_unverified(tmp_path, caplog):
+  _save(tmp_path, [1])
+  assert _restore(tmp_path).verified
+  (tmp_path / "checkpoints" / "1" / checksums.FILE).unlink()
+  restored = _restore(tmp_path)
+  assert restored.step == 1 and not restored.verified
+  assert checkpoint.newest_info(tmp_path)["at"] == 1
+
+
+def test_verify_lists_what_is_damaged(tmp_path, capsys):
+  command = ["verify", f"--workdir={tmp_path}"]
+  assert checkpoint.main(command) == 2
+  assert capsys.readouterr().err.count("\n") == 1
+  _save(tmp_path, [1, 2, 3, 4])
+  assert checkpoint.main(command) == 0
+  folder = tmp_path / "checkpoints"
+  (folder / "1" / checksums.FILE).unlink()
+  _flip(_largest(folder / "2"), random.Random(0))
+  (folder / "3" / "model" / "_METADATA").unlink()
+  capsys.readouterr()
+  assert checkpoint.main(command) == 1
+  name = _largest(folder / "2").relative_to(folder / "2")
+  assert capsys.readouterr().out.splitlines() == [
+    "step 1: unverified, saved without checksums.json",
+    f"step 2: damaged, {name}: its content has changed",
+    "step 3: damaged, model/_METADATA: it is missing",
+    "step 4: ok",
+  ]
+  # Looking changes nothing.
+  assert checkpoint.all_steps(tmp_path) == [1, 2, 3, 4]
+
+
+def test_a_save_without_room_is_not_begun(tmp_path, monkeypatch):
+  with checkpoint.Saver(tmp_path, CONFIG) as saver:
+    saver.save(1, _state(1), {"at": 1})
+    saver.wait()
+    size = sum(
+      path.stat().st_size
+      for path in (tmp_path / "checkpoints" / "1").rglob("*")
+      if path.is_file()
+    )
+    monkeypatch.setattr(files, "_free_bytes", lambda path: 7)
+    with pytest.raises(files.DiskFullError) as full:
+      saver.save(2, _state(2), {"at": 2})
+    line = str(full.value)
+    assert str(tmp_path / "checkpoints" / "2") in line and "7 free" in line
+    needed = int(re.search(r"([0-9,]+) bytes needed", line)[1].replace(",", ""))
+    assert 0.8 * size < needed <= size
+    monkeypatch.undo()
+    saver.save(2, _state(2), {"at": 2})
+  assert _restore(tmp_path).step == 2
+
+
+def test_a_disk_that_fills_up_during_a_save_is_one_line(
+  tmp_path, monkeypatch, caplog
+):
+  def write(folder, info):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+  with pytest.raises(files.DiskFullError, match="bytes needed, .* free"):
+    with checkpoint.Saver(tmp_path, CONFIG) as saver:
+      saver.save(1, _state(1), {"at": 1})
+      saver.wait()
+      monkeypatch.setattr(checksums, "write", write)
+      saver.save(2, _state(2), {"at": 2})
+      saver.wait()
+  assert not caplog.records
+  monkeypatch.undo()
+  assert _restore(tmp_path).step == 1
+  _save(tmp_path, [2])
+  assert _restore(tmp_path).step == 2
+
+
+def _resources():
+  gc.collect()
+  return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def _save_often(tmp_path, times):
+  """Descriptors and threads after a few saves, and at the end."""
+  config = config_lib.CheckpointConfig(keep_last=1)
+  state = {"model": {"w": jnp.zeros((2,))}}
+  with checkpoint.Saver(tmp_path, config) as saver:
+    for step in range(1, times + 1):
+      saver.save(step, state, {"at": step})
+      if step == 5:
+        saver.wait()
+        first = _resources()
+    saver.wait()
+    return first, _resources()
+
+
+def test_saves_leave_no_descriptors_and_threads_behind(tmp_path):
+  first, last = _save_often(tmp_path, 15)
+  assert last[0] <= first[0] + 1 and last[1] <= first[1] + 2
+
+
+@pytest.mark.slow
+def test_200_saves_leave_no_descriptors_and_threads_behind(tmp_path):
+  first, last = _save_often(tmp_path, 200)
+  assert last[0] <= first[0] + 1 and last[1] <= first[1] + 2
 
 
 def test_none_readable_is_an_error_and_moves_nothing(tmp_path):
