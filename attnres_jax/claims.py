@@ -184,7 +184,9 @@ def acquire(
 
 
 @contextlib.contextmanager
-def held(workdir: epath.PathLike, ours: Claim | None = None) -> Iterator[None]:
+def held(
+  workdir: epath.PathLike, ours: Claim | None = None
+) -> Iterator[Claim | None]:
   """A context for work in a folder; all processes of a run enter it together.
 
   Process 0 claims the folder and tells the others the outcome.
@@ -192,6 +194,9 @@ def held(workdir: epath.PathLike, ours: Claim | None = None) -> Iterator[None]:
   Args:
     workdir: local or gs://; made if needed.
     ours: a claim that this process already holds, which its owner releases.
+
+  Yields:
+    The claim, on a process that took one here.
 
   Raises:
     HeldError: another run holds it; raised on all processes.
@@ -216,7 +221,7 @@ def held(workdir: epath.PathLike, ours: Claim | None = None) -> Iterator[None]:
   if refusal:
     raise HeldError(refusal)
   try:
-    yield
+    yield claim
   finally:
     if claim is not None:
       claim.release()

@@ -64,24 +64,24 @@ def of_rows(rows: Iterable[Row]) -> Goodput:
   for row in rows:
     kind = row.get("event", row["split"])
     if kind in ("start", "resume"):
-      lost_steps += row["lost_steps"]
-      # Older folders do not have these rows.
-      seconds["lost"] += row.get("lost_seconds", 0.0)
+      lost_steps += int(_number(row, "lost_steps"))
+      seconds["lost"] += _number(row, "lost_seconds")
       compiled = 0.0
     elif kind == "compiled":
-      seconds["compile"] += row["seconds"]
-      compiled += row["seconds"]
+      seconds["compile"] += _number(row, "seconds")
+      compiled += _number(row, "seconds")
     elif kind == "ready":
-      seconds["startup"] += row["seconds"] - compiled
+      seconds["startup"] += _number(row, "seconds") - compiled
     elif kind == "train":
       span = row["step"] - last_step
-      seconds["data_wait"] += span * row["data_wait_seconds"]
-      seconds["step"] += span * (row["step_seconds"] - row["data_wait_seconds"])
+      wait = _number(row, "data_wait_seconds")
+      seconds["data_wait"] += span * wait
+      seconds["step"] += span * (_number(row, "step_seconds") - wait)
       last_step = row["step"]
     elif kind in ("validation", "depth"):
-      seconds["evaluation"] += row.get("seconds", 0.0)
+      seconds["evaluation"] += _number(row, "seconds")
     elif kind == "checkpoint":
-      seconds["checkpoint_wait"] += row["blocked_seconds"]
+      seconds["checkpoint_wait"] += _number(row, "blocked_seconds")
   return Goodput(lost_steps=lost_steps, **seconds)
 
 
@@ -91,9 +91,15 @@ def lost(rows: Sequence[Row], resume_step: int) -> tuple[int, float]:
   for row in rows:
     if row["split"] == "train":
       span = row["step"] - max(last_step, resume_step)
-      seconds += max(0, span) * row["step_seconds"]
+      seconds += max(0, span) * _number(row, "step_seconds")
       last_step = row["step"]
       steps = max(steps, last_step - resume_step)
     elif row["split"] != "event" and row["step"] > resume_step:
-      seconds += row.get("seconds", 0.0)
+      seconds += _number(row, "seconds")
   return steps, seconds
+
+
+def _number(row: Row, name: str) -> float:
+  """Zero where there is none: the row is older than that, or damaged."""
+  value = row.get(name)
+  return value if isinstance(value, int | float) else 0.0

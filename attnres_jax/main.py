@@ -79,17 +79,34 @@ def _train() -> None:
       _WORKDIR.value,
       resume_with_changed_config=_CHANGED.value,
       any_size=_ANY_SIZE.value,
+      leave=_leave_early,
     )
   except jax.errors.JaxRuntimeError as error:
     if not _DISTRIBUTED.value:
       raise
     _leave(error)
   if summary["status"] == "stopped":
-    saved = " with a checkpoint" if summary["step"] else ""
-    print(
-      f"stopped after step {summary['step']}{saved}; rerun the same command to"
-      " resume"
-    )
+    _say_stopped(summary["step"])
+  else:
+    losses = [
+      f", {name.replace('_', ' ')} {summary[name]:.4f}"
+      for name in ("train_loss", "validation_loss")
+      if summary.get(name) is not None
+    ]
+    print(f"finished at step {summary['step']}{''.join(losses)}")
+
+
+def _say_stopped(step: int) -> None:
+  saved = " with a checkpoint" if step else ""
+  print(f"stopped after step {step}{saved}; rerun the same command to resume")
+
+
+def _leave_early(step: int) -> NoReturn:
+  """Ends this process even while its main thread is compiling."""
+  _say_stopped(step)
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(0)
 
 
 def _leave(error: Exception) -> NoReturn:

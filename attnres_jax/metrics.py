@@ -3,13 +3,15 @@
 
 A row is a flat dict with `step`, `split` (train, validation, depth or event)
 and numbers, lists of numbers or short texts. Process 0 writes; the others have
-a writer without sinks. metrics.jsonl is append-only and flushed row by row.
+a writer without sinks. metrics.jsonl is append-only and written row by row.
 When a run resumes at step n, rows of later steps are removed first, because
 they will be computed again with the same values. `event` rows stay: they are
-the history of the run, including its interruptions.
+the history of the run, including its interruptions. All other rows are in the
+order of their steps, so the end of the file is enough to resume.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
 import importlib
 import json
 import math
@@ -22,14 +24,22 @@ import numpy as np
 import tqdm
 
 from attnres_jax import config as config_lib
+from attnres_jax import files
 
 Row = Mapping[str, Any]
+
+FILE = "metrics.jsonl"
+_TAIL_BYTES = 1 << 20
 
 # The columns of a train row that the console shows; the file has all.
 _CONSOLE_TRAIN = (
     "loss", "grad_norm", "learning_rate", "tokens_per_second",
     "model_flop_utilisation", "step_seconds", "moe_max_violation",
 )  # fmt: skip
+
+
+class MetricsError(config_lib.RunError, ValueError):
+  """A line of metrics.jsonl is damaged."""
 
 
 class Sink(Protocol):
@@ -86,7 +96,7 @@ def make_writer(
     return Writer([])
   workdir = epath.Path(workdir)
   sinks: list[Sink] = [
-    JsonlSink(workdir / "metrics.jsonl", keep_through=resume_step),
+    JsonlSink(workdir / FILE, keep_through=resume_step),
     Console(config.train.steps, resume_step),
   ]
   if config.log.tensorboard:
@@ -109,65 +119,149 @@ def check_available(config: config_lib.LogConfig) -> None:
 
 
 def read_rows(
-  workdir: epath.PathLike, split: str | None = None
+  workdir: epath.PathLike,
+  split: str | None = None,
+  on_damage: Callable[[str], None] | None = None,
 ) -> list[dict[str, Any]]:
   """The rows of a run, or of one split; [] if there are none.
 
+  A last line without its end was truncated by a kill and is not a row.
+
+  Args:
+    workdir: of the run.
+    split: whose rows; None takes all.
+    on_damage: called with file, line and what is wrong about it, for each line
+      that is left out.
+
   Raises:
-    ValueError: a line is not a row; names the file and line.
+    MetricsError: a line is damaged, and there is no `on_damage`.
   """
-  path = epath.Path(workdir) / "metrics.jsonl"
-  rows = _parse_file(path) if path.exists() else []
+  path = epath.Path(workdir) / FILE
+  if not path.exists():
+    return []
+  with path.open("rb") as file:
+    lines = file.read(path.stat().length).split(b"\n")
+  whole = list(enumerate(lines[:-1], start=1))
+  if split is not None:
+    whole = [(n, line) for n, line in whole if split.encode() in line]
+  rows = []
+  for number, line in whole:
+    try:
+      rows.append(_parse(line))
+    except ValueError as error:
+      what = f"{path}:{number}: not a row of metrics ({error})"
+      if on_damage is None:
+        raise MetricsError(
+          f"{what}; restore the file, or remove this line to do without it"
+        ) from error
+      on_damage(what)
   return [row for row in rows if split in (None, row["split"])]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tail:
+  """The end of metrics.jsonl, after the last row that a resumed run keeps.
+
+  Attributes:
+    rows: after it: of later steps, or events.
+    lines: the same, as they are in the file.
+    last_step: of the row before them; 0 where there is none.
+    kept: bytes of the file before them.
+    whole: whether there is nothing else after `kept`.
+  """
+
+  rows: list[dict[str, Any]]
+  lines: list[bytes]
+  last_step: int
+  kept: int
+  whole: bool
+
+
+def read_tail(workdir: epath.PathLike, step: int) -> Tail:
+  """All rows after the last one, ignoring events, of a step up to `step`.
+
+  Lines that are not rows are left out; their steps will be computed again.
+  """
+  path = epath.Path(workdir) / FILE
+  size = path.stat().length if path.exists() else 0
+  length = min(size, _TAIL_BYTES)
+  while True:
+    start, lines = size - length, [b""]
+    if size:
+      with path.open("rb") as file:
+        file.seek(start)
+        lines = file.read(length).split(b"\n")
+    whole = not lines.pop()
+    found: list[tuple[bytes, dict[str, Any]]] = []
+    last_step = None
+    # What comes first is part of a line, unless it is the start of the file.
+    while last_step is None and len(lines) > (start > 0):
+      try:
+        row = _parse(lines[-1])
+      except ValueError:
+        whole = False
+        lines.pop()
+        continue
+      if row["split"] != "event" and row["step"] <= step:
+        last_step = row["step"]
+      else:
+        found.append((lines.pop(), row))
+    if last_step is not None or not start:
+      break
+    length = min(size, 4 * length)
+  found.reverse()
+  return Tail(
+    rows=[row for _, row in found],
+    lines=[line for line, _ in found],
+    last_step=last_step or 0,
+    kept=start + sum(len(line) + 1 for line in lines),
+    whole=whole,
+  )
 
 
 class JsonlSink:
   """One JSON object per line.
 
-  On a local disk, every row is appended and flushed. Object stores cannot
-  append, so there the file is rewritten at every flush, which the training loop
+  On a local disk, every row is appended at once. Object stores cannot append,
+  so there the file is rewritten at every flush, which the training loop
   requests before each checkpoint and at the end.
   """
 
   def __init__(self, path: epath.Path, keep_through: int):
     self._path = path
-    self._lines = []
-    if path.exists():
-      rows = _parse_file(path)
-      kept = [row for row in rows if _belongs(row, keep_through)]
-      self._lines = [_dump(row) for row in kept]
-    self._remote = "://" in str(path)
-    self._replace()
-    self._file = None if self._remote else open(path, "a", encoding="utf-8")
+    self._remote = files.is_remote(path)
+    self._content = bytearray()
+    tail = read_tail(path.parent, keep_through)
+    events = [
+      line
+      for line, row in zip(tail.lines, tail.rows)
+      if row["split"] == "event"
+    ]
+    if self._remote or len(events) < len(tail.lines) or not tail.whole:
+      old = path.read_bytes()[: tail.kept] if path.exists() else b""
+      self._content += old + b"".join(line + b"\n" for line in events)
+      files.write(path, bytes(self._content))
+    if not self._remote:
+      self._content.clear()
+      # Unbuffered: a row that a full disk refused must not come back later.
+      self._file = open(path, "ab", buffering=0)
 
   def write(self, row: Row) -> None:
-    line = _dump(row)
-    if self._file is None:
-      self._lines.append(line)
-    else:
-      self._file.write(line)
-      self._file.flush()
+    line = _dump(row).encode()
+    if self._remote:
+      self._content += line
+      return
+    while line:
+      line = line[self._file.write(line) :]
 
   def flush(self) -> None:
-    if self._file is None:
-      self._replace()
+    if self._remote:
+      files.write(self._path, bytes(self._content))
 
   def close(self) -> None:
-    if self._file is None:
-      self._replace()
-    else:
+    self.flush()
+    if not self._remote:
       self._file.close()
-
-  def _replace(self) -> None:
-    """Writes all rows at once; a kill leaves the old or the new file."""
-    text = "".join(self._lines)
-    if self._remote:
-      self._path.write_text(text)
-      return
-    temporary = self._path.with_name(self._path.name + ".tmp")
-    temporary.write_text(text)
-    temporary.replace(self._path)
-    self._lines = []
 
 
 class Console:
@@ -261,12 +355,13 @@ class _WandbSink:
     project = config.log.wandb_project
     self._wandb = _import("wandb", "log.wandb_project", project, "''")
     file = workdir / "wandb_run_id.txt"
-    if not file.exists():
-      file.write_text(self._wandb.util.generate_id())
+    name = file.read_text().strip() if file.exists() else ""
+    name = name or self._wandb.util.generate_id()
+    files.write(file, name)
     self._run = self._wandb.init(
       project=project,
       name=config.name,
-      id=file.read_text().strip(),
+      id=name,
       resume="allow",
       config=config_lib.to_dict(config),
     )
@@ -320,26 +415,25 @@ def _scalars(row: Row) -> dict[str, float]:
   return scalars
 
 
-def _belongs(row: Row, keep_through: int) -> bool:
-  return row["split"] == "event" or row["step"] <= keep_through
-
-
 def _dump(row: Row) -> str:
   return json.dumps(row, allow_nan=False) + "\n"
 
 
-def _parse_file(path: epath.Path) -> list[dict[str, Any]]:
-  """All rows, except a last one that was truncated by a kill.
+def _parse(line: bytes) -> dict[str, Any]:
+  """The row on a line.
 
   Raises:
-    ValueError: a line before the last is not a row.
+    ValueError: the line is not a row.
   """
-  *lines, tail = path.read_text().split("\n")
-  rows = [_parse_line(path, i, line) for i, line in enumerate(lines, 1)]
   try:
-    return rows + ([json.loads(tail)] if tail else [])
-  except json.JSONDecodeError:
-    return rows
+    row = json.loads(line)
+  except RecursionError as error:
+    raise ValueError("nested too deeply") from error
+  if not isinstance(row, dict):
+    raise ValueError("no object")
+  if type(row.get("step")) is not int or type(row.get("split")) is not str:
+    raise ValueError("without step or split")
+  return row
 
 
 def _parse_line(path: epath.Path, number: int, line: str) -> dict[str, Any]:

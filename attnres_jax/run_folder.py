@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files of a run folder that describe the run and its outcome.
 
-config.json and data.json describe the run; a resumed run must match them.
-metrics.jsonl records what was completed, summary.json the outcome.
+config.json and data.json describe the run, as do its checkpoints: a resumed run
+must match the newest one, and a damaged file is rebuilt. metrics.jsonl records
+what was completed, summary.json the outcome.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+import contextlib
 import dataclasses
 import json
 import statistics
@@ -16,6 +18,7 @@ import jax
 
 from attnres_jax import checkpoint
 from attnres_jax import config as config_lib
+from attnres_jax import files
 from attnres_jax import goodput
 from attnres_jax import metrics as metrics_lib
 from attnres_jax import optimizer
@@ -38,36 +41,83 @@ HARMLESS = (
 )
 
 
+CONFIG, DATA, SUMMARY = "config.json", "data.json", "summary.json"
+
+
 def changes(
   workdir: epath.Path,
   config: config_lib.RunConfig,
   descriptions: dict[str, Any],
 ) -> dict[str, tuple[Any, Any]]:
-  """The differences from the run to resume that are not harmless."""
-  file = workdir / "config.json"
-  if not file.exists() or not checkpoint.all_steps(workdir):
+  """The differences from the run to resume that are not harmless.
+
+  The newest readable checkpoint describes that run. data.json is used only for
+  checkpoints that do not yet contain the fingerprints.
+  """
+  steps = checkpoint.all_steps(workdir)
+  info = checkpoint.newest_info(workdir)
+  if info is None:
     return {}
-  old = json.loads(file.read_text())
   # A field that did not exist then had its default.
-  both = (config_lib.build_run_config(old), config)
+  old = config_lib.build_run_config(info["config"])
   found = config_lib.differences(
-    *(json.loads(config_lib.to_json(one)) for one in both)
+    *(json.loads(config_lib.to_json(one)) for one in (old, config))
   )
   harmless = HARMLESS
-  lengths = (old["train"]["steps"], config.train.steps)
+  lengths = (old.train.steps, config.train.steps)
   settled = min(optimizer.settled_steps(config.optim, n) for n in lengths)
-  if checkpoint.all_steps(workdir)[-1] <= settled:
+  if steps[-1] <= settled:
     harmless += ("train.steps",)
   found = {
     field: values
     for field, values in found.items()
     if not is_harmless(field, harmless)
   }
-  old_data = json.loads((workdir / "data.json").read_text())
-  for split, description in descriptions.items():
-    before, now = old_data[split]["fingerprint"], description["fingerprint"]
-    if before != now:
-      found[f"the content of the {split} data"] = (before, now)
+  before = info.get("fingerprints")
+  if before is None:
+    before = {"train": info["data"]["dataset"]["content"]}
+    with contextlib.suppress(OSError, ValueError):
+      before |= fingerprints(files.read_json(workdir / DATA))
+  now = fingerprints(descriptions)
+  for split in before:
+    if before[split] != now[split]:
+      what = f"the content of the {split} data"
+      found[what] = (before[split], now[split])
+  return found
+
+
+def fingerprints(descriptions: Mapping[str, Any]) -> dict[str, str]:
+  """Of each split.
+
+  Raises:
+    ValueError: these are no descriptions.
+  """
+  try:
+    return {
+      split: descriptions[split]["fingerprint"]
+      for split in ("train", "validation")
+    }
+  except (KeyError, TypeError) as error:
+    raise ValueError("not a description of data") from error
+
+
+def damaged(workdir: epath.Path) -> dict[str, str]:
+  """The files of a run with checkpoints that must be rebuilt, and why."""
+  if not checkpoint.all_steps(workdir):
+    return {}
+  found = {}
+  for name, check in (
+    (CONFIG, config_lib.build_run_config),
+    (DATA, fingerprints),
+    (SUMMARY, _finished_step),
+  ):
+    try:
+      check(files.read_json(workdir / name))
+    except FileNotFoundError:
+      # A run that is not finished has no summary.
+      found |= {} if name == SUMMARY else {name: "missing"}
+    except (OSError, ValueError) as error:
+      found[name] = " ".join(str(error).split())
   return found
 
 
@@ -99,15 +149,24 @@ def finished_summary(
   workdir: epath.Path, config: config_lib.RunConfig
 ) -> dict[str, Any] | None:
   """The summary of a finished run of at least this length, or None."""
-  file = workdir / "summary.json"
-  if not file.exists():
+  try:
+    summary = files.read_json(workdir / SUMMARY)
+    return summary if _finished_step(summary) >= config.train.steps else None
+  except (OSError, ValueError):
     return None
-  summary = json.loads(file.read_text())
-  return summary if summary["step"] >= config.train.steps else None
+
+
+def _finished_step(summary: Mapping[str, Any]) -> int:
+  step = summary.get("step")
+  if type(step) is not int or summary.get("status") != "finished":
+    raise ValueError("not the summary of a finished run")
+  return step
 
 
 def missing_checkpoint(
-  workdir: epath.Path, restored: checkpoint.Restored | None
+  workdir: epath.Path,
+  restored: checkpoint.Restored | None,
+  tail: metrics_lib.Tail,
 ) -> int | None:
   """The step of a newer checkpoint that was completed but is missing.
 
@@ -115,10 +174,10 @@ def missing_checkpoint(
     CheckpointError: some were completed, but none is left.
   """
   completed: set[int] = set()
-  for row in metrics_lib.read_rows(workdir, "event"):
-    if row["event"] == "checkpoint":
+  for row in tail.rows:
+    if row.get("event") == "checkpoint":
       completed.add(row["step"])
-    elif row["event"] in ("checkpoint set aside", "checkpoint missing"):
+    elif row.get("event") in ("checkpoint set aside", "checkpoint missing"):
       completed.discard(row["of_step"])
   if not completed:
     return None
@@ -132,6 +191,17 @@ def missing_checkpoint(
   return None if is_there else newest
 
 
+def missing_rows(
+  restored: checkpoint.Restored | None, tail: metrics_lib.Tail
+) -> tuple[int, int] | None:
+  """Between which steps metrics.jsonl lost rows; None where it has all."""
+  if restored is None:
+    return None
+  every = restored.info["config"]["train"]["log_every"]
+  logged = restored.step // every * every
+  return (tail.last_step, logged) if tail.last_step < logged else None
+
+
 def open_run(
   workdir: epath.Path,
   config: config_lib.RunConfig,
@@ -141,11 +211,9 @@ def open_run(
   """Writes the description of the run, and opens its metrics."""
   primary = jax.process_index() == 0
   if primary:
-    workdir.mkdir(parents=True, exist_ok=True)
-    (workdir / "summary.json").unlink(missing_ok=True)
-    (workdir / "config.json").write_text(config_lib.to_json(config))
-    text = json.dumps(descriptions, indent=2) + "\n"
-    (workdir / "data.json").write_text(text)
+    files.write(workdir / CONFIG, config_lib.to_json(config))
+    files.write(workdir / DATA, json.dumps(descriptions, indent=2) + "\n")
+    (workdir / SUMMARY).unlink(missing_ok=True)
   return metrics_lib.make_writer(
     workdir, config, resume_step=step, primary=primary
   )
@@ -159,8 +227,12 @@ def summarise(
   step: int,
   parameters: int,
   seconds: float,
+  on_damage: Callable[[str], None],
 ) -> dict[str, Any]:
-  """The outcome, from the rows of the whole run; written when finished."""
+  """The outcome, from the rows of the whole run; written when finished.
+
+  A damaged line of metrics.jsonl is left out and passed to `on_damage`.
+  """
   summary: dict[str, Any] = {
     "name": config.name,
     "status": status,
@@ -170,7 +242,7 @@ def summarise(
   }
   if jax.process_index() != 0:
     return summary
-  rows = metrics_lib.read_rows(workdir)
+  rows = metrics_lib.read_rows(workdir, on_damage=on_damage)
   train = [row for row in rows if row["split"] == "train"]
   validation = [row for row in rows if row["split"] == "validation"]
   compiled = {
@@ -193,6 +265,5 @@ def summarise(
     summary["peak_bytes"] = compiled["train_step"]["peak_bytes"]
   summary["goodput"] = dataclasses.asdict(goodput.of_rows(rows))
   if status == "finished":
-    text = json.dumps(summary, indent=2) + "\n"
-    (workdir / "summary.json").write_text(text)
+    files.write(workdir / SUMMARY, json.dumps(summary, indent=2) + "\n")
   return summary

@@ -5,7 +5,8 @@ A run is a folder: config.json (resolved), data.json (what was read, with its
 hash), metrics.jsonl, checkpoints/, and summary.json once it is finished. The
 same call on the same folder resumes the run, and the result is the same (bit
 for bit on CPU) as without an interruption: the checkpoint contains model,
-optimiser and data position, and steps share no other state.
+optimiser and data position, and steps share no other state. One process, or one
+group of processes, works in a folder at a time; see `claims`.
 
 Read `train_and_evaluate` top down; the rest of the file is its helpers.
 """
@@ -25,6 +26,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import data
 from attnres_jax import environment
 from attnres_jax import evaluate
+from attnres_jax import files
 from attnres_jax import goodput
 from attnres_jax import metrics as metrics_lib
 from attnres_jax import run_folder
@@ -41,6 +43,7 @@ def train_and_evaluate(
   resume_with_changed_config: bool = False,
   any_size: bool = False,
   claim: claims.Claim | None = None,
+  leave: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
   """Trains to `config.train.steps`, or until a signal; all processes call it.
 
@@ -51,6 +54,9 @@ def train_and_evaluate(
       data differ in more than `run_folder.HARMLESS`.
     any_size: train whatever the estimate of its size says.
     claim: of the folder, if the caller holds one; the caller releases it.
+    leave: ends the process on a signal before the first step, when there is
+      nothing to save and compiling cannot be interrupted. It receives the step
+      of the last checkpoint. With None, the run stops after compiling.
 
   Returns:
     The summary: status ("finished", or "stopped" by a signal), step, the last
@@ -60,13 +66,24 @@ def train_and_evaluate(
     ConfigError: the configuration is invalid or not that of the folder, or
       another process is using the folder (`claims.HeldError`).
     CheckpointError: there are checkpoints, but none can be used.
+    DiskFullError: with the path and the space needed; nothing is lost.
     NonFiniteError: a loss or gradient was not finite and `train.on_nan` is
       "stop"; the last checkpoint is from before that step.
   """
   start = time.perf_counter()
   workdir = epath.Path(workdir)
+  step, held = 0, None
+
+  def leave_early() -> None:
+    if held is not None:
+      held.release()
+    assert leave is not None
+    leave(step)
+
   with contextlib.ExitStack() as stack:
-    stop = stack.enter_context(signals.StopSignal())
+    stack.enter_context(files.explaining_full_disk(workdir))
+    stop = signals.StopSignal(leave_early if leave else None)
+    stack.enter_context(stop)
 
     # Everything that can be wrong is detected here, before any compilation.
     metrics_lib.check_available(config.log)
@@ -76,21 +93,23 @@ def train_and_evaluate(
     if not any_size:
       environment.check_size(config, program.abstract_state)
     descriptions = {split: d.describe() for split, d in datasets.items()}
-    stack.enter_context(claims.held(workdir, claim))
+    held = stack.enter_context(claims.held(workdir, claim))
     changes = run_folder.changes(workdir, config, descriptions)
     if changes and not resume_with_changed_config:
       raise config_lib.ConfigError(run_folder.refusal(workdir, changes))
+    damaged = run_folder.damaged(workdir)
     summary = run_folder.finished_summary(workdir, config)
-    if summary is not None:
+    if summary is not None and not damaged:
       return summary
 
     restored = checkpoint.restore_latest(workdir, program.abstract_state)
     step = restored.step if restored else 0
-    missing = run_folder.missing_checkpoint(workdir, restored)
-    lost = goodput.lost(metrics_lib.read_rows(workdir), step)
+    tail = metrics_lib.read_tail(workdir, step)
+    missing = run_folder.missing_checkpoint(workdir, restored, tail)
     writer = run_folder.open_run(workdir, config, descriptions, step)
     stack.callback(writer.close)
-    _report_start(writer, mesh, step, restored, missing, lost, changes)
+    _report_found(writer, step, restored, missing, tail, damaged, changes)
+    _report_start(writer, mesh, step, restored, goodput.lost(tail.rows, step))
 
     abstract_model = program.abstract_state.model
     train_step = _compile(
@@ -114,10 +133,15 @@ def train_and_evaluate(
     )
     batches = _batches_from(datasets["train"], config, restored)
     stack.callback(batches.close)
-    saves = stack.enter_context(_Saves(workdir, config, writer))
+    info = {
+      "config": config_lib.to_dict(config),
+      "fingerprints": run_folder.fingerprints(descriptions),
+    }
+    saves = stack.enter_context(_Saves(workdir, config, info, writer))
     writer.event(step, "ready", seconds=time.perf_counter() - start)
     log = step_log.StepLog(config, writer, mesh)
     stopped = False
+    stop.begin_work()
     try:
       while step < config.train.steps:
         stopped = stop.requested(step)
@@ -161,6 +185,7 @@ def train_and_evaluate(
       step=step,
       parameters=sum(leaf.size for leaf in jax.tree.leaves(state.model)),
       seconds=time.perf_counter() - start,
+      on_damage=lambda text: writer.event(step, "damaged line", what=text),
     )
 
 
@@ -185,23 +210,40 @@ def _open_data(
   return config, datasets, tokenizer.separator_id if are_bytes else None
 
 
+def _report_found(
+  writer: metrics_lib.Writer,
+  step: int,
+  restored: checkpoint.Restored | None,
+  missing: int | None,
+  tail: metrics_lib.Tail,
+  damaged: dict[str, str],
+  changes: dict[str, tuple[Any, Any]],
+) -> None:
+  """Events for everything in the folder that is not as it should be."""
+  for file, cause in damaged.items():
+    writer.event(step, "file rebuilt", file=file, cause=cause)
+  for broken, cause in (restored.unreadable if restored else {}).items():
+    writer.event(step, "checkpoint set aside", of_step=broken, cause=cause)
+  if missing is not None:
+    writer.event(step, "checkpoint missing", of_step=missing)
+  if restored and not restored.verified:
+    writer.event(step, "checkpoint unverified", of_step=step)
+  rows = run_folder.missing_rows(restored, tail)
+  if rows is not None:
+    writer.event(step, "rows missing", after_step=rows[0], through_step=rows[1])
+  if changes:
+    fields = {name: list(values) for name, values in changes.items()}
+    writer.event(step, "config changed", changes=fields)
+
+
 def _report_start(
   writer: metrics_lib.Writer,
   mesh: jax.sharding.Mesh,
   step: int,
   restored: checkpoint.Restored | None,
-  missing: int | None,
   lost: tuple[int, float],
-  changes: dict[str, tuple[Any, Any]],
 ) -> None:
-  """Events about the state of the folder, before anything is computed."""
-  for broken, cause in (restored.unreadable if restored else {}).items():
-    writer.event(step, "checkpoint set aside", of_step=broken, cause=cause)
-  if missing is not None:
-    writer.event(step, "checkpoint missing", of_step=missing)
-  if changes:
-    fields = {name: list(values) for name, values in changes.items()}
-    writer.event(step, "config changed", changes=fields)
+  """The first event of an attempt: the work lost, and where it runs."""
   writer.event(
     step,
     "resume" if restored else "start",
@@ -267,10 +309,11 @@ class _Saves:
     self,
     workdir: epath.Path,
     config: config_lib.RunConfig,
+    info: dict[str, Any],
     writer: metrics_lib.Writer,
   ):
     self._workdir = workdir
-    self._config = config_lib.to_dict(config)
+    self._info = info
     self._writer = writer
     self._saver = checkpoint.Saver(workdir, config.checkpoint)
     self._last_step = self._saver.last_step or 0
@@ -292,7 +335,7 @@ class _Saves:
     self.wait()
     self._writer.flush()
     start = time.perf_counter()
-    self._saver.save(step, state, {"config": self._config, "data": position})
+    self._saver.save(step, state, self._info | {"data": position})
     self._pending = step, time.perf_counter() - start
     self._last_step = step
 

@@ -28,6 +28,14 @@ def fields(tmp_path_factory):
   return tiny_run.corpus(tmp_path_factory.mktemp("data")) | FIELDS
 
 
+@pytest.fixture(scope="module")
+def whole(fields, tmp_path_factory):
+  """The folder of a run that nothing disturbed."""
+  workdir = tmp_path_factory.mktemp("whole")
+  tiny_run.finish(tiny_run.start(workdir, fields))
+  return workdir
+
+
 def _last_step(workdir):
   file = pathlib.Path(workdir) / "metrics.jsonl"
   lines = file.read_text().split("\n")[:-1] if file.exists() else []
@@ -76,9 +84,8 @@ def _assert_same_run(a, b):
   jax.tree.map(np.testing.assert_array_equal, *models)
 
 
-def test_killed_run_ends_like_an_uninterrupted_one(fields, tmp_path):
-  whole, broken = tmp_path / "whole", tmp_path / "broken"
-  tiny_run.finish(tiny_run.start(whole, fields))
+def test_killed_run_ends_like_an_uninterrupted_one(fields, whole, tmp_path):
+  broken = tmp_path / "broken"
 
   # SIGKILL at a random moment.
   at = random.randint(6, 60)
@@ -116,6 +123,82 @@ def test_killed_run_ends_like_an_uninterrupted_one(fields, tmp_path):
   tiny_run.finish(tiny_run.start(broken, fields))
   assert tiny_run.events(broken, "resume")[-1]["step"] == stopped["step"]
   _assert_same_run(whole, broken)
+
+
+def test_a_signal_during_compilation_ends_the_run_at_once(fields, tmp_path):
+  # Programs that no cache has, so that there is something to compile.
+  process = tiny_run.start(tmp_path, fields | {"model.width": 24})
+  _wait_until(process, lambda: (tmp_path / "metrics.jsonl").exists())
+  process.send_signal(signal.SIGTERM)
+  sent = time.monotonic()
+  out = tiny_run.finish(process)
+  assert time.monotonic() - sent < 2
+  last = "stopped after step 0; rerun the same command to resume"
+  assert out.splitlines()[-1] == last
+  assert not tiny_run.events(tmp_path, "ready")
+
+
+def _check_ended(process, others):
+  """One that was not killed finished, or was refused with one line."""
+  out, err = tiny_run.kill(process)
+  if process.returncode == 0:
+    assert "finished at step" in out and not err
+  else:
+    assert process.returncode == 2 and err.count("\n") == 1, out + err
+    assert "is in use by process" in err
+    # Neither did it train, nor is it the one that it names.
+    assert not out and f"process {process.pid} on" not in err
+
+
+def _duel(rng, workdir, fields, kills):
+  """Two processes at work on one folder, killed at random; kills left."""
+  alive = []
+  while kills:
+    while len(alive) < 2:
+      alive.append(tiny_run.start(workdir, fields))
+      time.sleep(rng.uniform(0, 0.5))
+    # At any moment: of a start, while one is refused, or of the training.
+    time.sleep(rng.uniform(0, 3))
+    for process in [p for p in alive if p.poll() is not None]:
+      alive.remove(process)
+      _check_ended(process, alive)
+      if process.returncode == 0:
+        # What the other one does now is to find the run finished.
+        for other in alive:
+          other.wait(120)
+          _check_ended(other, [])
+        return kills
+    if alive:
+      victim = alive.pop(rng.randrange(len(alive)))
+      print("kills", victim.pid, "at step", _last_step(workdir))
+      tiny_run.kill(victim)
+      kills -= 1
+  for process in alive:
+    process.wait(120)
+    _check_ended(process, [])
+  return 0
+
+
+def _survive_duels(fields, whole, tmp_path, kills):
+  seed = random.randrange(2**32)
+  print("random seed", seed)
+  rng = random.Random(seed)
+  rounds = 0
+  while kills:
+    workdir = tmp_path / f"broken_{rounds}"
+    kills = _duel(rng, workdir, fields, kills)
+    tiny_run.finish(tiny_run.start(workdir, fields))
+    _assert_same_run(whole, workdir)
+    rounds += 1
+
+
+def test_two_writers_and_kills(fields, whole, tmp_path):
+  _survive_duels(fields, whole, tmp_path, 2)
+
+
+@pytest.mark.slow
+def test_two_writers_and_many_kills(fields, whole, tmp_path):
+  _survive_duels(fields, whole, tmp_path, 40)
 
 
 @pytest.mark.slow

@@ -2,12 +2,14 @@
 """Two processes of one run, over gloo on this machine."""
 
 import json
+import os
 import signal
 
 import numpy as np
 import pytest
 
 from attnres_jax import checkpoint
+from attnres_jax import claims
 from tests import tiny_run
 
 # Recovery does not depend on the scheme, and this one compiles fastest. With a
@@ -64,6 +66,20 @@ def test_two_processes_stop_and_die_together_and_equal_one(fields, tmp_path):
     for name in names:
       values = [[run[at][name] for at in sorted(common)] for run in rows]
       np.testing.assert_allclose(*values, rtol=1e-5)
+
+
+def test_all_processes_learn_that_the_folder_is_taken(fields, tmp_path):
+  claim = claims.acquire(tmp_path)
+  before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+  for process in tiny_run.start_two(tmp_path, fields):
+    process.wait(120)
+    _, err = tiny_run.kill(process)
+    assert process.returncode == 2, err
+    errors = [line for line in err.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1 and f"in use by process {os.getpid()}" in errors[0]
+  after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+  assert after == before
+  claim.release()
 
 
 @pytest.mark.slow

@@ -182,9 +182,10 @@ def test_a_pod_needs_no_addresses(command, monkeypatch):
 def test_overrides_arrive(command, monkeypatch, capsys):
   seen = []
 
-  def train_and_evaluate(config, workdir, resume_with_changed_config, any_size):
-    assert not any_size
-    seen.append((config, resume_with_changed_config))
+  def train_and_evaluate(config, workdir, **options):
+    assert not options["any_size"]
+    changed = options["resume_with_changed_config"]
+    seen.append((config, changed))
     return {"status": "stopped", "step": 3}
 
   run = command

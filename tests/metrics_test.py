@@ -4,6 +4,7 @@
 import dataclasses
 import io
 import json
+import random
 import sys
 import types
 
@@ -64,11 +65,72 @@ def test_a_line_cut_short_is_dropped(tmp_path):
   assert _steps(tmp_path) == [1, 2]
 
 
-def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
+@pytest.mark.parametrize(
+  "line", ["{", "7", "[]", '{"step": 1}', '{"step": "1", "split": "train"}']
+)
+def test_a_damaged_line_is_named(tmp_path, line):
   path = tmp_path / "metrics.jsonl"
-  path.write_text('{"step": 1, "spl\n{"step": 2, "split": "train"}\n')
-  with pytest.raises(ValueError, match=r"metrics.jsonl:\d: "):
-    metrics.make_writer(tmp_path, _config())
+  path.write_text(
+    '{"step": 1, "split": "train"}\n' + line + "\n"
+    '{"step": 2, "split": "train"}\n'
+  )
+  with pytest.raises(metrics.MetricsError) as error:
+    metrics.read_rows(tmp_path)
+  assert "\n" not in str(error.value) and f"{path}:2: not a" in str(error.value)
+  named = []
+  rows = metrics.read_rows(tmp_path, on_damage=named.append)
+  assert [row["step"] for row in rows] == [1, 2]
+  assert len(named) == 1 and f"{path}:2: not a row" in named[0]
+
+
+def _rows_at_random(rng):
+  """Rows of a run that was killed and resumed a few times."""
+  rows, step = [], 0
+  for _ in range(rng.randint(1, 5)):
+    rows.append({"step": step, "split": "event", "event": "resume"})
+    for _ in range(rng.randint(1, 8)):
+      step += 1
+      rows.append({"step": step, "split": "train", "loss": rng.random()})
+      if rng.random() < 0.3:
+        rows.append({"step": step, "split": "validation", "loss": 1.0})
+      if rng.random() < 0.3:
+        rows.append({"step": step, "split": "event", "event": "checkpoint"})
+  return rows
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("tail_bytes", [40, 1 << 20])
+def test_the_end_of_the_file_is_enough(tmp_path, monkeypatch, seed, tail_bytes):
+  """A resumption reads back from the end, and keeps what a filter keeps."""
+  monkeypatch.setattr(metrics, "_TAIL_BYTES", tail_bytes)
+  rng = random.Random(seed)
+  rows = _rows_at_random(rng)
+  text = "".join(json.dumps(row) + "\n" for row in rows)
+  path = tmp_path / "metrics.jsonl"
+  path.write_text(text + rng.choice(["", '{"step": 99, "spl', "garbage\n"]))
+  step = rng.randint(0, rows[-1]["step"] + 1)
+  past = [row for row in rows if row["step"] > step]
+  not_events = [
+    row["step"] for row in rows
+    if row["split"] != "event" and row["step"] <= step
+  ]  # fmt: skip
+  tail = metrics.read_tail(tmp_path, step)
+  assert tail.last_step == max(not_events, default=0)
+  assert [row for row in past if row not in tail.rows] == []
+  assert rows[len(rows) - len(tail.rows) :] == tail.rows
+  sink = metrics.JsonlSink(epath.Path(path), keep_through=step)
+  sink.write({"step": 100, "split": "train"})
+  sink.close()
+  kept = [row for row in rows if row["split"] == "event" or row["step"] <= step]
+  assert metrics.read_rows(tmp_path)[:-1] == kept
+
+
+def test_a_resumption_without_lost_rows_leaves_the_file(tmp_path):
+  path = tmp_path / "metrics.jsonl"
+  path.write_text('{"step": 1, "split": "train"}\n')
+  before = path.stat().st_ino
+  metrics.JsonlSink(epath.Path(path), keep_through=1).close()
+  assert path.stat().st_ino == before
 
 
 def test_object_store_file_is_written_at_flush(tmp_path):

@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs and resumed runs, in this process: nothing may be lost."""
 
+import errno
 import json
+import os
+import random
 import shutil
 
+from etils import epath
 import jax
 import numpy as np
 import pytest
 
 from attnres_jax import checkpoint
+from attnres_jax import claims
 from attnres_jax import config as config_lib
+from attnres_jax import files
 from attnres_jax import metrics
+from attnres_jax import run_folder
 from attnres_jax import step_log
 from attnres_jax import train
 from attnres_jax import train_state
@@ -41,6 +48,14 @@ def whole(fields, tmp_path_factory):
   """An uninterrupted run: its folder and summary."""
   workdir = tmp_path_factory.mktemp("whole")
   return workdir, tiny_run.train_here(workdir, fields)
+
+
+@pytest.fixture(scope="module")
+def quick_whole(quick, tmp_path_factory):
+  """The folder of an uninterrupted run that compiles fast."""
+  workdir = tmp_path_factory.mktemp("quick_whole")
+  tiny_run.train_here(workdir, quick)
+  return workdir
 
 
 @pytest.fixture
@@ -148,6 +163,123 @@ def test_finished_run_is_left_alone(whole, run, fields):
   before = (run / "metrics.jsonl").read_bytes()
   assert tiny_run.train_here(run, fields) == whole[1]
   assert (run / "metrics.jsonl").read_bytes() == before
+
+
+# Each of these leaves a file that cannot be what it was.
+DAMAGE = {
+  "empty": lambda file: file.write_text(""),
+  "cut": lambda file: file.write_text(file.read_text()[:-20]),
+  "deleted": lambda file: file.unlink(),
+  "nonsense": lambda file: file.write_bytes(bytes(range(256))),
+  "swapped": lambda file: file.write_text('{"train": {}, "step": true}'),
+  "deep": lambda file: file.write_text("[" * 100_000),
+}
+
+
+def test_damaged_descriptions_are_found(run):
+  """All kinds of damage; one of them is then repaired, below."""
+  names = run_folder.CONFIG, run_folder.DATA, run_folder.SUMMARY
+  assert run_folder.damaged(epath.Path(run)) == {}
+  for name in names:
+    good = (run / name).read_text()
+    for kind, harm in DAMAGE.items():
+      harm(run / name)
+      is_fine = (name, kind) == (run_folder.SUMMARY, "deleted")
+      found = run_folder.damaged(epath.Path(run))
+      assert list(found) == ([] if is_fine else [name]), kind
+      assert all(cause and "\n" not in cause for cause in found.values())
+      (run / name).write_text(good)
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_damaged_files_are_rebuilt(quick_whole, quick, tmp_path, finished):
+  run = shutil.copytree(quick_whole, tmp_path / "run")
+  names = ["config.json", "data.json"] + ["summary.json"] * finished
+  good = {name: (run / name).read_text() for name in names}
+  if not finished:
+    tiny_run.rewind(run, 15)
+  for name in names:
+    DAMAGE[random.choice(["empty", "cut", "nonsense"])](run / name)
+  # A damaged line among those that stay, and one that is computed again.
+  lines = (run / "metrics.jsonl").read_text().splitlines()
+  steps = [json.loads(line)["step"] for line in lines]
+  kept, lost = steps.index(7), steps.index(19)
+  lines[kept:kept] = ["garbage"]
+  lines[lost + 1] = lines[lost + 1][:-9]
+  (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+  damaged_line = lines[lost + 1]
+  summary = tiny_run.train_here(run, quick)
+  text = (run / "metrics.jsonl").read_text()
+  assert "garbage\n" in text
+  if finished:
+    text = text.replace(damaged_line + "\n", "")
+  (run / "metrics.jsonl").write_text(text.replace("garbage\n", ""))
+  rebuilt = tiny_run.events(run, "file rebuilt")
+  assert [row["file"] for row in rebuilt] == names
+  assert {name: (run / name).read_text() for name in names[:2]} == {
+    name: good[name] for name in names[:2]
+  }
+  damaged = tiny_run.events(run, "damaged line")
+  assert len(damaged) == 1 + finished
+  assert f"metrics.jsonl:{kept + 1}: not a row" in damaged[0]["what"]
+  before = json.loads((quick_whole / "summary.json").read_text())
+  for name in ("train_loss", "validation_loss", "bits_per_byte", "step"):
+    assert summary[name] == before[name]
+  if not finished:
+    tiny_run.assert_same_run(quick_whole, run)
+
+
+def test_a_flipped_config_is_not_believed(quick_whole, quick, tmp_path):
+  """The checkpoint says what the run is, its file only shows it."""
+  run = shutil.copytree(quick_whole, tmp_path / "run")
+  tiny_run.rewind(run, 15)
+  text = (run / "config.json").read_text()
+  flipped = text.replace('"peak_lr": 0.003', '"peak_lr": 0.007')
+  assert flipped != text
+  (run / "config.json").write_text(flipped)
+  described = tiny_run.config(quick | {"optim.peak_lr": 0.007})
+  data = json.loads((run / "data.json").read_text())
+  found = run_folder.changes(epath.Path(run), described, data)
+  assert found == {"optim.peak_lr": (0.003, 0.007)}
+  assert run_folder.changes(epath.Path(run), tiny_run.config(quick), data) == {}
+
+
+def test_a_full_disk_leaves_what_was_there(
+  quick_whole, quick, tmp_path, monkeypatch
+):
+  run = shutil.copytree(quick_whole, tmp_path / "run")
+  tiny_run.rewind(run, 15)
+  before = {
+    path.relative_to(run): path.read_bytes()
+    for path in run.rglob("*")
+    if path.is_file() and path.name != claims.LOCK
+  }
+
+  def fsync(descriptor):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+  monkeypatch.setattr(os, "fsync", fsync)
+  with pytest.raises(files.DiskFullError) as full:
+    tiny_run.train_here(run, quick | {"name": "other"})
+  line = f"{full.value.filename}: {full.value.strerror}"
+  assert str(run / "config.json") in line
+  assert "bytes needed" in line and "free" in line and "\n" not in line
+  for name, content in before.items():
+    assert (run / name).read_bytes() == content
+  assert not list(run.rglob("*.tmp"))
+
+
+def test_rows_that_are_missing_are_noticed():
+  tail = metrics.Tail([], [], last_step=12, kept=0, whole=True)
+
+  def missing(step, log_every):
+    info = {"config": {"train": {"log_every": log_every}}}
+    restored = checkpoint.Restored(step, None, info, {}, True)
+    return run_folder.missing_rows(restored, tail)
+
+  assert missing(12, 1) is None and missing(15, 4) is None
+  assert missing(13, 1) == (12, 13) and missing(16, 4) == (12, 16)
+  assert run_folder.missing_rows(None, tail) is None
 
 
 def test_killed_between_last_save_and_summary(whole, run, fields):

@@ -15,11 +15,12 @@ as for `attnres_jax.main`. The first process claims the run for all of them.
 
 import argparse
 from collections.abc import Mapping, Sequence
+import functools
 import os
 import sys
 import time
 import traceback
-from typing import Any
+from typing import Any, NoReturn
 
 from etils import epath
 import jax
@@ -146,7 +147,10 @@ def _train(
         print(f"begins at step {step}, with a checkpoint of {run.branch_of}")
     config = folder_lib.run_config(run)
     summary = train.train_and_evaluate(
-      config, workdir, claim=None if claim is None else claim.claim
+      config,
+      workdir,
+      claim=None if claim is None else claim.claim,
+      leave=functools.partial(_leave_early, claim),
     )
   except Exception as error:
     text = " ".join(f"{type(error).__name__}: {error}".split())
@@ -174,6 +178,14 @@ def _diverged(summary: Mapping[str, Any], config: config_lib.RunConfig) -> str:
   if jax.process_index() == 0 and summary.get("validation_loss") is None:
     return "the validation loss is not finite"
   return ""
+
+
+def _leave_early(claim: claims.Claim | None, step: int) -> NoReturn:
+  """Ends this process even while its main thread is compiling."""
+  del step
+  if claim is not None:
+    claim.release(state_lib.STOPPED)
+  os._exit(exits.Exit.STOPPED)
 
 
 def _agree(verdict: exits.Exit | None) -> exits.Exit | None:

@@ -175,7 +175,7 @@ def test_two_launchers_at_once(whole, source, tmp_path):
 
 def test_full_disk_fails_a_run_with_one_cause(source, tmp_path):
   (run, other) = tiny_sweep.prepare(tmp_path / "sweep", source)
-  blocked = tmp_path / "sweep" / run.name / "data.json"
+  blocked = tmp_path / "sweep" / run.name / "metrics.jsonl"
   blocked.symlink_to("/dev/full")
   code, text = tiny_sweep.finish(tiny_sweep.start(tmp_path / "sweep", source))
   assert code == 1
