@@ -202,19 +202,6 @@ def missing_rows(
   return (tail.last_step, logged) if tail.last_step < logged else None
 
 
-def rebuild(
-  workdir: epath.Path,
-  config: config_lib.RunConfig,
-  descriptions: dict[str, Any],
-  damaged: Mapping[str, str],
-) -> None:
-  """Rebuilds what describes a finished run, and says so in a line per file."""
-  if damaged and jax.process_index() == 0:
-    _describe(workdir, config, descriptions)
-    for name, cause in damaged.items():
-      print(f"rebuilt {workdir / name}: {cause}")
-
-
 def open_run(
   workdir: epath.Path,
   config: config_lib.RunConfig,
@@ -224,20 +211,12 @@ def open_run(
   """Writes the description of the run, and opens its metrics."""
   primary = jax.process_index() == 0
   if primary:
-    _describe(workdir, config, descriptions)
+    files.write(workdir / CONFIG, config_lib.to_json(config))
+    files.write(workdir / DATA, json.dumps(descriptions, indent=2) + "\n")
     (workdir / SUMMARY).unlink(missing_ok=True)
   return metrics_lib.make_writer(
     workdir, config, resume_step=step, primary=primary
   )
-
-
-def _describe(
-  workdir: epath.Path,
-  config: config_lib.RunConfig,
-  descriptions: dict[str, Any],
-) -> None:
-  files.write(workdir / CONFIG, config_lib.to_json(config))
-  files.write(workdir / DATA, json.dumps(descriptions, indent=2) + "\n")
 
 
 def summarise(

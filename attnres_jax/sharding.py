@@ -325,6 +325,31 @@ def by_rows(
   return by_shards(function, (SEQUENCES, cuts), SEQUENCES, ROWS)
 
 
+def unsplit_axes() -> dict[str, int]:
+  """The ambient mesh's axes that the compiler splits along, and their sizes."""
+  mesh = jax.sharding.get_abstract_mesh()
+  manual = mesh.manual_axes
+  return {axis: n for axis, n in mesh.shape.items() if axis not in manual}
+
+
+def on_one_device(function: Callable[..., Any]) -> Callable[..., Any]:
+  """The same function, for Pallas kernels within `by_rows`.
+
+  The compiler refuses to split them, even along axes of a single device, which
+  all `unsplit_axes` have to be.
+  """
+  axes = unsplit_axes()
+  if not axes or not jax.sharding.get_abstract_mesh().manual_axes:
+    return function
+  return jax.shard_map(
+    function,
+    in_specs=WHOLE,
+    out_specs=WHOLE,
+    axis_names=set(axes),
+    check_vma=False,
+  )
+
+
 def row_cut(axes: str) -> PartitionSpec:
   """How `ROWS` shard a matrix of one sublayer with these letters."""
   return PartitionSpec(*(a if a in ROWS else None for a in _cuts(axes)))

@@ -99,8 +99,7 @@ def train_and_evaluate(
       raise config_lib.ConfigError(run_folder.refusal(workdir, changes))
     damaged = run_folder.damaged(workdir)
     summary = run_folder.finished_summary(workdir, config)
-    if summary is not None:
-      run_folder.rebuild(workdir, config, descriptions, damaged)
+    if summary is not None and not damaged:
       return summary
 
     restored = checkpoint.restore_latest(workdir, program.abstract_state)

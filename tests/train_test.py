@@ -229,27 +229,6 @@ def test_damaged_files_are_rebuilt(quick_whole, quick, tmp_path, finished):
     tiny_run.assert_same_run(quick_whole, run)
 
 
-def test_a_finished_run_is_described_again(
-  quick_whole, quick, tmp_path, capsys
-):
-  """Its summary is good, so it is not made anew from whatever metrics say."""
-  run = shutil.copytree(quick_whole, tmp_path / "run")
-  good = {
-    path.name: path.read_bytes() for path in run.iterdir() if path.is_file()
-  }
-  DAMAGE["cut"](run / "config.json")
-  DAMAGE["empty"](run / "data.json")
-  (run / "metrics.jsonl").write_text("garbage\n")
-  capsys.readouterr()
-  summary = tiny_run.train_here(run, quick)
-  assert summary == json.loads(good["summary.json"])
-  for name in ("config.json", "data.json", "summary.json"):
-    assert (run / name).read_bytes() == good[name]
-  lines = capsys.readouterr().out.splitlines()
-  assert len(lines) == 2 and "rebuilt" in lines[0] and "config.json" in lines[0]
-  assert (run / "metrics.jsonl").read_text() == "garbage\n"
-
-
 def test_a_flipped_config_is_not_believed(quick_whole, quick, tmp_path):
   """The checkpoint says what the run is, its file only shows it."""
   run = shutil.copytree(quick_whole, tmp_path / "run")

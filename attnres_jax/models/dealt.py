@@ -109,18 +109,19 @@ def _backward(residuals, dy_UD):
     return (
       piece.add(dx_VD, dx_RD, jnp.ones_like(piece.weight_R)),
       piece.put(dweight_P, dweight_R),
-      dgate + grouped.weight_gradient(x_RD, dgate_RF, sizes_E),
-      dup + grouped.weight_gradient(x_RD, dup_RF, sizes_E),
-      ddown + grouped.weight_gradient(hidden_RF, dy_RD, sizes_E),
+      grouped.weight_gradient(x_RD, dgate_RF, sizes_E, dgate),
+      grouped.weight_gradient(x_RD, dup_RF, sizes_E, dup),
+      grouped.weight_gradient(hidden_RF, dy_RD, sizes_E, ddown),
     )
 
+  # The first piece, which the loop is not about, makes those of weights.
   zeros = [
     jnp.zeros(shape, weight_UK.dtype)
-    for shape in (
-      x_VD.shape, pairs.weight_P.shape, gate.shape, up.shape, down.shape,
-    )
-  ]  # fmt: skip
-  dx_VD, dweight_P, *dweights = pairs.for_pieces(add_piece, tuple(zeros))
+    for shape in (x_VD.shape, pairs.weight_P.shape)
+  ]
+  dx_VD, dweight_P, *dweights = pairs.for_pieces(
+    add_piece, (*zeros, None, None, None)
+  )
   dweight_VK = jnp.reshape(dweight_P, (-1, expert_UK.shape[1]))
   return (
     _to_owners(dx_VD, x_UD),

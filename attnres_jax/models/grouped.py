@@ -1,25 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """The matrix product of sorted rows with a weight per group.
 
-On TPU it is `jax.lax.ragged_dot`, a kernel there that computes only what is
-needed. On other platforms, that would fall back to masked products of all rows
-with all groups: E times the work, and E times the memory of the rows. So there
-it is a loop over pieces of groups.
+On TPU, `jax.lax.ragged_dot` multiplies rows, a kernel there that computes only
+what is needed. For gradients of weights JAX 0.12 has one too; JAX 0.10 does E
+times the work: they use megablox, a Pallas kernel in JAX. On other platforms,
+`ragged_dot` would fall back to masked products of all rows with all groups: E
+times the work, and E times the memory of the rows. So there it is a loop over
+pieces of groups.
 """
 
 import functools
 
 import jax
 from jax import ad_checkpoint
+from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 import jax.numpy as jnp
 
 from attnres_jax import precision
 from attnres_jax import sharding
 from attnres_jax.models import linear
+from attnres_kernels import dispatch
 
 # Rows of a piece. Every group is rounded up to whole pieces: large pieces waste
 # work, small pieces repeat reads of weights.
 _PIECE = 64
+_LANES = 128
 
 
 def grouped_linear(
@@ -82,10 +87,21 @@ def multiply(
 
 
 def weight_gradient(
-  x_PD: jax.Array, dy_PF: jax.Array, sizes_E: jax.Array
+  x_PD: jax.Array,
+  dy_PF: jax.Array,
+  sizes_E: jax.Array,
+  existing: jax.Array | None = None,
 ) -> jax.Array:
-  """The gradient of `multiply` by its weights: float32 [E, D, F]."""
-  return _on_platform(_ragged_weights, _looped_weights, x_PD, dy_PF, sizes_E)
+  """The gradient of `multiply` by its weights: float32 [E, D, F].
+
+  It is added to an existing one, in place where the compiler can.
+  """
+  # The kernel takes no other dtypes, and cannot be split over `tensor`.
+  split = max(sharding.unsplit_axes().values(), default=1) > 1
+  on_tpu = _kernel_weights
+  if split or x_PD.dtype not in (jnp.bfloat16, jnp.float32):
+    on_tpu = _ragged_weights
+  return _on_platform(on_tpu, _looped_weights, x_PD, dy_PF, sizes_E, existing)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -110,8 +126,12 @@ def _backward(cut, residuals, dy_PF):
 _grouped_linear.defvjp(_forward, _backward)
 
 
-def _on_platform(ragged, looped, *operands):
-  return jax.lax.platform_dependent(*operands, tpu=ragged, default=looped)
+def _on_platform(kernel, looped, *operands):
+  # None is no operand of a switch; a pytree may have one.
+  close = lambda function: lambda operands: function(*operands)
+  return jax.lax.platform_dependent(
+    operands, tpu=close(kernel), default=close(looped)
+  )
 
 
 def _ragged_rows(x_PI, weight, sizes_E, *, transposed):
@@ -125,16 +145,44 @@ def _ragged_rows(x_PI, weight, sizes_E, *, transposed):
   )
 
 
-def _ragged_weights(x_PD, dy_PF, sizes_E):
+def _kernel_weights(x_PD, dy_PF, sizes_E, existing):
+  tiles, missing = _tiles(*x_PD.shape, dy_PF.shape[1], sizes_E.shape[0])
+  x_PD, dy_PF = (jnp.pad(a, ((0, missing), (0, 0))) for a in (x_PD, dy_PF))
+
+  def kernel(x_PD, dy_PF, sizes_E, existing):
+    with jax.numpy_dtype_promotion("standard"):  # It relies on that.
+      return tgmm(
+        jnp.swapaxes(x_PD, 0, 1),
+        dy_PF,
+        sizes_E,
+        jnp.float32,
+        tiles,
+        existing_out=existing,
+        interpret=dispatch.interpret_params() is not None,
+      )
+
+  return sharding.on_one_device(kernel)(x_PD, dy_PF, sizes_E, existing)
+
+
+def _tiles(rows, depth, width, groups):
+  """Rows, depth and width of a tile, and rows missing to whole tiles."""
+  # Tiles with the end of a group inside are computed for both of its sides.
+  few = (s for s in (512, 256) if 8 * s * groups <= rows and rows % s == 0)
+  size = next(few, _LANES)
+  return (size, min(depth, 768), min(width, 512)), -rows % size
+
+
+def _ragged_weights(x_PD, dy_PF, sizes_E, existing):
   dimensions = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())),
     lhs_ragged_dimensions=(0,),
     rhs_group_dimensions=(),
   )
   wide = precision.wide(x_PD.dtype)
-  return jax.lax.ragged_dot_general(
+  dweight = jax.lax.ragged_dot_general(
     x_PD, dy_PF, sizes_E, dimensions, preferred_element_type=wide
   )
+  return dweight if existing is None else existing + dweight
 
 
 def _looped_rows(x_PI, weight, sizes_E, *, transposed):
@@ -158,7 +206,7 @@ def _looped_rows(x_PI, weight, sizes_E, *, transposed):
   return _for_pieces(sizes_E, size, one_piece, y)[: x_PI.shape[0]]
 
 
-def _looped_weights(x_PD, dy_PF, sizes_E):
+def _looped_weights(x_PD, dy_PF, sizes_E, existing):
   size = min(_PIECE, x_PD.shape[0])
   wide = precision.wide(x_PD.dtype)
   x_padded, dy_padded = (jnp.pad(a, ((0, size), (0, 0))) for a in (x_PD, dy_PF))
@@ -176,7 +224,8 @@ def _looped_weights(x_PD, dy_PF, sizes_E):
     return dweight.at[group].add(piece)
 
   shape = (*sizes_E.shape, x_PD.shape[1], dy_PF.shape[1])
-  return _for_pieces(sizes_E, size, one_piece, jnp.zeros(shape, wide))
+  dweight = _for_pieces(sizes_E, size, one_piece, jnp.zeros(shape, wide))
+  return dweight if existing is None else existing + dweight
 
 
 def _for_pieces(sizes_E, size, body, carry):

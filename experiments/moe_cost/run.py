@@ -87,7 +87,10 @@ def _apply(form, module, x_BTD):
   if form == "grouped":
     return module(x_BTD)
   ragged = lambda ragged, looped, *operands: ragged(*operands)
-  with mock.patch.object(grouped, "_on_platform", ragged):
+  with (
+    mock.patch.object(grouped, "_on_platform", ragged),
+    mock.patch.object(grouped, "_kernel_weights", grouped._ragged_weights),
+  ):
     return module(x_BTD)
 
 

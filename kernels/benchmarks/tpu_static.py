@@ -117,7 +117,7 @@ def measure(kernel: str, shape: Any, chip: str, build: Build):
   with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     jax.jit(function).lower(*arguments).compile()
-  bundles, slots = _schedule(folder, kernel)
+  bundles, slots = schedule_of(folder, kernel)
   info = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion[CHIPS[chip].version], 1)
   schedule = bundles * plan["steps"] / chips.CHIPS[CHIPS[chip].kind].clock_hz
   memory = plan["actual"] / info.mem_bw_bytes_per_second
@@ -139,7 +139,7 @@ def measure(kernel: str, shape: Any, chip: str, build: Build):
   }
 
 
-def _schedule(folder, kernel):
+def schedule_of(folder, kernel):
   """Bundles of one grid step, and how many each slot needs if always full."""
   (path,) = glob.glob(f"{folder}/*{kernel}*schedule-analysis_final_bundles*")
   with open(path) as file:

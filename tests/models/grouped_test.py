@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products of sorted rows, for each platform, against a loop over groups."""
 
+import functools
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from attnres_jax.models import grouped
+from attnres_kernels import dispatch
 
 GROUPS, IN, OUT = 5, 6, 4
 # Rows per group: even, some or most of them empty, all in one, larger and
@@ -56,27 +60,93 @@ def test_is_its_definition(sizes):
 
 @pytest.mark.parametrize("sizes", SIZES[1:])
 def test_the_route_of_tpu_is_the_same(sizes, monkeypatch):
-  """`ragged_dot` instead of the loop, as defined for any platform."""
-
-  def on_tpu(ragged, looped, *operands):
-    del looped
-    return ragged(*operands)
-
-  monkeypatch.setattr(grouped, "_on_platform", on_tpu)
+  """`ragged_dot`, by its definition for any platform, and Pallas kernels."""
+  _only_the_kernels(monkeypatch)
   arguments = _inputs(sizes)
   both = jax.jit(lambda *a: _both.__wrapped__(*a))
-  for found, expected in zip(both(*arguments), _definition(*arguments)):
+  with dispatch.interpreted():
+    all_found = both(*arguments)
+  for found, expected in zip(all_found, _definition(*arguments)):
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("on_tpu", [False, True])
+def test_adds_to_an_existing_gradient(on_tpu, monkeypatch):
+  """Rows behind those of all groups add nothing."""
+  if on_tpu:
+    _only_the_kernels(monkeypatch)
+  sizes = (150, 0, 64, 65, 0)
+  x, weight, dy, sizes = _inputs(sizes)
+  behind = lambda a, x: jnp.pad(a, ((0, 9), (0, 0)), constant_values=x)
+  with dispatch.interpreted():
+    add = jax.jit(lambda *a: grouped.weight_gradient(*a))
+    found = add(behind(x, 1.0), behind(dy, jnp.nan), sizes, weight)
+  expected = _definition(x, weight, dy, sizes)[2] + weight
+  np.testing.assert_allclose(found, expected, rtol=0, atol=5e-5)
+
+
+def _only_the_kernels(monkeypatch):
+  def on_tpu(kernel, looped, *operands):
+    del looped
+    return kernel(*operands)
+
+  monkeypatch.setattr(grouped, "_on_platform", on_tpu)
 
 
 def test_what_is_lowered():
   """Kernels on TPU, loops elsewhere; never all pairs."""
   traced = _both.trace(*_inputs(SIZES[0], "bfloat16"))
   on_tpu = traced.lower(lowering_platforms=("tpu",)).as_text()
-  assert on_tpu.count('"chlo.ragged_dot"(') == 3 and "while" not in on_tpu
+  assert on_tpu.count('"chlo.ragged_dot"(') == 2
+  assert on_tpu.count("tpu_custom_call") == 1
   elsewhere = traced.lower(lowering_platforms=("cpu",)).as_text()
   assert elsewhere.count("stablehlo.while") == 3
   assert "ragged" not in elsewhere
+
+
+@pytest.mark.skipif(
+  importlib.util.find_spec("libtpu") is None,
+  reason="not run: libtpu, the TPU compiler, is not installed here",
+)
+@pytest.mark.parametrize("added", [False, True])
+def test_compiled_for_tpu_it_is_the_arithmetic_alone(added):
+  """Kernels, whose own counts the compiler adds up, and no dense product."""
+  from jax.experimental import topologies
+
+  rows, groups, width = 4096, 8, 256
+  chip = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
+  place = jax.sharding.SingleDeviceSharding(chip.devices[0])
+  struct = functools.partial(jax.ShapeDtypeStruct, sharding=place)
+  low = struct((rows, width), jnp.bfloat16)
+  weight = struct((groups, width, width), jnp.float32)
+
+  def step(x, weight, dy, sizes):
+    if added:
+      return grouped.weight_gradient(x, dy, sizes, weight)
+    return _both.__wrapped__(x, weight, dy, sizes)
+
+  products = 1 if added else 3
+  step = jax.jit(step, donate_argnums=1)
+  compiled = step.lower(
+    low, weight, low, struct((groups,), jnp.int32)
+  ).compile()
+  flops = compiled.cost_analysis()["flops"]
+  assert flops <= 1.1 * products * 2 * rows * width**2
+  text = compiled.as_text()
+  assert text.count("tpu_custom_call") >= products
+  assert " convolution(" not in text and " dot(" not in text
+  if added:  # In place, without a copy.
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes == 4 * groups * width**2
+    assert memory.temp_size_in_bytes < memory.alias_size_in_bytes
+
+
+def test_rows_of_a_tile_waste_little():
+  """A group that ends inside of a tile has it computed twice."""
+  for rows, groups in ((65536, 64), (40960, 16), (8192, 8), (131072, 16)):
+    (size, _, _), missing = grouped._tiles(rows, 2304, 1024, groups)
+    tiles = (rows + missing) // size + groups - 1
+    assert tiles * size <= 1.13 * rows, (rows, groups, size)
 
 
 def test_bfloat16_rounds_once():

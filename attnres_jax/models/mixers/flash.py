@@ -18,9 +18,10 @@ import jax.numpy as jnp
 
 from attnres_jax import precision
 
-# Queries and keys of a block.
-_BLOCK = 512
-_LANES = 128
+# Queries and keys of a block, and keys of it that are taken at once. From the
+# schedules of `kernels/benchmarks/flash_static.py`: the best of each chip.
+_BLOCKS = (1024, 512, 256, 128)
+_KEYS_AT_ONCE = 512
 
 
 class Splash:
@@ -71,7 +72,8 @@ class Splash:
     dquery, *rest = (
       jnp.swapaxes(g, 1, 2)[:, : query.shape[1]] for g in gradients
     )
-    return (dquery * _scale(query).astype(dquery.dtype), *rest)
+    dquery = precision.widen(dquery) * _scale(query)
+    return (dquery.astype(query.dtype), *rest)
 
 
 class CuDnn:
@@ -110,20 +112,29 @@ class CuDnn:
 BACKENDS: dict[str, Any] = {"splash": Splash, "cudnn": CuDnn}
 
 
-def _splash(query, key, value, segment_ids, *, save_residuals, interpret):
-  """The kernel and its arguments, [B, N, T, H], padded to blocks."""
-  length, heads = query.shape[1:3]
-  block = min(_BLOCK, _LANES * -(-length // _LANES))
-  padded = block * -(-length // block)
-  mask = splash_attention.CausalMask((padded, padded))
-  sizes = splash_attention.BlockSizes(
+def block_sizes(length: int) -> splash_attention.BlockSizes:
+  """The largest blocks that pad a sequence by an eighth of it at most."""
+  few = (b for b in _BLOCKS if -length % b <= length // 8)
+  block = next(few, _BLOCKS[-1])
+  at_once = min(block, _KEYS_AT_ONCE)
+  return splash_attention.BlockSizes(
     block_q=block,
     block_kv=block,
+    block_kv_compute=at_once,
     block_q_dkv=block,
     block_kv_dkv=block,
+    block_kv_dkv_compute=at_once,
     block_q_dq=block,
     block_kv_dq=block,
   )
+
+
+def _splash(query, key, value, segment_ids, *, save_residuals, interpret):
+  """The kernel and its arguments, [B, N, T, H], padded to blocks."""
+  length, heads = query.shape[1:3]
+  sizes = block_sizes(length)
+  padded = sizes.block_q * -(-length // sizes.block_q)
+  mask = splash_attention.CausalMask((padded, padded))
   kernel = splash_attention.make_splash_mha(
     splash_attention.MultiHeadMask([mask] * heads),
     block_sizes=sizes,

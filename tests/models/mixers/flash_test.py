@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fused attention against tiles of plain JAX, and its lowering by platform."""
 
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import models
+from attnres_jax import sharding
 from attnres_jax.models.mixers import flash
 from attnres_jax.models.mixers import softmax
 from attnres_kernels import dispatch
@@ -54,7 +57,7 @@ def _widened(arrays):
 def test_splash_is_the_tiled_form(
   dtype, packed, heads, kv_heads, width, value, monkeypatch
 ):
-  monkeypatch.setattr(flash, "_BLOCK", 128)
+  monkeypatch.setattr(flash, "_BLOCKS", (128,))
   arrays = _inputs(LENGTH, heads, kv_heads, width, value, dtype)
   segments = _segments(LENGTH) if packed else None
   with dispatch.interpreted():
@@ -92,6 +95,53 @@ def test_float64_stays_plain():
     expected = _all("tiled", None, *arrays)
   for a, b in zip(found, expected):
     np.testing.assert_array_equal(a, b)
+
+
+def test_blocks_pad_by_an_eighth_at_most():
+  for length in (128, 300, 1025, 1536, 3968, 4097, 8192):
+    block = flash.block_sizes(length).block_q
+    assert -length % block <= max(length // 8, 127), (length, block)
+  assert flash.block_sizes(8192).block_q == 1024
+
+
+# On the other chips, and at the size of the 48B network, they are compiled by
+# `kernels/benchmarks/flash_static.py`.
+@pytest.mark.skipif(
+  importlib.util.find_spec("libtpu") is None,
+  reason="not run: libtpu, the TPU compiler, is not installed here",
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+  "topology",
+  [
+    "v5e:2x2",
+    pytest.param("v5p:2x2x1", marks=pytest.mark.slow),
+    pytest.param("v6e:2x2", marks=pytest.mark.slow),
+    pytest.param("tpu7x:2x2x1", marks=pytest.mark.slow),
+  ],
+)
+def test_compiles_for_tpu(topology, dtype):
+  """Rows and heads over a mesh, packed, with an odd length."""
+  from jax.experimental import topologies
+
+  found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+  sizes = config_lib.MeshConfig(data=2, tensor=2)
+  mesh = sharding.make_mesh(sizes, found.devices[:4])
+  heads = jax.sharding.NamedSharding(mesh, sharding.HEADS)
+  arrays = [
+    jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=heads)
+    for x in jax.eval_shape(lambda: _inputs(LENGTH, 4, 2, 192, 128, dtype))
+  ]
+  segments = jax.ShapeDtypeStruct(
+    (2, LENGTH), jnp.int32, sharding=sharding.batch_sharding(mesh)
+  )
+  with sharding.ambient(mesh):
+    step = jax.jit(lambda segments, *a: _all("splash", segments, *a))
+    text = step.lower(segments, *arrays).compile().as_text()
+  for kernel in ("fwd_segmented_residuals", "dkv_segmented", "dq_segmented"):
+    assert f"splash_mha_{kernel}" in text
+  for name in ("all-gather", "all-reduce", "all-to-all", "permute"):
+    assert name not in text
 
 
 @pytest.mark.parametrize(
