@@ -80,7 +80,12 @@ def _config(
 @contextlib.contextmanager
 def _in_float64(config):
   """The same run in float64, which no config can request."""
-  with pytest.MonkeyPatch.context() as patch, jax.enable_x64(True):
+  with (
+    pytest.MonkeyPatch.context() as patch,
+    jax.enable_x64(True),
+    # Master weights are float32 where only shapes are asked for.
+    jax.numpy_dtype_promotion("standard"),
+  ):
     patch.setattr(errors, "check_in", lambda *_: None)
     # The softmax of JAX's own attention is still in float32.
     patch.setattr(
