@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Any damage to the files of a run, finished or interrupted, and of a sweep.
+
+What the damage did not touch has to be there afterwards, byte for byte, and a
+run that is resumed to its end has to end in the weights of an undisturbed one.
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import shutil
+
+from hypothesis import strategies as st
+import jax
+import numpy as np
+import pytest
+
+from attnres_jax import checkpoint
+from attnres_jax import train
+from attnres_jax import train_state
+from attnres_jax.inference import sample
+from attnres_jax.sweep import cli
+from tests import tiny_run
+from tests.fuzz import laws
+from tests.sweep import tiny_sweep
+
+FIELDS = {
+    "model.residual.name": "prenorm", "model.residual.num_blocks": 0,
+    "mesh.data": 1, "train.steps": 6, "train.eval_every": 3,
+    "train.depth_every": 0, "checkpoint.every_steps": 2,
+    "checkpoint.asynchronous": False, "optim.schedule": "constant",
+}  # fmt: skip
+KINDS = ("delete", "empty", "cut", "flip", "swap", "append")
+
+damages = st.lists(
+  st.tuples(
+    st.sampled_from(KINDS),
+    st.integers(0, 2**16),
+    st.integers(0, 2**16),
+    st.floats(0, 1, exclude_max=True),
+  ),
+  min_size=1,
+  max_size=3,
+)
+
+
+@dataclasses.dataclass
+class Runs:
+  """Folders to be copied, and what the copies are compared with."""
+
+  fields: dict
+  finished: pathlib.Path
+  interrupted: pathlib.Path
+  sweep: pathlib.Path
+  weights: list
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+  """A run and a sweep; every later step takes the programs of the first."""
+  root = tmp_path_factory.mktemp("runs")
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(
+      train_state, "make_program", functools.cache(train_state.make_program)
+    )
+    patch.setattr(train, "_compile", _once(train._compile))
+    # Of what is printed, only that it can be.
+    patch.setattr(sample, "sample_text", lambda *args, **kwargs: "")
+    fields = FIELDS | tiny_run.corpus(root)
+    tiny_run.train_here(root / "finished", fields)
+    shutil.copytree(root / "finished", root / "interrupted")
+    tiny_run.rewind(root / "interrupted", 4)
+    source = tiny_sweep.write(root / "tiny.py")
+    for run, kind in zip(
+      tiny_sweep.prepare(root / "sweep", source), ("finished", "interrupted")
+    ):
+      shutil.copytree(
+        root / kind, root / "sweep" / run.name, dirs_exist_ok=True
+      )
+      state = {"status": "done" if kind == "finished" else "stopped"}
+      (root / "sweep" / run.name / "state.json").write_text(json.dumps(state))
+    yield Runs(
+      fields,
+      root / "finished",
+      root / "interrupted",
+      root / "sweep",
+      _weights(root / "finished"),
+    )
+
+
+def _once(compile_):
+  programs = {}
+
+  def compile_once(writer, step, name, *rest):
+    if name not in programs:
+      programs[name] = compile_(writer, step, name, *rest)
+    return programs[name]
+
+  return compile_once
+
+
+def _weights(workdir):
+  _, model = checkpoint.load_model(workdir)
+  return [np.asarray(leaf) for leaf in jax.tree.leaves(model)]
+
+
+def _copy(source, target):
+  shutil.rmtree(target, ignore_errors=True)
+  shutil.copytree(source, target)
+
+
+def _read(folder):
+  return {
+    path.relative_to(folder).as_posix(): path.read_bytes()
+    for path in sorted(folder.rglob("*"))
+    if path.is_file()
+  }
+
+
+def _damage(folder, found):
+  """Applies damages; returns the names of the files that have changed."""
+  before = _read(folder)
+  names = list(before)
+  for kind, which, other, where in found:
+    path, partner = (folder / names[i % len(names)] for i in (which, other))
+    data = path.read_bytes() if path.exists() else b""
+    at = int(where * len(data))
+    if kind == "swap":
+      there = partner.read_bytes() if partner.exists() else b""
+      partner.write_bytes(data)
+      data = there
+    elif kind == "flip" and data:
+      data = data[:at] + bytes([data[at] ^ 1 << which % 8]) + data[at + 1 :]
+    elif kind == "append":
+      data += b'{"garbage": ' + bytes([which % 256])
+    else:
+      data = data[:at] if kind == "cut" else b""
+    path.write_bytes(data)
+    if kind == "delete":
+      path.unlink()
+  after = _read(folder)
+  return {name for name in names if before[name] != after.get(name)}
+
+
+def _steps(names):
+  return {
+    int(name.split("/")[1])
+    for name in names
+    if name.startswith("checkpoints/") and name.split("/")[1].isdecimal()
+  }
+
+
+def _check_kept(folder, before, touched, original):
+  """Untouched checkpoints, and their rows, are what they were."""
+  after = _read(folder)
+  good = _steps(before) - _steps(touched)
+  for name, data in before.items():
+    if _steps([name]) & good:
+      assert after.get(name) == data, f"{name} was good and has changed"
+  rows = set(original["metrics.jsonl"].splitlines())
+  lines = set(after.get("metrics.jsonl", b"").splitlines())
+  for line in before.get("metrics.jsonl", b"").splitlines():
+    if line in rows and json.loads(line)["step"] <= max(good, default=0):
+      assert line in lines, f"the row {line} was good and is gone"
+
+
+def _explore(folder, source, cases, record_property, what, act):
+  """Damages copies of `source`, calls `act` on each; checks what is left."""
+  original = _read(source)
+
+  def check(found):
+    _copy(source, folder)
+    touched = _damage(folder, found)
+    before = _read(folder)
+    act(folder, touched)
+    _check_kept(folder, before, touched, original)
+
+  laws.explore(cases, record_property, what, check, damages)
+  assert _read(source) == original
+
+
+@laws.shares(10, 500)
+def test_resume(runs, tmp_path, cases, record_property):
+  def act(folder, touched):
+    status, _, _ = laws.guarded(
+      lambda: tiny_run.train_here(folder, runs.fields) and None
+    )
+    if not status:
+      for got, wanted in zip(_weights(folder), runs.weights, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+  _explore(
+    tmp_path / "run", runs.interrupted, cases, record_property,
+    "damaged files (resume)", act,
+  )  # fmt: skip
+
+
+@laws.shares(10, 500)
+def test_rerun_of_a_finished_run(runs, tmp_path, cases, record_property):
+  def act(folder, touched):
+    laws.guarded(lambda: tiny_run.train_here(folder, runs.fields) and None)
+
+  _explore(
+    tmp_path / "run", runs.finished, cases, record_property,
+    "damaged files (finished)", act,
+  )  # fmt: skip
+
+
+@laws.shares(10, 500)
+def test_sample(runs, tmp_path, cases, record_property):
+  """Takes the newest checkpoint that is whole, and says where there is none."""
+
+  def act(folder, touched):
+    before = _read(folder)
+    status, _, _ = laws.outcome(sample.main, [f"--workdir={folder}"])
+    assert _read(folder) == before, "sampling changed the run"
+    if _steps(before) - _steps(touched):
+      assert not status
+
+  _explore(
+    tmp_path / "run", runs.finished, cases, record_property,
+    "damaged files (sample)", act,
+  )  # fmt: skip
+
+
+@laws.shares(10, 500)
+def test_verify(runs, tmp_path, cases, record_property):
+  """Names every checkpoint with a damaged file, if its checksums are there."""
+
+  def act(folder, touched):
+    before = _read(folder)
+    status, out, _ = laws.outcome(
+      checkpoint.main, ["verify", f"--workdir={folder}"], per_run=True
+    )
+    assert _read(folder) == before, "verifying changed the run"
+    for name in touched:
+      for step in _steps([name]) & set(checkpoint.all_steps(folder)):
+        sums = f"checkpoints/{step}/checksums.json"
+        # Orbax owns parts of its metadata.
+        if sums not in touched and not name.endswith("_METADATA"):
+          assert f"step {step}: damaged" in out and status == 1, name
+
+  _explore(
+    tmp_path / "run", runs.finished, cases, record_property,
+    "damaged files (verify)", act,
+  )  # fmt: skip
+
+
+@laws.shares(10, 500)
+@pytest.mark.parametrize("action", ["status", "collect"])
+def test_sweep(runs, tmp_path, cases, record_property, action):
+  def act(folder, touched):
+    arguments = [action, f"--workdir={folder}", f"--out={tmp_path / 'out.csv'}"]
+    before = _read(folder)
+    laws.outcome(cli.main, tiny_sweep.EXPERIMENT, arguments, per_run=True)
+    assert _read(folder) == before, f"{action} changed the sweep"
+
+  original = _read(runs.sweep)
+
+  def check(found):
+    _copy(runs.sweep, tmp_path / "sweep")
+    act(tmp_path / "sweep", _damage(tmp_path / "sweep", found))
+
+  laws.explore(
+    cases, record_property, f"damaged files (sweep {action})", check, damages
+  )
+  assert _read(runs.sweep) == original
