@@ -266,7 +266,7 @@ def load_model(
 
 
 def newest_info(workdir: epath.PathLike) -> dict[str, Any] | None:
-  """What was saved beside the arrays of the newest readable checkpoint."""
+  """The JSON object saved with the newest readable checkpoint."""
   for step in reversed(all_steps(workdir)):
     path = epath.Path(workdir).absolute() / CHECKPOINTS / str(step)
     with _quiet(), _alone(), contextlib.suppress(Exception):
@@ -276,7 +276,7 @@ def newest_info(workdir: epath.PathLike) -> dict[str, Any] | None:
 
 
 def verify(workdir: epath.PathLike) -> dict[int, list[str] | None]:
-  """Each step with its damaged files; None where there are no checksums."""
+  """Each step with its damaged files; None if there are no checksums."""
   folder = epath.Path(workdir) / CHECKPOINTS
   return {
     step: checksums.damage(folder / str(step)) for step in all_steps(workdir)
@@ -285,7 +285,7 @@ def verify(workdir: epath.PathLike) -> dict[int, list[str] | None]:
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command; returns 1 if a checkpoint is damaged."""
-  # It defines flags, which a library must not do to whoever imports it.
+  # Imported here, because it defines flags, which a library must not do.
   from attnres_jax import command_line
 
   parser = command_line.Parser(

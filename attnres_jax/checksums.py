@@ -59,7 +59,7 @@ def write(folder: epath.Path, info: Mapping[str, Any]) -> None:
 def verifying(
   folder: epath.Path, parts: tuple[str, ...], index: int = 0, count: int = 1
 ) -> Iterator[bool]:
-  """A context for reading a checkpoint, which is compared at the same time.
+  """A context for reading a checkpoint, which is verified at the same time.
 
   Args:
     folder: of the checkpoint.
@@ -87,7 +87,7 @@ def verifying(
       (quick if is_small else slow).extend(blocks)
   pool = futures.ThreadPoolExecutor(_THREADS)
   try:
-    # What takes no time is compared first: readers of damaged files are noisy.
+    # Fast comparisons come first, because readers of damaged files are noisy.
     for reason in pool.map(lambda check: check(), quick[index::count]):
       if reason:
         raise DamageError(reason)
