@@ -575,7 +575,7 @@ def test_what_does_not_fit_is_named_in_one_line(monkeypatch):
     optim=config_lib.OptimConfig(accumulate_steps=2),
   )
   refused(
-    r"model\.residual\.name: got 'growing', expected a scheme whose state has",
+    r"model\.residual\.name: got 'growing', expected a scheme whose state,",
     SMALL,
     scheme="growing",
   )
