@@ -100,6 +100,6 @@ def lost(rows: Sequence[Row], resume_step: int) -> tuple[int, float]:
 
 
 def _number(row: Row, name: str) -> float:
-  """Zero where there is none: the row is older than that, or damaged."""
+  """Zero if missing: the row is older than this field, or damaged."""
   value = row.get(name)
   return value if isinstance(value, int | float) else 0.0

@@ -127,7 +127,7 @@ _grouped_linear.defvjp(_forward, _backward)
 
 
 def _on_platform(kernel, looped, *operands):
-  # None is no operand of a switch; a pytree may have one.
+  # None cannot be an operand of a switch, but a pytree may contain it.
   close = lambda function: lambda operands: function(*operands)
   return jax.lax.platform_dependent(
     operands, tpu=close(kernel), default=close(looped)
