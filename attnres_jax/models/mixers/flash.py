@@ -18,8 +18,9 @@ import jax.numpy as jnp
 
 from attnres_jax import precision
 
-# Queries and keys of a block, and keys of it that are taken at once. From the
-# schedules of `kernels/benchmarks/flash_static.py`: the best of each chip.
+# Queries and keys of a block, and keys of it that are taken at once. By the
+# schedules of `kernels/benchmarks/flash_static.py`, larger blocks take fewer
+# bundles per pair of tokens, by more than what the diagonal wastes.
 _BLOCKS = (1024, 512, 256, 128)
 _KEYS_AT_ONCE = 512
 
