@@ -10,6 +10,8 @@ _GIB = 2**30
 class Chip:
   """One JAX device. TPU v2, v3 and 7x have two devices per chip.
 
+  Zero stands for what is not known.
+
   Attributes:
     peak_flops_per_second: of dense bfloat16 products (float16 if a chip has no
       bfloat16).
@@ -21,10 +23,10 @@ class Chip:
   """
 
   peak_flops_per_second: float
-  hbm_bytes: float | None = None
-  hbm_bytes_per_second: float | None = None
-  link_bytes_per_second: float | None = None
-  clock_hz: float | None = None
+  hbm_bytes: float = 0.0
+  hbm_bytes_per_second: float = 0.0
+  link_bytes_per_second: float = 0.0
+  clock_hz: float = 0.0
 
 
 # By prefix of `device_kind`; the longest match counts. The compiler shows two

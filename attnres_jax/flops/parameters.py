@@ -74,7 +74,7 @@ def _registered(model: config_lib.ModelConfig) -> list[Any]:
 @functools.lru_cache(maxsize=64)
 def _modules(
   model: config_lib.ModelConfig, *registered: Any
-) -> dict[str, Parts]:
+) -> Mapping[str, Parts]:
   """{part: {module: count}} of a network."""
   del registered  # Part of the cache's key.
   found: dict[str, dict[str, Count]] = {}

@@ -146,7 +146,8 @@ def _ragged_rows(x_PI, weight, sizes_E, *, transposed):
 
 
 def _kernel_weights(x_PD, dy_PF, sizes_E, existing):
-  tiles, missing = _tiles(*x_PD.shape, dy_PF.shape[1], sizes_E.shape[0])
+  rows, depth = x_PD.shape
+  tiles, missing = _tiles(rows, depth, dy_PF.shape[1], sizes_E.shape[0])
   x_PD, dy_PF = (jnp.pad(a, ((0, missing), (0, 0))) for a in (x_PD, dy_PF))
 
   def kernel(x_PD, dy_PF, sizes_E, existing):

@@ -151,12 +151,13 @@ def _step(chip, shape, kernel):
   query, key, value, mixed = (x.size * x.dtype.itemsize for x in arrays)
   # Forward; backward reads all of it and dmixed, and writes three gradients.
   least = 3 * (query + key + value) + 3 * mixed
-  moved = compiled.cost_analysis()["bytes accessed"]
+  moved = dict(compiled.cost_analysis() or {})["bytes accessed"]
+  temporary = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
   return {
     "MB": f"{moved / 1e6:.1f}",
     "least_MB": f"{least / 1e6:.1f}",
     "MB_ratio": f"{moved / least:.2f}",
-    "temp_MiB": f"{compiled.memory_analysis().temp_size_in_bytes / 2**20:.0f}",
+    "temp_MiB": f"{temporary / 2**20:.0f}",
   }
 
 

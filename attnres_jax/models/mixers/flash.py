@@ -21,7 +21,7 @@ from attnres_jax import precision
 # Queries and keys of a block, and keys of it that are taken at once. By the
 # schedules of `kernels/benchmarks/flash_static.py`, larger blocks take fewer
 # bundles per pair of tokens, by more than what the diagonal wastes.
-_BLOCKS = (1024, 512, 256, 128)
+_BLOCKS: tuple[int, ...] = (1024, 512, 256, 128)
 _KEYS_AT_ONCE = 512
 
 
@@ -60,16 +60,16 @@ class Splash:
     lse_BNT = jnp.pad(lse_BNT, ((0, 0), (0, 0), (0, missing)))
     out, dout = (_heads_first(x, padded) for x in (out, dout))
 
-    def one_row(query, key, value, segments, out, lse, dout):
+    def one_row(heads, segments, out, lse, dout):
       residuals = (
-        query, key, value, segments, None, out, lse,
+        *heads, segments, None, out, lse,
         kernel.dq_mask_info, kernel.dkv_mask_info,
       )  # fmt: skip
       return splash_attention_kernel._splash_attention_bwd(
         **kernel.kwargs, res=residuals, do=dout
       )[3:6]
 
-    gradients = jax.vmap(one_row)(*arrays, segments, out, lse_BNT, dout)
+    gradients = jax.vmap(one_row)(arrays, segments, out, lse_BNT, dout)
     dquery, *rest = (
       jnp.swapaxes(g, 1, 2)[:, : query.shape[1]] for g in gradients
     )

@@ -100,7 +100,9 @@ def _forward(kernel, tile, *arrays):
 def _backward(kernel, tile, residuals, dmixed):
   def plain(query, key, value, segment_ids, mixed, lse, dmixed):
     del mixed, lse
-    attend = lambda *heads: _plain(tile, *heads, segment_ids)
+    attend = lambda query, key, value: _plain(
+      tile, query, key, value, segment_ids
+    )
     return jax.vjp(attend, query, key, value)[1](dmixed)
 
   arrays = *residuals, dmixed
