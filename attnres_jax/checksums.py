@@ -2,9 +2,9 @@
 """Checksums of all files of a checkpoint, written when it is committed.
 
 `checksums.json` in the folder of a checkpoint lists all other files with their
-sizes and the SHA-256 of each block of `BLOCK_BYTES`. When a checkpoint is read,
-several threads compare the blocks at the same time, and the processes of a run
-divide them among themselves.
+sizes and the XXH3 (128 bits) of each block of `BLOCK_BYTES`. When a checkpoint
+is read, several threads compare the blocks at the same time, and the processes
+of a run divide them among themselves.
 
 Orbax may still be writing its own `_CHECKPOINT_METADATA` then. The checksum of
 that file covers what was saved with the arrays: configuration, data position.
@@ -13,12 +13,12 @@ that file covers what was saved with the arrays: configuration, data position.
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 import contextlib
-import hashlib
 import json
 import os
 from typing import Any
 
 from etils import epath
+import xxhash
 
 from attnres_jax import files
 
@@ -41,7 +41,7 @@ def write(folder: epath.Path, info: Mapping[str, Any]) -> None:
     folder: of the checkpoint, with all arrays.
     info: the JSON object that is saved with the arrays.
   """
-  found: dict[str, Any] = {_METADATA: {"sha256": [_digest_of(info)]}}
+  found: dict[str, Any] = {_METADATA: {"xxh3": [_digest_of(info)]}}
   with futures.ThreadPoolExecutor(_THREADS) as pool:
     for path in _walk(folder):
       name = path.relative_to(folder).as_posix()
@@ -50,8 +50,8 @@ def write(folder: epath.Path, info: Mapping[str, Any]) -> None:
       size = path.stat().length
       starts = range(0, size, BLOCK_BYTES)
       digests = pool.map(lambda at, path=path: _block_digest(path, at), starts)
-      found[name] = {"bytes": size, "sha256": list(digests)}
-  text = json.dumps({"files": found, "sha256": _digest_of(found)}, indent=1)
+      found[name] = {"bytes": size, "xxh3": list(digests)}
+  text = json.dumps({"files": found, "xxh3": _digest_of(found)}, indent=1)
   files.write(folder / FILE, text + "\n")
 
 
@@ -141,7 +141,7 @@ def _listed(folder: epath.Path) -> dict[str, dict[str, Any]] | None:
     return None
   try:
     values = files.read_json(path)
-    if values["sha256"] == _digest_of(values["files"]):
+    if values["xxh3"] == _digest_of(values["files"]):
       return values["files"]
   except (OSError, ValueError, KeyError):
     pass
@@ -160,11 +160,11 @@ def _checks(
     return f"{size} bytes instead of {entry['bytes']}" if wrong else ""
 
   def check_block(at: int) -> str:
-    same = _block_digest(path, at) == entry["sha256"][at // BLOCK_BYTES]
+    same = _block_digest(path, at) == entry["xxh3"][at // BLOCK_BYTES]
     return "" if same else "its content has changed"
 
   def check_metadata() -> str:
-    same = [_digest_of(files.read_json(path).get(_INFO))] == entry.get("sha256")
+    same = [_digest_of(files.read_json(path).get(_INFO))] == entry.get("xxh3")
     return "" if same else "its content has changed"
 
   def run(check: Callable[..., str], *args: Any) -> str:
@@ -180,12 +180,12 @@ def _checks(
     return [lambda: run(check_metadata)]
   return [lambda: run(check_size)] + [
     lambda at=i * BLOCK_BYTES: run(check_block, at)
-    for i in range(len(entry["sha256"]))
+    for i in range(len(entry["xxh3"]))
   ]
 
 
 def _block_digest(path: epath.Path, at: int) -> str:
-  digest = hashlib.sha256()
+  digest = xxhash.xxh3_128()
   with path.open("rb") as file:
     file.seek(at)
     for start in range(0, BLOCK_BYTES, _CHUNK_BYTES):
@@ -198,7 +198,7 @@ def _block_digest(path: epath.Path, at: int) -> str:
 
 def _digest_of(values: Any) -> str:
   text = json.dumps(values, sort_keys=True)
-  return hashlib.sha256(text.encode()).hexdigest()
+  return xxhash.xxh3_128_hexdigest(text.encode())
 
 
 def _walk(folder: epath.Path) -> Iterator[epath.Path]:
