@@ -24,7 +24,8 @@ from attnres_jax import files
 
 FILE = "checksums.json"
 BLOCK_BYTES = 1 << 26
-_CHUNK_BYTES = 1 << 20
+_SMALL_BYTES = 1 << 20
+_BUFFER_BYTES = 1 << 18
 _METADATA = "_CHECKPOINT_METADATA"
 _INFO = "custom_metadata"
 _THREADS = min(8, os.cpu_count() or 1)
@@ -82,7 +83,7 @@ def verifying(
   for name, entry in listed.items():
     if "/" not in name or name.partition("/")[0] in parts:
       size, *blocks = _checks(folder, name, entry)
-      is_small = entry.get("bytes", 0) <= _CHUNK_BYTES
+      is_small = entry.get("bytes", 0) <= _SMALL_BYTES
       quick.append(size)
       (quick if is_small else slow).extend(blocks)
   pool = futures.ThreadPoolExecutor(_THREADS)
@@ -186,13 +187,14 @@ def _checks(
 
 def _block_digest(path: epath.Path, at: int) -> str:
   digest = xxhash.xxh3_128()
+  # One buffer, small enough for a core's cache, spares memory bandwidth.
+  buffer = memoryview(bytearray(_BUFFER_BYTES))
+  left = BLOCK_BYTES
   with path.open("rb") as file:
     file.seek(at)
-    for start in range(0, BLOCK_BYTES, _CHUNK_BYTES):
-      chunk = file.read(min(_CHUNK_BYTES, BLOCK_BYTES - start))
-      if not chunk:
-        break
-      digest.update(chunk)
+    while left and (count := file.readinto(buffer[:left])):
+      digest.update(buffer[:count])
+      left -= count
   return digest.hexdigest()
 
 
