@@ -16,19 +16,26 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
 # Eight devices wait for each other on few cores: on a busy machine, tests must
 # be slow, but not fail after 40 seconds.
-os.environ["XLA_FLAGS"] = " ".join(
-  [
-    os.environ.get("XLA_FLAGS", ""),
-    "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
-    "--xla_cpu_collective_call_terminate_timeout_seconds=900",
-  ]
-)
+flags = [
+  "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
+  "--xla_cpu_collective_call_terminate_timeout_seconds=900",
+]
+# With these emitters XLA compiles twice as fast. jax 0.12 does not have them.
+if importlib.metadata.version("jaxlib").startswith("0.10."):
+  flags.append("--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
 
 import jax
+import jaxtyping
 import pytest
 
 from tests import programs
 
+# Calls of the public operators and of the analysis are held against the shapes
+# and dtypes in their signatures.
+jaxtyping.install_import_hook(
+  ["attnres_kernels", "attnres_jax.analysis"], "beartype.beartype"
+)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -79,3 +86,11 @@ def float64():
   """Enables 64-bit arrays, for comparisons with definitions."""
   with jax.enable_x64(True):
     yield
+
+
+@pytest.fixture
+def any_arguments():
+  """Lets arguments that break a signature reach the function's own checks."""
+  jaxtyping.config.update("jaxtyping_disable", True)
+  yield
+  jaxtyping.config.update("jaxtyping_disable", False)

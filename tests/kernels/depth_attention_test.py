@@ -357,6 +357,7 @@ class TestDepthAttention:
     assert "depth_attention_forward" not in text
 
 
+@pytest.mark.usefixtures("any_arguments")
 class TestBadInput:
   def test_widths_differ(self):
     with pytest.raises(ValueError, match=r"\(2, 8\).*\(3, 9\)"):

@@ -228,6 +228,7 @@ class TestDepthMerge:
     np.testing.assert_array_equal(gradient(empty[0]), 0)
 
 
+@pytest.mark.usefixtures("any_arguments")
 class TestBadInput:
   @pytest.mark.parametrize(
     "out,lse,query,partial,message",

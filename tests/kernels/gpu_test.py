@@ -372,6 +372,7 @@ class TestMerge:
     assert "depth_merge_backward" in text
 
 
+@pytest.mark.usefixtures("any_arguments")
 class TestReason:
   @pytest.mark.skipif(NEW, reason="not run: about jax older than 0.12")
   def test_old_jax(self):

@@ -394,6 +394,7 @@ class TestTransform:
     assert "tpu_custom_call" not in text
 
 
+@pytest.mark.usefixtures("any_arguments")
 class TestBadInput:
   def bad(self, pattern, error=ValueError, **changes):
     q, k, v, g, beta, state = make(40, 2, 6, 2, 4, 3)[0]

@@ -117,7 +117,7 @@ def test_state_is_valid_between_any_two_sublayers(name, fields):
   """Segments can be cut anywhere (as in pipelines) without any effect."""
   module = trunks.scheme(name, 5, **fields)
   rng = np.random.default_rng(0)
-  values = list(rng.standard_normal((6, 2, 3, trunks.WIDTH)))
+  values = list(jnp.asarray(rng.standard_normal((6, 2, 3, trunks.WIDTH))))
   expected = trunks.reads(module, values)
   state, found = module.init(values[0]), []
   for l in range(5):
@@ -132,7 +132,7 @@ def test_state_is_valid_between_any_two_sublayers(name, fields):
 def test_fixed_residuals_are_sums_and_means(name):
   module = trunks.scheme(name, 5)
   rng = np.random.default_rng(0)
-  values = list(rng.standard_normal((6, 2, 3, trunks.WIDTH)))
+  values = list(jnp.asarray(rng.standard_normal((6, 2, 3, trunks.WIDTH))))
   for l, h in enumerate(trunks.reads(module, values)):
     expected = sum(values[: l + 1]) / (l + 1 if name == "rescaled" else 1)
     _assert_same(h, expected, 1e-14)
