@@ -31,11 +31,9 @@ import pytest
 
 from tests import programs
 
-# Calls of the public operators and of the analysis are held against the shapes
-# and dtypes in their signatures.
-jaxtyping.install_import_hook(
-  ["attnres_kernels", "attnres_jax.analysis"], "beartype.beartype"
-)
+# Calls of the operators are held against the shapes and dtypes in their
+# signatures.
+jaxtyping.install_import_hook("attnres_kernels", "beartype.beartype")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -314,13 +314,14 @@ def _shardings(mesh, module):
   "axes,ambient",
   [
     (dict(data=8), True),
-    (dict(data=2, fsdp=2), True),
     (dict(fsdp=2, tensor=2), True),
     (dict(expert=2), True),
-    (dict(data=2, expert=2), True),
-    (dict(fsdp=2, expert=2), True),
-    (dict(expert=2, tensor=2), True),
     (dict(data=2, fsdp=2, expert=2), True),
+    # In whole networks, these are in tests/meshes_test.py.
+    pytest.param(dict(data=2, fsdp=2), True, marks=pytest.mark.slow),
+    pytest.param(dict(data=2, expert=2), True, marks=pytest.mark.slow),
+    pytest.param(dict(fsdp=2, expert=2), True, marks=pytest.mark.slow),
+    pytest.param(dict(expert=2, tensor=2), True, marks=pytest.mark.slow),
     (dict(expert=2), False),
   ],
 )
