@@ -51,7 +51,7 @@ def _evaluator(batches, separator_id=SEPARATOR, count=3):
   def eval_step(model, batch):
     targets = batch["tokens"][:, 1:]
     return dict(
-      loss_sum=jnp.sum(model * targets).astype(jnp.float32),
+      loss_sum=jnp.sum(model * targets.astype(jnp.float32)),
       tokens=jnp.asarray(targets.size, jnp.float32),
     )
 

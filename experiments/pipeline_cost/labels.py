@@ -138,7 +138,7 @@ class LabelledNetwork(stage_lib.Network):
     )
     read_BTD = jnp.full((*microbatch.inputs.shape, WIDTH), total)
     for x_BTD, label_B in inputs:
-      wrong += jnp.sum(x_BTD != label_B[:, None, None])
+      wrong += jnp.sum(x_BTD != label_B[:, None, None], dtype=jnp.float32)
       read_BTD += x_BTD
     if chunk == last:
       count = jnp.float32(index_B.shape[0])

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import attnres_kernels
+from attnres_kernels import dispatch
 
 EPS = 1e-6
 LEARNING_RATE = 1e-4
@@ -384,7 +385,7 @@ def _normal(key, shape, dtype=jnp.bfloat16):
 
 
 def _rms_norm(x):
-  wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+  wide = x.astype(dispatch.accumulator(x))
   square = jnp.mean(wide * wide, axis=-1, keepdims=True)
   return (wide * jax.lax.rsqrt(square + EPS)).astype(x.dtype)
 

@@ -144,7 +144,7 @@ class TestDepthAttention:
     query, bank, dout, dlse = make(2, 2, 3, (5,), 24, "float32")
     # Unused slots may contain anything.
     bank = bank.at[count:].set(jnp.nan)
-    dlse = dlse * (count > 0)
+    dlse = dlse if count else 0 * dlse
     f = functools.partial(run, implementation)
     out, lse, dquery, dbank = (
       f(query, bank, dout, dlse, jnp.int32(count))

@@ -11,6 +11,7 @@ from benchmarks import gpu
 from benchmarks import gpu_problems as problems
 from benchmarks import gpu_protocol as protocol
 from benchmarks import gpu_static
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -182,11 +183,15 @@ class TestDriver:
   def test_needs_a_gpu(self):
     with pytest.raises(SystemExit) as caught:
       gpu.main([])
-    assert re.search("^gpu.py: needs a GPU, .*$", str(caught.exception))
+    assert re.search("^gpu.py: needs a GPU, .*$", str(caught.value))
 
   @pytest.mark.parametrize("suite", ["read", "phase1", "stack", "step"])
   def test_suite_on_cpu(self, suite):
-    with tempfile.TemporaryDirectory() as folder:
+    # What jax lowers its own attention to is promoted, when it is lowered.
+    with (
+      tempfile.TemporaryDirectory() as folder,
+      jax.numpy_dtype_promotion("standard"),
+    ):
       table = pathlib.Path(folder) / "gpu.csv"
       with mock.patch.object(gpu, "_TABLE", table):
         rows = gpu.main(["--platform=cpu", "--rounds=2", f"--suite={suite}"])
