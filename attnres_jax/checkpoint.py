@@ -35,6 +35,7 @@ from etils import epath
 import jax
 from jax.experimental import multihost_utils
 import numpy as np
+import orbax.checkpoint
 from orbax.checkpoint import v1 as ocp
 
 from attnres_jax import checksums
@@ -45,6 +46,8 @@ from attnres_jax import models
 CHECKPOINTS = "checkpoints"
 SET_ASIDE = "checkpoints_set_aside"
 _MODEL_PREFIX = "model/"
+# Of Orbax's older interface: it lists steps without reading their metadata.
+_NAMES = orbax.checkpoint.path.step.standard_name_format()
 
 
 class CheckpointError(config_lib.RunError):
@@ -180,8 +183,7 @@ def all_steps(workdir: epath.PathLike) -> list[int]:
   if not folder.is_dir():
     return []
   with _quiet():
-    found = ocp.path.step.standard_name_format().find_all(folder)
-    return sorted(checkpoint.step for checkpoint in found)
+    return sorted(found.step for found in _NAMES.find_all(folder))
 
 
 def restore_latest(
@@ -219,6 +221,7 @@ def restore_latest(
       gc.collect()
     if _all_processes_agree(result is not None) and result is not None:
       flat, info, verified = result
+      unreadable |= _undescribed(workdir, steps[: steps.index(step)])
       _set_aside(workdir, unreadable)
       state = from_flat(abstract_state, flat)
       return Restored(step, state, info, unreadable, verified)
@@ -429,6 +432,22 @@ def _read_model(workdir: epath.PathLike, step: int) -> tuple[Any, Any]:
     logging.warning("checkpoint %d of %s is unverified", step, workdir)
   flat = {name.removeprefix(_MODEL_PREFIX): a for name, a in flat.items()}
   return config, from_flat(abstract, flat)
+
+
+def _undescribed(
+  workdir: epath.PathLike, steps: Sequence[int]
+) -> dict[int, str]:
+  """Steps whose metadata Orbax cannot parse: with one, it saves no other."""
+  folder = epath.Path(workdir) / CHECKPOINTS
+  causes = {}
+  for step in steps:
+    with _quiet():
+      try:
+        metadata = _NAMES.find_step(folder, step)
+        _ = metadata.commit_timestamp_nsecs
+      except Exception as error:
+        causes[step] = _one_line(error)
+  return causes
 
 
 def _set_aside(workdir: epath.PathLike, unreadable: Mapping[int, str]) -> None:

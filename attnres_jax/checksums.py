@@ -190,6 +190,7 @@ def _block_digest(path: epath.Path, at: int) -> str:
   # One buffer, small enough for a core's cache, spares memory bandwidth.
   buffer = memoryview(bytearray(_BUFFER_BYTES))
   left = BLOCK_BYTES
+  file: Any
   with path.open("rb") as file:
     file.seek(at)
     while left and (count := file.readinto(buffer[:left])):

@@ -252,6 +252,22 @@ def test_damage_to_any_file_is_noticed_many_times(tmp_path):
   assert not _survive_harm(tmp_path, 500)
 
 
+@pytest.mark.parametrize("damaged,read", [(3, 2), (2, 3)])
+def test_metadata_that_orbax_cannot_parse(tmp_path, damaged, read):
+  _save(tmp_path, [1, 2, 3])
+  file = tmp_path / "checkpoints" / str(damaged) / "_CHECKPOINT_METADATA"
+  text = file.read_text()
+  file.write_text(text.replace("init_timestamp_nsecs", "init_timestamp_nsec{"))
+  assert file.read_text() != text
+  assert checkpoint.all_steps(tmp_path) == [1, 2, 3]
+  restored = _restore(tmp_path)
+  assert restored.step == read and list(restored.unreadable) == [damaged]
+  assert "init_timestamp_nsec{" in restored.unreadable[damaged]
+  # Orbax would not save another one beside it.
+  _save(tmp_path, [4])
+  assert _restore(tmp_path).step == 4
+
+
 def test_a_changed_data_position_is_noticed(tmp_path):
   _save(tmp_path, [1, 2])
   file = tmp_path / "checkpoints" / "2" / "_CHECKPOINT_METADATA"
