@@ -13,9 +13,10 @@ that file covers what was saved with the arrays: configuration, data position.
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 import contextlib
+import io
 import json
 import os
-from typing import Any
+from typing import Any, cast
 
 from etils import epath
 import xxhash
@@ -190,8 +191,8 @@ def _block_digest(path: epath.Path, at: int) -> str:
   # One buffer, small enough for a core's cache, spares memory bandwidth.
   buffer = memoryview(bytearray(_BUFFER_BYTES))
   left = BLOCK_BYTES
-  file: Any
-  with path.open("rb") as file:
+  with path.open("rb") as opened:
+    file = cast(io.BufferedReader, opened)
     file.seek(at)
     while left and (count := file.readinto(buffer[:left])):
       digest.update(buffer[:count])
