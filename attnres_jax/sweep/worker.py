@@ -82,6 +82,8 @@ def work(
     except OSError as failure:
       if not files.is_disk_full(failure):
         raise
+      if result != exits.Exit.DISK_FULL:
+        _say_disk_full(failure, workdir)
       result = exits.Exit.DISK_FULL
   return result
 
@@ -102,8 +104,6 @@ def _work(options: argparse.Namespace) -> int:
   files.check_folder("--folder", options.folder)
   result = work(options.folder, options.run, options.patience_seconds)
   if result == exits.Exit.DISK_FULL:
-    error = files.disk_full(f"{options.folder}/{options.run}")
-    _say(f"error: {error.filename}: {error.strerror}")
     # Buffered output cannot be written either; avoid a second error about it.
     os._exit(result)
   if result == exits.Exit.FAILED and options.distributed:
@@ -155,6 +155,7 @@ def _train(
   except Exception as error:
     text = " ".join(f"{type(error).__name__}: {error}".split())
     if files.is_disk_full(error):
+      _say_disk_full(error, workdir)
       return state_lib.FAILED, text, exits.Exit.DISK_FULL
     traceback.print_exc()
     return state_lib.FAILED, text, exits.Exit.FAILED
@@ -164,6 +165,13 @@ def _train(
   if diverged:
     return state_lib.FAILED, diverged, exits.Exit.FAILED
   return state_lib.DONE, "", exits.Exit.DONE
+
+
+def _say_disk_full(error: Exception, workdir: epath.Path) -> None:
+  """One line: where, and the bytes needed (if the error knows) and free."""
+  if not isinstance(error, files.DiskFullError):
+    error = files.disk_full(workdir)
+  _say(f"error: {error.filename}: {error.strerror}")
 
 
 def _diverged(summary: Mapping[str, Any], config: config_lib.RunConfig) -> str:
