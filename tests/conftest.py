@@ -4,7 +4,10 @@
 Warnings are errors, see `filterwarnings` in pyproject.toml.
 """
 
+import ctypes
+import gc
 import importlib.metadata
+import mmap
 import os
 import pathlib
 
@@ -67,6 +70,9 @@ def _missing(requirement):
 # process, and XLA crashes at the next one.
 _MAPPINGS = pathlib.Path("/proc/self/maps")
 _MANY_MAPPINGS = 10_000
+# Several workers share the memory of a small machine.
+_PAGES = pathlib.Path("/proc/self/statm")
+_MANY_BYTES = 2 << 30
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,8 +81,27 @@ def few_programs():
   yield
   if _MAPPINGS.exists():
     if _MAPPINGS.read_bytes().count(b"\n") > _MANY_MAPPINGS:
-      programs.forget()
-      jax.clear_caches()
+      _drop_programs()
+
+
+@pytest.fixture(autouse=True)
+def little_memory():
+  """Occasionally drops the programs of earlier tests."""
+  yield
+  if _PAGES.exists():
+    resident = int(_PAGES.read_text().split()[1]) * mmap.PAGESIZE
+    if resident > _MANY_BYTES:
+      _drop_programs()
+
+
+def _drop_programs():
+  programs.forget()
+  jax.clear_caches()
+  gc.collect()
+  # glibc keeps what is freed, unless told.
+  trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+  if trim is not None:
+    trim(0)
 
 
 @pytest.fixture
