@@ -47,8 +47,8 @@ class Streams(residuals.Residual):
 
   style = residuals.Style("Two streams", "#117733", "P", ":")
 
-  def __init__(self, config):
-    super().__init__(config)
+  def __init__(self, config, *, rngs):
+    super().__init__(config, rngs=rngs)
     shape = config.num_sublayers, 2
     self.read_weight = nnx.Param(jnp.full(shape, 0.5), axes="LM", decays=False)
     self.write_weight = nnx.Param(jnp.ones(shape), axes="LM", decays=False)

@@ -88,7 +88,7 @@ KINDS = config_lib.ModelConfig(
 
 
 def _networks():
-  for name in residuals.RESIDUALS:
+  for name in residuals.headline():
     residual = dataclasses.replace(KINDS.residual, name=name)
     yield dataclasses.replace(KINDS, residual=residual)
   yield dataclasses.replace(KINDS, tie_embeddings=True)

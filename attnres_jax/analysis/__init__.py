@@ -6,6 +6,7 @@ from attnres_jax.analysis.depth_weights import depth_weights
 from attnres_jax.analysis.magnitudes import Magnitudes
 from attnres_jax.analysis.magnitudes import magnitudes
 from attnres_jax.analysis.mixing_matrix import mixing_matrix
+from attnres_jax.analysis.mixing_matrix import semiseparable_rank
 
 __all__ = [
   "DepthWeights",
@@ -13,4 +14,5 @@ __all__ = [
   "depth_weights",
   "magnitudes",
   "mixing_matrix",
+  "semiseparable_rank",
 ]

@@ -7,10 +7,19 @@ column per value i = 0..L-1, and is lower triangular including its diagonal: all
 ones for the plain sum, 1/l for the running mean, the softmax weights for Full
 AttnRes, and for Block AttnRes the weight of the block (completed or open) that
 contains the value.
+
+No scheme has a formula here. The coefficients that depend on the input are held
+fixed (`models.residuals.base.coefficient`), and each output is varied in turn
+along a probe of random signs: what arrives at a read is M times the probe. An
+entry is a mean over channels and tokens, exact where M scales each channel; of
+an entry that is a matrix over channels, it is an unbiased estimate of the mean
+of its diagonal, and `norms=True` measures its size.
 """
 
-from collections.abc import Iterable
+import functools
+from typing import Any
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -26,6 +35,7 @@ def mixing_matrix(
   tokens: Int[Array | np.ndarray, "B T"],
   *,
   include_output: bool = False,
+  norms: bool = False,
 ) -> np.ndarray:
   """M of `model`, averaged over tokens.
 
@@ -34,85 +44,83 @@ def mixing_matrix(
     tokens: inputs, if the weights depend on the input.
     include_output: whether to add the row of the final read and the column of
       v_L.
+    norms: the root mean square of |M p| / |p| over tokens and probes p, in
+      place of the mean gain: for schemes that mix channels or tokens.
 
   Returns:
     [L, L], or [L + 1, L + 1] with the output; zero above the diagonal.
   """
-  weights = _mean_weights(model, jnp.asarray(tokens))
-  labels = model.residual.source_labels()
-  if weights is None or labels is None:
-    rows = _fixed_coefficients(model.residual)
-  else:
-    rows = _spread([np.asarray(weight_M) for weight_M in weights], labels)
+  rows = np.asarray(_responses(model, jnp.asarray(tokens), norms), np.float64)
   return rows if include_output else rows[:-1, :-1]
 
 
-@jax.jit
-def _mean_weights(model, tokens_BT):
-  weights = model.residual.depth_weights(model.trace(tokens_BT).values)
-  if weights is None:
-    return None
-  return tuple(jnp.mean(w_MBT, axis=(1, 2)) for w_MBT in weights)
+def semiseparable_rank(matrix: np.ndarray, tolerance: float = 1e-5) -> int:
+  """The largest rank of a block that contains the lower left corner.
 
+  Args:
+    matrix: [L, L], lower triangular including its diagonal.
+    tolerance: singular values below this share of the matrix's largest count
+      as zero.
 
-def _spread(
-  weights: list[np.ndarray], labels: Iterable[tuple[str, ...]]
-) -> np.ndarray:
-  """Gives every value the weight of the source that contains it."""
-  size = len(weights)
-  matrix = np.zeros((size, size))
-  for row, (weight_M, members) in enumerate(
-    zip(weights, _source_members(labels), strict=True)
-  ):
-    for weight, values in zip(weight_M, members, strict=True):
-      matrix[row, list(values)] += weight
-  return matrix
-
-
-def _source_members(
-  labels: Iterable[tuple[str, ...]],
-) -> list[list[tuple[int, ...]]]:
-  """For every read, the values (0 is the embedding) that each source sums.
-
-  A block is closed when it first appears as a source: it then contains all
-  values since the previous block. The partial block contains those since the
-  last closed one.
+  Returns:
+    max over l of rank(M[l:, :l+1]): 1 for a single stream, m for m streams, at
+    most about L / 2 for Full AttnRes.
   """
-  blocks: dict[str, tuple[int, ...]] = {}
-  closed = 0  # the last value inside a completed block
+  least = tolerance * np.linalg.norm(matrix, 2)
+  return max(
+    int(np.linalg.matrix_rank(matrix[l:, : l + 1], tol=least))
+    for l in range(len(matrix))
+  )
+
+
+@functools.partial(jax.jit, static_argnames="norms")
+def _responses(
+  model: models.Transformer, tokens_BT: jax.Array, norms: bool
+) -> jax.Array:
+  """[L + 1, L + 1]: how read l (a row) responds to value i (a column)."""
+  scheme = _definition(model)
+  values = jnp.stack(
+    [v_BTD.astype(scheme.dtype) for v_BTD in model.trace(tokens_BT).values]
+  )
+  probe_BTD = jax.random.rademacher(
+    jax.random.key(0), values.shape[1:], values.dtype
+  )
+
+  def respond(i: jax.Array) -> jax.Array:
+    tangents = jnp.zeros_like(values).at[i].set(probe_BTD)
+    _, reads = jax.jvp(
+      functools.partial(_reads, scheme), (values,), (tangents,)
+    )
+    reads = [h_BTD.astype(jnp.float32) for h_BTD in reads]
+    if norms:
+      return jnp.stack([jnp.sqrt(jnp.mean(jnp.square(h))) for h in reads])
+    probe = probe_BTD.astype(jnp.float32)
+    return jnp.stack([jnp.mean(h_BTD * probe) for h_BTD in reads])
+
+  with base.fixed_coefficients():
+    return jax.lax.map(respond, jnp.arange(len(values))).T
+
+
+def _reads(scheme: base.Residual, values: jax.Array) -> list[jax.Array]:
+  """h_1, ..., h_L, h_out if the sublayers return values[1:]."""
   reads = []
-  for written, names in enumerate(labels):
-    members: list[tuple[int, ...]] = []
-    for name in names:
-      kind, _, number = name.partition(" ")
-      if kind == "embedding":
-        members.append((0,))
-      elif kind == "sublayer":
-        members.append((int(number),))
-      elif kind == "partial":
-        members.append(tuple(range(closed + 1, written + 1)))
-      elif kind == "block":
-        if name not in blocks:
-          blocks[name] = tuple(range(closed + 1, written + 1))
-          closed = written
-        members.append(blocks[name])
-      else:
-        raise ValueError(f"a source of unknown kind: {name!r}")
-    reads.append(members)
-  return reads
+
+  def sublayer(l: int, carry: Any, slot: Any) -> jax.Array:
+    reads.append(base.main(scheme.read(carry, slot)))
+    return values[l + 1]
+
+  state = base.run_through(scheme, values[0], sublayer)
+  return [*reads, scheme.readout(state)]
 
 
-def _fixed_coefficients(scheme: base.Residual) -> np.ndarray:
-  """Runs the scheme on unit vectors, so that each read is its row of M.
-
-  Correct for schemes whose coefficients do not depend on the values.
-  """
-  unit_LLBTD = jnp.eye(scheme.num_sublayers + 1)[:, None, None]
-  rows = []
-
-  def sublayer(l: int, h_BTD: jax.Array) -> jax.Array:
-    rows.append(h_BTD)
-    return unit_LLBTD[l + 1]
-
-  rows.append(scheme.readout(base.run_through(scheme, unit_LLBTD[0], sublayer)))
-  return np.stack([np.asarray(row, np.float64)[0, 0] for row in rows])
+def _definition(model: models.Transformer) -> base.Residual:
+  """The model's scheme in the form that computes each read separately."""
+  scheme = model.residual
+  if scheme.definition is None:
+    return scheme
+  abstract = jax.eval_shape(
+    lambda: scheme.definition(model.config, rngs=nnx.Rngs(params=0))
+  )
+  return jax.tree.unflatten(
+    jax.tree.structure(abstract), jax.tree.leaves(scheme)
+  )

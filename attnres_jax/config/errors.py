@@ -28,9 +28,14 @@ def fail_argument(name: str, value: Any, accepted: str) -> NoReturn:
   raise ConfigError(f"{name}: got {value!r}, expected {accepted}")
 
 
-def choose(field: str, name: str, table: Mapping[str, T]) -> T:
-  """Looks up `name` in a registry; the error lists the known names."""
-  check_in(f"config.{field}", name, table)
+def choose(
+  field: str,
+  name: str,
+  table: Mapping[str, T],
+  families: Mapping[str, Iterable[str]] | None = None,
+) -> T:
+  """Looks up `name` in a registry; the error lists the names, by family."""
+  check_in(f"config.{field}", name, table, families)
   return table[name]
 
 
@@ -49,10 +54,25 @@ def running(path: str) -> Iterator[None]:
     raise ConfigError(f"config file failed at {where}: {text}") from error
 
 
-def check_in(argument: str, name: str, names: Iterable[str]) -> None:
-  """Raises unless it is one of the names; suggests the closest one."""
+def check_in(
+  argument: str,
+  name: str,
+  names: Iterable[str],
+  families: Mapping[str, Iterable[str]] | None = None,
+) -> None:
+  """Raises unless it is one of the names; suggests the closest one.
+
+  Args:
+    argument: the name of the argument.
+    name: its value.
+    names: which are accepted.
+    families: the same names by family, to list them as such.
+  """
   names = list(names)
   if name not in names:
     hint = difflib.get_close_matches(name, names, n=1)
     suffix = f" (did you mean {hint[0]!r}?)" if hint else ""
-    fail_argument(argument, name, "one of " + ", ".join(sorted(names)) + suffix)
+    listed = ", ".join(sorted(names))
+    if families:
+      listed = "; ".join(f"{f}: {', '.join(n)}" for f, n in families.items())
+    fail_argument(argument, name, f"one of {listed}{suffix}")

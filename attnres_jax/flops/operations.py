@@ -97,13 +97,18 @@ def residual_flops(model: config_lib.ModelConfig) -> float:
   """
   residual = dataclasses.replace(model.residual, form="one_softmax")
   model = dataclasses.replace(model, residual=residual)
-  scheme = jax.eval_shape(lambda: residuals.build_residual(model))
+  scheme = residuals.abstract_residual(model)
   token = jax.ShapeDtypeStruct((1, 1, model.width), model.dtype)
 
   def network(scheme, embedding_BTD, y_BTD):
     # Outputs are different arrays, so that each is a separate source.
-    state = residuals.run_through(scheme, embedding_BTD, lambda l, _: y_BTD[l])
-    return scheme.readout(state)
+    def sublayer(l, carry, slot):
+      scheme.read(carry, slot)
+      return y_BTD[l]
+
+    return scheme.readout(
+      residuals.run_through(scheme, embedding_BTD, sublayer)
+    )
 
   outputs = [token] * model.num_sublayers
   return sum(programs.flops(network, scheme, token, outputs).values())

@@ -26,7 +26,7 @@ TOTALS = {
 
 
 def make_report(config: config_lib.RunConfig) -> Report:
-  """The cost of a run's network, for each residual scheme.
+  """The cost of a run's network, with its scheme and with the usual ones.
 
   Raises:
     ConfigError: the vocabulary size or the scheme is unknown.
@@ -36,7 +36,7 @@ def make_report(config: config_lib.RunConfig) -> Report:
     config_lib.fail("model.vocab_size", 0, "the tokenizer's vocabulary size")
   length = config.data.sequence_length
   schemes = {}
-  for name in dict.fromkeys([*residuals.RESIDUALS, model.residual.name]):
+  for name in dict.fromkeys([*residuals.headline(), model.residual.name]):
     residual = dataclasses.replace(model.residual, name=name)
     scheme = dataclasses.replace(model, residual=residual)
     try:

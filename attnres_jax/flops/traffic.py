@@ -74,7 +74,7 @@ def _write_and_read(scheme, carry, slot, y_BTD):
 
 def _abstract(model: config_lib.ModelConfig) -> tuple[Any, Any]:
   """The scheme, and a vector of each token."""
-  scheme = jax.eval_shape(lambda: residuals.build_residual(model))
+  scheme = residuals.abstract_residual(model)
   shape = 1, _TOKENS, model.width
   return scheme, jax.ShapeDtypeStruct(shape, model.dtype)
 

@@ -150,10 +150,9 @@ def trace(
   values, reads = [embedding_BTD], []
   singles = _in_order(sublayers, kinds)
 
-  def sublayer(l: int, h_BTD: jax.Array) -> jax.Array:
-    reads.append(h_BTD)
-    x_BTD = singles[l].norm(h_BTD)
-    values.append(singles[l].core(x_BTD, segment_ids_BT))
+  def sublayer(l: int, carry: Any, slot: Any) -> jax.Array:
+    reads.append(base.main(residual.read(carry, slot)))
+    values.append(_apply(residual, singles[l], carry, slot, segment_ids_BT))
     return values[-1]
 
   state = base.run_through(residual, embedding_BTD, sublayer)
@@ -281,8 +280,10 @@ def _apply(
   slot: Any,
   segment_ids_BT: jax.Array | None,
 ) -> jax.Array:
-  x_BTD = residual.read_normed(carry, slot, sublayer.norm)
-  return sharding.keep_tokens(sublayer.core(x_BTD, segment_ids_BT))
+  x = residual.read_normed(carry, slot, sublayer.norm)
+  if not getattr(sublayer.core, "reads_qkv", False):
+    x = base.main(x)
+  return sharding.keep_tokens(sublayer.core(x, segment_ids_BT))
 
 
 def _sources(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sublayer: a mixer or an MLP behind its own pre-norm.
+"""A sublayer: a mixer or an MLP, in most schemes behind its own pre-norm.
 
 f_l(h) = Core_l(Norm_l(h)), without a skip connection: the residual scheme
 decides what it reads and where its output goes (arXiv:2603.15031 section 2,
@@ -16,9 +16,11 @@ from attnres_jax.models import mixers
 from attnres_jax.models import mlp
 from attnres_jax.models import moe
 from attnres_jax.models import norm as norm_lib
+from attnres_jax.models import residuals
 
 # Kind -> module that maps the normalised input x_BTD, and the document numbers
-# segment_ids_BT or None, to y_BTD. One that can decode has
+# segment_ids_BT or None, to y_BTD. One with `reads_qkv = True` also accepts a
+# `residuals.QKV` of normalised inputs. One that can decode has
 # `init_cache(batch, length)`, an empty cache with room for so many tokens.
 CORES: dict[str, Callable[..., nnx.Module]] = {
   "attention": mixers.Attention,
@@ -35,7 +37,12 @@ class Sublayer(nnx.Module):
   def __init__(
     self, kind: str, config: config_lib.ModelConfig, *, rngs: nnx.Rngs
   ):
-    self.norm = norm_lib.RMSNorm(config.width, config.norm_eps)
+    pre_norm = residuals.scheme_of(config).pre_norm
+    self.norm = (
+      norm_lib.RMSNorm(config.width, config.norm_eps)
+      if pre_norm
+      else norm_lib.Identity()
+    )
     core = config_lib.choose("model.mixers", kind, CORES)
     self.core = core(config, rngs=rngs)
 

@@ -22,7 +22,7 @@ class Transformer(nnx.Module):
     sublayers: ONE module per kind of sublayer; every leaf has a leading axis
       over the sublayers of that kind, in the order of depth.
     residual: the scheme that connects the sublayers.
-    final_norm: between the scheme's readout and the head.
+    final_norm: between the scheme's readout and the head, in most schemes.
   """
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
@@ -36,8 +36,13 @@ class Transformer(nnx.Module):
         for kind in dict.fromkeys(config.sublayer_kinds)
       }
     )
-    self.residual = residuals.build_residual(config)
-    self.final_norm = norm.RMSNorm(config.width, config.norm_eps)
+    self.residual = residuals.build_residual(config, rngs=rngs)
+    self.residual.prepare(self.sublayers)
+    self.final_norm = (
+      norm.RMSNorm(config.width, config.norm_eps)
+      if self.residual.final_norm
+      else norm.Identity()
+    )
 
   def __call__(
     self, tokens_BT: jax.Array, segment_ids_BT: jax.Array | None = None
@@ -81,8 +86,9 @@ class Transformer(nnx.Module):
 def build_model(config: config_lib.ModelConfig, seed: int = 0) -> Transformer:
   """A model with freshly drawn float32 parameters.
 
-  With the same seed, all schemes have the same embedding, layers and head;
-  parameters that a scheme adds start at constants.
+  With the same seed, all schemes draw the same embedding, layers and head,
+  because the parameters of a scheme are drawn last. (A scheme may scale the
+  layers, `Residual.prepare`.)
 
   Raises:
     ConfigError: the config has an unknown scheme or no vocabulary size.

@@ -62,3 +62,43 @@ def test_full_rows_sum_to_one_and_block_columns_are_tied():
   np.testing.assert_array_equal(block[2:, 1], block[2:, 2])
   assert abs(block[3, 1] - block[3, 3]) > 1e-3
   assert block.sum(1)[-1] > 1.01
+
+
+def test_two_phases_have_the_matrix_of_their_definition():
+  tokens = networks.tokens(2, 6)
+  for name in ("full_attnres", "block_attnres"):
+    found = [
+      analysis.mixing_matrix(
+        networks.network(name, num_layers=3, form=form), tokens
+      )
+      for form in ("two_phase", "one_softmax")
+    ]
+    np.testing.assert_array_equal(*found)
+
+
+def test_norms_are_gains_where_a_read_scales_each_value():
+  model, tokens = network("block_attnres"), networks.tokens(1, 1)
+  gain = analysis.mixing_matrix(model, tokens)
+  norm = analysis.mixing_matrix(model, tokens, norms=True)
+  np.testing.assert_allclose(norm, gain, atol=1e-6)
+
+
+def test_semiseparable_rank():
+  # One stream, at any positive or negative gains.
+  rng = np.random.default_rng(0)
+  gains = np.tril(np.outer(rng.standard_normal(8), rng.standard_normal(8)))
+  assert analysis.semiseparable_rank(gains) == 1
+  assert analysis.semiseparable_rank(np.tril(np.ones((8, 8)))) == 1
+  # Full AttnRes: any weights; Block AttnRes of S: columns of a block are equal.
+  weights = np.tril(rng.uniform(0.1, 1, (16, 16)))
+  assert analysis.semiseparable_rank(weights) == 8
+  for size, rank in ((2, 6), (4, 4), (8, 3), (16, 2)):
+    block = np.zeros((16, 16))
+    for l in range(16):
+      done = 1 + l // size * size  # values of completed blocks, and v_0
+      of_block = rng.uniform(0.1, 1, 17)
+      block[l, 0] = of_block[0]
+      for i in range(1, done):
+        block[l, i] = of_block[1 + (i - 1) // size]
+      block[l, done : l + 1] = of_block[-1]
+    assert analysis.semiseparable_rank(block) == rank

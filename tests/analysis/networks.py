@@ -11,7 +11,13 @@ from attnres_jax import models
 
 
 @functools.cache
-def network(name: str, *, num_layers: int = 3, block_size: int = 4):
+def network(
+  name: str,
+  *,
+  num_layers: int = 3,
+  block_size: int = 4,
+  form: str = "two_phase",
+):
   """A network of `num_layers` transformer blocks with random queries."""
   config = config_lib.ModelConfig(
     vocab_size=19,
@@ -20,7 +26,9 @@ def network(name: str, *, num_layers: int = 3, block_size: int = 4):
     num_heads=2,
     mlp_width=24,
     init_std=0.3,
-    residual=config_lib.ResidualConfig(name=name, block_size=block_size),
+    residual=config_lib.ResidualConfig(
+      name=name, block_size=block_size, form=form
+    ),
   )
   model = models.build_model(config, seed=3)
   if hasattr(model.residual, "queries"):

@@ -42,7 +42,7 @@ def test_a_scheme_and_a_mixer_train(registries):
     "configs/lm.py:size=micro",
     tiny_run.FIELDS
     | {
-      "model.residual.name": "layer_scale",
+      "model.residual.name": "damped",
       "model.mixers": ("attention", "shift"),
       "data.source": "stdlib",
       "mesh.data": 1,
@@ -71,4 +71,4 @@ def test_a_scheme_and_a_mixer_train(registries):
   width = config.model.width
   # Attention with as many heads as keys, then three matrices, both width^2.
   assert count.projections == 2 * (4 + 3) * width**2
-  assert figures.name_of("layer_scale") == "LayerScale"
+  assert figures.name_of("damped") == "Damped"

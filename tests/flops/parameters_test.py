@@ -75,7 +75,7 @@ def test_other_configs_are_the_networks(spec):
   _check_against_network(_load(spec))
 
 
-@pytest.mark.parametrize("name", sorted(residuals.RESIDUALS))
+@pytest.mark.parametrize("name", residuals.headline())
 @pytest.mark.parametrize("tied", [False, True])
 def test_schemes_are_the_networks(name, tied):
   model = _load("kimi_linear.py:runlocal")

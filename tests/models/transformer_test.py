@@ -3,6 +3,7 @@
 
 import dataclasses
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -297,7 +298,7 @@ def test_half_precision_does_not_round_running_sums():
   for name in ("prenorm", "block_attnres"):
     residual = config_lib.ResidualConfig(name=name, num_blocks=1)
     config = dataclasses.replace(BASE, dtype="bfloat16", residual=residual)
-    scheme = residuals.build_residual(config)
+    scheme = residuals.build_residual(config, rngs=nnx.Rngs(params=0))
     large = jnp.full((1, 1, 16), 256.0, jnp.bfloat16)
     small = jnp.full((1, 1, 16), 0.5, jnp.bfloat16)
     carry, slots = scheme.open(scheme.init(large * 0), 0, 6)

@@ -102,7 +102,7 @@ def scheme(name, num_sublayers, *, seed=1, scale=1.0, eps=EPS, **fields):
     dtype="float64",
     residual=config_lib.ResidualConfig(name=name, **fields),
   )
-  module = residuals.build_residual(config)
+  module = residuals.build_residual(config, rngs=nnx.Rngs(params=seed))
   if hasattr(module, "queries"):
     rng = np.random.default_rng(seed)
     shape = module.queries.query.shape

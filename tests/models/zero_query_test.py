@@ -135,7 +135,7 @@ class TestDeadParameters:
       assert jnp.abs(leaf[1:]).max(axis=1).min() > 1e-5
 
 
-@pytest.mark.parametrize("name", list(residuals.RESIDUALS))
+@pytest.mark.parametrize("name", residuals.headline())
 def test_same_seed_same_weights_under_every_scheme(name):
   plain, other = _model("prenorm"), _model(name, num_blocks=2)
   for part in ("embedding", "sublayers", "final_norm"):

@@ -100,8 +100,8 @@ def test_needs_no_device_library():
 
 def test_schemes_look_different_everywhere():
   looks = [figures.look_of(scheme) for scheme in residuals.RESIDUALS]
-  for names in zip(*((look.label, look.colour) for look in looks)):
-    assert len(set(names)) == len(looks)
-  assert len({(look.marker, str(look.line)) for look in looks}) == len(looks)
+  assert len({look.label for look in looks}) == len(looks)
+  assert len({(x.colour, x.marker, str(x.line)) for x in looks}) == len(looks)
+  assert not any(look.label in residuals.RESIDUALS for look in looks)
   assert figures.look_of("full_attnres").label == "Full AttnRes"
   assert figures.name_of("unheard_of") == "unheard_of"

@@ -9,10 +9,13 @@ from attnres_jax import config as config_lib
 from attnres_jax import precision
 from attnres_jax.models import linear
 from attnres_jax.models.mixers import softmax
+from attnres_jax.models.residuals import base
 
 
 class Attention(nnx.Module):
   """Grouped-query causal attention, with or without rotary positions."""
+
+  reads_qkv = True
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     self.rope_theta = config.rope_theta
@@ -28,12 +31,13 @@ class Attention(nnx.Module):
     self.output = matrix("NH|D", heads, head, width)
 
   def __call__(
-    self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None = None
+    self, x: jax.Array | base.QKV, segment_ids_BT: jax.Array | None = None
   ) -> jax.Array:
     """Mixes positions s <= t, within a document if segment ids are given."""
-    query_BTNH = linear.linear(x_BTD, self.query[...])
-    key_BSKH = linear.linear(x_BTD, self.key[...])
-    value_BSKH = linear.linear(x_BTD, self.value[...])
+    x = base.qkv(x)
+    query_BTNH = linear.linear(x.query, self.query[...])
+    key_BSKH = linear.linear(x.key, self.key[...])
+    value_BSKH = linear.linear(x.value, self.value[...])
     if self.rope_theta:
       query_BTNH = apply_rope(query_BTNH, self.rope_theta)
       key_BSKH = apply_rope(key_BSKH, self.rope_theta)

@@ -32,6 +32,7 @@ from attnres_jax import precision
 from attnres_jax import sharding
 from attnres_jax.models import linear
 from attnres_jax.models import norm as norm_lib
+from attnres_jax.models.residuals import base
 import attnres_kernels
 
 _LENGTH_EPS = 1e-6  # Added to the squared length of queries and keys.
@@ -59,6 +60,8 @@ class KdaState(NamedTuple):
 
 class Kda(nnx.Module):
   """Kimi Delta Attention with its projections, convolutions and gates."""
+
+  reads_qkv = True
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     width, heads, shape = config.width, config.num_heads, config.kda
@@ -97,11 +100,12 @@ class Kda(nnx.Module):
     self.output = matrix("NH|D", heads, head, width)
 
   def __call__(
-    self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None = None
+    self, x: jax.Array | base.QKV, segment_ids_BT: jax.Array | None = None
   ) -> jax.Array:
     """Mixes positions s <= t, within a document if segment ids are given."""
+    x = base.qkv(x)
     q, k, v, g, beta = self._inputs(
-      x_BTD, self.init_cache(x_BTD.shape[0]), segment_ids_BT
+      x, self.init_cache(x.query.shape[0]), segment_ids_BT
     )[0]
 
     def mix(q, k, v, g, beta, segment_ids_BT):
@@ -118,7 +122,7 @@ class Kda(nnx.Module):
       part="recurrence", flops=_recurrence_flops(v.shape, self.chunk_size),
       outs=v,
     )  # fmt: skip
-    return self._outputs(x_BTD, o_BTNH)
+    return self._outputs(x.query, o_BTNH)
 
   def init_cache(self, batch: int, length: int = 0) -> KdaState:
     """The state before the first token: zeros, for any `length`."""
@@ -136,7 +140,7 @@ class Kda(nnx.Module):
     Splitting a sequence into pieces does not change the result. One token runs
     through the recurrence, several through its chunkwise form.
     """
-    (q, k, v, g, beta), tails = self._inputs(x_BTD, state, None)
+    (q, k, v, g, beta), tails = self._inputs(base.qkv(x_BTD), state, None)
     if x_BTD.shape[1] == 1:
       o_BNH, memory_BNHV = attnres_kernels.kda_step(
         q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state.memory_BNHV
@@ -149,22 +153,22 @@ class Kda(nnx.Module):
       )  # fmt: skip
     return self._outputs(x_BTD, o_BTNH), KdaState(memory_BNHV, *tails)
 
-  def _inputs(self, x_BTD, state, segment_ids_BT):
+  def _inputs(self, x, state, segment_ids_BT):
     """The arguments of the recurrence, and the tails of the convolutions."""
     features, tails = [], []
-    for weight, conv, tail, unit in (
-      (self.query, self.query_conv, state.query_BKNH, True),
-      (self.key, self.key_conv, state.key_BKNH, True),
-      (self.value, self.value_conv, state.value_BKNH, False),
+    for x_BTD, weight, conv, tail, unit in (
+      (x.query, self.query, self.query_conv, state.query_BKNH, True),
+      (x.key, self.key, self.key_conv, state.key_BKNH, True),
+      (x.value, self.value, self.value_conv, state.value_BKNH, False),
     ):
       x_BTNH = linear.linear(x_BTD, weight[...])
       padded_BPNH = jnp.concatenate([tail.astype(x_BTNH.dtype), x_BTNH], axis=1)
       features.append(_feature(padded_BPNH, conv[...], segment_ids_BT, unit))
       tails.append(padded_BPNH[:, x_BTNH.shape[1] :])
-    wide = precision.wide(x_BTD.dtype)
-    low_BTR = linear.linear(x_BTD, self.decay_down[...])
+    wide = precision.wide(x.query.dtype)
+    low_BTR = linear.linear(x.query, self.decay_down[...])
     raw_BTNH = linear.linear(low_BTR, self.decay_up[...], 1, wide)
-    beta_BTN = linear.linear(x_BTD, self.beta[...], 1, wide)
+    beta_BTN = linear.linear(x.query, self.beta[...], 1, wide)
     g_BTNH = _log_decay(raw_BTNH, self.a_log[...], self.dt_bias[...])
     return (*features, g_BTNH, jax.nn.sigmoid(beta_BTN)), tails
 

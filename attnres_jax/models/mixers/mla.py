@@ -29,6 +29,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.models import linear
 from attnres_jax.models import norm as norm_lib
 from attnres_jax.models.mixers import softmax
+from attnres_jax.models.residuals import base
 
 
 class MlaCache(NamedTuple):
@@ -45,6 +46,8 @@ class MlaCache(NamedTuple):
 
 class Mla(nnx.Module):
   """Multi-head latent attention, without rotary positions."""
+
+  reads_qkv = True
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     width, heads, shape = config.width, config.num_heads, config.mla
@@ -66,10 +69,18 @@ class Mla(nnx.Module):
     self.output = matrix("NH|D", heads, shape.value_width, width)
 
   def __call__(
-    self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None = None
+    self, x: jax.Array | base.QKV, segment_ids_BT: jax.Array | None = None
   ) -> jax.Array:
-    """Mixes positions s <= t, within a document if segment ids are given."""
-    return self._expanded(x_BTD, self._compressed(x_BTD), segment_ids_BT)
+    """Mixes positions s <= t, within a document if segment ids are given.
+
+    With a separate input for values, there are two latents, of which one gives
+    the keys and one the values (our choice).
+    """
+    x = base.qkv(x)
+    keys = values = self._compressed(x.key)
+    if x.value is not x.key:
+      values = self._compressed(x.value)
+    return self._expanded(x.query, keys, values, segment_ids_BT)
 
   def init_cache(self, batch: int, length: int) -> MlaCache:
     """An empty cache with room for `length` tokens per row."""
@@ -85,7 +96,8 @@ class Mla(nnx.Module):
       ValueError: the cache has no room for T tokens.
     """
     tokens_BTC = self._compressed(x_BTD)
-    return self._expanded(x_BTD, tokens_BTC, None), _append(cache, tokens_BTC)
+    y_BTD = self._expanded(x_BTD, tokens_BTC, tokens_BTC, None)
+    return y_BTD, _append(cache, tokens_BTC)
 
   def extend(
     self, x_BTD: jax.Array, cache: MlaCache
@@ -135,11 +147,11 @@ class Mla(nnx.Module):
     latent_BTR = norm(self.latent_norm, latent_BTR)
     return jnp.concatenate([latent_BTR, shared_BTH], axis=2)
 
-  def _expanded(self, x_BTD, tokens_BTC, segment_ids_BT):
-    latent_BTR, shared_BTH = jnp.split(tokens_BTC, [self.latent_rank], axis=2)
-    own_BTNH, value_BTNV = jnp.split(
-      linear.linear(latent_BTR, self.expand[...]), [self.nope_width], axis=3
-    )
+  def _expanded(self, x_BTD, keys_BTC, values_BTC, segment_ids_BT):
+    shared_BTH = keys_BTC[:, :, self.latent_rank :]
+    own_BTNH, value_BTNV = self._up(keys_BTC)
+    if values_BTC is not keys_BTC:
+      _, value_BTNV = self._up(values_BTC)
     shared_BTNH = jnp.broadcast_to(
       shared_BTH[:, :, None], (*own_BTNH.shape[:3], shared_BTH.shape[2])
     )
@@ -151,6 +163,12 @@ class Mla(nnx.Module):
       kernel=self.kernel,
     )
     return linear.linear(mixed_BTNV, self.output[...], 2)
+
+  def _up(self, tokens_BTC):
+    """The separate part of each head's key, and its value, from latents."""
+    latent_BTR = tokens_BTC[:, :, : self.latent_rank]
+    expanded = linear.linear(latent_BTR, self.expand[...])
+    return jnp.split(expanded, [self.nope_width], axis=3)
 
 
 def _append(cache, tokens_BTC):

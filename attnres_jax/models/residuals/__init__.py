@@ -15,16 +15,31 @@ Symbols of arXiv:2603.15031 and their names here:
   b_n^i   partial sum of a block       BlockState.partial, and the carry
 """
 
+from flax import nnx
+import jax
+
 from attnres_jax import config as config_lib
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import block_attnres
 from attnres_jax.models.residuals import full_attnres
 from attnres_jax.models.residuals import prenorm
+from attnres_jax.models.residuals.base import QKV
 from attnres_jax.models.residuals.base import Residual
 from attnres_jax.models.residuals.base import Style
 from attnres_jax.models.residuals.base import run_through
 
-__all__ = ["RESIDUALS", "Residual", "Style", "build_residual", "run_through"]
+__all__ = [
+  "QKV",
+  "RESIDUALS",
+  "Residual",
+  "Style",
+  "abstract_residual",
+  "build_residual",
+  "families",
+  "headline",
+  "run_through",
+  "scheme_of",
+]
 
 # Name -> class, in the form that training uses: two-phase if there is one.
 RESIDUALS: dict[str, type[base.Residual]] = {
@@ -35,10 +50,42 @@ RESIDUALS: dict[str, type[base.Residual]] = {
 }
 
 
-def build_residual(config: config_lib.ModelConfig) -> base.Residual:
-  """The scheme of `config.residual`, in the form of `config.residual`."""
+def build_residual(
+  config: config_lib.ModelConfig, *, rngs: nnx.Rngs
+) -> base.Residual:
+  """The scheme of `config.residual`, in the form of `config.residual`.
+
+  Raises:
+    ConfigError: there is no such scheme; lists the schemes by family.
+  """
+  return scheme_of(config)(config, rngs=rngs)
+
+
+def scheme_of(config: config_lib.ModelConfig) -> type[base.Residual]:
+  """The class of `build_residual`."""
   name, form = config.residual.name, config.residual.form
-  scheme = config_lib.choose("model.residual.name", name, RESIDUALS)
+  scheme = config_lib.choose(
+    "model.residual.name", name, RESIDUALS, families=families()
+  )
   if form == "one_softmax" and scheme.definition is not None:
     scheme = scheme.definition
-  return scheme(config)
+  return scheme
+
+
+def abstract_residual(config: config_lib.ModelConfig) -> base.Residual:
+  """The scheme with abstract arrays, which takes no memory."""
+  return jax.eval_shape(lambda: build_residual(config, rngs=nnx.Rngs(params=0)))
+
+
+def headline() -> tuple[str, ...]:
+  """The schemes that tables list beside any other."""
+  return tuple(name for name, s in RESIDUALS.items() if s.headline)
+
+
+def families() -> dict[str, list[str]]:
+  """The names of all schemes by family, which is the file that defines them."""
+  found: dict[str, list[str]] = {}
+  for name, scheme in RESIDUALS.items():
+    family = scheme.__module__.rpartition(".")[2]
+    found.setdefault(family, []).append(name)
+  return found

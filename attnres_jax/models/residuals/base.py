@@ -19,9 +19,14 @@ that a `lax.scan` may carry it. The *slots* are what else each sublayer needs
 (its own parameters, its phase-1 results), stacked on a leading axis over which
 a scan may run. Everything else stays outside the loop and is therefore never
 copied per sublayer.
+
+A read is a linear map of the earlier outputs, given its coefficients. Those
+that depend on the input (softmax weights, gates, the factor of a norm in the
+stream) go through `coefficient`, so that analysis can hold them fixed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+import contextlib
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -67,11 +72,29 @@ class Style(NamedTuple):
   line: Any = "-"
 
 
+class QKV(NamedTuple):
+  """Different inputs [B, T, D] for a mixer's queries, keys and values.
+
+  Whatever else a mixer computes from its input (gates, decays) follows the
+  query. A sublayer that is no such mixer reads the query's input.
+  """
+
+  query: jax.Array
+  key: jax.Array
+  value: jax.Array
+
+
+def qkv(x: jax.Array | QKV) -> QKV:
+  """The three inputs of a mixer, which are one unless they differ."""
+  return x if isinstance(x, QKV) else QKV(x, x, x)
+
+
 class Residual(nnx.Module):
   """A residual scheme; subclasses define the protocol of the module docstring.
 
   Attributes:
     style: its style in tables and figures.
+    headline: whether tables list it beside any other scheme.
     definition: a class that computes the same function exactly as in the paper,
       if this one batches or reorders; None if this is the definition.
     num_sublayers: L.
@@ -79,17 +102,31 @@ class Residual(nnx.Module):
       float32 (float64 only where this is).
     scannable: whether the carry keeps its structure between sublayers.
     block_size: sublayers between one completed block and the next.
+    pre_norm: whether sublayers have a norm (with a gain) in front of them;
+      without, `read_normed` gets the identity.
+    final_norm: whether there is a norm between the readout and the head.
   """
 
   style = Style()
+  headline = False
   definition: "type[Residual] | None" = None
   scannable = True
   # Sublayers of a completed block; None if states contain no blocks.
   block_size: int | None = None
+  pre_norm = True
+  final_norm = True
 
-  def __init__(self, config: config_lib.ModelConfig):
+  def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
+    del rngs  # For schemes that draw parameters at random.
     self.num_sublayers = config.num_sublayers
     self.dtype = jnp.dtype(config.dtype)
+
+  def prepare(self, sublayers: Mapping[str, nnx.Module]) -> None:
+    """Changes freshly drawn sublayers in place, if their start depends on it.
+
+    Args:
+      sublayers: a stack of `Sublayer`s for each kind.
+    """
 
   def segments(self) -> tuple[tuple[int, int], ...]:
     """Half-open ranges of sublayers (from 0) that are opened together."""
@@ -103,15 +140,15 @@ class Residual(nnx.Module):
     """(carry, slots) of sublayers start..stop-1, counted from 0."""
     raise NotImplementedError
 
-  def read(self, carry: Any, slot: Any) -> jax.Array:
+  def read(self, carry: Any, slot: Any) -> jax.Array | QKV:
     """h_BTD, the input of a sublayer before its pre-norm."""
     raise NotImplementedError
 
   def read_normed(
-    self, carry: Any, slot: Any, norm: norm_lib.RMSNorm
-  ) -> jax.Array:
-    """norm(h_BTD). Schemes may fuse the two."""
-    return norm(self.read(carry, slot))
+    self, carry: Any, slot: Any, norm: norm_lib.Norm
+  ) -> jax.Array | QKV:
+    """norm(h_BTD), the input of a core. Schemes may fuse the two."""
+    return jax.tree.map(norm, self.read(carry, slot))
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
     """Carry after a sublayer whose output is y_BTD."""
@@ -165,24 +202,48 @@ class Residual(nnx.Module):
 def run_through(
   residual: Residual,
   embedding_BTD: jax.Array,
-  sublayer: Callable[[int, jax.Array], jax.Array],
+  sublayer: Callable[[int, Any, Any], jax.Array],
 ) -> Any:
   """Runs all sublayers as in the module docstring; returns the last state.
 
   Args:
     residual: the scheme.
     embedding_BTD: v_0.
-    sublayer: maps l, counted from 0, and the input of sublayer l to its output.
+    sublayer: maps l, counted from 0, a carry and a slot, which it reads, to the
+      output of sublayer l.
   """
   state = residual.init(embedding_BTD)
   for start, stop in residual.segments():
     carry, slots = residual.open(state, start, stop)
     for i in range(stop - start):
       slot = jax.tree.map(lambda leaf, i=i: leaf[i], slots)
-      y_BTD = sublayer(start + i, residual.read(carry, slot))
+      y_BTD = sublayer(start + i, carry, slot)
       carry = residual.write(carry, slot, y_BTD)
     state = residual.close(state, carry, stop)
   return state
+
+
+def main(h: jax.Array | QKV) -> jax.Array:
+  """What a sublayer reads [B, T, D]; the query's if there are several."""
+  return h.query if isinstance(h, QKV) else h
+
+
+_fixing = jax.make_user_context(False)
+
+
+def fixed_coefficients() -> contextlib.AbstractContextManager:
+  """A context in which derivatives do not pass through `coefficient`."""
+  return _fixing(True)
+
+
+def coefficients_are_fixed() -> bool:
+  """Whether this runs in `fixed_coefficients`, where kernels have no place."""
+  return _fixing.value
+
+
+def coefficient(x: jax.Array) -> jax.Array:
+  """Marks a factor of values that itself depends on values; else identity."""
+  return jax.lax.stop_gradient(x) if coefficients_are_fixed() else x
 
 
 def keep(x: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ the partial sum as one more source.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
 
@@ -38,10 +39,11 @@ class BlockAttnResOneSoftmax(depth_attention.DepthAttention):
   """The definition: one softmax over blocks and partial sum per sublayer."""
 
   style = base.Style("Block AttnRes", "#2f86d6", "s")
+  headline = True
   block_size: int  # pyrefly: ignore[bad-override-mutable-attribute]
 
-  def __init__(self, config: config_lib.ModelConfig):
-    super().__init__(config)
+  def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
+    super().__init__(config, rngs=rngs)
     self.block_size = config.residual.sublayers_per_block(self.num_sublayers)
 
   def segments(self) -> tuple[tuple[int, int], ...]:

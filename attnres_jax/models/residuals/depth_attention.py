@@ -88,8 +88,8 @@ class DepthAttention(base.Residual):
 
   scannable = False
 
-  def __init__(self, config: config_lib.ModelConfig):
-    super().__init__(config)
+  def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
+    super().__init__(config, rngs=rngs)
     self.eps = config.norm_eps
     self.queries = DepthQueries(config)
 
@@ -99,6 +99,10 @@ class DepthAttention(base.Residual):
     """The mixture of Eq. 2-4 [B, T, D]; a single source is returned as is."""
     if len(sources) == 1:
       return sources[0]
+    if base.coefficients_are_fixed():
+      weight_MBT = base.coefficient(softmax_weights(query_D, sources, self.eps))
+      out_BTD = jnp.einsum("MBT,MBTD->BTD", weight_MBT, jnp.stack(sources))
+      return out_BTD.astype(self.dtype)
     out_QBTD, _ = depth_attention(query_D[None], sources, eps=self.eps)
     return out_QBTD[0]
 

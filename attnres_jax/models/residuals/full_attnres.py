@@ -11,6 +11,7 @@ segment itself produces. It is exact, and only changes the schedule.
 from collections.abc import Sequence
 from typing import Any
 
+from flax import nnx
 import jax
 
 from attnres_jax import config as config_lib
@@ -24,6 +25,7 @@ class FullAttnResOneSoftmax(depth_attention.DepthAttention):
   """The definition: one softmax over all values per sublayer."""
 
   style = base.Style("Full AttnRes", "#d1478f", "^")
+  headline = True
   block_size = 1
 
   def init(self, embedding_BTD: jax.Array) -> tuple[jax.Array, ...]:
@@ -72,8 +74,8 @@ class FullAttnRes(FullAttnResOneSoftmax):
 
   definition = FullAttnResOneSoftmax
 
-  def __init__(self, config: config_lib.ModelConfig):
-    super().__init__(config)
+  def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
+    super().__init__(config, rngs=rngs)
     self.schedule_size = config.residual.schedule_size
 
   def segments(self) -> tuple[tuple[int, int], ...]:

@@ -19,6 +19,7 @@ class PreNorm(base.Residual):
   """h_{l+1} = h_l + f_l(h_l): the standard residual stream."""
 
   style = base.Style("PreNorm", "#8b929c", "o")
+  headline = True
 
   def init(self, embedding_BTD: jax.Array) -> jax.Array:
     return precision.widen(embedding_BTD.astype(self.dtype))
