@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """RMSNorm (arXiv:1910.07467), with float32 statistics."""
 
-from typing import Protocol
-
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -10,14 +8,8 @@ import jax.numpy as jnp
 from attnres_jax import precision
 
 
-class Norm(Protocol):
-  """Maps [..., D] to [..., D]: an `RMSNorm` or `Identity`."""
-
-  def __call__(self, x: jax.Array) -> jax.Array: ...
-
-
 class Identity(nnx.Module):
-  """No norm."""
+  """Where a residual scheme wants no norm."""
 
   def __call__(self, x: jax.Array) -> jax.Array:
     return x

@@ -73,7 +73,7 @@ def test_two_phases_have_the_matrix_of_their_definition():
       )
       for form in ("two_phase", "one_softmax")
     ]
-    np.testing.assert_array_equal(*found)
+    np.testing.assert_allclose(*found, atol=1e-6)
 
 
 def test_norms_are_gains_where_a_read_scales_each_value():

@@ -103,7 +103,7 @@ class Residual(nnx.Module):
     scannable: whether the carry keeps its structure between sublayers.
     block_size: sublayers between one completed block and the next.
     pre_norm: whether sublayers have a norm (with a gain) in front of them;
-      without, `read_normed` gets the identity.
+      without, `read_normed` gets `norm.Identity`.
     final_norm: whether there is a norm between the readout and the head.
   """
 
@@ -145,7 +145,7 @@ class Residual(nnx.Module):
     raise NotImplementedError
 
   def read_normed(
-    self, carry: Any, slot: Any, norm: norm_lib.Norm
+    self, carry: Any, slot: Any, norm: norm_lib.RMSNorm
   ) -> jax.Array | QKV:
     """norm(h_BTD), the input of a core. Schemes may fuse the two."""
     return jax.tree.map(norm, self.read(carry, slot))

@@ -25,15 +25,15 @@ from attnres_jax.models import stack
 
 LENGTH = 5
 CONFIG = config_lib.ModelConfig(
-  vocab_size=11,
+  vocab_size=12,
   width=8,
-  num_layers=3,
+  num_layers=2,
   num_heads=2,
   mlp_width=12,
   init_std=0.3,
   residual=config_lib.ResidualConfig(block_size=3),
 )
-TOKENS = np.random.default_rng(0).integers(0, 11, (2, LENGTH), dtype=np.int32)
+TOKENS = np.random.default_rng(0).integers(0, 12, (2, LENGTH), dtype=np.int32)
 
 
 def _config(name, **fields):
@@ -81,8 +81,8 @@ def _loss_and_gradient(forward):
   def run(network, tokens):
     def loss(network):
       logits = forward(network, tokens)
-      weight = jnp.sin(1.0 + jnp.arange(logits.size).reshape(logits.shape))
-      return jnp.sum(weight * logits), logits
+      weight = jnp.sin(1.0 + jnp.arange(logits.size, dtype=logits.dtype))
+      return jnp.sum(weight * logits.reshape(-1)), logits
 
     return jax.value_and_grad(loss, has_aux=True)(network)
 
