@@ -35,7 +35,6 @@ from jax import ad_checkpoint
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
-from attnres_jax.models import norm as norm_lib
 
 # The name by which activation checkpointing recognises the running state.
 DEPTH_STATE = "depth_state"
@@ -103,7 +102,7 @@ class Residual(nnx.Module):
     scannable: whether the carry keeps its structure between sublayers.
     block_size: sublayers between one completed block and the next.
     pre_norm: whether sublayers have a norm (with a gain) in front of them;
-      without, `read_normed` gets `norm.Identity`.
+      without, it is the identity.
     final_norm: whether there is a norm between the readout and the head.
   """
 
@@ -144,10 +143,11 @@ class Residual(nnx.Module):
     """h_BTD, the input of a sublayer before its pre-norm."""
     raise NotImplementedError
 
-  def read_normed(
-    self, carry: Any, slot: Any, norm: norm_lib.RMSNorm
-  ) -> jax.Array | QKV:
-    """norm(h_BTD), the input of a core. Schemes may fuse the two."""
+  def read_normed(self, carry: Any, slot: Any, norm: Any) -> jax.Array | QKV:
+    """norm(h_BTD), the input of a core. Schemes may fuse the two.
+
+    `norm` is the sublayer's `norm.RMSNorm`, or `norm.Identity`.
+    """
     return jax.tree.map(norm, self.read(carry, slot))
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
