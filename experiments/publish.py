@@ -65,12 +65,12 @@ def load(experiment: str) -> readme.Published:
 
 def publish(published: readme.Published) -> None:
   """Fills in the documents and draws the figures."""
-  rows = published.read()
-  for name, draw in published.figures.items() if rows else ():
+  rows = [published.read(name) for name in published.figure_rows]
+  for name, draw in published.figures.items() if all(rows) else ():
     # The same rows give the same file.
     salt = {"svg.hashsalt": pathlib.Path(name).stem, "svg.fonttype": "none"}
     with matplotlib.rc_context(salt):
-      draw(rows).savefig(
+      draw(*rows).savefig(
         published.folder / name, facecolor="white", metadata={"Date": None}
       )
   for path, text in published.filled().items():

@@ -17,7 +17,8 @@ class Place(NamedTuple):
   Attributes:
     make: (rows) -> Markdown.
     name: name of the place, see `fill`.
-    rows: file of rows in the folder of the experiment, without .csv.
+    rows: file of rows in the folder of the experiment, without .csv; empty for
+      a part that needs none.
     document: file to fill, relative to the folder of the experiment.
   """
 
@@ -33,12 +34,14 @@ class Published(NamedTuple):
   Attributes:
     folder: of the experiment.
     places: in its README or in other documents.
-    figures: name of an SVG file: (rows of results.csv) -> figure.
+    figures: name of an SVG file: (rows of each file) -> figure.
+    figure_rows: these files.
   """
 
   folder: pathlib.Path
   places: Sequence[Place]
-  figures: Mapping[str, Callable[[Rows], Any]] = {}
+  figures: Mapping[str, Callable[..., Any]] = {}
+  figure_rows: Sequence[str] = ("results",)
 
   def read(self, name: str = "results") -> Rows:
     """Committed rows; empty if there is no such file yet."""
@@ -56,7 +59,8 @@ class Published(NamedTuple):
       path = self.folder / place.document
       text = texts.get(path) or path.read_text(encoding="utf-8")
       rows = self.read(place.rows)
-      texts[path] = fill(text, place.name, place.make(rows)) if rows else text
+      known = rows or not place.rows
+      texts[path] = fill(text, place.name, place.make(rows)) if known else text
     return texts
 
 

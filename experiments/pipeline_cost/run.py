@@ -7,8 +7,8 @@
 Each part writes its own file beside this one (or in --out) when it is done, and
 can be run separately; the README explains the columns. Everything runs on eight
 virtual CPU devices. Programs for TPU slices are compiled but not run, which
-needs libtpu. `experiments.pipeline_cost.tables` then fills the tables of the
-documents.
+needs libtpu. `python -m experiments.publish pipeline_cost` then fills the
+tables of the documents and draws the figure.
 """
 
 import os
@@ -29,9 +29,10 @@ from attnres_jax import config as config_lib
 from experiments import measure
 from experiments.pipeline_cost import plans
 from experiments.pipeline_cost import programs
+from experiments.pipeline_cost import tables
 from experiments.pipeline_cost import transfers
 
-_FOLDER = pathlib.Path(__file__).parent
+PUBLISHED = tables.PUBLISHED
 # Parts that only compile programs for TPU slices.
 _TPU_PARTS = ("memory",)
 
@@ -82,7 +83,7 @@ def _parser() -> command_line.Parser:
   parser.add_argument(
     "--out",
     type=pathlib.Path,
-    default=_FOLDER,
+    default=PUBLISHED.folder,
     help="folder to write the files to",
   )
   parser.add_argument(

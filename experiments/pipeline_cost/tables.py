@@ -1,70 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fills the tables of the documents from the committed rows; draws the figure.
+"""Tables of the documents, and the figure, from the committed rows."""
 
-  python -m experiments.pipeline_cost.tables
-
-In a document, a table is between `<!-- NAME: the command above -->` and `<!--
-/NAME -->`. A test keeps documents and rows consistent.
-"""
-
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 import functools
 import pathlib
-import re
 
-import matplotlib
 from matplotlib import figure as figure_lib
 
-from attnres_jax import csv_rows
 from attnres_jax.pipeline import __main__ as command
 from attnres_jax.pipeline import layout as layout_lib
 from experiments.pages import readme
-
-FOLDER = pathlib.Path(__file__).parent
-DOCUMENTS = (
-  FOLDER / "README.md",
-  FOLDER.parents[1] / "docs" / "pipeline.md",
-)
-FIGURE = FOLDER / "figure.svg"
 
 # The columns of tpu.csv that are shown.
 _POD_GIB = ("parameter", "optimiser", "temporary", "peak", "headroom")
 _POD_SECONDS = ("memory", "link", "compute")
 
-Rows = Sequence[Mapping[str, str]]
+_RULES = layout_lib.RULES
+_COLOURS = ("#c7c7c7", "#1f77b4", "#2ca02c")
+_ORDERS, _CLOCKS = ("fused", "1f1b", "gpipe"), ("lockstep", "free")
+# In the labelled programs: four tokens of width eight, float32.
+_VECTOR_BYTES = 128
+
+Rows = readme.Rows
 
 
-def main() -> None:
-  for path in DOCUMENTS:
-    path.write_text(with_tables(path.read_text(encoding="utf-8")))
-  # The same rows give the same file.
-  with matplotlib.rc_context({"svg.hashsalt": FIGURE.stem}):
-    draw().savefig(FIGURE, format="svg", metadata={"Date": None})
-
-
-def with_tables(text: str) -> str:
-  """`text` with its tables filled from the committed rows.
-
-  Raises:
-    KeyError: it has the name of an unknown table.
-  """
-  for name in re.findall(r"<!-- /(\w+) -->", text):
-    text = readme.fill(text, name, TABLES[name]())
-  return text
-
-
-def read(name: str) -> Rows:
-  """The committed rows of a part."""
-  return csv_rows.read(FOLDER / f"{name}.csv")
-
-
-def transfers() -> str:
+def transfers(rows: Rows) -> str:
   """Closed form, planned and received vectors, a row per shape."""
   header = ["P, V, K"]
   for rule in _RULES:
     header += [f"{rule}: formula", "planned", "received"]
   lines = []
-  for shape, of_rules in _by_shape().items():
+  for shape, of_rules in _by_shape(rows).items():
     cells = [shape]
     for rule in _RULES:
       row = of_rules[rule]
@@ -78,12 +44,12 @@ def transfers() -> str:
   return readme.table(header, lines)
 
 
-def carried() -> str:
+def carried(rows: Rows) -> str:
   """What the links of the compiled programs carry, a row per shape."""
   header = ["P, V, K", "rule", "needed", "carried, CPU", "carried, TPU",
             "bytes of a step over planned bytes"]  # fmt: skip
   lines = []
-  for shape, of_rules in _by_shape().items():
+  for shape, of_rules in _by_shape(rows).items():
     for rule in _RULES:
       row = of_rules[rule]
       needed = int(row["planned"]) + int(row["partials"])
@@ -101,10 +67,9 @@ def carried() -> str:
   return readme.table(header, lines)
 
 
-def transitions() -> str:
+def transitions(rows: Rows) -> str:
   """Fig. 3, boundary by boundary."""
   header = ["into chunk", "on rank", "naive", "cached", "minimum", "sum"]
-  rows = read("transitions")
   lines = [
     [row["chunk"], row["receiver"], *(row[rule] for rule in _RULES)]
     + ["yes" if row["partial"] == "True" else ""]
@@ -116,51 +81,34 @@ def transitions() -> str:
   return readme.table(header, lines)
 
 
-def bubbles() -> str:
+def bubbles(rows: Rows) -> str:
   """Idle time over work time, a row per shape."""
-  rows = read("bubbles")
-  columns = {
-    "ideal": lambda row: row["closed_form"],
-    **{
-      f"{order}, {clock}": lambda row, key=(order, clock): _find(
-        rows, row, key
-      )["bubble"]
-      for order in ("fused", "1f1b", "gpipe")
-      for clock in ("lockstep", "free")
-    },
-  }
-  header = ["P, V, M", *columns, "units in flight: fused, 1f1b, gpipe"]
+  kinds = [(order, clock) for order in _ORDERS for clock in _CLOCKS]
+  header = ["P, V, M", "ideal", *map(", ".join, kinds)]
   lines = []
-  for row in rows:
-    if (row["order"], row["clock"]) != ("fused", "lockstep"):
-      continue
-    units = [
-      _find(rows, row, (order, "free"))["units_in_flight"]
-      for order in ("fused", "1f1b", "gpipe")
-    ]
-    lines.append(
-      [", ".join(row[name] for name in "PVM")]
-      + [f"{float(column(row)):.1%}" for column in columns.values()]
-      + [", ".join(units)]
-    )
-  return readme.table(header, lines)
+  shapes = _grouped(rows, "PVM", lambda row: (row["order"], row["clock"]))
+  for shape, found in shapes.items():
+    shares = [found[kinds[0]]["closed_form"]]
+    shares += [found[kind]["bubble"] for kind in kinds]
+    units = [found[order, "free"]["units_in_flight"] for order in _ORDERS]
+    percent = [f"{float(share):.1%}" for share in shares]
+    lines.append([shape, *percent, ", ".join(units)])
+  units = f"units in flight: {', '.join(_ORDERS)}"
+  return readme.table([*header, units], lines)
 
 
-def memory() -> str:
+def memory(rows: Rows) -> str:
   """Temporary memory in vectors, a row per variant."""
-  rows = read("memory")
   counts = list(dict.fromkeys(row["M"] for row in rows))
   lines = [
-    [variant]
-    + [row["units"] for row in rows if row["variant"] == variant]
-    + [next(row["slots"] for row in rows[::-1] if row["variant"] == variant)]
-    for variant in dict.fromkeys(row["variant"] for row in rows)
+    [variant, *(row["units"] for row in own), own[-1]["slots"]]
+    for variant, own in _by_variant(rows).items()
   ]
   header = ["", *(f"M = {m}" for m in counts)]
   return readme.table([*header, "slots: inputs, blocks, gradients"], lines)
 
 
-def step_time() -> str:
+def step_time(rows: Rows) -> str:
   """Ratios to PreNorm, a row per variant."""
   lines = [
     [row["variant"]]
@@ -171,25 +119,15 @@ def step_time() -> str:
       for clock in ("cpu", "wall")
     ]
     + [row["cpu_seconds"], row["wall_seconds"]]
-    for row in read("step_time")
+    for row in rows
   ]
   header = ["", "processor time", "wall time", "processor, s", "wall, s"]
   return readme.table(header, lines)
 
 
-def pod() -> str:
-  """The 48B step on a slice."""
-  return _bounds("48b")
-
-
-def rules_on_pod() -> str:
-  """A shallower network on a slice, under each rule."""
-  return _bounds("4_layers")
-
-
-def _bounds(size: str) -> str:
-  """Memory and bounds of a size, a row per scheme and rule."""
-  rows = [row for row in read("tpu") if row["size"] == size]
+def bounds(size: str, rows: Rows) -> str:
+  """Memory and bounds of a size on a slice, a row per scheme and rule."""
+  rows = [row for row in rows if row["size"] == size]
   baseline = next(row for row in rows if row["residual"] == "prenorm")
   lines = []
   for row in rows:
@@ -207,16 +145,17 @@ def _bounds(size: str) -> str:
   return readme.table(["", *header], lines)
 
 
-def drawn(part: str) -> str:
+def drawn(part: str, rows: Rows) -> str:
   """The output of one part of `python -m attnres_jax.pipeline`."""
+  del rows  # It is computed, not measured.
   return f"```\n{command.draw(['--show', part])}```"
 
 
-def draw() -> figure_lib.Figure:
+def draw(transfers: Rows, memory: Rows) -> figure_lib.Figure:
   """Left, received vectors under each rule; right, memory over microbatches."""
   figure = figure_lib.Figure(figsize=(9.4, 3.4), layout="constrained")
   left, right = figure.subplots(1, 2)
-  shapes = _by_shape()
+  shapes = _by_shape(transfers)
   for i, (rule, colour) in enumerate(zip(_RULES, _COLOURS)):
     found = [of_rules[rule] for of_rules in shapes.values()]
     x = [j + 0.27 * (i - 1) for j in range(len(found))]
@@ -230,13 +169,11 @@ def draw() -> figure_lib.Figure:
   left.set_xticks(range(len(shapes)), list(shapes))
   left.set_xlabel("P, V, K")
   left.set_title("block vectors received per microbatch", fontsize=10)
-  rows = read("memory")
-  for variant in dict.fromkeys(row["variant"] for row in rows):
-    own = [row for row in rows if row["variant"] == variant]
+  for variant, own in _by_variant(memory).items():
     units = [float(row["units"]) for row in own]
     right.plot([int(row["M"]) for row in own], units, "o-", label=variant)
   right.set_xscale("log", base=2)
-  right.set_xticks(counts := sorted({int(row["M"]) for row in rows}))
+  right.set_xticks(counts := sorted({int(row["M"]) for row in memory}))
   right.set_xticklabels(list(map(str, counts)))
   right.set_xlabel("microbatches")
   right.set_ylim(0)
@@ -247,38 +184,51 @@ def draw() -> figure_lib.Figure:
   return figure
 
 
-_RULES = layout_lib.RULES
-_COLOURS = ("#c7c7c7", "#1f77b4", "#2ca02c")
-# In the labelled programs: four tokens of width eight, float32.
-_VECTOR_BYTES = 128
+def _by_shape(rows: Rows) -> dict[str, dict[Hashable, Mapping[str, str]]]:
+  return _grouped(rows, "PVK", lambda row: row["rule"])
 
 
-def _by_shape() -> dict[str, dict[str, Mapping[str, str]]]:
-  found: dict[str, dict[str, Mapping[str, str]]] = {}
-  for row in read("transfers"):
-    shape = ", ".join(row[name] for name in "PVK")
-    found.setdefault(shape, {})[row["rule"]] = row
+def _by_variant(rows: Rows) -> dict[str, list[Mapping[str, str]]]:
+  found: dict[str, list[Mapping[str, str]]] = {}
+  for row in rows:
+    found.setdefault(row["variant"], []).append(row)
   return found
 
 
-def _find(rows: Rows, like: Mapping[str, str], key: tuple[str, str]):
-  (row,) = (
-    row
-    for row in rows
-    if (row["order"], row["clock"]) == key
-    and all(row[name] == like[name] for name in "PVM")
-  )
-  return row
+def _grouped(
+  rows: Rows, sizes: str, key: Callable[[Mapping[str, str]], Hashable]
+) -> dict[str, dict[Hashable, Mapping[str, str]]]:
+  """{shape: {key: row}}, where a shape is the row's cells of `sizes`."""
+  found: dict[str, dict[Hashable, Mapping[str, str]]] = {}
+  for row in rows:
+    shape = ", ".join(row[name] for name in sizes)
+    found.setdefault(shape, {})[key(row)] = row
+  return found
 
 
-_WRITTEN = (
-  transfers, carried, transitions, bubbles, memory, step_time, pod,
-  rules_on_pod,
-)  # fmt: skip
-TABLES: dict[str, Callable[[], str]] = {
-  function.__name__: function for function in _WRITTEN
-} | {f"drawn_{part}": functools.partial(drawn, part) for part in command.PARTS}
-
-
-if __name__ == "__main__":
-  main()
+_PLACES = (
+  (transfers, "transfers"),
+  (carried, "transfers"),
+  (transitions, "transitions"),
+  (bubbles, "bubbles"),
+  (memory, "memory"),
+  (step_time, "step_time"),
+)
+_EXPLANATION = "../../docs/pipeline.md"
+PUBLISHED = readme.Published(
+  pathlib.Path(__file__).parent,
+  [
+    *(readme.Place(make, make.__name__, rows) for make, rows in _PLACES),
+    readme.Place(functools.partial(bounds, "48b"), "pod", "tpu"),
+    readme.Place(functools.partial(bounds, "4_layers"), "rules_on_pod", "tpu"),
+    readme.Place(transfers, "transfers", "transfers", _EXPLANATION),
+    *(
+      readme.Place(
+        functools.partial(drawn, part), f"drawn_{part}", "", _EXPLANATION
+      )
+      for part in command.PARTS
+    ),
+  ],
+  {"figure.svg": draw},
+  ("transfers", "memory"),
+)

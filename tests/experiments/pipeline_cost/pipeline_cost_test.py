@@ -7,7 +7,6 @@ from attnres_jax.pipeline import transport
 from experiments.pipeline_cost import labels
 from experiments.pipeline_cost import plans
 from experiments.pipeline_cost import run
-from experiments.pipeline_cost import tables
 from experiments.pipeline_cost import transfers
 from experiments.pipeline_cost import wires
 
@@ -129,7 +128,7 @@ def test_committed_measurements_are_what_was_planned():
     (*plans.Shape(*(row[name] for name in "PVK")), row["rule"]): row
     for row in plans.transfers()
   }
-  rows = tables.read("transfers")
+  rows = run.PUBLISHED.read("transfers")
   assert len(rows) == len(planned)
   for row in rows:
     shape = tuple(int(row[name]) for name in "PVK")
@@ -143,12 +142,3 @@ def test_committed_measurements_are_what_was_planned():
       if row[name]:
         assert int(row[name]) == plan["carried"] + plan["carried_partials"]
   assert any(row["tpu_forward"] for row in rows)
-
-
-@pytest.mark.parametrize("path", tables.DOCUMENTS, ids=lambda path: path.name)
-def test_documents_show_the_committed_results(path):
-  text = path.read_text(encoding="utf-8")
-  assert "<!-- /transfers -->" in text
-  assert text == tables.with_tables(text), (
-    "run `python -m experiments.pipeline_cost.tables`"
-  )
