@@ -77,6 +77,10 @@ class Saver:
   """Writes checkpoints of one run; a context manager.
 
   Open it after `restore_latest`, because it deletes unfinished saves.
+
+  Attributes:
+    last_step: of the last save, finished or not; None if there is none.
+    writing: whether a save is being written, as the first process sees it.
   """
 
   def __init__(
@@ -107,6 +111,7 @@ class Saver:
       )
     latest = self._checkpointer.latest
     self.last_step = None if latest is None else latest.step
+    self.writing = False
     self._under_way: Any = None
     self._info: dict[str, Any] = {}
     self._last_bytes = 0
@@ -137,6 +142,7 @@ class Saver:
     files.check_space(self._folder / str(step), self._last_bytes)
     self.last_step = step
     self._info = json.loads(json.dumps(dict(info)))
+    self.writing = True
     with self._explaining():
       self._under_way = self._checkpointer.save_checkpointables_async(
         step,
@@ -170,6 +176,7 @@ class Saver:
     folders = list(self._folder.glob(f"{final.name}.*tmp*")) or [final]
     checksums.write(folders[0], self._info)
     self._last_bytes = checksums.num_bytes(folders[0])
+    self.writing = False
 
   def _explaining(self) -> contextlib.AbstractContextManager[None]:
     return files.explaining_full_disk(

@@ -34,7 +34,8 @@ _TAIL_BYTES = 1 << 20
 # The columns of a train row that the console shows; the file has all.
 _CONSOLE_TRAIN = (
     "loss", "grad_norm", "learning_rate", "tokens_per_second",
-    "model_flop_utilisation", "step_seconds", "moe_max_violation",
+    "tokens_per_second_per_device", "model_flop_utilisation", "goodput",
+    "step_seconds", "moe_max_violation",
 )  # fmt: skip
 
 
@@ -433,19 +434,6 @@ def _parse(line: bytes) -> dict[str, Any]:
     raise ValueError("no object")
   if type(row.get("step")) is not int or type(row.get("split")) is not str:
     raise ValueError("without step or split")
-  return row
-
-
-def _parse_line(path: epath.Path, number: int, line: str) -> dict[str, Any]:
-  try:
-    row = json.loads(line)
-  except (ValueError, RecursionError) as error:
-    reason = getattr(error, "msg", error)
-    raise ValueError(f"{path}:{number}: {reason}") from error
-  if not isinstance(row, dict) or not {"step", "split"} <= row.keys():
-    raise ValueError(
-      f"{path}:{number}: got {line!r}, expected a row of metrics"
-    )
   return row
 
 

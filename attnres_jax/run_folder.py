@@ -37,6 +37,7 @@ HARMLESS = (
   "train.depth_every",
   "train.on_nan",
   "train.max_skipped_share",
+  "train.profile_steps",
   "data.num_threads",
 )
 

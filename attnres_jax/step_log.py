@@ -19,6 +19,7 @@ from attnres_jax import chips
 from attnres_jax import config as config_lib
 from attnres_jax import flops
 from attnres_jax import metrics as metrics_lib
+from attnres_jax import watch
 
 # Checked when a step is not finite.
 _SUSPECTS = ("loss", "z", "grad_norm")
@@ -38,8 +39,11 @@ class StepLog:
   A row has the scalars of that step; the norms of the transformer blocks go
   into `depth` rows, which the training loop writes. Times are means over the
   steps since the previous row: step_seconds (without evaluations, saves and
-  depth rows), data_wait_seconds, tokens_per_second, model_flop_utilisation
-  (null on CPU and on chips with unknown peak).
+  depth rows), data_wait_seconds, tokens_per_second (also per device) and
+  model_flop_utilisation (null on CPU and on chips with unknown peak). goodput
+  is the share of the time since the start of this attempt that was spent in
+  steps, without waiting for data. A step that took far longer than the others
+  gets an event with its cause.
   """
 
   def __init__(
@@ -48,11 +52,25 @@ class StepLog:
     writer: metrics_lib.Writer,
     mesh: jax.sharding.Mesh,
     *,
+    start: float | None = None,
+    stalls: watch.StallWatch | None = None,
     fetch: Callable[[Any], Any] = jax.device_get,
     clock: Callable[[], float] = time.perf_counter,
   ):
+    """Starts to measure the first step.
+
+    Args:
+      config: of the run.
+      writer: of its rows.
+      mesh: of its devices.
+      start: of this attempt, by the clock; None for now.
+      stalls: judges the time of each step, if given.
+      fetch: copies metrics to the host.
+      clock: in seconds.
+    """
     self._config = config
     self._writer = writer
+    self._stalls = stalls
     self._flops_per_token = flops.flops_per_token(
       config.model, config.data.sequence_length
     ).train
@@ -63,18 +81,25 @@ class StepLog:
     self._pending: tuple[int, Any] | None = None
     self._latest: dict[str, Any] = {}
     self._mark = clock()
+    self._start = self._mark if start is None else start
+    self._useful = self._step_wait = 0.0
+    self._saving = False
     self._reset()
 
-  def add(self, step: int, metrics: Mapping[str, Any]) -> None:
+  def add(
+    self, step: int, metrics: Mapping[str, Any], saving: bool = False
+  ) -> None:
     """Accepts the metrics of a step, and writes those of the previous one.
 
     Args:
       step: the step just dispatched, counted from 1.
       metrics: arrays of the train step, maybe not computed yet.
+      saving: whether a checkpoint is being written.
 
     Raises:
       NonFiniteError: the step *before* was not finite.
     """
+    self._saving |= saving
     self.drain()
     self._pending = (step, metrics)
 
@@ -86,8 +111,10 @@ class StepLog:
     self._pending = None
     self._latest = metrics = self._fetch(dict(metrics))
     now = self._clock()
-    self._seconds += now - self._mark
+    seconds = now - self._mark
+    self._seconds += seconds
     self._mark = now
+    self._judge(step, seconds)
     self._tokens += float(metrics["tokens"])
     self._steps += 1
     self._check_finite(step, metrics)
@@ -100,7 +127,7 @@ class StepLog:
     """A context for fetching the next batch."""
     start = self._clock()
     yield
-    self._data_wait += self._clock() - start
+    self._step_wait += self._clock() - start
 
   @contextlib.contextmanager
   def paused(self) -> Iterator[None]:
@@ -108,6 +135,17 @@ class StepLog:
     start = self._clock()
     yield
     self._mark += self._clock() - start
+
+  def _judge(self, step: int, seconds: float) -> None:
+    """Adds the time of a step to the sums, with an event if it is a stall."""
+    wait, self._step_wait = self._step_wait, 0.0
+    saving, self._saving = self._saving, False
+    self._data_wait += wait
+    self._useful += max(0.0, seconds - wait)
+    if self._stalls is not None:
+      stall = self._stalls.add(seconds, wait, saving)
+      if stall is not None:
+        self._writer.event(step, "stall", **stall)
 
   def _write(self, step: int, metrics: Mapping[str, Any]) -> None:
     scalars = {
@@ -123,6 +161,8 @@ class StepLog:
       step_seconds=self._seconds / self._steps,
       data_wait_seconds=self._data_wait / self._steps,
       tokens_per_second=tokens_per_second,
+      tokens_per_second_per_device=tokens_per_second / self._num_devices,
+      goodput=self._useful / max(self._clock() - self._start, 1e-9),
       model_flop_utilisation=chips.model_flop_utilisation(
         self._flops_per_token * tokens_per_second,
         self._device_kind,

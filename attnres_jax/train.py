@@ -34,6 +34,7 @@ from attnres_jax import sharding
 from attnres_jax import signals
 from attnres_jax import step_log
 from attnres_jax import train_state
+from attnres_jax import watch
 
 
 def train_and_evaluate(
@@ -139,7 +140,11 @@ def train_and_evaluate(
     }
     saves = stack.enter_context(_Saves(workdir, config, info, writer))
     writer.event(step, "ready", seconds=time.perf_counter() - start)
-    log = step_log.StepLog(config, writer, mesh)
+    collector = stack.enter_context(watch.collector_frozen())
+    stalls = watch.StallWatch(collector)
+    log = step_log.StepLog(config, writer, mesh, start=start, stalls=stalls)
+    profiler = watch.Profiler(config, workdir)
+    stack.callback(profiler.close)
     stopped = False
     stop.begin_work()
     try:
@@ -147,13 +152,22 @@ def train_and_evaluate(
         stopped = stop.requested(step)
         if stopped:
           break
-        with log.waiting_for_data():
-          batch = sharding.shard_batch(next(batches), mesh)
-        state, metrics = train_step(state, batch)
+        if profiler.starts_at(step + 1):
+          log.drain()
+          with log.paused():
+            profiler.start()
+        with profiler.step(step + 1):
+          with log.waiting_for_data():
+            batch = sharding.shard_batch(next(batches), mesh)
+          state, metrics = train_step(state, batch)
         step += 1
-        log.add(step, metrics)
+        log.add(step, metrics, saving=saves.writing)
 
         last = step == config.train.steps
+        if profiler.ends_at(step):
+          log.drain()
+          with log.paused():
+            writer.event(step, "profiled", folder=profiler.stop())
         if depth_step and (last or _due(step, config.train.depth_every)):
           grad_norm_L = log.drain()["grad_norm_L"]
           with log.paused():
@@ -338,6 +352,11 @@ class _Saves:
     self._saver.save(step, state, self._info | {"data": position})
     self._pending = step, time.perf_counter() - start
     self._last_step = step
+
+  @property
+  def writing(self) -> bool:
+    """Whether a save is being written."""
+    return self._saver.writing
 
   def wait(self) -> None:
     """Waits until the pending save, if any, is complete."""

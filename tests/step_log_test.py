@@ -111,12 +111,12 @@ def test_training_loop_dispatches_before_it_fetches(tmp_path, monkeypatch):
     return Step()
 
   class Log(step_log.StepLog):
-    def __init__(self, *args):
+    def __init__(self, *args, **options):
       def fetch(metrics):
         order.append("fetch")
         return jax.device_get(metrics)
 
-      super().__init__(*args, fetch=fetch)
+      super().__init__(*args, fetch=fetch, **options)
 
   monkeypatch.setattr(train_state.Program, "train_step", property(recording))
   monkeypatch.setattr(step_log, "StepLog", Log)

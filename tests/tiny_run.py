@@ -252,5 +252,6 @@ def _all_rows(workdir):
 
 def _is_time(name):
   return name.endswith("seconds") or name in (
-      "tokens_per_second", "model_flop_utilisation",
+      "tokens_per_second", "tokens_per_second_per_device", "goodput",
+      "model_flop_utilisation",
   )  # fmt: skip

@@ -138,6 +138,8 @@ class TrainConfig(fields.Checked, prefix="train"):
       or leaves the parameters unchanged and counts the step (`skip`).
     max_skipped_share: fraction of all steps; a run of a sweep fails if it skips
       more.
+    profile_steps: first and last step, counted from 1, of which the run writes
+      a trace to WORKDIR/profile, for XProf; empty for none.
   """
 
   steps: fields.Size = 400
@@ -147,6 +149,15 @@ class TrainConfig(fields.Checked, prefix="train"):
   depth_every: fields.Count = 50
   on_nan: Literal["stop", "skip"] = "stop"
   max_skipped_share: fields.Fraction = 0.5
+  profile_steps: tuple[int, ...] = ()
+
+  def __post_init__(self):
+    super().__post_init__()
+    steps = self.profile_steps
+    if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+      errors.fail(
+        "train.profile_steps", steps, "() or two steps, such as (10, 12)"
+      )
 
 
 @dataclasses.dataclass(frozen=True)
