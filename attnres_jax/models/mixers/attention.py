@@ -34,17 +34,36 @@ class Attention(nnx.Module):
     self, x: jax.Array | base.QKV, segment_ids_BT: jax.Array | None = None
   ) -> jax.Array:
     """Mixes positions s <= t, within a document if segment ids are given."""
+    return self.finish(x, *self.project(x), segment_ids_BT)
+
+  def project(
+    self, x: jax.Array | base.QKV
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries [B, T, N, H], keys and values [B, T, K, H], without positions."""
     x = base.qkv(x)
-    query_BTNH = linear.linear(x.query, self.query[...])
-    key_BSKH = linear.linear(x.key, self.key[...])
-    value_BSKH = linear.linear(x.value, self.value[...])
+    return (
+      linear.linear(x.query, self.query[...]),
+      linear.linear(x.key, self.key[...]),
+      linear.linear(x.value, self.value[...]),
+    )
+
+  def finish(
+    self,
+    x: jax.Array | base.QKV,
+    query_BTNH: jax.Array,
+    key_BTKH: jax.Array,
+    value_BTKH: jax.Array,
+    segment_ids_BT: jax.Array | None = None,
+  ) -> jax.Array:
+    """The output, of heads as from `project`."""
+    del x
     if self.rope_theta:
       query_BTNH = apply_rope(query_BTNH, self.rope_theta)
-      key_BSKH = apply_rope(key_BSKH, self.rope_theta)
+      key_BTKH = apply_rope(key_BTKH, self.rope_theta)
     mixed_BTNH = softmax.causal_attention(
       query_BTNH,
-      key_BSKH,
-      value_BSKH,
+      key_BTKH,
+      value_BTKH,
       segment_ids_BT,
       kernel=self.kernel,
       tile=softmax.TILE if self.kernel == "tiled" else 0,

@@ -103,9 +103,32 @@ class Kda(nnx.Module):
     self, x: jax.Array | base.QKV, segment_ids_BT: jax.Array | None = None
   ) -> jax.Array:
     """Mixes positions s <= t, within a document if segment ids are given."""
+    return self.finish(x, *self.project(x), segment_ids_BT)
+
+  def project(
+    self, x: jax.Array | base.QKV
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, keys and values [B, T, N, H], before their convolutions."""
     x = base.qkv(x)
+    return (
+      linear.linear(x.query, self.query[...]),
+      linear.linear(x.key, self.key[...]),
+      linear.linear(x.value, self.value[...]),
+    )
+
+  def finish(
+    self,
+    x: jax.Array | base.QKV,
+    query_BTNH: jax.Array,
+    key_BTNH: jax.Array,
+    value_BTNH: jax.Array,
+    segment_ids_BT: jax.Array | None = None,
+  ) -> jax.Array:
+    """The output, of heads as from `project`, and gates of x."""
+    x_BTD = base.qkv(x).query
+    heads = query_BTNH, key_BTNH, value_BTNH
     q, k, v, g, beta = self._inputs(
-      x, self.init_cache(x.query.shape[0]), segment_ids_BT
+      x_BTD, heads, self.init_cache(x_BTD.shape[0]), segment_ids_BT
     )[0]
 
     def mix(q, k, v, g, beta, segment_ids_BT):
@@ -122,7 +145,7 @@ class Kda(nnx.Module):
       part="recurrence", flops=_recurrence_flops(v.shape, self.chunk_size),
       outs=v,
     )  # fmt: skip
-    return self._outputs(x.query, o_BTNH)
+    return self._outputs(x_BTD, o_BTNH)
 
   def init_cache(self, batch: int, length: int = 0) -> KdaState:
     """The state before the first token: zeros, for any `length`."""
@@ -140,7 +163,8 @@ class Kda(nnx.Module):
     Splitting a sequence into pieces does not change the result. One token runs
     through the recurrence, several through its chunkwise form.
     """
-    (q, k, v, g, beta), tails = self._inputs(base.qkv(x_BTD), state, None)
+    heads = self.project(x_BTD)
+    (q, k, v, g, beta), tails = self._inputs(x_BTD, heads, state, None)
     if x_BTD.shape[1] == 1:
       o_BNH, memory_BNHV = attnres_kernels.kda_step(
         q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state.memory_BNHV
@@ -153,22 +177,22 @@ class Kda(nnx.Module):
       )  # fmt: skip
     return self._outputs(x_BTD, o_BTNH), KdaState(memory_BNHV, *tails)
 
-  def _inputs(self, x, state, segment_ids_BT):
+  def _inputs(self, x_BTD, heads, state, segment_ids_BT):
     """The arguments of the recurrence, and the tails of the convolutions."""
+    query_BTNH, key_BTNH, value_BTNH = heads
     features, tails = [], []
-    for x_BTD, weight, conv, tail, unit in (
-      (x.query, self.query, self.query_conv, state.query_BKNH, True),
-      (x.key, self.key, self.key_conv, state.key_BKNH, True),
-      (x.value, self.value, self.value_conv, state.value_BKNH, False),
+    for x_BTNH, conv, tail, unit in (
+      (query_BTNH, self.query_conv, state.query_BKNH, True),
+      (key_BTNH, self.key_conv, state.key_BKNH, True),
+      (value_BTNH, self.value_conv, state.value_BKNH, False),
     ):
-      x_BTNH = linear.linear(x_BTD, weight[...])
       padded_BPNH = jnp.concatenate([tail.astype(x_BTNH.dtype), x_BTNH], axis=1)
       features.append(_feature(padded_BPNH, conv[...], segment_ids_BT, unit))
       tails.append(padded_BPNH[:, x_BTNH.shape[1] :])
-    wide = precision.wide(x.query.dtype)
-    low_BTR = linear.linear(x.query, self.decay_down[...])
+    wide = precision.wide(x_BTD.dtype)
+    low_BTR = linear.linear(x_BTD, self.decay_down[...])
     raw_BTNH = linear.linear(low_BTR, self.decay_up[...], 1, wide)
-    beta_BTN = linear.linear(x.query, self.beta[...], 1, wide)
+    beta_BTN = linear.linear(x_BTD, self.beta[...], 1, wide)
     g_BTNH = _log_decay(raw_BTNH, self.a_log[...], self.dt_bias[...])
     return (*features, g_BTNH, jax.nn.sigmoid(beta_BTN)), tails
 

@@ -71,7 +71,13 @@ class Mla(nnx.Module):
   def __call__(
     self, x: jax.Array | base.QKV, segment_ids_BT: jax.Array | None = None
   ) -> jax.Array:
-    """Mixes positions s <= t, within a document if segment ids are given.
+    """Mixes positions s <= t, within a document if segment ids are given."""
+    return self.finish(x, *self.project(x), segment_ids_BT)
+
+  def project(
+    self, x: jax.Array | base.QKV
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries and keys [B, T, N, H] and values [B, T, N, V].
 
     With a separate input for values, there are two latents, of which one gives
     the keys and one the values (our choice).
@@ -80,7 +86,22 @@ class Mla(nnx.Module):
     keys = values = self._compressed(x.key)
     if x.value is not x.key:
       values = self._compressed(x.value)
-    return self._expanded(x.query, keys, values, segment_ids_BT)
+    return self._heads(x.query, keys, values)
+
+  def finish(
+    self,
+    x: jax.Array | base.QKV,
+    query_BTNH: jax.Array,
+    key_BTNH: jax.Array,
+    value_BTNV: jax.Array,
+    segment_ids_BT: jax.Array | None = None,
+  ) -> jax.Array:
+    """The output, of heads as from `project`."""
+    del x
+    mixed_BTNV = softmax.causal_attention(
+      query_BTNH, key_BTNH, value_BTNV, segment_ids_BT, kernel=self.kernel
+    )
+    return linear.linear(mixed_BTNV, self.output[...], 2)
 
   def init_cache(self, batch: int, length: int) -> MlaCache:
     """An empty cache with room for `length` tokens per row."""
@@ -96,7 +117,7 @@ class Mla(nnx.Module):
       ValueError: the cache has no room for T tokens.
     """
     tokens_BTC = self._compressed(x_BTD)
-    y_BTD = self._expanded(x_BTD, tokens_BTC, tokens_BTC, None)
+    y_BTD = self.finish(x_BTD, *self._heads(x_BTD, tokens_BTC, tokens_BTC))
     return y_BTD, _append(cache, tokens_BTC)
 
   def extend(
@@ -147,7 +168,7 @@ class Mla(nnx.Module):
     latent_BTR = norm(self.latent_norm, latent_BTR)
     return jnp.concatenate([latent_BTR, shared_BTH], axis=2)
 
-  def _expanded(self, x_BTD, keys_BTC, values_BTC, segment_ids_BT):
+  def _heads(self, x_BTD, keys_BTC, values_BTC):
     shared_BTH = keys_BTC[:, :, self.latent_rank :]
     own_BTNH, value_BTNV = self._up(keys_BTC)
     if values_BTC is not keys_BTC:
@@ -155,14 +176,9 @@ class Mla(nnx.Module):
     shared_BTNH = jnp.broadcast_to(
       shared_BTH[:, :, None], (*own_BTNH.shape[:3], shared_BTH.shape[2])
     )
-    mixed_BTNV = softmax.causal_attention(
-      linear.linear(x_BTD, self.query[...]),
-      jnp.concatenate([own_BTNH, shared_BTNH], axis=3),
-      value_BTNV,
-      segment_ids_BT,
-      kernel=self.kernel,
-    )
-    return linear.linear(mixed_BTNV, self.output[...], 2)
+    query_BTNH = linear.linear(x_BTD, self.query[...])
+    key_BTNH = jnp.concatenate([own_BTNH, shared_BTNH], axis=3)
+    return query_BTNH, key_BTNH, value_BTNV
 
   def _up(self, tokens_BTC):
     """The separate part of each head's key, and its value, from latents."""
