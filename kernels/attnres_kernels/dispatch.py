@@ -12,7 +12,7 @@ import contextvars
 import functools
 import importlib
 import importlib.util
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.extend
@@ -21,12 +21,7 @@ from jax.interpreters import mlir
 import jax.numpy as jnp
 
 Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu"]
-IMPLEMENTATIONS: tuple[str, ...] = (
-  "reference",
-  "xla",
-  "pallas_tpu",
-  "pallas_gpu",
-)
+IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 # What a TPU kernel may use: of 64 MiB on v5p and tpu7x, 128 on the others.
 TPU_VMEM_BYTES = 56 * 2**20
 

@@ -136,12 +136,7 @@ def depth_attention_vjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(eps, implementation, query_QD, sources, count):
-  out, _ = _attend_forward(eps, implementation, query_QD, sources, count)
-  return out
-
-
-def _attend_forward(eps, implementation, query_QD, sources, count):
-  out_QTD, lse_QT = dispatch.call(
+  return dispatch.call(
     "depth_attention",
     "forward",
     implementation,
@@ -150,25 +145,17 @@ def _attend_forward(eps, implementation, query_QD, sources, count):
     count,
     eps=eps,
   )
+
+
+def _attend_forward(eps, implementation, *arguments):
+  out_QTD, lse_QT = _attend(eps, implementation, *arguments)
   # The caller keeps the sources alive anyway; the mixtures are not needed
   # again.
-  return (out_QTD, lse_QT), (query_QD, sources, count, lse_QT)
+  return (out_QTD, lse_QT), (*arguments, lse_QT)
 
 
 def _attend_backward(eps, implementation, residuals, cotangents):
-  query_QD, sources, count, lse_QT = residuals
-  dout_QTD, dlse_QT = cotangents
-  dquery_QD, dsources = _backward(
-    eps,
-    implementation,
-    query_QD,
-    sources,
-    count,
-    lse_QT,
-    dout_QTD,
-    dlse_QT,
-  )
-  return dquery_QD, dsources, None
+  return *_backward(eps, implementation, *residuals, *cotangents), None
 
 
 def _backward(eps, implementation, *args):

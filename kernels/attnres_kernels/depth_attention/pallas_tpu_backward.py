@@ -36,7 +36,6 @@ def backward(
   *,
   eps,
   interpret=False,
-  blocks=None,
 ):
   """Returns the gradients of the queries and of every source.
 
@@ -54,7 +53,7 @@ def backward(
   written = dsource_dtype.itemsize * (2 if accumulated else 1)
   token_bytes = (num_queries + num_slots) * width * dtype.itemsize
   token_bytes += num_slots * width * written
-  blocks = blocks or tiles.BlockSizes.choose(num_tokens, width, token_bytes)
+  blocks = tiles.BlockSizes.choose(num_tokens, width, token_bytes)
   tile = blocks.tokens
   num_tiles = pl.cdiv(num_tokens, tile)
   # Every part of the outer axis sums its own query gradient, in order.

@@ -24,14 +24,14 @@ _MASKED = -1e30  # Lower than any real score, yet finite.
 _STACKED_SOURCES = 16
 
 
-def forward(query_QD, sources, count, *, eps, interpret=False, blocks=None):
+def forward(query_QD, sources, count, *, eps, interpret=False):
   """Returns the mixtures and their log-normalisers."""
   tokens_shape, flat, num_tokens = tiles.flatten(sources)
   num_slots = len(sources)
   num_queries, width = query_QD.shape
   dtype = sources[0].dtype
   token_bytes = (num_slots + num_queries) * width * dtype.itemsize
-  blocks = blocks or tiles.BlockSizes.choose(num_tokens, width, token_bytes)
+  blocks = tiles.BlockSizes.choose(num_tokens, width, token_bytes)
   tile = blocks.tokens
   steps = pl.cdiv(num_tokens, tile)
   terms = tiles.query_terms(query_QD, dtype)

@@ -43,23 +43,8 @@ def depth_merge(
     ValueError: the shapes do not fit together.
     NotImplementedError: the named backend cannot run these shapes here.
   """
-  dispatch.check_implementation(implementation)
-  dispatch.check_eps(eps)
-  _check(out, lse, query, partial)
-  if implementation == "reference":
-    return reference.merge(out, lse, query, partial, eps=eps)
-  dtype = dispatch.accumulator(out, query, partial)
-  options = (float(eps), 0.0, implementation)
-  _, mixed = _merge(
-    options,
-    out,
-    lse.astype(dtype),
-    query.astype(dtype),
-    partial,
-    None,
-    None,
-  )
-  return mixed
+  arrays = out, lse, query, partial, None, None
+  return _merge(arrays, eps, 0.0, implementation)[1]
 
 
 def depth_merge_norm(
@@ -97,30 +82,8 @@ def depth_merge_norm(
     ValueError: the shapes do not fit together.
     NotImplementedError: the named backend cannot run these shapes here.
   """
-  dispatch.check_implementation(implementation)
-  dispatch.check_eps(eps)
-  _check(out, lse, query, partial)
-  if update is not None and update.shape != partial.shape:
-    raise ValueError(
-      f"shapes differ: update {update.shape} and partial {partial.shape}"
-    )
-  dispatch.check_eps(norm_eps, "norm_eps")
-  if gain.shape != query.shape:
-    raise ValueError(f"shapes differ: gain {gain.shape}, query {query.shape}")
-  if implementation == "reference":
-    return reference.merge_norm(
-      out, lse, query, partial, update, gain, eps=eps, norm_eps=norm_eps
-    )
-  dtype = dispatch.accumulator(out, query, partial)
-  total, normed = _merge(
-    (float(eps), float(norm_eps), implementation),
-    out,
-    lse.astype(dtype),
-    query.astype(dtype),
-    partial,
-    update,
-    gain.astype(dtype),
-  )
+  arrays = out, lse, query, partial, update, gain
+  total, normed = _merge(arrays, eps, norm_eps, implementation)
   return (partial if update is None else total), normed
 
 
@@ -159,60 +122,64 @@ def combine_mixtures(
   return out.astype(out_a.dtype), lse
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _merge(options, out, lse, query, partial, update, gain):
-  eps, norm_eps, implementation = options
+def _merge(arrays, eps, norm_eps, implementation):
+  """(new partial or None, merged or merged and normed), after checks."""
+  dispatch.check_implementation(implementation)
+  dispatch.check_eps(eps)
+  _check(*arrays)
+  dispatch.check_eps(norm_eps, "norm_eps")
+  if implementation == "reference":
+    return reference.forward(*arrays, eps=eps, norm_eps=norm_eps)
+  out, lse, query, partial, update, gain = arrays
+  dtype = dispatch.accumulator(out, query, partial)
+  lse, query = lse.astype(dtype), query.astype(dtype)
+  gain = None if gain is None else gain.astype(dtype)
+  arrays = out, lse, query, partial, update, gain
+  return _call(float(eps), float(norm_eps), implementation, *arrays)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _call(eps, norm_eps, implementation, *arrays):
   return dispatch.call(
     "depth_merge",
     "forward",
     implementation,
-    out,
-    lse,
-    query,
-    partial,
-    update,
-    gain,
+    *arrays,
     eps=eps,
     norm_eps=norm_eps,
   )
 
 
-def _merge_forward(options, out, lse, query, partial, update, gain):
-  total, mixed = _merge(options, out, lse, query, partial, update, gain)
+def _call_forward(eps, norm_eps, implementation, *arrays):
+  total, mixed = _call(eps, norm_eps, implementation, *arrays)
+  out, lse, query, partial, update, gain = arrays
   kept = partial if update is None else total
   # Zero-sized: only its dtype is wanted, for the gradient of the update.
   update_like = None if update is None else jnp.zeros((0,), update.dtype)
-  return (total, mixed), (out, lse, query, kept, gain, update_like)
+  return (total, mixed), (update_like, out, lse, query, kept, gain)
 
 
-def _merge_backward(options, residuals, cotangents):
-  eps, norm_eps, implementation = options
-  out, lse, query, total, gain, update_like = residuals
-  dtotal, dmixed = cotangents
-  dout, dlse, dquery, dpartial, dgain = dispatch.call(
+def _call_backward(eps, norm_eps, implementation, residuals, cotangents):
+  update_like, *arrays = residuals
+  *gradients, dpartial, dgain = dispatch.call(
     "depth_merge",
     "backward",
     implementation,
-    out,
-    lse,
-    query,
-    total,
-    gain,
-    dtotal,
-    dmixed,
+    *arrays,
+    *cotangents,
     eps=eps,
     norm_eps=norm_eps,
   )
   dupdate = None
   if update_like is not None:
     dupdate = dpartial.astype(update_like.dtype)
-  return dout, dlse, dquery, dpartial, dupdate, dgain
+  return *gradients, dpartial, dupdate, dgain
 
 
-_merge.defvjp(_merge_forward, _merge_backward)
+_call.defvjp(_call_forward, _call_backward)
 
 
-def _check(out, lse, query, partial):
+def _check(out, lse, query, partial, update, gain):
   if query.ndim != 1 or not query.shape[0]:
     raise ValueError(
       f"query must be [D] with D >= 1, got {query.shape}; out {out.shape}"
@@ -223,3 +190,9 @@ def _check(out, lse, query, partial):
     raise ValueError(f"shapes differ: partial {partial.shape}, out {out.shape}")
   if lse.shape != out.shape[:-1]:
     raise ValueError(f"shapes differ: lse {lse.shape} and out {out.shape}")
+  if update is not None and update.shape != partial.shape:
+    raise ValueError(
+      f"shapes differ: update {update.shape} and partial {partial.shape}"
+    )
+  if gain is not None and gain.shape != query.shape:
+    raise ValueError(f"shapes differ: gain {gain.shape}, query {query.shape}")

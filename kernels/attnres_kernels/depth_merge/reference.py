@@ -7,14 +7,7 @@ import jax.numpy as jnp
 from attnres_kernels import dispatch
 
 
-def merge(out_TD, lse_T, query_D, partial_TD, *, eps):
-  """The mixture with `partial` as one more source."""
-  dtype = dispatch.accumulator(out_TD, lse_T, query_D, partial_TD)
-  mixed_TD = _mix(out_TD, lse_T, query_D, partial_TD.astype(dtype), eps)
-  return mixed_TD.astype(out_TD.dtype)
-
-
-def merge_norm(
+def forward(
   out_TD, lse_T, query_D, partial_TD, update_TD, gain_D, *, eps, norm_eps
 ):
   """Adds the update, merges, and applies the next sublayer's pre-norm."""
@@ -22,19 +15,15 @@ def merge_norm(
   total_TD = partial_TD.astype(dtype)
   if update_TD is not None:
     total_TD = total_TD + update_TD.astype(dtype)
-  mixed_TD = _mix(out_TD, lse_T, query_D, total_TD, eps)
-  normed_TD = _rms_norm(mixed_TD, norm_eps) * _row(gain_D, dtype, mixed_TD)
-  return total_TD.astype(partial_TD.dtype), normed_TD.astype(out_TD.dtype)
-
-
-def _mix(out_TD, lse_T, query_D, partial_TD, eps):
-  dtype = partial_TD.dtype
-  key_TD = _rms_norm(partial_TD, eps)
+  key_TD = _rms_norm(total_TD, eps)
   score_T = jnp.sum(key_TD * _row(query_D, dtype, key_TD), axis=-1)
   # Both at once: a softmax over two log-weights, the mixture's and the score.
   keep_T = jax.nn.sigmoid(lse_T - score_T)[..., None]
   take_T = jax.nn.sigmoid(score_T - lse_T)[..., None]
-  return keep_T * out_TD.astype(dtype) + take_T * partial_TD
+  mixed_TD = keep_T * out_TD.astype(dtype) + take_T * total_TD
+  if gain_D is not None:
+    mixed_TD = _rms_norm(mixed_TD, norm_eps) * _row(gain_D, dtype, mixed_TD)
+  return total_TD.astype(partial_TD.dtype), mixed_TD.astype(out_TD.dtype)
 
 
 def _rms_norm(x_TD, eps):

@@ -139,7 +139,7 @@ class _Call:
   def __call__(self, kernel, name, inputs, outputs):
     """Inputs are (spec, array), outputs (spec, shape)."""
     return pl.pallas_call(
-      functools.partial(kernel, group=self.group),
+      kernel,
       grid=(self.batch, self.heads // self.group, self.number),
       in_specs=[spec for spec, _ in inputs],
       out_specs=[spec for spec, _ in outputs],
@@ -256,32 +256,18 @@ def _forward_kernel(
   last_ref,
   state_ref,
   *,
-  group,
   scale,
 ):
   _start(first_ref, state_ref)
-  heads = range(group)
-  chunks = [
-    chunk_lib.Chunk(
-      _head(q_ref, head, group),
-      _head(k_ref, head, group),
-      _head(g_ref, head, group),
-      beta_ref[0, head, 0],
-      ranges_ref,
-      scale,
-    )
-    for head in heads
-  ]
-  states = [state_ref[head] for head in heads]
-  values = [_head(v_ref, head, group) for head in heads]
-  _, reads, z = chunk_lib.solve(chunks, states, values)
+  refs = ranges_ref, q_ref, k_ref, v_ref, g_ref, beta_ref
+  chunks, states, _, reads, z = _solve(*refs, state_ref, scale)
   outputs = [
     read[c.size :] + c.dot(c.pairs * c.beta, z)
     for c, z, read in zip(chunks, z, reads)
   ]
   states = [c.next(s, z) for c, s, z in zip(chunks, states, z)]
-  for head in heads:
-    _set_head(o_ref, head, group, outputs[head])
+  for head in range(len(chunks)):
+    _set_head(o_ref, head, len(chunks), outputs[head])
     state_ref[head] = states[head]
   _finish(last_ref, state_ref)
 
@@ -296,29 +282,33 @@ def _states_kernel(
   starts_ref,
   inverses_ref,
   state_ref,
-  *,
-  group,
 ):
   _start(first_ref, state_ref)
-  heads = range(group)
-  chunks = [
-    chunk_lib.Chunk(
-      None,
-      _head(k_ref, head, group),
-      _head(g_ref, head, group),
-      beta_ref[0, head, 0],
-      ranges_ref,
-      None,
-    )
-    for head in heads
-  ]
-  states = [state_ref[head] for head in heads]
-  values = [_head(v_ref, head, group) for head in heads]
-  inverses, _, z = chunk_lib.solve(chunks, states, values)
+  refs = ranges_ref, None, k_ref, v_ref, g_ref, beta_ref
+  chunks, states, inverses, _, z = _solve(*refs, state_ref, None)
   for head, c in enumerate(chunks):
     starts_ref[0, head, 0] = states[head].astype(starts_ref.dtype)
     inverses_ref[0, head, 0] = inverses[head].astype(inverses_ref.dtype)
     state_ref[head] = c.next(states[head], z[head])
+
+
+def _solve(ranges_ref, q_ref, k_ref, v_ref, g_ref, beta_ref, state_ref, scale):
+  """The chunks and states of all heads, and what `solve` finds for them."""
+  group = state_ref.shape[0]
+  chunks = [
+    chunk_lib.Chunk(
+      None if q_ref is None else _head(q_ref, head, group),
+      _head(k_ref, head, group),
+      _head(g_ref, head, group),
+      beta_ref[0, head, 0],
+      ranges_ref,
+      scale,
+    )
+    for head in range(group)
+  ]
+  states = [state_ref[head] for head in range(group)]
+  values = [_head(v_ref, head, group) for head in range(group)]
+  return chunks, states, *chunk_lib.solve(chunks, states, values)
 
 
 def _backward_kernel(
@@ -341,9 +331,9 @@ def _backward_kernel(
   first_ref,
   dstate_ref,
   *,
-  group,
   scale,
 ):
+  group = dstate_ref.shape[0]
   _start(last_ref, dstate_ref)
   for head in range(group):
     q, k, v, g, do = (
