@@ -25,7 +25,12 @@ class RMSNorm(nnx.Module):
   def __call__(self, x: jax.Array) -> jax.Array:
     """Normalises `x` [..., D] in float32, returns its dtype."""
     x_wide = precision.widen(x)
-    mean_square = jnp.mean(jnp.square(x_wide), axis=-1, keepdims=True)
-    normed = x_wide * jax.lax.rsqrt(mean_square + self.eps)
+    normed = x_wide * inverse_rms(x_wide, self.eps)
     gain = jnp.reshape(self.gain[...], (1,) * (x.ndim - 1) + (-1,))
     return (normed * gain).astype(x.dtype)
+
+
+def inverse_rms(x: jax.Array, eps: float) -> jax.Array:
+  """1 / rms(x) over the last axis, which stays with size one."""
+  mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+  return jax.lax.rsqrt(mean_square + eps)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small networks whose depth attention is far from uniform."""
+"""Small networks whose residual schemes are far from their start."""
 
 import functools
 
@@ -18,7 +18,7 @@ def network(
   block_size: int = 4,
   form: str = "two_phase",
 ):
-  """A network of `num_layers` transformer blocks with random queries."""
+  """A network of `num_layers` transformer blocks with random scheme."""
   config = config_lib.ModelConfig(
     vocab_size=19,
     width=16,
@@ -31,12 +31,17 @@ def network(
     ),
   )
   model = models.build_model(config, seed=3)
+  rng = np.random.default_rng(5)
   if hasattr(model.residual, "queries"):
-    rng = np.random.default_rng(5)
     query = model.residual.queries.query
     query[...] = np.float32(0.5 * rng.standard_normal(query.shape))
     gain = model.residual.queries.gain
     gain[...] = np.float32(1 + 0.2 * rng.standard_normal(gain.shape))
+  else:
+    model.residual = jax.tree.map(
+      lambda a: a + np.float32(0.2) * rng.standard_normal(a.shape, "float32"),
+      model.residual,
+    )
   return model
 
 

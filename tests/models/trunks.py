@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnres_jax import config as config_lib
+from attnres_jax.models import norm as norm_lib
 from attnres_jax.models import residuals
 from attnres_jax.models import stack
 
@@ -44,13 +45,15 @@ class ToyNorm(NamedTuple):
 class ToySublayer:
   """A causal running mean then tanh (a mixer), or tanh alone (an MLP)."""
 
-  gain: jax.Array  # [L / 2, D]
+  gain: jax.Array | None  # [L / 2, D]; None without a pre-norm
   matrix: jax.Array  # [L / 2, D, D]
   kind: str = dataclasses.field(metadata=dict(static=True))
   eps: float = dataclasses.field(metadata=dict(static=True))
 
   @property
   def norm(self):
+    if self.gain is None:
+      return norm_lib.Identity()
     return ToyNorm(self.gain, self.eps)
 
   def core(self, x, segment_ids):
@@ -61,14 +64,16 @@ class ToySublayer:
 
 
 def functions(layers, count):
-  """f_1, ..., f_count as functions of h in NumPy, each behind its pre-norm."""
+  """f_1, ..., f_count as functions of h in NumPy, with their pre-norms."""
 
   def function(l):
     toy = layers[KINDS[l % 2]]
-    gain, matrix = (np.asarray(a)[l // 2] for a in (toy.gain, toy.matrix))
+    matrix = np.asarray(toy.matrix)[l // 2]
 
     def apply(h):
-      x = rms_norm(h, toy.eps) * gain
+      x = h
+      if toy.gain is not None:
+        x = rms_norm(h, toy.eps) * np.asarray(toy.gain)[l // 2]
       if toy.kind == "mixer":
         x = np.cumsum(x, axis=1)
       return np.tanh(x @ matrix)
@@ -78,14 +83,15 @@ def functions(layers, count):
   return [function(l) for l in range(count)]
 
 
-def toy(num_sublayers, seed=0, eps=EPS):
+def toy(num_sublayers, seed=0, eps=EPS, pre_norm=True):
   """(layers, embedding [2, 3, D]) of random float64 numbers."""
   rng = np.random.default_rng(seed)
   layers = {}
   for i, kind in enumerate(KINDS[:num_sublayers]):
     count = (num_sublayers + 1 - i) // 2
+    gain = jnp.asarray(1 + 0.3 * rng.standard_normal((count, WIDTH)))
     layers[kind] = ToySublayer(
-      gain=jnp.asarray(1 + 0.3 * rng.standard_normal((count, WIDTH))),
+      gain=gain if pre_norm else None,
       matrix=jnp.asarray(rng.standard_normal((count, WIDTH, WIDTH))),
       kind=kind,
       eps=eps,
@@ -94,11 +100,16 @@ def toy(num_sublayers, seed=0, eps=EPS):
 
 
 def scheme(name, num_sublayers, *, seed=1, scale=1.0, eps=EPS, **fields):
-  """A scheme of the library in float64, with random queries and gains."""
+  """A scheme of the library in float64, with random parameters.
+
+  `scale` multiplies the queries of depth attention, and how far the parameters
+  of other schemes are from their start.
+  """
   config = types.SimpleNamespace(
     num_sublayers=num_sublayers,  # may be odd, unlike a ModelConfig's
     width=WIDTH,
     norm_eps=eps,
+    init_std=0.3,
     dtype="float64",
     residual=config_lib.ResidualConfig(name=name, **fields),
   )
@@ -110,7 +121,14 @@ def scheme(name, num_sublayers, *, seed=1, scale=1.0, eps=EPS, **fields):
     gain = 1 + 0.5 * rng.standard_normal(shape)
     module.queries.query = nnx.Param(jnp.asarray(query))
     module.queries.gain = nnx.Param(jnp.asarray(gain))
-  return module
+    return module
+  rng = np.random.default_rng(seed)
+
+  def moved(start):
+    start = np.asarray(start, np.float64)
+    return jnp.asarray(start + 0.3 * scale * rng.standard_normal(start.shape))
+
+  return jax.tree.map(moved, module)
 
 
 def run(layers, module, embedding, *, scan=True, remat="none"):

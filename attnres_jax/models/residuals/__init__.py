@@ -21,7 +21,10 @@ import jax
 from attnres_jax import config as config_lib
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import block_attnres
+from attnres_jax.models.residuals import dense
 from attnres_jax.models.residuals import full_attnres
+from attnres_jax.models.residuals import mrla
+from attnres_jax.models.residuals import mudd
 from attnres_jax.models.residuals import prenorm
 from attnres_jax.models.residuals.base import QKV
 from attnres_jax.models.residuals.base import Residual
@@ -47,6 +50,14 @@ RESIDUALS: dict[str, type[base.Residual]] = {
   "rescaled": prenorm.Rescaled,
   "full_attnres": full_attnres.FullAttnRes,
   "block_attnres": block_attnres.BlockAttnRes,
+  "densenet": dense.DenseNet,
+  "denseformer": dense.DenseFormer,
+  "dwa": dense.Dwa,
+  "dwa_2x2": dense.Dwa2x2,
+  "mrla": mrla.Mrla,
+  "mrla_light": mrla.MrlaLight,
+  "mrla_linear": mrla.MrlaLinear,
+  "mudd": mudd.Mudd,
 }
 
 

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dense connections: every read is a static map of all earlier outputs.
+
+DenseNet (arXiv:1608.06993) has matrices, the table form of DenseFormer has
+scalars. DenseFormer as published (arXiv:2402.02622) weighs the outputs of
+transformer blocks, which have plain residuals inside.
+"""
+
+from collections.abc import Sequence
+import functools
+import operator
+from typing import Any
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from attnres_jax import config as config_lib
+from attnres_jax import precision
+from attnres_jax.models.residuals import base
+from attnres_jax.models.residuals import over_blocks
+
+
+class _Dense(base.Residual):
+  """h_l = sum_i W_{i->l} v_i over i < l, for l = 1..L+1, the readout.
+
+  The state is the list of all values, in the model's dtype.
+
+  Attributes:
+    weight: W, [(L + 1)(L + 2) / 2, ...], rows l one after the other. No decay:
+      it would silence the earlier outputs rather than restore the plain sum.
+  """
+
+  scannable = False
+  block_size = 1
+  weight: nnx.Param
+
+  def init(self, embedding_BTD: jax.Array) -> tuple[jax.Array, ...]:
+    return (embedding_BTD.astype(self.dtype),)
+
+  def open(self, state: Any, start: int, stop: int) -> tuple[Any, Any]:
+    del start, stop
+    return state, None
+
+  def read(self, carry: Any, slot: Any) -> jax.Array:
+    del slot
+    return self.mix(carry, self._row(len(carry)))
+
+  def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
+    del slot
+    return (*carry, base.keep(y_BTD.astype(self.dtype)))
+
+  def close(self, state: Any, carry: Any, stop: int) -> tuple[jax.Array, ...]:
+    del state, stop
+    return carry
+
+  def readout(self, state: tuple[jax.Array, ...]) -> jax.Array:
+    return self.mix(state, self._row(len(state)))
+
+  def take_apart(self, state: Any) -> tuple[tuple[jax.Array, ...], Any]:
+    return state, None
+
+  def put_together(self, blocks: tuple[jax.Array, ...], rest: Any) -> Any:
+    del rest
+    return blocks
+
+  def mix(self, values: Sequence[jax.Array], row: jax.Array) -> jax.Array:
+    """The read [B, T, D], given its row of weights, one per value."""
+    raise NotImplementedError
+
+  def _row(self, l: int) -> jax.Array:
+    """The weights of h_l, which has l sources."""
+    first = l * (l - 1) // 2
+    return self.weight[first : first + l]
+
+  def _num_weights(self) -> int:
+    return (self.num_sublayers + 1) * (self.num_sublayers + 2) // 2
+
+
+class DenseNet(_Dense):
+  """h_l = P_l concat(v_0, ..., v_{l-1}), P_l [D, l D] (arXiv:1608.06993).
+
+  The adaptation in the table of arXiv:2603.15031, with a readout of its own
+  (our choice). Every D x D slice starts as the identity (our choice), so that
+  the network starts as PreNorm.
+  """
+
+  style = base.Style("DenseNet", "#4b0082", "P")
+
+  def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
+    super().__init__(config, rngs=rngs)
+    one = jnp.eye(config.width, dtype=jnp.float32)
+    weight = jnp.tile(one, (self._num_weights(), 1, 1))
+    self.weight = nnx.Param(weight, axes="LDD", decays=False)
+
+  def mix(self, values: Sequence[jax.Array], row: jax.Array) -> jax.Array:
+    terms = [
+      jnp.einsum(
+        "BTD,DE->BTE", v_BTD, weight_DE.astype(v_BTD.dtype),
+        preferred_element_type=precision.wide(self.dtype),
+      )
+      for v_BTD, weight_DE in zip(values, row, strict=True)
+    ]  # fmt: skip
+    return functools.reduce(operator.add, terms).astype(self.dtype)
+
+
+class DenseFormer(_Dense):
+  """h_l = sum_i a_{i->l} v_i with a free scalar for every pair.
+
+  The form in which the table of arXiv:2603.15031 compares it. All scalars start
+  at one (our choice), so that the network starts as PreNorm.
+  """
+
+  style = base.Style("DenseFormer", "#6a5acd", "d")
+
+  def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
+    super().__init__(config, rngs=rngs)
+    weight = jnp.ones(self._num_weights(), jnp.float32)
+    self.weight = nnx.Param(weight, axes="L", decays=False)
+
+  def mix(self, values: Sequence[jax.Array], row: jax.Array) -> jax.Array:
+    return over_blocks.weighted_sum(row, values).astype(self.dtype)
+
+
+class Dwa(over_blocks.OverBlocks):
+  """Depth-weighted averaging as in DenseFormer (arXiv:2402.02622, its code).
+
+  X_0 = v_0, X_t = Block_t(Y_{t-1}), and after every `period`-th block
+
+    Y_t = sum_j a_{t,j} X_j    over j <= t with j = t mod `dilation`,
+
+  elsewhere Y_t = X_t. It starts as PreNorm: a_{t,t} = 1, all others 0. The
+  authors' optimiser decays the scalars; ours does not, because decay would pull
+  a_{t,t} away from the identity.
+
+  Attributes:
+    dilation: distance between the blocks that one average sees.
+    period: blocks from one average to the next.
+    weight: a, its rows one after the other.
+  """
+
+  style = base.Style("DWA", "#6a5acd", "<", (0, (4, 2.5)))
+  dilation = 1
+  period = 1
+
+  def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
+    super().__init__(config, rngs=rngs)
+    blocks = self.num_sublayers // 2
+    if blocks < self.period:
+      config_lib.fail(
+        "model.num_layers",
+        blocks,
+        f"at least {self.period} with model.residual.name="
+        f"{config.residual.name!r}",
+      )
+    rows = [
+      jnp.zeros(len(self._sources(t)), jnp.float32).at[-1].set(1.0)
+      for t in range(self.period, blocks + 1, self.period)
+    ]
+    self.weight = nnx.Param(jnp.concatenate(rows), axes="L", decays=False)
+
+  def combine(self, outputs: tuple[jax.Array, ...]) -> jax.Array:
+    t = len(outputs) - 1
+    if t == 0 or t % self.period:
+      return super().combine(outputs)
+    sources = self._sources(t)
+    first = sum(
+      len(self._sources(s)) for s in range(self.period, t, self.period)
+    )
+    row = self.weight[first : first + len(sources)]
+    return over_blocks.weighted_sum(row, [outputs[j] for j in sources])
+
+  def _sources(self, t: int) -> range:
+    return range(t % self.dilation, t + 1, self.dilation)
+
+
+class Dwa2x2(Dwa):
+  """Dilation 2 and period 2: a quarter of the scalars and of the work."""
+
+  style = base.Style("DWA 2x2", "#6a5acd", ">", (0, (1, 1.5)))
+  dilation = 2
+  period = 2

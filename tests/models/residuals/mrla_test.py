@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MRLA against loops over layers, heads, channels and taps, in NumPy."""
+
+from flax import nnx
+import jax
+import numpy as np
+import pytest
+
+from attnres_jax.models.residuals import mrla
+from tests.models import trunks
+
+HEAD = 2  # gcd(16, 6)
+
+
+@pytest.fixture(autouse=True)
+def float64():
+  with jax.enable_x64(True):
+    yield
+
+
+def _over_channels(x, taps):
+  """One filter slides over the channels; zeros outside."""
+  middle, out = len(taps) // 2, np.zeros_like(x)
+  for d in range(x.shape[-1]):
+    for j, tap in enumerate(taps):
+      if 0 <= d + j - middle < x.shape[-1]:
+        out[..., d] += tap * x[..., d + j - middle]
+  return out
+
+
+def _over_tokens(x, taps):
+  """The last tap is of the token itself."""
+  out = np.zeros_like(x)
+  for t in range(x.shape[1]):
+    for back in range(min(3, t + 1)):
+      out[:, t] += taps[2 - back] * x[:, t - back]
+  return out
+
+
+def _heads(x):
+  return np.split(x, x.shape[-1] // HEAD, axis=-1)
+
+
+def _dot(q, k):
+  return np.sum(q * k, axis=-1, keepdims=True)
+
+
+def _sigmoid(x):
+  return 1 / (1 + np.exp(-x))
+
+
+def _base(sublayers, p, embedding, period=4):
+  x, outputs = embedding, []
+  for t in range(len(sublayers) // 2):
+    x = x + sublayers[2 * t](x)
+    x = x + sublayers[2 * t + 1](x)
+    outputs.append(x)
+    group = range(t - t % period, t + 1)
+    query = _heads(_over_channels(x, p.query[t]))
+    found = []
+    for h, q in enumerate(query):
+      score = np.stack([
+        _dot(q, _heads(_over_channels(outputs[s], p.key[s]))[h]) / HEAD**0.5
+        for s in group
+      ])  # fmt: skip
+      weight = np.exp(score - score.max(axis=0))
+      weight = weight / weight.sum(axis=0)
+      values = [_heads(_over_tokens(outputs[s], p.value[s]))[h] for s in group]
+      found.append(sum(w * v for w, v in zip(weight, values)))
+    x = x + np.concatenate(found, axis=-1)
+  return x
+
+
+def _light(sublayers, p, decay, embedding):
+  x, running = embedding, np.zeros_like(embedding)
+  for t in range(len(sublayers) // 2):
+    x = x + sublayers[2 * t](x)
+    x = x + sublayers[2 * t + 1](x)
+    found = [
+      _sigmoid(_dot(q, k) / HEAD**0.5) * v
+      for q, k, v in zip(
+        _heads(_over_channels(x, p.query[t])),
+        _heads(_over_channels(x, p.key[t])),
+        _heads(_over_tokens(x, p.value[t])),
+      )
+    ]
+    running = decay[t] * running + np.concatenate(found, axis=-1)
+    x = x + running
+  return x
+
+
+def _linear(sublayers, p, embedding):
+  values = [embedding]
+  for f in [*sublayers, lambda h: h]:
+    h = embedding
+    for i in range(1, len(values)):
+      last = len(values) - 1
+      query = _heads(_sigmoid(_over_channels(values[last], p.query[last - 1])))
+      key = _heads(_sigmoid(_over_channels(values[i], p.key[i - 1])))
+      value = _heads(_over_tokens(values[i], p.value[i - 1]))
+      parts = [_dot(q, k) * v for q, k, v in zip(query, key, value)]
+      h = h + np.concatenate(parts, axis=-1)
+    values.append(f(h))
+  return values[-1]
+
+
+@pytest.mark.parametrize("name", ["mrla", "mrla_light", "mrla_linear"])
+def test_definition(name):
+  count = {"mrla": 10, "mrla_light": 6, "mrla_linear": 3}[name]
+  layers, embedding = trunks.toy(count)
+  scheme = trunks.scheme(name, count)
+  sublayers = trunks.functions(layers, count)
+  p = jax.tree.map(np.asarray, scheme.projections)
+  if name == "mrla":  # The fifth block starts a new history.
+    want = _base(sublayers, p, np.asarray(embedding))
+  elif name == "mrla_light":
+    decay = np.asarray(scheme.decay)
+    want = _light(sublayers, p, decay, np.asarray(embedding))
+  else:
+    want = _linear(sublayers, p, np.asarray(embedding))
+  got = jax.jit(trunks.run)(layers, scheme, embedding)
+  np.testing.assert_allclose(got, want, rtol=1e-11, atol=1e-12)
+
+
+def test_restarts():
+  layers, embedding = trunks.toy(10)
+  sublayers = trunks.functions(layers, 10)
+  scheme = trunks.scheme("mrla", 10)
+  p = jax.tree.map(np.asarray, scheme.projections)
+  restarted = _base(sublayers, p, np.asarray(embedding))
+  whole = _base(sublayers, p, np.asarray(embedding), period=5)
+  assert np.abs(restarted - whole).max() > 1e-3
+
+
+def test_sizes():
+  scheme = trunks.scheme("mrla_light", 6)
+  D = trunks.WIDTH
+  assert sum(a.size for a in jax.tree.leaves(scheme)) == 3 * (1 + 1 + 3 * D + D)
+  assert scheme.projections.head_width == HEAD
+  # Taps of the filter over channels, by width: int((log2 D + 1) / 2) or the
+  # next odd number.
+  for width, taps in ((6, 1), (64, 3), (128, 5), (1024, 5), (2048, 7)):
+    with jax.enable_x64(False):
+      module = jax.eval_shape(
+        lambda width=width: mrla.Projections(1, width, nnx.Rngs(params=0))
+      )
+    assert module.query.shape == (1, taps)
+    assert module.value.shape == (1, 3, width)
+
+
+def test_state_of_light_is_two_vectors():
+  _, embedding = trunks.toy(2)
+  state = trunks.scheme("mrla_light", 2).init(embedding)
+  assert [a.shape for a in jax.tree.leaves(state)] == [embedding.shape] * 2
