@@ -178,7 +178,9 @@ def train_and_evaluate(
         if last or _due(step, config.train.eval_every):
           log.drain()
           with log.paused():
-            writer.write(step, "validation", **evaluator(state.model))
+            writer.write(
+              step, "validation", **_evaluate(evaluator, state, config)
+            )
         if last or _due(step, config.checkpoint.every_steps):
           log.drain()
           with log.paused():
@@ -201,6 +203,21 @@ def train_and_evaluate(
       seconds=time.perf_counter() - start,
       on_damage=lambda text: writer.event(step, "damaged line", what=text),
     )
+
+
+def _evaluate(
+  evaluator: evaluate.Evaluator,
+  state: train_state.TrainState,
+  config: config_lib.RunConfig,
+) -> dict[str, float]:
+  """Losses of the averaged weights once there are any, else of the last."""
+  found = evaluator(state.model)
+  first = train_state.first_averaged(config.train)
+  if state.average is None or int(state.step) < first:
+    return found
+  averaged = evaluator(state.average)
+  seconds = found["seconds"] + averaged["seconds"]
+  return averaged | {"last_weights_loss": found["loss"], "seconds": seconds}
 
 
 def _due(step: int, every: int) -> bool:

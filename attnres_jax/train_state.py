@@ -42,12 +42,15 @@ class TrainState:
     skipped: int32, steps whose update was skipped because it was not finite.
     model: the network, float32 master weights.
     opt_state: of optax.
+    average: the mean of the models after the last steps, if
+      `train.average_last`; until these begin, the initial model.
   """
 
   step: jax.Array
   skipped: jax.Array
   model: models.Transformer
   opt_state: Any
+  average: models.Transformer | None = None
 
 
 class Network(Protocol):
@@ -195,8 +198,14 @@ class Program:
         ),
         **_load_metrics(gradient.sublayers),
       )
+      average = state.average
+      if average is not None:
+        number = state.step + 1 - first_averaged(config.train)
+        share = 1 / jnp.maximum(number + 1, 1).astype(jnp.float32)
+        share = jnp.where(number < 0, 0.0, share)
+        average = jax.tree.map(lambda a, m: a + share * (m - a), average, model)
       new_state = TrainState(
-        step=state.step + 1, skipped=skipped, model=model, opt_state=opt_state
+        state.step + 1, skipped, model, opt_state, average=average
       )
       return new_state, metrics
 
@@ -339,6 +348,11 @@ class _Whole:
     )
 
 
+def first_averaged(config: config_lib.TrainConfig) -> int:
+  """The first step, counted from 1, whose weights enter the average."""
+  return config.steps + 1 - max(1, round(config.average_last * config.steps))
+
+
 def _nbytes(variables: Any) -> int:
   avals = [variable.aval for variable in variables]
   return sum(math.prod(a.shape) * a.dtype.itemsize for a in avals)
@@ -348,7 +362,11 @@ def _init(config: config_lib.RunConfig) -> TrainState:
   model: Any = models.build_model(config.model, config.seed)
   opt_state = optimizer_lib.make_optimizer(config.optim).init(model)
   zero = jnp.zeros((), jnp.int32)
-  return TrainState(step=zero, skipped=zero, model=model, opt_state=opt_state)
+  average = None
+  if config.train.average_last:
+    # A copy, because a step may not donate the same buffer twice.
+    average = jax.tree.map(jnp.copy, model)
+  return TrainState(zero, zero, model, opt_state, average=average)
 
 
 def _load_metrics(sublayers: Any) -> Metrics:

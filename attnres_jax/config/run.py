@@ -138,6 +138,8 @@ class TrainConfig(fields.Checked, prefix="train"):
       or leaves the parameters unchanged and counts the step (`skip`).
     max_skipped_share: fraction of all steps; a run of a sweep fails if it skips
       more.
+    average_last: fraction of all steps, at the end, whose weights are averaged;
+      evaluations then use the average. 0 for none.
     profile_steps: first and last step, counted from 1, of which the run writes
       a trace to WORKDIR/profile, for XProf; empty for none.
   """
@@ -149,6 +151,7 @@ class TrainConfig(fields.Checked, prefix="train"):
   depth_every: fields.Count = 50
   on_nan: Literal["stop", "skip"] = "stop"
   max_skipped_share: fields.Fraction = 0.5
+  average_last: fields.Fraction = 0.0
   profile_steps: tuple[int, ...] = ()
 
   def __post_init__(self):
