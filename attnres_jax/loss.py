@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
 from attnres_jax import precision
+from attnres_jax import scopes
 from attnres_jax import sharding
 from attnres_jax.models import embedding
 from attnres_jax.models import linear
@@ -134,8 +135,11 @@ def cross_entropy(
     return jax.tree.map(lambda a: a[None], sums)
 
   cut = sharding.row_cut("D|V")
-  sums = sharding.by_rows(of_rows, cut)((h_BTD, target_BT, weight_BT), head_DV)
-  return jax.tree.map(jnp.sum, sums)
+  with scopes.part(scopes.HEAD):
+    sums = sharding.by_rows(of_rows, cut)(
+      (h_BTD, target_BT, weight_BT), head_DV
+    )
+    return jax.tree.map(jnp.sum, sums)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -414,6 +414,16 @@ def with_sharding(tree: Any, shardings: Any) -> Any:
   )
 
 
+def bytes_per_device(tree: Any) -> int:
+  """What each device holds of arrays, or of `ShapeDtypeStruct`s, on a mesh."""
+
+  def one(leaf):
+    shape = leaf.sharding.shard_shape(leaf.shape)
+    return leaf.dtype.itemsize * math.prod(shape)
+
+  return sum(map(one, jax.tree.leaves(tree)))
+
+
 def _axis_sizes(
   config: config_lib.MeshConfig, available: int
 ) -> dict[str, int]:

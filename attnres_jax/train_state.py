@@ -20,6 +20,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import loss as loss_lib
 from attnres_jax import models
 from attnres_jax import optimizer as optimizer_lib
+from attnres_jax import scopes
 from attnres_jax import sharding
 from attnres_jax.models import moe
 from attnres_jax.models import stack
@@ -159,9 +160,13 @@ class Program:
     transform = optimizer_lib.make_optimizer(config.optim)
 
     def train_step(state: TrainState, batch: Batch):
-      params: Any = state.model
       examples = loss_lib.Examples.of(batch)
-      sums, gradient = self.network.value_and_grad(params, examples)
+      sums, gradient = self.network.value_and_grad(state.model, examples)
+      with scopes.part(scopes.OPTIMISER):
+        return update(state, examples, sums, gradient)
+
+    def update(state, examples, sums, gradient):
+      params: Any = state.model
       tokens = jnp.sum(examples.weights)
       count = jnp.maximum(tokens, 1.0)
       gradient = jax.tree.map(lambda g: g / count, gradient)
@@ -305,12 +310,15 @@ class _Whole:
       return jnp.swapaxes(a, 0, 1)
 
     def add(total, microbatch):
-      return jax.tree.map(jnp.add, total, one(microbatch)), None
+      new = one(microbatch)
+      with scopes.part(scopes.ACCUMULATION):
+        return jax.tree.map(jnp.add, total, new), None
 
-    parts = jax.tree.map(microbatches, examples)
-    shapes = jax.eval_shape(one, jax.tree.map(lambda a: a[0], parts))
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    return jax.lax.scan(add, zeros, parts)[0]
+    each = jax.tree.map(microbatches, examples)
+    shapes = jax.eval_shape(one, jax.tree.map(lambda a: a[0], each))
+    with scopes.part(scopes.ACCUMULATION):
+      zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    return jax.lax.scan(add, zeros, each)[0]
 
   def kept_bytes(self, model):
     """What `model.remat="full"` keeps of a microbatch (section 4.1).

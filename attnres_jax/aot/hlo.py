@@ -67,13 +67,31 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-  """One line of a computation."""
+  """One line of a computation.
 
-  name: str
+  Attributes:
+    place: its computation, and its name in there.
+    op: what it does, as in HLO.
+    arrays: its results.
+    operands: names of instructions.
+    attributes: the rest of the line.
+  """
+
+  place: tuple[str, str]
   op: str
   arrays: tuple[Array, ...]
   operands: tuple[str, ...]
   attributes: str
+
+  @property
+  def name(self) -> str:
+    return self.place[1]
+
+  @functools.cached_property
+  def op_name(self) -> str:
+    """The operation of the traced program, with all enclosing ones, or ""."""
+    match = re.search(r'op_name="([^"]*)"', self.attributes)
+    return match[1] if match else ""
 
   def source(self) -> str:
     """The operation of the traced program that it comes from, if known.
@@ -81,8 +99,7 @@ class Instruction:
     Without enclosing loops and branches, so that the name is the same in all
     layers.
     """
-    match = re.search(r'op_name="(?:jit\(\w+\)/)?([^"]*)"', self.attributes)
-    parts = match[1].split("/") if match else []
+    parts = re.sub(r"^jit\(\w+\)/", "", self.op_name).split("/")
     return "/".join(part for part in parts if not _CONTROL_NAME.fullmatch(part))
 
   def called(self) -> Iterator[tuple[str, str]]:
@@ -108,6 +125,7 @@ class Collective:
     count: how often it runs; the mean over the branches of conditionals.
     in_loop: whether it is inside a loop.
     overlapped: whether anything is computed between its start and its end.
+    place: of its instruction.
   """
 
   kind: str
@@ -117,33 +135,48 @@ class Collective:
   count: float
   in_loop: bool
   overlapped: bool
+  place: tuple[str, str]
 
 
 class Program:
-  """A compiled module, from `compiled.as_text()`."""
+  """A compiled module, from `compiled.as_text()`.
+
+  Attributes:
+    computations: {computation: {instruction: its line}}, in scheduled order.
+    fused: computations inside one instruction, whose values stay on the core.
+    runs: how often each computation runs, and whether it is in a loop.
+  """
 
   def __init__(self, text: str):
-    self._computations: dict[str, dict[str, Instruction]] = {}
+    self.computations: dict[str, dict[str, Instruction]] = {}
     self._entry = ""
     current: dict[str, Instruction] = {}
+    name = ""
     for line in text.splitlines():
       head = re.match(r"(ENTRY )?(%[\w.\-]+) \(.*\{$", line)
       if head:
-        current = self._computations.setdefault(head[2], {})
-        self._entry = head[2] if head[1] else self._entry
+        name = head[2]
+        current = self.computations.setdefault(name, {})
+        self._entry = name if head[1] else self._entry
       elif line.startswith("  "):
-        instruction = _parse(line)
+        instruction = _parse(name, line)
         if instruction:
           current[instruction.name] = instruction
 
   def flops(self) -> float:
     """FLOPs of all matrix products, except those inside Pallas kernels."""
     return sum(
-      count * _product_flops(instruction, self._computations[name])
-      for name, (count, _) in self._runs.items()
-      for instruction in self._computations[name].values()
-      if instruction.op == "convolution"
+      count * self.product_flops(instruction)
+      for name, (count, _) in self.runs.items()
+      for instruction in self.computations[name].values()
     )
+
+  def product_flops(self, instruction: Instruction) -> float:
+    """FLOPs of one execution of a matrix product; 0 for anything else."""
+    if instruction.op != "convolution":
+      return 0.0
+    computation, _ = instruction.place
+    return _product_flops(instruction, self.computations[computation])
 
   def hbm_bytes(self) -> float:
     """Bytes of HBM that all instructions read and write."""
@@ -156,10 +189,10 @@ class Program:
     slices an array, the slices count; if it updates an array in place, the
     update counts.
     """
-    for name, (count, _) in self._runs.items():
-      if name in self._fused:
+    for name, (count, _) in self.runs.items():
+      if name in self.fused:
         continue
-      known = self._computations[name]
+      known = self.computations[name]
       for instruction in known.values():
         if instruction.op in _FREE or instruction.op.endswith("-done"):
           continue
@@ -168,23 +201,20 @@ class Program:
   def collectives(self) -> list[Collective]:
     """Every collective once, even if the compiler split it into pieces."""
     found = []
-    for name, (count, in_loop) in self._runs.items():
-      if name in self._fused:
+    for name, (count, in_loop) in self.runs.items():
+      if name in self.fused:
         continue
-      schedule = list(self._computations[name].values())
-      # Where its pieces are, and one piece with its computation.
-      pieces: dict[str, tuple[list[int], Instruction, str]] = {}
+      schedule = list(self.computations[name].values())
+      # Where its pieces are, and one piece.
+      pieces: dict[str, tuple[list[int], Instruction]] = {}
       for at, instruction in enumerate(schedule):
-        for key, piece, inside in self._pieces(instruction, name):
-          known = pieces.setdefault(key, ([], piece, inside))
+        for key, piece in self._pieces(instruction):
+          known = pieces.setdefault(key, ([], piece))
           known[0].extend((at, _end(schedule, at)))
-      for where, piece, inside in pieces.values():
+      for where, piece in pieces.values():
         between = schedule[min(where) + 1 : max(where)]
-        found.append(
-          self._collective(
-            piece, inside, count, in_loop, any(map(_computes, between))
-          )
-        )
+        overlapped = any(map(_computes, between))
+        found.append(self._collective(piece, count, in_loop, overlapped))
     return found
 
   def largest(self, count: int) -> list[tuple[Array, str]]:
@@ -258,7 +288,7 @@ class Program:
       completely are left out.
     """
     ((_, name),) = (pair for pair in fusion.called() if pair[0] == "calls")
-    inside = self._computations[name]
+    inside = self.computations[name]
 
     def behind(name: str) -> Instruction:
       while inside[name].op == "bitcast":
@@ -296,27 +326,27 @@ class Program:
     return {i: n for i, n in read.items() if i not in whole}, written
 
   def _pieces(
-    self, instruction: Instruction, computation: str
-  ) -> Iterator[tuple[str, Instruction, str]]:
-    """(name of the whole, collective, position) of pieces in an instruction."""
+    self, instruction: Instruction
+  ) -> Iterator[tuple[str, Instruction]]:
+    """(name of the whole, collective) of pieces in an instruction."""
     if instruction.op.removesuffix("-start") in COLLECTIVES:
       # Overlapped pieces share a chain; others have a name.
       chain = re.search(r"chain_id=\"\d+\"", instruction.attributes)
-      yield chain[0] if chain else instruction.name, instruction, computation
+      yield chain[0] if chain else instruction.name, instruction
     if instruction.op not in _CONTROL:
       for _, called in instruction.called():
-        for inner in self._computations[called].values():
-          yield from self._pieces(inner, called)
+        for inner in self.computations[called].values():
+          yield from self._pieces(inner)
 
   def _collective(
     self,
     instruction: Instruction,
-    computation: str,
     count: float,
     in_loop: bool,
     overlapped: bool,
   ) -> Collective:
-    known = self._computations[computation]
+    computation, _ = instruction.place
+    known = self.computations[computation]
     kind = instruction.op.removesuffix("-start")
     if computation.startswith("%all-reduce-scatter"):
       # Of the sum, this fusion only computes the part of each device.
@@ -329,21 +359,24 @@ class Program:
       for array in known[operand].arrays
     )
     sent = _sent(kind, sum(a.nbytes for a in arrays), len(group))
-    return Collective(kind, group, arrays, sent, count, in_loop, overlapped)
+    return Collective(
+      kind, group, arrays, sent, count, in_loop, overlapped,
+      instruction.place,
+    )  # fmt: skip
 
   @functools.cached_property
-  def _fused(self) -> set[str]:
+  def fused(self) -> set[str]:
     """Computations inside one instruction, whose values stay on the core."""
     return {
       called
-      for computation in self._computations.values()
+      for computation in self.computations.values()
       for instruction in computation.values()
       if instruction.op not in _CONTROL
       for _, called in instruction.called()
     }
 
   @functools.cached_property
-  def _runs(self) -> Mapping[str, tuple[float, bool]]:
+  def runs(self) -> Mapping[str, tuple[float, bool]]:
     """How often each computation runs, and whether it is in a loop.
 
     One branch of a conditional runs, and the program does not say which, so all
@@ -355,7 +388,7 @@ class Program:
     def visit(name: str, count: float, in_loop: bool) -> None:
       before, was_in_loop = runs.get(name, (0, False))
       runs[name] = before + count, was_in_loop or in_loop
-      for instruction in self._computations[name].values():
+      for instruction in self.computations[name].values():
         called = dict(instruction.called())
         if instruction.op == "while":
           trips = self._trips(called["condition"])
@@ -373,7 +406,7 @@ class Program:
     """The largest constant in the condition of a loop."""
     constants = [
       int(match[1])
-      for instruction in self._computations[condition].values()
+      for instruction in self.computations[condition].values()
       if instruction.op == "constant"
       and (match := re.match(r"(\d+)\)", instruction.attributes))
     ]
@@ -417,7 +450,7 @@ def _computes(instruction: Instruction) -> bool:
   )
 
 
-def _parse(line: str) -> Instruction | None:
+def _parse(computation: str, line: str) -> Instruction | None:
   match = re.match(r"\s+(?:ROOT )?(%[\w.\-]+) = (.*)$", line)
   if not match:
     return None
@@ -435,8 +468,8 @@ def _parse(line: str) -> Instruction | None:
   numbered = op in ("constant", "parameter")
   attributes = rest[start + 1 :] if numbered else rest[stop + 1 :]
   return Instruction(
-    name, op, _arrays(result), tuple(re.findall(r"%[\w.\-]+", inside)),
-    attributes,
+    (computation, name), op, _arrays(result),
+    tuple(re.findall(r"%[\w.\-]+", inside)), attributes,
   )  # fmt: skip
 
 

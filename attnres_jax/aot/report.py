@@ -4,8 +4,9 @@
 Everything is per device. Memory is the compiler's own account of one program.
 Times are lower bounds from what the program computes, moves and sends against
 the chip's peaks, assuming that each can reach its peak; the largest of the
-three is the step's bound. The compiled FLOPs do not include work inside Pallas
-kernels (the analytic count does), but the bytes include their traffic.
+three is the step's bound. The compiler counts no FLOPs inside Pallas kernels:
+for parts with kernels, the analytic ones count (see `bill`). Bytes include the
+operands and results of kernels, each once.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +17,6 @@ import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from attnres_jax import chips
 from attnres_jax import config as config_lib
@@ -24,7 +24,10 @@ from attnres_jax import flops
 from attnres_jax import sharding
 from attnres_jax import text_table
 from attnres_jax import train_state
+from attnres_jax.aot import attribution
+from attnres_jax.aot import bill
 from attnres_jax.aot import hlo
+from attnres_jax.aot import least
 from attnres_jax.aot import topology
 
 _GIB = 2**30
@@ -108,12 +111,12 @@ def make_report(
     sequence_length=config.data.sequence_length,
     microbatches=program.network.microbatches,
     remat=config.model.remat,
-    parameter_bytes=_bytes_per_device(state.model),
+    parameter_bytes=sharding.bytes_per_device(state.model),
     hbm_bytes=chip.hbm_bytes,
     analytic_flops=_analytic_flops(config, choice) / mesh.size,
   )
   if choice.trains:
-    report["optimiser_bytes"] = _bytes_per_device(state.opt_state)
+    report["optimiser_bytes"] = sharding.bytes_per_device(state.opt_state)
     report |= program.network.kept_bytes(state.model)
   start = time.perf_counter()
   traced = choice.trace(program)
@@ -135,9 +138,12 @@ def make_report(
     report["unread"] = str(error).strip().splitlines()[0]
     report["largest"] = _largest_traced(traced.jaxpr)
     return report
-  report |= _work(text, chip, mesh)
-  peak = chip.peak_flops_per_second
-  report["compute_seconds"] = report["analytic_flops"] / peak
+  needs = least.of_parts(program) if choice.trains else {}
+  report |= _work(text, chip, mesh, needs)
+  needed = report["least_flops"] or report["analytic_flops"]
+  report["flops_ratio"] = report["charged_flops"] / needed
+  larger = max(report["charged_flops"], report["analytic_flops"])
+  report["compute_seconds"] = larger / chip.peak_flops_per_second
   bounds = ("compute_seconds", "memory_seconds", "link_seconds")
   bound = max(bounds, key=lambda name: report[name])
   report["step_seconds"] = report[bound]
@@ -175,24 +181,14 @@ def to_text(report: Mapping[str, Any]) -> str:
     "",
     text_table.table(
       ("per device and step", "amount", "seconds at peak"),
-      (
-        (
-          "FLOPs, analytic", f"{report['analytic_flops']:.3e}",
-          f"{report['compute_seconds']:.3f}",
-        ),
-        ("FLOPs, compiled, without kernels", f"{report['flops']:.3e}", ""),
-        (
-          "bytes of HBM", f"{report['traffic_bytes']:.3e}",
-          f"{report['memory_seconds']:.3f}",
-        ),
-        (
-          "bytes sent", f"{report['sent_bytes']:.3e}",
-          f"{report['link_seconds']:.3f}",
-        ),
-      ),
+      _total_rows(report),
     ),
     f"a step takes at least {report['step_seconds']:.3f} s, bound by"
     f" {report['bound']}",
+    *_warning(report),
+    "",
+    bill.to_text(report["parts"]),
+    "* with kernels, whose FLOPs the compiler does not count",
     "",
     text_table.table(
       ("collective", "axes", "where", "times", "MB sent", "MB overlapped"),
@@ -225,6 +221,29 @@ def to_text(report: Mapping[str, Any]) -> str:
     f" {report['compile_seconds']:.0f} s",
   ]  # fmt: skip
   return "\n".join(lines)
+
+
+def _total_rows(report):
+  rows = [
+    ("FLOPs of the model", "analytic_flops", ""),
+    ("FLOPs, least", "least_flops", ""),
+    ("FLOPs, compiled", "charged_flops", "compute_seconds"),
+    ("bytes of HBM, least", "least_bytes", ""),
+    ("bytes of HBM, compiled", "traffic_bytes", "memory_seconds"),
+    ("bytes sent", "sent_bytes", "link_seconds"),
+  ]
+  return [
+    (label, f"{report[name]:.3e}", f"{report[time]:.3f}" if time else "")
+    for label, name, time in rows
+    if report[name] or time
+  ]
+
+
+def _warning(report: Mapping[str, Any]) -> list[str]:
+  ratio = report["flops_ratio"]
+  if ratio <= bill.WARN:
+    return []
+  return [f"warning: it computes {ratio:.2f} times the FLOPs that it needs"]
 
 
 def compare(report: Mapping[str, Any], base: Mapping[str, Any]) -> str:
@@ -319,14 +338,6 @@ def _oom(reason: str) -> str:
   return "\n".join([first, *listing])
 
 
-def _bytes_per_device(tree: Any) -> int:
-  def one(leaf):
-    shape = leaf.sharding.shard_shape(leaf.shape)
-    return jnp.dtype(leaf.dtype).itemsize * math.prod(shape)
-
-  return sum(map(one, jax.tree.leaves(tree)))
-
-
 def _analytic_flops(config: config_lib.RunConfig, step: Step) -> float:
   length = config.data.sequence_length
   per_token = flops.flops_per_token(config.model, length)
@@ -350,7 +361,10 @@ def _memory(compiled: Any, chip: chips.Chip) -> dict[str, Any]:
 
 
 def _work(
-  text: str, chip: chips.Chip, mesh: jax.sharding.Mesh
+  text: str,
+  chip: chips.Chip,
+  mesh: jax.sharding.Mesh,
+  needs: Mapping[str, least.Least],
 ) -> dict[str, Any]:
   program = hlo.Program(text)
   rows: dict[tuple[str, str, bool], dict[str, Any]] = {}
@@ -371,7 +385,12 @@ def _work(
     row["overlapped_bytes"] += sent_bytes * one.overlapped
   sent = sum(row["sent_bytes"] for row in rows.values())
   traffic = program.hbm_bytes()
+  parts = bill.make_rows(attribution.costs(program), needs, chip)
   return dict(
+    parts=parts,
+    charged_flops=sum(row["charged_flops"] for row in parts),
+    least_flops=sum(row["least_flops"] or 0.0 for row in parts),
+    least_bytes=sum(row["least_bytes"] or 0.0 for row in parts),
     flops=program.flops(),
     traffic_bytes=traffic,
     memory_seconds=traffic / chip.hbm_bytes_per_second,

@@ -77,6 +77,19 @@ def flops_per_token(
   )
 
 
+def flops_of_kinds(
+  model: config_lib.ModelConfig, sequence_length: int
+) -> dict[str, float]:
+  """Forward FLOPs per token of all sublayers of each kind."""
+  plain = dataclasses.replace(model, residual=config_lib.ResidualConfig())
+  found = dict.fromkeys(model.sublayer_kinds, 0.0)
+  for kind in model.sublayer_kinds:
+    core = sublayer.CORES.get(kind)
+    of_kind = _of_sublayer(core, kind, plain, sequence_length)
+    found[kind] += sum(of_kind.values())
+  return found
+
+
 @functools.lru_cache(maxsize=64)
 def _of_sublayer(
   registered: Any, kind: str, model: config_lib.ModelConfig, length: int

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
 from attnres_jax import precision
+from attnres_jax import scopes
 from attnres_jax.models import linear
 
 
@@ -28,7 +29,8 @@ class Embedding(nnx.Module):
 
   def encode(self, tokens_BT: jax.Array) -> jax.Array:
     """Token vectors [B, T, D] in the model's dtype, unscaled (b_0 = h_1)."""
-    return jnp.take(self.table[...], tokens_BT, axis=0).astype(self.dtype)
+    with scopes.part(scopes.EMBEDDING):
+      return jnp.take(self.table[...], tokens_BT, axis=0).astype(self.dtype)
 
   def head_DV(self) -> jax.Array:
     """The float32 head matrix [D, V]."""
@@ -49,8 +51,9 @@ def logits(
     head_DV: float32 head matrix.
     soft_cap: see `soft_capped`.
   """
-  logits_BTV = linear.linear(h_BTD, head_DV, 1, precision.wide(h_BTD.dtype))
-  return soft_capped(logits_BTV, soft_cap)
+  with scopes.part(scopes.HEAD):
+    logits_BTV = linear.linear(h_BTD, head_DV, 1, precision.wide(h_BTD.dtype))
+    return soft_capped(logits_BTV, soft_cap)
 
 
 def soft_capped(logits: jax.Array, soft_cap: float) -> jax.Array:

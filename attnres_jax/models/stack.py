@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
+from attnres_jax import scopes
 from attnres_jax import sharding
 from attnres_jax.models import linear
 from attnres_jax.models import sublayer as sublayer_lib
@@ -88,16 +89,19 @@ def run(
     scan: scan over repeated sublayers, if the scheme allows it.
     remat: a key of `REMAT`.
   """
+  with scopes.part(scopes.RESIDUAL):
+    state = residual.init(embedding_BTD)
   state = run_part(
     sublayers,
     kinds,
     residual,
-    residual.init(embedding_BTD),
+    state,
     segment_ids_BT,
     scan=scan,
     remat=remat,
   )
-  return residual.readout(state)
+  with scopes.part(scopes.RESIDUAL):
+    return residual.readout(state)
 
 
 def run_part(
@@ -135,7 +139,8 @@ def run_part(
       _run_segment, segment, residual, take, apply, segment_ids_BT
     )
     carry = around_segment(inside)(source, state)
-    state = residual.close(state, carry, segment.stop)
+    with scopes.part(scopes.RESIDUAL):
+      state = residual.close(state, carry, segment.stop)
   return state
 
 
@@ -252,17 +257,22 @@ def _run_segment(
   source: Any,
   state: Any,
 ) -> Any:
-  carry, slots = residual.open(state, segment.start, segment.stop)
+  with scopes.part(scopes.RESIDUAL):
+    carry, slots = residual.open(state, segment.start, segment.stop)
   slots = _split(slots, [run.length for run in segment.runs])
   for run, part, run_slots in zip(segment.runs, take(source), slots):
 
     def period(carry, xs, run=run):
       part, slots = xs
-      for sublayer, slot in zip(
-        _in_order(part, run.kinds), _unstack(slots, len(run.kinds))
+      for kind, sublayer, slot in zip(
+        run.kinds,
+        _in_order(part, run.kinds),
+        _unstack(slots, len(run.kinds)),
       ):
-        y_BTD = apply(sublayer, carry, slot, segment_ids_BT)
-        carry = residual.write(carry, slot, y_BTD)
+        with scopes.part(kind):
+          y_BTD = apply(sublayer, carry, slot, segment_ids_BT)
+        with scopes.part(scopes.RESIDUAL):
+          carry = residual.write(carry, slot, y_BTD)
       return carry, None
 
     xs = part, run_slots
@@ -280,7 +290,8 @@ def _apply(
   slot: Any,
   segment_ids_BT: jax.Array | None,
 ) -> jax.Array:
-  x = residual.read_normed(carry, slot, sublayer.norm)
+  with scopes.part(scopes.RESIDUAL):
+    x = residual.read_normed(carry, slot, sublayer.norm)
   if not getattr(sublayer.core, "reads_qkv", False):
     x = base.main(x)
   return sharding.keep_tokens(sublayer.core(x, segment_ids_BT))

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from attnres_jax import config as config_lib
+from attnres_jax import scopes
 from attnres_jax.models import embedding
 from attnres_jax.models import norm
 from attnres_jax.models import residuals
@@ -68,7 +69,8 @@ class Transformer(nnx.Module):
       scan=self.config.scan_layers,
       remat=self.config.remat,
     )
-    return self.final_norm(h_BTD)
+    with scopes.part(scopes.NORM):
+      return self.final_norm(h_BTD)
 
   def trace(
     self, tokens_BT: jax.Array, segment_ids_BT: jax.Array | None = None

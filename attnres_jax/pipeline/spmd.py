@@ -38,6 +38,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import loss as loss_lib
 from attnres_jax import models
 from attnres_jax import precision
+from attnres_jax import scopes
 from attnres_jax import sharding
 from attnres_jax.pipeline import layout as layout_lib
 from attnres_jax.pipeline import memory
@@ -215,8 +216,13 @@ class Pipeline:
     self, program: Callable[..., Any], out_specs: Any
   ) -> Callable[..., Any]:
     """Runs `program(model, batch)` on every device, with its shards of both."""
+
+    def named(model, batch):
+      with scopes.part(scopes.PIPELINE):
+        return program(model, batch)
+
     return jax.shard_map(
-      program,
+      named,
       mesh=self.placement.mesh,
       in_specs=(self.placement.specs, sharding.SEQUENCES),
       out_specs=out_specs,

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 from attnres_jax import config as config_lib
 from attnres_jax import loss as loss_lib
 from attnres_jax import precision
+from attnres_jax import scopes
 from attnres_jax.models import stack
 from attnres_jax.pipeline import layout as layout_lib
 from attnres_jax.pipeline import memory
@@ -116,7 +117,9 @@ class Network:
     """
     residual, options = shared.residual, self.config.model
     if chunk == 0:
-      state = residual.init(shared.embedding.encode(microbatch.inputs))
+      embedding_BTD = shared.embedding.encode(microbatch.inputs)
+      with scopes.part(scopes.RESIDUAL):
+        state = residual.init(embedding_BTD)
     else:
       state = residual.put_together(blocks, partial)
     state = stack.run_part(
@@ -132,9 +135,13 @@ class Network:
     if chunk < self.layout.num_chunks - 1:
       after, partial = residual.take_apart(state)
       return after[len(blocks) :], partial
+    with scopes.part(scopes.RESIDUAL):
+      h_BTD = residual.readout(state)
+    with scopes.part(scopes.NORM):
+      h_BTD = shared.final_norm(h_BTD)
     return loss_lib.loss_sums(
       self.config,
-      shared.final_norm(residual.readout(state)),
+      h_BTD,
       shared.embedding.head_DV(),
       microbatch,
     )

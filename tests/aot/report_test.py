@@ -78,6 +78,41 @@ def test_numbers_of_a_step(trained):
   assert found["busiest"][0]["source"] in text.split("moves most")[1]
 
 
+def test_parts_of_a_step(trained):
+  rows = {row["part"]: row for row in trained["parts"]}
+  assert set(rows) == {
+    "embedding", "attention", "mlp", "residual", "norms", "head and loss",
+    "optimiser", "other",
+  }  # fmt: skip
+  for name, whole in (
+    ("moved_bytes", "traffic_bytes"), ("flops", "flops"),
+    ("sent_bytes", "sent_bytes"), ("least_flops", "least_flops"),
+  ):  # fmt: skip
+    total = sum(row[name] or 0.0 for row in rows.values())
+    assert total == pytest.approx(trained[whole]), name
+  assert sum(row["share"] for row in rows.values()) == pytest.approx(1)
+  # Nearly all of it is attributed, and so is everything it computes.
+  assert rows["other"]["moved_bytes"] < 0.1 * trained["traffic_bytes"]
+  assert rows["other"]["flops"] == 0
+  # Kernels are charged what they need at least; products are as many as needed.
+  attention, mlp = rows["attention"], rows["mlp"]
+  assert attention["kernels"] > 0 and rows["residual"]["kernels"] > 0
+  assert attention["charged_flops"] >= attention["least_flops"]
+  assert mlp["kernels"] == 0 and mlp["charged_flops"] == mlp["flops"]
+  assert 0.8 < mlp["flops"] / mlp["least_flops"] <= 1
+  assert rows["optimiser"]["sent_bytes"] == 0
+  assert rows["attention"]["sent_bytes"] > 0
+
+
+def test_the_verdict_takes_the_larger_count_of_flops(trained):
+  peak = chips.CHIPS["TPU v5 lite"].peak_flops_per_second
+  larger = max(trained["charged_flops"], trained["analytic_flops"])
+  assert trained["compute_seconds"] == larger / peak
+  assert "warning" not in report.to_text(trained)
+  text = report.to_text(trained | dict(flops_ratio=1.3))
+  assert "warning: it computes 1.30 times the FLOPs that it needs" in text
+
+
 def test_a_pipeline(devices):
   """What its plan keeps, and the traffic of one chunk per slot."""
   fields = {
@@ -102,6 +137,10 @@ def test_a_pipeline(devices):
   assert 1.3 < share < 2.5
   sent = {row["kind"]: row["axes"] for row in found["collectives"]}
   assert sent["collective-permute"] == "stage"
+  rows = {row["part"]: row for row in found["parts"]}
+  assert rows["pipeline"]["sent_bytes"] > 0 and "mlp" in rows
+  # A chunk is recomputed as a whole, and for checkpointing.
+  assert 0.6 < rows["mlp"]["flops"] / rows["mlp"]["least_flops"] <= 1.05
   assert "in 2 microbatches" in report.to_text(found)
 
 

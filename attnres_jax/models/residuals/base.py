@@ -35,6 +35,7 @@ from jax import ad_checkpoint
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
+from attnres_jax import scopes
 
 # The name by which activation checkpointing recognises the running state.
 DEPTH_STATE = "depth_state"
@@ -148,7 +149,9 @@ class Residual(nnx.Module):
 
     `norm` is the sublayer's `norm.RMSNorm`, or `norm.Identity`.
     """
-    return jax.tree.map(norm, self.read(carry, slot))
+    h = self.read(carry, slot)
+    with scopes.part(scopes.NORM):
+      return jax.tree.map(norm, h)
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
     """Carry after a sublayer whose output is y_BTD."""
