@@ -2,17 +2,20 @@
 """The matrix product of sorted rows with a weight per group.
 
 On TPU, `jax.lax.ragged_dot` multiplies rows, a kernel there that computes only
-what is needed. For gradients of weights JAX 0.12 has one too; JAX 0.10 does E
-times the work: they use megablox, a Pallas kernel in JAX. On other platforms,
-`ragged_dot` would fall back to masked products of all rows with all groups: E
-times the work, and E times the memory of the rows. So there it is a loop over
-pieces of groups.
+what is needed. With transposed weights, the compiler would first write a
+transposed copy of all experts; and for gradients of weights, JAX 0.10 does E
+times the work (JAX 0.12 has a kernel). Those two are Pallas kernels of JAX,
+megablox, unless `tensor` splits the experts. On other platforms, `ragged_dot`
+would fall back to masked products of all rows with all groups: E times the
+work, and E times the memory of the rows. So there it is a loop over pieces of
+groups.
 """
 
 import functools
 
 import jax
 from jax import ad_checkpoint
+from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 import jax.numpy as jnp
 
@@ -25,6 +28,9 @@ from attnres_kernels import dispatch
 # work, small pieces repeat reads of weights.
 _PIECE = 64
 _LANES = 128
+# Bytes of an operand's tile in `_kernel_rows`, and the depth of a tile. Two
+# tiles of each operand are on the core, where a kernel has 16 MiB.
+_TILE_BYTES, _TILE_DEPTH = 3 * 2**20, 4096
 
 
 def grouped_linear(
@@ -77,13 +83,11 @@ def multiply(
   Returns:
     [P, O] in the dtype of `x_PI`.
   """
-  return _on_platform(
-    functools.partial(_ragged_rows, transposed=transposed),
-    functools.partial(_looped_rows, transposed=transposed),
-    x_PI,
-    weight,
-    sizes_E,
-  )
+  on_tpu = functools.partial(_ragged_rows, transposed=transposed)
+  if transposed and _fits_kernel(x_PI):
+    on_tpu = _kernel_rows
+  looped = functools.partial(_looped_rows, transposed=transposed)
+  return _on_platform(on_tpu, looped, x_PI, weight, sizes_E)
 
 
 def weight_gradient(
@@ -96,11 +100,7 @@ def weight_gradient(
 
   It is added to an existing one, in place where the compiler can.
   """
-  # The kernel takes no other dtypes, and cannot be split over `tensor`.
-  split = max(sharding.unsplit_axes().values(), default=1) > 1
-  on_tpu = _kernel_weights
-  if split or x_PD.dtype not in (jnp.bfloat16, jnp.float32):
-    on_tpu = _ragged_weights
+  on_tpu = _kernel_weights if _fits_kernel(x_PD) else _ragged_weights
   return _on_platform(on_tpu, _looped_weights, x_PD, dy_PF, sizes_E, existing)
 
 
@@ -145,24 +145,57 @@ def _ragged_rows(x_PI, weight, sizes_E, *, transposed):
   )
 
 
+def _fits_kernel(rows):
+  """Whether `megablox` takes them: no other dtypes, and nothing to split."""
+  split = max(sharding.unsplit_axes().values(), default=1) > 1
+  return not split and rows.dtype in (jnp.bfloat16, jnp.float32)
+
+
+def _kernel_rows(x_PI, weight, sizes_E):
+  """Rows times weights [E, O, I]."""
+  (rows, depth), width = x_PI.shape, weight.shape[1]
+  (size, *_), missing = _tiles(rows, depth, width, sizes_E.shape[0])
+  # If possible all of I: consecutive tiles of a group then read its weights
+  # once.
+  deep = min(depth, _TILE_DEPTH)
+  fits = _TILE_BYTES // (deep * x_PI.dtype.itemsize)
+  size = next(s for s in (size, 256, _LANES) if s <= fits)
+  pieces = -(-width // fits)
+  wide = min(width, -(-width // (pieces * _LANES)) * _LANES)
+  y_PO = _call(
+    gmm, jnp.pad(x_PI, ((0, missing), (0, 0))), weight, sizes_E,
+    preferred_element_type=x_PI.dtype, tiling=(size, deep, wide),
+    transpose_rhs=True,
+  )  # fmt: skip
+  return y_PO[:rows]
+
+
 def _kernel_weights(x_PD, dy_PF, sizes_E, existing):
   rows, depth = x_PD.shape
   tiles, missing = _tiles(rows, depth, dy_PF.shape[1], sizes_E.shape[0])
   x_PD, dy_PF = (jnp.pad(a, ((0, missing), (0, 0))) for a in (x_PD, dy_PF))
 
-  def kernel(x_PD, dy_PF, sizes_E, existing):
-    with jax.numpy_dtype_promotion("standard"):  # It relies on that.
-      return tgmm(
-        jnp.swapaxes(x_PD, 0, 1),
-        dy_PF,
-        sizes_E,
-        jnp.float32,
-        tiles,
-        existing_out=existing,
-        interpret=dispatch.interpret_params() is not None,
-      )
+  def kernel(x_PD, dy_PF, sizes_E, existing, **options):
+    return tgmm(
+      jnp.swapaxes(x_PD, 0, 1), dy_PF, sizes_E,
+      existing_out=existing, **options,
+    )  # fmt: skip
 
-  return sharding.on_one_device(kernel)(x_PD, dy_PF, sizes_E, existing)
+  return _call(
+    kernel, x_PD, dy_PF, sizes_E, existing,
+    preferred_element_type=jnp.float32, tiling=tiles,
+  )  # fmt: skip
+
+
+def _call(kernel, *operands, **options):
+  """A kernel of `megablox` on the operands of one device."""
+
+  def call(*operands):
+    interpret = dispatch.interpret_params() is not None
+    with jax.numpy_dtype_promotion("standard"):  # It relies on that.
+      return kernel(*operands, interpret=interpret, **options)
+
+  return sharding.on_one_device(call)(*operands)
 
 
 def _tiles(rows, depth, width, groups):

@@ -6,9 +6,12 @@
 Compiled ahead of time for one v5p device with libtpu (no device needed), all
 256 experts on it, in bfloat16. `flops_ratio` is the compiler's count over that
 of the products of the chosen experts, the shared one and the router: 1 means
-that no expert computes tokens that were not routed to it. `matrix_ms` and
-`hbm_ms` are flops and bytes over the peaks of the chip; the larger one bounds
-the sublayer. Writes `tpu.csv` beside this file.
+that no expert computes tokens that were not routed to it. `gigabytes` is what
+the instructions of the compiled program read and write, as in every report of
+`attnres_jax.aot`. (The compiler's own total takes the estimates of kernels,
+some of which count each tile of weights as often as there are tiles of rows.)
+`matrix_ms` and `hbm_ms` are flops and bytes over the peaks of the chip; the
+larger one bounds the sublayer. Writes `tpu.csv` beside this file.
 """
 
 import itertools
@@ -24,6 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
+from attnres_jax.aot import hlo
 from attnres_jax.aot import topology
 from attnres_jax.models import moe
 from experiments import measure as measure_lib
@@ -77,7 +81,8 @@ def measure(tokens: int, kind: str) -> dict:
   useful = 2 * tokens * CONFIG.width * (chosen + shape.num_experts)
   if kind == "forward_backward":
     useful *= 3
-  flops, moved = cost["flops"], cost["bytes accessed"]
+  flops = cost["flops"]
+  moved = hlo.Program(compiled.as_text()).hbm_bytes()
   chip = topology.chip(device)
   return dict(
     tokens=tokens,
