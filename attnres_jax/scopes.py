@@ -24,6 +24,7 @@ OPTIMISER = "optimiser"
 PIPELINE = "pipeline"
 
 _SCOPE = re.compile(r"part<([^>]*)>")
+_SKIPPED = "usually_skipped"
 
 
 def part(name: str) -> contextlib.AbstractContextManager:
@@ -32,6 +33,16 @@ def part(name: str) -> contextlib.AbstractContextManager:
   Of nested scopes, the innermost counts.
   """
   return jax.named_scope(f"part<{name}>")
+
+
+def usually_skipped() -> contextlib.AbstractContextManager:
+  """A context for a loop whose trip count, found at run time, is usually 0."""
+  return jax.named_scope(_SKIPPED)
+
+
+def is_skipped(name: str) -> bool:
+  """Whether the name of a loop says that it usually does not run."""
+  return name.endswith(f"{_SKIPPED}/while")
 
 
 def of_name(name: str) -> str | None:

@@ -110,8 +110,11 @@ def _from_neighbours(
 ) -> dict[str, str | None]:
   """The same, with parts of users or operands for what has no name."""
   parts = dict(own)
+  # Names of traced operations are paths; the compiler adds simple names.
   nameless = {
-    name for name, one in known.items() if not (one.op_name or parts[name])
+    name
+    for name, one in known.items()
+    if not parts[name] and "/" not in one.op_name
   }
   # In scheduled order, operands come before their users.
   for name in reversed(known):

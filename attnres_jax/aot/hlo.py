@@ -3,7 +3,9 @@
 
 The compiler's own cost analysis counts the body of a loop once. Here every
 instruction counts as often as it runs: trip counts are read from the conditions
-of the loops, and those of nested loops are multiplied.
+of the loops, and those of nested loops are multiplied. Where a condition does
+not tell, a loop counts as one trip, or none if it is marked as usually skipped
+(`attnres_jax.scopes`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +15,8 @@ import math
 import re
 
 import numpy as np
+
+from attnres_jax import scopes
 
 _BYTES = {
   "pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "s16": 2, "u16": 2,
@@ -33,7 +37,8 @@ _CONTROL_NAME = re.compile(
   r"shard_map|while|body|cond|branch_\d+_fun|eval_jaxpr|closed_call|checkpoint"
   r"|pjit|jvp\(\)"
 )
-_CUTS = ("slice", "dynamic-slice")
+# Operations that read as much of their first operand as they return.
+_CUTS = ("slice", "dynamic-slice", "gather")
 _CONTROL = ("while", "conditional", "call")
 # Not work: names, views, and ends of asynchronous operations, which are counted
 # where they start.
@@ -186,8 +191,8 @@ class Program:
     """(executions, instruction, bytes of memory per execution) of all work.
 
     A fusion is one instruction, and those inside are not listed. If it only
-    slices an array, the slices count; if it updates an array in place, the
-    update counts.
+    slices an array or gathers from it, the results count; if it updates an
+    array in place, the update counts.
     """
     for name, (count, _) in self.runs.items():
       if name in self.fused:
@@ -391,7 +396,8 @@ class Program:
       for instruction in self.computations[name].values():
         called = dict(instruction.called())
         if instruction.op == "while":
-          trips = self._trips(called["condition"])
+          skipped = scopes.is_skipped(instruction.op_name)
+          trips = 0 if skipped else self._trips(called["condition"])
           visit(called["body"], count * trips, True)
           continue
         inner = [called for _, called in instruction.called()]

@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 
 from attnres_jax import precision
+from attnres_jax import scopes
 from attnres_jax import sharding
 from attnres_jax.models import grouped
 
@@ -246,7 +247,9 @@ class _Pairs:
     """Runs `body(i, carry)` for all pieces; the first is outside the loop."""
     # Usually it is the only one, and then nothing has to be added up.
     num_pieces = -(-self.stops_E[-1] // self.room)
-    return jax.lax.fori_loop(1, num_pieces, body, body(0, carry))
+    carry = body(0, carry)
+    with scopes.usually_skipped():
+      return jax.lax.fori_loop(1, num_pieces, body, carry)
 
 
 def _from_all(x):

@@ -49,7 +49,7 @@ ENTRY %main (l: bf16[4,6]) -> bf16[4,6] {
   %start = (s32[]{:T(128)}, bf16[4,6]{1,0:T(8,128)}) tuple(%zero, %l)
   %loop = (s32[]{:T(128)}, bf16[4,6]{1,0:T(8,128)}) while(%start), condition=%condition, body=%body
   %end = bf16[4,6]{1,0:T(8,128)} negate(%l), metadata={op_name="jit(f)/neg"}
-  %out = bf16[4,6]{1,0:T(8,128)} copy(%end)
+  %out = bf16[4,6]{1,0:T(8,128)} copy(%end), metadata={op_name="l"}
   %half = bf16[4,6]{1,0:T(8,128)} exponential(%out), metadata={op_name="jit(f)/part<optimiser>/exp"}
   ROOT %last = bf16[4,6]{1,0:T(8,128)} copy(%half)
 }

@@ -65,6 +65,15 @@ def test_loops_count_as_often_as_they_run():
   assert hlo.Program(TEXT).flops() == 2 * 4 * 6 * 8 * (5 + 1)
 
 
+def test_a_loop_that_is_usually_skipped_does_not_count():
+  name = 'metadata={op_name="jit(f)/part<moe>/usually_skipped/while"}'
+  text = TEXT.replace("body=%body", f"body=%body, {name}")
+  assert hlo.Program(text).flops() == 2 * 4 * 6 * 8
+  # An ordinary loop in such a scope.
+  text = text.replace("skipped/while", "skipped/while/body/while")
+  assert hlo.Program(text).flops() == 2 * 4 * 6 * 8 * (5 + 1)
+
+
 def test_branches_count_as_often_as_they_run_in_the_mean():
   text = """\
 HloModule jit_f, is_scheduled=true
@@ -146,6 +155,29 @@ ENTRY %main (x: bf16[1,4,6], y: bf16[4,6], j: s32[]) -> bf16[2,4,6] {
   updates = 3 * (one + one)
   both = 2 * one + 2 * one + 8 * one + 8 * one
   assert hlo.Program(text).hbm_bytes() == updates + both + (one + one)
+
+
+def test_traffic_of_gathers():
+  """Of a table, only the rows are read."""
+  text = """\
+HloModule jit_f, is_scheduled=true
+
+%pick (a: f32[100,8], i: s32[4]) -> f32[4,8] {
+  %a = f32[100,8]{1,0:T(8,128)} parameter(0)
+  %i = s32[4]{0:T(128)} parameter(1)
+  %rows = f32[4,8]{1,0:T(8,128)} gather(%a, %i), offset_dims={1}, slice_sizes={1,8}
+  ROOT %twice = f32[4,8]{1,0:T(8,128)} add(%rows, %rows)
+}
+
+ENTRY %main (x: f32[100,8], j: s32[4]) -> f32[4,8] {
+  %x = f32[100,8]{1,0:T(8,128)} parameter(0)
+  %j = s32[4]{0:T(128)} parameter(1)
+  %some = f32[4,8]{1,0:T(8,128)} gather(%x, %j), offset_dims={1}, slice_sizes={1,8}
+  ROOT %more = f32[4,8]{1,0:T(8,128)} fusion(%x, %j), kind=kLoop, calls=%pick
+}
+"""  # noqa: E501
+  rows, numbers = 4 * 4 * 8, 4 * 4
+  assert hlo.Program(text).hbm_bytes() == 2 * (rows + numbers + rows)
 
 
 def test_traffic_of_copies_to_and_from_the_core():

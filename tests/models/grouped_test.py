@@ -135,6 +135,8 @@ def test_compiled_for_tpu_it_is_the_arithmetic_alone(added):
   text = compiled.as_text()
   assert text.count("tpu_custom_call") >= products
   assert " convolution(" not in text and " dot(" not in text
+  # The gradient of rows reads the weights as they are.
+  assert f"bf16[{groups},{width},{width}]{{1,2,0" not in text
   if added:  # In place, without a copy.
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == 4 * groups * width**2
