@@ -117,7 +117,7 @@ def _from_neighbours(
     if not parts[name] and "/" not in one.op_name
   }
   # In scheduled order, operands come before their users.
-  for name in reversed(known):
+  for name in reversed(tuple(known)):
     for operand in known[name].operands:
       if operand in nameless and parts[name]:
         parts[operand] = parts[name]  # The first user is the last to come.

@@ -34,7 +34,7 @@ def make_rows(
   `seconds`, the longest of its times at the chip's peaks, `bound`, which of
   them that is, and `share`, the fraction of the seconds of all parts.
   """
-  rows = []
+  rows: list[Row] = []
   for part in {**costs, **least}:
     cost = costs.get(part, attribution.Cost())
     needs = least.get(part, least_lib.Least())
@@ -91,7 +91,11 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _amount(value: float | None, unit: float) -> str:
-  return "" if not value else f"{value / unit:,.3g}"
+  if not value:
+    return ""
+  return (
+    f"{value / unit:,.0f}" if value >= 100 * unit else f"{value / unit:.3g}"
+  )
 
 
 def _ratio(value: float, least: float | None) -> str:

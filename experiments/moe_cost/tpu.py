@@ -75,14 +75,15 @@ def measure(tokens: int, kind: str) -> dict:
   function = dict(forward=forward, forward_backward=forward_backward)[kind]
   compiled = jax.jit(function).lower(module, x_BTD).compile()
   cost, memory = compiled.cost_analysis(), compiled.memory_analysis()
-  assert cost is not None and memory is not None
+  text = compiled.as_text()
+  assert cost is not None and memory is not None and text is not None
   shape = CONFIG.moe
   chosen = (shape.top_k + shape.num_shared) * 3 * shape.expert_width
   useful = 2 * tokens * CONFIG.width * (chosen + shape.num_experts)
   if kind == "forward_backward":
     useful *= 3
   flops = cost["flops"]
-  moved = hlo.Program(compiled.as_text()).hbm_bytes()
+  moved = hlo.Program(text).hbm_bytes()
   chip = topology.chip(device)
   return dict(
     tokens=tokens,
