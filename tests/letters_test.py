@@ -57,6 +57,7 @@ TRAINING = (
   (r"sublayers/kda/core/(query|key|value)_conv", "", True, False),
   (r"sublayers/kda/core/out_norm/gain", "", True, False),
   (r"sublayers/kda/core/(a_log|dt_bias)", "", False, False),
+  (r"sublayers/\w+/core/(query|key|value|shared)_norm/gain", "", True, False),
   (r"sublayers/mla/core/query", "L|D|NH", True, False),
   (r"sublayers/mla/core/compress", "L|D|R", True, False),
   (r"sublayers/mla/core/expand", "L|R|NH", True, False),
@@ -79,6 +80,7 @@ KINDS = config_lib.ModelConfig(
   mlp_width=12,
   mixers=("attention", "kda"),
   last_mixer="mla",
+  qkv_norm=True,
   kda=config_lib.KdaConfig(head_width=4, gate_rank=3),
   moe=config_lib.MoeConfig(
     num_experts=4, top_k=2, expert_width=10, dense_layers=1

@@ -146,6 +146,8 @@ class ModelConfig(fields.Checked, prefix="model"):
       a fused kernel for the platform that a program is lowered for; `tiled` is
       plain JAX on any platform; `splash` (TPU) and `cudnn` (NVIDIA) run or
       fail.
+    qkv_norm: mixers normalise queries, keys and values per head, each with a
+      gain, unless they are normalised anyway.
     rope_theta: base of the rotary positions of `attention`; 0 for none.
     norm_eps: added to the mean square in every RMSNorm, including depth
       attention's.
@@ -175,6 +177,7 @@ class ModelConfig(fields.Checked, prefix="model"):
   head_width: fields.Count = 0
   attention_kernel: Literal["auto", "tiled", "splash", "cudnn"] = "auto"
   mlp_width: fields.Count = 0
+  qkv_norm: bool = False
   rope_theta: fields.NotNegative = 10_000.0
   norm_eps: fields.Positive = 1e-6
   tie_embeddings: bool = False

@@ -46,6 +46,12 @@ def matrices(init_std: float, rngs: nnx.Rngs) -> Callable[..., nnx.Param]:
   return matrix
 
 
+def scale(factor: float, *weights: nnx.Param) -> None:
+  """Multiplies freshly drawn weights by a factor, in place."""
+  for weight in weights:
+    weight[...] = factor * weight[...]
+
+
 def linear(
   x: jax.Array,
   weight: jax.Array,

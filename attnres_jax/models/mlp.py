@@ -18,6 +18,10 @@ class SwiGLU(nnx.Module):
     self.up = matrix("D|F", width, hidden)
     self.down = matrix("F|D", hidden, width)
 
+  def scale_values(self, factor: float) -> None:
+    """Multiplies all weights."""
+    linear.scale(factor, self.gate, self.up, self.down)
+
   def __call__(
     self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None = None
   ) -> jax.Array:

@@ -62,6 +62,12 @@ class Moe(nnx.Module):
     shared = dataclasses.replace(config, mlp_width=shape.num_shared * hidden)
     self.shared = mlp.SwiGLU(shared, rngs=rngs) if shape.num_shared else None
 
+  def scale_values(self, factor: float) -> None:
+    """Multiplies the weights of all experts."""
+    linear.scale(factor, self.gate, self.up, self.down)
+    if self.shared is not None:
+      self.shared.scale_values(factor)
+
   def __call__(
     self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None = None
   ) -> jax.Array:

@@ -9,7 +9,7 @@ from attnres_jax import precision
 
 
 class Identity(nnx.Module):
-  """Where a residual scheme wants no norm."""
+  """Where a scheme or config wants no norm."""
 
   def __call__(self, x: jax.Array) -> jax.Array:
     return x
@@ -28,6 +28,13 @@ class RMSNorm(nnx.Module):
     normed = x_wide * inverse_rms(x_wide, self.eps)
     gain = jnp.reshape(self.gain[...], (1,) * (x.ndim - 1) + (-1,))
     return (normed * gain).astype(x.dtype)
+
+
+def optional(
+  wanted: bool, width: int, eps: float, axes: str = "D"
+) -> RMSNorm | Identity:
+  """A norm, or none."""
+  return RMSNorm(width, eps, axes) if wanted else Identity()
 
 
 def inverse_rms(x: jax.Array, eps: float) -> jax.Array:

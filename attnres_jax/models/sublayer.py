@@ -7,6 +7,7 @@ where "layer" means sublayer).
 """
 
 from collections.abc import Callable
+import dataclasses
 
 from flax import nnx
 import jax
@@ -21,7 +22,9 @@ from attnres_jax.models import residuals
 # Kind -> module that maps the normalised input x_BTD, and the document numbers
 # segment_ids_BT or None, to y_BTD. One with `reads_qkv = True` also accepts a
 # `residuals.QKV` of normalised inputs. One that can decode has
-# `init_cache(batch, length)`, an empty cache with room for so many tokens.
+# `init_cache(batch, length)`, an empty cache with room for so many tokens. One
+# that DeepNorm can scale has `scale_values(factor)`, which multiplies the
+# weights between its input and its output, but for those of scores and gates.
 CORES: dict[str, Callable[..., nnx.Module]] = {
   "attention": mixers.Attention,
   "kda": mixers.Kda,
@@ -37,12 +40,12 @@ class Sublayer(nnx.Module):
   def __init__(
     self, kind: str, config: config_lib.ModelConfig, *, rngs: nnx.Rngs
   ):
-    pre_norm = residuals.scheme_of(config).pre_norm
-    self.norm = (
-      norm_lib.RMSNorm(config.width, config.norm_eps)
-      if pre_norm
-      else norm_lib.Identity()
+    scheme = residuals.scheme_of(config)
+    self.norm = norm_lib.optional(
+      scheme.pre_norm, config.width, config.norm_eps
     )
+    if scheme.qkv_norm:
+      config = dataclasses.replace(config, qkv_norm=True)
     core = config_lib.choose("model.mixers", kind, CORES)
     self.core = core(config, rngs=rngs)
 

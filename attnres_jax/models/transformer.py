@@ -39,10 +39,8 @@ class Transformer(nnx.Module):
     )
     self.residual = residuals.build_residual(config, rngs=rngs)
     self.residual.prepare(self.sublayers)
-    self.final_norm = (
-      norm.RMSNorm(config.width, config.norm_eps)
-      if self.residual.final_norm
-      else norm.Identity()
+    self.final_norm = norm.optional(
+      self.residual.final_norm, config.width, config.norm_eps
     )
 
   def __call__(

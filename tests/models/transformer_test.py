@@ -73,6 +73,11 @@ def _numpy_attention(x, p, config, segments):
     q = x @ p["query"][:, head]
     k = x @ p["key"][:, head // group]
     v = x @ p["value"][:, head // group]
+    if config.qkv_norm:
+      q, k, v = (
+        _numpy_norm(a, p[f"{name}_norm"], config.norm_eps)
+        for a, name in ((q, "query"), (k, "key"), (v, "value"))
+      )
     if config.rope_theta:
       q, k = (
         _numpy_rope(q, config.rope_theta),
@@ -103,6 +108,9 @@ def _numpy_logits(model, tokens, segments):
     if kind == "attention":
       names = ("query", "key", "value", "output")
       p = {n: np.asarray(getattr(part.core, n)[...]) for n in names}
+      if config.qkv_norm:
+        for n in ("query_norm", "key_norm", "value_norm"):
+          p[n] = np.asarray(getattr(part.core, n).gain[...])
       core = lambda x: _numpy_attention(x, p, config, segments)
     else:
       gate, up, down = (
@@ -146,7 +154,7 @@ def _numpy_logits(model, tokens, segments):
   "name,fields",
   [
     ("prenorm", dict()),
-    ("rescaled", dict(num_kv_heads=1)),
+    ("rescaled", dict(num_kv_heads=1, qkv_norm=True)),
     ("full_attnres", dict(rope_theta=0.0, head_width=3, num_kv_heads=0)),
     ("block_attnres", dict(tie_embeddings=True, rope_theta=100.0)),
     ("block_attnres", dict(logit_soft_cap=2.0, num_heads=2)),

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from attnres_jax import config as config_lib
 from attnres_jax import precision
 from attnres_jax.models import linear
+from attnres_jax.models import norm as norm_lib
 from attnres_jax.models.mixers import softmax
 from attnres_jax.models.residuals import base
 
@@ -29,6 +30,10 @@ class Attention(nnx.Module):
     self.key = matrix("D|KH", width, kv_heads, head)
     self.value = matrix("D|KH", width, kv_heads, head)
     self.output = matrix("NH|D", heads, head, width)
+    norm = config.qkv_norm, head, config.norm_eps, "H"
+    self.query_norm = norm_lib.optional(*norm)
+    self.key_norm = norm_lib.optional(*norm)
+    self.value_norm = norm_lib.optional(*norm)
 
   def __call__(
     self, x: jax.Array | base.QKV, segment_ids_BT: jax.Array | None = None
@@ -42,9 +47,9 @@ class Attention(nnx.Module):
     """Queries [B, T, N, H], keys and values [B, T, K, H], without positions."""
     x = base.qkv(x)
     return (
-      linear.linear(x.query, self.query[...]),
-      linear.linear(x.key, self.key[...]),
-      linear.linear(x.value, self.value[...]),
+      self.query_norm(linear.linear(x.query, self.query[...])),
+      self.key_norm(linear.linear(x.key, self.key[...])),
+      self.value_norm(linear.linear(x.value, self.value[...])),
     )
 
   def finish(
@@ -69,6 +74,10 @@ class Attention(nnx.Module):
       tile=softmax.TILE if self.kernel == "tiled" else 0,
     )
     return linear.linear(mixed_BTNH, self.output[...], 2)
+
+  def scale_values(self, factor: float) -> None:
+    """Multiplies the weights of values and output."""
+    linear.scale(factor, self.value, self.output)
 
   def init_cache(self, batch: int, length: int) -> tuple[jax.Array, jax.Array]:
     """A cache of keys and values for `length` tokens per row, all zeros."""

@@ -96,6 +96,10 @@ class Kda(nnx.Module):
     self.beta = matrix("D|N", width, heads)
     self.gate_down = matrix("D|R", width, rank)
     self.gate_up = matrix("R|NH", rank, heads, head)
+    # Queries and keys have length one anyway.
+    self.value_norm = norm_lib.optional(
+      config.qkv_norm, head, config.norm_eps, "H"
+    )
     self.out_norm = norm_lib.RMSNorm(head, config.norm_eps, "H")
     self.output = matrix("NH|D", heads, head, width)
 
@@ -147,6 +151,10 @@ class Kda(nnx.Module):
     )  # fmt: skip
     return self._outputs(x_BTD, o_BTNH)
 
+  def scale_values(self, factor: float) -> None:
+    """Multiplies the weights of values and output."""
+    linear.scale(factor, self.value, self.output)
+
   def init_cache(self, batch: int, length: int = 0) -> KdaState:
     """The state before the first token: zeros, for any `length`."""
     del length
@@ -189,6 +197,7 @@ class Kda(nnx.Module):
       padded_BPNH = jnp.concatenate([tail.astype(x_BTNH.dtype), x_BTNH], axis=1)
       features.append(_feature(padded_BPNH, conv[...], segment_ids_BT, unit))
       tails.append(padded_BPNH[:, x_BTNH.shape[1] :])
+    features[2] = self.value_norm(features[2])
     wide = precision.wide(x_BTD.dtype)
     low_BTR = linear.linear(x_BTD, self.decay_down[...])
     raw_BTNH = linear.linear(low_BTR, self.decay_up[...], 1, wide)

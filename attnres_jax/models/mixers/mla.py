@@ -67,6 +67,11 @@ class Mla(nnx.Module):
       "R|NH", shape.latent_rank, heads, shape.nope_width + shape.value_width
     )
     self.output = matrix("NH|D", heads, shape.value_width, width)
+    # The rest of keys, and values, come from a normalised latent.
+    self.query_norm, self.shared_norm = (
+      norm_lib.optional(config.qkv_norm, n, config.norm_eps, "H")
+      for n in (head, shape.shared_width)
+    )
 
   def __call__(
     self, x: jax.Array | base.QKV, segment_ids_BT: jax.Array | None = None
@@ -103,6 +108,12 @@ class Mla(nnx.Module):
     )
     return linear.linear(mixed_BTNV, self.output[...], 2)
 
+  def scale_values(self, factor: float) -> None:
+    """Multiplies the weights of values and output."""
+    expand, values = self.expand[...], slice(self.nope_width, None)
+    self.expand[...] = expand.at[..., values].multiply(factor)
+    linear.scale(factor, self.output)
+
   def init_cache(self, batch: int, length: int) -> MlaCache:
     """An empty cache with room for `length` tokens per row."""
     shape = (batch, length, self.compress[...].shape[1])
@@ -135,7 +146,7 @@ class Mla(nnx.Module):
     key_up_RNH, value_up_RNV = jnp.split(
       self.expand[...].astype(x_BTD.dtype), [self.nope_width], axis=2
     )
-    query_BTNH = linear.linear(x_BTD, self.query[...])
+    query_BTNH = self._queries(x_BTD)
     own_BTNH, shared_BTNH = jnp.split(query_BTNH, [self.nope_width], axis=3)
     absorbed_BTNR = jnp.einsum(
       "BTNH,RNH->BTNR", own_BTNH, key_up_RNH,
@@ -166,7 +177,10 @@ class Mla(nnx.Module):
     # Checkpointed, so that nothing is kept in float32.
     norm = jax.checkpoint(lambda norm, latent_BTR: norm(latent_BTR))
     latent_BTR = norm(self.latent_norm, latent_BTR)
-    return jnp.concatenate([latent_BTR, shared_BTH], axis=2)
+    return jnp.concatenate([latent_BTR, self.shared_norm(shared_BTH)], axis=2)
+
+  def _queries(self, x_BTD):
+    return self.query_norm(linear.linear(x_BTD, self.query[...]))
 
   def _heads(self, x_BTD, keys_BTC, values_BTC):
     shared_BTH = keys_BTC[:, :, self.latent_rank :]
@@ -176,7 +190,7 @@ class Mla(nnx.Module):
     shared_BTNH = jnp.broadcast_to(
       shared_BTH[:, :, None], (*own_BTNH.shape[:3], shared_BTH.shape[2])
     )
-    query_BTNH = linear.linear(x_BTD, self.query[...])
+    query_BTNH = self._queries(x_BTD)
     key_BTNH = jnp.concatenate([own_BTNH, shared_BTNH], axis=3)
     return query_BTNH, key_BTNH, value_BTNV
 

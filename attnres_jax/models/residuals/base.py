@@ -105,6 +105,7 @@ class Residual(nnx.Module):
     pre_norm: whether sublayers have a norm (with a gain) in front of them;
       without, it is the identity.
     final_norm: whether there is a norm between the readout and the head.
+    qkv_norm: whether mixers have the norms of `model.qkv_norm` in any case.
   """
 
   style = Style()
@@ -115,13 +116,14 @@ class Residual(nnx.Module):
   block_size: int | None = None
   pre_norm = True
   final_norm = True
+  qkv_norm = False
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     del rngs  # For schemes that draw parameters at random.
     self.num_sublayers = config.num_sublayers
     self.dtype = jnp.dtype(config.dtype)
 
-  def prepare(self, sublayers: Mapping[str, nnx.Module]) -> None:
+  def prepare(self, sublayers: Mapping[str, Any]) -> None:
     """Changes freshly drawn sublayers in place, if their start depends on it.
 
     Args:

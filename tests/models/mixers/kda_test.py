@@ -17,7 +17,7 @@ BATCH, TOKENS, WIDTH, HEADS, HEAD = 2, 12, 24, 3, 8
 EPS = 1e-5
 
 
-def _config(dtype="float32", chunk_size=4):
+def _config(dtype="float32", chunk_size=4, qkv_norm=False):
   return config_lib.ModelConfig(
     width=WIDTH,
     num_layers=1,
@@ -26,6 +26,7 @@ def _config(dtype="float32", chunk_size=4):
     norm_eps=EPS,
     init_std=WIDTH**-0.5,
     dtype=dtype,
+    qkv_norm=qkv_norm,
     kda=config_lib.KdaConfig(
       head_width=HEAD, gate_rank=5, chunk_size=chunk_size
     ),
@@ -37,6 +38,8 @@ def _module(**kwargs):
   # The gain starts at one, where it could be missing.
   gain = jnp.linspace(0.5, 2.0, HEAD)
   module.out_norm.gain[...] = gain
+  if kwargs.get("qkv_norm"):
+    module.value_norm.gain[...] = gain[::-1]
   return module
 
 
@@ -67,6 +70,9 @@ def _definition(module, x_TD):
 
   q_TNH, k_TNH = unit(feature("query")), unit(feature("key"))
   v_TNH = feature("value")
+  if "value_norm" in weights:
+    rms_TN1 = np.sqrt((v_TNH**2).mean(-1, keepdims=True) + EPS)
+    v_TNH = v_TNH / rms_TN1 * weights["value_norm"]["gain"]
   low_TR = x_TD @ weights["decay_down"]
   raw_TNH = np.einsum("tr,rnh->tnh", low_TR, weights["decay_up"])
   step_TNH = np.log1p(np.exp(raw_TNH + weights["dt_bias"]))
@@ -98,9 +104,12 @@ def _assert_close(found, expected, tolerance=2e-5):
   np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * scale)
 
 
-@pytest.mark.parametrize("chunk_size", [1, 5, 16])
-def test_is_its_definition(chunk_size):
-  module, x_BTD = _module(chunk_size=chunk_size), _inputs()
+@pytest.mark.parametrize(
+  "chunk_size,qkv_norm", [(1, False), (5, True), (16, False)]
+)
+def test_is_its_definition(chunk_size, qkv_norm):
+  module = _module(chunk_size=chunk_size, qkv_norm=qkv_norm)
+  x_BTD = _inputs()
   expected = np.stack([_definition(module, x_TD) for x_TD in x_BTD])
   _assert_close(_apply(module, x_BTD), expected)
 

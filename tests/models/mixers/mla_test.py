@@ -16,7 +16,7 @@ BATCH, TOKENS, WIDTH, HEADS = 2, 12, 24, 3
 RANK, OWN, SHARED, VALUE = 10, 6, 4, 5
 
 
-def _config(dtype="float32"):
+def _config(dtype="float32", qkv_norm=False):
   return config_lib.ModelConfig(
     width=WIDTH,
     num_layers=1,
@@ -24,6 +24,7 @@ def _config(dtype="float32"):
     num_heads=HEADS,
     init_std=WIDTH**-0.5,
     dtype=dtype,
+    qkv_norm=qkv_norm,
     mla=config_lib.MlaConfig(
       latent_rank=RANK,
       nope_width=OWN,
@@ -36,6 +37,9 @@ def _config(dtype="float32"):
 def _module(**kwargs):
   module = mixers.Mla(_config(**kwargs), rngs=nnx.Rngs(params=3))
   module.latent_norm.gain[...] = jnp.linspace(0.5, 2.0, RANK)
+  if kwargs.get("qkv_norm"):
+    module.query_norm.gain[...] = jnp.linspace(0.5, 2.0, OWN + SHARED)
+    module.shared_norm.gain[...] = jnp.linspace(2.0, 0.5, SHARED)
   return module
 
 
@@ -50,12 +54,19 @@ def _definition(module, x_TD):
     lambda w: np.asarray(w, np.float64), nnx.to_pure_dict(nnx.state(module))
   )
   x_TD = np.asarray(x_TD, np.float64)
+
+  def norm(name, a_TC):
+    if name not in weights:
+      return a_TC
+    rms_T1 = np.sqrt((a_TC**2).mean(1, keepdims=True) + 1e-6)
+    return a_TC / rms_T1 * weights[name]["gain"]
+
   latent_TR, shared_TH = np.split(x_TD @ weights["compress"], [RANK], axis=1)
-  rms_T1 = np.sqrt((latent_TR**2).mean(1, keepdims=True) + 1e-6)
-  latent_TR = latent_TR / rms_T1 * weights["latent_norm"]["gain"]
+  latent_TR = norm("latent_norm", latent_TR)
+  shared_TH = norm("shared_norm", shared_TH)
   y_TD = np.zeros_like(x_TD)
   for n in range(HEADS):
-    query_TH = x_TD @ weights["query"][:, n]
+    query_TH = norm("query_norm", x_TD @ weights["query"][:, n])
     expanded_TC = latent_TR @ weights["expand"][:, n]
     key_TH = np.concatenate([expanded_TC[:, :OWN], shared_TH], axis=1)
     value_TV = expanded_TC[:, OWN:]
@@ -77,10 +88,14 @@ def _assert_close(found, expected, tolerance=1e-5):
   np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * scale)
 
 
-def test_is_its_definition():
-  module, x_BTD = _module(), _inputs()
+@pytest.mark.parametrize("qkv_norm", [False, True])
+def test_is_its_definition(qkv_norm):
+  module, x_BTD = _module(qkv_norm=qkv_norm), _inputs()
   expected = np.stack([_definition(module, x_TD) for x_TD in x_BTD])
   _assert_close(_apply(module, x_BTD), expected)
+  if qkv_norm:
+    cache = module.init_cache(BATCH, TOKENS)
+    _assert_close(_extend(module, x_BTD, cache)[0], expected)
 
 
 def test_packed_documents_do_not_meet():
