@@ -22,6 +22,8 @@ class ResidualConfig(fields.Checked, prefix="model.residual"):
       and merges the open source (Alg. 1); `one_softmax` is the definition.
     schedule_size: sublayers that share one phase 1 in Full AttnRes; affects the
       schedule, not the function.
+    rank: R of low-rank maps; 0 for the scheme's own, 64 in `laurel_lr` and
+      `laurel_pa`.
   """
 
   name: str = "block_attnres"
@@ -29,6 +31,7 @@ class ResidualConfig(fields.Checked, prefix="model.residual"):
   num_blocks: fields.Count = 0
   form: Literal["two_phase", "one_softmax"] = "two_phase"
   schedule_size: fields.Size = 6
+  rank: fields.Count = 0
 
   def __post_init__(self):
     super().__post_init__()

@@ -3,11 +3,15 @@
 
 import functools
 
+from flax import nnx
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from attnres_jax import analysis
 from attnres_jax import config as config_lib
 from attnres_jax import models
+from attnres_jax.models.residuals import base
 
 
 @functools.cache
@@ -18,7 +22,7 @@ def network(
   block_size: int = 4,
   form: str = "two_phase",
 ):
-  """A network of `num_layers` transformer blocks with random scheme."""
+  """A network of `num_layers` transformer blocks and random coefficients."""
   config = config_lib.ModelConfig(
     vocab_size=19,
     width=16,
@@ -43,6 +47,27 @@ def network(
       model.residual,
     )
   return model
+
+
+class Recorded(nnx.Module):
+  """A scheme whose sublayers return given values [L + 1, B, T, D]."""
+
+  def __init__(self, residual, values):
+    self.residual = residual
+    self.values = jnp.asarray(values)
+
+  def trace(self, tokens_BT):
+    del tokens_BT
+    return base.Trace(tuple(self.values), ())
+
+
+def recorded_matrix(residual, values) -> np.ndarray:
+  """M with the row of the readout, of one token's recorded values [L + 1, D].
+
+  A mean over channels.
+  """
+  model = Recorded(residual, values[:, None, None])
+  return analysis.mixing_matrix(model, tokens(1, 1), include_output=True)
 
 
 @jax.jit

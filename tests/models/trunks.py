@@ -22,6 +22,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.models import norm as norm_lib
 from attnres_jax.models import residuals
 from attnres_jax.models import stack
+from attnres_jax.models.residuals import base as residuals_base
 
 WIDTH = 6
 EPS = 1e-6
@@ -136,6 +137,47 @@ def run(layers, module, embedding, *, scan=True, remat="none"):
   return stack.run(
     layers, kinds, module, embedding, None, scan=scan, remat=remat
   )
+
+
+def parameters(module):
+  """The parameters of a scheme by name, in NumPy."""
+  return types.SimpleNamespace(
+    **{
+      name: np.asarray(value[...])
+      for name, value in vars(module).items()
+      if isinstance(value, nnx.Variable)
+    }
+  )
+
+
+def check(name, definition, num_sublayers=5, **fields):
+  """A network with a scheme against a definition in NumPy.
+
+  Also that reads are linear in the values, with coefficients fixed.
+
+  Args:
+    name: of the scheme, which gets random parameters.
+    definition: maps f_1..f_L, `parameters` and the embedding to h_out.
+    num_sublayers: L.
+    **fields: of `scheme`.
+  """
+  module = scheme(name, num_sublayers, **fields)
+  layers, embedding = toy(num_sublayers, pre_norm=module.pre_norm)
+  found = np.asarray(run(layers, module, embedding, scan=False))
+  sublayers, start = functions(layers, num_sublayers), np.asarray(embedding)
+  expected = definition(sublayers, parameters(module), start)
+  assert found.dtype == expected.dtype == np.float64
+  size = 1 + np.abs(expected).max()
+  np.testing.assert_allclose(found, expected, rtol=0, atol=1e-11 * size)
+  plain = prenorm(sublayers, start)
+  assert np.abs(found - plain).max() > 1e-3, "is PreNorm"
+  rng = np.random.default_rng(seed=2)
+  values = jnp.asarray(rng.standard_normal((num_sublayers + 1, 1, 2, WIDTH)))
+  with residuals_base.fixed_coefficients():
+    eager = functools.partial(reads.__wrapped__, module)
+    found, change = jax.jvp(eager, (values,), (values,))
+  for h, along in zip(found, change):
+    np.testing.assert_allclose(along, h, atol=1e-12)
 
 
 @functools.partial(jax.jit, static_argnames=("scan", "remat"))

@@ -22,10 +22,14 @@ from attnres_jax import config as config_lib
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import block_attnres
 from attnres_jax.models.residuals import dense
+from attnres_jax.models.residuals import elmo
 from attnres_jax.models.residuals import full_attnres
+from attnres_jax.models.residuals import highway
+from attnres_jax.models.residuals import laurel
 from attnres_jax.models.residuals import mrla
 from attnres_jax.models.residuals import mudd
 from attnres_jax.models.residuals import prenorm
+from attnres_jax.models.residuals import scaled
 from attnres_jax.models.residuals.base import QKV
 from attnres_jax.models.residuals.base import Residual
 from attnres_jax.models.residuals.base import Style
@@ -48,6 +52,15 @@ __all__ = [
 RESIDUALS: dict[str, type[base.Residual]] = {
   "prenorm": prenorm.PreNorm,
   "rescaled": prenorm.Rescaled,
+  "elmo": elmo.Elmo,
+  "rezero": scaled.ReZero,
+  "rezero_prenorm": scaled.ReZeroPreNorm,
+  "layerscale": scaled.LayerScale,
+  "laurel_rw": laurel.LaurelRW,
+  "laurel_lr": laurel.LaurelLR,
+  "laurel_pa": laurel.LaurelPA,
+  "highway": highway.Highway,
+  "highway_scalar": highway.HighwayScalar,
   "full_attnres": full_attnres.FullAttnRes,
   "block_attnres": block_attnres.BlockAttnRes,
   "densenet": dense.DenseNet,

@@ -36,6 +36,7 @@ import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
 from attnres_jax import scopes
+from attnres_jax.models import norm as norm_lib
 
 # The name by which activation checkpointing recognises the running state.
 DEPTH_STATE = "depth_state"
@@ -249,6 +250,15 @@ def coefficients_are_fixed() -> bool:
 def coefficient(x: jax.Array) -> jax.Array:
   """Marks a factor of values that itself depends on values; else identity."""
   return jax.lax.stop_gradient(x) if coefficients_are_fixed() else x
+
+
+def rms_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
+  """Normalises x [..., D] within the stream, in the dtype of sums.
+
+  The gain is [D], or has more of the last axes of x.
+  """
+  gain = jnp.reshape(gain, (1,) * (x.ndim - gain.ndim) + gain.shape)
+  return x * coefficient(norm_lib.inverse_rms(x, eps)) * gain
 
 
 def keep(x: jax.Array) -> jax.Array:

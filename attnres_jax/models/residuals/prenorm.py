@@ -15,11 +15,11 @@ from attnres_jax import precision
 from attnres_jax.models.residuals import base
 
 
-class PreNorm(base.Residual):
-  """h_{l+1} = h_l + f_l(h_l): the standard residual stream."""
+class Stream(base.Residual):
+  """One state [B, T, D], which sublayers read as it is.
 
-  style = base.Style("PreNorm", "#8b929c", "o")
-  headline = True
+  Subclasses define `write`, and `open` if it has parameters.
+  """
 
   def init(self, embedding_BTD: jax.Array) -> jax.Array:
     return precision.widen(embedding_BTD.astype(self.dtype))
@@ -32,10 +32,6 @@ class PreNorm(base.Residual):
     del slot
     return carry.astype(self.dtype)
 
-  def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
-    del slot
-    return base.keep(carry + precision.widen(y_BTD))
-
   def close(self, state: jax.Array, carry: jax.Array, stop: int) -> jax.Array:
     del state, stop
     return carry
@@ -44,13 +40,25 @@ class PreNorm(base.Residual):
     return state.astype(self.dtype)
 
 
-class Rescaled(PreNorm):
+class PreNorm(Stream):
+  """h_{l+1} = h_l + f_l(h_l): the standard residual stream."""
+
+  style = base.Style("PreNorm", "#8b929c", "o")
+  headline = True
+
+  def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
+    del slot
+    return base.keep(carry + precision.widen(y_BTD))
+
+
+class Rescaled(Stream):
   """h_{l+1} = l/(l+1) h_l + 1/(l+1) f_l(h_l): the mean of earlier values.
 
   Equals Full AttnRes with queries frozen at zero.
   """
 
   style = base.Style("Rescaled", "#b5651d", "v", (0, (4, 2.5)))
+  headline = True
 
   def open(self, state: jax.Array, start: int, stop: int) -> tuple[Any, Any]:
     # 1 / (l + 1) for l counted from 1.

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ELMo's readout: a learned mean of all states of the plain stream."""
+
+from typing import Any, NamedTuple
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from attnres_jax import config as config_lib
+from attnres_jax import precision
+from attnres_jax.models.residuals import base
+
+
+class StreamAndMean(NamedTuple):
+  """State and carry.
+
+  Attributes:
+    stream_BTD: h_l, the plain sum.
+    mean_BTD: the weighted sum of h_1, ..., h_{l-1}.
+  """
+
+  stream_BTD: jax.Array
+  mean_BTD: jax.Array
+
+
+class Elmo(base.Residual):
+  """PreNorm whose head reads all states (arXiv:1802.05365).
+
+    h_{l+1} = h_l + f_l(h_l),   h_out = sum_{j=1..L+1} softmax(s)_j h_j
+
+  Recalled, not verified. The factor gamma of the original is left out, since
+  the final norm removes it. s starts at zero: the mean of all states.
+
+  Attributes:
+    logits: s, [L + 1].
+  """
+
+  style = base.Style("ELMo readout", "#7a8f99", "D")
+
+  def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
+    super().__init__(config, rngs=rngs)
+    start_L = jnp.zeros(self.num_sublayers + 1, jnp.float32)
+    # No decay: it would pull the weights back to uniform.
+    self.logits = nnx.Param(start_L, axes="L", decays=False)
+
+  def init(self, embedding_BTD: jax.Array) -> StreamAndMean:
+    stream_BTD = precision.widen(embedding_BTD.astype(self.dtype))
+    return StreamAndMean(stream_BTD, jnp.zeros_like(stream_BTD))
+
+  def open(
+    self, state: StreamAndMean, start: int, stop: int
+  ) -> tuple[Any, Any]:
+    return state, self._weights()[start:stop]
+
+  def read(self, carry: StreamAndMean, slot: Any) -> jax.Array:
+    del slot
+    return carry.stream_BTD.astype(self.dtype)
+
+  def write(
+    self, carry: StreamAndMean, slot: Any, y_BTD: jax.Array
+  ) -> StreamAndMean:
+    return StreamAndMean(
+      base.keep(carry.stream_BTD + precision.widen(y_BTD)),
+      carry.mean_BTD + slot * carry.stream_BTD,
+    )
+
+  def close(
+    self, state: StreamAndMean, carry: StreamAndMean, stop: int
+  ) -> StreamAndMean:
+    del state, stop
+    return carry
+
+  def readout(self, state: StreamAndMean) -> jax.Array:
+    last_BTD = self._weights()[-1] * state.stream_BTD
+    return (state.mean_BTD + last_BTD).astype(self.dtype)
+
+  def _weights(self) -> jax.Array:
+    return jax.nn.softmax(self.logits[...])

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Highway networks: a gate between the stream and each output."""
+
+from typing import Any
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from attnres_jax import config as config_lib
+from attnres_jax import precision
+from attnres_jax.models import linear
+from attnres_jax.models import norm as norm_lib
+from attnres_jax.models.residuals import base
+from attnres_jax.models.residuals import prenorm
+
+_START = -2.0  # Of the bias: an output starts with a weight of 0.12.
+
+
+class Highway(prenorm.Stream):
+  """A gate per channel (arXiv:1505.00387).
+
+    g_l = sigmoid(W_l RMSNorm(h_l) + c_l)
+    h_{l+1} = (1 - g_l) * h_l + g_l * f_l(h_l)
+
+  The gate that writes v_l is g_{l+1} in arXiv:2603.15031 (section 2.1), which
+  is the source of the equations. W starts at zero and c at -2 (a negative start
+  is recalled, not verified; the number is our choice). The gate reads the
+  stream behind a norm without gain, and its product runs in the dtype of
+  activations (our choices).
+
+  Attributes:
+    matrix: W, [L, D, D], or [L, D, 1] for one gate for all channels.
+    bias: c, [L, D] or [L, 1].
+  """
+
+  style = base.Style("Highway", "#2aa198", "o")
+  scalar = False
+
+  def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
+    super().__init__(config, rngs=rngs)
+    self.eps = config.norm_eps
+    gates = 1 if self.scalar else config.width
+    shape = self.num_sublayers, config.width, gates
+    self.matrix = nnx.Param(jnp.zeros(shape, jnp.float32), axes="LDD")
+    # No decay: it would open all gates halfway.
+    start_LD = jnp.full((self.num_sublayers, gates), _START, jnp.float32)
+    self.bias = nnx.Param(start_LD, axes="LD", decays=False)
+
+  def open(self, state: jax.Array, start: int, stop: int) -> tuple[Any, Any]:
+    return state, (self.matrix[start:stop], self.bias[start:stop])
+
+  def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
+    matrix_DD, bias_D = slot
+    normed_BTD = carry * norm_lib.inverse_rms(carry, self.eps)
+    normed_BTD = base.coefficient(normed_BTD)
+    logits_BTD = linear.linear(
+      normed_BTD.astype(self.dtype), matrix_DD, 1, carry.dtype
+    )
+    gate_BTD = jax.nn.sigmoid(logits_BTD + bias_D[None, None])
+    return base.keep(carry + gate_BTD * (precision.widen(y_BTD) - carry))
+
+
+class HighwayScalar(Highway):
+  """One gate per token, as in Fig. 9 of arXiv:2603.15031."""
+
+  style = base.Style("Highway, scalar gate", "#2aa198", "s", "--")
+  scalar = True

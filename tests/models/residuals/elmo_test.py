@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ELMo's readout against its equations."""
+
+import numpy as np
+import pytest
+
+from tests.analysis import networks
+from tests.models import trunks
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+def _weights(p):
+  weight = np.exp(p.logits)
+  return weight / weight.sum()
+
+
+def _definition(sublayers, p, h):
+  states = [h]
+  for f in sublayers:
+    states.append(states[-1] + f(states[-1]))
+  return sum(w * state for w, state in zip(_weights(p), states))
+
+
+def test_is_its_definition():
+  trunks.check("elmo", _definition)
+
+
+def test_mixing_matrix():
+  """Sublayers read the plain sum, the head a mean of all states."""
+  module = trunks.scheme("elmo", 4)
+  weight = _weights(trunks.parameters(module))
+  expected = np.tril(np.ones((5, 5)))
+  expected[-1] = [weight[i:].sum() for i in range(5)]
+  values = np.random.default_rng(0).standard_normal((5, trunks.WIDTH))
+  found = networks.recorded_matrix(module, values)
+  np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_starts_as_the_mean_of_all_states():
+  assert np.all(_weights(trunks.parameters(_start())) == 0.2)
+  assert trunks.parameters(_start()).logits.shape == (5,)
+
+
+def _start():
+  return trunks.scheme("elmo", 4, scale=0.0)
