@@ -28,8 +28,10 @@ from attnres_jax.models.residuals import highway
 from attnres_jax.models.residuals import laurel
 from attnres_jax.models.residuals import mrla
 from attnres_jax.models.residuals import mudd
+from attnres_jax.models.residuals import postnorm
 from attnres_jax.models.residuals import prenorm
 from attnres_jax.models.residuals import scaled
+from attnres_jax.models.residuals import siamesenorm
 from attnres_jax.models.residuals.base import QKV
 from attnres_jax.models.residuals.base import Residual
 from attnres_jax.models.residuals.base import Style
@@ -61,6 +63,12 @@ RESIDUALS: dict[str, type[base.Residual]] = {
   "laurel_pa": laurel.LaurelPA,
   "highway": highway.Highway,
   "highway_scalar": highway.HighwayScalar,
+  "postnorm": postnorm.PostNorm,
+  "deepnorm": postnorm.DeepNorm,
+  "keel": postnorm.Keel,
+  "hybridnorm": postnorm.HybridNorm,
+  "siamesenorm": siamesenorm.SiameseNorm,
+  "siamesenorm_table": siamesenorm.SiameseNormTable,
   "full_attnres": full_attnres.FullAttnRes,
   "block_attnres": block_attnres.BlockAttnRes,
   "densenet": dense.DenseNet,

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms within the stream against their equations."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from attnres_jax import analysis
+from attnres_jax import config as config_lib
+from attnres_jax import models
+from attnres_jax.models import residuals
+from attnres_jax.models import sublayer
+from tests.analysis import networks
+from tests.models import trunks
+
+ALPHA = {"postnorm": 1.0, "deepnorm": 5**0.25, "keel": 5.0}
+
+
+def _postnorm(alpha):
+  def definition(sublayers, p, h):
+    for l, f in enumerate(sublayers):
+      h = trunks.rms_norm(alpha * h + f(h), trunks.EPS) * p.gain[l]
+    return h
+
+  return definition
+
+
+def _hybridnorm(sublayers, p, x):
+  for block in range(len(sublayers) // 2):
+    mixer, mlp = sublayers[2 * block : 2 * block + 2]
+    y = mixer(x) + x
+    n = trunks.rms_norm(y, trunks.EPS) * p.gain[block]
+    x = mlp(n) + n
+  return x
+
+
+@pytest.mark.parametrize("name", ALPHA)
+def test_is_its_definition(float64, name):
+  trunks.check(name, _postnorm(ALPHA[name]))
+
+
+def test_hybridnorm_is_its_definition(float64):
+  trunks.check("hybridnorm", _hybridnorm, 6)
+
+
+@pytest.mark.parametrize("name", ALPHA)
+def test_mixing_matrix(float64, name):
+  """With unit gains, powers of alpha times products of the norms' factors."""
+  module = trunks.scheme(name, 5, scale=0.0)
+  values = np.random.default_rng(0).standard_normal((6, trunks.WIDTH))
+  h, factor = values[0], []
+  for l in range(5):
+    h = ALPHA[name] * h + values[l + 1]
+    factor.append(1 / np.sqrt(np.mean(h**2) + trunks.EPS))
+    h = factor[l] * h
+  expected = np.zeros((6, 6))
+  for l in range(6):
+    for i in range(l + 1):
+      first = max(i, 1)
+      expected[l, i] = ALPHA[name] ** (l - i) * np.prod(factor[first - 1 : l])
+  found = networks.recorded_matrix(module, values)
+  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-9)
+  assert analysis.semiseparable_rank(found) == 1
+
+
+@pytest.mark.parametrize(
+  "blocks,alpha,beta",
+  [(12, 2.2134, 0.3195), (24, 2.6321, 0.2686), (100, 3.7606, 0.1880)],
+)
+def test_constants(blocks, alpha, beta):
+  config = config_lib.ModelConfig(
+    num_layers=blocks, residual=config_lib.ResidualConfig(name="deepnorm")
+  )
+  scheme = residuals.abstract_residual(config)
+  assert round(scheme.alpha, 4) == alpha
+  assert round(scheme.beta, 4) == beta
+  config = dataclasses.replace(
+    config, residual=config_lib.ResidualConfig(name="keel")
+  )
+  assert residuals.abstract_residual(config).alpha == 2 * blocks
+
+
+# Every kind of sublayer; a matrix or a part of one that DeepNorm scales.
+KINDS = config_lib.ModelConfig(
+  vocab_size=7,
+  width=8,
+  num_layers=3,
+  num_heads=2,
+  mlp_width=12,
+  mixers=("attention", "kda", "mla"),
+  kda=config_lib.KdaConfig(head_width=4, gate_rank=3),
+  mla=config_lib.MlaConfig(
+    latent_rank=6, nope_width=4, shared_width=2, value_width=5
+  ),
+  moe=config_lib.MoeConfig(
+    num_experts=4, top_k=2, expert_width=6, dense_layers=1
+  ),
+)
+SCALED = {"value", "output", "gate", "up", "down"}
+
+
+def _model(name):
+  residual = config_lib.ResidualConfig(name=name)
+  return models.build_model(dataclasses.replace(KINDS, residual=residual))
+
+
+def test_deepnorm_scales_values_and_outputs():
+  assert set(KINDS.sublayer_kinds) == set(sublayer.CORES)
+  plain, deep = _model("postnorm"), _model("deepnorm")
+  beta, met = deep.residual.beta, set()
+  flat, _ = jax.tree_util.tree_flatten_with_path(plain.sublayers)
+  for (path, a), b in zip(flat, jax.tree.leaves(deep.sublayers)):
+    where = jax.tree_util.keystr(path, simple=True, separator="/")
+    *_, name, _ = where.split("/")
+    factor = np.full(a.shape[-1], beta if name in SCALED else 1.0, "float32")
+    if name == "expand":
+      factor[KINDS.mla.nope_width :] = beta
+    met |= {name} & SCALED
+    np.testing.assert_allclose(
+      b, np.asarray(a) * factor, rtol=1e-6, err_msg=where
+    )
+  assert met == SCALED
+
+
+def test_a_mixer_that_cannot_be_scaled_is_named(monkeypatch):
+  class Bare(sublayer.CORES["attention"]):
+    scale_values = property()
+
+  monkeypatch.setitem(sublayer.CORES, "attention", Bare)
+  with pytest.raises(
+    config_lib.ConfigError,
+    match=r"config\.model\.mixers: got 'attention', expected sublayers with",
+  ):
+    jax.eval_shape(lambda: _model("deepnorm"))
+
+
+def test_only_hybridnorm_switches_norms_of_mixers_on():
+  for name, count in (("postnorm", 0), ("hybridnorm", 3)):
+    config = dataclasses.replace(
+      KINDS, residual=config_lib.ResidualConfig(name=name)
+    )
+    core = sublayer.abstract_core("attention", config)
+    extra = len(jax.tree.leaves(core)) - 4
+    assert extra == count
+
+
+def test_numbers_of_parameters():
+  for name, count in (("postnorm", 6), ("keel", 6), ("hybridnorm", 3)):
+    config = dataclasses.replace(
+      KINDS, residual=config_lib.ResidualConfig(name=name)
+    )
+    leaves = jax.tree.leaves(residuals.abstract_residual(config))
+    assert sum(leaf.size for leaf in leaves) == count * KINDS.width
