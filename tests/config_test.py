@@ -64,6 +64,7 @@ ERRORS = [
   ("model.residual.num_blocks", -1, AT_LEAST),
   ("model.residual.schedule_size", 0, ABOVE),
   ("model.residual.rank", -1, AT_LEAST),
+  ("model.residual.streams", 0, ABOVE),
   ("model.residual.form", "two_fase", "one of one_softmax, two_phase (did"),
   ("model.mixers", (), "one to 8 (model.num_layers) mixers"),
   ("model.mixers", ("kda",) * 9, "one to 8 (model.num_layers) mixers"),

@@ -23,7 +23,8 @@ class ResidualConfig(fields.Checked, prefix="model.residual"):
     schedule_size: sublayers that share one phase 1 in Full AttnRes; affects the
       schedule, not the function.
     rank: R of low-rank maps; 0 for the scheme's own, 64 in `laurel_lr` and
-      `laurel_pa`.
+      `laurel_pa`, width / 8 in `gated_residual`.
+    streams: m of schemes with several streams.
   """
 
   name: str = "block_attnres"
@@ -32,6 +33,7 @@ class ResidualConfig(fields.Checked, prefix="model.residual"):
   form: Literal["two_phase", "one_softmax"] = "two_phase"
   schedule_size: fields.Size = 6
   rank: fields.Count = 0
+  streams: fields.Size = 4
 
   def __post_init__(self):
     super().__post_init__()

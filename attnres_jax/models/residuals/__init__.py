@@ -24,6 +24,7 @@ from attnres_jax.models.residuals import block_attnres
 from attnres_jax.models.residuals import dense
 from attnres_jax.models.residuals import elmo
 from attnres_jax.models.residuals import full_attnres
+from attnres_jax.models.residuals import gated_residual
 from attnres_jax.models.residuals import highway
 from attnres_jax.models.residuals import laurel
 from attnres_jax.models.residuals import mrla
@@ -69,6 +70,7 @@ RESIDUALS: dict[str, type[base.Residual]] = {
   "hybridnorm": postnorm.HybridNorm,
   "siamesenorm": siamesenorm.SiameseNorm,
   "siamesenorm_table": siamesenorm.SiameseNormTable,
+  "gated_residual": gated_residual.GatedResidual,
   "full_attnres": full_attnres.FullAttnRes,
   "block_attnres": block_attnres.BlockAttnRes,
   "densenet": dense.DenseNet,

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gated Residual: several streams, each read through a gate per channel."""
+
+from typing import Any, NamedTuple
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from attnres_jax import config as config_lib
+from attnres_jax import precision
+from attnres_jax.models import linear
+from attnres_jax.models.residuals import base
+
+
+class State(NamedTuple):
+  """State and carry.
+
+  Attributes:
+    streams_BTMD: X, one array, so that vec(Z) is contiguous.
+    low_BTR: [W_d, W_w] vec(Z) / m with the parameters of the next read, which
+      its gates and its write share.
+  """
+
+  streams_BTMD: jax.Array
+  low_BTR: jax.Array
+
+
+class Slot(NamedTuple):
+  """The parameters of one read, and the first ones of the read after it.
+
+  Attributes:
+    gain_MD: gamma.
+    up_RMD: W_u.
+    next_gain_MD: gamma of the next read.
+    next_down_MDR: [W_d, W_w] of the next read.
+  """
+
+  gain_MD: jax.Array
+  up_RMD: jax.Array
+  next_gain_MD: jax.Array
+  next_down_MDR: jax.Array
+
+
+class GatedResidual(base.Residual):
+  """The residual of Qwen3.8-Next (arXiv:2608.30320), from released code.
+
+  m streams X_i, all v_0 at first, with Z_i = RMSNorm(X_i) * (1 + gamma_i):
+
+    G = sigmoid(W_u SiLU(W_d vec(Z) / m))          a gate per stream and channel
+    h = 1/m sum_i G_i * Z_i,   y = Core(h)
+    s = 2 sigmoid(W_w vec(Z) / m)                  a weight per stream
+    X_i <- X_i + s_i y
+
+  A read is also the norm of its sublayer, and the readout, a read with
+  parameters of its own, is the final norm. gamma starts at zero and matrices
+  like any other: from zero, the streams would never become different.
+
+  Norms, gates and sums are in float32, products in the dtype of activations.
+
+  Attributes:
+    gain: gamma, [L + 1, M, D].
+    down: W_d, [L + 1, M, D, R]; R is `model.residual.rank`, or D / 8.
+    up: W_u, [L + 1, R, M, D].
+    weigh: W_w, [L, M, D, M].
+  """
+
+  style = base.Style("Gated Residual", "#1f9bcf", "P")
+  pre_norm = False
+  final_norm = False
+
+  def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
+    super().__init__(config, rngs=rngs)
+    self.eps = config.norm_eps
+    self.streams = m = config.residual.streams
+    self.rank = config.residual.rank or -(-config.width // 8)
+    writes, width = self.num_sublayers, config.width
+    matrix = linear.matrices(config.init_std, rngs)
+    start_LMD = jnp.zeros((writes + 1, m, width), jnp.float32)
+    self.gain = nnx.Param(start_LMD, axes="LMD")
+    self.down = matrix("LMDR", writes + 1, m, width, self.rank)
+    self.up = matrix("LRMD", writes + 1, self.rank, m, width)
+    self.weigh = matrix("LMDM", writes, m, width, m)
+
+  def init(self, embedding_BTD: jax.Array) -> State:
+    embedding_BTD = precision.widen(embedding_BTD.astype(self.dtype))
+    batch, length, width = embedding_BTD.shape
+    streams_BTMD = jnp.broadcast_to(
+      embedding_BTD[:, :, None], (batch, length, self.streams, width)
+    )
+    return self._before(streams_BTMD, self.gain[0], self._both()[0])
+
+  def open(self, state: State, start: int, stop: int) -> tuple[Any, Any]:
+    here, after = slice(start, stop), slice(start + 1, stop + 1)
+    return state, Slot(
+      self.gain[here], self.up[here], self.gain[after], self._both()[after]
+    )
+
+  def read(self, carry: State, slot: Slot) -> jax.Array:
+    return self._read(carry, slot.gain_MD, slot.up_RMD)
+
+  def write(self, carry: State, slot: Slot, y_BTD: jax.Array) -> State:
+    weight_BTM = 2 * jax.nn.sigmoid(carry.low_BTR[..., self.rank :])
+    y_BTMD = precision.widen(y_BTD)[:, :, None]
+    streams_BTMD = carry.streams_BTMD + weight_BTM[..., None] * y_BTMD
+    return self._before(streams_BTMD, slot.next_gain_MD, slot.next_down_MDR)
+
+  def close(self, state: State, carry: State, stop: int) -> State:
+    del state, stop
+    return carry
+
+  def readout(self, state: State) -> jax.Array:
+    return self._read(state, self.gain[-1], self.up[-1])
+
+  def _both(self):
+    """[W_d, W_w] of all reads; the readout has no write."""
+    weigh = jnp.pad(self.weigh[...], ((0, 1), (0, 0), (0, 0), (0, 0)))
+    return jnp.concatenate([self.down[...], weigh], axis=-1)
+
+  def _before(self, streams_BTMD, gain_MD, down_MDR):
+    """The state before a read."""
+    normed_BTMD = base.rms_norm(streams_BTMD, 1 + gain_MD, self.eps)
+    # Gates and weights of streams, which are all that depends on this.
+    normed_BTMD = base.coefficient(normed_BTMD)
+    scaled_BTMD = (normed_BTMD / self.streams).astype(self.dtype)
+    low_BTR = linear.linear(scaled_BTMD, down_MDR, 2, streams_BTMD.dtype)
+    return State(base.keep(streams_BTMD), base.keep(low_BTR))
+
+  def _read(self, state, gain_MD, up_RMD):
+    low_BTR = jax.nn.silu(state.low_BTR[..., : self.rank]).astype(self.dtype)
+    logits_BTMD = precision.widen(linear.linear(low_BTR, up_RMD))
+    gate_BTMD = jax.nn.sigmoid(logits_BTMD)
+    normed_BTMD = base.rms_norm(state.streams_BTMD, 1 + gain_MD, self.eps)
+    return jnp.mean(gate_BTMD * normed_BTMD, axis=2).astype(self.dtype)
