@@ -21,6 +21,7 @@ import jax
 from attnres_jax import config as config_lib
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import block_attnres
+from attnres_jax.models.residuals import ddl
 from attnres_jax.models.residuals import dense
 from attnres_jax.models.residuals import elmo
 from attnres_jax.models.residuals import full_attnres
@@ -71,6 +72,9 @@ RESIDUALS: dict[str, type[base.Residual]] = {
   "siamesenorm": siamesenorm.SiameseNorm,
   "siamesenorm_table": siamesenorm.SiameseNormTable,
   "gated_residual": gated_residual.GatedResidual,
+  "ddl": ddl.DDL,
+  "ddl_4": ddl.DDL4,
+  "ddl_sigmoid": ddl.DDLSigmoid,
   "full_attnres": full_attnres.FullAttnRes,
   "block_attnres": block_attnres.BlockAttnRes,
   "densenet": dense.DenseNet,
