@@ -56,6 +56,11 @@ _TILE = 128  # columns of a tile in a TPU's memory
 # The rough estimate only ranks plans. Reads and writes of a vector of the width
 # per token and sublayer, in all passes, as found in compiled steps.
 _VECTORS = 120
+# Without checkpointing, autodiff keeps about this many times the results of the
+# products.
+_UNCHECKPOINTED = 3.0
+# Above this share of the memory, a plan will probably not fit.
+_SAFE = 0.6
 # How often the forward pass runs, by what is kept of it.
 _PASSES = {"none": 1.0, "dots": 1.1, "attention": 1.9, "full": 2.0}
 
@@ -66,9 +71,10 @@ class Plan:
 
   Attributes:
     overrides: of the config's fields.
-    kept_bytes: per device, a lower bound: state, gradients and activations
-      that are kept.
-    rough_seconds: the estimate by which plans are ranked before compiling.
+    kept_bytes: per device: state, gradients and activations that are kept. The
+      largest sublayer's own work comes on top.
+    rough_seconds: by which plans are ranked before compiling; longer for those
+      that leave little room.
   """
 
   overrides: Mapping[str, Any]
@@ -119,8 +125,16 @@ def plans(
         f"mesh.{axis}": getattr(mesh_fields, axis)
         for axis in (sharding.DATA, sharding.FSDP, sharding.EXPERT)
       } | {"optim.accumulate_steps": accumulate, "model.remat": remat}
-      found.append(Plan(overrides, kept, cost.seconds(accumulate, remat)))
-  return sorted(found, key=lambda plan: plan.rough_seconds), dropped
+      seconds = cost.seconds(accumulate, remat)
+      seconds *= 1 + max(0.0, kept / chip.hbm_bytes - _SAFE)
+      found.append(Plan(overrides, kept, seconds))
+  # Of plans that look equal, the one with the largest microbatches.
+  found.sort(
+    key=lambda plan: (
+      plan.rough_seconds, plan.overrides["optim.accumulate_steps"]
+    )
+  )  # fmt: skip
+  return found, dropped
 
 
 def compiled(
@@ -241,15 +255,15 @@ class _Cost:
     return cls(
       config,
       chip,
-      state=report_lib.bytes_per_device((state.model, state.opt_state)),
-      gradient=report_lib.bytes_per_device(state.model),
+      state=sharding.bytes_per_device((state.model, state.opt_state)),
+      gradient=sharding.bytes_per_device(state.model),
       gathered=used / 4 * itemsize,
       tokens=tokens,
       kept=kept / tokens,
     )
 
   def kept_bytes(self, accumulate: int, saved: float) -> float:
-    """A lower bound of a device's memory.
+    """What a device holds at the end of the forward pass.
 
     Args:
       accumulate: microbatches.
@@ -310,10 +324,10 @@ def _shapes(config: config_lib.RunConfig) -> Iterator[tuple[int, str]]:
 
 
 def _saved_bytes(model: config_lib.ModelConfig) -> dict[str, float]:
-  """Bytes per token that each remat keeps beyond the running states, at least.
+  """Bytes per token that each remat keeps beyond the running states.
 
-  The results of products, where they are kept; the outputs of attention and
-  what `none` keeps besides are left out.
+  The results of products, where they are kept. The outputs of attention are
+  left out.
   """
   length = 256
   x_BTD = jax.ShapeDtypeStruct((1, length, model.width), model.dtype)
@@ -329,8 +343,8 @@ def _saved_bytes(model: config_lib.ModelConfig) -> dict[str, float]:
       for v in equation.outvars
     )
   products = sum(each[kind] for kind in model.sublayer_kinds) / length
-  kept = ("none", "dots")
-  return {remat: products if remat in kept else 0.0 for remat in _PASSES}
+  kept = {"none": _UNCHECKPOINTED, "dots": 1.0}
+  return {remat: kept.get(remat, 0.0) * products for remat in _PASSES}
 
 
 def _bytes_with(model: Any, shards: Callable[[Any], int]) -> float:

@@ -299,7 +299,7 @@ def _largest(report: Mapping[str, Any]) -> str:
 def _largest_traced(jaxpr: Any) -> list[dict[str, Any]]:
   """Largest arrays of a traced program, one of each shape and primitive."""
   found = {}
-  for equation in _equations(jaxpr):
+  for equation in equations(jaxpr):
     for variable in equation.outvars:
       shape = getattr(variable.aval, "shape", None)
       if shape is not None and not jax.dtypes.issubdtype(
@@ -313,7 +313,7 @@ def _largest_traced(jaxpr: Any) -> list[dict[str, Any]]:
   ]
 
 
-def _equations(jaxpr: Any) -> Iterator[Any]:
+def equations(jaxpr: Any) -> Iterator[Any]:
   """All equations; those that contain programs are replaced by theirs."""
   for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
     inner = [
@@ -327,7 +327,7 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
     if not inner:
       yield equation
     for value in inner:
-      yield from _equations(value)
+      yield from equations(value)
 
 
 def _oom(reason: str) -> str:
