@@ -170,6 +170,10 @@ class ModelConfig(fields.Checked, prefix="model"):
     mla: shape of `mla` mixers.
     moe: experts that replace dense MLPs.
     residual: the scheme that connects the sublayers.
+    depth_memory: what mixers keep for later mixers of the same token: `none`,
+      or another key of `attnres_jax.models.memory.DEPTH_MEMORY`.
+    depth_stride: distance between the mixers that `depth_attention` mixes; 0
+      for half of the mixers of a kind.
   """
 
   vocab_size: fields.Count = 0
@@ -195,6 +199,8 @@ class ModelConfig(fields.Checked, prefix="model"):
   mla: MlaConfig = MlaConfig()
   moe: MoeConfig = MoeConfig()
   residual: ResidualConfig = ResidualConfig()
+  depth_memory: str = "none"
+  depth_stride: fields.Count = 0
 
   def __post_init__(self):
     super().__post_init__()

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from attnres_jax import config as config_lib
+from attnres_jax import models
 from attnres_jax.flops import programs
 from attnres_jax.models import linear
 from attnres_jax.models import residuals
@@ -62,13 +63,10 @@ def flops_per_token(
 ) -> FlopsPerToken:
   """Forward FLOPs per token at this length; `model.vocab_size` must be set."""
   parts = dict.fromkeys(("projections", "attention", "recurrence", "mlp"), 0.0)
-  plain = dataclasses.replace(model, residual=config_lib.ResidualConfig())
-  for i, kind in enumerate(model.sublayer_kinds):
+  for i, of_sublayer in enumerate(_of_sublayers(model, sequence_length)):
     # Mixers and MLPs alternate.
     own = "mlp" if i % 2 else "projections"
-    core = sublayer.CORES.get(kind)
-    of_kind = _of_sublayer(core, kind, plain, sequence_length)
-    for part, flops in of_kind.items():
+    for part, flops in of_sublayer.items():
       parts[part or own] += flops
   return FlopsPerToken(
     **parts,
@@ -81,13 +79,25 @@ def flops_of_kinds(
   model: config_lib.ModelConfig, sequence_length: int
 ) -> dict[str, float]:
   """Forward FLOPs per token of all sublayers of each kind."""
-  plain = dataclasses.replace(model, residual=config_lib.ResidualConfig())
   found = dict.fromkeys(model.sublayer_kinds, 0.0)
-  for kind in model.sublayer_kinds:
-    core = sublayer.CORES.get(kind)
-    of_kind = _of_sublayer(core, kind, plain, sequence_length)
-    found[kind] += sum(of_kind.values())
+  for kind, of_sublayer in zip(
+    model.sublayer_kinds, _of_sublayers(model, sequence_length)
+  ):
+    found[kind] += sum(of_sublayer.values())
   return found
+
+
+def _of_sublayers(
+  model: config_lib.ModelConfig, length: int
+) -> list[dict[linear.Part, float]]:
+  """FLOPs of each sublayer and token."""
+  if model.depth_memory != "none":
+    return _with_memory(model, length)
+  plain = dataclasses.replace(model, residual=config_lib.ResidualConfig())
+  return [
+    _of_sublayer(sublayer.CORES.get(kind), kind, plain, length)
+    for kind in model.sublayer_kinds
+  ]
 
 
 @functools.lru_cache(maxsize=64)
@@ -100,6 +110,31 @@ def _of_sublayer(
   x_BTD = jax.ShapeDtypeStruct((1, length, model.width), model.dtype)
   found = programs.flops(lambda core, x_BTD: core(x_BTD), core, x_BTD)
   return {part: flops / length for part, flops in found.items()}
+
+
+def _with_memory(
+  model: config_lib.ModelConfig, length: int
+) -> list[dict[linear.Part, float]]:
+  """The same if what a sublayer computes depends on those before it."""
+  network = jax.eval_shape(lambda: models.build_model(model))
+  memory, found = network.depth_memory, []
+  x_BTD = jax.ShapeDtypeStruct((1, length, model.width), model.dtype)
+  state = memory.init()
+  for l, kind in enumerate(model.sublayer_kinds):
+    core = jax.tree.map(
+      lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype),
+      network.sublayers[kind].core,
+    )
+
+    def run(memory, core, x_BTD, state, l=l, kind=kind):
+      slot = jax.tree.map(lambda a: a[0], memory.open(l, l + 1))
+      return memory.call(kind, core, x_BTD, None, state, slot)
+
+    flops = programs.flops(run, memory, core, x_BTD, state)
+    found.append({part: n / length for part, n in flops.items()})
+    _, new = jax.eval_shape(run, memory, core, x_BTD, state)
+    state = memory.write(state, new)
+  return found
 
 
 def residual_flops(model: config_lib.ModelConfig) -> float:

@@ -29,6 +29,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import scopes
 from attnres_jax import sharding
 from attnres_jax.models import linear
+from attnres_jax.models import memory as memory_lib
 from attnres_jax.models import sublayer as sublayer_lib
 from attnres_jax.models.mixers import softmax
 from attnres_jax.models.residuals import base
@@ -74,6 +75,7 @@ def run(
   embedding_BTD: jax.Array,
   segment_ids_BT: jax.Array | None,
   *,
+  memory: memory_lib.DepthMemory | None = None,
   scan: bool,
   remat: str,
 ) -> jax.Array:
@@ -86,17 +88,21 @@ def run(
     residual: the scheme.
     embedding_BTD: h_1 = v_0.
     segment_ids_BT: document numbers, which mixers do not cross, or None.
+    memory: what mixers keep for later mixers; None for nothing.
     scan: scan over repeated sublayers, if the scheme allows it.
     remat: a key of `REMAT`.
   """
+  memory = memory or memory_lib.NoMemory()
   with scopes.part(scopes.RESIDUAL):
     state = residual.init(embedding_BTD)
-  state = run_part(
+  state, _ = _run_part(
     sublayers,
     kinds,
     residual,
-    state,
+    memory,
+    (state, memory.init()),
     segment_ids_BT,
+    start=0,
     scan=scan,
     remat=remat,
   )
@@ -127,20 +133,51 @@ def run_part(
     scan: as in `run`.
     remat: as in `run`.
   """
+  memory = memory_lib.NoMemory()
+  state, _ = _run_part(
+    sublayers,
+    kinds,
+    residual,
+    memory,
+    (state, memory.init()),
+    segment_ids_BT,
+    start=start,
+    scan=scan,
+    remat=remat,
+  )
+  return state
+
+
+def _run_part(
+  sublayers: Sublayers,
+  kinds: Sequence[str],
+  residual: base.Residual,
+  memory: memory_lib.DepthMemory,
+  state: tuple[Any, Any],
+  segment_ids_BT: jax.Array | None,
+  *,
+  start: int,
+  scan: bool,
+  remat: str,
+) -> tuple[Any, Any]:
+  """`run_part` for states of the scheme and of the memory."""
   around_segment, around_sublayer = config_lib.choose(
     "model.remat", remat, REMAT
   )
-  apply = around_sublayer(functools.partial(_apply, residual))
-  segments = _plan(kinds, residual, start, scan)
+  apply = {
+    kind: around_sublayer(functools.partial(_apply, residual, memory, kind))
+    for kind in sublayers
+  }
+  segments = _plan(kinds, residual, memory, start, scan)
   for segment, (source, take) in zip(
     segments, _sources(sublayers, segments, remat), strict=True
   ):
     inside = functools.partial(
-      _run_segment, segment, residual, take, apply, segment_ids_BT
+      _run_segment, segment, residual, memory, take, apply, segment_ids_BT
     )
-    carry = around_segment(inside)(source, state)
+    carry, remembered = around_segment(inside)(source, state)
     with scopes.part(scopes.RESIDUAL):
-      state = residual.close(state, carry, segment.stop)
+      state = residual.close(state[0], carry, segment.stop), remembered
   return state
 
 
@@ -150,15 +187,31 @@ def trace(
   residual: base.Residual,
   embedding_BTD: jax.Array,
   segment_ids_BT: jax.Array | None,
+  *,
+  memory: memory_lib.DepthMemory | None = None,
 ) -> Trace:
   """Runs the trunk like `run`; returns what every sublayer read and wrote."""
+  memory = memory or memory_lib.NoMemory()
+  remembered = memory.init()
   values, reads = [embedding_BTD], []
   singles = _in_order(sublayers, kinds)
 
   def sublayer(l: int, carry: Any, slot: Any) -> jax.Array:
+    nonlocal remembered
     reads.append(base.main(residual.read(carry, slot)))
-    values.append(_apply(residual, singles[l], carry, slot, segment_ids_BT))
-    return values[-1]
+    (memory_slot,) = _unstack(memory.open(l, l + 1), 1)
+    y_BTD, new = _apply(
+      residual,
+      memory,
+      kinds[l],
+      singles[l],
+      (carry, remembered),
+      (slot, memory_slot),
+      segment_ids_BT,
+    )
+    remembered = memory.write(remembered, new)
+    values.append(y_BTD)
+    return y_BTD
 
   state = base.run_through(residual, embedding_BTD, sublayer)
   return Trace(tuple(values), (*reads, residual.readout(state)))
@@ -180,7 +233,7 @@ def layer_norms(sublayers: Sublayers, kinds: Sequence[str]) -> jax.Array:
 class Run(NamedTuple):
   """Consecutive sublayers: `kinds`, repeated `repeats` times."""
 
-  kinds: tuple[str, ...]
+  kinds: tuple[Any, ...]
   repeats: int
 
   @property
@@ -192,7 +245,7 @@ class Run(NamedTuple):
     return self.kinds.count(kind) * self.repeats
 
 
-def find_runs(kinds: Sequence[str]) -> tuple[Run, ...]:
+def find_runs(kinds: Sequence[Any]) -> tuple[Run, ...]:
   """Cuts a sequence of kinds into runs, greedily the longest repetition first.
 
   Of two repetitions of equal length, the one with the shorter period is chosen.
@@ -214,12 +267,12 @@ def find_runs(kinds: Sequence[str]) -> tuple[Run, ...]:
   return tuple(runs)
 
 
-def no_runs(kinds: Sequence[str]) -> tuple[Run, ...]:
+def no_runs(kinds: Sequence[Any]) -> tuple[Run, ...]:
   """Every sublayer as a separate run."""
   return tuple(Run((kind,), 1) for kind in kinds)
 
 
-def _repeats(kinds: tuple[str, ...], period: int) -> int:
+def _repeats(kinds: tuple[Any, ...], period: int) -> int:
   """How often the first `period` kinds are repeated from the start."""
   count = 1
   while kinds[count * period : (count + 1) * period] == kinds[:period]:
@@ -237,32 +290,51 @@ class _Segment:
 
 
 def _plan(
-  kinds: Sequence[str], residual: base.Residual, start: int, scan: bool
+  kinds: Sequence[str],
+  residual: base.Residual,
+  memory: memory_lib.DepthMemory,
+  start: int,
+  scan: bool,
 ) -> list[_Segment]:
   """The segments, or parts of segments, from sublayer `start` on."""
   cut = find_runs if scan and residual.scannable else no_runs
   end = start + len(kinds)
+  # Sublayers that change the structure of the memory are like no other.
+  labels = [
+    (kind, l if memory.changes(l) else None)
+    for l, kind in enumerate(kinds, start)
+  ]
   parts = [(max(a, start), min(b, end)) for a, b in residual.segments()]
   return [
-    _Segment(a, b, cut(kinds[a - start : b - start])) for a, b in parts if a < b
+    _Segment(a, b, tuple(map(_of_kinds, cut(labels[a - start : b - start]))))
+    for a, b in parts
+    if a < b
   ]
+
+
+def _of_kinds(run: Run) -> Run:
+  return Run(tuple(kind for kind, _ in run.kinds), run.repeats)
 
 
 def _run_segment(
   segment: _Segment,
   residual: base.Residual,
+  memory: memory_lib.DepthMemory,
   take: Callable[[Any], list[Sublayers]],
-  apply: Callable[..., jax.Array],
+  apply: Mapping[str, Callable[..., tuple[jax.Array, Any]]],
   segment_ids_BT: jax.Array | None,
   source: Any,
-  state: Any,
-) -> Any:
+  state: tuple[Any, Any],
+) -> tuple[Any, Any]:
+  state, remembered = state
   with scopes.part(scopes.RESIDUAL):
     carry, slots = residual.open(state, segment.start, segment.stop)
+  slots = slots, memory.open(segment.start, segment.stop)
   slots = _split(slots, [run.length for run in segment.runs])
+  both = carry, remembered
   for run, part, run_slots in zip(segment.runs, take(source), slots):
 
-    def period(carry, xs, run=run):
+    def period(both, xs, run=run):
       part, slots = xs
       for kind, sublayer, slot in zip(
         run.kinds,
@@ -270,31 +342,40 @@ def _run_segment(
         _unstack(slots, len(run.kinds)),
       ):
         with scopes.part(kind):
-          y_BTD = apply(sublayer, carry, slot, segment_ids_BT)
+          y_BTD, new = apply[kind](sublayer, both, slot, segment_ids_BT)
+        new = jax.tree.map(base.keep, new)
         with scopes.part(scopes.RESIDUAL):
-          carry = residual.write(carry, slot, y_BTD)
-      return carry, None
+          carry = residual.write(both[0], slot[0], y_BTD)
+        both = carry, memory.write(both[1], new)
+      return both, None
 
     xs = part, run_slots
     if run.repeats == 1:
-      carry, _ = period(carry, xs)
+      both, _ = period(both, xs)
     else:
-      carry, _ = jax.lax.scan(period, carry, _fold(xs, run.repeats))
-  return carry
+      both, _ = jax.lax.scan(period, both, _fold(xs, run.repeats))
+  return both
 
 
 def _apply(
   residual: base.Residual,
+  memory: memory_lib.DepthMemory,
+  kind: str,
   sublayer: sublayer_lib.Sublayer,
-  carry: Any,
-  slot: Any,
+  both: tuple[Any, Any],
+  slots: tuple[Any, Any],
   segment_ids_BT: jax.Array | None,
-) -> jax.Array:
+) -> tuple[jax.Array, Any]:
+  """The output, and what is new in the memory."""
+  (carry, remembered), (slot, memory_slot) = both, slots
   with scopes.part(scopes.RESIDUAL):
     x = residual.read_normed(carry, slot, sublayer.norm)
   if not getattr(sublayer.core, "reads_qkv", False):
     x = base.main(x)
-  return sharding.keep_tokens(sublayer.core(x, segment_ids_BT))
+  y_BTD, new = memory.call(
+    kind, sublayer.core, x, segment_ids_BT, remembered, memory_slot
+  )
+  return sharding.keep_tokens(y_BTD), new
 
 
 def _sources(

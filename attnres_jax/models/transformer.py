@@ -8,6 +8,7 @@ import numpy as np
 from attnres_jax import config as config_lib
 from attnres_jax import scopes
 from attnres_jax.models import embedding
+from attnres_jax.models import memory
 from attnres_jax.models import norm
 from attnres_jax.models import residuals
 from attnres_jax.models import stack
@@ -23,6 +24,7 @@ class Transformer(nnx.Module):
     sublayers: ONE module per kind of sublayer; every leaf has a leading axis
       over the sublayers of that kind, in the order of depth.
     residual: the scheme that connects the sublayers.
+    depth_memory: what mixers keep for later mixers.
     final_norm: between the scheme's readout and the head, in most schemes.
   """
 
@@ -39,6 +41,8 @@ class Transformer(nnx.Module):
     )
     self.residual = residuals.build_residual(config, rngs=rngs)
     self.residual.prepare(self.sublayers)
+    self.depth_memory = memory.build_memory(config, rngs=rngs)
+    self.depth_memory.prepare(self.sublayers)
     self.final_norm = norm.optional(
       self.residual.final_norm, config.width, config.norm_eps
     )
@@ -64,6 +68,7 @@ class Transformer(nnx.Module):
       self.residual,
       self.embedding.encode(tokens_BT),
       segment_ids_BT,
+      memory=self.depth_memory,
       scan=self.config.scan_layers,
       remat=self.config.remat,
     )
@@ -80,6 +85,7 @@ class Transformer(nnx.Module):
       self.residual,
       self.embedding.encode(tokens_BT),
       segment_ids_BT,
+      memory=self.depth_memory,
     )
 
 

@@ -352,6 +352,12 @@ def _layout(config: config_lib.RunConfig, mesh: Mesh) -> layout_lib.Layout:
       mesh.shape[sharding.TENSOR],
       f"1 with mesh.stage={ranks}",
     )
+  if config.model.depth_memory != "none":
+    config_lib.fail(
+      "model.depth_memory",
+      config.model.depth_memory,
+      f"'none' with mesh.stage={ranks}",
+    )
   if ranks > count:
     config_lib.fail(
       "mesh.stage", ranks, f"at most the {count} sublayers of the network"

@@ -563,6 +563,11 @@ def test_what_does_not_fit_is_named_in_one_line(monkeypatch):
   )
   refused(r"mesh\.tensor: got 2, expected 1 with", SMALL, dict(tensor=2))
   refused(
+    r"model\.depth_memory: got 'moda', expected 'none' with mesh.stage=2$",
+    SMALL,
+    depth_memory="moda",
+  )
+  refused(
     r"data\.batch_size: got 12, expected a multiple of mesh.data x fsdp x"
     r" expert x pipeline.microbatches = 2 x 4, such as 8 or 16$",
     SMALL,

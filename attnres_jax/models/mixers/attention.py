@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal softmax attention with grouped queries (arXiv:2305.13245)."""
 
+from typing import Any
+
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -43,13 +45,13 @@ class Attention(nnx.Module):
 
   def project(
     self, x: jax.Array | base.QKV
-  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+  ) -> tuple[jax.Array, jax.Array, Any]:
     """Queries [B, T, N, H], keys and values [B, T, K, H], without positions."""
     x = base.qkv(x)
     return (
       self.query_norm(linear.linear(x.query, self.query[...])),
       self.key_norm(linear.linear(x.key, self.key[...])),
-      self.value_norm(linear.linear(x.value, self.value[...])),
+      self._values(x.value),
     )
 
   def finish(
@@ -59,8 +61,9 @@ class Attention(nnx.Module):
     key_BTKH: jax.Array,
     value_BTKH: jax.Array,
     segment_ids_BT: jax.Array | None = None,
+    columns: softmax.Columns | None = None,
   ) -> jax.Array:
-    """The output, of heads as from `project`."""
+    """The output, of heads as from `project`, which may attend to more."""
     del x
     if self.rope_theta:
       query_BTNH = apply_rope(query_BTNH, self.rope_theta)
@@ -72,6 +75,7 @@ class Attention(nnx.Module):
       segment_ids_BT,
       kernel=self.kernel,
       tile=softmax.TILE if self.kernel == "tiled" else 0,
+      columns=columns,
     )
     return linear.linear(mixed_BTNH, self.output[...], 2)
 
@@ -83,6 +87,12 @@ class Attention(nnx.Module):
     """A cache of keys and values for `length` tokens per row, all zeros."""
     shape = batch, length, *self.key[...].shape[1:]
     return jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)
+
+  def _values(self, x_BTD: jax.Array) -> Any:
+    """None if the mixer uses the values of another one."""
+    if self.value is None:
+      return None
+    return self.value_norm(linear.linear(x_BTD, self.value[...]))
 
 
 def apply_rope(x_BTNH: jax.Array, theta: float) -> jax.Array:

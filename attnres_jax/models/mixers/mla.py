@@ -100,11 +100,17 @@ class Mla(nnx.Module):
     key_BTNH: jax.Array,
     value_BTNV: jax.Array,
     segment_ids_BT: jax.Array | None = None,
+    columns: softmax.Columns | None = None,
   ) -> jax.Array:
-    """The output, of heads as from `project`."""
+    """The output, of heads as from `project`, which may attend to more."""
     del x
     mixed_BTNV = softmax.causal_attention(
-      query_BTNH, key_BTNH, value_BTNV, segment_ids_BT, kernel=self.kernel
+      query_BTNH,
+      key_BTNH,
+      value_BTNV,
+      segment_ids_BT,
+      kernel=self.kernel,
+      columns=columns,
     )
     return linear.linear(mixed_BTNV, self.output[...], 2)
 

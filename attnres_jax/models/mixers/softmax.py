@@ -11,6 +11,7 @@ the arguments, that kernel is used instead (`flash`).
 
 import functools
 import math
+from typing import Any, NamedTuple
 
 import jax
 from jax import ad_checkpoint
@@ -34,6 +35,18 @@ TILE = 512
 _SPANS = 4
 
 
+class Columns(NamedTuple):
+  """More columns of a softmax, M for each query.
+
+  Attributes:
+    logits_BTNM: their scaled scores, in the dtype of sums.
+    value_BTKMV: their values.
+  """
+
+  logits_BTNM: jax.Array
+  value_BTKMV: jax.Array
+
+
 def causal_attention(
   query_BTNH: jax.Array,
   key_BTKH: jax.Array,
@@ -42,6 +55,7 @@ def causal_attention(
   *,
   kernel: str = "auto",
   tile: int = TILE,
+  columns: Columns | None = None,
 ) -> jax.Array:
   """Attends to positions s <= t, within a document if segment ids are given.
 
@@ -53,6 +67,7 @@ def causal_attention(
     kernel: a value of `model.attention_kernel`.
     tile: queries per tile without a kernel; does not change the function. 0 for
       all queries at once, which requires values as wide as keys.
+    columns: what else each query attends to; no fused kernel has these.
 
   Returns:
     [B, T, N, V] in the dtype of the values; the softmax is in float32.
@@ -64,19 +79,23 @@ def causal_attention(
   attention = functools.partial(_attention, kernel, tile)
   if kernel == "tiled":
     attention = functools.partial(_plain, tile)
-  split = sharding.by_shards(
-    attention,
-    (*[sharding.HEADS] * 3, sharding.SEQUENCES),
-    sharding.HEADS,
-  )
+  arrays = query_BTNH, key_BTKH, value_BTKV, segment_ids_BT
+  specs = *[sharding.HEADS] * 3, sharding.SEQUENCES
   *tokens_and_heads, width = query_BTNH.shape
+  num_queries, value_width = math.prod(tokens_and_heads), value_BTKV.shape[-1]
   # Causal: half of all pairs count, even if a kernel computes more.
-  pairs = math.prod(tokens_and_heads) * query_BTNH.shape[1] / 2
-  shape = *tokens_and_heads, value_BTKV.shape[-1]
+  pairs = num_queries * query_BTNH.shape[1] / 2
+  flops = 2 * pairs * (width + value_width)
+  if columns is not None:
+    attention = functools.partial(_tiled, tile or TILE)
+    arrays, specs = (*arrays, columns), (*specs, sharding.HEADS)
+    flops += 2 * columns.logits_BTNM.size * value_width
   return linear.counted(
-    split, query_BTNH, key_BTKH, value_BTKV, segment_ids_BT, part="attention",
-    flops=2 * pairs * (width + value_BTKV.shape[-1]),
-    outs=jax.ShapeDtypeStruct(shape, value_BTKV.dtype),
+    sharding.by_shards(attention, specs, sharding.HEADS), *arrays,
+    part="attention", flops=flops,
+    outs=jax.ShapeDtypeStruct(
+      (*tokens_and_heads, value_width), value_BTKV.dtype
+    ),
   )  # fmt: skip
 
 
@@ -162,6 +181,7 @@ def attend(
   value_BSKV: jax.Array,
   mask_BTS: jax.Array,
   scale: float,
+  columns: Columns | None = None,
 ) -> jax.Array:
   """Softmax attention where the mask ([1 or B, T, S]) is true, all at once."""
   batch, length, heads, width = query_BTNH.shape
@@ -173,15 +193,29 @@ def attend(
   logits_BKGTS = scale * jnp.einsum(
     "BTKGH,BSKH->BKGTS", query_BTKGH, key_BSKH, preferred_element_type=wide
   )
-  weight_BKGTS = jax.nn.softmax(
-    jnp.where(mask_BTS[:, None, None], logits_BKGTS, jnp.finfo(wide).min)
+  logits_BKGTS = jnp.where(
+    mask_BTS[:, None, None], logits_BKGTS, jnp.finfo(wide).min
   )
+  if columns is not None:
+    shape = batch, length, kv_heads, heads // kv_heads, -1
+    logits_BTKGM = jnp.reshape(columns.logits_BTNM, shape)
+    logits_BKGTM = jnp.moveaxis(logits_BTKGM, 1, 3)
+    logits_BKGTS = jnp.concatenate([logits_BKGTS, logits_BKGTM], axis=-1)
+  weight_BKGTS = jax.nn.softmax(logits_BKGTS).astype(value_BSKV.dtype)
+  own = key_BSKH.shape[1]
   mixed_BTKGV = jnp.einsum(
     "BKGTS,BSKV->BTKGV",
-    weight_BKGTS.astype(value_BSKV.dtype),
+    weight_BKGTS[..., :own] if columns is not None else weight_BKGTS,
     value_BSKV,
     preferred_element_type=wide,
   )
+  if columns is not None:
+    mixed_BTKGV += jnp.einsum(
+      "BKGTM,BTKMV->BTKGV",
+      weight_BKGTS[..., own:],
+      columns.value_BTKMV,
+      preferred_element_type=wide,
+    )
   return jnp.reshape(
     mixed_BTKGV.astype(value_BSKV.dtype), (batch, length, heads, -1)
   )
@@ -190,16 +224,20 @@ def attend(
 # Only the arguments are kept for the backward pass: tiles are checkpointed one
 # by one, and the repeated keys and values are recomputed.
 @functools.partial(jax.checkpoint, static_argnums=(0,))
-def _tiled(tile, query_BTNH, key_BTKH, value_BTKV, segment_ids_BT):
+def _tiled(
+  tile, query_BTNH, key_BTKH, value_BTKV, segment_ids_BT, columns=None
+):
   length = query_BTNH.shape[1]
   tile = min(tile, length)
   num_tiles = -(-length // tile)
-  tiles = dict(
+  tiles: dict[str, Any] = dict(
     position=jnp.arange(num_tiles * tile).reshape(num_tiles, tile),
     query=_cut(query_BTNH, num_tiles, tile),
   )
   if segment_ids_BT is not None:
     tiles["segment"] = _cut(segment_ids_BT, num_tiles, tile)
+  if columns is not None:
+    tiles["columns"] = Columns(*(_cut(x, num_tiles, tile) for x in columns))
   # The gradients of keys and values are summed over tiles in this dtype.
   wide = precision.wide(query_BTNH.dtype)
   key_BTKH, value_BTKV = key_BTKH.astype(wide), value_BTKV.astype(wide)
@@ -216,7 +254,7 @@ def _tiled(tile, query_BTNH, key_BTKH, value_BTKV, segment_ids_BT):
         lambda x, keys=keys: x[:, keys], segment_ids_BT
       ),
     )
-    queries = {name: x[span] for name, x in tiles.items()}
+    queries = jax.tree.map(lambda x, span=span: x[span], tiles)
     spans.append(jax.lax.map(one_tile, queries))
   mixed_XBCNV = jnp.concatenate(spans)
   mixed_BXCNV = jnp.moveaxis(mixed_XBCNV, 0, 1)
@@ -236,6 +274,7 @@ def _one_tile(tile, key_BSKH, value_BSKV, key_segment_BS):
     value_BSKV.astype(dtype),
     mask_BTS,
     key_BSKH.shape[-1] ** -0.5,
+    tile.get("columns"),
   )
 
 

@@ -80,7 +80,8 @@ class Mudd(over_blocks.OverBlocks):
       jnp.zeros((outs // (t + 1), t + 1), jnp.float32).at[:, -1].set(1.0)
       for t, (_, outs) in enumerate(sizes, 1)
     ]
-    second = jnp.zeros(sum(hidden * outs for hidden, outs in sizes))
+    entries = sum(hidden * outs for hidden, outs in sizes)
+    second = jnp.zeros(entries, jnp.float32)
     gain = jnp.ones((blocks - 1, width), jnp.float32)
     self.first = nnx.Param(first * width**-0.5, axes="LD")
     self.second = nnx.Param(second, axes="L")
