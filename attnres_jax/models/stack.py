@@ -329,18 +329,17 @@ def _run_segment(
   state, remembered = state
   with scopes.part(scopes.RESIDUAL):
     carry, slots = residual.open(state, segment.start, segment.stop)
-  slots = slots, memory.open(segment.start, segment.stop)
-  slots = _split(slots, [run.length for run in segment.runs])
+    slots = slots, memory.open(segment.start, segment.stop)
+    slots = _split(slots, [run.length for run in segment.runs])
   both = carry, remembered
   for run, part, run_slots in zip(segment.runs, take(source), slots):
 
     def period(both, xs, run=run):
       part, slots = xs
-      for kind, sublayer, slot in zip(
-        run.kinds,
-        _in_order(part, run.kinds),
-        _unstack(slots, len(run.kinds)),
-      ):
+      with scopes.part(scopes.RESIDUAL):
+        slots = _unstack(slots, len(run.kinds))
+      sublayers = _in_order(part, run.kinds)
+      for kind, sublayer, slot in zip(run.kinds, sublayers, slots):
         with scopes.part(kind):
           y_BTD, new = apply[kind](sublayer, both, slot, segment_ids_BT)
         new = jax.tree.map(base.keep, new)
@@ -415,7 +414,8 @@ def _same(source: Any) -> Any:
 
 def _cut(cuts: list[dict[str, slice]], sublayers: Sublayers) -> list[Sublayers]:
   def cut_one(kind: str, where: slice) -> sublayer_lib.Sublayer:
-    return jax.tree.map(lambda a: a[where], sublayers[kind])
+    with scopes.part(kind):
+      return jax.tree.map(lambda a: a[where], sublayers[kind])
 
   return [
     {kind: cut_one(kind, where) for kind, where in cut.items()} for cut in cuts
@@ -424,10 +424,10 @@ def _cut(cuts: list[dict[str, slice]], sublayers: Sublayers) -> list[Sublayers]:
 
 def _in_order(stacks: Mapping[str, Any], kinds: Sequence[str]) -> list[Any]:
   """Unstacks the modules of all kinds, in the order of `kinds`."""
-  singles = {
-    kind: iter(_unstack(stacks[kind], kinds.count(kind)))
-    for kind in dict.fromkeys(kinds)
-  }
+  singles = {}
+  for kind in dict.fromkeys(kinds):
+    with scopes.part(kind):
+      singles[kind] = iter(_unstack(stacks[kind], kinds.count(kind)))
   return [next(singles[kind]) for kind in kinds]
 
 
