@@ -115,7 +115,7 @@ class DDL(base.Residual):
     beta_BT1 = _project(context_BTD, slot.beta_D[:, None]) + slot.beta_bias
     beta_BT1 = 2 * jax.nn.sigmoid(beta_BT1)
 
-    y_BTD = precision.widen(y_BTD)
+    y_BTD = precision.widen(base.keep(y_BTD))
     square_BT1 = jnp.sum(jnp.square(y_BTD), axis=-1, keepdims=True)
     length_BT1 = base.coefficient(jnp.sqrt(square_BT1 + _KEY_EPS**2))
     key_BTD = y_BTD / length_BT1

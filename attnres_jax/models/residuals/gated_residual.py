@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gated Residual: several streams, each read through a gate per channel."""
 
+import functools
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -88,12 +89,14 @@ class GatedResidual(base.Residual):
     streams_BTMD = jnp.broadcast_to(
       embedding_BTD[:, :, None], (batch, length, self.streams, width)
     )
-    return self._before(streams_BTMD, self.gain[0], self._both()[0])
+    return self._before(streams_BTMD, self.gain[0], self._both(0, 1)[0])
 
   def open(self, state: State, start: int, stop: int) -> tuple[Any, Any]:
-    here, after = slice(start, stop), slice(start + 1, stop + 1)
     return state, Slot(
-      self.gain[here], self.up[here], self.gain[after], self._both()[after]
+      self.gain[start:stop],
+      self.up[start:stop],
+      self.gain[start + 1 : stop + 1],
+      self._both(start + 1, stop + 1),
     )
 
   def read(self, carry: State, slot: Slot) -> jax.Array:
@@ -101,7 +104,7 @@ class GatedResidual(base.Residual):
 
   def write(self, carry: State, slot: Slot, y_BTD: jax.Array) -> State:
     weight_BTM = 2 * jax.nn.sigmoid(carry.low_BTR[..., self.rank :])
-    y_BTMD = precision.widen(y_BTD)[:, :, None]
+    y_BTMD = precision.widen(base.keep(y_BTD))[:, :, None]
     streams_BTMD = carry.streams_BTMD + weight_BTM[..., None] * y_BTMD
     return self._before(streams_BTMD, slot.next_gain_MD, slot.next_down_MDR)
 
@@ -112,23 +115,39 @@ class GatedResidual(base.Residual):
   def readout(self, state: State) -> jax.Array:
     return self._read(state, self.gain[-1], self.up[-1])
 
-  def _both(self):
-    """[W_d, W_w] of all reads; the readout has no write."""
-    weigh = jnp.pad(self.weigh[...], ((0, 1), (0, 0), (0, 0), (0, 0)))
-    return jnp.concatenate([self.down[...], weigh], axis=-1)
+  def _both(self, start, stop):
+    """[W_d, W_w] of reads start..stop-1; the readout has no write."""
+    down, weigh = self.down[start:stop], self.weigh[start:stop]
+    missing = down.shape[0] - weigh.shape[0]
+    weigh = jnp.pad(weigh, ((0, missing), (0, 0), (0, 0), (0, 0)))
+    return jnp.concatenate([down, weigh], axis=-1)
 
   def _before(self, streams_BTMD, gain_MD, down_MDR):
     """The state before a read."""
-    normed_BTMD = base.rms_norm(streams_BTMD, 1 + gain_MD, self.eps)
-    # Gates and weights of streams, which are all that depends on this.
-    normed_BTMD = base.coefficient(normed_BTMD)
-    scaled_BTMD = (normed_BTMD / self.streams).astype(self.dtype)
-    low_BTR = linear.linear(scaled_BTMD, down_MDR, 2, streams_BTMD.dtype)
-    return State(base.keep(streams_BTMD), base.keep(low_BTR))
+    streams_BTMD = base.keep(streams_BTMD)
+    normed_BTMD = _normed(streams_BTMD, gain_MD, self.eps, self.dtype)
+    low_BTR = linear.linear(normed_BTMD, down_MDR, 2, streams_BTMD.dtype)
+    return State(streams_BTMD, base.keep(low_BTR / self.streams))
 
   def _read(self, state, gain_MD, up_RMD):
     low_BTR = jax.nn.silu(state.low_BTR[..., : self.rank]).astype(self.dtype)
-    logits_BTMD = precision.widen(linear.linear(low_BTR, up_RMD))
-    gate_BTMD = jax.nn.sigmoid(logits_BTMD)
-    normed_BTMD = base.rms_norm(state.streams_BTMD, 1 + gain_MD, self.eps)
-    return jnp.mean(gate_BTMD * normed_BTMD, axis=2).astype(self.dtype)
+    logits_BTMD = linear.linear(low_BTR, up_RMD)
+    return _gated_mean(
+      state.streams_BTMD, gain_MD, logits_BTMD, self.eps, self.dtype
+    )
+
+
+# Checkpointed, so that of float32 arrays only the streams are kept.
+@functools.partial(jax.checkpoint, static_argnums=(2, 3))
+def _normed(streams_BTMD, gain_MD, eps, dtype):
+  """Z; nothing but gates and weights of streams depends on it."""
+  normed_BTMD = base.rms_norm(streams_BTMD, 1 + gain_MD, eps)
+  return base.coefficient(normed_BTMD).astype(dtype)
+
+
+@functools.partial(jax.checkpoint, static_argnums=(3, 4))
+def _gated_mean(streams_BTMD, gain_MD, logits_BTMD, eps, dtype):
+  """The mean of G * Z over streams."""
+  gate_BTMD = jax.nn.sigmoid(precision.widen(logits_BTMD))
+  normed_BTMD = base.rms_norm(streams_BTMD, 1 + gain_MD, eps)
+  return jnp.mean(gate_BTMD * normed_BTMD, axis=2).astype(dtype)

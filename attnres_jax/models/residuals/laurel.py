@@ -42,7 +42,8 @@ class LaurelRW(prenorm.Stream):
     return state, 2 * jax.nn.softmax(self.logits[start:stop], axis=-1)
 
   def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
-    return base.keep(slot[0] * precision.widen(y_BTD) + slot[1] * carry)
+    y_BTD = precision.widen(base.keep(y_BTD))
+    return base.keep(slot[0] * y_BTD + slot[1] * carry)
 
 
 class LaurelLR(prenorm.Stream):

@@ -45,8 +45,9 @@ class PostNorm(prenorm.Stream):
     return state, self.gain[start:stop]
 
   def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
-    sum_BTD = self.alpha * carry + precision.widen(y_BTD)
-    return base.keep(base.rms_norm(sum_BTD, slot, self.eps))
+    # The sum is what the backward pass of the norm needs.
+    sum_BTD = base.keep(self.alpha * carry + precision.widen(y_BTD))
+    return base.rms_norm(sum_BTD, slot, self.eps)
 
 
 class DeepNorm(PostNorm):

@@ -22,6 +22,7 @@ from attnres_jax import sharding
 from attnres_jax.flops import traffic
 from attnres_jax.models import residuals
 from attnres_jax.models import stack
+from tests import jaxprs
 
 LENGTH = 5
 CONFIG = config_lib.ModelConfig(
@@ -108,6 +109,22 @@ def test_scan_loop_parts_and_checkpoints_agree(name):
   (_, others), _ = whole(network, changed)
   np.testing.assert_allclose(others[:, :-1], logits[:, :-1], atol=1e-5)
   assert np.abs(others - logits)[:, -1].max() > 1e-3
+
+
+@pytest.mark.parametrize("name", residuals.RESIDUALS)
+def test_full_checkpointing_recomputes_a_sublayer_once(name):
+  width = 37  # Of nothing else in the program.
+  config = _config(name, remat="full", scan_layers=False, mlp_width=width)
+  network = jax.eval_shape(lambda: models.build_model(config))
+  gradient = jax.grad(lambda network: jnp.sum(network(TOKENS)))
+  hidden = [
+    equation
+    for equation in jaxprs.equations(jax.make_jaxpr(gradient)(network))
+    if equation.primitive.name == "dot_general"
+    and equation.outvars[0].aval.shape == (2, LENGTH, width)
+  ]
+  # Of an MLP: gate and up, both once more, and the gradient of their product.
+  assert len(hidden) == 5 * CONFIG.num_layers
 
 
 @pytest.mark.parametrize("name", residuals.RESIDUALS)
