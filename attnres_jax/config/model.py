@@ -24,7 +24,7 @@ class ResidualConfig(fields.Checked, prefix="model.residual"):
       schedule, not the function.
     rank: R of low-rank maps; 0 for the scheme's own, 64 in `laurel_lr` and
       `laurel_pa`, width / 8 in `gated_residual`.
-    streams: m of schemes with several streams.
+    streams: residual streams of schemes that have several.
   """
 
   name: str = "block_attnres"

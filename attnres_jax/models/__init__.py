@@ -8,6 +8,7 @@ Array names end in their axes. One table for the whole code base:
   H  head width            F  MLP width            V  vocabulary
   L  stacked layers        M  depth sources        Q  depth queries of one block
   E  experts               R  rank                 W  taps of a convolution
+  C  coefficients of a residual scheme, which has M residual streams
 
 The paper uses other letters (L sublayers, N blocks, S sublayers per block);
 `attnres_jax.models.residuals` maps them to names here.

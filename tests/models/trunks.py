@@ -310,6 +310,31 @@ def fig2_per_sublayer(sublayers, u, embedding, block_size):
   return attend(u[-1], blocks + [partial])
 
 
+def slope(function, trees, directions):
+  """Derivative of a scalar in NumPy along the directions, all digits right."""
+  moved = jax.tree.map(
+    lambda a, d: np.asarray(a) + 1e-30j * np.asarray(d), trees, directions
+  )
+  return function(*moved).imag / 1e-30
+
+
+def many_streams(sublayers, coefficients, embedding, count, *, mean=False):
+  """Runs h = sum_i read_i X_i;  X_j <- sum_i mix_ij X_i + write_j y.
+
+  `coefficients(l, X)` are read [M, B, T], write [M, B, T], mix [M, M, B, T].
+  """
+  streams = [np.asarray(embedding)] * count
+  for l, f in enumerate(sublayers):
+    read, write, mix = coefficients(l, streams)
+    y = f(sum(read[i][..., None] * streams[i] for i in range(count)))
+    streams = [
+      sum(mix[i][j][..., None] * streams[i] for i in range(count))
+      + write[j][..., None] * y
+      for j in range(count)
+    ]
+  return sum(streams) / (count if mean else 1)
+
+
 def prenorm(sublayers, embedding):
   h = np.asarray(embedding)
   for f in sublayers:

@@ -27,6 +27,7 @@ from attnres_jax.models.residuals import elmo
 from attnres_jax.models.residuals import full_attnres
 from attnres_jax.models.residuals import gated_residual
 from attnres_jax.models.residuals import highway
+from attnres_jax.models.residuals import hyper_connections
 from attnres_jax.models.residuals import laurel
 from attnres_jax.models.residuals import mrla
 from attnres_jax.models.residuals import mudd
@@ -75,6 +76,8 @@ RESIDUALS: dict[str, type[base.Residual]] = {
   "ddl": ddl.DDL,
   "ddl_4": ddl.DDL4,
   "ddl_sigmoid": ddl.DDLSigmoid,
+  "static_hyper_connections": hyper_connections.StaticHyperConnections,
+  "hyper_connections": hyper_connections.HyperConnections,
   "full_attnres": full_attnres.FullAttnRes,
   "block_attnres": block_attnres.BlockAttnRes,
   "densenet": dense.DenseNet,

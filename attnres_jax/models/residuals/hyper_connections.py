@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hyper-Connections: several streams with learned reads, writes and mixing."""
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from attnres_jax import config as config_lib
+from attnres_jax.models import norm as norm_lib
+from attnres_jax.models.residuals import base
+from attnres_jax.models.residuals import streams as streams_lib
+
+_SCALE = 0.01  # Of the dynamic part, at initialisation.
+
+
+class StaticHyperConnections(streams_lib.Streams):
+  """h = sum_i alpha_i X_i;  X_j <- sum_i A_ij X_i + beta_j y.
+
+  Source: arXiv:2409.19606 (recalled, not verified) and two public
+  implementations. Every sublayer has its own alpha, beta [M] and A [M, M].
+  Initialisation: alpha is one at stream l mod M (l from 0) and else zero, beta
+  is ones, A the identity. All streams then equal the plain residual stream, so
+  that the network starts as PreNorm (the final norm removes the factor M of the
+  summed readout). The mixing matrix, beta_i' A_{i+2} ... A_l alpha_l, is
+  M-semiseparable.
+
+  State: M streams. Parameters per sublayer: M (M + 2).
+  """
+
+  style = base.Style("Hyper-Connections, static", "#0f766e", "h", ":")
+
+  def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
+    super().__init__(config, rngs=rngs)
+    streams, shape = self.num_streams, (config.num_sublayers, self.num_streams)
+    # No decay: it would pull streams and writes to zero, not to PreNorm.
+    self.alpha = nnx.Param(
+      jnp.asarray(streams_lib.in_turn(shape[0], streams), jnp.float32),
+      axes="LM",
+      decays=False,
+    )
+    self.beta = nnx.Param(jnp.ones(shape, jnp.float32), axes="LM", decays=False)
+    self.mix = nnx.Param(
+      jnp.broadcast_to(jnp.eye(streams, dtype=jnp.float32), (*shape, streams)),
+      axes="LMM",
+      decays=False,
+    )
+
+  def coefficients(
+    self, streams: streams_lib.State
+  ) -> streams_lib.Coefficients:
+    del streams
+    return streams_lib.Coefficients(
+      streams_lib.to_tokens(self.alpha[...]),
+      streams_lib.to_tokens(self.beta[...]),
+      streams_lib.to_tokens(self.mix[...]),
+    )
+
+
+class HyperConnections(StaticHyperConnections):
+  """The same, plus a part of each coefficient that depends on the streams.
+
+    alpha_i = s_a tanh(<n_i, w_a>) + static alpha_i
+    beta_j = s_b tanh(<n_j, w_b>) + static beta_j
+    A_ij = s_a tanh((n_i W_A)_j) + static A_ij
+    n_i = RMSNorm_g(X_i), with one gain g
+
+  Initialisation: W is zero and s 0.01, so that only the static part counts.
+  Parameters per sublayer: M (M + 2) + D (M + 2) + D + 2.
+  """
+
+  style = base.Style("Hyper-Connections", "#0f766e", "h")
+
+  def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
+    super().__init__(config, rngs=rngs)
+    self.eps = config.norm_eps
+    shape = config.num_sublayers, config.width
+    self.gain = nnx.Param(jnp.ones(shape, jnp.float32), axes="LD")
+    self.projection = nnx.Param(
+      jnp.zeros((*shape, self.num_streams + 2), jnp.float32), axes="LDC"
+    )
+    self.scale = nnx.Param(
+      jnp.full((config.num_sublayers, 2), _SCALE, jnp.float32), axes="LC"
+    )
+
+  def coefficients(
+    self, streams: streams_lib.State
+  ) -> streams_lib.Coefficients:
+    static = super().coefficients(streams)
+    weight_DC = self.gain[...][:, None] * self.projection[...]
+
+    def project(x_BTD: jax.Array) -> jax.Array:
+      inverse_BT = norm_lib.inverse_rms(x_BTD, self.eps)[..., 0]
+      product_CBT = streams_lib.projected([x_BTD], [weight_DC])
+      return jnp.tanh(inverse_BT[None] * product_CBT)
+
+    dynamic_MCBT = jnp.stack([project(x_BTD) for x_BTD in streams])
+    read_mix, write = self.scale[...]
+    return streams_lib.Coefficients(
+      static.read_MBT + read_mix * dynamic_MCBT[:, 0],
+      static.write_MBT + write * dynamic_MCBT[:, -1],
+      static.mix_MMBT + read_mix * dynamic_MCBT[:, 1:-1],
+    )

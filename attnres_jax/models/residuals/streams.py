@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared by schemes with several residual streams.
+
+M streams X_1..X_M of the model's width take the place of one. A sublayer l
+reads one combination of them, its output y goes back to each of them, and the
+streams are mixed among themselves:
+
+  h   = sum_i read_i X_i
+  X_j <- sum_i mix_ij X_i + write_j y
+
+A scheme supplies these coefficients, from its parameters and, in most schemes,
+from the streams that enter the sublayer. All streams start as the embedding;
+the readout is their sum or mean.
+
+Streams are separate arrays: the products that compute coefficients then read
+each of them in place, and one loop over channels writes all of them.
+Coefficients have the axes of tokens last, so that a vector register holds many
+tokens rather than the few entries of one.
+
+The carry holds the coefficients of the next read, computed where the streams
+are written: one program writes sublayer l and reads sublayer l + 1, and each
+coefficient is computed once. So the slot of a sublayer has the parameters of
+the next one. The last slot of a segment has the first ones in their place, and
+what is computed from them is not used.
+"""
+
+from collections.abc import Iterable
+import functools
+from typing import Any, NamedTuple, Self
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnres_jax import config as config_lib
+from attnres_jax import precision
+from attnres_jax.models import linear
+from attnres_jax.models.residuals import base
+
+# What enters the stream of a token: [B, T, D] arrays, one per stream.
+State = tuple[jax.Array, ...]
+
+
+class Coefficients(NamedTuple):
+  """Of one sublayer; B and T are 1 where they do not depend on the token."""
+
+  read_MBT: jax.Array
+  write_MBT: jax.Array
+  mix_MMBT: jax.Array  # From the stream of the first axis to the second.
+
+
+class Carry(NamedTuple):
+  """The streams, and the coefficients of the sublayer that reads them."""
+
+  streams: Any
+  coefficients: Any
+
+
+class Streams(base.Residual):
+  """A scheme with M streams, whose every parameter has a leading axis L.
+
+  Attributes:
+    num_streams: M.
+    mean: whether the readout is the mean of the streams; else their sum.
+  """
+
+  mean = False
+
+  def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
+    super().__init__(config, rngs=rngs)
+    self.num_streams = config.residual.streams
+
+  def coefficients(self, streams: Any) -> Any:
+    """Of a sublayer that reads `streams`; `self` has its parameters only."""
+    raise NotImplementedError
+
+  def sites(self, start: int, stop: int) -> Self:
+    """The parameters of sublayers start..stop-1."""
+    return jax.tree.map(lambda a: a[start:stop], self)
+
+  def init(self, embedding_BTD: jax.Array) -> Any:
+    stream_BTD = precision.widen(embedding_BTD.astype(self.dtype))
+    return (stream_BTD,) * self.num_streams
+
+  def open(self, state: Any, start: int, stop: int) -> tuple[Carry, Any]:
+    own = self.sites(start, stop)
+    first = jax.tree.map(lambda a: a[0], own)
+    following = jax.tree.map(lambda a: jnp.roll(a, -1, axis=0), own)
+    return Carry(state, first.fixed(state)), following
+
+  def read(self, carry: Carry, slot: Any) -> jax.Array:
+    del slot
+    h_BTD = combine(carry.coefficients.read_MBT, carry.streams)
+    return h_BTD.astype(self.dtype)
+
+  def write(self, carry: Carry, slot: Any, y_BTD: jax.Array) -> Carry:
+    streams = mixed(carry, precision.widen(base.keep(y_BTD)))
+    return Carry(streams, slot.fixed(streams))
+
+  def close(self, state: Any, carry: Carry, stop: int) -> Any:
+    del state, stop
+    return carry.streams
+
+  def readout(self, state: Any) -> jax.Array:
+    h_BTD = total(state)
+    if self.mean:
+      h_BTD = h_BTD / len(state)
+    return h_BTD.astype(self.dtype)
+
+  def fixed(self, streams: Any) -> Any:
+    """The coefficients, which analysis may hold fixed."""
+    return self.coefficients(jax.tree.map(base.coefficient, streams))
+
+
+def combine(weight_MBT: jax.Array, streams: State) -> jax.Array:
+  """sum_i weight_i X_i [B, T, D]."""
+  return total(w_BT[..., None] * x for w_BT, x in zip(weight_MBT, streams))
+
+
+def total(terms: Iterable[jax.Array]) -> jax.Array:
+  """The sum of at least one array."""
+  return functools.reduce(jnp.add, terms)
+
+
+def mixed(carry: Carry, y_BTD: jax.Array) -> State:
+  """The streams after a sublayer with output `y_BTD`."""
+  _, write_MBT, mix_MMBT = carry.coefficients
+  return tuple(
+    base.keep(
+      combine(mix_MMBT[:, j], carry.streams) + write_MBT[j, ..., None] * y_BTD
+    )
+    for j in range(len(carry.streams))
+  )
+
+
+def projected(
+  streams: Iterable[jax.Array], weight_MDC: Iterable[jax.Array]
+) -> jax.Array:
+  """sum_i X_i W_i, as [C, B, T]."""
+  product_BTC = total(map(linear.linear, streams, weight_MDC))
+  return jnp.moveaxis(product_BTC, -1, 0)
+
+
+def square(x_BTD: jax.Array) -> jax.Array:
+  """Sum of squares of each token [B, T]."""
+  return jnp.sum(jnp.square(x_BTD), axis=-1)
+
+
+def to_tokens(x: jax.Array) -> jax.Array:
+  """A coefficient that all tokens share, [...] as [..., 1, 1]."""
+  return x[..., None, None]
+
+
+def in_turn(depth: int, streams: int) -> np.ndarray:
+  """[L, M] of zeros, with a one at stream l mod M of sublayer l (from 0)."""
+  return np.eye(streams)[np.arange(depth) % streams]
