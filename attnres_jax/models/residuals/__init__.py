@@ -29,6 +29,7 @@ from attnres_jax.models.residuals import gated_residual
 from attnres_jax.models.residuals import highway
 from attnres_jax.models.residuals import hyper_connections
 from attnres_jax.models.residuals import laurel
+from attnres_jax.models.residuals import mhc
 from attnres_jax.models.residuals import mrla
 from attnres_jax.models.residuals import mudd
 from attnres_jax.models.residuals import postnorm
@@ -78,6 +79,11 @@ RESIDUALS: dict[str, type[base.Residual]] = {
   "ddl_sigmoid": ddl.DDLSigmoid,
   "static_hyper_connections": hyper_connections.StaticHyperConnections,
   "hyper_connections": hyper_connections.HyperConnections,
+  "mhc": mhc.MHC,
+  "mhc_lite": mhc.MHCLite,
+  "krom_hc": mhc.KromHC,
+  "shc": mhc.SHC,
+  "ohc": mhc.OHC,
   "full_attnres": full_attnres.FullAttnRes,
   "block_attnres": block_attnres.BlockAttnRes,
   "densenet": dense.DenseNet,

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""mHC and its relatives against their equations in NumPy loops."""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax.models import residuals
+from attnres_jax.models.residuals import mhc
+from tests.models import trunks
+
+
+def sigmoid(x):
+  return 1 / (1 + np.exp(-x))
+
+
+def softmax(x):
+  return np.exp(x) / np.exp(x).sum()
+
+
+def sinkhorn(module, l, m, z):
+  matrix = np.exp(z.reshape(m, m))
+  for _ in range(20):
+    matrix = matrix / matrix.sum(axis=1, keepdims=True)
+    matrix = matrix / matrix.sum(axis=0, keepdims=True)
+  return matrix
+
+
+def permutations(module, l, m, z):
+  total = 0
+  for weight, order in zip(softmax(z), itertools.permutations(range(m))):
+    matrix = np.zeros((m, m))
+    for i, j in enumerate(order):
+      matrix[i, j] = 1
+    total = total + weight * matrix
+  return total
+
+
+def kronecker(module, l, m, z):
+  product = np.ones((1, 1))
+  for pair in z.reshape(-1, 2):
+    p, q = softmax(pair)
+    product = np.kron(product, np.array([[p, q], [q, p]]))
+  return product
+
+
+def spectral(module, l, m, z):
+  n = m - 1
+  angles = n * (n - 1) // 2
+  gains = np.asarray(module.angle_gain[...])[l]
+
+  def rotation(gain, z):
+    a = np.zeros((n, n), complex)
+    for value, (i, j) in zip(
+      gain * np.tanh(z), itertools.combinations(range(n), 2)
+    ):
+      a[i, j], a[j, i] = value, -value
+    return np.linalg.solve(np.eye(n) + a, np.eye(n) - a)
+
+  u = rotation(gains[0], z[:angles])
+  v = rotation(gains[1], z[angles : 2 * angles])
+  # Gram-Schmidt of e_1 - e_2, e_1 + e_2 - 2 e_3, ...
+  basis = np.zeros((m, n))
+  for i in range(n):
+    basis[: i + 1, i], basis[i + 1, i] = 1, -(i + 1)
+  basis /= np.sqrt((basis**2).sum(axis=0))
+  core = u @ np.diag(np.tanh(z[2 * angles :])) @ v.T
+  return np.ones((m, m)) / m + basis @ core @ basis.T
+
+
+def hamilton(p, q):
+  a, b, c, d = p
+  e, f, g, h = q
+  return np.array([
+    a * e - b * f - c * g - d * h,
+    a * f + b * e + c * h - d * g,
+    a * g - b * h + c * e + d * f,
+    a * h + b * g - c * f + d * e,
+  ])  # fmt: skip
+
+
+def rotation(module, l, m, z):
+  one = np.array([1, 0, 0, 0])
+  p, q = one + z[:4], one + z[4:]
+  p, q = p / (p * p).sum() ** 0.5, q / (q * q).sum() ** 0.5
+  conjugate = q * np.array([1, -1, -1, -1])
+  # Row i: where the i-th part of X goes.
+  return np.stack([
+    hamilton(hamilton(p, np.eye(4)[i]), conjugate) for i in range(4)
+  ])  # fmt: skip
+
+
+# name -> (streams, R, number of columns of each scale of R).
+RELATIVES = {
+  "mhc": (3, sinkhorn, (9,)),
+  "mhc_lite": (3, permutations, (6,)),
+  "krom_hc": (4, kronecker, (4,)),
+  "shc": (4, spectral, (3, 3, 3)),
+  "ohc": (4, rotation, (8,)),
+}
+
+
+def coefficients(name, module, l, streams):
+  m, matrix, columns = RELATIVES[name]
+  x = np.concatenate(streams, axis=-1)
+  x = trunks.rms_norm(x, trunks.EPS)
+  if hasattr(module, "gain"):
+    x = x * (1 + np.asarray(module.gain[...])[l].ravel())
+  weight = np.asarray(module.projection[...])[l]
+  weight = weight.reshape(-1, weight.shape[-1])
+  scale = np.asarray(module.scale[...])[l].repeat([m, m, *columns])
+  z = np.asarray(module.bias[...])[l] + scale * (x @ weight)
+  mix = np.zeros((*z.shape[:2], m, m), complex)
+  for token in np.ndindex(z.shape[:2]):
+    mix[token] = matrix(module, l, m, z[token][2 * m :])
+  z = np.moveaxis(z, -1, 0)
+  read, write = sigmoid(z[:m]), 2 * sigmoid(z[m : 2 * m])
+  return read, write, mix.transpose(2, 3, 0, 1)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("name", RELATIVES)
+def test_is_its_definition_with_its_gradients(name):
+  layers, embedding = trunks.toy(2)
+  streams, *_ = RELATIVES[name]
+  module = trunks.scheme(name, 2, streams=streams, scale=2.0)
+  value, gradient = trunks.value_and_grad(layers, module, embedding, scan=False)
+
+  def expected(module, embedding):
+    h = trunks.many_streams(
+      trunks.functions(layers, 2),
+      lambda l, streams: coefficients(name, module, l, streams),
+      embedding,
+      streams,
+      mean=name in ("mhc", "ohc"),
+    )
+    return trunks.score(h)
+
+  np.testing.assert_allclose(value, expected(module, embedding), rtol=1e-11)
+  trees = module, embedding
+  rng = np.random.default_rng(3)
+  ways = jax.tree.map(lambda a: rng.standard_normal(a.shape), trees)
+  along = jax.tree.map(lambda g, w: np.sum(g * w), gradient[1:], ways)
+  np.testing.assert_allclose(
+    sum(jax.tree.leaves(along)), trunks.slope(expected, trees, ways), rtol=1e-8
+  )
+
+
+# What R is at initialisation, as a factor of the identity and of ones / M.
+STARTS = {
+  "mhc": 1 - 4 * np.exp(-8.0),
+  "krom_hc": 1 - 4 / 3 * (1 - sigmoid(8.0) ** 2),
+  "shc": np.tanh(4.0),
+  "ohc": 1.0,
+}
+
+
+@pytest.mark.parametrize("name", RELATIVES)
+def test_start(name):
+  module = residuals.build_residual(_config(name), rngs=None)
+  streams = module.init(jnp.ones((1, 2, 6)))
+  second = jax.tree.map(lambda a: a[1], module)
+  found = jax.jit(lambda site, streams: site.coefficients(streams))(
+    second, streams
+  )
+  read, write, mix = (np.asarray(a)[..., 0, 0] for a in found)
+  high, low = sigmoid(1), sigmoid(-1)
+  np.testing.assert_allclose(read, [low, high, low, low], rtol=1e-6)
+  np.testing.assert_allclose(write, 2 * read, rtol=1e-6)
+  np.testing.assert_allclose(mix.sum(0), 1, rtol=1e-6)
+  assert np.abs(mix - np.eye(4)).max() < 8e-3
+  if name == "mhc_lite":
+    # The identity and the 23 others.
+    one = 1 / (1 + 23 * np.exp(-8.0))
+    assert mix[0, 0] > one and abs(one - 0.992) < 1e-3
+  elif name != "krom_hc":
+    expected = STARTS[name] * np.eye(4) + (1 - STARTS[name]) / 4
+    np.testing.assert_allclose(mix, expected, atol=2e-6)
+  else:
+    np.testing.assert_allclose(mix[0, 0], 0.99933, atol=1e-5)
+
+
+def _config(name, streams=4):
+  return config_lib.ModelConfig(
+    width=6,
+    num_layers=2,
+    num_heads=1,
+    residual=config_lib.ResidualConfig(name=name, streams=streams),
+  )
+
+
+def _matrices(name, sigma):
+  """R of many tokens with normal logits, [tokens, M, M]."""
+  module = residuals.build_residual(_config(name), rngs=None)
+  rng = np.random.default_rng(0)
+  logits = [
+    jnp.asarray(sigma * rng.standard_normal((b.size, 1, 500)), jnp.float32)
+    for b in module.start(4)
+  ]
+  slot = jax.tree.map(lambda a: a[0], module)
+  found = jax.jit(lambda slot, logits: slot.matrix(*logits))(slot, logits)
+  found = np.asarray(found)[:, :, 0]
+  return found.transpose(2, 0, 1)
+
+
+@pytest.mark.parametrize("name", RELATIVES)
+def test_what_each_constraint_means(name):
+  for sigma, tolerance in ((1.0, 4e-4), (3.0, 0.06), (8.0, 0.2)):
+    found = _matrices(name, sigma)
+    rows, columns = found.sum(2), found.sum(1)
+    norms = np.linalg.svd(found, compute_uv=False)
+    if name == "ohc":
+      np.testing.assert_allclose(norms, 1, atol=1e-5)
+      np.testing.assert_allclose(np.linalg.det(found), 1, atol=1e-5)
+      assert np.abs(rows - 1).max() > 0.1
+      continue
+    np.testing.assert_allclose(columns, 1, atol=2e-6)
+    if name == "mhc":
+      # 20 iterations end on columns; rows are only near one.
+      assert 0.01 * tolerance < np.abs(rows - 1).max() < tolerance
+      continue
+    np.testing.assert_allclose(rows, 1, atol=2e-6)
+    assert norms.max() < 1 + 1e-5
+    assert (found.min() < -0.01) == (name == "shc")
+    if name == "krom_hc":
+      np.testing.assert_allclose(found, found.swapaxes(1, 2), atol=1e-6)
+
+
+def test_sinkhorn_survives_a_column_that_no_row_wants():
+  logits = jnp.full((4, 4, 1, 1), 0.0).at[:, 1].set(-200.0)
+  found, back = jax.vjp(mhc.sinkhorn, logits)
+  (slope,) = back(found)
+  assert np.isfinite(found).all() and np.isfinite(slope).all()
+  np.testing.assert_allclose(found.sum(0), 1, atol=1e-6)
+
+
+def test_backward_repeats_the_iterations():
+  shape = jax.ShapeDtypeStruct((16, 2, 3), jnp.float32)
+  _, back = jax.eval_shape(lambda z: jax.vjp(mhc.doubly_stochastic, z), shape)
+  assert [a.shape for a in jax.tree.leaves(back)] == [(4, 4, 2, 3)]
+
+
+def test_numbers_of_parameters():
+  d, m = 6, 4
+  dynamic = lambda columns: (m * d + 1) * (2 * m + columns) + 3
+  counts = {
+    "mhc": dynamic(m**2),
+    "mhc_lite": dynamic(math.factorial(m)) + m * d,
+    "krom_hc": dynamic(2 * math.log2(m)) + m * d,
+    "shc": dynamic((m - 1) ** 2) + m * d + 4,
+    "ohc": dynamic(8),
+  }
+  for name, count in counts.items():
+    scheme = residuals.abstract_residual(_config(name))
+    assert sum(a.size for a in jax.tree.leaves(scheme)) == 4 * count
+  # The number of the specification.
+  d, m = 1168, 4
+  assert dynamic(m**2) == 112_155
+
+
+@pytest.mark.parametrize(
+  "name,streams",
+  [("mhc_lite", 7), ("krom_hc", 6), ("shc", 2), ("ohc", 3), ("xhc", 16)],
+)
+def test_streams_that_do_not_fit(name, streams):
+  with pytest.raises(
+    config_lib.ConfigError,
+    match=f"^config.model.residual.streams: got {streams}",
+  ):
+    residuals.abstract_residual(_config(name, streams))
