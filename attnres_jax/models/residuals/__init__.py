@@ -32,10 +32,12 @@ from attnres_jax.models.residuals import laurel
 from attnres_jax.models.residuals import mhc
 from attnres_jax.models.residuals import mrla
 from attnres_jax.models.residuals import mudd
+from attnres_jax.models.residuals import multi_gate
 from attnres_jax.models.residuals import postnorm
 from attnres_jax.models.residuals import prenorm
 from attnres_jax.models.residuals import scaled
 from attnres_jax.models.residuals import siamesenorm
+from attnres_jax.models.residuals import xhc
 from attnres_jax.models.residuals.base import QKV
 from attnres_jax.models.residuals.base import Residual
 from attnres_jax.models.residuals.base import Style
@@ -84,6 +86,9 @@ RESIDUALS: dict[str, type[base.Residual]] = {
   "krom_hc": mhc.KromHC,
   "shc": mhc.SHC,
   "ohc": mhc.OHC,
+  "xhc": xhc.XHC,
+  "multi_gate": multi_gate.MultiGate,
+  "multi_gate_competitive": multi_gate.MultiGateCompetitive,
   "full_attnres": full_attnres.FullAttnRes,
   "block_attnres": block_attnres.BlockAttnRes,
   "densenet": dense.DenseNet,

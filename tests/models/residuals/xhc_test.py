@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""xHC against its equations in NumPy loops."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax.models import residuals
+from tests.models import trunks
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+def sigmoid(x):
+  return 1 / (1 + np.exp(-x))
+
+
+def xhc(module, sublayers, embedding):
+  """One token after the other, except for the convolutions."""
+  b, t, d = np.asarray(embedding).shape
+  streams = [np.asarray(embedding) + 0j for _ in range(16)]
+  for l, f in enumerate(sublayers):
+    router, router_bias, weight, bias, scale = (
+      np.asarray(a[...])[l] for a in (
+        module.router, module.router_bias, module.projection, module.bias,
+        module.scale,
+      )
+    )  # fmt: skip
+    h = np.zeros((b, t, d), complex)
+    plan = {}
+    for at in np.ndindex(b, t):
+      x = [s[at] for s in streams]
+      scores = [
+        sigmoid(
+          scale[3] * (trunks.rms_norm(x[2 + i], trunks.EPS) @ router[i])
+          + router_bias[i]
+        )
+        for i in range(14)
+      ]
+      best = sorted(range(14), key=lambda i: -scores[i].real)[:2]
+      active = [0, 1, 2 + best[0], 2 + best[1]]
+      gate = [1, 1, scores[best[0]], scores[best[1]]]
+      seen = trunks.rms_norm(np.concatenate([x[i] for i in active]), trunks.EPS)
+      z = bias + scale[:3].repeat(16) * (seen @ weight.reshape(4 * d, 48))
+      h[at] = sum(sigmoid(z[i]) * x[i] for i in range(16))
+      mix = np.exp(z[32:].reshape(4, 4))
+      for _ in range(20):
+        mix = mix / mix.sum(axis=1, keepdims=True)
+        mix = mix / mix.sum(axis=0, keepdims=True)
+      plan[at] = active, gate, 2 * sigmoid(z[16:32]).reshape(4, 4), mix
+    y = f(h)
+    convolved = []
+    if l % 2:
+      for taps in module.taps:
+        tap = np.asarray(taps[...])[l // 2]
+        o = np.zeros((b, t, d), complex)
+        for w in range(len(tap)):
+          for now in range(w, t):
+            o[:, now] += tap[-1 - w] * y[:, now - w]
+        convolved.append(o)
+    new = [s.copy() for s in streams]
+    for at, (active, gate, write, mix) in plan.items():
+      updates = [y[at]]
+      for o in convolved:
+        o = o[at]
+        for other in updates:
+          o = o - (o @ other) / (other @ other) * other
+        updates.append(o)
+      for j, stream in enumerate(active):
+        new[stream][at] = sum(
+          mix[i, j] * streams[active[i]][at] for i in range(4)
+        ) + gate[j] * sum(w * o for w, o in zip(write[j], updates))
+    streams = new
+  return sum(streams)
+
+
+def test_is_its_definition_with_its_gradients():
+  layers, embedding = trunks.toy(2)
+  module = trunks.scheme("xhc", 2, scale=2.0)
+  value, gradient = trunks.value_and_grad(layers, module, embedding, scan=False)
+
+  def expected(module, embedding):
+    return trunks.score(xhc(module, trunks.functions(layers, 2), embedding))
+
+  np.testing.assert_allclose(value, expected(module, embedding).real, rtol=1e-9)
+  trees = module, embedding
+  rng = np.random.default_rng(3)
+  ways = jax.tree.map(lambda a: rng.standard_normal(a.shape), trees)
+  along = jax.tree.map(lambda g, w: np.sum(g * w), gradient[1:], ways)
+  np.testing.assert_allclose(
+    sum(jax.tree.leaves(along)), trunks.slope(expected, trees, ways), rtol=1e-7
+  )
+
+
+def test_other_streams_keep_their_bits_and_updates_are_orthogonal():
+  module = trunks.scheme("xhc", 2, scale=2.0)
+  rng = np.random.default_rng(0)
+  y, *streams = jnp.asarray(rng.standard_normal((17, 1, 5, trunks.WIDTH)))
+  carry, slots = module.open(jnp.stack(streams), 1, 2)
+  slot = jax.tree.map(lambda a: a[0], slots)
+  new = np.asarray(module.write(carry, slot, y).streams)
+  changed = (new != np.stack(streams)).all(axis=-1)  # [16, 1, 5]
+  assert (changed == (new != np.stack(streams)).any(axis=-1)).all()
+  assert changed[:2].all() and (changed.sum(axis=0) == 4).all()
+  updates = np.asarray(module.updates(y, slot))
+  gram = np.einsum("abtd,cbtd->btac", updates, updates)
+  sizes = np.sqrt(np.einsum("btaa->bta", gram))
+  angles = gram / sizes[..., None] / sizes[..., None, :]
+  expected = np.broadcast_to(np.eye(4), angles.shape)
+  np.testing.assert_allclose(angles, expected, atol=1e-8)
+  # A token changes its own update and, through convolutions, later ones.
+  others = np.asarray(module.updates(y.at[:, 2].add(1.0), slot))
+  differs = np.abs(others - updates).max(axis=(1, 3)) > 1e-6
+  assert not differs[:, :2].any() and differs[:, 2].all()
+  assert not differs[0, 3:].any() and differs[1:, 3:].all()
+
+
+def test_number_of_parameters():
+  config = config_lib.ModelConfig(
+    width=10,
+    num_layers=2,
+    num_heads=1,
+    residual=config_lib.ResidualConfig(name="xhc"),
+  )
+  scheme = residuals.abstract_residual(config)
+  sublayer = (4 * 10 + 1) * 48 + 3 + 14 * 10 + 15
+  count = 4 * sublayer + 2 * 24 * 10
+  assert sum(a.size for a in jax.tree.leaves(scheme)) == count
