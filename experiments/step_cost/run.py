@@ -2,6 +2,7 @@
 """What a residual scheme costs: step and compile time as ratios to PreNorm.
 
   python -m experiments.step_cost.run [--size=demo|large] [--rounds=5]
+  python -m experiments.step_cost.run --schemes=mhc,ohc --output=FILE
 
 Compiles all schemes first, then runs them in turn, round after round, in one
 process on the same tokens. PreNorm and Rescaled, which a scan over layers can
@@ -38,6 +39,7 @@ import numpy as np
 from attnres_jax import config as config_lib
 from attnres_jax import sharding
 from attnres_jax import train_state
+from attnres_jax.models import residuals
 from experiments import measure as measure_lib
 from experiments import publish
 from experiments.pages import readme
@@ -57,7 +59,10 @@ _SIZE = flags.DEFINE_multi_enum(
 )
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "timed rounds, after one warm-up")
 _SCHEMES = flags.DEFINE_list(
-  "schemes", None, "only these, besides both forms of PreNorm"
+  "schemes",
+  None,
+  "these residual schemes (with ' unrolled', not as a scan), besides both forms"
+  " of PreNorm, in place of those of AttnRes",
 )
 _OUTPUT = flags.DEFINE_string(
   "output", str(_RESULTS), "CSV file to write the rows to"
@@ -99,6 +104,12 @@ SCHEMES = {
   "block_attnres one_softmax": Form("block_attnres", ONE_SOFTMAX),
   "full_attnres one_softmax": Form("full_attnres", ONE_SOFTMAX),
 }
+# What --schemes may name.
+FORMS = {
+  form: Form(name, scan=form == name)
+  for name in residuals.RESIDUALS
+  for form in (name, f"{name} unrolled")
+} | SCHEMES
 COMPILE = "compile_train_step"
 
 
@@ -174,7 +185,7 @@ def _programs(size: str, scheme: str) -> dict[str, Any]:
 
 def _config(size: str, scheme: str) -> config_lib.RunConfig:
   spec, overrides = SIZES[size]
-  form = SCHEMES[scheme]
+  form = FORMS[scheme]
   config = config_lib.load_config(f"{spec},residual={form.residual}", overrides)
   model = dataclasses.replace(
     config.model,
@@ -188,7 +199,7 @@ def main(argv):
   del argv
   wanted = _SCHEMES.value or list(SCHEMES)
   for name in wanted:
-    config_lib.choose("schemes", name, SCHEMES)
+    config_lib.choose("schemes", name, FORMS)
   schemes = list(dict.fromkeys([*report.BASELINES, *wanted]))
   found = (measure(size, _ROUNDS.value, schemes) for size in _SIZE.value)
   measure_lib.record(_OUTPUT.value, itertools.chain.from_iterable(found))

@@ -5,7 +5,8 @@ Forward and backward, compiled ahead of time with libtpu. Two kinds of stack:
 
   identity   sublayers that return their input, so that only the residual
              scheme and the pre-norms cost anything: the least favourable ratio
-  training   a transformer of `attnres_jax` and the gradient of its loss
+  training   a transformer of `attnres_jax` and the gradient of its loss; an arm
+             may be any residual scheme
 
 Layers are unrolled. Bytes are what the instructions of the compiled program
 read from and write to memory. An update in place counts its new part only, and
@@ -81,7 +82,7 @@ def main() -> None:
   parser.add_argument("--bytes_only", action="store_true")
   parser.add_argument("--out", default=str(_TABLE), help="the table")
   options = parser.parse_args()
-  options.block = options.block or options.sublayers // 8
+  options.block = options.block or max(1, options.sublayers // 8)
   arms = options.arms.split(";") if options.arms else _ARMS[options.stack]
   for chip in options.chips.split(","):
     for arm in arms:
@@ -185,11 +186,7 @@ def add_row(path, row) -> None:
 
 
 def _training(arm, options):
-  residual = config_lib.ResidualConfig(name="prenorm")
-  if arm != "prenorm":
-    residual = config_lib.ResidualConfig(
-      name="block_attnres", block_size=options.block
-    )
+  name = "block_attnres" if arm == "block, kernels" else arm
   config = config_lib.ModelConfig(
     vocab_size=options.vocabulary,
     width=options.width,
@@ -197,7 +194,7 @@ def _training(arm, options):
     num_heads=options.width // 128,
     dtype="bfloat16",
     scan_layers=False,
-    residual=residual,
+    residual=config_lib.ResidualConfig(name=name, block_size=options.block),
   )
   model = jax.eval_shape(lambda: attnres_jax.build_model(config))
   tokens_BT = jax.ShapeDtypeStruct((options.batch, options.tokens), jnp.int32)
