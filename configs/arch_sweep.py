@@ -50,7 +50,6 @@ BLOCK_SIZE = 4
 SCHEMES = ("prenorm", "full_attnres")
 # The row of Table 2 with about the same parameters and tokens.
 PAPER_ROW = "241m"
-PAPER_EXPERTS = 512
 PAPER_CELLS = {
   (float(cell.width_per_layer), cell.heads_per_layer): cell
   for cell in paper.FIG_7
@@ -126,15 +125,9 @@ def _laptop(arg):
 def _paper(arg):
   cell = _choose("rho, eta", (arg.rho, arg.eta), PAPER_CELLS)
   shape = cell.architecture
-  local = ",runlocal" if arg.runlocal else ""
-  config = kimi_linear.get_config(
-    f"size={PAPER_ROW},residual={arg.residual},experts={PAPER_EXPERTS}{local}"
-  )
-  config.unlock()
-  model = config.model
-  model.moe.dense_layers = 0
+  config = kimi_linear.of_table_2(PAPER_ROW, arg)
   if not arg.runlocal:
-    config.mesh.data, config.mesh.fsdp = 1, -1
+    model = config.model
     model.width, model.num_layers = shape.width, shape.num_layers
     model.num_heads = shape.num_heads
     model.moe.expert_width = shape.expert_width

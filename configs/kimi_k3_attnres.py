@@ -27,6 +27,7 @@ ends with a shorter block.
 
 from attnres_jax import config as c
 from attnres_jax.scaling import architecture
+from configs import kimi_linear
 
 # What `get_config` accepts; tests build every value.
 ARGUMENTS = {
@@ -55,20 +56,10 @@ def get_config(arg=None):
   config.optim.name, config.optim.schedule = "muon", "wsd"
 
   if arg.runlocal:
+    kimi_linear.shrink(config)
     # Seven transformer blocks in AttnRes blocks of two: the last has one.
     model.num_layers, model.residual.block_size = 7, 4
-    model.width, model.num_heads, model.mlp_width = 64, 2, 128
-    model.kda.head_width = model.kda.gate_rank = 16
-    model.mla.latent_rank, model.mla.nope_width = 32, 16
-    model.mla.shared_width, model.mla.value_width = 8, 16
-    model.moe.num_experts, model.moe.top_k, model.moe.expert_width = 8, 2, 32
-    model.vocab_size = 0
-    model.dtype, model.remat = "float32", "none"
-    config.data.sequence_length, config.data.batch_size = 128, 8
-    config.optim.peak_lr, config.optim.warmup_steps = 3e-3, 5
-    config.train.steps = 40
-    config.train.eval_every = config.train.depth_every = 20
-    config.train.eval_batches = 2
-    config.checkpoint.every_steps = 20
+    model.mlp_width, model.moe.expert_width = 128, 32
+    model.kda.chunk_size = 64
   config.lock()
   return config

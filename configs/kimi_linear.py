@@ -62,8 +62,21 @@ def get_config(arg=None):
   _network(config.model, arg)
   _recipe(config, arg.size)
   if arg.runlocal:
-    _shrink(config)
+    shrink(config)
   config.lock()
+  return config
+
+
+def of_table_2(size, arg):
+  """A size with the parameter counts that the paper prints, over 16 chips."""
+  config = get_config(
+    f"size={size},residual={arg.residual},experts=512,runlocal={arg.runlocal}"
+  )
+  config.unlock()
+  config.model.moe.dense_layers = 0
+  if not arg.runlocal:
+    # Rows of every size divide over 16 chips.
+    config.mesh.data, config.mesh.fsdp = 1, -1
   return config
 
 
@@ -101,7 +114,8 @@ def _recipe(config, size):
   config.train.depth_every = 1000
 
 
-def _shrink(config):
+def shrink(config):
+  """Keeps every part and shrinks its shape, for a run of a minute on a CPU."""
   model = config.model
   model.width, model.num_heads, model.mlp_width = 64, 2, 144
   model.num_layers = 4  # One period of the pattern, more than one block.

@@ -68,8 +68,6 @@ ROWS, LENGTH = 16, 128
 EPSILON = 1e-9
 # Sublayers per block, as for the paper's models of these depths.
 BLOCK_SIZE = 4
-# The number of experts that reproduces the parameter counts of Table 2.
-PAPER_EXPERTS = 512
 BUDGETS = (1.0, 0.5, 0.25)
 # Full budgets are multiples of this many steps, so that the steps of every
 # budget, and those before its decay, are integers.
@@ -92,7 +90,7 @@ def get_config(arg=None):
   sizes = _sizes(arg)
   size = arg.size or next(iter(sizes))
   if arg.scale == "paper":
-    config = _paper(size, arg)
+    config = kimi_linear.of_table_2(size, arg)
   else:
     config = _laptop(c.choose("size", size, sizes), arg)
   config.name = f"scaling_{arg.scale}_{size}_{arg.residual}"
@@ -157,19 +155,6 @@ def _laptop(shape, arg):
     data.sequence_length, data.batch_size = 32, 8
     config.train.steps = 2 * GRAIN
     config.train.log_every, config.train.eval_batches = 4, 2
-  return config
-
-
-def _paper(size, arg):
-  local = ",runlocal" if arg.runlocal else ""
-  config = kimi_linear.get_config(
-    f"size={size},residual={arg.residual},experts={PAPER_EXPERTS}{local}"
-  )
-  config.unlock()
-  config.model.moe.dense_layers = 0
-  if not arg.runlocal:
-    # Rows of every size divide over 16 chips.
-    config.mesh.data, config.mesh.fsdp = 1, -1
   return config
 
 
