@@ -8,7 +8,7 @@ seeds. All schemes share each draw: they were trained on the same sizes and
 seeds, so common variation cancels in comparisons.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -66,20 +66,19 @@ class Fit:
   samples: tuple[PowerLaw, ...] = ()
 
   def coefficient(self, level: float = 0.9) -> Estimate:
-    values = [law.coefficient for law in self.samples]
-    return _estimate(self.law.coefficient, values, level)
+    return self._of(lambda law: law.coefficient, level)
 
   def exponent(self, level: float = 0.9) -> Estimate:
-    values = [law.exponent for law in self.samples]
-    return _estimate(self.law.exponent, values, level)
+    return self._of(lambda law: law.exponent, level)
 
   def irreducible(self, level: float = 0.9) -> Estimate:
-    values = [law.irreducible for law in self.samples]
-    return _estimate(self.law.irreducible, values, level)
+    return self._of(lambda law: law.irreducible, level)
 
   def loss(self, compute: float, level: float = 0.9) -> Estimate:
-    values = [law(compute) for law in self.samples]
-    return _estimate(self.law(compute), values, level)
+    return self._of(lambda law: law(compute), level)
+
+  def _of(self, number: Callable[[PowerLaw], float], level: float) -> Estimate:
+    return _estimate(number(self.law), list(map(number, self.samples)), level)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -27,6 +27,7 @@ from attnres_jax import command_line
 from attnres_jax import config as config_lib
 from attnres_jax import csv_rows
 from attnres_jax import files
+from attnres_jax.config import fields
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import launchers
@@ -66,6 +67,7 @@ def main(experiment: Experiment, argv: Sequence[str] | None = None) -> int:
 
 def _act(experiment: Experiment, options: argparse.Namespace) -> int:
   files.check_folder("--workdir", options.workdir)
+  fields.accept("--max_parallel", options.max_parallel, fields.Size)
   return _ACTIONS[options.action](experiment, options)
 
 
@@ -210,17 +212,10 @@ def _parse_options(
   add("--workdir", default=experiment.workdir, help="of the sweep, or gs://")
   add("--launcher", default="local", help=", ".join(launchers.LAUNCHERS))
   add("--set", action="append", default=[], help="name=value, for a launcher")
-  add("--max_parallel", type=_count, default=1, help="runs at a time")
+  add("--max_parallel", type=int, default=1, help="runs at a time")
   add("--only", default="", help="regular expression over names of runs")
   add("--dry_run", action="store_true", help="say what would be started")
   add("--preflight", help="compile for this TPU slice first, such as v5p:2x2x4")
   add("--watch", type=float, default=0.0, help="seconds, of status")
   add("--out", help="file, of collect (rows.csv of the sweep by default)")
   return parser.parse_args(argv)
-
-
-def _count(text: str) -> int:
-  number = int(text)
-  if number < 1:
-    raise argparse.ArgumentTypeError(f"got {text}, expected at least 1")
-  return number

@@ -78,7 +78,8 @@ def _summary(
     config.train.steps * config.data.batch_size * config.data.sequence_length
   )
   mean = {
-    s: statistics.fmean(results.losses(rows, s).values()) for s in schemes
+    s: statistics.fmean(loss for _, loss in results.losses(rows, s))
+    for s in schemes
   }
   best = min(schemes, key=lambda scheme: mean[scheme])
   apart = results.differences(rows, best)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The results of the demo: records of runs, rows and a table."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+import functools
 import json
 import pathlib
 import statistics
@@ -14,6 +15,9 @@ from experiments.pages import losses as losses_lib
 from experiments.pages import page
 
 BASELINE = losses_lib.BASELINE
+_COLUMNS = "scheme", "validation_nats_per_token"
+losses = functools.partial(losses_lib.of_scheme, columns=_COLUMNS)
+differences = functools.partial(losses_lib.differences, columns=_COLUMNS)
 
 Row = Mapping[str, str]
 
@@ -104,31 +108,12 @@ def rows(
   ]
 
 
-def losses(rows: Iterable[Row], scheme: str) -> dict[str, float]:
-  """Final validation loss of a scheme, in nats per byte, by seed."""
-  return {
-    row["seed"]: float(row["validation_nats_per_token"])
-    for row in rows
-    if row["scheme"] == scheme
-  }
-
-
-def differences(rows: Sequence[Row], scheme: str) -> list[float]:
-  """Differences from the baseline, for each seed that both have."""
-  baseline = losses(rows, BASELINE)
-  return [
-    loss - baseline[seed]
-    for seed, loss in losses(rows, scheme).items()
-    if seed in baseline
-  ]
-
-
 def table(rows: Sequence[Row]) -> page.Table:
   """A line per scheme."""
   lines = []
   for scheme in dict.fromkeys(row["scheme"] for row in rows):
     first = next(row for row in rows if row["scheme"] == scheme)
-    found = losses(rows, scheme).values()
+    found = [loss for _, loss in losses(rows, scheme)]
     apart = differences(rows, scheme)
     seeds = ", ".join(f"{loss:.3f}" for loss in found)
     lines.append(
@@ -156,7 +141,7 @@ def table(rows: Sequence[Row]) -> page.Table:
 
 def markdown(rows: Sequence[Row]) -> str:
   """The table of the README, and its origin."""
-  first, seeds = rows[0], losses(rows, BASELINE)
+  first, seeds = rows[0], [seed for seed, _ in losses(rows, BASELINE)]
   return (
     f"{table(rows).markdown()}\n\n"
     f"{int(first['train_tokens']):,} tokens per run,"

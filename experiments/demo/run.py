@@ -29,6 +29,7 @@ from attnres_jax import environment
 from attnres_jax import figures
 from attnres_jax import files
 from attnres_jax import train
+from attnres_jax.config import fields
 from experiments.demo import inspection
 from experiments.demo import report
 from experiments.demo import results
@@ -74,6 +75,8 @@ def demo_config(
 
 def _run(options: argparse.Namespace) -> None:
   start = time.perf_counter()
+  for name in ("seeds", "steps", "batch_size"):
+    fields.accept(f"--{name}", getattr(options, name), fields.Size)
   workdir = pathlib.Path(options.workdir).absolute()
   workdir.mkdir(parents=True, exist_ok=True)
   # Seeds share their programs, and so do an interrupted demo and the next.
@@ -140,21 +143,14 @@ def _parse_options() -> argparse.Namespace:
   parser.add_argument(
     "--workdir", default="runs/demo", help="folder to write to"
   )
-  parser.add_argument("--seeds", type=_count, default=2, help="runs per scheme")
+  parser.add_argument("--seeds", type=int, default=2, help="runs per scheme")
   parser.add_argument("--size", default="tiny", help="a size of configs/lm.py")
-  parser.add_argument("--steps", type=_count, default=160, help="per run")
-  parser.add_argument("--batch-size", type=_count, default=8, help="rows")
+  parser.add_argument("--steps", type=int, default=160, help="per run")
+  parser.add_argument("--batch-size", type=int, default=8, help="rows")
   parser.add_argument(
     "--prompt", default="def ", help="prompt of the text samples"
   )
   return parser.parse_args()
-
-
-def _count(text: str) -> int:
-  number = int(text)
-  if number < 1:
-    raise argparse.ArgumentTypeError(f"got {text}, expected at least 1")
-  return number
 
 
 if __name__ == "__main__":

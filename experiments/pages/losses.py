@@ -10,6 +10,7 @@ from attnres_jax import figures
 from experiments.pages import page
 
 BASELINE = "prenorm"
+_COLUMNS = "residual", "validation_loss"
 # Columns that compare runs of one setting, and the first column after the
 # overrides.
 _WITHIN = ("run", "residual", "seed", "data.seed")
@@ -90,29 +91,34 @@ def best_marked(
   return page.Table([name] + [f"{value:g}" for value in values], lines)
 
 
-def of_scheme(rows: Iterable[Row], scheme: str) -> list[float]:
-  """Validation losses of one scheme, in nats per token."""
-  return [
-    float(row["validation_loss"]) for row in rows if row["residual"] == scheme
-  ]
+def of_scheme(
+  rows: Iterable[Row], scheme: str, columns: tuple[str, str] = _COLUMNS
+) -> list[tuple[Any, float]]:
+  """Seeds and validation losses of one scheme, in nats per token.
+
+  Args:
+    rows: of one setting.
+    scheme: its name.
+    columns: those of the scheme and of the loss.
+  """
+  of, loss = columns
+  return [(row["seed"], float(row[loss])) for row in rows if row[of] == scheme]
 
 
-def differences(rows: Sequence[Row], scheme: str) -> list[float]:
-  """Differences from the baseline, seed by seed."""
-  baseline = {
-    row["seed"]: float(row["validation_loss"])
-    for row in rows
-    if row["residual"] == BASELINE
-  }
+def differences(
+  rows: Sequence[Row], scheme: str, columns: tuple[str, str] = _COLUMNS
+) -> list[float]:
+  """Differences from the baseline, for each seed that both have."""
+  baseline = dict(of_scheme(rows, BASELINE, columns))
   return [
-    float(row["validation_loss"]) - baseline[row["seed"]]
-    for row in rows
-    if row["residual"] == scheme and row["seed"] in baseline
+    loss - baseline[seed]
+    for seed, loss in of_scheme(rows, scheme, columns)
+    if seed in baseline
   ]
 
 
 def _cell(rows: Sequence[Row], scheme: str) -> page.Cell | str:
-  found = of_scheme(rows, scheme)
+  found = [loss for _, loss in of_scheme(rows, scheme)]
   if not found:
     return ""
   apart = differences(rows, scheme) if scheme != BASELINE else []
