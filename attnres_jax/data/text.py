@@ -20,36 +20,53 @@ from attnres_jax.data import paths
 _RECORDS_AT_ONCE = 256
 
 
-class FolderDocuments:
-  """One document per file; hidden files are left out."""
+class _Files:
+  """The files of a source, and what identifies them."""
+
+  source: str
+  suffixes: Sequence[str] = ()
+  # Whether a document is the field `config.text_field` of a record.
+  has_fields = False
 
   def __init__(self, config: config_lib.DataConfig, field: str, path: str):
-    del config  # The whole file is text.
     self._field, self._path = field, path
-    self._files = paths.list_files(field, path)
-    self._keys = paths.relative_names(path, self._files)
+    self._text_field = config.text_field
+    self._files = paths.list_files(field, path, self.suffixes)
+
+  def describe(self) -> dict[str, Any]:
+    """The number of files and bytes, and a hash of the names and sizes."""
+    sizes = [file.stat().length for file in self._files]
+    names = paths.relative_names(self._path, self._files)
+    listing = "".join(f"{size} {name}\n" for name, size in zip(names, sizes))
+    return {
+      "source": self.source,
+      "files": len(sizes),
+      "file_bytes": sum(sizes),
+      "listing_sha256": hashlib.sha256(listing.encode()).hexdigest(),
+    } | ({"text_field": self._text_field} if self.has_fields else {})
+
+
+class FolderDocuments(_Files):
+  """One document per file; hidden files are left out."""
+
+  source = "text"
 
   def __len__(self) -> int:
     return len(self._files)
 
   def iterate(self, start: int = 0) -> Iterator[documents.Document]:
-    for key, file in zip(self._keys[start:], self._files[start:]):
+    keys = paths.relative_names(self._path, self._files)
+    for key, file in zip(keys[start:], self._files[start:]):
       text = file.read_bytes()
       _check_utf8(self._field, os.fspath(file), text)
       yield documents.Document(key, text)
 
-  def describe(self) -> dict[str, Any]:
-    return _describe_files("text", self._path, self._files)
 
-
-class JsonlDocuments:
+class JsonlDocuments(_Files):
   """One document per line: an object with the text in `config.text_field`."""
 
-  def __init__(self, config: config_lib.DataConfig, field: str, path: str):
-    self._field, self._path = field, path
-    self._text_field = config.text_field
-    self._files = paths.list_files(field, path, (".jsonl",))
-    self._len: int | None = None
+  source, suffixes, has_fields = "jsonl", (".jsonl",), True
+  _len: int | None = None
 
   def __len__(self) -> int:
     if self._len is None:
@@ -61,10 +78,6 @@ class JsonlDocuments:
       if number >= start:
         text = self._parse(where, line)
         yield documents.Document(documents.content_key(text), text)
-
-  def describe(self) -> dict[str, Any]:
-    found = _describe_files("jsonl", self._path, self._files)
-    return found | {"text_field": self._text_field}
 
   def _lines(self) -> Iterator[tuple[str, bytes]]:
     for path in self._files:
@@ -92,8 +105,10 @@ class JsonlDocuments:
     return text.encode(errors="replace")
 
 
-class ParquetDocuments:
+class ParquetDocuments(_Files):
   """One document per row: the string column `config.text_field`."""
+
+  source, suffixes, has_fields = "parquet", (".parquet",), True
 
   def __init__(self, config: config_lib.DataConfig, field: str, path: str):
     try:
@@ -101,8 +116,7 @@ class ParquetDocuments:
       from pyarrow import parquet
     except ImportError:
       paths.needs_extra("source", "parquet", "pyarrow", "data")
-    self._path, self._column = path, config.text_field
-    self._files = paths.list_files(field, path, (".parquet",))
+    super().__init__(config, field, path)
     self._parquet = parquet
     self._num_rows = 0
     for file in self._files:
@@ -112,10 +126,10 @@ class ParquetDocuments:
       except pyarrow.ArrowInvalid as error:
         reason = " ".join(str(error).split())
         config_lib.fail(field, os.fspath(file), f"a Parquet file ({reason})")
-      if self._column not in names:
+      if self._text_field not in names:
         config_lib.fail(
           "data.text_field",
-          self._column,
+          self._text_field,
           f"a column of {file.name}: one of " + ", ".join(names),
         )
       self._num_rows += num_rows
@@ -135,15 +149,13 @@ class ParquetDocuments:
           yield from self._rows(file, opened, group, skip)
           skip = 0
 
-  def describe(self) -> dict[str, Any]:
-    found = _describe_files("parquet", self._path, self._files)
-    return found | {"text_field": self._column}
-
   def _rows(
     self, file: epath.Path, opened: Any, group: int, skip: int
   ) -> Iterator[documents.Document]:
     batches = opened.iter_batches(
-      batch_size=_RECORDS_AT_ONCE, row_groups=[group], columns=[self._column]
+      batch_size=_RECORDS_AT_ONCE,
+      row_groups=[group],
+      columns=[self._text_field],
     )
     for batch in batches:
       values = batch.column(0)[skip:] if skip else batch.column(0)
@@ -153,22 +165,20 @@ class ParquetDocuments:
           kind = type(value).__name__
           config_lib.fail(
             "data.text_field",
-            self._column,
+            self._text_field,
             f"a column of strings ({file.name} holds {kind})",
           )
         text = (value or "").encode()
         yield documents.Document(documents.content_key(text), text)
 
 
-class ArrayRecordDocuments:
+class ArrayRecordDocuments(_Files):
   """One document per record; the whole record is UTF-8 text."""
 
+  source, suffixes = "arrayrecord", (".array_record", ".arrayrecord")
+
   def __init__(self, config: config_lib.DataConfig, field: str, path: str):
-    del config  # A record has no fields.
-    self._field, self._path = field, path
-    self._files = paths.list_files(
-      field, path, (".array_record", ".arrayrecord")
-    )
+    super().__init__(config, field, path)
     self._counts = []
     for file in self._files:
       with _array_record(field, file) as reader:
@@ -192,9 +202,6 @@ class ArrayRecordDocuments:
             yield documents.Document(documents.content_key(text), text)
       skip = 0
 
-  def describe(self) -> dict[str, Any]:
-    return _describe_files("arrayrecord", self._path, self._files)
-
 
 @contextlib.contextmanager
 def _array_record(field: str, path: epath.Path) -> Iterator[Any]:
@@ -217,20 +224,3 @@ def _check_utf8(field: str, where: str, text: bytes) -> None:
     text.decode()
   except UnicodeDecodeError as error:
     config_lib.fail(field, where, f"UTF-8 text ({error})")
-
-
-def _describe_files(
-  source: str, path: str, files: Sequence[epath.Path]
-) -> dict[str, Any]:
-  """The number of files and bytes, and a hash of the names and sizes."""
-  sizes = [file.stat().length for file in files]
-  listing = "".join(
-    f"{size} {name}\n"
-    for name, size in zip(paths.relative_names(path, files), sizes)
-  )
-  return {
-    "source": source,
-    "files": len(files),
-    "file_bytes": sum(sizes),
-    "listing_sha256": hashlib.sha256(listing.encode()).hexdigest(),
-  }
