@@ -20,19 +20,14 @@ About 20 s per shape and chip; `--block` and `--at_once` try other blocks,
 """
 
 import argparse
-import glob
 import importlib.metadata
-import os
 from typing import NamedTuple
 
 from benchmarks import tpu_static
 import jax
 from jax.experimental import layout
-from jax.experimental import topologies
-from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
-from attnres_jax import chips
 from attnres_jax import csv_rows
 from attnres_jax.models.mixers import flash
 from attnres_jax.models.mixers import softmax
@@ -100,9 +95,7 @@ def main() -> None:
 
 
 def _rows(chip, shape, kernel):
-  folder = os.environ["ATTNRES_DUMP"]
-  for path in glob.glob(f"{folder}/*"):
-    os.remove(path)
+  tpu_static.remove_dumps()
   sizes = flash.block_sizes(shape.tokens)
   common = {
     "chip": chip,
@@ -122,10 +115,6 @@ def _rows(chip, shape, kernel):
 
 
 def _step(chip, shape, kernel):
-  topology = topologies.get_topology_desc(
-    platform="tpu", topology_name=tpu_static.CHIPS[chip].topology
-  )
-  place = jax.sharding.SingleDeviceSharding(topology.devices[0])
   token = (1, shape.tokens)
   arrays = [
     jax.ShapeDtypeStruct((*token, heads, width), jnp.bfloat16)
@@ -142,7 +131,7 @@ def _step(chip, shape, kernel):
     mixed, pull = jax.vjp(attend, query, key, value)
     return mixed, *pull(dmixed)
 
-  suited = layout.Format(layout.Layout.AUTO, place)
+  suited = layout.Format(layout.Layout.AUTO, tpu_static.CHIPS[chip].place)
   compiled = (
     jax.jit(step, in_shardings=suited, out_shardings=suited)
     .lower(*arrays)
@@ -162,23 +151,20 @@ def _step(chip, shape, kernel):
 
 
 def _kernel(chip, shape, name, sizes):
-  bundles, slots = tpu_static.schedule_of(os.environ["ATTNRES_DUMP"], name)
+  bundles, limits = tpu_static.schedule_of(name)
   kernel, block = _KERNELS[name], sizes.block_q
   on_a_side = -(-shape.tokens // block)
   blocks = shape.heads * on_a_side * (on_a_side + 1) // 2
-  version = pltpu.ChipVersion[tpu_static.CHIPS[chip].version]
-  info = pltpu.get_tpu_info_for_chip(version, 1)
+  info = tpu_static.CHIPS[chip].info
   widths = {"k": shape.key, "v": shape.value}
   flops = 2 * sum(widths[w] for w in kernel.products)
-  clock_hz = chips.CHIPS[tpu_static.CHIPS[chip].kind].clock_hz
-  schedule = bundles * blocks / clock_hz
+  schedule = bundles * blocks / tpu_static.CHIPS[chip].clock_hz
   unit = blocks * block**2 * flops / info.bf16_ops_per_second
   peak = shape.heads * shape.tokens**2 / 2 * flops / info.bf16_ops_per_second
   # Rows in memory are whole lanes.
   lanes = lambda names: sum(2 * 128 * -(-widths[w] // 128) for w in names)
   rows = shape.heads * on_a_side * block
   fetched = rows * lanes(kernel.once) + blocks * block * lanes(kernel.per_block)
-  slot = max(slots, key=lambda s: slots[s])
   return {
     "bundles": bundles,
     "blocks": blocks,
@@ -189,8 +175,7 @@ def _kernel(chip, shape, name, sizes):
     "peak_ratio": f"{schedule / peak:.2f}",
     "fetched_MB": f"{fetched / 1e6:.0f}",
     "hbm_us": f"{fetched / info.mem_bw_bytes_per_second * 1e6:.0f}",
-    "limiting_slot": slot,
-    "slot_use": f"{slots[slot] / bundles:.2f}",
+    **limits,
   }
 
 

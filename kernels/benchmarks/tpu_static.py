@@ -27,12 +27,12 @@ from typing import Any, NamedTuple
 import warnings
 
 import jax
-from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from attnres_jax import chips
 from attnres_jax import csv_rows
+from attnres_jax.aot import topology as topology_lib
 from attnres_kernels.depth_attention import pallas_tpu as attention
 from attnres_kernels.depth_attention import shapes
 from attnres_kernels.depth_merge import pallas_tpu as merge
@@ -44,6 +44,19 @@ class Chip(NamedTuple):
   topology: str
   version: str
   kind: str
+
+  @property
+  def place(self):
+    device = topology_lib.devices(self.topology)[0]
+    return jax.sharding.SingleDeviceSharding(device)
+
+  @property
+  def info(self):
+    return pltpu.get_tpu_info_for_chip(pltpu.ChipVersion[self.version], 1)
+
+  @property
+  def clock_hz(self) -> float:
+    return chips.CHIPS[self.kind].clock_hz
 
 
 CHIPS = {
@@ -94,34 +107,25 @@ def restart_with_dumps() -> None:
     os.environ["LIBTPU_INIT_ARGS"] = (
       f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
     )
-    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
-    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "true"
     os.environ["JAX_PLATFORMS"] = "cpu"
     sys.exit(os.spawnv(os.P_WAIT, sys.executable, [sys.executable, *sys.argv]))
 
 
 def measure(kernel: str, shape: Any, chip: str, build: Build):
   """One row of the table: a kernel by the name of its `pallas_call`."""
-  topology = topologies.get_topology_desc(
-    platform="tpu", topology_name=CHIPS[chip].topology
-  )
-  sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
+  place, info = CHIPS[chip].place, CHIPS[chip].info
   function, arguments, plan = build(shape)
   arguments = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
     arguments,
   )
-  folder = os.environ["ATTNRES_DUMP"]
-  for path in glob.glob(f"{folder}/*"):
-    os.remove(path)
+  remove_dumps()
   with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     jax.jit(function).lower(*arguments).compile()
-  bundles, slots = schedule_of(folder, kernel)
-  info = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion[CHIPS[chip].version], 1)
-  schedule = bundles * plan["steps"] / chips.CHIPS[CHIPS[chip].kind].clock_hz
+  bundles, limits = schedule_of(kernel)
+  schedule = bundles * plan["steps"] / CHIPS[chip].clock_hz
   memory = plan["actual"] / info.mem_bw_bytes_per_second
-  slot = max(slots, key=lambda name: slots[name])
   return {
     "kernel": kernel,
     "chip": chip,
@@ -134,13 +138,18 @@ def measure(kernel: str, shape: Any, chip: str, build: Build):
     "hbm_us": f"{memory * 1e6:.1f}",
     "ratio": f"{schedule / memory:.2f}",
     "vmem_MiB": f"{plan['vmem'] / 2**20:.1f}",
-    "limiting_slot": slot,
-    "slot_use": f"{slots[slot] / bundles:.2f}",
+    **limits,
   }
 
 
-def schedule_of(folder, kernel):
-  """Bundles of one grid step, and how many each slot needs if always full."""
+def remove_dumps() -> None:
+  for path in glob.glob(f"{os.environ['ATTNRES_DUMP']}/*"):
+    os.remove(path)
+
+
+def schedule_of(kernel: str) -> tuple[int, dict[str, str]]:
+  """Bundles of one grid step, and the columns about the fullest slot."""
+  folder = os.environ["ATTNRES_DUMP"]
   (path,) = glob.glob(f"{folder}/*{kernel}*schedule-analysis_final_bundles*")
   with open(path) as file:
     text = file.read()
@@ -155,7 +164,10 @@ def schedule_of(folder, kernel):
   for line in lines[4:]:
     if line[:1].isdigit():
       used = [a + int(b) for a, b in zip(used, line.split())]
-  return bundles, {n: u / c for n, u, c in zip(names, used, capacity)}
+  needed = {n: u / c for n, u, c in zip(names, used, capacity)}
+  slot = max(needed, key=lambda name: needed[name])
+  use = f"{needed[slot] / bundles:.2f}"
+  return bundles, {"limiting_slot": slot, "slot_use": use}
 
 
 def _attention(shape, backward):
