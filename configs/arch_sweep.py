@@ -124,14 +124,12 @@ def _laptop(arg):
 
 def _paper(arg):
   cell = _choose("rho, eta", (arg.rho, arg.eta), PAPER_CELLS)
-  shape = cell.architecture
   config = kimi_linear.of_table_2(PAPER_ROW, arg)
   if not arg.runlocal:
     model = config.model
-    model.width, model.num_layers = shape.width, shape.num_layers
-    model.num_heads = shape.num_heads
-    model.moe.expert_width = shape.expert_width
-    model.mlp_width = (model.moe.top_k + 1) * shape.expert_width
+    for name in ("width", "num_layers", "num_heads", "mlp_width"):
+      setattr(model, name, getattr(cell.model, name))
+    model.moe.expert_width = cell.model.moe.expert_width
     batch_tokens = config.data.batch_size * config.data.sequence_length
     config.train.steps = round(cell.tokens / batch_tokens)
   return config

@@ -82,11 +82,9 @@ def of_table_2(size, arg):
 
 def _network(model, arg):
   small = arg.size in SMALL
-  shape = (
-    SMALL[arg.size].architecture if small else architecture.KIMI_LINEAR_48B
-  )
-  shape = dataclasses.replace(shape, num_experts=arg.experts, first_dense=True)
-  model.update(dataclasses.asdict(shape.model))
+  network = SMALL[arg.size].model if small else architecture.KIMI_LINEAR_48B
+  model.update(dataclasses.asdict(network))
+  model.moe.num_experts, model.moe.dense_layers = arg.experts, 1
   model.residual.name = arg.residual
   model.residual.block_size = 4 if small else 6
   model.norm_eps = 1e-5

@@ -16,7 +16,7 @@ import dataclasses
 
 from attnres_jax import config as config_lib
 from attnres_jax import flops as flops_lib
-from attnres_jax.scaling import architecture as architecture_lib
+from attnres_jax.scaling import architecture
 
 PFLOPS_DAY = 1e15 * 24 * 3600
 COUNTINGS = ("6nd", "attention", "residual")
@@ -66,8 +66,8 @@ def of_run(flops: flops_lib.FlopsPerToken) -> TokenFlops:
   )
 
 
-def of_architecture(
-  architecture: architecture_lib.Architecture,
+def of_network(
+  model: config_lib.ModelConfig,
   scheme: str,
   sequence_length: int,
   *,
@@ -77,17 +77,17 @@ def of_architecture(
   """Counts a KDA, MLA and MoE network.
 
   Args:
-    architecture: its shape.
+    model: the network.
     scheme: the name of its residual scheme.
     sequence_length: T.
     active_params: N, to use a published number.
     block_size: sublayers per block of Block AttnRes.
   """
   residual = config_lib.ResidualConfig(name=scheme, block_size=block_size)
-  model = dataclasses.replace(architecture.model, residual=residual)
+  model = dataclasses.replace(model, residual=residual)
   parts = flops_lib.flops_per_token(model, sequence_length)
   if active_params is None:
-    active_params = architecture.active_params
+    active_params = architecture.active_params(model)
   return TokenFlops(
     matmul=2 * active_params,
     attention=parts.attention,

@@ -22,7 +22,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import text_table
 from attnres_jax.flops import traffic
 from attnres_jax.models import residuals
-from attnres_jax.scaling import architecture as architecture_lib
+from attnres_jax.scaling import architecture
 from attnres_jax.scaling import compute as compute_lib
 from attnres_jax.scaling import fit as fit_lib
 
@@ -66,22 +66,18 @@ class Size:
     return round(self.tokens / (self.batch_size * SEQUENCE_LENGTH))
 
   @property
-  def architecture(self) -> architecture_lib.Architecture:
+  def model(self) -> config_lib.ModelConfig:
     """The network, with the number of experts that fits (derived)."""
-    return architecture_lib.Architecture(
-      num_layers=self.num_layers,
-      width=self.width,
-      num_heads=self.num_heads,
-      expert_width=self.expert_width,
-    )
+    shape = self.num_layers, self.width, self.num_heads, self.expert_width
+    return architecture.network(*shape)
 
   def loss(self, scheme: str) -> float:
     return self.losses[SCHEMES.index(scheme)]
 
   def compute(self, counting: str, scheme: str = "prenorm") -> float:
     """PFLOP/s-days, with the published N and blocks of four sublayers."""
-    flops = compute_lib.of_architecture(
-      self.architecture,
+    flops = compute_lib.of_network(
+      self.model,
       scheme if counting == "residual" else "prenorm",
       SEQUENCE_LENGTH,
       active_params=self.active_params,
@@ -196,20 +192,20 @@ class Cell:
   Attributes:
     width_per_layer: d / L_b of the grid (Fig. 7).
     heads_per_layer: H / L_b of the grid (Fig. 7).
-    architecture: a concrete network near it: d and d_ff multiples of 16,
-      activated parameters within two percent of 230M (derived).
+    model: a concrete network near it: d and d_ff multiples of 16, activated
+      parameters within two percent of 230M (derived).
     source: of the two ratios.
   """
 
   width_per_layer: int
   heads_per_layer: float
-  architecture: architecture_lib.Architecture
+  model: config_lib.ModelConfig
   source: str = "Fig. 7"
 
   @property
   def tokens(self) -> float:
     """The budget of the sweep over 6 N (derived; about 47B)."""
-    return SWEEP_FLOPS / (6 * self.architecture.active_params)
+    return SWEEP_FLOPS / (6 * architecture.active_params(self.model))
 
 
 WIDTHS_PER_LAYER = (15, 30, 45, 60, 75)
@@ -230,7 +226,7 @@ _CELLS = (
    (13, 1024, 8, 464), (13, 992, 9, 448)),
 )  # fmt: skip
 FIG_7 = tuple(
-  Cell(rho, eta, architecture_lib.Architecture(*shape))
+  Cell(rho, eta, architecture.network(*shape))
   for rho, row in zip(WIDTHS_PER_LAYER, _CELLS)
   for eta, shape in zip(HEADS_PER_LAYER, row)
 )

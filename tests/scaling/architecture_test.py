@@ -21,46 +21,50 @@ ROWS = [
 
 def test_48b():
   network = architecture.KIMI_LINEAR_48B
-  assert network.model.sublayer_kinds.count("mla") == 7
-  assert network.total_params == 48_367_707_008
-  assert network.active_params == 2_729_485_184
+  assert network.sublayer_kinds.count("mla") == 7
+  count = architecture.count(network)
+  assert (count.total, count.active) == (48_367_707_008, 2_729_485_184)
   embedding = architecture.VOCAB_SIZE * network.width
   assert round(embedding / 1e6, 1) == 377.5
-  assert round((network.total_params + 2 * embedding) / 1e9, 3) == 49.123
-  assert round((network.active_params + embedding) / 1e9, 3) == 3.107
+  assert round((count.total + 2 * embedding) / 1e9, 3) == 49.123
+  assert round((count.active + embedding) / 1e9, 3) == 3.107
 
 
 @pytest.mark.parametrize("layers", [12, 13, 14, 16, 17, 27])
 def test_mla_at_multiples_of_four_and_in_the_last_block(layers):
-  network = architecture.Architecture(layers, 512, 8, 128)
+  network = architecture.network(layers, 512, 8, 128)
   expected = {*range(4, layers + 1, 4), layers}
-  assert network.model.sublayer_kinds.count("mla") == len(expected)
+  assert network.sublayer_kinds.count("mla") == len(expected)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
 def test_table_2(row):
   name, kda, mla, experts, num_mla, e64, e256, e512, total512, total256 = row
   size = {size.name: size for size in paper.TABLE_2}[name]
-  network = size.architecture
-  kinds = network.model.sublayer_kinds
+  network = size.model
+  kinds = network.sublayer_kinds
   assert kinds.count("mla") == num_mla
-  parts = parameters.of_parts(network.model)
+  parts = parameters.of_parts(network)
   for kind, millions in (("kda", kda), ("mla", mla)):
     each = parts[kind].total / kinds.count(kind) / 1e6
     assert each == pytest.approx(millions, rel=1e-5)
-  moe = parameters.of_modules(network.model, "moe")
+  moe = parameters.of_modules(network, "moe")
   names = "gate", "up", "down", "shared"
   nine = sum(moe[name].active for name in names) / kinds.count("moe") / 1e6
   assert nine == pytest.approx(experts, rel=1e-5)
   shape = size.num_layers, size.width, size.num_heads, size.expert_width
 
+  def total(model):
+    count = architecture.count(model)
+    return round((count.total - count.state) / 1e9, 2)
+
   def active(num_experts):
-    other = architecture.Architecture(*shape, num_experts, first_dense=True)
-    return round(other.active_params / 1e6, 1)
+    other = architecture.network(*shape, num_experts, first_dense=True)
+    return round(architecture.active_params(other) / 1e6, 1)
 
   assert (active(64), active(256)) == (e64, e256)
-  assert round(network.active_params / 1e6, 2) == e512
-  assert f"{network.active_params / 1e6:.0f}M" == name
-  assert round(network.total_params / 1e9, 2) == total512
-  fewer = architecture.Architecture(*shape, num_experts=256)
-  assert round(fewer.total_params / 1e9, 2) == total256
+  millions = architecture.active_params(network) / 1e6
+  assert round(millions, 2) == e512 and f"{millions:.0f}M" == name
+  assert total(network) == total512
+  fewer = architecture.network(*shape, num_experts=256)
+  assert total(fewer) == total256

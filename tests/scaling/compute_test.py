@@ -25,11 +25,11 @@ def test_each_counting_adds_a_part():
   assert set(compute.LABELS) == set(compute.COUNTINGS)
 
 
-def test_of_architecture_by_hand():
-  shape = architecture.Architecture(
+def test_of_network_by_hand():
+  shape = architecture.network(
     num_layers=4, width=64, num_heads=2, expert_width=32
   )
-  token = compute.of_architecture(
+  token = compute.of_network(
     shape, "block_attnres", 1024, active_params=1e6, block_size=4
   )
   assert token.matmul == 2e6
@@ -40,8 +40,11 @@ def test_of_architecture_by_hand():
   # partial sum, the output b0 b1 b2: pairs; and 1 + 2 blocks, 6 partials.
   pairs, sources = 3 * 2 + 2 + 3 * 3 + 3, 3 + 6
   assert token.residual == 64 * (4 * pairs + 2 * sources)
-  plain = compute.of_architecture(shape, "prenorm", 1024)
-  assert plain.matmul == 2 * shape.active_params and plain.residual == 0
+  plain = compute.of_network(shape, "prenorm", 1024)
+  assert (
+    plain.matmul == 2 * architecture.active_params(shape)
+    and plain.residual == 0
+  )
 
 
 def test_of_run_leaves_the_head_out():

@@ -6,6 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
+from attnres_jax.scaling import architecture
 from attnres_jax.scaling import compute
 from attnres_jax.scaling import compute_advantage
 from attnres_jax.scaling import fit_power_law
@@ -151,10 +152,11 @@ def test_fig_7_cells_are_near_their_ratios_and_of_one_size():
     *grid
   ]
   for cell in paper.FIG_7:
-    shape = cell.architecture
-    assert abs(shape.active_params / paper.SWEEP_ACTIVE_PARAMS - 1) <= 0.02
-    assert shape.width % 16 == 0 and shape.expert_width % 16 == 0
-    assert shape.expert_width / shape.width == pytest.approx(0.45, abs=0.02)
+    shape = cell.model
+    active = architecture.active_params(shape)
+    assert abs(active / paper.SWEEP_ACTIVE_PARAMS - 1) <= 0.02
+    assert shape.width % 16 == 0 and shape.moe.expert_width % 16 == 0
+    assert shape.moe.expert_width / shape.width == pytest.approx(0.45, abs=0.02)
     ratio = shape.width / shape.num_layers
     assert ratio == pytest.approx(cell.width_per_layer, rel=0.12)
     ratio = shape.num_heads / shape.num_layers

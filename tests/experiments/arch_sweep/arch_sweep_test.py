@@ -6,6 +6,7 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax.flops import parameters
+from attnres_jax.scaling import architecture
 from attnres_jax.scaling import grid
 from attnres_jax.scaling import paper
 from attnres_jax.sweep import folder as folder_lib
@@ -48,7 +49,7 @@ def test_paper_shapes_are_those_of_figure_7():
   configs = _configs(f"{SPEC}:scale=paper")
   assert len(configs) == 25 * 2
   for config, cell in zip(configs[::2], paper.FIG_7, strict=True):
-    assert _active(config.model) == cell.architecture.active_params
+    assert _active(config.model) == architecture.active_params(cell.model)
     tokens = (
       config.train.steps * config.data.batch_size * config.data.sequence_length
     )
