@@ -58,27 +58,13 @@ class Arrival(NamedTuple):
 def make_config(
   shape: plans.Shape, rule: Any, microbatches: int, data: int = 1
 ) -> config_lib.RunConfig:
-  """A sublayer per chunk, with as few parameters as possible."""
-  layout = shape.layout
-  return config_lib.RunConfig(
-    model=config_lib.ModelConfig(
-      vocab_size=32,
-      width=WIDTH,
-      num_layers=-(-layout.num_sublayers // 2),
-      num_heads=1,
-      mlp_width=WIDTH,
-      residual=config_lib.ResidualConfig(
-        "block_attnres", block_size=shape.chunks_per_block
-      ),
-    ),
-    data=config_lib.DataConfig(
-      sequence_length=LENGTH, batch_size=microbatches * data
-    ),
-    mesh=config_lib.MeshConfig(stage=shape.ranks, data=data),
-    pipeline=config_lib.PipelineConfig(
-      shape.virtual_stages, microbatches, rule=rule
-    ),
-  )
+  """A sublayer per chunk, as narrow as possible."""
+  size = programs.Size(
+    *shape[:2], data, shape.layout.num_sublayers, shape.chunks_per_block,
+    WIDTH, LENGTH, "float32",
+  )  # fmt: skip
+  variant = programs.Variant("block_attnres", rule)
+  return programs.make_config(variant, size, microbatches)
 
 
 def make_pipeline(

@@ -84,15 +84,15 @@ _COMPILED = ("prenorm", "block minimum", "block naive", "block autodiff")
 
 
 def make_config(
-  variant: str, size: Size, microbatches: int
+  variant: Variant, size: Size, microbatches: int
 ) -> config_lib.RunConfig:
   """A step of M microbatches, with a small vocabulary."""
-  scheme, rule, schedule = VARIANTS[variant]
+  scheme, rule, schedule = variant
   return config_lib.RunConfig(
     model=config_lib.ModelConfig(
       vocab_size=256,
       width=size.width,
-      num_layers=size.sublayers // 2,
+      num_layers=-(-size.sublayers // 2),
       num_heads=max(1, size.width // 64),
       mlp_width=2 * size.width,
       dtype=size.dtype,
@@ -159,7 +159,7 @@ def step_times(rounds: int) -> Iterator[Row]:
 
 def _program(variant: str) -> Callable[[], Any]:
   """A compiled step of one batch."""
-  config = make_config(variant, _CPU_SIZE, 8)
+  config = make_config(VARIANTS[variant], _CPU_SIZE, 8)
   pipeline = make_pipeline(config)
   compiled = lower(config, pipeline).compile()
   rng = np.random.default_rng(0)
@@ -186,7 +186,7 @@ def temporaries() -> Iterator[Row]:
 
 def temporary(variant: str, microbatches: int, devices) -> Row:
   """Compiles one step."""
-  config = make_config(variant, _TPU_SIZE, microbatches)
+  config = make_config(VARIANTS[variant], _TPU_SIZE, microbatches)
   pipeline = make_pipeline(config, devices)
   memory = lower(config, pipeline).compile().memory_analysis()
   stage = pipeline.stage

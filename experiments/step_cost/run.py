@@ -23,7 +23,6 @@ a cold cache.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-import dataclasses
 import functools
 import itertools
 import pathlib
@@ -78,40 +77,26 @@ SIZES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Form:
-  """A residual scheme, and how its layers run.
-
-  Attributes:
-    residual: a key of `RESIDUALS`.
-    fields: fields of the residual config that differ from their defaults.
-    scan: whether repeated layers may be one `lax.scan`.
-  """
-
-  residual: str
-  fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  scan: bool = True
-
-
-ONE_SOFTMAX = {"form": "one_softmax"}
+# A residual scheme and how it runs -> overrides.
+_UNROLLED = {"model.scan_layers": False}
+_ONE_SOFTMAX = {"model.residual.form": "one_softmax"}
 SCHEMES = {
-  "prenorm": Form("prenorm"),
-  "prenorm unrolled": Form("prenorm", scan=False),
-  "rescaled": Form("rescaled"),
-  "rescaled unrolled": Form("rescaled", scan=False),
-  "block_attnres": Form("block_attnres"),
-  "full_attnres": Form("full_attnres"),
-  "block_attnres one_softmax": Form("block_attnres", ONE_SOFTMAX),
-  "full_attnres one_softmax": Form("full_attnres", ONE_SOFTMAX),
+  "prenorm": {},
+  "prenorm unrolled": _UNROLLED,
+  "rescaled": {},
+  "rescaled unrolled": _UNROLLED,
+  "block_attnres": {},
+  "full_attnres": {},
+  "block_attnres one_softmax": _ONE_SOFTMAX,
+  "full_attnres one_softmax": _ONE_SOFTMAX,
 }
 # What --schemes may name.
 FORMS = {
-  form: Form(name, scan=form == name)
+  f"{name}{form}": overrides
   for name in residuals.RESIDUALS
-  for form in (name, f"{name} unrolled")
+  for form, overrides in (("", {}), (" unrolled", _UNROLLED))
 } | SCHEMES
 COMPILE = "compile_train_step"
-
 
 Times = Mapping[str, Mapping[str, Sequence[measure_lib.Seconds]]]
 
@@ -185,14 +170,9 @@ def _programs(size: str, scheme: str) -> dict[str, Any]:
 
 def _config(size: str, scheme: str) -> config_lib.RunConfig:
   spec, overrides = SIZES[size]
-  form = FORMS[scheme]
-  config = config_lib.load_config(f"{spec},residual={form.residual}", overrides)
-  model = dataclasses.replace(
-    config.model,
-    residual=dataclasses.replace(config.model.residual, **form.fields),
-    scan_layers=form.scan,
+  return config_lib.load_config(
+    f"{spec},residual={scheme.partition(' ')[0]}", overrides | FORMS[scheme]
   )
-  return dataclasses.replace(config, model=model)
 
 
 def main(argv):
