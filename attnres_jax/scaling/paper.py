@@ -19,6 +19,7 @@ from collections.abc import Callable
 import dataclasses
 
 from attnres_jax import config as config_lib
+from attnres_jax import flops
 from attnres_jax import text_table
 from attnres_jax.flops import traffic
 from attnres_jax.models import residuals
@@ -76,13 +77,16 @@ class Size:
 
   def compute(self, counting: str, scheme: str = "prenorm") -> float:
     """PFLOP/s-days, with the published N and blocks of four sublayers."""
-    flops = compute_lib.of_network(
-      self.model,
-      scheme if counting == "residual" else "prenorm",
-      SEQUENCE_LENGTH,
-      active_params=self.active_params,
+    residual = config_lib.ResidualConfig(
+      name=scheme if counting == "residual" else "prenorm", block_size=4
     )
-    return compute_lib.pflops_days(flops, self.tokens, counting)
+    model = dataclasses.replace(self.model, residual=residual)
+    counted = flops.flops_per_token(model, SEQUENCE_LENGTH)
+    # N stands for all products outside attention.
+    counted = dataclasses.replace(
+      counted, projections=2 * self.active_params, mlp=0.0
+    )
+    return compute_lib.pflops_days(counted, self.tokens, counting)
 
 
 TABLE_2 = (

@@ -16,6 +16,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import flops
 from attnres_jax import goodput
 from attnres_jax.flops import parameters
+from attnres_jax.scaling import architecture
 from attnres_jax.scaling import compute as compute_lib
 from attnres_jax.scaling import fit as fit_lib
 from attnres_jax.scaling import grid
@@ -102,9 +103,8 @@ def compute_of(config: config_lib.RunConfig) -> dict[str, Any]:
   length = config.data.sequence_length
   tokens = config.train.steps * config.data.batch_size * length
   per_token, count = counts(config.model, length)
-  counted = compute_lib.of_run(per_token)
   computes = {
-    f"compute_{name}": compute_lib.pflops_days(counted, tokens, name)
+    f"compute_{name}": compute_lib.pflops_days(per_token, tokens, name)
     for name in compute_lib.COUNTINGS
   }
   return {"active_params": count.active, "tokens": tokens} | computes
@@ -118,8 +118,7 @@ def counts(
 
   Programs are traced to count them: once, for the many looks at a sweep.
   """
-  count = parameters.total(parameters.of_parts(model), "embedding", "head")
-  return flops.flops_per_token(model, length), count
+  return flops.flops_per_token(model, length), architecture.count(model)
 
 
 def by_scheme(rows: Iterable[Row], counting: str) -> dict[str, fit_lib.Runs]:
