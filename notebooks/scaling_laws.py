@@ -51,7 +51,7 @@ from attnres_jax.scaling import paper
 from attnres_jax.scaling import plots
 from attnres_jax.sweep import rows
 
-schemes = tuple(paper.PUBLISHED_FITS)  # those with a printed law
+schemes = tuple(paper.PUBLISHED_LAWS)  # those with a printed law
 labels = {scheme: figures.name_of(scheme) for scheme in schemes}
 
 # %% [markdown]
@@ -104,7 +104,7 @@ runs, fits = fit_paper(counting)
 header = ["scheme", "A", "alpha", "printed A", "printed alpha"]
 table = []
 for scheme, found in fits.items():
-  law = paper.PUBLISHED_FITS[scheme].law
+  law = paper.PUBLISHED_LAWS[scheme]
   table.append(
     [
       labels[scheme],
@@ -149,7 +149,7 @@ plt.show()
 
 # %%
 at = paper.PUBLISHED_COMPUTE
-printed = {name: one.law for name, one in paper.PUBLISHED_FITS.items()}
+printed = paper.PUBLISHED_LAWS
 for scheme in schemes:
   ratio = scaling.compute_advantage(printed["prenorm"], printed[scheme], at)
   print(f"{labels[scheme]:15} {printed[scheme](at):.3f}  {ratio.value:.2f}x")

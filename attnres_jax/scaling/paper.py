@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Published numbers of the scaling section, as data (arXiv:2603.15031).
 
-Every record says where its values come from:
-
-  Table N, Fig. N, section N   printed in the paper;
-  derived                      computed from printed values and checked against
-                               others, but not printed.
+Everything is printed in the paper, in the table, figure or section that is
+named with it, unless it is marked as derived: computed from printed values and
+checked against others.
 
   python -m attnres_jax.scaling.paper
 
@@ -46,7 +44,6 @@ class Size:
     peak_lr: tuned for the baseline.
     batch_size: sequences of 8192 tokens.
     losses: of `SCHEMES`, in that order.
-    source: where the row is printed.
   """
 
   name: str
@@ -59,7 +56,6 @@ class Size:
   peak_lr: float
   batch_size: int
   losses: tuple[float, float, float, float]
-  source: str = "Table 2"
 
   @property
   def steps(self) -> int:
@@ -103,22 +99,11 @@ TABLE_2 = (
 )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class PublishedFit:
-  """A law as printed, with three decimals of exponent and coefficient."""
-
-  scheme: str
-  law: fit_lib.PowerLaw
-  source: str = "Fig. 4, section 5.1"
-
-
-PUBLISHED_FITS = {
-  fit.scheme: fit
-  for fit in (
-    PublishedFit("prenorm", fit_lib.PowerLaw(1.891, 0.057)),
-    PublishedFit("block_attnres", fit_lib.PowerLaw(1.870, 0.058)),
-    PublishedFit("full_attnres", fit_lib.PowerLaw(1.865, 0.057)),
-  )
+# Fig. 4 and section 5.1, with three decimals.
+PUBLISHED_LAWS = {
+  "prenorm": fit_lib.PowerLaw(1.891, 0.057),
+  "block_attnres": fit_lib.PowerLaw(1.870, 0.058),
+  "full_attnres": fit_lib.PowerLaw(1.865, 0.057),
 }
 # Where the paper compares them, and its result (section 5.1).
 PUBLISHED_COMPUTE = 5.6
@@ -149,16 +134,12 @@ class IoRow:
     widths: multiple of d that is read and written, from (L, N, S, m).
     scalars: additional scalars.
     typical_widths: the printed multiple of d at L=128, N=8, S=16, m=4.
-    note: set if the printed parts do not add up to the printed total.
-    source: where the row is printed.
   """
 
   scheme: str
   widths: Callable[[int, int, int, int], float]
   scalars: Callable[[int, int, int, int], float]
   typical_widths: float
-  note: str = ""
-  source: str = "Table 1"
 
 
 TYPICAL_IO = (128, 8, 16, 4)
@@ -176,15 +157,13 @@ TABLE_1 = (
     lambda l, n, s, m: 0,
     24,
   ),
+  # Phase 2 is printed as reading (N/S) d; the total needs the 3 d of section
+  # 4.2.
   IoRow(
     "block_attnres",
     lambda l, n, s, m: n / s + 3 + 2,
     lambda l, n, s, m: 0,
     5.5,
-    note=(
-      "phase 2 is printed as reading (N/S) d; the total needs the 3 d of"
-      " section 4.2"
-    ),
   ),
 )
 
@@ -198,13 +177,11 @@ class Cell:
     heads_per_layer: H / L_b of the grid (Fig. 7).
     model: a concrete network near it: d and d_ff multiples of 16, activated
       parameters within two percent of 230M (derived).
-    source: of the two ratios.
   """
 
   width_per_layer: int
   heads_per_layer: float
   model: config_lib.ModelConfig
-  source: str = "Fig. 7"
 
   @property
   def tokens(self) -> float:
@@ -243,7 +220,6 @@ class Optimum:
   width_per_layer: int
   heads_per_layer: float
   loss: float
-  source: str = "Fig. 7"
 
 
 # The paper does not say which AttnRes variant the second heatmap shows.

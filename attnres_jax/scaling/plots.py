@@ -140,8 +140,7 @@ def draw_paper(counting: str = "attention", *, ax: Any = None) -> Any:
     The axes.
   """
   fits = {
-    scheme: fit_lib.Fit(published.law)
-    for scheme, published in paper.PUBLISHED_FITS.items()
+    scheme: fit_lib.Fit(law) for scheme, law in paper.PUBLISHED_LAWS.items()
   }
   return draw_scaling(
     {scheme: paper.runs(scheme, counting) for scheme in fits},

@@ -38,7 +38,7 @@ def test_paper_panel_shows_table_2_and_the_printed_advantage():
   points = {
     tuple(line.get_ydata()) for line in ax.lines if line.get_marker() != "None"
   }
-  for scheme in paper.PUBLISHED_FITS:
+  for scheme in paper.PUBLISHED_LAWS:
     assert tuple(size.loss(scheme) for size in paper.TABLE_2) in points
   texts = [text.get_text() for text in ax.texts]
   assert any("1.25x compute" in text for text in texts)
