@@ -10,6 +10,8 @@ A launcher is a module `attnres_jax/sweep/launchers/<name>.py` with
 they may not exist yet), starts `worker.command` for those that `todo` returns,
 and returns 0 only when all of them are done (or started, if runs continue
 without the launcher). A failed or damaged run does not stop the others.
+It raises ConfigError if a setting or the folder cannot be used, or a package
+is missing.
 """
 
 from collections.abc import Mapping, Sequence

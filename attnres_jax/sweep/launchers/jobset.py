@@ -85,11 +85,7 @@ def launch(
   folder: epath.PathLike,
   options: launchers.Options,
 ) -> int:
-  """Writes the manifests of all runs that are not done; returns 0.
-
-  Raises:
-    ConfigError: a setting or the folder cannot be used.
-  """
+  """Writes the manifests of all runs that are not done; returns 0."""
   settings = parse(options)
   if not files.is_remote(folder):
     raise config_lib.ConfigError(
@@ -119,9 +115,6 @@ def launch(
 def parse(options: launchers.Options) -> types.SimpleNamespace:
   """The settings of a launch, with `tpu` (the slice), `hosts` of one slice, and
   `node_labels` of the node pools that a run may use.
-
-  Raises:
-    ConfigError: one is missing or cannot be used.
   """
   found = settings_lib.read(SETTINGS, options.settings)
   found.tpu = slices.parse("slice", found.slice)

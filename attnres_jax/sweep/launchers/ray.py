@@ -60,11 +60,7 @@ def launch(
   folder: epath.PathLike,
   options: launchers.Options,
 ) -> int:
-  """Trains all runs that are not done; 0 once all of them are.
-
-  Raises:
-    ConfigError: a setting cannot be used, or Ray is not installed.
-  """
+  """Trains all runs that are not done; 0 once all of them are."""
   settings = parse(options)
   ray = _import("ray")
   _import("ray.train")
@@ -102,11 +98,7 @@ def launch(
 
 
 def parse(options: launchers.Options) -> types.SimpleNamespace:
-  """The settings of a launch, with `tpu`, the slice or None.
-
-  Raises:
-    ConfigError: one cannot be used.
-  """
+  """The settings of a launch, with `tpu`, the slice or None."""
   given = options.settings
   found = settings_lib.read(SETTINGS, given)
   found.tpu = None
@@ -201,11 +193,7 @@ def _scaling(settings: types.SimpleNamespace) -> dict[str, Any]:
 
 
 def _import(name: str) -> Any:
-  """Imports a module of Ray.
-
-  Raises:
-    ConfigError: it is not installed, or lacks what it needs.
-  """
+  """Imports a module of Ray."""
   try:
     return importlib.import_module(name)
   except ImportError as error:

@@ -52,11 +52,7 @@ def launch(
   folder: epath.PathLike,
   options: launchers.Options,
 ) -> int:
-  """Writes the script for all runs that are not done; returns 0.
-
-  Raises:
-    ConfigError: a setting cannot be used.
-  """
+  """Writes the script for all runs that are not done; returns 0."""
   names = [run.name for run in launchers.todo(runs, folder)]
   if not names:
     print("no run is left to train")
@@ -77,11 +73,7 @@ def launch(
 def script(
   names: Sequence[str], folder: str, options: launchers.Options
 ) -> str:
-  """The array of jobs that trains runs, by their names.
-
-  Raises:
-    ConfigError: a setting cannot be used.
-  """
+  """The array of jobs that trains runs, by their names."""
   given = _read(options)
   last = len(names) - 1
   # For a run in a bucket, only SLURM's own output is kept here.
