@@ -79,12 +79,8 @@ def ratios(
 def record(
   path: pathlib.Path | str, rows: Iterable[Mapping[str, Any]], **facts: str
 ) -> None:
-  """Prints rows as they arrive, then writes them with facts about the machine.
-
-  Args:
-    path: of the CSV file.
-    rows: measured during the iteration.
-    facts: columns that replace those of the machine.
+  """Prints rows as they are measured, then writes them with facts about the
+  machine, some of which may be replaced.
   """
   start, found = time.perf_counter(), []
   origin = environment.facts() | facts

@@ -29,7 +29,7 @@ def draw_scaling(
   advantage: tuple[str, str, float] | None = None,
   title: str = "",
 ) -> Any:
-  """Losses over compute on logarithmic axes, with fitted lines and bands.
+  """Axes with losses over compute, fitted lines and bands.
 
   Args:
     runs: points of each scheme.
@@ -39,9 +39,6 @@ def draw_scaling(
     advantage: baseline, other scheme, and the compute at which to mark how much
       more the baseline needs.
     title: of the axes.
-
-  Returns:
-    The axes.
   """
   from matplotlib import ticker
 
@@ -103,18 +100,8 @@ def figure_4(
   """Our scaling law beside the paper's.
 
   The paper's points are Table 2 under `paper_counting` (the paper's own way of
-  counting is unknown); its lines are the printed ones.
-
-  Args:
-    runs: ours, of each scheme.
-    fits: ours, of each scheme.
-    counting: of our compute.
-    paper_counting: of the paper's points.
-    title: of our panel.
-    figsize: in inches.
-
-  Returns:
-    The figure.
+  counting is unknown); its lines are the printed ones. The other arguments are
+  about ours, as in `draw_scaling`.
   """
   from matplotlib import figure as figure_lib
 
@@ -135,9 +122,6 @@ def draw_paper(counting: str = "attention", *, ax: Any = None) -> Any:
   Args:
     counting: of Table 2's runs; the printed laws do not depend on it.
     ax: axes to draw on; new ones by default.
-
-  Returns:
-    The axes.
   """
   fits = {
     scheme: fit_lib.Fit(law) for scheme, law in paper.PUBLISHED_LAWS.items()
@@ -157,7 +141,6 @@ def figure_7(
   *,
   widths_per_layer=paper.WIDTHS_PER_LAYER,
   heads_per_layer=paper.HEADS_PER_LAYER,
-  title: str = "",
 ) -> Any:
   """Loss over the shape of the network, a heatmap per scheme.
 
@@ -169,10 +152,6 @@ def figure_7(
     losses: of each scheme, [widths, heads]; NaN if there is no run.
     widths_per_layer: d / L_b of the rows.
     heads_per_layer: H / L_b of the columns.
-    title: of the figure.
-
-  Returns:
-    The figure.
   """
   from matplotlib import figure as figure_lib
 
@@ -217,7 +196,6 @@ def figure_7(
   axes[0][0].set_ylabel("width / layers")
   if image is not None:
     figure.colorbar(image, ax=axes, label="validation loss", pad=0.01)
-  figure.suptitle(title, fontsize=10)
   return figure
 
 

@@ -41,12 +41,6 @@ def of_run(
   Every override has a column of its name; `active_params` excludes embedding
   and head; compute is in PFLOP/s-days.
 
-  Args:
-    folder: of the sweep.
-    run: a finished one.
-    state: of the run.
-    metric_rows: its metrics.
-
   Raises:
     DamagedError: a file of the run is missing or damaged.
   """

@@ -96,10 +96,7 @@ def of_scheme(
 ) -> list[tuple[Any, float]]:
   """Seeds and validation losses of one scheme, in nats per token.
 
-  Args:
-    rows: of one setting.
-    scheme: its name.
-    columns: those of the scheme and of the loss.
+  `columns` are those of the scheme and of the loss.
   """
   of, loss = columns
   return [(row["seed"], float(row[loss])) for row in rows if row[of] == scheme]

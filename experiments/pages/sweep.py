@@ -92,12 +92,8 @@ def report(
 ) -> str:
   """The page, with the results so far; it reloads itself until all are done.
 
-  Args:
-    folder: of the sweep.
-    progress: of its runs.
-    title: of the page.
-    answer: turns the rows of finished runs into HTML. Figures have to be
-      created within this call, which is within `svg.style()`.
+  `answer` turns the rows of finished runs into HTML. Figures have to be created
+  within this call, which is within `svg.style()`.
   """
   rows = monitor.rows(progress)
   running = sum(one.status == state_lib.RUNNING for one in progress)

@@ -61,10 +61,7 @@ def free_time(
 ) -> float:
   """When the last unit ends if units start as soon as rank and input allow.
 
-  Args:
-    schedule: in which order each rank works.
-    forward_time: of one chunk.
-    backward_time: of one chunk.
+  The schedule only says in which order each rank works; times are of a chunk.
   """
   layout = schedule.layout
   events = [schedule.events(rank) for rank in range(layout.num_ranks)]

@@ -135,14 +135,10 @@ def problems_of(suite: str, platform: str):
 
 
 def compare(problem, machine: Machine, rounds: int, only: str = "", extra=None):
-  """Checks and times all arms of one problem; returns their rows.
+  """Checks and times arms of one problem, `rounds` samples each: their rows.
 
-  Args:
-    problem: one of `gpu_problems`.
-    machine: the device.
-    rounds: samples per arm.
-    only: comma-separated names of arms; all by default.
-    extra: more JAX arms by name, such as one with a deliberate error.
+  `only` has comma-separated names of arms, and `extra` more JAX arms by name,
+  such as one with a deliberate error.
   """
   common = machine.common | {
     "suite": problem.suite,
