@@ -17,7 +17,6 @@ from scipy import optimize
 
 from attnres_jax import config as config_lib
 
-METHODS = ("least_squares", "huber")
 LEVELS = ("sizes", "seeds")
 
 
@@ -117,8 +116,7 @@ def fit_power_law(
   loss: Sequence[float] | np.ndarray,
   *,
   irreducible: bool = False,
-  method: str = "least_squares",
-  huber_delta: float = 1e-3,
+  huber_delta: float | None = None,
 ) -> PowerLaw:
   """Fits L = A C^-alpha (+ E) to ln L.
 
@@ -126,18 +124,16 @@ def fit_power_law(
     compute: of each run, positive.
     loss: final losses, positive.
     irreducible: fit E as well, between 0 and the smallest loss.
-    method: "least_squares", or "huber": quadratic up to `huber_delta` from the
-      law and linear beyond.
-    huber_delta: in ln L, so roughly a relative deviation.
+    huber_delta: the loss is quadratic up to this distance from the law in ln L
+      (roughly a relative deviation, such as 1e-3) and linear beyond; None for
+      least squares.
 
   Raises:
     ValueError: too few distinct computes (two, or three with E), or a value
       that is not positive.
   """
   compute, loss = _checked(compute, loss)
-  if method not in METHODS:
-    config_lib.fail_argument("method", method, "one of " + ", ".join(METHODS))
-  if huber_delta <= 0:
+  if huber_delta is not None and huber_delta <= 0:
     config_lib.fail_argument("huber_delta", huber_delta, "a number above 0")
   needed = 3 if irreducible else 2
   distinct = len(set(compute.tolist()))
@@ -145,8 +141,7 @@ def fit_power_law(
     config_lib.fail_argument(
       "compute", compute.tolist(), f"at least {needed} distinct values"
     )
-  delta = huber_delta if method == "huber" else None
-  return _fit(compute, loss, irreducible, delta)
+  return _fit(compute, loss, irreducible, huber_delta)
 
 
 def fit_schemes(
@@ -156,8 +151,7 @@ def fit_schemes(
   num_samples: int = 1000,
   over: Sequence[str] = LEVELS,
   irreducible: bool = False,
-  method: str = "least_squares",
-  huber_delta: float = 1e-3,
+  huber_delta: float | None = None,
 ) -> dict[str, Fit]:
   """Fits every scheme, with bootstrap draws that all schemes share.
 
@@ -171,9 +165,8 @@ def fit_schemes(
     num_samples: draws.
     over: what is resampled: "sizes", "seeds" or both. With one seed per size,
       only sizes can be resampled; seeds alone ignore that the law is not exact.
-    irreducible: as in `fit_power_law`, like the next two arguments.
-    method: least squares or Huber.
-    huber_delta: in ln L.
+    irreducible: as in `fit_power_law`.
+    huber_delta: likewise.
   """
   for level in over:
     if level not in LEVELS:
@@ -182,15 +175,10 @@ def fit_schemes(
       )
   laws = {
     name: fit_power_law(
-      own.compute,
-      own.loss,
-      irreducible=irreducible,
-      method=method,
-      huber_delta=huber_delta,
+      own.compute, own.loss, irreducible=irreducible, huber_delta=huber_delta
     )
     for name, own in runs.items()
   }
-  delta = huber_delta if method == "huber" else None
   samples = {name: [] for name in runs}
   seeds = _seeds_of_sizes(runs.values())
   rows = {
@@ -211,7 +199,7 @@ def fit_schemes(
       continue
     for name, index in chosen.items():
       compute, loss = runs[name].compute[index], runs[name].loss[index]
-      law = _fit(compute, loss, irreducible, delta, start=laws[name])
+      law = _fit(compute, loss, irreducible, huber_delta, start=laws[name])
       samples[name].append(law)
   return {name: Fit(laws[name], tuple(samples[name])) for name in runs}
 
