@@ -34,9 +34,9 @@ def arms(problem) -> dict[str, Callable[[], Callable[..., Any]]]:
     return {
       "torch.compile naive": lambda: _compiled(_naive_stack(problem)),
       "torch.compile two-phase": lambda: _compiled(_two_phase_stack(problem)),
-      "fla fused_attnres": lambda: _fla_stack(problem),
+      "fla fused_attnres": lambda: _stack_of_reads(problem, _fla()),
       "flash-attn-res two-phase": lambda: _flash_stack(problem),
-      "liger": lambda: _liger_stack(problem),
+      "liger": lambda: _stack_of_reads(problem, _liger()),
     }
   return {
     "torch.compile naive": lambda: _compiled(_naive_read),
@@ -215,10 +215,6 @@ def _fla():
   return read
 
 
-def _fla_stack(problem):
-  return _stack_of_reads(problem, _fla())
-
-
 def _liger():
   torch = _import("torch")
   read = _import("liger_kernel.transformers.functional").liger_attn_res
@@ -232,10 +228,6 @@ def _liger():
     return read(stacked, query, gain(len(query), stacked.dtype), EPS)[0]
 
   return run
-
-
-def _liger_stack(problem):
-  return _stack_of_reads(problem, _liger())
 
 
 def _flash_read(problem):
