@@ -53,6 +53,7 @@ from attnres_jax import analysis
 from attnres_jax import checkpoint
 from attnres_jax import config as config_lib
 from attnres_jax import data
+from attnres_jax import figures
 from attnres_jax import metrics
 from attnres_jax import models
 from attnres_jax import train
@@ -111,7 +112,7 @@ networks = {
 }
 for name, model in networks.items():
   count = sum(leaf.size for leaf in jax.tree.leaves(model))
-  print(f"{plots.name_of(name):15} {count:,} parameters")
+  print(f"{figures.name_of(name):15} {count:,} parameters")
 
 # %% [markdown]
 # Before training, all three are the same function. Zero queries average what
@@ -130,7 +131,9 @@ for name in schemes:
 largest = float(jnp.abs(logits["prenorm"]).max())
 for name in schemes[1:]:
   apart = float(jnp.abs(logits[name] - logits["prenorm"]).max()) / largest
-  print(f"{plots.name_of(name):15} differs by {apart:.0e} of the largest logit")
+  print(
+    f"{figures.name_of(name):15} differs by {apart:.0e} of the largest logit"
+  )
 
 # %% [markdown]
 # ## Train
@@ -145,7 +148,7 @@ for name in schemes:
   with contextlib.redirect_stdout(io.StringIO()):  # hides the progress lines
     summary = train.train_and_evaluate(make_config(name), f"{folder}/{name}")
   print(
-    f"{plots.name_of(name):15} validation loss"
+    f"{figures.name_of(name):15} validation loss"
     f" {summary['validation_loss']:.3f} nats per byte"
     f" after {summary['seconds']:.0f} s"
   )
@@ -159,12 +162,12 @@ for name in schemes:
   rows = metrics.read_rows(f"{folder}/{name}", "validation")
   steps, losses = zip(*((row["step"], row["loss"]) for row in rows))
   axes.plot(
-    steps, losses, "o-", label=plots.name_of(name), **plots.style_of(name)
+    steps, losses, "o-", label=figures.name_of(name), **figures.style_of(name)
   )
 axes.set_xlabel("step")
 axes.set_ylabel("validation loss, nats per byte")
 axes.legend(frameon=False)
-plots.style(axes)
+figures.style(axes)
 plt.show()
 
 # %% [markdown]

@@ -12,22 +12,9 @@ from matplotlib import figure as figure_lib
 from matplotlib import ticker
 import numpy as np
 
+from attnres_jax import figures
 from attnres_jax.analysis.depth_weights import DepthWeights
 from attnres_jax.analysis.magnitudes import Magnitudes
-from attnres_jax.figures import legend
-from attnres_jax.figures import name_of
-from attnres_jax.figures import style
-from attnres_jax.figures import style_of
-
-__all__ = [
-  "depth_weights",
-  "legend",
-  "magnitudes",
-  "mixing_matrices",
-  "name_of",
-  "style",
-  "style_of",
-]
 
 _COLORMAP = "viridis"
 
@@ -44,7 +31,7 @@ def depth_weights(
     for axes, kind in zip(row, ("attention", "mlp"), strict=True):
       mesh = _heatmap(axes, getattr(found, kind), found.columns, top)
       label = {"attention": "pre-attention", "mlp": "pre-MLP"}[kind]
-      axes.set_title(f"{name_of(scheme)}, {label}")
+      axes.set_title(f"{figures.name_of(scheme)}, {label}")
     row[0].set_ylabel("transformer block")
     extend = "max" if top < 1 else "neither"
     bar = figure.colorbar(
@@ -74,7 +61,7 @@ def mixing_matrices(matrices: Mapping[str, np.ndarray]) -> figure_lib.Figure:
     _bare(axes)
     axes.set_xticks([])
     axes.set_yticks([])
-    axes.set_title(name_of(scheme))
+    axes.set_title(figures.name_of(scheme))
     axes.set_xlabel("value $v_i$")
   grid[0].set_ylabel("read $h_l$")
   return figure
@@ -103,8 +90,8 @@ def magnitudes(
     axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     axes.set_yscale("log")
     _plain_log_ticks(axes)
-    style(axes)
-  legend(figure, left)
+    figures.style(axes)
+  figures.legend(figure, left)
   return figure
 
 
@@ -113,9 +100,14 @@ def _line(
 ) -> None:
   array = np.stack(series)
   x = np.arange(1, array.shape[1] + 1)
-  drawn = style_of(scheme)
+  drawn = figures.style_of(scheme)
   axes.plot(
-    x, array.mean(0), marker="o", markersize=3, label=name_of(scheme), **drawn
+    x,
+    array.mean(0),
+    marker="o",
+    markersize=3,
+    label=figures.name_of(scheme),
+    **drawn,
   )
   if len(series) > 1:
     axes.fill_between(
