@@ -13,14 +13,7 @@ Nothing here knows the name of a residual scheme. Arrays stay abstract, and no
 JAX backend starts.
 """
 
-from attnres_jax.flops.operations import FlopsPerToken
-from attnres_jax.flops.operations import flops_per_token
-from attnres_jax.flops.report import Report
-from attnres_jax.flops.report import make_report
-
-__all__ = [
-  "FlopsPerToken",
-  "Report",
-  "flops_per_token",
-  "make_report",
-]
+from attnres_jax.flops.operations import FlopsPerToken as FlopsPerToken
+from attnres_jax.flops.operations import flops_per_token as flops_per_token
+from attnres_jax.flops.report import Report as Report
+from attnres_jax.flops.report import make_report as make_report
