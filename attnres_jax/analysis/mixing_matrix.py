@@ -36,6 +36,8 @@ def mixing_matrix(
   *,
   include_output: bool = False,
   norms: bool = False,
+  channel: int | None = None,
+  probe: int = 0,
 ) -> np.ndarray:
   """M of `model`, averaged over tokens.
 
@@ -44,13 +46,23 @@ def mixing_matrix(
     tokens: inputs, if the weights depend on the input.
     include_output: whether to add the row of the final read and the column of
       v_L.
-    norms: the root mean square of |M p| / |p| over tokens and probes p, in
+    norms: the root mean square of |M p| / |p| over tokens, for the probe p, in
       place of the mean gain: for schemes that mix channels or tokens.
+    channel: the gain of this channel alone, in place of the mean over channels.
+    probe: seed of the probe. A gain that depends on it shows that M mixes
+      channels or tokens.
 
   Returns:
     [L, L], or [L + 1, L + 1] with the output; zero above the diagonal.
   """
-  rows = np.asarray(_responses(model, jnp.asarray(tokens), norms), np.float64)
+  gains_LLD, norms_LL = _responses(model, jnp.asarray(tokens), probe)
+  if norms:
+    rows = norms_LL
+  elif channel is None:
+    rows = jnp.mean(gains_LLD, axis=-1)
+  else:
+    rows = gains_LLD[..., channel]
+  rows = np.asarray(rows, np.float64)
   return rows if include_output else rows[:-1, :-1]
 
 
@@ -73,32 +85,37 @@ def semiseparable_rank(matrix: np.ndarray, tolerance: float = 1e-5) -> int:
   )
 
 
-@functools.partial(jax.jit, static_argnames="norms")
+@jax.jit
 def _responses(
-  model: models.Transformer, tokens_BT: jax.Array, norms: bool
-) -> jax.Array:
-  """[L + 1, L + 1]: how read l (a row) responds to value i (a column)."""
+  model: models.Transformer, tokens_BT: jax.Array, probe: int
+) -> tuple[jax.Array, jax.Array]:
+  """How read l (a row) responds to value i (a column), each of L + 1.
+
+  Returns:
+    Gains of each channel [L + 1, L + 1, D], and norms [L + 1, L + 1].
+  """
   scheme = _definition(model)
   values = jnp.stack(
     [v_BTD.astype(scheme.dtype) for v_BTD in model.trace(tokens_BT).values]
   )
   probe_BTD = jax.random.rademacher(
-    jax.random.key(0), values.shape[1:], values.dtype
+    jax.random.key(probe), values.shape[1:], values.dtype
   )
 
-  def respond(i: jax.Array) -> jax.Array:
+  def respond(i: jax.Array) -> tuple[jax.Array, jax.Array]:
     tangents = jnp.zeros_like(values).at[i].set(probe_BTD)
     _, reads = jax.jvp(
       functools.partial(_reads, scheme), (values,), (tangents,)
     )
-    reads = [h_BTD.astype(jnp.float32) for h_BTD in reads]
-    if norms:
-      return jnp.stack([jnp.sqrt(jnp.mean(jnp.square(h))) for h in reads])
-    probe = probe_BTD.astype(jnp.float32)
-    return jnp.stack([jnp.mean(h_BTD * probe) for h_BTD in reads])
+    reads = jnp.stack(reads).astype(jnp.float32)
+    gains_LD = jnp.mean(
+      reads * probe_BTD[None].astype(jnp.float32), axis=(1, 2)
+    )
+    return gains_LD, jnp.sqrt(jnp.mean(jnp.square(reads), axis=(1, 2, 3)))
 
   with base.fixed_coefficients():
-    return jax.lax.map(respond, jnp.arange(len(values))).T
+    gains_LLD, norms_LL = jax.lax.map(respond, jnp.arange(len(values)))
+  return jnp.swapaxes(gains_LLD, 0, 1), norms_LL.T
 
 
 def _reads(scheme: base.Residual, values: jax.Array) -> list[jax.Array]:

@@ -44,26 +44,41 @@ def depth_weights(
   return figure
 
 
-def mixing_matrices(matrices: Mapping[str, np.ndarray]) -> figure_lib.Figure:
+def mixing_matrices(
+  matrices: Mapping[str, np.ndarray], columns: int = 0
+) -> figure_lib.Figure:
   """Depth mixing matrices side by side, as in Fig. 9, averaged over tokens.
 
   Every matrix has its own colour scale: rows of schemes that sum grow with
   depth, rows of schemes that average do not.
+
+  Args:
+    matrices: by scheme, as `mixing_matrix` gives them.
+    columns: matrices per row of the figure; 0 for all.
   """
-  width = 2.7 * len(matrices)
-  figure = figure_lib.Figure(figsize=(width, 2.7), layout="constrained")
-  grid = figure.subplots(1, len(matrices), squeeze=False)[0]
-  for axes, (scheme, matrix) in zip(grid, matrices.items(), strict=True):
+  columns = columns or len(matrices)
+  lines = -(-len(matrices) // columns)
+  size = 2.7 if lines == 1 else 1.8
+  figure = figure_lib.Figure(
+    figsize=(size * columns, size * lines), layout="constrained"
+  )
+  grid = figure.subplots(lines, columns, squeeze=False)
+  for axes in grid.flat[len(matrices) :]:
+    axes.set_axis_off()
+  for axes, (scheme, matrix) in zip(grid.flat, matrices.items()):
     visible = np.where(np.tri(*matrix.shape, dtype=bool), matrix, np.nan)
-    axes.pcolormesh(visible, cmap=_COLORMAP, vmin=0)
+    low = min(0.0, float(np.nanmin(visible)))
+    axes.pcolormesh(visible, cmap=_COLORMAP, vmin=low)
     axes.set_aspect("equal")
     axes.invert_yaxis()
     _bare(axes)
     axes.set_xticks([])
     axes.set_yticks([])
-    axes.set_title(figures.name_of(scheme))
+    axes.set_title(figures.name_of(scheme), fontsize=None if lines == 1 else 8)
+  for axes in grid[-1]:
     axes.set_xlabel("value $v_i$")
-  grid[0].set_ylabel("read $h_l$")
+  for axes in grid[:, 0]:
+    axes.set_ylabel("read $h_l$")
   return figure
 
 

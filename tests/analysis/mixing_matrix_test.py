@@ -102,3 +102,11 @@ def test_semiseparable_rank():
         block[l, i] = of_block[1 + (i - 1) // size]
       block[l, done : l + 1] = of_block[-1]
     assert analysis.semiseparable_rank(block) == rank
+
+
+def test_one_channel_and_two_probes():
+  model, tokens = network("block_attnres"), networks.tokens(1, 1)
+  mean = analysis.mixing_matrix(model, tokens)
+  for probe in (0, 1):
+    one = analysis.mixing_matrix(model, tokens, channel=3, probe=probe)
+    np.testing.assert_allclose(one, mean, atol=1e-6)
