@@ -317,23 +317,23 @@ def doubly_stochastic(logits_CBT: jax.Array) -> jax.Array:
 def sinkhorn(logits_MMBT: jax.Array) -> jax.Array:
   """exp(logits) with its rows, then its columns, scaled to sums of one.
 
-  Scaling keeps the form u_i K_ij v_j, so an iteration updates only u and v.
+  Scaling keeps the form K_ij / (r_i c_j), so an iteration updates only r and c.
   The backward pass repeats the iterations, of which nothing is kept.
   """
-  kernel, (u_MBT, v_MBT), _ = _iterate(logits_MMBT)
-  return u_MBT[:, None] * kernel * v_MBT[None]
+  kernel, (row_MBT, column_MBT), _ = _iterate(logits_MMBT)
+  return kernel / (row_MBT[:, None] * column_MBT[None])
 
 
 def _iterate(logits_MMBT: jax.Array) -> tuple[jax.Array, Any, Any]:
-  """K, the last u and v, and before each iteration v, after it u and v."""
+  """K, the last r and c, and of every iteration c before it, then r and c."""
   highest = jnp.max(logits_MMBT, axis=1, keepdims=True)
   kernel = jnp.exp(logits_MMBT - highest) + _LEAST
 
-  def step(uv: Any, _: None) -> tuple[Any, Any]:
-    _, before_MBT = uv
-    u_MBT = 1 / _product(kernel, before_MBT)
-    v_MBT = 1 / _product(kernel.swapaxes(0, 1), u_MBT)
-    return (u_MBT, v_MBT), (before_MBT, u_MBT, v_MBT)
+  def step(last: Any, _: None) -> tuple[Any, Any]:
+    _, before_MBT = last
+    row_MBT = _product(kernel, 1 / before_MBT)
+    column_MBT = _product(kernel.swapaxes(0, 1), 1 / row_MBT)
+    return (row_MBT, column_MBT), (before_MBT, row_MBT, column_MBT)
 
   ones_MBT = jnp.ones_like(kernel[0])
   last, steps = jax.lax.scan(step, (ones_MBT, ones_MBT), length=_ITERATIONS)
@@ -347,25 +347,27 @@ def _sinkhorn_forward(logits_MMBT: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _sinkhorn_backward(
   logits_MMBT: jax.Array, gradient_MMBT: jax.Array
 ) -> tuple[jax.Array]:
-  kernel, (u_MBT, v_MBT), steps = _iterate(logits_MMBT)
+  kernel, (row_MBT, column_MBT), steps = _iterate(logits_MMBT)
   transposed = kernel.swapaxes(0, 1)
-  # Gradients of the logarithms of u, v and K: unlike those of u, v and K, they
-  # stay bounded. That of log K is its part from the result, less K * `share`.
-  result = gradient_MMBT * (u_MBT[:, None] * kernel * v_MBT[None])
-  of_u, of_v = jnp.sum(result, axis=1), jnp.sum(result, axis=0)
+  # Gradients by the logarithms of r, c and K: unlike those by r, c and K, they
+  # stay bounded. That by log K is its part from the result, plus K * `share`.
+  result = gradient_MMBT * (kernel / (row_MBT[:, None] * column_MBT[None]))
+  by_row, by_column = -jnp.sum(result, axis=1), -jnp.sum(result, axis=0)
 
   def back(carry: Any, step: Any) -> tuple[Any, None]:
-    share, of_u, of_v = carry
-    before_MBT, u_MBT, v_MBT = step
-    from_v = v_MBT * of_v
-    from_u = u_MBT * (of_u - u_MBT * _product(kernel, from_v))
-    share += u_MBT[:, None] * from_v[None] + from_u[:, None] * before_MBT[None]
-    of_v = -before_MBT * _product(transposed, from_u)
-    return (share, jnp.zeros_like(of_u), of_v), None
+    share, by_row, by_column = carry
+    before_MBT, row_MBT, column_MBT = step
+    # Divided last, because XLA would repeat a product for each of its uses.
+    of_column = by_column / column_MBT
+    of_row = (by_row - _product(kernel, of_column) / row_MBT) / row_MBT
+    share += of_column[None] / row_MBT[:, None]
+    share += of_row[:, None] / before_MBT[None]
+    by_column = -_product(transposed, of_row) / before_MBT
+    return (share, jnp.zeros_like(by_row), by_column), None
 
-  start = jnp.zeros_like(kernel), of_u, of_v
+  start = jnp.zeros_like(kernel), by_row, by_column
   (share, _, _), _ = jax.lax.scan(back, start, steps, reverse=True)
-  return (result - kernel * share,)
+  return (result + kernel * share,)
 
 
 sinkhorn.defvjp(_sinkhorn_forward, _sinkhorn_backward)
