@@ -11,7 +11,9 @@ no device; `processor_seconds` says how long it takes, and a 48B network needs 8
 GB of memory. With jax 0.10.2, only the memory of the program can be read.
 
 Everything is per device. Times are the lower bounds of `attnres_jax.aot`:
-analytic FLOPs, bytes of memory and bytes on links, each at its peak rate.
+FLOPs, bytes of memory and bytes on links, each at its peak rate. (The rows of
+November 22 and before have the FLOPs of the model, without what is computed
+again, and count a loop over experts' further pieces of rows as run once.)
 `vector_MiB` is one [tokens, width] of a microbatch; `inputs`, `blocks` and
 `gradients` are the planned slots for running states (float32), block
 representations, and their gradients (float32). `sent` lists the gigabytes that
