@@ -6,12 +6,14 @@ import numpy as np
 
 
 class Hook:
-  """What a depth memory does to mixer n, from 0; this one does nothing."""
+  """What a depth memory does."""
 
   def mixer(self, n, query, key, value):
-    """The values, and further (score [B, T, N], value [B, T, K, H]) pairs."""
-    del n, query, key
-    return value, []
+    """Of mixer n, from 0: its values, and further columns of its softmax.
+
+    A column is a score [B, T, N] and a value [B, T, K, H].
+    """
+    raise NotImplementedError
 
   def mlp(self, n, x):
     """Sees the normalised input of the n-th MLP."""
