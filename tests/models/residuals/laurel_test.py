@@ -49,7 +49,11 @@ def _previous_activations(sublayers, p, h):
 
 @pytest.mark.parametrize(
   "name,definition",
-  zip(NAMES, (_residual_weights, _low_rank, _previous_activations)),
+  [
+    ("laurel_rw", _residual_weights),
+    ("laurel_lr", _low_rank),
+    ("laurel_pa", _previous_activations),
+  ],
 )
 def test_is_its_definition(name, definition):
   # More sublayers than LAuReL-PA looks back.
