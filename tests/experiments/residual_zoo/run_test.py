@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of schemes whose numbers are known, and what a README shows of them."""
+
+import dataclasses
+
+import pytest
+
+from attnres_jax import config as config_lib
+from experiments.residual_zoo import report
+from experiments.residual_zoo import run
+
+
+@pytest.fixture(scope="module")
+def rows():
+  small = dataclasses.replace(
+    run.SMALL,
+    width=16,
+    num_layers=3,
+    mlp_width=24,
+    residual=config_lib.ResidualConfig(block_size=2),
+  )
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(run, "SMALL", small)
+    found = [run.facts(name) for name in ("prenorm", "full_attnres", "ddl")]
+  return [
+    {name: str(value) for name, value in row.items()}
+    | {"python": "3", "jax": "1", "commit": "c"}
+    for row in found
+  ]
+
+
+def test_numbers_of_known_schemes(rows):
+  plain, full, delta = rows
+  # A sum: one vector of state; read it, add an output to it.
+  assert plain["parameters"] == "0" and plain["residual_flops"] == "0"
+  assert (plain["moved_vectors"], plain["state_vectors"]) == ("3.000", "1.000")
+  assert (plain["rank"], plain["starts_as_prenorm"]) == ("1", "True")
+  assert plain["norms"] == plain["matrix"]
+  # All 25 values; a query and a gain for each of 25 reads.
+  assert full["parameters"] == str(2 * 25 * 512)
+  assert full["state_vectors"] == "25.000"
+  assert (full["rank"], full["starts_as_prenorm"]) == ("3", "True")
+  # Its products mix channels, so that it has no rank.
+  assert (delta["rank"], delta["starts_as_prenorm"]) == ("", "False")
+  assert delta["norms"] != delta["matrix"]
+
+
+def test_what_the_readme_shows(rows):
+  text = report.table(rows)
+  assert "| PreNorm | `prenorm` | [prenorm.py](../../attnres_jax/" in text
+  assert "3 schemes; Python 3, jax 1, commit c." in text
+  figure = report.figure(rows)
+  titles = [axes.get_title() for axes in figure.axes[:3]]
+  assert titles[:2] == ["PreNorm", "Full AttnRes"]
