@@ -114,8 +114,7 @@ PUBLISHED_ADVANTAGE = 1.25
 def runs(scheme: str, counting: str) -> fit_lib.Runs:
   """Table 2's runs of a scheme, for fitting.
 
-  Under "residual", the baseline has no work to count, and this package cannot
-  count the work of `mhc_lite`, which raises an error.
+  Under "residual", the baseline has no work to count.
   """
   return fit_lib.Runs(
     compute=[size.compute(counting, scheme) for size in TABLE_2],

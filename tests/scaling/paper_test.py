@@ -110,8 +110,7 @@ def test_depth_attention_costs_little():
     ratio = paper.runs(scheme, "residual").compute / base
     assert np.all(ratio > 1) and np.all(ratio < most)
   np.testing.assert_array_equal(paper.runs("prenorm", "residual").compute, base)
-  with pytest.raises(ValueError, match="got 'mhc_lite', expected one of"):
-    paper.runs("mhc_lite", "residual")
+  assert np.all(paper.runs("mhc_lite", "residual").compute > base)
 
 
 def test_table_2_budgets():
