@@ -27,7 +27,10 @@ from attnres_jax.aot import report
 from attnres_jax.aot import topology
 
 _TOPOLOGY = flags.DEFINE_string(
-  "topology", None, "TPU slice, such as v5e:4x4, v5p:4x4x4 or v5e-16."
+  "topology",
+  None,
+  "TPU slice, such as v5e:4x4, v5p:4x4x4 or v5e-16.",
+  allow_override=True,
 )
 _NUM_SLICES = flags.DEFINE_integer(
   "num_slices", 1, "Number of slices, connected by the data center network."

@@ -44,7 +44,10 @@ from attnres_jax.models import linear
 from attnres_jax.models import sublayer
 
 _TOPOLOGY = flags.DEFINE_string(
-  "topology", None, "TPU slice, such as v6e-16, v5e:4x4 or v5p:4x4x4."
+  "topology",
+  None,
+  "TPU slice, such as v6e-16, v5e:4x4 or v5p:4x4x4.",
+  allow_override=True,
 )
 _TRIES = flags.DEFINE_integer("tries", 3, "How many plans to compile.")
 _JSON = flags.DEFINE_string(

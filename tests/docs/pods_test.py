@@ -47,6 +47,7 @@ def test_there_are_commands():
   modules = {module for module, _ in commands()}
   assert modules == {
     "attnres_jax.aot",
+    "attnres_jax.aot.plan",
     "attnres_jax.main",
     "attnres_jax.data.prepare",
     "attnres_jax.sweep.worker",
