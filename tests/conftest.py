@@ -105,6 +105,18 @@ def _drop_programs():
 
 
 @pytest.fixture
+def canvas():
+  """Figures without a screen."""
+  import matplotlib.pyplot  # Which few tests need, and takes a second.
+
+  before = matplotlib.get_backend()
+  matplotlib.use("Agg")
+  yield
+  matplotlib.pyplot.close("all")
+  matplotlib.use(before)
+
+
+@pytest.fixture
 def float64():
   """Enables 64-bit arrays, for comparisons with definitions."""
   with jax.enable_x64(True):

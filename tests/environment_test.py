@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Facts about the origin of a result."""
 
-import dataclasses
 import re
 import shutil
 import subprocess
@@ -13,13 +12,11 @@ from attnres_jax import config as config_lib
 from attnres_jax import environment
 from attnres_jax import sharding
 from attnres_jax import train_state
+from tests import tiny_network
 
 
 def _size(**fields):
-  config = config_lib.ModelConfig(**{"vocab_size": 257} | fields)
-  residual = config_lib.ResidualConfig(name="prenorm")
-  model = dataclasses.replace(config, residual=residual)
-  run = config_lib.RunConfig(model=model)
+  run = config_lib.RunConfig(model=tiny_network.config("prenorm", **fields))
   mesh = sharding.make_mesh(run.mesh, jax.devices()[:1])
   environment.check_size(
     run, train_state.make_program(run, mesh).abstract_state
@@ -27,11 +24,11 @@ def _size(**fields):
 
 
 def test_a_size_that_cannot_be_meant():
-  _size(num_layers=4)
+  _size()
   message = "^config.model: got 'a state of [0-9,]+ GiB', expected at most the"
   for fields in (dict(vocab_size=2**31 - 1), dict(mlp_width=2**31 - 1)):
     with pytest.raises(config_lib.ConfigError, match=message):
-      _size(**{"num_layers": 4} | fields)
+      _size(**fields)
   message = "^config.model.num_layers: got 100000, expected at most 2000"
   with pytest.raises(config_lib.ConfigError, match=message):
     _size(num_layers=100_000)

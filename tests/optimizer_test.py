@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from attnres_jax import config as config_lib
-from attnres_jax import models
 from attnres_jax import optimizer
+from tests import tiny_network
 
 
 def _config(**fields):
@@ -25,24 +25,9 @@ def test_unknown_names(field):
     optimizer.make_optimizer(config)
 
 
-def _model(name, tie=False):
-  residual = config_lib.ResidualConfig(name=name, block_size=2)
-  return models.build_model(
-    config_lib.ModelConfig(
-      vocab_size=7,
-      width=8,
-      num_layers=2,
-      num_heads=2,
-      mlp_width=8,
-      tie_embeddings=tie,
-      residual=residual,
-    )
-  )
-
-
 def test_decay_alone():
   """Without a gradient there is only decay, and only where it applies."""
-  model = _model("block_attnres")
+  model = tiny_network.model()
   transform = optimizer.make_optimizer(_config(weight_decay=0.25))
   zeros = jax.tree.map(jnp.zeros_like, model)
   updates, _ = transform.update(

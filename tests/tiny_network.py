@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A network that suits eight devices of a CPU; shared by several tests."""
+"""Tiny networks, so that a test names only the fields that it is about."""
+
+import dataclasses
+import functools
 
 from attnres_jax import config as config_lib
+from attnres_jax import models
 
-# Fields of a model of width 16 with sublayers of every kind.
+# Sublayers of every kind; the mixers repeat over any even depth.
 KINDS = dict(
   mixers=("kda", "mla"),
-  kda=config_lib.KdaConfig(head_width=8, gate_rank=4, chunk_size=8),
+  kda=config_lib.KdaConfig(head_width=8, gate_rank=4, chunk_size=4),
   mla=config_lib.MlaConfig(
     latent_rank=8, nope_width=8, shared_width=4, value_width=8
   ),
@@ -14,3 +18,43 @@ KINDS = dict(
     num_experts=4, top_k=2, expert_width=8, dense_layers=1
   ),
 )
+
+# All of them divide over two devices.
+_FIELDS = dict(
+  vocab_size=16,
+  width=16,
+  num_layers=2,
+  num_heads=2,
+  mlp_width=24,
+  init_std=0.2,
+)
+_OF_RESIDUAL = {
+  field.name for field in dataclasses.fields(config_lib.ResidualConfig)
+}
+
+
+def config(name: str = "block_attnres", **fields) -> config_lib.ModelConfig:
+  """A network of four sublayers under the residual scheme `name`.
+
+  Args:
+    name: the scheme; one that sums blocks has two of them.
+    **fields: of `ModelConfig` and of its `ResidualConfig`.
+  """
+  residual = {f: fields.pop(f) for f in _OF_RESIDUAL & fields.keys()}
+  if not residual.get("block_size"):
+    residual.setdefault("num_blocks", 2)
+  return config_lib.ModelConfig(
+    residual=config_lib.ResidualConfig(name, **residual), **_FIELDS | fields
+  )
+
+
+def model(
+  name: str = "block_attnres", seed: int = 0, **fields
+) -> models.Transformer:
+  return models.build_model(config(name, **fields), seed=seed)
+
+
+@functools.cache
+def full_size() -> config_lib.ModelConfig:
+  """The 48B network of the paper, to count and to trace."""
+  return config_lib.load_config("configs/kimi_linear.py:size=48b").model

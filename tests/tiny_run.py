@@ -2,6 +2,7 @@
 """A run small enough to be killed many times, shared by several tests."""
 
 import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -17,10 +18,12 @@ from jax.experimental.compilation_cache import (
   compilation_cache as compilation_cache_lib,
 )
 import numpy as np
+import pytest
 
 from attnres_jax import checkpoint
 from attnres_jax import config as config_lib
 from attnres_jax import train
+from attnres_jax import train_state
 
 ROOT = pathlib.Path(__file__).parent.parent
 SPEC = "configs/lm.py:size=micro,residual=block_attnres"
@@ -62,6 +65,18 @@ def config(fields):
 
 def train_here(workdir, fields, **kwargs):
   return train.train_and_evaluate(config(fields), workdir, **kwargs)
+
+
+@contextlib.contextmanager
+def traced_once():
+  """Runs of one config on one mesh share their steps.
+
+  Tracing them takes longer than the run itself.
+  """
+  with pytest.MonkeyPatch.context() as patch:
+    make_once = functools.cache(train_state.make_program)
+    patch.setattr(train_state, "make_program", make_once)
+    yield
 
 
 @contextlib.contextmanager

@@ -25,9 +25,8 @@ from tests import tiny_run
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _compile_once(tmp_path_factory):
-  """Most runs here compile the same programs."""
-  with tiny_run.compilation_cache(tmp_path_factory.mktemp("cache")):
+def _traced_once():
+  with tiny_run.traced_once():
     yield
 
 
@@ -120,10 +119,11 @@ def test_model_is_the_trained_one(whole):
   from attnres_jax import data
 
   dataset = data.open_dataset(config.data, "validation")
+  apply = jax.jit(lambda model, tokens: model(tokens))
   nats = count = 0
   for _, batch in zip(range(2), dataset.batches()):
     tokens = batch["tokens"]
-    logits = jax.nn.log_softmax(model(tokens[:, :-1]))
+    logits = jax.nn.log_softmax(apply(model, tokens[:, :-1]))
     picked = np.take_along_axis(np.asarray(logits), tokens[:, 1:, None], -1)
     nats -= float(picked.sum())
     count += picked.size

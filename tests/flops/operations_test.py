@@ -1,26 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """FLOPs against counts by hand."""
 
-import dataclasses
-
 import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import flops
+from tests import tiny_network
 
 
-def _model(residual="prenorm", **fields):
-  fields = dict(
-      vocab_size=11, width=8, num_layers=2, num_heads=2, num_kv_heads=1,
-      mlp_width=12,
-  ) | fields  # fmt: skip
-  scheme = dict(name=residual)
-  for name in ("block_size", "num_blocks"):
-    if name in fields:
-      scheme[name] = fields.pop(name)
-  return config_lib.ModelConfig(
-    residual=config_lib.ResidualConfig(**scheme), **fields
-  )
+def _model(name="prenorm", **fields):
+  # No two sizes are equal, so that none stands for another.
+  sizes = dict(vocab_size=11, width=8, num_kv_heads=1, mlp_width=12)
+  return tiny_network.config(name, **sizes | fields)
 
 
 def test_parts_by_hand():
@@ -86,9 +77,10 @@ def test_residual_is_the_closed_form(layers, size, form, dtype):
     "block_attnres": block_reads(2 * layers, size),
   }
   for scheme, (pairs, sources) in reads.items():
-    model = _model(scheme, num_layers=layers, block_size=size, dtype=dtype)
-    residual = dataclasses.replace(model.residual, form=form, schedule_size=3)
-    model = dataclasses.replace(model, residual=residual)
+    model = _model(
+      scheme, num_layers=layers, dtype=dtype, block_size=size, form=form,
+      schedule_size=3,
+    )  # fmt: skip
     count = flops.flops_per_token(model, 6)
     assert count.residual == 8 * (4 * pairs + 2 * sources)
 
@@ -155,8 +147,6 @@ def test_cost_of_kda_does_not_grow_with_the_sequence():
 
 
 def test_unknown_scheme_is_named():
-  model = _model()
-  residual = dataclasses.replace(model.residual, name="block_attnre")
-  model = dataclasses.replace(model, residual=residual)
+  model = _model("block_attnre")
   with pytest.raises(config_lib.ConfigError, match="did you mean 'block_attn"):
     flops.flops_per_token(model, 8)

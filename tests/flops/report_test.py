@@ -13,6 +13,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import flops
 from attnres_jax.flops import report
 from attnres_jax.models import residuals
+from tests import tiny_network
 
 ROOT = pathlib.Path(__file__).parents[2]
 SPEC = f"{ROOT}/configs/kimi_linear.py:size=48b"
@@ -66,9 +67,7 @@ def test_text_holds_the_numbers(numbers):
 
 
 def test_scheme_without_a_block_size_is_left_out():
-  model = config_lib.ModelConfig(
-    vocab_size=7, residual=config_lib.ResidualConfig(name="prenorm")
-  )
+  model = tiny_network.config("prenorm", num_blocks=0)
   found = flops.make_report(config_lib.RunConfig(model=model))
   left_out = set(residuals.headline()) - set(found["schemes"])
   assert left_out == {"block_attnres"}

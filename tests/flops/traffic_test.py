@@ -1,25 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes against sums by hand, and real caches."""
 
-import dataclasses
-
 from flax import nnx
 import jax
 import pytest
 
-from attnres_jax import config as config_lib
 from attnres_jax.flops import traffic
 from attnres_jax.models import mixers
+from tests import tiny_network
 
 
 def _traffic(scheme, num_layers, **fields):
-  model = config_lib.ModelConfig(
-    width=24,
-    num_layers=num_layers,
-    dtype="bfloat16",
-    residual=config_lib.ResidualConfig(name=scheme, **fields),
+  return traffic.of_scheme(
+    tiny_network.config(
+      scheme, num_layers=num_layers, dtype="bfloat16", **fields
+    )
   )
-  return traffic.of_scheme(model)
 
 
 @pytest.mark.parametrize("scheme", ["prenorm", "rescaled"])
@@ -64,31 +60,26 @@ def test_block_sublayer_by_sublayer(layers, size):
   assert found.writes == pytest.approx(writes / (2 * layers))
 
 
-MODEL = config_lib.ModelConfig(
-  vocab_size=7,
+FIELDS = tiny_network.KINDS | dict(
   width=24,
   num_layers=4,
   num_heads=4,
   num_kv_heads=2,
   mixers=("attention", "kda", "kda", "mla"),
-  kda=config_lib.KdaConfig(head_width=4, gate_rank=5),
-  mla=config_lib.MlaConfig(
-    latent_rank=6, nope_width=4, shared_width=2, value_width=5
-  ),
 )
 
 
 @pytest.mark.parametrize("dtype,size", [("float32", 4), ("bfloat16", 2)])
 class TestCaches:
   def test_attention_by_hand(self, dtype, size):
-    model = dataclasses.replace(MODEL, dtype=dtype)
+    model = tiny_network.config(dtype=dtype, **FIELDS)
     caches = traffic.of_caches(model)
     assert list(caches) == ["attention", "kda", "mla"]
     # Keys and values of two heads, six wide.
     assert caches["attention"] == traffic.Cache(token_bytes=2 * 2 * 6 * size)
 
   def test_kda_is_the_mixers_state(self, dtype, size):
-    model = dataclasses.replace(MODEL, dtype=dtype)
+    model = tiny_network.config(dtype=dtype, **FIELDS)
     state = jax.eval_shape(
       lambda: mixers.Kda(model, rngs=nnx.Rngs(0)).init_cache(3)
     )
@@ -98,7 +89,7 @@ class TestCaches:
     assert found == traffic.Cache(sequence_bytes=2 * held // 3)
 
   def test_mla_is_the_mixers_cache(self, dtype, size):
-    model = dataclasses.replace(MODEL, dtype=dtype)
+    model = tiny_network.config(dtype=dtype, **FIELDS)
     cache = jax.eval_shape(
       lambda: mixers.Mla(model, rngs=nnx.Rngs(0)).init_cache(1, 10)
     )
@@ -108,15 +99,7 @@ class TestCaches:
 
 
 def test_48b():
-  model = config_lib.ModelConfig(
-    width=2304,
-    num_layers=27,
-    num_heads=32,
-    mixers=("kda", "kda", "kda", "mla"),
-    last_mixer="mla",
-    dtype="bfloat16",
-  )
-  caches = traffic.of_caches(model)
+  caches = traffic.of_caches(tiny_network.full_size())
   assert caches["mla"].token_bytes == 7 * 576 * 2
   tails = 3 * 3 * 32 * 128 * 2
   assert caches["kda"].sequence_bytes == 20 * (32 * 128**2 * 4 + tails)

@@ -88,7 +88,7 @@ def _lines(options, bare=()):
 
 
 @laws.shares(120, 3000)
-def test_commands_with_flags(here, monkeypatch, cases, record_property):
+def test_commands_with_flags(here, monkeypatch, explore):
   """main, flops and aot, up to their computation."""
   done = {"status": "stopped", "step": 3}
   monkeypatch.setattr(train, "train_and_evaluate", lambda *a, **kw: done)
@@ -112,9 +112,7 @@ def test_commands_with_flags(here, monkeypatch, cases, record_property):
   sources = [f"--config={here}/{name}.py" for name in SOURCES]
   bad_file = st.sampled_from(sources).map(lambda one: [one, "--workdir=x"])
 
-  laws.explore(
-    cases,
-    record_property,
+  explore(
     "command lines (main, flops, aot)",
     lambda name, line: laws.outcome(call, name, line),
     st.sampled_from(sorted(commands)),
@@ -123,7 +121,7 @@ def test_commands_with_flags(here, monkeypatch, cases, record_property):
 
 
 @laws.shares(60, 1500)
-def test_pipeline_command(cases, record_property):
+def test_pipeline_command(explore):
   names = (
       "stage", "virtual_stages", "microbatches", "sublayers", "block_size",
       "microbatch",
@@ -131,9 +129,7 @@ def test_pipeline_command(cases, record_property):
   counts = ("-1", "0", "1", "2", "3", "16", "x", "", "1e3", "9" * 5000)
   options = dict.fromkeys(names, counts)
   options |= {"rule": ("cached", "x"), "show": ("life", "holds", "x")}
-  laws.explore(
-    cases,
-    record_property,
+  explore(
     "command lines (pipeline)",
     lambda line: laws.outcome(pipeline_main.main, line),
     _lines(options, ("extra",)),
@@ -141,7 +137,7 @@ def test_pipeline_command(cases, record_property):
 
 
 @laws.shares(60, 1500)
-def test_prepare(here, cases, record_property):
+def test_prepare(here, explore):
   kept = {path: path.read_bytes() for path in (here / "texts").iterdir()}
   paths = ("texts", "texts/*.txt", "deep.json", *laws.TEXTS)
   # Nothing outside this folder may be written or traversed.
@@ -165,9 +161,7 @@ def test_prepare(here, cases, record_property):
     for path, data in kept.items():
       assert path.read_bytes() == data, "prepare changed what it reads"
 
-  laws.explore(
-    cases,
-    record_property,
+  explore(
     "command lines (prepare)",
     check,
     st.one_of(lines, whole),
@@ -175,7 +169,7 @@ def test_prepare(here, cases, record_property):
 
 
 @laws.shares(60, 1500)
-def test_sample(here, monkeypatch, cases, record_property):
+def test_sample(here, monkeypatch, explore):
   """Arguments only; `run_folder_test` damages what it reads."""
   (here / "texts" / "checkpoints" / "5").mkdir(parents=True)
   (here / "texts" / "checkpoints" / "x").mkdir()
@@ -186,9 +180,7 @@ def test_sample(here, monkeypatch, cases, record_property):
       "temperature": ("0", "-1", "nan", "inf", "1e-45", "x"),
       "seed": ("-1", "0", "4294967296", "x"), "step": ("5", "-1", "0", "x"),
   }  # fmt: skip
-  laws.explore(
-    cases,
-    record_property,
+  explore(
     "command lines (sample)",
     lambda line: laws.outcome(sample.main, line),
     _lines(options, ("extra",)),
@@ -196,7 +188,7 @@ def test_sample(here, monkeypatch, cases, record_property):
 
 
 @laws.shares(40, 1000)
-def test_worker(here, cases, record_property):
+def test_worker(here, explore):
   """Up to the claim of a run: none of these exists."""
   options = {
       "folder": [path for path in laws.TEXTS if path not in ("/", "~")],
@@ -204,9 +196,7 @@ def test_worker(here, cases, record_property):
       "coordinator_address": laws.TEXTS, "patience_seconds": ("0", "nan", "x"),
   }  # fmt: skip
   required = ["--folder=texts", "--run=x"]
-  laws.explore(
-    cases,
-    record_property,
+  explore(
     "command lines (worker)",
     lambda line: laws.outcome(worker.main, [*required, *line]),
     _lines(options, ("extra",)),
@@ -214,7 +204,7 @@ def test_worker(here, cases, record_property):
 
 
 @laws.shares(60, 1500)
-def test_sweep(here, cases, record_property):
+def test_sweep(here, explore):
   configs = [f"{name}.py" for name in SOURCES] + ["good.py:", *CONFIGS]
   folders = [path for path in laws.TEXTS if path not in ("/", "~", "../..")]
   options = {
@@ -226,9 +216,7 @@ def test_sweep(here, cases, record_property):
   actions = ("status", "collect", "report", "run", "x")
   experiment = tiny_sweep.EXPERIMENT
 
-  laws.explore(
-    cases,
-    record_property,
+  explore(
     "command lines (sweep)",
     lambda line: laws.outcome(cli.main, experiment, [*line, "--dry_run"]),
     _lines(options, actions),

@@ -39,15 +39,15 @@ def _check_config(config):
 
 
 @laws.shares(150, 4000)
-def test_fields(cases, record_property):
+def test_fields(explore):
   def check(fields):
     laws.guarded(lambda: _check_config(config_lib.load_config(SPEC, fields)))
 
-  laws.explore(cases, record_property, "config fields", check, overrides)
+  explore("config fields", check, overrides)
 
 
 @laws.shares(150, 4000)
-def test_nested_values(cases, record_property):
+def test_nested_values(explore):
   """As from JSON: sections replaced by values, and vice versa."""
   nested = st.dictionaries(
     st.sampled_from(["model", "data", "optim", "mesh", "seed", "x", "name"]),
@@ -63,11 +63,11 @@ def test_nested_values(cases, record_property):
   def check(nested):
     laws.guarded(lambda: _check_config(config_lib.build_run_config(nested)))
 
-  laws.explore(cases, record_property, "nested configs", check, nested)
+  explore("nested configs", check, nested)
 
 
 @laws.shares(150, 4000)
-def test_flags(cases, record_property):
+def test_flags(explore):
   def parse(argv):
     flags.FLAGS.unparse_flags()
     for name in ("config", "config_field"):
@@ -84,6 +84,4 @@ def test_flags(cases, record_property):
       argv += [f"{flag}={value}"] if joined else [flag, str(value)]
     laws.outcome(parse, argv)
 
-  laws.explore(
-    cases, record_property, "config flags", check, overrides, st.booleans()
-  )
+  explore("config flags", check, overrides, st.booleans())

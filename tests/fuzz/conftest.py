@@ -1,7 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says at the end how many cases the fuzzer has tried."""
+"""Draws cases, and says at the end how many the fuzzer has tried."""
 
 import collections
+
+import hypothesis
+from hypothesis import strategies as st
+import pytest
+
+
+@pytest.fixture
+def explore(cases, record_property):
+  """Calls a check with as many draws as `laws.shares` says; always the same."""
+
+  def explore(what, check, *strategies):
+    tried = 0
+
+    @hypothesis.settings(
+      max_examples=cases,
+      derandomize=True,
+      phases=[hypothesis.Phase.generate],  # Cases are small as they are.
+      deadline=None,
+      database=None,
+      suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(st.tuples(*strategies))
+    def run(drawn):
+      nonlocal tried
+      tried += 1
+      check(*drawn)
+
+    run()
+    record_property(f"cases of {what}", tried)
+
+  return explore
 
 
 def pytest_terminal_summary(terminalreporter):

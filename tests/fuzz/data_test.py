@@ -81,7 +81,7 @@ def _read(folder, source, tokenizer):
 
 
 @laws.shares(150, 4000)
-def test_files(tmp_path, cases, record_property):
+def test_files(tmp_path, explore):
   def check(name, path, change, as_bytes, source, tokenizer):
     for file, values in GOOD.items():
       (tmp_path / file).write_text(json.dumps(values))
@@ -98,9 +98,7 @@ def test_files(tmp_path, cases, record_property):
     )  # fmt: skip
 
   content = [b"", b"\0", b"\xff", b"{", b"[" * 100_000, b"null", b'{"a": 1}\n']
-  laws.explore(
-    cases,
-    record_property,
+  explore(
     "files of data",
     check,
     st.sampled_from(sorted(GOOD)),

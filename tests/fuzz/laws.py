@@ -8,7 +8,6 @@ never a traceback.
 import contextlib
 import io
 
-import hypothesis
 from hypothesis import strategies as st
 import pytest
 
@@ -33,32 +32,10 @@ values = st.sampled_from(NUMBERS + TEXTS + OTHERS) | st.integers() | st.floats()
 
 
 def shares(default, slow):
-  """Runs a test with a few cases by default, and with many if `slow`."""
+  """How often the `explore` of a test draws: by default, and if `slow`."""
   return pytest.mark.parametrize(
     "cases", [default, pytest.param(slow, marks=pytest.mark.slow)]
   )
-
-
-def explore(cases, record_property, what, check, *strategies):
-  """Calls `check` with that many draws; the same ones every time."""
-  tried = 0
-
-  @hypothesis.settings(
-    max_examples=cases,
-    derandomize=True,
-    phases=[hypothesis.Phase.generate],  # Cases are small as they are.
-    deadline=None,
-    database=None,
-    suppress_health_check=list(hypothesis.HealthCheck),
-  )
-  @hypothesis.given(st.tuples(*strategies))
-  def run(drawn):
-    nonlocal tried
-    tried += 1
-    check(*drawn)
-
-  run()
-  record_property(f"cases of {what}", tried)
 
 
 def outcome(command, *args, per_run=False):

@@ -6,7 +6,6 @@ run that is resumed to its end has to end in the weights of an undisturbed one.
 """
 
 import dataclasses
-import functools
 import json
 import pathlib
 import shutil
@@ -17,8 +16,6 @@ import numpy as np
 import pytest
 
 from attnres_jax import checkpoint
-from attnres_jax import train
-from attnres_jax import train_state
 from attnres_jax.inference import sample
 from attnres_jax.sweep import cli
 from tests import tiny_run
@@ -64,13 +61,9 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-  """A run and a sweep; every later step takes the programs of the first."""
+  """A run and a sweep."""
   root = tmp_path_factory.mktemp("runs")
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(
-      train_state, "make_program", functools.cache(train_state.make_program)
-    )
-    patch.setattr(train, "_compile", _once(train._compile))
+  with pytest.MonkeyPatch.context() as patch, tiny_run.traced_once():
     # Of what is printed, only that it can be.
     patch.setattr(sample, "sample_text", lambda *args, **kwargs: "")
     fields = FIELDS | tiny_run.corpus(root)
@@ -93,17 +86,6 @@ def runs(tmp_path_factory):
       root / "sweep",
       _weights(root / "finished"),
     )
-
-
-def _once(compile_):
-  programs = {}
-
-  def compile_once(writer, step, name, *rest):
-    if name not in programs:
-      programs[name] = compile_(writer, step, name, *rest)
-    return programs[name]
-
-  return compile_once
 
 
 def _weights(workdir):
@@ -171,23 +153,28 @@ def _check_kept(folder, before, touched, original):
       assert line in lines, f"the row {line} was good and is gone"
 
 
-def _explore(folder, source, cases, record_property, what, act):
-  """Damages copies of `source`, calls `act` on each; checks what is left."""
-  original = _read(source)
+@pytest.fixture
+def damaged(explore, tmp_path):
+  """Damages copies of a folder, acts on each, and checks what is left."""
 
-  def check(found):
-    _copy(source, folder)
-    touched = _damage(folder, found)
-    before = _read(folder)
-    act(folder, touched)
-    _check_kept(folder, before, touched, original)
+  def damaged(source, what, act):
+    folder, original = tmp_path / "run", _read(source)
 
-  laws.explore(cases, record_property, what, check, damages)
-  assert _read(source) == original
+    def check(found):
+      _copy(source, folder)
+      touched = _damage(folder, found)
+      before = _read(folder)
+      act(folder, touched)
+      _check_kept(folder, before, touched, original)
+
+    explore(f"damaged files ({what})", check, damages)
+    assert _read(source) == original
+
+  return damaged
 
 
 @laws.shares(10, 500)
-def test_resume(runs, tmp_path, cases, record_property):
+def test_resume(runs, damaged):
   def act(folder, touched):
     status, _, _ = laws.guarded(
       lambda: tiny_run.train_here(folder, runs.fields) and None
@@ -196,25 +183,19 @@ def test_resume(runs, tmp_path, cases, record_property):
       for got, wanted in zip(_weights(folder), runs.weights, strict=True):
         np.testing.assert_array_equal(got, wanted)
 
-  _explore(
-    tmp_path / "run", runs.interrupted, cases, record_property,
-    "damaged files (resume)", act,
-  )  # fmt: skip
+  damaged(runs.interrupted, "resume", act)
 
 
 @laws.shares(10, 500)
-def test_rerun_of_a_finished_run(runs, tmp_path, cases, record_property):
+def test_rerun_of_a_finished_run(runs, damaged):
   def act(folder, touched):
     laws.guarded(lambda: tiny_run.train_here(folder, runs.fields) and None)
 
-  _explore(
-    tmp_path / "run", runs.finished, cases, record_property,
-    "damaged files (finished)", act,
-  )  # fmt: skip
+  damaged(runs.finished, "finished", act)
 
 
 @laws.shares(10, 500)
-def test_sample(runs, tmp_path, cases, record_property):
+def test_sample(runs, damaged):
   """Takes the newest checkpoint that is whole, and says where there is none."""
 
   def act(folder, touched):
@@ -224,14 +205,11 @@ def test_sample(runs, tmp_path, cases, record_property):
     if _steps(before) - _steps(touched):
       assert not status
 
-  _explore(
-    tmp_path / "run", runs.finished, cases, record_property,
-    "damaged files (sample)", act,
-  )  # fmt: skip
+  damaged(runs.finished, "sample", act)
 
 
 @laws.shares(10, 500)
-def test_verify(runs, tmp_path, cases, record_property):
+def test_verify(runs, damaged):
   """Names every checkpoint with a damaged file, if its checksums are there."""
 
   def act(folder, touched):
@@ -248,28 +226,22 @@ def test_verify(runs, tmp_path, cases, record_property):
         if sums not in touched and not own:
           assert f"step {step}: damaged" in out and status == 1, name
 
-  _explore(
-    tmp_path / "run", runs.finished, cases, record_property,
-    "damaged files (verify)", act,
-  )  # fmt: skip
+  damaged(runs.finished, "verify", act)
 
 
 @laws.shares(10, 500)
 @pytest.mark.parametrize("action", ["status", "collect"])
-def test_sweep(runs, tmp_path, cases, record_property, action):
-  def act(folder, touched):
-    arguments = [action, f"--workdir={folder}", f"--out={tmp_path / 'out.csv'}"]
+def test_sweep(runs, tmp_path, explore, action):
+  original = _read(runs.sweep)
+  folder = tmp_path / "sweep"
+  arguments = [action, f"--workdir={folder}", f"--out={tmp_path / 'out.csv'}"]
+
+  def check(found):
+    _copy(runs.sweep, folder)
+    _damage(folder, found)
     before = _read(folder)
     laws.outcome(cli.main, tiny_sweep.EXPERIMENT, arguments, per_run=True)
     assert _read(folder) == before, f"{action} changed the sweep"
 
-  original = _read(runs.sweep)
-
-  def check(found):
-    _copy(runs.sweep, tmp_path / "sweep")
-    act(tmp_path / "sweep", _damage(tmp_path / "sweep", found))
-
-  laws.explore(
-    cases, record_property, f"damaged files (sweep {action})", check, damages
-  )
+  explore(f"damaged files (sweep {action})", check, damages)
   assert _read(runs.sweep) == original

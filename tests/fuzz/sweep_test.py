@@ -68,11 +68,7 @@ def _damaged(data, way, share, value):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-  parent = tmp_path_factory.mktemp("base")
-  source = tiny_sweep.write(parent / "tiny.py", seeds=(0, 1, 2))
-  for run in tiny_sweep.prepare(parent / "sweep", source):
-    tiny_sweep.leave(parent / "sweep", run)
-  return parent / "sweep", source
+  return tiny_sweep.finished(tmp_path_factory.mktemp("base"))
 
 
 ways = st.sampled_from(
@@ -85,7 +81,7 @@ damages = st.tuples(
 
 
 @laws.shares(15, 1000)
-def test_damaged_sweeps(base, tmp_path, monkeypatch, cases, record_property):
+def test_damaged_sweeps(base, tmp_path, monkeypatch, explore):
   """Other runs keep their rows, whatever happens to the damaged one."""
   # A worker that fails immediately: nothing is trained here.
   monkeypatch.setattr(worker, "command", lambda *_, **__: ["false"])
@@ -115,9 +111,7 @@ def test_damaged_sweeps(base, tmp_path, monkeypatch, cases, record_property):
     rows = csv_rows.read(folder / cli.ROWS)
     assert [row["run"] for row in rows if row["run"] != bad] == good
 
-  laws.explore(
-    cases,
-    record_property,
+  explore(
     "damaged files of sweeps",
     check,
     st.lists(damages, min_size=1, max_size=3, unique_by=lambda one: one[0]),

@@ -82,6 +82,15 @@ def run(implementation, query, sources, dout, dlse, num_sources=None):
   return out, lse, dquery, dsources
 
 
+_run_compiled = jax.jit(run, static_argnums=0)
+
+
+def run_fast(implementation, *arrays):
+  """`run` as one program, but for the interpreter, which is none."""
+  call = run if implementation == "pallas_tpu" else _run_compiled
+  return call(implementation, *arrays)
+
+
 def error(actual, wanted):
   actual, wanted = np.float64(actual), np.float64(wanted)
   return np.sqrt(np.mean((actual - wanted) ** 2) / np.mean(wanted**2))
@@ -95,7 +104,9 @@ class TestDepthAttention:
   def check(self, implementation, query, source, dout, dlse, as_bank=False):
     dtype = source.dtype
     sources = source if as_bank else tuple(source)
-    out, lse, dquery, dsources = run(implementation, query, sources, dout, dlse)
+    out, lse, dquery, dsources = run_fast(
+      implementation, query, sources, dout, dlse
+    )
     assert out.dtype == dtype
     assert lse.dtype == jnp.float32
     dsources = jnp.stack(dsources) if not as_bank else dsources
@@ -145,11 +156,8 @@ class TestDepthAttention:
     # Unused slots may contain anything.
     bank = bank.at[count:].set(jnp.nan)
     dlse = dlse if count else 0 * dlse
-    f = functools.partial(run, implementation)
-    out, lse, dquery, dbank = (
-      f(query, bank, dout, dlse, jnp.int32(count))
-      if implementation == "pallas_tpu"
-      else jax.jit(f)(query, bank, dout, dlse, jnp.int32(count))
+    out, lse, dquery, dbank = run_fast(
+      implementation, query, bank, dout, dlse, jnp.int32(count)
     )
     if count == 0:
       np.testing.assert_array_equal(out, 0)
@@ -221,7 +229,7 @@ class TestDepthAttention:
       source = jnp.broadcast_to(source[:1], source.shape)
     else:
       source = source.at[1].set(0)
-    out, lse, dquery, dsources = run(
+    out, lse, dquery, dsources = run_fast(
       implementation, query, tuple(source), dout, dlse
     )
     out_, lse_ = oracle(query, source)
@@ -245,7 +253,9 @@ class TestDepthAttention:
   @pytest.mark.parametrize("implementation", ALL)
   def test_one_source_is_the_identity(self, implementation):
     query, source, dout, dlse = make(4, 2, 1, (4,), 16, "float32")
-    out, _, dquery, _ = run(implementation, query, (source[0],), dout, 0 * dlse)
+    out, _, dquery, _ = run_fast(
+      implementation, query, (source[0],), dout, 0 * dlse
+    )
     np.testing.assert_allclose(out[1], source[0], rtol=1e-6)
     np.testing.assert_allclose(dquery, 0, atol=2e-5)
 
@@ -263,7 +273,7 @@ class TestDepthAttention:
     with jax.enable_x64(True):
       query, source, dout, dlse = make(6, 3, 4, (2, 5), 24, "float64")
       query, dlse = query.astype("float64"), dlse.astype("float64")
-      out, lse, dquery, dsources = run(
+      out, lse, dquery, dsources = run_fast(
         implementation, query, tuple(source), dout, dlse
       )
       dquery_, dsources_ = oracle_gradients(query, source, dout, dlse)
@@ -279,10 +289,11 @@ class TestDepthAttention:
     f = lambda q: jnp.sum(
       depth_attention(q, tuple(source), implementation="reference")[0] ** 2
     )
-    hessian = jax.hessian(f)(query)
+    hessian = jax.jit(jax.hessian(f))(query)
     step = 1e-2
     shifted = query.at[0, 3].add(step)
-    wanted = (jax.grad(f)(shifted) - jax.grad(f)(query)) / step
+    slope = jax.jit(jax.grad(f))
+    wanted = (slope(shifted) - slope(query)) / step
     np.testing.assert_allclose(hessian[..., 0, 3], wanted, atol=5e-2)
 
   @pytest.mark.parametrize("implementation", ["xla", "pallas_tpu"])
@@ -345,7 +356,7 @@ class TestDepthAttention:
     for name in ("all-gather", "all-to-all", "collective-permute"):
       assert name not in text
     got = mapped(query, tuple(source), dout, dlse)
-    wanted = value_and_gradients(query, tuple(source), dout, dlse)
+    wanted = run_fast(None, query, tuple(source), dout, dlse)
     jax.tree.map(
       lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), got, wanted
     )

@@ -30,6 +30,11 @@ def one_softmax(query, sources):
   return out[0], lse[0]
 
 
+def compiled(implementation, f):
+  """`f` as one program, but for the interpreter, which is none."""
+  return f if implementation == "pallas_tpu" else jax.jit(f)
+
+
 def rms_norm(x, eps):
   return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + eps)
 
@@ -52,10 +57,10 @@ class TestDepthMerge:
       )
       return jnp.vdot(h, cotangent)
 
-    argnums = tuple(range(4))
-    wanted = jax.value_and_grad(whole, argnums)(query, *source)
+    gradient = functools.partial(jax.value_and_grad, argnums=tuple(range(4)))
+    wanted = jax.jit(gradient(whole))(query, *source)
     with dispatch.interpreted(pltpu.InterpretParams(detect_races=True)):
-      got = jax.value_and_grad(phases, argnums)(query, *source)
+      got = compiled(implementation, gradient(phases))(query, *source)
     jax.tree.map(
       lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), got, wanted
     )
@@ -87,9 +92,10 @@ class TestDepthMerge:
         )
       )
 
-    wanted = jax.value_and_grad(plain, argnums)(*arrays)
+    gradient = functools.partial(jax.value_and_grad, argnums=argnums)
+    wanted = jax.jit(gradient(plain))(*arrays)
     with dispatch.interpreted(pltpu.InterpretParams(detect_races=True)):
-      got = jax.value_and_grad(fused, argnums)(*arrays)
+      got = compiled(implementation, gradient(fused))(*arrays)
     jax.tree.map(
       lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), got, wanted
     )
@@ -104,7 +110,9 @@ class TestDepthMerge:
 
     def gradients(implementation, arrays, cotangents):
       f = functools.partial(depth_merge_norm, implementation=implementation)
-      return jax.tree.map(np.asarray, jax.vjp(f, *arrays)[1](cotangents))
+      pull = lambda arrays, cotangents: jax.vjp(f, *arrays)[1](cotangents)
+      found = compiled(implementation, pull)(arrays, cotangents)
+      return jax.tree.map(np.asarray, found)
 
     given = arrays, tuple(cotangents)
     with dispatch.interpreted():
@@ -130,12 +138,11 @@ class TestDepthMerge:
     argnums = tuple(range(4))
     with dispatch.interpreted():
       one = f
-      plain = jax.grad(loss, argnums)(*arrays)
+      plain = jax.jit(jax.grad(loss, argnums))(*arrays)
       if how == "vmap":
         one = jax.vmap(f, in_axes=(0, 0, None, 0, 0, None))
-      again = jax.grad(
-        jax.checkpoint(loss) if how == "remat" else loss, argnums
-      )(*arrays)
+      again = jax.checkpoint(loss) if how == "remat" else loss
+      again = jax.jit(jax.grad(again, argnums))(*arrays)
     for a, b in zip(again, plain):
       np.testing.assert_allclose(a, b, atol=1e-6)
 
@@ -151,9 +158,8 @@ class TestDepthMerge:
 
     lse_T = jnp.full((4,), lse, jnp.float32)
     with dispatch.interpreted():
-      grads, h = jax.grad(f, (0, 1, 2, 3), has_aux=True)(
-        out, lse_T, query, partial
-      )
+      gradient = jax.jit(jax.grad(f, (0, 1, 2, 3), has_aux=True))
+      grads, h = gradient(out, lse_T, query, partial)
     # +inf: the partial does not count; -inf: only the partial counts.
     kept, dropped = (0, 3) if lse > 0 else (3, 0)
     np.testing.assert_array_equal(h, (out, None, None, partial)[kept])
@@ -189,13 +195,15 @@ class TestDepthMerge:
       lse = source[3, ..., 0]
       f = functools.partial(depth_merge_norm, implementation=implementation)
 
+      @jax.jit
       def loss(out, lse, query, partial, update, gain):
         total, normed = f(out, lse, query, partial, update, gain)
         return jnp.sum(total**2) + jnp.sum(jnp.sin(normed))
 
       arrays = [source[0], lse, query, source[1], source[2], query + 1]
+      gradients = jax.jit(jax.grad(loss, range(6)))(*arrays)
       step = 1e-6
-      for i, gradient in enumerate(jax.grad(loss, range(6))(*arrays)):
+      for i, gradient in enumerate(gradients):
         direction = jnp.cos(jnp.arange(arrays[i].size)).reshape(arrays[i].shape)
         ends = []
         for sign in (1, -1):

@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 
-from attnres_jax import config as config_lib
 from attnres_jax.models import stack
+from tests import tiny_network
 
 
 def _spelled(runs):
@@ -46,20 +46,12 @@ def test_runs_cover_every_sequence():
 
 
 def test_the_48b_pattern_compiles_few_sublayers():
-  model = config_lib.ModelConfig(
-    num_layers=27,
-    mixers=("kda", "kda", "kda", "mla"),
-    last_mixer="mla",
-    moe=config_lib.MoeConfig(
-      num_experts=256, expert_width=1024, dense_layers=1
-    ),
-  )
-  whole = stack.find_runs(model.sublayer_kinds)
+  kinds = tiny_network.full_size().sublayer_kinds
+  assert len(kinds) == 54
+  whole = stack.find_runs(kinds)
   assert [(len(run.kinds), run.repeats) for run in whole] == [
     (1, 1), (1, 1), (8, 6), (1, 1), (1, 1), (1, 1), (1, 1),
   ]  # fmt: skip
-  blocks = [
-    stack.find_runs(model.sublayer_kinds[i : i + 6]) for i in range(0, 54, 6)
-  ]
+  blocks = [stack.find_runs(kinds[i : i + 6]) for i in range(0, 54, 6)]
   bodies = sum(len(run.kinds) for runs in blocks for run in runs)
   assert bodies < 54

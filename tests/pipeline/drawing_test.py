@@ -4,7 +4,6 @@
 import ast
 import pathlib
 
-import matplotlib
 import pytest
 
 from attnres_jax import pipeline
@@ -12,14 +11,7 @@ from attnres_jax.pipeline import drawing
 from attnres_jax.pipeline import schedule
 from experiments.pipeline_cost import orders
 
-
-@pytest.fixture(scope="module", autouse=True)
-def canvas():
-  before = matplotlib.get_backend()
-  matplotlib.use("Agg")
-  yield
-  matplotlib.pyplot.close("all")
-  matplotlib.use(before)
+pytestmark = pytest.mark.usefixtures("canvas")
 
 
 def test_schedule_as_text():

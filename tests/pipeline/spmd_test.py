@@ -40,7 +40,7 @@ from attnres_jax.pipeline import spmd
 from tests import jaxprs
 from tests import tiny_network
 
-VOCAB, WIDTH, LENGTH = 32, 16, 8
+VOCAB, WIDTH, LENGTH = 16, 16, 8
 # Ranks, virtual stages, microbatches, sublayers, sublayers per block.
 SMALL = (2, 2, 4, 4, 3)
 SHAPES = [
@@ -59,14 +59,12 @@ def _config(
   mesh = config_lib.MeshConfig(**{"stage": ranks, "data": 1} | (mesh or {}))
   rows = microbatches * mesh.data * mesh.fsdp * mesh.expert
   return config_lib.RunConfig(
-    model=config_lib.ModelConfig(
+    model=tiny_network.config(
+      scheme,
       vocab_size=VOCAB,
       width=WIDTH,
       num_layers=sublayers // 2,
-      num_heads=2,
-      mlp_width=32,
-      init_std=0.2,
-      residual=config_lib.ResidualConfig(scheme, block_size=block),
+      block_size=block,
       **model,
     ),
     data=config_lib.DataConfig(sequence_length=LENGTH, batch_size=rows),
@@ -100,21 +98,20 @@ def _in_float64(config):
 
 
 def _inputs(config, seed=0):
-  """A model with random queries and gains, and rows of which some count.
+  """A model of random numbers, and rows of which some count.
 
   The numbers are the same in float32 and in float64.
   """
   rng = np.random.default_rng(seed)
-  with jax.enable_x64(False):
-    plain = dataclasses.replace(config.model, dtype="float32")
-    leaves = jax.tree.leaves(jax.device_get(models.build_model(plain)))
   dtype = precision.wide(config.model.dtype)
-  leaves = [
-    (a + 0.1 * rng.standard_normal(a.shape, np.float32)).astype(dtype)
-    for a in leaves
-  ]
+
+  def draw(path, leaf):
+    is_gain = "gain" in jax.tree_util.keystr(path)
+    drawn = 0.2 * rng.standard_normal(leaf.shape, np.float32)
+    return (is_gain + drawn).astype(dtype)
+
   like = jax.eval_shape(lambda: models.build_model(config.model))
-  model = jax.tree.unflatten(jax.tree.structure(like), leaves)
+  model = jax.tree.map_with_path(draw, like)
   rows = config.data.batch_size
   tokens = rng.integers(0, VOCAB, (rows, LENGTH + 1), dtype=np.int32)
   weights = rng.integers(0, 2, (rows, LENGTH)).astype(np.float32)

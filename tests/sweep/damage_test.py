@@ -78,12 +78,7 @@ RENDER = {"laws": laws.render, "shapes": shapes.render}
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-  """A sweep of three runs that are done, and its config file."""
-  parent = tmp_path_factory.mktemp("finished")
-  source = tiny_sweep.write(parent / "tiny.py", seeds=(0, 1, 2))
-  for run in tiny_sweep.prepare(parent / "sweep", source):
-    tiny_sweep.leave(parent / "sweep", run)
-  return parent / "sweep", source
+  return tiny_sweep.finished(tmp_path_factory.mktemp("finished"))
 
 
 @pytest.fixture

@@ -4,11 +4,15 @@
 python -m tests.sweep.tiny_sweep --config=FILE --workdir=DIR
 """
 
+import contextlib
+import io
 import json
 import pathlib
 import subprocess
 import sys
 import tempfile
+
+import pytest
 
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import cli
@@ -77,6 +81,14 @@ def leave(folder, run, loss=2.5, status=state_lib.DONE):
   state_lib.write(workdir, state_lib.State(status, attempts=1, seconds=1000.0))
 
 
+def finished(parent):
+  """The folder of three runs as if trained, and its config file."""
+  source = write(parent / "tiny.py", seeds=(0, 1, 2))
+  for run in prepare(parent / "sweep", source):
+    leave(parent / "sweep", run)
+  return parent / "sweep", source
+
+
 def start(workdir, source, *flags):
   """Launches the sweep in a process of its own."""
   with tempfile.NamedTemporaryFile(prefix="sweep_", delete=False) as output:
@@ -90,6 +102,21 @@ def start(workdir, source, *flags):
     )  # fmt: skip
   process.file = output.name
   return process
+
+
+def launch(workdir, source, *flags):
+  """`start` and `finish`, but the launcher is this process."""
+  output = io.StringIO()
+  with (
+    pytest.MonkeyPatch.context() as patch,
+    contextlib.redirect_stdout(output),
+    contextlib.redirect_stderr(output),
+  ):
+    for name, value in environment().items():
+      patch.setenv(name, value)
+    arguments = [f"--config={source}", f"--workdir={workdir}", *flags]
+    code = cli.main(EXPERIMENT, arguments)
+  return code, output.getvalue()
 
 
 def environment():
