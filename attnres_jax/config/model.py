@@ -9,6 +9,96 @@ from attnres_jax.config import fields
 
 
 @dataclasses.dataclass(frozen=True)
+class DepthReadConfig(fields.Checked, prefix="model.residual.read"):
+  """How depth attention scores and weighs its sources; options combine.
+
+  The default is the paper's: a learned query per read, normalised keys, one
+  softmax. `query`, `score`, `key_norm`, `window` and `heads` are rows of its
+  Table 4. For options without `batched`, the queries of a block cannot be
+  answered together, and `ResidualConfig.form` has no effect.
+
+  Attributes:
+    heads: H, softmaxes per read, each over its slice of the width (MHAR,
+      arXiv:2607.27230; the inverse RMS is that of the full width). 0 is the
+      scheme's own number: 8 in `delta_mh`, else 1.
+    query: `learned`: one vector per read. `input`: a linear map of the newest
+      source, normalised. `static`: no queries and keys, but one learned logit
+      per source.
+    query_init: standard deviation at which queries (or their maps, or static
+      logits) start.
+    logit_scale: multiplies every logit; 1/sqrt(H) gives one head the
+      temperature of H heads.
+    score: `softmax`, or `sigmoid` of each logit, without normalisation.
+    key_norm: divides each key by its RMS and multiplies it by a learned gain.
+    rank: coordinates of a source, its last ones, that are its key, without a
+      gain (LR-AttnRes, arXiv:2607.09694); 0 for all.
+    window: sources besides the embedding, the newest ones, that a read sees; 0
+      for all. The open block counts as one.
+    null: a further source, which no sublayer has written (arXiv:2605.17887):
+      `zero` adds 1 to the denominator of the softmax, `learned` is a vector per
+      read that starts at zero.
+    value_query: reads the values of a mixer with another query than its queries
+      and keys (RD-AttnRes, arXiv:2608.01075).
+  """
+
+  heads: fields.Count = 0
+  query: Literal["learned", "input", "static"] = "learned"
+  query_init: fields.NotNegative = 0.0
+  logit_scale: fields.Positive = 1.0
+  score: Literal["softmax", "sigmoid"] = "softmax"
+  key_norm: bool = True
+  rank: fields.Count = 0
+  window: fields.Count = 0
+  null: Literal["none", "zero", "learned"] = "none"
+  value_query: bool = False
+
+  def __post_init__(self):
+    super().__post_init__()
+    static, learned = self.query == "static", self.query == "learned"
+    one_head = "1 with query='static' or with a rank"
+    for wrong, name, accepted in (
+      (self.heads > 1 and (static or self.rank), "heads", one_head),
+      (static and not self.key_norm, "key_norm", "True with query='static'"),
+      (static and self.rank, "rank", "0 with query='static'"),
+      (
+        self.value_query and not learned,
+        "value_query",
+        "False unless query='learned'",
+      ),
+      (
+        self.null != "none" and self.score == "sigmoid",
+        "null",
+        "'none' with score='sigmoid', which has no total",
+      ),
+      (
+        self.null == "learned" and static,
+        "null",
+        "'none' or 'zero' with query='static', which has no keys",
+      ),
+    ):
+      if wrong:
+        value = getattr(self, name)
+        errors.fail(f"model.residual.read.{name}", value, accepted)
+
+  @property
+  def batched(self) -> bool:
+    """Whether phase 1 can answer all queries of a block together."""
+    paired = self.query == "learned" and self.score == "softmax"
+    return paired and self.key_norm and not self.window
+
+  @property
+  def plain(self) -> bool:
+    """Whether a read is the paper's operator, of some sources and queries."""
+    other = self.heads > 1 or self.rank or self.null != "none"
+    return dataclasses.replace(self, window=0).batched and not other
+
+  @property
+  def sums_to_one(self) -> bool:
+    """Whether the weights of all sources do."""
+    return self.score == "softmax" and self.null == "none"
+
+
+@dataclasses.dataclass(frozen=True)
 class ResidualConfig(fields.Checked, prefix="model.residual"):
   """The residual scheme that connects the sublayers, and its shape.
 
@@ -25,6 +115,7 @@ class ResidualConfig(fields.Checked, prefix="model.residual"):
     rank: R of low-rank maps; 0 for the scheme's own, 64 in `laurel_lr` and
       `laurel_pa`, width / 8 in `gated_residual`.
     streams: residual streams of schemes that have several.
+    read: how depth attention scores and weighs its sources.
   """
 
   name: str = "block_attnres"
@@ -34,6 +125,7 @@ class ResidualConfig(fields.Checked, prefix="model.residual"):
   schedule_size: fields.Size = 6
   rank: fields.Count = 0
   streams: fields.Size = 4
+  read: DepthReadConfig = DepthReadConfig()
 
   def __post_init__(self):
     super().__post_init__()
@@ -43,6 +135,11 @@ class ResidualConfig(fields.Checked, prefix="model.residual"):
         self.num_blocks,
         f"0 when block_size is given (block_size is {self.block_size})",
       )
+
+  @property
+  def batched(self) -> bool:
+    """Whether reads are in two phases: as asked for, and if they can be."""
+    return self.form == "two_phase" and self.read.batched
 
   def sublayers_per_block(self, num_sublayers: int) -> int:
     """S, given L: `block_size`, or ceil(L / `num_blocks`)."""

@@ -57,12 +57,14 @@ class Layout:
     sublayers_per_chunk: one number for all chunks, or one per chunk.
     block_size: S, sublayers per block, aligned with the chunks or not. None
       for schemes that keep no blocks: one running state crosses each boundary.
+    stream: whether one also crosses boundaries where no block is open.
   """
 
   num_ranks: int
   num_virtual_stages: int
   sublayers_per_chunk: int | tuple[int, ...]
   block_size: int | None = None
+  stream: bool = False
 
   def __post_init__(self):
     check_count("num_ranks", self.num_ranks)
@@ -155,7 +157,7 @@ class Layout:
     """Whether a running sum enters the chunk."""
     if chunk == 0:
       return False
-    if self.block_size is None:
+    if self.block_size is None or self.stream:
       return True
     return self.ends[chunk - 1] % self.block_size != 0
 

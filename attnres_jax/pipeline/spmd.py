@@ -315,7 +315,10 @@ def make_pipeline(
   layout = _layout(config, mesh)
   microbatches = _num_microbatches(config, mesh)
   model = jax.eval_shape(lambda: models.build_model(config.model))
-  layout = dataclasses.replace(layout, block_size=model.residual.block_size)
+  scheme = model.residual
+  layout = dataclasses.replace(
+    layout, block_size=scheme.block_size, stream=scheme.stream
+  )
   chunks = network(config, layout)
   rows = config.data.batch_size // sharding.num_row_shards(mesh) // microbatches
   block, partial = _state_shapes(chunks, model, rows)

@@ -5,6 +5,8 @@ import jax
 import numpy as np
 import pytest
 
+from attnres_jax import config as config_lib
+from attnres_jax.models import residuals
 from tests.models import trunks
 
 FORMS = ("two_phase", "one_softmax")
@@ -93,6 +95,28 @@ def test_listing_is_equation_6(block_size):
   expected = trunks.block_attnres(*arguments)
   _assert_close(trunks.fig2(*arguments), expected, 1e-13)
   _assert_close(trunks.fig2_per_sublayer(*arguments), expected, 1e-13)
+
+
+def test_kimi_k3_has_these_sources():
+  """The schedule of its released code, whose blocks have 12 layers of two."""
+  model = config_lib.load_config("configs/kimi_k3_attnres.py").model
+  scheme = residuals.abstract_residual(model)
+  found = [len(names) for names in scheme.source_labels()]
+  blocks, partial, expected = 0, 1, []
+  for layer in range(93):
+    # Attention reads before the boundary; the embedding is the first partial.
+    expected.append(blocks + partial)
+    if layer % 12 == 0:
+      blocks, partial = blocks + 1, 0
+    partial = 1  # The output of attention opens the block, or adds to it.
+    expected.append(blocks + partial)
+  expected.append(blocks + partial)
+  assert found == expected and found[-1] == 9
+  assert found[:186:2] == [1] + [-(-t // 12) + 1 for t in range(1, 93)]
+  assert found[1:186:2] == [t // 12 + 2 for t in range(93)]
+  assert scheme.segments()[-1] == (168, 186)
+  count = sum(leaf.size for leaf in jax.tree.leaves(scheme))
+  assert count == 2 * 7168 * (2 * 93 + 1) == 2_680_832
 
 
 def test_embedding_is_one_source_not_two():

@@ -117,11 +117,16 @@ def scheme(name, num_sublayers, *, seed=1, scale=1.0, eps=EPS, **fields):
   module = residuals.build_residual(config, rngs=nnx.Rngs(params=seed))
   if hasattr(module, "queries"):
     rng = np.random.default_rng(seed)
-    shape = module.queries.query.shape
-    query = scale * rng.standard_normal(shape)
-    gain = 1 + 0.5 * rng.standard_normal(shape)
-    module.queries.query = nnx.Param(jnp.asarray(query))
-    module.queries.gain = nnx.Param(jnp.asarray(gain))
+    for name, start, spread in (
+      ("query", 0, scale),
+      ("gain", 1, 0.5),
+      ("value_query", 0, scale),
+      ("null", 0, 1),
+    ):
+      old = getattr(module.queries, name)
+      if old is not None:
+        new = start + spread * rng.standard_normal(old.shape)
+        setattr(module.queries, name, nnx.Param(jnp.asarray(new)))
     return module
   rng = np.random.default_rng(seed)
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transfers against the paper's formulas and against simulated sets."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -167,6 +168,14 @@ def test_scheme_without_blocks_sends_one_state():
   for rule in schedule.RULES:
     assert layout.total_vectors(rule) == 0
   assert layout.total_partials() == 7
+
+
+def test_a_stream_crosses_where_no_block_is_open():
+  layout = schedule.Layout(2, 2, 4, 4)
+  assert not any(map(layout.has_partial, range(5)))
+  layout = dataclasses.replace(layout, stream=True)
+  crosses = list(map(layout.has_partial, range(5)))
+  assert crosses == [False, True, True, True, True]
 
 
 def test_one_rank_sends_nothing():

@@ -397,13 +397,20 @@ def test_float32(shape):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["block_attnres", "full_attnres"])
+@pytest.mark.parametrize(
+  "scheme", ["block_attnres", "full_attnres", "delta_attnres", "delta_block"]
+)
 @pytest.mark.parametrize("form", ["two_phase", "one_softmax"])
 def test_forms_and_remat(scheme, form):
   config = _config(SMALL, scheme=scheme, remat="full")
   residual = dataclasses.replace(config.model.residual, form=form)
   model = dataclasses.replace(config.model, residual=residual)
   _assert_as_on_one_device(dataclasses.replace(config, model=model))
+
+
+@pytest.mark.slow
+def test_pairs_of_blocks():
+  _assert_as_on_one_device(_config(SMALL, scheme="haares"))
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ Symbols of arXiv:2603.15031 and their names here:
   v_0     token embedding, = h_1       embedding_BTD
   v_l     output of sublayer l         y_BTD
   h_l     input of sublayer l          h_BTD, what `read` returns
-  w_l     pseudo-query                 DepthQueries.query
-  g_l     key-norm gain                DepthQueries.gain
+  w_l     pseudo-query                 depth_reads.DepthQueries.query
+  g_l     key-norm gain                depth_reads.DepthQueries.gain
   S, N    sublayers per block, blocks  ResidualConfig.block_size, num_blocks
   b_n     block representation         BlockState.blocks[n]
   b_n^i   partial sum of a block       BlockState.partial, and the carry
@@ -22,13 +22,16 @@ from attnres_jax import config as config_lib
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import block_attnres
 from attnres_jax.models.residuals import ddl
+from attnres_jax.models.residuals import delta
 from attnres_jax.models.residuals import dense
 from attnres_jax.models.residuals import elmo
 from attnres_jax.models.residuals import full_attnres
 from attnres_jax.models.residuals import gated_residual
+from attnres_jax.models.residuals import haares
 from attnres_jax.models.residuals import highway
 from attnres_jax.models.residuals import hyper_connections
 from attnres_jax.models.residuals import laurel
+from attnres_jax.models.residuals import linear_attnres
 from attnres_jax.models.residuals import mhc
 from attnres_jax.models.residuals import mrla
 from attnres_jax.models.residuals import mudd
@@ -91,6 +94,12 @@ RESIDUALS: dict[str, type[base.Residual]] = {
   "multi_gate_competitive": multi_gate.MultiGateCompetitive,
   "full_attnres": full_attnres.FullAttnRes,
   "block_attnres": block_attnres.BlockAttnRes,
+  "delta_attnres": delta.DeltaAttnRes,
+  "delta_block": delta.DeltaBlock,
+  "delta_mh": delta.DeltaHeads,
+  "delta_mh_alternating": delta.DeltaHeadsAlternating,
+  "haares": haares.Haares,
+  "linear_attnres": linear_attnres.LinearAttnRes,
   "densenet": dense.DenseNet,
   "denseformer": dense.DenseFormer,
   "dwa": dense.Dwa,
@@ -115,11 +124,10 @@ def build_residual(
 
 def scheme_of(config: config_lib.ModelConfig) -> type[base.Residual]:
   """The class of `build_residual`."""
-  name, form = config.residual.name, config.residual.form
   scheme = config_lib.choose(
-    "model.residual.name", name, RESIDUALS, families=families()
+    "model.residual.name", config.residual.name, RESIDUALS, families=families()
   )
-  if form == "one_softmax" and scheme.definition is not None:
+  if not config.residual.batched and scheme.definition is not None:
     scheme = scheme.definition
   return scheme
 

@@ -27,6 +27,7 @@ stream) go through `coefficient`, so that analysis can hold them fixed.
 
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
+import dataclasses
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -103,6 +104,9 @@ class Residual(nnx.Module):
       float32 (float64 only where this is).
     scannable: whether the carry keeps its structure between sublayers.
     block_size: sublayers between one completed block and the next.
+    stream: whether states have more than blocks at the end of a block, too.
+    reads_depth: whether `config.residual.read` describes its reads; otherwise,
+      this has to keep its defaults.
     pre_norm: whether sublayers have a norm (with a gain) in front of them;
       without, it is the identity.
     final_norm: whether there is a norm between the readout and the head.
@@ -115,12 +119,25 @@ class Residual(nnx.Module):
   scannable = True
   # Sublayers of a completed block; None if states contain no blocks.
   block_size: int | None = None
+  stream = False
+  reads_depth = False
   pre_norm = True
   final_norm = True
   qkv_norm = False
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     del rngs  # For schemes that draw parameters at random.
+    read, unread = config.residual.read, config_lib.DepthReadConfig()
+    for name, value in dataclasses.asdict(read).items():
+      accepted = getattr(unread, name)
+      if value != accepted and not self.reads_depth:
+        scheme = config.residual.name
+        config_lib.fail(
+          f"model.residual.read.{name}",
+          value,
+          f"{accepted!r} with model.residual.name={scheme!r}, which does not"
+          " attend over depth",
+        )
     self.num_sublayers = config.num_sublayers
     self.dtype = jnp.dtype(config.dtype)
 
@@ -192,8 +209,10 @@ class Residual(nnx.Module):
   def depth_weights(
     self, values: Sequence[jax.Array]
   ) -> tuple[jax.Array, ...] | None:
-    """Softmax weights of reads 1..L+1 over their sources, each [M, B, T].
+    """Weights of reads 1..L+1 over their sources, each [M, B, T].
 
+    A mean over heads, if there are several; 0 for sources outside a window, and
+    for all of a read that does not attend. A null source is not listed.
     Computed from the definition (one softmax) for any form of the model. None
     for schemes without depth attention.
     """

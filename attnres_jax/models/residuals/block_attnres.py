@@ -43,8 +43,8 @@ class BlockAttnResOneSoftmax(depth_attention.DepthAttention):
   block_size: int  # pyrefly: ignore[bad-override-mutable-attribute]
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
+    self.block_size = config.residual.sublayers_per_block(config.num_sublayers)
     super().__init__(config, rngs=rngs)
-    self.block_size = config.residual.sublayers_per_block(self.num_sublayers)
 
   def segments(self) -> tuple[tuple[int, int], ...]:
     size, last = self.block_size, self.num_sublayers
@@ -54,9 +54,9 @@ class BlockAttnResOneSoftmax(depth_attention.DepthAttention):
     return BlockState((embedding_BTD.astype(self.dtype),), None)
 
   def open(self, state: BlockState, start: int, stop: int) -> tuple[Any, Any]:
-    return state, self.queries.folded(start, stop)
+    return state, self.queries.reads(start, stop)
 
-  def read(self, carry: Any, slot: Any) -> jax.Array:
+  def read(self, carry: Any, slot: Any) -> jax.Array | base.QKV:
     sources = carry.blocks
     if carry.partial_BTD is not None:
       sources = (*sources, carry.partial_BTD.astype(self.dtype))
@@ -86,16 +86,13 @@ class BlockAttnResOneSoftmax(depth_attention.DepthAttention):
     return tuple(states)
 
   def depth_weights(self, values: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    queries_LD = self.queries.folded(0, self.num_sublayers + 1)
     state = self.init(values[0])
     weights = []
     for l in range(self.num_sublayers + 1):
       sources = state.blocks
       if state.partial_BTD is not None:
         sources = (*sources, state.partial_BTD)
-      weights.append(
-        depth_attention.softmax_weights(queries_LD[l], sources, self.eps)
-      )
+      weights.append(self.mean_weights(self.queries.single(l), sources))
       if l < self.num_sublayers:
         partial = _add(state.partial_BTD, values[l + 1])
         state = self._commit(state.blocks, partial, l + 1)
@@ -126,23 +123,19 @@ class BlockAttnRes(BlockAttnResOneSoftmax):
   scannable = True
 
   def open(self, state: BlockState, start: int, stop: int) -> tuple[Any, Any]:
-    query_QD = self.queries.folded(start, stop)
-    out_QBTD, lse_QBT = depth_attention.depth_attention(
-      query_QD, state.blocks, eps=self.eps
-    )
-    partial_BTD = state.partial_BTD
-    if partial_BTD is None:
-      partial_BTD = jnp.zeros_like(precision.widen(state.blocks[0]))
-      lse_QBT = lse_QBT.at[0].set(jnp.inf)
-    return partial_BTD, depth_attention.Slot(query_QD, out_QBTD, lse_QBT)
+    slots = self.phase_1(self.queries.reads(start, stop), state.blocks)
+    if state.partial_BTD is not None:
+      return state.partial_BTD, slots
+    partial_BTD = jnp.zeros_like(precision.widen(state.blocks[0]))
+    return partial_BTD, slots.ignoring_first()
 
-  def read(self, carry: Any, slot: Any) -> jax.Array:
-    return slot.merge(carry, self.eps)
+  def read(self, carry: Any, slot: Any) -> jax.Array | base.QKV:
+    return self.merge(slot, carry)
 
   def read_normed(
     self, carry: Any, slot: Any, norm: norm_lib.RMSNorm
-  ) -> jax.Array:
-    return slot.merge_normed(carry, norm, self.eps)
+  ) -> jax.Array | base.QKV:
+    return self.merge_normed(slot, carry, norm)
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
     del slot

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by Full and Block AttnRes: queries, and one softmax over depth.
+"""Shared by schemes that attend over depth: phase 1, phase 2, the operators.
 
 Every token attends over its own depth, so each device runs the operators of
 `attnres_kernels` on its own tokens. Without a mesh, the functions here are
@@ -10,6 +10,7 @@ and a source as one mean square, however often its norm is recomputed.
 """
 
 from collections.abc import Sequence
+import math
 from typing import NamedTuple
 
 from flax import nnx
@@ -17,32 +18,12 @@ import jax
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
-from attnres_jax import precision
 from attnres_jax import sharding
 from attnres_jax.models import linear
 from attnres_jax.models import norm as norm_lib
 from attnres_jax.models.residuals import base
+from attnres_jax.models.residuals import depth_reads
 import attnres_kernels
-
-
-class DepthQueries(nnx.Module):
-  """Pseudo-queries and key-norm gains of the L sublayers and of the readout.
-
-  With zero queries and unit gains, every softmax starts uniform
-  (arXiv:2603.15031 section 5: zero is crucial). The first sublayer has one
-  source, so its row gets no gradient; it is kept for uniform shapes.
-  """
-
-  def __init__(self, config: config_lib.ModelConfig):
-    shape = (config.num_sublayers + 1, config.width)
-    # No decay: it would pull every softmax back to uniform.
-    options = dict(axes="LD", decays=False)
-    self.query = nnx.Param(jnp.zeros(shape, jnp.float32), **options)
-    self.gain = nnx.Param(jnp.ones(shape, jnp.float32), **options)
-
-  def folded(self, start: int, stop: int) -> jax.Array:
-    """u_l = w_l * g_l of reads start..stop-1 (from 0): [Q, D], float32."""
-    return self.query[start:stop] * self.gain[start:stop]
 
 
 class Slot(NamedTuple):
@@ -50,88 +31,218 @@ class Slot(NamedTuple):
 
   An `lse_BT` of +inf means that the open source has no weight, whatever it
   contains. The first sublayer of a block then reads as in Eq. 6, without a
-  special case in the loop.
+  special case in the loop. Several heads are a last axis of `lse_BT`.
+
+  Attributes:
+    query_D: folded; [R] for low-rank keys.
+    out_BTD: the mixture of the sources so far.
+    lse_BT: its log-normaliser.
+    value: the same for a mixer's values, if their read is another one.
   """
 
   query_D: jax.Array
   out_BTD: jax.Array
   lse_BT: jax.Array
+  value: "Slot | None" = None
 
-  def merge(self, open_BTD: jax.Array, eps: float) -> jax.Array:
-    """The mixture with the open source as one more source."""
-    return depth_merge(
-      self.out_BTD, self.lse_BT, self.query_D, open_BTD, eps=eps
-    )
-
-  def merge_normed(
-    self, open_BTD: jax.Array, norm: norm_lib.RMSNorm, eps: float
-  ) -> jax.Array:
-    """norm(merge(...)) in one pass over memory."""
-    return depth_merge_norm(
-      self.out_BTD,
-      self.lse_BT,
-      self.query_D,
-      open_BTD,
-      norm.gain[...],
-      eps=eps,
-      norm_eps=norm.eps,
-    )
+  def ignoring_first(self) -> "Slot":
+    """Of several sublayers, with an `lse_BT` of +inf for the first."""
+    value = None if self.value is None else self.value.ignoring_first()
+    return self._replace(lse_BT=self.lse_BT.at[0].set(jnp.inf), value=value)
 
 
 class DepthAttention(base.Residual):
-  """Shared by Full and Block AttnRes: queries, and one softmax over sources.
+  """Shared by schemes that attend over depth: queries, and how they read.
 
   Attributes:
     eps: added to the mean square of a source before it is scored.
-    queries: of the L sublayers and of the readout.
+    options: of the reads.
+    queries: of the L sublayers and, if it attends, of the readout.
+    attends_last: whether the readout does.
   """
 
   scannable = False
+  reads_depth = True
+  attends_last = True
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
     self.eps = config.norm_eps
-    self.queries = DepthQueries(config)
+    options = self.read_options(config.residual.read)
+    self.options = depth_reads.checked(options, config.width)
+    self.queries = depth_reads.DepthQueries(
+      config,
+      self.options,
+      num_reads=self.num_sublayers + self.attends_last,
+      most_sources=1 + -(-self.num_sublayers // (self.block_size or 1)),
+      rngs=rngs,
+    )
+
+  def read_options(
+    self, given: config_lib.DepthReadConfig
+  ) -> config_lib.DepthReadConfig:
+    """The options of the scheme's reads, given the configured ones."""
+    return given
 
   def attend(
-    self, query_D: jax.Array, sources: tuple[jax.Array, ...]
-  ) -> jax.Array:
-    """The mixture of Eq. 2-4 [B, T, D]; a single source is returned as is."""
-    if len(sources) == 1:
+    self, read: depth_reads.Read, sources: tuple[jax.Array, ...]
+  ) -> jax.Array | base.QKV:
+    """The mixture of one read; a single source is returned as is."""
+    if len(sources) == 1 and self.options.sums_to_one:
       return sources[0]
-    if base.coefficients_are_fixed():
-      weight_MBT = base.coefficient(softmax_weights(query_D, sources, self.eps))
-      out_BTD = jnp.einsum("MBT,MBTD->BTD", weight_MBT, jnp.stack(sources))
-      return out_BTD.astype(self.dtype)
-    out_QBTD, _ = depth_attention(query_D[None], sources, eps=self.eps)
-    return out_QBTD[0]
+    # The definition of a variant is its formula.
+    operator = self.options.plain or self.definition is not None
+    if not operator or base.coefficients_are_fixed():
+      return depth_reads.each(read, lambda one: self._defined(one, sources))
+    seen = depth_reads.seen(self.options, sources)
+    slots = self.phase_1(jax.tree.map(lambda a: a[None], read), seen)
+    return depth_reads.each(slots, lambda slot: slot.out_BTD[0])
 
   def attend_last(self, sources: tuple[jax.Array, ...]) -> jax.Array:
     """The readout: the mixture with its own query."""
-    last = self.num_sublayers
-    return self.attend(self.queries.folded(last, last + 1)[0], sources)
+    read = self.queries.single(self.num_sublayers)
+    return base.main(self.attend(read, sources))
 
+  def phase_1(
+    self, reads: depth_reads.Read, sources: Sequence[jax.Array]
+  ) -> Slot:
+    """All mixtures of stacked reads, in one pass over the sources."""
+    if reads.value is not None:
+      both = jax.tree.map(
+        lambda *a: jnp.concatenate(a), reads._replace(value=None), reads.value
+      )
+      slots, count = self.phase_1(both, sources), reads.query.shape[0]
+      value = jax.tree.map(lambda a: a[count:], slots)
+      return jax.tree.map(lambda a: a[:count], slots)._replace(value=value)
+    out_QBTD, lse_QBT = depth_attention(
+      reads.query, sources, heads=self._heads, rank=self._rank, eps=self.eps
+    )
+    if reads.null_D is not None:
+      null_Q11D = reads.null_D[:, None, None].astype(out_QBTD.dtype)
+      out_QBTD, lse_QBT = attnres_kernels.combine_mixtures(
+        out_QBTD,
+        lse_QBT,
+        jnp.broadcast_to(null_Q11D, out_QBTD.shape),
+        self._null_logits(reads.query, null_Q11D, lse_QBT.shape),
+      )
+    return Slot(reads.query, out_QBTD, lse_QBT)
 
-def softmax_weights(
-  query_D: jax.Array, sources: Sequence[jax.Array], eps: float
-) -> jax.Array:
-  """Weights [M, B, T] of Eq. 2-4, written like the definition."""
-  scores = []
-  for source_BTD in sources:
-    source_BTD = precision.widen(source_BTD)
-    mean_square_BT = jnp.mean(jnp.square(source_BTD), axis=-1)
-    score_BT = jnp.einsum("D,BTD->BT", query_D, source_BTD)
-    scores.append(score_BT * jax.lax.rsqrt(mean_square_BT + eps))
-  return jax.nn.softmax(jnp.stack(scores), axis=0)
+  def merge(self, slot: Slot, open_BTD: jax.Array) -> jax.Array | base.QKV:
+    """The mixture with the open source as one more source."""
+    return depth_reads.each(
+      slot,
+      lambda one: depth_merge(
+        one.out_BTD, one.lse_BT, one.query_D, open_BTD, eps=self.eps,
+        rank=self._rank,
+      ),
+    )  # fmt: skip
+
+  def merge_normed(
+    self, slot: Slot, open_BTD: jax.Array, norm: norm_lib.RMSNorm
+  ) -> jax.Array | base.QKV:
+    """norm(merge(...)) in one pass over memory."""
+    return depth_reads.each(
+      slot,
+      lambda one: depth_merge_norm(
+        one.out_BTD, one.lse_BT, one.query_D, open_BTD, norm.gain[...],
+        eps=self.eps, norm_eps=norm.eps, rank=self._rank,
+      ),
+    )  # fmt: skip
+
+  def merge_several(
+    self, slot: Slot, sources: Sequence[jax.Array]
+  ) -> jax.Array | base.QKV:
+    """The mixture with several more sources."""
+
+    def merge(one):
+      out_QBTD, lse_QBT = depth_attention(
+        one.query_D[None],
+        sources,
+        heads=self._heads,
+        rank=self._rank,
+        eps=self.eps,
+      )
+      merged_BTD, _ = attnres_kernels.combine_mixtures(
+        one.out_BTD, one.lse_BT, out_QBTD[0], lse_QBT[0]
+      )
+      return merged_BTD
+
+    return depth_reads.each(slot, merge)
+
+  def mean_weights(
+    self, read: depth_reads.Read, sources: Sequence[jax.Array]
+  ) -> jax.Array:
+    """For `depth_weights`: [M, B, T], the mean over heads, without the null.
+
+    A source outside the window has weight 0.
+    """
+    weights_MBTH = depth_reads.weights(self.options, read, sources, self.eps)
+    if read.null_D is not None:
+      weights_MBTH = weights_MBTH[1:]
+    weights_MBT = jnp.mean(weights_MBTH, axis=-1)
+    hidden = len(sources) - len(weights_MBT)
+    if not hidden:
+      return weights_MBT
+    zeros = jnp.zeros((hidden, *weights_MBT.shape[1:]), weights_MBT.dtype)
+    return jnp.concatenate([weights_MBT[:1], zeros, weights_MBT[1:]])
+
+  @property
+  def _heads(self) -> int | None:
+    return self.options.heads if self.options.heads > 1 else None
+
+  @property
+  def _rank(self) -> int | None:
+    return self.options.rank or None
+
+  def _defined(
+    self, read: depth_reads.Read, sources: tuple[jax.Array, ...]
+  ) -> jax.Array:
+    """The mixture by its formula."""
+
+    def mixture(read, *sources):
+      weights = depth_reads.weights(self.options, read, sources, self.eps)
+      weights = base.coefficient(weights)
+      mixture_BTD = depth_reads.mix(self.options, weights, read, sources)
+      return mixture_BTD.astype(self.dtype)
+
+    seen = depth_reads.seen(self.options, sources)
+    keys = () if self.options.query == "static" else seen
+    width = sources[0].shape[-1]
+    key_width = (self.options.rank or width) if keys else 0
+    flops = len(seen) * pair_flops(sources[0].shape, key_width)
+    if self.options.query == "input":
+      flops += 2 * sources[0].size * key_width
+    return linear.counted(
+      mixture, read, *sources, flops=flops,
+      scanned=keys if self.options.key_norm else (), outs=sources[0],
+    )  # fmt: skip
+
+  def _null_logits(
+    self, query_QD: jax.Array, null_Q11D: jax.Array, shape: tuple[int, ...]
+  ) -> jax.Array:
+    """Of the null sources: as mixtures of one, these are log-normalisers."""
+    logit_Q11H = jax.vmap(
+      lambda query, null: depth_reads.score(self.options, query, null, self.eps)
+    )(query_QD, null_Q11D)
+    if len(shape) < logit_Q11H.ndim:
+      return jnp.broadcast_to(jnp.squeeze(logit_Q11H, -1), shape)
+    return jnp.broadcast_to(logit_Q11H, shape)
 
 
 def depth_attention(
-  query_QD: jax.Array, sources: Sequence[jax.Array], *, eps: float
+  query_QD: jax.Array,
+  sources: Sequence[jax.Array],
+  *,
+  eps: float,
+  heads: int | None = None,
+  rank: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """`attnres_kernels.depth_attention` of [B, T, D] sources."""
 
   def attend(query_QD, sources):
-    return attnres_kernels.depth_attention(query_QD, sources, eps=eps)
+    return attnres_kernels.depth_attention(
+      query_QD, sources, eps=eps, heads=heads, rank=rank
+    )
 
   many = sharding.QUERIED_TOKENS
   in_specs = sharding.WHOLE, sharding.TOKENS
@@ -139,9 +250,11 @@ def depth_attention(
   sources = tuple(sources)
   first, num_queries = sources[0], query_QD.shape[0]
   out_QBTD = jax.ShapeDtypeStruct((num_queries, *first.shape), first.dtype)
-  lse_QBT = jax.ShapeDtypeStruct(out_QBTD.shape[:-1], jnp.float32)
+  axis_H = () if heads is None else (heads,)
+  lse_QBT = jax.ShapeDtypeStruct((*out_QBTD.shape[:-1], *axis_H), jnp.float32)
   return linear.counted(
-    split, query_QD, sources, flops=4 * len(sources) * out_QBTD.size,
+    split, query_QD, sources,
+    flops=len(sources) * pair_flops(out_QBTD.shape, query_QD.shape[-1]),
     scanned=sources, outs=(out_QBTD, lse_QBT),
   )  # fmt: skip
 
@@ -153,12 +266,13 @@ def depth_merge(
   partial_BTD: jax.Array,
   *,
   eps: float,
+  rank: int | None = None,
 ) -> jax.Array:
   """`attnres_kernels.depth_merge`."""
 
   def merge(out_BTD, lse_BT, query_D, partial_BTD):
     return attnres_kernels.depth_merge(
-      out_BTD, lse_BT, query_D, partial_BTD, eps=eps
+      out_BTD, lse_BT, query_D, partial_BTD, eps=eps, rank=rank
     )
 
   tokens = sharding.TOKENS
@@ -166,7 +280,8 @@ def depth_merge(
   split = sharding.by_shards(merge, in_specs, tokens)
   return linear.counted(
     split, out_BTD, lse_BT, query_D, partial_BTD,
-    flops=4 * partial_BTD.size, scanned=partial_BTD, outs=out_BTD,
+    flops=pair_flops(partial_BTD.shape, query_D.size),
+    scanned=partial_BTD, outs=out_BTD,
   )  # fmt: skip
 
 
@@ -179,6 +294,7 @@ def depth_merge_norm(
   *,
   eps: float,
   norm_eps: float,
+  rank: int | None = None,
 ) -> jax.Array:
   """The normalised merge of `attnres_kernels.depth_merge_norm`.
 
@@ -189,7 +305,7 @@ def depth_merge_norm(
   def merge(out_BTD, lse_BT, query_D, partial_BTD, gain_D):
     _, normed_BTD = attnres_kernels.depth_merge_norm(
       out_BTD, lse_BT, query_D, partial_BTD, None, gain_D,
-      eps=eps, norm_eps=norm_eps,
+      eps=eps, norm_eps=norm_eps, rank=rank,
     )  # fmt: skip
     return normed_BTD
 
@@ -199,5 +315,17 @@ def depth_merge_norm(
   )
   return linear.counted(
     split, out_BTD, lse_BT, query_D, partial_BTD, gain_D,
-    flops=4 * partial_BTD.size, scanned=partial_BTD, outs=out_BTD,
+    flops=pair_flops(partial_BTD.shape, query_D.size),
+    scanned=partial_BTD, outs=out_BTD,
   )  # fmt: skip
+
+
+def pair_flops(mixtures: Sequence[int], key_width: int) -> int:
+  """FLOPs per source: a dot product of keys and a weighted sum of values.
+
+  Args:
+    mixtures: the shape of what is mixed, [..., D].
+    key_width: of what is scored.
+  """
+  *tokens, width = mixtures
+  return 2 * math.prod(tokens) * (width + key_width)

@@ -18,7 +18,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.models import norm as norm_lib
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import depth_attention
-import attnres_kernels
+from attnres_jax.models.residuals import depth_reads
 
 
 class FullAttnResOneSoftmax(depth_attention.DepthAttention):
@@ -32,9 +32,9 @@ class FullAttnResOneSoftmax(depth_attention.DepthAttention):
     return (embedding_BTD.astype(self.dtype),)
 
   def open(self, state: Any, start: int, stop: int) -> tuple[Any, Any]:
-    return state, self.queries.folded(start, stop)
+    return state, self.queries.reads(start, stop)
 
-  def read(self, carry: Any, slot: Any) -> jax.Array:
+  def read(self, carry: Any, slot: Any) -> jax.Array | base.QKV:
     return self.attend(slot, carry)
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
@@ -56,10 +56,9 @@ class FullAttnResOneSoftmax(depth_attention.DepthAttention):
     return blocks
 
   def depth_weights(self, values: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    queries_LD = self.queries.folded(0, self.num_sublayers + 1)
     return tuple(
-      depth_attention.softmax_weights(query_D, values[: l + 1], self.eps)
-      for l, query_D in enumerate(queries_LD)
+      self.mean_weights(self.queries.single(l), values[: l + 1])
+      for l in range(self.num_sublayers + 1)
     )
 
   def source_labels(self) -> tuple[tuple[str, ...], ...]:
@@ -83,31 +82,21 @@ class FullAttnRes(FullAttnResOneSoftmax):
     return tuple((i, min(i + step, last)) for i in range(0, last, step))
 
   def open(self, state: Any, start: int, stop: int) -> tuple[Any, Any]:
-    query_QD = self.queries.folded(start, stop)
-    out_QBTD, lse_QBT = depth_attention.depth_attention(
-      query_QD, state, eps=self.eps
-    )
-    return (), depth_attention.Slot(query_QD, out_QBTD, lse_QBT)
+    return (), self.phase_1(self.queries.reads(start, stop), state)
 
-  def read(self, carry: Any, slot: Any) -> jax.Array:
+  def read(self, carry: Any, slot: Any) -> jax.Array | base.QKV:
     if not carry:
-      return slot.out_BTD
+      return depth_reads.each(slot, lambda one: one.out_BTD)
     if len(carry) == 1:
-      return slot.merge(carry[0], self.eps)
-    out_QBTD, lse_QBT = depth_attention.depth_attention(
-      slot.query_D[None], carry, eps=self.eps
-    )
-    merged_BTD, _ = attnres_kernels.combine_mixtures(
-      slot.out_BTD, slot.lse_BT, out_QBTD[0], lse_QBT[0]
-    )
-    return merged_BTD
+      return self.merge(slot, carry[0])
+    return self.merge_several(slot, carry)
 
   def read_normed(
     self, carry: Any, slot: Any, norm: norm_lib.RMSNorm
-  ) -> jax.Array:
+  ) -> jax.Array | base.QKV:
     if len(carry) == 1:
-      return slot.merge_normed(carry[0], norm, self.eps)
-    return norm(self.read(carry, slot))
+      return self.merge_normed(slot, carry[0], norm)
+    return super().read_normed(carry, slot, norm)
 
   def close(self, state: Any, carry: Any, stop: int) -> tuple[jax.Array, ...]:
     del stop

@@ -21,32 +21,40 @@ from attnres_kernels.depth_attention import reference
 
 
 def depth_attention(
-  query: Float[Array, "Q D"],
+  query: Float[Array, "Q R"],
   sources: Sequence[Float[Array, "*T D"]] | Float[Array, "M *T D"],
   *,
   num_sources: int | Int32[Array, ""] | None = None,
+  heads: int | None = None,
+  rank: int | None = None,
   eps: float = 1e-6,
   implementation: dispatch.Implementation | None = None,
-) -> tuple[Float[Array, "Q *T D"], Float[Array, " Q *T"]]:
+) -> tuple[Float[Array, "Q *T D"], Float[Array, " Q *TH"]]:
   """Mixes earlier outputs with learned queries (arXiv:2603.15031, Eq. 2-4).
 
   Per token and query: a softmax over the M sources of query . rms_norm(source).
 
   Args:
-    query: pseudo-queries folded with the key-norm gain, float32; zeros give
-      the plain mean.
+    query: pseudo-queries folded with the key-norm gain, float32, as wide as
+      the sources; zeros give the plain mean.
     sources: embedding first, then earlier outputs; any float dtype, with any
       number of token axes. One array is a bank, of which the first
       `num_sources` slots are valid; a sequence is never stacked.
     num_sources: how many slots of a bank are valid; may be traced. The other
       slots may contain anything, and their gradient is zero.
+    heads: H, a divisor of the width: each slice of D / H channels has its own
+      softmax, over scores <query, source> / rms(source) of which the product is
+      the slice's. None is one softmax. More than one run in plain JAX.
+    rank: the number of last coordinates of a source that are its key; queries
+      are as wide. None for all. Runs in plain JAX.
     eps: added to the mean square inside the norm.
     implementation: a backend by name; None takes the best that fits.
 
   Returns:
     The mixtures, in the dtype of `sources`, and their float32 log-normalisers
-    (nats), which `depth_merge` needs to add a further source. With no valid
-    source the mixture is 0 and the log-normaliser -inf.
+    (nats), which `depth_merge` needs to add a further source: [Q, *T], or
+    [Q, *T, H] if `heads` is given. With no valid source the mixture is 0 and
+    the log-normaliser -inf.
 
   Raises:
     ValueError: the widths differ, M is zero, or a concrete count is out of
@@ -55,28 +63,33 @@ def depth_attention(
   """
   dispatch.check_implementation(implementation)
   dispatch.check_eps(eps)
-  query, sources, count = _check(query, sources, num_sources)
-  if implementation == "reference":
-    return reference.attend(query, sources, count, eps=eps)
+  query, sources, count = _check(query, sources, num_sources, rank)
+  options = _options(eps, sources, heads, rank)
   query = query.astype(dispatch.accumulator(query, *jax.tree.leaves(sources)))
-  return _attend(float(eps), implementation, query, sources, count)
+  if implementation == "reference":
+    out, lse = reference.attend(query, sources, count, **dict(options))
+  else:
+    out, lse = _attend(options, implementation, query, sources, count)
+  return out, lse[..., None] if heads == 1 else lse
 
 
 def depth_attention_vjp(
-  query: Float[Array, "Q D"],
+  query: Float[Array, "Q R"],
   sources: Sequence[Float[Array, "*T D"]] | Float[Array, "M *T D"],
-  lse: Float[Array, " Q *T"],
+  lse: Float[Array, " Q *TH"],
   dout: Float[Array, "Q *T D"],
-  dlse: Float[Array, " Q *T"],
+  dlse: Float[Array, " Q *TH"],
   *,
   num_sources: int | Int32[Array, ""] | None = None,
+  heads: int | None = None,
+  rank: int | None = None,
   accumulate: Sequence[Float[Array, "*T D"]]
   | Float[Array, "M *T D"]
   | None = None,
   eps: float = 1e-6,
   implementation: dispatch.Implementation | None = None,
 ) -> tuple[
-  Float[Array, "Q D"],
+  Float[Array, "Q R"],
   tuple[Float[Array, "*T D"], ...] | Float[Array, "M *T D"],
 ]:
   """The backward pass of `depth_attention`, for callers that schedule it.
@@ -92,6 +105,8 @@ def depth_attention_vjp(
     dout: cotangent of its first result.
     dlse: cotangent of its second result.
     num_sources: as in `depth_attention`.
+    heads: as in `depth_attention`.
+    rank: as in `depth_attention`.
     accumulate: the gradients of the sources so far, in the structure of
       `sources`; any float dtype, such as float32 for bfloat16 sources. Updated
       in place if the compiler finds that they are not used afterwards.
@@ -108,12 +123,14 @@ def depth_attention_vjp(
   """
   dispatch.check_implementation(implementation)
   dispatch.check_eps(eps)
-  query, sources, count = _check(query, sources, num_sources)
-  tokens = sources[0].shape[:-1]
+  query, sources, count = _check(query, sources, num_sources, rank)
+  options = _options(eps, sources, heads, rank)
+  *tokens, width = sources[0].shape
+  of_heads = () if heads is None else (heads,)
   for name, array, shape in (
-    ("lse", lse, (query.shape[0], *tokens)),
-    ("dout", dout, (query.shape[0], *tokens, query.shape[1])),
-    ("dlse", dlse, (query.shape[0], *tokens)),
+    ("lse", lse, (query.shape[0], *tokens, *of_heads)),
+    ("dout", dout, (query.shape[0], *tokens, width)),
+    ("dlse", dlse, (query.shape[0], *tokens, *of_heads)),
   ):
     if array.shape != shape:
       raise ValueError(
@@ -129,13 +146,16 @@ def depth_attention_vjp(
         f" {_shapes(sources)}"
       )
   query = query.astype(dispatch.accumulator(query, *jax.tree.leaves(sources)))
-  options = float(eps), implementation
+  if heads == 1:
+    lse, dlse = jnp.squeeze(lse, -1), jnp.squeeze(dlse, -1)
   old = () if accumulate is None else (accumulate,)
-  return _backward(*options, query, sources, count, lse, dout, dlse, *old)
+  return _backward(
+    options, implementation, query, sources, count, lse, dout, dlse, *old
+  )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(eps, implementation, query_QD, sources, count):
+def _attend(options, implementation, query_QD, sources, count):
   return dispatch.call(
     "depth_attention",
     "forward",
@@ -143,31 +163,46 @@ def _attend(eps, implementation, query_QD, sources, count):
     query_QD,
     sources,
     count,
-    eps=eps,
+    **dict(options),
   )
 
 
-def _attend_forward(eps, implementation, *arguments):
-  out_QTD, lse_QT = _attend(eps, implementation, *arguments)
+def _attend_forward(options, implementation, *arguments):
+  out_QTD, lse_QT = _attend(options, implementation, *arguments)
   # The caller keeps the sources alive anyway; the mixtures are not needed
   # again.
   return (out_QTD, lse_QT), (*arguments, lse_QT)
 
 
-def _attend_backward(eps, implementation, residuals, cotangents):
-  return *_backward(eps, implementation, *residuals, *cotangents), None
+def _attend_backward(options, implementation, residuals, cotangents):
+  return *_backward(options, implementation, *residuals, *cotangents), None
 
 
-def _backward(eps, implementation, *args):
+def _backward(options, implementation, *args):
   return dispatch.call(
-    "depth_attention", "backward", implementation, *args, eps=eps
+    "depth_attention", "backward", implementation, *args, **dict(options)
   )
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _check(query, sources, num_sources):
+def _options(eps, sources, heads, rank):
+  """The static options of a backend, hashable; those of one head are few."""
+  width = sources[0].shape[-1]
+  if heads is not None and (heads < 1 or width % heads):
+    raise ValueError(f"heads={heads} must divide the width {width}")
+  if rank is not None and (heads or 1) > 1:
+    raise ValueError(f"rank={rank} needs one head, got heads={heads}")
+  options = dict(eps=float(eps))
+  if heads is not None and heads > 1:
+    options["heads"] = heads
+  if rank is not None:
+    options["rank"] = rank
+  return tuple(options.items())
+
+
+def _check(query, sources, num_sources, rank):
   query = jnp.asarray(query)
   if query.ndim != 2 or 0 in query.shape:
     raise ValueError(
@@ -207,9 +242,15 @@ def _check(query, sources, num_sources):
       )
     first = sources[0] if sources.ndim == 2 else sources
     count = _check_count(num_sources, sources.shape)
-  if first.ndim < 1 or first.shape[-1] != query.shape[1]:
+  if rank is not None and not 1 <= rank <= first.shape[-1]:
+    raise ValueError(
+      f"rank={rank} must be from 1 to the width of sources {_shapes(sources)}"
+    )
+  key_width = first.shape[-1] if first.ndim and rank is None else rank
+  if first.ndim < 1 or key_width != query.shape[1]:
     raise ValueError(
       f"widths differ: query {query.shape} and sources {_shapes(sources)}"
+      + ("" if rank is None else f" with rank={rank}")
     )
   for name, array in (("query", query), ("sources", first)):
     if not jnp.issubdtype(array.dtype, jnp.floating):

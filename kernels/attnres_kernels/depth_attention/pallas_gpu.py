@@ -40,9 +40,11 @@ _REGISTERS = 64
 _SEPARATE = 32
 
 
-def why_not(function, query_QD, sources, *args, eps):
+def why_not(function, query_QD, sources, *args, eps, heads=1, rank=None):
   """The reason why these arguments cannot run, or None."""
   del eps
+  if heads > 1 or rank is not None:
+    return f"one head with keys of the full width, got {heads=}, {rank=}"
   num_queries, width = query_QD.shape
   # The backward pass's last argument is what to accumulate into, or None.
   wide = [sources[0], *jax.tree.leaves(args[4:])]

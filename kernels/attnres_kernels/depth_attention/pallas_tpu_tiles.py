@@ -56,9 +56,11 @@ class BlockSizes:
     return cls(tokens)
 
 
-def why_not(function, query_QD, sources, *args, eps):
+def why_not(function, query_QD, sources, *args, eps, heads=1, rank=None):
   """The reason why these arguments cannot run, or None."""
   del args, eps
+  if heads > 1 or rank is not None:
+    return f"one head with keys of the full width, got {heads=}, {rank=}"
   num_slots, first = len(sources), sources[0]
   num_queries, width = query_QD.shape
   if first.dtype not in (jnp.bfloat16, jnp.float32):

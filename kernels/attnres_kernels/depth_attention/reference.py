@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from attnres_kernels import dispatch
 
 
-def attend(query_QD, sources, num_sources, *, eps):
-  """One softmax per query and token over all sources."""
+def attend(query_QD, sources, num_sources, *, eps, heads=1, rank=None):
+  """One softmax per query, head and token over all sources."""
   stacked = sources if isinstance(sources, jax.Array) else jnp.stack(sources)
   dtype = dispatch.accumulator(query_QD, stacked)
   source_MTD = stacked.astype(dtype)
@@ -22,11 +22,26 @@ def attend(query_QD, sources, num_sources, *, eps):
   valid_M1 = valid_M.reshape((num_slots,) + (1,) * (source_MTD.ndim - 1))
   source_MTD = jnp.where(valid_M1, source_MTD, 0)
 
-  mean_square = jnp.mean(jnp.square(source_MTD), axis=-1, keepdims=True)
-  key_MTD = source_MTD * jax.lax.rsqrt(mean_square + eps)
+  key_MTD = source_MTD if rank is None else source_MTD[..., -rank:]
+  mean_square = jnp.mean(jnp.square(key_MTD), axis=-1, keepdims=True)
+  key_MTD = key_MTD * jax.lax.rsqrt(mean_square + eps)
+
+  def attend_one_head(query_QD, key_MTD, source_MTD):
+    return _attend(query_QD.astype(dtype), key_MTD, source_MTD, valid_M1)
+
+  slices = (
+    jnp.split(x, heads, axis=-1) for x in (query_QD, key_MTD, source_MTD)
+  )
+  outs, lses = zip(*map(attend_one_head, *slices))
+  out_QTD = jnp.concatenate(outs, axis=-1)
+  lse_QT = lses[0] if heads == 1 else jnp.stack(lses, axis=-1)
+  return out_QTD.astype(stacked.dtype), lse_QT
+
+
+def _attend(query_QD, key_MTD, source_MTD, valid_M1):
   score_QMT = jnp.einsum(
     "qd,m...d->qm...",
-    query_QD.astype(dtype),
+    query_QD,
     key_MTD,
     precision=jax.lax.Precision.HIGHEST,
   )
@@ -46,7 +61,7 @@ def attend(query_QD, sources, num_sources, *, eps):
     precision=jax.lax.Precision.HIGHEST,
   )
   lse_QT = jnp.where(empty_QT, -jnp.inf, jnp.log(safe_QT) + top_QT[:, 0])
-  return out_QTD.astype(stacked.dtype), lse_QT
+  return out_QTD, lse_QT
 
 
 def backward(
@@ -59,11 +74,12 @@ def backward(
   accumulate=None,
   *,
   eps,
+  **options,
 ):
   """Gradients of the queries and of every source, by autodiff."""
   del lse_QT  # Autodiff runs the forward pass itself.
   (out_QTD, lse_QT), vjp = jax.vjp(
-    lambda query, sources: attend(query, sources, count, eps=eps),
+    lambda query, sources: attend(query, sources, count, eps=eps, **options),
     query_QD,
     sources,
   )

@@ -14,16 +14,24 @@ import operator
 import jax
 import jax.numpy as jnp
 
+from attnres_kernels import heads as heads_lib
+
 # Up to this many queries, a sum over queries is written out term by term, which
 # the CPU compiler turns into one pass; with more queries, it is a broadcast.
 _UNROLLED_QUERIES = 8
 
 
-def forward(query_QD, sources, count, *, eps):
-  """Returns the mixtures and their log-normalisers."""
-  num_queries = query_QD.shape[0]
+def forward(query_QD, sources, count, *, eps, heads=1, rank=None):
+  """Returns the mixtures and their log-normalisers.
+
+  With several heads, the log-normalisers are [Q, ..., H], and an axis Q of the
+  scores in here has Q * H entries. A rank is the number of last coordinates
+  that are the key.
+  """
+  num_queries, width = query_QD.shape[0], sources[0].shape[-1]
+  query_QD = heads_lib.separate(query_QD, heads)
   slots = _slots(sources, count, query_QD.dtype)
-  scores, _ = _scores(query_QD, slots, count, eps)
+  scores, _ = _scores(query_QD, slots, count, eps, rank)
   lse_TQ = _log_sum_exp(scores)
   weights = _weights(scores, lse_TQ)
   dtype = _dtype(sources)
@@ -31,7 +39,7 @@ def forward(query_QD, sources, count, *, eps):
     out_QTD = jnp.stack(
       [
         _total(
-          weight_TQ[..., q, None] * slot
+          _one(weight_TQ, q, heads, width) * slot
           for weight_TQ, slot in zip(weights, slots)
         ).astype(dtype)
         for q in range(num_queries)
@@ -39,10 +47,13 @@ def forward(query_QD, sources, count, *, eps):
     )
   else:
     out_QTD = _total(
-      jnp.moveaxis(weight_TQ, -1, 0)[..., None] * slot[None]
+      jnp.moveaxis(_all(weight_TQ, heads, width), -2, 0) * slot[None]
       for weight_TQ, slot in zip(weights, slots)
     ).astype(dtype)
-  return out_QTD, jnp.moveaxis(lse_TQ, -1, 0)
+  if heads == 1:
+    return out_QTD, jnp.moveaxis(lse_TQ, -1, 0)
+  lse_TQH = lse_TQ.reshape(*lse_TQ.shape[:-1], num_queries, heads)
+  return out_QTD, jnp.moveaxis(lse_TQH, -2, 0)
 
 
 def backward(
@@ -55,17 +66,21 @@ def backward(
   accumulate=None,
   *,
   eps,
+  heads=1,
+  rank=None,
 ):
   """Returns the gradients of the queries and of every source.
 
   Source gradients are added to `accumulate` if it is given.
   """
   dtype = query_QD.dtype
-  num_queries, width = query_QD.shape
+  num_queries, key_width = query_QD.shape
+  width = sources[0].shape[-1]
+  separate_QD = heads_lib.separate(query_QD, heads)
   slots = _slots(sources, count, dtype)
   dout_QTD = dout_QTD.astype(dtype)
-  scores, inverses = _scores(query_QD, slots, count, eps)
-  weights = _weights(scores, jnp.moveaxis(lse_QT, 0, -1))
+  scores, inverses = _scores(separate_QD, slots, count, eps, rank)
+  weights = _weights(scores, _last(lse_QT, heads))
   # Large scores may differ from those of the forward pass, which sums in
   # another order: normalise again, so that the weights still sum to one.
   total_TQ = sum(weights)
@@ -77,14 +92,14 @@ def backward(
   # concatenation.
   douts = [dout_QTD[q] for q in range(num_queries)]
   dout_TQD = jnp.stack(douts, axis=-2)
-  products = [_products(dout_TQD, slot) for slot in slots]
+  products = [_products(dout_TQD, slot, heads) for slot in slots]
   mean_TQ = sum(
     weight_TQ * product_TQ for weight_TQ, product_TQ in zip(weights, products)
   )
-  shift_TQ = jnp.moveaxis(dlse_QT, 0, -1) - mean_TQ
+  shift_TQ = _last(dlse_QT, heads) - mean_TQ
 
   dsource_dtype = _dtype(sources if accumulate is None else accumulate)
-  dquery_QD = jnp.zeros_like(query_QD)
+  dquery_QD = jnp.zeros_like(separate_QD)
   dsources = []
   for i, slot in enumerate(slots):
     dscore_TQ = weights[i] * (products[i] + shift_TQ)
@@ -93,35 +108,77 @@ def backward(
     scored_TQ = dscore_TQ * scores[i]
     if count is not None:
       scored_TQ = jnp.where(i < count, scored_TQ, 0)
-    bend_T = inverses[i] ** 2 * jnp.sum(scored_TQ, axis=-1) / width
+    bend_T = inverses[i] ** 2 * jnp.sum(scored_TQ, axis=-1) / key_width
+    key = _key(slot, rank)
     dquery_QD += jnp.einsum(
-      "...q,...d->qd", pull_TQ, slot, precision=jax.lax.Precision.HIGHEST
+      "...q,...d->qd", pull_TQ, key, precision=jax.lax.Precision.HIGHEST
     )
-    dsource = -bend_T[..., None] * slot
+    dsource = _of_key(-bend_T[..., None] * key, width)
     if num_queries <= _UNROLLED_QUERIES:
       for q in range(num_queries):
-        dsource += weights[i][..., q, None] * douts[q]
-        dsource += pull_TQ[..., q, None] * _row(query_QD[q], slot)
+        dsource += _one(weights[i], q, heads, width) * douts[q]
+        pull = _one(pull_TQ, q, heads, width)
+        dsource += _of_key(pull * _row(query_QD[q], slot), width)
     else:
-      dsource += jnp.sum(weights[i][..., None] * dout_TQD, axis=-2)
-      dsource += jnp.einsum(
-        "...q,qd->...d", pull_TQ, query_QD, precision=jax.lax.Precision.HIGHEST
-      )
+      dsource += jnp.sum(_all(weights[i], heads, width) * dout_TQD, axis=-2)
+      pulled = jnp.einsum(
+        "...q,qd->...d", pull_TQ, separate_QD,
+        precision=jax.lax.Precision.HIGHEST,
+      )  # fmt: skip
+      dsource += _of_key(pulled, width)
     if accumulate is not None:
       dsource += accumulate[i].astype(dtype)
     dsources.append(dsource.astype(dsource_dtype))
+  dquery_QD = heads_lib.join(dquery_QD, heads)
   if isinstance(sources, tuple):
     return dquery_QD, tuple(dsources)
   return dquery_QD, jnp.stack(dsources)
 
 
-def _products(dout_TQD, slot):
+def _products(dout_TQD, slot, heads):
+  if heads > 1:
+    product_TQH = heads_lib.totals(dout_TQD * slot[..., None, :], heads)
+    return product_TQH.reshape(*slot.shape[:-1], -1)
   if dout_TQD.shape[-2] == 1:
     # A product of two vectors per token is faster as a sum than as a matrix.
     return jnp.sum(dout_TQD[..., 0, :] * slot, axis=-1)[..., None]
   return jnp.einsum(
     "...qd,...d->...q", dout_TQD, slot, precision=jax.lax.Precision.HIGHEST
   )
+
+
+def _one(weight_TQ, q, heads, width):
+  """Of one query, for each channel."""
+  if heads == 1:
+    return weight_TQ[..., q, None]
+  of_heads = weight_TQ[..., q * heads : (q + 1) * heads]
+  return heads_lib.spread(of_heads, heads, width)
+
+
+def _all(weight_TQ, heads, width):
+  """[..., Q, D], or [..., Q, 1] for one head."""
+  weight_TQH = weight_TQ.reshape(*weight_TQ.shape[:-1], -1, heads)
+  return heads_lib.spread(weight_TQH, heads, width)
+
+
+def _last(lse_QT, heads):
+  """[Q, ...] or [Q, ..., H] with queries, and then heads, in the last axis."""
+  if heads == 1:
+    return jnp.moveaxis(lse_QT, 0, -1)
+  lse_TQH = jnp.moveaxis(lse_QT, 0, -2)
+  return lse_TQH.reshape(*lse_TQH.shape[:-2], -1)
+
+
+def _key(slot, rank):
+  return slot if rank is None else slot[..., -rank:]
+
+
+def _of_key(dkey, width):
+  """The gradient of a source, from that of the coordinates that are its key."""
+  missing = width - dkey.shape[-1]
+  if not missing:
+    return dkey
+  return jnp.pad(dkey, [(0, 0)] * (dkey.ndim - 1) + [(missing, 0)])
 
 
 def _total(terms):
@@ -143,12 +200,13 @@ def _slots(sources, count, dtype):
   return slots
 
 
-def _scores(query_QD, slots, count, eps):
+def _scores(query_QD, slots, count, eps, rank):
   scores, inverses = [], []
   for i, slot in enumerate(slots):
-    inverse_T = jax.lax.rsqrt(jnp.mean(jnp.square(slot), axis=-1) + eps)
+    key = _key(slot, rank)
+    inverse_T = jax.lax.rsqrt(jnp.mean(jnp.square(key), axis=-1) + eps)
     score_TQ = jnp.einsum(
-      "...d,qd->...q", slot, query_QD, precision=jax.lax.Precision.HIGHEST
+      "...d,qd->...q", key, query_QD, precision=jax.lax.Precision.HIGHEST
     )
     score_TQ *= inverse_T[..., None]
     if count is not None:

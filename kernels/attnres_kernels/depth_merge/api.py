@@ -13,15 +13,17 @@ from jaxtyping import Array
 from jaxtyping import Float
 
 from attnres_kernels import dispatch
+from attnres_kernels import heads as heads_lib
 from attnres_kernels.depth_merge import reference
 
 
 def depth_merge(
   out: Float[Array, "*T D"],
-  lse: Float[Array, "*T"],
-  query: Float[Array, " D"],
+  lse: Float[Array, "*TH"],
+  query: Float[Array, " R"],
   partial: Float[Array, "*T D"],
   *,
+  rank: int | None = None,
   eps: float = 1e-6,
   implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, "*T D"]:
@@ -30,9 +32,11 @@ def depth_merge(
   Args:
     out: a normalised mixture.
     lse: its log-normaliser; -inf means that the mixture is empty, +inf that the
-      partial sum is ignored (its weight is then exactly 0).
+      partial sum is ignored (its weight is then exactly 0). [*T, H] for H
+      heads; more than one run in plain JAX.
     query: the pseudo-query of the mixture, folded with the key-norm gain.
     partial: the additional source, usually the block's partial sum.
+    rank: as in `depth_attention`.
     eps: added to the mean square inside the norm.
     implementation: a backend by name; None takes the best that fits.
 
@@ -44,17 +48,18 @@ def depth_merge(
     NotImplementedError: the named backend cannot run these shapes here.
   """
   arrays = out, lse, query, partial, None, None
-  return _merge(arrays, eps, 0.0, implementation)[1]
+  return _merge(arrays, rank, eps, 0.0, implementation)[1]
 
 
 def depth_merge_norm(
   out: Float[Array, "*T D"],
-  lse: Float[Array, "*T"],
-  query: Float[Array, " D"],
+  lse: Float[Array, "*TH"],
+  query: Float[Array, " R"],
   partial: Float[Array, "*T D"],
   update: Float[Array, "*T D"] | None,
   gain: Float[Array, " D"],
   *,
+  rank: int | None = None,
   eps: float = 1e-6,
   norm_eps: float = 1e-6,
   implementation: dispatch.Implementation | None = None,
@@ -70,6 +75,7 @@ def depth_merge_norm(
     update: the last sublayer's output, which is added to `partial`; None adds
       nothing.
     gain: the gain of the next sublayer's pre-norm.
+    rank: as in `depth_attention`.
     eps: added to the mean square of the partial sum when it is scored.
     norm_eps: added to the mean square inside the pre-norm.
     implementation: a backend by name; None takes the best that fits.
@@ -83,21 +89,21 @@ def depth_merge_norm(
     NotImplementedError: the named backend cannot run these shapes here.
   """
   arrays = out, lse, query, partial, update, gain
-  total, normed = _merge(arrays, eps, norm_eps, implementation)
+  total, normed = _merge(arrays, rank, eps, norm_eps, implementation)
   return (partial if update is None else total), normed
 
 
 def combine_mixtures(
   out_a: Float[Array, "*T D"],
-  lse_a: Float[Array, "*T"],
+  lse_a: Float[Array, "*TH"],
   out_b: Float[Array, "*T D"],
-  lse_b: Float[Array, "*T"],
-) -> tuple[Float[Array, "*T D"], Float[Array, "*T"]]:
+  lse_b: Float[Array, "*TH"],
+) -> tuple[Float[Array, "*T D"], Float[Array, "*TH"]]:
   """Joins mixtures over two disjoint sets of sources; associative.
 
   Args:
     out_a: a normalised mixture.
-    lse_a: its log-normaliser, -inf for an empty set.
+    lse_a: its log-normaliser, -inf for an empty set; [*T, H] for H heads.
     out_b: another one, over other sources with the same query.
     lse_b: its log-normaliser.
 
@@ -117,41 +123,55 @@ def combine_mixtures(
   total = exp_a + exp_b
   safe = jnp.where(total == 0, 1, total)
   lse = jnp.where(total == 0, -jnp.inf, jnp.log(safe) + top)
-  out = (exp_a / safe)[..., None] * out_a.astype(safe.dtype)
-  out += (exp_b / safe)[..., None] * out_b.astype(safe.dtype)
+  keep, take = exp_a / safe, exp_b / safe
+  if lse.ndim == out_a.ndim:
+    keep, take = (
+      heads_lib.spread(weight, lse.shape[-1], out_a.shape[-1])
+      for weight in (keep, take)
+    )
+  else:
+    keep, take = keep[..., None], take[..., None]
+  out = keep * out_a.astype(safe.dtype)
+  out += take * out_b.astype(safe.dtype)
   return out.astype(out_a.dtype), lse
 
 
-def _merge(arrays, eps, norm_eps, implementation):
+def _merge(arrays, rank, eps, norm_eps, implementation):
   """(new partial or None, merged or merged and normed), after checks."""
   dispatch.check_implementation(implementation)
   dispatch.check_eps(eps)
-  _check(*arrays)
+  heads = _check(rank, *arrays)
   dispatch.check_eps(norm_eps, "norm_eps")
-  if implementation == "reference":
-    return reference.forward(*arrays, eps=eps, norm_eps=norm_eps)
   out, lse, query, partial, update, gain = arrays
+  options = dict(eps=float(eps), norm_eps=float(norm_eps))
+  if heads == 1:
+    lse = jnp.squeeze(lse, -1)
+  elif heads is not None:
+    options["heads"] = heads
+  if rank is not None:
+    options["rank"] = rank
+  if implementation == "reference":
+    return reference.forward(out, lse, query, partial, update, gain, **options)
   dtype = dispatch.accumulator(out, query, partial)
   lse, query = lse.astype(dtype), query.astype(dtype)
   gain = None if gain is None else gain.astype(dtype)
   arrays = out, lse, query, partial, update, gain
-  return _call(float(eps), float(norm_eps), implementation, *arrays)
+  return _call(tuple(options.items()), implementation, *arrays)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _call(eps, norm_eps, implementation, *arrays):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _call(options, implementation, *arrays):
   return dispatch.call(
     "depth_merge",
     "forward",
     implementation,
     *arrays,
-    eps=eps,
-    norm_eps=norm_eps,
+    **dict(options),
   )
 
 
-def _call_forward(eps, norm_eps, implementation, *arrays):
-  total, mixed = _call(eps, norm_eps, implementation, *arrays)
+def _call_forward(options, implementation, *arrays):
+  total, mixed = _call(options, implementation, *arrays)
   out, lse, query, partial, update, gain = arrays
   kept = partial if update is None else total
   # Zero-sized: only its dtype is wanted, for the gradient of the update.
@@ -159,7 +179,7 @@ def _call_forward(eps, norm_eps, implementation, *arrays):
   return (total, mixed), (update_like, out, lse, query, kept, gain)
 
 
-def _call_backward(eps, norm_eps, implementation, residuals, cotangents):
+def _call_backward(options, implementation, residuals, cotangents):
   update_like, *arrays = residuals
   *gradients, dpartial, dgain = dispatch.call(
     "depth_merge",
@@ -167,8 +187,7 @@ def _call_backward(eps, norm_eps, implementation, residuals, cotangents):
     implementation,
     *arrays,
     *cotangents,
-    eps=eps,
-    norm_eps=norm_eps,
+    **dict(options),
   )
   dupdate = None
   if update_like is not None:
@@ -179,20 +198,35 @@ def _call_backward(eps, norm_eps, implementation, residuals, cotangents):
 _call.defvjp(_call_forward, _call_backward)
 
 
-def _check(out, lse, query, partial, update, gain):
+def _check(rank, out, lse, query, partial, update, gain):
+  """The number of heads; None if the log-normaliser has no axis of heads."""
   if query.ndim != 1 or not query.shape[0]:
     raise ValueError(
       f"query must be [D] with D >= 1, got {query.shape}; out {out.shape}"
     )
-  if out.ndim < 1 or out.shape[-1] != query.shape[0]:
-    raise ValueError(f"widths differ: out {out.shape}, query {query.shape}")
+  width = out.shape[-1] if out.ndim else 0
+  if rank is not None and not 1 <= rank <= width:
+    raise ValueError(f"rank={rank} must be from 1 to the width {width}")
+  if query.shape[0] != (width if rank is None else rank):
+    raise ValueError(
+      f"widths differ: out {out.shape}, query {query.shape}"
+      + ("" if rank is None else f" with rank={rank}")
+    )
   if partial.shape != out.shape:
     raise ValueError(f"shapes differ: partial {partial.shape}, out {out.shape}")
-  if lse.shape != out.shape[:-1]:
+  heads = lse.shape[-1] if lse.ndim == out.ndim else None
+  if lse.shape[: out.ndim - 1] != out.shape[:-1] or lse.ndim > out.ndim:
     raise ValueError(f"shapes differ: lse {lse.shape} and out {out.shape}")
   if update is not None and update.shape != partial.shape:
     raise ValueError(
       f"shapes differ: update {update.shape} and partial {partial.shape}"
     )
-  if gain is not None and gain.shape != query.shape:
-    raise ValueError(f"shapes differ: gain {gain.shape}, query {query.shape}")
+  if gain is not None and gain.shape != (width,):
+    raise ValueError(
+      f"shapes differ: gain {gain.shape}, a row of out {out.shape[-1:]}"
+    )
+  if heads is not None and (heads < 1 or width % heads):
+    raise ValueError(f"heads of lse {lse.shape} must divide the width {width}")
+  if rank is not None and (heads or 1) > 1:
+    raise ValueError(f"rank={rank} needs one head, got lse {lse.shape}")
+  return heads

@@ -19,8 +19,10 @@ from attnres_kernels import warpgroup
 from attnres_kernels.depth_merge import xla
 
 
-def why_not(function, *args, eps, norm_eps):
+def why_not(function, *args, eps, norm_eps, heads=1, rank=None):
   """The reason why these arguments cannot run, or None."""
+  if heads > 1 or rank is not None:
+    return f"one head with keys of the full width, got {heads=}, {rank=}"
   del eps, norm_eps
   width = args[0].shape[-1]
   reason = warpgroup.why_not(width, [x for x in args if x is not None])

@@ -21,8 +21,10 @@ _LANES = 128
 _SUBLANES = 8
 
 
-def why_not(function, *args, eps, norm_eps):
+def why_not(function, *args, eps, norm_eps, heads=1, rank=None):
   """The reason why these arguments cannot run, or None."""
+  if heads > 1 or rank is not None:
+    return f"one head with keys of the full width, got {heads=}, {rank=}"
   del function, eps, norm_eps
   dtypes = {str(x.dtype) for x in args if x is not None}
   if not dtypes <= {"bfloat16", "float32"}:

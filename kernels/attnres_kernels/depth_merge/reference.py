@@ -8,22 +8,48 @@ from attnres_kernels import dispatch
 
 
 def forward(
-  out_TD, lse_T, query_D, partial_TD, update_TD, gain_D, *, eps, norm_eps
+  out_TD,
+  lse_T,
+  query_D,
+  partial_TD,
+  update_TD,
+  gain_D,
+  *,
+  eps,
+  norm_eps,
+  heads=1,
+  rank=None,
 ):
   """Adds the update, merges, and applies the next sublayer's pre-norm."""
   dtype = dispatch.accumulator(out_TD, lse_T, query_D, partial_TD)
   total_TD = partial_TD.astype(dtype)
   if update_TD is not None:
     total_TD = total_TD + update_TD.astype(dtype)
-  key_TD = _rms_norm(total_TD, eps)
-  score_T = jnp.sum(key_TD * _row(query_D, dtype, key_TD), axis=-1)
-  # Both at once: a softmax over two log-weights, the mixture's and the score.
-  keep_T = jax.nn.sigmoid(lse_T - score_T)[..., None]
-  take_T = jax.nn.sigmoid(score_T - lse_T)[..., None]
-  mixed_TD = keep_T * out_TD.astype(dtype) + take_T * total_TD
+  key_TD = _rms_norm(total_TD if rank is None else total_TD[..., -rank:], eps)
+  product_TD = key_TD * _row(query_D, dtype, key_TD)
+  if heads == 1:
+    mixed_TD = _mix(out_TD.astype(dtype), lse_T, product_TD, total_TD)
+  else:
+    slices = (
+      jnp.split(x, heads, axis=-1)
+      for x in (out_TD.astype(dtype), product_TD, total_TD)
+    )
+    mixed = [
+      _mix(out, lse_T[..., h], product, total)
+      for h, (out, product, total) in enumerate(zip(*slices))
+    ]
+    mixed_TD = jnp.concatenate(mixed, axis=-1)
   if gain_D is not None:
     mixed_TD = _rms_norm(mixed_TD, norm_eps) * _row(gain_D, dtype, mixed_TD)
   return total_TD.astype(partial_TD.dtype), mixed_TD.astype(out_TD.dtype)
+
+
+def _mix(out_TD, lse_T, product_TD, total_TD):
+  score_T = jnp.sum(product_TD, axis=-1)
+  # Both at once: a softmax over two log-weights, the mixture's and the score.
+  keep_T = jax.nn.sigmoid(lse_T - score_T)[..., None]
+  take_T = jax.nn.sigmoid(score_T - lse_T)[..., None]
+  return keep_T * out_TD + take_T * total_TD
 
 
 def _rms_norm(x_TD, eps):

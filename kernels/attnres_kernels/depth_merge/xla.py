@@ -8,17 +8,32 @@ weights, one that writes. All statistics are in the accumulation dtype.
 import jax
 import jax.numpy as jnp
 
+from attnres_kernels import heads as heads_lib
+
 
 def forward(
-  out_TD, lse_T, query_D, partial_TD, update_TD, gain_D, *, eps, norm_eps
+  out_TD,
+  lse_T,
+  query_D,
+  partial_TD,
+  update_TD,
+  gain_D,
+  *,
+  eps,
+  norm_eps,
+  heads=1,
+  rank=None,
 ):
-  """Returns (new partial, merged or merged and normed)."""
+  """Returns (new partial, merged or merged and normed).
+
+  With several heads, log-normalisers, scores and weights are [..., H].
+  """
   dtype = query_D.dtype
   total_TD = _add(partial_TD, update_TD, dtype)
-  score_T, _ = _score(total_TD, query_D, eps)
+  score_T, _ = _score(_key(total_TD, rank), query_D, eps, heads)
   keep_T, take_T = two_weights(lse_T, score_T)
-  mixed_TD = keep_T[..., None] * out_TD.astype(dtype)
-  mixed_TD += take_T[..., None] * total_TD
+  mixed_TD = _spread(keep_T, heads, out_TD) * out_TD.astype(dtype)
+  mixed_TD += _spread(take_T, heads, out_TD) * total_TD
   if gain_D is not None:
     inverse_T = _inverse_rms(mixed_TD, norm_eps)
     mixed_TD *= inverse_T[..., None]
@@ -40,6 +55,8 @@ def backward(
   *,
   eps,
   norm_eps,
+  heads=1,
+  rank=None,
 ):
   """Returns the gradients of out, lse, query, total and gain.
 
@@ -49,16 +66,18 @@ def backward(
   precision.
   """
   dtype = query_D.dtype
-  width = query_D.shape[-1]
+  width, key_width = out_TD.shape[-1], query_D.shape[-1]
   total = total_TD.astype(dtype)
   out = out_TD.astype(dtype)
-  score_T, inverse_T = _score(total, query_D, eps)
+  key = _key(total, rank)
+  score_T, inverse_T = _score(key, query_D, eps, heads)
   keep_T, take_T = two_weights(lse_T, score_T)
+  keep_TD, take_TD = (_spread(x, heads, out) for x in (keep_T, take_T))
   dmixed = dmixed_TD.astype(dtype)
   dgain_D, apart = None, total - out
   slope_T, shift_T = keep_T * take_T, jnp.zeros_like(keep_T)
   if gain_D is not None:
-    mixed_TD = keep_T[..., None] * out + take_T[..., None] * total
+    mixed_TD = keep_TD * out + take_TD * total
     norm_T = _inverse_rms(mixed_TD, norm_eps)
     pulled_TD = dmixed * _row(gain_D, dmixed)
     product_T = jnp.sum(pulled_TD * mixed_TD, axis=-1)
@@ -66,19 +85,33 @@ def backward(
     tokens = tuple(range(mixed_TD.ndim - 1))
     dgain_D = jnp.sum(dmixed * (mixed_TD * norm_T[..., None]), axis=tokens)
     dmixed = norm_T[..., None] * pulled_TD - along_T[..., None] * mixed_TD
-    alone_T = partial_alone(keep_T, take_T, norm_T, inverse_T)
-    apart = total - jnp.where(alone_T, 0, 1)[..., None].astype(dtype) * out
-    slope_T = jnp.where(alone_T, take_T, slope_T)
-    shift_T = jnp.where(alone_T, norm_eps * norm_T**3 * product_T, shift_T)
-  dscore_T = slope_T * (jnp.sum(dmixed * apart, axis=-1) - shift_T)
-  dout_TD = keep_T[..., None] * dmixed
-  pull_T = dscore_T * inverse_T
-  bend_T = dscore_T * score_T * inverse_T**2 / width
-  dpartial = take_T[..., None] * dmixed - bend_T[..., None] * total
-  dpartial += pull_T[..., None] * _row(query_D, dpartial)
+    # Orthogonal to the mixture is the gradient of all heads together.
+    if heads == 1:
+      alone_T = partial_alone(keep_T, take_T, norm_T, inverse_T)
+      apart = total - jnp.where(alone_T, 0, 1)[..., None].astype(dtype) * out
+      slope_T = jnp.where(alone_T, take_T, slope_T)
+      shift_T = jnp.where(alone_T, norm_eps * norm_T**3 * product_T, shift_T)
+  dscore_T = slope_T * (_dot(dmixed, apart, heads) - shift_T)
+  dout_TD = keep_TD * dmixed
+  if heads == 1:
+    pull_T = dscore_T * inverse_T
+    bend_T = dscore_T * score_T * inverse_T**2 / key_width
+    dquery_D = jnp.einsum("...,...d->d", pull_T, key)
+  else:
+    pull_T = dscore_T * inverse_T[..., None]
+    bend_T = jnp.sum(dscore_T * score_T, -1) * inverse_T**2 / key_width
+    of_slices = key.reshape(*key.shape[:-1], heads, -1)
+    dquery_D = jnp.einsum("...h,...hk->hk", pull_T, of_slices).reshape(-1)
+  dkey = _spread(pull_T, heads, key) * _row(query_D, key)
+  if rank is None:
+    dpartial = take_TD * dmixed - bend_T[..., None] * total
+    dpartial += dkey
+  else:
+    dkey -= bend_T[..., None] * key
+    beside = [(0, 0)] * (key.ndim - 1) + [(width - rank, 0)]
+    dpartial = take_TD * dmixed + jnp.pad(dkey, beside)
   if dtotal_TD is not None:
     dpartial += dtotal_TD.astype(dtype)
-  dquery_D = jnp.einsum("...,...d->d", pull_T, total)
   return (
     dout_TD.astype(out_TD.dtype),
     -dscore_T,
@@ -93,8 +126,27 @@ def _add(partial_TD, update_TD, dtype):
   return total_TD if update_TD is None else total_TD + update_TD.astype(dtype)
 
 
-def _score(total_TD, query_D, eps):
+def _key(total_TD, rank):
+  return total_TD if rank is None else total_TD[..., -rank:]
+
+
+def _spread(weight_T, heads, like_TD):
+  if heads == 1:
+    return weight_T[..., None]
+  return heads_lib.spread(weight_T, heads, like_TD.shape[-1])
+
+
+def _dot(a_TD, b_TD, heads):
+  if heads == 1:
+    return jnp.sum(a_TD * b_TD, axis=-1)
+  return heads_lib.totals(a_TD * b_TD, heads)
+
+
+def _score(total_TD, query_D, eps, heads):
   inverse_T = _inverse_rms(total_TD, eps)
+  if heads > 1:
+    product_TH = heads_lib.totals(total_TD * _row(query_D, total_TD), heads)
+    return product_TH * inverse_T[..., None], inverse_T
   product_T = jnp.einsum(
     "...d,d->...", total_TD, query_D, precision=jax.lax.Precision.HIGHEST
   )

@@ -37,8 +37,13 @@ CONFIG = config_lib.ModelConfig(
 TOKENS = np.random.default_rng(0).integers(0, 12, (2, LENGTH), dtype=np.int32)
 
 
+# With blocks of three, its four sublayers would attend to the embedding alone.
+BLOCK_SIZES = {"delta_block": 1}
+
+
 def _config(name, **fields):
-  residual = dataclasses.replace(CONFIG.residual, name=name)
+  size = BLOCK_SIZES.get(name, CONFIG.residual.block_size)
+  residual = dataclasses.replace(CONFIG.residual, name=name, block_size=size)
   return dataclasses.replace(CONFIG, residual=residual, **fields)
 
 

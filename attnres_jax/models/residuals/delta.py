@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Delta AttnRes: depth attention that is added to the residual stream.
+
+  h_l = x_l + alpha_l sum_i a_{i->l} s_i        x_l = v_0 + ... + v_{l-1}
+  h_out = x_{L+1}
+
+h_1 is x_1 alone. Delta AttnRes has alpha = 1, and its sources s_i are all
+earlier outputs (arXiv:2605.18855, from its code; the paper was not read). The
+block form has the sources b_0 = v_0, b_1, ..., the change of the stream over
+each completed block: the open block is none, and a block becomes one only
+after the first sublayer behind it has read. So phase 1 is the whole read, and
+a segment scans with the stream as its carry.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+from typing import Any, NamedTuple
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from attnres_jax import config as config_lib
+from attnres_jax import precision
+from attnres_jax.models.residuals import base
+from attnres_jax.models.residuals import depth_attention
+from attnres_jax.models.residuals import depth_reads
+from attnres_jax.models.residuals import full_attnres
+
+
+class Carry(NamedTuple):
+  """What a read sees: its sources, in the scheme's form, and the stream.
+
+  Attributes:
+    sources: of the attention.
+    stream_BTD: x_l, float32.
+    newest: a block that becomes a source after this read, or nothing.
+  """
+
+  sources: Any
+  stream_BTD: jax.Array
+  newest: tuple[jax.Array, ...] = ()
+
+
+class Slot(NamedTuple):
+  """alpha_l, and the slot of the attention."""
+
+  gate: jax.Array
+  attention: Any
+
+
+class Stream(depth_attention.DepthAttention):
+  """Shared by all forms: the stream, and no attention at the readout."""
+
+  attends_last = False
+
+  def gates(self, start: int, stop: int) -> jax.Array:
+    """Alpha of sublayers start..stop-1; 0 for the first sublayer of all."""
+    return (jnp.arange(start, stop) > 0).astype(jnp.float32)
+
+  def add(
+    self, stream_BTD: jax.Array, gate: jax.Array, rho: jax.Array | base.QKV
+  ) -> jax.Array | base.QKV:
+    """The stream plus the gated mixture."""
+    gate = gate.astype(stream_BTD.dtype)
+    return jax.tree.map(
+      lambda one: (stream_BTD + gate * precision.widen(one)).astype(self.dtype),
+      rho,
+    )
+
+  def read_normed(
+    self, carry: Any, slot: Any, norm: Any
+  ) -> jax.Array | base.QKV:
+    return base.Residual.read_normed(self, carry, slot, norm)
+
+
+class _OverValues(Stream):
+  """The part of the full forms that is not Full AttnRes."""
+
+  def open(self, state: Any, start: int, stop: int) -> tuple[Any, Any]:
+    sources, slots = super().open(state, start, stop)
+    return Carry(sources, _sum(state)), Slot(self.gates(start, stop), slots)
+
+  def read(self, carry: Any, slot: Any) -> jax.Array | base.QKV:
+    rho = super().read(carry.sources, slot.attention)
+    return self.add(carry.stream_BTD, slot.gate, rho)
+
+  def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
+    sources = super().write(carry.sources, slot.attention, y_BTD)
+    # The output as it is kept, not one that has to be computed again.
+    return Carry(sources, carry.stream_BTD + precision.widen(sources[-1]))
+
+  def close(self, state: Any, carry: Any, stop: int) -> tuple[jax.Array, ...]:
+    return super().close(state, carry.sources, stop)
+
+  def readout(self, state: tuple[jax.Array, ...]) -> jax.Array:
+    return _sum(state).astype(self.dtype)
+
+  def depth_weights(self, values: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    reads = range(1, self.num_sublayers)
+    attended = [
+      self.mean_weights(self.queries.single(l), values[: l + 1]) for l in reads
+    ]
+    return (_no_weights(values[:1]), *attended, _no_weights(values))
+
+
+class DeltaAttnResOneSoftmax(_OverValues, full_attnres.FullAttnResOneSoftmax):
+  """The definition: one softmax over all values per sublayer.
+
+  PreNorm's function at zero queries, where h_l = x_l (1 + 1/l) for l > 1. The
+  state is that of Full AttnRes, of which the stream is the sum; 2 D parameters
+  per sublayer. M_{i->l} = 1 + a_{i->l}.
+  """
+
+  style = base.Style("Delta AttnRes", "#8a4fc4", "^", (0, (4, 2.5)))
+  headline = False
+
+
+class DeltaAttnRes(_OverValues, full_attnres.FullAttnRes):
+  """The same function in two phases."""
+
+  style, headline = DeltaAttnResOneSoftmax.style, False
+  definition = DeltaAttnResOneSoftmax
+
+
+class BlockState(NamedTuple):
+  """b_0, b_1, ... of the completed blocks, and the stream in float32."""
+
+  blocks: tuple[jax.Array, ...]
+  stream_BTD: jax.Array
+
+
+class DeltaBlockOneSoftmax(Stream):
+  """The definition of the block form, which is not PreNorm at its start.
+
+  A block is what the stream changed by since the last one was completed,
+  x - sum(b), which also takes up what rounding the earlier ones has lost. (The
+  released code of both papers subtracts only the newest block; see
+  `DeltaHeadsAlternating`.)
+  """
+
+  style = base.Style("Delta Block AttnRes", "#8a4fc4", "s", (0, (4, 2.5)))
+  block_size: int  # pyrefly: ignore[bad-override-mutable-attribute]
+  stream = True
+
+  def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
+    self.block_size = config.residual.sublayers_per_block(config.num_sublayers)
+    super().__init__(config, rngs=rngs)
+
+  def segments(self) -> tuple[tuple[int, int], ...]:
+    size, last = self.block_size, self.num_sublayers
+    return tuple((i, min(i + size, last)) for i in range(0, last, size))
+
+  def change(
+    self, stream_BTD: jax.Array, blocks: Sequence[jax.Array]
+  ) -> jax.Array:
+    """The block that is complete when the stream is this, given the others."""
+    return stream_BTD - _sum(blocks)
+
+  def init(self, embedding_BTD: jax.Array) -> BlockState:
+    embedding_BTD = embedding_BTD.astype(self.dtype)
+    return BlockState((embedding_BTD,), precision.widen(embedding_BTD))
+
+  def open(self, state: BlockState, start: int, stop: int) -> tuple[Any, Any]:
+    seen = self._seen_first(state.blocks, start)
+    carry = Carry(seen, state.stream_BTD, state.blocks[len(seen) :])
+    return carry, Slot(self.gates(start, stop), self.queries.reads(start, stop))
+
+  def read(self, carry: Any, slot: Any) -> jax.Array | base.QKV:
+    # The first sublayer of all has no source, and a gate of zero.
+    rho = self.attend(slot.attention, carry.sources or carry.newest)
+    return self.add(carry.stream_BTD, slot.gate, rho)
+
+  def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
+    del slot
+    stream_BTD = base.keep(carry.stream_BTD + precision.widen(y_BTD))
+    return Carry((*carry.sources, *carry.newest), stream_BTD)
+
+  def close(self, state: BlockState, carry: Any, stop: int) -> BlockState:
+    return self._commit(state.blocks, carry.stream_BTD, stop)
+
+  def readout(self, state: BlockState) -> jax.Array:
+    return state.stream_BTD.astype(self.dtype)
+
+  def take_apart(self, state: BlockState) -> tuple[Any, Any]:
+    return state
+
+  def put_together(self, blocks: tuple[jax.Array, ...], rest: Any) -> Any:
+    return BlockState(blocks, rest)
+
+  def depth_weights(self, values: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    state, weights = self.init(values[0]), []
+    for l in range(self.num_sublayers):
+      seen = self._seen_first(state.blocks, l)
+      read = self.queries.single(l)
+      weights.append(
+        self.mean_weights(read, seen) if seen else _no_weights(state.blocks)
+      )
+      stream_BTD = state.stream_BTD + precision.widen(values[l + 1])
+      state = self._commit(state.blocks, stream_BTD, l + 1)
+    return (*weights, _no_weights(weights[-1]))
+
+  def source_labels(self) -> tuple[tuple[str, ...], ...]:
+    labels = []
+    for l in [*range(self.num_sublayers), self.num_sublayers - 1]:
+      done = l // self.block_size - (l % self.block_size == 0)
+      blocks = (f"block {n + 1}" for n in range(done))
+      labels.append(("embedding", *blocks))
+    return tuple(labels)
+
+  def _seen_first(
+    self, blocks: tuple[jax.Array, ...], start: int
+  ) -> tuple[jax.Array, ...]:
+    """The sources of sublayer `start`: not yet a block that ends before it."""
+    return blocks[:-1] if start % self.block_size == 0 else blocks
+
+  def _commit(
+    self, blocks: tuple[jax.Array, ...], stream_BTD: jax.Array, stop: int
+  ) -> BlockState:
+    if stop % self.block_size == 0 and stop < self.num_sublayers:
+      block_BTD = self.change(stream_BTD, blocks)
+      blocks = (*blocks, block_BTD.astype(self.dtype))
+    return BlockState(blocks, stream_BTD)
+
+
+class DeltaBlock(DeltaBlockOneSoftmax):
+  """The same function; phase 1 is the whole attention of a segment."""
+
+  definition = DeltaBlockOneSoftmax
+  scannable = True
+
+  def open(self, state: BlockState, start: int, stop: int) -> tuple[Any, Any]:
+    reads = self.queries.reads(start, stop)
+    rho = self._mixtures(reads, state.blocks)
+    seen = self._seen_first(state.blocks, start)
+    if seen and len(seen) < len(state.blocks):
+      first = self._mixtures(jax.tree.map(lambda a: a[:1], reads), seen)
+      rho = jax.tree.map(lambda a, one: a.at[:1].set(one), rho, first)
+    return state.stream_BTD, Slot(self.gates(start, stop), rho)
+
+  def _mixtures(
+    self, reads: depth_reads.Read, sources: tuple[jax.Array, ...]
+  ) -> jax.Array | base.QKV:
+    slots = self.phase_1(reads, sources)
+    return depth_reads.each(slots, lambda slot: slot.out_BTD)
+
+  def read(self, carry: Any, slot: Any) -> jax.Array | base.QKV:
+    return self.add(carry, slot.gate, slot.attention)
+
+  def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
+    del slot
+    return base.keep(carry + precision.widen(y_BTD))
+
+  def close(self, state: BlockState, carry: Any, stop: int) -> BlockState:
+    return self._commit(state.blocks, carry, stop)
+
+
+class _Converted(DeltaBlockOneSoftmax):
+  """What converting a trained PreNorm adds: heads, a null source, a gate.
+
+  With alpha = 0, which is its start, the network is the same PreNorm bit by
+  bit, whatever else its parameters are (arXiv:2607.27230, section on
+  conversion, its own text and code). The first step moves only alpha; queries,
+  gains and null sources follow. With 8 heads unless configured otherwise;
+  3 D + 1 parameters per sublayer, of which the first has no use.
+  """
+
+  style = base.Style("Delta MHAR", "#8a4fc4", "D")
+
+  def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
+    super().__init__(config, rngs=rngs)
+    start = jnp.zeros(self.num_sublayers, jnp.float32)
+    # No decay: it would take the attention away again.
+    self.gate = nnx.Param(start, axes="L", decays=False)
+
+  def read_options(
+    self, given: config_lib.DepthReadConfig
+  ) -> config_lib.DepthReadConfig:
+    if given.null == "zero":
+      config_lib.fail(
+        "model.residual.read.null",
+        given.null,
+        "'learned', or 'none' for the scheme's own, which is learned",
+      )
+    return dataclasses.replace(given, heads=given.heads or 8, null="learned")
+
+  def gates(self, start: int, stop: int) -> jax.Array:
+    return jnp.where(jnp.arange(start, stop) > 0, self.gate[start:stop], 0)
+
+
+class DeltaHeadsOneSoftmax(_Converted):
+  """The definition of `delta_mh`."""
+
+
+class DeltaHeads(_Converted, DeltaBlock):
+  """Multi-head Delta AttnRes, as a PreNorm checkpoint is converted to it."""
+
+  definition = DeltaHeadsOneSoftmax
+
+
+class _Alternating(_Converted):
+  """As in the released code: b_k = x - b_{k-1}.
+
+  From the second block on, it is not a change of the stream but
+  sum_j (-1)^(k-j) x_j.
+  """
+
+  style = base.Style("Delta MHAR (alternating)", "#8a4fc4", "d")
+
+  def change(
+    self, stream_BTD: jax.Array, blocks: Sequence[jax.Array]
+  ) -> jax.Array:
+    return stream_BTD - precision.widen(blocks[-1])
+
+
+class DeltaHeadsAlternatingOneSoftmax(_Alternating):
+  """The definition of `delta_mh_alternating`."""
+
+
+class DeltaHeadsAlternating(_Alternating, DeltaBlock):
+  """`delta_mh` with the blocks of the released code, for replication."""
+
+  definition = DeltaHeadsAlternatingOneSoftmax
+
+
+def _no_weights(sources: Sequence[jax.Array]) -> jax.Array:
+  """Of a read that does not attend, [M, B, T]."""
+  return jnp.zeros((len(sources), *sources[0].shape[:2]), jnp.float32)
+
+
+def _sum(values: Sequence[jax.Array]) -> jax.Array:
+  """In the order of depth, like a running sum."""
+  first, *others = map(precision.widen, values)
+  for value_BTD in others:
+    first = first + value_BTD
+  return first

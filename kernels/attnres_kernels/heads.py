@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads over depth: H softmaxes per query, each over a slice of the width.
+
+A head's score is a dot product of slices, so the H scores of a query are those
+of H queries that are zero outside of their slices: one matrix product, without
+a transpose. A head's weight is spread over its slice.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def separate(query_QD: jax.Array, heads: int) -> jax.Array:
+  """One query [Q * H, D] per head, zero outside of the head's slice."""
+  if heads == 1:
+    return query_QD
+  num_queries, width = query_QD.shape
+  slices = query_QD.reshape(num_queries, 1, heads, width // heads)
+  own = jnp.eye(heads, dtype=query_QD.dtype)[None, :, :, None]
+  return (slices * own).reshape(num_queries * heads, width)
+
+
+def join(dquery_JD: jax.Array, heads: int) -> jax.Array:
+  """The transpose of `separate`, for gradients."""
+  if heads == 1:
+    return dquery_JD
+  count, width = dquery_JD.shape
+  slices = dquery_JD.reshape(count // heads, heads, heads, width // heads)
+  own = jnp.eye(heads, dtype=dquery_JD.dtype)[None, :, :, None]
+  return jnp.sum(slices * own, axis=1).reshape(count // heads, width)
+
+
+def spread(weight_H: jax.Array, heads: int, width: int) -> jax.Array:
+  """A weight for each channel, from one for each head: [..., D].
+
+  With a single head [..., 1], which broadcasts.
+  """
+  return weight_H if heads == 1 else jnp.repeat(weight_H, width // heads, -1)
+
+
+def totals(product_D: jax.Array, heads: int) -> jax.Array:
+  """The sum over each slice: [..., H]."""
+  width = product_D.shape[-1]
+  shape = (*product_D.shape[:-1], heads, width // heads)
+  return jnp.sum(product_D.reshape(shape), axis=-1)

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Delta AttnRes and its conversion of PreNorm, against loops."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnres_jax import analysis
+from attnres_jax import config as config_lib
+from attnres_jax import models
+from attnres_jax.models.residuals import base
+from tests.models import trunks
+
+FORMS = ("two_phase", "one_softmax")
+BLOCKS = ("delta_block", "delta_mh", "delta_mh_alternating")
+
+
+def _values(seed=2, num_sublayers=6):
+  rng = np.random.default_rng(seed)
+  values = rng.standard_normal((num_sublayers + 1, 1, 2, trunks.WIDTH))
+  return list(jnp.asarray(values))
+
+
+def _module(name, form="two_phase", **options):
+  heads = 2 if name.startswith("delta_mh") else 0
+  options = dict(heads=heads) | options
+  module = trunks.scheme(
+    name, 6, form=form, schedule_size=2,
+    block_size=2 if name in BLOCKS else 0,
+    read=config_lib.DepthReadConfig(**options),
+  )  # fmt: skip
+  if hasattr(module, "gate"):
+    gate = np.random.default_rng(4).standard_normal(6)
+    module.gate = module.gate.replace(jnp.asarray(gate))
+  return module
+
+
+def _attention(module, l, sources):
+  """Per token and head, over the sources and the null source."""
+  queries, heads = module.queries, module.options.heads
+  u = np.asarray(queries.query[l] * queries.gain[l])
+  if queries.null is not None:
+    null = np.asarray(queries.null[l])
+    sources = [np.broadcast_to(null, sources[0].shape), *sources]
+  h = np.zeros_like(sources[0])
+  part = trunks.WIDTH // heads
+  for b, t in np.ndindex(h.shape[:2]):
+    for k in range(heads):
+      mine = slice(k * part, (k + 1) * part)
+      e = np.array([
+        np.exp(
+          u[mine] @ s[b, t, mine] / np.sqrt(np.mean(s[b, t] ** 2) + trunks.EPS)
+        )
+        for s in sources
+      ])  # fmt: skip
+      for weight, s in zip(e / e.sum(), sources):
+        h[b, t, mine] += weight * s[b, t, mine]
+  return h
+
+
+def _expected(name, module, values):
+  """h_1, ..., h_6, h_out."""
+  values = [np.asarray(value) for value in values]
+  x, reads, sources = values[0], [], []
+  for l in range(6):
+    if name == "delta_attnres":
+      sources = values[: l + 1]
+    h = x
+    if l and sources:
+      gate = float(module.gate[l]) if hasattr(module, "gate") else 1.0
+      h = x + gate * _attention(module, l, sources)
+    reads.append(h)
+    if name in BLOCKS and l % 2 == 0:
+      # The stream as it was read, less what the blocks hold already.
+      held = sum(sources) if sources else 0
+      if name == "delta_mh_alternating" and sources:
+        held = sources[-1]
+      sources = [*sources, x - held]
+    x = x + values[l + 1]
+  return [*reads, x]
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("name", ["delta_attnres", *BLOCKS])
+def test_reads_are_the_definition(name):
+  values = _values()
+  for form in FORMS:
+    module = _module(name, form)
+    assert (module.definition is None) == (form == "one_softmax")
+    found = trunks.reads(module, values)
+    for h, wanted in zip(found, _expected(name, module, values), strict=True):
+      np.testing.assert_allclose(h, wanted, atol=1e-12)
+    weights, labels = module.depth_weights(values), module.source_labels()
+    assert [len(w) for w in weights] == [len(names) for names in labels]
+    np.testing.assert_array_equal(weights[-1], 0)
+    total = np.sum(weights[-2], axis=0)
+    assert np.all(total < 1 if "mh" in name else abs(total - 1) < 1e-12)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("name", ["delta_attnres", "delta_block"])
+def test_the_state_is_valid_between_any_two_sublayers(name):
+  values = _values()
+  module = _module(name, value_query=True)
+  state, found = module.init(values[0]), []
+  for l in range(6):
+    state = module.put_together(*module.take_apart(state))
+    carry, slots = module.open(state, l, l + 1)
+    slot = jax.tree.map(lambda a: a[0], slots)
+    found.append(module.read(carry, slot))
+    state = module.close(state, module.write(carry, slot, values[l + 1]), l + 1)
+  found.append(module.readout(state))
+  for h, wanted in zip(found, trunks.reads(module, values)):
+    for a, b in zip(base.qkv(h), base.qkv(wanted)):
+      np.testing.assert_allclose(a, b, atol=1e-13)
+  assert isinstance(found[2], base.QKV)
+
+
+CONFIG = config_lib.ModelConfig(
+  vocab_size=11,
+  width=16,
+  num_layers=2,
+  num_heads=2,
+  mlp_width=24,
+  init_std=0.3,
+  residual=config_lib.ResidualConfig(block_size=2),
+)
+TOKENS = np.random.default_rng(0).integers(0, 11, (2, 5), dtype=np.int32)
+
+
+def _network(name, **fields):
+  residual = dataclasses.replace(CONFIG.residual, name=name)
+  config = dataclasses.replace(CONFIG, residual=residual, **fields)
+  return models.build_model(config)
+
+
+@jax.jit
+def _logits_and_gradient(model):
+  def value(model):
+    logits = model(TOKENS)
+    return trunks.score(logits), logits
+
+  gradient, logits = jax.grad(value, has_aux=True)(model)
+  return logits, gradient.residual
+
+
+def test_zero_queries_are_prenorm():
+  plain = _network("prenorm", norm_eps=1e-12)(TOKENS)
+  delta = _network("delta_attnres", norm_eps=1e-12)(TOKENS)
+  np.testing.assert_allclose(delta, plain, atol=1e-5)
+  assert np.std(plain) > 0.3
+
+
+def test_conversion_is_prenorm_bit_by_bit_until_its_gate_opens():
+  plain, model = _network("prenorm"), _network("delta_mh")
+  queries = model.residual.queries
+  rng = np.random.default_rng(1)
+  for leaf in (queries.query, queries.gain, queries.null):
+    leaf[...] = rng.standard_normal(leaf.shape).astype(np.float32)
+  logits, gradient = _logits_and_gradient(model)
+  np.testing.assert_array_equal(logits, jax.jit(lambda m: m(TOKENS))(plain))
+  # One step of any optimiser moves only the gates, except that of sublayer 1.
+  assert model.residual.options.heads == 8
+  for leaf in jax.tree.leaves(gradient.queries):
+    np.testing.assert_array_equal(leaf, 0)
+  gate = np.abs(gradient.gate[...])
+  assert gate[0] == 0 and gate[1:].min() > 1e-4
+  model.residual.gate[...] = jnp.full(4, 0.5)
+  other, gradient = _logits_and_gradient(model)
+  assert np.abs(other - logits).max() > 0.1
+  for leaf in jax.tree.leaves(gradient.queries):
+    assert np.abs(leaf[1:]).max(axis=1).min() > 1e-6
+
+
+def test_blocks_sum_to_the_stream():
+  module = _network("delta_block").residual
+  rng = np.random.default_rng(0)
+  values = jnp.asarray(rng.standard_normal((5, 1, 2, 16)), jnp.float32)
+  state = base.run_through(
+    module, values[0], lambda l, carry, slot: values[l + 1]
+  )
+  np.testing.assert_allclose(sum(state.blocks), sum(values[:3]), atol=1e-5)
+  np.testing.assert_allclose(state.stream_BTD, sum(values), atol=1e-5)
+
+
+def test_mixing_matrix_is_one_plus_the_weights():
+  model = _network("delta_attnres")
+  query = model.residual.queries.query
+  query[...] = np.random.default_rng(1).standard_normal(query.shape)
+  token = TOKENS[:1, :1]
+  matrix = analysis.mixing_matrix(model, token, include_output=True)
+  weights = model.residual.depth_weights(model.trace(token).values)
+  for l, weight in enumerate(weights):
+    attention = np.asarray(weight)[:, 0, 0] if l else 0
+    np.testing.assert_allclose(matrix[l, : l + 1], 1 + attention, atol=1e-5)
+
+
+def test_another_null_source_is_refused():
+  with pytest.raises(config_lib.ConfigError, match="null: got .zero.,"):
+    config = config_lib.ResidualConfig(
+      name="delta_mh",
+      block_size=2,
+      read=config_lib.DepthReadConfig(null="zero"),
+    )
+    models.build_model(dataclasses.replace(CONFIG, residual=config))

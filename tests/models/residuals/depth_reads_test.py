@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of depth reads against loops over heads and sources."""
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax.models import residuals
+from attnres_jax.models.residuals import base
+from tests.models import trunks
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+Read = config_lib.DepthReadConfig
+FORMS = ("two_phase", "one_softmax")
+
+
+def _scheme(name, form="one_softmax", scale=1.0, **options):
+  return trunks.scheme(
+    name, 3, form=form, schedule_size=2, scale=scale,
+    block_size=2 if name == "block_attnres" else 0, read=Read(**options),
+  )  # fmt: skip
+
+
+def _values(seed=2):
+  rng = np.random.default_rng(seed)
+  return list(jnp.asarray(rng.standard_normal((4, 1, 2, trunks.WIDTH))))
+
+
+def _sources(name, values, l):
+  if name == "full_attnres":
+    return values[: l + 1]
+  starts = range(1, l + 1, 2)
+  return [values[0]] + [sum(values[s : min(s + 2, l + 1)]) for s in starts]
+
+
+def _by_loops(module, sources, l, value=False):
+  """One read, per token and head, and its weights [M, B, T, H]."""
+  sources = [np.asarray(source) for source in sources]
+  o, queries = module.options, module.queries
+  array = lambda p: None if p is None else np.asarray(p[...])
+  query, gain = array(queries.query)[l], array(queries.gain)
+  gain = np.ones(trunks.WIDTH) if gain is None else gain[l]
+  if value:
+    query = array(queries.value_query)[l // 2]
+  first = 0
+  if o.window:
+    first = max(0, len(sources) - 1 - o.window)
+  kept = [0, *range(1 + first, len(sources))]
+  sources = [sources[i] for i in kept]
+  if o.null != "none":
+    null = np.zeros(trunks.WIDTH)
+    if o.null == "learned":
+      null = array(queries.null)[l]
+    sources = [np.broadcast_to(null, sources[0].shape), *sources]
+    kept = [None, *kept]
+  heads, width = o.heads, trunks.WIDTH
+  part = width // heads
+  h = np.zeros_like(sources[0])
+  weights = np.zeros((len(sources), *h.shape[:2], heads))
+  for b, t in np.ndindex(h.shape[:2]):
+    for k in range(heads):
+      logits = []
+      for i, source in zip(kept, sources):
+        v = source[b, t]
+        key = v[width - o.rank :] if o.rank else v
+        inverse = (np.mean(key**2) + trunks.EPS) ** -0.5 if o.key_norm else 1
+        u = query
+        if o.query == "input":
+          newest = sources[-1][b, t]
+          u = newest / np.sqrt(np.mean(newest**2) + trunks.EPS) @ query
+        if o.query == "static":
+          logits.append(0.0 if i is None else o.logit_scale * query[i])
+          continue
+        if o.key_norm and not o.rank:
+          u = u * gain
+        mine = slice(k * part, (k + 1) * part) if heads > 1 else slice(None)
+        logits.append(o.logit_scale * np.dot(u[mine], key[mine]) * inverse)
+      logits = np.array(logits)
+      if o.score == "sigmoid":
+        a = 1 / (1 + np.exp(-logits))
+      else:
+        a = np.exp(logits) / np.exp(logits).sum()
+      weights[:, b, t, k] = a
+      mine = slice(k * part, (k + 1) * part)
+      for weight, source in zip(a, sources):
+        h[b, t, mine] += weight * source[b, t, mine]
+  return h, weights
+
+
+CASES = [
+  ("block_attnres", dict(heads=2, null="learned", value_query=True)),
+  ("full_attnres", dict(heads=3, null="zero", logit_scale=0.5)),
+  ("block_attnres", dict(rank=2, null="learned", logit_scale=2.0)),
+  ("full_attnres", dict(rank=4, value_query=True)),
+  ("block_attnres", dict(query="input", heads=2, key_norm=False, window=1)),
+  ("block_attnres", dict(query="static", null="zero", window=1)),
+  ("full_attnres", dict(query="static", score="sigmoid", logit_scale=0.5)),
+  ("full_attnres", dict(score="sigmoid", heads=3, value_query=True, window=2)),
+  ("block_attnres", dict(score="sigmoid")),
+  ("full_attnres", dict(key_norm=False)),
+]
+
+
+@pytest.mark.parametrize("name,options", CASES, ids=str)
+def test_reads_and_weights_are_the_definition(name, options):
+  values, found = _values(), []
+  forms = FORMS if Read(**options).batched else FORMS[1:]
+  modules = [_scheme(name, form, **options) for form in forms]
+  assert [m.definition is None for m in modules] == [
+    form == "one_softmax" for form in forms
+  ]
+  weights = modules[-1].depth_weights(values)
+  labels = modules[-1].source_labels()
+  wanted = [
+    _by_loops(modules[0], _sources(name, values, l), l) for l in range(4)
+  ]
+  for module in modules:
+    for l, h in enumerate(trunks.reads(module, values)):
+      np.testing.assert_allclose(base.main(h), wanted[l][0], atol=1e-12)
+      if 0 < l < 3:
+        assert isinstance(h, base.QKV) == module.options.value_query
+      if isinstance(h, base.QKV) and l % 2 == 0:
+        other, _ = _by_loops(module, _sources(name, values, l), l, value=True)
+        np.testing.assert_allclose(h.value, other, atol=1e-12)
+        found.append(l)
+  assert bool(found) == modules[0].options.value_query
+  for l, weight in enumerate(weights):
+    mean = wanted[l][1].mean(-1)[modules[0].options.null != "none" :]
+    seen = np.asarray(weight)
+    assert len(seen) == len(labels[l])
+    hidden = len(labels[l]) - len(mean)
+    np.testing.assert_allclose(seen[:1], mean[:1], atol=1e-12)
+    np.testing.assert_allclose(seen[1 + hidden :], mean[1:], atol=1e-12)
+    np.testing.assert_array_equal(seen[1 : 1 + hidden], 0)
+
+
+@pytest.mark.parametrize("name,options", CASES[:4:3], ids=str)
+def test_gradients_of_two_phases_are_those_of_the_definition(name, options):
+  layers, embedding = trunks.toy(3)
+  results = []
+  for form in FORMS:
+    module = _scheme(name, form, **options)
+    results.append(trunks.value_and_grad(layers, module, embedding))
+  leaves = [jax.tree.leaves(result) for result in results]
+  assert len(leaves[0]) == len(leaves[1])
+  for a, b in zip(*leaves):
+    scale = 1 + np.abs(np.asarray(b)).max()
+    np.testing.assert_allclose(a, b, rtol=0, atol=1e-11 * scale)
+
+
+def test_zero_queries_read_the_mean_with_any_number_of_heads():
+  values = _values()
+  for heads in (1, 2, 3, 6):
+    module = _scheme("full_attnres", "two_phase", scale=0.0, heads=heads)
+    read = module.queries.single(2)
+    h = module.attend(read, tuple(values[:3]))
+    np.testing.assert_allclose(h, np.mean(values[:3], axis=0), atol=1e-15)
+
+
+def test_slices_are_independent_but_for_the_norm():
+  module, values = _scheme("full_attnres", heads=3), _values()
+  # A change of sign in a slice keeps the norm.
+  sign = np.repeat([[[1.0, -1.0, 1.0]]], 2, axis=-1)
+  changed = [v * sign for v in values]
+  for form in FORMS:
+    module = _scheme("full_attnres", form, heads=3)
+    read = module.queries.single(2)
+    h, other = (
+      np.asarray(module.attend(read, tuple(v[:3]))) for v in (values, changed)
+    )
+    np.testing.assert_allclose(other[..., :2], h[..., :2], atol=1e-14)
+    np.testing.assert_allclose(other[..., 4:], h[..., 4:], atol=1e-14)
+    assert np.abs(other - h)[..., 2:4].max() > 0.1
+
+
+def test_equal_queries_of_keys_and_values_are_the_parent():
+  values = _values()
+  module = _scheme("block_attnres", "two_phase", value_query=True)
+  parent = _scheme("block_attnres", "two_phase")
+
+  def reads(value_query):
+    module.queries.value_query[...] = value_query
+    return trunks.reads(module, values)
+
+  found = reads(module.queries.query[::2])
+  expected = trunks.reads(parent, values)
+  for l, (h, wanted) in enumerate(zip(found, expected)):
+    for part in base.qkv(h):
+      np.testing.assert_allclose(part, wanted, atol=1e-14, err_msg=str(l))
+  moved = reads(module.queries.query[::2] + 1)
+  for h, wanted in zip(moved, found):
+    np.testing.assert_array_equal(base.main(h), base.main(wanted))
+  assert np.abs(moved[2].value - found[2].value).max() > 0.1
+
+
+def test_keys_of_full_rank_are_the_paper_s():
+  values = tuple(_values()[:3])
+  low, full = _scheme("full_attnres", rank=6), _scheme("full_attnres")
+  assert low.queries.gain is None
+  full.queries.gain[...] = np.ones_like(full.queries.gain[...])
+  found, expected = (
+    np.asarray(m.attend(m.queries.single(2), values)) for m in (low, full)
+  )
+  np.testing.assert_allclose(found, expected, atol=1e-14)
+  # Other coordinates than the key's have no influence on the weights.
+  low = _scheme("full_attnres", rank=2)
+  factor = np.array([[[-3.0, -3.0, -3.0, -3.0, 1.0, 1.0]]])
+  changed = [v * factor for v in values]
+  weights = [
+    low.mean_weights(low.queries.single(2), v) for v in (values, changed)
+  ]
+  np.testing.assert_array_equal(*weights)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_null_sources_take_weight(form):
+  sources = tuple(jnp.abs(v) for v in _values()[:3])
+  module = _scheme("full_attnres", form, scale=0.0, null="zero")
+  read = module.queries.single(2)
+  h = module.attend(read, sources)
+  np.testing.assert_allclose(h, sum(sources) / 4, atol=1e-15)
+  # Also with a single source.
+  h = module.attend(read, sources[:1])
+  np.testing.assert_allclose(h, sources[0] / 2, atol=1e-15)
+  module = _scheme("full_attnres", form, null="zero")
+  total = np.sum(module.mean_weights(module.queries.single(2), sources), 0)
+  assert np.all(total < 1)
+  module.queries.query[...] = -1e3 / np.asarray(module.queries.gain[...])
+  h = module.attend(module.queries.single(2), sources)
+  np.testing.assert_allclose(h, 0, atol=1e-300)
+
+
+def test_parameters_and_their_start():
+  def shapes(num_layers=2, width=8, **options):
+    config = config_lib.ModelConfig(
+      num_layers=num_layers,
+      width=width,
+      residual=config_lib.ResidualConfig(block_size=2, read=Read(**options)),
+    )
+    queries = residuals.build_residual(config, rngs=nnx.Rngs(params=0)).queries
+    return {
+      name: (value[...].shape, float(np.std(value[...])))
+      for name, value in vars(queries).items()
+      if isinstance(value, nnx.Param)
+    }
+
+  assert shapes() == dict(query=((5, 8), 0), gain=((5, 8), 0))
+  assert shapes(heads=4) == shapes()
+  assert shapes(rank=3) == dict(query=((5, 3), 0))
+  assert shapes(query="static") == dict(query=((5, 3), 0))
+  assert shapes(key_norm=False) == dict(query=((5, 8), 0))
+  assert shapes(query="input")["query"] == ((5, 8, 8), 0)
+  assert shapes(value_query=True)["value_query"] == ((2, 8), 0)
+  assert shapes(null="learned")["null"] == ((5, 8), 0)
+  assert shapes(null="zero") == shapes()
+  (_, spread) = shapes(query_init=0.02, width=64)["query"]
+  assert 0.017 < spread < 0.023
+
+
+@pytest.mark.parametrize(
+  "options,message",
+  [
+    (dict(heads=3), "heads: got 3, expected a divisor of model.width=8"),
+    (dict(rank=9), "rank: got 9, expected at most model.width=8"),
+    (dict(rank=2, heads=2), "heads: got 2, expected 1 with query='static' or"),
+    (dict(query="static", heads=2), "heads: got 2"),
+    (dict(query="static", key_norm=False), "key_norm: got False"),
+    (dict(query="static", rank=2), "rank: got 2"),
+    (
+      dict(query="static", null="learned"),
+      "null: got 'learned'",
+    ),
+    (dict(score="sigmoid", null="zero"), "null: got 'zero', expected 'none' w"),
+    (dict(query="input", value_query=True), "value_query: got True"),
+  ],
+)
+def test_bad_options_are_named(options, message):
+  with pytest.raises(config_lib.ConfigError) as caught:
+    config = config_lib.ModelConfig(
+      width=8,
+      num_layers=2,
+      residual=config_lib.ResidualConfig(block_size=2, read=Read(**options)),
+    )
+    residuals.abstract_residual(config)
+  assert f"config.model.residual.read.{message}" in str(caught.value)
+
+
+def test_other_schemes_refuse_options():
+  config = config_lib.ModelConfig(
+    residual=config_lib.ResidualConfig(name="prenorm", read=Read(heads=2))
+  )
+  with pytest.raises(config_lib.ConfigError, match="heads: got 2.*prenorm"):
+    residuals.abstract_residual(config)

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HAARES against loops over blocks and halves."""
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax.models import residuals
+from tests.models import trunks
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+LAST = 7  # sublayers, in blocks of 3: the last has one.
+
+
+def _module(name="haares", bias=None, **options):
+  read = config_lib.DepthReadConfig(**options)
+  module = trunks.scheme(name, LAST, block_size=3, read=read)
+  if name == "haares":
+    drawn = np.random.default_rng(3).standard_normal(LAST + 1)
+    start = drawn if bias is None else np.full(LAST + 1, bias)
+    module.bias = nnx.Param(jnp.asarray(start))
+  return module
+
+
+def _values(seed=2):
+  rng = np.random.default_rng(seed)
+  return list(rng.standard_normal((LAST + 1, 2, 3, trunks.WIDTH)))
+
+
+def _read(module, values, l):
+  """h_{l+1} from v_0, ..., v_l."""
+  bias, heads = float(module.bias[l]), module.options.heads
+  u = np.asarray(module.queries.query[l] * module.queries.gain[l])
+  h = np.zeros_like(values[0])
+  part = trunks.WIDTH // heads
+  for b, t in np.ndindex(h.shape[:2]):
+    sources, biases = [values[0][b, t]], [0]
+    for start in range(0, l, 3):
+      size = min(3, LAST - start)
+      total, difference = 0, 0
+      for i in range(start, min(start + 3, l)):
+        v = values[i + 1][b, t]
+        total = total + v
+        difference = difference + (v if i - start < size / 2 else -v)
+      rms = lambda x: np.sqrt(np.mean(x**2) + trunks.EPS)
+      sources += [total, difference * rms(total) / rms(difference)]
+      biases += [0, bias]
+    for k in range(heads):
+      mine = slice(k * part, (k + 1) * part)
+      e = np.exp([
+        u[mine] @ s[mine] / np.sqrt(np.mean(s**2) + trunks.EPS) + c
+        for s, c in zip(sources, biases)
+      ])  # fmt: skip
+      h[b, t, mine] = e / e.sum() @ np.stack(sources)[:, mine]
+  return h
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_reads_are_the_definition(heads):
+  module, values = _module(heads=heads), _values()
+  for l, h in enumerate(trunks.reads(module, values)):
+    np.testing.assert_allclose(h, _read(module, values, l), atol=1e-12)
+
+
+def test_without_details_it_is_block_attnres():
+  values = _values()
+  found = trunks.reads(_module(bias=-1e30), values)
+  expected = trunks.reads(_module("block_attnres"), values)
+  for h, wanted in zip(found, expected, strict=True):
+    np.testing.assert_allclose(h, wanted, atol=1e-13)
+
+
+def test_a_block_of_one_sublayer_is_its_own_detail():
+  module, values = _module(), _values()
+  state = module.init(values[0])
+  for l in range(LAST):
+    carry, slots = module.open(state, l, l + 1)
+    slot = jax.tree.map(lambda a: a[0], slots)
+    state = module.close(state, module.write(carry, slot, values[l + 1]), l + 1)
+    state = module.put_together(*module.take_apart(state))
+  assert len(state.sources) == 7
+  np.testing.assert_allclose(state.sources[-1], values[-1], atol=1e-12)
+  np.testing.assert_allclose(state.sources[-2], values[-1], atol=1e-12)
+  assert np.abs(state.sources[2] - state.sources[1]).max() > 0.1
+  expected = trunks.reads(module, values)[-1]
+  np.testing.assert_allclose(module.readout(state), expected, atol=1e-12)
+
+
+def test_ratios_have_no_gradient():
+  """The gradient of a detail is that of a fixed multiple of the difference."""
+  module, values = _module(), _values()
+
+  def detail(y_BTD):
+    carry, slots = module.open(module.init(values[0]), 0, 3)
+    for l, y in enumerate((values[1], y_BTD, values[3])):
+      slot = jax.tree.map(lambda a, l=l: a[l], slots)
+      carry = module.write(carry, slot, y)
+    return jnp.sum(module.close(None, carry, 3).sources[2] * values[4])
+
+  total = values[1] + values[2] + values[3]
+  difference = values[1] + values[2] - values[3]
+  mean = lambda x: np.mean(x**2, axis=-1, keepdims=True) + trunks.EPS
+  expected = values[4] * np.sqrt(mean(total) / mean(difference))
+  np.testing.assert_allclose(jax.grad(detail)(values[2]), expected, atol=1e-12)
+
+
+def test_labels_weights_and_start():
+  module, values = _module(), _values()
+  weights, labels = module.depth_weights(values), module.source_labels()
+  assert labels[4] == (
+    "embedding", "block 1", "detail 1", "block 2", "detail 2",
+  )  # fmt: skip
+  for weight, names in zip(weights, labels, strict=True):
+    assert len(weight) == len(names)
+    np.testing.assert_allclose(np.sum(weight, axis=0), 1, atol=1e-12)
+  config = config_lib.ModelConfig(
+    width=8,
+    num_layers=2,
+    residual=config_lib.ResidualConfig(name="haares", block_size=2),
+  )
+  fresh = residuals.build_residual(config, rngs=nnx.Rngs(params=0))
+  np.testing.assert_array_equal(fresh.bias[...], np.full(5, -4.0, np.float32))
+
+
+def test_options_without_a_meaning_are_refused():
+  for options in (dict(null="zero"), dict(window=2), dict(query="static")):
+    (name,) = options
+    with pytest.raises(config_lib.ConfigError, match=f"read.{name}: got"):
+      _module(**options)
