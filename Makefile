@@ -15,6 +15,8 @@ POD ?= --config=configs/kimi_linear.py:size=48b --topology=v5p:4x4x4 \
   --config.optim.accumulate_steps=32
 
 BIN := $(VENV)/bin
+# Neighbours of a file stay on one worker, which keeps what it compiled.
+PYTEST := -m pytest -n $(JOBS) --dist worksteal
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
 .DEFAULT_GOAL := help
