@@ -109,11 +109,13 @@ def plans(
     config_lib.fail("model.vocab_size", 0, "the tokenizer's vocabulary size")
   chip = topology.chip(devices[0])
   saved = _saved_bytes(config.model)
+  length = config.data.sequence_length
+  forward = flops.flops_per_token(config.model, length).forward
   found, dropped = [], {}
   for mesh_fields in _meshes(config, len(devices)):
     meshed = dataclasses.replace(config, mesh=mesh_fields)
     try:
-      cost = _Cost.of(meshed, devices, chip)
+      cost = _Cost.of(meshed, devices, chip, forward)
     except config_lib.ConfigError as error:
       reason = str(error).partition(",")[0]
       dropped[reason] = dropped.get(reason, 0) + 1
@@ -226,12 +228,14 @@ class _Cost:
     state: of parameters and optimiser, at rest.
     gradient: the float32 gradient, as parameters are at rest.
     gathered: parameters that a device computes with, in the dtype of products.
+    forward: FLOPs of a token.
     tokens: of a device and step.
     kept: what is kept per token with remat=full.
   """
 
   config: config_lib.RunConfig
   chip: chips.Chip
+  forward: float
   state: float
   gradient: float
   gathered: float
@@ -244,9 +248,12 @@ class _Cost:
     config: config_lib.RunConfig,
     devices: Sequence[Any],
     chip: chips.Chip,
+    forward: float,
   ) -> "_Cost":
+    # One microbatch, so that what is kept is that of all tokens.
     model = dataclasses.replace(config.model, remat="full")
-    config = dataclasses.replace(config, model=model)
+    optim = dataclasses.replace(config.optim, accumulate_steps=1)
+    config = dataclasses.replace(config, model=model, optim=optim)
     mesh: Mesh = sharding.make_mesh(config.mesh, devices)
     program = train_state.make_program(config, mesh)
     state = program.abstract_state
@@ -258,6 +265,7 @@ class _Cost:
     return cls(
       config,
       chip,
+      forward=forward,
       state=sharding.bytes_per_device((state.model, state.opt_state)),
       gradient=sharding.bytes_per_device(state.model),
       gathered=used / 4 * itemsize,
@@ -279,8 +287,7 @@ class _Cost:
     """The largest of compute, memory and links, roughly."""
     model, mesh, chip = self.config.model, self.config.mesh, self.chip
     passes = _PASSES[remat]
-    per_token = flops.flops_per_token(model, self.config.data.sequence_length)
-    work = (passes + 2) * per_token.forward * self.tokens
+    work = (passes + 2) * self.forward * self.tokens
     # Weights are read in every pass, and float32 gradients are added.
     weights = accumulate * self.gathered * (passes + 2 + 4)
     vectors = _VECTORS * model.num_sublayers * model.width * 2

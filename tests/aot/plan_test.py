@@ -52,6 +52,13 @@ def test_every_plan_is_a_config_of_all_devices(devices):
     ) == config  # fmt: skip
 
 
+def test_plans_do_not_depend_on_what_they_replace(devices):
+  plain, _ = plan_lib.plans(_config(), devices)
+  fields = {"optim.accumulate_steps": 4, "model.remat": "dots", "mesh.data": 4}
+  other, _ = plan_lib.plans(_config(**fields), devices)
+  assert other == plain
+
+
 def test_what_cannot_fit_is_dropped_with_its_reason(devices):
   config = _config(**{"model.width": 8192, "model.mlp_width": 131_072})
   found, dropped = plan_lib.plans(config, devices)
