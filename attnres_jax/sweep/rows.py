@@ -57,6 +57,8 @@ def of_run(
       "device": f"{start['devices']} x {start['device_kind']}",
       **{name: start.get(name, "unknown") for name in _ORIGIN},
     }
+    evaluated = [row for row in metric_rows if row["split"] == "validation"]
+    last_weights = (evaluated or [{}])[-1].get("last_weights_loss")
   with damage.of_file(workdir / "data.json"):
     fingerprint = data["train"]["fingerprint"][:12]
   with damage.of_file(workdir / "summary.json"):
@@ -71,6 +73,9 @@ def of_run(
       "peak_lr": config.optim.peak_lr,
       "step_seconds": _number(summary.get("step_seconds"), ".4g"),
     }
+    if last_weights is not None:
+      # Then `validation_loss` is that of averaged weights.
+      outcome["last_weights_loss"] = f"{last_weights:.6f}"
   # The time of one step has its own column.
   times = {
     "training" if name == "step" else name: value
