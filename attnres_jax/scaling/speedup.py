@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Effective speed-up: how many times the compute the baseline would need.
+
+If the baseline's loss falls as C^-alpha, and the other scheme's loss at C is
+that of the baseline at m C, then their pairs of runs (same size, same seed)
+differ by
+
+  d = ln L_other - ln L_baseline = -alpha (ln m + ln C_other - ln C_baseline)
+
+so that m follows from the mean of d and from alpha. What a pair has in common
+(initial weights, order of the data, distance of its size from the law) cancels
+in d. `fit.compute_advantage` instead compares two separate fits at one compute.
+
+Both errors are estimated from the scatter of sizes, which includes what the
+model does not fit: sizes off the baseline's law, and a speed-up that differs
+between sizes. (A few sizes give few degrees of freedom and wide intervals.)
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from scipy import stats
+
+from attnres_jax import config as config_lib
+from attnres_jax.scaling import fit
+
+# Quantiles of each of the two errors; their pairs are the distribution.
+_QUANTILES = 100
+
+
+def effective_speedup(
+  baseline: fit.Runs, other: fit.Runs, *, level: float = 0.9
+) -> fit.Estimate:
+  """The compute multiplier at equal loss, with an interval.
+
+  Args:
+    baseline: its runs at three or more computes, each with its own size label.
+    other: runs of which two or more are paired with the baseline's by size and
+      seed. If all pairs have one size, the speed-up is that of this size, and
+      its error is the scatter of seeds.
+    level: of the interval. It is an exact combination of two t-distributions,
+      as for a generalised confidence interval; its upper end is infinite if
+      the baseline may not improve with compute at all.
+
+  Raises:
+    ConfigError: too few computes or pairs.
+  """
+  if not 0 < level < 1:
+    config_lib.fail_argument("level", level, "a number between 0 and 1")
+  slope, slope_error, slope_freedom = _slope(baseline)
+  apart, more = _pairs(baseline, other)
+  gain, cost = -np.mean(apart), np.mean(more)
+  gain_error = np.std(apart, ddof=1) / np.sqrt(len(apart))
+  at = (np.arange(_QUANTILES) + 0.5) / _QUANTILES
+  gains = gain + gain_error * stats.t.ppf(at, len(apart) - 1)
+  slopes = slope + slope_error * stats.t.ppf(at, slope_freedom)
+  # A baseline that does not improve would never catch up, or always be ahead.
+  with np.errstate(divide="ignore", over="ignore"):
+    ratios = np.where(
+      slopes > 0, np.divide.outer(gains, slopes), np.inf * gains[:, None]
+    )
+    values = np.exp(np.append(ratios, gain / slope) - cost)
+  tails = (1 - level) / 2, (1 + level) / 2
+  low, high = np.quantile(values[:-1], tails, method="inverted_cdf")
+  return fit.Estimate(float(values[-1]), float(low), float(high))
+
+
+def _slope(runs: fit.Runs) -> tuple[float, float, int]:
+  """alpha, its standard error and degrees of freedom, from means of sizes."""
+  sizes = list(dict.fromkeys(runs.size))
+  rows = [np.array([one == size for one in runs.size]) for size in sizes]
+  x = np.array([np.log(runs.compute[own]).mean() for own in rows])
+  y = np.array([np.log(runs.loss[own]).mean() for own in rows])
+  if len(np.unique(x)) < 3:
+    config_lib.fail_argument(
+      "baseline", f"{len(np.unique(x))} computes", "at least 3"
+    )
+  found = stats.linregress(x, y)
+  if found.slope >= 0:
+    config_lib.fail_argument(
+      "baseline", f"a loss that rises as C^{found.slope:.3g}", "one that falls"
+    )
+  return -found.slope, found.stderr, len(x) - 2
+
+
+def _pairs(
+  baseline: fit.Runs, other: fit.Runs
+) -> tuple[np.ndarray, np.ndarray]:
+  """Differences of ln L and of ln C: means of sizes, or of one size's seeds."""
+  known = {
+    label: i for i, label in enumerate(zip(baseline.size, baseline.seed))
+  }
+  found: dict[object, list[Sequence[float]]] = {}
+  for i, label in enumerate(zip(other.size, other.seed)):
+    if label in known:
+      j = known[label]
+      pair = (
+        np.log(other.loss[i] / baseline.loss[j]),
+        np.log(other.compute[i] / baseline.compute[j]),
+      )
+      found.setdefault(label[0], []).append(pair)
+  if len(found) > 1:
+    rows = [np.mean(pairs, axis=0) for pairs in found.values()]
+  else:
+    rows = [pair for pairs in found.values() for pair in pairs]
+  if len(rows) < 2:
+    config_lib.fail_argument(
+      "other", f"{len(rows)} pairs with the baseline", "at least 2"
+    )
+  apart, more = np.transpose(rows)
+  return apart, more
