@@ -20,13 +20,20 @@ from configs import scaling
 
 SIZE = "s"
 EPSILON, OTHER_EPSILON = scaling.EPSILON, 2 * scaling.EPSILON
+# Share of all steps, at the end, whose weights are averaged.
 AVERAGED = 0.1
 SEEDS = (0, 1, 2, 3)
-# Seeds of the search for rates, which uses PreNorm only.
-RATE_SEEDS = SEEDS[:2]
+
 PLAIN = dict(recipe="plain", rows=scaling.ROWS, rate=12e-3)
-# The rates of each batch that are tried.
-RATES = {4: (3e-3, 6e-3, 12e-3), 16: (3e-3, 6e-3, 12e-3), 64: (12e-3, 24e-3)}
+SETTLED = dict(recipe="settled", rows=4, rate=6e-3)
+SLOWER = SETTLED | dict(rate=3e-3)
+# Of the search: rates of each batch, under PreNorm, and its seeds.
+RATES = {
+  4: (3e-3, 6e-3, 12e-3),
+  scaling.ROWS: (3e-3, 6e-3, 12e-3),
+  64: (12e-3, 24e-3),
+}
+RATE_SEEDS = {4: SEEDS[:2], scaling.ROWS: SEEDS[:1], 64: SEEDS[:1]}
 
 
 def get_config(arg=None):
@@ -50,15 +57,50 @@ def get_config(arg=None):
 
 
 def sweep(add, arg):
-  """The search for rates, then pairs and controls of every protocol."""
-  seeds = RATE_SEEDS
+  """The search for rates, then pairs and controls, most useful first."""
   if c.parse_arg(arg, runlocal=False).runlocal:
-    seeds = SEEDS[:1]
-  for seed in seeds:
-    for rows, rates in RATES.items():
-      for rate in rates:
-        run = dict(recipe="settled", rows=rows, rate=rate, residual="prenorm")
-        add(**run, seed=seed, **{"data.seed": seed})
+    listed = _pairs(SETTLED, 0) + _pairs(SETTLED, 1)
+  else:
+    listed = _search()
+    for seed in SEEDS:
+      listed += _pairs(SETTLED, seed)
+    for seed in SEEDS:
+      listed += _pairs(SLOWER, seed)
+    # The same initial weights on other data, and the reverse.
+    for seed in SEEDS:
+      for residual in ("prenorm", "block_attnres"):
+        listed += [_run(SETTLED, residual, seed, order=seed ^ 1)]
+    for seed in SEEDS[:3]:
+      listed += _pairs(PLAIN, seed)
+  added = []
+  for run in listed:
+    if run not in added:
+      add(**run)
+      added.append(run)
+
+
+def _search():
+  """Rates of each batch, under PreNorm."""
+  return [
+    _run(dict(recipe="settled", rows=rows, rate=rate), "prenorm", seed)
+    for rows, rates in RATES.items()
+    for rate in rates
+    for seed in RATE_SEEDS[rows]
+  ]
+
+
+def _pairs(protocol, seed):
+  """A pair of schemes, and PreNorm with other rounding."""
+  return [
+    _run(protocol, "prenorm", seed),
+    _run(protocol, "prenorm", seed) | {"model.norm_eps": OTHER_EPSILON},
+    _run(protocol, "block_attnres", seed),
+  ]
+
+
+def _run(protocol, residual, seed, order=None):
+  order = seed if order is None else order
+  return protocol | {"residual": residual, "seed": seed, "data.seed": order}
 
 
 def _plain(config):
