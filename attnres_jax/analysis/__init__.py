@@ -7,12 +7,16 @@ from attnres_jax.analysis.magnitudes import Magnitudes
 from attnres_jax.analysis.magnitudes import magnitudes
 from attnres_jax.analysis.mixing_matrix import mixing_matrix
 from attnres_jax.analysis.mixing_matrix import semiseparable_rank
+from attnres_jax.analysis.removal import Removal
+from attnres_jax.analysis.removal import source_removal
 
 __all__ = [
   "DepthWeights",
   "Magnitudes",
+  "Removal",
   "depth_weights",
   "magnitudes",
   "mixing_matrix",
   "semiseparable_rank",
+  "source_removal",
 ]

@@ -7,6 +7,7 @@ source: 0 the embedding, then sublayer outputs (Full) or completed blocks with
 the open, partial block after the last of them (Block).
 """
 
+from collections.abc import Sequence
 import dataclasses
 
 import jax
@@ -60,7 +61,7 @@ def depth_weights(
     ValueError: the scheme has no depth attention (`mixing_matrix` describes
       every scheme).
   """
-  means = _mean_weights(model, jnp.asarray(tokens))
+  means = mean_weights(model, jnp.asarray(tokens))
   labels = model.residual.source_labels()
   if means is None or labels is None:
     raise ValueError(
@@ -71,8 +72,8 @@ def depth_weights(
   entropies = np.asarray([entropy for _, entropy in means], np.float64)
   widest = max(labels[:-1], key=len)
   return DepthWeights(
-    attention=_stack_rows(weights[:-1:2], len(widest)),
-    mlp=_stack_rows(weights[1:-1:2], len(widest)),
+    attention=stack_rows(weights[:-1:2], len(widest)),
+    mlp=stack_rows(weights[1:-1:2], len(widest)),
     output=weights[-1],
     columns=tuple(_column_name(i, widest) for i in range(len(widest))),
     output_columns=tuple(labels[-1]),
@@ -83,7 +84,10 @@ def depth_weights(
 
 
 @jax.jit
-def _mean_weights(model, tokens_BT):
+def mean_weights(
+  model: models.Transformer, tokens_BT: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array], ...] | None:
+  """(mean weights [M], mean entropy) of reads 1..L+1, or None without any."""
   weights = model.residual.depth_weights(model.trace(tokens_BT).values)
   if weights is None:
     return None
@@ -97,7 +101,8 @@ def _entropy(weight_MBT: jax.Array) -> jax.Array:
   return jnp.sum(jax.scipy.special.entr(weight_MBT), axis=0)
 
 
-def _stack_rows(rows: list[np.ndarray], width: int) -> np.ndarray:
+def stack_rows(rows: Sequence[np.ndarray], width: int) -> np.ndarray:
+  """Rows of several lengths, with NaN where a source does not exist."""
   padded = [
     np.pad(row, (0, width - len(row)), constant_values=np.nan) for row in rows
   ]

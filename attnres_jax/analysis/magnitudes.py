@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from attnres_jax import models
+from attnres_jax.analysis import edited
 from attnres_jax.models import stack
 
 
@@ -31,6 +32,10 @@ class Magnitudes:
     read_rms: [sublayers], input of each sublayer, before its norm.
     grad_norm: [transformer blocks], L2 norm of the gradient of the mean
       cross-entropy with respect to all parameters of the block.
+    output_grad_rms: [sublayers], the gradient of the summed cross-entropy of a
+      sequence with respect to the output of each sublayer: RMS over the width,
+      mean over tokens. Where the scheme adds the output to a sum, this is also
+      the gradient with respect to the sum.
     loss: the mean cross-entropy, in nats per token.
   """
 
@@ -38,6 +43,7 @@ class Magnitudes:
   output_rms: np.ndarray
   read_rms: np.ndarray
   grad_norm: np.ndarray
+  output_grad_rms: np.ndarray
   loss: float
 
 
@@ -51,12 +57,13 @@ def magnitudes(
   """
   tokens_BT = jnp.asarray(tokens)
   state_L, output_L, read_L = _rms(model, tokens_BT[:, :-1])
-  loss, grad_norm_L = _gradient(model, tokens_BT)
+  loss, grad_norm_L, output_grad_L = _gradient(model, tokens_BT)
   return Magnitudes(
     state_rms=np.asarray(state_L)[1::2],
     output_rms=np.asarray(output_L),
     read_rms=np.asarray(read_L),
     grad_norm=np.asarray(grad_norm_L),
+    output_grad_rms=np.asarray(output_grad_L),
     loss=float(loss),
   )
 
@@ -78,13 +85,31 @@ def _mean_rms(x_BTD: jax.Array) -> jax.Array:
 
 @jax.jit
 def _gradient(model, tokens_BT):
-  loss, gradient = jax.value_and_grad(_cross_entropy)(model, tokens_BT)
+  inputs_BT = tokens_BT[:, :-1]
+  x_BTD = model.embedding.encode(inputs_BT)
+  num_sublayers = model.residual.num_sublayers
+  offsets = jnp.zeros((num_sublayers, *x_BTD.shape), x_BTD.dtype)
+
+  def loss(model, offsets):
+    scheme = edited.Edited(
+      model.residual, write=lambda l, y_BTD: y_BTD + offsets[l]
+    )
+    logits_BTV = edited.logits(model, scheme, inputs_BT)
+    return cross_entropy(logits_BTV, tokens_BT)
+
+  value, (gradient, by_output) = jax.value_and_grad(loss, (0, 1))(
+    model, offsets
+  )
+  # Of a sum over targets, which does not depend on how many others there are.
+  by_output = inputs_BT.size * jnp.stack([_mean_rms(g) for g in by_output])
   kinds = model.config.sublayer_kinds
-  return loss, stack.layer_norms(gradient.sublayers, kinds)
+  return value, stack.layer_norms(gradient.sublayers, kinds), by_output
 
 
-def _cross_entropy(model, tokens_BT):
-  logits_BTV = model(tokens_BT[:, :-1])
+def cross_entropy(
+  logits_BTV: jax.Array, tokens_BT: Int[Array, "B T+1"]
+) -> jax.Array:
+  """The mean over all but the first column of the tokens, in nats."""
   return jnp.mean(
     optax.softmax_cross_entropy_with_integer_labels(
       logits_BTV, tokens_BT[:, 1:]

@@ -16,7 +16,6 @@ an entry that is a matrix over channels, it is an unbiased estimate of the mean
 of its diagonal, and `norms=True` measures its size.
 """
 
-import functools
 from typing import Any
 
 from flax import nnx
@@ -94,7 +93,7 @@ def _responses(
   Returns:
     Gains of each channel [L + 1, L + 1, D], and norms [L + 1, L + 1].
   """
-  scheme = _definition(model)
+  scheme = definition(model)
   values = jnp.stack(
     [v_BTD.astype(scheme.dtype) for v_BTD in model.trace(tokens_BT).values]
   )
@@ -104,33 +103,47 @@ def _responses(
 
   def respond(i: jax.Array) -> tuple[jax.Array, jax.Array]:
     tangents = jnp.zeros_like(values).at[i].set(probe_BTD)
-    _, reads = jax.jvp(
-      functools.partial(_reads, scheme), (values,), (tangents,)
-    )
-    reads = jnp.stack(reads).astype(jnp.float32)
+    reads = map(base.main, response(scheme, values, tangents))
+    reads = jnp.stack([*reads]).astype(jnp.float32)
     gains_LD = jnp.mean(
       reads * probe_BTD[None].astype(jnp.float32), axis=(1, 2)
     )
     return gains_LD, jnp.sqrt(jnp.mean(jnp.square(reads), axis=(1, 2, 3)))
 
-  with base.fixed_coefficients():
-    gains_LLD, norms_LL = jax.lax.map(respond, jnp.arange(len(values)))
+  gains_LLD, norms_LL = jax.lax.map(respond, jnp.arange(len(values)))
   return jnp.swapaxes(gains_LLD, 0, 1), norms_LL.T
 
 
-def _reads(scheme: base.Residual, values: jax.Array) -> list[jax.Array]:
-  """h_1, ..., h_L, h_out if the sublayers return values[1:]."""
-  reads = []
+def response(
+  scheme: base.Residual, values: jax.Array, tangents: jax.Array
+) -> list[Any]:
+  """How each read changes with the values, at fixed coefficients.
 
-  def sublayer(l: int, carry: Any, slot: Any) -> jax.Array:
-    reads.append(base.main(scheme.read(carry, slot)))
-    return values[l + 1]
+  Args:
+    scheme: in the form that computes each read separately.
+    values: v_0, ..., v_L, stacked: [L + 1, B, T, D].
+    tangents: directions of change, of the same shape.
 
-  state = base.run_through(scheme, values[0], sublayer)
-  return [*reads, scheme.readout(state)]
+  Returns:
+    L + 1 changes [B, T, D], of h_1, ..., h_L and h_out; `QKV` where a mixer has
+    several inputs.
+  """
+
+  def reads(values: jax.Array) -> list[Any]:
+    found = []
+
+    def sublayer(l: int, carry: Any, slot: Any) -> jax.Array:
+      found.append(scheme.read(carry, slot))
+      return values[l + 1]
+
+    state = base.run_through(scheme, values[0], sublayer)
+    return [*found, scheme.readout(state)]
+
+  with base.fixed_coefficients():
+    return jax.jvp(reads, (values,), (tangents,))[1]
 
 
-def _definition(model: models.Transformer) -> base.Residual:
+def definition(model: models.Transformer) -> base.Residual:
   """The model's scheme in the form that computes each read separately."""
   scheme = model.residual
   if scheme.definition is None:

@@ -52,3 +52,23 @@ def test_gradient_norm_per_block(name):
     flat = [np.ravel(leaf[t]) for leaf in jax.tree.leaves(gradient.sublayers)]
     norm = np.linalg.norm(np.concatenate(flat))
     np.testing.assert_allclose(found.grad_norm[t], norm, rtol=1e-4)
+
+
+def test_gradient_by_an_output_is_that_of_the_sum_it_goes_into():
+  model, tokens = networks.network("prenorm"), networks.tokens(2, 6)
+  found = analysis.magnitudes(model, tokens)
+  assert found.output_grad_rms.shape == (6,)
+
+  # The last sublayer of a plain sum changes the readout alone.
+  _, reads = networks.trace(model, tokens[:, :-1])
+
+  def loss(h_BTD):
+    logits_BTV = model.embedding.decode(model.final_norm(h_BTD))
+    log_p_BTV = jax.nn.log_softmax(logits_BTV)
+    targets_BT1 = jnp.asarray(tokens[:, 1:, None])
+    return -jnp.sum(jnp.take_along_axis(log_p_BTV, targets_BT1, axis=-1))
+
+  gradient = jax.grad(loss)(reads[-1])
+  np.testing.assert_allclose(
+    found.output_grad_rms[-1], _rms(gradient), rtol=1e-4
+  )

@@ -21,6 +21,7 @@ def network(
   num_layers: int = 3,
   block_size: int = 4,
   form: str = "two_phase",
+  norm_eps: float = 1e-6,
 ):
   """A network of `num_layers` transformer blocks and random coefficients."""
   config = config_lib.ModelConfig(
@@ -30,6 +31,7 @@ def network(
     num_heads=2,
     mlp_width=24,
     init_std=0.3,
+    norm_eps=norm_eps,
     residual=config_lib.ResidualConfig(
       name=name, block_size=block_size, form=form
     ),

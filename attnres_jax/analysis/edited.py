@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Interventions: reads and outputs of a network are changed on their way."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from attnres_jax import models
+from attnres_jax.models import stack
+from attnres_jax.models.residuals import base
+
+Edit = Callable[[jax.Array, Any], Any]
+
+
+def _same(l: jax.Array, x: Any) -> Any:
+  del l
+  return x
+
+
+class Edited(base.Residual):
+  """A scheme whose reads and writes pass through functions.
+
+  Its states and carries are those of the scheme. Its slots are pairs of a
+  sublayer's number and its slot.
+  """
+
+  def __init__(
+    self,
+    scheme: base.Residual,
+    *,
+    read: Edit = _same,
+    write: Edit = _same,
+    readout: Callable[[jax.Array], jax.Array] = lambda h_BTD: h_BTD,
+  ):
+    """Wraps a scheme.
+
+    Args:
+      scheme: any.
+      read: maps l, an int32 counted from 0, and what sublayer l + 1 reads
+        before its norm ([B, T, D], or `QKV`) to what it reads instead.
+      write: maps l and the output of sublayer l + 1 to what is written.
+      readout: maps h_out [B, T, D] to what the final norm reads.
+    """
+    self.scheme = scheme
+    self.edit_read = read
+    self.edit_write = write
+    self.edit_readout = readout
+
+  def segments(self) -> tuple[tuple[int, int], ...]:
+    return self.scheme.segments()
+
+  def init(self, embedding_BTD: jax.Array) -> Any:
+    return self.scheme.init(embedding_BTD)
+
+  def open(self, state: Any, start: int, stop: int) -> tuple[Any, Any]:
+    carry, slots = self.scheme.open(state, start, stop)
+    return carry, (jnp.arange(start, stop), slots)
+
+  def read(self, carry: Any, slot: Any) -> jax.Array | base.QKV:
+    l, slot = slot
+    return self.edit_read(l, self.scheme.read(carry, slot))
+
+  def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
+    l, slot = slot
+    return self.scheme.write(carry, slot, self.edit_write(l, y_BTD))
+
+  def close(self, state: Any, carry: Any, stop: int) -> Any:
+    return self.scheme.close(state, carry, stop)
+
+  def readout(self, state: Any) -> jax.Array:
+    return self.edit_readout(self.scheme.readout(state))
+
+
+def logits(
+  model: models.Transformer, scheme: base.Residual, tokens_BT: jax.Array
+) -> jax.Array:
+  """Of the network with another scheme [B, T, V], sublayer by sublayer."""
+  trace = stack.trace(
+    model.sublayers,
+    model.config.sublayer_kinds,
+    scheme,
+    model.embedding.encode(tokens_BT),
+    None,
+    memory=model.depth_memory,
+  )
+  return model.embedding.decode(model.final_norm(trace.reads[-1]))
