@@ -91,11 +91,11 @@ print(np.round(softmax(np.asarray([0.2, 0.8, 1.5, 0.6])), 4))
 
 # %% [markdown]
 # Now the whole depth, three times. In a plain sum, the state tends to grow
-# with every layer. Full AttnRes mixes all earlier outputs with weights that sum to 1, so a
-# read is never longer than the longest source. Block AttnRes mixes the
-# embedding, the sums of completed blocks and the sum so far of its own block,
-# which starts from zero at each block. *Every* layer attends, not only those at
-# a block's boundary.
+# with every layer. Full AttnRes mixes all earlier outputs with weights that sum
+# to 1, so a read is never longer than the longest source. Block AttnRes mixes
+# the embedding, the sums of completed blocks and the sum so far of its own
+# block, which starts from zero at each block. *Every* layer attends, not only
+# those at a block's boundary.
 
 # %%
 queries = 0.5 * rng.standard_normal((6, 8))
