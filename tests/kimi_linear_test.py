@@ -36,7 +36,7 @@ def config():
 def whole(config, tmp_path_factory):
   """An uninterrupted run."""
   workdir = tmp_path_factory.mktemp("whole")
-  with tiny_run.compilation_cache(tmp_path_factory.mktemp("cache")):
+  with tiny_run.traced_once():
     train.train_and_evaluate(config, workdir)
     yield workdir
 

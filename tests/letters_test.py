@@ -21,6 +21,7 @@ from attnres_jax import optimizer
 from attnres_jax import sharding
 from attnres_jax.models import residuals
 from attnres_jax.models import sublayer
+from tests import tiny_network
 
 FSDP, TENSOR, EXPERT = sharding.FSDP, sharding.TENSOR, sharding.EXPERT
 # The end of a path -> the mesh axis that cuts each dimension but the stacked
@@ -71,32 +72,23 @@ TRAINING = (
   (r"sublayers/moe/core/selection_bias", "", False, True),
 )
 
-KINDS = config_lib.ModelConfig(
-  vocab_size=7,
-  width=8,
+ALL = tiny_network.KINDS | dict(
   num_layers=4,
-  num_heads=2,
   num_kv_heads=1,
-  mlp_width=12,
   mixers=("attention", "kda"),
   last_mixer="mla",
   qkv_norm=True,
-  kda=config_lib.KdaConfig(head_width=4, gate_rank=3),
-  moe=config_lib.MoeConfig(
-    num_experts=4, top_k=2, expert_width=10, dense_layers=1
-  ),
-  residual=config_lib.ResidualConfig(num_blocks=2),
 )
+KINDS = tiny_network.config(**ALL)
 
 
 def _networks():
   for name in residuals.headline():
-    residual = dataclasses.replace(KINDS.residual, name=name)
-    yield dataclasses.replace(KINDS, residual=residual)
-  yield dataclasses.replace(KINDS, tie_embeddings=True)
+    yield tiny_network.config(name, **ALL)
+  yield tiny_network.config(tie_embeddings=True, **ALL)
   for file in (pathlib.Path(__file__).parents[1] / "configs").glob("*.py"):
     yield config_lib.load_config(str(file)).model
-  yield config_lib.load_config("configs/kimi_linear.py:size=48b").model
+  yield tiny_network.full_size()
 
 
 def _described(function, tree):

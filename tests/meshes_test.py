@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step on any mesh is the step on one device."""
 
+import dataclasses
 import re
 
 import jax
@@ -29,10 +30,8 @@ MESHES = [
 ]
 # The smallest network with experts.
 EXPERTS = dict(
-  residual=config_lib.ResidualConfig("prenorm"),
-  moe=config_lib.MoeConfig(
-    num_experts=4, top_k=2, expert_width=8, dense_layers=0
-  ),
+  name="prenorm",
+  moe=dataclasses.replace(tiny_network.KINDS["moe"], dense_layers=0),
 )
 EXPERT_MESHES = [
   dict(data=1, expert=2, tensor=2),
@@ -45,17 +44,9 @@ EXPERT_MESHES = [
 
 
 def _config(mesh, **model):
-  dense = dict(
-    vocab_size=32,
-    width=16,
-    num_layers=1,
-    num_heads=2,
-    mlp_width=32,
-    init_std=0.2,
-    residual=config_lib.ResidualConfig("block_attnres", block_size=1),
-  )
+  dense = dict(vocab_size=32, num_layers=1, block_size=1)
   return config_lib.RunConfig(
-    model=config_lib.ModelConfig(**dense | model),
+    model=tiny_network.config(**dense | model),
     data=config_lib.DataConfig(sequence_length=8, batch_size=8),
     # A large epsilon, since Adam would divide rounding errors by themselves.
     optim=config_lib.OptimConfig(warmup_steps=1, eps=1e-2),

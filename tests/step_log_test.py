@@ -8,6 +8,7 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax import metrics as metrics_lib
 from attnres_jax import step_log
+from tests import tiny_network
 
 
 class _Rows:
@@ -43,11 +44,9 @@ def _metrics(step, finite=True, **changes):
 def make():
   def make(**train):
     sink = _Rows()
-    model = config_lib.ModelConfig(
-      residual=config_lib.ResidualConfig(name="prenorm")
-    )
     config = config_lib.RunConfig(
-      model=model, train=config_lib.TrainConfig(**train)
+      model=tiny_network.config("prenorm"),
+      train=config_lib.TrainConfig(**train),
     )
 
     def fetch(metrics):

@@ -14,9 +14,6 @@ import tempfile
 import time
 
 import jax
-from jax.experimental.compilation_cache import (
-  compilation_cache as compilation_cache_lib,
-)
 import numpy as np
 import pytest
 
@@ -77,32 +74,6 @@ def traced_once():
     make_once = functools.cache(train_state.make_program)
     patch.setattr(train_state, "make_program", make_once)
     yield
-
-
-@contextlib.contextmanager
-def compilation_cache(folder):
-  """Keeps compiled programs of this process in a folder.
-
-  Not with older versions of jax: 0.10.2 occasionally crashes while it writes
-  one.
-  """
-  if jax.__version_info__ < (0, 11):
-    folder = None
-  names = dict(
-    jax_compilation_cache_dir=None if folder is None else str(folder),
-    jax_persistent_cache_min_compile_time_secs=0.0,
-  )
-  before = {name: getattr(jax.config, name) for name in names}
-  try:
-    for name, value in names.items():
-      jax.config.update(name, value)
-    compilation_cache_lib.reset_cache()
-    yield
-  finally:
-    for name, value in before.items():
-      jax.config.update(name, value)
-    compilation_cache_lib.reset_cache()
-    compilation_cache_lib.reset_cache()
 
 
 def start(workdir, fields, *flags, devices=1):

@@ -12,21 +12,14 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax import sharding
 from attnres_jax import train_state
+from tests import tiny_network
 
 VOCAB = 17
 
 
 def _config(name="block_attnres", accumulate_steps=1, data=1, **optim):
   return config_lib.RunConfig(
-    model=config_lib.ModelConfig(
-      vocab_size=VOCAB,
-      width=16,
-      num_layers=2,
-      num_heads=2,
-      mlp_width=24,
-      init_std=0.2,
-      residual=config_lib.ResidualConfig(name=name, num_blocks=2),
-    ),
+    model=tiny_network.config(name, vocab_size=VOCAB),
     data=config_lib.DataConfig(batch_size=8, sequence_length=6),
     optim=config_lib.OptimConfig(
       peak_lr=0.01,

@@ -48,9 +48,9 @@ class Magnitudes:
 
 
 def magnitudes(
-  model: models.Transformer, tokens: Int[Array | np.ndarray, "B T+1"]
+  model: models.Transformer, tokens: Int[Array | np.ndarray, "B T"]
 ) -> Magnitudes:
-  """Measures `model` on `tokens`; the last column is only a target.
+  """Measures `model` on `tokens`, whose last column is only a target.
 
   To average over several batches, as in the paper's figure, call it once per
   batch.
@@ -107,7 +107,7 @@ def _gradient(model, tokens_BT):
 
 
 def cross_entropy(
-  logits_BTV: jax.Array, tokens_BT: Int[Array, "B T+1"]
+  logits_BTV: jax.Array, tokens_BT: Int[Array | np.ndarray, "B T"]
 ) -> jax.Array:
   """The mean over all but the first column of the tokens, in nats."""
   return jnp.mean(

@@ -86,7 +86,7 @@ def semiseparable_rank(matrix: np.ndarray, tolerance: float = 1e-5) -> int:
 
 @jax.jit
 def _responses(
-  model: models.Transformer, tokens_BT: jax.Array, probe: int
+  model: models.Transformer, tokens_BT: jax.Array, probe: jax.typing.ArrayLike
 ) -> tuple[jax.Array, jax.Array]:
   """How read l (a row) responds to value i (a column), each of L + 1.
 

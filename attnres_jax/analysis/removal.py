@@ -56,7 +56,7 @@ class Removal:
 
 
 def source_removal(
-  model: models.Transformer, tokens: Int[Array | np.ndarray, "B T+1"]
+  model: models.Transformer, tokens: Int[Array | np.ndarray, "B T"]
 ) -> Removal:
   """Removes each source from each read of `model` in turn.
 

@@ -3,15 +3,14 @@
 
 import functools
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from attnres_jax import analysis
-from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax.models.residuals import base
+from tests import tiny_network
 
 
 @functools.cache
@@ -24,19 +23,11 @@ def network(
   norm_eps: float = 1e-6,
 ):
   """A network of `num_layers` transformer blocks and random coefficients."""
-  config = config_lib.ModelConfig(
-    vocab_size=19,
-    width=16,
-    num_layers=num_layers,
-    num_heads=2,
-    mlp_width=24,
+  model = tiny_network.model(
+    name, seed=3, num_layers=num_layers, block_size=block_size, form=form,
     init_std=0.3,
     norm_eps=norm_eps,
-    residual=config_lib.ResidualConfig(
-      name=name, block_size=block_size, form=form
-    ),
-  )
-  model = models.build_model(config, seed=3)
+  )  # fmt: skip
   rng = np.random.default_rng(5)
   if hasattr(model.residual, "queries"):
     query = model.residual.queries.query
@@ -51,8 +42,8 @@ def network(
   return model
 
 
-class Recorded(nnx.Module):
-  """A scheme whose sublayers return given values [L + 1, B, T, D]."""
+class Recorded(models.Transformer):
+  """A scheme alone, whose sublayers return given values [L + 1, B, T, D]."""
 
   def __init__(self, residual, values):
     self.residual = residual
@@ -79,4 +70,4 @@ def trace(model, tokens_BT):
 
 def tokens(rows: int, length: int) -> np.ndarray:
   rng = np.random.default_rng(0)
-  return rng.integers(0, 19, (rows, length), dtype=np.int32)
+  return rng.integers(0, 16, (rows, length), dtype=np.int32)

@@ -9,44 +9,37 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import data
-from attnres_jax import models
 from attnres_jax.inference import sample
+from tests import tiny_network
 
 WINDOW = 6
 
 
 @pytest.fixture(scope="module")
 def model():
-  config = config_lib.ModelConfig(
-    vocab_size=257,
-    width=16,
-    num_layers=2,
-    num_heads=2,
-    mlp_width=16,
-    init_std=0.5,
-    residual=config_lib.ResidualConfig("block_attnres", block_size=2),
-  )
-  return models.build_model(config)
+  return tiny_network.model(vocab_size=257, init_std=0.5)
+
+
+_logits = jax.jit(lambda model, tokens_BT: model(tokens_BT))
 
 
 def test_greedy_is_the_argmax_of_every_prefix(model):
-  ids = [5, 9]
-  apply = jax.jit(lambda model, tokens_BT: model(tokens_BT))
-  expected = []
+  prompt = [5, 9, 2, 6]
+  ids, expected = list(prompt), []
   for _ in range(8):
     visible = np.asarray([ids[-WINDOW:]], np.int32)
-    expected.append(int(np.argmax(apply(model, visible)[0, -1])))
+    expected.append(int(np.argmax(_logits(model, visible)[0, -1])))
     ids.append(expected[-1])
   found = sample.sample(
-    model, np.asarray([5, 9]), num_tokens=8, window=WINDOW, temperature=0.0
+    model, np.asarray(prompt), num_tokens=8, window=WINDOW, temperature=0.0
   )
   assert found.tolist() == expected
   assert len(set(expected)) > 1
 
 
 def test_frequencies_follow_the_tempered_distribution(model):
-  prompt = np.asarray([3, 1, 4], np.int32)
-  logits_V = np.asarray(model(prompt[None])[0, -1], np.float64) / 0.5
+  prompt = np.asarray([3, 1, 4, 1], np.int32)
+  logits_V = np.asarray(_logits(model, prompt[None])[0, -1], np.float64) / 0.5
   p_V = np.exp(logits_V - logits_V.max())
   p_V /= p_V.sum()
   draws = [

@@ -25,64 +25,48 @@ def _assert_close(found, expected, tolerance=1e-11):
     np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * scale)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
-  "num_sublayers,block_size",
-  [(8, 2), (8, 4), (6, 6), (6, 4)],
-)
-def test_transformer_blocks(num_sublayers, block_size, form):
+def _network(num_sublayers, **fields):
+  """Sublayers, a scheme and an embedding: the arguments of `_run`."""
   layers, embedding = trunks.toy(num_sublayers)
-  module = trunks.scheme(
-    "block_attnres", num_sublayers, block_size=block_size, form=form
-  )
-  expected = trunks.fig2(
-    trunks.functions(layers, num_sublayers),
-    trunks.folded(module),
-    embedding,
-    block_size,
-  )
-  _assert_close(_run(layers, module, embedding), expected)
+  module = trunks.scheme("block_attnres", num_sublayers, **fields)
+  return layers, module, embedding
+
+
+def _oracle(listing, block_size):
+  """The listing as a function of what `_run` takes."""
+
+  def run(layers, module, embedding):
+    functions = trunks.functions(layers, module.num_sublayers)
+    return listing(functions, trunks.folded(module), embedding, block_size)
+
+  return run
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
-  "num_sublayers,block_size",
-  [(4, 1), (7, 3), (1, 1), (3, 9)],
+  "listing,num_sublayers,block_size",
+  [
+    *((trunks.fig2, *shape) for shape in [(4, 2), (8, 4), (6, 6), (6, 4)]),
+    # A boundary at any sublayer.
+    *(
+      (trunks.fig2_per_sublayer, *shape)
+      for shape in [(4, 1), (7, 3), (1, 1), (3, 9)]
+    ),
+  ],
 )
-def test_boundary_at_any_sublayer(num_sublayers, block_size, form):
-  layers, embedding = trunks.toy(num_sublayers)
-  module = trunks.scheme(
-    "block_attnres", num_sublayers, block_size=block_size, form=form
-  )
-  expected = trunks.fig2_per_sublayer(
-    trunks.functions(layers, num_sublayers),
-    trunks.folded(module),
-    embedding,
-    block_size,
-  )
-  _assert_close(_run(layers, module, embedding), expected)
+def test_outputs(listing, num_sublayers, block_size, form):
+  network = _network(num_sublayers, block_size=block_size, form=form)
+  _assert_close(_run(*network), _oracle(listing, block_size)(*network))
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("num_sublayers,block_size", [(4, 2), (5, 3)])
 def test_gradients(num_sublayers, block_size, form):
-  layers, embedding = trunks.toy(num_sublayers)
-  module = trunks.scheme(
-    "block_attnres", num_sublayers, block_size=block_size, form=form
-  )
-
-  def oracle(layers, module, embedding):
-    h = trunks.fig2_per_sublayer(
-      trunks.functions(layers, num_sublayers),
-      trunks.folded(module),
-      embedding,
-      block_size,
-    )
-    return trunks.score(h)
-
-  arguments = layers, module, embedding
-  expected = oracle(*arguments), trunks.gradient(oracle, *arguments)
-  found = trunks.value_and_grad(*arguments)
+  network = _network(num_sublayers, block_size=block_size, form=form)
+  output = _oracle(trunks.fig2_per_sublayer, block_size)
+  oracle = lambda *network: trunks.score(output(*network))
+  expected = oracle(*network), trunks.gradient(oracle, *network)
+  found = trunks.value_and_grad(*network)
   assert jax.tree.structure(found) == jax.tree.structure(expected)
   _assert_close(found, expected, 1e-10)
 
@@ -122,8 +106,7 @@ def test_kimi_k3_has_these_sources():
 def test_embedding_is_one_source_not_two():
   # The other way to read Fig. 2 starts with the embedding in `blocks` as well
   # as in the partial sum, which counts it twice for the whole network.
-  layers, embedding = trunks.toy(4)
-  module = trunks.scheme("block_attnres", 4, block_size=4)
+  layers, module, embedding = _network(4, block_size=4)
   u, f = trunks.folded(module), trunks.functions(layers, 4)
   values = [np.asarray(embedding)]
   for l in range(4):

@@ -17,6 +17,8 @@ from attnres_jax.aot import hlo
 from attnres_jax.aot import topology
 from attnres_jax.models import moe
 from tests import jaxprs
+from tests import tiny_network
+from tests.models import cores
 
 BATCH, TOKENS, WIDTH = 8, 5, 12
 EXPERTS, TOP_K, HIDDEN, FACTOR = 6, 3, 4, 2.446
@@ -24,7 +26,7 @@ EXPERTS, TOP_K, HIDDEN, FACTOR = 6, 3, 4, 2.446
 
 def _config(dtype="float32", **kwargs):
   shape = dict(num_experts=EXPERTS, top_k=TOP_K, expert_width=HIDDEN) | kwargs
-  return config_lib.ModelConfig(
+  return tiny_network.config(
     width=WIDTH,
     num_layers=1,
     num_heads=1,
@@ -49,16 +51,13 @@ def _uneven_bias():
 
 def _definition(module, x_BTD):
   """The outputs, and the experts of each token, from the formulas."""
-  weights = jax.tree.map(
-    lambda w: np.asarray(w, np.float64), nnx.to_pure_dict(nnx.state(module))
-  )
-  sigmoid = lambda x: 1 / (1 + np.exp(-x))
+  weights = cores.weights(module)
 
   def swiglu(x, gate, up, down):
-    return ((x @ gate) * sigmoid(x @ gate) * (x @ up)) @ down
+    return ((x @ gate) * cores.sigmoid(x @ gate) * (x @ up)) @ down
 
   def one_token(x):
-    score = sigmoid(x @ weights["router"])
+    score = cores.sigmoid(x @ weights["router"])
     order = np.argsort(-(score + weights["selection_bias"]), kind="stable")
     y = swiglu(x, **weights["shared"]) if "shared" in weights else 0.0 * x
     for e in order[:TOP_K]:
@@ -72,9 +71,6 @@ def _definition(module, x_BTD):
   return np.reshape(outputs, x_BTD.shape), np.array(experts)
 
 
-_apply = jax.jit(lambda module, x, segments=None: module(x, segments))
-
-
 def _loss(module, x, segments=None):
   return jnp.sum(jnp.sin(module(x, segments)))
 
@@ -83,16 +79,11 @@ _gradient = jax.jit(jax.grad(_loss))
 _value_and_gradients = jax.jit(jax.value_and_grad(_loss, argnums=(0, 1)))
 
 
-def _assert_close(found, expected, tolerance=1e-5):
-  scale = np.abs(expected).max()
-  np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * scale)
-
-
 @pytest.mark.parametrize("num_shared", [0, 1, 2])
 def test_is_its_definition(num_shared):
   module, x_BTD = _module(num_shared=num_shared), _inputs()
   module.selection_bias[...] = _uneven_bias()
-  _assert_close(_apply(module, x_BTD), _definition(module, x_BTD)[0])
+  cores.assert_close(cores.apply(module, x_BTD), _definition(module, x_BTD)[0])
 
 
 def test_no_token_is_dropped():
@@ -101,7 +92,7 @@ def test_no_token_is_dropped():
   module.selection_bias[...] = jnp.array([0.0, 2.0, 0.0, 2.0, 2.0, 0.0])
   expected, experts = _definition(module, x_BTD)
   assert set(experts.flat) == {1, 3, 4}
-  _assert_close(_apply(module, x_BTD), expected)
+  cores.assert_close(cores.apply(module, x_BTD), expected)
 
 
 def _dense(module, x_BTD):
@@ -183,16 +174,8 @@ def test_router_is_float32():
 
 def test_bfloat16():
   module, x_BTD = _module(), _inputs("bfloat16")
-  found = _apply(module, x_BTD)
-  assert found.dtype == jnp.bfloat16
   expected, _ = _definition(module, x_BTD.astype(jnp.float32))
-  _assert_close(found.astype(jnp.float32), expected, 0.02)
-  loss = lambda module: _loss(module, x_BTD).astype(jnp.float32)
-  gradient = jax.jit(jax.grad(loss))(module)
-  gradient.selection_bias[...] = jnp.full(EXPERTS, 0.1)  # Counts are whole.
-  for leaf in jax.tree.leaves(gradient):
-    assert leaf.dtype == jnp.float32
-    assert np.any(leaf != leaf.astype(jnp.bfloat16).astype(jnp.float32))
+  cores.assert_rounds_activations_only(module, x_BTD, expected, 0.02)
 
 
 def test_what_is_kept_for_backward():
@@ -236,7 +219,7 @@ def test_padding_is_no_load():
   expected = _load(module, x_BTD, segments > 0)
   np.testing.assert_array_equal(_found_load(gradient), expected)
   np.testing.assert_array_equal(
-    _apply(module, x_BTD, segments), _apply(module, x_BTD)
+    cores.apply(module, x_BTD, segments), cores.apply(module, x_BTD)
   )
 
 
@@ -258,7 +241,7 @@ def test_load_through_a_scan_of_stacked_layers(remat):
   for i in range(3):
     layer = jax.tree.map(lambda a, i=i: a[i], layers)
     np.testing.assert_array_equal(found[i], _load(layer, x_BTD))
-    x_BTD = x_BTD + _apply(layer, x_BTD)
+    x_BTD = x_BTD + cores.apply(layer, x_BTD)
 
 
 def test_load_of_mapped_modules():
@@ -383,9 +366,8 @@ def test_pieces_hold_the_usual_number_of_rows():
 def test_what_travels_on_tpu():
   """Tokens over `expert`, parts of weights in bfloat16 over `fsdp`."""
   width, hidden, experts = 512, 128, 16
-  config = config_lib.ModelConfig(
+  config = tiny_network.config(
     width=width,
-    num_layers=1,
     dtype="bfloat16",
     moe=config_lib.MoeConfig(
       num_experts=experts, top_k=2, expert_width=hidden, num_shared=0
@@ -464,9 +446,8 @@ def test_balance_update_evens_the_load():
   rng = np.random.default_rng(0)
   liking = np.linspace(-1.0, 1.0, 16)
   x_UD = jnp.asarray(rng.normal(size=(512, 8)), jnp.float32)
-  config = config_lib.ModelConfig(
+  config = tiny_network.config(
     width=8,
-    num_layers=1,
     init_std=0.3,
     moe=config_lib.MoeConfig(num_experts=16, top_k=2, expert_width=4),
   )
@@ -501,16 +482,8 @@ def test_load_metrics():
 
 
 def test_parameters_at_full_size():
-  config = config_lib.ModelConfig(
-    width=2304,
-    num_layers=1,
-    moe=config_lib.MoeConfig(num_experts=256, top_k=8, expert_width=1024),
-  )
-  module = jax.eval_shape(lambda: moe.Moe(config, rngs=nnx.Rngs(params=0)))
-  assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(module))
-  count = lambda *leaves: sum(
-    math.prod(leaf.shape) for leaf in jax.tree.leaves(leaves)
-  )
-  assert count(module.router, module.selection_bias) == 590_080
-  assert count(module.gate, module.up, module.down) == 256 * 7_077_888
-  assert count(module.shared) == 7_077_888
+  module = cores.full_size(moe.Moe)
+  assert cores.count(module.router, module.selection_bias) == 590_080
+  experts = module.gate, module.up, module.down
+  assert cores.count(experts) == 256 * 7_077_888
+  assert cores.count(module.shared) == 7_077_888

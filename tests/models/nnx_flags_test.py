@@ -18,15 +18,13 @@ import jax.numpy as jnp
 from attnres_jax import config as config_lib
 from attnres_jax import sharding
 from attnres_jax import train_state
+from tests import tiny_network
 
 assert not configurations.config.nnx_graph_mode
 assert not configurations.config.nnx_graph_updates
 jax.config.update("jax_disable_most_optimizations", True)
 run = config_lib.RunConfig(
-  model=config_lib.ModelConfig(
-    vocab_size=7, width=8, num_layers=2, num_heads=2, mlp_width=8,
-    remat="full", residual=config_lib.ResidualConfig(block_size=4),
-  ),
+  model=tiny_network.config(block_size=4, remat="full"),
   data=config_lib.DataConfig(batch_size=2, sequence_length=3),
   optim=config_lib.OptimConfig(warmup_steps=0),
 )

@@ -10,31 +10,23 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from attnres_jax import config as config_lib
-from attnres_jax import models
 from attnres_jax.models import stack
 from tests import jaxprs
+from tests import tiny_network
 
-TOKENS, WIDTH, LAYERS = 64, 32, 4
+TOKENS, WIDTH, HIDDEN, LAYERS = 64, 32, 48, 4
 
 
 def _saved(remat, dtype="float32", scan=True, **residual):
-  config = config_lib.ModelConfig(
-    vocab_size=7,
-    width=WIDTH,
-    num_layers=LAYERS,
-    num_heads=2,
-    mlp_width=48,
-    dtype=dtype,
-    residual=config_lib.ResidualConfig(**residual),
+  model = tiny_network.model(
+    width=WIDTH, num_layers=LAYERS, mlp_width=HIDDEN, dtype=dtype, **residual
   )
-  model = models.build_model(config)
   embedding = jnp.ones((1, TOKENS, WIDTH), dtype)
 
   def trunk(layers, residual, embedding):
     return stack.run(
       layers,
-      config.sublayer_kinds,
+      model.config.sublayer_kinds,
       residual,
       embedding,
       None,
@@ -102,7 +94,7 @@ def test_dots_also_keeps_products():
   }
   size = {k: sum(map(jaxprs.nbytes, v)) for k, v in kept.items()}
   assert size["full"] < size["dots"] < size["none"]
-  assert any(a.shape[-1] == 48 for a in kept["dots"])
+  assert any(a.shape[-1] == HIDDEN for a in kept["dots"])
   # Scores of T x T are no plain products and are recomputed.
   assert not any(a.shape[-2:] == (TOKENS, TOKENS) for a in kept["dots"])
 

@@ -40,14 +40,17 @@ TWO_PHASE = [
 ]
 
 
+def _first_segment(module, embedding):
+  return module.open(module.init(embedding), *module.segments()[0])
+
+
 @pytest.mark.parametrize("name,num_sublayers,fields", TWO_PHASE)
 def test_two_phases_are_one_softmax(name, num_sublayers, fields):
   layers, embedding = trunks.toy(num_sublayers)
   results, queries_at_once = [], []
   for form in ("two_phase", "one_softmax"):
     module = trunks.scheme(name, num_sublayers, form=form, **fields)
-    state = module.init(embedding)
-    _, slots = module.open(state, *module.segments()[0])
+    _, slots = jax.eval_shape(_first_segment, module, embedding)
     queries_at_once.append(len(jax.tree.leaves(slots)) > 1)
     results.append(_value_and_grad(layers, module, embedding))
   # The one has phase-1 results in its slots, the other only queries.
@@ -75,16 +78,18 @@ def test_scanned_is_unrolled(name, fields):
 
 
 @pytest.mark.parametrize(
-  "name,fields",
+  "name,num_sublayers,fields",
   [
-    ("prenorm", {}),
-    ("block_attnres", dict(block_size=4)),  # scanned
-    ("full_attnres", dict(schedule_size=2)),
+    # Whose plain programs the tests above have compiled.
+    ("prenorm", 6, {}),
+    ("block_attnres", 6, dict(block_size=4)),  # scanned
+    ("full_attnres", 5, dict(schedule_size=3)),
   ],
 )
-def test_checkpointing_changes_nothing(name, fields):
-  layers, embedding = trunks.toy(4)
-  module, results, checkpoints = trunks.scheme(name, 4, **fields), [], []
+def test_checkpointing_changes_nothing(name, num_sublayers, fields):
+  layers, embedding = trunks.toy(num_sublayers)
+  module = trunks.scheme(name, num_sublayers, **fields)
+  results, checkpoints = [], []
   for remat in ("none", "full", "dots"):
     run = functools.partial(trunks.run, remat=remat)
     names = ("checkpoint", "remat", "remat2")
@@ -118,14 +123,20 @@ def test_state_is_valid_between_any_two_sublayers(name, fields):
   module = trunks.scheme(name, 5, **fields)
   rng = np.random.default_rng(0)
   values = list(jnp.asarray(rng.standard_normal((6, 2, 3, trunks.WIDTH))))
+
+  @jax.jit
+  def one_by_one(module, values):
+    state, found = module.init(values[0]), []
+    for l in range(5):
+      carry, slots = module.open(state, l, l + 1)
+      slot = jax.tree.map(lambda a: a[0], slots)
+      found.append(module.read(carry, slot))
+      carry = module.write(carry, slot, values[l + 1])
+      state = module.close(state, carry, l + 1)
+    return [*found, module.readout(state)]
+
   expected = trunks.reads(module, values)
-  state, found = module.init(values[0]), []
-  for l in range(5):
-    carry, slots = module.open(state, l, l + 1)
-    slot = jax.tree.map(lambda a: a[0], slots)
-    found.append(module.read(carry, slot))
-    state = module.close(state, module.write(carry, slot, values[l + 1]), l + 1)
-  _assert_same([*found, module.readout(state)], expected, 1e-13)
+  _assert_same(one_by_one(module, values), expected, 1e-13)
 
 
 @pytest.mark.parametrize("name", ["prenorm", "rescaled"])

@@ -14,25 +14,17 @@ from attnres_jax import models
 from attnres_jax.models import residuals
 from attnres_jax.models import stack
 from attnres_jax.models.mixers import attention
+from tests import tiny_network
 from tests.models import trunks
 
+VOCAB = 16
 SCHEMES = ("prenorm", "rescaled", "full_attnres", "block_attnres")
-BASE = config_lib.ModelConfig(
-  vocab_size=13,
-  width=16,
-  num_layers=3,
-  num_heads=4,
-  num_kv_heads=2,
-  mlp_width=20,
-  init_std=0.4,
-)
+FIELDS = dict(num_layers=3, num_heads=4, num_kv_heads=2, init_std=0.4)
 
 
 def _model(name="block_attnres", **fields):
   """A model whose every parameter is random, gains and queries included."""
-  residual = config_lib.ResidualConfig(name=name, num_blocks=2)
-  config = dataclasses.replace(BASE, residual=residual, **fields)
-  model = models.build_model(config, seed=1)
+  model = tiny_network.model(name, seed=1, **FIELDS | fields)
   rng = np.random.default_rng(7)
   noise = lambda a: (
     a + np.float32(0.3) * rng.standard_normal(a.shape, "float32")
@@ -42,10 +34,12 @@ def _model(name="block_attnres", **fields):
 
 def _tokens(rows=2, length=9, seed=0):
   rng = np.random.default_rng(seed)
-  return rng.integers(0, BASE.vocab_size, (rows, length), dtype=np.int32)
+  return rng.integers(0, VOCAB, (rows, length), dtype=np.int32)
 
 
 _logits = jax.jit(lambda model, *args: model(*args))
+_trace = jax.jit(lambda model, tokens: model.trace(tokens))
+_alone = jax.jit(lambda part, h: part.core(part.norm(h), None))
 
 
 def _numpy_norm(x, gain, eps):
@@ -151,17 +145,17 @@ def _numpy_logits(model, tokens, segments):
 
 
 @pytest.mark.parametrize(
-  "name,fields",
+  "name,documents,fields",
   [
-    ("prenorm", dict()),
-    ("rescaled", dict(num_kv_heads=1, qkv_norm=True)),
-    ("full_attnres", dict(rope_theta=0.0, head_width=3, num_kv_heads=0)),
-    ("block_attnres", dict(tie_embeddings=True, rope_theta=100.0)),
-    ("block_attnres", dict(logit_soft_cap=2.0, num_heads=2)),
+    ("prenorm", False, {}),
+    ("prenorm", True, {}),
+    ("rescaled", True, dict(num_kv_heads=1, qkv_norm=True)),
+    ("full_attnres", False, dict(rope_theta=0.0, head_width=3, num_kv_heads=0)),
+    ("block_attnres", True, dict(tie_embeddings=True, rope_theta=100.0)),
+    ("block_attnres", False, dict(logit_soft_cap=2.0, num_heads=2)),
   ],
 )
-@pytest.mark.parametrize("documents", [False, True])
-def test_logits_are_those_of_the_definition(name, fields, documents):
+def test_logits_are_those_of_the_definition(name, documents, fields):
   model, tokens = _model(name, **fields), _tokens()
   segments = np.zeros_like(tokens)
   if documents:
@@ -210,7 +204,7 @@ def test_gradients_are_causal(name):
 def test_documents_do_not_see_each_other(name):
   model, tokens = _model(name), _tokens()
   segments = np.array([[1, 1, 1, 2, 2, 2, 2, 3, 3]] * 2, np.int32)
-  changed = np.where(segments == 2, (tokens + 5) % 13, tokens)
+  changed = np.where(segments == 2, (tokens + 5) % VOCAB, tokens)
   before = _logits(model, tokens, segments)
   after = _logits(model, changed.astype(np.int32), segments)
   same = segments != 2
@@ -261,11 +255,11 @@ def test_rope_scores_depend_on_distance_only():
 def test_tied_head_is_the_table():
   tied = _model(tie_embeddings=True)
   leaves = jax.tree.leaves(tied.embedding)
-  assert [a.shape for a in leaves] == [(13, 16)]
+  assert [a.shape for a in leaves] == [(VOCAB, 16)]
   np.testing.assert_array_equal(
     tied.embedding.head_DV(), tied.embedding.table[...].T
   )
-  assert _model().embedding.head[...].shape == (16, 13)
+  assert _model().embedding.head[...].shape == (16, VOCAB)
 
 
 def test_soft_cap_bounds_and_keeps_order():
@@ -304,8 +298,9 @@ def test_bfloat16_computes_with_float32_weights(name):
 def test_half_precision_does_not_round_running_sums():
   """Small outputs on a large stream survive: the sum is kept in float32."""
   for name in ("prenorm", "block_attnres"):
-    residual = config_lib.ResidualConfig(name=name, num_blocks=1)
-    config = dataclasses.replace(BASE, dtype="bfloat16", residual=residual)
+    config = tiny_network.config(
+      name, num_blocks=1, num_layers=3, dtype="bfloat16"
+    )
     scheme = residuals.build_residual(config, rngs=nnx.Rngs(params=0))
     large = jnp.full((1, 1, 16), 256.0, jnp.bfloat16)
     small = jnp.full((1, 1, 16), 0.5, jnp.bfloat16)
@@ -320,7 +315,7 @@ def test_half_precision_does_not_round_running_sums():
 @pytest.mark.parametrize("name", SCHEMES)
 def test_trace_is_what_the_network_did(name):
   model, tokens = _model(name), _tokens()
-  trace = jax.jit(lambda m: m.trace(tokens))(model)
+  trace = _trace(model, tokens)
   assert len(trace.values) == len(trace.reads) == 7
   np.testing.assert_allclose(
     model.embedding.decode(model.final_norm(trace.reads[-1])),
@@ -331,20 +326,20 @@ def test_trace_is_what_the_network_did(name):
   for l in range(6):
     kind = ("attention", "mlp")[l % 2]
     part = jax.tree.map(lambda a, l=l: a[l // 2], model.sublayers[kind])
-    output = part.core(part.norm(trace.reads[l]), None)
+    output = _alone(part, trace.reads[l])
     np.testing.assert_allclose(trace.values[l + 1], output, rtol=0, atol=1e-4)
 
 
 def test_running_state_is_the_open_block():
   model, tokens = _model(), _tokens()  # two blocks of three sublayers
-  trace = jax.jit(lambda m: m.trace(tokens))(model)
+  trace = _trace(model, tokens)
   states = model.residual.running_state(trace)
   for l, state in enumerate(states, start=1):
     first = 1 if l <= 3 else 4
     expected = sum(trace.values[first : l + 1])
     np.testing.assert_allclose(state, expected, rtol=0, atol=1e-5)
   plain = _model("prenorm")
-  trace = jax.jit(lambda m: m.trace(tokens))(plain)
+  trace = _trace(plain, tokens)
   assert len(plain.residual.running_state(trace)) == 6
   np.testing.assert_allclose(
     plain.residual.running_state(trace)[2],
@@ -355,8 +350,7 @@ def test_running_state_is_the_open_block():
 
 
 def test_another_seed_is_another_model():
-  a, b = models.build_model(BASE_BLOCKS, 0), models.build_model(BASE_BLOCKS, 1)
-  again = models.build_model(BASE_BLOCKS, 0)
+  a, b, again = (tiny_network.model(seed=seed) for seed in (0, 1, 0))
   np.testing.assert_array_equal(
     a.embedding.table[...], again.embedding.table[...]
   )
@@ -364,10 +358,7 @@ def test_another_seed_is_another_model():
 
 
 def test_initial_scale_and_independent_layers():
-  config = dataclasses.replace(
-    BASE_BLOCKS, width=64, num_layers=2, mlp_width=96, init_std=0.02
-  )
-  model = models.build_model(config)
+  model = tiny_network.model(width=64, mlp_width=96, init_std=0.02)
   attention, mlp = model.sublayers.attention, model.sublayers.mlp
   for leaf in jax.tree.leaves((attention.core, mlp.core)):
     assert abs(float(jnp.std(leaf)) / 0.02 - 1) < 0.1
@@ -378,11 +369,6 @@ def test_initial_scale_and_independent_layers():
   np.testing.assert_array_equal(model.residual.queries.query[...], 0.0)
   np.testing.assert_array_equal(model.residual.queries.gain[...], 1.0)
   assert model.residual.queries.query.shape == (5, 64)
-
-
-BASE_BLOCKS = dataclasses.replace(
-  BASE, residual=config_lib.ResidualConfig(num_blocks=2)
-)
 
 
 @pytest.mark.parametrize(
@@ -405,4 +391,4 @@ BASE_BLOCKS = dataclasses.replace(
 )
 def test_what_cannot_be_built_says_so(fields, message):
   with pytest.raises(config_lib.ConfigError, match=message):
-    models.build_model(dataclasses.replace(BASE, **fields))
+    models.build_model(dataclasses.replace(tiny_network.config(), **fields))

@@ -180,6 +180,7 @@ def test_a_failed_run_is_left_out():
   assert fits["part"].law != fits["whole"].law
 
 
+@pytest.mark.usefixtures("any_arguments")
 @pytest.mark.parametrize(
   "call,message",
   [

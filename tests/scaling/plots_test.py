@@ -4,7 +4,6 @@
 import ast
 import pathlib
 
-import matplotlib
 import numpy as np
 import pytest
 
@@ -15,14 +14,7 @@ from attnres_jax.scaling import fit
 from attnres_jax.scaling import paper
 from attnres_jax.scaling import plots
 
-
-@pytest.fixture(scope="module", autouse=True)
-def canvas():
-  before = matplotlib.get_backend()
-  matplotlib.use("Agg")
-  yield
-  matplotlib.pyplot.close("all")
-  matplotlib.use(before)
+pytestmark = pytest.mark.usefixtures("canvas")
 
 
 def our_runs():

@@ -55,7 +55,7 @@ def test_branch_ends_like_a_separate_run(sweep, tmp_path):
   assert branches.start(folder, branch) == 0
   assert branches.is_ready(folder, trunk)
 
-  with tiny_run.compilation_cache(tmp_path / "compiled"):
+  with tiny_run.traced_once():
     _train(folder, trunk)
     assert branches.is_ready(folder, branch)
     assert branches.start(folder, branch) == 15

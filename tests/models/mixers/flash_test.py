@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from attnres_jax import config as config_lib
-from attnres_jax import models
 from attnres_jax import sharding
 from attnres_jax.models.mixers import flash
 from attnres_jax.models.mixers import softmax
 from attnres_kernels import dispatch
 from tests import jaxprs
+from tests import tiny_network
 
 LENGTH = 300  # Blocks of 128, the last one of which is padded.
 
@@ -187,17 +187,10 @@ def test_cudnn_is_asked_where_it_is_there(kernel, monkeypatch):
 
 @pytest.mark.parametrize("remat,times", [("full", 2), ("attention", 1)])
 def test_remat_by_name_does_not_run_it_again(remat, times):
-  config = config_lib.ModelConfig(
-    vocab_size=7,
-    width=16,
-    num_layers=2,
-    num_heads=2,
-    remat=remat,
-    residual=config_lib.ResidualConfig(name="prenorm"),
-  )
+  model = tiny_network.model("prenorm", remat=remat)
   loss = lambda model, tokens: jnp.sum(model(tokens))
   step = jax.make_jaxpr(jax.grad(loss))
-  program = step(models.build_model(config), jnp.zeros((1, 8), jnp.int32))
+  program = step(model, jnp.zeros((1, 8), jnp.int32))
   names = [e.params.get("name") for e in jaxprs.equations(program)]
   # In the body of the scan over both.
   assert names.count("splash_mha_fwd_residuals") == times

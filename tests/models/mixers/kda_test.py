@@ -12,13 +12,15 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax.models import mixers
 from tests import jaxprs
+from tests import tiny_network
+from tests.models import cores
 
 BATCH, TOKENS, WIDTH, HEADS, HEAD = 2, 12, 24, 3, 8
 EPS = 1e-5
 
 
 def _config(dtype="float32", chunk_size=4, qkv_norm=False):
-  return config_lib.ModelConfig(
+  return tiny_network.config(
     width=WIDTH,
     num_layers=1,
     mixers=("kda",),
@@ -49,11 +51,8 @@ def _inputs(dtype="float32"):
 
 def _definition(module, x_TD):
   """One sequence, directly from the formulas."""
-  weights = jax.tree.map(
-    lambda w: np.asarray(w, np.float64), nnx.to_pure_dict(nnx.state(module))
-  )
+  weights = cores.weights(module)
   x_TD = np.asarray(x_TD, np.float64)
-  sigmoid = lambda x: 1 / (1 + np.exp(-x))
 
   def feature(name):
     raw_TNH = np.einsum("td,dnh->tnh", x_TD, weights[name])
@@ -63,7 +62,7 @@ def _definition(module, x_TD):
       for back in range(4):
         if t - back >= 0:
           mixed_TNH[t] += taps_KNH[3 - back] * raw_TNH[t - back]
-    return mixed_TNH * sigmoid(mixed_TNH)
+    return mixed_TNH * cores.sigmoid(mixed_TNH)
 
   def unit(x_TNH):
     return x_TNH / np.sqrt((x_TNH**2).sum(-1, keepdims=True) + 1e-6)
@@ -77,9 +76,11 @@ def _definition(module, x_TD):
   raw_TNH = np.einsum("tr,rnh->tnh", low_TR, weights["decay_up"])
   step_TNH = np.log1p(np.exp(raw_TNH + weights["dt_bias"]))
   alpha_TNH = np.exp(-np.exp(weights["a_log"])[:, None] * step_TNH)
-  beta_TN = sigmoid(x_TD @ weights["beta"])
+  beta_TN = cores.sigmoid(x_TD @ weights["beta"])
   gate_TR = x_TD @ weights["gate_down"]
-  gate_TNH = sigmoid(np.einsum("tr,rnh->tnh", gate_TR, weights["gate_up"]))
+  gate_TNH = cores.sigmoid(
+    np.einsum("tr,rnh->tnh", gate_TR, weights["gate_up"])
+  )
   y_TD = np.zeros_like(x_TD)
   for n in range(HEADS):
     state_HV = np.zeros((HEAD, HEAD))
@@ -95,13 +96,7 @@ def _definition(module, x_TD):
   return y_TD
 
 
-_apply = jax.jit(lambda module, x, segments=None: module(x, segments))
 _extend = jax.jit(lambda module, x, state: module.extend(x, state))
-
-
-def _assert_close(found, expected, tolerance=2e-5):
-  scale = np.abs(expected).max()
-  np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * scale)
 
 
 @pytest.mark.parametrize(
@@ -111,19 +106,14 @@ def test_is_its_definition(chunk_size, qkv_norm):
   module = _module(chunk_size=chunk_size, qkv_norm=qkv_norm)
   x_BTD = _inputs()
   expected = np.stack([_definition(module, x_TD) for x_TD in x_BTD])
-  _assert_close(_apply(module, x_BTD), expected)
+  cores.assert_close(cores.apply(module, x_BTD), expected)
 
 
 def test_packed_documents_do_not_meet():
   module, x_BTD = _module(), _inputs()
   # The second document is shorter than the convolution.
   segments_T = np.array([1] * 6 + [2] * 2 + [3] * 4)
-  found = _apply(module, x_BTD, jnp.tile(segments_T, (BATCH, 1)))
-  for segment in (1, 2, 3):
-    inside = segments_T == segment
-    for b in range(BATCH):
-      _assert_close(found[b, inside], _definition(module, x_BTD[b, inside]))
-  assert np.abs(found - _apply(module, x_BTD)).max() > 1e-3
+  cores.assert_documents_apart(module, x_BTD, segments_T, _definition)
 
 
 def test_gradients_of_packed_documents():
@@ -142,15 +132,12 @@ def test_gradients_of_packed_documents():
   expected = jax.jit(jax.grad(separate, argnums=(0, 1)))(module, x_BTD)
   for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
     assert np.abs(b).max() > 0
-    _assert_close(a, b, 1e-4)
+    cores.assert_close(a, b, 1e-4)
 
 
 def test_is_causal():
   module, x_BTD = _module(), _inputs()[:1]
-  jacobian_TTD = jax.jit(
-    jax.jacrev(lambda x_TD: jnp.sum(module(x_TD[None])[0], axis=1))
-  )(x_BTD[0])
-  reach_TS = np.abs(jacobian_TTD).max(-1)
+  reach_TS = cores.reach(module, x_BTD[0])
   assert np.all(np.triu(reach_TS, 1) == 0)
   assert np.all(np.diag(reach_TS) > 0) and reach_TS[-1, 0] > 0
 
@@ -159,10 +146,7 @@ def test_endless_decay_leaves_the_convolution():
   """With g -> -inf, a token sees only the inputs of its own q, k and v."""
   module, x_BTD = _module(), _inputs()[:1]
   module.dt_bias[...] = jnp.full((HEADS, HEAD), 1e5)
-  jacobian_TTD = jax.jit(
-    jax.jacrev(lambda x_TD: jnp.sum(module(x_TD[None])[0], axis=1))
-  )(x_BTD[0])
-  seen_TS = np.abs(jacobian_TTD).max(-1) > 0
+  seen_TS = cores.reach(module, x_BTD[0]) > 0
   t, s = np.indices(seen_TS.shape)
   np.testing.assert_array_equal(seen_TS, (s <= t) & (s > t - 4))
 
@@ -176,7 +160,9 @@ def test_any_cut_of_a_sequence_is_the_same(pieces):
     outputs.append(y)
     start += length
   assert start == TOKENS
-  _assert_close(np.concatenate(outputs, axis=1), _apply(module, x_BTD))
+  cores.assert_close(
+    np.concatenate(outputs, axis=1), cores.apply(module, x_BTD)
+  )
   assert state.memory_BNHV.dtype == jnp.float32
   assert state.key_BKNH.shape == (BATCH, 3, HEADS, HEAD)
 
@@ -184,18 +170,10 @@ def test_any_cut_of_a_sequence_is_the_same(pieces):
 def test_bfloat16():
   module, wide = _module(dtype="bfloat16"), _module()
   x_BTD = _inputs("bfloat16")
-  found = _apply(module, x_BTD)
-  assert found.dtype == jnp.bfloat16
-  expected = _apply(wide, x_BTD.astype(jnp.float32))
-  _assert_close(found.astype(jnp.float32), expected, 0.03)
-  gradient = jax.jit(
-    jax.grad(lambda module: jnp.sum(module(x_BTD).astype(jnp.float32)))
-  )(module)
-  for leaf in jax.tree.leaves(gradient):
-    assert leaf.dtype == jnp.float32
-    assert np.any(leaf != leaf.astype(jnp.bfloat16).astype(jnp.float32))
+  expected = cores.apply(wide, x_BTD.astype(jnp.float32))
+  cores.assert_rounds_activations_only(module, x_BTD, expected, 0.03)
   y, state = _extend(module, x_BTD[:, :1], module.init_cache(BATCH))
-  _assert_close(y.astype(jnp.float32), expected[:, :1], 0.03)
+  cores.assert_close(y.astype(jnp.float32), expected[:, :1], 0.03)
   assert state.query_BKNH.dtype == jnp.bfloat16
 
 
@@ -212,9 +190,7 @@ def test_what_is_kept_for_backward():
 
 
 def test_initial_gates_are_in_their_ranges():
-  config = config_lib.ModelConfig(
-    width=8, num_layers=1, mixers=("kda",), num_heads=64
-  )
+  config = tiny_network.config(mixers=("kda",), num_heads=64)
   module = mixers.Kda(config, rngs=nnx.Rngs(params=0))
   rate = np.exp(module.a_log[...])
   assert 1 <= rate.min() < 3 and 14 < rate.max() <= 16
@@ -225,10 +201,4 @@ def test_initial_gates_are_in_their_ranges():
 
 
 def test_parameters_at_full_size():
-  config = config_lib.ModelConfig(
-    width=2304, num_layers=1, mixers=("kda",), num_heads=32
-  )
-  module = jax.eval_shape(lambda: mixers.Kda(config, rngs=nnx.Rngs(params=0)))
-  leaves = jax.tree.leaves(module)
-  assert sum(math.prod(leaf.shape) for leaf in leaves) == 39_514_272
-  assert all(leaf.dtype == jnp.float32 for leaf in leaves)
+  assert cores.count(cores.full_size(mixers.Kda)) == 39_514_272

@@ -11,13 +11,15 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax.models import mixers
+from tests import tiny_network
+from tests.models import cores
 
 BATCH, TOKENS, WIDTH, HEADS = 2, 12, 24, 3
 RANK, OWN, SHARED, VALUE = 10, 6, 4, 5
 
 
 def _config(dtype="float32", qkv_norm=False):
-  return config_lib.ModelConfig(
+  return tiny_network.config(
     width=WIDTH,
     num_layers=1,
     mixers=("mla",),
@@ -50,9 +52,7 @@ def _inputs(dtype="float32"):
 
 def _definition(module, x_TD):
   """One sequence, directly from the formulas."""
-  weights = jax.tree.map(
-    lambda w: np.asarray(w, np.float64), nnx.to_pure_dict(nnx.state(module))
-  )
+  weights = cores.weights(module)
   x_TD = np.asarray(x_TD, np.float64)
 
   def norm(name, a_TC):
@@ -78,42 +78,29 @@ def _definition(module, x_TD):
   return y_TD
 
 
-_apply = jax.jit(lambda module, x, segments=None: module(x, segments))
 _prefill = jax.jit(lambda module, x, cache: module.prefill(x, cache))
 _extend = jax.jit(lambda module, x, cache: module.extend(x, cache))
-
-
-def _assert_close(found, expected, tolerance=1e-5):
-  scale = np.abs(expected).max()
-  np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * scale)
 
 
 @pytest.mark.parametrize("qkv_norm", [False, True])
 def test_is_its_definition(qkv_norm):
   module, x_BTD = _module(qkv_norm=qkv_norm), _inputs()
   expected = np.stack([_definition(module, x_TD) for x_TD in x_BTD])
-  _assert_close(_apply(module, x_BTD), expected)
+  cores.assert_close(cores.apply(module, x_BTD), expected)
   if qkv_norm:
     cache = module.init_cache(BATCH, TOKENS)
-    _assert_close(_extend(module, x_BTD, cache)[0], expected)
+    cores.assert_close(_extend(module, x_BTD, cache)[0], expected)
 
 
 def test_packed_documents_do_not_meet():
   module, x_BTD = _module(), _inputs()
   segments_T = np.array([1] * 6 + [2] + [3] * 5)
-  found = _apply(module, x_BTD, jnp.tile(segments_T, (BATCH, 1)))
-  for segment in (1, 2, 3):
-    inside = segments_T == segment
-    for b in range(BATCH):
-      _assert_close(found[b, inside], _definition(module, x_BTD[b, inside]))
+  cores.assert_documents_apart(module, x_BTD, segments_T, _definition)
 
 
 def test_is_causal():
   module, x_BTD = _module(), _inputs()
-  jacobian_TTD = jax.jit(
-    jax.jacrev(lambda x_TD: jnp.sum(module(x_TD[None])[0], axis=1))
-  )(x_BTD[0])
-  reach_TS = np.abs(jacobian_TTD).max(-1)
+  reach_TS = cores.reach(module, x_BTD[0])
   assert np.all(np.triu(reach_TS, 1) == 0)
   assert np.all(np.tril(reach_TS) + np.triu(np.ones_like(reach_TS), 1) > 0)
 
@@ -132,7 +119,9 @@ def test_absorbed_is_expanded(pieces, prefill):
     outputs.append(y)
     start += length
   assert start == TOKENS == cache.length
-  _assert_close(np.concatenate(outputs, axis=1), _apply(module, x_BTD))
+  cores.assert_close(
+    np.concatenate(outputs, axis=1), cores.apply(module, x_BTD)
+  )
 
 
 def test_the_order_of_the_past_does_not_matter():
@@ -140,8 +129,8 @@ def test_the_order_of_the_past_does_not_matter():
   module, x_BTD = _module(), _inputs()
   order = np.random.default_rng(0).permutation(TOKENS - 1)
   shuffled = jnp.concatenate([x_BTD[:, order], x_BTD[:, -1:]], axis=1)
-  found, expected = _apply(module, shuffled), _apply(module, x_BTD)
-  _assert_close(found[:, -1], expected[:, -1])
+  found, expected = cores.apply(module, shuffled), cores.apply(module, x_BTD)
+  cores.assert_close(found[:, -1], expected[:, -1])
   assert np.abs(found[:, :-1] - expected[:, :-1]).max() > 0.1
 
 
@@ -156,29 +145,16 @@ def test_a_small_cache_is_refused():
 def test_bfloat16():
   module, wide = _module(dtype="bfloat16"), _module()
   x_BTD = _inputs("bfloat16")
-  found = _apply(module, x_BTD)
-  assert found.dtype == jnp.bfloat16
-  expected = _apply(wide, x_BTD.astype(jnp.float32))
-  _assert_close(found.astype(jnp.float32), expected, 0.02)
-  gradient = jax.jit(
-    jax.grad(lambda module: jnp.sum(module(x_BTD).astype(jnp.float32)))
-  )(module)
-  for leaf in jax.tree.leaves(gradient):
-    assert leaf.dtype == jnp.float32
-    assert np.any(leaf != leaf.astype(jnp.bfloat16).astype(jnp.float32))
+  expected = cores.apply(wide, x_BTD.astype(jnp.float32))
+  cores.assert_rounds_activations_only(module, x_BTD, expected, 0.02)
   cache = module.init_cache(BATCH, TOKENS)
   y, cache = _extend(module, x_BTD, cache)
   assert y.dtype == cache.tokens_BSC.dtype == jnp.bfloat16
-  _assert_close(y.astype(jnp.float32), expected, 0.02)
+  cores.assert_close(y.astype(jnp.float32), expected, 0.02)
 
 
 def test_parameters_at_full_size():
-  config = config_lib.ModelConfig(
-    width=2304, num_layers=1, mixers=("mla",), num_heads=32
-  )
-  module = jax.eval_shape(lambda: mixers.Mla(config, rngs=nnx.Rngs(params=0)))
-  leaves = jax.tree.leaves(module)
-  assert sum(math.prod(leaf.shape) for leaf in leaves) == 29_114_880
-  assert all(leaf.dtype == jnp.float32 for leaf in leaves)
+  module = cores.full_size(mixers.Mla)
+  assert cores.count(module) == 29_114_880
   cache = jax.eval_shape(lambda module: module.init_cache(1, 1), module)
-  assert math.prod(cache.tokens_BSC.shape) == 576
+  assert cores.count(cache.tokens_BSC) == 576

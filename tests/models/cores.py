@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests of one sublayer's core, a mixer or experts, have in common."""
+
+import math
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests import tiny_network
+
+apply = jax.jit(lambda module, x_BTD, segments=None: module(x_BTD, segments))
+
+
+def weights(module):
+  """Its parameters by name, in float64."""
+  state = nnx.to_pure_dict(nnx.state(module))
+  return jax.tree.map(lambda w: np.asarray(w, np.float64), state)
+
+
+def sigmoid(x):
+  return 1 / (1 + np.exp(-x))
+
+
+def assert_close(found, expected, tolerance=1e-5):
+  """Equal, but for a fraction of the largest number."""
+  scale = np.abs(expected).max()
+  np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * scale)
+
+
+@jax.jit
+def reach(module, x_TD):
+  """|dy_t / dx_s| of one sequence, by t and s."""
+  jacobian = jax.jacrev(lambda x_TD: jnp.sum(module(x_TD[None])[0], axis=1))
+  return jnp.max(jnp.abs(jacobian(x_TD)), axis=-1)
+
+
+def assert_documents_apart(module, x_BTD, segments_T, definition):
+  """Packed documents give what `definition` gives for each of them."""
+  batch = len(x_BTD)
+  found = apply(module, x_BTD, jnp.tile(segments_T, (batch, 1)))
+  for segment in np.unique(segments_T):
+    inside = segments_T == segment
+    for b in range(batch):
+      alone = definition(module, x_BTD[b, inside])
+      assert_close(found[b, inside], alone)
+  assert np.abs(found - apply(module, x_BTD)).max() > 1e-3
+
+
+def assert_rounds_activations_only(module, x_BTD, expected, tolerance):
+  """In bfloat16; weights and their gradients stay float32."""
+  assert x_BTD.dtype == jnp.bfloat16
+  found = apply(module, x_BTD)
+  assert found.dtype == jnp.bfloat16
+  assert_close(found.astype(jnp.float32), expected, tolerance)
+
+  @jax.jit
+  @jax.grad
+  def gradient(module):
+    return jnp.sum(module(x_BTD).astype(jnp.float32))
+
+  for path, leaf in jax.tree.leaves_with_path(gradient(module)):
+    assert leaf.dtype == jnp.float32
+    # The load of the experts is counted in whole numbers.
+    if "selection_bias" not in jax.tree_util.keystr(path):
+      assert np.any(leaf != leaf.astype(jnp.bfloat16).astype(jnp.float32))
+
+
+def full_size(core):
+  """The core of the 48B network, as shapes."""
+  config = tiny_network.full_size()
+  module = jax.eval_shape(lambda: core(config, rngs=nnx.Rngs(params=0)))
+  assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(module))
+  return module
+
+
+def count(*trees):
+  return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trees))
