@@ -6,8 +6,9 @@
 
 The first command copies the rows of a finished sweep (its folder, or a file of
 rows) to experiments/scaling_law/results.csv; --to selects another file, such as
---to=learning_rates. `PUBLISHED` in the run.py of the experiment says how the
-rows are used. A test keeps documents and rows consistent.
+--to=learning_rates, and --add keeps the rows of other runs that are there.
+`PUBLISHED` in the run.py of the experiment says how the rows are used. A test
+keeps documents and rows consistent.
 """
 
 import argparse
@@ -34,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   )
   parser.add_argument(
     "--adopt", metavar="PATH", help="folder of a sweep, or a CSV file"
+  )
+  parser.add_argument(
+    "--add", action="store_true", help="keep committed rows of other runs"
   )
   parser.add_argument(
     "--to", default="results", help="name of the file of rows"
@@ -83,7 +87,11 @@ def _main(options: argparse.Namespace) -> None:
     places = {place.rows: place for place in published.places}
     config_lib.choose("--to", options.to, places)
     path = published.folder / f"{options.to}.csv"
-    csv_rows.write(path, _adopted(options.adopt))
+    adopted = _adopted(options.adopt)
+    names = {row["run"] for row in adopted}
+    known = published.read(options.to) if options.add else []
+    kept = [row for row in known if row["run"] not in names]
+    csv_rows.write(path, [*kept, *adopted])
   publish(published)
 
 

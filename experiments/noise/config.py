@@ -16,12 +16,11 @@ rounding.
 """
 
 from attnres_jax import config as c
+from configs import paired
 from configs import scaling
 
 SIZE = "s"
 EPSILON, OTHER_EPSILON = scaling.EPSILON, 2 * scaling.EPSILON
-# Share of all steps, at the end, whose weights are averaged.
-AVERAGED = 0.1
 SEEDS = (0, 1, 2, 3)
 
 PLAIN = dict(recipe="plain", rows=scaling.ROWS, rate=12e-3)
@@ -59,19 +58,19 @@ def get_config(arg=None):
 def sweep(add, arg):
   """The search for rates, then pairs and controls, most useful first."""
   if c.parse_arg(arg, runlocal=False).runlocal:
-    listed = _pairs(SETTLED, 0) + _pairs(SETTLED, 1)
+    listed = pairs(SETTLED, 0) + pairs(SETTLED, 1)
   else:
     listed = _search()
     for seed in SEEDS:
-      listed += _pairs(SETTLED, seed)
+      listed += pairs(SETTLED, seed)
     for seed in SEEDS:
-      listed += _pairs(SLOWER, seed)
+      listed += pairs(SLOWER, seed)
     # The same initial weights on other data, and the reverse.
     for seed in SEEDS:
       for residual in ("prenorm", "block_attnres"):
         listed += [_run(SETTLED, residual, seed, order=seed ^ 1)]
     for seed in SEEDS[:3]:
-      listed += _pairs(PLAIN, seed)
+      listed += pairs(PLAIN, seed)
   added = []
   for run in listed:
     if run not in added:
@@ -89,7 +88,7 @@ def _search():
   ]
 
 
-def _pairs(protocol, seed):
+def pairs(protocol, seed):
   """A pair of schemes, and PreNorm with other rounding."""
   return [
     _run(protocol, "prenorm", seed),
@@ -109,11 +108,4 @@ def _plain(config):
   config.train.eval_batches = rows // config.data.batch_size
 
 
-def _settled(config):
-  config.optim.schedule, config.optim.final_lr_fraction = "linear", 0.0
-  config.train.average_last = AVERAGED
-  # More than there are.
-  config.train.eval_batches = 100_000
-
-
-_RECIPES = {"plain": _plain, "settled": _settled}
+_RECIPES = {"plain": _plain, "settled": paired.settle}

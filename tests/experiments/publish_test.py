@@ -6,9 +6,11 @@ import pathlib
 import pytest
 
 from attnres_jax import config as config_lib
+from attnres_jax import csv_rows
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import folder as folder_lib
 from experiments import publish
+from experiments.pages import readme as readme_lib
 from experiments.scaling_law import report
 from tests.sweep import tiny_sweep
 
@@ -74,6 +76,23 @@ def test_rows_are_adopted_once_a_sweep_is_done(tmp_path, monkeypatch, capsys):
   readme.write_text("no place")
   with pytest.raises(ValueError, match="no `<!-- results"):
     published.filled()
+
+
+def test_rows_of_other_runs_stay_if_asked(tmp_path, monkeypatch):
+  (tmp_path / "README.md").write_text("<!-- results: x -->\n<!-- /results -->")
+  place = readme_lib.Place(lambda rows: "+".join(row["run"] for row in rows))
+  published = readme_lib.Published(tmp_path, [place])
+  monkeypatch.setattr(publish, "load", lambda name: published)
+
+  def adopt(*runs, add):
+    csv_rows.write(tmp_path / "new.csv", [{"run": run} for run in runs])
+    adopted = f"--adopt={tmp_path / 'new.csv'}"
+    assert publish.main(["x", adopted, *["--add"] * add]) == 0
+    return (tmp_path / "README.md").read_text().split("\n")[2]
+
+  assert adopt("a", "b", add=True) == "a+b"
+  assert adopt("b", "c", add=True) == "a+b+c"
+  assert adopt("c", add=False) == "c"
 
 
 @pytest.mark.parametrize("name", ["nothing", "pipeline_cost/x", "..", "pages"])

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Networks on which residual schemes are compared in pairs of runs.
+
+  python -m attnres_jax.main --workdir=runs/one \
+    --config=configs/paired.py:residual=block_attnres
+
+takes about four minutes of processor time (AMD EPYC, jax 0.10.2). The training
+protocol is the result of experiments/noise: small batches and many steps, a
+rate that falls to zero, the average of the last weights, the whole validation
+split. A pair has the same `seed` (initial weights of everything but the scheme)
+and `data.seed` (order of the data).
+
+  scale     laptop: 16 sublayers, 1.0M parameters, bytes of the embedded corpus
+            d768: a dense network of 768 columns and 24 sublayers
+            paper: the row of Table 2 with 16 transformer blocks, which its
+            Table 4 ablates, unchanged; configs/kimi_linear.py
+  residual  the residual scheme
+  budget    multiplies the steps
+  runlocal  shrinks everything to seconds, to try things out
+
+All schemes of a scale share their hyper-parameters, which were chosen under
+PreNorm (laptop: experiments/ablations; paper: by its authors; d768: not yet).
+"""
+
+from attnres_jax import config as c
+from configs import kimi_linear
+from configs import lm
+from configs import scaling
+
+PAPER_ROW = "436m"
+# Of PreNorm, from the search of experiments/ablations.
+LAPTOP_RATE = 3e-3
+# Share of all steps, at the end, whose weights are averaged.
+AVERAGED = 0.1
+EPSILON = scaling.EPSILON
+# More batches than any validation split has.
+EVERYTHING = 100_000
+
+# What `get_config` accepts; tests build every value. The other scales are those
+# of other configs, and tests of experiments/ablations build their networks.
+ARGUMENTS = {
+  "scale": ("laptop",),
+  "residual": ("prenorm", "block_attnres"),
+  "budget": (0.5,),
+  "runlocal": (False, True),
+}
+
+
+def get_config(arg=None):
+  """Config of one run; see the module docstring."""
+  arg = c.parse_arg(
+    arg, scale="laptop", residual="prenorm", budget=1.0, runlocal=False
+  )
+  make = c.choose("scale", arg.scale, _SCALES)
+  config = make(arg)
+  config.name = f"paired_{arg.scale}_{arg.residual}"
+  config.train.steps = max(1, round(arg.budget * config.train.steps))
+  config.train.depth_every = 0
+  config.lock()
+  return config
+
+
+def settle(config):
+  """The end of a run: a rate of zero, averaged weights, the whole split."""
+  config.optim.schedule, config.optim.final_lr_fraction = "linear", 0.0
+  config.train.average_last = AVERAGED
+  config.train.eval_batches = EVERYTHING
+
+
+def _laptop(arg):
+  config = c.default_config()
+  model = config.model
+  model.width, model.num_layers, model.num_heads = 96, 8, 4
+  model.mlp_width = 320
+  model.residual.name, model.residual.block_size = arg.residual, 4
+  model.norm_eps = EPSILON
+  config.data.sequence_length, config.data.batch_size = 128, 4
+  config.optim.peak_lr, config.optim.warmup_steps = LAPTOP_RATE, 72
+  config.train.steps, config.train.log_every = 1440, 36
+  config.train.eval_every, config.checkpoint.every_steps = 0, 480
+  config.checkpoint.keep_last = 1
+  settle(config)
+  if arg.runlocal:
+    model.width, model.num_layers, model.num_heads = 32, 3, 2
+    model.mlp_width = 64
+    config.data.sequence_length = 32
+    config.train.steps, config.optim.warmup_steps = 40, 4
+    config.train.log_every, config.train.eval_batches = 4, 4
+  return config
+
+
+def _d768(arg):
+  """12 transformer blocks, 85M parameters, 20 bytes for each."""
+  config = lm.get_config(
+    f"size=medium,residual={arg.residual},runlocal={arg.runlocal}"
+  )
+  config.unlock()
+  model = config.model
+  model.residual.num_blocks, model.residual.block_size = 0, 4
+  if not arg.runlocal:
+    model.width, model.num_layers, model.num_heads = 768, 12, 12
+    model.mlp_width = 2048
+    config.train.steps, config.optim.warmup_steps = 13_000, 650
+    config.mesh.data, config.mesh.fsdp = 1, -1
+    settle(config)
+  return config
+
+
+def _paper(arg):
+  return kimi_linear.of_table_2(PAPER_ROW, arg)
+
+
+_SCALES = {"laptop": _laptop, "d768": _d768, "paper": _paper}

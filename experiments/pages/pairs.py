@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Differences of paired runs from a baseline, with intervals.
+
+A pair has the same initial weights and the same order of the data. Variants
+share one standard deviation: with few seeds each, an estimate from all of them
+is far better than one from each, and their noise has the same sources.
+"""
+
+from collections.abc import Mapping, Sequence
+import math
+import statistics
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy import stats
+
+LEVEL = 0.9
+
+Row = Mapping[str, Any]
+
+
+class Difference(NamedTuple):
+  """Of a variant from the baseline.
+
+  Attributes:
+    by_seed: in nats per token.
+    margin: half the width of the 90 % interval of their mean; None if there is
+      no variant with two seeds.
+  """
+
+  by_seed: Mapping[int, float]
+  margin: float | None = None
+
+  @property
+  def mean(self) -> float:
+    return statistics.fmean(self.by_seed.values())
+
+
+def losses(rows: Sequence[Row], column: str) -> dict[str, dict[int, float]]:
+  """Validation losses by variant, the cell of `column`, and by seed."""
+  found: dict[str, dict[int, float]] = {}
+  for row in rows:
+    own = found.setdefault(row[column], {})
+    own[int(row["seed"])] = float(row["validation_loss"])
+  return found
+
+
+def differences(
+  found: Mapping[str, Mapping[int, float]],
+  baseline: str,
+  control: str | None = None,
+) -> dict[str, Difference]:
+  """Of every variant that has a seed in common with the baseline.
+
+  Args:
+    found: losses by variant and seed.
+    baseline: what the others are compared with.
+    control: a variant that should not differ; its spread is its own.
+  """
+  base = found.get(baseline, {})
+  apart = {
+    name: {seed: own[seed] - base[seed] for seed in own if seed in base}
+    for name, own in found.items()
+    if name != baseline
+  }
+  apart = {name: own for name, own in apart.items() if own}
+  shared = [own for name, own in apart.items() if name != control]
+  return {
+    name: Difference(own, _margin(own, [own] if name == control else shared))
+    for name, own in apart.items()
+  }
+
+
+def _margin(
+  own: Mapping[int, float], together: Sequence[Mapping[int, float]]
+) -> float | None:
+  """Of the mean of `own`, with the standard deviation of all `together`."""
+  several = [list(one.values()) for one in together if len(one) > 1]
+  if not several:
+    return None
+  freedom = sum(len(one) - 1 for one in several)
+  squares = sum(float(np.var(one)) * len(one) for one in several)
+  # Half of the variance of a difference is that of the common baseline, so two
+  # variants' estimates of it have a correlation of a quarter.
+  independent = freedom / (1 + (len(several) - 1) / 4)
+  quantile = float(stats.t.ppf((1 + LEVEL) / 2, independent))
+  return quantile * math.sqrt(squares / freedom / len(own))

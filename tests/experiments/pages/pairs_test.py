@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Intervals of paired differences contain the truth as often as they say."""
+
+import numpy as np
+import pytest
+
+from experiments.pages import pairs
+
+EFFECTS = {"a": -0.02, "b": 0.01, "c": 0.0}
+
+
+def _losses(rng, seeds):
+  """Large noise that pairs share, and some of their own."""
+  shared = rng.normal(2.0, 0.3, seeds)
+  effects = {"base": 0.0} | EFFECTS
+  return {
+    name: dict(enumerate(shared + effect + rng.normal(0, 0.01, seeds)))
+    for name, effect in effects.items()
+  }
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 6])
+def test_coverage(seeds):
+  rng = np.random.default_rng(0)
+  hits, widths = [], []
+  for _ in range(200):
+    found = pairs.differences(_losses(rng, seeds), "base")
+    for name, effect in EFFECTS.items():
+      hits.append(abs(found[name].mean - effect) <= found[name].margin)
+      widths.append(found[name].margin)
+  # The three of a draw are not independent: a standard error is about 0.015.
+  assert 0.86 <= np.mean(hits) <= 0.94
+  assert np.mean(widths) < 0.1
+
+
+def test_only_seeds_that_both_have():
+  found = {"base": {0: 2.0, 1: 2.5}, "a": {1: 2.4, 2: 9.0}, "b": {3: 1.0}}
+  apart = pairs.differences(found, "base")
+  assert apart.keys() == {"a"}
+  assert apart["a"].by_seed == {1: pytest.approx(-0.1)}
+  assert apart["a"].margin is None
+
+
+def test_a_control_has_its_own_spread():
+  found = {
+    "base": {0: 1.0, 1: 1.0},
+    "control": {0: 1.001, 1: 0.999},
+    "a": {0: 1.1, 1: 0.9},
+  }
+  apart = pairs.differences(found, "base", control="control")
+  assert apart["a"].margin == pytest.approx(100 * apart["control"].margin)
+  together = pairs.differences(found, "base")
+  assert together["a"].margin == together["control"].margin
