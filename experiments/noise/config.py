@@ -26,6 +26,7 @@ SEEDS = (0, 1, 2, 3)
 PLAIN = dict(recipe="plain", rows=scaling.ROWS, rate=12e-3)
 SETTLED = dict(recipe="settled", rows=4, rate=6e-3)
 SLOWER = SETTLED | dict(rate=3e-3)
+SINGLE = SETTLED | dict(rows=1, rate=3e-3)
 # Of the search: rates of each batch, under PreNorm, and its seeds.
 RATES = {
   4: (3e-3, 6e-3, 12e-3),
@@ -63,14 +64,13 @@ def sweep(add, arg):
     listed = _search()
     for seed in SEEDS:
       listed += pairs(SETTLED, seed)
-    for seed in SEEDS:
-      listed += pairs(SLOWER, seed)
     # The same initial weights on other data, and the reverse.
     for seed in SEEDS:
       for residual in ("prenorm", "block_attnres"):
         listed += [_run(SETTLED, residual, seed, order=seed ^ 1)]
-    for seed in SEEDS[:3]:
-      listed += pairs(PLAIN, seed)
+    for protocol in (SINGLE, SLOWER, PLAIN):
+      for seed in SEEDS:
+        listed += pairs(protocol, seed)
   added = []
   for run in listed:
     if run not in added:
