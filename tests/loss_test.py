@@ -138,6 +138,6 @@ def test_only_a_tile_of_logits_exists():
   assert _largest(1009, 2, 64, tile_tokens=16) == 16 * 1009
   assert _largest(1009, 2, 64, tile_tokens=128) == 128 * 1009
   assert _largest(1009, 2, 64) == 128 * 1009  # all of it fits
-  # By default 64 MiB of float32 per device, or 1024 tokens if that is more.
-  assert 4 * _largest(16_384, 4, 512) == loss.TILE_BYTES == 2**26
-  assert _largest(163_840, 4, 512) == 1024 * 163_840
+  # By default 64 MiB of float32 per device, or 4096 tokens if that is more.
+  assert 4 * _largest(2048, 4, 4096) == loss.TILE_BYTES == 2**26
+  assert _largest(163_840, 4, 2048) == 4096 * 163_840
