@@ -183,6 +183,16 @@ class Program:
     computation, _ = instruction.place
     return _product_flops(instruction, self.computations[computation])
 
+  def inner_flops(self, instruction: Instruction) -> float:
+    """The same of an instruction and of what is fused into it."""
+    if instruction.op in _CONTROL:
+      return 0.0
+    return self.product_flops(instruction) + sum(
+      self.inner_flops(inner)
+      for _, called in instruction.called()
+      for inner in self.computations[called].values()
+    )
+
   def hbm_bytes(self) -> float:
     """Bytes of HBM that all instructions read and write."""
     return sum(count * nbytes for count, _, nbytes in self.instructions())
@@ -205,21 +215,29 @@ class Program:
 
   def collectives(self) -> list[Collective]:
     """Every collective once, even if the compiler split it into pieces."""
+    return [
+      one
+      for name in self.runs
+      if name not in self.fused
+      for _, _, one in self.transfers(name)
+    ]
+
+  def transfers(self, name: str) -> list[tuple[int, int, Collective]]:
+    """(start, end, collective) of a computation, as places in its schedule."""
+    count, in_loop = self.runs[name]
+    schedule = list(self.computations[name].values())
+    # Where its pieces are, and one piece.
+    pieces: dict[str, tuple[list[int], Instruction]] = {}
+    for at, instruction in enumerate(schedule):
+      for key, piece in self._pieces(instruction):
+        known = pieces.setdefault(key, ([], piece))
+        known[0].extend((at, _end(schedule, at)))
     found = []
-    for name, (count, in_loop) in self.runs.items():
-      if name in self.fused:
-        continue
-      schedule = list(self.computations[name].values())
-      # Where its pieces are, and one piece.
-      pieces: dict[str, tuple[list[int], Instruction]] = {}
-      for at, instruction in enumerate(schedule):
-        for key, piece in self._pieces(instruction):
-          known = pieces.setdefault(key, ([], piece))
-          known[0].extend((at, _end(schedule, at)))
-      for where, piece in pieces.values():
-        between = schedule[min(where) + 1 : max(where)]
-        overlapped = any(map(_computes, between))
-        found.append(self._collective(piece, count, in_loop, overlapped))
+    for where, piece in pieces.values():
+      start, end = min(where), max(where)
+      overlapped = any(map(_computes, schedule[start + 1 : end]))
+      one = self._collective(piece, count, in_loop, overlapped)
+      found.append((start, end, one))
     return found
 
   def largest(self, count: int) -> list[tuple[Array, str]]:
@@ -450,7 +468,9 @@ def _end(schedule: Sequence[Instruction], at: int) -> int:
 
 def _computes(instruction: Instruction) -> bool:
   """Whether it computes, rather than moving data or starting a collective."""
-  working = ("fusion", "convolution", "custom-call", "while", "conditional")
+  if instruction.op == "custom-call":
+    return "tpu_custom_call" in instruction.attributes
+  working = ("fusion", "convolution", "while", "conditional")
   return instruction.op in working and not instruction.name.startswith(
     "%async-collective"
   )

@@ -29,6 +29,7 @@ from attnres_jax.aot import bill
 from attnres_jax.aot import hlo
 from attnres_jax.aot import least
 from attnres_jax.aot import topology
+from attnres_jax.aot import waiting
 
 _GIB = 2**30
 # How many of the largest arrays, and of the largest movers, a report lists.
@@ -231,7 +232,10 @@ def _total_rows(report):
     ("bytes of HBM, least", "least_bytes", ""),
     ("bytes of HBM, compiled", "traffic_bytes", "memory_seconds"),
     ("bytes sent", "sent_bytes", "link_seconds"),
+    ("of these, waited for", "waited_bytes", "waiting_seconds"),
   ]
+  waits = report["waiting_seconds"] / (report["link_seconds"] or 1.0)
+  report = report | dict(waited_bytes=waits * report["sent_bytes"])
   return [
     (label, f"{report[name]:.3e}", f"{report[time]:.3f}" if time else "")
     for label, name, time in rows
@@ -396,6 +400,7 @@ def _work(
     memory_seconds=traffic / chip.hbm_bytes_per_second,
     sent_bytes=sent,
     link_seconds=sent / chip.link_bytes_per_second,
+    waiting_seconds=waiting.seconds(program, chip),
     collectives=sorted(rows.values(), key=lambda row: -row["sent_bytes"]),
     largest=[
       dict(array=str(array), bytes=array.nbytes, source=source)
