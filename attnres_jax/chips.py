@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Peak rates of chips: arithmetic, memory, links."""
 
+from collections.abc import Mapping
 import dataclasses
+from typing import TypeVar
 
+T = TypeVar("T")
 _GIB = 2**30
 
 
@@ -61,8 +64,13 @@ CHIPS = {
 
 def chip_of(device_kind: str) -> Chip | None:
   """The row of a device of this kind; None if there is none."""
-  rows = [kind for kind in CHIPS if _matches(device_kind, kind)]
-  return CHIPS[max(rows, key=len)] if rows else None
+  return row_of(CHIPS, device_kind)
+
+
+def row_of(table: Mapping[str, T], device_kind: str) -> T | None:
+  """The row with the longest name that is a prefix of the kind, if any."""
+  rows = [kind for kind in table if _matches(device_kind, kind)]
+  return table[max(rows, key=len)] if rows else None
 
 
 def model_flop_utilisation(

@@ -38,6 +38,7 @@ HARMLESS = (
   "train.on_nan",
   "train.max_skipped_share",
   "train.profile_steps",
+  "train.compiler_options",
   "data.num_threads",
 )
 

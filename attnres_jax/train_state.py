@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 import optax
 
+from attnres_jax import compiler
 from attnres_jax import config as config_lib
 from attnres_jax import loss as loss_lib
 from attnres_jax import models
@@ -222,6 +223,7 @@ class Program:
         sharding.batch_sharding(self.mesh),
       ),
       out_shardings=(self._state_shardings, sharding.replicated(self.mesh)),
+      compiler_options=compiler.options(self.config, self.mesh) or None,
     )
 
   @functools.cached_property

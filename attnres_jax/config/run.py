@@ -2,6 +2,7 @@
 """The description of a run except its network: data, loss, optimiser, disk."""
 
 import dataclasses
+import re
 from typing import Literal
 
 from attnres_jax.config import errors
@@ -142,6 +143,8 @@ class TrainConfig(fields.Checked, prefix="train"):
       evaluations then use the average. 0 for none.
     profile_steps: first and last step, counted from 1, of which the run writes
       a trace to WORKDIR/profile, for XProf; empty for none.
+    compiler_options: of XLA, such as ("xla_flag=value",), for the training
+      step; on top of `attnres_jax.compiler.OPTIONS`.
   """
 
   steps: fields.Size = 400
@@ -153,6 +156,7 @@ class TrainConfig(fields.Checked, prefix="train"):
   max_skipped_share: fields.Fraction = 0.5
   average_last: fields.Fraction = 0.0
   profile_steps: tuple[int, ...] = ()
+  compiler_options: tuple[str, ...] = ()
 
   def __post_init__(self):
     super().__post_init__()
@@ -160,6 +164,13 @@ class TrainConfig(fields.Checked, prefix="train"):
     if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
       errors.fail(
         "train.profile_steps", steps, "() or two steps, such as (10, 12)"
+      )
+    options = self.compiler_options
+    if not all(re.fullmatch(r"\w+=.+", option) for option in options):
+      errors.fail(
+        "train.compiler_options",
+        options,
+        "options with values, such as ('xla_flag=value',)",
       )
 
 

@@ -37,7 +37,12 @@ Resolve = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 HASH_DIGITS = 8
 # Names have to fit into workdirs, labels and log lines.
 MAX_SLUG = 80
-UNHASHED = ("name", "train.max_skipped_share", "train.profile_steps")
+UNHASHED = (
+  "name",
+  "train.max_skipped_share",
+  "train.profile_steps",
+  "train.compiler_options",
+)
 
 
 @dataclasses.dataclass(frozen=True)

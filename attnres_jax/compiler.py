@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of the compiler for the steps of a run, by kind of device.
+
+By default, the compiler for TPUs waits for most collectives where they start.
+On chips with SparseCores, these can send while the others compute.
+"""
+
+from jax.sharding import Mesh
+
+from attnres_jax import chips
+from attnres_jax import config as config_lib
+
+_COLLECTIVES = "xla_tpu_enable_sparse_core_collective_offload_"
+_SPARSE_CORES = {
+  **{
+    f"{_COLLECTIVES}{kind}": "true"
+    for kind in (
+      "all_gather", "2d_all_gather", "3d_all_gather", "reduce_scatter",
+      "all_reduce",
+    )
+  },
+  # An all-gather that is fused with a product cannot be sent by these cores.
+  "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "false",
+}  # fmt: skip
+_ASYNC = {"xla_tpu_enable_async_all_to_all": "true"}
+# By prefix of `device_kind`, as in `chips.CHIPS`.
+OPTIONS = {
+  "TPU v5": _SPARSE_CORES | _ASYNC,
+  "TPU v5 lite": _ASYNC,
+  "TPU v6 lite": _SPARSE_CORES | _ASYNC,
+}
+
+
+def options(config: config_lib.RunConfig, mesh: Mesh) -> dict[str, str]:
+  """What `jax.jit` takes as `compiler_options` for programs on this mesh.
+
+  Those of `train.compiler_options` come last, and so replace ours.
+  """
+  ours = chips.row_of(OPTIONS, mesh.devices.flat[0].device_kind) or {}
+  theirs = (item.partition("=") for item in config.train.compiler_options)
+  return ours | {name: value for name, _, value in theirs}
