@@ -22,6 +22,8 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
 flags = [
   "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
   "--xla_cpu_collective_call_terminate_timeout_seconds=900",
+  # Cutting a small program in parts takes longer than their threads save.
+  "--xla_cpu_parallel_codegen_split_count=1",
 ]
 # With these emitters XLA compiles twice as fast. jax 0.12 does not have them.
 if importlib.metadata.version("jaxlib").startswith("0.10."):
@@ -33,10 +35,13 @@ import jaxtyping
 import pytest
 
 from tests import programs
+from tests import signatures
 
-# Calls of the operators are held against the shapes and dtypes in their
-# signatures.
-jaxtyping.install_import_hook("attnres_kernels", "beartype.beartype")
+# Calls are held against the shapes, dtypes and types in signatures.
+jaxtyping.install_import_hook(
+  ["attnres_kernels", "attnres_jax.analysis", "attnres_jax.scaling"],
+  f"{signatures.__name__}.check",
+)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -59,9 +59,13 @@ class ToySublayer:
 
   def core(self, x, segment_ids):
     del segment_ids
+    if isinstance(x, residuals_base.QKV):
+      x = 0.5 * x.query + 0.3 * x.key + 0.2 * x.value
     if self.kind == "mixer":
       x = jnp.cumsum(x, axis=1)
     return jnp.tanh(x @ self.matrix)
+
+  core.reads_qkv = True
 
 
 def functions(layers, count):
@@ -115,6 +119,13 @@ def scheme(name, num_sublayers, *, seed=1, scale=1.0, eps=EPS, **fields):
     residual=config_lib.ResidualConfig(name=name, **fields),
   )
   module = residuals.build_residual(config, rngs=nnx.Rngs(params=seed))
+  rng = np.random.default_rng(seed)
+
+  def moved(start):
+    start = np.asarray(start, np.float64)
+    return jnp.asarray(start + 0.3 * scale * rng.standard_normal(start.shape))
+
+  module = jax.tree.map(moved, module)
   if hasattr(module, "queries"):
     rng = np.random.default_rng(seed)
     for name, start, spread in (
@@ -127,14 +138,7 @@ def scheme(name, num_sublayers, *, seed=1, scale=1.0, eps=EPS, **fields):
       if old is not None:
         new = start + spread * rng.standard_normal(old.shape)
         setattr(module.queries, name, nnx.Param(jnp.asarray(new)))
-    return module
-  rng = np.random.default_rng(seed)
-
-  def moved(start):
-    start = np.asarray(start, np.float64)
-    return jnp.asarray(start + 0.3 * scale * rng.standard_normal(start.shape))
-
-  return jax.tree.map(moved, module)
+  return module
 
 
 def run(layers, module, embedding, *, scan=True, remat="none"):
@@ -183,6 +187,39 @@ def check(name, definition, num_sublayers=5, **fields):
     found, change = jax.jvp(eager, (values,), (values,))
   for h, along in zip(found, change):
     np.testing.assert_allclose(along, h, atol=1e-12)
+
+
+def check_gradients(name, definition, num_sublayers, *, rtol=1e-9, **fields):
+  """A scalar of a network, and its slope, against a definition in NumPy.
+
+  Args:
+    name: of the scheme, which gets random parameters.
+    definition: maps the scheme, f_1..f_L and the embedding to h_out, which are
+      complex along a slope.
+    num_sublayers: L.
+    rtol: of the slope along a random change of all parameters of the scheme
+      and of the embedding.
+    **fields: of `scheme`.
+  """
+  layers, embedding = toy(num_sublayers)
+  module = scheme(name, num_sublayers, **fields)
+  value, (_, *gradients) = value_and_grad(layers, module, embedding, scan=False)
+
+  def expected(module, embedding):
+    return score(
+      definition(module, functions(layers, num_sublayers), embedding)
+    )
+
+  arguments = [module, embedding]
+  found = expected(*arguments)
+  np.testing.assert_allclose(value, found.real, rtol=1e-3 * rtol)
+  rng = np.random.default_rng(3)
+  ways = jax.tree.map(lambda a: rng.standard_normal(a.shape), arguments)
+  along = jax.tree.map(lambda g, way: np.sum(g * way), gradients, ways)
+  expected_slope = slope(expected, arguments, ways)
+  np.testing.assert_allclose(
+    sum(jax.tree.leaves(along)), expected_slope, rtol=rtol
+  )
 
 
 @functools.partial(jax.jit, static_argnames=("scan", "remat"))

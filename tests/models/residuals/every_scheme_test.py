@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What holds for every registered scheme, at random parameters.
 
-A scheme is compiled twice: as a scan, and cut in two parts of unrolled
-sublayers with checkpoints, as a pipeline and `remat` would have it. The
-definition of each scheme is tested in the file of its family.
+A scheme is compiled twice around toy sublayers: as a scan, and cut in two parts
+of unrolled sublayers with checkpoints, as a pipeline and `remat` would have it.
+The definition of each scheme is tested in the file of its family.
 """
-
-import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -22,119 +19,103 @@ from attnres_jax import sharding
 from attnres_jax.flops import traffic
 from attnres_jax.models import residuals
 from attnres_jax.models import stack
+from attnres_jax.models.residuals import streams
 from tests import jaxprs
+from tests import tiny_network
+from tests.models import trunks
 
 LENGTH = 5
-CONFIG = config_lib.ModelConfig(
-  vocab_size=12,
-  width=8,
-  num_layers=2,
-  num_heads=2,
-  mlp_width=12,
-  init_std=0.3,
-  residual=config_lib.ResidualConfig(block_size=3),
-)
-TOKENS = np.random.default_rng(0).integers(0, 12, (2, LENGTH), dtype=np.int32)
+TOKENS = np.random.default_rng(0).integers(0, 16, (2, LENGTH), dtype=np.int32)
 
 
-# With blocks of three, its four sublayers would attend to the embedding alone.
-BLOCK_SIZES = {"delta_block": 1}
+def _block_size(name):
+  # With blocks of three, its four sublayers attend to the embedding alone.
+  return 1 if name == "delta_block" else 3
 
 
-def _config(name, **fields):
-  size = BLOCK_SIZES.get(name, CONFIG.residual.block_size)
-  residual = dataclasses.replace(CONFIG.residual, name=name, block_size=size)
-  return dataclasses.replace(CONFIG, residual=residual, **fields)
+def _kinds(name):
+  """Of the sublayers: a pattern that repeats, so that a scan may run them."""
+  # Programs of streams are the largest, and all their sublayers are alike.
+  is_large = issubclass(residuals.RESIDUALS[name], streams.Streams)
+  return trunks.KINDS[:1] * 2 if is_large else trunks.KINDS * 2
 
 
-@functools.cache
-def _network(name):
-  """A network whose scheme is away from its start, which may be symmetric."""
-  network = models.build_model(_config(name))
-  rng = np.random.default_rng(1)
-  moved = jax.tree.map(
-    lambda a: a + 0.3 * rng.standard_normal(a.shape).astype(a.dtype),
-    network.residual,
+def _whole(kinds, layers, scheme, embedding):
+  return stack.run(
+    layers, kinds, scheme, embedding, None, scan=True, remat="none"
   )
-  network.residual = moved
-  return network
 
 
-def _whole(network, tokens):
-  return network(tokens)
-
-
-def _in_parts(network, tokens):
-  kinds, cut = network.config.sublayer_kinds, 2
-  first, second = {}, {}
-  for kind, part in network.sublayers.items():
-    n = kinds[:cut].count(kind)
-    first[kind] = jax.tree.map(lambda a, n=n: a[:n], part)
-    second[kind] = jax.tree.map(lambda a, n=n: a[n:], part)
-  scheme, options = network.residual, dict(scan=False, remat="full")
-  state = scheme.init(network.embedding.encode(tokens))
+def _in_parts(kinds, layers, scheme, embedding):
+  cut, options = len(kinds) // 2, dict(scan=False, remat="full")
+  # One sublayer of each kind in either part.
+  first, second = (
+    jax.tree.map(lambda a, i=i: a[i : i + 1], layers) for i in (0, 1)
+  )
+  state = scheme.init(embedding)
   state = stack.run_part(first, kinds[:cut], scheme, state, None, **options)
   state = scheme.put_together(*scheme.take_apart(state))
   state = stack.run_part(
     second, kinds[cut:], scheme, state, None, start=cut, **options
   )
-  h_BTD = network.final_norm(scheme.readout(state))
-  return network.embedding.decode(h_BTD)
+  return scheme.readout(state)
 
 
-def _loss_and_gradient(forward):
-  @jax.jit
-  def run(network, tokens):
-    def loss(network):
-      logits = forward(network, tokens)
-      weight = jnp.sin(1.0 + jnp.arange(logits.size, dtype=logits.dtype))
-      return jnp.sum(weight * logits.reshape(-1)), logits
+def _program(forward, kinds, *arguments):
+  """Traced: the score of h_out, h_out, and the gradient of the score."""
 
-    return jax.value_and_grad(loss, has_aux=True)(network)
+  def run(*arguments):
+    h = forward(kinds, *arguments)
+    return trunks.score(h), h
 
-  return run
+  gradient = jax.value_and_grad(run, argnums=(0, 1, 2), has_aux=True)
+  return jax.jit(gradient).trace(*arguments)
 
 
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("name", residuals.RESIDUALS)
 def test_scan_loop_parts_and_checkpoints_agree(name):
-  network = _network(name)
-  whole = _loss_and_gradient(_whole)
-  (loss, logits), gradient = whole(network, TOKENS)
-  assert np.isfinite(loss)
-  (other, _), gradient_in_parts = _loss_and_gradient(_in_parts)(network, TOKENS)
-  np.testing.assert_allclose(other, loss, rtol=1e-4)
+  kinds = _kinds(name)
+  heads = 2 if name.startswith("delta_mh") else 0
+  scheme = trunks.scheme(
+    name,
+    len(kinds),
+    block_size=_block_size(name),
+    read=config_lib.DepthReadConfig(heads=heads),
+  )
+  layers, embedding = trunks.toy(4, pre_norm=scheme.pre_norm)
+  layers = {kind: layers[kind] for kind in kinds}
+  arguments = layers, scheme, embedding
+  whole = _program(_whole, kinds, *arguments).lower().compile()
+  (value, h), gradient = whole(*arguments)
+  parts = _program(_in_parts, kinds, *arguments)
+  (other, _), gradient_in_parts = parts.lower().compile()(*arguments)
+  np.testing.assert_allclose(other, value, rtol=1e-10)
   flat, _ = jax.tree_util.tree_flatten_with_path(gradient)
   for (path, a), b in zip(flat, jax.tree.leaves(gradient_in_parts)):
     where, size = jax.tree_util.keystr(path), 1e-6 + np.abs(a).max()
-    np.testing.assert_allclose(a, b, rtol=0, atol=2e-4 * size, err_msg=where)
+    np.testing.assert_allclose(a, b, rtol=0, atol=1e-9 * size, err_msg=where)
     assert np.any(a), f"{where} gets no gradient"
-  # Nothing looks ahead: the last token changes only the last logits.
-  changed = TOKENS.copy()
-  changed[:, -1] = (changed[:, -1] + 1) % CONFIG.vocab_size
-  (_, others), _ = whole(network, changed)
-  np.testing.assert_allclose(others[:, :-1], logits[:, :-1], atol=1e-5)
-  assert np.abs(others - logits)[:, -1].max() > 1e-3
-
-
-@pytest.mark.parametrize("name", residuals.RESIDUALS)
-def test_full_checkpointing_recomputes_a_sublayer_once(name):
-  width = 37  # Of nothing else in the program.
-  config = _config(name, remat="full", scan_layers=False, mlp_width=width)
-  network = jax.eval_shape(lambda: models.build_model(config))
-  gradient = jax.grad(lambda network: jnp.sum(network(TOKENS)))
-  hidden = [
+  # Nothing looks ahead: the last token changes only the last output.
+  changed = embedding.at[:, -1].add(0.5)
+  (_, others), _ = whole(layers, scheme, changed)
+  np.testing.assert_allclose(others[:, :-1], h[:, :-1], atol=1e-12)
+  assert np.abs(others - h)[:, -1].max() > 1e-3
+  # Full checkpointing recomputes a sublayer once.
+  computed = [
     equation
-    for equation in jaxprs.equations(jax.make_jaxpr(gradient)(network))
-    if equation.primitive.name == "dot_general"
-    and equation.outvars[0].aval.shape == (2, LENGTH, width)
+    for equation in jaxprs.equations(parts.jaxpr)
+    if equation.primitive.name == "tanh"
+    and equation.outvars[0].aval.shape == embedding.shape
   ]
-  # Of an MLP: gate and up, both once more, and the gradient of their product.
-  assert len(hidden) == 5 * CONFIG.num_layers
+  assert len(computed) == 2 * len(kinds)
 
 
 @pytest.mark.parametrize("name", residuals.RESIDUALS)
 def test_abstract_properties(name):
-  config = _config(name, dtype="bfloat16")
+  config = tiny_network.config(
+    name, block_size=_block_size(name), dtype="bfloat16"
+  )
   network = jax.eval_shape(lambda: models.build_model(config))
   leaves = jax.tree.leaves(network)
   assert {leaf.dtype for leaf in leaves} == {jnp.dtype("float32")}
@@ -151,7 +132,7 @@ def test_abstract_properties(name):
 
 def test_names_and_families():
   assert sum(residuals.families().values(), []) == list(residuals.RESIDUALS)
-  config = _config("hyper_conections")
+  config = tiny_network.config("hyper_conections")
   with pytest.raises(config_lib.ConfigError) as caught:
     residuals.abstract_residual(config)
   text = str(caught.value)

@@ -2,6 +2,7 @@
 """Hyper-Connections against their equations in NumPy loops."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -47,27 +48,11 @@ def dynamic(module, l, streams):
   "name,definition", [(NAMES[0], static), (NAMES[1], dynamic)]
 )
 def test_is_its_definition_with_its_gradients(name, definition):
-  layers, embedding = trunks.toy(4)
-  module = trunks.scheme(name, 4, streams=3, scale=2.0)
-  value, gradient = trunks.value_and_grad(layers, module, embedding, scan=False)
+  def hyper_connections(module, sublayers, embedding):
+    coefficients = functools.partial(definition, module)
+    return trunks.many_streams(sublayers, coefficients, embedding, 3)
 
-  def expected(module, embedding):
-    h = trunks.many_streams(
-      trunks.functions(layers, 4),
-      lambda l, streams: definition(module, l, streams),
-      embedding,
-      3,
-    )
-    return trunks.score(h)
-
-  np.testing.assert_allclose(value, expected(module, embedding), rtol=1e-12)
-  trees = module, embedding
-  rng = np.random.default_rng(3)
-  ways = jax.tree.map(lambda a: rng.standard_normal(a.shape), trees)
-  along = jax.tree.map(lambda g, w: np.sum(g * w), gradient[1:], ways)
-  np.testing.assert_allclose(
-    sum(jax.tree.leaves(along)), trunks.slope(expected, trees, ways), rtol=1e-9
-  )
+  trunks.check_gradients(name, hyper_connections, 4, streams=3, scale=2.0)
 
 
 @pytest.mark.usefixtures("float64")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """mHC and its relatives against their equations in NumPy loops."""
 
+import functools
 import itertools
 import math
 
@@ -126,28 +127,19 @@ def coefficients(name, module, l, streams):
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("name", RELATIVES)
 def test_is_its_definition_with_its_gradients(name):
-  layers, embedding = trunks.toy(2)
-  streams, *_ = RELATIVES[name]
-  module = trunks.scheme(name, 2, streams=streams, scale=2.0)
-  value, gradient = trunks.value_and_grad(layers, module, embedding, scan=False)
+  count, *_ = RELATIVES[name]
 
-  def expected(module, embedding):
-    h = trunks.many_streams(
-      trunks.functions(layers, 2),
-      lambda l, streams: coefficients(name, module, l, streams),
+  def definition(module, sublayers, embedding):
+    return trunks.many_streams(
+      sublayers,
+      functools.partial(coefficients, name, module),
       embedding,
-      streams,
+      count,
       mean=name in ("mhc", "ohc"),
     )
-    return trunks.score(h)
 
-  np.testing.assert_allclose(value, expected(module, embedding), rtol=1e-11)
-  trees = module, embedding
-  rng = np.random.default_rng(3)
-  ways = jax.tree.map(lambda a: rng.standard_normal(a.shape), trees)
-  along = jax.tree.map(lambda g, w: np.sum(g * w), gradient[1:], ways)
-  np.testing.assert_allclose(
-    sum(jax.tree.leaves(along)), trunks.slope(expected, trees, ways), rtol=1e-8
+  trunks.check_gradients(
+    name, definition, 2, rtol=1e-8, streams=count, scale=2.0
   )
 
 

@@ -2,6 +2,7 @@
 """Multi-Gate Residuals against their equations in NumPy loops."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -24,7 +25,7 @@ def attend(scores, streams):
   return sum(w[..., None] * s for w, s in zip(weight, streams))
 
 
-def multi_gate(module, sublayers, embedding, count, competitive):
+def multi_gate(competitive, module, sublayers, embedding, count=3):
   query, gate_query, bias = (
     np.asarray(a[...]) for a in (module.query, module.gate_query, module.bias)
   )
@@ -53,24 +54,8 @@ def multi_gate(module, sublayers, embedding, count, competitive):
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("name", NAMES)
 def test_is_its_definition_with_its_gradients(name):
-  layers, embedding = trunks.toy(5)
-  module = trunks.scheme(name, 5, streams=3, scale=3.0)
-  value, gradient = trunks.value_and_grad(layers, module, embedding, scan=False)
-
-  def expected(module, embedding):
-    sublayers = trunks.functions(layers, 5)
-    competitive = name.endswith("competitive")
-    h = multi_gate(module, sublayers, embedding, 3, competitive)
-    return trunks.score(h)
-
-  np.testing.assert_allclose(value, expected(module, embedding), rtol=1e-12)
-  trees = module, embedding
-  rng = np.random.default_rng(3)
-  ways = jax.tree.map(lambda a: rng.standard_normal(a.shape), trees)
-  along = jax.tree.map(lambda g, w: np.sum(g * w), gradient[1:], ways)
-  np.testing.assert_allclose(
-    sum(jax.tree.leaves(along)), trunks.slope(expected, trees, ways), rtol=1e-9
-  )
+  definition = functools.partial(multi_gate, name.endswith("competitive"))
+  trunks.check_gradients(name, definition, 5, streams=3, scale=3.0)
 
 
 def _scheme(name, depth=8, **fields):

@@ -77,21 +77,7 @@ def xhc(module, sublayers, embedding):
 
 
 def test_is_its_definition_with_its_gradients():
-  layers, embedding = trunks.toy(2)
-  module = trunks.scheme("xhc", 2, scale=2.0)
-  value, gradient = trunks.value_and_grad(layers, module, embedding, scan=False)
-
-  def expected(module, embedding):
-    return trunks.score(xhc(module, trunks.functions(layers, 2), embedding))
-
-  np.testing.assert_allclose(value, expected(module, embedding).real, rtol=1e-9)
-  trees = module, embedding
-  rng = np.random.default_rng(3)
-  ways = jax.tree.map(lambda a: rng.standard_normal(a.shape), trees)
-  along = jax.tree.map(lambda g, w: np.sum(g * w), gradient[1:], ways)
-  np.testing.assert_allclose(
-    sum(jax.tree.leaves(along)), trunks.slope(expected, trees, ways), rtol=1e-7
-  )
+  trunks.check_gradients("xhc", xhc, 2, rtol=1e-7, scale=2.0)
 
 
 def test_other_streams_keep_their_bits_and_updates_are_orthogonal():
