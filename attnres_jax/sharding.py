@@ -47,12 +47,16 @@ STAGE, DATA, FSDP, EXPERT, TENSOR = AXES = (
 ROWS = (DATA, FSDP, EXPERT)
 
 # Shardings of activations: [B, T, D] between sublayers, [Q, B, T, ...] for the
-# queries of a depth block, [B, T, N, ...] inside a mixer, and replicated.
+# queries of a depth block, [B, T, N, ...] inside a mixer, [B, N, ...] in its
+# cache, and replicated.
 TOKENS = PartitionSpec(ROWS, TENSOR)
 QUERIED_TOKENS = PartitionSpec(None, ROWS, TENSOR)
 HEADS = PartitionSpec(ROWS, None, TENSOR)
+ROWS_AND_HEADS = PartitionSpec(ROWS, TENSOR)
 SEQUENCES = PartitionSpec(ROWS)
 WHOLE = PartitionSpec()
+# What is not sharded over tokens, if it cannot be.
+_BY_ROW = {TOKENS: SEQUENCES, QUERIED_TOKENS: PartitionSpec(None, ROWS)}
 
 # Letter of an axis of a matrix (see `attnres_jax.models`) -> the mesh axis that
 # shards it. Other letters are not sharded: a head, a rank, scores of experts.
@@ -270,11 +274,14 @@ def keep_tokens(x_BTD: jax.Array) -> jax.Array:
   """Constrains activations to be sharded as `TOKENS`.
 
   Without this, the compiler might keep a parameter in place and send the
-  activations. Outside of `ambient` this is the identity.
+  activations. Outside of `ambient` this is the identity. Tokens that `tensor`
+  does not divide, such as one that is decoded, are sharded by rows only.
   """
   if not _mesh_to_split_over():
     return x_BTD
-  return jax.lax.with_sharding_constraint(x_BTD, TOKENS)
+  tensor = jax.sharding.get_abstract_mesh().shape.get(TENSOR, 1)
+  spec = SEQUENCES if x_BTD.shape[1] % tensor else TOKENS
+  return jax.lax.with_sharding_constraint(x_BTD, spec)
 
 
 def by_shards(
@@ -288,7 +295,8 @@ def by_shards(
   For functions that the compiler cannot partition: it refuses Pallas kernels,
   and would gather rows that have to be sorted. Without an ambient mesh, with a
   single device along `axes`, or inside another `by_shards`, this is the
-  function itself.
+  function itself. Tokens that `tensor` does not divide are sharded by rows, as
+  in `keep_tokens`.
 
   Args:
     function: of arrays; shards must not depend on each other.
@@ -299,15 +307,22 @@ def by_shards(
   """
   if not _mesh_to_split_over(axes):
     return function
-  # Unchecked, so that gradients of replicated arguments are summed by the
-  # transpose rule rather than by every gradient rule inside.
-  return jax.shard_map(
-    function,
-    in_specs=in_specs,
-    out_specs=out_specs,
-    axis_names=set(axes),
-    check_vma=False,
-  )
+
+  def split(*args: Any) -> Any:
+    specs = in_specs, out_specs
+    if not _tensor_divides_tokens(in_specs, args):
+      specs = _map_specs(lambda spec: _BY_ROW.get(spec, spec), specs)
+    # Unchecked, so that gradients of replicated arguments are summed by the
+    # transpose rule rather than by every gradient rule inside.
+    return jax.shard_map(
+      function,
+      in_specs=specs[0],
+      out_specs=specs[1],
+      axis_names=set(axes),
+      check_vma=False,
+    )(*args)
+
+  return split
 
 
 def by_rows(
@@ -422,6 +437,23 @@ def bytes_per_device(tree: Any) -> int:
     return leaf.dtype.itemsize * math.prod(shape)
 
   return sum(map(one, jax.tree.leaves(tree)))
+
+
+def _tensor_divides_tokens(in_specs: Any, args: Sequence[Any]) -> bool:
+  """Whether `tensor` divides the tokens of all arguments sharded over it."""
+  tensor = jax.sharding.get_abstract_mesh().shape.get(TENSOR, 1)
+
+  def divides(spec: PartitionSpec, arg: Any) -> bool:
+    axis = {TOKENS: 1, QUERIED_TOKENS: 2}.get(spec)
+    leaves = [] if axis is None else jax.tree.leaves(arg)
+    return all(leaf.shape[axis] % tensor == 0 for leaf in leaves)
+
+  return all(jax.tree.leaves(_map_specs(divides, in_specs, tuple(args))))
+
+
+def _map_specs(function: Callable[..., Any], specs: Any, *trees: Any) -> Any:
+  is_spec = lambda node: isinstance(node, PartitionSpec)
+  return jax.tree.map(function, specs, *trees, is_leaf=is_spec)
 
 
 def _axis_sizes(

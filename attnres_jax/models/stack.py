@@ -18,6 +18,7 @@ at a time.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import contextlib
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -31,11 +32,15 @@ from attnres_jax import sharding
 from attnres_jax.models import linear
 from attnres_jax.models import memory as memory_lib
 from attnres_jax.models import sublayer as sublayer_lib
+from attnres_jax.models.mixers import cache as cache_lib
 from attnres_jax.models.mixers import softmax
 from attnres_jax.models.residuals import base
 
 Trace = base.Trace
 Sublayers = Mapping[str, sublayer_lib.Sublayer]
+
+# The key of what a residual scheme keeps of earlier tokens, in a cache.
+RESIDUAL = "residual"
 
 
 def _remat_none(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,7 +100,7 @@ def run(
   memory = memory or memory_lib.NoMemory()
   with scopes.part(scopes.RESIDUAL):
     state = residual.init(embedding_BTD)
-  state, _ = _run_part(
+  (state, _), _ = _run_part(
     sublayers,
     kinds,
     residual,
@@ -108,6 +113,161 @@ def run(
   )
   with scopes.part(scopes.RESIDUAL):
     return residual.readout(state)
+
+
+def extend(
+  sublayers: Sublayers,
+  kinds: Sequence[str],
+  residual: base.Residual,
+  embedding_BTD: jax.Array,
+  caches: Mapping[str, Any],
+  chunk: cache_lib.Chunk,
+  *,
+  memory: memory_lib.DepthMemory,
+  scan: bool,
+  context: int | None = None,
+  with_reads: bool = False,
+) -> tuple[jax.Array, dict[str, Any], jax.Array | None]:
+  """`run`, for new tokens of rows whose earlier tokens are in caches.
+
+  Args:
+    sublayers: as in `run`.
+    kinds: as in `run`.
+    residual: as in `run`.
+    embedding_BTD: of the new tokens.
+    caches: of mixers by kind, stacked like the sublayers; and of the scheme, if
+      it looks back.
+    chunk: the new tokens.
+    memory: as in `run`.
+    scan: as in `run`.
+    context: at least as many tokens as any row has before the chunk; by default
+      as many as there is room for.
+    with_reads: whether the reads of all sublayers are wanted.
+
+  Returns:
+    h_out [B, T, D]; by kind, what the caches should add (`cache.append`); the
+    reads h_1..h_L [L, B, T, D] before their norms, or None.
+  """
+
+  def apply(residual, memory, kind, l, both, slots, segment_ids_BT):
+    # Out of the whole stacks: a loop over part of them would copy that part.
+    single = cache_lib.one_of(sublayers[kind], l)
+    core = single.core
+    if kind in caches:
+      cache = cache_lib.layer(caches[kind], l, context)
+      core = _WithCache(core, cache, chunk)
+    reader = _Watched(residual) if with_reads else residual
+    y_BTD, new, _ = _apply(
+      reader,
+      memory,
+      kind,
+      _Single(single.norm, core),
+      both,
+      slots,
+      segment_ids_BT,
+    )
+    read_BTD = reader.read_BTD if with_reads else None
+    added = core.added if kind in caches else None
+    return y_BTD, new, (added, read_BTD)
+
+  counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+  history, looking_back = None, contextlib.nullcontext()
+  if RESIDUAL in caches:
+    history = base.History([a[0] for a in caches[RESIDUAL]], chunk.length_B)
+    looking_back = history.looking_back()
+  with looking_back:
+    with scopes.part(scopes.RESIDUAL):
+      state = residual.init(embedding_BTD)
+    (state, _), kept = _run_part(
+      {kind: jnp.arange(count) for kind, count in counts.items()},
+      kinds,
+      residual,
+      memory,
+      (state, memory.init()),
+      None,
+      start=0,
+      # What is looked back at leaves the loop.
+      scan=scan and history is None,
+      remat="none",
+      apply=apply,
+    )
+    with scopes.part(scopes.RESIDUAL):
+      h_BTD = residual.readout(state)
+  added: dict[str, Any] = {
+    kind: _concatenate(
+      [
+        _interleave([out for k, (out, _) in zip(run.kinds, outs) if k == kind])
+        for run, outs in kept
+        if kind in run.kinds
+      ]
+    )
+    for kind in caches.keys() & set(kinds)
+  }
+  if history is not None:
+    added[RESIDUAL] = tuple(a[None] for a in history.later)
+  reads_LBTD = None
+  if with_reads:
+    reads_LBTD = _concatenate(
+      [_interleave([read for _, read in outs]) for _, outs in kept]
+    )
+  return h_BTD, added, reads_LBTD
+
+
+class _Watched:
+  """A scheme, as `_apply` sees it, that remembers its read."""
+
+  def __init__(self, residual: base.Residual):
+    self.read_BTD: jax.Array | None = None
+    self._residual = residual
+
+  def read_normed(self, carry: Any, slot: Any, norm: Any) -> Any:
+    h = self._residual.read(carry, slot)
+    self.read_BTD = base.main(h)
+    return jax.tree.map(norm, h)
+
+
+class _Single(NamedTuple):
+  """A sublayer, as `_apply` sees it."""
+
+  norm: Any
+  core: Any
+
+
+class _WithCache:
+  """A mixer with its cache, as a depth memory sees it.
+
+  Attributes:
+    added: what the cache should add, after the call.
+  """
+
+  def __init__(self, core: Any, cache: Any, chunk: cache_lib.Chunk):
+    self.reads_qkv = getattr(core, "reads_qkv", False)
+    self.added = None
+    self._core = core
+    self._rest = cache, chunk
+
+  def __call__(self, x: Any, segment_ids_BT: jax.Array | None) -> jax.Array:
+    del segment_ids_BT
+    y_BTD, self.added = self._core.extend(x, *self._rest)
+    return y_BTD
+
+  def project(self, x: Any) -> Any:
+    return self._core.project(x)
+
+  def finish(
+    self,
+    x: Any,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segment_ids_BT: jax.Array | None = None,
+    *columns: Any,
+  ) -> jax.Array:
+    del segment_ids_BT
+    y_BTD, self.added = self._core.extend_heads(
+      x, query, key, value, *self._rest, *columns
+    )
+    return y_BTD
 
 
 def run_part(
@@ -134,7 +294,7 @@ def run_part(
     remat: as in `run`.
   """
   memory = memory_lib.NoMemory()
-  state, _ = _run_part(
+  (state, _), _ = _run_part(
     sublayers,
     kinds,
     residual,
@@ -149,7 +309,7 @@ def run_part(
 
 
 def _run_part(
-  sublayers: Sublayers,
+  sublayers: Mapping[str, Any],
   kinds: Sequence[str],
   residual: base.Residual,
   memory: memory_lib.DepthMemory,
@@ -159,26 +319,48 @@ def _run_part(
   start: int,
   scan: bool,
   remat: str,
-) -> tuple[Any, Any]:
-  """`run_part` for states of the scheme and of the memory."""
+  apply: Callable[..., tuple[jax.Array, Any, Any]] | None = None,
+) -> tuple[tuple[Any, Any], list[tuple["Run", list[Any]]]]:
+  """`run_part` for states of the scheme and of the memory.
+
+  Args:
+    sublayers: trees of any kind, stacked, of which `apply` gets one.
+    kinds: as in `run_part`.
+    residual: as in `run_part`.
+    memory: as in `run`.
+    state: before the part.
+    segment_ids_BT: as in `run_part`.
+    start: as in `run_part`.
+    scan: as in `run_part`.
+    remat: as in `run_part`.
+    apply: runs a sublayer, `_apply` by default.
+
+  Returns:
+    The state after the part, and what `apply` returned last: for each run, and
+    each of its kinds, stacked over repeats.
+  """
   around_segment, around_sublayer = config_lib.choose(
     "model.remat", remat, REMAT
   )
-  apply = {
-    kind: around_sublayer(functools.partial(_apply, residual, memory, kind))
+  calls = {
+    kind: around_sublayer(
+      functools.partial(apply or _apply, residual, memory, kind)
+    )
     for kind in sublayers
   }
+  kept = []
   segments = _plan(kinds, residual, memory, start, scan)
   for segment, (source, take) in zip(
     segments, _sources(sublayers, segments, remat), strict=True
   ):
     inside = functools.partial(
-      _run_segment, segment, residual, memory, take, apply, segment_ids_BT
+      _run_segment, segment, residual, memory, take, calls, segment_ids_BT
     )
-    carry, remembered = around_segment(inside)(source, state)
+    (carry, remembered), outs = around_segment(inside)(source, state)
+    kept += zip(segment.runs, outs)
     with scopes.part(scopes.RESIDUAL):
       state = residual.close(state[0], carry, segment.stop), remembered
-  return state
+  return state, kept
 
 
 def trace(
@@ -200,7 +382,7 @@ def trace(
     nonlocal remembered
     reads.append(base.main(residual.read(carry, slot)))
     (memory_slot,) = _unstack(memory.open(l, l + 1), 1)
-    y_BTD, new = _apply(
+    y_BTD, new, _ = _apply(
       residual,
       memory,
       kinds[l],
@@ -321,17 +503,17 @@ def _run_segment(
   residual: base.Residual,
   memory: memory_lib.DepthMemory,
   take: Callable[[Any], list[Sublayers]],
-  apply: Mapping[str, Callable[..., tuple[jax.Array, Any]]],
+  apply: Mapping[str, Callable[..., tuple[jax.Array, Any, Any]]],
   segment_ids_BT: jax.Array | None,
   source: Any,
   state: tuple[Any, Any],
-) -> tuple[Any, Any]:
+) -> tuple[tuple[Any, Any], list[Any]]:
   state, remembered = state
   with scopes.part(scopes.RESIDUAL):
     carry, slots = residual.open(state, segment.start, segment.stop)
     slots = slots, memory.open(segment.start, segment.stop)
     slots = _split(slots, [run.length for run in segment.runs])
-  both = carry, remembered
+  both, kept = (carry, remembered), []
   for run, part, run_slots in zip(segment.runs, take(source), slots):
 
     def period(both, xs, run=run):
@@ -339,32 +521,36 @@ def _run_segment(
       with scopes.part(scopes.RESIDUAL):
         slots = _unstack(slots, len(run.kinds))
       sublayers = _in_order(part, run.kinds)
+      outs = []
       for kind, sublayer, slot in zip(run.kinds, sublayers, slots):
         with scopes.part(kind):
-          y_BTD, new = apply[kind](sublayer, both, slot, segment_ids_BT)
+          y_BTD, new, out = apply[kind](sublayer, both, slot, segment_ids_BT)
+        outs.append(out)
         new = jax.tree.map(base.keep, new)
         with scopes.part(scopes.RESIDUAL):
           carry = residual.write(both[0], slot[0], y_BTD)
         both = carry, memory.write(both[1], new)
-      return both, None
+      return both, outs
 
     xs = part, run_slots
     if run.repeats == 1:
-      both, _ = period(both, xs)
+      both, outs = period(both, xs)
+      outs = jax.tree.map(lambda a: a[None], outs)
     else:
-      both, _ = jax.lax.scan(period, both, _fold(xs, run.repeats))
-  return both
+      both, outs = jax.lax.scan(period, both, _fold(xs, run.repeats))
+    kept.append(outs)
+  return both, kept
 
 
 def _apply(
-  residual: base.Residual,
+  residual: "base.Residual | _Watched",
   memory: memory_lib.DepthMemory,
   kind: str,
-  sublayer: sublayer_lib.Sublayer,
+  sublayer: "sublayer_lib.Sublayer | _Single",
   both: tuple[Any, Any],
   slots: tuple[Any, Any],
   segment_ids_BT: jax.Array | None,
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, Any, None]:
   """The output, and what is new in the memory."""
   (carry, remembered), (slot, memory_slot) = both, slots
   with scopes.part(scopes.RESIDUAL):
@@ -374,7 +560,7 @@ def _apply(
   y_BTD, new = memory.call(
     kind, sublayer.core, x, segment_ids_BT, remembered, memory_slot
   )
-  return sharding.keep_tokens(y_BTD), new
+  return sharding.keep_tokens(y_BTD), new, None
 
 
 def _sources(
@@ -446,6 +632,17 @@ def _split(tree: Any, sizes: list[int]) -> list[Any]:
     jax.tree.unflatten(structure, [s[i] for s in split])
     for i in range(len(sizes))
   ]
+
+
+def _interleave(trees: list[Any]) -> Any:
+  """[n, ...] arrays of every tree as [n * number of trees, ...] arrays."""
+  return jax.tree.map(
+    lambda *a: jnp.stack(a, 1).reshape(-1, *a[0].shape[1:]), *trees
+  )
+
+
+def _concatenate(trees: list[Any]) -> Any:
+  return jax.tree.map(lambda *a: jnp.concatenate(a), *trees)
 
 
 def _unstack(tree: Any, count: int) -> list[Any]:

@@ -22,9 +22,12 @@ from attnres_jax.models import residuals
 # Kind -> module that maps the normalised input x_BTD, and the document numbers
 # segment_ids_BT or None, to y_BTD. One with `reads_qkv = True` also accepts a
 # `residuals.QKV` of normalised inputs. One that can decode has
-# `init_cache(batch, length)`, an empty cache with room for so many tokens. One
-# that DeepNorm can scale has `scale_values(factor)`, which multiplies the
-# weights between its input and its output, but for those of scores and gates.
+# `init_cache(batch, length, heads)`, an empty cache with room for so many
+# tokens, `cache_specs(heads)`, how a mesh shards it, and `extend(x, cache,
+# chunk)`, which maps new tokens to y_BTD and what the cache should add
+# (`mixers.cache`). One that DeepNorm can scale has `scale_values(factor)`,
+# which multiplies the weights between its input and its output, but for those
+# of scores and gates.
 CORES: dict[str, Callable[..., nnx.Module]] = {
   "attention": mixers.Attention,
   "kda": mixers.Kda,

@@ -1,18 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoder-only transformer: embed, trunk, final norm, head."""
 
+from typing import Any, NamedTuple
+
 from flax import nnx
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from attnres_jax import config as config_lib
 from attnres_jax import scopes
+from attnres_jax import sharding
 from attnres_jax.models import embedding
 from attnres_jax.models import memory
 from attnres_jax.models import norm
 from attnres_jax.models import residuals
 from attnres_jax.models import stack
 from attnres_jax.models import sublayer
+from attnres_jax.models.mixers import cache as cache_lib
+
+
+class Extended(NamedTuple):
+  """What `Transformer.extend` returns.
+
+  Attributes:
+    hidden_BTD: states after the final norm, which the head reads.
+    added: what `cache.append` stores.
+    reads_LBTD: h_1..h_L and h_out, before their norms, if they are wanted: what
+      a draft network would read.
+  """
+
+  hidden_BTD: jax.Array
+  added: cache_lib.Added
+  reads_LBTD: jax.Array | None
 
 
 class Transformer(nnx.Module):
@@ -74,6 +94,129 @@ class Transformer(nnx.Module):
     )
     with scopes.part(scopes.NORM):
       return self.final_norm(h_BTD)
+
+  def init_cache(self, batch: int, length: int) -> cache_lib.Cache:
+    """An empty cache with room for `length` tokens of each row.
+
+    Raises:
+      ConfigError: a mixer cannot decode.
+    """
+    heads, before = self._scheme_while_decoding(batch)
+    states: dict[str, Any] = {}
+    for kind, core in self._decoding_cores().items():
+      count = self.config.sublayer_kinds.count(kind)
+      cache = jax.eval_shape(
+        lambda core: core.init_cache(batch, length, heads), core
+      )
+      states[kind] = jax.tree.map(
+        lambda a, count=count: jnp.zeros((count, *a.shape), a.dtype), cache
+      )
+    if before:
+      states[stack.RESIDUAL] = tuple(
+        jnp.zeros((1, *a.shape), a.dtype) for a in before
+      )
+    return cache_lib.Cache(jnp.zeros(batch, jnp.int32), states)
+
+  def cache_specs(self) -> Any:
+    """How a mesh shards the arrays of `init_cache`, in a tree like it."""
+    heads, before = self._scheme_while_decoding(1)
+    specs = {
+      kind: core.cache_specs(heads)
+      for kind, core in self._decoding_cores().items()
+    }
+    if before:
+      specs[stack.RESIDUAL] = (sharding.SEQUENCES,) * len(before)
+    length_B, states = jax.eval_shape(lambda: self.init_cache(1, 1))
+    del length_B
+    found: dict[str, Any] = {
+      kind: jax.tree.unflatten(
+        jax.tree.structure(state),
+        [sharding.PartitionSpec(None, *spec) for spec in specs[kind]],
+      )
+      for kind, state in states.items()
+    }
+    length: Any = sharding.SEQUENCES
+    return cache_lib.Cache(length, found)
+
+  def extend(
+    self,
+    tokens_BT: jax.Array,
+    cache: cache_lib.Cache,
+    length_B: jax.Array | None = None,
+    *,
+    context: int | None = None,
+    with_reads: bool = False,
+  ) -> "Extended":
+    """`hidden` of new tokens, whose earlier tokens are in a cache.
+
+    Args:
+      tokens_BT: int32 tokens, padded on the right.
+      cache: of the earlier tokens. It is not changed; see `cache.append`.
+      length_B: how many of the new tokens count; all by default.
+      context: at least as many tokens as any row has in the cache. So many are
+        read, by default as many as there is room for.
+      with_reads: whether the reads of all sublayers are wanted.
+    """
+    if length_B is None:
+      length_B = jnp.full(tokens_BT.shape[0], tokens_BT.shape[1], jnp.int32)
+    chunk = cache_lib.Chunk(cache.length_B, length_B)
+    h_BTD, mixers, reads_LBTD = stack.extend(
+      self.sublayers,
+      self.config.sublayer_kinds,
+      self.residual,
+      self.embedding.encode(tokens_BT),
+      cache.states,
+      chunk,
+      memory=self.depth_memory,
+      scan=self.config.scan_layers,
+      context=context,
+      with_reads=with_reads,
+    )
+    if reads_LBTD is not None:
+      reads_LBTD = jnp.concatenate([reads_LBTD, h_BTD[None]])
+    with scopes.part(scopes.NORM):
+      h_BTD = self.final_norm(h_BTD)
+    return Extended(h_BTD, cache_lib.Added(chunk, mixers), reads_LBTD)
+
+  def _decoding_cores(self) -> dict[str, Any]:
+    """An abstract mixer of each kind."""
+    cores = {}
+    for kind in dict.fromkeys(self.config.sublayer_kinds[::2]):
+      cores[kind] = sublayer.abstract_core(kind, self.config)
+      if not hasattr(cores[kind], "extend"):
+        config_lib.fail(
+          "model.mixers",
+          kind,
+          "mixers with `init_cache` and `extend`, to decode",
+        )
+    return cores
+
+  def _scheme_while_decoding(self, batch: int) -> tuple[bool, tuple[Any, ...]]:
+    """What caches depend on, found by a look at all reads.
+
+    Returns:
+      Whether caches have the keys and values of all heads, since a scheme or a
+      depth memory changes them separately; and for each look back of the
+      scheme, the abstract tokens.
+    """
+    history, separate = residuals.base.History(), []
+
+    def run(residual: residuals.Residual, h_BTD: jax.Array) -> list[jax.Array]:
+      def sublayer(l: int, carry: Any, slot: Any) -> jax.Array:
+        del l
+        h = residual.read(carry, slot)
+        separate.append(isinstance(h, residuals.QKV))
+        return residuals.base.main(h)
+
+      residual.readout(residuals.run_through(residual, h_BTD, sublayer))
+      return history.later
+
+    shape = batch, 1, self.config.width
+    embedding = jax.ShapeDtypeStruct(shape, jnp.dtype(self.config.dtype))
+    with history.looking_back():
+      before = jax.eval_shape(run, self.residual, embedding)
+    heads = self.config.depth_memory != "none" or any(separate)
+    return heads, tuple(before)
 
   def trace(
     self, tokens_BT: jax.Array, segment_ids_BT: jax.Array | None = None

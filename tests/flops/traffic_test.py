@@ -93,7 +93,7 @@ class TestCaches:
     cache = jax.eval_shape(
       lambda: mixers.Mla(model, rngs=nnx.Rngs(0)).init_cache(1, 10)
     )
-    held = cache.tokens_BSC.size * cache.tokens_BSC.dtype.itemsize
+    held = sum(a.size * a.dtype.itemsize for a in cache.arrays)
     found = traffic.of_caches(model)["mla"]
     assert found == traffic.Cache(token_bytes=held // 10)
 

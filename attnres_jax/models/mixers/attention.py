@@ -9,8 +9,10 @@ import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
 from attnres_jax import precision
+from attnres_jax import sharding
 from attnres_jax.models import linear
 from attnres_jax.models import norm as norm_lib
+from attnres_jax.models.mixers import cache as cache_lib
 from attnres_jax.models.mixers import softmax
 from attnres_jax.models.residuals import base
 
@@ -74,7 +76,7 @@ class Attention(nnx.Module):
       value_BTKH,
       segment_ids_BT,
       kernel=self.kernel,
-      tile=softmax.TILE if self.kernel == "tiled" else 0,
+      tile=self._tile,
       columns=columns,
     )
     return linear.linear(mixed_BTNH, self.output[...], 2)
@@ -83,10 +85,62 @@ class Attention(nnx.Module):
     """Multiplies the weights of values and output."""
     linear.scale(factor, self.value, self.output)
 
-  def init_cache(self, batch: int, length: int) -> tuple[jax.Array, jax.Array]:
-    """A cache of keys and values for `length` tokens per row, all zeros."""
-    shape = batch, length, *self.key[...].shape[1:]
-    return jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)
+  def init_cache(
+    self, batch: int, length: int, heads: bool = False
+  ) -> cache_lib.Tokens:
+    """Keys, with positions, and values of `length` tokens per row: zeros."""
+    del heads
+    _, kv_heads, width = self.key[...].shape
+    zeros_BKSH = jnp.zeros((batch, kv_heads, length, width), self.dtype)
+    return cache_lib.Tokens((zeros_BKSH, zeros_BKSH))
+
+  def cache_specs(
+    self, heads: bool = False
+  ) -> tuple[sharding.PartitionSpec, ...]:
+    """How a mesh shards the arrays of the cache."""
+    del heads
+    return (sharding.ROWS_AND_HEADS,) * 2
+
+  def extend(
+    self,
+    x: jax.Array | base.QKV,
+    cache: cache_lib.Tokens,
+    chunk: cache_lib.Chunk,
+  ) -> tuple[jax.Array, cache_lib.Tokens]:
+    """The output of new tokens, and what the cache should add."""
+    return self.extend_heads(x, *self.project(x), cache, chunk)
+
+  def extend_heads(
+    self,
+    x: jax.Array | base.QKV,
+    query_BTNH: jax.Array,
+    key_BTKH: jax.Array,
+    value_BTKH: jax.Array,
+    cache: cache_lib.Tokens,
+    chunk: cache_lib.Chunk,
+    columns: softmax.Columns | None = None,
+  ) -> tuple[jax.Array, cache_lib.Tokens]:
+    """`extend`, of heads as from `project`."""
+    del x
+    if self.rope_theta:
+      position_BT = chunk.position_BT(query_BTNH.shape[1])
+      query_BTNH = apply_rope(query_BTNH, self.rope_theta, position_BT)
+      key_BTKH = apply_rope(key_BTKH, self.rope_theta, position_BT)
+    mixed_BTNH, new = softmax.extend(
+      query_BTNH,
+      key_BTKH,
+      value_BTKH,
+      cache,
+      chunk,
+      kernel=self.kernel,
+      tile=self._tile,
+      columns=columns,
+    )
+    return linear.linear(mixed_BTNH, self.output[...], 2), new
+
+  @property
+  def _tile(self) -> int:
+    return softmax.TILE if self.kernel == "tiled" else 0
 
   def _values(self, x_BTD: jax.Array) -> Any:
     """None if the mixer uses the values of another one."""
@@ -95,22 +149,26 @@ class Attention(nnx.Module):
     return self.value_norm(linear.linear(x_BTD, self.value[...]))
 
 
-def apply_rope(x_BTNH: jax.Array, theta: float) -> jax.Array:
+def apply_rope(
+  x_BTNH: jax.Array, theta: float, position_BT: jax.Array | None = None
+) -> jax.Array:
   """Rotates each pair of channels by position times its frequency.
 
   Rotary positions (arXiv:2104.09864), first half paired with second half.
 
   Args:
-    x_BTNH: queries or keys, H even; positions count from 0 along T. Documents
-      packed into one row need no reset, because only position differences
-      matter.
+    x_BTNH: queries or keys, H even. Documents packed into one row need no
+      reset, because only position differences matter.
     theta: base of the geometric frequencies.
+    position_BT: counts from 0 along T by default.
   """
   length, half = x_BTNH.shape[1], x_BTNH.shape[-1] // 2
   dtype = precision.wide(x_BTNH.dtype)
   frequency = theta ** (-jnp.arange(half, dtype=dtype) / half)
-  angle = jnp.arange(length, dtype=dtype)[:, None] * frequency[None, :]
-  cos, sin = jnp.cos(angle)[None, :, None], jnp.sin(angle)[None, :, None]
+  if position_BT is None:
+    position_BT = jnp.arange(length)[None]
+  angle_BTH = position_BT.astype(dtype)[..., None] * frequency[None, None]
+  cos, sin = jnp.cos(angle_BTH)[:, :, None], jnp.sin(angle_BTH)[:, :, None]
   first, second = jnp.split(x_BTNH.astype(dtype), 2, axis=-1)
   rotated = jnp.concatenate(
     [first * cos - second * sin, second * cos + first * sin], axis=-1

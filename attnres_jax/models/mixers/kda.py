@@ -32,6 +32,7 @@ from attnres_jax import precision
 from attnres_jax import sharding
 from attnres_jax.models import linear
 from attnres_jax.models import norm as norm_lib
+from attnres_jax.models.mixers import cache as cache_lib
 from attnres_jax.models.residuals import base
 import attnres_kernels
 
@@ -155,38 +156,77 @@ class Kda(nnx.Module):
     """Multiplies the weights of values and output."""
     linear.scale(factor, self.value, self.output)
 
-  def init_cache(self, batch: int, length: int = 0) -> KdaState:
+  def init_cache(
+    self, batch: int, length: int = 0, heads: bool = False
+  ) -> KdaState:
     """The state before the first token: zeros, for any `length`."""
-    del length
-    taps, heads, head = self.query_conv[...].shape
-    tail_BKNH = jnp.zeros((batch, taps - 1, heads, head), self.dtype)
-    memory_BNHV = jnp.zeros((batch, heads, head, head), jnp.float32)
+    del length, heads
+    taps, num_heads, head = self.query_conv[...].shape
+    tail_BKNH = jnp.zeros((batch, taps - 1, num_heads, head), self.dtype)
+    memory_BNHV = jnp.zeros((batch, num_heads, head, head), jnp.float32)
     return KdaState(memory_BNHV, tail_BKNH, tail_BKNH, tail_BKNH)
 
+  def cache_specs(
+    self, heads: bool = False
+  ) -> tuple[sharding.PartitionSpec, ...]:
+    """How a mesh shards the arrays of the state."""
+    del heads
+    return sharding.ROWS_AND_HEADS, *[sharding.HEADS] * 3
+
   def extend(
-    self, x_BTD: jax.Array, state: KdaState
+    self, x: jax.Array | base.QKV, state: KdaState, chunk: cache_lib.Chunk
   ) -> tuple[jax.Array, KdaState]:
     """Continues from `state` with T >= 1 more tokens of the same sequences.
 
     Splitting a sequence into pieces does not change the result. One token runs
-    through the recurrence, several through its chunkwise form.
+    through the recurrence, several through its chunkwise form. Padding leaves
+    the state as it is.
     """
-    heads = self.project(x_BTD)
-    (q, k, v, g, beta), tails = self._inputs(x_BTD, heads, state, None)
-    if x_BTD.shape[1] == 1:
+    return self.extend_heads(x, *self.project(x), state, chunk)
+
+  def extend_heads(
+    self,
+    x: jax.Array | base.QKV,
+    query_BTNH: jax.Array,
+    key_BTNH: jax.Array,
+    value_BTNH: jax.Array,
+    state: KdaState,
+    chunk: cache_lib.Chunk,
+  ) -> tuple[jax.Array, KdaState]:
+    """`extend`, of heads as from `project`."""
+    x_BTD, length = base.qkv(x).query, query_BTNH.shape[1]
+    heads = query_BTNH, key_BTNH, value_BTNH
+    (q, k, v, g, beta), tails = self._inputs(
+      x_BTD, heads, state, None, chunk.length_B
+    )
+    counts_BTN = chunk.counts_BT(length)[..., None]
+    g = jnp.where(counts_BTN[..., None], g, jnp.zeros((), g.dtype))
+    beta = jnp.where(counts_BTN, beta, jnp.zeros((), beta.dtype))
+    if length == 1:
       o_BNH, memory_BNHV = attnres_kernels.kda_step(
         q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state.memory_BNHV
       )
       o_BTNH = o_BNH[:, None]
     else:
-      o_BTNH, memory_BNHV = attnres_kernels.kda(
-        q, k, v, g, beta, initial_state=state.memory_BNHV,
-        chunk_size=self.chunk_size,
-      )  # fmt: skip
+
+      def mix(q, k, v, g, beta, memory_BNHV):
+        return attnres_kernels.kda(
+          q, k, v, g, beta, initial_state=memory_BNHV,
+          chunk_size=self.chunk_size,
+        )  # fmt: skip
+
+      specs = *[sharding.HEADS] * 5, sharding.ROWS_AND_HEADS
+      out_specs = sharding.HEADS, sharding.ROWS_AND_HEADS
+      o_BTNH, memory_BNHV = sharding.by_shards(mix, specs, out_specs)(
+        q, k, v, g, beta, state.memory_BNHV
+      )
     return self._outputs(x_BTD, o_BTNH), KdaState(memory_BNHV, *tails)
 
-  def _inputs(self, x_BTD, heads, state, segment_ids_BT):
-    """The arguments of the recurrence, and the tails of the convolutions."""
+  def _inputs(self, x_BTD, heads, state, segment_ids_BT, length_B=None):
+    """The arguments of the recurrence, and the tails of the convolutions.
+
+    The tails are those after the first `length_B` tokens, all by default.
+    """
     query_BTNH, key_BTNH, value_BTNH = heads
     features, tails = [], []
     for x_BTNH, conv, tail, unit in (
@@ -196,7 +236,10 @@ class Kda(nnx.Module):
     ):
       padded_BPNH = jnp.concatenate([tail.astype(x_BTNH.dtype), x_BTNH], axis=1)
       features.append(_feature(padded_BPNH, conv[...], segment_ids_BT, unit))
-      tails.append(padded_BPNH[:, x_BTNH.shape[1] :])
+      if length_B is None:
+        tails.append(padded_BPNH[:, x_BTNH.shape[1] :])
+      else:
+        tails.append(_slices(padded_BPNH, length_B, tail.shape[1]))
     features[2] = self.value_norm(features[2])
     wide = precision.wide(x_BTD.dtype)
     low_BTR = linear.linear(x_BTD, self.decay_down[...])
@@ -248,6 +291,12 @@ def _feature(padded_BPNH, taps_KNH, segment_ids_BT, unit):
     feature, padded_BPNH, taps_KNH,
     flops=2 * taps_KNH.shape[0] * out_BTNH.size, outs=out_BTNH,
   )  # fmt: skip
+
+
+def _slices(x_BPNH, start_B, size):
+  """A slice of P along each row."""
+  index_BK = start_B[:, None] + jnp.arange(size)[None]
+  return jnp.take_along_axis(x_BPNH, index_BK[..., None, None], axis=1)
 
 
 def _recurrence_flops(shape_BTNH, chunk):

@@ -19,29 +19,17 @@ Certain: all of this, from the report and the released code. Inferred: the
 epsilon of the latent's norm, which is the default of the class in that code.
 """
 
-from typing import NamedTuple
-
 from flax import nnx
 import jax
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
+from attnres_jax import sharding
 from attnres_jax.models import linear
 from attnres_jax.models import norm as norm_lib
+from attnres_jax.models.mixers import cache as cache_lib
 from attnres_jax.models.mixers import softmax
 from attnres_jax.models.residuals import base
-
-
-class MlaCache(NamedTuple):
-  """A cache of at most S earlier tokens.
-
-  Attributes:
-    tokens_BSC: normalised latent and shared key of each token, concatenated.
-    length: int32, the number of tokens.
-  """
-
-  tokens_BSC: jax.Array
-  length: jax.Array
 
 
 class Mla(nnx.Module):
@@ -120,35 +108,55 @@ class Mla(nnx.Module):
     self.expand[...] = expand.at[..., values].multiply(factor)
     linear.scale(factor, self.output)
 
-  def init_cache(self, batch: int, length: int) -> MlaCache:
-    """An empty cache with room for `length` tokens per row."""
-    shape = (batch, length, self.compress[...].shape[1])
-    return MlaCache(jnp.zeros(shape, self.dtype), jnp.zeros((), jnp.int32))
+  def init_cache(
+    self, batch: int, length: int, heads: bool = False
+  ) -> cache_lib.Tokens:
+    """Latents of `length` tokens per row, or keys and values: zeros.
 
-  def prefill(
-    self, x_BTD: jax.Array, cache: MlaCache
-  ) -> tuple[jax.Array, MlaCache]:
-    """The first T tokens, in expanded form; `cache` must be empty.
-
-    Raises:
-      ValueError: the cache has no room for T tokens.
+    Args:
+      batch: B.
+      length: S.
+      heads: whether `extend_heads` will use it, or the inputs of keys and
+        values differ. It then has the keys and values of all heads.
     """
-    tokens_BTC = self._compressed(x_BTD)
-    y_BTD = self.finish(x_BTD, *self._heads(x_BTD, tokens_BTC, tokens_BTC))
-    return y_BTD, _append(cache, tokens_BTC)
+    own, shared = self.nope_width, self._shared_width
+    num_heads, value = self.output[...].shape[:2]
+    shapes = [(1, self.latent_rank + shared)]
+    if heads:
+      shapes = [(num_heads, own + shared), (num_heads, value)]
+    return cache_lib.Tokens(
+      tuple(
+        jnp.zeros((batch, n, length, width), self.dtype) for n, width in shapes
+      )
+    )
+
+  def cache_specs(
+    self, heads: bool = False
+  ) -> tuple[sharding.PartitionSpec, ...]:
+    """How a mesh shards the arrays of the cache; all heads need all latents."""
+    return (sharding.ROWS_AND_HEADS,) * 2 if heads else (sharding.SEQUENCES,)
 
   def extend(
-    self, x_BTD: jax.Array, cache: MlaCache
-  ) -> tuple[jax.Array, MlaCache]:
-    """T more tokens of the same sequences, in absorbed form.
+    self,
+    x: jax.Array | base.QKV,
+    cache: cache_lib.Tokens,
+    chunk: cache_lib.Chunk,
+  ) -> tuple[jax.Array, cache_lib.Tokens]:
+    """The output of new tokens, and what the cache should add.
 
-    There must be room: a full cache overwrites its last tokens, because the
-    length is only known at run time.
-
-    Raises:
-      ValueError: the cache is smaller than T tokens.
+    First tokens are in expanded form, as in training, later ones in absorbed
+    form.
     """
-    cache = _append(cache, self._compressed(x_BTD))
+    if len(cache.arrays) == 2:
+      return self.extend_heads(x, *self.project(x), cache, chunk)
+    if isinstance(x, base.QKV):
+      raise ValueError("inputs that differ need init_cache(heads=True)")
+    x_BTD = x
+    tokens_BTC = self._compressed(x_BTD)
+    new = cache_lib.Tokens((tokens_BTC[:, None].astype(self.dtype),))
+    if not cache.room:
+      heads = self._heads(x_BTD, tokens_BTC, tokens_BTC)
+      return self.finish(x_BTD, *heads), new
     key_up_RNH, value_up_RNV = jnp.split(
       self.expand[...].astype(x_BTD.dtype), [self.nope_width], axis=2
     )
@@ -158,22 +166,41 @@ class Mla(nnx.Module):
       "BTNH,RNH->BTNR", own_BTNH, key_up_RNH,
       preferred_element_type=jnp.float32,
     ).astype(x_BTD.dtype)  # fmt: skip
-    tokens_BS1C = cache.tokens_BSC[:, :, None]
-    first = cache.length - x_BTD.shape[1]
-    position_T = first + jnp.arange(x_BTD.shape[1])
-    position_S = jnp.arange(tokens_BS1C.shape[1])
-    mixed_BTNR = softmax.attend(
+    # The shared key is mixed as well, which is cheaper than a copy without it.
+    mixed_BTNC = softmax.attend_after(
       jnp.concatenate([absorbed_BTNR, shared_BTNH], axis=3),
-      tokens_BS1C,
-      tokens_BS1C[..., : self.latent_rank],
-      (position_T[:, None] >= position_S[None])[None],
+      cache,
+      new,
+      chunk,
       query_BTNH.shape[-1] ** -0.5,
     )
     mixed_BTNV = jnp.einsum(
-      "BTNR,RNV->BTNV", mixed_BTNR, value_up_RNV,
+      "BTNR,RNV->BTNV", mixed_BTNC[..., : self.latent_rank], value_up_RNV,
       preferred_element_type=jnp.float32,
     ).astype(x_BTD.dtype)  # fmt: skip
-    return linear.linear(mixed_BTNV, self.output[...], 2), cache
+    return linear.linear(mixed_BTNV, self.output[...], 2), new
+
+  def extend_heads(
+    self,
+    x: jax.Array | base.QKV,
+    query_BTNH: jax.Array,
+    key_BTNH: jax.Array,
+    value_BTNV: jax.Array,
+    cache: cache_lib.Tokens,
+    chunk: cache_lib.Chunk,
+    columns: softmax.Columns | None = None,
+  ) -> tuple[jax.Array, cache_lib.Tokens]:
+    """`extend`, of heads as from `project`."""
+    del x
+    mixed_BTNV, new = softmax.extend(
+      query_BTNH, key_BTNH, value_BTNV, cache, chunk,
+      kernel=self.kernel, columns=columns,
+    )  # fmt: skip
+    return linear.linear(mixed_BTNV, self.output[...], 2), new
+
+  @property
+  def _shared_width(self) -> int:
+    return self.compress[...].shape[1] - self.latent_rank
 
   def _compressed(self, x_BTD):
     """Normalised latents and shared keys, concatenated."""
@@ -205,14 +232,3 @@ class Mla(nnx.Module):
     latent_BTR = tokens_BTC[:, :, : self.latent_rank]
     expanded = linear.linear(latent_BTR, self.expand[...])
     return jnp.split(expanded, [self.nope_width], axis=3)
-
-
-def _append(cache, tokens_BTC):
-  size, new = cache.tokens_BSC.shape[1], tokens_BTC.shape[1]
-  if new > size:
-    raise ValueError(f"a cache of {size} tokens has no room for {new}")
-  tokens_BSC = jax.lax.dynamic_update_slice_in_dim(
-    cache.tokens_BSC, tokens_BTC.astype(cache.tokens_BSC.dtype),
-    cache.length, axis=1,
-  )  # fmt: skip
-  return MlaCache(tokens_BSC, cache.length + new)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from attnres_jax import precision
 from attnres_jax import sharding
 from attnres_jax.models import linear
+from attnres_jax.models.mixers import cache as cache_lib
 from attnres_jax.models.mixers import flash
 from attnres_kernels import dispatch
 
@@ -97,6 +98,108 @@ def causal_attention(
       (*tokens_and_heads, value_width), value_BTKV.dtype
     ),
   )  # fmt: skip
+
+
+def extend(
+  query_BTNH: jax.Array,
+  key_BTKH: jax.Array,
+  value_BTKV: jax.Array,
+  cache: cache_lib.Tokens,
+  chunk: cache_lib.Chunk,
+  *,
+  kernel: str = "auto",
+  tile: int = TILE,
+  columns: Columns | None = None,
+) -> tuple[jax.Array, cache_lib.Tokens]:
+  """`causal_attention` of new tokens, which also attend to those of a cache.
+
+  With a cache that has no room, they are the first tokens.
+
+  Args:
+    query_BTNH: as in `causal_attention`.
+    key_BTKH: likewise.
+    value_BTKV: likewise.
+    cache: keys and values of earlier tokens.
+    chunk: the new tokens.
+    kernel: as in `causal_attention`, if there are no earlier tokens.
+    tile: likewise.
+    columns: likewise.
+
+  Returns:
+    [B, T, N, V], and what the cache should add.
+  """
+  new = cache_lib.Tokens(
+    (jnp.swapaxes(key_BTKH, 1, 2), jnp.swapaxes(value_BTKV, 1, 2))
+  )
+  if not cache.room:
+    return causal_attention(
+      query_BTNH, key_BTKH, value_BTKV,
+      kernel=kernel, tile=tile, columns=columns,
+    ), new  # fmt: skip
+  scale = query_BTNH.shape[-1] ** -0.5
+  return attend_after(query_BTNH, cache, new, chunk, scale, columns), new
+
+
+def attend_after(
+  query_BTNH: jax.Array,
+  cache: cache_lib.Tokens,
+  new: cache_lib.Tokens,
+  chunk: cache_lib.Chunk,
+  scale: float,
+  columns: Columns | None = None,
+) -> jax.Array:
+  """Attends to a cache and, causally, to new tokens, in one softmax.
+
+  Args:
+    query_BTNH: of the new tokens.
+    cache: keys and values, or one array that is both.
+    new: the same of the new tokens.
+    chunk: the new tokens.
+    scale: of the scores.
+    columns: what else each query attends to.
+  """
+  batch, length, heads, width = query_BTNH.shape
+  kv_heads = new.arrays[0].shape[1]
+  wide = precision.wide(query_BTNH.dtype)
+  query_BKGTH = jnp.transpose(
+    query_BTNH.reshape(batch, length, kv_heads, -1, width), (0, 2, 3, 1, 4)
+  )
+  before_BS = jnp.arange(cache.room)[None] < chunk.start_B[:, None]
+  causal_TT = jnp.tril(jnp.ones((length, length), bool))
+  logits = []
+  for tokens, mask in (
+    (cache, before_BS[:, None, None, None]),
+    (new, causal_TT[None, None, None]),
+  ):
+    logits_BKGTS = scale * jnp.einsum(
+      "BKGTH,BKSH->BKGTS", query_BKGTH, tokens.arrays[0],
+      preferred_element_type=wide,
+    )  # fmt: skip
+    logits.append(jnp.where(mask, logits_BKGTS, jnp.finfo(wide).min))
+  if columns is not None:
+    logits_BTKGM = columns.logits_BTNM.reshape(
+      batch, length, kv_heads, heads // kv_heads, -1
+    )
+    logits.append(jnp.moveaxis(logits_BTKGM, 1, 3))
+  value_dtype = new.arrays[-1].dtype
+  weights = jnp.split(
+    jax.nn.softmax(jnp.concatenate(logits, axis=-1)).astype(value_dtype),
+    [cache.room, cache.room + length],
+    axis=-1,
+  )
+  mixed_BKGTV = jnp.zeros((), wide)
+  for weight_BKGTS, tokens in zip(weights, (cache, new)):
+    mixed_BKGTV += jnp.einsum(
+      "BKGTS,BKSV->BKGTV", weight_BKGTS, tokens.arrays[-1],
+      preferred_element_type=wide,
+    )  # fmt: skip
+  if columns is not None:
+    mixed_BKGTV += jnp.einsum(
+      "BKGTM,BTKMV->BKGTV", weights[-1], columns.value_BTKMV,
+      preferred_element_type=wide,
+    )  # fmt: skip
+  mixed_BTKGV = jnp.transpose(mixed_BKGTV, (0, 3, 1, 2, 4))
+  return mixed_BTKGV.reshape(batch, length, heads, -1).astype(value_dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -271,6 +271,61 @@ def coefficient(x: jax.Array) -> jax.Array:
   return jax.lax.stop_gradient(x) if coefficients_are_fixed() else x
 
 
+class History:
+  """The tokens before a chunk, for schemes that look back at them.
+
+  Each call of `before` has its own, in the order of the calls.
+
+  Attributes:
+    earlier: [B, count, D] for each call; None while it is not known how many
+      calls there are, and all of them are zero.
+    later: the same after the chunk.
+  """
+
+  def __init__(
+    self,
+    earlier: Sequence[jax.Array] | None = None,
+    length_B: jax.Array | int = 0,
+  ):
+    """For a chunk of `length_B` tokens."""
+    self.earlier = earlier
+    self.later: list[jax.Array] = []
+    self._length_B = jnp.asarray(length_B)
+
+  def looking_back(self) -> contextlib.AbstractContextManager:
+    """A context in which `before` returns these tokens."""
+    return _history(self)
+
+  def before(self, x_BTD: jax.Array, count: int) -> jax.Array:
+    """See the function of this name."""
+    batch, _, width = x_BTD.shape
+    if self.earlier is None:
+      self.later.append(jnp.zeros((batch, count, width), x_BTD.dtype))
+      return self.later[-1]
+    earlier_BWD = self.earlier[len(self.later)]
+    both_BPD = jnp.concatenate([earlier_BWD, x_BTD], axis=1)
+    index_BW = self._length_B[:, None] + jnp.arange(count)[None]
+    self.later.append(
+      jnp.take_along_axis(both_BPD, index_BW[..., None], axis=1)
+    )
+    return earlier_BWD
+
+
+_history = jax.make_user_context(None)
+
+
+def before(x_BTD: jax.Array, count: int) -> jax.Array:
+  """The `count` tokens before those of x: zeros, unless they are decoded.
+
+  For schemes with convolutions over tokens. What it is called with must not be
+  part of a scan.
+  """
+  if _history.value is not None:
+    return _history.value.before(x_BTD, count)
+  batch, _, width = x_BTD.shape
+  return jnp.zeros((batch, count, width), x_BTD.dtype)
+
+
 def rms_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
   """Normalises x [..., D] within the stream, in the dtype of sums.
 

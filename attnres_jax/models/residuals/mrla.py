@@ -282,21 +282,19 @@ def _dot(a_BTNH: jax.Array, b_BTNH: jax.Array) -> jax.Array:
 
 def _over_channels(x_BTD: jax.Array, taps_W: jax.Array) -> jax.Array:
   """Correlates neighbouring channels with the taps; zeros outside."""
-  return _correlate(x_BTD, taps_W, 2, taps_W.size // 2)
+  half = taps_W.size // 2
+  return _correlate(jnp.pad(x_BTD, ((0, 0), (0, 0), (half, half))), taps_W, 2)
 
 
 def _over_tokens(x_BTD: jax.Array, taps_WD: jax.Array) -> jax.Array:
   """Correlates each channel with its taps, the last one of the token itself."""
-  return _correlate(x_BTD, taps_WD, 1, len(taps_WD) - 1)
+  before_BWD = base.before(x_BTD, len(taps_WD) - 1)
+  return _correlate(jnp.concatenate([before_BWD, x_BTD], 1), taps_WD, 1)
 
 
-def _correlate(
-  x_BTD: jax.Array, taps: jax.Array, axis: int, before: int
-) -> jax.Array:
-  size, count = x_BTD.shape[axis], len(taps)
-  padding = [(0, 0)] * 3
-  padding[axis] = before, count - 1 - before
-  padded = jnp.pad(x_BTD, padding)
+def _correlate(padded: jax.Array, taps: jax.Array, axis: int) -> jax.Array:
+  count = len(taps)
+  size = padded.shape[axis] - count + 1
   shifted = [
     jax.lax.slice_in_dim(padded, j, j + size, axis=axis) for j in range(count)
   ]

@@ -220,8 +220,8 @@ def _active(streams: jax.Array, chosen_RMBT: jax.Array) -> jax.Array:
 
 def _convolved(y_BTD: jax.Array, taps_WD: jax.Array) -> jax.Array:
   """Sums each token and those before it; the last tap is the token's own."""
-  tokens, before = y_BTD.shape[1], len(taps_WD) - 1
-  padded = jnp.pad(y_BTD, ((0, 0), (before, 0), (0, 0)))
+  tokens = y_BTD.shape[1]
+  padded = jnp.concatenate([base.before(y_BTD, len(taps_WD) - 1), y_BTD], 1)
   return streams_lib.total(
     tap_D[None, None] * padded[:, w : w + tokens]
     for w, tap_D in enumerate(taps_WD)

@@ -11,6 +11,7 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax.models import mixers
+from attnres_jax.models.mixers import cache as cache_lib
 from tests import jaxprs
 from tests import tiny_network
 from tests.models import cores
@@ -96,7 +97,14 @@ def _definition(module, x_TD):
   return y_TD
 
 
-_extend = jax.jit(lambda module, x, state: module.extend(x, state))
+_extend = jax.jit(
+  lambda module, x, state, chunk: module.extend(x, state, chunk)
+)
+
+
+def _chunk(length):
+  length_B = jnp.asarray(np.broadcast_to(length, BATCH), jnp.int32)
+  return cache_lib.Chunk(jnp.zeros_like(length_B), length_B)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +164,8 @@ def test_any_cut_of_a_sequence_is_the_same(pieces):
   module, x_BTD = _module(), _inputs()
   state, outputs, start = module.init_cache(BATCH), [], 0
   for length in pieces:
-    y, state = _extend(module, x_BTD[:, start : start + length], state)
+    x = x_BTD[:, start : start + length]
+    y, state = _extend(module, x, state, _chunk(length))
     outputs.append(y)
     start += length
   assert start == TOKENS
@@ -167,12 +176,26 @@ def test_any_cut_of_a_sequence_is_the_same(pieces):
   assert state.key_BKNH.shape == (BATCH, 3, HEADS, HEAD)
 
 
+@pytest.mark.parametrize("length", [1, 6])
+def test_padding_leaves_the_state(length):
+  """Rows of different lengths, as if each were alone."""
+  module, x_BTD = _module(), _inputs()
+  _, before = _extend(module, x_BTD[:, :5], module.init_cache(BATCH), _chunk(5))
+  counts = np.array([length, 0])
+  x = x_BTD[:, 5 : 5 + length]
+  _, after = _extend(module, x, before, _chunk(counts))
+  _, whole = _extend(module, x_BTD[:, 5 : 5 + length], before, _chunk(length))
+  for old, new, expected in zip(before, after, whole):
+    cores.assert_close(new[0], expected[0])
+    np.testing.assert_array_equal(new[1], old[1])
+
+
 def test_bfloat16():
   module, wide = _module(dtype="bfloat16"), _module()
   x_BTD = _inputs("bfloat16")
   expected = cores.apply(wide, x_BTD.astype(jnp.float32))
   cores.assert_rounds_activations_only(module, x_BTD, expected, 0.03)
-  y, state = _extend(module, x_BTD[:, :1], module.init_cache(BATCH))
+  y, state = _extend(module, x_BTD[:, :1], module.init_cache(BATCH), _chunk(1))
   cores.assert_close(y.astype(jnp.float32), expected[:, :1], 0.03)
   assert state.query_BKNH.dtype == jnp.bfloat16
 

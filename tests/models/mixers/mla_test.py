@@ -11,6 +11,8 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax.models import mixers
+from attnres_jax.models.mixers import cache as cache_lib
+from attnres_jax.models.residuals import base
 from tests import tiny_network
 from tests.models import cores
 
@@ -78,8 +80,21 @@ def _definition(module, x_TD):
   return y_TD
 
 
-_prefill = jax.jit(lambda module, x, cache: module.prefill(x, cache))
-_extend = jax.jit(lambda module, x, cache: module.extend(x, cache))
+@jax.jit
+def _extend(module, x_BTD, cache, chunk):
+  """The outputs, and the cache after the chunk."""
+  y_BTD, added = module.extend(x_BTD, cache, chunk)
+  layer = lambda tree: jax.tree.map(lambda a: a[None], tree)
+  stacked = cache_lib.append(
+    cache_lib.Cache(chunk.start_B, layer(cache)),
+    cache_lib.Added(chunk, layer(added)),
+  )
+  return y_BTD, jax.tree.map(lambda a: a[0], stacked.states)
+
+
+def _chunk(start, length):
+  both = np.broadcast_to(start, BATCH), np.broadcast_to(length, BATCH)
+  return cache_lib.Chunk(*(jnp.asarray(n, jnp.int32) for n in both))
 
 
 @pytest.mark.parametrize("qkv_norm", [False, True])
@@ -89,7 +104,8 @@ def test_is_its_definition(qkv_norm):
   cores.assert_close(cores.apply(module, x_BTD), expected)
   if qkv_norm:
     cache = module.init_cache(BATCH, TOKENS)
-    cores.assert_close(_extend(module, x_BTD, cache)[0], expected)
+    found = _extend(module, x_BTD, cache, _chunk(0, TOKENS))[0]
+    cores.assert_close(found, expected)
 
 
 def test_packed_documents_do_not_meet():
@@ -106,22 +122,31 @@ def test_is_causal():
 
 
 @pytest.mark.parametrize("pieces", [[12], [5, 1, 1, 5], [1] * 12])
-@pytest.mark.parametrize("prefill", [True, False])
-def test_absorbed_is_expanded(pieces, prefill):
-  """A cache with extra room, filled in pieces."""
+@pytest.mark.parametrize("heads", [False, True])
+def test_absorbed_is_expanded(pieces, heads):
+  """A cache with extra room, filled in pieces; or one of keys and values."""
   module, x_BTD = _module(), _inputs()
-  cache = module.init_cache(BATCH, TOKENS + 3)
-  assert cache.tokens_BSC.shape == (BATCH, TOKENS + 3, RANK + SHARED)
+  cache = module.init_cache(BATCH, TOKENS + 3, heads)
+  if not heads:
+    assert cache.arrays[0].shape == (BATCH, 1, TOKENS + 3, RANK + SHARED)
   outputs, start = [], 0
-  for i, length in enumerate(pieces):
-    call = _prefill if prefill and i == 0 else _extend
-    y, cache = call(module, x_BTD[:, start : start + length], cache)
+  for length in pieces:
+    x = x_BTD[:, start : start + length]
+    y, cache = _extend(module, x, cache, _chunk(start, length))
     outputs.append(y)
     start += length
-  assert start == TOKENS == cache.length
+  assert start == TOKENS
   cores.assert_close(
     np.concatenate(outputs, axis=1), cores.apply(module, x_BTD)
   )
+
+
+@pytest.mark.parametrize("heads", [False, True])
+def test_first_tokens_need_no_cache(heads):
+  module, x_BTD = _module(), _inputs()
+  cache = module.init_cache(BATCH, 0, heads)
+  found, _ = _extend(module, x_BTD, cache, _chunk(0, TOKENS))
+  cores.assert_close(found, cores.apply(module, x_BTD))
 
 
 def test_the_order_of_the_past_does_not_matter():
@@ -134,12 +159,11 @@ def test_the_order_of_the_past_does_not_matter():
   assert np.abs(found[:, :-1] - expected[:, :-1]).max() > 0.1
 
 
-def test_a_small_cache_is_refused():
+def test_latents_cannot_stand_for_several_inputs():
   module, x_BTD = _module(), _inputs()
-  cache = module.init_cache(BATCH, TOKENS - 1)
-  for call in (module.prefill, module.extend):
-    with pytest.raises(ValueError, match="11 tokens has no room for 12"):
-      call(x_BTD, cache)
+  different = base.QKV(x_BTD, x_BTD, 2 * x_BTD)
+  with pytest.raises(ValueError, match=r"need init_cache\(heads=True\)"):
+    module.extend(different, module.init_cache(BATCH, 1), _chunk(0, TOKENS))
 
 
 def test_bfloat16():
@@ -148,8 +172,8 @@ def test_bfloat16():
   expected = cores.apply(wide, x_BTD.astype(jnp.float32))
   cores.assert_rounds_activations_only(module, x_BTD, expected, 0.02)
   cache = module.init_cache(BATCH, TOKENS)
-  y, cache = _extend(module, x_BTD, cache)
-  assert y.dtype == cache.tokens_BSC.dtype == jnp.bfloat16
+  y, cache = _extend(module, x_BTD, cache, _chunk(0, TOKENS))
+  assert y.dtype == cache.arrays[0].dtype == jnp.bfloat16
   cores.assert_close(y.astype(jnp.float32), expected, 0.02)
 
 
@@ -157,4 +181,4 @@ def test_parameters_at_full_size():
   module = cores.full_size(mixers.Mla)
   assert cores.count(module) == 29_114_880
   cache = jax.eval_shape(lambda module: module.init_cache(1, 1), module)
-  assert cores.count(cache.tokens_BSC) == 576
+  assert cache.arrays[0].size == 576

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoding against the forward pass of the whole sequence.
+
+One batch has every split: row b of a padded chunk counts b + 1 tokens, the next
+chunk has one token of each row, and the last one up to two.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax import models
+from attnres_jax.models import residuals
+from attnres_jax.models import sublayer
+from attnres_jax.models.mixers import cache as cache_lib
+from tests import tiny_network
+
+TOKENS, VOCAB = 7, 16
+ROWS = TOKENS - 3
+KINDS = {name: k for name, k in tiny_network.KINDS.items() if name != "mixers"}
+# Different computations between tokens or between sublayers.
+MAIN = "prenorm", "block_attnres", "full_attnres", "xhc", "mrla_light"
+SCHEMES = [
+  pytest.param(name, marks=() if name in MAIN else pytest.mark.slow)
+  for name in residuals.RESIDUALS
+]
+SLOW = pytest.mark.slow
+VALUE_QUERY = config_lib.DepthReadConfig(value_query=True)
+
+
+def _model(name="block_attnres", **fields):
+  """Every parameter away from its start, where it may have no effect."""
+  fields = dict(mixers=("attention",), rope_theta=100.0) | KINDS | fields
+  model = tiny_network.model(name, **fields)
+  rng = np.random.default_rng(0)
+
+  def moved(a):
+    return jnp.asarray(a + 0.2 * rng.standard_normal(a.shape), jnp.float32)
+
+  return jax.tree.map(moved, model)
+
+
+@pytest.fixture(scope="module")
+def tokens_T():
+  return np.random.default_rng(1).integers(0, VOCAB, TOKENS, dtype=np.int32)
+
+
+def _chunks(tokens_T):
+  """Tokens [B, T], how many count, and how many there are before."""
+  start_B = np.zeros(ROWS, np.int32)
+  rng = np.random.default_rng(2)
+  for length_B, size in (
+    (1 + np.arange(ROWS), ROWS),
+    (np.ones(ROWS, int), 1),
+    (1 + np.arange(ROWS) % 2, 2),
+  ):
+    length_B = length_B.astype(np.int32)
+    tokens_BT = rng.integers(0, VOCAB, (ROWS, size), dtype=np.int32)
+    for b, (start, length) in enumerate(zip(start_B, length_B)):
+      tokens_BT[b, :length] = tokens_T[start : start + length]
+    yield tokens_BT, start_B, length_B
+    start_B = start_B + length_B
+
+
+def _check(model, tokens_T, tolerance=2e-5):
+  """Every hidden state that counts is that of the whole sequence."""
+  chunks = list(_chunks(tokens_T))
+
+  @jax.jit
+  def run(model):
+    whole_TD = model.hidden(tokens_T[None])[0]
+    cache, hidden = model.init_cache(ROWS, TOKENS), []
+    for i, (tokens_BT, _, length_B) in enumerate(chunks):
+      # The first tokens do not read a cache.
+      context = 0 if i == 0 else None
+      out = model.extend(
+        tokens_BT, cache, jnp.asarray(length_B), context=context
+      )
+      cache = cache_lib.append(cache, out.added)
+      hidden.append(out.hidden_BTD)
+    return whole_TD, hidden, cache.length_B
+
+  whole_TD, hidden, end_B = jax.device_get(run(model))
+  whole_TD = np.asarray(whole_TD, np.float32)
+  size = np.abs(whole_TD).max()
+  for found_BTD, (_, start_B, length_B) in zip(hidden, chunks):
+    for found_TD, start, length in zip(found_BTD, start_B, length_B):
+      found = np.asarray(found_TD[:length], np.float32)
+      expected = whole_TD[start : start + length]
+      np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * size)
+  np.testing.assert_array_equal(end_B, start_B + length_B)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_every_scheme(name, tokens_T):
+  _check(_model(name, moe=config_lib.MoeConfig()), tokens_T)
+
+
+@pytest.mark.parametrize(
+  "dtype,tolerance",
+  # Roundings of activations differ between the forms.
+  [("float32", 2e-5), ("bfloat16", 0.06)],
+)
+def test_every_mixer(dtype, tolerance, tokens_T):
+  """With grouped queries, and experts after the first two."""
+  model = _model(
+    mixers=("kda", "mla", "attention"),
+    num_layers=3,
+    num_kv_heads=1,
+    dtype=dtype,
+  )
+  assert set(model.sublayers) == {"kda", "mla", "attention", "mlp", "moe"}
+  _check(model, tokens_T, tolerance)
+
+
+@pytest.mark.parametrize(
+  "fields",
+  [
+    dict(name="mudd", mixers=("kda", "mla")),
+    dict(mixers=("attention",), depth_memory="moda"),
+    pytest.param(dict(mixers=("mla",), read=VALUE_QUERY), marks=SLOW),
+    pytest.param(
+      dict(mixers=("kda",), depth_memory="value_residual_learned"), marks=SLOW
+    ),
+    pytest.param(
+      dict(mixers=("mla",), depth_memory="depth_attention"), marks=SLOW
+    ),
+    pytest.param(
+      dict(mixers=("attention",), depth_memory="svformer"), marks=SLOW
+    ),
+  ],
+  ids=["mudd", "moda", "value-query", "value-residual", "depth", "svformer"],
+)
+def test_values_from_elsewhere(fields, tokens_T):
+  """Values that are read separately, or are those of earlier mixers."""
+  _check(_model(**fields), tokens_T)
+
+
+def test_reads_are_those_of_the_trace(tokens_T):
+  @jax.jit
+  def both(model):
+    out = model.extend(tokens_T[None], model.init_cache(1, 0), with_reads=True)
+    return jnp.stack(model.trace(tokens_T[None]).reads), out.reads_LBTD
+
+  expected, found = both(_model())
+  np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+
+
+def test_a_context_is_what_is_read(tokens_T):
+  model, half = _model(), TOKENS // 2
+  extend = jax.jit(
+    lambda model, tokens, cache, context: model.extend(
+      tokens, cache, context=context
+    ),
+    static_argnames="context",
+  )
+  cache = model.init_cache(1, TOKENS)
+  out = extend(model, tokens_T[None, :half], cache, 0)
+  cache = cache_lib.append(cache, out.added)
+  all_of_it = extend(model, tokens_T[None, half:], cache, None).hidden_BTD
+  enough = extend(model, tokens_T[None, half:], cache, half).hidden_BTD
+  np.testing.assert_allclose(enough, all_of_it, rtol=0, atol=1e-5)
+  less = extend(model, tokens_T[None, half:], cache, half - 1).hidden_BTD
+  assert np.abs(less - all_of_it).max() > 1e-3
+
+
+def test_a_mixer_that_cannot_decode(monkeypatch):
+  monkeypatch.setitem(sublayer.CORES, "plain", sublayer.CORES["mlp"])
+  model = models.build_model(tiny_network.config(mixers=("plain",)))
+  message = "config.model.mixers: got 'plain', expected mixers with"
+  with pytest.raises(config_lib.ConfigError, match=message):
+    model.init_cache(1, 1)
