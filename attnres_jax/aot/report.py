@@ -30,6 +30,7 @@ from attnres_jax.aot import hlo
 from attnres_jax.aot import least
 from attnres_jax.aot import topology
 from attnres_jax.aot import waiting
+from attnres_jax.inference import engine
 
 _GIB = 2**30
 # How many of the largest arrays, and of the largest movers, a report lists.
@@ -56,14 +57,13 @@ def _trace_train(program):
 
 
 def _trace_decode(program):
-  def next_logits(model, batch):
-    tokens_BT = batch["tokens"][:, :-1]
-    with sharding.ambient(program.mesh):
-      h_BTD = model.hidden(tokens_BT)
-    return model.embedding.decode(h_BTD[:, -1:])
-
-  step = jax.jit(next_logits)
-  return step.trace(program.abstract_state.model, program.batch_shapes)
+  of_data = program.config.data
+  return engine.trace_next(
+    program.abstract_state.model,
+    program.mesh,
+    of_data.batch_size,
+    of_data.sequence_length,
+  )
 
 
 STEPS = {
@@ -71,9 +71,7 @@ STEPS = {
   "decode": Step(
     _trace_decode,
     trains=False,
-    note="one token per row by recomputing its window, as"
-    " attnres_jax.inference.sample does: no scheme and no mixer has a cached"
-    " decode step yet",
+    note="one more token for each row, whose cache is full",
   ),
 }
 
@@ -343,10 +341,12 @@ def _oom(reason: str) -> str:
 
 
 def _analytic_flops(config: config_lib.RunConfig, step: Step) -> float:
-  length = config.data.sequence_length
+  rows, length = config.data.batch_size, config.data.sequence_length
   per_token = flops.flops_per_token(config.model, length)
-  passes = per_token.train if step.trains else per_token.forward
-  return passes * config.data.batch_size * length
+  if step.trains:
+    return per_token.train * rows * length
+  # The last token attends to twice as many as an average one.
+  return (per_token.forward + per_token.attention) * rows
 
 
 def _memory(compiled: Any, chip: chips.Chip) -> dict[str, Any]:

@@ -1,22 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples text from a trained run, one token at a time.
+"""Samples text from a trained run.
 
   python -m attnres_jax.inference.sample --workdir=runs/tiny --prompt="def "
 
-Every token recomputes the whole window, at a fixed length so that one compiled
-program serves all tokens. This is simple, works with every residual scheme, and
-is fast enough for small networks. Once the window (the length that the network
-was trained on) is full, the oldest token is dropped.
+prints the text as it is drawn. `--prompts=FILE` continues many prompts, several
+at a time: a file with one prompt per line, or a .jsonl file whose lines have a
+`prompt`, and other options of this command if they differ. With `--json`, each
+prompt becomes one line of JSON, in the order in which they are complete.
+
+A text may be longer than the sequences that the network was trained on; stderr
+then says so. Recurrent mixers and attention without positions continue in any
+case; rotary positions beyond those that were trained are often used badly.
 """
 
 import argparse
-from collections.abc import Sequence
-import functools
+from collections.abc import Iterator, Sequence
+import dataclasses
+import json
 import sys
-
-import jax
-import jax.numpy as jnp
-import numpy as np
+from typing import Any
 
 from attnres_jax import checkpoint
 from attnres_jax import command_line
@@ -24,7 +26,16 @@ from attnres_jax import config as config_lib
 from attnres_jax import data
 from attnres_jax import files
 from attnres_jax import models
+from attnres_jax.config import errors
 from attnres_jax.config import fields
+from attnres_jax.inference import draw
+from attnres_jax.inference import engine as engine_lib
+from attnres_jax.inference import text
+
+_MIB = 2**20
+# What a line of a .jsonl file may have, besides its prompt.
+_OF_SETTINGS = tuple(field.name for field in dataclasses.fields(draw.Settings))
+_OF_PROMPT = ("num_tokens", "stop", "past_end")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,12 +43,83 @@ def main(argv: Sequence[str] | None = None) -> int:
   return command_line.run(_sample_run, _parser().parse_args(argv))
 
 
+def sample_text(
+  model: models.Transformer,
+  tokenizer: data.Tokenizer,
+  prompt: str,
+  *,
+  num_tokens: int,
+  temperature: float = 0.8,
+  seed: int = 0,
+) -> str:
+  """Continues `prompt` as the start of a document by `num_tokens` tokens.
+
+  Args:
+    model: any network.
+    tokenizer: of the network.
+    prompt: any text.
+    num_tokens: how many tokens to draw; the text goes on after the end of a
+      document.
+    temperature: divides the logits; 0 for the most likely token.
+    seed: the same seed draws the same text.
+
+  Raises:
+    ConfigError: a number cannot be used, or the network cannot decode.
+  """
+  settings = draw.Settings(temperature=temperature, seed=seed)
+  prompts = [text.Prompt(prompt, num_tokens, settings, past_end=True)]
+  engine = _make_engine(model, tokenizer, prompts, slots=1)
+  return "".join(p.text for p in text.complete(engine, tokenizer, prompts))
+
+
 def _sample_run(options: argparse.Namespace) -> None:
-  _check(options.num_tokens, options.temperature, options.seed)
-  try:
-    options.prompt.encode()
-  except UnicodeEncodeError:
-    config_lib.fail_argument("--prompt", options.prompt, "UTF-8 text")
+  prompts = list(_prompts(options))
+  for name in ("slots", "chunk"):
+    fields.accept(f"--{name}", getattr(options, name), fields.Size)
+  for name in ("length", "logprobs", "prefix_mib"):
+    fields.accept(f"--{name}", getattr(options, name), fields.Count)
+  config, model = _load(options)
+  tokenizer = data.make_tokenizer(config.data)
+  engine = _make_engine(
+    model,
+    tokenizer,
+    prompts,
+    slots=min(options.slots, len(prompts)),
+    chunk=options.chunk,
+    length=options.length,
+    num_top=options.logprobs,
+    prefix_bytes=options.prefix_mib * _MIB,
+  )
+  trained = config.data.sequence_length
+  if engine.length > trained:
+    print(
+      f"note: texts of up to {engine.length} tokens, with their prompts; the"
+      f" network was trained on {trained}",
+      file=sys.stderr,
+    )
+  show = _show_json if options.json else _show_text
+  show(prompts, text.complete(engine, tokenizer, prompts), tokenizer)
+
+
+def _make_engine(
+  model: models.Transformer,
+  tokenizer: data.Tokenizer,
+  prompts: Sequence[text.Prompt],
+  *,
+  length: int = 0,
+  **options: Any,
+) -> engine_lib.Engine:
+  """An engine with room for the longest of the prompts, unless told."""
+  if not length:
+    length = max(
+      len(p.request(tokenizer).prompt) + p.num_tokens for p in prompts
+    )
+  return engine_lib.Engine(model, length=length, **options)
+
+
+def _load(
+  options: argparse.Namespace,
+) -> tuple[config_lib.RunConfig, models.Transformer]:
   folder = files.check_folder("--workdir", options.workdir)
   steps = checkpoint.all_steps(folder)
   if not steps:
@@ -47,99 +129,117 @@ def _sample_run(options: argparse.Namespace) -> None:
   if options.step is not None and options.step not in steps:
     known = ", ".join(map(str, steps))
     config_lib.fail_argument("--step", options.step, f"one of {known}")
-  config, model = checkpoint.load_model(folder, options.step)
-  text = sample_text(
-    model,
-    data.make_tokenizer(config.data),
-    options.prompt,
-    num_tokens=options.num_tokens,
-    window=config.data.sequence_length,
-    temperature=options.temperature,
-    seed=options.seed,
-  )
-  print(options.prompt + text)
+  return checkpoint.load_model(folder, options.step)
 
 
-def sample_text(
-  model: models.Transformer, tokenizer: data.Tokenizer, prompt: str, **options
-) -> str:
-  """Continues `prompt` as the start of a document, with options of `sample`."""
-  prompt_ids = [tokenizer.separator_id, *tokenizer.encode(prompt)]
-  ids = sample(model, np.asarray(prompt_ids, np.int32), **options)
-  return tokenizer.decode(ids)
-
-
-def sample(
-  model: models.Transformer,
-  prompt_ids: np.ndarray,
-  *,
-  num_tokens: int,
-  window: int,
-  temperature: float = 0.8,
-  seed: int = 0,
-) -> np.ndarray:
-  """Draws `num_tokens` ids after `prompt_ids`.
-
-  Args:
-    model: any network.
-    prompt_ids: [n], at least one; only the last `window` are used.
-    num_tokens: how many to draw.
-    window: how many tokens the network sees.
-    temperature: divides the logits; 0 for the most likely token.
-    seed: the same seed draws the same ids.
+def _prompts(options: argparse.Namespace) -> Iterator[text.Prompt]:
+  """The prompts of the flags or of a file.
 
   Raises:
-    ConfigError: the prompt is empty, or a number cannot be used.
+    ConfigError: both are given, or a line cannot be used.
   """
-  _check(num_tokens, temperature, seed)
-  kept = np.asarray(prompt_ids, np.int32)[-window:]
-  if not kept.size:
-    config_lib.fail_argument("prompt_ids", [], "at least one token")
-  tokens_T = np.zeros(window, np.int32)
-  tokens_T[: kept.size] = kept
-  ids = _sample(
-    model,
-    tokens_T,
-    jnp.int32(kept.size),
-    jnp.float32(temperature),
-    jax.random.key(seed),
-    num_tokens,
-  )
-  return np.asarray(ids)
-
-
-def _check(num_tokens: int, temperature: float, seed: int) -> None:
-  for name, value, kind in (
-    ("--num_tokens", num_tokens, fields.Tokens),
-    ("--temperature", temperature, fields.NotNegative),
-    ("--seed", seed, fields.Seed),
-  ):
-    fields.accept(name, value, kind)
-
-
-@functools.partial(jax.jit, static_argnums=5)
-def _sample(model, tokens_T, filled, temperature, key, num_tokens):
-  def one(carry, key):
-    tokens_T, filled = carry
-    h_BTD = model.hidden(tokens_T[None])
-    last_B1D = jax.lax.dynamic_slice_in_dim(h_BTD, filled - 1, 1, axis=1)
-    logits_V = model.embedding.decode(last_B1D)[0, 0]
-    drawn = jax.random.categorical(
-      key, logits_V / jnp.maximum(temperature, 1e-6)
+  defaults = {
+    name: getattr(options, name) for name in (*_OF_SETTINGS, *_OF_PROMPT)
+  }
+  if options.prompts is None:
+    yield _prompt(options.prompt, defaults)
+    return
+  if options.prompt:
+    config_lib.fail_argument(
+      "--prompt", options.prompt, "nothing beside --prompts"
     )
-    token = jnp.where(temperature > 0, drawn, jnp.argmax(logits_V))
-    token = token.astype(tokens_T.dtype)
-    # Positions after `filled` are never attended to, so zeros are fine as
-    # padding.
-    full = filled == tokens_T.size
-    tokens_T = jnp.where(full, jnp.roll(tokens_T, -1), tokens_T)
-    filled = jnp.where(full, filled - 1, filled)
-    tokens_T = tokens_T.at[filled].set(token)
-    return (tokens_T, filled + 1), token
+  path = files.check_path("--prompts", options.prompts, ("gs",))
+  try:
+    lines = path.read_text(encoding="utf-8").splitlines()
+  except UnicodeDecodeError:
+    config_lib.fail_argument("--prompts", options.prompts, "a file of UTF-8")
+  if not lines:
+    config_lib.fail_argument("--prompts", options.prompts, "a line per prompt")
+  for number, line in enumerate(lines, 1):
+    if path.suffix != ".jsonl":
+      yield _prompt(line, defaults)
+      continue
+    try:
+      yield _of_line(line, defaults)
+    except config_lib.ConfigError as error:
+      raise config_lib.ConfigError(f"{path}:{number}: {error}") from error
 
-  keys = jax.random.split(key, num_tokens)
-  _, ids = jax.lax.scan(one, (tokens_T, filled), keys)
-  return ids
+
+def _of_line(line: str, defaults: dict[str, Any]) -> text.Prompt:
+  try:
+    values = json.loads(line)
+  except (json.JSONDecodeError, RecursionError):
+    values = None
+  if not isinstance(values, dict) or not isinstance(values.get("prompt"), str):
+    config_lib.fail_argument("line", line, 'JSON such as {"prompt": "def "}')
+  prompt = values.pop("prompt")
+  for name in values:
+    errors.check_in("name", name, tuple(defaults))
+  return _prompt(prompt, defaults | values)
+
+
+def _prompt(prompt: str, values: dict[str, Any]) -> text.Prompt:
+  settings = draw.Settings(**{name: values[name] for name in _OF_SETTINGS})
+  stop = values["stop"]
+  stop = [stop] if isinstance(stop, str) else stop
+  return text.Prompt(
+    prompt,
+    values["num_tokens"],
+    settings,
+    fields.accept("--stop", stop, tuple[str, ...]),
+    fields.accept("--past_end", values["past_end"], bool),
+  )
+
+
+def _show_text(
+  prompts: Sequence[text.Prompt],
+  pieces: Iterator[text.Piece],
+  tokenizer: data.Tokenizer,
+) -> None:
+  """One text as it is drawn; several when each of them is complete."""
+  del tokenizer
+  texts = [prompt.text for prompt in prompts]
+  if len(prompts) == 1:
+    print(texts[0], end="", flush=True)
+    for piece in pieces:
+      print(piece.text, end="", flush=True)
+    print()
+    return
+  for piece in pieces:
+    texts[piece.index] += piece.text
+    if piece.finish:
+      print(texts[piece.index], end="\n\n", flush=True)
+
+
+def _show_json(
+  prompts: Sequence[text.Prompt],
+  pieces: Iterator[text.Piece],
+  tokenizer: data.Tokenizer,
+) -> None:
+  """One line per prompt."""
+  found: dict[int, list[text.Piece]] = {}
+  for piece in pieces:
+    found.setdefault(piece.index, []).append(piece)
+    if not piece.finish:
+      continue
+    parts = found.pop(piece.index)
+    tokens = [part.token for part in parts]
+    top = [
+      [
+        dict(id=id, text=tokenizer.decode([id]), logprob=logprob)
+        for id, logprob in token.top
+      ]
+      for token in tokens
+    ]
+    line = dict(
+      index=piece.index,
+      prompt=prompts[piece.index].text,
+      text="".join(part.text for part in parts),
+      finish=piece.finish,
+      ids=[token.id for token in tokens],
+      logprobs=[token.logprob for token in tokens],
+    ) | (dict(top=top) if any(top) else {})
+    print(json.dumps(line), flush=True)
 
 
 def _parser() -> command_line.Parser:
@@ -148,13 +248,54 @@ def _parser() -> command_line.Parser:
   )
   add = parser.add_argument
   add("--workdir", required=True, help="folder of a run")
+  add("--step", type=int, help="checkpoint to use; the newest by default")
   add("--prompt", default="", help="text to continue")
+  add("--prompts", metavar="FILE", help="many texts, one per line, or .jsonl")
+  add("--json", action="store_true", help="print a line of JSON per prompt")
   add("--num_tokens", type=int, default=256, help="how many tokens to add")
   add(
     "--temperature", type=float, default=0.8, help="0 for the most likely token"
   )
+  add("--top_k", type=int, default=0, help="only the k most likely; 0 for all")
+  add(
+    "--top_p",
+    type=float,
+    default=1.0,
+    help="only the likely part of all tokens",
+  )
+  add(
+    "--min_p", type=float, default=0.0,
+    help="only tokens so likely, as a share of the most likely one",
+  )  # fmt: skip
+  add(
+    "--repetition_penalty", type=float, default=1.0,
+    help="above 1: against tokens that are there already",
+  )  # fmt: skip
   add("--seed", type=int, default=0, help="seed of the random choices")
-  add("--step", type=int, help="checkpoint to use; the newest by default")
+  add(
+    "--stop", action="append", default=[],
+    help="end before this text; may be repeated",
+  )  # fmt: skip
+  add(
+    "--past_end", action="store_true", help="go on after the end of a document"
+  )
+  add(
+    "--logprobs", type=int, default=0,
+    help="with --json, how many likely tokens to list at each place",
+  )  # fmt: skip
+  add("--slots", type=int, default=8, help="prompts at the same time")
+  add(
+    "--length", type=int, default=0,
+    help="most tokens of a text with its prompt; 0 for what is needed",
+  )  # fmt: skip
+  add(
+    "--chunk", type=int, default=256,
+    help="tokens of a prompt that are computed at once",
+  )  # fmt: skip
+  add(
+    "--prefix_mib", type=int, default=0,
+    help="memory for what prompts have in common",
+  )  # fmt: skip
   return parser
 
 

@@ -70,7 +70,6 @@ def inspect_run(
       data.make_tokenizer(config.data),
       prompt,
       num_tokens=_SAMPLE_TOKENS,
-      window=config.data.sequence_length,
     )
   measured = [analysis.magnitudes(model, batch) for batch in tokens]
   return Look(weights, _mean(measured), prompt, text)

@@ -179,7 +179,13 @@ def test_sample(here, monkeypatch, explore):
       "num_tokens": ("0", "-1", "3", "x", "9" * 30),
       "temperature": ("0", "-1", "nan", "inf", "1e-45", "x"),
       "seed": ("-1", "0", "4294967296", "x"), "step": ("5", "-1", "0", "x"),
+      "prompts": ("prompts.jsonl", "texts", *laws.TEXTS), "stop": laws.TEXTS,
+      "top_k": ("0", "-1", "x"), "top_p": ("0", "2", "nan"),
+      "slots": ("0", "1"),
   }  # fmt: skip
+  (here / "prompts.jsonl").write_text(
+    '{"prompt": "a"}\n{"prompt": "b", "seed": 1.5}'
+  )
   explore(
     "command lines (sample)",
     lambda line: laws.outcome(sample.main, line),

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import pathlib
 import shutil
+import types
 
 from hypothesis import strategies as st
 import jax
@@ -17,6 +18,7 @@ import pytest
 
 from attnres_jax import checkpoint
 from attnres_jax.inference import sample
+from attnres_jax.inference import text
 from attnres_jax.sweep import cli
 from tests import tiny_run
 from tests.fuzz import laws
@@ -65,7 +67,12 @@ def runs(tmp_path_factory):
   root = tmp_path_factory.mktemp("runs")
   with pytest.MonkeyPatch.context() as patch, tiny_run.traced_once():
     # Of what is printed, only that it can be.
-    patch.setattr(sample, "sample_text", lambda *args, **kwargs: "")
+    patch.setattr(
+      sample,
+      "_make_engine",
+      lambda *args, **kwargs: types.SimpleNamespace(length=0),
+    )
+    patch.setattr(text, "complete", lambda *args: iter(()))
     fields = FIELDS | tiny_run.corpus(root)
     tiny_run.train_here(root / "finished", fields)
     shutil.copytree(root / "finished", root / "interrupted")

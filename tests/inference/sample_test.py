@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling against a loop that calls the network on growing prefixes."""
+"""The command and `sample_text`; the engine has its own tests."""
 
 import importlib
+import json
 
-import jax
-import numpy as np
 import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import data
+from attnres_jax.inference import draw
+from attnres_jax.inference import engine as engine_lib
 from attnres_jax.inference import sample
+from attnres_jax.inference import text
 from tests import tiny_network
 
-WINDOW = 6
+TOKENIZER = data.make_tokenizer(config_lib.DataConfig())
 
 
 @pytest.fixture(scope="module")
@@ -20,84 +22,120 @@ def model():
   return tiny_network.model(vocab_size=257, init_std=0.5)
 
 
-_logits = jax.jit(lambda model, tokens_BT: model(tokens_BT))
+@pytest.fixture
+def run(monkeypatch, model, tmp_path):
+  """Runs the command on that network; returns its status."""
+  config = config_lib.load_config("configs/lm.py:runlocal")
+  monkeypatch.setattr(sample, "_load", lambda options: (config, model))
 
+  def run(*flags):
+    return sample.main([f"--workdir={tmp_path}", *map(str, flags)])
 
-def test_greedy_is_the_argmax_of_every_prefix(model):
-  prompt = [5, 9, 2, 6]
-  ids, expected = list(prompt), []
-  for _ in range(8):
-    visible = np.asarray([ids[-WINDOW:]], np.int32)
-    expected.append(int(np.argmax(_logits(model, visible)[0, -1])))
-    ids.append(expected[-1])
-  found = sample.sample(
-    model, np.asarray(prompt), num_tokens=8, window=WINDOW, temperature=0.0
-  )
-  assert found.tolist() == expected
-  assert len(set(expected)) > 1
-
-
-def test_frequencies_follow_the_tempered_distribution(model):
-  prompt = np.asarray([3, 1, 4, 1], np.int32)
-  logits_V = np.asarray(_logits(model, prompt[None])[0, -1], np.float64) / 0.5
-  p_V = np.exp(logits_V - logits_V.max())
-  p_V /= p_V.sum()
-  draws = [
-    sample.sample(
-      model, prompt, num_tokens=1, window=WINDOW, temperature=0.5, seed=seed
-    )[0]
-    for seed in range(600)
-  ]
-  likeliest = int(np.argmax(p_V))
-  p = p_V[likeliest]
-  assert 0.05 < p < 0.95
-  deviation = np.sqrt(p * (1 - p) / 600)
-  assert abs(np.mean(np.equal(draws, likeliest)) - p) < 4 * deviation
-
-
-def test_seeds_and_long_prompts(model):
-  kwargs = dict(num_tokens=12, window=WINDOW, temperature=1.0)
-  prompt = np.arange(20)
-  first = sample.sample(model, prompt, seed=1, **kwargs)
-  again = sample.sample(model, prompt[-WINDOW:], seed=1, **kwargs)
-  other = sample.sample(model, prompt, seed=2, **kwargs)
-  assert first.tolist() == again.tolist() != other.tolist()
-  with pytest.raises(ValueError, match="at least one token"):
-    sample.sample(model, np.zeros(0), **kwargs)
-
-
-@pytest.mark.parametrize(
-  "bad",
-  [
-    dict(temperature=-1.0),
-    dict(temperature=float("nan")),
-    dict(temperature=float("inf")),
-    dict(num_tokens=0),
-    dict(num_tokens=10**9),
-    dict(seed=2**32),
-    dict(seed=-1),
-  ],
-)
-def test_bad_arguments_are_named(model, bad):
-  kwargs = dict(num_tokens=3, window=WINDOW, temperature=1.0) | bad
-  ((name, value),) = bad.items()
-  with pytest.raises(config_lib.ConfigError, match=f"^--{name}: got {value}"):
-    sample.sample(model, np.arange(3), **kwargs)
+  return run
 
 
 def test_text_opens_a_document(model):
-  tokenizer = data.make_tokenizer(config_lib.DataConfig())
-  text = sample.sample_text(
-    model, tokenizer, "ab", num_tokens=4, window=WINDOW, temperature=0.0
+  found = sample.sample_text(
+    model, TOKENIZER, "ab", num_tokens=4, temperature=0.0
   )
-  ids = sample.sample(
-    model,
-    np.asarray([tokenizer.separator_id, 97, 98]),
-    num_tokens=4,
-    window=WINDOW,
-    temperature=0.0,
+  engine = engine_lib.Engine(model, slots=1, length=8)
+  request = engine_lib.Request(
+    [TOKENIZER.separator_id, 97, 98], 4, draw.Settings(temperature=0.0)
   )
-  assert text == tokenizer.decode(ids)
+  ids = [token.id for token in engine.run([request])]
+  assert found == TOKENIZER.decode(ids)
+
+
+def test_one_prompt_is_printed_as_it_is_drawn(run, model, capsys, monkeypatch):
+  expected = sample.sample_text(model, TOKENIZER, "ab", num_tokens=5, seed=1)
+  flushed = []
+  complete = text.complete
+
+  def watched(*args):
+    for piece in complete(*args):
+      yield piece
+      flushed.append(capsys.readouterr().out)
+
+  monkeypatch.setattr(text, "complete", watched)
+  flags = "--prompt=ab", "--num_tokens=5", "--seed=1", "--past_end"
+  assert run(*flags) == 0
+  assert len(flushed) == 5 and flushed[0].startswith("ab")
+  assert "".join(flushed) + capsys.readouterr().out == f"ab{expected}\n"
+
+
+def test_many_prompts_as_json(run, capsys, tmp_path):
+  file = tmp_path / "prompts.jsonl"
+  lines = [
+    dict(prompt="ab"),
+    dict(prompt="ab", temperature=0, num_tokens=2),
+    dict(prompt="", seed=5, stop=["x", "y"]),
+  ]
+  file.write_text("\n".join(map(json.dumps, lines)))
+  flags = f"--prompts={file}", "--json", "--num_tokens=4", "--past_end"
+  assert run(*flags, "--logprobs=2", "--slots=2") == 0
+  found = sorted(
+    map(json.loads, capsys.readouterr().out.splitlines()),
+    key=lambda line: line["index"],
+  )
+  assert [line["prompt"] for line in found] == ["ab", "ab", ""]
+  assert [len(line["ids"]) for line in found[:2]] == [4, 2]
+  for line in found[:2]:
+    assert line["text"] == TOKENIZER.decode(line["ids"])
+    assert line["finish"] == "length"
+    assert len(line["logprobs"]) == len(line["top"]) == len(line["ids"])
+    assert all(len(top) == 2 for top in line["top"])
+  assert found[1]["top"][0][0]["id"] == found[1]["ids"][0]
+  # The same prompt alone.
+  assert run("--prompt=ab", "--json", "--num_tokens=4", "--past_end") == 0
+  (alone,) = map(json.loads, capsys.readouterr().out.splitlines())
+  assert alone["ids"] == found[0]["ids"]
+
+
+def test_a_line_per_prompt(run, capsys, tmp_path):
+  file = tmp_path / "prompts.txt"
+  file.write_text("ab\ncd\n")
+  assert run(f"--prompts={file}", "--num_tokens=2", "--past_end") == 0
+  out = capsys.readouterr().out
+  assert "ab" in out and "cd" in out and out.endswith("\n\n")
+
+
+def test_beyond_the_trained_length(run, capsys):
+  trained = config_lib.load_config("configs/lm.py:runlocal").data
+  flags = "--temperature=0", "--num_tokens=2", "--past_end"
+  assert run(f"--prompt={'a' * trained.sequence_length}", *flags) == 0
+  captured = capsys.readouterr()
+  assert f"trained on {trained.sequence_length}" in captured.err
+  assert run("--prompt=a", *flags) == 0
+  assert "trained on" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  "flags,message",
+  [
+    (["--temperature=-1"], "--temperature: got -1"),
+    (["--num_tokens=0"], "--num_tokens: got 0"),
+    (["--seed=-1"], "--seed: got -1"),
+    (["--slots=0"], "--slots: got 0"),
+    (["--prompt=\ud800"], "prompt: got"),
+    (["--length=5", "--num_tokens=6"], "prompt: got '1 tokens'"),
+    (["--prompts=none.txt"], "none.txt: No such file"),
+    (["--prompt=a", "--prompts=b"], "--prompt: got 'a', expected nothing"),
+  ],
+)
+def test_bad_flags_are_named(run, flags, message, capsys):
+  assert run(*flags) in (1, 2)
+  error = capsys.readouterr().err
+  assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+  "line", ["ab", '{"text": "ab"}', '{"prompt": "ab", "top": 1}']
+)
+def test_bad_lines_are_named(run, line, tmp_path, capsys):
+  file = tmp_path / "prompts.jsonl"
+  file.write_text('{"prompt": "a"}\n' + line)
+  assert run(f"--prompts={file}") == 2
+  assert f"{file}:2" in capsys.readouterr().err
 
 
 def test_imports_beside_the_other_commands():

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws the next token of every row, each by its own settings.
+
+In this order: the repetition penalty, the temperature, `top_k`, `top_p`,
+`min_p`; then one draw, whose random numbers depend on the seed of the row and
+the position of the token only. So a request draws the same tokens whatever
+shares its batch.
+"""
+
+import dataclasses
+import typing
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from attnres_jax.config import fields
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """How the tokens of a request are drawn.
+
+  Attributes:
+    temperature: divides the logits; 0 for the most likely token.
+    top_k: only so many of the most likely tokens; 0 for all.
+    top_p: only the most likely tokens, as many as needed for so much of the
+      probability.
+    min_p: only tokens at least so likely, as a share of the most likely one.
+    repetition_penalty: divides positive logits of tokens that the prompt or the
+      text so far has, and multiplies negative ones (arXiv:1909.05858).
+    seed: the same seed draws the same tokens.
+  """
+
+  temperature: fields.NotNegative = 1.0
+  top_k: fields.Count = 0
+  top_p: fields.Fraction = 1.0
+  min_p: fields.Fraction = 0.0
+  repetition_penalty: fields.Positive = 1.0
+  seed: fields.Seed = 0
+
+  def __post_init__(self):
+    for name, kind in typing.get_type_hints(
+      type(self), include_extras=True
+    ).items():
+      value = fields.accept(f"--{name}", getattr(self, name), kind)
+      object.__setattr__(self, name, value)
+
+
+class Rows(NamedTuple):
+  """The settings of B rows, [B] each, and which tokens each of them has.
+
+  Attributes:
+    temperature: see `Settings`; likewise the others.
+    top_k: int32.
+    top_p: float32.
+    min_p: float32.
+    repetition_penalty: float32.
+    seed: uint32.
+    seen_BV: bool.
+  """
+
+  temperature: jax.Array
+  top_k: jax.Array
+  top_p: jax.Array
+  min_p: jax.Array
+  repetition_penalty: jax.Array
+  seed: jax.Array
+  seen_BV: jax.Array
+
+  @classmethod
+  def empty(cls, batch: int, vocab_size: int) -> "Rows":
+    """B rows with the default settings."""
+
+    def full(dtype, value):
+      return jnp.full(batch, value, dtype)
+
+    return cls(
+      full(jnp.float32, 1.0),
+      full(jnp.int32, 0),
+      full(jnp.float32, 1.0),
+      full(jnp.float32, 0.0),
+      full(jnp.float32, 1.0),
+      full(jnp.uint32, 0),
+      jnp.zeros((batch, vocab_size), bool),
+    )
+
+
+class Drawn(NamedTuple):
+  """One token of every row.
+
+  Attributes:
+    token_B: int32.
+    logprob_B: float32, its log-probability by the network, without settings.
+    top_BK: int32, the most likely tokens.
+    top_logprob_BK: float32, their log-probabilities.
+  """
+
+  token_B: jax.Array
+  logprob_B: jax.Array
+  top_BK: jax.Array
+  top_logprob_BK: jax.Array
+
+
+def draw(
+  logits_BV: jax.Array, rows: Rows, position_B: jax.Array, num_top: int = 0
+) -> Drawn:
+  """Draws a token of every row.
+
+  Args:
+    logits_BV: float32.
+    rows: their settings.
+    position_B: of the tokens in their sequences.
+    num_top: K, how many of the most likely tokens are reported.
+  """
+  logprob_BV = jax.nn.log_softmax(logits_BV)
+  penalised_BV = _penalised(logits_BV, rows)
+  greedy_B = jnp.argmax(penalised_BV, axis=-1)
+  # Most batches need no sorting, and many no random numbers.
+  drawn_B = jax.lax.cond(
+    jnp.any(rows.temperature > 0),
+    lambda: _random(penalised_BV, rows, position_B),
+    lambda: greedy_B,
+  )
+  token_B = jnp.where(rows.temperature > 0, drawn_B, greedy_B)
+  token_B = token_B.astype(jnp.int32)
+  top_logprob_BK, top_BK = jax.lax.top_k(logprob_BV, num_top)
+  logprob_B1 = jnp.take_along_axis(logprob_BV, token_B[:, None], axis=1)
+  return Drawn(token_B, logprob_B1[:, 0], top_BK, top_logprob_BK)
+
+
+def _penalised(logits_BV, rows):
+  penalty_B1 = rows.repetition_penalty[:, None]
+  penalised_BV = jnp.where(
+    logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1
+  )
+  return jnp.where(rows.seen_BV, penalised_BV, logits_BV)
+
+
+def _random(logits_BV, rows, position_B):
+  temperature_B = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
+  logits_BV = logits_BV / temperature_B[:, None]
+  cuts = (rows.top_k > 0) | (rows.top_p < 1)
+  logits_BV = jax.lax.cond(
+    jnp.any(cuts), lambda: _cut(logits_BV, rows), lambda: logits_BV
+  )
+  highest_B1 = jnp.max(logits_BV, axis=-1, keepdims=True)
+  # The logarithm of zero is no limit.
+  least_B1 = highest_B1 + jnp.log(rows.min_p)[:, None]
+  logits_BV = jnp.where(logits_BV >= least_B1, logits_BV, -jnp.inf)
+
+  def one(logits_V, seed, position):
+    key = jax.random.fold_in(jax.random.key(seed), position)
+    return jax.random.categorical(key, logits_V)
+
+  return jax.vmap(one)(logits_BV, rows.seed, position_B)
+
+
+def _cut(logits_BV, rows):
+  """-inf for tokens outside of `top_k` or `top_p`; ties stay."""
+  sorted_BV = jnp.flip(jnp.sort(logits_BV, axis=-1), axis=-1)
+  rank_V = jnp.arange(logits_BV.shape[-1])
+  top_k_B = jnp.where(rows.top_k > 0, rows.top_k, rank_V.size)
+  sorted_BV = jnp.where(rank_V[None] < top_k_B[:, None], sorted_BV, -jnp.inf)
+  p_BV = jax.nn.softmax(sorted_BV)
+  # What is more likely than a token: it stays while that is not yet enough.
+  before_BV = jnp.cumsum(p_BV, axis=-1) - p_BV
+  stays_BV = (before_BV < rows.top_p[:, None]) | (rank_V == 0)[None]
+  stays_BV &= sorted_BV > -jnp.inf
+  least_B1 = jnp.min(
+    jnp.where(stays_BV, sorted_BV, jnp.inf), axis=-1, keepdims=True
+  )
+  return jnp.where(logits_BV >= least_B1, logits_BV, -jnp.inf)

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws against their definitions in NumPy."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax.inference import draw
+
+VOCAB, DRAWS = 12, 4000
+LOGITS_V = np.random.default_rng(0).normal(scale=1.5, size=VOCAB)
+LOGITS_V = LOGITS_V.astype(np.float32)
+SEEN_V = np.arange(VOCAB) % 3 == 0
+
+_draw = jax.jit(draw.draw, static_argnums=3)
+
+
+def _rows(batch, **settings):
+  rows = draw.Rows.empty(batch, VOCAB)
+  values = {
+    name: jnp.full(batch, value, getattr(rows, name).dtype)
+    for name, value in settings.items()
+  }
+  seen_BV = jnp.broadcast_to(SEEN_V, (batch, VOCAB))
+  return rows._replace(seen_BV=seen_BV, **values)
+
+
+def _p(settings):
+  """The probability of each token, one setting after the other."""
+  logits_V = LOGITS_V.astype(np.float64)
+  penalty = settings.repetition_penalty
+  penalised_V = np.where(logits_V > 0, logits_V / penalty, logits_V * penalty)
+  logits_V = np.where(SEEN_V, penalised_V, logits_V) / settings.temperature
+  order = sorted(range(VOCAB), key=lambda i: -logits_V[i])
+  kept = order[: settings.top_k or VOCAB]
+  p = {i: math.exp(logits_V[i]) for i in kept}
+  p = {i: value / sum(p.values()) for i, value in p.items()}
+  total, nucleus = 0.0, []
+  for i in kept:
+    if total < settings.top_p or not nucleus:
+      nucleus.append(i)
+    total += p[i]
+  likely = [i for i in nucleus if p[i] >= settings.min_p * p[kept[0]]]
+  p_V = np.zeros(VOCAB)
+  for i in likely:
+    p_V[i] = p[i] / sum(p[j] for j in likely)
+  return p_V
+
+
+@pytest.mark.parametrize(
+  "settings",
+  [
+    dict(),
+    dict(temperature=0.5),
+    dict(top_k=4),
+    dict(top_p=0.6),
+    dict(top_p=0.0),
+    dict(min_p=0.2),
+    dict(repetition_penalty=1.8),
+    dict(
+      temperature=1.3, top_k=8, top_p=0.9, min_p=0.1, repetition_penalty=0.7
+    ),
+  ],
+  ids=lambda settings: "-".join(settings) or "plain",
+)
+def test_frequencies(settings):
+  settings = draw.Settings(**settings)
+  logits_BV = jnp.broadcast_to(LOGITS_V, (DRAWS, VOCAB))
+  rows = _rows(DRAWS, **dataclasses.asdict(settings))
+  drawn = _draw(logits_BV, rows, jnp.arange(DRAWS), 0)
+  found_V = np.bincount(drawn.token_B, minlength=VOCAB) / DRAWS
+  p_V = _p(settings)
+  assert np.all(found_V[p_V == 0] == 0)
+  deviation_V = np.sqrt(p_V * (1 - p_V) / DRAWS)
+  assert np.all(np.abs(found_V - p_V) <= 4.5 * deviation_V)
+  if settings != draw.Settings():
+    assert np.abs(p_V - _p(draw.Settings())).max() > 0.02
+
+
+def test_logprobs_are_those_of_the_network():
+  logits_BV = jnp.asarray(LOGITS_V)[None]
+  logprob_V = LOGITS_V - np.log(np.exp(LOGITS_V).sum())
+  rows = _rows(1, temperature=0.3, repetition_penalty=2.0)
+  drawn = _draw(logits_BV, rows, jnp.zeros(1, jnp.int32), 3)
+  (token,) = drawn.token_B
+  np.testing.assert_allclose(drawn.logprob_B, logprob_V[token], rtol=1e-5)
+  best = np.argsort(-logprob_V)[:3]
+  np.testing.assert_array_equal(drawn.top_BK[0], best)
+  np.testing.assert_allclose(
+    drawn.top_logprob_BK[0], logprob_V[best], rtol=1e-5
+  )
+
+
+def test_a_draw_depends_on_seed_and_position_only():
+  """Whatever else is in the batch, greedy rows and rows with cuts."""
+  logits_BV = jnp.broadcast_to(LOGITS_V, (5, VOCAB))
+  rows = _rows(5)._replace(
+    seed=jnp.asarray([7, 7, 8, 7, 7], jnp.uint32),
+    temperature=jnp.asarray([1.0, 1.0, 1.0, 0.0, 1.0]),
+    top_k=jnp.asarray([0, 0, 0, 0, VOCAB], jnp.int32),
+  )
+
+  def tokens(rows, logits_BV, position_B):
+    return [
+      _draw(logits_BV, rows, position_B + i, 0).token_B.tolist()
+      for i in range(12)
+    ]
+
+  found = np.array(tokens(rows, logits_BV, jnp.asarray([3, 3, 3, 3, 3])))
+  alone = np.array(tokens(_rows(1, seed=7), logits_BV[:1], jnp.asarray([3])))
+  for row in (0, 1, 4):
+    np.testing.assert_array_equal(found[:, row], alone[:, 0])
+  assert np.any(found[:, 2] != alone[:, 0])
+  assert set(found[:, 3]) == {int(np.argmax(LOGITS_V))}
+  assert len(set(alone[:, 0])) > 2
+
+
+@pytest.mark.parametrize(
+  "bad",
+  [
+    dict(temperature=-1.0),
+    dict(temperature=float("nan")),
+    dict(temperature=float("inf")),
+    dict(top_k=-1),
+    dict(top_p=1.5),
+    dict(min_p=-0.1),
+    dict(repetition_penalty=0.0),
+    dict(seed=2**32),
+    dict(seed=-1),
+  ],
+)
+def test_bad_settings_are_named(bad):
+  ((name, value),) = bad.items()
+  with pytest.raises(config_lib.ConfigError, match=f"^--{name}: got {value}"):
+    draw.Settings(**bad)

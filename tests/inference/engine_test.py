@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine against the forward pass, and requests against each other."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax import sharding
+from attnres_jax.inference import draw
+from attnres_jax.inference import engine as engine_lib
+from tests import tiny_network
+
+VOCAB, LENGTH, CHUNK, TOKENS = 16, 48, 16, 6
+GREEDY = draw.Settings(temperature=0.0)
+SETTINGS = draw.Settings(
+  temperature=1.2, top_k=9, top_p=0.95, repetition_penalty=1.1, seed=3
+)
+
+
+def _model(**fields):
+  """Parameters away from their start; all kinds of states and experts."""
+  fields = tiny_network.KINDS | dict(mixers=("kda", "attention")) | fields
+  model = tiny_network.model(**fields)
+  rng = np.random.default_rng(0)
+
+  def moved(a):
+    return jnp.asarray(a + 0.3 * rng.standard_normal(a.shape), jnp.float32)
+
+  return jax.tree.map(moved, model)
+
+
+@pytest.fixture(scope="module")
+def model():
+  return _model()
+
+
+@pytest.fixture(scope="module")
+def prompts():
+  """More than slots; shorter and longer than a chunk; two begin alike."""
+  rng = np.random.default_rng(1)
+  sizes = 3, 37, 16, 1, 20
+  prompts = [rng.integers(0, VOCAB, n).tolist() for n in sizes]
+  return [*prompts, [*prompts[1][:33], 1, 2]]
+
+
+@pytest.fixture(scope="module")
+def expected(model, prompts):
+  """(ids, log-probabilities) of greedy text by the whole forward pass."""
+  apply = jax.jit(lambda model, tokens_BT: jax.nn.log_softmax(model(tokens_BT)))
+  rows, logprobs = [list(prompt) for prompt in prompts], [[] for _ in prompts]
+  for _ in range(TOKENS):
+    tokens_BT = np.zeros((len(rows), LENGTH), np.int32)
+    for row, ids in zip(tokens_BT, rows):
+      row[: len(ids)] = ids
+    found_BTV = np.asarray(apply(model, tokens_BT))
+    for found_TV, ids, values in zip(found_BTV, rows, logprobs):
+      values.append(found_TV[len(ids) - 1].max())
+      ids.append(int(found_TV[len(ids) - 1].argmax()))
+  return [ids[-TOKENS:] for ids in rows], logprobs
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+  return engine_lib.Engine(
+    model, slots=2, length=LENGTH, chunk=CHUNK, prefix_bytes=10**7, num_top=2
+  )
+
+
+def _run(engine, prompts, settings=GREEDY, **fields):
+  requests = [
+    engine_lib.Request(prompt, TOKENS, settings, **fields) for prompt in prompts
+  ]
+  found = [[] for _ in prompts]
+  for token in engine.run(requests):
+    found[token.request].append(token)
+  return found
+
+
+def _ids(found):
+  return [[token.id for token in tokens] for tokens in found]
+
+
+def _check(found, expected):
+  ids, logprobs = expected
+  assert _ids(found) == ids
+  values = [[token.logprob for token in tokens] for tokens in found]
+  np.testing.assert_allclose(values, logprobs, rtol=0, atol=1e-4)
+  assert len({tuple(row) for row in ids}) > 3
+
+
+def test_greedy_is_the_argmax_of_every_prefix(engine, prompts, expected):
+  """In reused slots, in chunks; the first time without known prefixes."""
+  assert engine.prefixes.num_bytes == 0
+  first = _run(engine, prompts)
+  _check(first, expected)
+  for tokens in first:
+    assert [token.finish for token in tokens] == [None] * (TOKENS - 1) + [
+      "length"
+    ]
+    for token in tokens:
+      assert token.top[0] == (token.id, token.logprob)
+  assert engine.prefixes.num_bytes > 0
+  known = len(engine.prefixes.find(prompts[1]))
+  assert known == 2
+  # Bit for bit, since the rest of a prompt is computed in the same chunks.
+  assert _run(engine, prompts) == first
+  assert not engine.busy
+
+
+def test_a_request_does_not_depend_on_others(engine, prompts):
+  alone = [_ids(_run(engine, [p], SETTINGS))[0] for p in prompts[:3]]
+  requests = [engine_lib.Request(p, TOKENS, SETTINGS) for p in prompts[:3]]
+  requests[1:1] = [engine_lib.Request(prompts[4], 3, GREEDY)]
+  found = [[] for _ in requests]
+  for token in engine.run(requests):
+    found[token.request].append(token.id)
+  assert [found[0], *found[2:]] == alone
+  other = draw.Settings(temperature=1.2, seed=4)
+  assert _ids(_run(engine, prompts[:1], other))[0] != alone[0]
+
+
+def test_stop_ids_end_a_request(engine, prompts, expected):
+  ids = expected[0][1]
+  (found,) = _run(engine, prompts[1:2], stop_ids=frozenset(ids[2:3]))
+  end = ids.index(ids[2]) + 1
+  assert [token.id for token in found] == ids[:end]
+  assert found[-1].finish == "stop"
+
+
+def test_a_cancelled_request_leaves_its_slot(engine, prompts, expected):
+  numbers = [
+    engine.submit(engine_lib.Request(prompt, TOKENS, GREEDY))
+    for prompt in (prompts[1], prompts[0], prompts[4], prompts[2])
+  ]
+  found = {number: [] for number in numbers}
+  for token in engine.step():
+    found[token.request].append(token.id)
+  for number in (numbers[0], numbers[3]):  # One runs, one waits.
+    engine.cancel(number)
+  while engine.busy:
+    for token in engine.step():
+      found[token.request].append(token.id)
+  assert found[numbers[1]] == expected[0][0]
+  assert found[numbers[2]] == expected[0][4]
+  assert len(found[numbers[0]]) < TOKENS and not found[numbers[3]]
+
+
+def test_bfloat16(prompts):
+  """With weights in bfloat16, the same as with those of training."""
+  model = _model(dtype="bfloat16")
+  engine = engine_lib.Engine(model, slots=1, length=LENGTH, chunk=CHUNK)
+  (found,) = _run(engine, prompts[:1])
+  ids = [*prompts[0], *(token.id for token in found)]
+  apply = jax.jit(lambda model, tokens: jax.nn.log_softmax(model(tokens)))
+  logprob_TV = np.asarray(apply(model, np.asarray([ids], np.int32))[0])
+  for token, logprob_V in zip(found, logprob_TV[len(prompts[0]) - 1 :]):
+    assert abs(token.logprob - logprob_V[token.id]) < 0.1
+    assert logprob_V[token.id] > logprob_V.max() - 0.1
+
+
+@pytest.mark.parametrize(
+  "mesh",
+  [
+    dict(data=2, expert=2, tensor=2),
+    pytest.param(dict(data=4, fsdp=2), marks=pytest.mark.slow),
+    pytest.param(dict(tensor=2), marks=pytest.mark.slow),
+    pytest.param(dict(expert=4), marks=pytest.mark.slow),
+  ],
+  ids=lambda mesh: "-".join(f"{axis}{n}" for axis, n in mesh.items()),
+)
+def test_on_a_mesh(mesh, model, prompts, expected):
+  size = dict(data=1) | mesh
+  devices = sharding.make_mesh(config_lib.MeshConfig(**size))
+  engine = engine_lib.Engine(
+    model, slots=8, length=LENGTH, chunk=CHUNK, mesh=devices
+  )
+  _check(_run(engine, prompts), expected)
+
+
+@pytest.mark.parametrize(
+  "prompt,num_tokens,message",
+  [
+    ([], 1, r"prompt: got '0 tokens', expected 1 to 47"),
+    ([1] * 40, 9, r"prompt: got '40 tokens', expected 1 to 39"),
+    ([1, VOCAB], 1, "prompt: got 16, expected ids below 16"),
+    ([1], 0, "--num_tokens: got 0"),
+    ([1], 10**9, "--num_tokens: got 10"),
+  ],
+)
+def test_bad_requests(engine, prompt, num_tokens, message):
+  with pytest.raises(config_lib.ConfigError, match=message):
+    engine.submit(engine_lib.Request(prompt, num_tokens))
+  assert not engine.busy
+
+
+def test_slots_that_rows_do_not_divide(model):
+  mesh = sharding.make_mesh(config_lib.MeshConfig(data=2))
+  with pytest.raises(config_lib.ConfigError, match="slots: got 3.* 2 shards"):
+    engine_lib.Engine(model, slots=3, mesh=mesh)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text is released as soon as it is certain, and not before."""
+
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax import data
+from attnres_jax.inference import text
+
+TOKENIZER = data.make_tokenizer(config_lib.DataConfig())
+
+
+def _pieces(written, stop=()):
+  decoded = text.Text(TOKENIZER, stop)
+  pieces = []
+  for token in TOKENIZER.encode(written).tolist():
+    pieces.append(decoded.add(token))
+    if decoded.stopped:
+      return pieces
+  return [*pieces, decoded.end()]
+
+
+def test_characters_are_whole():
+  assert _pieces("aé€🙂b") == [
+    "a", "", "é", "", "", "€", "", "", "", "🙂", "b", "",
+  ]  # fmt: skip
+
+
+def test_bytes_that_are_no_characters():
+  pieces = _pieces(b"a\xff\xfe\xfdb\xe2")
+  assert "".join(pieces) == "a\ufffd\ufffd\ufffdb\ufffd"
+
+
+@pytest.mark.parametrize(
+  "written,stop,expected",
+  [
+    ("one two three", ["two"], "one "),
+    ("one two three", ["wo", "two"], "one "),
+    ("one two", ["twofold"], "one two"),
+    ("aaab", ["aab"], "a"),
+    ("abc", ["abc"], ""),
+    ("abc", [], "abc"),
+  ],
+)
+def test_stop_strings(written, stop, expected):
+  pieces = _pieces(written, stop)
+  assert "".join(pieces) == expected
+  # Only what may be the start of a stop string is held back.
+  if not stop:
+    assert pieces == [*written, ""]
+
+
+def test_a_false_start_is_released_at_once():
+  assert _pieces("ababc", ["abx"]) == ["", "", "ab", "", "abc", ""]
+
+
+@pytest.mark.parametrize(
+  "bad,message",
+  [
+    (dict(text="\ud800"), "UTF-8 text"),
+    (dict(stop=("",)), "strings that are not empty"),
+  ],
+)
+def test_bad_prompts(bad, message):
+  with pytest.raises(config_lib.ConfigError, match=message):
+    text.Prompt(**dict(text="a", num_tokens=1) | bad)
