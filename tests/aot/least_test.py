@@ -10,20 +10,22 @@ from attnres_jax import sharding
 from attnres_jax import train_state
 from attnres_jax.aot import least
 from attnres_jax.flops import parameters
+from tests.aot import small
 
 TOKENS = 4 * 256
 
 
 def _program(config="configs/lm.py:size=tiny", **fields):
-  fields = {
-    "model.vocab_size": 260,
-    "model.num_layers": 2,
-    "model.residual.num_blocks": 2,
-    "model.dtype": "bfloat16",
-    "data.batch_size": 4,
-    "data.sequence_length": 256,
-    "mesh.data": 1,
-  } | fields
+  fields = (
+    small.FIELDS
+    | {
+      "model.dtype": "bfloat16",
+      "data.batch_size": 4,
+      "data.sequence_length": 256,
+      "mesh.data": 1,
+    }
+    | fields
+  )
   config = config_lib.load_config(config, fields)
   size = config.mesh.data * config.mesh.fsdp * config.mesh.tensor
   mesh = sharding.make_mesh(config.mesh, jax.devices()[:size])

@@ -11,20 +11,13 @@ from attnres_jax import config as config_lib
 from attnres_jax.aot import plan as plan_lib
 from attnres_jax.aot import topology
 from attnres_jax.models import stack
+from tests.aot import small
 
 pytestmark = pytest.mark.needs("libtpu")
 
 
 def _config(**fields):
-  overrides = {
-    "model.vocab_size": 260,
-    "model.width": 256,
-    "model.num_layers": 2,
-    "model.residual.num_blocks": 2,
-    "data.batch_size": 8,
-    "train.steps": 3600,
-  }
-  return config_lib.load_config("configs/lm.py:size=tiny", overrides | fields)
+  return small.config(**{"model.width": 256, "train.steps": 3600} | fields)
 
 
 @pytest.fixture(scope="module")

@@ -12,22 +12,14 @@ from attnres_jax import config as config_lib
 from attnres_jax import flops
 from attnres_jax.aot import report
 from attnres_jax.aot import topology
+from tests.aot import small
 
 pytestmark = pytest.mark.needs("libtpu")
 
 
 def _config(**fields):
-  overrides = {
-    "model.remat": "full",
-    "model.vocab_size": 260,
-    "model.num_layers": 2,
-    "model.residual.num_blocks": 2,
-    "data.batch_size": 8,
-    "mesh.data": 2,
-    "mesh.fsdp": 2,
-    "mesh.tensor": 2,
-  }
-  return config_lib.load_config("configs/lm.py:size=tiny", overrides | fields)
+  mesh = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
+  return small.config(**{"model.remat": "full"} | mesh | fields)
 
 
 @pytest.fixture(scope="module")

@@ -70,7 +70,7 @@ def make_look(scheme):
       output_entropy=0.7,
     )
   series = np.array([0.1, 0.4])
-  magnitudes = analysis.Magnitudes(series, series, series, series, 1.5)
+  magnitudes = analysis.Magnitudes(*[series] * 5, loss=1.5)
   return inspection.Look(weights, magnitudes, "def ", f"<b>{scheme}</b>\n")
 
 
