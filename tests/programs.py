@@ -25,10 +25,10 @@ def share():
     given = (backend, computation, devices, options, host_callbacks, *rest)
     text = computation.operation.get_asm(enable_debug_info=False)
     # A call into Python goes by an address, which may be another's later.
-    # And ids of devices say nothing about the chips of a topology.
-    if host_callbacks or "callback" in text or backend.platform != "cpu":
+    if host_callbacks or "callback" in text:
       return compile_program(*given, **named)
     key = (
+      backend,  # Of a topology: ids of devices say nothing about their chips.
       hashlib.sha256(text.encode()).digest(),
       options.SerializeAsString(),
       tuple(device.id for device in devices.flat),

@@ -21,6 +21,7 @@ from attnres_jax import checkpoint
 from attnres_jax import config as config_lib
 from attnres_jax import train
 from attnres_jax import train_state
+from attnres_jax import watch
 
 ROOT = pathlib.Path(__file__).parent.parent
 SPEC = "configs/lm.py:size=micro,residual=block_attnres"
@@ -68,11 +69,14 @@ def train_here(workdir, fields, **kwargs):
 def traced_once():
   """Runs of one config on one mesh share their steps.
 
-  Tracing them takes longer than the run itself.
+  Tracing them takes longer than the run itself, and so does a collection of all
+  that earlier tests have left.
   """
   with pytest.MonkeyPatch.context() as patch:
     make_once = functools.cache(train_state.make_program)
     patch.setattr(train_state, "make_program", make_once)
+    no_collection = lambda: contextlib.nullcontext(watch.Collector())
+    patch.setattr(watch, "collector_frozen", no_collection)
     yield
 
 

@@ -63,6 +63,12 @@ def run(whole, tmp_path):
   return shutil.copytree(whole[0], tmp_path / "run")
 
 
+@pytest.fixture
+def quick_run(quick_whole, tmp_path):
+  """The same of the run that compiles fast."""
+  return shutil.copytree(quick_whole, tmp_path / "run")
+
+
 def test_what_a_run_leaves(whole, fields):
   workdir, summary = whole
   assert summary["status"] == "finished" and summary["step"] == 20
@@ -97,12 +103,13 @@ def test_what_a_run_leaves(whole, fields):
   assert all(row["seconds"] > 0 for row in compiled)
 
 
-def test_a_run_resumes_on_another_mesh(whole, run, fields):
+def test_a_run_resumes_on_another_mesh(quick_whole, quick_run, quick):
+  run = quick_run
   tiny_run.rewind(run, 10)
-  tiny_run.train_here(run, fields | {"mesh.fsdp": 2})
+  tiny_run.train_here(run, quick | {"mesh.fsdp": 2})
   (resume,) = tiny_run.events(run, "resume")
   assert (resume["step"], resume["devices"]) == (10, 2)
-  before = tiny_run.rows(whole[0], "train")
+  before = tiny_run.rows(quick_whole, "train")
   after = tiny_run.rows(run, "train")
   losses = [
     [rows[step]["loss"] for step in range(11, 21)] for rows in (before, after)
@@ -192,8 +199,8 @@ def test_damaged_descriptions_are_found(run):
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_damaged_files_are_rebuilt(quick_whole, quick, tmp_path, finished):
-  run = shutil.copytree(quick_whole, tmp_path / "run")
+def test_damaged_files_are_rebuilt(quick_whole, quick_run, quick, finished):
+  run = quick_run
   names = ["config.json", "data.json"] + ["summary.json"] * finished
   good = {name: (run / name).read_text() for name in names}
   if not finished:
@@ -229,9 +236,9 @@ def test_damaged_files_are_rebuilt(quick_whole, quick, tmp_path, finished):
     tiny_run.assert_same_run(quick_whole, run)
 
 
-def test_a_flipped_config_is_not_believed(quick_whole, quick, tmp_path):
+def test_a_flipped_config_is_not_believed(quick_run, quick):
   """The checkpoint says what the run is, its file only shows it."""
-  run = shutil.copytree(quick_whole, tmp_path / "run")
+  run = quick_run
   tiny_run.rewind(run, 15)
   text = (run / "config.json").read_text()
   flipped = text.replace('"peak_lr": 0.003', '"peak_lr": 0.007')
@@ -244,10 +251,8 @@ def test_a_flipped_config_is_not_believed(quick_whole, quick, tmp_path):
   assert run_folder.changes(epath.Path(run), tiny_run.config(quick), data) == {}
 
 
-def test_a_full_disk_leaves_what_was_there(
-  quick_whole, quick, tmp_path, monkeypatch
-):
-  run = shutil.copytree(quick_whole, tmp_path / "run")
+def test_a_full_disk_leaves_what_was_there(quick_run, quick, monkeypatch):
+  run = quick_run
   tiny_run.rewind(run, 15)
   before = {
     path.relative_to(run): path.read_bytes()
@@ -361,9 +366,10 @@ def test_changed_data_is_refused(run, fields, tmp_path):
     tiny_run.train_here(run, fields | {"data.path": str(corpus)})
 
 
-def test_changed_config_when_told(run, fields):
+def test_changed_config_when_told(quick_run, quick):
+  run = quick_run
   tiny_run.rewind(run, 15)
-  changed = fields | {"optim.peak_lr": 1e-5, "data.batch_size": 2}
+  changed = quick | {"optim.peak_lr": 1e-5, "data.batch_size": 2}
   summary = tiny_run.train_here(run, changed, resume_with_changed_config=True)
   assert summary["step"] == 20
   (event,) = tiny_run.events(run, "config changed")
@@ -373,15 +379,16 @@ def test_changed_config_when_told(run, fields):
   assert config.optim.peak_lr == 1e-5
 
 
-def test_harmless_changes_are_accepted(whole, run, fields):
+def test_harmless_changes_are_accepted(quick_whole, quick_run, quick):
+  run = quick_run
   tiny_run.rewind(run, 15)
-  changed = fields | {
+  changed = quick | {
       "name": "other", "log.tensorboard": True, "checkpoint.keep_last": 1,
       "checkpoint.asynchronous": False, "data.num_threads": 0,
       "train.on_nan": "skip",
   }  # fmt: skip
   tiny_run.train_here(run, changed)
-  tiny_run.assert_same_run(whole[0], run)
+  tiny_run.assert_same_run(quick_whole, run)
   assert checkpoint.all_steps(run) == [20]
 
 
@@ -392,21 +399,28 @@ def test_harmless_changes_are_accepted(whole, run, fields):
    ("wsd", 0.0, True), ("wsd", 0.3, False)],
 )  # fmt: skip
 def test_steps_are_harmless_while_the_rate_does_not_depend_on_them(
-  quick, tmp_path, schedule, decay_fraction, allowed
+  quick, tmp_path, monkeypatch, schedule, decay_fraction, allowed
 ):
   fields = quick | {
-    "train.steps": 6,
-    "train.eval_every": 0,
     "optim.schedule": schedule,
     "optim.decay_fraction": decay_fraction,
   }
-  tiny_run.train_here(tmp_path, fields)
-  longer = fields | {"train.steps": 7}
-  if allowed:
-    assert tiny_run.train_here(tmp_path, longer)["step"] == 7
-  else:
-    with pytest.raises(config_lib.ConfigError, match="config.train.steps: 6"):
-      tiny_run.train_here(tmp_path, longer)
+  short, longer = (
+    tiny_run.config(fields | {"train.steps": steps}) for steps in (6, 7)
+  )
+  info = {"config": json.loads(config_lib.to_json(short)), "fingerprints": {}}
+  monkeypatch.setattr(checkpoint, "all_steps", lambda workdir: [5, 6])
+  monkeypatch.setattr(checkpoint, "newest_info", lambda workdir: info)
+  data = dict.fromkeys(("train", "validation"), {"fingerprint": ""})
+  found = run_folder.changes(epath.Path(tmp_path), longer, data)
+  assert found == ({} if allowed else {"train.steps": (6, 7)})
+
+
+def test_a_finished_run_is_lengthened(quick, tmp_path):
+  fields = quick | {"optim.schedule": "constant", "train.eval_every": 0}
+  tiny_run.train_here(tmp_path, fields | {"train.steps": 6})
+  longer = tiny_run.train_here(tmp_path, fields | {"train.steps": 7})
+  assert longer["step"] == 7 == max(tiny_run.rows(tmp_path, "train"))
 
 
 def test_wsd_run_is_lengthened_before_its_decay(quick, tmp_path):
@@ -512,10 +526,9 @@ def test_accumulation_and_segments_run(fields, tmp_path):
   assert sorted(tiny_run.rows(tmp_path, "depth")) == [1, 2]
 
 
-def test_data_parallel_equals_one_device(quick, tmp_path):
-  for devices in (1, 4):
-    tiny_run.train_here(tmp_path / str(devices), quick | {"mesh.data": devices})
-  one, four = (tiny_run.rows(tmp_path / n, "train") for n in ("1", "4"))
+def test_data_parallel_equals_one_device(quick_whole, quick, tmp_path):
+  tiny_run.train_here(tmp_path, quick | {"mesh.data": 4})
+  one, four = (tiny_run.rows(run, "train") for run in (quick_whole, tmp_path))
   losses = [[row["loss"] for row in rows.values()] for rows in (one, four)]
   np.testing.assert_allclose(*losses, rtol=1e-4)
 

@@ -7,8 +7,10 @@ import pytest
 from attnres_jax import analysis
 from tests.analysis import networks
 
+TOKENS = networks.tokens(2, 7)
 
-def _definition(model, tokens, read, sources):
+
+def _definition(model, read, sources):
   """Softmax weights [M, B, T] of one read, from Eq. 2-4 in float64."""
   queries = model.residual.queries
   w = np.asarray(queries.query[...], np.float64)[read]
@@ -43,10 +45,9 @@ CASES = [
 @pytest.mark.parametrize("name,block_size,sources_of", CASES)
 def test_every_row_is_the_mean_of_the_definition(name, block_size, sources_of):
   model = networks.network(name, block_size=block_size)
-  tokens = networks.tokens(2, 7)
-  found = analysis.depth_weights(model, tokens)
+  found = analysis.depth_weights(model, TOKENS)
   values = [
-    np.asarray(v, np.float64) for v in networks.trace(model, tokens).values
+    np.asarray(v, np.float64) for v in networks.trace(model, TOKENS).values
   ]
 
   rows = [row for pair in zip(found.attention, found.mlp) for row in pair]
@@ -56,7 +57,7 @@ def test_every_row_is_the_mean_of_the_definition(name, block_size, sources_of):
   assert len(rows) == 7
   for read, (row, entropy) in enumerate(zip(rows, entropies)):
     sources = sources_of(values, read, block_size)
-    weights = _definition(model, tokens, read, sources)
+    weights = _definition(model, read, sources)
     np.testing.assert_allclose(
       row[: len(sources)], weights.mean((1, 2)), atol=2e-5
     )
@@ -68,9 +69,7 @@ def test_every_row_is_the_mean_of_the_definition(name, block_size, sources_of):
 
 
 def test_full_layout_is_that_of_the_figure():
-  found = analysis.depth_weights(
-    networks.network("full_attnres"), networks.tokens(1, 4)
-  )
+  found = analysis.depth_weights(networks.network("full_attnres"), TOKENS)
   # Sources 0..2l-2 of the l-th attention, 0..2l-1 of the l-th MLP.
   assert np.sum(~np.isnan(found.attention), 1).tolist() == [1, 3, 5]
   assert np.sum(~np.isnan(found.mlp), 1).tolist() == [2, 4, 6]
@@ -82,7 +81,7 @@ def test_full_layout_is_that_of_the_figure():
 
 def test_partial_block_sits_in_the_column_its_block_will_take():
   found = analysis.depth_weights(
-    networks.network("block_attnres", block_size=4), networks.tokens(1, 4)
+    networks.network("block_attnres", block_size=4), TOKENS
   )
   assert np.sum(~np.isnan(found.attention), 1).tolist() == [1, 2, 2]
   assert np.sum(~np.isnan(found.mlp), 1).tolist() == [2, 2, 3]
@@ -93,4 +92,4 @@ def test_partial_block_sits_in_the_column_its_block_will_take():
 @pytest.mark.parametrize("name", ["prenorm", "rescaled"])
 def test_schemes_without_depth_attention_say_so(name):
   with pytest.raises(ValueError, match="mixing_matrix"):
-    analysis.depth_weights(networks.network(name), networks.tokens(1, 4))
+    analysis.depth_weights(networks.network(name), TOKENS)

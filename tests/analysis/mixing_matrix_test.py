@@ -16,18 +16,21 @@ CASES = [
 ]
 
 
-def network(name, block_size=2):
+# Of few shapes, so that tests share programs.
+TOKEN, TOKENS = networks.tokens(1, 1), networks.tokens(3, 4)
+
+
+def network(name, block_size=2, **fields):
   """Four sublayers, as in Fig. 9."""
-  return networks.network(name, num_layers=2, block_size=block_size)
+  return networks.network(name, num_layers=2, block_size=block_size, **fields)
 
 
 @pytest.mark.parametrize("name,block_size", CASES)
 def test_rows_recombine_the_values_into_the_reads(name, block_size):
   # One token, so that the mean over tokens is that token's own matrix.
   model = network(name, block_size)
-  token = networks.tokens(1, 1)
-  trace = networks.trace(model, token)
-  matrix = analysis.mixing_matrix(model, token, include_output=True)
+  trace = networks.trace(model, TOKEN)
+  matrix = analysis.mixing_matrix(model, TOKEN, include_output=True)
   values_LD = np.stack([np.asarray(v)[0, 0] for v in trace.values])
   reads_LD = np.stack([np.asarray(h)[0, 0] for h in trace.reads])
   assert matrix.shape == (5, 5)
@@ -37,49 +40,44 @@ def test_rows_recombine_the_values_into_the_reads(name, block_size):
 
 
 def test_fixed_schemes():
-  tokens = networks.tokens(2, 3)
-  plain = analysis.mixing_matrix(network("prenorm"), tokens)
+  plain = analysis.mixing_matrix(network("prenorm"), TOKEN)
   np.testing.assert_array_equal(plain, np.tril(np.ones((4, 4))))
-  mean = analysis.mixing_matrix(network("rescaled"), tokens)
+  mean = analysis.mixing_matrix(network("rescaled"), TOKEN)
   expected = np.tril(np.ones((4, 4))) / np.arange(1, 5)[:, None]
   np.testing.assert_allclose(mean, expected, atol=1e-6)
 
 
 def test_is_the_mean_over_tokens():
-  model, tokens = network("block_attnres"), networks.tokens(3, 4)
-  rows = [analysis.mixing_matrix(model, tokens[i : i + 1]) for i in range(3)]
-  together = analysis.mixing_matrix(model, tokens)
+  model = network("block_attnres")
+  rows = [analysis.mixing_matrix(model, TOKENS[i : i + 1]) for i in range(3)]
+  together = analysis.mixing_matrix(model, TOKENS)
   np.testing.assert_allclose(together, np.mean(rows, axis=0), atol=1e-5)
   assert np.max(np.abs(rows[0] - rows[1])) > 1e-3
 
 
 def test_full_rows_sum_to_one_and_block_columns_are_tied():
-  tokens = networks.tokens(2, 5)
-  full = analysis.mixing_matrix(network("full_attnres"), tokens)
+  full = analysis.mixing_matrix(network("full_attnres"), TOKENS)
   np.testing.assert_allclose(full.sum(1), 1, atol=1e-5)
   # Values 1 and 2 are one source once their block is complete.
-  block = analysis.mixing_matrix(network("block_attnres"), tokens)
+  block = analysis.mixing_matrix(network("block_attnres"), TOKENS)
   np.testing.assert_array_equal(block[2:, 1], block[2:, 2])
   assert abs(block[3, 1] - block[3, 3]) > 1e-3
   assert block.sum(1)[-1] > 1.01
 
 
 def test_two_phases_have_the_matrix_of_their_definition():
-  tokens = networks.tokens(2, 6)
   for name in ("full_attnres", "block_attnres"):
     found = [
-      analysis.mixing_matrix(
-        networks.network(name, num_layers=3, form=form), tokens
-      )
+      analysis.mixing_matrix(network(name, form=form), TOKENS)
       for form in ("two_phase", "one_softmax")
     ]
     np.testing.assert_allclose(*found, atol=1e-6)
 
 
 def test_norms_are_gains_where_a_read_scales_each_value():
-  model, tokens = network("block_attnres"), networks.tokens(1, 1)
-  gain = analysis.mixing_matrix(model, tokens)
-  norm = analysis.mixing_matrix(model, tokens, norms=True)
+  model = network("block_attnres")
+  gain = analysis.mixing_matrix(model, TOKEN)
+  norm = analysis.mixing_matrix(model, TOKEN, norms=True)
   np.testing.assert_allclose(norm, gain, atol=1e-6)
 
 
@@ -105,8 +103,8 @@ def test_semiseparable_rank():
 
 
 def test_one_channel_and_two_probes():
-  model, tokens = network("block_attnres"), networks.tokens(1, 1)
-  mean = analysis.mixing_matrix(model, tokens)
+  model = network("block_attnres")
+  mean = analysis.mixing_matrix(model, TOKEN)
   for probe in (0, 1):
-    one = analysis.mixing_matrix(model, tokens, channel=3, probe=probe)
+    one = analysis.mixing_matrix(model, TOKEN, channel=3, probe=probe)
     np.testing.assert_allclose(one, mean, atol=1e-6)

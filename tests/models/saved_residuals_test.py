@@ -18,10 +18,9 @@ TOKENS, WIDTH, HIDDEN, LAYERS = 64, 32, 48, 4
 
 
 def _saved(remat, dtype="float32", scan=True, **residual):
-  model = tiny_network.model(
-    width=WIDTH, num_layers=LAYERS, mlp_width=HIDDEN, dtype=dtype, **residual
-  )
-  embedding = jnp.ones((1, TOKENS, WIDTH), dtype)
+  fields = dict(width=WIDTH, num_layers=LAYERS, mlp_width=HIDDEN, dtype=dtype)
+  model = jax.eval_shape(lambda: tiny_network.model(**fields, **residual))
+  embedding = jax.ShapeDtypeStruct((1, TOKENS, WIDTH), dtype)
 
   def trunk(layers, residual, embedding):
     return stack.run(

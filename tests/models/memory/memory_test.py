@@ -260,14 +260,19 @@ def test_each_kind_has_its_first_values():
   )
   network = models.build_model(config)
   trace = jax.jit(lambda m: m.trace(TOKENS))(network)
+
+  @jax.jit
+  def halved(one, other, first_BTD, last_BTD):
+    _, _, values = one.core.project(one.norm(first_BTD))
+    x_BTD = other.norm(last_BTD)
+    query, key, own = other.core.project(x_BTD)
+    return other.core.finish(x_BTD, query, key, (values + own) / 2)
+
   for kind, first, last in (("kda", 0, 4), ("mla", 2, 6)):
     one, other = (
       jax.tree.map(lambda a, i=i: a[i], network.sublayers[kind]) for i in (0, 1)
     )
-    _, _, values = one.core.project(one.norm(trace.reads[first]))
-    x_BTD = other.norm(trace.reads[last])
-    query, key, own = other.core.project(x_BTD)
-    want = other.core.finish(x_BTD, query, key, (values + own) / 2)
+    want = halved(one, other, trace.reads[first], trace.reads[last])
     np.testing.assert_allclose(trace.values[last + 1], want, atol=1e-5)
 
 

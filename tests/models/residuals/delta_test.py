@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Delta AttnRes and its conversion of PreNorm, against loops."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +8,8 @@ import pytest
 
 from attnres_jax import analysis
 from attnres_jax import config as config_lib
-from attnres_jax import models
 from attnres_jax.models.residuals import base
+from tests import tiny_network
 from tests.models import trunks
 
 FORMS = ("two_phase", "one_softmax")
@@ -119,22 +117,14 @@ def test_the_state_is_valid_between_any_two_sublayers(name):
   assert isinstance(found[2], base.QKV)
 
 
-CONFIG = config_lib.ModelConfig(
-  vocab_size=11,
-  width=16,
-  num_layers=2,
-  num_heads=2,
-  mlp_width=24,
-  init_std=0.3,
-  residual=config_lib.ResidualConfig(block_size=2),
-)
-TOKENS = np.random.default_rng(0).integers(0, 11, (2, 5), dtype=np.int32)
+TOKENS = np.random.default_rng(0).integers(0, 16, (2, 5), dtype=np.int32)
 
 
 def _network(name, **fields):
-  residual = dataclasses.replace(CONFIG.residual, name=name)
-  config = dataclasses.replace(CONFIG, residual=residual, **fields)
-  return models.build_model(config)
+  return tiny_network.model(name, block_size=2, init_std=0.3, **fields)
+
+
+_logits = jax.jit(lambda model: model(TOKENS))
 
 
 @jax.jit
@@ -148,8 +138,8 @@ def _logits_and_gradient(model):
 
 
 def test_zero_queries_are_prenorm():
-  plain = _network("prenorm", norm_eps=1e-12)(TOKENS)
-  delta = _network("delta_attnres", norm_eps=1e-12)(TOKENS)
+  plain = _logits(_network("prenorm", norm_eps=1e-12))
+  delta = _logits(_network("delta_attnres", norm_eps=1e-12))
   np.testing.assert_allclose(delta, plain, atol=1e-5)
   assert np.std(plain) > 0.3
 
@@ -161,7 +151,7 @@ def test_conversion_is_prenorm_bit_by_bit_until_its_gate_opens():
   for leaf in (queries.query, queries.gain, queries.null):
     leaf[...] = rng.standard_normal(leaf.shape).astype(np.float32)
   logits, gradient = _logits_and_gradient(model)
-  np.testing.assert_array_equal(logits, jax.jit(lambda m: m(TOKENS))(plain))
+  np.testing.assert_array_equal(logits, _logits(plain))
   # One step of any optimiser moves only the gates, except that of sublayer 1.
   assert model.residual.options.heads == 8
   for leaf in jax.tree.leaves(gradient.queries):
@@ -192,7 +182,9 @@ def test_mixing_matrix_is_one_plus_the_weights():
   query[...] = np.random.default_rng(1).standard_normal(query.shape)
   token = TOKENS[:1, :1]
   matrix = analysis.mixing_matrix(model, token, include_output=True)
-  weights = model.residual.depth_weights(model.trace(token).values)
+  weights = jax.jit(
+    lambda model: model.residual.depth_weights(model.trace(token).values)
+  )(model)
   for l, weight in enumerate(weights):
     attention = np.asarray(weight)[:, 0, 0] if l else 0
     np.testing.assert_allclose(matrix[l, : l + 1], 1 + attention, atol=1e-5)
@@ -200,9 +192,4 @@ def test_mixing_matrix_is_one_plus_the_weights():
 
 def test_another_null_source_is_refused():
   with pytest.raises(config_lib.ConfigError, match="null: got .zero.,"):
-    config = config_lib.ResidualConfig(
-      name="delta_mh",
-      block_size=2,
-      read=config_lib.DepthReadConfig(null="zero"),
-    )
-    models.build_model(dataclasses.replace(CONFIG, residual=config))
+    _network("delta_mh", read=config_lib.DepthReadConfig(null="zero"))

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear attention over depth: the recurrence against its matrix."""
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
 
 from attnres_jax import analysis
-from attnres_jax import config as config_lib
-from attnres_jax import models
+from tests import tiny_network
 from tests.models import trunks
 
 
@@ -45,23 +42,13 @@ def test_the_recurrence_is_the_matrix():
   assert np.abs(weights[-1] - 1 / 6).max() > 0.05
 
 
-CONFIG = config_lib.ModelConfig(
-  vocab_size=11,
-  width=16,
-  num_layers=4,
-  num_heads=2,
-  mlp_width=24,
-  init_std=0.3,
-  norm_eps=1e-12,
-  residual=config_lib.ResidualConfig(name="linear_attnres", streams=2),
-)
-TOKENS = np.random.default_rng(0).integers(0, 11, (1, 1), dtype=np.int32)
+TOKENS = np.random.default_rng(0).integers(0, 16, (1, 1), dtype=np.int32)
 
 
 def test_starts_as_prenorm_and_has_a_matrix_of_its_rank():
-  model = models.build_model(CONFIG)
-  residual = config_lib.ResidualConfig(name="prenorm")
-  plain = models.build_model(dataclasses.replace(CONFIG, residual=residual))
+  fields = dict(num_layers=4, norm_eps=1e-12)
+  model = tiny_network.model("linear_attnres", streams=2, **fields)
+  plain = tiny_network.model("prenorm", **fields)
   run = jax.jit(lambda m: m(TOKENS))
   np.testing.assert_allclose(run(model), run(plain), atol=1e-5)
 
@@ -71,6 +58,7 @@ def test_starts_as_prenorm_and_has_a_matrix_of_its_rank():
   for leaf in (module.query, module.key):
     leaf[...] = rng.standard_normal(leaf.shape).astype(np.float32)
   matrix = analysis.mixing_matrix(model, TOKENS, include_output=True)
-  expected = _matrix(module, model.trace(TOKENS).values)[0, 0]
+  trace = jax.jit(lambda model: model.trace(TOKENS))(model)
+  expected = _matrix(module, trace.values)[0, 0]
   np.testing.assert_allclose(matrix, expected, atol=1e-4)
   assert analysis.semiseparable_rank(expected, 1e-9) == 2
