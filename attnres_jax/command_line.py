@@ -18,12 +18,16 @@ from absl import logging
 import jax
 
 from attnres_jax import config as config_lib
+from attnres_jax import plans
 
 _CONFIG = flags.DEFINE_string(
   "config", None, "Config file, with its argument after a colon."
 )
 _FIELDS = flags.DEFINE_multi_string(
   "config_field", [], "FIELD=VALUE, the same as --config.FIELD=VALUE."
+)
+_PLANS = flags.DEFINE_string(
+  "plans", plans.FILE, "File of plans, for optim.accumulate_steps=0."
 )
 
 
@@ -86,15 +90,29 @@ def config_of_flags() -> config_lib.RunConfig:
   Raises:
     ConfigError: there is no such flag, or a field cannot be used.
   """
-  if _CONFIG.value is None:
-    raise config_lib.ConfigError(
-      "--config: missing, expected a file such as configs/lm.py:size=tiny"
-    )
   fields = {}
   for given in _FIELDS.value:
     name, _, text = given.partition("=")
     fields[name] = config_lib.parse_field(name, text)
-  return config_lib.load_config(_CONFIG.value, fields)
+  return config_lib.load_config(config_spec(), fields)
+
+
+def config_spec() -> str:
+  """The value of --config.
+
+  Raises:
+    ConfigError: there is no such flag.
+  """
+  if _CONFIG.value is None:
+    raise config_lib.ConfigError(
+      "--config: missing, expected a file such as configs/lm.py:size=tiny"
+    )
+  return _CONFIG.value
+
+
+def plans_file() -> str:
+  """The value of --plans."""
+  return _PLANS.value
 
 
 def connect(

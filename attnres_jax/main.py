@@ -80,6 +80,7 @@ def _train() -> None:
       resume_with_changed_config=_CHANGED.value,
       any_size=_ANY_SIZE.value,
       leave=_leave_early,
+      plans=command_line.plans_file(),
     )
   except jax.errors.JaxRuntimeError as error:
     if not _DISTRIBUTED.value:

@@ -24,7 +24,7 @@ from attnres_jax import metrics as metrics_lib
 from attnres_jax import optimizer
 
 # Fields that may differ when a run is resumed: where, how often and how fast
-# things are written and read, not what is computed. A prefix ends in a dot.
+# things are written, read and computed, not what. A prefix ends in a dot.
 # `train.steps` may differ too, until the schedule starts to depend on it.
 HARMLESS = (
   "name",
@@ -32,6 +32,8 @@ HARMLESS = (
   "checkpoint.",
   "mesh.",
   "pipeline.",
+  "optim.accumulate_steps",
+  "model.remat",
   "train.log_every",
   "train.eval_every",
   "train.depth_every",

@@ -177,6 +177,10 @@ def check_divides(config: config_lib.RunConfig, mesh: Mesh) -> None:
     ConfigError: names the nearest valid batch sizes.
   """
   rows, parts = config.data.batch_size, config.optim.accumulate_steps
+  if not parts:
+    config_lib.fail(
+      "optim.accumulate_steps", 0, "a number, or a plan (attnres_jax.plans)"
+    )
   unit = parts * num_row_shards(mesh)
   if rows % unit:
     below, above = rows // unit * unit, -(-rows // unit) * unit

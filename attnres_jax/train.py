@@ -29,6 +29,7 @@ from attnres_jax import evaluate
 from attnres_jax import files
 from attnres_jax import goodput
 from attnres_jax import metrics as metrics_lib
+from attnres_jax import plans as plans_lib
 from attnres_jax import run_folder
 from attnres_jax import sharding
 from attnres_jax import signals
@@ -45,6 +46,7 @@ def train_and_evaluate(
   any_size: bool = False,
   claim: claims.Claim | None = None,
   leave: Callable[[int], None] | None = None,
+  plans: epath.PathLike = plans_lib.FILE,
 ) -> dict[str, Any]:
   """Trains to `config.train.steps`, or until a signal; all processes call it.
 
@@ -58,6 +60,7 @@ def train_and_evaluate(
     leave: ends the process on a signal before the first step, when there is
       nothing to save and compiling cannot be interrupted. It receives the step
       of the last checkpoint. With None, the run stops after compiling.
+    plans: the file of plans, for `optim.accumulate_steps=0`.
 
   Returns:
     The summary: status ("finished", or "stopped" by a signal), step, the last
@@ -88,8 +91,13 @@ def train_and_evaluate(
 
     # Everything that can be wrong is detected here, before any compilation.
     metrics_lib.check_available(config.log)
+    tokenizer = data.make_tokenizer(config.data)
+    config = config.with_vocab_size(tokenizer.vocab_size)
+    config = plans_lib.resolve(config, jax.devices(), plans)
     mesh = sharding.make_mesh(config.mesh)
-    config, datasets, separator_id = _open_data(config, mesh)
+    datasets = _open_data(config, mesh)
+    are_bytes = config.data.tokenizer == "bytes"
+    separator_id = tokenizer.separator_id if are_bytes else None
     program = train_state.make_program(config, mesh)
     if not any_size:
       environment.check_size(config, program.abstract_state)
@@ -226,19 +234,15 @@ def _due(step: int, every: int) -> bool:
 
 def _open_data(
   config: config_lib.RunConfig, mesh: jax.sharding.Mesh
-) -> tuple[config_lib.RunConfig, dict[str, data.Dataset], int | None]:
-  """Both splits; the config with its vocabulary; the separator of bytes."""
-  tokenizer = data.make_tokenizer(config.data)
-  config = config.with_vocab_size(tokenizer.vocab_size)
+) -> dict[str, data.Dataset]:
+  """Both splits, as far as this process reads them."""
   part, parts = sharding.share_of_rows(mesh, jax.process_index())
-  datasets = {
+  return {
     split: data.open_dataset(
       config.data, split, process_index=part, process_count=parts
     )
     for split in ("train", "validation")
   }
-  are_bytes = config.data.tokenizer == "bytes"
-  return config, datasets, tokenizer.separator_id if are_bytes else None
 
 
 def _report_found(

@@ -23,6 +23,7 @@ import jax
 
 from attnres_jax import command_line
 from attnres_jax import config as config_lib
+from attnres_jax import plans
 from attnres_jax.aot import report
 from attnres_jax.aot import topology
 
@@ -69,6 +70,8 @@ def _make_reports() -> list[Mapping[str, Any]]:
       "--topology: missing, expected a slice such as v5e:4x4"
     )
   config = command_line.config_of_flags()
+  devices = topology.devices(_TOPOLOGY.value, _NUM_SLICES.value)
+  config = plans.resolve(config, devices, command_line.plans_file())
   configs = [config]
   if _COMPARE.value:
     name, _, value = _COMPARE.value.partition("=")
@@ -79,7 +82,6 @@ def _make_reports() -> list[Mapping[str, Any]]:
     residual = dataclasses.replace(config.model.residual, name=value)
     model = dataclasses.replace(config.model, residual=residual)
     configs.append(dataclasses.replace(config, model=model))
-  devices = topology.devices(_TOPOLOGY.value, _NUM_SLICES.value)
   return [report.make_report(one, devices, _STEP.value) for one in configs]
 
 

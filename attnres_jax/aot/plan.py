@@ -2,15 +2,24 @@
 """Which mesh, microbatches and checkpointing suit a config on a slice.
 
   python -m attnres_jax.aot.plan --config=configs/kimi_linear.py:size=436m \
-    --topology=v5p-32 --tries=3 --json=plan.json
+    --topology=v5p-32 --tries=3 --save
+  python -m attnres_jax.aot.plan --config=configs/scaling.py:scale=paper \
+    --sweep --topology=v5p-32 --tries=1 --save
 
 Takes the same `--config` flags as training. It enumerates meshes (data, fsdp,
 expert), microbatches and `model.remat`, drops what cannot fit by arithmetic,
 ranks the rest by a rough estimate, compiles the best few for the slice, which
 needs no TPU, and prints them, the fastest first, with flags that training
-takes. Compiling takes minutes for each. Exit status 1: none of them fits.
+takes. Each takes a minute or two, since the compiler is stopped before it
+writes machine code (`schedule`). Exit status 1: none of them fits.
 
-`mesh.tensor` stays as the config has it. Pipelines are not planned.
+With --save, the fastest that fits is added to the file of --plans, from which
+runs with `optim.accumulate_steps=0` take it. With --sweep, every different step
+of a sweep is planned, except those in the file: rerun the same command to
+resume.
+
+`mesh.tensor` stays as the config has it. Pipelines are not planned: the report
+gives the mean over ranks, and ranks in lockstep wait for the slowest.
 
 How a step's time is estimated from a compiled program: the larger of compute
 and memory at their peaks, plus the time of what is sent without work beside it;
@@ -20,7 +29,7 @@ take longer; compare plans with each other.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
-import json
+import importlib.metadata
 import math
 from typing import Any
 
@@ -33,8 +42,8 @@ from jax.sharding import Mesh
 from attnres_jax import chips
 from attnres_jax import command_line
 from attnres_jax import config as config_lib
-from attnres_jax import files
 from attnres_jax import flops
+from attnres_jax import plans as plans_lib
 from attnres_jax import sharding
 from attnres_jax import text_table
 from attnres_jax import train_state
@@ -42,6 +51,7 @@ from attnres_jax.aot import report as report_lib
 from attnres_jax.aot import topology
 from attnres_jax.models import linear
 from attnres_jax.models import sublayer
+from attnres_jax.scaling import grid
 
 _TOPOLOGY = flags.DEFINE_string(
   "topology",
@@ -49,13 +59,21 @@ _TOPOLOGY = flags.DEFINE_string(
   "TPU slice, such as v6e-16, v5e:4x4 or v5p:4x4x4.",
   allow_override=True,
 )
-_TRIES = flags.DEFINE_integer("tries", 3, "How many plans to compile.")
-_JSON = flags.DEFINE_string(
-  "json", None, "Also write the plans to this file.", allow_override=True
+_TRIES = flags.DEFINE_integer("tries", 3, "How many plans that fit to compile.")
+_SAVE = flags.DEFINE_bool(
+  "save", False, "Add the fastest plan that fits to the file of --plans."
+)
+_SWEEP = flags.DEFINE_bool(
+  "sweep", False, "Plan the sweep of the config file, not one config."
+)
+_ONLY = flags.DEFINE_string(
+  "only", "", "Regular expression over names of a sweep's runs."
 )
 
 _GIB = 2**30
 _TILE = 128  # columns of a tile in a TPU's memory
+# Plans that turn out not to fit, before giving up.
+_MISFITS = 6
 # The rough estimate only ranks plans. Reads and writes of a vector of the width
 # per token and sublayer, in all passes, as found in compiled steps.
 _VECTORS = 120
@@ -86,9 +104,7 @@ class Plan:
 
   def apply(self, config: config_lib.RunConfig) -> config_lib.RunConfig:
     """The config with these fields."""
-    for name, value in self.overrides.items():
-      config = _replace(config, name.split("."), value)
-    return config
+    return plans_lib.apply(config, self.overrides)
 
 
 def plans(
@@ -143,26 +159,26 @@ def plans(
 
 
 def compiled(
-  config: config_lib.RunConfig, plan: Plan, devices: Sequence[Any]
+  config: config_lib.RunConfig, plan: Plan, slice_name: str
 ) -> dict[str, Any]:
-  """Compiles a plan; its row of the table, ready for JSON.
+  """Compiles a plan up to its schedule; its row of the table.
 
   `fits`; and if the program could be read: `peak_bytes`, `headroom_bytes`,
   `bound`, `step_seconds`, `tokens_per_second`, `model_flop_utilisation`,
   `hours` and `chip_hours` to the run's end.
   """
-  found = report_lib.make_report(plan.apply(config), devices)
+  found = report_lib.make_schedule_report(plan.apply(config), slice_name)
   row: dict[str, Any] = {"overrides": dict(plan.overrides)}
   row |= {
     name: found.get(name)
     for name in (
       "fits", "peak_bytes", "headroom_bytes", "hbm_bytes", "bound",
       "compute_seconds", "memory_seconds", "link_seconds", "compile_seconds",
-      "unread",
     )
   }  # fmt: skip
-  if not found["fits"] or "collectives" not in found:
+  if not found["fits"]:
     return row
+  devices = topology.devices(slice_name)
   chip = topology.chip(devices[0])
   seconds = step_seconds(found, chip)
   tokens = config.data.batch_size * config.data.sequence_length
@@ -199,7 +215,7 @@ def to_text(rows: Sequence[Mapping[str, Any]]) -> str:
       str(o["optim.accumulate_steps"]), o["model.remat"],
       "yes" if row["fits"] else "no",
       f"{row['headroom_bytes'] / _GIB:.1f}" if peak else "",
-      row["bound"] if known else (row["unread"] or ""),
+      row["bound"] if known else "",
       *(
         (
           f"{row['step_seconds']:.2f}", f"{row['tokens_per_second']:,.0f}",
@@ -377,13 +393,6 @@ def _num_chips(devices: Sequence[Any]) -> int:
   return len({tuple(device.coords) for device in devices})
 
 
-def _replace(config: Any, path: Sequence[str], value: Any) -> Any:
-  name, *rest = path
-  if rest:
-    value = _replace(getattr(config, name), rest, value)
-  return dataclasses.replace(config, **{name: value})
-
-
 def main(argv: Sequence[str]) -> int:
   """Plans and prints; the exit status says whether any plan fits."""
   del argv
@@ -397,35 +406,89 @@ def _plan() -> int:
     )
   if _TRIES.value < 1:
     config_lib.fail_argument("--tries", _TRIES.value, "a number above 0")
-  config = command_line.config_of_flags()
   devices = topology.devices(_TOPOLOGY.value)
+  if not _SWEEP.value:
+    return 0 if _plan_one(command_line.config_of_flags(), devices) else 1
+  fits = [_plan_one(one, devices) for one in _unplanned(devices)]
+  return 0 if all(fits) else 1
+
+
+def _unplanned(
+  devices: Sequence[Any],
+) -> Iterator[config_lib.RunConfig]:
+  """The configs of a sweep that are not in the file when their turn comes."""
+  seen = set()
+  runs = grid.load(command_line.config_spec())
+  for run in grid.select(runs, _ONLY.value):
+    config = config_lib.build_run_config(run.config)
+    key = plans_lib.config_hash(config)
+    known = plans_lib.find(config, devices, command_line.plans_file())
+    if key not in seen and known is None:
+      seen.add(key)
+      print(f"{run.name}:", flush=True)
+      yield dataclasses.replace(config, name=run.name)
+
+
+def _plan_one(config: config_lib.RunConfig, devices: Sequence[Any]) -> bool:
+  """Compiles and prints the best plans; whether one of them fits."""
   candidates, dropped = plans(config, devices)
   for reason, number in dropped.items():
     print(f"dropped {number}: {reason}")
   print(f"{len(candidates)} plans left", flush=True)
   rows = []
-  for i, plan in enumerate(_different(candidates, _TRIES.value), start=1):
+  for i, plan in enumerate(_different(candidates), start=1):
     fields = ", ".join(f"{k}={v}" for k, v in plan.overrides.items())
     print(f"compiling {i}: {fields}", flush=True)
-    rows.append(compiled(config, plan, devices))
+    rows.append(compiled(config, plan, _TOPOLOGY.value))
+    fitting = sum(row["fits"] for row in rows)
+    if fitting == _TRIES.value or i == _MISFITS + _TRIES.value:
+      break
   rows.sort(key=lambda row: row.get("step_seconds") or math.inf)
-  print("\n" + to_text(rows) if rows else "no plan fits by arithmetic")
-  if _JSON.value:
-    facts = {"config": config.name, "topology": _TOPOLOGY.value}
-    text = json.dumps(facts | {"plans": rows}, indent=2)
-    files.write(_JSON.value, text + "\n")
-  return 0 if any(row["fits"] for row in rows) else 1
+  text = to_text(rows) if rows else "no plan fits by arithmetic"
+  print(f"\n{text}\n", flush=True)
+  best = next((row for row in rows if row["fits"]), None)
+  if _SAVE.value and best:
+    facts = _facts(best) | {"tries": len(rows)}
+    facts |= dict(slice=_TOPOLOGY.value, libtpu=_libtpu())
+    path = command_line.plans_file()
+    plans_lib.put(config, devices, best["overrides"], facts, path)
+  return best is not None
 
 
-def _different(candidates: Sequence[Plan], most: int) -> list[Plan]:
-  """The best plans, of each mesh first its best, then its second, and so on."""
+def _facts(row: Mapping[str, Any]) -> dict[str, str]:
+  """Columns of the file for readers; empty where the program is unread."""
+  numbers = {
+    "headroom_GiB": (row["headroom_bytes"] / _GIB, ".1f"),
+    "step_seconds": (row.get("step_seconds"), ".3f"),
+    "compute_seconds": (row["compute_seconds"], ".3f"),
+    "memory_seconds": (row["memory_seconds"], ".3f"),
+    "link_seconds": (row["link_seconds"], ".3f"),
+    "tokens_per_second": (row.get("tokens_per_second"), ".0f"),
+    "mfu_bound": (row.get("model_flop_utilisation"), ".3f"),
+    "hours": (row.get("hours"), ".1f"),
+    "chip_hours": (row.get("chip_hours"), ".0f"),
+    "compile_seconds": (row["compile_seconds"], ".0f"),
+  }
+  cells = {
+    name: "" if value is None else format(value, shape)
+    for name, (value, shape) in numbers.items()
+  }
+  return cells | {"bound": row["bound"] or ""}
+
+
+def _libtpu() -> str:
+  return importlib.metadata.version("libtpu")
+
+
+def _different(candidates: Sequence[Plan]) -> list[Plan]:
+  """Of each mesh first its best plan, then its second, and so on."""
   ranked, seen = [], dict[Any, int]()
   for plan in candidates:
     mesh = tuple(v for k, v in plan.overrides.items() if k.startswith("mesh."))
     seen[mesh] = seen.get(mesh, -1) + 1
     ranked.append((seen[mesh], plan))
   ranked.sort(key=lambda pair: pair[0])
-  return [plan for _, plan in ranked[:most]]
+  return [plan for _, plan in ranked]
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from attnres_jax.aot import attribution
 from attnres_jax.aot import bill
 from attnres_jax.aot import hlo
 from attnres_jax.aot import least
+from attnres_jax.aot import schedule
 from attnres_jax.aot import topology
 from attnres_jax.aot import waiting
 from attnres_jax.inference import engine
@@ -98,25 +99,7 @@ def make_report(
   chip = topology.chip(devices[0])
   mesh = sharding.make_mesh(config.mesh, devices)
   program = train_state.make_program(config, mesh)
-  state = program.abstract_state
-  report: dict[str, Any] = dict(
-    name=config.name,
-    step=step,
-    residual=config.model.residual.name,
-    device_kind=devices[0].device_kind,
-    devices=mesh.size,
-    mesh=dict(mesh.shape),
-    batch_size=config.data.batch_size,
-    sequence_length=config.data.sequence_length,
-    microbatches=program.network.microbatches,
-    remat=config.model.remat,
-    parameter_bytes=sharding.bytes_per_device(state.model),
-    hbm_bytes=chip.hbm_bytes,
-    analytic_flops=_analytic_flops(config, choice) / mesh.size,
-  )
-  if choice.trains:
-    report["optimiser_bytes"] = sharding.bytes_per_device(state.opt_state)
-    report |= program.network.kept_bytes(state.model)
+  report = _of_shapes(config, choice, program, chip)
   start = time.perf_counter()
   traced = choice.trace(program)
   lowered = traced.lower()
@@ -138,16 +121,92 @@ def make_report(
     report["largest"] = _largest_traced(traced.jaxpr)
     return report
   needs = least.of_parts(program) if choice.trains else {}
-  report |= _work(text, chip, mesh, needs)
-  needed = report["least_flops"] or report["analytic_flops"]
-  report["flops_ratio"] = report["charged_flops"] / needed
-  larger = max(report["charged_flops"], report["analytic_flops"])
-  report["compute_seconds"] = larger / chip.peak_flops_per_second
-  bounds = ("compute_seconds", "memory_seconds", "link_seconds")
-  bound = max(bounds, key=lambda name: report[name])
-  report["step_seconds"] = report[bound]
-  report["bound"] = bound.removesuffix("_seconds")
+  return report | _times(report, text, chip, mesh, needs)
+
+
+def make_schedule_report(
+  config: config_lib.RunConfig, slice_name: str, num_slices: int = 1
+) -> dict[str, Any]:
+  """The report of a training step that is compiled up to its schedule.
+
+  It takes a tenth of the time, and the numbers are the same. If the program
+  does not fit, `reason` is the compiler's message.
+
+  Args:
+    config: of the run.
+    slice_name: of `topology.devices`, like the next argument.
+    num_slices: how many of them.
+
+  Raises:
+    ConfigError: the config does not fit the mesh, or has no vocabulary size.
+  """
+  devices = topology.devices(slice_name, num_slices)
+  chip = topology.chip(devices[0])
+  mesh = sharding.make_mesh(config.mesh, devices)
+  program = train_state.make_program(config, mesh)
+  report = _of_shapes(config, STEPS["train"], program, chip)
+  found = schedule.compile_step(config, slice_name, num_slices)
+  if found.reason:
+    return report | dict(fits=False, reason=found.reason)
+  report |= dict(
+    fits=found.peak_bytes <= chip.hbm_bytes,
+    peak_bytes=found.peak_bytes,
+    headroom_bytes=chip.hbm_bytes - found.peak_bytes,
+    compile_seconds=found.seconds,
+  )
+  needs = least.of_parts(program)
+  return report | _times(report, found.text, chip, mesh, needs)
+
+
+def _of_shapes(
+  config: config_lib.RunConfig,
+  choice: Step,
+  program: train_state.Program,
+  chip: chips.Chip,
+) -> dict[str, Any]:
+  """What is known before the program is compiled."""
+  mesh, state = program.mesh, program.abstract_state
+  report: dict[str, Any] = dict(
+    name=config.name,
+    step=next(name for name, one in STEPS.items() if one is choice),
+    residual=config.model.residual.name,
+    device_kind=mesh.devices.flat[0].device_kind,
+    devices=mesh.size,
+    mesh=dict(mesh.shape),
+    batch_size=config.data.batch_size,
+    sequence_length=config.data.sequence_length,
+    microbatches=program.network.microbatches,
+    remat=config.model.remat,
+    parameter_bytes=sharding.bytes_per_device(state.model),
+    hbm_bytes=chip.hbm_bytes,
+    analytic_flops=_analytic_flops(config, choice) / mesh.size,
+  )
+  if choice.trains:
+    report["optimiser_bytes"] = sharding.bytes_per_device(state.opt_state)
+    report |= program.network.kept_bytes(state.model)
   return report
+
+
+def _times(
+  report: Mapping[str, Any],
+  text: str,
+  chip: chips.Chip,
+  mesh: jax.sharding.Mesh,
+  needs: Mapping[str, least.Least],
+) -> dict[str, Any]:
+  """What a program computes, moves and sends, and what binds it."""
+  found = _work(text, chip, mesh, needs)
+  analytic = report["analytic_flops"]
+  found["flops_ratio"] = found["charged_flops"] / (
+    found["least_flops"] or analytic
+  )
+  larger = max(found["charged_flops"], analytic)
+  found["compute_seconds"] = larger / chip.peak_flops_per_second
+  bounds = ("compute_seconds", "memory_seconds", "link_seconds")
+  bound = max(bounds, key=lambda name: found[name])
+  found["step_seconds"] = found[bound]
+  found["bound"] = bound.removesuffix("_seconds")
+  return found
 
 
 def to_text(report: Mapping[str, Any]) -> str:

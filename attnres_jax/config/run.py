@@ -104,6 +104,8 @@ class OptimConfig(fields.Checked, prefix="optim"):
     balance_rate: step size of the experts' selection biases; 0 while a `wsd`
       rate decays.
     accumulate_steps: microbatches per optimiser step; divides data.batch_size.
+      0 for the plan of this config and these devices, with its mesh and
+      `model.remat` (`attnres_jax.plans`).
   """
 
   name: str = "adamw"
@@ -122,7 +124,7 @@ class OptimConfig(fields.Checked, prefix="optim"):
   weight_decay: fields.NotNegative = 0.1
   clip_norm: fields.NotNegative = 1.0
   balance_rate: fields.NotNegative = 1e-3
-  accumulate_steps: fields.Size = 1
+  accumulate_steps: fields.Count = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,10 +296,11 @@ class RunConfig(fields.Checked):
 
   def __post_init__(self):
     super().__post_init__()
-    if self.data.batch_size % self.optim.accumulate_steps:
+    parts = self.optim.accumulate_steps
+    if parts and self.data.batch_size % parts:
       errors.fail(
         "optim.accumulate_steps",
-        self.optim.accumulate_steps,
+        parts,
         f"a divisor of data.batch_size={self.data.batch_size}",
       )
 

@@ -27,6 +27,7 @@ from attnres_jax import command_line
 from attnres_jax import config as config_lib
 from attnres_jax import csv_rows
 from attnres_jax import files
+from attnres_jax import plans
 from attnres_jax.config import fields
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import folder as folder_lib
@@ -83,10 +84,11 @@ def _run(experiment: Experiment, options: argparse.Namespace) -> int:
     )
   if options.preflight:
     selected = grid.select(runs, options.only)
-    if not preflight.check(selected, options.preflight):
+    if not preflight.check(selected, options.preflight, options.plans):
       return 1
   if not options.dry_run:
     runs = folder_lib.prepare(folder, runs, options.config)
+    plans.copy(options.plans, folder)
   selected = grid.select(runs, options.only)
   if options.dry_run:
     return launcher.launch(selected, folder, told)
@@ -216,6 +218,7 @@ def _parse_options(
   add("--only", default="", help="regular expression over names of runs")
   add("--dry_run", action="store_true", help="say what would be started")
   add("--preflight", help="compile for this TPU slice first, such as v5p:2x2x4")
+  add("--plans", default=plans.FILE, help="for optim.accumulate_steps=0")
   add("--watch", type=float, default=0.0, help="seconds, of status")
   add("--out", help="file, of collect (rows.csv of the sweep by default)")
   return parser.parse_args(argv)

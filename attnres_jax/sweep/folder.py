@@ -9,6 +9,7 @@
     log.txt      what its workers printed, where a launcher keeps that here
     config.json data.json metrics.jsonl checkpoints/ summary.json
                  of every run; see `attnres_jax.train`
+  plans.csv      the file of plans, for `optim.accumulate_steps=0`
   compiled/      programs that runs share, where a launcher keeps them here
 
 The same sweep can be prepared again, also with more runs. Fields that do not

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import jax
 
 from attnres_jax import config as config_lib
+from attnres_jax import plans as plans_lib
 from attnres_jax.aot import report
 from attnres_jax.aot import topology
 from attnres_jax.scaling import grid
@@ -18,33 +19,38 @@ _CONSTANTS = (
 )  # fmt: skip
 
 
-def check(runs: Sequence[grid.Run], slice_name: str) -> bool:
+def check(
+  runs: Sequence[grid.Run], slice_name: str, plans: str = plans_lib.FILE
+) -> bool:
   """Compiles each different program once, and prints whether it fits.
 
   Args:
     runs: the runs to be launched.
     slice_name: such as v5p:2x2x4, or 2xv5e-256 for two slices.
+    plans: the file of plans, for `optim.accumulate_steps=0`.
 
   Returns:
     Whether all of them fit.
 
   Raises:
-    ConfigError: no such slice, or a config that its mesh cannot divide.
+    ConfigError: no such slice, a config that its mesh cannot divide, or one
+      without a plan.
   """
   # The programs are compiled for the slice; nothing runs, and no device is
   # needed.
   jax.config.update("jax_platforms", "cpu")
   count, times, name = slice_name.partition("x")
   several = times and count.isdigit()
-  devices = topology.devices(
-    name if several else slice_name, int(count) if several else 1
-  )
+  slices = (name, int(count)) if several else (slice_name, 1)
+  devices = topology.devices(*slices)
   groups: dict[str, list[grid.Run]] = {}
   for run in runs:
     groups.setdefault(_program(run), []).append(run)
   misfits = 0
   for same in groups.values():
-    found = report.make_report(folder_lib.run_config(same[0]), devices)
+    config = folder_lib.run_config(same[0])
+    config = plans_lib.resolve(config, devices, plans)
+    found = report.make_schedule_report(config, *slices)
     names = same[0].name
     if len(same) > 1:
       names += f" and {len(same) - 1} more"

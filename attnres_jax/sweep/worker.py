@@ -31,6 +31,7 @@ from attnres_jax import claims as claims_lib
 from attnres_jax import command_line
 from attnres_jax import config as config_lib
 from attnres_jax import files
+from attnres_jax import plans
 from attnres_jax import train
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import branches
@@ -151,6 +152,7 @@ def _train(
       workdir,
       claim=None if claim is None else claim.claim,
       leave=functools.partial(_leave_early, claim),
+      plans=workdir.parent / plans.COPY,
     )
   except Exception as error:
     text = " ".join(f"{type(error).__name__}: {error}".split())

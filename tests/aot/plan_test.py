@@ -2,7 +2,6 @@
 """Plans fit the slice they are compiled for, and flags of them train."""
 
 import dataclasses
-import json
 import math
 
 import pytest
@@ -66,8 +65,7 @@ def test_pipelines_are_refused(devices):
 def test_a_compiled_plan(devices):
   config = _config()
   best = plan_lib.plans(config, devices)[0][0]
-  row = plan_lib.compiled(config, best, devices)
-  json.dumps(row)
+  row = plan_lib.compiled(config, best, "v5e:2x2")
   assert row["fits"] and row["peak_bytes"] < 2**30
   # What the arithmetic counts is there, and not much more is.
   assert 0.5 < row["peak_bytes"] / best.kept_bytes < 4
@@ -78,7 +76,7 @@ def test_a_compiled_plan(devices):
   assert row["tokens_per_second"] == pytest.approx(8 * 256 / seconds)
   text = plan_lib.to_text([row])
   assert "--config.mesh.data=4" in text and "chip-hours" in text
-  misfit = row | dict(fits=False, step_seconds=None, unread=None)
+  misfit = row | dict(fits=False, step_seconds=None)
   assert "--config" not in plan_lib.to_text([misfit])
 
 

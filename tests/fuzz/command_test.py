@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Any command line of any command."""
 
+import types
+
 from absl import flags
 from hypothesis import strategies as st
 import pytest
@@ -92,7 +94,8 @@ def test_commands_with_flags(here, monkeypatch, explore):
   """main, flops and aot, up to their computation."""
   done = {"status": "stopped", "step": 3}
   monkeypatch.setattr(train, "train_and_evaluate", lambda *a, **kw: done)
-  monkeypatch.setattr(topology, "devices", lambda *a: [])
+  device = types.SimpleNamespace(device_kind="TPU v5")
+  monkeypatch.setattr(topology, "devices", lambda *a: [device])
   monkeypatch.setattr(aot_report, "make_report", lambda *a: {"fits": True})
   monkeypatch.setattr(aot_report, "to_text", lambda report: "")
   monkeypatch.setattr(aot_report, "compare", lambda a, b: "")

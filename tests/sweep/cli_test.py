@@ -73,7 +73,8 @@ def test_preflight_compiles_each_program_once(
   compiled, slices = [], []
   gib = 2**30
 
-  def make_report(config, devices):
+  def make_report(config, *slice_name):
+    assert slice_name == slices[-1]
     compiled.append(config)
     fits = config.model.width == 16
     sizes = dict(peak_bytes=3 * gib, hbm_bytes=16 * gib, step_seconds=0.25)
@@ -83,7 +84,7 @@ def test_preflight_compiles_each_program_once(
     slices.append(slice_name)
     return []
 
-  monkeypatch.setattr(report, "make_report", make_report)
+  monkeypatch.setattr(report, "make_schedule_report", make_report)
   monkeypatch.setattr(topology, "devices", devices)
   runs = grid.load(source)
   assert preflight.check(runs, "v5e:4x4")

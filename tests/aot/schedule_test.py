@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A schedule has the memory and the work of the whole program."""
+
+import dataclasses
+
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax.aot import report
+from attnres_jax.aot import schedule
+from attnres_jax.aot import topology
+
+pytestmark = [pytest.mark.needs("libtpu"), pytest.mark.slow]
+
+SLICE = "v5e:2x2"
+
+
+def _config(**fields):
+  overrides = {
+    "model.vocab_size": 260,
+    "model.width": 1024,
+    "model.num_layers": 2,
+    "model.residual.num_blocks": 2,
+    "data.batch_size": 8,
+    "data.sequence_length": 1024,
+  }
+  return config_lib.load_config("configs/lm.py:size=tiny", overrides | fields)
+
+
+def test_equals_the_whole_program():
+  config = _config()
+  found = report.make_schedule_report(config, SLICE)
+  whole = report.make_report(config, topology.devices(SLICE))
+  for name in (
+    "compute_seconds", "memory_seconds", "link_seconds", "traffic_bytes",
+    "sent_bytes", "charged_flops", "collectives", "parts", "bound",
+  ):  # fmt: skip
+    assert found[name] == whole[name], name
+  # All but the program itself, which lies in the same memory.
+  assert found["peak_bytes"] == pytest.approx(whole["peak_bytes"], rel=0.1)
+  assert found["compile_seconds"] < whole["compile_seconds"]
+
+
+def test_what_does_not_fit():
+  config = _config(**{"data.batch_size": 8192})
+  found = schedule.compile_step(config, SLICE)
+  assert "RESOURCE_EXHAUSTED" in found.reason and not found.text
+
+
+def test_other_errors_are_raised():
+  optim = dataclasses.replace(_config().optim, name="none")
+  config = dataclasses.replace(_config(), optim=optim)
+  with pytest.raises(config_lib.RunError, match="exit status 1"):
+    schedule.compile_step(config, SLICE)
