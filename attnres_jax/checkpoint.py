@@ -275,10 +275,53 @@ def load_model(
   )
 
 
+def info_of(workdir: epath.PathLike, step: int) -> dict[str, Any]:
+  """The JSON object saved with a checkpoint.
+
+  Raises:
+    CheckpointError: it cannot be read.
+  """
+  path = _folder(workdir, step)
+  with _quiet(), _alone(), _explaining_damage(path):
+    return _info(ocp.checkpointables_metadata(path))
+
+
+def shapes(workdir: epath.PathLike, step: int) -> dict[str, tuple[int, ...]]:
+  """The shapes of all arrays of a checkpoint, by path.
+
+  Raises:
+    CheckpointError: it cannot be read.
+  """
+  path = _folder(workdir, step)
+  with _quiet(), _alone(), _explaining_damage(path):
+    stored = ocp.checkpointables_metadata(path).metadata
+    flat = _join({part: stored[part] for part in ("model", "training")})
+    return {name: tuple(leaf.shape) for name, leaf in flat.items()}
+
+
+def read(
+  workdir: epath.PathLike, step: int, abstract: Mapping[str, Any]
+) -> dict[str, Any]:
+  """Some arrays of a checkpoint, by path.
+
+  Args:
+    workdir: of the run.
+    step: of the checkpoint.
+    abstract: path -> `jax.ShapeDtypeStruct` with the sharding to restore to.
+
+  Raises:
+    CheckpointError: it cannot be read, or has no such array of this shape.
+  """
+  path = _folder(workdir, step)
+  share = jax.process_index(), jax.process_count()
+  with _quiet(), _explaining_damage(path):
+    return _read(workdir, step, abstract, share, some=True)[0]
+
+
 def newest_info(workdir: epath.PathLike) -> dict[str, Any] | None:
   """The JSON object saved with the newest readable checkpoint."""
   for step in reversed(all_steps(workdir)):
-    path = epath.Path(workdir).absolute() / CHECKPOINTS / str(step)
+    path = _folder(workdir, step)
     with _quiet(), _alone(), contextlib.suppress(Exception):
       checksums.check_metadata(path)
       return _info(ocp.checkpointables_metadata(path))
@@ -371,6 +414,7 @@ def _read(
   step: int,
   abstract: Mapping[str, Any],
   share: tuple[int, int] = (0, 1),
+  some: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any], bool]:
   """Arrays and JSON of one checkpoint, and whether they were verified.
 
@@ -379,21 +423,25 @@ def _read(
     step: of the checkpoint.
     abstract: the requested arrays, flat.
     share: index of this process, and number of those that verify together.
+    some: of the arrays; otherwise there may be no others.
 
   Raises:
     Exception: the one that orbax raised, or `checksums.DamageError`.
   """
-  path = epath.Path(workdir).absolute() / CHECKPOINTS / str(step)
+  path = _folder(workdir, step)
   parts = _split(abstract)
   with (
     _quiet(),
-    _alone(),
+    _alone(some),
     checksums.verifying(path, tuple(parts), *share) as verified,
   ):
     metadata = ocp.checkpointables_metadata(path)
     info = _info(metadata)
     stored = {part: metadata.metadata[part] for part in parts}
-    _check_same_shapes(path, _join(stored), abstract)
+    stored = _join(stored)
+    if some:
+      stored = {name: stored[name] for name in abstract if name in stored}
+    _check_same_shapes(path, stored, abstract)
     loaded = _join(ocp.load_checkpointables(path, parts))
     jax.block_until_ready(loaded)
   return loaded, info, verified
@@ -422,10 +470,7 @@ def _check_same_shapes(
 
 
 def _read_model(workdir: epath.PathLike, step: int) -> tuple[Any, Any]:
-  path = epath.Path(workdir).absolute() / CHECKPOINTS / str(step)
-  with _quiet(), _alone():
-    info = _info(ocp.checkpointables_metadata(path))
-  config = config_lib.build_run_config(info["config"])
+  config = config_lib.build_run_config(info_of(workdir, step)["config"])
   abstract = jax.eval_shape(lambda: models.build_model(config.model))
   device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   wanted = {
@@ -439,6 +484,22 @@ def _read_model(workdir: epath.PathLike, step: int) -> tuple[Any, Any]:
     logging.warning("checkpoint %d of %s is unverified", step, workdir)
   flat = {name.removeprefix(_MODEL_PREFIX): a for name, a in flat.items()}
   return config, from_flat(abstract, flat)
+
+
+def _folder(workdir: epath.PathLike, step: int) -> epath.Path:
+  return epath.Path(workdir).absolute() / CHECKPOINTS / str(step)
+
+
+@contextlib.contextmanager
+def _explaining_damage(path: epath.Path) -> Iterator[None]:
+  try:
+    yield
+  except CheckpointError:
+    raise
+  except Exception as error:
+    raise CheckpointError(
+      f"checkpoint {path} cannot be read: {_one_line(error)}"
+    ) from error
 
 
 def _undescribed(
@@ -489,9 +550,10 @@ def _all_processes_agree(ok: bool) -> bool:
   return bool(multihost_utils.process_allgather(np.array(ok)).all())
 
 
-def _alone() -> ocp.Context:
+def _alone(some: bool = False) -> ocp.Context:
   """Reads without barriers: a failing process does not block the others."""
   context = ocp.Context()
+  context.pytree.loading.partial_load = some
   index = jax.process_index()
   context.multiprocessing.active_processes = {index}
   context.multiprocessing.primary_host = index

@@ -40,7 +40,7 @@ _KEYS = ("config_hash", "device_kind", "devices")
 _OF_STEP = (
   "model.", "loss.", "data.sequence_length", "data.batch_size",
   "data.segment_ids", "optim.name", "optim.qk_clip", "mesh.stage",
-  "mesh.tensor", "train.average_last",
+  "mesh.tensor", "train.average_last", "train.compiler_options",
 )  # fmt: skip
 
 Path = os.PathLike[str] | str

@@ -160,6 +160,14 @@ def finished_summary(
     return None
 
 
+def is_finished(workdir: epath.Path) -> bool:
+  """Whether the folder has the summary of a finished run."""
+  try:
+    return bool(_finished_step(files.read_json(workdir / SUMMARY)))
+  except (OSError, ValueError):
+    return False
+
+
 def _finished_step(summary: Mapping[str, Any]) -> int:
   step = summary.get("step")
   if type(step) is not int or summary.get("status") != "finished":

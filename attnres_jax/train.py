@@ -33,6 +33,7 @@ from attnres_jax import plans as plans_lib
 from attnres_jax import run_folder
 from attnres_jax import sharding
 from attnres_jax import signals
+from attnres_jax import start as start_lib
 from attnres_jax import step_log
 from attnres_jax import train_state
 from attnres_jax import watch
@@ -69,7 +70,8 @@ def train_and_evaluate(
   Raises:
     ConfigError: the configuration is invalid or not that of the folder, or
       another process is using the folder (`claims.HeldError`).
-    CheckpointError: there are checkpoints, but none can be used.
+    CheckpointError: there are checkpoints, but none can be used, or that of
+      `train.start_from` cannot be read.
     DiskFullError: with the path and the space needed; nothing is lost.
     NonFiniteError: a loss or gradient was not finite and `train.on_nan` is
       "stop"; the last checkpoint is from before that step.
@@ -113,6 +115,8 @@ def train_and_evaluate(
 
     restored = checkpoint.restore_latest(workdir, program.abstract_state)
     step = restored.step if restored else 0
+    continues = config.train.start_from and not restored
+    source = start_lib.find(config) if continues else None
     tail = metrics_lib.read_tail(workdir, step)
     missing = run_folder.missing_checkpoint(workdir, restored, tail)
     writer = run_folder.open_run(workdir, config, descriptions, step)
@@ -136,7 +140,14 @@ def train_and_evaluate(
           abstract_model, program.batch_shapes,
       )  # fmt: skip
 
-    state = restored.state if restored else program.init_state()
+    if restored:
+      state = restored.state
+    elif source:
+      state, continued = source.load(program)
+      facts = dict(run=source.run, of_step=source.step, optimiser=continued)
+      writer.event(step, "started from", **facts)
+    else:
+      state = program.init_state()
     evaluator = evaluate.Evaluator(
       config, datasets["validation"], mesh, eval_step, separator_id
     )

@@ -25,7 +25,9 @@ from attnres_jax import scopes
 from attnres_jax import sharding
 from attnres_jax.models import moe
 from attnres_jax.models import stack
+from attnres_jax.models.mixers import probe
 from attnres_jax.models.residuals import base
+from attnres_jax.optimizer import qk_clip
 from attnres_jax.pipeline import spmd
 
 Batch = dict[str, jax.Array]
@@ -90,6 +92,7 @@ def make_program(config: config_lib.RunConfig, mesh: Mesh) -> "Program":
       that fit the mesh.
   """
   sharding.check_divides(config, mesh)
+  qk_clip.check(config)
   pipelined = mesh.shape[sharding.STAGE] > 1
   make: Any = spmd.make_pipeline if pipelined else _Whole
   network = make(config, mesh)
@@ -149,7 +152,7 @@ class Program:
     [num_layers] (of each transformer block). With experts, the balance of their
     load from `moe.load_metrics`, mean over depth and at the worst sublayer:
     moe_entropy, moe_max_violation, moe_unused. Norms do not include selection
-    biases.
+    biases. With `optim.qk_clip`, max_logit, the largest of attention.
 
     An update that is not finite is never applied: parameters and optimiser
     state stay unchanged, whatever `train.on_nan` is.
@@ -162,11 +165,16 @@ class Program:
 
     def train_step(state: TrainState, batch: Batch):
       examples = loss_lib.Examples.of(batch)
-      sums, gradient = self.network.value_and_grad(state.model, examples)
+      model, peaks = state.model, {}
+      if config.optim.qk_clip:
+        model = qk_clip.with_probes(model)
+      sums, gradient = self.network.value_and_grad(model, examples)
+      if config.optim.qk_clip:
+        gradient, peaks = qk_clip.take_peaks(gradient, state.model)
       with scopes.part(scopes.OPTIMISER):
-        return update(state, examples, sums, gradient)
+        return update(state, examples, sums, gradient, peaks)
 
-    def update(state, examples, sums, gradient):
+    def update(state, examples, sums, gradient, peaks):
       params: Any = state.model
       tokens = jnp.sum(examples.weights)
       count = jnp.maximum(tokens, 1.0)
@@ -185,6 +193,7 @@ class Program:
         balance_rate=balance_rate_at(state.step),
       )
       model = optax.apply_updates(params, updates)
+      model = qk_clip.clip(model, peaks, config.optim.qk_clip)
       old = (state.model, state.opt_state)
       model, opt_state = jax.tree.map(
         lambda new, old: jnp.where(finite, new, old), (model, opt_state), old
@@ -204,6 +213,9 @@ class Program:
         ),
         **_load_metrics(gradient.sublayers),
       )
+      if peaks:
+        each = [jnp.max(peak_LN) for peak_LN in peaks.values()]
+        metrics["max_logit"] = jnp.max(jnp.stack(each))
       average = state.average
       if average is not None:
         number = state.step + 1 - first_averaged(config.train)
@@ -314,7 +326,7 @@ class _Whole:
     def add(total, microbatch):
       new = one(microbatch)
       with scopes.part(scopes.ACCUMULATION):
-        return jax.tree.map(jnp.add, total, new), None
+        return probe.add(total, new), None
 
     each = jax.tree.map(microbatches, examples)
     shapes = jax.eval_shape(one, jax.tree.map(lambda a: a[0], each))

@@ -17,6 +17,16 @@ loss of 2.85 nats per byte. The full sizes have been compiled, not run.
             48b: its section 5.2; 48b_32m: the batch and learning rate of the
             Kimi Linear report for the same network
   experts   number of routed experts; the released model has 256
+  stage     pre: pre-training
+            mid: mid-training, 400B tokens for the 48B
+            long: after that, 60B tokens in sequences of 32,768
+
+A stage continues the finished run of the stage before, as if its --workdir was
+runs/NAME (runs/kimi_linear_48b_block_attnres); otherwise pass its folder:
+
+  python -m attnres_jax.main --workdir=runs/mid \
+    --config=configs/kimi_linear.py:size=48b,stage=mid \
+    --config.train.start_from=gs://BUCKET/pre
 
 The sizes have a vocabulary of 163,840. To train on your own tokens:
 
@@ -41,12 +51,21 @@ SMALL = {size.name.lower(): size for size in paper.TABLE_2}
 LARGE = {"48b": (8 * 2**20, 5.5e-4), "48b_32m": (32 * 2**20, 1.1e-3)}
 LARGE_TOKENS = 1e12
 LARGE_SEQUENCE_LENGTH = 4096
+# Name -> the stage before it; its tokens as a fraction of pre-training's; and
+# the learning rate at its start and end, as a fraction of the peak. The rate
+# falls on one line through both stages.
+STAGES = {
+  "mid": ("pre", 0.4, 0.1, 0.0435),
+  "long": ("mid", 0.06, 0.0435, 0.035),
+}
+LONG_SEQUENCE_LENGTH = 32_768
 
 # What `get_config` accepts; tests build every value.
 ARGUMENTS = {
   "size": (*SMALL, *LARGE),
   "residual": None,  # Any residual scheme.
   "experts": (256, 512, 64),
+  "stage": ("pre", *STAGES),
   "runlocal": (False, True),
 }
 
@@ -54,17 +73,42 @@ ARGUMENTS = {
 def get_config(arg=None):
   """Config of one run; see the module docstring."""
   arg = c.parse_arg(
-    arg, size="194m", residual="block_attnres", experts=256, runlocal=False
-  )
+    arg, size="194m", residual="block_attnres", experts=256, stage="pre",
+    runlocal=False,
+  )  # fmt: skip
   c.choose("size", arg.size, dict.fromkeys(ARGUMENTS["size"]))
   config = c.default_config()
-  config.name = f"kimi_linear_{arg.size}_{arg.residual}"
+  c.choose("stage", arg.stage, dict.fromkeys(ARGUMENTS["stage"]))
+  config.name = _name(arg, arg.stage)
   _network(config.model, arg)
   _recipe(config, arg.size)
   if arg.runlocal:
     shrink(config)
+  if arg.stage in STAGES:
+    _continue(config, arg)
   config.lock()
   return config
+
+
+def _name(arg, stage):
+  suffix = "" if stage == "pre" else f"_{stage}"
+  return f"kimi_linear_{arg.size}_{arg.residual}{suffix}"
+
+
+def _continue(config, arg):
+  """Turns a config of pre-training into one of a later stage."""
+  before, tokens, first_rate, last_rate = STAGES[arg.stage]
+  config.train.start_from = f"runs/{_name(arg, before)}"
+  optim, data = config.optim, config.data
+  optim.schedule, optim.warmup_steps = "linear", 0
+  optim.peak_lr *= first_rate
+  optim.final_lr_fraction = last_rate / first_rate
+  optim.balance_rate = 0.0
+  config.train.steps = round(tokens * config.train.steps)
+  if arg.stage == "long":
+    times = 4 if arg.runlocal else LONG_SEQUENCE_LENGTH // data.sequence_length
+    data.sequence_length *= times
+    data.batch_size //= times
 
 
 def of_table_2(size, arg):

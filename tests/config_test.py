@@ -102,6 +102,7 @@ ERRORS = [
   ("optim.peak_lr", 0.0, ABOVE),
   ("optim.eps", 0.0, ABOVE),
   ("optim.accumulate_steps", -1, AT_LEAST),
+  ("optim.qk_clip", -1.0, AT_LEAST),
   ("optim.accumulate_steps", 5, "a divisor of data.batch_size=12"),
   ("optim.warmup_steps", -1, AT_LEAST),
   ("optim.weight_decay", -0.1, AT_LEAST),

@@ -116,20 +116,26 @@ def _sugared(text: str) -> str:
   """Asynchronous operations as `hlo` reads them, by their own names.
 
   A dump has async-start(x), calls=%c, where a compiled program has
-  slice-start(x).
+  slice-start(x) with the attributes of the slice inside c.
   """
-  kinds = {}
+  called = set(re.findall(r" async-start\(.*calls=%([^\s,]+)", text))
+  inside = {}
   for computation in text.split("\n\n"):
-    name = re.match(r"%(\S*async_computation\S*) ", computation)
-    root = re.search(r"ROOT \S+ = \S+ ([\w-]+)\(", computation)
-    if name and root:
-      kinds[name[1]] = root[1]
+    name = re.match(r"%(\S+) ", computation)
+    if name and name[1] in called:
+      root = re.search(
+        r"ROOT \S+ = .*? ([\w-]+)\((?:%[^()]*)?\)(.*)", computation
+      )
+      if root:
+        inside[name[1]] = root.groups()
 
   def start(match: re.Match[str]) -> str:
-    kind = kinds.get(match[2])
-    return f" {kind}-start({match[1]})" if kind else match[0]
+    if match[2] not in inside:
+      return match[0]
+    op, attributes = inside[match[2]]
+    return f" {op}-start({match[1]}){attributes}"
 
-  return re.sub(r" async-start\(([^)]*)\), calls=%([^\s,]+)", start, text)
+  return re.sub(r" async-start\(([^)]*)\).*?calls=%([^\s,]+).*", start, text)
 
 
 def _peak_bytes(folder: pathlib.Path) -> int:

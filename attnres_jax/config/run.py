@@ -22,8 +22,10 @@ class DataConfig(fields.Checked, prefix="data"):
       code and help topics of the running Python's standard library; the others
       read `path`.
     path: file, folder or glob of the training split (local or gs://).
-    validation_path: the same for validation; empty splits `path` by a hash of
-      each document.
+    paths: several of these in place of `path`, to be mixed.
+    weights: for each of `paths`, its share of the rows; they add up to 1.
+    validation_path: the same for validation; empty splits each path by a hash
+      of each document, and mixes both splits with the same weights.
     validation_fraction: of documents held out if a source is split by hash.
     text_field: the field or column that holds the text (jsonl, parquet).
     tokenizer: a key of `attnres_jax.data.tokenizer.TOKENIZERS`.
@@ -38,6 +40,8 @@ class DataConfig(fields.Checked, prefix="data"):
 
   source: str = "stdlib"
   path: str = ""
+  paths: tuple[str, ...] = ()
+  weights: tuple[fields.Positive, ...] = ()
   validation_path: str = ""
   validation_fraction: fields.Share = 0.05
   text_field: str = "text"
@@ -51,7 +55,8 @@ class DataConfig(fields.Checked, prefix="data"):
 
   def __post_init__(self):
     super().__post_init__()
-    if self.source != "stdlib" and not self.path:
+    self._check_mixture()
+    if self.source != "stdlib" and not self.path and not self.paths:
       errors.fail(
         "data.path", self.path, f"a path, with data.source={self.source!r}"
       )
@@ -61,6 +66,25 @@ class DataConfig(fields.Checked, prefix="data"):
         self.tokenizer_path,
         f"a vocabulary file, with data.tokenizer={self.tokenizer!r}",
       )
+
+  def each_path(self) -> tuple["DataConfig", ...]:
+    """A config for each of `paths`; this one without any."""
+    return tuple(
+      dataclasses.replace(self, path=path, paths=(), weights=())
+      for path in self.paths
+    ) or (self,)
+
+  def _check_mixture(self):
+    if self.paths and self.path:
+      errors.fail("data.path", self.path, "nothing, with data.paths")
+    if len(self.weights) != len(self.paths):
+      errors.fail(
+        "data.weights",
+        self.weights,
+        f"a number for each of the {len(self.paths)} data.paths",
+      )
+    if self.weights and abs(sum(self.weights) - 1) > 1e-6:
+      errors.fail("data.weights", self.weights, "numbers that add up to 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +125,8 @@ class OptimConfig(fields.Checked, prefix="optim"):
     weight_decay: decoupled; `attnres_jax.optimizer` says for which
       parameters.
     clip_norm: of the whole gradient; 0 for none.
+    qk_clip: largest attention logit, above which a head's weights of queries
+      and keys are scaled down (`attnres_jax.optimizer.qk_clip`); 0 for none.
     balance_rate: step size of the experts' selection biases; 0 while a `wsd`
       rate decays.
     accumulate_steps: microbatches per optimiser step; divides data.batch_size.
@@ -123,6 +149,7 @@ class OptimConfig(fields.Checked, prefix="optim"):
   muon_update_rms: fields.Positive = 0.2
   weight_decay: fields.NotNegative = 0.1
   clip_norm: fields.NotNegative = 1.0
+  qk_clip: fields.NotNegative = 0.0
   balance_rate: fields.NotNegative = 1e-3
   accumulate_steps: fields.Count = 1
 
@@ -133,6 +160,9 @@ class TrainConfig(fields.Checked, prefix="train"):
 
   Attributes:
     steps: optimiser steps.
+    start_from: folder of a finished run of the same network, or one of a run's
+      checkpoints, whose weights and optimiser state this run begins with; empty
+      for new weights.
     log_every: steps between rows of train metrics.
     eval_every: steps between evaluations; 0 to evaluate at the end only.
     eval_batches: batches of one evaluation, always the same.
@@ -150,6 +180,7 @@ class TrainConfig(fields.Checked, prefix="train"):
   """
 
   steps: fields.Size = 400
+  start_from: str = ""
   log_every: fields.Size = 1
   eval_every: fields.Count = 100
   eval_batches: fields.Size = 8

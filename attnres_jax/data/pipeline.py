@@ -9,11 +9,15 @@ number, independent of the number of processes, and any position is reached
 immediately. Validation is one pass in a fixed, shuffled order, so that its
 first few batches are a fair sample.
 
+With several paths, each has its own shuffle, and rows are taken from them in
+proportion to their weights, as evenly as possible. Which path a row comes from
+depends on its number alone.
+
 Threads read rows ahead; copying ids out of a file needs no worker
 processes. This module uses no JAX device.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 import hashlib
 import json
 from typing import Any
@@ -68,18 +72,30 @@ def open_dataset(
     )
   opener = config_lib.choose("data.source", config.source, sources.SOURCES)
   tokenizer = tokenizer_lib.make_tokenizer(config)
-  tokens = opener(config, split, tokenizer)
-  _check_size(config, split, tokens)
-  return Dataset(
-    config, split, tokens, tokenizer.describe(), process_index, process_count
+  each = config.each_path()
+  if split == documents.VALIDATION and config.validation_path:
+    each = each[:1]  # It has a path of its own.
+  parts = []
+  for one in each:
+    parts.append(opener(one, split, tokenizer))
+    _check_size(one, split, parts[-1])
+  dataset = Dataset(
+    config, split, parts, tokenizer.describe(), process_index, process_count
   )
+  if split == documents.VALIDATION and not dataset.num_batches:
+    config_lib.fail(
+      "data.batch_size",
+      config.batch_size,
+      f"at most the {dataset.num_rows} rows of the validation split",
+    )
+  return dataset
 
 
 class Dataset:
   """A split of the data, opened; `batches` reads it.
 
   Attributes:
-    num_rows: rows of one epoch.
+    num_rows: rows of one epoch; of a mixture, until one part would repeat.
     num_tokens: ids of the split, including separators.
     num_batches: whole global batches in one epoch.
   """
@@ -88,27 +104,24 @@ class Dataset:
     self,
     config: config_lib.DataConfig,
     split: str,
-    tokens: tokens_lib.Tokens,
+    parts: Sequence[tokens_lib.Tokens],
     tokenizer: dict[str, Any],
     process_index: int,
     process_count: int,
   ):
     self._config = config
     self._split = split
-    self._tokens = tokens
+    self._parts = parts
     self._tokenizer = tokenizer
-    self._rows = packing.PackedRows(
-      tokens, config.sequence_length, segment_ids=config.segment_ids
-    )
     self._process_index = process_index
     self._process_count = process_count
-    self.num_rows = len(self._rows)
-    self.num_tokens = len(tokens)
+    self.num_rows = len(self._shuffled(repeated=False))
+    self.num_tokens = sum(map(len, parts))
     self.num_batches = self.num_rows // config.batch_size
 
   def describe(self) -> dict[str, Any]:
     """A description of the data for the run's folder; can be saved as JSON."""
-    return self._tokens.description | {
+    return self._content() | {
       "tokenizer": self._tokenizer,
       "tokens": self.num_tokens,
       "rows": self.num_rows,
@@ -118,7 +131,7 @@ class Dataset:
   def identity(self) -> dict[str, Any]:
     """What batch n depends on besides n; independent of the processes."""
     content = json.dumps(
-      [self._tokens.description, self._tokenizer, self.num_tokens],
+      [self._content(), self._tokenizer, self.num_tokens],
       sort_keys=True,
     )
     config = self._config
@@ -137,11 +150,9 @@ class Dataset:
     Args:
       start_batch: the first batch; reached immediately, however large.
     """
-    rows = grain.MapDataset.source(self._rows)
-    if self._split == documents.TRAIN:
-      rows = rows.seed(self._config.seed).shuffle().repeat()
-    else:
-      rows = rows.seed(_VALIDATION_SEED).shuffle()
+    repeated = self._split == documents.TRAIN
+    rows = self._shuffled(repeated)
+    if not repeated:
       rows = rows[: self.num_batches * self._config.batch_size]
     # Every P-th group of consecutive rows belongs to this process: the groups
     # of all processes, in order, form the global batch.
@@ -156,6 +167,32 @@ class Dataset:
     )
     iterator = iter(local.to_iter_dataset(options))
     return Batches(iterator, self.identity(), start_batch)
+
+  def _content(self) -> dict[str, Any]:
+    """A description of all parts; that of one part has no weights."""
+    if len(self._parts) == 1:
+      return self._parts[0].description
+    weights = self._config.weights
+    each = [
+      part.description | {"weight": weight}
+      for part, weight in zip(self._parts, weights)
+    ]
+    return {"source": self._config.source, "mixture": each}
+
+  def _shuffled(self, repeated: bool) -> grain.MapDataset:
+    """All rows in order, without end or once."""
+    config = self._config
+    first = config.seed if self._split == documents.TRAIN else _VALIDATION_SEED
+    parts = []
+    for i, tokens in enumerate(self._parts):
+      packed = packing.PackedRows(
+        tokens, config.sequence_length, segment_ids=config.segment_ids
+      )
+      rows = grain.MapDataset.source(packed).seed((first + i) % 2**32).shuffle()
+      parts.append(rows.repeat() if repeated else rows)
+    if len(parts) == 1:
+      return parts[0]
+    return grain.MapDataset.mix(parts, config.weights)
 
 
 class Batches:
@@ -250,11 +287,4 @@ def _check_size(
       "data.sequence_length",
       config.sequence_length,
       f"less than the {len(tokens)} tokens of the {split} split",
-    )
-  num_rows = (len(tokens) - 1) // config.sequence_length
-  if split == documents.VALIDATION and num_rows < config.batch_size:
-    config_lib.fail(
-      "data.batch_size",
-      config.batch_size,
-      f"at most the {num_rows} rows of the validation split",
     )

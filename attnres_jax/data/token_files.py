@@ -135,7 +135,9 @@ def declared_vocabulary(
   config: config_lib.DataConfig,
 ) -> tuple[int, int | None]:
   """The vocabulary size and separator that the training files declare."""
-  files = find(config, documents.TRAIN)
+  files = [
+    file for part in config.each_path() for file in find(part, documents.TRAIN)
+  ]
   sizes = []
   for file in files:
     if file.vocab_size is None:

@@ -27,7 +27,9 @@ from attnres_jax.models import residuals
 # chunk)`, which maps new tokens to y_BTD and what the cache should add
 # (`mixers.cache`). One that DeepNorm can scale has `scale_values(factor)`,
 # which multiplies the weights between its input and its output, but for those
-# of scores and gates.
+# of scores and gates. One with softmax logits has `scale_logits(factor_N)`, for
+# `optimizer.qk_clip`, and a `probe` (`mixers.probe`), which is None unless the
+# logits are wanted.
 CORES: dict[str, Callable[..., nnx.Module]] = {
   "attention": mixers.Attention,
   "kda": mixers.Kda,

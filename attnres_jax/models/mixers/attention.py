@@ -13,6 +13,7 @@ from attnres_jax import sharding
 from attnres_jax.models import linear
 from attnres_jax.models import norm as norm_lib
 from attnres_jax.models.mixers import cache as cache_lib
+from attnres_jax.models.mixers import probe as probe_lib
 from attnres_jax.models.mixers import softmax
 from attnres_jax.models.residuals import base
 
@@ -21,6 +22,7 @@ class Attention(nnx.Module):
   """Grouped-query causal attention, with or without rotary positions."""
 
   reads_qkv = True
+  probe: probe_lib.LogitProbe | None = None
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     self.rope_theta = config.rope_theta
@@ -70,6 +72,10 @@ class Attention(nnx.Module):
     if self.rope_theta:
       query_BTNH = apply_rope(query_BTNH, self.rope_theta)
       key_BTKH = apply_rope(key_BTKH, self.rope_theta)
+    if self.probe is not None:
+      query_BTNH = probe_lib.probed(
+        query_BTNH, key_BTKH, segment_ids_BT, self.probe[...]
+      )
     mixed_BTNH = softmax.causal_attention(
       query_BTNH,
       key_BTKH,
@@ -84,6 +90,15 @@ class Attention(nnx.Module):
   def scale_values(self, factor: float) -> None:
     """Multiplies the weights of values and output."""
     linear.scale(factor, self.value, self.output)
+
+  def scale_logits(self, factor_N: jax.Array) -> None:
+    """Multiplies the weights of queries and keys, by the factor together."""
+    query, key = self.query[...], self.key[...]
+    if query.shape == key.shape:
+      factor_N = jnp.sqrt(factor_N)
+      self.key[...] = key * factor_N[None, :, None]
+    # Several heads share grouped keys, which would scale all of them.
+    self.query[...] = query * factor_N[None, :, None]
 
   def init_cache(
     self, batch: int, length: int, heads: bool = False

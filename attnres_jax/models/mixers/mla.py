@@ -28,6 +28,7 @@ from attnres_jax import sharding
 from attnres_jax.models import linear
 from attnres_jax.models import norm as norm_lib
 from attnres_jax.models.mixers import cache as cache_lib
+from attnres_jax.models.mixers import probe as probe_lib
 from attnres_jax.models.mixers import softmax
 from attnres_jax.models.residuals import base
 
@@ -36,6 +37,7 @@ class Mla(nnx.Module):
   """Multi-head latent attention, without rotary positions."""
 
   reads_qkv = True
+  probe: probe_lib.LogitProbe | None = None
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     width, heads, shape = config.width, config.num_heads, config.mla
@@ -92,6 +94,10 @@ class Mla(nnx.Module):
   ) -> jax.Array:
     """The output, of heads as from `project`, which may attend to more."""
     del x
+    if self.probe is not None:
+      query_BTNH = probe_lib.probed(
+        query_BTNH, key_BTNH, segment_ids_BT, self.probe[...]
+      )
     mixed_BTNV = softmax.causal_attention(
       query_BTNH,
       key_BTNH,
@@ -107,6 +113,18 @@ class Mla(nnx.Module):
     expand, values = self.expand[...], slice(self.nope_width, None)
     self.expand[...] = expand.at[..., values].multiply(factor)
     linear.scale(factor, self.output)
+
+  def scale_logits(self, factor_N: jax.Array) -> None:
+    """Multiplies the weights of queries and keys, by the factor together."""
+    query_DNH, expand_RNH = self.query[...], self.expand[...]
+    factor_N1, root_N1 = factor_N[:, None], jnp.sqrt(factor_N)[:, None]
+    is_own_H = jnp.arange(query_DNH.shape[2]) < self.nope_width
+    # All heads share the rest of the key.
+    scale_NH = jnp.where(is_own_H[None], root_N1, factor_N1)
+    self.query[...] = query_DNH * scale_NH[None]
+    is_key_H = jnp.arange(expand_RNH.shape[2]) < self.nope_width
+    scale_NH = jnp.where(is_key_H[None], root_N1, 1.0)
+    self.expand[...] = expand_RNH * scale_NH[None]
 
   def init_cache(
     self, batch: int, length: int, heads: bool = False
