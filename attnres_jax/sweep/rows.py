@@ -7,6 +7,7 @@ results can be committed and read without the folder they come from.
 
 from collections.abc import Iterable, Mapping, Sequence
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -28,6 +29,8 @@ Row = Mapping[str, Any]
 
 # Columns of the attempt that finished a run.
 _ORIGIN = ("hardware", "commit", "python", "jax")
+# Columns before the results that differ between runs of one size.
+_WITHIN_SIZE = ("run", "residual", "seed", "data.seed")
 
 
 def of_run(
@@ -121,7 +124,11 @@ def counts(
 
 
 def by_scheme(rows: Iterable[Row], counting: str) -> dict[str, fit_lib.Runs]:
-  """Rows in the form of `scaling.fit`; a size is its parameters and tokens."""
+  """Rows in the form of `scaling.fit`.
+
+  A size is the overrides except scheme and seeds, and so the same for all
+  schemes, whose parameters differ.
+  """
   groups: dict[str, list[Row]] = {}
   for row in rows:
     groups.setdefault(row["residual"], []).append(row)
@@ -129,11 +136,20 @@ def by_scheme(rows: Iterable[Row], counting: str) -> dict[str, fit_lib.Runs]:
     scheme: fit_lib.Runs(
       compute=[float(row[f"compute_{counting}"]) for row in several],
       loss=[float(row["validation_loss"]) for row in several],
-      size=tuple((row["active_params"], row["tokens"]) for row in several),
+      size=tuple(map(_size, several)),
       seed=tuple(int(row["seed"]) for row in several),
     )
     for scheme, several in groups.items()
   }
+
+
+def _size(row: Row) -> tuple[str, ...]:
+  overrides = itertools.takewhile(lambda name: name != "active_params", row)
+  return tuple(
+    f"{name}={row[name]}"
+    for name in overrides
+    if name not in _WITHIN_SIZE and row[name] != ""
+  )
 
 
 def _number(value: float | None, form: str) -> str:

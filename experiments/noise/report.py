@@ -10,12 +10,15 @@ from matplotlib import figure as figure_lib
 import numpy as np
 
 from attnres_jax import figures
+from experiments.pages import losses as losses_lib
 from experiments.pages import page
 from experiments.pages import sweep
 
 BASELINE, OTHER = "prenorm", "block_attnres"
 # The standard error that resolves 0.005 nats.
 WANTED = 0.002
+# Rows of the validation split that the plain recipe evaluates.
+PLAIN_ROWS = 512
 _LOSS, _LAST = "validation_loss", "last_weights_loss"
 
 Row = Mapping[str, Any]
@@ -154,6 +157,53 @@ def results(rows: Sequence[Row]) -> str:
   parts = [rates(rows), protocols(rows), sources(rows)]
   texts = [part.markdown() for part in parts if part.rows]
   return "\n\n".join([*texts, sweep.origin(rows)])
+
+
+def evaluation(rows: Sequence[Row]) -> str:
+  """For the README: what part of a difference is the choice of the text."""
+  lines = []
+  for row in rows:
+    count, spread = int(row["rows"]), float(row["spread_of_rows"])
+    errors = [spread / math.sqrt(n) for n in (PLAIN_ROWS, count)]
+    lines.append(
+      [row["seed"], page.signed(float(row["difference"]))]
+      + [f"{error:.4f}" for error in errors]
+    )
+  first = rows[0]
+  header = (
+    "seed", "Block − PreNorm", f"error with {PLAIN_ROWS} rows",
+    f"error with all {first['rows']} rows",
+  )  # fmt: skip
+  origin = ", ".join(first[name] for name in ("hardware", "jax", "commit"))
+  return f"{page.Table(header, lines).markdown()}\n\n{origin}."
+
+
+def lengths(rows: Sequence[Row]) -> str:
+  """For the README: the same noise in longer runs of larger networks."""
+  lines = []
+  for size, own in losses_lib.by_setting(rows).items():
+    cells = []
+    for scheme in (OTHER, "full_attnres"):
+      apart = losses_lib.differences(own, scheme)
+      spread = statistics.stdev(apart)
+      cells += [f"{spread:.4f}", str(math.ceil((spread / WANTED) ** 2))]
+    seconds = [
+      float(row["seconds"]) for row in own if row["residual"] == BASELINE
+    ]
+    lines.append(
+      [
+        size,
+        f"{int(own[0]['active_params']):,}",
+        f"{float(own[0]['tokens']) / 1e6:.2f}M",
+        *cells,
+        f"{statistics.median(seconds) / 60:.1f}",
+      ]
+    )
+  header = (
+    "size", "N", "bytes", "Block − PreNorm", f"pairs for {WANTED:g}",
+    "Full − PreNorm", f"pairs for {WANTED:g}", "minutes a run",
+  )  # fmt: skip
+  return page.Table(header, lines).markdown()
 
 
 def figure(rows: Sequence[Row]) -> figure_lib.Figure:

@@ -2,6 +2,7 @@
 """Results of the runs of configs/scaling.py: Fig. 4, laws and losses."""
 
 from collections.abc import Iterator, Mapping, Sequence
+import contextlib
 import pathlib
 from typing import Any
 
@@ -9,7 +10,9 @@ from etils import epath
 from matplotlib import figure as figure_lib
 import numpy as np
 
+from attnres_jax import config as config_lib
 from attnres_jax import figures
+from attnres_jax import scaling
 from attnres_jax.scaling import compute as compute_lib
 from attnres_jax.scaling import fit as fit_lib
 from attnres_jax.scaling import plots
@@ -33,6 +36,7 @@ COUNTS = {
 _DRAWS = 500
 
 Row = Mapping[str, Any]
+_TwoEstimates = tuple[fit_lib.Estimate | None, fit_lib.Estimate | None]
 
 
 def render(folder: epath.Path, progress: Sequence[monitor.Progress]) -> str:
@@ -88,10 +92,14 @@ def laws(rows: Sequence[Row]) -> page.Table:
       _interval(fit.coefficient(), 3),
       _interval(fit.exponent(), 4),
       "" if ratio is None else _interval(ratio, 2),
+      "" if speedup is None else _interval(speedup, 2),
     )
-    for scheme, counting, fit, ratio in _advantages(rows)
+    for scheme, counting, fit, ratio, speedup in _advantages(rows)
   ]
-  header = ["residual", "C counts", "A", "alpha", "PreNorm's C for its loss"]
+  header = (
+    "residual", "C counts", "A", "alpha", "PreNorm's C for its loss",
+    "effective speed-up",
+  )  # fmt: skip
   return page.Table(header, lines)
 
 
@@ -118,10 +126,11 @@ def _answer(rows: Sequence[Row]) -> page.Html:
       " C in PFLOP/s-days; no irreducible loss, as in the paper. Brackets and"
       " bands: 90 % of $draws bootstrap draws over sizes and seeds, the same"
       " draws for all schemes. Losses on other data and tokenizers cannot"
-      " be compared with the paper's; slopes and gaps can. The last column says"
-      " how many times the compute of the scheme's largest run PreNorm needs"
-      " for its loss; the paper has 1.25 for Block AttnRes at 5.6"
-      " PFLOP/s-days.</p>",
+      " be compared with the paper's; slopes and gaps can. The last column"
+      " but one says how many times the compute of the scheme's largest run"
+      " PreNorm needs for its loss; the paper has 1.25 for Block AttnRes at 5.6"
+      " PFLOP/s-days. The last column is the mean over all sizes, from pairs of"
+      " runs, with an interval that includes what the law does not fit.</p>",
       figure=svg.to_svg(figure(rows), "laws"),
       table=laws(rows).html(),
       draws=_DRAWS,
@@ -148,21 +157,26 @@ def _rate_table(rows: Sequence[Row]) -> page.Table:
 
 def _advantages(
   rows: Sequence[Row],
-) -> Iterator[tuple[str, str, fit_lib.Fit, fit_lib.Estimate | None]]:
+) -> Iterator[tuple[str, str, fit_lib.Fit, *_TwoEstimates]]:
   """Scheme, counting, law, and the baseline's compute for the same loss.
 
-  The last is a multiple of the compute of the scheme's largest run; None for
-  the baseline and without a baseline.
+  As a multiple of the compute of the scheme's largest run, by the two laws, and
+  as the effective speed-up over all sizes; None for the baseline, without a
+  baseline, and with too few sizes.
   """
   for counting in compute_lib.COUNTINGS:
     runs, found = fits(rows, counting)
     baseline = found.get(losses_lib.BASELINE)
     for scheme, fit in found.items():
-      ratio = None
+      ratio = speedup = None
       if baseline is not None and scheme != losses_lib.BASELINE:
         largest = float(runs[scheme].compute.max())
         ratio = fit_lib.compute_advantage(baseline, fit, largest)
-      yield scheme, counting, fit, ratio
+        with contextlib.suppress(config_lib.ConfigError):
+          speedup = scaling.effective_speedup(
+            runs[losses_lib.BASELINE], runs[scheme]
+          )
+      yield scheme, counting, fit, ratio, speedup
 
 
 def _interval(estimate: fit_lib.Estimate, digits: int) -> page.Cell:

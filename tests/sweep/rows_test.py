@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of a sweep as runs of a fit."""
+
+import pathlib
+
+from attnres_jax import csv_rows
+from attnres_jax.sweep import rows as rows_lib
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def test_schemes_of_one_size_are_pairs():
+  """Also where schemes have parameters of their own, or rows other columns."""
+  rows = csv_rows.read(ROOT / "experiments" / "scaling_law" / "results.csv")
+  counts = {row["active_params"] for row in rows if row["size"] == "s"}
+  assert len(counts) > 1
+  runs = rows_lib.by_scheme(rows, "6nd")
+  pairs = {name: [*zip(own.size, own.seed)] for name, own in runs.items()}
+  assert pairs["prenorm"] == pairs["block_attnres"] == pairs["full_attnres"]
+  assert len(set(runs["prenorm"].size)) == 4
+  control = set(pairs["rescaled"])
+  assert len(control) == 3 and control < set(pairs["prenorm"])
+
+
+def test_budgets_are_sizes():
+  common = {"residual": "prenorm", "seed": "0", "active_params": "9"}
+  more = {"tokens": "4", "compute_6nd": "1.0", "validation_loss": "2.0"}
+  rows = [
+    {"run": "a", "budget": budget, "data.seed": "0"} | common | more
+    for budget in ("", "0.5")
+  ]
+  assert rows_lib.by_scheme(rows, "6nd")["prenorm"].size == (
+    (),
+    ("budget=0.5",),
+  )
