@@ -4,9 +4,9 @@
   python -m attnres_jax.main --workdir=runs/one \
     --config=configs/paired.py:residual=block_attnres
 
-takes about four minutes of processor time (AMD EPYC, jax 0.10.2). The training
-protocol is the result of experiments/noise: small batches and many steps, a
-rate that falls to zero, the average of the last weights, the whole validation
+takes about four minutes of processor time (an estimate from its step time; AMD
+EPYC, jax 0.10.2). The training protocol is the result of experiments/noise:
+small batches and many steps, a rate that falls to zero, the whole validation
 split. A pair has the same `seed` (initial weights of everything but the scheme)
 and `data.seed` (order of the data).
 
@@ -19,7 +19,7 @@ and `data.seed` (order of the data).
   runlocal  shrinks everything to seconds, to try things out
 
 All schemes of a scale share their hyper-parameters, which were chosen under
-PreNorm (laptop: experiments/ablations; paper: by its authors; d768: not yet).
+PreNorm at the paper's scale; at the others, they have not been searched yet.
 """
 
 from attnres_jax import config as c
@@ -28,10 +28,8 @@ from configs import lm
 from configs import scaling
 
 PAPER_ROW = "436m"
-# Of PreNorm, from the search of experiments/ablations.
+# Not yet the result of a search, which experiments/ablations includes.
 LAPTOP_RATE = 3e-3
-# Share of all steps, at the end, whose weights are averaged.
-AVERAGED = 0.1
 EPSILON = scaling.EPSILON
 # More batches than any validation split has.
 EVERYTHING = 100_000
@@ -61,9 +59,8 @@ def get_config(arg=None):
 
 
 def settle(config):
-  """The end of a run: a rate of zero, averaged weights, the whole split."""
+  """The end of a run: a rate of zero, and the whole validation split."""
   config.optim.schedule, config.optim.final_lr_fraction = "linear", 0.0
-  config.train.average_last = AVERAGED
   config.train.eval_batches = EVERYTHING
 
 

@@ -21,6 +21,8 @@ from configs import scaling
 
 SIZE = "s"
 EPSILON, OTHER_EPSILON = scaling.EPSILON, 2 * scaling.EPSILON
+# Share of all steps, at the end, whose weights are averaged.
+AVERAGED = 0.1
 SEEDS = (0, 1, 2, 3)
 
 PLAIN = dict(recipe="plain", rows=scaling.ROWS, rate=12e-3)
@@ -108,4 +110,9 @@ def _plain(config):
   config.train.eval_batches = rows // config.data.batch_size
 
 
-_RECIPES = {"plain": _plain, "settled": paired.settle}
+def _settled(config):
+  paired.settle(config)
+  config.train.average_last = AVERAGED
+
+
+_RECIPES = {"plain": _plain, "settled": _settled}

@@ -56,7 +56,7 @@ def test_planted_sources():
 def test_protocols():
   averaged, last = report.protocols(_rows()).rows
   name, count, alone, rounding, difference, needed, minutes = averaged
-  assert name == "settled, 4 rows, rate 0.006" and count == "200"
+  assert name == "settled, 4 rows, rate 0.006" and count == "400"
   assert float(alone.split(" ")[0]) == pytest.approx(2.0, abs=0.01)
   assert float(rounding) == pytest.approx(ROUNDING, rel=0.2)
   spread = float(difference.split(" ")[-1])
