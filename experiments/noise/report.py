@@ -48,14 +48,14 @@ class Key(NamedTuple):
   epsilon: str
 
 
-Losses = Mapping[Key, float]
+Losses = dict[Key, float]
 
 
 def by_protocol(
   rows: Sequence[Row], loss: str = _LOSS
 ) -> dict[Protocol, Losses]:
   """Losses of each protocol; without rows that lack this loss."""
-  found: dict[Protocol, dict[Key, float]] = {}
+  found: dict[Protocol, Losses] = {}
   for row in rows:
     if row[loss]:
       key = Key(
