@@ -70,6 +70,7 @@ def sweep(add, arg):
     for seed in SEEDS:
       for residual in ("prenorm", "block_attnres"):
         listed += [_run(SETTLED, residual, seed, order=seed ^ 1)]
+    listed += [_rounded(_run(SETTLED, "block_attnres", seed)) for seed in SEEDS]
     for protocol in (SINGLE, SLOWER, PLAIN):
       for seed in SEEDS:
         listed += pairs(protocol, seed)
@@ -94,9 +95,13 @@ def pairs(protocol, seed):
   """A pair of schemes, and PreNorm with other rounding."""
   return [
     _run(protocol, "prenorm", seed),
-    _run(protocol, "prenorm", seed) | {"model.norm_eps": OTHER_EPSILON},
+    _rounded(_run(protocol, "prenorm", seed)),
     _run(protocol, "block_attnres", seed),
   ]
+
+
+def _rounded(run):
+  return run | {"model.norm_eps": OTHER_EPSILON}
 
 
 def _run(protocol, residual, seed, order=None):

@@ -67,16 +67,23 @@ def by_protocol(
 
 
 def paired(losses: Losses) -> list[float]:
-  """Differences of Block AttnRes, for all seeds and orders."""
-  return _apart(losses, residual=OTHER)
+  """Differences of Block AttnRes from PreNorm, for all seeds and orders."""
+  return [
+    losses[other] - loss
+    for key, loss in sorted(losses.items())
+    if _is_plain(key)
+    for other in [key._replace(residual=OTHER)]
+    if other in losses
+  ]
 
 
-def rounding(losses: Losses) -> list[float]:
-  """Differences of PreNorm with another epsilon, seed by seed."""
-  found = []
-  for epsilon in sorted({key.epsilon for key in losses} - {""}):
-    found += _apart(losses, epsilon=epsilon)
-  return found
+def rounding(losses: Losses, residual: str = BASELINE) -> list[float]:
+  """Differences of a scheme's runs with another epsilon, for all seeds."""
+  return [
+    loss - losses[key._replace(epsilon="")]
+    for key, loss in sorted(losses.items())
+    if key.epsilon and key.residual == residual
+  ]
 
 
 def rates(rows: Sequence[Row]) -> page.Table:
@@ -115,14 +122,16 @@ def protocols(rows: Sequence[Row]) -> page.Table:
           str(len(apart)),
           f"{statistics.fmean(alone):.4f} ± {statistics.stdev(alone):.4f}",
           _rms(rounding(losses)),
+          _rms(rounding(losses, OTHER)),
           f"{page.signed(statistics.fmean(apart))} ± {spread:.4f}",
+          page.signed(statistics.median(apart)),
           str(math.ceil((spread / WANTED) ** 2)),
           f"{min(seconds[protocol]) / 60:.1f}",
         ]
       )
   header = (
-    "protocol", "pairs", "PreNorm", "other rounding, RMS",
-    "Block − PreNorm", f"pairs for {WANTED:g}", "minutes, fastest",
+    "protocol", "pairs", "PreNorm", "PreNorm, rounding", "Block, rounding",
+    "Block − PreNorm", "median", f"pairs for {WANTED:g}", "minutes, fastest",
   )  # fmt: skip
   return page.Table(header, lines)
 
@@ -245,17 +254,6 @@ def figure(rows: Sequence[Row]) -> figure_lib.Figure:
 
 def _is_plain(key: Key) -> bool:
   return key.residual == BASELINE and not key.epsilon
-
-
-def _apart(losses: Losses, **change: Any) -> list[float]:
-  """Differences of runs from PreNorm, from which they differ in `change`."""
-  return [
-    losses[other] - loss
-    for key, loss in sorted(losses.items())
-    if _is_plain(key)
-    for other in [key._replace(**change)]
-    if other in losses
-  ]
 
 
 def _squares(losses: Losses) -> np.ndarray:
