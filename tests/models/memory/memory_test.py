@@ -14,7 +14,6 @@ from attnres_jax import flops
 from attnres_jax import models
 from attnres_jax import sharding
 from attnres_jax.flops import parameters
-from attnres_jax.inference import sample
 from attnres_jax.models import memory
 from attnres_jax.models import stack
 from attnres_jax.models.mixers import softmax
@@ -365,13 +364,6 @@ def test_cost(name):
       "moda": 2 * (2 * (L - 1) * D * KH) + 4 * columns,
     }[name]
   )
-
-
-def test_samples():
-  ids = sample.sample(
-    _network("moda"), np.array([1, 2], np.int32), num_tokens=3, window=4
-  )
-  assert ids.shape == (3,)
 
 
 @pytest.mark.parametrize("name", NAMES)
