@@ -73,6 +73,7 @@ class Token(NamedTuple):
     logprob: its log-probability by the network, whatever the settings.
     top: the most likely ids and their log-probabilities.
     finish: why this is the last token of the request, or None.
+    reads: of the tapped sublayers at the position before it, [taps, D].
   """
 
   request: int
@@ -80,6 +81,7 @@ class Token(NamedTuple):
   logprob: float
   top: tuple[tuple[int, float], ...]
   finish: Finish | None
+  reads: np.ndarray | None = None
 
 
 class State(NamedTuple):
@@ -129,6 +131,7 @@ class Engine:
     length: int = 2048,
     chunk: int = 256,
     num_top: int = 0,
+    taps: Sequence[int] = (),
     prefix_bytes: int = 0,
     mesh: Mesh | None = None,
   ):
@@ -140,6 +143,9 @@ class Engine:
       length: most tokens of a request.
       chunk: most tokens of a prompt that are computed at once.
       num_top: how many of the most likely tokens every `Token` lists.
+      taps: sublayers, counted from 0, whose reads every `Token` has, before
+        their norms; the number of sublayers for what the head reads. A draft
+        network would read these.
       prefix_bytes: most memory for what prompts have in common; 0 to compute
         every prompt from its start.
       mesh: of `sharding.make_mesh`; slots are sharded over its rows.
@@ -163,7 +169,12 @@ class Engine:
       )
     self.slots, self.length = slots, length
     self.chunk = min(chunk, length)
-    self._num_top, self._mesh = num_top, mesh
+    num_sublayers = model.config.num_sublayers
+    for l in taps:
+      if not 0 <= l <= num_sublayers:
+        config_lib.fail_argument("taps", l, f"0 to {num_sublayers}")
+    self._static = dict(num_top=num_top, taps=tuple(taps), mesh=mesh)
+    self._mesh = mesh
     shardings = None
     if mesh is not None:
       shardings = sharding.state_sharding(model, mesh)
@@ -289,7 +300,7 @@ class Engine:
       tokens_PT[row, : len(part)] = part
       slot_P[row], length_P[row] = live.slot, len(part)
       last_P[row] = live.cached + len(part) == len(live.request.prompt)
-    self._state, drawn = _extend(
+    self._state, *drawn = _extend(
       self._model,
       self._state,
       tokens_PT,
@@ -297,8 +308,7 @@ class Engine:
       length_P,
       last_P,
       context=self._context(max(live.cached for live in some)),
-      num_top=self._num_top,
-      mesh=self._mesh,
+      **self._static,
     )
     for live, part in zip(some, parts):
       live.cached += len(part)
@@ -313,25 +323,24 @@ class Engine:
       return []
     active_B = np.zeros(self.slots, bool)
     active_B[[live.slot for live in some]] = True
-    self._state, drawn = _next(
+    self._state, *drawn = _next(
       self._model,
       self._state,
       active_B,
       context=self._context(max(live.cached for live in some)),
-      num_top=self._num_top,
-      mesh=self._mesh,
+      **self._static,
     )
     for live in some:
       live.cached += 1
     return self._report(drawn, [(live.slot, live) for live in some])
 
   def _report(
-    self, drawn: draw_lib.Drawn, rows: list[tuple[int, _Live]]
+    self, on_device: Sequence[Any], rows: list[tuple[int, _Live]]
   ) -> list[Token]:
     """The drawn tokens; frees the slots of requests that are complete."""
     if not rows:
       return []
-    drawn = jax.device_get(drawn)
+    drawn, reads_BLD = jax.device_get(on_device)
     tokens = []
     for row, live in rows:
       live.drawn += 1
@@ -344,7 +353,10 @@ class Engine:
         del self._live[live.slot]
       top = zip(drawn.top_BK[row].tolist(), drawn.top_logprob_BK[row].tolist())
       logprob = float(drawn.logprob_B[row])
-      tokens.append(Token(live.number, token, logprob, tuple(top), finish))
+      reads_LD = None if reads_BLD is None else reads_BLD[row]
+      tokens.append(
+        Token(live.number, token, logprob, tuple(top), finish, reads_LD)
+      )
     return tokens
 
   def _remember(self, live: _Live) -> None:
@@ -396,7 +408,7 @@ def trace_next(
   state = sharding.with_sharding(state, _state_sharding(model, state, mesh))
   active_B = jax.ShapeDtypeStruct((slots,), bool)
   return _next.trace(
-    model, state, active_B, context=length, num_top=0, mesh=mesh
+    model, state, active_B, context=length, num_top=0, taps=(), mesh=mesh
   )
 
 
@@ -445,7 +457,7 @@ def _on(function: Any) -> Any:
   return jax.jit(
     run,
     donate_argnames="state",
-    static_argnames=("context", "num_top", "mesh"),
+    static_argnames=("context", "num_top", "taps", "mesh"),
   )
 
 
@@ -467,11 +479,14 @@ def _start(model, state, slot, cached, settings, seen_V):
 
 @_on
 def _extend(
-  model, state, tokens_PT, slot_P, length_P, last_P, *, context, num_top
+  model, state, tokens_PT, slot_P, length_P, last_P, *, context, num_top, taps
 ):
   """A chunk of the prompts of P slots; the first token of those that end."""
   out = model.extend(
-    tokens_PT, cache_lib.take_rows(state.cache, slot_P, context), length_P
+    tokens_PT,
+    cache_lib.take_rows(state.cache, slot_P, context),
+    length_P,
+    with_reads=bool(taps),
   )
   last_P11 = jnp.maximum(length_P - 1, 0)[:, None, None]
   h_P1D = jnp.take_along_axis(out.hidden_BTD, last_P11, axis=1)
@@ -488,17 +503,19 @@ def _extend(
       _seen(state.rows, ended_P, drawn.token_B),
     ),
     drawn,
+    _tapped(out.reads_LBTD, taps, last_P11),
   )
 
 
 @_on
-def _next(model, state, active_B, *, context, num_top):
+def _next(model, state, active_B, *, context, num_top, taps):
   """The next token of every active slot."""
   out = model.extend(
     state.token_B[:, None],
     state.cache,
     active_B.astype(jnp.int32),
     context=context,
+    with_reads=bool(taps),
   )
   logits_BV = model.embedding.decode(out.hidden_BTD)[:, 0]
   position_B = out.added.chunk.start_B + 1
@@ -512,6 +529,7 @@ def _next(model, state, active_B, *, context, num_top):
       _seen(state.rows, slot_B, drawn.token_B),
     ),
     drawn,
+    _tapped(out.reads_LBTD, taps, jnp.zeros((slots, 1, 1), jnp.int32)),
   )
 
 
@@ -549,6 +567,15 @@ def _save(states, slot, start, *, size):
     cache_lib.map_both(cut, none, states),
     cache_lib.map_both(none, row, states),
   )
+
+
+def _tapped(reads_LBTD, taps, position_B11):
+  """The reads of some sublayers, at one position of each row: [B, taps, D]."""
+  if reads_LBTD is None:
+    return None
+  some_LBTD = jnp.stack([reads_LBTD[l] for l in taps])
+  tapped_LB1D = jnp.take_along_axis(some_LBTD, position_B11[None], axis=2)
+  return jnp.swapaxes(tapped_LB1D[:, :, 0], 0, 1)
 
 
 def _seen(rows, slot_B, token_B):

@@ -93,12 +93,12 @@ def complete(
         continue
       ended = token.finish == "stop"
       more, finish = "" if ended else texts[i].add(token.id), token.finish
+      if finish and not texts[i].stopped:
+        more += texts[i].end()
       if texts[i].stopped:
         engine.cancel(token.request)
         del numbers[token.request]
         finish = "stop"
-      elif finish:
-        more += texts[i].end()
       yield Piece(i, more, token, finish)
 
 

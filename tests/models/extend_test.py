@@ -98,6 +98,14 @@ def test_every_scheme(name, tokens_T):
   _check(_model(name, moe=config_lib.MoeConfig()), tokens_T)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", residuals.RESIDUALS)
+def test_every_scheme_in_bfloat16(name, tokens_T):
+  """The differences are those of roundings in another order."""
+  model = _model(name, moe=config_lib.MoeConfig(), dtype="bfloat16")
+  _check(model, tokens_T, 0.1)
+
+
 @pytest.mark.parametrize(
   "dtype,tolerance",
   # Roundings of activations differ between the forms.
