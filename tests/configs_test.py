@@ -2,8 +2,8 @@
 """Every config file builds with every argument, without computing anything.
 
 A config file lists its arguments in `ARGUMENTS`: each key of `parse_arg` with
-its values. If there are many combinations, each value is tested in turn, with
-and without `runlocal`, and the others at their defaults.
+its values. Each value is tested in turn, with and without `runlocal`, and the
+others at their defaults; all combinations, unless there are many, are slow.
 """
 
 import importlib.util
@@ -41,19 +41,27 @@ def _values(module):
 def _arguments():
   for file in FILES:
     arguments = _values(_module(file))
-    keys = list(arguments)
-    combinations = list(itertools.product(*arguments.values()))
-    if len(combinations) > MOST_COMBINATIONS:
-      axes = [[key, "runlocal"] for key in keys if key != "runlocal"]
-    else:
-      axes = [keys]
-    args = dict.fromkeys(
-      ",".join(f"{k}={v}" for k, v in zip(some, values))
-      for some in axes
-      for values in itertools.product(*(arguments[k] for k in some))
-    )
-    for arg in args:
+    in_turn = [{key, "runlocal"} for key in arguments if key != "runlocal"]
+    some = list(_combined(arguments, in_turn))
+    for arg in some:
       yield pytest.param(file, arg, id=f"{file.stem}:{arg}")
+    every = list(_combined(arguments, [arguments]))
+    for arg in every if len(every) <= MOST_COMBINATIONS else ():
+      if arg not in some:
+        yield pytest.param(
+          file, arg, id=f"{file.stem}:{arg}", marks=pytest.mark.slow
+        )
+
+
+def _combined(arguments, groups):
+  """All values of the arguments of each group, the others at their defaults."""
+  found = {}
+  for group in groups:
+    names = [name for name in arguments if name in group]
+    for values in itertools.product(*(arguments[name] for name in names)):
+      pairs = zip(names, values, strict=True)
+      found[",".join(f"{name}={value}" for name, value in pairs)] = None
+  return found
 
 
 def test_there_are_configs():
