@@ -20,6 +20,8 @@ takes about two minutes and ends at a validation loss of 2.29 nats per byte
             with the parts of configs/kimi_linear.py
   rho       width over transformer blocks
   eta       heads over transformer blocks
+  planned   mesh, microbatches and checkpointing are those that
+            attnres_jax.aot.plan has saved for the slice (docs/pods.md)
   runlocal  shrinks everything to seconds, to try things out
 
 All shapes of a scale share their hyper-parameters. Unpublished ones of the
@@ -62,6 +64,7 @@ ARGUMENTS = {
   "rho": tuple(LAPTOP),
   "eta": LAPTOP_ETAS,
   "residual": (*SCHEMES, "block_attnres", "rescaled"),
+  "planned": (False, True),
   "runlocal": (False, True),
 }
 
@@ -77,6 +80,8 @@ def get_config(arg=None):
   config.train.eval_every = config.checkpoint.every_steps = steps // 4
   config.train.depth_every = 0
   config.checkpoint.keep_last = 2
+  if arg.planned:
+    config.optim.accumulate_steps = 0
   config.lock()
   return config
 
@@ -94,8 +99,9 @@ def sweep(add, arg):
 
 def _parse(arg):
   return c.parse_arg(
-    arg, scale="laptop", rho=4.5, eta=0.5, residual="prenorm", runlocal=False
-  )
+    arg, scale="laptop", rho=4.5, eta=0.5, residual="prenorm", planned=False,
+    runlocal=False,
+  )  # fmt: skip
 
 
 def _laptop(arg):

@@ -118,7 +118,7 @@ def of_table_2(size, arg):
   )
   config.unlock()
   config.model.moe.dense_layers = 0
-  if not arg.runlocal:
+  if not arg.runlocal and not arg.planned:
     # Rows of every size divide over 16 chips.
     config.mesh.data, config.mesh.fsdp = 1, -1
   return config

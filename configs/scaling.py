@@ -28,6 +28,8 @@ with 2 cores, jax 0.12):
   schedule  cosine: over the token budget, as in the paper
             wsd: adds half and quarter budgets, as branches of the full run
   budget    fraction of a size's tokens
+  planned   mesh, microbatches and checkpointing are those that
+            attnres_jax.aot.plan has saved for the slice (docs/pods.md)
   runlocal  shrinks everything to seconds, to try things out
 
 Within a size, all schemes share their hyper-parameters, which were chosen under
@@ -80,6 +82,7 @@ ARGUMENTS = {
   "residual": (*SCHEMES, "rescaled"),
   "schedule": ("cosine", "wsd"),
   "budget": BUDGETS,
+  "planned": (False, True),
   "runlocal": (False, True),
 }
 
@@ -95,6 +98,8 @@ def get_config(arg=None):
     config = _laptop(c.choose("size", size, sizes), arg)
   config.name = f"scaling_{arg.scale}_{size}_{arg.residual}"
   _lengthen(config, arg)
+  if arg.planned:
+    config.optim.accumulate_steps = 0
   config.lock()
   return config
 
@@ -125,7 +130,7 @@ def sweep(add, arg):
 def _parse(arg):
   arg = c.parse_arg(
     arg, scale="laptop", size="", residual="prenorm", schedule="cosine",
-    budget=1.0, runlocal=False,
+    budget=1.0, planned=False, runlocal=False,
   )  # fmt: skip
   for name in ("scale", "schedule"):
     c.choose(name, getattr(arg, name), dict.fromkeys(ARGUMENTS[name]))

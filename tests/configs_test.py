@@ -6,6 +6,7 @@ its values. Each value is tested in turn, with and without `runlocal`, and the
 others at their defaults; all combinations, unless there are many, are slow.
 """
 
+import dataclasses
 import importlib.util
 import itertools
 import pathlib
@@ -92,6 +93,9 @@ _TRACED = {}
 def _trace(config, shape):
   """Number of parameters, and shape of the logits."""
   mesh = sharding.make_mesh(config_lib.MeshConfig(data=1))
+  # Microbatches may be those of a plan.
+  optim = dataclasses.replace(config.optim, accumulate_steps=1)
+  config = dataclasses.replace(config, optim=optim)
   model = train_state.make_program(config, mesh).abstract_state.model
   tokens = jax.ShapeDtypeStruct(shape, "int32")
   logits = jax.eval_shape(lambda model, tokens: model(tokens), model, tokens)

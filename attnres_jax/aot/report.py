@@ -129,7 +129,8 @@ def make_schedule_report(
 ) -> dict[str, Any]:
   """The report of a training step that is compiled up to its schedule.
 
-  It takes a tenth of the time, and the numbers are the same. If the program
+  It takes a fraction of the time. Bytes and FLOPs are the same, and the peak is
+  that of all allocations, a little above what a whole program reports. If it
   does not fit, `reason` is the compiler's message.
 
   Args:
