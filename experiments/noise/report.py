@@ -99,7 +99,7 @@ def rates(rows: Sequence[Row]) -> page.Table:
     lines.append(
       [str(protocol.rows), f"{protocol.rate:g}", *cells, str(len(both[0]))]
     )
-  header = "rows", "rate", "averaged weights", "last weights", "seeds"
+  header = "rows", "rate", "averaged weights", "last weights", "runs"
   return page.Table(header, lines)
 
 
@@ -183,8 +183,11 @@ def evaluation(rows: Sequence[Row]) -> str:
     "seed", "Block − PreNorm", f"error with {PLAIN_ROWS} rows",
     f"error with all {first['rows']} rows",
   )  # fmt: skip
-  origin = ", ".join(first[name] for name in ("hardware", "jax", "commit"))
-  return f"{page.Table(header, lines).markdown()}\n\n{origin}."
+  origin = (
+    f"{first['hardware']}; Python {first['python']}, jax {first['jax']},"
+    f" commit {first['commit']}."
+  )
+  return f"{page.Table(header, lines).markdown()}\n\n{origin}"
 
 
 def lengths(rows: Sequence[Row]) -> str:
