@@ -48,11 +48,12 @@ ROWS = (DATA, FSDP, EXPERT)
 
 # Shardings of activations: [B, T, D] between sublayers, [Q, B, T, ...] for the
 # queries of a depth block, [B, T, N, ...] inside a mixer, [B, N, ...] in its
-# cache, and replicated.
+# cache, and replicated. And of a mixer's weights [W, N, ...].
 TOKENS = PartitionSpec(ROWS, TENSOR)
 QUERIED_TOKENS = PartitionSpec(None, ROWS, TENSOR)
 HEADS = PartitionSpec(ROWS, None, TENSOR)
 ROWS_AND_HEADS = PartitionSpec(ROWS, TENSOR)
+HEAD_WEIGHTS = PartitionSpec(None, TENSOR)
 SEQUENCES = PartitionSpec(ROWS)
 WHOLE = PartitionSpec()
 # What is not sharded over tokens, if it cannot be.

@@ -3,7 +3,8 @@
 
 `depth_attention` is phase 1 of the paper's two-phase algorithm, `depth_merge`
 and `depth_merge_norm` are phase 2. `kda` is the delta rule of Kimi Linear, the
-network that the paper trains. The package imports only JAX.
+network that the paper trains, and `short_conv` makes its features. The package
+imports only JAX.
 """
 
 from attnres_kernels.depth_attention.api import depth_attention
@@ -15,6 +16,7 @@ from attnres_kernels.dispatch import IMPLEMENTATIONS
 from attnres_kernels.dispatch import Implementation
 from attnres_kernels.kda.api import kda
 from attnres_kernels.kda.api import kda_step
+from attnres_kernels.short_conv.api import short_conv
 
 __all__ = [
   "IMPLEMENTATIONS",
@@ -26,4 +28,5 @@ __all__ = [
   "depth_merge_norm",
   "kda",
   "kda_step",
+  "short_conv",
 ]

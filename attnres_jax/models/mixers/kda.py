@@ -19,12 +19,16 @@ of a public implementation, because the released code leaves it to the
 checkpoint. So are the initial convolutions, uniform within 1 / sqrt(taps):
 values then start large compared with the epsilon of the norm over a head, which
 they would not with the standard deviation of the matrices.
+
+I is N H, all heads side by side.
 """
 
+import functools
 from typing import NamedTuple
 
 from flax import nnx
 import jax
+from jax import ad_checkpoint
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
@@ -116,9 +120,9 @@ class Kda(nnx.Module):
     """Queries, keys and values [B, T, N, H], before their convolutions."""
     x = base.qkv(x)
     return (
-      linear.linear(x.query, self.query[...]),
-      linear.linear(x.key, self.key[...]),
-      linear.linear(x.value, self.value[...]),
+      _to_heads(x.query, self.query[...]),
+      _to_heads(x.key, self.key[...]),
+      _to_heads(x.value, self.value[...]),
     )
 
   def finish(
@@ -132,9 +136,7 @@ class Kda(nnx.Module):
     """The output, of heads as from `project`, and gates of x."""
     x_BTD = base.qkv(x).query
     heads = query_BTNH, key_BTNH, value_BTNH
-    q, k, v, g, beta = self._inputs(
-      x_BTD, heads, self.init_cache(x_BTD.shape[0]), segment_ids_BT
-    )[0]
+    q, k, v, g, beta = self._inputs(x_BTD, heads, (None,) * 3, segment_ids_BT)
 
     def mix(q, k, v, g, beta, segment_ids_BT):
       o_BTNH, _ = attnres_kernels.kda(
@@ -196,9 +198,11 @@ class Kda(nnx.Module):
     """`extend`, of heads as from `project`."""
     x_BTD, length = base.qkv(x).query, query_BTNH.shape[1]
     heads = query_BTNH, key_BTNH, value_BTNH
-    (q, k, v, g, beta), tails = self._inputs(
-      x_BTD, heads, state, None, chunk.length_B
-    )
+    q, k, v, g, beta = self._inputs(x_BTD, heads, state[1:], None)
+    tails = [
+      _continued(tail_BKNH, x_BTNH, chunk.length_B)
+      for tail_BKNH, x_BTNH in zip(state[1:], heads, strict=True)
+    ]
     counts_BTN = chunk.counts_BT(length)[..., None]
     g = jnp.where(counts_BTN[..., None], g, jnp.zeros((), g.dtype))
     beta = jnp.where(counts_BTN, beta, jnp.zeros((), beta.dtype))
@@ -222,81 +226,93 @@ class Kda(nnx.Module):
       )
     return self._outputs(x_BTD, o_BTNH), KdaState(memory_BNHV, *tails)
 
-  def _inputs(self, x_BTD, heads, state, segment_ids_BT, length_B=None):
-    """The arguments of the recurrence, and the tails of the convolutions.
-
-    The tails are those after the first `length_B` tokens, all by default.
-    """
-    query_BTNH, key_BTNH, value_BTNH = heads
-    features, tails = [], []
-    for x_BTNH, conv, tail, unit in (
-      (query_BTNH, self.query_conv, state.query_BKNH, True),
-      (key_BTNH, self.key_conv, state.key_BKNH, True),
-      (value_BTNH, self.value_conv, state.value_BKNH, False),
-    ):
-      padded_BPNH = jnp.concatenate([tail.astype(x_BTNH.dtype), x_BTNH], axis=1)
-      features.append(_feature(padded_BPNH, conv[...], segment_ids_BT, unit))
-      if length_B is None:
-        tails.append(padded_BPNH[:, x_BTNH.shape[1] :])
-      else:
-        tails.append(_slices(padded_BPNH, length_B, tail.shape[1]))
+  def _inputs(self, x_BTD, heads, tails, segment_ids_BT):
+    """The arguments of the recurrence; `tails` are what is before the heads."""
+    convs = self.query_conv, self.key_conv, self.value_conv
+    features = [
+      _feature(x_BTNH, conv[...], tail_BKNH, segment_ids_BT, unit)
+      for x_BTNH, conv, tail_BKNH, unit in zip(
+        heads, convs, tails, (True, True, False), strict=True
+      )
+    ]
     features[2] = self.value_norm(features[2])
     wide = precision.wide(x_BTD.dtype)
     low_BTR = linear.linear(x_BTD, self.decay_down[...])
-    raw_BTNH = linear.linear(low_BTR, self.decay_up[...], 1, wide)
+    raw_BTI = _flat_product(low_BTR, self.decay_up[...], wide)
     beta_BTN = linear.linear(x_BTD, self.beta[...], 1, wide)
-    g_BTNH = _log_decay(raw_BTNH, self.a_log[...], self.dt_bias[...])
-    return (*features, g_BTNH, jax.nn.sigmoid(beta_BTN)), tails
+    g_BTNH = _log_decay(raw_BTI, self.a_log[...], self.dt_bias[...])
+    return *features, g_BTNH, jax.nn.sigmoid(beta_BTN)
 
   def _outputs(self, x_BTD, o_BTNH):
     low_BTR = linear.linear(x_BTD, self.gate_down[...])
-    wide = precision.wide(x_BTD.dtype)
-    gate_BTNH = linear.linear(low_BTR, self.gate_up[...], 1, wide)
+    gate_BTNH = _to_heads(low_BTR, self.gate_up[...])
     gated_BTNH = _gated(o_BTNH, gate_BTNH, self.out_norm)
     return linear.linear(gated_BTNH, self.output[...], 2)
 
 
-def _feature(padded_BPNH, taps_KNH, segment_ids_BT, unit):
-  """SiLU of a causal convolution per channel; scaled to length one if `unit`.
+# Kernels read heads side by side. Left to itself, the compiler gives heads an
+# axis of their own, and copies what kernels read and write.
+def _flat_product(x_BTD, weight_DNH, dtype=None):
+  """[B, T, I], one wide product."""
+  y = _wide_linear(dtype, x_BTD, weight_DNH)
+  return ad_checkpoint.checkpoint_name(y, linear.PRODUCT)
 
-  Args:
-    padded_BPNH: P = T + K - 1 inputs.
-    taps_KNH: float32; the last one applies to the token itself.
-    segment_ids_BT: tokens of other segments count as zero.
-    unit: whether it is a query or key.
-  """
 
-  # Checkpointed, so that none of the K float32 products per input is kept.
-  @jax.checkpoint
-  def feature(padded_BPNH, taps_KNH):
-    num_taps = taps_KNH.shape[0]
-    length = padded_BPNH.shape[1] - num_taps + 1
-    sum_BTNH = jnp.zeros((), precision.wide(padded_BPNH.dtype))
-    for i in range(num_taps):
-      x_BTNH = precision.widen(padded_BPNH[:, i : i + length])
-      if segment_ids_BT is not None:
-        same_BT = _shifted_equal(segment_ids_BT, num_taps - 1 - i)
-        x_BTNH = jnp.where(same_BT[..., None, None], x_BTNH, 0.0)
-      sum_BTNH += taps_KNH[i][None, None] * x_BTNH
-    y_BTNH = jax.nn.silu(sum_BTNH)
-    if unit:
-      square_BT1 = jnp.sum(jnp.square(y_BTNH), axis=-1, keepdims=True)
-      y_BTNH *= jax.lax.rsqrt(square_BT1 + _LENGTH_EPS)
-    return y_BTNH.astype(padded_BPNH.dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _wide_linear(dtype, x_BTD, weight_DNH):
+  return linear.linear(x_BTD, _flat(weight_DNH, 1), 1, dtype)
 
-  out_BTNH = jax.eval_shape(
-    lambda padded_BPNH: padded_BPNH[:, taps_KNH.shape[0] - 1 :], padded_BPNH
-  )
+
+def _wide_forward(dtype, x_BTD, weight_DNH):
+  return _wide_linear(dtype, x_BTD, weight_DNH), (x_BTD, weight_DNH)
+
+
+def _wide_backward(dtype, residuals, dy):
+  del dtype
+  x_BTD, weight_DNH = residuals
+  dx_BTD, dweight = linear.gradients(x_BTD, _flat(weight_DNH, 1), dy)
+  dweight = jnp.reshape(dweight, weight_DNH.shape)
+  return dx_BTD, dweight.astype(weight_DNH.dtype)
+
+
+_wide_linear.defvjp(_wide_forward, _wide_backward)
+
+
+def _flat(x, axis):
+  """Joins the axes from `axis` on."""
+  return jnp.reshape(x, (*x.shape[:axis], -1))
+
+
+def _to_heads(x_BTD, weight_DNH):
+  flat = _flat_product(x_BTD, weight_DNH)
+  return jnp.reshape(flat, (*flat.shape[:-1], *weight_DNH.shape[1:]))
+
+
+def _feature(x_BTNH, taps_WNH, tail_BKNH, segment_ids_BT, unit):
+  """SiLU of a causal convolution; queries and keys (`unit`) get length one."""
+
+  def feature(x_BTNH, taps_WNH, tail_BKNH, segment_ids_BT):
+    return attnres_kernels.short_conv(
+      x_BTNH, taps_WNH, tail=tail_BKNH, segment_ids=segment_ids_BT,
+      unit_eps=_LENGTH_EPS if unit else None,
+    )  # fmt: skip
+
+  if tail_BKNH is None:  # Otherwise it is no kernel, and can be partitioned.
+    heads = sharding.HEADS
+    in_specs = heads, sharding.HEAD_WEIGHTS, heads, sharding.SEQUENCES
+    feature = sharding.by_shards(feature, in_specs, heads)
   return linear.counted(
-    feature, padded_BPNH, taps_KNH,
-    flops=2 * taps_KNH.shape[0] * out_BTNH.size, outs=out_BTNH,
+    feature,
+    x_BTNH, taps_WNH, tail_BKNH, segment_ids_BT,
+    flops=2 * taps_WNH.shape[0] * x_BTNH.size, outs=x_BTNH,
   )  # fmt: skip
 
 
-def _slices(x_BPNH, start_B, size):
-  """A slice of P along each row."""
-  index_BK = start_B[:, None] + jnp.arange(size)[None]
-  return jnp.take_along_axis(x_BPNH, index_BK[..., None, None], axis=1)
+def _continued(tail_BKNH, x_BTNH, length_B):
+  """As many tokens as a tail has, up to the first `length_B` of x."""
+  both_BPNH = jnp.concatenate([tail_BKNH.astype(x_BTNH.dtype), x_BTNH], axis=1)
+  index_BK = length_B[:, None] + jnp.arange(tail_BKNH.shape[1])[None]
+  return jnp.take_along_axis(both_BPNH, index_BK[..., None, None], axis=1)
 
 
 def _recurrence_flops(shape_BTNH, chunk):
@@ -313,24 +329,21 @@ def _recurrence_flops(shape_BTNH, chunk):
   return batch * length * heads * per_head
 
 
-# Checkpointed like `_feature`, so that only the arguments are kept.
+# Checkpointed, so that only the arguments are kept.
 @jax.checkpoint
-def _log_decay(raw_BTNH, a_log_N, dt_bias_NH):
-  step_BTNH = jax.nn.softplus(raw_BTNH + dt_bias_NH[None, None])
-  return -jnp.exp(a_log_N)[None, None, :, None] * step_BTNH
+def _log_decay(raw_BTI, a_log_N, dt_bias_NH):
+  step_BTI = jax.nn.softplus(raw_BTI + _flat(dt_bias_NH, 0)[None, None])
+  heads, width = dt_bias_NH.shape
+  rate_I = jnp.repeat(jnp.exp(a_log_N), width)
+  g_BTI = -rate_I[None, None] * step_BTI
+  return jnp.reshape(g_BTI, (*g_BTI.shape[:2], heads, width))
 
 
 @jax.checkpoint
 def _gated(o_BTNH, gate_BTNH, norm):
   normed_BTNH = norm(precision.widen(o_BTNH))
-  return (jax.nn.sigmoid(gate_BTNH) * normed_BTNH).astype(o_BTNH.dtype)
-
-
-def _shifted_equal(ids_BT, shift):
-  """Whether the token `shift` positions earlier is in the same segment."""
-  # Before the row are zeros or the tail of the same sequence.
-  before_BT = jnp.pad(ids_BT, ((0, 0), (shift, 0)), mode="edge")
-  return before_BT[:, : ids_BT.shape[1]] == ids_BT
+  gate_BTNH = jax.nn.sigmoid(precision.widen(gate_BTNH))
+  return (gate_BTNH * normed_BTNH).astype(o_BTNH.dtype)
 
 
 def _initial_a_log(key, num_heads):

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The convolution in plain JAX: one shifted product per tap."""
+
+import jax
+import jax.numpy as jnp
+
+from attnres_kernels import dispatch
+
+
+def forward(x, taps, tail, same, *, unit_eps):
+  """Like `api.short_conv`; bit s of `same` says if token t - s is in reach."""
+  dtype = dispatch.accumulator(x)
+  number, length = taps.shape[0], x.shape[1]
+  if tail is None:
+    tail = jnp.zeros((x.shape[0], number - 1, *x.shape[2:]), x.dtype)
+  padded = jnp.concatenate([tail.astype(x.dtype), x], axis=1)
+  total = jnp.zeros((), dtype)
+  for i in range(number):
+    shifted = padded[:, i : i + length].astype(dtype)
+    if same is not None:
+      reaches = (same >> (number - 1 - i)) & 1 > 0
+      shifted = jnp.where(reaches[..., None, None], shifted, 0)
+    total += taps[i].astype(dtype)[None, None] * shifted
+  y = jax.nn.silu(total)
+  if unit_eps is not None:
+    square = jnp.sum(jnp.square(y), axis=-1, keepdims=True)
+    y *= jax.lax.rsqrt(square + unit_eps)
+  return y.astype(x.dtype)
+
+
+def backward(x, taps, tail, same, dy, *, unit_eps):
+  """The gradients of x, taps and tail."""
+
+  def function(x, taps, tail):
+    return forward(x, taps, tail, same, unit_eps=unit_eps)
+
+  return jax.vjp(function, x, taps, tail)[1](dy)
