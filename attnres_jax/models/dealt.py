@@ -36,7 +36,9 @@ from attnres_jax.models import grouped
 
 # Rows of a piece, over the rows of a device if experts are balanced. More rows
 # need a second piece, which reads the weights again.
-_ROOM = 1.25
+_ROOM = 1.125
+# Columns of a tile.
+_LANES = 128
 
 
 @jax.custom_vjp
@@ -71,14 +73,16 @@ def apply_experts(
 
 def _forward(x_UD, weight_UK, expert_UK, *weights):
   x_VD = _from_all(x_UD)
-  gate, up, down = _gather(weights, x_UD)
-  pairs = _Pairs.sort(expert_UK, weight_UK, gate.shape[0])
+  *ins, down = _gather(weights, x_UD)
+  pairs = _Pairs.sort(expert_UK, weight_UK, down.shape[0])
 
   def add_piece(i, y_VD):
     piece = pairs.piece(i)
     x_RD = piece.rows_of(x_VD)
-    gate_RF, up_RF = (piece.hidden(x_RD, w) for w in (gate, up))
-    y_RD = grouped.multiply(swiglu(gate_RF, up_RF), down, piece.sizes_E)
+    hidden_RF = piece.real(
+      swiglu(*_halves(piece.multiply(x_RD, weight) for weight in ins))
+    )
+    y_RD = piece.multiply(hidden_RF, down)
     return piece.add(y_VD, y_RD, piece.weight_R)
 
   y_VD = pairs.for_pieces(add_piece, jnp.zeros(x_VD.shape, weight_UK.dtype))
@@ -88,30 +92,39 @@ def _forward(x_UD, weight_UK, expert_UK, *weights):
 def _backward(residuals, dy_UD):
   x_UD, weight_UK, expert_UK, weights = residuals
   x_VD, dy_VD = _from_all(x_UD), _from_all(dy_UD)
-  gate, up, down = _gather(weights, x_UD)
-  pairs = _Pairs.sort(expert_UK, weight_UK, gate.shape[0])
+  *ins, down = _gather(weights, x_UD)
+  pairs = _Pairs.sort(expert_UK, weight_UK, down.shape[0])
 
   def add_piece(i, sums):
-    dx_VD, dweight_P, dgate, dup, ddown = sums
+    dx_VD, dweight_P, dins, ddown = sums
     piece = pairs.piece(i)
     weight_R1, sizes_E = piece.weight_R[:, None], piece.sizes_E
     x_RD, dy_RD = piece.rows_of(x_VD), piece.rows_of(dy_VD)
-    gate_RF, up_RF = (piece.hidden(x_RD, w) for w in (gate, up))
-    hidden_RF, pull = jax.vjp(swiglu, gate_RF, up_RF)
+    gate_RF, up_RF = _halves(piece.multiply(x_RD, weight) for weight in ins)
+    hidden_RF = piece.real(swiglu(gate_RF, up_RF))
     # Before weighting, since its product with the gradient gives the gradient
     # of the weights.
-    dhidden_RF = piece.hidden(dy_RD, down, transposed=True)
+    dhidden_RF = piece.multiply(dy_RD, down, transposed=True)
     dhidden_RF = dhidden_RF.astype(weight_UK.dtype)
     dweight_R = jnp.sum(dhidden_RF * precision.widen(hidden_RF), axis=1)
-    dgate_RF, dup_RF = pull((weight_R1 * dhidden_RF).astype(x_RD.dtype))
+    doutputs = [
+      piece.real(d.astype(x_RD.dtype))
+      for d in _swiglu_gradients(gate_RF, up_RF, weight_R1 * dhidden_RF)
+    ]
+    if len(ins) == 1:
+      doutputs = [jnp.concatenate(doutputs, axis=1)]
     dy_RD = (weight_R1 * precision.widen(dy_RD)).astype(x_RD.dtype)
-    dx_RD = grouped.multiply(dgate_RF, gate, sizes_E, transposed=True)
-    dx_RD += grouped.multiply(dup_RF, up, sizes_E, transposed=True)
+    dx_RD, *more = [
+      piece.multiply(d, weight, transposed=True)
+      for d, weight in zip(doutputs, ins)
+    ]
     return (
-      piece.add(dx_VD, dx_RD, jnp.ones_like(piece.weight_R)),
+      piece.add(dx_VD, sum(more, dx_RD), jnp.ones_like(piece.weight_R)),
       piece.put(dweight_P, dweight_R),
-      grouped.weight_gradient(x_RD, dgate_RF, sizes_E, dgate),
-      grouped.weight_gradient(x_RD, dup_RF, sizes_E, dup),
+      [
+        grouped.weight_gradient(x_RD, d, sizes_E, dweight)
+        for d, dweight in zip(doutputs, dins)
+      ],
       grouped.weight_gradient(hidden_RF, dy_RD, sizes_E, ddown),
     )
 
@@ -120,15 +133,15 @@ def _backward(residuals, dy_UD):
     jnp.zeros(shape, weight_UK.dtype)
     for shape in (x_VD.shape, pairs.weight_P.shape)
   ]
-  dx_VD, dweight_P, *dweights = pairs.for_pieces(
-    add_piece, (*zeros, None, None, None)
+  dx_VD, dweight_P, dins, ddown = pairs.for_pieces(
+    add_piece, (*zeros, [None] * len(ins), None)
   )
   dweight_VK = jnp.reshape(dweight_P, (-1, expert_UK.shape[1]))
   return (
     _to_owners(dx_VD, x_UD),
     jax.lax.psum_scatter(dweight_VK, sharding.EXPERT, tiled=True),
     None,
-    *map(sharding.sum_parts, dweights, fsdp_cuts(weights, x_UD.shape[1])),
+    *_sum_parts([*dins, ddown], weights, x_UD),
   )
 
 
@@ -170,11 +183,14 @@ class _Piece:
     """The rows of the tokens; padding may be anything."""
     return x_VD.at[self.token_R].get(mode="clip")
 
-  def hidden(self, x_RD, weight, transposed=False):
-    """Hidden units by `grouped.multiply`, with zeros for padding."""
-    y_RF = grouped.multiply(x_RD, weight, self.sizes_E, transposed=transposed)
-    real_R = jnp.arange(x_RD.shape[0]) < jnp.sum(self.sizes_E)
-    return jnp.where(real_R[:, None], y_RF, jnp.zeros((), y_RF.dtype))
+  def multiply(self, x_RD, weight, transposed=False):
+    """Rows times the matrices of their experts; padding may be anything."""
+    return grouped.multiply(x_RD, weight, self.sizes_E, transposed=transposed)
+
+  def real(self, x_RF):
+    """The same with zeros for padding."""
+    real_R = jnp.arange(x_RF.shape[0]) < jnp.sum(self.sizes_E)
+    return jnp.where(real_R[:, None], x_RF, jnp.zeros((), x_RF.dtype))
 
   def add(self, sum_VD, rows_RD, weight_R):
     """Adds weighted rows to their tokens, in the dtype of the sum."""
@@ -265,9 +281,42 @@ def _to_owners(sum_VD, x_UD):
 
 
 def _gather(weights, x_UD):
-  """Gathers the experts of this device, in the dtype of products."""
-  cuts = fsdp_cuts(weights, x_UD.shape[1])
-  return [
-    sharding.gather_parts(weight, cut, x_UD.dtype)
-    for weight, cut in zip(weights, cuts)
-  ]
+  """Gathers the experts of this device, in the dtype of products.
+
+  Gate and up become one matrix if its halves are whole tiles, so that rows are
+  read once for both. Otherwise, splitting the columns would cost more, as it
+  would if `tensor` shards them.
+  """
+  in_cut, _, cut = fsdp_cuts(weights, x_UD.shape[1])
+  gate, up, down = (weight.astype(x_UD.dtype) for weight in weights)
+  ins = [gate, up]
+  whole = max(sharding.unsplit_axes().values(), default=1) == 1
+  if whole and gate.shape[2] % _LANES == 0:
+    ins = [jnp.concatenate(ins, axis=2)]
+  ins = [sharding.gather_parts(weight, in_cut, x_UD.dtype) for weight in ins]
+  return *ins, sharding.gather_parts(down, cut, x_UD.dtype)
+
+
+def _halves(outputs):
+  """Those of gate and up, of the products with the matrices of `_gather`."""
+  first, *second = outputs
+  return (first, *second) if second else jnp.split(first, 2, axis=1)
+
+
+# Written out, because autodiff would keep its arguments apart from what makes
+# them, and so write both halves of a product.
+def _swiglu_gradients(gate_RF, up_RF, dhidden_RF):
+  gate_RF, up_RF = precision.widen(gate_RF), precision.widen(up_RF)
+  open_RF = jax.nn.sigmoid(gate_RF)
+  slope_RF = open_RF * (1 + gate_RF * (1 - open_RF))
+  return dhidden_RF * up_RF * slope_RF, dhidden_RF * gate_RF * open_RF
+
+
+def _sum_parts(gradients, weights, x_UD):
+  """Gradients of `weights`, this device's parts, of those of `_gather`."""
+  in_cut, _, cut = fsdp_cuts(weights, x_UD.shape[1])
+  *dins, ddown = gradients
+  dins = [sharding.sum_parts(dweight, in_cut) for dweight in dins]
+  if len(dins) == 1:
+    dins = jnp.split(dins[0], 2, axis=2)
+  return *dins, sharding.sum_parts(ddown, cut)
