@@ -345,6 +345,11 @@ def by_rows(
   return by_shards(function, (SEQUENCES, cuts), SEQUENCES, ROWS)
 
 
+def stacked_sequences(number: int) -> PartitionSpec:
+  """`SEQUENCES`, with so many axes before the rows."""
+  return PartitionSpec(*(None,) * number, ROWS)
+
+
 def unsplit_axes() -> dict[str, int]:
   """The ambient mesh's axes that the compiler splits along, and their sizes."""
   mesh = jax.sharding.get_abstract_mesh()

@@ -299,40 +299,62 @@ class _Whole:
 
   def loss_sums(self, model, examples):
     with sharding.ambient(self.mesh):
-      return loss_lib.loss_sums(
-        self.config,
-        model.hidden(examples.inputs, examples.segment_ids),
-        model.embedding.head_DV(),
-        examples,
-      )
+      embedding_BTD = model.embedding.encode(examples.inputs)
+      return self._sums(model, embedding_BTD, examples)
+
+  def _sums(self, model, embedding_BTD, examples):
+    return loss_lib.loss_sums(
+      self.config,
+      model.hidden_of(embedding_BTD, examples.segment_ids),
+      model.embedding.head_DV(),
+      examples,
+    )
 
   def value_and_grad(self, model, examples):
-    def total(model, microbatch):
-      sums = self.loss_sums(model, microbatch)
+    if self.microbatches > 1:
+      with sharding.ambient(self.mesh):
+        return self._accumulated(model, examples)
+
+    def total(model):
+      sums = self.loss_sums(model, examples)
       return sums.total, sums
 
-    def one(microbatch):
-      gradient, sums = jax.grad(total, has_aux=True)(model, microbatch)
-      return sums, gradient
+    gradient, sums = jax.grad(total, has_aux=True)(model)
+    return sums, gradient
 
-    if self.microbatches == 1:
-      return one(examples)
+  def _accumulated(self, model, examples):
+    """Sums over microbatches."""
 
     def microbatches(a):
       # Every device keeps its own rows in every microbatch.
       a = a.reshape(-1, self.microbatches, *a.shape[1:])
       return jnp.swapaxes(a, 0, 1)
 
+    def total(model, embedding_BTD, microbatch):
+      sums = self._sums(model, embedding_BTD, microbatch)
+      return sums.total, sums
+
+    def one(microbatch):
+      embedding_BTD = model.embedding.encode(microbatch.inputs)
+      gradients, sums = jax.grad(total, argnums=(0, 1), has_aux=True)(
+        model, embedding_BTD, microbatch
+      )
+      return (sums, gradients[0]), gradients[1]
+
     def add(total, microbatch):
-      new = one(microbatch)
+      new, d_BTD = one(microbatch)
       with scopes.part(scopes.ACCUMULATION):
-        return probe.add(total, new), None
+        return probe.add(total, new), d_BTD
 
     each = jax.tree.map(microbatches, examples)
-    shapes = jax.eval_shape(one, jax.tree.map(lambda a: a[0], each))
+    shapes, _ = jax.eval_shape(one, jax.tree.map(lambda a: a[0], each))
     with scopes.part(scopes.ACCUMULATION):
       zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-    return jax.lax.scan(add, zeros, each)[0]
+    (sums, gradient), d_MBTD = jax.lax.scan(add, zeros, each)
+    # The table's gradient is made once, since it has a row for every token of
+    # the vocabulary.
+    _, pull = jax.vjp(lambda model: model.embedding.encode(each.inputs), model)
+    return sums, probe.add(gradient, *pull(d_MBTD))
 
   def kept_bytes(self, model):
     """What `model.remat="full"` keeps of a microbatch (section 4.1).

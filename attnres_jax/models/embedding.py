@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token embedding and the output head, tied or not."""
 
+import functools
+
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ import jax.numpy as jnp
 from attnres_jax import config as config_lib
 from attnres_jax import precision
 from attnres_jax import scopes
+from attnres_jax import sharding
 from attnres_jax.models import linear
 
 
@@ -28,9 +31,12 @@ class Embedding(nnx.Module):
     )
 
   def encode(self, tokens_BT: jax.Array) -> jax.Array:
-    """Token vectors [B, T, D] in the model's dtype, unscaled (b_0 = h_1)."""
+    """Token vectors [B, T, D] in the model's dtype, unscaled (b_0 = h_1).
+
+    Several batches may be stacked before B.
+    """
     with scopes.part(scopes.EMBEDDING):
-      return jnp.take(self.table[...], tokens_BT, axis=0).astype(self.dtype)
+      return _encode(self.dtype, self.table[...], tokens_BT)
 
   def head_DV(self) -> jax.Array:
     """The float32 head matrix [D, V]."""
@@ -39,6 +45,37 @@ class Embedding(nnx.Module):
   def decode(self, h_BTD: jax.Array) -> jax.Array:
     """float32 logits [B, T, V] of states after the final norm."""
     return logits(h_BTD, self.head_DV(), self.soft_cap)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _encode(dtype, table_VD, tokens_BT):
+  return jnp.take(table_VD, tokens_BT, axis=0).astype(dtype)
+
+
+def _encode_forward(dtype, table_VD, tokens_BT):
+  # Of the table, only the shape and dtype matter.
+  shape = jnp.zeros((table_VD.shape[0], 0), table_VD.dtype)
+  return _encode(dtype, table_VD, tokens_BT), (shape, tokens_BT)
+
+
+def _encode_backward(dtype, residuals, d_BTD):
+  """Every device adds up its own rows; then they are summed over devices."""
+  del dtype
+  shape, tokens_BT = residuals
+
+  def of_rows(tokens_BT, d_BTD):
+    d_UD = jnp.reshape(d_BTD, (-1, d_BTD.shape[-1])).astype(shape.dtype)
+    zeros_VD = jnp.zeros((shape.shape[0], d_UD.shape[1]), shape.dtype)
+    return zeros_VD.at[jnp.reshape(tokens_BT, -1)].add(d_UD)[None]
+
+  rows = sharding.stacked_sequences(tokens_BT.ndim - 2)
+  parts = sharding.by_shards(
+    of_rows, (rows, rows), sharding.SEQUENCES, sharding.ROWS
+  )
+  return jnp.sum(parts(tokens_BT, d_BTD), axis=0), None
+
+
+_encode.defvjp(_encode_forward, _encode_backward)
 
 
 def logits(

@@ -82,11 +82,17 @@ class Transformer(nnx.Module):
     self, tokens_BT: jax.Array, segment_ids_BT: jax.Array | None = None
   ) -> jax.Array:
     """States [B, T, D] after the final norm, which the head reads."""
+    return self.hidden_of(self.embedding.encode(tokens_BT), segment_ids_BT)
+
+  def hidden_of(
+    self, embedding_BTD: jax.Array, segment_ids_BT: jax.Array | None = None
+  ) -> jax.Array:
+    """`hidden` of the token vectors."""
     h_BTD = stack.run(
       self.sublayers,
       self.config.sublayer_kinds,
       self.residual,
-      self.embedding.encode(tokens_BT),
+      embedding_BTD,
       segment_ids_BT,
       memory=self.depth_memory,
       scan=self.config.scan_layers,
