@@ -400,16 +400,18 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _plan() -> int:
-  if not _TOPOLOGY.value:
+  slice_name = _TOPOLOGY.value
+  if not slice_name:
     raise config_lib.ConfigError(
       "--topology: missing, expected a slice such as v6e-16"
     )
   if _TRIES.value < 1:
     config_lib.fail_argument("--tries", _TRIES.value, "a number above 0")
-  devices = topology.devices(_TOPOLOGY.value)
-  if not _SWEEP.value:
-    return 0 if _plan_one(command_line.config_of_flags(), devices) else 1
-  fits = [_plan_one(one, devices) for one in _unplanned(devices)]
+  if _SWEEP.value:
+    configs = _unplanned(topology.devices(slice_name))
+  else:
+    configs = iter([command_line.config_of_flags()])
+  fits = [_plan_one(config, slice_name) for config in configs]
   return 0 if all(fits) else 1
 
 
@@ -429,8 +431,9 @@ def _unplanned(
       yield dataclasses.replace(config, name=run.name)
 
 
-def _plan_one(config: config_lib.RunConfig, devices: Sequence[Any]) -> bool:
+def _plan_one(config: config_lib.RunConfig, slice_name: str) -> bool:
   """Compiles and prints the best plans; whether one of them fits."""
+  devices = topology.devices(slice_name)
   candidates, dropped = plans(config, devices)
   for reason, number in dropped.items():
     print(f"dropped {number}: {reason}")
@@ -439,7 +442,7 @@ def _plan_one(config: config_lib.RunConfig, devices: Sequence[Any]) -> bool:
   for i, plan in enumerate(_different(candidates), start=1):
     fields = ", ".join(f"{k}={v}" for k, v in plan.overrides.items())
     print(f"compiling {i}: {fields}", flush=True)
-    rows.append(compiled(config, plan, _TOPOLOGY.value))
+    rows.append(compiled(config, plan, slice_name))
     fitting = sum(row["fits"] for row in rows)
     if fitting == _TRIES.value or i == _MISFITS + _TRIES.value:
       break
@@ -449,7 +452,7 @@ def _plan_one(config: config_lib.RunConfig, devices: Sequence[Any]) -> bool:
   best = next((row for row in rows if row["fits"]), None)
   if _SAVE.value and best:
     facts = _facts(best) | {"tries": len(rows)}
-    facts |= dict(slice=_TOPOLOGY.value, libtpu=_libtpu())
+    facts |= dict(slice=slice_name, libtpu=_libtpu())
     path = command_line.plans_file()
     plans_lib.put(config, devices, best["overrides"], facts, path)
   return best is not None
