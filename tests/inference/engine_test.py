@@ -164,6 +164,7 @@ def test_taps_are_the_reads_of_the_trace(model, prompts):
     engine_lib.Engine(model, taps=[9])
 
 
+@pytest.mark.slow
 def test_bfloat16(prompts):
   """With weights in bfloat16, the same as with those of training."""
   model = _model(dtype="bfloat16")

@@ -99,7 +99,8 @@ def test_a_line_per_prompt(run, capsys, tmp_path):
   assert "ab" in out and "cd" in out and out.endswith("\n\n")
 
 
-def test_beyond_the_trained_length(run, capsys):
+def test_beyond_the_trained_length(run, capsys, monkeypatch):
+  monkeypatch.setattr(text, "complete", lambda *args: iter(()))
   trained = config_lib.load_config("configs/lm.py:runlocal").data
   flags = "--temperature=0", "--num_tokens=2", "--past_end"
   assert run(f"--prompt={'a' * trained.sequence_length}", *flags) == 0
