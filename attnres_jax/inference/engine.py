@@ -184,6 +184,10 @@ class Engine:
       return _keep_sharded(model, _empty_state(model, slots, length), mesh)
 
     self._state = jax.jit(empty)(self._model)
+    if mesh is None:
+      # Programs are compiled again for arrays that may be moved.
+      both = self._model, self._state
+      self._model, self._state = jax.device_put(both, jax.local_devices()[0])
     self.prefixes = None
     if prefix_bytes:
       recurrent = cache_lib.is_recurrent(self._state.cache.states)

@@ -95,6 +95,7 @@ def test_greedy_is_the_argmax_of_every_prefix(engine, prompts, expected):
   assert engine.prefixes.num_bytes == 0
   first = _run(engine, prompts)
   _check(first, expected)
+  programs = engine_lib._extend._cache_size(), engine_lib._next._cache_size()
   for tokens in first:
     assert [token.finish for token in tokens] == [None] * (TOKENS - 1) + [
       "length"
@@ -106,6 +107,8 @@ def test_greedy_is_the_argmax_of_every_prefix(engine, prompts, expected):
   assert known == 2
   # Bit for bit, since the rest of a prompt is computed in the same chunks.
   assert _run(engine, prompts) == first
+  again = engine_lib._extend._cache_size(), engine_lib._next._cache_size()
+  assert again == programs
   assert not engine.busy
 
 
