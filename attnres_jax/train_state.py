@@ -92,7 +92,8 @@ def make_program(config: config_lib.RunConfig, mesh: Mesh) -> "Program":
       that fit the mesh.
   """
   sharding.check_divides(config, mesh)
-  qk_clip.check(config)
+  if config.optim.qk_clip:
+    qk_clip.check(config)
   pipelined = mesh.shape[sharding.STAGE] > 1
   make: Any = spmd.make_pipeline if pipelined else _Whole
   network = make(config, mesh)
@@ -193,7 +194,8 @@ class Program:
         balance_rate=balance_rate_at(state.step),
       )
       model = optax.apply_updates(params, updates)
-      model = qk_clip.clip(model, peaks, config.optim.qk_clip)
+      if peaks:
+        model = qk_clip.clip(model, peaks, config.optim.qk_clip)
       old = (state.model, state.opt_state)
       model, opt_state = jax.tree.map(
         lambda new, old: jnp.where(finite, new, old), (model, opt_state), old

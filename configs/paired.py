@@ -39,7 +39,7 @@ EVERYTHING = 100_000
 ARGUMENTS = {
   "scale": ("laptop",),
   "residual": ("prenorm", "block_attnres"),
-  "budget": (0.5,),
+  "budget": (0.5, 1.0),
   "runlocal": (False, True),
 }
 

@@ -43,7 +43,7 @@ def check(config: config_lib.RunConfig) -> None:
     (model.depth_memory != "none", "model.depth_memory='none'"),
     (config.mesh.stage != 1, "mesh.stage=1"),
   ):
-    if clip and prevents:
+    if prevents:
       config_lib.fail("optim.qk_clip", clip, f"0, or {why}")
 
 
