@@ -130,7 +130,7 @@ def _laptop(arg):
 
 def _paper(arg):
   cell = _choose("rho, eta", (arg.rho, arg.eta), PAPER_CELLS)
-  config = kimi_linear.of_table_2(PAPER_ROW, arg)
+  config = kimi_linear.of_table_2(PAPER_ROW, arg, arg.planned)
   if not arg.runlocal:
     model = config.model
     for name in ("width", "num_layers", "num_heads", "mlp_width"):

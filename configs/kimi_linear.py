@@ -111,14 +111,17 @@ def _continue(config, arg):
     data.batch_size //= times
 
 
-def of_table_2(size, arg):
-  """A size with the parameter counts that the paper prints, over 16 chips."""
+def of_table_2(size, arg, planned=False):
+  """A size with the parameter counts that the paper prints, over 16 chips.
+
+  With `planned`, its mesh is left to a plan.
+  """
   config = get_config(
     f"size={size},residual={arg.residual},experts=512,runlocal={arg.runlocal}"
   )
   config.unlock()
   config.model.moe.dense_layers = 0
-  if not arg.runlocal and not arg.planned:
+  if not arg.runlocal and not planned:
     # Rows of every size divide over 16 chips.
     config.mesh.data, config.mesh.fsdp = 1, -1
   return config

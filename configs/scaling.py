@@ -93,7 +93,7 @@ def get_config(arg=None):
   sizes = _sizes(arg)
   size = arg.size or next(iter(sizes))
   if arg.scale == "paper":
-    config = kimi_linear.of_table_2(size, arg)
+    config = kimi_linear.of_table_2(size, arg, arg.planned)
   else:
     config = _laptop(c.choose("size", size, sizes), arg)
   config.name = f"scaling_{arg.scale}_{size}_{arg.residual}"

@@ -58,7 +58,7 @@ class TestBucket:
     )
 
   def _line(self, config, split):
-    tokens = data.open_dataset(config, split)._tokens
+    (tokens,) = data.open_dataset(config, split)._parts
     return tokens.read(0, len(tokens))
 
   def test_prepares_and_reads(self):

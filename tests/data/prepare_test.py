@@ -65,7 +65,7 @@ class TestPrepare:
     return prepare.prepare(config or self._config(), str(self.output), **kwargs)
 
   def _line(self, config, split):
-    tokens = data.open_dataset(config, split)._tokens
+    (tokens,) = data.open_dataset(config, split)._parts
     return tokens.read(0, len(tokens))
 
   def _contents(self):

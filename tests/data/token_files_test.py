@@ -10,6 +10,7 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import data
+from attnres_jax.data import packing
 
 _IDS = [256, 104, 105, 0, 256, 255, 7, 7, 7, 1, 2, 3]
 
@@ -22,6 +23,14 @@ def _llmc(ids, magic=20240520, version=1, count=None, code="H"):
 
 def _raw(ids, code="H"):
   return struct.pack(f"<{len(ids)}{code}", *ids)
+
+
+def _rows(config, split):
+  """Rows in the order of the file."""
+  (tokens,) = data.open_dataset(config, split)._parts
+  return packing.PackedRows(
+    tokens, config.sequence_length, segment_ids=config.segment_ids
+  )
 
 
 class TestTokenFiles:
@@ -46,8 +55,7 @@ class TestTokenFiles:
 
   def _read(self, config, split="train"):
     """The sequence of tokens, reassembled from its rows."""
-    dataset = data.open_dataset(config, split)
-    rows = [dataset._rows[i]["tokens"] for i in range(dataset.num_rows)]
+    rows = [row["tokens"] for row in _rows(config, split)]
     return [int(rows[0][0])] + [int(i) for row in rows for i in row[1:]]
 
   @pytest.mark.parametrize("code,dtype", [("H", "uint16"), ("I", "uint32")])
@@ -80,7 +88,7 @@ class TestTokenFiles:
     tokenizer = data.make_tokenizer(config)
     assert tokenizer.vocab_size == vocab_size
     assert tokenizer.separator_id == separator_id
-    row = data.open_dataset(config, "train")._rows[1]
+    row = _rows(config, "train")[1]
     assert list(row["tokens"]) == [6, separator_id, 9]
     assert list(row["segment_ids"]) == [1, 2, 2]
 

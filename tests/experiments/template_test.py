@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import warnings
 
 import pytest
 
@@ -54,7 +55,9 @@ def _run(line, monkeypatch):
     subprocess.run(["bash", "-euc", line], check=True)
     return "shell"
   monkeypatch.setattr(sys, "argv", words[2:])
-  with pytest.raises(SystemExit) as end:
+  with pytest.raises(SystemExit) as end, warnings.catch_warnings():
+    # Another test may have imported it.
+    warnings.filterwarnings("ignore", ".* found in sys.modules", RuntimeWarning)
     runpy.run_module(words[2], run_name="__main__", alter_sys=True)
   return end.value.code
 
