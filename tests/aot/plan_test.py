@@ -67,8 +67,9 @@ def test_a_compiled_plan(devices):
   best = plan_lib.plans(config, devices)[0][0]
   row = plan_lib.compiled(config, best, "v5e:2x2")
   assert row["fits"] and row["peak_bytes"] < 2**30
-  # What the arithmetic counts is there, and not much more is.
-  assert 0.5 < row["peak_bytes"] / best.kept_bytes < 4
+  # About what the arithmetic counts, which allows for more activations than so
+  # small a network has. Neither contains the program itself.
+  assert 0.25 < row["peak_bytes"] / best.kept_bytes < 4
   seconds = row["step_seconds"]
   assert seconds >= max(row["compute_seconds"], row["memory_seconds"])
   assert row["hours"] == pytest.approx(seconds)
