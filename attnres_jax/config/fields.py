@@ -54,12 +54,16 @@ Decay = Annotated[float, _DECAY]
 
 
 class Checked:
-  """Base of the dataclasses of a config; `prefix` is their place in it."""
+  """Base of dataclasses whose values are checked, such as those of a config.
+
+  Errors name a field by its place: `prefix` below `root`, which is the config,
+  or "--" for the arguments of a command.
+  """
 
   _prefix = "config."
 
-  def __init_subclass__(cls, prefix: str = ""):
-    cls._prefix = f"config.{prefix}." if prefix else "config."
+  def __init_subclass__(cls, prefix: str = "", root: str = "config."):
+    cls._prefix = f"{root}{prefix}." if prefix else root
 
   def __post_init__(self):
     for name, kind in _kinds(type(self)).items():

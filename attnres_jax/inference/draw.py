@@ -8,7 +8,6 @@ shares its batch.
 """
 
 import dataclasses
-import typing
 from typing import NamedTuple
 
 import jax
@@ -18,7 +17,7 @@ from attnres_jax.config import fields
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class Settings(fields.Checked, root="--"):
   """How the tokens of a request are drawn.
 
   Attributes:
@@ -38,13 +37,6 @@ class Settings:
   min_p: fields.Fraction = 0.0
   repetition_penalty: fields.Positive = 1.0
   seed: fields.Seed = 0
-
-  def __post_init__(self):
-    for name, kind in typing.get_type_hints(
-      type(self), include_extras=True
-    ).items():
-      value = fields.accept(f"--{name}", getattr(self, name), kind)
-      object.__setattr__(self, name, value)
 
 
 class Rows(NamedTuple):
