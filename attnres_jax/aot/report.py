@@ -129,9 +129,10 @@ def make_schedule_report(
 ) -> dict[str, Any]:
   """The report of a training step that is compiled up to its schedule.
 
-  It takes a fraction of the time. Bytes and FLOPs are the same, and the peak is
-  that of all allocations, a little above what a whole program reports. If it
-  does not fit, `reason` is the compiler's message.
+  It takes a fraction of the time. Bytes and FLOPs are the same. The peak is
+  that of all allocations; a whole small program has reported more than twice
+  as much (docs/open_ends.md). If it does not fit, `reason` is the compiler's
+  message.
 
   Args:
     config: of the run.
