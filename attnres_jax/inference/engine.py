@@ -39,6 +39,7 @@ from attnres_jax import sharding
 from attnres_jax.config import fields
 from attnres_jax.inference import draw as draw_lib
 from attnres_jax.inference import prefix
+from attnres_jax.inference import scores as scores_lib
 from attnres_jax.models.mixers import cache as cache_lib
 
 # The shortest chunk, and the shortest part of a cache that is read.
@@ -56,12 +57,27 @@ class Request:
     num_tokens: how many tokens to draw, unless one of `stop_ids` is drawn.
     settings: how to draw them.
     stop_ids: tokens that end the text.
+    with_scores: whether the tokens of the prompt are scored. This computes all
+      of the prompt, even if other prompts began alike.
   """
 
   prompt: Sequence[int]
   num_tokens: int
   settings: draw_lib.Settings = draw_lib.Settings()
   stop_ids: frozenset[int] = frozenset()
+  with_scores: bool = False
+
+
+class OfPrompt(NamedTuple):
+  """What is known of a prompt once it is complete.
+
+  Attributes:
+    reused: how many of its tokens were known from other prompts.
+    scores: of its tokens but the first, if they are wanted.
+  """
+
+  reused: int
+  scores: tuple[scores_lib.Score, ...]
 
 
 class Token(NamedTuple):
@@ -74,14 +90,16 @@ class Token(NamedTuple):
     top: the most likely ids and their log-probabilities.
     finish: why this is the last token of the request, or None.
     reads: of the tapped sublayers at the position before it, [taps, D].
+    prompt: given with the first token of a request.
   """
 
   request: int
   id: int
   logprob: float
-  top: tuple[tuple[int, float], ...]
+  top: scores_lib.Top
   finish: Finish | None
   reads: np.ndarray | None = None
+  prompt: OfPrompt | None = None
 
 
 class State(NamedTuple):
@@ -106,6 +124,8 @@ class _Live:
   request: Request
   slot: int
   cached: int = 0  # Tokens in the cache.
+  reused: int = 0
+  scores: list[scores_lib.Score] = dataclasses.field(default_factory=list)
   drawn: int = 0
 
   @property
@@ -120,6 +140,7 @@ class Engine:
     slots: how many requests run at once.
     length: most tokens of a request, with its prompt.
     chunk: most tokens of a prompt that are computed at once.
+    num_top: how many of the most likely tokens every `Token` lists.
     prefixes: what prompts have in common, or None.
   """
 
@@ -168,7 +189,7 @@ class Engine:
         "slots", slots, f"a multiple of the mesh's {self._rows} shards of rows"
       )
     self.slots, self.length = slots, length
-    self.chunk = min(chunk, length)
+    self.chunk, self.num_top = min(chunk, length), num_top
     num_sublayers = model.config.num_sublayers
     for l in taps:
       if not 0 <= l <= num_sublayers:
@@ -201,8 +222,29 @@ class Engine:
     """Whether a request waits or runs."""
     return bool(self._waiting or self._live)
 
+  @property
+  def num_free(self) -> int:
+    """How many further requests would get a slot in the next step."""
+    return max(self.slots - len(self._live) - len(self._waiting), 0)
+
+  @property
+  def model(self) -> models.Transformer:
+    """The network, with matrices in the dtype of its products."""
+    return self._model
+
   def submit(self, request: Request) -> int:
     """Lets a request wait for a slot; returns its number.
+
+    Raises:
+      ConfigError: see `check`.
+    """
+    self.check(request)
+    number = next(self._numbers)
+    self._waiting.append((number, request))
+    return number
+
+  def check(self, request: Request) -> None:
+    """Refuses what `submit` would refuse; safe in any thread.
 
     Raises:
       ConfigError: it is empty, or longer than `length`.
@@ -220,9 +262,6 @@ class Engine:
     wrong = [i for i in request.prompt if not 0 <= i < vocab_size]
     if wrong:
       config_lib.fail_argument("prompt", wrong[0], f"ids below {vocab_size}")
-    number = next(self._numbers)
-    self._waiting.append((number, request))
-    return number
 
   def cancel(self, number: int) -> None:
     """Ends a request, which gets no more tokens. Others are ignored."""
@@ -258,8 +297,10 @@ class Engine:
     for slot, _ in zip(free, range(len(self._waiting))):
       live = _Live(*self._waiting.popleft(), slot)
       self._live[slot] = live
-      nodes = self.prefixes.find(live.request.prompt) if self.prefixes else []
-      live.cached = len(nodes) * self.chunk
+      nodes = []
+      if self.prefixes and not live.request.with_scores:
+        nodes = self.prefixes.find(live.request.prompt)
+      live.cached = live.reused = len(nodes) * self.chunk
       seen_V = np.zeros(self._model.config.vocab_size, bool)
       seen_V[np.asarray(live.request.prompt)] = True
       (self._state,) = _start(
@@ -295,26 +336,34 @@ class Engine:
     ]
     least = min(_LEAST_CHUNK, self.chunk)
     size = _bucket(max(map(len, parts)), least, self.chunk)
-    tokens_PT = np.zeros((self._rows, size), np.int32)
+    tokens_PT, next_PT = np.zeros((2, self._rows, size), np.int32)
     # Rows without a prompt have no slot either.
     slot_P = np.full(self._rows, self.slots, np.int32)
     length_P = np.zeros(self._rows, np.int32)
     last_P = np.zeros(self._rows, bool)
     for row, (live, part) in enumerate(zip(some, parts)):
       tokens_PT[row, : len(part)] = part
+      later = live.request.prompt[live.cached + 1 :][: len(part)]
+      next_PT[row, : len(later)] = later
       slot_P[row], length_P[row] = live.slot, len(part)
       last_P[row] = live.cached + len(part) == len(live.request.prompt)
-    self._state, *drawn = _extend(
+    self._state, scored, *drawn = _extend(
       self._model,
       self._state,
       tokens_PT,
+      next_PT,
       slot_P,
       length_P,
       last_P,
       context=self._context(max(live.cached for live in some)),
+      with_scores=any(live.request.with_scores for live in some),
       **self._static,
     )
-    for live, part in zip(some, parts):
+    scored = jax.device_get(scored)
+    for row, (live, part) in enumerate(zip(some, parts)):
+      if live.request.with_scores:
+        count = len(part) - int(last_P[row])
+        live.scores += scores_lib.to_list(scored, row, count)
       live.cached += len(part)
       self._remember(live)
     done = [(row, live) for row, live in enumerate(some) if last_P[row]]
@@ -356,10 +405,19 @@ class Engine:
       if finish:
         del self._live[live.slot]
       top = zip(drawn.top_BK[row].tolist(), drawn.top_logprob_BK[row].tolist())
-      logprob = float(drawn.logprob_B[row])
-      reads_LD = None if reads_BLD is None else reads_BLD[row]
+      prompt = None
+      if live.drawn == 1:
+        prompt = OfPrompt(live.reused, tuple(live.scores))
       tokens.append(
-        Token(live.number, token, logprob, tuple(top), finish, reads_LD)
+        Token(
+          live.number,
+          token,
+          float(drawn.logprob_B[row]),
+          tuple(top),
+          finish,
+          None if reads_BLD is None else reads_BLD[row],
+          prompt,
+        )
       )
     return tokens
 
@@ -461,7 +519,7 @@ def _on(function: Any) -> Any:
   return jax.jit(
     run,
     donate_argnames="state",
-    static_argnames=("context", "num_top", "taps", "mesh"),
+    static_argnames=("context", "num_top", "taps", "mesh", "with_scores"),
   )
 
 
@@ -483,7 +541,18 @@ def _start(model, state, slot, cached, settings, seen_V):
 
 @_on
 def _extend(
-  model, state, tokens_PT, slot_P, length_P, last_P, *, context, num_top, taps
+  model,
+  state,
+  tokens_PT,
+  next_PT,
+  slot_P,
+  length_P,
+  last_P,
+  *,
+  context,
+  num_top,
+  taps,
+  with_scores,
 ):
   """A chunk of the prompts of P slots; the first token of those that end."""
   out = model.extend(
@@ -506,6 +575,9 @@ def _extend(
       state.token_B.at[ended_P].set(drawn.token_B, mode="drop"),
       _seen(state.rows, ended_P, drawn.token_B),
     ),
+    scores_lib.score(model, out.hidden_BTD, next_PT, num_top)
+    if with_scores
+    else None,
     drawn,
     _tapped(out.reads_LBTD, taps, last_P11),
   )

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine against the forward pass, and requests against each other."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,7 +108,11 @@ def test_greedy_is_the_argmax_of_every_prefix(engine, prompts, expected):
   known = len(engine.prefixes.find(prompts[1]))
   assert known == 2
   # Bit for bit, since the rest of a prompt is computed in the same chunks.
-  assert _run(engine, prompts) == first
+  second = _run(engine, prompts)
+  reused = [tokens[0].prompt.reused for tokens in second]
+  assert reused == [0, 32, 0, 0, 16, 32]
+  for a, b in zip(first, second, strict=True):
+    assert b[0]._replace(prompt=a[0].prompt) == a[0] and b[1:] == a[1:]
   again = engine_lib._extend._cache_size(), engine_lib._next._cache_size()
   assert again == programs
   assert not engine.busy
@@ -150,6 +156,37 @@ def test_a_cancelled_request_leaves_its_slot(engine, prompts, expected):
   assert len(found[numbers[0]]) < TOKENS and not found[numbers[3]]
 
 
+def test_scores_of_prompts_are_those_of_the_forward_pass(
+  model, engine, prompts, expected
+):
+  """In chunks, though the prompts may be known; others are not disturbed."""
+  apply = jax.jit(lambda model, tokens_BT: jax.nn.log_softmax(model(tokens_BT)))
+  requests = [
+    engine_lib.Request(prompt, 1, GREEDY, with_scores=i != 4)
+    for i, prompt in enumerate(prompts)
+  ]
+  found = [token for token in engine.run(requests)]
+  close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-4)
+  for token in found:
+    prompt, scores = prompts[token.request], token.prompt.scores
+    assert token.id == expected[0][token.request][0]
+    if token.request == 4:
+      assert not scores
+      continue
+    assert token.prompt.reused == 0 and len(scores) == len(prompt) - 1
+    tokens_BT = np.zeros((1, LENGTH), np.int32)
+    tokens_BT[0, : len(prompt)] = prompt
+    logprob_TV = np.asarray(apply(model, tokens_BT)[0])
+    for score, logprob_V, id in zip(scores, logprob_TV, prompt[1:]):
+      close(score.logprob, logprob_V[id])
+      ids, values = zip(*score.top)
+      close(values, logprob_V[list(ids)])
+      close(values, np.sort(logprob_V)[::-1][: engine.num_top])
+  # Prompts without scores still resume where others ended.
+  (tokens,) = _run(engine, [prompts[1]])
+  assert tokens[0].prompt.reused == 32 and tokens[1].prompt is None
+
+
 def test_taps_are_the_reads_of_the_trace(model, prompts):
   """Of the last token of a prompt, and of a token that was drawn."""
   taps = 1, model.config.num_sublayers
@@ -191,13 +228,17 @@ def test_bfloat16(prompts):
   ],
   ids=lambda mesh: "-".join(f"{axis}{n}" for axis, n in mesh.items()),
 )
-def test_on_a_mesh(mesh, model, prompts, expected):
+def test_on_a_mesh(mesh, model, engine, prompts, expected):
   size = dict(data=1) | mesh
   devices = sharding.make_mesh(config_lib.MeshConfig(**size))
-  engine = engine_lib.Engine(
+  on_mesh = engine_lib.Engine(
     model, slots=8, length=LENGTH, chunk=CHUNK, mesh=devices
   )
-  _check(_run(engine, prompts), expected)
+  found = _run(on_mesh, prompts, with_scores=True)
+  _check(found, expected)
+  for a, b in zip(found, _run(engine, prompts, with_scores=True)):
+    logprobs = [[s.logprob for s in t[0].prompt.scores] for t in (a, b)]
+    np.testing.assert_allclose(*logprobs, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(
