@@ -20,7 +20,6 @@ import json
 import sys
 from typing import Any
 
-from attnres_jax import checkpoint
 from attnres_jax import command_line
 from attnres_jax import config as config_lib
 from attnres_jax import data
@@ -31,8 +30,8 @@ from attnres_jax.config import fields
 from attnres_jax.inference import draw
 from attnres_jax.inference import engine as engine_lib
 from attnres_jax.inference import text
+from attnres_jax.inference import trained
 
-_MIB = 2**20
 # What a line of a .jsonl file may have, besides its prompt.
 _OF_SETTINGS = tuple(field.name for field in dataclasses.fields(draw.Settings))
 _OF_PROMPT = ("num_tokens", "stop", "past_end")
@@ -74,11 +73,9 @@ def sample_text(
 
 def _sample_run(options: argparse.Namespace) -> None:
   prompts = list(_prompts(options))
-  for name in ("slots", "chunk"):
-    fields.accept(f"--{name}", getattr(options, name), fields.Size)
-  for name in ("length", "logprobs", "prefix_mib"):
-    fields.accept(f"--{name}", getattr(options, name), fields.Count)
-  config, model = _load(options)
+  trained.check_flags(options)
+  fields.accept("--logprobs", options.logprobs, fields.Count)
+  config, model = trained.load(options)
   tokenizer = data.make_tokenizer(config.data)
   engine = _make_engine(
     model,
@@ -88,13 +85,13 @@ def _sample_run(options: argparse.Namespace) -> None:
     chunk=options.chunk,
     length=options.length,
     num_top=options.logprobs,
-    prefix_bytes=options.prefix_mib * _MIB,
+    prefix_bytes=options.prefix_mib * trained.MIB,
   )
-  trained = config.data.sequence_length
-  if engine.length > trained:
+  most = config.data.sequence_length
+  if engine.length > most:
     print(
       f"note: texts of up to {engine.length} tokens, with their prompts; the"
-      f" network was trained on {trained}",
+      f" network was trained on {most}",
       file=sys.stderr,
     )
   show = _show_json if options.json else _show_text
@@ -115,21 +112,6 @@ def _make_engine(
       len(p.request(tokenizer).prompt) + p.num_tokens for p in prompts
     )
   return engine_lib.Engine(model, length=length, **options)
-
-
-def _load(
-  options: argparse.Namespace,
-) -> tuple[config_lib.RunConfig, models.Transformer]:
-  folder = files.check_folder("--workdir", options.workdir)
-  steps = checkpoint.all_steps(folder)
-  if not steps:
-    config_lib.fail_argument(
-      "--workdir", options.workdir, "the folder of a run with a checkpoint"
-    )
-  if options.step is not None and options.step not in steps:
-    known = ", ".join(map(str, steps))
-    config_lib.fail_argument("--step", options.step, f"one of {known}")
-  return checkpoint.load_model(folder, options.step)
 
 
 def _prompts(options: argparse.Namespace) -> Iterator[text.Prompt]:
@@ -247,8 +229,7 @@ def _parser() -> command_line.Parser:
     "python -m attnres_jax.inference.sample", __doc__
   )
   add = parser.add_argument
-  add("--workdir", required=True, help="folder of a run")
-  add("--step", type=int, help="checkpoint to use; the newest by default")
+  trained.add_flags(parser, length="0 for what the prompts need", prefix_mib=0)
   add("--prompt", default="", help="text to continue")
   add("--prompts", metavar="FILE", help="many texts, one per line, or .jsonl")
   add("--json", action="store_true", help="print a line of JSON per prompt")
@@ -282,19 +263,6 @@ def _parser() -> command_line.Parser:
   add(
     "--logprobs", type=int, default=0,
     help="with --json, how many likely tokens to list at each place",
-  )  # fmt: skip
-  add("--slots", type=int, default=8, help="prompts at the same time")
-  add(
-    "--length", type=int, default=0,
-    help="most tokens of a text with its prompt; 0 for what is needed",
-  )  # fmt: skip
-  add(
-    "--chunk", type=int, default=256,
-    help="tokens of a prompt that are computed at once",
-  )  # fmt: skip
-  add(
-    "--prefix_mib", type=int, default=0,
-    help="memory for what prompts have in common",
   )  # fmt: skip
   return parser
 

@@ -91,14 +91,10 @@ def complete(
     for token in engine.step():
       if (i := numbers.get(token.request)) is None:
         continue
-      ended = token.finish == "stop"
-      more, finish = "" if ended else texts[i].add(token.id), token.finish
-      if finish and not texts[i].stopped:
-        more += texts[i].end()
-      if texts[i].stopped:
+      more, finish = texts[i].take(token)
+      if finish:
         engine.cancel(token.request)
         del numbers[token.request]
-        finish = "stop"
       yield Piece(i, more, token, finish)
 
 
@@ -107,10 +103,11 @@ class Text:
 
   Attributes:
     stopped: whether one of the stop strings was found.
+    size: the characters of all complete tokens.
   """
 
   def __init__(self, tokenizer: data.Tokenizer, stop: Sequence[str] = ()):
-    self.stopped = False
+    self.stopped, self.size = False, 0
     self._tokenizer = tokenizer
     self._stop = tuple(stop)
     # Decoding may depend on the token before, so the last that is known to be
@@ -118,6 +115,15 @@ class Text:
     self._ids: list[int] = []
     self._known = 0
     self._held = ""
+
+  def take(
+    self, token: engine_lib.Token
+  ) -> tuple[str, engine_lib.Finish | None]:
+    """What a token adds to the text, and why the text ends here, or None."""
+    more = "" if token.finish == "stop" else self.add(token.id)
+    if token.finish and not self.stopped:
+      more += self.end()
+    return more, "stop" if self.stopped else token.finish
 
   def add(self, token: int) -> str:
     """What is certain of the text after another token, and was not before."""
@@ -138,6 +144,7 @@ class Text:
 
   def _release(self, more: str) -> str:
     """Holds back what may be the start of a stop string."""
+    self.size += len(more)
     text = self._held + more
     found = [at for at in map(text.find, self._stop) if at >= 0]
     if found:

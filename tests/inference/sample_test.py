@@ -12,6 +12,7 @@ from attnres_jax.inference import draw
 from attnres_jax.inference import engine as engine_lib
 from attnres_jax.inference import sample
 from attnres_jax.inference import text
+from attnres_jax.inference import trained
 from tests import tiny_network
 
 TOKENIZER = data.make_tokenizer(config_lib.DataConfig())
@@ -26,7 +27,7 @@ def model():
 def run(monkeypatch, model, tmp_path):
   """Runs the command on that network; returns its status."""
   config = config_lib.load_config("configs/lm.py:runlocal")
-  monkeypatch.setattr(sample, "_load", lambda options: (config, model))
+  monkeypatch.setattr(trained, "load", lambda options: (config, model))
 
   def run(*flags):
     return sample.main([f"--workdir={tmp_path}", *map(str, flags)])

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trained network of a command, and the sizes of its engine."""
+
+import argparse
+
+from attnres_jax import checkpoint
+from attnres_jax import command_line
+from attnres_jax import config as config_lib
+from attnres_jax import files
+from attnres_jax import models
+from attnres_jax.config import fields
+
+MIB = 2**20
+
+
+def add_flags(
+  parser: command_line.Parser, *, length: str, prefix_mib: int
+) -> None:
+  """Adds the flags of a network and of its engine.
+
+  Args:
+    parser: of a command.
+    length: what --length=0 stands for.
+    prefix_mib: the default of --prefix_mib.
+  """
+  add = parser.add_argument
+  add("--workdir", required=True, help="folder of a run")
+  add("--step", type=int, help="checkpoint to use; the newest by default")
+  add("--slots", type=int, default=8, help="texts at the same time")
+  add(
+    "--length", type=int, default=0,
+    help=f"most tokens of a text with its prompt; {length}",
+  )  # fmt: skip
+  add(
+    "--chunk", type=int, default=256,
+    help="tokens of a prompt that are computed at once",
+  )  # fmt: skip
+  add(
+    "--prefix_mib", type=int, default=prefix_mib,
+    help="memory for what prompts have in common",
+  )  # fmt: skip
+
+
+def check_flags(options: argparse.Namespace) -> None:
+  """Refuses sizes that no engine can have.
+
+  Raises:
+    ConfigError: names the flag.
+  """
+  for name in ("slots", "chunk"):
+    fields.accept(f"--{name}", getattr(options, name), fields.Size)
+  for name in ("length", "prefix_mib"):
+    fields.accept(f"--{name}", getattr(options, name), fields.Count)
+
+
+def load(
+  options: argparse.Namespace,
+) -> tuple[config_lib.RunConfig, models.Transformer]:
+  """The run at --workdir.
+
+  Raises:
+    ConfigError: there is no such run or checkpoint.
+  """
+  folder = files.check_folder("--workdir", options.workdir)
+  steps = checkpoint.all_steps(folder)
+  if not steps:
+    config_lib.fail_argument(
+      "--workdir", options.workdir, "the folder of a run with a checkpoint"
+    )
+  if options.step is not None and options.step not in steps:
+    known = ", ".join(map(str, steps))
+    config_lib.fail_argument("--step", options.step, f"one of {known}")
+  return checkpoint.load_model(folder, options.step)
