@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains students on random residual teachers and compares their losses.
+
+  python -m experiments.teacher_student.run
+
+Writes rows to `results.csv` beside this file as soon as they are known, and
+fills the README and the figures from them. Rerun the same command to resume.
+"""
+
+import argparse
+from collections.abc import Sequence
+import itertools
+import pathlib
+import sys
+import time
+
+import numpy as np
+import tqdm
+
+from attnres_jax import command_line
+from attnres_jax import config as config_lib
+from attnres_jax import csv_rows
+from attnres_jax import environment
+from attnres_jax.config import fields
+from experiments import publish
+from experiments.pages import readme
+from experiments.teacher_student import report
+from experiments.teacher_student import toy
+
+TEMPERATURES = (0.01, 0.1, 1.0, 10.0, 100.0)
+RATES = (0.001, 0.003, 0.01, 0.03, 0.1)
+
+_RESULTS = pathlib.Path(__file__).absolute().with_name("results.csv")
+PUBLISHED = readme.Published(
+  _RESULTS.parent,
+  [readme.Place(report.results)],
+  {"curves.svg": report.curves, "heatmaps.svg": report.heatmaps},
+)
+
+
+def rows(
+  readout: str, student: str, seed: int, sizes: toy.Sizes
+) -> list[dict[str, object]]:
+  """A row for every temperature and rate."""
+  grid = list(itertools.product(TEMPERATURES, RATES))
+  temperature_E, rate_E = np.array(grid, np.float32).T
+  seed_E = np.full(len(grid), seed)
+  start = time.perf_counter()
+  found = toy.train(student, readout, temperature_E, rate_E, seed_E, sizes)
+  columns = {name: np.asarray(loss_E) for name, loss_E in found.items()}
+  seconds = f"{time.perf_counter() - start:.0f}"
+  return [
+    {
+      "readout": readout,
+      "student": student,
+      "seed": seed,
+      "temperature": temperature,
+      "rate": rate,
+    }
+    | {name: f"{loss_E[i]:.6g}" for name, loss_E in columns.items()}
+    | {"seconds_of_all": seconds}
+    | sizes._asdict()
+    for i, (temperature, rate) in enumerate(grid)
+  ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs the command; returns its exit status."""
+  parser = command_line.Parser(
+    "python -m experiments.teacher_student.run", __doc__
+  )
+  parser.add_argument("--seeds", type=int, default=5, help="of every setting")
+  parser.add_argument(
+    "--out",
+    default=str(_RESULTS),
+    help="file of rows; others are not published",
+  )
+  for name, value in toy.Sizes()._asdict().items():
+    flag = f"--{name.replace('_', '-')}"
+    parser.add_argument(flag, type=int, default=value, help="of toy.Sizes")
+  return command_line.run(_main, parser.parse_args(argv))
+
+
+def _main(options: argparse.Namespace) -> None:
+  for name in ("seeds", *toy.Sizes._fields):
+    fields.accept(f"--{name}", getattr(options, name), fields.Size)
+  sizes = toy.Sizes(*(getattr(options, name) for name in toy.Sizes._fields))
+  out = pathlib.Path(options.out)
+  known = csv_rows.read(out) if out.exists() else []
+  for row in known:
+    for name, value in sizes._asdict().items():
+      if row[name] != str(value):
+        raise config_lib.ConfigError(
+          f"--{name}: got {value}, expected {row[name]}, that of {out}"
+        )
+  done = {(row["readout"], row["student"], int(row["seed"])) for row in known}
+  # Seed by seed, so that part of the runs is already a comparison.
+  wanted = [
+    (readout, student, seed)
+    for seed in range(options.seeds)
+    for readout in toy.READOUTS
+    for student in toy.STUDENTS
+  ]
+  origin = environment.facts()
+  for one in tqdm.tqdm([w for w in wanted if w not in done], unit="group"):
+    known += [row | origin for row in rows(*one, sizes)]
+    csv_rows.write(out, known)
+  if out == _RESULTS:
+    publish.publish(PUBLISHED)
+
+
+if __name__ == "__main__":
+  sys.exit(main())
