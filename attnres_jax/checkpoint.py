@@ -295,7 +295,8 @@ def shapes(workdir: epath.PathLike, step: int) -> dict[str, tuple[int, ...]]:
   path = _folder(workdir, step)
   with _quiet(), _alone(), _explaining_damage(path):
     stored = ocp.checkpointables_metadata(path).metadata
-    flat = _join({part: stored[part] for part in ("model", "training")})
+    parts = [part for part in ("model", "training") if part in stored]
+    flat = _join({part: stored[part] for part in parts})
     return {name: tuple(leaf.shape) for name, leaf in flat.items()}
 
 

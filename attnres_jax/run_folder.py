@@ -45,6 +45,8 @@ HARMLESS = (
 )
 
 
+# Set in the information of a checkpoint without a run: `interop` writes them.
+WEIGHTS_ONLY = "weights_only"
 CONFIG, DATA, SUMMARY = "config.json", "data.json", "summary.json"
 
 
@@ -62,6 +64,13 @@ def changes(
   info = checkpoint.newest_info(workdir)
   if info is None:
     return {}
+  if info.get(WEIGHTS_ONLY):
+    config_lib.fail_argument(
+      "--workdir",
+      str(workdir),
+      "another folder: this one has weights only, from which a run begins with"
+      f" --config.train.start_from={workdir}",
+    )
   # A field that did not exist then had its default.
   old = config_lib.build_run_config(info["config"])
   found = config_lib.differences(
@@ -163,9 +172,10 @@ def finished_summary(
 def is_finished(workdir: epath.Path) -> bool:
   """Whether the folder has the summary of a finished run."""
   try:
-    return bool(_finished_step(files.read_json(workdir / SUMMARY)))
+    _finished_step(files.read_json(workdir / SUMMARY))
   except (OSError, ValueError):
     return False
+  return True
 
 
 def _finished_step(summary: Mapping[str, Any]) -> int:

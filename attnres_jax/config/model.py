@@ -155,6 +155,52 @@ class ResidualConfig(fields.Checked, prefix="model.residual"):
 
 
 @dataclasses.dataclass(frozen=True)
+class AttentionConfig(fields.Checked, prefix="model.attention"):
+  """Variants of `attention` that published networks have.
+
+  Attributes:
+    qkv_bias: queries, keys and values have biases (Qwen2).
+    output_bias: so has the output (Llama's `attention_bias`, with `qkv_bias`).
+    qk_norm: queries and keys are normalised per head, each with a gain, before
+      positions (Qwen3).
+  """
+
+  qkv_bias: bool = False
+  output_bias: bool = False
+  qk_norm: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig(fields.Checked, prefix="model.rope"):
+  """How rotary positions reach further than those of the first training.
+
+  Attributes:
+    scaling: `llama3` divides the frequencies of channels that turn fewer than
+      `low_turns` times in `original_length` tokens by `factor`, keeps those
+      above `high_turns`, and interpolates between (Llama 3.1); or `none`.
+    factor: see `scaling`.
+    low_turns: see `scaling`.
+    high_turns: see `scaling`.
+    original_length: tokens per sequence of the first training.
+  """
+
+  scaling: Literal["none", "llama3"] = "none"
+  factor: fields.Positive = 8.0
+  low_turns: fields.Positive = 1.0
+  high_turns: fields.Positive = 4.0
+  original_length: fields.Size = 8192
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.low_turns >= self.high_turns:
+      errors.fail(
+        "model.rope.high_turns",
+        self.high_turns,
+        f"a number above model.rope.low_turns={self.low_turns}",
+      )
+
+
+@dataclasses.dataclass(frozen=True)
 class KdaConfig(fields.Checked, prefix="model.kda"):
   """Kimi Delta Attention (spec: kimi_linear section 2).
 
@@ -263,6 +309,8 @@ class ModelConfig(fields.Checked, prefix="model"):
       which is then not recomputed; `dots`: also the results of matrix products.
     scan_layers: run the sublayers of a depth block that repeat a pattern as one
       `lax.scan` instead of a Python loop: smaller programs, same function.
+    attention: variants of `attention` mixers.
+    rope: scaling of rotary positions.
     kda: shape of `kda` mixers.
     mla: shape of `mla` mixers.
     moe: experts that replace dense MLPs.
@@ -292,6 +340,8 @@ class ModelConfig(fields.Checked, prefix="model"):
   dtype: Literal["float32", "bfloat16"] = "float32"
   remat: Literal["none", "full", "attention", "dots"] = "none"
   scan_layers: bool = True
+  attention: AttentionConfig = AttentionConfig()
+  rope: RopeConfig = RopeConfig()
   kda: KdaConfig = KdaConfig()
   mla: MlaConfig = MlaConfig()
   moe: MoeConfig = MoeConfig()
@@ -309,6 +359,12 @@ class ModelConfig(fields.Checked, prefix="model"):
         "model.moe.dense_layers",
         self.moe.dense_layers,
         f"at most model.num_layers={self.num_layers}",
+      )
+    if self.attention.qkv_bias and self.depth_memory != "none":
+      errors.fail(
+        "model.attention.qkv_bias",
+        True,
+        f"False with model.depth_memory={self.depth_memory!r}",
       )
     block_size = self.residual.block_size
     if block_size > self.num_sublayers:

@@ -46,6 +46,13 @@ def matrices(init_std: float, rngs: nnx.Rngs) -> Callable[..., nnx.Param]:
   return matrix
 
 
+def optional_bias(wanted: bool, axes: str, *shape: int) -> nnx.Param | None:
+  """A float32 bias of zeros, which does not decay, or none."""
+  if not wanted:
+    return None
+  return nnx.Param(jnp.zeros(shape, jnp.float32), axes=axes, decays=False)
+
+
 def scale(factor: float, *weights: nnx.Param) -> None:
   """Multiplies freshly drawn weights by a factor, in place."""
   for weight in weights:
@@ -76,6 +83,17 @@ def linear(
   """
   product = _linear(x, weight, axes, out_dtype)
   return ad_checkpoint.checkpoint_name(product, PRODUCT)
+
+
+def affine(
+  x: jax.Array, weight: nnx.Param, bias: nnx.Param | None, axes: int = 1
+) -> jax.Array:
+  """`linear`, plus a bias if there is one: its gradient is float32, too."""
+  y = linear(x, weight[...], axes)
+  if bias is None:
+    return y
+  offset = jnp.reshape(bias[...], (1,) * (y.ndim - bias[...].ndim) + bias.shape)
+  return (precision.widen(y) + offset).astype(y.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

@@ -37,7 +37,9 @@ def check(config: config_lib.RunConfig) -> None:
   for prevents, why in (
     (not _kinds(model), "a network with softmax attention"),
     (
-      model.qkv_norm or residuals.scheme_of(model).qkv_norm,
+      model.qkv_norm
+      or model.attention.qk_norm
+      or residuals.scheme_of(model).qkv_norm,
       "queries and keys without norms, which undo it",
     ),
     (model.depth_memory != "none", "model.depth_memory='none'"),

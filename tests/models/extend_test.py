@@ -146,6 +146,14 @@ def test_values_from_elsewhere(fields, tokens_T):
   _check(_model(**fields), tokens_T)
 
 
+def test_biases_norms_and_scaled_positions(tokens_T):
+  attention = config_lib.AttentionConfig(
+    qkv_bias=True, output_bias=True, qk_norm=True
+  )
+  rope = config_lib.RopeConfig(scaling="llama3", original_length=40)
+  _check(_model("prenorm", attention=attention, rope=rope), tokens_T)
+
+
 def test_reads_are_those_of_the_trace(tokens_T):
   @jax.jit
   def both(model):

@@ -20,6 +20,14 @@ from tests.models import trunks
 VOCAB = 16
 SCHEMES = ("prenorm", "rescaled", "full_attnres", "block_attnres")
 FIELDS = dict(num_layers=3, num_heads=4, num_kv_heads=2, init_std=0.4)
+# What published networks have; at 40 tokens, one of two frequencies is scaled.
+VARIANTS = dict(
+  attention=config_lib.AttentionConfig(
+    qkv_bias=True, output_bias=True, qk_norm=True
+  ),
+  rope=config_lib.RopeConfig(scaling="llama3", original_length=40),
+  rope_theta=10.0,
+)
 
 
 def _model(name="block_attnres", **fields):
@@ -29,7 +37,8 @@ def _model(name="block_attnres", **fields):
   noise = lambda a: (
     a + np.float32(0.3) * rng.standard_normal(a.shape, "float32")
   )
-  return jax.tree.map(lambda a: noise(a) if a.ndim <= 2 else a, model)
+  vector = lambda a: a.ndim <= 2 or not jnp.any(a)  # Biases start at zero.
+  return jax.tree.map(lambda a: noise(a) if vector(a) else a, model)
 
 
 def _tokens(rows=2, length=9, seed=0):
@@ -46,17 +55,34 @@ def _numpy_norm(x, gain, eps):
   return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + eps) * gain
 
 
-def _numpy_rope(x, theta):
+def _numpy_rope(x, theta, rope):
   """[T, H]: the pair (i, i + H/2) turns by t * theta ** (-2i / H)."""
   length, width = x.shape
   out = np.empty_like(x)
   for t in range(length):
     for i in range(width // 2):
-      angle = t * theta ** (-2 * i / width)
+      angle = t * _scaled(theta ** (-2 * i / width), rope)
       a, b = x[t, i], x[t, i + width // 2]
       out[t, i] = a * np.cos(angle) - b * np.sin(angle)
       out[t, i + width // 2] = a * np.sin(angle) + b * np.cos(angle)
   return out
+
+
+def _scaled(frequency, rope):
+  """Llama 3.1's rule, by wavelengths in tokens."""
+  if rope.scaling == "none":
+    return frequency
+  wavelength = 2 * np.pi / frequency
+  longest = rope.original_length / rope.low_turns
+  shortest = rope.original_length / rope.high_turns
+  if wavelength < shortest:
+    return frequency
+  if wavelength > longest:
+    return frequency / rope.factor
+  share = (rope.original_length / wavelength - rope.low_turns) / (
+    rope.high_turns - rope.low_turns
+  )
+  return (1 - share) * frequency / rope.factor + share * frequency
 
 
 def _numpy_attention(x, p, config, segments):
@@ -67,23 +93,25 @@ def _numpy_attention(x, p, config, segments):
     q = x @ p["query"][:, head]
     k = x @ p["key"][:, head // group]
     v = x @ p["value"][:, head // group]
-    if config.qkv_norm:
-      q, k, v = (
-        _numpy_norm(a, p[f"{name}_norm"], config.norm_eps)
-        for a, name in ((q, "query"), (k, "key"), (v, "value"))
-      )
+    if config.attention.qkv_bias:
+      q = q + p["query_bias"][head]
+      k = k + p["key_bias"][head // group]
+      v = v + p["value_bias"][head // group]
+    if "query_norm" in p:
+      q = _numpy_norm(q, p["query_norm"], config.norm_eps)
+      k = _numpy_norm(k, p["key_norm"], config.norm_eps)
+    if "value_norm" in p:
+      v = _numpy_norm(v, p["value_norm"], config.norm_eps)
     if config.rope_theta:
-      q, k = (
-        _numpy_rope(q, config.rope_theta),
-        _numpy_rope(k, config.rope_theta),
-      )
+      rope = config.rope_theta, config.rope
+      q, k = _numpy_rope(q, *rope), _numpy_rope(k, *rope)
     for t in range(len(x)):
       seen = [s for s in range(t + 1) if segments[s] == segments[t]]
       score = np.array([q[t] @ k[s] for s in seen]) / np.sqrt(q.shape[-1])
       weight = np.exp(score - score.max())
       mixed = (weight / weight.sum()) @ v[seen]
       out[t] += mixed @ p["output"][head]
-  return out
+  return out + p.get("output_bias", 0.0)
 
 
 def _numpy_logits(model, tokens, segments):
@@ -101,9 +129,11 @@ def _numpy_logits(model, tokens, segments):
     gain = np.asarray(part.norm.gain[...])
     if kind == "attention":
       names = ("query", "key", "value", "output")
-      p = {n: np.asarray(getattr(part.core, n)[...]) for n in names}
-      if config.qkv_norm:
-        for n in ("query_norm", "key_norm", "value_norm"):
+      biases = [f"{name}_bias" for name in names]
+      found = {n: getattr(part.core, n) for n in (*names, *biases)}
+      p = {n: np.asarray(a[...]) for n, a in found.items() if a is not None}
+      for n in ("query_norm", "key_norm", "value_norm"):
+        if jax.tree.leaves(getattr(part.core, n)):
           p[n] = np.asarray(getattr(part.core, n).gain[...])
       core = lambda x: _numpy_attention(x, p, config, segments)
     else:
@@ -148,7 +178,7 @@ def _numpy_logits(model, tokens, segments):
   "name,documents,fields",
   [
     ("prenorm", False, {}),
-    ("prenorm", True, {}),
+    ("prenorm", True, VARIANTS),
     ("rescaled", True, dict(num_kv_heads=1, qkv_norm=True)),
     ("full_attnres", False, dict(rope_theta=0.0, head_width=3, num_kv_heads=0)),
     ("block_attnres", True, dict(tie_embeddings=True, rope_theta=100.0)),

@@ -25,8 +25,10 @@ MODEL = config_lib.ModelConfig(
   mla=MLA, init_std=0.3,
   residual=config_lib.ResidualConfig(name="prenorm", num_blocks=2),
 )  # fmt: skip
+BIASED = config_lib.AttentionConfig(qkv_bias=True)
 MIXERS = {
   "attention": (mixers.Attention, {}),
+  "biased": (mixers.Attention, {"attention": BIASED}),
   "grouped": (mixers.Attention, {"num_kv_heads": 2}),
   "mla": (mixers.Mla, {}),
 }
@@ -35,7 +37,8 @@ MIXERS = {
 def _mixer(name):
   make, fields = MIXERS[name]
   config = dataclasses.replace(MODEL, **fields)
-  return make(config, rngs=nnx.Rngs(params=0))
+  mixer = make(config, rngs=nnx.Rngs(params=0))
+  return jax.tree.map(lambda a: a if jnp.any(a) else a + 0.1, mixer)
 
 
 def _logits(query_BTNH, key_BTKH, segment_ids_BT=None):
@@ -105,7 +108,9 @@ class TestMixer:
     after = _logits(*self._heads(scaled, x_BTD))
     sees = np.isfinite(before)
     expected = before * factor_N[None, :, None, None]
-    np.testing.assert_allclose(after[sees], expected[sees], rtol=2e-5)
+    np.testing.assert_allclose(
+      after[sees], expected[sees], rtol=2e-5, atol=1e-6
+    )
     # The rest of the mixer is as it was.
     np.testing.assert_array_equal(core.output[...], scaled.output[...])
     for one in (core, scaled):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal softmax attention with grouped queries (arXiv:2305.13245)."""
 
+import math
 from typing import Any
 
 from flax import nnx
@@ -25,7 +26,7 @@ class Attention(nnx.Module):
   probe: probe_lib.LogitProbe | None = None
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
-    self.rope_theta = config.rope_theta
+    self.rope_theta, self.rope = config.rope_theta, config.rope
     self.kernel = config.attention_kernel
     self.dtype = jnp.dtype(config.dtype)
     width, heads = config.width, config.num_heads
@@ -36,10 +37,17 @@ class Attention(nnx.Module):
     self.key = matrix("D|KH", width, kv_heads, head)
     self.value = matrix("D|KH", width, kv_heads, head)
     self.output = matrix("NH|D", heads, head, width)
-    norm = config.qkv_norm, head, config.norm_eps, "H"
-    self.query_norm = norm_lib.optional(*norm)
-    self.key_norm = norm_lib.optional(*norm)
-    self.value_norm = norm_lib.optional(*norm)
+    variant = config.attention
+    qkv = variant.qkv_bias
+    self.query_bias = linear.optional_bias(qkv, "NH", heads, head)
+    self.key_bias = linear.optional_bias(qkv, "KH", kv_heads, head)
+    self.value_bias = linear.optional_bias(qkv, "KH", kv_heads, head)
+    self.output_bias = linear.optional_bias(variant.output_bias, "D", width)
+    qk_norm = config.qkv_norm or variant.qk_norm
+    norm = head, config.norm_eps, "H"
+    self.query_norm = norm_lib.optional(qk_norm, *norm)
+    self.key_norm = norm_lib.optional(qk_norm, *norm)
+    self.value_norm = norm_lib.optional(config.qkv_norm, *norm)
 
   def __call__(
     self, x: jax.Array | base.QKV, segment_ids_BT: jax.Array | None = None
@@ -53,8 +61,8 @@ class Attention(nnx.Module):
     """Queries [B, T, N, H], keys and values [B, T, K, H], without positions."""
     x = base.qkv(x)
     return (
-      self.query_norm(linear.linear(x.query, self.query[...])),
-      self.key_norm(linear.linear(x.key, self.key[...])),
+      self.query_norm(linear.affine(x.query, self.query, self.query_bias)),
+      self.key_norm(linear.affine(x.key, self.key, self.key_bias)),
       self._values(x.value),
     )
 
@@ -69,9 +77,7 @@ class Attention(nnx.Module):
   ) -> jax.Array:
     """The output, of heads as from `project`, which may attend to more."""
     del x
-    if self.rope_theta:
-      query_BTNH = apply_rope(query_BTNH, self.rope_theta)
-      key_BTKH = apply_rope(key_BTKH, self.rope_theta)
+    query_BTNH, key_BTKH = self._rotated(query_BTNH, key_BTKH)
     if self.probe is not None:
       query_BTNH = probe_lib.probed(
         query_BTNH, key_BTKH, segment_ids_BT, self.probe[...]
@@ -85,7 +91,7 @@ class Attention(nnx.Module):
       tile=self._tile,
       columns=columns,
     )
-    return linear.linear(mixed_BTNH, self.output[...], 2)
+    return linear.affine(mixed_BTNH, self.output, self.output_bias, 2)
 
   def scale_values(self, factor: float) -> None:
     """Multiplies the weights of values and output."""
@@ -97,8 +103,12 @@ class Attention(nnx.Module):
     if query.shape == key.shape:
       factor_N = jnp.sqrt(factor_N)
       self.key[...] = key * factor_N[None, :, None]
+      if self.key_bias is not None:
+        self.key_bias[...] = self.key_bias[...] * factor_N[:, None]
     # Several heads share grouped keys, which would scale all of them.
     self.query[...] = query * factor_N[None, :, None]
+    if self.query_bias is not None:
+      self.query_bias[...] = self.query_bias[...] * factor_N[:, None]
 
   def init_cache(
     self, batch: int, length: int, heads: bool = False
@@ -137,10 +147,8 @@ class Attention(nnx.Module):
   ) -> tuple[jax.Array, cache_lib.Tokens]:
     """`extend`, of heads as from `project`."""
     del x
-    if self.rope_theta:
-      position_BT = chunk.position_BT(query_BTNH.shape[1])
-      query_BTNH = apply_rope(query_BTNH, self.rope_theta, position_BT)
-      key_BTKH = apply_rope(key_BTKH, self.rope_theta, position_BT)
+    position_BT = chunk.position_BT(query_BTNH.shape[1])
+    query_BTNH, key_BTKH = self._rotated(query_BTNH, key_BTKH, position_BT)
     mixed_BTNH, new = softmax.extend(
       query_BTNH,
       key_BTKH,
@@ -151,7 +159,7 @@ class Attention(nnx.Module):
       tile=self._tile,
       columns=columns,
     )
-    return linear.linear(mixed_BTNH, self.output[...], 2), new
+    return linear.affine(mixed_BTNH, self.output, self.output_bias, 2), new
 
   @property
   def _tile(self) -> int:
@@ -161,11 +169,26 @@ class Attention(nnx.Module):
     """None if the mixer uses the values of another one."""
     if self.value is None:
       return None
-    return self.value_norm(linear.linear(x_BTD, self.value[...]))
+    values = linear.affine(x_BTD, self.value, self.value_bias)
+    return self.value_norm(values)
+
+  def _rotated(
+    self,
+    query_BTNH: jax.Array,
+    key_BTKH: jax.Array,
+    position_BT: jax.Array | None = None,
+  ) -> tuple[jax.Array, jax.Array]:
+    if not self.rope_theta:
+      return query_BTNH, key_BTKH
+    rope = self.rope_theta, position_BT, self.rope
+    return apply_rope(query_BTNH, *rope), apply_rope(key_BTKH, *rope)
 
 
 def apply_rope(
-  x_BTNH: jax.Array, theta: float, position_BT: jax.Array | None = None
+  x_BTNH: jax.Array,
+  theta: float,
+  position_BT: jax.Array | None = None,
+  scaling: config_lib.RopeConfig = config_lib.RopeConfig(),
 ) -> jax.Array:
   """Rotates each pair of channels by position times its frequency.
 
@@ -176,10 +199,16 @@ def apply_rope(
       reset, because only position differences matter.
     theta: base of the geometric frequencies.
     position_BT: counts from 0 along T by default.
+    scaling: of the frequencies.
   """
   length, half = x_BTNH.shape[1], x_BTNH.shape[-1] // 2
   dtype = precision.wide(x_BTNH.dtype)
   frequency = theta ** (-jnp.arange(half, dtype=dtype) / half)
+  if scaling.scaling == "llama3":
+    turns = scaling.original_length * frequency / (2 * math.pi)
+    span = scaling.high_turns - scaling.low_turns
+    kept = jnp.clip((turns - scaling.low_turns) / span, 0, 1)
+    frequency = frequency * (kept + (1 - kept) / scaling.factor)
   if position_BT is None:
     position_BT = jnp.arange(length)[None]
   angle_BTH = position_BT.astype(dtype)[..., None] * frequency[None, None]

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exports a network as a Hugging Face checkpoint.
+
+  python -m attnres_jax.interop.export_huggingface \
+    --workdir=runs/tuned --path=DIR
+
+DIR gets safetensors (with an index if there are several), config.json, the
+tokenizer, a model card and a manifest of SHA-256 hashes. Networks with plain
+residuals (`prenorm`) that a family of `families` describes load in plain
+transformers.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+import pathlib
+import sys
+from typing import Any
+
+from attnres_jax import checkpoint
+from attnres_jax import command_line
+from attnres_jax import config as config_lib
+from attnres_jax import files
+from attnres_jax import models
+from attnres_jax.config import fields
+from attnres_jax.interop import families
+from attnres_jax.interop import huggingface
+from attnres_jax.interop import tensor_files
+from attnres_jax.interop import weights_folder
+
+_CARD = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+---
+
+# {name}
+
+A network of the `{family}` family, exported by AttnRes-JAX (step {step}).
+{origin}
+| | |
+|---|---|
+| parameters | {parameters:,} |
+| width, layers | {width}, {layers} |
+| heads (of keys and values), head width | {heads} ({kv_heads}), {head_width} |
+| vocabulary | {vocabulary} |
+| stored as | {dtype} |
+| tokenizer | {tokenizer} |
+
+```python
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("{folder}")
+```
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """The command; returns its exit status."""
+  parser = command_line.Parser(
+    "python -m attnres_jax.interop.export_huggingface", __doc__
+  )
+  add = parser.add_argument
+  add("--workdir", required=True, help="folder of a run")
+  add("--path", required=True, help="new folder")
+  add("--step", type=int, help="checkpoint to use; the newest by default")
+  add(
+    "--dtype", choices=tuple(tensor_files.DTYPES),
+    help="of weights; that of the import, else F32",
+  )  # fmt: skip
+  add("--family", choices=tuple(families.FAMILIES), help="found by default")
+  add(
+    "--shard_bytes", type=int, default=huggingface.SHARD_BYTES,
+    help="largest file, unless a tensor is larger",
+  )  # fmt: skip
+  return command_line.run(_export, parser.parse_args(argv))
+
+
+def _export(options: argparse.Namespace) -> None:
+  fields.accept("--shard_bytes", options.shard_bytes, int)
+  path = weights_folder.check_new("--path", options.path)
+  workdir = files.check_folder("--workdir", options.workdir)
+  steps = checkpoint.all_steps(workdir)
+  if not steps:
+    config_lib.fail_argument(
+      "--workdir", options.workdir, "the folder of a run with a checkpoint"
+    )
+  step = steps[-1] if options.step is None else options.step
+  config, model = checkpoint.load_model(workdir, options.step)
+  facts, also = weights_folder.origin(workdir, config)
+  if not also and config.data.tokenizer == "hf":
+    vocabulary = pathlib.Path(config.data.tokenizer_path)
+    also = {"tokenizer.json": vocabulary.read_bytes()}
+  family = options.family or _family_of(facts, model.config)
+  dtype = options.dtype or facts.get("dtype", "F32")
+  length = {"max_position_embeddings": config.data.sequence_length}
+  described = length | facts.get("config", {})
+  card = _card(config, model, family, dtype, step, facts, path)
+  huggingface.export(
+    model,
+    path,
+    dtype=dtype,
+    facts=described,
+    card=card,
+    also=also,
+    family=family,
+    shard_bytes=options.shard_bytes,
+  )
+  print(f"{family}, step {step}: {path}")
+
+
+def _family_of(facts: Mapping[str, Any], config: config_lib.ModelConfig) -> str:
+  """The family that a network came from, or the first that fits."""
+  return facts.get("family") or families.of_network(config)
+
+
+def _card(
+  config: config_lib.RunConfig,
+  model: models.Transformer,
+  family: str,
+  dtype: str,
+  step: int,
+  facts: Mapping[str, Any],
+  folder: pathlib.Path,
+) -> str:
+  shape = model.config
+  origin = ""
+  if facts:
+    origin = f"It began with the weights of `{facts.get('source')}`.\n"
+  return _CARD.format(
+    name=config.name,
+    family=family,
+    step=step,
+    origin=origin,
+    parameters=sum(a.size for a in checkpoint.to_flat(model).values()),
+    width=shape.width,
+    layers=shape.num_layers,
+    heads=shape.num_heads,
+    kv_heads=shape.kv_heads,
+    head_width=shape.head_size,
+    vocabulary=shape.vocab_size,
+    dtype=dtype,
+    tokenizer=config.data.tokenizer,
+    folder=folder.name,
+  )
+
+
+if __name__ == "__main__":
+  sys.exit(main())

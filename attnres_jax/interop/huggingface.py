@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Networks from folders of safetensors with a config.json, and back.
+
+`read` looks at the headers only, and compares them with the network that the
+config.json describes: each tensor is used once or ignored by name, each leaf is
+filled once, shapes and dtypes are those expected. `load` then reads every
+device's shard of every leaf from the files.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import json
+import os
+import pathlib
+import re
+from typing import Any
+
+import jax
+import numpy as np
+
+from attnres_jax import checkpoint
+from attnres_jax import config as config_lib
+from attnres_jax import files
+from attnres_jax import models
+from attnres_jax import sharding
+from attnres_jax.interop import families
+from attnres_jax.interop import manifest
+from attnres_jax.interop import rules as rules_lib
+from attnres_jax.interop import tensor_files
+
+CONFIG = "config.json"
+# 5 GB is the custom.
+SHARD_BYTES = 5 * 10**9
+_README = "README.md"
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+  """A folder whose headers describe a known network.
+
+  Attributes:
+    folder: of the files.
+    family: its key in `families.FAMILIES`.
+    config: the network, with float32 activations.
+    values: the whole config.json.
+    dtype: of most tensors, such as "BF16".
+    rules: one for each leaf.
+    tensors: all that the files have, by name.
+  """
+
+  folder: pathlib.Path
+  family: str
+  config: config_lib.ModelConfig
+  values: dict[str, Any]
+  dtype: str
+  rules: tuple[rules_lib.Rule, ...]
+  tensors: Mapping[str, tensor_files.Tensor]
+
+
+def read(folder: str | os.PathLike) -> Source:
+  """Checks a folder, without reading any weights.
+
+  Raises:
+    ConfigError: its config.json describes something that cannot be imported.
+    TensorFileError: the files are damaged, or have other tensors than those of
+      the network.
+  """
+  folder = pathlib.Path(folder)
+  if not (folder / CONFIG).is_file():
+    config_lib.fail_argument("--path", str(folder), f"a folder with {CONFIG}")
+  try:
+    values = files.read_json(folder / CONFIG)
+  except ValueError as error:
+    config_lib.fail_argument(
+      "--path", str(folder), f"a folder with a readable {CONFIG} ({error})"
+    )
+  name, family = families.of_config_json(values)
+  config = families.read_config(values)
+  tensors = tensor_files.open_folder(folder)
+  rules = tuple(family.rules(config))
+  used = _check(rules, config, tensors, family.ignored(config))
+  dtypes = [tensors[one].dtype for one in used]
+  dtype = max(sorted(set(dtypes)), key=dtypes.count)
+  return Source(folder, name, config, values, dtype, rules, tensors)
+
+
+def _check(
+  rules: tuple[rules_lib.Rule, ...],
+  config: config_lib.ModelConfig,
+  tensors: Mapping[str, tensor_files.Tensor],
+  ignored: tuple[str, ...],
+) -> list[str]:
+  """Compares tensors with leaves; returns the names of those that are used."""
+  shapes = _abstract(config)
+  leaves = [rule.leaf for rule in rules]
+  if sorted(leaves) != sorted(shapes):
+    # Our own tables are wrong, whatever the files have.
+    raise ValueError(f"rules of other leaves: {set(leaves) ^ set(shapes)}")
+  used: list[str] = []
+  for rule in rules:
+    shape = rule.tensor_shape(shapes[rule.leaf].shape)
+    for name in rule.names:
+      used.append(name)
+      if name not in tensors:
+        raise tensor_files.TensorFileError(
+          f"no tensor {name!r} in the files, which {rule.leaf} needs"
+        )
+      tensor = tensors[name]
+      if tensor.shape != shape:
+        raise tensor_files.TensorFileError(
+          f"{tensor.file}: tensor {name!r} is {tensor.shape}, expected {shape}"
+        )
+      if tensor.dtype not in tensor_files.DTYPES:
+        accepted = ", ".join(tensor_files.DTYPES)
+        raise tensor_files.TensorFileError(
+          f"{tensor.file}: tensor {name!r} is {tensor.dtype}, expected one of"
+          f" {accepted}"
+        )
+  if len(set(used)) < len(used):
+    raise ValueError("two leaves share a tensor")
+  for name in sorted(tensors.keys() - set(used)):
+    if not any(re.fullmatch(pattern, name) for pattern in ignored):
+      raise tensor_files.TensorFileError(
+        f"{tensors[name].file}: tensor {name!r} is not part of the network"
+      )
+  return used
+
+
+def load(
+  source: Source, mesh: jax.sharding.Mesh | None = None
+) -> models.Transformer:
+  """The network, in float32, sharded over a mesh as in training.
+
+  A host holds one shard of one leaf at a time, besides those already on its
+  devices, and one tensor's share of it in the dtype of the files.
+
+  Args:
+    source: of `read`.
+    mesh: of `sharding.make_mesh`; the first device without one.
+
+  Raises:
+    ConfigError: the mesh does not divide a leaf.
+    TensorFileError: a file ends too early.
+  """
+  abstract: Any = jax.eval_shape(lambda: models.build_model(source.config))
+  if mesh is None:
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    places = jax.tree.map(lambda _: device, abstract)
+  else:
+    places = sharding.state_sharding(abstract, mesh)
+  shapes = checkpoint.to_flat(abstract)
+  flat_places = checkpoint.to_flat(places)
+  flat = {
+    rule.leaf: _load_leaf(
+      source, rule, shapes[rule.leaf], flat_places[rule.leaf]
+    )
+    for rule in source.rules
+  }
+  return checkpoint.from_flat(abstract, flat)
+
+
+def _load_leaf(
+  source: Source,
+  rule: rules_lib.Rule,
+  leaf: jax.ShapeDtypeStruct,
+  place: jax.sharding.Sharding,
+) -> jax.Array:
+  # jax.make_array_from_callback would hold the shards of all devices of this
+  # host before it sends any.
+  wanted: dict[Any, list[jax.Device]] = {}
+  indices = place.addressable_devices_indices_map(leaf.shape)
+  for device, index in indices.items():
+    index = index or ()
+    bounds = tuple(s.indices(n)[:2] for s, n in zip(index, leaf.shape))
+    wanted.setdefault(bounds, []).append(device)
+  arrays = []
+  for bounds, devices in wanted.items():
+    index = tuple(slice(*b) for b in bounds)
+    dtype = np.dtype(leaf.dtype)
+    shard = rule.read(source.tensors, leaf.shape, index, dtype)
+    sent = [jax.device_put(shard, device) for device in devices]
+    arrays += jax.block_until_ready(sent)
+    del shard, sent
+  return jax.make_array_from_single_device_arrays(leaf.shape, place, arrays)
+
+
+def export(
+  model: models.Transformer,
+  folder: str | os.PathLike,
+  *,
+  dtype: str,
+  facts: Mapping[str, Any],
+  card: str,
+  also: Mapping[str, bytes] | None = None,
+  family: str = "",
+  shard_bytes: int = SHARD_BYTES,
+) -> None:
+  """Writes a network for transformers: weights, config.json, card, manifest.
+
+  Args:
+    model: with the residual scheme `prenorm`.
+    folder: new or empty.
+    dtype: a key of `tensor_files.DTYPES`; weights are rounded to it.
+    facts: further keys of config.json, such as `max_position_embeddings`.
+    card: text of README.md.
+    also: further files, such as those of the tokenizer.
+    family: a key of `families.FAMILIES`; found from the network if empty.
+    shard_bytes: size of the largest file, unless a tensor is larger.
+
+  Raises:
+    ConfigError: no family can express the network, or the folder is not empty.
+  """
+  folder = pathlib.Path(folder)
+  name = family or families.of_network(model.config)
+  config_lib.choose("family", name, families.FAMILIES)
+  chosen = families.FAMILIES[name]
+  values = chosen.write_config(model.config)
+  if folder.exists() and any(folder.iterdir()):
+    config_lib.fail_argument("--path", str(folder), "a new or empty folder")
+  flat = checkpoint.to_flat(model)
+  rules = chosen.rules(model.config)
+  if sorted(rule.leaf for rule in rules) != sorted(flat):
+    raise ValueError("the family's rules are of other leaves")
+  entries = [
+    entry
+    for rule in rules
+    for entry in rule.write(flat[rule.leaf], flat[rule.leaf].shape, dtype)
+  ]
+  folder.mkdir(parents=True, exist_ok=True)
+  digests = tensor_files.write_folder(folder, entries, shard_bytes)
+  named = {np.dtype(t): n for n, t in tensor_files.DTYPES.items()}
+  torch_dtype = next(t.name for t, n in named.items() if n == dtype)
+  described = {
+    "architectures": [chosen.architecture],
+    "model_type": name,
+    "torch_dtype": torch_dtype,
+  }
+  text = json.dumps(dict(facts) | described | values, indent=2, sort_keys=True)
+  files.write(folder / CONFIG, text + "\n")
+  files.write(folder / _README, card)
+  for file, content in (also or {}).items():
+    files.write(folder / file, content)
+  manifest.write(folder, digests)
+
+
+def _abstract(config: config_lib.ModelConfig) -> dict[str, Any]:
+  abstract = jax.eval_shape(lambda: models.build_model(config))
+  return checkpoint.to_flat(abstract)

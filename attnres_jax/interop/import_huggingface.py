@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Imports a Hugging Face checkpoint: the folder of a run that can be trained.
+
+  python -m attnres_jax.interop.import_huggingface \
+    --path=DIR --workdir=runs/llama
+  python -m attnres_jax.inference.sample --workdir=runs/llama --prompt="Once"
+  python -m attnres_jax.main --config=runs/llama/config.py --workdir=runs/tuned
+
+DIR has config.json, safetensors (one file, or several with an index) and
+tokenizer.json or tokenizer.model. Everything is checked before anything is
+written. With several devices, every leaf is sharded over them.
+"""
+
+import argparse
+from collections.abc import Sequence
+import dataclasses
+import pathlib
+import sys
+
+import jax
+
+from attnres_jax import command_line
+from attnres_jax import config as config_lib
+from attnres_jax import data
+from attnres_jax import files
+from attnres_jax import sharding
+from attnres_jax.interop import huggingface
+from attnres_jax.interop import manifest
+from attnres_jax.interop import tensor_files
+from attnres_jax.interop import weights_folder
+
+# Copied, so that an export has them, too.
+COMPANIONS = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+# By preference: file of a vocabulary, and the tokenizer that reads it.
+_TOKENIZERS = {"tokenizer.json": "hf", "tokenizer.model": "sentencepiece"}
+# Keys of config.json that an export repeats.
+_REPEATED = (
+    "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings",
+)  # fmt: skip
+_DEFAULT_LENGTH = 2048
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """The command; returns its exit status."""
+  parser = command_line.Parser(
+    "python -m attnres_jax.interop.import_huggingface", __doc__
+  )
+  add = parser.add_argument
+  add("--path", required=True, help="folder of the checkpoint")
+  add("--workdir", required=True, help="new folder, as of a run")
+  add(
+    "--dtype", choices=("float32", "bfloat16"),
+    help="of activations; bfloat16 if the files are, else float32",
+  )  # fmt: skip
+  add(
+    "--tokenizer", default="",
+    help="vocabulary file if it is elsewhere, or `bytes`",
+  )  # fmt: skip
+  add("--verify", action="store_true", help=f"first compare {manifest.FILE}")
+  return command_line.run(_import, parser.parse_args(argv))
+
+
+def _import(options: argparse.Namespace) -> None:
+  workdir = weights_folder.check_new("--workdir", options.workdir)
+  folder = pathlib.Path(files.check_path("--path", options.path, ()))
+  if options.verify:
+    verify(folder)
+  source = huggingface.read(folder)
+  dtype = options.dtype
+  if dtype is None:
+    dtype = "bfloat16" if source.dtype == "BF16" else "float32"
+  model_config = dataclasses.replace(source.config, dtype=dtype)
+  kept = {
+    name: (folder / name).read_bytes()
+    for name in COMPANIONS
+    if (folder / name).is_file()
+  }
+  name, path = _tokenizer(options.tokenizer, folder, kept)
+  length = source.values.get("max_position_embeddings") or _DEFAULT_LENGTH
+  described = dict(tokenizer=name, tokenizer_path=path, sequence_length=length)
+  _check_vocabulary(config_lib.DataConfig(**described), model_config)
+  if path:
+    copy = pathlib.Path(path).name
+    kept.setdefault(copy, pathlib.Path(path).read_bytes())
+    described["tokenizer_path"] = str(workdir.absolute() / copy)
+  config = config_lib.RunConfig(
+    name=f"{source.family}_{folder.absolute().name}",
+    model=model_config,
+    data=config_lib.DataConfig(**described),
+  )
+  devices = len(jax.devices())
+  mesh = None
+  if devices > 1:
+    mesh = sharding.make_mesh(config_lib.MeshConfig(data=1, fsdp=devices))
+  model = huggingface.load(source, mesh)
+  facts = {
+    "format": "huggingface",
+    "family": source.family,
+    "source": folder.absolute().name,
+    "dtype": source.dtype,
+    "config": {k: source.values[k] for k in _REPEATED if k in source.values},
+  }
+  weights_folder.write(workdir, config, model, facts, kept)
+  count = sum(leaf.size for leaf in jax.tree.leaves(model))
+  print(
+    f"{source.family}, {count:,} parameters from {len(source.tensors)} tensors"
+    f" ({source.dtype}): {workdir}"
+  )
+
+
+def verify(folder: pathlib.Path) -> None:
+  """Compares a folder with its manifest.
+
+  Raises:
+    ConfigError: there is none.
+    TensorFileError: a file differs.
+  """
+  path = folder / manifest.FILE
+  try:
+    found = manifest.damage(folder)
+  except (OSError, ValueError) as error:
+    config_lib.fail_argument(
+      "--verify", True, f"a manifest at {path} ({error})"
+    )
+  if found:
+    raise tensor_files.TensorFileError(f"{folder}: {'; '.join(found)}")
+
+
+def _tokenizer(
+  given: str, folder: pathlib.Path, kept: dict[str, bytes]
+) -> tuple[str, str]:
+  """Name and vocabulary file of the tokenizer."""
+  if given == "bytes":
+    return "bytes", ""
+  if given:
+    path = files.check_path("--tokenizer", given, ())
+    name = "sentencepiece" if path.suffix == ".model" else "hf"
+    return name, str(path)
+  for file, name in _TOKENIZERS.items():
+    if file in kept:
+      return name, str(folder / file)
+  config_lib.fail_argument(
+    "--path",
+    str(folder),
+    f"a folder with {' or '.join(_TOKENIZERS)} (or --tokenizer)",
+  )
+
+
+def _check_vocabulary(
+  config: config_lib.DataConfig, model: config_lib.ModelConfig
+) -> None:
+  size = data.make_tokenizer(config).vocab_size
+  if size > model.vocab_size:
+    config_lib.fail_argument(
+      "--tokenizer",
+      config.tokenizer_path or config.tokenizer,
+      f"at most the {model.vocab_size} tokens of the network, not {size}",
+    )
+
+
+if __name__ == "__main__":
+  sys.exit(main())

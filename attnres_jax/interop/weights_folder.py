@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of a run that has weights only: what imports and upcycling write.
+
+`sample` takes it as it is. `main` trains on from it, in another folder:
+
+  python -m attnres_jax.main --config=FOLDER/config.py --workdir=runs/tuned
+
+config.py, which is written with it, is the network with `train.start_from`.
+`interop.json` says where the network came from, and which files came with it.
+"""
+
+from collections.abc import Mapping
+import json
+import os
+import pathlib
+from typing import Any
+
+from etils import epath
+import jax
+import ml_collections
+
+from attnres_jax import checkpoint
+from attnres_jax import config as config_lib
+from attnres_jax import files
+from attnres_jax import models
+from attnres_jax import run_folder
+
+FACTS = "interop.json"
+_CONFIG_FILE = "config.py"
+_CONFIG_TEXT = '''\
+"""Trains on from the network of this folder.
+
+  python -m attnres_jax.main --config={path} --workdir=runs/tuned
+"""
+
+from attnres_jax.interop import weights_folder
+
+
+def get_config(arg=None):
+  return weights_folder.continued(__file__, arg)
+'''
+# Longer sequences, if the network has them, are asked for.
+_LENGTH, _BATCH_SIZE, _RATE = 1024, 8, 2e-5
+
+
+def check_new(name: str, path: str) -> pathlib.Path:
+  """A local folder that has nothing in it, or does not exist.
+
+  Raises:
+    ConfigError: it is something else; `name` is that of the argument.
+  """
+  folder = files.check_folder(name, path)
+  if files.is_remote(folder):
+    config_lib.fail_argument(name, path, "a local folder")
+  if folder.exists() and any(folder.iterdir()):
+    config_lib.fail_argument(name, path, "a new or empty folder")
+  return pathlib.Path(folder)
+
+
+def write(
+  folder: pathlib.Path,
+  config: config_lib.RunConfig,
+  model: models.Transformer,
+  facts: Mapping[str, Any],
+  also: Mapping[str, bytes],
+) -> None:
+  """Writes a network as the checkpoint of step 0 of a finished run.
+
+  Args:
+    folder: new or empty.
+    config: of the network and its data.
+    model: the network.
+    facts: a JSON object about its origin.
+    also: further files, such as those of the tokenizer.
+  """
+  folder.mkdir(parents=True, exist_ok=True)
+  for name, content in also.items():
+    files.write(folder / name, content)
+  info = {"config": config_lib.to_dict(config), run_folder.WEIGHTS_ONLY: True}
+  saving = config_lib.CheckpointConfig(asynchronous=False)
+  with checkpoint.Saver(folder, saving) as saver:
+    saver.save(0, {"model": model}, info)
+  write_json(folder / FACTS, dict(facts) | {"files": sorted(also)})
+  path = folder / _CONFIG_FILE
+  files.write(path, _CONFIG_TEXT.format(path=path))
+  files.write(folder / run_folder.CONFIG, config_lib.to_json(config))
+  count = sum(leaf.size for leaf in jax.tree.leaves(model))
+  outcome = dict(name=config.name, status="finished", step=0, parameters=count)
+  write_json(folder / run_folder.SUMMARY, outcome)
+
+
+def write_json(path: pathlib.Path, values: Mapping[str, Any]) -> None:
+  """Writes an object as a JSON file."""
+  files.write(path, json.dumps(values, indent=2) + "\n")
+
+
+def continued(file: str, arg: str | None = None) -> ml_collections.ConfigDict:
+  """The config of a run that trains on from the folder of `file`."""
+  config_lib.parse_arg(arg)
+  folder = pathlib.Path(file).absolute().parent
+  run = config_lib.build_run_config(files.read_json(folder / run_folder.CONFIG))
+  config = ml_collections.ConfigDict(config_lib.to_dict(run))
+  config.name = f"{run.name}_continued"
+  config.train.start_from = str(folder)
+  config.data.sequence_length = min(_LENGTH, run.data.sequence_length)
+  config.data.batch_size = _BATCH_SIZE
+  config.optim.peak_lr = _RATE
+  config.lock()
+  return config
+
+
+def origin(
+  workdir: str | os.PathLike, config: config_lib.RunConfig
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+  """The facts about the network that a run began with, and their files.
+
+  Follows `train.start_from`; both are empty if it began with new weights.
+
+  Args:
+    workdir: of the run.
+    config: of the run.
+  """
+  folder, seen = epath.Path(workdir), set()
+  while str(folder) not in seen:
+    seen.add(str(folder))
+    if (folder / FACTS).exists():
+      facts = files.read_json(folder / FACTS)
+      names = facts.get("files", [])
+      return facts, {name: (folder / name).read_bytes() for name in names}
+    if not config.train.start_from:
+      break
+    folder = epath.Path(config.train.start_from)
+    if folder.parent.name == checkpoint.CHECKPOINTS:
+      folder = folder.parent.parent
+    described = folder / run_folder.CONFIG
+    if described.exists():
+      config = config_lib.build_run_config(files.read_json(described))
+  return {}, {}

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The documented commands: in, drawn from, trained on, out again."""
+
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from attnres_jax import checkpoint
+from attnres_jax import config as config_lib
+from attnres_jax import train
+from attnres_jax.inference import sample
+from attnres_jax.interop import export_huggingface
+from attnres_jax.interop import huggingface
+from attnres_jax.interop import import_huggingface
+from attnres_jax.interop import weights_folder
+from tests import tiny_run
+from tests.interop import small_checkpoint
+
+pytestmark = pytest.mark.needs("tokenizers")
+IMPORT, EXPORT = import_huggingface.main, export_huggingface.main
+SMALL_RUN = {
+  "train.steps": 2,
+  "optim.warmup_steps": 0,
+  "train.eval_every": 0,
+  "train.depth_every": 0,
+  "train.eval_batches": 1,
+  "data.source": "text",
+  "data.validation_fraction": 0.2,
+  "data.sequence_length": 16,
+  "data.batch_size": 4,
+  "mesh.data": 1,
+  "checkpoint.asynchronous": False,
+}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+  """A checkpoint with a tokenizer."""
+  folder = tmp_path_factory.mktemp("source")
+  small_checkpoint.write(folder, "llama", dtype="BF16", num_layers=2)
+  (folder / "tokenizer.json").write_text(small_checkpoint.tokenizer_json())
+  (folder / "tokenizer_config.json").write_text("{}")
+  return folder
+
+
+@pytest.fixture(scope="module")
+def imported(source):
+  folder = source.parent / "imported"
+  argv = [f"--path={source}", f"--workdir={folder}", "--dtype=float32"]
+  assert IMPORT(argv) == 0
+  return folder
+
+
+def test_an_import(source, imported):
+  config, model = checkpoint.load_model(imported)
+  expected = huggingface.load(huggingface.read(source))
+  jax.tree.map(np.testing.assert_array_equal, model, expected)
+  assert config.model == huggingface.read(source).config
+  assert config.data.tokenizer == "hf"
+  assert pathlib.Path(config.data.tokenizer_path).parent == imported
+  assert config.data.sequence_length == 64
+
+
+def test_activations_are_as_wide_as_the_files(source, tmp_path):
+  assert IMPORT([f"--path={source}", f"--workdir={tmp_path / 'a'}"]) == 0
+  config, _ = checkpoint.load_model(tmp_path / "a")
+  assert config.model.dtype == "bfloat16"
+
+
+def test_sampling(imported, capsys):
+  argv = [f"--workdir={imported}", "--prompt=def", "--num_tokens=3", "--json"]
+  assert sample.main(argv) == 0
+  line = json.loads(capsys.readouterr().out)
+  assert line["prompt"] == "def" and len(line["ids"]) == 3
+
+
+def test_training_goes_on_and_the_result_goes_out(imported, tmp_path, capsys):
+  fields = SMALL_RUN | tiny_run.corpus(tmp_path)
+  config = config_lib.load_config(str(imported / "config.py"), fields)
+  assert config.train.start_from == str(imported)
+  run = tmp_path / "run"
+  summary = train.train_and_evaluate(config, run)
+  assert summary["status"] == "finished"
+  (event,) = tiny_run.events(run, "started from")
+  assert event["of_step"] == 0 and not event["optimiser"]
+  _, model = checkpoint.load_model(run)
+  argv = [f"--workdir={run}", f"--path={tmp_path / 'out'}", "--dtype=F32"]
+  assert EXPORT(argv) == 0
+  exported = huggingface.load(huggingface.read(tmp_path / "out"))
+  jax.tree.map(np.testing.assert_array_equal, exported, model)
+  _, before = checkpoint.load_model(imported)
+  assert not np.array_equal(
+    before.sublayers["mlp"].core.up[...], model.sublayers["mlp"].core.up[...]
+  )
+  values = json.loads((tmp_path / "out" / "config.json").read_text())
+  assert values["eos_token_id"] == 2 and values["model_type"] == "llama"
+  for name in ("tokenizer.json", "tokenizer_config.json"):
+    copied = (tmp_path / "out" / name).read_bytes()
+    assert copied == (imported / name).read_bytes()
+  card = (tmp_path / "out" / "README.md").read_text()
+  assert "`llama` family" in card and "(step 2)" in card
+  argv = [f"--path={tmp_path / 'out'}", f"--workdir={tmp_path / 'again'}"]
+  assert IMPORT([*argv, "--verify"]) == 0
+
+
+def test_an_export_of_an_import_is_the_source(source, imported, tmp_path):
+  out = tmp_path / "out"
+  assert EXPORT([f"--workdir={imported}", f"--path={out}"]) == 0
+  weights = "model.safetensors"
+  assert (out / weights).read_bytes() == (source / weights).read_bytes()
+
+
+def test_a_run_does_not_resume_in_the_folder_of_an_import(imported, tmp_path):
+  fields = SMALL_RUN | tiny_run.corpus(tmp_path)
+  config = config_lib.load_config(str(imported / "config.py"), fields)
+  with pytest.raises(config_lib.ConfigError, match="has weights only"):
+    train.train_and_evaluate(config, imported)
+
+
+@pytest.mark.parametrize(
+  "arguments,words",
+  [
+    (["--path={source}/gone"], "expected a folder with config.json"),
+    (["--workdir={source}"], "expected a new or empty folder"),
+    (["--tokenizer={source}/config.json"], "data.tokenizer_path: got"),
+    (["--tokenizer={big}"], "at most the 300 tokens of the network, not 311"),
+    (["--path={bare}"], "a folder with tokenizer.json or tokenizer.model"),
+    (["--path={bare}", "--tokenizer=bytes", "--verify"], None),
+    (["--path={damaged}", "--verify"], "README.md: its content has changed"),
+    (["--path={source}", "--dtype=float16"], "invalid choice: 'float16'"),
+  ],
+)
+def test_bad_imports_write_nothing(source, tmp_path, capsys, arguments, words):
+  bare, damaged = tmp_path / "bare", tmp_path / "damaged"
+  for folder in bare, damaged:
+    small_checkpoint.write(folder, "llama", num_layers=2)
+  (damaged / "README.md").write_text("B test.\n")
+  import tokenizers
+
+  big = tokenizers.Tokenizer.from_str(small_checkpoint.tokenizer_json())
+  big.add_tokens([f"token {i}" for i in range(53)])
+  big.save(str(tmp_path / "big.json"))
+  named = dict(
+    source=source, bare=bare, damaged=damaged, big=tmp_path / "big.json"
+  )
+  given = [f"--path={source}", f"--workdir={tmp_path / 'new'}"]
+  given += [argument.format(**named) for argument in arguments]
+  try:
+    status = IMPORT(given)
+  except SystemExit as stopped:
+    status = stopped.code
+  if words is None:
+    assert status == 0
+    return
+  assert status in (1, 2)
+  error = capsys.readouterr().err
+  assert words in error and len(error.splitlines()) == 1
+  assert not (tmp_path / "new").exists()
+
+
+def test_a_network_that_cannot_be_exported(tmp_path, capsys):
+  config = config_lib.RunConfig(
+    model=small_checkpoint.model("llama", rope_theta=0.0).config
+  )
+  model = small_checkpoint.model("llama", rope_theta=0.0)
+  weights_folder.write(tmp_path / "a", config, model, {}, {})
+  argv = [f"--workdir={tmp_path / 'a'}", f"--path={tmp_path / 'b'}"]
+  assert EXPORT(argv) == 2
+  assert "config.model.rope_theta: got 0" in capsys.readouterr().err
+  assert not (tmp_path / "b").exists()

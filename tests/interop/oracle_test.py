@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every family against its own class in transformers, small and random."""
+
+import dataclasses
+import functools
+import warnings
+
+import jax
+import numpy as np
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax import loss as loss_lib
+from attnres_jax.interop import huggingface
+from tests.interop import small_checkpoint
+
+pytestmark = [
+  pytest.mark.needs("torch"),
+  pytest.mark.needs("transformers>=5"),
+]
+
+LENGTH = 48
+SHAPE = dict(
+  vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=4,
+  num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+)  # fmt: skip
+# At 48 tokens, some frequencies are scaled, some kept, some interpolated.
+LLAMA3 = dict(
+  rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+  original_max_position_embeddings=32, rope_theta=100.0,
+)  # fmt: skip
+CASES = {
+  "llama": ("Llama", dict(tie_word_embeddings=False)),
+  "llama_tied": ("Llama", dict(tie_word_embeddings=True)),
+  "llama_scaled": ("Llama", dict(rope_parameters=LLAMA3)),
+  "llama_biased": ("Llama", dict(attention_bias=True, head_dim=8)),
+  "qwen2": ("Qwen2", dict(tie_word_embeddings=True)),
+  "qwen3": ("Qwen3", dict(head_dim=32, rms_norm_eps=1e-5)),
+}
+
+
+@functools.cache
+def _network(case):
+  """The network of torch; biases and gains are random, too."""
+  import torch
+  import transformers
+
+  name, fields = CASES[case]
+  config = getattr(transformers, f"{name}Config")(**SHAPE | fields)
+  config._attn_implementation = "eager"
+  torch.manual_seed(0)
+  network = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
+  for parameter in network.parameters():
+    spread = 0.3 if parameter.ndim < 2 else 0.08
+    parameter.data += spread * torch.randn_like(parameter)
+  return network
+
+
+def _tokens():
+  return np.random.default_rng(0).integers(0, 256, (2, LENGTH), dtype=np.int32)
+
+
+def _their_logits(network):
+  import torch
+
+  with torch.no_grad():
+    return network(torch.tensor(_tokens()).long()).logits.numpy()
+
+
+def _save(network, folder, **options):
+  with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    network.save_pretrained(folder, **options)
+
+
+def _load_theirs(folder):
+  import transformers
+
+  with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    return transformers.AutoModelForCausalLM.from_pretrained(
+      folder, attn_implementation="eager"
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+class TestFamily:
+  def test_logits(self, case, tmp_path):
+    _save(_network(case), tmp_path, max_shard_size="150KB")
+    source = huggingface.read(tmp_path)
+    assert len({t.file for t in source.tensors.values()}) > 2
+    model = huggingface.load(source)
+    ours = np.asarray(jax.jit(lambda model, x: model(x))(model, _tokens()))
+    theirs = _their_logits(_network(case))
+    assert theirs.std() > 0.3
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
+
+  def test_gradients_of_the_loss(self, case, tmp_path):
+    import torch
+
+    network, tokens = _network(case), _tokens()
+    network.zero_grad()
+    ids = torch.tensor(tokens).long()
+    network(ids, labels=ids).loss.backward()
+    theirs = {n: p.grad.numpy() for n, p in network.named_parameters()}
+    _save(network, tmp_path)
+    source = huggingface.read(tmp_path)
+    model = huggingface.load(source)
+    run = config_lib.RunConfig(model=source.config)
+
+    def mean(model):
+      examples = loss_lib.Examples.of({"tokens": tokens})
+      h_BTD = model.hidden(examples.inputs)
+      sums = loss_lib.loss_sums(run, h_BTD, model.embedding.head_DV(), examples)
+      return sums.total / examples.weights.sum()
+
+    gradient = jax.jit(jax.grad(mean))(model)
+    compared = 0
+    flat = huggingface.checkpoint.to_flat(gradient)
+    for rule in source.rules:
+      leaf = flat[rule.leaf]
+      for entry in rule.write(leaf, leaf.shape, "F32"):
+        expected = theirs[entry.name]
+        scale = np.abs(expected).max()
+        assert scale > 1e-6, entry.name
+        np.testing.assert_allclose(
+          entry.make(), expected, rtol=0, atol=2e-4 * scale, err_msg=entry.name
+        )
+        compared += 1
+    assert compared == len(theirs)
+
+  def test_plain_transformers_loads_an_export(self, case, tmp_path):
+    _save(_network(case), tmp_path / "theirs")
+    source = huggingface.read(tmp_path / "theirs")
+    huggingface.export(
+      huggingface.load(source), tmp_path / "ours", dtype="F32",
+      facts={"max_position_embeddings": 64}, card="A test.\n",
+      family=source.family, shard_bytes=150_000,
+    )  # fmt: skip
+    again = _load_theirs(tmp_path / "ours")
+    assert type(again) is type(_network(case))
+    expected = dict(_network(case).named_parameters())
+    for name, parameter in again.named_parameters():
+      assert bool((parameter == expected[name]).all()), name
+    np.testing.assert_array_equal(
+      _their_logits(again), _their_logits(_network(case))
+    )
+
+
+@pytest.mark.parametrize("family", small_checkpoint.FIELDS)
+def test_a_network_of_ours_runs_there(family, tmp_path):
+  model = small_checkpoint.write(tmp_path, family)
+  ours = np.asarray(jax.jit(lambda model, x: model(x))(model, _tokens()))
+  theirs = _their_logits(_load_theirs(tmp_path))
+  np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
+
+
+def test_the_comparison_sees_a_transposed_square(tmp_path):
+  """Shapes alone do not: queries of 64 columns from a width of 64."""
+  _save(_network("llama"), tmp_path)
+  source = huggingface.read(tmp_path)
+  wrong = [
+    dataclasses.replace(rule, transposed=False, columns=2)
+    if rule.leaf.endswith("core/query/value")
+    else rule
+    for rule in source.rules
+  ]
+  model = huggingface.load(dataclasses.replace(source, rules=tuple(wrong)))
+  ours = np.asarray(jax.jit(lambda model, x: model(x))(model, _tokens()))
+  theirs = _their_logits(_network("llama"))
+  assert np.abs(ours - theirs).max() > 0.05

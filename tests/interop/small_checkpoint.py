@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small random checkpoints of every family, without torch."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from attnres_jax import config as config_lib
+from attnres_jax import models
+from attnres_jax.interop import huggingface
+
+LLAMA3 = config_lib.RopeConfig(scaling="llama3", factor=8.0, original_length=32)
+_Attention = config_lib.AttentionConfig
+# By family: what its networks have.
+FIELDS = {
+  "llama": dict(rope=LLAMA3, tie_embeddings=True),
+  "qwen2": dict(attention=_Attention(qkv_bias=True)),
+  "qwen3": dict(attention=_Attention(qk_norm=True), head_width=32),
+}
+CONFIG = config_lib.ModelConfig(
+  vocab_size=300, width=64, num_layers=3, num_heads=4, num_kv_heads=2,
+  head_width=16, mlp_width=96,
+  residual=config_lib.ResidualConfig(name="prenorm"),
+)  # fmt: skip
+
+
+def model(family="llama", **fields):
+  """A network whose every parameter is random, biases and gains included."""
+  config = dataclasses.replace(CONFIG, **FIELDS[family] | fields)
+  rng = np.random.default_rng(0)
+
+  def drawn(leaf):
+    spread = 0.3 if leaf.ndim == 2 else 0.1
+    noise = rng.standard_normal(leaf.shape, "float32") * np.float32(spread)
+    return jax.numpy.asarray(noise)
+
+  return jax.tree.map(drawn, jax.eval_shape(lambda: models.build_model(config)))
+
+
+def write(folder, family="llama", dtype="F32", shard_bytes=10**9, **fields):
+  """Writes one; returns its network."""
+  made = model(family, **fields)
+  huggingface.export(
+    made,
+    folder,
+    dtype=dtype,
+    facts={"max_position_embeddings": 64, "eos_token_id": 2},
+    card="A test.\n",
+    family=family,
+    shard_bytes=shard_bytes,
+  )
+  return made
+
+
+def tokenizer_json():
+  """A vocabulary of 256 bytes and two special tokens, as tokenizer.json."""
+  import tokenizers  # An extra.
+
+  bytes_ = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+  vocab = {c: i for i, c in enumerate(sorted(bytes_))}
+  made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+  made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+    add_prefix_space=False
+  )
+  made.decoder = tokenizers.decoders.ByteLevel()
+  made.add_special_tokens(["<s>", "</s>"])
+  return made.to_str()
