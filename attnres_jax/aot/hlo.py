@@ -39,6 +39,11 @@ _CONTROL_NAME = re.compile(
 )
 # Operations that read as much of their first operand as they return.
 _CUTS = ("slice", "dynamic-slice", "gather")
+# Operations that write a part of their first operand: the number of the operand
+# that they write.
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+# Of an instruction whose result is its operand.
+_ALIASED = "output_to_operand_aliasing={{}: (0, {})}"
 _CONTROL = ("while", "conditional", "call")
 # Not work: names, views, and ends of asynchronous operations, which are counted
 # where they start.
@@ -202,7 +207,7 @@ class Program:
 
     A fusion is one instruction, and those inside are not listed. If it only
     slices an array or gathers from it, the results count; if it updates an
-    array in place, the update counts.
+    array in place or scatters into it, the update counts.
     """
     for name, (count, _) in self.runs.items():
       if name in self.fused:
@@ -314,19 +319,19 @@ class Program:
     inside = self.computations[name]
 
     def behind(name: str) -> Instruction:
-      while inside[name].op == "bitcast":
+      while self._is_view(inside[name]):
         (name,) = inside[name].operands
       return inside[name]
 
     read: dict[int, float] = {}
     whole = set()
     for user in inside.values():
-      if user.op == "bitcast":
+      if self._is_view(user):
         continue
       nested = self._parts(user)[0] if user.op == "fusion" else {}
       if user.op in _CUTS:
         nested = {0: sum(a.nbytes for a in user.arrays)}
-      elif user.op == "dynamic-update-slice":
+      elif user.op in _UPDATES:
         nested = {0: 0.0}  # The updated array is not read.
       for i, operand in enumerate(user.operands):
         source = behind(operand)
@@ -339,14 +344,24 @@ class Program:
     ends = root.operands if root.op == "tuple" else (root.name,)
     written = {}
     for i, end in enumerate(map(behind, ends)):
-      if end.op == "dynamic-update-slice":
+      if end.op in _UPDATES:
         target = behind(end.operands[0])
         if target.op == "parameter" or "AllocateBuffer" in target.attributes:
-          update = inside[end.operands[1]]
+          update = inside[end.operands[_UPDATES[end.op]]]
           written[i] = sum(a.nbytes for a in update.arrays)
       elif end.op == "fusion" and 0 in (nested := self._parts(end)[1]):
         written[i] = nested[0]
     return {i: n for i, n in read.items() if i not in whole}, written
+
+  def _is_view(self, instruction: Instruction) -> bool:
+    """Whether it is its operand, perhaps in other tiles, within a fusion."""
+    if instruction.op == "bitcast":
+      return True
+    if instruction.op != "fusion" or _ALIASED not in instruction.attributes:
+      return False
+    ((_, name),) = instruction.called()
+    ops = [inner.op for inner in self.computations[name].values()]
+    return ops == ["parameter", "copy"]
 
   def _pieces(
     self, instruction: Instruction

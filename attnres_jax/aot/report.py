@@ -57,13 +57,14 @@ def _trace_train(program):
   return program.train_step.trace(program.abstract_state, program.batch_shapes)
 
 
-def _trace_decode(program):
+def _trace_decode(program, **options):
   of_data = program.config.data
   return engine.trace_next(
     program.abstract_state.model,
     program.mesh,
     of_data.batch_size,
     of_data.sequence_length,
+    **options,
   )
 
 
@@ -78,7 +79,10 @@ STEPS = {
 
 
 def make_report(
-  config: config_lib.RunConfig, devices: Sequence[Any], step: str = "train"
+  config: config_lib.RunConfig,
+  devices: Sequence[Any],
+  step: str = "train",
+  **options: str,
 ) -> dict[str, Any]:
   """Compiles and analyses a step; the result can be saved as JSON.
 
@@ -91,6 +95,7 @@ def make_report(
     config: of the run.
     devices: of `topology.devices`.
     step: a key of `STEPS`.
+    **options: of `decode`, see `engine.trace_next`.
 
   Raises:
     ConfigError: the config does not fit the mesh, or has no vocabulary size.
@@ -99,9 +104,14 @@ def make_report(
   chip = topology.chip(devices[0])
   mesh = sharding.make_mesh(config.mesh, devices)
   program = train_state.make_program(config, mesh)
-  report = _of_shapes(config, choice, program, chip)
+  report = _of_shapes(config, choice, program, chip) | options
   start = time.perf_counter()
-  traced = choice.trace(program)
+  traced = choice.trace(program, **options)
+  if not choice.trains:
+    kept = engine.abstract_prepared(
+      program.abstract_state.model, mesh, options.get("weights", "model")
+    )
+    report["parameter_bytes"] = sharding.bytes_per_device(kept)
   lowered = traced.lower()
   report["lower_seconds"] = time.perf_counter() - start
   start = time.perf_counter()
@@ -220,6 +230,9 @@ def to_text(report: Mapping[str, Any]) -> str:
       f" in {report['microbatches']} microbatches, remat {report['remat']}"
     )
   note = STEPS[report["step"]].note
+  for name in ("weights", "cache"):
+    if report.get(name, "model") != "model":
+      note += f"; {name} in {report[name]}"
   lines = [
     f"{report['name']} ({report['residual']}), {report['step']} step on"
     f" {report['devices']} {report['device_kind']} devices: {mesh}",

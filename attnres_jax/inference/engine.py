@@ -19,7 +19,7 @@ request through all this.
 """
 
 import collections
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -40,12 +40,19 @@ from attnres_jax.config import fields
 from attnres_jax.inference import draw as draw_lib
 from attnres_jax.inference import prefix
 from attnres_jax.inference import scores as scores_lib
+from attnres_jax.models import rounded
 from attnres_jax.models.mixers import cache as cache_lib
 
 # The shortest chunk, and the shortest part of a cache that is read.
 _LEAST_CHUNK, _LEAST_CONTEXT = 16, 128
 
 Finish = Literal["stop", "length"]
+
+# Name -> the network with its weights in another form.
+WEIGHTS: dict[str, Callable[[models.Transformer], models.Transformer]] = {
+  "model": lambda model: model,
+  "int8": rounded.round_weights,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +162,8 @@ class Engine:
     taps: Sequence[int] = (),
     prefix_bytes: int = 0,
     mesh: Mesh | None = None,
+    weights: str = "model",
+    cache: str = "model",
   ):
     """Places the network and an empty state on the devices.
 
@@ -170,6 +179,12 @@ class Engine:
       prefix_bytes: most memory for what prompts have in common; 0 to compute
         every prompt from its start.
       mesh: of `sharding.make_mesh`; slots are sharded over its rows.
+      weights: `model` for those of the model, in the dtype of its products;
+        `int8` for a scale per output channel (`models.rounded`).
+      cache: of keys, values and latents: `model` for the dtype of the model,
+        `bfloat16`, or `int8` with a scale per token and head. A chunk of a
+        prompt attends to its own tokens before they are rounded, so then
+        `chunk` has an effect on results.
 
     Raises:
       ConfigError: a mixer cannot decode, or a number cannot be used.
@@ -196,13 +211,16 @@ class Engine:
         config_lib.fail_argument("taps", l, f"0 to {num_sublayers}")
     self._static = dict(num_top=num_top, taps=tuple(taps), mesh=mesh)
     self._mesh = mesh
+    prepare = functools.partial(prepared, weights=weights)
     shardings = None
     if mesh is not None:
-      shardings = sharding.state_sharding(model, mesh)
-    self._model = jax.jit(_in_dtype_of_products, out_shardings=shardings)(model)
+      abstract = jax.eval_shape(prepare, model)
+      shardings = sharding.state_sharding(abstract, mesh)
+    self._model = jax.jit(prepare, out_shardings=shardings)(model)
 
     def empty(model: models.Transformer) -> State:
-      return _keep_sharded(model, _empty_state(model, slots, length), mesh)
+      state = _empty_state(model, slots, length, cache)
+      return _keep_sharded(model, state, mesh)
 
     self._state = jax.jit(empty)(self._model)
     if mesh is None:
@@ -452,7 +470,13 @@ def _as_arrays(settings: draw_lib.Settings) -> dict[str, Any]:
 
 
 def trace_next(
-  model: models.Transformer, mesh: Mesh, slots: int, length: int
+  model: models.Transformer,
+  mesh: Mesh,
+  slots: int,
+  length: int,
+  *,
+  weights: str = "model",
+  cache: str = "model",
 ) -> Any:
   """The traced program of the next token of all slots, whose caches are full.
 
@@ -461,11 +485,12 @@ def trace_next(
     mesh: of any devices.
     slots: as in `Engine`.
     length: as in `Engine`.
+    weights: as in `Engine`.
+    cache: as in `Engine`.
   """
-  model = jax.eval_shape(_in_dtype_of_products, model)
-  model = sharding.with_sharding(model, sharding.state_sharding(model, mesh))
+  model = abstract_prepared(model, mesh, weights)
   state = jax.eval_shape(
-    functools.partial(_empty_state, slots=slots, length=length), model
+    lambda model: _empty_state(model, slots, length, cache), model
   )
   state = sharding.with_sharding(state, _state_sharding(model, state, mesh))
   active_B = jax.ShapeDtypeStruct((slots,), bool)
@@ -474,20 +499,44 @@ def trace_next(
   )
 
 
-def _in_dtype_of_products(model: models.Transformer) -> models.Transformer:
-  """The same network: its products cast their weights anyway."""
+def abstract_prepared(
+  model: models.Transformer, mesh: Mesh, weights: str = "model"
+) -> models.Transformer:
+  """`prepared`, of abstract arrays, as a mesh shards it."""
+  model = jax.eval_shape(functools.partial(prepared, weights=weights), model)
+  return sharding.with_sharding(model, sharding.state_sharding(model, mesh))
+
+
+def prepared(
+  model: models.Transformer, weights: str = "model"
+) -> models.Transformer:
+  """The same network, as an engine keeps it.
+
+  Weights of products are in the dtype to which these cast them anyway.
+
+  Args:
+    model: of training.
+    weights: as in `Engine`.
+
+  Raises:
+    ConfigError: there are no such `weights`.
+  """
 
   def cast(parameter: sharding.Parameter) -> jax.Array:
+    value = parameter.value
     if parameter.wide or not parameter.is_matrix:
-      return parameter.value
-    return parameter.value.astype(model.config.dtype)
+      return value
+    return value.astype(model.config.dtype)
 
+  model = config_lib.choose("weights", weights, WEIGHTS)(model)
   return sharding.map_parameters(cast, model)
 
 
-def _empty_state(model: models.Transformer, slots: int, length: int) -> State:
+def _empty_state(
+  model: models.Transformer, slots: int, length: int, cache: str
+) -> State:
   return State(
-    model.init_cache(slots, length),
+    cache_lib.kept_as(model.init_cache(slots, length), cache),
     jnp.zeros(slots, jnp.int32),
     draw_lib.Rows.empty(slots, model.config.vocab_size),
   )
@@ -496,11 +545,13 @@ def _empty_state(model: models.Transformer, slots: int, length: int) -> State:
 def _state_sharding(model: models.Transformer, state: State, mesh: Mesh) -> Any:
   """Caches are sharded over rows and heads, the rest is replicated."""
   rest = jax.tree.map(lambda _: sharding.replicated(mesh), state)
-  cache = jax.tree.map(
-    lambda spec: NamedSharding(mesh, spec),
-    model.cache_specs(),
-    is_leaf=lambda node: isinstance(node, PartitionSpec),
-  )
+
+  def like(spec: PartitionSpec, node: Any) -> Any:
+    # A rounded array has two, cut alike.
+    return jax.tree.map(lambda _: NamedSharding(mesh, spec), node)
+
+  is_spec = lambda node: isinstance(node, PartitionSpec)
+  cache = jax.tree.map(like, model.cache_specs(), state.cache, is_leaf=is_spec)
   return rest._replace(cache=cache)
 
 

@@ -86,6 +86,8 @@ def _sample_run(options: argparse.Namespace) -> None:
     length=options.length,
     num_top=options.logprobs,
     prefix_bytes=options.prefix_mib * trained.MIB,
+    weights=options.weights,
+    cache=options.cache,
   )
   most = config.data.sequence_length
   if engine.length > most:

@@ -33,6 +33,7 @@ from attnres_jax import precision
 from attnres_jax import scopes
 from attnres_jax import sharding
 from attnres_jax.models import grouped
+from attnres_jax.models import rounded
 
 # Rows of a piece, over the rows of a device if experts are balanced. More rows
 # need a second piece, which reads the weights again.
@@ -288,13 +289,13 @@ def _gather(weights, x_UD):
   would if `tensor` shards them.
   """
   in_cut, _, cut = fsdp_cuts(weights, x_UD.shape[1])
-  gate, up, down = (weight.astype(x_UD.dtype) for weight in weights)
-  ins = [gate, up]
+  *ins, down = weights
   whole = max(sharding.unsplit_axes().values(), default=1) == 1
-  if whole and gate.shape[2] % _LANES == 0:
-    ins = [jnp.concatenate(ins, axis=2)]
-  ins = [sharding.gather_parts(weight, in_cut, x_UD.dtype) for weight in ins]
-  return *ins, sharding.gather_parts(down, cut, x_UD.dtype)
+  is_rounded = isinstance(down, rounded.Rounded)
+  if whole and ins[0].shape[2] % _LANES == 0 and not is_rounded:
+    ins = [jnp.concatenate([a.astype(x_UD.dtype) for a in ins], axis=2)]
+  ins = [grouped.gather_parts(weight, in_cut, x_UD.dtype) for weight in ins]
+  return *ins, grouped.gather_parts(down, cut, x_UD.dtype)
 
 
 def _halves(outputs):

@@ -12,6 +12,7 @@ from attnres_jax import precision
 from attnres_jax import scopes
 from attnres_jax import sharding
 from attnres_jax.models import linear
+from attnres_jax.models import rounded
 
 
 class Embedding(nnx.Module):
@@ -38,8 +39,8 @@ class Embedding(nnx.Module):
     with scopes.part(scopes.EMBEDDING):
       return _encode(self.dtype, self.table[...], tokens_BT)
 
-  def head_DV(self) -> jax.Array:
-    """The float32 head matrix [D, V]."""
+  def head_DV(self) -> jax.Array | rounded.Rounded:
+    """The head matrix [D, V]: float32, unless inference changed it."""
     return self.table[...].T if self.head is None else self.head[...]
 
   def decode(self, h_BTD: jax.Array) -> jax.Array:
@@ -79,7 +80,9 @@ _encode.defvjp(_encode_forward, _encode_backward)
 
 
 def logits(
-  h_BTD: jax.Array, head_DV: jax.Array, soft_cap: float = 0.0
+  h_BTD: jax.Array,
+  head_DV: jax.Array | rounded.Rounded,
+  soft_cap: float = 0.0,
 ) -> jax.Array:
   """float32 logits; the product runs in the dtype of `h_BTD`.
 

@@ -20,6 +20,7 @@ from jax.extend import core
 import jax.numpy as jnp
 
 from attnres_jax import precision
+from attnres_jax.models import rounded
 
 # The name by which activation checkpointing recognises weight products.
 PRODUCT = "product"
@@ -61,7 +62,7 @@ def scale(factor: float, *weights: nnx.Param) -> None:
 
 def linear(
   x: jax.Array,
-  weight: jax.Array,
+  weight: jax.Array | rounded.Rounded,
   axes: int = 1,
   out_dtype: jnp.dtype | None = None,
 ) -> jax.Array:
@@ -74,13 +75,16 @@ def linear(
 
   Args:
     x: [..., *in], activations.
-    weight: [*in, *out], float32 master weight.
+    weight: [*in, *out], float32 master weight; or a rounded one, whose scale is
+      applied to the sums, and which has no gradient.
     axes: how many axes `in` has.
     out_dtype: of the result; None keeps the dtype of `x`.
 
   Returns:
     [..., *out].
   """
+  if isinstance(weight, rounded.Rounded):
+    return _rounded_linear(x, weight, axes, out_dtype or x.dtype)
   product = _linear(x, weight, axes, out_dtype)
   return ad_checkpoint.checkpoint_name(product, PRODUCT)
 
@@ -138,6 +142,14 @@ def gradients(
 
 
 _linear.defvjp(_forward, _backward)
+
+
+def _rounded_linear(x, weight, axes, out_dtype):
+  wide = precision.wide(x.dtype)
+  sums = _linear(x, weight.codes, axes, wide)
+  scale = jnp.reshape(weight.scale, weight.shape[axes:])
+  scale = jnp.expand_dims(scale, tuple(range(x.ndim - axes)))
+  return (sums * scale.astype(wide)).astype(out_dtype)
 
 
 def _contract(a, b, a_axes, b_axes, dtype):

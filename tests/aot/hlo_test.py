@@ -105,6 +105,48 @@ def test_traffic_leaves_out_what_stays_on_the_core():
   assert hlo.Program(TEXT).hbm_bytes() == expected
 
 
+def test_traffic_of_scatters_and_of_other_tiles():
+  """A row of an array is scattered, another one is cut out of a view of it."""
+  text = """\
+HloModule jit_f, is_scheduled=true
+
+%second (old: s8[], new: s8[]) -> s8[] {
+  %old = s8[]{:T(256)} parameter(0)
+  ROOT %new = s8[]{:T(256)} parameter(1)
+}
+
+%tiles (a: s8[8,32,128]) -> s8[8,32,128] {
+  %a = s8[8,32,128]{2,1,0:T(32,128)(4,1)} parameter(0)
+  ROOT %other = s8[8,32,128]{2,1,0:T(8,128)(4,1)} copy(%a)
+}
+
+%cut (b: s8[8,32,128], i: s32[]) -> s8[1,32,128] {
+  %b = s8[8,32,128]{2,1,0:T(32,128)(4,1)} parameter(0)
+  %view = s8[8,32,128]{2,1,0:T(8,128)(4,1)} fusion(%b), kind=kLoop, output_to_operand_aliasing={{}: (0, {})}, calls=%tiles
+  %i = s32[]{:T(128)} parameter(1)
+  ROOT %row = s8[1,32,128]{2,1,0:T(8,128)(4,1)} dynamic-slice(%view, %i), dynamic_slice_sizes={1,32,128}
+}
+
+%put (c: s8[8,32,128], j: s32[2,1], d: s8[2,32,128]) -> s8[8,32,128] {
+  %c = s8[8,32,128]{2,1,0:T(8,128)(4,1)} parameter(0)
+  %j = s32[2,1]{1,0:T(2,128)S(1)} parameter(1)
+  %d = s8[2,32,128]{2,1,0:T(8,128)(4,1)} parameter(2)
+  ROOT %scattered = s8[8,32,128]{2,1,0:T(8,128)(4,1)} scatter(%c, %j, %d), to_apply=%second
+}
+
+ENTRY %main (x: s8[8,32,128], y: s8[2,32,128], k: s32[], l: s32[2,1]) -> s8[1,32,128] {
+  %x = s8[8,32,128]{2,1,0:T(32,128)(4,1)} parameter(0)
+  %y = s8[2,32,128]{2,1,0:T(8,128)(4,1)} parameter(1)
+  %k = s32[]{:T(128)S(6)} parameter(2)
+  %l = s32[2,1]{1,0:T(2,128)S(1)} parameter(3)
+  %both = s8[8,32,128]{2,1,0:T(8,128)(4,1)} fusion(%x, %l, %y), kind=kCustom, calls=%put
+  ROOT %one = s8[1,32,128]{2,1,0:T(8,128)(4,1)} fusion(%both, %k), kind=kLoop, calls=%cut
+}
+"""  # noqa: E501
+  row = 32 * 128
+  assert hlo.Program(text).hbm_bytes() == 2 * (2 * row) + 2 * row
+
+
 def test_traffic_of_updates_in_place_and_of_cuts():
   text = """\
 HloModule jit_f, is_scheduled=true

@@ -12,11 +12,16 @@ right: `Chunk` says where it starts and how many of its tokens count. What a row
 computes does not depend on the other rows, nor on padding.
 """
 
+from collections.abc import Callable
 import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from attnres_jax import config as config_lib
+from attnres_jax import sharding
+from attnres_jax.models import rounded
 
 
 class Chunk(NamedTuple):
@@ -46,10 +51,11 @@ class Tokens:
 
   Attributes:
     arrays: [B, K, S, ...] in a cache, [B, K, T, ...] if they are new. The order
-      is that in which products read them.
+      is that in which products read them. In a cache they may be rounded, with
+      a scale per token and head.
   """
 
-  arrays: tuple[jax.Array, ...]
+  arrays: tuple[jax.Array | rounded.Rounded, ...]
 
   @property
   def room(self) -> int:
@@ -94,6 +100,32 @@ def map_both(tokens: Any, recurrent: Any, *caches: Any) -> Any:
     return jax.tree.map(function, first, *rest)
 
   return jax.tree.map(one, *caches, is_leaf=_is_tokens)
+
+
+# Name -> how `Tokens` are kept, of arrays in the dtype of the model.
+KEPT: dict[str, Callable[[jax.Array], jax.Array | rounded.Rounded]] = {
+  "model": lambda a: a,
+  "bfloat16": lambda a: a.astype(jnp.bfloat16),
+  "int8": rounded.nearest,
+}
+
+
+def kept_as(cache: Cache, name: str) -> Cache:
+  """A cache whose entries of tokens are kept in another dtype.
+
+  Recurrent states stay as they are: every token changes them a little, and
+  roundings would add up.
+
+  Args:
+    cache: as from `Transformer.init_cache`.
+    name: a key of `KEPT`.
+
+  Raises:
+    ConfigError: it is none.
+  """
+  keep = config_lib.choose("cache", name, KEPT)
+  states = map_both(keep, lambda a: a, cache.states)
+  return cache._replace(states=states)
 
 
 def is_recurrent(cache: Any) -> bool:
@@ -151,6 +183,9 @@ def append(cache: Cache, added: Added, row_B: jax.Array | None = None) -> Cache:
   chunk = added.chunk
   rows_B = jnp.arange(chunk.start_B.size) if row_B is None else row_B
 
+  def put_rows(old, new):
+    return _put_rows(old, new, chunk, row_B)
+
   def put(old, new):
     length, room = new.shape[3], old.shape[3]
     counts_BT = chunk.counts_BT(length)
@@ -166,4 +201,60 @@ def append(cache: Cache, added: Added, row_B: jax.Array | None = None) -> Cache:
   length_B = cache.length_B.at[rows_B].set(
     chunk.start_B + chunk.length_B, mode="drop"
   )
-  return Cache(length_B, map_both(put, replace, cache.states, added.states))
+
+  def tokens(old, new):
+    if isinstance(old, rounded.Rounded):
+      return jax.tree.map(put_rows, old, rounded.nearest(new))
+    return put(old, new)
+
+  def one(old, new):
+    if not _is_tokens(old):
+      return jax.tree.map(replace, old, new)
+    arrays = zip(old.arrays, new.arrays, strict=True)
+    return Tokens(tuple(tokens(*both) for both in arrays))
+
+  states = jax.tree.map(one, cache.states, added.states, is_leaf=_is_tokens)
+  return Cache(length_B, states)
+
+
+# TPU compilers scatter eight-bit entries in another layout than that in which
+# products read them, and would copy the cache there and back.
+def _put_rows(old, new, chunk, row_B):
+  """Stores a chunk row by row, each as one update in place."""
+  same_rows = row_B is None
+  slot_B = jnp.arange(old.shape[1])
+  row_B = slot_B if same_rows else row_B
+  rows = sharding.stacked_sequences(1)
+  # All shards look at all rows, unless these are where their slots are.
+  of_new: Any = (rows, *[sharding.SEQUENCES] * 2)
+  of_new = of_new if same_rows else sharding.WHOLE
+  put = sharding.by_shards(
+    _put_rows_of_shard,
+    (rows, sharding.SEQUENCES, of_new),
+    rows,
+    sharding.ROWS,
+  )
+  return put(old, slot_B, (new, chunk, row_B))
+
+
+def _put_rows_of_shard(old, slot_B, added):
+  new, chunk, row_B = added
+  row_B = row_B - slot_B[0]
+  length, (layers, slots, heads, room, width) = new.shape[3], old.shape
+  size = min(length, room)
+
+  def one_row(b, old):
+    # What would not fit is before the chunk then.
+    start = jnp.minimum(chunk.start_B[b], room - size)
+    place_T = start + jnp.arange(size) - chunk.start_B[b]
+    counts_T = (place_T >= 0) & (place_T < chunk.length_B[b])
+    counts_T &= (row_B[b] >= 0) & (row_B[b] < slots)
+    at = 0, row_B[b], 0, start, 0
+    before = jax.lax.dynamic_slice(old, at, (layers, 1, heads, size, width))
+    row = jax.lax.dynamic_slice_in_dim(new, b, 1, axis=1)
+    row = jnp.take(row, jnp.maximum(place_T, 0), axis=3)
+    counts_T1 = jnp.expand_dims(counts_T[:, None], (0, 1, 2))
+    row = jnp.where(counts_T1, row.astype(old.dtype), before)
+    return jax.lax.dynamic_update_slice(old, row, at)
+
+  return jax.lax.fori_loop(0, row_B.size, one_row, old)

@@ -90,17 +90,19 @@ class Kda(nnx.Module):
     self.query_conv = convolution()
     self.key_conv = convolution()
     self.value_conv = convolution()
-    self.decay_down = matrix("D|R", width, rank)
-    self.decay_up = matrix("R|NH", rank, heads, head)
+    # Small, and their errors add up in exponents.
+    gate = functools.partial(matrix, exact=True)
+    self.decay_down = gate("D|R", width, rank)
+    self.decay_up = gate("R|NH", rank, heads, head)
     self.a_log = nnx.Param(
       _initial_a_log(rngs.params(), heads), axes="N", decays=False
     )
     self.dt_bias = nnx.Param(
       _initial_dt_bias(rngs.params(), (heads, head)), axes="NH", decays=False
     )
-    self.beta = matrix("D|N", width, heads)
-    self.gate_down = matrix("D|R", width, rank)
-    self.gate_up = matrix("R|NH", rank, heads, head)
+    self.beta = gate("D|N", width, heads)
+    self.gate_down = gate("D|R", width, rank)
+    self.gate_up = gate("R|NH", rank, heads, head)
     # Queries and keys have length one anyway.
     self.value_norm = norm_lib.optional(
       config.qkv_norm, head, config.norm_eps, "H"
@@ -279,8 +281,8 @@ _wide_linear.defvjp(_wide_forward, _wide_backward)
 
 
 def _flat(x, axis):
-  """Joins the axes from `axis` on."""
-  return jnp.reshape(x, (*x.shape[:axis], -1))
+  """Joins the axes from `axis` on, also of a rounded weight."""
+  return jax.tree.map(lambda a: jnp.reshape(a, (*a.shape[:axis], -1)), x)
 
 
 def _to_heads(x_BTD, weight_DNH):

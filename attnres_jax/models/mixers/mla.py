@@ -27,6 +27,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import sharding
 from attnres_jax.models import linear
 from attnres_jax.models import norm as norm_lib
+from attnres_jax.models import rounded
 from attnres_jax.models.mixers import cache as cache_lib
 from attnres_jax.models.mixers import probe as probe_lib
 from attnres_jax.models.mixers import softmax
@@ -176,7 +177,7 @@ class Mla(nnx.Module):
       heads = self._heads(x_BTD, tokens_BTC, tokens_BTC)
       return self.finish(x_BTD, *heads), new
     key_up_RNH, value_up_RNV = jnp.split(
-      self.expand[...].astype(x_BTD.dtype), [self.nope_width], axis=2
+      rounded.dense(self.expand[...], x_BTD.dtype), [self.nope_width], axis=2
     )
     query_BTNH = self._queries(x_BTD)
     own_BTNH, shared_BTNH = jnp.split(query_BTNH, [self.nope_width], axis=3)

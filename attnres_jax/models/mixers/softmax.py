@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from attnres_jax import precision
 from attnres_jax import sharding
 from attnres_jax.models import linear
+from attnres_jax.models import rounded
 from attnres_jax.models.mixers import cache as cache_lib
 from attnres_jax.models.mixers import flash
 from attnres_kernels import dispatch
@@ -171,35 +172,49 @@ def attend_after(
     (cache, before_BS[:, None, None, None]),
     (new, causal_TT[None, None, None]),
   ):
-    logits_BKGTS = scale * jnp.einsum(
-      "BKGTH,BKSH->BKGTS", query_BKGTH, tokens.arrays[0],
-      preferred_element_type=wide,
-    )  # fmt: skip
+    key_BKSH, scale_BK11S = _codes(tokens.arrays[0], query_BKGTH.dtype)
+    logits_BKGTS = (
+      scale
+      * scale_BK11S
+      * jnp.einsum(
+        "BKGTH,BKSH->BKGTS", query_BKGTH, key_BKSH, preferred_element_type=wide
+      )
+    )
     logits.append(jnp.where(mask, logits_BKGTS, jnp.finfo(wide).min))
   if columns is not None:
     logits_BTKGM = columns.logits_BTNM.reshape(
       batch, length, kv_heads, heads // kv_heads, -1
     )
     logits.append(jnp.moveaxis(logits_BTKGM, 1, 3))
-  value_dtype = new.arrays[-1].dtype
+  value_dtype = query_BTNH.dtype
   weights = jnp.split(
-    jax.nn.softmax(jnp.concatenate(logits, axis=-1)).astype(value_dtype),
+    jax.nn.softmax(jnp.concatenate(logits, axis=-1)),
     [cache.room, cache.room + length],
     axis=-1,
   )
   mixed_BKGTV = jnp.zeros((), wide)
   for weight_BKGTS, tokens in zip(weights, (cache, new)):
+    value_BKSV, scale_BK11S = _codes(tokens.arrays[-1], value_dtype)
+    weight_BKGTS = (scale_BK11S * weight_BKGTS).astype(value_dtype)
     mixed_BKGTV += jnp.einsum(
-      "BKGTS,BKSV->BKGTV", weight_BKGTS, tokens.arrays[-1],
+      "BKGTS,BKSV->BKGTV", weight_BKGTS, value_BKSV,
       preferred_element_type=wide,
     )  # fmt: skip
   if columns is not None:
     mixed_BKGTV += jnp.einsum(
-      "BKGTM,BTKMV->BKGTV", weights[-1], columns.value_BTKMV,
-      preferred_element_type=wide,
+      "BKGTM,BTKMV->BKGTV", weights[-1].astype(value_dtype),
+      columns.value_BTKMV, preferred_element_type=wide,
     )  # fmt: skip
   mixed_BTKGV = jnp.transpose(mixed_BKGTV, (0, 3, 1, 2, 4))
   return mixed_BTKGV.reshape(batch, length, heads, -1).astype(value_dtype)
+
+
+def _codes(entries, dtype):
+  """Entries of a cache for a product, and what its sums are scaled by."""
+  if not isinstance(entries, rounded.Rounded):
+    return entries.astype(dtype), jnp.ones((), precision.wide(dtype))
+  scale_BKS1 = entries.scale.astype(precision.wide(dtype))
+  return entries.codes.astype(dtype), jnp.swapaxes(scale_BKS1, 2, 3)[:, :, None]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
