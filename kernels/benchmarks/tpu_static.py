@@ -36,6 +36,7 @@ from attnres_jax.aot import topology as topology_lib
 from attnres_kernels.depth_attention import pallas_tpu as attention
 from attnres_kernels.depth_attention import shapes
 from attnres_kernels.depth_merge import pallas_tpu as merge
+from attnres_kernels.depth_read import pallas_tpu as depth_read
 from attnres_kernels.kda import pallas_tpu as kda
 from attnres_kernels.kda import shapes as kda_shapes
 
@@ -222,6 +223,27 @@ def _merge(shape, backward):
   return function, (wide, lse, row, wide, *rest), plan
 
 
+def _read(shape):
+  """The sources of a decoding step: blocks, and a float32 partial sum."""
+  token = (shape.tokens, shape.width)
+  sources = [jax.ShapeDtypeStruct(token, jnp.bfloat16)] * (shape.sources - 1)
+  sources.append(jax.ShapeDtypeStruct(token, jnp.float32))
+  queries = jax.ShapeDtypeStruct((shape.queries, shape.width), jnp.float32)
+  gain = jax.ShapeDtypeStruct((shape.width,), jnp.float32)
+  function = functools.partial(
+    depth_read.forward, row=0, eps=1e-6, norm_eps=1e-6
+  )
+  plan = _plan(
+    shape.tokens,
+    min(shape.tokens, 16),
+    shape.width,
+    slabs=shape.sources + 2,
+    stats=0,
+    fixed=36 * shape.width,
+  )
+  return function, (queries, gain, *sources), plan
+
+
 def _plan(tokens, tile, width, slabs, stats, fixed):
   """Bytes moved and VMEM used; in memory, rows are padded to 128 lanes."""
   steps = math.ceil(tokens / tile)
@@ -245,6 +267,8 @@ def _depth_cases(options) -> Iterator[tuple[str, Any, Build]]:
       for shape in of_op:
         build_one = functools.partial(build, backward=bool(backward))
         yield f"{op}_{direction}", shape, build_one
+  for shape in shapes.DECODED:
+    yield "depth_read_forward", shape, _read
 
 
 # Operands and results that a kernel moves: in the input dtype with width K or

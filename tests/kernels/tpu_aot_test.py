@@ -15,6 +15,7 @@ from attnres_kernels import depth_attention
 from attnres_kernels import depth_attention_vjp
 from attnres_kernels import depth_merge
 from attnres_kernels import depth_merge_norm
+from attnres_kernels import depth_read_norm
 from attnres_kernels.depth_attention import shapes
 
 CHIPS = {
@@ -86,6 +87,21 @@ def merge(shape, op):
   return f, [wide, lse, row, wide, wide, row]
 
 
+def read(shape):
+  """One token of each row, through the public function."""
+
+  def f(queries, gain, *sources):
+    return depth_read_norm(queries, 9, sources, gain)
+
+  token = (shape.tokens, 1, shape.width)
+  return f, [
+    ((shape.queries, shape.width), jnp.float32),
+    ((shape.width,), jnp.float32),
+    *[(token, None)] * (shape.sources - 1),
+    (token, jnp.float32),
+  ]
+
+
 def compile_for(chip, function, arguments, dtype):
   structs = [
     jax.ShapeDtypeStruct(s, d or dtype, sharding=sharding(chip))
@@ -115,6 +131,12 @@ class TestTpuCompile:
     text = compile_for(chip, *merge(shape, op), dtype)
     for name in ("depth_merge_forward", "depth_merge_backward"):
       assert name in text
+
+  @pytest.mark.parametrize("chip", tuple(CHIPS))
+  @pytest.mark.parametrize("shape", shapes.DECODED[::2], ids=str)
+  def test_read(self, chip, shape):
+    text = compile_for(chip, *read(shape), "bfloat16")
+    assert "depth_read_forward" in text
 
   def test_separate_sources_are_not_stacked(self):
     shape = shapes.Shape("small", 4, 5, 512, 1024)
