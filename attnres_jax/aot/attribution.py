@@ -45,10 +45,10 @@ class Cost:
 def costs(program: hlo.Program) -> dict[str, Cost]:
   """The cost of each part; they add up to the program's."""
   found: dict[str, Cost] = {OTHER: Cost()}
-  owners = _owners(program)
+  owner = owners(program)
 
   def part(place: Place) -> Cost:
-    return found.setdefault(owners.get(place) or OTHER, Cost())
+    return found.setdefault(owner.get(place) or OTHER, Cost())
 
   for computation, (count, _) in program.runs.items():
     for instruction in program.computations[computation].values():
@@ -66,7 +66,7 @@ def costs(program: hlo.Program) -> dict[str, Cost]:
   return found
 
 
-def _owners(program: hlo.Program) -> dict[Place, str | None]:
+def owners(program: hlo.Program) -> dict[Place, str | None]:
   """The part of every instruction; None if it has none."""
   owners: dict[Place, str | None] = {}
   for computation, known in program.computations.items():

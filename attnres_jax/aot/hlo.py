@@ -37,6 +37,8 @@ _CONTROL_NAME = re.compile(
   r"shard_map|while|body|cond|branch_\d+_fun|eval_jaxpr|closed_call|checkpoint"
   r"|pjit|jvp\(\)"
 )
+# Operations that update some of their first operand -> which operand is new.
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 # Operations that read as much of their first operand as they return.
 _CUTS = ("slice", "dynamic-slice", "gather")
 # Operations that write a part of their first operand: the number of the operand
@@ -296,8 +298,10 @@ class Program:
       read, written = self._parts(instruction)
     elif instruction.op.removesuffix("-start") in _CUTS:
       read = {0: max(a.nbytes for a in results)}
-    elif instruction.op == "dynamic-update-slice":
-      read, written = {0: 0.0}, {0: sum(a.nbytes for a in operands[1])}
+    elif instruction.op in _UPDATES:
+      new = sum(a.nbytes for a in operands[_UPDATES[instruction.op]])
+      read = {0: new if instruction.op == "scatter" else 0.0}
+      written = {0: new}
     total = 0.0
     for i, arrays in enumerate(operands):
       in_hbm = [a.nbytes for a in arrays if a.in_hbm]
@@ -333,6 +337,10 @@ class Program:
         nested = {0: sum(a.nbytes for a in user.arrays)}
       elif user.op in _UPDATES:
         nested = {0: 0.0}  # The updated array is not read.
+      elif user.op == "scatter":
+        # What is added to is read.
+        new = inside[user.operands[_UPDATES[user.op]]]
+        nested = {0: sum(a.nbytes for a in new.arrays)}
       for i, operand in enumerate(user.operands):
         source = behind(operand)
         if source.op == "parameter" and i in nested:
