@@ -48,12 +48,13 @@ ROWS = (DATA, FSDP, EXPERT)
 
 # Shardings of activations: [B, T, D] between sublayers, [Q, B, T, ...] for the
 # queries of a depth block, [B, T, N, ...] inside a mixer, [B, N, ...] in its
-# cache, and replicated. And of a mixer's weights [W, N, ...].
+# cache, and replicated. And of a mixer's weights [W, N, ...] and [N, ...].
 TOKENS = PartitionSpec(ROWS, TENSOR)
 QUERIED_TOKENS = PartitionSpec(None, ROWS, TENSOR)
 HEADS = PartitionSpec(ROWS, None, TENSOR)
 ROWS_AND_HEADS = PartitionSpec(ROWS, TENSOR)
 HEAD_WEIGHTS = PartitionSpec(None, TENSOR)
+FIRST_AXIS = PartitionSpec(TENSOR)
 SEQUENCES = PartitionSpec(ROWS)
 WHOLE = PartitionSpec()
 # What is not sharded over tokens, if it cannot be.
@@ -289,6 +290,58 @@ def keep_tokens(x_BTD: jax.Array) -> jax.Array:
   tensor = jax.sharding.get_abstract_mesh().shape.get(TENSOR, 1)
   spec = SEQUENCES if x_BTD.shape[1] % tensor else TOKENS
   return jax.lax.with_sharding_constraint(x_BTD, spec)
+
+
+_scattering = jax.make_user_context(False)
+
+
+def scattering(length: int) -> contextlib.AbstractContextManager:
+  """A context for rows of `length` tokens, whose sums are scattered over them.
+
+  The memory-efficient prefill of the paper (arXiv:2603.15031 section 4.2): a
+  sublayer gathers its normalised input (`gather_tokens`), and its output, a sum
+  over the heads or hidden units of all devices along `tensor`, is scattered
+  over tokens (`scatter_sum`). What is between sublayers is of the device's own
+  tokens. Together these send as much as the all-reduce that they replace.
+
+  Without a mesh, or if `tensor` does not divide the tokens, nothing is.
+  """
+  tensor = jax.sharding.get_abstract_mesh().shape.get(TENSOR, 1)
+  return _scattering(
+    _mesh_to_split_over() and tensor > 1 and length % tensor == 0
+  )
+
+
+def scatters() -> bool:
+  """Whether this runs in `scattering`, and it applies."""
+  return _scattering.value and _mesh_to_split_over()
+
+
+def gather_tokens(x_BTD: jax.Array) -> jax.Array:
+  """In `scattering`, gives each device all tokens of its rows."""
+  if not scatters():
+    return x_BTD
+  return jax.lax.with_sharding_constraint(x_BTD, SEQUENCES)
+
+
+def scatter_sum(function: Callable[..., jax.Array], *in_specs: Any) -> Any:
+  """In `scattering`, a sum over `tensor` of what each device computes.
+
+  Elsewhere, the function itself.
+
+  Args:
+    function: of arrays, to [B, T, D]; a sum over what `tensor` shards.
+    *in_specs: how each argument is sharded.
+  """
+  if not scatters():
+    return function
+
+  def part(*args: Any) -> jax.Array:
+    return jax.lax.psum_scatter(
+      function(*args), TENSOR, scatter_dimension=1, tiled=True
+    )
+
+  return by_shards(part, in_specs, TOKENS)
 
 
 def by_shards(

@@ -38,6 +38,7 @@ from attnres_jax import models
 from attnres_jax import sharding
 from attnres_jax.config import fields
 from attnres_jax.inference import draw as draw_lib
+from attnres_jax.inference import layouts
 from attnres_jax.inference import prefix
 from attnres_jax.inference import scores as scores_lib
 from attnres_jax.models import rounded
@@ -199,6 +200,7 @@ class Engine:
       fields.accept(name, value, kind)
     # Rows of a chunk: a mesh computes one prompt per shard of rows.
     self._rows = 1 if mesh is None else sharding.num_row_shards(mesh)
+    self._tensor = 1 if mesh is None else mesh.shape[sharding.TENSOR]
     if slots % self._rows:
       config_lib.fail_argument(
         "slots", slots, f"a multiple of the mesh's {self._rows} shards of rows"
@@ -227,6 +229,8 @@ class Engine:
       # Programs are compiled again for arrays that may be moved.
       both = self._model, self._state
       self._model, self._state = jax.device_put(both, jax.local_devices()[0])
+    if layouts.reads_products(_platform(mesh)):
+      self._model = jax.device_put(self._model, layouts.formats(self._model))
     self.prefixes = None
     if prefix_bytes:
       recurrent = cache_lib.is_recurrent(self._state.cache.states)
@@ -354,6 +358,7 @@ class Engine:
     ]
     least = min(_LEAST_CHUNK, self.chunk)
     size = _bucket(max(map(len, parts)), least, self.chunk)
+    size += -size % self._tensor  # Devices share the tokens of a chunk.
     tokens_PT, next_PT = np.zeros((2, self._rows, size), np.int32)
     # Rows without a prompt have no slot either.
     slot_P = np.full(self._rows, self.slots, np.int32)
@@ -488,15 +493,56 @@ def trace_next(
     weights: as in `Engine`.
     cache: as in `Engine`.
   """
+  model, state = _abstract(model, mesh, slots, length, weights, cache)
+  active_B = jax.ShapeDtypeStruct((slots,), bool)
+  return _next.trace(
+    model, state, active_B, context=length, num_top=0, taps=(), mesh=mesh
+  )
+
+
+def trace_extend(
+  model: models.Transformer, mesh: Mesh, tokens: int, cached: int, length: int
+) -> Any:
+  """The traced program of a chunk of a prompt, for each shard of rows.
+
+  Args:
+    model: with abstract arrays.
+    mesh: of any devices.
+    tokens: of the chunk.
+    cached: tokens of the prompt before it.
+    length: as in `Engine`.
+  """
+  rows = sharding.num_row_shards(mesh)
+  model, state = _abstract(model, mesh, rows, length)
+  int_P = jax.ShapeDtypeStruct((rows,), jnp.int32)
+  bool_P = jax.ShapeDtypeStruct((rows,), bool)
+  tokens_PT = jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
+  return _extend.trace(
+    model, state, tokens_PT, tokens_PT, int_P, int_P, bool_P,
+    context=cached, num_top=0, taps=(), with_scores=False, mesh=mesh,
+  )  # fmt: skip
+
+
+def _abstract(
+  model: models.Transformer,
+  mesh: Mesh,
+  slots: int,
+  length: int,
+  weights: str = "model",
+  cache: str = "model",
+) -> tuple[models.Transformer, State]:
+  """The shapes of an engine's network and state, with their shardings."""
   model = abstract_prepared(model, mesh, weights)
   state = jax.eval_shape(
     lambda model: _empty_state(model, slots, length, cache), model
   )
   state = sharding.with_sharding(state, _state_sharding(model, state, mesh))
-  active_B = jax.ShapeDtypeStruct((slots,), bool)
-  return _next.trace(
-    model, state, active_B, context=length, num_top=0, taps=(), mesh=mesh
-  )
+  return model, state
+
+
+def _platform(mesh: Mesh | None) -> str:
+  devices = jax.local_devices() if mesh is None else mesh.devices.flat
+  return devices[0].platform
 
 
 def abstract_prepared(
@@ -504,7 +550,10 @@ def abstract_prepared(
 ) -> models.Transformer:
   """`prepared`, of abstract arrays, as a mesh shards it."""
   model = jax.eval_shape(functools.partial(prepared, weights=weights), model)
-  return sharding.with_sharding(model, sharding.state_sharding(model, mesh))
+  model = sharding.with_sharding(model, sharding.state_sharding(model, mesh))
+  if layouts.reads_products(_platform(mesh)):
+    model = sharding.with_sharding(model, layouts.formats(model))
+  return model
 
 
 def prepared(

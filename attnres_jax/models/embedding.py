@@ -37,6 +37,8 @@ class Embedding(nnx.Module):
     Several batches may be stacked before B.
     """
     with scopes.part(scopes.EMBEDDING):
+      if sharding.scatters():
+        return _encode_by_shards(self.dtype, self.table[...], tokens_BT)
       return _encode(self.dtype, self.table[...], tokens_BT)
 
   def head_DV(self) -> jax.Array | rounded.Rounded:
@@ -51,6 +53,24 @@ class Embedding(nnx.Module):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _encode(dtype, table_VD, tokens_BT):
   return jnp.take(table_VD, tokens_BT, axis=0).astype(dtype)
+
+
+def _encode_by_shards(dtype, table_VD, tokens_BT):
+  """Each device looks up the tokens of its part of the vocabulary.
+
+  The compiler might gather the whole table.
+  """
+
+  def of_part(table_VD, tokens_BT):
+    size = table_VD.shape[0]
+    place_BT = tokens_BT - size * jax.lax.axis_index(sharding.TENSOR)
+    own_BT1 = ((place_BT >= 0) & (place_BT < size))[..., None]
+    found_BTD = jnp.take(table_VD, place_BT, axis=0, mode="clip").astype(dtype)
+    return jnp.where(own_BT1, found_BTD, jnp.zeros((), dtype))
+
+  return sharding.scatter_sum(of_part, sharding.FIRST_AXIS, sharding.SEQUENCES)(
+    table_VD, tokens_BT
+  )
 
 
 def _encode_forward(dtype, table_VD, tokens_BT):

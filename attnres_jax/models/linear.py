@@ -20,6 +20,7 @@ from jax.extend import core
 import jax.numpy as jnp
 
 from attnres_jax import precision
+from attnres_jax import sharding
 from attnres_jax.models import rounded
 
 # The name by which activation checkpointing recognises weight products.
@@ -93,7 +94,33 @@ def affine(
   x: jax.Array, weight: nnx.Param, bias: nnx.Param | None, axes: int = 1
 ) -> jax.Array:
   """`linear`, plus a bias if there is one: its gradient is float32, too."""
-  y = linear(x, weight[...], axes)
+  return _plus(linear(x, weight[...], axes), bias)
+
+
+def output(
+  x: jax.Array, weight: nnx.Param, axes: int = 1, bias: nnx.Param | None = None
+) -> jax.Array:
+  """`affine` from heads or hidden units, which `tensor` shards, to the width.
+
+  Args:
+    x: [B, T, *in].
+    weight: [*in, D].
+    axes: how many axes `in` has; the first one is sharded.
+    bias: [D], or None.
+  """
+  value = weight[...]
+  # Of a rounded one, what is summed shares scales.
+  cuts = jax.tree.unflatten(
+    jax.tree.structure(value),
+    [sharding.FIRST_AXIS, sharding.WHOLE][: len(jax.tree.leaves(value))],
+  )
+  product = sharding.scatter_sum(
+    lambda x, weight: linear(x, weight, axes), sharding.HEADS, cuts
+  )
+  return _plus(product(x, value), bias)
+
+
+def _plus(y: jax.Array, bias: nnx.Param | None) -> jax.Array:
   if bias is None:
     return y
   offset = jnp.reshape(bias[...], (1,) * (y.ndim - bias[...].ndim) + bias.shape)

@@ -29,4 +29,4 @@ class SwiGLU(nnx.Module):
     del segment_ids_BT
     gate_BTF = linear.linear(x_BTD, self.gate[...])
     up_BTF = linear.linear(x_BTD, self.up[...])
-    return linear.linear(jax.nn.silu(gate_BTF) * up_BTF, self.down[...])
+    return linear.output(jax.nn.silu(gate_BTF) * up_BTF, self.down)

@@ -80,8 +80,13 @@ class Moe(nnx.Module):
     """
     # Tokens are sorted within each device. Parameters that all tokens need are
     # gathered; experts stay sharded.
-    cuts = sharding.map_parameters(_cut, self)
-    apply = sharding.by_rows(lambda rows, module: module.local(*rows), cuts)
+    apply = lambda rows, module: module.local(*rows)
+    if sharding.scatters():
+      # Each device computes its hidden units of all experts.
+      cuts = sharding.map_parameters(_narrow_cut, self)
+      apply = sharding.scatter_sum(apply, sharding.SEQUENCES, cuts)
+    else:
+      apply = sharding.by_rows(apply, sharding.map_parameters(_cut, self))
     return apply((x_BTD, segment_ids_BT), self)
 
   def local(
@@ -192,6 +197,16 @@ def _cut(parameter: sharding.Parameter) -> sharding.PartitionSpec:
   if not parameter.axes.startswith("E|"):
     return sharding.WHOLE
   return sharding.row_cut(parameter.axes)
+
+
+def _narrow_cut(parameter: sharding.Parameter) -> sharding.PartitionSpec:
+  """The same, if `tensor` also cuts the hidden units."""
+  *_, rows, columns = "", *parameter.axes.split("|")
+  units = tuple(sharding.TENSOR if a == "F" else None for a in rows + columns)
+  if parameter.axes.startswith("E|"):
+    _, *own = _cut(parameter)
+    units = sharding.EXPERT, *(a or b for a, b in zip(own, units))
+  return sharding.PartitionSpec(*units)
 
 
 # Checkpointed, so that x is saved in its own dtype rather than float32.

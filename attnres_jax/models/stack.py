@@ -148,11 +148,14 @@ def extend(
     h_out [B, T, D]; by kind, what the caches should add (`cache.append`); the
     reads h_1..h_L [L, B, T, D] before their norms, or None.
   """
+  scan &= RESIDUAL not in caches  # What is looked back at leaves the loop.
+  if not scan and embedding_BTD.shape[1] == 1:
+    residual = residual.for_few_tokens()
 
   def apply(residual, memory, kind, l, both, slots, segment_ids_BT):
     # Out of the whole stacks: a loop over part of them would copy that part.
     single = cache_lib.one_of(sublayers[kind], l)
-    core = single.core
+    core: Any = _OfWholeRows(single.core)
     if kind in caches:
       cache = cache_lib.layer(caches[kind], l, context)
       core = _WithCache(core, cache, chunk)
@@ -186,8 +189,7 @@ def extend(
       (state, memory.init()),
       None,
       start=0,
-      # What is looked back at leaves the loop.
-      scan=scan and history is None,
+      scan=scan,
       remat="none",
       apply=apply,
     )
@@ -224,6 +226,25 @@ class _Watched:
     h = self._residual.read(carry, slot)
     self.read_BTD = base.main(h)
     return jax.tree.map(norm, h)
+
+
+class _OfWholeRows:
+  """A core, as `_apply` and `_WithCache` see it, after `gather_tokens`."""
+
+  def __init__(self, core: Any):
+    self.reads_qkv = getattr(core, "reads_qkv", False)
+    self._core = core
+
+  def __call__(self, x: Any, *rest: Any) -> jax.Array:
+    return self._core(_gathered(x), *rest)
+
+  def __getattr__(self, name: str) -> Any:
+    method = getattr(self._core, name)
+    return lambda x, *rest: method(_gathered(x), *rest)
+
+
+def _gathered(x: Any) -> Any:
+  return jax.tree.map(sharding.gather_tokens, x)
 
 
 class _Single(NamedTuple):

@@ -166,22 +166,23 @@ class Transformer(nnx.Module):
     if length_B is None:
       length_B = jnp.full(tokens_BT.shape[0], tokens_BT.shape[1], jnp.int32)
     chunk = cache_lib.Chunk(cache.length_B, length_B)
-    h_BTD, mixers, reads_LBTD = stack.extend(
-      self.sublayers,
-      self.config.sublayer_kinds,
-      self.residual,
-      self.embedding.encode(tokens_BT),
-      cache.states,
-      chunk,
-      memory=self.depth_memory,
-      scan=self.config.scan_layers,
-      context=context,
-      with_reads=with_reads,
-    )
-    if reads_LBTD is not None:
-      reads_LBTD = jnp.concatenate([reads_LBTD, h_BTD[None]])
-    with scopes.part(scopes.NORM):
-      h_BTD = self.final_norm(h_BTD)
+    with sharding.scattering(tokens_BT.shape[1]):
+      h_BTD, mixers, reads_LBTD = stack.extend(
+        self.sublayers,
+        self.config.sublayer_kinds,
+        self.residual,
+        self.embedding.encode(tokens_BT),
+        cache.states,
+        chunk,
+        memory=self.depth_memory,
+        scan=self.config.scan_layers,
+        context=context,
+        with_reads=with_reads,
+      )
+      if reads_LBTD is not None:
+        reads_LBTD = jnp.concatenate([reads_LBTD, h_BTD[None]])
+      with scopes.part(scopes.NORM):
+        h_BTD = self.final_norm(h_BTD)
     return Extended(h_BTD, cache_lib.Added(chunk, mixers), reads_LBTD)
 
   def _decoding_cores(self) -> dict[str, Any]:

@@ -98,6 +98,30 @@ def test_every_scheme(name, tokens_T):
   _check(_model(name, moe=config_lib.MoeConfig()), tokens_T)
 
 
+@pytest.mark.parametrize(
+  "name,read",
+  [
+    ("block_attnres", {}),
+    ("full_attnres", {}),
+    pytest.param("block_attnres", dict(heads=2), marks=SLOW),
+    pytest.param("full_attnres", dict(value_query=True), marks=SLOW),
+    pytest.param("full_attnres", dict(window=2), marks=SLOW),
+  ],
+)
+def test_one_token_outside_of_scans(name, read, tokens_T):
+  """Each sublayer but the first reads everything in one operation."""
+  options = config_lib.DepthReadConfig(**read)
+  fields = dict(moe=config_lib.MoeConfig(), num_layers=3)
+  model = _model(name, scan_layers=False, read=options, **fields)
+  _check(model, tokens_T)
+  cache = model.init_cache(1, 1)
+  step = jax.jit(lambda model, ids, cache: model.extend(ids, cache).hidden_BTD)
+  traced = step.trace(model, tokens_T[None, :1], cache)
+  text = traced.lower(lowering_platforms=("tpu",)).as_text()
+  calls = text.count('kernel_name = "depth_read_forward"')
+  assert calls == (0 if read else model.config.num_sublayers - 1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", residuals.RESIDUALS)
 def test_every_scheme_in_bfloat16(name, tokens_T):

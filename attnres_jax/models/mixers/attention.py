@@ -91,7 +91,7 @@ class Attention(nnx.Module):
       tile=self._tile,
       columns=columns,
     )
-    return linear.affine(mixed_BTNH, self.output, self.output_bias, 2)
+    return linear.output(mixed_BTNH, self.output, 2, self.output_bias)
 
   def scale_values(self, factor: float) -> None:
     """Multiplies the weights of values and output."""
@@ -159,7 +159,7 @@ class Attention(nnx.Module):
       tile=self._tile,
       columns=columns,
     )
-    return linear.affine(mixed_BTNH, self.output, self.output_bias, 2), new
+    return linear.output(mixed_BTNH, self.output, 2, self.output_bias), new
 
   @property
   def _tile(self) -> int:

@@ -249,7 +249,7 @@ class Kda(nnx.Module):
     low_BTR = linear.linear(x_BTD, self.gate_down[...])
     gate_BTNH = _to_heads(low_BTR, self.gate_up[...])
     gated_BTNH = _gated(o_BTNH, gate_BTNH, self.out_norm)
-    return linear.linear(gated_BTNH, self.output[...], 2)
+    return linear.output(gated_BTNH, self.output, 2)
 
 
 # Kernels read heads side by side. Left to itself, the compiler gives heads an

@@ -107,7 +107,7 @@ class Mla(nnx.Module):
       kernel=self.kernel,
       columns=columns,
     )
-    return linear.linear(mixed_BTNV, self.output[...], 2)
+    return linear.output(mixed_BTNV, self.output, 2)
 
   def scale_values(self, factor: float) -> None:
     """Multiplies the weights of values and output."""
@@ -197,7 +197,7 @@ class Mla(nnx.Module):
       "BTNR,RNV->BTNV", mixed_BTNC[..., : self.latent_rank], value_up_RNV,
       preferred_element_type=jnp.float32,
     ).astype(x_BTD.dtype)  # fmt: skip
-    return linear.linear(mixed_BTNV, self.output[...], 2), new
+    return linear.output(mixed_BTNV, self.output, 2), new
 
   def extend_heads(
     self,
@@ -215,7 +215,7 @@ class Mla(nnx.Module):
       query_BTNH, key_BTNH, value_BTNV, cache, chunk,
       kernel=self.kernel, columns=columns,
     )  # fmt: skip
-    return linear.linear(mixed_BTNV, self.output[...], 2), new
+    return linear.output(mixed_BTNV, self.output, 2), new
 
   @property
   def _shared_width(self) -> int:

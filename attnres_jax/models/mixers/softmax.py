@@ -151,6 +151,9 @@ def attend_after(
 ) -> jax.Array:
   """Attends to a cache and, causally, to new tokens, in one softmax.
 
+  More queries than `TILE` are in tiles of so many: the scores of a long chunk
+  over a long cache would not fit.
+
   Args:
     query_BTNH: of the new tokens.
     cache: keys and values, or one array that is both.
@@ -159,6 +162,24 @@ def attend_after(
     scale: of the scores.
     columns: what else each query attends to.
   """
+  length = query_BTNH.shape[1]
+  num_tiles = -(-length // TILE)
+  one_tile = functools.partial(_after, cache, new, chunk, scale)
+  position_T = jnp.arange(length)
+  if num_tiles == 1:
+    return one_tile((query_BTNH, position_T, columns))
+  query_XBCNH, place_X1C, columns = jax.tree.map(
+    lambda x: _cut(x, num_tiles, TILE), (query_BTNH, position_T[None], columns)
+  )
+  tiles = query_XBCNH, place_X1C[:, 0], columns
+  mixed_XBCNV = jax.lax.map(one_tile, tiles)
+  mixed_BXCNV = jnp.moveaxis(mixed_XBCNV, 0, 1)
+  return jax.lax.collapse(mixed_BXCNV, 1, 3)[:, :length]
+
+
+def _after(cache, new, chunk, scale, tile):
+  """`attend_after` of some of the queries, by their places in the chunk."""
+  query_BTNH, position_T, columns = tile
   batch, length, heads, width = query_BTNH.shape
   kv_heads = new.arrays[0].shape[1]
   wide = precision.wide(query_BTNH.dtype)
@@ -166,11 +187,11 @@ def attend_after(
     query_BTNH.reshape(batch, length, kv_heads, -1, width), (0, 2, 3, 1, 4)
   )
   before_BS = jnp.arange(cache.room)[None] < chunk.start_B[:, None]
-  causal_TT = jnp.tril(jnp.ones((length, length), bool))
+  causal_TS = position_T[:, None] >= jnp.arange(new.room)[None]
   logits = []
   for tokens, mask in (
     (cache, before_BS[:, None, None, None]),
-    (new, causal_TT[None, None, None]),
+    (new, causal_TS[None, None, None]),
   ):
     key_BKSH, scale_BK11S = _codes(tokens.arrays[0], query_BKGTH.dtype)
     logits_BKGTS = (
@@ -189,7 +210,7 @@ def attend_after(
   value_dtype = query_BTNH.dtype
   weights = jnp.split(
     jax.nn.softmax(jnp.concatenate(logits, axis=-1)),
-    [cache.room, cache.room + length],
+    [cache.room, cache.room + new.room],
     axis=-1,
   )
   mixed_BKGTV = jnp.zeros((), wide)

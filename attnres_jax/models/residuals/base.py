@@ -198,6 +198,10 @@ class Residual(nnx.Module):
     del blocks
     return rest
 
+  def for_few_tokens(self) -> "Residual":
+    """The same scheme in the form for one token per row, outside of scans."""
+    return self
+
   def running_state(self, trace: Trace) -> tuple[jax.Array, ...]:
     """After each sublayer, the state whose magnitude the paper's Fig. 5b plots.
 

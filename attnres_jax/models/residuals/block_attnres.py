@@ -144,6 +144,21 @@ class BlockAttnRes(BlockAttnResOneSoftmax):
   def close(self, state: BlockState, carry: Any, stop: int) -> BlockState:
     return self._commit(state.blocks, carry, stop)
 
+  def for_few_tokens(self) -> base.Residual:
+    return depth_attention.sharing(self, BlockAttnResOfFewTokens)
+
+
+class BlockAttnResOfFewTokens(
+  depth_attention.OfFewTokens, BlockAttnResOneSoftmax
+):
+  """The same function, with a read and its norm in one operation."""
+
+  definition = BlockAttnResOneSoftmax
+
+  def sources(self, state: BlockState) -> tuple[jax.Array, ...]:
+    partial = () if state.partial_BTD is None else (state.partial_BTD,)
+    return (*state.blocks, *partial)
+
 
 def _add(partial_BTD: jax.Array | None, y_BTD: jax.Array) -> jax.Array:
   y_BTD = precision.widen(y_BTD)

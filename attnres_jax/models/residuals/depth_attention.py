@@ -11,7 +11,7 @@ and a source as one mean square, however often its norm is recomputed.
 
 from collections.abc import Sequence
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flax import nnx
 import jax
@@ -49,6 +49,13 @@ class Slot(NamedTuple):
     """Of several sublayers, with an `lse_BT` of +inf for the first."""
     value = None if self.value is None else self.value.ignoring_first()
     return self._replace(lse_BT=self.lse_BT.at[0].set(jnp.inf), value=value)
+
+
+def sharing(scheme: base.Residual, form: type[base.Residual]) -> Any:
+  """A scheme of another class with the same parameters."""
+  other = object.__new__(form)
+  vars(other).update(vars(scheme))
+  return other
 
 
 class DepthAttention(base.Residual):
@@ -229,6 +236,44 @@ class DepthAttention(base.Residual):
     return jnp.broadcast_to(logit_Q11H, shape)
 
 
+class OfFewTokens(DepthAttention):
+  """A form for decoding: each sublayer reads all sources in one operation.
+
+  Mixed into the definition of a scheme, whose carry is its state. The state
+  stays inside a step of one token per row, so nothing is scanned.
+  """
+
+  def sources(self, state: Any) -> tuple[jax.Array, ...]:
+    """What the next sublayer reads, in any float dtype."""
+    raise NotImplementedError
+
+  def open(self, state: Any, start: int, stop: int) -> tuple[Any, Any]:
+    state, slots = super().open(state, start, stop)
+    return (state, start), slots
+
+  def read(self, carry: Any, slot: Any) -> jax.Array | base.QKV:
+    return super().read(carry[0], slot)
+
+  def read_normed(self, carry: Any, slot: Any, norm: Any) -> Any:
+    state, l = carry
+    sources = depth_reads.seen(self.options, self.sources(state))
+    one = self.options.plain and slot.value is None
+    if not one or len(sources) == 1:
+      return super().read_normed(carry, slot, norm)
+    # The queries of all sublayers, of which the operator finds one.
+    queries_LD = self.queries.folded(0, self.num_sublayers)
+    return depth_read_norm(
+      queries_LD, l, sources, norm.gain[...], eps=self.eps, norm_eps=norm.eps
+    )
+
+  def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
+    state, l = carry
+    return super().write(state, slot, y_BTD), l + 1
+
+  def close(self, state: Any, carry: Any, stop: int) -> Any:
+    return super().close(state, carry[0], stop)
+
+
 def depth_attention(
   query_QD: jax.Array,
   sources: Sequence[jax.Array],
@@ -317,6 +362,32 @@ def depth_merge_norm(
     split, out_BTD, lse_BT, query_D, partial_BTD, gain_D,
     flops=pair_flops(partial_BTD.shape, query_D.size),
     scanned=partial_BTD, outs=out_BTD,
+  )  # fmt: skip
+
+
+def depth_read_norm(
+  queries_LD: jax.Array,
+  l: int,
+  sources: tuple[jax.Array, ...],
+  gain_D: jax.Array,
+  *,
+  eps: float,
+  norm_eps: float,
+) -> jax.Array:
+  """`attnres_kernels.depth_read_norm`."""
+
+  def read(queries_LD, sources, gain_D):
+    return attnres_kernels.depth_read_norm(
+      queries_LD, l, sources, gain_D, eps=eps, norm_eps=norm_eps
+    )
+
+  tokens, whole = sharding.TOKENS, sharding.WHOLE
+  split = sharding.by_shards(read, (whole, tokens, whole), tokens)
+  first = sources[0]
+  return linear.counted(
+    split, queries_LD, sources, gain_D,
+    flops=len(sources) * pair_flops(first.shape, queries_LD.shape[1]),
+    scanned=sources, outs=first,
   )  # fmt: skip
 
 

@@ -101,3 +101,17 @@ class FullAttnRes(FullAttnResOneSoftmax):
   def close(self, state: Any, carry: Any, stop: int) -> tuple[jax.Array, ...]:
     del stop
     return (*state, *carry)
+
+  def for_few_tokens(self) -> base.Residual:
+    return depth_attention.sharing(self, FullAttnResOfFewTokens)
+
+
+class FullAttnResOfFewTokens(
+  depth_attention.OfFewTokens, FullAttnResOneSoftmax
+):
+  """The same function, with a read and its norm in one operation."""
+
+  definition = FullAttnResOneSoftmax
+
+  def sources(self, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return state

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts whose blocks and partial sums are cut along the sequence."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax import models
+from attnres_jax import sharding
+from attnres_jax.aot import hlo
+from attnres_jax.inference import engine
+from attnres_jax.models.mixers import cache as cache_lib
+from attnres_jax.models.mixers import softmax
+from tests import tiny_network
+
+DEVICES, LENGTH = 8, 32
+# All kinds of sublayers, cut over eight devices.
+FIELDS = tiny_network.KINDS | dict(
+  num_layers=3, num_heads=8, mlp_width=32, mixers=("kda", "mla", "attention")
+)
+
+
+def _mesh():
+  return sharding.make_mesh(config_lib.MeshConfig(data=1, tensor=DEVICES))
+
+
+@pytest.mark.parametrize(
+  ("name", "cached"),
+  [
+    ("block_attnres", 0),
+    ("block_attnres", LENGTH),
+    pytest.param("full_attnres", LENGTH, marks=pytest.mark.slow),
+    pytest.param("prenorm", LENGTH, marks=pytest.mark.slow),
+  ],
+)
+def test_collectives_of_a_chunk(name, cached):
+  """Each sublayer gathers its input and scatters its output, and that is all.
+
+  Between the embedding, whose sum is scattered too, and the head, which needs
+  one token.
+  """
+  config = tiny_network.config(name, scan_layers=False, **FIELDS)
+  model = jax.eval_shape(lambda: models.build_model(config))
+  traced = engine.trace_extend(model, _mesh(), LENGTH, cached, 2 * LENGTH)
+  program = hlo.Program(traced.lower().compile().as_text())
+  parts = collections.Counter(config.sublayer_kinds)
+  found, largest = collections.Counter(), 0
+  for one in program.collectives():
+    computation, name = one.place
+    source = program.computations[computation][name].op_name
+    if "part<" in source and "head" not in source:
+      found[one.kind] += one.count
+      assert len(one.group) == DEVICES
+      largest = max(largest, *(a.nbytes for a in one.arrays))
+  assert found == {
+    "all-gather": sum(parts.values()),
+    "reduce-scatter": sum(parts.values()) + 1,
+  }
+  # Of activations, not of weights, which are larger.
+  assert largest == 4 * LENGTH * config.width
+
+
+@pytest.mark.parametrize(
+  ("name", "weights"),
+  [
+    ("block_attnres", "model"),
+    pytest.param("block_attnres", "int8", marks=pytest.mark.slow),
+    pytest.param("full_attnres", "model", marks=pytest.mark.slow),
+    pytest.param("mudd", "model", marks=pytest.mark.slow),
+  ],
+)
+def test_equals_one_device(name, weights):
+  """In two chunks, the second of which is padded."""
+  model = tiny_network.model(name, **FIELDS)
+  rng = np.random.default_rng(0)
+  model = jax.tree.map(
+    lambda a: a + 0.3 * rng.standard_normal(a.shape, np.float32), model
+  )
+  model = engine.prepared(model, weights)
+  tokens_BT = rng.integers(0, 16, (2, 2 * LENGTH)).astype(np.int32)
+
+  def prefill(model, tokens_BT):
+    cache = model.init_cache(2, 2 * LENGTH)
+    hidden = []
+    for i, length in enumerate((LENGTH, LENGTH - 3)):
+      part_BT = tokens_BT[:, i * LENGTH : (i + 1) * LENGTH]
+      out = model.extend(
+        part_BT, cache, jnp.full(2, length), context=i * LENGTH
+      )
+      cache = cache_lib.append(cache, out.added)
+      hidden.append(out.hidden_BTD[:, :length])
+    return hidden, cache
+
+  whole = jax.jit(prefill)(model, tokens_BT)
+  mesh = _mesh()
+  placed = jax.device_put(model, sharding.state_sharding(model, mesh))
+  with sharding.ambient(mesh):
+    parts = jax.jit(prefill)(placed, tokens_BT)
+  assert len(parts[0][0].devices()) == DEVICES
+  for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
+    scale = np.abs(a).max()
+    np.testing.assert_allclose(a, b, rtol=0, atol=2e-4 * scale)
+
+
+@pytest.mark.parametrize("depth_memory", ["none", "moda"])
+def test_tiles_of_queries(depth_memory, monkeypatch):
+  """In tiles, queries of a later chunk attend to the same tokens."""
+  model = tiny_network.model(
+    "prenorm", mixers=("attention",), depth_memory=depth_memory
+  )
+  tokens_BT = np.random.default_rng(0).integers(0, 16, (2, 24))
+
+  def hidden(model, tokens_BT):
+    cache = model.init_cache(2, 24)
+    first = model.extend(tokens_BT[:, :8], cache, jnp.array([8, 5]), context=0)
+    cache = cache_lib.append(cache, first.added)
+    return model.extend(tokens_BT[:, 8:], cache, context=8).hidden_BTD
+
+  whole = jax.jit(hidden)(model, tokens_BT)
+  monkeypatch.setattr(softmax, "TILE", 5)
+  tiled = jax.jit(lambda *arguments: hidden(*arguments))
+  assert "while" in tiled.lower(model, tokens_BT).as_text()
+  np.testing.assert_allclose(tiled(model, tokens_BT), whole, rtol=0, atol=1e-5)
