@@ -39,6 +39,9 @@ class DepthReadConfig(fields.Checked, prefix="model.residual.read"):
       read that starts at zero.
     value_query: reads the values of a mixer with another query than its queries
       and keys (RD-AttnRes, arXiv:2608.01075).
+    scale: `sum` multiplies a mixture by the number of its sources, so that zero
+      queries read what PreNorm reads: networks that were trained with it can
+      go on with Full or Block AttnRes (`attnres_jax.interop.upcycle`).
   """
 
   heads: fields.Count = 0
@@ -51,6 +54,7 @@ class DepthReadConfig(fields.Checked, prefix="model.residual.read"):
   window: fields.Count = 0
   null: Literal["none", "zero", "learned"] = "none"
   value_query: bool = False
+  scale: Literal["mean", "sum"] = "mean"
 
   def __post_init__(self):
     super().__post_init__()
@@ -74,6 +78,11 @@ class DepthReadConfig(fields.Checked, prefix="model.residual.read"):
         self.null == "learned" and static,
         "null",
         "'none' or 'zero' with query='static', which has no keys",
+      ),
+      (
+        self.scale == "sum" and not self.sums_to_one,
+        "scale",
+        "'mean' with a null source or score='sigmoid'",
       ),
     ):
       if wrong:

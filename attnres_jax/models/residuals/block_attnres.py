@@ -40,6 +40,7 @@ class BlockAttnResOneSoftmax(depth_attention.DepthAttention):
 
   style = base.Style("Block AttnRes", "#2f86d6", "s")
   headline = True
+  can_sum = True
   block_size: int  # pyrefly: ignore[bad-override-mutable-attribute]
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):

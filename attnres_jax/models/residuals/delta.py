@@ -53,6 +53,7 @@ class Stream(depth_attention.DepthAttention):
   """Shared by all forms: the stream, and no attention at the readout."""
 
   attends_last = False
+  can_sum = False
 
   def gates(self, start: int, stop: int) -> jax.Array:
     """Alpha of sublayers start..stop-1; 0 for the first sublayer of all."""

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
+from attnres_jax import precision
 from attnres_jax import sharding
 from attnres_jax.models import linear
 from attnres_jax.models import norm as norm_lib
@@ -38,12 +39,14 @@ class Slot(NamedTuple):
     out_BTD: the mixture of the sources so far.
     lse_BT: its log-normaliser.
     value: the same for a mixer's values, if their read is another one.
+    scale: float32 factor of the whole mixture, or None.
   """
 
   query_D: jax.Array
   out_BTD: jax.Array
   lse_BT: jax.Array
   value: "Slot | None" = None
+  scale: jax.Array | None = None
 
   def ignoring_first(self) -> "Slot":
     """Of several sublayers, with an `lse_BT` of +inf for the first."""
@@ -66,10 +69,12 @@ class DepthAttention(base.Residual):
     options: of the reads.
     queries: of the L sublayers and, if it attends, of the readout.
     attends_last: whether the readout does.
+    can_sum: whether reads may have `scale="sum"`.
   """
 
   scannable = False
   reads_depth = True
+  can_sum = False
   attends_last = True
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
@@ -83,7 +88,22 @@ class DepthAttention(base.Residual):
       num_reads=self.num_sublayers + self.attends_last,
       most_sources=1 + -(-self.num_sublayers // (self.block_size or 1)),
       rngs=rngs,
+      scales=self._scales(config.residual.name),
     )
+
+  def _scales(self, name: str) -> tuple[int, ...] | None:
+    """Of each read, how many sources it sees, if that is its factor."""
+    if self.options.scale == "mean":
+      return None
+    labels = self.source_labels()
+    if not self.can_sum or labels is None:
+      config_lib.fail(
+        "model.residual.read.scale",
+        self.options.scale,
+        f"'mean' with model.residual.name={name!r}",
+      )
+    most = 1 + self.options.window if self.options.window else None
+    return tuple(len(sources[:most]) for sources in labels)
 
   def read_options(
     self, given: config_lib.DepthReadConfig
@@ -103,7 +123,12 @@ class DepthAttention(base.Residual):
       return depth_reads.each(read, lambda one: self._defined(one, sources))
     seen = depth_reads.seen(self.options, sources)
     slots = self.phase_1(jax.tree.map(lambda a: a[None], read), seen)
-    return depth_reads.each(slots, lambda slot: slot.out_BTD[0])
+    first = jax.tree.map(lambda a: a[0], slots)
+    return depth_reads.each(first, self.whole)
+
+  def whole(self, slot: Slot) -> jax.Array:
+    """What is read if there is no open source."""
+    return depth_reads.scaled(slot.out_BTD, slot.scale)
 
   def attend_last(self, sources: tuple[jax.Array, ...]) -> jax.Array:
     """The readout: the mixture with its own query."""
@@ -132,22 +157,35 @@ class DepthAttention(base.Residual):
         jnp.broadcast_to(null_Q11D, out_QBTD.shape),
         self._null_logits(reads.query, null_Q11D, lse_QBT.shape),
       )
-    return Slot(reads.query, out_QBTD, lse_QBT)
+    return Slot(reads.query, out_QBTD, lse_QBT, scale=reads.scale)
 
   def merge(self, slot: Slot, open_BTD: jax.Array) -> jax.Array | base.QKV:
     """The mixture with the open source as one more source."""
     return depth_reads.each(
       slot,
-      lambda one: depth_merge(
-        one.out_BTD, one.lse_BT, one.query_D, open_BTD, eps=self.eps,
-        rank=self._rank,
-      ),
+      lambda one: depth_reads.scaled(self._merged(one, open_BTD), one.scale),
+    )
+
+  def _merged(self, slot: Slot, open_BTD: jax.Array) -> jax.Array:
+    return depth_merge(
+      slot.out_BTD, slot.lse_BT, slot.query_D, open_BTD, eps=self.eps,
+      rank=self._rank,
     )  # fmt: skip
 
   def merge_normed(
     self, slot: Slot, open_BTD: jax.Array, norm: norm_lib.RMSNorm
   ) -> jax.Array | base.QKV:
-    """norm(merge(...)) in one pass over memory."""
+    """norm(merge(...)) in one pass over memory, unless mixtures are scaled."""
+    if slot.scale is not None:
+      # The factor is one more number per read, which no kernel has: without
+      # it, eps of the norm would have to be divided by its square.
+      def normed(one: Slot) -> jax.Array:
+        merged_BTD = self._merged(one, open_BTD)
+        wide_BTD = precision.widen(merged_BTD)
+        wide_BTD = depth_reads.scaled(wide_BTD, one.scale)
+        return norm(wide_BTD).astype(merged_BTD.dtype)
+
+      return depth_reads.each(slot, normed)
     return depth_reads.each(
       slot,
       lambda one: depth_merge_norm(
@@ -172,7 +210,7 @@ class DepthAttention(base.Residual):
       merged_BTD, _ = attnres_kernels.combine_mixtures(
         one.out_BTD, one.lse_BT, out_QBTD[0], lse_QBT[0]
       )
-      return merged_BTD
+      return depth_reads.scaled(merged_BTD, one.scale)
 
     return depth_reads.each(slot, merge)
 
@@ -210,6 +248,7 @@ class DepthAttention(base.Residual):
       weights = depth_reads.weights(self.options, read, sources, self.eps)
       weights = base.coefficient(weights)
       mixture_BTD = depth_reads.mix(self.options, weights, read, sources)
+      mixture_BTD = depth_reads.scaled(mixture_BTD, read.scale)
       return mixture_BTD.astype(self.dtype)
 
     seen = depth_reads.seen(self.options, sources)

@@ -43,11 +43,13 @@ class Read(NamedTuple):
       [M], a logit per source, for static ones.
     null_D: the null source, or None.
     value: the read of a mixer's values, if it is another one.
+    scale: float32 factor of the mixture, or None.
   """
 
   query: jax.Array
   null_D: jax.Array | None = None
   value: "Read | None" = None
+  scale: jax.Array | None = None
 
 
 def each(
@@ -77,6 +79,7 @@ class DepthQueries(nnx.Module):
     num_reads: int,
     most_sources: int,
     rngs: nnx.Rngs,
+    scales: tuple[int, ...] | None = None,
   ):
     """Draws the parameters.
 
@@ -86,6 +89,7 @@ class DepthQueries(nnx.Module):
       num_reads: L, or L + 1 with a read at the output.
       most_sources: of the read that has the most.
       rngs: for queries that do not start at zero.
+      scales: factors of the mixtures, one for each read.
     """
     width = config.width
     key_width, letter = (options.rank, "R") if options.rank else (width, "D")
@@ -110,6 +114,7 @@ class DepthQueries(nnx.Module):
       return parameter(jnp.full((num_reads, width), fill, jnp.float32))
 
     self.width, self.scale = width, options.logit_scale
+    self.scales = scales
     self.has_null = options.null != "none"
     self.query = queries(num_reads)
     self.gain = vectors(1) if keyed else None
@@ -123,7 +128,7 @@ class DepthQueries(nnx.Module):
 
   def reads(self, start: int, stop: int) -> Read:
     """The parameters of reads start..stop-1 (from 0), stacked."""
-    reads = Read(self.folded(start, stop), self._nulls(start, stop))
+    reads = self._reads(start, stop)
     if self.value_query is None:
       return reads
     # An MLP has its only query twice, for uniform shapes.
@@ -136,8 +141,14 @@ class DepthQueries(nnx.Module):
 
   def single(self, l: int) -> Read:
     """The parameters of read l (from 0), for anything but a mixer's values."""
-    reads = Read(self.folded(l, l + 1), self._nulls(l, l + 1))
+    reads = self._reads(l, l + 1)
     return jax.tree.map(lambda a: a[0], reads)
+
+  def _reads(self, start: int, stop: int) -> Read:
+    reads = Read(self.folded(start, stop), self._nulls(start, stop))
+    if self.scales is None:
+      return reads
+    return reads._replace(scale=jnp.float32(self.scales[start:stop]))
 
   def _fold(self, query: jax.Array, start: int, stop: int) -> jax.Array:
     if self.gain is not None:
@@ -153,6 +164,14 @@ class DepthQueries(nnx.Module):
     if not self.has_null:
       return None
     return jnp.zeros((stop - start, self.width), jnp.float32)
+
+
+def scaled(h: jax.Array, scale: jax.Array | None) -> jax.Array:
+  """A mixture times its factor, if it has one; the product is float32."""
+  if scale is None:
+    return h
+  wide = precision.widen(h)
+  return (wide * scale.astype(wide.dtype)).astype(h.dtype)
 
 
 def checked(

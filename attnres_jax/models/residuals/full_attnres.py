@@ -26,6 +26,7 @@ class FullAttnResOneSoftmax(depth_attention.DepthAttention):
 
   style = base.Style("Full AttnRes", "#d1478f", "^")
   headline = True
+  can_sum = True
   block_size = 1
 
   def init(self, embedding_BTD: jax.Array) -> tuple[jax.Array, ...]:
@@ -86,7 +87,7 @@ class FullAttnRes(FullAttnResOneSoftmax):
 
   def read(self, carry: Any, slot: Any) -> jax.Array | base.QKV:
     if not carry:
-      return depth_reads.each(slot, lambda one: one.out_BTD)
+      return depth_reads.each(slot, self.whole)
     if len(carry) == 1:
       return self.merge(slot, carry[0])
     return self.merge_several(slot, carry)

@@ -18,9 +18,9 @@ Read = config_lib.DepthReadConfig
 FORMS = ("two_phase", "one_softmax")
 
 
-def _scheme(name, form="one_softmax", scale=1.0, **options):
+def _scheme(name, form="one_softmax", spread=1.0, **options):
   return trunks.scheme(
-    name, 3, form=form, schedule_size=2, scale=scale,
+    name, 3, form=form, schedule_size=2, scale=spread,
     block_size=2 if name == "block_attnres" else 0, read=Read(**options),
   )  # fmt: skip
 
@@ -93,7 +93,7 @@ def _by_loops(module, sources, l, value=False):
       mine = slice(k * part, (k + 1) * part)
       for weight, source in zip(a, sources):
         h[b, t, mine] += weight * source[b, t, mine]
-  return h, weights
+  return h * (len(sources) if o.scale == "sum" else 1), weights
 
 
 CASES = [
@@ -107,6 +107,9 @@ CASES = [
   ("full_attnres", dict(score="sigmoid", heads=3, value_query=True, window=2)),
   ("block_attnres", dict(score="sigmoid")),
   ("full_attnres", dict(key_norm=False)),
+  ("block_attnres", dict(scale="sum", heads=2, value_query=True)),
+  ("full_attnres", dict(scale="sum")),
+  ("full_attnres", dict(scale="sum", window=1)),
 ]
 
 
@@ -160,7 +163,7 @@ def test_gradients_of_two_phases_are_those_of_the_definition(name, options):
 def test_zero_queries_read_the_mean_with_any_number_of_heads():
   values = _values()
   for heads in (1, 2, 3, 6):
-    module = _scheme("full_attnres", "two_phase", scale=0.0, heads=heads)
+    module = _scheme("full_attnres", "two_phase", spread=0.0, heads=heads)
     h = _third_read(module, values[:3])
     np.testing.assert_allclose(h, np.mean(values[:3], axis=0), atol=1e-14)
 
@@ -220,7 +223,7 @@ def test_keys_of_full_rank_are_the_paper_s():
 @pytest.mark.parametrize("form", FORMS)
 def test_null_sources_take_weight(form):
   sources = tuple(jnp.abs(v) for v in _values()[:3])
-  module = _scheme("full_attnres", form, scale=0.0, null="zero")
+  module = _scheme("full_attnres", form, spread=0.0, null="zero")
   h = _third_read(module, sources)
   np.testing.assert_allclose(h, sum(sources) / 4, atol=1e-14)
   # Also with a single source.

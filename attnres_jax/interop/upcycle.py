@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Turns a PreNorm network into one with another residual scheme.
+
+  python -m attnres_jax.interop.upcycle --workdir=runs/llama \
+    --out=runs/attnres --residual=block_attnres --num_blocks=8
+  python -m attnres_jax.main --config=runs/attnres/config.py --workdir=runs/more
+
+The new network computes the same function; training then changes it. Which
+schemes can do that is not a list: their reads at the start, of random values in
+float32, are compared with those of PreNorm. With Full and Block AttnRes, zero
+queries read a mean, so mixtures are multiplied by the number of their sources
+(`model.residual.read.scale="sum"`, ours): exact for any sublayer. Without that,
+norms see smaller values, which matters as far as their epsilon does. `delta_mh`
+adds to the stream, by a factor that starts at zero (arXiv:2607.27230).
+"""
+
+import argparse
+from collections.abc import Sequence
+import dataclasses
+import sys
+from typing import Any
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attnres_jax import checkpoint
+from attnres_jax import command_line
+from attnres_jax import config as config_lib
+from attnres_jax import files
+from attnres_jax import models
+from attnres_jax.config import errors
+from attnres_jax.config import fields
+from attnres_jax.interop import weights_folder
+from attnres_jax.models import residuals
+from attnres_jax.models.residuals import base
+
+# Reads of the same values, summed in another order, in float32.
+_TOLERANCE = 1e-5
+_FROM = "prenorm"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """The command; returns its exit status."""
+  parser = command_line.Parser("python -m attnres_jax.interop.upcycle", __doc__)
+  add = parser.add_argument
+  add("--workdir", required=True, help="folder of a run with PreNorm")
+  add("--out", required=True, help="new folder")
+  add("--residual", required=True, help="the scheme, such as block_attnres")
+  add("--step", type=int, help="checkpoint to use; the newest by default")
+  add("--num_blocks", type=int, default=0, help="of schemes with blocks")
+  add(
+    "--block_size", type=int, default=0,
+    help="sublayers per block, in place of --num_blocks",
+  )  # fmt: skip
+  add(
+    "--heads", type=int, default=0, help="softmaxes per read; 0: the scheme's"
+  )
+  add("--streams", type=int, default=4, help="of schemes with several streams")
+  add("--rank", type=int, default=0, help="of low-rank maps; 0: the scheme's")
+  return command_line.run(_upcycle_run, parser.parse_args(argv))
+
+
+def upcycle(
+  model: models.Transformer, residual: config_lib.ResidualConfig
+) -> models.Transformer:
+  """The same function under another scheme, whose parameters are new.
+
+  Args:
+    model: with PreNorm.
+    residual: the scheme; with Full and Block AttnRes, its reads are scaled.
+
+  Raises:
+    ConfigError: the network has another scheme, or the new one does not begin
+      as PreNorm; says why.
+  """
+  old = model.config
+  if old.residual.name != _FROM:
+    config_lib.fail(
+      "model.residual.name",
+      old.residual.name,
+      f"{_FROM!r}: of another, no scheme computes the same function",
+    )
+  scheme = config_lib.choose(
+    "model.residual.name",
+    residual.name,
+    residuals.RESIDUALS,
+    residuals.families(),
+  )
+  if getattr(scheme, "can_sum", False):
+    read = dataclasses.replace(residual.read, scale="sum")
+    residual = dataclasses.replace(residual, read=read)
+  config = dataclasses.replace(old, residual=residual)
+  check_begins_as_prenorm(config)
+  new = residuals.build_residual(config, rngs=nnx.Rngs(params=0))
+  flat = {
+    name: leaf
+    for name, leaf in checkpoint.to_flat(model).items()
+    if not name.startswith("residual/")
+  }
+  flat |= checkpoint.to_flat({"residual": new})
+  abstract = jax.eval_shape(lambda: models.build_model(config))
+  return checkpoint.from_flat(abstract, flat)
+
+
+def check_begins_as_prenorm(config: config_lib.ModelConfig) -> None:
+  """Refuses a scheme whose function at its start is not PreNorm's.
+
+  Raises:
+    ConfigError: says what differs.
+  """
+  name = config.residual.name
+  scheme = residuals.scheme_of(config)
+
+  def fail(why: str) -> None:
+    config_lib.fail(
+      "model.residual.name", name, f"a scheme that begins as PreNorm ({why})"
+    )
+
+  for differs, why in (
+    (not scheme.pre_norm, "sublayers of this one have no pre-norm"),
+    (not scheme.final_norm, "this one has no norm before the head"),
+    (scheme.qkv_norm, "mixers of this one normalise queries, keys and values"),
+    (
+      scheme.prepare is not base.Residual.prepare,
+      "sublayers of this one start at other weights",
+    ),
+  ):
+    if differs:
+      fail(why)
+  found = _reads(config)
+  plain = dataclasses.replace(
+    config, residual=config_lib.ResidualConfig(name=_FROM)
+  )
+  for l, (ours, expected) in enumerate(zip(found, _reads(plain)), 1):
+    for one in ours:
+      gap = np.abs(one - expected[0]).max() / np.abs(expected[0]).max()
+      if not gap < _TOLERANCE:
+        which = "readout" if l > config.num_sublayers else f"read {l}"
+        fail(f"{which} of this one differs by {gap:.1g} of its largest entry")
+
+
+def _reads(config: config_lib.ModelConfig) -> list[Any]:
+  """All reads of random values, of any size; several where q, k, v differ."""
+  config = dataclasses.replace(config, dtype="float32")
+  residual = residuals.build_residual(config, rngs=nnx.Rngs(params=0))
+  rng = np.random.default_rng(0)
+  shape = config.num_sublayers + 1, 1, 3, config.width
+  sizes = 10.0 ** rng.uniform(-2, 1, (shape[0], 1, 1, 1))
+  values = jnp.asarray(sizes * rng.standard_normal(shape), jnp.float32)
+
+  def run(residual: base.Residual, values: jax.Array) -> list[Any]:
+    found: list[Any] = []
+
+    def sublayer(l: int, carry: Any, slot: Any) -> jax.Array:
+      found.append(jax.tree.leaves(residual.read(carry, slot)))
+      return values[l + 1]
+
+    state = base.run_through(residual, values[0], sublayer)
+    return [*found, [residual.readout(state)]]
+
+  return jax.device_get(jax.jit(run)(residual, values))
+
+
+def _upcycle_run(options: argparse.Namespace) -> None:
+  out = weights_folder.check_new("--out", options.out)
+  workdir = files.check_folder("--workdir", options.workdir)
+  if not checkpoint.all_steps(workdir):
+    config_lib.fail_argument(
+      "--workdir", options.workdir, "the folder of a run with a checkpoint"
+    )
+  errors.check_in("--residual", options.residual, residuals.RESIDUALS)
+  for name in ("num_blocks", "block_size", "heads", "rank"):
+    fields.accept(f"--{name}", getattr(options, name), fields.Count)
+  residual = config_lib.ResidualConfig(
+    name=options.residual,
+    num_blocks=options.num_blocks,
+    block_size=options.block_size,
+    streams=options.streams,
+    rank=options.rank,
+    read=config_lib.DepthReadConfig(heads=options.heads),
+  )
+  config, model = checkpoint.load_model(workdir, options.step)
+  new = upcycle(model, residual)
+  config = dataclasses.replace(
+    config,
+    name=f"{config.name}_{options.residual}",
+    model=new.config,
+    train=dataclasses.replace(config.train, start_from=""),
+  )
+  facts, also = weights_folder.origin(workdir, config)
+  facts = facts | {"upcycled_from": str(workdir)}
+  weights_folder.write(out, config, new, facts, also)
+  count = sum(leaf.size for leaf in jax.tree.leaves(new.residual))
+  print(f"{options.residual}, {count:,} new parameters: {out}")
+
+
+if __name__ == "__main__":
+  sys.exit(main())

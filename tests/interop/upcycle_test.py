@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An upcycled network is the same function, and its new parameters learn."""
+
+import dataclasses
+import json
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnres_jax import checkpoint
+from attnres_jax import config as config_lib
+from attnres_jax import models
+from attnres_jax import train
+from attnres_jax.interop import export_huggingface
+from attnres_jax.interop import import_huggingface
+from attnres_jax.interop import upcycle
+from attnres_jax.models.mixers import cache as cache_lib
+from tests import tiny_run
+from tests.interop import small_checkpoint
+
+Residual = config_lib.ResidualConfig
+# Of four sublayers, the last block has one.
+SCHEMES = {
+  "full": Residual("full_attnres"),
+  "full_defined": Residual("full_attnres", form="one_softmax"),
+  "full_heads": Residual(
+    "full_attnres", read=config_lib.DepthReadConfig(heads=4)
+  ),
+  "block": Residual("block_attnres", block_size=3),
+  "block_defined": Residual("block_attnres", block_size=3, form="one_softmax"),
+  "delta": Residual("delta_mh", num_blocks=2),
+}
+MAIN = "full", "block", "delta"
+TOKENS = np.random.default_rng(0).integers(0, 300, (2, 9), dtype=np.int32)
+SCHEME = ["--residual=block_attnres", "--num_blocks=2"]
+# A large epsilon and small values, to which a norm is not indifferent.
+EPS = 1e-2
+
+
+@pytest.fixture(scope="module")
+def plain():
+  model = small_checkpoint.model("qwen2", norm_eps=EPS, num_layers=2)
+  table = model.embedding.table
+  table[...] = table[...] * 0.2
+  return model
+
+
+@jax.jit
+def _both(model):
+  """Logits, and the gradient of the loss."""
+
+  def loss(model):
+    logits_BTV = model(TOKENS)
+    logs_BTV = jax.nn.log_softmax(logits_BTV[:, :-1])
+    chosen = jnp.take_along_axis(logs_BTV, TOKENS[:, 1:, None], axis=2)
+    return -jnp.mean(chosen), logits_BTV
+
+  gradient, logits_BTV = jax.grad(loss, has_aux=True)(model)
+  return logits_BTV, gradient
+
+
+@pytest.fixture(scope="module")
+def expected(plain):
+  logits_BTV, gradient = _both(plain)
+  return logits_BTV, checkpoint.to_flat(gradient)
+
+
+@pytest.mark.parametrize(
+  "case",
+  [
+    pytest.param(case, marks=() if case in MAIN else pytest.mark.slow)
+    for case in SCHEMES
+  ],
+)
+def test_it_is_the_same_function_and_learns(case, plain, expected):
+  model = upcycle.upcycle(plain, SCHEMES[case])
+  assert model.config.residual.name == SCHEMES[case].name
+  logits_BTV, gradients = expected
+  found, gradient = _both(model)
+  np.testing.assert_allclose(found, logits_BTV, rtol=0, atol=1e-5)
+  if case == "delta":
+    np.testing.assert_array_equal(found, logits_BTV)
+  new = {}
+  for name, leaf in checkpoint.to_flat(gradient).items():
+    if name.startswith("residual/"):
+      new[name.split("/")[-2]] = np.asarray(leaf)
+      continue
+    scale = np.abs(gradients[name]).max()
+    np.testing.assert_allclose(
+      leaf, gradients[name], rtol=0, atol=1e-4 * scale, err_msg=name
+    )
+  # Of delta_mh, the others wait until a factor is not zero.
+  learning = {name for name, leaf in new.items() if np.abs(leaf).max() > 1e-6}
+  assert learning == ({"gate"} if case == "delta" else {"query"})
+  if case != "delta":
+    assert (np.abs(new["query"][1:]).max(1) > 1e-6).all()
+
+
+def test_without_the_factor_it_is_another_function(plain, expected):
+  model = upcycle.upcycle(plain, SCHEMES["block"])
+  config = dataclasses.replace(model.config, residual=SCHEMES["block"])
+  like = jax.eval_shape(lambda: type(model)(config, rngs=nnx.Rngs(params=0)))
+  mean = checkpoint.from_flat(like, checkpoint.to_flat(model))
+  assert np.abs(_both(mean)[0] - expected[0]).max() > 0.05
+
+
+def test_decoding(plain):
+  model = upcycle.upcycle(plain, SCHEMES["block"])
+  rng = np.random.default_rng(1)
+  query = model.residual.queries.query
+  query[...] = jnp.asarray(rng.standard_normal(query.shape), jnp.float32)
+
+  @jax.jit
+  def both(model):
+    cache = model.init_cache(2, 9)
+    first = model.extend(TOKENS[:, :5], cache, context=0)
+    cache = cache_lib.append(cache, first.added)
+    second = model.extend(TOKENS[:, 5:], cache)
+    hidden = jnp.concatenate([first.hidden_BTD, second.hidden_BTD], axis=1)
+    return hidden, model.hidden(TOKENS)
+
+  found, whole = both(model)
+  np.testing.assert_allclose(found, whole, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+  "name,words",
+  [
+    ("rescaled", "read 2 of this one differs by"),
+    ("deepnorm", "sublayers of this one have no pre-norm"),
+    ("keel", "this one has no norm before the head"),
+    ("delta_attnres", "read 2 of this one differs by"),
+    ("multi_gate", "read 2 of this one differs by"),
+    ("block_atnres", "did you mean 'block_attnres'?"),
+  ],
+)
+def test_schemes_that_are_refused(name, words, plain):
+  with pytest.raises(config_lib.ConfigError) as error:
+    upcycle.upcycle(plain, Residual(name, num_blocks=2))
+  assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+  "options,accepted",
+  [
+    (dict(score="sigmoid"), "'mean' with a null source"),
+    (dict(null="zero"), "'mean' with a null source"),
+  ],
+)
+def test_factors_that_are_refused(options, accepted):
+  with pytest.raises(config_lib.ConfigError, match=accepted):
+    config_lib.DepthReadConfig(scale="sum", **options)
+
+
+def test_a_scheme_without_the_factor(plain):
+  read = config_lib.DepthReadConfig(scale="sum")
+  config = dataclasses.replace(
+    plain.config, residual=Residual("delta_attnres", read=read)
+  )
+  with pytest.raises(config_lib.ConfigError, match="read.scale: got 'sum'"):
+    models.build_model(config)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+  """Of an imported network, and of the same with Block AttnRes."""
+  folder = tmp_path_factory.mktemp("upcycled")
+  source, a, b = (folder / name for name in ("source", "a", "b"))
+  small_checkpoint.write(source, num_layers=2)
+  (source / "tokenizer.json").write_text(small_checkpoint.tokenizer_json())
+  argv = [f"--path={source}", f"--workdir={a}", "--dtype=float32"]
+  assert import_huggingface.main(argv) == 0
+  assert upcycle.main([f"--workdir={a}", f"--out={b}", *SCHEME]) == 0
+  return a, b
+
+
+@pytest.mark.needs("tokenizers")
+def test_the_command(folders, tmp_path, capsys):
+  a, b = folders
+  _, plain = checkpoint.load_model(a)
+  config, model = checkpoint.load_model(b)
+  expected = upcycle.upcycle(plain, config.model.residual)
+  jax.tree.map(np.testing.assert_array_equal, model, expected)
+  facts = json.loads((b / "interop.json").read_text())
+  assert facts["upcycled_from"] == str(a) and facts["family"] == "llama"
+  assert (b / "tokenizer.json").read_bytes() == (
+    a / "tokenizer.json"
+  ).read_bytes()
+  # There is no way back, nor to a third scheme.
+  again = [f"--workdir={b}", f"--out={tmp_path / 'c'}", *SCHEME]
+  assert upcycle.main(again) == 2
+  assert "no scheme computes the same function" in capsys.readouterr().err
+  argv = [f"--workdir={b}", f"--path={tmp_path / 'out'}"]
+  assert export_huggingface.main(argv) == 2
+  error = capsys.readouterr().err
+  assert "residual.name: got 'block_attnres', expected 'prenorm'" in error
+  assert not (tmp_path / "out").exists() and not (tmp_path / "c").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.needs("tokenizers")
+def test_training_goes_on(folders, tmp_path):
+  fields = {
+    "train.steps": 2, "optim.warmup_steps": 0, "train.eval_every": 0,
+    "train.depth_every": 0, "train.eval_batches": 1, "data.source": "text",
+    "data.validation_fraction": 0.2, "data.sequence_length": 16,
+    "data.batch_size": 4, "mesh.data": 1, "checkpoint.asynchronous": False,
+  }  # fmt: skip
+  config = config_lib.load_config(
+    str(folders[1] / "config.py"), fields | tiny_run.corpus(tmp_path)
+  )
+  run = tmp_path / "run"
+  assert train.train_and_evaluate(config, run)["status"] == "finished"
+  _, trained = checkpoint.load_model(run)
+  assert trained.residual.queries.query[...][1:].any()
