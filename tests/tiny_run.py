@@ -186,6 +186,8 @@ def environment(devices=1):
     "JAX_NUM_CPU_DEVICES": str(devices),
     "JAX_COMPILATION_CACHE_DIR": str(cache),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    # As in conftest.py.
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
   }
 
 

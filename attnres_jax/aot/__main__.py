@@ -6,6 +6,11 @@
   python -m attnres_jax.aot ... --topology=v5p-128 --num_slices=2 \
     --compare=residual=prenorm --json=report.json
   python -m attnres_jax.aot ... --step=decode --weights=int8 --cache=int8
+  python -m attnres_jax.aot ... --until=schedule
+
+With --until=schedule, the compiler is stopped before it writes machine code,
+which takes most of its time. Everything is reported but the size of the program
+itself.
 
 Takes the same `--config` flags as training. Exit status 1 means that it does
 not fit.
@@ -40,6 +45,12 @@ _NUM_SLICES = flags.DEFINE_integer(
 )
 _STEP = flags.DEFINE_enum(
   "step", "train", list(report.STEPS), "What to compile."
+)
+_UNTIL = flags.DEFINE_enum(
+  "until",
+  "code",
+  ["code", "schedule"],
+  "Where to stop the compiler; schedule: for training steps only.",
 )
 _COMPARE = flags.DEFINE_string(
   "compare", None, "Also compile with this residual scheme: residual=prenorm."
@@ -81,7 +92,10 @@ def _make_reports() -> list[Mapping[str, Any]]:
       "--topology: missing, expected a slice such as v5e:4x4"
     )
   config = command_line.config_of_flags()
-  devices = topology.devices(_TOPOLOGY.value, _NUM_SLICES.value)
+  if _UNTIL.value == "schedule" and _STEP.value != "train":
+    config_lib.fail_argument("--until", "schedule", "code with --step=decode")
+  slices = _TOPOLOGY.value, _NUM_SLICES.value
+  devices = topology.devices(*slices)
   config = plans.resolve(config, devices, command_line.plans_file())
   configs = [config]
   if _COMPARE.value:
@@ -101,6 +115,8 @@ def _make_reports() -> list[Mapping[str, Any]]:
   if options and _STEP.value != "decode":
     (name, value), *_ = options.items()
     config_lib.fail_argument(f"--{name}", value, "model, unless --step=decode")
+  if _UNTIL.value == "schedule":
+    return [report.make_schedule_report(one, *slices) for one in configs]
   return [
     report.make_report(one, devices, _STEP.value, **options) for one in configs
   ]

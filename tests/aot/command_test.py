@@ -68,3 +68,12 @@ def test_an_unknown_slice():
   assert line.startswith(
     "error: config.topology: got 'v5e:3x5', expected a TPU"
   )
+
+
+def test_a_decoding_step_is_compiled_as_a_whole():
+  done = _run("--until=schedule")
+  assert done.returncode == 2 and not done.stdout
+  (line,) = done.stderr.strip().splitlines()
+  assert (
+    line == "error: --until: got 'schedule', expected code with --step=decode"
+  )

@@ -39,12 +39,20 @@ def test_equals_the_whole_program():
   # All but the program itself, which lies in the same memory.
   assert found["peak_bytes"] == pytest.approx(whole["peak_bytes"], rel=0.1)
   assert found["compile_seconds"] < whole["compile_seconds"]
+  *rest, last = report.to_text(found).splitlines()
+  # Between the table of memory and the last line, which is about compiling.
+  at = slice(rest.index("", 3), None)
+  *same, _ = report.to_text(whole).splitlines()
+  assert rest[at] == same[same.index("", 3) :]
+  assert last.startswith("compiled up to its schedule in")
 
 
 def test_what_does_not_fit():
   config = _config(**{"data.batch_size": 8192})
-  found = schedule.compile_step(config, SLICE)
-  assert "RESOURCE_EXHAUSTED" in found.reason and not found.text
+  found = report.make_schedule_report(config, SLICE)
+  assert "RESOURCE_EXHAUSTED" in found["reason"] and not found["fits"]
+  text = report.to_text(found)
+  assert "does not fit" in text and "largest arrays" in text
 
 
 def test_other_errors_are_raised():
