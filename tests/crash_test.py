@@ -84,44 +84,37 @@ def _assert_same_run(a, b):
   jax.tree.map(np.testing.assert_array_equal, *models)
 
 
+def _stop(workdir, fields, kind):
+  """Stops a run by a signal: every step taken is kept. Returns the last."""
+  first = _last_step(workdir)
+  process = tiny_run.start(workdir, fields)
+  _wait_until_step(process, workdir, first + 3)
+  process.send_signal(kind)
+  out = tiny_run.finish(process)
+  stopped = tiny_run.events(workdir, "stopped")[-1]
+  assert stopped["signal"] == kind.name
+  assert stopped["step"] == _last_step(workdir)
+  assert stopped["step"] == checkpoint.all_steps(workdir)[-1]
+  assert f"stopped after step {stopped['step']} with" in out
+  assert not _unfinished_saves(workdir)
+  return stopped["step"]
+
+
 def test_killed_run_ends_like_an_uninterrupted_one(fields, whole, tmp_path):
   broken = tmp_path / "broken"
-
-  # SIGKILL at a random moment.
-  at = random.randint(6, 60)
-  print("killed at step", at)
-  process = tiny_run.start(broken, fields)
-  _wait_until_step(process, broken, at)
-  _kill(process)
-  reached, saved = _last_step(broken), _last_save(broken)
-  # One save may have been in progress; the previous one is complete.
-  assert saved >= reached - 2 * 4
-
   # SIGKILL during a save. The first attempt almost always works.
   assert any(_kill_during_save(broken, fields) for _ in range(3))
-  resumes = tiny_run.events(broken, "resume")
-  if saved:
-    assert resumes[0]["step"] == saved
-    assert resumes[0]["lost_steps"] == reached - saved
-  saved = _last_save(broken)
-  assert saved >= _last_step(broken) - 2 * 4
+  reached, saved = _last_step(broken), _last_save(broken)
+  assert saved >= reached - 2 * 4
 
-  # SIGTERM, then SIGINT: every step taken is kept.
-  for kind in (signal.SIGTERM, signal.SIGINT):
-    first = _last_step(broken)
-    process = tiny_run.start(broken, fields)
-    _wait_until_step(process, broken, first + 3)
-    process.send_signal(kind)
-    out = tiny_run.finish(process)
-    stopped = tiny_run.events(broken, "stopped")[-1]
-    assert stopped["signal"] == kind.name
-    assert stopped["step"] == _last_step(broken)
-    assert stopped["step"] == checkpoint.all_steps(broken)[-1]
-    assert f"stopped after step {stopped['step']} with" in out
-    assert not _unfinished_saves(broken)
+  step = _stop(broken, fields, signal.SIGTERM)
+  if saved:
+    resume = tiny_run.events(broken, "resume")[-1]
+    assert resume["step"] == saved
+    assert resume["lost_steps"] == reached - saved
 
   tiny_run.finish(tiny_run.start(broken, fields))
-  assert tiny_run.events(broken, "resume")[-1]["step"] == stopped["step"]
+  assert tiny_run.events(broken, "resume")[-1]["step"] == step
   _assert_same_run(whole, broken)
 
 
@@ -206,6 +199,7 @@ def test_many_kills(fields, tmp_path):
   whole, broken = tmp_path / "whole", tmp_path / "broken"
   fields = fields | {"train.steps": 200}
   tiny_run.finish(tiny_run.start(whole, fields))
+  _stop(broken, fields, signal.SIGINT)
   while _last_step(broken) < 180:
     process = tiny_run.start(broken, fields)
     _wait_until_step(process, broken, _last_step(broken) + 1)

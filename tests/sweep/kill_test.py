@@ -142,7 +142,7 @@ def _finish(whole, source, folder):
 
 
 def test_killed_sweep_ends_like_an_undisturbed_one(whole, source, tmp_path):
-  _survive(whole, source, tmp_path, kills=2, anywhere=False)
+  _survive(whole, source, tmp_path, kills=1, anywhere=False)
 
 
 @pytest.mark.slow
