@@ -63,6 +63,7 @@ def test_mean_of_the_last_weights(fields, tmp_path):
   assert rows[-1]["loss"] != rows[-1]["last_weights_loss"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_average(fields, tmp_path):
   tiny_run.train_here(tmp_path / "whole", fields)
   config = tiny_run.config(fields).with_vocab_size(257)

@@ -2,8 +2,9 @@
 """Every config file builds with every argument, without computing anything.
 
 A config file lists its arguments in `ARGUMENTS`: each key of `parse_arg` with
-its values. Each value is tested in turn, with and without `runlocal`, and the
-others at their defaults; all combinations, unless there are many, are slow.
+its values. Each value is built in turn, with and without `runlocal`, and the
+others at their defaults. Full sizes, but for the first of each file, are slow,
+and so are all combinations, unless there are many.
 """
 
 import dataclasses
@@ -44,8 +45,10 @@ def _arguments():
     arguments = _values(_module(file))
     in_turn = [{key, "runlocal"} for key in arguments if key != "runlocal"]
     some = list(_combined(arguments, in_turn))
-    for arg in some:
-      yield pytest.param(file, arg, id=f"{file.stem}:{arg}")
+    for i, arg in enumerate(some):
+      slow = "runlocal=False" in arg and i > 0
+      marks = [pytest.mark.slow] * slow
+      yield pytest.param(file, arg, id=f"{file.stem}:{arg}", marks=marks)
     every = list(_combined(arguments, [arguments]))
     for arg in every if len(every) <= MOST_COMBINATIONS else ():
       if arg not in some:

@@ -185,6 +185,7 @@ def _survive_duels(fields, whole, tmp_path, kills):
     rounds += 1
 
 
+@pytest.mark.slow
 def test_two_writers_and_kills(fields, whole, tmp_path):
   _survive_duels(fields, whole, tmp_path, 2)
 

@@ -18,6 +18,11 @@ from tests import tiny_run
 SPEC = f"{tiny_run.ROOT}/configs/kimi_linear.py:size=48b,runlocal"
 STEPS = 24
 FIELDS = {
+  # One layer of each kind, and more than one block: they compile in half the
+  # time.
+  "model.num_layers": 2,
+  "model.mixers": ("kda", "mla"),
+  "model.residual.block_size": 3,
   "data.sequence_length": 64,
   "train.steps": STEPS,
   "train.eval_every": 12,
@@ -93,7 +98,7 @@ def test_every_part_is_on(config):
   assert set(model.sublayer_kinds) == {"kda", "mla", "mlp", "moe"}
   assert model.sublayer_kinds[1] == "mlp" and model.moe.dense_layers == 1
   assert model.residual.name == "block_attnres"
-  assert model.residual.block_size == 6 < model.num_sublayers
+  assert model.residual.block_size < model.num_sublayers
   assert (config.optim.name, config.optim.schedule) == ("muon", "wsd")
   assert config.data.source == "stdlib"
 
@@ -116,11 +121,13 @@ def test_experts_are_reported_and_balanced(whole, config):
   _, model = checkpoint.load_model(whole)
   biases = np.asarray(model.sublayers["moe"].core.selection_bias[...])
   # Each has moved by multiples of about the rate, and they sum to zero.
-  assert biases.shape == (3, 8)
+  assert biases.shape == (1, 8)
   assert np.abs(biases).max() > config.optim.balance_rate
   np.testing.assert_allclose(biases.sum(axis=1), 0, atol=1e-6)
 
 
+# Resuming does not depend on the network: tests/train_test.py.
+@pytest.mark.slow
 def test_stopped_run_resumes_bit_for_bit(whole, config, tmp_path):
   run = shutil.copytree(whole, tmp_path / "run")
   tiny_run.rewind(run, 12)

@@ -526,6 +526,8 @@ def test_accumulation_and_segments_run(fields, tmp_path):
   assert sorted(tiny_run.rows(tmp_path, "depth")) == [1, 2]
 
 
+# Steps on several devices: tests/train_state_test.py.
+@pytest.mark.slow
 def test_data_parallel_equals_one_device(quick_whole, quick, tmp_path):
   tiny_run.train_here(tmp_path, quick | {"mesh.data": 4})
   one, four = (tiny_run.rows(run, "train") for run in (quick_whole, tmp_path))

@@ -137,8 +137,10 @@ class TestDepthAttention:
       ("float32", (3, 2, (20,), 40), False),
       ("bfloat16", (2, 3, (2, 8), 136), True),
       ("bfloat16", (14, 2, (1,), 40), False),
-      ("bfloat16", (64, 3, (3,), 24), False),
-      ("float32", (2, 17, (3,), 24), False),
+      pytest.param(
+        "bfloat16", (64, 3, (3,), 24), False, marks=pytest.mark.slow
+      ),
+      pytest.param("float32", (2, 17, (3,), 24), False, marks=pytest.mark.slow),
     ],
   )
   def test_pallas_tpu_interpreted(self, dtype, shape, as_bank):

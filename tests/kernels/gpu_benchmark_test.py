@@ -185,7 +185,15 @@ class TestDriver:
       gpu.main([])
     assert re.search("^gpu.py: needs a GPU, .*$", str(caught.value))
 
-  @pytest.mark.parametrize("suite", ["read", "phase1", "stack", "step"])
+  @pytest.mark.parametrize(
+    "suite",
+    [
+      "read",
+      "phase1",
+      pytest.param("stack", marks=pytest.mark.slow),
+      pytest.param("step", marks=pytest.mark.slow),
+    ],
+  )
   def test_suite_on_cpu(self, suite):
     # What jax lowers its own attention to is promoted, when it is lowered.
     with (
@@ -218,7 +226,7 @@ class TestDriver:
     "problem",
     [
       problems.Read("read", 1, 3, 40, 32, "forward+backward"),
-      problems.Stack(5, 2, 40, 32),
+      pytest.param(problems.Stack(5, 2, 40, 32), marks=pytest.mark.slow),
     ],
   )
   def test_a_wrong_arm_stays_as_failed(self, problem):

@@ -297,10 +297,10 @@ def _shardings(mesh, module):
 @pytest.mark.parametrize(
   "axes,ambient",
   [
-    (dict(data=8), True),
     (dict(fsdp=2, tensor=2), True),
-    (dict(expert=2), True),
     (dict(data=2, fsdp=2, expert=2), True),
+    pytest.param(dict(data=8), True, marks=pytest.mark.slow),
+    pytest.param(dict(expert=2), True, marks=pytest.mark.slow),
     # In whole networks, these are in tests/meshes_test.py.
     pytest.param(dict(data=2, fsdp=2), True, marks=pytest.mark.slow),
     pytest.param(dict(data=2, expert=2), True, marks=pytest.mark.slow),

@@ -64,10 +64,8 @@ def test_transformer_starts_as_its_prenorm_twin(name, fields):
     assert jnp.abs(leaf).max() > 1e-3
 
 
-@pytest.mark.parametrize(
-  "name",
-  [pytest.param("full_attnres", marks=pytest.mark.slow), "block_attnres"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["full_attnres", "block_attnres"])
 def test_the_papers_architecture_starts_as_its_prenorm_twin(name):
   plain = _model("prenorm", **tiny_network.KINDS)
   kinds = plain.config.sublayer_kinds

@@ -207,6 +207,7 @@ def test_a_step(batch):
   assert changed >= 2
 
 
+@pytest.mark.slow
 def test_microbatches_and_devices_find_the_same_logits(batch):
   _, one = _step(_program(clip=0.1), batch)
   _, two = _step(_program(clip=0.1, parts=2), batch)

@@ -231,6 +231,7 @@ def _bodies(text):
   return [part for part in parts if not part.startswith("ENTRY")]
 
 
+@pytest.mark.slow
 def test_unaligned_blocks():
   """And what the program sends: planned blocks, and gradients at the end."""
   config = _config(SMALL, dict(data=2))

@@ -58,6 +58,7 @@ def test_bubbles():
   assert units == {"fused": 7, "1f1b": 4, "gpipe": 16}
 
 
+@pytest.mark.slow
 def test_what_devices_receive_and_links_carry():
   """Fig. 3 with the paper's cache, which sends b1 and b2 to their makers."""
   row = transfers.measure(plans.FIG_3, "cached", 4, tpu=False)

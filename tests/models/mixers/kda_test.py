@@ -124,6 +124,7 @@ def test_packed_documents_do_not_meet():
   cores.assert_documents_apart(module, x_BTD, segments_T, _definition)
 
 
+@pytest.mark.slow
 def test_gradients_of_packed_documents():
   """Gradients are those of separate documents, for weights and inputs."""
   module, x_BTD = _module(), _inputs()[:1]
