@@ -158,6 +158,7 @@ def test_twenty_kills(tmp_path):
   _survive(whole, source, tmp_path, kills=20, anywhere=True)
 
 
+@pytest.mark.slow
 def test_two_launchers_at_once(whole, source, tmp_path):
   folder = tmp_path / "sweep"
   launchers = [
