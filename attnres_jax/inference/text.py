@@ -129,11 +129,17 @@ class Text:
     """What is certain of the text after another token, and was not before."""
     self._ids.append(token)
     before = self._tokenizer.decode(self._ids[: self._known])
+    size = len(self._ids)
     now = self._tokenizer.decode(self._ids)
-    if now.endswith(_UNKNOWN) and len(self._ids) - self._known < _MOST_TOKENS:
-      return ""
-    self._ids = self._ids[self._known :]
-    self._known = len(self._ids)
+    if now.endswith(_UNKNOWN):
+      if size - self._known < _MOST_TOKENS:
+        return ""
+      # The first of these begins no character; the others still may.
+      size = self._known + 1
+      now = self._tokenizer.decode(self._ids[:size])
+    # What is no character may still end in the start of one.
+    start = max(min(self._known, size + 1 - _MOST_TOKENS), 0)
+    self._ids, self._known = self._ids[start:], size - start
     return self._release(now[len(before) :])
 
   def end(self) -> str:

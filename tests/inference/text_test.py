@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text is released as soon as it is certain, and not before."""
 
+import numpy as np
 import pytest
 
 from attnres_jax import config as config_lib
@@ -29,6 +30,16 @@ def test_characters_are_whole():
 def test_bytes_that_are_no_characters():
   pieces = _pieces(b"a\xff\xfe\xfdb\xe2")
   assert "".join(pieces) == "a\ufffd\ufffd\ufffdb\ufffd"
+
+
+def test_any_bytes_are_decoded_as_a_whole():
+  """Whatever is before a character, its bytes stay together."""
+  rng = np.random.default_rng(0)
+  some = [*"aß€🙂".encode(), 0xFF, 0xC3, 0xF0, 0xE2, 0x80]
+  for size in range(2, 15):
+    for _ in range(100):
+      written = bytes(rng.choice(some, size).tolist())
+      assert "".join(_pieces(written)) == written.decode(errors="replace")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Serves a trained run over HTTP, by the completions API of OpenAI.
+
+  python -m attnres_jax.inference.serve --workdir=runs/tiny
+
+and http://127.0.0.1:8000 is a page to try it. Any client of that API works with
+http://127.0.0.1:8000/v1 as its base. docs/inference.md has examples, limits and
+metrics. Needs `pip install "attnres-jax[serve]"`.
+"""
+
+import argparse
+import asyncio
+from collections.abc import Iterator, Sequence
+import contextlib
+import dataclasses
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import sys
+from typing import Any
+
+from attnres_jax import command_line
+from attnres_jax import config as config_lib
+from attnres_jax.config import fields
+from attnres_jax.inference import engine as engine_lib
+from attnres_jax.inference import trained
+
+try:
+  import uvicorn
+
+  from attnres_jax.inference.serving import app as app_lib
+except ImportError as error:
+  raise ImportError(
+    f"{error.name} is missing; pip install 'attnres-jax[serve]'"
+  ) from error
+
+# Names of this machine for itself.
+_LOCAL_HOSTS = "localhost", "127.0.0.1", "[::1]", "::1"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """The command; returns its exit status."""
+  return command_line.run(_serve, _parser().parse_args(argv))
+
+
+class _Server(uvicorn.Server):
+  """Refuses what waits as soon as a signal comes, and knows of failures."""
+
+  app: app_lib.App | None = None
+
+  async def startup(self, sockets: Any = None) -> None:
+    self._loop = asyncio.get_running_loop()
+    await super().startup(sockets)
+    for server in self.servers:
+      host, port = server.sockets[0].getsockname()[:2]
+      host = f"[{host}]" if ":" in host else host
+      print(f"serving at http://{host}:{port}", file=sys.stderr, flush=True)
+
+  def handle_exit(self, sig: int, frame: Any) -> None:
+    if self.app is not None:
+      self._loop.call_soon_threadsafe(self.app.service.drain)
+    super().handle_exit(sig, frame)
+
+
+def _serve(options: argparse.Namespace) -> int:
+  limits = app_lib.Limits(
+    **{
+      field.name: getattr(options, field.name)
+      for field in dataclasses.fields(app_lib.Limits)
+    }
+  )
+  trained.check_flags(options)
+  fields.accept("--max_logprobs", options.max_logprobs, fields.Count)
+  fields.accept("--grace_seconds", options.grace_seconds, fields.Size)
+  if not 0 <= options.port < 2**16:
+    config_lib.fail_argument("--port", options.port, "0 to 65535")
+  # Before anything that takes long.
+  with _listen(options.host, options.port) as listener:
+    return _serve_at(listener, limits, options)
+
+
+def _serve_at(
+  listener: socket.socket, limits: app_lib.Limits, options: argparse.Namespace
+) -> int:
+  config, model = trained.load(options)
+  vocab_size = model.config.vocab_size
+  if options.max_logprobs > vocab_size:
+    config_lib.fail_argument(
+      "--max_logprobs", options.max_logprobs, f"0 to {vocab_size}"
+    )
+  length = options.length or config.data.sequence_length
+  if length < 2:
+    config_lib.fail_argument("--length", length, "at least 2")
+  engine = engine_lib.Engine(
+    model,
+    slots=options.slots,
+    length=length,
+    chunk=options.chunk,
+    num_top=options.max_logprobs,
+    prefix_bytes=options.prefix_mib * trained.MIB,
+    weights=options.weights,
+    cache=options.cache,
+  )
+  del model
+  # The first request of many would otherwise wait for the compiler.
+  print("compiling", file=sys.stderr, flush=True)
+  for _ in engine.run([engine_lib.Request([0], min(2, length - 1))]):
+    pass
+  server = _make_server(engine, config, limits, options)
+  if options.verbose:
+    logging.basicConfig(format="%(asctime)s %(message)s")
+  with _ignored_signals():
+    server.run([listener])
+  failure = None if server.app is None else server.app.service.failure
+  if failure is not None:
+    raise config_lib.RunError(f"the engine has failed: {failure}")
+  return 0 if server.started else 1
+
+
+def _listen(host: str, port: int) -> socket.socket:
+  family = socket.AF_INET6 if ":" in host else socket.AF_INET
+  try:
+    return socket.create_server((host, port), family=family)
+  except OSError as error:
+    reason = error.strerror or error
+    config_lib.fail_argument(
+      "--host, --port", (host, port), f"an address that is free ({reason})"
+    )
+
+
+def _make_server(
+  engine: engine_lib.Engine,
+  config: config_lib.RunConfig,
+  limits: app_lib.Limits,
+  options: argparse.Namespace,
+) -> _Server:
+  def stop():
+    server.should_exit = True
+
+  # Otherwise a page of any web site could reach it by a name of its own.
+  hosts = _LOCAL_HOSTS if _is_local(options.host) else ("*",)
+  name = options.name or os.path.basename(os.path.abspath(options.workdir))
+  app = app_lib.App(
+    engine, config, name, limits=limits, hosts=hosts, on_failure=stop
+  )
+  server = _Server(
+    uvicorn.Config(
+      app.asgi,
+      # Its own settings would close the handlers of other libraries.
+      log_config=None,
+      log_level="info" if options.verbose else "warning",
+      timeout_graceful_shutdown=options.grace_seconds,
+      ws="none",
+    )
+  )
+  server.app = app
+  return server
+
+
+@contextlib.contextmanager
+def _ignored_signals() -> Iterator[None]:
+  """For uvicorn, which raises a signal again once it has stopped for it."""
+  kinds = signal.SIGTERM, signal.SIGINT
+  before = [signal.signal(kind, lambda *_: None) for kind in kinds]
+  try:
+    yield
+  finally:
+    for kind, handler in zip(kinds, before):
+      signal.signal(kind, handler)
+
+
+def _is_local(host: str) -> bool:
+  try:
+    return ipaddress.ip_address(host).is_loopback
+  except ValueError:
+    return host == "localhost"
+
+
+def _parser() -> command_line.Parser:
+  parser = command_line.Parser("python -m attnres_jax.inference.serve", __doc__)
+  add = parser.add_argument
+  trained.add_flags(
+    parser, length="0 for the length of training", prefix_mib=256
+  )
+  add("--host", default="127.0.0.1", help="address to listen at")
+  add("--port", type=int, default=8000, help="port to listen at; 0 for any")
+  add("--name", help="of the model, for clients; the folder's by default")
+  add(
+    "--max_logprobs", type=int, default=5,
+    help="most likely tokens that a request may ask for",
+  )  # fmt: skip
+  defaults = app_lib.Limits()
+  add(
+    "--queue", type=int, default=defaults.queue,
+    help="texts that may wait for a slot; further ones get status 429",
+  )  # fmt: skip
+  add(
+    "--wait_seconds", type=float, default=defaults.wait_seconds,
+    help="most time that a request waits for a slot; then status 503",
+  )  # fmt: skip
+  add(
+    "--request_seconds", type=float, default=defaults.request_seconds,
+    help="most time that an answer takes; then status 504",
+  )  # fmt: skip
+  add(
+    "--body_kib", type=int, default=defaults.body_kib,
+    help="most that a request's body has; beyond it status 413",
+  )  # fmt: skip
+  add(
+    "--grace_seconds", type=int, default=10,
+    help="for answers to end after SIGTERM or SIGINT",
+  )  # fmt: skip
+  add("--verbose", action="store_true", help="log every request")
+  return parser
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine in a thread of its own, and the queue in front of it.
+
+  event loop:     submit, leave  ->  inbox   ->  engine thread
+  event loop:  job.pieces()  <-  job.events  <-  engine thread
+
+Only the thread touches the engine, and only the event loop counts what is
+accepted. So neither needs a lock. Between two steps, the thread reads its
+inbox, fills free slots from its queue, and hands every token to its job.
+"""
+
+import asyncio
+import collections
+from collections.abc import AsyncIterator, Callable, Sequence
+import functools
+import queue
+import threading
+import time
+from typing import NamedTuple
+
+from attnres_jax import data
+from attnres_jax.inference import engine as engine_lib
+from attnres_jax.inference import text
+from attnres_jax.inference.serving import errors
+from attnres_jax.inference.serving import metrics as metrics_lib
+
+
+class Piece(NamedTuple):
+  """More of a text.
+
+  Attributes:
+    index: of its request in the job.
+    text: which may be empty.
+    offset: where the token begins, in characters after the prompt.
+    token: that was drawn.
+    finish: why this is the last piece, or None.
+  """
+
+  index: int
+  text: str
+  offset: int
+  token: engine_lib.Token
+  finish: engine_lib.Finish | None
+
+
+class _Started(NamedTuple):
+  """The first request of a job has a slot."""
+
+
+class Job:
+  """Requests that are answered together.
+
+  Attributes:
+    requests: of the engine.
+    stop: strings that end their texts.
+  """
+
+  def __init__(
+    self, requests: Sequence[engine_lib.Request], stop: Sequence[str]
+  ):
+    self.requests, self.stop = requests, stop
+    self.submitted = time.monotonic()
+    self.started = False
+    self._events: asyncio.Queue[_Started | Piece | Exception] = asyncio.Queue()
+    self._loop = asyncio.get_running_loop()
+
+  def put(self, event: _Started | Piece | Exception) -> None:
+    """Adds an event, in the event loop."""
+    self._events.put_nowait(event)
+
+  def put_from_thread(self, event: _Started | Piece) -> None:
+    """Adds an event, in any other thread."""
+    self._loop.call_soon_threadsafe(self.put, event)
+
+  async def pieces(self, wait_seconds: float) -> AsyncIterator[Piece]:
+    """Yields the pieces of all texts, as they are drawn.
+
+    Raises:
+      ApiError: no slot became free in time, or the server stops.
+    """
+    try:
+      async with asyncio.timeout(wait_seconds):
+        await self._next()
+    except TimeoutError:
+      raise errors.busy(
+        f"no slot became free within {wait_seconds:g} s",
+        503,
+        "slot_timeout",
+        seconds=max(round(wait_seconds), 1),
+      ) from None
+    self.started = True
+    unfinished = len(self.requests)
+    while unfinished:
+      event = await self._next()
+      if isinstance(event, Piece):
+        yield event
+        unfinished -= event.finish is not None
+
+  async def _next(self) -> _Started | Piece:
+    event = await self._events.get()
+    if isinstance(event, Exception):
+      raise event
+    return event
+
+
+class _Text:
+  """One request of a job, in the engine's thread."""
+
+  def __init__(self, job: Job, index: int, tokenizer: data.Tokenizer):
+    self.job, self.index = job, index
+    self.text = text.Text(tokenizer, job.stop)
+    self.last = job.submitted  # When it had its last token.
+
+
+class Service:
+  """Gives requests to an engine.
+
+  Attributes:
+    failure: why the engine has stopped, or None.
+  """
+
+  def __init__(
+    self,
+    engine: engine_lib.Engine,
+    tokenizer: data.Tokenizer,
+    metrics: metrics_lib.Metrics,
+    most_waiting: int,
+    on_failure: Callable[[], None] = lambda: None,
+  ):
+    """Prepares a thread, which `start` starts.
+
+    Args:
+      engine: which nothing else may use from then on.
+      tokenizer: of its network.
+      metrics: which it counts.
+      most_waiting: texts that may wait for a slot.
+      on_failure: called in the event loop if the engine fails.
+    """
+    self.failure: Exception | None = None
+    self._engine, self._tokenizer, self._metrics = engine, tokenizer, metrics
+    self._most = engine.slots + most_waiting
+    self._on_failure = on_failure
+    # Of the event loop.
+    self._jobs: set[Job] = set()
+    self._num_open = 0
+    self._draining = False
+    # Of the thread.
+    self._inbox: queue.SimpleQueue[Callable[[], None] | None] = (
+      queue.SimpleQueue()
+    )
+    self._waiting: collections.deque[_Text] = collections.deque()
+    self._running: dict[int, _Text] = {}
+    self._thread = threading.Thread(target=self._work, name="engine")
+    metrics.gauge("slots", "Texts at the same time.", lambda: engine.slots)
+    metrics.gauge("slots_in_use", "Texts in slots.", lambda: len(self._running))
+    metrics.gauge(
+      "queue_length", "Texts that wait for a slot.", lambda: len(self._waiting)
+    )
+
+  def start(self) -> None:
+    """Starts the thread, in the event loop that will submit jobs."""
+    self._loop = asyncio.get_running_loop()
+    self._thread.start()
+
+  def stop(self) -> None:
+    """Waits for the end of the thread."""
+    self._inbox.put(None)
+    self._thread.join()
+
+  def drain(self) -> None:
+    """Lets running texts end, and refuses all others."""
+    self._draining = True
+    for job in self._jobs:
+      if not job.started:
+        job.put(_stopping())
+
+  def submit(
+    self, requests: Sequence[engine_lib.Request], stop: Sequence[str]
+  ) -> Job:
+    """Accepts requests; the caller has to `leave` their job in any case.
+
+    Raises:
+      ApiError: the server stops, or too many requests wait.
+      ConfigError: the engine would refuse one of them.
+    """
+    if self.failure is not None:
+      raise _failed()
+    if self._draining:
+      raise _stopping()
+    for request in requests:
+      self._engine.check(request)
+    if len(requests) > self._most:
+      raise errors.refuse(
+        "prompt",
+        f"{len(requests)} texts, with all choices",
+        f"at most {self._most}: the slots and the queue of this server",
+      )
+    if self._num_open + len(requests) > self._most:
+      raise errors.busy("too many requests wait", 429, "queue_full")
+    job = Job(requests, stop)
+    self._jobs.add(job)
+    self._num_open += len(requests)
+    self._inbox.put(functools.partial(self._add, job))
+    return job
+
+  def leave(self, job: Job) -> None:
+    """Ends a job, complete or not, and frees its slots."""
+    self._jobs.remove(job)
+    self._num_open -= len(job.requests)
+    self._inbox.put(functools.partial(self._drop, job))
+
+  def _fail(self, failure: Exception) -> None:
+    self.failure = failure
+    for job in self._jobs:
+      job.put(_failed())
+    self._on_failure()
+
+  # From here on, everything is of the thread.
+
+  def _work(self) -> None:
+    try:
+      while self._obey():
+        self._start_waiting()
+        for token in self._engine.step():
+          self._hand_over(token)
+    except Exception as error:  # Such as a device without memory.
+      self._running.clear()
+      self._waiting.clear()
+      self._loop.call_soon_threadsafe(self._fail, error)
+
+  def _obey(self) -> bool:
+    """Does what the inbox says; waits for it if there is nothing to do."""
+    idle = not (self._waiting or self._running)
+    while True:
+      try:
+        command = self._inbox.get(block=idle)
+      except queue.Empty:
+        return True
+      if command is None:
+        return False
+      command()
+      idle = not (self._waiting or self._running)
+
+  def _add(self, job: Job) -> None:
+    self._waiting.extend(
+      _Text(job, i, self._tokenizer) for i in range(len(job.requests))
+    )
+
+  def _drop(self, job: Job) -> None:
+    self._waiting = collections.deque(
+      text for text in self._waiting if text.job is not job
+    )
+    for number, one in list(self._running.items()):
+      if one.job is job:
+        self._engine.cancel(number)
+        del self._running[number]
+
+  def _start_waiting(self) -> None:
+    while self._waiting and self._engine.num_free:
+      one = self._waiting.popleft()
+      number = self._engine.submit(one.job.requests[one.index])
+      self._running[number] = one
+      waited = time.monotonic() - one.job.submitted
+      self._metrics.wait_seconds.observe(waited)
+      one.job.put_from_thread(_Started())
+
+  def _hand_over(self, token: engine_lib.Token) -> None:
+    one = self._running[token.request]
+    self._count(one, token)
+    offset = one.text.size
+    more, finish = one.text.take(token)
+    if finish:
+      self._engine.cancel(token.request)
+      del self._running[token.request]
+    one.job.put_from_thread(Piece(one.index, more, offset, token, finish))
+
+  def _count(self, one: _Text, token: engine_lib.Token) -> None:
+    now, metrics = time.monotonic(), self._metrics
+    metrics.completion_tokens.inc()
+    if token.prompt is None:
+      metrics.token_seconds.observe(now - one.last)
+    else:
+      metrics.first_token_seconds.observe(now - one.last)
+      metrics.prompt_tokens.inc(len(one.job.requests[one.index].prompt))
+      metrics.prefix_tokens.inc(token.prompt.reused)
+      metrics.prefix_hits.inc(token.prompt.reused > 0)
+    one.last = now
+
+
+def _stopping() -> errors.ApiError:
+  return errors.busy("the server stops", 503, "stopping")
+
+
+def _failed() -> errors.ApiError:
+  return errors.ApiError(
+    500,
+    "the engine has failed; the log of the server says why",
+    kind="server_error",
+    code="engine_failed",
+  )
