@@ -8,11 +8,11 @@ VENV ?= .venv
 # the sweep.
 JOBS ?= 2
 ARGS ?=
-# Experts are distributed over 16 devices, everything else is cut in 4; a device
-# processes one sequence of each microbatch.
+# Experts are distributed over 8 devices, and everything is cut in 8; a device
+# processes two sequences of each microbatch.
 POD ?= --config=configs/kimi_linear.py:size=48b --topology=v5p:4x4x4 \
-  --config.mesh.data=1 --config.mesh.expert=16 --config.mesh.fsdp=4 \
-  --config.optim.accumulate_steps=32
+  --config.mesh.data=1 --config.mesh.expert=8 --config.mesh.fsdp=8 \
+  --config.optim.accumulate_steps=16 --until=schedule
 
 BIN := $(VENV)/bin
 # Neighbours of a file stay on one worker, which keeps what it compiled.
@@ -29,7 +29,7 @@ help:
 	@echo "                cores; stop and rerun it at any time); updates"
 	@echo "                runs/scaling/report.html while it runs"
 	@echo "make pod        compile the 48B training step for 64 TPU v5p chips, without"
-	@echo "                having them, and report memory and time (about 14 minutes)"
+	@echo "                having them, and report memory and time (about 8 minutes)"
 	@echo "make test       run the tests"
 	@echo "make test-slow  run the slow tests too"
 	@echo "make lint       check style and types"
