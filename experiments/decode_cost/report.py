@@ -88,6 +88,25 @@ def measured(rows: Sequence[Row]) -> str:
   return f"{readme_lib.table(header, lines)}\n\n{facts}."
 
 
+def prompts(rows: Sequence[Row]) -> str:
+  """Memory of long prompts, and their collectives of activations."""
+  header = (
+    "network", "scheme", "devices", "tokens at once", "before them",
+    "blocks, GB", "all temporaries, GB", "all-gather", "reduce-scatter",
+    "all-reduce", "others",
+  )  # fmt: skip
+  numbers = ("all_gather", "reduce_scatter", "all_reduce", "others")
+  lines = [
+    [
+      row["network"], figures.name_of(row["scheme"]), row["devices"],
+      row["chunk"], row["cached"], row["blocks_GB"], row["temporary_GB"],
+      *(row[name] for name in numbers),
+    ]
+    for row in rows
+  ]  # fmt: skip
+  return f"{readme_lib.table(header, lines)}\n\n{_origin(rows)}."
+
+
 def label(form: str) -> str:
   """The label of a scheme and how its layers run."""
   name, _, how = form.partition(" ")
