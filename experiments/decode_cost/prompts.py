@@ -58,10 +58,13 @@ def main() -> None:
   )
   parser.add_argument("network", choices=tuple(CASES))
   parser.add_argument("--layers", type=int, default=4, help="of the 48B")
+  parser.add_argument("--chunk", default="", help="only this size")
   parser.add_argument("--schemes", default=",".join(SCHEMES))
   parser.add_argument("--out", default=str(TABLE), help="the table")
   options = parser.parse_args()
   for case in CASES[options.network]:
+    if options.chunk not in ("", str(case[1])):
+      continue
     for scheme in options.schemes.split(","):
       start = time.perf_counter()
       network = options.network

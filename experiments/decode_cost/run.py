@@ -53,9 +53,9 @@ PUBLISHED = readme.Published(
 )
 
 CONFIG = config_lib.ModelConfig(
-  vocab_size=4096, width=256, num_layers=6, num_heads=4, mlp_width=688
+  vocab_size=4096, width=256, num_layers=4, num_heads=4, mlp_width=688
 )
-BLOCKS = 6
+BLOCKS = 4
 # A scheme and how it runs -> `model.scan_layers`.
 FORMS = {
   "prenorm": True,
@@ -64,9 +64,9 @@ FORMS = {
   "full_attnres unrolled": False,
 }
 # Rows and tokens of each step.
-DECODE = ((1, 128), (1, 512), (1, 2048), (8, 512), (64, 512))
-RECOMPUTE = ((1, 128), (1, 512), (1, 2048))
-PREFILL = ((1, 512), (1, 2048))
+DECODE = ((1, 128), (1, 2048), (8, 512), (64, 512))
+RECOMPUTE = ((1, 128), (1, 2048))
+PREFILL = ((1, 2048),)
 
 
 def main() -> None:

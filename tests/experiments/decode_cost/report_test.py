@@ -82,7 +82,7 @@ ENTRY %main (x: bf16[8,128]) -> bf16[8,128] {{
   array = 2 * 8 * 128
   assert (total.nbytes, depth.nbytes) == (array, array)
   assert (total.kernels, depth.kernels, total.instructions) == (1, 1, 2)
-  kernel = tpu.START_CYCLES / chip.clock_hz
+  kernel = tpu.START_SECONDS
   kernel += 2 * array / chip.hbm_bytes_per_second
   assert depth.seconds == pytest.approx(kernel)
   assert total.seconds == pytest.approx(kernel + 3000 / chip.clock_hz)
