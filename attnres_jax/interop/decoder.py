@@ -55,6 +55,9 @@ class Decoder:
     # A copy of the table.
     return (*found, r"lm_head\.weight") if config.tie_embeddings else found
 
+  def renamed(self, name: str) -> str:
+    return name
+
   def read_config(self, keys: keys_lib.Keys) -> config_lib.ModelConfig:
     variant = self.variant
     layers = keys.take("num_hidden_layers", int)

@@ -92,6 +92,7 @@ def _export(options: argparse.Namespace) -> None:
     also = {"tokenizer.json": vocabulary.read_bytes()}
   family = options.family or _family_of(facts, model.config)
   dtype = options.dtype or facts.get("dtype", "F32")
+  dtypes = {} if options.dtype else facts.get("dtypes", {})
   length = {"max_position_embeddings": config.data.sequence_length}
   described = length | facts.get("config", {})
   card = _card(config, model, family, dtype, step, facts, path)
@@ -101,6 +102,7 @@ def _export(options: argparse.Namespace) -> None:
     dtype=dtype,
     facts=described,
     card=card,
+    dtypes=dtypes,
     also=also,
     family=family,
     shard_bytes=options.shard_bytes,

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from attnres_jax import config as config_lib
 from attnres_jax.interop import decoder
 from attnres_jax.interop import keys as keys_lib
+from attnres_jax.interop import kimi_linear
 from attnres_jax.interop import rules
 
 
@@ -42,11 +43,16 @@ class Family(Protocol):
     """Patterns of tensors that are not needed."""
     ...
 
+  def renamed(self, name: str) -> str:
+    """The name that `rules` has for a tensor; some files have another."""
+    ...
+
 
 FAMILIES: dict[str, Family] = {
   "llama": decoder.Decoder("LlamaForCausalLM", decoder.LLAMA),
   "qwen2": decoder.Decoder("Qwen2ForCausalLM", decoder.QWEN2),
   "qwen3": decoder.Decoder("Qwen3ForCausalLM", decoder.QWEN3),
+  "kimi_linear": kimi_linear.KimiLinear(),
 }
 
 

@@ -32,6 +32,7 @@ CONFIG = "config.json"
 # 5 GB is the custom.
 SHARD_BYTES = 5 * 10**9
 _README = "README.md"
+_SPECIAL = "bos_token_id", "eos_token_id", "pad_token_id"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Source:
     config: the network, with float32 activations.
     values: the whole config.json.
     dtype: of most tensors, such as "BF16".
+    dtypes: leaf -> that of its tensors, where it is another one.
     rules: one for each leaf.
     tensors: all that the files have, by name.
   """
@@ -53,6 +55,7 @@ class Source:
   config: config_lib.ModelConfig
   values: dict[str, Any]
   dtype: str
+  dtypes: dict[str, str]
   rules: tuple[rules_lib.Rule, ...]
   tensors: Mapping[str, tensor_files.Tensor]
 
@@ -76,12 +79,27 @@ def read(folder: str | os.PathLike) -> Source:
     )
   name, family = families.of_config_json(values)
   config = families.read_config(values)
-  tensors = tensor_files.open_folder(folder)
+  tensors = _renamed(family, tensor_files.open_folder(folder))
   rules = tuple(family.rules(config))
   used = _check(rules, config, tensors, family.ignored(config))
-  dtypes = [tensors[one].dtype for one in used]
-  dtype = max(sorted(set(dtypes)), key=dtypes.count)
-  return Source(folder, name, config, values, dtype, rules, tensors)
+  all_dtypes = [tensors[one].dtype for one in used]
+  dtype = max(sorted(set(all_dtypes)), key=all_dtypes.count)
+  dtypes = {r.leaf: tensors[r.names[0]].dtype for r in rules}
+  dtypes = {leaf: one for leaf, one in dtypes.items() if one != dtype}
+  return Source(folder, name, config, values, dtype, dtypes, rules, tensors)
+
+
+def _renamed(
+  family: families.Family, tensors: Mapping[str, tensor_files.Tensor]
+) -> dict[str, tensor_files.Tensor]:
+  found: dict[str, tensor_files.Tensor] = {}
+  for name, tensor in tensors.items():
+    if family.renamed(name) in found:
+      raise tensor_files.TensorFileError(
+        f"{tensor.file}: tensor {name!r} is there under two names"
+      )
+    found[family.renamed(name)] = tensor
+  return found
 
 
 def _check(
@@ -191,6 +209,7 @@ def export(
   dtype: str,
   facts: Mapping[str, Any],
   card: str,
+  dtypes: Mapping[str, str] | None = None,
   also: Mapping[str, bytes] | None = None,
   family: str = "",
   shard_bytes: int = SHARD_BYTES,
@@ -203,6 +222,7 @@ def export(
     dtype: a key of `tensor_files.DTYPES`; weights are rounded to it.
     facts: further keys of config.json, such as `max_position_embeddings`.
     card: text of README.md.
+    dtypes: leaf -> dtype, where it is another one.
     also: further files, such as those of the tokenizer.
     family: a key of `families.FAMILIES`; found from the network if empty.
     shard_bytes: size of the largest file, unless a tensor is larger.
@@ -224,7 +244,11 @@ def export(
   entries = [
     entry
     for rule in rules
-    for entry in rule.write(flat[rule.leaf], flat[rule.leaf].shape, dtype)
+    for entry in rule.write(
+      flat[rule.leaf],
+      flat[rule.leaf].shape,
+      (dtypes or {}).get(rule.leaf, dtype),
+    )
   ]
   folder.mkdir(parents=True, exist_ok=True)
   digests = tensor_files.write_folder(folder, entries, shard_bytes)
@@ -235,7 +259,10 @@ def export(
     "model_type": name,
     "torch_dtype": torch_dtype,
   }
-  text = json.dumps(dict(facts) | described | values, indent=2, sort_keys=True)
+  # Without them, those of a published network would be assumed.
+  unknown = dict.fromkeys(_SPECIAL)
+  described = unknown | dict(facts) | described | values
+  text = json.dumps(described, indent=2, sort_keys=True)
   files.write(folder / CONFIG, text + "\n")
   files.write(folder / _README, card)
   for file, content in (also or {}).items():

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import dataclasses
 import pathlib
 import sys
+from typing import Any
 
 import jax
 
@@ -40,6 +41,7 @@ _TOKENIZERS = {"tokenizer.json": "hf", "tokenizer.model": "sentencepiece"}
 # Keys of config.json that an export repeats.
 _REPEATED = (
     "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings",
+    "model_max_length",
 )  # fmt: skip
 _DEFAULT_LENGTH = 2048
 
@@ -80,7 +82,7 @@ def _import(options: argparse.Namespace) -> None:
     if (folder / name).is_file()
   }
   name, path = _tokenizer(options.tokenizer, folder, kept)
-  length = source.values.get("max_position_embeddings") or _DEFAULT_LENGTH
+  length = _longest(source.values)
   described = dict(tokenizer=name, tokenizer_path=path, sequence_length=length)
   _check_vocabulary(config_lib.DataConfig(**described), model_config)
   if path:
@@ -102,6 +104,7 @@ def _import(options: argparse.Namespace) -> None:
     "family": source.family,
     "source": folder.absolute().name,
     "dtype": source.dtype,
+    "dtypes": source.dtypes,
     "config": {k: source.values[k] for k in _REPEATED if k in source.values},
   }
   weights_folder.write(workdir, config, model, facts, kept)
@@ -128,6 +131,13 @@ def verify(folder: pathlib.Path) -> None:
     )
   if found:
     raise tensor_files.TensorFileError(f"{folder}: {'; '.join(found)}")
+
+
+def _longest(values: dict[str, Any]) -> int:
+  """Tokens of the longest sequence that a network was trained on."""
+  names = "max_position_embeddings", "model_max_length"
+  found = [values[name] for name in names if values.get(name)]
+  return found[0] if found else _DEFAULT_LENGTH
 
 
 def _tokenizer(

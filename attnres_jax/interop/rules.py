@@ -29,6 +29,8 @@ class Rule:
     columns: how many of the other axes are columns. They come first if the
       tensor is `transposed`, else last.
     transposed: see `columns`.
+    ones: how many axes of size one the tensor has before, between and after
+      its rows and columns.
   """
 
   leaf: str
@@ -36,11 +38,13 @@ class Rule:
   stack: int = 0
   columns: int = 0
   transposed: bool = False
+  ones: tuple[int, int, int] = (0, 0, 0)
 
   def tensor_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
     """The shape of each tensor, given that of the leaf."""
-    rows, columns = self._groups(shape[self.stack :])
-    return (math.prod(rows), *([math.prod(columns)] if self.columns else []))
+    rows, *columns = self._matrix_shape(shape[self.stack :])
+    before, between, after = ((1,) * count for count in self.ones)
+    return (*before, rows, *between, *columns, *after)
 
   def read(
     self,
@@ -84,7 +88,8 @@ class Rule:
     row_index, column_index = self._groups(index)
     rows, rows_left = _leading(row_shape, row_index)
     columns, columns_left = _leading(column_shape, column_index)
-    matrix = tensor.read(rows, columns)
+    flat = dataclasses.replace(tensor, shape=self._matrix_shape(shape))
+    matrix = flat.read(rows, columns)
     whole = matrix.reshape(
       *_partly(row_shape, row_index), *_partly(column_shape, column_index)
     )[(*rows_left, *columns_left)]
@@ -117,6 +122,11 @@ class Rule:
       )
       for name, position in zip(self.names, positions, strict=True)
     ]
+
+  def _matrix_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+    """Of a tensor, without the axes of size one; given a leaf's, unstacked."""
+    rows, columns = self._groups(shape)
+    return (math.prod(rows), *([math.prod(columns)] if self.columns else []))
 
   def _groups(self, axes: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
     """What belongs to rows and what to columns, of a value per axis."""

@@ -18,6 +18,18 @@ FIELDS = {
   "qwen2": dict(attention=_Attention(qkv_bias=True)),
   "qwen3": dict(attention=_Attention(qk_norm=True), head_width=32),
 }
+KIMI = dict(
+  num_layers=5, num_heads=2, num_kv_heads=0, head_width=0, width=32,
+  mixers=("kda", "kda", "mla"), last_mixer="kda", norm_eps=1e-5,
+  kda=config_lib.KdaConfig(head_width=8, gate_rank=8),
+  mla=config_lib.MlaConfig(
+    latent_rank=8, nope_width=8, shared_width=4, value_width=6
+  ),
+  moe=config_lib.MoeConfig(
+    num_experts=4, top_k=2, expert_width=12, dense_layers=2
+  ),
+)  # fmt: skip
+FIELDS["kimi_linear"] = KIMI
 CONFIG = config_lib.ModelConfig(
   vocab_size=300, width=64, num_layers=3, num_heads=4, num_kv_heads=2,
   head_width=16, mlp_width=96,

@@ -107,7 +107,17 @@ def test_without_the_factor_it_is_another_function(plain, expected):
   assert np.abs(_both(mean)[0] - expected[0]).max() > 0.05
 
 
-def test_decoding(plain):
+@pytest.mark.parametrize("scan_layers", [True, False])
+def test_decoding(plain, scan_layers):
+  """A chunk and a token; without a scan, the token has reads of its own."""
+  plain = checkpoint.from_flat(
+    jax.eval_shape(
+      lambda: models.build_model(
+        dataclasses.replace(plain.config, scan_layers=scan_layers)
+      )
+    ),
+    checkpoint.to_flat(plain),
+  )
   model = upcycle.upcycle(plain, SCHEMES["block"])
   rng = np.random.default_rng(1)
   query = model.residual.queries.query
@@ -116,9 +126,9 @@ def test_decoding(plain):
   @jax.jit
   def both(model):
     cache = model.init_cache(2, 9)
-    first = model.extend(TOKENS[:, :5], cache, context=0)
+    first = model.extend(TOKENS[:, :8], cache, context=0)
     cache = cache_lib.append(cache, first.added)
-    second = model.extend(TOKENS[:, 5:], cache)
+    second = model.extend(TOKENS[:, 8:], cache)
     hidden = jnp.concatenate([first.hidden_BTD, second.hidden_BTD], axis=1)
     return hidden, model.hidden(TOKENS)
 

@@ -296,7 +296,7 @@ class OfFewTokens(DepthAttention):
   def read_normed(self, carry: Any, slot: Any, norm: Any) -> Any:
     state, l = carry
     sources = depth_reads.seen(self.options, self.sources(state))
-    one = self.options.plain and slot.value is None
+    one = self.options.plain and slot.value is None and slot.scale is None
     if not one or len(sources) == 1:
       return super().read_normed(carry, slot, norm)
     # The queries of all sublayers, of which the operator finds one.

@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kimi Linear: KDA, MLA without positions, and fine-grained experts.
+
+Names and shapes of the published 48B files and of transformers 5.23, which
+writes the same (certain). config.json says which mixers are where either by
+numbers from 1 (`linear_attn_config`, published) or by `layer_types`
+(transformers). Router weights are those of unbiased scores, as in later code of
+the same team. The released file of the gate adds its bias to a view of them.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import re
+from typing import Any
+
+from attnres_jax import config as config_lib
+from attnres_jax.interop import keys as keys_lib
+from attnres_jax.interop import rules
+
+_TYPES = {"linear_attention": "kda", "full_attention": "mla"}
+_EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}
+_KDA = {
+    "query": "q_proj", "key": "k_proj", "value": "v_proj",
+    "decay_down": "f_a_proj", "decay_up": "f_b_proj", "beta": "b_proj",
+    "gate_down": "g_a_proj", "gate_up": "g_b_proj",
+}  # fmt: skip
+_MLA = {
+  "query": "q_proj", "compress": "kv_a_proj_with_mqa", "expand": "kv_b_proj",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class KimiLinear:
+  """The family; see `families.Family`."""
+
+  architecture: str = "KimiLinearForCausalLM"
+
+  def ignored(self, config: config_lib.ModelConfig) -> tuple[str, ...]:
+    return (r"lm_head\.weight",) if config.tie_embeddings else ()
+
+  def renamed(self, name: str) -> str:
+    # transformers writes dense MLPs so.
+    return re.sub(r"block_sparse_moe\.(\w+_proj)\.", r"mlp.\1.", name)
+
+  def read_config(self, keys: keys_lib.Keys) -> config_lib.ModelConfig:
+    layers = keys.take("num_hidden_layers", int)
+    heads = keys.take("num_attention_heads", int)
+    # None of them changes the function: they describe code, or positions, which
+    # these networks do not have.
+    keys.ignore(
+        "auto_map", "model_max_length", "max_position_embeddings", "head_dim",
+        "qk_head_dim", "rope_theta", "rope_parameters", "rope_scaling",
+        "output_router_logits", "use_grouped_topk",
+    )  # fmt: skip
+    for name, *accepted in (
+      ("hidden_act", "silu"),
+      ("mla_use_nope", True),
+      ("num_key_value_heads", heads),
+      ("attention_bias", False),
+      ("attention_dropout", 0, 0.0),
+      ("is_encoder_decoder", False),
+      ("q_lora_rank",),
+      ("moe_router_activation_func", "sigmoid"),
+      ("moe_renormalize", True),
+      ("num_expert_group", 1),
+      ("topk_group", 1),
+      ("moe_layer_freq", 1),
+      ("num_nextn_predict_layers", 0),
+    ):
+      keys.expect(name, *accepted)
+    mixers, last, kda = _read_mixers(keys, layers, heads)
+    return config_lib.ModelConfig(
+      vocab_size=keys.take("vocab_size", int),
+      width=keys.take("hidden_size", int),
+      num_layers=layers,
+      num_heads=heads,
+      mixers=mixers,
+      last_mixer=last,
+      mlp_width=keys.take("intermediate_size", int),
+      norm_eps=keys.take("rms_norm_eps", float, 1e-5),
+      tie_embeddings=keys.take("tie_word_embeddings", bool, False),
+      kda=kda,
+      mla=config_lib.MlaConfig(
+        latent_rank=keys.take("kv_lora_rank", int),
+        nope_width=keys.take("qk_nope_head_dim", int),
+        shared_width=keys.take("qk_rope_head_dim", int),
+        value_width=keys.take("v_head_dim", int),
+      ),
+      moe=config_lib.MoeConfig(
+        num_experts=keys.take("num_experts", int),
+        top_k=keys.take("num_experts_per_token", int),
+        expert_width=keys.take("moe_intermediate_size", int),
+        num_shared=keys.take("num_shared_experts", int),
+        scaling_factor=keys.take("routed_scaling_factor", float),
+        dense_layers=_read_dense_layers(keys, layers),
+      ),
+      residual=config_lib.ResidualConfig(name="prenorm"),
+    )
+
+  def write_config(self, config: config_lib.ModelConfig) -> dict[str, Any]:
+    kinds = config.sublayer_kinds
+    for field, value, accepted in (
+      ("mixers", set(kinds[::2]) <= {"kda", "mla"}, True),
+      ("residual.name", config.residual.name, "prenorm"),
+      ("depth_memory", config.depth_memory, "none"),
+      ("qkv_norm", config.qkv_norm, False),
+      ("logit_soft_cap", config.logit_soft_cap, 0),
+      ("moe.num_experts", bool(config.moe.num_experts), True),
+      ("moe.num_shared", bool(config.moe.num_shared), True),
+      ("kda.gate_rank", config.kda.gate_rank, config.kda.head_width),
+      ("mla.latent_eps", config.mla.latent_eps, 1e-6),
+    ):
+      if value != accepted:
+        wrong = config_lib.flatten(dataclasses.asdict(config))[field]
+        config_lib.fail(f"model.{field}", wrong, _accepted(field, accepted))
+    numbers = {
+      mixer: [i for i, k in enumerate(kinds[::2], 1) if k == mixer]
+      for mixer in ("kda", "mla")
+    }
+    moe, mla = config.moe, config.mla
+    return dict(
+      hidden_size=config.width,
+      num_hidden_layers=config.num_layers,
+      num_attention_heads=config.num_heads,
+      num_key_value_heads=config.num_heads,
+      intermediate_size=config.mlp_size,
+      vocab_size=config.vocab_size,
+      hidden_act="silu",
+      rms_norm_eps=config.norm_eps,
+      tie_word_embeddings=config.tie_embeddings,
+      mla_use_nope=True,
+      q_lora_rank=None,
+      kv_lora_rank=mla.latent_rank,
+      qk_nope_head_dim=mla.nope_width,
+      qk_rope_head_dim=mla.shared_width,
+      v_head_dim=mla.value_width,
+      num_experts=moe.num_experts,
+      num_experts_per_token=moe.top_k,
+      moe_intermediate_size=moe.expert_width,
+      num_shared_experts=moe.num_shared,
+      routed_scaling_factor=moe.scaling_factor,
+      first_k_dense_replace=moe.dense_layers,
+      moe_layer_freq=1,
+      moe_router_activation_func="sigmoid",
+      moe_renormalize=True,
+      num_expert_group=1,
+      topk_group=1,
+      linear_attn_config=dict(
+        head_dim=config.kda.head_width,
+        num_heads=config.num_heads,
+        short_conv_kernel_size=config.kda.conv_width,
+        kda_layers=numbers["kda"],
+        full_attn_layers=numbers["mla"],
+      ),
+    )
+
+  def rules(self, config: config_lib.ModelConfig) -> list[rules.Rule]:
+    found = [
+      rules.Rule("embedding/table/value", ("model.embed_tokens.weight",), 0, 1),
+      rules.Rule("final_norm/gain/value", ("model.norm.weight",)),
+    ]
+    if not config.tie_embeddings:
+      head = "embedding/head/value", ("lm_head.weight",)
+      found.append(rules.Rule(*head, columns=1, transposed=True))
+    kinds = config.sublayer_kinds
+    tables = {"kda": _kda, "mla": _mla, "mlp": _mlp, "moe": _moe}
+    for kind in dict.fromkeys(kinds):
+      numbers = [l // 2 for l, k in enumerate(kinds) if k == kind]
+      found += tables[kind](_Stack(kind, numbers), config)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stack:
+  """Makes rules of the sublayers of one kind, which have these numbers."""
+
+  kind: str
+  numbers: Sequence[int]
+
+  def vector(
+    self, leaf: str, name: str, ones: tuple[int, int, int] = (0, 0, 0)
+  ) -> rules.Rule:
+    return self._rule(leaf, self._names(name), 1, ones=ones)
+
+  def linear(self, leaf: str, name: str, columns: int = 1) -> rules.Rule:
+    names = self._names(f"{name}.weight")
+    return self._rule(leaf, names, 1, columns=columns, transposed=True)
+
+  def convolution(self, leaf: str, name: str) -> rules.Rule:
+    names = self._names(f"{name}.weight")
+    layout = dict(columns=1, transposed=True, ones=(0, 1, 0))
+    return self._rule(leaf, names, 1, **layout)
+
+  def experts(self, leaf: str, name: str, count: int) -> rules.Rule:
+    names = [
+      one
+      for i in self.numbers
+      for one in (f"model.layers.{i}.{name.format(e)}" for e in range(count))
+    ]
+    return self._rule(leaf, tuple(names), 2, columns=1, transposed=True)
+
+  def _names(self, name: str) -> tuple[str, ...]:
+    return tuple(f"model.layers.{i}.{name}" for i in self.numbers)
+
+  def _rule(
+    self, leaf: str, names: tuple[str, ...], stack: int, **layout: Any
+  ) -> rules.Rule:
+    path = f"sublayers/{self.kind}/{leaf}/value"
+    return rules.Rule(path, names, stack=stack, **layout)
+
+
+def _kda(stack: _Stack, config: config_lib.ModelConfig) -> list[rules.Rule]:
+  del config
+  at = "self_attn."
+  convolutions = {"query": "q", "key": "k", "value": "v"}
+  return [
+    stack.vector("norm/gain", "input_layernorm.weight"),
+    *(stack.linear(f"core/{a}", at + b) for a, b in _KDA.items()),
+    *(
+      stack.convolution(f"core/{a}_conv", f"{at}{b}_conv1d")
+      for a, b in convolutions.items()
+    ),
+    stack.vector("core/a_log", at + "A_log", ones=(2, 0, 1)),
+    stack.vector("core/dt_bias", at + "dt_bias"),
+    stack.vector("core/out_norm/gain", at + "o_norm.weight"),
+    stack.linear("core/output", at + "o_proj", columns=2),
+  ]
+
+
+def _mla(stack: _Stack, config: config_lib.ModelConfig) -> list[rules.Rule]:
+  del config
+  at = "self_attn."
+  return [
+    stack.vector("norm/gain", "input_layernorm.weight"),
+    *(stack.linear(f"core/{a}", at + b) for a, b in _MLA.items()),
+    stack.vector("core/latent_norm/gain", at + "kv_a_layernorm.weight"),
+    stack.linear("core/output", at + "o_proj", columns=2),
+  ]
+
+
+def _mlp(stack: _Stack, config: config_lib.ModelConfig) -> list[rules.Rule]:
+  del config
+  return [
+    stack.vector("norm/gain", "post_attention_layernorm.weight"),
+    *(stack.linear(f"core/{a}", f"mlp.{a}_proj") for a in _EXPERT),
+  ]
+
+
+def _moe(stack: _Stack, config: config_lib.ModelConfig) -> list[rules.Rule]:
+  at, count = "block_sparse_moe.", config.moe.num_experts
+  bias = at + "gate.e_score_correction_bias"
+  return [
+    stack.vector("norm/gain", "post_attention_layernorm.weight"),
+    stack.linear("core/router", at + "gate"),
+    stack.vector("core/selection_bias", bias),
+    *(
+      stack.experts(f"core/{a}", f"{at}experts.{{}}.{b}.weight", count)
+      for a, b in _EXPERT.items()
+    ),
+    *(
+      stack.linear(f"core/shared/{a}", f"{at}shared_experts.{a}_proj")
+      for a in _EXPERT
+    ),
+  ]
+
+
+def _read_mixers(
+  keys: keys_lib.Keys, layers: int, heads: int
+) -> tuple[tuple[str, ...], str, config_lib.KdaConfig]:
+  """`mixers`, `last_mixer` and `kda` of a network."""
+  if keys.is_there("linear_attn_config"):
+    below = keys.below("linear_attn_config")
+    width = below.take("head_dim", int)
+    below.expect("num_heads", heads)
+    taps = below.take("short_conv_kernel_size", int)
+    numbers = {
+      "kda": below.take("kda_layers", list),
+      "mla": below.take("full_attn_layers", list),
+    }
+    below.finish()
+    keys.ignore("layer_types")
+    if sorted(n for some in numbers.values() for n in some) != list(
+      range(1, layers + 1)
+    ):
+      keys.fail("linear_attn_config", numbers, f"each of 1 to {layers} once")
+    kinds = [
+      "kda" if i in numbers["kda"] else "mla" for i in range(1, layers + 1)
+    ]
+  else:
+    types = keys.take("layer_types", list)
+    if len(types) != layers or not set(types) <= set(_TYPES):
+      keys.fail("layer_types", types, f"{layers} of {', '.join(_TYPES)}")
+    kinds = [_TYPES[one] for one in types]
+    width = keys.take("linear_head_dim", int)
+    keys.expect("linear_num_heads", heads)
+    taps = keys.take("linear_conv_kernel_dim", int)
+  keys.ignore("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim")
+  shape = config_lib.KdaConfig(
+    head_width=width, conv_width=taps, gate_rank=width
+  )
+  return *_pattern(kinds), shape
+
+
+def _pattern(kinds: Sequence[str]) -> tuple[tuple[str, ...], str]:
+  """The shortest pattern that repeats, and the last mixer if it differs."""
+  count = len(kinds)
+  for size in range(1, count + 1):
+    same = [kinds[i] == kinds[i % size] for i in range(count)]
+    if all(same) and count % size == 0:
+      return tuple(kinds[:size]), ""
+    if all(same[:-1]):
+      return tuple(kinds[:size]), kinds[-1]
+  raise ValueError("there are no mixers")
+
+
+def _read_dense_layers(keys: keys_lib.Keys, layers: int) -> int:
+  types = keys.take("mlp_layer_types", list, [])
+  if not types:
+    return keys.take("first_k_dense_replace", int, 1)
+  dense = keys.take("first_k_dense_replace", int, types.count("dense"))
+  if types != ["dense"] * dense + ["sparse"] * (layers - dense):
+    keys.fail("mlp_layer_types", types, "'dense' ones first, then 'sparse'")
+  return dense
+
+
+def _accepted(field: str, accepted: Any) -> str:
+  words = {
+    "mixers": "'kda' and 'mla'",
+    "moe.num_experts": "a number above 0",
+    "moe.num_shared": "a number above 0",
+  }
+  return words.get(field, repr(accepted))
