@@ -106,7 +106,11 @@ def _serve_at(
   del model
   # The first request of many would otherwise wait for the compiler.
   print("compiling", file=sys.stderr, flush=True)
-  for _ in engine.run([engine_lib.Request([0], min(2, length - 1))]):
+  texts = [
+    engine_lib.Request([0], min(2, length - 1), with_scores=with_scores)
+    for with_scores in (False, True)
+  ]
+  for _ in engine.run(texts):
     pass
   server = _make_server(engine, config, limits, options)
   if options.verbose:
