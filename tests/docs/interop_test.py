@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every command of docs/interop.md exists, with the flags used there."""
+
+import importlib
+import re
+import shlex
+
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax.interop import families
+from tests import tiny_run
+
+TEXT = (tiny_run.ROOT / "docs" / "interop.md").read_text()
+MAIN = "attnres_jax.main"
+
+
+def _commands():
+  blocks = re.findall(r"^```\n(.*?)^```$", TEXT, re.S | re.M)
+  lines = "".join(blocks).replace("\\\n", " ").splitlines()
+  words = [shlex.split(line) for line in lines]
+  return [(one[2], one[3:]) for one in words if one[:2] == ["python", "-m"]]
+
+
+def test_there_are_commands():
+  assert {module for module, _ in _commands()} == {
+    MAIN,
+    "attnres_jax.inference.sample",
+    "attnres_jax.interop.import_huggingface",
+    "attnres_jax.interop.export_huggingface",
+    "attnres_jax.interop.upcycle",
+  }
+
+
+@pytest.mark.parametrize("module,arguments", _commands())
+def test_commands_take_their_arguments(module, arguments, capsys):
+  names = [argument.partition("=")[0] for argument in arguments]
+  if module == MAIN:
+    for name, argument in zip(names, arguments, strict=True):
+      if name.startswith("--config."):
+        text = argument.partition("=")[2]
+        config_lib.parse_field(name.removeprefix("--config."), text)
+      else:
+        assert name in ("--config", "--workdir")
+    return
+  with pytest.raises(SystemExit):
+    importlib.import_module(module).main(["--help"])
+  known = set(re.findall(r"--\w+", capsys.readouterr().out))
+  assert names and set(names) <= known
+
+
+def test_every_family_is_listed():
+  labels = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+  labels["kimi_linear"] = "Kimi Linear"
+  assert labels.keys() == families.FAMILIES.keys()
+  for label in labels.values():
+    assert f"\n| {label}" in TEXT
