@@ -107,7 +107,7 @@ def draw(
   """
   logprob_BV = jax.nn.log_softmax(logits_BV)
   penalised_BV = _penalised(logits_BV, rows)
-  greedy_B = jnp.argmax(penalised_BV, axis=-1)
+  greedy_B = _highest(penalised_BV)
   # Most batches need no sorting, and many no random numbers.
   drawn_B = jax.lax.cond(
     jnp.any(rows.temperature > 0),
@@ -119,6 +119,16 @@ def draw(
   top_logprob_BK, top_BK = jax.lax.top_k(logprob_BV, num_top)
   logprob_B1 = jnp.take_along_axis(logprob_BV, token_B[:, None], axis=1)
   return Drawn(token_B, logprob_B1[:, 0], top_BK, top_logprob_BK)
+
+
+# On CPU, XLA computes an argmax one entry at a time.
+def _highest(logits_BV):
+  """The first of the highest entries of each row."""
+  vocab_size = logits_BV.shape[-1]
+  highest_B1 = jnp.max(logits_BV, axis=-1, keepdims=True)
+  id_V = jnp.arange(vocab_size)[None]
+  id_BV = jnp.where(logits_BV == highest_B1, id_V, vocab_size - 1)
+  return jnp.min(id_BV, axis=-1)
 
 
 def _penalised(logits_BV, rows):

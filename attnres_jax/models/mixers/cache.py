@@ -102,16 +102,21 @@ def map_both(tokens: Any, recurrent: Any, *caches: Any) -> Any:
   return jax.tree.map(one, *caches, is_leaf=_is_tokens)
 
 
-# Name -> how `Tokens` are kept, of arrays in the dtype of the model.
+def _zero_codes(a: jax.Array) -> rounded.Rounded:
+  scale = jnp.ones((*a.shape[:-1], 1), jnp.float32)
+  return rounded.Rounded(jnp.zeros(a.shape, jnp.int8), scale)
+
+
+# Name -> how `Tokens` are kept: an array of zeros, of one in the model's dtype.
 KEPT: dict[str, Callable[[jax.Array], jax.Array | rounded.Rounded]] = {
   "model": lambda a: a,
   "bfloat16": lambda a: a.astype(jnp.bfloat16),
-  "int8": rounded.nearest,
+  "int8": _zero_codes,
 }
 
 
 def kept_as(cache: Cache, name: str) -> Cache:
-  """A cache whose entries of tokens are kept in another dtype.
+  """An empty cache, whose entries of tokens are kept in another dtype.
 
   Recurrent states stay as they are: every token changes them a little, and
   roundings would add up.
@@ -205,7 +210,7 @@ def append(cache: Cache, added: Added, row_B: jax.Array | None = None) -> Cache:
   def tokens(old, new):
     if isinstance(old, rounded.Rounded):
       return jax.tree.map(put_rows, old, rounded.nearest(new))
-    return put(old, new)
+    return put_rows(old, new) if old.shape[2] == 1 else put(old, new)
 
   def one(old, new):
     if not _is_tokens(old):
@@ -217,8 +222,9 @@ def append(cache: Cache, added: Added, row_B: jax.Array | None = None) -> Cache:
   return Cache(length_B, states)
 
 
-# TPU compilers scatter eight-bit entries in another layout than that in which
-# products read them, and would copy the cache there and back.
+# TPU compilers scatter entries of eight bits, and those of a single head, in
+# another layout than that in which products read them. They would copy the
+# whole cache there and back.
 def _put_rows(old, new, chunk, row_B):
   """Stores a chunk row by row, each as one update in place."""
   same_rows = row_B is None
