@@ -49,6 +49,9 @@ class Decoder:
   architecture: str
   variant: Variant
 
+  def files(self) -> dict[str, bytes]:
+    return {}
+
   def ignored(self, config: config_lib.ModelConfig) -> tuple[str, ...]:
     # Of old files: frequencies, which follow from the config.
     found = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)

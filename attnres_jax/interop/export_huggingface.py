@@ -7,7 +7,8 @@
 DIR gets safetensors (with an index if there are several), config.json, the
 tokenizer, a model card and a manifest of SHA-256 hashes. Networks with plain
 residuals (`prenorm`) that a family of `families` describes load in plain
-transformers.
+transformers. Others, and Full and Block AttnRes, load with the class in
+PyTorch that is written beside them.
 """
 
 import argparse
@@ -49,7 +50,7 @@ A network of the `{family}` family, exported by AttnRes-JAX (step {step}).
 ```python
 from transformers import AutoModelForCausalLM
 
-model = AutoModelForCausalLM.from_pretrained("{folder}")
+model = AutoModelForCausalLM.from_pretrained({loaded})
 ```
 """
 
@@ -115,6 +116,12 @@ def _family_of(facts: Mapping[str, Any], config: config_lib.ModelConfig) -> str:
   return facts.get("family") or families.of_network(config)
 
 
+def _arguments(family: str, folder: pathlib.Path) -> str:
+  """Of `from_pretrained`."""
+  own = families.FAMILIES[family].files()
+  return f'"{folder.name}"' + (", trust_remote_code=True" if own else "")
+
+
 def _card(
   config: config_lib.RunConfig,
   model: models.Transformer,
@@ -142,7 +149,7 @@ def _card(
     vocabulary=shape.vocab_size,
     dtype=dtype,
     tokenizer=config.data.tokenizer,
-    folder=folder.name,
+    loaded=_arguments(family, folder),
   )
 
 

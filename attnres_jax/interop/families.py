@@ -13,6 +13,7 @@ from attnres_jax.interop import decoder
 from attnres_jax.interop import keys as keys_lib
 from attnres_jax.interop import kimi_linear
 from attnres_jax.interop import rules
+from attnres_jax.interop import twin
 
 
 class Family(Protocol):
@@ -39,6 +40,10 @@ class Family(Protocol):
     """A rule for every leaf."""
     ...
 
+  def files(self) -> dict[str, bytes]:
+    """Code that has to be beside the weights, if transformers has no class."""
+    ...
+
   def ignored(self, config: config_lib.ModelConfig) -> tuple[str, ...]:
     """Patterns of tensors that are not needed."""
     ...
@@ -53,6 +58,7 @@ FAMILIES: dict[str, Family] = {
   "qwen2": decoder.Decoder("Qwen2ForCausalLM", decoder.QWEN2),
   "qwen3": decoder.Decoder("Qwen3ForCausalLM", decoder.QWEN3),
   "kimi_linear": kimi_linear.KimiLinear(),
+  "attnres": twin.Twin(),
 }
 
 

@@ -265,7 +265,7 @@ def export(
   text = json.dumps(described, indent=2, sort_keys=True)
   files.write(folder / CONFIG, text + "\n")
   files.write(folder / _README, card)
-  for file, content in (also or {}).items():
+  for file, content in (chosen.files() | dict(also or {})).items():
     files.write(folder / file, content)
   manifest.write(folder, digests)
 

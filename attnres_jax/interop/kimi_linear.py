@@ -8,7 +8,7 @@ numbers from 1 (`linear_attn_config`, published) or by `layer_types`
 the same team. The released file of the gate adds its bias to a view of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import re
 from typing import Any
@@ -37,6 +37,9 @@ class KimiLinear:
 
   def ignored(self, config: config_lib.ModelConfig) -> tuple[str, ...]:
     return (r"lm_head\.weight",) if config.tie_embeddings else ()
+
+  def files(self) -> dict[str, bytes]:
+    return {}
 
   def renamed(self, name: str) -> str:
     # transformers writes dense MLPs so.
@@ -162,16 +165,23 @@ class KimiLinear:
     if not config.tie_embeddings:
       head = "embedding/head/value", ("lm_head.weight",)
       found.append(rules.Rule(*head, columns=1, transposed=True))
-    kinds = config.sublayer_kinds
-    tables = {"kda": _kda, "mla": _mla, "mlp": _mlp, "moe": _moe}
-    for kind in dict.fromkeys(kinds):
-      numbers = [l // 2 for l, k in enumerate(kinds) if k == kind]
-      found += tables[kind](_Stack(kind, numbers), config)
-    return found
+    return found + of_sublayers(config, RULES)
+
+
+def of_sublayers(
+  config: config_lib.ModelConfig,
+  tables: Mapping[str, Callable[..., list[rules.Rule]]],
+) -> list[rules.Rule]:
+  """The rules of all sublayers, by tables such as `RULES`."""
+  kinds, found = config.sublayer_kinds, []
+  for kind in dict.fromkeys(kinds):
+    numbers = [l // 2 for l, k in enumerate(kinds) if k == kind]
+    found += tables[kind](Stack(kind, numbers), config)
+  return found
 
 
 @dataclasses.dataclass(frozen=True)
-class _Stack:
+class Stack:
   """Makes rules of the sublayers of one kind, which have these numbers."""
 
   kind: str
@@ -209,7 +219,7 @@ class _Stack:
     return rules.Rule(path, names, stack=stack, **layout)
 
 
-def _kda(stack: _Stack, config: config_lib.ModelConfig) -> list[rules.Rule]:
+def _kda(stack: Stack, config: config_lib.ModelConfig) -> list[rules.Rule]:
   del config
   at = "self_attn."
   convolutions = {"query": "q", "key": "k", "value": "v"}
@@ -227,7 +237,7 @@ def _kda(stack: _Stack, config: config_lib.ModelConfig) -> list[rules.Rule]:
   ]
 
 
-def _mla(stack: _Stack, config: config_lib.ModelConfig) -> list[rules.Rule]:
+def _mla(stack: Stack, config: config_lib.ModelConfig) -> list[rules.Rule]:
   del config
   at = "self_attn."
   return [
@@ -238,7 +248,7 @@ def _mla(stack: _Stack, config: config_lib.ModelConfig) -> list[rules.Rule]:
   ]
 
 
-def _mlp(stack: _Stack, config: config_lib.ModelConfig) -> list[rules.Rule]:
+def _mlp(stack: Stack, config: config_lib.ModelConfig) -> list[rules.Rule]:
   del config
   return [
     stack.vector("norm/gain", "post_attention_layernorm.weight"),
@@ -246,7 +256,7 @@ def _mlp(stack: _Stack, config: config_lib.ModelConfig) -> list[rules.Rule]:
   ]
 
 
-def _moe(stack: _Stack, config: config_lib.ModelConfig) -> list[rules.Rule]:
+def _moe(stack: Stack, config: config_lib.ModelConfig) -> list[rules.Rule]:
   at, count = "block_sparse_moe.", config.moe.num_experts
   bias = at + "gate.e_score_correction_bias"
   return [
@@ -262,6 +272,10 @@ def _moe(stack: _Stack, config: config_lib.ModelConfig) -> list[rules.Rule]:
       for a in _EXPERT
     ),
   ]
+
+
+# Kind of sublayer -> its rules.
+RULES = {"kda": _kda, "mla": _mla, "mlp": _mlp, "moe": _moe}
 
 
 def _read_mixers(

@@ -163,11 +163,11 @@ def test_bad_imports_write_nothing(source, tmp_path, capsys, arguments, words):
 
 def test_a_network_that_cannot_be_exported(tmp_path, capsys):
   config = config_lib.RunConfig(
-    model=small_checkpoint.model("llama", rope_theta=0.0).config
+    model=small_checkpoint.model("llama", qkv_norm=True).config
   )
-  model = small_checkpoint.model("llama", rope_theta=0.0)
+  model = small_checkpoint.model("llama", qkv_norm=True)
   weights_folder.write(tmp_path / "a", config, model, {}, {})
   argv = [f"--workdir={tmp_path / 'a'}", f"--path={tmp_path / 'b'}"]
   assert EXPORT(argv) == 2
-  assert "config.model.rope_theta: got 0" in capsys.readouterr().err
+  assert "config.model.qkv_norm: got True" in capsys.readouterr().err
   assert not (tmp_path / "b").exists()

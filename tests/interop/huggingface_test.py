@@ -323,7 +323,6 @@ def test_tensors_that_are_refused(tmp_path, name, array, words):
   "fields,words",
   [
     (dict(residual=config_lib.ResidualConfig("rescaled")), "residual.name"),
-    (dict(logit_soft_cap=2.0), "config.model.logit_soft_cap"),
     (dict(qkv_norm=True), "config.model.qkv_norm"),
   ],
 )

@@ -30,6 +30,7 @@ KIMI = dict(
   ),
 )  # fmt: skip
 FIELDS["kimi_linear"] = KIMI
+FIELDS["attnres"] = dict(rope_theta=0.0)
 CONFIG = config_lib.ModelConfig(
   vocab_size=300, width=64, num_layers=3, num_heads=4, num_kv_heads=2,
   head_width=16, mlp_width=96,

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The class in PyTorch computes what ours does, is trained and generates."""
+
+import math
+import warnings
+
+import jax
+import numpy as np
+import pytest
+
+from attnres_jax import checkpoint
+from attnres_jax import config as config_lib
+from attnres_jax import models
+from attnres_jax.interop import huggingface
+from tests import tiny_network
+
+LENGTH = 9
+_Attention = config_lib.AttentionConfig
+_Read = config_lib.DepthReadConfig
+CASES = {
+  # Every kind of sublayer; blocks of three leave a last one of one.
+  "block": dict(block_size=3, **tiny_network.KINDS),
+  "full": dict(name="full_attnres", **tiny_network.KINDS),
+  "plain": dict(name="prenorm", **tiny_network.KINDS),
+  "grouped": dict(
+    num_heads=4,
+    num_kv_heads=2,
+    logit_soft_cap=5.0,
+    attention=_Attention(qkv_bias=True, output_bias=True, qk_norm=True),
+    rope=config_lib.RopeConfig(scaling="llama3", original_length=8),
+    read=_Read(heads=4, scale="sum", logit_scale=0.5),
+  ),
+  "tied": dict(
+    name="full_attnres", tie_embeddings=True, rope_theta=0.0, mlp_width=0
+  ),
+}
+
+
+def _network(case):
+  """Every parameter is random, queries, gains and biases included."""
+  config = tiny_network.config(**CASES[case])
+  rng = np.random.default_rng(0)
+
+  def drawn(path, leaf):
+    name = jax.tree_util.keystr(path)
+    middle = 1.0 if "gain" in name else 0.0
+    noise = rng.standard_normal(leaf.shape, "float32") * np.float32(0.3)
+    return jax.numpy.asarray(middle + noise)
+
+  abstract = jax.eval_shape(lambda: models.build_model(config))
+  return jax.tree_util.tree_map_with_path(drawn, abstract)
+
+
+def _tokens():
+  return np.random.default_rng(1).integers(0, 16, (2, LENGTH), dtype=np.int32)
+
+
+def _export(model, folder):
+  huggingface.export(
+    model, folder, dtype="F32", facts={}, card="A test.\n", family="attnres"
+  )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_comes_back_bit_by_bit(case, tmp_path):
+  model = _network(case)
+  _export(model, tmp_path / "out")
+  source = huggingface.read(tmp_path / "out")
+  assert source.family == "attnres" and source.config == model.config
+  found, wanted = map(checkpoint.to_flat, (huggingface.load(source), model))
+  assert found.keys() == wanted.keys()
+  for name, leaf in wanted.items():
+    np.testing.assert_array_equal(found[name], leaf, err_msg=name)
+
+
+@pytest.mark.parametrize(
+  "fields,message",
+  [
+    (dict(name="mhc"), "residual.name: got 'mhc', expected one of block_attn"),
+    (dict(read=_Read(window=2)), "read.window: got 2, expected 0"),
+    (dict(qkv_norm=True), "model.qkv_norm: got True, expected False"),
+  ],
+)
+def test_what_it_lacks_is_refused(fields, message, tmp_path):
+  model = jax.eval_shape(
+    lambda: models.build_model(tiny_network.config(**fields))
+  )
+  with pytest.raises(config_lib.ConfigError, match=message):
+    _export(model, tmp_path)
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.needs("transformers>=5")
+@pytest.mark.parametrize(
+  "case",
+  [
+    "block",
+    "grouped",
+    "tied",
+    pytest.param("full", marks=pytest.mark.slow),
+    pytest.param("plain", marks=pytest.mark.slow),
+  ],
+)
+class TestInTorch:
+  def _load(self, folder):
+    import transformers
+
+    with warnings.catch_warnings():
+      warnings.simplefilter("ignore")
+      return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, dtype="float32"
+      )
+
+  def test_logits_gradients_and_text(self, case, tmp_path, monkeypatch):
+    import torch
+
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "code"))
+    model, tokens = _network(case), _tokens()
+    _export(model, tmp_path / "out")
+    twin = self._load(tmp_path / "out").eval()
+    ids = torch.tensor(tokens).long()
+    out = twin(ids, labels=ids)
+    logits, gradient = _logits_and_gradient(model, tokens)
+    np.testing.assert_allclose(out.logits.detach(), logits, atol=1e-4)
+    assert np.std(logits) > 0.1
+
+    # Trainable: the gradient of each tensor, as the export lays it out.
+    out.loss.backward()
+    _export(gradient, tmp_path / "gradient")
+    theirs = dict(twin.named_parameters())
+    tensors = huggingface.read(tmp_path / "gradient").tensors
+    for name, tensor in tensors.items():
+      if name.endswith("e_score_correction_bias"):
+        continue  # Ours is the load.
+      rows, columns = tensor.shape[0], math.prod(tensor.shape[1:])
+      wanted = tensor.read(slice(0, rows), slice(0, columns))
+      wanted = wanted.reshape(tensor.shape)
+      found = theirs[name].grad
+      found = np.zeros(wanted.shape) if found is None else found.numpy()
+      size = np.abs(wanted).max() + 1e-3
+      np.testing.assert_allclose(found, wanted, atol=2e-4 * size, err_msg=name)
+
+    # Greedy, with the cache; each token is the argmax of the whole prefix.
+    with warnings.catch_warnings():
+      warnings.simplefilter("ignore")
+      text = twin.generate(ids, max_new_tokens=5, do_sample=False).numpy()
+    assert text.shape == (2, LENGTH + 5)
+    whole = model(jax.numpy.asarray(text[:, :-1], "int32"))
+    np.testing.assert_array_equal(
+      np.argmax(whole, axis=-1)[:, LENGTH - 1 :], text[:, LENGTH:]
+    )
+
+    with pytest.raises(ValueError, match="rows need one length"):
+      twin(ids, attention_mask=torch.zeros_like(ids))
+
+
+def _logits_and_gradient(model, tokens):
+  def loss(model):
+    logits = model(tokens)
+    targets = jax.numpy.asarray(tokens[:, 1:])
+    losses = jax.nn.log_softmax(logits[:, :-1], axis=-1)
+    chosen = jax.numpy.take_along_axis(losses, targets[..., None], axis=-1)
+    return -jax.numpy.mean(chosen), logits
+
+  (_, logits), gradient = jax.value_and_grad(loss, has_aux=True)(model)
+  return np.asarray(logits), gradient
