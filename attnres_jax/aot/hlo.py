@@ -37,8 +37,6 @@ _CONTROL_NAME = re.compile(
   r"shard_map|while|body|cond|branch_\d+_fun|eval_jaxpr|closed_call|checkpoint"
   r"|pjit|jvp\(\)"
 )
-# Operations that update some of their first operand -> which operand is new.
-_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 # Operations that read as much of their first operand as they return.
 _CUTS = ("slice", "dynamic-slice", "gather")
 # Operations that write a part of their first operand: the number of the operand
@@ -300,7 +298,7 @@ class Program:
       read = {0: max(a.nbytes for a in results)}
     elif instruction.op in _UPDATES:
       new = sum(a.nbytes for a in operands[_UPDATES[instruction.op]])
-      read = {0: new if instruction.op == "scatter" else 0.0}
+      read = {0: self._adds(instruction) * new}
       written = {0: new}
     total = 0.0
     for i, arrays in enumerate(operands):
@@ -336,11 +334,9 @@ class Program:
       if user.op in _CUTS:
         nested = {0: sum(a.nbytes for a in user.arrays)}
       elif user.op in _UPDATES:
-        nested = {0: 0.0}  # The updated array is not read.
-      elif user.op == "scatter":
-        # What is added to is read.
+        # The updated array is not read, but for what a scatter adds to.
         new = inside[user.operands[_UPDATES[user.op]]]
-        nested = {0: sum(a.nbytes for a in new.arrays)}
+        nested = {0: self._adds(user) * sum(a.nbytes for a in new.arrays)}
       for i, operand in enumerate(user.operands):
         source = behind(operand)
         if source.op == "parameter" and i in nested:
@@ -360,6 +356,13 @@ class Program:
       elif end.op == "fusion" and 0 in (nested := self._parts(end)[1]):
         written[i] = nested[0]
     return {i: n for i, n in read.items() if i not in whole}, written
+
+  def _adds(self, instruction: Instruction) -> bool:
+    """Whether it is a scatter whose result depends on what was there."""
+    if instruction.op != "scatter":
+      return False
+    ((_, name),) = (p for p in instruction.called() if p[0] == "to_apply")
+    return list(self.computations[name].values())[-1].op != "parameter"
 
   def _is_view(self, instruction: Instruction) -> bool:
     """Whether it is its operand, perhaps in other tiles, within a fusion."""

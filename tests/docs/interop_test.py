@@ -16,7 +16,9 @@ MAIN = "attnres_jax.main"
 
 
 def _commands():
-  blocks = re.findall(r"^```\n(.*?)^```$", TEXT, re.S | re.M)
+  # Blocks in Python are of another kind.
+  fences = re.findall(r"^```(\w*)\n(.*?)^```$", TEXT, re.S | re.M)
+  blocks = [text for kind, text in fences if not kind]
   lines = "".join(blocks).replace("\\\n", " ").splitlines()
   words = [shlex.split(line) for line in lines]
   return [(one[2], one[3:]) for one in words if one[:2] == ["python", "-m"]]
@@ -51,7 +53,7 @@ def test_commands_take_their_arguments(module, arguments, capsys):
 
 def test_every_family_is_listed():
   labels = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-  labels["kimi_linear"] = "Kimi Linear"
+  labels |= {"kimi_linear": "Kimi Linear", "attnres": "Full and Block AttnRes"}
   assert labels.keys() == families.FAMILIES.keys()
   for label in labels.values():
     assert f"\n| {label}" in TEXT

@@ -81,7 +81,7 @@ def _schemes():
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("name", _schemes())
+@pytest.mark.parametrize("name", list(_schemes()))
 def test_scan_loop_parts_and_checkpoints_agree(name):
   kinds = _kinds(name)
   heads = 2 if name.startswith("delta_mh") else 0
