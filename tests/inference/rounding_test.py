@@ -116,7 +116,7 @@ def test_requests_and_prefixes_with_a_rounded_cache(model, prompts):
 @pytest.mark.parametrize(
   "mesh",
   [
-    dict(fsdp=2, expert=2),
+    pytest.param(dict(fsdp=2, expert=2), marks=pytest.mark.slow),
     pytest.param(dict(data=2, expert=2, tensor=2), marks=pytest.mark.slow),
     pytest.param(dict(data=2, fsdp=2, tensor=2), marks=pytest.mark.slow),
   ],

@@ -45,6 +45,7 @@ def test_laptop_shapes_have_one_size():
     assert run.overrides["eta"] == pytest.approx(eta, abs=0.085)
 
 
+@pytest.mark.slow
 def test_paper_shapes_are_those_of_figure_7():
   configs = _configs(f"{SPEC}:scale=paper")
   assert len(configs) == 25 * 2
