@@ -6,9 +6,10 @@
 Compiles a step that decodes one token for full caches of some length, a step
 that computes a whole prompt, and for one row the step that a program without
 caches needs: the forward pass of all tokens. Then all schemes run in turn,
-round after round. Layers are unrolled, so that Block and Full read all sources
-in one operation; PreNorm also runs as one scan, and the baseline is its faster
-form, for each number of rows and tokens. A ratio is the median over rounds.
+round after round. Every scheme runs in both forms: as scans, where Block and
+Full read in two phases, and unrolled, where they read all sources in one
+operation. The baseline is the faster form of PreNorm, for each number of rows
+and tokens. A ratio is the median over rounds.
 
 Writes results.csv beside this file and fills the documents from it and from
 tpu.csv.
@@ -60,7 +61,9 @@ BLOCKS = 4
 FORMS = {
   "prenorm": True,
   "prenorm unrolled": False,
+  "block_attnres": True,
   "block_attnres unrolled": False,
+  "full_attnres": True,
   "full_attnres unrolled": False,
 }
 # Rows and tokens of each step.
