@@ -8,9 +8,9 @@ import statistics
 from matplotlib import colors
 from matplotlib import figure as figure_lib
 import numpy as np
-import scipy.stats
 
 from attnres_jax import figures
+from experiments.pages import pairs
 from experiments.pages import readme
 
 Row = Mapping[str, str]
@@ -22,7 +22,6 @@ _LOOKS = {
   "attention": ("attention", "full_attnres"),
   "static": ("static mixing", "denseformer"),
 }
-_CONFIDENCE = 0.9
 _ALL_BAD = 9.99  # Shown for losses beyond it.
 
 
@@ -100,14 +99,13 @@ def _table(losses: Losses, readout: str) -> str:
 
 
 def _interval(ours: Mapping[int, float], theirs: Mapping[int, float]) -> str:
-  """Mean difference of pairs and its interval by Student's t."""
-  apart = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs)]
-  mean = statistics.fmean(apart)
-  if len(apart) < 2:
-    return f"{mean:+.4f}"
-  error = statistics.stdev(apart) / math.sqrt(len(apart))
-  half = error * scipy.stats.t.ppf((1 + _CONFIDENCE) / 2, len(apart) - 1)
-  return f"{mean:+.4f} [{mean - half:+.4f}, {mean + half:+.4f}]"
+  """Mean difference of pairs and its interval."""
+  found = pairs.differences({"ours": ours, "theirs": theirs}, "theirs")
+  apart = found["ours"]
+  if apart.margin is None:
+    return f"{apart.mean:+.4f}"
+  ends = apart.mean - apart.margin, apart.mean + apart.margin
+  return f"{apart.mean:+.4f} [{ends[0]:+.4f}, {ends[1]:+.4f}]"
 
 
 def _diverged(rows: Sequence[Row]) -> str:
@@ -116,7 +114,7 @@ def _diverged(rows: Sequence[Row]) -> str:
     f"{len(rows)} runs, of which {len(lost)} diverged. Losses are mean squared"
     " errors over the variance of the teacher's output, with the best rate of"
     " each student and temperature: mean over seeds, range, and differences of"
-    f" pairs with {_CONFIDENCE:.0%} intervals."
+    f" pairs with {pairs.LEVEL:.0%} intervals."
   )
 
 

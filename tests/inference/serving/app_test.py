@@ -22,19 +22,6 @@ ENDLESS = dict(max_tokens=LENGTH - 8, past_end=True)
 
 
 @pytest.fixture(scope="module")
-def model():
-  return local_server.make_model()
-
-
-@pytest.fixture(scope="module")
-def server(model):
-  server = local_server.Server(model)
-  yield server
-  local_server.until(server.is_idle)
-  server.close()
-
-
-@pytest.fixture(scope="module")
 def alone(model):
   """Draws a text by the engine alone."""
   engine = local_server.make_engine(model)

@@ -15,19 +15,6 @@ LENGTH, SLOTS = local_server.LENGTH, local_server.SLOTS
 LONG = dict(prompt="é", max_tokens=LENGTH - 8, past_end=True, temperature=0)
 
 
-@pytest.fixture(scope="module")
-def model():
-  return local_server.make_model()
-
-
-@pytest.fixture(scope="module")
-def server(model):
-  server = local_server.Server(model)
-  yield server
-  local_server.until(server.is_idle)
-  server.close()
-
-
 @pytest.fixture
 def start(model):
   """Starts servers whose engine is slow, with other limits."""
