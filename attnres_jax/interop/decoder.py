@@ -12,9 +12,8 @@ from typing import Any
 
 from attnres_jax import config as config_lib
 from attnres_jax.interop import keys as keys_lib
+from attnres_jax.interop import layout
 from attnres_jax.interop import rules
-
-_PREFIX = "model.layers.{}."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,43 +146,7 @@ class Decoder:
     return values
 
   def rules(self, config: config_lib.ModelConfig) -> list[rules.Rule]:
-    numbers = range(config.num_layers)
-
-    def stacked(leaf: str, name: str, **layout: Any) -> rules.Rule:
-      names = tuple((_PREFIX + name).format(i) for i in numbers)
-      return rules.Rule(f"sublayers/{leaf}/value", names, stack=1, **layout)
-
-    def linear(leaf: str, name: str, columns: int = 1) -> rules.Rule:
-      return stacked(leaf, f"{name}.weight", columns=columns, transposed=True)
-
-    found = [
-      rules.Rule("embedding/table/value", ("model.embed_tokens.weight",), 0, 1),
-      rules.Rule("final_norm/gain/value", ("model.norm.weight",)),
-      stacked("attention/norm/gain", "input_layernorm.weight"),
-      stacked("mlp/norm/gain", "post_attention_layernorm.weight"),
-      linear("attention/core/query", "self_attn.q_proj"),
-      linear("attention/core/key", "self_attn.k_proj"),
-      linear("attention/core/value", "self_attn.v_proj"),
-      linear("attention/core/output", "self_attn.o_proj", columns=2),
-      linear("mlp/core/gate", "mlp.gate_proj"),
-      linear("mlp/core/up", "mlp.up_proj"),
-      linear("mlp/core/down", "mlp.down_proj"),
-    ]
-    if not config.tie_embeddings:
-      head = "embedding/head/value", ("lm_head.weight",)
-      found.append(rules.Rule(*head, columns=1, transposed=True))
-    biases = {"query": "q", "key": "k", "value": "v"}
-    biases = biases if config.attention.qkv_bias else {}
-    if config.attention.output_bias:
-      biases = biases | {"output": "o"}
-    for ours, theirs in biases.items():
-      name = f"self_attn.{theirs}_proj.bias"
-      found.append(stacked(f"attention/core/{ours}_bias", name))
-    if config.attention.qk_norm:
-      for ours, theirs in (("query", "q"), ("key", "k")):
-        name = f"self_attn.{theirs}_norm.weight"
-        found.append(stacked(f"attention/core/{ours}_norm/gain", name))
-    return found
+    return layout.rules_of(config)
 
   def _check_biases(self, attention: config_lib.AttentionConfig) -> None:
     """Refuses biases that no value of `attention_bias` describes."""

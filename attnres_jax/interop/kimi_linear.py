@@ -8,25 +8,17 @@ numbers from 1 (`linear_attn_config`, published) or by `layer_types`
 the same team. The released file of the gate adds its bias to a view of them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 import dataclasses
 import re
 from typing import Any
 
 from attnres_jax import config as config_lib
 from attnres_jax.interop import keys as keys_lib
+from attnres_jax.interop import layout
 from attnres_jax.interop import rules
 
 _TYPES = {"linear_attention": "kda", "full_attention": "mla"}
-_EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}
-_KDA = {
-    "query": "q_proj", "key": "k_proj", "value": "v_proj",
-    "decay_down": "f_a_proj", "decay_up": "f_b_proj", "beta": "b_proj",
-    "gate_down": "g_a_proj", "gate_up": "g_b_proj",
-}  # fmt: skip
-_MLA = {
-  "query": "q_proj", "compress": "kv_a_proj_with_mqa", "expand": "kv_b_proj",
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,124 +150,7 @@ class KimiLinear:
     )
 
   def rules(self, config: config_lib.ModelConfig) -> list[rules.Rule]:
-    found = [
-      rules.Rule("embedding/table/value", ("model.embed_tokens.weight",), 0, 1),
-      rules.Rule("final_norm/gain/value", ("model.norm.weight",)),
-    ]
-    if not config.tie_embeddings:
-      head = "embedding/head/value", ("lm_head.weight",)
-      found.append(rules.Rule(*head, columns=1, transposed=True))
-    return found + of_sublayers(config, RULES)
-
-
-def of_sublayers(
-  config: config_lib.ModelConfig,
-  tables: Mapping[str, Callable[..., list[rules.Rule]]],
-) -> list[rules.Rule]:
-  """The rules of all sublayers, by tables such as `RULES`."""
-  kinds, found = config.sublayer_kinds, []
-  for kind in dict.fromkeys(kinds):
-    numbers = [l // 2 for l, k in enumerate(kinds) if k == kind]
-    found += tables[kind](Stack(kind, numbers), config)
-  return found
-
-
-@dataclasses.dataclass(frozen=True)
-class Stack:
-  """Makes rules of the sublayers of one kind, which have these numbers."""
-
-  kind: str
-  numbers: Sequence[int]
-
-  def vector(
-    self, leaf: str, name: str, ones: tuple[int, int, int] = (0, 0, 0)
-  ) -> rules.Rule:
-    return self._rule(leaf, self._names(name), 1, ones=ones)
-
-  def linear(self, leaf: str, name: str, columns: int = 1) -> rules.Rule:
-    names = self._names(f"{name}.weight")
-    return self._rule(leaf, names, 1, columns=columns, transposed=True)
-
-  def convolution(self, leaf: str, name: str) -> rules.Rule:
-    names = self._names(f"{name}.weight")
-    layout = dict(columns=1, transposed=True, ones=(0, 1, 0))
-    return self._rule(leaf, names, 1, **layout)
-
-  def experts(self, leaf: str, name: str, count: int) -> rules.Rule:
-    names = [
-      one
-      for i in self.numbers
-      for one in (f"model.layers.{i}.{name.format(e)}" for e in range(count))
-    ]
-    return self._rule(leaf, tuple(names), 2, columns=1, transposed=True)
-
-  def _names(self, name: str) -> tuple[str, ...]:
-    return tuple(f"model.layers.{i}.{name}" for i in self.numbers)
-
-  def _rule(
-    self, leaf: str, names: tuple[str, ...], stack: int, **layout: Any
-  ) -> rules.Rule:
-    path = f"sublayers/{self.kind}/{leaf}/value"
-    return rules.Rule(path, names, stack=stack, **layout)
-
-
-def _kda(stack: Stack, config: config_lib.ModelConfig) -> list[rules.Rule]:
-  del config
-  at = "self_attn."
-  convolutions = {"query": "q", "key": "k", "value": "v"}
-  return [
-    stack.vector("norm/gain", "input_layernorm.weight"),
-    *(stack.linear(f"core/{a}", at + b) for a, b in _KDA.items()),
-    *(
-      stack.convolution(f"core/{a}_conv", f"{at}{b}_conv1d")
-      for a, b in convolutions.items()
-    ),
-    stack.vector("core/a_log", at + "A_log", ones=(2, 0, 1)),
-    stack.vector("core/dt_bias", at + "dt_bias"),
-    stack.vector("core/out_norm/gain", at + "o_norm.weight"),
-    stack.linear("core/output", at + "o_proj", columns=2),
-  ]
-
-
-def _mla(stack: Stack, config: config_lib.ModelConfig) -> list[rules.Rule]:
-  del config
-  at = "self_attn."
-  return [
-    stack.vector("norm/gain", "input_layernorm.weight"),
-    *(stack.linear(f"core/{a}", at + b) for a, b in _MLA.items()),
-    stack.vector("core/latent_norm/gain", at + "kv_a_layernorm.weight"),
-    stack.linear("core/output", at + "o_proj", columns=2),
-  ]
-
-
-def _mlp(stack: Stack, config: config_lib.ModelConfig) -> list[rules.Rule]:
-  del config
-  return [
-    stack.vector("norm/gain", "post_attention_layernorm.weight"),
-    *(stack.linear(f"core/{a}", f"mlp.{a}_proj") for a in _EXPERT),
-  ]
-
-
-def _moe(stack: Stack, config: config_lib.ModelConfig) -> list[rules.Rule]:
-  at, count = "block_sparse_moe.", config.moe.num_experts
-  bias = at + "gate.e_score_correction_bias"
-  return [
-    stack.vector("norm/gain", "post_attention_layernorm.weight"),
-    stack.linear("core/router", at + "gate"),
-    stack.vector("core/selection_bias", bias),
-    *(
-      stack.experts(f"core/{a}", f"{at}experts.{{}}.{b}.weight", count)
-      for a, b in _EXPERT.items()
-    ),
-    *(
-      stack.linear(f"core/shared/{a}", f"{at}shared_experts.{a}_proj")
-      for a in _EXPERT
-    ),
-  ]
-
-
-# Kind of sublayer -> its rules.
-RULES = {"kda": _kda, "mla": _mla, "mlp": _mlp, "moe": _moe}
+    return layout.rules_of(config)
 
 
 def _read_mixers(

@@ -13,7 +13,7 @@ from typing import Any
 
 from attnres_jax import config as config_lib
 from attnres_jax.interop import keys as keys_lib
-from attnres_jax.interop import kimi_linear
+from attnres_jax.interop import layout
 from attnres_jax.interop import rules
 
 _CODE = pathlib.Path(__file__).with_name("modeling_attnres.py")
@@ -60,41 +60,10 @@ class Twin:
     }
 
   def rules(self, config: config_lib.ModelConfig) -> list[rules.Rule]:
-    embedding = "model.embed_tokens.weight"
-    found = [
-      rules.Rule("embedding/table/value", (embedding,), columns=1),
-      rules.Rule("final_norm/gain/value", ("model.norm.weight",)),
-    ]
-    if not config.tie_embeddings:
-      head = "embedding/head/value", ("lm_head.weight",)
-      found.append(rules.Rule(*head, columns=1, transposed=True))
-    found += kimi_linear.of_sublayers(config, _RULES)
+    found = layout.rules_of(config)
     if config.residual.name != "prenorm":
       found += _of_reads(config)
     return found
-
-
-def _attention(
-  stack: kimi_linear.Stack, config: config_lib.ModelConfig
-) -> list[rules.Rule]:
-  at, variant = "self_attn.", config.attention
-  inputs = {"query": "q", "key": "k", "value": "v"}
-  found = [
-    stack.vector("norm/gain", "input_layernorm.weight"),
-    *(stack.linear(f"core/{a}", f"{at}{b}_proj") for a, b in inputs.items()),
-    stack.linear("core/output", f"{at}o_proj", columns=2),
-  ]
-  biases = inputs if variant.qkv_bias else {}
-  if variant.output_bias:
-    biases = biases | {"output": "o"}
-  for a, b in biases.items():
-    found.append(stack.vector(f"core/{a}_bias", f"{at}{b}_proj.bias"))
-  for a in ("query", "key") if variant.qk_norm else ():
-    found.append(stack.vector(f"core/{a}_norm/gain", f"{at}{a[0]}_norm.weight"))
-  return found
-
-
-_RULES = kimi_linear.RULES | {"attention": _attention}
 
 
 def _of_reads(config: config_lib.ModelConfig) -> list[rules.Rule]:
@@ -144,7 +113,7 @@ def _check(config: config_lib.ModelConfig) -> None:
     if field.name not in _READ and value != plain:
       config_lib.fail(f"model.residual.read.{field.name}", value, repr(plain))
   for kind in config.sublayer_kinds:
-    config_lib.choose("model.mixers", kind, _RULES)
+    config_lib.choose("model.mixers", kind, layout.RULES)
   for name, plain in (("depth_memory", "none"), ("qkv_norm", False)):
     if getattr(config, name) != plain:
       config_lib.fail(f"model.{name}", getattr(config, name), repr(plain))
