@@ -186,18 +186,25 @@ class RopeConfig(fields.Checked, prefix="model.rope"):
   Attributes:
     scaling: `llama3` divides the frequencies of channels that turn fewer than
       `low_turns` times in `original_length` tokens by `factor`, keeps those
-      above `high_turns`, and interpolates between (Llama 3.1); or `none`.
+      above `high_turns`, and interpolates between, linearly in turns (Llama
+      3.1); `yarn` linearly in channels (arXiv:2309.00071); or `none`.
     factor: see `scaling`.
     low_turns: see `scaling`.
     high_turns: see `scaling`.
     original_length: tokens per sequence of the first training.
+    logit_scale: multiplies all logits of attention, as YaRN does with long
+      sequences.
+    pairs: which channels turn together: each of the first half with one of the
+      second (`halves`), or `neighbours` (DeepSeek).
   """
 
-  scaling: Literal["none", "llama3"] = "none"
+  scaling: Literal["none", "llama3", "yarn"] = "none"
   factor: fields.Positive = 8.0
   low_turns: fields.Positive = 1.0
   high_turns: fields.Positive = 4.0
   original_length: fields.Size = 8192
+  logit_scale: fields.Positive = 1.0
+  pairs: Literal["halves", "neighbours"] = "halves"
 
   def __post_init__(self):
     super().__post_init__()
@@ -229,16 +236,20 @@ class KdaConfig(fields.Checked, prefix="model.kda"):
 
 @dataclasses.dataclass(frozen=True)
 class MlaConfig(fields.Checked, prefix="model.mla"):
-  """Multi-head latent attention without positions (kimi_linear section 3).
+  """Multi-head latent attention (kimi_linear section 3, interop section 1).
 
   Attributes:
     latent_rank: of the latent, from which keys and values are computed and
       which is cached.
     nope_width: of the separate part of each head's query and key.
-    shared_width: of the part of the key that all heads share; it has rotary
-      positions in other models, but not here.
+    shared_width: of the part of the key that all heads share.
     value_width: of a head's value.
-    latent_eps: of the RMSNorm of the latent.
+    latent_eps: of the RMSNorm of latents.
+    query_rank: of a latent from which queries are computed (DeepSeek-V3); 0
+      computes them from the input.
+    rope_theta: base of the rotary positions of shared parts of keys and of what
+      meets them in queries (DeepSeek-V3), scaled as `model.rope` says; 0 for
+      none.
   """
 
   latent_rank: fields.Size = 512
@@ -246,6 +257,17 @@ class MlaConfig(fields.Checked, prefix="model.mla"):
   shared_width: fields.Size = 64
   value_width: fields.Size = 128
   latent_eps: fields.Positive = 1e-6
+  query_rank: fields.Count = 0
+  rope_theta: fields.NotNegative = 0.0
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.rope_theta and self.shared_width % 2:
+      errors.fail(
+        "model.mla.shared_width",
+        self.shared_width,
+        "an even number with rotary positions (or model.mla.rope_theta=0)",
+      )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,6 +282,9 @@ class MoeConfig(fields.Checked, prefix="model.moe"):
     scaling_factor: of the renormalised weights of the routed experts.
     dense_layers: number of transformer blocks, from the first, whose MLP is
       dense, of `model.mlp_width`.
+    groups: equal parts of the experts, by number (DeepSeek-V3).
+    top_groups: groups that a token's experts come from: those with the largest
+      sums of their two best scores.
   """
 
   num_experts: fields.Count = 0
@@ -268,6 +293,8 @@ class MoeConfig(fields.Checked, prefix="model.moe"):
   num_shared: fields.Count = 1
   scaling_factor: fields.Positive = 2.446
   dense_layers: fields.Count = 0
+  groups: fields.Size = 1
+  top_groups: fields.Size = 1
 
   def __post_init__(self):
     super().__post_init__()
@@ -279,6 +306,31 @@ class MoeConfig(fields.Checked, prefix="model.moe"):
       )
     if self.num_experts and not self.expert_width:
       errors.fail("model.moe.expert_width", 0, "a number above 0")
+    self._check_groups()
+
+  def _check_groups(self):
+    groups, size = self.groups, self.num_experts // self.groups
+    least = f"groups of 2 experts and more, of {self.num_experts} in all"
+    reached = f"groups that have model.moe.top_k={self.top_k} experts together"
+    for wrong, name, accepted in (
+      (
+        groups > 1 and (size < 2 or self.num_experts % groups),
+        "groups",
+        f"equal {least}",
+      ),
+      (
+        self.top_groups > groups,
+        "top_groups",
+        f"at most model.moe.groups={groups}",
+      ),
+      (
+        groups > 1 and self.top_groups * size < self.top_k,
+        "top_groups",
+        reached,
+      ),
+    ):
+      if wrong:
+        errors.fail(f"model.moe.{name}", getattr(self, name), accepted)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,12 +7,14 @@ bfloat16 activations, its RMSNorm rounds before it multiplies by the gain, ours
 after, so results differ by that rounding.
 """
 
+from collections.abc import Container
 import dataclasses
 from typing import Any
 
 from attnres_jax import config as config_lib
 from attnres_jax.interop import keys as keys_lib
 from attnres_jax.interop import layout
+from attnres_jax.interop import positions
 from attnres_jax.interop import rules
 
 
@@ -51,7 +53,10 @@ class Decoder:
   def files(self) -> dict[str, bytes]:
     return {}
 
-  def ignored(self, config: config_lib.ModelConfig) -> tuple[str, ...]:
+  def ignored(
+    self, config: config_lib.ModelConfig, names: Container[str]
+  ) -> tuple[str, ...]:
+    del names
     # Of old files: frequencies, which follow from the config.
     found = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
     # A copy of the table.
@@ -81,7 +86,7 @@ class Decoder:
       keys.ignore("sliding_window", "max_window_layers")
     bias = variant.bias_key and keys.take("attention_bias", bool, False)
     length = keys.take("max_position_embeddings", int, 0)
-    theta, rope = _read_rope(keys, length)
+    theta, rope = positions.read(keys, length)
     return config_lib.ModelConfig(
       vocab_size=keys.take("vocab_size", int),
       width=width,
@@ -118,6 +123,7 @@ class Decoder:
       if value != accepted:
         config_lib.fail(f"model.{field}", value, repr(accepted))
     self._check_biases(attention)
+    positions.check(config, pairs="halves")
     if variant.head_dim is None and (
       config.head_size * config.num_heads != config.width
     ):
@@ -135,7 +141,7 @@ class Decoder:
       rms_norm_eps=config.norm_eps,
       tie_word_embeddings=config.tie_embeddings,
       attention_dropout=0.0,
-      **_written_rope(config),
+      **positions.written(config.rope_theta, config.rope),
     )
     if variant.head_dim is not None:
       values["head_dim"] = config.head_size
@@ -160,53 +166,3 @@ class Decoder:
       config_lib.fail("model.attention.qkv_bias", qkv, repr(not qkv))
     if output:
       config_lib.fail("model.attention.output_bias", True, "False")
-
-
-def _read_rope(
-  keys: keys_lib.Keys, length: int
-) -> tuple[float, config_lib.RopeConfig]:
-  """Base and scaling, from `rope_parameters` or the older keys."""
-  theta = keys.take("rope_theta", float, 0.0)
-  name = "rope_parameters"
-  if not keys.is_there(name):
-    keys.ignore(name)
-    name = "rope_scaling"
-  below = keys.below(name)
-  inner = below.take("rope_theta", float, 0.0)
-  if theta and inner and theta != inner:
-    keys.fail("rope_theta", theta, f"{inner} as in {name}")
-  theta = theta or inner or 10_000.0
-  kind = below.take("type", str, "default")
-  kind = below.take("rope_type", str, kind)
-  if kind not in ("default", "llama3"):
-    below.fail("rope_type", kind, "'default' or 'llama3'")
-  rope = config_lib.RopeConfig()
-  if kind == "llama3":
-    original = below.take("original_max_position_embeddings", int, length)
-    rope = config_lib.RopeConfig(
-      scaling="llama3",
-      factor=below.take("factor", float),
-      low_turns=below.take("low_freq_factor", float),
-      high_turns=below.take("high_freq_factor", float),
-      original_length=original,
-    )
-  below.finish()
-  # The other key says the same, or is null.
-  if name == "rope_parameters":
-    keys.expect("rope_scaling")
-  return theta, rope
-
-
-def _written_rope(config: config_lib.ModelConfig) -> dict[str, Any]:
-  """In the form that transformers of before and after version 5 read."""
-  rope = config.rope
-  if rope.scaling == "none":
-    return dict(rope_theta=config.rope_theta, rope_scaling=None)
-  scaling = dict(
-    rope_type="llama3",
-    factor=rope.factor,
-    low_freq_factor=rope.low_turns,
-    high_freq_factor=rope.high_turns,
-    original_max_position_embeddings=rope.original_length,
-  )
-  return dict(rope_theta=config.rope_theta, rope_scaling=scaling)

@@ -5,11 +5,12 @@ A family reads a config.json as a network, writes it, and lists which tensors
 make up which leaf. To add one, write such an object and a line in `FAMILIES`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, Protocol
 
 from attnres_jax import config as config_lib
 from attnres_jax.interop import decoder
+from attnres_jax.interop import deepseek
 from attnres_jax.interop import keys as keys_lib
 from attnres_jax.interop import kimi_linear
 from attnres_jax.interop import rules
@@ -44,8 +45,10 @@ class Family(Protocol):
     """Code that has to be beside the weights, if transformers has no class."""
     ...
 
-  def ignored(self, config: config_lib.ModelConfig) -> tuple[str, ...]:
-    """Patterns of tensors that are not needed."""
+  def ignored(
+    self, config: config_lib.ModelConfig, names: Container[str]
+  ) -> tuple[str, ...]:
+    """Patterns of tensors that are not needed, given the names of all."""
     ...
 
   def renamed(self, name: str) -> str:
@@ -57,6 +60,7 @@ FAMILIES: dict[str, Family] = {
   "llama": decoder.Decoder("LlamaForCausalLM", decoder.LLAMA),
   "qwen2": decoder.Decoder("Qwen2ForCausalLM", decoder.QWEN2),
   "qwen3": decoder.Decoder("Qwen3ForCausalLM", decoder.QWEN3),
+  "deepseek_v3": deepseek.DeepseekV3(),
   "kimi_linear": kimi_linear.KimiLinear(),
   "attnres": twin.Twin(),
 }

@@ -81,7 +81,7 @@ def read(folder: str | os.PathLike) -> Source:
   config = families.read_config(values)
   tensors = _renamed(family, tensor_files.open_folder(folder))
   rules = tuple(family.rules(config))
-  used = _check(rules, config, tensors, family.ignored(config))
+  used = _check(rules, config, tensors, family.ignored(config, tensors))
   all_dtypes = [tensors[one].dtype for one in used]
   dtype = max(sorted(set(all_dtypes)), key=all_dtypes.count)
   dtypes = {r.leaf: tensors[r.names[0]].dtype for r in rules}

@@ -8,7 +8,7 @@ numbers from 1 (`linear_attn_config`, published) or by `layer_types`
 the same team. The released file of the gate adds its bias to a view of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 import dataclasses
 import re
 from typing import Any
@@ -27,7 +27,10 @@ class KimiLinear:
 
   architecture: str = "KimiLinearForCausalLM"
 
-  def ignored(self, config: config_lib.ModelConfig) -> tuple[str, ...]:
+  def ignored(
+    self, config: config_lib.ModelConfig, names: Container[str]
+  ) -> tuple[str, ...]:
+    del names
     return (r"lm_head\.weight",) if config.tie_embeddings else ()
 
   def files(self) -> dict[str, bytes]:
@@ -104,6 +107,10 @@ class KimiLinear:
       ("moe.num_shared", bool(config.moe.num_shared), True),
       ("kda.gate_rank", config.kda.gate_rank, config.kda.head_width),
       ("mla.latent_eps", config.mla.latent_eps, 1e-6),
+      ("mla.query_rank", config.mla.query_rank, 0),
+      ("mla.rope_theta", config.mla.rope_theta, 0),
+      ("moe.groups", config.moe.groups, 1),
+      ("rope.logit_scale", config.rope.logit_scale, 1),
     ):
       if value != accepted:
         wrong = config_lib.flatten(dataclasses.asdict(config))[field]

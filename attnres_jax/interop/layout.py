@@ -2,17 +2,17 @@
 """Which tensors of a checkpoint make up which leaf, by kind of sublayer.
 
 All families name their tensors in the same way: attention and dense MLPs as
-Llama does, everything else as Kimi Linear does.
+Llama does, everything else as Kimi Linear does, but for `Names`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 from typing import Any
 
 from attnres_jax import config as config_lib
 from attnres_jax.interop import rules
 
-_EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}
+_MATRICES = "gate", "up", "down"
 _KDA = {
     "query": "q_proj", "key": "k_proj", "value": "v_proj",
     "decay_down": "f_a_proj", "decay_up": "f_b_proj", "beta": "b_proj",
@@ -23,7 +23,24 @@ _MLA = {
 }  # fmt: skip
 
 
-def rules_of(config: config_lib.ModelConfig) -> list[rules.Rule]:
+@dataclasses.dataclass(frozen=True)
+class Names:
+  """What families name differently.
+
+  Attributes:
+    moe: of experts and router, below a layer.
+    expert: of the matrices of an expert.
+  """
+
+  moe: str = "block_sparse_moe."
+  expert: Mapping[str, str] = dataclasses.field(
+    default_factory=lambda: {"gate": "w1", "up": "w3", "down": "w2"}
+  )
+
+
+def rules_of(
+  config: config_lib.ModelConfig, names: Names = Names()
+) -> list[rules.Rule]:
   """Of all leaves but those of the residual scheme."""
   found = [
     rules.Rule("embedding/table/value", ("model.embed_tokens.weight",), 0, 1),
@@ -35,7 +52,7 @@ def rules_of(config: config_lib.ModelConfig) -> list[rules.Rule]:
   kinds = config.sublayer_kinds
   for kind in dict.fromkeys(kinds):
     numbers = [l // 2 for l, k in enumerate(kinds) if k == kind]
-    found += RULES[kind](_Stack(kind, numbers), config)
+    found += RULES[kind](_Stack(kind, numbers, names), config)
   return found
 
 
@@ -45,6 +62,7 @@ class _Stack:
 
   kind: str
   numbers: Sequence[int]
+  names: Names
 
   def vector(
     self, leaf: str, name: str, ones: tuple[int, int, int] = (0, 0, 0)
@@ -117,11 +135,15 @@ def _kda(stack: _Stack, config: config_lib.ModelConfig) -> list[rules.Rule]:
 
 
 def _mla(stack: _Stack, config: config_lib.ModelConfig) -> list[rules.Rule]:
-  del config
-  at = "self_attn."
+  at, matrices, queries = "self_attn.", dict(_MLA), []
+  if config.mla.query_rank:
+    matrices |= {"query_down": "q_a_proj", "query": "q_b_proj"}
+    gain = "core/query_latent_norm/gain"
+    queries = [stack.vector(gain, at + "q_a_layernorm.weight")]
   return [
     stack.vector("norm/gain", "input_layernorm.weight"),
-    *(stack.linear(f"core/{a}", at + b) for a, b in _MLA.items()),
+    *(stack.linear(f"core/{a}", at + b) for a, b in matrices.items()),
+    *queries,
     stack.vector("core/latent_norm/gain", at + "kv_a_layernorm.weight"),
     stack.linear("core/output", at + "o_proj", columns=2),
   ]
@@ -131,24 +153,25 @@ def _mlp(stack: _Stack, config: config_lib.ModelConfig) -> list[rules.Rule]:
   del config
   return [
     stack.vector("norm/gain", "post_attention_layernorm.weight"),
-    *(stack.linear(f"core/{a}", f"mlp.{a}_proj") for a in _EXPERT),
+    *(stack.linear(f"core/{a}", f"mlp.{a}_proj") for a in _MATRICES),
   ]
 
 
 def _moe(stack: _Stack, config: config_lib.ModelConfig) -> list[rules.Rule]:
-  at, count = "block_sparse_moe.", config.moe.num_experts
+  at, count = stack.names.moe, config.moe.num_experts
   bias = at + "gate.e_score_correction_bias"
+  shared = _MATRICES if config.moe.num_shared else ()
   return [
     stack.vector("norm/gain", "post_attention_layernorm.weight"),
     stack.linear("core/router", at + "gate"),
     stack.vector("core/selection_bias", bias),
     *(
       stack.experts(f"core/{a}", f"{at}experts.{{}}.{b}.weight", count)
-      for a, b in _EXPERT.items()
+      for a, b in stack.names.expert.items()
     ),
     *(
       stack.linear(f"core/shared/{a}", f"{at}shared_experts.{a}_proj")
-      for a in _EXPERT
+      for a in shared
     ),
   ]
 

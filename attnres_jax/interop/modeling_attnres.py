@@ -91,6 +91,39 @@ def joined(past, new, dim):
   return new if past is None else torch.cat([past, new], dim)
 
 
+def rotated(x_BTNH, theta, rope, start):
+  """Rotary positions, of tokens from `start` on."""
+  half, device = x_BTNH.shape[-1] // 2, x_BTNH.device
+  pair = torch.arange(half, device=device, dtype=torch.float32)
+  frequency = theta ** (-pair / half)
+  if rope["scaling"] != "none":
+    low, high = rope["low_turns"], rope["high_turns"]
+    length = rope["original_length"]
+    if rope["scaling"] == "llama3":
+      turns = length * frequency / (2 * math.pi)
+      kept = ((turns - low) / (high - low)).clamp(0, 1)
+    else:  # YaRN.
+      first, last = (
+        half * math.log(length / (turns * 2 * math.pi)) / math.log(theta)
+        for turns in (high, low)
+      )
+      first = max(math.floor(first), 0)
+      last = min(math.ceil(last), 2 * half - 1)
+      kept = 1 - ((pair - first) / (last - first or 1e-3)).clamp(0, 1)
+    frequency = frequency * (kept + (1 - kept) / rope["factor"])
+  position = torch.arange(start, start + x_BTNH.shape[1], device=device)
+  angle = position[:, None].float() * frequency
+  cos, sin = angle.cos()[None, :, None], angle.sin()[None, :, None]
+  wide = x_BTNH.float()
+  first, second = wide.chunk(2, -1)
+  if rope["pairs"] == "neighbours":
+    first, second = wide[..., ::2], wide[..., 1::2]
+  turned = torch.cat(
+    [first * cos - second * sin, second * cos + first * sin], -1
+  )
+  return turned.to(x_BTNH.dtype)
+
+
 class Attention(nn.Module):
   """Grouped queries, with or without rotary positions."""
 
@@ -119,9 +152,10 @@ class Attention(nn.Module):
       for project in (self.q_proj, self.k_proj, self.v_proj)
     )
     start = 0 if cache is None else cache[0].shape[2]
-    q, k = self.q_norm(q), self.k_norm(k)
+    q, k = self.q_norm(q) * self.rope["logit_scale"], self.k_norm(k)
     if self.theta:
-      q, k = self._rotated(q, start), self._rotated(k, start)
+      q = rotated(q, self.theta, self.rope, start)
+      k = rotated(k, self.theta, self.rope, start)
     q, k, v = (a.transpose(1, 2) for a in (q, k, v))
     past_k, past_v = cache or (None, None)
     cache = joined(past_k, k, 2), joined(past_v, v, 2)
@@ -130,28 +164,9 @@ class Attention(nn.Module):
     y_BNTH = attend(q, k, v)
     return self.o_proj(y_BNTH.transpose(1, 2).flatten(2)), cache
 
-  def _rotated(self, x_BTNH, start):
-    """First half of the channels paired with the second half."""
-    half, device = self.head // 2, x_BTNH.device
-    channel = torch.arange(half, device=device, dtype=torch.float32)
-    frequency = self.theta ** (-channel / half)
-    if self.rope["scaling"] == "llama3":
-      turns = self.rope["original_length"] * frequency / (2 * math.pi)
-      low, high = self.rope["low_turns"], self.rope["high_turns"]
-      kept = ((turns - low) / (high - low)).clamp(0, 1)
-      frequency = frequency * (kept + (1 - kept) / self.rope["factor"])
-    position = torch.arange(start, start + x_BTNH.shape[1], device=device)
-    angle = position[:, None].float() * frequency
-    cos, sin = angle.cos()[None, :, None], angle.sin()[None, :, None]
-    first, second = x_BTNH.float().chunk(2, -1)
-    rotated = torch.cat(
-      [first * cos - second * sin, second * cos + first * sin], -1
-    )
-    return rotated.to(x_BTNH.dtype)
-
 
 class Mla(nn.Module):
-  """Multi-head latent attention without positions; caches the latents."""
+  """Multi-head latent attention; caches the latents."""
 
   def __init__(self, network):
     super().__init__()
@@ -159,7 +174,17 @@ class Mla(nn.Module):
     shape = network["mla"]
     self.rank, self.own = shape["latent_rank"], shape["nope_width"]
     shared, value = shape["shared_width"], shape["value_width"]
-    self.q_proj = linear(width, self.heads * (self.own + shared))
+    self.theta, self.rope = shape["rope_theta"], network["rope"]
+    self.query_rank, queries = (
+      shape["query_rank"],
+      self.heads * (self.own + shared),
+    )
+    if self.query_rank:
+      self.q_a_proj = linear(width, self.query_rank)
+      self.q_a_layernorm = RMSNorm(self.query_rank, shape["latent_eps"])
+      self.q_b_proj = linear(self.query_rank, queries)
+    else:
+      self.q_proj = linear(width, queries)
     self.kv_a_proj_with_mqa = linear(width, self.rank + shared)
     self.kv_a_layernorm = RMSNorm(self.rank, shape["latent_eps"])
     self.kv_b_proj = linear(self.rank, self.heads * (self.own + value))
@@ -169,6 +194,8 @@ class Mla(nn.Module):
     latent, shared = self.kv_a_proj_with_mqa(x_BTD).split(
       [self.rank, self.kv_a_proj_with_mqa.out_features - self.rank], -1
     )
+    start = 0 if cache is None else cache.shape[1]
+    shared = self._turned(shared[:, :, None], start)[:, :, 0]
     new = torch.cat([self.kv_a_layernorm(latent), shared], -1)
     cache = joined(cache, new, 1)
     latent, shared = cache[..., : self.rank], cache[..., self.rank :]
@@ -177,9 +204,22 @@ class Mla(nn.Module):
     own, v = both[..., : self.own], both[..., self.own :]
     shared = shared[:, :, None].expand(-1, -1, self.heads, -1)
     k = torch.cat([own, shared], -1)
-    q = self.q_proj(x_BTD).view(batch, x_BTD.shape[1], self.heads, -1)
+    q = self._queries(x_BTD).view(batch, x_BTD.shape[1], self.heads, -1)
+    q = q * self.rope["logit_scale"]
+    own, shared = q[..., : self.own], q[..., self.own :]
+    q = torch.cat([own, self._turned(shared, start)], -1)
     y_BNTV = attend(*(a.transpose(1, 2) for a in (q, k, v)))
     return self.o_proj(y_BNTV.transpose(1, 2).flatten(2)), cache
+
+  def _queries(self, x_BTD):
+    if not self.query_rank:
+      return self.q_proj(x_BTD)
+    return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BTD)))
+
+  def _turned(self, shared_BTNH, start):
+    if not self.theta:
+      return shared_BTNH
+    return rotated(shared_BTNH, self.theta, self.rope, start)
 
 
 class ShortConv(nn.Module):
@@ -289,10 +329,18 @@ class Router(nn.Module):
       torch.zeros(shape["num_experts"]), requires_grad=False
     )
     self.top_k, self.factor = shape["top_k"], shape["scaling_factor"]
+    self.groups, self.top_groups = shape["groups"], shape["top_groups"]
 
   def forward(self, x_UD):
     score_UE = (x_UD.float() @ self.weight.float().T).sigmoid()
     biased_UE = score_UE + self.e_score_correction_bias.float()
+    if self.groups > 1:  # Of other groups than the best, no expert.
+      biased_UGE = biased_UE.unflatten(1, (self.groups, -1))
+      of_group_UG = biased_UGE.topk(2, dim=-1).values.sum(-1)
+      best = of_group_UG.topk(self.top_groups, dim=-1).indices
+      others = torch.ones_like(of_group_UG).scatter(1, best, 0).bool()
+      biased_UGE = biased_UGE.masked_fill(others[..., None], -math.inf)
+      biased_UE = biased_UGE.flatten(1)
     expert_UK = biased_UE.topk(self.top_k, dim=-1).indices
     chosen_UK = score_UE.gather(1, expert_UK)
     sum_U1 = chosen_UK.sum(-1, keepdim=True) + _WEIGHT_EPS

@@ -7,6 +7,7 @@ Kimi K3 (spec: interop). `network` in config.json has the fields of
 `ModelConfig`.
 """
 
+from collections.abc import Container
 import dataclasses
 import pathlib
 from typing import Any
@@ -27,7 +28,10 @@ class Twin:
 
   architecture = "AttnResForCausalLM"
 
-  def ignored(self, config: config_lib.ModelConfig) -> tuple[str, ...]:
+  def ignored(
+    self, config: config_lib.ModelConfig, names: Container[str]
+  ) -> tuple[str, ...]:
+    del names
     # A copy of the table, as transformers may save it.
     return (r"lm_head\.weight",) if config.tie_embeddings else ()
 

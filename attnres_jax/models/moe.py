@@ -50,6 +50,7 @@ class Moe(nnx.Module):
     experts, hidden = shape.num_experts, shape.expert_width
     self.top_k = shape.top_k
     self.scaling_factor = shape.scaling_factor
+    self.groups, self.top_groups = shape.groups, shape.top_groups
     matrix = linear.matrices(config.init_std, rngs)
 
     self.router = matrix("D|E", width, experts, wide=True)
@@ -122,9 +123,10 @@ class Moe(nnx.Module):
     logits_UE = _logits(x_UD, self.router[...])
     score_UE = jax.nn.sigmoid(logits_UE)
     bias_E = self.selection_bias[...]
-    _, expert_UK = jax.lax.top_k(
-      jax.lax.stop_gradient(score_UE + bias_E[None]), self.top_k
-    )
+    biased_UE = jax.lax.stop_gradient(score_UE + bias_E[None])
+    if self.groups > 1:
+      biased_UE = _in_best_groups(biased_UE, self.groups, self.top_groups)
+    _, expert_UK = jax.lax.top_k(biased_UE, self.top_k)
     chosen_UK = jnp.take_along_axis(score_UE, expert_UK, axis=1)
     sum_U1 = jnp.sum(chosen_UK, axis=1, keepdims=True) + _WEIGHT_EPS
     load_E = expert_counts(expert_UK, bias_E.shape[0], counts_U)
@@ -207,6 +209,22 @@ def _narrow_cut(parameter: sharding.Parameter) -> sharding.PartitionSpec:
     _, *own = _cut(parameter)
     units = sharding.EXPERT, *(a or b for a, b in zip(own, units))
   return sharding.PartitionSpec(*units)
+
+
+def _in_best_groups(biased_UE, groups, count):
+  """Scores of experts in the `count` best groups; others become -inf.
+
+  A group's score is the sum of its two best (arXiv:2412.19437 section 2.1.2, as
+  the released code does). Equal ones go to the lower number.
+  """
+  biased_UGE = jnp.reshape(biased_UE, (len(biased_UE), groups, -1))
+  best_UG2, _ = jax.lax.top_k(biased_UGE, 2)
+  _, chosen_UC = jax.lax.top_k(jnp.sum(best_UG2, axis=2), count)
+  kept_UG = jnp.any(
+    chosen_UC[:, :, None] == jnp.arange(groups)[None, None], axis=1
+  )
+  kept_UGE = jnp.where(kept_UG[:, :, None], biased_UGE, -jnp.inf)
+  return jnp.reshape(kept_UGE, biased_UE.shape)
 
 
 # Checkpointed, so that x is saved in its own dtype rather than float32.

@@ -3,12 +3,14 @@
 
 import dataclasses
 import json
+import math
 
 import jax
 import numpy as np
 import pytest
 
 from attnres_jax import config as config_lib
+from attnres_jax import models
 from attnres_jax import sharding
 from attnres_jax.interop import families
 from attnres_jax.interop import huggingface
@@ -160,6 +162,97 @@ def test_configs_of_kimi_linear_that_are_refused(changes, words):
   assert words in str(error.value)
 
 
+# What is published of DeepSeek-V3, but for its weights in eight bits.
+DEEPSEEK = dict(
+  model_type="deepseek_v3", architectures=["DeepseekV3ForCausalLM"],
+  attention_bias=False, attention_dropout=0.0, auto_map={}, bos_token_id=0,
+  eos_token_id=1, ep_size=1, first_k_dense_replace=3, hidden_act="silu",
+  hidden_size=7168, initializer_range=0.02, intermediate_size=18432,
+  kv_lora_rank=512, max_position_embeddings=163840, moe_intermediate_size=2048,
+  moe_layer_freq=1, n_group=8, n_routed_experts=256, n_shared_experts=1,
+  norm_topk_prob=True, num_attention_heads=128, num_experts_per_tok=8,
+  num_hidden_layers=61, num_key_value_heads=128, num_nextn_predict_layers=1,
+  q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64,
+  rms_norm_eps=1e-6, rope_theta=10000, routed_scaling_factor=2.5,
+  scoring_func="sigmoid", tie_word_embeddings=False, topk_group=4,
+  topk_method="noaux_tc", v_head_dim=128, vocab_size=129280, use_cache=True,
+  rope_scaling=dict(
+    type="yarn", factor=40, beta_fast=32, beta_slow=1, mscale=1.0,
+    mscale_all_dim=1.0, original_max_position_embeddings=4096,
+  ),
+)  # fmt: skip
+
+
+def test_the_published_network_of_deepseek():
+  found = families.read_config(DEEPSEEK)
+  assert found.num_sublayers == 122
+  assert found.rope == config_lib.RopeConfig(
+    scaling="yarn", factor=40.0, high_turns=32.0, original_length=4096,
+    logit_scale=(0.1 * math.log(40) + 1) ** 2, pairs="neighbours",
+  )  # fmt: skip
+  abstract = jax.eval_shape(lambda: models.build_model(found))
+  # 671B are published, without the layer that predicts a second token.
+  count = sum(leaf.size for leaf in jax.tree.leaves(abstract))
+  assert round(count / 1e9) == 671
+  written = families.FAMILIES["deepseek_v3"].write_config(found)
+  assert families.read_config({"model_type": "deepseek_v3"} | written) == found
+  assert written["rope_scaling"]["mscale"] == 1.0
+
+
+@pytest.mark.parametrize(
+  "changes,words",
+  [
+    (
+      dict(quantization_config={"quant_method": "fp8"}),
+      "quantization_config: got {'quant_method': 'fp8'}, expected nothing",
+    ),
+    (dict(topk_method="greedy"), "topk_method: got 'greedy', expected 'noaux"),
+    (dict(norm_topk_prob=False), "norm_topk_prob: got False, expected True"),
+    (dict(moe_layer_freq=2), "moe_layer_freq: got 2, expected 1"),
+    (dict(n_group=3), "model.moe.groups: got 3, expected equal groups of 2"),
+    (dict(n_group=4, topk_group=5), "top_groups: got 5, expected at most"),
+    (dict(n_group=64, topk_group=1), "top_groups: got 1, expected groups that"),
+    (
+      dict(rope_scaling=dict(rope_type="yarn", factor=40, mscale=2.0)),
+      "rope_scaling: mscale: got 2.0, expected mscale_all_dim=0.0",
+    ),
+    (dict(q_lora_rank="1536"), "q_lora_rank: got '1536', expected a value of"),
+    (dict(qk_rope_head_dim=63), "mla.shared_width: got 63, expected an even"),
+  ],
+)
+def test_configs_of_deepseek_that_are_refused(changes, words):
+  with pytest.raises(config_lib.ConfigError) as error:
+    families.read_config(DEEPSEEK | changes)
+  assert words in str(error.value)
+
+
+def test_the_second_token_of_deepseek_is_left_out(tmp_path):
+  """But not a layer that config.json merely does not count."""
+  model = small_checkpoint.write(tmp_path, "deepseek_v3")
+  extra = "model.layers.3."
+
+  def add(arrays):
+    arrays[extra + "eh_proj.weight"] = np.ones((64, 128), np.float32)
+    arrays[extra + "input_layernorm.weight"] = np.ones(64, np.float32)
+
+  _rewrite(tmp_path, add)
+  _assert_same(huggingface.load(huggingface.read(tmp_path)), model)
+  _change(tmp_path, num_hidden_layers=2)
+  with pytest.raises(tensor_files.TensorFileError, match="layers.2.input_lay"):
+    huggingface.read(tmp_path)
+
+
+def test_networks_that_deepseek_cannot_express():
+  config = small_checkpoint.model("deepseek_v3").config
+  write = families.FAMILIES["deepseek_v3"].write_config
+  mla = dataclasses.replace(config.mla, rope_theta=0.0)
+  with pytest.raises(config_lib.ConfigError, match="mla.rope_theta: got 0"):
+    write(dataclasses.replace(config, mla=mla))
+  rope = config_lib.RopeConfig(logit_scale=2.0)
+  with pytest.raises(config_lib.ConfigError, match="rope.logit_scale: got 2"):
+    write(dataclasses.replace(config, rope=rope))
+
+
 def test_dtypes_of_leaves_are_kept(tmp_path):
   model = small_checkpoint.model("kimi_linear")
   leaf = "sublayers/kda/core/a_log/value"
@@ -232,7 +325,8 @@ def test_shards_are_those_of_the_whole(tmp_path, family, mesh):
     (dict(hidden_size=...), "hidden_size: got None, expected a value of type"),
     (dict(hidden_size="64"), "hidden_size: got '64', expected a value of type"),
     (dict(rope_theta=1e4, rope_parameters={"rope_theta": 5.0}), "rope_theta"),
-    (dict(rope_scaling={"rope_type": "yarn"}), "rope_type: got 'yarn'"),
+    (dict(rope_scaling={"rope_type": "dynamic"}), "rope_type: got 'dynamic'"),
+    (dict(rope_scaling={"rope_type": "yarn"}), "factor: got None, expected a"),
     (dict(rope_scaling={"type": "linear"}), "rope_type: got 'linear'"),
     (dict(rope_scaling={"beta_fast": 1}), "rope_scaling: beta_fast: got 1"),
     (dict(quantization_config={}, num_attention_heads=0), "model.num_heads"),
@@ -330,5 +424,5 @@ def test_networks_that_no_family_expresses(fields, words):
   config = dataclasses.replace(small_checkpoint.CONFIG, **fields)
   with pytest.raises(config_lib.ConfigError) as error:
     families.of_network(config)
-  # But for Kimi Linear, which has other mixers.
-  assert str(error.value).count(words) == len(FAMILIES) - 1
+  # But for Kimi Linear and DeepSeek-V3, which have other mixers.
+  assert str(error.value).count(words) == len(FAMILIES) - 2

@@ -2,6 +2,7 @@
 """Small random checkpoints of every family, without torch."""
 
 import dataclasses
+import math
 
 import jax
 import numpy as np
@@ -30,6 +31,21 @@ KIMI = dict(
   ),
 )  # fmt: skip
 FIELDS["kimi_linear"] = KIMI
+FIELDS["deepseek_v3"] = dict(
+  num_kv_heads=0, head_width=0, mixers=("mla",),
+  rope=config_lib.RopeConfig(
+    scaling="yarn", factor=8.0, high_turns=32.0, original_length=16,
+    logit_scale=(0.1 * math.log(8.0) + 1.0) ** 2, pairs="neighbours",
+  ),
+  mla=config_lib.MlaConfig(
+    latent_rank=8, nope_width=8, shared_width=4, value_width=6, query_rank=12,
+    rope_theta=100.0,
+  ),
+  moe=config_lib.MoeConfig(
+    num_experts=8, top_k=2, expert_width=12, dense_layers=1, groups=4,
+    top_groups=2, scaling_factor=2.5,
+  ),
+)  # fmt: skip
 FIELDS["attnres"] = dict(rope_theta=0.0)
 CONFIG = config_lib.ModelConfig(
   vocab_size=300, width=64, num_layers=3, num_heads=4, num_kv_heads=2,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The class in PyTorch computes what ours does, is trained and generates."""
 
+import dataclasses
 import math
 import warnings
 
@@ -29,6 +30,16 @@ CASES = {
     attention=_Attention(qkv_bias=True, output_bias=True, qk_norm=True),
     rope=config_lib.RopeConfig(scaling="llama3", original_length=8),
     read=_Read(heads=4, scale="sum", logit_scale=0.5),
+  ),
+  "latents": dict(
+    mixers=("mla",),
+    rope=config_lib.RopeConfig(
+      scaling="yarn", original_length=4, pairs="neighbours", logit_scale=1.2
+    ),
+    mla=dataclasses.replace(
+      tiny_network.KINDS["mla"], query_rank=6, rope_theta=100.0
+    ),
+    moe=dataclasses.replace(tiny_network.KINDS["moe"], groups=2),
   ),
   "tied": dict(
     name="full_attnres", tie_embeddings=True, rope_theta=0.0, mlp_width=0
@@ -97,6 +108,7 @@ def test_what_it_lacks_is_refused(fields, message, tmp_path):
     "block",
     "grouped",
     "tied",
+    "latents",
     pytest.param("full", marks=pytest.mark.slow),
     pytest.param("plain", marks=pytest.mark.slow),
   ],

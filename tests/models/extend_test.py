@@ -5,6 +5,8 @@ One batch has every split: row b of a padded chunk counts b + 1 tokens, the next
 chunk has one token of each row, and the last one up to two.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -179,6 +181,17 @@ def test_biases_norms_and_scaled_positions(tokens_T):
   )
   rope = config_lib.RopeConfig(scaling="llama3", original_length=40)
   _check(_model("prenorm", attention=attention, rope=rope), tokens_T)
+
+
+def test_positions_and_latents_of_mla(tokens_T):
+  """And experts that come from one of two groups."""
+  model = _model(
+    mixers=("mla",),
+    rope=config_lib.RopeConfig(scaling="yarn", original_length=4),
+    mla=dataclasses.replace(KINDS["mla"], query_rank=6, rope_theta=100.0),
+    moe=dataclasses.replace(KINDS["moe"], groups=2),
+  )
+  _check(model, tokens_T)
 
 
 def test_reads_are_those_of_the_trace(tokens_T):

@@ -59,7 +59,13 @@ def _definition(module, x_BTD):
 
   def one_token(x):
     score = cores.sigmoid(x @ weights["router"])
-    order = np.argsort(-(score + weights["selection_bias"]), kind="stable")
+    biased = score + weights["selection_bias"]
+    if module.groups > 1:
+      groups = np.split(np.arange(EXPERTS), module.groups)
+      best = sorted(groups, key=lambda g: -np.sort(biased[g])[-2:].sum())
+      for group in best[module.top_groups :]:
+        biased[group] = -np.inf
+    order = np.argsort(-biased, kind="stable")
     y = swiglu(x, **weights["shared"]) if "shared" in weights else 0.0 * x
     for e in order[:TOP_K]:
       expert = {name: weights[name][e] for name in ("gate", "up", "down")}
@@ -85,6 +91,19 @@ def test_is_its_definition(num_shared):
   module, x_BTD = _module(num_shared=num_shared), _inputs()
   module.selection_bias[...] = _uneven_bias()
   cores.assert_close(cores.apply(module, x_BTD), _definition(module, x_BTD)[0])
+
+
+@pytest.mark.parametrize("groups,top", [(2, 1), (3, 2)])
+def test_experts_come_from_the_best_groups(groups, top):
+  module, x_BTD = _module(groups=groups, top_groups=top), _inputs()
+  module.selection_bias[...] = _uneven_bias()
+  expected, experts = _definition(module, x_BTD)
+  cores.assert_close(cores.apply(module, x_BTD), expected)
+  size = EXPERTS // groups
+  assert max(len(set(one)) for one in experts // size) == top
+  module.groups = 1
+  free = np.asarray(module.route(x_BTD.reshape(-1, WIDTH))[1])
+  assert np.any(np.sort(free) != np.sort(experts))
 
 
 def test_no_token_is_dropped():

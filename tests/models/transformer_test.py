@@ -13,7 +13,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax.models import residuals
 from attnres_jax.models import stack
-from attnres_jax.models.mixers import attention
+from attnres_jax.models.mixers import rope as rope_lib
 from tests import tiny_network
 from tests.models import trunks
 
@@ -270,8 +270,8 @@ def test_rope_scores_depend_on_distance_only():
   rng = np.random.default_rng(0)
   q, k = rng.standard_normal((2, 1, 1, 1, 8)).astype(np.float32)
   length = 12
-  q = attention.apply_rope(jnp.tile(q, (1, length, 1, 1)), 50.0)[0, :, 0]
-  k = attention.apply_rope(jnp.tile(k, (1, length, 1, 1)), 50.0)[0, :, 0]
+  q = rope_lib.apply_rope(jnp.tile(q, (1, length, 1, 1)), 50.0)[0, :, 0]
+  k = rope_lib.apply_rope(jnp.tile(k, (1, length, 1, 1)), 50.0)[0, :, 0]
   score = np.asarray(q @ k.T)
   for distance in range(-length + 1, length):
     diagonal = np.diagonal(score, distance)

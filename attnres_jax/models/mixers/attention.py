@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal softmax attention with grouped queries (arXiv:2305.13245)."""
 
-import math
 from typing import Any
 
 from flax import nnx
@@ -9,12 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
-from attnres_jax import precision
 from attnres_jax import sharding
 from attnres_jax.models import linear
 from attnres_jax.models import norm as norm_lib
 from attnres_jax.models.mixers import cache as cache_lib
 from attnres_jax.models.mixers import probe as probe_lib
+from attnres_jax.models.mixers import rope as rope_lib
 from attnres_jax.models.mixers import softmax
 from attnres_jax.models.residuals import base
 
@@ -60,8 +59,9 @@ class Attention(nnx.Module):
   ) -> tuple[jax.Array, jax.Array, Any]:
     """Queries [B, T, N, H], keys and values [B, T, K, H], without positions."""
     x = base.qkv(x)
+    query = self.query_norm(linear.affine(x.query, self.query, self.query_bias))
     return (
-      self.query_norm(linear.affine(x.query, self.query, self.query_bias)),
+      rope_lib.scaled_queries(query, self.rope),
       self.key_norm(linear.affine(x.key, self.key, self.key_bias)),
       self._values(x.value),
     )
@@ -180,41 +180,7 @@ class Attention(nnx.Module):
   ) -> tuple[jax.Array, jax.Array]:
     if not self.rope_theta:
       return query_BTNH, key_BTKH
-    rope = self.rope_theta, position_BT, self.rope
-    return apply_rope(query_BTNH, *rope), apply_rope(key_BTKH, *rope)
-
-
-def apply_rope(
-  x_BTNH: jax.Array,
-  theta: float,
-  position_BT: jax.Array | None = None,
-  scaling: config_lib.RopeConfig = config_lib.RopeConfig(),
-) -> jax.Array:
-  """Rotates each pair of channels by position times its frequency.
-
-  Rotary positions (arXiv:2104.09864), first half paired with second half.
-
-  Args:
-    x_BTNH: queries or keys, H even. Documents packed into one row need no
-      reset, because only position differences matter.
-    theta: base of the geometric frequencies.
-    position_BT: counts from 0 along T by default.
-    scaling: of the frequencies.
-  """
-  length, half = x_BTNH.shape[1], x_BTNH.shape[-1] // 2
-  dtype = precision.wide(x_BTNH.dtype)
-  frequency = theta ** (-jnp.arange(half, dtype=dtype) / half)
-  if scaling.scaling == "llama3":
-    turns = scaling.original_length * frequency / (2 * math.pi)
-    span = scaling.high_turns - scaling.low_turns
-    kept = jnp.clip((turns - scaling.low_turns) / span, 0, 1)
-    frequency = frequency * (kept + (1 - kept) / scaling.factor)
-  if position_BT is None:
-    position_BT = jnp.arange(length)[None]
-  angle_BTH = position_BT.astype(dtype)[..., None] * frequency[None, None]
-  cos, sin = jnp.cos(angle_BTH)[:, :, None], jnp.sin(angle_BTH)[:, :, None]
-  first, second = jnp.split(x_BTNH.astype(dtype), 2, axis=-1)
-  rotated = jnp.concatenate(
-    [first * cos - second * sin, second * cos + first * sin], axis=-1
-  )
-  return rotated.astype(x_BTNH.dtype)
+    turn = lambda x: rope_lib.apply_rope(
+      x, self.rope_theta, position_BT, self.rope
+    )
+    return turn(query_BTNH), turn(key_BTKH)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-head latent attention without positions (arXiv:2510.26692, section 4).
+"""Multi-head latent attention (arXiv:2510.26692, section 4; arXiv:2412.19437).
 
 Keys and values of all heads are computed from one latent vector per token, and
 all heads share another part of the key:
@@ -9,8 +9,10 @@ all heads share another part of the key:
   [k | v] = W_b c           per head; its key is [k | r]
   y = W_o softmax(q . [k | r] / sqrt(width of q), causal) v
 
-In other models the shared part has rotary positions, but not here (NoPE): the
-other mixers handle positions. A cache holds c and r, R + 64 numbers per token.
+In Kimi Linear it has no positions, because the other mixers handle them. In
+DeepSeek-V3, the shared parts of queries and keys have rotary positions, and
+queries come from a latent of their own, W_q RMSNorm(W_d x). A cache holds c and
+r, with its positions: R + 64 numbers per token.
 Decoding never computes keys and values: with W_b = [U_k | U_v], a score is
 (U_k^T q) . c + q_shared . r, and U_v is applied after the softmax, so that all
 heads attend over the cache itself ("absorbed").
@@ -30,12 +32,13 @@ from attnres_jax.models import norm as norm_lib
 from attnres_jax.models import rounded
 from attnres_jax.models.mixers import cache as cache_lib
 from attnres_jax.models.mixers import probe as probe_lib
+from attnres_jax.models.mixers import rope as rope_lib
 from attnres_jax.models.mixers import softmax
 from attnres_jax.models.residuals import base
 
 
 class Mla(nnx.Module):
-  """Multi-head latent attention, without rotary positions."""
+  """Multi-head latent attention, with or without rotary positions."""
 
   reads_qkv = True
   probe: probe_lib.LogitProbe | None = None
@@ -49,7 +52,13 @@ class Mla(nnx.Module):
     matrix = linear.matrices(config.init_std, rngs)
 
     head = shape.nope_width + shape.shared_width
-    self.query = matrix("D|NH", width, heads, head)
+    self.rope_theta, self.rope = shape.rope_theta, config.rope
+    rank = shape.query_rank
+    self.query_down = matrix("D|R", width, rank) if rank else None
+    self.query_latent_norm = norm_lib.optional(
+      bool(rank), rank, shape.latent_eps, "R"
+    )
+    self.query = matrix("R|NH" if rank else "D|NH", rank or width, heads, head)
     self.compress = matrix("D|R", width, shape.latent_rank + shape.shared_width)
     self.latent_norm = norm_lib.RMSNorm(
       shape.latent_rank, shape.latent_eps, "R"
@@ -73,7 +82,7 @@ class Mla(nnx.Module):
   def project(
     self, x: jax.Array | base.QKV
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries and keys [B, T, N, H] and values [B, T, N, V].
+    """Queries, keys [B, T, N, H], without positions, values [B, T, N, V].
 
     With a separate input for values, there are two latents, of which one gives
     the keys and one the values (our choice).
@@ -95,6 +104,7 @@ class Mla(nnx.Module):
   ) -> jax.Array:
     """The output, of heads as from `project`, which may attend to more."""
     del x
+    query_BTNH, key_BTNH = self._turned(query_BTNH), self._turned(key_BTNH)
     if self.probe is not None:
       query_BTNH = probe_lib.probed(
         query_BTNH, key_BTNH, segment_ids_BT, self.probe[...]
@@ -172,14 +182,16 @@ class Mla(nnx.Module):
       raise ValueError("inputs that differ need init_cache(heads=True)")
     x_BTD = x
     tokens_BTC = self._compressed(x_BTD)
-    new = cache_lib.Tokens((tokens_BTC[:, None].astype(self.dtype),))
+    position_BT = chunk.position_BT(x_BTD.shape[1])
+    turned_BTC = self._turned(tokens_BTC[:, :, None], position_BT)[:, :, 0]
+    new = cache_lib.Tokens((turned_BTC[:, None].astype(self.dtype),))
     if not cache.room:
       heads = self._heads(x_BTD, tokens_BTC, tokens_BTC)
       return self.finish(x_BTD, *heads), new
     key_up_RNH, value_up_RNV = jnp.split(
       rounded.dense(self.expand[...], x_BTD.dtype), [self.nope_width], axis=2
     )
-    query_BTNH = self._queries(x_BTD)
+    query_BTNH = self._turned(self._queries(x_BTD), position_BT)
     own_BTNH, shared_BTNH = jnp.split(query_BTNH, [self.nope_width], axis=3)
     absorbed_BTNR = jnp.einsum(
       "BTNH,RNH->BTNR", own_BTNH, key_up_RNH,
@@ -211,6 +223,9 @@ class Mla(nnx.Module):
   ) -> tuple[jax.Array, cache_lib.Tokens]:
     """`extend`, of heads as from `project`."""
     del x
+    position_BT = chunk.position_BT(query_BTNH.shape[1])
+    query_BTNH = self._turned(query_BTNH, position_BT)
+    key_BTNH = self._turned(key_BTNH, position_BT)
     mixed_BTNV, new = softmax.extend(
       query_BTNH, key_BTNH, value_BTNV, cache, chunk,
       kernel=self.kernel, columns=columns,
@@ -231,8 +246,25 @@ class Mla(nnx.Module):
     latent_BTR = norm(self.latent_norm, latent_BTR)
     return jnp.concatenate([latent_BTR, self.shared_norm(shared_BTH)], axis=2)
 
+  def _turned(self, x_BTNC, position_BT=None):
+    """With positions in the last channels, those of shared parts."""
+    if not self.rope_theta:
+      return x_BTNC
+    own_width = x_BTNC.shape[-1] - self._shared_width
+    own, shared = jnp.split(x_BTNC, [own_width], axis=-1)
+    shared = rope_lib.apply_rope(
+      shared, self.rope_theta, position_BT, self.rope
+    )
+    return jnp.concatenate([own, shared], axis=-1)
+
   def _queries(self, x_BTD):
-    return self.query_norm(linear.linear(x_BTD, self.query[...]))
+    if self.query_down is not None:
+      latent_BTR = linear.linear(x_BTD, self.query_down[...])
+      x_BTD = jax.checkpoint(lambda norm, x: norm(x))(
+        self.query_latent_norm, latent_BTR
+      )
+    query_BTNH = self.query_norm(linear.linear(x_BTD, self.query[...]))
+    return rope_lib.scaled_queries(query_BTNH, self.rope)
 
   def _heads(self, x_BTD, keys_BTC, values_BTC):
     shared_BTH = keys_BTC[:, :, self.latent_rank :]

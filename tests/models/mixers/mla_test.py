@@ -20,7 +20,22 @@ BATCH, TOKENS, WIDTH, HEADS = 2, 12, 24, 3
 RANK, OWN, SHARED, VALUE = 10, 6, 4, 5
 
 
-def _config(dtype="float32", qkv_norm=False):
+ROPE = config_lib.RopeConfig(
+  scaling="yarn", factor=4.0, low_turns=0.5, high_turns=2.0, original_length=8,
+  logit_scale=1.3, pairs="neighbours",
+)  # fmt: skip
+# Options of DeepSeek-V3.
+OPTIONS = {
+  "plain": {},
+  "rank": dict(query_rank=7),
+  "positions": dict(rope_theta=50.0),
+  "both": dict(query_rank=7, rope_theta=50.0, rope=ROPE),
+}
+
+
+def _config(
+  dtype="float32", qkv_norm=False, rope=config_lib.RopeConfig(), **mla
+):
   return tiny_network.config(
     width=WIDTH,
     num_layers=1,
@@ -29,11 +44,13 @@ def _config(dtype="float32", qkv_norm=False):
     init_std=WIDTH**-0.5,
     dtype=dtype,
     qkv_norm=qkv_norm,
+    rope=rope,
     mla=config_lib.MlaConfig(
       latent_rank=RANK,
       nope_width=OWN,
       shared_width=SHARED,
       value_width=VALUE,
+      **mla,
     ),
   )
 
@@ -41,6 +58,8 @@ def _config(dtype="float32", qkv_norm=False):
 def _module(**kwargs):
   module = mixers.Mla(_config(**kwargs), rngs=nnx.Rngs(params=3))
   module.latent_norm.gain[...] = jnp.linspace(0.5, 2.0, RANK)
+  if rank := kwargs.get("query_rank"):
+    module.query_latent_norm.gain[...] = jnp.linspace(2.0, 0.5, rank)
   if kwargs.get("qkv_norm"):
     module.query_norm.gain[...] = jnp.linspace(0.5, 2.0, OWN + SHARED)
     module.shared_norm.gain[...] = jnp.linspace(2.0, 0.5, SHARED)
@@ -52,10 +71,41 @@ def _inputs(dtype="float32"):
   return (2 * x).astype(dtype)
 
 
+def _turned(a_TH, theta, rope):
+  """The pairs of channels as complex numbers, turned."""
+  if not theta:
+    return a_TH
+  half = a_TH.shape[1] // 2
+  rates = np.array([theta ** (-i / half) for i in range(half)])
+  if rope.scaling == "yarn":
+    # The pairs that turn so often in the original length.
+    where = [
+      half * math.log(rope.original_length / (2 * math.pi * turns))
+      / math.log(theta)
+      for turns in (rope.high_turns, rope.low_turns)
+    ]  # fmt: skip
+    low, high = max(math.floor(where[0]), 0), math.ceil(where[1])
+    share = [min(max((i - low) / (high - low), 0), 1) for i in range(half)]
+    rates = rates * [1 - s + s / rope.factor for s in share]
+    assert 0 < min(r / rates[0] for r in rates) < 1
+  pairs = (slice(0, half), slice(half, None))
+  if rope.pairs == "neighbours":
+    pairs = (slice(0, None, 2), slice(1, None, 2))
+  numbers = a_TH[:, pairs[0]] + 1j * a_TH[:, pairs[1]]
+  numbers = numbers * np.exp(1j * np.arange(len(a_TH))[:, None] * rates)
+  turned = np.empty_like(a_TH)
+  turned[:, pairs[0]], turned[:, pairs[1]] = numbers.real, numbers.imag
+  return turned
+
+
 def _definition(module, x_TD):
   """One sequence, directly from the formulas."""
   weights = cores.weights(module)
   x_TD = np.asarray(x_TD, np.float64)
+  theta, rope = module.rope_theta, module.rope
+  turn = lambda a_TH: np.concatenate(
+    [a_TH[:, :-SHARED], _turned(a_TH[:, -SHARED:], theta, rope)], axis=1
+  )
 
   def norm(name, a_TC):
     if name not in weights:
@@ -65,10 +115,14 @@ def _definition(module, x_TD):
 
   latent_TR, shared_TH = np.split(x_TD @ weights["compress"], [RANK], axis=1)
   latent_TR = norm("latent_norm", latent_TR)
-  shared_TH = norm("shared_norm", shared_TH)
+  shared_TH = _turned(norm("shared_norm", shared_TH), theta, rope)
+  asking_TC = x_TD
+  if "query_down" in weights:
+    asking_TC = norm("query_latent_norm", x_TD @ weights["query_down"])
   y_TD = np.zeros_like(x_TD)
   for n in range(HEADS):
-    query_TH = norm("query_norm", x_TD @ weights["query"][:, n])
+    query_TH = norm("query_norm", asking_TC @ weights["query"][:, n])
+    query_TH = turn(rope.logit_scale * query_TH)
     expanded_TC = latent_TR @ weights["expand"][:, n]
     key_TH = np.concatenate([expanded_TC[:, :OWN], shared_TH], axis=1)
     value_TV = expanded_TC[:, OWN:]
@@ -121,11 +175,27 @@ def test_is_causal():
   assert np.all(np.tril(reach_TS) + np.triu(np.ones_like(reach_TS), 1) > 0)
 
 
-@pytest.mark.parametrize("pieces", [[12], [5, 1, 1, 5], [1] * 12])
+@pytest.mark.parametrize("option", ["rank", "positions", "both"])
+def test_options_are_their_definition(option):
+  module, x_BTD = _module(**OPTIONS[option]), _inputs()
+  expected = np.stack([_definition(module, x_TD) for x_TD in x_BTD])
+  cores.assert_close(cores.apply(module, x_BTD), expected)
+  if OPTIONS[option].get("rope_theta"):
+    module.rope_theta = 0.0
+    assert np.abs(cores.apply(module, x_BTD) - expected).max() > 0.1
+
+
+@pytest.mark.parametrize(
+  "pieces,option",
+  [
+    ([12], "plain"), ([5, 1, 1, 5], "plain"), ([1] * 12, "plain"),
+    ([5, 1, 1, 5], "both"),
+  ],
+)  # fmt: skip
 @pytest.mark.parametrize("heads", [False, True])
-def test_absorbed_is_expanded(pieces, heads):
+def test_absorbed_is_expanded(pieces, heads, option):
   """A cache with extra room, filled in pieces; or one of keys and values."""
-  module, x_BTD = _module(), _inputs()
+  module, x_BTD = _module(**OPTIONS[option]), _inputs()
   cache = module.init_cache(BATCH, TOKENS + 3, heads)
   if not heads:
     assert cache.arrays[0].shape == (BATCH, 1, TOKENS + 3, RANK + SHARED)
@@ -141,9 +211,10 @@ def test_absorbed_is_expanded(pieces, heads):
   )
 
 
+@pytest.mark.parametrize("option", ["plain", "both"])
 @pytest.mark.parametrize("heads", [False, True])
-def test_first_tokens_need_no_cache(heads):
-  module, x_BTD = _module(), _inputs()
+def test_first_tokens_need_no_cache(heads, option):
+  module, x_BTD = _module(**OPTIONS[option]), _inputs()
   cache = module.init_cache(BATCH, 0, heads)
   found, _ = _extend(module, x_BTD, cache, _chunk(0, TOKENS))
   cores.assert_close(found, cores.apply(module, x_BTD))
