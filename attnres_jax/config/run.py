@@ -2,6 +2,7 @@
 """The description of a run except its network: data, loss, optimiser, disk."""
 
 import dataclasses
+import math
 import re
 from typing import Literal
 
@@ -101,6 +102,13 @@ class LossConfig(fields.Checked, prefix="loss"):
   tile_tokens: fields.Count = 0
 
 
+def _check_pattern(field: str, value: tuple[str, ...], pattern: str) -> None:
+  try:
+    re.compile(pattern)
+  except re.error as error:
+    errors.fail(field, value, f"regular expressions ({error} in {pattern!r})")
+
+
 @dataclasses.dataclass(frozen=True)
 class OptimConfig(fields.Checked, prefix="optim"):
   """AdamW or Muon, with a schedule.
@@ -129,6 +137,10 @@ class OptimConfig(fields.Checked, prefix="optim"):
       and keys are scaled down (`attnres_jax.optimizer.qk_clip`); 0 for none.
     balance_rate: step size of the experts' selection biases; 0 while a `wsd`
       rate decays.
+    freeze: regular expressions; parameters in whose names one is found are not
+      trained (`attnres_jax.optimizer.groups`).
+    rates: the same with factors of the rate, such as `^residual/=10`; the first
+      one that is found counts.
     accumulate_steps: microbatches per optimiser step; divides data.batch_size.
       0 for the plan of this config and these devices, with its mesh and
       `model.remat` (`attnres_jax.plans`).
@@ -151,7 +163,27 @@ class OptimConfig(fields.Checked, prefix="optim"):
   clip_norm: fields.NotNegative = 1.0
   qk_clip: fields.NotNegative = 0.0
   balance_rate: fields.NotNegative = 1e-3
+  freeze: tuple[str, ...] = ()
+  rates: tuple[str, ...] = ()
   accumulate_steps: fields.Count = 1
+
+  def __post_init__(self):
+    super().__post_init__()
+    for pattern in self.freeze:
+      _check_pattern("optim.freeze", self.freeze, pattern)
+    for one in self.rates:
+      pattern, equals, factor = one.rpartition("=")
+      try:
+        known = bool(equals) and 0 < float(factor) < math.inf
+      except ValueError:
+        known = False
+      if not known:
+        errors.fail(
+          "optim.rates",
+          self.rates,
+          "patterns with factors above 0, such as ('^residual/=10',)",
+        )
+      _check_pattern("optim.rates", self.rates, pattern)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,8 @@ The rules follow Moonlight (arXiv:2502.16982) unless marked as our choice:
                                                choice)
   selection biases of experts (`load=True`)    `balance_update`; no clipping,
                                                norms, decay or optimiser
+
+`groups` freezes some of them, or gives them rates of their own.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,6 +34,7 @@ import optax
 
 from attnres_jax import config as config_lib
 from attnres_jax import sharding
+from attnres_jax.optimizer import groups
 from attnres_jax.optimizer import muon
 from attnres_jax.optimizer.schedules import make_balance_schedule
 from attnres_jax.optimizer.schedules import make_schedule
@@ -94,7 +97,9 @@ def make_optimizer(
     optax.add_decayed_weights(config.weight_decay, mask=decays),
     _scale_by_learning_rate(),
   )
-  return optax.partition({False: weights, True: _balance()}, loads)
+  return groups.with_groups(
+    optax.partition({False: weights, True: _balance()}, loads), config
+  )
 
 
 def _scale_by_learning_rate() -> optax.GradientTransformationExtraArgs:
