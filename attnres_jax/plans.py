@@ -8,7 +8,7 @@ of its config on the devices that it finds. A row counts for all configs with
 the same step, whatever their seed, rates and number of steps are.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 import hashlib
 import json
@@ -87,10 +87,7 @@ def resolve(
       " one: python -m attnres_jax.aot.plan --config=... --topology=SLICE"
       " --save",
     )
-  fields = {name: row[column] for column, name in COLUMNS.items()}
-  return apply(
-    config, {n: config_lib.parse_field(n, text) for n, text in fields.items()}
-  )
+  return apply(config, _overrides(row))
 
 
 def find(
@@ -103,6 +100,24 @@ def find(
   rows = csv_rows.read(path) if epath.Path(path).exists() else []
   found = [row for row in rows if all(row[k] == wanted[k] for k in _KEYS)]
   return found[0] if found else None
+
+
+def under_other_schemes(
+  config: config_lib.RunConfig,
+  devices: Sequence[Any],
+  schemes: Iterable[str],
+  path: Path = FILE,
+) -> dict[str, Any] | None:
+  """What the plan of the same network under another residual scheme replaces.
+
+  The first of `schemes` with a row counts; None if there is no row.
+  """
+  for name in schemes:
+    other = apply(config, {"model.residual.name": name})
+    row = find(other, devices, path)
+    if row is not None and name != config.model.residual.name:
+      return _overrides(row)
+  return None
 
 
 def put(
@@ -153,6 +168,11 @@ def config_hash(config: config_lib.RunConfig) -> str:
   }
   text = json.dumps(fields, sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _overrides(row: Mapping[str, str]) -> dict[str, Any]:
+  fields = {name: row[column] for column, name in COLUMNS.items()}
+  return {n: config_lib.parse_field(n, text) for n, text in fields.items()}
 
 
 def _key(

@@ -120,3 +120,14 @@ def test_a_step_needs_a_number():
   mesh = sharding.make_mesh(config_lib.MeshConfig(data=1))
   with pytest.raises(config_lib.ConfigError, match="a number, or a plan"):
     sharding.check_divides(_config(), mesh)
+
+
+def test_a_plan_of_another_scheme_is_that_of_the_same_network(file):
+  other = {"model.residual.name": "prenorm"}
+  schemes = ("block_attnres", "prenorm")
+  found = plans.under_other_schemes(_config(**other), DEVICES, schemes, file)
+  assert found == OVERRIDES
+  wider = _config(**other, **{"model.width": 32})
+  for config, known in ((_config(), schemes), (wider, schemes),
+                        (_config(**other), schemes[1:])):  # fmt: skip
+    assert plans.under_other_schemes(config, DEVICES, known, file) is None

@@ -16,7 +16,9 @@ writes machine code (`schedule`). Exit status 1: none of them fits.
 With --save, the fastest that fits is added to the file of --plans, from which
 runs with `optim.accumulate_steps=0` take it. With --sweep, every different step
 of a sweep is planned, except those in the file: rerun the same command to
-resume.
+resume. Where the file has a plan of the same network under another residual
+scheme, it is compiled first: schemes compare best on one mesh, with the same
+microbatches.
 
 `mesh.tensor` stays as the config has it. Pipelines are not planned: the report
 gives the mean over ranks, and ranks in lockstep wait for the slowest.
@@ -50,6 +52,7 @@ from attnres_jax import train_state
 from attnres_jax.aot import report as report_lib
 from attnres_jax.aot import topology
 from attnres_jax.models import linear
+from attnres_jax.models import residuals
 from attnres_jax.models import sublayer
 from attnres_jax.scaling import grid
 
@@ -159,16 +162,17 @@ def plans(
 
 
 def compiled(
-  config: config_lib.RunConfig, plan: Plan, slice_name: str
+  config: config_lib.RunConfig, overrides: Mapping[str, Any], slice_name: str
 ) -> dict[str, Any]:
-  """Compiles a plan up to its schedule; its row of the table.
+  """Compiles a plan, given its overrides, up to its schedule; a table's row.
 
   `fits`; and if the program could be read: `peak_bytes`, `headroom_bytes`,
   `bound`, `step_seconds`, `tokens_per_second`, `model_flop_utilisation`,
   `hours` and `chip_hours` to the run's end.
   """
-  found = report_lib.make_schedule_report(plan.apply(config), slice_name)
-  row: dict[str, Any] = {"overrides": dict(plan.overrides)}
+  planned = plans_lib.apply(config, overrides)
+  found = report_lib.make_schedule_report(planned, slice_name)
+  row: dict[str, Any] = {"overrides": dict(overrides)}
   row |= {
     name: found.get(name)
     for name in (
@@ -434,15 +438,11 @@ def _unplanned(
 def _plan_one(config: config_lib.RunConfig, slice_name: str) -> bool:
   """Compiles and prints the best plans; whether one of them fits."""
   devices = topology.devices(slice_name)
-  candidates, dropped = plans(config, devices)
-  for reason, number in dropped.items():
-    print(f"dropped {number}: {reason}")
-  print(f"{len(candidates)} plans left", flush=True)
   rows = []
-  for i, plan in enumerate(_different(candidates), start=1):
-    fields = ", ".join(f"{k}={v}" for k, v in plan.overrides.items())
+  for i, overrides in enumerate(_candidates(config, devices), start=1):
+    fields = ", ".join(f"{k}={v}" for k, v in overrides.items())
     print(f"compiling {i}: {fields}", flush=True)
-    rows.append(compiled(config, plan, slice_name))
+    rows.append(compiled(config, overrides, slice_name))
     fitting = sum(row["fits"] for row in rows)
     if fitting == _TRIES.value or i == _MISFITS + _TRIES.value:
       break
@@ -456,6 +456,26 @@ def _plan_one(config: config_lib.RunConfig, slice_name: str) -> bool:
     path = command_line.plans_file()
     plans_lib.put(config, devices, best["overrides"], facts, path)
   return best is not None
+
+
+def _candidates(
+  config: config_lib.RunConfig, devices: Sequence[Any]
+) -> Iterator[Mapping[str, Any]]:
+  """Overrides in the order in which they are compiled."""
+  path = command_line.plans_file()
+  known = plans_lib.under_other_schemes(
+    config, devices, residuals.RESIDUALS, path
+  )
+  if known:
+    print("as under another residual scheme:")
+    yield known
+  candidates, dropped = plans(config, devices)
+  for reason, number in dropped.items():
+    print(f"dropped {number}: {reason}")
+  print(f"{len(candidates)} plans left", flush=True)
+  for plan in _different(candidates):
+    if plan.overrides != known:
+      yield plan.overrides
 
 
 def _facts(row: Mapping[str, Any]) -> dict[str, str]:

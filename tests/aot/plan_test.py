@@ -65,7 +65,7 @@ def test_pipelines_are_refused(devices):
 def test_a_compiled_plan(devices):
   config = _config()
   best = plan_lib.plans(config, devices)[0][0]
-  row = plan_lib.compiled(config, best, "v5e:2x2")
+  row = plan_lib.compiled(config, best.overrides, "v5e:2x2")
   assert row["fits"] and row["peak_bytes"] < 2**30
   # About what the arithmetic counts, which allows for more activations than so
   # small a network has. Neither contains the program itself.
