@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles a training step up to its schedule, without machine code.
 
-Nearly all of the time that libtpu takes goes into machine code. Memory, bytes,
-FLOPs and collectives are settled before: XLA dumps the scheduled program and
-its memory, and here the compiler is then stopped. It is a process of its own,
-because it can only be stopped as one, and because XLA reads its flags once.
+Most of the time that libtpu takes goes into machine code and what precedes it.
+Memory, bytes, FLOPs and collectives are settled before: XLA dumps the scheduled
+program, then its memory, and here the compiler is stopped once both are
+complete. It is a process of its own, because it can only be stopped as one, and
+because XLA reads its flags once.
 """
 
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from typing import Any
 
 from attnres_jax import config as config_lib
 
-_PROGRAM = "*train_step*after_optimizations_after_buffer_assignment.txt"
+_PROGRAM = "*train_step*.after_optimizations.txt"
 _MEMORY = "*train_step*memory-usage-report.txt"
 _REFUSED = "refused"
 
@@ -77,7 +78,9 @@ def compile_step(
     finally:
       process.kill()
       process.join()
-    return Schedule(_sugared(text), _peak_bytes(folder), "", _since(start))
+    peak_bytes = _total(folder)
+    assert peak_bytes is not None  # Else there would be no text.
+    return Schedule(_sugared(text), peak_bytes, "", _since(start))
 
 
 def _compile(
@@ -104,7 +107,12 @@ def _compile(
 
 
 def _program(folder: pathlib.Path) -> str:
-  """The program once it is complete: its last line closes it."""
+  """The program once it and the report of its memory are complete.
+
+  The last line of the program closes it, and the report comes after it.
+  """
+  if _total(folder) is None:
+    return ""
   for path in folder.glob(_PROGRAM):
     text = path.read_text()
     if "\nENTRY " in text and text.endswith("}\n\n"):
@@ -138,15 +146,15 @@ def _sugared(text: str) -> str:
   return re.sub(r" async-start\(([^)]*)\).*?calls=%([^\s,]+).*", start, text)
 
 
-def _peak_bytes(folder: pathlib.Path) -> int:
-  """The first total is that of the device's memory."""
-  (path,) = folder.glob(_MEMORY)
-  match = re.search(
-    r"default \(color=0\)\nTotal bytes: (\d+)", path.read_text()
-  )
-  if match is None:
-    raise config_lib.RunError("the compiler's report of memory has no total")
-  return int(match[1])
+def _total(folder: pathlib.Path) -> int | None:
+  """Bytes of a device's memory: the first total of the report, if it is there."""
+  for path in folder.glob(_MEMORY):
+    match = re.search(
+      r"default \(color=0\)\nTotal bytes: (\d+)\D", path.read_text()
+    )
+    if match:
+      return int(match[1])
+  return None
 
 
 def _refusal(folder: pathlib.Path, process: Any) -> str:
