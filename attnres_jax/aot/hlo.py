@@ -44,6 +44,7 @@ _CUTS = ("slice", "dynamic-slice", "gather")
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 # Of an instruction whose result is its operand.
 _ALIASED = "output_to_operand_aliasing={{}: (0, {})}"
+_ALLOCATES = 'custom_call_target="AllocateBuffer"'
 _CONTROL = ("while", "conditional", "call")
 # Not work: names, views, and ends of asynchronous operations, which are counted
 # where they start.
@@ -173,11 +174,15 @@ class Program:
         if instruction:
           current[instruction.name] = instruction
 
-  def flops(self) -> float:
-    """FLOPs of all matrix products, except those inside Pallas kernels."""
+  def flops(self, start: str = "") -> float:
+    """FLOPs of all matrix products, except those inside Pallas kernels.
+
+    Args:
+      start: a computation, executed once, instead of the whole program.
+    """
     return sum(
       count * self.product_flops(instruction)
-      for name, (count, _) in self.runs.items()
+      for name, (count, _) in self.runs_from(start).items()
       for instruction in self.computations[name].values()
     )
 
@@ -198,24 +203,28 @@ class Program:
       for inner in self.computations[called].values()
     )
 
-  def hbm_bytes(self) -> float:
-    """Bytes of HBM that all instructions read and write."""
-    return sum(count * nbytes for count, _, nbytes in self.instructions())
+  def hbm_bytes(self, start: str = "") -> float:
+    """Bytes of HBM that all instructions read and write; see `flops`."""
+    return sum(count * nbytes for count, _, nbytes in self.instructions(start))
 
-  def instructions(self) -> Iterator[tuple[float, Instruction, float]]:
+  def instructions(
+    self, start: str = ""
+  ) -> Iterator[tuple[float, Instruction, float]]:
     """(executions, instruction, bytes of memory per execution) of all work.
 
     A fusion is one instruction, and those inside are not listed. If it only
     slices an array or gathers from it, the results count; if it updates an
     array in place or scatters into it, the update counts.
     """
-    for name, (count, _) in self.runs.items():
+    for name, (count, _) in self.runs_from(start).items():
       if name in self.fused:
         continue
       known = self.computations[name]
       for instruction in known.values():
         if instruction.op in _FREE or instruction.op.endswith("-done"):
           continue
+        if _ALLOCATES in instruction.attributes:
+          continue  # Nothing is written: what is in there is not defined.
         yield count, instruction, self._nbytes(instruction, known)
 
   def collectives(self) -> list[Collective]:
@@ -350,7 +359,7 @@ class Program:
     for i, end in enumerate(map(behind, ends)):
       if end.op in _UPDATES:
         target = behind(end.operands[0])
-        if target.op == "parameter" or "AllocateBuffer" in target.attributes:
+        if target.op == "parameter" or _ALLOCATES in target.attributes:
           update = inside[end.operands[_UPDATES[end.op]]]
           written[i] = sum(a.nbytes for a in update.arrays)
       elif end.op == "fusion" and 0 in (nested := self._parts(end)[1]):
@@ -432,6 +441,13 @@ class Program:
     branches get equal weight. This is right for a pipeline, except in ticks
     without work, because every rank takes each of its branches equally often.
     """
+    return self._runs_from(self._entry)
+
+  def runs_from(self, start: str = "") -> Mapping[str, tuple[float, bool]]:
+    """The same for a computation that is executed once; "" is the program."""
+    return self._runs_from(start) if start else self.runs
+
+  def _runs_from(self, start: str) -> Mapping[str, tuple[float, bool]]:
     runs: dict[str, tuple[float, bool]] = {}
 
     def visit(name: str, count: float, in_loop: bool) -> None:
@@ -449,7 +465,7 @@ class Program:
         for one in inner:
           visit(one, count / share, in_loop)
 
-    visit(self._entry, 1, False)
+    visit(start, 1, False)
     return runs
 
   def _trips(self, condition: str) -> int:

@@ -147,7 +147,7 @@ def _sugared(text: str) -> str:
 
 
 def _total(folder: pathlib.Path) -> int | None:
-  """Bytes of a device's memory: the first total of the report, if it is there."""
+  """Bytes of a device's memory, if its report is there: its first total."""
   for path in folder.glob(_MEMORY):
     match = re.search(
       r"default \(color=0\)\nTotal bytes: (\d+)\D", path.read_text()

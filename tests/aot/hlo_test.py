@@ -251,6 +251,18 @@ ENTRY %main (x: f32[100,8], j: s32[4]) -> f32[4,8] {
   assert hlo.Program(text).hbm_bytes() == 2 * (rows + numbers + rows)
 
 
+def test_space_for_results_is_not_traffic():
+  text = """\
+HloModule jit_f, is_scheduled=true
+
+ENTRY %main () -> bf16[8,4] {
+  ROOT %x = bf16[8,4]{1,0:T(8,128)} custom-call(), custom_call_target="TARGET"
+}
+"""
+  for target, expected in (("AllocateBuffer", 0), ("tpu_custom_call", 64)):
+    assert hlo.Program(text.replace("TARGET", target)).hbm_bytes() == expected
+
+
 def test_traffic_of_copies_to_and_from_the_core():
   text = """\
 HloModule jit_f, is_scheduled=true
