@@ -26,21 +26,26 @@ from attnres_jax import files
 FILE = "configs/plans.csv"
 # In the folder of a sweep.
 COPY = "plans.csv"
-# Column of the file -> field that it replaces.
+# Column of the file -> field that it replaces, unless the cell is empty. Plans
+# without a pipeline leave the last four empty.
 COLUMNS = {
   "data": "mesh.data",
   "fsdp": "mesh.fsdp",
   "expert": "mesh.expert",
   "microbatches": "optim.accumulate_steps",
   "remat": "model.remat",
+  "stage": "mesh.stage",
+  "virtual_stages": "pipeline.virtual_stages",
+  "pipeline_microbatches": "pipeline.microbatches",
+  "gather": "pipeline.gather",
 }
 _KEYS = ("config_hash", "device_kind", "devices")
 # Fields, or the beginnings of their names, that determine memory and time of a
 # step, in addition to those that a plan replaces.
 _OF_STEP = (
   "model.", "loss.", "data.sequence_length", "data.batch_size",
-  "data.segment_ids", "optim.name", "optim.qk_clip", "mesh.stage",
-  "mesh.tensor", "train.average_last", "train.compiler_options",
+  "data.segment_ids", "optim.name", "optim.qk_clip",
+  "mesh.tensor", "pipeline.", "train.average_last", "train.compiler_options",
 )  # fmt: skip
 
 Path = os.PathLike[str] | str
@@ -137,7 +142,11 @@ def put(
     path: the file.
   """
   row = {"config": config.name} | _key(config, devices)
-  row |= {column: overrides[name] for column, name in COLUMNS.items()}
+  row |= {
+    column: overrides[name]
+    for column, name in COLUMNS.items()
+    if name in overrides
+  }
   row |= dict(facts)
   row |= dict(jax=jax.__version__, commit=environment.commit())
   csv_rows.put(path, row, _KEYS)
@@ -171,8 +180,8 @@ def config_hash(config: config_lib.RunConfig) -> str:
 
 
 def _overrides(row: Mapping[str, str]) -> dict[str, Any]:
-  fields = {name: row[column] for column, name in COLUMNS.items()}
-  return {n: config_lib.parse_field(n, text) for n, text in fields.items()}
+  fields = {name: row.get(column) for column, name in COLUMNS.items()}
+  return {n: config_lib.parse_field(n, t) for n, t in fields.items() if t}
 
 
 def _key(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan is found by what a step depends on, and a run takes all of it."""
 
+import dataclasses
 import json
 import types
 
@@ -120,6 +121,33 @@ def test_a_step_needs_a_number():
   mesh = sharding.make_mesh(config_lib.MeshConfig(data=1))
   with pytest.raises(config_lib.ConfigError, match="a number, or a plan"):
     sharding.check_divides(_config(), mesh)
+
+
+def test_a_plan_may_be_a_pipeline(file):
+  more = OVERRIDES | {
+    "mesh.data": 1,
+    "mesh.stage": 2,
+    "pipeline.microbatches": 4,
+    "pipeline.virtual_stages": 2,
+    "pipeline.gather": "step",
+    "optim.accumulate_steps": 1,
+  }
+  plain = tiny_run.config(BYTES | {"model.width": 32})
+  plans.put(plain, DEVICES, OVERRIDES, {}, file)
+  plans.put(_config(), DEVICES, more, {}, file)
+  found = plans.resolve(_config(), DEVICES, file)
+  assert found.mesh.stage == 2 and found.pipeline == dataclasses.replace(
+    _config().pipeline, virtual_stages=2, microbatches=4, gather="step"
+  )
+  other = plans.resolve(_config(**{"model.width": 32}), DEVICES, file)
+  assert other.mesh.stage == 1 and other.pipeline == _config().pipeline
+  # What a plan replaces does not matter; what it keeps does.
+  given = _config(**{"pipeline.microbatches": 8})
+  assert plans.find(given, DEVICES, file) == plans.find(
+    _config(), DEVICES, file
+  )
+  rule = _config(**{"pipeline.rule": "naive"})
+  assert plans.find(rule, DEVICES, file) is None
 
 
 def test_a_plan_of_another_scheme_is_that_of_the_same_network(file):

@@ -50,7 +50,7 @@ from attnres_jax.flops import programs
 from attnres_jax.flops import traffic
 
 # Values of `model.remat` with which no product is computed again.
-_KEEP_PRODUCTS = ("none", "dots")
+KEEP_PRODUCTS = ("none", "dots")
 
 
 @dataclasses.dataclass
@@ -86,7 +86,7 @@ def of_parts(program: train_state.Program) -> dict[str, Least]:
   stages = mesh.shape[sharding.STAGE]
   tokens = config.data.batch_size * length / mesh.size
   vector = model.width * jnp.dtype(model.dtype).itemsize
-  again = (model.remat not in _KEEP_PRODUCTS) + (stages > 1)
+  again = (model.remat not in KEEP_PRODUCTS) + (stages > 1)
   weights = _weights(program)
   per_token = flops.flops_per_token(model, length)
 

@@ -28,10 +28,12 @@ from attnres_jax.aot import attribution
 from attnres_jax.aot import bill
 from attnres_jax.aot import hlo
 from attnres_jax.aot import least
+from attnres_jax.aot import lockstep
 from attnres_jax.aot import schedule
 from attnres_jax.aot import topology
 from attnres_jax.aot import waiting
 from attnres_jax.inference import engine
+from attnres_jax.pipeline import spmd
 
 _GIB = 2**30
 # How many of the largest arrays, and of the largest movers, a report lists.
@@ -130,8 +132,7 @@ def make_report(
     report["unread"] = str(error).strip().splitlines()[0]
     report["largest"] = _largest_traced(traced.jaxpr)
     return report
-  needs = least.of_parts(program) if choice.trains else {}
-  return report | _times(report, text, chip, mesh, needs)
+  return report | _times(report, text, program, choice)
 
 
 def make_schedule_report(
@@ -166,8 +167,7 @@ def make_schedule_report(
     headroom_bytes=chip.hbm_bytes - found.peak_bytes,
     compile_seconds=found.seconds,
   )
-  needs = least.of_parts(program)
-  return report | _times(report, found.text, chip, mesh, needs)
+  return report | _times(report, found.text, program, STEPS["train"])
 
 
 def _of_shapes(
@@ -202,12 +202,14 @@ def _of_shapes(
 def _times(
   report: Mapping[str, Any],
   text: str,
-  chip: chips.Chip,
-  mesh: jax.sharding.Mesh,
-  needs: Mapping[str, least.Least],
+  step: train_state.Program,
+  choice: Step,
 ) -> dict[str, Any]:
   """What a program computes, moves and sends, and what binds it."""
-  found = _work(text, chip, mesh, needs)
+  chip = topology.chip(step.mesh.devices.flat[0])
+  needs = least.of_parts(step) if choice.trains else {}
+  program = hlo.Program(text)
+  found = _work(program, chip, step.mesh, needs)
   analytic = report["analytic_flops"]
   found["flops_ratio"] = found["charged_flops"] / (
     found["least_flops"] or analytic
@@ -218,6 +220,13 @@ def _times(
   bound = max(bounds, key=lambda name: found[name])
   found["step_seconds"] = found[bound]
   found["bound"] = bound.removesuffix("_seconds")
+  fused = step.config.pipeline.schedule == "fused"
+  if choice.trains and isinstance(step.network, spmd.Pipeline) and fused:
+    found["lockstep"] = dataclasses.asdict(
+      lockstep.of_program(
+        program, step.config, step.network.schedule, chip, step.mesh.size
+      )
+    )
   return found
 
 
@@ -258,6 +267,7 @@ def to_text(report: Mapping[str, Any]) -> str:
     ),
     f"a step takes at least {report['step_seconds']:.3f} s, bound by"
     f" {report['bound']}",
+    *_lockstep(report),
     *_warning(report),
     "",
     bill.to_text(report["parts"]),
@@ -329,6 +339,17 @@ def _warning(report: Mapping[str, Any]) -> list[str]:
   if ratio <= bill.WARN:
     return []
   return [f"warning: it computes {ratio:.2f} times the FLOPs that it needs"]
+
+
+def _lockstep(report: Mapping[str, Any]) -> list[str]:
+  found = report.get("lockstep")
+  if found is None:
+    return []
+  return [
+    "these are means over ranks; as ranks wait for each other, it takes"
+    f" {found['seconds']:.3f} s, with a bubble of {found['bubble']:.0%}; rank"
+    f" {found['slowest_rank']} has the most work"
+  ]
 
 
 def compare(report: Mapping[str, Any], base: Mapping[str, Any]) -> str:
@@ -448,12 +469,11 @@ def _memory(compiled: Any, chip: chips.Chip) -> dict[str, Any]:
 
 
 def _work(
-  text: str,
+  program: hlo.Program,
   chip: chips.Chip,
   mesh: jax.sharding.Mesh,
   needs: Mapping[str, least.Least],
 ) -> dict[str, Any]:
-  program = hlo.Program(text)
   rows: dict[tuple[str, str, bool], dict[str, Any]] = {}
   for one in program.collectives():
     key = (one.kind, hlo.axes_of(one.group, mesh.shape), one.in_loop)

@@ -342,6 +342,18 @@ def make_pipeline(
   return Pipeline(schedule, stage, placement, differentiate)
 
 
+def check(config: config_lib.RunConfig, mesh: Mesh) -> None:
+  """Refuses a network or an option that cannot be pipelined.
+
+  Whatever the numbers of virtual stages and microbatches are.
+
+  Raises:
+    ConfigError: names the field.
+  """
+  pipeline = dataclasses.replace(config.pipeline, virtual_stages=1)
+  _layout(dataclasses.replace(config, pipeline=pipeline), mesh)
+
+
 # Indexed by `pipeline.schedule`.
 _DIFFERENTIATE = {"fused": _by_hand, "gpipe": _by_autodiff}
 

@@ -14,6 +14,7 @@ import sys
 from attnres_jax.sweep import cli
 from experiments.pages import readme
 from experiments.pages import sweep
+from experiments.scaling_law import plans
 from experiments.scaling_law import report
 
 EXPERIMENT, PUBLISHED = sweep.experiment(
@@ -25,6 +26,9 @@ EXPERIMENT, PUBLISHED = sweep.experiment(
   places=[
     readme.Place(report.results),
     readme.Place(report.learning_rates, "learning_rates", "learning_rates"),
+    readme.Place(
+      plans.table, "plans", "../../configs/plans", "../../docs/pods.md"
+    ),
   ],
   figures={"laws.svg": report.figure},
 )

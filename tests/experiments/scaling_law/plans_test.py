@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of plans shows the plans of configs that exist."""
+
+from attnres_jax import config as config_lib
+from attnres_jax import csv_rows
+from attnres_jax import plans as plans_lib
+from attnres_jax.scaling import grid
+from experiments.scaling_law import plans
+
+ROW = dict(
+  slice="v6e-16", data="2", fsdp="1", expert="8", microbatches="6",
+  remat="none", headroom_GiB="9.5", step_seconds="1.047", bound="memory",
+  mfu_bound="0.485", jax="1", libtpu="2", commit="abc",
+)  # fmt: skip
+
+
+def test_each_slice_and_scheme_has_its_sum():
+  rows = [
+    ROW | dict(config=f"{size}-{scheme}-seed0-0", chip_hours=str(hours))
+    for size, scheme, hours in (
+      ("194m", "prenorm", 1000), ("528m", "prenorm", 5000),
+      *((f"{n}m", "block_attnres", 2) for n in (194, 241, 296, 436, 528)),
+    )
+  ]  # fmt: skip
+  rows.append(ROW | dict(config="another", chip_hours="7"))
+  rows.append(
+    ROW | dict(config="194m-prenorm-seed0-0", slice="v5p-32", chip_hours="9")
+  )
+  text = plans.table(rows)
+  lines = text.splitlines()
+  assert (
+    "| v6e-16 | 528M | PreNorm | 2 x 1 x 8 | 6 | none | 9.5 | 1.05 | memory |"
+    " 48% | 5000 |"
+  ) in lines
+  assert "| v6e-16 | PreNorm | 2 of 5 | 6,000 |" in lines
+  assert "| v6e-16 | Block AttnRes | all | 10 |" in lines
+  assert "| v5p-32 | PreNorm | 1 of 5 | 9 |" in lines
+  assert "another" not in text and "jax 1, libtpu 2, commits abc" in text
+
+
+def test_committed_plans_are_those_of_configs_as_they_are_now():
+  runs = grid.load("configs/scaling.py:scale=paper,planned")
+  hashes = {
+    plans_lib.config_hash(config_lib.build_run_config(run.config))
+    for run in runs
+  }
+  rows = csv_rows.read(plans_lib.FILE)
+  of_table_2 = plans._of_table_2(rows).values()
+  assert of_table_2
+  assert {row["config_hash"] for row in of_table_2} <= hashes
