@@ -400,10 +400,8 @@ class _Cost:
     config, chip, layout = self.config, self.chip, schedule.layout
     model, mesh = config.model, config.mesh
     tokens = self.tokens / schedule.num_microbatches
-    remats = dataclasses.replace(model, remat=remat)
-    needs = lockstep.unit_flops(
-      dataclasses.replace(config, model=remats), layout, tokens
-    )
+    config = plans_lib.apply(config, {"model.remat": remat})
+    needs = lockstep.unit_flops(config, layout, tokens)
     chunk = self.sublayers / 4 / layout.num_chunks
     itemsize = jnp.dtype(model.dtype).itemsize
     vectors = self._moved_bytes() / layout.num_chunks * tokens / 3
@@ -480,7 +478,7 @@ def _saved_bytes(model: config_lib.ModelConfig) -> dict[str, float]:
   return {remat: kept.get(remat, 0.0) * products for remat in _PASSES}
 
 
-def _bytes_with(model: Any, shards: Callable[[Any], int]) -> float:
+def _bytes_with(model: Any, shards: Callable[[Any], float]) -> float:
   """Float32 bytes of all parameters, each divided by `shards` of it."""
   sizes = []
 
