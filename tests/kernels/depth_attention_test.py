@@ -12,6 +12,7 @@ import pytest
 from attnres_kernels import depth_attention
 from attnres_kernels import depth_attention_vjp
 from attnres_kernels import dispatch
+from tests import jaxprs
 
 EPS = 1e-6
 
@@ -150,6 +151,34 @@ class TestDepthAttention:
   @pytest.mark.slow
   def test_the_most_sources(self, as_bank):
     self.check("pallas_tpu", *make(1, 2, 130, (3,), 24, "bfloat16"), as_bank)
+
+  @pytest.mark.parametrize("implementation", ALL)
+  def test_mixtures_apart(self, implementation):
+    """The same numbers, from a kernel with an output for each query."""
+    query, source, *cotangents = make(3, 3, 2, (2, 8), 24, "bfloat16")
+    outputs = []
+
+    def run(apart):
+      def attend(query, *sources):
+        return depth_attention(
+          query, sources, apart=apart, implementation=implementation
+        )
+
+      with dispatch.interpreted():
+        found, vjp = jax.vjp(attend, query, *source)
+        jaxpr = jax.make_jaxpr(attend)(query, *source)
+        outputs.append(
+          [
+            len(call.outvars)
+            for call in jaxprs.equations(jaxpr.jaxpr)
+            if call.primitive.name == "pallas_call"
+          ]
+        )
+        return found, vjp(tuple(cotangents))
+
+    jax.tree.map(np.testing.assert_array_equal, run(True), run(False))
+    is_kernel = implementation == "pallas_tpu"
+    assert outputs == ([[4], [2]] if is_kernel else [[], []])
 
   @pytest.mark.parametrize("implementation", ALL)
   @pytest.mark.parametrize("count", (0, 1, 3))

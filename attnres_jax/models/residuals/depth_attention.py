@@ -80,6 +80,8 @@ class DepthAttention(base.Residual):
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
     self.eps = config.norm_eps
+    # Without a scan, every mixture is read by itself.
+    self._apart = not config.scan_layers
     options = self.read_options(config.residual.read)
     self.options = depth_reads.checked(options, config.width)
     self.queries = depth_reads.DepthQueries(
@@ -147,7 +149,12 @@ class DepthAttention(base.Residual):
       value = jax.tree.map(lambda a: a[count:], slots)
       return jax.tree.map(lambda a: a[:count], slots)._replace(value=value)
     out_QBTD, lse_QBT = depth_attention(
-      reads.query, sources, heads=self._heads, rank=self._rank, eps=self.eps
+      reads.query,
+      sources,
+      heads=self._heads,
+      rank=self._rank,
+      eps=self.eps,
+      apart=self._apart and reads.query.shape[0] > 1,
     )
     if reads.null_D is not None:
       null_Q11D = reads.null_D[:, None, None].astype(out_QBTD.dtype)
@@ -320,12 +327,13 @@ def depth_attention(
   eps: float,
   heads: int | None = None,
   rank: int | None = None,
+  apart: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
   """`attnres_kernels.depth_attention` of [B, T, D] sources."""
 
   def attend(query_QD, sources):
     return attnres_kernels.depth_attention(
-      query_QD, sources, eps=eps, heads=heads, rank=rank
+      query_QD, sources, eps=eps, heads=heads, rank=rank, apart=apart
     )
 
   many = sharding.QUERIED_TOKENS

@@ -28,6 +28,7 @@ def depth_attention(
   heads: int | None = None,
   rank: int | None = None,
   eps: float = 1e-6,
+  apart: bool = False,
   implementation: dispatch.Implementation | None = None,
 ) -> tuple[Float[Array, "Q *T D"], Float[Array, " Q *TH"]]:
   """Mixes earlier outputs with learned queries (arXiv:2603.15031, Eq. 2-4).
@@ -48,6 +49,9 @@ def depth_attention(
     rank: the number of last coordinates of a source that are its key; queries
       are as wide. None for all. Runs in plain JAX.
     eps: added to the mean square inside the norm.
+    apart: whether a kernel writes each mixture to an array of its own, which
+      are then stacked. Compilers remove the stack if it is cut again at once,
+      instead of copying each mixture out of it; otherwise it is a copy.
     implementation: a backend by name; None takes the best that fits.
 
   Returns:
@@ -66,6 +70,8 @@ def depth_attention(
   query, sources, count = _check(query, sources, num_sources, rank)
   options = _options(eps, sources, heads, rank)
   query = query.astype(dispatch.accumulator(query, *jax.tree.leaves(sources)))
+  if apart and implementation != "reference":
+    options = (*options, ("apart", True))
   if implementation == "reference":
     out, lse = reference.attend(query, sources, count, **dict(options))
   else:
@@ -179,6 +185,7 @@ def _attend_backward(options, implementation, residuals, cotangents):
 
 
 def _backward(options, implementation, *args):
+  options = [option for option in options if option[0] != "apart"]
   return dispatch.call(
     "depth_attention", "backward", implementation, *args, **dict(options)
   )

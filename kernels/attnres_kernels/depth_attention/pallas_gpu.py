@@ -40,7 +40,9 @@ _REGISTERS = 64
 _SEPARATE = 32
 
 
-def why_not(function, query_QD, sources, *args, eps, heads=1, rank=None):
+def why_not(
+  function, query_QD, sources, *args, eps, heads=1, rank=None, apart=False
+):
   """The reason why these arguments cannot run, or None."""
   del eps
   if heads > 1 or rank is not None:
@@ -70,7 +72,7 @@ def why_not(function, query_QD, sources, *args, eps, heads=1, rank=None):
   return None
 
 
-def forward(query_QD, sources, count, *, eps, interpret=None):
+def forward(query_QD, sources, count, *, eps, apart=False, interpret=None):
   """Returns the mixtures and their log-normalisers."""
   call = _Call(query_QD, sources, count)
   tiles, spans, num_queries = call.tiles, call.spans, call.num_queries

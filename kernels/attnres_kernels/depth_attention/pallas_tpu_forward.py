@@ -24,8 +24,11 @@ _MASKED = -1e30  # Lower than any real score, yet finite.
 _STACKED_SOURCES = 16
 
 
-def forward(query_QD, sources, count, *, eps, interpret=False):
-  """Returns the mixtures and their log-normalisers."""
+def forward(query_QD, sources, count, *, eps, apart=False, interpret=False):
+  """Returns the mixtures and their log-normalisers.
+
+  If `apart`, the kernel writes each mixture to an array of its own.
+  """
   tokens_shape, flat, num_tokens = tiles.flatten(sources)
   num_slots = len(sources)
   num_queries, width = query_QD.shape
@@ -35,7 +38,15 @@ def forward(query_QD, sources, count, *, eps, interpret=False):
   tile = blocks.tokens
   steps = pl.cdiv(num_tokens, tile)
   terms = tiles.query_terms(query_QD, dtype)
-  out, lse = pl.pallas_call(
+  one = jax.ShapeDtypeStruct((num_tokens, width), dtype)
+  out_specs = [pl.BlockSpec((tile, width), lambda t, n: (t, 0))] * num_queries
+  out_shapes = [one] * num_queries
+  if not apart:
+    out_specs = [
+      pl.BlockSpec((num_queries, tile, width), lambda t, n: (0, t, 0))
+    ]
+    out_shapes = [jax.ShapeDtypeStruct((num_queries, *one.shape), dtype)]
+  *out, lse = pl.pallas_call(
     functools.partial(
       _kernel,
       num_slots=num_slots,
@@ -52,12 +63,12 @@ def forward(query_QD, sources, count, *, eps, interpret=False):
         *tiles.source_specs(sources, tile, width, lambda t: t),
       ],
       out_specs=[
-        pl.BlockSpec((num_queries, tile, width), lambda t, n: (0, t, 0)),
+        *out_specs,
         pl.BlockSpec((1, num_queries, tile), lambda t, n: (t, 0, 0)),
       ],
     ),
     out_shape=[
-      jax.ShapeDtypeStruct((num_queries, num_tokens, width), dtype),
+      *out_shapes,
       jax.ShapeDtypeStruct((steps, num_queries, tile), jnp.float32),
     ],
     compiler_params=pltpu.CompilerParams(
@@ -70,8 +81,10 @@ def forward(query_QD, sources, count, *, eps, interpret=False):
     interpret=interpret,
     name="depth_attention_forward",
   )(tiles.count_operand(count, num_slots), terms, *flat)
+  # Reshaped before, since compilers see no slice of a stack through a reshape.
+  out = [x.reshape((-1,) + tokens_shape + (width,)) for x in out]
   return (
-    out.reshape((num_queries,) + tokens_shape + (width,)),
+    jnp.concatenate(out) if apart else out[0],
     tiles.stats_from_tiles(lse, num_tokens).reshape(
       (num_queries,) + tokens_shape
     ),
@@ -81,9 +94,14 @@ def forward(query_QD, sources, count, *, eps, interpret=False):
 def _kernel(
   count_ref, terms_ref, *refs, num_slots, bank, num_tokens, lanes, eps
 ):
-  source_refs, (out_ref, lse_ref) = refs[:num_slots], refs[num_slots:]
-  num_queries, tile, width = out_ref.shape
-  exact = out_ref.dtype == jnp.float32
+  source_refs, out_refs, lse_ref = (
+    refs[:num_slots],
+    refs[num_slots:-1],
+    refs[-1],
+  )
+  *_, tile, width = out_refs[0].shape
+  num_queries = lse_ref.shape[1]
+  exact = out_refs[0].dtype == jnp.float32
   count = count_ref[0] if bank else None
   base = pl.program_id(0) * tile
   chunks = tiles.chunks(width, lanes)
@@ -145,9 +163,13 @@ def _kernel(
       if count is not None:
         # An empty bank may hold anything, and 0 * NaN is NaN.
         mixed = jnp.where(count > 0, mixed, 0.0)
-      out_ref[:, rows, chunk] = mixed.astype(out_ref.dtype).reshape(
-        num_queries, tiles.GROUP, -1
-      )
+      mixed = mixed.astype(out_refs[0].dtype)
+      mixed = mixed.reshape(num_queries, tiles.GROUP, -1)
+      if len(out_refs[0].shape) == 3:
+        out_refs[0][:, rows, chunk] = mixed
+      else:
+        for query, out_ref in enumerate(out_refs):
+          out_ref[rows, chunk] = mixed[query]
 
 
 def _diagonal_weights(weight, exact, stacked):

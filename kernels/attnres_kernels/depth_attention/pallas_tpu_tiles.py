@@ -56,7 +56,9 @@ class BlockSizes:
     return cls(tokens)
 
 
-def why_not(function, query_QD, sources, *args, eps, heads=1, rank=None):
+def why_not(
+  function, query_QD, sources, *args, eps, heads=1, rank=None, apart=False
+):
   """The reason why these arguments cannot run, or None."""
   del args, eps
   if heads > 1 or rank is not None:

@@ -21,13 +21,14 @@ from attnres_kernels import heads as heads_lib
 _UNROLLED_QUERIES = 8
 
 
-def forward(query_QD, sources, count, *, eps, heads=1, rank=None):
+def forward(query_QD, sources, count, *, eps, heads=1, rank=None, apart=False):
   """Returns the mixtures and their log-normalisers.
 
   With several heads, the log-normalisers are [Q, ..., H], and an axis Q of the
   scores in here has Q * H entries. A rank is the number of last coordinates
-  that are the key.
+  that are the key. Mixtures are stacked in any case, so `apart` has no effect.
   """
+  del apart
   num_queries, width = query_QD.shape[0], sources[0].shape[-1]
   query_QD = heads_lib.separate(query_QD, heads)
   slots = _slots(sources, count, query_QD.dtype)
