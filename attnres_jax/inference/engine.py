@@ -42,12 +42,17 @@ from attnres_jax.inference import layouts
 from attnres_jax.inference import prefix
 from attnres_jax.inference import scores as scores_lib
 from attnres_jax.models import rounded
+from attnres_jax.models import stack
 from attnres_jax.models.mixers import cache as cache_lib
 
 # The shortest chunk, and the shortest part of a cache that is read.
 _LEAST_CHUNK, _LEAST_CONTEXT = 16, 128
 
 Finish = Literal["stop", "length"]
+
+# Name -> whether layers are in arrays of their own; None: on some platforms.
+LAYERS = {"auto": None, "stacked": False, "separate": True}
+_SEPARATE_ON = ("cpu",)
 
 # Name -> the network with its weights in another form.
 WEIGHTS: dict[str, Callable[[models.Transformer], models.Transformer]] = {
@@ -165,6 +170,7 @@ class Engine:
     mesh: Mesh | None = None,
     weights: str = "model",
     cache: str = "model",
+    layers: str = "auto",
   ):
     """Places the network and an empty state on the devices.
 
@@ -186,6 +192,10 @@ class Engine:
         `bfloat16`, or `int8` with a scale per token and head. A chunk of a
         prompt attends to its own tokens before they are rounded, so then
         `chunk` has an effect on results.
+      layers: `separate` for weights and caches of each layer in arrays of its
+        own, `stacked` for one array per kind of layer; `auto` for the faster
+        one on this platform. A CPU copies a layer out of a stack to read it,
+        and outside of one scan over all layers, the whole stack to change it.
 
     Raises:
       ConfigError: a mixer cannot decode, or a number cannot be used.
@@ -213,7 +223,8 @@ class Engine:
         config_lib.fail_argument("taps", l, f"0 to {num_sublayers}")
     self._static = dict(num_top=num_top, taps=tuple(taps), mesh=mesh)
     self._mesh = mesh
-    prepare = functools.partial(prepared, weights=weights)
+    separate = _separates(layers, _platform(mesh))
+    prepare = functools.partial(prepared, weights=weights, separate=separate)
     shardings = None
     if mesh is not None:
       abstract = jax.eval_shape(prepare, model)
@@ -221,7 +232,7 @@ class Engine:
     self._model = jax.jit(prepare, out_shardings=shardings)(model)
 
     def empty(model: models.Transformer) -> State:
-      state = _empty_state(model, slots, length, cache)
+      state = _empty_state(model, slots, length, cache, separate)
       return _keep_sharded(model, state, mesh)
 
     self._state = jax.jit(empty)(self._model)
@@ -557,7 +568,7 @@ def abstract_prepared(
 
 
 def prepared(
-  model: models.Transformer, weights: str = "model"
+  model: models.Transformer, weights: str = "model", separate: bool = False
 ) -> models.Transformer:
   """The same network, as an engine keeps it.
 
@@ -566,6 +577,7 @@ def prepared(
   Args:
     model: of training.
     weights: as in `Engine`.
+    separate: whether each layer gets arrays of its own.
 
   Raises:
     ConfigError: there are no such `weights`.
@@ -578,14 +590,29 @@ def prepared(
     return value.astype(model.config.dtype)
 
   model = config_lib.choose("weights", weights, WEIGHTS)(model)
-  return sharding.map_parameters(cast, model)
+  model = sharding.map_parameters(cast, model)
+  if separate:
+    model.sublayers = stack.separated(model.sublayers)
+  return model
+
+
+def _separates(layers: str, platform: str) -> bool:
+  chosen = config_lib.choose("layers", layers, LAYERS)
+  return platform in _SEPARATE_ON if chosen is None else chosen
 
 
 def _empty_state(
-  model: models.Transformer, slots: int, length: int, cache: str
+  model: models.Transformer,
+  slots: int,
+  length: int,
+  cache: str,
+  separate: bool = False,
 ) -> State:
+  empty = cache_lib.kept_as(model.init_cache(slots, length), cache)
+  if separate:
+    empty = cache_lib.separated(empty)
   return State(
-    cache_lib.kept_as(model.init_cache(slots, length), cache),
+    empty,
     jnp.zeros(slots, jnp.int32),
     draw_lib.Rows.empty(slots, model.config.vocab_size),
   )
@@ -600,7 +627,8 @@ def _state_sharding(model: models.Transformer, state: State, mesh: Mesh) -> Any:
     return jax.tree.map(lambda _: NamedSharding(mesh, spec), node)
 
   is_spec = lambda node: isinstance(node, PartitionSpec)
-  cache = jax.tree.map(like, model.cache_specs(), state.cache, is_leaf=is_spec)
+  specs = cache_lib.like_layers(model.cache_specs(), state.cache)
+  cache = jax.tree.map(like, specs, state.cache, is_leaf=is_spec)
   return rest._replace(cache=cache)
 
 

@@ -88,6 +88,7 @@ def _sample_run(options: argparse.Namespace) -> None:
     prefix_bytes=options.prefix_mib * trained.MIB,
     weights=options.weights,
     cache=options.cache,
+    layers=options.layers,
   )
   most = config.data.sequence_length
   if engine.length > most:

@@ -102,6 +102,7 @@ def _serve_at(
     prefix_bytes=options.prefix_mib * trained.MIB,
     weights=options.weights,
     cache=options.cache,
+    layers=options.layers,
   )
   del model
   # The first request of many would otherwise wait for the compiler.

@@ -49,6 +49,11 @@ def add_flags(
     "--cache", default="model", choices=list(cache_lib.KEPT),
     help="of keys, values and latents; int8: a scale per token and head",
   )  # fmt: skip
+  add(
+    "--layers", default="auto", choices=list(engine.LAYERS),
+    help="separate: weights and caches of each layer in arrays of their own;"
+    " auto: so on CPUs",
+  )  # fmt: skip
 
 
 def check_flags(options: argparse.Namespace) -> None:

@@ -21,8 +21,10 @@ from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
+import itertools
 from typing import Any, NamedTuple
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
 
@@ -135,8 +137,8 @@ def extend(
     kinds: as in `run`.
     residual: as in `run`.
     embedding_BTD: of the new tokens.
-    caches: of mixers by kind, stacked like the sublayers; and of the scheme, if
-      it looks back.
+    caches: of mixers by kind, stacked like the sublayers, or `cache.Layers`;
+      and of the scheme, if it looks back.
     chunk: the new tokens.
     memory: as in `run`.
     scan: as in `run`.
@@ -149,12 +151,21 @@ def extend(
     reads h_1..h_L [L, B, T, D] before their norms, or None.
   """
   scan &= RESIDUAL not in caches  # What is looked back at leaves the loop.
+  # So do layers in arrays of their own.
+  scan &= not any(map(_is_separate, [*sublayers.values(), *caches.values()]))
+  places = {kind: itertools.count() for kind in sublayers}
   if not scan and embedding_BTD.shape[1] == 1:
     residual = residual.for_few_tokens()
 
   def apply(residual, memory, kind, l, both, slots, segment_ids_BT):
-    # Out of the whole stacks: a loop over part of them would copy that part.
-    single = cache_lib.one_of(sublayers[kind], l)
+    if not scan:
+      l = next(places[kind])
+    layers: Any = sublayers[kind]
+    if isinstance(layers, nnx.List):
+      (single,) = _unstack(layers[l], 1)
+    else:
+      # Out of the whole stack: a loop over part of it would copy that part.
+      single = cache_lib.one_of(layers, l)
     core: Any = _OfWholeRows(single.core)
     if kind in caches:
       cache = cache_lib.layer(caches[kind], l, context)
@@ -176,7 +187,10 @@ def extend(
   counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
   history, looking_back = None, contextlib.nullcontext()
   if RESIDUAL in caches:
-    history = base.History([a[0] for a in caches[RESIDUAL]], chunk.length_B)
+    earlier = caches[RESIDUAL]
+    if _is_separate(earlier):
+      (earlier,) = earlier.trees
+    history = base.History([a[0] for a in earlier], chunk.length_B)
     looking_back = history.looking_back()
   with looking_back:
     with scopes.part(scopes.RESIDUAL):
@@ -195,24 +209,57 @@ def extend(
     )
     with scopes.part(scopes.RESIDUAL):
       h_BTD = residual.readout(state)
-  added: dict[str, Any] = {
-    kind: _concatenate(
-      [
-        _interleave([out for k, (out, _) in zip(run.kinds, outs) if k == kind])
-        for run, outs in kept
-        if kind in run.kinds
-      ]
-    )
-    for kind in caches.keys() & set(kinds)
-  }
+  added: dict[str, Any] = {}
+  for kind in caches.keys() & set(kinds):
+    found = [
+      _interleave([out for k, (out, _) in zip(run.kinds, outs) if k == kind])
+      for run, outs in kept
+      if kind in run.kinds
+    ]
+    is_separate = _is_separate(caches[kind])
+    join = _as_layers if is_separate else _concatenate
+    added[kind] = join(found)
   if history is not None:
-    added[RESIDUAL] = tuple(a[None] for a in history.later)
+    later = tuple(a[None] for a in history.later)
+    if _is_separate(caches[RESIDUAL]):
+      later = cache_lib.Layers((later,))
+    added[RESIDUAL] = later
   reads_LBTD = None
   if with_reads:
     reads_LBTD = _concatenate(
       [_interleave([read for _, read in outs]) for _, outs in kept]
     )
   return h_BTD, added, reads_LBTD
+
+
+def _is_separate(layers: Any) -> bool:
+  return isinstance(layers, nnx.List | cache_lib.Layers)
+
+
+def _as_layers(found: list[Any]) -> cache_lib.Layers:
+  return cache_lib.Layers(tuple(found))
+
+
+def separated(sublayers: Sublayers) -> Any:
+  """Sublayers that `extend` takes, each in arrays of its own.
+
+  Slices of a stack are copied before a product reads them, by compilers for
+  CPUs.
+  """
+  return nnx.Dict(
+    {
+      kind: nnx.List(cache_lib.unstacked(stack))
+      for kind, stack in sublayers.items()
+    }
+  )
+
+
+def stacked(sublayers: Any) -> Sublayers:
+  """The inverse of `separated`; stacks stay as they are."""
+  return {
+    kind: _concatenate(list(layers)) if _is_separate(layers) else layers
+    for kind, layers in sublayers.items()
+  }
 
 
 class _Watched:

@@ -42,7 +42,8 @@ class Transformer(nnx.Module):
     config: the shape of the network.
     embedding: token vectors and output head.
     sublayers: ONE module per kind of sublayer; every leaf has a leading axis
-      over the sublayers of that kind, in the order of depth.
+      over the sublayers of that kind, in the order of depth. While decoding, a
+      list of modules for one sublayer each instead (`stack.separated`).
     residual: the scheme that connects the sublayers.
     depth_memory: what mixers keep for later mixers.
     final_norm: between the scheme's readout and the head, in most schemes.
@@ -89,7 +90,7 @@ class Transformer(nnx.Module):
   ) -> jax.Array:
     """`hidden` of the token vectors."""
     h_BTD = stack.run(
-      self.sublayers,
+      stack.stacked(self.sublayers),
       self.config.sublayer_kinds,
       self.residual,
       embedding_BTD,
@@ -230,7 +231,7 @@ class Transformer(nnx.Module):
   ) -> stack.Trace:
     """Sublayer outputs v_0..v_L and reads h_1..h_L, h_out, for analysis."""
     return stack.trace(
-      self.sublayers,
+      stack.stacked(self.sublayers),
       self.config.sublayer_kinds,
       self.residual,
       self.embedding.encode(tokens_BT),

@@ -6,9 +6,10 @@
 Compiles a step that decodes one token for full caches of some length, a step
 that computes a whole prompt, and for one row the step that a program without
 caches needs: the forward pass of all tokens. Then all schemes run in turn,
-round after round. Every scheme runs in both forms: as scans, where Block and
-Full read in two phases, and unrolled, where they read all sources in one
-operation. The baseline is the faster form of PreNorm, for each number of rows
+round after round. Every scheme runs in all forms: as scans, where Block and
+Full read in two phases; unrolled, where they read all sources in one operation;
+and, while decoding, with layers in arrays of their own, as the engine has them
+on a CPU. The baseline is the faster form of PreNorm, for each number of rows
 and tokens. A ratio is the median over rounds.
 
 Writes results.csv beside this file and fills the documents from it and from
@@ -24,6 +25,7 @@ import statistics
 import sys
 from typing import Any
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +33,7 @@ import numpy as np
 from attnres_jax import command_line
 from attnres_jax import config as config_lib
 from attnres_jax import models
+from attnres_jax.models import stack
 from attnres_jax.models.mixers import cache as cache_lib
 from experiments import measure as measure_lib
 from experiments import publish
@@ -57,15 +60,10 @@ CONFIG = config_lib.ModelConfig(
   vocab_size=4096, width=256, num_layers=4, num_heads=4, mlp_width=688
 )
 BLOCKS = 4
-# A scheme and how it runs -> `model.scan_layers`.
-FORMS = {
-  "prenorm": True,
-  "prenorm unrolled": False,
-  "block_attnres": True,
-  "block_attnres unrolled": False,
-  "full_attnres": True,
-  "full_attnres unrolled": False,
-}
+SCHEMES = ("prenorm", "block_attnres", "full_attnres")
+# How a scheme runs -> `model.scan_layers`.
+SEPARATE = "separate"
+FORMS = {"scanned": True, "unrolled": False, SEPARATE: False}
 # Rows and tokens of each step.
 DECODE = ((1, 128), (1, 2048), (8, 512), (64, 512))
 RECOMPUTE = ((1, 128), (1, 2048))
@@ -77,7 +75,10 @@ def main() -> None:
   parser.add_argument("--rounds", type=int, default=5)
   parser.add_argument("--output", default=str(_RESULTS))
   options = parser.parse_args()
-  nets = {form: _model(form) for form in FORMS}
+  nets = {
+    f"{scheme} {how}": _model(scheme, how)
+    for scheme, how in itertools.product(SCHEMES, FORMS)
+  }
   found = (
     measure(step, rows, tokens, nets, options.rounds)
     for step, sizes in (
@@ -100,7 +101,11 @@ def measure(
   rounds: int,
 ) -> Iterator[dict[str, Any]]:
   """A row for each form, of the same step."""
-  calls = {form: STEPS[step](net, rows, tokens) for form, net in nets.items()}
+  calls = {
+    form: STEPS[step](net, rows, tokens)
+    for form, net in nets.items()
+    if step == "decode" or not form.endswith(SEPARATE)
+  }
   times = measure_lib.in_turn(calls, rounds)
   median = lambda form: statistics.median(t.wall for t in times[form])
   baseline = min((f for f in calls if f.startswith("prenorm")), key=median)
@@ -131,8 +136,10 @@ def decode(
     return cache._replace(length_B=start_B), jnp.argmax(logits_BV, axis=-1)
 
   cache = net.init_cache(rows, tokens)
+  if isinstance(next(iter(net.sublayers.values())), nnx.List):
+    cache = jax.jit(cache_lib.separated)(cache)
   cache = cache._replace(length_B=jnp.full(rows, tokens - 1, jnp.int32))
-  state = [cache, jnp.zeros(rows, jnp.int32)]
+  state: list[Any] = [cache, jnp.zeros(rows, jnp.int32)]
 
   def call():
     state[0], ids_B = step(net, *state)
@@ -174,11 +181,15 @@ def prefill(
 STEPS = {"decode": decode, "recompute": recompute, "prefill": prefill}
 
 
-def _model(form: str) -> models.Transformer:
-  residual = config_lib.ResidualConfig(form.split()[0], num_blocks=BLOCKS)
-  scan = FORMS[form]
-  config = dataclasses.replace(CONFIG, residual=residual, scan_layers=scan)
-  return models.build_model(config)
+def _model(scheme: str, how: str) -> models.Transformer:
+  residual = config_lib.ResidualConfig(scheme, num_blocks=BLOCKS)
+  config = dataclasses.replace(
+    CONFIG, residual=residual, scan_layers=FORMS[how]
+  )
+  model = models.build_model(config)
+  if how == SEPARATE:
+    model.sublayers = stack.separated(model.sublayers)
+  return model
 
 
 def _tokens(rows: int, tokens: int) -> jax.Array:

@@ -15,6 +15,7 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax.models import residuals
+from attnres_jax.models import stack
 from attnres_jax.models import sublayer
 from attnres_jax.models.mixers import cache as cache_lib
 from tests import tiny_network
@@ -66,7 +67,7 @@ def _chunks(tokens_T):
     start_B = start_B + length_B
 
 
-def _check(model, tokens_T, tolerance=2e-5):
+def _check(model, tokens_T, tolerance=2e-5, separate=False):
   """Every hidden state that counts is that of the whole sequence."""
   chunks = list(_chunks(tokens_T))
 
@@ -74,6 +75,10 @@ def _check(model, tokens_T, tolerance=2e-5):
   def run(model):
     whole_TD = model.hidden(tokens_T[None])[0]
     cache, hidden = model.init_cache(ROWS, TOKENS), []
+    if separate:
+      model = jax.tree.map(lambda a: a, model)
+      model.sublayers = stack.separated(model.sublayers)
+      cache = cache_lib.separated(cache)
     for i, (tokens_BT, _, length_B) in enumerate(chunks):
       # The first tokens do not read a cache.
       context = 0 if i == 0 else None
@@ -98,6 +103,15 @@ def _check(model, tokens_T, tolerance=2e-5):
 @pytest.mark.parametrize("name", SCHEMES)
 def test_every_scheme(name, tokens_T):
   _check(_model(name, moe=config_lib.MoeConfig()), tokens_T)
+
+
+@pytest.mark.parametrize(
+  "name", ["block_attnres", pytest.param("xhc", marks=SLOW)]
+)
+def test_layers_in_arrays_of_their_own(name, tokens_T):
+  """All kinds of caches, and that of a scheme that looks back."""
+  model = _model(name, mixers=("kda", "mla", "attention"), num_layers=3)
+  _check(model, tokens_T, separate=True)
 
 
 @pytest.mark.parametrize(

@@ -129,9 +129,9 @@ class Attention(nnx.Module):
   def extend(
     self,
     x: jax.Array | base.QKV,
-    cache: cache_lib.Tokens,
+    cache: cache_lib.Tokens | cache_lib.Open,
     chunk: cache_lib.Chunk,
-  ) -> tuple[jax.Array, cache_lib.Tokens]:
+  ) -> tuple[jax.Array, cache_lib.Tokens | cache_lib.Stored]:
     """The output of new tokens, and what the cache should add."""
     return self.extend_heads(x, *self.project(x), cache, chunk)
 
@@ -141,10 +141,10 @@ class Attention(nnx.Module):
     query_BTNH: jax.Array,
     key_BTKH: jax.Array,
     value_BTKH: jax.Array,
-    cache: cache_lib.Tokens,
+    cache: cache_lib.Tokens | cache_lib.Open,
     chunk: cache_lib.Chunk,
     columns: softmax.Columns | None = None,
-  ) -> tuple[jax.Array, cache_lib.Tokens]:
+  ) -> tuple[jax.Array, cache_lib.Tokens | cache_lib.Stored]:
     """`extend`, of heads as from `project`."""
     del x
     position_BT = chunk.position_BT(query_BTNH.shape[1])

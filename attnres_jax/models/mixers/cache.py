@@ -7,6 +7,11 @@ token, with room for S of them; a mixer returns the entries of new tokens only,
 and `append` stores those of all layers at once. So a loop over layers reads the
 cache, but does not carry it.
 
+The layers of a kind are one stack of arrays, or each has arrays of its own
+(`Layers`). The latter are changed within the layer that reads them, before it
+does (`Open`): a compiler that orders reads and writes by data alone then has no
+reason to copy them.
+
 Rows have different lengths. New tokens come as a chunk [B, T], padded on the
 right: `Chunk` says where it starts and how many of its tokens count. What a row
 computes does not depend on the other rows, nor on padding.
@@ -14,6 +19,7 @@ computes does not depend on the other rows, nor on padding.
 
 from collections.abc import Callable
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -63,13 +69,59 @@ class Tokens:
     return self.arrays[0].shape[-2]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Layers:
+  """The layers of a kind in arrays of their own.
+
+  Attributes:
+    trees: of each layer, a stack of one: arrays [1, B, ...].
+  """
+
+  trees: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Open:
+  """The `Tokens` of one layer, which are to be changed in place.
+
+  `opened` makes `Tokens` of it.
+
+  Attributes:
+    tokens: of all rows of the cache, arrays [B, K, S, ...].
+    row_B: which rows the chunk is of; None for all.
+    room: for how many tokens they are read, the first ones.
+  """
+
+  tokens: Tokens
+  row_B: jax.Array | None
+  room: int
+
+  @property
+  def arrays(self) -> tuple[jax.Array | rounded.Rounded, ...]:
+    return self.tokens.arrays
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Stored:
+  """What a mixer returns instead of new tokens, if they are stored already.
+
+  Attributes:
+    tokens: of all rows of the cache.
+  """
+
+  tokens: Tokens
+
+
 class Cache(NamedTuple):
   """What all mixers of a network keep of the rows of a batch.
 
   Attributes:
     length_B: int32, the number of tokens of each row so far.
-    states: of mixers by kind, stacked like the sublayers: arrays [L, B, ...];
-      of a scheme that looks back, as "residual": arrays [1, B, ...].
+    states: of mixers by kind, stacked like the sublayers: arrays [L, B, ...],
+      or `Layers`; of a scheme that looks back, as "residual": arrays
+      [1, B, ...].
   """
 
   length_B: jax.Array
@@ -81,7 +133,8 @@ class Added(NamedTuple):
 
   Attributes:
     chunk: its tokens.
-    states: `Tokens` of the new tokens, and the recurrent states after them.
+    states: `Tokens` of the new tokens, or `Stored`; and the recurrent states
+      after them.
   """
 
   chunk: Chunk
@@ -90,6 +143,12 @@ class Added(NamedTuple):
 
 def _is_tokens(node: Any) -> bool:
   return isinstance(node, Tokens)
+
+
+def _map_nodes(tokens: Any, recurrent: Any, cache: Any) -> Any:
+  """`tokens` of every `Tokens`, `recurrent` of other arrays."""
+  one = lambda node: tokens(node) if _is_tokens(node) else recurrent(node)
+  return jax.tree.map(one, cache, is_leaf=_is_tokens)
 
 
 def map_both(tokens: Any, recurrent: Any, *caches: Any) -> Any:
@@ -133,6 +192,33 @@ def kept_as(cache: Cache, name: str) -> Cache:
   return cache._replace(states=states)
 
 
+def unstacked(stack: Any) -> tuple[Any, ...]:
+  """Stacks of one layer each, of arrays with a leading axis over layers."""
+  count = jax.tree.leaves(stack)[0].shape[0]
+  return tuple(
+    jax.tree.map(lambda a, i=i: jax.lax.slice_in_dim(a, i, i + 1), stack)
+    for i in range(count)
+  )
+
+
+def separated(cache: Cache) -> Cache:
+  """The same cache as `Layers`."""
+  states = {k: Layers(unstacked(state)) for k, state in cache.states.items()}
+  return cache._replace(states=states)
+
+
+def like_layers(specs: Any, cache: Cache) -> Any:
+  """`Transformer.cache_specs`, for a cache that may have `Layers`."""
+
+  def one(spec, state):
+    if not isinstance(state, Layers):
+      return spec
+    return Layers((spec,) * len(state.trees))
+
+  states = {k: one(specs.states[k], state) for k, state in cache.states.items()}
+  return specs._replace(states=states)
+
+
 def is_recurrent(cache: Any) -> bool:
   """Whether some of it is no `Tokens`."""
   nodes = jax.tree.leaves(cache, is_leaf=_is_tokens)
@@ -143,10 +229,16 @@ def layer(cache: Any, l: jax.Array, context: int | None = None) -> Any:
   """The cache of one layer, of those that are stacked.
 
   Args:
-    cache: arrays [L, B, ...].
-    l: which one.
+    cache: arrays [L, B, ...], or `Layers`.
+    l: which one; of `Layers`, an int.
     context: for how many tokens, the first ones; all by default.
   """
+  if isinstance(cache, Layers):
+    tree = cache.trees[l]
+    if not _is_tokens(tree):
+      return tree if isinstance(tree, Open) else _single(tree)
+    room = tree.room if context is None else context
+    return Open(_single(tree), None, room)
 
   def tokens(a):
     sizes = 1, *a.shape[1:3], a.shape[3] if context is None else context
@@ -154,6 +246,37 @@ def layer(cache: Any, l: jax.Array, context: int | None = None) -> Any:
     return jnp.squeeze(jax.lax.dynamic_slice(a, (l, 0, 0, 0, 0), sizes), 0)
 
   return map_both(tokens, lambda a: one_of(a, l), cache)
+
+
+def _single(stack_of_one: Any) -> Any:
+  return jax.tree.map(lambda a: jnp.squeeze(a, 0), stack_of_one)
+
+
+def opened(
+  cache: Tokens | Open, new: Tokens, chunk: Chunk
+) -> tuple[Tokens, Tokens | Stored]:
+  """The earlier tokens for a mixer to read, and what it should return.
+
+  If the cache is open, the new tokens are already among those to read, behind
+  `chunk.start_B`.
+
+  Args:
+    cache: of one layer.
+    new: tokens.
+    chunk: the same.
+  """
+  if isinstance(cache, Tokens):
+    return cache, new
+  stack = lambda tree: jax.tree.map(lambda a: a[None], tree)
+  stored = _store(
+    stack(cache.tokens), stack(new), chunk, cache.row_B, by_row=True
+  )
+
+  def read(a):
+    a = a[:, :, :, : cache.room]
+    return a if cache.row_B is None else a.at[:, cache.row_B].get(mode="clip")
+
+  return _single(jax.tree.map(read, stored)), Stored(_single(stored))
 
 
 def one_of(stacked: Any, l: jax.Array) -> Any:
@@ -166,13 +289,23 @@ def one_of(stacked: Any, l: jax.Array) -> Any:
 def take_rows(cache: Cache, row_B: jax.Array, context: int) -> Cache:
   """Some rows, with room for `context` tokens, the first ones.
 
-  A row that the cache does not have is the nearest one.
+  A row that the cache does not have is the nearest one. Tokens of `Layers`
+  become `Open`, and `append` is to be called with the same rows.
   """
 
   def take(a):
     return a.at[:, row_B].get(mode="clip")
 
-  states = map_both(lambda a: take(a[:, :, :, :context]), take, cache.states)
+  def take_tokens(tokens):
+    return jax.tree.map(lambda a: take(a[:, :, :, :context]), tokens)
+
+  def of_kind(state):
+    if not isinstance(state, Layers):
+      return _map_nodes(take_tokens, take, state)
+    open_ = lambda tokens: Open(_single(tokens), row_B, context)
+    return Layers(tuple(_map_nodes(open_, take, t) for t in state.trees))
+
+  states = {kind: of_kind(state) for kind, state in cache.states.items()}
   return Cache(cache.length_B.at[row_B].get(mode="clip"), states)
 
 
@@ -188,17 +321,6 @@ def append(cache: Cache, added: Added, row_B: jax.Array | None = None) -> Cache:
   chunk = added.chunk
   rows_B = jnp.arange(chunk.start_B.size) if row_B is None else row_B
 
-  def put_rows(old, new):
-    return _put_rows(old, new, chunk, row_B)
-
-  def put(old, new):
-    length, room = new.shape[3], old.shape[3]
-    counts_BT = chunk.counts_BT(length)
-    position_BT = jnp.where(counts_BT, chunk.position_BT(length), room)
-    moved_BTLK = jnp.transpose(new.astype(old.dtype), (1, 3, 0, 2, 4))
-    place = slice(None), rows_B[:, None], slice(None), position_BT
-    return old.at[place].set(moved_BTLK, mode="drop")
-
   def replace(old, new):
     new = new.astype(old.dtype)
     return new if row_B is None else old.at[:, row_B].set(new, mode="drop")
@@ -207,25 +329,61 @@ def append(cache: Cache, added: Added, row_B: jax.Array | None = None) -> Cache:
     chunk.start_B + chunk.length_B, mode="drop"
   )
 
-  def tokens(old, new):
-    if isinstance(old, rounded.Rounded):
-      return jax.tree.map(put_rows, old, rounded.nearest(new))
-    return put_rows(old, new) if old.shape[2] == 1 else put(old, new)
-
   def one(old, new):
+    if isinstance(new, Stored):
+      return new.tokens
     if not _is_tokens(old):
       return jax.tree.map(replace, old, new)
-    arrays = zip(old.arrays, new.arrays, strict=True)
-    return Tokens(tuple(tokens(*both) for both in arrays))
+    return _store(old, new, chunk, row_B)
 
   states = jax.tree.map(one, cache.states, added.states, is_leaf=_is_tokens)
   return Cache(length_B, states)
 
 
+def _store(
+  old: Tokens,
+  new: Tokens,
+  chunk: Chunk,
+  row_B: jax.Array | None,
+  by_row: bool = False,
+) -> Tokens:
+  """Stores new tokens in stacked layers, as in `append`.
+
+  With `by_row`, in a loop over rows that is not unrolled even for one row, so
+  that compilers change the cache in place before they read it.
+  """
+
+  def put_rows(old, new):
+    return _put_rows(old, new, chunk, row_B, by_row)
+
+  def one(old, new):
+    if isinstance(old, rounded.Rounded):
+      new = rounded.nearest(new)
+      return jax.tree.map(put_rows, old, new)
+    if by_row or old.shape[2] == 1:
+      return put_rows(old, new)
+    return _put(old, new, chunk, row_B)
+
+  return Tokens(
+    tuple(one(*both) for both in zip(old.arrays, new.arrays, strict=True))
+  )
+
+
+def _put(old, new, chunk, row_B):
+  """Stores a chunk, of all rows at once."""
+  rows_B = jnp.arange(chunk.start_B.size) if row_B is None else row_B
+  length, room = new.shape[3], old.shape[3]
+  counts_BT = chunk.counts_BT(length)
+  position_BT = jnp.where(counts_BT, chunk.position_BT(length), room)
+  moved_BTLK = jnp.transpose(new.astype(old.dtype), (1, 3, 0, 2, 4))
+  place = slice(None), rows_B[:, None], slice(None), position_BT
+  return old.at[place].set(moved_BTLK, mode="drop")
+
+
 # TPU compilers scatter entries of eight bits, and those of a single head, in
 # another layout than that in which products read them. They would copy the
 # whole cache there and back.
-def _put_rows(old, new, chunk, row_B):
+def _put_rows(old, new, chunk, row_B, stays_loop=False):
   """Stores a chunk row by row, each as one update in place."""
   same_rows = row_B is None
   slot_B = jnp.arange(old.shape[1])
@@ -235,7 +393,7 @@ def _put_rows(old, new, chunk, row_B):
   of_new: Any = (rows, *[sharding.SEQUENCES] * 2)
   of_new = of_new if same_rows else sharding.WHOLE
   put = sharding.by_shards(
-    _put_rows_of_shard,
+    functools.partial(_put_rows_of_shard, stays_loop),
     (rows, sharding.SEQUENCES, of_new),
     rows,
     sharding.ROWS,
@@ -243,7 +401,7 @@ def _put_rows(old, new, chunk, row_B):
   return put(old, slot_B, (new, chunk, row_B))
 
 
-def _put_rows_of_shard(old, slot_B, added):
+def _put_rows_of_shard(stays_loop, old, slot_B, added):
   new, chunk, row_B = added
   row_B = row_B - slot_B[0]
   length, (layers, slots, heads, room, width) = new.shape[3], old.shape
@@ -263,4 +421,8 @@ def _put_rows_of_shard(old, slot_B, added):
     row = jnp.where(counts_T1, row.astype(old.dtype), before)
     return jax.lax.dynamic_update_slice(old, row, at)
 
-  return jax.lax.fori_loop(0, row_B.size, one_row, old)
+  end: Any = row_B.size
+  if stays_loop:  # Its end is data: the last row with tokens.
+    has_tokens_B = (chunk.length_B > 0) & (chunk.start_B < room)
+    end = jnp.max(jnp.where(has_tokens_B, jnp.arange(1, end + 1), 0))
+  return jax.lax.fori_loop(0, end, one_row, old)

@@ -168,9 +168,9 @@ class Mla(nnx.Module):
   def extend(
     self,
     x: jax.Array | base.QKV,
-    cache: cache_lib.Tokens,
+    cache: cache_lib.Tokens | cache_lib.Open,
     chunk: cache_lib.Chunk,
-  ) -> tuple[jax.Array, cache_lib.Tokens]:
+  ) -> tuple[jax.Array, cache_lib.Tokens | cache_lib.Stored]:
     """The output of new tokens, and what the cache should add.
 
     First tokens are in expanded form, as in training, later ones in absorbed
@@ -185,9 +185,10 @@ class Mla(nnx.Module):
     position_BT = chunk.position_BT(x_BTD.shape[1])
     turned_BTC = self._turned(tokens_BTC[:, :, None], position_BT)[:, :, 0]
     new = cache_lib.Tokens((turned_BTC[:, None].astype(self.dtype),))
-    if not cache.room:
+    before, added = cache_lib.opened(cache, new, chunk)
+    if not before.room:
       heads = self._heads(x_BTD, tokens_BTC, tokens_BTC)
-      return self.finish(x_BTD, *heads), new
+      return self.finish(x_BTD, *heads), added
     key_up_RNH, value_up_RNV = jnp.split(
       rounded.dense(self.expand[...], x_BTD.dtype), [self.nope_width], axis=2
     )
@@ -200,7 +201,7 @@ class Mla(nnx.Module):
     # The shared key is mixed as well, which is cheaper than a copy without it.
     mixed_BTNC = softmax.attend_after(
       jnp.concatenate([absorbed_BTNR, shared_BTNH], axis=3),
-      cache,
+      before,
       new,
       chunk,
       query_BTNH.shape[-1] ** -0.5,
@@ -209,7 +210,7 @@ class Mla(nnx.Module):
       "BTNR,RNV->BTNV", mixed_BTNC[..., : self.latent_rank], value_up_RNV,
       preferred_element_type=jnp.float32,
     ).astype(x_BTD.dtype)  # fmt: skip
-    return linear.output(mixed_BTNV, self.output, 2), new
+    return linear.output(mixed_BTNV, self.output, 2), added
 
   def extend_heads(
     self,
@@ -217,10 +218,10 @@ class Mla(nnx.Module):
     query_BTNH: jax.Array,
     key_BTNH: jax.Array,
     value_BTNV: jax.Array,
-    cache: cache_lib.Tokens,
+    cache: cache_lib.Tokens | cache_lib.Open,
     chunk: cache_lib.Chunk,
     columns: softmax.Columns | None = None,
-  ) -> tuple[jax.Array, cache_lib.Tokens]:
+  ) -> tuple[jax.Array, cache_lib.Tokens | cache_lib.Stored]:
     """`extend`, of heads as from `project`."""
     del x
     position_BT = chunk.position_BT(query_BTNH.shape[1])

@@ -105,13 +105,13 @@ def extend(
   query_BTNH: jax.Array,
   key_BTKH: jax.Array,
   value_BTKV: jax.Array,
-  cache: cache_lib.Tokens,
+  cache: cache_lib.Tokens | cache_lib.Open,
   chunk: cache_lib.Chunk,
   *,
   kernel: str = "auto",
   tile: int = TILE,
   columns: Columns | None = None,
-) -> tuple[jax.Array, cache_lib.Tokens]:
+) -> tuple[jax.Array, cache_lib.Tokens | cache_lib.Stored]:
   """`causal_attention` of new tokens, which also attend to those of a cache.
 
   With a cache that has no room, they are the first tokens.
@@ -132,13 +132,14 @@ def extend(
   new = cache_lib.Tokens(
     (jnp.swapaxes(key_BTKH, 1, 2), jnp.swapaxes(value_BTKV, 1, 2))
   )
-  if not cache.room:
+  before, added = cache_lib.opened(cache, new, chunk)
+  if not before.room:
     return causal_attention(
       query_BTNH, key_BTKH, value_BTKV,
       kernel=kernel, tile=tile, columns=columns,
-    ), new  # fmt: skip
+    ), added  # fmt: skip
   scale = query_BTNH.shape[-1] ** -0.5
-  return attend_after(query_BTNH, cache, new, chunk, scale, columns), new
+  return attend_after(query_BTNH, before, new, chunk, scale, columns), added
 
 
 def attend_after(
@@ -194,13 +195,7 @@ def _after(cache, new, chunk, scale, tile):
     (new, causal_TS[None, None, None]),
   ):
     key_BKSH, scale_BK11S = _codes(tokens.arrays[0], query_BKGTH.dtype)
-    logits_BKGTS = (
-      scale
-      * scale_BK11S
-      * jnp.einsum(
-        "BKGTH,BKSH->BKGTS", query_BKGTH, key_BKSH, preferred_element_type=wide
-      )
-    )
+    logits_BKGTS = scale * scale_BK11S * _products(query_BKGTH, key_BKSH, wide)
     logits.append(jnp.where(mask, logits_BKGTS, jnp.finfo(wide).min))
   if columns is not None:
     logits_BTKGM = columns.logits_BTNM.reshape(
@@ -208,11 +203,7 @@ def _after(cache, new, chunk, scale, tile):
     )
     logits.append(jnp.moveaxis(logits_BTKGM, 1, 3))
   value_dtype = query_BTNH.dtype
-  weights = jnp.split(
-    jax.nn.softmax(jnp.concatenate(logits, axis=-1)),
-    [cache.room, cache.room + new.room],
-    axis=-1,
-  )
+  weights = _joint_softmax(logits)
   mixed_BKGTV = jnp.zeros((), wide)
   for weight_BKGTS, tokens in zip(weights, (cache, new)):
     value_BKSV, scale_BK11S = _codes(tokens.arrays[-1], value_dtype)
@@ -228,6 +219,30 @@ def _after(cache, new, chunk, scale, tile):
     )  # fmt: skip
   mixed_BTKGV = jnp.transpose(mixed_BKGTV, (0, 3, 1, 2, 4))
   return mixed_BTKGV.reshape(batch, length, heads, -1).astype(value_dtype)
+
+
+def _joint_softmax(parts):
+  """The softmax over the last axes of all parts together, cut like them.
+
+  Joined in one array, they would be copied into another layout and back, which
+  takes longer than attention over a long cache.
+  """
+  tops = [jnp.max(part, axis=-1, keepdims=True) for part in parts]
+  top = functools.reduce(jnp.maximum, tops)
+  weights = [jnp.exp(part - top) for part in parts]
+  sums = [jnp.sum(part, axis=-1, keepdims=True) for part in weights]
+  total = functools.reduce(jnp.add, sums)
+  return [part / total for part in weights]
+
+
+def _products(query_BKGTH, key_BKSH, dtype):
+  """Scores, without the factors that follow."""
+  product = functools.partial(jnp.einsum, preferred_element_type=dtype)
+  if query_BKGTH.shape[3] > 1:
+    return product("BKGTH,BKSH->BKGTS", query_BKGTH, key_BKSH)
+  # For one row, compilers for CPUs would transpose all keys.
+  scores_BKSGT = product("BKSH,BKGTH->BKSGT", key_BKSH, query_BKGTH)
+  return jnp.moveaxis(scores_BKSGT, 2, 4)
 
 
 def _codes(entries, dtype):

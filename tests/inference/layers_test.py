@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers in arrays of their own against layers in stacks."""
+
+import jax
+import numpy as np
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax.inference import draw
+from attnres_jax.inference import engine as engine_lib
+from tests import tiny_network
+
+
+def _generate(engine, prompts):
+  settings = draw.Settings(temperature=0.0)
+  requests = [engine_lib.Request(prompt, 4, settings) for prompt in prompts]
+  found = [[] for _ in prompts]
+  for token in engine.run(requests):
+    found[token.request].append((token.id, token.logprob))
+  return found
+
+
+ALL_KINDS = tiny_network.KINDS | dict(
+  mixers=("kda", "mla", "attention"), num_layers=6
+)
+
+
+@pytest.mark.parametrize(
+  "cache,fields",
+  [
+    ("model", dict(mixers=("attention",))),
+    pytest.param("int8", ALL_KINDS, marks=pytest.mark.slow),
+  ],
+)
+def test_same_tokens(cache, fields):
+  """In chunks, with known prefixes, in reused slots."""
+  model = tiny_network.model("block_attnres", **fields)
+  rng = np.random.default_rng(0)
+  prompts = [rng.integers(0, 16, n).tolist() for n in (21, 3)]
+  prompts += [[*prompts[0][:17], 1]]
+  found = {}
+  for layers in ("stacked", "separate"):
+    engine = engine_lib.Engine(
+      model, slots=2, length=32, chunk=16, prefix_bytes=10**6, cache=cache,
+      layers=layers,
+    )  # fmt: skip
+    arrays = len(jax.tree.leaves(engine.model.sublayers))
+    found[layers] = arrays, _generate(engine, prompts)
+    assert engine.prefixes.find(prompts[2])
+  (few, expected), (many, own) = found["stacked"], found["separate"]
+  assert many > few
+  for a, b in zip(own, expected, strict=True):
+    assert [id for id, _ in a] == [id for id, _ in b]
+    np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+
+
+def test_nothing_as_large_as_the_cache_is_copied():
+  """Where a stack is: blocks of two sublayers leave no scan."""
+  model = tiny_network.model("block_attnres", mixers=("attention",))
+  length, temporary = 2**14, {}
+  for layers in ("stacked", "separate"):
+    engine = engine_lib.Engine(model, slots=2, length=length, layers=layers)
+    state = engine._state
+    step = engine_lib._next.lower(
+      engine.model, state, np.ones(2, bool), context=length, num_top=0, taps=(),
+      mesh=None,
+    )  # fmt: skip
+    memory = step.compile().memory_analysis()
+    temporary[layers] = memory.temp_size_in_bytes
+    cache = sum(a.nbytes for a in jax.tree.leaves(state.cache))
+  assert temporary["stacked"] > cache
+  assert temporary["separate"] < cache / 2
+
+
+def test_unknown_name():
+  with pytest.raises(config_lib.ConfigError, match="layers.*'apart'.*separate"):
+    engine_lib.Engine(tiny_network.model("prenorm"), layers="apart")
