@@ -42,6 +42,8 @@ from attnres_jax import checksums
 from attnres_jax import config as config_lib
 from attnres_jax import files
 from attnres_jax import models
+from attnres_jax import sharding
+from attnres_jax.models import adapters
 
 CHECKPOINTS = "checkpoints"
 SET_ASIDE = "checkpoints_set_aside"
@@ -242,13 +244,19 @@ def restore_latest(
 
 
 def load_model(
-  workdir: epath.PathLike, step: int | None = None
+  workdir: epath.PathLike,
+  step: int | None = None,
+  mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[config_lib.RunConfig, models.Transformer]:
-  """The configuration and trained model of a run, on the default device.
+  """The configuration and trained model of a run, without adapters.
+
+  Adapters are added to their matrices.
 
   Args:
     workdir: of the run.
     step: which checkpoint; None for the newest readable one.
+    mesh: over which the model is sharded as in training; the default device
+      without one. With several processes, all of them call this, with a step.
 
   Raises:
     CheckpointError: there is no such checkpoint, or it cannot be read.
@@ -260,7 +268,7 @@ def load_model(
   for candidate in reversed(steps if step is None else [step]):
     with _quiet():
       try:
-        return _read_model(workdir, candidate)
+        return _read_model(workdir, candidate, mesh)
       except Exception as error:
         unreadable[candidate] = _one_line(error)
       gc.collect()
@@ -470,21 +478,28 @@ def _check_same_shapes(
     )
 
 
-def _read_model(workdir: epath.PathLike, step: int) -> tuple[Any, Any]:
+def _read_model(
+  workdir: epath.PathLike, step: int, mesh: jax.sharding.Mesh | None
+) -> tuple[Any, Any]:
   config = config_lib.build_run_config(info_of(workdir, step)["config"])
   abstract = jax.eval_shape(lambda: models.build_model(config.model))
-  device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+  share = 0, 1
+  if mesh is None:
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    places = jax.tree.map(lambda _: device, abstract)
+  else:
+    places = sharding.state_sharding(abstract, mesh)
+    share = jax.process_index(), jax.process_count()
   wanted = {
-    _MODEL_PREFIX + name: jax.ShapeDtypeStruct(
-      leaf.shape, leaf.dtype, sharding=device
-    )
-    for name, leaf in to_flat(abstract).items()
+    _MODEL_PREFIX + name: leaf
+    for name, leaf in to_flat(sharding.with_sharding(abstract, places)).items()
   }
-  flat, _, verified = _read(workdir, step, wanted)
+  flat, _, verified = _read(workdir, step, wanted, share)
   if not verified:
     logging.warning("checkpoint %d of %s is unverified", step, workdir)
   flat = {name.removeprefix(_MODEL_PREFIX): a for name, a in flat.items()}
-  return config, from_flat(abstract, flat)
+  model = adapters.merged(from_flat(abstract, flat))
+  return dataclasses.replace(config, model=model.config), model
 
 
 def _folder(workdir: epath.PathLike, step: int) -> epath.Path:

@@ -96,6 +96,8 @@ def _count_bytes(batches: Sequence[Batch], separator_id: int) -> int:
         batch["segment_ids"][:, 1:],
       )
       counts &= (context == target) & (target > 0)
+    if "counts" in batch:
+      counts &= batch["counts"][:, 1:] > 0
     count += int(counts.sum())
   if jax.process_count() > 1:
     counts = multihost_utils.process_allgather(np.array(count, np.int32))

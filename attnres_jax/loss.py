@@ -57,7 +57,10 @@ class Examples(NamedTuple):
     if segment_ids is None:
       return cls(inputs, targets, jnp.ones(targets.shape, jnp.float32), None)
     context, target = segment_ids[:, :-1], segment_ids[:, 1:]
-    weights = ((context == target) & (target > 0)).astype(jnp.float32)
+    counts = (context == target) & (target > 0)
+    if "counts" in batch:
+      counts &= batch["counts"][:, 1:] > 0
+    weights = counts.astype(jnp.float32)
     return cls(inputs, targets, weights, context)
 
 

@@ -29,6 +29,7 @@ from attnres_jax import optimizer
 HARMLESS = (
   "name",
   "log.",
+  "eval.",
   "checkpoint.",
   "mesh.",
   "pipeline.",

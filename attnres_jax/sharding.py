@@ -80,6 +80,7 @@ class Parameter(NamedTuple):
       load.
     wide: whether its products are in float32, whatever the dtype of
       activations is.
+    adapter: whether it belongs to an adapter; then nothing else is trained.
     value: an array or a `ShapeDtypeStruct`. Leading axes that `axes` does not
       name are stacked sublayers.
   """
@@ -89,6 +90,7 @@ class Parameter(NamedTuple):
   decays: bool
   load: bool
   wide: bool
+  adapter: bool
   value: Any
 
   @property
@@ -121,6 +123,7 @@ def map_parameters(
       if "axes" in said:
         about = said.get("decays", True), said.get("load", False)
         about = said["axes"], *about, said.get("wide", False)
+        about = *about, said.get("adapter", False)
         return jax.tree.map(
           lambda x: function(Parameter(name, *about, x)), node
         )

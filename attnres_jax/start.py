@@ -18,6 +18,7 @@ from attnres_jax import checkpoint
 from attnres_jax import config as config_lib
 from attnres_jax import run_folder
 from attnres_jax import train_state
+from attnres_jax.models import adapters
 
 # They change how the same function is computed.
 _SAME_FUNCTION = ("remat", "attention_kernel", "scan_layers")
@@ -50,12 +51,28 @@ class Source:
       "opt_state": checkpoint.to_flat({"opt_state": like.opt_state}),
     }
     stored = checkpoint.shapes(self.run, self.step)
+    # A network without adapters is where those of this run begin.
+    places = {name: adapters.name_in_plain(name) for name in wanted["model"]}
+    places = {
+      name: plain
+      for name, plain in places.items()
+      if name not in stored and plain in stored
+    }
+    new = wanted["model"].keys() - places.keys() - stored.keys()
+    new = {name for name in new if places}
+    wanted["model"] = {
+      places.get(name, name): leaf
+      for name, leaf in wanted["model"].items()
+      if name not in new
+    }
     there = {n: s for n, s in stored.items() if n.startswith("opt_state/")}
     continued = there == {n: a.shape for n, a in wanted["opt_state"].items()}
     names = wanted["model"] | (wanted["opt_state"] if continued else {})
     state = program.init_state()
     loaded = checkpoint.to_flat(state)
-    loaded |= checkpoint.read(self.run, self.step, names)
+    read = checkpoint.read(self.run, self.step, names)
+    old = {plain: name for name, plain in places.items()}
+    loaded |= {old.get(name, name): leaf for name, leaf in read.items()}
     state = checkpoint.from_flat(like, loaded)
     if state.average is not None:
       average = jax.tree.map(jnp.copy, state.model)
@@ -107,4 +124,7 @@ def _differences(
   found = config_lib.differences(
     *(dataclasses.asdict(model) for model in (old, new))
   )
-  return {n: pair for n, pair in found.items() if n not in _SAME_FUNCTION}
+  same = _SAME_FUNCTION
+  if not old.lora.rank:  # Adapters begin without an effect.
+    same += tuple(f"lora.{f.name}" for f in dataclasses.fields(old.lora))
+  return {n: pair for n, pair in found.items() if n not in same}

@@ -29,6 +29,7 @@ from attnres_jax import evaluate
 from attnres_jax import files
 from attnres_jax import goodput
 from attnres_jax import metrics as metrics_lib
+from attnres_jax import models
 from attnres_jax import plans as plans_lib
 from attnres_jax import run_folder
 from attnres_jax import sharding
@@ -94,6 +95,7 @@ def train_and_evaluate(
     # Everything that can be wrong is detected here, before any compilation.
     metrics_lib.check_available(config.log)
     tokenizer = data.make_tokenizer(config.data)
+    find_tasks = _find_tasks(config)
     config = config.with_vocab_size(tokenizer.vocab_size)
     config = plans_lib.resolve(config, jax.devices(), plans)
     mesh = sharding.make_mesh(config.mesh)
@@ -151,6 +153,7 @@ def train_and_evaluate(
     evaluator = evaluate.Evaluator(
       config, datasets["validation"], mesh, eval_step, separator_id
     )
+    score_tasks = find_tasks(workdir, tokenizer, mesh)
     batches = _batches_from(datasets["train"], config, restored)
     stack.callback(batches.close)
     info = {
@@ -200,6 +203,11 @@ def train_and_evaluate(
             writer.write(
               step, "validation", **_evaluate(evaluator, state, config)
             )
+        if score_tasks and (last or _due(step, config.eval.tasks_every)):
+          log.drain()
+          with log.paused():
+            model = _evaluated(state, config)
+            writer.write(step, "tasks", **score_tasks(model))
         if last or _due(step, config.checkpoint.every_steps):
           log.drain()
           with log.paused():
@@ -231,12 +239,37 @@ def _evaluate(
 ) -> dict[str, float]:
   """Losses of the averaged weights once there are any, else of the last."""
   found = evaluator(state.model)
-  first = train_state.first_averaged(config.train)
-  if state.average is None or int(state.step) < first:
+  model = _evaluated(state, config)
+  if model is state.model:
     return found
-  averaged = evaluator(state.average)
+  averaged = evaluator(model)
   seconds = found["seconds"] + averaged["seconds"]
   return averaged | {"last_weights_loss": found["loss"], "seconds": seconds}
+
+
+def _evaluated(
+  state: train_state.TrainState, config: config_lib.RunConfig
+) -> models.Transformer:
+  """The averaged weights once there are any, else the last."""
+  first = train_state.first_averaged(config.train)
+  if state.average is None or int(state.step) < first:
+    return state.model
+  return state.average
+
+
+def _find_tasks(config: config_lib.RunConfig) -> Callable[..., Any]:
+  """Makes what scores tasks on the live model; makes None without tasks.
+
+  Raises:
+    ConfigError: there is no such task.
+    ImportError: the extra `eval` is not installed.
+  """
+  if not config.eval.tasks:
+    return lambda *args: None
+  # An extra, and imported only where it is used.
+  from attnres_jax.interop import live_tasks
+
+  return live_tasks.find(config)
 
 
 def _due(step: int, every: int) -> bool:

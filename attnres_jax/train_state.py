@@ -95,6 +95,12 @@ def make_program(config: config_lib.RunConfig, mesh: Mesh) -> "Program":
   if config.optim.qk_clip:
     qk_clip.check(config)
   pipelined = mesh.shape[sharding.STAGE] > 1
+  if config.model.lora.rank and (pipelined or config.optim.qk_clip):
+    config_lib.fail(
+      "model.lora.rank",
+      config.model.lora.rank,
+      "0, with mesh.stage above 1 or optim.qk_clip",
+    )
   make: Any = spmd.make_pipeline if pipelined else _Whole
   network = make(config, mesh)
   optimizer_lib.make_schedule(config.optim, config.train.steps)
@@ -121,7 +127,7 @@ class Program:
 
   @property
   def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-    """A global batch: `tokens`, and `segment_ids` if the data has them."""
+    """A global batch: `tokens`; `segment_ids` and `counts` if there are any."""
     data = self.config.data
     shape = jax.ShapeDtypeStruct(
       (data.batch_size, data.sequence_length + 1),
@@ -129,6 +135,7 @@ class Program:
       sharding=sharding.batch_sharding(self.mesh),
     )
     names = ["tokens"] + ["segment_ids"] * data.segment_ids
+    names += ["counts"] * (data.source == config_lib.INSTRUCTIONS)
     return dict.fromkeys(names, shape)
 
   def init_state(self) -> TrainState:
@@ -145,7 +152,7 @@ class Program:
 
     A batch holds `tokens` int32 [B, T+1] and maybe `segment_ids` int32 [B, T+1]
     (0 for padding). Targets in another segment than their context, or in
-    padding, do not count.
+    padding, do not count; nor those whose `counts` int32 [B, T+1] is 0.
 
     Metrics, all scalars except the last: loss and z (nats per token, nats
     squared), grad_norm (before clipping), param_norm, learning_rate, tokens

@@ -28,9 +28,16 @@ All shapes of a scale share their hyper-parameters. Unpublished ones of the
 paper's scale are taken from the 241M row of Table 2.
 """
 
+import pathlib
+
 from attnres_jax import config as c
+from attnres_jax.config import load
 from attnres_jax.scaling import paper
-from configs import kimi_linear
+
+# Neighbours, which are found wherever this file is installed.
+kimi_linear = load.load_file(
+  str(pathlib.Path(__file__).with_name("kimi_linear.py"))
+)
 
 # rho -> width, layers; eta times layers is the number of heads, rounded.
 LAPTOP = {

@@ -25,9 +25,16 @@ parameters, 104B of them activated; this one has 1.1T and 55B. `runlocal` also
 ends with a shorter block.
 """
 
+import pathlib
+
 from attnres_jax import config as c
+from attnres_jax.config import load
 from attnres_jax.scaling import architecture
-from configs import kimi_linear
+
+# Neighbours, which are found wherever this file is installed.
+kimi_linear = load.load_file(
+  str(pathlib.Path(__file__).with_name("kimi_linear.py"))
+)
 
 # What `get_config` accepts; tests build every value.
 ARGUMENTS = {

@@ -22,10 +22,17 @@ All schemes of a scale share their hyper-parameters, which were chosen under
 PreNorm at the paper's scale; at the others, they have not been searched yet.
 """
 
+import pathlib
+
 from attnres_jax import config as c
-from configs import kimi_linear
-from configs import lm
-from configs import scaling
+from attnres_jax.config import load
+
+# Neighbours, which are found wherever this file is installed.
+kimi_linear = load.load_file(
+  str(pathlib.Path(__file__).with_name("kimi_linear.py"))
+)
+lm = load.load_file(str(pathlib.Path(__file__).with_name("lm.py")))
+scaling = load.load_file(str(pathlib.Path(__file__).with_name("scaling.py")))
 
 PAPER_ROW = "436m"
 # Not yet the result of a search, which experiments/ablations includes.

@@ -37,9 +37,16 @@ PreNorm. To change the sweep, edit `LAPTOP`, `SCHEMES` or `SEEDS`, and launch
 into another folder.
 """
 
+import pathlib
+
 from attnres_jax import config as c
+from attnres_jax.config import load
 from attnres_jax.scaling import grid
-from configs import kimi_linear
+
+# Neighbours, which are found wherever this file is installed.
+kimi_linear = load.load_file(
+  str(pathlib.Path(__file__).with_name("kimi_linear.py"))
+)
 
 # width, layers, heads, mlp width, peak learning rate (the best of laptop_lr)
 LAPTOP = {

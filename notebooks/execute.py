@@ -23,6 +23,8 @@ import nbformat
 
 FOLDER = pathlib.Path(__file__).parent
 _TIMEOUT_SECONDS = 600
+# They are no notebooks.
+_OTHER = "colab.py", "execute.py"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,10 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def pairs() -> list[pathlib.Path]:
   """The .py half of every notebook."""
-  texts = (
-    path for path in FOLDER.glob("*.py") if path != pathlib.Path(__file__)
-  )
-  return sorted(texts)
+  return sorted(path for path in FOLDER.glob("*.py") if path.name not in _OTHER)
 
 
 def load(path: pathlib.Path) -> nbformat.NotebookNode:

@@ -11,6 +11,7 @@ import pytest
 
 from attnres_jax import config as c
 from attnres_jax.models import sublayer
+from attnres_jax.scaling import grid
 
 
 def _build(**overrides):
@@ -30,6 +31,7 @@ ABOVE, AT_LEAST = "a number above 0", "a number of at least 0"
 UNIT = "a number from 0 to 1"
 DECAY = "a number of at least 0, below 1"
 FINITE = "a finite number"
+SCALING = "attnres_jax:scaling", "configs/scaling.py"
 
 # (overrides, field that is named, value that is shown, what is accepted)
 ERRORS = [
@@ -39,6 +41,12 @@ ERRORS = [
   ("model.num_heads", 0, ABOVE),
   ("model.norm_eps", 0.0, ABOVE),
   ("model.init_std", -0.1, ABOVE),
+  ("model.lora.rank", -1, AT_LEAST),
+  ("model.lora.alpha", 0.0, ABOVE),
+  ("eval.tasks_every", -1, AT_LEAST),
+  ("eval.limit", -1, AT_LEAST),
+  ("eval.num_fewshot", -2, "a number of at least -1"),
+  ("eval.length", -1, AT_LEAST),
   ("model.vocab_size", -1, AT_LEAST),
   ("model.num_kv_heads", -2, AT_LEAST),
   ("model.head_width", -1, AT_LEAST),
@@ -496,3 +504,18 @@ def test_runs_that_name_the_fused_schedule_1f1b_still_load():
   old = c.to_dict(c.RunConfig())
   old["pipeline"]["schedule"] = "1f1b"
   assert c.build_run_config(old).pipeline.schedule == "fused"
+
+
+def test_configs_are_installed_with_the_library():
+  """`attnres_jax:NAME` is the file of configs/, without a clone."""
+  for argument in ("size=tiny,residual=full_attnres", ""):
+    installed = c.load_config(f"attnres_jax:lm:{argument}")
+    assert installed == c.load_config(f"configs/lm.py:{argument}")
+  # One that uses its neighbours, and its sweep.
+  sweeps = [grid.load(f"{name}:scale=laptop") for name in SCALING]
+  assert sweeps[0] == sweeps[1]
+  message = (
+    "config 'attnres_jax:ml': not found, expected one of .*attnres_jax:lm"
+  )
+  with pytest.raises(c.ConfigError, match=message):
+    c.load_config("attnres_jax:ml")

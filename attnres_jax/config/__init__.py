@@ -29,14 +29,17 @@ from attnres_jax.config.load import to_json as to_json
 from attnres_jax.config.model import AttentionConfig as AttentionConfig
 from attnres_jax.config.model import DepthReadConfig as DepthReadConfig
 from attnres_jax.config.model import KdaConfig as KdaConfig
+from attnres_jax.config.model import LoraConfig as LoraConfig
 from attnres_jax.config.model import MlaConfig as MlaConfig
 from attnres_jax.config.model import ModelConfig as ModelConfig
 from attnres_jax.config.model import MoeConfig as MoeConfig
 from attnres_jax.config.model import ResidualConfig as ResidualConfig
 from attnres_jax.config.model import RopeConfig as RopeConfig
 from attnres_jax.config.run import BYTE_VOCAB_SIZE as BYTE_VOCAB_SIZE
+from attnres_jax.config.run import INSTRUCTIONS as INSTRUCTIONS
 from attnres_jax.config.run import CheckpointConfig as CheckpointConfig
 from attnres_jax.config.run import DataConfig as DataConfig
+from attnres_jax.config.run import EvalConfig as EvalConfig
 from attnres_jax.config.run import LogConfig as LogConfig
 from attnres_jax.config.run import LossConfig as LossConfig
 from attnres_jax.config.run import MeshConfig as MeshConfig

@@ -21,6 +21,9 @@ from attnres_jax.config.run import BYTE_VOCAB_SIZE
 from attnres_jax.config.run import RunConfig
 
 T = TypeVar("T")
+# What stands for the folder of configs, and that folder: a link in a clone.
+_INSTALLED = "attnres_jax"
+_CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 # False, true, and so on.
 _TRUTHS = ("false", "true", "0", "1", "no", "yes")
 
@@ -51,13 +54,13 @@ def load_config(
 
   Args:
     spec: a config file with a `get_config(arg)`, then optionally a colon and
-      the argument, as on the command line.
+      the argument, as on the command line; see `split_spec`.
     overrides: dotted field name to value, such as {"optim.peak_lr": 3e-4}.
 
   Raises:
     ConfigError: no such file, field or accepted value.
   """
-  path, _, arg = spec.partition(":")
+  path, arg = split_spec(spec)
   get_config = load_file(path).get_config
   with running(path):
     config = get_config(arg)
@@ -71,6 +74,26 @@ def load_config(
     node, leaf = _find(values, name, value)
     node[leaf] = value
   return build_run_config(values)
+
+
+def split_spec(spec: str) -> tuple[str, str]:
+  """The file and the argument of `path/to/file.py:key=value,...`.
+
+  `attnres_jax:lm:key=value,...` is a file that was installed with the library,
+  that of configs/lm.py.
+
+  Raises:
+    ConfigError: no such file was installed.
+  """
+  path, _, arg = spec.partition(":")
+  if path != _INSTALLED:
+    return path, arg
+  name, _, arg = arg.partition(":")
+  known = {file.stem: str(file) for file in sorted(_CONFIGS.glob("*.py"))}
+  if name not in known:
+    listed = ", ".join(f"{_INSTALLED}:{name}" for name in known)
+    raise ConfigError(f"config {spec!r}: not found, expected one of {listed}")
+  return known[name], arg
 
 
 def parse_field(name: str, text: str) -> Any:

@@ -12,6 +12,8 @@ from attnres_jax.config import model as model_lib
 
 # 256 byte values and one separator between documents.
 BYTE_VOCAB_SIZE = 257
+# The data source whose rows say which of their tokens count.
+INSTRUCTIONS = "instructions"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +23,8 @@ class DataConfig(fields.Checked, prefix="data"):
   Attributes:
     source: a key of `attnres_jax.data.sources.SOURCES`: `stdlib` is the source
       code and help topics of the running Python's standard library; the others
-      read `path`.
+      read `path`. `instructions` are prompts with completions, and only the
+      latter count (`attnres_jax.data.instructions`).
     path: file, folder or glob of the training split (local or gs://).
     paths: several of these in place of `path`, to be mixed.
     weights: for each of `paths`, its share of the rows; they add up to 1.
@@ -60,6 +63,10 @@ class DataConfig(fields.Checked, prefix="data"):
     if self.source != "stdlib" and not self.path and not self.paths:
       errors.fail(
         "data.path", self.path, f"a path, with data.source={self.source!r}"
+      )
+    if self.source == INSTRUCTIONS and not self.segment_ids:
+      errors.fail(
+        "data.segment_ids", False, f"True, with data.source={self.source!r}"
       )
     if self.tokenizer not in ("bytes", "ids") and not self.tokenizer_path:
       errors.fail(
@@ -240,6 +247,34 @@ class TrainConfig(fields.Checked, prefix="train"):
 
 
 @dataclasses.dataclass(frozen=True)
+class EvalConfig(fields.Checked, prefix="eval"):
+  """Tasks of the lm-evaluation-harness, scored during the run (extra `eval`).
+
+  Attributes:
+    tasks: names of tasks, groups or tags; empty for none.
+    tasks_every: steps between scores; 0 for scores at the end only.
+    include_path: folder with tasks of your own, as YAML files.
+    limit: examples of each task; 0 for all.
+    num_fewshot: examples in a context; -1 for as many as the task says.
+    length: most tokens of a context; 0 for data.sequence_length.
+  """
+
+  tasks: tuple[str, ...] = ()
+  tasks_every: fields.Count = 0
+  include_path: str = ""
+  limit: fields.Count = 0
+  num_fewshot: int = -1
+  length: fields.Count = 0
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.num_fewshot < -1:
+      errors.fail(
+        "eval.num_fewshot", self.num_fewshot, "a number of at least -1"
+      )
+
+
+@dataclasses.dataclass(frozen=True)
 class CheckpointConfig(fields.Checked, prefix="checkpoint"):
   """When checkpoints are written and which are kept.
 
@@ -352,6 +387,7 @@ class RunConfig(fields.Checked):
   loss: LossConfig = LossConfig()
   optim: OptimConfig = OptimConfig()
   train: TrainConfig = TrainConfig()
+  eval: EvalConfig = EvalConfig()
   checkpoint: CheckpointConfig = CheckpointConfig()
   log: LogConfig = LogConfig()
   mesh: MeshConfig = MeshConfig()

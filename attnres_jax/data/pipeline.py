@@ -27,12 +27,14 @@ import numpy as np
 
 from attnres_jax import config as config_lib
 from attnres_jax.data import documents
+from attnres_jax.data import instructions
 from attnres_jax.data import packing
 from attnres_jax.data import sources
 from attnres_jax.data import tokenizer as tokenizer_lib
 from attnres_jax.data import tokens as tokens_lib
 
 Batch = dict[str, np.ndarray]
+Tokens = tokens_lib.Tokens | instructions.Examples
 
 # Validation losses are only comparable in the same order.
 _VALIDATION_SEED = 0
@@ -104,7 +106,7 @@ class Dataset:
     self,
     config: config_lib.DataConfig,
     split: str,
-    parts: Sequence[tokens_lib.Tokens],
+    parts: Sequence[Tokens],
     tokenizer: dict[str, Any],
     process_index: int,
     process_count: int,
@@ -185,9 +187,7 @@ class Dataset:
     first = config.seed if self._split == documents.TRAIN else _VALIDATION_SEED
     parts = []
     for i, tokens in enumerate(self._parts):
-      packed = packing.PackedRows(
-        tokens, config.sequence_length, segment_ids=config.segment_ids
-      )
+      packed = _rows(tokens, config)
       rows = grain.MapDataset.source(packed).seed((first + i) % 2**32).shuffle()
       parts.append(rows.repeat() if repeated else rows)
     if len(parts) == 1:
@@ -199,7 +199,8 @@ class Batches:
   """An iterator of numpy batches whose position can be saved.
 
   A batch is {"tokens": int32 [B, T+1]} and, with `config.segment_ids`,
-  "segment_ids" of the same shape.
+  "segment_ids" of the same shape. Instructions add "counts", which is 1 for the
+  targets that the loss counts.
   """
 
   def __init__(
@@ -265,8 +266,18 @@ class Batches:
       )
 
 
+def _rows(
+  tokens: Tokens, config: config_lib.DataConfig
+) -> packing.PackedRows | instructions.Rows:
+  if isinstance(tokens, instructions.Examples):
+    return tokens.rows(config.sequence_length)
+  return packing.PackedRows(
+    tokens, config.sequence_length, segment_ids=config.segment_ids
+  )
+
+
 def _check_size(
-  config: config_lib.DataConfig, split: str, tokens: tokens_lib.Tokens
+  config: config_lib.DataConfig, split: str, tokens: Tokens
 ) -> None:
   if not len(tokens):
     if config.source == "tokens" or config.validation_path:
@@ -282,6 +293,8 @@ def _check_size(
       True,
       'token files that all declare the same "separator_id"',
     )
+  if isinstance(tokens, instructions.Examples):
+    return  # Rows are padded.
   if config.sequence_length >= len(tokens):
     config_lib.fail(
       "data.sequence_length",

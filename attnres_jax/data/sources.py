@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The registry of data sources.
 
-`tokens` reads files of ids at any position; every other source is text,
+`tokens` reads files of ids at any position, and `instructions` prompts with
+completions; every other source is text,
 tokenised in memory when it is opened. That takes well under a second for the
 embedded corpus but minutes for gigabytes, in every process: prepare large
 sources with `python -m attnres_jax.data.prepare`, and read the token files.
@@ -9,13 +10,14 @@ sources with `python -m attnres_jax.data.prepare`, and read the token files.
 
 from collections.abc import Callable, Iterator
 import hashlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tqdm
 
 from attnres_jax import config as config_lib
 from attnres_jax.data import documents
+from attnres_jax.data import instructions
 from attnres_jax.data import stdlib
 from attnres_jax.data import text as text_lib
 from attnres_jax.data import token_files
@@ -166,10 +168,12 @@ def describe_split(fraction: float | None) -> str:
   )
 
 
-SOURCES: dict[str, Callable[..., tokens_lib.Tokens]] = {
+SOURCES: dict[str, Callable[..., Any]] = {
+  "instructions": instructions.open_examples,
   "tokens": token_files.open_tokens,
 } | dict.fromkeys(TEXT_SOURCES, open_text)
-"""Name to opener (config, split, tokenizer), for `open_dataset`."""
+"""Name to opener (config, split, tokenizer) of `tokens.Tokens` or
+`instructions.Examples`, for `open_dataset`."""
 
 
 def _batches(

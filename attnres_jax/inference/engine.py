@@ -41,6 +41,7 @@ from attnres_jax.inference import draw as draw_lib
 from attnres_jax.inference import layouts
 from attnres_jax.inference import prefix
 from attnres_jax.inference import scores as scores_lib
+from attnres_jax.models import adapters
 from attnres_jax.models import rounded
 from attnres_jax.models import stack
 from attnres_jax.models.mixers import cache as cache_lib
@@ -589,6 +590,7 @@ def prepared(
       return value
     return value.astype(model.config.dtype)
 
+  model = adapters.merged(model)
   model = config_lib.choose("weights", weights, WEIGHTS)(model)
   model = sharding.map_parameters(cast, model)
   if separate:
@@ -641,6 +643,10 @@ def _on(function: Any) -> Any:
     )
     with ambient:
       state, *rest = function(model, state, *args, **static)
+    if mesh is not None:
+      # Every process reads what was drawn.
+      whole = sharding.replicated(mesh)
+      rest = jax.lax.with_sharding_constraint(rest, whole)
     return _keep_sharded(model, state, mesh), *rest
 
   run.__name__ = function.__name__

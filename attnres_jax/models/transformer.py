@@ -11,6 +11,7 @@ import numpy as np
 from attnres_jax import config as config_lib
 from attnres_jax import scopes
 from attnres_jax import sharding
+from attnres_jax.models import adapters
 from attnres_jax.models import embedding
 from attnres_jax.models import memory
 from attnres_jax.models import norm
@@ -67,6 +68,9 @@ class Transformer(nnx.Module):
     self.final_norm = norm.optional(
       self.residual.final_norm, config.width, config.norm_eps
     )
+    # Last, so that everything else is drawn as without them.
+    if config.lora.rank:
+      adapters.attach(self, config.lora, rngs.params())
 
   def __call__(
     self, tokens_BT: jax.Array, segment_ids_BT: jax.Array | None = None
@@ -101,6 +105,11 @@ class Transformer(nnx.Module):
     )
     with scopes.part(scopes.NORM):
       return self.final_norm(h_BTD)
+
+  @property
+  def looks_back(self) -> bool:
+    """Whether the scheme reads earlier tokens itself, of any document."""
+    return bool(self._scheme_while_decoding(1)[1])
 
   def init_cache(self, batch: int, length: int) -> cache_lib.Cache:
     """An empty cache with room for `length` tokens of each row.

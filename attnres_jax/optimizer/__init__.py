@@ -21,6 +21,7 @@ The rules follow Moonlight (arXiv:2502.16982) unless marked as our choice:
                                                choice)
   selection biases of experts (`load=True`)    `balance_update`; no clipping,
                                                norms, decay or optimiser
+  everything but adapters, if there are any    not trained; no moments
 
 `groups` freezes some of them, or gives them rates of their own.
 """
@@ -49,6 +50,9 @@ __all__ = [
   "settled_steps",
   "trained",
 ]
+
+
+_FROZEN = 2
 
 
 def _adamw(config: config_lib.OptimConfig) -> optax.GradientTransformation:
@@ -97,9 +101,9 @@ def make_optimizer(
     optax.add_decayed_weights(config.weight_decay, mask=decays),
     _scale_by_learning_rate(),
   )
-  return groups.with_groups(
-    optax.partition({False: weights, True: _balance()}, loads), config
-  )
+  # Names of groups are parts of paths in checkpoints.
+  members: Any = {False: weights, True: _balance(), _FROZEN: _nothing()}
+  return groups.with_groups(optax.partition(members, groups_of), config)
 
 
 def _scale_by_learning_rate() -> optax.GradientTransformationExtraArgs:
@@ -140,6 +144,10 @@ def balance_update(
   return bias + rate * (sign - jnp.mean(sign, axis=-1, keepdims=True))
 
 
+def _nothing() -> optax.GradientTransformationExtraArgs:
+  return optax.with_extra_args_support(optax.set_to_zero())
+
+
 def _no_state(params: Any) -> optax.EmptyState:
   del params
   return optax.EmptyState()
@@ -162,6 +170,23 @@ def loads(params: Any) -> Any:
   return sharding.map_parameters(lambda p: p.load, params)
 
 
+def groups_of(params: Any) -> Any:
+  """Tree of groups: `_FROZEN`, or whether a parameter is a selection bias."""
+  only = _has_adapters(params)
+  return sharding.map_parameters(
+    lambda p: _FROZEN if only and not p.adapter else p.load, params
+  )
+
+
 def trained(tree: Any) -> Any:
-  """The tree (of parameters or gradients) without its selection biases."""
-  return sharding.map_parameters(lambda p: None if p.load else p.value, tree)
+  """The tree (of parameters or gradients) without what no gradient trains."""
+  only = _has_adapters(tree)
+  return sharding.map_parameters(
+    lambda p: None if p.load or (only and not p.adapter) else p.value, tree
+  )
+
+
+def _has_adapters(tree: Any) -> bool:
+  found = []
+  sharding.map_parameters(lambda p: found.append(p.adapter), tree)
+  return any(found)

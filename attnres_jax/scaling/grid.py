@@ -39,6 +39,12 @@ HASH_DIGITS = 8
 MAX_SLUG = 80
 UNHASHED = (
   "name",
+  "eval.tasks",
+  "eval.tasks_every",
+  "eval.include_path",
+  "eval.limit",
+  "eval.num_fewshot",
+  "eval.length",
   "train.max_skipped_share",
   "train.profile_steps",
   "train.compiler_options",
@@ -102,7 +108,7 @@ def load(spec: str) -> list[Run]:
   Raises:
     ConfigError: no such file, or it defines no sweep.
   """
-  path, _, arg = spec.partition(":")
+  path, arg = load_lib.split_spec(spec)
   module = load_lib.load_file(path)
   if not hasattr(module, "sweep"):
     raise config_lib.ConfigError(
@@ -143,7 +149,7 @@ def config_resolver(spec: str) -> Resolve:
         fields[key] = value
       else:
         arguments.append(f"{key}={value}")
-    path, _, given = spec.partition(":")
+    path, given = load_lib.split_spec(spec)
     argument = ",".join([*filter(None, [given]), *arguments])
     run = config_lib.load_config(f"{path}:{argument}", fields)
     return config_lib.to_dict(run)

@@ -211,7 +211,7 @@ class TestPipeline:
   @pytest.mark.parametrize(
     "fields,message",
     [
-      ({"source": "webtext"}, "data.source: got 'webtext'.*arrayrecord, jsonl"),
+      ({"source": "webtext"}, "data.source: got 'webtext'.*arrayrecord, instructions, jsonl"),
       ({"path": "/nowhere"}, "data.path: got '/nowhere'"),
       (
         {"sequence_length": 94},

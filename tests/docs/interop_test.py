@@ -31,6 +31,7 @@ def test_there_are_commands():
     "attnres_jax.interop.import_huggingface",
     "attnres_jax.interop.export_huggingface",
     "attnres_jax.interop.upcycle",
+    "attnres_jax.interop.score",
   }
 
 
@@ -53,6 +54,7 @@ def test_commands_take_their_arguments(module, arguments, capsys):
 
 def test_every_family_is_listed():
   labels = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+  labels |= {"deepseek_v3": "DeepSeek-V3"}
   labels |= {"kimi_linear": "Kimi Linear", "attnres": "Full and Block AttnRes"}
   assert labels.keys() == families.FAMILIES.keys()
   for label in labels.values():

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Scores a trained run on tasks of the lm-evaluation-harness.
+
+  python -m attnres_jax.interop.score --workdir=runs/llama \
+    --tasks=arc_easy,lambada_openai --out=scores.json
+
+The results are written as JSON, and printed as a table. `--include_path` is a
+folder with tasks of your own, as YAML files; if it has all tasks, nothing is
+downloaded. Scores do not depend on `--batch_tokens`, `--slots` or the mesh, but
+for rounding. On several hosts, start it on each of them with `--distributed`.
+
+Texts begin as in training, with the separator of documents; in runs that began
+with a checkpoint of Hugging Face, as its tokenizer says (`--opening`).
+"""
+
+import argparse
+from collections.abc import Sequence
+import json
+import pathlib
+import sys
+import time
+from typing import Any
+
+import jax
+
+from attnres_jax import checkpoint
+from attnres_jax import command_line
+from attnres_jax import config as config_lib
+from attnres_jax import data
+from attnres_jax import environment
+from attnres_jax import files
+from attnres_jax import sharding
+from attnres_jax import text_table
+from attnres_jax.config import fields
+from attnres_jax.interop import opening as opening_lib
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """The command; returns its exit status."""
+  parser = command_line.Parser("python -m attnres_jax.interop.score", __doc__)
+  add = parser.add_argument
+  add("--workdir", required=True, help="folder of a run")
+  add("--tasks", required=True, help="names, separated by commas")
+  add("--out", default="", help="new JSON file; WORKDIR/scores_STEP.json")
+  add("--step", type=int, help="checkpoint to use; the newest by default")
+  add("--include_path", default="", help="folder with further tasks")
+  add("--limit", type=int, default=0, help="examples of each task; 0 for all")
+  add(
+    "--num_fewshot", type=int, default=-1, help="examples in a context; -1:"
+    " as the task says",
+  )  # fmt: skip
+  add("--length", type=int, default=0, help="of contexts; 0: the network's")
+  add("--batch_tokens", type=int, default=8192, help="scored at once")
+  add("--slots", type=int, default=8, help="answers generated at once")
+  add(
+    "--opening", default="auto", choices=opening_lib.CHOICES,
+    help="what texts begin with",
+  )  # fmt: skip
+  add("--log_samples", action="store_true", help="write all answers, too")
+  add("--runs_code", action="store_true", help="lets tasks execute answers")
+  add("--fsdp", type=int, default=-1, help="devices that share the weights")
+  add("--data", type=int, default=1, help="copies of the weights")
+  add("--tensor", type=int, default=1, help="devices that share each matrix")
+  add("--distributed", action="store_true", help="one of several processes")
+  add("--coordinator_address", help="host:port of process 0")
+  add("--num_processes", type=int)
+  add("--process_id", type=int)
+  return command_line.run(_score, parser.parse_args(argv))
+
+
+def _score(options: argparse.Namespace) -> None:
+  for name in ("limit", "length"):
+    fields.accept(f"--{name}", getattr(options, name), fields.Count)
+  fields.accept("--num_fewshot", options.num_fewshot + 1, fields.Count)
+  fields.accept("--slots", options.slots, fields.Size)
+  names = [name for name in options.tasks.split(",") if name]
+  workdir = files.check_folder("--workdir", options.workdir)
+  if options.include_path:
+    files.check_folder("--include_path", options.include_path)
+  from attnres_jax.interop import harness  # An extra.
+
+  command_line.connect(
+    options.distributed,
+    options.coordinator_address,
+    options.num_processes,
+    options.process_id,
+  )
+  steps = checkpoint.all_steps(workdir)
+  step = options.step if options.step is not None else max(steps, default=None)
+  if step not in steps:
+    known = ", ".join(map(str, steps))
+    config_lib.fail_argument(
+      "--workdir" if options.step is None else "--step",
+      options.workdir if options.step is None else options.step,
+      f"a run with a checkpoint, or one of its steps: {known or 'none'}",
+    )
+  out = pathlib.Path(options.out or workdir / f"scores_{step}.json")
+  if out.exists():
+    config_lib.fail_argument("--out", str(out), "a file that does not exist")
+  table = harness.find_tasks(names, options.include_path)
+  mesh = sharding.make_mesh(
+    config_lib.MeshConfig(
+      data=options.data, fsdp=options.fsdp, tensor=options.tensor
+    )
+  )
+  config, model = checkpoint.load_model(workdir, step, mesh)
+  tokenizer = data.make_tokenizer(config.data)
+  known = opening_lib.of_run(workdir, config, tokenizer, options.opening)
+  network = harness.Network(
+    model,
+    tokenizer,
+    mesh,
+    length=options.length or known.length,
+    opening=harness.Opening(known.ids, known.prefix_id),
+    stop_ids=known.stop_ids,
+    batch_tokens=options.batch_tokens,
+    slots=options.slots,
+  )
+  start = time.perf_counter()
+  shots = options.num_fewshot
+  results = harness.evaluate(
+    network,
+    names,
+    table,
+    limit=options.limit or None,
+    num_fewshot=None if shots < 0 else shots,
+    log_samples=options.log_samples,
+    confirm_run_unsafe_code=options.runs_code,
+  )
+  if jax.process_index():
+    return
+  results["run"] = dict(
+    name=config.name, step=step, residual=config.model.residual.name
+  )
+  results["command"] = dict(
+    limit=options.limit, num_fewshot=shots, length=network.max_length,
+    opening=list(known.ids), prefix=known.prefix_id,
+  )  # fmt: skip
+  results["environment"] = dict(
+    hardware=environment.hardware(),
+    commit=environment.commit(),
+    jax=jax.__version__,
+    devices=mesh.size,
+    seconds=time.perf_counter() - start,
+  )
+  out.parent.mkdir(parents=True, exist_ok=True)
+  files.write(out, json.dumps(results, indent=2) + "\n")
+  _print(results)
+  print(f"{config.name}, step {step}: {out}")
+
+
+def _print(results: dict[str, Any]) -> None:
+  from attnres_jax.interop import harness  # An extra.
+
+  rows = []
+  for name, value in harness.numbers(results).items():
+    task, _, metric = name.partition("/")
+    count = results["n-samples"].get(task, {}).get("effective", "")
+    rows.append([task, metric, f"{value:.4f}", count])
+  print(text_table.table(["task", "metric", "value", "examples"], rows))
+
+
+if __name__ == "__main__":
+  sys.exit(main())

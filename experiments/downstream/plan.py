@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the benchmarks take on a slice, by arithmetic.
+
+  python -m experiments.downstream.plan \
+    --config=configs/kimi_linear.py:size=48b,residual=block_attnres \
+    --kind="TPU v5" --devices=8
+
+A lower bound: products at the peak of the chips for tokens that are scored or
+are part of a prompt, and reading all weights once for each step of generation.
+Tokens per question are estimates (`benchmarks`). Needs no accelerator.
+"""
+
+from collections.abc import Sequence
+
+from absl import app
+from absl import flags
+import jax
+
+from attnres_jax import chips
+from attnres_jax import command_line
+from attnres_jax import config as config_lib
+from attnres_jax import flops
+from attnres_jax import models
+from attnres_jax import text_table
+from attnres_jax.inference import engine
+from experiments.downstream import benchmarks
+
+_KIND = flags.DEFINE_string(
+  "kind", "TPU v5", "Of the devices, as JAX names it.", allow_override=True
+)
+_DEVICES = flags.DEFINE_integer(
+  "devices", 8, "How many there are.", allow_override=True
+)
+_SLOTS = flags.DEFINE_integer(
+  "slots", 64, "Answers generated at once.", allow_override=True
+)
+# Tokens of a context, of which attention depends.
+_LENGTH = 2048
+
+
+def main(argv: Sequence[str]) -> int:
+  """Prints the plan; returns the exit status."""
+  del argv
+  return command_line.run(_plan)
+
+
+def _plan() -> None:
+  config = command_line.config_of_flags()
+  chip = chips.chip_of(_KIND.value)
+  if chip is None or not chip.hbm_bytes_per_second:
+    known = [k for k, c in chips.CHIPS.items() if c.hbm_bytes_per_second]
+    config_lib.fail_argument("--kind", _KIND.value, "one of " + str(known))
+  if _DEVICES.value < 1 or _SLOTS.value < 1:
+    config_lib.fail_argument("--devices", _DEVICES.value, "a number above 0")
+  print(plan(config, chip, _DEVICES.value, _SLOTS.value))
+
+
+def plan(
+  config: config_lib.RunConfig, chip: chips.Chip, devices: int, slots: int
+) -> str:
+  """The time of each benchmark, and the memory of the weights."""
+  model = jax.eval_shape(lambda: models.build_model(config.model))
+  kept = jax.eval_shape(engine.prepared, model)
+  weight_bytes, training_bytes = (
+    sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))
+    for tree in (kept, model)
+  )
+  per_token = flops.flops_per_token(config.model, _LENGTH).forward
+  rows, total = [], 0.0
+  for one in benchmarks.BENCHMARKS:
+    scored = one.questions * one.scored * per_token
+    seconds = scored / (devices * chip.peak_flops_per_second)
+    steps = one.questions * one.drawn / slots
+    rate = devices * chip.hbm_bytes_per_second
+    drawing = steps * weight_bytes / rate
+    total += seconds + drawing
+    tokens = one.questions * (one.scored + one.drawn)
+    rows.append(
+      (one.name, tokens, f"{seconds / 60:.1f}", f"{drawing / 60:.1f}")
+    )
+  header = "benchmark", "tokens", "scored, min", "drawn, min"
+  gib = 2**30
+  room = chip.hbm_bytes / gib
+  fits = training_bytes + weight_bytes <= devices * chip.hbm_bytes
+  return "\n".join([
+    text_table.table(header, rows),
+    "",
+    f"weights: {training_bytes / devices / gib:.1f} GiB per device in float32,"
+    f" and {weight_bytes / devices / gib:.1f} GiB as the engine keeps them, of"
+    f" {room:.0f} GiB: {'fits' if fits else 'does not fit'}",
+    f"at least {total / 3600:.2f} hours on {devices} devices,"
+    f" {total / 3600 * devices:.1f} device-hours",
+  ])  # fmt: skip
+
+
+if __name__ == "__main__":
+  app.run(main, flags_parser=command_line.parse_flags)

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first cell of every notebook: installs the library where it is missing.
+
+Runtimes such as Colab's come with an older jax, and with a plugin for their
+accelerator that fits only that jax. So jax and plugin are replaced together, by
+the extra of the accelerator: `cuda12`, `cuda13` or `tpu`. Colab downloads this
+file alone, so it imports nothing but Python's standard library.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import glob
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+REPOSITORY = "git+https://github.com/attnres-jax/attnres-jax"
+# Plugins of jax, by the extra that installs them.
+_PLUGINS = {
+    "cuda12": ("jax-cuda12-plugin", "jax-cuda12-pjrt"),
+    "cuda13": ("jax-cuda13-plugin", "jax-cuda13-pjrt"),
+}  # fmt: skip
+# Extra -> the platform that jax then shows.
+_PLATFORMS = {"cuda12": "gpu", "cuda13": "gpu", "tpu": "tpu", "": "cpu"}
+
+
+class Machine(NamedTuple):
+  """What a runtime has.
+
+  Attributes:
+    library: whether attnres_jax can be imported.
+    tpu: whether there is a TPU.
+    cuda: the newest CUDA that the driver supports, such as (12, 4), or None.
+    plugins: installed plugins of jax.
+    imported: of jax and numpy, those that this process has imported, with
+      their versions.
+  """
+
+  library: bool = False
+  tpu: bool = False
+  cuda: tuple[int, int] | None = None
+  plugins: tuple[str, ...] = ()
+  imported: Mapping[str, str] = {}
+
+
+class Plan(NamedTuple):
+  """What to do.
+
+  Attributes:
+    accelerator: in words.
+    extra: of the library; "" for a CPU.
+    install: what pip installs; "" for nothing.
+    uninstall: plugins of another accelerator, which would not fit the new jax.
+  """
+
+  accelerator: str
+  extra: str
+  install: str
+  uninstall: tuple[str, ...]
+
+
+def prepare(extras: str = "plots") -> None:
+  """Installs what is missing, and checks that jax sees the accelerator.
+
+  Args:
+    extras: of the library, besides that of the accelerator.
+
+  Raises:
+    SystemExit: the session has to be restarted first.
+    RuntimeError: jax does not see the accelerator.
+  """
+  machine = look()
+  plan = make_plan(machine, extras)
+  print(f"This runtime has {plan.accelerator}.")
+  if plan.install:
+    for command in commands(plan):
+      subprocess.run([sys.executable, "-m", "pip", *command], check=True)
+    importlib.invalidate_caches()
+  if stale := needs_restart(machine.imported, _version):
+    raise SystemExit(
+      f"{stale} was replaced after it had been imported. Restart the session"
+      " (Runtime > Restart session), then run all cells again."
+    )
+  import jax
+
+  print(check(plan, [device.platform for device in jax.devices()]))
+
+
+def look() -> Machine:
+  """The runtime of this process."""
+  names = {name for names in _PLUGINS.values() for name in names}
+  known = [name for name in sorted(names) if _version(name)]
+  loaded = {
+    name: getattr(sys.modules[name], "__version__", "")
+    for name in ("jax", "numpy")
+    if name in sys.modules
+  }
+  tpu = any(map(glob.glob, ("/dev/accel*", "/dev/vfio/[0-9]*")))
+  return Machine(
+    library=importlib.util.find_spec("attnres_jax") is not None,
+    tpu=tpu and not os.environ.get("JAX_PLATFORMS", "").startswith("cpu"),
+    cuda=cuda_of(_nvidia_smi()),
+    plugins=tuple(known),
+    imported=loaded,
+  )
+
+
+def cuda_of(text: str) -> tuple[int, int] | None:
+  """The CUDA version in what `nvidia-smi` prints."""
+  found = re.search(r"CUDA(?: UMD)? Version:\s*(\d+)\.(\d+)", text)
+  return (int(found[1]), int(found[2])) if found else None
+
+
+def make_plan(machine: Machine, extras: str = "plots") -> Plan:
+  """Chooses the extra of a runtime, and what has to go."""
+  extra, accelerator = "", "no accelerator: everything runs on its CPU"
+  if machine.tpu:
+    extra, accelerator = "tpu", "a TPU"
+  elif machine.cuda:
+    version = ".".join(map(str, machine.cuda))
+    accelerator = f"a GPU, whose driver supports CUDA {version}"
+    if machine.cuda < (12, 0):
+      accelerator += ", too old for jax: everything runs on its CPU"
+    else:
+      extra = "cuda13" if machine.cuda >= (13, 0) else "cuda12"
+  if machine.library:
+    # A clone, or an earlier run of this cell; nothing is changed.
+    return Plan(accelerator, extra, "", ())
+  wanted = ",".join(filter(None, [extras, extra]))
+  install = f"attnres-jax[{wanted}] @ {REPOSITORY}"
+  kept = _PLUGINS.get(extra, ())
+  others = tuple(name for name in machine.plugins if name not in kept)
+  return Plan(accelerator, extra, install, others)
+
+
+def commands(plan: Plan) -> list[list[str]]:
+  """The arguments of pip, in order."""
+  # Upgraded, since the runtime's own plugin may fit no newer jax.
+  install = ["install", "--quiet", "--upgrade", plan.install]
+  if not plan.uninstall:
+    return [install]
+  return [["uninstall", "--quiet", "--yes", *plan.uninstall], install]
+
+
+def needs_restart(
+  imported: Mapping[str, str], version: Callable[[str], str]
+) -> str:
+  """The first package that is imported in another version than installed."""
+  for name, old in imported.items():
+    if old and version(name) != old:
+      return f"{name} {old}"
+  return ""
+
+
+def check(plan: Plan, platforms: Sequence[str]) -> str:
+  """What jax runs on, in words.
+
+  Raises:
+    RuntimeError: not on the accelerator of the plan.
+  """
+  expected = _PLATFORMS[plan.extra]
+  if expected == "cpu" or expected in platforms:
+    return f"jax runs on {len(platforms)} device(s): {platforms[0]}."
+  advice = f'pip install "attnres-jax[{plan.extra}]", then restart the session'
+  raise RuntimeError(
+    f"this runtime has {plan.accelerator}, but jax sees only"
+    f" {', '.join(platforms)}. Try: {advice}"
+  )
+
+
+def _version(name: str) -> str:
+  try:
+    return importlib.metadata.version(name)
+  except importlib.metadata.PackageNotFoundError:
+    return ""
+
+
+def _nvidia_smi() -> str:
+  if not shutil.which("nvidia-smi"):
+    return ""
+  done: Any = subprocess.run(
+    ["nvidia-smi"], capture_output=True, text=True, check=False
+  )
+  return done.stdout

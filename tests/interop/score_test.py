@@ -1,0 +1,387 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores of tasks: ours are those of transformers on the same weights."""
+
+import dataclasses
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import warnings
+
+import numpy as np
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+
+from attnres_jax import config as config_lib
+from attnres_jax import data
+from attnres_jax import sharding
+from attnres_jax.interop import import_huggingface
+from attnres_jax.interop import score
+from tests import tiny_run
+from tests.interop import small_checkpoint
+
+LM_EVAL = pytest.mark.needs("lm_eval>=0.4.9")
+QUESTIONS = """\
+task: our_questions
+dataset_path: json
+dataset_kwargs:
+  data_files: {test: FOLDER/questions.jsonl}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "Question: {{question}}\\nAnswer:"
+doc_to_choice: "{{choices}}"
+doc_to_target: label
+num_fewshot: 1
+fewshot_split: test
+metric_list:
+  - {metric: acc}
+  - {metric: acc_norm}
+"""
+LETTERS = """\
+task: our_letters
+dataset_path: json
+dataset_kwargs:
+  data_files: {test: FOLDER/questions.jsonl}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}} "
+doc_to_choice: ["A", "B", "C", "D", "E"]
+doc_to_target: label
+metric_list:
+  - {metric: acc}
+"""
+DOCUMENTS = """\
+task: our_documents
+dataset_path: json
+dataset_kwargs:
+  data_files: {test: FOLDER/documents.jsonl}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list:
+  - {metric: word_perplexity}
+  - {metric: bits_per_byte}
+"""
+ANSWERS = """\
+task: our_answers
+dataset_path: json
+dataset_kwargs:
+  data_files: {test: FOLDER/questions.jsonl}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{choices[0]}}"
+generation_kwargs: {until: ["e"], max_gen_toks: 9, do_sample: false}
+metric_list:
+  - {metric: exact_match}
+"""
+TASKS = dict(
+  our_questions=QUESTIONS, our_letters=LETTERS, our_documents=DOCUMENTS,
+  our_answers=ANSWERS,
+)  # fmt: skip
+LENGTH = 64
+
+
+def write_tasks(folder):
+  """Tasks of every kind, as files; questions have from one to many words."""
+  rng = np.random.default_rng(0)
+  words = "the depth of a residual stream is what its sources add".split()
+
+  def text(least, most):
+    return " ".join(rng.choice(words, rng.integers(least, most)))
+
+  rows = [
+    dict(
+      question=text(1, 9),
+      choices=[text(1, 4) for _ in range(5)],
+      label=int(rng.integers(5)),
+    )
+    for _ in range(8)
+  ]
+  # Of several windows, and of one.
+  documents = [dict(text=text(30, 60)) for _ in range(3)] + [dict(text="a b")]
+  for name, lines in (("questions", rows), ("documents", documents)):
+    path = folder / f"{name}.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+  for name, content in TASKS.items():
+    content = content.replace("FOLDER", str(folder))
+    (folder / f"{name}.yaml").write_text(content)
+  return str(folder)
+
+
+def checkpoint_folder(folder, bos=False):
+  """An export of a Llama with a tokenizer, as others publish theirs."""
+  small_checkpoint.write(folder, "llama", vocab_size=258)
+  made = json.loads(small_checkpoint.tokenizer_json())
+  if bos:
+    piece = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+    of_text = {"Sequence": {"id": "A", "type_id": 0}}
+    made["post_processor"] = {
+      "type": "TemplateProcessing", "single": [piece, of_text],
+      "pair": [piece, of_text],
+      "special_tokens": {"<s>": {"id": "<s>", "ids": [256], "tokens": ["<s>"]}},
+    }  # fmt: skip
+  (folder / "tokenizer.json").write_text(json.dumps(made))
+  (folder / "tokenizer_config.json").write_text(
+    json.dumps(dict(
+      tokenizer_class="PreTrainedTokenizerFast", bos_token="<s>",
+      eos_token="</s>",
+    ))
+  )  # fmt: skip
+  config = json.loads((folder / "config.json").read_text())
+  config |= dict(bos_token_id=256, eos_token_id=257)
+  (folder / "config.json").write_text(json.dumps(config))
+  return folder
+
+
+@pytest.fixture
+def quiet(monkeypatch):
+  """Without what the harness and its libraries warn of."""
+  monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+  monkeypatch.setenv("TQDM_DISABLE", "1")
+  logging.disable(logging.WARNING)
+  with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    yield
+  logging.disable(logging.NOTSET)
+
+
+def _theirs(folder, tasks):
+  """The same tasks by the harness's own class for transformers."""
+  from lm_eval import evaluator
+  from lm_eval.models import huggingface
+  from lm_eval.tasks import TaskManager
+  import transformers
+
+  network = transformers.AutoModelForCausalLM.from_pretrained(
+    folder, attn_implementation="eager"
+  )
+  tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+  lm = huggingface.HFLM(
+    pretrained=network, tokenizer=tokenizer, device="cpu", batch_size=3,
+    max_length=LENGTH,
+  )  # fmt: skip
+  table = TaskManager(include_path=tasks, include_defaults=False)
+  found = evaluator.simple_evaluate(
+    lm, tasks=list(TASKS), task_manager=table, bootstrap_iters=0
+  )
+  return found
+
+
+def _responses(found, task):
+  """What the network answered, in the order of the examples."""
+  samples = sorted(found["samples"][task], key=lambda one: one["doc_id"])
+  return [one["resps"] for one in samples]
+
+
+@LM_EVAL
+@pytest.mark.needs("torch")
+@pytest.mark.needs("transformers>=5")
+@pytest.mark.parametrize("bos", [False, True])
+def test_scores_are_those_of_transformers(bos, tmp_path, quiet, capsys):
+  tasks = tmp_path / "tasks"
+  tasks.mkdir()
+  write_tasks(tasks)
+  folder = checkpoint_folder(tmp_path / "llama", bos)
+  run = tmp_path / "run"
+  assert not import_huggingface.main([f"--path={folder}", f"--workdir={run}"])
+  out = tmp_path / "scores.json"
+  assert not score.main([
+    f"--workdir={run}", f"--tasks={','.join(TASKS)}", f"--out={out}",
+    f"--include_path={tasks}", "--log_samples", "--batch_tokens=100",
+    f"--length={LENGTH}", "--fsdp=1",
+  ])  # fmt: skip
+  assert "our_questions" in capsys.readouterr().out
+  ours, theirs = json.loads(out.read_text()), _theirs(folder, str(tasks))
+  for task in ("our_questions", "our_letters"):
+    pairs = zip(_responses(ours, task), _responses(theirs, task), strict=True)
+    for one, other in pairs:
+      for (a,), (b,) in zip(one, other, strict=True):
+        np.testing.assert_allclose(float(a[0]), float(b[0]), atol=1e-3)
+        assert str(a[1]) == str(b[1])
+  assert _responses(ours, "our_answers") == _responses(theirs, "our_answers")
+  assert any(one[0][0] for one in _responses(ours, "our_answers"))
+  for task, metrics in theirs["results"].items():
+    for name, value in metrics.items():
+      if isinstance(value, float):
+        found = ours["results"][task][name]
+        np.testing.assert_allclose(found, value, rtol=1e-4, err_msg=name)
+  assert ours["run"]["step"] == 0
+  assert ours["command"]["opening"] == ([256] if bos else [])
+
+
+@pytest.mark.slow
+@LM_EVAL
+def test_scores_do_not_depend_on_how_they_are_computed(tmp_path, quiet):
+  from attnres_jax.interop import harness
+
+  tasks = write_tasks(tmp_path)
+  table = harness.find_tasks(list(TASKS), tasks)
+  model = small_checkpoint.model("kimi_linear", vocab_size=257)
+  found = []
+  for tokens, slots, sizes in ((64, 1, {}), (500, 8, {"data": 2, "fsdp": 2})):
+    mesh = sharding.make_mesh(config_lib.MeshConfig(**{"data": 1} | sizes))
+    network = harness.Network(
+      model, data.make_tokenizer(config_lib.DataConfig()), mesh,
+      length=LENGTH, batch_tokens=tokens, slots=slots,
+    )  # fmt: skip
+    results = harness.evaluate(network, list(TASKS), table, bootstrap_iters=0)
+    found.append(harness.numbers(results))
+  assert found[0].keys() == found[1].keys()
+  assert {"our_questions/acc_norm", "our_documents/bits_per_byte"} <= (
+    found[0].keys()
+  )
+  for name, value in found[0].items():
+    np.testing.assert_allclose(found[1][name], value, rtol=1e-4)
+
+
+@LM_EVAL
+def test_bad_questions(tmp_path, quiet):
+  from attnres_jax.interop import harness
+
+  (tmp_path / "tasks").mkdir()
+  tasks = write_tasks(tmp_path / "tasks")
+  with pytest.raises(config_lib.ConfigError, match="tasks: got 'no_such'"):
+    harness.find_tasks(["our_letters", "no_such"], tasks)
+  mesh = sharding.make_mesh(config_lib.MeshConfig(data=1))
+  tokenizer = data.make_tokenizer(config_lib.DataConfig())
+  network = harness.Network(None, tokenizer, mesh, length=LENGTH)
+  request = dataclasses.make_dataclass("Request", ["args"])
+  for said, message in (
+    (dict(num_beams=4), "generation_kwargs.num_beams: got 4"),
+    (dict(typical_p=0.5), "generation_kwargs.typical_p: got 0.5"),
+    (dict(max_gen_toks=LENGTH), "max_gen_toks: got 64, expected less than"),
+  ):
+    with pytest.raises(config_lib.ConfigError, match=message):
+      network.generate_until([request(("a", said))])
+  with pytest.raises(config_lib.RunError, match="an empty text"):
+    network.loglikelihood([request(("a", ""))])
+  with pytest.raises(config_lib.RunError, match="score of 65 tokens"):
+    network.loglikelihood([request(("a", "b" * 65))])
+
+
+def test_the_command_refuses(tmp_path, capsys):
+  flags = [f"--workdir={tmp_path}", "--tasks=x"]
+  for more, message in (
+    (["--limit=-1"], "error: --limit: got -1"),
+    (["--slots=0"], "error: --slots: got 0"),
+  ):
+    assert score.main([*flags, *more]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_the_harness_the_extra_is_named(tmp_path, monkeypatch, capsys):
+  import builtins
+
+  plain = builtins.__import__
+
+  def without(name, *args, **kwargs):
+    if name.partition(".")[0] == "lm_eval":
+      raise ImportError("no lm_eval")
+    return plain(name, *args, **kwargs)
+
+  for name in [n for n in sys.modules if n.partition(".")[0] == "lm_eval"]:
+    monkeypatch.delitem(sys.modules, name)
+  monkeypatch.delitem(sys.modules, "attnres_jax.interop.harness", raising=False)
+  from attnres_jax import interop
+
+  monkeypatch.delattr(interop, "harness", raising=False)
+  monkeypatch.setattr(builtins, "__import__", without)
+  assert score.main([f"--workdir={tmp_path}", "--tasks=x"]) == 2
+  assert 'pip install "attnres-jax[eval]"' in capsys.readouterr().err
+
+
+@LM_EVAL
+def test_a_run_scores_tasks_as_it_trains(tmp_path, quiet):
+  """And trains as without them."""
+  tasks = tmp_path / "tasks"
+  tasks.mkdir()
+  write_tasks(tasks)
+  fields = tiny_run.corpus(tmp_path) | {
+    "train.steps": 6, "train.eval_every": 0, "train.depth_every": 0,
+    "checkpoint.every_steps": 3, "data.sequence_length": 64,
+    "train.average_last": 0.5, "mesh.data": 1,
+  }  # fmt: skip
+  scored = fields | {
+    "eval.tasks": ("our_letters", "our_answers"),
+    "eval.tasks_every": 3,
+    "eval.include_path": str(tasks),
+    "eval.limit": 4,
+  }
+  one, two = tmp_path / "one", tmp_path / "two"
+  with tiny_run.traced_once():
+    tiny_run.train_here(one, fields)
+    tiny_run.train_here(two, scored)
+  tiny_run.assert_same_run(one, two)
+  rows = tiny_run.rows(two, "tasks")
+  assert rows.keys() == {3, 6} and not tiny_run.rows(one, "tasks")
+  for row in rows.values():
+    names = {"our_letters/acc", "our_answers/exact_match"}
+    assert row.keys() - {"step", "split"} == names
+    assert row["our_letters/acc"] in (0, 0.25, 0.5, 0.75, 1)
+
+
+@LM_EVAL
+def test_a_run_refuses_unknown_tasks(tmp_path):
+  for fields, message in (
+    ({"eval.include_path": "nowhere"}, "config.eval.include_path: got 'nowh"),
+    ({"eval.include_path": str(tmp_path)}, "config.eval.tasks: got 'mine'"),
+  ):
+    with pytest.raises(config_lib.ConfigError, match=message):
+      tiny_run.train_here(
+        tmp_path / "run", fields | {"eval.tasks": ("mine",)}
+        | {"data.path": "."},
+      )  # fmt: skip
+
+
+@pytest.mark.slow
+@LM_EVAL
+def test_two_processes_give_the_scores_of_one(tmp_path):
+  tasks = tmp_path / "tasks"
+  tasks.mkdir()
+  write_tasks(tasks)
+  run = tmp_path / "run"
+  fields = tiny_run.corpus(tmp_path) | {
+    "train.steps": 5, "train.eval_every": 0, "train.depth_every": 0,
+    "mesh.data": 1,
+  }  # fmt: skip
+  tiny_run.train_here(run, fields)
+
+  def start(name, *more):
+    command = [
+      sys.executable, "-m", "attnres_jax.interop.score", f"--workdir={run}",
+      f"--tasks={','.join(TASKS)}", f"--include_path={tasks}",
+      f"--length={LENGTH}", f"--out={tmp_path / name}", *more,
+    ]  # fmt: skip
+    return subprocess.Popen(
+      command, cwd=tiny_run.ROOT, stderr=subprocess.PIPE, text=True,
+      env=tiny_run.environment() | {"HF_HOME": str(tmp_path)},
+    )  # fmt: skip
+
+  with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{s.getsockname()[1]}"
+  cluster = ("--distributed", f"--coordinator_address={address}")
+  cluster = (*cluster, "--num_processes=2")
+  processes = [start("one.json")] + [
+    start("two.json", *cluster, f"--process_id={i}") for i in range(2)
+  ]
+  for process in processes:
+    _, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err[-3000:]
+  found = [
+    json.loads((tmp_path / name).read_text())
+    for name in ("one.json", "two.json")
+  ]
+  assert [one["environment"]["devices"] for one in found] == [1, 2]
+  from attnres_jax.interop import harness
+
+  one, two = map(harness.numbers, found)
+  assert one.keys() == two.keys()
+  for name, value in one.items():
+    np.testing.assert_allclose(two[name], value, rtol=1e-4)
