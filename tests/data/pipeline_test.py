@@ -211,7 +211,10 @@ class TestPipeline:
   @pytest.mark.parametrize(
     "fields,message",
     [
-      ({"source": "webtext"}, "data.source: got 'webtext'.*arrayrecord, instructions, jsonl"),
+      (
+        {"source": "webtext"},
+        "data.source: got 'webtext'.*instructions, jsonl",
+      ),
       ({"path": "/nowhere"}, "data.path: got '/nowhere'"),
       (
         {"sequence_length": 94},
