@@ -49,6 +49,22 @@ def test_equals_the_reference(backend, sources, tokens):
   assert (np.abs(other - expected).max() > 0.01) == (sources > 1)
 
 
+@pytest.mark.parametrize("backend", ("reference", *BACKENDS))
+def test_a_source_of_several_terms(backend):
+  """It is their float32 sum, whatever their dtypes."""
+  queries, values, gain = _arrays(5, (2, 1), jnp.bfloat16)
+  first, *terms = values
+  total = sum((x.astype(jnp.float32) for x in terms[1:3]), jnp.zeros(()))
+  expected = _read(
+    backend, queries, 4, [first, terms[0], total, terms[3]], gain
+  )
+  groups = [first, terms[0], tuple(terms[1:3]), terms[3]]
+  found = _read(backend, queries, 4, groups, gain)
+  np.testing.assert_array_equal(found, expected)
+  apart = _read(backend, queries, 4, values, gain)
+  assert np.abs((apart - expected).astype(jnp.float32)).max() > 0.05
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_equals_two_phases(backend):
   """bfloat16 blocks and a float32 partial sum, as while decoding."""
@@ -82,6 +98,8 @@ def test_faults():
     ((queries[:, 1:], 0, values, gain), r"queries must be \[L, 256\]"),
     ((queries, 0, [], gain), "at least one"),
     ((queries, 0, [values[0], gain], gain), "shapes differ"),
+    ((queries, 0, [values[0], ()], gain), "empty tuple"),
+    ((queries, 0, [values[0], (gain, gain)], gain), "shapes differ"),
     ((queries, 0, values, gain[1:]), r"gain must be \[256\]"),
   ):
     with pytest.raises(ValueError, match=match):

@@ -138,6 +138,25 @@ def test_one_token_outside_of_scans(name, read, tokens_T):
   assert calls == (0 if read else model.config.num_sublayers - 1)
 
 
+def test_one_token_of_one_row(tokens_T):
+  """It keeps the outputs of a block apart until the block is complete."""
+  model = _model(
+    num_layers=3, num_blocks=2, scan_layers=False, moe=config_lib.MoeConfig()
+  )
+
+  @jax.jit
+  def run(model):
+    cache, found = model.init_cache(1, TOKENS), []
+    for t in range(TOKENS):
+      out = model.extend(tokens_T[None, t : t + 1], cache)
+      cache = cache_lib.append(cache, out.added)
+      found.append(out.hidden_BTD[0, 0])
+    return model.hidden(tokens_T[None])[0], jnp.stack(found)
+
+  expected, found = run(model)
+  np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", residuals.RESIDUALS)
 def test_every_scheme_in_bfloat16(name, tokens_T):

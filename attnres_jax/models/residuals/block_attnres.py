@@ -9,6 +9,7 @@ the partial sum as one more source.
 """
 
 from collections.abc import Sequence
+import functools
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -152,13 +153,44 @@ class BlockAttnRes(BlockAttnResOneSoftmax):
 class BlockAttnResOfFewTokens(
   depth_attention.OfFewTokens, BlockAttnResOneSoftmax
 ):
-  """The same function, with a read and its norm in one operation."""
+  """The same function, with a read and its norm in one operation.
+
+  For a single token, the partial sum stays a tuple of outputs, which the read
+  adds up. For several, the product that computes an output adds it; with one
+  row, compilers for TPUs do not, and two more operations per sublayer would
+  take longer than the read.
+  """
 
   definition = BlockAttnResOneSoftmax
 
-  def sources(self, state: BlockState) -> tuple[jax.Array, ...]:
+  def sources(self, state: BlockState) -> tuple[Any, ...]:
     partial = () if state.partial_BTD is None else (state.partial_BTD,)
     return (*state.blocks, *partial)
+
+  def read(self, carry: Any, slot: Any) -> jax.Array | base.QKV:
+    state, l = carry
+    return super().read((_summed(state), l), slot)
+
+  def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
+    batch, length, _ = y_BTD.shape
+    if batch * length > 1:
+      return super().write(carry, slot, y_BTD)
+    state, l = carry
+    terms = (*(state.partial_BTD or ()), y_BTD)
+    return state._replace(partial_BTD=terms), l + 1
+
+  def close(self, state: Any, carry: Any, stop: int) -> Any:
+    state_after, l = carry
+    return super().close(state, (_summed(state_after), l), stop)
+
+
+def _summed(state: BlockState) -> BlockState:
+  """With one array for the partial sum."""
+  terms: Any = state.partial_BTD
+  if not isinstance(terms, tuple):
+    return state
+  total = functools.reduce(jnp.add, map(precision.widen, terms))
+  return state._replace(partial_BTD=total)
 
 
 def _add(partial_BTD: jax.Array | None, y_BTD: jax.Array) -> jax.Array:

@@ -289,8 +289,11 @@ class OfFewTokens(DepthAttention):
   stays inside a step of one token per row, so nothing is scanned.
   """
 
-  def sources(self, state: Any) -> tuple[jax.Array, ...]:
-    """What the next sublayer reads, in any float dtype."""
+  def sources(self, state: Any) -> tuple[Any, ...]:
+    """What the next sublayer reads, in any float dtype.
+
+    Some may be tuples of arrays, of which `depth_read_norm` forms the sums.
+    """
     raise NotImplementedError
 
   def open(self, state: Any, start: int, stop: int) -> tuple[Any, Any]:
@@ -415,7 +418,7 @@ def depth_merge_norm(
 def depth_read_norm(
   queries_LD: jax.Array,
   l: int,
-  sources: tuple[jax.Array, ...],
+  sources: tuple[Any, ...],
   gain_D: jax.Array,
   *,
   eps: float,

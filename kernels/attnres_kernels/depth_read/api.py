@@ -8,6 +8,7 @@ pre-norm (spec: pipeline_and_inference section 8).
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jaxtyping import Array
@@ -15,12 +16,13 @@ from jaxtyping import Float
 
 from attnres_kernels import dispatch
 from attnres_kernels.depth_read import reference
+from attnres_kernels.depth_read import terms
 
 
 def depth_read_norm(
   queries: Float[Array, "L D"],
   row: int,
-  sources: Sequence[Float[Array, "*T D"]],
+  sources: Sequence[Float[Array, "*T D"] | tuple[Float[Array, "*T D"], ...]],
   gain: Float[Array, " D"],
   *,
   eps: float = 1e-6,
@@ -37,7 +39,8 @@ def depth_read_norm(
       program that reads with each of them in turn need not cut them apart.
     row: which of them.
     sources: the embedding first; any float dtype each, such as bfloat16 blocks
-      and a float32 partial sum.
+      and a float32 partial sum. A tuple is its float32 sum, which then costs no
+      operation of its own.
     gain: of the next sublayer's pre-norm.
     eps: added to the mean square of a source when it is scored.
     norm_eps: added to the mean square inside the pre-norm.
@@ -53,8 +56,17 @@ def depth_read_norm(
   dispatch.check_implementation(implementation)
   dispatch.check_eps(eps)
   dispatch.check_eps(norm_eps, "norm_eps")
+  sources, sizes = terms.flatten(sources)
+  if 0 in sizes:
+    raise ValueError(
+      "a source is an empty tuple; it must have at least one term"
+    )
   _check(queries, row, sources, gain)
-  options = dict(row=row, eps=float(eps), norm_eps=float(norm_eps))
+  options: dict[str, Any] = dict(
+    row=row, eps=float(eps), norm_eps=float(norm_eps)
+  )
+  if max(sizes) > 1:
+    options["sizes"] = sizes
   if implementation == "reference":
     return reference.forward(queries, gain, *sources, **options)
   dtype = dispatch.accumulator(queries, *sources)

@@ -16,14 +16,17 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from attnres_kernels import dispatch
+from attnres_kernels.depth_read import terms
 
 _ROWS = 16  # A tile of bfloat16.
 _SUBLANES = 8
 
 
-def why_not(function, queries_LD, gain_D, *sources, row, eps, norm_eps):
+def why_not(
+  function, queries_LD, gain_D, *sources, row, eps, norm_eps, sizes=None
+):
   """The reason why these arguments cannot run, or None."""
-  del function, row, eps, norm_eps
+  del function, row, eps, norm_eps, sizes
   arrays = queries_LD, gain_D, *sources
   dtypes = {str(x.dtype) for x in arrays}
   if not dtypes <= {"bfloat16", "float32"}:
@@ -36,7 +39,9 @@ def why_not(function, queries_LD, gain_D, *sources, row, eps, norm_eps):
   return None
 
 
-def forward(queries_LD, gain_D, *sources, row, eps, norm_eps, interpret=False):
+def forward(
+  queries_LD, gain_D, *sources, row, eps, norm_eps, sizes=None, interpret=False
+):
   """rms_norm(mixture) * gain, in the dtype of the first source."""
   shape, dtype = sources[0].shape, sources[0].dtype
   tokens, width = math.prod(shape[:-1]), shape[-1]
@@ -44,7 +49,9 @@ def forward(queries_LD, gain_D, *sources, row, eps, norm_eps, interpret=False):
   of_tokens = pl.BlockSpec((tile, width), lambda t: (t, 0))
   group = min(queries_LD.shape[0], _SUBLANES)
   normed_TD = pl.pallas_call(
-    functools.partial(_kernel, row=row % group, eps=eps, norm_eps=norm_eps),
+    functools.partial(
+      _kernel, row=row % group, eps=eps, norm_eps=norm_eps, sizes=sizes
+    ),
     grid=(pl.cdiv(tokens, tile),),
     in_specs=[
       pl.BlockSpec((group, width), lambda t: (row // group, 0)),
@@ -68,12 +75,13 @@ def forward(queries_LD, gain_D, *sources, row, eps, norm_eps, interpret=False):
   return normed_TD.reshape(shape)
 
 
-def _kernel(query_ref, gain_ref, *refs, row, eps, norm_eps):
-  *source_refs, normed_ref = refs
+def _kernel(query_ref, gain_ref, *refs, row, eps, norm_eps, sizes):
+  *term_refs, normed_ref = refs
+  sources = terms.grouped(term_refs, sizes)
   query = query_ref[row : row + 1, :]
   scores = []
-  for ref in source_refs:
-    x = ref[...].astype(jnp.float32)
+  for refs in sources:
+    x = _sum(refs)
     product = jnp.sum(x * query, axis=1, keepdims=True)
     scores.append(product * jax.lax.rsqrt(_mean(x * x) + eps))
   top = functools.reduce(jnp.maximum, scores)
@@ -82,12 +90,16 @@ def _kernel(query_ref, gain_ref, *refs, row, eps, norm_eps):
   mixed = functools.reduce(
     jnp.add,
     (
-      (weight * share) * ref[...].astype(jnp.float32)
-      for weight, ref in zip(weights, source_refs, strict=True)
+      (weight * share) * _sum(refs)
+      for weight, refs in zip(weights, sources, strict=True)
     ),
   )
   normed = mixed * jax.lax.rsqrt(_mean(mixed * mixed) + norm_eps)
   normed_ref[...] = (normed * gain_ref[...]).astype(normed_ref.dtype)
+
+
+def _sum(refs):
+  return terms.total([ref[...].astype(jnp.float32) for ref in refs])
 
 
 def _mean(x):

@@ -6,13 +6,19 @@ import jax.numpy as jnp
 
 from attnres_kernels import dispatch
 from attnres_kernels.depth_attention import reference
+from attnres_kernels.depth_read import terms
 
 
-def forward(queries_LD, gain_D, *sources, row, eps, norm_eps):
+def forward(queries_LD, gain_D, *sources, row, eps, norm_eps, sizes=None):
   """rms_norm(mixture) * gain, in the dtype of the first source."""
   dtype = dispatch.accumulator(queries_LD, *sources)
   query_1D = queries_LD[row][None].astype(dtype)
-  source_MTD = jnp.stack([x.astype(dtype) for x in sources])
+  source_MTD = jnp.stack(
+    [
+      terms.total([x.astype(dtype) for x in group])
+      for group in terms.grouped(sources, sizes)
+    ]
+  )
   mixed_1TD, _ = reference.attend(query_1D, source_MTD, None, eps=eps)
   mixed_TD = mixed_1TD[0]
   mean_square = jnp.mean(jnp.square(mixed_TD), axis=-1, keepdims=True)
