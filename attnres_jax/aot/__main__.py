@@ -31,7 +31,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import plans
 from attnres_jax.aot import report
 from attnres_jax.aot import topology
-from attnres_jax.inference import engine
+from attnres_jax.inference import prepared
 from attnres_jax.models.mixers import cache as cache_lib
 
 _TOPOLOGY = flags.DEFINE_string(
@@ -60,7 +60,7 @@ _OF_DECODE = {
     name, "model", list(known), f"With --step=decode, {text} are kept as this."
   )
   for name, known, text in (
-    ("weights", engine.WEIGHTS, "the weights of products"),
+    ("weights", prepared.WEIGHTS, "the weights of products"),
     ("cache", cache_lib.KEPT, "keys, values and latents"),
   )
 }

@@ -32,7 +32,8 @@ from attnres_jax.aot import lockstep
 from attnres_jax.aot import schedule
 from attnres_jax.aot import topology
 from attnres_jax.aot import waiting
-from attnres_jax.inference import engine
+from attnres_jax.inference import prepared
+from attnres_jax.inference import programs
 from attnres_jax.pipeline import spmd
 
 _GIB = 2**30
@@ -61,7 +62,7 @@ def _trace_train(program):
 
 def _trace_decode(program, **options):
   of_data = program.config.data
-  return engine.trace_next(
+  return programs.trace_next(
     program.abstract_state.model,
     program.mesh,
     of_data.batch_size,
@@ -97,7 +98,7 @@ def make_report(
     config: of the run.
     devices: of `topology.devices`.
     step: a key of `STEPS`.
-    **options: of `decode`, see `engine.trace_next`.
+    **options: of `decode`, see `programs.trace_next`.
 
   Raises:
     ConfigError: the config does not fit the mesh, or has no vocabulary size.
@@ -110,7 +111,7 @@ def make_report(
   start = time.perf_counter()
   traced = choice.trace(program, **options)
   if not choice.trains:
-    kept = engine.abstract_prepared(
+    kept = prepared.abstract_prepared(
       program.abstract_state.model, mesh, options.get("weights", "model")
     )
     report["parameter_bytes"] = sharding.bytes_per_device(kept)

@@ -9,7 +9,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import files
 from attnres_jax import models
 from attnres_jax.config import fields
-from attnres_jax.inference import engine
+from attnres_jax.inference import prepared
 from attnres_jax.models.mixers import cache as cache_lib
 
 MIB = 2**20
@@ -42,7 +42,7 @@ def add_flags(
     help="memory for what prompts have in common",
   )  # fmt: skip
   add(
-    "--weights", default="model", choices=list(engine.WEIGHTS),
+    "--weights", default="model", choices=list(prepared.WEIGHTS),
     help="int8: a scale per output channel",
   )  # fmt: skip
   add(
@@ -50,7 +50,7 @@ def add_flags(
     help="of keys, values and latents; int8: a scale per token and head",
   )  # fmt: skip
   add(
-    "--layers", default="auto", choices=list(engine.LAYERS),
+    "--layers", default="auto", choices=list(prepared.LAYERS),
     help="separate: weights and caches of each layer in arrays of their own;"
     " auto: so on CPUs",
   )  # fmt: skip

@@ -33,7 +33,7 @@ from attnres_jax import models
 from attnres_jax import sharding
 from attnres_jax.aot import hlo
 from attnres_jax.aot import topology
-from attnres_jax.inference import engine
+from attnres_jax.inference import programs
 from attnres_jax.inference import prompt_memory
 
 TABLE = pathlib.Path(__file__).with_suffix(".csv")
@@ -86,7 +86,7 @@ def measure(
   size = config_lib.MeshConfig(data=1, tensor=devices)
   mesh = sharding.make_mesh(size, topology.devices(SLICE))
   model = jax.eval_shape(lambda: models.build_model(config))
-  traced = engine.trace_extend(model, mesh, chunk, cached, TOKENS)
+  traced = programs.trace_extend(model, mesh, chunk, cached, TOKENS)
   row: dict[str, Any] = {
     "blocks_GB": _gigabytes(
       prompt_memory.block_bytes(config, TOKENS, devices=devices, chunk=chunk)

@@ -41,7 +41,7 @@ from attnres_jax import sharding
 from attnres_jax.aot import attribution
 from attnres_jax.aot import hlo
 from attnres_jax.aot import topology
-from attnres_jax.inference import engine
+from attnres_jax.inference import programs
 
 TABLE = pathlib.Path(__file__).with_suffix(".csv")
 KEYS = ("step", "chip", "batch", "context", "scheme")
@@ -104,9 +104,9 @@ def measure(
   mesh = sharding.make_mesh(config_lib.MeshConfig(data=1), devices)
   model = jax.eval_shape(lambda: models.build_model(config))
   if step == "decode":
-    traced = engine.trace_next(model, mesh, batch, context)
+    traced = programs.trace_next(model, mesh, batch, context)
   else:
-    traced = engine.trace_extend(model, mesh, context, 0, context)
+    traced = programs.trace_extend(model, mesh, context, 0, context)
   least = _least_bytes(model, step, batch, context)
   try:
     compiled = traced.lower().compile()

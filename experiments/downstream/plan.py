@@ -22,7 +22,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import flops
 from attnres_jax import models
 from attnres_jax import text_table
-from attnres_jax.inference import engine
+from attnres_jax.inference import prepared
 from experiments.downstream import benchmarks
 
 _KIND = flags.DEFINE_string(
@@ -60,7 +60,7 @@ def plan(
 ) -> str:
   """The time of each benchmark, and the memory of the weights."""
   model = jax.eval_shape(lambda: models.build_model(config.model))
-  kept = jax.eval_shape(engine.prepared, model)
+  kept = jax.eval_shape(prepared.prepared, model)
   weight_bytes, training_bytes = (
     sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))
     for tree in (kept, model)

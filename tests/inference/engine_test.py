@@ -12,6 +12,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import sharding
 from attnres_jax.inference import draw
 from attnres_jax.inference import engine as engine_lib
+from attnres_jax.inference import programs
 from tests import tiny_network
 
 VOCAB, LENGTH, CHUNK, TOKENS = 16, 48, 16, 6
@@ -97,7 +98,7 @@ def test_greedy_is_the_argmax_of_every_prefix(engine, prompts, expected):
   assert engine.prefixes.num_bytes == 0
   first = _run(engine, prompts)
   _check(first, expected)
-  programs = engine_lib._extend._cache_size(), engine_lib._next._cache_size()
+  count = programs.extend._cache_size(), programs.next_token._cache_size()
   for tokens in first:
     assert [token.finish for token in tokens] == [None] * (TOKENS - 1) + [
       "length"
@@ -113,8 +114,8 @@ def test_greedy_is_the_argmax_of_every_prefix(engine, prompts, expected):
   assert reused == [0, 32, 0, 0, 16, 32]
   for a, b in zip(first, second, strict=True):
     assert b[0]._replace(prompt=a[0].prompt) == a[0] and b[1:] == a[1:]
-  again = engine_lib._extend._cache_size(), engine_lib._next._cache_size()
-  assert again == programs
+  again = programs.extend._cache_size(), programs.next_token._cache_size()
+  assert again == count
   assert not engine.busy
 
 

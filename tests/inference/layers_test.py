@@ -8,6 +8,7 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax.inference import draw
 from attnres_jax.inference import engine as engine_lib
+from attnres_jax.inference import programs
 from tests import tiny_network
 
 
@@ -61,7 +62,7 @@ def test_nothing_as_large_as_the_cache_is_copied():
   for layers in ("stacked", "separate"):
     engine = engine_lib.Engine(model, slots=2, length=length, layers=layers)
     state = engine._state
-    step = engine_lib._next.lower(
+    step = programs.next_token.lower(
       engine.model, state, np.ones(2, bool), context=length, num_top=0, taps=(),
       mesh=None,
     )  # fmt: skip

@@ -12,7 +12,8 @@ from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax import sharding
 from attnres_jax.aot import hlo
-from attnres_jax.inference import engine
+from attnres_jax.inference import prepared
+from attnres_jax.inference import programs
 from attnres_jax.models.mixers import cache as cache_lib
 from attnres_jax.models.mixers import softmax
 from tests import tiny_network
@@ -45,7 +46,7 @@ def test_collectives_of_a_chunk(name, cached):
   """
   config = tiny_network.config(name, scan_layers=False, **FIELDS)
   model = jax.eval_shape(lambda: models.build_model(config))
-  traced = engine.trace_extend(model, _mesh(), LENGTH, cached, 2 * LENGTH)
+  traced = programs.trace_extend(model, _mesh(), LENGTH, cached, 2 * LENGTH)
   program = hlo.Program(traced.lower().compile().as_text())
   parts = collections.Counter(config.sublayer_kinds)
   found, largest = collections.Counter(), 0
@@ -80,7 +81,7 @@ def test_equals_one_device(name, weights):
   model = jax.tree.map(
     lambda a: a + 0.3 * rng.standard_normal(a.shape, np.float32), model
   )
-  model = engine.prepared(model, weights)
+  model = prepared.prepared(model, weights)
   tokens_BT = rng.integers(0, 16, (2, 2 * LENGTH)).astype(np.int32)
 
   def prefill(model, tokens_BT):

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The network of an engine: dtypes, order and arrays of its weights."""
+
+from collections.abc import Callable
+import functools
+
+import jax
+from jax.sharding import Mesh
+
+from attnres_jax import config as config_lib
+from attnres_jax import models
+from attnres_jax import sharding
+from attnres_jax.inference import layouts
+from attnres_jax.models import adapters
+from attnres_jax.models import rounded
+from attnres_jax.models import stack
+
+# Name -> whether layers are in arrays of their own; None: on some platforms.
+LAYERS = {"auto": None, "stacked": False, "separate": True}
+_SEPARATE_ON = ("cpu",)
+
+# Name -> the network with its weights in another form.
+WEIGHTS: dict[str, Callable[[models.Transformer], models.Transformer]] = {
+  "model": lambda model: model,
+  "int8": rounded.round_weights,
+}
+
+
+def platform_of(mesh: Mesh | None) -> str:
+  """Of the devices of a mesh, or of this process."""
+  devices = jax.local_devices() if mesh is None else mesh.devices.flat
+  return devices[0].platform
+
+
+def abstract_prepared(
+  model: models.Transformer, mesh: Mesh, weights: str = "model"
+) -> models.Transformer:
+  """`prepared`, of abstract arrays, as a mesh shards it."""
+  model = jax.eval_shape(functools.partial(prepared, weights=weights), model)
+  model = sharding.with_sharding(model, sharding.state_sharding(model, mesh))
+  if layouts.reads_products(platform_of(mesh)):
+    model = sharding.with_sharding(model, layouts.formats(model))
+  return model
+
+
+def prepared(
+  model: models.Transformer, weights: str = "model", separate: bool = False
+) -> models.Transformer:
+  """The same network, as an engine keeps it.
+
+  Weights of products are in the dtype to which these cast them anyway.
+
+  Args:
+    model: of training.
+    weights: as in `engine.Engine`.
+    separate: whether each layer gets arrays of its own.
+
+  Raises:
+    ConfigError: there are no such `weights`.
+  """
+
+  def cast(parameter: sharding.Parameter) -> jax.Array:
+    value = parameter.value
+    if parameter.wide or not parameter.is_matrix:
+      return value
+    return value.astype(model.config.dtype)
+
+  model = adapters.merged(model)
+  model = config_lib.choose("weights", weights, WEIGHTS)(model)
+  model = sharding.map_parameters(cast, model)
+  if separate:
+    model.sublayers = stack.separated(model.sublayers)
+  return model
+
+
+def separates(layers: str, platform: str) -> bool:
+  """Whether layers are in arrays of their own.
+
+  Args:
+    layers: a key of `LAYERS`.
+    platform: of the devices.
+
+  Raises:
+    ConfigError: there is no such key.
+  """
+  chosen = config_lib.choose("layers", layers, LAYERS)
+  return platform in _SEPARATE_ON if chosen is None else chosen

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled steps of an engine, and the state that they change.
+
+Shapes are static, and the state is donated: a program changes it in place.
+"""
+
+import contextlib
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec
+
+from attnres_jax import models
+from attnres_jax import sharding
+from attnres_jax.inference import draw as draw_lib
+from attnres_jax.inference import prepared
+from attnres_jax.inference import scores as scores_lib
+from attnres_jax.models.mixers import cache as cache_lib
+
+
+class State(NamedTuple):
+  """What is on the device.
+
+  Attributes:
+    cache: of all slots.
+    token_B: the last token of each slot, which is not in the cache yet.
+    rows: settings of each slot.
+  """
+
+  cache: cache_lib.Cache
+  token_B: jax.Array
+  rows: draw_lib.Rows
+
+
+def trace_next(
+  model: models.Transformer,
+  mesh: Mesh,
+  slots: int,
+  length: int,
+  *,
+  weights: str = "model",
+  cache: str = "model",
+) -> Any:
+  """The traced program of the next token of all slots, whose caches are full.
+
+  Args:
+    model: with abstract arrays.
+    mesh: of any devices.
+    slots: as in `engine.Engine`.
+    length: as in `engine.Engine`.
+    weights: as in `engine.Engine`.
+    cache: as in `engine.Engine`.
+  """
+  model, state = _abstract(model, mesh, slots, length, weights, cache)
+  active_B = jax.ShapeDtypeStruct((slots,), bool)
+  return next_token.trace(
+    model, state, active_B, context=length, num_top=0, taps=(), mesh=mesh
+  )
+
+
+def trace_extend(
+  model: models.Transformer, mesh: Mesh, tokens: int, cached: int, length: int
+) -> Any:
+  """The traced program of a chunk of a prompt, for each shard of rows.
+
+  Args:
+    model: with abstract arrays.
+    mesh: of any devices.
+    tokens: of the chunk.
+    cached: tokens of the prompt before it.
+    length: as in `engine.Engine`.
+  """
+  rows = sharding.num_row_shards(mesh)
+  model, state = _abstract(model, mesh, rows, length)
+  int_P = jax.ShapeDtypeStruct((rows,), jnp.int32)
+  bool_P = jax.ShapeDtypeStruct((rows,), bool)
+  tokens_PT = jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
+  return extend.trace(
+    model, state, tokens_PT, tokens_PT, int_P, int_P, bool_P,
+    context=cached, num_top=0, taps=(), with_scores=False, mesh=mesh,
+  )  # fmt: skip
+
+
+def _abstract(
+  model: models.Transformer,
+  mesh: Mesh,
+  slots: int,
+  length: int,
+  weights: str = "model",
+  cache: str = "model",
+) -> tuple[models.Transformer, State]:
+  """The shapes of an engine's network and state, with their shardings."""
+  model = prepared.abstract_prepared(model, mesh, weights)
+  state = jax.eval_shape(
+    lambda model: empty_state(model, slots, length, cache), model
+  )
+  state = sharding.with_sharding(state, _state_sharding(model, state, mesh))
+  return model, state
+
+
+def empty_state(
+  model: models.Transformer,
+  slots: int,
+  length: int,
+  cache: str,
+  separate: bool = False,
+) -> State:
+  empty = cache_lib.kept_as(model.init_cache(slots, length), cache)
+  if separate:
+    empty = cache_lib.separated(empty)
+  return State(
+    empty,
+    jnp.zeros(slots, jnp.int32),
+    draw_lib.Rows.empty(slots, model.config.vocab_size),
+  )
+
+
+def _state_sharding(model: models.Transformer, state: State, mesh: Mesh) -> Any:
+  """Caches are sharded over rows and heads, the rest is replicated."""
+  rest = jax.tree.map(lambda _: sharding.replicated(mesh), state)
+
+  def like(spec: PartitionSpec, node: Any) -> Any:
+    # A rounded array has two, cut alike.
+    return jax.tree.map(lambda _: NamedSharding(mesh, spec), node)
+
+  is_spec = lambda node: isinstance(node, PartitionSpec)
+  specs = cache_lib.like_layers(model.cache_specs(), state.cache)
+  cache = jax.tree.map(like, specs, state.cache, is_leaf=is_spec)
+  return rest._replace(cache=cache)
+
+
+def _on(function: Any) -> Any:
+  """Compiles a step: the state is donated, and stays sharded as it is."""
+
+  def run(model, state, *args, mesh, **static):
+    ambient = (
+      contextlib.nullcontext() if mesh is None else sharding.ambient(mesh)
+    )
+    with ambient:
+      state, *rest = function(model, state, *args, **static)
+    if mesh is not None:
+      # Every process reads what was drawn.
+      whole = sharding.replicated(mesh)
+      rest = jax.lax.with_sharding_constraint(rest, whole)
+    return keep_sharded(model, state, mesh), *rest
+
+  run.__name__ = function.__name__
+  return jax.jit(
+    run,
+    donate_argnames="state",
+    static_argnames=("context", "num_top", "taps", "mesh", "with_scores"),
+  )
+
+
+@_on
+def start(model, state, slot, cached, settings, seen_V):
+  """A slot for another request, of which so many tokens will be restored."""
+  del model
+  states = cache_lib.map_both(
+    lambda a: a, lambda a: a.at[:, slot].set(0), state.cache.states
+  )
+  cache = cache_lib.Cache(state.cache.length_B.at[slot].set(cached), states)
+  seen_BV = state.rows.seen_BV.at[slot].set(seen_V)
+  rows = {
+    name: getattr(state.rows, name).at[slot].set(value)
+    for name, value in settings.items()
+  }
+  return (State(cache, state.token_B, draw_lib.Rows(**rows, seen_BV=seen_BV)),)
+
+
+@_on
+def extend(
+  model,
+  state,
+  tokens_PT,
+  next_PT,
+  slot_P,
+  length_P,
+  last_P,
+  *,
+  context,
+  num_top,
+  taps,
+  with_scores,
+):
+  """A chunk of the prompts of P slots; the first token of those that end."""
+  out = model.extend(
+    tokens_PT,
+    cache_lib.take_rows(state.cache, slot_P, context),
+    length_P,
+    with_reads=bool(taps),
+  )
+  last_P11 = jnp.maximum(length_P - 1, 0)[:, None, None]
+  h_P1D = jnp.take_along_axis(out.hidden_BTD, last_P11, axis=1)
+  logits_PV = model.embedding.decode(h_P1D)[:, 0]
+  rows = jax.tree.map(lambda a: a.at[slot_P].get(mode="clip"), state.rows)
+  position_P = out.added.chunk.start_B + length_P
+  drawn = draw_lib.draw(logits_PV, rows, position_P, num_top)
+  # Prompts that do not end here have no place for a token.
+  ended_P = jnp.where(last_P, slot_P, state.token_B.size)
+  return (
+    State(
+      cache_lib.append(state.cache, out.added, slot_P),
+      state.token_B.at[ended_P].set(drawn.token_B, mode="drop"),
+      _seen(state.rows, ended_P, drawn.token_B),
+    ),
+    scores_lib.score(model, out.hidden_BTD, next_PT, num_top)
+    if with_scores
+    else None,
+    drawn,
+    _tapped(out.reads_LBTD, taps, last_P11),
+  )
+
+
+@_on
+def next_token(model, state, active_B, *, context, num_top, taps):
+  """The next token of every active slot."""
+  out = model.extend(
+    state.token_B[:, None],
+    state.cache,
+    active_B.astype(jnp.int32),
+    context=context,
+    with_reads=bool(taps),
+  )
+  logits_BV = model.embedding.decode(out.hidden_BTD)[:, 0]
+  position_B = out.added.chunk.start_B + 1
+  drawn = draw_lib.draw(logits_BV, state.rows, position_B, num_top)
+  slots = active_B.size
+  slot_B = jnp.where(active_B, jnp.arange(slots), slots)
+  return (
+    State(
+      cache_lib.append(state.cache, out.added),
+      jnp.where(active_B, drawn.token_B, state.token_B),
+      _seen(state.rows, slot_B, drawn.token_B),
+    ),
+    drawn,
+    _tapped(out.reads_LBTD, taps, jnp.zeros((slots, 1, 1), jnp.int32)),
+  )
+
+
+@_on
+def restore(model, state, tokens, recurrent, slot, start):
+  """Saved entries of tokens, and a saved state unless it is None."""
+  del model
+
+  def put(old, saved):
+    return jax.lax.dynamic_update_slice(old, saved, (0, slot, 0, start, 0))
+
+  def replace(old, saved):
+    return jax.lax.dynamic_update_slice_in_dim(old, saved, slot, axis=1)
+
+  keep = lambda old, _: old
+  states = cache_lib.map_both(put, keep, state.cache.states, tokens)
+  if recurrent is not None:
+    states = cache_lib.map_both(keep, replace, states, recurrent)
+  return (state._replace(cache=state.cache._replace(states=states)),)
+
+
+@functools.partial(jax.jit, static_argnames="size")
+def save(states, slot, start, *, size):
+  """Entries of some tokens of a slot, and its recurrent state."""
+
+  def cut(a):
+    sizes = a.shape[0], 1, a.shape[2], size, a.shape[4]
+    return jax.lax.dynamic_slice(a, (0, slot, 0, start, 0), sizes)
+
+  def row(a):
+    return jax.lax.dynamic_slice_in_dim(a, slot, 1, axis=1)
+
+  none = lambda _: None
+  return (
+    cache_lib.map_both(cut, none, states),
+    cache_lib.map_both(none, row, states),
+  )
+
+
+def _tapped(reads_LBTD, taps, position_B11):
+  """The reads of some sublayers, at one position of each row: [B, taps, D]."""
+  if reads_LBTD is None:
+    return None
+  some_LBTD = jnp.stack([reads_LBTD[l] for l in taps])
+  tapped_LB1D = jnp.take_along_axis(some_LBTD, position_B11[None], axis=2)
+  return jnp.swapaxes(tapped_LB1D[:, :, 0], 0, 1)
+
+
+def _seen(rows, slot_B, token_B):
+  seen_BV = rows.seen_BV.at[slot_B, token_B].set(True, mode="drop")
+  return rows._replace(seen_BV=seen_BV)
+
+
+def keep_sharded(model, state, mesh):
+  """Constrains a state, so that it is the same from step to step."""
+  if mesh is None:
+    return state
+  return jax.lax.with_sharding_constraint(
+    state, _state_sharding(model, state, mesh)
+  )
