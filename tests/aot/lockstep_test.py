@@ -11,6 +11,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import flops
 from attnres_jax.aot import hlo
 from attnres_jax.aot import lockstep
+from attnres_jax.aot import report
 from attnres_jax.pipeline import layout as layout_lib
 from attnres_jax.pipeline import schedule as schedule_lib
 from tests.aot import small
@@ -111,6 +112,13 @@ def test_branches_of_a_program_are_units():
   work = (2 * (16 + 48), 2 * (32 + 64))
   assert found.bubble == pytest.approx(ticks / np.mean(work) - 1)
   assert found.slowest_rank == 1
+
+
+def test_a_report_says_how_long_ranks_take_together():
+  found = lockstep.Lockstep(2.5, 2.0, 0.25, slowest_rank=3)
+  (line,) = report._lockstep(dict(lockstep=dataclasses.asdict(found)))
+  assert "2.500 s, with a bubble of 25%; rank 3" in line
+  assert not report._lockstep({})
 
 
 def test_a_program_without_the_two_slots_is_refused():
