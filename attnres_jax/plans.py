@@ -26,8 +26,8 @@ from attnres_jax import files
 FILE = "configs/plans.csv"
 # In the folder of a sweep.
 COPY = "plans.csv"
-# Column of the file -> field that it replaces, unless the cell is empty. Plans
-# without a pipeline leave the last four empty.
+# Column of the file -> field that it replaces, unless the cell is empty, as are
+# those of pipelines in plain plans, and the last where the default fits.
 COLUMNS = {
   "data": "mesh.data",
   "fsdp": "mesh.fsdp",
@@ -38,6 +38,7 @@ COLUMNS = {
   "virtual_stages": "pipeline.virtual_stages",
   "pipeline_microbatches": "pipeline.microbatches",
   "gather": "pipeline.gather",
+  "tile_tokens": "loss.tile_tokens",
 }
 _KEYS = ("config_hash", "device_kind", "devices")
 # Fields, or the beginnings of their names, that determine memory and time of a

@@ -24,6 +24,7 @@ import numpy as np
 from attnres_jax import chips
 from attnres_jax import config as config_lib
 from attnres_jax import flops
+from attnres_jax import loss
 from attnres_jax import plans as plans_lib
 from attnres_jax import sharding
 from attnres_jax import train_state
@@ -54,6 +55,8 @@ _GATHERED_VECTORS = 20
 # Without checkpointing, autodiff keeps about this many times the results of the
 # products.
 _UNCHECKPOINTED = 3.0
+# Logits of a tile take at most this share of the memory.
+_LOGITS = 0.1
 # Above this share of the memory, a plan will probably not fit.
 _SAFE = 0.6
 # How often the forward pass runs, by what is kept of it.
@@ -131,10 +134,23 @@ def plans(
         if (number, config.mesh.stage) != (1, 1):
           overrides[f"mesh.{sharding.STAGE}"] = number
         seconds *= 1 + max(0.0, kept / chip.hbm_bytes - _SAFE)
-        found.append(Plan(overrides | fields, kept, seconds))
+        overrides |= fields | _tiles(config, chip)
+        found.append(Plan(overrides, kept, seconds))
   # Of plans that look equal, the one with the largest microbatches.
   found.sort(key=lambda plan: (plan.rough_seconds, _microbatches(plan)))
   return found, dropped
+
+
+def _tiles(config: config_lib.RunConfig, chip: chips.Chip) -> dict[str, int]:
+  """Smaller tiles of the loss, where logits would take much of the memory."""
+  if config.loss.tile_tokens:
+    return {}
+  # In float32, and in the dtype of products.
+  itemsize = 4 + jnp.dtype(config.model.dtype).itemsize
+  fits = _LOGITS * chip.hbm_bytes / (itemsize * config.model.vocab_size)
+  if fits >= loss.TILE_TOKENS:
+    return {}
+  return {"loss.tile_tokens": 2 ** int(math.log2(fits))}
 
 
 def _microbatches(plan: Plan) -> int:

@@ -54,6 +54,20 @@ def test_plans_do_not_depend_on_what_they_replace(devices):
   assert other == plain
 
 
+@pytest.mark.parametrize(
+  "fields,tile",
+  [({}, None), ({"model.vocab_size": 163_840}, 1024),
+   ({"model.vocab_size": 163_840, "loss.tile_tokens": 512}, None)],
+)  # fmt: skip
+def test_logits_of_a_tile_take_a_tenth_of_the_memory(devices, fields, tile):
+  found, _ = candidates.plans(_config(**fields), devices)
+  assert {p.overrides.get("loss.tile_tokens") for p in found} == {tile}
+  if tile:
+    # float32, and bfloat16 or float32 again, of 16 GiB.
+    logits = tile * fields["model.vocab_size"] * (4 + 4)
+    assert 0.05 < logits / 2**34 < 0.1
+
+
 def test_what_cannot_fit_is_dropped_with_its_reason(devices):
   config = _config(**{"model.width": 8192, "model.mlp_width": 131_072})
   found, dropped = candidates.plans(config, devices)
