@@ -50,7 +50,13 @@ def test_equals_the_whole_program():
 def test_what_does_not_fit():
   config = _config(**{"data.batch_size": 8192})
   found = report.make_schedule_report(config, SLICE)
-  assert "RESOURCE_EXHAUSTED" in found["reason"] and not found["fits"]
+  assert not found["fits"]
+  # Either the compiler says what it needs before it refuses it, or only refuses.
+  if "reason" in found:
+    assert "RESOURCE_EXHAUSTED" in found["reason"]
+  else:
+    assert found["peak_bytes"] > found["hbm_bytes"]
+    assert found["headroom_bytes"] < 0
   text = report.to_text(found)
   assert "does not fit" in text and "largest arrays" in text
 
