@@ -31,8 +31,8 @@ class Schedule:
   """A compiled program before machine code.
 
   Attributes:
-    text: HLO, scheduled; empty if the compiler refuses the program before it has
-      said how much memory it needs.
+    text: HLO, scheduled; empty if the compiler refuses the program before it
+      has said how much memory it needs.
     peak_bytes: of a device's memory, with arguments and results; may be more
       than there is.
     reason: the compiler's message if it refuses.

@@ -51,7 +51,7 @@ def test_what_does_not_fit():
   config = _config(**{"data.batch_size": 8192})
   found = report.make_schedule_report(config, SLICE)
   assert not found["fits"]
-  # Either the compiler says what it needs before it refuses it, or only refuses.
+  # The compiler says what it needs before it refuses it, or only refuses.
   if "reason" in found:
     assert "RESOURCE_EXHAUSTED" in found["reason"]
   else:
