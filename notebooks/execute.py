@@ -4,6 +4,7 @@
   make notebooks
   python -m notebooks.execute
   python -m notebooks.execute --write    # .ipynb files from the .py files
+  python -m notebooks.execute --write upcycle
 
 A notebook is a pair: NAME.py, which is edited and reviewed, and NAME.ipynb, for
 Colab. The latter has no outputs, unless the header of NAME.py says `outputs:
@@ -32,8 +33,14 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument(
     "--write", action="store_true", help="only write the .ipynb files"
   )
+  known = {path.stem: path for path in pairs()}
+  parser.add_argument(
+    "names", nargs="*", default=[], help=f"of {', '.join(known)}; all if none"
+  )
   options = parser.parse_args(argv)
-  for path in pairs():
+  if wrong := [name for name in options.names if name not in known]:
+    parser.error(f"no notebook {wrong[0]!r}: expected {', '.join(known)}")
+  for path in (known[name] for name in options.names or known):
     notebook = load(path)
     if options.write:
       if keeps_outputs(notebook):

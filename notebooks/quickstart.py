@@ -31,12 +31,21 @@
 # takes two or three minutes on a CPU.
 
 # %%
-import importlib.util
+# Where the library is missing, as on Colab: finds CPU, GPU or TPU, and installs
+# what fits. It says so if the session has to be restarted.
+import pathlib
+import urllib.request
 
-if importlib.util.find_spec("attnres_jax") is None:
-  # On Colab this keeps the jax that comes with the runtime.
-  repository = "git+https://github.com/attnres-jax/attnres-jax"
-  # %pip install -q "attnres-jax[plots] @ {repository}"
+here = pathlib.Path("notebooks/colab.py").exists()
+if not here and not pathlib.Path("colab.py").exists():
+  source = "https://raw.githubusercontent.com/attnres-jax/attnres-jax/main"
+  urllib.request.urlretrieve(f"{source}/notebooks/colab.py", "colab.py")
+if here:
+  from notebooks import colab
+else:
+  import colab
+
+colab.prepare("plots")
 
 # %%
 import contextlib
