@@ -57,8 +57,13 @@ HEAD_WEIGHTS = PartitionSpec(None, TENSOR)
 FIRST_AXIS = PartitionSpec(TENSOR)
 SEQUENCES = PartitionSpec(ROWS)
 WHOLE = PartitionSpec()
+PER_DEVICE = PartitionSpec((*ROWS, TENSOR))
 # What is not sharded over tokens, if it cannot be.
-_BY_ROW = {TOKENS: SEQUENCES, QUERIED_TOKENS: PartitionSpec(None, ROWS)}
+_BY_ROW = {
+  TOKENS: SEQUENCES,
+  QUERIED_TOKENS: PartitionSpec(None, ROWS),
+  PER_DEVICE: SEQUENCES,
+}
 
 # Letter of an axis of a matrix (see `attnres_jax.models`) -> the mesh axis that
 # shards it. Other letters are not sharded: a head, a rank, scores of experts.

@@ -21,7 +21,7 @@ from attnres_jax import train_state
 from attnres_jax.models import adapters
 
 # They change how the same function is computed.
-_SAME_FUNCTION = ("remat", "attention_kernel", "scan_layers")
+_SAME_FUNCTION = ("remat", "attention_kernel", "scan_layers", "depth_loop")
 
 
 @dataclasses.dataclass(frozen=True)

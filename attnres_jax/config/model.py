@@ -397,6 +397,10 @@ class ModelConfig(fields.Checked, prefix="model"):
       which is then not recomputed; `dots`: also the results of matrix products.
     scan_layers: run the sublayers of a depth block that repeat a pattern as one
       `lax.scan` instead of a Python loop: smaller programs, same function.
+    depth_loop: how the depth blocks of Block and Full AttnRes run, outside of
+      decoding. `unrolled`: one after the other; `scan`: those that repeat a
+      pattern of sublayers as one loop, whose program does not grow with depth
+      (`attnres_jax.models.depth_scan`).
     attention: variants of `attention` mixers.
     rope: scaling of rotary positions.
     kda: shape of `kda` mixers.
@@ -429,6 +433,7 @@ class ModelConfig(fields.Checked, prefix="model"):
   dtype: Literal["float32", "bfloat16"] = "float32"
   remat: Literal["none", "full", "attention", "dots"] = "none"
   scan_layers: bool = True
+  depth_loop: Literal["unrolled", "scan"] = "unrolled"
   attention: AttentionConfig = AttentionConfig()
   rope: RopeConfig = RopeConfig()
   kda: KdaConfig = KdaConfig()

@@ -31,12 +31,14 @@ import jax.numpy as jnp
 from attnres_jax import config as config_lib
 from attnres_jax import scopes
 from attnres_jax import sharding
+from attnres_jax.models import depth_scan
 from attnres_jax.models import linear
 from attnres_jax.models import memory as memory_lib
 from attnres_jax.models import sublayer as sublayer_lib
 from attnres_jax.models.mixers import cache as cache_lib
 from attnres_jax.models.mixers import softmax
 from attnres_jax.models.residuals import base
+from attnres_jax.models.residuals import depth_attention
 
 Trace = base.Trace
 Sublayers = Mapping[str, sublayer_lib.Sublayer]
@@ -85,6 +87,7 @@ def run(
   memory: memory_lib.DepthMemory | None = None,
   scan: bool,
   remat: str,
+  depth_loop: str = "unrolled",
 ) -> jax.Array:
   """Runs all sublayers and returns h_out [B, T, D], before the final norm.
 
@@ -98,8 +101,17 @@ def run(
     memory: what mixers keep for later mixers; None for nothing.
     scan: scan over repeated sublayers, if the scheme allows it.
     remat: a key of `REMAT`.
+    depth_loop: as in `config.ModelConfig`.
+
+  Raises:
+    ConfigError: a scan over depth blocks is asked for, and there is none.
   """
   memory = memory or memory_lib.NoMemory()
+  if depth_loop == "scan":
+    periods = _periods(kinds, residual, memory, scan)
+    return _run_on_bank(
+      sublayers, residual, embedding_BTD, segment_ids_BT, periods, remat
+    )
   with scopes.part(scopes.RESIDUAL):
     state = residual.init(embedding_BTD)
   (state, _), _ = _run_part(
@@ -431,6 +443,99 @@ def _run_part(
   return state, kept
 
 
+def _periods(
+  kinds: Sequence[str],
+  residual: base.Residual,
+  memory: memory_lib.DepthMemory,
+  scan: bool,
+) -> tuple[depth_scan.Period, ...]:
+  """The segments of all sublayers, as repeated patterns."""
+  segments = residual.segments()
+  runs = find_runs([tuple(kinds[a:b]) for a, b in segments])
+  for wrong, reason in (
+    (not residual.banked, f"with {type(residual).__name__}"),
+    (not isinstance(memory, memory_lib.NoMemory), "with model.depth_memory"),
+    (not scan, "with model.scan_layers=False"),
+    (
+      max(run.repeats for run in runs) == 1,
+      "where no pattern of depth blocks repeats",
+    ),
+  ):
+    if wrong:
+      config_lib.fail("model.depth_loop", "scan", f"'unrolled' {reason}")
+  assert residual.block_size is not None
+  cut = find_runs if residual.scannable else no_runs
+  periods, first, sources = [], 0, 1
+  for run in runs:
+    blocks, before = [], sources
+    for start, stop in segments[first : first + len(run.kinds)]:
+      added = -(-(stop - start) // residual.block_size)
+      own = cut(kinds[start:stop])
+      blocks.append(depth_scan.Block(start, own, before, added))
+      before += added
+    periods.append(depth_scan.Period(tuple(blocks), run.repeats))
+    sources += (before - sources) * run.repeats
+    first += run.length
+  return tuple(periods)
+
+
+def _run_on_bank(
+  sublayers: Sublayers,
+  residual: Any,
+  embedding_BTD: jax.Array,
+  segment_ids_BT: jax.Array | None,
+  periods: tuple[depth_scan.Period, ...],
+  remat: str,
+) -> jax.Array:
+  """`run` of a banked scheme, with one scan over depth blocks."""
+  around_segment, around_sublayer = config_lib.choose(
+    "model.remat", remat, REMAT
+  )
+  memory = memory_lib.NoMemory()
+  calls = {
+    kind: around_sublayer(functools.partial(_apply, residual, memory, kind))
+    for kind in sublayers
+  }
+
+  def run_block(runs, reads, parts, sources, segment_ids_BT):
+    length = sum(run.length for run in runs)
+    opened: Any = _Opened(residual, reads)
+    (carry, _), _ = _run_segment(
+      _Segment(0, length, runs),
+      opened,
+      memory,
+      _same,
+      calls,
+      segment_ids_BT,
+      parts,
+      (sources, memory.init()),
+    )
+    with scopes.part(scopes.RESIDUAL):
+      return residual.end(carry)
+
+  loop = depth_scan.Loop(periods, residual, run_block, around_segment)
+  with scopes.part(scopes.RESIDUAL):
+    reads = residual.queries.reads(0, residual.num_sublayers)
+  bank_MBTD = loop(dict(sublayers), reads, embedding_BTD, segment_ids_BT)
+  with scopes.part(scopes.RESIDUAL):
+    return residual.attend_last_of(
+      depth_attention.Bank(bank_MBTD, len(bank_MBTD))
+    )
+
+
+class _Opened:
+  """A scheme, as `_run_segment` sees it, with the reads of one segment."""
+
+  def __init__(self, residual: base.Residual, reads: Any):
+    self.write = residual.write
+    self._residual = residual
+    self._reads = reads
+
+  def open(self, state: Any, start: int, stop: int) -> tuple[Any, Any]:
+    del start, stop
+    return self._residual.begin(self._reads, state)
+
+
 def trace(
   sublayers: Sublayers,
   kinds: Sequence[str],
@@ -676,8 +781,15 @@ def _cut(cuts: list[dict[str, slice]], sublayers: Sublayers) -> list[Sublayers]:
   ]
 
 
-def _in_order(stacks: Mapping[str, Any], kinds: Sequence[str]) -> list[Any]:
-  """Unstacks the modules of all kinds, in the order of `kinds`."""
+def _in_order(
+  stacks: Mapping[str, Any] | tuple[Any, ...], kinds: Sequence[str]
+) -> Sequence[Any]:
+  """Unstacks the modules of all kinds, in the order of `kinds`.
+
+  A tuple is in this order already.
+  """
+  if isinstance(stacks, tuple):
+    return stacks
   singles = {}
   for kind in dict.fromkeys(kinds):
     with scopes.part(kind):

@@ -102,6 +102,7 @@ class Transformer(nnx.Module):
       memory=self.depth_memory,
       scan=self.config.scan_layers,
       remat=self.config.remat,
+      depth_loop=self.config.depth_loop,
     )
     with scopes.part(scopes.NORM):
       return self.final_norm(h_BTD)

@@ -373,6 +373,12 @@ def _layout(config: config_lib.RunConfig, mesh: Mesh) -> layout_lib.Layout:
       config.model.depth_memory,
       f"'none' with mesh.stage={ranks}",
     )
+  if config.model.depth_loop != "unrolled":
+    config_lib.fail(
+      "model.depth_loop",
+      config.model.depth_loop,
+      f"'unrolled' with mesh.stage={ranks}",
+    )
   if ranks > count:
     config_lib.fail(
       "mesh.stage", ranks, f"at most the {count} sublayers of the network"

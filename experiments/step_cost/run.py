@@ -3,6 +3,8 @@
 
   python -m experiments.step_cost.run [--size=demo|large] [--rounds=5]
   python -m experiments.step_cost.run --schemes=mhc,ohc --output=FILE
+  python -m experiments.step_cost.run --output=FILE \
+    --schemes="block_attnres,block_attnres depth_scan"
 
 Compiles all schemes first, then runs them in turn, round after round, in one
 process on the same tokens. PreNorm and Rescaled, which a scan over layers can
@@ -60,8 +62,9 @@ _ROUNDS = flags.DEFINE_integer("rounds", 5, "timed rounds, after one warm-up")
 _SCHEMES = flags.DEFINE_list(
   "schemes",
   None,
-  "these residual schemes (with ' unrolled', not as a scan), besides both forms"
-  " of PreNorm, in place of those of AttnRes",
+  "these residual schemes, besides both forms of PreNorm, in place of those of"
+  " AttnRes; with ' unrolled', not as a scan; Block and Full AttnRes with"
+  " ' depth_scan', one scan over depth blocks",
 )
 _OUTPUT = flags.DEFINE_string(
   "output", str(_RESULTS), "CSV file to write the rows to"
@@ -90,12 +93,20 @@ SCHEMES = {
   "block_attnres one_softmax": _ONE_SOFTMAX,
   "full_attnres one_softmax": _ONE_SOFTMAX,
 }
+_DEPTH_SCAN = {"model.depth_loop": "scan"}
 # What --schemes may name.
-FORMS = {
-  f"{name}{form}": overrides
-  for name in residuals.RESIDUALS
-  for form, overrides in (("", {}), (" unrolled", _UNROLLED))
-} | SCHEMES
+FORMS = (
+  {
+    f"{name}{form}": overrides
+    for name in residuals.RESIDUALS
+    for form, overrides in (("", {}), (" unrolled", _UNROLLED))
+  }
+  | SCHEMES
+  | {
+    f"{name} depth_scan": _DEPTH_SCAN
+    for name in ("block_attnres", "full_attnres")
+  }
+)
 COMPILE = "compile_train_step"
 
 Times = Mapping[str, Mapping[str, Sequence[measure_lib.Seconds]]]

@@ -105,6 +105,9 @@ class Residual(nnx.Module):
     scannable: whether the carry keeps its structure between sublayers.
     block_size: sublayers between one completed block and the next.
     stream: whether states have more than blocks at the end of a block, too.
+    banked: whether the state at the start of a segment is a sequence of
+      sources, which may be rows of one array (`models.depth_scan`); such a
+      scheme has `begin` and `end`.
     reads_depth: whether `config.residual.read` describes its reads; otherwise,
       this has to keep its defaults.
     pre_norm: whether sublayers have a norm (with a gain) in front of them;
@@ -120,6 +123,7 @@ class Residual(nnx.Module):
   # Sublayers of a completed block; None if states contain no blocks.
   block_size: int | None = None
   stream = False
+  banked = False
   reads_depth = False
   pre_norm = True
   final_norm = True
@@ -183,6 +187,14 @@ class Residual(nnx.Module):
 
   def readout(self, state: Any) -> jax.Array:
     """h_out [B, T, D], which goes to the final norm and the head."""
+    raise NotImplementedError
+
+  def begin(self, reads: Any, sources: Any) -> tuple[Any, Any]:
+    """`open` at the start of a segment, given its reads and the sources."""
+    raise NotImplementedError
+
+  def end(self, carry: Any) -> tuple[jax.Array, ...]:
+    """The sources that a segment adds, given the carry at its end."""
     raise NotImplementedError
 
   def take_apart(self, state: Any) -> tuple[tuple[jax.Array, ...], Any]:

@@ -21,6 +21,7 @@ from attnres_jax import precision
 from attnres_jax.models import norm as norm_lib
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import depth_attention
+from attnres_jax.models.residuals import depth_reads
 
 
 class BlockState(NamedTuple):
@@ -123,13 +124,24 @@ class BlockAttnRes(BlockAttnResOneSoftmax):
 
   definition = BlockAttnResOneSoftmax
   scannable = True
+  banked = True
 
   def open(self, state: BlockState, start: int, stop: int) -> tuple[Any, Any]:
-    slots = self.phase_1(self.queries.reads(start, stop), state.blocks)
-    if state.partial_BTD is not None:
-      return state.partial_BTD, slots
-    partial_BTD = jnp.zeros_like(precision.widen(state.blocks[0]))
+    reads = self.queries.reads(start, stop)
+    if state.partial_BTD is None:
+      return self.begin(reads, state.blocks)
+    return state.partial_BTD, self.phase_1(reads, state.blocks)
+
+  def begin(
+    self, reads: depth_reads.Read, sources: depth_attention.Sources
+  ) -> tuple[Any, Any]:
+    slots = self.phase_1(reads, sources)
+    one = depth_attention.like(sources)
+    partial_BTD = jnp.zeros(one.shape, precision.wide(one.dtype))
     return partial_BTD, slots.ignoring_first()
+
+  def end(self, carry: Any) -> tuple[jax.Array, ...]:
+    return (carry.astype(self.dtype),)
 
   def read(self, carry: Any, slot: Any) -> jax.Array | base.QKV:
     return self.merge(slot, carry)

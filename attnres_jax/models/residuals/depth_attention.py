@@ -54,6 +54,56 @@ class Slot(NamedTuple):
     return self._replace(lse_BT=self.lse_BT.at[0].set(jnp.inf), value=value)
 
 
+class Bank(NamedTuple):
+  """Sources in one array, of which the first `count` are valid.
+
+  Attributes:
+    rows_MBTD: the array.
+    count: a number, which may be known at run time only.
+    taps: zeros like the results of a read. If they are given, their gradients
+      are those of the results, and no others are computed: not that of the
+      bank, and not that of the query as far as its scores are concerned.
+    lses: to which a read appends its log-normalisers.
+  """
+
+  rows_MBTD: jax.Array
+  count: jax.Array | int
+  taps: tuple[jax.Array, jax.Array] | None = None
+  lses: list[jax.Array] | None = None
+
+  @property
+  def like(self) -> jax.ShapeDtypeStruct:
+    """A source."""
+    rows = self.rows_MBTD
+    return jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype)
+
+
+Sources = Sequence[jax.Array] | Bank
+
+
+def like(sources: Sources) -> Any:
+  """An array like each of the sources."""
+  return sources.like if isinstance(sources, Bank) else sources[0]
+
+
+@jax.custom_vjp
+def _tapped(value: Any, tap: Any) -> Any:
+  del tap
+  return value
+
+
+_tapped.defvjp(
+  lambda value, tap: (value, None), lambda _, gradient: (None, gradient)
+)
+
+
+def queries_of(reads: depth_reads.Read) -> jax.Array:
+  """The queries of phase 1 of stacked reads; those of values come last."""
+  if reads.value is None:
+    return reads.query
+  return jnp.concatenate([reads.query, reads.value.query])
+
+
 def sharing(scheme: base.Residual, form: type[base.Residual]) -> Any:
   """A scheme of another class with the same parameters."""
   other = object.__new__(form)
@@ -137,11 +187,10 @@ class DepthAttention(base.Residual):
     read = self.queries.single(self.num_sublayers)
     return base.main(self.attend(read, sources))
 
-  def phase_1(
-    self, reads: depth_reads.Read, sources: Sequence[jax.Array]
-  ) -> Slot:
+  def phase_1(self, reads: depth_reads.Read, sources: Sources) -> Slot:
     """All mixtures of stacked reads, in one pass over the sources."""
     if reads.value is not None:
+      # In the order of `queries_of`.
       both = jax.tree.map(
         lambda *a: jnp.concatenate(a), reads._replace(value=None), reads.value
       )
@@ -165,6 +214,50 @@ class DepthAttention(base.Residual):
         self._null_logits(reads.query, null_Q11D, lse_QBT.shape),
       )
     return Slot(reads.query, out_QBTD, lse_QBT, scale=reads.scale)
+
+  def phase_1_shapes(
+    self, reads: depth_reads.Read, rows_MBTD: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    """Zeros like what the operator returns in phase 1."""
+    _, *shape = rows_MBTD.shape
+    shape = len(queries_of(reads)), *shape
+    of_heads = () if self._heads is None else (self._heads,)
+    wide = precision.wide(rows_MBTD.dtype)
+    lse_QBT = jnp.zeros((*shape[:-1], *of_heads), wide)
+    return jnp.zeros(shape, rows_MBTD.dtype), lse_QBT
+
+  def phase_1_vjp(
+    self,
+    query_QD: jax.Array,
+    rows_MBTD: jax.Array,
+    count: jax.Array | int,
+    lse_QBT: jax.Array,
+    dout_QBTD: jax.Array,
+    dlse_QBT: jax.Array,
+    drows_MBTD: jax.Array,
+  ) -> tuple[jax.Array, jax.Array]:
+    """The gradient of the queries, and `drows_MBTD` with those of the sources.
+
+    Args:
+      query_QD: `queries_of` the reads.
+      rows_MBTD: of a `Bank`.
+      count: of the bank.
+      lse_QBT: the log-normalisers.
+      dout_QBTD: the gradient of the mixtures.
+      dlse_QBT: that of the log-normalisers.
+      drows_MBTD: the gradients of the rows so far, updated in place.
+    """
+    return depth_attention_vjp(
+      query_QD, rows_MBTD, count, lse_QBT, dout_QBTD, dlse_QBT, drows_MBTD,
+      eps=self.eps, heads=self._heads, rank=self._rank,
+    )  # fmt: skip
+
+  def attend_last_of(self, bank: Bank) -> jax.Array:
+    """`attend_last`, of the sources in a bank."""
+    read = self.queries.single(self.num_sublayers)
+    slots = self.phase_1(jax.tree.map(lambda a: a[None], read), bank)
+    first = jax.tree.map(lambda a: a[0], slots)
+    return base.main(depth_reads.each(first, self.whole))
 
   def merge(self, slot: Slot, open_BTD: jax.Array) -> jax.Array | base.QKV:
     """The mixture with the open source as one more source."""
@@ -325,7 +418,7 @@ class OfFewTokens(DepthAttention):
 
 def depth_attention(
   query_QD: jax.Array,
-  sources: Sequence[jax.Array],
+  sources: Sources,
   *,
   eps: float,
   heads: int | None = None,
@@ -333,6 +426,8 @@ def depth_attention(
   apart: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
   """`attnres_kernels.depth_attention` of [B, T, D] sources."""
+  if isinstance(sources, Bank):
+    return _of_bank(query_QD, sources, eps=eps, heads=heads, rank=rank)
 
   def attend(query_QD, sources):
     return attnres_kernels.depth_attention(
@@ -352,6 +447,59 @@ def depth_attention(
     flops=len(sources) * pair_flops(out_QBTD.shape, query_QD.shape[-1]),
     scanned=sources, outs=(out_QBTD, lse_QBT),
   )  # fmt: skip
+
+
+def _of_bank(
+  query_QD: jax.Array, bank: Bank, **options: Any
+) -> tuple[jax.Array, jax.Array]:
+  def attend(query_QD, rows_MBTD, count):
+    return attnres_kernels.depth_attention(
+      query_QD, rows_MBTD, num_sources=count, **options
+    )
+
+  many, whole = sharding.QUERIED_TOKENS, sharding.WHOLE
+  split = sharding.by_shards(attend, (whole, many, whole), (many, many))
+  arrays = query_QD, bank.rows_MBTD, jnp.asarray(bank.count, jnp.int32)
+  if bank.taps is not None:
+    arrays = jax.lax.stop_gradient(arrays)
+  out_QBTD, lse_QBT = split(*arrays)
+  if bank.lses is not None:
+    bank.lses.append(lse_QBT)
+  if bank.taps is None:
+    return out_QBTD, lse_QBT
+  return _tapped((out_QBTD, lse_QBT), bank.taps)
+
+
+def depth_attention_vjp(
+  query_QD: jax.Array,
+  rows_MBTD: jax.Array,
+  count: jax.Array | int,
+  lse_QBT: jax.Array,
+  dout_QBTD: jax.Array,
+  dlse_QBT: jax.Array,
+  drows_MBTD: jax.Array,
+  **options: Any,
+) -> tuple[jax.Array, jax.Array]:
+  """`attnres_kernels.depth_attention_vjp` of a bank."""
+
+  def backward(query_QD, rows_MBTD, count, lse, dout, dlse, drows_MBTD):
+    dquery_QD, drows_MBTD = attnres_kernels.depth_attention_vjp(
+      query_QD, rows_MBTD, lse, dout, dlse,
+      num_sources=count, accumulate=drows_MBTD, **options,
+    )  # fmt: skip
+    return dquery_QD[None], drows_MBTD
+
+  many, whole = sharding.QUERIED_TOKENS, sharding.WHOLE
+  split = sharding.by_shards(
+    backward,
+    (whole, many, whole, many, many, many, many),
+    (sharding.PER_DEVICE, many),
+  )
+  dquery_PQD, drows_MBTD = split(
+    query_QD, rows_MBTD, jnp.asarray(count, jnp.int32), lse_QBT, dout_QBTD,
+    dlse_QBT, drows_MBTD,
+  )  # fmt: skip
+  return jnp.sum(dquery_PQD, axis=0), drows_MBTD
 
 
 def depth_merge(

@@ -73,6 +73,7 @@ class FullAttnRes(FullAttnResOneSoftmax):
   """The same function, with queries batched over segments."""
 
   definition = FullAttnResOneSoftmax
+  banked = True
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
@@ -83,7 +84,15 @@ class FullAttnRes(FullAttnResOneSoftmax):
     return tuple((i, min(i + step, last)) for i in range(0, last, step))
 
   def open(self, state: Any, start: int, stop: int) -> tuple[Any, Any]:
-    return (), self.phase_1(self.queries.reads(start, stop), state)
+    return self.begin(self.queries.reads(start, stop), state)
+
+  def begin(
+    self, reads: depth_reads.Read, sources: depth_attention.Sources
+  ) -> tuple[Any, Any]:
+    return (), self.phase_1(reads, sources)
+
+  def end(self, carry: Any) -> tuple[jax.Array, ...]:
+    return carry
 
   def read(self, carry: Any, slot: Any) -> jax.Array | base.QKV:
     if not carry:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from attnres_kernels import heads as heads_lib
+from attnres_kernels.depth_attention import xla_bank
 
 # Up to this many queries, a sum over queries is written out term by term, which
 # the CPU compiler turns into one pass; with more queries, it is a broadcast.
@@ -29,10 +30,14 @@ def forward(query_QD, sources, count, *, eps, heads=1, rank=None, apart=False):
   that are the key. Mixtures are stacked in any case, so `apart` has no effect.
   """
   del apart
+  if count is not None:
+    return xla_bank.forward(
+      query_QD, sources, count, eps=eps, heads=heads, rank=rank
+    )
   num_queries, width = query_QD.shape[0], sources[0].shape[-1]
   query_QD = heads_lib.separate(query_QD, heads)
-  slots = _slots(sources, count, query_QD.dtype)
-  scores, _ = _scores(query_QD, slots, count, eps, rank)
+  slots = [source.astype(query_QD.dtype) for source in sources]
+  scores, _ = _scores(query_QD, slots, eps, rank)
   lse_TQ = _log_sum_exp(scores)
   weights = _weights(scores, lse_TQ)
   dtype = _dtype(sources)
@@ -74,14 +79,19 @@ def backward(
 
   Source gradients are added to `accumulate` if it is given.
   """
+  if count is not None:
+    return xla_bank.backward(
+      query_QD, sources, count, lse_QT, dout_QTD, dlse_QT, accumulate,
+      eps=eps, heads=heads, rank=rank,
+    )  # fmt: skip
   dtype = query_QD.dtype
   num_queries, key_width = query_QD.shape
   width = sources[0].shape[-1]
   separate_QD = heads_lib.separate(query_QD, heads)
-  slots = _slots(sources, count, dtype)
+  slots = [source.astype(dtype) for source in sources]
   dout_QTD = dout_QTD.astype(dtype)
-  scores, inverses = _scores(separate_QD, slots, count, eps, rank)
-  weights = _weights(scores, _last(lse_QT, heads))
+  scores, inverses = _scores(separate_QD, slots, eps, rank)
+  weights = _weights(scores, xla_bank.last(lse_QT, heads))
   # Large scores may differ from those of the forward pass, which sums in
   # another order: normalise again, so that the weights still sum to one.
   total_TQ = sum(weights)
@@ -97,7 +107,7 @@ def backward(
   mean_TQ = sum(
     weight_TQ * product_TQ for weight_TQ, product_TQ in zip(weights, products)
   )
-  shift_TQ = _last(dlse_QT, heads) - mean_TQ
+  shift_TQ = xla_bank.last(dlse_QT, heads) - mean_TQ
 
   dsource_dtype = _dtype(sources if accumulate is None else accumulate)
   dquery_QD = jnp.zeros_like(separate_QD)
@@ -105,28 +115,27 @@ def backward(
   for i, slot in enumerate(slots):
     dscore_TQ = weights[i] * (products[i] + shift_TQ)
     pull_TQ = dscore_TQ * inverses[i][..., None]
-    # An invalid slot has score -inf and weight 0: keep 0 * inf out of the sum.
-    scored_TQ = dscore_TQ * scores[i]
-    if count is not None:
-      scored_TQ = jnp.where(i < count, scored_TQ, 0)
-    bend_T = inverses[i] ** 2 * jnp.sum(scored_TQ, axis=-1) / key_width
-    key = _key(slot, rank)
+    bend_T = inverses[i] ** 2 * jnp.sum(dscore_TQ * scores[i], axis=-1)
+    bend_T /= key_width
+    key = xla_bank.key_of(slot, rank)
     dquery_QD += jnp.einsum(
       "...q,...d->qd", pull_TQ, key, precision=jax.lax.Precision.HIGHEST
     )
-    dsource = _of_key(-bend_T[..., None] * key, width)
+    dsource = xla_bank.at_key(-bend_T[..., None] * key, width)
     if num_queries <= _UNROLLED_QUERIES:
       for q in range(num_queries):
         dsource += _one(weights[i], q, heads, width) * douts[q]
         pull = _one(pull_TQ, q, heads, width)
-        dsource += _of_key(pull * _row(query_QD[q], slot), width)
+        dsource += xla_bank.at_key(
+          pull * xla_bank.row(query_QD[q], slot), width
+        )
     else:
       dsource += jnp.sum(_all(weights[i], heads, width) * dout_TQD, axis=-2)
       pulled = jnp.einsum(
         "...q,qd->...d", pull_TQ, separate_QD,
         precision=jax.lax.Precision.HIGHEST,
       )  # fmt: skip
-      dsource += _of_key(pulled, width)
+      dsource += xla_bank.at_key(pulled, width)
     if accumulate is not None:
       dsource += accumulate[i].astype(dtype)
     dsources.append(dsource.astype(dsource_dtype))
@@ -162,26 +171,6 @@ def _all(weight_TQ, heads, width):
   return heads_lib.spread(weight_TQH, heads, width)
 
 
-def _last(lse_QT, heads):
-  """[Q, ...] or [Q, ..., H] with queries, and then heads, in the last axis."""
-  if heads == 1:
-    return jnp.moveaxis(lse_QT, 0, -1)
-  lse_TQH = jnp.moveaxis(lse_QT, 0, -2)
-  return lse_TQH.reshape(*lse_TQH.shape[:-2], -1)
-
-
-def _key(slot, rank):
-  return slot if rank is None else slot[..., -rank:]
-
-
-def _of_key(dkey, width):
-  """The gradient of a source, from that of the coordinates that are its key."""
-  missing = width - dkey.shape[-1]
-  if not missing:
-    return dkey
-  return jnp.pad(dkey, [(0, 0)] * (dkey.ndim - 1) + [(missing, 0)])
-
-
 def _total(terms):
   return functools.reduce(operator.add, terms)
 
@@ -190,28 +179,15 @@ def _dtype(sources):
   return sources[0].dtype if isinstance(sources, tuple) else sources.dtype
 
 
-def _slots(sources, count, dtype):
-  slots = []
-  for i in range(len(sources)):
-    slot = sources[i].astype(dtype)
-    if count is not None:
-      # The contents of an unused slot must not leak in, not even a NaN.
-      slot = jnp.where(i < count, slot, 0)
-    slots.append(slot)
-  return slots
-
-
-def _scores(query_QD, slots, count, eps, rank):
+def _scores(query_QD, slots, eps, rank):
   scores, inverses = [], []
-  for i, slot in enumerate(slots):
-    key = _key(slot, rank)
+  for slot in slots:
+    key = xla_bank.key_of(slot, rank)
     inverse_T = jax.lax.rsqrt(jnp.mean(jnp.square(key), axis=-1) + eps)
     score_TQ = jnp.einsum(
       "...d,qd->...q", key, query_QD, precision=jax.lax.Precision.HIGHEST
     )
     score_TQ *= inverse_T[..., None]
-    if count is not None:
-      score_TQ = jnp.where(i < count, score_TQ, -jnp.inf)
     scores.append(score_TQ)
     inverses.append(inverse_T)
   return scores, inverses
@@ -231,7 +207,3 @@ def _weights(scores, lse_TQ):
   # exp(-inf - -inf) would be NaN: an empty set has zero weights.
   finite_TQ = jnp.where(jnp.isfinite(lse_TQ), lse_TQ, 0)
   return [jnp.exp(score_TQ - finite_TQ) for score_TQ in scores]
-
-
-def _row(x_D, like_TD):
-  return x_D.reshape((1,) * (like_TD.ndim - 1) + (-1,))
