@@ -114,6 +114,7 @@ def scheme(name, num_sublayers, *, seed=1, scale=1.0, eps=EPS, **fields):
     num_sublayers=num_sublayers,  # may be odd, unlike a ModelConfig's
     width=WIDTH,
     norm_eps=eps,
+    scan_layers=True,
     init_std=0.3,
     dtype="float64",
     residual=config_lib.ResidualConfig(name=name, **fields),
