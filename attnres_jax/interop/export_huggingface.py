@@ -112,8 +112,12 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _family_of(facts: Mapping[str, Any], config: config_lib.ModelConfig) -> str:
-  """The family that a network came from, or the first that fits."""
-  return facts.get("family") or families.of_network(config)
+  """The family that a network came from, or the first that fits.
+
+  One that was upcycled is no longer of that family.
+  """
+  same = "upcycled_from" not in facts
+  return (same and facts.get("family")) or families.of_network(config)
 
 
 def _arguments(family: str, folder: pathlib.Path) -> str:

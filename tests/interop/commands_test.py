@@ -171,3 +171,17 @@ def test_a_network_that_cannot_be_exported(tmp_path, capsys):
   assert EXPORT(argv) == 2
   assert "config.model.qkv_norm: got True" in capsys.readouterr().err
   assert not (tmp_path / "b").exists()
+
+
+def test_an_upcycled_network_is_no_longer_of_its_family():
+  attnres = config_lib.ModelConfig(vocab_size=8)
+  plain = config_lib.ModelConfig(
+    vocab_size=8, residual=config_lib.ResidualConfig(name="prenorm")
+  )
+  facts = {"family": "qwen2"}
+  family_of = export_huggingface._family_of
+  assert family_of(facts, plain) == "qwen2"
+  assert family_of({}, plain) == "llama"
+  facts["upcycled_from"] = "runs/qwen"
+  assert attnres.residual.name == "block_attnres"
+  assert family_of(facts, attnres) == "attnres"

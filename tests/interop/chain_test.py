@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a random Llama to its class in PyTorch, by the lines of README.md."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from attnres_jax import metrics
+from tests import tiny_run
+
+DOCUMENT = tiny_run.ROOT / "README.md"
+
+
+def lines():
+  blocks = re.findall(r"^```\n(.*?)^```$", DOCUMENT.read_text(), re.S | re.M)
+  (block,) = (block for block in blocks if "random_llama" in block)
+  return block.replace("\\\n", " ").splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.needs("accelerate")
+@pytest.mark.needs("lm_eval")
+@pytest.mark.needs("torch")
+def test_the_chain(tmp_path):
+  environment = tiny_run.environment()
+  # As a user has it: programs are compiled as fast as they run.
+  del environment["JAX_DISABLE_MOST_OPTIMIZATIONS"]
+  found = {}
+  for line in lines():
+    python, *command = shlex.split(line)
+    assert python == "python"
+    done = subprocess.run(
+      [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True,
+      env=environment | {"HF_HUB_OFFLINE": "1", "HF_HOME": os.fspath(tmp_path)},
+      check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{line}\n{done.stderr}"
+    found[command[1]] = done.stdout
+  assert len(found) == 8
+  losses = [
+    row["loss"] for row in metrics.read_rows(tmp_path / "runs/more", "train")
+  ]
+  assert len(losses) == 50 and losses[-1] < losses[0] - 1
+  scores = json.loads((tmp_path / "runs/scores.json").read_text())
+  bits = scores["results"]["corpus_bytes"]["bits_per_byte,none"]
+  # That of a uniform guess is 8.
+  assert 1 < bits < 6
+  assert scores["run"]["residual"] == "block_attnres"
+  assert found["experiments.downstream.run_twin"].startswith("def ")
