@@ -36,8 +36,12 @@ def _value(layers, module, embedding, *, remat, depth_loop):
     # Two kinds of blocks in turn, and a shorter one at the end.
     ("block_attnres", 13, "none", dict(block_size=3)),
     # Blocks that are scans themselves.
-    ("block_attnres", 10, "full", dict(block_size=4)),
-    ("full_attnres", 11, "none", dict(schedule_size=4)),
+    pytest.param(
+      "block_attnres", 10, "full", dict(block_size=4), marks=pytest.mark.slow
+    ),
+    pytest.param(
+      "full_attnres", 11, "none", dict(schedule_size=4), marks=pytest.mark.slow
+    ),
     ("full_attnres", 6, "full", dict(schedule_size=2)),
     pytest.param(
       "block_attnres", 8, "dots", dict(block_size=2), marks=pytest.mark.slow
@@ -124,7 +128,10 @@ def _far(a, b):
   return np.linalg.norm(a - b) / np.linalg.norm(b)
 
 
-@pytest.mark.parametrize("name", ["block_attnres", "full_attnres"])
+@pytest.mark.parametrize(
+  "name",
+  ["block_attnres", pytest.param("full_attnres", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize(
   "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
 )
