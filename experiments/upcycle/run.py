@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains PreNorm networks, upcycles them, and trains all forms on.
+
+  python -m experiments.upcycle.run
+
+Writes rows to `results.csv` beside this file, seed by seed, and fills the
+README and the figure from them. Rerun the same command to resume: runs go on
+from their last checkpoint, and rows that are there are not computed again.
+"""
+
+import argparse
+from collections.abc import Sequence
+import dataclasses
+import pathlib
+import shutil
+import sys
+from typing import Any
+
+import jax
+import tqdm
+
+from attnres_jax import checkpoint
+from attnres_jax import command_line
+from attnres_jax import config as config_lib
+from attnres_jax import csv_rows
+from attnres_jax import environment
+from attnres_jax import files
+from attnres_jax import run_folder
+from attnres_jax import train
+from attnres_jax.config import fields
+from attnres_jax.interop import upcycle
+from attnres_jax.interop import weights_folder
+from experiments import publish
+from experiments.pages import readme
+from experiments.upcycle import report
+
+# Of the source: the network and protocol of experiments/noise.
+SOURCE = (
+  "experiments/noise/config.py:recipe=settled,rows=4,rate=6e-3,residual=prenorm"
+)
+SMALL = f"{SOURCE},runlocal=True"
+# Half of what the source was trained for, at half its peak rate.
+SHARE, RATE_SHARE = 0.5, 0.5
+BLOCK_SIZE = 4
+FASTER = ("^residual/=10",)
+# The order of the data differs from that of the source.
+OTHER_ORDER = 1000
+
+_Residual = config_lib.ResidualConfig
+# Arm -> the scheme, and fields of `optim`.
+ARMS: dict[str, tuple[config_lib.ResidualConfig, dict[str, Any]]] = {
+  report.BASELINE: (_Residual("prenorm"), {}),
+  "replacement": (_Residual("block_attnres", block_size=BLOCK_SIZE), {}),
+  "delta": (_Residual("delta_mh", block_size=BLOCK_SIZE), {}),
+  "delta_faster": (
+    _Residual("delta_mh", block_size=BLOCK_SIZE), dict(rates=FASTER),
+  ),
+}  # fmt: skip
+
+_RESULTS = pathlib.Path(__file__).absolute().with_name("results.csv")
+PUBLISHED = readme.Published(
+  _RESULTS.parent,
+  [readme.Place(report.results)],
+  {"differences.svg": report.figure},
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs the command; returns its exit status."""
+  parser = command_line.Parser("python -m experiments.upcycle.run", __doc__)
+  add = parser.add_argument
+  add("--seeds", type=int, default=8, help="pairs")
+  add("--workdir", default="runs/upcycle", help="folder of all runs")
+  add(
+    "--out", default=str(_RESULTS),
+    help="file of rows; others are not published",
+  )  # fmt: skip
+  add("--small", action="store_true", help="seconds, to try things out")
+  return command_line.run(_main, parser.parse_args(argv))
+
+
+def _main(options: argparse.Namespace) -> None:
+  fields.accept("--seeds", options.seeds, fields.Size)
+  workdir = files.check_folder("--workdir", options.workdir)
+  out = pathlib.Path(options.out)
+  known = csv_rows.read(out) if out.exists() else []
+  done = {(row["arm"], int(row["seed"])) for row in known}
+  origin = environment.facts()
+  # Seed by seed, so that a part of them is already a comparison.
+  wanted = [(arm, seed) for seed in range(options.seeds) for arm in ARMS]
+  base = config_lib.load_config(SMALL if options.small else SOURCE)
+  for arm, seed in tqdm.tqdm([w for w in wanted if w not in done], unit="run"):
+    known.append(_row(base, arm, seed, pathlib.Path(workdir)) | origin)
+    csv_rows.write(out, known)
+    jax.clear_caches()
+  if out == _RESULTS:
+    publish.publish(PUBLISHED)
+
+
+def _row(
+  base: config_lib.RunConfig, arm: str, seed: int, workdir: pathlib.Path
+) -> dict[str, Any]:
+  """Trains an arm, and its source if nobody has; returns what it reached."""
+  data = dataclasses.replace(base.data, seed=seed)
+  source = dataclasses.replace(base, seed=seed, data=data)
+  folder = workdir / f"seed{seed}"
+  reached = train.train_and_evaluate(source, folder / "source")
+  start = _upcycled(folder, arm)
+  found = train.train_and_evaluate(_continued(source, arm, start), folder / arm)
+  return {
+    "arm": arm,
+    "seed": seed,
+    "validation_loss": f"{found['validation_loss']:.6f}",
+    "source_loss": f"{reached['validation_loss']:.6f}",
+    "source_steps": source.train.steps,
+    "steps": found["step"],
+    "seconds": f"{found['seconds']:.0f}",
+    "source_seconds": f"{reached['seconds']:.0f}",
+  }
+
+
+def _upcycled(folder: pathlib.Path, arm: str) -> pathlib.Path:
+  """The folder of the network that an arm starts from."""
+  start = folder / f"{arm}_start"
+  if (start / run_folder.SUMMARY).exists():
+    return start
+  shutil.rmtree(start, ignore_errors=True)  # Left by an interrupted command.
+  config, model = checkpoint.load_model(folder / "source")
+  model = upcycle.upcycle(model, ARMS[arm][0])
+  config = dataclasses.replace(config, model=model.config)
+  weights_folder.write(start, config, model, {}, {})
+  return start
+
+
+def _continued(
+  source: config_lib.RunConfig, arm: str, start: pathlib.Path
+) -> config_lib.RunConfig:
+  """Weights of `start`, a new optimiser, other data."""
+  steps = max(1, round(SHARE * source.train.steps))
+  config, _ = checkpoint.load_model(start)
+  return dataclasses.replace(
+    source,
+    model=config.model,
+    data=dataclasses.replace(source.data, seed=source.seed + OTHER_ORDER),
+    optim=dataclasses.replace(
+      source.optim,
+      peak_lr=RATE_SHARE * source.optim.peak_lr,
+      warmup_steps=steps // 20,
+      **ARMS[arm][1],
+    ),
+    train=dataclasses.replace(source.train, steps=steps, start_from=str(start)),
+  )
+
+
+if __name__ == "__main__":
+  sys.exit(main())
