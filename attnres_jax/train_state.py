@@ -21,6 +21,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import loss as loss_lib
 from attnres_jax import models
 from attnres_jax import optimizer as optimizer_lib
+from attnres_jax import precision
 from attnres_jax import scopes
 from attnres_jax import sharding
 from attnres_jax.models import moe
@@ -44,7 +45,7 @@ class TrainState:
   Attributes:
     step: int32, optimiser steps taken or skipped so far.
     skipped: int32, steps whose update was skipped because it was not finite.
-    model: the network, float32 master weights.
+    model: the network, with weights in `model.parameter_dtype`.
     opt_state: of optax.
     average: the mean of the models after the last steps, if
       `train.average_last`; until these begin, the initial model.
@@ -183,7 +184,8 @@ class Program:
         return update(state, examples, sums, gradient, peaks)
 
     def update(state, examples, sums, gradient, peaks):
-      params: Any = state.model
+      # The optimiser and its state are float32, whatever weights are kept in.
+      params: Any = _wide(state.model)
       tokens = jnp.sum(examples.weights)
       count = jnp.maximum(tokens, 1.0)
       gradient = jax.tree.map(lambda g: g / count, gradient)
@@ -201,6 +203,9 @@ class Program:
         balance_rate=balance_rate_at(state.step),
       )
       model = optax.apply_updates(params, updates)
+      model = jax.tree.map(
+        lambda new, old: new.astype(old.dtype), model, state.model
+      )
       if peaks:
         model = qk_clip.clip(model, peaks, config.optim.qk_clip)
       old = (state.model, state.opt_state)
@@ -329,7 +334,7 @@ class _Whole:
       return sums.total, sums
 
     gradient, sums = jax.grad(total, has_aux=True)(model)
-    return sums, gradient
+    return sums, _wide(gradient)
 
   def _accumulated(self, model, examples):
     """Sums over microbatches."""
@@ -348,7 +353,7 @@ class _Whole:
       gradients, sums = jax.grad(total, argnums=(0, 1), has_aux=True)(
         model, embedding_BTD, microbatch
       )
-      return (sums, gradients[0]), gradients[1]
+      return (sums, _wide(gradients[0])), gradients[1]
 
     def add(total, microbatch):
       new, d_BTD = one(microbatch)
@@ -363,7 +368,7 @@ class _Whole:
     # The table's gradient is made once, since it has a row for every token of
     # the vocabulary.
     _, pull = jax.vjp(lambda model: model.embedding.encode(each.inputs), model)
-    return sums, probe.add(gradient, *pull(d_MBTD))
+    return sums, probe.add(gradient, *map(_wide, pull(d_MBTD)))
 
   def kept_bytes(self, model):
     """What `model.remat="full"` keeps of a microbatch (section 4.1).
@@ -406,6 +411,11 @@ def first_averaged(config: config_lib.TrainConfig) -> int:
   return config.steps + 1 - max(1, round(config.average_last * config.steps))
 
 
+def _wide(tree: Any) -> Any:
+  """The same arrays in the dtype of sums: float32, if they are narrower."""
+  return jax.tree.map(precision.widen, tree)
+
+
 def _nbytes(variables: Any) -> int:
   avals = [variable.aval for variable in variables]
   return sum(math.prod(a.shape) * a.dtype.itemsize for a in avals)
@@ -413,7 +423,7 @@ def _nbytes(variables: Any) -> int:
 
 def _init(config: config_lib.RunConfig) -> TrainState:
   model: Any = models.build_model(config.model, config.seed)
-  opt_state = optimizer_lib.make_optimizer(config.optim).init(model)
+  opt_state = optimizer_lib.make_optimizer(config.optim).init(_wide(model))
   zero = jnp.zeros((), jnp.int32)
   average = None
   if config.train.average_last:

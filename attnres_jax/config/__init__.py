@@ -26,6 +26,7 @@ from attnres_jax.config.load import parse_arg as parse_arg
 from attnres_jax.config.load import parse_field as parse_field
 from attnres_jax.config.load import to_dict as to_dict
 from attnres_jax.config.load import to_json as to_json
+from attnres_jax.config.model import ActivationConfig as ActivationConfig
 from attnres_jax.config.model import AttentionConfig as AttentionConfig
 from attnres_jax.config.model import DepthReadConfig as DepthReadConfig
 from attnres_jax.config.model import KdaConfig as KdaConfig

@@ -218,6 +218,21 @@ class RopeConfig(fields.Checked, prefix="model.rope"):
 
 
 @dataclasses.dataclass(frozen=True)
+class ActivationConfig(fields.Checked, prefix="model.activation"):
+  """Of gated MLPs and experts (`attnres_jax.models.activation`).
+
+  Attributes:
+    name: `silu`, or `situ` (Kimi K3).
+    gate_bound: of SiTU's gate.
+    up_bound: of what it multiplies.
+  """
+
+  name: Literal["silu", "situ"] = "silu"
+  gate_bound: fields.Positive = 4.0
+  up_bound: fields.Positive = 25.0
+
+
+@dataclasses.dataclass(frozen=True)
 class KdaConfig(fields.Checked, prefix="model.kda"):
   """Kimi Delta Attention (spec: kimi_linear section 2).
 
@@ -227,12 +242,17 @@ class KdaConfig(fields.Checked, prefix="model.kda"):
     gate_rank: rank of the two low-rank gates (decay, output).
     chunk_size: tokens per chunk of the chunkwise form; does not change the
       function.
+    full_rank_gate: the output gate is one matrix (Kimi K3).
+    decay_bound: the largest negative log-decay, -bound sigmoid(exp(a) (W_f x +
+      b)) (5 in Kimi K3); 0 for none, -exp(a) softplus(W_f x + b).
   """
 
   head_width: fields.Size = 128
   conv_width: fields.Size = 4
   gate_rank: fields.Size = 128
   chunk_size: fields.Size = 64
+  full_rank_gate: bool = False
+  decay_bound: fields.NotNegative = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,6 +271,8 @@ class MlaConfig(fields.Checked, prefix="model.mla"):
     rope_theta: base of the rotary positions of shared parts of keys and of what
       meets them in queries (DeepSeek-V3), scaled as `model.rope` says; 0 for
       none.
+    output_gate: heads are multiplied by the sigmoid of a linear map of the
+      input (Kimi K3).
   """
 
   latent_rank: fields.Size = 512
@@ -260,6 +282,7 @@ class MlaConfig(fields.Checked, prefix="model.mla"):
   latent_eps: fields.Positive = 1e-6
   query_rank: fields.Count = 0
   rope_theta: fields.NotNegative = 0.0
+  output_gate: bool = False
 
   def __post_init__(self):
     super().__post_init__()
@@ -286,6 +309,9 @@ class MoeConfig(fields.Checked, prefix="model.moe"):
     groups: equal parts of the experts, by number (DeepSeek-V3).
     top_groups: groups that a token's experts come from: those with the largest
       sums of their two best scores.
+    latent_width: routed experts read and write a latent of this width, in place
+      of the model's; a matrix leads to it and one back (Kimi K3). 0 for none.
+    latent_norm: the weighted sum of their outputs is normalised.
   """
 
   num_experts: fields.Count = 0
@@ -296,6 +322,8 @@ class MoeConfig(fields.Checked, prefix="model.moe"):
   dense_layers: fields.Count = 0
   groups: fields.Size = 1
   top_groups: fields.Size = 1
+  latent_width: fields.Count = 0
+  latent_norm: bool = False
 
   def __post_init__(self):
     super().__post_init__()
@@ -308,6 +336,10 @@ class MoeConfig(fields.Checked, prefix="model.moe"):
     if self.num_experts and not self.expert_width:
       errors.fail("model.moe.expert_width", 0, "a number above 0")
     self._check_groups()
+    if self.latent_norm and not self.latent_width:
+      errors.fail(
+        "model.moe.latent_norm", True, "False with model.moe.latent_width=0"
+      )
 
   def _check_groups(self):
     groups, size = self.groups, self.num_experts // self.groups
@@ -376,7 +408,7 @@ class ModelConfig(fields.Checked, prefix="model"):
     num_kv_heads: key/value heads of `attention`; 0 means as many as query
       heads.
     head_width: width of a head of `attention`; 0 means width / num_heads.
-    mlp_width: hidden width of the SwiGLU MLP; 0 means 8/3 width, rounded up to
+    mlp_width: hidden width of the gated MLP; 0 means 8/3 width, rounded up to
       a multiple of 32.
     attention_kernel: of softmax attention (`attention`, `mla`). `auto` selects
       a fused kernel for the platform that a program is lowered for; `tiled` is
@@ -390,7 +422,12 @@ class ModelConfig(fields.Checked, prefix="model"):
     tie_embeddings: the head is the transposed embedding table.
     logit_soft_cap: logits become cap * tanh(logits / cap); 0 for none.
     init_std: standard deviation of the normal initialisation of matrices.
-    dtype: of activations; master weights are always float32.
+    dtype: of activations.
+    parameter_dtype: of the matrices of sublayers, token table and head, between
+      steps. With `bfloat16` they take half as much memory, but an update that
+      is less than about 1/500 of a weight is lost. Vectors, the router and the
+      small gates of KDA stay float32, and so do optimiser state and the sums of
+      gradients.
     remat: what a sublayer keeps for the backward pass. `none`: everything that
       autodiff saves; `full`: its running input only (one vector per sublayer,
       plus each block once); `attention`: also the outputs of softmax attention,
@@ -403,6 +440,7 @@ class ModelConfig(fields.Checked, prefix="model"):
       (`attnres_jax.models.depth_scan`).
     attention: variants of `attention` mixers.
     rope: scaling of rotary positions.
+    activation: of MLPs and experts.
     kda: shape of `kda` mixers.
     mla: shape of `mla` mixers.
     moe: experts that replace dense MLPs.
@@ -431,11 +469,13 @@ class ModelConfig(fields.Checked, prefix="model"):
   logit_soft_cap: fields.NotNegative = 0.0
   init_std: fields.Positive = 0.02
   dtype: Literal["float32", "bfloat16"] = "float32"
+  parameter_dtype: Literal["float32", "bfloat16"] = "float32"
   remat: Literal["none", "full", "attention", "dots"] = "none"
   scan_layers: bool = True
   depth_loop: Literal["unrolled", "scan"] = "unrolled"
   attention: AttentionConfig = AttentionConfig()
   rope: RopeConfig = RopeConfig()
+  activation: ActivationConfig = ActivationConfig()
   kda: KdaConfig = KdaConfig()
   mla: MlaConfig = MlaConfig()
   moe: MoeConfig = MoeConfig()

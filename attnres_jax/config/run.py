@@ -402,6 +402,18 @@ class RunConfig(fields.Checked):
         parts,
         f"a divisor of data.batch_size={self.data.batch_size}",
       )
+    self._check_parameter_dtype()
+
+  def _check_parameter_dtype(self):
+    """What adds small numbers to weights needs them in float32."""
+    found = self.model.parameter_dtype
+    for prevents, why in (
+      (self.train.average_last, "train.average_last"),
+      (self.optim.qk_clip, "optim.qk_clip"),
+      (self.mesh.stage != 1, "a pipeline (mesh.stage)"),
+    ):
+      if found != "float32" and prevents:
+        errors.fail("model.parameter_dtype", found, f"'float32' with {why}")
 
   def with_vocab_size(self, vocab_size: int) -> "RunConfig":
     """The same run, with the tokenizer's vocabulary size filled in.

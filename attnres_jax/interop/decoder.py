@@ -118,6 +118,7 @@ class Decoder:
       ("depth_memory", config.depth_memory, "none"),
       ("qkv_norm", config.qkv_norm, False),
       ("logit_soft_cap", config.logit_soft_cap, 0),
+      ("activation.name", config.activation.name, "silu"),
       ("attention.qk_norm", attention.qk_norm, variant.qk_norm),
     ):
       if value != accepted:

@@ -115,7 +115,10 @@ class DeepseekV3:
       ("depth_memory", config.depth_memory, "none"),
       ("qkv_norm", config.qkv_norm, False),
       ("logit_soft_cap", config.logit_soft_cap, 0),
+      ("activation.name", config.activation.name, "silu"),
       ("mla.latent_eps", mla.latent_eps, 1e-6),
+      ("mla.output_gate", mla.output_gate, False),
+      ("moe.latent_width", moe.latent_width, 0),
     ):
       if value != accepted:
         config_lib.fail(f"model.{field}", value, repr(accepted))

@@ -12,6 +12,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.interop import decoder
 from attnres_jax.interop import deepseek
 from attnres_jax.interop import keys as keys_lib
+from attnres_jax.interop import kimi_k3
 from attnres_jax.interop import kimi_linear
 from attnres_jax.interop import rules
 from attnres_jax.interop import twin
@@ -63,6 +64,7 @@ FAMILIES: dict[str, Family] = {
   "deepseek_v3": deepseek.DeepseekV3(),
   "kimi_linear": kimi_linear.KimiLinear(),
   "attnres": twin.Twin(),
+  "kimi_k3": kimi_k3.KimiK3(),
 }
 
 

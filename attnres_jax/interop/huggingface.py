@@ -25,6 +25,7 @@ from attnres_jax import models
 from attnres_jax import sharding
 from attnres_jax.interop import families
 from attnres_jax.interop import manifest
+from attnres_jax.interop import mxfp4
 from attnres_jax.interop import rules as rules_lib
 from attnres_jax.interop import tensor_files
 
@@ -80,13 +81,24 @@ def read(folder: str | os.PathLike) -> Source:
   name, family = families.of_config_json(values)
   config = families.read_config(values)
   tensors = _renamed(family, tensor_files.open_folder(folder))
-  rules = tuple(family.rules(config))
+  rules = tuple(_as_stored(r, tensors) for r in family.rules(config))
   used = _check(rules, config, tensors, family.ignored(config, tensors))
+  # Codes in four bits become weights of the dtype of the others.
   all_dtypes = [tensors[one].dtype for one in used]
+  all_dtypes = [one for one in all_dtypes if one in tensor_files.DTYPES]
   dtype = max(sorted(set(all_dtypes)), key=all_dtypes.count)
-  dtypes = {r.leaf: tensors[r.names[0]].dtype for r in rules}
+  plain = [rule for rule in rules if not rule.packed]
+  dtypes = {r.leaf: tensors[r.names[0]].dtype for r in plain}
   dtypes = {leaf: one for leaf, one in dtypes.items() if one != dtype}
   return Source(folder, name, config, values, dtype, dtypes, rules, tensors)
+
+
+def _as_stored(
+  rule: rules_lib.Rule, tensors: Mapping[str, tensor_files.Tensor]
+) -> rules_lib.Rule:
+  """The rule, whose first tensor says whether all of them are packed."""
+  packed = rule.columns > 0 and mxfp4.is_packed(rule.names[0], tensors)
+  return dataclasses.replace(rule, packed=packed)
 
 
 def _renamed(
@@ -116,8 +128,7 @@ def _check(
     raise ValueError(f"rules of other leaves: {set(leaves) ^ set(shapes)}")
   used: list[str] = []
   for rule in rules:
-    shape = rule.tensor_shape(shapes[rule.leaf].shape)
-    for name in rule.names:
+    for name, shape, dtypes in rule.stored(shapes[rule.leaf].shape):
       used.append(name)
       if name not in tensors:
         raise tensor_files.TensorFileError(
@@ -128,8 +139,8 @@ def _check(
         raise tensor_files.TensorFileError(
           f"{tensor.file}: tensor {name!r} is {tensor.shape}, expected {shape}"
         )
-      if tensor.dtype not in tensor_files.DTYPES:
-        accepted = ", ".join(tensor_files.DTYPES)
+      if tensor.dtype not in dtypes:
+        accepted = ", ".join(dtypes)
         raise tensor_files.TensorFileError(
           f"{tensor.file}: tensor {name!r} is {tensor.dtype}, expected one of"
           f" {accepted}"
@@ -147,7 +158,9 @@ def _check(
 def load(
   source: Source, mesh: jax.sharding.Mesh | None = None
 ) -> models.Transformer:
-  """The network, in float32, sharded over a mesh as in training.
+  """The network, sharded over a mesh as in training.
+
+  Weights are float32, or what `parameter_dtype` of the source's config says.
 
   A host holds one shard of one leaf at a time, besides those already on its
   devices, and one tensor's share of it in the dtype of the files.

@@ -59,6 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     help="of activations; bfloat16 if the files are, else float32",
   )  # fmt: skip
   add(
+    "--parameter_dtype", choices=("float32", "bfloat16"), default="float32",
+    help="of matrices; bfloat16 halves their memory (model.parameter_dtype)",
+  )  # fmt: skip
+  add(
     "--tokenizer", default="",
     help="vocabulary file if it is elsewhere, or `bytes`",
   )  # fmt: skip
@@ -75,7 +79,10 @@ def _import(options: argparse.Namespace) -> None:
   dtype = options.dtype
   if dtype is None:
     dtype = "bfloat16" if source.dtype == "BF16" else "float32"
-  model_config = dataclasses.replace(source.config, dtype=dtype)
+  model_config = dataclasses.replace(
+    source.config, dtype=dtype, parameter_dtype=options.parameter_dtype
+  )
+  source = dataclasses.replace(source, config=model_config)
   kept = {
     name: (folder / name).read_bytes()
     for name in COMPANIONS
@@ -136,6 +143,7 @@ def verify(folder: pathlib.Path) -> None:
 def _longest(values: dict[str, Any]) -> int:
   """Tokens of the longest sequence that a network was trained on."""
   names = "max_position_embeddings", "model_max_length"
+  values = values | values.get("text_config", {})
   found = [values[name] for name in names if values.get(name)]
   return found[0] if found else _DEFAULT_LENGTH
 

@@ -66,7 +66,7 @@ class KimiLinear:
       ("num_nextn_predict_layers", 0),
     ):
       keys.expect(name, *accepted)
-    mixers, last, kda = _read_mixers(keys, layers, heads)
+    mixers, last, kda = read_mixers(keys, layers, heads)
     return config_lib.ModelConfig(
       vocab_size=keys.take("vocab_size", int),
       width=keys.take("hidden_size", int),
@@ -90,7 +90,7 @@ class KimiLinear:
         expert_width=keys.take("moe_intermediate_size", int),
         num_shared=keys.take("num_shared_experts", int),
         scaling_factor=keys.take("routed_scaling_factor", float),
-        dense_layers=_read_dense_layers(keys, layers),
+        dense_layers=read_dense_layers(keys, layers),
       ),
       residual=config_lib.ResidualConfig(name="prenorm"),
     )
@@ -109,7 +109,12 @@ class KimiLinear:
       ("mla.latent_eps", config.mla.latent_eps, 1e-6),
       ("mla.query_rank", config.mla.query_rank, 0),
       ("mla.rope_theta", config.mla.rope_theta, 0),
+      ("mla.output_gate", config.mla.output_gate, False),
       ("moe.groups", config.moe.groups, 1),
+      ("moe.latent_width", config.moe.latent_width, 0),
+      ("kda.full_rank_gate", config.kda.full_rank_gate, False),
+      ("kda.decay_bound", config.kda.decay_bound, 0),
+      ("activation.name", config.activation.name, "silu"),
       ("rope.logit_scale", config.rope.logit_scale, 1),
     ):
       if value != accepted:
@@ -160,10 +165,21 @@ class KimiLinear:
     return layout.rules_of(config)
 
 
-def _read_mixers(
-  keys: keys_lib.Keys, layers: int, heads: int
+def read_mixers(
+  keys: keys_lib.Keys, layers: int, heads: int, *, gates: bool = False
 ) -> tuple[tuple[str, ...], str, config_lib.KdaConfig]:
-  """`mixers`, `last_mixer` and `kda` of a network."""
+  """`mixers`, `last_mixer` and `kda` of a network.
+
+  Args:
+    keys: of the config.json.
+    layers: their number.
+    heads: of each.
+    gates: whether the family has those of Kimi K3.
+
+  Raises:
+    ConfigError: not every layer has one mixer, or heads differ.
+  """
+  more: dict[str, Any] = {}
   if keys.is_there("linear_attn_config"):
     below = keys.below("linear_attn_config")
     width = below.take("head_dim", int)
@@ -173,6 +189,12 @@ def _read_mixers(
       "kda": below.take("kda_layers", list),
       "mla": below.take("full_attn_layers", list),
     }
+    if gates:
+      more["full_rank_gate"] = below.take("use_full_rank_gate", bool, False)
+      bound = below.take("gate_lower_bound", float, 0.0)
+      if bound > 0:
+        below.fail("gate_lower_bound", bound, "a number below 0, or null")
+      more["decay_bound"] = abs(bound)
     below.finish()
     keys.ignore("layer_types")
     if sorted(n for some in numbers.values() for n in some) != list(
@@ -192,7 +214,7 @@ def _read_mixers(
     taps = keys.take("linear_conv_kernel_dim", int)
   keys.ignore("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim")
   shape = config_lib.KdaConfig(
-    head_width=width, conv_width=taps, gate_rank=width
+    head_width=width, conv_width=taps, gate_rank=width, **more
   )
   return *_pattern(kinds), shape
 
@@ -209,7 +231,8 @@ def _pattern(kinds: Sequence[str]) -> tuple[tuple[str, ...], str]:
   raise ValueError("there are no mixers")
 
 
-def _read_dense_layers(keys: keys_lib.Keys, layers: int) -> int:
+def read_dense_layers(keys: keys_lib.Keys, layers: int) -> int:
+  """How many layers, the first ones, have a dense MLP."""
   types = keys.take("mlp_layer_types", list, [])
   if not types:
     return keys.take("first_k_dense_replace", int, 1)

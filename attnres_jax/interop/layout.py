@@ -12,12 +12,16 @@ from typing import Any
 from attnres_jax import config as config_lib
 from attnres_jax.interop import rules
 
+# Kimi K3 has 128 entries for 96 heads. That it is the next multiple of 128 is
+# inferred.
+_A_LOG_PARTS = 128
 _MATRICES = "gate", "up", "down"
 _KDA = {
     "query": "q_proj", "key": "k_proj", "value": "v_proj",
     "decay_down": "f_a_proj", "decay_up": "f_b_proj", "beta": "b_proj",
-    "gate_down": "g_a_proj", "gate_up": "g_b_proj",
 }  # fmt: skip
+_LOW_RANK_GATE = {"gate_down": "g_a_proj", "gate_up": "g_b_proj"}
+_GATE = {"gate": "g_proj"}
 _MLA = {
   "query": "q_proj", "compress": "kv_a_proj_with_mqa", "expand": "kv_b_proj",
 }  # fmt: skip
@@ -30,12 +34,14 @@ class Names:
   Attributes:
     moe: of experts and router, below a layer.
     expert: of the matrices of an expert.
+    padded_a_log: KDA's A_log is a vector with zeros after its heads.
   """
 
   moe: str = "block_sparse_moe."
   expert: Mapping[str, str] = dataclasses.field(
     default_factory=lambda: {"gate": "w1", "up": "w3", "down": "w2"}
   )
+  padded_a_log: bool = False
 
 
 def rules_of(
@@ -56,6 +62,23 @@ def rules_of(
   return found
 
 
+def of_reads(config: config_lib.ModelConfig) -> list[rules.Rule]:
+  """Queries [1, D] and gains over depth, as Kimi K3 names them."""
+  reads = [
+    f"model.layers.{i}.{part}_res"
+    for i in range(config.num_layers)
+    for part in ("self_attention", "mlp")
+  ] + ["model.output_attn_res"]
+  proj, norm = (
+    tuple(f"{read}_{part}.weight" for read in reads)
+    for part in ("proj", "norm")
+  )
+  return [
+    rules.Rule("residual/queries/query/value", proj, stack=1, columns=1),
+    rules.Rule("residual/queries/gain/value", norm, stack=1),
+  ]
+
+
 @dataclasses.dataclass(frozen=True)
 class _Stack:
   """Makes rules of the sublayers of one kind, which have these numbers."""
@@ -65,9 +88,13 @@ class _Stack:
   names: Names
 
   def vector(
-    self, leaf: str, name: str, ones: tuple[int, int, int] = (0, 0, 0)
+    self,
+    leaf: str,
+    name: str,
+    ones: tuple[int, int, int] = (0, 0, 0),
+    pad: int = 1,
   ) -> rules.Rule:
-    return self._rule(leaf, self._names(name), 1, ones=ones)
+    return self._rule(leaf, self._names(name), 1, ones=ones, pad=pad)
 
   def linear(self, leaf: str, name: str, columns: int = 1) -> rules.Rule:
     names = self._names(f"{name}.weight")
@@ -117,17 +144,19 @@ def _attention(
 
 
 def _kda(stack: _Stack, config: config_lib.ModelConfig) -> list[rules.Rule]:
-  del config
   at = "self_attn."
+  gates = _GATE if config.kda.full_rank_gate else _LOW_RANK_GATE
+  flat = stack.names.padded_a_log
+  ones, pad = ((0, 0, 0), _A_LOG_PARTS) if flat else ((2, 0, 1), 1)
   convolutions = {"query": "q", "key": "k", "value": "v"}
   return [
     stack.vector("norm/gain", "input_layernorm.weight"),
-    *(stack.linear(f"core/{a}", at + b) for a, b in _KDA.items()),
+    *(stack.linear(f"core/{a}", at + b) for a, b in (_KDA | gates).items()),
     *(
       stack.convolution(f"core/{a}_conv", f"{at}{b}_conv1d")
       for a, b in convolutions.items()
     ),
-    stack.vector("core/a_log", at + "A_log", ones=(2, 0, 1)),
+    stack.vector("core/a_log", at + "A_log", ones, pad),
     stack.vector("core/dt_bias", at + "dt_bias"),
     stack.vector("core/out_norm/gain", at + "o_norm.weight"),
     stack.linear("core/output", at + "o_proj", columns=2),
@@ -140,6 +169,8 @@ def _mla(stack: _Stack, config: config_lib.ModelConfig) -> list[rules.Rule]:
     matrices |= {"query_down": "q_a_proj", "query": "q_b_proj"}
     gain = "core/query_latent_norm/gain"
     queries = [stack.vector(gain, at + "q_a_layernorm.weight")]
+  if config.mla.output_gate:
+    matrices |= _GATE
   return [
     stack.vector("norm/gain", "input_layernorm.weight"),
     *(stack.linear(f"core/{a}", at + b) for a, b in matrices.items()),
@@ -161,7 +192,17 @@ def _moe(stack: _Stack, config: config_lib.ModelConfig) -> list[rules.Rule]:
   at, count = stack.names.moe, config.moe.num_experts
   bias = at + "gate.e_score_correction_bias"
   shared = _MATRICES if config.moe.num_shared else ()
+  latents = []
+  if config.moe.latent_width:
+    latents = [
+      stack.linear(f"core/latent_{a}", f"{at}routed_expert_{a}_proj")
+      for a in ("down", "up")
+    ]
+  if config.moe.latent_norm:
+    name = at + "routed_expert_norm.weight"
+    latents.append(stack.vector("core/latent_norm/gain", name))
   return [
+    *latents,
     stack.vector("norm/gain", "post_attention_layernorm.weight"),
     stack.linear("core/router", at + "gate"),
     stack.vector("core/selection_bias", bias),

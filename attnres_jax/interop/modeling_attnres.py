@@ -189,6 +189,9 @@ class Mla(nn.Module):
     self.kv_a_layernorm = RMSNorm(self.rank, shape["latent_eps"])
     self.kv_b_proj = linear(self.rank, self.heads * (self.own + value))
     self.o_proj = linear(self.heads * value, width)
+    self.gated = shape["output_gate"]
+    if self.gated:
+      self.g_proj = linear(width, self.heads * value)
 
   def forward(self, x_BTD, cache):
     latent, shared = self.kv_a_proj_with_mqa(x_BTD).split(
@@ -209,7 +212,10 @@ class Mla(nn.Module):
     own, shared = q[..., : self.own], q[..., self.own :]
     q = torch.cat([own, self._turned(shared, start)], -1)
     y_BNTV = attend(*(a.transpose(1, 2) for a in (q, k, v)))
-    return self.o_proj(y_BNTV.transpose(1, 2).flatten(2)), cache
+    y = y_BNTV.transpose(1, 2).flatten(2)
+    if self.gated:
+      y = (self.g_proj(x_BTD).float().sigmoid() * y.float()).to(y.dtype)
+    return self.o_proj(y), cache
 
   def _queries(self, x_BTD):
     if not self.query_rank:
@@ -258,7 +264,12 @@ class Kda(nn.Module):
       ShortConv(inner, shape["conv_width"]) for _ in range(3)
     )
     self.f_a_proj, self.f_b_proj = linear(width, rank), linear(rank, inner)
-    self.g_a_proj, self.g_b_proj = linear(width, rank), linear(rank, inner)
+    self.full_rank_gate = shape["full_rank_gate"]
+    self.decay_bound = shape["decay_bound"]
+    if self.full_rank_gate:
+      self.g_proj = linear(width, inner)
+    else:
+      self.g_a_proj, self.g_b_proj = linear(width, rank), linear(rank, inner)
     self.b_proj = linear(width, self.heads)
     self.A_log = nn.Parameter(torch.zeros(1, 1, self.heads, 1))
     self.dt_bias = nn.Parameter(torch.zeros(inner))
@@ -285,7 +296,11 @@ class Kda(nn.Module):
     )
     step = self.f_b_proj(self.f_a_proj(x_BTD)).float() + self.dt_bias.float()
     rate = self.A_log.float().exp()
-    decay = (-rate * functional.softplus(step).view(heads)).exp()
+    if self.decay_bound:
+      decay = -self.decay_bound * (rate * step.view(heads)).sigmoid()
+    else:
+      decay = -rate * functional.softplus(step).view(heads)
+    decay = decay.exp()
     beta = self.b_proj(x_BTD).float().sigmoid()[..., None]
     if state is None:
       state = q.new_zeros(batch, self.heads, self.head, self.head)
@@ -297,26 +312,38 @@ class Kda(nn.Module):
       state = state + k[:, t, :, :, None] * update[:, :, None]
       outputs.append(torch.einsum("bnh,bnhv->bnv", q[:, t], state))
     o = torch.stack(outputs, 1) * self.head**-0.5
-    gate = self.g_b_proj(self.g_a_proj(x_BTD)).float().sigmoid().view(heads)
+    if self.full_rank_gate:
+      gate = self.g_proj(x_BTD)
+    else:
+      gate = self.g_b_proj(self.g_a_proj(x_BTD))
+    gate = gate.float().sigmoid().view(heads)
     y = (gate * self.o_norm(o)).to(x_BTD.dtype).flatten(2)
     return self.o_proj(y), (state, *new_tails)
 
 
-class SwiGLU(nn.Module):
-  """Down(silu(gate x) * up x)."""
+class Mlp(nn.Module):
+  """Down(units of gate x and up x): SwiGLU, or SiTU, which is bounded."""
 
   def __init__(
-    self, width, hidden, names=("gate_proj", "up_proj", "down_proj")
+    self, width, hidden, activation, names=("gate_proj", "up_proj", "down_proj")
   ):
     super().__init__()
-    self.names = names
+    self.names, self.activation = names, activation
     shapes = (width, hidden), (width, hidden), (hidden, width)
     for name, shape in zip(names, shapes):
       self.add_module(name, linear(*shape))
 
   def forward(self, x):
     gate, up, down = (getattr(self, name) for name in self.names)
-    return down(functional.silu(gate(x)) * up(x))
+    return down(self._units(gate(x), up(x)))
+
+  def _units(self, gate, up):
+    if self.activation["name"] == "silu":
+      return functional.silu(gate) * up
+    most, up_most = self.activation["gate_bound"], self.activation["up_bound"]
+    wide, up_wide = gate.float(), up.float()
+    opened = most * (wide / most).tanh() * wide.sigmoid()
+    return (opened * up_most * (up_wide / up_most).tanh()).to(gate.dtype)
 
 
 class Router(nn.Module):
@@ -354,23 +381,40 @@ class Moe(nn.Module):
     super().__init__()
     width, shape = network["width"], network["moe"]
     hidden, shared = shape["expert_width"], shape["num_shared"]
+    activation, names = network["activation"], ("w1", "w3", "w2")
     self.gate = Router(width, shape)
-    names = "w1", "w3", "w2"
+    latent = shape["latent_width"]
     self.experts = nn.ModuleList(
-      SwiGLU(width, hidden, names) for _ in range(shape["num_experts"])
+      Mlp(latent or width, hidden, activation, names)
+      for _ in range(shape["num_experts"])
     )
-    self.shared_experts = SwiGLU(width, shared * hidden) if shared else None
+    self.shared_experts = None
+    if shared:
+      self.shared_experts = Mlp(width, shared * hidden, activation)
+    self.latent, self.normed = bool(latent), shape["latent_norm"]
+    if latent:
+      self.routed_expert_down_proj = linear(width, latent)
+      self.routed_expert_up_proj = linear(latent, width)
+    if self.normed:
+      self.routed_expert_norm = RMSNorm(latent, network["norm_eps"])
 
   def forward(self, x_BTD):
     x_UD = x_BTD.flatten(0, 1)
     expert_UK, weight_UK = self.gate(x_UD)
+    if self.latent:
+      x_UD = self.routed_expert_down_proj(x_UD)
     y_UD = torch.zeros_like(x_UD, dtype=torch.float32)
     for e, expert in enumerate(self.experts):
       token, place = (expert_UK == e).nonzero(as_tuple=True)
       if len(token):
         part = expert(x_UD[token]).float() * weight_UK[token, place, None]
         y_UD = y_UD.index_add(0, token, part)
-    y_BTD = y_UD.to(x_BTD.dtype).view_as(x_BTD)
+    y_UD = y_UD.to(x_BTD.dtype)
+    if self.normed:
+      y_UD = self.routed_expert_norm(y_UD)
+    if self.latent:
+      y_UD = self.routed_expert_up_proj(y_UD)
+    y_BTD = y_UD.view_as(x_BTD)
     if self.shared_experts is not None:
       y_BTD = y_BTD + self.shared_experts(x_BTD)
     return y_BTD
@@ -414,8 +458,10 @@ class Layer(nn.Module):
     self.self_attn = MIXERS[mixer](network)
     self.mlp_name = "mlp" if mlp == "mlp" else "block_sparse_moe"
     hidden = network["mlp_width"] or 32 * -(-8 * width // (3 * 32))
+    dense = mlp == "mlp"
     self.add_module(
-      self.mlp_name, SwiGLU(width, hidden) if mlp == "mlp" else Moe(network)
+      self.mlp_name,
+      Mlp(width, hidden, network["activation"]) if dense else Moe(network),
     )
     if block_size(network):
       self.self_attention_res_proj = linear(width, 1)

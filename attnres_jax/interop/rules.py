@@ -7,7 +7,7 @@ and columns are groups of the leaf's axes, flattened: a linear map W [out, in]
 of PyTorch is the leaf [*in, *out], so its rows are the last axes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 import dataclasses
 import itertools
 import math
@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from attnres_jax.interop import mxfp4
 from attnres_jax.interop import tensor_files
 
 
@@ -31,6 +32,9 @@ class Rule:
     transposed: see `columns`.
     ones: how many axes of size one the tensor has before, between and after
       its rows and columns.
+    pad: rows of the tensor are a multiple of this, with zeros at the end.
+    packed: each name stands for two tensors, of codes in four bits and of their
+      scales (`mxfp4`).
   """
 
   leaf: str
@@ -39,10 +43,24 @@ class Rule:
   columns: int = 0
   transposed: bool = False
   ones: tuple[int, int, int] = (0, 0, 0)
+  pad: int = 1
+  packed: bool = False
+
+  def stored(
+    self, shape: Sequence[int]
+  ) -> Iterator[tuple[str, tuple[int, ...], Collection[str]]]:
+    """Name, shape and dtypes of all tensors, given the shape of the leaf."""
+    whole = self.tensor_shape(shape)
+    for name in self.names:
+      if self.packed:
+        yield from mxfp4.stored(name, whole)
+      else:
+        yield name, whole, tensor_files.DTYPES
 
   def tensor_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
     """The shape of each tensor, given that of the leaf."""
     rows, *columns = self._matrix_shape(shape[self.stack :])
+    rows = -(-rows // self.pad) * self.pad
     before, between, after = ((1,) * count for count in self.ones)
     return (*before, rows, *between, *columns, *after)
 
@@ -74,13 +92,14 @@ class Rule:
       strict=True,
     ):
       number = int(np.ravel_multi_index(position, sizes)) if sizes else 0
-      tensor = tensors[self.names[number]]
-      part[into] = self._read_one(tensor, shape[self.stack :], inner)
+      name = self.names[number]
+      part[into] = self._read_one(tensors, name, shape[self.stack :], inner)
     return part
 
   def _read_one(
     self,
-    tensor: tensor_files.Tensor,
+    tensors: Any,
+    name: str,
     shape: Sequence[int],
     index: Sequence[slice],
   ) -> np.ndarray:
@@ -88,12 +107,27 @@ class Rule:
     row_index, column_index = self._groups(index)
     rows, rows_left = _leading(row_shape, row_index)
     columns, columns_left = _leading(column_shape, column_index)
-    flat = dataclasses.replace(tensor, shape=self._matrix_shape(shape))
-    matrix = flat.read(rows, columns)
+    matrix_shape = self._matrix_shape(shape)
+    if self.packed:
+      matrix = mxfp4.read(tensors, name, rows, columns)
+    else:
+      tensor = tensors[name]
+      if self.pad > 1:
+        self._check_padding(tensor, matrix_shape[0])
+      flat = dataclasses.replace(tensor, shape=matrix_shape)
+      matrix = flat.read(rows, columns)
     whole = matrix.reshape(
       *_partly(row_shape, row_index), *_partly(column_shape, column_index)
     )[(*rows_left, *columns_left)]
     return self._to_leaf(whole)
+
+  def _check_padding(self, tensor: tensor_files.Tensor, used: int) -> None:
+    rest = tensor.read(slice(used, tensor.shape[0]), slice(0, 1))
+    if np.any(rest != 0):
+      raise tensor_files.TensorFileError(
+        f"{tensor.file}: tensor {tensor.name!r} is not zero after its first"
+        f" {used} entries"
+      )
 
   def _to_leaf(self, array: np.ndarray) -> np.ndarray:
     """[*rows, *columns] to the axes of the leaf."""
@@ -114,6 +148,8 @@ class Rule:
       if self.transposed:
         order = np.roll(np.arange(array.ndim), -self.columns)
         array = array.transpose(order)
+      if self.pad > 1:
+        array = np.pad(array, (0, tensor_shape[0] - array.size))
       return array.reshape(tensor_shape)
 
     return [

@@ -36,6 +36,8 @@ DTYPES = {
   "F16": np.dtype(np.float16),
   "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+# Those that can be read: codes of weights, too.
+_READABLE = DTYPES | {"U8": np.dtype(np.uint8)}
 _BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()} | {
     "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1,
     "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8,
@@ -74,7 +76,7 @@ class Tensor:
     Raises:
       TensorFileError: the file ends before.
     """
-    dtype = DTYPES[self.dtype]
+    dtype = _READABLE[self.dtype]
     width = math.prod(self.shape[1:])
     row_bytes = width * dtype.itemsize
     count, wanted = rows.stop - rows.start, columns.stop - columns.start

@@ -66,25 +66,8 @@ class Twin:
   def rules(self, config: config_lib.ModelConfig) -> list[rules.Rule]:
     found = layout.rules_of(config)
     if config.residual.name != "prenorm":
-      found += _of_reads(config)
+      found += layout.of_reads(config)
     return found
-
-
-def _of_reads(config: config_lib.ModelConfig) -> list[rules.Rule]:
-  """Queries [1, D] and gains over depth, as Kimi K3 names them."""
-  reads = [
-    f"model.layers.{i}.{part}_res"
-    for i in range(config.num_layers)
-    for part in ("self_attention", "mlp")
-  ] + ["model.output_attn_res"]
-  proj, norm = (
-    tuple(f"{read}_{part}.weight" for read in reads)
-    for part in ("proj", "norm")
-  )
-  return [
-    rules.Rule("residual/queries/query/value", proj, stack=1, columns=1),
-    rules.Rule("residual/queries/gain/value", norm, stack=1),
-  ]
 
 
 def _generic(config: config_lib.ModelConfig) -> dict[str, Any]:

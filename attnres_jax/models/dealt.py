@@ -24,14 +24,17 @@ experts; R rows of a piece.
 
 from collections.abc import Sequence
 import dataclasses
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 
+from attnres_jax import config as config_lib
 from attnres_jax import precision
 from attnres_jax import scopes
 from attnres_jax import sharding
+from attnres_jax.models import activation as activation_lib
 from attnres_jax.models import grouped
 from attnres_jax.models import rounded
 
@@ -42,8 +45,9 @@ _ROOM = 1.125
 _LANES = 128
 
 
-@jax.custom_vjp
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def apply_experts(
+  activation: config_lib.ActivationConfig,
   x_UD: jax.Array,
   weight_UK: jax.Array,
   expert_UK: jax.Array,
@@ -51,12 +55,13 @@ def apply_experts(
   up_EDF: jax.Array,
   down_EFD: jax.Array,
 ) -> jax.Array:
-  """The weighted sum of each token's SwiGLU experts, on any device.
+  """The weighted sum of each token's gated experts, on any device.
 
   Runs within `sharding.by_rows`. Products are in the dtype of `x_UD`, sums and
   the gradients of weights in float32.
 
   Args:
+    activation: of the experts.
     x_UD: this device's tokens.
     weight_UK: float32, of the outputs of their experts.
     expert_UK: int32, numbered across all devices.
@@ -69,10 +74,10 @@ def apply_experts(
     [U, D] in the dtype of `x_UD`.
   """
   arguments = x_UD, weight_UK, expert_UK, gate_EDF, up_EDF, down_EFD
-  return _forward(*arguments)[0]
+  return _forward(activation, *arguments)[0]
 
 
-def _forward(x_UD, weight_UK, expert_UK, *weights):
+def _forward(activation, x_UD, weight_UK, expert_UK, *weights):
   x_VD = _from_all(x_UD)
   *ins, down = _gather(weights, x_UD)
   pairs = _Pairs.sort(expert_UK, weight_UK, down.shape[0])
@@ -81,7 +86,9 @@ def _forward(x_UD, weight_UK, expert_UK, *weights):
     piece = pairs.piece(i)
     x_RD = piece.rows_of(x_VD)
     hidden_RF = piece.real(
-      swiglu(*_halves(piece.multiply(x_RD, weight) for weight in ins))
+      units(
+        activation, *_halves(piece.multiply(x_RD, weight) for weight in ins)
+      )
     )
     y_RD = piece.multiply(hidden_RF, down)
     return piece.add(y_VD, y_RD, piece.weight_R)
@@ -90,7 +97,7 @@ def _forward(x_UD, weight_UK, expert_UK, *weights):
   return _to_owners(y_VD, x_UD), (x_UD, weight_UK, expert_UK, weights)
 
 
-def _backward(residuals, dy_UD):
+def _backward(activation, residuals, dy_UD):
   x_UD, weight_UK, expert_UK, weights = residuals
   x_VD, dy_VD = _from_all(x_UD), _from_all(dy_UD)
   *ins, down = _gather(weights, x_UD)
@@ -102,7 +109,7 @@ def _backward(residuals, dy_UD):
     weight_R1, sizes_E = piece.weight_R[:, None], piece.sizes_E
     x_RD, dy_RD = piece.rows_of(x_VD), piece.rows_of(dy_VD)
     gate_RF, up_RF = _halves(piece.multiply(x_RD, weight) for weight in ins)
-    hidden_RF = piece.real(swiglu(gate_RF, up_RF))
+    hidden_RF = piece.real(units(activation, gate_RF, up_RF))
     # Before weighting, since its product with the gradient gives the gradient
     # of the weights.
     dhidden_RF = piece.multiply(dy_RD, down, transposed=True)
@@ -110,7 +117,9 @@ def _backward(residuals, dy_UD):
     dweight_R = jnp.sum(dhidden_RF * precision.widen(hidden_RF), axis=1)
     doutputs = [
       piece.real(d.astype(x_RD.dtype))
-      for d in _swiglu_gradients(gate_RF, up_RF, weight_R1 * dhidden_RF)
+      for d in activation_lib.gradients(
+        activation, gate_RF, up_RF, weight_R1 * dhidden_RF
+      )
     ]
     if len(ins) == 1:
       doutputs = [jnp.concatenate(doutputs, axis=1)]
@@ -158,10 +167,12 @@ def fsdp_cuts(weights: Sequence[jax.Array], width: int) -> Sequence[int | None]:
 
 
 # Checkpointed, so that two arrays are kept instead of six.
-@jax.checkpoint
-def swiglu(gate_PF: jax.Array, up_PF: jax.Array) -> jax.Array:
+@functools.partial(jax.checkpoint, static_argnums=(0,))
+def units(
+  activation: config_lib.ActivationConfig, gate_PF: jax.Array, up_PF: jax.Array
+) -> jax.Array:
   """The hidden units of an expert."""
-  return jax.nn.silu(gate_PF) * up_PF
+  return activation_lib.units(activation, gate_PF, up_PF)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,15 +315,6 @@ def _halves(outputs):
   return (first, *second) if second else jnp.split(first, 2, axis=1)
 
 
-# Written out, because autodiff would keep its arguments apart from what makes
-# them, and so write both halves of a product.
-def _swiglu_gradients(gate_RF, up_RF, dhidden_RF):
-  gate_RF, up_RF = precision.widen(gate_RF), precision.widen(up_RF)
-  open_RF = jax.nn.sigmoid(gate_RF)
-  slope_RF = open_RF * (1 + gate_RF * (1 - open_RF))
-  return dhidden_RF * up_RF * slope_RF, dhidden_RF * gate_RF * open_RF
-
-
 def _sum_parts(gradients, weights, x_UD):
   """Gradients of `weights`, this device's parts, of those of `_gather`."""
   in_cut, _, cut = fsdp_cuts(weights, x_UD.shape[1])
@@ -320,4 +322,5 @@ def _sum_parts(gradients, weights, x_UD):
   dins = [sharding.sum_parts(dweight, in_cut) for dweight in dins]
   if len(dins) == 1:
     dins = jnp.split(dins[0], 2, axis=2)
-  return *dins, sharding.sum_parts(ddown, cut)
+  found = *dins, sharding.sum_parts(ddown, cut)
+  return tuple(d.astype(w.dtype) for d, w in zip(found, weights, strict=True))

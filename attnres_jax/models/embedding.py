@@ -85,15 +85,17 @@ def _encode_backward(dtype, residuals, d_BTD):
   shape, tokens_BT = residuals
 
   def of_rows(tokens_BT, d_BTD):
-    d_UD = jnp.reshape(d_BTD, (-1, d_BTD.shape[-1])).astype(shape.dtype)
-    zeros_VD = jnp.zeros((shape.shape[0], d_UD.shape[1]), shape.dtype)
+    wide = precision.wide(shape.dtype)
+    d_UD = jnp.reshape(d_BTD, (-1, d_BTD.shape[-1])).astype(wide)
+    zeros_VD = jnp.zeros((shape.shape[0], d_UD.shape[1]), wide)
     return zeros_VD.at[jnp.reshape(tokens_BT, -1)].add(d_UD)[None]
 
   rows = sharding.stacked_sequences(tokens_BT.ndim - 2)
   parts = sharding.by_shards(
     of_rows, (rows, rows), sharding.SEQUENCES, sharding.ROWS
   )
-  return jnp.sum(parts(tokens_BT, d_BTD), axis=0), None
+  total_VD = jnp.sum(parts(tokens_BT, d_BTD), axis=0)
+  return total_VD.astype(shape.dtype), None
 
 
 _encode.defvjp(_encode_forward, _encode_backward)

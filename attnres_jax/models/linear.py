@@ -61,6 +61,19 @@ def scale(factor: float, *weights: nnx.Param) -> None:
     weight[...] = factor * weight[...]
 
 
+def store(modules: Any, dtype: jax.typing.DTypeLike) -> None:
+  """Casts matrices to the dtype that they are kept in, in place.
+
+  But for those that are used in float32 (`wide`, the router), and those whose
+  errors add up in exponents (`exact`, the gates of KDA).
+  """
+  is_leaf = lambda node: isinstance(node, nnx.Variable)
+  for node in jax.tree.leaves(modules, is_leaf=is_leaf):
+    said = node.get_metadata()
+    if "|" in said["axes"] and not said.get("wide") and not said.get("exact"):
+      node.set_value(node[...].astype(dtype))
+
+
 def linear(
   x: jax.Array,
   weight: jax.Array | rounded.Rounded,
@@ -76,8 +89,8 @@ def linear(
 
   Args:
     x: [..., *in], activations.
-    weight: [*in, *out], float32 master weight; or a rounded one, whose scale is
-      applied to the sums, and which has no gradient.
+    weight: [*in, *out], master weight, in whose dtype its gradient is; or a
+      rounded one, whose scale is applied to the sums, without a gradient.
     axes: how many axes `in` has.
     out_dtype: of the result; None keeps the dtype of `x`.
 

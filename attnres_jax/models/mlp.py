@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SwiGLU MLP (arXiv:2002.05202)."""
+"""Gated MLP (arXiv:2002.05202)."""
 
 from flax import nnx
 import jax
 
 from attnres_jax import config as config_lib
+from attnres_jax.models import activation
 from attnres_jax.models import linear
 
 
 class SwiGLU(nnx.Module):
-  """(silu(x W_gate) * (x W_up)) W_down, without biases."""
+  """units(x W_gate, x W_up) W_down, without biases (`activation`)."""
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     width, hidden = config.width, config.mlp_size
+    self.activation = config.activation
     matrix = linear.matrices(config.init_std, rngs)
     self.gate = matrix("D|F", width, hidden)
     self.up = matrix("D|F", width, hidden)
@@ -29,4 +31,5 @@ class SwiGLU(nnx.Module):
     del segment_ids_BT
     gate_BTF = linear.linear(x_BTD, self.gate[...])
     up_BTF = linear.linear(x_BTD, self.up[...])
-    return linear.output(jax.nn.silu(gate_BTF) * up_BTF, self.down)
+    units_BTF = activation.units(self.activation, gate_BTF, up_BTF)
+    return linear.output(units_BTF, self.down)

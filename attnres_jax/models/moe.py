@@ -4,12 +4,16 @@
   z = sigmoid(W_r x)                               per expert, float32
   chosen = the k experts with the largest z + b
   w = scaling_factor z / (sum of z over the chosen)
-  y = sum over the chosen of w_e SwiGLU_e(x) + SwiGLU_shared(x)
+  y = sum over the chosen of w_e MLP_e(x) + MLP_shared(x)
 
 (arXiv:2412.19437 section 2.1.2 and arXiv:2502.16982 appendix C.) The selection
 bias b only affects which experts are chosen, and gradients do not train it.
 After a step, `optimizer.balance_update` changes it according to the deviation
 of the load from its mean. Rows are sorted by expert, and no token is dropped.
+
+Routed experts may share a latent, which is narrower than x (Kimi K3):
+
+  y = W_u RMSNorm(sum over the chosen of w_e MLP_e(W_d x)) + MLP_shared(x)
 
 The load is returned as a gradient: the gradient of the leaf `selection_bias` IS
 the number of tokens that were routed to each expert. So it passes through
@@ -38,12 +42,13 @@ from attnres_jax.models import dealt
 from attnres_jax.models import grouped
 from attnres_jax.models import linear
 from attnres_jax.models import mlp
+from attnres_jax.models import norm as norm_lib
 
 _WEIGHT_EPS = 1e-20  # Added to the sum of chosen scores.
 
 
 class Moe(nnx.Module):
-  """Routed and shared SwiGLU experts."""
+  """Routed and shared gated experts."""
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     width, shape = config.width, config.moe
@@ -51,15 +56,22 @@ class Moe(nnx.Module):
     self.top_k = shape.top_k
     self.scaling_factor = shape.scaling_factor
     self.groups, self.top_groups = shape.groups, shape.top_groups
+    self.activation = config.activation
+    latent = shape.latent_width
     matrix = linear.matrices(config.init_std, rngs)
 
     self.router = matrix("D|E", width, experts, wide=True)
     self.selection_bias = nnx.Param(
       jnp.zeros(experts, jnp.float32), axes="E", load=True
     )
-    self.gate = matrix("E|D|F", experts, width, hidden)
-    self.up = matrix("E|D|F", experts, width, hidden)
-    self.down = matrix("E|F|D", experts, hidden, width)
+    self.latent_down = matrix("D|R", width, latent) if latent else None
+    self.latent_norm = norm_lib.optional(
+      shape.latent_norm, latent, config.norm_eps, "R"
+    )
+    self.latent_up = matrix("R|D", latent, width) if latent else None
+    self.gate = matrix("E|D|F", experts, latent or width, hidden)
+    self.up = matrix("E|D|F", experts, latent or width, hidden)
+    self.down = matrix("E|F|D", experts, hidden, latent or width)
     shared = dataclasses.replace(config, mlp_width=shape.num_shared * hidden)
     self.shared = mlp.SwiGLU(shared, rngs=rngs) if shape.num_shared else None
 
@@ -88,12 +100,23 @@ class Moe(nnx.Module):
       apply = sharding.scatter_sum(apply, sharding.SEQUENCES, cuts)
     else:
       apply = sharding.by_rows(apply, sharding.map_parameters(_cut, self))
-    return apply((x_BTD, segment_ids_BT), self)
+    if self.latent_down is None or self.latent_up is None:
+      return apply((x_BTD, segment_ids_BT), self)
+    low_BTR = linear.linear(x_BTD, self.latent_down[...])
+    low_BTR = apply((x_BTD, segment_ids_BT, low_BTR), self)
+    # Checkpointed, so that nothing is kept in float32.
+    norm = jax.checkpoint(lambda norm, x: norm(x))
+    low_BTR = norm(self.latent_norm, low_BTR)
+    y_BTD = linear.linear(low_BTR, self.latent_up[...])
+    return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)
 
   def local(
-    self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None
+    self,
+    x_BTD: jax.Array,
+    segment_ids_BT: jax.Array | None,
+    low_BTR: jax.Array | None = None,
   ) -> jax.Array:
-    """The same for the rows of one device.
+    """The same for the rows of one device; of latents, the routed sum only.
 
     Experts may be sharded: if there are fewer than the router has, they are
     those of this device along `expert`; if they are narrower, `fsdp` cuts them.
@@ -103,6 +126,10 @@ class Moe(nnx.Module):
     if segment_ids_BT is not None:
       counts_U = jnp.reshape(segment_ids_BT, -1) > 0
     weight_UK, expert_UK = self.route(x_UD, counts_U)
+    if low_BTR is not None:
+      low_UR = jnp.reshape(low_BTR, (len(x_UD), -1))
+      y_UR = self._routed(low_UR, weight_UK, expert_UK)
+      return jnp.reshape(y_UR, low_BTR.shape)
     y_BTD = jnp.reshape(self._routed(x_UD, weight_UK, expert_UK), x_BTD.shape)
     return y_BTD if self.shared is None else y_BTD + self.shared(x_BTD)
 
@@ -141,7 +168,9 @@ class Moe(nnx.Module):
     """The weighted sum of the outputs of the chosen experts."""
     weights = self.gate[...], self.up[...], self.down[...]
     if weights[0].shape[0] < self.router[...].shape[1]:
-      return dealt.apply_experts(x_UD, weight_UK, expert_UK, *weights)
+      return dealt.apply_experts(
+        self.activation, x_UD, weight_UK, expert_UK, *weights
+      )
     order_P = jnp.argsort(jnp.reshape(expert_UK, -1), stable=True)
     place_UK = jnp.reshape(jnp.argsort(order_P), expert_UK.shape)
     sizes_E = expert_counts(expert_UK, self.router[...].shape[1])
@@ -151,7 +180,7 @@ class Moe(nnx.Module):
       grouped.grouped_linear(x_PD, weight, sizes_E, cut)
       for weight, cut in (gate, up)
     )
-    hidden_PF = dealt.swiglu(gate_PF, up_PF)
+    hidden_PF = dealt.units(self.activation, gate_PF, up_PF)
     y_PD = grouped.grouped_linear(hidden_PF, down[0], sizes_E, down[1])
     return _combine(y_PD, weight_UK, order_P, place_UK)
 

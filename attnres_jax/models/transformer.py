@@ -13,6 +13,7 @@ from attnres_jax import scopes
 from attnres_jax import sharding
 from attnres_jax.models import adapters
 from attnres_jax.models import embedding
+from attnres_jax.models import linear
 from attnres_jax.models import memory
 from attnres_jax.models import norm
 from attnres_jax.models import residuals
@@ -68,6 +69,8 @@ class Transformer(nnx.Module):
     self.final_norm = norm.optional(
       self.residual.final_norm, config.width, config.norm_eps
     )
+    if config.parameter_dtype != "float32":
+      linear.store([self.embedding, self.sublayers], config.parameter_dtype)
     # Last, so that everything else is drawn as without them.
     if config.lora.rank:
       adapters.attach(self, config.lora, rngs.params())
@@ -251,7 +254,7 @@ class Transformer(nnx.Module):
 
 
 def build_model(config: config_lib.ModelConfig, seed: int = 0) -> Transformer:
-  """A model with freshly drawn float32 parameters.
+  """A model with freshly drawn parameters, in `config.parameter_dtype`.
 
   With the same seed, all schemes draw the same embedding, layers and head,
   because the parameters of a scheme are drawn last. (A scheme may scale the

@@ -46,6 +46,22 @@ FIELDS["deepseek_v3"] = dict(
     top_groups=2, scaling_factor=2.5,
   ),
 )  # fmt: skip
+# Of experts, rows and columns are groups of 32 (MXFP4).
+FIELDS["kimi_k3"] = KIMI | dict(
+  activation=config_lib.ActivationConfig("situ", 0.5, 0.8),
+  kda=config_lib.KdaConfig(
+    head_width=8, gate_rank=8, full_rank_gate=True, decay_bound=5.0
+  ),
+  mla=config_lib.MlaConfig(
+    latent_rank=8, nope_width=8, shared_width=4, value_width=6, query_rank=10,
+    output_gate=True,
+  ),
+  moe=config_lib.MoeConfig(
+    num_experts=4, top_k=2, expert_width=32, dense_layers=1, num_shared=2,
+    scaling_factor=1.0, latent_width=64, latent_norm=True,
+  ),
+  residual=config_lib.ResidualConfig("block_attnres", block_size=4),
+)  # fmt: skip
 FIELDS["attnres"] = dict(rope_theta=0.0)
 CONFIG = config_lib.ModelConfig(
   vocab_size=300, width=64, num_layers=3, num_heads=4, num_kv_heads=2,

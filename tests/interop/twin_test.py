@@ -41,6 +41,18 @@ CASES = {
     ),
     moe=dataclasses.replace(tiny_network.KINDS["moe"], groups=2),
   ),
+  "k3": dict(
+    block_size=2,
+    mixers=("kda", "mla"),
+    activation=config_lib.ActivationConfig("situ", 0.7, 0.9),
+    kda=dataclasses.replace(
+      tiny_network.KINDS["kda"], full_rank_gate=True, decay_bound=5.0
+    ),
+    mla=dataclasses.replace(tiny_network.KINDS["mla"], output_gate=True),
+    moe=dataclasses.replace(
+      tiny_network.KINDS["moe"], latent_width=6, latent_norm=True
+    ),
+  ),
   "tied": dict(
     name="full_attnres", tie_embeddings=True, rope_theta=0.0, mlp_width=0
   ),
@@ -109,6 +121,7 @@ def test_what_it_lacks_is_refused(fields, message, tmp_path):
     "grouped",
     "tied",
     "latents",
+    "k3",
     pytest.param("full", marks=pytest.mark.slow),
     pytest.param("plain", marks=pytest.mark.slow),
   ],

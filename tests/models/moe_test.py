@@ -15,6 +15,7 @@ from attnres_jax import optimizer
 from attnres_jax import sharding
 from attnres_jax.aot import hlo
 from attnres_jax.aot import topology
+from attnres_jax.models import activation
 from attnres_jax.models import dealt
 from attnres_jax.models import moe
 from tests import jaxprs
@@ -25,7 +26,7 @@ BATCH, TOKENS, WIDTH = 8, 5, 12
 EXPERTS, TOP_K, HIDDEN, FACTOR = 6, 3, 4, 2.446
 
 
-def _config(dtype="float32", **kwargs):
+def _config(dtype="float32", activation="silu", **kwargs):
   shape = dict(num_experts=EXPERTS, top_k=TOP_K, expert_width=HIDDEN) | kwargs
   return tiny_network.config(
     width=WIDTH,
@@ -33,6 +34,7 @@ def _config(dtype="float32", **kwargs):
     num_heads=1,
     init_std=WIDTH**-0.5,
     dtype=dtype,
+    activation=config_lib.ActivationConfig(activation, 0.5, 0.7),
     moe=config_lib.MoeConfig(**shape),
   )
 
@@ -55,7 +57,11 @@ def _definition(module, x_BTD):
   weights = cores.weights(module)
 
   def swiglu(x, gate, up, down):
-    return ((x @ gate) * cores.sigmoid(x @ gate) * (x @ up)) @ down
+    g, u = x @ gate, x @ up
+    if module.activation.name == "situ":
+      g_bounded, u = 0.5 * np.tanh(g / 0.5), 0.7 * np.tanh(u / 0.7)
+      return (g_bounded * cores.sigmoid(g) * u) @ down
+    return (g * cores.sigmoid(g) * u) @ down
 
   def one_token(x):
     score = cores.sigmoid(x @ weights["router"])
@@ -66,11 +72,19 @@ def _definition(module, x_BTD):
       for group in best[module.top_groups :]:
         biased[group] = -np.inf
     order = np.argsort(-biased, kind="stable")
-    y = swiglu(x, **weights["shared"]) if "shared" in weights else 0.0 * x
+    low = x @ weights["latent_down"] if "latent_down" in weights else x
+    y = 0.0 * low
     for e in order[:TOP_K]:
       expert = {name: weights[name][e] for name in ("gate", "up", "down")}
       share = score[e] / score[order[:TOP_K]].sum()
-      y = y + FACTOR * share * swiglu(x, **expert)
+      y = y + FACTOR * share * swiglu(low, **expert)
+    if "latent_norm" in weights:
+      rms = np.sqrt((y**2).mean() + 1e-6)
+      y = y / rms * weights["latent_norm"]["gain"]
+    if "latent_up" in weights:
+      y = y @ weights["latent_up"]
+    if "shared" in weights:
+      y = y + swiglu(x, **weights["shared"])
     return y, order[:TOP_K]
 
   flat = np.asarray(x_BTD, np.float64).reshape(-1, WIDTH)
@@ -91,6 +105,42 @@ def test_is_its_definition(num_shared):
   module, x_BTD = _module(num_shared=num_shared), _inputs()
   module.selection_bias[...] = _uneven_bias()
   cores.assert_close(cores.apply(module, x_BTD), _definition(module, x_BTD)[0])
+
+
+K3 = dict(activation="situ", latent_width=8, latent_norm=True)
+
+
+@pytest.mark.parametrize(
+  "kwargs",
+  [K3, dict(activation="situ"), dict(latent_width=8, num_shared=0)],
+)
+def test_latents_and_bounded_units(kwargs):
+  """Bounds that most units reach."""
+  module, x_BTD = _module(**kwargs), 3 * _inputs()
+  if "latent_norm" in kwargs:
+    module.latent_norm.gain[...] = jnp.linspace(0.5, 2.0, 8)
+  cores.assert_close(cores.apply(module, x_BTD), _definition(module, x_BTD)[0])
+
+
+def test_gradients_of_bounded_units():
+  config = config_lib.ActivationConfig("situ", 0.5, 0.7)
+  gate, up, dunits = np.random.default_rng(0).standard_normal((3, 50), "f4")
+  _, pull = jax.vjp(lambda g, u: activation.units(config, g, u), gate, up)
+  for found, expected in zip(
+    activation.gradients(config, gate, up, dunits), pull(dunits)
+  ):
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("mesh", [dict(expert=2), dict(tensor=2, fsdp=2)])
+def test_latents_over_devices(mesh):
+  """The outputs and all gradients, with experts on several devices."""
+  module, x_BTD = _module(num_experts=8, **K3), _inputs()
+  expected = _value_and_gradients(module, x_BTD)
+  found = _over(_mesh(**mesh))(module, x_BTD)
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
+    scale = np.abs(b).max()
+    np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * (1 + scale))
 
 
 @pytest.mark.parametrize("groups,top", [(2, 1), (3, 2)])

@@ -8,6 +8,8 @@ projections followed by a short causal convolution and SiLU:
   S <- S + beta k (v - S^T k)^T           the delta rule
   y  = W_o [sigmoid(W_g x) * RMSNorm(S^T q / sqrt(H))]
 
+In Kimi K3, W_g has full rank, and g = -5 sigmoid(exp(a) (W_f x + b)).
+
 It needs no positions. The recurrence itself is `attnres_kernels.kda`; this
 module has the projections around it.
 
@@ -71,7 +73,7 @@ class Kda(nnx.Module):
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     width, heads, shape = config.width, config.num_heads, config.kda
     head, rank, taps = shape.head_width, shape.gate_rank, shape.conv_width
-    self.chunk_size = shape.chunk_size
+    self.chunk_size, self.decay_bound = shape.chunk_size, shape.decay_bound
     self.dtype = jnp.dtype(config.dtype)
     matrix = linear.matrices(config.init_std, rngs)
 
@@ -101,8 +103,10 @@ class Kda(nnx.Module):
       _initial_dt_bias(rngs.params(), (heads, head)), axes="NH", decays=False
     )
     self.beta = gate("D|N", width, heads)
-    self.gate_down = gate("D|R", width, rank)
-    self.gate_up = gate("R|NH", rank, heads, head)
+    whole = shape.full_rank_gate
+    self.gate = matrix("D|NH", width, heads, head) if whole else None
+    self.gate_down = None if whole else gate("D|R", width, rank)
+    self.gate_up = None if whole else gate("R|NH", rank, heads, head)
     # Queries and keys have length one anyway.
     self.value_norm = norm_lib.optional(
       config.qkv_norm, head, config.norm_eps, "H"
@@ -242,12 +246,18 @@ class Kda(nnx.Module):
     low_BTR = linear.linear(x_BTD, self.decay_down[...])
     raw_BTI = _flat_product(low_BTR, self.decay_up[...], wide)
     beta_BTN = linear.linear(x_BTD, self.beta[...], 1, wide)
-    g_BTNH = _log_decay(raw_BTI, self.a_log[...], self.dt_bias[...])
+    g_BTNH = _log_decay(
+      self.decay_bound, raw_BTI, self.a_log[...], self.dt_bias[...]
+    )
     return *features, g_BTNH, jax.nn.sigmoid(beta_BTN)
 
   def _outputs(self, x_BTD, o_BTNH):
-    low_BTR = linear.linear(x_BTD, self.gate_down[...])
-    gate_BTNH = _to_heads(low_BTR, self.gate_up[...])
+    if self.gate is not None:
+      gate_BTNH = _to_heads(x_BTD, self.gate[...])
+    else:
+      assert self.gate_down is not None and self.gate_up is not None
+      low_BTR = linear.linear(x_BTD, self.gate_down[...])
+      gate_BTNH = _to_heads(low_BTR, self.gate_up[...])
     gated_BTNH = _gated(o_BTNH, gate_BTNH, self.out_norm)
     return linear.output(gated_BTNH, self.output, 2)
 
@@ -332,12 +342,15 @@ def _recurrence_flops(shape_BTNH, chunk):
 
 
 # Checkpointed, so that only the arguments are kept.
-@jax.checkpoint
-def _log_decay(raw_BTI, a_log_N, dt_bias_NH):
-  step_BTI = jax.nn.softplus(raw_BTI + _flat(dt_bias_NH, 0)[None, None])
+@functools.partial(jax.checkpoint, static_argnums=(0,))
+def _log_decay(bound, raw_BTI, a_log_N, dt_bias_NH):
+  biased_BTI = raw_BTI + _flat(dt_bias_NH, 0)[None, None]
   heads, width = dt_bias_NH.shape
   rate_I = jnp.repeat(jnp.exp(a_log_N), width)
-  g_BTI = -rate_I[None, None] * step_BTI
+  if bound:
+    g_BTI = -bound * jax.nn.sigmoid(rate_I[None, None] * biased_BTI)
+  else:
+    g_BTI = -rate_I[None, None] * jax.nn.softplus(biased_BTI)
   return jnp.reshape(g_BTI, (*g_BTI.shape[:2], heads, width))
 
 

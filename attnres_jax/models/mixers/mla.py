@@ -11,8 +11,9 @@ all heads share another part of the key:
 
 In Kimi Linear it has no positions, because the other mixers handle them. In
 DeepSeek-V3, the shared parts of queries and keys have rotary positions, and
-queries come from a latent of their own, W_q RMSNorm(W_d x). A cache holds c and
-r, with its positions: R + 64 numbers per token.
+queries come from a latent of their own, W_q RMSNorm(W_d x). In Kimi K3, heads
+are multiplied by sigmoid(W_g x) before W_o. A cache holds c and r, with its
+positions: R + 64 numbers per token.
 Decoding never computes keys and values: with W_b = [U_k | U_v], a score is
 (U_k^T q) . c + q_shared . r, and U_v is applied after the softmax, so that all
 heads attend over the cache itself ("absorbed").
@@ -26,6 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
+from attnres_jax import precision
 from attnres_jax import sharding
 from attnres_jax.models import linear
 from attnres_jax.models import norm as norm_lib
@@ -67,6 +69,10 @@ class Mla(nnx.Module):
       "R|NH", shape.latent_rank, heads, shape.nope_width + shape.value_width
     )
     self.output = matrix("NH|D", heads, shape.value_width, width)
+    gated = shape.output_gate
+    self.gate = (
+      matrix("D|NH", width, heads, shape.value_width) if gated else None
+    )
     # The rest of keys, and values, come from a normalised latent.
     self.query_norm, self.shared_norm = (
       norm_lib.optional(config.qkv_norm, n, config.norm_eps, "H")
@@ -103,7 +109,6 @@ class Mla(nnx.Module):
     columns: softmax.Columns | None = None,
   ) -> jax.Array:
     """The output, of heads as from `project`, which may attend to more."""
-    del x
     query_BTNH, key_BTNH = self._turned(query_BTNH), self._turned(key_BTNH)
     if self.probe is not None:
       query_BTNH = probe_lib.probed(
@@ -117,7 +122,7 @@ class Mla(nnx.Module):
       kernel=self.kernel,
       columns=columns,
     )
-    return linear.output(mixed_BTNV, self.output, 2)
+    return self._outputs(x, mixed_BTNV)
 
   def scale_values(self, factor: float) -> None:
     """Multiplies the weights of values and output."""
@@ -210,7 +215,7 @@ class Mla(nnx.Module):
       "BTNR,RNV->BTNV", mixed_BTNC[..., : self.latent_rank], value_up_RNV,
       preferred_element_type=jnp.float32,
     ).astype(x_BTD.dtype)  # fmt: skip
-    return linear.output(mixed_BTNV, self.output, 2), added
+    return self._outputs(x_BTD, mixed_BTNV), added
 
   def extend_heads(
     self,
@@ -223,7 +228,6 @@ class Mla(nnx.Module):
     columns: softmax.Columns | None = None,
   ) -> tuple[jax.Array, cache_lib.Tokens | cache_lib.Stored]:
     """`extend`, of heads as from `project`."""
-    del x
     position_BT = chunk.position_BT(query_BTNH.shape[1])
     query_BTNH = self._turned(query_BTNH, position_BT)
     key_BTNH = self._turned(key_BTNH, position_BT)
@@ -231,7 +235,13 @@ class Mla(nnx.Module):
       query_BTNH, key_BTNH, value_BTNV, cache, chunk,
       kernel=self.kernel, columns=columns,
     )  # fmt: skip
-    return linear.output(mixed_BTNV, self.output, 2), new
+    return self._outputs(x, mixed_BTNV), new
+
+  def _outputs(self, x, mixed_BTNV):
+    if self.gate is not None:
+      gate_BTNV = linear.linear(base.qkv(x).query, self.gate[...])
+      mixed_BTNV = _gated(mixed_BTNV, gate_BTNV)
+    return linear.output(mixed_BTNV, self.output, 2)
 
   @property
   def _shared_width(self) -> int:
@@ -284,3 +294,11 @@ class Mla(nnx.Module):
     latent_BTR = tokens_BTC[:, :, : self.latent_rank]
     expanded = linear.linear(latent_BTR, self.expand[...])
     return jnp.split(expanded, [self.nope_width], axis=3)
+
+
+# Checkpointed, so that nothing is kept in float32.
+@jax.checkpoint
+def _gated(mixed_BTNV, gate_BTNV):
+  gate_BTNV = jax.nn.sigmoid(precision.widen(gate_BTNV))
+  gated_BTNV = gate_BTNV * precision.widen(mixed_BTNV)
+  return gated_BTNV.astype(mixed_BTNV.dtype)

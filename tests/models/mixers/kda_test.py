@@ -20,7 +20,7 @@ BATCH, TOKENS, WIDTH, HEADS, HEAD = 2, 12, 24, 3, 8
 EPS = 1e-5
 
 
-def _config(dtype="float32", chunk_size=4, qkv_norm=False):
+def _config(dtype="float32", chunk_size=4, qkv_norm=False, **kda):
   return tiny_network.config(
     width=WIDTH,
     num_layers=1,
@@ -31,7 +31,7 @@ def _config(dtype="float32", chunk_size=4, qkv_norm=False):
     dtype=dtype,
     qkv_norm=qkv_norm,
     kda=config_lib.KdaConfig(
-      head_width=HEAD, gate_rank=5, chunk_size=chunk_size
+      head_width=HEAD, gate_rank=5, chunk_size=chunk_size, **kda
     ),
   )
 
@@ -75,13 +75,18 @@ def _definition(module, x_TD):
     v_TNH = v_TNH / rms_TN1 * weights["value_norm"]["gain"]
   low_TR = x_TD @ weights["decay_down"]
   raw_TNH = np.einsum("tr,rnh->tnh", low_TR, weights["decay_up"])
-  step_TNH = np.log1p(np.exp(raw_TNH + weights["dt_bias"]))
-  alpha_TNH = np.exp(-np.exp(weights["a_log"])[:, None] * step_TNH)
+  raw_TNH, rate_N1 = raw_TNH + weights["dt_bias"], np.exp(weights["a_log"])
+  rate_N1 = rate_N1[:, None]
+  alpha_TNH = np.exp(-rate_N1 * np.log1p(np.exp(raw_TNH)))
+  if bound := module.decay_bound:
+    alpha_TNH = np.exp(-bound * cores.sigmoid(rate_N1 * raw_TNH))
   beta_TN = cores.sigmoid(x_TD @ weights["beta"])
-  gate_TR = x_TD @ weights["gate_down"]
-  gate_TNH = cores.sigmoid(
-    np.einsum("tr,rnh->tnh", gate_TR, weights["gate_up"])
-  )
+  if "gate" in weights:
+    gate_TNH = np.einsum("td,dnh->tnh", x_TD, weights["gate"])
+  else:
+    gate_TR = x_TD @ weights["gate_down"]
+    gate_TNH = np.einsum("tr,rnh->tnh", gate_TR, weights["gate_up"])
+  gate_TNH = cores.sigmoid(gate_TNH)
   y_TD = np.zeros_like(x_TD)
   for n in range(HEADS):
     state_HV = np.zeros((HEAD, HEAD))
@@ -115,6 +120,17 @@ def test_is_its_definition(chunk_size, qkv_norm):
   x_BTD = _inputs()
   expected = np.stack([_definition(module, x_TD) for x_TD in x_BTD])
   cores.assert_close(cores.apply(module, x_BTD), expected)
+
+
+def test_the_gates_of_k3():
+  module = _module(full_rank_gate=True, decay_bound=5.0)
+  # Far enough from the middle of the sigmoid that the bound matters.
+  module.decay_up[...] = 20 * module.decay_up[...]
+  x_BTD = _inputs()
+  expected = np.stack([_definition(module, x_TD) for x_TD in x_BTD])
+  cores.assert_close(cores.apply(module, x_BTD), expected)
+  module.decay_bound = 4.0
+  assert np.abs(cores.apply(module, x_BTD) - expected).max() > 1e-3
 
 
 def test_packed_documents_do_not_meet():

@@ -29,6 +29,8 @@ OPTIONS = {
   "plain": {},
   "rank": dict(query_rank=7),
   "positions": dict(rope_theta=50.0),
+  "gate": dict(output_gate=True),
+  "all": dict(query_rank=7, rope_theta=50.0, rope=ROPE, output_gate=True),
   "both": dict(query_rank=7, rope_theta=50.0, rope=ROPE),
 }
 
@@ -130,6 +132,8 @@ def _definition(module, x_TD):
       score_S = key_TH[: t + 1] @ query_TH[t] / math.sqrt(OWN + SHARED)
       weight_S = np.exp(score_S - score_S.max())
       mixed_V = weight_S / weight_S.sum() @ value_TV[: t + 1]
+      if "gate" in weights:
+        mixed_V = mixed_V * cores.sigmoid(x_TD[t] @ weights["gate"][:, n])
       y_TD[t] += mixed_V @ weights["output"][n]
   return y_TD
 
@@ -175,7 +179,7 @@ def test_is_causal():
   assert np.all(np.tril(reach_TS) + np.triu(np.ones_like(reach_TS), 1) > 0)
 
 
-@pytest.mark.parametrize("option", ["rank", "positions", "both"])
+@pytest.mark.parametrize("option", ["rank", "positions", "both", "gate"])
 def test_options_are_their_definition(option):
   module, x_BTD = _module(**OPTIONS[option]), _inputs()
   expected = np.stack([_definition(module, x_TD) for x_TD in x_BTD])
@@ -189,7 +193,7 @@ def test_options_are_their_definition(option):
   "pieces,option",
   [
     ([12], "plain"), ([5, 1, 1, 5], "plain"), ([1] * 12, "plain"),
-    ([5, 1, 1, 5], "both"),
+    ([5, 1, 1, 5], "all"),
   ],
 )  # fmt: skip
 @pytest.mark.parametrize("heads", [False, True])
@@ -211,7 +215,7 @@ def test_absorbed_is_expanded(pieces, heads, option):
   )
 
 
-@pytest.mark.parametrize("option", ["plain", "both"])
+@pytest.mark.parametrize("option", ["plain", "all"])
 @pytest.mark.parametrize("heads", [False, True])
 def test_first_tokens_need_no_cache(heads, option):
   module, x_BTD = _module(**OPTIONS[option]), _inputs()
