@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
+from attnres_jax import precision
 
 # Parts of a network that may have adapters.
 _PARTS = ("embedding", "sublayers")
@@ -63,7 +64,9 @@ class Matrix(nnx.Module):
   def merged(self) -> nnx.Param:
     """The parameter that it took the place of, with the adapter added."""
     said = self.weight.get_metadata()
-    return nnx.Param(self._sum(self.weight[...]), **_known(said))
+    weight = self.weight[...]
+    merged = self._sum(weight).astype(weight.dtype)
+    return nnx.Param(merged, **_known(said))
 
   def _sum(self, weight: jax.Array) -> jax.Array:
     a, b = self.lora_a[...], self.lora_b[...]
@@ -74,7 +77,7 @@ class Matrix(nnx.Module):
       b.reshape(*lead, rank, -1),
       precision=jax.lax.Precision.HIGHEST,
     )
-    return weight + self.scale * product.reshape(weight.shape)
+    return precision.widen(weight) + self.scale * product.reshape(weight.shape)
 
 
 def attach(model: Any, config: config_lib.LoraConfig, key: Any) -> None:
