@@ -17,8 +17,10 @@ DOCUMENT = tiny_run.ROOT / "README.md"
 
 
 def lines():
-  blocks = re.findall(r"^```\n(.*?)^```$", DOCUMENT.read_text(), re.S | re.M)
-  (block,) = (block for block in blocks if "random_llama" in block)
+  fences = re.findall(
+    r"^```(\w*)\n(.*?)^```$", DOCUMENT.read_text(), re.S | re.M
+  )
+  (block,) = (text for _, text in fences if "random_llama" in text)
   return block.replace("\\\n", " ").splitlines()
 
 
