@@ -2,6 +2,7 @@
 """Documents agree with committed rows, and one command fills them."""
 
 import pathlib
+import shutil
 
 import pytest
 
@@ -42,8 +43,13 @@ def test_documents_show_the_committed_rows(name):
 
 
 def test_rows_are_adopted_once_a_sweep_is_done(tmp_path, monkeypatch, capsys):
-  sweep, experiment = tmp_path / "sweep", tmp_path / "experiment"
-  experiment.mkdir()
+  sweep = tmp_path / "sweep"
+  experiment = tmp_path / "experiments" / "scaling_law"
+  experiment.mkdir(parents=True)
+  # It fills a table of docs/pods.md, too.
+  for file in ("docs/pods.md", "configs/plans.csv"):
+    (tmp_path / file).parent.mkdir()
+    shutil.copy(ROOT / file, tmp_path / file)
   readme = experiment / "README.md"
   readme.write_text(
     "above\n<!-- results: how -->\nold\n<!-- /results -->\nbelow\n"
