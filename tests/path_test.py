@@ -12,8 +12,8 @@ from attnres_jax import sharding
 from attnres_jax import train_state
 
 # The aim is 24. Five came with reads, heads and memory over depth, and scopes;
-# four with activations, positions and groups of parameters in files of their own,
-# and what hands the layers' arrays to a step.
+# four with activations, positions and groups of parameters in files of their
+# own, and what hands the layers' arrays to a step.
 MOST = 33
 _LEFT_OUT = (
   "attnres_jax/config/",
