@@ -35,4 +35,4 @@ def test_ipynb_holds_outputs_if_it_says_so_and_opens_in_colab(path):
 
 def test_there_are_notebooks():
   names = {path.stem for path in execute.pairs()}
-  assert {"quickstart", "depth_attention", "pipeline"} <= names
+  assert {"quickstart", "depth_attention", "pipeline", "upcycle"} <= names
