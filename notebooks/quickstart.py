@@ -5,6 +5,7 @@
 #     text_representation:
 #       extension: .py
 #       format_name: percent
+#   outputs: true
 #   kernelspec:
 #     display_name: Python 3
 #     language: python
@@ -170,9 +171,8 @@ figure, axes = plt.subplots(figsize=(6, 3.2))
 for name in schemes:
   rows = metrics.read_rows(f"{folder}/{name}", "validation")
   steps, losses = zip(*((row["step"], row["loss"]) for row in rows))
-  axes.plot(
-    steps, losses, "o-", label=figures.name_of(name), **figures.style_of(name)
-  )
+  look = figures.style_of(name)
+  axes.plot(steps, losses, marker="o", label=figures.name_of(name), **look)
 axes.set_xlabel("step")
 axes.set_ylabel("validation loss, nats per byte")
 axes.legend(frameon=False)
