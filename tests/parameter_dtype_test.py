@@ -52,7 +52,9 @@ def _kinds(tree):
   }
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(
+  "microbatches", [pytest.param(1, marks=pytest.mark.slow), 2]
+)
 def test_a_step_is_that_of_float32_but_for_rounding(microbatches):
   narrow = _run("bfloat16", microbatches)
   wide = _run("float32", microbatches)

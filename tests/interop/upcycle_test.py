@@ -204,10 +204,14 @@ def test_the_command(folders, tmp_path, capsys):
   assert upcycle.main(again) == 2
   assert "no scheme computes the same function" in capsys.readouterr().err
   argv = [f"--workdir={b}", f"--path={tmp_path / 'out'}"]
-  assert export_huggingface.main(argv) == 2
+  assert export_huggingface.main([*argv, "--family=llama"]) == 2
   error = capsys.readouterr().err
   assert "residual.name: got 'block_attnres', expected 'prenorm'" in error
   assert not (tmp_path / "out").exists() and not (tmp_path / "c").exists()
+  # It is of no family of other libraries any more.
+  assert export_huggingface.main(argv) == 0
+  config = json.loads((tmp_path / "out" / "config.json").read_text())
+  assert config["model_type"] == "attnres"
 
 
 @pytest.mark.needs("tokenizers")

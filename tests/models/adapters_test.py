@@ -116,6 +116,7 @@ def test_only_adapters_change_and_have_moments(optimizer):
     assert changed == ("/lora_" in name), name
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_another_resumes_and_loads_merged(tmp_path):
   """With instructions, whose prompts do not count."""
   lines = [

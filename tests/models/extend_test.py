@@ -105,9 +105,8 @@ def test_every_scheme(name, tokens_T):
   _check(_model(name, moe=config_lib.MoeConfig()), tokens_T)
 
 
-@pytest.mark.parametrize(
-  "name", ["block_attnres", pytest.param("xhc", marks=SLOW)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["block_attnres", "xhc"])
 def test_layers_in_arrays_of_their_own(name, tokens_T):
   """All kinds of caches, and that of a scheme that looks back."""
   model = _model(name, mixers=("kda", "mla", "attention"), num_layers=3)

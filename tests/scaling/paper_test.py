@@ -145,6 +145,7 @@ def test_table_1_totals():
     assert row.widths(*paper.TYPICAL_IO) == row.typical_widths
 
 
+@pytest.mark.slow
 def test_fig_7_cells_are_near_their_ratios_and_of_one_size():
   grid = itertools.product(paper.WIDTHS_PER_LAYER, paper.HEADS_PER_LAYER)
   assert [(c.width_per_layer, c.heads_per_layer) for c in paper.FIG_7] == [
