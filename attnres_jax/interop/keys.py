@@ -81,3 +81,22 @@ class Keys:
   def fail(self, name: str, value: Any, accepted: str) -> NoReturn:
     """Raises the one-line error of a key."""
     config_lib.fail_argument(f"{self._prefix}: {name}", value, accepted)
+
+
+# Fields of `MlaConfig` that every family has -> their keys.
+_MLA = {
+  "latent_rank": "kv_lora_rank",
+  "nope_width": "qk_nope_head_dim",
+  "shared_width": "qk_rope_head_dim",
+  "value_width": "v_head_dim",
+}
+
+
+def read_mla(keys: Keys) -> dict[str, Any]:
+  """The widths of MLA, as arguments of `MlaConfig`."""
+  return {field: keys.take(name, int) for field, name in _MLA.items()}
+
+
+def write_mla(mla: config_lib.MlaConfig) -> dict[str, int]:
+  """The keys that `read_mla` reads."""
+  return {name: getattr(mla, field) for field, name in _MLA.items()}

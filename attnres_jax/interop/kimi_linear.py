@@ -79,10 +79,7 @@ class KimiLinear:
       tie_embeddings=keys.take("tie_word_embeddings", bool, False),
       kda=kda,
       mla=config_lib.MlaConfig(
-        latent_rank=keys.take("kv_lora_rank", int),
-        nope_width=keys.take("qk_nope_head_dim", int),
-        shared_width=keys.take("qk_rope_head_dim", int),
-        value_width=keys.take("v_head_dim", int),
+        **keys_lib.read_mla(keys),
       ),
       moe=config_lib.MoeConfig(
         num_experts=keys.take("num_experts", int),
@@ -137,10 +134,7 @@ class KimiLinear:
       tie_word_embeddings=config.tie_embeddings,
       mla_use_nope=True,
       q_lora_rank=None,
-      kv_lora_rank=mla.latent_rank,
-      qk_nope_head_dim=mla.nope_width,
-      qk_rope_head_dim=mla.shared_width,
-      v_head_dim=mla.value_width,
+      **keys_lib.write_mla(mla),
       num_experts=moe.num_experts,
       num_experts_per_token=moe.top_k,
       moe_intermediate_size=moe.expert_width,
