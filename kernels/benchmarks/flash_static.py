@@ -31,6 +31,7 @@ import jax.numpy as jnp
 from attnres_jax import csv_rows
 from attnres_jax.models.mixers import flash
 from attnres_jax.models.mixers import softmax
+from attnres_jax.models.mixers import tiled
 
 
 class Shape(NamedTuple):
@@ -103,7 +104,7 @@ def _rows(chip, shape, kernel):
     "heads": f"{shape.heads}/{shape.kv_heads}",
     "tokens": shape.tokens,
     "widths": f"{shape.key}/{shape.value}",
-    "block": sizes.block_q if kernel == "splash" else softmax.TILE,
+    "block": sizes.block_q if kernel == "splash" else tiled.TILE,
     "at_once": sizes.block_kv_compute if kernel == "splash" else "",
     "jax": jax.__version__,
     "libtpu": importlib.metadata.version("libtpu"),

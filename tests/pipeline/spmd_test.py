@@ -33,7 +33,6 @@ from attnres_jax.aot import hlo
 from attnres_jax.aot import topology
 from attnres_jax.config import errors
 from attnres_jax.models import residuals
-from attnres_jax.models.mixers import softmax
 from attnres_jax.models.residuals import prenorm
 from attnres_jax.pipeline import layout as layout_lib
 from attnres_jax.pipeline import spmd
@@ -85,14 +84,6 @@ def _in_float64(config):
     jax.numpy_dtype_promotion("standard"),
   ):
     patch.setattr(errors, "check_in", lambda *_: None)
-    # The softmax of JAX's own attention is still in float32.
-    patch.setattr(
-      jax.nn,
-      "dot_product_attention",
-      lambda query, key, value, **_: softmax.causal_attention(
-        query, key, value
-      ),
-    )
     model = dataclasses.replace(config.model, dtype="float64")
     yield dataclasses.replace(config, model=model)
 

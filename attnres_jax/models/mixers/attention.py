@@ -88,7 +88,6 @@ class Attention(nnx.Module):
       value_BTKH,
       segment_ids_BT,
       kernel=self.kernel,
-      tile=self._tile,
       columns=columns,
     )
     return linear.output(mixed_BTNH, self.output, 2, self.output_bias)
@@ -156,14 +155,9 @@ class Attention(nnx.Module):
       cache,
       chunk,
       kernel=self.kernel,
-      tile=self._tile,
       columns=columns,
     )
     return linear.output(mixed_BTNH, self.output, 2, self.output_bias), new
-
-  @property
-  def _tile(self) -> int:
-    return softmax.TILE if self.kernel == "tiled" else 0
 
   def _values(self, x_BTD: jax.Array) -> Any:
     """None if the mixer uses the values of another one."""
