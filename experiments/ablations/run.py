@@ -9,16 +9,10 @@ See the README beside this file.
 import sys
 
 from attnres_jax.sweep import cli
-from experiments.ablations import report
-from experiments.pages import readme
-from experiments.pages import sweep
+from experiments.ablations import config
+from experiments.pages import variants
 
-EXPERIMENT, PUBLISHED = sweep.experiment(
-  __file__,
-  __doc__,
-  places=[readme.Place(report.results)],
-  figures={"differences.svg": report.figure},
-)
+EXPERIMENT, PUBLISHED = variants.experiment(__file__, __doc__, config.STUDY)
 
 if __name__ == "__main__":
   sys.exit(cli.main(EXPERIMENT))

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fig. 6: the loss over the size of blocks, as differences from PreNorm."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib import figure as figure_lib
+
+from attnres_jax import figures
+from experiments.block_size import config
+from experiments.pages import variants
+from experiments.variants import Study
+
+
+def figure(
+  study: Study, rows: Sequence[Mapping[str, Any]]
+) -> figure_lib.Figure:
+  """Ours with intervals, and the paper's numbers as hollow marks."""
+  apart = variants.differences(study, rows)
+  shape = figure_lib.Figure(figsize=(7.4, 3.4), layout="constrained")
+  axes = shape.subplots()
+  style = figures.style_of("block_attnres")
+  sizes = [size for size, name in config.NAMES.items() if name in apart]
+  own = [apart[config.NAMES[size]] for size in sizes]
+  for size, one in zip(sizes, own):
+    values = list(one.by_seed.values())
+    axes.plot(
+      [size] * len(values), values, ".", color=style["color"], alpha=0.5
+    )
+  axes.errorbar(
+    sizes, [one.mean for one in own], [one.margin or 0.0 for one in own],
+    capsize=4, label="ours: mean and 90 % interval, and every pair", **style,
+  )  # fmt: skip
+  known = [
+    size
+    for size, name in config.NAMES.items()
+    if study.variants[name].published is not None
+  ]
+  axes.plot(
+    known,
+    [variants.paper_difference(study, config.NAMES[size]) for size in known],
+    "D", markerfacecolor="none", color="grey", label="paper, 436M parameters",
+  )  # fmt: skip
+  axes.axhline(0.0, color="grey", linewidth=0.8)
+  axes.set_xscale("log", base=2)
+  axes.set_xticks(list(config.NAMES), [str(size) for size in config.NAMES])
+  axes.set_xlabel("sublayers per block, S")
+  axes.set_ylabel("difference from PreNorm,\nnats per token")
+  figures.style(axes)
+  figures.legend(shape, axes)
+  return shape

@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command, tables and figures of a study (`experiments.variants`)."""
+
+from collections.abc import Callable, Mapping, Sequence
+import functools
+import pathlib
+import statistics
+from typing import Any
+
+from matplotlib import figure as figure_lib
+import numpy as np
+
+from attnres_jax import config as config_lib
+from attnres_jax import csv_rows
+from attnres_jax import figures
+from attnres_jax import scaling
+from attnres_jax.scaling import fit as fit_lib
+from attnres_jax.sweep import cli
+from experiments import variants
+from experiments.pages import page
+from experiments.pages import pairs
+from experiments.pages import readme
+from experiments.pages import sweep
+from experiments.variants import BASELINE
+from experiments.variants import CONTROL
+from experiments.variants import Study
+
+_RATE, _BUDGET = "optim.peak_lr", "budget"
+COUNTING = "residual"
+_EXPERIMENTS = pathlib.Path(__file__).absolute().parents[1]
+DIFFERENCE = "difference from PreNorm, nats per token"
+
+Row = Mapping[str, Any]
+Draw = Callable[[Study, Sequence[Row]], figure_lib.Figure]
+
+
+def experiment(
+  file: str, doc: str | None, study: Study, draw: Draw | None = None
+) -> tuple[cli.Experiment, readme.Published]:
+  """The command of a study, and what it publishes.
+
+  Args:
+    file: run.py of the experiment.
+    doc: its docstring.
+    study: what it trains.
+    draw: its figure; by default `forest`.
+  """
+  of_study = functools.partial
+  return sweep.experiment(
+    file,
+    doc,
+    places=[readme.Place(of_study(results, study))],
+    figures={"differences.svg": of_study(draw or forest, study)},
+  )
+
+
+def with_shared(study: Study, rows: Sequence[Row]) -> list[Row]:
+  """The rows, and those committed for networks that another study trains."""
+  if study.shares is None:
+    return list(rows)
+  path = _EXPERIMENTS / study.shares.name / "results.csv"
+  other = csv_rows.read(path) if path.exists() else []
+  known = {row["run"] for row in rows}
+  names = set(study.shared)
+  return [
+    *rows,
+    *(
+      row
+      for row in other
+      if row["variant"] in names and row["run"] not in known
+    ),
+  ]
+
+
+def results(study: Study, rows: Sequence[Row]) -> str:
+  """For the README."""
+  every = with_shared(study, rows)
+  tables = [rates(every) if study.rates else None, table(study, every)]
+  parts = [one.markdown() for one in tables if one and one.rows]
+  return "\n\n".join([*parts, sweep.origin(every)])
+
+
+def table(study: Study, rows: Sequence[Row]) -> page.Table:
+  """A line per variant that has a pair, and the baseline."""
+  found = pairs.losses(_main(rows), "variant")
+  apart = pairs.differences(found, BASELINE, CONTROL)
+  published = any(
+    variant.published is not None
+    for name, variant in study.variants.items()
+    if name != BASELINE
+  )
+  lines = []
+  for name, variant in study.variants.items():
+    if name not in found or (name != BASELINE and name not in apart):
+      continue
+    loss = f"{statistics.fmean(found[name].values()):.4f}"
+    line = [variant.label, *([_published(study, name)] if published else [])]
+    if name == BASELINE:
+      lines.append([*line, loss, "", "", str(len(found[name])), ""])
+      continue
+    own = apart[name]
+    lines.append(
+      [
+        *line, loss, page.signed(own.mean), _interval(own),
+        str(len(own.by_seed)), _speedup(rows, name),
+      ]
+    )  # fmt: skip
+  header = (
+    "residual", *(["in the paper"] if published else []), "loss",
+    "difference", "90 % interval", "pairs", "effective speed-up",
+  )  # fmt: skip
+  return page.Table(header, lines)
+
+
+def rates(rows: Sequence[Row]) -> page.Table:
+  """Losses of PreNorm at each rate that was tried with several seeds."""
+  tried: dict[float, dict[int, float]] = {}
+  for row in rows:
+    if row["variant"] == BASELINE and not row.get(_BUDGET):
+      own = tried.setdefault(float(row["peak_lr"]), {})
+      own[int(row["seed"])] = float(row["validation_loss"])
+  if len(tried) < 2:
+    return page.Table((), ())
+  common = sorted(set.intersection(*(set(own) for own in tried.values())))
+  lines = [
+    [f"{rate:g}", *(f"{own[seed]:.4f}" for seed in common)]
+    for rate, own in sorted(tried.items())
+  ]
+  header = ["rate under PreNorm", *(f"seed {seed}" for seed in common)]
+  return page.Table(header, lines)
+
+
+def forest(study: Study, rows: Sequence[Row]) -> figure_lib.Figure:
+  """Differences with intervals; hollow marks are the paper's."""
+  apart = differences(study, rows)
+  names = [name for name in study.variants if name in apart]
+  shape = figure_lib.Figure(
+    figsize=(7.4, 1.2 + 0.32 * len(names)), layout="constrained"
+  )
+  axes = shape.subplots()
+  for height, name in enumerate(names):
+    variant, own = study.variants[name], apart[name]
+    look = figures.look_of(variant.residual)
+    values = list(own.by_seed.values())
+    axes.plot(
+      values, np.full(len(values), height), ".", color=look.colour, alpha=0.5,
+      label="a pair of runs" if height == 0 else None,
+    )  # fmt: skip
+    axes.errorbar(
+      own.mean, height, xerr=own.margin, fmt=look.marker, color=look.colour,
+      capsize=4, label="mean and 90 % interval" if height == 0 else None,
+    )  # fmt: skip
+    if variant.published is not None:
+      axes.plot(
+        paper_difference(study, name), height, "D", markerfacecolor="none",
+        color="grey", label="paper, 436M parameters" if height == 0 else None,
+      )  # fmt: skip
+  axes.axvline(0.0, color="grey", linewidth=0.8)
+  labels = [study.variants[name].label for name in names]
+  axes.set_yticks(range(len(names)), labels)
+  axes.set_ylim(max(1, len(names)) - 0.5, -0.5)
+  axes.set_xlabel(DIFFERENCE)
+  figures.style(axes)
+  figures.legend(shape, axes)
+  return shape
+
+
+def differences(
+  study: Study, rows: Sequence[Row]
+) -> dict[str, pairs.Difference]:
+  """Of every variant that has a pair, from the baseline."""
+  every = _main(with_shared(study, rows))
+  return pairs.differences(pairs.losses(every, "variant"), BASELINE, CONTROL)
+
+
+def paper_difference(study: Study, name: str) -> float:
+  """The paper's loss of a variant less that of the baseline."""
+  published = study.variants[name].published
+  base = variants.PRENORM.published
+  assert published is not None and base is not None
+  return published - base
+
+
+def _main(rows: Sequence[Row]) -> list[Row]:
+  """Rows at the chosen rate and budget."""
+  return [row for row in rows if not row.get(_RATE) and not row.get(_BUDGET)]
+
+
+def _speedup(rows: Sequence[Row], name: str) -> str:
+  """By the law of PreNorm over its budgets; empty without these or pairs."""
+  baseline = [
+    row for row in rows if row["variant"] == BASELINE and not row.get(_RATE)
+  ]
+  other = [row for row in _main(rows) if row["variant"] == name]
+  try:
+    found = scaling.effective_speedup(*map(_runs, (baseline, other)))
+  except config_lib.ConfigError:
+    return ""
+  return f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}]"
+
+
+def _runs(rows: Sequence[Row]) -> fit_lib.Runs:
+  return fit_lib.Runs(
+    compute=[float(row[f"compute_{COUNTING}"]) for row in rows],
+    loss=[float(row["validation_loss"]) for row in rows],
+    size=tuple(row["tokens"] for row in rows),
+    seed=tuple(int(row["seed"]) for row in rows),
+  )
+
+
+def _published(study: Study, name: str) -> str:
+  """The paper's loss and its difference from the baseline."""
+  loss = study.variants[name].published
+  if loss is None or name == BASELINE:
+    return f"{loss:.3f}" if loss else ""
+  return f"{loss:.3f} ({page.signed(paper_difference(study, name), 3)})"
+
+
+def _interval(difference: pairs.Difference) -> str:
+  if difference.margin is None:
+    return ""
+  ends = (difference.mean + sign * difference.margin for sign in (-1, 1))
+  return "[" + ", ".join(page.signed(end) for end in ends) + "]"

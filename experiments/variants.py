@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Studies that train variants of one network in pairs with PreNorm.
+
+A study is a mapping from names to variants. Its config.py is one `Study`, whose
+`get_config` and `sweep` it exports:
+
+    STUDY = variants.Study("mine", {...}, shares=ablations.STUDY)
+    get_config, sweep = STUDY.get_config, STUDY.sweep
+
+and its config takes
+
+  scale     laptop, d768 or paper, see configs/paired.py
+  variant   one of the study
+  budget    multiplies the steps
+  first     the first seed
+  seeds     how many; of the laptop's scale, more can be added at any time
+  runlocal  shrinks everything to seconds, to try things out
+
+`experiments.pages.variants` has its command, tables and figures.
+"""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import types
+from typing import Any
+
+from attnres_jax import config as config_lib
+from configs import paired
+
+BASELINE, CONTROL = "prenorm", "control"
+LAPTOP = "laptop"
+
+Add = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+  """A network of a study.
+
+  Attributes:
+    label: in tables and figures.
+    residual: its scheme.
+    fields: what it changes besides the scheme, by dotted names.
+    published: loss in arXiv:2603.15031 (436M activated parameters), in nats per
+      token; None for what is not in it.
+  """
+
+  label: str
+  residual: str
+  fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  published: float | None = None
+
+  def labelled(self, label: str) -> "Variant":
+    """The same network under another label."""
+    return dataclasses.replace(self, label=label)
+
+  def is_same_network(self, other: "Variant | None") -> bool:
+    """Whether both train the same network."""
+    return other is not None and other.labelled(self.label) == self
+
+
+def reads(
+  label: str, residual: str, published: float | None = None, **options: Any
+) -> Variant:
+  """A variant of depth attention, by options of `model.residual.read`."""
+  fields = {f"model.residual.read.{name}": options[name] for name in options}
+  return Variant(label, residual, fields, published)
+
+
+PRENORM = Variant("PreNorm", "prenorm", published=1.766)
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+  """Variants, and which runs compare them.
+
+  Attributes:
+    name: of its folder.
+    variants: by names, the baseline first and then the most informative first,
+      for sweeps that are not complete.
+    rates: learning rates of the baseline beside its own, at the laptop's scale.
+    rate_seeds: how many seeds are trained with these.
+    budgets: multiples of the steps of the baseline beside its own, for
+      effective speed-ups.
+    shares: a study with some of the same networks, under the same names. Those
+      are not trained again at the laptop's scale: its rows are used.
+  """
+
+  name: str
+  variants: Mapping[str, Variant]
+  rates: tuple[float, ...] = ()
+  rate_seeds: int = 0
+  budgets: tuple[float, ...] = ()
+  shares: "Study | None" = None
+
+  @property
+  def shared(self) -> list[str]:
+    """Names of variants that the other study trains."""
+    if self.shares is None:
+      return []
+    other = self.shares.variants
+    return [
+      name
+      for name, variant in self.variants.items()
+      if variant.is_same_network(other.get(name))
+    ]
+
+  def get_config(self, arg: str | None = None) -> Any:
+    """Config of one run; see the module docstring."""
+    given = self._parse(arg)
+    variant = config_lib.choose("variant", given.variant, self.variants)
+    config = paired.get_config(
+      f"scale={given.scale},residual={variant.residual},budget={given.budget},"
+      f"runlocal={given.runlocal}"
+    )
+    config.name = f"{self.name}_{given.scale}_{given.variant}"
+    config.update_from_flattened_dict(variant.fields)
+    return config
+
+  def sweep(self, add: Add, arg: str | None = None) -> None:
+    """Every variant with every seed, seed by seed; then rates and budgets."""
+    given = self._parse(arg)
+    seeds = range(given.first, given.first + given.seeds)
+    # Rows of the other study are committed for the laptop's scale only, where
+    # the control has an epsilon of its own, too.
+    leave_out = self.shared if given.scale == LAPTOP else [CONTROL]
+    for seed in seeds:
+      for name in self.variants:
+        if name not in leave_out:
+          _add(add, name, seed)
+    if given.scale != LAPTOP:
+      return
+    for seed in seeds:
+      for rate in self.rates if seed < self.rate_seeds else ():
+        _add(add, BASELINE, seed, **{"optim.peak_lr": rate})
+      for budget in self.budgets:
+        _add(add, BASELINE, seed, budget=budget)
+
+  def _parse(self, arg: str | None) -> types.SimpleNamespace:
+    return config_lib.parse_arg(
+      arg, scale=LAPTOP, variant=BASELINE, budget=1.0, first=0, seeds=1,
+      runlocal=False,
+    )  # fmt: skip
+
+
+def _add(add: Add, name: str, seed: int, **more: Any) -> None:
+  add(variant=name, **more, seed=seed, **{"data.seed": seed})

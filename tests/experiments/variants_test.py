@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Studies: variants build at every scale, and pairs share all the rest."""
+
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax import csv_rows
+from attnres_jax.models import residuals
+from attnres_jax.scaling import grid
+from attnres_jax.sweep import folder as folder_lib
+from experiments import variants
+from experiments.ablations import config as ablations
+from experiments.block_size import config as block_size
+from experiments.block_size import report as block_size_report
+from experiments.depth_heads import config as depth_heads
+from experiments.pages import variants as report
+
+STUDIES = {
+  one.STUDY.name: one.STUDY for one in (ablations, block_size, depth_heads)
+}
+
+
+def _runs(study, arg):
+  spec = f"experiments/{study}/config.py:{arg}"
+  return [
+    (run.overrides, folder_lib.run_config(run)) for run in grid.load(spec)
+  ]
+
+
+@pytest.mark.parametrize("scale", ["laptop", "d768", "paper"])
+@pytest.mark.parametrize("name", STUDIES)
+def test_variants(name, scale):
+  spec = f"experiments/{name}/config.py:scale={scale}"
+  first = config_lib.to_dict(config_lib.load_config(spec))
+  found = _runs(name, f"scale={scale}")
+  for overrides, config in found:
+    residuals.abstract_residual(config.with_vocab_size(257).model)
+    differing = set(config_lib.differences(first, config_lib.to_dict(config)))
+    if overrides["variant"] == variants.CONTROL:
+      assert differing == {"name", "model.norm_eps"}
+    elif not {"budget", "optim.peak_lr"} & set(overrides):
+      assert all("residual" in f or f == "name" for f in differing), differing
+  trained = {overrides["variant"] for overrides, _ in found}
+  left = set(STUDIES[name].variants) - trained
+  shared = STUDIES[name].shared if scale == "laptop" else [variants.CONTROL]
+  assert left == set(shared) & set(STUDIES[name].variants)
+
+
+def test_what_is_shared_is_the_same_run():
+  """By the hash of its config, which names it."""
+  for name in ("block_size", "depth_heads"):
+    study = STUDIES[name]
+    assert (
+      {"prenorm", "block"} < set(study.shared) < set(ablations.STUDY.variants)
+    )
+    for variant in study.shared:
+      own, other = (
+        grid.collect(
+          lambda add, variant=variant: add(variant=variant, seed=3),
+          grid.config_resolver(f"experiments/{of}/config.py"),
+        )
+        for of in (name, "ablations")
+      )
+      assert own[0].name == other[0].name
+
+
+def test_the_paper_scale_is_the_row_of_table_2():
+  model = _runs("ablations", "scale=paper")[0][1].model
+  assert (model.num_layers, model.width, model.num_heads) == (16, 1168, 16)
+
+
+def test_the_temperature_of_heads():
+  study = depth_heads.STUDY
+  for variant, heads, scale, start in (
+    ("zero8", 8, 1.0, 0.0), ("random4", 4, 1.0, 0.02),
+    ("cool16", 0, 0.25, 0.0), ("cool_random4", 0, 0.5, 0.02),
+    ("block_heads", 16, 1.0, 0.0),
+  ):  # fmt: skip
+    read = study.get_config(f"variant={variant}").model.residual.read
+    assert (read.heads, read.logit_scale, read.query_init) == (
+      heads, scale, start
+    )  # fmt: skip
+
+
+def test_seeds_continue():
+  whole = _runs("ablations", "seeds=2")
+  parts = _runs("ablations", "first=0,seeds=1")
+  parts += _runs("ablations", "first=1,seeds=1")
+  assert sorted(map(str, whole)) == sorted(map(str, parts))
+  assert all(c.seed == c.data.seed for _, c in whole)
+
+
+def _rows():
+  rows = [
+    _row("prenorm", seed, 2.0 + 0.1 * seed, tokens, budget)
+    for seed in range(3)
+    for tokens, budget in ((100, ""), (50, "0.5"), (200, "2.0"))
+  ]
+  for row in rows:
+    row["validation_loss"] -= 0.1 * (row["tokens"] / 100 - 1)
+  rows += [_row("block", seed, 1.95 + 0.1 * seed, 100, "") for seed in range(3)]
+  rows += [_row("full", 0, 1.9, 100, "")]
+  rows += [
+    _row("prenorm", 0, 2.2, 100, "")
+    | {"optim.peak_lr": "6e-3", "peak_lr": 6e-3}
+  ]
+  return rows
+
+
+def test_report():
+  rows, study = _rows(), ablations.STUDY
+  lines = report.table(study, rows).rows
+  assert [line[0] for line in lines] == ["PreNorm", "Block", "Full"]
+  _, published, loss, difference, interval, pairs, speedup = lines[1]
+  assert published == "1.746 (\N{MINUS SIGN}0.020)" and loss == "2.0500"
+  assert difference == "\N{MINUS SIGN}0.0500" and pairs == "3"
+  assert (
+    interval.startswith("[\N{MINUS SIGN}0.0") and float(speedup.split()[0]) > 1
+  )
+  assert lines[2][-1] == ""  # One pair has no interval.
+  assert [line[0] for line in report.rates(rows).rows] == ["0.003", "0.006"]
+  assert len(report.forest(study, rows).axes[0].get_yticklabels()) == 2
+  assert len(study.variants) == 13
+
+
+def test_rows_of_the_other_study(tmp_path, monkeypatch):
+  """Fill the gaps of a study, and nothing else."""
+  monkeypatch.setattr(report, "_EXPERIMENTS", tmp_path)
+  study = block_size.STUDY
+  own = [_row("size2", 0, 1.96, 100, "")]
+  assert report.with_shared(study, own) == own
+  (tmp_path / "ablations").mkdir()
+  csv_rows.write(
+    tmp_path / "ablations" / "results.csv",
+    [*_rows(), _row("mhc", 0, 1.9, 100, "")],
+  )
+  lines = report.table(study, report.with_shared(study, own)).rows
+  assert [line[0] for line in lines] == ["PreNorm", "S = 1", "S = 2", "S = 4"]
+  assert lines[2][3] == "\N{MINUS SIGN}0.0400"
+  axes = block_size_report.figure(study, own).axes[0]
+  assert [t.get_text() for t in axes.get_xticklabels()] == [
+    "1", "2", "4", "8", "16"
+  ]  # fmt: skip
+
+
+def _row(variant, seed, loss, tokens, budget):
+  return {
+    "run": f"{variant}{seed}{tokens}", "variant": variant, "seed": str(seed),
+    "validation_loss": loss, "tokens": tokens, "budget": budget,
+    "compute_residual": str(tokens), "peak_lr": "3e-3", "optim.peak_lr": "",
+  }  # fmt: skip
