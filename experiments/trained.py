@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Networks that a study has trained, for experiments that look into them.
+
+Such an experiment is a `Look`: what it measures of one network, as rows. Its
+run.py exports what `experiment` returns, and its command is
+
+  python -m experiments.NAME.run --runs=runs/ablations
+"""
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import pathlib
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+import tqdm
+
+from attnres_jax import checkpoint
+from attnres_jax import command_line
+from attnres_jax import config as config_lib
+from attnres_jax import csv_rows
+from attnres_jax import data
+from attnres_jax import environment
+from attnres_jax import models
+from attnres_jax.sweep import folder as folder_lib
+from attnres_jax.sweep import state as state_lib
+from experiments import publish
+from experiments.pages import readme
+
+RUNS = "runs/ablations"
+# Rows of the validation split that are measured.
+NUM_ROWS = 64
+# What a run of a study has beside its variant and its seeds.
+_SEEDS = {"variant", "seed", "data.seed"}
+
+Row = Mapping[str, Any]
+
+
+class Network(NamedTuple):
+  """A finished run.
+
+  Attributes:
+    variant: its name in the study.
+    seed: of weights and data.
+    folder: of the run.
+    model: with the weights of its last checkpoint.
+    tokens_BT: the first rows of its validation split, inputs and targets.
+  """
+
+  variant: str
+  seed: int
+  folder: pathlib.Path
+  model: models.Transformer
+  tokens_BT: np.ndarray
+
+
+class Look(NamedTuple):
+  """An experiment on trained networks.
+
+  Attributes:
+    published: what is made of its rows.
+    variants: names of those that it measures, in order.
+    measure: of a network: rows, without their origin.
+  """
+
+  published: readme.Published
+  variants: Sequence[str]
+  measure: Callable[[Network], Sequence[Row]]
+
+
+def finished(
+  folder: pathlib.Path | str, variants: Sequence[str]
+) -> Iterator[tuple[str, int, pathlib.Path]]:
+  """Variant, seed and folder of finished runs, variant by variant.
+
+  Runs with another rate or budget than the variant's own are left out.
+  """
+  folder = pathlib.Path(folder)
+  found = sorted(
+    (variants.index(run.overrides["variant"]), run.overrides["seed"], run.name)
+    for run in folder_lib.read(folder)
+    if set(run.overrides) == _SEEDS and run.overrides["variant"] in variants
+  )
+  for index, seed, name in found:
+    if state_lib.read(folder / name).status == state_lib.DONE:
+      yield variants[index], seed, folder / name
+
+
+def load(variant: str, seed: int, folder: pathlib.Path) -> Network:
+  """Loads the last checkpoint of a run, and validation text."""
+  config, model = checkpoint.load_model(folder)
+  batches = data.open_dataset(config.data, "validation").batches()
+  rows: list[np.ndarray] = []
+  try:
+    while sum(map(len, rows)) < NUM_ROWS:
+      rows.append(next(batches)["tokens"])
+  finally:
+    batches.close()
+  tokens_BT = np.concatenate(rows)[:NUM_ROWS]
+  return Network(variant, seed, folder, model, tokens_BT)
+
+
+def command(look: Look, argv: Sequence[str] | None = None) -> int:
+  """Measures what is finished; keeps rows of runs that are not in the folder.
+
+  Returns:
+    The exit status.
+  """
+  name = look.published.folder.name
+  parser = command_line.Parser(f"python -m experiments.{name}.run", __doc__)
+  parser.add_argument(
+    "--runs", default=RUNS, help="folder of the sweep that trained them"
+  )
+  return command_line.run(
+    lambda options: _main(look, options), parser.parse_args(argv)
+  )
+
+
+def _main(look: Look, options: argparse.Namespace) -> None:
+  runs = list(finished(options.runs, look.variants))
+  if not runs:
+    raise config_lib.ConfigError(
+      f"--runs: got {options.runs!r}, expected the folder of a sweep with a"
+      f" finished run of {', '.join(look.variants)}"
+    )
+  path = look.published.folder / "results.csv"
+  found = {
+    (row["variant"], int(row["seed"])): [] for row in look.published.read()
+  }
+  for row in look.published.read():
+    found[row["variant"], int(row["seed"])].append(row)
+  origin = environment.facts()
+  for variant, seed, folder in tqdm.tqdm(runs, unit="network", file=sys.stderr):
+    own = {"variant": variant, "seed": seed}
+    network = load(variant, seed, folder)
+    rows = [own | dict(row) | origin for row in look.measure(network)]
+    found[variant, seed] = rows
+    order = sorted(found, key=lambda key: (look.variants.index(key[0]), key[1]))
+    csv_rows.write(path, [row for key in order for row in found[key]])
+  publish.publish(look.published)
