@@ -125,17 +125,16 @@ def _main(look: Look, options: argparse.Namespace) -> None:
       f" finished run of {', '.join(look.variants)}"
     )
   path = look.published.folder / "results.csv"
-  found = {
-    (row["variant"], int(row["seed"])): [] for row in look.published.read()
-  }
+  found: dict[tuple[str, int], list[Row]] = {}
   for row in look.published.read():
-    found[row["variant"], int(row["seed"])].append(row)
+    found.setdefault((row["variant"], int(row["seed"])), []).append(row)
   origin = environment.facts()
   for variant, seed, folder in tqdm.tqdm(runs, unit="network", file=sys.stderr):
     own = {"variant": variant, "seed": seed}
     network = load(variant, seed, folder)
-    rows = [own | dict(row) | origin for row in look.measure(network)]
-    found[variant, seed] = rows
+    found[variant, seed] = [
+      own | dict(row) | origin for row in look.measure(network)
+    ]
     order = sorted(found, key=lambda key: (look.variants.index(key[0]), key[1]))
     csv_rows.write(path, [row for key in order for row in found[key]])
   publish.publish(look.published)

@@ -124,13 +124,14 @@ def heatmaps(rows: Sequence[Row]) -> figure_lib.Figure:
   for row in rows:
     if row["variant"] not in found:
       found[row["variant"]] = analysis.DepthWeights(
-        **{name: _array(row[name]) for name in (ATTENTION, MLP, "output")},
-        **{
-          f"{name}_entropy": _array(row[f"{name}_entropy"])
-          for name in (ATTENTION, MLP, "output")
-        },
+        attention=_array(row[ATTENTION]),
+        mlp=_array(row[MLP]),
+        output=_array(row["output"]),
         columns=tuple(json.loads(row["columns"])),
         output_columns=tuple(json.loads(row["output_columns"])),
+        attention_entropy=_array(row["attention_entropy"]),
+        mlp_entropy=_array(row["mlp_entropy"]),
+        output_entropy=float(row["output_entropy"]),
       )
   schemes = {
     ablations.STUDY.variants[variant].residual: weights

@@ -44,7 +44,7 @@ def measure(network: trained.Network) -> list[trained.Row]:
 def _listed(values: Any, digits: int = 5) -> str:
   """NaN becomes null, as JSON has no other name for it."""
   array = np.round(np.asarray(values, np.float64), digits)
-  return json.dumps(np.where(np.isnan(array), None, array).tolist())
+  return json.dumps(array.tolist()).replace("NaN", "null")
 
 
 LOOK = trained.Look(

@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 import json
+from typing import Any
 
 from matplotlib import figure as figure_lib
 import numpy as np
@@ -73,7 +74,7 @@ def magnitudes(rows: Sequence[Row]) -> figure_lib.Figure:
       style = figures.style_of(ablations.STUDY.variants[variant].residual)
       values = np.stack(list(by_seed.values()))
       x = np.arange(1, values.shape[1] + 1)
-      axes.plot(x, values.T, **{**style, "linewidth": 0.6, "alpha": 0.5})
+      axes.plot(x, values.T, **_thin(style))
       axes.plot(x, values.mean(0), label=_label(variant), **style)
     axes.set_title(title, fontsize=9)
     of_block = series in ("state_rms", "grad_norm")
@@ -100,7 +101,7 @@ def losses(rows: Sequence[Row]) -> figure_lib.Figure:
       continue
     x = _smooth(next(iter(steps[variant].values())))
     for one in apart:
-      axes.plot(x, one, **{**style, "linewidth": 0.6, "alpha": 0.5})
+      axes.plot(x, one, **_thin(style))
     axes.plot(x, np.mean(apart, axis=0), label=_label(variant), **style)
   axes.axhline(0.0, color="grey", linewidth=0.8)
   axes.set_xlabel("step")
@@ -108,6 +109,11 @@ def losses(rows: Sequence[Row]) -> figure_lib.Figure:
   figures.style(axes)
   figures.legend(shape, axes)
   return shape
+
+
+def _thin(style: dict[str, Any]) -> dict[str, Any]:
+  """Of single networks."""
+  return style | {"linewidth": 0.6, "alpha": 0.5}
 
 
 def _smooth(values: np.ndarray, window: int = 5) -> np.ndarray:
