@@ -6,7 +6,8 @@ Forward and backward, compiled ahead of time with libtpu. Two kinds of stack:
   identity   sublayers that return their input, so that only the residual
              scheme and the pre-norms cost anything: the least favourable ratio
   training   a transformer of `attnres_jax` and the gradient of its loss; an arm
-             may be any residual scheme
+             may be any residual scheme, with options of it or its reads:
+             "block_attnres heads=16", "mhc stream_dtype=bfloat16"
 
 Layers are unrolled. Bytes are what the instructions of the compiled program
 read from and write to memory. An update in place counts its new part only, and
@@ -27,6 +28,7 @@ before that: the bytes are the same, estimate and peak stay empty, and a
 training step takes 20 seconds.
 """
 
+import ast
 import functools
 import glob
 import multiprocessing
@@ -186,7 +188,12 @@ def add_row(path, row) -> None:
 
 
 def _training(arm, options):
-  name = "block_attnres" if arm == "block, kernels" else arm
+  name, *given = arm.split()
+  if arm == "block, kernels":
+    name, given = "block_attnres", []
+  fields = dict(map(_option, given))
+  of_read = fields.keys() & config_lib.DepthReadConfig.__dataclass_fields__
+  read = config_lib.DepthReadConfig(**{k: fields.pop(k) for k in of_read})
   config = config_lib.ModelConfig(
     vocab_size=options.vocabulary,
     width=options.width,
@@ -194,7 +201,9 @@ def _training(arm, options):
     num_heads=options.width // 128,
     dtype="bfloat16",
     scan_layers=False,
-    residual=config_lib.ResidualConfig(name=name, block_size=options.block),
+    residual=config_lib.ResidualConfig(
+      name=name, block_size=options.block, read=read, **fields
+    ),
   )
   model = jax.eval_shape(lambda: attnres_jax.build_model(config))
   tokens_BT = jax.ShapeDtypeStruct((options.batch, options.tokens), jnp.int32)
@@ -209,6 +218,15 @@ def _training(arm, options):
     return sums.total / tokens_BT.size
 
   return jax.value_and_grad(loss), (model, tokens_BT, tokens_BT)
+
+
+def _option(text):
+  """A field and its value, from field=value."""
+  field, value = text.split("=")
+  try:
+    return field, ast.literal_eval(value)
+  except ValueError:
+    return field, value  # A name.
 
 
 def _identity(arm, options):

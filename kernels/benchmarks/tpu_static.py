@@ -174,12 +174,16 @@ def schedule_of(kernel: str) -> tuple[int, dict[str, str]]:
 def _attention(shape, backward):
   token = (shape.tokens, shape.width)
   sources = [jax.ShapeDtypeStruct(token, jnp.bfloat16)] * shape.sources
-  query = jax.ShapeDtypeStruct((shape.queries, shape.width), jnp.float32)
-  lse = jax.ShapeDtypeStruct((shape.queries, shape.tokens), jnp.float32)
+  key_width = shape.rank or shape.width
+  query = jax.ShapeDtypeStruct((shape.queries, key_width), jnp.float32)
+  of_heads = (shape.heads,) if shape.heads > 1 else ()
+  lse = jax.ShapeDtypeStruct(
+    (shape.queries, shape.tokens, *of_heads), jnp.float32
+  )
   dout = jax.ShapeDtypeStruct((shape.queries, *token), jnp.bfloat16)
   slabs = (1 + backward) * shape.sources + shape.queries
   tile = attention.BlockSizes.choose(
-    shape.tokens, shape.width, 2 * slabs * shape.width
+    shape.tokens, shape.width, 2 * slabs * shape.width, shape.heads
   ).tokens
   tiles = math.ceil(shape.tokens / tile)
   parts = max(p for p in range(1, 9) if tiles % p == 0)
@@ -190,37 +194,41 @@ def _attention(shape, backward):
     tile,
     shape.width,
     slabs,
-    stats=(4 + 4 * backward) * shape.queries,
+    stats=(4 + 4 * backward) * shape.queries * shape.heads,
     fixed=fixed * shape.queries * shape.width,
   )
   if backward:
     arguments = query, lse, dout, lse, *sources
     function = lambda q, l, o, d, *s: attention.backward(
-      q, s, None, l, o, d, eps=1e-6
+      q, s, None, l, o, d, eps=1e-6, **shape.options
     )
   else:
     arguments = query, *sources
-    function = lambda q, *s: attention.forward(q, s, None, eps=1e-6)
+    function = lambda q, *s: attention.forward(
+      q, s, None, eps=1e-6, **shape.options
+    )
   return function, arguments, plan
 
 
 def _merge(shape, backward):
   wide = jax.ShapeDtypeStruct((shape.tokens, shape.width), jnp.bfloat16)
   row = jax.ShapeDtypeStruct((shape.width,), jnp.float32)
-  lse = jax.ShapeDtypeStruct((shape.tokens,), jnp.float32)
+  query = jax.ShapeDtypeStruct((shape.rank or shape.width,), jnp.float32)
+  of_heads = (shape.heads,) if shape.heads > 1 else ()
+  lse = jax.ShapeDtypeStruct((shape.tokens, *of_heads), jnp.float32)
   tile = merge.choose_tile(shape.tokens, (10 + 2 * backward) * shape.width)
   plan = _plan(
     shape.tokens,
     tile,
     shape.width,
     slabs=5 + backward,
-    stats=4 + 4 * backward,
+    stats=(4 + 4 * backward) * shape.heads,
     fixed=(8 + 64 * 8 * backward) * shape.width,
   )
   kernel = merge.backward if backward else merge.forward
   rest = (row, wide, wide) if backward else (wide, row)
-  function = lambda *a: kernel(*a, eps=1e-6, norm_eps=1e-6)
-  return function, (wide, lse, row, wide, *rest), plan
+  function = lambda *a: kernel(*a, eps=1e-6, norm_eps=1e-6, **shape.options)
+  return function, (wide, lse, query, wide, *rest), plan
 
 
 def _read(shape):
@@ -260,8 +268,8 @@ def _plan(tokens, tile, width, slabs, stats, fixed):
 def _depth_cases(options) -> Iterator[tuple[str, Any, Build]]:
   listed = shapes.NAMED if options.all else shapes.TABLE
   for op, build, of_op in (
-    ("depth_attention", _attention, listed),
-    ("depth_merge", _merge, shapes.MERGE),
+    ("depth_attention", _attention, (*listed, *shapes.HEADS)),
+    ("depth_merge", _merge, (*shapes.MERGE, *shapes.MERGE_HEADS)),
   ):
     for backward, direction in enumerate(("forward", "backward")):
       for shape in of_op:

@@ -13,6 +13,7 @@ from attnres_kernels import depth_attention
 from attnres_kernels import depth_attention_vjp
 from attnres_kernels import depth_merge
 from attnres_kernels import depth_merge_norm
+from attnres_kernels import dispatch
 
 EPS = 1e-6
 WIDTH = 12
@@ -110,14 +111,144 @@ class TestValuesAndGradients:
   def test_named_kernels_refuse(self, options):
     query, bank = _query(1, options), _draw(2, 2, WIDTH)
     (out,), (lse,) = depth_attention(query, bank, **options)
-    for implementation in ("pallas_tpu", "pallas_gpu"):
-      with pytest.raises(NotImplementedError, match="one head with keys of"):
+    for implementation, message in (
+      ("pallas_tpu", "must be bfloat16 or float32"),
+      ("pallas_gpu", "one head with keys of"),
+    ):
+      with pytest.raises(NotImplementedError, match=message):
         depth_attention(query, bank, implementation=implementation, **options)
-      with pytest.raises(NotImplementedError, match="one head with keys of"):
+      with pytest.raises(NotImplementedError, match=message):
         depth_merge(
           out, lse, query[0], bank[0], rank=options.get("rank"),
           implementation=implementation,
         )  # fmt: skip
+
+  def test_too_many_softmaxes(self):
+    query, bank = (_draw(*s, dtype=np.float32) for s in ((9, 64), (2, 3, 64)))
+    with pytest.raises(NotImplementedError, match="512 softmaxes.*heads=64"):
+      depth_attention(query, bank, heads=64, implementation="pallas_tpu")
+
+
+def _case(*shape, heads=None, rank=None, bank=False, dtype="bfloat16"):
+  options = {"heads": heads} if heads else {"rank": rank}
+  slow = [pytest.mark.slow] if shape[2] > 3 else []
+  name = f"{shape}-{options}-{'bank' if bank else 'arrays'}-{dtype}"
+  return pytest.param(shape, options, bank, dtype, id=name, marks=slow)
+
+
+# Queries, sources, tokens, width. Registers have 128 columns: heads own some,
+# one, parts of one or of two; keys start at column 128, and before and after.
+TPU_CASES = [
+  _case(2, 2, 3, 192, heads=3),
+  _case(2, 2, 3, 192, rank=40, bank=True),
+  _case(2, 3, 9, 512, heads=2, bank=True),
+  _case(1, 2, 9, 160, heads=16),
+  _case(3, 3, 9, 304, heads=2, dtype="float32"),
+  _case(2, 18, 5, 256, heads=4, bank=True),
+  _case(2, 3, 9, 304, rank=140, dtype="float32"),
+  _case(9, 2, 9, 256, rank=128),
+]
+
+
+class TestOnTpu:
+  """The kernels, interpreted, against the reference in float32."""
+
+  def check(self, run, dtype):
+    """The error is at most a little more than that of plain JAX."""
+    wanted = jax.jit(functools.partial(run, "reference", _to_float32))()
+    plain = jax.jit(functools.partial(run, "xla", lambda x: x))()
+    with dispatch.interpreted():
+      found = jax.jit(functools.partial(run, "pallas_tpu", lambda x: x))()
+    leaves = map(jax.tree.leaves, (found, plain, wanted))
+    for one, other, exact in zip(*leaves, strict=True):
+      assert one.dtype == other.dtype
+      allowed = 1.2 * _error(other, exact) if dtype == "bfloat16" else 0
+      assert _error(one, exact) < max(5e-6, allowed)
+
+  @pytest.mark.parametrize("shape,options,bank,dtype", TPU_CASES)
+  def test_depth_attention(self, shape, options, bank, dtype):
+    queries, num_sources, tokens, width = shape
+    query = 0.3 * _draw(
+      queries, options.get("rank", width), seed=1, dtype=np.float32
+    )
+    sources = _draw(num_sources, tokens, width, dtype=np.float32)
+    sources = sources.astype(dtype)
+    # The last slot of a bank is unused, and may contain anything.
+    count = num_sources - 1 if bank else None
+    if bank:
+      sources = sources.at[-1].set(jnp.nan)
+    of_heads = (options["heads"],) if "heads" in options else ()
+    dout = _draw(queries, tokens, width, seed=2, dtype=np.float32).astype(dtype)
+    dlse = _draw(queries, tokens, *of_heads, seed=3, dtype=np.float32)
+
+    def run(implementation, cast):
+      def attend(query, sources):
+        return depth_attention(
+          query, sources, num_sources=count, implementation=implementation,
+          **options,
+        )  # fmt: skip
+
+      x = cast(sources)
+      results, vjp = jax.vjp(attend, query, x if bank else tuple(x))
+      return results, vjp((cast(dout).astype(results[0].dtype), dlse))
+
+    self.check(run, dtype)
+
+  @pytest.mark.parametrize("shape,options,bank,dtype", TPU_CASES)
+  def test_depth_merge_norm(self, shape, options, bank, dtype):
+    del bank
+    *_, tokens, width = shape
+    rank = options.get("rank")
+    of_heads = (options["heads"],) if "heads" in options else ()
+    draw = functools.partial(_draw, dtype=np.float32)
+    wide = [draw(tokens, width, seed=i).astype(dtype) for i in range(3)]
+    cotangents = [draw(tokens, width, seed=i).astype(dtype) for i in (3, 4)]
+    query, gain = draw(rank or width, seed=5), draw(width, seed=6)
+    lse = draw(tokens, *of_heads, seed=7)
+
+    def run(implementation, cast):
+      out, partial, update = map(cast, wide)
+      fixed = dict(rank=rank, implementation=implementation)
+
+      def both(*arrays):
+        alone = depth_merge(*arrays[:4], **fixed)
+        return depth_merge_norm(*arrays, **fixed), alone
+
+      arrays = out, lse, query, partial, update, gain
+      results, vjp = jax.vjp(both, *arrays)
+      first, second = map(cast, cotangents)
+      return results, vjp(((first, second), second))
+
+    self.check(run, dtype)
+
+  def test_one_head_is_the_same_bit_by_bit(self):
+    """Also one head of which the key is the full width."""
+    query, sources = (
+      _draw(*s, dtype=np.float32) for s in ((2, 24), (2, 3, 24))
+    )
+    found = []
+    for options in ({}, {"heads": 1}, {"rank": 24}):
+      with dispatch.interpreted():
+        results, vjp = jax.vjp(
+          lambda q, *s, options=options: depth_attention(
+            q, s, implementation="pallas_tpu", **options
+          ),
+          query, *sources,
+        )  # fmt: skip
+        gradients = vjp(jax.tree.map(jnp.ones_like, results))
+      found.append([results[0], jnp.ravel(results[1]), *gradients])
+    for other in found[1:]:
+      for a, b in zip(found[0], other, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def _error(actual, wanted):
+  actual, wanted = np.float64(actual), np.float64(wanted)
+  return np.sqrt(np.mean((actual - wanted) ** 2) / np.mean(wanted**2))
+
+
+def _to_float32(x):
+  return x.astype(jnp.float32)
 
 
 def test_one_head_is_the_same_bit_by_bit():

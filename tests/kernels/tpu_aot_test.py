@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from attnres_jax.aot import hlo
 from attnres_kernels import depth_attention
 from attnres_kernels import depth_attention_vjp
 from attnres_kernels import depth_merge
@@ -29,9 +30,9 @@ CHIPS = {
 HUGE = shapes.Shape("huge", 1, 1, 2**18 + 8, 8192)
 
 MERGES = {
-  "merge": lambda *a: depth_merge(*a[:4]),
-  "merge_norm": lambda *a: depth_merge_norm(*a[:4], None, a[5]),
-  "add_merge_norm": lambda *a: depth_merge_norm(*a),
+  "merge": lambda *a, **k: depth_merge(*a[:4], **k),
+  "merge_norm": lambda *a, **k: depth_merge_norm(*a[:4], None, a[5], **k),
+  "add_merge_norm": lambda *a, **k: depth_merge_norm(*a, **k),
 }
 
 pytestmark = pytest.mark.needs("libtpu")
@@ -60,6 +61,7 @@ def attention(shape, bank):
         query,
         sources[0] if bank else sources,
         num_sources=count if bank else None,
+        **shape.options,
       )
 
     (out, lse), vjp = jax.vjp(g, query, *sources)
@@ -68,7 +70,7 @@ def attention(shape, bank):
   token = (shape.tokens, shape.width)
   sources = [(shape.sources, *token)] if bank else [token] * shape.sources
   return f, [
-    ((shape.queries, shape.width), jnp.float32),
+    ((shape.queries, shape.rank or shape.width), jnp.float32),
     ((shape.queries, *token), None),
     ((), jnp.int32),
     *((s, None) for s in sources),
@@ -77,14 +79,17 @@ def attention(shape, bank):
 
 def merge(shape, op):
   def f(*arrays):
-    result, vjp = jax.vjp(MERGES[op], *arrays)
+    call = functools.partial(MERGES[op], rank=shape.rank)
+    result, vjp = jax.vjp(call, *arrays)
     return result, vjp(result)
 
   token = (shape.tokens, shape.width)
   row = ((shape.width,), jnp.float32)
-  lse = ((shape.tokens,), jnp.float32)
+  query = ((shape.rank or shape.width,), jnp.float32)
+  of_heads = (shape.heads,) if shape.heads > 1 else ()
+  lse = ((shape.tokens, *of_heads), jnp.float32)
   wide = (token, None)
-  return f, [wide, lse, row, wide, wide, row]
+  return f, [wide, lse, query, wide, wide, row]
 
 
 def read(shape):
@@ -216,6 +221,59 @@ class TestTpuCompile:
     size = 504 * 1024 * 4
     assert memory.alias_size_in_bytes >= 3 * size
     assert memory.temp_size_in_bytes < size
+
+
+# Heads own registers, share them, or share them unevenly; keys of any width.
+HEADS = (
+  shapes.Shape("heads", 4, 5, 200, 2048, heads=16),
+  shapes.Shape("heads", 2, 3, 40, 448, heads=14),
+  shapes.Shape("heads", 3, 2, 200, 1152, heads=16),
+  shapes.Shape("heads", 24, 2, 40, 1792, heads=4),
+  shapes.Shape("rank", 4, 3, 200, 960, rank=64),
+  shapes.Shape("rank", 2, 20, 40, 448, rank=200),
+)
+
+
+@pytest.mark.slow
+class TestHeadsAndRank:
+  @pytest.mark.parametrize("chip", tuple(CHIPS))
+  @pytest.mark.parametrize("shape", HEADS, ids=str)
+  def test_attention(self, chip, shape):
+    # A bank where keys are narrow, separate arrays where there are heads.
+    text = compile_for(
+      chip, *attention(shape, shape.rank is not None), "bfloat16"
+    )
+    for name in ("depth_attention_forward", "depth_attention_backward"):
+      assert name in text
+
+  @pytest.mark.parametrize("chip", tuple(CHIPS))
+  @pytest.mark.parametrize("shape", HEADS, ids=str)
+  def test_merge(self, chip, shape):
+    text = compile_for(chip, *merge(shape, "add_merge_norm"), "bfloat16")
+    for name in ("depth_merge_forward", "depth_merge_backward"):
+      assert name in text
+
+  def test_float32_and_a_bank_of_heads(self):
+    shape = shapes.Shape("heads", 2, 3, 40, 448, heads=14)
+    for bank, dtype in ((True, "bfloat16"), (False, "float32")):
+      text = compile_for("v5p", *attention(shape, bank), dtype)
+      assert "depth_attention_backward" in text
+
+  @pytest.mark.parametrize("heads", (16, 64))
+  def test_bytes_of_one_head(self, heads):
+    """Forward and backward of both operators, by the compiler's count."""
+    moved = []
+    for count in (1, heads):
+      shape = shapes.Shape("bytes", 4, 5, 2048, 2048, count)
+      programs = attention(shape, False), merge(shape, "merge_norm")
+      moved.append(
+        [
+          hlo.Program(compile_for("v5p", *f, "bfloat16")).hbm_bytes()
+          for f in programs
+        ]
+      )
+    for one, several in zip(*moved, strict=True):
+      assert one < several <= 1.1 * one
 
 
 @pytest.mark.slow

@@ -45,9 +45,9 @@ def depth_attention(
       slots may contain anything, and their gradient is zero.
     heads: H, a divisor of the width: each slice of D / H channels has its own
       softmax, over scores <query, source> / rms(source) of which the product is
-      the slice's. None is one softmax. More than one run in plain JAX.
+      the slice's. None is one softmax.
     rank: the number of last coordinates of a source that are its key; queries
-      are as wide. None for all. Runs in plain JAX.
+      are as wide. None for all.
     eps: added to the mean square inside the norm.
     apart: whether a kernel writes each mixture to an array of its own, which
       are then stacked. Compilers remove the stack if it is cut again at once,

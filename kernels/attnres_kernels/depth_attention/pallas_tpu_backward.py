@@ -20,6 +20,8 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from attnres_kernels import dispatch
+from attnres_kernels.depth_attention import pallas_tpu_columns as columns_lib
+from attnres_kernels.depth_attention import pallas_tpu_heads as heads_lib
 from attnres_kernels.depth_attention import pallas_tpu_tiles as tiles
 
 _MATRIX = 128  # Rows and columns of the smallest matrix unit.
@@ -35,6 +37,8 @@ def backward(
   accumulate=None,
   *,
   eps,
+  heads=1,
+  rank=None,
   interpret=False,
 ):
   """Returns the gradients of the queries and of every source.
@@ -44,7 +48,8 @@ def backward(
   _, flat, num_tokens = tiles.flatten(sources)
   bank = not isinstance(sources, tuple)
   num_slots = len(sources)
-  num_queries, width = query_QD.shape
+  num_queries, width = query_QD.shape[0], flat[0].shape[-1]
+  softmaxes = heads * num_queries
   dtype = sources[0].dtype
   accumulated = []
   if accumulate is not None:
@@ -53,18 +58,23 @@ def backward(
   written = dsource_dtype.itemsize * (2 if accumulated else 1)
   token_bytes = (num_queries + num_slots) * width * dtype.itemsize
   token_bytes += num_slots * width * written
-  blocks = tiles.BlockSizes.choose(num_tokens, width, token_bytes)
+  blocks = tiles.BlockSizes.choose(num_tokens, width, token_bytes, heads)
   tile = blocks.tokens
   num_tiles = pl.cdiv(num_tokens, tile)
   # Every part of the outer axis sums its own query gradient, in order.
   parts = max(p for p in range(1, 9) if num_tiles % p == 0)
   steps = num_tiles // parts
-  terms = tiles.query_terms(query_QD, dtype)
-  pull_terms = _pull_terms(terms, num_queries)
+  columns = columns_lib.Columns(width, blocks.lanes, heads, rank)
+  terms = tiles.query_terms(columns.separate(query_QD), dtype)
+  pull_terms = terms
+  if heads > 1:
+    pull_terms = tiles.query_terms(query_QD, dtype)
+  pull_terms = _pull_terms(pull_terms, num_queries)
   # High and low terms of the pulls are summed separately.
-  sums = (parts, min(2 * num_queries, terms.shape[0]), width)
+  exact = dtype == jnp.float32
+  sums = (parts, (1 if exact else 2) * num_queries, terms.shape[1])
   lse, dlse = (
-    tiles.stats_to_tiles(x.reshape(num_queries, num_tokens), tile)
+    tiles.stats_to_tiles(columns_lib.to_kernel(x, heads, num_tokens), tile)
     for x in (lse_QT, dlse_QT.astype(jnp.float32))
   )
 
@@ -72,7 +82,7 @@ def backward(
     return p * steps + s
 
   stats_spec = pl.BlockSpec(
-    (1, num_queries, tile), lambda p, s, n: (at(p, s), 0, 0)
+    (1, softmaxes, tile), lambda p, s, n: (at(p, s), 0, 0)
   )
   if bank:
     dsource_specs = [
@@ -101,7 +111,7 @@ def backward(
       bank=bank,
       accumulate=bool(accumulated),
       num_tokens=num_tokens,
-      lanes=blocks.lanes,
+      columns=columns,
       eps=eps,
     ),
     grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -141,7 +151,8 @@ def backward(
     *operands,
     *(a.reshape(shape) for a, shape in zip(accumulated, dsource_shapes)),
   )
-  dquery = dquery.reshape(-1, num_queries, width).sum(axis=0)
+  dquery = dquery.reshape(-1, num_queries, sums[-1]).sum(axis=0)
+  dquery = columns.together(dquery)
   if bank:
     return dquery, dsources[0].reshape(sources.shape)
   return dquery, tuple(d.reshape(sources[0].shape) for d in dsources)
@@ -166,7 +177,7 @@ def _kernel(
   bank,
   accumulate,
   num_tokens,
-  lanes,
+  columns,
   eps,
 ):
   source_refs, refs = refs[:num_slots], refs[num_slots:]
@@ -174,11 +185,11 @@ def _kernel(
   old_refs, (dquery_ref, *dsource_refs) = (
     (refs[:dsources], refs[dsources:]) if accumulate else (None, refs)
   )
-  num_queries, tile, width = dout_ref.shape
+  num_queries, tile, _ = dout_ref.shape
   exact = dout_ref.dtype == jnp.float32
   count = count_ref[0] if bank else None
   step = pl.program_id(0) * pl.num_programs(1) + pl.program_id(1)
-  chunks = tiles.chunks(width, lanes)
+  softmaxes = num_queries * columns.heads
   lse, dlse = jnp.transpose(lse_ref[0]), jnp.transpose(dlse_ref[0])
 
   @pl.when(pl.program_id(1) == 0)
@@ -190,6 +201,10 @@ def _kernel(
       [dout_ref[q, rows, chunk] for q in range(num_queries)], kept
     )
 
+  factors_of = None
+  if columns.heads > 1:
+    rows = num_slots * tiles.GROUP
+    factors_of = heads_lib.Factors(rows, num_queries, columns.heads, exact)
   groups = []
   for group in range(tile // tiles.GROUP):
     rows = slice(group * tiles.GROUP, (group + 1) * tiles.GROUP)
@@ -198,9 +213,10 @@ def _kernel(
     )
     load = functools.partial(tiles.load_sources, source_refs, rows, kept, bank)
     douts = functools.partial(load_douts, rows, kept)
-    inverse = tiles.inverse_rms(load, chunks, width, eps)
-    product, score = _products(
-      load, douts, terms_ref, chunks, num_slots, num_queries, exact
+    inverse = tiles.inverse_rms(load, columns, eps)
+    products_of = _products if columns.heads == 1 else heads_lib.products
+    product, score = products_of(
+      load, douts, terms_ref, columns, num_slots, num_queries, exact
     )
     product, score = map(tiles.on_slots, (product, score * inverse))
     valid = tiles.valid_slots(score.shape, count)
@@ -215,22 +231,23 @@ def _kernel(
     weight = weight / jnp.where(total == 0.0, 1.0, total)[None]
     mean = jnp.sum(weight * product, axis=0)
     dscore = weight * (product + (dlse[rows] - mean)[None])
-    flat = lambda x: x.reshape(-1, num_queries)
+    flat = lambda x: x.reshape(-1, softmaxes)
     bend = jnp.sum(flat(dscore * score), axis=1, keepdims=True)
-    bend = bend * inverse * inverse * (1.0 / width)
+    bend = bend * inverse * inverse * (1.0 / columns.key_width)
     pull = flat(dscore) * inverse
-    factor = _factor(flat(weight), pull, exact)
-    groups.append((rows, load, douts, bend, factor, pull))
+    if factors_of is None:
+      factors = [_factor(flat(weight), pull, exact)]
+    else:
+      factors = factors_of(flat(weight), pull)
+    groups.append((rows, load, douts, bend, factors, pull))
 
   # A second sweep, so that the statistics of all groups can overlap.
-  for rows, load, douts, bend, factor, _ in groups:
-    for chunk in chunks:
-      source = load(chunk)
-      dout = douts(chunk)
-      partner = [dout] if exact else [dout, dout]
-      partner = jnp.concatenate([*partner, pull_terms_ref[:, chunk]], axis=0)
-      dsource = tiles.dot(factor, partner, exact=exact)
-      dsource -= bend * source.astype(jnp.float32)
+  for rows, load, douts, bend, factors, _ in groups:
+    for piece in columns.pieces:
+      chunk = piece.columns
+      dsource = _dsource(
+        load(chunk), douts(chunk), pull_terms_ref, bend, factors, columns, piece
+      )
       if count is not None:
         valid = tiles.iota(dsource.shape, 0) < count * tiles.GROUP
         dsource = jnp.where(valid, dsource, 0.0)
@@ -247,39 +264,53 @@ def _kernel(
   span = max(1, 2 * _MATRIX // (num_slots * tiles.GROUP))
   for first in range(0, len(groups), span):
     several = groups[first : first + span]
-    pulls = _pull_rows([pull for *_, pull in several], exact)
-    for chunk in chunks:
-      sources = [load(chunk) for _, load, *_ in several]
-      dquery = tiles.dot(pulls, jnp.concatenate(sources, axis=0), exact=exact)
+    pulls = [pull for *_, pull in several]
+    pulls = _pull_rows(pulls, num_queries, exact)
+    for piece in columns.pieces if columns.heads > 1 else columns.keys:
+      sources = [load(piece.columns) for _, load, *_ in several]
+      sources = jnp.concatenate(sources, axis=0)
+      dquery = columns.select(
+        piece,
+        lambda h, pulls=pulls, x=sources: tiles.dot(pulls[h], x, exact=exact),
+      )
       if count is not None:
         # An empty bank may hold anything, and 0 * NaN is NaN.
         dquery = jnp.where(count > 0, dquery, 0.0)
-      dquery_ref[0, :, chunk] += dquery
+      dquery_ref[0, :, piece.key] += dquery
 
 
-def _products(load, douts, terms_ref, chunks, num_slots, num_queries, exact):
+def _products(load, douts, terms_ref, columns, num_slots, num_queries, exact):
   """Products of source rows with their token's dout and the query: [M*8, Q]."""
   diagonal = num_queries * tiles.GROUP
   source_rows = num_slots * tiles.GROUP
   partner_rows = diagonal + terms_ref.shape[0]
-
-  def partner(chunk):
-    return jnp.concatenate([douts(chunk), terms_ref[:, chunk]], axis=0)
-
   # Rows of the left operand stream; those of the right operand are tiled.
-  if source_rows * pl.cdiv(partner_rows, _MATRIX) <= partner_rows * pl.cdiv(
-    source_rows, _MATRIX
-  ):
-    product = tiles.total(
-      tiles.dot(load(chunk), partner(chunk), 1, exact=exact) for chunk in chunks
-    )
-  else:
-    product = jnp.transpose(
-      tiles.total(
-        tiles.dot(partner(chunk), load(chunk), 1, exact=exact)
-        for chunk in chunks
-      )
-    )
+  streams = source_rows * pl.cdiv(
+    partner_rows, _MATRIX
+  ) <= partner_rows * pl.cdiv(source_rows, _MATRIX)
+
+  def partner(piece):
+    dout = douts(piece.columns)
+    if piece.key is None:
+      return dout
+    return jnp.concatenate([dout, terms_ref[:, piece.key]], axis=0)
+
+  def multiply(piece):
+    if streams:
+      return tiles.dot(load(piece.columns), partner(piece), 1, exact=exact)
+    return tiles.dot(partner(piece), load(piece.columns), 1, exact=exact)
+
+  in_front = [multiply(p) for p in columns.pieces if p.key is None]
+  product = tiles.total(map(multiply, columns.keys))
+  if in_front:
+    shape = product.shape
+    more = tiles.total(in_front)
+    axis = 1 if streams else 0
+    rest = jax.lax.slice_in_dim(product, more.shape[axis], shape[axis], 1, axis)
+    both = jax.lax.slice_in_dim(product, 0, more.shape[axis], 1, axis) + more
+    product = jnp.concatenate([both, rest], axis=axis)
+  if not streams:
+    product = jnp.transpose(product)
   token = lambda row: jnp.bitwise_and(row, tiles.GROUP - 1)
   return (
     tiles.take_columns(
@@ -290,6 +321,25 @@ def _products(load, douts, terms_ref, chunks, num_slots, num_queries, exact):
       for first in range(diagonal, partner_rows, num_queries)
     ),
   )
+
+
+def _dsource(source, dout, pull_terms_ref, bend, factors, columns, piece):
+  """Gradients of the sources in the columns of a piece: [M*8, columns]."""
+  exact = dout.dtype == jnp.float32
+  partner = [dout] if exact else [dout, dout]
+  if piece.key is not None:
+    partner.append(pull_terms_ref[:, piece.key])
+  partner = jnp.concatenate(partner, axis=0)
+  dsource = columns.select(
+    piece,
+    lambda head: tiles.dot(
+      factors[head][:, : partner.shape[0]], partner, exact=exact
+    ),
+  )
+  if piece.key is not None:
+    key = columns.only_keys(piece, source)
+    dsource -= bend * key.astype(jnp.float32)
+  return dsource
 
 
 def _factor(weight, pull, exact):
@@ -329,9 +379,16 @@ def _factor(weight, pull, exact):
   return jnp.concatenate(parts, axis=1)[:, :columns]
 
 
-def _pull_rows(pulls, exact):
-  """[M*8, Q] of several groups to [terms * Q, groups * M*8]."""
+def _pull_rows(pulls, num_queries, exact):
+  """[M*8, J] of several groups to [terms * Q, groups * M*8] of each head."""
   turned = jnp.transpose(jnp.concatenate(pulls, axis=0))
+  return [
+    _in_terms(columns_lib.rows_of(turned, head, num_queries), exact)
+    for head in range(turned.shape[0] // num_queries)
+  ]
+
+
+def _in_terms(turned, exact):
   if exact:
     return turned
   return jnp.concatenate(tiles.high_and_low(turned), axis=0).astype(

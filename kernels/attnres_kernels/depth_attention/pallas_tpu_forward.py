@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from attnres_kernels import dispatch
+from attnres_kernels.depth_attention import pallas_tpu_columns as columns_lib
 from attnres_kernels.depth_attention import pallas_tpu_tiles as tiles
 
 _MASKED = -1e30  # Lower than any real score, yet finite.
@@ -24,20 +25,32 @@ _MASKED = -1e30  # Lower than any real score, yet finite.
 _STACKED_SOURCES = 16
 
 
-def forward(query_QD, sources, count, *, eps, apart=False, interpret=False):
+def forward(
+  query_QD,
+  sources,
+  count,
+  *,
+  eps,
+  heads=1,
+  rank=None,
+  apart=False,
+  interpret=False,
+):
   """Returns the mixtures and their log-normalisers.
 
   If `apart`, the kernel writes each mixture to an array of its own.
   """
   tokens_shape, flat, num_tokens = tiles.flatten(sources)
   num_slots = len(sources)
-  num_queries, width = query_QD.shape
+  num_queries, width = query_QD.shape[0], flat[0].shape[-1]
   dtype = sources[0].dtype
   token_bytes = (num_slots + num_queries) * width * dtype.itemsize
-  blocks = tiles.BlockSizes.choose(num_tokens, width, token_bytes)
+  blocks = tiles.BlockSizes.choose(num_tokens, width, token_bytes, heads)
   tile = blocks.tokens
   steps = pl.cdiv(num_tokens, tile)
-  terms = tiles.query_terms(query_QD, dtype)
+  columns = columns_lib.Columns(width, blocks.lanes, heads, rank)
+  terms = tiles.query_terms(columns.separate(query_QD), dtype)
+  softmaxes = heads * num_queries
   one = jax.ShapeDtypeStruct((num_tokens, width), dtype)
   out_specs = [pl.BlockSpec((tile, width), lambda t, n: (t, 0))] * num_queries
   out_shapes = [one] * num_queries
@@ -52,7 +65,7 @@ def forward(query_QD, sources, count, *, eps, apart=False, interpret=False):
       num_slots=num_slots,
       bank=not isinstance(sources, tuple),
       num_tokens=num_tokens,
-      lanes=blocks.lanes,
+      columns=columns,
       eps=eps,
     ),
     grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -64,12 +77,12 @@ def forward(query_QD, sources, count, *, eps, apart=False, interpret=False):
       ],
       out_specs=[
         *out_specs,
-        pl.BlockSpec((1, num_queries, tile), lambda t, n: (t, 0, 0)),
+        pl.BlockSpec((1, softmaxes, tile), lambda t, n: (t, 0, 0)),
       ],
     ),
     out_shape=[
       *out_shapes,
-      jax.ShapeDtypeStruct((steps, num_queries, tile), jnp.float32),
+      jax.ShapeDtypeStruct((steps, softmaxes, tile), jnp.float32),
     ],
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("parallel",),
@@ -85,26 +98,25 @@ def forward(query_QD, sources, count, *, eps, apart=False, interpret=False):
   out = [x.reshape((-1,) + tokens_shape + (width,)) for x in out]
   return (
     jnp.concatenate(out) if apart else out[0],
-    tiles.stats_from_tiles(lse, num_tokens).reshape(
-      (num_queries,) + tokens_shape
+    columns_lib.from_kernel(
+      tiles.stats_from_tiles(lse, num_tokens), heads, tokens_shape
     ),
   )
 
 
 def _kernel(
-  count_ref, terms_ref, *refs, num_slots, bank, num_tokens, lanes, eps
+  count_ref, terms_ref, *refs, num_slots, bank, num_tokens, columns, eps
 ):
   source_refs, out_refs, lse_ref = (
     refs[:num_slots],
     refs[num_slots:-1],
     refs[-1],
   )
-  *_, tile, width = out_refs[0].shape
-  num_queries = lse_ref.shape[1]
+  tile, softmaxes = out_refs[0].shape[-2], lse_ref.shape[1]
+  num_queries = softmaxes // columns.heads
   exact = out_refs[0].dtype == jnp.float32
   count = count_ref[0] if bank else None
   base = pl.program_id(0) * tile
-  chunks = tiles.chunks(width, lanes)
   stacked = num_slots <= _STACKED_SOURCES
   groups, lses = [], []
   for first in range(0, tile, tiles.ROWS):
@@ -116,16 +128,9 @@ def _kernel(
       tiles.kept_rows(num_tokens, tile, base + first, tiles.ROWS),
       bank,
     )
-    raw = tiles.total(
-      tiles.dot(terms_ref[:, chunk], load(chunk), 1, exact=exact)
-      for chunk in chunks
-    )
-    raw = tiles.total(
-      raw[term : term + num_queries]
-      for term in range(0, raw.shape[0], num_queries)
-    )
-    score = jnp.transpose(raw) * tiles.inverse_rms(load, chunks, width, eps)
-    score = score.reshape(num_slots, -1, tiles.GROUP, num_queries)
+    raw = _raw_scores(load, terms_ref, columns, num_queries, exact)
+    score = jnp.transpose(raw) * tiles.inverse_rms(load, columns, eps)
+    score = score.reshape(num_slots, -1, tiles.GROUP, softmaxes)
     valid = tiles.valid_slots(score.shape, count)
     score = tiles.where(valid, score, _MASKED)
     top = jnp.max(score, axis=0)
@@ -134,7 +139,7 @@ def _kernel(
     empty = total == 0.0
     safe = jnp.where(empty, 1.0, total)
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(safe))
-    lses.append(lse.reshape(tiles.ROWS, num_queries))
+    lses.append(lse.reshape(tiles.ROWS, softmaxes))
     weight = weight / safe[None]
     for half in range(tiles.ROWS // tiles.GROUP):
       start = first + half * tiles.GROUP
@@ -145,31 +150,68 @@ def _kernel(
         tiles.kept_rows(num_tokens, tile, base + start, tiles.GROUP),
         bank,
       )
-      left = weight[:, half].reshape(-1, num_queries)
+      left = weight[:, half].reshape(-1, softmaxes)
       left = _diagonal_weights(left, exact, stacked)
       groups.append((slice(start, start + tiles.GROUP), load, left))
   lse_ref[0] = jnp.transpose(jnp.concatenate(lses, axis=0))
 
   # A second sweep, so that the statistics of all groups can overlap.
   for rows, load, weight in groups:
-    for chunk in chunks:
-      source = load(chunk)
+    for piece in columns.pieces:
+      source = load(piece.columns)
       if not exact and stacked:
         source = jnp.concatenate([source, source], axis=0)
-      mixed = tiles.dot(weight, source, exact=exact)
-      if not exact and not stacked:
-        half = num_queries * tiles.GROUP
-        mixed = mixed[:half] + mixed[half:]
+      if columns.heads == 1:
+        mixed = tiles.dot(weight, source, exact=exact)
+        if not exact and not stacked:
+          half = num_queries * tiles.GROUP
+          mixed = mixed[:half] + mixed[half:]
+      else:
+        mixed = columns.select(
+          piece,
+          functools.partial(
+            _mixed, weight, source, num_queries, columns.heads, exact
+          ),
+        )
       if count is not None:
         # An empty bank may hold anything, and 0 * NaN is NaN.
         mixed = jnp.where(count > 0, mixed, 0.0)
       mixed = mixed.astype(out_refs[0].dtype)
       mixed = mixed.reshape(num_queries, tiles.GROUP, -1)
       if len(out_refs[0].shape) == 3:
-        out_refs[0][:, rows, chunk] = mixed
+        out_refs[0][:, rows, piece.columns] = mixed
       else:
         for query, out_ref in enumerate(out_refs):
-          out_ref[rows, chunk] = mixed[query]
+          out_ref[rows, piece.columns] = mixed[query]
+
+
+def _raw_scores(load, terms_ref, columns, num_queries, exact):
+  """Products of queries and sources [J, M*16], without the norm of keys."""
+  if columns.heads == 1:
+    raw = tiles.total(
+      tiles.dot(terms_ref[:, piece.key], load(piece.columns), 1, exact=exact)
+      for piece in columns.keys
+    )
+    return tiles.sum_terms(raw, num_queries)
+  raw = [0.0] * columns.heads
+  for piece in columns.pieces:
+    product = tiles.dot(
+      terms_ref[:, piece.key], load(piece.columns), 1, exact=exact
+    )
+    product = tiles.sum_terms(product, columns.most * num_queries)
+    for i, head in enumerate(piece.heads):
+      raw[head] += columns_lib.rows_of(product, i, num_queries)
+  return jnp.concatenate(raw, axis=0)
+
+
+def _mixed(weight, source, num_queries, heads, exact, head):
+  """Mixtures of one head in all columns of a piece: [Q*8, columns]."""
+  rows = num_queries * tiles.GROUP
+  # With the terms as rows, those of all heads are the second half.
+  return tiles.total(
+    tiles.dot(columns_lib.rows_of(weight, index, rows), source, exact=exact)
+    for index in range(head, weight.shape[0] // rows, heads)
+  )
 
 
 def _diagonal_weights(weight, exact, stacked):

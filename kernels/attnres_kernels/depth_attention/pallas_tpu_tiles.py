@@ -28,6 +28,7 @@ GROUP_BITS = 3
 GROUP = 1 << GROUP_BITS
 ROWS = 16  # The row tile of bfloat16 in memory.
 LANES = 128  # Of a register, and the most queries.
+MOST_STATISTICS = 512  # Queries times heads; beyond, programs grow too long.
 _BUFFER_BYTES = 40 * 2**20
 
 
@@ -39,16 +40,19 @@ class BlockSizes:
   lanes: int = 1280
 
   @classmethod
-  def choose(cls, num_tokens, width, token_bytes):
+  def choose(cls, num_tokens, width, token_bytes, heads=1):
     """The largest tile up to 128 tokens whose two buffers stay small.
 
     Args:
       num_tokens: all tokens of the call.
       width: D.
       token_bytes: bytes moved per token.
+      heads: with several, half as many tokens, as their program is longer.
     """
     # Narrow rows need larger tiles to fill the schedule.
     tokens = 128 if width <= 1536 else 64
+    if heads > 1:
+      tokens //= 2
     while tokens > ROWS and (
       2 * tokens * token_bytes > _BUFFER_BYTES or tokens // 2 >= num_tokens
     ):
@@ -60,17 +64,20 @@ def why_not(
   function, query_QD, sources, *args, eps, heads=1, rank=None, apart=False
 ):
   """The reason why these arguments cannot run, or None."""
-  del args, eps
-  if heads > 1 or rank is not None:
-    return f"one head with keys of the full width, got {heads=}, {rank=}"
+  del args, eps, rank, apart
   num_slots, first = len(sources), sources[0]
-  num_queries, width = query_QD.shape
+  num_queries, width = query_QD.shape[0], first.shape[-1]
   if first.dtype not in (jnp.bfloat16, jnp.float32):
     return f"sources must be bfloat16 or float32, got {first.dtype}"
   if query_QD.dtype != jnp.float32:
     return f"queries must be float32, got {query_QD.dtype}"
   if num_queries > LANES:
     return f"at most {LANES} queries, got query {query_QD.shape}"
+  if num_queries * heads > MOST_STATISTICS:
+    return (
+      f"at most {MOST_STATISTICS} softmaxes per token, got {heads=} of query"
+      f" {query_QD.shape}"
+    )
   slabs = num_slots + num_queries
   slabs += num_slots if function == "backward" else 0
   tile = 2 * slabs * ROWS * width * first.dtype.itemsize
@@ -107,6 +114,14 @@ def query_terms(query_QD, dtype):
     terms.append(term.astype(jnp.bfloat16))
     query_QD = query_QD - term
   return jnp.concatenate(terms)
+
+
+def sum_terms(products, count):
+  """The sum over the terms of `query_terms`, blocks of `count` rows."""
+  return total(
+    products[first : first + count]
+    for first in range(0, products.shape[0], count)
+  )
 
 
 def flatten(sources):
@@ -188,13 +203,13 @@ def kept_rows(num_tokens, tile, base, rows):
   return iota((rows, 1), 0) < num_tokens - base
 
 
-def inverse_rms(load, chunks, width, eps):
-  """Inverse norm of every source row of a group: [M*8, 1]."""
+def inverse_rms(load, columns, eps):
+  """Inverse norm of the key of every source row of a group: [M*8, 1]."""
   square = 0.0
-  for chunk in chunks:
-    wide = load(chunk).astype(jnp.float32)
+  for piece in columns.keys:
+    wide = columns.only_keys(piece, load(piece.columns)).astype(jnp.float32)
     square += jnp.sum(wide * wide, axis=1, keepdims=True)
-  return jax.lax.rsqrt(square * (1.0 / width) + eps)
+  return jax.lax.rsqrt(square * (1.0 / columns.key_width) + eps)
 
 
 def on_slots(x):

@@ -6,17 +6,28 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-  """Q queries over M sources of T tokens and width D."""
+  """Q queries over M sources of T tokens and width D, with H heads."""
 
   name: str
   queries: int
   sources: int
   tokens: int
   width: int
+  heads: int = 1
+  rank: int | None = None
 
   def __str__(self) -> str:
     sizes = (self.queries, self.sources, self.tokens, self.width)
-    return f"{self.name}({', '.join(map(str, sizes))})"
+    more = [f"H={self.heads}"] * (self.heads > 1)
+    if self.rank is not None:
+      more.append(f"R={self.rank}")
+    return f"{self.name}({', '.join([*map(str, sizes), *more])})"
+
+  @property
+  def options(self) -> dict[str, int]:
+    """Of the operators, as far as they are not the defaults."""
+    options = {"heads": self.heads} if self.heads > 1 else {}
+    return options | ({} if self.rank is None else {"rank": self.rank})
 
 
 # The 48B model of the paper: 6 sublayers per block, up to 9 blocks before.
@@ -41,6 +52,17 @@ TABLE = tuple(
 )
 # One bank with the largest number of slots serves every count.
 BANKS = tuple(family[-1] for family in _FAMILIES)
+# Heads over depth as slices of 128, of 32 and of 144 columns; low-rank keys.
+HEADS = (
+  Shape("heads", 4, 5, 8192, 2048),
+  Shape("heads", 4, 5, 8192, 2048, heads=16),
+  Shape("heads", 4, 5, 8192, 2048, heads=64),
+  Shape("heads", 6, 9, 8192, 2304, heads=16),
+  Shape("heads", 4, 5, 8192, 2048, rank=64),
+)
+MERGE_HEADS = tuple(
+  Shape("merge_heads", 1, 1, 8192, s.width, s.heads, s.rank) for s in HEADS
+)
 MERGE = tuple(Shape("merge", 1, 1, 8192, width) for width in (1168, 2304, 8192))
 # A decoding step's reads: Block and Full AttnRes with 24 sublayers, and the
 # first with those of the 48B model.

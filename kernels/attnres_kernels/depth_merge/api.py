@@ -33,7 +33,7 @@ def depth_merge(
     out: a normalised mixture.
     lse: its log-normaliser; -inf means that the mixture is empty, +inf that the
       partial sum is ignored (its weight is then exactly 0). [*T, H] for H
-      heads; more than one run in plain JAX.
+      heads.
     query: the pseudo-query of the mixture, folded with the key-norm gain.
     partial: the additional source, usually the block's partial sum.
     rank: as in `depth_attention`.

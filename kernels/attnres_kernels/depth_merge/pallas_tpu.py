@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from attnres_kernels import dispatch
 from attnres_kernels.depth_merge import xla
+from attnres_kernels.depth_merge.pallas_tpu_columns import Columns
 
 _ROWS = 16
 _LANES = 128
@@ -23,9 +24,9 @@ _SUBLANES = 8
 
 def why_not(function, *args, eps, norm_eps, heads=1, rank=None):
   """The reason why these arguments cannot run, or None."""
-  if heads > 1 or rank is not None:
-    return f"one head with keys of the full width, got {heads=}, {rank=}"
-  del function, eps, norm_eps
+  del function, eps, norm_eps, rank
+  if heads > _LANES:
+    return f"at most {_LANES} heads, got {heads}"
   dtypes = {str(x.dtype) for x in args if x is not None}
   if not dtypes <= {"bfloat16", "float32"}:
     return f"arrays must be bfloat16 or float32, got {sorted(dtypes)}"
@@ -42,25 +43,29 @@ def forward(
   *,
   eps,
   norm_eps,
+  heads=1,
+  rank=None,
   interpret=False,
 ):
   """Returns (new partial or None, merged or merged and normed)."""
   wide = [x for x in (out_TD, partial_TD, update_TD) if x is not None]
   written = [out_TD] if update_TD is None else [partial_TD, out_TD]
   call = _Call([*wide, *written])
-  vectors = [x[None] for x in (query_D, gain_D) if x is not None]
+  columns = Columns(call.width, heads, rank)
+  vectors = columns.vectors(query_D, gain_D)
   results = pl.pallas_call(
     functools.partial(
       _forward_kernel,
       update=update_TD is not None,
       gain=gain_D is not None,
+      columns=columns,
       eps=eps,
       norm_eps=norm_eps,
     ),
     grid=(call.tiles,),
     in_specs=[
       *(_whole(x) for x in vectors),
-      call.stats_spec(lambda t: t),
+      call.stats_spec(lambda t: t, heads),
       *(call.wide_spec(lambda t: t) for _ in wide),
     ],
     out_specs=[call.wide_spec(lambda t: t) for _ in written],
@@ -74,7 +79,7 @@ def forward(
     cost_estimate=call.cost(flops=14),
     interpret=interpret,
     name="depth_merge_forward",
-  )(*vectors, call.stats(lse_T), *(call.flat(x) for x in wide))
+  )(*vectors, call.stats(lse_T, heads), *(call.flat(x) for x in wide))
   results = [x.reshape(out_TD.shape) for x in results]
   return (None if update_TD is None else results[0]), results[-1]
 
@@ -90,6 +95,8 @@ def backward(
   *,
   eps,
   norm_eps,
+  heads=1,
+  rank=None,
   interpret=False,
 ):
   """Returns the gradients of out, lse, query, total and gain."""
@@ -104,7 +111,8 @@ def backward(
   def at(p, s):
     return p * steps + s
 
-  vectors = [x[None] for x in (query_D, gain_D) if x is not None]
+  columns = Columns(call.width, heads, rank)
+  vectors = columns.vectors(query_D, gain_D)
   sums = (parts, len(vectors), _SUBLANES, call.width)
   dout, dtotal, dlse, dvectors = pl.pallas_call(
     functools.partial(
@@ -112,18 +120,19 @@ def backward(
       num_tokens=call.tokens,
       dtotal=dtotal_TD is not None,
       gain=gain_D is not None,
+      columns=columns,
       eps=eps,
       norm_eps=norm_eps,
     ),
     grid=(parts, steps),
     in_specs=[
       *(_whole(x) for x in vectors),
-      call.stats_spec(at),
+      call.stats_spec(at, heads),
       *(call.wide_spec(at) for _ in wide),
     ],
     out_specs=[
       *(call.wide_spec(at) for _ in written),
-      call.stats_spec(at),
+      call.stats_spec(at, heads),
       pl.BlockSpec((1, *sums[1:]), lambda p, s: (p, 0, 0, 0)),
     ],
     out_shape=[
@@ -131,7 +140,7 @@ def backward(
         jax.ShapeDtypeStruct((call.tokens, call.width), x.dtype)
         for x in written
       ),
-      jax.ShapeDtypeStruct((call.tiles, 1, call.tile), jnp.float32),
+      jax.ShapeDtypeStruct((call.tiles, heads, call.tile), jnp.float32),
       jax.ShapeDtypeStruct(sums, jnp.float32),
     ],
     compiler_params=pltpu.CompilerParams(
@@ -141,12 +150,12 @@ def backward(
     cost_estimate=call.cost(flops=34),
     interpret=interpret,
     name="depth_merge_backward",
-  )(*vectors, call.stats(lse_T), *(call.flat(x) for x in wide))
+  )(*vectors, call.stats(lse_T, heads), *(call.flat(x) for x in wide))
   dvectors = dvectors.sum(axis=(0, 2))
   return (
     dout.reshape(out_TD.shape),
-    dlse.reshape(-1)[: call.tokens].reshape(lse_T.shape),
-    dvectors[0],
+    call.unpacked(dlse, lse_T.shape, heads),
+    dvectors[0] if rank is None else dvectors[0, -rank:],
     dtotal.reshape(total_TD.shape),
     None if gain_D is None else dvectors[1],
   )
@@ -178,16 +187,28 @@ class _Call:
   def flat(self, x):
     return x.reshape(self.tokens, self.width)
 
-  def stats(self, x_T):
-    x = jnp.ravel(x_T)
-    x = jnp.pad(x, (0, self.tiles * self.tile - self.tokens))
-    return x.reshape(self.tiles, 1, self.tile)
+  def stats(self, x_T, heads):
+    """[*T] or [*T, H] to [tiles, H, tile]."""
+    missing = self.tiles * self.tile - self.tokens
+    if heads == 1:
+      x = jnp.pad(jnp.ravel(x_T), (0, missing))
+      return x.reshape(self.tiles, 1, self.tile)
+    x = jnp.moveaxis(x_T, -1, 0).reshape(heads, self.tokens)
+    x = jnp.pad(x, ((0, 0), (0, missing)))
+    return jnp.moveaxis(x.reshape(heads, self.tiles, self.tile), 0, 1)
+
+  def unpacked(self, x, shape, heads):
+    """The inverse of `stats`, of an array of this shape."""
+    if heads == 1:
+      return x.reshape(-1)[: self.tokens].reshape(shape)
+    x = jnp.moveaxis(x, 1, 0).reshape(heads, -1)[:, : self.tokens]
+    return jnp.moveaxis(x.reshape(heads, *shape[:-1]), 0, -1)
 
   def wide_spec(self, at):
     return pl.BlockSpec((self.tile, self.width), lambda *i: (at(*i), 0))
 
-  def stats_spec(self, at):
-    return pl.BlockSpec((1, 1, self.tile), lambda *i: (at(*i), 0, 0))
+  def stats_spec(self, at, heads):
+    return pl.BlockSpec((1, heads, self.tile), lambda *i: (at(*i), 0, 0))
 
   def cost(self, flops):
     return pl.CostEstimate(
@@ -197,7 +218,7 @@ class _Call:
     )
 
 
-def _forward_kernel(*refs, update, gain, eps, norm_eps):
+def _forward_kernel(*refs, update, gain, columns, eps, norm_eps):
   query_ref, *refs = refs
   gain_ref, refs = (refs[0], refs[1:]) if gain else (None, refs)
   lse_ref, out_ref, partial_ref, *refs = refs
@@ -210,8 +231,9 @@ def _forward_kernel(*refs, update, gain, eps, norm_eps):
     if update:
       total += _load(update_ref, rows)
       refs[0][rows, :] = total.astype(refs[0].dtype)
-    score, _ = _score(total, query_ref, eps)
+    score, _ = _score(total, query_ref, columns, eps)
     keep, take = xla.two_weights(lse[rows], score)
+    keep, take = columns.spread(keep), columns.spread(take)
     mixed = keep * _load(out_ref, rows) + take * total
     if gain_ref is not None:
       mixed *= jax.lax.rsqrt(_mean(mixed * mixed) + norm_eps)
@@ -219,7 +241,7 @@ def _forward_kernel(*refs, update, gain, eps, norm_eps):
     mixed_ref[rows, :] = mixed.astype(mixed_ref.dtype)
 
 
-def _backward_kernel(*refs, num_tokens, dtotal, gain, eps, norm_eps):
+def _backward_kernel(*refs, num_tokens, dtotal, gain, columns, eps, norm_eps):
   query_ref, *refs = refs
   gain_ref, refs = (refs[0], refs[1:]) if gain else (None, refs)
   lse_ref, out_ref, total_ref, dmixed_ref, *refs = refs
@@ -242,9 +264,10 @@ def _backward_kernel(*refs, num_tokens, dtotal, gain, eps, norm_eps):
       kept = row < num_tokens - step * tile - start
     load = functools.partial(_load, rows=rows, kept=kept)
     out, total, dmixed = load(out_ref), load(total_ref), load(dmixed_ref)
-    score, inverse = _score(total, query_ref, eps)
+    score, inverse = _score(total, query_ref, columns, eps)
     keep, take = xla.two_weights(lse[rows], score)
     apart, slope, shift = total - out, keep * take, 0.0
+    keep, take = columns.spread(keep), columns.spread(take)
     if gain_ref is not None:
       mixed = keep * out + take * total
       norm = jax.lax.rsqrt(_mean(mixed * mixed) + norm_eps)
@@ -253,23 +276,30 @@ def _backward_kernel(*refs, num_tokens, dtotal, gain, eps, norm_eps):
       dmixed *= gain_ref[...]
       along = _mean(dmixed * mixed)
       dmixed = norm * (dmixed - along * mixed)
-      alone = xla.partial_alone(keep, take, norm, inverse)
-      apart = total - jnp.where(alone, 0.0, 1.0) * out
-      slope = jnp.where(alone, take, slope)
-      shift = jnp.where(alone, norm_eps * width * norm * norm * along, 0.0)
-    dscore = slope * (jnp.sum(dmixed * apart, axis=1, keepdims=True) - shift)
+      # Orthogonal to the mixture is the gradient of all heads together.
+      if columns.heads == 1:
+        alone = xla.partial_alone(keep, take, norm, inverse)
+        apart = total - jnp.where(alone, 0.0, 1.0) * out
+        slope = jnp.where(alone, take, slope)
+        shift = jnp.where(alone, norm_eps * width * norm * norm * along, 0.0)
+    dscore = slope * (columns.sums(dmixed * apart) - shift)
     pull = dscore * inverse
-    bend = pull * score * inverse * (1.0 / width)
+    bend = pull * score * inverse * (1.0 / columns.key_width)
+    if columns.heads > 1:
+      bend = jnp.sum(bend, axis=1, keepdims=True)
+    pull = columns.spread(pull)
     sums_ref[0, 0] += _fold(pull * total)
     dout_ref[rows, :] = (keep * dmixed).astype(dout_ref.dtype)
-    dsum = take * dmixed - bend * total + pull * query_ref[...]
+    bent = columns.only_keys(total)
+    dsum = take * dmixed - bend * bent + pull * query_ref[...]
     if dtotal:
       dsum += load(dtotal_in_ref)
     dtotal_ref[rows, :] = dsum.astype(dtotal_ref.dtype)
     dscores.append(dscore)
   dscore = jnp.concatenate(dscores, axis=0)
-  spread = jnp.broadcast_to(dscore, (tile, _LANES))
-  dlse_ref[0] = -jnp.transpose(spread)[:1]
+  if columns.heads == 1:
+    dscore = jnp.broadcast_to(dscore, (tile, _LANES))
+  dlse_ref[0] = -jnp.transpose(dscore)[: columns.heads]
 
 
 def _load(ref, rows, kept=None):
@@ -277,10 +307,12 @@ def _load(ref, rows, kept=None):
   return x if kept is None else jnp.where(kept, x, 0.0)
 
 
-def _score(total, query_ref, eps):
-  inverse = jax.lax.rsqrt(_mean(total * total) + eps)
-  product = jnp.sum(total * query_ref[...], axis=1, keepdims=True)
-  return product * inverse, inverse
+def _score(total, query_ref, columns, eps):
+  """Scores [rows, H], and the inverse norm of keys [rows, 1]."""
+  key = columns.only_keys(total)
+  square = jnp.sum(key * key, axis=1, keepdims=True)
+  inverse = jax.lax.rsqrt(square * (1.0 / columns.key_width) + eps)
+  return columns.sums(total * query_ref[...]) * inverse, inverse
 
 
 def _mean(x):
@@ -293,7 +325,9 @@ def _fold(x):
 
 
 def _to_column(ref):
-  """[1, 1, tokens] along lanes to [tokens, 1]."""
+  """[1, H, tokens] along lanes to [tokens, H]."""
+  if ref.shape[1] > 1:
+    return jnp.transpose(ref[0])
   row = jnp.broadcast_to(ref[0], (_SUBLANES, ref.shape[-1]))
   return jnp.transpose(row)[:, :1]
 
