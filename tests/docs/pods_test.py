@@ -19,6 +19,7 @@ from attnres_jax.sweep import worker
 from attnres_jax.sweep.launchers import jobset
 from attnres_jax.sweep.launchers import ray
 from attnres_jax.sweep.launchers import slurm
+from experiments.first_hour import run as first_hour
 from experiments.scaling_law import run
 from tests import tiny_run
 
@@ -51,6 +52,7 @@ def test_there_are_commands():
     "attnres_jax.main",
     "attnres_jax.data.prepare",
     "attnres_jax.sweep.worker",
+    "experiments.first_hour",
     "experiments.scaling_law.run",
   }
 
@@ -74,6 +76,8 @@ def test_commands_take_their_arguments(module, arguments):
     worker._parse_options(
       [re.sub("=[A-Z:]+$", "=1", argument) for argument in arguments]
     )
+  elif module == "experiments.first_hour":
+    first_hour.make_parser().parse_args(arguments)
   elif module == "attnres_jax.data.prepare":
     prepare._parser().parse_args(arguments)
   else:

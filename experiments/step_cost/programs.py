@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The programs of whole stacks: to compile for a chip, or to time on one.
+
+An arm is a residual scheme: "prenorm", "block, kernels", and for identity
+stacks "block, plain JAX"; for training steps any other scheme by its name, with
+options of it or its reads: "block_attnres heads=16".
+Options are sublayers, block, batch, tokens, width and vocabulary.
+"""
+
+import ast
+import functools
+
+import jax
+import jax.numpy as jnp
+
+import attnres_jax
+from attnres_jax import config as config_lib
+from attnres_jax import loss as loss_lib
+import attnres_kernels
+
+
+def training(arm, options, *, scan_layers=False):
+  """The gradient of a transformer's loss; and its arguments, as shapes."""
+  name, *given = arm.split()
+  if arm == "block, kernels":
+    name, given = "block_attnres", []
+  fields = dict(map(_option, given))
+  of_read = fields.keys() & config_lib.DepthReadConfig.__dataclass_fields__
+  read = config_lib.DepthReadConfig(**{k: fields.pop(k) for k in of_read})
+  config = config_lib.ModelConfig(
+    vocab_size=options.vocabulary,
+    width=options.width,
+    num_layers=options.sublayers // 2,
+    num_heads=options.width // 128,
+    dtype="bfloat16",
+    scan_layers=scan_layers,
+    residual=config_lib.ResidualConfig(
+      name=name, block_size=options.block, read=read, **fields
+    ),
+  )
+  model = jax.eval_shape(lambda: attnres_jax.build_model(config))
+  tokens_BT = jax.ShapeDtypeStruct((options.batch, options.tokens), jnp.int32)
+
+  def loss(model, tokens_BT, target_BT):
+    sums = loss_lib.cross_entropy(
+      model.hidden(tokens_BT),
+      model.embedding.head_DV(),
+      target_BT,
+      jnp.ones(tokens_BT.shape, jnp.float32),
+    )
+    return sums.total / tokens_BT.size
+
+  return jax.value_and_grad(loss), (model, tokens_BT, tokens_BT)
+
+
+def _option(text):
+  """A field and its value, from field=value."""
+  field, value = text.split("=")
+  try:
+    return field, ast.literal_eval(value)
+  except ValueError:
+    return field, value  # A name.
+
+
+def identity(arm, options):
+  """A stack whose sublayers cost nothing, both passes; and its arguments."""
+  shape = (options.batch, options.tokens, options.width)
+  rows = (options.sublayers + 1, options.width)
+
+  def step(x, query, gain, cotangent):
+    out, vjp = jax.vjp(
+      lambda *a: _stack(arm, options.sublayers, options.block, *a),
+      x,
+      query,
+      gain,
+    )
+    return out, vjp(cotangent)
+
+  wide = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+  row = jax.ShapeDtypeStruct(rows, jnp.float32)
+  return step, (wide, row, row, wide)
+
+
+def _stack(arm, sublayers, block, x, query, gain):
+  # An identity that the compiler can neither see through nor fuse across, like
+  # the matrix products of a real sublayer.
+  def sublayer(h):
+    return jax.lax.optimization_barrier(h)
+
+  if arm == "prenorm":
+    for l in range(sublayers):
+      x = x + sublayer(_rms_norm(x, gain[l]))
+    return _rms_norm(x, gain[sublayers])
+
+  implementation = "xla" if arm == "block, plain JAX" else "pallas_tpu"
+  attend = functools.partial(
+    attnres_kernels.depth_attention, implementation=implementation
+  )
+  merge = functools.partial(
+    attnres_kernels.depth_merge_norm, implementation=implementation
+  )
+  sources = [x]
+  for start in range(0, sublayers, block):
+    stop = min(start + block, sublayers)
+    out, lse = attend(query[start:stop], sources)
+    out, lse = (
+      [y[0] for y in jax.lax.split(z, [1] * (stop - start))] for z in (out, lse)
+    )
+    partial = sublayer(_rms_norm(out[0], gain[start]))
+    update = None
+    for i in range(1, stop - start):
+      l = start + i
+      partial, h = merge(out[i], lse[i], query[l], partial, update, gain[l])
+      update = sublayer(h)
+    sources.append(partial if update is None else partial + update)
+  out, _ = attend(query[sublayers:], sources)
+  return _rms_norm(out[0], gain[sublayers])
+
+
+def _rms_norm(x, gain):
+  wide = x.astype(jnp.float32)
+  square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+  return (wide * jax.lax.rsqrt(square + 1e-6) * gain).astype(x.dtype)
