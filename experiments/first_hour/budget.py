@@ -130,12 +130,12 @@ def run(
 class Process:
   """A process that has the device; calls run in it one after the other."""
 
-  def __init__(self, prepare: Callable[[], None]):
+  def __init__(self, prepare: Callable[[], Any]):
     """`prepare` is called there before anything else."""
     self._prepare = prepare
     self._process: Any = None
 
-  def _start(self) -> None:
+  def _start(self) -> Any:
     spawn = multiprocessing.get_context("spawn")
     self._pipe, theirs = spawn.Pipe()
     self._process = spawn.Process(
@@ -143,22 +143,22 @@ class Process:
     )
     self._process.start()
     theirs.close()
+    return self._process
 
   def run(self, call: Callable[[], Any], seconds: float) -> Any:
     """See `Runner`."""
-    if self._process is None:
-      self._start()
+    process = self._process or self._start()
     self._pipe.send(call)
     try:
       if not self._pipe.poll(seconds):
-        self._process.kill()
+        process.kill()
         self.renew()
         reason = f"ended after {seconds:.0f} s without a result"
         raise Failure(reason, rows_lib.SKIPPED)
       kind, result = self._pipe.recv()
     except EOFError:
-      self._process.join()
-      code = self._process.exitcode
+      process.join()
+      code = process.exitcode
       self.renew()
       raise Failure(f"the process ended with exit status {code}") from None
     if kind != rows_lib.OK:

@@ -95,7 +95,7 @@ def measure(
   function, structs = case(op, shape, implementation)
   arguments = _draw(op, shape, structs)
   seconds = timing.of_calls(
-    function, arguments, rounds=3 if short else timing.ROUNDS
+    function, arguments, rounds=5 if short else timing.ROUNDS
   )
   limit = timing.least_bytes(function, arguments) / timing.rates().bytes
   kind = jax.devices()[0].device_kind

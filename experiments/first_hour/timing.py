@@ -27,7 +27,7 @@ ROUNDS = 9
 
 
 class Seconds(NamedTuple):
-  """Of one call: the median over rounds, the least and the largest."""
+  """Of one call: from medians over rounds, the least and the largest round."""
 
   median: float
   least: float
@@ -72,15 +72,16 @@ def of_calls(
 
   seconds(_SHORT)
   # The start of a program counts for little once the loop is long enough.
-  count = 8
-  while (took := seconds(_SHORT + count)) < loop_seconds / 4:
+  alone, count = seconds(_SHORT), 8
+  while (took := seconds(_SHORT + count) - alone) < loop_seconds / 4:
     count *= 4
   count = max(_SHORT, round(count * min(1.0, loop_seconds / took)))
-  found = []
+  short, long = [], []
   for _ in range(rounds):
-    short, long = seconds(_SHORT), seconds(_SHORT + count)
-    found.append((long - short) / count)
-  middle = statistics.median(found)
+    short.append(seconds(_SHORT))
+    long.append(seconds(_SHORT + count))
+  found = [(b - a) / count for a, b in zip(short, long, strict=True)]
+  middle = (statistics.median(long) - statistics.median(short)) / count
   if middle <= 0:
     raise RuntimeError(
       f"{count} more calls took {middle * count:.1e} s: too short for the clock"

@@ -162,7 +162,7 @@ def test_a_wrong_kernel_is_beyond_its_tolerance(monkeypatch):
     run, arrays = problem.build(dtype, short)
 
     def almost(implementation, *arrays):
-      results = run(implementation, *arrays)
+      results = dict(run(implementation, *arrays))
       if implementation == "xla":
         results["dlse"] = results["dlse"] * 1.001
       return results
