@@ -33,7 +33,8 @@ def compiled(function, *arguments):
   return str(jax.jit(function).lower(*structs).compile().as_text())
 
 
-@pytest.mark.parametrize("dtype", checks.DTYPES)
+# The other dtype takes the same paths, and twice as long to compile.
+@pytest.mark.parametrize("dtype", ("bfloat16",))
 @pytest.mark.parametrize("op", checks.OPS)
 def test_checks(op, dtype):
   problem = checks.OPS[op]
@@ -68,7 +69,7 @@ def test_operators_stay_in_their_loop(op):
   assert not re.search(rf"\[{shape}\]\S* copy\(", inside)
 
 
-@pytest.mark.parametrize("arm", ("prenorm", "block, kernels", "full_attnres"))
+@pytest.mark.parametrize("arm", ("prenorm", "block, kernels"))
 def test_steps(arm):
   sizes = steps._sizes("training", 4, 2, 2, 256, 256, 512)
   step, structs = programs.training(arm, sizes)
@@ -79,7 +80,8 @@ def test_steps(arm):
 def test_identity_steps():
   sizes = steps._sizes("identity", 4, 2, 1, 256, 256)
   step, structs = programs.identity("block, kernels", sizes)
-  assert "tpu_custom_call" in compiled(step, *structs)
+  with jax.numpy_rank_promotion("allow"):  # As in the command.
+    assert "depth_merge_backward" in compiled(step, *structs)
 
 
 def test_rates():
