@@ -29,7 +29,7 @@ class Task:
     call: makes its rows, on the device; can be sent to another process.
     seconds: that it is expected to take; not begun with less left.
     most_seconds: after which it is ended; 0 for four times the expectation and
-      two minutes.
+      five minutes.
     alone: whether it needs a process in which nothing else has run.
   """
 
@@ -43,7 +43,7 @@ class Task:
   @property
   def limit(self) -> float:
     """After how many seconds it is ended."""
-    return self.most_seconds or 4 * self.seconds + 120
+    return self.most_seconds or 4 * self.seconds + 300
 
 
 class Runner(Protocol):

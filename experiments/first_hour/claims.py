@@ -160,6 +160,8 @@ def _some(names: Sequence[str], most: int = 2) -> str:
 
 def threshold(claim: Claim) -> str:
   """The threshold as text."""
+  if claim.errors_count:
+    return "within the tolerance"
   column = claim.column.replace("_", " ")
   words = {
     "to limit": "of the limit", "to estimate": "of the estimate",

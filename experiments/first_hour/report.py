@@ -78,7 +78,7 @@ def _claims(verdicts: Sequence[claims_lib.Verdict]) -> page.Html:
       page.Cell(
         f"{_MARKS[one.outcome]} {one.outcome}", small=(one.claim.text,)
       ),
-      page.Cell("", small=(one.claim.document,)),
+      page.Cell(one.claim.document),
       page.Cell("", small=(column,) if column else ()),
       page.Cell("", small=(one.numbers,)),
     ))  # fmt: skip
