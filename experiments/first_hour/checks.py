@@ -143,14 +143,21 @@ def _with_gradients(function, arrays, names, cotangents) -> dict[str, Any]:
   return named | {f"d{n}": g for n, g in zip(names, gradients, strict=True)}
 
 
-def _attention(dtype: str, short: bool, *, bank: bool, heads: int | None):
+def _attention(
+  dtype: str,
+  short: bool,
+  *,
+  bank: bool = False,
+  heads: int | None = None,
+  rank: int | None = None,
+):
   # Tokens that fill no tile; a width that is no multiple of 128 lanes.
   queries, sources, tokens, width = (2, 3, 24, 160) if short else (6, 9, 520, 0)
   width = width or (2304 if bank else 1168)
-  if heads:
-    width = 256 if short else 2304
+  if heads or rank:
+    width = 256 if short else 2048
   draw = _draws(0)
-  query = draw(queries, width) * 0.1
+  query = draw(queries, rank or width) * 0.1
   source_MTD = draw(sources, tokens, width, dtype=dtype)
   cotangents = draw(queries, tokens, width, dtype=dtype), None
   shape = (queries, tokens) + ((heads,) if heads else ())
@@ -163,6 +170,7 @@ def _attention(dtype: str, short: bool, *, bank: bool, heads: int | None):
         sources[0] if bank else sources,
         num_sources=jnp.int32(sources[0].shape[0] - 1) if bank else None,
         heads=heads,
+        rank=rank,
         implementation=implementation,
       )
 
@@ -201,11 +209,22 @@ def _accumulate(dtype: str, short: bool):
   return run, (query, source_MTD, before_MTD, dout, draw(queries, tokens))
 
 
-def _merge(dtype: str, short: bool, *, norm: bool, adds: bool = False):
+def _merge(
+  dtype: str,
+  short: bool,
+  *,
+  norm: bool,
+  adds: bool = False,
+  heads: int | None = None,
+  rank: int | None = None,
+):
   tokens, width = (24, 256) if short else (520, 1168)
+  if heads or rank:
+    width = 256 if short else 2048
   draw = _draws(2)
   out, partial, update = (draw(tokens, width, dtype=dtype) for _ in range(3))
-  lse, query, gain = draw(tokens), draw(width) * 0.1, 1 + 0.1 * draw(width)
+  lse = draw(tokens, heads) if heads else draw(tokens)
+  query, gain = draw(rank or width) * 0.1, 1 + 0.1 * draw(width)
   rest = ((update,) if adds else ()) + ((gain,) if norm else ())
   names = ["out", "lse", "query", "partial"]
   names += ["update"] * adds + ["gain"] * norm
@@ -215,7 +234,7 @@ def _merge(dtype: str, short: bool, *, norm: bool, adds: bool = False):
       if not norm:
         return (
           attnres_kernels.depth_merge(
-            out, lse, query, partial, implementation=implementation
+            out, lse, query, partial, rank=rank, implementation=implementation
           ),
         )
       return attnres_kernels.depth_merge_norm(
@@ -225,6 +244,7 @@ def _merge(dtype: str, short: bool, *, norm: bool, adds: bool = False):
         partial,
         rest[0] if adds else None,
         rest[-1],
+        rank=rank,
         implementation=implementation,
       )
 
@@ -299,15 +319,18 @@ def _conv(dtype: str, short: bool):
 _partial = functools.partial
 # Operator -> how it is checked. The package of `attnres_kernels` comes first.
 OPS: dict[str, _Op] = {
-  "depth_attention": _Op(_partial(_attention, bank=False, heads=None)),
-  "depth_attention, bank": _Op(_partial(_attention, bank=True, heads=None)),
-  "depth_attention, heads": _Op(_partial(_attention, bank=False, heads=2)),
+  "depth_attention": _Op(_attention),
+  "depth_attention, bank": _Op(_partial(_attention, bank=True)),
   "depth_attention, vjp that adds": _Op(_accumulate),
   "depth_merge": _Op(_partial(_merge, norm=False)),
   "depth_merge, norm": _Op(_partial(_merge, norm=True)),
   "depth_merge, add and norm": _Op(
     _partial(_merge, norm=True, adds=True), tolerance=_ROUNDED
   ),
+  "depth_attention, heads": _Op(_partial(_attention, heads=16)),
+  "depth_attention, rank": _Op(_partial(_attention, rank=64)),
+  "depth_merge, heads": _Op(_partial(_merge, norm=True, heads=16)),
+  "depth_merge, rank": _Op(_partial(_merge, norm=True, rank=64)),
   "depth_read": _Op(_read, ("pallas_tpu", "xla")),
   "kda": _Op(_kda, ("pallas_tpu", "xla"), tolerance=_ROUNDED),
   # Its plain form is its definition: one shifted product per tap.

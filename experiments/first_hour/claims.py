@@ -222,9 +222,8 @@ def _in_training(name: str) -> Needs:
   return lambda chip: keys
 
 
-_DEPTH = tuple(
-  op for op in checks.OPS if op.startswith("depth") and "heads" not in op
-)
+_DEPTH = tuple(op for op in checks.OPS if op.startswith("depth"))
+_OF_GPUS = [op for op in _DEPTH if not op.endswith(("heads", "rank"))]
 _TPUS = tuple(chip for chip, _ in operators.CHIPS.values())
 _FORWARD = "depth_attention forward", "depth_merge_norm forward"
 _BACKWARD = "depth_attention backward", "depth_merge_norm backward"
@@ -252,7 +251,7 @@ CLAIMS = (
     "The GPU kernels of depth attention compute what the reference does",
     _KERNELS,
     ("gpu",),
-    _checks("pallas_gpu", _DEPTH),
+    _checks("pallas_gpu", _OF_GPUS),
     **_CHECKED,
   ),
   *(
