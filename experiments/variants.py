@@ -25,6 +25,7 @@ import types
 from typing import Any
 
 from attnres_jax import config as config_lib
+from attnres_jax.scaling import paper
 from configs import paired
 
 BASELINE, CONTROL = "prenorm", "control"
@@ -59,15 +60,13 @@ class Variant:
     return other is not None and other.labelled(self.label) == self
 
 
-def reads(
-  label: str, residual: str, published: float | None = None, **options: Any
-) -> Variant:
+def reads(label: str, residual: str, **options: Any) -> Variant:
   """A variant of depth attention, by options of `model.residual.read`."""
   fields = {f"model.residual.read.{name}": options[name] for name in options}
-  return Variant(label, residual, fields, published)
+  return Variant(label, residual, fields)
 
 
-PRENORM = Variant("PreNorm", "prenorm", published=1.766)
+PRENORM = Variant("PreNorm", BASELINE, published=paper.TABLE_4[BASELINE])
 
 
 @dataclasses.dataclass(frozen=True)

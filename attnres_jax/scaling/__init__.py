@@ -2,9 +2,9 @@
 """Scaling laws (paper, section 5.1): sweeps, fits, the published numbers.
 
 `grid` describes runs, `compute` counts their cost, `fit` fits a law to their
-losses, `speedup` compares pairs of runs, and `plots` shows them; `paper` has
-the published numbers and `architecture` the parameter counts behind them. None
-of them needs a device.
+losses, `speedup` and `pairs` compare pairs of runs, and `plots` shows them;
+`paper` has the published numbers and `architecture` the parameter counts behind
+them. None of them needs a device.
 """
 
 from attnres_jax.scaling.fit import compute_advantage

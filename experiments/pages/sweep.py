@@ -46,7 +46,7 @@ def experiment(
   """The command of an experiment, and what it publishes.
 
   Args:
-    file: run.py of the experiment.
+    file: run.py of the experiment, or another module with a command.
     doc: its docstring; the first line describes the command.
     config: file with the sweep; config.py of the experiment by default.
     workdir: of the sweep; runs/NAME by default.
@@ -54,10 +54,10 @@ def experiment(
     places: parts of documents to fill; by default the losses, in the README.
     figures: by the names of their files.
   """
-  folder = pathlib.Path(file).absolute().parent
-  name = folder.name
+  path = pathlib.Path(file).absolute()
+  folder, name = path.parent, path.parent.name
   command = cli.Experiment(
-    program=f"python -m experiments.{name}.run",
+    program=f"python -m experiments.{name}.{path.stem}",
     description=(doc or "").partition("\n")[0],
     config=config or f"experiments/{name}/config.py",
     workdir=workdir or f"runs/{name}",

@@ -15,10 +15,10 @@ from attnres_jax import csv_rows
 from attnres_jax import figures
 from attnres_jax import scaling
 from attnres_jax.scaling import fit as fit_lib
+from attnres_jax.scaling import pairs
 from attnres_jax.sweep import cli
 from experiments import variants
 from experiments.pages import page
-from experiments.pages import pairs
 from experiments.pages import readme
 from experiments.pages import sweep
 from experiments.variants import BASELINE
@@ -82,7 +82,7 @@ def results(study: Study, rows: Sequence[Row]) -> str:
 
 def table(study: Study, rows: Sequence[Row]) -> page.Table:
   """A line per variant that has a pair, and the baseline."""
-  found = pairs.losses(_main(rows), "variant")
+  found = pairs.losses(at_own_settings(rows), "variant")
   apart = pairs.differences(found, BASELINE, CONTROL)
   published = any(
     variant.published is not None
@@ -130,10 +130,20 @@ def rates(rows: Sequence[Row]) -> page.Table:
   return page.Table(header, lines)
 
 
-def forest(study: Study, rows: Sequence[Row]) -> figure_lib.Figure:
-  """Differences with intervals; hollow marks are the paper's."""
+def forest(
+  study: Study, rows: Sequence[Row], in_order: bool = False
+) -> figure_lib.Figure:
+  """Differences with intervals; hollow marks are the paper's.
+
+  Args:
+    study: of the rows.
+    rows: its own.
+    in_order: the smallest loss first, not the order of the study.
+  """
   apart = differences(study, rows)
   names = [name for name in study.variants if name in apart]
+  if in_order:
+    names.sort(key=lambda name: apart[name].mean)
   shape = figure_lib.Figure(
     figsize=(7.4, 1.2 + 0.32 * len(names)), layout="constrained"
   )
@@ -169,7 +179,7 @@ def differences(
   study: Study, rows: Sequence[Row]
 ) -> dict[str, pairs.Difference]:
   """Of every variant that has a pair, from the baseline."""
-  every = _main(with_shared(study, rows))
+  every = at_own_settings(with_shared(study, rows))
   return pairs.differences(pairs.losses(every, "variant"), BASELINE, CONTROL)
 
 
@@ -181,7 +191,7 @@ def paper_difference(study: Study, name: str) -> float:
   return published - base
 
 
-def _main(rows: Sequence[Row]) -> list[Row]:
+def at_own_settings(rows: Sequence[Row]) -> list[Row]:
   """Rows at the chosen rate and budget."""
   return [row for row in rows if not row.get(_RATE) and not row.get(_BUDGET)]
 
@@ -191,7 +201,7 @@ def _speedup(rows: Sequence[Row], name: str) -> str:
   baseline = [
     row for row in rows if row["variant"] == BASELINE and not row.get(_RATE)
   ]
-  other = [row for row in _main(rows) if row["variant"] == name]
+  other = [row for row in at_own_settings(rows) if row["variant"] == name]
   try:
     found = scaling.effective_speedup(*map(_runs, (baseline, other)))
   except config_lib.ConfigError:

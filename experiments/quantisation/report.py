@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 import statistics
 from typing import Any
 
+from attnres_jax.scaling import pairs
 from experiments.pages import page
-from experiments.pages import pairs
 from experiments.pages import sweep
 from experiments.quantisation import config
 

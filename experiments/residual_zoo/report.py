@@ -3,13 +3,18 @@
 
 from collections.abc import Mapping, Sequence
 import json
+import statistics
 
 from matplotlib import figure as figure_lib
 import numpy as np
 
 from attnres_jax import figures
 from attnres_jax.analysis import plots
+from experiments.pages import page
 from experiments.pages import readme
+from experiments.pages import sweep
+from experiments.pages import variants
+from experiments.residual_zoo import config
 
 Row = Mapping[str, str]
 
@@ -44,8 +49,48 @@ def table(rows: Sequence[Row]) -> str:
   return f"{readme.table(header, lines)}\n\n{origin}"
 
 
-def figure(rows: Sequence[Row]) -> figure_lib.Figure:
+def losses(rows: Sequence[Row]) -> str:
+  """A line per trained scheme: differences, and what a step cost."""
+  every = variants.with_shared(config.STUDY, rows)
+  seconds = _step_seconds(every)
+  base = seconds[variants.BASELINE]
+  lines = []
+  found = variants.table(config.STUDY, every)
+  labels = {config.STUDY.variants[name].label: name for name in seconds}
+  for label, _, *rest in found.rows:
+    ratio = statistics.median(
+      own / base[seed]
+      for seed, own in seconds[labels[str(label)]].items()
+      if seed in base
+    )
+    lines.append([label, *rest, f"{ratio:.2f}"])
+  header = (*found.header[:1], *found.header[2:], "time of a step over PreNorm")
+  table = page.Table(header, lines)
+  return f"{table.markdown()}\n\n{sweep.origin(every)}"
+
+
+def _step_seconds(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
+  """Of each variant and seed, at the rate and budget of the study."""
+  found: dict[str, dict[int, float]] = {}
+  for row in variants.at_own_settings(rows):
+    own = found.setdefault(row["variant"], {})
+    own[int(row["seed"])] = float(row["step_seconds"])
+  return found
+
+
+def differences(
+  rows: Sequence[Row], trained: Sequence[Row]
+) -> figure_lib.Figure:
+  """Differences from PreNorm, the smallest loss first."""
+  del rows
+  return variants.forest(config.STUDY, trained, in_order=True)
+
+
+def figure(
+  rows: Sequence[Row], trained: Sequence[Row] = ()
+) -> figure_lib.Figure:
   """The mixing matrices of all schemes, as norms per pair."""
+  del trained
   matrices = {
     row["scheme"]: np.asarray(json.loads(row["norms"])) for row in rows
   }

@@ -43,8 +43,12 @@ from experiments.residual_zoo import report
 _RESULTS = pathlib.Path(__file__).absolute().with_name("results.csv")
 PUBLISHED = readme.Published(
   _RESULTS.parent,
-  [readme.Place(report.table)],
-  {"matrices.svg": report.figure},
+  [
+    readme.Place(report.table),
+    readme.Place(report.losses, "losses", rows="trained"),
+  ],
+  {"matrices.svg": report.figure, "differences.svg": report.differences},
+  figure_rows=("results", "trained"),
 )
 
 # Costs are those of d=512 with 24 sublayers in 8 blocks, in bfloat16.

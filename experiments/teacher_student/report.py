@@ -10,7 +10,7 @@ from matplotlib import figure as figure_lib
 import numpy as np
 
 from attnres_jax import figures
-from experiments.pages import pairs
+from attnres_jax.scaling import pairs
 from experiments.pages import readme
 
 Row = Mapping[str, str]

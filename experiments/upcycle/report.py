@@ -9,8 +9,8 @@ from matplotlib import figure as figure_lib
 import numpy as np
 
 from attnres_jax import figures
+from attnres_jax.scaling import pairs
 from experiments.pages import page
-from experiments.pages import pairs
 
 BASELINE = "prenorm"
 LABELS = {

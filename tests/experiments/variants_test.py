@@ -14,9 +14,12 @@ from experiments.block_size import config as block_size
 from experiments.block_size import report as block_size_report
 from experiments.depth_heads import config as depth_heads
 from experiments.pages import variants as report
+from experiments.residual_zoo import config as residual_zoo
+from experiments.residual_zoo import report as zoo_report
 
 STUDIES = {
-  one.STUDY.name: one.STUDY for one in (ablations, block_size, depth_heads)
+  one.STUDY.name: one.STUDY
+  for one in (ablations, block_size, depth_heads, residual_zoo)
 }
 
 
@@ -39,7 +42,9 @@ def test_variants(name, scale):
     if overrides["variant"] == variants.CONTROL:
       assert differing == {"name", "model.norm_eps"}
     elif not {"budget", "optim.peak_lr"} & set(overrides):
-      assert all("residual" in f or f == "name" for f in differing), differing
+      more = {"optim.rates"} if overrides["variant"].endswith("slow") else set()
+      own = differing - more
+      assert all("residual" in f or f == "name" for f in own), differing
   trained = {overrides["variant"] for overrides, _ in found}
   left = set(STUDIES[name].variants) - trained
   shared = STUDIES[name].shared if scale == "laptop" else [variants.CONTROL]
@@ -48,7 +53,7 @@ def test_variants(name, scale):
 
 def test_what_is_shared_is_the_same_run():
   """By the hash of its config, which names it."""
-  for name in ("block_size", "depth_heads"):
+  for name in ("block_size", "depth_heads", "residual_zoo"):
     study = STUDIES[name]
     assert (
       {"prenorm", "block"} < set(study.shared) < set(ablations.STUDY.variants)
@@ -120,7 +125,7 @@ def test_report():
   assert lines[2][-1] == ""  # One pair has no interval.
   assert [line[0] for line in report.rates(rows).rows] == ["0.003", "0.006"]
   assert len(report.forest(study, rows).axes[0].get_yticklabels()) == 2
-  assert len(study.variants) == 13
+  assert len(study.variants) == 14
 
 
 def test_rows_of_the_other_study(tmp_path, monkeypatch):
@@ -143,9 +148,28 @@ def test_rows_of_the_other_study(tmp_path, monkeypatch):
   ]  # fmt: skip
 
 
+def test_the_zoo(tmp_path, monkeypatch):
+  """Its own losses beside those of Table 4, and times over PreNorm's."""
+  monkeypatch.setattr(report, "_EXPERIMENTS", tmp_path)
+  study = residual_zoo.STUDY
+  assert len(study.variants) == len(residuals.RESIDUALS)
+  assert len(study.shared) == 5
+  rows = [*_rows(), _row("haares", 0, 1.8, 100, "")]
+  rows[-1]["step_seconds"] = "0.3"
+  text = zoo_report.losses(rows)
+  value = "\N{MINUS SIGN}0.2000"
+  line = f"| HAARES | 1.8000 | {value} | [{value}, {value}] | 1 |  | 3.00 |"
+  assert line in text
+  axes = zoo_report.differences([], rows).axes[0]
+  labels = [label.get_text() for label in axes.get_yticklabels()]
+  assert labels[0] == "HAARES"
+
+
 def _row(variant, seed, loss, tokens, budget):
   return {
     "run": f"{variant}{seed}{tokens}", "variant": variant, "seed": str(seed),
     "validation_loss": loss, "tokens": tokens, "budget": budget,
     "compute_residual": str(tokens), "peak_lr": "3e-3", "optim.peak_lr": "",
+    "step_seconds": "0.1", "seconds": "10", "data": "d", "hardware": "h",
+    "python": "3", "jax": "0", "commit": "c",
   }  # fmt: skip

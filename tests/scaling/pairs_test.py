@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from experiments.pages import pairs
+from attnres_jax.scaling import pairs
 
 EFFECTS = {"a": -0.02, "b": 0.01, "c": 0.0}
 

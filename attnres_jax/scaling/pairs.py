@@ -24,7 +24,7 @@ class Difference(NamedTuple):
 
   Attributes:
     by_seed: in nats per token.
-    margin: half the width of the 90 % interval of their mean; None if there is
+    margin: half the width of the interval of their mean; None if there is
       no variant with two seeds.
   """
 
@@ -49,6 +49,7 @@ def differences(
   found: Mapping[str, Mapping[int, float]],
   baseline: str,
   control: str | None = None,
+  level: float = LEVEL,
 ) -> dict[str, Difference]:
   """Of every variant that has a seed in common with the baseline.
 
@@ -56,6 +57,7 @@ def differences(
     found: losses by variant and seed.
     baseline: what the others are compared with.
     control: a variant that should not differ; its spread is its own.
+    level: of the intervals.
   """
   base = found.get(baseline, {})
   apart = {
@@ -66,13 +68,17 @@ def differences(
   apart = {name: own for name, own in apart.items() if own}
   shared = [own for name, own in apart.items() if name != control]
   return {
-    name: Difference(own, _margin(own, [own] if name == control else shared))
+    name: Difference(
+      own, _margin(own, [own] if name == control else shared, level)
+    )
     for name, own in apart.items()
   }
 
 
 def _margin(
-  own: Mapping[int, float], together: Sequence[Mapping[int, float]]
+  own: Mapping[int, float],
+  together: Sequence[Mapping[int, float]],
+  level: float,
 ) -> float | None:
   """Of the mean of `own`, with the standard deviation of all `together`."""
   several = [list(one.values()) for one in together if len(one) > 1]
@@ -83,5 +89,5 @@ def _margin(
   # Half of the variance of a difference is that of the common baseline, so two
   # variants' estimates of it have a correlation of a quarter.
   independent = freedom / (1 + (len(several) - 1) / 4)
-  quantile = float(stats.t.ppf((1 + LEVEL) / 2, independent))
+  quantile = float(stats.t.ppf((1 + level) / 2, independent))
   return quantile * math.sqrt(squares / freedom / len(own))
