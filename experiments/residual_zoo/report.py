@@ -10,6 +10,7 @@ import numpy as np
 
 from attnres_jax import figures
 from attnres_jax.analysis import plots
+from attnres_jax.models import residuals
 from experiments.pages import page
 from experiments.pages import readme
 from experiments.pages import sweep
@@ -28,6 +29,7 @@ def table(rows: Sequence[Row]) -> str:
       f"[{row['family']}.py](../../attnres_jax/models/residuals/"
       f"{row['family']}.py)",
       row["source"],
+      residuals.RESIDUALS[row["scheme"]].certainty.value,
       f"{int(row['parameters']):,}",
       f"{float(row['flops_share']):.2%}",
       f"{float(row['moved_vectors']):.1f}",
@@ -38,8 +40,8 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows
   ]
   header = (
-    "scheme", "name", "file", "arXiv", "parameters", "FLOPs", "moved",
-    "state", "rank", "starts as PreNorm",
+    "scheme", "name", "file", "arXiv", "certainty", "parameters", "FLOPs",
+    "moved", "state", "rank", "starts as PreNorm",
   )  # fmt: skip
   python, jax, commit = (
     ", ".join(dict.fromkeys(row[name] for row in rows))

@@ -28,6 +28,7 @@ stream) go through `coefficient`, so that analysis can hold them fixed.
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
+import enum
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -74,6 +75,17 @@ class Style(NamedTuple):
   line: Any = "-"
 
 
+class Certainty(enum.Enum):
+  """What the definition of a scheme was taken from, the firmest first."""
+
+  PAPER = "paper"
+  CODE = "authors' code"
+  TABLE = "row of a table in arXiv:2603.15031"
+  SUMMARY = "summaries or ports"
+  RECALLED = "recalled"
+  OURS = "our choice"
+
+
 class QKV(NamedTuple):
   """Different inputs [B, T, D] for a mixer's queries, keys and values.
 
@@ -96,6 +108,7 @@ class Residual(nnx.Module):
 
   Attributes:
     style: its style in tables and figures.
+    certainty: what its definition was taken from; docstrings say more.
     headline: whether tables list it beside any other scheme.
     definition: a class that computes the same function exactly as in the paper,
       if this one batches or reorders; None if this is the definition.
@@ -117,6 +130,7 @@ class Residual(nnx.Module):
   """
 
   style = Style()
+  certainty = Certainty.OURS
   headline = False
   definition: "type[Residual] | None" = None
   scannable = True

@@ -41,6 +41,7 @@ class BlockAttnResOneSoftmax(depth_attention.DepthAttention):
   """The definition: one softmax over blocks and partial sum per sublayer."""
 
   style = base.Style("Block AttnRes", "#2f86d6", "s")
+  certainty = base.Certainty.PAPER
   headline = True
   can_sum = True
   block_size: int  # pyrefly: ignore[bad-override-mutable-attribute]

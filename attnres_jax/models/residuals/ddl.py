@@ -55,6 +55,7 @@ class DDL(base.Residual):
   """
 
   style = base.Style("DDL", "#d07a2d", "o")
+  certainty = base.Certainty.CODE
   pre_norm = False
   channels = 1
   squashed = False
@@ -148,6 +149,7 @@ class DDL4(DDL):
   """Four value channels."""
 
   style = base.Style("DDL, 4 channels", "#d07a2d", "s")
+  certainty = base.Certainty.CODE
   channels = 4
 
 
@@ -155,6 +157,7 @@ class DDLSigmoid(DDL):
   """v = 4 sigmoid(W_v x + b), from the raw state, as in the released code."""
 
   style = base.Style("DDL, sigmoid values", "#d07a2d", "^")
+  certainty = base.Certainty.CODE
   squashed = True
 
 

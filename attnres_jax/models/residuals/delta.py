@@ -114,6 +114,7 @@ class DeltaAttnResOneSoftmax(_OverValues, full_attnres.FullAttnResOneSoftmax):
   """
 
   style = base.Style("Delta AttnRes", "#8a4fc4", "^", (0, (4, 2.5)))
+  certainty = base.Certainty.CODE
   headline = False
 
 
@@ -141,6 +142,7 @@ class DeltaBlockOneSoftmax(Stream):
   """
 
   style = base.Style("Delta Block AttnRes", "#8a4fc4", "s", (0, (4, 2.5)))
+  certainty = base.Certainty.CODE
   block_size: int  # pyrefly: ignore[bad-override-mutable-attribute]
   stream = True
 
@@ -267,6 +269,7 @@ class _Converted(DeltaBlockOneSoftmax):
   """
 
   style = base.Style("Delta MHAR", "#8a4fc4", "D")
+  certainty = base.Certainty.CODE
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
@@ -307,6 +310,7 @@ class _Alternating(_Converted):
   """
 
   style = base.Style("Delta MHAR (alternating)", "#8a4fc4", "d")
+  certainty = base.Certainty.CODE
 
   def change(
     self, stream_BTD: jax.Array, blocks: Sequence[jax.Array]

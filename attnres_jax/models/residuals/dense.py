@@ -86,6 +86,7 @@ class DenseNet(_Dense):
   """
 
   style = base.Style("DenseNet", "#4b0082", "P")
+  certainty = base.Certainty.TABLE
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
@@ -112,6 +113,7 @@ class DenseFormer(_Dense):
   """
 
   style = base.Style("DenseFormer", "#6a5acd", "d")
+  certainty = base.Certainty.TABLE
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
@@ -140,6 +142,7 @@ class Dwa(over_blocks.OverBlocks):
   """
 
   style = base.Style("DWA", "#6a5acd", "<", (0, (4, 2.5)))
+  certainty = base.Certainty.CODE
   dilation = 1
   period = 1
 
@@ -178,5 +181,6 @@ class Dwa2x2(Dwa):
   """Dilation 2 and period 2: a quarter of the scalars and of the work."""
 
   style = base.Style("DWA 2x2", "#6a5acd", ">", (0, (1, 1.5)))
+  certainty = base.Certainty.CODE
   dilation = 2
   period = 2

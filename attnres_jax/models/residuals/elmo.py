@@ -37,6 +37,7 @@ class Elmo(base.Residual):
   """
 
   style = base.Style("ELMo readout", "#7a8f99", "D")
+  certainty = base.Certainty.RECALLED
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)

@@ -25,6 +25,7 @@ class FullAttnResOneSoftmax(depth_attention.DepthAttention):
   """The definition: one softmax over all values per sublayer."""
 
   style = base.Style("Full AttnRes", "#d1478f", "^")
+  certainty = base.Certainty.PAPER
   headline = True
   can_sum = True
   block_size = 1

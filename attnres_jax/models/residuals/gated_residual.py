@@ -67,6 +67,7 @@ class GatedResidual(base.Residual):
   """
 
   style = base.Style("Gated Residual", "#1f9bcf", "P")
+  certainty = base.Certainty.CODE
   pre_norm = False
   final_norm = False
 

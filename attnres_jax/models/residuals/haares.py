@@ -59,6 +59,7 @@ class Haares(depth_attention.DepthAttention):
   """
 
   style = base.Style("HAARES", "#0b7a75", "s", (0, (1, 1.5)))
+  certainty = base.Certainty.SUMMARY
   block_size: int  # pyrefly: ignore[bad-override-mutable-attribute]
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):

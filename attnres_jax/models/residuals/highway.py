@@ -35,6 +35,7 @@ class Highway(prenorm.Stream):
   """
 
   style = base.Style("Highway", "#2aa198", "o")
+  certainty = base.Certainty.TABLE
   scalar = False
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
@@ -66,4 +67,5 @@ class HighwayScalar(Highway):
   """One gate per token, as in Fig. 9 of arXiv:2603.15031."""
 
   style = base.Style("Highway, scalar gate", "#2aa198", "s", "--")
+  certainty = base.Certainty.PAPER
   scalar = True

@@ -28,6 +28,7 @@ class StaticHyperConnections(streams_lib.Streams):
   """
 
   style = base.Style("Hyper-Connections, static", "#0f766e", "h", ":")
+  certainty = base.Certainty.SUMMARY
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
@@ -69,6 +70,7 @@ class HyperConnections(StaticHyperConnections):
   """
 
   style = base.Style("Hyper-Connections", "#0f766e", "h")
+  certainty = base.Certainty.SUMMARY
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)

@@ -32,6 +32,7 @@ class LaurelRW(prenorm.Stream):
   """
 
   style = base.Style("LAuReL-RW", "#5f9e3f", "o")
+  certainty = base.Certainty.SUMMARY
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
@@ -61,6 +62,7 @@ class LaurelLR(prenorm.Stream):
   """
 
   style = base.Style("LAuReL-LR", "#5f9e3f", "s")
+  certainty = base.Certainty.SUMMARY
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
@@ -97,6 +99,7 @@ class LaurelPA(LaurelLR):
   """
 
   style = base.Style("LAuReL-PA", "#5f9e3f", "^")
+  certainty = base.Certainty.RECALLED
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)

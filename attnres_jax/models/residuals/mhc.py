@@ -116,6 +116,7 @@ class MHC(Manifold):
   """
 
   style = base.Style("mHC", "#7c3aed", "D")
+  certainty = base.Certainty.SUMMARY
   mean = True
   has_gain = False
 
@@ -137,6 +138,7 @@ class MHCLite(Manifold):
   """
 
   style = base.Style("mHC-lite", "#7c3aed", "d", (0, (4, 2.5)))
+  certainty = base.Certainty.CODE
 
   def check(self, streams: int) -> None:
     if streams > 6:
@@ -170,6 +172,7 @@ class KromHC(Manifold):
   """
 
   style = base.Style("KromHC", "#0284c7", "P")
+  certainty = base.Certainty.CODE
 
   def check(self, streams: int) -> None:
     if streams < 2 or streams & (streams - 1):
@@ -211,6 +214,7 @@ class SHC(Manifold):
   """
 
   style = base.Style("sHC", "#be185d", "X")
+  certainty = base.Certainty.CODE
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
@@ -252,6 +256,7 @@ class OHC(Manifold):
   """
 
   style = base.Style("oHC", "#b45309", "p")
+  certainty = base.Certainty.SUMMARY
   mean = True
   has_gain = False
 

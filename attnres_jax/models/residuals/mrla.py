@@ -90,6 +90,7 @@ class Mrla(over_blocks.OverBlocks):
   """
 
   style = base.Style("MRLA", "#8a3324", "p")
+  certainty = base.Certainty.CODE
   period = 4
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
@@ -130,6 +131,7 @@ class MrlaLight(base.Residual):
   """
 
   style = base.Style("MRLA-light", "#8a3324", "h", (0, (4, 2.5)))
+  certainty = base.Certainty.CODE
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
@@ -213,6 +215,7 @@ class MrlaLinear(base.Residual):
   """
 
   style = base.Style("MRLA-linear", "#8a3324", "H", (0, (1, 1.5)))
+  certainty = base.Certainty.TABLE
   scannable = False
   block_size = 1
 

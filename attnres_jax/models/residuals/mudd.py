@@ -64,6 +64,7 @@ class Mudd(over_blocks.OverBlocks):
   """
 
   style = base.Style("MUDD", "#00876c", "*")
+  certainty = base.Certainty.CODE
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)

@@ -59,6 +59,7 @@ class MultiGate(base.Residual):
   """
 
   style = base.Style("Multi-Gate", "#4d7c0f", "8")
+  certainty = base.Certainty.SUMMARY
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
@@ -169,6 +170,7 @@ class MultiGateCompetitive(MultiGate):
   """
 
   style = base.Style("Multi-Gate, competitive", "#4d7c0f", "8", ":")
+  certainty = base.Certainty.SUMMARY
 
   def start_bias(self) -> jax.Array:
     rest = 1 / _start_gate(self.num_sublayers) - self.num_streams

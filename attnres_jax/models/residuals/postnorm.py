@@ -32,6 +32,7 @@ class PostNorm(prenorm.Stream):
   """
 
   style = base.Style("PostNorm", "#dc5a4b", "o")
+  certainty = base.Certainty.TABLE
   pre_norm = False
   final_norm = False
 
@@ -66,6 +67,7 @@ class DeepNorm(PostNorm):
   """
 
   style = base.Style("DeepNorm", "#dc5a4b", "s")
+  certainty = base.Certainty.CODE
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
@@ -94,6 +96,7 @@ class Keel(PostNorm):
   """
 
   style = base.Style("KEEL", "#dc5a4b", "^")
+  certainty = base.Certainty.TABLE
   pre_norm = True
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
@@ -117,6 +120,7 @@ class HybridNorm(prenorm.Stream):
   """
 
   style = base.Style("HybridNorm", "#dc5a4b", "D")
+  certainty = base.Certainty.RECALLED
   pre_norm = False
   qkv_norm = True
 

@@ -44,6 +44,7 @@ class PreNorm(Stream):
   """h_{l+1} = h_l + f_l(h_l): the standard residual stream."""
 
   style = base.Style("PreNorm", "#8b929c", "o")
+  certainty = base.Certainty.PAPER
   headline = True
 
   def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
@@ -58,6 +59,7 @@ class Rescaled(Stream):
   """
 
   style = base.Style("Rescaled", "#b5651d", "v", (0, (4, 2.5)))
+  certainty = base.Certainty.PAPER
   headline = True
 
   def open(self, state: jax.Array, start: int, stop: int) -> tuple[Any, Any]:

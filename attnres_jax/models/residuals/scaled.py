@@ -28,6 +28,7 @@ class ReZero(prenorm.Stream):
   """
 
   style = base.Style("ReZero", "#b58900", "o")
+  certainty = base.Certainty.TABLE
   pre_norm = False
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
@@ -49,6 +50,7 @@ class ReZeroPreNorm(ReZero):
   """The same, with a norm in front of each sublayer (our choice)."""
 
   style = base.Style("ReZero, pre-norm", "#b58900", "s", "--")
+  certainty = base.Certainty.OURS
   pre_norm = True
 
 
@@ -65,6 +67,7 @@ class LayerScale(ReZero):
   """
 
   style = base.Style("LayerScale", "#b58900", "^")
+  certainty = base.Certainty.RECALLED
   pre_norm = True
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):

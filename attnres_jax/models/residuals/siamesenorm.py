@@ -41,6 +41,7 @@ class SiameseNorm(base.Residual):
   """
 
   style = base.Style("SiameseNorm", "#8e6bd1", "o")
+  certainty = base.Certainty.CODE
   damped = True
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
@@ -95,4 +96,5 @@ class SiameseNormTable(SiameseNorm):
   """
 
   style = base.Style("SiameseNorm, table", "#8e6bd1", "s", "--")
+  certainty = base.Certainty.TABLE
   damped = False
