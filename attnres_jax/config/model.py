@@ -125,6 +125,10 @@ class ResidualConfig(fields.Checked, prefix="model.residual"):
     rank: R of low-rank maps; 0 for the scheme's own, 64 in `laurel_lr` and
       `laurel_pa`, width / 8 in `gated_residual`.
     streams: residual streams of schemes that have several.
+    stream_dtype: in which these streams are kept between sublayers; sums and
+      coefficients are float32 in any case. `bfloat16` halves what they move
+      and occupy, and rounds each stream once per sublayer; in
+      `hyper_connections`, `mhc` and their relatives only, but for `xhc`.
     read: how depth attention scores and weighs its sources.
   """
 
@@ -135,6 +139,7 @@ class ResidualConfig(fields.Checked, prefix="model.residual"):
   schedule_size: fields.Size = 6
   rank: fields.Count = 0
   streams: fields.Size = 4
+  stream_dtype: Literal["float32", "bfloat16"] = "float32"
   read: DepthReadConfig = DepthReadConfig()
 
   def __post_init__(self):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
+from attnres_jax import precision
 from attnres_jax.models import norm as norm_lib
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import streams as streams_lib
@@ -91,7 +92,8 @@ class HyperConnections(StaticHyperConnections):
     weight_DC = self.gain[...][:, None] * self.projection[...]
 
     def project(x_BTD: jax.Array) -> jax.Array:
-      inverse_BT = norm_lib.inverse_rms(x_BTD, self.eps)[..., 0]
+      wide_BTD = precision.widen(x_BTD)
+      inverse_BT = norm_lib.inverse_rms(wide_BTD, self.eps)[..., 0]
       product_CBT = streams_lib.projected([x_BTD], [weight_DC])
       return jnp.tanh(inverse_BT[None] * product_CBT)
 

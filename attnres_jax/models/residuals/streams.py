@@ -14,6 +14,8 @@ the readout is their sum or mean.
 
 Streams are separate arrays: the products that compute coefficients then read
 each of them in place, and one loop over channels writes all of them.
+They are float32, or bfloat16 with `model.residual.stream_dtype`, which rounds
+what a sublayer writes; sums and coefficients are float32.
 Coefficients have the axes of tokens last, so that a vector register holds many
 tokens rather than the few entries of one.
 
@@ -66,10 +68,12 @@ class Streams(base.Residual):
   """
 
   mean = False
+  rounds_streams = True
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
     self.num_streams = config.residual.streams
+    self._rounds = config.residual.stream_dtype == "bfloat16"
 
   def coefficients(self, streams: Any) -> Any:
     """Of a sublayer that reads `streams`; `self` has its parameters only."""
@@ -81,6 +85,8 @@ class Streams(base.Residual):
 
   def init(self, embedding_BTD: jax.Array) -> Any:
     stream_BTD = precision.widen(embedding_BTD.astype(self.dtype))
+    if self._rounds:
+      stream_BTD = stream_BTD.astype(jnp.bfloat16)
     return (stream_BTD,) * self.num_streams
 
   def open(self, state: Any, start: int, stop: int) -> tuple[Carry, Any]:
@@ -103,7 +109,7 @@ class Streams(base.Residual):
     return carry.streams
 
   def readout(self, state: Any) -> jax.Array:
-    h_BTD = total(state)
+    h_BTD = total(map(precision.widen, state))
     if self.mean:
       h_BTD = h_BTD / len(state)
     return h_BTD.astype(self.dtype)
@@ -114,8 +120,9 @@ class Streams(base.Residual):
 
 
 def combine(weight_MBT: jax.Array, streams: State) -> jax.Array:
-  """sum_i weight_i X_i [B, T, D]."""
-  return total(w_BT[..., None] * x for w_BT, x in zip(weight_MBT, streams))
+  """sum_i weight_i X_i [B, T, D], in the dtype of sums."""
+  wide = map(precision.widen, streams)
+  return total(w_BT[..., None] * x for w_BT, x in zip(weight_MBT, wide))
 
 
 def total(terms: Iterable[jax.Array]) -> jax.Array:
@@ -124,13 +131,15 @@ def total(terms: Iterable[jax.Array]) -> jax.Array:
 
 
 def mixed(carry: Carry, y_BTD: jax.Array) -> State:
-  """The streams after a sublayer with output `y_BTD`."""
+  """The streams after a sublayer with output `y_BTD`, in their dtype."""
   _, write_MBT, mix_MMBT = carry.coefficients
-  return tuple(
-    base.keep(
-      combine(mix_MMBT[:, j], carry.streams) + write_MBT[j, ..., None] * y_BTD
-    )
+  new = (
+    combine(mix_MMBT[:, j], carry.streams) + write_MBT[j, ..., None] * y_BTD
     for j in range(len(carry.streams))
+  )
+  return tuple(
+    base.keep(x_BTD.astype(old_BTD.dtype))
+    for x_BTD, old_BTD in zip(new, carry.streams)
   )
 
 
@@ -138,13 +147,16 @@ def projected(
   streams: Iterable[jax.Array], weight_MDC: Iterable[jax.Array]
 ) -> jax.Array:
   """sum_i X_i W_i, as [C, B, T]."""
-  product_BTC = total(map(linear.linear, streams, weight_MDC))
+  product_BTC = total(
+    linear.linear(x_BTD, weight_DC, out_dtype=precision.wide(x_BTD.dtype))
+    for x_BTD, weight_DC in zip(streams, weight_MDC)
+  )
   return jnp.moveaxis(product_BTC, -1, 0)
 
 
 def square(x_BTD: jax.Array) -> jax.Array:
   """Sum of squares of each token [B, T]."""
-  return jnp.sum(jnp.square(x_BTD), axis=-1)
+  return jnp.sum(jnp.square(precision.widen(x_BTD)), axis=-1)
 
 
 def to_tokens(x: jax.Array) -> jax.Array:

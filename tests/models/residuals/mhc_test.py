@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """mHC and its relatives against their equations in NumPy loops."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -13,6 +14,7 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax.models import residuals
 from attnres_jax.models.residuals import mhc
+from attnres_jax.models.residuals import streams as streams_lib
 from tests.models import trunks
 
 
@@ -265,3 +267,56 @@ def test_streams_that_do_not_fit(name, streams):
     match=f"^config.model.residual.streams: got {streams}",
   ):
     residuals.abstract_residual(_config(name, streams))
+
+
+def _sublayers(scheme, embedding, outputs):
+  """The readout, what sublayers read, and what rounding lost, relative."""
+  carry, slots = scheme.open(scheme.init(embedding), 0, len(outputs))
+  reads, lost = [], []
+  for l, y in enumerate(outputs):
+    slot = jax.tree.map(lambda a, l=l: a[l], slots)
+    reads.append(scheme.read(carry, slot))
+    wide = tuple(x.astype(jnp.float32) for x in carry.streams)
+    exact = streams_lib.mixed(carry._replace(streams=wide), y)
+    carry = scheme.write(carry, slot, y)
+    lost += [
+      (a - b.astype(a.dtype)) / jnp.abs(a) for a, b in zip(exact, carry.streams)
+    ]
+  return scheme.readout(carry.streams), (reads, lost, carry.streams)
+
+
+@pytest.mark.parametrize("name", ["mhc", "hyper_connections"])
+def test_streams_in_bfloat16(name):
+  """Sums are float32; what is kept is rounded, once per sublayer."""
+  results = []
+  for stream_dtype, most in (("float32", 1e-4), ("bfloat16", 2**-8)):
+    config = _config(name)
+    fields = dataclasses.replace(config.residual, stream_dtype=stream_dtype)
+    config = dataclasses.replace(config, residual=fields, dtype="float32")
+    scheme = residuals.build_residual(config, rngs=None)
+    rng = np.random.default_rng(0)
+    draw = lambda *shape, rng=rng: jnp.float32(rng.standard_normal(shape))
+    scheme = jax.tree.map(lambda a, f=draw: a + 0.3 * f(*a.shape), scheme)
+    embedding, outputs = draw(1, 3, 6), draw(4, 1, 3, 6)
+    out, vjp, (reads, lost, streams) = jax.vjp(
+      functools.partial(_sublayers, scheme, outputs=tuple(outputs)),
+      embedding,
+      has_aux=True,
+    )
+    assert {str(x.dtype) for x in streams} == {stream_dtype}
+    largest = float(jnp.max(jnp.abs(jnp.stack(lost))))
+    assert largest < most and (largest > 0 or stream_dtype == "float32")
+    results.append(jnp.stack([out, *reads, *vjp(out)]))
+  wide, rounded = np.float64(results)
+  assert 0 < np.abs(wide - rounded).max() < 0.05 * np.abs(wide).max()
+
+
+@pytest.mark.parametrize("name", ["prenorm", "xhc", "multi_gate"])
+def test_schemes_that_do_not_round_streams(name):
+  config = _config(name)
+  fields = dataclasses.replace(config.residual, stream_dtype="bfloat16")
+  with pytest.raises(
+    config_lib.ConfigError,
+    match="^config.model.residual.stream_dtype: got 'bfloat16'.*'float32' with",
+  ):
+    residuals.abstract_residual(dataclasses.replace(config, residual=fields))
