@@ -148,6 +148,28 @@ class TestTpuCompile:
     text = compile_for("v5e", *attention(shape, False), "bfloat16")
     assert "bf16[5,512,1024]" not in text
 
+  @pytest.mark.slow
+  def test_mixtures_apart_are_never_stacked(self):
+    """Nor are their gradients, of four sublayers that read one each."""
+
+    def f(query, *sources):
+      def g(query, *sources):
+        out, lse = depth_attention(query, sources, apart=True)
+        parts = jax.lax.split(out, [1] * 4)
+        tops = [jnp.tanh(x[0]) for x in parts]
+        return sum(x.astype(jnp.float32).sum() for x in tops) + lse.sum()
+
+      return jax.value_and_grad(g, tuple(range(1 + len(sources))))(
+        query, *sources
+      )
+
+    source = ((512, 1024), None)
+    text = compile_for(
+      "v5p", f, [((4, 1024), jnp.float32), source, source], "bfloat16"
+    )
+    assert "depth_attention_backward" in text
+    assert "bf16[4,512,1024]" not in text
+
   def test_bank_is_not_copied(self):
     shape = shapes.Shape("small", 4, 5, 512, 1024)
     text = compile_for("v5e", *attention(shape, True), "bfloat16")

@@ -50,8 +50,9 @@ def depth_attention(
       are as wide. None for all.
     eps: added to the mean square inside the norm.
     apart: whether a kernel writes each mixture to an array of its own, which
-      are then stacked. Compilers remove the stack if it is cut again at once,
-      instead of copying each mixture out of it; otherwise it is a copy.
+      are then stacked, and likewise reads the gradient of each. Compilers
+      remove the stack if it is cut again at once, instead of copying each
+      mixture out of it; otherwise it is a copy.
     implementation: a backend by name; None takes the best that fits.
 
   Returns:
@@ -76,6 +77,8 @@ def depth_attention(
     out, lse = reference.attend(query, sources, count, **dict(options))
   else:
     out, lse = _attend(options, implementation, query, sources, count)
+    if isinstance(out, tuple):
+      out = jnp.concatenate(out)
   return out, lse[..., None] if heads == 1 else lse
 
 

@@ -43,7 +43,8 @@ def backward(
 ):
   """Returns the gradients of the queries and of every source.
 
-  Source gradients are added to `accumulate`, in place, if it is given.
+  Source gradients are added to `accumulate`, in place, if it is given. The
+  gradients of the mixtures may be in arrays of their own.
   """
   _, flat, num_tokens = tiles.flatten(sources)
   bank = not isinstance(sources, tuple)
@@ -81,6 +82,7 @@ def backward(
   def at(p, s):
     return p * steps + s
 
+  token_spec = pl.BlockSpec((tile, width), lambda p, s, n: (at(p, s), 0))
   stats_spec = pl.BlockSpec(
     (1, softmaxes, tile), lambda p, s, n: (at(p, s), 0, 0)
   )
@@ -90,23 +92,31 @@ def backward(
     ]
     dsource_shapes = [(num_slots, num_tokens, width)]
   else:
-    dsource_specs = [
-      pl.BlockSpec((tile, width), lambda p, s, n: (at(p, s), 0))
-    ] * num_slots
+    dsource_specs = [token_spec] * num_slots
     dsource_shapes = [(num_tokens, width)] * num_slots
+  if isinstance(dout_QTD, tuple):
+    douts = [x.reshape(num_tokens, width).astype(dtype) for x in dout_QTD]
+    dout_specs = [token_spec] * num_queries
+  else:
+    douts = [dout_QTD.reshape(num_queries, num_tokens, width).astype(dtype)]
+    dout_specs = [
+      pl.BlockSpec((num_queries, tile, width), lambda p, s, n: (0, at(p, s), 0))
+    ]
   operands = [
     tiles.count_operand(count, num_slots),
     terms,
     pull_terms,
     lse,
     dlse,
-    dout_QTD.reshape(num_queries, num_tokens, width).astype(dtype),
+    *douts,
     *flat,
   ]
   aliases = {len(operands) + i: 1 + i for i in range(len(accumulated))}
   dquery, *dsources = pl.pallas_call(
     functools.partial(
       _kernel,
+      num_queries=num_queries,
+      num_douts=len(douts),
       num_slots=num_slots,
       bank=bank,
       accumulate=bool(accumulated),
@@ -122,9 +132,7 @@ def backward(
         tiles.whole(pull_terms),
         stats_spec,
         stats_spec,
-        pl.BlockSpec(
-          (num_queries, tile, width), lambda p, s, n: (0, at(p, s), 0)
-        ),
+        *dout_specs,
         *tiles.source_specs(sources, tile, width, at),
         *(dsource_specs if accumulated else []),
       ],
@@ -171,8 +179,9 @@ def _kernel(
   pull_terms_ref,
   lse_ref,
   dlse_ref,
-  dout_ref,
   *refs,
+  num_queries,
+  num_douts,
   num_slots,
   bank,
   accumulate,
@@ -180,13 +189,15 @@ def _kernel(
   columns,
   eps,
 ):
+  dout_refs, refs = refs[:num_douts], refs[num_douts:]
   source_refs, refs = refs[:num_slots], refs[num_slots:]
   dsources = 1 if bank else num_slots
   old_refs, (dquery_ref, *dsource_refs) = (
     (refs[:dsources], refs[dsources:]) if accumulate else (None, refs)
   )
-  num_queries, tile, _ = dout_ref.shape
-  exact = dout_ref.dtype == jnp.float32
+  apart = len(dout_refs[0].shape) == 2
+  tile = dout_refs[0].shape[-2]
+  exact = dout_refs[0].dtype == jnp.float32
   count = count_ref[0] if bank else None
   step = pl.program_id(0) * pl.num_programs(1) + pl.program_id(1)
   softmaxes = num_queries * columns.heads
@@ -198,7 +209,11 @@ def _kernel(
 
   def load_douts(rows, kept, chunk):
     return tiles.concatenate(
-      [dout_ref[q, rows, chunk] for q in range(num_queries)], kept
+      [
+        dout_refs[q][rows, chunk] if apart else dout_refs[0][q, rows, chunk]
+        for q in range(num_queries)
+      ],
+      kept,
     )
 
   factors_of = None

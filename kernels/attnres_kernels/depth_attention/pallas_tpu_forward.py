@@ -38,7 +38,8 @@ def forward(
 ):
   """Returns the mixtures and their log-normalisers.
 
-  If `apart`, the kernel writes each mixture to an array of its own.
+  If `apart`, the kernel writes each mixture to an array of its own, and the
+  result is a tuple of arrays [1, ..., D].
   """
   tokens_shape, flat, num_tokens = tiles.flatten(sources)
   num_slots = len(sources)
@@ -97,7 +98,7 @@ def forward(
   # Reshaped before, since compilers see no slice of a stack through a reshape.
   out = [x.reshape((-1,) + tokens_shape + (width,)) for x in out]
   return (
-    jnp.concatenate(out) if apart else out[0],
+    tuple(out) if apart else out[0],
     columns_lib.from_kernel(
       tiles.stats_from_tiles(lse, num_tokens), heads, tokens_shape
     ),

@@ -27,13 +27,19 @@ def forward(query_QD, sources, count, *, eps, heads=1, rank=None, apart=False):
 
   With several heads, the log-normalisers are [Q, ..., H], and an axis Q of the
   scores in here has Q * H entries. A rank is the number of last coordinates
-  that are the key. Mixtures are stacked in any case, so `apart` has no effect.
+  that are the key. If `apart`, mixtures are a tuple of arrays [1, ..., D].
   """
-  del apart
-  if count is not None:
-    return xla_bank.forward(
-      query_QD, sources, count, eps=eps, heads=heads, rank=rank
-    )
+  options = dict(eps=eps, heads=heads, rank=rank)
+  if count is None:
+    out_QTD, lse_QT = _forward(query_QD, sources, **options)
+  else:
+    out_QTD, lse_QT = xla_bank.forward(query_QD, sources, count, **options)
+  if apart:
+    return tuple(jax.lax.split(out_QTD, [1] * len(out_QTD))), lse_QT
+  return out_QTD, lse_QT
+
+
+def _forward(query_QD, sources, *, eps, heads, rank):
   num_queries, width = query_QD.shape[0], sources[0].shape[-1]
   query_QD = heads_lib.separate(query_QD, heads)
   slots = [source.astype(query_QD.dtype) for source in sources]
@@ -77,8 +83,11 @@ def backward(
 ):
   """Returns the gradients of the queries and of every source.
 
-  Source gradients are added to `accumulate` if it is given.
+  Source gradients are added to `accumulate` if it is given. The gradients of
+  the mixtures may be in arrays of their own.
   """
+  if isinstance(dout_QTD, tuple):
+    dout_QTD = jnp.concatenate(dout_QTD)
   if count is not None:
     return xla_bank.backward(
       query_QD, sources, count, lse_QT, dout_QTD, dlse_QT, accumulate,
