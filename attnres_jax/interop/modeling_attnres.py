@@ -79,6 +79,10 @@ class RMSNorm(nn.Module):
 def attend(q_BNTH, k_BNSH, v_BNSV):
   """Causal softmax attention; the T queries are the last of S tokens."""
   length, keys = q_BNTH.shape[2], k_BNSH.shape[2]
+  if length == keys:  # Without a mask, which would select a slower kernel.
+    return functional.scaled_dot_product_attention(
+      q_BNTH, k_BNSH, v_BNSV, is_causal=True
+    )
   seen_TS = torch.ones(length, keys, dtype=torch.bool, device=q_BNTH.device)
   seen_TS = seen_TS.tril(keys - length)
   return functional.scaled_dot_product_attention(

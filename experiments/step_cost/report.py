@@ -52,6 +52,28 @@ def sentence(rows: Sequence[Row]) -> str:
   )
 
 
+def pytorch(rows: Sequence[Row]) -> str:
+  """Ours beside eager PyTorch, a line per scheme."""
+  lines = [
+    [
+      label(row["scheme"]),
+      f"{float(row['seconds']):.2f} s",
+      f"{float(row['torch_seconds']):.2f} s",
+      f"{float(row['ratio']):.2f} ({float(row['ratio_min']):.2f} to"
+      f" {float(row['ratio_max']):.2f})",
+      f"{float(row['cpu_ratio']):.2f}",
+    ]
+    for row in rows
+  ]
+  header = (
+    "scheme", "ours", "PyTorch", "ours over PyTorch", "in processor time",
+  )  # fmt: skip
+  versions = ", ".join(sorted({row["torch"] for row in rows}))
+  return (
+    f"{readme_lib.table(header, lines)}\n\n{_origin(rows)}; PyTorch {versions}."
+  )
+
+
 def label(scheme: str) -> str:
   """The label of a scheme of the rows."""
   name, _, form = scheme.partition(" ")

@@ -52,6 +52,7 @@ PUBLISHED = readme.Published(
   [
     readme.Place(report.table),
     readme.Place(report.sentence, "cost", document="../../README.md"),
+    readme.Place(report.pytorch, "pytorch", rows="pytorch"),
   ],
 )
 
@@ -152,7 +153,7 @@ def ratios(times: Times, scheme: str) -> Iterator[dict[str, Any]]:
 
 def _programs(size: str, scheme: str) -> dict[str, Any]:
   """The two timed programs, and the time to compile the training step."""
-  config = _config(size, scheme)
+  config = config_of(size, scheme)
   mesh = sharding.make_mesh(config_lib.MeshConfig(data=1))
   program = train_state.make_program(config, mesh)
   state = program.init_state()
@@ -179,7 +180,8 @@ def _programs(size: str, scheme: str) -> dict[str, Any]:
   }
 
 
-def _config(size: str, scheme: str) -> config_lib.RunConfig:
+def config_of(size: str, scheme: str) -> config_lib.RunConfig:
+  """The config of a key of `SIZES` and one of `FORMS`."""
   spec, overrides = SIZES[size]
   return config_lib.load_config(
     f"{spec},residual={scheme.partition(' ')[0]}", overrides | FORMS[scheme]
