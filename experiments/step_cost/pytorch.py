@@ -96,7 +96,9 @@ def _theirs(model: models.Transformer, tokens: np.ndarray) -> Step:
     twin.zero_grad()
     loss = twin(ids, labels=ids, use_cache=False).loss
     loss.backward()
-    squares = sum(p.grad.square().sum() for p in twin.parameters())
+    # The query of the first read has no gradient: it has one source.
+    gradients = [p.grad for p in twin.parameters() if p.grad is not None]
+    squares = sum(gradient.square().sum() for gradient in gradients)
     return float(loss.detach()), float(squares.sqrt())
 
   return call
