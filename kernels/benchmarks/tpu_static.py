@@ -38,6 +38,7 @@ from attnres_kernels.depth_attention import shapes
 from attnres_kernels.depth_merge import pallas_tpu as merge
 from attnres_kernels.depth_read import pallas_tpu as depth_read
 from attnres_kernels.kda import pallas_tpu as kda
+from attnres_kernels.kda import pallas_tpu_chunk as kda_chunk
 from attnres_kernels.kda import shapes as kda_shapes
 
 
@@ -326,8 +327,10 @@ def _kda_plan(shape, chunk, heads, low, wide, rows, states, inverses):
   """Bytes per chunk and head, times chunks and heads; states enter once."""
   assert shape.key == shape.value
   tile = chunk * shape.key
-  # Rows of tokens and matrices fill whole tiles of 128 lanes in memory.
-  lanes = max(chunk, 128)
+  # Rows of tokens and inverses lie side by side for some heads. They fill whole
+  # tiles of 8 sublanes and 128 lanes in memory.
+  aside = kda_chunk.num_aside(heads, chunk)
+  lanes = max(chunk * aside, 128) / aside
   square = shape.key * shape.value
   matrices = 2 * (states * square + inverses * chunk * lanes)
   step = heads * ((2 * low + 4 * wide) * tile + 4 * 8 * rows * lanes + matrices)

@@ -3,8 +3,10 @@
 
 The chunkwise form and its tree are those of the plain-JAX backend (`xla`), laid
 out for the matrix unit (`pallas_tpu_chunk`). The state is stored transposed,
-[V, K], so that decays are rows of lanes. Several heads share a grid step: the
-products of one hide the latencies of another.
+[V, K], so that decays are rows of lanes. Several heads share a grid step, and
+the program goes through them stage by stage: the compiler keeps that order
+almost as it is, so the products of one head hide the latencies of another only
+if they stand next to each other.
 
 The backward pass is two kernels: one runs forward in time and writes the state
 before each chunk and the inverse of its triangular system, the other runs
@@ -20,16 +22,17 @@ import jax.numpy as jnp
 
 from attnres_kernels import dispatch
 from attnres_kernels.kda import pallas_tpu_chunk as chunk_lib
+from attnres_kernels.kda import pallas_tpu_decay as decay_lib
 
 _DTYPES = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 
 
 def choose_heads(chunk_size, num_heads, width):
-  """Heads per grid step: as many as fit, up to eight.
+  """Heads per grid step: as many as fit, up to sixteen.
 
   More heads hide more latency, but take more VMEM.
   """
-  most = min(8, max(1, 8 * 64 * 128 // (chunk_size * width)))
+  most = min(16, max(1, 16 * 64 * 128 // (chunk_size * width)))
   return max(n for n in range(1, most + 1) if num_heads % n == 0)
 
 
@@ -60,8 +63,7 @@ def forward(
   o, state = call(
     functools.partial(_forward_kernel, scale=scale),
     "kda_forward",
-    [call.constant(chunk_lib.ranges(chunk_size, q.dtype))]
-    + [call.tokens(x) for x in (q, k, v, g)]
+    [call.tokens(x) for x in (q, k, v, g)]
     + [call.row(beta), call.state(state)],
     [call.tokens_out(v), call.state_out()],
   )
@@ -85,26 +87,18 @@ def backward(
 ):
   """Returns the gradients of q, k, v, g, beta and the first state."""
   call = _Call(q, v, chunk_size, interpret, heads)
-  ranges, turned = (
-    chunk_lib.ranges(chunk_size, q.dtype, t) for t in (False, True)
-  )
   starts, inverses = call(
     _states_kernel,
     "kda_states",
-    [call.constant(ranges)]
-    + [call.tokens(x) for x in (k, v, g)]
-    + [call.row(beta), call.state(state)],
-    [
-      call.matrices_out((v.shape[-1], q.shape[-1]), q.dtype),
-      call.matrices_out((chunk_size, chunk_size), q.dtype),
-    ],
+    [call.tokens(x) for x in (k, v, g)] + [call.row(beta), call.state(state)],
+    [call.starts_out(q.dtype), call.inverses_out(q.dtype)],
+    [call.state_scratch()],
   )
   call.reverse = True
   dq, dk, dv, dg, dbeta, dstate = call(
     functools.partial(_backward_kernel, scale=scale),
     "kda_backward",
-    [call.constant(ranges), call.constant(turned)]
-    + [call.tokens(x) for x in (q, k, v, g)]
+    [call.tokens(x) for x in (q, k, v, g)]
     + [call.row(beta)]
     + [call.matrices(x) for x in (starts, inverses)]
     + [call.tokens(do.astype(v.dtype)), call.state(dstate)],
@@ -122,8 +116,8 @@ class _Call:
   """Shapes and block specs of a grid of (batch, heads, chunks).
 
   Tokens are [B, T, H * K] with T padded to whole chunks; the padding neither
-  decays nor writes the state. Rows are [B, H, N, 1, C], matrices [B, H, N,
-  ...].
+  decays nor writes the state. States are [B, H, N, V, K]. What lies side by
+  side in the lanes for n heads is [B, H / n, N, 1 or C, n C].
   """
 
   def __init__(self, q, v, chunk_size, interpret, heads):
@@ -133,10 +127,11 @@ class _Call:
     self.number = pl.cdiv(self.length, chunk_size)
     width = max(self.key, self.value)
     self.group = heads or choose_heads(chunk_size, self.heads, width)
+    self.aside = chunk_lib.num_aside(self.group, chunk_size)
     self.interpret = interpret
     self.reverse = False
 
-  def __call__(self, kernel, name, inputs, outputs):
+  def __call__(self, kernel, name, inputs, outputs, scratch=()):
     """Inputs are (spec, array), outputs (spec, shape)."""
     return pl.pallas_call(
       kernel,
@@ -144,9 +139,7 @@ class _Call:
       in_specs=[spec for spec, _ in inputs],
       out_specs=[spec for spec, _ in outputs],
       out_shape=[shape for _, shape in outputs],
-      scratch_shapes=[
-        pltpu.VMEM((self.group, self.value, self.key), jnp.float32)
-      ],
+      scratch_shapes=scratch,
       compiler_params=pltpu.CompilerParams(
         dimension_semantics=("parallel", "parallel", "arbitrary"),
         vmem_limit_bytes=dispatch.TPU_VMEM_BYTES,
@@ -155,10 +148,6 @@ class _Call:
       interpret=self.interpret,
       name=name,
     )(*(array for _, array in inputs))
-
-  def constant(self, array):
-    array = jnp.asarray(array, jnp.bfloat16)
-    return pl.BlockSpec(array.shape, lambda b, h, n: (0, 0)), array
 
   def tokens(self, x):
     x = x.reshape(self.batch, self.length, -1)
@@ -181,26 +170,37 @@ class _Call:
   def row(self, x):
     padding = self.number * self.size - self.length
     x = jnp.pad(x.mT, [(0, 0), (0, 0), (0, padding)])
-    shape = self.batch, self.heads, self.number, 1, self.size
-    return self._matrix_spec(shape), x.reshape(shape)
+    x = x.reshape(self.batch, -1, self.aside, self.number, self.size)
+    shape = self._aside_shape(1)
+    return self._matrix_spec(shape), jnp.moveaxis(x, 2, 3).reshape(shape)
 
   def row_out(self, like):
-    shape = self.batch, self.heads, self.number, 1, self.size
+    shape = self._aside_shape(1)
     return self._matrix_spec(shape), jax.ShapeDtypeStruct(shape, like.dtype)
 
   def unflatten_row(self, x, like):
-    x = x.reshape(self.batch, self.heads, -1)[..., : self.length]
-    return x.mT.reshape(like.shape)
+    x = x.reshape(self.batch, -1, self.number, self.aside, self.size)
+    x = jnp.moveaxis(x, 3, 2).reshape(self.batch, self.heads, -1)
+    return x[..., : self.length].mT.reshape(like.shape)
 
   def matrices(self, x):
     return self._matrix_spec(x.shape), x
 
-  def matrices_out(self, shape, dtype):
-    shape = self.batch, self.heads, self.number, *shape
+  def starts_out(self, dtype):
+    shape = self.batch, self.heads, self.number, self.value, self.key
     return self._matrix_spec(shape), jax.ShapeDtypeStruct(shape, dtype)
 
+  def inverses_out(self, dtype):
+    shape = self._aside_shape(self.size)
+    return self._matrix_spec(shape), jax.ShapeDtypeStruct(shape, dtype)
+
+  def _aside_shape(self, rows):
+    groups = self.heads // self.aside
+    return self.batch, groups, self.number, rows, self.aside * self.size
+
   def _matrix_spec(self, shape):
-    block = 1, self.group, 1, *shape[3:]
+    number = shape[1] * self.group // self.heads
+    block = 1, number, 1, *shape[3:]
     return pl.BlockSpec(block, lambda b, h, n: (b, h, self._at(n), 0, 0))
 
   def state(self, x):
@@ -209,6 +209,9 @@ class _Call:
   def state_out(self):
     shape = self.batch, self.heads, self.value, self.key
     return self._state_spec(), jax.ShapeDtypeStruct(shape, jnp.float32)
+
+  def state_scratch(self):
+    return pltpu.VMEM((self.group, self.value, self.key), jnp.float32)
 
   def _state_spec(self):
     block = 1, self.group, self.value, self.key
@@ -225,7 +228,7 @@ class _Call:
         x.size * x.dtype.itemsize for _, x in inputs + outputs
       ),
       transcendentals=steps
-      * (chunk_lib.num_levels(self.size) + 2)
+      * (decay_lib.num_levels(self.size) + 2)
       * self.size
       * self.key,
     )
@@ -245,7 +248,6 @@ def flops(name, size, key, value):
 
 
 def _forward_kernel(
-  ranges_ref,
   q_ref,
   k_ref,
   v_ref,
@@ -254,26 +256,24 @@ def _forward_kernel(
   first_ref,
   o_ref,
   last_ref,
-  state_ref,
   *,
   scale,
 ):
+  state_ref = last_ref.at[0]
   _start(first_ref, state_ref)
-  refs = ranges_ref, q_ref, k_ref, v_ref, g_ref, beta_ref
-  chunks, states, _, reads, z = _solve(*refs, state_ref, scale)
-  outputs = [
-    read[c.size :] + c.dot(c.pairs * c.beta, z)
-    for c, z, read in zip(chunks, z, reads)
-  ]
-  states = [c.next(s, z) for c, s, z in zip(chunks, states, z)]
-  for head in range(len(chunks)):
-    _set_head(o_ref, head, len(chunks), outputs[head])
-    state_ref[head] = states[head]
-  _finish(last_ref, state_ref)
+  heads = state_ref.shape[0]
+  groups = _groups(q_ref, k_ref, g_ref, beta_ref, heads, scale)
+  inverses = chunk_lib.inverses(groups)
+  z, reads = _written(groups, inverses, v_ref, state_ref)
+  outputs = []
+  for c, own in zip(groups, z):
+    own = c.dot(c.spread(c.pairs * c.beta), jnp.concatenate(own, axis=0))
+    outputs += c.split(own)
+  for head, (read, output) in enumerate(zip(reads, outputs)):
+    _set_head(o_ref, head, heads, read[-len(output) :] + output)
 
 
 def _states_kernel(
-  ranges_ref,
   k_ref,
   v_ref,
   g_ref,
@@ -284,36 +284,63 @@ def _states_kernel(
   state_ref,
 ):
   _start(first_ref, state_ref)
-  refs = ranges_ref, None, k_ref, v_ref, g_ref, beta_ref
-  chunks, states, inverses, _, z = _solve(*refs, state_ref, None)
-  for head, c in enumerate(chunks):
-    starts_ref[0, head, 0] = states[head].astype(starts_ref.dtype)
-    inverses_ref[0, head, 0] = inverses[head].astype(inverses_ref.dtype)
-    state_ref[head] = c.next(states[head], z[head])
+  heads = state_ref.shape[0]
+  groups = _groups(None, k_ref, g_ref, beta_ref, heads, None)
+  inverses = chunk_lib.inverses(groups)
+  for head in range(heads):
+    starts_ref[0, head, 0] = state_ref[head].astype(starts_ref.dtype)
+  for index, inverse in enumerate(inverses):
+    inverses_ref[0, index, 0] = inverse.astype(inverses_ref.dtype)
+  _written(groups, inverses, v_ref, state_ref)
 
 
-def _solve(ranges_ref, q_ref, k_ref, v_ref, g_ref, beta_ref, state_ref, scale):
-  """The chunks and states of all heads, and what `solve` finds for them."""
-  group = state_ref.shape[0]
-  chunks = [
-    chunk_lib.Chunk(
-      None if q_ref is None else _head(q_ref, head, group),
-      _head(k_ref, head, group),
-      _head(g_ref, head, group),
-      beta_ref[0, head, 0],
-      ranges_ref,
-      scale,
-    )
-    for head in range(group)
+def _groups(q_ref, k_ref, g_ref, beta_ref, heads, scale):
+  """One chunk of all heads of a grid step."""
+  number = beta_ref.shape[1]
+  groups = []
+  for index in range(number):
+    aside = heads // number
+    members = [
+      chunk_lib.Head(
+        None if q_ref is None else _head(q_ref, head, heads),
+        _head(k_ref, head, heads),
+        _head(g_ref, head, heads),
+        scale,
+      )
+      for head in range(index * aside, (index + 1) * aside)
+    ]
+    exact = k_ref.dtype == jnp.float32
+    groups.append(chunk_lib.Aside(members, beta_ref[0, index, 0], exact))
+  return groups
+
+
+def _written(groups, inverses, v_ref, state_ref):
+  """Updates the states; returns z per group, and what k and q read of them.
+
+  All heads go in lockstep: the products of one hide the latency of another.
+  """
+  members = [(c, h) for c in groups for h in c.heads]
+  states = [state_ref[i] for i in range(len(members))]
+  reads = [c.dot(h.both_in, s, 1) for (c, h), s in zip(members, states)]
+  rests = [
+    _head(v_ref, i, len(members)).astype(jnp.float32) - reads[i][: c.size]
+    for i, (c, _) in enumerate(members)
   ]
-  states = [state_ref[head] for head in range(group)]
-  values = [_head(v_ref, head, group) for head in range(group)]
-  return chunks, states, *chunk_lib.solve(chunks, states, values)
+  z = []
+  for c, inverse in zip(groups, inverses):
+    own, rests = rests[: len(c.heads)], rests[len(c.heads) :]
+    z.append(c.split(c.dot(c.spread(inverse), jnp.concatenate(own, axis=0))))
+  scaled = [
+    column * x
+    for c, own in zip(groups, z)
+    for column, x in zip(c.columns(c.beta), own)
+  ]
+  for i, ((c, h), s, x) in enumerate(zip(members, states, scaled)):
+    state_ref[i] = h.whole * s + c.dot(x, h.k_out, 0, 0)
+  return z, reads
 
 
 def _backward_kernel(
-  ranges_ref,
-  turned_ref,
   q_ref,
   k_ref,
   v_ref,
@@ -329,69 +356,32 @@ def _backward_kernel(
   dg_ref,
   dbeta_ref,
   first_ref,
-  dstate_ref,
   *,
   scale,
 ):
-  group = dstate_ref.shape[0]
+  dstate_ref = first_ref.at[0]
+  heads = dstate_ref.shape[0]
   _start(last_ref, dstate_ref)
-  for head in range(group):
-    q, k, v, g, do = (
-      _head(x, head, group) for x in (q_ref, k_ref, v_ref, g_ref, do_ref)
+  groups = _groups(q_ref, k_ref, g_ref, beta_ref, heads, scale)
+  for index, c in enumerate(groups):
+    n = len(c.heads)
+    members = range(index * n, (index + 1) * n)
+    v, do = (
+      [_head(x, i, heads).astype(jnp.float32) for i in members]
+      for x in (v_ref, do_ref)
     )
-    beta = beta_ref[0, head, 0]
-    c = chunk_lib.Chunk(q, k, g, beta, ranges_ref, scale)
-    start, inverse = starts_ref[0, head, 0], inverses_ref[0, head, 0]
-    dstate = dstate_ref[head]
-    do = do.astype(jnp.float32)
-    column = chunk_lib.as_column(beta)
-    z = c.dot(
-      inverse, v.astype(jnp.float32) - c.dot(c.both_in[: c.size], start, 1)
+    starts = [starts_ref[0, i, 0] for i in members]
+    dstates = [dstate_ref[i] for i in members]
+    grads = chunk_lib.gradients(
+      c, v, do, starts, dstates, inverses_ref[0, index, 0]
     )
-    written = column * z
-    dwritten = c.dot(c.pairs, do, 0, 0) + c.dot(c.k_out, dstate, 1)
-    x = c.dot(inverse, column * dwritten, 0, 0)
-    _set_head(dv_ref, head, group, x)
-    dpairs = c.dot(do, written, 1)
-    dsystem = -c.dot(x, z, 1)
-    dbeta_ref[0, head, 0] = jnp.sum(
-      jnp.where(c.diagonal, jnp.sum(dwritten * z, axis=1, keepdims=True), 0.0)
-      + jnp.where(c.below, dsystem * c.keys, 0.0),
-      axis=0,
-      keepdims=True,
-    )
-    both = jnp.concatenate([-x, do], axis=0)
-    dboth_in = c.dot(both, start)
-    dk_in = dboth_in[: c.size] * c.carried
-    dq_in = dboth_in[c.size :] * c.carried
-    dk_out = c.dot(written, dstate) * c.left
-    dwhole = c.whole * jnp.sum(
-      start.astype(jnp.float32) * dstate, axis=0, keepdims=True
-    )
-    dstate_ref[head] = c.whole * dstate + c.dot(both, c.both_in, 0, 0)
-    own = jnp.sum(jnp.where(c.diagonal, dpairs, 0.0), axis=1, keepdims=True)
-    dq = dq_in + own * c.k
-    dk = dk_in + dk_out + own * c.q
-    dexponents = []
-    dsquares = jnp.concatenate([dsystem * beta, dpairs], axis=0)
-    for level in range(chunk_lib.num_levels(c.size)):
-      mask = c.mask(level)
-      dsquare = jnp.where(jnp.concatenate([mask, mask], axis=0), dsquares, 0.0)
-      decay, rows = c.decay(level), c.rows(level)
-      drows = c.dot(dsquare, rows[: c.size])
-      dk_here = (drows[: c.size] + c.dot(dsquare, rows, 0, 0)) * decay
-      dq_here = drows[c.size :] * decay
-      dq += dq_here
-      dk += dk_here
-      dexponents.append(c.q * dq_here + c.k * dk_here)
-    dexponents.append(c.q * dq_in + c.k * dk_in)
-    dexponents.append(c.k * dk_out)
-    dexponents = jnp.concatenate(dexponents, axis=0)
-    dg = chunk_lib.range_sums(turned_ref, dexponents, q_ref.dtype)
-    _set_head(dq_ref, head, group, scale * dq)
-    _set_head(dk_ref, head, group, dk)
-    _set_head(dg_ref, head, group, dg + dwhole)
-  _finish(first_ref, dstate_ref)
+    for i, dq, dk, dv, dg, dstate in zip(members, *grads[:-1]):
+      _set_head(dq_ref, i, heads, scale * dq)
+      _set_head(dk_ref, i, heads, dk)
+      _set_head(dv_ref, i, heads, dv)
+      _set_head(dg_ref, i, heads, dg)
+      dstate_ref[i] = dstate
+    dbeta_ref[0, index, 0] = grads[-1]
 
 
 def _start(first_ref, state_ref):
@@ -400,17 +390,11 @@ def _start(first_ref, state_ref):
     state_ref[...] = first_ref[0]
 
 
-def _finish(last_ref, state_ref):
-  @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
-  def _():
-    last_ref[0] = state_ref[...]
-
-
-def _head(ref, head, group):
-  width = ref.shape[-1] // group
+def _head(ref, head, heads):
+  width = ref.shape[-1] // heads
   return ref[0, :, head * width : (head + 1) * width]
 
 
-def _set_head(ref, head, group, value):
-  width = ref.shape[-1] // group
+def _set_head(ref, head, heads, value):
+  width = ref.shape[-1] // heads
   ref[0, :, head * width : (head + 1) * width] = value.astype(ref.dtype)

@@ -1,167 +1,293 @@
 # SPDX-License-Identifier: Apache-2.0
 """One chunk of KDA in the registers of a TPU, for both directions.
 
-- The exponents of all levels of the tree, and those from the chunk's start and
-  to its end, are sums of log-decays over index ranges: one product of a 0/1
-  matrix with g, which is split into bfloat16 terms. Its transpose propagates
-  the gradients. No differences are taken.
-- A level's square is cut out of a full C x C product by a mask.
-- The inverse of the triangular system is float32: a Newton step corrects the
-  error of products of bfloat16 operands. Float32 inputs use float32 products
-  throughout.
+Scores and inverses of a chunk are C x C. Those of n = 128 / C heads lie side by
+side in the lanes, [C, n C], so that every register and every tile of the matrix
+unit is full. A product that must not mix heads masks its left operand: `spread`
+puts each head's lanes into rows of their own.
+
+- A level of the tree (`pallas_tpu_decay`) is one product of C rows per head:
+  rows of k in the late blocks, and in the early blocks, whose rows of k have no
+  use, those of q. A mask cuts the level's square out of it.
+- The inverse of the triangular system starts from blocks of eight tokens,
+  solved in float32 by substitution, all blocks of n heads in one register.
+  Larger blocks are products of bfloat16 operands, whose error a Newton step
+  corrects. Float32 inputs use float32 products throughout.
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+
+from attnres_kernels.kda import pallas_tpu_decay as decay_lib
 
 # A decay by this resets everything; with -inf, 0 * -inf would be NaN.
 _FORGET = -1e4
+_LOG2_E = 1.4426950408889634
+_LANES = 128
+# Tokens of the blocks that are inverted by substitution: rows of a register.
+_BLOCK = 8
 
 
-class Chunk:
-  """The quantities of one chunk and head that do not depend on the state."""
+def num_aside(heads, size):
+  """How many heads lie side by side: as many as fill the lanes, if it goes."""
+  most = max(1, _LANES // size)
+  return max(n for n in range(1, most + 1) if heads % n == 0)
 
-  def __init__(self, q, k, g, beta, ranges_ref, scale):
-    self.exact = k.dtype == jnp.float32
-    self.size, _ = k.shape
-    self.beta = beta
+
+class Head:
+  """What a chunk of one head needs that does not depend on the state."""
+
+  def __init__(self, q, k, g, scale):
     self.k = k.astype(jnp.float32)
-    self.q: Any = None if q is None else q.astype(jnp.float32) * scale
-    exponents = range_sums(ranges_ref, jnp.maximum(g, _FORGET), k.dtype)
-    self.decays = jnp.exp(exponents)
-    levels = num_levels(self.size)
-    self.carried = self.decay(levels)
-    self.left = self.decay(levels + 1)
+    self.q: Any = None
+    if q is not None:
+      self.q = q.astype(jnp.float32) * scale
+    exponents = decay_lib.exponents(jnp.maximum(g, _FORGET) * _LOG2_E)
+    *self.decays, self.carried, self.left = map(jnp.exp2, exponents)
     self.whole = self.carried[-1:]
-    self.k_out = self.k * self.left
-    self.both_in = self._rows(self.carried)
-    row, column = (_iota((self.size, self.size), axis) for axis in (0, 1))
-    self.diagonal = row == column
-    self.below = row > column
-    self._differ = row ^ column
-    self._square()
-
-  def _square(self):
-    """A and P, [C, C], from the squares of the tree and the diagonal."""
-    self.keys = jnp.zeros((self.size, self.size), jnp.float32)
-    if self.q is not None:
-      self.pairs = jnp.where(self.diagonal, self.dot(self.q, self.k, 1), 0.0)
-    for level in range(num_levels(self.size)):
-      mask, rows = self.mask(level), self.rows(level)
-      square = self.dot(rows, rows[: self.size], 1)
-      self.keys = jnp.where(mask, square[: self.size], self.keys)
-      if self.q is not None:
-        self.pairs = jnp.where(mask, square[self.size :], self.pairs)
-
-  def mask(self, level):
-    """Rows of the later block, columns of the earlier, by their first bit."""
-    return ((self._differ >> level) == 1) & self.below
-
-  def decay(self, level):
-    return self.decays[level * self.size : (level + 1) * self.size]
+    # Operands of products are rounded where they are made: they live long, and
+    # half as many registers are spilled.
+    self.k_out = (self.k * self.left).astype(k.dtype)
+    self.k_in = (self.k * self.carried).astype(k.dtype)
+    if self.q is None:
+      self.both_in = self.k_in
+    else:
+      q_in = (self.q * self.carried).astype(k.dtype)
+      self.both_in = jnp.concatenate([self.k_in, q_in], axis=0)
 
   def rows(self, level):
-    """Of k, then of q; those of k also serve as columns."""
-    return self._rows(self.decay(level))
-
-  def _rows(self, decay):
+    """Rows and columns of a level's product, [C, K] each."""
+    columns = self.k * self.decays[level]
     if self.q is None:
-      return self.k * decay
-    return jnp.concatenate([self.k * decay, self.q * decay], axis=0)
+      return columns, columns
+    queries = self.q * self.decays[level]
+    return decay_lib.join(queries, columns, 1 << level), columns
 
-  def next(self, state, z):
-    """The state after the chunk, including z."""
-    return self.whole * state + self.dot(
-      as_column(self.beta) * z, self.k_out, 0, 0
+
+class Aside:
+  """A chunk of n heads side by side: their scores, masks and products."""
+
+  def __init__(self, heads, beta, exact):
+    self.heads = heads
+    self.exact = exact
+    self.beta = beta
+    self.size = heads[0].k.shape[0]
+    shape = self.size, self.size * len(heads)
+    self.row, lane = (_iota(shape, axis) for axis in (0, 1))
+    # Sizes are powers of two; a division has to know the chip.
+    self.column = lane & (self.size - 1)
+    self.head = lane >> decay_lib.num_levels(self.size)
+    self.diagonal = self.row == self.column
+    self.below = self.row > self.column
+    self._differ = self.row ^ self.column
+    self.levels = decay_lib.num_levels(self.size)
+    self._scores()
+
+  def _scores(self):
+    """A and P of all heads, [C, n C]."""
+    self.keys = jnp.zeros(self.row.shape, jnp.float32)
+    with_q = self.heads[0].q is not None
+    self.pairs = jnp.zeros_like(self.keys)
+    if with_q:
+      own = [jnp.sum(h.q * h.k, axis=1, keepdims=True) for h in self.heads]
+      self.pairs = jnp.where(self.diagonal, self.choose(own), 0.0)
+    for level in range(self.levels):
+      rows, columns = zip(*(h.rows(level) for h in self.heads))
+      square = self.fold(self.dot(_stack(rows), _stack(columns), 1))
+      mask = self.mask(level)
+      self.keys = jnp.where(mask, square, self.keys)
+      if with_q:
+        square = decay_lib.unjoin(square, 1 << level)
+        self.pairs = jnp.where(mask, square, self.pairs)
+
+  def mask(self, level):
+    """Rows of the late block, columns of the early, by their first bit."""
+    return ((self._differ >> level) == 1) & self.below
+
+  def joined_mask(self, level):
+    """The same columns for both rows that `decay_lib.join` puts together."""
+    return ((self._differ >> (level + 1)) == 0) & (
+      (self.column & (1 << level)) == 0
     )
+
+  def choose(self, values):
+    """[C, n C] of one [C, n C] or [C, 1] per head: each in its own lanes."""
+    result = values[0]
+    for index, value in enumerate(values[1:], 1):
+      result = jnp.where(self.head == index, value, result)
+    return result
+
+  def fold(self, square):
+    """The heads' own squares of [n C, n C], side by side."""
+    return self.choose(self.split(square))
+
+  def split(self, x):
+    """The rows of each head."""
+    return jnp.split(x, len(self.heads))
+
+  def spread(self, x):
+    """[rows, n C] to [n rows, n C]: rows per head, zero in others' lanes."""
+    if len(self.heads) == 1:
+      return x
+    head = self.head[: x.shape[0]]
+    return _stack(
+      [jnp.where(head == i, x, 0.0) for i in range(len(self.heads))]
+    )
+
+  def columns(self, x):
+    """[1, n C] to [C, 1] per head."""
+    return [
+      jnp.sum(
+        jnp.where(self.diagonal & (self.head == index), x, 0.0),
+        axis=1,
+        keepdims=True,
+      )
+      for index in range(len(self.heads))
+    ]
+
+  def times(self, a, b):
+    """The product of [rows, n C] and [C, n C], head by head."""
+    return self.dot(a, self.spread(b))
 
   def dot(self, a, b, b_axis=0, a_axis=1):
-    return _dot(a, b, b_axis, a_axis, exact=self.exact)
+    return dot(a, b, b_axis, a_axis, exact=self.exact)
 
 
-def solve(chunks, states, values):
-  """Inverses, what k and q read from the states, and what tokens write."""
-  inverses = _inverses(chunks)
-  reads = [c.dot(c.both_in, s, 1) for c, s in zip(chunks, states)]
-  z = [
-    c.dot(inverse, value.astype(jnp.float32) - read[: c.size])
-    for c, inverse, value, read in zip(chunks, inverses, values, reads)
-  ]
-  return inverses, reads, z
-
-
-def _inverses(chunks):
-  """Inverses of I + A diag(beta) in float32, all chunks in lockstep."""
-  systems = [c.keys * c.beta for c in chunks]
-  inverses = [
-    jnp.where(c.diagonal, 1.0, jnp.where(c.mask(0), -system, 0.0))
-    for c, system in zip(chunks, systems)
-  ]
-  for level in range(1, num_levels(chunks[0].size)):
-    squares = [
-      jnp.where(c.mask(level), system, 0.0)
-      for c, system in zip(chunks, systems)
-    ]
+def inverses(groups):
+  """Inverses of I + A diag(beta), [C, n C] float32, all groups in lockstep."""
+  systems = [c.keys * c.beta for c in groups]
+  found = [_blocks_inverse(c, x) for c, x in zip(groups, systems)]
+  for level in range(decay_lib.num_levels(_BLOCK), groups[0].levels):
+    size = 1 << level
+    late = [decay_lib.late_rows(x, size) for x in found]
     halves = [
-      c.dot(x, square) for c, x, square in zip(chunks, inverses, squares)
+      c.times(x, jnp.where(c.mask(level), system, 0.0))
+      for c, x, system in zip(groups, late, systems)
     ]
-    inverses = [
-      x - c.dot(half, x) for c, half, x in zip(chunks, halves, inverses)
+    late = [
+      x - c.times(half, whole)
+      for c, x, half, whole in zip(groups, late, halves, found)
     ]
-  if chunks[0].exact:
-    return inverses
+    found = [
+      decay_lib.with_late_rows(x, rows, size) for x, rows in zip(found, late)
+    ]
+  if groups[0].exact:
+    return found
   # One Newton step squares the error of the products in bfloat16.
-  inverses = [x.astype(jnp.bfloat16) for x in inverses]
+  found = [x.astype(jnp.bfloat16).astype(jnp.float32) for x in found]
   products = [
-    sum(c.dot(term, x) for term in _split(system, 2))
-    for c, system, x in zip(chunks, systems, inverses)
+    c.times(jnp.concatenate(_split(system, 2), axis=0), x)
+    for c, system, x in zip(groups, systems, found)
   ]
   rests = [
-    (jnp.where(c.diagonal, 1.0, 0.0) - x).astype(jnp.float32) - product
-    for c, x, product in zip(chunks, inverses, products)
+    jnp.where(c.diagonal, 1.0, 0.0) - x - product[: c.size] - product[c.size :]
+    for c, x, product in zip(groups, found, products)
   ]
-  return [
-    x.astype(jnp.float32) + c.dot(x, rest)
-    for c, x, rest in zip(chunks, inverses, rests)
-  ]
+  return [x + c.times(x, rest) for c, x, rest in zip(groups, found, rests)]
 
 
-def num_levels(size):
-  return size.bit_length() - 1
+def gradients(c, v, do, starts, dstates, inverse):
+  """Gradients of one group, given those of its outputs and of its last states.
 
+  Args:
+    c: the chunk of n heads.
+    v: values of each head, [C, V] float32; `do` likewise.
+    do: gradients of the outputs.
+    starts: the state before the chunk of each head, [V, K].
+    dstates: gradients of the states after it, float32.
+    inverse: of the systems, [C, n C].
 
-def ranges(size, dtype, turned=False):
-  """0/1 rows that select the log-decays of an exponent, [(levels + 2) C, C].
-
-  Per level, between the boundary of two blocks and a token: up to a token of
-  the later block, or from after a token of the earlier block. Then the same
-  from the chunk's start, and to its end. Repeated side by side for each term.
+  Returns:
+    Lists per head of the gradients of the scaled q, of k, of v, of g and of the
+    first states, and that of beta, [1, n C].
   """
-  row, column = np.arange(size)[:, None], np.arange(size)[None]
-  sums = []
-  for level in range(num_levels(size)):
-    middle = ((row >> (level + 1)) * 2 + 1) << level
-    sums.append(
-      ((middle <= column) & (column <= row))
-      | ((row < column) & (column < middle))
-    )
-  sums += [column <= row, column > row]
-  sums = np.concatenate(sums).astype(np.float32)
-  return np.tile(sums.T if turned else sums, (1, _terms(dtype)))
+  heads = c.heads
+  columns = c.columns(c.beta)
+  inverse = c.spread(inverse)
+  rests = [x - c.dot(h.k_in, start, 1) for x, h, start in zip(v, heads, starts)]
+  z = c.split(c.dot(inverse, _stack(rests)))
+  dwritten = c.split(c.dot(c.spread(c.pairs), _stack(do), 0, 0))
+  dwritten = [
+    x + c.dot(h.k_out, dstate, 1)
+    for x, h, dstate in zip(dwritten, heads, dstates)
+  ]
+  # Also the gradient of v.
+  x = c.dot(inverse, _stack([b * w for b, w in zip(columns, dwritten)]), 0, 0)
+  written = [b * y for b, y in zip(columns, z)]
+  dpairs = c.fold(c.dot(_stack(do), _stack(written), 1))
+  dsystem = -c.fold(c.dot(x, _stack(z), 1))
+  x = c.split(x)
+  own = [jnp.sum(a * b, axis=1, keepdims=True) for a, b in zip(dwritten, z)]
+  dbeta = jnp.sum(
+    jnp.where(c.diagonal, c.choose(own), 0.0)
+    + jnp.where(c.below, dsystem * c.keys, 0.0),
+    axis=0,
+    keepdims=True,
+  )
+  dq, dk, dexponents, dwhole, dbefore = [], [], [], [], []
+  for h, own, x_, do_, y, start, dstate in zip(
+    heads, c.columns(dpairs), x, do, written, starts, dstates
+  ):
+    both = jnp.concatenate([-x_, do_], axis=0)
+    dboth_in = c.dot(both, start)
+    dk_in = dboth_in[: c.size] * h.carried
+    dq_in = dboth_in[c.size :] * h.carried
+    dk_out = c.dot(y, dstate) * h.left
+    start = start.astype(jnp.float32)
+    dwhole.append(h.whole * jnp.sum(start * dstate, axis=0, keepdims=True))
+    dbefore.append(h.whole * dstate + c.dot(both, h.both_in, 0, 0))
+    dq.append(dq_in + own * h.k)
+    dk.append(dk_in + dk_out + own * h.q)
+    # A decay enters only through its product with q or k, so the gradient of
+    # its exponent is the gradient of that product times q or k.
+    dexponents.append([h.q * dq_in + h.k * dk_in, h.k * dk_out])
+  dkeys = dsystem * c.beta
+  for level in reversed(range(c.levels)):
+    size = 1 << level
+    dsquare = decay_lib.join(dpairs, dkeys, size)
+    dsquare = c.spread(jnp.where(c.joined_mask(level), dsquare, 0.0))
+    rows, keys = zip(*(h.rows(level) for h in heads))
+    drows = c.split(c.dot(dsquare, _stack(keys)))
+    dcolumns = c.split(c.dot(dsquare, _stack(rows), 0, 0))
+    for i, h in enumerate(heads):
+      decay = h.decays[level]
+      dk_here = decay_lib.select(dcolumns[i], drows[i], size) * decay
+      dq_here = decay_lib.unjoin(drows[i], size) * decay
+      dq_here = decay_lib.select(jnp.zeros_like(dq_here), dq_here, size)
+      dq[i] += dq_here
+      dk[i] += dk_here
+      dexponents[i].insert(0, h.q * dq_here + h.k * dk_here)
+  dg = [
+    decay_lib.exponents_gradient(sums) + whole
+    for sums, whole in zip(dexponents, dwhole)
+  ]
+  return dq, dk, x, dg, dbefore, dbeta
 
 
-def _terms(dtype):
-  """Bfloat16 terms of the summands: 8 bits more than the result needs."""
-  return 3 if dtype == jnp.float32 else 2
+def _blocks_inverse(c, system):
+  """Inverses of the diagonal blocks of eight tokens, by substitution.
 
-
-def range_sums(ranges_ref, x, dtype):
-  """The ranges are 0 or 1, so only x is rounded, to this many terms."""
-  return _dot(
-    ranges_ref[...], jnp.concatenate(_split(x, _terms(dtype)), axis=0)
+  One register holds row r of every block in its row r, and eight lanes per
+  block: rows are eliminated one after the other, in all blocks at once.
+  """
+  blocks = c.column >> decay_lib.num_levels(_BLOCK)
+  parts = [slice(i, i + _BLOCK) for i in range(0, c.size, _BLOCK)]
+  zeros = jnp.zeros_like(system[:_BLOCK])
+  below = zeros
+  for index, part in enumerate(parts):
+    below = jnp.where(blocks[part] == index, system[part], below)
+  lane = _iota(zeros.shape, 1)
+  found = jnp.where(_iota(zeros.shape, 0) == (lane & (_BLOCK - 1)), 1.0, 0.0)
+  for row in range(_BLOCK - 1):
+    factor = jnp.take_along_axis(below, (lane & -_BLOCK) + row, axis=1)
+    found -= factor * found[row : row + 1]
+  return _stack(
+    [
+      jnp.where(blocks[part] == index, found, 0.0)
+      for index, part in enumerate(parts)
+    ]
   )
 
 
@@ -174,19 +300,16 @@ def _split(x, terms):
   return parts
 
 
-def as_column(row):
-  """[1, C] to [C, 1]."""
-  size = row.shape[-1]
-  shape = size, size
-  diagonal = _iota(shape, 0) == _iota(shape, 1)
-  return jnp.sum(jnp.where(diagonal, row, 0.0), axis=1, keepdims=True)
+def _stack(arrays):
+  return jnp.concatenate(arrays, axis=0)
 
 
 def _iota(shape, dimension):
   return jax.lax.broadcasted_iota(jnp.int32, shape, dimension)
 
 
-def _dot(a, b, b_axis=0, a_axis=1, *, exact=False):
+def dot(a, b, b_axis=0, a_axis=1, *, exact=False):
+  """A product with float32 results, of bfloat16 operands unless exact."""
   if not exact:
     a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
   return jax.lax.dot_general(
