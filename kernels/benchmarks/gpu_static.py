@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles the GPU kernels to machine code, without a GPU.
 
-  pip install jax-cuda13-plugin jax-cuda13-pjrt    # and ptxas, gcc
+  pip install jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvdisasm
+  # and ptxas, gcc
   export PYTHONPATH=.:kernels
   python kernels/benchmarks/gpu_static.py --out gpu_static.csv
 
@@ -10,7 +11,11 @@ what ptxas reports about the sm_90a code: registers and spills. The plugin asks
 the driver for the compute capability and loads the result; a stand-in for the
 driver, built by this program, answers the request and ignores the result.
 Spills would mean that partial sums do not fit the registers; registers
-determine how many thread blocks run on one multiprocessor at the same time.
+determine how many thread blocks run on one multiprocessor at the
+same time. `gpu_sass` counts the instructions of the machine code per token and
+per byte: `issue_over_memory` is the time in which four schedulers issue them,
+over that in which the memory of the chip moves the bytes. Above 1, a kernel
+waits for its instructions, whatever its copies do.
 """
 
 import argparse
@@ -24,11 +29,14 @@ import subprocess
 import sys
 import tempfile
 
+from benchmarks import gpu_sass
+
 from attnres_jax import csv_rows
 
 # On an H100 or H200.
 _REGISTERS, _THREADS, _BLOCKS = 65536, 128, 16
-_SHAPES = "48b,table2,one_query"
+_SHARED = 228 * 2**10
+_SHAPES = "table2,48b,one_query,wide,kimi_k3"
 # The compute capability is 9.0, and everything else succeeds.
 _DRIVER = """
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
@@ -48,25 +56,27 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--shapes", default=_SHAPES, help="names of families")
   parser.add_argument("--cuda", default="/usr/local/cuda")
+  parser.add_argument("--nvdisasm", default="nvdisasm")
   parser.add_argument("--out", default="")
   options = parser.parse_args()
   if "MOSAIC_GPU_DUMP_TO" not in os.environ:
     _restart(options.cuda)
   rows = []
   for shape in _shapes(options.shapes.split(",")):
-    for row in compile_shape(shape):
+    for row in compile_shape(shape, options):
       rows.append(row)
       print(*row.values(), flush=True)
   if options.out:
     csv_rows.write(options.out, rows)
 
 
-def compile_shape(shape):
+def compile_shape(shape, options):
   """The rows of both directions of one shape."""
   import jax
   import jax.numpy as jnp
 
   import attnres_kernels
+  from attnres_kernels import warpgroup
 
   struct = jax.ShapeDtypeStruct
   attend = functools.partial(
@@ -88,13 +98,42 @@ def compile_shape(shape):
     if not library.MosaicGpuCompile(ctypes.c_char_p(module), len(module)):
       raise RuntimeError(f"{shape} does not compile")
   for path in sorted(folder.glob("*.ptxas")):
+    kernel = re.sub(r"_\d+$", "", path.stem)
+    backward = kernel.endswith("backward")
+    found = report(path.read_text(), shared_bytes(shape, backward))
+    kinds, places = gpu_sass.per_token(
+      disassembled(path.with_suffix(".ptx"), options),
+      tiles=shape.width // warpgroup.Tiles(shape.width).size,
+      sources=shape.sources,
+    )
+    moved = gpu_sass.read_bytes(
+      shape.queries, shape.sources, shape.width, backward
+    )
     yield {
-      "kernel": re.sub(r"_\d+$", "", path.stem),
+      "kernel": kernel,
       "shape": str(shape),
-      **report(path.read_text()),
+      "tile": warpgroup.Tiles(shape.width).size,
+      **found,
+      "warps": found["blocks"] * _THREADS // 32,
+      **gpu_sass.columns(kinds, places, moved),
       "jax": jax.__version__,
     }
     path.unlink()
+
+
+def disassembled(path: pathlib.Path, options) -> str:
+  """The machine code of a kernel in PTX, as text."""
+  code = path.with_suffix(".cubin")
+  ptxas = pathlib.Path(options.cuda) / "bin" / "ptxas"
+  subprocess.run(
+    [ptxas, "-arch=sm_90a", "-O3", path, "-o", code],
+    check=True,
+    capture_output=True,
+  )
+  path.unlink()
+  return subprocess.run(
+    [options.nvdisasm, "-c", code], check=True, capture_output=True, text=True
+  ).stdout
 
 
 def modules(text: str) -> list[bytes]:
@@ -109,8 +148,26 @@ def modules(text: str) -> list[bytes]:
   return [byte.sub(unescape, piece.encode("latin1")) for piece in pieces]
 
 
-def report(text: str) -> dict[str, int]:
-  """Registers per thread, bytes spilled, and thread blocks that fit."""
+def shared_bytes(shape, backward: bool) -> int:
+  """Shared memory of a thread block: statistics, sums, exchanges."""
+  from attnres_kernels import warpgroup
+
+  exchanges = 8 * _THREADS * 4
+  if not backward:
+    return 4 * shape.sources * min(shape.queries, 8) + exchanges
+  tiles = warpgroup.Tiles(shape.width)
+  sums = 4 * tiles.number * tiles.size * shape.queries
+  sums = sums if sums <= warpgroup.SUMS_BYTES else 0
+  return 4 * 3 * shape.sources * shape.queries + sums + exchanges
+
+
+def report(text: str, shared: int = 0) -> dict[str, int]:
+  """Registers per thread, bytes spilled, and thread blocks that fit.
+
+  Args:
+    text: of ptxas.
+    shared: bytes of shared memory of a thread block.
+  """
   registers = int(re.findall(r"Used (\d+) registers", text)[0])
   spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", text)
   # Registers are allocated in groups of eight.
@@ -118,7 +175,12 @@ def report(text: str) -> dict[str, int]:
   return {
     "registers": registers,
     "spill_bytes": sum(map(int, spills)),
-    "blocks": min(_BLOCKS, _REGISTERS // (taken * _THREADS)),
+    "blocks": min(
+      _BLOCKS,
+      _REGISTERS // (taken * _THREADS),
+      # A thread block takes a KiB more than it asks for.
+      _SHARED // (shared + 2**10),
+    ),
   }
 
 
@@ -161,6 +223,7 @@ def _restart(cuda):
       "LD_LIBRARY_PATH": folder,
       "MOSAIC_GPU_CUDA_ROOT": cuda,
       "MOSAIC_GPU_DUMP_TO": folder,
+      "MOSAIC_GPU_DUMP_PTX": "1",
       "MOSAIC_GPU_DUMP_PTXAS": "1",
     }
     command = [sys.executable, *sys.argv]

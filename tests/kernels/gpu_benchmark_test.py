@@ -10,6 +10,7 @@ from unittest import mock
 from benchmarks import gpu
 from benchmarks import gpu_problems as problems
 from benchmarks import gpu_protocol as protocol
+from benchmarks import gpu_sass
 from benchmarks import gpu_static
 import jax
 import jax.numpy as jnp
@@ -173,10 +174,60 @@ ptxas info    : Used 107 registers, used 2 barriers, 17 bytes smem
     # 112 registers of 128 threads, four times in 65536.
     wanted = {"registers": 107, "spill_bytes": 12, "blocks": 4}
     assert gpu_static.report(text) == wanted
+    # 228 KiB hold two blocks of 100 KiB.
+    assert gpu_static.report(text, 100 * 2**10)["blocks"] == 2
 
   def test_modules(self):
     text = r"""a {module = "ML\EF\22b\\", x = 1} b {module = "c"}"""
     assert gpu_static.modules(text) == [b'ML\xef"b\\', b"c"]
+
+
+SASS = """
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+.L_x_9:
+        /*0010*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+.L_x_0:
+        /*0020*/                   LD.E.64 R2, desc[UR26][R12.64] ;
+        /*0030*/                   IADD3 R10, P1, P2, R47, UR6, R68 ;
+        /*0040*/              @!P2 FFMA R39, R2, R11.reuse, R39 ;
+        /*0050*/               @P0 BRA `(.L_x_0) ;
+.L_x_1:
+        /*0060*/                   MUFU.EX2 R1, R2 ;
+        /*0070*/               @P0 BRA `(.L_x_1) ;
+        /*0080*/               @P0 BRA `(.L_x_9) ;
+        /*0090*/                   EXIT ;
+.L_x_4:
+        /*00a0*/                   BRA `(.L_x_4);
+"""
+
+
+class TestMachineCode:
+  def test_loops(self):
+    _, loops = gpu_sass.parse(SASS)
+    found = {one.what: (one.start, one.stop) for one in loops}
+    # The branch to itself at the end is no loop.
+    assert found == {"tiles": (2, 5), "slots": (6, 7), "tokens": (1, 8)}
+
+  def test_counts_of_a_token(self):
+    kinds, places = gpu_sass.per_token(SASS, tiles=4, sources=3)
+    assert places == {"tiles": 16, "slots": 6, "straight": 2}
+    assert kinds == {
+      "multiply-add": 4, "add": 3, "convert": 0, "global memory": 4,
+      "address": 4, "exchange": 1, "other": 8,
+    }  # fmt: skip
+
+  def test_what_binds(self):
+    kinds, places = {"add": 10.0}, {"tiles": 10.0}
+    cells = gpu_sass.columns(kinds, places, 80.0)
+    # Four warps with ten instructions each.
+    assert cells["per_byte"] == "0.500"
+    seconds = 40 / (4 * 132 * 1.755e9), 80 / 3.35e12
+    ratio = float(cells["issue_over_memory_H100"])
+    assert ratio == pytest.approx(seconds[0] / seconds[1], abs=0.01)
+
+  def test_bytes_of_a_read(self):
+    assert gpu_sass.read_bytes(2, 3, 10, False) == 100
+    assert gpu_sass.read_bytes(2, 3, 10, True) == 160
 
 
 class TestDriver:

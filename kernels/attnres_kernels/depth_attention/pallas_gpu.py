@@ -82,7 +82,7 @@ def forward(query_QD, sources, count, *, eps, apart=False, interpret=None):
     "out": jax.ShapeDtypeStruct(out_shape, sources[0].dtype),
     "lse": jax.ShapeDtypeStruct((call.num_tokens, num_queries), jnp.float32),
   }
-  # Scores first, then weights.
+  # Scores first, then weights before they are divided by their sum.
   scratch = {"weight": (call.num_slots, spans[0][1])}
 
   def kernel(*refs):
@@ -120,21 +120,19 @@ def forward(query_QD, sources, count, *, eps, apart=False, interpret=None):
       lambda slot, top: jnp.maximum(top, load(slot)),
       tiles.full_stats(rows, -jnp.inf),
     )
-    total = call.each_slot(
-      ref,
-      lambda slot, total: total + jnp.exp(load(slot) - top),
-      tiles.full_stats(rows, 0.0),
-    )
-    # With no source at all this is -inf, as it should be.
+
+    def weigh(slot, total):
+      weight = jnp.exp(load(slot) - top)
+      warpgroup.store(ref["weight"].at[slot, :rows], weight)
+      return total + weight
+
+    total = call.each_slot(ref, weigh, tiles.full_stats(rows, 0.0))
+    # With no source at all this is -inf, and the mixture zero, as they should
+    # be. The sum divides the mixture, not each weight: a division is a dozen
+    # instructions, in every thread.
     lse = top + jnp.log(total)
     warpgroup.store(ref["lse"].at[token, first:last], lse)
-
-    def weigh(slot, carry):
-      weight = jnp.exp(load(slot) - top) / total
-      warpgroup.store(ref["weight"].at[slot, :rows], weight)
-      return carry
-
-    call.each_slot(ref, weigh, None)
+    share = jnp.where(total > 0.0, 1.0 / total, 0.0)
 
     def mix(tile, columns, fresh, carry):
       del tile, fresh
@@ -144,6 +142,7 @@ def forward(query_QD, sources, count, *, eps, apart=False, interpret=None):
         return mixed + tiles.down(source, rows) * tiles.across(load(slot))
 
       mixed = call.each_source(ref, add, tiles.zeros(rows))
+      mixed = mixed * tiles.across(share)
       warpgroup.store(ref["out"].at[first:last, token, columns], mixed)
       return carry
 
