@@ -15,6 +15,8 @@ import numpy as np
 from scipy import stats
 
 LEVEL = 0.9
+# Nats per token: several times what any scheme gains or loses if it trains.
+FAILED = 0.3
 
 Row = Mapping[str, Any]
 
@@ -58,6 +60,9 @@ def differences(
     baseline: what the others are compared with.
     control: a variant that should not differ; its spread is its own.
     level: of the intervals.
+
+  The spread of a variant that is worse by more than `FAILED` is its own, too:
+  how runs fail says nothing about those that train.
   """
   base = found.get(baseline, {})
   apart = {
@@ -66,10 +71,15 @@ def differences(
     if name != baseline
   }
   apart = {name: own for name, own in apart.items() if own}
-  shared = [own for name, own in apart.items() if name != control]
+  alone = {
+    name
+    for name, own in apart.items()
+    if name == control or statistics.fmean(own.values()) > FAILED
+  }
+  shared = [own for name, own in apart.items() if name not in alone]
   return {
     name: Difference(
-      own, _margin(own, [own] if name == control else shared, level)
+      own, _margin(own, [own] if name in alone else shared, level)
     )
     for name, own in apart.items()
   }

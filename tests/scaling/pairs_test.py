@@ -51,3 +51,17 @@ def test_a_control_has_its_own_spread():
   assert apart["a"].margin == pytest.approx(100 * apart["control"].margin)
   together = pairs.differences(found, "base")
   assert together["a"].margin == together["control"].margin
+
+
+def test_runs_that_failed_have_their_own_spread():
+  found = {
+    "base": {0: 1.0, 1: 1.0, 2: 1.0},
+    "a": {0: 1.01, 1: 0.99},
+    "failed": {0: 1.9, 1: 1.5},
+    "once": {2: 1.8},
+  }
+  apart = pairs.differences(found, "base")
+  del found["failed"], found["once"]
+  assert apart["a"] == pairs.differences(found, "base")["a"]
+  assert apart["failed"].margin == pytest.approx(20 * apart["a"].margin)
+  assert apart["once"].margin is None
