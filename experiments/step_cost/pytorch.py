@@ -14,6 +14,7 @@ scheme to pytorch.csv beside this file and fills the README.
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 import importlib.metadata
+import math
 import os
 import pathlib
 import sys
@@ -98,8 +99,8 @@ def _theirs(model: models.Transformer, tokens: np.ndarray) -> Step:
     loss.backward()
     # The query of the first read has no gradient: it has one source.
     gradients = [p.grad for p in twin.parameters() if p.grad is not None]
-    squares = sum(gradient.square().sum() for gradient in gradients)
-    return float(loss.detach()), float(squares.sqrt())
+    length = math.sqrt(sum(float(x.square().sum()) for x in gradients))
+    return float(loss.detach()), length
 
   return call
 
