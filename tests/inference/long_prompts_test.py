@@ -15,7 +15,7 @@ from attnres_jax.aot import hlo
 from attnres_jax.inference import prepared
 from attnres_jax.inference import programs
 from attnres_jax.models.mixers import cache as cache_lib
-from attnres_jax.models.mixers import softmax
+from attnres_jax.models.mixers import tiled
 from tests import tiny_network
 
 DEVICES, LENGTH = 8, 32
@@ -122,7 +122,7 @@ def test_tiles_of_queries(depth_memory, monkeypatch):
     return model.extend(tokens_BT[:, 8:], cache, context=8).hidden_BTD
 
   whole = jax.jit(hidden)(model, tokens_BT)
-  monkeypatch.setattr(softmax, "TILE", 5)
+  monkeypatch.setattr(tiled, "TILE", 5)
   tiled = jax.jit(lambda *arguments: hidden(*arguments))
   assert "while" in tiled.lower(model, tokens_BT).as_text()
   np.testing.assert_allclose(tiled(model, tokens_BT), whole, rtol=0, atol=1e-5)
