@@ -123,6 +123,7 @@ def test_tiles_of_queries(depth_memory, monkeypatch):
 
   whole = jax.jit(hidden)(model, tokens_BT)
   monkeypatch.setattr(tiled, "TILE", 5)
-  tiled = jax.jit(lambda *arguments: hidden(*arguments))
-  assert "while" in tiled.lower(model, tokens_BT).as_text()
-  np.testing.assert_allclose(tiled(model, tokens_BT), whole, rtol=0, atol=1e-5)
+  in_tiles = jax.jit(lambda *arguments: hidden(*arguments))
+  assert "while" in in_tiles.lower(model, tokens_BT).as_text()
+  found = in_tiles(model, tokens_BT)
+  np.testing.assert_allclose(found, whole, rtol=0, atol=1e-5)
