@@ -150,6 +150,13 @@ def forest(
   axes = shape.subplots()
   for height, name in enumerate(names):
     variant, own = study.variants[name], apart[name]
+    if own.mean > pairs.FAILED:  # Would leave no room for the others.
+      axes.annotate(
+        f"failed: {page.signed(own.mean, 2)} \N{RIGHTWARDS ARROW}",
+        (1.0, height), xycoords=("axes fraction", "data"), ha="right",
+        va="center", fontsize=8, color="grey",
+      )  # fmt: skip
+      continue
     look = figures.look_of(variant.residual)
     values = list(own.by_seed.values())
     axes.plot(
