@@ -26,6 +26,7 @@ from attnres_jax import models
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import state as state_lib
 from experiments import publish
+from experiments.ablations import config as ablations
 from experiments.pages import readme
 
 RUNS = "runs/ablations"
@@ -99,6 +100,31 @@ def load(variant: str, seed: int, folder: pathlib.Path) -> Network:
     batches.close()
   tokens_BT = np.concatenate(rows)[:NUM_ROWS]
   return Network(variant, seed, folder, model, tokens_BT)
+
+
+def label(variant: str) -> str:
+  """Of a row, in tables and figures."""
+  return ablations.STUDY.variants[variant].label
+
+
+def spread(values: Sequence[float], digits: int = 2) -> str:
+  """The mean over networks, and their range if there are several."""
+  text = f"{np.mean(values):.{digits}f}"
+  if len(values) > 1:
+    text += f" ({min(values):.{digits}f} to {max(values):.{digits}f})"
+  return text
+
+
+def seeds(rows: Sequence[Row]) -> str:
+  """The seeds of rows, as a list in words."""
+  return ", ".join(map(str, sorted({int(row["seed"]) for row in rows})))
+
+
+def origin(rows: Sequence[Row]) -> str:
+  """Machine, version and commit of rows."""
+  machines = sorted({f"{row['hardware']}, jax {row['jax']}" for row in rows})
+  commits = sorted({row["commit"] for row in rows})
+  return f"{', '.join(machines)}, commit {', '.join(commits)}."
 
 
 def command(look: Look, argv: Sequence[str] | None = None) -> int:

@@ -16,6 +16,7 @@ from scipy import stats
 from attnres_jax import analysis
 from attnres_jax import figures
 from attnres_jax.analysis import plots
+from experiments import trained
 from experiments.ablations import config as ablations
 from experiments.pages import page
 
@@ -47,22 +48,20 @@ def results(rows: Sequence[Row]) -> str:
     own = [row for row in rows if row["variant"] == variant]
     for kind, name in ((ATTENTION, "pre-attention"), (MLP, "pre-MLP")):
       if own:
-        header.append(f"{_label(variant)}, {name}")
+        header.append(f"{trained.label(variant)}, {name}")
         columns.append([reads(row, kind) for row in own])
   lines = [
-    [label, *(_spread([number(one) for one in column]) for column in columns)]
+    [
+      label,
+      *(trained.spread([number(one) for one in column]) for column in columns),
+    ]
     for label, number in OBSERVATIONS.items()
   ]
   parts = [page.Table(header, lines), _removal_table(rows)]
-  seeds = sorted({int(row["seed"]) for row in rows})
-  commits = ", ".join(sorted({row["commit"] for row in rows}))
-  hardware = ", ".join(
-    sorted({f"{row['hardware']}, jax {row['jax']}" for row in rows})
-  )
   parts = [part.markdown() for part in parts]
   origin = (
-    f"Means over seeds {', '.join(map(str, seeds))}, and their range;"
-    f" {hardware}, commit {commits}."
+    f"Means over seeds {trained.seeds(rows)}, and their range;"
+    f" {trained.origin(rows)}"
   )
   return "\n\n".join([*parts, origin])
 
@@ -151,7 +150,7 @@ def importances(rows: Sequence[Row]) -> figure_lib.Figure:
       weight, cost = removed(row)
       axes.plot(
         weight, np.maximum(cost, 1e-5), ".", color=style["color"], alpha=0.5,
-        markersize=4, label=_label(variant) if index == 0 else None,
+        markersize=4, label=trained.label(variant) if index == 0 else None,
       )  # fmt: skip
   axes.set_xscale("log")
   axes.set_yscale("log")
@@ -178,10 +177,10 @@ def _removal_table(rows: Sequence[Row]) -> page.Table:
     if own:
       lines.append(
         [
-          _label(variant),
-          _spread([stats.spearmanr(*one).statistic for one in own]),
-          _spread([_share_of_top(*one) for one in own]),
-          _spread([float(np.max(one[1])) for one in own], 3),
+          trained.label(variant),
+          trained.spread([stats.spearmanr(*one).statistic for one in own]),
+          trained.spread([_share_of_top(*one) for one in own]),
+          trained.spread([float(np.max(one[1])) for one in own], 3),
         ]
       )
   header = (
@@ -199,14 +198,3 @@ def _share_of_top(weight: np.ndarray, cost: np.ndarray) -> float:
 
 def _array(text: str) -> np.ndarray:
   return np.asarray(json.loads(text), np.float64)
-
-
-def _spread(values: Sequence[float], digits: int = 2) -> str:
-  text = f"{np.mean(values):.{digits}f}"
-  if len(values) > 1:
-    text += f" ({min(values):.{digits}f} to {max(values):.{digits}f})"
-  return text
-
-
-def _label(variant: str) -> str:
-  return ablations.STUDY.variants[variant].label

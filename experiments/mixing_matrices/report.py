@@ -8,6 +8,7 @@ from matplotlib import figure as figure_lib
 import numpy as np
 
 from attnres_jax.analysis import plots
+from experiments import trained
 from experiments.ablations import config as ablations
 from experiments.pages import page
 
@@ -26,25 +27,19 @@ def results(rows: Sequence[Row]) -> str:
     measured = [list(_numbers(matrix)) for matrix in matrices]
     cells = [f"{x:.2f}" for x in np.mean(measured, axis=0)]
     lines.append(
-      [_label(variant), *cells, " or ".join(ranks), str(len(matrices))]
+      [trained.label(variant), *cells, " or ".join(ranks), str(len(matrices))]
     )
   header = (
     "residual", "share of the newest", "share of the embedding", "reach",
     "overlap with an even mixture", "rank", "networks",
   )  # fmt: skip
-  commits = ", ".join(sorted({row["commit"] for row in rows}))
-  hardware = ", ".join(
-    sorted({f"{row['hardware']}, jax {row['jax']}" for row in rows})
-  )
-  return (
-    f"{page.Table(header, lines).markdown()}\n\n{hardware}, commit {commits}."
-  )
+  return f"{page.Table(header, lines).markdown()}\n\n{trained.origin(rows)}"
 
 
 def figure(rows: Sequence[Row]) -> figure_lib.Figure:
   """A matrix per variant, of its first seed."""
   first = {
-    _label(variant): matrices[0]
+    trained.label(variant): matrices[0]
     for variant, matrices in by_variant(rows).items()
   }
   return plots.mixing_matrices(first, columns=4)
@@ -78,7 +73,3 @@ def _numbers(matrix: np.ndarray) -> Iterator[float]:
   yield float(np.mean(reach / ((rows + 2.0) / 2)))
   even = np.where(visible, 1.0 / (rows[:, None] + 1.0), 0.0)
   yield float(np.mean(1 - np.abs(share[rows] - even).sum(axis=1) / 2))
-
-
-def _label(variant: str) -> str:
-  return ablations.STUDY.variants[variant].label

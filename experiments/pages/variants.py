@@ -45,12 +45,11 @@ def experiment(
     study: what it trains.
     draw: its figure; by default `forest`.
   """
-  of_study = functools.partial
   return sweep.experiment(
     file,
     doc,
-    places=[readme.Place(of_study(results, study))],
-    figures={"differences.svg": of_study(draw or forest, study)},
+    places=[readme.Place(functools.partial(results, study))],
+    figures={"differences.svg": functools.partial(draw or forest, study)},
   )
 
 

@@ -9,6 +9,7 @@ from matplotlib import figure as figure_lib
 import numpy as np
 
 from attnres_jax import figures
+from experiments import trained
 from experiments.ablations import config as ablations
 from experiments.pages import page
 
@@ -48,20 +49,17 @@ def results(rows: Sequence[Row]) -> str:
   ):
     for variant in VARIANTS:
       cells = [
-        _spread([ratio(x) for x in of_series(rows, series)[variant].values()])
+        trained.spread(
+          [ratio(x) for x in of_series(rows, series)[variant].values()]
+        )
         for series in _TITLES
         if variant in of_series(rows, series)
       ]
       if cells:
-        lines.append([f"{_label(variant)}, {label}", *cells])
-  seeds = sorted({int(row["seed"]) for row in rows})
-  origin = ", ".join(
-    sorted({f"{row['hardware']}, jax {row['jax']}" for row in rows})
-  )
-  commits = ", ".join(sorted({row["commit"] for row in rows}))
+        lines.append([f"{trained.label(variant)}, {label}", *cells])
   return (
     f"{page.Table(header, lines).markdown()}\n\nMeans over seeds"
-    f" {', '.join(map(str, seeds))}; {origin}, commit {commits}."
+    f" {trained.seeds(rows)}; {trained.origin(rows)}"
   )
 
 
@@ -75,7 +73,7 @@ def magnitudes(rows: Sequence[Row]) -> figure_lib.Figure:
       values = np.stack(list(by_seed.values()))
       x = np.arange(1, values.shape[1] + 1)
       axes.plot(x, values.T, **_thin(style))
-      axes.plot(x, values.mean(0), label=_label(variant), **style)
+      axes.plot(x, values.mean(0), label=trained.label(variant), **style)
     axes.set_title(title, fontsize=9)
     of_block = series in ("state_rms", "grad_norm")
     axes.set_xlabel("transformer block" if of_block else "sublayer")
@@ -102,7 +100,7 @@ def losses(rows: Sequence[Row]) -> figure_lib.Figure:
     x = _smooth(next(iter(steps[variant].values())))
     for one in apart:
       axes.plot(x, one, **_thin(style))
-    axes.plot(x, np.mean(apart, axis=0), label=_label(variant), **style)
+    axes.plot(x, np.mean(apart, axis=0), label=trained.label(variant), **style)
   axes.axhline(0.0, color="grey", linewidth=0.8)
   axes.set_xlabel("step")
   axes.set_ylabel("training loss less PreNorm's,\nnats per token")
@@ -119,14 +117,3 @@ def _thin(style: dict[str, Any]) -> dict[str, Any]:
 def _smooth(values: np.ndarray, window: int = 5) -> np.ndarray:
   """Means of neighbours; each logged loss is that of one small batch."""
   return np.convolve(values, np.full(window, 1 / window), mode="valid")
-
-
-def _spread(values: Sequence[float]) -> str:
-  text = f"{np.mean(values):.2f}"
-  if len(values) > 1:
-    text += f" ({min(values):.2f} to {max(values):.2f})"
-  return text
-
-
-def _label(variant: str) -> str:
-  return ablations.STUDY.variants[variant].label
