@@ -50,17 +50,22 @@ _RESIDUAL_VECTORS = 29
 # Bytes per logit, in all passes.
 _LOGIT_BYTES = 20
 # The same for each token that a device gathers along mesh.expert, in a sublayer
-# of experts: from the compiled steps of 194M (expert=8) and 436M (expert=16).
-_GATHERED_VECTORS = 20
+# of experts: from compiled steps of 194M (expert=4 and 8) and 436M (expert=16).
+_GATHERED_VECTORS = 14
+# An optimiser step moves its state and parameters about this many times (Muon
+# in those of 194M).
+_OPTIMISER = 13.0
 # Without checkpointing, autodiff keeps about this many times the results of the
-# products.
-_UNCHECKPOINTED = 3.0
+# products (1.7 in those of 194M).
+_UNCHECKPOINTED = 2.0
 # Logits of a tile take at most this share of the memory.
 _LOGITS = 0.1
 # Above this share of the memory, a plan will probably not fit.
-_SAFE = 0.6
+_SAFE = 0.7
 # How often the forward pass runs, by what is kept of it.
 _PASSES = {"none": 1.0, "dots": 1.1, "attention": 1.9, "full": 2.0}
+# The same for what it moves: products are a third of that.
+_MOVING_PASSES = _PASSES | {"dots": 1.4}
 # Chunks per rank; more of them shorten the bubble, and send more.
 _VIRTUAL_STAGES = (1, 2, 4)
 
@@ -142,15 +147,19 @@ def plans(
 
 
 def _tiles(config: config_lib.RunConfig, chip: chips.Chip) -> dict[str, int]:
-  """Smaller tiles of the loss, where logits would take much of the memory."""
-  if config.loss.tile_tokens:
+  """Tiles of the loss, if those of the default would not suit the memory.
+
+  Every tile adds a gradient of the head, so they should be as large as fits.
+  """
+  vocab_size = config.model.vocab_size
+  small = loss.TILE_BYTES // (4 * vocab_size) > loss.TILE_TOKENS
+  if config.loss.tile_tokens or small:
     return {}
   # In float32, and in the dtype of products.
   itemsize = 4 + jnp.dtype(config.model.dtype).itemsize
-  fits = _LOGITS * chip.hbm_bytes / (itemsize * config.model.vocab_size)
-  if fits >= loss.TILE_TOKENS:
-    return {}
-  return {"loss.tile_tokens": 2 ** int(math.log2(fits))}
+  fits = _LOGITS * chip.hbm_bytes / (itemsize * vocab_size)
+  tile = 2 ** int(math.log2(fits))
+  return {} if tile == loss.TILE_TOKENS else {"loss.tile_tokens": tile}
 
 
 def _microbatches(plan: Plan) -> int:
@@ -354,7 +363,7 @@ class _Cost:
     work = (passes + 2) * self.forward * self.tokens
     # Weights are read in every pass, and float32 gradients are added.
     weights = accumulate * self.gathered * (passes + 2 + 4)
-    activations = self._moved_bytes() * (passes + 2) / 3
+    activations = self._moved_bytes() * (_MOVING_PASSES[remat] + 2) / 3
     activations += _LOGIT_BYTES * model.vocab_size
     cut = 1 - 1 / mesh.fsdp
     sent = accumulate * self.gathered * cut * (passes + 1 + 2)
@@ -366,7 +375,8 @@ class _Cost:
       activations += _GATHERED_VECTORS * layers * mesh.expert * model.width * 2
     return max(
       work / chip.peak_flops_per_second,
-      (weights + activations * self.tokens) / chip.hbm_bytes_per_second,
+      (weights + activations * self.tokens + _OPTIMISER * self.state)
+      / chip.hbm_bytes_per_second,
       sent / chip.link_bytes_per_second,
     )
 

@@ -57,6 +57,8 @@ def test_plans_do_not_depend_on_what_they_replace(devices):
 @pytest.mark.parametrize(
   "fields,tile",
   [({}, None), ({"model.vocab_size": 163_840}, 1024),
+   ({"model.vocab_size": 20_480}, 8192),
+   ({"model.vocab_size": 40_960}, None),  # As without a plan.
    ({"model.vocab_size": 163_840, "loss.tile_tokens": 512}, None)],
 )  # fmt: skip
 def test_logits_of_a_tile_take_a_tenth_of_the_memory(devices, fields, tile):
@@ -162,7 +164,8 @@ def test_a_compiled_plan(devices):
   assert row["chip_hours"] == pytest.approx(4 * seconds)
   assert row["tokens_per_second"] == pytest.approx(8 * 256 / seconds)
   text = plan_lib.to_text([row])
-  assert "--config.mesh.data=4" in text and "chip-hours" in text
+  mesh = best.overrides["mesh.data"]
+  assert f"--config.mesh.data={mesh}" in text and "chip-hours" in text
   misfit = row | dict(fits=False, step_seconds=None)
   assert "--config" not in plan_lib.to_text([misfit])
 
