@@ -9,13 +9,13 @@ from experiments import variants
 from experiments.variants import reads
 
 
-def _slow_queries() -> variants.Variant:
+def _slow_queries(factor: float, words: str) -> variants.Variant:
   own = reads(
-    "Full, input-dependent query, a tenth of the rate for it",
+    f"Full, input-dependent query, {words} of the rate for it",
     "full_attnres",
     query="input",
   )
-  rates = {"optim.rates": ("^residual/queries/query=0.1",)}
+  rates = {"optim.rates": (f"^residual/queries/query={factor}",)}
   return dataclasses.replace(own, fields={**own.fields, **rates})
 
 
@@ -42,8 +42,11 @@ _VARIANTS = {
     "Block, no key norm", "block_attnres", key_norm=False
   ),
   # Not in the table: at the rate of all weights, these maps grow until one
-  # source has nearly all the weight of a token.
-  "input_query_slow": _slow_queries(),
+  # source has nearly all the weight of a token. A step of Adam changes a logit
+  # by a sum over the columns of both input and key, where a learned query has
+  # one sum: about 1 / width of the rate makes these changes alike.
+  "input_query_slow": _slow_queries(0.1, "a tenth"),
+  "input_query_slower": _slow_queries(0.01, "a hundredth"),
 }
 STUDY = variants.Study(
   "ablations",
