@@ -102,6 +102,9 @@ def _backward(activation, residuals, dy_UD):
   x_VD, dy_VD = _from_all(x_UD), _from_all(dy_UD)
   *ins, down = _gather(weights, x_UD)
   pairs = _Pairs.sort(expert_UK, weight_UK, down.shape[0])
+  # With the gradients of gate and up side by side, one product gives that of
+  # the rows, where the sum of two would be read and written again.
+  both = ins[0] if len(ins) == 1 else jnp.concatenate(ins, axis=2)
 
   def add_piece(i, sums):
     dx_VD, dweight_P, dins, ddown = sums
@@ -121,15 +124,13 @@ def _backward(activation, residuals, dy_UD):
         activation, gate_RF, up_RF, weight_R1 * dhidden_RF
       )
     ]
+    dboth_RG = jnp.concatenate(doutputs, axis=1)
     if len(ins) == 1:
-      doutputs = [jnp.concatenate(doutputs, axis=1)]
+      doutputs = [dboth_RG]
     dy_RD = (weight_R1 * precision.widen(dy_RD)).astype(x_RD.dtype)
-    dx_RD, *more = [
-      piece.multiply(d, weight, transposed=True)
-      for d, weight in zip(doutputs, ins)
-    ]
+    dx_RD = piece.multiply(dboth_RG, both, transposed=True)
     return (
-      piece.add(dx_VD, sum(more, dx_RD), jnp.ones_like(piece.weight_R)),
+      piece.add(dx_VD, dx_RD, jnp.ones_like(piece.weight_R)),
       piece.put(dweight_P, dweight_R),
       [
         grouped.weight_gradient(x_RD, d, sizes_E, dweight)
