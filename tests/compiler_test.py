@@ -3,11 +3,17 @@
 
 import types
 
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
 from attnres_jax import compiler
 from attnres_jax import config as config_lib
+from attnres_jax.aot import topology
 
 
 def _options(kind, *given):
@@ -29,3 +35,23 @@ def test_kinds_of_devices():
 def test_bad_options(option):
   with pytest.raises(config_lib.ConfigError, match="options with values"):
     config_lib.TrainConfig(compiler_options=(option,))
+
+
+@pytest.mark.needs("libtpu")
+@pytest.mark.parametrize("slice_name", ["v5e:2x4", "v5p:2x2x2", "v6e:2x4"])
+def test_a_product_with_a_sharded_matrix_is_no_loop_over_shards(slice_name):
+  devices = topology.devices(slice_name)
+  mesh = Mesh(np.array(devices), "fsdp")
+  rows = NamedSharding(mesh, P("fsdp"))
+  x_BTD, weight_DF = (
+    jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=rows)
+    for shape in ((128, 1024, 1024), (1024, 2752))
+  )
+
+  def is_loop(options):
+    product = jax.jit(jnp.matmul, out_shardings=rows, compiler_options=options)
+    compiled = product.lower(x_BTD, weight_DF).compile()
+    return "collective-permute" in compiled.as_text()
+
+  assert is_loop({})  # Else the option is no longer needed.
+  assert not is_loop(_options(devices[0].device_kind))

@@ -53,19 +53,21 @@ _LOGIT_BYTES = 20
 # of experts: from compiled steps of 194M (expert=4 and 8) and 436M (expert=16).
 _GATHERED_VECTORS = 14
 # An optimiser step moves its state and parameters about this many times (Muon
-# in those of 194M).
-_OPTIMISER = 13.0
+# in those of 194M; AdamW reads four arrays and writes three, of three).
+_OPTIMISER = {"muon": 13.0, "adamw": 7 / 3}
 # Without checkpointing, autodiff keeps about this many times the results of the
-# products (1.7 in those of 194M).
-_UNCHECKPOINTED = 2.0
+# products (1.7 in those of 194M); more where layers are a scan.
+_UNCHECKPOINTED, _SCANNED = 2.0, 3.0
 # Logits of a tile take at most this share of the memory.
 _LOGITS = 0.1
 # Above this share of the memory, a plan will probably not fit.
 _SAFE = 0.7
 # How often the forward pass runs, by what is kept of it.
 _PASSES = {"none": 1.0, "dots": 1.1, "attention": 1.9, "full": 2.0}
-# The same for what it moves: products are a third of that.
+# The same for what it moves: products are a third of that. What a scan keeps is
+# copied into stacks and out of them (194M: a third more without checkpointing).
 _MOVING_PASSES = _PASSES | {"dots": 1.4}
+_SCANNING_PASSES = _PASSES | {"none": 2.0, "dots": 2.0}
 # Chunks per rank; more of them shorten the bubble, and send more.
 _VIRTUAL_STAGES = (1, 2, 4)
 
@@ -363,7 +365,8 @@ class _Cost:
     work = (passes + 2) * self.forward * self.tokens
     # Weights are read in every pass, and float32 gradients are added.
     weights = accumulate * self.gathered * (passes + 2 + 4)
-    activations = self._moved_bytes() * (_MOVING_PASSES[remat] + 2) / 3
+    moving = _SCANNING_PASSES if model.scan_layers else _MOVING_PASSES
+    activations = self._moved_bytes() * (moving[remat] + 2) / 3
     activations += _LOGIT_BYTES * model.vocab_size
     cut = 1 - 1 / mesh.fsdp
     sent = accumulate * self.gathered * cut * (passes + 1 + 2)
@@ -371,11 +374,12 @@ class _Cost:
     layers = model.sublayer_kinds.count("moe")
     experts = layers * (mesh.expert - 1)
     sent += self.tokens * model.width * 2 * experts * 2 * (passes + 1)
+    optimiser = self.state * _OPTIMISER[self.config.optim.name]
     if mesh.expert > 1:
       activations += _GATHERED_VECTORS * layers * mesh.expert * model.width * 2
     return max(
       work / chip.peak_flops_per_second,
-      (weights + activations * self.tokens + _OPTIMISER * self.state)
+      (weights + activations * self.tokens + optimiser)
       / chip.hbm_bytes_per_second,
       sent / chip.link_bytes_per_second,
     )
@@ -500,7 +504,8 @@ def _saved_bytes(model: config_lib.ModelConfig) -> dict[str, float]:
       for v in equation.outvars
     )
   products = sum(each[kind] for kind in model.sublayer_kinds) / length
-  kept = {"none": _UNCHECKPOINTED, "dots": 1.0}
+  kept = {"none": _SCANNED if model.scan_layers else _UNCHECKPOINTED}
+  kept["dots"] = 1.0
   return {remat: kept.get(remat, 0.0) * products for remat in _PASSES}
 
 
