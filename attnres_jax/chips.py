@@ -32,12 +32,11 @@ class Chip:
   clock_hz: float = 0.0
 
 
-# By prefix of `device_kind`; the longest match counts. The compiler shows two
-# devices per v4 chip.
+# By prefix of `device_kind`; the longest match counts.
 CHIPS = {
   "TPU v2": Chip(22.5e12),
   "TPU v3": Chip(61.5e12),
-  "TPU v4": Chip(275e12, 16 * _GIB, 615e9, 150e9),
+  "TPU v4": Chip(275e12, 32 * _GIB, 1230e9, 300e9, 1.05e9),
   "TPU v4 lite": Chip(138e12),
   "TPU v5 lite": Chip(197e12, 16 * _GIB, 820e9, 200e9, 1.5e9),
   "TPU v5e": Chip(197e12),

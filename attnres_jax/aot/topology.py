@@ -65,10 +65,16 @@ def devices(name: str, num_slices: int = 1) -> Sequence[Any]:
     os.environ.setdefault(variable, value)
   from jax.experimental import topologies
 
-  several = dict(num_slices=num_slices) if num_slices > 1 else {}
+  slice_name = topology_name(name)
+  options: dict[str, Any] = {}
+  if num_slices > 1:
+    options["num_slices"] = num_slices
+  if slice_name.startswith("v4:"):
+    # One device per chip, as JAX runs these chips.
+    options["chip_config_name"] = "megacore"
   try:
     description = topologies.get_topology_desc(
-      platform="tpu", topology_name=topology_name(name), **several
+      platform="tpu", topology_name=slice_name, **options
     )
   except Exception as error:  # jaxlib raises several kinds.
     reason = str(error).strip().splitlines()[0]

@@ -53,7 +53,8 @@ def test_what_the_compiler_refuses():
 
 
 @pytest.mark.parametrize(
-  "name,count", [("v5e:2x4", 8), ("v5p-8", 4), ("v6e:2x2", 4)]
+  "name,count",
+  [("v5e:2x4", 8), ("v5p-8", 4), ("v6e:2x2", 4), ("v4-8", 4)],
 )
 @pytest.mark.needs("libtpu")
 def test_devices_have_a_row(name, count):
