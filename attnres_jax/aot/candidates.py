@@ -56,12 +56,15 @@ _GATHERED_VECTORS = 14
 # in those of 194M; AdamW reads four arrays and writes three, of three).
 _OPTIMISER = {"muon": 13.0, "adamw": 7 / 3}
 # Without checkpointing, autodiff keeps about this many times the results of the
-# products (1.7 in those of 194M); more where layers are a scan.
-_UNCHECKPOINTED, _SCANNED = 2.0, 3.0
+# products (in those of 194M); more where layers are a scan.
+_UNCHECKPOINTED, _SCANNED = 1.7, 3.0
+# A sublayer of experts holds this many bytes per number of each token that a
+# device gathers: tokens, gradients, rows of each, sums in float32.
+_GATHERED_BYTES = 22
 # Logits of a tile take at most this share of the memory.
 _LOGITS = 0.1
 # Above this share of the memory, a plan will probably not fit.
-_SAFE = 0.7
+_SAFE = 0.75
 # How often the forward pass runs, by what is kept of it.
 _PASSES = {"none": 1.0, "dots": 1.1, "attention": 1.9, "full": 2.0}
 # The same for what it moves: products are a third of that. What a scan keeps is
@@ -349,14 +352,18 @@ class _Cost:
     )
 
   def kept_bytes(self, accumulate: int, saved: float) -> float:
-    """What a device holds at the end of the forward pass.
+    """What a device holds at the end of the forward pass, or soon after it.
 
     Args:
       accumulate: microbatches.
       saved: bytes per token that are kept beyond the running states.
     """
-    activations = self.tokens / accumulate * (self.kept + saved)
-    return self.state + self.gradient + activations
+    model, experts = self.config.model, self.config.mesh.expert
+    each = self.kept + saved
+    if experts > 1 and "moe" in model.sublayer_kinds:
+      each += _GATHERED_BYTES * experts * model.width
+    tokens = self.tokens / accumulate
+    return self.state + self.gradient + tokens * each
 
   def seconds(self, accumulate: int, remat: str) -> float:
     """The largest of compute, memory and links, roughly."""
