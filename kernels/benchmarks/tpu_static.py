@@ -66,6 +66,7 @@ CHIPS = {
   "v5p": Chip("v5p:2x2x1", "TPU_V5P", "TPU v5"),
   "v5e": Chip("v5e:2x2", "TPU_V5E", "TPU v5 lite"),
   "tpu7x": Chip("tpu7x:2x2x1", "TPU_7X", "TPU7x"),
+  "v4": Chip("v4:2x2x1", "TPU_V4", "TPU v4"),
 }
 # From a shape to a function, its abstract arguments and its plan.
 Build = Callable[[Any], tuple[Any, Any, dict[str, Any]]]
@@ -269,8 +270,12 @@ def _plan(tokens, tile, width, slabs, stats, fixed):
 def _depth_cases(options) -> Iterator[tuple[str, Any, Build]]:
   listed = shapes.NAMED if options.all else shapes.TABLE
   for op, build, of_op in (
-    ("depth_attention", _attention, (*listed, *shapes.HEADS)),
-    ("depth_merge", _merge, (*shapes.MERGE, *shapes.MERGE_HEADS)),
+    ("depth_attention", _attention, (*listed, *shapes.HEADS, *shapes.PEER)),
+    (
+      "depth_merge",
+      _merge,
+      (*shapes.MERGE, *shapes.MERGE_HEADS, *shapes.MERGE_PEER),
+    ),
   ):
     for backward, direction in enumerate(("forward", "backward")):
       for shape in of_op:

@@ -60,6 +60,10 @@ HEADS = (
   Shape("heads", 6, 9, 8192, 2304, heads=16),
   Shape("heads", 4, 5, 8192, 2048, rank=64),
 )
+# What another JAX project has timed on a v4: blocks of eight sublayers, before
+# which 0, 4 and 8 blocks are complete.
+PEER = tuple(Shape("peer", 8, m, 16_384, 1536) for m in (1, 5, 9))
+MERGE_PEER = (Shape("merge_peer", 1, 1, 16_384, 1536),)
 MERGE_HEADS = tuple(
   Shape("merge_heads", 1, 1, 8192, s.width, s.heads, s.rank) for s in HEADS
 )
