@@ -34,7 +34,8 @@ def table(rows: Sequence[Row]) -> str:
         sums.append(_sum(slice_name, scheme, known))
   header = (
     "slice", "size", "scheme", "data x fsdp x expert", "microbatches", "remat",
-    "headroom, GiB", "step, s", "bound", "MFU bound", "chip-hours",
+    "headroom, GiB", "step, s", "compute, s", "bound", "MFU bound",
+    "chip-hours",
   )  # fmt: skip
   totals = readme_lib.table(
     ("slice", "scheme", "sizes planned", "chip-hours of these"), sums
@@ -57,7 +58,8 @@ def _line(size: str, scheme: str, row: Row) -> list[str]:
     row["slice"], size, residuals.RESIDUALS[scheme].style.label,
     f"{row['data']} x {row['fsdp']} x {row['expert']}", row["microbatches"],
     row["remat"], row["headroom_GiB"], f"{float(row['step_seconds']):.2f}",
-    row["bound"], f"{float(row['mfu_bound']):.0%}", row["chip_hours"],
+    f"{float(row['compute_seconds']):.2f}", row["bound"],
+    f"{float(row['mfu_bound']):.0%}", row["chip_hours"],
   ]  # fmt: skip
 
 
