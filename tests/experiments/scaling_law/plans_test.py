@@ -10,7 +10,8 @@ from experiments.scaling_law import plans
 ROW = dict(
   slice="v6e-16", data="2", fsdp="1", expert="8", microbatches="6",
   remat="none", headroom_GiB="9.5", step_seconds="1.047",
-  compute_seconds="0.529", bound="memory", mfu_bound="0.485", jax="1", libtpu="2", commit="abc",
+  compute_seconds="0.529", bound="memory", mfu_bound="0.485", jax="1",
+  libtpu="2", commit="abc",
 )  # fmt: skip
 
 
