@@ -63,8 +63,9 @@ _UNCHECKPOINTED, _SCANNED = 1.7, 3.0
 _GATHERED_BYTES = 22
 # Logits of a tile take at most this share of the memory.
 _LOGITS = 0.1
-# Above this share of the memory, a plan will probably not fit.
-_SAFE = 0.75
+# Above this share of the memory, a plan will probably not fit, so each percent
+# more makes its rough time 3 % longer.
+_SAFE, _RISK = 0.75, 3.0
 # How often the forward pass runs, by what is kept of it.
 _PASSES = {"none": 1.0, "dots": 1.1, "attention": 1.9, "full": 2.0}
 # The same for what it moves: products are a third of that. What a scan keeps is
@@ -143,7 +144,7 @@ def plans(
         }
         if (number, config.mesh.stage) != (1, 1):
           overrides[f"mesh.{sharding.STAGE}"] = number
-        seconds *= 1 + max(0.0, kept / chip.hbm_bytes - _SAFE)
+        seconds *= 1 + _RISK * max(0.0, kept / chip.hbm_bytes - _SAFE)
         overrides |= fields | _tiles(config, chip)
         found.append(Plan(overrides, kept, seconds))
   # Of plans that look equal, the one with the largest microbatches.
@@ -352,18 +353,22 @@ class _Cost:
     )
 
   def kept_bytes(self, accumulate: int, saved: float) -> float:
-    """What a device holds at the end of the forward pass, or soon after it.
+    """What a device holds at the end of the forward or of the backward pass.
+
+    A microbatch's gradient is added to the sum once it is complete.
 
     Args:
       accumulate: microbatches.
       saved: bytes per token that are kept beyond the running states.
     """
     model, experts = self.config.model, self.config.mesh.expert
-    each = self.kept + saved
-    if experts > 1 and "moe" in model.sublayer_kinds:
-      each += _GATHERED_BYTES * experts * model.width
     tokens = self.tokens / accumulate
-    return self.state + self.gradient + tokens * each
+    kept = tokens * (self.kept + saved)
+    if accumulate > 1:
+      kept = max(kept, self.gradient)
+    if experts > 1 and "moe" in model.sublayer_kinds:
+      kept += tokens * _GATHERED_BYTES * experts * model.width
+    return self.state + self.gradient + kept
 
   def seconds(self, accumulate: int, remat: str) -> float:
     """The largest of compute, memory and links, roughly."""
