@@ -26,6 +26,7 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 import math
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -103,8 +104,10 @@ def _backward(activation, residuals, dy_UD):
   *ins, down = _gather(weights, x_UD)
   pairs = _Pairs.sort(expert_UK, weight_UK, down.shape[0])
   # With the gradients of gate and up side by side, one product gives that of
-  # the rows, where the sum of two would be read and written again.
-  both = ins[0] if len(ins) == 1 else jnp.concatenate(ins, axis=2)
+  # the rows, where the sum of two would be read and written again. (Rounded
+  # weights have no gradients.)
+  whole = cast(list[jax.Array], ins)
+  both = whole[0] if len(whole) == 1 else jnp.concatenate(whole, axis=2)
 
   def add_piece(i, sums):
     dx_VD, dweight_P, dins, ddown = sums
