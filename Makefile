@@ -29,7 +29,7 @@ help:
 	@echo "                cores; stop and rerun it at any time); updates"
 	@echo "                runs/scaling/report.html while it runs"
 	@echo "make pod        compile the 48B training step for 64 TPU v5p chips, without"
-	@echo "                having them, and report memory and time (about 8 minutes)"
+	@echo "                having them, and report memory and time (about 5 minutes)"
 	@echo "make test       run the tests"
 	@echo "make test-slow  run the slow tests too"
 	@echo "make lint       check style and types"
