@@ -170,10 +170,14 @@ display(table(header, [line_of(variant) for variant in losses]))
 # ## The same as a figure
 #
 # Small dots are pairs of runs. `control` is the baseline with other rounding:
-# what differs there is noise, and the least that there can be.
+# what differs there is noise, and the least that there can be. Variants that
+# failed to train would leave no room for the others.
 
 # %%
-order = sorted(apart, key=lambda variant: apart[variant].mean)
+trained = [name for name, one in apart.items() if one.mean <= pairs.FAILED]
+order = sorted(trained, key=lambda variant: apart[variant].mean)
+for name in sorted(apart.keys() - set(trained)):
+  print(f"failed: {name} ({apart[name].mean:+.2f})")
 figure, axes = plt.subplots(
   figsize=(7.4, 1.0 + 0.3 * len(order)), layout="constrained"
 )
@@ -200,13 +204,13 @@ plt.show()
 # ## How many pairs would it take?
 #
 # The number of pairs at which a difference of a given size is twice its
-# standard error, from the spread of the pairs above.
+# standard error, from the spread of the pairs in the figure.
 
 # %%
 several = [
-  list(one.by_seed.values())
-  for name, one in apart.items()
-  if len(one.by_seed) > 1 and name != "control"
+  list(apart[name].by_seed.values())
+  for name in trained
+  if len(apart[name].by_seed) > 1 and name != "control"
 ]
 if several:
   freedom = sum(len(values) - 1 for values in several)
