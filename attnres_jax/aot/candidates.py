@@ -53,8 +53,9 @@ _LOGIT_BYTES = 20
 # of experts: from compiled steps of 194M (expert=4 and 8) and 436M (expert=16).
 _GATHERED_VECTORS = 14
 # An optimiser step moves its state and parameters about this many times (Muon
-# in those of 194M; AdamW reads four arrays and writes three, of three).
-_OPTIMISER = {"muon": 13.0, "adamw": 7 / 3}
+# in those of 194M; AdamW, which stands for any other, reads four arrays and
+# writes three, of three).
+_OPTIMISER, _OTHER_OPTIMISER = {"muon": 13.0}, 7 / 3
 # Without checkpointing, autodiff keeps about this many times the results of the
 # products (in those of 194M); more where layers are a scan.
 _UNCHECKPOINTED, _SCANNED = 1.7, 3.0
@@ -69,7 +70,8 @@ _SAFE, _RISK = 0.75, 3.0
 # How often the forward pass runs, by what is kept of it.
 _PASSES = {"none": 1.0, "dots": 1.1, "attention": 1.9, "full": 2.0}
 # The same for what it moves: products are a third of that. What a scan keeps is
-# copied into stacks and out of them (194M: a third more without checkpointing).
+# copied into stacks and out of them: an eighth of all bytes in a step of 194M.
+# Twice the forward pass is a guess on the safe side of that.
 _MOVING_PASSES = _PASSES | {"dots": 1.4}
 _SCANNING_PASSES = _PASSES | {"none": 2.0, "dots": 2.0}
 # Chunks per rank; more of them shorten the bubble, and send more.
@@ -82,8 +84,8 @@ class Plan:
 
   Attributes:
     overrides: of the config's fields.
-    kept_bytes: per device: state, gradients and activations that are kept. The
-      largest sublayer's own work comes on top.
+    kept_bytes: per device: state, gradients, activations that are kept, and
+      what a sublayer of experts holds. Other sublayers' own work comes on top.
     rough_seconds: by which plans are ranked before compiling; longer for those
       that leave little room.
   """
@@ -386,7 +388,9 @@ class _Cost:
     layers = model.sublayer_kinds.count("moe")
     experts = layers * (mesh.expert - 1)
     sent += self.tokens * model.width * 2 * experts * 2 * (passes + 1)
-    optimiser = self.state * _OPTIMISER[self.config.optim.name]
+    optimiser = self.state * _OPTIMISER.get(
+      self.config.optim.name, _OTHER_OPTIMISER
+    )
     if mesh.expert > 1:
       activations += _GATHERED_VECTORS * layers * mesh.expert * model.width * 2
     return max(
@@ -516,8 +520,8 @@ def _saved_bytes(model: config_lib.ModelConfig) -> dict[str, float]:
       for v in equation.outvars
     )
   products = sum(each[kind] for kind in model.sublayer_kinds) / length
-  kept = {"none": _SCANNED if model.scan_layers else _UNCHECKPOINTED}
-  kept["dots"] = 1.0
+  unchecked = _SCANNED if model.scan_layers else _UNCHECKPOINTED
+  kept = {"none": unchecked, "dots": 1.0}
   return {remat: kept.get(remat, 0.0) * products for remat in _PASSES}
 
 
