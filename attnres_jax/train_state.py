@@ -348,7 +348,9 @@ class _Whole:
       sums = self._sums(model, embedding_BTD, microbatch)
       return sums.total, sums
 
-    def one(microbatch):
+    # Jitted, so that it is traced once for the shapes and the loop.
+    @jax.jit
+    def one(model, microbatch):
       embedding_BTD = model.embedding.encode(microbatch.inputs)
       gradients, sums = jax.grad(total, argnums=(0, 1), has_aux=True)(
         model, embedding_BTD, microbatch
@@ -356,12 +358,13 @@ class _Whole:
       return (sums, _wide(gradients[0])), gradients[1]
 
     def add(total, microbatch):
-      new, d_BTD = one(microbatch)
+      new, d_BTD = one(model, microbatch)
       with scopes.part(scopes.ACCUMULATION):
         return probe.add(total, new), d_BTD
 
     each = jax.tree.map(microbatches, examples)
-    shapes, _ = jax.eval_shape(one, jax.tree.map(lambda a: a[0], each))
+    first = jax.tree.map(lambda a: a[0], each)
+    shapes, _ = jax.eval_shape(one, model, first)
     with scopes.part(scopes.ACCUMULATION):
       zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     (sums, gradient), d_MBTD = jax.lax.scan(add, zeros, each)

@@ -265,6 +265,24 @@ def test_every_scheme_takes_steps(name):
   assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.1
 
 
+def test_the_network_is_traced_once(monkeypatch):
+  """Microbatches, whose sums need shapes beforehand, do not trace it twice."""
+  from attnres_jax.models import transformer
+
+  calls = []
+  hidden_of = transformer.Transformer.hidden_of
+
+  def counted(*args, **options):
+    calls.append(args)
+    return hidden_of(*args, **options)
+
+  monkeypatch.setattr(transformer.Transformer, "hidden_of", counted)
+  config = _config("prenorm", accumulate_steps=4)
+  program = train_state.make_program(config, sharding.make_mesh(config.mesh))
+  program.train_step.trace(program.abstract_state, program.batch_shapes)
+  assert len(calls) == 1
+
+
 def test_step_that_is_not_finite_changes_nothing():
   config, program = WHOLE, _program(WHOLE)
   state = program.init_state()

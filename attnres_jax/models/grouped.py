@@ -107,7 +107,7 @@ def multiply(
   if transposed and _fits_kernel(x_PI):
     on_tpu = _kernel_rows
   looped = functools.partial(_looped_rows, transposed=transposed)
-  return _on_platform(on_tpu, looped, x_PI, weight, sizes_E)
+  return dispatch.by_platform((x_PI, weight, sizes_E), looped, tpu=on_tpu)
 
 
 def weight_gradient(
@@ -121,7 +121,8 @@ def weight_gradient(
   It is added to an existing one, in place where the compiler can.
   """
   on_tpu = _kernel_weights if _fits_kernel(x_PD) else _ragged_weights
-  return _on_platform(on_tpu, _looped_weights, x_PD, dy_PF, sizes_E, existing)
+  operands = x_PD, dy_PF, sizes_E, existing
+  return dispatch.by_platform(operands, _looped_weights, tpu=on_tpu)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -144,14 +145,6 @@ def _backward(cut, residuals, dy_PF):
 
 
 _grouped_linear.defvjp(_forward, _backward)
-
-
-def _on_platform(kernel, looped, *operands):
-  # None cannot be an operand of a switch, but a pytree may contain it.
-  close = lambda function: lambda operands: function(*operands)
-  return jax.lax.platform_dependent(
-    operands, tpu=close(kernel), default=close(looped)
-  )
 
 
 def _ragged_rows(x_PI, weight, sizes_E, *, transposed):

@@ -123,26 +123,25 @@ _AUTOMATIC = {"tpu": "pallas_tpu"}
 
 
 def _call_best(op: str, function: str, args: tuple, kwargs: dict) -> Any:
-  branches = {}
+  names = []
   for platform, name in _AUTOMATIC.items():
     if not _exists(op, name):
       continue
-    backend = _backend(op, name)
-    if _why_not(backend, function, args, kwargs) is None:
-      branches[platform] = _jitted(op, name, function, tuple(kwargs.items()))
-  default = getattr(_backend(op, "xla"), function)
+    if _why_not(_backend(op, name), function, args, kwargs) is None:
+      names.append((platform, name))
+  return _best(op, tuple(names), function, tuple(kwargs.items()))(*args)
+
+
+@functools.cache
+def _best(op: str, names: tuple, function: str, options: tuple):
+  """One jitted choice by platform: equal calls trace their kernels once."""
+  branches = {
+    platform: _jitted(op, name, function, options) for platform, name in names
+  }
+  default = _jitted(op, "xla", function, options)
   if not branches:
-    return default(*args, **kwargs)
-
-  def close(f):
-    # None cannot be an operand of a platform switch; a pytree holds it.
-    return lambda operands: f(*operands)
-
-  return jax.lax.platform_dependent(
-    args,
-    default=close(functools.partial(default, **kwargs)),
-    **{platform: close(f) for platform, f in branches.items()},
-  )
+    return default
+  return jax.jit(lambda *args: by_platform(args, default, **branches))
 
 
 def _exists(op: str, name: str) -> bool:
@@ -158,6 +157,30 @@ def _backend(op: str, name: str):
 def _why_not(backend, function: str, args: tuple, kwargs: dict) -> str | None:
   check = getattr(backend, "why_not", None)
   return None if check is None else check(function, *args, **kwargs)
+
+
+def by_platform(args: tuple, default: Any, **branches: Any) -> Any:
+  """Calls the function for the platform that the program is lowered for.
+
+  Under a mesh of known devices, such as one that training makes, no other
+  function is traced.
+
+  Args:
+    args: arrays, None or pytrees of them.
+    default: a function of them, for all other platforms.
+    **branches: functions by platform, as JAX calls it when it lowers: "tpu",
+      "cuda".
+  """
+  device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+  if device is not None and device.platform in ("cpu", "tpu"):
+    return branches.get(device.platform, default)(*args)
+
+  def close(function):
+    # None cannot be an operand of a platform switch; a pytree holds it.
+    return lambda operands: function(*operands)
+
+  closed = {platform: close(f) for platform, f in branches.items()}
+  return jax.lax.platform_dependent(args, default=close(default), **closed)
 
 
 # The identity, defined on one platform only. The platform is known when a

@@ -86,11 +86,11 @@ def test_adds_to_an_existing_gradient(on_tpu, monkeypatch):
 
 
 def _only_the_kernels(monkeypatch):
-  def on_tpu(kernel, looped, *operands):
-    del looped
-    return kernel(*operands)
+  def on_tpu(args, default, *, tpu):
+    del default
+    return tpu(*args)
 
-  monkeypatch.setattr(grouped, "_on_platform", on_tpu)
+  monkeypatch.setattr(dispatch, "by_platform", on_tpu)
 
 
 def test_what_is_lowered():

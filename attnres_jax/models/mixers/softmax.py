@@ -252,19 +252,15 @@ _attention.defvjp(_forward, _backward)
 
 def _on_platform(kernel, direction, plain, arrays):
   """The named kernel, or one for the platform that this is lowered for."""
-  # None cannot be an operand of a switch, but a pytree may contain it.
-  close = lambda function: lambda operands: function(*operands)
   if kernel == "tiled":
     return plain(*arrays)
   if kernel == "auto":
     fused = {
-      backend.platform: close(_jitted(backend, direction))
+      backend.platform: _jitted(backend, direction)
       for backend in flash.BACKENDS.values()
       if backend.why_not(*arrays[:4]) is None
     }
-    if not fused:
-      return plain(*arrays)
-    return jax.lax.platform_dependent(arrays, default=close(plain), **fused)
+    return dispatch.by_platform(arrays, plain, **fused)
   backend = flash.BACKENDS[kernel]
   name = f"model.attention_kernel={kernel!r}"
   reason = backend.why_not(*arrays[:4])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verdicts on planted rows, and what the claims are about."""
 
-import pathlib
+import re
 
 import pytest
 
@@ -164,11 +164,9 @@ def test_the_static_tables_are_measured():
 
 def test_claims_stand_in_their_documents():
   for claim in claims.CLAIMS:
-    text = (tiny_run.ROOT / claim.document).read_text()
-    for number in ("4.1 s", "8.4 s"):
-      if number in claim.text:
-        assert number in text
+    text = " ".join((tiny_run.ROOT / claim.document).read_text().split())
+    for words in re.findall(r"at least [\d.]+ s|\d+ % of peak", claim.text):
+      assert words in text
     if "an estimated" in claim.text:
       number = claim.text.partition("an estimated ")[2][:4]
       assert number in text
-  assert pathlib.Path(tiny_run.ROOT / "README.md").exists()

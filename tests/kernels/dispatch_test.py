@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which function runs on which platform, and which are traced at all."""
+
+import jax
+from jax._src import mesh as mesh_lib  # There is no public AbstractDevice.
+import jax.numpy as jnp
+import pytest
+
+from attnres_kernels import dispatch
+
+
+def _traced(mesh):
+  """What is traced for a mesh: names of functions."""
+  names = []
+
+  def function(name, change):
+    def call(x, missing):
+      assert missing is None
+      names.append(name)
+      return x + change
+
+    return call
+
+  def choose(x):
+    return dispatch.by_platform(
+      (x, None), function("default", 1), tpu=function("tpu", 2)
+    )
+
+  with jax.sharding.use_abstract_mesh(mesh):
+    program = jax.jit(choose).trace(jnp.zeros(()))
+  return names, program
+
+
+@pytest.mark.parametrize(
+  "platform,names",
+  (
+    ("tpu", ["tpu"]),
+    ("cpu", ["default"]),
+    # CUDA or ROCm: not yet known.
+    ("gpu", ["tpu", "default"]),
+    (None, ["tpu", "default"]),
+  ),
+)
+def test_only_the_platform_of_the_mesh_is_traced(platform, names):
+  device = None
+  if platform:
+    device = mesh_lib.AbstractDevice(
+      device_kind="any", num_cores=1, platform=platform
+    )
+  mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+  assert sorted(_traced(mesh)[0]) == sorted(names)
+
+
+def test_without_a_mesh_the_lowering_decides():
+  for platform, constant in (("tpu", "2.0"), ("cpu", "1.0")):
+    mesh = jax.sharding.AbstractMesh((), ())
+    _, program = _traced(mesh)
+    text = program.lower(lowering_platforms=(platform,)).as_text()
+    assert f"dense<{constant}" in text
+    assert text.count("stablehlo.add") == 1
