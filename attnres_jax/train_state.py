@@ -325,16 +325,15 @@ class _Whole:
     )
 
   def value_and_grad(self, model, examples):
-    if self.microbatches > 1:
-      with sharding.ambient(self.mesh):
-        return self._accumulated(model, examples)
-
     def total(model):
       sums = self.loss_sums(model, examples)
       return sums.total, sums
 
-    gradient, sums = jax.grad(total, has_aux=True)(model)
-    return sums, _wide(gradient)
+    with sharding.ambient(self.mesh):  # Gradient rules need it too.
+      if self.microbatches > 1:
+        return self._accumulated(model, examples)
+      gradient, sums = jax.grad(total, has_aux=True)(model)
+      return sums, _wide(gradient)
 
   def _accumulated(self, model, examples):
     """Sums over microbatches."""

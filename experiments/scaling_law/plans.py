@@ -10,14 +10,13 @@ import re
 from attnres_jax.models import residuals
 from attnres_jax.scaling import paper
 from configs import scaling
+from experiments.pages import planned
 from experiments.pages import readme as readme_lib
 
 _SIZES = tuple(size.name for size in paper.TABLE_2)
 
-Row = Mapping[str, str]
 
-
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[planned.Row]) -> str:
   """A line per slice, size and scheme; below, the chip-hours of the sweep."""
   found = _of_table_2(rows)
   slices = dict.fromkeys(row["slice"] for row in found.values())
@@ -37,13 +36,16 @@ def table(rows: Sequence[Row]) -> str:
     "headroom, GiB", "step, s", "compute, s", "bound", "MFU bound",
     "chip-hours",
   )  # fmt: skip
+  origin = planned.origin(list(found.values()))
   totals = readme_lib.table(
     ("slice", "scheme", "sizes planned", "chip-hours of these"), sums
   )
-  return f"{readme_lib.table(header, lines)}\n\n{totals}\n\n{_origin(rows)}."
+  return f"{readme_lib.table(header, lines)}\n\n{totals}\n\n{origin}"
 
 
-def _of_table_2(rows: Sequence[Row]) -> dict[tuple[str, str, str], Row]:
+def _of_table_2(
+  rows: Sequence[planned.Row],
+) -> dict[tuple[str, str, str], planned.Row]:
   """By slice, size and scheme."""
   found = {}
   for row in rows:
@@ -53,30 +55,22 @@ def _of_table_2(rows: Sequence[Row]) -> dict[tuple[str, str, str], Row]:
   return found
 
 
-def _line(size: str, scheme: str, row: Row) -> list[str]:
+def _line(size: str, scheme: str, row: planned.Row) -> list[str]:
   return [
     row["slice"], size, residuals.RESIDUALS[scheme].style.label,
-    f"{row['data']} x {row['fsdp']} x {row['expert']}", row["microbatches"],
+    planned.mesh(row), row["microbatches"],
     row["remat"], row["headroom_GiB"], f"{float(row['step_seconds']):.2f}",
     f"{float(row['compute_seconds']):.2f}", row["bound"],
     f"{float(row['mfu_bound']):.0%}", row["chip_hours"],
   ]  # fmt: skip
 
 
-def _sum(slice_name: str, scheme: str, known: Mapping[str, Row]) -> list[str]:
+def _sum(
+  slice_name: str, scheme: str, known: Mapping[str, planned.Row]
+) -> list[str]:
   hours = sum(int(row["chip_hours"]) for row in known.values())
   label = residuals.RESIDUALS[scheme].style.label
   number = f"{len(known)} of {len(_SIZES)}"
   if len(known) == len(_SIZES):
     number = "all"
   return [slice_name, label, number, f"{hours:,}"]
-
-
-def _origin(rows: Sequence[Row]) -> str:
-  def each(column: str) -> str:
-    return ", ".join(dict.fromkeys(row[column] for row in rows))
-
-  return (
-    f"Compiled up to the schedule, not run: jax {each('jax')}, libtpu"
-    f" {each('libtpu')}, commits {each('commit')}"
-  )

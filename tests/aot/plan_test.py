@@ -33,7 +33,7 @@ def test_every_plan_is_a_config_of_all_devices(devices):
   assert not dropped
   times = [plan.rough_seconds for plan in found]
   assert times == sorted(times) and times[0] > 0
-  # Two rows a device in one or two microbatches, fsdp of 1 or 2 in whole tiles.
+  # Two rows a device in one or two microbatches, fsdp of 1 or 2.
   meshes = {tuple(plan.overrides.values())[:3] for plan in found}
   assert meshes == {(4, 1, 1), (2, 2, 1)}
   assert len(found) == len(meshes) * 2 * len(stack.REMAT)
@@ -45,6 +45,26 @@ def test_every_plan_is_a_config_of_all_devices(devices):
     assert dataclasses.replace(
       applied, mesh=config.mesh, optim=config.optim, model=config.model
     ) == config  # fmt: skip
+
+
+def test_cuts_of_less_than_a_tile_are_not_tried(devices):
+  """The width of 160 can be cut in two, but the halves are less than 128."""
+  narrow, _ = candidates.plans(_config(**{"model.width": 160}), devices)
+  assert {plan.overrides["mesh.fsdp"] for plan in narrow} == {1}
+
+
+def test_ragged_cuts_come_later(devices):
+  """Halves of 136 columns are no whole tiles."""
+
+  def gain(width):
+    times = {}
+    for plan in candidates.plans(_config(**{"model.width": width}), devices)[0]:
+      o = plan.overrides
+      if (o["optim.accumulate_steps"], o["model.remat"]) == (1, "none"):
+        times[o["mesh.fsdp"]] = plan.rough_seconds
+    return times[1] / times[2]
+
+  assert gain(256) / gain(272) == pytest.approx(1.085, abs=0.03)
 
 
 def test_plans_do_not_depend_on_what_they_replace(devices):
