@@ -24,7 +24,9 @@ OPTIMISER = "optimiser"
 PIPELINE = "pipeline"
 
 _SCOPE = re.compile(r"part<([^>]*)>")
-_SKIPPED = "usually_skipped"
+# Slots of a pipeline's tick.
+FORWARD, BACKWARD = "forward", "backward"
+_TRIPS = re.compile(r"mean_trips<([\d.]+)>([^/]*)/while$")
 
 
 def part(name: str) -> contextlib.AbstractContextManager:
@@ -35,14 +37,34 @@ def part(name: str) -> contextlib.AbstractContextManager:
   return jax.named_scope(f"part<{name}>")
 
 
-def usually_skipped() -> contextlib.AbstractContextManager:
-  """A context for a loop whose trip count, found at run time, is usually 0."""
-  return jax.named_scope(_SKIPPED)
+def mean_trips(
+  number: float, name: str = ""
+) -> contextlib.AbstractContextManager:
+  """A context for a loop whose trip count is only known at run time.
+
+  Args:
+    number: of trips, in the mean over all executions and devices.
+    name: of a unit of work, if the loop runs one; see `unit`.
+  """
+  return jax.named_scope(f"mean_trips<{number:.9f}>{name}")
 
 
-def is_skipped(name: str) -> bool:
-  """Whether the name of a loop says that it usually does not run."""
-  return name.endswith(f"{_SKIPPED}/while")
+def mean_trips_of_name(name: str) -> float | None:
+  """The mean trip count that the name of a loop states, if any."""
+  found = _TRIPS.search(name)
+  return float(found[1]) if found else None
+
+
+def unit(slot: str, chunk: int) -> str:
+  """The name of a unit of work of a pipeline, for `mean_trips`."""
+  return f"{slot}<{chunk}>"
+
+
+def unit_of_name(name: str) -> tuple[str, int] | None:
+  """(slot, chunk) of the unit of work that a loop runs by its name, if any."""
+  found = _TRIPS.search(name)
+  match = found and re.fullmatch(r"(\w+)<(\d+)>", found[2])
+  return (match[1], int(match[2])) if match else None
 
 
 def of_name(name: str) -> str | None:

@@ -5,7 +5,8 @@ A plain run has a mesh (data, fsdp, expert), microbatches and `model.remat`. A
 pipeline (`mesh.stage` above 1) also has virtual stages, and gathers weights per
 tick or per step. What cannot fit is dropped, and the rest is ranked by a rough
 estimate of a step's time: the largest of compute, memory and links, and for a
-pipeline the sum over its ticks, each as long as that of its slowest rank.
+pipeline the sum over its ticks, each as long as that of its slowest rank, and
+the head, which all ranks share.
 
 `mesh.tensor` stays as the config has it; a pipeline has none.
 """
@@ -480,7 +481,25 @@ class _Cost:
     slots = 2 if gather == "tick" else 1
     sent = times * chunk * (slots * itemsize + 4) * (1 - 1 / cut)
     sent += 2 * self.gradient * (1 - 1 / mesh.data)
-    return max(seconds_TP.max(axis=1).sum(), sent / chip.link_bytes_per_second)
+    # States of the last chunk to all ranks, and their gradients back.
+    away = 1 - 1 / layout.num_ranks
+    sent += 2 * away * self.tokens * model.width * itemsize
+    seconds = seconds_TP.max(axis=1).sum() + self._head_seconds(schedule)
+    return max(seconds, sent / chip.link_bytes_per_second)
+
+  def _head_seconds(self, schedule: schedule_lib.Schedule) -> float:
+    """Of head and loss; every rank has its share of each microbatch."""
+    model, chip = self.config.model, self.chip
+    own = self.tokens / schedule.layout.num_ranks
+    length = self.config.data.sequence_length
+    work = 3 * flops.flops_per_token(model, length).head * own
+    # Every microbatch reads the head and adds to its gradient.
+    head = model.width * model.vocab_size
+    moved = own * _LOGIT_BYTES * model.vocab_size
+    moved += schedule.num_microbatches * head * (2 * 2 + 8)
+    return max(
+      work / chip.peak_flops_per_second, moved / chip.hbm_bytes_per_second
+    )
 
 
 def _meshes(

@@ -438,8 +438,8 @@ class Program:
     """How often each computation runs, and whether it is in a loop.
 
     One branch of a conditional runs, and the program does not say which, so all
-    branches get equal weight. This is right for a pipeline, except in ticks
-    without work, because every rank takes each of its branches equally often.
+    branches get equal weight. Of loops whose trip counts depend on data, names
+    may state the mean (`scopes.mean_trips`).
     """
     return self._runs_from(self._entry)
 
@@ -456,8 +456,9 @@ class Program:
       for instruction in self.computations[name].values():
         called = dict(instruction.called())
         if instruction.op == "while":
-          skipped = scopes.is_skipped(instruction.op_name)
-          trips = 0 if skipped else self._trips(called["condition"])
+          trips = scopes.mean_trips_of_name(instruction.op_name)
+          if trips is None:
+            trips = self._trips(called["condition"])
           visit(called["body"], count * trips, True)
           continue
         inner = [called for _, called in instruction.called()]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long a pipeline's step takes when every tick waits for its slowest rank.
 
-All ranks run one program, a loop over ticks with two conditionals: the forward
-and the backward slot. The chunk in a slot selects the branch, so a branch is
-one unit of work, and the schedule says which rank runs which branch at which
-tick. A unit takes the longer of its compute and its memory at peak. A tick
-takes as long as its slowest rank, so that the bubble, uneven chunks and the
-head on the last rank are included. Transfers are not: what is sent within a
-tick is hidden or waited for as in any program (`waiting`).
+All ranks run one program, a loop over ticks. In it, every unit of work, forward
+or backward through a chunk, is a loop of one or no trip with a name, and the
+schedule says which rank runs which unit at which tick. A unit takes the longer
+of its compute and its memory at peak. A tick takes as long as its slowest rank,
+so that bubble and uneven chunks are included. The head takes equally long on
+all ranks. Transfers are not included: what is sent within a tick is hidden or
+waited for as in any program (`waiting`).
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ import numpy as np
 
 from attnres_jax import chips
 from attnres_jax import config as config_lib
+from attnres_jax import scopes
 from attnres_jax.aot import hlo
 from attnres_jax.aot import least
 from attnres_jax.flops import operations
@@ -31,18 +32,16 @@ class Units:
   Attributes:
     forward_C: float64, of each chunk.
     backward_C: float64, of each chunk.
-    idle: of a forward and of a backward slot without work.
   """
 
   forward_C: np.ndarray
   backward_C: np.ndarray
-  idle: tuple[float, float] = (0.0, 0.0)
 
   def of_ticks(self, schedule: schedule_lib.Schedule) -> np.ndarray:
     """float64 [ticks, P]: what each rank does in each tick."""
     # An empty slot has chunk -1.
-    forward = np.append(self.forward_C, self.idle[0])
-    backward = np.append(self.backward_C, self.idle[1])
+    forward = np.append(self.forward_C, 0.0)
+    backward = np.append(self.backward_C, 0.0)
     return (
       forward[schedule.forward[:, :, 0]] + backward[schedule.backward[:, :, 0]]
     )
@@ -54,8 +53,8 @@ class Lockstep:
 
   Attributes:
     seconds: of a step.
-    tick_seconds: of all ticks, a part of it; the rest is outside of them or in
-      them on all ranks, such as adding gradients.
+    tick_seconds: of the units in all ticks, a part of it; the rest is outside
+      of ticks or in them on all ranks, such as the head and adding gradients.
     bubble: ticks over what a rank works in them on average, less one.
     slowest_rank: the rank with the most work.
   """
@@ -83,34 +82,33 @@ def of_program(
     devices: of the mesh.
 
   Raises:
-    RunError: the program has no two conditionals with a branch per chunk.
+    RunError: the program has no loop for some unit of work.
   """
-  slots = _slots(program, schedule.layout.num_chunks)
   tokens = config.data.batch_size * config.data.sequence_length / devices
   tokens *= schedule.layout.num_ranks / schedule.num_microbatches
   needs = unit_flops(config, schedule.layout, tokens)
-  of_chunks = needs.forward_C, needs.backward_C
-  times, all_bytes, all_flops = [], 0.0, 0.0
-  for count, branches in slots:
-    nbytes = np.asarray([program.hbm_bytes(name) for name in branches])
-    flops = np.asarray([program.flops(name) for name in branches])
-    all_bytes += count * nbytes.mean()
-    all_flops += count * flops.mean()
-    kernels = np.asarray([_has_kernels(program, name) for name in branches])
-    analytic = np.append(0.0, of_chunks[len(times)])
-    charged = np.where(kernels, np.maximum(flops, analytic), flops)
-    times.append(
-      np.maximum(
-        charged / chip.peak_flops_per_second,
-        nbytes / chip.hbm_bytes_per_second,
+  found = _units(program, schedule.layout.num_chunks)
+  all_bytes = all_flops = 0.0
+  times = []
+  for slot, analytic_C in (
+    (scopes.FORWARD, needs.forward_C),
+    (scopes.BACKWARD, needs.backward_C),
+  ):
+    seconds_C = np.zeros(len(analytic_C))
+    for chunk, analytic in enumerate(analytic_C):
+      count, body = found[slot, chunk]
+      nbytes, work = program.hbm_bytes(body), program.flops(body)
+      all_bytes += count * nbytes
+      all_flops += count * work
+      if _has_kernels(program, body):
+        work = max(work, analytic)
+      seconds_C[chunk] = max(
+        work / chip.peak_flops_per_second, nbytes / chip.hbm_bytes_per_second
       )
-    )
-  forward, backward = times
-  seconds_TP = Units(
-    forward[1:], backward[1:], (forward[0], backward[0])
-  ).of_ticks(schedule)
+    times.append(seconds_C)
+  seconds_TP = Units(*times).of_ticks(schedule)
   ticks = float(seconds_TP.max(axis=1).sum())
-  # What no branch does: the rest of a tick, and all that is outside the loop.
+  # What no unit does: the rest of a tick, and all that is outside the loop.
   rest = max(
     (program.flops() - all_flops) / chip.peak_flops_per_second,
     (program.hbm_bytes() - all_bytes) / chip.hbm_bytes_per_second,
@@ -127,12 +125,10 @@ def of_program(
 def unit_flops(
   config: config_lib.RunConfig, layout: layout_lib.Layout, tokens: float
 ) -> Units:
-  """Analytic FLOPs of each unit on one device.
+  """Analytic FLOPs of each unit on one device; the head is in none of them.
 
-  The forward unit of the last chunk only receives, because its backward, in the
-  same tick, computes it anyway. Backward computes a chunk again, and once more
-  what `model.remat` leaves out, then twice for the gradients; the head is
-  computed once.
+  Backward computes a chunk again, and once more what `model.remat` leaves out,
+  then twice for the gradients.
 
   Args:
     config: of the run.
@@ -141,24 +137,21 @@ def unit_flops(
   """
   model = config.model
   plain = dataclasses.replace(model, remat="none")
-  each, depth, head = _forward_flops(plain, config.data.sequence_length)
+  each, depth = _forward_flops(plain, config.data.sequence_length)
   starts = (0, *layout.ends)
   forward_C = np.asarray([
     sum(each[kind] + depth for kind in model.sublayer_kinds[start:stop])
     for start, stop in zip(starts, layout.ends)
   ])  # fmt: skip
   again = model.remat not in least.KEEP_PRODUCTS
-  backward_C = (3 + again) * forward_C
-  backward_C[-1] += 3 * head
-  forward_C[-1] = 0.0
-  return Units(tokens * forward_C, tokens * backward_C)
+  return Units(tokens * forward_C, tokens * (3 + again) * forward_C)
 
 
 @functools.cache
 def _forward_flops(
   model: config_lib.ModelConfig, sequence_length: int
-) -> tuple[dict[str, float], float, float]:
-  """Per token: of a sublayer of each kind, of a depth read, and of the head."""
+) -> tuple[dict[str, float], float]:
+  """Per token: of a sublayer of each kind, and of a depth read."""
   each = {
     kind: of_all / model.sublayer_kinds.count(kind)
     for kind, of_all in operations.flops_of_kinds(
@@ -166,32 +159,37 @@ def _forward_flops(
     ).items()
   }
   per_token = operations.flops_per_token(model, sequence_length)
-  return each, per_token.residual / model.num_sublayers, per_token.head
+  return each, per_token.residual / model.num_sublayers
 
 
-def _slots(
+def _units(
   program: hlo.Program, num_chunks: int
-) -> list[tuple[float, list[str]]]:
-  """(executions, branches) of the forward, then of the backward slot."""
-  found = []
-  for name, (count, in_loop) in program.runs.items():
-    if not in_loop or name in program.fused:
+) -> dict[tuple[str, int], tuple[float, str]]:
+  """(slot, chunk) -> (mean executions on a device, body) of every unit."""
+  found = {}
+  for name, (count, _) in program.runs.items():
+    if name in program.fused:
       continue
     for instruction in program.computations[name].values():
-      branches = [called for _, called in instruction.called()]
-      if instruction.op == "conditional" and len(branches) == num_chunks + 1:
-        found.append((count, branches))
-  if len(found) != 2:
-    raise config_lib.RunError(
-      f"the program has {len(found)} conditionals over {num_chunks} chunks in"
-      " loops, expected 2: a forward and a backward slot"
-    )
+      if instruction.op != "while":
+        continue
+      if unit := scopes.unit_of_name(instruction.op_name):
+        trips = scopes.mean_trips_of_name(instruction.op_name)
+        assert trips is not None
+        found[unit] = count * trips, dict(instruction.called())["body"]
+  for slot in (scopes.FORWARD, scopes.BACKWARD):
+    for chunk in range(num_chunks):
+      if (slot, chunk) not in found:
+        raise config_lib.RunError(
+          f"the program has no loop for chunk {chunk} of {num_chunks} in the"
+          f" {slot} slot"
+        )
   return found
 
 
-def _has_kernels(program: hlo.Program, branch: str) -> bool:
+def _has_kernels(program: hlo.Program, body: str) -> bool:
   return any(
     "tpu_custom_call" in instruction.attributes
-    for name in program.runs_from(branch)
+    for name in program.runs_from(body)
     for instruction in program.computations[name].values()
   )

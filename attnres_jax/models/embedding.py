@@ -41,6 +41,13 @@ class Embedding(nnx.Module):
         return _encode_by_shards(self.dtype, self.table[...], tokens_BT)
       return _encode(self.dtype, self.table[...], tokens_BT)
 
+  def add_gradient(
+    self, total_VD: jax.Array, tokens_BT: jax.Array, d_BTD: jax.Array
+  ) -> jax.Array:
+    """Adds to a gradient of the table that of the vectors of some tokens."""
+    with scopes.part(scopes.EMBEDDING):
+      return _add_rows(total_VD, tokens_BT, d_BTD)
+
   def head_DV(self) -> jax.Array | rounded.Rounded:
     """The head matrix [D, V]: float32, unless inference changed it."""
     return self.table[...].T if self.head is None else self.head[...]
@@ -86,9 +93,8 @@ def _encode_backward(dtype, residuals, d_BTD):
 
   def of_rows(tokens_BT, d_BTD):
     wide = precision.wide(shape.dtype)
-    d_UD = jnp.reshape(d_BTD, (-1, d_BTD.shape[-1])).astype(wide)
-    zeros_VD = jnp.zeros((shape.shape[0], d_UD.shape[1]), wide)
-    return zeros_VD.at[jnp.reshape(tokens_BT, -1)].add(d_UD)[None]
+    zeros_VD = jnp.zeros((shape.shape[0], d_BTD.shape[-1]), wide)
+    return _add_rows(zeros_VD, tokens_BT, d_BTD)[None]
 
   rows = sharding.stacked_sequences(tokens_BT.ndim - 2)
   parts = sharding.by_shards(
@@ -99,6 +105,11 @@ def _encode_backward(dtype, residuals, d_BTD):
 
 
 _encode.defvjp(_encode_forward, _encode_backward)
+
+
+def _add_rows(total_VD, tokens_BT, d_BTD):
+  d_UD = jnp.reshape(d_BTD, (-1, d_BTD.shape[-1])).astype(total_VD.dtype)
+  return total_VD.at[jnp.reshape(tokens_BT, -1)].add(d_UD)
 
 
 def logits(

@@ -3,13 +3,19 @@
 
 One `shard_map`, manual over all axes of the mesh. A tick has a forward and a
 backward slot on each rank. The tables of the schedule say which chunk of which
-microbatch is in a slot, and a `lax.switch` over the chunks runs it, or nothing.
-No collective is inside a branch. On every rank, a tick does this:
+microbatch is in a slot. Each chunk has a loop of one or no trip, which writes
+its results in place and has no collectives. On every rank, a tick does this:
 
   send    gradients that the last tick has made, to the rank before
   F       the forward slot; needs nothing of that, and hides it
   send    what F has made, to the next rank
+  head    of the microbatch whose last chunk was in F, if there is one
   B       the backward slot; the next tick needs that, so that B hides it
+
+In lockstep, all ranks would wait while one of them computes the head, so each
+takes its share of the microbatch's tokens: the last rank sends it their states,
+and receives their gradients. Whether a tick has a head is the same on all
+ranks. Every rank adds up gradients of the whole head and the whole token table.
 
 Warm-up and drain are ticks of the same loop in which B, or F, is empty on all
 ranks, so that they take as long as the other slot. Separate loops would not
@@ -58,50 +64,93 @@ def _by_hand(
 ) -> tuple[loss_lib.LossSums, Parameters]:
   """The fused order: loss and gradients of this rank."""
   stage, wire = plan.stage, plan.stage.transport
-  last = wire.layout.num_chunks - 1
+  embedding = parameters.shared.embedding
+  (table_VD, head_DV), of_embedding = jax.vjp(
+    lambda embedding: (embedding.table[...], embedding.head_DV()), embedding
+  )
 
-  def forward(chunk, cache, message, work):
-    if chunk < last:
-      return stage.forward(chunk, cache, message, work)[:2]
-    # Its backward follows in the same tick and recomputes it anyway.
-    return stage.receive(chunk, cache, message, work), wire.message()
+  gathers = plan.placement.gathers_at_ticks
 
-  def no_forward(cache, *_):
-    return cache, wire.message()
+  def forward(chunk, state, message, work):
+    return stage.forward(chunk, state[0], message, work)
 
-  def no_backward(cache, sums, message, work):
-    del cache, message
-    return sums, stage_lib.no_chunk(work.weights), wire.message()
+  def backward(chunk, state, cache, message, d_final_BTD, work):
+    sums, own, *_ = state
+    return stage.backward(chunk, cache, sums, own, message, d_final_BTD, work)
+
+  def head(state, microbatch):
+    """Replaces the states of a microbatch by their gradient."""
+    loss, d_head_DV, h_BTD = state
+
+    def total(h_BTD, head_DV):
+      sums = plan.share_of_loss(h_BTD, head_DV, microbatch)
+      return sums.total, sums
+
+    (d_BTD, more_DV), more = jax.grad(total, (0, 1), has_aux=True)(
+      h_BTD, head_DV
+    )
+    loss = jax.tree.map(jnp.add, loss, more)
+    return loss, d_head_DV + more_DV, d_BTD
 
   def tick(state, slots):
-    cache, sums, gradient, arrived, leaving = state
+    cache, sums, gradient, d_embedding, loss, arrived, leaving = state
+    d_table_VD, d_head_DV = d_embedding
     returned = wire.send(leaving, backward=True)
     chunk, work = plan.unit(slots.forward, parameters, batch)
-    cache, message = plan.switch(
-      chunk, forward, no_forward, cache, arrived, work
-    )
+    message, h_BTD = wire.message(), stage.network.no_states(work.microbatch)
+    for c in plan.chunks:
+      cache, message, h_BTD = plan.if_any(
+        chunk == c,
+        functools.partial(forward, c),
+        (cache, message, h_BTD),
+        (arrived, work),
+        name=scopes.unit(scopes.FORWARD, c),
+      )
     arrived = wire.send(message)
-    chunk, work = plan.unit(slots.backward, parameters, batch)
-    sums, own, leaving = plan.switch(
-      chunk, stage.backward, no_backward, cache, sums, returned, work
+    any_head, microbatch = plan.at_head(slots, batch)
+    loss, d_head_DV, d_final_BTD = plan.if_any(
+      any_head,
+      head,
+      (loss, d_head_DV, h_BTD),
+      (microbatch,),
+      ranks=plan.placement.layout.num_ranks,
     )
-    # Added here: a branch that added it would copy all gradients of the rank.
-    if plan.placement.gathers_at_ticks:
-      own = plan.placement.scatter(own)
-    place = plan.virtual_stage(chunk)
-    gradient = jax.tree.map(lambda a, g: a.at[place].add(g[0]), gradient, own)
-    return cache, sums, gradient, arrived, leaving
+    chunk, work = plan.unit(slots.backward, parameters, batch)
+    own = stage_lib.zeros_like(work.weights) if gathers else gradient
+    leaving, d_first_BTD = wire.message(), jnp.zeros_like(d_final_BTD)
+    for c in plan.chunks:
+      sums, own, leaving, d_first_BTD = plan.if_any(
+        chunk == c,
+        functools.partial(backward, c),
+        (sums, own, leaving, d_first_BTD),
+        (cache, returned, d_final_BTD, work),
+        name=scopes.unit(scopes.BACKWARD, c),
+      )
+    d_table_VD = plan.if_any(
+      chunk == 0,
+      embedding.add_gradient,
+      d_table_VD,
+      (work.microbatch.inputs, d_first_BTD),
+    )
+    if gathers:
+      place, own = plan.virtual_stage(chunk), plan.placement.scatter(own)
+      own = jax.tree.map(lambda a, g: a.at[place].add(g[0]), gradient, own)
+    d_embedding = d_table_VD, d_head_DV
+    return cache, sums, own, d_embedding, loss, arrived, leaving
 
   state = (
     stage.empty_cache(),
     stage.no_gradients(parameters.shared),
     stage_lib.zeros_like(parameters.weights),
+    stage_lib.zeros_like((table_VD, head_DV)),
+    stage.network.no_loss(),
     wire.message(),
     wire.message(),
   )
   ticks = range(plan.schedule.num_ticks)
-  _, sums, gradient, _, _ = plan.loop(tick, ticks, state)
-  return sums.loss, Parameters(gradient, sums.shared)
+  _, sums, gradient, d_embedding, loss, *_ = plan.loop(tick, ticks, state)
+  (embedding,) = of_embedding(d_embedding)
+  return loss, Parameters(gradient, sums.shared._replace(embedding=embedding))
 
 
 def _by_autodiff(
@@ -122,17 +171,30 @@ def _forward(
 ) -> loss_lib.LossSums:
   """The forward loop alone: loss of this rank."""
   stage, wire = plan.stage, plan.stage.transport
+  head_DV = parameters.shared.embedding.head_DV()
 
-  def no_forward(cache, *_):
-    return cache, wire.message(), stage.network.no_loss()
+  def no_forward(cache, message, work):
+    del message
+    nothing_BTD = stage.network.no_states(work.microbatch)
+    return cache, wire.message(), nothing_BTD
 
+  units = [functools.partial(stage.forward, c) for c in plan.chunks]
+
+  # Conditionals have a gradient, unlike the loops of `Pipeline.if_any`.
   @jax.checkpoint
   def tick(state, slots):
     cache, loss, arrived = state
     chunk, work = plan.unit(slots.forward, parameters, batch)
-    cache, message, more = plan.switch(
-      chunk, stage.forward, no_forward, cache, arrived, work
+    cache, message, h_BTD = jax.lax.switch(
+      chunk + 1, [no_forward, *units], cache, arrived, work
     )
+    any_head, microbatch = plan.at_head(slots, batch)
+    more = jax.lax.cond(
+      any_head,
+      plan.share_of_loss,
+      lambda *_: stage.network.no_loss(),
+      h_BTD, head_DV, microbatch,
+    )  # fmt: skip
     return cache, jax.tree.map(jnp.add, loss, more), wire.send(message)
 
   ticks = range(plan.schedule.num_forward_ticks)
@@ -280,21 +342,87 @@ class Pipeline:
       weights = self.placement.gather(own)
     return chunk, stage_lib.Work(weights, parameters.shared, microbatch, index)
 
+  def at_head(
+    self, slots: Slots, batch: loss_lib.Examples
+  ) -> tuple[jax.Array, loss_lib.Examples]:
+    """Whether the last chunk is in a forward slot, and the microbatch."""
+    layout = self.placement.layout
+    chunk, index = slots.forward[layout.num_ranks - 1]
+    return (
+      chunk == layout.num_chunks - 1,
+      jax.tree.map(lambda a: a[index], batch),
+    )
+
+  def share_of_loss(
+    self,
+    h_BTD: jax.Array,
+    head_DV: jax.Array,
+    microbatch: loss_lib.Examples,
+  ) -> loss_lib.LossSums:
+    """The loss of this rank's share of a microbatch's tokens.
+
+    Args:
+      h_BTD: final states, on the last rank.
+      head_DV: the whole head.
+      microbatch: of these states.
+    """
+    ranks = self.placement.layout.num_ranks
+    own = jax.lax.axis_index(sharding.STAGE)
+
+    def shares(x: jax.Array) -> jax.Array:
+      """[P, tokens, ...], padded with zeros."""
+      x = x.reshape(-1, *x.shape[2:])
+      x = jnp.pad(x, [(0, -x.shape[0] % ranks)] + [(0, 0)] * (x.ndim - 1))
+      return x.reshape(ranks, -1, *x.shape[1:])
+
+    with scopes.part(scopes.HEAD):
+      h_PUD = jax.lax.all_to_all(shares(h_BTD), sharding.STAGE, 0, 0)
+      share = jax.tree.map(lambda a: shares(a)[own][None], microbatch)
+      return self.stage.network.loss_sums(h_PUD[-1:], head_DV, share)
+
+  def if_any(
+    self,
+    condition: jax.Array,
+    function: Callable[..., Any],
+    state: Any,
+    operands: tuple[Any, ...],
+    *,
+    ranks: int = 1,
+    name: str = "",
+  ) -> Any:
+    """`function(state, *operands)` if the condition holds, else the state.
+
+    A loop of at most one trip, whose state is updated in place; a conditional
+    would copy it.
+
+    Args:
+      condition: true once per microbatch.
+      function: what to do then.
+      state: of the loop.
+      operands: what does not change.
+      ranks: on how many ranks it is true.
+      name: of a unit of work.
+    """
+    share = self.microbatches / self.schedule.num_ticks
+    share *= ranks / self.placement.layout.num_ranks
+
+    def body(i, state):
+      # The compiler moves what no trip changes out of a loop, where it would
+      # run at every tick. So all depends on the number of the trip.
+      _, held = jax.lax.optimization_barrier((i, operands))
+      return function(state, *held)
+
+    with scopes.mean_trips(share, name):
+      return jax.lax.fori_loop(0, condition.astype(jnp.int32), body, state)
+
   def virtual_stage(self, chunk: jax.Array) -> jax.Array:
     """The virtual stage of a chunk; 0 for chunk -1."""
     return jnp.maximum(chunk, 0) // self.placement.layout.num_ranks
 
-  def switch(
-    self,
-    chunk: jax.Array,
-    function: Callable[..., Any],
-    nothing: Callable[..., Any],
-    *operands: Any,
-  ) -> Any:
-    """`function(chunk, *operands)`, or `nothing(*operands)` for chunk -1."""
-    chunks = range(self.placement.layout.num_chunks)
-    branches = [nothing] + [functools.partial(function, c) for c in chunks]
-    return jax.lax.switch(chunk + 1, branches, *operands)
+  @property
+  def chunks(self) -> range:
+    """All chunks, one of which may be in a slot."""
+    return range(self.placement.layout.num_chunks)
 
 
 def make_pipeline(
@@ -449,7 +577,8 @@ def _state_shapes(
     segment_ids=tokens if config.data.segment_ids else None,
   )
   shared = placement_lib.Shared.of(model)
-  blocks, partial, found = (), None, []
+  blocks, found = (), []
+  partial = jax.eval_shape(network.embed, shared, batch)
   for chunk in range(layout.num_chunks - 1):
     kinds = network.kinds(chunk)
     sublayers = {

@@ -13,6 +13,11 @@ the chunk that received a block is done, every later use has been
 differentiated, and the sum is sent to where the block came from. This is the
 transpose of the forward plan.
 
+Token table and head are in no chunk. The first chunk looks up its tokens and
+returns the gradient of their vectors; the last chunk returns its states after
+the final norm. What becomes of the two is the business of `spmd`, in which all
+ranks share the work of the head.
+
 Every chunk is a separate function, traced for its own sublayers, sources and
 position: kinds of sublayers, sizes and block boundaries may differ between
 chunks without masked work. The price is a program with a body per chunk instead
@@ -60,13 +65,11 @@ class Gradients(NamedTuple):
 
   Attributes:
     blocks: float32 [slots, B, T, D], gradients of blocks that wait, or None.
-    shared: gradients of the parameters other than sublayers.
-    loss: sums over the tokens so far.
+    shared: gradients of residual scheme and final norm.
   """
 
   blocks: Any
   shared: Shared
-  loss: loss_lib.LossSums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +91,26 @@ class Network:
     return self.config.model.sublayer_kinds[start:end]
 
   def no_loss(self) -> loss_lib.LossSums:
-    """The loss of chunks before the last one."""
+    """The loss of no microbatch."""
     return loss_lib.no_loss(precision.wide(self.config.model.dtype))
+
+  def no_states(self, microbatch: loss_lib.Examples) -> jax.Array:
+    """Zeros [B, T, D] in the dtype of embedding and final states."""
+    shape = *microbatch.inputs.shape, self.config.model.width
+    return jnp.zeros(shape, self.config.model.dtype)
+
+  def embed(self, shared: Shared, microbatch: loss_lib.Examples) -> jax.Array:
+    """The embedding [B, T, D], with which the first chunk begins."""
+    return shared.embedding.encode(microbatch.inputs)
+
+  def loss_sums(
+    self,
+    h_BTD: jax.Array,
+    head_DV: jax.Array,
+    microbatch: loss_lib.Examples,
+  ) -> loss_lib.LossSums:
+    """The loss of final states, of some tokens of a microbatch."""
+    return loss_lib.loss_sums(self.config, h_BTD, head_DV, microbatch)
 
   def run(
     self,
@@ -105,21 +126,20 @@ class Network:
     Args:
       chunk: its number.
       sublayers: its own, in the order of depth.
-      shared: the other parameters.
-      blocks: those that it reads, b_0 first; none for the first chunk, which
-        computes the embedding.
-      partial: the rest of the state; None if the boundary carries none.
+      shared: the other parameters, of which the embedding is not used.
+      blocks: those that it reads, b_0 first; none for the first chunk.
+      partial: the rest of the state; None if the boundary carries none. For the
+        first chunk, the embedding.
       microbatch: tokens.
 
     Returns:
       The blocks that it computed, and the rest of the state. For the last
-      chunk, LossSums.
+      chunk, states [B, T, D] after the final norm.
     """
     residual, options = shared.residual, self.config.model
     if chunk == 0:
-      embedding_BTD = shared.embedding.encode(microbatch.inputs)
       with scopes.part(scopes.RESIDUAL):
-        state = residual.init(embedding_BTD)
+        state = residual.init(partial)
     else:
       state = residual.put_together(blocks, partial)
     state = stack.run_part(
@@ -138,13 +158,7 @@ class Network:
     with scopes.part(scopes.RESIDUAL):
       h_BTD = residual.readout(state)
     with scopes.part(scopes.NORM):
-      h_BTD = shared.final_norm(h_BTD)
-    return loss_lib.loss_sums(
-      self.config,
-      h_BTD,
-      shared.embedding.head_DV(),
-      microbatch,
-    )
+      return shared.final_norm(h_BTD)
 
 
 class Work(NamedTuple):
@@ -192,11 +206,7 @@ class Stage:
     block = self.transport.block
     if block is not None:
       block = jax.ShapeDtypeStruct(block.shape, precision.wide(block.dtype))
-    return Gradients(
-      _pool(self.gradients, block),
-      zeros_like(shared),
-      self.network.no_loss(),
-    )
+    return Gradients(_pool(self.gradients, block), zeros_like(_inner(shared)))
 
   def receive(
     self, chunk: int, cache: Cache, message: Message, work: Work
@@ -216,12 +226,12 @@ class Stage:
 
   def forward(
     self, chunk: int, cache: Cache, message: Message, work: Work
-  ) -> tuple[Cache, Message, loss_lib.LossSums]:
+  ) -> tuple[Cache, Message, jax.Array]:
     """Runs a chunk on the message that has arrived.
 
     Returns:
-      The cache, the message to the rank of the next chunk, and the loss (zero
-      before the last chunk).
+      The cache, the message to the rank of the next chunk, and the final states
+      [B, T, D] (zero before the last chunk).
     """
     layout, wire = self.transport.layout, self.transport
     cache = self.receive(chunk, cache, message, work)
@@ -241,29 +251,34 @@ class Stage:
     known = (*blocks, *made)
     window = [known[block] for block in layout.window(chunk + 1, wire.rule)]
     message = wire.message(window, partial)
-    return cache._replace(blocks=pool), message, self.network.no_loss()
+    nothing_BTD = self.network.no_states(work.microbatch)
+    return cache._replace(blocks=pool), message, nothing_BTD
 
   def backward(
     self,
     chunk: int,
     cache: Cache,
     gradients: Gradients,
+    weights: dict[str, Any],
     message: Message,
+    d_final_BTD: jax.Array,
     work: Work,
-  ) -> tuple[Gradients, dict[str, Any], Message]:
+  ) -> tuple[Gradients, dict[str, Any], Message, jax.Array]:
     """Recomputes a chunk and differentiates it.
 
     Args:
       chunk: its number.
       cache: of the rank.
       gradients: sums so far.
+      weights: the same, of `Work.weights`.
       message: gradients of the message that this unit sent.
+      d_final_BTD: gradient of the final states, for the last chunk.
       work: of this unit.
 
     Returns:
-      The sums; the gradient of the chunk's weights, [1, rows, ...]; and the
-      message to the rank of the previous chunk: gradients of the message that
-      this unit received.
+      Both sums; the message to the rank of the previous chunk: gradients of the
+      message that this unit received; and the gradient [B, T, D] of the
+      embedding (zero after the first chunk).
     """
     layout, wire = self.transport.layout, self.transport
     blocks, partial = self._inputs(chunk, cache, work)
@@ -271,16 +286,12 @@ class Stage:
     last = chunk == layout.num_chunks - 1
 
     def run(sublayers, shared, blocks, partial):
-      result = self.network.run(
+      return self.network.run(
         chunk, sublayers, shared, blocks, partial, work.microbatch
       )
-      return (
-        (result.total, result) if last else (result, self.network.no_loss())
-      )
 
-    _, pull_back, loss = jax.vjp(
-      run, sublayers, work.shared, blocks, partial, has_aux=True
-    )
+    shared = _inner(work.shared)
+    _, pull_back = jax.vjp(run, sublayers, shared, blocks, partial)
     where = self._slots(self.gradients, chunk, work)
     waiting = {
       block: [gradients.blocks[where[block]]]
@@ -291,7 +302,7 @@ class Stage:
     ):
       waiting.setdefault(block, []).append(precision.widen(x_BTD))
     if last:
-      cotangent = jnp.ones((), loss.total.dtype)
+      cotangent = d_final_BTD
     else:
       made = [_sum(waiting.pop(b)) for b in layout.produced(chunk)]
       carries = layout.has_partial(chunk + 1)
@@ -309,22 +320,27 @@ class Stage:
     pool = gradients.blocks
     for block, terms in waiting.items():
       pool = pool.at[where[block]].set(_sum(terms))
-    gradients = Gradients(
-      pool,
-      # The compiler drops zeros of what a chunk does not use.
-      jax.tree.map(jnp.add, gradients.shared, d_shared),
-      jax.tree.map(jnp.add, gradients.loss, loss),
-    )
-    d_weights = {
-      kind: _fill(stacked, d_sublayers.get(kind))
-      for kind, stacked in work.weights.items()
+    # The compiler drops zeros of what a chunk does not use.
+    shared = jax.tree.map(jnp.add, gradients.shared, d_shared)
+    weights = weights | {
+      kind: jax.tree.map(
+        functools.partial(self._add, chunk), weights[kind], gradient
+      )
+      for kind, gradient in d_sublayers.items()
     }
-    return gradients, d_weights, wire.message(sent, d_partial)
+    if chunk == 0:
+      message, d_embedding_BTD = wire.message(sent), d_partial
+    else:
+      message = wire.message(sent, d_partial)
+      d_embedding_BTD = self.network.no_states(work.microbatch)
+    return Gradients(pool, shared), weights, message, d_embedding_BTD
 
   def _inputs(
     self, chunk: int, cache: Cache, work: Work
   ) -> tuple[tuple[jax.Array, ...], Any]:
     layout = self.transport.layout
+    if chunk == 0:
+      return (), self.network.embed(work.shared, work.microbatch)
     where = self._slots(self.blocks, chunk, work)
     blocks = tuple(cache.blocks[where[b]] for b in layout.reads(chunk))
     if not layout.has_partial(chunk):
@@ -335,16 +351,25 @@ class Stage:
   def _slots(self, pool: memory.SlotPool, chunk: int, work: Work) -> jax.Array:
     return jnp.asarray(pool.slots[chunk])[work.index]
 
+  def _place(self, chunk: int, weights: jax.Array) -> int:
+    """The index of a chunk in a leaf [V, rows, ...] or [1, rows, ...]."""
+    if weights.shape[0] == 1:
+      return 0
+    return self.transport.layout.virtual_stage(chunk)
+
+  def _add(self, chunk: int, total: jax.Array, more: jax.Array) -> jax.Array:
+    place = self._place(chunk, total)
+    return total.at[place, : more.shape[0]].add(more)
+
   def _own(self, chunk: int, weights: Mapping[str, Any]) -> stack.Sublayers:
     """The sublayers of a chunk, from `Work.weights`.
 
     In the dtype of master weights, like their gradients; matrix products cast
     them, possibly back to the dtype in which they arrived.
     """
-    place = self.transport.layout.virtual_stage(chunk)
 
     def own(count: int, w: jax.Array) -> jax.Array:
-      return precision.widen(w[place if w.shape[0] > 1 else 0, :count])
+      return precision.widen(w[self._place(chunk, w), :count])
 
     return {
       kind: jax.tree.map(functools.partial(own, count), weights[kind])
@@ -352,28 +377,16 @@ class Stage:
     }
 
 
+def _inner(shared: Shared) -> Shared:
+  """The parameters that chunks use beside sublayers."""
+  return shared._replace(embedding=None)
+
+
 def zeros_like(weights: Any) -> Any:
   """Zeros in the dtype of master weights, whatever the dtype of `weights`."""
   return jax.tree.map(
     lambda w: jnp.zeros(w.shape, precision.wide(w.dtype)), weights
   )
-
-
-def no_chunk(weights: Mapping[str, Any]) -> dict[str, Any]:
-  """The gradient of weights if there is no work, as from `Stage.backward`."""
-  return {kind: _fill(stacked, None) for kind, stacked in weights.items()}
-
-
-def _fill(stacked: Any, gradient: Any) -> Any:
-  """[1, rows, ...] for leaves [V, rows, ...], padded with zeros."""
-  if gradient is None:
-    return zeros_like(jax.tree.map(lambda w: w[:1], stacked))
-
-  def one(w: jax.Array, g: jax.Array) -> jax.Array:
-    missing = w.shape[1] - g.shape[0]
-    return jnp.pad(g, [(0, missing)] + [(0, 0)] * (g.ndim - 1))[None]
-
-  return jax.tree.map(one, stacked, gradient)
 
 
 def _sum(terms: Sequence[jax.Array]) -> jax.Array:

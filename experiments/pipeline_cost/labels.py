@@ -108,7 +108,7 @@ class LabelledNetwork(stage_lib.Network):
   """Chunks that compute labels."""
 
   def run(self, chunk, sublayers, shared, blocks, partial, microbatch):
-    """See the base class. `nll` counts wrong elements, `z` microbatches."""
+    """See the base class. Final states count wrong elements of all inputs."""
     del shared
     index_B = microbatch.inputs[:, 0]
     layout, last = self.layout, self.layout.num_chunks - 1
@@ -118,23 +118,24 @@ class LabelledNetwork(stage_lib.Network):
     ]
     if layout.has_partial(chunk):
       inputs.append((partial, _partial_label(layout, index_B, chunk - 1)))
-    wrong = jnp.zeros((), jnp.float32)
+    wrong_BTD = self.no_states(microbatch)
     total = functools.reduce(
       jnp.add, (jnp.sum(leaf) for leaf in jax.tree.leaves(sublayers))
     )
     read_BTD = jnp.full((*microbatch.inputs.shape, WIDTH), total)
     for x_BTD, label_B in inputs:
-      wrong += jnp.sum(x_BTD != label_B[:, None, None], dtype=jnp.float32)
+      is_wrong_BTD = x_BTD != label_B[:, None, None]
+      wrong_BTD += is_wrong_BTD.astype(jnp.float32)
       read_BTD += x_BTD
+    nothing_BTD = read_BTD - jax.lax.stop_gradient(read_BTD)
     if chunk == last:
-      count = jnp.float32(index_B.shape[0])
       # Errors of earlier chunks are part of their outputs.
-      return loss_lib.LossSums(jnp.sum(read_BTD), wrong, count)
+      return wrong_BTD + nothing_BTD
+    # A wrong input gives an output that no chunk accepts.
+    error = 0.5 * jnp.minimum(jnp.sum(wrong_BTD), 1.0)
 
     def made(label_B):
-      # A wrong input gives an output that no chunk accepts.
-      label_B11 = label_B[:, None, None] + 0.5 * jnp.minimum(wrong, 1.0)
-      return label_B11 + (read_BTD - jax.lax.stop_gradient(read_BTD))
+      return label_B[:, None, None] + error + nothing_BTD
 
     return (
       tuple(
@@ -144,6 +145,12 @@ class LabelledNetwork(stage_lib.Network):
       if layout.has_partial(chunk + 1)
       else None,
     )
+
+  def loss_sums(self, h_BTD, head_DV, microbatch):
+    """See the base class. `nll` counts wrong elements, `z` microbatches."""
+    del head_DV
+    total, count = jnp.sum(h_BTD), jnp.sum(microbatch.weights) / LENGTH
+    return loss_lib.LossSums(total, jax.lax.stop_gradient(total), count)
 
 
 def _block_label(layout: layout_lib.Layout, index, block):

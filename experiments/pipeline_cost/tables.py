@@ -12,8 +12,8 @@ from attnres_jax.pipeline import layout as layout_lib
 from experiments.pages import readme
 
 # The columns of tpu.csv that are shown.
-_POD_GIB = ("parameter", "optimiser", "temporary", "peak", "headroom")
-_POD_SECONDS = ("memory", "link", "compute")
+_POD_GIB = ("parameter", "optimiser", "peak", "headroom")
+_POD_SECONDS = ("compute", "memory", "link", "lockstep")
 
 _RULES = layout_lib.RULES
 _COLOURS = ("#c7c7c7", "#1f77b4", "#2ca02c")
@@ -139,10 +139,10 @@ def bounds(size: str, rows: Rows) -> str:
     for name in _POD_SECONDS:
       seconds, of = (float(one[f"{name}_seconds"]) for one in (row, baseline))
       cells.append(f"{seconds:.3f} ({seconds / of:.3f})")
-    lines.append(cells)
+    lines.append([*cells, f"{float(row['bubble']):.0%}"])
   header = [f"{name}, GiB" for name in _POD_GIB]
   header += [f"{name}, s" for name in _POD_SECONDS]
-  return readme.table(["", *header], lines)
+  return readme.table(["", *header, "bubble"], lines)
 
 
 def drawn(part: str, rows: Rows) -> str:

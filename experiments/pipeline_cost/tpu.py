@@ -8,12 +8,13 @@
 Writes a row of `tpu.csv` beside this file, replacing that of the same size,
 scheme and rule, and prints the report of `attnres_jax.aot`. It needs libtpu but
 no device; `processor_seconds` says how long it takes, and a 48B network needs 8
-GB of memory. With jax 0.10.2, only the memory of the program can be read.
+GB of memory. The compiler is stopped before it writes machine code, so `peak`
+is that of all arrays.
 
 Everything is per device. Times are the lower bounds of `attnres_jax.aot`:
-FLOPs, bytes of memory and bytes on links, each at its peak rate. (The rows of
-November 22 and before have the FLOPs of the model, without what is computed
-again, and count a loop over experts' further pieces of rows as run once.)
+FLOPs, bytes of memory and bytes on links, each at its peak rate, in the mean
+over ranks. In `lockstep_seconds` every tick takes as long as its slowest rank
+(`attnres_jax.aot.lockstep`), and `bubble` is what ranks wait, over their work.
 `vector_MiB` is one [tokens, width] of a microbatch; `inputs`, `blocks` and
 `gradients` are the planned slots for running states (float32), block
 representations, and their gradients (float32). `sent` lists the gigabytes that
@@ -26,7 +27,6 @@ from collections.abc import Sequence
 import os
 import pathlib
 import sys
-import time
 from typing import Any, NamedTuple
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -114,12 +114,15 @@ def make_row(config: config_lib.RunConfig, report: Row, devices: Any) -> Row:
     gradients=stage.gradients.size if block is not None else 0,
     fits=report["fits"],
   )
-  for name in ("parameter", "optimiser", "temporary", "peak", "headroom"):
+  for name in ("parameter", "optimiser", "peak", "headroom"):
     bytes_ = report.get(f"{name}_bytes")
     row[f"{name}_GiB"] = None if bytes_ is None else round(bytes_ / 2**30, 3)
   for name in ("compute", "memory", "link"):
     seconds = report.get(f"{name}_seconds")
     row[f"{name}_seconds"] = None if seconds is None else round(seconds, 3)
+  lockstep = report.get("lockstep", {})
+  for column, name in (("lockstep_seconds", "seconds"), ("bubble", "bubble")):
+    row[column] = round(lockstep[name], 3) if lockstep else None
   for column, in_loop in (("sent", True), ("sent_once", False)):
     row[column] = "; ".join(
       f"{one['kind']} {one['axes']} {one['sent_bytes'] / 1e9:.2f}"
@@ -139,9 +142,10 @@ def _run(options: argparse.Namespace) -> None:
   size = SIZES[options.size]
   config = make_config(size, options.residual, options.rule)
   devices = topology.devices(size.topology)
-  start = time.process_time()
-  report = report_lib.make_report(config, devices)
-  seconds = time.process_time() - start
+  start = os.times()
+  report = report_lib.make_schedule_report(config, size.topology)
+  # With that of the process that compiles.
+  seconds = sum(os.times()[:4]) - sum(start[:4])
   print(report_lib.to_text(report))
   row = vars(options) | dict(compiled_for=size.topology)
   row |= make_row(config, report, devices)

@@ -65,12 +65,13 @@ def test_loops_count_as_often_as_they_run():
   assert hlo.Program(TEXT).flops() == 2 * 4 * 6 * 8 * (5 + 1)
 
 
-def test_a_loop_that_is_usually_skipped_does_not_count():
-  name = 'metadata={op_name="jit(f)/part<moe>/usually_skipped/while"}'
+@pytest.mark.parametrize("trips", [0, 0.25, 3])
+def test_a_loop_counts_as_often_as_its_name_says(trips):
+  name = f'metadata={{op_name="jit(f)/part<moe>/mean_trips<{trips:f}>/while"}}'
   text = TEXT.replace("body=%body", f"body=%body, {name}")
-  assert hlo.Program(text).flops() == 2 * 4 * 6 * 8
+  assert hlo.Program(text).flops() == 2 * 4 * 6 * 8 * (trips + 1)
   # An ordinary loop in such a scope.
-  text = text.replace("skipped/while", "skipped/while/body/while")
+  text = text.replace(">/while", ">/while/body/while")
   assert hlo.Program(text).flops() == 2 * 4 * 6 * 8 * (5 + 1)
 
 

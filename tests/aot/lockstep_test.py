@@ -45,16 +45,16 @@ def test_every_tick_waits_for_its_slowest_rank():
   #   1      F(m1)           F(m0) B(m0)
   #   2      B(m0)           F(m1) B(m1)
   #   3      B(m1)           idle
-  units = lockstep.Units(np.array([1.0, 5.0]), np.array([20.0, 3.0]), (0.5, 0))
+  units = lockstep.Units(np.array([1.0, 5.0]), np.array([20.0, 3.0]))
   seconds_TP = units.of_ticks(_schedule())
-  expected = [[1, 0.5], [1, 8], [20.5, 8], [20.5, 0.5]]
+  expected = [[1, 0], [1, 8], [20, 8], [20, 0]]
   assert seconds_TP.tolist() == expected
-  assert seconds_TP.max(axis=1).sum() == 1 + 8 + 20.5 + 20.5
+  assert seconds_TP.max(axis=1).sum() == 1 + 8 + 20 + 20
 
 
-# Four ticks. Each copies 80 bytes on all ranks, runs a forward branch (nothing,
-# 16 or 32 bytes), then a backward one (nothing, 48 or 64). Then 400 bytes.
-def _text(branches=3):
+# Four ticks. Each copies 80 bytes on all ranks, runs a forward unit (16 or 32
+# bytes), then a backward one (48 or 64). Then 400 bytes.
+def _text(chunks=2):
   def copy(name, floats):
     return (
       f"%{name} (a{name}: f32[{floats}]) -> f32[{floats}] {{\n"
@@ -62,22 +62,23 @@ def _text(branches=3):
       f"  ROOT %c{name} = f32[{floats}]{{0}} copy(%a{name})\n}}\n"
     )
 
-  sizes = {"f1": 2, "f2": 4, "b1": 6, "b2": 8}
-  nothing = "".join(
-    f"%{n} (x{n}: f32[2]) -> f32[2] {{\n"
-    f"  ROOT %x{n} = f32[2]{{0}} parameter(0)\n}}\n"
-    for n in ("f0", "b0")
-  )
-  names = [f"{s}{i}" for s in "fb" for i in range(branches)]
-  conditionals = "".join(
-    f"  %{s} = f32[2]{{0}} conditional(%i, %q, %q, %q), branch_computations="
-    "{" + ", ".join(f"%{n}" for n in names if n[0] == s) + "}\n"
-    for s in "fb"
+  sizes = {"forward0": 2, "forward1": 4, "backward0": 6, "backward1": 8}
+  loops = "".join(
+    f"  %loop_{slot}{chunk} = f32[2]{{0}} while(%q), condition=%any,"
+    f" body=%{slot}{chunk}, metadata={{op_name="
+    f'"jit(f)/while/body/mean_trips<0.25>{slot}<{chunk}>/while"}}\n'
+    for slot in ("forward", "backward")
+    for chunk in range(chunks)
   )
   return (
     "HloModule jit_f, is_scheduled=true\n\n"
-    + "\n".join([nothing, *(copy(n, size) for n, size in sizes.items())])
+    + "\n".join(copy(n, size) for n, size in sizes.items())
     + f"""
+%any (pa: s32[]) -> pred[] {{
+  %pa = s32[] parameter(0)
+  ROOT %lessa = pred[] compare(%pa, %pa), direction=LT
+}}
+
 %condition (p: s32[]) -> pred[] {{
   %limit = s32[] constant(4), backend_config={{}}
   %p = s32[] parameter(0)
@@ -86,8 +87,7 @@ def _text(branches=3):
 
 %body (q: f32[10]) -> f32[10] {{
   %q = f32[10]{{0}} parameter(0)
-  %i = s32[] constant(1)
-{conditionals}  ROOT %r = f32[10]{{0}} copy(%q)
+{loops}  ROOT %r = f32[10]{{0}} copy(%q)
 }}
 
 ENTRY %main (m: f32[10], w: f32[50]) -> f32[50] {{
@@ -100,13 +100,12 @@ ENTRY %main (m: f32[10], w: f32[50]) -> f32[50] {{
   )
 
 
-def test_branches_of_a_program_are_units():
+def test_loops_of_a_program_are_units():
   found = lockstep.of_program(
     hlo.Program(_text()), small.config(), _schedule(), CHIP, devices=2
   )
-  # Without products only bytes count. Ticks as above: the last chunk's forward
-  # and backward are in one tick.
-  ticks = 16 + (32 + 64) + (32 + 64) + 48
+  # Without products only bytes count. Ticks as above.
+  ticks = 16 + max(16, 32 + 64) + max(48, 32 + 64) + 48
   assert found.tick_seconds == ticks
   assert found.seconds == ticks + 4 * 80 + 400
   work = (2 * (16 + 48), 2 * (32 + 64))
@@ -121,9 +120,10 @@ def test_a_report_says_how_long_ranks_take_together():
   assert not report._lockstep({})
 
 
-def test_a_program_without_the_two_slots_is_refused():
-  program = hlo.Program(_text(branches=2))
-  with pytest.raises(config_lib.RunError, match="0 conditionals over 2 chunks"):
+def test_a_program_without_a_unit_is_refused():
+  program = hlo.Program(_text(chunks=1))
+  message = "no loop for chunk 1 of 2 in the forward slot"
+  with pytest.raises(config_lib.RunError, match=message):
     lockstep.of_program(program, small.config(), _schedule(), CHIP, devices=2)
 
 
@@ -136,9 +136,5 @@ def test_flops_of_units_are_those_of_the_network(remat, again):
     dataclasses.replace(config.model, remat="none"), 256
   )
   trunk = 10 * (per_token.forward - per_token.head)
-  assert units.forward_C[-1] == 0
-  of_last = (units.backward_C[-1] - 30 * per_token.head) / (3 + again)
-  assert units.forward_C.sum() + of_last == pytest.approx(trunk)
-  assert units.backward_C[:-1] == pytest.approx(
-    (3 + again) * units.forward_C[:-1]
-  )
+  assert units.forward_C.sum() == pytest.approx(trunk)
+  assert units.backward_C == pytest.approx((3 + again) * units.forward_C)

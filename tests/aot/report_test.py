@@ -124,10 +124,10 @@ def test_a_pipeline(devices):
   assert found["running_state_bytes"] % (4 * vector) == 0
   assert found["block_bytes"] % (4 * vector) == 0
   assert found["running_state_bytes"] + found["block_bytes"] >= 2 * 4 * vector
-  # Forward, again for backward, and once more for checkpointing; as often as 4
-  # ticks take one branch of 3, for 2 units of work. All branches would be 3.
+  # Forward, again for backward, and once more for checkpointing: 5 passes for
+  # 3, without attention's kernels. Units in every tick would be 3 times that.
   share = found["flops"] / found["analytic_flops"]
-  assert 1.3 < share < 2.5
+  assert 1 < share < 5 / 3
   sent = {row["kind"]: row["axes"] for row in found["collectives"]}
   assert sent["collective-permute"] == "stage"
   rows = {row["part"]: row for row in found["parts"]}

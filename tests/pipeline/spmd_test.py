@@ -39,7 +39,8 @@ from attnres_jax.pipeline import spmd
 from tests import jaxprs
 from tests import tiny_network
 
-VOCAB, WIDTH, LENGTH = 16, 16, 8
+# Tokens that ranks cannot share equally.
+VOCAB, WIDTH, LENGTH = 16, 16, 7
 # Ranks, virtual stages, microbatches, sublayers, sublayers per block.
 SMALL = (2, 2, 4, 4, 3)
 SHAPES = [
@@ -454,10 +455,14 @@ def test_a_tpu_program():
   assert sum(pairs) == 2 * config.mesh.data * per_tick
   program = hlo.Program(text)
   in_loop = [one for one in program.collectives() if one.in_loop]
-  assert len(in_loop) == len(pairs)
-  for one in in_loop:
+  ticks, microbatches = plan.schedule.num_ticks, plan.microbatches
+  messages = [one for one in in_loop if one.count == ticks]
+  assert len(messages) == len(pairs)
+  # States to the ranks that share the head, and their gradients back.
+  heads = [one.count for one in in_loop if one.count != ticks]
+  assert heads == [pytest.approx(microbatches)] * 2
+  for one in messages:
     assert one.kind == "collective-permute" and one.overlapped
-    assert one.count == plan.schedule.num_ticks
     assert {array.dims for array in one.arrays} == {(1, 256, 256)}
   slots = [plan.stage.blocks.size, plan.stage.gradients.size]
   for count, instruction, _ in program.instructions():
@@ -533,6 +538,8 @@ class _Growing(prenorm.PreNorm):
 
 def test_what_does_not_fit_is_named_in_one_line(monkeypatch):
   monkeypatch.setitem(residuals.RESIDUALS, "growing", _Growing)
+  # One that mesh.tensor could cut.
+  monkeypatch.setitem(globals(), "LENGTH", 8)
 
   def refused(message, shape, mesh=None, **fields):
     optim, rows = fields.pop("optim", None), fields.pop("rows", None)
