@@ -22,8 +22,12 @@ import jax.numpy as jnp
 
 Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu"]
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
-# What a TPU kernel may use: of 64 MiB on v5p and tpu7x, 128 on the others.
-TPU_VMEM_BYTES = 56 * 2**20
+# What a TPU kernel may use: of 64 MiB on v5p and tpu7x, of 128 on v5e and v6e,
+# and all of these.
+_VMEM_BYTES = 56 * 2**20
+_SMALL_VMEM_BYTES = {
+  kind: 16 * 2**20 for kind in ("TPU v2", "TPU v3", "TPU v4")
+}
 
 
 def check_implementation(implementation: str | None) -> None:
@@ -38,6 +42,27 @@ def check_eps(eps: float, name: str = "eps") -> None:
   """Raises ValueError unless it can be added to a mean square."""
   if not 0 <= eps < float("inf"):
     raise ValueError(f"{name}={eps!r} must be a finite number of at least 0")
+
+
+def tpu_vmem_bytes() -> int:
+  """What a kernel may use on the TPU for which it is traced.
+
+  That of the ambient mesh, or else of this process. A program for another one,
+  traced without a mesh, gets what all newer TPUs than v4 have.
+  """
+  device = _ambient_device()
+  if device is not None:
+    kind = device.device_kind
+  elif jax.default_backend() == "tpu":
+    kind = jax.devices()[0].device_kind
+  else:
+    return _VMEM_BYTES
+  return _SMALL_VMEM_BYTES.get(kind, _VMEM_BYTES)
+
+
+def _ambient_device() -> Any:
+  """The kind of device of the ambient mesh, if it is known."""
+  return getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
 
 
 def accumulator(*arrays: jax.Array | None) -> jnp.dtype:
@@ -171,7 +196,7 @@ def by_platform(args: tuple, default: Any, **branches: Any) -> Any:
     **branches: functions by platform, as JAX calls it when it lowers: "tpu",
       "cuda".
   """
-  device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+  device = _ambient_device()
   if device is not None and device.platform in ("cpu", "tpu"):
     return branches.get(device.platform, default)(*args)
 

@@ -48,9 +48,12 @@ class Chip(NamedTuple):
   kind: str
 
   @property
+  def mesh(self):
+    return jax.sharding.Mesh(topology_lib.devices(self.topology)[:1], ("chip",))
+
+  @property
   def place(self):
-    device = topology_lib.devices(self.topology)[0]
-    return jax.sharding.SingleDeviceSharding(device)
+    return jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
 
   @property
   def info(self):
@@ -117,13 +120,16 @@ def restart_with_dumps() -> None:
 def measure(kernel: str, shape: Any, chip: str, build: Build):
   """One row of the table: a kernel by the name of its `pallas_call`."""
   place, info = CHIPS[chip].place, CHIPS[chip].info
-  function, arguments, plan = build(shape)
+  # Tiles depend on the chip.
+  ambient = jax.sharding.use_abstract_mesh(CHIPS[chip].mesh.abstract_mesh)
+  with ambient:
+    function, arguments, plan = build(shape)
   arguments = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
     arguments,
   )
   remove_dumps()
-  with warnings.catch_warnings():
+  with ambient, warnings.catch_warnings():
     warnings.simplefilter("ignore")
     jax.jit(function).lower(*arguments).compile()
   bundles, limits = schedule_of(kernel)

@@ -1,12 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which function runs on which platform, and which are traced at all."""
 
+import functools
+
 import jax
 from jax._src import mesh as mesh_lib  # There is no public AbstractDevice.
 import jax.numpy as jnp
 import pytest
 
 from attnres_kernels import dispatch
+from attnres_kernels.depth_attention import pallas_tpu_tiles as tiles
+
+
+def _mesh(kind, platform):
+  device = mesh_lib.AbstractDevice(
+    device_kind=kind, num_cores=1, platform=platform
+  )
+  return jax.sharding.AbstractMesh((), (), abstract_device=device)
 
 
 def _traced(mesh):
@@ -42,13 +52,20 @@ def _traced(mesh):
   ),
 )
 def test_only_the_platform_of_the_mesh_is_traced(platform, names):
-  device = None
+  mesh = jax.sharding.AbstractMesh((), ())
   if platform:
-    device = mesh_lib.AbstractDevice(
-      device_kind="any", num_cores=1, platform=platform
-    )
-  mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    mesh = _mesh("any", platform)
   assert sorted(_traced(mesh)[0]) == sorted(names)
+
+
+def test_tiles_suit_the_memory_of_the_chip():
+  # Nine sources and eight mixtures of 1536 bfloat16 numbers.
+  choose = functools.partial(tiles.BlockSizes.choose, 8192, 1536, 2 * 17 * 1536)
+  assert choose().tokens == 128
+  for kind, tokens in (("TPU v4", 64), ("TPU v5", 128), ("TPU v6 lite", 128)):
+    with jax.sharding.use_abstract_mesh(_mesh(kind, "tpu")):
+      assert choose().tokens == tokens
+      assert 2 * tokens * 2 * 17 * 1536 < dispatch.tpu_vmem_bytes()
 
 
 def test_without_a_mesh_the_lowering_decides():

@@ -25,6 +25,8 @@ CHIPS = {
   "v6e": "v6e:2x2",
   "tpu7x": "tpu7x:2x2x1",
 }
+# Has a quarter of the VMEM of the smallest of these.
+OLDER = {"v4": "v4:2x2x1"}
 
 # Of each array: 2^31 elements and a last tile that is a part of one.
 HUGE = shapes.Shape("huge", 1, 1, 2**18 + 8, 8192)
@@ -44,7 +46,7 @@ def devices(chip):
   from jax.experimental import topologies
 
   return topologies.get_topology_desc(
-    platform="tpu", topology_name=CHIPS[chip]
+    platform="tpu", topology_name=(CHIPS | OLDER)[chip]
   ).devices
 
 
@@ -142,6 +144,19 @@ class TestTpuCompile:
   def test_read(self, chip, shape):
     text = compile_for(chip, *read(shape), "bfloat16")
     assert "depth_read_forward" in text
+
+  @pytest.mark.parametrize("op", ("attention", "merge"))
+  def test_tiles_fit_the_vmem_of_v4(self, op):
+    # Its larger tiles would need 20 MiB, and those of the merge 19.
+    shape = shapes.Shape("large", 9, 8, 256, 1536)
+    function, arguments = attention(shape, False)
+    if op == "merge":
+      shape = shapes.Shape("large", 1, 1, 256, 6144)
+      function, arguments = merge(shape, "add_merge_norm")
+    mesh = jax.sharding.Mesh(devices("v4")[:1], ("chip",))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      text = compile_for("v4", function, arguments, "bfloat16")
+    assert "backward" in text
 
   def test_separate_sources_are_not_stacked(self):
     shape = shapes.Shape("small", 4, 5, 512, 1024)

@@ -29,7 +29,7 @@ GROUP = 1 << GROUP_BITS
 ROWS = 16  # The row tile of bfloat16 in memory.
 LANES = 128  # Of a register, and the most queries.
 MOST_STATISTICS = 512  # Queries times heads; beyond, programs grow too long.
-_BUFFER_BYTES = 40 * 2**20
+_BUFFER_SHARE = 5 / 7  # Of VMEM; the rest is for values.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +53,9 @@ class BlockSizes:
     tokens = 128 if width <= 1536 else 64
     if heads > 1:
       tokens //= 2
+    most = _BUFFER_SHARE * dispatch.tpu_vmem_bytes()
     while tokens > ROWS and (
-      2 * tokens * token_bytes > _BUFFER_BYTES or tokens // 2 >= num_tokens
+      2 * tokens * token_bytes > most or tokens // 2 >= num_tokens
     ):
       tokens //= 2
     return cls(tokens)
@@ -81,7 +82,7 @@ def why_not(
   slabs = num_slots + num_queries
   slabs += num_slots if function == "backward" else 0
   tile = 2 * slabs * ROWS * width * first.dtype.itemsize
-  if tile > dispatch.TPU_VMEM_BYTES:
+  if tile > dispatch.tpu_vmem_bytes():
     return (
       f"query {query_QD.shape} with {num_slots} sources {first.shape} needs"
       f" {tile >> 20} MiB of VMEM for two buffers of {ROWS} tokens"

@@ -18,6 +18,7 @@ from attnres_kernels.depth_merge import xla
 from attnres_kernels.depth_merge.pallas_tpu_columns import Columns
 
 _ROWS = 16
+_BUFFER_SHARE = 3 / 7  # Of VMEM.
 _LANES = 128
 _SUBLANES = 8
 
@@ -74,7 +75,7 @@ def forward(
     ],
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("parallel",),
-      vmem_limit_bytes=dispatch.TPU_VMEM_BYTES,
+      vmem_limit_bytes=dispatch.tpu_vmem_bytes(),
     ),
     cost_estimate=call.cost(flops=14),
     interpret=interpret,
@@ -145,7 +146,7 @@ def backward(
     ],
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("parallel", "arbitrary"),
-      vmem_limit_bytes=dispatch.TPU_VMEM_BYTES,
+      vmem_limit_bytes=dispatch.tpu_vmem_bytes(),
     ),
     cost_estimate=call.cost(flops=34),
     interpret=interpret,
@@ -163,9 +164,9 @@ def backward(
 
 def choose_tile(num_tokens, bytes_per_token):
   """Tokens per grid step: up to 128, as long as two buffers stay small."""
-  tile = _LANES
+  tile, most = _LANES, _BUFFER_SHARE * dispatch.tpu_vmem_bytes()
   while tile > _ROWS and (
-    2 * tile * bytes_per_token > 24 * 2**20 or tile // 2 >= num_tokens
+    2 * tile * bytes_per_token > most or tile // 2 >= num_tokens
   ):
     tile //= 2
   return tile

@@ -32,7 +32,7 @@ def why_not(
   if not dtypes <= {"bfloat16", "float32"}:
     return f"arrays must be bfloat16 or float32, got {sorted(dtypes)}"
   needed = 2 * _block_bytes(sources) + 2 * _ROWS * 4 * sources[0].shape[-1]
-  if needed > dispatch.TPU_VMEM_BYTES:
+  if needed > dispatch.tpu_vmem_bytes():
     return (
       f"{_ROWS} tokens of {len(sources)} sources need {needed / 2**20:.0f} MiB"
     )
@@ -62,7 +62,7 @@ def forward(
     out_shape=jax.ShapeDtypeStruct((tokens, width), dtype),
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("parallel",),
-      vmem_limit_bytes=dispatch.TPU_VMEM_BYTES,
+      vmem_limit_bytes=dispatch.tpu_vmem_bytes(),
     ),
     cost_estimate=pl.CostEstimate(
       flops=(6 * len(sources) + 5) * tokens * width,

@@ -28,11 +28,13 @@ _DTYPES = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 
 
 def choose_heads(chunk_size, num_heads, width):
-  """Heads per grid step: as many as fit, up to sixteen.
+  """Heads per grid step: as many as fit, up to sixteen; half of that on v4.
 
-  More heads hide more latency, but take more VMEM.
+  More heads hide more latency, but take more VMEM: backward, 22 MiB for
+  sixteen heads of 128.
   """
-  most = min(16, max(1, 16 * 64 * 128 // (chunk_size * width)))
+  most = 16 if dispatch.tpu_vmem_bytes() > 22 * 2**20 else 8
+  most = min(most, max(1, most * 64 * 128 // (chunk_size * width)))
   return max(n for n in range(1, most + 1) if num_heads % n == 0)
 
 
@@ -142,7 +144,7 @@ class _Call:
       scratch_shapes=scratch,
       compiler_params=pltpu.CompilerParams(
         dimension_semantics=("parallel", "parallel", "arbitrary"),
-        vmem_limit_bytes=dispatch.TPU_VMEM_BYTES,
+        vmem_limit_bytes=dispatch.tpu_vmem_bytes(),
       ),
       cost_estimate=self._cost(name, inputs, outputs),
       interpret=self.interpret,

@@ -122,7 +122,7 @@ class _Call:
       scratch_shapes=scratch,
       compiler_params=pltpu.CompilerParams(
         dimension_semantics=("parallel", "parallel", "arbitrary"),
-        vmem_limit_bytes=dispatch.TPU_VMEM_BYTES,
+        vmem_limit_bytes=dispatch.tpu_vmem_bytes(),
       ),
       interpret=self.interpret,
       name=name,
