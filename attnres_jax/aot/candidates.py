@@ -271,11 +271,13 @@ class _Network:
     state: `train_state.TrainState`, abstract.
     kept: bytes per token that are kept with remat=full.
     forward: FLOPs of a token.
+    head: those of the head.
   """
 
   state: Any
   kept: float
   forward: float
+  head: float
 
   @classmethod
   def of(
@@ -292,10 +294,12 @@ class _Network:
     program = train_state.make_program(one, mesh)
     kept = program.network.kept_bytes(program.abstract_state.model)
     length = config.data.sequence_length
+    per_token = flops.flops_per_token(config.model, length)
     return cls(
       program.abstract_state,
       sum(kept.values()) / length,
-      flops.flops_per_token(config.model, length).forward,
+      per_token.forward,
+      per_token.head,
     )
 
 
@@ -308,6 +312,7 @@ class _Cost:
     chip: of the slice.
     model: the network, abstract.
     forward: FLOPs of a token.
+    head: those of the head.
     state: of parameters and optimiser, at rest.
     gradient: the float32 gradient, as parameters are at rest.
     gathered: parameters that a device computes with, in the dtype of products.
@@ -321,6 +326,7 @@ class _Cost:
   chip: chips.Chip
   model: Any
   forward: float
+  head: float
   state: float
   gradient: float
   gathered: float
@@ -355,6 +361,7 @@ class _Cost:
       topology.chip(devices[0]),
       state.model,
       forward=network.forward,
+      head=network.head,
       state=sharding.bytes_per_device((state.model, state.opt_state)),
       gradient=sharding.bytes_per_device(state.model),
       gathered=used / 4 * jnp.dtype(model.dtype).itemsize,
@@ -491,8 +498,7 @@ class _Cost:
     """Of head and loss; every rank has its share of each microbatch."""
     model, chip = self.config.model, self.chip
     own = self.tokens / schedule.layout.num_ranks
-    length = self.config.data.sequence_length
-    work = 3 * flops.flops_per_token(model, length).head * own
+    work = 3 * self.head * own
     # Every microbatch reads the head and adds to its gradient.
     head = model.width * model.vocab_size
     moved = own * _LOGIT_BYTES * model.vocab_size

@@ -96,7 +96,8 @@ def of_program(
   ):
     seconds_C = np.zeros(len(analytic_C))
     for chunk, analytic in enumerate(analytic_C):
-      count, body = found[slot, chunk]
+      body = found[slot, chunk]
+      count, _ = program.runs[body]
       nbytes, work = program.hbm_bytes(body), program.flops(body)
       all_bytes += count * nbytes
       all_flops += count * work
@@ -162,21 +163,15 @@ def _forward_flops(
   return each, per_token.residual / model.num_sublayers
 
 
-def _units(
-  program: hlo.Program, num_chunks: int
-) -> dict[tuple[str, int], tuple[float, str]]:
-  """(slot, chunk) -> (mean executions on a device, body) of every unit."""
+def _units(program: hlo.Program, num_chunks: int) -> dict[tuple[str, int], str]:
+  """(slot, chunk) -> the computation of every unit."""
   found = {}
-  for name, (count, _) in program.runs.items():
-    if name in program.fused:
-      continue
+  for name in program.runs:
     for instruction in program.computations[name].values():
-      if instruction.op != "while":
-        continue
-      if unit := scopes.unit_of_name(instruction.op_name):
-        trips = scopes.mean_trips_of_name(instruction.op_name)
-        assert trips is not None
-        found[unit] = count * trips, dict(instruction.called())["body"]
+      if instruction.op == "while" and (
+        unit := scopes.unit_of_name(instruction.op_name)
+      ):
+        found[unit] = dict(instruction.called())["body"]
   for slot in (scopes.FORWARD, scopes.BACKWARD):
     for chunk in range(num_chunks):
       if (slot, chunk) not in found:

@@ -55,7 +55,7 @@ from attnres_jax.pipeline import transport as transport_lib
 
 Parameters = placement_lib.Parameters
 
-# The axes over which the loss is summed: last rank and rows.
+# The axes over which the loss is summed: shares of a microbatch, and rows.
 _LOSS_AXES = (sharding.STAGE, *sharding.ROWS)
 
 
@@ -98,14 +98,9 @@ def _by_hand(
     returned = wire.send(leaving, backward=True)
     chunk, work = plan.unit(slots.forward, parameters, batch)
     message, h_BTD = wire.message(), stage.network.no_states(work.microbatch)
-    for c in plan.chunks:
-      cache, message, h_BTD = plan.if_any(
-        chunk == c,
-        functools.partial(forward, c),
-        (cache, message, h_BTD),
-        (arrived, work),
-        name=scopes.unit(scopes.FORWARD, c),
-      )
+    cache, message, h_BTD = plan.run_unit(
+      scopes.FORWARD, chunk, forward, (cache, message, h_BTD), (arrived, work)
+    )
     arrived = wire.send(message)
     any_head, microbatch = plan.at_head(slots, batch)
     loss, d_head_DV, d_final_BTD = plan.if_any(
@@ -118,14 +113,13 @@ def _by_hand(
     chunk, work = plan.unit(slots.backward, parameters, batch)
     own = stage_lib.zeros_like(work.weights) if gathers else gradient
     leaving, d_first_BTD = wire.message(), jnp.zeros_like(d_final_BTD)
-    for c in plan.chunks:
-      sums, own, leaving, d_first_BTD = plan.if_any(
-        chunk == c,
-        functools.partial(backward, c),
-        (sums, own, leaving, d_first_BTD),
-        (cache, returned, d_final_BTD, work),
-        name=scopes.unit(scopes.BACKWARD, c),
-      )
+    sums, own, leaving, d_first_BTD = plan.run_unit(
+      scopes.BACKWARD,
+      chunk,
+      backward,
+      (sums, own, leaving, d_first_BTD),
+      (cache, returned, d_final_BTD, work),
+    )
     d_table_VD = plan.if_any(
       chunk == 0,
       embedding.add_gradient,
@@ -379,6 +373,25 @@ class Pipeline:
       h_PUD = jax.lax.all_to_all(shares(h_BTD), sharding.STAGE, 0, 0)
       share = jax.tree.map(lambda a: shares(a)[own][None], microbatch)
       return self.stage.network.loss_sums(h_PUD[-1:], head_DV, share)
+
+  def run_unit(
+    self,
+    slot: str,
+    chunk: jax.Array,
+    function: Callable[..., Any],
+    state: Any,
+    operands: tuple[Any, ...],
+  ) -> Any:
+    """`function(chunk, state, *operands)` for the chunk in a slot, if any."""
+    for c in self.chunks:
+      state = self.if_any(
+        chunk == c,
+        functools.partial(function, c),
+        state,
+        operands,
+        name=scopes.unit(slot, c),
+      )
+    return state
 
   def if_any(
     self,
