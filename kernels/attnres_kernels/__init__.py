@@ -19,6 +19,7 @@ from attnres_kernels.dispatch import Implementation
 from attnres_kernels.kda.api import kda
 from attnres_kernels.kda.api import kda_step
 from attnres_kernels.short_conv.api import short_conv
+from attnres_kernels.stream_mix.api import stream_mix
 
 __all__ = [
   "IMPLEMENTATIONS",
@@ -32,4 +33,5 @@ __all__ = [
   "kda",
   "kda_step",
   "short_conv",
+  "stream_mix",
 ]

@@ -86,20 +86,48 @@ class Manifold(streams_lib.Streams):
     """R [M, M, B, T], from one array [C, B, T] per part of `start`."""
     raise NotImplementedError
 
-  def coefficients(
-    self, streams: streams_lib.State
-  ) -> streams_lib.Coefficients:
+  def weight(self) -> jax.Array:
+    """Of the products [M, D, C], with the gain."""
     weight_MDC = self.projection[...]
     if self.has_gain:
       weight_MDC = weight_MDC * (1 + self.gain[...])[..., None]
-    read_MBT, write_MBT, *mix = dynamic_logits(
-      streams, weight_MDC, self.bias[...], self.scale[...], self.sizes, self.eps
+    return weight_MDC
+
+  def coefficients(
+    self, streams: streams_lib.State
+  ) -> streams_lib.Coefficients:
+    return self.of_products(products(streams, self.weight(), self.eps))
+
+  def of_products(self, product_CBT: jax.Array) -> streams_lib.Coefficients:
+    """The coefficients, given x W."""
+    read_MBT, write_MBT, *mix = logits(
+      product_CBT, self.bias[...], self.scale[...], self.sizes
     )
     return streams_lib.Coefficients(
       jax.nn.sigmoid(read_MBT),
       2 * jax.nn.sigmoid(write_MBT),
       self.matrix(*mix),
     )
+
+  def open(
+    self, state: streams_lib.State, start: int, stop: int
+  ) -> tuple[streams_lib.Carry, Any]:
+    carry, slots = super().open(state, start, stop)
+    if not base.coefficients_are_fixed():
+      carry = carry._replace(h_BTD=self.read(carry, None))
+    return carry, slots
+
+  def write(
+    self, carry: streams_lib.Carry, slot: Any, y_BTD: jax.Array
+  ) -> streams_lib.Carry:
+    if carry.h_BTD is None:
+      return super().write(carry, slot, y_BTD)
+    streams, h_BTD, product_CBT = streams_lib.mix(
+      carry, base.keep(y_BTD), slot.weight(), slot.bias[: self.num_streams],
+      slot.scale[0], eps=self.eps, dtype=self.dtype,
+    )  # fmt: skip
+    streams = tuple(map(base.keep, streams))
+    return streams_lib.Carry(streams, slot.of_products(product_CBT), h_BTD)
 
 
 class MHC(Manifold):
@@ -280,19 +308,23 @@ class OHC(Manifold):
     return jnp.sum(left[:, :, None] * right[None], axis=1)
 
 
-def dynamic_logits(
-  streams: streams_lib.State,
-  weight_MDC: jax.Array,
+def products(
+  streams: streams_lib.State, weight_MDC: jax.Array, eps: float
+) -> jax.Array:
+  """x W [C, B, T]."""
+  product_CBT = streams_lib.projected(streams, weight_MDC)
+  return inverse_rms(streams, eps)[None] * product_CBT
+
+
+def logits(
+  product_CBT: jax.Array,
   bias_C: jax.Array,
   scales: Sequence[jax.Array] | jax.Array,
   sizes: Sequence[int],
-  eps: float,
 ) -> list[jax.Array]:
   """Parts b + s x W [C, B, T] for each scale s, which has `sizes` columns."""
-  product_CBT = streams_lib.projected(streams, weight_MDC)
-  normed_CBT = inverse_rms(streams, eps)[None] * product_CBT
   cuts = np.cumsum(sizes)[:-1]
-  parts = jnp.split(normed_CBT, cuts), jnp.split(bias_C, cuts)
+  parts = jnp.split(product_CBT, cuts), jnp.split(bias_C, cuts)
   return [
     streams_lib.to_tokens(bias) + scale * part
     for part, bias, scale in zip(*parts, scales)

@@ -158,13 +158,10 @@ class XHC(streams_lib.Streams):
     )
     gate_RBT = jnp.moveaxis(gate_BTR, -1, 0)
     gate_CBT = jnp.concatenate([jnp.ones_like(gate_RBT[:_FIXED]), gate_RBT])
-    read_MBT, write_CBT, mix_CBT = mhc.dynamic_logits(
-      tuple(_active(streams, chosen_RMBT)),
-      self.projection[...],
-      self.bias[...],
-      scale,
-      self.sizes,
-      self.eps,
+    active = tuple(_active(streams, chosen_RMBT))
+    product_CBT = mhc.products(active, self.projection[...], self.eps)
+    read_MBT, write_CBT, mix_CBT = mhc.logits(
+      product_CBT, self.bias[...], scale, self.sizes
     )
     tokens = gate_CBT.shape[1:]
     write_CRBT = 2 * jax.nn.sigmoid(write_CBT).reshape(_ACTIVE, -1, *tokens)

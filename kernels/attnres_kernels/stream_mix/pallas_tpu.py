@@ -1,0 +1,489 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The op on TPU: every array of tokens is read once and written once.
+
+Coefficients have tokens along lanes, 128 of them in a grid step; transposed,
+they scale rows of [tokens, D]. The backward pass computes the new streams a
+second time rather than reading them.
+
+With streams in bfloat16, the vector units would take longer than memory does.
+There, what is left of the backward pass once the gradients of the new streams
+are known are products of matrices: of `_Squares`.
+"""
+
+import functools
+import math
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+
+from attnres_kernels import dispatch
+
+_LANES = 128
+_SUBLANES = 8
+_ROWS = 16  # Of a register of bfloat16.
+_TILE = 128  # Tokens of a grid step, along the lanes of coefficients.
+_PARTS = 2  # Sums over tokens, one for each core of a chip.
+_CHUNK = 512  # Columns that are worked on at a time.
+
+
+def why_not(function, streams, y, *args, eps, dtype):
+  """The reason why these arguments cannot run, or None."""
+  del eps
+  dtypes = {str(x.dtype) for x in (*streams, y)} | {str(jnp.dtype(dtype))}
+  if not dtypes <= {"bfloat16", "float32"}:
+    return f"arrays must be bfloat16 or float32, got {sorted(dtypes)}"
+  tokens = math.prod(y.shape[:-1])
+  if tokens < _TILE:
+    return f"at least {_TILE} tokens, got {tokens}"
+  if len(streams) > 8:
+    return f"at most 8 streams, got {len(streams)}"
+  return None
+
+
+def forward(
+  streams, y, write_MT, mix_MMT, weight_MDC, bias_M, scale, *, eps, dtype,
+  interpret=False,
+):  # fmt: skip
+  """Returns (new streams, the next read, logits, their inverse norm)."""
+  call = _Call(streams, y, weight_MDC)
+  count, tile = call.count, call.tile
+  at = lambda t: t
+  outs = [*streams, jax.ShapeDtypeStruct(y.shape, dtype)]
+  *new, h, logits_CT, inverse_1T = pl.pallas_call(
+    functools.partial(_forward_kernel, count=count, eps=eps),
+    grid=(call.tiles,),
+    in_specs=[
+      _whole((count, 2)),
+      _whole((count, call.columns, call.width)),
+      call.row_spec(count * (count + 1), at),
+      *(call.wide_spec(at) for _ in range(count + 1)),
+    ],
+    out_specs=[
+      *(call.wide_spec(at) for _ in outs),
+      call.row_spec(call.columns, at),
+      call.row_spec(1, at),
+    ],
+    out_shape=[
+      *(call.wide_struct(x) for x in outs),
+      call.row_struct(call.columns),
+      call.row_struct(1),
+    ],
+    scratch_shapes=[pltpu.VMEM((tile, _LANES), jnp.float32)],
+    compiler_params=pltpu.CompilerParams(
+      dimension_semantics=("parallel",),
+      vmem_limit_bytes=dispatch.tpu_vmem_bytes(),
+    ),
+    interpret=interpret,
+    name="stream_mix_forward",
+  )(
+    *call.small(weight_MDC, bias_M, scale),
+    call.factors(write_MT, mix_MMT),
+    *(call.flat(x) for x in (*streams, y)),
+  )
+  shape = y.shape[:-1]
+  return (
+    tuple(x.reshape(y.shape) for x in new),
+    h.reshape(y.shape),
+    logits_CT[: weight_MDC.shape[2]].reshape(-1, *shape),
+    inverse_1T.reshape(shape),
+  )
+
+
+def backward(
+  streams, y, write_MT, mix_MMT, weight_MDC, bias_M, scale, new, logits_CT,
+  inverse_T, dnew, dh, dlogits_CT, *, eps, dtype, interpret=False,
+):  # fmt: skip
+  """Returns the gradients of the first seven arguments."""
+  del eps, new, dtype
+  call = _Call(streams, y, weight_MDC)
+  count, tile, columns = call.count, call.tile, call.columns
+  parts = math.gcd(call.tiles, _PARTS)
+  steps = call.tiles // parts
+  at = lambda p, s: p * steps + s
+  wide = [*streams, y, *dnew, dh]
+  outs = [*streams, y]
+  stacks = [call.dtype, jnp.float32]
+  if call.dtype != jnp.float32:
+    stacks.append(call.dtype)
+  *dstreams, dy, dfactors, dgate, dweight = pl.pallas_call(
+    functools.partial(_backward_kernel, count=count, tokens=call.tokens),
+    grid=(parts, steps),
+    in_specs=[
+      _whole((count, 2)),
+      _whole((count, columns, call.width)),
+      call.row_spec(count * (count + 1), at),
+      call.row_spec(columns, at),
+      call.row_spec(1, at),
+      call.row_spec(columns, at),
+      *(call.wide_spec(at) for _ in wide),
+    ],
+    out_specs=[
+      *(call.wide_spec(at) for _ in outs),
+      call.row_spec(count * (count + 1), at),
+      call.row_spec(count, at),
+      pl.BlockSpec((1, count, columns, call.width), lambda p, s: (p, 0, 0, 0)),
+    ],
+    out_shape=[
+      *(call.wide_struct(x) for x in outs),
+      call.row_struct(count * (count + 1)),
+      call.row_struct(count),
+      jax.ShapeDtypeStruct((parts, count, columns, call.width), jnp.float32),
+    ],
+    scratch_shapes=[
+      pltpu.VMEM((count * tile, call.width), dtype) for dtype in stacks
+    ],
+    compiler_params=pltpu.CompilerParams(
+      dimension_semantics=("parallel", "arbitrary"),
+      vmem_limit_bytes=dispatch.tpu_vmem_bytes(),
+    ),
+    interpret=interpret,
+    name="stream_mix_backward",
+  )(
+    *call.small(weight_MDC, bias_M, scale),
+    call.factors(write_MT, mix_MMT),
+    call.rows(logits_CT),
+    call.rows(inverse_T[None]),
+    call.rows(dlogits_CT),
+    *(call.flat(x) for x in wide),
+  )
+  logits_MT = logits_CT[:count]
+  dgate_MT = dgate.reshape(logits_MT.shape)
+  dfactors = dfactors.reshape(count, count + 1, *y.shape[:-1])
+  tokens = tuple(range(1, logits_MT.ndim))
+  dweight = jnp.sum(dweight, axis=0)[:, : weight_MDC.shape[2]]
+  return (
+    tuple(x.reshape(y.shape) for x in dstreams),
+    dy.reshape(y.shape),
+    dfactors[:, count],
+    jnp.swapaxes(dfactors[:, :count], 0, 1),
+    jnp.swapaxes(dweight, 1, 2).astype(weight_MDC.dtype),
+    jnp.sum(dgate_MT, axis=tokens),
+    jnp.sum(dgate_MT * logits_MT),
+  )
+
+
+class _Call:
+  """Tiles and layouts shared by the two directions."""
+
+  def __init__(self, streams, y, weight_MDC):
+    self.count, self.width, columns = weight_MDC.shape
+    self.columns = columns + -columns % _SUBLANES
+    self.dtype = streams[0].dtype
+    self.tokens = math.prod(y.shape[:-1])
+    self.tile = _TILE
+    self.tiles = pl.cdiv(self.tokens, self.tile)
+
+  def small(self, weight_MDC, bias_M, scale):
+    """Bias and scale of the gates [M, 2], and the weight [M, C, D]."""
+    gate_M2 = jnp.stack([bias_M, jnp.broadcast_to(scale, bias_M.shape)], 1)
+    weight_MCD = jnp.swapaxes(weight_MDC, 1, 2).astype(self.dtype)
+    missing = self.columns - weight_MCD.shape[1]
+    if missing:
+      weight_MCD = jnp.pad(weight_MCD, ((0, 0), (0, missing), (0, 0)))
+    return gate_M2, weight_MCD
+
+  def factors(self, write_MT, mix_MMT):
+    """Row (j, i): of old stream i in the new stream j; the last i is y."""
+    both = jnp.swapaxes(mix_MMT, 0, 1), write_MT[:, None]
+    both = jnp.concatenate(both, axis=1)
+    return both.reshape(-1, self.tokens)
+
+  def rows(self, x):
+    """[C, *T] to [rows, tokens]."""
+    x = x.reshape(-1, self.tokens)
+    missing = self.columns - x.shape[0]
+    if x.shape[0] > 1 and missing:
+      x = jnp.pad(x, ((0, missing), (0, 0)))
+    return x
+
+  def flat(self, x):
+    return x.reshape(self.tokens, self.width)
+
+  def wide_spec(self, at):
+    return pl.BlockSpec((self.tile, self.width), lambda *i: (at(*i), 0))
+
+  def row_spec(self, rows, at):
+    return pl.BlockSpec((rows, self.tile), lambda *i: (0, at(*i)))
+
+  def wide_struct(self, x):
+    return jax.ShapeDtypeStruct((self.tokens, self.width), x.dtype)
+
+  def row_struct(self, rows):
+    return jax.ShapeDtypeStruct((rows, self.tokens), jnp.float32)
+
+
+def _forward_kernel(gate_ref, weight_ref, factors_ref, *refs, count, eps):
+  x_refs, (y_ref, *refs) = refs[:count], refs[count:]
+  new_refs, (h_ref, logits_ref, inverse_ref, square_ref) = (
+    refs[:count],
+    refs[count:],
+  )
+  tile, width = y_ref.shape
+  factors = _to_columns(factors_ref[...])
+  for rows in _groups(tile):
+    square = jnp.zeros((_ROWS, _LANES), jnp.float32)
+    for lanes in _chunks(width):
+      old = [_load(ref, rows, lanes) for ref in (*x_refs, y_ref)]
+      for j, x in enumerate(_written(old, factors[rows])):
+        x = x.astype(new_refs[j].dtype)
+        new_refs[j][rows, lanes] = x
+        x = x.astype(jnp.float32)
+        square += _fold(x * x)
+    square_ref[rows, :] = square
+  mean = _lane_sums(square_ref[...]) * (1.0 / (count * width))
+  inverse = jax.lax.rsqrt(mean + eps)
+  product = sum(
+    _product(weight_ref[j], new_refs[j][...], ((1,), (1,)))
+    for j in range(count)
+  )
+  logits = product * inverse
+  logits_ref[...] = logits
+  inverse_ref[...] = inverse
+  read = _to_columns(_gates(gate_ref, logits, count))
+  for rows in _groups(tile):
+    for lanes in _chunks(width):
+      h = sum(
+        read[rows, j : j + 1] * _load(new_refs[j], rows, lanes)
+        for j in range(count)
+      )
+      h_ref[rows, lanes] = h.astype(h_ref.dtype)
+
+
+def _backward_kernel(
+  gate_ref, weight_ref, factors_ref, logits_ref, inverse_ref, dlogits_ref,
+  *refs, count, tokens,
+):  # fmt: skip
+  x_refs, (y_ref, *refs) = refs[:count], refs[count:]
+  dnew_refs, (dh_ref, *refs) = refs[:count], refs[count:]
+  dx_refs, (dy_ref, *refs) = refs[:count], refs[count:]
+  dfactors_ref, dgate_ref, dweight_ref, *refs = refs
+  tile, width = y_ref.shape
+  new, *rest = (_Stack(ref, count) for ref in refs)
+  # Updated in place if both are float32.
+  sent, total = rest[0], rest[-1]
+  olds, dolds = (*x_refs, y_ref), (*dx_refs, dy_ref)
+  step = pl.program_id(0) * pl.num_programs(1) + pl.program_id(1)
+  left = tokens - step * tile if tokens % tile else None
+
+  @pl.when(pl.program_id(1) == 0)
+  def _():
+    dweight_ref[...] = jnp.zeros_like(dweight_ref)
+
+  # The new streams once more, and the gradients of the gates.
+  factors = _to_columns(factors_ref[...])
+  dread = [0.0] * count
+  for group in _groups(tile, new.size):
+    for rows in _groups(group.stop, start=group.start):
+      for lanes in _chunks(width):
+        old = [_load(ref, rows, lanes) for ref in olds]
+        for j, x in enumerate(_written(old, factors[rows])):
+          new.put(j, rows, lanes, _tokens_only(x, rows, left))
+    dread = [a + b for a, b in zip(dread, _dots(new, group, [dh_ref]))]
+  logits, inverse = logits_ref[...], inverse_ref[...]
+  gate = _gates(gate_ref, logits, count)
+  dgate = jnp.concatenate(dread) * gate * (1 - gate)
+  dgate_ref[...] = dgate
+  # Through the norm, to the products.
+  dlogits = dlogits_ref[...]
+  dread = dlogits[:count] + gate_ref[:, 1:] * dgate
+  dlogits = jnp.concatenate([dread, dlogits[count:]])
+  along = jnp.sum(dlogits * logits, axis=0, keepdims=True)
+  bend = along * inverse * inverse * (1.0 / (count * width))
+  dproduct = dlogits * inverse
+  if left is not None:
+    lane = jax.lax.broadcasted_iota(jnp.int32, (1, tile), 1)
+    dproduct = jnp.where(lane < left, dproduct, 0.0)
+  low = dproduct.astype(new.dtype)
+  turned = _to_columns(dproduct).astype(new.dtype)
+  for j in range(count):
+    dweight_ref[0, j] += _product(low, new.stream(j), ((1,), (0,)))
+    sent.put_stream(j, _product(turned, weight_ref[j], ((1,), (0,))))
+  # All that the new streams get, which goes back to the old ones.
+  small = _to_columns(jnp.concatenate([gate, bend]))
+  dfactors = [0.0] * count
+  for group in _groups(tile, new.size):
+    for rows in _groups(group.stop, start=group.start):
+      for lanes in _chunks(width):
+        dh = _load(dh_ref, rows, lanes)
+        totals = []
+        for j, ref in enumerate(dnew_refs):
+          x = _load(ref, rows, lanes) + sent.get(j, rows, lanes)
+          x += small[rows, j : j + 1] * dh
+          x -= small[rows, count : count + 1] * new.get(j, rows, lanes)
+          totals.append(_tokens_only(x, rows, left))
+          total.put(j, rows, lanes, totals[-1])
+        for i, ref in enumerate(dolds):
+          dx = sum(
+            factors[rows, k : k + 1] * x
+            for k, x in zip(range(i, factors.shape[1], count + 1), totals)
+          )
+          ref[rows, lanes] = dx.astype(ref.dtype)
+    found = _dots(total, group, olds)
+    dfactors = [a + b for a, b in zip(dfactors, found)]
+  for j, found in enumerate(dfactors):
+    dfactors_ref[j * (count + 1) : (j + 1) * (count + 1), :] = found
+
+
+class _Stack:
+  """All streams in one array, by groups of tokens: [(group, j, token), D].
+
+  If they are bfloat16, there are as many tokens in a group as rows of all
+  streams fill the lanes of a register; else, there is one group.
+
+  Attributes:
+    count: of the streams.
+    dtype: of the array.
+    size: tokens of a group.
+  """
+
+  def __init__(self, ref, count):
+    self.count, self.dtype, self._ref = count, ref.dtype, ref
+    self.size = _LANES
+    if ref.dtype == jnp.bfloat16:
+      self.size >>= (count - 1).bit_length()
+
+  def put(self, j, rows, lanes, x):
+    self._ref[self._rows(j, rows), lanes] = x.astype(self.dtype)
+
+  def get(self, j, rows, lanes):
+    return _load(self._ref, self._rows(j, rows), lanes)
+
+  def put_stream(self, j, x_TD):
+    for group in _groups(x_TD.shape[0], self.size):
+      self._ref[self._rows(j, group), :] = x_TD[group]
+
+  def stream(self, j):
+    tile = self._ref.shape[0] // self.count
+    groups = _groups(tile, self.size)
+    return jnp.concatenate([self._ref[self._rows(j, g), :] for g in groups])
+
+  def group(self, group, lanes):
+    """[(j, token), D] of a group of tokens."""
+    start = group.start * self.count
+    return self._ref[start : start + self.count * self.size, lanes]
+
+  def _rows(self, j, rows):
+    group, first = divmod(rows.start, self.size)
+    start = (group * self.count + j) * self.size + first
+    return slice(start, start + rows.stop - rows.start)
+
+
+def _dot(stack, j, ref):
+  """[1, tokens], in float32."""
+  parts = []
+  for rows in _groups(ref.shape[0]):
+    part = jnp.zeros((_ROWS, _LANES), jnp.float32)
+    for lanes in _chunks(ref.shape[1]):
+      part += _fold(stack.get(j, rows, lanes) * _load(ref, rows, lanes))
+    parts.append(part)
+  return _lane_sums(jnp.concatenate(parts))
+
+
+def _dots(stack, group, refs):
+  """Products of every token of a group with the same token of other arrays.
+
+  Returns:
+    For each stream of the stack, [others, tokens], zero for other tokens.
+  """
+  count, size, others = stack.count, stack.size, len(refs)
+  width = refs[0].shape[1]
+  if stack.dtype == jnp.float32:
+    return [
+      jnp.concatenate([_dot(stack, j, ref) for ref in refs])
+      for j in range(count)
+    ]
+  square = 0.0
+  for lanes in _chunks(width):
+    x = jnp.concatenate([ref[group, lanes] for ref in refs])
+    square += _product(x, stack.group(group, lanes), ((1,), (1,)))
+  if count * size < _LANES:
+    zeros = jnp.zeros((square.shape[0], _LANES - count * size), jnp.float32)
+    square = jnp.concatenate([square, zeros], axis=1)
+  # Of all pairs of tokens, those of a token with itself.
+  token = jax.lax.broadcasted_iota(jnp.int32, (size, _LANES), 0)
+  lane = jax.lax.broadcasted_iota(jnp.int32, (size, _LANES), 1)
+  square = square.reshape(others, size, _LANES)
+  square = jnp.where((token == lane & (size - 1))[None], square, 0.0)
+  aside = jnp.sum(square, axis=1)  # [others, (j, token)].
+  lane = jax.lax.broadcasted_iota(jnp.int32, aside.shape, 1)
+  here = (lane >= group.start) & (lane < group.stop)
+  return [
+    jnp.where(here, _turn(aside, group.start - j * size), 0.0)
+    for j in range(count)
+  ]
+
+
+def _turn(x, shift):
+  """Rotates lanes to the right."""
+  shift %= _LANES
+  return pltpu.roll(x, shift, 1) if shift else x
+
+
+def _written(old, factors):
+  """The new streams, given the old ones and y, and the factors in columns."""
+  for j in range(len(old) - 1):
+    k = j * len(old)
+    yield sum(factors[:, k + i : k + i + 1] * x for i, x in enumerate(old))
+
+
+def _gates(gate_ref, logits, count):
+  return jax.nn.sigmoid(gate_ref[:, :1] + gate_ref[:, 1:] * logits[:count])
+
+
+def _tokens_only(x, rows, left):
+  """Zeros in rows that are no tokens, if the last tile is a part of one."""
+  if left is None:
+    return x
+  row = jax.lax.broadcasted_iota(jnp.int32, (x.shape[0], 1), 0)
+  return jnp.where(row < left - rows.start, x, 0.0)
+
+
+def _load(ref, rows, lanes):
+  return ref[rows, lanes].astype(jnp.float32)
+
+
+def _to_columns(x):
+  """[rows, tokens] to [tokens, rows]."""
+  missing = -x.shape[0] % _SUBLANES
+  if missing:
+    zeros = jnp.zeros((missing, x.shape[1]), x.dtype)
+    x = jnp.concatenate([x, zeros])
+  return jnp.transpose(x)
+
+
+def _lane_sums(x):
+  """[tokens, lanes] to their sums [1, tokens]."""
+  return jnp.sum(jnp.transpose(x), axis=0, keepdims=True)
+
+
+def _fold(x):
+  """Sums columns down to one register of lanes."""
+  whole = x.shape[1] // _LANES * _LANES
+  folded = sum(x[:, i : i + _LANES] for i in range(0, whole, _LANES))
+  if whole == x.shape[1]:
+    return folded
+  lane = jax.lax.broadcasted_iota(jnp.int32, (x.shape[0], _LANES), 1)
+  rest = jnp.sum(x[:, whole:], axis=1, keepdims=True)
+  return folded + jnp.where(lane == 0, rest, 0.0)
+
+
+def _product(a, b, axes):
+  return jax.lax.dot_general(
+    a, b, (axes, ((), ())), preferred_element_type=jnp.float32
+  )
+
+
+def _groups(stop, size=_ROWS, start=0):
+  for first in range(start, stop, size):
+    yield slice(first, first + size)
+
+
+def _chunks(width):
+  for start in range(0, width, _CHUNK):
+    yield slice(start, min(start + _CHUNK, width))
+
+
+def _whole(shape):
+  return pl.BlockSpec(shape, lambda *i: (0,) * len(shape))

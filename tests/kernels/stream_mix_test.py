@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a write to the next read: every backend against the definition."""
+
+import functools
+
+import jax
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnres_kernels import dispatch
+from attnres_kernels import stream_mix
+
+NAMES = "streams", "y", "write", "mix", "weight", "bias", "scale"
+
+
+def make(tokens, width, columns, count=4, stream_dtype="float32", seed=0):
+  """Arguments in float32, but for the streams."""
+  rng = np.random.default_rng(seed)
+  draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+  streams = tuple(
+    draw(*tokens, width).astype(stream_dtype) for _ in range(count)
+  )
+  mix = jnp.eye(count, dtype="float32").reshape(
+    count, count, *(1,) * len(tokens)
+  )
+  return (
+    streams,
+    draw(*tokens, width),
+    1 + 0.5 * draw(count, *tokens),
+    mix + 0.3 * draw(count, count, *tokens),
+    draw(count, width, columns) / width**0.5,
+    draw(count),
+    jnp.float32(0.7),
+  )
+
+
+def cotangents(results, seed=1):
+  rng = np.random.default_rng(seed)
+  return jax.tree.map(
+    lambda a: jnp.asarray(rng.standard_normal(a.shape), a.dtype), results
+  )
+
+
+def both(implementation, arguments, given=None, **options):
+  """The results, and the gradients of all arguments."""
+  f = functools.partial(stream_mix, implementation=implementation, **options)
+  results, vjp = jax.vjp(f, *arguments)
+  given = cotangents(results) if given is None else given
+  return results, dict(zip(NAMES, vjp(given), strict=True))
+
+
+def interpreted(*args, **kwargs):
+  with dispatch.interpreted(pltpu.InterpretParams(detect_races=True)):
+    return both("pallas_tpu", *args, **kwargs)
+
+
+def compiled(implementation, *args, **kwargs):
+  run = functools.partial(both, implementation, **kwargs)
+  return jax.jit(run)(*args)
+
+
+def check(found, wanted, tolerance):
+  flat, _ = jax.tree_util.tree_flatten_with_path(wanted)
+  for (path, b), a in zip(flat, jax.tree.leaves(found), strict=True):
+    assert a.shape == b.shape and a.dtype == b.dtype
+    a, b = np.asarray(a, "float64"), np.asarray(b, "float64")
+    np.testing.assert_allclose(
+      a, b, rtol=0, atol=tolerance * (1e-6 + np.abs(b).max()),
+      err_msg=jax.tree_util.keystr(path),
+    )  # fmt: skip
+    assert np.abs(a).max() > 0
+
+
+class TestStreamMix:
+  @pytest.mark.usefixtures("float64")
+  def test_plain_jax_in_float64(self):
+    arguments = jax.tree.map(
+      lambda a: a.astype("float64"), make((2, 3), 8, 11, count=3)
+    )
+    wanted = compiled("reference", arguments, eps=1e-3)
+    check(compiled("xla", arguments, eps=1e-3), wanted, 1e-12)
+    found = compiled(None, arguments, eps=1e-3)
+    check(found, wanted, 1e-12)
+
+  # The last tile is a part of one, and the width no multiple of 128.
+  @pytest.mark.parametrize(
+    "tokens,width,columns,count",
+    [((2, 100), 192, 24, 4), ((128,), 128, 5, 2), ((130,), 640, 17, 3)],
+  )
+  def test_kernel(self, tokens, width, columns, count):
+    arguments = make(tokens, width, columns, count)
+    wanted = compiled("reference", arguments, eps=1e-3)
+    check(interpreted(arguments, eps=1e-3), wanted, 2e-5)
+
+  def test_rounded_streams(self):
+    """As close to float32 as plain JAX, whose rounding is the same."""
+    arguments = make((130,), 256, 24, stream_dtype="bfloat16")
+    exact = jax.tree.map(lambda a: a.astype("float32"), arguments)
+    arguments = (
+      arguments[0], arguments[1].astype("bfloat16"), *arguments[2:]
+    )  # fmt: skip
+    exact = (exact[0], arguments[1].astype("float32"), *exact[2:])
+    given = cotangents(compiled("reference", exact)[0])
+    low = jax.tree.map(lambda a: a.astype("bfloat16"), given[:2])
+    wide = jax.tree.map(lambda a: a.astype("float32"), low)
+    wanted = compiled("reference", exact, (*wide, given[2]))
+    plain = compiled("xla", arguments, (*low, given[2]))
+    found = interpreted(arguments, (*low, given[2]))
+    for a, b, c in zip(*map(jax.tree.leaves, (found, plain, wanted))):
+      assert a.dtype == b.dtype
+      c = np.asarray(c)
+      error, usual = (
+        np.sqrt(np.mean(np.square(np.asarray(x, "float32") - c)))
+        for x in (a, b)
+      )
+      assert error <= 1.2 * usual + 1e-6 * np.abs(c).max()
+
+  @pytest.mark.parametrize("how", ("vmap", "remat"))
+  def test_transformed(self, how):
+    arguments = make((2, 130), 128, 9, count=2)
+
+    def loss(f, streams, *rest):
+      new, h, logits = f(streams, *rest)
+      return sum(jnp.sum(jnp.sin(x)) for x in (*new, h, logits))
+
+    f = functools.partial(stream_mix, implementation="pallas_tpu")
+    gradient = lambda f: jax.grad(functools.partial(loss, f), (0, 1, 2, 4))
+    with dispatch.interpreted():
+      wanted = gradient(f)(*arguments)
+      if how == "remat":
+        found = gradient(jax.checkpoint(f))(*arguments)
+      else:
+        axes = 0, 0, 1, 2, None, None, None
+        mapped = jax.vmap(f, axes, (0, 0, 1))
+        found = gradient(mapped)(*arguments)
+    check(found, wanted, 1e-5)
+
+
+class TestChecks:
+  @pytest.mark.parametrize("name", NAMES[1:])
+  def test_shapes(self, name, any_arguments):
+    arguments = dict(zip(NAMES, make((3,), 8, 5, count=2)))
+    arguments[name] = arguments[name][None]
+    with pytest.raises(ValueError, match="must be"):
+      stream_mix(*arguments.values())
+
+  def test_columns(self):
+    arguments = make((3,), 8, 1, count=2)
+    with pytest.raises(ValueError, match="C >= 2"):
+      stream_mix(*arguments)
+
+  def test_why_not(self):
+    with pytest.raises(NotImplementedError, match="at least 128 tokens"):
+      stream_mix(*make((3,), 8, 5, 2), implementation="pallas_tpu")
