@@ -181,7 +181,7 @@ class XHC(streams_lib.Streams):
   def write(
     self, carry: streams_lib.Carry, slot: Slot, y_BTD: jax.Array
   ) -> streams_lib.Carry:
-    streams, (_, write_CRBT, mix_CCBT, chosen_RMBT) = carry
+    streams, (_, write_CRBT, mix_CCBT, chosen_RMBT), _ = carry
     update_RBTD = self.updates(precision.widen(base.keep(y_BTD)), slot)
     active_CBTD = _active(streams, chosen_RMBT)
     new_CBTD = jnp.sum(
