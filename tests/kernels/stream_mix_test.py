@@ -154,3 +154,23 @@ class TestChecks:
   def test_why_not(self):
     with pytest.raises(NotImplementedError, match="at least 128 tokens"):
       stream_mix(*make((3,), 8, 5, 2), implementation="pallas_tpu")
+
+  def test_what_does_not_fit(self):
+    many = make((128,), 8, 9, 9, stream_dtype="bfloat16")
+    many = (many[0], many[1].astype("bfloat16"), *many[2:])
+    mixed = make((128,), 8, 5, 2, stream_dtype="bfloat16")
+    shape = jax.ShapeDtypeStruct((128, 2**15), "float32")
+    wide = (shape, shape), shape, *make((128,), 8, 5, 2)[2:]
+    wide = (
+      *wide[:4],
+      jax.ShapeDtypeStruct((2, 2**15, 5), "float32"),
+      *wide[5:],
+    )
+    for arguments, reason in (
+      (many, "at most 8 streams, got 9"),
+      (mixed, "need y and h in bfloat16"),
+      (wide, "MiB of VMEM"),
+    ):
+      run = functools.partial(stream_mix, implementation="pallas_tpu")
+      with pytest.raises(NotImplementedError, match=reason):
+        jax.eval_shape(run, *arguments)

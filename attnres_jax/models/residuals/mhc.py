@@ -311,7 +311,7 @@ class OHC(Manifold):
 def products(
   streams: streams_lib.State, weight_MDC: jax.Array, eps: float
 ) -> jax.Array:
-  """x W [C, B, T]."""
+  """The products x W [C, B, T]."""
   product_CBT = streams_lib.projected(streams, weight_MDC)
   return inverse_rms(streams, eps)[None] * product_CBT
 

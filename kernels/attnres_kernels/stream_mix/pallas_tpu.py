@@ -5,9 +5,10 @@ Coefficients have tokens along lanes, 128 of them in a grid step; transposed,
 they scale rows of [tokens, D]. The backward pass computes the new streams a
 second time rather than reading them.
 
-With streams in bfloat16, the vector units would take longer than memory does.
-There, what is left of the backward pass once the gradients of the new streams
-are known are products of matrices: of `_Squares`.
+Gradients of coefficients are products of a token of one array with the same
+token of another. The matrix unit computes them from bfloat16 (`_dots`), with
+those of all pairs of a few tokens; the vector units, which limit the backward
+pass, from float32, where memory leaves them more time.
 """
 
 import functools
@@ -26,19 +27,30 @@ _ROWS = 16  # Of a register of bfloat16.
 _TILE = 128  # Tokens of a grid step, along the lanes of coefficients.
 _PARTS = 2  # Sums over tokens, one for each core of a chip.
 _CHUNK = 512  # Columns that are worked on at a time.
+_MOST_STREAMS = 8  # Of a group of 16 tokens, which fill 128 lanes.
+_SPILLED = 5 * 2**20  # For values that do not fit in registers.
 
 
-def why_not(function, streams, y, *args, eps, dtype):
+def why_not(function, streams, y, write, mix, weight, *args, eps, dtype):
   """The reason why these arguments cannot run, or None."""
-  del eps
-  dtypes = {str(x.dtype) for x in (*streams, y)} | {str(jnp.dtype(dtype))}
+  del write, mix, args, eps
+  count, stored = len(streams), streams[0].dtype
+  dtypes = {str(stored), str(y.dtype), str(jnp.dtype(dtype))}
   if not dtypes <= {"bfloat16", "float32"}:
     return f"arrays must be bfloat16 or float32, got {sorted(dtypes)}"
+  if stored == jnp.bfloat16 and len(dtypes) > 1:
+    return "streams in bfloat16 need y and h in bfloat16"
   tokens = math.prod(y.shape[:-1])
   if tokens < _TILE:
     return f"at least {_TILE} tokens, got {tokens}"
-  if len(streams) > 8:
-    return f"at most 8 streams, got {len(streams)}"
+  if count > _MOST_STREAMS:
+    return f"at most {_MOST_STREAMS} streams, got {count}"
+  call = _Call(streams, y, weight)
+  needed = call.vmem_bytes(function == "backward") + _SPILLED
+  if needed > dispatch.tpu_vmem_bytes():
+    return (
+      f"{count} streams {y.shape} in {stored} need {needed >> 20} MiB of VMEM"
+    )
   return None
 
 
@@ -75,6 +87,7 @@ def forward(
       dimension_semantics=("parallel",),
       vmem_limit_bytes=dispatch.tpu_vmem_bytes(),
     ),
+    cost_estimate=call.cost(backward=False),
     interpret=interpret,
     name="stream_mix_forward",
   )(
@@ -104,9 +117,6 @@ def backward(
   at = lambda p, s: p * steps + s
   wide = [*streams, y, *dnew, dh]
   outs = [*streams, y]
-  stacks = [call.dtype, jnp.float32]
-  if call.dtype != jnp.float32:
-    stacks.append(call.dtype)
   *dstreams, dy, dfactors, dgate, dweight = pl.pallas_call(
     functools.partial(_backward_kernel, count=count, tokens=call.tokens),
     grid=(parts, steps),
@@ -132,12 +142,13 @@ def backward(
       jax.ShapeDtypeStruct((parts, count, columns, call.width), jnp.float32),
     ],
     scratch_shapes=[
-      pltpu.VMEM((count * tile, call.width), dtype) for dtype in stacks
+      pltpu.VMEM((count * tile, call.width), dtype) for dtype in call.stacks
     ],
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("parallel", "arbitrary"),
       vmem_limit_bytes=dispatch.tpu_vmem_bytes(),
     ),
+    cost_estimate=call.cost(backward=True),
     interpret=interpret,
     name="stream_mix_backward",
   )(
@@ -174,6 +185,39 @@ class _Call:
     self.tokens = math.prod(y.shape[:-1])
     self.tile = _TILE
     self.tiles = pl.cdiv(self.tokens, self.tile)
+    self._vectors = self.count * self.dtype.itemsize, y.dtype.itemsize
+    # New streams, the gradients of products, and all that new streams get.
+    self.stacks = [self.dtype, jnp.dtype(jnp.float32)]
+    if self.dtype != jnp.float32:
+      self.stacks.append(self.dtype)
+
+  def token_bytes(self, backward):
+    """Read and written per token."""
+    streams, y = self._vectors
+    rows = self.count * (self.count + 1) + self.columns + self.count
+    return self.width * (
+      (3 * streams + 3 * y) if backward else 2 * (streams + y)
+    ) + 4 * (2 if backward else 1) * (rows + 1)
+
+  def vmem_bytes(self, backward):
+    """Of two buffers of every block, and scratch."""
+    weights = self.count * self.columns * self.width
+    tiles = 2 * self.tile * self.token_bytes(backward)
+    if not backward:
+      return tiles + 2 * weights * self.dtype.itemsize
+    stacks = sum(dtype.itemsize for dtype in self.stacks)
+    stacks *= self.count * self.tile * self.width
+    return tiles + stacks + 2 * weights * (self.dtype.itemsize + 4)
+
+  def cost(self, backward):
+    pairs = self.count * (self.count + 1)
+    flops = 6 * pairs if backward else 2 * pairs + 4 * self.count
+    flops += (6 if backward else 2) * self.count * self.columns
+    return pl.CostEstimate(
+      flops=flops * self.tokens * self.width,
+      bytes_accessed=self.tokens * self.token_bytes(backward),
+      transcendentals=(self.count + 1) * self.tokens,
+    )
 
   def small(self, weight_MDC, bias_M, scale):
     """Bias and scale of the gates [M, 2], and the weight [M, C, D]."""
@@ -327,7 +371,7 @@ def _backward_kernel(
 
 
 class _Stack:
-  """All streams in one array, by groups of tokens: [(group, j, token), D].
+  """One of `_Call.stacks`, by groups of tokens: [(group, j, token), D].
 
   If they are bfloat16, there are as many tokens in a group as rows of all
   streams fill the lanes of a register; else, there is one group.
@@ -388,14 +432,13 @@ def _dots(stack, group, refs):
     For each stream of the stack, [others, tokens], zero for other tokens.
   """
   count, size, others = stack.count, stack.size, len(refs)
-  width = refs[0].shape[1]
   if stack.dtype == jnp.float32:
     return [
       jnp.concatenate([_dot(stack, j, ref) for ref in refs])
       for j in range(count)
     ]
   square = 0.0
-  for lanes in _chunks(width):
+  for lanes in _chunks(refs[0].shape[1]):
     x = jnp.concatenate([ref[group, lanes] for ref in refs])
     square += _product(x, stack.group(group, lanes), ((1,), (1,)))
   if count * size < _LANES:

@@ -12,9 +12,13 @@ import numpy as np
 import pytest
 
 from attnres_jax import config as config_lib
+from attnres_jax import sharding
 from attnres_jax.models import residuals
+from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import mhc
 from attnres_jax.models.residuals import streams as streams_lib
+from tests import jaxprs
+from tests import tiny_network
 from tests.models import trunks
 
 
@@ -320,3 +324,64 @@ def test_schemes_that_do_not_round_streams(name):
     match="^config.model.residual.stream_dtype: got 'bfloat16'.*'float32' with",
   ):
     residuals.abstract_residual(dataclasses.replace(config, residual=fields))
+
+
+def _loss_and_gradient(model, tokens_BT):
+  def loss(model):
+    return jnp.mean(jnp.square(model(tokens_BT).astype(jnp.float32)))
+
+  return jax.value_and_grad(loss)(model)
+
+
+@pytest.mark.parametrize("stream_dtype", ["float32", "bfloat16"])
+def test_writes_are_kernels_in_a_program_for_tpus(stream_dtype):
+  network = tiny_network.config(
+    "mhc", stream_dtype=stream_dtype, dtype="bfloat16"
+  )
+  model = jax.eval_shape(lambda: tiny_network.models.build_model(network))
+  tokens_BT = jax.ShapeDtypeStruct((2, 64), jnp.int32)
+  traced = jax.jit(_loss_and_gradient).trace(model, tokens_BT)
+  text = traced.lower(lowering_platforms=("tpu",)).as_text()
+  for name in ("stream_mix_forward", "stream_mix_backward"):
+    assert name in text
+  assert "stream_mix" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+
+
+def test_sharded_tokens():
+  model = tiny_network.model("mhc", scan_layers=False, dtype="float32")
+  rng = np.random.default_rng(0)
+  tokens_BT = jnp.asarray(rng.integers(0, 16, (4, 6)), jnp.int32)
+  wanted = jax.jit(_loss_and_gradient)(model, tokens_BT)
+  mesh = sharding.make_mesh(config_lib.MeshConfig(data=2, fsdp=1, tensor=2))
+  given = jax.device_put((model, tokens_BT), sharding.replicated(mesh))
+  with sharding.ambient(mesh):
+    program = jax.make_jaxpr(_loss_and_gradient)(*given)
+    found = jax.device_get(jax.jit(_loss_and_gradient)(*given))
+  split = [
+    equation.params["in_specs"]
+    for equation in jaxprs.equations(program.jaxpr)
+    if equation.primitive.name == "shard_map"
+  ]
+  # Streams, y and coefficients.
+  assert any(len(specs) >= 4 + 1 + 5 for specs in split)
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted)):
+    np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
+
+
+def test_fixed_coefficients_are_not_read_ahead():
+  """Analysis holds them fixed, in passes of their own."""
+  scheme = residuals.build_residual(_config("mhc"), rngs=None)
+  state = scheme.init(jnp.ones((1, 2, 6)))
+  carry, slots = scheme.open(state, 0, 4)
+  slot = jax.tree.map(lambda a: a[0], slots)
+  y_BTD = jnp.full((1, 2, 6), 0.5, scheme.dtype)
+  ahead = scheme.write(carry, slot, y_BTD)
+  with base.fixed_coefficients():
+    carry, _ = scheme.open(state, 0, 4)
+    alone = scheme.write(carry, slot, y_BTD)
+    h_BTD = scheme.read(alone, slot)
+  assert alone.h_BTD is None and ahead.h_BTD is not None
+  np.testing.assert_array_equal(h_BTD, ahead.h_BTD)
+  rest = jax.tree.leaves(ahead._replace(h_BTD=None))
+  for a, b in zip(jax.tree.leaves(alone), rest, strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-6)
