@@ -4,7 +4,8 @@
 `depth_attention` is phase 1 of the paper's two-phase algorithm, `depth_merge`
 and `depth_merge_norm` are phase 2. `depth_read_norm` is both at once, for the
 tokens of a decoding step. `kda` is the delta rule of Kimi Linear, the
-network that the paper trains, and `short_conv` makes its features. The package
+network that the paper trains, and `short_conv` makes its features. `stream_mix`
+and `sinkhorn` are for schemes with several residual streams. The package
 imports only JAX.
 """
 
@@ -19,6 +20,7 @@ from attnres_kernels.dispatch import Implementation
 from attnres_kernels.kda.api import kda
 from attnres_kernels.kda.api import kda_step
 from attnres_kernels.short_conv.api import short_conv
+from attnres_kernels.sinkhorn.api import sinkhorn
 from attnres_kernels.stream_mix.api import stream_mix
 
 __all__ = [
@@ -33,5 +35,6 @@ __all__ = [
   "kda",
   "kda_step",
   "short_conv",
+  "sinkhorn",
   "stream_mix",
 ]

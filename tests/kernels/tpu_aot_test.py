@@ -17,6 +17,7 @@ from attnres_kernels import depth_attention_vjp
 from attnres_kernels import depth_merge
 from attnres_kernels import depth_merge_norm
 from attnres_kernels import depth_read_norm
+from attnres_kernels import sinkhorn
 from attnres_kernels import stream_mix
 from attnres_kernels.depth_attention import shapes
 
@@ -173,6 +174,16 @@ class TestTpuCompile:
   def test_mix(self, chip, dtype):
     text = compile_for(chip, *mix(200, 448), dtype)
     for name in ("stream_mix_forward", "stream_mix_backward"):
+      assert name in text
+
+  @pytest.mark.parametrize("chip", tuple(CHIPS))
+  def test_sinkhorn(self, chip):
+    def f(logits):
+      matrix, vjp = jax.vjp(sinkhorn, logits)
+      return vjp(matrix)
+
+    text = compile_for(chip, f, [((4, 4, 2, 700), None)], "float32")
+    for name in ("sinkhorn_forward", "sinkhorn_backward"):
       assert name in text
 
   @pytest.mark.parametrize("op", ("attention", "merge"))

@@ -29,15 +29,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnres_jax import config as config_lib
+from attnres_jax import sharding
 from attnres_jax.config import errors
+from attnres_jax.models import linear
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import streams as streams_lib
+import attnres_kernels
 
 _SCALE = 0.01  # Of what depends on the streams, at initialisation.
 _CLOSED = -8.0  # Bias of what softmax or Sinkhorn almost removes.
 _ITERATIONS = 20
-# Added to exp(logits) <= 1: then no column vanishes.
-_LEAST = 1e-20
 
 
 class Manifold(streams_lib.Streams):
@@ -344,81 +345,22 @@ def almost_identity(size: int) -> np.ndarray:
 
 
 def doubly_stochastic(logits_CBT: jax.Array) -> jax.Array:
-  """`sinkhorn` of a flat matrix."""
+  """`attnres_kernels.sinkhorn` of a flat matrix."""
   size = math.isqrt(len(logits_CBT))
   shape = size, size, *logits_CBT.shape[1:]
-  return sinkhorn(logits_CBT.reshape(shape))
 
+  def local(logits_CBT):
+    shape = size, size, *logits_CBT.shape[1:]
+    matrix = attnres_kernels.sinkhorn(
+      logits_CBT.reshape(shape), iterations=_ITERATIONS
+    )
+    return matrix.reshape(logits_CBT.shape)
 
-@jax.custom_vjp
-def sinkhorn(logits_MMBT: jax.Array) -> jax.Array:
-  """exp(logits) with its rows, then its columns, scaled to sums of one.
-
-  Scaling keeps the form K_ij / (r_i c_j), so an iteration updates only r and c.
-  The backward pass repeats the iterations, of which nothing is kept.
-  """
-  kernel, (row_MBT, column_MBT), _ = _iterate(logits_MMBT)
-  return kernel / (row_MBT[:, None] * column_MBT[None])
-
-
-def _iterate(logits_MMBT: jax.Array) -> tuple[jax.Array, Any, Any]:
-  """K, the last r and c, and of every iteration c before it, then r and c."""
-  highest = jnp.max(logits_MMBT, axis=1, keepdims=True)
-  kernel = jnp.exp(logits_MMBT - highest) + _LEAST
-
-  def step(last: Any, _: None) -> tuple[Any, Any]:
-    _, before_MBT = last
-    row_MBT = _product(kernel, 1 / before_MBT)
-    column_MBT = _product(kernel.swapaxes(0, 1), 1 / row_MBT)
-    return (row_MBT, column_MBT), (before_MBT, row_MBT, column_MBT)
-
-  ones_MBT = jnp.ones_like(kernel[0])
-  last, steps = jax.lax.scan(step, (ones_MBT, ones_MBT), length=_ITERATIONS)
-  return kernel, last, steps
-
-
-def _sinkhorn_forward(logits_MMBT: jax.Array) -> tuple[jax.Array, jax.Array]:
-  return sinkhorn(logits_MMBT), logits_MMBT
-
-
-def _sinkhorn_backward(
-  logits_MMBT: jax.Array, gradient_MMBT: jax.Array
-) -> tuple[jax.Array]:
-  kernel, (row_MBT, column_MBT), steps = _iterate(logits_MMBT)
-  transposed = kernel.swapaxes(0, 1)
-  # Gradients by the logarithms of r, c and K: unlike those by r, c and K, they
-  # stay bounded. That by log K is its part from the result, plus K * `share`.
-  result = gradient_MMBT * (kernel / (row_MBT[:, None] * column_MBT[None]))
-  by_row, by_column = -jnp.sum(result, axis=1), -jnp.sum(result, axis=0)
-
-  def back(carry: Any, step: Any) -> tuple[Any, None]:
-    share, by_row, by_column = carry
-    before_MBT, row_MBT, column_MBT = step
-    # Divided last, because XLA would repeat a product for each of its uses.
-    of_column = by_column / column_MBT
-    of_row = (by_row - _product(kernel, of_column) / row_MBT) / row_MBT
-    share += of_column[None] / row_MBT[:, None]
-    share += of_row[:, None] / before_MBT[None]
-    by_column = -_product(transposed, of_row) / before_MBT
-    return (share, jnp.zeros_like(by_row), by_column), None
-
-  start = jnp.zeros_like(kernel), by_row, by_column
-  (share, _, _), _ = jax.lax.scan(back, start, steps, reverse=True)
-  return (result + kernel * share,)
-
-
-sinkhorn.defvjp(_sinkhorn_forward, _sinkhorn_backward)
-
-
-def _product(matrix_MMBT: jax.Array, vector_MBT: jax.Array) -> jax.Array:
-  """Matrix times vector, for every token.
-
-  Its sums are written out: on a CPU, XLA reduces so few entries in a scalar
-  loop, which is 20 times slower.
-  """
-  return streams_lib.total(
-    matrix_MMBT[:, j] * v_BT[None] for j, v_BT in enumerate(vector_MBT)
-  )
+  rows = sharding.QUERIED_TOKENS
+  split = sharding.by_shards(local, (rows,), rows)
+  # There is no product of matrices in it.
+  outs = jax.ShapeDtypeStruct(logits_CBT.shape, logits_CBT.dtype)
+  return linear.counted(split, logits_CBT, flops=0, outs=outs).reshape(shape)
 
 
 def permutations(size: int) -> np.ndarray:

@@ -229,14 +229,6 @@ def test_what_each_constraint_means(name):
       np.testing.assert_allclose(found, found.swapaxes(1, 2), atol=1e-6)
 
 
-def test_sinkhorn_survives_a_column_that_no_row_wants():
-  logits = jnp.full((4, 4, 1, 1), 0.0).at[:, 1].set(-200.0)
-  found, back = jax.vjp(mhc.sinkhorn, logits)
-  (slope,) = back(found)
-  assert np.isfinite(found).all() and np.isfinite(slope).all()
-  np.testing.assert_allclose(found.sum(0), 1, atol=1e-6)
-
-
 def test_backward_repeats_the_iterations():
   shape = jax.ShapeDtypeStruct((16, 2, 3), jnp.float32)
   _, back = jax.eval_shape(lambda z: jax.vjp(mhc.doubly_stochastic, z), shape)
@@ -342,8 +334,8 @@ def test_writes_are_kernels_in_a_program_for_tpus(stream_dtype):
   tokens_BT = jax.ShapeDtypeStruct((2, 64), jnp.int32)
   traced = jax.jit(_loss_and_gradient).trace(model, tokens_BT)
   text = traced.lower(lowering_platforms=("tpu",)).as_text()
-  for name in ("stream_mix_forward", "stream_mix_backward"):
-    assert name in text
+  for op in ("stream_mix", "sinkhorn"):
+    assert f"{op}_forward" in text and f"{op}_backward" in text
   assert "stream_mix" not in traced.lower(lowering_platforms=("cpu",)).as_text()
 
 

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public function: checks, gradient rule, backend.
+
+Rows and columns of exp(logits) are scaled in turn. Scaling keeps the form
+K_ij / (r_i c_j), so an iteration updates only r and c:
+
+  r = K / c,  c = K' / r
+
+The backward pass repeats the iterations, of which nothing is kept. Its
+gradients are those by the logarithms of r, c and K, which stay bounded, unlike
+those by r, c and K.
+"""
+
+import functools
+
+import jax
+from jaxtyping import Array
+from jaxtyping import Float
+
+from attnres_kernels import dispatch
+from attnres_kernels.sinkhorn import reference
+
+# Added to exp(logits) <= 1: then no column vanishes.
+LEAST = 1e-20
+
+
+def sinkhorn(
+  logits: Float[Array, "M M ..."],
+  *,
+  iterations: int = 20,
+  implementation: dispatch.Implementation | None = None,
+) -> Float[Array, "M M ..."]:
+  """Returns exp(logits), its rows, then its columns, scaled to sums of one.
+
+  Args:
+    logits: of matrices; the axes of tokens come last.
+    iterations: how often rows and columns are scaled; columns come last.
+    implementation: a backend by name; None takes the best that fits.
+
+  Raises:
+    ValueError: the matrices are not square, or there is no iteration.
+    NotImplementedError: the named backend cannot run these shapes here.
+  """
+  dispatch.check_implementation(implementation)
+  if logits.ndim < 2 or logits.shape[0] != logits.shape[1]:
+    raise ValueError(f"logits must be [M, M, ...], got {logits.shape}")
+  if iterations < 1:
+    raise ValueError(f"iterations={iterations} must be at least 1")
+  if implementation == "reference":
+    return reference.forward(logits, iterations=iterations)
+  return _call(iterations, implementation, logits)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _call(iterations, implementation, logits):
+  return dispatch.call(
+    "sinkhorn", "forward", implementation, logits, iterations=iterations
+  )
+
+
+def _forward(iterations, implementation, logits):
+  return _call(iterations, implementation, logits), logits
+
+
+def _backward(iterations, implementation, logits, gradient):
+  result = dispatch.call(
+    "sinkhorn",
+    "backward",
+    implementation,
+    logits,
+    gradient,
+    iterations=iterations,
+  )
+  return (result,)
+
+
+_call.defvjp(_forward, _backward)
