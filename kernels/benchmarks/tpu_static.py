@@ -40,6 +40,7 @@ from attnres_kernels.depth_read import pallas_tpu as depth_read
 from attnres_kernels.kda import pallas_tpu as kda
 from attnres_kernels.kda import pallas_tpu_chunk as kda_chunk
 from attnres_kernels.kda import shapes as kda_shapes
+from attnres_kernels.stream_mix import pallas_tpu as stream_mix
 
 
 class Chip(NamedTuple):
@@ -77,7 +78,7 @@ Build = Callable[[Any], tuple[Any, Any, dict[str, Any]]]
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--op", default="depth", choices=("depth", "kda"))
+  parser.add_argument("--op", default="depth", choices=tuple(_CASES))
   parser.add_argument("--chips", default=",".join(CHIPS))
   parser.add_argument("--shapes", default="", help="names, all by default")
   parser.add_argument("--kernels", default="", help="names, all by default")
@@ -87,7 +88,7 @@ def main() -> None:
   parser.add_argument("--out", default="")
   options = parser.parse_args()
   restart_with_dumps()
-  cases = {"depth": _depth_cases, "kda": _kda_cases}[options.op](options)
+  cases = _CASES[options.op](options)
   chosen = lambda name, given: not given or name in given.split(",")
   cases = [
     (kernel, shape, build)
@@ -357,6 +358,65 @@ def _kda_plan(shape, chunk, heads, low, wide, rows, states, inverses):
     "actual": steps * step + ends,
     "vmem": 2 * step + 4 * heads * square,
   }
+
+
+class Streams(NamedTuple):
+  """M streams in some dtype, of T tokens and width D, with C logits."""
+
+  name: str
+  dtype: str
+  tokens: int = 16384
+  width: int = 2048
+  count: int = 4
+  columns: int = 24
+
+  def __str__(self) -> str:
+    sizes = self.count, self.tokens, self.width, self.columns
+    return f"{self.name}({', '.join(map(str, sizes))}, {self.dtype})"
+
+
+def _stream_cases(options) -> Iterator[tuple[str, Any, Build]]:
+  del options
+  for backward, direction in enumerate(("forward", "backward")):
+    for dtype in ("bfloat16", "float32"):
+      build = functools.partial(_streams, backward=bool(backward))
+      yield f"stream_mix_{direction}", Streams("mhc", dtype), build
+
+
+def _streams(shape, backward):
+  """The schedule includes zeros that only the first step of a core writes."""
+  struct, wide = jax.ShapeDtypeStruct, jnp.float32
+  count, tokens, columns = shape.count, shape.tokens, shape.columns
+  streams = (struct((tokens, shape.width), shape.dtype),) * count
+  y = struct((tokens, shape.width), jnp.bfloat16)
+  logits = struct((columns, tokens), wide)
+  arguments = (
+    streams,
+    y,
+    struct((count, tokens), wide),
+    struct((count, count, tokens), wide),
+    struct((count, shape.width, columns), wide),
+    struct((count,), wide),
+    struct((), wide),
+  )
+  options = dict(eps=1e-6, dtype=jnp.dtype(jnp.bfloat16))
+  if backward:
+    inverse = struct((tokens,), wide)
+    arguments += (streams, logits, inverse, streams, y, logits)
+  function = stream_mix.backward if backward else stream_mix.forward
+  call = stream_mix.Call(streams, y, arguments[4])
+  moved = tokens * call.token_bytes(backward)
+  plan = {
+    "tile": call.tile,
+    "steps": call.tiles,
+    "minimum": moved,
+    "actual": moved,
+    "vmem": call.vmem_bytes(backward),
+  }
+  return functools.partial(function, **options), arguments, plan
+
+
+_CASES = {"depth": _depth_cases, "kda": _kda_cases, "streams": _stream_cases}
 
 
 if __name__ == "__main__":

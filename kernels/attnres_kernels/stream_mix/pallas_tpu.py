@@ -45,7 +45,7 @@ def why_not(function, streams, y, write, mix, weight, *args, eps, dtype):
     return f"at least {_TILE} tokens, got {tokens}"
   if count > _MOST_STREAMS:
     return f"at most {_MOST_STREAMS} streams, got {count}"
-  call = _Call(streams, y, weight)
+  call = Call(streams, y, weight)
   needed = call.vmem_bytes(function == "backward") + _SPILLED
   if needed > dispatch.tpu_vmem_bytes():
     return (
@@ -59,7 +59,7 @@ def forward(
   interpret=False,
 ):  # fmt: skip
   """Returns (new streams, the next read, logits, their inverse norm)."""
-  call = _Call(streams, y, weight_MDC)
+  call = Call(streams, y, weight_MDC)
   count, tile = call.count, call.tile
   at = lambda t: t
   outs = [*streams, jax.ShapeDtypeStruct(y.shape, dtype)]
@@ -110,7 +110,7 @@ def backward(
 ):  # fmt: skip
   """Returns the gradients of the first seven arguments."""
   del eps, new, dtype
-  call = _Call(streams, y, weight_MDC)
+  call = Call(streams, y, weight_MDC)
   count, tile, columns = call.count, call.tile, call.columns
   parts = math.gcd(call.tiles, _PARTS)
   steps = call.tiles // parts
@@ -175,8 +175,20 @@ def backward(
   )
 
 
-class _Call:
-  """Tiles and layouts shared by the two directions."""
+class Call:
+  """Tiles and layouts shared by the two directions.
+
+  Attributes:
+    count: of the streams.
+    width: D.
+    columns: logits, in whole registers.
+    dtype: of the streams.
+    tokens: of all.
+    tile: tokens of a grid step.
+    tiles: grid steps.
+    stacks: dtypes of the new streams, of the gradients of products, and of all
+      that new streams get, in scratch; the last two are one if equal.
+  """
 
   def __init__(self, streams, y, weight_MDC):
     self.count, self.width, columns = weight_MDC.shape
@@ -186,7 +198,6 @@ class _Call:
     self.tile = _TILE
     self.tiles = pl.cdiv(self.tokens, self.tile)
     self._vectors = self.count * self.dtype.itemsize, y.dtype.itemsize
-    # New streams, the gradients of products, and all that new streams get.
     self.stacks = [self.dtype, jnp.dtype(jnp.float32)]
     if self.dtype != jnp.float32:
       self.stacks.append(self.dtype)
@@ -278,7 +289,7 @@ def _forward_kernel(gate_ref, weight_ref, factors_ref, *refs, count, eps):
     square_ref[rows, :] = square
   mean = _lane_sums(square_ref[...]) * (1.0 / (count * width))
   inverse = jax.lax.rsqrt(mean + eps)
-  product = sum(
+  product = _total(
     _product(weight_ref[j], new_refs[j][...], ((1,), (1,)))
     for j in range(count)
   )
@@ -288,7 +299,7 @@ def _forward_kernel(gate_ref, weight_ref, factors_ref, *refs, count, eps):
   read = _to_columns(_gates(gate_ref, logits, count))
   for rows in _groups(tile):
     for lanes in _chunks(width):
-      h = sum(
+      h = _total(
         read[rows, j : j + 1] * _load(new_refs[j], rows, lanes)
         for j in range(count)
       )
@@ -359,7 +370,7 @@ def _backward_kernel(
           totals.append(_tokens_only(x, rows, left))
           total.put(j, rows, lanes, totals[-1])
         for i, ref in enumerate(dolds):
-          dx = sum(
+          dx = _total(
             factors[rows, k : k + 1] * x
             for k, x in zip(range(i, factors.shape[1], count + 1), totals)
           )
@@ -371,7 +382,7 @@ def _backward_kernel(
 
 
 class _Stack:
-  """One of `_Call.stacks`, by groups of tokens: [(group, j, token), D].
+  """One of `Call.stacks`, by groups of tokens: [(group, j, token), D].
 
   If they are bfloat16, there are as many tokens in a group as rows of all
   streams fill the lanes of a register; else, there is one group.
@@ -437,7 +448,7 @@ def _dots(stack, group, refs):
       jnp.concatenate([_dot(stack, j, ref) for ref in refs])
       for j in range(count)
     ]
-  square = 0.0
+  square = jnp.zeros((others * size, count * size), jnp.float32)
   for lanes in _chunks(refs[0].shape[1]):
     x = jnp.concatenate([ref[group, lanes] for ref in refs])
     square += _product(x, stack.group(group, lanes), ((1,), (1,)))
@@ -468,7 +479,7 @@ def _written(old, factors):
   """The new streams, given the old ones and y, and the factors in columns."""
   for j in range(len(old) - 1):
     k = j * len(old)
-    yield sum(factors[:, k + i : k + i + 1] * x for i, x in enumerate(old))
+    yield _total(factors[:, k + i : k + i + 1] * x for i, x in enumerate(old))
 
 
 def _gates(gate_ref, logits, count):
@@ -504,12 +515,17 @@ def _lane_sums(x):
 def _fold(x):
   """Sums columns down to one register of lanes."""
   whole = x.shape[1] // _LANES * _LANES
-  folded = sum(x[:, i : i + _LANES] for i in range(0, whole, _LANES))
+  parts = (x[:, i : i + _LANES] for i in range(0, whole, _LANES))
+  folded = sum(parts)  # Zero if there is none.
   if whole == x.shape[1]:
     return folded
   lane = jax.lax.broadcasted_iota(jnp.int32, (x.shape[0], _LANES), 1)
   rest = jnp.sum(x[:, whole:], axis=1, keepdims=True)
   return folded + jnp.where(lane == 0, rest, 0.0)
+
+
+def _total(terms):
+  return functools.reduce(jnp.add, terms)
 
 
 def _product(a, b, axes):
