@@ -52,7 +52,8 @@ def backward(
   read = functools.partial(_read, dtype=dtype)
   _, vjp = jax.vjp(read, new, logits_CT[:count], bias_M, scale)
   dread, dgates_MT, dbias_M, dscale = vjp(dh)
-  dlogits_CT = dlogits_CT.at[:count].add(dgates_MT)
+  dread_MT = dlogits_CT[:count] + dgates_MT
+  dlogits_CT = jnp.concatenate([dread_MT, dlogits_CT[count:]])
   dproduct_TC = jnp.moveaxis(inverse_T[None] * dlogits_CT, 0, -1)
   along_T = jnp.sum(dlogits_CT * logits_CT, axis=0)
   bend_T1 = (along_T * jnp.square(inverse_T) / width)[..., None]
