@@ -311,6 +311,8 @@ class Program:
       written = {0: new}
     total = 0.0
     for i, arrays in enumerate(operands):
+      if instruction.operands[i] in instruction.operands[:i]:
+        continue  # A kernel has one operand per row of a bank, all the same.
       in_hbm = [a.nbytes for a in arrays if a.in_hbm]
       total += read.get(i, sum(in_hbm)) if in_hbm else 0
     for i, array in enumerate(results):

@@ -37,7 +37,7 @@ from experiments.demo import step_time
 from experiments.pages import readme
 
 SCHEMES = ("prenorm", "rescaled", "full_attnres", "block_attnres")
-_CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "lm.py"
+_CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "paired.py"
 
 
 PUBLISHED = readme.Published(
@@ -51,31 +51,29 @@ def main() -> int:
   return command_line.run(_run, _parse_options())
 
 
-def demo_config(
-  scheme: str, seed: int, *, size: str, steps: int, batch_size: int
-) -> config_lib.RunConfig:
-  """The run of one scheme and seed; only the residual differs within a seed."""
+def demo_config(scheme: str, seed: int, *, steps: int) -> config_lib.RunConfig:
+  """The run of one scheme and seed; only the residual differs within a seed.
+
+  The protocol of experiments/noise, with fewer steps: small batches, a rate
+  that falls to zero, the whole validation split.
+  """
   overrides = {
     "name": f"demo_{scheme}_{seed}",
     "seed": seed,
     "data.seed": seed,
-    "data.batch_size": batch_size,
     "optim.warmup_steps": max(1, steps // 10),
     "train.steps": steps,
-    "train.eval_every": max(1, steps // 4),
-    "train.eval_batches": 16,
-    "train.depth_every": 0,
+    "train.log_every": max(1, steps // 40),
+    "train.eval_every": max(1, steps // 2),
     "checkpoint.every_steps": max(1, steps // 4),
     "checkpoint.keep_last": 2,
   }
-  return config_lib.load_config(
-    f"{_CONFIG}:size={size},residual={scheme}", overrides
-  )
+  return config_lib.load_config(f"{_CONFIG}:residual={scheme}", overrides)
 
 
 def _run(options: argparse.Namespace) -> None:
   start = time.perf_counter()
-  for name in ("seeds", "steps", "batch_size"):
+  for name in ("seeds", "steps"):
     fields.accept(f"--{name}", getattr(options, name), fields.Size)
   workdir = pathlib.Path(options.workdir).absolute()
   workdir.mkdir(parents=True, exist_ok=True)
@@ -128,14 +126,7 @@ def _configs(
 ) -> Iterator[tuple[str, int, config_lib.RunConfig]]:
   # Seed by seed, so that an unfinished demo compares what it can.
   for seed, scheme in itertools.product(range(options.seeds), SCHEMES):
-    config = demo_config(
-      scheme,
-      seed,
-      size=options.size,
-      steps=options.steps,
-      batch_size=options.batch_size,
-    )
-    yield scheme, seed, config
+    yield scheme, seed, demo_config(scheme, seed, steps=options.steps)
 
 
 def _parse_options() -> argparse.Namespace:
@@ -144,9 +135,7 @@ def _parse_options() -> argparse.Namespace:
     "--workdir", default="runs/demo", help="folder to write to"
   )
   parser.add_argument("--seeds", type=int, default=2, help="runs per scheme")
-  parser.add_argument("--size", default="tiny", help="a size of configs/lm.py")
-  parser.add_argument("--steps", type=int, default=160, help="per run")
-  parser.add_argument("--batch-size", type=int, default=8, help="rows")
+  parser.add_argument("--steps", type=int, default=640, help="per run")
   parser.add_argument(
     "--prompt", default="def ", help="prompt of the text samples"
   )

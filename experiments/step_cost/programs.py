@@ -3,7 +3,7 @@
 
 An arm is a residual scheme: "prenorm", "block, kernels", and for identity
 stacks "block, plain JAX"; for training steps any other scheme by its name, with
-options of it or its reads: "block_attnres heads=16".
+options of it, its reads or the model: "block_attnres heads=16 depth_loop=scan".
 Options are sublayers, block, batch, tokens, width and vocabulary.
 """
 
@@ -24,19 +24,21 @@ def training(arm, options, *, scan_layers=False):
   name, *given = arm.split()
   if arm == "block, kernels":
     name, given = "block_attnres", []
-  fields = dict(map(_option, given))
-  of_read = fields.keys() & config_lib.DepthReadConfig.__dataclass_fields__
-  read = config_lib.DepthReadConfig(**{k: fields.pop(k) for k in of_read})
+  fields = {"scan_layers": scan_layers} | dict(map(_option, given))
+  read = config_lib.DepthReadConfig(
+    **_taken(fields, config_lib.DepthReadConfig)
+  )
+  of_residual = _taken(fields, config_lib.ResidualConfig)
   config = config_lib.ModelConfig(
     vocab_size=options.vocabulary,
     width=options.width,
     num_layers=options.sublayers // 2,
     num_heads=options.width // 128,
     dtype="bfloat16",
-    scan_layers=scan_layers,
     residual=config_lib.ResidualConfig(
-      name=name, block_size=options.block, read=read, **fields
+      name=name, block_size=options.block, read=read, **of_residual
     ),
+    **fields,
   )
   model = jax.eval_shape(lambda: attnres_jax.build_model(config))
   tokens_BT = jax.ShapeDtypeStruct((options.batch, options.tokens), jnp.int32)
@@ -60,6 +62,12 @@ def _option(text):
     return field, ast.literal_eval(value)
   except ValueError:
     return field, value  # A name.
+
+
+def _taken(fields, kind):
+  """Removes the options of a kind of config, and returns them."""
+  own = fields.keys() & kind.__dataclass_fields__
+  return {name: fields.pop(name) for name in own}
 
 
 def identity(arm, options):

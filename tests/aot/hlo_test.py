@@ -264,6 +264,17 @@ ENTRY %main () -> bf16[8,4] {
     assert hlo.Program(text.replace("TARGET", target)).hbm_bytes() == expected
 
 
+def test_an_operand_that_a_kernel_gets_several_times_counts_once():
+  text = """HloModule m, is_scheduled=true
+
+ENTRY %main (bank: bf16[3,8,128]) -> bf16[8,128] {
+  %bank = bf16[3,8,128]{2,1,0:T(8,128)} parameter(0)
+  ROOT %x = bf16[8,128]{1,0:T(8,128)} custom-call(%bank, %bank, %bank), custom_call_target="tpu_custom_call"
+}
+"""  # noqa: E501
+  assert hlo.Program(text).hbm_bytes() == 2 * (3 + 1) * 8 * 128
+
+
 def test_traffic_of_copies_to_and_from_the_core():
   text = """\
 HloModule jit_f, is_scheduled=true

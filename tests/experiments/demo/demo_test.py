@@ -117,9 +117,7 @@ def test_csv_and_markdown_tell_the_same_story(tmp_path):
 def test_page_is_one_well_formed_file_that_loads_nothing():
   runs = all_runs()
   page = report.render(
-    config=run_lib.demo_config(
-      "prenorm", 0, size="tiny", steps=10, batch_size=4
-    ),
+    config=run_lib.demo_config("prenorm", 0, steps=10),
     runs=runs,
     looks=[make_look(run.scheme) for run in runs],
     rows=rows(),
@@ -163,10 +161,7 @@ def test_inspection_survives_its_file(tmp_path, monkeypatch):
 
 def test_schemes_of_a_seed_differ_in_the_residual_only():
   def flat(scheme, seed):
-    config = run_lib.demo_config(
-      scheme, seed, size="tiny", steps=10, batch_size=4
-    )
-    return config_lib.to_dict(config)
+    return config_lib.to_dict(run_lib.demo_config(scheme, seed, steps=10))
 
   for scheme in run_lib.SCHEMES[1:]:
     changed = config_lib.differences(flat("prenorm", 0), flat(scheme, 0))
