@@ -464,13 +464,13 @@ def _periods(
     if wrong:
       config_lib.fail("model.depth_loop", "scan", f"'unrolled' {reason}")
   assert residual.block_size is not None
-  cut = find_runs if residual.scannable else no_runs
   periods, first, sources = [], 0, 1
   for run in runs:
     blocks, before = [], sources
     for start, stop in segments[first : first + len(run.kinds)]:
       added = -(-(stop - start) // residual.block_size)
-      own = cut(kinds[start:stop])
+      # A loop inside the loop would copy what its steps read and write.
+      own = no_runs(kinds[start:stop])
       blocks.append(depth_scan.Block(start, own, before, added))
       before += added
     periods.append(depth_scan.Period(tuple(blocks), run.repeats))

@@ -115,6 +115,7 @@ def scheme(name, num_sublayers, *, seed=1, scale=1.0, eps=EPS, **fields):
     width=WIDTH,
     norm_eps=eps,
     scan_layers=True,
+    depth_loop="unrolled",
     init_std=0.3,
     dtype="float64",
     residual=config_lib.ResidualConfig(name=name, **fields),

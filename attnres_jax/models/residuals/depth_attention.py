@@ -130,8 +130,8 @@ class DepthAttention(base.Residual):
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
     self.eps = config.norm_eps
-    # Without a scan, every mixture is read by itself.
-    self._apart = not config.scan_layers
+    # Without a scan over sublayers, every mixture is read by itself.
+    self._apart = not config.scan_layers or config.depth_loop == "scan"
     options = self.read_options(config.residual.read)
     self.options = depth_reads.checked(options, config.width)
     self.queries = depth_reads.DepthQueries(
