@@ -207,15 +207,9 @@ plt.show()
 # standard error, from the spread of the pairs in the figure.
 
 # %%
-several = [
-  list(apart[name].by_seed.values())
-  for name in trained
-  if len(apart[name].by_seed) > 1 and name != "control"
-]
-if several:
-  freedom = sum(len(values) - 1 for values in several)
-  squares = sum(np.var(values) * len(values) for values in several)
-  spread = (squares / freedom) ** 0.5
+# All that trained share it; the control has its own.
+spread = next(apart[name].deviation for name in trained if name != "control")
+if spread is not None:
   print(f"standard deviation of a difference between pairs: {spread:.4f} nats")
   for size in (0.05, 0.02, 0.01, 0.005):
     print(f"{size:.3f} nats: {int(np.ceil((2 * spread / size) ** 2))} pairs")

@@ -28,10 +28,12 @@ class Difference(NamedTuple):
     by_seed: in nats per token.
     margin: half the width of the interval of their mean; None if there is
       no variant with two seeds.
+    deviation: standard deviation of a pair, on which the margin rests.
   """
 
   by_seed: Mapping[int, float]
   margin: float | None = None
+  deviation: float | None = None
 
   @property
   def mean(self) -> float:
@@ -78,26 +80,25 @@ def differences(
   }
   shared = [own for name, own in apart.items() if name not in alone]
   return {
-    name: Difference(
-      own, _margin(own, [own] if name in alone else shared, level)
-    )
+    name: _difference(own, [own] if name in alone else shared, level)
     for name, own in apart.items()
   }
 
 
-def _margin(
+def _difference(
   own: Mapping[int, float],
   together: Sequence[Mapping[int, float]],
   level: float,
-) -> float | None:
-  """Of the mean of `own`, with the standard deviation of all `together`."""
+) -> Difference:
+  """With the standard deviation of all `together`."""
   several = [list(one.values()) for one in together if len(one) > 1]
   if not several:
-    return None
+    return Difference(own)
   freedom = sum(len(one) - 1 for one in several)
   squares = sum(float(np.var(one)) * len(one) for one in several)
   # Half of the variance of a difference is that of the common baseline, so two
   # variants' estimates of it have a correlation of a quarter.
   independent = freedom / (1 + (len(several) - 1) / 4)
   quantile = float(stats.t.ppf((1 + level) / 2, independent))
-  return quantile * math.sqrt(squares / freedom / len(own))
+  deviation = math.sqrt(squares / freedom)
+  return Difference(own, quantile * deviation / math.sqrt(len(own)), deviation)

@@ -22,12 +22,16 @@ def _losses(rng, seeds):
 @pytest.mark.parametrize("seeds", [2, 3, 6])
 def test_coverage(seeds):
   rng = np.random.default_rng(0)
-  hits, widths = [], []
+  hits, widths, deviations = [], [], []
   for _ in range(200):
     found = pairs.differences(_losses(rng, seeds), "base")
     for name, effect in EFFECTS.items():
       hits.append(abs(found[name].mean - effect) <= found[name].margin)
       widths.append(found[name].margin)
+    deviations.append(found["a"].deviation)
+  # A difference has the noise of two runs.
+  mean_square = np.mean(np.square(deviations))
+  assert mean_square == pytest.approx(2 * 0.01**2, rel=0.15)
   # The three of a draw are not independent: a standard error is about 0.015.
   assert 0.86 <= np.mean(hits) <= 0.94
   assert np.mean(widths) < 0.1
