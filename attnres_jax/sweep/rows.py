@@ -42,7 +42,8 @@ def of_run(
   """The row of a finished run.
 
   Every override has a column of its name; `active_params` excludes embedding
-  and head; compute is in PFLOP/s-days.
+  and head; compute is in PFLOP/s-days; `step_bytes` are the arguments and
+  temporaries of the compiled step on one device.
 
   Raises:
     DamagedError: a file of the run is missing or damaged.
@@ -62,6 +63,7 @@ def of_run(
     }
     evaluated = [row for row in metric_rows if row["split"] == "validation"]
     last_weights = (evaluated or [{}])[-1].get("last_weights_loss")
+    memory = step_bytes(metric_rows)
   with damage.of_file(workdir / "data.json"):
     fingerprint = data["train"]["fingerprint"][:12]
   with damage.of_file(workdir / "summary.json"):
@@ -75,6 +77,7 @@ def of_run(
       "train_loss": _number(summary.get("train_loss"), ".6f"),
       "peak_lr": config.optim.peak_lr,
       "step_seconds": _number(summary.get("step_seconds"), ".4g"),
+      "step_bytes": _number(memory, "d"),
     }
     if last_weights is not None:
       # Then `validation_loss` is that of averaged weights.
@@ -98,6 +101,17 @@ def of_run(
     **origin,
     "data": fingerprint,
   }
+
+
+def step_bytes(metric_rows: Sequence[Row]) -> int | None:
+  """Of the training step as last compiled; None where JAX cannot tell."""
+  compiled = [r for r in metric_rows if r.get("function") == "train_step"]
+  sizes = [
+    (compiled or [{}])[-1].get(name)
+    for name in ("argument_bytes", "temporary_bytes")
+  ]
+  known = [size for size in sizes if size is not None]
+  return sum(known) if len(known) == len(sizes) else None
 
 
 def compute_of(config: config_lib.RunConfig) -> dict[str, Any]:

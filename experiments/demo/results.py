@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from attnres_jax import figures
 from attnres_jax import metrics
+from attnres_jax.sweep import rows as sweep_rows
 from experiments.pages import curves
 from experiments.pages import losses as losses_lib
 from experiments.pages import page
@@ -55,8 +56,6 @@ def load_run(
     ([row["step"] * tokens for row in own], [row["loss"] for row in own])
     for own in rows.values()
   )
-  compiled = [row for row in found if row.get("function") == "train_step"][-1]
-  step_bytes = compiled["argument_bytes"] + compiled["temporary_bytes"]
   last = rows["validation"][-1]
   row = {
     "scheme": scheme,
@@ -65,7 +64,7 @@ def load_run(
     "validation_bits_per_byte": f"{last['bits_per_byte']:.5f}",
     "train_tokens": str(train[0][-1]),
     "parameters": str(summary["parameters"]),
-    "step_bytes": str(step_bytes),
+    "step_bytes": str(sweep_rows.step_bytes(found)),
     "run_seconds": f"{summary['seconds']:.0f}",
   }
   return Run(scheme, seed, train, validation, row)

@@ -54,7 +54,7 @@ def table(rows: Sequence[Row]) -> str:
 def losses(rows: Sequence[Row]) -> str:
   """A line per trained scheme: differences, and what a step cost."""
   every = variants.with_shared(config.STUDY, rows)
-  seconds = _step_seconds(every)
+  seconds, memory = _step_seconds(every), _step_bytes(every)
   base = seconds[variants.BASELINE]
   lines = []
   found = variants.table(config.STUDY, every)
@@ -65,8 +65,13 @@ def losses(rows: Sequence[Row]) -> str:
       for seed, own in seconds[labels[str(label)]].items()
       if seed in base
     )
-    lines.append([label, *rest, f"{ratio:.2f}"])
-  header = (*found.header[:1], *found.header[2:], "time of a step over PreNorm")
+    step_bytes = memory.get(labels[str(label)])
+    needed = f"{step_bytes / 1e6:.0f} MB" if step_bytes else ""
+    lines.append([label, *rest, f"{ratio:.2f}", needed])
+  header = (
+    *found.header[:1], *found.header[2:], "time of a step over PreNorm",
+    "memory of a step",
+  )  # fmt: skip
   table = page.Table(header, lines)
   return f"{table.markdown()}\n\n{sweep.origin(every)}"
 
@@ -78,6 +83,15 @@ def _step_seconds(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
     own = found.setdefault(row["variant"], {})
     own[int(row["seed"])] = float(row["step_seconds"])
   return found
+
+
+def _step_bytes(rows: Sequence[Row]) -> dict[str, int]:
+  """Of each variant; seeds, rates and budgets share a step's program."""
+  return {
+    row["variant"]: int(row["step_bytes"])
+    for row in rows
+    if row.get("step_bytes")
+  }
 
 
 def differences(

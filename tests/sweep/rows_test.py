@@ -33,3 +33,16 @@ def test_budgets_are_sizes():
     (),
     ("budget=0.5",),
   )
+
+
+def test_step_bytes_are_those_of_the_program_that_ran():
+  def compiled(function, **sizes):
+    return {"event": "compiled", "function": function} | sizes
+
+  first = compiled("train_step", argument_bytes=5, temporary_bytes=3)
+  last = compiled("train_step", argument_bytes=50, temporary_bytes=30)
+  other = compiled("evaluate", argument_bytes=1, temporary_bytes=1)
+  assert rows_lib.step_bytes([first, last, other]) == 80
+  unknown = compiled("train_step", argument_bytes=5, temporary_bytes=None)
+  assert rows_lib.step_bytes([unknown]) is None
+  assert rows_lib.step_bytes([other]) is None

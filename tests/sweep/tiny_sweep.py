@@ -62,7 +62,8 @@ def leave(folder, run, loss=2.5, status=state_lib.DONE):
     event | {"event": "start", "lost_steps": 0, "lost_seconds": 0.0,
              "devices": 1, "device_kind": "cpu", "python": "3", "jax": "0",
              "hardware": "abacus", "commit": "0123abcdef"},
-    event | {"event": "compiled", "function": "train_step", "seconds": 7.0},
+    event | {"event": "compiled", "function": "train_step", "seconds": 7.0,
+             "argument_bytes": 5_000, "temporary_bytes": 3_000},
     event | {"event": "ready", "seconds": 9.0},
     *({"split": "train", "step": step, "loss": loss + 1 / step,
        "step_seconds": 0.5, "data_wait_seconds": 0.1}
