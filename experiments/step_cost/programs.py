@@ -9,6 +9,7 @@ Options are sublayers, block, batch, tokens, width and vocabulary.
 
 import ast
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,8 @@ def training(arm, options, *, scan_layers=False):
   name, *given = arm.split()
   if arm == "block, kernels":
     name, given = "block_attnres", []
-  fields = {"scan_layers": scan_layers} | dict(map(_option, given))
+  fields: dict[str, Any] = {"scan_layers": scan_layers}
+  fields |= map(_option, given)
   read = config_lib.DepthReadConfig(
     **_taken(fields, config_lib.DepthReadConfig)
   )
