@@ -10,9 +10,9 @@ the result that is nearest to its tolerance, or farthest beyond.
 Tolerances. A result that is stored in bfloat16 may be off by twice what storing
 the exact result is off by. A float32 result may be off by 2e-5 if the inputs
 are float32, and by 1e-4 if they are bfloat16. Operators that round to bfloat16
-on the way (products of KDA, gradients of its convolution, the sum that
-`depth_merge_norm` stores and reads) may be off by 1e-2 with bfloat16 inputs, as
-their tests on a CPU allow.
+on the way (products of KDA and of `stream_mix`, gradients of KDA's convolution,
+the sum that `depth_merge_norm` stores and reads) may be off by 1e-2 with
+bfloat16 inputs, as their tests on a CPU allow.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -316,6 +316,54 @@ def _conv(dtype: str, short: bool):
   return run, (ids.astype(jnp.int32), dy, x, draw(4, heads, 128))
 
 
+def _streams(dtype: str, short: bool):
+  count, tokens, width = (2, 136, 160) if short else (4, 520, 1168)
+  draw = _draws(6)
+  streams, y = draw(count, tokens, width, dtype=dtype), draw(tokens, width)
+  y = y.astype(dtype)
+  columns = count * (count + 2)
+  mix = jnp.eye(count)[..., None] + 0.3 * draw(count, count, tokens)
+  small = (
+    draw(count, tokens), mix, draw(count, width, columns) / width**0.5,
+    draw(count + 1),  # One array: the gradient of the scale is a lone number.
+  )  # fmt: skip
+  names = [*(f"stream {i}" for i in range(count)), "y"]
+  names += ["write", "mix", "weight", "bias and scale"]
+
+  def run(implementation, dnew, dh, dlogits, streams, *rest):
+    def mix(*arrays):
+      *arrays, gate = arrays
+      new, h, logits = attnres_kernels.stream_mix(
+        arrays[:count],
+        *arrays[count:],
+        gate[:count],
+        gate[count],
+        implementation=implementation,
+      )
+      return *new, h, logits
+
+    cotangents = *dnew, dh, dlogits
+    return _with_gradients(mix, (*streams, *rest), names, cotangents)
+
+  given = draw(*streams.shape, dtype=dtype), draw(*y.shape, dtype=dtype)
+  return run, (*given, draw(columns, tokens), streams, y, *small)
+
+
+def _sinkhorn(dtype: str, short: bool):
+  count, tokens = (3, 40) if short else (4, 1100)
+  draw = _draws(7)
+  logits = 4 * draw(count, count, tokens, dtype=dtype)
+
+  def run(implementation, dresult, logits):
+    def scale(logits):
+      wide = logits.astype("float32")
+      return (attnres_kernels.sinkhorn(wide, implementation=implementation),)
+
+    return _with_gradients(scale, (logits,), ("logits",), (dresult,))
+
+  return run, (draw(*logits.shape), logits)
+
+
 _partial = functools.partial
 # Operator -> how it is checked. The package of `attnres_kernels` comes first.
 OPS: dict[str, _Op] = {
@@ -337,4 +385,6 @@ OPS: dict[str, _Op] = {
   "short_conv": _Op(
     _conv, ("pallas_tpu", "xla"), reference="xla", tolerance=_ROUNDED
   ),
+  "stream_mix": _Op(_streams, ("pallas_tpu", "xla"), tolerance=_ROUNDED),
+  "sinkhorn": _Op(_sinkhorn, ("pallas_tpu", "xla")),
 }

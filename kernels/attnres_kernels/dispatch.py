@@ -74,6 +74,12 @@ def accumulator(*arrays: jax.Array | None) -> jnp.dtype:
   return jnp.dtype(jnp.float64 if wide else jnp.float32)
 
 
+def exact(operand: jax.Array) -> jax.lax.Precision | None:
+  """The precision of a product that rounds no operand, not even on a TPU."""
+  wide = operand.dtype in (jnp.float32, jnp.float64)
+  return jax.lax.Precision.HIGHEST if wide else None
+
+
 @contextlib.contextmanager
 def interpreted(params: Any = True):
   """A context in which Pallas backends run in interpret mode on any platform.

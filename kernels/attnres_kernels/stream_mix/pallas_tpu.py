@@ -530,8 +530,9 @@ def _total(terms):
 
 def _product(a, b, axes):
   return jax.lax.dot_general(
-    a, b, (axes, ((), ())), preferred_element_type=jnp.float32
-  )
+    a, b, (axes, ((), ())), dispatch.exact(a),
+    preferred_element_type=jnp.float32,
+  )  # fmt: skip
 
 
 def _groups(stop, size=_ROWS, start=0):

@@ -98,8 +98,9 @@ def _project(x, weight_DC, wide):
 
 def _contract(a, b, axes):
   return jax.lax.dot_general(
-    a, b, (axes, ((), ())), preferred_element_type=dispatch.accumulator(a)
-  )
+    a, b, (axes, ((), ())), dispatch.exact(a),
+    preferred_element_type=dispatch.accumulator(a),
+  )  # fmt: skip
 
 
 def _total(terms):
