@@ -331,19 +331,16 @@ def _streams(dtype: str, short: bool):
   names += ["write", "mix", "weight", "bias and scale"]
 
   def run(implementation, dnew, dh, dlogits, streams, *rest):
-    def mix(*arrays):
-      *arrays, gate = arrays
+    def between(*arrays):
+      y, write, mix, weight, gate = arrays[count:]
       new, h, logits = attnres_kernels.stream_mix(
-        arrays[:count],
-        *arrays[count:],
-        gate[:count],
-        gate[count],
+        arrays[:count], y, write, mix, weight, gate[:count], gate[count],
         implementation=implementation,
-      )
+      )  # fmt: skip
       return *new, h, logits
 
     cotangents = *dnew, dh, dlogits
-    return _with_gradients(mix, (*streams, *rest), names, cotangents)
+    return _with_gradients(between, (*streams, *rest), names, cotangents)
 
   given = draw(*streams.shape, dtype=dtype), draw(*y.shape, dtype=dtype)
   return run, (*given, draw(columns, tokens), streams, y, *small)
