@@ -108,9 +108,7 @@ def test_the_demo():
   ]
   rows = [_spoiled(row, keep=("scheme",)) for row in demo_test.rows()]
   text = demo_report.render(
-    config=demo_run.demo_config(
-      "prenorm", 0, size="tiny", steps=10, batch_size=4
-    ),
+    config=demo_run.demo_config("prenorm", 0, steps=10),
     runs=runs,
     looks=looks,
     rows=rows,
