@@ -3,7 +3,6 @@
 
 from collections.abc import Mapping, Sequence
 import json
-import statistics
 
 from matplotlib import figure as figure_lib
 import numpy as np
@@ -52,37 +51,19 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def losses(rows: Sequence[Row]) -> str:
-  """A line per trained scheme: differences, and what a step cost."""
+  """A line per trained scheme: differences, and the memory of a step."""
   every = variants.with_shared(config.STUDY, rows)
-  seconds, memory = _step_seconds(every), _step_bytes(every)
-  base = seconds[variants.BASELINE]
+  memory = _step_bytes(every)
   lines = []
   found = variants.table(config.STUDY, every)
-  labels = {config.STUDY.variants[name].label: name for name in seconds}
+  names = {one.label: name for name, one in config.STUDY.variants.items()}
   for label, _, *rest in found.rows:
-    ratio = statistics.median(
-      own / base[seed]
-      for seed, own in seconds[labels[str(label)]].items()
-      if seed in base
-    )
-    step_bytes = memory.get(labels[str(label)])
+    step_bytes = memory.get(names[str(label)])
     needed = f"{step_bytes / 1e6:.0f} MB" if step_bytes else ""
-    lines.append([label, *rest, f"{ratio:.2f}", needed])
-  header = (
-    *found.header[:1], *found.header[2:], "time of a step over PreNorm",
-    "memory of a step",
-  )  # fmt: skip
+    lines.append([label, *rest, needed])
+  header = (*found.header[:1], *found.header[2:], "memory of a step")
   table = page.Table(header, lines)
   return f"{table.markdown()}\n\n{sweep.origin(every)}"
-
-
-def _step_seconds(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
-  """Of each variant and seed, at the rate and budget of the study."""
-  found: dict[str, dict[int, float]] = {}
-  for row in variants.at_own_settings(rows):
-    own = found.setdefault(row["variant"], {})
-    own[int(row["seed"])] = float(row["step_seconds"])
-  return found
 
 
 def _step_bytes(rows: Sequence[Row]) -> dict[str, int]:
