@@ -685,7 +685,7 @@ def _run_segment(
   with scopes.part(scopes.RESIDUAL):
     carry, slots = residual.open(state, segment.start, segment.stop)
     slots = slots, memory.open(segment.start, segment.stop)
-    slots = _split(slots, [run.length for run in segment.runs])
+    slots = base.split(slots, [run.length for run in segment.runs])
   both, kept = (carry, remembered), []
   for run, part, run_slots in zip(segment.runs, take(source), slots):
 
@@ -751,7 +751,7 @@ def _sources(
     for kind, stack in sublayers.items():
       having = [i for i, run in enumerate(runs) if run.count(kind)]
       sizes = [runs[i].count(kind) for i in having]
-      for i, part in zip(having, _split(stack, sizes), strict=True):
+      for i, part in zip(having, base.split(stack, sizes), strict=True):
         parts[i][kind] = part
     remaining = iter(parts)
     return [([next(remaining) for _ in s.runs], _same) for s in segments]
@@ -804,16 +804,6 @@ def _fold(tree: Any, repeats: int) -> Any:
   )
 
 
-def _split(tree: Any, sizes: list[int]) -> list[Any]:
-  """Cuts every leaf along its leading axis into parts of these sizes."""
-  leaves, structure = jax.tree.flatten(tree)
-  split = [jax.lax.split(leaf, sizes, axis=0) for leaf in leaves]
-  return [
-    jax.tree.unflatten(structure, [s[i] for s in split])
-    for i in range(len(sizes))
-  ]
-
-
 def _interleave(trees: list[Any]) -> Any:
   """[n, ...] arrays of every tree as [n * number of trees, ...] arrays."""
   return jax.tree.map(
@@ -829,5 +819,5 @@ def _unstack(tree: Any, count: int) -> list[Any]:
   """One tree for each of the `count` indices of the leading axis."""
   return [
     jax.tree.map(lambda a: jnp.squeeze(a, 0), part)
-    for part in _split(tree, [1] * count)
+    for part in base.split(tree, [1] * count)
   ]

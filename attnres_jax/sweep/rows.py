@@ -106,12 +106,9 @@ def of_run(
 def step_bytes(metric_rows: Sequence[Row]) -> int | None:
   """Of the training step as last compiled; None where JAX cannot tell."""
   compiled = [r for r in metric_rows if r.get("function") == "train_step"]
-  sizes = [
-    (compiled or [{}])[-1].get(name)
-    for name in ("argument_bytes", "temporary_bytes")
-  ]
-  known = [size for size in sizes if size is not None]
-  return sum(known) if len(known) == len(sizes) else None
+  last = compiled[-1] if compiled else {}
+  sizes = [last.get("argument_bytes"), last.get("temporary_bytes")]
+  return None if None in sizes else sum(sizes)
 
 
 def compute_of(config: config_lib.RunConfig) -> dict[str, Any]:

@@ -195,11 +195,7 @@ class DepthAttention(base.Residual):
         lambda *a: jnp.concatenate(a), reads._replace(value=None), reads.value
       )
       slots, count = self.phase_1(both, sources), reads.query.shape[0]
-      # Unlike slices, a split has one concatenation as its gradient.
-      halves = jax.tree.map(lambda a: jax.lax.split(a, (count, count)), slots)
-      own, value = jax.tree.transpose(
-        jax.tree.structure(slots), jax.tree.structure([0, 0]), halves
-      )
+      own, value = base.split(slots, [count, count])
       return own._replace(value=value)
     out_QBTD, lse_QBT = depth_attention(
       reads.query,
