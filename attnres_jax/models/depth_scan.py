@@ -31,9 +31,8 @@ from attnres_jax.models.residuals import depth_attention
 # Names of primitives that are not computed a second time in the backward pass.
 _COSTLY = ("dot", "pallas", "conv", "scan", "while", "cond", "remat", "custom")
 
-# Maps the runs of a block, its reads, the sublayers of each run ({kind: stack}
-# if it repeats them, else one after the other), the sources, and the documents
-# to its new sources.
+# Maps the kinds of a block's sublayers, its reads, these sublayers, the sources
+# and the documents to the new sources.
 RunBlock = Callable[..., tuple[jax.Array, ...]]
 
 
@@ -42,22 +41,15 @@ class Block(NamedTuple):
 
   Attributes:
     start: of its sublayers.
-    runs: of its sublayers: their kinds and how often they are repeated.
+    kinds: of its sublayers.
     sources: how many sources there are before it.
     added: how many it adds.
   """
 
   start: int
-  runs: tuple[Any, ...]
+  kinds: tuple[str, ...]
   sources: int
   added: int
-
-  @property
-  def length(self) -> int:
-    return sum(run.length for run in self.runs)
-
-  def count(self, kind: str) -> int:
-    return sum(run.count(kind) for run in self.runs)
 
 
 class Period(NamedTuple):
@@ -205,7 +197,7 @@ class Loop:
     def run(reads, parts, taps, bank_MBTD, count, segment_ids_BT):
       lses: list[jax.Array] = []
       sources = depth_attention.Bank(bank_MBTD, count, taps, lses)
-      new = self.run_block(block.runs, reads, parts, sources, segment_ids_BT)
+      new = self.run_block(block.kinds, reads, parts, sources, segment_ids_BT)
       (lse_QBT,) = lses
       return new, lse_QBT
 
@@ -214,20 +206,16 @@ class Loop:
     )
 
   def _own(self, period, block, weights, g):
-    """(Reads, sublayers of each run) of a block in repeat g of its period."""
+    """(Reads, sublayers) of a block in repeat g of its period."""
     sublayers, reads = weights
     first = block.start + g * _length(period)
     with scopes.part(scopes.RESIDUAL):
-      reads = _cut(reads, first, block.length)
-    parts: list[Any] = []
-    for _, kinds, where in self._places(period, block, g):
-      found = []
-      for kind, first, size in where:
-        with scopes.part(kind):
-          part = _cut(sublayers[kind], first, size)
-          one = kinds is None
-          found.append(jax.tree.map(_first_of, part) if one else part)
-      parts.append(tuple(found) if kinds is None else dict(zip(kinds, found)))
+      reads = _cut(reads, first, len(block.kinds))
+    parts = []
+    for kind, place in self._places(period, block, g):
+      with scopes.part(kind):
+        one = _cut(sublayers[kind], place, 1)
+        parts.append(jax.tree.map(lambda a: jnp.squeeze(a, 0), one))
     return reads, parts
 
   def _write(self, period, block, dweights, down, g):
@@ -237,32 +225,20 @@ class Loop:
     with scopes.part(scopes.RESIDUAL):
       dreads = _replace(dreads, own_reads, first)
     dsublayers = dict(dsublayers)
-    for i, kinds, where in self._places(period, block, g):
-      part = own_parts[i]
-      found = part if kinds is None else [part[kind] for kind in kinds]
-      for (kind, first, _), one in zip(where, found):
-        with scopes.part(kind):
-          if kinds is None:
-            one = jax.tree.map(lambda a: a[None], one)
-          dsublayers[kind] = _replace(dsublayers[kind], one, first)
+    places = self._places(period, block, g)
+    for (kind, place), part in zip(places, own_parts, strict=True):
+      with scopes.part(kind):
+        one = jax.tree.map(lambda a: a[None], part)
+        dsublayers[kind] = _replace(dsublayers[kind], one, place)
     return dsublayers, dreads
 
   def _places(self, period, block, g):
-    """Where the sublayers of a block are in their stacks.
-
-    Yields, for each run, its number, its kinds if it repeats them, else None,
-    and (kind, first, size) of each kind or each sublayer.
-    """
+    """(kind, place in the stack of its kind) of each sublayer of a block."""
     met = {}
-    for i, run in enumerate(block.runs):
-      kinds = None if run.repeats == 1 else tuple(dict.fromkeys(run.kinds))
-      where = []
-      for kind in kinds or run.kinds:
-        before = met.setdefault(kind, self._first(block, kind))
-        size = run.count(kind) if kinds else 1
-        where.append((kind, before + g * _count(period, kind), size))
-        met[kind] = before + size
-      yield i, kinds, where
+    for kind in block.kinds:
+      before = met.setdefault(kind, self._first(block, kind))
+      yield kind, before + g * _count(period, kind)
+      met[kind] = before + 1
 
   def _first(self, block, kind):
     """How many sublayers of a kind there are before a block, in repeat 0."""
@@ -270,7 +246,7 @@ class Loop:
     for period in self.periods:
       for other in period.blocks:
         if other.start < block.start:
-          before += other.count(kind)
+          before += other.kinds.count(kind)
       if period.blocks[0].start < block.start and block not in period.blocks:
         before += (period.repeats - 1) * _count(period, kind)
     return before
@@ -418,21 +394,17 @@ def _added(period: Period) -> int:
 
 
 def _length(period: Period) -> int:
-  return sum(block.length for block in period.blocks)
+  return sum(len(block.kinds) for block in period.blocks)
 
 
 def _count(period: Period, kind: str) -> int:
-  return sum(block.count(kind) for block in period.blocks)
+  return sum(block.kinds.count(kind) for block in period.blocks)
 
 
 def _cut(tree: Any, first: Any, size: int) -> Any:
   return jax.tree.map(
     lambda a: jax.lax.dynamic_slice_in_dim(a, first, size, 0), tree
   )
-
-
-def _first_of(a: jax.Array) -> jax.Array:
-  return jnp.squeeze(a, 0)
 
 
 def _replace(tree: Any, part: Any, first: Any) -> Any:

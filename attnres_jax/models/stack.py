@@ -469,8 +469,7 @@ def _periods(
     blocks, before = [], sources
     for start, stop in segments[first : first + len(run.kinds)]:
       added = -(-(stop - start) // residual.block_size)
-      # A loop inside the loop would copy what its steps read and write.
-      own = no_runs(kinds[start:stop])
+      own = tuple(kinds[start:stop])
       blocks.append(depth_scan.Block(start, own, before, added))
       before += added
     periods.append(depth_scan.Period(tuple(blocks), run.repeats))
@@ -497,17 +496,18 @@ def _run_on_bank(
     for kind in sublayers
   }
 
-  def run_block(runs, reads, parts, sources, segment_ids_BT):
-    length = sum(run.length for run in runs)
+  def run_block(kinds, reads, parts, sources, segment_ids_BT):
+    # A loop inside the loop would copy what its steps read and write.
+    runs = no_runs(kinds)
     opened: Any = _Opened(residual, reads)
     (carry, _), _ = _run_segment(
-      _Segment(0, length, runs),
+      _Segment(0, len(kinds), runs),
       opened,
       memory,
       _same,
       calls,
       segment_ids_BT,
-      parts,
+      [(part,) for part in parts],
       (sources, memory.init()),
     )
     with scopes.part(scopes.RESIDUAL):

@@ -107,7 +107,9 @@ def step_bytes(metric_rows: Sequence[Row]) -> int | None:
   """Of the training step as last compiled; None where JAX cannot tell."""
   compiled = [r for r in metric_rows if r.get("function") == "train_step"]
   last = compiled[-1] if compiled else {}
-  sizes = [last.get("argument_bytes"), last.get("temporary_bytes")]
+  sizes: list[Any] = [
+    last.get(name) for name in ("argument_bytes", "temporary_bytes")
+  ]
   return None if None in sizes else sum(sizes)
 
 

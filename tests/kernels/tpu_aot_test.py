@@ -141,6 +141,12 @@ def compile_for(chip, function, arguments, dtype):
   return jax.jit(function).lower(*structs).compile().as_text()
 
 
+def check_mix(chip, dtype, *sizes):
+  text = compile_for(chip, *mix(*sizes), dtype)
+  for name in ("stream_mix_forward", "stream_mix_backward"):
+    assert name in text
+
+
 class TestTpuCompile:
   @pytest.mark.parametrize("chip", tuple(CHIPS))
   @pytest.mark.parametrize(
@@ -172,9 +178,7 @@ class TestTpuCompile:
   @pytest.mark.parametrize("chip", tuple(CHIPS))
   @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
   def test_mix(self, chip, dtype):
-    text = compile_for(chip, *mix(200, 448), dtype)
-    for name in ("stream_mix_forward", "stream_mix_backward"):
-      assert name in text
+    check_mix(chip, dtype, 200, 448)
 
   @pytest.mark.parametrize("chip", tuple(CHIPS))
   def test_sinkhorn(self, chip):
@@ -359,9 +363,7 @@ class TestStreams:
   @pytest.mark.parametrize("chip", tuple(CHIPS))
   @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
   def test_width_of_a_network(self, chip, dtype):
-    text = compile_for(chip, *mix(1024, 2048), dtype)
-    for name in ("stream_mix_forward", "stream_mix_backward"):
-      assert name in text
+    check_mix(chip, dtype, 1024, 2048)
 
   @pytest.mark.parametrize("count,columns", [(1, 3), (2, 9), (3, 17), (8, 80)])
   def test_numbers_of_streams(self, count, columns):
