@@ -13,7 +13,7 @@ from attnres_jax import sharding
 from attnres_jax.inference import layouts
 from attnres_jax.models import adapters
 from attnres_jax.models import rounded
-from attnres_jax.models import stack
+from attnres_jax.models import stacks
 
 # Name -> whether layers are in arrays of their own; None: on some platforms.
 LAYERS = {"auto": None, "stacked": False, "separate": True}
@@ -69,7 +69,7 @@ def prepared(
   model = config_lib.choose("weights", weights, WEIGHTS)(model)
   model = sharding.map_parameters(cast, model)
   if separate:
-    model.sublayers = stack.separated(model.sublayers)
+    model.sublayers = stacks.separated(model.sublayers)
   return model
 
 

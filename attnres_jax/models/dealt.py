@@ -35,8 +35,8 @@ from attnres_jax import config as config_lib
 from attnres_jax import precision
 from attnres_jax import scopes
 from attnres_jax import sharding
-from attnres_jax.models import activation as activation_lib
 from attnres_jax.models import grouped
+from attnres_jax.models import mlp
 from attnres_jax.models import rounded
 
 # Rows of a piece, over the rows of a device if experts are balanced. More rows
@@ -123,9 +123,7 @@ def _backward(activation, residuals, dy_UD):
     dweight_R = jnp.sum(dhidden_RF * precision.widen(hidden_RF), axis=1)
     doutputs = [
       piece.real(d.astype(x_RD.dtype))
-      for d in activation_lib.gradients(
-        activation, gate_RF, up_RF, weight_R1 * dhidden_RF
-      )
+      for d in mlp.gradients(activation, gate_RF, up_RF, weight_R1 * dhidden_RF)
     ]
     dboth_RG = jnp.concatenate(doutputs, axis=1)
     if len(ins) == 1:
@@ -176,7 +174,7 @@ def units(
   activation: config_lib.ActivationConfig, gate_PF: jax.Array, up_PF: jax.Array
 ) -> jax.Array:
   """The hidden units of an expert."""
-  return activation_lib.units(activation, gate_PF, up_PF)
+  return mlp.units(activation, gate_PF, up_PF)
 
 
 @dataclasses.dataclass(frozen=True)

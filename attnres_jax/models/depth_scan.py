@@ -17,7 +17,7 @@ follows from either at little cost; activation checkpointing decides the rest,
 as in the unrolled form.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -25,7 +25,11 @@ import jax
 from jax.extend import core
 import jax.numpy as jnp
 
+from attnres_jax import config as config_lib
 from attnres_jax import scopes
+from attnres_jax.models import memory as memory_lib
+from attnres_jax.models import stacks
+from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import depth_attention
 
 # Names of primitives that are not computed a second time in the backward pass.
@@ -57,6 +61,45 @@ class Period(NamedTuple):
 
   blocks: tuple[Block, ...]
   repeats: int
+
+
+def periods_of(
+  kinds: Sequence[str],
+  residual: base.Residual,
+  memory: memory_lib.DepthMemory,
+  scan: bool,
+) -> tuple[Period, ...]:
+  """The segments of all sublayers, as repeated patterns.
+
+  Raises:
+    ConfigError: there are none, or the scheme is not banked.
+  """
+  segments = residual.segments()
+  runs = stacks.find_runs([tuple(kinds[a:b]) for a, b in segments])
+  for wrong, reason in (
+    (not residual.banked, f"with {type(residual).__name__}"),
+    (not isinstance(memory, memory_lib.NoMemory), "with model.depth_memory"),
+    (not scan, "with model.scan_layers=False"),
+    (
+      max(run.repeats for run in runs) == 1,
+      "where no pattern of depth blocks repeats",
+    ),
+  ):
+    if wrong:
+      config_lib.fail("model.depth_loop", "scan", f"'unrolled' {reason}")
+  assert residual.block_size is not None
+  periods, first, sources = [], 0, 1
+  for run in runs:
+    blocks, before = [], sources
+    for start, stop in segments[first : first + len(run.kinds)]:
+      added = -(-(stop - start) // residual.block_size)
+      own = tuple(kinds[start:stop])
+      blocks.append(Block(start, own, before, added))
+      before += added
+    periods.append(Period(tuple(blocks), run.repeats))
+    sources += (before - sources) * run.repeats
+    first += run.length
+  return tuple(periods)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,12 +12,14 @@ from attnres_jax import config as config_lib
 from attnres_jax import scopes
 from attnres_jax import sharding
 from attnres_jax.models import adapters
+from attnres_jax.models import decoding
 from attnres_jax.models import embedding
 from attnres_jax.models import linear
 from attnres_jax.models import memory
 from attnres_jax.models import norm
 from attnres_jax.models import residuals
 from attnres_jax.models import stack
+from attnres_jax.models import stacks
 from attnres_jax.models import sublayer
 from attnres_jax.models.mixers import cache as cache_lib
 
@@ -45,7 +47,7 @@ class Transformer(nnx.Module):
     embedding: token vectors and output head.
     sublayers: ONE module per kind of sublayer; every leaf has a leading axis
       over the sublayers of that kind, in the order of depth. While decoding, a
-      list of modules for one sublayer each instead (`stack.separated`).
+      list of modules for one sublayer each instead (`stacks.separated`).
     residual: the scheme that connects the sublayers.
     depth_memory: what mixers keep for later mixers.
     final_norm: between the scheme's readout and the head, in most schemes.
@@ -97,7 +99,7 @@ class Transformer(nnx.Module):
   ) -> jax.Array:
     """`hidden` of the token vectors."""
     h_BTD = stack.run(
-      stack.stacked(self.sublayers),
+      stacks.joined(self.sublayers),
       self.config.sublayer_kinds,
       self.residual,
       embedding_BTD,
@@ -132,7 +134,7 @@ class Transformer(nnx.Module):
         lambda a, count=count: jnp.zeros((count, *a.shape), a.dtype), cache
       )
     if before:
-      states[stack.RESIDUAL] = tuple(
+      states[decoding.RESIDUAL] = tuple(
         jnp.zeros((1, *a.shape), a.dtype) for a in before
       )
     return cache_lib.Cache(jnp.zeros(batch, jnp.int32), states)
@@ -145,7 +147,7 @@ class Transformer(nnx.Module):
       for kind, core in self._decoding_cores().items()
     }
     if before:
-      specs[stack.RESIDUAL] = (sharding.SEQUENCES,) * len(before)
+      specs[decoding.RESIDUAL] = (sharding.SEQUENCES,) * len(before)
     length_B, states = jax.eval_shape(lambda: self.init_cache(1, 1))
     del length_B
     found: dict[str, Any] = {
@@ -181,7 +183,7 @@ class Transformer(nnx.Module):
       length_B = jnp.full(tokens_BT.shape[0], tokens_BT.shape[1], jnp.int32)
     chunk = cache_lib.Chunk(cache.length_B, length_B)
     with sharding.scattering(tokens_BT.shape[1]):
-      h_BTD, mixers, reads_LBTD = stack.extend(
+      h_BTD, mixers, reads_LBTD = decoding.extend(
         self.sublayers,
         self.config.sublayer_kinds,
         self.residual,
@@ -244,7 +246,7 @@ class Transformer(nnx.Module):
   ) -> stack.Trace:
     """Sublayer outputs v_0..v_L and reads h_1..h_L, h_out, for analysis."""
     return stack.trace(
-      stack.stacked(self.sublayers),
+      stacks.joined(self.sublayers),
       self.config.sublayer_kinds,
       self.residual,
       self.embedding.encode(tokens_BT),

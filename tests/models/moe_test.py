@@ -15,8 +15,8 @@ from attnres_jax import optimizer
 from attnres_jax import sharding
 from attnres_jax.aot import hlo
 from attnres_jax.aot import topology
-from attnres_jax.models import activation
 from attnres_jax.models import dealt
+from attnres_jax.models import mlp
 from attnres_jax.models import moe
 from tests import jaxprs
 from tests import tiny_network
@@ -125,9 +125,9 @@ def test_latents_and_bounded_units(kwargs):
 def test_gradients_of_bounded_units():
   config = config_lib.ActivationConfig("situ", 0.5, 0.7)
   gate, up, dunits = np.random.default_rng(0).standard_normal((3, 50), "f4")
-  _, pull = jax.vjp(lambda g, u: activation.units(config, g, u), gate, up)
+  _, pull = jax.vjp(lambda g, u: mlp.units(config, g, u), gate, up)
   for found, expected in zip(
-    activation.gradients(config, gate, up, dunits), pull(dunits)
+    mlp.gradients(config, gate, up, dunits), pull(dunits)
   ):
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
 

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from attnres_jax import config as config_lib
 from attnres_jax import sharding
 from attnres_jax.models import rounded
+from attnres_jax.models import stacks
 
 
 class Chunk(NamedTuple):
@@ -192,18 +193,11 @@ def kept_as(cache: Cache, name: str) -> Cache:
   return cache._replace(states=states)
 
 
-def unstacked(stack: Any) -> tuple[Any, ...]:
-  """Stacks of one layer each, of arrays with a leading axis over layers."""
-  count = jax.tree.leaves(stack)[0].shape[0]
-  return tuple(
-    jax.tree.map(lambda a, i=i: jax.lax.slice_in_dim(a, i, i + 1), stack)
-    for i in range(count)
-  )
-
-
 def separated(cache: Cache) -> Cache:
   """The same cache as `Layers`."""
-  states = {k: Layers(unstacked(state)) for k, state in cache.states.items()}
+  states = {
+    k: Layers(stacks.unstacked(state)) for k, state in cache.states.items()
+  }
   return cache._replace(states=states)
 
 

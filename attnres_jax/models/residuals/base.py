@@ -380,16 +380,3 @@ def keep(x: jax.Array) -> jax.Array:
   factor: otherwise its sublayer would be recomputed once more.
   """
   return ad_checkpoint.checkpoint_name(x, DEPTH_STATE)
-
-
-def split(tree: Any, sizes: Sequence[int]) -> list[Any]:
-  """Cuts every leaf along its leading axis into parts of these sizes.
-
-  Unlike that of slices, the gradient is one concatenation.
-  """
-  leaves, structure = jax.tree.flatten(tree)
-  parts = [jax.lax.split(leaf, sizes, axis=0) for leaf in leaves]
-  return [
-    jax.tree.unflatten(structure, [s[i] for s in parts])
-    for i in range(len(sizes))
-  ]

@@ -22,6 +22,7 @@ from attnres_jax import precision
 from attnres_jax import sharding
 from attnres_jax.models import linear
 from attnres_jax.models import norm as norm_lib
+from attnres_jax.models import stacks
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import depth_reads
 import attnres_kernels
@@ -195,7 +196,7 @@ class DepthAttention(base.Residual):
         lambda *a: jnp.concatenate(a), reads._replace(value=None), reads.value
       )
       slots, count = self.phase_1(both, sources), reads.query.shape[0]
-      own, value = base.split(slots, [count, count])
+      own, value = stacks.split(slots, [count, count])
       return own._replace(value=value)
     out_QBTD, lse_QBT = depth_attention(
       reads.query,

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from attnres_jax.models import stack
+from attnres_jax.models import stacks
 from tests import tiny_network
 
 
@@ -24,20 +24,20 @@ def _spelled(runs):
     ("aaaaaa", [("a", 6)]),
     ("ababa", [("ab", 2), ("a", 1)]),
     ("babab", [("ba", 2), ("b", 1)]),
-    # The whole pattern twice rather than its first pair twice.
+    # The whole stacks twice rather than its first pair twice.
     ("ababcdababcd", [("ababcd", 2)]),
     ("xababcb", [("x", 1), ("ab", 2), ("c", 1), ("b", 1)]),
   ],
 )
 def test_examples(kinds, expected):
-  runs = stack.find_runs(kinds)
+  runs = stacks.find_runs(kinds)
   assert [("".join(run.kinds), run.repeats) for run in runs] == expected
 
 
 def test_runs_cover_every_sequence():
   for length in range(8):
     for kinds in itertools.product("abc", repeat=length):
-      for runs in (stack.find_runs(kinds), stack.no_runs(kinds)):
+      for runs in (stacks.find_runs(kinds), stacks.no_runs(kinds)):
         assert _spelled(runs) == "".join(kinds)
         assert sum(run.length for run in runs) == length
         for kind in "abc":
@@ -48,10 +48,10 @@ def test_runs_cover_every_sequence():
 def test_the_48b_pattern_compiles_few_sublayers():
   kinds = tiny_network.full_size().sublayer_kinds
   assert len(kinds) == 54
-  whole = stack.find_runs(kinds)
+  whole = stacks.find_runs(kinds)
   assert [(len(run.kinds), run.repeats) for run in whole] == [
     (1, 1), (1, 1), (8, 6), (1, 1), (1, 1), (1, 1), (1, 1),
   ]  # fmt: skip
-  blocks = [stack.find_runs(kinds[i : i + 6]) for i in range(0, 54, 6)]
+  blocks = [stacks.find_runs(kinds[i : i + 6]) for i in range(0, 54, 6)]
   bodies = sum(len(run.kinds) for runs in blocks for run in runs)
   assert bodies < 54

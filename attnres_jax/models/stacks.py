@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stacks: trees whose leaves have a leading axis over sublayers.
+
+Also, which sublayers repeat a pattern, so that a scan can run them.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from attnres_jax import scopes
+
+
+def split(tree: Any, sizes: Sequence[int]) -> list[Any]:
+  """Cuts every leaf along its leading axis into parts of these sizes.
+
+  Unlike that of slices, the gradient is one concatenation.
+  """
+  leaves, structure = jax.tree.flatten(tree)
+  parts = [jax.lax.split(leaf, sizes, axis=0) for leaf in leaves]
+  return [
+    jax.tree.unflatten(structure, [s[i] for s in parts])
+    for i in range(len(sizes))
+  ]
+
+
+def in_order(
+  stacks: Mapping[str, Any] | tuple[Any, ...], kinds: Sequence[str]
+) -> Sequence[Any]:
+  """Unstacks the modules of all kinds, in the order of `kinds`.
+
+  A tuple is in this order already.
+  """
+  if isinstance(stacks, tuple):
+    return stacks
+  singles = {}
+  for kind in dict.fromkeys(kinds):
+    with scopes.part(kind):
+      singles[kind] = iter(unstack(stacks[kind], kinds.count(kind)))
+  return [next(singles[kind]) for kind in kinds]
+
+
+def fold(tree: Any, repeats: int) -> Any:
+  """Splits leading axes of repeats * n into repeats and n."""
+  return jax.tree.map(
+    lambda a: a.reshape(repeats, a.shape[0] // repeats, *a.shape[1:]), tree
+  )
+
+
+def interleave(trees: list[Any]) -> Any:
+  """[n, ...] arrays of every tree as [n * number of trees, ...] arrays."""
+  return jax.tree.map(
+    lambda *a: jnp.stack(a, 1).reshape(-1, *a[0].shape[1:]), *trees
+  )
+
+
+def concatenate(trees: list[Any]) -> Any:
+  return jax.tree.map(lambda *a: jnp.concatenate(a), *trees)
+
+
+def unstack(tree: Any, count: int) -> list[Any]:
+  """One tree for each of the `count` indices of the leading axis."""
+  return [
+    jax.tree.map(lambda a: jnp.squeeze(a, 0), part)
+    for part in split(tree, [1] * count)
+  ]
+
+
+def unstacked(stack: Any) -> tuple[Any, ...]:
+  """Stacks of one layer each, of arrays with a leading axis over layers."""
+  count = jax.tree.leaves(stack)[0].shape[0]
+  return tuple(
+    jax.tree.map(lambda a, i=i: jax.lax.slice_in_dim(a, i, i + 1), stack)
+    for i in range(count)
+  )
+
+
+def separated(sublayers: Mapping[str, Any]) -> Any:
+  """Sublayers that `decoding.extend` takes, each in arrays of its own.
+
+  Slices of a stack are copied before a product reads them, by compilers for
+  CPUs.
+  """
+  return nnx.Dict(
+    {kind: nnx.List(unstacked(layers)) for kind, layers in sublayers.items()}
+  )
+
+
+def joined(sublayers: Any) -> Mapping[str, Any]:
+  """The inverse of `separated`; stacks stay as they are."""
+  return {
+    kind: concatenate(list(layers)) if isinstance(layers, nnx.List) else layers
+    for kind, layers in sublayers.items()
+  }
+
+
+class Run(NamedTuple):
+  """Consecutive sublayers: `kinds`, repeated `repeats` times."""
+
+  kinds: tuple[Any, ...]
+  repeats: int
+
+  @property
+  def length(self) -> int:
+    return len(self.kinds) * self.repeats
+
+  def count(self, kind: str) -> int:
+    """Number of sublayers of this kind, over all repeats."""
+    return self.kinds.count(kind) * self.repeats
+
+
+def find_runs(kinds: Sequence[Any]) -> tuple[Run, ...]:
+  """Cuts a sequence of kinds into runs, greedily the longest repetition first.
+
+  Of two repetitions of equal length, the one with the shorter period is chosen.
+  Sublayers that repeat nothing become runs of length one.
+
+    a b a b c   ->   (a b) x 2, (c) x 1
+  """
+  kinds, runs, start = tuple(kinds), [], 0
+  while start < len(kinds):
+    rest = kinds[start:]
+    found = [
+      Run(rest[:period], _repeats(rest, period))
+      for period in range(1, len(rest) // 2 + 1)
+    ]
+    found = [run for run in found if run.repeats > 1]
+    longest = max(found, key=lambda run: run.length, default=Run(rest[:1], 1))
+    runs.append(longest)
+    start += longest.length
+  return tuple(runs)
+
+
+def no_runs(kinds: Sequence[Any]) -> tuple[Run, ...]:
+  """Every sublayer as a separate run."""
+  return tuple(Run((kind,), 1) for kind in kinds)
+
+
+def _repeats(kinds: tuple[Any, ...], period: int) -> int:
+  """How often the first `period` kinds are repeated from the start."""
+  count = 1
+  while kinds[count * period : (count + 1) * period] == kinds[:period]:
+    count += 1
+  return count
