@@ -3,10 +3,12 @@
 
 from collections.abc import Mapping, Sequence
 import json
+import pathlib
 
 from matplotlib import figure as figure_lib
 import numpy as np
 
+from attnres_jax import csv_rows
 from attnres_jax import figures
 from attnres_jax.analysis import plots
 from attnres_jax.models import residuals
@@ -51,17 +53,18 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def losses(rows: Sequence[Row]) -> str:
-  """A line per trained scheme: differences, and the memory of a step."""
+  """A line per trained scheme: differences, memory and time of a step."""
   every = variants.with_shared(config.STUDY, rows)
-  memory = _step_bytes(every)
+  memory, times = _step_bytes(every), _times()
   lines = []
   found = variants.table(config.STUDY, every)
   names = {one.label: name for name, one in config.STUDY.variants.items()}
   for label, _, *rest in found.rows:
-    step_bytes = memory.get(names[str(label)])
+    name = names[str(label)]
+    step_bytes = memory.get(name)
     needed = f"{step_bytes / 1e6:.0f} MB" if step_bytes else ""
-    lines.append([label, *rest, needed])
-  header = (*found.header[:1], *found.header[2:], "memory of a step")
+    lines.append([label, *rest, needed, times.get(name, "")])
+  header = (*found.header[:1], *found.header[2:], "memory of a step", "time")
   table = page.Table(header, lines)
   return f"{table.markdown()}\n\n{sweep.origin(every)}"
 
@@ -72,6 +75,16 @@ def _step_bytes(rows: Sequence[Row]) -> dict[str, int]:
     row["variant"]: int(row["step_bytes"])
     for row in rows
     if row.get("step_bytes")
+  }
+
+
+def _times() -> dict[str, str]:
+  """Forward and backward pass of each variant over PreNorm's."""
+  path = pathlib.Path(__file__).absolute().with_name("times.csv")
+  return {
+    config.NAMES[row["scheme"]]: f"{float(row['cpu_ratio']):.2f}"
+    for row in csv_rows.read(path)
+    if row["measure"] == "forward_backward" and row["scheme"] in config.NAMES
   }
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a residual scheme costs: step and compile time as ratios to PreNorm.
 
-  python -m experiments.step_cost.run [--size=demo|large] [--rounds=5]
+  python -m experiments.step_cost.run [--size=demo|large|paired] [--rounds=5]
   python -m experiments.step_cost.run --schemes=mhc,ohc --output=FILE
   python -m experiments.step_cost.run --output=FILE \
     --schemes="block_attnres,block_attnres depth_scan"
@@ -57,7 +57,10 @@ PUBLISHED = readme.Published(
 )
 
 _SIZE = flags.DEFINE_multi_enum(
-  "size", ["demo", "large"], ["demo", "large"], "which network"
+  "size",
+  ["demo", "large"],
+  ["demo", "large", "paired"],
+  "which network; paired is that of trained comparisons (configs/paired.py)",
 )
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "timed rounds, after one warm-up")
 _SCHEMES = flags.DEFINE_list(
@@ -78,6 +81,7 @@ SIZES = {
     "configs/lm.py:size=small",  # d=512, 24 sublayers, T=512, 8 blocks
     {"data.batch_size": 2},
   ),
+  "paired": ("configs/paired.py:scale=laptop", {}),
 }
 
 
