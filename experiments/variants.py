@@ -30,6 +30,8 @@ from configs import paired
 
 BASELINE, CONTROL = "prenorm", "control"
 LAPTOP = "laptop"
+# The budget of `Study.longer`.
+TWICE = 2.0
 
 Add = Callable[..., Any]
 
@@ -81,6 +83,7 @@ class Study:
     rate_seeds: how many seeds are trained with these.
     budgets: multiples of the steps of the baseline beside its own, for
       effective speed-ups.
+    longer: variants that are also trained with twice the steps.
     shares: a study with some of the same networks, under the same names. Those
       are not trained again at the laptop's scale: its rows are used.
   """
@@ -90,6 +93,7 @@ class Study:
   rates: tuple[float, ...] = ()
   rate_seeds: int = 0
   budgets: tuple[float, ...] = ()
+  longer: tuple[str, ...] = ()
   shares: "Study | None" = None
 
   @property
@@ -134,6 +138,8 @@ class Study:
         _add(add, BASELINE, seed, **{"optim.peak_lr": rate})
       for budget in self.budgets:
         _add(add, BASELINE, seed, budget=budget)
+      for name in self.longer:
+        _add(add, name, seed, budget=TWICE)
 
   def _parse(self, arg: str | None) -> types.SimpleNamespace:
     return config_lib.parse_arg(

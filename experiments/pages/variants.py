@@ -23,6 +23,7 @@ from experiments.pages import readme
 from experiments.pages import sweep
 from experiments.variants import BASELINE
 from experiments.variants import CONTROL
+from experiments.variants import TWICE
 from experiments.variants import Study
 
 _RATE, _BUDGET = "optim.peak_lr", "budget"
@@ -129,6 +130,28 @@ def rates(rows: Sequence[Row]) -> page.Table:
   return page.Table(header, lines)
 
 
+def twice(study: Study, rows: Sequence[Row]) -> page.Table:
+  """Differences with once and with twice the steps, in the same seeds."""
+  every = with_shared(study, rows)
+  at = {
+    "": pairs.losses(at_own_settings(every), "variant"),
+    TWICE: pairs.losses(_at_budget(every, TWICE), "variant"),
+  }
+  lines = []
+  for name in study.longer:
+    seeds = at[TWICE].get(name, {}).keys() & at[TWICE].get(BASELINE, {}).keys()
+    if not seeds:
+      continue
+    means = [
+      statistics.fmean(found[name][s] - found[BASELINE][s] for s in seeds)
+      for found in at.values()
+    ]
+    label = study.variants[name].label
+    lines.append([label, *map(page.signed, means), str(len(seeds))])
+  header = ("residual", "difference", "with twice the steps", "pairs")
+  return page.Table(header, lines)
+
+
 def forest(
   study: Study, rows: Sequence[Row], in_order: bool = False
 ) -> figure_lib.Figure:
@@ -200,6 +223,15 @@ def paper_difference(study: Study, name: str) -> float:
 def at_own_settings(rows: Sequence[Row]) -> list[Row]:
   """Rows at the chosen rate and budget."""
   return [row for row in rows if not row.get(_RATE) and not row.get(_BUDGET)]
+
+
+def _at_budget(rows: Sequence[Row], budget: float) -> list[Row]:
+  """Rows at the chosen rate and this budget."""
+  return [
+    row
+    for row in rows
+    if not row.get(_RATE) and float(row.get(_BUDGET) or 1.0) == budget
+  ]
 
 
 def _speedup(rows: Sequence[Row], name: str) -> str:

@@ -21,6 +21,8 @@ def _variant(name: str) -> variants.Variant:
 STUDY = variants.Study(
   "residual_zoo",
   {NAMES[name]: _variant(name) for name in residuals.RESIDUALS},
+  # Those that end lowest, and Full for comparison.
+  longer=("postnorm", "highway", "mudd", "mrla", "full", "siamesenorm"),
   shares=ablations.STUDY,
 )
 get_config, sweep = STUDY.get_config, STUDY.sweep

@@ -19,6 +19,7 @@ from experiments.pages import variants
 from experiments.residual_zoo import config
 
 Row = Mapping[str, str]
+_TIMES = pathlib.Path(__file__).absolute().with_name("times.csv")
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -65,8 +66,9 @@ def losses(rows: Sequence[Row]) -> str:
     needed = f"{step_bytes / 1e6:.0f} MB" if step_bytes else ""
     lines.append([label, *rest, needed, times.get(name, "")])
   header = (*found.header[:1], *found.header[2:], "memory of a step", "time")
-  table = page.Table(header, lines)
-  return f"{table.markdown()}\n\n{sweep.origin(every)}"
+  tables = [page.Table(header, lines), variants.twice(config.STUDY, rows)]
+  parts = [table.markdown() for table in tables if table.rows]
+  return "\n\n".join([*parts, sweep.origin(every)])
 
 
 def _step_bytes(rows: Sequence[Row]) -> dict[str, int]:
@@ -80,10 +82,9 @@ def _step_bytes(rows: Sequence[Row]) -> dict[str, int]:
 
 def _times() -> dict[str, str]:
   """Forward and backward pass of each variant over PreNorm's."""
-  path = pathlib.Path(__file__).absolute().with_name("times.csv")
   return {
     config.NAMES[row["scheme"]]: f"{float(row['cpu_ratio']):.2f}"
-    for row in csv_rows.read(path)
+    for row in csv_rows.read(_TIMES)
     if row["measure"] == "forward_backward" and row["scheme"] in config.NAMES
   }
 

@@ -46,7 +46,9 @@ def test_variants(name, scale):
       more = {"optim.rates"} if slow else set()
       own = differing - more
       assert all("residual" in f or f == "name" for f in own), differing
-  trained = {overrides["variant"] for overrides, _ in found}
+  trained = {
+    overrides["variant"] for overrides, _ in found if "budget" not in overrides
+  }
   left = set(STUDIES[name].variants) - trained
   shared = STUDIES[name].shared if scale == "laptop" else [variants.CONTROL]
   assert left == set(shared) & set(STUDIES[name].variants)
@@ -150,8 +152,17 @@ def test_rows_of_the_other_study(tmp_path, monkeypatch):
 
 
 def test_the_zoo(tmp_path, monkeypatch):
-  """Its own losses beside those of Table 4, and the memory of a step."""
+  """Its own losses beside those of Table 4, memory and time of a step."""
   monkeypatch.setattr(report, "_EXPERIMENTS", tmp_path)
+  monkeypatch.setattr(zoo_report, "_TIMES", tmp_path / "times.csv")
+  measured = {"scheme": "haares", "cpu_ratio": "1.234"}
+  csv_rows.write(
+    tmp_path / "times.csv",
+    [
+      measured | {"measure": "forward", "cpu_ratio": "1.1"},
+      measured | {"measure": "forward_backward"},
+    ],
+  )
   study = residual_zoo.STUDY
   assert len(study.variants) == len(residuals.RESIDUALS)
   assert len(study.shared) == 5
@@ -159,11 +170,31 @@ def test_the_zoo(tmp_path, monkeypatch):
   rows[-1]["step_bytes"] = "34000000"
   text = zoo_report.losses(rows)
   value = "\N{MINUS SIGN}0.2000"
-  line = f"| HAARES | 1.8000 | {value} | [{value}, {value}] | 1 |  | 34 MB |"
-  assert line in text
+  line = (
+    f"| HAARES | 1.8000 | {value} | [{value}, {value}] | 1 |  | 34 MB | 1.23 |"
+  )
+  assert line in text and "twice" not in text
   axes = zoo_report.differences([], rows).axes[0]
   labels = [label.get_text() for label in axes.get_yticklabels()]
   assert labels[0] == "HAARES"
+
+
+def test_twice_the_steps(tmp_path, monkeypatch):
+  """Differences in the seeds that were trained both ways."""
+  monkeypatch.setattr(report, "_EXPERIMENTS", tmp_path)
+  rows = [
+    *_rows(),
+    *(_row("postnorm", seed, 1.9, 100, "") for seed in (0, 1)),
+    _row("postnorm", 0, 1.85, 200, "2.0"),
+    _row("highway", 0, 1.9, 100, ""),
+  ]
+  minus = "\N{MINUS SIGN}"
+  assert report.twice(residual_zoo.STUDY, rows).rows == [
+    ["PostNorm", f"{minus}0.1000", f"{minus}0.0500", "1"]
+  ]
+  runs = _runs("residual_zoo", "seeds=1")
+  twice = [config for _, config in runs if config.train.steps == 2880]
+  assert len(twice) == len(residual_zoo.STUDY.longer)
 
 
 def _row(variant, seed, loss, tokens, budget):
