@@ -29,11 +29,15 @@ def style_of(scheme: str) -> dict[str, Any]:
 
 
 def legend(figure: Any, axes: Any) -> None:
-  """One legend for the whole figure, above it."""
+  """One legend for the whole figure, above it, with each label once."""
   handles, labels = axes.get_legend_handles_labels()
+  first: dict[str, Any] = {}
+  for label, handle in zip(labels, handles, strict=True):
+    first.setdefault(label, handle)
   figure.legend(
-    handles, labels, loc="outside upper left", ncols=len(labels), frameon=False
-  )
+    first.values(), first.keys(), loc="outside upper left", ncols=len(first),
+    frameon=False,
+  )  # fmt: skip
 
 
 def style(axes: Any) -> None:

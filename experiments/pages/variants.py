@@ -183,16 +183,16 @@ def forest(
     values = list(own.by_seed.values())
     axes.plot(
       values, np.full(len(values), height), ".", color=look.colour, alpha=0.5,
-      label="a pair of runs" if height == 0 else None,
+      label="a pair of runs",
     )  # fmt: skip
     axes.errorbar(
       own.mean, height, xerr=own.margin, fmt=look.marker, color=look.colour,
-      capsize=4, label="mean and 90 % interval" if height == 0 else None,
+      capsize=4, label="mean and 90 % interval",
     )  # fmt: skip
     if variant.published is not None:
       axes.plot(
         paper_difference(study, name), height, "D", markerfacecolor="none",
-        color="grey", label="paper, 436M parameters" if height == 0 else None,
+        color="grey", label="paper, 436M parameters",
       )  # fmt: skip
   axes.axvline(0.0, color="grey", linewidth=0.8)
   labels = [study.variants[name].label for name in names]
