@@ -17,13 +17,11 @@ import re
 import numpy as np
 
 from attnres_jax import scopes
+from attnres_jax.aot import instruction as instruction_lib
 
-_BYTES = {
-  "pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "s16": 2, "u16": 2,
-  "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8,
-  "f64": 8, "f8e4m3fn": 1, "f8e5m2": 1,
-}  # fmt: skip
-_SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
+Array = instruction_lib.Array
+Instruction = instruction_lib.Instruction
+
 COLLECTIVES = (
   "all-gather",
   "all-reduce",
@@ -31,11 +29,6 @@ COLLECTIVES = (
   "all-to-all",
   "ragged-all-to-all",
   "collective-permute",
-)
-# Parts of an operation's name that say where in the program it is.
-_CONTROL_NAME = re.compile(
-  r"shard_map|while|body|cond|branch_\d+_fun|eval_jaxpr|closed_call|checkpoint"
-  r"|pjit|jvp\(\)"
 )
 # Operations that read as much of their first operand as they return.
 _CUTS = ("slice", "dynamic-slice", "gather")
@@ -52,76 +45,6 @@ _FREE = {
   "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while",
   "conditional", "call", "after-all", "partition-id", "opt-barrier",
 }  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Array:
-  """An array result, or part of a tuple.
-
-  Attributes:
-    dtype: as in HLO.
-    dims: sizes.
-    in_hbm: whether it is in HBM, rather than in a memory of the core.
-  """
-
-  dtype: str
-  dims: tuple[int, ...]
-  in_hbm: bool
-
-  @property
-  def nbytes(self) -> float:
-    return math.prod(self.dims) * _BYTES.get(self.dtype, 0)
-
-  def __str__(self) -> str:
-    return f"{self.dtype}[{','.join(map(str, self.dims))}]"
-
-
-@dataclasses.dataclass(frozen=True)
-class Instruction:
-  """One line of a computation.
-
-  Attributes:
-    place: its computation, and its name in there.
-    op: what it does, as in HLO.
-    arrays: its results.
-    operands: names of instructions.
-    attributes: the rest of the line.
-  """
-
-  place: tuple[str, str]
-  op: str
-  arrays: tuple[Array, ...]
-  operands: tuple[str, ...]
-  attributes: str
-
-  @property
-  def name(self) -> str:
-    return self.place[1]
-
-  @functools.cached_property
-  def op_name(self) -> str:
-    """The operation of the traced program, with all enclosing ones, or ""."""
-    match = re.search(r'op_name="([^"]*)"', self.attributes)
-    return match[1] if match else ""
-
-  def source(self) -> str:
-    """The operation of the traced program that it comes from, if known.
-
-    Without enclosing loops and branches, so that the name is the same in all
-    layers.
-    """
-    parts = re.sub(r"^jit\(\w+\)/", "", self.op_name).split("/")
-    return "/".join(part for part in parts if not _CONTROL_NAME.fullmatch(part))
-
-  def called(self) -> Iterator[tuple[str, str]]:
-    """(role, name) of the computations that it runs."""
-    for role, names in re.findall(
-      r"\b(calls|body|condition|to_apply|branch_computations)="
-      r"(\{[^}]*\}|%[\w.\-]+)",
-      self.attributes,
-    ):
-      for name in re.findall(r"%[\w.\-]+", names):
-        yield role, name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +93,7 @@ class Program:
         current = self.computations.setdefault(name, {})
         self._entry = name if head[1] else self._entry
       elif line.startswith("  "):
-        instruction = _parse(name, line)
+        instruction = instruction_lib.parse(name, line)
         if instruction:
           current[instruction.name] = instruction
 
@@ -191,7 +114,8 @@ class Program:
     if instruction.op != "convolution":
       return 0.0
     computation, _ = instruction.place
-    return _product_flops(instruction, self.computations[computation])
+    known = self.computations[computation]
+    return instruction_lib.product_flops(instruction, known)
 
   def inner_flops(self, instruction: Instruction) -> float:
     """The same of an instruction and of what is fused into it."""
@@ -352,10 +276,10 @@ class Program:
       for i, operand in enumerate(user.operands):
         source = behind(operand)
         if source.op == "parameter" and i in nested:
-          number = _number(source)
+          number = instruction_lib.number(source)
           read[number] = read.get(number, 0) + nested[i]
         elif source.op == "parameter":
-          whole.add(_number(source))
+          whole.add(instruction_lib.number(source))
     root = list(inside.values())[-1]
     ends = root.operands if root.op == "tuple" else (root.name,)
     written = {}
@@ -483,13 +407,6 @@ class Program:
     return max(constants, default=1)
 
 
-def _number(instruction: Instruction) -> int:
-  """The number of a constant or parameter."""
-  match = re.match(r"(\d+)\)", instruction.attributes)
-  assert match is not None, instruction
-  return int(match[1])
-
-
 def axes_of(group: Sequence[int], mesh_shape: Mapping[str, int]) -> str:
   """The mesh axes along which the partitions of a group differ."""
   coordinates = np.unravel_index(list(group), tuple(mesh_shape.values()))
@@ -520,113 +437,6 @@ def _computes(instruction: Instruction) -> bool:
   return instruction.op in working and not instruction.name.startswith(
     "%async-collective"
   )
-
-
-def _parse(computation: str, line: str) -> Instruction | None:
-  match = re.match(r"\s+(?:ROOT )?(%[\w.\-]+) = (.*)$", line)
-  if not match:
-    return None
-  name, rest = match[1], match[2]
-  if rest.startswith("("):
-    end = _closing(rest, 0) + 1
-  else:
-    end = rest.index(" ")
-  result, rest = rest[:end], rest[end:].lstrip()
-  op, _, _ = rest.partition("(")
-  start = len(op)
-  stop = _closing(rest, start)
-  inside = rest[start + 1 : stop]
-  # Constants and parameters have their number as first attribute.
-  numbered = op in ("constant", "parameter")
-  attributes = rest[start + 1 :] if numbered else rest[stop + 1 :]
-  return Instruction(
-    (computation, name), op, _arrays(result),
-    tuple(re.findall(r"%[\w.\-]+", inside)), attributes,
-  )  # fmt: skip
-
-
-def _closing(text: str, start: int) -> int:
-  """The position of the parenthesis that closes the one at `start`."""
-  depth = 0
-  for i in range(start, len(text)):
-    depth += (text[i] == "(") - (text[i] == ")")
-    if depth == 0:
-      return i
-  return len(text)
-
-
-def _arrays(text: str) -> tuple[Array, ...]:
-  # Layouts may contain parentheses, as in {1,0:T(8,128)S(1)}; S is a memory.
-  return tuple(
-    Array(
-      dtype,
-      tuple(int(size) for size in dims.split(",") if size),
-      "S(" not in layout,
-    )
-    for dtype, dims, layout in _SHAPE.findall(text)
-    if dtype in _BYTES
-  )
-
-
-def _product_flops(
-  instruction: Instruction, known: Mapping[str, Instruction]
-) -> float:
-  """Multiply-adds times two; the TPU compiler writes products as convolutions.
-
-  Batch dimensions appear as spatial ones, with padding and dilation such that
-  most window positions are outside the input. Only the others count.
-  """
-  labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
-  operands = [known.get(name) for name in instruction.operands[:2]]
-  if labels is None or None in operands:
-    return 0.0
-  left, right = (o.arrays[0].dims for o in operands if o is not None)
-  out = instruction.arrays[0].dims
-  total = 2.0 * out[labels[3].index("b")] * out[labels[3].index("f")]
-  total *= right[labels[2].index("i")]
-  for d, window in enumerate(_windows(instruction.attributes)):
-    label = str(d)
-    total *= _meetings(
-      left[labels[1].index(label)],
-      right[labels[2].index(label)],
-      out[labels[3].index(label)],
-      window,
-    )
-  return total
-
-
-def _windows(attributes: str) -> list[dict[str, int]]:
-  """Stride, padding and dilations of each spatial dimension."""
-  match = re.search(r"window=\{([^}]*)\}", attributes)
-  if match is None:
-    return []
-  fields = dict(item.split("=") for item in match[1].split())
-  count = len(fields["size"].split("x"))
-  windows = []
-  for d in range(count):
-    pick = lambda name, default, d=d: fields.get(
-      name, "x".join([default] * count)
-    ).split("x")[d]
-    windows.append(
-      dict(
-        stride=int(pick("stride", "1")),
-        low=int(pick("pad", "0_0").split("_")[0]),
-        left=int(pick("lhs_dilate", "1")),
-        right=int(pick("rhs_dilate", "1")),
-      )
-    )
-  return windows
-
-
-def _meetings(left: int, right: int, out: int, window: dict[str, int]) -> int:
-  """Number of pairs of an output and a window position inside the input."""
-  position = (
-    np.arange(out)[:, None] * window["stride"]
-    + np.arange(right)[None, :] * window["right"]
-    - window["low"]
-  )
-  inside = (position >= 0) & (position <= (left - 1) * window["left"])
-  return int(np.sum(inside & (position % window["left"] == 0)))
 
 
 def _group(attributes: str) -> tuple[int, ...]:
