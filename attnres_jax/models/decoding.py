@@ -70,7 +70,7 @@ def extend(
       (single,) = stacks.unstack(layers[l], 1)
     else:
       # Out of the whole stack: a loop over part of it would copy that part.
-      single = cache_lib.one_of(layers, l)
+      single = stacks.one_of(layers, l)
     core: Any = _OfWholeRows(single.core)
     if kind in caches:
       cache = cache_lib.layer(caches[kind], l, context)
@@ -100,7 +100,7 @@ def extend(
   with looking_back:
     with scopes.part(scopes.RESIDUAL):
       state = residual.init(embedding_BTD)
-    (state, _), kept = stack.run_parts(
+    (state, _), kept = stack.run_part_with_memory(
       {kind: jnp.arange(count) for kind, count in counts.items()},
       kinds,
       residual,

@@ -257,8 +257,7 @@ class Loop:
     parts = []
     for kind, place in self._places(period, block, g):
       with scopes.part(kind):
-        one = _cut(sublayers[kind], place, 1)
-        parts.append(jax.tree.map(lambda a: jnp.squeeze(a, 0), one))
+        parts.append(stacks.one_of(sublayers[kind], place))
     return reads, parts
 
   def _write(self, period, block, dweights, down, g):

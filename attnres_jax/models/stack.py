@@ -108,7 +108,7 @@ def run(
     )
   with scopes.part(scopes.RESIDUAL):
     state = residual.init(embedding_BTD)
-  (state, _), _ = run_parts(
+  (state, _), _ = run_part_with_memory(
     sublayers,
     kinds,
     residual,
@@ -147,7 +147,7 @@ def run_part(
     remat: as in `run`.
   """
   memory = memory_lib.NoMemory()
-  (state, _), _ = run_parts(
+  (state, _), _ = run_part_with_memory(
     sublayers,
     kinds,
     residual,
@@ -161,7 +161,7 @@ def run_part(
   return state
 
 
-def run_parts(
+def run_part_with_memory(
   sublayers: Mapping[str, Any],
   kinds: Sequence[str],
   residual: base.Residual,

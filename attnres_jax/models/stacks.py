@@ -69,6 +69,13 @@ def unstack(tree: Any, count: int) -> list[Any]:
   ]
 
 
+def one_of(stack: Any, l: jax.Array) -> Any:
+  """The l-th tree of a stack; l may be known at run time only."""
+  return jax.tree.map(
+    lambda a: jax.lax.dynamic_index_in_dim(a, l, keepdims=False), stack
+  )
+
+
 def unstacked(stack: Any) -> tuple[Any, ...]:
   """Stacks of one layer each, of arrays with a leading axis over layers."""
   count = jax.tree.leaves(stack)[0].shape[0]

@@ -132,20 +132,19 @@ def rates(rows: Sequence[Row]) -> page.Table:
 
 def twice(study: Study, rows: Sequence[Row]) -> page.Table:
   """Differences with once and with twice the steps, in the same seeds."""
-  every = with_shared(study, rows)
-  at = {
-    "": pairs.losses(at_own_settings(every), "variant"),
-    TWICE: pairs.losses(_at_budget(every, TWICE), "variant"),
-  }
+  both = [
+    pairs.differences(
+      pairs.losses(at_own_settings(rows, budget), "variant"), BASELINE
+    )
+    for budget in (1.0, TWICE)
+  ]
   lines = []
   for name in study.longer:
-    seeds = at[TWICE].get(name, {}).keys() & at[TWICE].get(BASELINE, {}).keys()
+    found = [one[name].by_seed for one in both if name in one]
+    seeds = set.intersection(*map(set, found)) if len(found) == 2 else set()
     if not seeds:
       continue
-    means = [
-      statistics.fmean(found[name][s] - found[BASELINE][s] for s in seeds)
-      for found in at.values()
-    ]
+    means = [statistics.fmean(own[seed] for seed in seeds) for own in found]
     label = study.variants[name].label
     lines.append([label, *map(page.signed, means), str(len(seeds))])
   header = ("residual", "difference", "with twice the steps", "pairs")
@@ -220,13 +219,8 @@ def paper_difference(study: Study, name: str) -> float:
   return published - base
 
 
-def at_own_settings(rows: Sequence[Row]) -> list[Row]:
-  """Rows at the chosen rate and budget."""
-  return [row for row in rows if not row.get(_RATE) and not row.get(_BUDGET)]
-
-
-def _at_budget(rows: Sequence[Row], budget: float) -> list[Row]:
-  """Rows at the chosen rate and this budget."""
+def at_own_settings(rows: Sequence[Row], budget: float = 1.0) -> list[Row]:
+  """Rows at the chosen rate, with this multiple of the steps."""
   return [
     row
     for row in rows

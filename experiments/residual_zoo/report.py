@@ -66,7 +66,7 @@ def losses(rows: Sequence[Row]) -> str:
     needed = f"{step_bytes / 1e6:.0f} MB" if step_bytes else ""
     lines.append([label, *rest, needed, times.get(name, "")])
   header = (*found.header[:1], *found.header[2:], "memory of a step", "time")
-  tables = [page.Table(header, lines), variants.twice(config.STUDY, rows)]
+  tables = [page.Table(header, lines), variants.twice(config.STUDY, every)]
   parts = [table.markdown() for table in tables if table.rows]
   return "\n\n".join([*parts, sweep.origin(every)])
 

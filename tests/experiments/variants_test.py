@@ -179,9 +179,8 @@ def test_the_zoo(tmp_path, monkeypatch):
   assert labels[0] == "HAARES"
 
 
-def test_twice_the_steps(tmp_path, monkeypatch):
+def test_twice_the_steps():
   """Differences in the seeds that were trained both ways."""
-  monkeypatch.setattr(report, "_EXPERIMENTS", tmp_path)
   rows = [
     *_rows(),
     *(_row("postnorm", seed, 1.9, 100, "") for seed in (0, 1)),

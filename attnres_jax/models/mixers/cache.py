@@ -239,7 +239,7 @@ def layer(cache: Any, l: jax.Array, context: int | None = None) -> Any:
     sizes = *sizes, a.shape[4]
     return jnp.squeeze(jax.lax.dynamic_slice(a, (l, 0, 0, 0, 0), sizes), 0)
 
-  return map_both(tokens, lambda a: one_of(a, l), cache)
+  return map_both(tokens, lambda a: stacks.one_of(a, l), cache)
 
 
 def _single(stack_of_one: Any) -> Any:
@@ -271,13 +271,6 @@ def opened(
     return a if cache.row_B is None else a.at[:, cache.row_B].get(mode="clip")
 
   return _single(jax.tree.map(read, stored)), Stored(_single(stored))
-
-
-def one_of(stacked: Any, l: jax.Array) -> Any:
-  """The l-th tree of those that are stacked."""
-  return jax.tree.map(
-    lambda a: jax.lax.dynamic_index_in_dim(a, l, keepdims=False), stacked
-  )
 
 
 def take_rows(cache: Cache, row_B: jax.Array, context: int) -> Cache:
