@@ -21,8 +21,16 @@ def _variant(name: str) -> variants.Variant:
 STUDY = variants.Study(
   "residual_zoo",
   {NAMES[name]: _variant(name) for name in residuals.RESIDUALS},
-  # Those that end lowest, and Full for comparison.
-  longer=("postnorm", "highway", "mudd", "mrla", "full", "siamesenorm"),
+  # Those that end lowest, and two for comparison.
+  longer=(
+    "postnorm",
+    "highway",
+    "mudd",
+    "mrla",
+    "full",
+    "siamesenorm",
+    "mrla_local",
+  ),
   shares=ablations.STUDY,
 )
 get_config, sweep = STUDY.get_config, STUDY.sweep

@@ -107,6 +107,7 @@ RESIDUALS: dict[str, type[base.Residual]] = {
   "mrla": mrla.Mrla,
   "mrla_light": mrla.MrlaLight,
   "mrla_linear": mrla.MrlaLinear,
+  "mrla_local": mrla.MrlaLocal,
   "mudd": mudd.Mudd,
 }
 

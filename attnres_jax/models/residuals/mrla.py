@@ -25,6 +25,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import precision
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import over_blocks
+from attnres_jax.models.residuals import prenorm
 
 _TOKEN_TAPS = 3
 
@@ -72,6 +73,13 @@ class Projections(nnx.Module):
   def over_channels(self, weight_BTN: jax.Array) -> jax.Array:
     """The weight of each channel, [B, T, D]: that of its head."""
     return jnp.repeat(weight_BTN, self.head_width, axis=2)
+
+  def gated(self, l: int, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(sigmoid(q . k / sqrt(H)), V) of the l-th layer alone, both [B, T, D]."""
+    score_BTN = _dot(self.queries(l, x_BTD), self.keys(l, x_BTD))
+    gate_BTN = jax.nn.sigmoid(self.head_width**-0.5 * score_BTN)
+    gate_BTD = self.over_channels(base.coefficient(gate_BTN))
+    return gate_BTD, self.values(l, x_BTD)
 
   def _heads(self, x_BTD):
     return x_BTD.reshape(*x_BTD.shape[:2], -1, self.head_width)
@@ -143,8 +151,7 @@ class MrlaLight(base.Residual):
     self.decay = nnx.Param(decay, axes="LD", decays=False)
 
   def segments(self) -> tuple[tuple[int, int], ...]:
-    last = self.num_sublayers
-    return tuple((i, min(i + 2, last)) for i in range(0, last, 2))
+    return over_blocks.pairs(self.num_sublayers)
 
   def init(self, embedding_BTD: jax.Array) -> "LightState":
     stream_BTD = precision.widen(embedding_BTD.astype(self.dtype))
@@ -177,14 +184,9 @@ class MrlaLight(base.Residual):
     if t == 0:
       return state
     x_BTD, old_BTD = state
-    query_BTNH = self.projections.queries(t - 1, x_BTD)
-    key_BTNH = self.projections.keys(t - 1, x_BTD)
-    scale = self.projections.head_width**-0.5
-    gate_BTN = jax.nn.sigmoid(scale * _dot(query_BTNH, key_BTNH))
-    gate_BTD = self.projections.over_channels(base.coefficient(gate_BTN))
+    gate_BTD, value_BTD = self.projections.gated(t - 1, x_BTD)
     new_BTD = over_blocks.weighted_sum(
-      (self.decay[t - 1][None, None], gate_BTD),
-      (old_BTD, self.projections.values(t - 1, x_BTD)),
+      (self.decay[t - 1][None, None], gate_BTD), (old_BTD, value_BTD)
     )
     return LightState(x_BTD + new_BTD, base.keep(new_BTD))
 
@@ -199,6 +201,44 @@ class LightState(NamedTuple):
 
   stream_BTD: jax.Array
   sum_BTD: jax.Array
+
+
+class MrlaLocal(prenorm.PreNorm):
+  """A control: MRLA-light without the layers before.
+
+    X_t <- X_t + sigmoid(q_t . k_t / sqrt(H)) V_t
+
+  after each transformer block. Nothing attends over depth here, so what it
+  gains over PreNorm comes from the convolution over tokens (our choice).
+
+  Attributes:
+    projections: of each transformer block.
+  """
+
+  style = base.Style("MRLA-local", "#8a3324", "d", (0, (1, 1)))
+  certainty = base.Certainty.OURS
+  headline = False
+
+  def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
+    super().__init__(config, rngs=rngs)
+    self.projections = Projections(self.num_sublayers // 2, config.width, rngs)
+
+  def segments(self) -> tuple[tuple[int, int], ...]:
+    return over_blocks.pairs(self.num_sublayers)
+
+  def open(self, state: jax.Array, start: int, stop: int) -> tuple[Any, Any]:
+    del stop
+    return (self._mix(state, start // 2) if start % 2 == 0 else state), None
+
+  def readout(self, state: jax.Array) -> jax.Array:
+    return self._mix(state, self.num_sublayers // 2).astype(self.dtype)
+
+  def _mix(self, x_BTD: jax.Array, t: int) -> jax.Array:
+    """The stream after t blocks, with what their last one adds."""
+    if t == 0:
+      return x_BTD
+    gate_BTD, value_BTD = self.projections.gated(t - 1, x_BTD)
+    return x_BTD + over_blocks.weighted_sum((gate_BTD,), (value_BTD,))
 
 
 class MrlaLinear(base.Residual):

@@ -33,8 +33,7 @@ class OverBlocks(base.Residual):
   block_size = 2
 
   def segments(self) -> tuple[tuple[int, int], ...]:
-    last = self.num_sublayers
-    return tuple((i, min(i + 2, last)) for i in range(0, last, 2))
+    return pairs(self.num_sublayers)
 
   def combine(self, outputs: tuple[jax.Array, ...]) -> jax.Array:
     """Y_t, float32, of (X_0, ..., X_t)."""
@@ -70,6 +69,13 @@ class OverBlocks(base.Residual):
 
   def put_together(self, blocks: tuple[jax.Array, ...], rest: Any) -> Any:
     return BlockState(blocks, rest)
+
+
+def pairs(num_sublayers: int) -> tuple[tuple[int, int], ...]:
+  """Transformer blocks as segments."""
+  return tuple(
+    (i, min(i + 2, num_sublayers)) for i in range(0, num_sublayers, 2)
+  )
 
 
 def weighted_sum(

@@ -10,6 +10,8 @@ from attnres_jax.models.residuals import mrla
 from tests.models import trunks
 
 HEAD = 2  # gcd(16, 6)
+# Sublayers, by scheme.
+COUNTS = {"mrla": 10, "mrla_light": 6, "mrla_local": 6, "mrla_linear": 3}
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +91,11 @@ def _light(sublayers, p, decay, embedding):
   return x
 
 
+def _local(sublayers, p, embedding):
+  """MRLA-light that forgets at once."""
+  return _light(sublayers, p, np.zeros(len(sublayers) // 2), embedding)
+
+
 def _linear(sublayers, p, embedding):
   values = [embedding]
   for f in [*sublayers, lambda h: h]:
@@ -104,9 +111,9 @@ def _linear(sublayers, p, embedding):
   return values[-1]
 
 
-@pytest.mark.parametrize("name", ["mrla", "mrla_light", "mrla_linear"])
+@pytest.mark.parametrize("name", list(COUNTS))
 def test_definition(name):
-  count = {"mrla": 10, "mrla_light": 6, "mrla_linear": 3}[name]
+  count = COUNTS[name]
   layers, embedding = trunks.toy(count)
   scheme = trunks.scheme(name, count)
   sublayers = trunks.functions(layers, count)
@@ -116,6 +123,8 @@ def test_definition(name):
   elif name == "mrla_light":
     decay = np.asarray(scheme.decay)
     want = _light(sublayers, p, decay, np.asarray(embedding))
+  elif name == "mrla_local":
+    want = _local(sublayers, p, np.asarray(embedding))
   else:
     want = _linear(sublayers, p, np.asarray(embedding))
   got = jax.jit(trunks.run)(layers, scheme, embedding)
