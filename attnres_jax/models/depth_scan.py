@@ -63,43 +63,77 @@ class Period(NamedTuple):
   repeats: int
 
 
-def periods_of(
-  kinds: Sequence[str],
-  residual: base.Residual,
-  memory: memory_lib.DepthMemory,
-  scan: bool,
-) -> tuple[Period, ...]:
-  """The segments of all sublayers, as repeated patterns.
+def check(
+  residual: base.Residual, memory: memory_lib.DepthMemory, scan: bool
+) -> None:
+  """Refuses networks whose depth blocks are no loop.
 
   Raises:
-    ConfigError: there are none, or the scheme is not banked.
+    ConfigError: names the reason.
   """
-  segments = residual.segments()
-  runs = stacks.find_runs([tuple(kinds[a:b]) for a, b in segments])
   for wrong, reason in (
     (not residual.banked, f"with {type(residual).__name__}"),
     (not isinstance(memory, memory_lib.NoMemory), "with model.depth_memory"),
     (not scan, "with model.scan_layers=False"),
-    (
-      max(run.repeats for run in runs) == 1,
-      "where no pattern of depth blocks repeats",
-    ),
   ):
     if wrong:
-      config_lib.fail("model.depth_loop", "scan", f"'unrolled' {reason}")
+      _refuse(reason)
+
+
+def check_repeats(parts: Sequence[Sequence[Period]]) -> None:
+  """Refuses periods of which none is a loop, in any part of a network.
+
+  Raises:
+    ConfigError: there is nothing to repeat.
+  """
+  if all(period.repeats == 1 for part in parts for period in part):
+    _refuse("where no pattern of depth blocks repeats")
+
+
+def periods_of(
+  kinds: Sequence[str],
+  residual: base.Residual,
+  *,
+  start: int = 0,
+  sources: int = 1,
+) -> tuple[Period, ...]:
+  """The segments of consecutive sublayers, as repeated patterns.
+
+  Sublayers of the blocks are counted from the first one of this part.
+
+  Args:
+    kinds: of the sublayers of this part.
+    residual: a banked scheme, of the whole network.
+    start: number of sublayers of the network before this part.
+    sources: how many sources there are before this part.
+
+  Raises:
+    ConfigError: the part begins or ends within a segment.
+  """
+  end = start + len(kinds)
+  segments = [(a, b) for a, b in residual.segments() if a < end and b > start]
+  if segments[0][0] < start or segments[-1][1] > end:
+    _refuse(f"where sublayers {start + 1} to {end} are not whole depth blocks")
+  runs = stacks.find_runs(
+    [tuple(kinds[a - start : b - start]) for a, b in segments]
+  )
   assert residual.block_size is not None
-  periods, first, sources = [], 0, 1
+  periods, first = [], 0
   for run in runs:
     blocks, before = [], sources
-    for start, stop in segments[first : first + len(run.kinds)]:
-      added = -(-(stop - start) // residual.block_size)
-      own = tuple(kinds[start:stop])
-      blocks.append(Block(start, own, before, added))
+    for a, b in segments[first : first + len(run.kinds)]:
+      added = -(-(b - a) // residual.block_size)
+      own = tuple(kinds[a - start : b - start])
+      blocks.append(Block(a - start, own, before, added))
       before += added
     periods.append(Period(tuple(blocks), run.repeats))
     sources += (before - sources) * run.repeats
     first += run.length
   return tuple(periods)
+
+
+def _refuse(reason: str) -> None:
+  config_lib.fail("model.depth_loop", "scan", f"'unrolled' {reason}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +156,7 @@ class Loop:
     self,
     sublayers: Mapping[str, Any],
     reads: Any,
-    embedding_BTD: jax.Array,
+    sources: Sequence[jax.Array],
     segment_ids_BT: jax.Array | None,
   ) -> jax.Array:
     """The bank [M, B, T, D] after the last block.
@@ -130,19 +164,19 @@ class Loop:
     Args:
       sublayers: one stack per kind, in the order of depth.
       reads: the parameters of the reads of all sublayers, stacked.
-      embedding_BTD: the first source.
+      sources: [B, T, D] each, those before the first block.
       segment_ids_BT: document numbers, or None.
     """
-    dtype = embedding_BTD.dtype
+    dtypes = [source.dtype for source in sources]
 
     @jax.custom_vjp
-    def run(sublayers, reads, embedding_BTD, segment_ids_BT):
+    def run(sublayers, reads, sources, segment_ids_BT):
       weights = sublayers, reads
-      return self._forward(weights, embedding_BTD, segment_ids_BT, None)
+      return self._forward(weights, sources, segment_ids_BT, None)
 
-    def forward(sublayers, reads, embedding_BTD, segment_ids_BT):
+    def forward(sublayers, reads, sources, segment_ids_BT):
       weights, saved = (sublayers, reads), []
-      bank_MBTD = self._forward(weights, embedding_BTD, segment_ids_BT, saved)
+      bank_MBTD = self._forward(weights, sources, segment_ids_BT, saved)
       programs = [_Static(program) for program, _ in saved]
       arrays = [array for _, array in saved]
       return bank_MBTD, (weights, bank_MBTD, segment_ids_BT, programs, arrays)
@@ -153,19 +187,21 @@ class Loop:
       dweights, dbank_MBTD = self._backward(
         weights, bank_MBTD, segment_ids_BT, saved, dbank_MBTD
       )
-      return *dweights, dbank_MBTD[0].astype(dtype), None
+      dsources = [dbank_MBTD[i].astype(d) for i, d in enumerate(dtypes)]
+      return *dweights, dsources, None
 
     run.defvjp(forward, backward)
-    return run(sublayers, reads, embedding_BTD, segment_ids_BT)
+    return run(sublayers, reads, list(sources), segment_ids_BT)
 
-  def _forward(self, weights, embedding_BTD, segment_ids_BT, saved):
+  def _forward(self, weights, sources, segment_ids_BT, saved):
     """The last bank; appends to `saved`, for each period, unless it is None."""
     last = self.periods[-1]
     rows = last.blocks[-1].sources + last.blocks[-1].added
     rows += (last.repeats - 1) * _added(last)
     dtype = self.residual.dtype
-    bank_MBTD = jnp.zeros((rows, *embedding_BTD.shape), dtype)
-    bank_MBTD = bank_MBTD.at[0].set(embedding_BTD.astype(dtype))
+    bank_MBTD = jnp.zeros((rows, *sources[0].shape), dtype)
+    for i, source_BTD in enumerate(sources):
+      bank_MBTD = bank_MBTD.at[i].set(source_BTD.astype(dtype))
     for period in self.periods:
       programs = []
 

@@ -102,23 +102,26 @@ def run(
   """
   memory = memory or memory_lib.NoMemory()
   if depth_loop == "scan":
-    periods = depth_scan.periods_of(kinds, residual, memory, scan)
-    return _run_on_bank(
-      sublayers, residual, embedding_BTD, segment_ids_BT, periods, remat
-    )
+    depth_scan.check(residual, memory, scan)
+    depth_scan.check_repeats([depth_scan.periods_of(kinds, residual)])
   with scopes.part(scopes.RESIDUAL):
-    state = residual.init(embedding_BTD)
-  (state, _), _ = run_part_with_memory(
-    sublayers,
-    kinds,
-    residual,
-    memory,
-    (state, memory.init()),
-    segment_ids_BT,
-    start=0,
-    scan=scan,
-    remat=remat,
-  )
+    state: Any = residual.init(embedding_BTD)
+  if depth_loop == "scan":
+    state = _run_on_bank(
+      sublayers, kinds, residual, state, segment_ids_BT, start=0, remat=remat
+    )
+  else:
+    (state, _), _ = run_part_with_memory(
+      sublayers,
+      kinds,
+      residual,
+      memory,
+      (state, memory.init()),
+      segment_ids_BT,
+      start=0,
+      scan=scan,
+      remat=remat,
+    )
   with scopes.part(scopes.RESIDUAL):
     return residual.readout(state)
 
@@ -133,6 +136,7 @@ def run_part(
   start: int = 0,
   scan: bool,
   remat: str,
+  depth_loop: str = "unrolled",
 ) -> Any:
   """Runs consecutive sublayers: maps the state before them to that after.
 
@@ -145,8 +149,23 @@ def run_part(
     start: number of sublayers of the network before this part.
     scan: as in `run`.
     remat: as in `run`.
+    depth_loop: as in `run`. After a scan, the state has its sources in a
+      `depth_attention.Bank`.
+
+  Raises:
+    ConfigError: a scan is asked for, and the part cuts a depth block.
   """
   memory = memory_lib.NoMemory()
+  if depth_loop == "scan":
+    return _run_on_bank(
+      sublayers,
+      kinds,
+      residual,
+      state,
+      segment_ids_BT,
+      start=start,
+      remat=remat,
+    )
   (state, _), _ = run_part_with_memory(
     sublayers,
     kinds,
@@ -218,13 +237,20 @@ def run_part_with_memory(
 
 def _run_on_bank(
   sublayers: Sublayers,
+  kinds: Sequence[str],
   residual: Any,
-  embedding_BTD: jax.Array,
+  state: Any,
   segment_ids_BT: jax.Array | None,
-  periods: tuple[depth_scan.Period, ...],
+  *,
+  start: int,
   remat: str,
-) -> jax.Array:
-  """`run` of a banked scheme, with one scan over depth blocks."""
+) -> Any:
+  """`run_part` of a banked scheme and whole depth blocks, as one scan."""
+  sources, rest = residual.take_apart(state)
+  assert rest is None
+  periods = depth_scan.periods_of(
+    kinds, residual, start=start, sources=len(sources)
+  )
   around_segment, around_sublayer = config_lib.choose(
     "model.remat", remat, REMAT
   )
@@ -255,12 +281,10 @@ def _run_on_bank(
 
   loop = depth_scan.Loop(periods, residual, run_block, around_segment)
   with scopes.part(scopes.RESIDUAL):
-    reads = residual.queries.reads(0, residual.num_sublayers)
-  bank_MBTD = loop(dict(sublayers), reads, embedding_BTD, segment_ids_BT)
-  with scopes.part(scopes.RESIDUAL):
-    return residual.attend_last_of(
-      depth_attention.Bank(bank_MBTD, len(bank_MBTD))
-    )
+    reads = residual.queries.reads(start, start + len(kinds))
+  bank_MBTD = loop(dict(sublayers), reads, sources, segment_ids_BT)
+  bank = depth_attention.Bank(bank_MBTD, len(bank_MBTD))
+  return residual.put_together(bank, None)
 
 
 class _Opened:

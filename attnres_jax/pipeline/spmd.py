@@ -46,6 +46,8 @@ from attnres_jax import models
 from attnres_jax import precision
 from attnres_jax import scopes
 from attnres_jax import sharding
+from attnres_jax.models import depth_scan
+from attnres_jax.models import memory as memory_lib
 from attnres_jax.pipeline import layout as layout_lib
 from attnres_jax.pipeline import memory
 from attnres_jax.pipeline import placement as placement_lib
@@ -460,6 +462,8 @@ def make_pipeline(
   layout = dataclasses.replace(
     layout, block_size=scheme.block_size, stream=scheme.stream
   )
+  if config.model.depth_loop == "scan":
+    _check_depth_loop(config, layout, scheme)
   chunks = network(config, layout)
   rows = config.data.batch_size // sharding.num_row_shards(mesh) // microbatches
   block, partial = _state_shapes(chunks, model, rows)
@@ -514,12 +518,6 @@ def _layout(config: config_lib.RunConfig, mesh: Mesh) -> layout_lib.Layout:
       config.model.depth_memory,
       f"'none' with mesh.stage={ranks}",
     )
-  if config.model.depth_loop != "unrolled":
-    config_lib.fail(
-      "model.depth_loop",
-      config.model.depth_loop,
-      f"'unrolled' with mesh.stage={ranks}",
-    )
   if ranks > count:
     config_lib.fail(
       "mesh.stage", ranks, f"at most the {count} sublayers of the network"
@@ -533,6 +531,20 @@ def _layout(config: config_lib.RunConfig, mesh: Mesh) -> layout_lib.Layout:
     )
   sizes = layout_lib.split_sublayers(count, ranks * stages)
   return layout_lib.Layout(ranks, stages, sizes)
+
+
+def _check_depth_loop(
+  config: config_lib.RunConfig, layout: layout_lib.Layout, scheme: Any
+) -> None:
+  """Raises ConfigError if the chunks are no loops over whole depth blocks."""
+  depth_scan.check(scheme, memory_lib.NoMemory(), config.model.scan_layers)
+  kinds, starts = config.model.sublayer_kinds, (0, *layout.ends)
+  depth_scan.check_repeats(
+    [
+      depth_scan.periods_of(kinds[start:end], scheme, start=start)
+      for start, end in zip(starts, layout.ends)
+    ]
+  )
 
 
 def _num_microbatches(config: config_lib.RunConfig, mesh: Mesh) -> int:

@@ -21,8 +21,9 @@ ranks share the work of the head.
 Every chunk is a separate function, traced for its own sublayers, sources and
 position: kinds of sublayers, sizes and block boundaries may differ between
 chunks without masked work. The price is a program with a body per chunk instead
-of per rank. Rows of weights are padded to the largest number of sublayers of a
-kind in any chunk.
+of per rank. With `model.depth_loop="scan"`, a chunk of whole depth blocks runs
+them as one loop, so that its body does not grow with depth. Rows of weights are
+padded to the largest number of sublayers of a kind in any chunk.
 """
 
 import collections
@@ -39,6 +40,7 @@ from attnres_jax import loss as loss_lib
 from attnres_jax import precision
 from attnres_jax import scopes
 from attnres_jax.models import stack
+from attnres_jax.models.residuals import depth_attention
 from attnres_jax.pipeline import layout as layout_lib
 from attnres_jax.pipeline import memory
 from attnres_jax.pipeline import placement
@@ -151,10 +153,11 @@ class Network:
       start=self.layout.ends[chunk - 1] if chunk else 0,
       scan=options.scan_layers,
       remat=options.remat,
+      depth_loop=options.depth_loop,
     )
     if chunk < self.layout.num_chunks - 1:
       after, partial = residual.take_apart(state)
-      return after[len(blocks) :], partial
+      return depth_attention.sources_from(after, len(blocks)), partial
     with scopes.part(scopes.RESIDUAL):
       h_BTD = residual.readout(state)
     with scopes.part(scopes.NORM):

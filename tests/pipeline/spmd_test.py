@@ -244,6 +244,53 @@ def test_unaligned_blocks():
   assert " all-reduce(" in text
 
 
+@pytest.mark.parametrize(
+  "shape,scheme,fields",
+  [
+    ((2, 1, 2, 8, 2), "block_attnres", {}),
+    # Two kinds of blocks in turn, and recomputation.
+    pytest.param(
+      (2, 1, 2, 24, 3), "block_attnres",
+      dict(scan_layers=True, remat="full"), marks=pytest.mark.slow,
+    ),
+    pytest.param(
+      (2, 2, 4, 16, 2), "block_attnres", {}, marks=pytest.mark.slow
+    ),
+    pytest.param(
+      (2, 1, 2, 8, 1), "full_attnres", dict(schedule_size=2),
+      marks=pytest.mark.slow,
+    ),
+  ],
+)  # fmt: skip
+def test_depth_blocks_of_a_chunk_as_one_loop(shape, scheme, fields):
+  _assert_as_on_one_device(
+    _config(shape, scheme=scheme, depth_loop="scan", **fields)
+  )
+
+
+def test_loops_of_chunks_do_not_grow_with_depth():
+  def products(sublayers, **fields):
+    config = _config((2, 1, 2, sublayers, 2), **fields)
+    apply, arguments = _pipeline(config).value_and_grad, _inputs(config)
+    return jaxprs.count(("dot_general",), apply, *arguments)
+
+  assert products(8, depth_loop="scan") == products(16, depth_loop="scan")
+  assert products(8) < products(16)
+
+
+@pytest.mark.parametrize(
+  "shape,scheme,reason",
+  [
+    ((2, 1, 2, 8, 3), "block_attnres", "1 to 4 are not whole depth blocks"),
+    ((2, 2, 4, 8, 2), "block_attnres", "no pattern of depth blocks repeats"),
+    ((2, 1, 2, 8, 2), "prenorm", "with PreNorm"),
+  ],
+)
+def test_chunks_that_are_no_loops(shape, scheme, reason):
+  with pytest.raises(config_lib.ConfigError, match=f"depth_loop.*{reason}"):
+    _pipeline(_config(shape, scheme=scheme, depth_loop="scan"))
+
+
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_one_virtual_stage_sends_what_was_planned_and_nothing_else(ranks):
   config = _config((ranks, 1, ranks, ranks, 1))

@@ -82,6 +82,13 @@ class Bank(NamedTuple):
 Sources = Sequence[jax.Array] | Bank
 
 
+def sources_from(sources: Sources, first: int) -> tuple[jax.Array, ...]:
+  """All but the first few sources, [B, T, D] each; a bank has to be full."""
+  if isinstance(sources, Bank):
+    return tuple(sources.rows_MBTD[i] for i in range(first, sources.count))
+  return tuple(sources[first:])
+
+
 def like(sources: Sources) -> Any:
   """An array like each of the sources."""
   return sources.like if isinstance(sources, Bank) else sources[0]
@@ -183,10 +190,14 @@ class DepthAttention(base.Residual):
     """What is read if there is no open source."""
     return depth_reads.scaled(slot.out_BTD, slot.scale)
 
-  def attend_last(self, sources: tuple[jax.Array, ...]) -> jax.Array:
+  def attend_last(self, sources: Sources) -> jax.Array:
     """The readout: the mixture with its own query."""
     read = self.queries.single(self.num_sublayers)
-    return base.main(self.attend(read, sources))
+    if not isinstance(sources, Bank):
+      return base.main(self.attend(read, tuple(sources)))
+    slots = self.phase_1(jax.tree.map(lambda a: a[None], read), sources)
+    first = jax.tree.map(lambda a: a[0], slots)
+    return base.main(depth_reads.each(first, self.whole))
 
   def phase_1(self, reads: depth_reads.Read, sources: Sources) -> Slot:
     """All mixtures of stacked reads, in one pass over the sources."""
@@ -252,13 +263,6 @@ class DepthAttention(base.Residual):
       query_QD, rows_MBTD, count, lse_QBT, dout_QBTD, dlse_QBT, drows_MBTD,
       eps=self.eps, heads=self._heads, rank=self._rank,
     )  # fmt: skip
-
-  def attend_last_of(self, bank: Bank) -> jax.Array:
-    """`attend_last`, of the sources in a bank."""
-    read = self.queries.single(self.num_sublayers)
-    slots = self.phase_1(jax.tree.map(lambda a: a[None], read), bank)
-    first = jax.tree.map(lambda a: a[0], slots)
-    return base.main(depth_reads.each(first, self.whole))
 
   def merge(self, slot: Slot, open_BTD: jax.Array) -> jax.Array | base.QKV:
     """The mixture with the open source as one more source."""
