@@ -442,7 +442,8 @@ class ModelConfig(fields.Checked, prefix="model"):
     depth_loop: how the depth blocks of Block and Full AttnRes run, outside of
       decoding. `unrolled`: one after the other; `scan`: those that repeat a
       pattern of sublayers as one loop, whose program does not grow with depth
-      (`attnres_jax.models.depth_scan`).
+      (`attnres_jax.models.depth_scan`). In a pipeline, each chunk has loops of
+      its own.
     attention: variants of `attention` mixers.
     rope: scaling of rotary positions.
     activation: of MLPs and experts.
