@@ -24,7 +24,7 @@ LABELS = {
 }
 _SHARED = {(ZERO, 1): "block", (ZERO, 16): "block_heads"}
 # Of the last two series; with H = 1 they are the first two.
-_COOL_HEADS = (4, 16)
+COOL_HEADS = (4, 16)
 
 
 def _name(series: str, heads: int) -> str:
@@ -49,12 +49,13 @@ def _variant(series: str, heads: int) -> variants.Variant:
 NAMES = {
   (series, heads): _name(series, heads)
   for series in _SERIES
-  for heads in (_COOL_HEADS if series in (COOL, COOL_RANDOM) else HEADS)
+  for heads in (COOL_HEADS if series in (COOL, COOL_RANDOM) else HEADS)
 }
 STUDY = variants.Study(
   "depth_heads",
   {variants.BASELINE: variants.PRENORM}
   | {name: _variant(*key) for key, name in NAMES.items()},
+  longer=("zero4", "block"),
   shares=ablations.STUDY,
 )
 get_config, sweep = STUDY.get_config, STUDY.sweep

@@ -2,12 +2,15 @@
 """The loss over the number of softmaxes per read, by the start of queries."""
 
 from collections.abc import Mapping, Sequence
+import statistics
 from typing import Any
 
 from matplotlib import figure as figure_lib
 
 from attnres_jax import figures
+from attnres_jax.scaling import pairs
 from experiments.depth_heads import config
+from experiments.pages import page
 from experiments.pages import variants
 from experiments.variants import Study
 
@@ -51,3 +54,67 @@ def figure(
     handles, labels, loc="outside upper left", ncols=2, frameon=False
   )
   return shape
+
+
+def contrasts(rows: Sequence[Mapping[str, Any]]) -> str:
+  """Variants against each other instead of PreNorm, pair by pair."""
+  every = variants.with_shared(config.STUDY, rows)
+  found = pairs.losses(variants.at_own_settings(every), "variant")
+  losses = {
+    key: found[name] for key, name in config.NAMES.items() if name in found
+  }
+  compared = {
+    f"H = {heads} against 1": ((0, heads), (0, 1)) for heads in config.HEADS[1:]
+  }
+  for heads in config.COOL_HEADS:
+    one = f"one head at the temperature of {heads}"
+    compared[f"{one} against 1"] = (1, heads), (0, 1)
+    compared[f"H = {heads} against {one}"] = (0, heads), (1, heads)
+  # Of each start of queries: H heads, and one at the temperature of H.
+  starts = (config.ZERO, config.COOL), (config.RANDOM, config.COOL_RANDOM)
+  by_start = [
+    [
+      label,
+      *(
+        _difference(*(losses.get((series[i], heads)) for i, heads in both))
+        for series in starts
+      ),
+    ]
+    for label, both in compared.items()
+  ]
+  random, zero = (
+    {heads: losses.get((series, heads), {}) for heads in config.HEADS}
+    for series in (config.RANDOM, config.ZERO)
+  )
+  by_heads = [
+    [f"H = {heads}", _difference(random[heads], zero[heads])]
+    for heads in config.HEADS
+  ]
+  means = _difference(_mean(random.values()), _mean(zero.values()))
+  by_heads.append(["mean of these", means])
+  labels = [config.LABELS[series] for series in (config.ZERO, config.RANDOM)]
+  tables = (
+    page.Table(("difference, 90 % interval", *labels), by_start),
+    page.Table(("random queries against zero", "90 % interval"), by_heads),
+  )
+  return "\n\n".join(table.markdown() for table in tables)
+
+
+def _difference(
+  own: Mapping[int, float] | None, other: Mapping[int, float] | None
+) -> str:
+  """With the spread of these pairs alone; empty without pairs."""
+  apart = pairs.differences({"own": own or {}, "other": other or {}}, "other")
+  if "own" not in apart:
+    return ""
+  one = apart["own"]
+  return f"{page.signed(one.mean)} {variants.interval(one)}".strip()
+
+
+def _mean(losses: Any) -> dict[int, float]:
+  """Over networks, for each seed that all of them have."""
+  several = list(losses)
+  seeds = sorted(set.intersection(*map(set, several)))
+  return {
+    seed: statistics.fmean(one[seed] for one in several) for seed in seeds
+  }

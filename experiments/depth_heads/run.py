@@ -11,10 +11,15 @@ import sys
 from attnres_jax.sweep import cli
 from experiments.depth_heads import config
 from experiments.depth_heads import report
+from experiments.pages import readme
 from experiments.pages import variants
 
 EXPERIMENT, PUBLISHED = variants.experiment(
-  __file__, __doc__, config.STUDY, report.figure
+  __file__,
+  __doc__,
+  config.STUDY,
+  report.figure,
+  [readme.Place(report.contrasts, "contrasts")],
 )
 
 if __name__ == "__main__":

@@ -36,7 +36,11 @@ Draw = Callable[[Study, Sequence[Row]], figure_lib.Figure]
 
 
 def experiment(
-  file: str, doc: str | None, study: Study, draw: Draw | None = None
+  file: str,
+  doc: str | None,
+  study: Study,
+  draw: Draw | None = None,
+  places: Sequence[readme.Place] = (),
 ) -> tuple[cli.Experiment, readme.Published]:
   """The command of a study, and what it publishes.
 
@@ -45,11 +49,12 @@ def experiment(
     doc: its docstring.
     study: what it trains.
     draw: its figure; by default `forest`.
+    places: what its README has besides the table of all variants.
   """
   return sweep.experiment(
     file,
     doc,
-    places=[readme.Place(functools.partial(results, study))],
+    places=[readme.Place(functools.partial(results, study)), *places],
     figures={"differences.svg": functools.partial(draw or forest, study)},
   )
 
@@ -75,7 +80,11 @@ def with_shared(study: Study, rows: Sequence[Row]) -> list[Row]:
 def results(study: Study, rows: Sequence[Row]) -> str:
   """For the README."""
   every = with_shared(study, rows)
-  tables = [rates(every) if study.rates else None, table(study, every)]
+  tables = [
+    rates(every) if study.rates else None,
+    table(study, every),
+    twice(study, every),
+  ]
   parts = [one.markdown() for one in tables if one and one.rows]
   return "\n\n".join([*parts, sweep.origin(every)])
 
@@ -101,7 +110,7 @@ def table(study: Study, rows: Sequence[Row]) -> page.Table:
     own = apart[name]
     lines.append(
       [
-        *line, loss, page.signed(own.mean), _interval(own),
+        *line, loss, page.signed(own.mean), interval(own),
         str(len(own.by_seed)), _speedup(rows, name),
       ]
     )  # fmt: skip
@@ -258,7 +267,7 @@ def _published(study: Study, name: str) -> str:
   return f"{loss:.3f} ({page.signed(paper_difference(study, name), 3)})"
 
 
-def _interval(difference: pairs.Difference) -> str:
+def interval(difference: pairs.Difference) -> str:
   if difference.margin is None:
     return ""
   ends = (difference.mean + sign * difference.margin for sign in (-1, 1))
