@@ -3,7 +3,9 @@
 
 A pair has the same initial weights and the same order of the data. Variants
 share one standard deviation: with few seeds each, an estimate from all of them
-is far better than one from each, and their noise has the same sources.
+is far better than one from each, and their noise has the same sources. A
+variant whose pairs are far more apart than those of all others, one of which
+has nearly failed, has a deviation of its own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,6 +19,8 @@ from scipy import stats
 LEVEL = 0.9
 # Nats per token: several times what any scheme gains or loses if it trains.
 FAILED = 0.3
+# How often one of equal variants gets a deviation of its own.
+OUTLYING = 0.01
 
 Row = Mapping[str, Any]
 
@@ -64,7 +68,8 @@ def differences(
     level: of the intervals.
 
   The spread of a variant that is worse by more than `FAILED` is its own, too:
-  how runs fail says nothing about those that train.
+  how runs fail says nothing about those that train. So is one that an F-test
+  against all others rejects, one variant after the other.
   """
   base = found.get(baseline, {})
   apart = {
@@ -78,11 +83,38 @@ def differences(
     for name, own in apart.items()
     if name == control or statistics.fmean(own.values()) > FAILED
   }
+  alone |= _outlying({n: own for n, own in apart.items() if n not in alone})
   shared = [own for name, own in apart.items() if name not in alone]
   return {
     name: _difference(own, [own] if name in alone else shared, level)
     for name, own in apart.items()
   }
+
+
+def _outlying(apart: Mapping[str, Mapping[int, float]]) -> set[str]:
+  """Variants whose pairs are more apart than noise that all share.
+
+  The largest variance is compared with the mean of the others; the level is
+  divided by the number of variants (Bonferroni).
+  """
+  several = {
+    name: (float(np.var([*own.values()], ddof=1)), len(own) - 1)
+    for name, own in apart.items()
+    if len(own) > 1
+  }
+  found: set[str] = set()
+  while len(several) > 2:
+    name = max(several, key=lambda name: several[name][0])
+    variance, freedom = several[name]
+    others = [one for other, one in several.items() if other != name]
+    rest = sum(of for _, of in others)
+    mean = sum(own * of for own, of in others) / rest
+    chance = stats.f.sf(variance / mean, freedom, rest) if mean else 1.0
+    if chance > OUTLYING / len(several):
+      break
+    found.add(name)
+    del several[name]
+  return found
 
 
 def _difference(
@@ -96,9 +128,16 @@ def _difference(
     return Difference(own)
   freedom = sum(len(one) - 1 for one in several)
   squares = sum(float(np.var(one)) * len(one) for one in several)
-  # Half of the variance of a difference is that of the common baseline, so two
-  # variants' estimates of it have a correlation of a quarter.
-  independent = freedom / (1 + (len(several) - 1) / 4)
+  independent = _independent(freedom, len(several))
   quantile = float(stats.t.ppf((1 + level) / 2, independent))
   deviation = math.sqrt(squares / freedom)
   return Difference(own, quantile * deviation / math.sqrt(len(own)), deviation)
+
+
+def _independent(freedom: int, count: int) -> float:
+  """Degrees of freedom of a variance that `count` variants estimate together.
+
+  Half of the variance of a difference is that of the common baseline, so two
+  variants' estimates of it have a correlation of a quarter.
+  """
+  return freedom / (1 + (count - 1) / 4)

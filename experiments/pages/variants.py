@@ -165,6 +165,8 @@ def forest(
 ) -> figure_lib.Figure:
   """Differences with intervals; hollow marks are the paper's.
 
+  Intervals far longer than others leave the picture.
+
   Args:
     study: of the rows.
     rows: its own.
@@ -178,6 +180,7 @@ def forest(
     figsize=(7.4, 1.2 + 0.32 * len(names)), layout="constrained"
   )
   axes = shape.subplots()
+  seen = [0.0]
   for height, name in enumerate(names):
     variant, own = study.variants[name], apart[name]
     if own.mean > pairs.FAILED:  # Would leave no room for the others.
@@ -189,6 +192,8 @@ def forest(
       continue
     look = figures.look_of(variant.residual)
     values = list(own.by_seed.values())
+    length = min(own.margin or 0.0, pairs.FAILED / 2)
+    seen += [*values, own.mean - length, own.mean + length]
     axes.plot(
       values, np.full(len(values), height), ".", color=look.colour, alpha=0.5,
       label="a pair of runs",
@@ -203,6 +208,8 @@ def forest(
         color="grey", label="paper, 436M parameters",
       )  # fmt: skip
   axes.axvline(0.0, color="grey", linewidth=0.8)
+  space = 0.03 * (max(seen) - min(seen)) + 0.005
+  axes.set_xlim(min(seen) - space, max(seen) + space)
   labels = [study.variants[name].label for name in names]
   axes.set_yticks(range(len(names)), labels)
   axes.set_ylim(max(1, len(names)) - 0.5, -0.5)

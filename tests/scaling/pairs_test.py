@@ -69,3 +69,27 @@ def test_runs_that_failed_have_their_own_spread():
   assert apart["a"] == pairs.differences(found, "base")["a"]
   assert apart["failed"].margin == pytest.approx(20 * apart["a"].margin)
   assert apart["once"].margin is None
+
+
+def test_a_variant_far_more_spread_than_all_others_has_its_own():
+  rng = np.random.default_rng(0)
+  names = "abcdefgh"
+  found = {
+    name: dict(enumerate(rng.normal(1.0, 0.01, 2))) for name in ("base", *names)
+  }
+  calm = pairs.differences(found, "base")
+  found["wild"] = {0: 1.2, 1: 1.0}
+  apart = pairs.differences(found, "base")
+  for name in names:
+    assert apart[name].margin == calm[name].margin
+  assert apart["wild"].margin > 10 * calm["a"].margin
+
+
+def test_equal_variants_seldom_have_a_spread_of_their_own():
+  rng, alone = np.random.default_rng(0), 0
+  for _ in range(600):
+    own = {n: dict(enumerate(rng.normal(0, 0.01, 2))) for n in "0abcdefghi"}
+    apart = pairs.differences(own, "0")
+    alone += len({one.deviation for one in apart.values()}) > 1
+  # One in a hundred, and somewhat fewer as pairs share their baseline.
+  assert alone <= 12
