@@ -64,12 +64,25 @@ class Period(NamedTuple):
 
 
 def check(
-  residual: base.Residual, memory: memory_lib.DepthMemory, scan: bool
+  kinds: Sequence[str],
+  ends: Sequence[int],
+  residual: base.Residual,
+  memory: memory_lib.DepthMemory,
+  *,
+  scan: bool,
 ) -> None:
   """Refuses networks whose depth blocks are no loop.
 
+  Args:
+    kinds: of all sublayers.
+    ends: of the parts that are run apart, such as the chunks of a pipeline.
+    residual: the scheme.
+    memory: what mixers keep for later mixers.
+    scan: `model.scan_layers`.
+
   Raises:
-    ConfigError: names the reason.
+    ConfigError: names the reason: the scheme or an option, a part that is not
+      whole blocks, or that no part repeats anything.
   """
   for wrong, reason in (
     (not residual.banked, f"with {type(residual).__name__}"),
@@ -78,15 +91,12 @@ def check(
   ):
     if wrong:
       _refuse(reason)
-
-
-def check_repeats(parts: Sequence[Sequence[Period]]) -> None:
-  """Refuses periods of which none is a loop, in any part of a network.
-
-  Raises:
-    ConfigError: there is nothing to repeat.
-  """
-  if all(period.repeats == 1 for part in parts for period in part):
+  periods = [
+    period
+    for start, end in zip((0, *ends), ends)
+    for period in periods_of(kinds[start:end], residual, start=start)
+  ]
+  if all(period.repeats == 1 for period in periods):
     _refuse("where no pattern of depth blocks repeats")
 
 

@@ -102,26 +102,20 @@ def run(
   """
   memory = memory or memory_lib.NoMemory()
   if depth_loop == "scan":
-    depth_scan.check(residual, memory, scan)
-    depth_scan.check_repeats([depth_scan.periods_of(kinds, residual)])
+    depth_scan.check(kinds, (len(kinds),), residual, memory, scan=scan)
   with scopes.part(scopes.RESIDUAL):
-    state: Any = residual.init(embedding_BTD)
-  if depth_loop == "scan":
-    state = _run_on_bank(
-      sublayers, kinds, residual, state, segment_ids_BT, start=0, remat=remat
-    )
-  else:
-    (state, _), _ = run_part_with_memory(
-      sublayers,
-      kinds,
-      residual,
-      memory,
-      (state, memory.init()),
-      segment_ids_BT,
-      start=0,
-      scan=scan,
-      remat=remat,
-    )
+    state = residual.init(embedding_BTD)
+  state = run_part(
+    sublayers,
+    kinds,
+    residual,
+    state,
+    segment_ids_BT,
+    memory=memory,
+    scan=scan,
+    remat=remat,
+    depth_loop=depth_loop,
+  )
   with scopes.part(scopes.RESIDUAL):
     return residual.readout(state)
 
@@ -133,6 +127,7 @@ def run_part(
   state: Any,
   segment_ids_BT: jax.Array | None,
   *,
+  memory: memory_lib.DepthMemory | None = None,
   start: int = 0,
   scan: bool,
   remat: str,
@@ -146,6 +141,7 @@ def run_part(
     residual: the scheme, of the whole network.
     state: of the scheme.
     segment_ids_BT: as in `run`.
+    memory: as in `run`; empty before this part.
     start: number of sublayers of the network before this part.
     scan: as in `run`.
     remat: as in `run`.
@@ -155,7 +151,7 @@ def run_part(
   Raises:
     ConfigError: a scan is asked for, and the part cuts a depth block.
   """
-  memory = memory_lib.NoMemory()
+  memory = memory or memory_lib.NoMemory()
   if depth_loop == "scan":
     return _run_on_bank(
       sublayers,

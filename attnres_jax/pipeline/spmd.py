@@ -463,7 +463,10 @@ def make_pipeline(
     layout, block_size=scheme.block_size, stream=scheme.stream
   )
   if config.model.depth_loop == "scan":
-    _check_depth_loop(config, layout, scheme)
+    depth_scan.check(
+      config.model.sublayer_kinds, layout.ends, scheme, memory_lib.NoMemory(),
+      scan=config.model.scan_layers,
+    )  # fmt: skip
   chunks = network(config, layout)
   rows = config.data.batch_size // sharding.num_row_shards(mesh) // microbatches
   block, partial = _state_shapes(chunks, model, rows)
@@ -531,20 +534,6 @@ def _layout(config: config_lib.RunConfig, mesh: Mesh) -> layout_lib.Layout:
     )
   sizes = layout_lib.split_sublayers(count, ranks * stages)
   return layout_lib.Layout(ranks, stages, sizes)
-
-
-def _check_depth_loop(
-  config: config_lib.RunConfig, layout: layout_lib.Layout, scheme: Any
-) -> None:
-  """Raises ConfigError if the chunks are no loops over whole depth blocks."""
-  depth_scan.check(scheme, memory_lib.NoMemory(), config.model.scan_layers)
-  kinds, starts = config.model.sublayer_kinds, (0, *layout.ends)
-  depth_scan.check_repeats(
-    [
-      depth_scan.periods_of(kinds[start:end], scheme, start=start)
-      for start, end in zip(starts, layout.ends)
-    ]
-  )
 
 
 def _num_microbatches(config: config_lib.RunConfig, mesh: Mesh) -> int:
