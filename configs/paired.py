@@ -40,8 +40,6 @@ PAPER_ROW = "436m"
 # (experiments/ablations).
 LAPTOP_RATE = 3e-3
 EPSILON = scaling.EPSILON
-# More batches than any validation split has.
-EVERYTHING = 100_000
 
 # What `get_config` accepts; tests build every value. The other scales are those
 # of other configs, and tests of experiments/ablations build their networks.
@@ -70,7 +68,7 @@ def get_config(arg=None):
 def settle(config):
   """The end of a run: a rate of zero, and the whole validation split."""
   config.optim.schedule, config.optim.final_lr_fraction = "linear", 0.0
-  config.train.eval_batches = EVERYTHING
+  config.train.eval_batches = scaling.EVERYTHING
 
 
 def _laptop(arg):

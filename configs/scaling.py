@@ -4,20 +4,11 @@
   python -m experiments.scaling_law.run --config=configs/scaling.py \
     --workdir=runs/scaling --max_parallel=2
 
-trains the laptop sweep, about an hour on two idle cores. One of its runs:
+trains the laptop sweep; experiments/scaling_law/README.md has its losses and how
+long it takes. One of its runs:
 
   python -m attnres_jax.main --workdir=runs/one \
     --config=configs/scaling.py:scale=laptop,size=l,residual=full_attnres
-
-Seconds per run and validation loss in nats per byte, means over three seeds
-(committed rows of experiments/scaling_law: two runs at a time on an Intel Xeon
-with 2 cores, jax 0.12):
-
-  size   prenorm        block_attnres  full_attnres
-  xs     24 s   2.619    24 s   2.525    30 s   2.548
-  s      60 s   2.075    71 s   2.025    71 s   2.043
-  m     156 s   1.712   180 s   1.675   183 s   1.679
-  l     474 s   1.455   525 s   1.439   512 s   1.449
 
   scale     laptop: attention and dense MLPs, bytes of the embedded corpus,
               four sizes, three schemes, three seeds, and at one size Rescaled,
@@ -50,8 +41,8 @@ kimi_linear = load.load_file(
 
 # width, layers, heads, mlp width, peak learning rate (the best of laptop_lr)
 LAPTOP = {
-  "xs": (24, 4, 2, 64, 12e-3),
-  "s": (32, 6, 2, 88, 12e-3),
+  "xs": (24, 4, 2, 64, 6e-3),
+  "s": (32, 6, 2, 88, 24e-3),
   "m": (40, 8, 2, 104, 6e-3),
   "l": (48, 10, 3, 128, 12e-3),
 }
@@ -66,11 +57,17 @@ SCHEMES = ("prenorm", "block_attnres", "full_attnres")
 SEEDS = (0, 1, 2)
 # The size at which Rescaled is trained as well.
 CONTROL = "s"
-LEARNING_RATES = (3e-3, 6e-3, 12e-3, 24e-3)
+LEARNING_RATES = (3e-3, 6e-3, 12e-3, 24e-3, 48e-3)
+# Of the search for learning rates.
+RATE_SEEDS = SEEDS[:2]
 
 # Bytes per parameter outside embedding and head.
 TOKENS_PER_PARAM = 10
-ROWS, LENGTH = 16, 128
+# Small batches and many steps, a rate that falls to zero, and the whole
+# validation split: the protocol of experiments/noise.
+ROWS, LENGTH = 4, 128
+# More batches than any validation split has.
+EVERYTHING = 100_000
 # Small compared with the mean square of any state, even of an average over
 # depth at the start. Otherwise Rescaled would not be the same function as
 # PreNorm.
@@ -116,10 +113,12 @@ def sweep(add, arg):
   arg = _parse(arg)
   sizes = _sizes(arg)
   if arg.scale == "laptop_lr":
-    for overrides in grid.product(
-      size=sizes, **{"optim.peak_lr": LEARNING_RATES}
-    ):
-      add(residual="prenorm", **overrides)
+    for seed in RATE_SEEDS:
+      for overrides in grid.product(
+        size=sizes, **{"optim.peak_lr": LEARNING_RATES}
+      ):
+        seeds = {"seed": seed, "data.seed": seed}
+        add(residual="prenorm", **overrides, **seeds)
     return
   # Seed by seed and from small to large, so that half a sweep is already
   # useful.
@@ -157,12 +156,14 @@ def _laptop(shape, arg):
   model.residual.name, model.residual.block_size = arg.residual, BLOCK_SIZE
   model.norm_eps = EPSILON
   data.sequence_length, data.batch_size = LENGTH, ROWS
-  config.optim.peak_lr = lr
-  config.train.log_every, config.train.eval_batches = 10, 32
-  config.train.depth_every = 0
+  config.optim.peak_lr, config.optim.final_lr_fraction = lr, 0.0
+  config.train.log_every, config.train.eval_every = 40, 0
+  config.train.eval_batches, config.train.depth_every = EVERYTHING, 0
   per_block = 4 * model.width**2 + 3 * model.width * model.mlp_width
   tokens = TOKENS_PER_PARAM * per_block * model.num_layers
-  config.train.steps = round(tokens / (ROWS * LENGTH))
+  # As many bytes as in batches of 16 rows, which experiments/noise compares.
+  grain = GRAIN * 16 // ROWS
+  config.train.steps = grain * round(tokens / (grain * ROWS * LENGTH))
   if arg.runlocal:
     data.sequence_length, data.batch_size = 32, 8
     config.train.steps = 2 * GRAIN
@@ -176,7 +177,8 @@ def _lengthen(config, arg):
   config.train.steps = round(arg.budget * whole)
   config.optim.schedule = arg.schedule
   config.optim.warmup_steps = whole // 20
-  config.train.eval_every = whole // 4
+  if config.train.eval_every:
+    config.train.eval_every = whole // 4
   config.checkpoint.every_steps = whole // 10
   config.checkpoint.keep_last = 2
   if arg.schedule == "wsd":

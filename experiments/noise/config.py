@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs that differ in one source of noise only, under several protocols.
 
-  recipe    plain: that of configs/scaling.py; the rate ends at 10 % of its
-            peak, and the last weights are evaluated on part of the split
+  recipe    plain: the first one of configs/scaling.py; the rate ends at 10 % of
+            its peak, and the last weights are evaluated on part of the split
             settled: the rate falls to zero, and the averaged weights of the
             last steps are evaluated on the whole validation split
   rows      per batch, of 128 bytes; all runs see the same number of bytes
@@ -20,28 +20,30 @@ from configs import paired
 from configs import scaling
 
 SIZE = "s"
+# Rows of a batch in the first recipe, and what it evaluated.
+ROWS, EVALUATED = 16, 512
 EPSILON, OTHER_EPSILON = scaling.EPSILON, 2 * scaling.EPSILON
 # Share of all steps, at the end, whose weights are averaged.
 AVERAGED = 0.1
 SEEDS = (0, 1, 2, 3)
 
-PLAIN = dict(recipe="plain", rows=scaling.ROWS, rate=12e-3)
+PLAIN = dict(recipe="plain", rows=ROWS, rate=12e-3)
 SETTLED = dict(recipe="settled", rows=4, rate=6e-3)
 SLOWER = SETTLED | dict(rate=3e-3)
 SINGLE = SETTLED | dict(rows=1, rate=3e-3)
 # Of the search: rates of each batch, under PreNorm, and its seeds.
 RATES = {
   4: (3e-3, 6e-3, 12e-3),
-  scaling.ROWS: (3e-3, 6e-3, 12e-3),
+  ROWS: (3e-3, 6e-3, 12e-3),
   64: (12e-3, 24e-3),
 }
-RATE_SEEDS = {4: SEEDS[:2], scaling.ROWS: SEEDS[:1], 64: SEEDS[:1]}
+RATE_SEEDS = {4: SEEDS[:2], ROWS: SEEDS[:1], 64: SEEDS[:1]}
 
 
 def get_config(arg=None):
   """Config of one run; see the module docstring."""
   arg = c.parse_arg(
-    arg, recipe="settled", rows=scaling.ROWS, rate=PLAIN["rate"],
+    arg, recipe="settled", rows=ROWS, rate=PLAIN["rate"],
     residual="prenorm", runlocal=False,
   )  # fmt: skip
   config = scaling.get_config(
@@ -110,9 +112,9 @@ def _run(protocol, residual, seed, order=None):
 
 
 def _plain(config):
-  # As many bytes as there, whatever the batch.
-  rows = config.train.eval_batches * scaling.ROWS
-  config.train.eval_batches = rows // config.data.batch_size
+  config.optim.final_lr_fraction = 0.1
+  # As many bytes, whatever the batch.
+  config.train.eval_batches = EVALUATED // config.data.batch_size
 
 
 def _settled(config):

@@ -77,13 +77,20 @@ def table(rows: Sequence[Row], name: str = "setting") -> page.Table:
 def best_marked(
   rows: Sequence[Row], column: str, name: str = "setting"
 ) -> page.Table:
-  """A line per setting, a column per value of `column`; the best in bold."""
+  """A line per setting, a column per value of `column`; the best in bold.
+
+  Losses are means over seeds.
+  """
   values = sorted({float(row[column]) for row in rows})
   # The overridden field and its column of results.
   without = {column, *(key for row in rows for key in row if _is(key, column))}
   lines = []
   for label, own in by_setting(rows, without).items():
-    found = {float(row[column]): float(row["validation_loss"]) for row in own}
+    of_value: dict[float, list[float]] = {}
+    for row in own:
+      losses = of_value.setdefault(float(row[column]), [])
+      losses.append(float(row["validation_loss"]))
+    found = {value: statistics.fmean(own) for value, own in of_value.items()}
     texts = {value: f"{loss:.4f}" for value, loss in found.items()}
     best = min(found, key=lambda value: found[value])
     texts[best] = f"**{texts[best]}**"
