@@ -4,8 +4,8 @@
   python -m experiments.scaling_law.run --config=configs/scaling.py \
     --workdir=runs/scaling --max_parallel=2
 
-trains the laptop sweep; experiments/scaling_law/README.md has its losses and how
-long it takes. One of its runs:
+trains the laptop sweep. Losses and times are in the README of
+experiments/scaling_law. One of its runs:
 
   python -m attnres_jax.main --workdir=runs/one \
     --config=configs/scaling.py:scale=laptop,size=l,residual=full_attnres
