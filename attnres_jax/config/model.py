@@ -129,6 +129,11 @@ class ResidualConfig(fields.Checked, prefix="model.residual"):
       coefficients are float32 in any case. `bfloat16` halves what they move
       and occupy, and rounds each stream once per sublayer; in
       `hyper_connections`, `mhc` and their relatives only, but for `xhc`.
+    gate: factor of the depth mixture in `delta_attnres` and its relatives.
+      `one` is no gate; `zero`, a learned number per sublayer that starts at
+      zero; `scalar` and `vector`, the sigmoid of a learned number per sublayer,
+      or per channel, that starts at -2. `own` is the scheme's own: `zero` in
+      `delta_mh` and `delta_mh_alternating`, else `one`.
     read: how depth attention scores and weighs its sources.
   """
 
@@ -140,6 +145,7 @@ class ResidualConfig(fields.Checked, prefix="model.residual"):
   rank: fields.Count = 0
   streams: fields.Size = 4
   stream_dtype: Literal["float32", "bfloat16"] = "float32"
+  gate: Literal["own", "one", "zero", "scalar", "vector"] = "own"
   read: DepthReadConfig = DepthReadConfig()
 
   def __post_init__(self):

@@ -128,6 +128,7 @@ class Residual(nnx.Module):
     final_norm: whether there is a norm between the readout and the head.
     qkv_norm: whether mixers have the norms of `model.qkv_norm` in any case.
     rounds_streams: whether `config.residual.stream_dtype` may be bfloat16.
+    gated: whether there is a `config.residual.gate`.
   """
 
   style = Style()
@@ -144,6 +145,7 @@ class Residual(nnx.Module):
   final_norm = True
   qkv_norm = False
   rounds_streams = False
+  gated = False
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     del rngs  # For schemes that draw parameters at random.
@@ -158,12 +160,17 @@ class Residual(nnx.Module):
           f"{accepted!r} with model.residual.name={scheme!r}, which does not"
           " attend over depth",
         )
-    if config.residual.stream_dtype != "float32" and not self.rounds_streams:
-      config_lib.fail(
-        "model.residual.stream_dtype",
-        config.residual.stream_dtype,
-        f"'float32' with model.residual.name={config.residual.name!r}",
-      )
+    for name, accepted, has in (
+      ("stream_dtype", "float32", self.rounds_streams),
+      ("gate", "own", self.gated),
+    ):
+      value = getattr(config.residual, name)
+      if value != accepted and not has:
+        config_lib.fail(
+          f"model.residual.{name}",
+          value,
+          f"{accepted!r} with model.residual.name={config.residual.name!r}",
+        )
     self.num_sublayers = config.num_sublayers
     self.dtype = jnp.dtype(config.dtype)
 

@@ -4,12 +4,12 @@
   h_l = x_l + alpha_l sum_i a_{i->l} s_i        x_l = v_0 + ... + v_{l-1}
   h_out = x_{L+1}
 
-h_1 is x_1 alone. Delta AttnRes has alpha = 1, and its sources s_i are all
-earlier outputs (arXiv:2605.18855, from its code; the paper was not read). The
-block form has the sources b_0 = v_0, b_1, ..., the change of the stream over
-each completed block: the open block is none, and a block becomes one only
-after the first sublayer behind it has read. So phase 1 is the whole read, and
-a segment scans with the stream as its carry.
+h_1 is x_1 alone. Delta AttnRes has alpha = 1, unless `model.residual.gate` says
+otherwise, and its sources s_i are all earlier outputs (arXiv:2605.18855, from
+its code; the paper was not read). The block form has the sources b_0 = v_0,
+b_1, ..., the change of the stream over each completed block: the open block is
+none, and a block becomes one only after the first sublayer behind it has read.
+So phase 1 is the whole read, and a segment scans with the stream as its carry.
 """
 
 from collections.abc import Sequence
@@ -27,6 +27,9 @@ from attnres_jax.models.residuals import depth_attention
 from attnres_jax.models.residuals import depth_reads
 from attnres_jax.models.residuals import full_attnres
 
+# Where the parameter of a sigmoid gate starts (arXiv:2605.18855, its code).
+_CLOSED = -2.0
+
 
 class Carry(NamedTuple):
   """What a read sees: its sources, in the scheme's form, and the stream.
@@ -43,31 +46,68 @@ class Carry(NamedTuple):
 
 
 class Slot(NamedTuple):
-  """alpha_l, and the slot of the attention."""
+  """alpha_l, a number or [D], and the slot of the attention."""
 
   gate: jax.Array
   attention: Any
 
 
 class Stream(depth_attention.DepthAttention):
-  """Shared by all forms: the stream, and no attention at the readout."""
+  """Shared by all forms: the stream, its gate, no attention at the readout.
+
+  That the gates of the released code are parameters, and do not depend on the
+  input, is our reading.
+
+  Attributes:
+    gate: alpha of sublayers, [L]; with `model.residual.gate`, what a sigmoid
+      makes alpha of, [L] or [L, D]. None if it is 1.
+  """
 
   attends_last = False
   can_sum = False
+  gated = True
+  # What `model.residual.gate="own"` stands for.
+  own_gate = "one"
+
+  def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
+    super().__init__(config, rngs=rngs)
+    gate = config.residual.gate
+    if gate == "own":
+      gate = self.own_gate
+    start, axes = jnp.zeros(self.num_sublayers, jnp.float32), "L"
+    if gate == "vector":
+      shape = self.num_sublayers, config.width
+      start, axes = jnp.zeros(shape, jnp.float32), "LD"
+    self.bounded = gate in ("scalar", "vector")
+    if self.bounded:
+      start = start + _CLOSED
+    # No decay: towards zero, it would take the attention away again.
+    self.gate = (
+      None if gate == "one" else nnx.Param(start, axes=axes, decays=False)
+    )
 
   def gates(self, start: int, stop: int) -> jax.Array:
     """Alpha of sublayers start..stop-1; 0 for the first sublayer of all."""
-    return (jnp.arange(start, stop) > 0).astype(jnp.float32)
+    attends = jnp.arange(start, stop) > 0
+    if self.gate is None:
+      return attends.astype(jnp.float32)
+    gate = self.gate[start:stop]
+    if self.bounded:
+      gate = jax.nn.sigmoid(gate)
+    return jnp.where(attends.reshape(-1, *[1] * (gate.ndim - 1)), gate, 0)
 
   def add(
     self, stream_BTD: jax.Array, gate: jax.Array, rho: jax.Array | base.QKV
   ) -> jax.Array | base.QKV:
     """The stream plus the gated mixture."""
-    gate = gate.astype(stream_BTD.dtype)
-    return jax.tree.map(
-      lambda one: (stream_BTD + gate * precision.widen(one)).astype(self.dtype),
-      rho,
-    )
+    # One number, or one for each channel.
+    gate_11D = gate.astype(stream_BTD.dtype).reshape(1, 1, -1)
+
+    def added(one_BTD):
+      sum_BTD = stream_BTD + gate_11D * precision.widen(one_BTD)
+      return sum_BTD.astype(self.dtype)
+
+    return jax.tree.map(added, rho)
 
   def read_normed(
     self, carry: Any, slot: Any, norm: Any
@@ -123,6 +163,11 @@ class DeltaAttnRes(_OverValues, full_attnres.FullAttnRes):
 
   style, headline = DeltaAttnResOneSoftmax.style, False
   definition = DeltaAttnResOneSoftmax
+  # Neither loops of depth blocks nor the form for few tokens have the stream.
+  banked = False
+
+  def for_few_tokens(self) -> base.Residual:
+    return self
 
 
 class BlockState(NamedTuple):
@@ -270,12 +315,7 @@ class _Converted(DeltaBlockOneSoftmax):
 
   style = base.Style("Delta MHAR", "#8a4fc4", "D")
   certainty = base.Certainty.CODE
-
-  def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
-    super().__init__(config, rngs=rngs)
-    start = jnp.zeros(self.num_sublayers, jnp.float32)
-    # No decay: it would take the attention away again.
-    self.gate = nnx.Param(start, axes="L", decays=False)
+  own_gate = "zero"
 
   def read_options(
     self, given: config_lib.DepthReadConfig
@@ -287,9 +327,6 @@ class _Converted(DeltaBlockOneSoftmax):
         "'learned', or 'none' for the scheme's own, which is learned",
       )
     return dataclasses.replace(given, heads=given.heads or 8, null="learned")
-
-  def gates(self, start: int, stop: int) -> jax.Array:
-    return jnp.where(jnp.arange(start, stop) > 0, self.gate[start:stop], 0)
 
 
 class DeltaHeadsOneSoftmax(_Converted):

@@ -14,6 +14,7 @@ from tests.models import trunks
 
 FORMS = ("two_phase", "one_softmax")
 BLOCKS = ("delta_block", "delta_mh", "delta_mh_alternating")
+ALL = ("delta_attnres", *BLOCKS)
 
 
 def _values(seed=2, num_sublayers=6):
@@ -22,18 +23,26 @@ def _values(seed=2, num_sublayers=6):
   return list(jnp.asarray(values))
 
 
-def _module(name, form="two_phase", **options):
+def _module(name, form="two_phase", gate="own", **options):
   heads = 2 if name.startswith("delta_mh") else 0
   options = dict(heads=heads) | options
   module = trunks.scheme(
-    name, 6, form=form, schedule_size=2,
+    name, 6, form=form, schedule_size=2, gate=gate,
     block_size=2 if name in BLOCKS else 0,
     read=config_lib.DepthReadConfig(**options),
   )  # fmt: skip
-  if hasattr(module, "gate"):
-    gate = np.random.default_rng(4).standard_normal(6)
-    module.gate = module.gate.replace(jnp.asarray(gate))
+  if module.gate is not None:
+    start = np.random.default_rng(4).standard_normal(module.gate.shape)
+    module.gate = module.gate.replace(jnp.asarray(start))
   return module
+
+
+def _alpha(module, l, gate):
+  """The factor of the mixture that sublayer l reads."""
+  if gate == "one":
+    return 1.0
+  alpha = np.asarray(module.gate[l])
+  return alpha if gate == "zero" else 1 / (1 + np.exp(-alpha))
 
 
 def _attention(module, l, sources):
@@ -59,8 +68,10 @@ def _attention(module, l, sources):
   return h
 
 
-def _expected(name, module, values):
+def _expected(name, module, values, gate="own"):
   """h_1, ..., h_6, h_out."""
+  if gate == "own":
+    gate = "zero" if "mh" in name else "one"
   values = [np.asarray(value) for value in values]
   x, reads, sources = values[0], [], []
   for l in range(6):
@@ -68,8 +79,7 @@ def _expected(name, module, values):
       sources = values[: l + 1]
     h = x
     if l and sources:
-      gate = float(module.gate[l]) if hasattr(module, "gate") else 1.0
-      h = x + gate * _attention(module, l, sources)
+      h = x + _alpha(module, l, gate) * _attention(module, l, sources)
     reads.append(h)
     if name in BLOCKS and l % 2 == 0:
       # The stream as it was read, less what the blocks hold already.
@@ -82,7 +92,7 @@ def _expected(name, module, values):
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("name", ["delta_attnres", *BLOCKS])
+@pytest.mark.parametrize("name", ALL)
 def test_reads_are_the_definition(name):
   values = _values()
   for form in FORMS:
@@ -96,6 +106,38 @@ def test_reads_are_the_definition(name):
     np.testing.assert_array_equal(weights[-1], 0)
     total = np.sum(weights[-2], axis=0)
     assert np.all(total < 1 if "mh" in name else abs(total - 1) < 1e-12)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize(
+  "name, gate",
+  [
+    ("delta_attnres", "vector"),
+    ("delta_block", "scalar"),
+    ("delta_block", "vector"),
+    ("delta_mh", "one"),
+  ],
+)
+def test_gates_are_the_definition(name, gate):
+  values = _values()
+  for form in FORMS:
+    module = _module(name, form, gate, heads=2)
+    found = trunks.reads(module, values)
+    wanted = _expected(name, module, values, gate)
+    for h, one in zip(found, wanted, strict=True):
+      np.testing.assert_allclose(h, one, atol=1e-12)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("name", ["full_attnres", "block_attnres", *ALL])
+def test_the_form_for_few_tokens_is_the_same_function(name):
+  values = _values()
+  module = _module(name) if name in ALL else trunks.scheme(
+    name, 6, schedule_size=2, block_size=2
+  )  # fmt: skip
+  few = trunks.reads(module.for_few_tokens(), values)
+  for h, wanted in zip(few, trunks.reads(module, values), strict=True):
+    np.testing.assert_allclose(h, wanted, atol=1e-12)
 
 
 @pytest.mark.usefixtures("float64")
@@ -165,6 +207,21 @@ def test_conversion_is_prenorm_bit_by_bit_until_its_gate_opens():
     assert np.abs(leaf[1:]).max(axis=1).min() > 1e-6
 
 
+def test_gates_start_where_they_should():
+  plain = _network("prenorm")
+  for name in ("delta_attnres", "delta_block"):
+    model = _network(name, gate="zero")
+    query = model.residual.queries.query
+    query[...] = np.random.default_rng(1).standard_normal(query.shape)
+    np.testing.assert_array_equal(_logits(model), _logits(plain))
+  for gate, shape in (("scalar", (4,)), ("vector", (4, 16))):
+    scheme = _network("delta_block", gate=gate).residual
+    assert scheme.gate.shape == shape
+    alpha = np.asarray(scheme.gates(0, 4))
+    np.testing.assert_array_equal(alpha[0], 0)
+    np.testing.assert_allclose(alpha[1:], 0.11920292, rtol=1e-6)
+
+
 def test_blocks_sum_to_the_stream():
   module = _network("delta_block").residual
   rng = np.random.default_rng(0)
@@ -193,3 +250,10 @@ def test_mixing_matrix_is_one_plus_the_weights():
 def test_another_null_source_is_refused():
   with pytest.raises(config_lib.ConfigError, match="null: got .zero.,"):
     _network("delta_mh", read=config_lib.DepthReadConfig(null="zero"))
+
+
+def test_a_gate_and_a_loop_that_a_scheme_lacks_are_refused():
+  with pytest.raises(config_lib.ConfigError, match="gate: got .zero., .*'own'"):
+    _network("block_attnres", gate="zero")
+  with pytest.raises(config_lib.ConfigError, match="depth_loop.*DeltaAttnRes"):
+    _network("delta_attnres", num_layers=8, depth_loop="scan")(TOKENS)
