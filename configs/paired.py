@@ -11,16 +11,20 @@ split. A pair has the same `seed` (initial weights of everything but the scheme)
 and `data.seed` (order of the data).
 
   scale     laptop: 16 sublayers, 1.0M parameters, bytes of the embedded corpus
+            deep: the same with 32 sublayers, 2.1M parameters
             d768: a dense network of 768 columns and 24 sublayers
             paper: the row of Table 2 with 16 transformer blocks, which its
             Table 4 ablates, unchanged; configs/kimi_linear.py
   residual  the residual scheme
   budget    multiplies the steps
+  planned   mesh, microbatches and checkpointing are those that
+            attnres_jax.aot.plan has saved for the slice (docs/pods.md)
   runlocal  shrinks everything to seconds, to try things out
 
 All schemes of a scale share their hyper-parameters, which were chosen under
-PreNorm at the paper's scale. At the laptop's, PreNorm tried three rates
-(experiments/ablations); at d768 nothing has been searched.
+PreNorm at the paper's scale. At the laptop's and in the deep network, PreNorm
+tried three rates (experiments/ablations and block_size); at d768 nothing has
+been searched.
 """
 
 import pathlib
@@ -44,9 +48,10 @@ EPSILON = scaling.EPSILON
 # What `get_config` accepts; tests build every value. The other scales are those
 # of other configs, and tests of experiments/ablations build their networks.
 ARGUMENTS = {
-  "scale": ("laptop",),
+  "scale": ("laptop", "deep"),
   "residual": ("prenorm", "block_attnres"),
   "budget": (0.5, 1.0),
+  "planned": (False, True),
   "runlocal": (False, True),
 }
 
@@ -54,13 +59,16 @@ ARGUMENTS = {
 def get_config(arg=None):
   """Config of one run; see the module docstring."""
   arg = c.parse_arg(
-    arg, scale="laptop", residual="prenorm", budget=1.0, runlocal=False
-  )
+    arg, scale="laptop", residual="prenorm", budget=1.0, planned=False,
+    runlocal=False,
+  )  # fmt: skip
   make = c.choose("scale", arg.scale, _SCALES)
   config = make(arg)
   config.name = f"paired_{arg.scale}_{arg.residual}"
   config.train.steps = max(1, round(arg.budget * config.train.steps))
   config.train.depth_every = 0
+  if arg.planned:
+    config.optim.accumulate_steps = 0
   config.lock()
   return config
 
@@ -93,6 +101,13 @@ def _laptop(arg):
   return config
 
 
+def _deep(arg):
+  config = _laptop(arg)
+  if not arg.runlocal:
+    config.model.num_layers *= 2
+  return config
+
+
 def _d768(arg):
   """12 transformer blocks, 85M parameters, 20 bytes for each."""
   config = lm.get_config(
@@ -105,13 +120,14 @@ def _d768(arg):
     model.width, model.num_layers, model.num_heads = 768, 12, 12
     model.mlp_width = 2048
     config.train.steps, config.optim.warmup_steps = 13_000, 650
-    config.mesh.data, config.mesh.fsdp = 1, -1
+    if not arg.planned:
+      config.mesh.data, config.mesh.fsdp = 1, -1
     settle(config)
   return config
 
 
 def _paper(arg):
-  return kimi_linear.of_table_2(PAPER_ROW, arg)
+  return kimi_linear.of_table_2(PAPER_ROW, arg, arg.planned)
 
 
-_SCALES = {"laptop": _laptop, "d768": _d768, "paper": _paper}
+_SCALES = {"laptop": _laptop, "deep": _deep, "d768": _d768, "paper": _paper}

@@ -9,11 +9,13 @@ A study is a mapping from names to variants. Its config.py is one `Study`, whose
 
 and its config takes
 
-  scale     laptop, d768 or paper, see configs/paired.py
+  scale     laptop, deep, d768 or paper, see configs/paired.py
   variant   one of the study
   budget    multiplies the steps
   first     the first seed
-  seeds     how many; of the laptop's scale, more can be added at any time
+  seeds     how many; of the small scales, more can be added at any time
+  planned   mesh, microbatches and checkpointing are those that
+            attnres_jax.aot.plan has saved for the slice (docs/pods.md)
   runlocal  shrinks everything to seconds, to try things out
 
 `experiments.pages.variants` has its command, tables and figures.
@@ -29,7 +31,7 @@ from attnres_jax.scaling import paper
 from configs import paired
 
 BASELINE, CONTROL = "prenorm", "control"
-LAPTOP = "laptop"
+LAPTOP, DEEP, D768, PAPER = "laptop", "deep", "d768", "paper"
 # The budget of `Study.longer`.
 TWICE = 2.0
 
@@ -79,13 +81,14 @@ class Study:
     name: of its folder.
     variants: by names, the baseline first and then the most informative first,
       for sweeps that are not complete.
-    rates: learning rates of the baseline beside its own, at the laptop's scale.
+    rates: learning rates of the baseline beside its own, at the small scales.
     rate_seeds: how many seeds are trained with these.
     budgets: multiples of the steps of the baseline beside its own, for
       effective speed-ups.
     longer: variants that are also trained with twice the steps.
     shares: a study with some of the same networks, under the same names. Those
       are not trained again at the laptop's scale: its rows are used.
+    deeper: variants that need the 32 sublayers of `deep` and `paper`.
   """
 
   name: str
@@ -95,6 +98,7 @@ class Study:
   budgets: tuple[float, ...] = ()
   longer: tuple[str, ...] = ()
   shares: "Study | None" = None
+  deeper: tuple[str, ...] = ()
 
   @property
   def shared(self) -> list[str]:
@@ -114,7 +118,7 @@ class Study:
     variant = config_lib.choose("variant", given.variant, self.variants)
     config = paired.get_config(
       f"scale={given.scale},residual={variant.residual},budget={given.budget},"
-      f"runlocal={given.runlocal}"
+      f"planned={given.planned},runlocal={given.runlocal}"
     )
     config.name = f"{self.name}_{given.scale}_{given.variant}"
     config.update_from_flattened_dict(variant.fields)
@@ -124,27 +128,38 @@ class Study:
     """Every variant with every seed, seed by seed; then rates and budgets."""
     given = self._parse(arg)
     seeds = range(given.first, given.first + given.seeds)
-    # Rows of the other study are committed for the laptop's scale only, where
-    # the control has an epsilon of its own, too.
-    leave_out = self.shared if given.scale == LAPTOP else [CONTROL]
+    leave_out = self._left_out(given.scale)
     for seed in seeds:
       for name in self.variants:
         if name not in leave_out:
           _add(add, name, seed)
-    if given.scale != LAPTOP:
+    if given.scale not in (LAPTOP, DEEP):
       return
     for seed in seeds:
-      for rate in self.rates if seed < self.rate_seeds else ():
-        _add(add, BASELINE, seed, **{"optim.peak_lr": rate})
-      for budget in self.budgets:
-        _add(add, BASELINE, seed, budget=budget)
+      if BASELINE not in leave_out:
+        for rate in self.rates if seed < self.rate_seeds else ():
+          _add(add, BASELINE, seed, **{"optim.peak_lr": rate})
+        for budget in self.budgets:
+          _add(add, BASELINE, seed, budget=budget)
       for name in self.longer:
         _add(add, name, seed, budget=TWICE)
+
+  def _left_out(self, scale: str) -> set[str]:
+    """Variants that are not trained at a scale."""
+    # Rows of the other study are committed for the laptop's scale only. The
+    # epsilon of the control is twice that of the small scales.
+    left_out = {
+      LAPTOP: {*self.shared, *self.deeper},
+      DEEP: set(),
+      D768: {CONTROL, *self.deeper},
+      PAPER: {CONTROL},
+    }
+    return config_lib.choose("scale", scale, left_out)
 
   def _parse(self, arg: str | None) -> types.SimpleNamespace:
     return config_lib.parse_arg(
       arg, scale=LAPTOP, variant=BASELINE, budget=1.0, first=0, seeds=1,
-      runlocal=False,
+      planned=False, runlocal=False,
     )  # fmt: skip
 
 

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Block AttnRes with blocks of S sublayers; see `experiments.variants`.
 
-The paper has 32 sublayers, the laptop's network 16, so that S = 16 is one block
-there. With S = 1 every sublayer is a block, which is Full AttnRes.
+The paper has 32 sublayers, as has `scale=deep`; the laptop's network has 16, so
+that S = 16 is one block there. With S = 1 every sublayer is a block, which is
+Full AttnRes.
 """
+
+import dataclasses
 
 from experiments import variants
 from experiments.ablations import config as ablations
@@ -31,11 +34,17 @@ def _variant(size: int) -> variants.Variant:
 
 
 # By the sublayers of a block, S.
-NAMES = {size: _name(size) for size in (1, 2, 4, 8, 16)}
+NAMES = {size: _name(size) for size in (1, 2, 4, 8, 16, 32)}
 STUDY = variants.Study(
   "block_size",
   {variants.BASELINE: variants.PRENORM}
   | {name: _variant(size) for size, name in NAMES.items()},
+  rates=(1.5e-3, 6e-3),
+  rate_seeds=2,
+  budgets=(0.5, 2.0),
   shares=ablations.STUDY,
+  deeper=(NAMES[32],),
 )
+# Of `scale=deep`, where nothing is shared.
+DEEP = dataclasses.replace(STUDY, shares=None)
 get_config, sweep = STUDY.get_config, STUDY.sweep

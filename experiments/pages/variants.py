@@ -81,7 +81,7 @@ def results(study: Study, rows: Sequence[Row]) -> str:
   """For the README."""
   every = with_shared(study, rows)
   tables = [
-    rates(every) if study.rates else None,
+    rates(every) if study.rates and BASELINE not in study.shared else None,
     table(study, every),
     twice(study, every),
   ]

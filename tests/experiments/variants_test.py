@@ -5,6 +5,7 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import csv_rows
+from attnres_jax import plans
 from attnres_jax.models import residuals
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import folder as folder_lib
@@ -30,7 +31,7 @@ def _runs(study, arg):
   ]
 
 
-@pytest.mark.parametrize("scale", ["laptop", "d768", "paper"])
+@pytest.mark.parametrize("scale", ["laptop", "deep", "d768", "paper"])
 @pytest.mark.parametrize("name", STUDIES)
 def test_variants(name, scale):
   spec = f"experiments/{name}/config.py:scale={scale}"
@@ -50,8 +51,12 @@ def test_variants(name, scale):
     overrides["variant"] for overrides, _ in found if "budget" not in overrides
   }
   left = set(STUDIES[name].variants) - trained
-  shared = STUDIES[name].shared if scale == "laptop" else [variants.CONTROL]
-  assert left == set(shared) & set(STUDIES[name].variants)
+  study = STUDIES[name]
+  left_out = {
+    "laptop": {*study.shared, *study.deeper}, "deep": set(),
+    "d768": {*study.deeper, variants.CONTROL}, "paper": {variants.CONTROL},
+  }[scale]  # fmt: skip
+  assert left == left_out & set(study.variants)
 
 
 def test_what_is_shared_is_the_same_run():
@@ -75,6 +80,26 @@ def test_what_is_shared_is_the_same_run():
 def test_the_paper_scale_is_the_row_of_table_2():
   model = _runs("ablations", "scale=paper")[0][1].model
   assert (model.num_layers, model.width, model.num_heads) == (16, 1168, 16)
+
+
+@pytest.mark.parametrize("scale", ["d768", "paper"])
+def test_planned_runs_leave_their_mesh_to_a_plan(scale):
+  own, planned = (
+    _runs("block_size", f"scale={scale}{arg}")[0][1] for arg in ("", ",planned")
+  )
+  assert planned.optim.accumulate_steps == 0 < own.optim.accumulate_steps
+  assert planned.mesh == config_lib.MeshConfig() != own.mesh
+  assert plans.config_hash(planned) == plans.config_hash(own)
+
+
+def test_blocks_of_all_32_sublayers():
+  """Only where there are so many; learning rates of PreNorm only there, too."""
+  for scale, layers, rates in (("laptop", 8, 0), ("deep", 16, 2)):
+    runs = _runs("block_size", f"scale={scale}")
+    assert all(config.model.num_layers == layers for _, config in runs)
+    sizes = {config.model.residual.block_size for _, config in runs}
+    assert (32 in sizes) == (scale == "deep")
+    assert sum("optim.peak_lr" in overrides for overrides, _ in runs) == rates
 
 
 def test_the_temperature_of_heads():
@@ -147,7 +172,7 @@ def test_rows_of_the_other_study(tmp_path, monkeypatch):
   assert lines[2][3] == "\N{MINUS SIGN}0.0400"
   axes = block_size_report.figure(study, own).axes[0]
   assert [t.get_text() for t in axes.get_xticklabels()] == [
-    "1", "2", "4", "8", "16"
+    "1", "2", "4", "8", "16", "32"
   ]  # fmt: skip
 
 
