@@ -13,7 +13,7 @@ experiments/scaling_law. One of its runs:
   scale     laptop: attention and dense MLPs, bytes of the embedded corpus,
               four sizes, three schemes, three seeds, and at one size Rescaled,
               which has to agree with PreNorm up to noise
-            laptop_lr: the search for learning rates, under PreNorm
+            laptop_lr: the search for learning rates, under every scheme
             paper: Table 2, with configs/kimi_linear.py
   size      one of the scale's sizes; empty for the smallest
   schedule  cosine: over the token budget, as in the paper
@@ -23,9 +23,9 @@ experiments/scaling_law. One of its runs:
             attnres_jax.aot.plan has saved for the slice (docs/pods.md)
   runlocal  shrinks everything to seconds, to try things out
 
-Within a size, all schemes share their hyper-parameters, which were chosen under
-PreNorm. To change the sweep, edit `LAPTOP`, `SCHEMES` or `SEEDS`, and launch
-into another folder.
+Within a size of the laptop's and the paper's scale, all schemes share their
+hyper-parameters, which were chosen under PreNorm. To change the sweep, edit
+`LAPTOP`, `SCHEMES` or `SEEDS`, and launch into another folder.
 """
 
 import pathlib
@@ -39,7 +39,8 @@ kimi_linear = load.load_file(
   str(pathlib.Path(__file__).with_name("kimi_linear.py"))
 )
 
-# width, layers, heads, mlp width, peak learning rate (the best of laptop_lr)
+# width, layers, heads, mlp width, peak learning rate (PreNorm's best of
+# laptop_lr)
 LAPTOP = {
   "xs": (24, 4, 2, 64, 6e-3),
   "s": (32, 6, 2, 88, 24e-3),
@@ -113,12 +114,10 @@ def sweep(add, arg):
   arg = _parse(arg)
   sizes = _sizes(arg)
   if arg.scale == "laptop_lr":
+    fields = {"optim.peak_lr": LEARNING_RATES}
     for seed in RATE_SEEDS:
-      for overrides in grid.product(
-        size=sizes, **{"optim.peak_lr": LEARNING_RATES}
-      ):
-        seeds = {"seed": seed, "data.seed": seed}
-        add(residual="prenorm", **overrides, **seeds)
+      for run in grid.product(residual=SCHEMES, size=sizes, **fields):
+        add(**run, seed=seed, **{"data.seed": seed})
     return
   # Seed by seed and from small to large, so that half a sweep is already
   # useful.

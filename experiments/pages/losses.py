@@ -77,25 +77,51 @@ def table(rows: Sequence[Row], name: str = "setting") -> page.Table:
 def best_marked(
   rows: Sequence[Row], column: str, name: str = "setting"
 ) -> page.Table:
-  """A line per setting, a column per value of `column`; the best in bold.
+  """A line per setting and scheme, a column per value; the best in bold.
 
   Losses are means over seeds.
   """
   values = sorted({float(row[column]) for row in rows})
-  # The overridden field and its column of results.
-  without = {column, *(key for row in rows for key in row if _is(key, column))}
   lines = []
-  for label, own in by_setting(rows, without).items():
-    of_value: dict[float, list[float]] = {}
-    for row in own:
-      losses = of_value.setdefault(float(row[column]), [])
-      losses.append(float(row["validation_loss"]))
-    found = {value: statistics.fmean(own) for value, own in of_value.items()}
-    texts = {value: f"{loss:.4f}" for value, loss in found.items()}
-    best = min(found, key=lambda value: found[value])
-    texts[best] = f"**{texts[best]}**"
-    lines.append([label or "all", *(texts.get(value, "") for value in values)])
-  return page.Table([name] + [f"{value:g}" for value in values], lines)
+  for label, schemes in _by_value(rows, column).items():
+    for scheme, found in schemes.items():
+      texts = {value: f"{_mean(own):.4f}" for value, own in found.items()}
+      best = _best(found)
+      texts[best] = f"**{texts[best]}**"
+      cells = [texts.get(value, "") for value in values]
+      lines.append([label or "all", figures.name_of(scheme), *cells])
+  return page.Table([name, "residual", *(f"{v:g}" for v in values)], lines)
+
+
+def at_their_best(
+  rows: Sequence[Row], column: str, name: str = "setting"
+) -> page.Table:
+  """A line per setting, a column per scheme, each at its own best value.
+
+  A cell has the mean over seeds and the value; the mean difference from the
+  baseline with the same seed, and the standard deviation.
+  """
+  found = _by_value(rows, column)
+  schemes = list(dict.fromkeys(s for own in found.values() for s in own))
+  lines = []
+  for label, own in found.items():
+    best = {scheme: own[scheme][_best(own[scheme])] for scheme in own}
+    cells = []
+    for scheme in schemes:
+      if scheme not in own:
+        cells.append("")
+        continue
+      text = f"{_mean(best[scheme]):.4f} at {_best(own[scheme]):g}"
+      base = best.get(BASELINE, {}) if scheme != BASELINE else {}
+      apart = [
+        loss - base[seed] for seed, loss in best[scheme].items() if seed in base
+      ]
+      if apart:
+        mean = page.signed(statistics.fmean(apart))
+        text += f" (**{mean}**{_spread(apart)})"
+      cells.append(text)
+    lines.append([label or "all", *cells])
+  return page.Table([name, *map(figures.name_of, schemes)], lines)
 
 
 def of_scheme(
@@ -119,6 +145,35 @@ def differences(
     for seed, loss in of_scheme(rows, scheme, columns)
     if seed in baseline
   ]
+
+
+# Seed -> loss, by the value of a column, by scheme.
+_Schemes = dict[str, dict[float, dict[Any, float]]]
+
+
+def _by_value(rows: Sequence[Row], column: str) -> dict[str, _Schemes]:
+  """Losses by setting; the column is not part of it."""
+  # The overridden field and its column of results.
+  without = {column, *(key for row in rows for key in row if _is(key, column))}
+  found: dict[str, _Schemes] = {}
+  for label, own in by_setting(rows, without).items():
+    schemes = found.setdefault(label, {})
+    for row in own:
+      values = schemes.setdefault(row["residual"], {})
+      losses = values.setdefault(float(row[column]), {})
+      losses[row["seed"]] = float(row["validation_loss"])
+  return found
+
+
+def _best(found: Mapping[float, Mapping[Any, float]]) -> float:
+  """The value with the lowest mean, among those with the most seeds."""
+  most = max(map(len, found.values()))
+  whole = [value for value, own in found.items() if len(own) == most]
+  return min(whole, key=lambda value: _mean(found[value]))
+
+
+def _mean(losses: Mapping[Any, float]) -> float:
+  return statistics.fmean(losses.values())
 
 
 def _cell(rows: Sequence[Row], scheme: str) -> page.Cell | str:
