@@ -124,6 +124,17 @@ def at_their_best(
   return page.Table([name, *map(figures.name_of, schemes)], lines)
 
 
+def rows_at_their_best(rows: Sequence[Row], column: str) -> list[Row]:
+  """Those of each setting and scheme at its own best value of `column`."""
+  found = _by_value(rows, column)
+  return [
+    row
+    for label, own in by_setting(rows, _without(rows, column)).items()
+    for row in own
+    if float(row[column]) == _best(found[label][row["residual"]])
+  ]
+
+
 def of_scheme(
   rows: Iterable[Row], scheme: str, columns: tuple[str, str] = _COLUMNS
 ) -> list[tuple[Any, float]]:
@@ -153,16 +164,19 @@ _Schemes = dict[str, dict[float, dict[Any, float]]]
 
 def _by_value(rows: Sequence[Row], column: str) -> dict[str, _Schemes]:
   """Losses by setting; the column is not part of it."""
-  # The overridden field and its column of results.
-  without = {column, *(key for row in rows for key in row if _is(key, column))}
   found: dict[str, _Schemes] = {}
-  for label, own in by_setting(rows, without).items():
+  for label, own in by_setting(rows, _without(rows, column)).items():
     schemes = found.setdefault(label, {})
     for row in own:
       values = schemes.setdefault(row["residual"], {})
       losses = values.setdefault(float(row[column]), {})
       losses[row["seed"]] = float(row["validation_loss"])
   return found
+
+
+def _without(rows: Sequence[Row], column: str) -> set[str]:
+  """The column of results, and that of the overridden field."""
+  return {column, *(key for row in rows for key in row if _is(key, column))}
 
 
 def _best(found: Mapping[float, Mapping[Any, float]]) -> float:

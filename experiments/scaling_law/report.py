@@ -58,7 +58,7 @@ def results(rows: Sequence[Row]) -> str:
 
 
 def learning_rates(rows: Sequence[Row]) -> str:
-  """For the README: every rate, and each scheme at its own best one."""
+  """For the README: every rate; losses and laws at the best ones."""
   tables = (one.markdown() for one in _rate_tables(rows))
   return "\n\n".join([*tables, sweep.origin(rows)])
 
@@ -145,20 +145,23 @@ def _answer(rows: Sequence[Row]) -> page.Html:
 
 
 def _rates(rows: Sequence[Row]) -> page.Html:
-  every, best = _rate_tables(rows)
+  every, losses, laws_at_best = map(page.Table.html, _rate_tables(rows))
   return page.fill(
     '$every\n<p class="note">Validation loss in nats per token, means over'
     " seeds. The best rate of PreNorm is that of all schemes in the sweep.</p>"
-    '\n$best\n<p class="note">Each scheme at its own best rate.</p>',
-    every=every.html(),
-    best=best.html(),
+    '\n$losses\n$laws\n<p class="note">Each scheme at its own best rate.</p>',
+    every=every,
+    losses=losses,
+    laws=laws_at_best,
   )
 
 
-def _rate_tables(rows: Sequence[Row]) -> tuple[page.Table, page.Table]:
+def _rate_tables(rows: Sequence[Row]) -> tuple[page.Table, ...]:
+  """Every rate; losses and laws, each scheme at its own best rate."""
   return (
     losses_lib.best_marked(rows, "peak_lr", "size"),
     losses_lib.at_their_best(rows, "peak_lr", "size"),
+    laws(losses_lib.rows_at_their_best(rows, "peak_lr")),
   )
 
 
