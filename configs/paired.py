@@ -43,6 +43,8 @@ PAPER_ROW = "436m"
 # The best of 0.0015, 0.003 and 0.006 under PreNorm, with two seeds
 # (experiments/ablations).
 LAPTOP_RATE = 3e-3
+# The best of 0.00075, 0.0015 and 0.003, the same way (experiments/block_size).
+DEEP_RATE = 1.5e-3
 EPSILON = scaling.EPSILON
 
 # What `get_config` accepts; tests build every value. The other scales are those
@@ -105,6 +107,7 @@ def _deep(arg):
   config = _laptop(arg)
   if not arg.runlocal:
     config.model.num_layers *= 2
+    config.optim.peak_lr = DEEP_RATE
   return config
 
 
