@@ -81,7 +81,7 @@ class Study:
     name: of its folder.
     variants: by names, the baseline first and then the most informative first,
       for sweeps that are not complete.
-    rates: learning rates of the baseline beside its own, at the small scales.
+    rates: by scale, learning rates of the baseline beside its own.
     rate_seeds: how many seeds are trained with these.
     budgets: multiples of the steps of the baseline beside its own, for
       effective speed-ups.
@@ -93,7 +93,9 @@ class Study:
 
   name: str
   variants: Mapping[str, Variant]
-  rates: tuple[float, ...] = ()
+  rates: Mapping[str, tuple[float, ...]] = dataclasses.field(
+    default_factory=dict
+  )
   rate_seeds: int = 0
   budgets: tuple[float, ...] = ()
   longer: tuple[str, ...] = ()
@@ -137,7 +139,8 @@ class Study:
       return
     for seed in seeds:
       if BASELINE not in leave_out:
-        for rate in self.rates if seed < self.rate_seeds else ():
+        rates = self.rates.get(given.scale, ())
+        for rate in rates if seed < self.rate_seeds else ():
           _add(add, BASELINE, seed, **{"optim.peak_lr": rate})
         for budget in self.budgets:
           _add(add, BASELINE, seed, budget=budget)

@@ -39,7 +39,7 @@ STUDY = variants.Study(
   "block_size",
   {variants.BASELINE: variants.PRENORM}
   | {name: _variant(size) for size, name in NAMES.items()},
-  rates=(0.75e-3, 3e-3),
+  rates={variants.DEEP: (0.75e-3, 3e-3)},
   rate_seeds=2,
   budgets=(0.5, 2.0),
   shares=ablations.STUDY,
