@@ -74,13 +74,10 @@ class Stream(depth_attention.DepthAttention):
     gate = config.residual.gate
     if gate == "own":
       gate = self.own_gate
-    start, axes = jnp.zeros(self.num_sublayers, jnp.float32), "L"
-    if gate == "vector":
-      shape = self.num_sublayers, config.width
-      start, axes = jnp.zeros(shape, jnp.float32), "LD"
     self.bounded = gate in ("scalar", "vector")
-    if self.bounded:
-      start = start + _CLOSED
+    shape = (self.num_sublayers, config.width)[: 2 if gate == "vector" else 1]
+    start = jnp.full(shape, _CLOSED if self.bounded else 0.0, jnp.float32)
+    axes = "LD"[: len(shape)]
     # No decay: towards zero, it would take the attention away again.
     self.gate = (
       None if gate == "one" else nnx.Param(start, axes=axes, decays=False)
