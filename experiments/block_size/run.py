@@ -6,15 +6,24 @@
 See the README beside this file.
 """
 
+import functools
 import sys
 
 from attnres_jax.sweep import cli
 from experiments.block_size import config
 from experiments.block_size import report
+from experiments.pages import readme
 from experiments.pages import variants
 
+_DEEP = [
+  readme.Place(functools.partial(variants.results, config.DEEP), name, name)
+  for name in ("deep", "hot")
+]
 EXPERIMENT, PUBLISHED = variants.experiment(
-  __file__, __doc__, config.STUDY, report.figure
+  __file__, __doc__, config.STUDY, places=_DEEP
+)
+PUBLISHED = PUBLISHED._replace(
+  figures={"differences.svg": report.figure}, figure_rows=("results", "deep")
 )
 
 if __name__ == "__main__":

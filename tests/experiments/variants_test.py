@@ -170,7 +170,9 @@ def test_rows_of_the_other_study(tmp_path, monkeypatch):
   lines = report.table(study, report.with_shared(study, own)).rows
   assert [line[0] for line in lines] == ["PreNorm", "S = 1", "S = 2", "S = 4"]
   assert lines[2][3] == "\N{MINUS SIGN}0.0400"
-  axes = block_size_report.figure(study, own).axes[0]
+  axes, deep = block_size_report.figure(own, []).axes
+  for panel, sizes in ((axes, [1, 2, 4]), (deep, [])):
+    assert list(panel.containers[0].lines[0].get_xdata()) == sizes
   assert [t.get_text() for t in axes.get_xticklabels()] == [
     "1", "2", "4", "8", "16", "32"
   ]  # fmt: skip
