@@ -13,7 +13,7 @@ experiments/scaling_law. One of its runs:
   scale     laptop: attention and dense MLPs, bytes of the embedded corpus,
               four sizes, three schemes, three seeds, and at one size Rescaled,
               which has to agree with PreNorm up to noise
-            laptop_lr: the search for learning rates, under every scheme
+            laptop_lr: the search for learning rates, under PreNorm and Block
             paper: Table 2, with configs/kimi_linear.py
   size      one of the scale's sizes; empty for the smallest
   schedule  cosine: over the token budget, as in the paper
@@ -60,7 +60,7 @@ SEEDS = (0, 1, 2)
 CONTROL = "s"
 LEARNING_RATES = (3e-3, 6e-3, 12e-3, 24e-3, 48e-3)
 # Of the search for learning rates.
-RATE_SEEDS = SEEDS[:2]
+RATE_SCHEMES, RATE_SEEDS = SCHEMES[:2], SEEDS[:2]
 
 # Bytes per parameter outside embedding and head.
 TOKENS_PER_PARAM = 10
@@ -116,7 +116,7 @@ def sweep(add, arg):
   if arg.scale == "laptop_lr":
     fields = {"optim.peak_lr": LEARNING_RATES}
     for seed in RATE_SEEDS:
-      for run in grid.product(residual=SCHEMES, size=sizes, **fields):
+      for run in grid.product(residual=RATE_SCHEMES, size=sizes, **fields):
         add(**run, seed=seed, **{"data.seed": seed})
     return
   # Seed by seed and from small to large, so that half a sweep is already
