@@ -130,15 +130,15 @@ class Study:
     """Every variant with every seed, seed by seed; then rates and budgets."""
     given = self._parse(arg)
     seeds = range(given.first, given.first + given.seeds)
-    leave_out = self._left_out(given.scale)
+    left_out = self.left_out(given.scale)
     for seed in seeds:
       for name in self.variants:
-        if name not in leave_out:
+        if name not in left_out:
           _add(add, name, seed)
     if given.scale not in (LAPTOP, DEEP):
       return
     for seed in seeds:
-      if BASELINE not in leave_out:
+      if BASELINE not in left_out:
         rates = self.rates.get(given.scale, ())
         for rate in rates if seed < self.rate_seeds else ():
           _add(add, BASELINE, seed, **{"optim.peak_lr": rate})
@@ -147,17 +147,17 @@ class Study:
       for name in self.longer:
         _add(add, name, seed, budget=TWICE)
 
-  def _left_out(self, scale: str) -> set[str]:
+  def left_out(self, scale: str) -> set[str]:
     """Variants that are not trained at a scale."""
     # Rows of the other study are committed for the laptop's scale only. The
     # epsilon of the control is twice that of the small scales.
-    left_out = {
+    every = {
       LAPTOP: {*self.shared, *self.deeper},
       DEEP: set(),
       D768: {CONTROL, *self.deeper},
       PAPER: {CONTROL},
     }
-    return config_lib.choose("scale", scale, left_out)
+    return config_lib.choose("scale", scale, every)
 
   def _parse(self, arg: str | None) -> types.SimpleNamespace:
     return config_lib.parse_arg(
