@@ -17,12 +17,12 @@ def figure(rows: Rows, deep: Rows) -> figure_lib.Figure:
   """A panel per depth, with intervals; the paper's numbers as hollow marks."""
   shape = figure_lib.Figure(figsize=(8.4, 3.6), layout="constrained")
   panels = shape.subplots(1, 2, sharey=True)
+  style = figures.style_of("block_attnres")
   for axes, study, own, title in (
     (panels[0], config.STUDY, rows, "16 sublayers"),
     (panels[1], config.DEEP, deep, "32 sublayers, as in the paper"),
   ):
     apart = variants.differences(study, own)
-    style = figures.style_of("block_attnres")
     sizes = [size for size, name in config.NAMES.items() if name in apart]
     found = [apart[config.NAMES[size]] for size in sizes]
     for size, one in zip(sizes, found):

@@ -103,24 +103,10 @@ def at_their_best(
   """
   found = _by_value(rows, column)
   schemes = list(dict.fromkeys(s for own in found.values() for s in own))
-  lines = []
-  for label, own in found.items():
-    best = {scheme: own[scheme][_best(own[scheme])] for scheme in own}
-    cells = []
-    for scheme in schemes:
-      if scheme not in own:
-        cells.append("")
-        continue
-      text = f"{_mean(best[scheme]):.4f} at {_best(own[scheme]):g}"
-      base = best.get(BASELINE, {}) if scheme != BASELINE else {}
-      apart = [
-        loss - base[seed] for seed, loss in best[scheme].items() if seed in base
-      ]
-      if apart:
-        mean = page.signed(statistics.fmean(apart))
-        text += f" (**{mean}**{_spread(apart)})"
-      cells.append(text)
-    lines.append([label or "all", *cells])
+  lines = [
+    [label or "all", *(_cell_at_best(own, scheme) for scheme in schemes)]
+    for label, own in found.items()
+  ]
   return page.Table([name, *map(figures.name_of, schemes)], lines)
 
 
@@ -195,15 +181,30 @@ def _cell(rows: Sequence[Row], scheme: str) -> page.Cell | str:
   if not found:
     return ""
   apart = differences(rows, scheme) if scheme != BASELINE else []
-  aside = ""
-  if apart:
-    mean = page.signed(statistics.fmean(apart))
-    aside = f"(**{mean}**{_spread(apart)})"
   return page.Cell(
     f"{statistics.fmean(found):.4f}{_spread(found)}",
-    aside,
+    _aside(apart),
     [f"{loss:.4f}" for loss in found] if len(found) > 1 else [],
   )
+
+
+def _cell_at_best(schemes: _Schemes, scheme: str) -> str:
+  """Of one setting."""
+  if scheme not in schemes:
+    return ""
+  best = {name: own[_best(own)] for name, own in schemes.items()}
+  base = best.get(BASELINE, {}) if scheme != BASELINE else {}
+  losses = best[scheme]
+  apart = [losses[seed] - base[seed] for seed in losses if seed in base]
+  text = f"{_mean(losses):.4f} at {_best(schemes[scheme]):g} {_aside(apart)}"
+  return text.rstrip()
+
+
+def _aside(apart: Sequence[float]) -> str:
+  """Differences from the baseline, in brackets; empty without any."""
+  if not apart:
+    return ""
+  return f"(**{page.signed(statistics.fmean(apart))}**{_spread(apart)})"
 
 
 def _spread(values: Sequence[float]) -> str:
