@@ -245,9 +245,10 @@ def require_platform(args: tuple, what: str, platform: str) -> tuple:
   """The same arrays; lowering a program with them for another platform fails.
 
   Args:
-    args: arrays, the first of which is not None.
+    args: arrays, None or pytrees of them; at least one array.
     what: runs there only, for the message.
     platform: as JAX calls it when it lowers: "tpu", "cuda", "cpu".
   """
-  first = _platform_p.bind(args[0], what=what, platform=platform)
-  return (first, *args[1:])
+  (first, *rest), structure = jax.tree.flatten(args)
+  first = _platform_p.bind(first, what=what, platform=platform)
+  return jax.tree.unflatten(structure, [first, *rest])

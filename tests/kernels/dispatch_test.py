@@ -75,3 +75,18 @@ def test_without_a_mesh_the_lowering_decides():
     text = program.lower(lowering_platforms=(platform,)).as_text()
     assert f"dense<{constant}" in text
     assert text.count("stablehlo.add") == 1
+
+
+def test_a_platform_is_required_of_trees_of_arrays():
+  # The first argument of several streams is a tuple of them.
+  def add(x):
+    (pair, missing), y = dispatch.require_platform(
+      (((x, x), None), x), "add", "tpu"
+    )
+    assert missing is None
+    return pair[0] + pair[1] + y
+
+  program = jax.jit(add).trace(jnp.ones(()))
+  assert "add" in program.lower(lowering_platforms=("tpu",)).as_text()
+  with pytest.raises(NotImplementedError, match="add: runs on tpu.*cpu"):
+    program.lower(lowering_platforms=("cpu",))
