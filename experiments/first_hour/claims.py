@@ -248,6 +248,13 @@ CLAIMS = (
     **_CHECKED,
   ),
   Claim(
+    "The TPU kernels of several streams do, too",
+    _KERNELS,
+    _TPUS,
+    _checks("pallas_tpu", ("stream_mix", "sinkhorn")),
+    **_CHECKED,
+  ),
+  Claim(
     "The GPU kernels of depth attention compute what the reference does",
     _KERNELS,
     ("gpu",),
@@ -298,6 +305,14 @@ CLAIMS = (
     most=_TIME,
   ),
   Claim(
+    "Mixing several streams takes as long as its schedules say",
+    _KERNELS,
+    _TPUS,
+    _estimated("stream_mix forward", "stream_mix backward"),
+    "to_estimate",
+    most=_TIME,
+  ),
+  Claim(
     "A planned step takes at least as long as its plan says",
     _PODS,
     _TPUS,
@@ -327,6 +342,16 @@ CLAIMS = (
     " of v5p",
     _README,
     never="needs 16 chips of v5p",
+  ),
+  Claim(
+    "A step on 16 chips of v6e: 1.31 s for 194M, 5.9 s for 436M",
+    _README,
+    never="needs 16 chips of v6e",
+  ),
+  Claim(
+    "The 48B step of `make pod`, 8.4 million tokens on 64 chips of v5p: 8.4 s",
+    _README,
+    never="needs 64 chips of v5p",
   ),
   Claim(
     "The 48B network, as planned: at least 8.0 s per step on 64 chips of v5p,"

@@ -5,7 +5,8 @@ Beside each time stand its limit, the bytes of arguments and results over the
 bandwidth of memory, and on a TPU its estimate: the longer of schedule and
 memory time in kernels/benchmarks/results, divided by the cores of a device.
 Operands smaller than a cache may beat the limit. A gradient is one operation
-here, but two kernels of the table for `kda`.
+here, but two kernels of the table for `kda` and for `stream_mix`, whose forward
+pass makes what the other one reads.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ import attnres_kernels
 from attnres_kernels import Implementation
 from attnres_kernels.depth_attention import shapes
 from attnres_kernels.kda import shapes as kda_shapes
+from attnres_kernels.stream_mix import shapes as stream_shapes
 from experiments.first_hour import budget
 from experiments.first_hour import rows as rows_lib
 from experiments.first_hour import timing
@@ -46,10 +48,13 @@ KERNELS = {
   "depth_read forward": ("depth_read_forward",),
   "kda forward": ("kda_forward",),
   "kda backward": ("kda_states", "kda_backward"),
+  "stream_mix forward": ("stream_mix_forward",),
+  "stream_mix backward": ("stream_mix_forward", "stream_mix_backward"),
 }
 _SHORT = {
   "depth": shapes.Shape("short", 2, 3, 64, 256),
   "kda": kda_shapes.Shape("short", 1, 128, 1, 128, 128),
+  "stream": stream_shapes.Shape("short", "float32", 130, 128, 2, 8),
 }
 
 # (function, arguments as shapes)
@@ -59,7 +64,7 @@ Case = tuple[Callable[..., Any], tuple[Any, ...]]
 def cases(short: bool = False) -> list[tuple[str, Any]]:
   """(operator, shape), in the order of what they tell."""
   if short:
-    return [(op, _SHORT["kda" if "kda" in op else "depth"]) for op in KERNELS]
+    return [(op, _SHORT[op.partition("_")[0].split()[0]]) for op in KERNELS]
   ends = lambda family: (family[-1], family[0], family[len(family) // 2])
   passes = "forward", "backward"
   attention = [f"depth_attention {way}" for way in passes]
@@ -68,6 +73,9 @@ def cases(short: bool = False) -> list[tuple[str, Any]]:
     (f"depth_merge_norm {way}", s) for s in shapes.MERGE for way in passes
   ]
   found += [(f"kda {way}", s) for s in kda_shapes.NAMED for way in passes]
+  found += [
+    (f"stream_mix {way}", s) for s in stream_shapes.NAMED for way in passes
+  ]
   found += [("depth_read forward", s) for s in shapes.DECODED]
   found += [(op, s) for s in shapes.TABLE for op in attention]
   return list(dict.fromkeys(found))
@@ -142,7 +150,7 @@ def _static(op: str, shape: Any, chip: str) -> list[dict[str, str]]:
 def _table() -> dict[tuple[str, str, str], dict[str, str]]:
   return {
     (row["kernel"], row["chip"], row["shape"]): row
-    for name in ("tpu_static", "kda_static")
+    for name in ("tpu_static", "kda_static", "streams_static")
     for row in csv_rows.read(_RESULTS / f"{name}.csv")
   }
 
@@ -155,6 +163,7 @@ def case(op: str, shape: Any, implementation: Implementation) -> Case:
     "depth_merge_norm": _merge,
     "depth_read": _read,
     "kda": _kda,
+    "stream_mix": _streams,
   }[name]
   return build(shape, way == "backward", implementation)
 
@@ -235,6 +244,34 @@ def _kda(shape, backward: bool, implementation: Implementation) -> Case:
     return vjp(do)
 
   return gradients, (*arguments, _struct(value, _LOW))
+
+
+def _streams(shape, backward: bool, implementation: Implementation) -> Case:
+  count, tokens, width = shape.count, shape.tokens, shape.width
+  streams = [_struct((tokens, width), shape.dtype)] * count
+  y, logits = _struct((tokens, width), _LOW), (shape.columns, tokens)
+  small = (
+    _struct((count, tokens), _WIDE),
+    _struct((count, count, tokens), _WIDE),
+    _struct((count, width, shape.columns), _WIDE),
+    _struct((count,), _WIDE),
+    _struct((), _WIDE),
+  )
+
+  def run(*arrays):
+    new, h, logits = attnres_kernels.stream_mix(
+      arrays[:count], *arrays[count:], dtype=_LOW, implementation=implementation
+    )
+    return *new, h, logits
+
+  if not backward:
+    return run, (*streams, y, *small)
+
+  def gradients(*arrays):
+    primals, cotangents = arrays[: count + 6], arrays[count + 6 :]
+    return jax.vjp(run, *primals)[1](cotangents)
+
+  return gradients, (*streams, y, *small, *streams, y, _struct(logits, _WIDE))
 
 
 def _draw(op: str, shape: Any, structs: Any) -> list[jax.Array]:

@@ -41,6 +41,7 @@ from attnres_kernels.kda import pallas_tpu as kda
 from attnres_kernels.kda import pallas_tpu_chunk as kda_chunk
 from attnres_kernels.kda import shapes as kda_shapes
 from attnres_kernels.stream_mix import pallas_tpu as stream_mix
+from attnres_kernels.stream_mix import shapes as stream_shapes
 
 
 class Chip(NamedTuple):
@@ -360,27 +361,12 @@ def _kda_plan(shape, chunk, heads, low, wide, rows, states, inverses):
   }
 
 
-class Streams(NamedTuple):
-  """M streams in some dtype, of T tokens and width D, with C logits."""
-
-  name: str
-  dtype: str
-  tokens: int = 16384
-  width: int = 2048
-  count: int = 4
-  columns: int = 24
-
-  def __str__(self) -> str:
-    sizes = self.count, self.tokens, self.width, self.columns
-    return f"{self.name}({', '.join(map(str, sizes))}, {self.dtype})"
-
-
 def _stream_cases(options) -> Iterator[tuple[str, Any, Build]]:
   del options
   for backward, direction in enumerate(("forward", "backward")):
-    for dtype in ("bfloat16", "float32"):
+    for shape in stream_shapes.NAMED:
       build = functools.partial(_streams, backward=bool(backward))
-      yield f"stream_mix_{direction}", Streams("mhc", dtype), build
+      yield f"stream_mix_{direction}", shape, build
 
 
 def _streams(shape, backward):
