@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a result comes from: machine, versions, commit."""
 
+import functools
+import importlib.metadata
 import math
 import os
 import pathlib
@@ -28,6 +30,19 @@ def facts() -> dict[str, str]:
     "flax": flax.__version__,
     "commit": commit(),
     "date": time.strftime("%Y-%m-%d", time.gmtime()),
+  }
+
+
+@functools.cache
+def compiled() -> dict[str, str]:
+  """Where an estimate of the TPU compiler comes from.
+
+  Asked once per process: writing a table changes a file of the checkout.
+  """
+  return {
+    "jax": jax.__version__,
+    "libtpu": importlib.metadata.version("libtpu"),
+    "commit": commit(),
   }
 
 

@@ -56,6 +56,19 @@ def test_commit_says_whether_files_were_changed(repository):
   assert environment.commit() == clean + "+"
 
 
+@pytest.mark.needs("libtpu")
+def test_a_process_keeps_the_commit_of_its_estimates(repository):
+  pytest.importorskip("libtpu")
+  environment.compiled.cache_clear()
+  clean = environment.compiled()
+  assert clean["jax"] == jax.__version__
+  assert clean["commit"] == environment.commit()
+  # As by the table that the process writes.
+  (repository / "file").write_text("two")
+  assert environment.compiled() == clean
+  environment.compiled.cache_clear()
+
+
 def test_another_repository_is_not_ours(repository, monkeypatch):
   """The commit of a project in whose environment the package is installed."""
   (repository / "inner").mkdir()

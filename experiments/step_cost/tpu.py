@@ -43,6 +43,7 @@ import jax
 
 from attnres_jax import command_line
 from attnres_jax import csv_rows
+from attnres_jax import environment
 from attnres_jax.aot import hlo
 from attnres_jax.aot import topology
 from experiments.step_cost import programs
@@ -55,6 +56,7 @@ _RATIOS = {
   "estimate_ratio": "estimate_ms",
   "peak_ratio": "peak_GiB",
 }
+_ORIGIN = ("jax", "libtpu", "commit")
 _TOPOLOGY = {"v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 _ARMS = {
   "identity": ("prenorm", "block, plain JAX", "block, kernels"),
@@ -88,6 +90,7 @@ def main() -> None:
       row["tokens"] = str(options.batch * options.tokens)
       row["width"] = str(options.width)
       row |= (count if options.bytes_only else measure)(arm, chip, options)
+      row |= environment.compiled()
       print(row, flush=True)
       add_row(options.out, row)
 
@@ -176,7 +179,7 @@ def add_row(path, row) -> None:
       cells[field], cells[ratio] = row[field], ""
       if prenorm is not None and row[field] and prenorm[field]:
         cells[ratio] = f"{float(row[field]) / float(prenorm[field]):.3f}"
-    return cells
+    return cells | {name: row.get(name, "") for name in _ORIGIN}
 
   csv_rows.write(path, map(with_ratios, rows))
 

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 
 from attnres_jax import chips
 from attnres_jax import csv_rows
+from attnres_jax import environment
 from attnres_jax.aot import topology as topology_lib
 from attnres_kernels.depth_attention import pallas_tpu as attention
 from attnres_kernels.depth_attention import shapes
@@ -150,6 +151,7 @@ def measure(kernel: str, shape: Any, chip: str, build: Build):
     "ratio": f"{schedule / memory:.2f}",
     "vmem_MiB": f"{plan['vmem'] / 2**20:.1f}",
     **limits,
+    **environment.compiled(),
   }
 
 
