@@ -23,9 +23,13 @@ KINDS = {
   "multiply-add": ("FFMA", "FMUL", "HFMA2"),
   "add": ("FADD", "FMNMX", "FSEL", "FSETP", "MUFU"),
   "convert": ("PRMT", "F2FP", "SHF", "I2F"),
+  "matrix unit": ("HGMMA", "WARPGROUP"),
+  "bulk copy": ("UTMA", "SYNCS", "DEPBAR"),
   "global memory": ("LD.", "ST.", "LDG", "STG", "LD ", "ST "),
-  "address": ("IADD", "IMAD", "LEA", "UIADD", "UIMAD", "ULEA", "ISETP"),
-  "exchange": ("SHFL", "LDS", "STS", "BAR"),
+  "address": (
+    *("IADD", "IMAD", "LEA", "UIADD", "UIMAD", "ULEA", "ISETP", "R2UR", "UMOV"),
+  ),
+  "exchange": ("SHFL", "LDS", "LDSM", "STS", "STSM", "BAR", "MEMBAR", "FENCE"),
 }
 _OTHER = "other"
 _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*)")
@@ -33,10 +37,17 @@ _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*)")
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-  """One of the machine code: its name, and the label that it branches to."""
+  """One of the machine code.
+
+  Attributes:
+    name: with suffixes.
+    target: the label that it branches to.
+    share: of the four warps that execute it.
+  """
 
   name: str
   target: str = ""
+  share: float = 1.0
 
   @property
   def kind(self) -> str:
@@ -68,9 +79,17 @@ def parse(text: str) -> tuple[list[Instruction], list[Loop]]:
       instructions.append(
         Instruction(name, target[1] if target and name == "BRA" else "")
       )
+  exits = [i for i, one in enumerate(instructions) if one.name == "EXIT"]
+  instructions = instructions[: exits[-1] + 1]
   spans = []
   for stop, one in enumerate(instructions):
     start = labels.get(one.target, stop + 1)
+    skipped = range(stop + 1, start)
+    names = [one.name for one in instructions[stop + 1 : start]]
+    if _starts_copies(names):
+      for i in skipped:
+        share = 1 / _WARPS
+        instructions[i] = dataclasses.replace(instructions[i], share=share)
     if start < stop:  # A branch to itself fills the end of the code.
       spans.append((start, stop))
   spans.sort(key=lambda span: span[1] - span[0])
@@ -87,8 +106,13 @@ def parse(text: str) -> tuple[list[Instruction], list[Loop]]:
   return instructions, loops
 
 
+def _starts_copies(names: Sequence[str]) -> bool:
+  starts = any(name.startswith(("UTMALDG", "UTMASTG")) for name in names)
+  return starts and not any(name.startswith("BAR") for name in names)
+
+
 def per_token(
-  text: str, *, tiles: int, sources: int
+  text: str, *, tiles: int, sources: int, scale: float = 1.0
 ) -> tuple[dict[str, float], dict[str, float]]:
   """Instructions of a warp and token, by kind and by place.
 
@@ -96,6 +120,7 @@ def per_token(
     text: of nvdisasm.
     tiles: full tiles of a row.
     sources: M.
+    scale: thread blocks per token, if a loop over tokens takes several at once.
   """
   instructions, loops = parse(text)
   runs = {"tiles": tiles, "slots": sources}
@@ -107,7 +132,7 @@ def per_token(
       continue  # Once per thread block, which has many tokens.
     inside = [o for o in loops if o.start <= at <= o.stop and o.what in runs]
     place = inside[0].what if inside else "straight"
-    count = float(runs[place]) if inside else 1.0
+    count = scale * one.share * (runs[place] if inside else 1)
     kinds[one.kind] += count
     places[place] += count
   return kinds, places

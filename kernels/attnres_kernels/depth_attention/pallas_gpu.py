@@ -30,6 +30,8 @@ import jax
 import jax.numpy as jnp
 
 from attnres_kernels import warpgroup
+from attnres_kernels.depth_attention import pallas_gpu_cluster
+from attnres_kernels.depth_attention import pallas_gpu_cluster_shared
 
 _ROWS = 8  # Queries whose partial sums are held at the same time.
 # Partial sums of scores per thread; the more there are, the fewer thread blocks
@@ -75,6 +77,14 @@ def why_not(
 def forward(query_QD, sources, count, *, eps, apart=False, interpret=None):
   """Returns the mixtures and their log-normalisers."""
   call = _Call(query_QD, sources, count)
+  plan = pallas_gpu_cluster_shared.plan(
+    "forward", query_QD, sources, call.num_tokens
+  )
+  if plan is not None:
+    out, lse = pallas_gpu_cluster.forward(
+      call, query_QD, plan, eps=eps, interpret=interpret
+    )
+    return call.mixtures(out, lse)
   tiles, spans, num_queries = call.tiles, call.spans, call.num_queries
   inputs = {"query": query_QD} | call.inputs
   out_shape = (num_queries, call.num_tokens, tiles.width)
@@ -156,10 +166,7 @@ def forward(query_QD, sources, count, *, eps, apart=False, interpret=None):
     scratch_types=[warpgroup.shared(shape) for shape in scratch.values()],
     interpret=interpret,
   )(*inputs.values())
-  return (
-    out.reshape((num_queries, *call.tokens_shape, tiles.width)),
-    lse.T.reshape((num_queries, *call.tokens_shape)),
-  )
+  return call.mixtures(out, lse)
 
 
 def backward(
@@ -181,12 +188,20 @@ def backward(
   call = _Call(query_QD, sources, count)
   tiles, spans, num_queries = call.tiles, call.spans, call.num_queries
   num_slots, num_tokens = call.num_slots, call.num_tokens
-  inputs = {
-    "query": query_QD,
+  of_mixtures = {
     "lse": lse_QT.reshape(num_queries, num_tokens).T,
     "dlse": dlse_QT.astype(jnp.float32).reshape(num_queries, num_tokens).T,
     "dout": dout_QTD.reshape(num_queries, num_tokens, tiles.width),
-  } | call.inputs
+  }
+  plan = pallas_gpu_cluster_shared.plan(
+    "backward", query_QD, sources, num_tokens, dout_QTD
+  )
+  if plan is not None and accumulate is None:
+    dquery_QD, dsources = pallas_gpu_cluster.backward(
+      call, query_QD, plan, **of_mixtures, eps=eps, interpret=interpret
+    )
+    return dquery_QD, call.gradients(dsources)
+  inputs = {"query": query_QD} | of_mixtures | call.inputs
   before = {} if accumulate is None else call.named(accumulate, "before_")
   outputs = {
     f"d{name}": jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -383,9 +398,7 @@ def backward(
     dquery_QD = tiles.join(jnp.moveaxis(parts.sum(axis=0), 1, 0))
   else:
     dquery_QD = _query_gradients(parts, call)
-  if call.bank:
-    return dquery_QD, dsources[0].reshape(sources.shape)
-  return dquery_QD, tuple(x.reshape(sources[0].shape) for x in dsources)
+  return dquery_QD, call.gradients(dsources)
 
 
 def _query_gradients(pull_TMQ, call):
@@ -431,6 +444,20 @@ class _Call:
     return {
       f"{prefix}source{i}": warpgroup.flatten(x) for i, x in enumerate(sources)
     }
+
+  def mixtures(self, out_QTD, lse_TQ):
+    """Results of the forward pass, with the axes of tokens of the sources."""
+    return (
+      out_QTD.reshape((self.num_queries, *self.tokens_shape, self.tiles.width)),
+      lse_TQ.T.reshape((self.num_queries, *self.tokens_shape)),
+    )
+
+  def gradients(self, dsources):
+    """Source gradients in the structure of the sources."""
+    shape = (*self.tokens_shape, self.tiles.width)
+    if self.bank:
+      return dsources[0].reshape((self.num_slots, *shape))
+    return tuple(x.reshape(shape) for x in dsources)
 
   def array(self, slot):
     if self.bank:

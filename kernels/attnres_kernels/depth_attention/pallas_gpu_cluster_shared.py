@@ -1,0 +1,543 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What both directions of `pallas_gpu_cluster` share.
+
+The plan of a call, copies between memory and shared memory, the first pass over
+the sources, and the sums over the thread blocks of a cluster. Groups of eight
+tokens have one row per source and token, in windows of 64 rows, of which the
+last overlaps the one before.
+"""
+
+import dataclasses
+import functools
+import importlib
+import math
+import operator
+
+import jax
+from jax.experimental import pallas as pl
+import jax.numpy as jnp
+
+from attnres_kernels import warpgroup
+
+_plgpu = warpgroup._plgpu
+TOKENS = 8  # Of a group: rows of a tile of the matrix unit.
+ROWS = 64  # Of a product; sources in windows of as many, the last overlaps.
+COLUMNS = 64  # Of a chunk.
+_PARTS = 8  # Thread blocks of a portable cluster, at most.
+# Narrower rows would mostly wait for the exchange between blocks.
+_WIDTH = 512
+_SHARED_OF_TWO = 113 * 2**10  # What leaves room for a second thread block.
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """How a cluster divides up the work.
+
+  Attributes:
+    queries: rounded up to a multiple of eight.
+    slots: M.
+    width: D.
+    parts: thread blocks of a cluster.
+    terms: of a query.
+    backward: whether for the backward pass.
+  """
+
+  queries: int
+  slots: int
+  width: int
+  parts: int
+  terms: int
+  backward: bool
+
+  @property
+  def tokens(self) -> int:
+    """Of a group."""
+    return TOKENS
+
+  @property
+  def columns(self) -> int:
+    """Of a chunk."""
+    return COLUMNS
+
+  @property
+  def chunks(self) -> int:
+    """Chunks of columns of each block; the last may lie beyond the width."""
+    return -(-self.width // (COLUMNS * self.parts))
+
+  @property
+  def tile(self) -> int:
+    """Columns of a tile, which must divide the width."""
+    return 64 if self.width % 64 == 0 else 16
+
+  @property
+  def spans(self) -> int:
+    return self.queries // 8
+
+  @property
+  def rows(self) -> int:
+    return max(ROWS, TOKENS * self.slots)
+
+  @property
+  def starts(self) -> tuple[int, ...]:
+    """First rows of the windows."""
+    last = self.rows - ROWS
+    return (*range(0, last, ROWS), last)
+
+  def place(self, slot: int) -> tuple[int, int]:
+    """The window of a slot, and its first row there."""
+    window = slot * TOKENS // ROWS
+    return window, slot * TOKENS - self.starts[window]
+
+  @property
+  def query_rows(self) -> int:
+    """Rows of the terms of the queries, or of both factors backward."""
+    return ROWS if self.backward else self.terms * self.queries
+
+  @property
+  def scratch(self) -> dict[str, tuple[tuple[int, ...], bool]]:
+    """Shapes in shared memory, and whether in tiles of bfloat16."""
+    windows, chunks = len(self.starts), self.chunks
+    both = {
+      "source": ((chunks, self.rows, COLUMNS), True),
+      "query": ((chunks, self.query_rows, COLUMNS), True),
+      "stage": ((ROWS, COLUMNS), True),
+      "by_slot": ((ROWS, 8), False),
+      # Of weights: in a forward pass by query and token, else by source.
+      "weight": ((windows, 2, ROWS, ROWS), True),
+    }
+    if not self.backward:
+      return both | {
+        "slots": ((8, 8, TOKENS), False),
+        "flat": ((8, ROWS), False),
+      }
+    return both | {
+      "dout": ((chunks, ROWS, COLUMNS), True),
+      "pull": ((windows, ROWS, ROWS), True),
+      "weights": ((windows, 8, ROWS), False),
+      "pulls": ((windows, ROWS, 8), False),
+      "bend": ((windows, ROWS), False),
+      "sums": ((chunks, COLUMNS, 8), False),
+    }
+
+  @property
+  def shared_bytes(self) -> int:
+    """Of a thread block: each array from a multiple of a KiB on, barriers."""
+    sizes = [
+      math.prod(shape) * (2 if tiled else 4)
+      for shape, tiled in self.scratch.values()
+    ]
+    return sum(-(-size // 1024) for size in sizes) * 1024 + 1024
+
+  @property
+  def exchanged_bytes(self) -> int:
+    """Of a token: what the thread blocks write for each other."""
+    columns = self.queries * (1 + self.backward) + 1
+    rows = len(self.starts) * ROWS // TOKENS
+    return 4 * self.parts * rows * columns
+
+
+def plan(function, query_QD, sources, tokens, *more) -> Plan | None:
+  """How to run on clusters, or None if that is not possible or worthwhile.
+
+  Args:
+    function: "forward" or "backward".
+    query_QD: the queries.
+    sources: separate ones or a bank.
+    tokens: their number.
+    *more: other arrays that must have the dtype of the sources.
+  """
+  queries, width = query_QD.shape
+  backward = function == "backward"
+  if (
+    any(x.dtype != jnp.bfloat16 for x in (sources[0], *more))
+    # One query needs few instructions, and most rows would be padding.
+    or queries == 1
+    or (backward and queries > 8)
+    or tokens % TOKENS
+    or width % 16
+    or width < _WIDTH
+  ):
+    return None
+  rounded = -(-queries // 8) * 8
+  for terms in (3, 2):
+    for limit in (_SHARED_OF_TWO, warpgroup.SHARED_BYTES):
+      for parts in range(2, _PARTS + 1):
+        one = Plan(rounded, len(sources), width, parts, terms, backward)
+        # More windows do not fit the registers.
+        if one.shared_bytes <= limit and len(one.starts) <= 2:
+          return one
+  return None
+
+
+class Kernel:
+  """What both directions share: copies, sums over columns, the exchange."""
+
+  def __init__(self, call, plan, eps):
+    self.call, self.plan, self.eps = call, plan, eps
+    self.groups = call.num_tokens // TOKENS
+    blocks = 2 if plan.shared_bytes <= _SHARED_OF_TWO else 1
+    multiprocessors = warpgroup.PROGRAMS // 3
+    self.clusters = min(
+      self.groups, max(1, blocks * multiprocessors // plan.parts)
+    )
+
+  def exchanged(self, *names):
+    """Shares of sums, by group and thread block."""
+    windows = (self.groups, self.plan.parts, len(self.plan.starts), ROWS)
+    shapes = {
+      "scores": (*windows, self.plan.queries),
+      "products": (*windows, self.plan.queries),
+      "squares": windows,
+    }
+    return {name: struct(shapes[name]) for name in names}
+
+  def run(
+    self,
+    name,
+    inputs,
+    outputs,
+    one_group,
+    *,
+    start=None,
+    finish=None,
+    interpret,
+  ):
+    """Runs the kernel; returns its outputs by name."""
+    plan, call = self.plan, self.call
+    copies = plan.slots + call.num_queries * ("dout_in" in inputs)
+    scratch = {
+      name: self._tiles(shape) if tiled else warpgroup.shared(shape)
+      for name, (shape, tiled) in plan.scratch.items()
+    } | {
+      "arrived": _plgpu.Barrier(num_arrivals=copies, num_barriers=plan.chunks),
+      "queries": _plgpu.Barrier(num_arrivals=plan.chunks),
+      "exchange": _plgpu.ClusterBarrier(collective_axes=("part",)),
+    }
+
+    def body(*refs):
+      ref = dict(zip((*inputs, *outputs, *scratch), refs, strict=True))
+      cluster = jax.lax.axis_index("program")
+      self.each_chunk(lambda i: self._clear(ref, i))
+      if start is not None:
+        start(ref)
+      _plgpu.commit_smem()
+      self.each_chunk(lambda i: self._copy_query(ref, i))
+      self.each_chunk(lambda i: self._copy(ref, cluster, i))
+      _plgpu.barrier_wait(ref["queries"])
+
+      def turn(k, carry):
+        group = cluster + k * self.clusters
+
+        def following(i):
+          @pl.when(group + self.clusters < self.groups)
+          def _():
+            self._copy(ref, group + self.clusters, i)
+
+        one_group(ref, group, following)
+        return carry
+
+      mine = (self.groups - cluster + self.clusters - 1) // self.clusters
+      jax.lax.fori_loop(0, mine, turn, None)
+      one_warp(lambda: _plgpu.wait_smem_to_gmem(0))
+      if finish is not None:
+        finish(ref)
+
+    body.__name__ = name
+    options = {} if interpret is None else {"interpret": interpret}
+    results = _plgpu.kernel(
+      body,
+      out_type=list(outputs.values()),
+      scratch_types=list(scratch.values()),
+      grid=(self.clusters,),
+      grid_names=("program",),
+      cluster=(plan.parts,),
+      cluster_names=("part",),
+      # No sum crosses warps.
+      compiler_params=_plgpu.CompilerParams(reduction_scratch_bytes=0),
+      **options,
+    )(*inputs.values())
+    return dict(zip(outputs, results, strict=True))
+
+  def part(self):
+    return jax.lax.axis_index("part")
+
+  def at(self, i):
+    """The columns of a chunk of this block."""
+    start = (self.part() * self.plan.chunks + i) * COLUMNS
+    return pl.ds(start, COLUMNS)
+
+  def tokens(self, group):
+    return pl.ds(group * TOKENS, TOKENS)
+
+  def slots_of(self, window):
+    slots = range(self.plan.slots)
+    return [slot for slot in slots if self.plan.place(slot)[0] == window]
+
+  def each_chunk(self, body):
+    def one(i, carry):
+      body(i)
+      return carry
+
+    jax.lax.fori_loop(0, self.plan.chunks, one, None)
+
+  def _tiles(self, shape):
+    transforms = (
+      _plgpu.TilingTransform((TOKENS, self.plan.tile)),
+      _plgpu.SwizzleTransform(2 * self.plan.tile),
+    )
+    return _plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
+
+  def _clear(self, ref, i):
+    """Zero rows that no copy writes: they are factors, of zero weight."""
+    plan = self.plan
+    names = []
+    if "count" in ref or plan.slots * TOKENS < plan.rows:
+      names.append("source")
+    if plan.backward and self.call.num_queries < 8:
+      names.append("dout")
+    for name in names:
+      for start in plan.starts if name == "source" else (0,):
+        none = zeros(COLUMNS).astype(jnp.bfloat16)
+        _plgpu.store(ref[name].at[i, pl.ds(start, ROWS)], none)
+
+  def _copy_query(self, ref, i):
+    source = ref["query_terms"].at[:, self.at(i)]
+    _plgpu.copy_gmem_to_smem(source, ref["query"].at[i], ref["queries"])
+
+  def _copy(self, ref, group, i):
+    """Starts copies of a chunk of the sources (and output gradients)."""
+    barrier = ref["arrived"].at[i]
+
+    def copy(source, name, index):
+      to = ref[name].at[i, pl.ds(index * TOKENS, TOKENS)]
+      _plgpu.copy_gmem_to_smem(source, to, barrier)
+
+    def copy_slot(slot):
+      source = self.call.source(ref, slot, self.tokens(group), self.at(i))
+      copy(source, "source", slot)
+
+    def copies():
+      for slot in range(self.plan.slots):
+        if "count" not in ref:
+          copy_slot(slot)
+          continue
+        valid = slot < ref["count"][0]
+        # The content of an unused slot must not matter.
+        pl.when(valid)(functools.partial(copy_slot, slot))
+        pl.when(jnp.logical_not(valid))(lambda: _plgpu.barrier_arrive(barrier))
+      if "dout_in" in ref:
+        for q in range(self.call.num_queries):
+          copy(ref["dout_in"].at[q, self.tokens(group), self.at(i)], "dout", q)
+
+    one_warp(copies)
+
+  def sums(self, ref, group, other=None):
+    """The first pass: shares of scores, squares and products with `other`."""
+    plan = self.plan
+    windows = len(plan.starts)
+    queries = plan.queries
+
+    def body(scores, products, i, squares):
+      _plgpu.barrier_wait(ref["arrived"].at[i])
+      factors = ref["query"].at[i, pl.ds(0, plan.terms * queries)]
+      sources = [
+        ref["source"].at[i, pl.ds(start, ROWS)] for start in plan.starts
+      ]
+      for window, source in enumerate(sources):
+        _plgpu.wgmma(scores[window], source, factors.T)
+        if products:
+          _plgpu.wgmma(products[window], source, ref[other].at[i].T)
+      totals = []
+      for source, total in zip(sources, squares, strict=True):
+        source = _plgpu.load(source, layout=matrix()).astype(jnp.float32)
+        source *= source
+        for first in range(0, COLUMNS, 8):
+          total += source[:, first : first + 8]
+        totals.append(total)
+      _plgpu.wgmma_wait(0)
+      return tuple(totals)
+
+    def run(*totals):
+      scores, products = totals[:windows], totals[windows:]
+      squares = jax.lax.fori_loop(
+        0,
+        plan.chunks,
+        functools.partial(body, scores, products),
+        tuple(zeros(8) for _ in plan.starts),
+      )
+      for window in range(windows):
+        at = group, self.part(), window
+        dots = scores[window][...]
+        of_terms = [
+          dots[:, i * queries : (i + 1) * queries] for i in range(plan.terms)
+        ]
+        store(ref["scores"].at[at], functools.reduce(operator.add, of_terms))
+        store(ref["squares"].at[at], jnp.sum(squares[window], axis=1))
+        if products:
+          full = products[window][...]
+          for q in range(8):
+            own = jnp.where(diagonal(), full[:, 8 * q : 8 * q + 8], 0.0)
+            store(
+              ref["products"].at[(*at, slice(None), q)], jnp.sum(own, axis=1)
+            )
+
+    totals = [accumulator(plan.terms * queries)] * windows
+    totals += [accumulator(ROWS)] * (windows if other else 0)
+    pl.run_scoped(run, *totals)
+    # Barriers order shared memory only.
+    fence()
+    _plgpu.barrier_arrive(ref["exchange"])
+    _plgpu.barrier_wait(ref["exchange"])
+    fence()
+
+  def total(self, ref, group, window, columns=None):
+    """Sums over thread blocks, in order, of a window: all rows, or [64, 8]."""
+    shares = [
+      ref.at[group, part, window]
+      if columns is None
+      else ref.at[group, part, window, :, columns]
+      for part in range(self.plan.parts)
+    ]
+    layout = rows() if columns is None else matrix()
+    return functools.reduce(operator.add, [load(at, layout) for at in shares])
+
+  def inverse_rms(self, ref, group):
+    """[64] for each window."""
+    squares = [
+      self.total(ref["squares"], group, window)
+      for window in range(len(self.plan.starts))
+    ]
+    return [
+      jax.lax.rsqrt(x * (1.0 / self.plan.width) + self.eps) for x in squares
+    ]
+
+  def by_slot(self, ref, of_window):
+    """[8 tokens, 8 queries] for each slot, of [64, 8] for each window."""
+    found = {}
+    for window in range(len(self.plan.starts)):
+      store(ref["by_slot"], of_window(window))
+      for slot in self.slots_of(window):
+        at = pl.ds(self.plan.place(slot)[1], TOKENS)
+        found[slot] = load(ref["by_slot"].at[at], square())
+    return [found[slot] for slot in range(self.plan.slots)]
+
+  def scores(self, ref, group, columns, inverse):
+    """Scores by slot; -inf for those that do not count."""
+
+    def of_window(window):
+      dots = self.total(ref["scores"], group, window, columns)
+      return dots * across(inverse[window], 8)
+
+    scores = self.by_slot(ref, of_window)
+    if "count" in ref:
+      count = ref["count"][0]
+      scores = [
+        jnp.where(slot < count, score, -jnp.inf)
+        for slot, score in enumerate(scores)
+      ]
+    return scores
+
+  def write(self, ref, result, places):
+    """Rounds a result and copies groups of eight rows to memory."""
+    # Earlier copies must have read the buffer.
+    one_warp(lambda: _plgpu.wait_smem_to_gmem(0, wait_read_only=True))
+    _plgpu.store(ref["stage"], result.astype(jnp.bfloat16))
+    _plgpu.commit_smem()
+
+    def copies():
+      for row, to in places:
+        _plgpu.copy_smem_to_gmem(ref["stage"].at[pl.ds(row, TOKENS)], to)
+
+    one_warp(copies)
+
+
+def terms(query_QD, plan):
+  """Terms of the queries; backward the first one again, for low pulls."""
+  missing = plan.queries - query_QD.shape[0]
+  rest = jnp.pad(query_QD, ((0, missing), (0, 0)))
+  found = []
+  for _ in range(plan.terms):
+    found.append(rest.astype(jnp.bfloat16))
+    rest = rest - found[-1].astype(jnp.float32)
+  stacked = jnp.concatenate([*found, *found[: plan.backward]])
+  return jnp.pad(stacked, ((0, plan.query_rows - stacked.shape[0]), (0, 0)))
+
+
+def high_and_low(x):
+  high = x.astype(jnp.bfloat16)
+  return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+def struct(shape, dtype=jnp.float32):
+  return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def accumulator(columns):
+  return _plgpu.ACC((ROWS, columns), jnp.float32)
+
+
+def matrix():
+  """Layout of results of the matrix unit: 64 rows, 16 for each warp."""
+  return _plgpu.Layout.WGMMA
+
+
+def rows():
+  return matrix().reduce(1)
+
+
+def square():
+  """Layout of [8, 8], the same in all warps."""
+  tiling = _plgpu.Tiling(((8, 8), (4, 8), (1,)))
+  return _plgpu.Layout.TILED(tiling, (_plgpu.Replicated(4),), (-3, -2), -1)
+
+
+def zeros(columns):
+  none = jnp.zeros((ROWS, columns), jnp.float32)
+  return _plgpu.layout_cast(none, matrix())
+
+
+def across(rows, columns):
+  wide = jax.lax.broadcast_in_dim(rows, (ROWS, columns), (0,))
+  return _plgpu.layout_cast(wide, matrix())
+
+
+def diagonal():
+  """Whether row and column have the same token."""
+  iota = functools.partial(
+    _plgpu.broadcasted_iota, jnp.int32, (ROWS, TOKENS), layout=matrix()
+  )
+  return iota(0) % TOKENS == iota(1)
+
+
+def on_diagonal(rows):
+  return jnp.where(diagonal(), across(rows, TOKENS), 0.0)
+
+
+def one_warp(body):
+  """Runs `body` on one warp, behind a barrier of all four."""
+
+  def on_warp():
+    pl.when(jax.lax.axis_index("warp") == 0)(body)
+
+  mesh = _plgpu.WarpMesh(axis_name="warp")
+  pl.kernel(on_warp, out_type=(), mesh=mesh)()
+
+
+def load(ref, layout):
+  return _plgpu.load(ref, layout=layout, optimized=False)
+
+
+def store(ref, x):
+  _plgpu.store(ref, x, optimized=False)
+
+
+def fence():
+  """Orders what this thread wrote to memory before what others do later."""
+
+  @_plgpu.inline_mgpu()
+  def fence(context):
+    del context
+    utils = importlib.import_module("jax.experimental.mosaic.gpu.utils")
+    utils.inline_ptx("fence.acq_rel.cluster;", has_side_effects=True)
+
+  fence()
