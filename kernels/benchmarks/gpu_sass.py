@@ -86,7 +86,7 @@ def parse(text: str) -> tuple[list[Instruction], list[Loop]]:
     start = labels.get(one.target, stop + 1)
     skipped = range(stop + 1, start)
     names = [one.name for one in instructions[stop + 1 : start]]
-    if _starts_copies(names):
+    if start < len(instructions) and _starts_copies(names):
       for i in skipped:
         share = 1 / _WARPS
         instructions[i] = dataclasses.replace(instructions[i], share=share)
@@ -112,7 +112,7 @@ def _starts_copies(names: Sequence[str]) -> bool:
 
 
 def per_token(
-  text: str, *, tiles: int, sources: int, scale: float = 1.0
+  text: str, *, tiles: int, sources: int
 ) -> tuple[dict[str, float], dict[str, float]]:
   """Instructions of a warp and token, by kind and by place.
 
@@ -120,7 +120,6 @@ def per_token(
     text: of nvdisasm.
     tiles: full tiles of a row.
     sources: M.
-    scale: thread blocks per token, if a loop over tokens takes several at once.
   """
   instructions, loops = parse(text)
   runs = {"tiles": tiles, "slots": sources}
@@ -132,9 +131,44 @@ def per_token(
       continue  # Once per thread block, which has many tokens.
     inside = [o for o in loops if o.start <= at <= o.stop and o.what in runs]
     place = inside[0].what if inside else "straight"
-    count = scale * one.share * (runs[place] if inside else 1)
+    count = one.share * (runs[place] if inside else 1)
     kinds[one.kind] += count
     places[place] += count
+  return kinds, places
+
+
+def per_token_of_cluster(
+  text: str, *, chunks: int, spans: int, scale: float
+) -> tuple[dict[str, float], dict[str, float]]:
+  """The same for a kernel on clusters.
+
+  Loops with products run once per chunk, a loop inside of those or without
+  products once per span of queries.
+
+  Args:
+    text: of nvdisasm.
+    chunks: of columns, of a thread block.
+    spans: of eight queries.
+    scale: thread blocks per token.
+  """
+  instructions, loops = parse(text)
+
+  def multiplies(loop):
+    names = [one.name for one in instructions[loop.start : loop.stop]]
+    return any(name.startswith("HGMMA") for name in names)
+
+  products = [loop for loop in loops if multiplies(loop)]
+  tokens = products.pop()  # The outermost one.
+  kinds = dict.fromkeys([*KINDS, _OTHER], 0.0)
+  places = {"tiles": 0.0, "slots": 0.0, "straight": 0.0}
+  for at in range(tokens.start, tokens.stop + 1):
+    one = instructions[at]
+    around = [o for o in products if o.start <= at <= o.stop]
+    other = [o for o in loops if o.start <= at <= o.stop]
+    inner = len(other) - 1 - bool(around)
+    count = scale * one.share * (chunks if around else 1) * spans**inner
+    kinds[one.kind] += count
+    places["tiles" if around else "slots" if inner else "straight"] += count
   return kinds, places
 
 

@@ -77,7 +77,7 @@ def compile_shape(shape, options):
 
   import attnres_kernels
   from attnres_kernels import warpgroup
-  from attnres_kernels.depth_attention import pallas_gpu_cluster_shared
+  from attnres_kernels.depth_attention import pallas_gpu_cluster_plan
 
   struct = jax.ShapeDtypeStruct
   attend = functools.partial(
@@ -101,7 +101,7 @@ def compile_shape(shape, options):
   for path in sorted(folder.glob("*.ptxas")):
     kernel = re.sub(r"_\d+$", "", path.stem)
     backward = kernel.endswith("backward")
-    plan = pallas_gpu_cluster_shared.plan(
+    plan = pallas_gpu_cluster_plan.plan(
       "backward" if backward else "forward",
       query,
       (source,) * shape.sources,
@@ -116,11 +116,10 @@ def compile_shape(shape, options):
       )
     else:
       tile = plan.columns
-      kinds, places = gpu_sass.per_token(
+      kinds, places = gpu_sass.per_token_of_cluster(
         text,
-        # All loops inside that over tokens are over chunks of columns.
-        tiles=plan.chunks,
-        sources=plan.chunks,
+        chunks=plan.chunks,
+        spans=plan.spans,
         scale=plan.parts / plan.tokens,
       )
     moved = gpu_sass.read_bytes(

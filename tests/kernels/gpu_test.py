@@ -20,7 +20,7 @@ from attnres_kernels import depth_merge_norm
 from attnres_kernels import dispatch
 from attnres_kernels import warpgroup
 from attnres_kernels.depth_attention import pallas_gpu
-from attnres_kernels.depth_attention import pallas_gpu_cluster_shared
+from attnres_kernels.depth_attention import pallas_gpu_cluster_plan
 from attnres_kernels.depth_attention import shapes
 
 NEW = jax.__version_info__ >= (0, 12)
@@ -275,12 +275,12 @@ class TestClusters:
 
   @pytest.fixture(autouse=True)
   def narrow(self):
-    with mock.patch.object(pallas_gpu_cluster_shared, "_WIDTH", 128):
+    with mock.patch.object(pallas_gpu_cluster_plan, "_WIDTH", 128):
       yield
 
   def check(self, query, sources, *args, **kwargs):
     plan = functools.partial(
-      pallas_gpu_cluster_shared.plan, tokens=sources.shape[1]
+      pallas_gpu_cluster_plan.plan, tokens=sources.shape[1]
     )
     assert plan("forward", query, sources)
     TestAttention.check(self, query, sources, *args, **kwargs)
@@ -288,25 +288,33 @@ class TestClusters:
   @pytest.mark.parametrize(
     "queries,sources,tokens,width",
     [
-      pytest.param(3, 2, 8, 144, id="tiles_of_16_rows_to_spare"),
+      pytest.param(4, 8, 16, 208, id="full_rows", marks=pytest.mark.slow),
       pytest.param(8, 9, 16, 192, id="two_windows", marks=pytest.mark.slow),
-      pytest.param(9, 1, 8, 128, id="two_spans", marks=pytest.mark.slow),
+      pytest.param(9, 3, 8, 128, id="streamed"),
+      pytest.param(24, 8, 8, 192, id="three_spans", marks=pytest.mark.slow),
     ],
   )
   def test_separate_sources(self, queries, sources, tokens, width):
     self.check(*self.make(queries, sources, tokens, width, "bfloat16"))
 
+  @pytest.mark.parametrize("queries", [2, 9])
   @pytest.mark.slow
-  def test_rounds_of_tokens(self):
+  def test_rounds_of_tokens(self, queries):
     # One cluster takes all groups, with copies of the next during each.
     with mock.patch.object(warpgroup, "PROGRAMS", 3):
-      self.check(*self.make(2, 2, 24, 128, "bfloat16"))
+      self.check(*self.make(queries, 2, 24, 128, "bfloat16"))
 
   @pytest.mark.parametrize(
-    "count", [pytest.param(0, marks=pytest.mark.slow), 2]
+    "queries,count",
+    [
+      (2, 2),
+      pytest.param(2, 0, marks=pytest.mark.slow),
+      # Three spans share two buffers, and the last has one query.
+      pytest.param(17, 2, marks=pytest.mark.slow),
+    ],
   )
-  def test_bank(self, count):
-    query, sources, cotangents = self.make(2, 3, 8, 128, "bfloat16")
+  def test_bank(self, queries, count):
+    query, sources, cotangents = self.make(queries, 3, 8, 144, "bfloat16")
     # The content of an unused slot must not matter.
     sources = sources.at[count:].set(jnp.nan)
     self.check(query, sources, cotangents, bank=True, count=count)
@@ -345,18 +353,19 @@ class TestClusters:
       source = jax.ShapeDtypeStruct((tokens, width), dtype)
       query = jax.ShapeDtypeStruct((queries, width), jnp.float32)
       return [
-        pallas_gpu_cluster_shared.plan(name, query, (source,) * sources, tokens)
+        pallas_gpu_cluster_plan.plan(name, query, (source,) * sources, tokens)
         for name in ("forward", "backward")
       ]
 
-    for one in plan(4, 8, 8192, 1168) + plan(6, 9, 8192, 2304):
-      assert one.terms == 3
-      assert one.shared_bytes <= warpgroup.SHARED_BYTES
-      # All columns belong to a thread block, and no block is idle.
-      columns = 64 * one.chunks
-      assert columns * (one.parts - 1) < one.width <= columns * one.parts
-    # The gradients of more queries than eight do not fit beside the sources.
-    assert [one and one.terms for one in plan(24, 8, 8192, 7168)] == [2, None]
+    for queries, sources, width in ((4, 8, 1168), (6, 9, 2304), (24, 8, 7168)):
+      for one in plan(queries, sources, 8192, width):
+        assert one.shared_bytes <= warpgroup.SHARED_BYTES
+        # All columns belong to a thread block, and no block is idle.
+        columns = 64 * one.chunks
+        assert columns * (one.parts - 1) < one.width <= columns * one.parts
+    # Of so many queries, the terms do not fit beside the sources.
+    assert [one.terms for one in plan(24, 8, 8192, 7168)] == [2, 3]
+    assert [one.streamed for one in plan(24, 8, 8192, 7168)] == [False, True]
     for arguments in (
       (1, 8, 8192, 1168),
       (4, 8, 8188, 1168),

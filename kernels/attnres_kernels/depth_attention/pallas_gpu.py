@@ -31,7 +31,8 @@ import jax.numpy as jnp
 
 from attnres_kernels import warpgroup
 from attnres_kernels.depth_attention import pallas_gpu_cluster
-from attnres_kernels.depth_attention import pallas_gpu_cluster_shared
+from attnres_kernels.depth_attention import pallas_gpu_cluster_plan
+from attnres_kernels.depth_attention import pallas_gpu_cluster_streamed
 
 _ROWS = 8  # Queries whose partial sums are held at the same time.
 # Partial sums of scores per thread; the more there are, the fewer thread blocks
@@ -77,7 +78,7 @@ def why_not(
 def forward(query_QD, sources, count, *, eps, apart=False, interpret=None):
   """Returns the mixtures and their log-normalisers."""
   call = _Call(query_QD, sources, count)
-  plan = pallas_gpu_cluster_shared.plan(
+  plan = pallas_gpu_cluster_plan.plan(
     "forward", query_QD, sources, call.num_tokens
   )
   if plan is not None:
@@ -193,13 +194,20 @@ def backward(
     "dlse": dlse_QT.astype(jnp.float32).reshape(num_queries, num_tokens).T,
     "dout": dout_QTD.reshape(num_queries, num_tokens, tiles.width),
   }
-  plan = pallas_gpu_cluster_shared.plan(
+  plan = pallas_gpu_cluster_plan.plan(
     "backward", query_QD, sources, num_tokens, dout_QTD
   )
   if plan is not None and accumulate is None:
-    dquery_QD, dsources = pallas_gpu_cluster.backward(
-      call, query_QD, plan, **of_mixtures, eps=eps, interpret=interpret
-    )
+    options = of_mixtures | {"eps": eps, "interpret": interpret}
+    if plan.streamed:
+      pull_TMQ, dsources = pallas_gpu_cluster_streamed.backward(
+        call, query_QD, plan, **options
+      )
+      dquery_QD = _query_gradients(pull_TMQ, call)
+    else:
+      dquery_QD, dsources = pallas_gpu_cluster.backward(
+        call, query_QD, plan, **options
+      )
     return dquery_QD, call.gradients(dsources)
   inputs = {"query": query_QD} | of_mixtures | call.inputs
   before = {} if accumulate is None else call.named(accumulate, "before_")

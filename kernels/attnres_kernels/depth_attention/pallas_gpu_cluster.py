@@ -161,47 +161,20 @@ def backward(call, query_QD, plan, *, lse, dlse, dout, eps, interpret=None):
   def settle(ref, group):
     """From scores and products to the factors of the second pass."""
     inverse = kernel.inverse_rms(ref, group)
-    scores = kernel.scores(ref, group, pl.ds(0, 8), inverse)
-    products = kernel.by_slot(
-      ref,
-      lambda window: kernel.total(ref["products"], group, window, pl.ds(0, 8)),
-    )
-    lse = shared.load(ref["lse"].at[kernel.tokens(group)], shared.square())
-    dlse = shared.load(ref["dlse"].at[kernel.tokens(group)], shared.square())
-    weights = [
-      jnp.where(score > -jnp.inf, jnp.exp(score - lse), 0.0) for score in scores
-    ]
-    total = functools.reduce(operator.add, weights)
-    # Normalised again: sums of another order could differ for large scores.
-    share = jnp.where(total > 0.0, 1.0 / total, 0.0)
-    weights = [weight * share for weight in weights]
-    mean = functools.reduce(
-      operator.add, [w * p for w, p in zip(weights, products, strict=True)]
-    )
-    for slot in range(plan.slots):
+    factors = kernel.factors(ref, group, pl.ds(0, 8), inverse)
+    for slot, (weight, pull, bend) in enumerate(factors):
       window, row = plan.place(slot)
-      at = window, pl.ds(row, shared.TOKENS)
-      pull = weights[slot] * (products[slot] + dlse - mean)
-      shared.store(ref["weights"].at[window, :, at[1]].T, weights[slot])
-      shared.store(ref["pulls"].at[at], pull)
-      score = jnp.where(weights[slot] > 0.0, scores[slot], 0.0)
-      shared.store(ref["bend"].at[at], jnp.sum(pull * score, axis=1))
+      rows = pl.ds(row, shared.TOKENS)
+      shared.store(ref["weights"].at[window, :, rows].T, weight)
+      shared.store(ref["pulls"].at[window, rows], pull)
+      shared.store(ref["bend"].at[window, rows], bend)
     for window in range(len(plan.starts)):
-      blocks = [
-        shared.on_diagonal(
-          shared.load(ref["weights"].at[window, q], shared.rows())
-        )
-        for q in range(8)
-      ]
-      high, low = shared.high_and_low(jnp.concatenate(blocks, axis=1))
-      _plgpu.store(ref["weight"].at[window, 0], high)
-      _plgpu.store(ref["weight"].at[window, 1], low)
+      shared.spread_weights(
+        ref["weight"].at[window], ref["weights"].at[window], num_queries
+      )
       pull = shared.load(ref["pulls"].at[window], shared.matrix())
-      high, low = shared.high_and_low(pull * shared.across(inverse[window], 8))
-      none = shared.zeros(8).astype(jnp.bfloat16)
-      # Times the three terms of the queries, and the first once more.
-      pull = jnp.concatenate([high, high, none, low, *[none] * 4], axis=1)
-      _plgpu.store(ref["pull"].at[window], pull)
+      pull *= shared.across(inverse[window], 8)
+      shared.spread_pulls(ref["pull"].at[window], pull)
       bend = shared.load(ref["bend"].at[window], shared.rows())
       bend *= inverse[window] * inverse[window] * (1.0 / plan.width)
       shared.store(ref["bend"].at[window], bend)
@@ -256,10 +229,7 @@ def backward(call, query_QD, plan, *, lse, dlse, dout, eps, interpret=None):
   def clear(ref):
     for window in range(len(plan.starts)):
       # Rows of slots that belong to another window stay zero.
-      zeros = jnp.zeros((8, shared.ROWS), jnp.float32)
-      layout = _plgpu.Layout.WG_STRIDED((8, shared.ROWS), 4)
-      shared.store(ref["weights"].at[window], _plgpu.layout_cast(zeros, layout))
-      shared.store(ref["pulls"].at[window], shared.zeros(8))
+      shared.clear_factors(ref["weights"].at[window], ref["pulls"].at[window])
     kernel.each_chunk(
       lambda i: shared.store(ref["sums"].at[i], shared.zeros(8))
     )

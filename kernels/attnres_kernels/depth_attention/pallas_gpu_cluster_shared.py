@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both directions of `pallas_gpu_cluster` share.
+"""What the kernels of `pallas_gpu_cluster` share.
 
-The plan of a call, copies between memory and shared memory, the first pass over
-the sources, and the sums over the thread blocks of a cluster. Groups of eight
-tokens have one row per source and token, in windows of 64 rows, of which the
-last overlaps the one before.
+Copies between memory and shared memory, the first pass over the sources, and
+the sums over the thread blocks of a cluster.
 """
 
-import dataclasses
 import functools
 import importlib
-import math
 import operator
 
 import jax
@@ -18,155 +14,10 @@ from jax.experimental import pallas as pl
 import jax.numpy as jnp
 
 from attnres_kernels import warpgroup
+from attnres_kernels.depth_attention import pallas_gpu_cluster_plan as plans
 
 _plgpu = warpgroup._plgpu
-TOKENS = 8  # Of a group: rows of a tile of the matrix unit.
-ROWS = 64  # Of a product; sources in windows of as many, the last overlaps.
-COLUMNS = 64  # Of a chunk.
-_PARTS = 8  # Thread blocks of a portable cluster, at most.
-# Narrower rows would mostly wait for the exchange between blocks.
-_WIDTH = 512
-_SHARED_OF_TWO = 113 * 2**10  # What leaves room for a second thread block.
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-  """How a cluster divides up the work.
-
-  Attributes:
-    queries: rounded up to a multiple of eight.
-    slots: M.
-    width: D.
-    parts: thread blocks of a cluster.
-    terms: of a query.
-    backward: whether for the backward pass.
-  """
-
-  queries: int
-  slots: int
-  width: int
-  parts: int
-  terms: int
-  backward: bool
-
-  @property
-  def tokens(self) -> int:
-    """Of a group."""
-    return TOKENS
-
-  @property
-  def columns(self) -> int:
-    """Of a chunk."""
-    return COLUMNS
-
-  @property
-  def chunks(self) -> int:
-    """Chunks of columns of each block; the last may lie beyond the width."""
-    return -(-self.width // (COLUMNS * self.parts))
-
-  @property
-  def tile(self) -> int:
-    """Columns of a tile, which must divide the width."""
-    return 64 if self.width % 64 == 0 else 16
-
-  @property
-  def spans(self) -> int:
-    return self.queries // 8
-
-  @property
-  def rows(self) -> int:
-    return max(ROWS, TOKENS * self.slots)
-
-  @property
-  def starts(self) -> tuple[int, ...]:
-    """First rows of the windows."""
-    last = self.rows - ROWS
-    return (*range(0, last, ROWS), last)
-
-  def place(self, slot: int) -> tuple[int, int]:
-    """The window of a slot, and its first row there."""
-    window = slot * TOKENS // ROWS
-    return window, slot * TOKENS - self.starts[window]
-
-  @property
-  def query_rows(self) -> int:
-    """Rows of the terms of the queries, or of both factors backward."""
-    return ROWS if self.backward else self.terms * self.queries
-
-  @property
-  def scratch(self) -> dict[str, tuple[tuple[int, ...], bool]]:
-    """Shapes in shared memory, and whether in tiles of bfloat16."""
-    windows, chunks = len(self.starts), self.chunks
-    both = {
-      "source": ((chunks, self.rows, COLUMNS), True),
-      "query": ((chunks, self.query_rows, COLUMNS), True),
-      "stage": ((ROWS, COLUMNS), True),
-      "by_slot": ((ROWS, 8), False),
-      # Of weights: in a forward pass by query and token, else by source.
-      "weight": ((windows, 2, ROWS, ROWS), True),
-    }
-    if not self.backward:
-      return both | {
-        "slots": ((8, 8, TOKENS), False),
-        "flat": ((8, ROWS), False),
-      }
-    return both | {
-      "dout": ((chunks, ROWS, COLUMNS), True),
-      "pull": ((windows, ROWS, ROWS), True),
-      "weights": ((windows, 8, ROWS), False),
-      "pulls": ((windows, ROWS, 8), False),
-      "bend": ((windows, ROWS), False),
-      "sums": ((chunks, COLUMNS, 8), False),
-    }
-
-  @property
-  def shared_bytes(self) -> int:
-    """Of a thread block: each array from a multiple of a KiB on, barriers."""
-    sizes = [
-      math.prod(shape) * (2 if tiled else 4)
-      for shape, tiled in self.scratch.values()
-    ]
-    return sum(-(-size // 1024) for size in sizes) * 1024 + 1024
-
-  @property
-  def exchanged_bytes(self) -> int:
-    """Of a token: what the thread blocks write for each other."""
-    columns = self.queries * (1 + self.backward) + 1
-    rows = len(self.starts) * ROWS // TOKENS
-    return 4 * self.parts * rows * columns
-
-
-def plan(function, query_QD, sources, tokens, *more) -> Plan | None:
-  """How to run on clusters, or None if that is not possible or worthwhile.
-
-  Args:
-    function: "forward" or "backward".
-    query_QD: the queries.
-    sources: separate ones or a bank.
-    tokens: their number.
-    *more: other arrays that must have the dtype of the sources.
-  """
-  queries, width = query_QD.shape
-  backward = function == "backward"
-  if (
-    any(x.dtype != jnp.bfloat16 for x in (sources[0], *more))
-    # One query needs few instructions, and most rows would be padding.
-    or queries == 1
-    or (backward and queries > 8)
-    or tokens % TOKENS
-    or width % 16
-    or width < _WIDTH
-  ):
-    return None
-  rounded = -(-queries // 8) * 8
-  for terms in (3, 2):
-    for limit in (_SHARED_OF_TWO, warpgroup.SHARED_BYTES):
-      for parts in range(2, _PARTS + 1):
-        one = Plan(rounded, len(sources), width, parts, terms, backward)
-        # More windows do not fit the registers.
-        if one.shared_bytes <= limit and len(one.starts) <= 2:
-          return one
-  return None
+TOKENS, ROWS, COLUMNS = plans.TOKENS, plans.ROWS, plans.COLUMNS
 
 
 class Kernel:
@@ -175,7 +26,7 @@ class Kernel:
   def __init__(self, call, plan, eps):
     self.call, self.plan, self.eps = call, plan, eps
     self.groups = call.num_tokens // TOKENS
-    blocks = 2 if plan.shared_bytes <= _SHARED_OF_TWO else 1
+    blocks = 2 if plan.shared_bytes <= plans.SHARED_OF_TWO else 1
     multiprocessors = warpgroup.PROGRAMS // 3
     self.clusters = min(
       self.groups, max(1, blocks * multiprocessors // plan.parts)
@@ -204,13 +55,17 @@ class Kernel:
   ):
     """Runs the kernel; returns its outputs by name."""
     plan, call = self.plan, self.call
-    copies = plan.slots + call.num_queries * ("dout_in" in inputs)
+    resident = plan.backward and not plan.streamed
+    copies = plan.slots + call.num_queries * resident
     scratch = {
       name: self._tiles(shape) if tiled else warpgroup.shared(shape)
       for name, (shape, tiled) in plan.scratch.items()
     } | {
       "arrived": _plgpu.Barrier(num_arrivals=copies, num_barriers=plan.chunks),
-      "queries": _plgpu.Barrier(num_arrivals=plan.chunks),
+      # A span of queries, and of output gradients; or all queries.
+      "queries": _plgpu.Barrier(num_arrivals=9, num_barriers=2)
+      if plan.streamed
+      else _plgpu.Barrier(num_arrivals=plan.chunks),
       "exchange": _plgpu.ClusterBarrier(collective_axes=("part",)),
     }
 
@@ -221,9 +76,11 @@ class Kernel:
       if start is not None:
         start(ref)
       _plgpu.commit_smem()
-      self.each_chunk(lambda i: self._copy_query(ref, i))
+      if not plan.streamed:
+        self.each_chunk(lambda i: self._copy_query(ref, i))
       self.each_chunk(lambda i: self._copy(ref, cluster, i))
-      _plgpu.barrier_wait(ref["queries"])
+      if not plan.streamed:
+        _plgpu.barrier_wait(ref["queries"])
 
       def turn(k, carry):
         group = cluster + k * self.clusters
@@ -316,16 +173,19 @@ class Kernel:
       source = self.call.source(ref, slot, self.tokens(group), self.at(i))
       copy(source, "source", slot)
 
+    count = ref["count"][0] if "count" in ref else self.plan.slots
+    # The content of an unused slot must not matter.
+    unused = [slot >= count for slot in range(self.plan.slots)]
+    used = [slot < count for slot in range(self.plan.slots)]
+
     def copies():
       for slot in range(self.plan.slots):
         if "count" not in ref:
           copy_slot(slot)
           continue
-        valid = slot < ref["count"][0]
-        # The content of an unused slot must not matter.
-        pl.when(valid)(functools.partial(copy_slot, slot))
-        pl.when(jnp.logical_not(valid))(lambda: _plgpu.barrier_arrive(barrier))
-      if "dout_in" in ref:
+        pl.when(used[slot])(functools.partial(copy_slot, slot))
+        pl.when(unused[slot])(lambda: _plgpu.barrier_arrive(barrier))
+      if self.plan.backward and not self.plan.streamed:
         for q in range(self.call.num_queries):
           copy(ref["dout_in"].at[q, self.tokens(group), self.at(i)], "dout", q)
 
@@ -347,13 +207,10 @@ class Kernel:
         _plgpu.wgmma(scores[window], source, factors.T)
         if products:
           _plgpu.wgmma(products[window], source, ref[other].at[i].T)
-      totals = []
-      for source, total in zip(sources, squares, strict=True):
-        source = _plgpu.load(source, layout=matrix()).astype(jnp.float32)
-        source *= source
-        for first in range(0, COLUMNS, 8):
-          total += source[:, first : first + 8]
-        totals.append(total)
+      totals = [
+        add_squares(total, source)
+        for source, total in zip(sources, squares, strict=True)
+      ]
       _plgpu.wgmma_wait(0)
       return tuple(totals)
 
@@ -367,23 +224,31 @@ class Kernel:
       )
       for window in range(windows):
         at = group, self.part(), window
-        dots = scores[window][...]
-        of_terms = [
-          dots[:, i * queries : (i + 1) * queries] for i in range(plan.terms)
-        ]
-        store(ref["scores"].at[at], functools.reduce(operator.add, of_terms))
+        store(ref["scores"].at[at], self.sum_of_terms(scores[window][...]))
         store(ref["squares"].at[at], jnp.sum(squares[window], axis=1))
         if products:
-          full = products[window][...]
-          for q in range(8):
-            own = jnp.where(diagonal(), full[:, 8 * q : 8 * q + 8], 0.0)
-            store(
-              ref["products"].at[(*at, slice(None), q)], jnp.sum(own, axis=1)
-            )
+          self.store_products(ref, at, products[window][...], 0)
 
     totals = [accumulator(plan.terms * queries)] * windows
     totals += [accumulator(ROWS)] * (windows if other else 0)
     pl.run_scoped(run, *totals)
+    self.exchange(ref)
+
+  def sum_of_terms(self, dots):
+    """Products with queries, of those with their terms."""
+    step = dots.shape[1] // self.plan.terms
+    terms = [dots[:, i * step : (i + 1) * step] for i in range(self.plan.terms)]
+    return functools.reduce(operator.add, terms)
+
+  def store_products(self, ref, at, full, span):
+    """Stores the products of sources with their tokens' output gradients."""
+    for q in range(8):
+      own = jnp.where(diagonal(), full[:, 8 * q : 8 * q + 8], 0.0)
+      to = ref["products"].at[(*at, slice(None), 8 * span + q)]
+      store(to, jnp.sum(own, axis=1))
+
+  def exchange(self, ref):
+    """Waits until all blocks of the cluster have written their shares."""
     # Barriers order shared memory only.
     fence()
     _plgpu.barrier_arrive(ref["exchange"])
@@ -431,11 +296,40 @@ class Kernel:
     scores = self.by_slot(ref, of_window)
     if "count" in ref:
       count = ref["count"][0]
+      # A scalar cannot select a vector here, but it can be added.
       scores = [
-        jnp.where(slot < count, score, -jnp.inf)
+        score + jnp.where(slot < count, 0.0, -jnp.inf)
         for slot, score in enumerate(scores)
       ]
     return scores
+
+  def factors(self, ref, group, columns, inverse):
+    """Factors of the backward pass by slot: (weight, pull, bend).
+
+    Weights and pulls are [8 tokens, 8 queries], bends [8 tokens]; pulls lack a
+    factor 1 / rms, bends 1 / (rms^2 D).
+    """
+    scores = self.scores(ref, group, columns, inverse)
+    products = self.by_slot(
+      ref, lambda window: self.total(ref["products"], group, window, columns)
+    )
+    lse = load(ref["lse"].at[self.tokens(group), columns], square())
+    dlse = load(ref["dlse"].at[self.tokens(group), columns], square())
+    weights = [
+      jnp.where(score > -jnp.inf, jnp.exp(score - lse), 0.0) for score in scores
+    ]
+    total = functools.reduce(operator.add, weights)
+    # Normalised again: sums of another order could differ for large scores.
+    share = jnp.where(total > 0.0, 1.0 / total, 0.0)
+    weights = [weight * share for weight in weights]
+    pairs = zip(weights, products, strict=True)
+    mean = functools.reduce(operator.add, [w * p for w, p in pairs])
+    found = []
+    for weight, product, score in zip(weights, products, scores, strict=True):
+      pull = weight * (product + dlse - mean)
+      bend = pull * jnp.where(weight > 0.0, score, 0.0)
+      found.append((weight, pull, jnp.sum(bend, axis=1)))
+    return found
 
   def write(self, ref, result, places):
     """Rounds a result and copies groups of eight rows to memory."""
@@ -453,7 +347,7 @@ class Kernel:
 
 def terms(query_QD, plan):
   """Terms of the queries; backward the first one again, for low pulls."""
-  missing = plan.queries - query_QD.shape[0]
+  missing = -query_QD.shape[0] % 8
   rest = jnp.pad(query_QD, ((0, missing), (0, 0)))
   found = []
   for _ in range(plan.terms):
@@ -461,6 +355,15 @@ def terms(query_QD, plan):
     rest = rest - found[-1].astype(jnp.float32)
   stacked = jnp.concatenate([*found, *found[: plan.backward]])
   return jnp.pad(stacked, ((0, plan.query_rows - stacked.shape[0]), (0, 0)))
+
+
+def add_squares(total, ref):
+  """Adds the squares of 64 rows in shared memory to sums of [64, 8]."""
+  source = _plgpu.load(ref, layout=matrix()).astype(jnp.float32)
+  source *= source
+  for first in range(0, COLUMNS, 8):
+    total += source[:, first : first + 8]
+  return total
 
 
 def high_and_low(x):
@@ -511,6 +414,35 @@ def diagonal():
 
 def on_diagonal(rows):
   return jnp.where(diagonal(), across(rows, TOKENS), 0.0)
+
+
+def spread_weights(to, weights, queries):
+  """Two terms of [(m, t), (q, t')] from [q, (m, t)], zero unless t = t'.
+
+  Zero as well from the row `queries` on.
+  """
+  blocks = [
+    on_diagonal(load(weights.at[q], rows())) * jnp.where(q < queries, 1.0, 0.0)
+    for q in range(8)
+  ]
+  high, low = high_and_low(jnp.concatenate(blocks, axis=1))
+  _plgpu.store(to.at[0], high)
+  _plgpu.store(to.at[1], low)
+
+
+def spread_pulls(to, pull):
+  """Factors of the three terms of the queries, and of the first once more."""
+  high, low = high_and_low(pull)
+  none = zeros(8).astype(jnp.bfloat16)
+  columns = [high, high, none, low, *[none] * 4]
+  _plgpu.store(to, jnp.concatenate(columns, axis=1))
+
+
+def clear_factors(weights, pulls):
+  none = jnp.zeros((8, ROWS), jnp.float32)
+  layout = _plgpu.Layout.WG_STRIDED((8, ROWS), 4)
+  store(weights, _plgpu.layout_cast(none, layout))
+  store(pulls, zeros(8))
 
 
 def one_warp(body):
