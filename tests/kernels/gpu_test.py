@@ -53,7 +53,7 @@ def lower(kind, function, *arguments):
 
 
 def interpreted():
-  """Interprets kernels, except for fences, which are no operation there."""
+  """Interprets kernels, but not what makes memory visible to other blocks."""
   params = plgpu.InterpretGPUParams(detect_races=True, inline_mgpu="ignore")
   return dispatch.interpreted(params)
 

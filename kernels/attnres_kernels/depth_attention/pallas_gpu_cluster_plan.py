@@ -20,6 +20,8 @@ _PARTS = 8  # Thread blocks of a portable cluster, at most.
 # Narrower rows would mostly wait for the exchange between blocks.
 _WIDTH = 512
 SHARED_OF_TWO = 113 * 2**10  # What leaves room for a second thread block.
+# Shapes by name, and whether in tiles of bfloat16 (or rows of float32).
+Arrays = dict[str, tuple[tuple[int, ...], bool]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +94,7 @@ class Plan:
     return ROWS if self.backward else self.terms * self.queries
 
   @property
-  def scratch(self) -> dict[str, tuple[tuple[int, ...], bool]]:
+  def scratch(self) -> Arrays:
     """Shapes in shared memory, and whether in tiles of bfloat16."""
     windows, chunks = len(self.starts), self.chunks
     if self.streamed:
@@ -109,7 +111,7 @@ class Plan:
         "pulls": ((ROWS, 8), False),
         "bend": ((ROWS,), False),
       }
-    both = {
+    both: Arrays = {
       "source": ((chunks, self.rows, COLUMNS), True),
       "query": ((chunks, self.query_rows, COLUMNS), True),
       "stage": ((ROWS, COLUMNS), True),
@@ -118,11 +120,12 @@ class Plan:
       "weight": ((windows, 2, ROWS, ROWS), True),
     }
     if not self.backward:
-      return both | {
+      forward: Arrays = {
         "slots": ((8, 8, TOKENS), False),
         "flat": ((8, ROWS), False),
       }
-    return both | {
+      return both | forward
+    backward: Arrays = {
       "dout": ((chunks, ROWS, COLUMNS), True),
       "pull": ((windows, ROWS, ROWS), True),
       "weights": ((windows, 8, ROWS), False),
@@ -130,6 +133,7 @@ class Plan:
       "bend": ((windows, ROWS), False),
       "sums": ((chunks, COLUMNS, 8), False),
     }
+    return both | backward
 
   @property
   def shared_bytes(self) -> int:

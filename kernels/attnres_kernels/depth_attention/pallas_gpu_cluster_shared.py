@@ -8,6 +8,7 @@ the sums over the thread blocks of a cluster.
 import functools
 import importlib
 import operator
+from typing import Any
 
 import jax
 from jax.experimental import pallas as pl
@@ -249,11 +250,10 @@ class Kernel:
 
   def exchange(self, ref):
     """Waits until all blocks of the cluster have written their shares."""
-    # Barriers order shared memory only.
-    fence()
     _plgpu.barrier_arrive(ref["exchange"])
     _plgpu.barrier_wait(ref["exchange"])
-    fence()
+    # That barrier, all that the interpreter knows, orders shared memory only.
+    barrier_of_cluster()
 
   def total(self, ref, group, window, columns=None):
     """Sums over thread blocks, in order, of a window: all rows, or [64, 8]."""
@@ -452,7 +452,8 @@ def one_warp(body):
     pl.when(jax.lax.axis_index("warp") == 0)(body)
 
   mesh = _plgpu.WarpMesh(axis_name="warp")
-  pl.kernel(on_warp, out_type=(), mesh=mesh)()
+  run: Any = pl.kernel(on_warp, out_type=(), mesh=mesh)
+  run()
 
 
 def load(ref, layout):
@@ -463,13 +464,17 @@ def store(ref, x):
   _plgpu.store(ref, x, optimized=False)
 
 
-def fence():
-  """Orders what this thread wrote to memory before what others do later."""
+def barrier_of_cluster():
+  """Lets all blocks see what each wrote to memory before; not interpreted."""
 
   @_plgpu.inline_mgpu()
-  def fence(context):
+  def barrier(context):
     del context
     utils = importlib.import_module("jax.experimental.mosaic.gpu.utils")
-    utils.inline_ptx("fence.acq_rel.cluster;", has_side_effects=True)
+    for ptx in (
+      "barrier.cluster.arrive.release.aligned;",
+      "barrier.cluster.wait.acquire.aligned;",
+    ):
+      utils.inline_ptx(ptx, has_side_effects=True, convergent=True)
 
-  fence()
+  barrier()
