@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Depth attention on Nvidia GPUs (from Hopper on), in Pallas Mosaic GPU.
 
+Several queries over bfloat16 sources run on clusters of thread blocks, if
+`pallas_gpu_cluster_plan` has a plan for their shapes. The kernels here take
+everything else.
+
 One warpgroup per token reads the token's sources twice, tile by tile. The first
 pass sums up scores (and, backward, the products with the output gradients). The
 second pass writes mixtures or source gradients. Between the two, M x Q

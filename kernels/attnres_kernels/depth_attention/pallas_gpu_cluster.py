@@ -17,13 +17,16 @@ are sums of bfloat16 terms: two for weights (16 bits), three for queries, or two
 where three do not fit (24 queries of width 7168).
 
 Between the passes the blocks of a cluster add up their shares of the scores:
-each writes them to memory (two to nine percent of all bytes), and reads those
+each writes them to memory (one to eight percent of all bytes), and reads those
 of the others after a barrier. Eight rows are the least that a bulk copy can put
 where the matrix unit reads them, so the tokens must be a multiple of eight.
 
 Copies for the next eight tokens start as soon as the second pass has finished
 with a chunk of columns. Blocks loop over tokens, so that queries are loaded
-once, and query gradients are added up in shared memory, in a fixed order.
+once, and query gradients are added up in shared memory, in a fixed order. With
+more than eight queries, `pallas_gpu_cluster_streamed` has the backward pass.
+
+Never executed on a GPU, like `pallas_gpu`.
 """
 
 import functools
