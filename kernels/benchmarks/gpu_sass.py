@@ -23,9 +23,13 @@ KINDS = {
   "multiply-add": ("FFMA", "FMUL", "HFMA2"),
   "add": ("FADD", "FMNMX", "FSEL", "FSETP", "MUFU"),
   "convert": ("PRMT", "F2FP", "SHF", "I2F"),
+  "matrix unit": ("HGMMA", "WARPGROUP"),
+  "bulk copy": ("UTMA", "SYNCS", "DEPBAR"),
   "global memory": ("LD.", "ST.", "LDG", "STG", "LD ", "ST "),
-  "address": ("IADD", "IMAD", "LEA", "UIADD", "UIMAD", "ULEA", "ISETP"),
-  "exchange": ("SHFL", "LDS", "STS", "BAR"),
+  "address": (
+    *("IADD", "IMAD", "LEA", "UIADD", "UIMAD", "ULEA", "ISETP", "R2UR", "UMOV"),
+  ),
+  "exchange": ("SHFL", "LDS", "LDSM", "STS", "STSM", "BAR", "MEMBAR", "FENCE"),
 }
 _OTHER = "other"
 _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*)")
@@ -33,10 +37,17 @@ _LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*)")
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-  """One of the machine code: its name, and the label that it branches to."""
+  """One of the machine code.
+
+  Attributes:
+    name: with suffixes.
+    target: the label that it branches to.
+    share: of the four warps that execute it.
+  """
 
   name: str
   target: str = ""
+  share: float = 1.0
 
   @property
   def kind(self) -> str:
@@ -68,9 +79,17 @@ def parse(text: str) -> tuple[list[Instruction], list[Loop]]:
       instructions.append(
         Instruction(name, target[1] if target and name == "BRA" else "")
       )
+  exits = [i for i, one in enumerate(instructions) if one.name == "EXIT"]
+  instructions = instructions[: exits[-1] + 1]
   spans = []
   for stop, one in enumerate(instructions):
     start = labels.get(one.target, stop + 1)
+    skipped = range(stop + 1, start)
+    names = [one.name for one in instructions[stop + 1 : start]]
+    if start < len(instructions) and _starts_copies(names):
+      for i in skipped:
+        share = 1 / _WARPS
+        instructions[i] = dataclasses.replace(instructions[i], share=share)
     if start < stop:  # A branch to itself fills the end of the code.
       spans.append((start, stop))
   spans.sort(key=lambda span: span[1] - span[0])
@@ -85,6 +104,11 @@ def parse(text: str) -> tuple[list[Instruction], list[Loop]]:
       what = "slots"
     loops.append(Loop(start, stop, what))
   return instructions, loops
+
+
+def _starts_copies(names: Sequence[str]) -> bool:
+  starts = any(name.startswith(("UTMALDG", "UTMASTG")) for name in names)
+  return starts and not any(name.startswith("BAR") for name in names)
 
 
 def per_token(
@@ -107,9 +131,44 @@ def per_token(
       continue  # Once per thread block, which has many tokens.
     inside = [o for o in loops if o.start <= at <= o.stop and o.what in runs]
     place = inside[0].what if inside else "straight"
-    count = float(runs[place]) if inside else 1.0
+    count = one.share * (runs[place] if inside else 1)
     kinds[one.kind] += count
     places[place] += count
+  return kinds, places
+
+
+def per_token_of_cluster(
+  text: str, *, chunks: int, spans: int, scale: float
+) -> tuple[dict[str, float], dict[str, float]]:
+  """The same for a kernel on clusters.
+
+  Loops with products run once per chunk, a loop inside of those or without
+  products once per span of queries.
+
+  Args:
+    text: of nvdisasm.
+    chunks: of columns, of a thread block.
+    spans: of eight queries.
+    scale: thread blocks per token.
+  """
+  instructions, loops = parse(text)
+
+  def multiplies(loop):
+    names = [one.name for one in instructions[loop.start : loop.stop]]
+    return any(name.startswith("HGMMA") for name in names)
+
+  products = [loop for loop in loops if multiplies(loop)]
+  tokens = products.pop()  # The outermost one.
+  kinds = dict.fromkeys([*KINDS, _OTHER], 0.0)
+  places = {"tiles": 0.0, "slots": 0.0, "straight": 0.0}
+  for at in range(tokens.start, tokens.stop + 1):
+    one = instructions[at]
+    around = [o for o in products if o.start <= at <= o.stop]
+    other = [o for o in loops if o.start <= at <= o.stop]
+    inner = len(other) - 1 - bool(around)
+    count = scale * one.share * (chunks if around else 1) * spans**inner
+    kinds[one.kind] += count
+    places["tiles" if around else "slots" if inner else "straight"] += count
   return kinds, places
 
 

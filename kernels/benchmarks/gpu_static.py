@@ -77,6 +77,7 @@ def compile_shape(shape, options):
 
   import attnres_kernels
   from attnres_kernels import warpgroup
+  from attnres_kernels.depth_attention import pallas_gpu_cluster_plan
 
   struct = jax.ShapeDtypeStruct
   attend = functools.partial(
@@ -100,22 +101,39 @@ def compile_shape(shape, options):
   for path in sorted(folder.glob("*.ptxas")):
     kernel = re.sub(r"_\d+$", "", path.stem)
     backward = kernel.endswith("backward")
-    found = report(path.read_text(), shared_bytes(shape, backward))
-    kinds, places = gpu_sass.per_token(
-      disassembled(path.with_suffix(".ptx"), options),
-      tiles=shape.width // warpgroup.Tiles(shape.width).size,
-      sources=shape.sources,
+    plan = pallas_gpu_cluster_plan.plan(
+      "backward" if backward else "forward",
+      query,
+      (source,) * shape.sources,
+      shape.tokens,
     )
+    found = report(path.read_text(), shared_bytes(shape, backward, plan))
+    text = disassembled(path.with_suffix(".ptx"), options)
+    if plan is None:
+      tile = warpgroup.Tiles(shape.width).size
+      kinds, places = gpu_sass.per_token(
+        text, tiles=shape.width // tile, sources=shape.sources
+      )
+    else:
+      tile = plan.columns
+      kinds, places = gpu_sass.per_token_of_cluster(
+        text,
+        chunks=plan.chunks,
+        spans=plan.spans,
+        scale=plan.parts / plan.tokens,
+      )
     moved = gpu_sass.read_bytes(
       shape.queries, shape.sources, shape.width, backward
     )
     yield {
       "kernel": kernel,
       "shape": str(shape),
-      "tile": warpgroup.Tiles(shape.width).size,
+      "parts": 1 if plan is None else plan.parts,
+      "tile": tile,
       **found,
       "warps": found["blocks"] * _THREADS // 32,
       **gpu_sass.columns(kinds, places, moved),
+      "exchanged": 0 if plan is None else plan.exchanged_bytes,
       "jax": jax.__version__,
     }
     path.unlink()
@@ -148,10 +166,12 @@ def modules(text: str) -> list[bytes]:
   return [byte.sub(unescape, piece.encode("latin1")) for piece in pieces]
 
 
-def shared_bytes(shape, backward: bool) -> int:
+def shared_bytes(shape, backward: bool, plan) -> int:
   """Shared memory of a thread block: statistics, sums, exchanges."""
   from attnres_kernels import warpgroup
 
+  if plan is not None:
+    return plan.shared_bytes
   exchanges = 8 * _THREADS * 4
   if not backward:
     return 4 * shape.sources * min(shape.queries, 8) + exchanges

@@ -125,7 +125,9 @@ def _run(function, backend, arrays):
   params: Any = pltpu.InterpretParams()
   if backend == "pallas_gpu":
     # Only newer versions of jax can interpret GPU kernels.
-    params = plgpu.InterpretGPUParams()  # pyrefly: ignore[missing-attribute]
+    gpu_params = plgpu.InterpretGPUParams  # pyrefly: ignore[missing-attribute]
+    # The barrier of a cluster is inline code.
+    params = gpu_params(inline_mgpu="ignore")
   with dispatch.interpreted(params):
     return function(backend, *arrays)
 

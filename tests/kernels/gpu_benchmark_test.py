@@ -199,6 +199,30 @@ SASS = """
 .L_x_4:
         /*00a0*/                   BRA `(.L_x_4);
 """
+# A loop over tokens with one over chunks, which has one over spans, where one
+# warp starts a copy; and a barrier that is tried again behind the exit.
+CLUSTER = """
+.L_x_1:
+        /*0010*/                   FADD R1, R2, R3 ;
+.L_x_4:
+        /*0020*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R2], R3 ;
+        /*0030*/              @!P0 BRA `(.L_x_5) ;
+.L_x_2:
+        /*0040*/                   HGMMA.64x64x16.F32 R24, gdesc[UR8], R24 ;
+        /*0050*/               @P2 BRA `(.L_x_3) ;
+        /*0060*/                   UIADD3 UR4, UR4, 0x8, URZ ;
+        /*0070*/                   UTMALDG.4D [UR8], [UR6] ;
+.L_x_3:
+        /*0080*/               @P1 BRA `(.L_x_2) ;
+        /*0090*/               @P1 BRA `(.L_x_4) ;
+.L_x_6:
+        /*00a0*/                   FMUL R1, R2, R3 ;
+        /*00b0*/               @P1 BRA `(.L_x_6) ;
+        /*00c0*/               @P3 BRA `(.L_x_1) ;
+        /*00d0*/                   EXIT ;
+.L_x_5:
+        /*00e0*/               @P0 BRA `(.L_x_2) ;
+"""
 
 
 class TestMachineCode:
@@ -213,8 +237,25 @@ class TestMachineCode:
     assert places == {"tiles": 16, "slots": 6, "straight": 2}
     assert kinds == {
       "multiply-add": 4, "add": 3, "convert": 0, "global memory": 4,
-      "address": 4, "exchange": 1, "other": 8,
+      "matrix unit": 0, "bulk copy": 0, "address": 4, "exchange": 1,
+      "other": 8,
     }  # fmt: skip
+
+  def test_counts_of_a_cluster(self):
+    kinds, places = gpu_sass.per_token_of_cluster(
+      CLUSTER, chunks=5, spans=3, scale=2 / 8
+    )
+    # Two thread blocks for eight tokens, with five chunks of three spans.
+    assert kinds["add"] == 2 / 8
+    assert kinds["matrix unit"] == 2 / 8 * 5 * 3
+    # The copy is on one of four warps.
+    assert kinds["bulk copy"] == 2 / 8 * 5 * (1 + 3 / 4)
+    assert kinds["multiply-add"] == 2 / 8 * 3
+    assert places == {
+      "tiles": 2 / 8 * 5 * (3 + 3 * 3.5),
+      "slots": 2 / 8 * 3 * 2,
+      "straight": 2 / 8 * 2,
+    }
 
   def test_what_binds(self):
     kinds, places = {"add": 10.0}, {"tiles": 10.0}

@@ -20,6 +20,7 @@ from attnres_kernels import depth_merge_norm
 from attnres_kernels import dispatch
 from attnres_kernels import warpgroup
 from attnres_kernels.depth_attention import pallas_gpu
+from attnres_kernels.depth_attention import pallas_gpu_cluster_plan
 from attnres_kernels.depth_attention import shapes
 
 NEW = jax.__version_info__ >= (0, 12)
@@ -49,6 +50,12 @@ def lower(kind, function, *arguments):
   with jax.sharding.use_abstract_mesh(mesh):
     traced = jax.jit(function).trace(*arguments)
     return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def interpreted():
+  """Interprets kernels, but not what makes memory visible to other blocks."""
+  params = plgpu.InterpretGPUParams(detect_races=True, inline_mgpu="ignore")
+  return dispatch.interpreted(params)
 
 
 def assert_close(actual, exact, name):
@@ -183,7 +190,7 @@ class TestAttention:
       values, vjp = jax.vjp(f, query, sources if bank else tuple(sources))
       return values, vjp(cotangents)
 
-    with dispatch.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
+    with interpreted():
       (out, lse), (dquery, dsources) = run(query, sources)
     exact = self.exact(query, sources, cotangents, count)
     if count == 0:
@@ -203,15 +210,17 @@ class TestAttention:
       return values, vjp((dout[:, :, None], dlse[:, :, None]))
 
     plain = lambda query, *sources: gpu(query, sources)
-    with dispatch.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
+    with interpreted():
       wanted = run(plain)
       got = run(jax.vmap(plain, in_axes=(None, 0, 0), out_axes=1))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted)):
       np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
-  def test_lowers_when_rematerialized(self):
+  @pytest.mark.parametrize("width", (128, 512))
+  def test_lowers_when_rematerialized(self, width):
     struct = jax.ShapeDtypeStruct
-    query, source = struct((2, 128), "float32"), struct((8, 128), "bfloat16")
+    query = struct((2, width), "float32")
+    source = struct((8, width), "bfloat16")
 
     @jax.checkpoint
     def loss(query, *sources):
@@ -224,7 +233,7 @@ class TestAttention:
   @pytest.mark.parametrize(
     "kind,shape",
     [
-      (KINDS[0], shapes.BLOCK_48B[-1]),
+      (KINDS[0], shapes.BLOCK_48B[1]),
       (KINDS[1], shapes.TABLE_2[1]),
       (KINDS[1], ONE_QUERY),
     ],
@@ -256,6 +265,115 @@ class TestAttention:
     text = lower(kind, step, query, sources)
     assert "depth_attention_forward" in text
     assert "depth_attention_backward" in text
+
+
+@needs_new
+class TestClusters:
+  """The path of several bfloat16 queries, with rows as narrow as it can be."""
+
+  make, exact = TestAttention.make, TestAttention.exact
+
+  @pytest.fixture(autouse=True)
+  def narrow(self):
+    with mock.patch.object(pallas_gpu_cluster_plan, "_WIDTH", 128):
+      yield
+
+  def check(self, query, sources, *args, **kwargs):
+    plan = functools.partial(
+      pallas_gpu_cluster_plan.plan, tokens=sources.shape[1]
+    )
+    assert plan("forward", query, sources)
+    TestAttention.check(self, query, sources, *args, **kwargs)
+
+  @pytest.mark.parametrize(
+    "queries,sources,tokens,width",
+    [
+      pytest.param(4, 8, 16, 208, id="full_rows", marks=pytest.mark.slow),
+      pytest.param(8, 9, 16, 192, id="two_windows", marks=pytest.mark.slow),
+      pytest.param(9, 3, 8, 128, id="streamed"),
+      pytest.param(24, 8, 8, 192, id="three_spans", marks=pytest.mark.slow),
+    ],
+  )
+  def test_separate_sources(self, queries, sources, tokens, width):
+    self.check(*self.make(queries, sources, tokens, width, "bfloat16"))
+
+  @pytest.mark.parametrize("queries", [2, 9])
+  @pytest.mark.slow
+  def test_rounds_of_tokens(self, queries):
+    # One cluster takes all groups, with copies of the next during each.
+    with mock.patch.object(warpgroup, "PROGRAMS", 3):
+      self.check(*self.make(queries, 2, 24, 128, "bfloat16"))
+
+  @pytest.mark.parametrize(
+    "queries,count",
+    [
+      (2, 2),
+      pytest.param(2, 0, marks=pytest.mark.slow),
+      # Three spans share two buffers, and the last has one query.
+      pytest.param(17, 2, marks=pytest.mark.slow),
+    ],
+  )
+  def test_bank(self, queries, count):
+    query, sources, cotangents = self.make(queries, 3, 8, 144, "bfloat16")
+    # The content of an unused slot must not matter.
+    sources = sources.at[count:].set(jnp.nan)
+    self.check(query, sources, cotangents, bank=True, count=count)
+
+  @pytest.mark.parametrize("case", ["large", "equal", "zero"])
+  @pytest.mark.slow
+  def test_adversarial(self, case):
+    query, sources, cotangents = self.make(2, 3, 8, 128, "bfloat16")
+    if case == "large":
+      query = query * 3e2
+    elif case == "equal":
+      sources = jnp.broadcast_to(sources[:1], sources.shape)
+    else:
+      sources = sources.at[1:].set(0)
+    self.check(query, sources, cotangents)
+
+  @pytest.mark.slow
+  def test_vmap_over_a_batch(self):
+    query, sources, (dout, dlse) = self.make(2, 2, 16, 128, "bfloat16")
+    split = lambda x: x.reshape(2, 2, 8, *x.shape[2:])
+
+    def run(f):
+      values, vjp = jax.vjp(f, query, *split(sources))
+      return values, vjp((split(dout), split(dlse)))
+
+    plain = lambda query, *sources: gpu(query, sources)
+    with interpreted():
+      wanted = run(plain)
+      got = run(jax.vmap(plain, in_axes=(None, 0, 0), out_axes=1))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted)):
+      a, b = (np.asarray(x.astype(jnp.float32)) for x in (a, b))
+      np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+  def test_what_runs_on_clusters(self):
+    def plan(queries, sources, tokens, width, dtype=jnp.bfloat16):
+      source = jax.ShapeDtypeStruct((tokens, width), dtype)
+      query = jax.ShapeDtypeStruct((queries, width), jnp.float32)
+      return [
+        pallas_gpu_cluster_plan.plan(name, query, (source,) * sources, tokens)
+        for name in ("forward", "backward")
+      ]
+
+    for queries, sources, width in ((4, 8, 1168), (6, 9, 2304), (24, 8, 7168)):
+      for one in plan(queries, sources, 8192, width):
+        assert one.shared_bytes <= warpgroup.SHARED_BYTES
+        # All columns belong to a thread block, and no block is idle.
+        columns = 64 * one.chunks
+        assert columns * (one.parts - 1) < one.width <= columns * one.parts
+    # Of so many queries, the terms do not fit beside the sources.
+    assert [one.terms for one in plan(24, 8, 8192, 7168)] == [2, 3]
+    assert [one.streamed for one in plan(24, 8, 8192, 7168)] == [False, True]
+    for arguments in (
+      (1, 8, 8192, 1168),
+      (4, 8, 8188, 1168),
+      (4, 8, 8192, 1160),
+      (4, 17, 8192, 1168),
+      (4, 8, 8192, 1168, jnp.float32),
+    ):
+      assert plan(*arguments) == [None, None]
 
 
 def merge_oracle(out, lse, query, partial, update, gain):
@@ -338,7 +456,7 @@ class TestMerge:
         out, lse, query, partial, update, gain, norm_eps=NORM_EPS, **options
       )
 
-    with dispatch.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
+    with interpreted():
       got = run(kernel, given, cotangents)
     arrays = dict.fromkeys(arrays)
     wanted = in_float64(functools.partial(run, merge_oracle), given, cotangents)

@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Depth attention on Nvidia GPUs (from Hopper on), in Pallas Mosaic GPU.
 
+Several queries over bfloat16 sources run on clusters of thread blocks, if
+`pallas_gpu_cluster_plan` has a plan for their shapes. The kernels here take
+everything else.
+
 One warpgroup per token reads the token's sources twice, tile by tile. The first
 pass sums up scores (and, backward, the products with the output gradients). The
 second pass writes mixtures or source gradients. Between the two, M x Q
@@ -30,6 +34,9 @@ import jax
 import jax.numpy as jnp
 
 from attnres_kernels import warpgroup
+from attnres_kernels.depth_attention import pallas_gpu_cluster
+from attnres_kernels.depth_attention import pallas_gpu_cluster_plan
+from attnres_kernels.depth_attention import pallas_gpu_cluster_streamed
 
 _ROWS = 8  # Queries whose partial sums are held at the same time.
 # Partial sums of scores per thread; the more there are, the fewer thread blocks
@@ -75,6 +82,14 @@ def why_not(
 def forward(query_QD, sources, count, *, eps, apart=False, interpret=None):
   """Returns the mixtures and their log-normalisers."""
   call = _Call(query_QD, sources, count)
+  plan = pallas_gpu_cluster_plan.plan(
+    "forward", query_QD, sources, call.num_tokens
+  )
+  if plan is not None:
+    out, lse = pallas_gpu_cluster.forward(
+      call, query_QD, plan, eps=eps, interpret=interpret
+    )
+    return call.mixtures(out, lse)
   tiles, spans, num_queries = call.tiles, call.spans, call.num_queries
   inputs = {"query": query_QD} | call.inputs
   out_shape = (num_queries, call.num_tokens, tiles.width)
@@ -156,10 +171,7 @@ def forward(query_QD, sources, count, *, eps, apart=False, interpret=None):
     scratch_types=[warpgroup.shared(shape) for shape in scratch.values()],
     interpret=interpret,
   )(*inputs.values())
-  return (
-    out.reshape((num_queries, *call.tokens_shape, tiles.width)),
-    lse.T.reshape((num_queries, *call.tokens_shape)),
-  )
+  return call.mixtures(out, lse)
 
 
 def backward(
@@ -181,12 +193,27 @@ def backward(
   call = _Call(query_QD, sources, count)
   tiles, spans, num_queries = call.tiles, call.spans, call.num_queries
   num_slots, num_tokens = call.num_slots, call.num_tokens
-  inputs = {
-    "query": query_QD,
+  of_mixtures = {
     "lse": lse_QT.reshape(num_queries, num_tokens).T,
     "dlse": dlse_QT.astype(jnp.float32).reshape(num_queries, num_tokens).T,
     "dout": dout_QTD.reshape(num_queries, num_tokens, tiles.width),
-  } | call.inputs
+  }
+  plan = pallas_gpu_cluster_plan.plan(
+    "backward", query_QD, sources, num_tokens, dout_QTD
+  )
+  if plan is not None and accumulate is None:
+    options = of_mixtures | {"eps": eps, "interpret": interpret}
+    if plan.streamed:
+      pull_TMQ, dsources = pallas_gpu_cluster_streamed.backward(
+        call, query_QD, plan, **options
+      )
+      dquery_QD = _query_gradients(pull_TMQ, call)
+    else:
+      dquery_QD, dsources = pallas_gpu_cluster.backward(
+        call, query_QD, plan, **options
+      )
+    return dquery_QD, call.gradients(dsources)
+  inputs = {"query": query_QD} | of_mixtures | call.inputs
   before = {} if accumulate is None else call.named(accumulate, "before_")
   outputs = {
     f"d{name}": jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -383,9 +410,7 @@ def backward(
     dquery_QD = tiles.join(jnp.moveaxis(parts.sum(axis=0), 1, 0))
   else:
     dquery_QD = _query_gradients(parts, call)
-  if call.bank:
-    return dquery_QD, dsources[0].reshape(sources.shape)
-  return dquery_QD, tuple(x.reshape(sources[0].shape) for x in dsources)
+  return dquery_QD, call.gradients(dsources)
 
 
 def _query_gradients(pull_TMQ, call):
@@ -431,6 +456,20 @@ class _Call:
     return {
       f"{prefix}source{i}": warpgroup.flatten(x) for i, x in enumerate(sources)
     }
+
+  def mixtures(self, out_QTD, lse_TQ):
+    """Results of the forward pass, with the axes of tokens of the sources."""
+    return (
+      out_QTD.reshape((self.num_queries, *self.tokens_shape, self.tiles.width)),
+      lse_TQ.T.reshape((self.num_queries, *self.tokens_shape)),
+    )
+
+  def gradients(self, dsources):
+    """Source gradients in the structure of the sources."""
+    shape = (*self.tokens_shape, self.tiles.width)
+    if self.bank:
+      return dsources[0].reshape((self.num_slots, *shape))
+    return tuple(x.reshape(shape) for x in dsources)
 
   def array(self, slot):
     if self.bank:
