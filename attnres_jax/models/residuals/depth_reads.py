@@ -30,6 +30,7 @@ import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
 from attnres_jax import precision
+from attnres_jax import scopes
 from attnres_jax.models import linear
 from attnres_jax.models.residuals import base
 
@@ -60,6 +61,16 @@ def each(
   if read.value is None:
     return h_BTD
   return base.QKV(h_BTD, h_BTD, function(read.value))
+
+
+def normed(h: jax.Array | base.QKV, norm: Any) -> jax.Array | base.QKV:
+  """The norm of mixtures; for the backward pass only they are kept.
+
+  They come from a kernel, so no product can widen them where they are made. The
+  compiler would keep a float32 copy.
+  """
+  with scopes.part(scopes.NORM):
+    return jax.tree.map(jax.checkpoint(lambda h_BTD: norm(h_BTD)), h)
 
 
 class DepthQueries(nnx.Module):
