@@ -64,13 +64,9 @@ def each(
 
 
 def normed(h: jax.Array | base.QKV, norm: Any) -> jax.Array | base.QKV:
-  """The norm of mixtures; for the backward pass only they are kept.
-
-  They come from a kernel, so no product can widen them where they are made. The
-  compiler would keep a float32 copy.
-  """
+  """The norm of mixtures, which no matrix product makes, as an operator."""
   with scopes.part(scopes.NORM):
-    return jax.tree.map(jax.checkpoint(lambda h_BTD: norm(h_BTD)), h)
+    return jax.tree.map(norm.in_one_pass, h)
 
 
 class DepthQueries(nnx.Module):
