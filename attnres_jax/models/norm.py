@@ -6,12 +6,17 @@ import jax
 import jax.numpy as jnp
 
 from attnres_jax import precision
+from attnres_jax import sharding
+import attnres_kernels
 
 
 class Identity(nnx.Module):
   """Where a scheme or config wants no norm."""
 
   def __call__(self, x: jax.Array) -> jax.Array:
+    return x
+
+  def in_one_pass(self, x: jax.Array) -> jax.Array:
     return x
 
 
@@ -28,6 +33,19 @@ class RMSNorm(nnx.Module):
     normed = x_wide * inverse_rms(x_wide, self.eps)
     gain = jnp.reshape(self.gain[...], (1,) * (x.ndim - 1) + (-1,))
     return (normed * gain).astype(x.dtype)
+
+  def in_one_pass(self, x: jax.Array) -> jax.Array:
+    """The same of `x` [B, T, D], as an operator of its own.
+
+    For what no matrix product makes, such as the mixtures of a kernel.
+    """
+
+    def norm(x, gain):
+      return attnres_kernels.rms_norm(x, gain, eps=self.eps)
+
+    tokens = sharding.TOKENS
+    split = sharding.by_shards(norm, (tokens, sharding.WHOLE), tokens)
+    return split(x, self.gain[...])
 
 
 def optional(

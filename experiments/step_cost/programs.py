@@ -4,6 +4,8 @@
 An arm is a residual scheme: "prenorm", "block, kernels", and for identity
 stacks "block, plain JAX"; for training steps any other scheme by its name, with
 options of it, its reads or the model: "block_attnres heads=16 depth_loop=scan".
+"norms=kernel" makes every norm an operator, instead of a part of the products
+around it.
 Options are sublayers, block, batch, tokens, width and vocabulary.
 """
 
@@ -11,12 +13,14 @@ import ast
 import functools
 from typing import Any
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
 
 import attnres_jax
 from attnres_jax import config as config_lib
 from attnres_jax import loss as loss_lib
+from attnres_jax.models import norm as norm_lib
 import attnres_kernels
 
 
@@ -27,6 +31,7 @@ def training(arm, options, *, scan_layers=False):
     name, given = "block_attnres", []
   fields: dict[str, Any] = {"scan_layers": scan_layers}
   fields |= map(_option, given)
+  norms = fields.pop("norms", "fused")
   read = config_lib.DepthReadConfig(
     **_taken(fields, config_lib.DepthReadConfig)
   )
@@ -43,6 +48,10 @@ def training(arm, options, *, scan_layers=False):
     **fields,
   )
   model = jax.eval_shape(lambda: attnres_jax.build_model(config))
+  if norms == "kernel":
+    for _, module in nnx.iter_modules(model):
+      if type(module) is norm_lib.RMSNorm:
+        module.__class__ = _KernelNorm
   tokens_BT = jax.ShapeDtypeStruct((options.batch, options.tokens), jnp.int32)
 
   def loss(model, tokens_BT, target_BT):
@@ -55,6 +64,13 @@ def training(arm, options, *, scan_layers=False):
     return sums.total / tokens_BT.size
 
   return jax.value_and_grad(loss), (model, tokens_BT, tokens_BT)
+
+
+class _KernelNorm(norm_lib.RMSNorm):
+  """A norm that is never part of a matrix product."""
+
+  def __call__(self, x):
+    return self.in_one_pass(x)
 
 
 def _option(text):

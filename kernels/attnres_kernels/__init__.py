@@ -19,6 +19,7 @@ from attnres_kernels.dispatch import IMPLEMENTATIONS
 from attnres_kernels.dispatch import Implementation
 from attnres_kernels.kda.api import kda
 from attnres_kernels.kda.api import kda_step
+from attnres_kernels.rms_norm.api import rms_norm
 from attnres_kernels.short_conv.api import short_conv
 from attnres_kernels.sinkhorn.api import sinkhorn
 from attnres_kernels.stream_mix.api import stream_mix
@@ -34,6 +35,7 @@ __all__ = [
   "depth_read_norm",
   "kda",
   "kda_step",
+  "rms_norm",
   "short_conv",
   "sinkhorn",
   "stream_mix",

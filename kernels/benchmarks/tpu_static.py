@@ -41,6 +41,7 @@ from attnres_kernels.depth_read import pallas_tpu as depth_read
 from attnres_kernels.kda import pallas_tpu as kda
 from attnres_kernels.kda import pallas_tpu_chunk as kda_chunk
 from attnres_kernels.kda import shapes as kda_shapes
+from attnres_kernels.rms_norm import pallas_tpu as rms_norm
 from attnres_kernels.stream_mix import pallas_tpu as stream_mix
 from attnres_kernels.stream_mix import shapes as stream_shapes
 
@@ -243,6 +244,23 @@ def _merge(shape, backward):
   return function, (wide, lse, query, wide, *rest), plan
 
 
+def _norm(shape, backward):
+  wide = jax.ShapeDtypeStruct((shape.tokens, shape.width), jnp.bfloat16)
+  row = jax.ShapeDtypeStruct((shape.width,), jnp.float32)
+  slabs = 2 + backward
+  plan = _plan(
+    shape.tokens,
+    merge.choose_tile(shape.tokens, 2 * slabs * shape.width),
+    shape.width,
+    slabs=slabs,
+    stats=0,
+    fixed=(4 + 32 * 8 * backward) * shape.width,
+  )
+  kernel = rms_norm.backward if backward else rms_norm.forward
+  arguments = (wide, row, wide)[: 2 + backward]
+  return functools.partial(kernel, eps=1e-6), arguments, plan
+
+
 def _read(shape):
   """The sources of a decoding step: blocks, and a float32 partial sum."""
   token = (shape.tokens, shape.width)
@@ -286,6 +304,7 @@ def _depth_cases(options) -> Iterator[tuple[str, Any, Build]]:
       _merge,
       (*shapes.MERGE, *shapes.MERGE_HEADS, *shapes.MERGE_PEER),
     ),
+    ("rms_norm", _norm, shapes.MERGE),
   ):
     for backward, direction in enumerate(("forward", "backward")):
       for shape in of_op:

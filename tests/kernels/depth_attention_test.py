@@ -138,6 +138,8 @@ class TestDepthAttention:
       ("float32", (3, 2, (20,), 40), False),
       ("bfloat16", (2, 3, (2, 8), 136), True),
       ("bfloat16", (14, 2, (1,), 40), False),
+      # One source has weights of one, and a program of its own.
+      ("bfloat16", (3, 1, (17,), 136), False),
       pytest.param(
         "bfloat16", (64, 3, (3,), 24), False, marks=pytest.mark.slow
       ),

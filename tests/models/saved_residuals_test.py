@@ -86,6 +86,21 @@ def test_none_keeps_far_more(fields):
   assert sum(map(jaxprs.nbytes, kept)) > 4 * (vectors + statistics)
 
 
+@pytest.mark.parametrize("scan", [False, True])
+def test_reads_of_depth_keep_no_float32_vectors(scan):
+  """In bfloat16, not even of partial sums, which are sums of float32.
+
+  Only a scan needs a partial sum in front of the first sublayer of a block.
+  """
+  fields = dict(name="block_attnres", block_size=4, dtype="bfloat16")
+  kept, num_blocks = _saved("none", scan=scan, scan_layers=scan, **fields)
+  vectors = [a for a in kept if a.shape[-2:] == (TOKENS, WIDTH)]
+  assert all(a.dtype == jnp.bfloat16 for a in vectors), vectors
+  # Of every read its mixture, its partial sum and its result; and the blocks.
+  count = 3 * 2 * LAYERS + num_blocks - (0 if scan else num_blocks)
+  assert sum(a.size for a in vectors) == count * TOKENS * WIDTH
+
+
 def test_dots_also_keeps_products():
   fields = dict(name="block_attnres", block_size=4)
   kept = {

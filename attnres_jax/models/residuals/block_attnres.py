@@ -121,7 +121,11 @@ class BlockAttnResOneSoftmax(depth_attention.DepthAttention):
 
 
 class BlockAttnRes(BlockAttnResOneSoftmax):
-  """The same function in two phases; the carry is only the partial sum."""
+  """The same function in two phases; the carry is only the partial sum.
+
+  It is None before the first sublayer of a block. A scan cannot change it to an
+  array: then it is zeros, and the slot says that they have no weight.
+  """
 
   definition = BlockAttnResOneSoftmax
   scannable = True
@@ -137,6 +141,9 @@ class BlockAttnRes(BlockAttnResOneSoftmax):
     self, reads: depth_reads.Read, sources: depth_attention.Sources
   ) -> tuple[Any, Any]:
     slots = self.phase_1(reads, sources)
+    if self._apart:
+      # No scan, so the first sublayer may read without a partial sum.
+      return None, slots
     one = depth_attention.like(sources)
     partial_BTD = jnp.zeros(one.shape, precision.wide(one.dtype))
     return partial_BTD, slots.ignoring_first()
@@ -145,12 +152,16 @@ class BlockAttnRes(BlockAttnResOneSoftmax):
     return (carry.astype(self.dtype),)
 
   def read(self, carry: Any, slot: Any) -> jax.Array | base.QKV:
-    return self.merge(slot, carry)
+    if carry is None:
+      return depth_reads.each(slot, self.whole)
+    return self.merge(slot, carry.astype(self.dtype))
 
   def read_normed(
     self, carry: Any, slot: Any, norm: norm_lib.RMSNorm
   ) -> jax.Array | base.QKV:
-    return self.merge_normed(slot, carry, norm)
+    if carry is None:
+      return depth_reads.normed(self.read(carry, slot), norm)
+    return self.merge_normed(slot, carry.astype(self.dtype), norm)
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
     del slot

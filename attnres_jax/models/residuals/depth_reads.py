@@ -30,6 +30,7 @@ import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
 from attnres_jax import precision
+from attnres_jax import scopes
 from attnres_jax.models import linear
 from attnres_jax.models.residuals import base
 
@@ -60,6 +61,12 @@ def each(
   if read.value is None:
     return h_BTD
   return base.QKV(h_BTD, h_BTD, function(read.value))
+
+
+def normed(h: jax.Array | base.QKV, norm: Any) -> jax.Array | base.QKV:
+  """The norm of mixtures, which no matrix product makes, as an operator."""
+  with scopes.part(scopes.NORM):
+    return jax.tree.map(norm.in_one_pass, h)
 
 
 class DepthQueries(nnx.Module):

@@ -216,6 +216,8 @@ def _kernel(
       kept,
     )
 
+  # The only weight is one, so mixtures do not depend on the scores.
+  alone = num_slots == 1 and not bank and columns.heads == 1
   factors_of = None
   if columns.heads > 1:
     rows = num_slots * tiles.GROUP
@@ -229,6 +231,14 @@ def _kernel(
     load = functools.partial(tiles.load_sources, source_refs, rows, kept, bank)
     douts = functools.partial(load_douts, rows, kept)
     inverse = tiles.inverse_rms(load, columns, eps)
+    if alone:
+      score = _scores(load, terms_ref, columns, num_queries, exact) * inverse
+      dscore = dlse[rows]
+      bend = jnp.sum(dscore * score, axis=1, keepdims=True)
+      bend = bend * inverse * inverse * (1.0 / columns.key_width)
+      pull = dscore * inverse
+      groups.append((rows, load, douts, bend, _pull_factor(pull, exact), pull))
+      continue
     products_of = _products if columns.heads == 1 else heads_lib.products
     product, score = products_of(
       load, douts, terms_ref, columns, num_slots, num_queries, exact
@@ -260,7 +270,8 @@ def _kernel(
   for rows, load, douts, bend, factors, _ in groups:
     for piece in columns.pieces:
       chunk = piece.columns
-      dsource = _dsource(
+      dsource_of = _dsource_alone if alone else _dsource
+      dsource = dsource_of(
         load(chunk), douts(chunk), pull_terms_ref, bend, factors, columns, piece
       )
       if count is not None:
@@ -355,6 +366,37 @@ def _dsource(source, dout, pull_terms_ref, bend, factors, columns, piece):
     key = columns.only_keys(piece, source)
     dsource -= bend * key.astype(jnp.float32)
   return dsource
+
+
+def _scores(load, terms_ref, columns, num_queries, exact):
+  """Products of the rows of one source with the queries: [8, Q]."""
+  raw = tiles.total(
+    tiles.dot(terms_ref[:, piece.key], load(piece.columns), 1, exact=exact)
+    for piece in columns.keys
+  )
+  return jnp.transpose(tiles.sum_terms(raw, num_queries))
+
+
+def _pull_factor(pull, exact):
+  """The columns of `_factor` that belong to the pulls."""
+  if exact:
+    return pull
+  high, low = tiles.high_and_low(pull)
+  return jnp.concatenate([high, high, low], axis=1).astype(jnp.bfloat16)
+
+
+def _dsource_alone(source, dout, pull_terms_ref, bend, factor, columns, piece):
+  """`_dsource` of the only source, of which every mixture is a copy."""
+  exact = dout.dtype == jnp.float32
+  dsource = tiles.total(
+    dout[first : first + tiles.GROUP].astype(jnp.float32)
+    for first in range(0, dout.shape[0], tiles.GROUP)
+  )
+  if piece.key is None:
+    return dsource
+  dsource += tiles.dot(factor, pull_terms_ref[:, piece.key], exact=exact)
+  key = columns.only_keys(piece, source)
+  return dsource - bend * key.astype(jnp.float32)
 
 
 def _factor(weight, pull, exact):

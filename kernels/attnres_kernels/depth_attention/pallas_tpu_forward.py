@@ -120,6 +120,13 @@ def _kernel(
   base = pl.program_id(0) * tile
   stacked = num_slots <= _STACKED_SOURCES
   groups, lses = [], []
+
+  def write(query, rows, chunk, mixed):
+    if len(out_refs[0].shape) == 3:
+      out_refs[0][query, rows, chunk] = mixed
+    else:
+      out_refs[query][rows, chunk] = mixed
+
   for first in range(0, tile, tiles.ROWS):
     # Scores need no diagonal: use whole row tiles, as in memory.
     load = functools.partial(
@@ -141,6 +148,13 @@ def _kernel(
     safe = jnp.where(empty, 1.0, total)
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(safe))
     lses.append(lse.reshape(tiles.ROWS, softmaxes))
+    if num_slots == 1 and not bank:
+      # The only weight is one: every mixture is the source.
+      rows = slice(first, first + tiles.ROWS)
+      for piece in columns.pieces:
+        for query in range(num_queries):
+          write(query, rows, piece.columns, load(piece.columns))
+      continue
     weight = weight / safe[None]
     for half in range(tiles.ROWS // tiles.GROUP):
       start = first + half * tiles.GROUP
@@ -179,11 +193,8 @@ def _kernel(
         mixed = jnp.where(count > 0, mixed, 0.0)
       mixed = mixed.astype(out_refs[0].dtype)
       mixed = mixed.reshape(num_queries, tiles.GROUP, -1)
-      if len(out_refs[0].shape) == 3:
-        out_refs[0][:, rows, piece.columns] = mixed
-      else:
-        for query, out_ref in enumerate(out_refs):
-          out_ref[rows, piece.columns] = mixed[query]
+      for query in range(num_queries):
+        write(query, rows, piece.columns, mixed[query])
 
 
 def _raw_scores(load, terms_ref, columns, num_queries, exact):

@@ -17,10 +17,10 @@ from attnres_kernels import dispatch
 from attnres_kernels.depth_merge import xla
 from attnres_kernels.depth_merge.pallas_tpu_columns import Columns
 
-_ROWS = 16
+ROWS = 16
 _BUFFER_SHARE = 3 / 7  # Of VMEM.
 _LANES = 128
-_SUBLANES = 8
+SUBLANES = 8
 
 
 def why_not(function, *args, eps, norm_eps, heads=1, rank=None):
@@ -51,7 +51,7 @@ def forward(
   """Returns (new partial or None, merged or merged and normed)."""
   wide = [x for x in (out_TD, partial_TD, update_TD) if x is not None]
   written = [out_TD] if update_TD is None else [partial_TD, out_TD]
-  call = _Call([*wide, *written])
+  call = Call([*wide, *written])
   columns = Columns(call.width, heads, rank)
   vectors = columns.vectors(query_D, gain_D)
   results = pl.pallas_call(
@@ -65,7 +65,7 @@ def forward(
     ),
     grid=(call.tiles,),
     in_specs=[
-      *(_whole(x) for x in vectors),
+      *(whole(x) for x in vectors),
       call.stats_spec(lambda t: t, heads),
       *(call.wide_spec(lambda t: t) for _ in wide),
     ],
@@ -105,7 +105,7 @@ def backward(
   if dtotal_TD is not None:
     wide.append(dtotal_TD)
   written = [out_TD, total_TD]
-  call = _Call([*wide, *written])
+  call = Call([*wide, *written])
   parts = max(p for p in range(1, 9) if call.tiles % p == 0)
   steps = call.tiles // parts
 
@@ -114,7 +114,7 @@ def backward(
 
   columns = Columns(call.width, heads, rank)
   vectors = columns.vectors(query_D, gain_D)
-  sums = (parts, len(vectors), _SUBLANES, call.width)
+  sums = (parts, len(vectors), SUBLANES, call.width)
   dout, dtotal, dlse, dvectors = pl.pallas_call(
     functools.partial(
       _backward_kernel,
@@ -127,7 +127,7 @@ def backward(
     ),
     grid=(parts, steps),
     in_specs=[
-      *(_whole(x) for x in vectors),
+      *(whole(x) for x in vectors),
       call.stats_spec(at, heads),
       *(call.wide_spec(at) for _ in wide),
     ],
@@ -165,15 +165,15 @@ def backward(
 def choose_tile(num_tokens, bytes_per_token):
   """Tokens per grid step: up to 128, as long as two buffers stay small."""
   tile, most = _LANES, _BUFFER_SHARE * dispatch.tpu_vmem_bytes()
-  while tile > _ROWS and (
+  while tile > ROWS and (
     2 * tile * bytes_per_token > most or tile // 2 >= num_tokens
   ):
     tile //= 2
   return tile
 
 
-class _Call:
-  """Tiles and layouts shared by the two directions."""
+class Call:
+  """Tiles and layouts shared by all kernels that visit each row once."""
 
   def __init__(self, slabs):
     shape = slabs[0].shape
@@ -226,18 +226,18 @@ def _forward_kernel(*refs, update, gain, columns, eps, norm_eps):
   update_ref, refs = (refs[0], refs[1:]) if update else (None, refs)
   mixed_ref = refs[-1]
   lse = _to_column(lse_ref)
-  for start in range(0, out_ref.shape[0], _ROWS):
-    rows = slice(start, start + _ROWS)
-    total = _load(partial_ref, rows)
+  for start in range(0, out_ref.shape[0], ROWS):
+    rows = slice(start, start + ROWS)
+    total = load_rows(partial_ref, rows)
     if update:
-      total += _load(update_ref, rows)
+      total += load_rows(update_ref, rows)
       refs[0][rows, :] = total.astype(refs[0].dtype)
     score, _ = _score(total, query_ref, columns, eps)
     keep, take = xla.two_weights(lse[rows], score)
     keep, take = columns.spread(keep), columns.spread(take)
-    mixed = keep * _load(out_ref, rows) + take * total
+    mixed = keep * load_rows(out_ref, rows) + take * total
     if gain_ref is not None:
-      mixed *= jax.lax.rsqrt(_mean(mixed * mixed) + norm_eps)
+      mixed *= jax.lax.rsqrt(mean(mixed * mixed) + norm_eps)
       mixed *= gain_ref[...]
     mixed_ref[rows, :] = mixed.astype(mixed_ref.dtype)
 
@@ -257,13 +257,10 @@ def _backward_kernel(*refs, num_tokens, dtotal, gain, columns, eps, norm_eps):
 
   lse = _to_column(lse_ref)
   dscores = []
-  for start in range(0, tile, _ROWS):
-    rows = slice(start, start + _ROWS)
-    kept = None
-    if num_tokens % tile:
-      row = jax.lax.broadcasted_iota(jnp.int32, (_ROWS, 1), 0)
-      kept = row < num_tokens - step * tile - start
-    load = functools.partial(_load, rows=rows, kept=kept)
+  for start in range(0, tile, ROWS):
+    rows = slice(start, start + ROWS)
+    kept = kept_rows(num_tokens, tile, step * tile + start)
+    load = functools.partial(load_rows, rows=rows, kept=kept)
     out, total, dmixed = load(out_ref), load(total_ref), load(dmixed_ref)
     score, inverse = _score(total, query_ref, columns, eps)
     keep, take = xla.two_weights(lse[rows], score)
@@ -271,11 +268,11 @@ def _backward_kernel(*refs, num_tokens, dtotal, gain, columns, eps, norm_eps):
     keep, take = columns.spread(keep), columns.spread(take)
     if gain_ref is not None:
       mixed = keep * out + take * total
-      norm = jax.lax.rsqrt(_mean(mixed * mixed) + norm_eps)
+      norm = jax.lax.rsqrt(mean(mixed * mixed) + norm_eps)
       mixed *= norm
-      sums_ref[0, 1] += _fold(dmixed * mixed)
+      sums_ref[0, 1] += fold(dmixed * mixed)
       dmixed *= gain_ref[...]
-      along = _mean(dmixed * mixed)
+      along = mean(dmixed * mixed)
       dmixed = norm * (dmixed - along * mixed)
       # Orthogonal to the mixture is the gradient of all heads together.
       if columns.heads == 1:
@@ -289,7 +286,7 @@ def _backward_kernel(*refs, num_tokens, dtotal, gain, columns, eps, norm_eps):
     if columns.heads > 1:
       bend = jnp.sum(bend, axis=1, keepdims=True)
     pull = columns.spread(pull)
-    sums_ref[0, 0] += _fold(pull * total)
+    sums_ref[0, 0] += fold(pull * total)
     dout_ref[rows, :] = (keep * dmixed).astype(dout_ref.dtype)
     bent = columns.only_keys(total)
     dsum = take * dmixed - bend * bent + pull * query_ref[...]
@@ -303,7 +300,15 @@ def _backward_kernel(*refs, num_tokens, dtotal, gain, columns, eps, norm_eps):
   dlse_ref[0] = -jnp.transpose(dscore)[: columns.heads]
 
 
-def _load(ref, rows, kept=None):
+def kept_rows(num_tokens, tile, base):
+  """Which of the rows from `base` on are tokens; None if all are."""
+  if num_tokens % tile == 0:
+    return None
+  row = jax.lax.broadcasted_iota(jnp.int32, (ROWS, 1), 0)
+  return row < num_tokens - base
+
+
+def load_rows(ref, rows, kept=None):
   x = ref[rows, :].astype(jnp.float32)
   return x if kept is None else jnp.where(kept, x, 0.0)
 
@@ -316,22 +321,22 @@ def _score(total, query_ref, columns, eps):
   return columns.sums(total * query_ref[...]) * inverse, inverse
 
 
-def _mean(x):
+def mean(x):
   return jnp.sum(x, axis=1, keepdims=True) * (1.0 / x.shape[1])
 
 
-def _fold(x):
+def fold(x):
   """Sums rows down to one tile of sublanes, by vector additions only."""
-  return sum(x[i : i + _SUBLANES] for i in range(0, x.shape[0], _SUBLANES))
+  return sum(x[i : i + SUBLANES] for i in range(0, x.shape[0], SUBLANES))
 
 
 def _to_column(ref):
   """[1, H, tokens] along lanes to [tokens, H]."""
   if ref.shape[1] > 1:
     return jnp.transpose(ref[0])
-  row = jnp.broadcast_to(ref[0], (_SUBLANES, ref.shape[-1]))
+  row = jnp.broadcast_to(ref[0], (SUBLANES, ref.shape[-1]))
   return jnp.transpose(row)[:, :1]
 
 
-def _whole(array):
+def whole(array):
   return pl.BlockSpec(array.shape, lambda *i: (0,) * array.ndim)

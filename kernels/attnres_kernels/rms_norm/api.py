@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public function of the norm: checks, gradient rule, backend.
+
+Compilers fuse a norm into the matrix products around it, which is free where
+one product makes its input. A mixture of `depth_attention` comes from a kernel,
+so its norm would be read once more for the mean square, and once per product.
+"""
+
+import functools
+
+import jax
+from jaxtyping import Array
+from jaxtyping import Float
+
+from attnres_kernels import dispatch
+
+
+def rms_norm(
+  x: Float[Array, "*T D"],
+  gain: Float[Array, " D"],
+  *,
+  eps: float = 1e-6,
+  implementation: dispatch.Implementation | None = None,
+) -> Float[Array, "*T D"]:
+  """X / rms(x) * gain over the last axis (arXiv:1910.07467), in one pass.
+
+  Args:
+    x: bfloat16 or wider.
+    gain: of each column.
+    eps: added to the mean square.
+    implementation: a backend by name; None takes the best that fits.
+
+  Returns:
+    In the dtype of `x`; statistics are float32 (float64 if `x` is).
+
+  Raises:
+    ValueError: the shapes do not fit together.
+    NotImplementedError: the named backend cannot run these shapes here.
+  """
+  dispatch.check_implementation(implementation)
+  dispatch.check_eps(eps)
+  if gain.shape != x.shape[-1:]:
+    raise ValueError(f"gain must be {x.shape[-1:]}, got {gain.shape}")
+  gain = gain.astype(dispatch.accumulator(x, gain))
+  return _norm(float(eps), implementation, x, gain)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _norm(eps, implementation, x, gain):
+  return dispatch.call("rms_norm", "forward", implementation, x, gain, eps=eps)
+
+
+def _forward(eps, implementation, x, gain):
+  return _norm(eps, implementation, x, gain), (x, gain)
+
+
+def _backward(eps, implementation, kept, dy):
+  return dispatch.call(
+    "rms_norm", "backward", implementation, *kept, dy, eps=eps
+  )
+
+
+_norm.defvjp(_forward, _backward)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""rms_norm: every backend against the definition in NumPy, and compiled."""
+
+import jax
+from jax.experimental.pallas import tpu as pltpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnres_kernels import dispatch
+from attnres_kernels import rms_norm
+from tests.kernels import tpu_aot_test
+
+EPS = 0.3  # Large enough to matter.
+
+
+def make(shape, dtype):
+  rng = np.random.default_rng(len(shape) + shape[-1])
+  x, dy = (jnp.asarray(rng.normal(size=shape), dtype) for _ in range(2))
+  gain = jnp.asarray(rng.normal(size=shape[-1]), jnp.float32)
+  return x, gain, dy
+
+
+def oracle(x, gain, dy):
+  """The norm and its gradients in float64, by the matrix of derivatives."""
+  x, gain, dy = (np.asarray(a, np.float64) for a in (x, gain, dy))
+  width = x.shape[-1]
+  rows, drows = x.reshape(-1, width), dy.reshape(-1, width)
+  y, dx = np.empty_like(rows), np.empty_like(rows)
+  dgain = np.zeros(width)
+  for i, (row, drow) in enumerate(zip(rows, drows)):
+    rms = np.sqrt(np.mean(row**2) + EPS)
+    y[i] = row / rms * gain
+    matrix = np.eye(width) / rms - np.outer(row, row) / (width * rms**3)
+    dx[i] = matrix @ (gain * drow)
+    dgain += drow * row / rms
+  return y.reshape(x.shape), dx.reshape(x.shape), dgain
+
+
+def run(implementation, x, gain, dy):
+  @jax.jit
+  def f(x, gain, dy):
+    norm = lambda *a: rms_norm(*a, eps=EPS, implementation=implementation)
+    y, pull = jax.vjp(norm, x, gain)
+    return y, *pull(dy)
+
+  with dispatch.interpreted(pltpu.InterpretParams(detect_races=True)):
+    return f(x, gain, dy)
+
+
+@pytest.mark.parametrize("implementation", ("xla", "pallas_tpu"))
+@pytest.mark.parametrize("shape", [(2, 12, 256), (5, 130), (300, 128)], ids=str)
+def test_values_and_gradients(implementation, shape):
+  """Rows that do not fill a tile, and columns that do not fill registers."""
+  arrays = make(shape, "float32")
+  found = run(implementation, *arrays)
+  for a, b in zip(found, oracle(*arrays), strict=True):
+    assert a.dtype == jnp.float32
+    np.testing.assert_allclose(a, b, rtol=0, atol=3e-6 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("implementation", ("xla", "pallas_tpu"))
+def test_bfloat16_is_rounded_once(implementation):
+  arrays = make((40, 256), "bfloat16")
+  found = run(implementation, *arrays)
+  expected = oracle(*arrays)
+  assert [str(a.dtype) for a in found] == ["bfloat16", "bfloat16", "float32"]
+  for a, b in zip(found[:2], expected[:2]):
+    a = np.asarray(a, np.float64)
+    np.testing.assert_allclose(a, b, rtol=2.0**-8, atol=1e-5)
+  np.testing.assert_allclose(found[2], expected[2], rtol=0, atol=1e-5)
+
+
+def test_float64():
+  with jax.enable_x64(True):
+    x, gain, dy = (jnp.asarray(a, jnp.float64) for a in make((3, 7), "float32"))
+    found = run(None, x, gain, dy)
+    for a, b in zip(found, oracle(x, gain, dy), strict=True):
+      np.testing.assert_allclose(a, b, rtol=0, atol=1e-13)
+
+
+@pytest.mark.usefixtures("any_arguments")
+def test_bad_arguments():
+  x, gain, _ = make((4, 8), "float32")
+  with pytest.raises(ValueError, match=r"gain must be \(8,\), got \(7,\)"):
+    rms_norm(x, gain[:7])
+  with pytest.raises(ValueError, match="eps=-1 must be"):
+    rms_norm(x, gain, eps=-1)
+  with pytest.raises(NotImplementedError, match="bfloat16 or float32, got flo"):
+    rms_norm(x.astype(jnp.float16), gain, implementation="pallas_tpu")
+  with pytest.raises(NotImplementedError, match="no pallas_gpu backend"):
+    rms_norm(x, gain, implementation="pallas_gpu")
+
+
+@pytest.mark.slow
+@pytest.mark.needs("libtpu")
+@pytest.mark.parametrize("chip", tuple(tpu_aot_test.CHIPS))
+@pytest.mark.parametrize("width", (1168, 8192))
+def test_compiles(chip, width):
+  def f(x, gain, dy):
+    y, pull = jax.vjp(rms_norm, x, gain)
+    return y, *pull(dy)
+
+  wide = (520, width), None
+  arguments = [wide, ((width,), jnp.float32), wide]
+  text = tpu_aot_test.compile_for(chip, f, arguments, "bfloat16")
+  assert text and "rms_norm_forward" in text and "rms_norm_backward" in text
