@@ -8,7 +8,7 @@ of a block attend to the completed blocks together, then each sublayer merges
 the partial sum as one more source.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import functools
 from typing import Any, NamedTuple
 
@@ -125,24 +125,44 @@ class BlockAttnRes(BlockAttnResOneSoftmax):
 
   definition = BlockAttnResOneSoftmax
   scannable = True
-  banked = True
+  banked = keeps_open = True
 
   def open(self, state: BlockState, start: int, stop: int) -> tuple[Any, Any]:
     reads = self.queries.reads(start, stop)
-    if state.partial_BTD is None:
-      return self.begin(reads, state.blocks)
-    return state.partial_BTD, self.phase_1(reads, state.blocks)
-
-  def begin(
-    self, reads: depth_reads.Read, sources: depth_attention.Sources
-  ) -> tuple[Any, Any]:
-    slots = self.phase_1(reads, sources)
-    one = depth_attention.like(sources)
+    slots = self.phase_1(reads, state.blocks)
+    if state.partial_BTD is not None:
+      return state.partial_BTD, slots
+    one = state.blocks[0]
     partial_BTD = jnp.zeros(one.shape, precision.wide(one.dtype))
     return partial_BTD, slots.ignoring_first()
 
-  def end(self, carry: Any) -> tuple[jax.Array, ...]:
-    return (carry.astype(self.dtype),)
+  def num_sources(self, l: int) -> int:
+    return 1 + l // self.block_size
+
+  def open_rows(
+    self, rest: Any, shape: tuple[int, ...], size: int
+  ) -> jax.Array:
+    del size
+    if rest is None:
+      return jnp.zeros((1, *shape), precision.wide(self.dtype))
+    return rest[None]
+
+  def step(
+    self,
+    reads: depth_reads.Read,
+    mixtures: tuple[jax.Array, jax.Array],
+    open_RBTD: jax.Array,
+    place: jax.Array | int,
+    first: jax.Array | bool,
+    sublayer: Callable[[Any, Any], jax.Array],
+  ) -> jax.Array:
+    del place
+    slot = self.slots_of(reads, *mixtures).ignoring_first(first)
+    slot = jax.tree.map(lambda a: a[0], slot)
+    partial_BTD = jnp.squeeze(open_RBTD, 0)
+    y_BTD = sublayer(partial_BTD, slot)
+    partial_BTD = jnp.where(first, 0, partial_BTD)
+    return _add(partial_BTD, y_BTD)[None]
 
   def read(self, carry: Any, slot: Any) -> jax.Array | base.QKV:
     return self.merge(slot, carry)

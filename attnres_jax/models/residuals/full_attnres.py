@@ -8,17 +8,19 @@ exist when it opens, reading them once; phase 2 merges the values that the
 segment itself produces. It is exact, and only changes the schedule.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flax import nnx
 import jax
+import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
 from attnres_jax.models import norm as norm_lib
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import depth_attention
 from attnres_jax.models.residuals import depth_reads
+import attnres_kernels
 
 
 class FullAttnResOneSoftmax(depth_attention.DepthAttention):
@@ -85,15 +87,39 @@ class FullAttnRes(FullAttnResOneSoftmax):
     return tuple((i, min(i + step, last)) for i in range(0, last, step))
 
   def open(self, state: Any, start: int, stop: int) -> tuple[Any, Any]:
-    return self.begin(self.queries.reads(start, stop), state)
+    return (), self.phase_1(self.queries.reads(start, stop), state)
 
-  def begin(
-    self, reads: depth_reads.Read, sources: depth_attention.Sources
-  ) -> tuple[Any, Any]:
-    return (), self.phase_1(reads, sources)
+  def num_sources(self, l: int) -> int:
+    return 1 + l
 
-  def end(self, carry: Any) -> tuple[jax.Array, ...]:
-    return carry
+  def open_rows(
+    self, rest: Any, shape: tuple[int, ...], size: int
+  ) -> jax.Array:
+    del rest
+    return jnp.zeros((size, *shape), self.dtype)
+
+  def step(
+    self,
+    reads: depth_reads.Read,
+    mixtures: tuple[jax.Array, jax.Array],
+    open_RBTD: jax.Array,
+    place: jax.Array | int,
+    first: jax.Array | bool,
+    sublayer: Callable[[Any, Any], jax.Array],
+  ) -> jax.Array:
+    del first
+    if len(open_RBTD) > 1:
+      *more, open_RBTD = depth_attention.through_bank(
+        depth_attention.queries_of(reads),
+        depth_attention.Bank(open_RBTD, place),
+        **self.how,
+      )
+      mixtures = attnres_kernels.combine_mixtures(*mixtures, *more)
+    slot = jax.tree.map(lambda a: a[0], self.slots_of(reads, *mixtures))
+    y_BTD = base.keep(sublayer((), slot))
+    return jax.lax.dynamic_update_index_in_dim(
+      open_RBTD, y_BTD.astype(self.dtype), place, 0
+    )
 
   def read(self, carry: Any, slot: Any) -> jax.Array | base.QKV:
     if not carry:
