@@ -40,7 +40,9 @@ from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import depth_attention
 
 # Names of primitives that are not computed a second time in the backward pass.
-_COSTLY = ("dot", "pallas", "conv", "scan", "while", "cond", "remat", "custom")
+_COSTLY = ("dot", "pallas", "conv_", "scan", "while", "cond", "remat", "custom")
+# Those that only name parts of what is given.
+_VIEWS = ("squeeze", "reshape", "slice")
 
 
 class At(NamedTuple):
@@ -283,29 +285,33 @@ class Part:
       bank_MBTD, open_RBTD, mixtures, states = carry
 
       def begin(carry):
-        bank_MBTD, mixtures = carry
+        bank_MBTD, open_RBTD, mixtures = carry
         # In front of all sublayers, this writes a row that is written later.
         bank_MBTD = _put(bank_MBTD, open_RBTD, at.before)
         new = self._attend(weights, bank_MBTD, at)
-        return bank_MBTD, _put(mixtures, new, at.l if whole else 0, axis=1)
+        mixtures = _put(mixtures, new, at.l if whole else 0, axis=1)
+        if self.residual.keeps_open:
+          open_RBTD = jnp.where(at.first != 0, 0, open_RBTD)
+        return bank_MBTD, open_RBTD, mixtures
 
       with scopes.part(scopes.RESIDUAL):
-        bank_MBTD, mixtures = _when(
+        bank_MBTD, open_RBTD, mixtures = _when(
           at.opens, [a.opens for a in of_position], begin,
-          (bank_MBTD, mixtures),
+          (bank_MBTD, open_RBTD, mixtures),
         )  # fmt: skip
         own = _one(mixtures, at.l if whole else at.place, axis=1)
         if states is not None:
           states = _put(states, open_RBTD[None], at.kept)
       own = self._own(weights, kind, at), own, open_RBTD
       if saved is None:
-        open_RBTD = self._step(kind, *own, at.place, at.first, segment_ids_BT)
+        new_BTD, _ = self._step(kind, *own, at.place, at.first, segment_ids_BT)
       else:
         program = _Program(
           functools.partial(self._step, kind), own, at, segment_ids_BT
         )
-        open_RBTD, one = program.forward(own, at, segment_ids_BT)
+        new_BTD, one = program.forward(own, at, segment_ids_BT)
         kept.append((program, one))
+      open_RBTD = _put(open_RBTD, new_BTD[None], self._row(at))
       return bank_MBTD, open_RBTD, mixtures, states
 
     for kinds, places in self.runs:
@@ -375,9 +381,12 @@ class Part:
         else:
           own = _one(again, at.place, axis=1)
         before = open_RBTD if states is None else _one(states, at.kept)
+        dnew_BTD = _one(dopen_RBTD, self._row(at))
+        if states is not None:
+          dopen_RBTD = None
       own = self._own(weights, kind, at), own, before
       (dreads, dsublayer), down, dopen_RBTD = program.backward(
-        own, at, segment_ids_BT, kept, dopen_RBTD
+        own, at, segment_ids_BT, kept, (dnew_BTD, dopen_RBTD)
       )
       dsublayers, all_dreads = dweights
       with scopes.part(kind):
@@ -431,7 +440,7 @@ class Part:
     return carry[:3]
 
   def _step(self, kind, own, mixtures, open_RBTD, place, first, segment_ids_BT):
-    """The open rows after a sublayer."""
+    """`step` of the scheme."""
 
     def run(own, mixtures, open_RBTD, place, first, segment_ids_BT):
       reads, sublayer = own
@@ -448,6 +457,10 @@ class Part:
     return self.around(run)(
       own, mixtures, open_RBTD, place, first, segment_ids_BT
     )
+
+  def _row(self, at):
+    """Of the open rows, the one that a sublayer writes."""
+    return 0 if self.residual.keeps_open else at.place
 
   def _attend(self, weights, bank_MBTD, at):
     """[V, Q, ...] mixtures of a segment, and their log-normalisers."""
@@ -503,7 +516,7 @@ class _Program:
         lambda *own: step(*own, place, first, segment_ids_BT), *own
       )
       leaves, self._pull = jax.tree.flatten(pull)
-      return [new, *leaves]
+      return [new[0], *leaves]
 
     arguments = own, *_numbers(at), segment_ids_BT
     closed = jax.make_jaxpr(run)(*arguments)
@@ -516,13 +529,13 @@ class _Program:
     )
 
   def forward(self, own, at, segment_ids_BT):
-    """(The open rows, what to keep)."""
+    """(The row that the sublayer writes, what to keep)."""
     given = jax.tree.leaves((own, *_numbers(at), segment_ids_BT))
     new, *kept = self._evaluate(given, None, [self._new, *self._kept])
     return new, kept
 
   def backward(self, own, at, segment_ids_BT, kept, dnew):
-    """The gradients of `own`."""
+    """The gradients of `own`, given those of both results."""
     given = jax.tree.leaves((own, *_numbers(at), segment_ids_BT))
     again = self._evaluate(given, self._cheap, self._again)
     values = dict(zip(self._jaxpr.invars, given))
@@ -556,17 +569,19 @@ def _sort(jaxpr, wanted, dear):
     wanted: what its backward pass needs.
     dear: arguments from which nothing is computed again.
   """
-  dear, made = set(dear), {}
+  dear, given, made = set(dear), set(jaxpr.invars), set()
   for equation in jaxpr.eqns:
     name = equation.primitive.name
     inputs = [v for v in equation.invars if not isinstance(v, core.Literal)]
     costly = any(v in dear for v in inputs)
     costly |= any(part in name for part in _COSTLY)
-    made |= dict.fromkeys(equation.outvars, equation)
+    made.update(equation.outvars)
     dear.update(equation.outvars if costly else ())
-  wanted = dict.fromkeys(v for v in wanted if not isinstance(v, core.Literal))
-  kept = [v for v in wanted if v in made and v in dear]
-  again = [v for v in wanted if v in made and v not in dear]
+    if name in _VIEWS and given.issuperset(inputs):
+      given.update(equation.outvars)
+  wanted = [v for v in wanted if not isinstance(v, core.Literal) and v in made]
+  kept = [v for v in dict.fromkeys(wanted) if v in dear - given]
+  again = [v for v in dict.fromkeys(wanted) if v not in dear - given]
   needed, reached = set(again), []
   for equation in reversed(jaxpr.eqns):
     if any(v in needed for v in equation.outvars):

@@ -122,7 +122,8 @@ class Residual(nnx.Module):
       read as there are when a segment opens (`models.depth_scan`). Segments of
       such a scheme are of one size, and it has `num_sources`, `open_rows` and
       `step`.
-    keeps_open: whether open rows change until they become sources.
+    keeps_open: whether open rows are sums, which start at zero and change until
+      they become sources.
     reads_depth: whether `config.residual.read` describes its reads; otherwise,
       this has to keep its defaults.
     pre_norm: whether sublayers have a norm (with a gain) in front of them;
@@ -245,16 +246,20 @@ class Residual(nnx.Module):
     place: jax.Array | int,
     first: jax.Array | bool,
     sublayer: Callable[[Any, Any], jax.Array],
-  ) -> jax.Array:
-    """The open rows after a sublayer of a segment, given those before it.
+  ) -> tuple[jax.Array, jax.Array | None]:
+    """What a sublayer of a segment writes, given the open rows before it.
 
     Args:
       reads: of this sublayer, with a leading axis of 1.
       mixtures: of the sources of the segment, and their log-normalisers.
-      open_RBTD: rows; if it is the first one, those of the segment before.
+      open_RBTD: rows.
       place: how many sublayers of the segment have run.
       first: whether nothing of the segment has run, not even elsewhere.
       sublayer: maps a carry and a slot to its output.
+
+    Returns:
+      The sum that replaces the only row, or else the row in its place; in the
+      second case also the rows as they came, for gradients to pass through.
     """
     raise NotImplementedError
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from attnres_jax import config as config_lib
 from attnres_jax import precision
 from attnres_jax.models import norm as norm_lib
+from attnres_jax.models import stacks
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import depth_attention
 from attnres_jax.models.residuals import depth_reads
@@ -155,14 +156,12 @@ class BlockAttnRes(BlockAttnResOneSoftmax):
     place: jax.Array | int,
     first: jax.Array | bool,
     sublayer: Callable[[Any, Any], jax.Array],
-  ) -> jax.Array:
+  ) -> tuple[jax.Array, None]:
     del place
     slot = self.slots_of(reads, *mixtures).ignoring_first(first)
-    slot = jax.tree.map(lambda a: a[0], slot)
-    partial_BTD = jnp.squeeze(open_RBTD, 0)
-    y_BTD = sublayer(partial_BTD, slot)
-    partial_BTD = jnp.where(first, 0, partial_BTD)
-    return _add(partial_BTD, y_BTD)[None]
+    slot = stacks.only(slot)
+    partial_BTD = stacks.only(open_RBTD)
+    return _add(partial_BTD, sublayer(partial_BTD, slot)), None
 
   def read(self, carry: Any, slot: Any) -> jax.Array | base.QKV:
     return self.merge(slot, carry)

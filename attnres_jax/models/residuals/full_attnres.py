@@ -9,7 +9,7 @@ segment itself produces. It is exact, and only changes the schedule.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax import nnx
 import jax
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
 from attnres_jax.models import norm as norm_lib
+from attnres_jax.models import stacks
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import depth_attention
 from attnres_jax.models.residuals import depth_reads
@@ -72,6 +73,20 @@ class FullAttnResOneSoftmax(depth_attention.DepthAttention):
     return tuple(labels[: l + 1] for l in range(self.num_sublayers + 1))
 
 
+class _Parts(NamedTuple):
+  """A read in a loop over depth, with a leading axis of 1.
+
+  Attributes:
+    reads: its parameters.
+    mixtures: of the sources of its segment, and their log-normalisers.
+    more: the same of the open rows, if there are any.
+  """
+
+  reads: depth_reads.Read
+  mixtures: tuple[jax.Array, jax.Array]
+  more: tuple[jax.Array, ...]
+
+
 class FullAttnRes(FullAttnResOneSoftmax):
   """The same function, with queries batched over segments."""
 
@@ -106,20 +121,17 @@ class FullAttnRes(FullAttnResOneSoftmax):
     place: jax.Array | int,
     first: jax.Array | bool,
     sublayer: Callable[[Any, Any], jax.Array],
-  ) -> jax.Array:
+  ) -> tuple[jax.Array, jax.Array]:
     del first
+    more = ()
     if len(open_RBTD) > 1:
       *more, open_RBTD = depth_attention.through_bank(
         depth_attention.queries_of(reads),
         depth_attention.Bank(open_RBTD, place),
         **self.how,
       )
-      mixtures = attnres_kernels.combine_mixtures(*mixtures, *more)
-    slot = jax.tree.map(lambda a: a[0], self.slots_of(reads, *mixtures))
-    y_BTD = base.keep(sublayer((), slot))
-    return jax.lax.dynamic_update_index_in_dim(
-      open_RBTD, y_BTD.astype(self.dtype), place, 0
-    )
+    y_BTD = sublayer((), _Parts(reads, mixtures, tuple(more)))
+    return base.keep(y_BTD).astype(self.dtype), open_RBTD
 
   def read(self, carry: Any, slot: Any) -> jax.Array | base.QKV:
     if not carry:
@@ -131,9 +143,19 @@ class FullAttnRes(FullAttnResOneSoftmax):
   def read_normed(
     self, carry: Any, slot: Any, norm: norm_lib.RMSNorm
   ) -> jax.Array | base.QKV:
+    if isinstance(slot, _Parts):
+      # Saves the mixtures only: what follows from them costs little.
+      return jax.checkpoint(self._read_parts, prevent_cse=False)(slot, norm)
     if len(carry) == 1:
       return self.merge_normed(slot, carry[0], norm)
     return super().read_normed(carry, slot, norm)
+
+  def _read_parts(self, slot: "_Parts", norm: Any) -> jax.Array | base.QKV:
+    mixtures = slot.mixtures
+    if slot.more:
+      mixtures = attnres_kernels.combine_mixtures(*mixtures, *slot.more)
+    whole = stacks.only(self.slots_of(slot.reads, *mixtures))
+    return super().read_normed((), whole, norm)
 
   def close(self, state: Any, carry: Any, stop: int) -> tuple[jax.Array, ...]:
     del stop
