@@ -241,11 +241,12 @@ def _run_on_bank(
   around, _ = config_lib.choose("model.remat", remat, REMAT)
   memory = memory_lib.NoMemory()
 
-  def apply(kind, sublayer, carry, slot, segment_ids_BT):
+  def apply(kind, sublayer, read, segment_ids_BT):
+    carry, slot = read
+    both, slots = (carry, memory.init()), (slot, None)
     y_BTD, _, _ = apply_sublayer(
-      residual, memory, kind, sublayer, (carry, memory.init()), (slot, None),
-      segment_ids_BT,
-    )  # fmt: skip
+      residual, memory, kind, sublayer, both, slots, segment_ids_BT
+    )
     return y_BTD
 
   part = depth_scan.Part(

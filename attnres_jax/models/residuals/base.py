@@ -122,8 +122,8 @@ class Residual(nnx.Module):
       read as there are when a segment opens (`models.depth_scan`). Segments of
       such a scheme are of one size, and it has `num_sources`, `open_rows` and
       `step`.
-    keeps_open: whether open rows are sums, which start at zero and change until
-      they become sources.
+    sums_open: whether there is one open row, a sum, in place of one row per
+      sublayer.
     reads_depth: whether `config.residual.read` describes its reads; otherwise,
       this has to keep its defaults.
     pre_norm: whether sublayers have a norm (with a gain) in front of them;
@@ -143,7 +143,7 @@ class Residual(nnx.Module):
   block_size: int | None = None
   stream = False
   banked = False
-  keeps_open = False
+  sums_open = False
   reads_depth = False
   pre_norm = True
   final_norm = True
@@ -245,21 +245,21 @@ class Residual(nnx.Module):
     open_RBTD: jax.Array,
     place: jax.Array | int,
     first: jax.Array | bool,
-    sublayer: Callable[[Any, Any], jax.Array],
+    sublayer: Callable[[tuple[Any, Any]], jax.Array],
   ) -> tuple[jax.Array, jax.Array | None]:
-    """What a sublayer of a segment writes, given the open rows before it.
+    """The output of a sublayer of a segment, given the open rows before it.
 
     Args:
       reads: of this sublayer, with a leading axis of 1.
       mixtures: of the sources of the segment, and their log-normalisers.
-      open_RBTD: rows.
+      open_RBTD: rows; without meaning if it is the first sublayer.
       place: how many sublayers of the segment have run.
       first: whether nothing of the segment has run, not even elsewhere.
-      sublayer: maps a carry and a slot to its output.
+      sublayer: maps what `read_normed` gets, a carry and a slot, to its output.
 
     Returns:
-      The sum that replaces the only row, or else the row in its place; in the
-      second case also the rows as they came, for gradients to pass through.
+      The output; and, unless `sums_open`, the rows as they came, for their
+      gradients to pass through.
     """
     raise NotImplementedError
 

@@ -126,7 +126,7 @@ class BlockAttnRes(BlockAttnResOneSoftmax):
 
   definition = BlockAttnResOneSoftmax
   scannable = True
-  banked = keeps_open = True
+  banked = sums_open = True
 
   def open(self, state: BlockState, start: int, stop: int) -> tuple[Any, Any]:
     reads = self.queries.reads(start, stop)
@@ -155,13 +155,11 @@ class BlockAttnRes(BlockAttnResOneSoftmax):
     open_RBTD: jax.Array,
     place: jax.Array | int,
     first: jax.Array | bool,
-    sublayer: Callable[[Any, Any], jax.Array],
+    sublayer: Callable[[tuple[Any, Any]], jax.Array],
   ) -> tuple[jax.Array, None]:
     del place
     slot = self.slots_of(reads, *mixtures).ignoring_first(first)
-    slot = stacks.only(slot)
-    partial_BTD = stacks.only(open_RBTD)
-    return _add(partial_BTD, sublayer(partial_BTD, slot)), None
+    return sublayer(stacks.only((open_RBTD, slot))), None
 
   def read(self, carry: Any, slot: Any) -> jax.Array | base.QKV:
     return self.merge(slot, carry)

@@ -120,7 +120,7 @@ class FullAttnRes(FullAttnResOneSoftmax):
     open_RBTD: jax.Array,
     place: jax.Array | int,
     first: jax.Array | bool,
-    sublayer: Callable[[Any, Any], jax.Array],
+    sublayer: Callable[[tuple[Any, Any]], jax.Array],
   ) -> tuple[jax.Array, jax.Array]:
     del first
     more = ()
@@ -130,8 +130,8 @@ class FullAttnRes(FullAttnResOneSoftmax):
         depth_attention.Bank(open_RBTD, place),
         **self.how,
       )
-    y_BTD = sublayer((), _Parts(reads, mixtures, tuple(more)))
-    return base.keep(y_BTD).astype(self.dtype), open_RBTD
+    y_BTD = sublayer(((), _Parts(reads, mixtures, tuple(more))))
+    return base.keep(y_BTD), open_RBTD
 
   def read(self, carry: Any, slot: Any) -> jax.Array | base.QKV:
     if not carry:
