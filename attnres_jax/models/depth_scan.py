@@ -302,7 +302,8 @@ class Part:
   def _open(self, carry, weights, at, others, whole):
     """Opens a segment, if the sublayer is its first one."""
 
-    def run(bank_and_mixtures):
+    def run(bank_and_mixtures, turn):
+      del turn
       bank_MBTD, mixtures = bank_and_mixtures
       # In front of the whole part, this writes a row that is written later.
       bank_MBTD = _put(bank_MBTD, carry.open_RBTD, at.before)
@@ -362,9 +363,11 @@ class Part:
     """Enters a segment from behind, if the sublayer is its last one."""
     count = len(carry.open_RBTD)
 
-    def run(found):
+    def run(found, turn):
       dopen_RBTD, mixtures, again, rows_RBTD = found
-      dnew_RBTD = _cut(carry.bank_MBTD, at.sources, count)
+      # What is the same in every turn, compilers would compute in every step.
+      here = at._replace(sources=at.sources + turn)
+      dnew_RBTD = _cut(carry.bank_MBTD, here.sources, count)
       dnew_RBTD = dnew_RBTD.astype(dopen_RBTD.dtype)
       if not self.ends_whole:
         last = at.l == len(self.places) - 1
@@ -373,9 +376,9 @@ class Part:
         # Its segment may have fewer mixtures than the one after it.
         mixtures = jax.tree.map(jnp.zeros_like, mixtures)
       if again is not None:
-        again = self._attend(kept.weights, kept.bank_MBTD, at)
+        again = self._attend(kept.weights, kept.bank_MBTD, here)
       if rows_RBTD is not None:
-        rows_RBTD = _cut(kept.bank_MBTD, at.sources, count)
+        rows_RBTD = _cut(kept.bank_MBTD, here.sources, count)
       return dnew_RBTD, mixtures, again, rows_RBTD
 
     with scopes.part(scopes.RESIDUAL):
@@ -421,7 +424,8 @@ class Part:
   def _close(self, carry, kept, at, others):
     """Leaves a segment at its front, if the sublayer is its first one."""
 
-    def run(found):
+    def run(found, turn):
+      del turn
       reads, dbank_MBTD = found
       own = _cut(kept.weights[1], at.begin, self.size)
       query_QD, pull = jax.vjp(depth_attention.queries_of, own)
@@ -543,21 +547,21 @@ def _loop(step, carry, pattern, xs=None, *, reverse=False):
 
 
 def _when(wanted, of_all_steps, function, carry):
-  """`function(carry)` if wanted, else the carry.
+  """`function(carry, 0)` if wanted, else the carry.
 
   As a loop, since a conditional would copy what it leaves as it is.
 
   Args:
     wanted: 0 or 1, possibly known at run time only.
     of_all_steps: its values in all steps.
-    function: see above.
+    function: see above. The compiler does not know that its 0 is one.
     carry: a tree of arrays.
   """
   mean = sum(of_all_steps) / len(of_all_steps)
   if mean in (0, 1):
-    return function(carry) if mean else carry
+    return function(carry, 0) if mean else carry
   with scopes.mean_trips(mean):
-    return jax.lax.fori_loop(0, wanted, lambda _, c: function(c), carry)
+    return jax.lax.fori_loop(0, wanted, lambda i, c: function(c, i), carry)
 
 
 def _cut(tree: Any, first: Any, size: int, *, axis: int = 0) -> Any:

@@ -97,7 +97,7 @@ def run(
     depth_loop: as in `config.ModelConfig`.
 
   Raises:
-    ConfigError: a scan over depth blocks is asked for, and there is none.
+    ConfigError: a scan over depth is asked for, and there is none.
   """
   memory = memory or memory_lib.NoMemory()
   if depth_loop == "scan":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a traced function keeps, and that its gradients are those of autodiff."""
+"""What a traced function keeps; its gradients are those of autodiff."""
 
 import jax
 import jax.numpy as jnp
