@@ -88,7 +88,7 @@ class _Carry(NamedTuple):
 
   bank_MBTD: jax.Array
   open_RBTD: jax.Array
-  mixtures: tuple[jax.Array, jax.Array]
+  mixtures: tuple[jax.Array, ...]
   sums: jax.Array | None
 
 
@@ -105,7 +105,7 @@ class _Kept(NamedTuple):
 
   weights: Any
   bank_MBTD: jax.Array
-  mixtures: tuple[jax.Array, jax.Array] | None
+  mixtures: tuple[jax.Array, ...] | None
   sums: jax.Array | None
   segment_ids_BT: jax.Array | None
 
@@ -127,8 +127,8 @@ class _Gradients(NamedTuple):
   reads: Any
   bank_MBTD: jax.Array
   open_RBTD: jax.Array
-  mixtures: tuple[jax.Array, jax.Array]
-  again: tuple[jax.Array, jax.Array] | None
+  mixtures: tuple[jax.Array, ...]
+  again: tuple[jax.Array, ...] | None
   rows_RBTD: jax.Array | None
 
 
@@ -433,9 +433,11 @@ class Part:
         _, lses = carry.again
       else:
         _, lses = _cut(kept.mixtures, at.begin, self.size, axis=1)
-      flat = [a.reshape(-1, *a.shape[2:]) for a in (lses, *carry.mixtures)]
+      lse, dout, dlse = (
+        a.reshape(-1, *a.shape[2:]) for a in (lses, *carry.mixtures)
+      )
       dquery_QD, dbank_MBTD = depth_attention.depth_attention_vjp(
-        query_QD, kept.bank_MBTD, at.sources, *flat, dbank_MBTD,
+        query_QD, kept.bank_MBTD, at.sources, lse, dout, dlse, dbank_MBTD,
         **self.residual.how,
       )  # fmt: skip
       more = _cut(reads, at.begin, self.size)
