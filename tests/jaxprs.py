@@ -56,7 +56,8 @@ def saved(function: Callable[..., Any], *args: Any) -> list[Any]:
   jaxpr = jax.make_jaxpr(pull_back)(*leaves).jaxpr
   given = [*jaxpr.invars, *jaxpr.constvars]
   kept = _origins(jaxpr, {v: v for v in given})
-  return [v.aval for v in dict.fromkeys(kept) if v not in given]
+  kept = dict.fromkeys(v for v in kept if not hasattr(v, "val"))
+  return [v.aval for v in kept if v not in given]
 
 
 # Equations whose outputs are outputs of an inner jaxpr, and identities.
@@ -93,7 +94,7 @@ def _origins(jaxpr: Any, known: dict[Any, Any]) -> list[Any]:
       # An inner jaxpr can be called twice; its variables then have two values.
       found = [_Value(v.aval) for v in outputs]
     known.update(zip(outputs, found))
-  return [known[v] for v in jaxpr.outvars if not hasattr(v, "val")]
+  return list(map(of, jaxpr.outvars))
 
 
 def nbytes(shape: Any) -> int:

@@ -446,10 +446,10 @@ class ModelConfig(fields.Checked, prefix="model"):
     scan_layers: run the sublayers of a depth block that repeat a pattern as one
       `lax.scan` instead of a Python loop: smaller programs, same function.
     depth_loop: how the depth blocks of Block and Full AttnRes run, outside of
-      decoding. `unrolled`: one after the other; `scan`: those that repeat a
-      pattern of sublayers as one loop, whose program does not grow with depth
-      (`attnres_jax.models.depth_scan`). In a pipeline, each chunk has loops of
-      its own.
+      decoding. `unrolled`: one after the other; `scan`: sublayers that repeat a
+      pattern as one loop, wherever blocks begin and end, whose program does not
+      grow with depth (`attnres_jax.models.depth_scan`). In a pipeline, each
+      chunk has loops of its own.
     attention: variants of `attention` mixers.
     rope: scaling of rotary positions.
     activation: of MLPs and experts.

@@ -1,66 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Depth blocks as one loop: a program whose size does not grow with depth.
+"""Sublayers as loops over depth: a program whose size does not grow with it.
 
-Every block of Block AttnRes has one more source than the last, so blocks seem
-to differ. Here they are alike: the sources are rows of one array, the bank
-[M, B, T, D], and a block reads as many of them as there are so far, a number
-known at run time. Blocks that repeat a pattern of sublayers run as one
-`lax.scan`; those before and after it run one by one, on the same bank.
+Every block of Block AttnRes has one more source than the last, and a block may
+end anywhere in the pattern that sublayers repeat. Neither is part of the
+program here. The sources are rows of one array, the bank [M, B, T, D], of which
+a block reads as many as there are; and where blocks begin, and how many sources
+there are, are numbers known at run time (`depth_places`). So a `lax.scan` runs
+any sublayers that repeat a pattern, just as for PreNorm. In front of a sublayer
+that may begin a block is a loop of one step or none: it appends what the last
+block has left, its open rows, to the bank, and computes the mixtures of all
+sublayers of the new block. Full AttnRes is the same with segments that leave
+one open row per sublayer.
 
 Autodiff of such a loop would save the bank once per step. So the loop has a
 gradient rule of its own. Rows are written once, and therefore the last bank
-serves the backward pass of every block. Gradients of sources add up in a second
-bank, and those of parameters in arrays like the parameters; a reverse scan
-carries both and updates them in place. What a block saves for its backward pass
-is what autodiff of the block saves, without parameters, the bank, and what
-follows from either at little cost; activation checkpointing decides the rest,
-as in the unrolled form.
+serves the whole backward pass. Gradients of sources add up in a second bank,
+and those of parameters in arrays like the parameters; a reverse scan carries
+both and updates them in place. A sublayer keeps the results of costly
+operations that its backward pass needs (`traced`). Mixtures and sums are in
+arrays of the whole network. With activation checkpointing, a sublayer keeps
+what its policy names, and the mixtures of a block are computed again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend import core
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
 from attnres_jax import scopes
+from attnres_jax.models import depth_places
 from attnres_jax.models import memory as memory_lib
 from attnres_jax.models import stacks
+from attnres_jax.models import traced
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import depth_attention
-
-# Names of primitives that are not computed a second time in the backward pass.
-_COSTLY = ("dot", "pallas", "conv", "scan", "while", "cond", "remat", "custom")
-
-# Maps the kinds of a block's sublayers, its reads, these sublayers, the sources
-# and the documents to the new sources.
-RunBlock = Callable[..., tuple[jax.Array, ...]]
-
-
-class Block(NamedTuple):
-  """Sublayers start..stop-1, which a scheme opens together.
-
-  Attributes:
-    start: of its sublayers.
-    kinds: of its sublayers.
-    sources: how many sources there are before it.
-    added: how many it adds.
-  """
-
-  start: int
-  kinds: tuple[str, ...]
-  sources: int
-  added: int
-
-
-class Period(NamedTuple):
-  """Consecutive blocks, and how often their pattern is repeated."""
-
-  blocks: tuple[Block, ...]
-  repeats: int
 
 
 def check(
@@ -71,7 +48,7 @@ def check(
   *,
   scan: bool,
 ) -> None:
-  """Refuses networks whose depth blocks are no loop.
+  """Refuses networks that are no loop over depth.
 
   Args:
     kinds: of all sublayers.
@@ -81,263 +58,454 @@ def check(
     scan: `model.scan_layers`.
 
   Raises:
-    ConfigError: names the reason: the scheme or an option, a part that is not
-      whole blocks, or that no part repeats anything.
+    ConfigError: names the reason: the scheme or an option, or that no part
+      repeats anything.
   """
+  parts = [kinds[start:end] for start, end in zip((0, *ends), ends)]
+  repeats = [run.repeats for part in parts for run in stacks.find_runs(part)]
   for wrong, reason in (
     (not residual.banked, f"with {type(residual).__name__}"),
     (not isinstance(memory, memory_lib.NoMemory), "with model.depth_memory"),
     (not scan, "with model.scan_layers=False"),
+    (max(repeats) == 1, "where no pattern of sublayers repeats"),
   ):
     if wrong:
-      _refuse(reason)
-  periods = [
-    period
-    for start, end in zip((0, *ends), ends)
-    for period in periods_of(kinds[start:end], residual, start=start)
-  ]
-  if all(period.repeats == 1 for period in periods):
-    _refuse("where no pattern of depth blocks repeats")
+      config_lib.fail("model.depth_loop", "scan", f"'unrolled' {reason}")
 
 
-def periods_of(
-  kinds: Sequence[str],
-  residual: base.Residual,
-  *,
-  start: int = 0,
-  sources: int = 1,
-) -> tuple[Period, ...]:
-  """The segments of consecutive sublayers, as repeated patterns.
+class _Carry(NamedTuple):
+  """The carry of the forward pass.
 
-  Sublayers of the blocks are counted from the first one of this part.
-
-  Args:
-    kinds: of the sublayers of this part.
-    residual: a banked scheme, of the whole network.
-    start: number of sublayers of the network before this part.
-    sources: how many sources there are before this part.
-
-  Raises:
-    ConfigError: the part begins or ends within a segment.
+  Attributes:
+    bank_MBTD: the sources.
+    open_RBTD: what will be sources after the segment.
+    mixtures: [V, Q, B, T, D] and their log-normalisers, for V queries of each
+      sublayer; Q is that of a segment, or of the part if they are kept.
+    sums: [K, 1, B, T, D], open rows in front of sublayers; None if they are not
+      sums or not kept. In front of a segment there is none, so its first
+      sublayer has the row that the second one overwrites.
   """
-  end = start + len(kinds)
-  segments = [(a, b) for a, b in residual.segments() if a < end and b > start]
-  if segments[0][0] < start or segments[-1][1] > end:
-    _refuse(f"where sublayers {start + 1} to {end} are not whole depth blocks")
-  runs = stacks.find_runs(
-    [tuple(kinds[a - start : b - start]) for a, b in segments]
-  )
-  assert residual.block_size is not None
-  periods, first = [], 0
-  for run in runs:
-    blocks, before = [], sources
-    for a, b in segments[first : first + len(run.kinds)]:
-      added = -(-(b - a) // residual.block_size)
-      own = tuple(kinds[a - start : b - start])
-      blocks.append(Block(a - start, own, before, added))
-      before += added
-    periods.append(Period(tuple(blocks), run.repeats))
-    sources += (before - sources) * run.repeats
-    first += run.length
-  return tuple(periods)
+
+  bank_MBTD: jax.Array
+  open_RBTD: jax.Array
+  mixtures: tuple[jax.Array, ...]
+  sums: jax.Array | None
 
 
-def _refuse(reason: str) -> None:
-  config_lib.fail("model.depth_loop", "scan", f"'unrolled' {reason}")
+class _Kept(NamedTuple):
+  """What the forward pass keeps for the whole backward pass.
+
+  Attributes:
+    weights: see `Part._forward`.
+    bank_MBTD: the last bank.
+    mixtures: of all sublayers; None if they are computed again.
+    sums: as in `_Carry`.
+    segment_ids_BT: documents.
+  """
+
+  weights: Any
+  bank_MBTD: jax.Array
+  mixtures: tuple[jax.Array, ...] | None
+  sums: jax.Array | None
+  segment_ids_BT: jax.Array | None
+
+
+class _Gradients(NamedTuple):
+  """The carry of the backward pass: gradients, and what is found again.
+
+  Attributes:
+    sublayers: by kind.
+    reads: as in `weights`.
+    bank_MBTD: complete for rows that are not read any more.
+    open_RBTD: of the open rows after a sublayer.
+    mixtures: of a segment.
+    again: the mixtures of the segment, if they are not kept.
+    rows_RBTD: its open rows, unless they are sums.
+  """
+
+  sublayers: dict[str, Any]
+  reads: Any
+  bank_MBTD: jax.Array
+  open_RBTD: jax.Array
+  mixtures: tuple[jax.Array, ...]
+  again: tuple[jax.Array, ...] | None
+  rows_RBTD: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Loop:
-  """Runs the blocks of a network on a bank.
+class Part:
+  """Consecutive sublayers of a network.
 
   Attributes:
-    periods: all blocks, in order.
-    residual: the scheme. Its parameters are not used, only its reads are.
-    run_block: see `RunBlock`.
-    around_block: activation checkpointing.
+    kinds: of the sublayers.
+    start: number of sublayers of the network before them.
+    residual: a banked scheme, of the whole network. Its parameters are not
+      used, only its reads are.
+    apply: runs a sublayer: maps its kind, itself, what `read_normed` of the
+      scheme gets (a carry and a slot), and the documents to its output.
+    around: activation checkpointing of a sublayer.
+    recompute: whether mixtures are computed again in the backward pass.
   """
 
-  periods: tuple[Period, ...]
+  kinds: tuple[str, ...]
+  start: int
   residual: Any
-  run_block: RunBlock
-  around_block: Callable[..., Any]
+  apply: Callable[..., jax.Array]
+  around: Callable[..., Any]
+  recompute: bool
 
   def __call__(
     self,
     sublayers: Mapping[str, Any],
-    reads: Any,
-    sources: Sequence[jax.Array],
+    state: Any,
     segment_ids_BT: jax.Array | None,
-  ) -> jax.Array:
-    """The bank [M, B, T, D] after the last block.
+  ) -> Any:
+    """Maps the state before the part to that after it.
 
     Args:
       sublayers: one stack per kind, in the order of depth.
-      reads: the parameters of the reads of all sublayers, stacked.
-      sources: [B, T, D] each, those before the first block.
+      state: of the scheme.
       segment_ids_BT: document numbers, or None.
+
+    Returns:
+      The state, whose sources are a `depth_attention.Bank`.
     """
+    residual, stop = self.residual, self.start + len(self.kinds)
+    sources, rest = residual.take_apart(state)
+    with scopes.part(scopes.RESIDUAL):
+      # The mixtures of a segment that ends early are computed for more reads.
+      reads = jax.tree.map(
+        lambda a: jnp.pad(a, [(0, self.size - 1)] + [(0, 0)] * (a.ndim - 1)),
+        residual.queries.reads(self.start, stop),
+      )
+      open_RBTD = residual.open_rows(rest, sources[0].shape, self.size)
     dtypes = [source.dtype for source in sources]
 
     @jax.custom_vjp
-    def run(sublayers, reads, sources, segment_ids_BT):
+    def run(sublayers, reads, sources, open_RBTD, segment_ids_BT):
       weights = sublayers, reads
-      return self._forward(weights, sources, segment_ids_BT, None)
+      carry = self._forward(weights, sources, open_RBTD, segment_ids_BT, None)
+      return carry.bank_MBTD, carry.open_RBTD
 
-    def forward(sublayers, reads, sources, segment_ids_BT):
+    def forward(sublayers, reads, sources, open_RBTD, segment_ids_BT):
       weights, saved = (sublayers, reads), []
-      bank_MBTD = self._forward(weights, sources, segment_ids_BT, saved)
-      programs = [_Static(program) for program, _ in saved]
-      arrays = [array for _, array in saved]
-      return bank_MBTD, (weights, bank_MBTD, segment_ids_BT, programs, arrays)
-
-    def backward(kept, dbank_MBTD):
-      weights, bank_MBTD, segment_ids_BT, programs, arrays = kept
-      saved = [(p.value, array) for p, array in zip(programs, arrays)]
-      dweights, dbank_MBTD = self._backward(
-        weights, bank_MBTD, segment_ids_BT, saved, dbank_MBTD
+      carry = self._forward(weights, sources, open_RBTD, segment_ids_BT, saved)
+      mixtures = None if self.recompute else carry.mixtures
+      kept = _Kept(
+        weights, carry.bank_MBTD, mixtures, carry.sums, segment_ids_BT
       )
-      dsources = [dbank_MBTD[i].astype(d) for i, d in enumerate(dtypes)]
-      return *dweights, dsources, None
+      programs, arrays = zip(*saved)
+      programs = tuple(map(_Static, programs))
+      return (carry.bank_MBTD, carry.open_RBTD), (kept, programs, arrays)
+
+    def backward(residuals, gradients):
+      kept, programs, arrays = residuals
+      found = self._backward(
+        kept, [program.value for program in programs], arrays, *gradients
+      )
+      dsources = [found.bank_MBTD[i].astype(d) for i, d in enumerate(dtypes)]
+      return found.sublayers, found.reads, dsources, found.open_RBTD, None
 
     run.defvjp(forward, backward)
-    return run(sublayers, reads, list(sources), segment_ids_BT)
+    bank_MBTD, open_RBTD = run(
+      dict(sublayers), reads, list(sources), open_RBTD, segment_ids_BT
+    )
+    last = self.places[-1]
+    if not self.ends_whole:
+      bank, rest = depth_attention.Bank(bank_MBTD, last.sources), open_RBTD[0]
+    else:
+      added = 1 if residual.sums_open else last.place + 1
+      bank, rest = depth_attention.Bank(bank_MBTD, last.sources + added), None
+    return residual.put_together(bank, rest)
 
-  def _forward(self, weights, sources, segment_ids_BT, saved):
-    """The last bank; appends to `saved`, for each period, unless it is None."""
-    last = self.periods[-1]
-    rows = last.blocks[-1].sources + last.blocks[-1].added
-    rows += (last.repeats - 1) * _added(last)
-    dtype = self.residual.dtype
+  @functools.cached_property
+  def places(self) -> tuple[depth_places.At, ...]:
+    return depth_places.places(self.kinds, self.residual, self.start)
+
+  @functools.cached_property
+  def patterns(self) -> tuple[depth_places.Pattern, ...]:
+    return depth_places.patterns(self.kinds, self.places)
+
+  @functools.cached_property
+  def size(self) -> int:
+    """The most sublayers of a segment in this part."""
+    return 1 + max(at.place for at in self.places)
+
+  @functools.cached_property
+  def ends_whole(self) -> bool:
+    """Whether the open rows are sources at the end."""
+    stop = self.start + len(self.kinds)
+    ends = [end for _, end in self.residual.segments()]
+    return stop in ends or not self.residual.sums_open
+
+  def _forward(self, weights, sources, open_RBTD, segment_ids_BT, saved):
+    """The last `_Carry`.
+
+    Args:
+      weights: (sublayers, reads with `size` - 1 more rows).
+      sources: before this part.
+      open_RBTD: open rows before this part.
+      segment_ids_BT: documents.
+      saved: gets, for each pattern, its programs and what they keep. If it is
+        None, there is no backward pass, and nothing is kept.
+    """
+    rows, dtype = self.places[-1].sources + len(open_RBTD), self.residual.dtype
     bank_MBTD = jnp.zeros((rows, *sources[0].shape), dtype)
     for i, source_BTD in enumerate(sources):
       bank_MBTD = bank_MBTD.at[i].set(source_BTD.astype(dtype))
-    for period in self.periods:
+    whole, sums = saved is not None and not self.recompute, None
+    if saved is not None and self.residual.sums_open:
+      count = 1 + max(at.kept for at in self.places)
+      sums = jnp.zeros((count, *open_RBTD.shape), open_RBTD.dtype)
+    mixtures = self._no_mixtures(weights, bank_MBTD, whole)
+    carry = _Carry(bank_MBTD, open_RBTD, mixtures, sums)
+
+    for pattern in self.patterns:
       programs = []
 
-      def step(bank_MBTD, g, period=period, programs=programs):
+      def step(carry, xs, pattern=pattern, programs=programs):
         programs.clear()  # A scan may trace its step more than once.
         arrays = []
-        for block in period.blocks:
-          own = self._own(period, block, weights, g)
-          count = block.sources + g * _added(period)
+        for kind, at, others in zip(pattern.kinds, xs[0], pattern.positions):
+          carry = self._open(carry, weights, at, others, whole)
+          with scopes.part(scopes.RESIDUAL):
+            mixtures = _one(carry.mixtures, at.l if whole else at.place, axis=1)
+            if sums is not None:
+              carry = carry._replace(
+                sums=_put(carry.sums, carry.open_RBTD[None], at.kept)
+              )
+          own = *self._own(weights, kind, at), mixtures, carry.open_RBTD
+          given = _numbers(at), segment_ids_BT
+          run = functools.partial(self._step, kind)
           if saved is None:
-            new, _ = self._block(block, *own, None, bank_MBTD, count,
-                                 segment_ids_BT)  # fmt: skip
+            y_BTD, _ = run(*own, *given)
           else:
-            program = _Program(self, block, own, bank_MBTD, count,
-                               segment_ids_BT)  # fmt: skip
-            new, kept = program.forward(own, bank_MBTD, count, segment_ids_BT)
+            program = traced.Traced(run, own, given)
+            (y_BTD, _), kept = program.forward(own, given)
             programs.append(program)
             arrays.append(kept)
           with scopes.part(scopes.RESIDUAL):
-            bank_MBTD = jax.lax.dynamic_update_slice_in_dim(
-              bank_MBTD, jnp.stack(new), count, 0
-            )
-        return bank_MBTD, arrays
+            carry = carry._replace(open_RBTD=self._written(carry, y_BTD, at))
+        return carry, arrays
 
-      bank_MBTD, arrays = _loop(step, bank_MBTD, period.repeats)
+      carry, arrays = _loop(step, carry, pattern)
       if saved is not None:
         saved.append((programs, arrays))
-    return bank_MBTD
-
-  def _backward(self, weights, bank_MBTD, segment_ids_BT, saved, dbank_MBTD):
-    """The gradients of the weights and of the sources, given those at the end.
-
-    Sources read by a later block or by the readout already have gradients.
-    """
-    carry = jax.tree.map(jnp.zeros_like, weights), dbank_MBTD
-    for period, (programs, arrays) in zip(
-      reversed(self.periods), reversed(saved)
-    ):
-
-      def step(carry, xs, period=period, programs=programs):
-        (dweights, dbank_MBTD), (g, arrays) = carry, xs
-        for block, program, kept in reversed(
-          list(zip(period.blocks, programs, arrays))
-        ):
-          own = self._own(period, block, weights, g)
-          count = block.sources + g * _added(period)
-          with scopes.part(scopes.RESIDUAL):
-            dnew = jax.lax.dynamic_slice_in_dim(
-              dbank_MBTD, count, block.added, 0
-            )
-            dnew = [jnp.squeeze(d, 0) for d in jnp.split(dnew, block.added)]
-          down, (dout_QBTD, dlse_QBT), lse_QBT = program.backward(
-            own, bank_MBTD, count, segment_ids_BT, kept, tuple(dnew)
-          )
-          reads = own[0]
-          with scopes.part(scopes.RESIDUAL):
-            query_QD, pull = jax.vjp(depth_attention.queries_of, reads)
-            dquery_QD, dbank_MBTD = self.residual.phase_1_vjp(
-              query_QD, bank_MBTD, count, lse_QBT, dout_QBTD, dlse_QBT,
-              dbank_MBTD,
-            )  # fmt: skip
-            dreads = jax.tree.map(jnp.add, down[0], *pull(dquery_QD))
-          dweights = self._write(period, block, dweights, (dreads, down[1]), g)
-        return (dweights, dbank_MBTD), None
-
-      carry, _ = _loop(step, carry, period.repeats, arrays, reverse=True)
+    if self.ends_whole:
+      with scopes.part(scopes.RESIDUAL):
+        bank_MBTD = _put(
+          carry.bank_MBTD, carry.open_RBTD, self.places[-1].sources
+        )
+      carry = carry._replace(bank_MBTD=bank_MBTD)
     return carry
 
-  def _block(self, block, reads, parts, taps, bank_MBTD, count, segment_ids_BT):
-    """(The new sources, the log-normalisers) of a block."""
+  def _open(self, carry, weights, at, others, whole):
+    """Opens a segment, if the sublayer is its first one."""
 
-    def run(reads, parts, taps, bank_MBTD, count, segment_ids_BT):
-      lses: list[jax.Array] = []
-      sources = depth_attention.Bank(bank_MBTD, count, taps, lses)
-      new = self.run_block(block.kinds, reads, parts, sources, segment_ids_BT)
-      (lse_QBT,) = lses
-      return new, lse_QBT
+    def run(bank_and_mixtures, turn):
+      del turn
+      bank_MBTD, mixtures = bank_and_mixtures
+      # In front of the whole part, this writes a row that is written later.
+      bank_MBTD = _put(bank_MBTD, carry.open_RBTD, at.before)
+      new = self._attend(weights, bank_MBTD, at)
+      return bank_MBTD, _put(mixtures, new, at.l if whole else 0, axis=1)
 
-    return self.around_block(run)(
-      reads, parts, taps, bank_MBTD, count, segment_ids_BT
+    with scopes.part(scopes.RESIDUAL):
+      bank_MBTD, mixtures = _when(
+        at.opens,
+        [other.opens for other in others],
+        run,
+        (carry.bank_MBTD, carry.mixtures),
+      )
+    return carry._replace(bank_MBTD=bank_MBTD, mixtures=mixtures)
+
+  def _backward(self, kept, programs, arrays, dbank_MBTD, dopen_RBTD):
+    """The first `_Gradients`.
+
+    Sources read by a later part or by the readout already have gradients.
+
+    Args:
+      kept: by the forward pass.
+      programs: of each pattern.
+      arrays: that they keep.
+      dbank_MBTD: gradient of the bank.
+      dopen_RBTD: gradient of the open rows at the end.
+    """
+    mixtures = self._no_mixtures(kept.weights, kept.bank_MBTD, False)
+    sublayers, reads = jax.tree.map(jnp.zeros_like, kept.weights)
+    carry = _Gradients(
+      sublayers,
+      reads,
+      dbank_MBTD,
+      dopen_RBTD,
+      mixtures,
+      again=mixtures if self.recompute else None,
+      rows_RBTD=None if self.residual.sums_open else jnp.zeros_like(dopen_RBTD),
+    )
+    for pattern, own_programs, xs in reversed(
+      list(zip(self.patterns, programs, arrays))
+    ):
+
+      def step(carry, xs, pattern=pattern, programs=own_programs):
+        sublayers = pattern.kinds, xs[0], pattern.positions, programs, xs[1]
+        for kind, at, others, program, arrays in reversed(
+          list(zip(*sublayers))
+        ):
+          carry = self._leave(carry, kept, at, others)
+          carry = self._back(carry, kept, kind, at, program, arrays)
+          carry = self._close(carry, kept, at, others)
+        return carry, None
+
+      carry, _ = _loop(step, carry, pattern, xs, reverse=True)
+    return carry
+
+  def _leave(self, carry, kept, at, others):
+    """Enters a segment from behind, if the sublayer is its last one."""
+    count = len(carry.open_RBTD)
+
+    def run(found, turn):
+      dopen_RBTD, mixtures, again, rows_RBTD = found
+      # What is the same in every turn, compilers would compute in every step.
+      here = at._replace(sources=at.sources + turn)
+      dnew_RBTD = _cut(carry.bank_MBTD, here.sources, count)
+      dnew_RBTD = dnew_RBTD.astype(dopen_RBTD.dtype)
+      if not self.ends_whole:
+        last = at.l == len(self.places) - 1
+        dnew_RBTD = jnp.where(last, dopen_RBTD, dnew_RBTD)
+      if not self.places[0].first:
+        # Its segment may have fewer mixtures than the one after it.
+        mixtures = jax.tree.map(jnp.zeros_like, mixtures)
+      if again is not None:
+        again = self._attend(kept.weights, kept.bank_MBTD, here)
+      if rows_RBTD is not None:
+        rows_RBTD = _cut(kept.bank_MBTD, here.sources, count)
+      return dnew_RBTD, mixtures, again, rows_RBTD
+
+    with scopes.part(scopes.RESIDUAL):
+      open_RBTD, mixtures, again, rows_RBTD = _when(
+        at.closes,
+        [other.closes for other in others],
+        run,
+        (carry.open_RBTD, carry.mixtures, carry.again, carry.rows_RBTD),
+      )
+    return carry._replace(
+      open_RBTD=open_RBTD, mixtures=mixtures, again=again, rows_RBTD=rows_RBTD
     )
 
-  def _own(self, period, block, weights, g):
-    """(Reads, sublayers) of a block in repeat g of its period."""
+  def _back(self, carry, kept, kind, at, program, arrays):
+    """The backward pass of a sublayer."""
+    sums = kept.sums is not None
+    with scopes.part(scopes.RESIDUAL):
+      if self.recompute:
+        mixtures = _one(carry.again, at.place, axis=1)
+      else:
+        mixtures = _one(kept.mixtures, at.l, axis=1)
+      open_RBTD = _one(kept.sums, at.kept) if sums else carry.rows_RBTD
+      dy_BTD = _one(carry.open_RBTD, 0 if sums else at.place)
+    own = *self._own(kept.weights, kind, at), mixtures, open_RBTD
+    dsublayer, dreads, dmixtures, dopen_RBTD = program.backward(
+      own,
+      (_numbers(at), kept.segment_ids_BT),
+      arrays,
+      (dy_BTD, None if sums else carry.open_RBTD),
+    )
+    with scopes.part(kind):
+      one = jax.tree.map(lambda a: a[None], dsublayer)
+      one = _put(carry.sublayers[kind], one, at.index)
+    with scopes.part(scopes.RESIDUAL):
+      dmixtures = jax.tree.map(lambda a: a[:, None], dmixtures)
+      return carry._replace(
+        sublayers=carry.sublayers | {kind: one},
+        reads=_put(carry.reads, dreads, at.l),
+        open_RBTD=carry.open_RBTD + dopen_RBTD if sums else dopen_RBTD,
+        mixtures=_put(carry.mixtures, dmixtures, at.place, axis=1),
+      )
+
+  def _close(self, carry, kept, at, others):
+    """Leaves a segment at its front, if the sublayer is its first one."""
+
+    def run(found, turn):
+      del turn
+      reads, dbank_MBTD = found
+      own = _cut(kept.weights[1], at.begin, self.size)
+      query_QD, pull = jax.vjp(depth_attention.queries_of, own)
+      if self.recompute:
+        _, lses = carry.again
+      else:
+        _, lses = _cut(kept.mixtures, at.begin, self.size, axis=1)
+      lse, dout, dlse = (
+        a.reshape(-1, *a.shape[2:]) for a in (lses, *carry.mixtures)
+      )
+      dquery_QD, dbank_MBTD = depth_attention.depth_attention_vjp(
+        query_QD, kept.bank_MBTD, at.sources, lse, dout, dlse, dbank_MBTD,
+        **self.residual.how,
+      )  # fmt: skip
+      more = _cut(reads, at.begin, self.size)
+      more = jax.tree.map(jnp.add, more, *pull(dquery_QD))
+      return _put(reads, more, at.begin), dbank_MBTD
+
+    with scopes.part(scopes.RESIDUAL):
+      reads, bank_MBTD = _when(
+        at.opens,
+        [other.opens for other in others],
+        run,
+        (carry.reads, carry.bank_MBTD),
+      )
+    return carry._replace(reads=reads, bank_MBTD=bank_MBTD)
+
+  def _step(
+    self, kind, sublayer, reads, mixtures, open_RBTD, numbers, segment_ids_BT
+  ):
+    """`step` of the scheme."""
+
+    def run(sublayer, reads, mixtures, open_RBTD, numbers, segment_ids_BT):
+      def apply(read):
+        with scopes.part(kind):
+          return self.apply(kind, sublayer, read, segment_ids_BT)
+
+      place, first = numbers
+      with scopes.part(scopes.RESIDUAL):
+        return self.residual.step(
+          reads, mixtures, open_RBTD, place, first != 0, apply
+        )
+
+    return self.around(run)(
+      sublayer, reads, mixtures, open_RBTD, numbers, segment_ids_BT
+    )
+
+  def _written(self, carry, y_BTD, at):
+    """The open rows after a sublayer."""
+    if not self.residual.sums_open:
+      return _put(carry.open_RBTD, y_BTD[None], at.place)
+    sum_RBTD = jnp.where(at.first != 0, 0, carry.open_RBTD)
+    return sum_RBTD + y_BTD[None].astype(sum_RBTD.dtype)
+
+  def _attend(self, weights, bank_MBTD, at):
+    """[V, Q, ...] mixtures of a segment, and their log-normalisers."""
+    reads = _cut(weights[1], at.begin, self.size)
+    found = depth_attention.depth_attention(
+      depth_attention.queries_of(reads),
+      depth_attention.Bank(bank_MBTD, at.sources),
+      **self.residual.how,
+    )
+    return tuple(a.reshape(-1, self.size, *a.shape[1:]) for a in found)
+
+  def _no_mixtures(self, weights, bank_MBTD, whole):
+    """Zeros like the mixtures of a segment, or of the whole part."""
+    shapes = jax.eval_shape(self._attend, weights, bank_MBTD, self.places[0])
+    more = len(self.places) - 1 if whole else 0
+    return tuple(
+      jnp.zeros((s.shape[0], s.shape[1] + more, *s.shape[2:]), s.dtype)
+      for s in shapes
+    )
+
+  def _own(self, weights, kind, at):
+    """(sublayer, reads) of a sublayer; the reads have a leading axis."""
     sublayers, reads = weights
-    first = block.start + g * _length(period)
     with scopes.part(scopes.RESIDUAL):
-      reads = _cut(reads, first, len(block.kinds))
-    parts = []
-    for kind, place in self._places(period, block, g):
-      with scopes.part(kind):
-        parts.append(stacks.one_of(sublayers[kind], place))
-    return reads, parts
-
-  def _write(self, period, block, dweights, down, g):
-    """Gradients like the weights, with those of a block."""
-    (dsublayers, dreads), (own_reads, own_parts) = dweights, down
-    first = block.start + g * _length(period)
-    with scopes.part(scopes.RESIDUAL):
-      dreads = _replace(dreads, own_reads, first)
-    dsublayers = dict(dsublayers)
-    places = self._places(period, block, g)
-    for (kind, place), part in zip(places, own_parts, strict=True):
-      with scopes.part(kind):
-        one = jax.tree.map(lambda a: a[None], part)
-        dsublayers[kind] = _replace(dsublayers[kind], one, place)
-    return dsublayers, dreads
-
-  def _places(self, period, block, g):
-    """(kind, place in the stack of its kind) of each sublayer of a block."""
-    met = {}
-    for kind in block.kinds:
-      before = met.setdefault(kind, self._first(block, kind))
-      yield kind, before + g * _count(period, kind)
-      met[kind] = before + 1
-
-  def _first(self, block, kind):
-    """How many sublayers of a kind there are before a block, in repeat 0."""
-    before = 0
-    for period in self.periods:
-      for other in period.blocks:
-        if other.start < block.start:
-          before += other.kinds.count(kind)
-      if period.blocks[0].start < block.start and block not in period.blocks:
-        before += (period.repeats - 1) * _count(period, kind)
-    return before
+      reads = _cut(reads, at.l, 1)
+    with scopes.part(kind):
+      return stacks.one_of(sublayers[kind], at.index), reads
 
 
 class _Static:
@@ -352,153 +520,68 @@ jax.tree_util.register_pytree_node(
 )
 
 
-class _Program:
-  """A block, traced once for its forward and its backward pass.
-
-  What the backward pass needs is either given to it again (weights, the bank,
-  documents), computed from what is given, if neither the bank nor a costly
-  operation is involved (a slice of a weight, zeros), or kept.
-  """
-
-  def __init__(self, loop, block, own, bank_MBTD, count, segment_ids_BT):
-    self._given = lambda own, bank, count, segments: jax.tree.leaves(
-      (own, bank, jnp.asarray(count, jnp.int32), segments)
-    )
-
-    def run(own, bank_MBTD, count, segment_ids_BT):
-      shapes = jax.eval_shape(
-        lambda *a: loop.residual.phase_1_shapes(*a), own[0], bank_MBTD
-      )
-      taps = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
-      new, pull, lse_QBT = jax.vjp(
-        lambda reads, parts, taps: loop._block(
-          block, reads, parts, taps, bank_MBTD, count, segment_ids_BT
-        ),
-        *own,
-        taps,
-        has_aux=True,
-      )
-      leaves, self._pull = jax.tree.flatten(pull)
-      self._new = len(new)
-      return [*new, lse_QBT, *leaves]
-
-    closed = jax.make_jaxpr(run)(
-      own, bank_MBTD, jnp.asarray(count, jnp.int32), segment_ids_BT
-    )
-    self._constants = closed.consts
-    self._jaxpr = closed.jaxpr
-    # New sources become rows of the bank, where the backward pass finds them.
-    self._rows = self._jaxpr.outvars[: self._new]
-    wanted = [
-      v
-      for v in self._jaxpr.outvars[self._new :]
-      if not isinstance(v, core.Literal) and v not in self._rows
-    ]
-    self._kept, self._cheap, self._cheap_outs = _sort(
-      self._jaxpr, wanted, len(jax.tree.leaves(own))
-    )
-
-  def forward(self, own, bank_MBTD, count, segment_ids_BT):
-    """(The new sources, what to keep)."""
-    given = self._given(own, bank_MBTD, count, segment_ids_BT)
-    wanted = [*self._rows, *self._kept]
-    outs = _evaluate(self._jaxpr, self._constants, given, None, wanted)
-    return tuple(outs[: self._new]), outs[self._new :]
-
-  def backward(self, own, bank_MBTD, count, segment_ids_BT, kept, dnew):
-    """Gradients of (reads, parts) and of the mixtures; the log-normalisers."""
-    given = self._given(own, bank_MBTD, count, segment_ids_BT)
-    cheap = _evaluate(
-      self._jaxpr, self._constants, given, self._cheap, self._cheap_outs
-    )
-    values = dict(zip(self._kept, kept)) | dict(zip(self._cheap_outs, cheap))
-    values |= dict(zip(self._jaxpr.invars, given))
-    for i, row in enumerate(self._rows):
-      if not isinstance(row, core.Literal) and row not in values:
-        values[row] = jax.lax.dynamic_index_in_dim(
-          bank_MBTD, count + i, 0, keepdims=False
-        )
-    lse_QBT, *leaves = (
-      v.val if isinstance(v, core.Literal) else values[v]
-      for v in self._jaxpr.outvars[self._new :]
-    )
-    dreads, dparts, dtaps = jax.tree.unflatten(self._pull, leaves)(dnew)
-    return (dreads, dparts), dtaps, lse_QBT
+def _numbers(at):
+  """What `step` of a scheme gets of them."""
+  return jnp.asarray(at.place, jnp.int32), jnp.asarray(at.first, jnp.int32)
 
 
-def _sort(jaxpr, wanted, num_weights):
-  """Which results to keep, and which equations give the others again.
+def _loop(step, carry, pattern, xs=None, *, reverse=False):
+  """A scan over the repeats of a pattern, or one step.
 
   Args:
-    jaxpr: of a block.
-    wanted: variables that its backward pass needs.
-    num_weights: how many of its arguments are weights; then comes the bank.
+    step: maps a carry, and places of sublayers and more, to a carry and what to
+      stack.
+    carry: the first one.
+    pattern: of the sublayers.
+    xs: more, stacked over the repeats if there are several.
+    reverse: whether the last step comes first.
   """
-  bank, costly, made = jaxpr.invars[num_weights], set(), {}
-  costly.add(bank)
-  for equation in jaxpr.eqns:
-    name = equation.primitive.name
-    inputs = [v for v in equation.invars if not isinstance(v, core.Literal)]
-    dear = any(v in costly for v in inputs)
-    dear |= any(part in name for part in _COSTLY)
-    for v in equation.outvars:
-      made[v] = equation
-      if dear:
-        costly.add(v)
-  wanted = dict.fromkeys(wanted)
-  kept = [v for v in wanted if v in costly and v is not bank]
-  again = [v for v in wanted if v in made and v not in costly]
-  needed, reached = set(again), []
-  for equation in reversed(jaxpr.eqns):
-    if any(v in needed for v in equation.outvars):
-      reached.append(equation)
-      needed |= {v for v in equation.invars if not isinstance(v, core.Literal)}
-  return kept, reached[::-1], again
+  if len(pattern.at) == 1:
+    return step(carry, (pattern.at[0], xs))
+
+  def run(carry, both):
+    table_PN, xs = both
+    own = [depth_places.At(*table_PN[p]) for p in range(len(pattern.kinds))]
+    return step(carry, (own, xs))
+
+  table_GPN = jnp.asarray(pattern.table_GPN)
+  return jax.lax.scan(run, carry, (table_GPN, xs), reverse=reverse)
 
 
-def _evaluate(jaxpr, constants, given, equations, wanted):
-  """Values of variables of a jaxpr, by some of its equations (None: by all)."""
-  if not wanted:
-    return []
-  part = jaxpr.replace(
-    outvars=list(wanted),
-    eqns=jaxpr.eqns if equations is None else equations,
-    debug_info=jaxpr.debug_info.with_unknown_names(),
-  )
-  return core.jaxpr_as_fun(core.ClosedJaxpr(part, constants))(*given)
+def _when(wanted, of_all_steps, function, carry):
+  """`function(carry, 0)` if wanted, else the carry.
+
+  As a loop, since a conditional would copy what it leaves as it is.
+
+  Args:
+    wanted: 0 or 1, possibly known at run time only.
+    of_all_steps: its values in all steps.
+    function: see above. The compiler does not know that its 0 is one.
+    carry: a tree of arrays.
+  """
+  mean = sum(of_all_steps) / len(of_all_steps)
+  if mean in (0, 1):
+    return function(carry, 0) if mean else carry
+  with scopes.mean_trips(mean):
+    return jax.lax.fori_loop(0, wanted, lambda i, c: function(c, i), carry)
 
 
-def _loop(step, carry, repeats, xs=None, *, reverse=False):
-  """A scan over (g, xs), or one step; g counts from 0."""
-  if repeats == 1:
-    return step(carry, 0 if xs is None else (0, xs))
-  numbers = jnp.arange(repeats, dtype=jnp.int32)
-  xs = numbers if xs is None else (numbers, xs)
-  return jax.lax.scan(step, carry, xs, reverse=reverse)
-
-
-def _added(period: Period) -> int:
-  return sum(block.added for block in period.blocks)
-
-
-def _length(period: Period) -> int:
-  return sum(len(block.kinds) for block in period.blocks)
-
-
-def _count(period: Period, kind: str) -> int:
-  return sum(block.kinds.count(kind) for block in period.blocks)
-
-
-def _cut(tree: Any, first: Any, size: int) -> Any:
+def _cut(tree: Any, first: Any, size: int, *, axis: int = 0) -> Any:
   return jax.tree.map(
-    lambda a: jax.lax.dynamic_slice_in_dim(a, first, size, 0), tree
+    lambda a: jax.lax.dynamic_slice_in_dim(a, first, size, axis), tree
   )
 
 
-def _replace(tree: Any, part: Any, first: Any) -> Any:
+def _one(tree: Any, index: Any, *, axis: int = 0) -> Any:
+  return jax.tree.map(
+    lambda a: jax.lax.dynamic_index_in_dim(a, index, axis, keepdims=False), tree
+  )
+
+
+def _put(tree: Any, part: Any, first: Any, *, axis: int = 0) -> Any:
   return jax.tree.map(
     lambda a, b: jax.lax.dynamic_update_slice_in_dim(
-      a, b.astype(a.dtype), first, 0
+      a, b.astype(a.dtype), first, axis
     ),
     tree,
     part,

@@ -35,7 +35,6 @@ from attnres_jax.models import stacks
 from attnres_jax.models import sublayer as sublayer_lib
 from attnres_jax.models.mixers import softmax
 from attnres_jax.models.residuals import base
-from attnres_jax.models.residuals import depth_attention
 
 Trace = base.Trace
 Sublayers = Mapping[str, sublayer_lib.Sublayer]
@@ -98,7 +97,7 @@ def run(
     depth_loop: as in `config.ModelConfig`.
 
   Raises:
-    ConfigError: a scan over depth blocks is asked for, and there is none.
+    ConfigError: a scan over depth is asked for, and there is none.
   """
   memory = memory or memory_lib.NoMemory()
   if depth_loop == "scan":
@@ -147,9 +146,6 @@ def run_part(
     remat: as in `run`.
     depth_loop: as in `run`. After a scan, the state has its sources in a
       `depth_attention.Bank`.
-
-  Raises:
-    ConfigError: a scan is asked for, and the part cuts a depth block.
   """
   memory = memory or memory_lib.NoMemory()
   if depth_loop == "scan":
@@ -241,59 +237,22 @@ def _run_on_bank(
   start: int,
   remat: str,
 ) -> Any:
-  """`run_part` of a banked scheme and whole depth blocks, as one scan."""
-  sources, rest = residual.take_apart(state)
-  assert rest is None
-  periods = depth_scan.periods_of(
-    kinds, residual, start=start, sources=len(sources)
-  )
-  around_segment, around_sublayer = config_lib.choose(
-    "model.remat", remat, REMAT
-  )
+  """`run_part` of a banked scheme, as scans over depth."""
+  around, _ = config_lib.choose("model.remat", remat, REMAT)
   memory = memory_lib.NoMemory()
-  calls = {
-    kind: around_sublayer(
-      functools.partial(apply_sublayer, residual, memory, kind)
+
+  def apply(kind, sublayer, read, segment_ids_BT):
+    carry, slot = read
+    both, slots = (carry, memory.init()), (slot, None)
+    y_BTD, _, _ = apply_sublayer(
+      residual, memory, kind, sublayer, both, slots, segment_ids_BT
     )
-    for kind in sublayers
-  }
+    return y_BTD
 
-  def run_block(kinds, reads, parts, sources, segment_ids_BT):
-    # A loop inside the loop would copy what its steps read and write.
-    runs = stacks.no_runs(kinds)
-    opened: Any = _Opened(residual, reads)
-    (carry, _), _ = _run_segment(
-      _Segment(0, len(kinds), runs),
-      opened,
-      memory,
-      _same,
-      calls,
-      segment_ids_BT,
-      [(part,) for part in parts],
-      (sources, memory.init()),
-    )
-    with scopes.part(scopes.RESIDUAL):
-      return residual.end(carry)
-
-  loop = depth_scan.Loop(periods, residual, run_block, around_segment)
-  with scopes.part(scopes.RESIDUAL):
-    reads = residual.queries.reads(start, start + len(kinds))
-  bank_MBTD = loop(dict(sublayers), reads, sources, segment_ids_BT)
-  bank = depth_attention.Bank(bank_MBTD, len(bank_MBTD))
-  return residual.put_together(bank, None)
-
-
-class _Opened:
-  """A scheme, as `_run_segment` sees it, with the reads of one segment."""
-
-  def __init__(self, residual: base.Residual, reads: Any):
-    self.write = residual.write
-    self._residual = residual
-    self._reads = reads
-
-  def open(self, state: Any, start: int, stop: int) -> tuple[Any, Any]:
-    del start, stop
-    return self._residual.begin(self._reads, state)
+  part = depth_scan.Part(
+    tuple(kinds), start, residual, apply, around, remat != "none"
+  )
+  return part(sublayers, state, segment_ids_BT)
 
 
 def trace(

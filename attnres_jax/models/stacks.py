@@ -69,6 +69,11 @@ def unstack(tree: Any, count: int) -> list[Any]:
   ]
 
 
+def only(stack: Any) -> Any:
+  """The tree of a stack of one."""
+  return jax.tree.map(lambda a: jax.lax.squeeze(a, (0,)), stack)
+
+
 def one_of(stack: Any, l: jax.Array) -> Any:
   """The l-th tree of a stack; l may be known at run time only."""
   return jax.tree.map(

@@ -21,9 +21,9 @@ ranks share the work of the head.
 Every chunk is a separate function, traced for its own sublayers, sources and
 position: kinds of sublayers, sizes and block boundaries may differ between
 chunks without masked work. The price is a program with a body per chunk instead
-of per rank. With `model.depth_loop="scan"`, a chunk of whole depth blocks runs
-them as one loop, so that its body does not grow with depth. Rows of weights are
-padded to the largest number of sublayers of a kind in any chunk.
+of per rank. With `model.depth_loop="scan"`, a chunk runs sublayers that repeat
+a pattern as one loop, so that its body does not grow with depth. Rows of
+weights are padded to the largest number of sublayers of a kind in any chunk.
 """
 
 import collections

@@ -81,7 +81,7 @@ def label(scheme: str) -> str:
     "": "",
     "unrolled": ", unrolled",
     "one_softmax": ", one softmax per sublayer",
-    "depth_scan": ", one scan over depth blocks",
+    "depth_scan": ", a scan over depth",
   }
   scanned = ", scanned" if name in ("prenorm", "rescaled") and not form else ""
   return figures.name_of(name) + (details[form] or scanned)

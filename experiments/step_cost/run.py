@@ -68,7 +68,7 @@ _SCHEMES = flags.DEFINE_list(
   None,
   "these residual schemes, besides both forms of PreNorm, in place of those of"
   " AttnRes; with ' unrolled', not as a scan; Block and Full AttnRes with"
-  " ' depth_scan', one scan over depth blocks",
+  " ' depth_scan', a scan over depth",
 )
 _OUTPUT = flags.DEFINE_string(
   "output", str(_RESULTS), "CSV file to write the rows to"

@@ -19,8 +19,8 @@ from tests import tiny_network
 from tests.models import trunks
 
 
-def _value(layers, module, embedding, *, remat, depth_loop):
-  kinds = tuple(trunks.KINDS[l % 2] for l in range(module.num_sublayers))
+def _value(layers, module, embedding, *, remat, depth_loop, kinds=None):
+  kinds = kinds or [trunks.KINDS[l % 2] for l in range(module.num_sublayers)]
   return trunks.score(
     stack.run(
       layers, kinds, module, embedding, None,
@@ -33,9 +33,8 @@ def _value(layers, module, embedding, *, remat, depth_loop):
 @pytest.mark.parametrize(
   "name,num_sublayers,remat,fields",
   [
-    # Two kinds of blocks in turn, and a shorter one at the end.
+    # Blocks that begin in the middle of a pattern, and a shorter one.
     ("block_attnres", 13, "none", dict(block_size=3)),
-    # Blocks that are scans themselves.
     pytest.param(
       "block_attnres", 10, "full", dict(block_size=4), marks=pytest.mark.slow
     ),
@@ -46,21 +45,61 @@ def _value(layers, module, embedding, *, remat, depth_loop):
     pytest.param(
       "block_attnres", 8, "dots", dict(block_size=2), marks=pytest.mark.slow
     ),
+    # Nothing is open when a sublayer reads, or nothing is ever complete.
+    pytest.param(
+      "full_attnres", 6, "none", dict(schedule_size=1), marks=pytest.mark.slow
+    ),
+    pytest.param(
+      "block_attnres", 6, "full", dict(block_size=1), marks=pytest.mark.slow
+    ),
+    pytest.param(
+      "block_attnres", 6, "none", dict(block_size=9), marks=pytest.mark.slow
+    ),
   ],
 )
 def test_scan_is_unrolled(name, num_sublayers, remat, fields):
+  results, scans = _both_forms(name, num_sublayers, fields, remat=remat)
+  # The unrolled form may have some, inside of blocks.
+  assert scans[0] == 1
+  _assert_equal(*results)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize(
+  "name,fields",
+  [
+    ("block_attnres", dict(block_size=4)),
+    ("full_attnres", dict(schedule_size=4)),
+  ],
+)
+def test_several_patterns(name, fields, remat):
+  """Two loops, then sublayers that repeat nothing; blocks end within each."""
+  mixer, mlp = trunks.KINDS
+  kinds = [mlp, mlp, *([mixer, mlp, mixer] * 2), mixer, mlp]
+  results, scans = _both_forms(name, 10, fields, remat=remat, kinds=kinds)
+  assert scans[0] == 2
+  _assert_equal(*results)
+
+
+def _both_forms(name, num_sublayers, fields, **options):
+  """Values and gradients of the scan and unrolled; how many scans there are."""
   layers, embedding = trunks.toy(num_sublayers)
   module = trunks.scheme(name, num_sublayers, **fields)
-  results, outer = [], []
+  results, scans = [], []
   for form in ("scan", "unrolled"):
-    value = functools.partial(_value, remat=remat, depth_loop=form)
+    value = functools.partial(_value, depth_loop=form, **options)
     gradient = jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2)))
     results.append(gradient(layers, module, embedding))
-    outer.append(jaxprs.count(("scan",), value, layers, module, embedding))
-  assert outer[0] > outer[1] or fields.get("block_size") == 4
+    scans.append(jaxprs.count(("scan",), value, layers, module, embedding))
+  return results, scans
+
+
+def _assert_equal(*results, atol=1e-12):
   for a, b in zip(*map(jax.tree.leaves, results), strict=True):
     scale = 1 + np.abs(np.asarray(b)).max()
-    np.testing.assert_allclose(a, b, rtol=0, atol=1e-12 * scale)
+    np.testing.assert_allclose(a, b, rtol=0, atol=atol * scale)
 
 
 # Options of a read that change what goes through the bank.
@@ -85,16 +124,8 @@ READS: dict[str, dict[str, Any]] = {
 )
 def test_options_of_reads(name, fields, option):
   read = config_lib.DepthReadConfig(**READS[option])
-  layers, embedding = trunks.toy(6)
-  module = trunks.scheme(name, 6, read=read, **fields)
-  results = []
-  for form in ("scan", "unrolled"):
-    value = functools.partial(_value, remat="none", depth_loop=form)
-    gradient = jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2)))
-    results.append(gradient(layers, module, embedding))
-  for a, b in zip(*map(jax.tree.leaves, results), strict=True):
-    scale = 1 + np.abs(np.asarray(b)).max()
-    np.testing.assert_allclose(a, b, rtol=0, atol=1e-11 * scale)
+  results, _ = _both_forms(name, 6, dict(read=read, **fields), remat="none")
+  _assert_equal(*results, atol=1e-11)
 
 
 def _model(config):
@@ -174,11 +205,18 @@ def test_meshes(tokens):
   np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-7)
 
 
-def test_a_loop_does_not_grow_with_depth():
+@pytest.mark.parametrize(
+  "name,fields",
+  [
+    ("block_attnres", dict(block_size=3)),
+    ("full_attnres", dict(schedule_size=3)),
+  ],
+)
+def test_a_loop_does_not_grow_with_depth(name, fields):
   sizes = []
   for num_layers in (4, 8):
     config = tiny_network.config(
-      num_layers=num_layers, block_size=1, depth_loop="scan"
+      name, num_layers=num_layers, depth_loop="scan", **fields
     )
     model = jax.eval_shape(lambda config=config: models.build_model(config))
     tokens_BT = jnp.zeros((1, 4), jnp.int32)
@@ -193,7 +231,7 @@ def test_a_loop_does_not_grow_with_depth():
 
 
 def test_what_is_kept():
-  """Running states, of which few are in the bank as well."""
+  """Running states that are not in the bank."""
   shape = (1, 64, 32)
   kept = {}
   for name, fields in (
@@ -215,22 +253,22 @@ def test_what_is_kept():
     embedding = jax.ShapeDtypeStruct(shape, jnp.float32)
     found = jaxprs.saved(trunk, model.sublayers, model.residual, embedding)
     kept[name] = sum(a.size for a in found if a.size >= 64 * 32) / (64 * 32)
-  # Full: outputs, embedding, and once more the first output of each segment.
-  # Block: the first sum of each block, the blocks, the embedding.
-  assert kept == {"full_attnres": 8 + 1 + 4, "block_attnres": 4 + 4 + 1}
+  # Full: outputs and embedding. Block: the first sum of each block, the blocks,
+  # the embedding.
+  assert kept == {"full_attnres": 8 + 1, "block_attnres": 4 + 4 + 1}
 
 
 @pytest.mark.parametrize(
-  "fields,missing",
+  "num_sublayers,fields,missing",
   [
-    (dict(name="prenorm"), "PreNorm"),
-    (dict(name="block_attnres", block_size=4), "repeats"),
-    (dict(name="full_attnres", form="one_softmax"), "OneSoftmax"),
+    (5, dict(name="prenorm"), "PreNorm"),
+    (2, dict(name="block_attnres", block_size=1), "no pattern .* repeats"),
+    (5, dict(name="full_attnres", form="one_softmax"), "OneSoftmax"),
   ],
 )
-def test_scan_by_name_runs_or_raises(fields, missing):
-  module = trunks.scheme(fields.pop("name"), 5, **fields)
-  layers, embedding = trunks.toy(5)
+def test_scan_by_name_runs_or_raises(num_sublayers, fields, missing):
+  module = trunks.scheme(fields.pop("name"), num_sublayers, **fields)
+  layers, embedding = trunks.toy(num_sublayers)
   with pytest.raises(config_lib.ConfigError, match=f"depth_loop.*{missing}"):
     jax.eval_shape(
       functools.partial(_value, remat="none", depth_loop="scan"),

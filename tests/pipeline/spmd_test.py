@@ -247,8 +247,12 @@ def test_unaligned_blocks():
 @pytest.mark.parametrize(
   "shape,scheme,fields",
   [
-    ((2, 1, 2, 8, 2), "block_attnres", {}),
-    # Two kinds of blocks in turn, and recomputation.
+    # The second chunk begins within a block.
+    ((2, 1, 2, 8, 3), "block_attnres", {}),
+    pytest.param(
+      (2, 1, 2, 8, 2), "block_attnres", {}, marks=pytest.mark.slow
+    ),
+    # Blocks begin within a pattern, and recomputation.
     pytest.param(
       (2, 1, 2, 24, 3), "block_attnres",
       dict(scan_layers=True, remat="full"), marks=pytest.mark.slow,
@@ -260,9 +264,13 @@ def test_unaligned_blocks():
       (2, 1, 2, 8, 1), "full_attnres", dict(schedule_size=2),
       marks=pytest.mark.slow,
     ),
+    pytest.param(
+      (2, 1, 2, 8, 1), "full_attnres", dict(schedule_size=3),
+      marks=pytest.mark.slow,
+    ),
   ],
 )  # fmt: skip
-def test_depth_blocks_of_a_chunk_as_one_loop(shape, scheme, fields):
+def test_sublayers_of_a_chunk_as_one_loop(shape, scheme, fields):
   _assert_as_on_one_device(
     _config(shape, scheme=scheme, depth_loop="scan", **fields)
   )
@@ -281,8 +289,7 @@ def test_loops_of_chunks_do_not_grow_with_depth():
 @pytest.mark.parametrize(
   "shape,scheme,reason",
   [
-    ((2, 1, 2, 8, 3), "block_attnres", "1 to 4 are not whole depth blocks"),
-    ((2, 2, 4, 8, 2), "block_attnres", "no pattern of depth blocks repeats"),
+    ((2, 2, 4, 8, 2), "block_attnres", "no pattern of sublayers repeats"),
     ((2, 1, 2, 8, 2), "prenorm", "with PreNorm"),
   ],
 )

@@ -118,9 +118,12 @@ class Residual(nnx.Module):
     scannable: whether the carry keeps its structure between sublayers.
     block_size: sublayers between one completed block and the next.
     stream: whether states have more than blocks at the end of a block, too.
-    banked: whether the state at the start of a segment is a sequence of
-      sources, which may be rows of one array (`models.depth_scan`); such a
-      scheme has `begin` and `end`.
+    banked: whether the sources may be rows of one array, of which as many are
+      read as there are when a segment opens (`models.depth_scan`). Segments of
+      such a scheme are of one size, and it has `num_sources`, `open_rows` and
+      `step`.
+    sums_open: whether there is one open row, a sum, in place of one row per
+      sublayer.
     reads_depth: whether `config.residual.read` describes its reads; otherwise,
       this has to keep its defaults.
     pre_norm: whether sublayers have a norm (with a gain) in front of them;
@@ -140,6 +143,7 @@ class Residual(nnx.Module):
   block_size: int | None = None
   stream = False
   banked = False
+  sums_open = False
   reads_depth = False
   pre_norm = True
   final_norm = True
@@ -218,12 +222,45 @@ class Residual(nnx.Module):
     """h_out [B, T, D], which goes to the final norm and the head."""
     raise NotImplementedError
 
-  def begin(self, reads: Any, sources: Any) -> tuple[Any, Any]:
-    """`open` at the start of a segment, given its reads and the sources."""
+  def num_sources(self, l: int) -> int:
+    """How many there are when a segment is opened before sublayer l."""
     raise NotImplementedError
 
-  def end(self, carry: Any) -> tuple[jax.Array, ...]:
-    """The sources that a segment adds, given the carry at its end."""
+  def open_rows(
+    self, rest: Any, shape: tuple[int, ...], size: int
+  ) -> jax.Array:
+    """What will be sources after a segment, before its first sublayer.
+
+    Args:
+      rest: of the state, as in `take_apart`.
+      shape: of a source.
+      size: most sublayers of a segment.
+    """
+    raise NotImplementedError
+
+  def step(
+    self,
+    reads: Any,
+    mixtures: tuple[jax.Array, jax.Array],
+    open_RBTD: jax.Array,
+    place: jax.Array | int,
+    first: jax.Array | bool,
+    sublayer: Callable[[tuple[Any, Any]], jax.Array],
+  ) -> tuple[jax.Array, jax.Array | None]:
+    """The output of a sublayer of a segment, given the open rows before it.
+
+    Args:
+      reads: of this sublayer, with a leading axis of 1.
+      mixtures: of the sources of the segment, and their log-normalisers.
+      open_RBTD: rows; without meaning if it is the first sublayer.
+      place: how many sublayers of the segment have run.
+      first: whether nothing of the segment has run, not even elsewhere.
+      sublayer: maps what `read_normed` gets, a carry and a slot, to its output.
+
+    Returns:
+      The output; and, unless `sums_open`, the rows as they came, for their
+      gradients to pass through.
+    """
     raise NotImplementedError
 
   def take_apart(self, state: Any) -> tuple[tuple[jax.Array, ...], Any]:

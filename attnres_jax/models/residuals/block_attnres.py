@@ -8,7 +8,7 @@ of a block attend to the completed blocks together, then each sublayer merges
 the partial sum as one more source.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import functools
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from attnres_jax import config as config_lib
 from attnres_jax import precision
 from attnres_jax.models import norm as norm_lib
+from attnres_jax.models import stacks
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import depth_attention
 from attnres_jax.models.residuals import depth_reads
@@ -129,27 +130,43 @@ class BlockAttnRes(BlockAttnResOneSoftmax):
 
   definition = BlockAttnResOneSoftmax
   scannable = True
-  banked = True
+  banked = sums_open = True
 
   def open(self, state: BlockState, start: int, stop: int) -> tuple[Any, Any]:
     reads = self.queries.reads(start, stop)
-    if state.partial_BTD is None:
-      return self.begin(reads, state.blocks)
-    return state.partial_BTD, self.phase_1(reads, state.blocks)
-
-  def begin(
-    self, reads: depth_reads.Read, sources: depth_attention.Sources
-  ) -> tuple[Any, Any]:
-    slots = self.phase_1(reads, sources)
+    slots = self.phase_1(reads, state.blocks)
+    if state.partial_BTD is not None:
+      return state.partial_BTD, slots
     if self._apart:
       # No scan, so the first sublayer may read without a partial sum.
       return None, slots
-    one = depth_attention.like(sources)
+    one = state.blocks[0]
     partial_BTD = jnp.zeros(one.shape, precision.wide(one.dtype))
     return partial_BTD, slots.ignoring_first()
 
-  def end(self, carry: Any) -> tuple[jax.Array, ...]:
-    return (carry.astype(self.dtype),)
+  def num_sources(self, l: int) -> int:
+    return 1 + l // self.block_size
+
+  def open_rows(
+    self, rest: Any, shape: tuple[int, ...], size: int
+  ) -> jax.Array:
+    del size
+    if rest is None:
+      return jnp.zeros((1, *shape), precision.wide(self.dtype))
+    return rest[None]
+
+  def step(
+    self,
+    reads: depth_reads.Read,
+    mixtures: tuple[jax.Array, jax.Array],
+    open_RBTD: jax.Array,
+    place: jax.Array | int,
+    first: jax.Array | bool,
+    sublayer: Callable[[tuple[Any, Any]], jax.Array],
+  ) -> tuple[jax.Array, None]:
+    del place
+    slot = self.slots_of(reads, *mixtures).ignoring_first(first)
+    return sublayer(stacks.only((open_RBTD, slot))), None
 
   def read(self, carry: Any, slot: Any) -> jax.Array | base.QKV:
     if carry is None:

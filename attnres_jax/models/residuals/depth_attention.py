@@ -11,6 +11,7 @@ and a source as one mean square, however often its norm is recomputed.
 
 from collections.abc import Sequence
 import math
+import operator
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -49,10 +50,11 @@ class Slot(NamedTuple):
   value: "Slot | None" = None
   scale: jax.Array | None = None
 
-  def ignoring_first(self) -> "Slot":
+  def ignoring_first(self, wanted: jax.Array | bool = True) -> "Slot":
     """Of several sublayers, with an `lse_BT` of +inf for the first."""
-    value = None if self.value is None else self.value.ignoring_first()
-    return self._replace(lse_BT=self.lse_BT.at[0].set(jnp.inf), value=value)
+    value = self.value and self.value.ignoring_first(wanted)
+    lse = jnp.where(wanted, jnp.inf, self.lse_BT[0])
+    return self._replace(lse_BT=self.lse_BT.at[0].set(lse), value=value)
 
 
 class Bank(NamedTuple):
@@ -61,48 +63,24 @@ class Bank(NamedTuple):
   Attributes:
     rows_MBTD: the array.
     count: a number, which may be known at run time only.
-    taps: zeros like the results of a read. If they are given, their gradients
-      are those of the results, and no others are computed: not that of the
-      bank, and not that of the query as far as its scores are concerned.
-    lses: to which a read appends its log-normalisers.
   """
 
   rows_MBTD: jax.Array
   count: jax.Array | int
-  taps: tuple[jax.Array, jax.Array] | None = None
-  lses: list[jax.Array] | None = None
-
-  @property
-  def like(self) -> jax.ShapeDtypeStruct:
-    """A source."""
-    rows = self.rows_MBTD
-    return jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype)
 
 
 Sources = Sequence[jax.Array] | Bank
 
 
 def sources_from(sources: Sources, first: int) -> tuple[jax.Array, ...]:
-  """All but the first few sources, [B, T, D] each; a bank has to be full."""
+  """All but the first few sources, [B, T, D] each.
+
+  The number of sources in a bank has to be known.
+  """
   if isinstance(sources, Bank):
-    return tuple(sources.rows_MBTD[i] for i in range(first, sources.count))
+    count = operator.index(sources.count)
+    return tuple(sources.rows_MBTD[i] for i in range(first, count))
   return tuple(sources[first:])
-
-
-def like(sources: Sources) -> Any:
-  """An array like each of the sources."""
-  return sources.like if isinstance(sources, Bank) else sources[0]
-
-
-@jax.custom_vjp
-def _tapped(value: Any, tap: Any) -> Any:
-  del tap
-  return value
-
-
-_tapped.defvjp(
-  lambda value, tap: (value, None), lambda _, gradient: (None, gradient)
-)
 
 
 def queries_of(reads: depth_reads.Read) -> jax.Array:
@@ -139,7 +117,7 @@ class DepthAttention(base.Residual):
     super().__init__(config, rngs=rngs)
     self.eps = config.norm_eps
     # Without a scan over sublayers, every mixture is read by itself.
-    self._apart = not config.scan_layers or config.depth_loop == "scan"
+    self._apart = not config.scan_layers
     options = self.read_options(config.residual.read)
     self.options = depth_reads.checked(options, config.width)
     self.queries = depth_reads.DepthQueries(
@@ -201,22 +179,24 @@ class DepthAttention(base.Residual):
 
   def phase_1(self, reads: depth_reads.Read, sources: Sources) -> Slot:
     """All mixtures of stacked reads, in one pass over the sources."""
-    if reads.value is not None:
-      # In the order of `queries_of`.
-      both = jax.tree.map(
-        lambda *a: jnp.concatenate(a), reads._replace(value=None), reads.value
-      )
-      slots, count = self.phase_1(both, sources), reads.query.shape[0]
-      own, value = stacks.split(slots, [count, count])
-      return own._replace(value=value)
+    query_QD = queries_of(reads)
     out_QBTD, lse_QBT = depth_attention(
-      reads.query,
+      query_QD,
       sources,
-      heads=self._heads,
-      rank=self._rank,
-      eps=self.eps,
-      apart=self._apart and reads.query.shape[0] > 1,
+      apart=self._apart and query_QD.shape[0] > 1,
+      **self.how,
     )
+    return self.slots_of(reads, out_QBTD, lse_QBT)
+
+  def slots_of(
+    self, reads: depth_reads.Read, out_QBTD: jax.Array, lse_QBT: jax.Array
+  ) -> Slot:
+    """Slots of stacked reads, given the mixtures of their `queries_of`."""
+    if reads.value is not None:
+      count = reads.query.shape[0]
+      own, value = stacks.split((out_QBTD, lse_QBT), [count, count])
+      slots = self.slots_of(reads._replace(value=None), *own)
+      return slots._replace(value=self.slots_of(reads.value, *value))
     if reads.null_D is not None:
       null_Q11D = reads.null_D[:, None, None].astype(out_QBTD.dtype)
       out_QBTD, lse_QBT = attnres_kernels.combine_mixtures(
@@ -226,43 +206,6 @@ class DepthAttention(base.Residual):
         self._null_logits(reads.query, null_Q11D, lse_QBT.shape),
       )
     return Slot(reads.query, out_QBTD, lse_QBT, scale=reads.scale)
-
-  def phase_1_shapes(
-    self, reads: depth_reads.Read, rows_MBTD: jax.Array
-  ) -> tuple[jax.Array, jax.Array]:
-    """Zeros like what the operator returns in phase 1."""
-    _, *shape = rows_MBTD.shape
-    shape = len(queries_of(reads)), *shape
-    of_heads = () if self._heads is None else (self._heads,)
-    wide = precision.wide(rows_MBTD.dtype)
-    lse_QBT = jnp.zeros((*shape[:-1], *of_heads), wide)
-    return jnp.zeros(shape, rows_MBTD.dtype), lse_QBT
-
-  def phase_1_vjp(
-    self,
-    query_QD: jax.Array,
-    rows_MBTD: jax.Array,
-    count: jax.Array | int,
-    lse_QBT: jax.Array,
-    dout_QBTD: jax.Array,
-    dlse_QBT: jax.Array,
-    drows_MBTD: jax.Array,
-  ) -> tuple[jax.Array, jax.Array]:
-    """The gradient of the queries, and `drows_MBTD` with those of the sources.
-
-    Args:
-      query_QD: `queries_of` the reads.
-      rows_MBTD: of a `Bank`.
-      count: of the bank.
-      lse_QBT: the log-normalisers.
-      dout_QBTD: the gradient of the mixtures.
-      dlse_QBT: that of the log-normalisers.
-      drows_MBTD: the gradients of the rows so far, updated in place.
-    """
-    return depth_attention_vjp(
-      query_QD, rows_MBTD, count, lse_QBT, dout_QBTD, dlse_QBT, drows_MBTD,
-      eps=self.eps, heads=self._heads, rank=self._rank,
-    )  # fmt: skip
 
   def merge(self, slot: Slot, open_BTD: jax.Array) -> jax.Array | base.QKV:
     """The mixture with the open source as one more source."""
@@ -306,11 +249,7 @@ class DepthAttention(base.Residual):
 
     def merge(one):
       out_QBTD, lse_QBT = depth_attention(
-        one.query_D[None],
-        sources,
-        heads=self._heads,
-        rank=self._rank,
-        eps=self.eps,
+        one.query_D[None], sources, **self.how
       )
       merged_BTD, _ = attnres_kernels.combine_mixtures(
         one.out_BTD, one.lse_BT, out_QBTD[0], lse_QBT[0]
@@ -335,6 +274,11 @@ class DepthAttention(base.Residual):
       return weights_MBT
     zeros = jnp.zeros((hidden, *weights_MBT.shape[1:]), weights_MBT.dtype)
     return jnp.concatenate([weights_MBT[:1], zeros, weights_MBT[1:]])
+
+  @property
+  def how(self) -> dict[str, Any]:
+    """The options of the operator."""
+    return dict(eps=self.eps, heads=self._heads, rank=self._rank)
 
   @property
   def _heads(self) -> int | None:
@@ -464,15 +408,7 @@ def _of_bank(
 
   many, whole = sharding.QUERIED_TOKENS, sharding.WHOLE
   split = sharding.by_shards(attend, (whole, many, whole), (many, many))
-  arrays = query_QD, bank.rows_MBTD, jnp.asarray(bank.count, jnp.int32)
-  if bank.taps is not None:
-    arrays = jax.lax.stop_gradient(arrays)
-  out_QBTD, lse_QBT = split(*arrays)
-  if bank.lses is not None:
-    bank.lses.append(lse_QBT)
-  if bank.taps is None:
-    return out_QBTD, lse_QBT
-  return _tapped((out_QBTD, lse_QBT), bank.taps)
+  return split(query_QD, bank.rows_MBTD, jnp.asarray(bank.count, jnp.int32))
 
 
 def depth_attention_vjp(
@@ -505,6 +441,33 @@ def depth_attention_vjp(
     dlse_QBT, drows_MBTD,
   )  # fmt: skip
   return jnp.sum(dquery_PQD, axis=0), drows_MBTD
+
+
+def through_bank(
+  query_QD: jax.Array, bank: Bank, **options: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """(mixtures, log-normalisers, the rows): a read on the way of a bank.
+
+  Gradients of rows come back through the third result, and the read adds its
+  own in place. Without it, they would be one more array like the bank.
+  """
+
+  @jax.custom_vjp
+  def read(query_QD, rows_MBTD, count):
+    out_QBTD, lse_QBT = depth_attention(
+      query_QD, Bank(rows_MBTD, count), **options
+    )
+    return out_QBTD, lse_QBT, rows_MBTD
+
+  def forward(*arguments):
+    found = read(*arguments)
+    return found, (*arguments, found[1])
+
+  def backward(kept, gradients):
+    return *depth_attention_vjp(*kept, *gradients, **options), None
+
+  read.defvjp(forward, backward)
+  return read(query_QD, bank.rows_MBTD, jnp.asarray(bank.count, jnp.int32))
 
 
 def depth_merge(

@@ -8,17 +8,20 @@ exist when it opens, reading them once; phase 2 merges the values that the
 segment itself produces. It is exact, and only changes the schedule.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from flax import nnx
 import jax
+import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
 from attnres_jax.models import norm as norm_lib
+from attnres_jax.models import stacks
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import depth_attention
 from attnres_jax.models.residuals import depth_reads
+import attnres_kernels
 
 
 class FullAttnResOneSoftmax(depth_attention.DepthAttention):
@@ -70,6 +73,20 @@ class FullAttnResOneSoftmax(depth_attention.DepthAttention):
     return tuple(labels[: l + 1] for l in range(self.num_sublayers + 1))
 
 
+class _Parts(NamedTuple):
+  """A read in a loop over depth, with a leading axis of 1.
+
+  Attributes:
+    reads: its parameters.
+    mixtures: of the sources of its segment, and their log-normalisers.
+    more: the same of the open rows, if there are any.
+  """
+
+  reads: depth_reads.Read
+  mixtures: tuple[jax.Array, jax.Array]
+  more: tuple[jax.Array, ...]
+
+
 class FullAttnRes(FullAttnResOneSoftmax):
   """The same function, with queries batched over segments."""
 
@@ -85,15 +102,36 @@ class FullAttnRes(FullAttnResOneSoftmax):
     return tuple((i, min(i + step, last)) for i in range(0, last, step))
 
   def open(self, state: Any, start: int, stop: int) -> tuple[Any, Any]:
-    return self.begin(self.queries.reads(start, stop), state)
+    return (), self.phase_1(self.queries.reads(start, stop), state)
 
-  def begin(
-    self, reads: depth_reads.Read, sources: depth_attention.Sources
-  ) -> tuple[Any, Any]:
-    return (), self.phase_1(reads, sources)
+  def num_sources(self, l: int) -> int:
+    return 1 + l
 
-  def end(self, carry: Any) -> tuple[jax.Array, ...]:
-    return carry
+  def open_rows(
+    self, rest: Any, shape: tuple[int, ...], size: int
+  ) -> jax.Array:
+    del rest
+    return jnp.zeros((size, *shape), self.dtype)
+
+  def step(
+    self,
+    reads: depth_reads.Read,
+    mixtures: tuple[jax.Array, jax.Array],
+    open_RBTD: jax.Array,
+    place: jax.Array | int,
+    first: jax.Array | bool,
+    sublayer: Callable[[tuple[Any, Any]], jax.Array],
+  ) -> tuple[jax.Array, jax.Array]:
+    del first
+    more = ()
+    if len(open_RBTD) > 1:
+      *more, open_RBTD = depth_attention.through_bank(
+        depth_attention.queries_of(reads),
+        depth_attention.Bank(open_RBTD, place),
+        **self.how,
+      )
+    y_BTD = sublayer(((), _Parts(reads, mixtures, tuple(more))))
+    return base.keep(y_BTD), open_RBTD
 
   def read(self, carry: Any, slot: Any) -> jax.Array | base.QKV:
     if not carry:
@@ -105,9 +143,19 @@ class FullAttnRes(FullAttnResOneSoftmax):
   def read_normed(
     self, carry: Any, slot: Any, norm: norm_lib.RMSNorm
   ) -> jax.Array | base.QKV:
+    if isinstance(slot, _Parts):
+      # Saves the mixtures only: what follows from them costs little.
+      return jax.checkpoint(self._read_parts, prevent_cse=False)(slot, norm)
     if len(carry) == 1:
       return self.merge_normed(slot, carry[0], norm)
     return super().read_normed(carry, slot, norm)
+
+  def _read_parts(self, slot: "_Parts", norm: Any) -> jax.Array | base.QKV:
+    mixtures = slot.mixtures
+    if slot.more:
+      mixtures = attnres_kernels.combine_mixtures(*mixtures, *slot.more)
+    whole = stacks.only(self.slots_of(slot.reads, *mixtures))
+    return super().read_normed((), whole, norm)
 
   def close(self, state: Any, carry: Any, stop: int) -> tuple[jax.Array, ...]:
     del stop
