@@ -4,8 +4,9 @@
 Beside each time stand its limit, the bytes of arguments and results over the
 bandwidth of memory, and on a TPU its estimate: the longer of schedule and
 memory time in kernels/benchmarks/results, divided by the cores of a device.
-Operands smaller than a cache may beat the limit. A gradient is one operation
-here, but two kernels of the table for `kda`.
+Operands smaller than a cache may beat the limit. A gradient of `kda` is one
+operation here, but two kernels of the table, the first of which also makes the
+outputs.
 """
 
 from collections.abc import Callable, Iterator
@@ -45,7 +46,7 @@ KERNELS = {
   "depth_merge_norm backward": ("depth_merge_backward",),
   "depth_read forward": ("depth_read_forward",),
   "kda forward": ("kda_forward",),
-  "kda backward": ("kda_states", "kda_backward"),
+  "kda backward": ("kda_forward_saving", "kda_backward"),
 }
 _SHORT = {
   "depth": shapes.Shape("short", 2, 3, 64, 256),
