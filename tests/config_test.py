@@ -94,6 +94,7 @@ ERRORS = [
   ("model.kda.conv_width", 0, ABOVE),
   ("model.kda.gate_rank", 0, ABOVE),
   ("model.kda.chunk_size", 0, ABOVE),
+  ("model.kda.save", "all", "one of arguments, chunks"),
   ("model.kda.decay_bound", -1.0, AT_LEAST),
   ("model.activation.name", "gelu", "one of silu, situ"),
   ("model.activation.gate_bound", 0.0, ABOVE),

@@ -253,6 +253,10 @@ class KdaConfig(fields.Checked, prefix="model.kda"):
     gate_rank: rank of the two low-rank gates (decay, output).
     chunk_size: tokens per chunk of the chunkwise form; does not change the
       function.
+    save: what the TPU kernels keep for the backward pass beside the arguments
+      of the recurrence: `chunks`, what they found in every chunk (not where
+      `model.remat` discards it), or `arguments`, nothing else, for less memory
+      and more time.
     full_rank_gate: the output gate is one matrix (Kimi K3).
     decay_bound: the largest negative log-decay, -bound sigmoid(exp(a) (W_f x +
       b)) (5 in Kimi K3); 0 for none, -exp(a) softplus(W_f x + b).
@@ -262,6 +266,7 @@ class KdaConfig(fields.Checked, prefix="model.kda"):
   conv_width: fields.Size = 4
   gate_rank: fields.Size = 128
   chunk_size: fields.Size = 64
+  save: Literal["chunks", "arguments"] = "chunks"
   full_rank_gate: bool = False
   decay_bound: fields.NotNegative = 0.0
 

@@ -5,8 +5,8 @@ Beside each time stand its limit, the bytes of arguments and results over the
 bandwidth of memory, and on a TPU its estimate: the longer of schedule and
 memory time in kernels/benchmarks/results, divided by the cores of a device.
 Operands smaller than a cache may beat the limit. A gradient is one operation
-here, but two kernels of the table for `kda` and for `stream_mix`, whose forward
-pass makes what the other one reads.
+here, but two kernels of the table for `kda` and for `stream_mix`, the first of
+which makes the outputs and what the second one reads.
 """
 
 from collections.abc import Callable, Iterator
@@ -47,7 +47,7 @@ KERNELS = {
   "depth_merge_norm backward": ("depth_merge_backward",),
   "depth_read forward": ("depth_read_forward",),
   "kda forward": ("kda_forward",),
-  "kda backward": ("kda_states", "kda_backward"),
+  "kda backward": ("kda_forward_saving", "kda_backward"),
   "stream_mix forward": ("stream_mix_forward",),
   "stream_mix backward": ("stream_mix_forward", "stream_mix_backward"),
 }

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.extend
+from jax.interpreters import ad
 from jax.interpreters import batching
 from jax.interpreters import mlir
 import jax.numpy as jnp
@@ -222,6 +223,7 @@ _platform_p.def_impl(
   lambda x, **params: jax.jit(lambda y: _platform_p.bind(y, **params))(x)
 )
 _platform_p.def_abstract_eval(lambda x, **params: x)
+ad.deflinear2(_platform_p, lambda dy, x, **params: [dy])
 batching.primitive_batchers[_platform_p] = lambda args, axes, **params: (
   _platform_p.bind(*args, **params),
   axes[0],

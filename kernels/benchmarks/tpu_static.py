@@ -39,7 +39,6 @@ from attnres_kernels.depth_attention import shapes
 from attnres_kernels.depth_merge import pallas_tpu as merge
 from attnres_kernels.depth_read import pallas_tpu as depth_read
 from attnres_kernels.kda import pallas_tpu as kda
-from attnres_kernels.kda import pallas_tpu_chunk as kda_chunk
 from attnres_kernels.kda import shapes as kda_shapes
 from attnres_kernels.rms_norm import pallas_tpu as rms_norm
 from attnres_kernels.stream_mix import pallas_tpu as stream_mix
@@ -87,7 +86,9 @@ def main() -> None:
   parser.add_argument("--kernels", default="", help="names, all by default")
   parser.add_argument("--all", action="store_true", help="every source count")
   parser.add_argument("--chunk", type=int, default=64, help="tokens, of KDA")
-  parser.add_argument("--heads", type=int, default=0, help="of KDA, per step")
+  parser.add_argument(
+    "--heads", type=int, default=0, help="of KDA, most per step"
+  )
   parser.add_argument("--out", default="")
   options = parser.parse_args()
   restart_with_dumps()
@@ -317,9 +318,9 @@ def _depth_cases(options) -> Iterator[tuple[str, Any, Build]]:
 # Operands and results that a kernel moves: in the input dtype with width K or
 # V, in float32 with width K, per token, and matrices per chunk.
 _OPERANDS = {
-  "kda_forward": dict(low=4, wide=1, rows=1, states=0, inverses=0),
-  "kda_states": dict(low=2, wide=1, rows=1, states=1, inverses=1),
-  "kda_backward": dict(low=7, wide=2, rows=2, states=1, inverses=1),
+  "kda_forward": dict(low=4, wide=1, rows=1, states=0, squares=0),
+  "kda_forward_saving": dict(low=5, wide=1, rows=1, states=1, squares=3),
+  "kda_backward": dict(low=7, wide=2, rows=2, states=1, squares=3),
 }
 
 
@@ -332,8 +333,7 @@ def _kda_cases(options) -> Iterator[tuple[str, Any, Build]]:
       yield kernel, shape, build
 
 
-def _kda(kernel, shape, chunk, heads):
-  heads = heads or kda.choose_heads(chunk, shape.heads, shape.key)
+def _kda(kernel, shape, chunk, most):
   token = shape.batch, shape.tokens, shape.heads
   struct = jax.ShapeDtypeStruct
   key = struct((*token, shape.key), jnp.bfloat16)
@@ -343,32 +343,34 @@ def _kda(kernel, shape, chunk, heads):
   state = struct(
     (shape.batch, shape.heads, shape.key, shape.value), jnp.float32
   )
-  options = dict(scale=1.0, chunk_size=chunk, heads=heads)
-  arguments = key, key, value, decay, beta, state
-  if kernel == "kda_forward":
-    function = lambda *a: kda.forward(*a, **options)
-  else:
-    function = lambda *a: kda.backward(*a, **options)
-    arguments += value, state
-  return (
-    function,
-    arguments,
-    _kda_plan(shape, chunk, heads, **_OPERANDS[kernel]),
+  backward = kernel == "kda_backward"
+  step = kda.Step.choose(
+    shape.batch, shape.heads, chunk, shape.key, backward=backward, most=most
   )
+  options = dict(scale=1.0, chunk_size=chunk, most=most)
+  arguments = key, key, value, decay, beta, state
+  forward = functools.partial(
+    kda.forward, **options, chunks=kernel != "kda_forward"
+  )
+  if backward:
+    *_, chunks = jax.eval_shape(forward, *arguments)
+    forward = functools.partial(kda.backward, **options)
+    arguments = key, key, decay, beta, chunks, value, state
+  return forward, arguments, _kda_plan(shape, chunk, step, **_OPERANDS[kernel])
 
 
-def _kda_plan(shape, chunk, heads, low, wide, rows, states, inverses):
+def _kda_plan(shape, chunk, step, low, wide, rows, states, squares):
   """Bytes per chunk and head, times chunks and heads; states enter once."""
   assert shape.key == shape.value
   tile = chunk * shape.key
-  # Rows of tokens and inverses lie side by side for some heads. They fill whole
+  # Rows of tokens and squares lie side by side for some heads. They fill whole
   # tiles of 8 sublanes and 128 lanes in memory.
-  aside = kda_chunk.num_aside(heads, chunk)
-  lanes = max(chunk * aside, 128) / aside
+  lanes = max(chunk * step.aside, 128) / step.aside
   square = shape.key * shape.value
-  matrices = 2 * (states * square + inverses * chunk * lanes)
-  step = heads * ((2 * low + 4 * wide) * tile + 4 * 8 * rows * lanes + matrices)
+  matrices = 2 * (states * square + squares * chunk * lanes)
+  each = (2 * low + 4 * wide) * tile + 4 * 8 * rows * lanes + matrices
   all_heads = shape.batch * shape.heads
+  heads = step.rows * step.heads
   steps = all_heads // heads * (shape.tokens // chunk)
   ends = 8 * all_heads * square
   tokens = all_heads * shape.tokens
@@ -377,8 +379,8 @@ def _kda_plan(shape, chunk, heads, low, wide, rows, states, inverses):
     "tile": chunk,
     "steps": steps,
     "minimum": minimum,
-    "actual": steps * step + ends,
-    "vmem": 2 * step + 4 * heads * square,
+    "actual": steps * heads * each + ends,
+    "vmem": heads * (2 * each + 4 * square),
   }
 
 

@@ -70,7 +70,7 @@ def segments(seed, batch, length, number):
 
 
 @functools.partial(
-  jax.jit, static_argnums=0, static_argnames=("chunk_size", "scale")
+  jax.jit, static_argnums=0, static_argnames=("chunk_size", "scale", "save")
 )
 def call(implementation, *arguments, **options):
   *tokens, state = arguments
@@ -79,7 +79,9 @@ def call(implementation, *arguments, **options):
   )
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="chunk_size")
+@functools.partial(
+  jax.jit, static_argnums=0, static_argnames=("chunk_size", "save")
+)
 def run(implementation, arguments, cotangents, **options):
   """Values and all gradients through the public function."""
   f = functools.partial(call, implementation, **options)
@@ -162,9 +164,11 @@ class TestValues:
   @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
   def test_gradients_in_low_precision(self, dtype):
     # Two chunks and a bit, one reset at the start of one, one inside.
-    heads = 2 if dtype == "float32" else 1
-    arguments, cotangents = make(9, 1, 36, heads, 128, 128, dtype)
-    ids = jnp.asarray(np.repeat([0, 1, 0], [16, 9, 11])[None])
+    # Two heads share a grid step, of one sequence or of two.
+    batch, heads = (1, 2) if dtype == "float32" else (2, 1)
+    arguments, cotangents = make(9, batch, 36, heads, 128, 128, dtype)
+    ids = np.repeat([0, 1, 0], [16, 9, 11])
+    ids = jnp.asarray([ids, np.zeros_like(ids)][:batch])
     given = arguments, cotangents
     wide = jax.tree.map(lambda x: x.astype("float32"), given)
     wanted = run("reference", *wide, segment_ids=ids)
@@ -182,7 +186,9 @@ class TestValues:
 
   @pytest.mark.slow
   @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-  @pytest.mark.parametrize("heads,chunk_size", [(4, 32), (2, 64), (1, 128)])
+  @pytest.mark.parametrize(
+    "heads,chunk_size", [(4, 32), (2, 64), (6, 64), (1, 128)]
+  )
   def test_heads_side_by_side(self, dtype, heads, chunk_size):
     # Equal keys, the hardest systems, in the last head; a reset in a chunk.
     length = chunk_size + 9
@@ -202,6 +208,15 @@ class TestValues:
     for name, a, b, c in zip(NAMES, kernel, plain, wanted):
       # Or no worse than plain JAX with the same operands.
       assert error(a, c) < max(limit, 1.3 * error(b, c)), name
+
+  def test_what_is_saved_changes_nothing(self):
+    given = make(14, 1, 20, 1, 128, 128, "bfloat16")
+    with dispatch.interpreted():
+      a, b = (
+        run("pallas_tpu", *given, chunk_size=16, save=save)
+        for save in ("chunks", "arguments")
+      )
+    jax.tree.map(np.testing.assert_array_equal, a, b)
 
   def test_pallas_tpu_says_why_not(self):
     for pattern, shape, dtype, chunk_size in (
@@ -370,6 +385,36 @@ class TestTransform:
       for a, b in zip(actual, wanted):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
+  def test_kernels_under_vmap_and_remat(self):
+    arguments, cotangents = make(36, 2, 20, 1, 128, 128)
+
+    def f(*arguments):
+      o, last = call("pallas_tpu", *arguments, chunk_size=16)
+      return jnp.sum(o * cotangents[0]) + jnp.sum(last * cotangents[1])
+
+    def mapped(*arguments):
+      single = lambda o, last, *arguments: jax.tree.map(
+        lambda x, dx: jnp.sum(x[0] * dx),
+        call("pallas_tpu", *(x[None] for x in arguments), chunk_size=16),
+        (o, last),
+      )
+      return sum(map(jnp.sum, jax.vmap(single)(*cotangents, *arguments)))
+
+    wanted = run("xla", arguments, cotangents, chunk_size=16)[2:]
+    with dispatch.interpreted():
+      for function in (jax.checkpoint(f), mapped):
+        actual = jax.jit(jax.grad(function, range(6)))(*arguments)
+        for name, a, b in zip(NAMES[2:], actual, wanted):
+          assert error(a, b) < 2e-6, name
+
+  def test_platform_is_chosen_under_a_gradient(self):
+    # Widths that the TPU kernels accept: both are traced, one is lowered.
+    arguments, cotangents = make(37, 1, 20, 1, 128, 128)
+    actual, wanted = (
+      run(name, arguments, cotangents, chunk_size=16) for name in (None, "xla")
+    )
+    jax.tree.map(np.testing.assert_array_equal, actual, wanted)
+
   @pytest.mark.parametrize("explicit", [True, False])
   def test_sharded_batch_needs_no_collective(self, explicit):
     mesh = jax.make_mesh(
@@ -400,6 +445,18 @@ class TestTransform:
     # The recurrence does keep a state per token, so the count can see one.
     kept = jaxprs.saved(functools.partial(call, "reference"), *arguments)
     assert max(x.size for x in kept) >= 64 * 8 * 8
+
+  def test_kernels_save_what_they_are_told(self):
+    arguments, _ = make(38, 1, 64, 2, 128, 128, "bfloat16")
+
+    def kept(save):
+      f = functools.partial(call, "pallas_tpu", chunk_size=32, save=save)
+      with dispatch.interpreted():
+        return sorted(x.shape for x in jaxprs.saved(f, *arguments))
+
+    assert kept("arguments") == []
+    squares = [(1, 1, 2, 32, 64)] * 3
+    assert kept("chunks") == [*squares, (1, 2, 2, 128, 128), (1, 64, 256)]
 
   def test_no_program_holds_a_state_per_token(self):
     length, width = 64, 8
@@ -440,6 +497,7 @@ class TestBadInput:
 
   def test_values(self):
     self.bad("chunk_size=0", chunk_size=0)
+    self.bad("save='all' is not one of .'chunks', 'arguments'", save="all")
     self.bad("floating point, got int32", v=jnp.ones((2, 6, 2, 3), int))
     self.bad("integers, got float32", segment_ids=jnp.ones((2, 6)))
     self.bad("pallas_tpu", implementation="cuda")

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The KDA kernels compile for every TPU; needs libtpu but no TPU."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,16 +12,22 @@ from attnres_kernels.kda import shapes
 from tests.kernels import tpu_aot_test
 
 pytestmark = pytest.mark.needs("libtpu")
-KERNELS = ("kda_forward", "kda_states", "kda_backward")
+KERNELS = ("kda_forward", "kda_forward_saving", "kda_backward")
 
 
-def compile_for(chip, shape, dtype):
+def kernels(chip, shape, dtype, save):
+  """The kernels in a compiled program."""
+  text = compile_for(chip, shape, dtype, save)
+  return [name for name in KERNELS if re.search(rf"\b{name}\b", text)]
+
+
+def compile_for(chip, shape, dtype, save):
   """Forward and backward through the public function."""
 
   def f(do, dstate, *arguments):
     def g(*arguments):
       *tokens, state = arguments
-      return kda(*tokens, initial_state=state)
+      return kda(*tokens, initial_state=state, save=save)
 
     values, vjp = jax.vjp(g, *arguments)
     return values, vjp((do, dstate))
@@ -45,9 +53,11 @@ class TestTpuCompile:
   def test_small(self, chip):
     # Ragged tokens, values wider than keys.
     shape = shapes.Shape("small", 2, 100, 1, 128, 256)
-    text = compile_for(chip, shape, "bfloat16")
-    for name in KERNELS:
-      assert name in text
+    assert kernels(chip, shape, "bfloat16", "arguments") == [*KERNELS]
+
+  def test_chunks_are_found_once(self):
+    shape = shapes.Shape("small", 1, 64, 1, 128, 128)
+    assert kernels("v5p", shape, "bfloat16", "chunks") == [*KERNELS[1:]]
 
 
 @pytest.mark.slow
@@ -56,6 +66,4 @@ class TestNamedShapes:
   @pytest.mark.parametrize("shape", shapes.NAMED)
   @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
   def test_named_shapes(self, chip, shape, dtype):
-    text = compile_for(chip, shape, dtype)
-    for name in KERNELS:
-      assert name in text
+    assert kernels(chip, shape, dtype, "arguments") == [*KERNELS]

@@ -73,7 +73,8 @@ class Kda(nnx.Module):
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     width, heads, shape = config.width, config.num_heads, config.kda
     head, rank, taps = shape.head_width, shape.gate_rank, shape.conv_width
-    self.chunk_size, self.decay_bound = shape.chunk_size, shape.decay_bound
+    self.chunk_size, self.save = shape.chunk_size, shape.save
+    self.decay_bound = shape.decay_bound
     self.dtype = jnp.dtype(config.dtype)
     matrix = linear.matrices(config.init_std, rngs)
 
@@ -146,8 +147,9 @@ class Kda(nnx.Module):
 
     def mix(q, k, v, g, beta, segment_ids_BT):
       o_BTNH, _ = attnres_kernels.kda(
-        q, k, v, g, beta, segment_ids=segment_ids_BT, chunk_size=self.chunk_size
-      )
+        q, k, v, g, beta, segment_ids=segment_ids_BT,
+        chunk_size=self.chunk_size, save=self.save,
+      )  # fmt: skip
       return o_BTNH
 
     # Heads are independent, like rows.

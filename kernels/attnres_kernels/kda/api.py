@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public functions of Kimi delta attention: checks, gradients, backend.
+"""The public functions of Kimi delta attention: checks and backend.
 
 Kimi Linear's recurrence, per head with a state S of [K, V] and alpha = exp(g):
 
@@ -7,10 +7,9 @@ Kimi Linear's recurrence, per head with a state S of [K, V] and alpha = exp(g):
   o_t = scale S_t^T q_t
 """
 
-import functools
 import operator
+from typing import Literal, get_args
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 from jaxtyping import Float
@@ -18,6 +17,8 @@ from jaxtyping import Int
 
 from attnres_kernels import dispatch
 from attnres_kernels.kda import reference
+
+Save = Literal["chunks", "arguments"]
 
 
 def kda(
@@ -31,6 +32,7 @@ def kda(
   initial_state: Float[Array, "B H K V"] | None = None,
   segment_ids: Int[Array, "B T"] | None = None,
   chunk_size: int = 64,
+  save: Save = "chunks",
   implementation: dispatch.Implementation | None = None,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
   """Runs the gated delta rule over a sequence.
@@ -48,6 +50,11 @@ def kda(
       documents packed into one row do not see each other. The first segment
       continues from `initial_state`.
     chunk_size: tokens per chunk; affects the cost, not the result.
+    save: what the TPU kernels keep for the backward pass. `chunks` are the
+      arguments but for v, and of every chunk the values written, the state
+      before it, its scores and the inverse of its system; `arguments` are the
+      arguments alone, from which the backward pass finds the chunks again. The
+      other backends keep the arguments (the reference, every state).
     implementation: a backend by name; None takes the best that fits.
 
   Returns:
@@ -55,10 +62,12 @@ def kda(
     float32 (float64 if any input is).
 
   Raises:
-    ValueError: shapes or dtypes do not fit together.
+    ValueError: shapes or dtypes do not fit together, or a name is unknown.
     NotImplementedError: the named backend cannot run these shapes here.
   """
   dispatch.check_implementation(implementation)
+  if save not in get_args(Save):
+    raise ValueError(f"save={save!r} is not one of {get_args(Save)}")
   arrays = [jnp.asarray(x) for x in (q, k, v, g, beta)]
   _check(("q", "k", "v", "g", "beta"), arrays, "BTHK BTHK BTHV BTHK BTH")
   q, k, v, g, beta = arrays
@@ -75,7 +84,15 @@ def kda(
   arguments = q, k, v, g, beta.astype(dtype), state
   if implementation == "reference":
     return reference.forward(*arguments, scale=scale, chunk_size=chunk_size)
-  return _kda(scale, chunk_size, implementation, *arguments)
+  return dispatch.call(
+    "kda",
+    "kda",
+    implementation,
+    *arguments,
+    scale=scale,
+    chunk_size=chunk_size,
+    save=save,
+  )
 
 
 def kda_step(
@@ -114,39 +131,6 @@ def kda_step(
   state = state.astype(dispatch.accumulator(*arrays))
   o, state = reference.step(q, k, v, g, beta, state, scale=scale)
   return o.astype(v.dtype), state
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _kda(scale, chunk_size, implementation, *arguments):
-  return dispatch.call(
-    "kda",
-    "forward",
-    implementation,
-    *arguments,
-    scale=scale,
-    chunk_size=chunk_size,
-  )
-
-
-def _kda_forward(scale, chunk_size, implementation, *arguments):
-  # States take K / C times as much memory as the keys of their chunk; the
-  # backward pass recomputes them.
-  return _kda(scale, chunk_size, implementation, *arguments), arguments
-
-
-def _kda_backward(scale, chunk_size, implementation, arguments, cotangents):
-  return dispatch.call(
-    "kda",
-    "backward",
-    implementation,
-    *arguments,
-    *cotangents,
-    scale=scale,
-    chunk_size=chunk_size,
-  )
-
-
-_kda.defvjp(_kda_forward, _kda_backward)
 
 
 def _check(names, arrays, axes):

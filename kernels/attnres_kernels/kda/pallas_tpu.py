@@ -3,17 +3,18 @@
 
 The chunkwise form and its tree are those of the plain-JAX backend (`xla`), laid
 out for the matrix unit (`pallas_tpu_chunk`). The state is stored transposed,
-[V, K], so that decays are rows of lanes. Several heads share a grid step, and
-the program goes through them stage by stage: the compiler keeps that order
-almost as it is, so the products of one head hide the latencies of another only
-if they stand next to each other.
+[V, K], so that decays are rows of lanes. Many heads share a grid step, those of
+several sequences if one has few, and the program goes through them stage by
+stage: the compiler keeps that order almost as it is, so the products of one
+head hide the latencies of another only if they stand next to each other.
 
-The backward pass is two kernels: one runs forward in time and writes the state
-before each chunk and the inverse of its triangular system, the other runs
-backward in time.
+The backward pass needs scores, inverses and states of every chunk (`Chunks`).
+The forward pass writes them if it runs for a gradient that may keep them.
+Otherwise it runs again, right before the backward pass.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 from jax.experimental import pallas as pl
@@ -27,20 +28,62 @@ from attnres_kernels.kda import pallas_tpu_decay as decay_lib
 _DTYPES = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 
 
-def choose_heads(chunk_size, num_heads, width):
-  """Heads per grid step: as many as fit, up to sixteen; half of that on v4.
+class Chunks(NamedTuple):
+  """What the forward pass finds in every chunk, in the dtype of q.
 
-  More heads hide more latency, but take more VMEM: backward, 22 MiB for
-  sixteen heads of 128.
+  Attributes:
+    z: what each token adds to the values that its key reads, before beta, [B,
+      T, H V].
+    starts: the states before the chunks, [B, H, N, V, K].
+    inverses: of the triangular systems, for n heads side by side, [B, H / n, N,
+      C, n C].
+    keys: scores of keys with keys, likewise.
+    pairs: scores of queries with keys, likewise.
   """
-  most = 16 if dispatch.tpu_vmem_bytes() > 22 * 2**20 else 8
-  most = min(most, max(1, most * 64 * 128 // (chunk_size * width)))
-  return max(n for n in range(1, most + 1) if num_heads % n == 0)
+
+  z: jax.Array
+  starts: jax.Array
+  inverses: jax.Array
+  keys: jax.Array
+  pairs: jax.Array
 
 
-def why_not(function, q, k, v, g, beta, state, *args, scale, chunk_size):
+class Step(NamedTuple):
+  """How many heads a grid step has.
+
+  More heads hide more latency, but take more VMEM (backward, 22 MiB for sixteen
+  heads of 128) and more time to compile, so that there are at most 48 forward
+  and sixteen backward; with the little VMEM of v4, eight.
+
+  Attributes:
+    rows: sequences.
+    heads: of each sequence.
+    aside: of these, how many lie side by side; the same in both directions.
+  """
+
+  rows: int
+  heads: int
+  aside: int
+
+  @classmethod
+  def choose(cls, batch, heads, chunk_size, width, *, backward=False, most=0):
+    """As many as fit, but up to `most` if it is given."""
+    large = dispatch.tpu_vmem_bytes() > 22 * 2**20
+    room = 64 * 128 / (chunk_size * width)
+    least = max(1, int((16 if large else 8) * room))
+    aside = chunk_lib.num_aside(heads, chunk_size, least)
+    if not most:
+      most = least if backward or not large else max(1, int(48 * room))
+    divisors = range(aside, max(most, aside) + 1, aside)
+    each = max(n for n in divisors if heads % n == 0)
+    rows = max(1, most // each) if each == heads else 1
+    rows = max(n for n in range(1, rows + 1) if batch % n == 0)
+    return cls(rows, each, aside)
+
+
+def why_not(function, q, k, v, g, beta, state, *, scale, chunk_size, save):
   """The reason why these arguments cannot run, or None."""
-  del function, g, beta, args, scale
+  del function, g, beta, scale, save
   if not q.dtype == k.dtype == v.dtype or q.dtype not in _DTYPES:
     return (
       "q, k and v must all be bfloat16 or all float32, got"
@@ -57,58 +100,103 @@ def why_not(function, q, k, v, g, beta, state, *args, scale, chunk_size):
   return None
 
 
-def forward(
-  q, k, v, g, beta, state, *, scale, chunk_size, interpret=False, heads=None
-):
-  """Returns the outputs and the last state."""
-  call = _Call(q, v, chunk_size, interpret, heads)
-  o, state = call(
-    functools.partial(_forward_kernel, scale=scale),
-    "kda_forward",
-    [call.tokens(x) for x in (q, k, v, g)]
-    + [call.row(beta), call.state(state)],
-    [call.tokens_out(v), call.state_out()],
+def kda(q, k, v, g, beta, state, *, scale, chunk_size, save, interpret=False):
+  """Returns the outputs and the last state; may be differentiated once."""
+  arguments = q, k, v, g, beta, state
+  return _kda(scale, chunk_size, save, interpret, *arguments)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _kda(scale, chunk_size, save, interpret, *arguments):
+  del save
+  return forward(
+    *arguments, scale=scale, chunk_size=chunk_size, interpret=interpret
   )
-  return call.unflatten(o, v), state.mT
 
 
-def backward(
+def _kda_forward(scale, chunk_size, save, interpret, *arguments):
+  options = dict(scale=scale, chunk_size=chunk_size, interpret=interpret)
+  if save == "arguments":
+    return forward(*arguments, **options), (arguments, None)
+  *results, chunks = forward(*arguments, **options, chunks=True)
+  q, k, _, g, beta, _ = arguments
+  return tuple(results), ((q, k, None, g, beta, None), chunks)
+
+
+def _kda_backward(scale, chunk_size, save, interpret, saved, cotangents):
+  del save
+  options = dict(scale=scale, chunk_size=chunk_size, interpret=interpret)
+  arguments, chunks = saved
+  if chunks is None:
+    *_, chunks = forward(*arguments, **options, chunks=True)
+  q, k, _, g, beta, _ = arguments
+  do, dstate = cotangents
+  return backward(q, k, g, beta, chunks, do, dstate, **options)
+
+
+_kda.defvjp(_kda_forward, _kda_backward)
+
+
+def forward(
   q,
   k,
   v,
   g,
   beta,
   state,
+  *,
+  scale,
+  chunk_size,
+  chunks=False,
+  interpret=False,
+  most=0,
+):
+  """Returns the outputs, the last state and, if asked to, `Chunks`."""
+  call = _Call(q, v, chunk_size, interpret, most)
+  outputs = [call.tokens_out(v), call.state_out()]
+  if chunks:
+    squares = [call.squares_out(q.dtype)] * 3
+    outputs += [call.tokens_out(v), call.starts_out(q.dtype), *squares]
+  o, state, *found = call(
+    functools.partial(_forward_kernel, scale=scale),
+    "kda_forward_saving" if chunks else "kda_forward",
+    [call.tokens(x) for x in (q, k, v, g)]
+    + [call.row(beta), call.state(state)],
+    outputs,
+  )
+  results = call.unflatten(o, v), state.mT
+  return (*results, Chunks(*found)) if chunks else results
+
+
+def backward(
+  q,
+  k,
+  g,
+  beta,
+  chunks,
   do,
   dstate,
   *,
   scale,
   chunk_size,
   interpret=False,
-  heads=None,
+  most=0,
 ):
   """Returns the gradients of q, k, v, g, beta and the first state."""
-  call = _Call(q, v, chunk_size, interpret, heads)
-  starts, inverses = call(
-    _states_kernel,
-    "kda_states",
-    [call.tokens(x) for x in (k, v, g)] + [call.row(beta), call.state(state)],
-    [call.starts_out(q.dtype), call.inverses_out(q.dtype)],
-    [call.state_scratch()],
-  )
-  call.reverse = True
+  call = _Call(q, do, chunk_size, interpret, most, backward=True)
+  z, *matrices = chunks
   dq, dk, dv, dg, dbeta, dstate = call(
     functools.partial(_backward_kernel, scale=scale),
     "kda_backward",
-    [call.tokens(x) for x in (q, k, v, g)]
-    + [call.row(beta)]
-    + [call.matrices(x) for x in (starts, inverses)]
-    + [call.tokens(do.astype(v.dtype)), call.state(dstate)],
-    [call.tokens_out(x) for x in (q, k, v, g)]
+    [call.tokens(x) for x in (q, k, g)]
+    + [call.row(beta), call.flat(z)]
+    + [call.matrices(x) for x in matrices]
+    + [call.tokens(do), call.state(dstate)],
+    [call.tokens_out(x) for x in (q, k, do, g)]
     + [call.row_out(beta), call.state_out()],
   )
   return (
-    *(call.unflatten(d, x) for d, x in zip((dq, dk, dv, dg), (q, k, v, g))),
+    *(call.unflatten(d, x) for d, x in zip((dq, dk, dv, dg), (q, k, do, g))),
     call.unflatten_row(dbeta, beta),
     dstate.mT,
   )
@@ -122,26 +210,31 @@ class _Call:
   side in the lanes for n heads is [B, H / n, N, 1 or C, n C].
   """
 
-  def __init__(self, q, v, chunk_size, interpret, heads):
+  def __init__(self, q, v, chunk_size, interpret, most, backward=False):
     self.batch, self.length, self.heads, self.key = q.shape
     self.value = v.shape[-1]
     self.size = chunk_size
     self.number = pl.cdiv(self.length, chunk_size)
-    width = max(self.key, self.value)
-    self.group = heads or choose_heads(chunk_size, self.heads, width)
-    self.aside = chunk_lib.num_aside(self.group, chunk_size)
+    self.step = Step.choose(
+      self.batch,
+      self.heads,
+      chunk_size,
+      max(self.key, self.value),
+      backward=backward,
+      most=most,
+    )
     self.interpret = interpret
-    self.reverse = False
+    self.reverse = backward
 
-  def __call__(self, kernel, name, inputs, outputs, scratch=()):
+  def __call__(self, kernel, name, inputs, outputs):
     """Inputs are (spec, array), outputs (spec, shape)."""
+    step = self.step
     return pl.pallas_call(
       kernel,
-      grid=(self.batch, self.heads // self.group, self.number),
+      grid=(self.batch // step.rows, self.heads // step.heads, self.number),
       in_specs=[spec for spec, _ in inputs],
       out_specs=[spec for spec, _ in outputs],
       out_shape=[shape for _, shape in outputs],
-      scratch_shapes=scratch,
       compiler_params=pltpu.CompilerParams(
         dimension_semantics=("parallel", "parallel", "arbitrary"),
         vmem_limit_bytes=dispatch.tpu_vmem_bytes(),
@@ -157,13 +250,16 @@ class _Call:
     x = jnp.pad(x, [(0, 0), (0, padding), (0, 0)])
     return self._tokens_spec(x.shape[-1]), x
 
+  def flat(self, x):
+    return self._tokens_spec(x.shape[-1]), x
+
   def tokens_out(self, like):
     width = self.heads * like.shape[-1]
     shape = self.batch, self.number * self.size, width
     return self._tokens_spec(width), jax.ShapeDtypeStruct(shape, like.dtype)
 
   def _tokens_spec(self, width):
-    block = 1, self.size, width // self.heads * self.group
+    block = self.step.rows, self.size, width // self.heads * self.step.heads
     return pl.BlockSpec(block, lambda b, h, n: (b, self._at(n), h))
 
   def unflatten(self, x, like):
@@ -172,7 +268,7 @@ class _Call:
   def row(self, x):
     padding = self.number * self.size - self.length
     x = jnp.pad(x.mT, [(0, 0), (0, 0), (0, padding)])
-    x = x.reshape(self.batch, -1, self.aside, self.number, self.size)
+    x = x.reshape(self.batch, -1, self.step.aside, self.number, self.size)
     shape = self._aside_shape(1)
     return self._matrix_spec(shape), jnp.moveaxis(x, 2, 3).reshape(shape)
 
@@ -181,7 +277,7 @@ class _Call:
     return self._matrix_spec(shape), jax.ShapeDtypeStruct(shape, like.dtype)
 
   def unflatten_row(self, x, like):
-    x = x.reshape(self.batch, -1, self.number, self.aside, self.size)
+    x = x.reshape(self.batch, -1, self.number, self.step.aside, self.size)
     x = jnp.moveaxis(x, 3, 2).reshape(self.batch, self.heads, -1)
     return x[..., : self.length].mT.reshape(like.shape)
 
@@ -192,17 +288,17 @@ class _Call:
     shape = self.batch, self.heads, self.number, self.value, self.key
     return self._matrix_spec(shape), jax.ShapeDtypeStruct(shape, dtype)
 
-  def inverses_out(self, dtype):
+  def squares_out(self, dtype):
     shape = self._aside_shape(self.size)
     return self._matrix_spec(shape), jax.ShapeDtypeStruct(shape, dtype)
 
   def _aside_shape(self, rows):
-    groups = self.heads // self.aside
-    return self.batch, groups, self.number, rows, self.aside * self.size
+    groups = self.heads // self.step.aside
+    return self.batch, groups, self.number, rows, self.step.aside * self.size
 
   def _matrix_spec(self, shape):
-    number = shape[1] * self.group // self.heads
-    block = 1, number, 1, *shape[3:]
+    number = shape[1] * self.step.heads // self.heads
+    block = self.step.rows, number, 1, *shape[3:]
     return pl.BlockSpec(block, lambda b, h, n: (b, h, self._at(n), 0, 0))
 
   def state(self, x):
@@ -212,11 +308,8 @@ class _Call:
     shape = self.batch, self.heads, self.value, self.key
     return self._state_spec(), jax.ShapeDtypeStruct(shape, jnp.float32)
 
-  def state_scratch(self):
-    return pltpu.VMEM((self.group, self.value, self.key), jnp.float32)
-
   def _state_spec(self):
-    block = 1, self.group, self.value, self.key
+    block = self.step.rows, self.step.heads, self.value, self.key
     return pl.BlockSpec(block, lambda b, h, n: (b, h, 0, 0))
 
   def _at(self, n):
@@ -242,10 +335,11 @@ def flops(name, size, key, value):
   tree = squares * key  # Half a square of A; the same for P.
   solve = squares * size // 3 + squares * value
   carry = 2 * size * key * value
+  forward = 2 * tree + solve + squares * value + 3 * carry
   return {
-    "kda_forward": 2 * tree + solve + squares * value + 3 * carry,
-    "kda_states": tree + solve + 2 * carry,
-    "kda_backward": 6 * tree + 5 * squares * value + 7 * carry,
+    "kda_forward": forward,
+    "kda_forward_saving": forward,
+    "kda_backward": 4 * tree + 4 * squares * value + 6 * carry,
   }[name]
 
 
@@ -257,99 +351,66 @@ def _forward_kernel(
   beta_ref,
   first_ref,
   o_ref,
-  last_ref,
-  *,
+  state_ref,
+  *chunks_refs,
   scale,
 ):
-  state_ref = last_ref.at[0]
+  """The heads go in lockstep: products of one hide the latency of another."""
+  chunks = Chunks(*chunks_refs) if chunks_refs else None
   _start(first_ref, state_ref)
-  heads = state_ref.shape[0]
-  groups = _groups(q_ref, k_ref, g_ref, beta_ref, heads, scale)
-  inverses = chunk_lib.inverses(groups)
-  z, reads = _written(groups, inverses, v_ref, state_ref)
-  outputs = []
-  for c, own in zip(groups, z):
-    own = c.dot(c.spread(c.pairs * c.beta), jnp.concatenate(own, axis=0))
-    outputs += c.split(own)
-  for head, (read, output) in enumerate(zip(reads, outputs)):
-    _set_head(o_ref, head, heads, read[-len(output) :] + output)
-
-
-def _states_kernel(
-  k_ref,
-  v_ref,
-  g_ref,
-  beta_ref,
-  first_ref,
-  starts_ref,
-  inverses_ref,
-  state_ref,
-):
-  _start(first_ref, state_ref)
-  heads = state_ref.shape[0]
-  groups = _groups(None, k_ref, g_ref, beta_ref, heads, None)
-  inverses = chunk_lib.inverses(groups)
-  for head in range(heads):
-    starts_ref[0, head, 0] = state_ref[head].astype(starts_ref.dtype)
-  for index, inverse in enumerate(inverses):
-    inverses_ref[0, index, 0] = inverse.astype(inverses_ref.dtype)
-  _written(groups, inverses, v_ref, state_ref)
-
-
-def _groups(q_ref, k_ref, g_ref, beta_ref, heads, scale):
-  """One chunk of all heads of a grid step."""
-  number = beta_ref.shape[1]
-  groups = []
-  for index in range(number):
-    aside = heads // number
-    members = [
-      chunk_lib.Head(
-        None if q_ref is None else _head(q_ref, head, heads),
-        _head(k_ref, head, heads),
-        _head(g_ref, head, heads),
-        scale,
-      )
-      for head in range(index * aside, (index + 1) * aside)
-    ]
-    exact = k_ref.dtype == jnp.float32
-    groups.append(chunk_lib.Aside(members, beta_ref[0, index, 0], exact))
-  return groups
-
-
-def _written(groups, inverses, v_ref, state_ref):
-  """Updates the states; returns z per group, and what k and q read of them.
-
-  All heads go in lockstep: the products of one hide the latency of another.
-  """
-  members = [(c, h) for c in groups for h in c.heads]
-  states = [state_ref[i] for i in range(len(members))]
-  reads = [c.dot(h.both_in, s, 1) for (c, h), s in zip(members, states)]
+  groups = list(_groups(q_ref, k_ref, g_ref, beta_ref, scale))
+  scores = [chunk_lib.scores(c) for c, _ in groups]
+  asides = [c for c, _ in groups]
+  inverses = chunk_lib.inverses(asides, [keys for keys, _ in scores])
+  if chunks:
+    for (_, members), (keys, pairs), inverse in zip(groups, scores, inverses):
+      at = members[0].group
+      for ref, square in zip(chunks[2:], (inverse, keys, pairs)):
+        ref[at] = square.astype(ref.dtype)
+      for m in members:
+        chunks.starts[m.matrix] = state_ref[m.state].astype(chunks.starts.dtype)
+  # In the order of heads: states, what k and q read of them, z, and beta z.
+  members = [m for _, members in groups for m in members]
+  heads = [h for c in asides for h in c.heads]
+  states = [state_ref[m.state] for m in members]
+  reads = [
+    asides[0].dot(_stack([h.k_in, h.q_in]), state, 1)
+    for h, state in zip(heads, states)
+  ]
+  size = asides[0].size
   rests = [
-    _head(v_ref, i, len(members)).astype(jnp.float32) - reads[i][: c.size]
-    for i, (c, _) in enumerate(members)
+    v_ref[m.tokens(v_ref)].astype(jnp.float32) - read[:size]
+    for m, read in zip(members, reads)
   ]
   z = []
-  for c, inverse in zip(groups, inverses):
+  for c, inverse in zip(asides, inverses):
     own, rests = rests[: len(c.heads)], rests[len(c.heads) :]
-    z.append(c.split(c.dot(c.spread(inverse), jnp.concatenate(own, axis=0))))
-  scaled = [
-    column * x
-    for c, own in zip(groups, z)
-    for column, x in zip(c.columns(c.beta), own)
-  ]
-  for i, ((c, h), s, x) in enumerate(zip(members, states, scaled)):
-    state_ref[i] = h.whole * s + c.dot(x, h.k_out, 0, 0)
-  return z, reads
+    z += c.split(c.dot(c.spread(inverse), _stack(own)))
+  betas = [column for c in asides for column in c.columns(c.beta)]
+  written = [column * x for column, x in zip(betas, z)]
+  for m, h, state, x in zip(members, heads, states, written):
+    state_ref[m.state] = h.whole * state + asides[0].dot(x, h.k_out, 0, 0)
+  if chunks:
+    for m, x in zip(members, z):
+      chunks.z[m.tokens(chunks.z)] = x.astype(chunks.z.dtype)
+  outputs = []
+  for c, (_, pairs) in zip(asides, scores):
+    own, written = written[: len(c.heads)], written[len(c.heads) :]
+    outputs += c.split(c.dot(c.spread(pairs), _stack(own)))
+  for m, read, output in zip(members, reads, outputs):
+    o_ref[m.tokens(o_ref)] = (read[size:] + output).astype(o_ref.dtype)
 
 
 def _backward_kernel(
   q_ref,
   k_ref,
-  v_ref,
   g_ref,
   beta_ref,
+  z_ref,
   starts_ref,
   inverses_ref,
+  keys_ref,
+  pairs_ref,
   do_ref,
   last_ref,
   dq_ref,
@@ -357,46 +418,91 @@ def _backward_kernel(
   dv_ref,
   dg_ref,
   dbeta_ref,
-  first_ref,
+  dstate_ref,
   *,
   scale,
 ):
-  dstate_ref = first_ref.at[0]
-  heads = dstate_ref.shape[0]
   _start(last_ref, dstate_ref)
-  groups = _groups(q_ref, k_ref, g_ref, beta_ref, heads, scale)
-  for index, c in enumerate(groups):
-    n = len(c.heads)
-    members = range(index * n, (index + 1) * n)
-    v, do = (
-      [_head(x, i, heads).astype(jnp.float32) for i in members]
-      for x in (v_ref, do_ref)
+  for c, members in _groups(q_ref, k_ref, g_ref, beta_ref, scale):
+    at = members[0].group
+    z, do = (
+      [ref[m.tokens(ref)].astype(jnp.float32) for m in members]
+      for ref in (z_ref, do_ref)
     )
-    starts = [starts_ref[0, i, 0] for i in members]
-    dstates = [dstate_ref[i] for i in members]
-    grads = chunk_lib.gradients(
-      c, v, do, starts, dstates, inverses_ref[0, index, 0]
+    *grads, dbeta_ref[at] = chunk_lib.gradients(
+      c,
+      chunk_lib.Found(
+        z,
+        [starts_ref[m.matrix] for m in members],
+        inverses_ref[at],
+        keys_ref[at],
+        pairs_ref[at],
+      ),
+      do,
+      [dstate_ref[m.state] for m in members],
     )
-    for i, dq, dk, dv, dg, dstate in zip(members, *grads[:-1]):
-      _set_head(dq_ref, i, heads, scale * dq)
-      _set_head(dk_ref, i, heads, dk)
-      _set_head(dv_ref, i, heads, dv)
-      _set_head(dg_ref, i, heads, dg)
-      dstate_ref[i] = dstate
-    dbeta_ref[0, index, 0] = grads[-1]
+    for m, dq, dk, dv, dg, dstate in zip(members, *grads):
+      gradients = (dq_ref, scale * dq), (dk_ref, dk), (dv_ref, dv), (dg_ref, dg)
+      for ref, gradient in gradients:
+        ref[m.tokens(ref)] = gradient.astype(ref.dtype)
+      dstate_ref[m.state] = dstate
+
+
+class _Member(NamedTuple):
+  """Where one head of one sequence of a grid step lies in blocks."""
+
+  row: int
+  head: int
+  heads: int
+  aside: int
+
+  def tokens(self, ref):
+    width = ref.shape[-1] // self.heads
+    return self.row, slice(None), pl.ds(self.head * width, width)
+
+  @property
+  def state(self):
+    return self.row, self.head
+
+  @property
+  def matrix(self):
+    return self.row, self.head, 0
+
+  @property
+  def group(self):
+    return self.row, self.head // self.aside, 0
+
+
+def _groups(q_ref, k_ref, g_ref, beta_ref, scale):
+  """Yields n heads side by side and their members, for all of a grid step."""
+  rows, number = beta_ref.shape[:2]
+  aside = beta_ref.shape[-1] // q_ref.shape[1]
+  exact = k_ref.dtype == jnp.float32
+  for row in range(rows):
+    for first in range(0, number * aside, aside):
+      members = [
+        _Member(row, head, number * aside, aside)
+        for head in range(first, first + aside)
+      ]
+      heads = [
+        chunk_lib.Head(
+          q_ref[m.tokens(q_ref)],
+          k_ref[m.tokens(k_ref)],
+          g_ref[m.tokens(g_ref)],
+          scale,
+        )
+        for m in members
+      ]
+      yield chunk_lib.Aside(heads, beta_ref[members[0].group], exact), members
 
 
 def _start(first_ref, state_ref):
   @pl.when(pl.program_id(2) == 0)
   def _():
-    state_ref[...] = first_ref[0]
+    @pl.loop(0, state_ref.shape[1])
+    def _(head):
+      state_ref[:, pl.ds(head, 1)] = first_ref[:, pl.ds(head, 1)]
 
 
-def _head(ref, head, heads):
-  width = ref.shape[-1] // heads
-  return ref[0, :, head * width : (head + 1) * width]
-
-
-def _set_head(ref, head, heads, value):
-  width = ref.shape[-1] // heads
-  ref[0, :, head * width : (head + 1) * width] = value.astype(ref.dtype)
+def _stack(arrays):
+  return jnp.concatenate(arrays, axis=0)

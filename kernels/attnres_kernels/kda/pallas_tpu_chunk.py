@@ -8,14 +8,15 @@ puts each head's lanes into rows of their own.
 
 - A level of the tree (`pallas_tpu_decay`) is one product of C rows per head:
   rows of k in the late blocks, and in the early blocks, whose rows of k have no
-  use, those of q. A mask cuts the level's square out of it.
+  use, those of q. The level's square is cut out of it by few masks, because
+  masks are spilled too: three inside a register, and one per column of blocks.
 - The inverse of the triangular system starts from blocks of eight tokens,
   solved in float32 by substitution, all blocks of n heads in one register.
   Larger blocks are products of bfloat16 operands, whose error a Newton step
   corrects. Float32 inputs use float32 products throughout.
 """
 
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +31,9 @@ _LANES = 128
 _BLOCK = 8
 
 
-def num_aside(heads, size):
+def num_aside(heads, size, most):
   """How many heads lie side by side: as many as fill the lanes, if it goes."""
-  most = max(1, _LANES // size)
+  most = max(1, min(most, _LANES // size))
   return max(n for n in range(1, most + 1) if heads % n == 0)
 
 
@@ -41,33 +42,23 @@ class Head:
 
   def __init__(self, q, k, g, scale):
     self.k = k.astype(jnp.float32)
-    self.q: Any = None
-    if q is not None:
-      self.q = q.astype(jnp.float32) * scale
+    self.q = q.astype(jnp.float32) * scale
     exponents = decay_lib.exponents(jnp.maximum(g, _FORGET) * _LOG2_E)
     *self.decays, self.carried, self.left = map(jnp.exp2, exponents)
     self.whole = self.carried[-1:]
-    # Operands of products are rounded where they are made: they live long, and
-    # half as many registers are spilled.
-    self.k_out = (self.k * self.left).astype(k.dtype)
-    self.k_in = (self.k * self.carried).astype(k.dtype)
-    if self.q is None:
-      self.both_in = self.k_in
-    else:
-      q_in = (self.q * self.carried).astype(k.dtype)
-      self.both_in = jnp.concatenate([self.k_in, q_in], axis=0)
+    self.k_out = self.k * self.left
+    self.k_in = self.k * self.carried
+    self.q_in = self.q * self.carried
 
   def rows(self, level):
     """Rows and columns of a level's product, [C, K] each."""
     columns = self.k * self.decays[level]
-    if self.q is None:
-      return columns, columns
     queries = self.q * self.decays[level]
     return decay_lib.join(queries, columns, 1 << level), columns
 
 
 class Aside:
-  """A chunk of n heads side by side: their scores, masks and products."""
+  """A chunk of n heads side by side: their masks and products."""
 
   def __init__(self, heads, beta, exact):
     self.heads = heads
@@ -83,24 +74,6 @@ class Aside:
     self.below = self.row > self.column
     self._differ = self.row ^ self.column
     self.levels = decay_lib.num_levels(self.size)
-    self._scores()
-
-  def _scores(self):
-    """A and P of all heads, [C, n C]."""
-    self.keys = jnp.zeros(self.row.shape, jnp.float32)
-    with_q = self.heads[0].q is not None
-    self.pairs = jnp.zeros_like(self.keys)
-    if with_q:
-      own = [jnp.sum(h.q * h.k, axis=1, keepdims=True) for h in self.heads]
-      self.pairs = jnp.where(self.diagonal, self.choose(own), 0.0)
-    for level in range(self.levels):
-      rows, columns = zip(*(h.rows(level) for h in self.heads))
-      square = self.fold(self.dot(_stack(rows), _stack(columns), 1))
-      mask = self.mask(level)
-      self.keys = jnp.where(mask, square, self.keys)
-      if with_q:
-        square = decay_lib.unjoin(square, 1 << level)
-        self.pairs = jnp.where(mask, square, self.pairs)
 
   def mask(self, level):
     """Rows of the late block, columns of the early, by their first bit."""
@@ -155,9 +128,61 @@ class Aside:
     return dot(a, b, b_axis, a_axis, exact=self.exact)
 
 
-def inverses(groups):
+class Found(NamedTuple):
+  """What the forward pass found in a chunk of n heads.
+
+  Attributes:
+    z: per head, [C, V] float32.
+    starts: the state before the chunk of each head, [V, K].
+    inverse: of the systems, [C, n C].
+    keys: A of all heads, [C, n C].
+    pairs: P of all heads, [C, n C].
+  """
+
+  z: list[jax.Array]
+  starts: list[jax.Array]
+  inverse: jax.Array
+  keys: jax.Array
+  pairs: jax.Array
+
+
+def scores(c):
+  """A and P of all heads, [C, n C] float32."""
+  # Registers of eight rows. A column's block is a whole register of rows.
+  lane, row = (_iota((_BLOCK, c.size * len(c.heads)), axis) for axis in (1, 0))
+  column = lane & (_BLOCK - 1)
+  block = (lane & (c.size - 1)) >> decay_lib.num_levels(_BLOCK)
+  own = [jnp.sum(h.q * h.k, axis=1, keepdims=True) for h in c.heads]
+  pairs = [jnp.where(column == row, x, 0.0) for x in _blocks(c.choose(own))]
+  keys = [jnp.zeros_like(x) for x in pairs]
+  for level in range(c.levels):
+    size = 1 << level
+    rows, columns = zip(*(h.rows(level) for h in c.heads))
+    square = c.fold(c.dot(_stack(rows), _stack(columns), 1))
+    new_keys = _blocks(square)
+    new_pairs = _blocks(decay_lib.unjoin(square, size))
+    # In the columns of all blocks alike: those of others are cleared below.
+    mask = (((row ^ column) >> level) == 1) & (row > column)
+    for index in range(len(keys)):
+      if size >= _BLOCK:
+        late = index * _BLOCK // size
+        if late % 2 == 0:
+          continue
+        # Columns before those of this level will be those of higher levels.
+        mask = block < late * size // _BLOCK
+      keys[index] = jnp.where(mask, new_keys[index], keys[index])
+      pairs[index] = jnp.where(mask, new_pairs[index], pairs[index])
+    if 2 * size == _BLOCK:
+      keys, pairs = (
+        [jnp.where(block == i, x, 0.0) for i, x in enumerate(registers)]
+        for registers in (keys, pairs)
+      )
+  return _stack(keys), _stack(pairs)
+
+
+def inverses(groups, keys):
   """Inverses of I + A diag(beta), [C, n C] float32, all groups in lockstep."""
-  systems = [c.keys * c.beta for c in groups]
+  systems = [x * c.beta for c, x in zip(groups, keys)]
   found = [_blocks_inverse(c, x) for c, x in zip(groups, systems)]
   for level in range(decay_lib.num_levels(_BLOCK), groups[0].levels):
     size = 1 << level
@@ -188,27 +213,23 @@ def inverses(groups):
   return [x + c.times(x, rest) for c, x, rest in zip(groups, found, rests)]
 
 
-def gradients(c, v, do, starts, dstates, inverse):
+def gradients(c, found, do, dstates):
   """Gradients of one group, given those of its outputs and of its last states.
 
   Args:
     c: the chunk of n heads.
-    v: values of each head, [C, V] float32; `do` likewise.
-    do: gradients of the outputs.
-    starts: the state before the chunk of each head, [V, K].
-    dstates: gradients of the states after it, float32.
-    inverse: of the systems, [C, n C].
+    found: what the forward pass found in it.
+    do: gradients of the outputs of each head, [C, V] float32.
+    dstates: gradients of the states after it, [V, K] float32.
 
   Returns:
     Lists per head of the gradients of the scaled q, of k, of v, of g and of the
     first states, and that of beta, [1, n C].
   """
-  heads = c.heads
+  heads, z = c.heads, found.z
   columns = c.columns(c.beta)
-  inverse = c.spread(inverse)
-  rests = [x - c.dot(h.k_in, start, 1) for x, h, start in zip(v, heads, starts)]
-  z = c.split(c.dot(inverse, _stack(rests)))
-  dwritten = c.split(c.dot(c.spread(c.pairs), _stack(do), 0, 0))
+  inverse = c.spread(found.inverse)
+  dwritten = c.split(c.dot(c.spread(found.pairs), _stack(do), 0, 0))
   dwritten = [
     x + c.dot(h.k_out, dstate, 1)
     for x, h, dstate in zip(dwritten, heads, dstates)
@@ -220,15 +241,16 @@ def gradients(c, v, do, starts, dstates, inverse):
   dsystem = -c.fold(c.dot(x, _stack(z), 1))
   x = c.split(x)
   own = [jnp.sum(a * b, axis=1, keepdims=True) for a, b in zip(dwritten, z)]
+  keys = found.keys.astype(jnp.float32)
   dbeta = jnp.sum(
     jnp.where(c.diagonal, c.choose(own), 0.0)
-    + jnp.where(c.below, dsystem * c.keys, 0.0),
+    + jnp.where(c.below, dsystem * keys, 0.0),
     axis=0,
     keepdims=True,
   )
   dq, dk, dexponents, dwhole, dbefore = [], [], [], [], []
   for h, own, x_, do_, y, start, dstate in zip(
-    heads, c.columns(dpairs), x, do, written, starts, dstates
+    heads, c.columns(dpairs), x, do, written, found.starts, dstates
   ):
     both = jnp.concatenate([-x_, do_], axis=0)
     dboth_in = c.dot(both, start)
@@ -237,7 +259,9 @@ def gradients(c, v, do, starts, dstates, inverse):
     dk_out = c.dot(y, dstate) * h.left
     start = start.astype(jnp.float32)
     dwhole.append(h.whole * jnp.sum(start * dstate, axis=0, keepdims=True))
-    dbefore.append(h.whole * dstate + c.dot(both, h.both_in, 0, 0))
+    dbefore.append(
+      h.whole * dstate + c.dot(both, _stack([h.k_in, h.q_in]), 0, 0)
+    )
     dq.append(dq_in + own * h.k)
     dk.append(dk_in + dk_out + own * h.q)
     # A decay enters only through its product with q or k, so the gradient of
@@ -289,6 +313,10 @@ def _blocks_inverse(c, system):
       for index, part in enumerate(parts)
     ]
   )
+
+
+def _blocks(x):
+  return [x[i : i + _BLOCK] for i in range(0, x.shape[0], _BLOCK)]
 
 
 def _split(x, terms):

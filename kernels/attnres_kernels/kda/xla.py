@@ -66,6 +66,29 @@ class _Chunks(NamedTuple):
   whole: jax.Array  # Decay of the whole chunk, [N, B, H, K].
 
 
+def kda(*arguments, scale, chunk_size, save):
+  """Returns the outputs and the last state; may be differentiated once."""
+  del save  # Always the arguments.
+  return _kda(scale, chunk_size, *arguments)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _kda(scale, chunk_size, *arguments):
+  return forward(*arguments, scale=scale, chunk_size=chunk_size)
+
+
+def _kda_forward(scale, chunk_size, *arguments):
+  # States take K / C times as much memory as the keys of their chunk.
+  return _kda(scale, chunk_size, *arguments), arguments
+
+
+def _kda_backward(scale, chunk_size, arguments, cotangents):
+  return backward(*arguments, *cotangents, scale=scale, chunk_size=chunk_size)
+
+
+_kda.defvjp(_kda_forward, _kda_backward)
+
+
 def forward(q, k, v, g, beta, state, *, scale, chunk_size):
   """Returns the outputs and the last state."""
   dot = _products(q, k, v)

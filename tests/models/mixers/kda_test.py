@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kda against its definition, token by token in float64."""
 
+import dataclasses
 import math
 
 from flax import nnx
@@ -242,3 +243,27 @@ def test_initial_gates_are_in_their_ranges():
 
 def test_parameters_at_full_size():
   assert cores.count(cores.full_size(mixers.Kda)) == 39_514_272
+
+
+def test_save_reaches_the_kernels():
+  def kernels(save):
+    config = _config(chunk_size=16, save=save)
+    kda = dataclasses.replace(config.kda, head_width=128)  # As kernels need it.
+    module = mixers.Kda(
+      dataclasses.replace(config, kda=kda), rngs=nnx.Rngs(params=3)
+    )
+    graph, state = nnx.split(module)
+    gradient = jax.grad(lambda s, x: jnp.sum(nnx.merge(graph, s)(x)))
+    names = [
+      equation.params["name"]
+      for equation in jaxprs.equations(
+        jax.make_jaxpr(gradient)(state, _inputs())
+      )
+      if equation.primitive.name == "pallas_call"
+    ]
+    return sorted(name for name in names if "kda" in name)
+
+  assert kernels("chunks") == ["kda_backward", "kda_forward_saving"]
+  assert kernels("arguments") == [
+    "kda_backward", "kda_forward", "kda_forward_saving",
+  ]  # fmt: skip
