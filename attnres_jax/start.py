@@ -21,7 +21,10 @@ from attnres_jax import train_state
 from attnres_jax.models import adapters
 
 # They change how the same function is computed.
-_SAME_FUNCTION = ("remat", "attention_kernel", "scan_layers", "depth_loop")
+_SAME_FUNCTION = (
+  "remat", "attention_kernel", "scan_layers", "depth_loop", "kda.chunk_size",
+  "kda.save",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -269,7 +269,22 @@ def _read(dtype: str, short: bool):
   return run, (queries, gain, draw(tokens, width), source_MTD)
 
 
-def _kda(dtype: str, short: bool):
+def _norm(dtype: str, short: bool):
+  tokens, width = (16, 256) if short else (1100, 1168)
+  draw = _draws(8)
+  x, gain = draw(tokens, width, dtype=dtype), 1 + 0.1 * draw(width)
+
+  def run(implementation, dnormed, *arrays):
+    def norm(x, gain):
+      normed = attnres_kernels.rms_norm(x, gain, implementation=implementation)
+      return (normed,)
+
+    return _with_gradients(norm, arrays, ("x", "gain"), (dnormed,))
+
+  return run, (draw(*x.shape, dtype=dtype), x, gain)
+
+
+def _kda(dtype: str, short: bool, *, save="chunks"):
   batch, tokens, heads = (1, 64, 1) if short else (2, 512, 8)
   draw = _draws(4)
   shape = (batch, tokens, heads, 128)
@@ -286,7 +301,7 @@ def _kda(dtype: str, short: bool):
   def run(implementation, ids, do, dstate, *arrays):
     def attend(q, k, v, g, beta, state):
       return attnres_kernels.kda(
-        q, k, v, g, beta, initial_state=state, segment_ids=ids,
+        q, k, v, g, beta, initial_state=state, segment_ids=ids, save=save,
         implementation=implementation,
       )  # fmt: skip
 
@@ -377,7 +392,11 @@ OPS: dict[str, _Op] = {
   "depth_merge, heads": _Op(_partial(_merge, norm=True, heads=16)),
   "depth_merge, rank": _Op(_partial(_merge, norm=True, rank=64)),
   "depth_read": _Op(_read, ("pallas_tpu", "xla")),
+  "rms_norm": _Op(_norm, ("pallas_tpu", "xla"), reference="xla"),
   "kda": _Op(_kda, ("pallas_tpu", "xla"), tolerance=_ROUNDED),
+  "kda, arguments": _Op(
+    _partial(_kda, save="arguments"), ("pallas_tpu", "xla"), tolerance=_ROUNDED
+  ),
   # Its plain form is its definition: one shifted product per tap.
   "short_conv": _Op(
     _conv, ("pallas_tpu", "xla"), reference="xla", tolerance=_ROUNDED

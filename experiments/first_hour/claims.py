@@ -241,10 +241,10 @@ CLAIMS = (
     **_CHECKED,
   ),
   Claim(
-    "The TPU kernels of KDA and its convolution do, too",
+    "The TPU kernels of KDA, its convolution and the norm do, too",
     _KERNELS,
     _TPUS,
-    _checks("pallas_tpu", ("kda", "short_conv")),
+    _checks("pallas_tpu", ("kda", "kda, arguments", "short_conv", "rms_norm")),
     **_CHECKED,
   ),
   Claim(
