@@ -12,7 +12,8 @@ ARGS ?=
 # processes two sequences of each microbatch.
 POD ?= --config=configs/kimi_linear.py:size=48b --topology=v5p:4x4x4 \
   --config.mesh.data=1 --config.mesh.expert=8 --config.mesh.fsdp=8 \
-  --config.optim.accumulate_steps=16 --until=schedule
+  --config.optim.accumulate_steps=16 --config.model.depth_loop=scan \
+  --until=schedule
 
 BIN := $(VENV)/bin
 # Neighbours of a file stay on one worker, which keeps what it compiled.

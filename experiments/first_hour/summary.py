@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The summary of the static tables at the top of kernels/README.md.
+
+One shape per kernel, that of the 48B network where there is one.
+"""
+
+from collections.abc import Mapping
+import pathlib
+from typing import Any, NamedTuple
+
+from attnres_jax import csv_rows
+from attnres_kernels.depth_attention import shapes
+from attnres_kernels.kda import shapes as kda_shapes
+from attnres_kernels.stream_mix import shapes as stream_shapes
+from experiments.first_hour import steps
+from experiments.pages import readme
+
+_ROOT = pathlib.Path(__file__).parents[2]
+_RESULTS = _ROOT / "kernels/benchmarks/results"
+_STEPS = _ROOT / "experiments/step_cost/tpu.csv"
+_STATIC = "tpu_static", "kda_static", "streams_static"
+_CHIPS = "v5e", "v5p", "v6e", "tpu7x"
+_GPUS = "H100", "H200"
+_WAYS = "forward", "backward"
+
+# Columns of a step -> units.
+_MEASURES = {"estimate_ms": "ms", "bytes_GB": "GB", "peak_GiB": "GiB"}
+
+Row = Mapping[str, str]
+
+
+class Line(NamedTuple):
+  """A kernel of the static tables.
+
+  Attributes:
+    kernel: as in the tables.
+    shape: one of its shapes.
+    aim: the largest ratio that it should have, if it has an aim.
+    section: of the README, on what was tried.
+  """
+
+  kernel: str
+  shape: Any
+  aim: str
+  section: str
+
+
+_TPU, _KDA, _STREAMS = "tpu-static-roofline", "kda", "several-streams"
+_BLOCK, _MERGE, _MIX = (
+  shapes.BLOCK_48B[-1],
+  shapes.MERGE[1],
+  stream_shapes.NAMED[0],
+)
+_48B = kda_shapes.KIMI_48B
+LINES = (
+  Line("depth_attention_forward", _BLOCK, "1.00", _TPU),
+  Line("depth_attention_backward", _BLOCK, "1.15", _TPU),
+  Line("depth_merge_forward", _MERGE, "1.00", _TPU),
+  Line("depth_merge_backward", _MERGE, "1.15", _TPU),
+  Line("depth_read_forward", shapes.DECODED[-1], "1.00", _TPU),
+  Line("kda_forward", _48B, "2.5", _KDA),
+  Line("kda_forward_saving", _48B, "2.5", _KDA),
+  Line("kda_backward", _48B, "2.5", _KDA),
+  Line("stream_mix_forward", _MIX, "1.00", _STREAMS),
+  Line("stream_mix_backward", _MIX, "1.15", _STREAMS),
+)
+
+
+def of_kernels(rows: readme.Rows = ()) -> str:
+  """Tables for kernels and for whole steps, from their committed rows."""
+  del rows  # They are not in the folder of the experiment.
+  return "\n\n".join((_of_tpus(), _of_steps(), _of_gpus()))
+
+
+def _of_tpus() -> str:
+  found = {
+    (row["kernel"], row["chip"], row["shape"]): row
+    for name in _STATIC
+    for row in csv_rows.read(_RESULTS / f"{name}.csv")
+  }
+  lines = [
+    [
+      f"[{line.kernel}](#{line.section}) {line.shape}",
+      *(_cell(found[line.kernel, chip, str(line.shape)]) for chip in _CHIPS),
+      line.aim,
+    ]
+    for line in LINES
+  ]
+  return readme.table(("TPU kernel", *_CHIPS, "aim"), lines)
+
+
+def _cell(row: Row) -> str:
+  """Schedule over memory time, both in us, and the slot that binds if any."""
+  times = [f"{float(row[name]):,.3g}" for name in ("schedule_us", "hbm_us")]
+  slot = f" {row['limiting_slot']}" if float(row["ratio"]) > 1 else ""
+  return f"{row['ratio']} ({' / '.join(times)}){slot}"
+
+
+def _of_steps() -> str:
+  """Block AttnRes over PreNorm: ratios, and what is added."""
+  rows = csv_rows.read(_STEPS)
+  lines = []
+  for sizes, *_ in steps.CASES[:2]:
+    for chip in "v5p", "v6e":
+      base, block = (
+        next(row for row in rows if _is_step(row, sizes, chip, arm))
+        for arm in ("prenorm", "block, kernels")
+      )
+      cells = []
+      for name, unit in _MEASURES.items():
+        if not block[name]:
+          cells.append("not compiled")
+          continue
+        more = float(block[name]) - float(base[name])
+        ratio = block[f"{name.rpartition('_')[0]}_ratio"]
+        cells.append(f"{ratio} ({more:+.2f} {unit})".replace("-", "\u2212"))
+      what = f"d={sizes.width}, {sizes.sublayers} sublayers, {chip}"
+      lines.append([f"[{what}](#tpu-whole-stacks)", *cells])
+  header = "training step, Block over PreNorm", "time", "bytes", "peak"
+  return readme.table(
+    (*header, "aims"), [[*x, "1.03, 1.05, 1.05"] for x in lines]
+  )
+
+
+def _is_step(row: Row, sizes: Any, chip: str, arm: str) -> bool:
+  wanted = {
+    "stack": sizes.stack,
+    "chip": chip,
+    "arm": arm,
+    "sublayers": str(sizes.sublayers),
+    "block": str(sizes.block),
+    "tokens": str(sizes.batch * sizes.tokens),
+    "width": str(sizes.width),
+  }
+  return wanted.items() <= row.items()
+
+
+def _of_gpus() -> str:
+  rows = csv_rows.read(_RESULTS / "gpu_static.csv")
+  passes = {
+    (row["kernel"].rpartition("_")[2], row["shape"]): row for row in rows
+  }
+  lines = [
+    [
+      f"[depth_attention](#gpu) {shape}",
+      *(
+        passes[way, shape][f"issue_over_memory_{gpu}"]
+        for gpu in _GPUS
+        for way in _WAYS
+      ),
+      "1.00",
+    ]
+    for shape in dict.fromkeys(row["shape"] for row in rows)
+  ]
+  header = [f"{gpu}, {way}" for gpu in _GPUS for way in _WAYS]
+  return readme.table(("GPU kernel", *header, "aim"), lines)
