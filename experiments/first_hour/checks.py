@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import attnres_kernels
+from attnres_kernels.kda import api as kda_api
 from experiments.first_hour import budget
 from experiments.first_hour import rows as rows_lib
 
@@ -284,7 +285,7 @@ def _norm(dtype: str, short: bool):
   return run, (draw(*x.shape, dtype=dtype), x, gain)
 
 
-def _kda(dtype: str, short: bool, *, save="chunks"):
+def _kda(dtype: str, short: bool, *, save: kda_api.Save = "chunks"):
   batch, tokens, heads = (1, 64, 1) if short else (2, 512, 8)
   draw = _draws(4)
   shape = (batch, tokens, heads, 128)
