@@ -136,6 +136,12 @@ def call_of(
 
 def estimate(sizes: Any, arm: str, chip: str, column: str) -> float | None:
   """A cell of the compiled table for this chip; None if it has none."""
+  row = compiled_row(sizes, arm, chip)
+  return float(row[column]) if row and row[column] else None
+
+
+def compiled_row(sizes: Any, arm: str, chip: str) -> rows_lib.Row | None:
+  """The row of the compiled table of experiments/step_cost, if it has one."""
   wanted = {
     "stack": sizes.stack,
     "chip": chip,
@@ -146,8 +152,8 @@ def estimate(sizes: Any, arm: str, chip: str, column: str) -> float | None:
     "width": str(sizes.width),
   }
   for row in csv_rows.read(_TABLE):
-    if wanted.items() <= row.items() and row[column]:
-      return float(row[column])
+    if wanted.items() <= row.items():
+      return row
   return None
 
 

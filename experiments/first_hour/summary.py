@@ -15,9 +15,7 @@ from attnres_kernels.stream_mix import shapes as stream_shapes
 from experiments.first_hour import steps
 from experiments.pages import readme
 
-_ROOT = pathlib.Path(__file__).parents[2]
-_RESULTS = _ROOT / "kernels/benchmarks/results"
-_STEPS = _ROOT / "experiments/step_cost/tpu.csv"
+_RESULTS = pathlib.Path(__file__).parents[2] / "kernels/benchmarks/results"
 _STATIC = "tpu_static", "kda_static", "streams_static"
 _CHIPS = "v5e", "v5p", "v6e", "tpu7x"
 _GPUS = "H100", "H200"
@@ -98,14 +96,14 @@ def _cell(row: Row) -> str:
 
 def _of_steps() -> str:
   """Block AttnRes over PreNorm: ratios, and what is added."""
-  rows = csv_rows.read(_STEPS)
   lines = []
   for sizes, *_ in steps.CASES[:2]:
     for chip in "v5p", "v6e":
       base, block = (
-        next(row for row in rows if _is_step(row, sizes, chip, arm))
+        steps.compiled_row(sizes, arm, chip)
         for arm in ("prenorm", "block, kernels")
       )
+      assert base and block
       cells = []
       for name, unit in _MEASURES.items():
         if not block[name]:
@@ -121,19 +119,6 @@ def _of_steps() -> str:
     "peak, aim 1.05", "commit",
   )  # fmt: skip
   return readme.table(header, lines)
-
-
-def _is_step(row: Row, sizes: Any, chip: str, arm: str) -> bool:
-  wanted = {
-    "stack": sizes.stack,
-    "chip": chip,
-    "arm": arm,
-    "sublayers": str(sizes.sublayers),
-    "block": str(sizes.block),
-    "tokens": str(sizes.batch * sizes.tokens),
-    "width": str(sizes.width),
-  }
-  return wanted.items() <= row.items()
 
 
 def _of_gpus() -> str:

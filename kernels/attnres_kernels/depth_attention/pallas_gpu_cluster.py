@@ -140,21 +140,11 @@ def backward(call, query_QD, plan, *, lse, dlse, dout, eps, interpret=None):
   kernel = shared.Kernel(call, plan, eps)
   num_queries, chunks = call.num_queries, plan.chunks
   clusters = kernel.clusters
-  padding = ((0, 0), (0, plan.queries - num_queries))
-  inputs = {
-    "query_terms": shared.terms(query_QD, plan),
-    "lse": jnp.pad(lse, padding),
-    "dlse": jnp.pad(dlse, padding),
-    "dout_in": dout,
-  } | call.inputs
-  gradients = {
-    f"d{name}": shared.struct(x.shape, x.dtype)
-    for name, x in call.inputs.items()
-    if name != "count"
-  }
+  inputs, gradients, exchanged = kernel.backward(
+    shared.terms(query_QD, plan), lse, dlse, dout
+  )
   parts = (clusters, plan.parts * chunks, shared.COLUMNS, 8)
-  outputs = gradients | {"parts": shared.struct(parts)}
-  outputs |= kernel.exchanged("scores", "squares", "products")
+  outputs = gradients | {"parts": shared.struct(parts)} | exchanged
 
   def one_group(ref, group, following):
     kernel.sums(ref, group, "dout")

@@ -43,6 +43,23 @@ class Kernel:
     }
     return {name: struct(shapes[name]) for name in names}
 
+  def backward(self, query_terms, lse, dlse, dout):
+    """(inputs, source gradients, exchanged sums) of a backward pass."""
+    call = self.call
+    padding = ((0, 0), (0, self.plan.queries - call.num_queries))
+    inputs = {
+      "query_terms": query_terms,
+      "lse": jnp.pad(lse, padding),
+      "dlse": jnp.pad(dlse, padding),
+      "dout_in": dout,
+    } | call.inputs
+    gradients = {
+      f"d{name}": struct(x.shape, x.dtype)
+      for name, x in call.inputs.items()
+      if name != "count"
+    }
+    return inputs, gradients, self.exchanged("scores", "squares", "products")
+
   def run(
     self,
     name,

@@ -31,21 +31,11 @@ def backward(call, query_QD, plan, *, lse, dlse, dout, eps, interpret=None):
   """
   kernel = shared.Kernel(call, plan, eps)
   spans, chunks, num_queries = plan.spans, plan.chunks, call.num_queries
-  padding = ((0, 0), (0, plan.queries - num_queries))
-  inputs = {
-    "query_terms": _terms(query_QD, plan),
-    "lse": jnp.pad(lse, padding),
-    "dlse": jnp.pad(dlse, padding),
-    "dout_in": dout,
-  } | call.inputs
-  gradients = {
-    f"d{name}": shared.struct(x.shape, x.dtype)
-    for name, x in call.inputs.items()
-    if name != "count"
-  }
+  inputs, gradients, exchanged = kernel.backward(
+    _terms(query_QD, plan), lse, dlse, dout
+  )
   factors = (kernel.groups, shared.ROWS, plan.queries)
-  outputs = gradients | {"factors": shared.struct(factors)}
-  outputs |= kernel.exchanged("scores", "squares", "products")
+  outputs = gradients | {"factors": shared.struct(factors)} | exchanged
 
   def one_group(ref, group, following):
     sums(ref, group)
