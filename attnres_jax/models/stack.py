@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from attnres_jax import config as config_lib
 from attnres_jax import scopes
@@ -293,14 +294,18 @@ def trace(
 
 def layer_norms(sublayers: Sublayers, kinds: Sequence[str]) -> jax.Array:
   """Euclidean norm of all leaves of each transformer block: [num_layers]."""
-  squares = {
-    kind: sum(
+  squares = [
+    sum(
       jnp.sum(jnp.square(leaf), axis=tuple(range(1, leaf.ndim)))
       for leaf in jax.tree.leaves(stack)
     )
-    for kind, stack in sublayers.items()
-  }
-  squares_L = jnp.stack(stacks.in_order(squares, kinds))
+    for stack in sublayers.values()
+  ]
+  # One gather: a slice per sublayer would let the program grow with depth.
+  by_kind = [
+    l for own in sublayers for l, kind in enumerate(kinds) if kind == own
+  ]
+  squares_L = jnp.concatenate(squares)[np.argsort(by_kind)]
   return jnp.sqrt(jnp.sum(squares_L.reshape(-1, 2), axis=1))
 
 

@@ -13,6 +13,7 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax import sharding
+from attnres_jax import train_state
 from attnres_jax.models import stack
 from tests import jaxprs
 from tests import tiny_network
@@ -212,20 +213,23 @@ def test_meshes(tokens):
     ("full_attnres", dict(schedule_size=3)),
   ],
 )
-def test_a_loop_does_not_grow_with_depth(name, fields):
+def test_a_training_step_does_not_grow_with_depth(name, fields):
+  """Nor do its metrics, of which some are per layer."""
   sizes = []
   for num_layers in (4, 8):
-    config = tiny_network.config(
-      name, num_layers=num_layers, depth_loop="scan", **fields
+    config = config_lib.RunConfig(
+      model=tiny_network.config(
+        name, num_layers=num_layers, depth_loop="scan", **fields
+      ),
+      data=config_lib.DataConfig(batch_size=1, sequence_length=4),
+      mesh=config_lib.MeshConfig(data=1),
     )
-    model = jax.eval_shape(lambda config=config: models.build_model(config))
-    tokens_BT = jnp.zeros((1, 4), jnp.int32)
-
-    def value(model, tokens_BT=tokens_BT):
-      return jnp.sum(model(tokens_BT))
-
+    mesh = sharding.make_mesh(config.mesh)
+    program = train_state.make_program(config, mesh)
+    state = jax.eval_shape(program.init_state)
+    batch = {"tokens": jax.ShapeDtypeStruct((1, 5), jnp.int32)}
     # Lowered, since what is traced also has kernels for other platforms.
-    text = jax.jit(jax.grad(value)).lower(model).as_text()
+    text = program.train_step.lower(state, batch).as_text()
     sizes.append(len(text.splitlines()))
   assert sizes[0] == sizes[1]
 
