@@ -89,9 +89,15 @@ def _of_tpus() -> str:
 
 def _cell(row: Row) -> str:
   """Schedule over memory time, both in us, and the slot that binds if any."""
-  times = [f"{float(row[name]):,.3g}" for name in ("schedule_us", "hbm_us")]
+  times = [
+    _three_digits(float(row[name])) for name in ("schedule_us", "hbm_us")
+  ]
   slot = f" {row['limiting_slot']}" if float(row["ratio"]) > 1 else ""
   return f"{row['ratio']} ({' / '.join(times)}){slot}"
+
+
+def _three_digits(value: float) -> str:
+  return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _of_steps() -> str:
