@@ -217,7 +217,8 @@ def _kernel(
       if count is not None:
         # An empty bank may hold anything, and 0 * NaN is NaN.
         mixed = jnp.where(count > 0, mixed, 0.0)
-      firsts.append(mixed[: tiles.GROUP])
+      if normed:
+        firsts.append(mixed[: tiles.GROUP])
       mixed = mixed.astype(out_refs[0].dtype)
       mixed = mixed.reshape(num_queries, tiles.GROUP, -1)
       for query in range(normed, num_queries):
