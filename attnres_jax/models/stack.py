@@ -219,8 +219,9 @@ def run_part_with_memory(
     segments, _sources(sublayers, segments, remat), strict=True
   ):
     inside = functools.partial(
-      _run_segment, segment, residual, memory, take, calls, segment_ids_BT
-    )
+      _run_segment, segment, residual, memory, take, calls, segment_ids_BT,
+      apply is None,
+    )  # fmt: skip
     (carry, remembered), outs = around_segment(inside)(source, state)
     kept += zip(segment.runs, outs)
     with scopes.part(scopes.RESIDUAL):
@@ -353,16 +354,24 @@ def _run_segment(
   take: Callable[[Any], list[Sublayers]],
   apply: Mapping[str, Callable[..., tuple[jax.Array, Any, Any]]],
   segment_ids_BT: jax.Array | None,
+  reads_normed: bool,
   source: Any,
   state: tuple[Any, Any],
 ) -> tuple[tuple[Any, Any], list[Any]]:
   state, remembered = state
+  parts = take(source)
+  place = state, segment.start, segment.stop
   with scopes.part(scopes.RESIDUAL):
-    carry, slots = residual.open(state, segment.start, segment.stop)
+    if reads_normed:
+      stack = parts[0][segment.runs[0].kinds[0]]
+      first = jax.tree.map(lambda a: a[0], stack)
+      carry, slots = residual.open_normed(*place, first.norm)
+    else:
+      carry, slots = residual.open(*place)
     slots = slots, memory.open(segment.start, segment.stop)
     slots = stacks.split(slots, [run.length for run in segment.runs])
   both, kept = (carry, remembered), []
-  for run, part, run_slots in zip(segment.runs, take(source), slots):
+  for run, part, run_slots in zip(segment.runs, parts, slots):
 
     def period(both, xs, run=run):
       part, slots = xs

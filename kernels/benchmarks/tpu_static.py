@@ -211,15 +211,20 @@ def _attention(shape, backward):
     stats=(4 + 4 * backward) * shape.queries * shape.heads,
     fixed=fixed * shape.queries * shape.width,
   )
+  gain = jax.ShapeDtypeStruct((shape.width,), jnp.float32)
+  gains = [gain] if shape.normed else []
+  options = dict(shape.options, eps=1e-6)
+  if shape.normed:
+    options["norm_eps"] = 1e-6
   if backward:
-    arguments = query, lse, dout, lse, *sources
-    function = lambda q, l, o, d, *s: attention.backward(
-      q, s, None, l, o, d, eps=1e-6, **shape.options
+    arguments = query, lse, dout, lse, gains, *sources
+    function = lambda q, l, o, d, gains, *s: attention.backward(
+      q, s, None, l, o, d, None, *gains, **options
     )
   else:
-    arguments = query, *sources
-    function = lambda q, *s: attention.forward(
-      q, s, None, eps=1e-6, **shape.options
+    arguments = query, gains, *sources
+    function = lambda q, gains, *s: attention.forward(
+      q, s, None, *gains, **options
     )
   return function, arguments, plan
 
@@ -299,7 +304,11 @@ def _plan(tokens, tile, width, slabs, stats, fixed):
 def _depth_cases(options) -> Iterator[tuple[str, Any, Build]]:
   listed = shapes.NAMED if options.all else shapes.TABLE
   for op, build, of_op in (
-    ("depth_attention", _attention, (*listed, *shapes.HEADS, *shapes.PEER)),
+    (
+      "depth_attention",
+      _attention,
+      (*listed, *shapes.HEADS, *shapes.PEER, *shapes.STEP),
+    ),
     (
       "depth_merge",
       _merge,

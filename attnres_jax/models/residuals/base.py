@@ -197,6 +197,16 @@ class Residual(nnx.Module):
     """(carry, slots) of sublayers start..stop-1, counted from 0."""
     raise NotImplementedError
 
+  def open_normed(
+    self, state: Any, start: int, stop: int, norm: Any
+  ) -> tuple[Any, Any]:
+    """`open`, given the norm of sublayer `start`. Schemes may fuse the two.
+
+    The carry is then for `read_normed` with this norm, and not for `read`.
+    """
+    del norm
+    return self.open(state, start, stop)
+
   def read(self, carry: Any, slot: Any) -> jax.Array | QKV:
     """h_BTD, the input of a sublayer before its pre-norm."""
     raise NotImplementedError

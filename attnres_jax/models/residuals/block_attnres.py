@@ -121,11 +121,16 @@ class BlockAttnResOneSoftmax(depth_attention.DepthAttention):
     return BlockState((*blocks, partial.astype(self.dtype)), None)
 
 
+class _Normed(NamedTuple):
+  """The carry before a block whose first mixture is normalised already."""
+
+
 class BlockAttnRes(BlockAttnResOneSoftmax):
   """The same function in two phases; the carry is only the partial sum.
 
-  It is None before the first sublayer of a block. A scan cannot change it to an
-  array: then it is zeros, and the slot says that they have no weight.
+  It is None, or `_Normed`, before the first sublayer of a block. A scan cannot
+  change it to an array: then it is zeros, and the slot says that they have no
+  weight.
   """
 
   definition = BlockAttnResOneSoftmax
@@ -143,6 +148,16 @@ class BlockAttnRes(BlockAttnResOneSoftmax):
     one = state.blocks[0]
     partial_BTD = jnp.zeros(one.shape, precision.wide(one.dtype))
     return partial_BTD, slots.ignoring_first()
+
+  def open_normed(
+    self, state: BlockState, start: int, stop: int, norm: Any
+  ) -> tuple[Any, Any]:
+    reads = self.queries.reads(start, stop)
+    # Otherwise, the first mixture is merged with the partial sum or changed.
+    alone = self._apart and state.partial_BTD is None and self.can_norm(reads)
+    if not alone or isinstance(norm, norm_lib.Identity):
+      return self.open(state, start, stop)
+    return _Normed(), self.phase_1(reads, state.blocks, norm)
 
   def num_sources(self, l: int) -> int:
     return 1 + l // self.block_size
@@ -176,13 +191,15 @@ class BlockAttnRes(BlockAttnResOneSoftmax):
   def read_normed(
     self, carry: Any, slot: Any, norm: norm_lib.RMSNorm
   ) -> jax.Array | base.QKV:
+    if isinstance(carry, _Normed):
+      return slot.out_BTD
     if carry is None:
       return depth_reads.normed(self.read(carry, slot), norm)
     return self.merge_normed(slot, carry.astype(self.dtype), norm)
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
     del slot
-    return _add(carry, y_BTD)
+    return _add(None if isinstance(carry, _Normed) else carry, y_BTD)
 
   def close(self, state: BlockState, carry: Any, stop: int) -> BlockState:
     return self._commit(state.blocks, carry, stop)

@@ -177,16 +177,30 @@ class DepthAttention(base.Residual):
     first = jax.tree.map(lambda a: a[0], slots)
     return base.main(depth_reads.each(first, self.whole))
 
-  def phase_1(self, reads: depth_reads.Read, sources: Sources) -> Slot:
-    """All mixtures of stacked reads, in one pass over the sources."""
+  def phase_1(
+    self,
+    reads: depth_reads.Read,
+    sources: Sources,
+    norm: norm_lib.RMSNorm | None = None,
+  ) -> Slot:
+    """All mixtures of stacked reads, in one pass over the sources.
+
+    With a norm, for reads that it `can_norm`, the first comes out normalised.
+    """
     query_QD = queries_of(reads)
     out_QBTD, lse_QBT = depth_attention(
       query_QD,
       sources,
       apart=self._apart and query_QD.shape[0] > 1,
+      norm=norm,
       **self.how,
     )
     return self.slots_of(reads, out_QBTD, lse_QBT)
+
+  def can_norm(self, reads: depth_reads.Read) -> bool:
+    """Whether nothing is done to their mixtures before a norm."""
+    changed = reads.value, reads.null_D, reads.scale
+    return self._heads is None and all(x is None for x in changed)
 
   def slots_of(
     self, reads: depth_reads.Read, out_QBTD: jax.Array, lse_QBT: jax.Array
@@ -373,18 +387,26 @@ def depth_attention(
   heads: int | None = None,
   rank: int | None = None,
   apart: bool = False,
+  norm: norm_lib.RMSNorm | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """`attnres_kernels.depth_attention` of [B, T, D] sources."""
   if isinstance(sources, Bank):
+    if norm is not None:
+      raise ValueError("mixtures of a bank are normalised behind it")
     return _of_bank(query_QD, sources, eps=eps, heads=heads, rank=rank)
 
-  def attend(query_QD, sources):
+  # There is no gain to pass without a norm.
+  gains = () if norm is None else (norm.gain[...],)
+  options = {} if norm is None else dict(norm_eps=norm.eps)
+
+  def attend(query_QD, sources, gain_D=None):
     return attnres_kernels.depth_attention(
-      query_QD, sources, eps=eps, heads=heads, rank=rank, apart=apart
-    )
+      query_QD, sources, eps=eps, norm_gain=gain_D, heads=heads, rank=rank,
+      apart=apart, **options,
+    )  # fmt: skip
 
   many = sharding.QUERIED_TOKENS
-  in_specs = sharding.WHOLE, sharding.TOKENS
+  in_specs = sharding.WHOLE, sharding.TOKENS, *[sharding.WHOLE] * len(gains)
   split = sharding.by_shards(attend, in_specs, (many, many))
   sources = tuple(sources)
   first, num_queries = sources[0], query_QD.shape[0]
@@ -392,7 +414,7 @@ def depth_attention(
   axis_H = () if heads is None else (heads,)
   lse_QBT = jax.ShapeDtypeStruct((*out_QBTD.shape[:-1], *axis_H), jnp.float32)
   return linear.counted(
-    split, query_QD, sources,
+    split, query_QD, sources, *gains,
     flops=len(sources) * pair_flops(out_QBTD.shape, query_QD.shape[-1]),
     scanned=sources, outs=(out_QBTD, lse_QBT),
   )  # fmt: skip

@@ -28,6 +28,8 @@ def depth_attention(
   heads: int | None = None,
   rank: int | None = None,
   eps: float = 1e-6,
+  norm_gain: Float[Array, " D"] | None = None,
+  norm_eps: float = 1e-6,
   apart: bool = False,
   implementation: dispatch.Implementation | None = None,
 ) -> tuple[Float[Array, "Q *T D"], Float[Array, " Q *TH"]]:
@@ -49,6 +51,11 @@ def depth_attention(
     rank: the number of last coordinates of a source that are its key; queries
       are as wide. None for all.
     eps: added to the mean square inside the norm.
+    norm_gain: the first mixture is returned as `rms_norm` with this gain, which
+      then costs no pass over memory: for a sublayer that merges no further
+      source. Its log-normaliser is that of the mixture. Not for banks, several
+      heads, or on GPUs: there, `rms_norm` of the mixture is the same.
+    norm_eps: added to the mean square of the first mixture.
     apart: whether a kernel writes each mixture to an array of its own, which
       are then stacked, and likewise reads the gradient of each. Compilers
       remove the stack if it is cut again at once, instead of copying each
@@ -62,8 +69,8 @@ def depth_attention(
     the log-normaliser -inf.
 
   Raises:
-    ValueError: the widths differ, M is zero, or a concrete count is out of
-      range.
+    ValueError: the widths differ, M is zero, a concrete count is out of range,
+      or there is a gain with a bank or several heads.
     NotImplementedError: the named backend cannot run these shapes here.
   """
   dispatch.check_implementation(implementation)
@@ -71,12 +78,19 @@ def depth_attention(
   query, sources, count = _check(query, sources, num_sources, rank)
   options = _options(eps, sources, heads, rank)
   query = query.astype(dispatch.accumulator(query, *jax.tree.leaves(sources)))
+  gains = ()
+  if norm_gain is not None:
+    dispatch.check_eps(norm_eps, "norm_eps")
+    _check_gain(norm_gain, sources, heads)
+    gains = (norm_gain.astype(query.dtype),)
+    options = (*options, ("norm_eps", float(norm_eps)))
   if apart and implementation != "reference":
     options = (*options, ("apart", True))
+  arguments = query, sources, count, *gains
   if implementation == "reference":
-    out, lse = reference.attend(query, sources, count, **dict(options))
+    out, lse = reference.attend(*arguments, **dict(options))
   else:
-    out, lse = _attend(options, implementation, query, sources, count)
+    out, lse = _attend(options, implementation, *arguments)
     if isinstance(out, tuple):
       out = jnp.concatenate(out)
   return out, lse[..., None] if heads == 1 else lse
@@ -164,27 +178,26 @@ def depth_attention_vjp(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(options, implementation, query_QD, sources, count):
+def _attend(options, implementation, *arguments):
   return dispatch.call(
-    "depth_attention",
-    "forward",
-    implementation,
-    query_QD,
-    sources,
-    count,
-    **dict(options),
+    "depth_attention", "forward", implementation, *arguments, **dict(options)
   )
 
 
 def _attend_forward(options, implementation, *arguments):
   out_QTD, lse_QT = _attend(options, implementation, *arguments)
   # The caller keeps the sources alive anyway; the mixtures are not needed
-  # again.
+  # again, not even that of a norm.
   return (out_QTD, lse_QT), (*arguments, lse_QT)
 
 
 def _attend_backward(options, implementation, residuals, cotangents):
-  return *_backward(options, implementation, *residuals, *cotangents), None
+  query, sources, count, *gains, lse = residuals
+  arguments = query, sources, count, lse, *cotangents
+  if gains:
+    arguments = *arguments, None, *gains
+  dquery, dsources, *dgains = _backward(options, implementation, *arguments)
+  return dquery, dsources, None, *dgains
 
 
 def _backward(options, implementation, *args):
@@ -266,6 +279,18 @@ def _check(query, sources, num_sources, rank):
     if not jnp.issubdtype(array.dtype, jnp.floating):
       raise ValueError(f"{name} must be floating point, got {array.dtype}")
   return query, sources, count
+
+
+def _check_gain(gain, sources, heads):
+  if not isinstance(sources, tuple) or (heads or 1) > 1:
+    raise ValueError(
+      "norm_gain needs separate sources and one head, got"
+      f" {_shapes(sources)} and heads={heads}; use rms_norm of the mixture"
+    )
+  if gain.shape != sources[0].shape[-1:]:
+    raise ValueError(
+      f"norm_gain must be {sources[0].shape[-1:]}, got {gain.shape}"
+    )
 
 
 def _check_count(num_sources, bank_shape):

@@ -48,10 +48,20 @@ _SEPARATE = 32
 
 
 def why_not(
-  function, query_QD, sources, *args, eps, heads=1, rank=None, apart=False
+  function,
+  query_QD,
+  sources,
+  *args,
+  eps,
+  heads=1,
+  rank=None,
+  apart=False,
+  norm_eps=None,
 ):
   """The reason why these arguments cannot run, or None."""
   del eps
+  if norm_eps is not None:
+    return "no norm_gain; use rms_norm of the mixture"
   if heads > 1 or rank is not None:
     return f"one head with keys of the full width, got {heads=}, {rank=}"
   num_queries, width = query_QD.shape

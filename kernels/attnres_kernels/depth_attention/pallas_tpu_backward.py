@@ -35,16 +35,19 @@ def backward(
   dout_QTD,
   dlse_QT,
   accumulate=None,
+  gain_D=None,
   *,
   eps,
   heads=1,
   rank=None,
+  norm_eps=None,
   interpret=False,
 ):
-  """Returns the gradients of the queries and of every source.
+  """Returns the gradients of the queries, of every source and of the gain.
 
   Source gradients are added to `accumulate`, in place, if it is given. The
-  gradients of the mixtures may be in arrays of their own.
+  gradients of the mixtures may be in arrays of their own. A gain says that the
+  first mixture is normalised; without it, it has no gradient either.
   """
   _, flat, num_tokens = tiles.flatten(sources)
   bank = not isinstance(sources, tuple)
@@ -102,17 +105,26 @@ def backward(
     dout_specs = [
       pl.BlockSpec((num_queries, tile, width), lambda p, s, n: (0, at(p, s), 0))
     ]
+  gains, gain_sums, scratch = [], [], []
+  if gain_D is not None:
+    gains = [gain_D[None]]
+    gain_sums = [(parts, tiles.GROUP, width)]
+    scratch = [pltpu.VMEM((tile, width), dtype)]
+  all_sums = [sums, *gain_sums]
   operands = [
     tiles.count_operand(count, num_slots),
     terms,
     pull_terms,
     lse,
     dlse,
+    *gains,
     *douts,
     *flat,
   ]
-  aliases = {len(operands) + i: 1 + i for i in range(len(accumulated))}
-  dquery, *dsources = pl.pallas_call(
+  aliases = {
+    len(operands) + i: len(all_sums) + i for i in range(len(accumulated))
+  }
+  dquery, *rest = pl.pallas_call(
     functools.partial(
       _kernel,
       num_queries=num_queries,
@@ -123,6 +135,7 @@ def backward(
       num_tokens=num_tokens,
       columns=columns,
       eps=eps,
+      norm_eps=norm_eps,
     ),
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=1,
@@ -132,17 +145,22 @@ def backward(
         tiles.whole(pull_terms),
         stats_spec,
         stats_spec,
+        *map(tiles.whole, gains),
         *dout_specs,
         *tiles.source_specs(sources, tile, width, at),
         *(dsource_specs if accumulated else []),
       ],
       out_specs=[
-        pl.BlockSpec((1, *sums[1:]), lambda p, s, n: (p, 0, 0)),
+        *(
+          pl.BlockSpec((1, *shape[1:]), lambda p, s, n: (p, 0, 0))
+          for shape in all_sums
+        ),
         *dsource_specs,
       ],
+      scratch_shapes=scratch,
     ),
     out_shape=[
-      jax.ShapeDtypeStruct(sums, jnp.float32),
+      *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in all_sums),
       *(jax.ShapeDtypeStruct(shape, dsource_dtype) for shape in dsource_shapes),
     ],
     compiler_params=pltpu.CompilerParams(
@@ -161,9 +179,12 @@ def backward(
   )
   dquery = dquery.reshape(-1, num_queries, sums[-1]).sum(axis=0)
   dquery = columns.together(dquery)
+  dgains, dsources = rest[: len(gains)], rest[len(gains) :]
   if bank:
-    return dquery, dsources[0].reshape(sources.shape)
-  return dquery, tuple(d.reshape(sources[0].shape) for d in dsources)
+    dsources = dsources[0].reshape(sources.shape)
+  else:
+    dsources = tuple(d.reshape(sources[0].shape) for d in dsources)
+  return dquery, dsources, *(dgain.sum(axis=(0, 1)) for dgain in dgains)
 
 
 def _pull_terms(terms, num_queries):
@@ -188,13 +209,19 @@ def _kernel(
   num_tokens,
   columns,
   eps,
+  norm_eps,
 ):
+  normed = norm_eps is not None
+  if normed:
+    gain_ref, *refs, dmixture_ref = refs
   dout_refs, refs = refs[:num_douts], refs[num_douts:]
   source_refs, refs = refs[:num_slots], refs[num_slots:]
   dsources = 1 if bank else num_slots
   old_refs, (dquery_ref, *dsource_refs) = (
     (refs[:dsources], refs[dsources:]) if accumulate else (None, refs)
   )
+  if normed:
+    dgain_ref, *dsource_refs = dsource_refs
   apart = len(dout_refs[0].shape) == 2
   tile = dout_refs[0].shape[-2]
   exact = dout_refs[0].dtype == jnp.float32
@@ -206,15 +233,19 @@ def _kernel(
   @pl.when(pl.program_id(1) == 0)
   def _():
     dquery_ref[...] = jnp.zeros_like(dquery_ref)
+    if normed:
+      dgain_ref[...] = jnp.zeros_like(dgain_ref)
+
+  def load_dout(query, rows, chunk):
+    if apart:
+      return dout_refs[query][rows, chunk]
+    return dout_refs[0][query, rows, chunk]
 
   def load_douts(rows, kept, chunk):
-    return tiles.concatenate(
-      [
-        dout_refs[q][rows, chunk] if apart else dout_refs[0][q, rows, chunk]
-        for q in range(num_queries)
-      ],
-      kept,
-    )
+    douts = [load_dout(q, rows, chunk) for q in range(normed, num_queries)]
+    if normed:
+      douts.insert(0, dmixture_ref[rows, chunk])
+    return tiles.concatenate(douts, kept)
 
   # The only weight is one, so mixtures do not depend on the scores.
   alone = num_slots == 1 and not bank and columns.heads == 1
@@ -231,6 +262,21 @@ def _kernel(
     load = functools.partial(tiles.load_sources, source_refs, rows, kept, bank)
     douts = functools.partial(load_douts, rows, kept)
     inverse = tiles.inverse_rms(load, columns, eps)
+    if normed:
+      weight = [1.0]
+      if not alone:
+        score = _scores(load, terms_ref, columns, num_queries, exact) * inverse
+        weight = _weights(tiles.on_slots(score[:, :1]), lse[rows, :1])
+      mixture = _mixture(weight, load, columns)
+      dnormed = [
+        tiles.concatenate([load_dout(0, rows, piece.columns)], kept)
+        for piece in columns.pieces
+      ]
+      dmixture = _through_norm(
+        mixture, dnormed, gain_ref, dgain_ref, columns, norm_eps
+      )
+      for piece, part in zip(columns.pieces, dmixture):
+        dmixture_ref[rows, piece.columns] = part.astype(dmixture_ref.dtype)
     if alone:
       score = _scores(load, terms_ref, columns, num_queries, exact) * inverse
       dscore = dlse[rows]
@@ -248,12 +294,7 @@ def _kernel(
     # Only for valid slots; the lse of an empty set is -inf.
     score = tiles.where(valid, score, 0.0)
     product = tiles.where(valid, product, 0.0)
-    shifted = tiles.where(valid, score - lse[rows][None], 0.0)
-    weight = tiles.where(valid, jnp.exp(shifted), 0.0)
-    # Large scores differ from those of the forward pass, which sums in another
-    # order: normalise again, so that the weights still sum to one.
-    total = jnp.sum(weight, axis=0)
-    weight = weight / jnp.where(total == 0.0, 1.0, total)[None]
+    weight = _weights(score, lse[rows], valid)
     mean = jnp.sum(weight * product, axis=0)
     dscore = weight * (product + (dlse[rows] - mean)[None])
     flat = lambda x: x.reshape(-1, softmaxes)
@@ -303,6 +344,44 @@ def _kernel(
         # An empty bank may hold anything, and 0 * NaN is NaN.
         dquery = jnp.where(count > 0, dquery, 0.0)
       dquery_ref[0, :, piece.key] += dquery
+
+
+def _weights(score, lse, valid=None):
+  """Weights of the sources of each token: [M, 8, Q]."""
+  shifted = tiles.where(valid, score - lse[None], 0.0)
+  weight = tiles.where(valid, jnp.exp(shifted), 0.0)
+  # Large scores differ from those of the forward pass, which sums in another
+  # order: normalise again, so that the weights still sum to one.
+  total = jnp.sum(weight, axis=0)
+  return weight / jnp.where(total == 0.0, 1.0, total)[None]
+
+
+def _mixture(weight, load, columns):
+  """The mixture by weights [M, 8, 1]: float32 [8, columns] of each piece."""
+
+  def mix(piece):
+    sources = tiles.on_slots(load(piece.columns).astype(jnp.float32))
+    return tiles.total(w * source for w, source in zip(weight, sources))
+
+  return [mix(piece) for piece in columns.pieces]
+
+
+def _through_norm(mixture, dnormed, gain_ref, dgain_ref, columns, eps):
+  """Gradient of a mixture, given that of its norm; adds that of the gain."""
+  inverse = tiles.inverse_rms_of(mixture, columns.width, eps)
+  normed = [part * inverse for part in mixture]
+  dscaled = []
+  for piece, part, dpart in zip(columns.pieces, normed, dnormed):
+    dpart = dpart.astype(jnp.float32)
+    dgain_ref[0, :, piece.columns] += dpart * part
+    dscaled.append(dpart * gain_ref[:, piece.columns])
+  along = tiles.total(
+    jnp.sum(dpart * part, axis=1, keepdims=True)
+    for part, dpart in zip(normed, dscaled)
+  ) * (1.0 / columns.width)
+  return [
+    inverse * (dpart - along * part) for part, dpart in zip(normed, dscaled)
+  ]
 
 
 def _products(load, douts, terms_ref, columns, num_slots, num_queries, exact):
@@ -369,7 +448,7 @@ def _dsource(source, dout, pull_terms_ref, bend, factors, columns, piece):
 
 
 def _scores(load, terms_ref, columns, num_queries, exact):
-  """Products of the rows of one source with the queries: [8, Q]."""
+  """Products of the rows of sources with the queries: [M*8, Q]."""
   raw = tiles.total(
     tiles.dot(terms_ref[:, piece.key], load(piece.columns), 1, exact=exact)
     for piece in columns.keys

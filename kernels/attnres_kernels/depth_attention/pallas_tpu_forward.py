@@ -29,17 +29,19 @@ def forward(
   query_QD,
   sources,
   count,
+  gain_D=None,
   *,
   eps,
   heads=1,
   rank=None,
   apart=False,
+  norm_eps=None,
   interpret=False,
 ):
   """Returns the mixtures and their log-normalisers.
 
   If `apart`, the kernel writes each mixture to an array of its own, and the
-  result is a tuple of arrays [1, ..., D].
+  result is a tuple of arrays [1, ..., D]. With a gain, the first is normalised.
   """
   tokens_shape, flat, num_tokens = tiles.flatten(sources)
   num_slots = len(sources)
@@ -52,6 +54,7 @@ def forward(
   columns = columns_lib.Columns(width, blocks.lanes, heads, rank)
   terms = tiles.query_terms(columns.separate(query_QD), dtype)
   softmaxes = heads * num_queries
+  gains = [] if gain_D is None else [gain_D[None]]
   one = jax.ShapeDtypeStruct((num_tokens, width), dtype)
   out_specs = [pl.BlockSpec((tile, width), lambda t, n: (t, 0))] * num_queries
   out_shapes = [one] * num_queries
@@ -68,12 +71,14 @@ def forward(
       num_tokens=num_tokens,
       columns=columns,
       eps=eps,
+      norm_eps=norm_eps,
     ),
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=1,
       grid=(steps,),
       in_specs=[
         tiles.whole(terms),
+        *map(tiles.whole, gains),
         *tiles.source_specs(sources, tile, width, lambda t: t),
       ],
       out_specs=[
@@ -94,7 +99,7 @@ def forward(
     ),
     interpret=interpret,
     name="depth_attention_forward",
-  )(tiles.count_operand(count, num_slots), terms, *flat)
+  )(tiles.count_operand(count, num_slots), terms, *gains, *flat)
   # Reshaped before, since compilers see no slice of a stack through a reshape.
   out = [x.reshape((-1,) + tokens_shape + (width,)) for x in out]
   return (
@@ -106,8 +111,19 @@ def forward(
 
 
 def _kernel(
-  count_ref, terms_ref, *refs, num_slots, bank, num_tokens, columns, eps
+  count_ref,
+  terms_ref,
+  *refs,
+  num_slots,
+  bank,
+  num_tokens,
+  columns,
+  eps,
+  norm_eps,
 ):
+  normed = norm_eps is not None
+  if normed:
+    gain_ref, *refs = refs
   source_refs, out_refs, lse_ref = (
     refs[:num_slots],
     refs[num_slots:-1],
@@ -126,6 +142,12 @@ def _kernel(
       out_refs[0][query, rows, chunk] = mixed
     else:
       out_refs[query][rows, chunk] = mixed
+
+  def write_normed(rows, mixed):
+    inverse = tiles.inverse_rms_of(mixed, columns.width, norm_eps)
+    for piece, part in zip(columns.pieces, mixed):
+      part *= inverse * gain_ref[:, piece.columns]
+      write(0, rows, piece.columns, part.astype(out_refs[0].dtype))
 
   for first in range(0, tile, tiles.ROWS):
     # Scores need no diagonal: use whole row tiles, as in memory.
@@ -152,8 +174,11 @@ def _kernel(
       # The only weight is one: every mixture is the source.
       rows = slice(first, first + tiles.ROWS)
       for piece in columns.pieces:
-        for query in range(num_queries):
+        for query in range(normed, num_queries):
           write(query, rows, piece.columns, load(piece.columns))
+      if normed:
+        pieces = [load(piece.columns) for piece in columns.pieces]
+        write_normed(rows, [x.astype(jnp.float32) for x in pieces])
       continue
     weight = weight / safe[None]
     for half in range(tiles.ROWS // tiles.GROUP):
@@ -172,6 +197,7 @@ def _kernel(
 
   # A second sweep, so that the statistics of all groups can overlap.
   for rows, load, weight in groups:
+    firsts = []
     for piece in columns.pieces:
       source = load(piece.columns)
       if not exact and stacked:
@@ -191,10 +217,14 @@ def _kernel(
       if count is not None:
         # An empty bank may hold anything, and 0 * NaN is NaN.
         mixed = jnp.where(count > 0, mixed, 0.0)
+      if normed:
+        firsts.append(mixed[: tiles.GROUP])
       mixed = mixed.astype(out_refs[0].dtype)
       mixed = mixed.reshape(num_queries, tiles.GROUP, -1)
-      for query in range(num_queries):
+      for query in range(normed, num_queries):
         write(query, rows, piece.columns, mixed[query])
+    if normed:
+      write_normed(rows, firsts)
 
 
 def _raw_scores(load, terms_ref, columns, num_queries, exact):

@@ -62,10 +62,18 @@ class BlockSizes:
 
 
 def why_not(
-  function, query_QD, sources, *args, eps, heads=1, rank=None, apart=False
+  function,
+  query_QD,
+  sources,
+  *args,
+  eps,
+  heads=1,
+  rank=None,
+  apart=False,
+  norm_eps=None,
 ):
   """The reason why these arguments cannot run, or None."""
-  del args, eps, rank, apart
+  del args, eps, rank, apart, norm_eps
   num_slots, first = len(sources), sources[0]
   num_queries, width = query_QD.shape[0], first.shape[-1]
   if first.dtype not in (jnp.bfloat16, jnp.float32):
@@ -211,6 +219,12 @@ def inverse_rms(load, columns, eps):
     wide = columns.only_keys(piece, load(piece.columns)).astype(jnp.float32)
     square += jnp.sum(wide * wide, axis=1, keepdims=True)
   return jax.lax.rsqrt(square * (1.0 / columns.key_width) + eps)
+
+
+def inverse_rms_of(parts, width, eps):
+  """Inverse norm of float32 rows, given in parts by columns: [rows, 1]."""
+  square = total(jnp.sum(x * x, axis=1, keepdims=True) for x in parts)
+  return jax.lax.rsqrt(square * (1.0 / width) + eps)
 
 
 def on_slots(x):

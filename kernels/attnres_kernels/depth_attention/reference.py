@@ -10,8 +10,21 @@ import jax.numpy as jnp
 from attnres_kernels import dispatch
 
 
-def attend(query_QD, sources, num_sources, *, eps, heads=1, rank=None):
-  """One softmax per query, head and token over all sources."""
+def attend(
+  query_QD,
+  sources,
+  num_sources,
+  gain_D=None,
+  *,
+  eps,
+  heads=1,
+  rank=None,
+  norm_eps=None,
+):
+  """One softmax per query, head and token over all sources.
+
+  With a gain, the first mixture is normalised.
+  """
   stacked = sources if isinstance(sources, jax.Array) else jnp.stack(sources)
   dtype = dispatch.accumulator(query_QD, stacked)
   source_MTD = stacked.astype(dtype)
@@ -35,6 +48,12 @@ def attend(query_QD, sources, num_sources, *, eps, heads=1, rank=None):
   outs, lses = zip(*map(attend_one_head, *slices))
   out_QTD = jnp.concatenate(outs, axis=-1)
   lse_QT = lses[0] if heads == 1 else jnp.stack(lses, axis=-1)
+  if gain_D is not None:
+    first_TD = out_QTD[0]
+    mean_square = jnp.mean(jnp.square(first_TD), axis=-1, keepdims=True)
+    first_TD = first_TD * jax.lax.rsqrt(mean_square + norm_eps)
+    gain = gain_D.astype(dtype).reshape((1,) * (first_TD.ndim - 1) + (-1,))
+    out_QTD = out_QTD.at[0].set(first_TD * gain)
   return out_QTD.astype(stacked.dtype), lse_QT
 
 

@@ -6,7 +6,10 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-  """Q queries over M sources of T tokens and width D, with H heads."""
+  """Q queries over M sources of T tokens and width D, with H heads.
+
+  If `normed`, with the norm of the first mixture.
+  """
 
   name: str
   queries: int
@@ -15,12 +18,15 @@ class Shape:
   width: int
   heads: int = 1
   rank: int | None = None
+  normed: bool = False
 
   def __str__(self) -> str:
     sizes = (self.queries, self.sources, self.tokens, self.width)
     more = [f"H={self.heads}"] * (self.heads > 1)
     if self.rank is not None:
       more.append(f"R={self.rank}")
+    if self.normed:
+      more.append("normed")
     return f"{self.name}({', '.join([*map(str, sizes), *more])})"
 
   @property
@@ -59,6 +65,14 @@ HEADS = (
   Shape("heads", 4, 5, 8192, 2048, heads=64),
   Shape("heads", 6, 9, 8192, 2304, heads=16),
   Shape("heads", 4, 5, 8192, 2048, rank=64),
+)
+# The first, a middle and the last block of training steps with 3 and with 4
+# sublayers per block, without and with the norm of the first mixture.
+STEP = tuple(
+  Shape("step", queries, m, 8192, width, normed=normed)
+  for queries, width in ((3, 1024), (4, 2048))
+  for m in (1, 4, 8)
+  for normed in (False, True)
 )
 # What another JAX project has timed on a v4: blocks of eight sublayers, before
 # which 0, 4 and 8 blocks are complete.

@@ -16,24 +16,40 @@ import jax.numpy as jnp
 
 from attnres_kernels import heads as heads_lib
 from attnres_kernels.depth_attention import xla_bank
+from attnres_kernels.rms_norm import xla as norm_lib
 
 # Up to this many queries, a sum over queries is written out term by term, which
 # the CPU compiler turns into one pass; with more queries, it is a broadcast.
 _UNROLLED_QUERIES = 8
 
 
-def forward(query_QD, sources, count, *, eps, heads=1, rank=None, apart=False):
+def forward(
+  query_QD,
+  sources,
+  count,
+  gain_D=None,
+  *,
+  eps,
+  heads=1,
+  rank=None,
+  apart=False,
+  norm_eps=None,
+):
   """Returns the mixtures and their log-normalisers.
 
   With several heads, the log-normalisers are [Q, ..., H], and an axis Q of the
   scores in here has Q * H entries. A rank is the number of last coordinates
-  that are the key. If `apart`, mixtures are a tuple of arrays [1, ..., D].
+  that are the key. If `apart`, mixtures are a tuple of arrays [1, ..., D]. With
+  a gain, the first mixture is normalised.
   """
   options = dict(eps=eps, heads=heads, rank=rank)
   if count is None:
     out_QTD, lse_QT = _forward(query_QD, sources, **options)
   else:
     out_QTD, lse_QT = xla_bank.forward(query_QD, sources, count, **options)
+  if gain_D is not None:
+    first_TD = norm_lib.forward(out_QTD[0], gain_D, eps=norm_eps)
+    out_QTD = jnp.concatenate([first_TD[None], out_QTD[1:]])
   if apart:
     return tuple(jax.lax.split(out_QTD, [1] * len(out_QTD))), lse_QT
   return out_QTD, lse_QT
@@ -76,18 +92,35 @@ def backward(
   dout_QTD,
   dlse_QT,
   accumulate=None,
+  gain_D=None,
   *,
   eps,
   heads=1,
   rank=None,
+  norm_eps=None,
 ):
-  """Returns the gradients of the queries and of every source.
+  """Returns the gradients of the queries, of every source and of the gain.
 
   Source gradients are added to `accumulate` if it is given. The gradients of
-  the mixtures may be in arrays of their own.
+  the mixtures may be in arrays of their own. A gain says that the first mixture
+  is normalised; without it, it has no gradient either.
   """
   if isinstance(dout_QTD, tuple):
     dout_QTD = jnp.concatenate(dout_QTD)
+  if gain_D is not None:
+    # The mixture was not kept.
+    first_1TD, _ = forward(
+      query_QD[:1], sources, count, eps=eps, heads=heads, rank=rank
+    )
+    dfirst_TD, dgain_D = norm_lib.backward(
+      first_1TD[0], gain_D, dout_QTD[0], eps=norm_eps
+    )
+    dout_QTD = jnp.concatenate([dfirst_TD[None], dout_QTD[1:]])
+    gradients = backward(
+      query_QD, sources, count, lse_QT, dout_QTD, dlse_QT, accumulate,
+      eps=eps, heads=heads, rank=rank,
+    )  # fmt: skip
+    return *gradients, dgain_D
   if count is not None:
     return xla_bank.backward(
       query_QD, sources, count, lse_QT, dout_QTD, dlse_QT, accumulate,
