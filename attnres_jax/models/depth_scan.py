@@ -38,6 +38,7 @@ from attnres_jax.models import stacks
 from attnres_jax.models import traced
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import depth_attention
+import attnres_kernels
 
 
 def check(
@@ -250,13 +251,13 @@ class Part:
         None, there is no backward pass, and nothing is kept.
     """
     rows, dtype = self.places[-1].sources + len(open_RBTD), self.residual.dtype
-    bank_MBTD = jnp.zeros((rows, *sources[0].shape), dtype)
+    bank_MBTD = jax.lax.empty((rows, *sources[0].shape), dtype)
     for i, source_BTD in enumerate(sources):
       bank_MBTD = bank_MBTD.at[i].set(source_BTD.astype(dtype))
     whole, sums = saved is not None and not self.recompute, None
     if saved is not None and self.residual.sums_open:
       count = 1 + max(at.kept for at in self.places)
-      sums = jnp.zeros((count, *open_RBTD.shape), open_RBTD.dtype)
+      sums = jax.lax.empty((count, *open_RBTD.shape), dtype)
     mixtures = self._no_mixtures(weights, bank_MBTD, whole)
     carry = _Carry(bank_MBTD, open_RBTD, mixtures, sums)
 
@@ -267,15 +268,19 @@ class Part:
         programs.clear()  # A scan may trace its step more than once.
         arrays = []
         for kind, at, others in zip(pattern.kinds, xs[0], pattern.positions):
+          open_RBTD = carry.open_RBTD.astype(dtype)
+          if sums is not None:
+            with scopes.part(scopes.RESIDUAL):
+              carry = carry._replace(
+                sums=_put(carry.sums, open_RBTD[None], at.kept)
+              )
           carry = self._open(carry, weights, at, others, whole)
           with scopes.part(scopes.RESIDUAL):
-            mixtures = _one(carry.mixtures, at.l if whole else at.place, axis=1)
-            if sums is not None:
-              carry = carry._replace(
-                sums=_put(carry.sums, carry.open_RBTD[None], at.kept)
-              )
-          own = *self._own(weights, kind, at), mixtures, carry.open_RBTD
-          given = _numbers(at), segment_ids_BT
+            index = at.l if whole else at.place
+            mixtures = _one(carry.mixtures, index, axis=1)
+            rows = _rows(carry.mixtures, index, carry.sums, at)
+          own = *self._own(weights, kind, at), mixtures, open_RBTD
+          given = _numbers(at), segment_ids_BT, rows
           run = functools.partial(self._step, kind)
           if saved is None:
             y_BTD, _ = run(*own, *given)
@@ -303,10 +308,12 @@ class Part:
     """Opens a segment, if the sublayer is its first one."""
 
     def run(bank_and_mixtures, turn):
-      del turn
       bank_MBTD, mixtures = bank_and_mixtures
+      open_RBTD = carry.open_RBTD
+      if carry.sums is not None:
+        open_RBTD = _one(carry.sums, at.kept + turn)
       # In front of the whole part, this writes a row that is written later.
-      bank_MBTD = _put(bank_MBTD, carry.open_RBTD, at.before)
+      bank_MBTD = _put(bank_MBTD, open_RBTD, at.before)
       new = self._attend(weights, bank_MBTD, at)
       return bank_MBTD, _put(mixtures, new, at.l if whole else 0, axis=1)
 
@@ -331,16 +338,26 @@ class Part:
       dbank_MBTD: gradient of the bank.
       dopen_RBTD: gradient of the open rows at the end.
     """
-    mixtures = self._no_mixtures(kept.weights, kept.bank_MBTD, False)
-    sublayers, reads = jax.tree.map(jnp.zeros_like, kept.weights)
+    again = self._no_mixtures(kept.weights, kept.bank_MBTD, False)
+    mixtures, reads = jax.tree.map(jnp.zeros_like, (again, kept.weights[1]))
+    sublayers = {
+      # A gradient is written for each sublayer of the part.
+      kind: jax.tree.map(
+        lambda a, count=self.kinds.count(kind): (
+          _empty_like(a) if len(a) == count else jnp.zeros_like(a)
+        ),
+        stack,
+      )
+      for kind, stack in kept.weights[0].items()
+    }
     carry = _Gradients(
       sublayers,
       reads,
       dbank_MBTD,
       dopen_RBTD,
       mixtures,
-      again=mixtures if self.recompute else None,
-      rows_RBTD=None if self.residual.sums_open else jnp.zeros_like(dopen_RBTD),
+      again=again if self.recompute else None,
+      rows_RBTD=None if self.residual.sums_open else _empty_like(dopen_RBTD),
     )
     for pattern, own_programs, xs in reversed(
       list(zip(self.patterns, programs, arrays))
@@ -396,16 +413,17 @@ class Part:
     """The backward pass of a sublayer."""
     sums = kept.sums is not None
     with scopes.part(scopes.RESIDUAL):
+      found, index = kept.mixtures, at.l
       if self.recompute:
-        mixtures = _one(carry.again, at.place, axis=1)
-      else:
-        mixtures = _one(kept.mixtures, at.l, axis=1)
+        found, index = carry.again, at.place
+      mixtures = _one(found, index, axis=1)
+      rows = _rows(found, index, kept.sums, at)
       open_RBTD = _one(kept.sums, at.kept) if sums else carry.rows_RBTD
       dy_BTD = _one(carry.open_RBTD, 0 if sums else at.place)
     own = *self._own(kept.weights, kind, at), mixtures, open_RBTD
     dsublayer, dreads, dmixtures, dopen_RBTD = program.backward(
       own,
-      (_numbers(at), kept.segment_ids_BT),
+      (_numbers(at), kept.segment_ids_BT, rows),
       arrays,
       (dy_BTD, None if sums else carry.open_RBTD),
     )
@@ -454,11 +472,21 @@ class Part:
     return carry._replace(reads=reads, bank_MBTD=bank_MBTD)
 
   def _step(
-    self, kind, sublayer, reads, mixtures, open_RBTD, numbers, segment_ids_BT
+    self,
+    kind,
+    sublayer,
+    reads,
+    mixtures,
+    open_RBTD,
+    numbers,
+    segment_ids_BT,
+    rows,
   ):
     """`step` of the scheme."""
 
-    def run(sublayer, reads, mixtures, open_RBTD, numbers, segment_ids_BT):
+    def run(
+      sublayer, reads, mixtures, open_RBTD, numbers, segment_ids_BT, rows
+    ):
       def apply(read):
         with scopes.part(kind):
           return self.apply(kind, sublayer, read, segment_ids_BT)
@@ -466,11 +494,11 @@ class Part:
       place, first = numbers
       with scopes.part(scopes.RESIDUAL):
         return self.residual.step(
-          reads, mixtures, open_RBTD, place, first != 0, apply
+          reads, mixtures, open_RBTD, place, first != 0, apply, rows
         )
 
     return self.around(run)(
-      sublayer, reads, mixtures, open_RBTD, numbers, segment_ids_BT
+      sublayer, reads, mixtures, open_RBTD, numbers, segment_ids_BT, rows
     )
 
   def _written(self, carry, y_BTD, at):
@@ -491,11 +519,11 @@ class Part:
     return tuple(a.reshape(-1, self.size, *a.shape[1:]) for a in found)
 
   def _no_mixtures(self, weights, bank_MBTD, whole):
-    """Zeros like the mixtures of a segment, or of the whole part."""
+    """Room for the mixtures of a segment, or of the whole part."""
     shapes = jax.eval_shape(self._attend, weights, bank_MBTD, self.places[0])
     more = len(self.places) - 1 if whole else 0
     return tuple(
-      jnp.zeros((s.shape[0], s.shape[1] + more, *s.shape[2:]), s.dtype)
+      jax.lax.empty((s.shape[0], s.shape[1] + more, *s.shape[2:]), s.dtype)
       for s in shapes
     )
 
@@ -523,6 +551,15 @@ jax.tree_util.register_pytree_node(
 def _numbers(at):
   """What `step` of a scheme gets of them."""
   return jnp.asarray(at.place, jnp.int32), jnp.asarray(at.first, jnp.int32)
+
+
+def _rows(mixtures, index, sums, at):
+  """Where a sublayer's mixtures and the open row before it lie."""
+  row = lambda stack, i: attnres_kernels.Row(stack, jnp.asarray(i, jnp.int32))
+  return (
+    row(mixtures[0], index),
+    None if sums is None else row(sums[:, 0], at.kept),
+  )
 
 
 def _loop(step, carry, pattern, xs=None, *, reverse=False):
@@ -564,6 +601,11 @@ def _when(wanted, of_all_steps, function, carry):
     return function(carry, 0) if mean else carry
   with scopes.mean_trips(mean):
     return jax.lax.fori_loop(0, wanted, lambda i, c: function(c, i), carry)
+
+
+def _empty_like(a: jax.Array) -> jax.Array:
+  """Room for an array; on a TPU, nothing is written."""
+  return jax.lax.empty(a.shape, a.dtype)
 
 
 def _cut(tree: Any, first: Any, size: int, *, axis: int = 0) -> Any:
