@@ -570,8 +570,8 @@ def depth_merge_norm(
 
 def _specs(rows: Rows) -> tuple[Any, ...]:
   """How rows are sharded."""
-  one = attnres_kernels.Row(sharding.QUERIED_TOKENS, sharding.WHOLE)
-  return tuple(row and one for row in rows)
+  specs: Any = sharding.QUERIED_TOKENS, sharding.WHOLE
+  return tuple(row and attnres_kernels.Row(*specs) for row in rows)
 
 
 def _with_arrays(rows: Rows) -> Rows:
