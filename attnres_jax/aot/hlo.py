@@ -38,6 +38,9 @@ _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 # Of an instruction whose result is its operand.
 _ALIASED = "output_to_operand_aliasing={{}: (0, {})}"
 _ALLOCATES = 'custom_call_target="AllocateBuffer"'
+# What a Pallas kernel says of itself, on lines of its own.
+_METADATA = re.compile(r"kernel_metadata=\{\n([^{}]*)\n\}")
+_ONE_ROW = re.compile(r'"row_of_operands":"([\d ]*)"')
 _CONTROL = ("while", "conditional", "call")
 # Not work: names, views, and ends of asynchronous operations, which are counted
 # where they start.
@@ -86,7 +89,7 @@ class Program:
     self._entry = ""
     current: dict[str, Instruction] = {}
     name = ""
-    for line in text.splitlines():
+    for line in _METADATA.sub(_on_one_line, text).splitlines():
       head = re.match(r"(ENTRY )?(%[\w.\-]+) \(.*\{$", line)
       if head:
         name = head[2]
@@ -138,7 +141,8 @@ class Program:
 
     A fusion is one instruction, and those inside are not listed. If it only
     slices an array or gathers from it, the results count; if it updates an
-    array in place or scatters into it, the update counts.
+    array in place or scatters into it, the update counts. Of operands that a
+    kernel says to read one row of (`row_of_operands`), one row counts.
     """
     for name, (count, _) in self.runs_from(start).items():
       if name in self.fused:
@@ -233,6 +237,10 @@ class Program:
       new = sum(a.nbytes for a in operands[_UPDATES[instruction.op]])
       read = {0: self._adds(instruction) * new}
       written = {0: new}
+    elif instruction.op == "custom-call":
+      rows = _ONE_ROW.search(instruction.attributes)
+      for i in map(int, rows[1].split() if rows else ()):
+        read = {**read, i: sum(a.nbytes / a.dims[0] for a in operands[i])}
     total = 0.0
     for i, arrays in enumerate(operands):
       again = instruction.operands[i] in instruction.operands[:i]
@@ -427,6 +435,10 @@ def _end(schedule: Sequence[Instruction], at: int) -> int:
       ):
         return i
   return at
+
+
+def _on_one_line(metadata: re.Match[str]) -> str:
+  return metadata[0].replace("\n", "")
 
 
 def _computes(instruction: Instruction) -> bool:

@@ -44,6 +44,11 @@ class At(NamedTuple):
     """The sublayer that opens the segment."""
     return self.l - self.place
 
+  @property
+  def kept_next(self) -> Any:
+    """`kept` of the next sublayer."""
+    return self.kept + 1 - self.first
+
 
 class Pattern(NamedTuple):
   """Sublayers that repeat a pattern.

@@ -32,12 +32,14 @@ import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
 from attnres_jax import scopes
+from attnres_jax.models import depth_loops
 from attnres_jax.models import depth_places
 from attnres_jax.models import memory as memory_lib
 from attnres_jax.models import stacks
 from attnres_jax.models import traced
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import depth_attention
+import attnres_kernels
 
 
 def check(
@@ -81,9 +83,10 @@ class _Carry(NamedTuple):
     open_RBTD: what will be sources after the segment.
     mixtures: [V, Q, B, T, D] and their log-normalisers, for V queries of each
       sublayer; Q is that of a segment, or of the part if they are kept.
-    sums: [K, 1, B, T, D], open rows in front of sublayers; None if they are not
-      sums or not kept. In front of a segment there is none, so its first
-      sublayer has the row that the second one overwrites.
+    sums: [K, 1, B, T, D], open rows in front of sublayers, and the last one, in
+      the model's dtype; None if they are not sums or not kept. In front of a
+      segment there is none, so its first sublayer has the row that the second
+      one overwrites.
   """
 
   bank_MBTD: jax.Array
@@ -250,13 +253,14 @@ class Part:
         None, there is no backward pass, and nothing is kept.
     """
     rows, dtype = self.places[-1].sources + len(open_RBTD), self.residual.dtype
-    bank_MBTD = jnp.zeros((rows, *sources[0].shape), dtype)
+    bank_MBTD = jax.lax.empty((rows, *sources[0].shape), dtype)
     for i, source_BTD in enumerate(sources):
       bank_MBTD = bank_MBTD.at[i].set(source_BTD.astype(dtype))
     whole, sums = saved is not None and not self.recompute, None
     if saved is not None and self.residual.sums_open:
-      count = 1 + max(at.kept for at in self.places)
-      sums = jnp.zeros((count, *open_RBTD.shape), open_RBTD.dtype)
+      count = 1 + max(at.kept_next for at in self.places)
+      sums = jax.lax.empty((count, *open_RBTD.shape), dtype)
+      sums = depth_loops.put(sums, open_RBTD[None], 0)
     mixtures = self._no_mixtures(weights, bank_MBTD, whole)
     carry = _Carry(bank_MBTD, open_RBTD, mixtures, sums)
 
@@ -267,15 +271,14 @@ class Part:
         programs.clear()  # A scan may trace its step more than once.
         arrays = []
         for kind, at, others in zip(pattern.kinds, xs[0], pattern.positions):
+          open_RBTD = carry.open_RBTD.astype(dtype)
           carry = self._open(carry, weights, at, others, whole)
           with scopes.part(scopes.RESIDUAL):
-            mixtures = _one(carry.mixtures, at.l if whole else at.place, axis=1)
-            if sums is not None:
-              carry = carry._replace(
-                sums=_put(carry.sums, carry.open_RBTD[None], at.kept)
-              )
-          own = *self._own(weights, kind, at), mixtures, carry.open_RBTD
-          given = _numbers(at), segment_ids_BT
+            index = at.l if whole else at.place
+            mixtures = depth_loops.one(carry.mixtures, index, axis=1)
+            rows = _rows(carry.mixtures, index, carry.sums, at)
+          own = *self._own(weights, kind, at), mixtures, open_RBTD
+          given = _numbers(at), segment_ids_BT, rows
           run = functools.partial(self._step, kind)
           if saved is None:
             y_BTD, _ = run(*own, *given)
@@ -286,14 +289,19 @@ class Part:
             arrays.append(kept)
           with scopes.part(scopes.RESIDUAL):
             carry = carry._replace(open_RBTD=self._written(carry, y_BTD, at))
+            if sums is not None:
+              row = carry.open_RBTD[None]
+              carry = carry._replace(
+                sums=depth_loops.put(carry.sums, row, at.kept_next)
+              )
         return carry, arrays
 
-      carry, arrays = _loop(step, carry, pattern)
+      carry, arrays = depth_loops.over(step, carry, pattern)
       if saved is not None:
         saved.append((programs, arrays))
     if self.ends_whole:
       with scopes.part(scopes.RESIDUAL):
-        bank_MBTD = _put(
+        bank_MBTD = depth_loops.put(
           carry.bank_MBTD, carry.open_RBTD, self.places[-1].sources
         )
       carry = carry._replace(bank_MBTD=bank_MBTD)
@@ -303,15 +311,19 @@ class Part:
     """Opens a segment, if the sublayer is its first one."""
 
     def run(bank_and_mixtures, turn):
-      del turn
       bank_MBTD, mixtures = bank_and_mixtures
+      open_RBTD = carry.open_RBTD
+      if carry.sums is not None:
+        open_RBTD = depth_loops.one(carry.sums, at.kept + turn)
       # In front of the whole part, this writes a row that is written later.
-      bank_MBTD = _put(bank_MBTD, carry.open_RBTD, at.before)
+      bank_MBTD = depth_loops.put(bank_MBTD, open_RBTD, at.before)
       new = self._attend(weights, bank_MBTD, at)
-      return bank_MBTD, _put(mixtures, new, at.l if whole else 0, axis=1)
+      return bank_MBTD, depth_loops.put(
+        mixtures, new, at.l if whole else 0, axis=1
+      )
 
     with scopes.part(scopes.RESIDUAL):
-      bank_MBTD, mixtures = _when(
+      bank_MBTD, mixtures = depth_loops.when(
         at.opens,
         [other.opens for other in others],
         run,
@@ -331,16 +343,31 @@ class Part:
       dbank_MBTD: gradient of the bank.
       dopen_RBTD: gradient of the open rows at the end.
     """
-    mixtures = self._no_mixtures(kept.weights, kept.bank_MBTD, False)
-    sublayers, reads = jax.tree.map(jnp.zeros_like, kept.weights)
+    again = self._no_mixtures(kept.weights, kept.bank_MBTD, False)
+    mixtures, reads = jax.tree.map(jnp.zeros_like, (again, kept.weights[1]))
+    sublayers = {
+      # A gradient is written for each sublayer of the part.
+      kind: jax.tree.map(
+        lambda a, count=self.kinds.count(kind): (
+          depth_loops.empty_like(a) if len(a) == count else jnp.zeros_like(a)
+        ),
+        stack,
+      )
+      for kind, stack in kept.weights[0].items()
+    }
+    if self.ends_whole and self.residual.sums_open:
+      last_RBTD = depth_loops.cut(dbank_MBTD, self.places[-1].sources, 1)
+      dopen_RBTD = last_RBTD.astype(dopen_RBTD.dtype)
     carry = _Gradients(
       sublayers,
       reads,
       dbank_MBTD,
       dopen_RBTD,
       mixtures,
-      again=mixtures if self.recompute else None,
-      rows_RBTD=None if self.residual.sums_open else jnp.zeros_like(dopen_RBTD),
+      again=again if self.recompute else None,
+      rows_RBTD=None
+      if self.residual.sums_open
+      else depth_loops.empty_like(dopen_RBTD),
     )
     for pattern, own_programs, xs in reversed(
       list(zip(self.patterns, programs, arrays))
@@ -356,33 +383,33 @@ class Part:
           carry = self._close(carry, kept, at, others)
         return carry, None
 
-      carry, _ = _loop(step, carry, pattern, xs, reverse=True)
+      carry, _ = depth_loops.over(step, carry, pattern, xs, reverse=True)
     return carry
 
   def _leave(self, carry, kept, at, others):
-    """Enters a segment from behind, if the sublayer is its last one."""
-    count = len(carry.open_RBTD)
+    """Enters a segment from behind, if the sublayer is its last one.
+
+    But for the gradient of a sum, which is there already (see `_close`).
+    """
+    count, sums = len(carry.open_RBTD), self.residual.sums_open
 
     def run(found, turn):
       dopen_RBTD, mixtures, again, rows_RBTD = found
       # What is the same in every turn, compilers would compute in every step.
       here = at._replace(sources=at.sources + turn)
-      dnew_RBTD = _cut(carry.bank_MBTD, here.sources, count)
-      dnew_RBTD = dnew_RBTD.astype(dopen_RBTD.dtype)
-      if not self.ends_whole:
-        last = at.l == len(self.places) - 1
-        dnew_RBTD = jnp.where(last, dopen_RBTD, dnew_RBTD)
+      if not sums:
+        dopen_RBTD = depth_loops.cut(carry.bank_MBTD, here.sources, count)
       if not self.places[0].first:
         # Its segment may have fewer mixtures than the one after it.
         mixtures = jax.tree.map(jnp.zeros_like, mixtures)
       if again is not None:
         again = self._attend(kept.weights, kept.bank_MBTD, here)
       if rows_RBTD is not None:
-        rows_RBTD = _cut(kept.bank_MBTD, here.sources, count)
-      return dnew_RBTD, mixtures, again, rows_RBTD
+        rows_RBTD = depth_loops.cut(kept.bank_MBTD, here.sources, count)
+      return dopen_RBTD, mixtures, again, rows_RBTD
 
     with scopes.part(scopes.RESIDUAL):
-      open_RBTD, mixtures, again, rows_RBTD = _when(
+      open_RBTD, mixtures, again, rows_RBTD = depth_loops.when(
         at.closes,
         [other.closes for other in others],
         run,
@@ -396,43 +423,53 @@ class Part:
     """The backward pass of a sublayer."""
     sums = kept.sums is not None
     with scopes.part(scopes.RESIDUAL):
+      found, index = kept.mixtures, at.l
       if self.recompute:
-        mixtures = _one(carry.again, at.place, axis=1)
-      else:
-        mixtures = _one(kept.mixtures, at.l, axis=1)
-      open_RBTD = _one(kept.sums, at.kept) if sums else carry.rows_RBTD
-      dy_BTD = _one(carry.open_RBTD, 0 if sums else at.place)
+        found, index = carry.again, at.place
+      mixtures = depth_loops.one(found, index, axis=1)
+      rows = _rows(found, index, kept.sums, at)
+      open_RBTD = (
+        depth_loops.one(kept.sums, at.kept) if sums else carry.rows_RBTD
+      )
+      dy_BTD = depth_loops.one(carry.open_RBTD, 0 if sums else at.place)
+      if sums:
+        # Rounded once, not in each product that reads it.
+        dy_BTD = dy_BTD.astype(self.residual.dtype)
+        dy_BTD = jax.lax.optimization_barrier(dy_BTD)
     own = *self._own(kept.weights, kind, at), mixtures, open_RBTD
     dsublayer, dreads, dmixtures, dopen_RBTD = program.backward(
       own,
-      (_numbers(at), kept.segment_ids_BT),
+      (_numbers(at), kept.segment_ids_BT, rows),
       arrays,
       (dy_BTD, None if sums else carry.open_RBTD),
     )
     with scopes.part(kind):
       one = jax.tree.map(lambda a: a[None], dsublayer)
-      one = _put(carry.sublayers[kind], one, at.index)
+      one = depth_loops.put(carry.sublayers[kind], one, at.index)
     with scopes.part(scopes.RESIDUAL):
       dmixtures = jax.tree.map(lambda a: a[:, None], dmixtures)
       return carry._replace(
         sublayers=carry.sublayers | {kind: one},
-        reads=_put(carry.reads, dreads, at.l),
+        reads=depth_loops.put(carry.reads, dreads, at.l),
         open_RBTD=carry.open_RBTD + dopen_RBTD if sums else dopen_RBTD,
-        mixtures=_put(carry.mixtures, dmixtures, at.place, axis=1),
+        mixtures=depth_loops.put(carry.mixtures, dmixtures, at.place, axis=1),
       )
 
   def _close(self, carry, kept, at, others):
-    """Leaves a segment at its front, if the sublayer is its first one."""
+    """Leaves a segment at its front, if the sublayer is its first one.
+
+    Then goes on with the sum of the segment before, if there is one.
+    """
 
     def run(found, turn):
       del turn
-      reads, dbank_MBTD = found
-      own = _cut(kept.weights[1], at.begin, self.size)
+      reads, dbank_MBTD, dopen_RBTD = found
+      own = depth_loops.cut(kept.weights[1], at.begin, self.size)
       query_QD, pull = jax.vjp(depth_attention.queries_of, own)
       if self.recompute:
         _, lses = carry.again
       else:
-        _, lses = _cut(kept.mixtures, at.begin, self.size, axis=1)
+        _, lses = depth_loops.cut(kept.mixtures, at.begin, self.size, axis=1)
       lse, dout, dlse = (
         a.reshape(-1, *a.shape[2:]) for a in (lses, *carry.mixtures)
       )
@@ -440,25 +477,42 @@ class Part:
         query_QD, kept.bank_MBTD, at.sources, lse, dout, dlse, dbank_MBTD,
         **self.residual.how,
       )  # fmt: skip
-      more = _cut(reads, at.begin, self.size)
+      more = depth_loops.cut(reads, at.begin, self.size)
       more = jax.tree.map(jnp.add, more, *pull(dquery_QD))
-      return _put(reads, more, at.begin), dbank_MBTD
+      if self.residual.sums_open:
+        dsum_RBTD = depth_loops.cut(dbank_MBTD, at.before, 1).astype(
+          dopen_RBTD.dtype
+        )
+        if not self.places[0].first:
+          dsum_RBTD = jnp.where(at.l > 0, dsum_RBTD, dopen_RBTD)
+        dopen_RBTD = dsum_RBTD
+      return depth_loops.put(reads, more, at.begin), dbank_MBTD, dopen_RBTD
 
     with scopes.part(scopes.RESIDUAL):
-      reads, bank_MBTD = _when(
+      reads, bank_MBTD, open_RBTD = depth_loops.when(
         at.opens,
         [other.opens for other in others],
         run,
-        (carry.reads, carry.bank_MBTD),
+        (carry.reads, carry.bank_MBTD, carry.open_RBTD),
       )
-    return carry._replace(reads=reads, bank_MBTD=bank_MBTD)
+    return carry._replace(reads=reads, bank_MBTD=bank_MBTD, open_RBTD=open_RBTD)
 
   def _step(
-    self, kind, sublayer, reads, mixtures, open_RBTD, numbers, segment_ids_BT
+    self,
+    kind,
+    sublayer,
+    reads,
+    mixtures,
+    open_RBTD,
+    numbers,
+    segment_ids_BT,
+    rows,
   ):
     """`step` of the scheme."""
 
-    def run(sublayer, reads, mixtures, open_RBTD, numbers, segment_ids_BT):
+    def run(
+      sublayer, reads, mixtures, open_RBTD, numbers, segment_ids_BT, rows
+    ):
       def apply(read):
         with scopes.part(kind):
           return self.apply(kind, sublayer, read, segment_ids_BT)
@@ -466,23 +520,23 @@ class Part:
       place, first = numbers
       with scopes.part(scopes.RESIDUAL):
         return self.residual.step(
-          reads, mixtures, open_RBTD, place, first != 0, apply
+          reads, mixtures, open_RBTD, place, first != 0, apply, rows
         )
 
     return self.around(run)(
-      sublayer, reads, mixtures, open_RBTD, numbers, segment_ids_BT
+      sublayer, reads, mixtures, open_RBTD, numbers, segment_ids_BT, rows
     )
 
   def _written(self, carry, y_BTD, at):
     """The open rows after a sublayer."""
     if not self.residual.sums_open:
-      return _put(carry.open_RBTD, y_BTD[None], at.place)
+      return depth_loops.put(carry.open_RBTD, y_BTD[None], at.place)
     sum_RBTD = jnp.where(at.first != 0, 0, carry.open_RBTD)
     return sum_RBTD + y_BTD[None].astype(sum_RBTD.dtype)
 
   def _attend(self, weights, bank_MBTD, at):
     """[V, Q, ...] mixtures of a segment, and their log-normalisers."""
-    reads = _cut(weights[1], at.begin, self.size)
+    reads = depth_loops.cut(weights[1], at.begin, self.size)
     found = depth_attention.depth_attention(
       depth_attention.queries_of(reads),
       depth_attention.Bank(bank_MBTD, at.sources),
@@ -491,11 +545,11 @@ class Part:
     return tuple(a.reshape(-1, self.size, *a.shape[1:]) for a in found)
 
   def _no_mixtures(self, weights, bank_MBTD, whole):
-    """Zeros like the mixtures of a segment, or of the whole part."""
+    """Room for the mixtures of a segment, or of the whole part."""
     shapes = jax.eval_shape(self._attend, weights, bank_MBTD, self.places[0])
     more = len(self.places) - 1 if whole else 0
     return tuple(
-      jnp.zeros((s.shape[0], s.shape[1] + more, *s.shape[2:]), s.dtype)
+      jax.lax.empty((s.shape[0], s.shape[1] + more, *s.shape[2:]), s.dtype)
       for s in shapes
     )
 
@@ -503,7 +557,7 @@ class Part:
     """(sublayer, reads) of a sublayer; the reads have a leading axis."""
     sublayers, reads = weights
     with scopes.part(scopes.RESIDUAL):
-      reads = _cut(reads, at.l, 1)
+      reads = depth_loops.cut(reads, at.l, 1)
     with scopes.part(kind):
       return stacks.one_of(sublayers[kind], at.index), reads
 
@@ -525,64 +579,10 @@ def _numbers(at):
   return jnp.asarray(at.place, jnp.int32), jnp.asarray(at.first, jnp.int32)
 
 
-def _loop(step, carry, pattern, xs=None, *, reverse=False):
-  """A scan over the repeats of a pattern, or one step.
-
-  Args:
-    step: maps a carry, and places of sublayers and more, to a carry and what to
-      stack.
-    carry: the first one.
-    pattern: of the sublayers.
-    xs: more, stacked over the repeats if there are several.
-    reverse: whether the last step comes first.
-  """
-  if len(pattern.at) == 1:
-    return step(carry, (pattern.at[0], xs))
-
-  def run(carry, both):
-    table_PN, xs = both
-    own = [depth_places.At(*table_PN[p]) for p in range(len(pattern.kinds))]
-    return step(carry, (own, xs))
-
-  table_GPN = jnp.asarray(pattern.table_GPN)
-  return jax.lax.scan(run, carry, (table_GPN, xs), reverse=reverse)
-
-
-def _when(wanted, of_all_steps, function, carry):
-  """`function(carry, 0)` if wanted, else the carry.
-
-  As a loop, since a conditional would copy what it leaves as it is.
-
-  Args:
-    wanted: 0 or 1, possibly known at run time only.
-    of_all_steps: its values in all steps.
-    function: see above. The compiler does not know that its 0 is one.
-    carry: a tree of arrays.
-  """
-  mean = sum(of_all_steps) / len(of_all_steps)
-  if mean in (0, 1):
-    return function(carry, 0) if mean else carry
-  with scopes.mean_trips(mean):
-    return jax.lax.fori_loop(0, wanted, lambda i, c: function(c, i), carry)
-
-
-def _cut(tree: Any, first: Any, size: int, *, axis: int = 0) -> Any:
-  return jax.tree.map(
-    lambda a: jax.lax.dynamic_slice_in_dim(a, first, size, axis), tree
-  )
-
-
-def _one(tree: Any, index: Any, *, axis: int = 0) -> Any:
-  return jax.tree.map(
-    lambda a: jax.lax.dynamic_index_in_dim(a, index, axis, keepdims=False), tree
-  )
-
-
-def _put(tree: Any, part: Any, first: Any, *, axis: int = 0) -> Any:
-  return jax.tree.map(
-    lambda a, b: jax.lax.dynamic_update_slice_in_dim(
-      a, b.astype(a.dtype), first, axis
-    ),
-    tree,
-    part,
+def _rows(mixtures, index, sums, at):
+  """Where a sublayer's mixtures and the open row before it lie."""
+  row = lambda stack, i: attnres_kernels.Row(stack, jnp.asarray(i, jnp.int32))
+  return (
+    row(mixtures[0], index),
+    None if sums is None else row(sums[:, 0], at.kept),
   )

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from attnres_kernels import Row
 from attnres_kernels import combine_mixtures
 from attnres_kernels import depth_attention
 from attnres_kernels import depth_merge
@@ -98,6 +99,51 @@ class TestDepthMerge:
     jax.tree.map(
       lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), got, wanted
     )
+
+  @pytest.mark.parametrize("implementation", ALL)
+  @pytest.mark.parametrize("update", (False, True))
+  def test_rows_of_arrays(self, implementation, update):
+    """The same as without, of which row it may not be known in advance."""
+    query, source = make((20,), 24, 10)
+    stack, (partial, more), cotangents = source[:3], source[3:5], source[5:]
+    # What other rows contain does not matter.
+    stack = stack.at[::2].set(jnp.nan)
+    sums = jnp.stack([jnp.full_like(partial, jnp.nan), partial])
+    more = more if update else None
+
+    def score(stack, query, sums, more, i, rows):
+      of_rows = dict(out_row=Row(stack, i), partial_row=Row(sums, i))
+      total, normed = depth_merge_norm(
+        stack[i], cotangents[0, :, 0], query, sums[i], more, 1 + query,
+        implementation=implementation, **(of_rows if rows else {}),
+      )  # fmt: skip
+      merged = depth_merge(
+        stack[i], cotangents[0, :, 0], query, sums[i],
+        implementation=implementation, **(of_rows if rows else {}),
+      )  # fmt: skip
+      terms = zip((total, normed, merged), cotangents[1:])
+      return sum(jnp.vdot(*term) for term in terms)
+
+    argnums = (0, 1, 2, 3) if update else (0, 1, 2)
+    gradient = jax.value_and_grad(score, argnums)
+    found = []
+    with dispatch.interpreted():
+      for rows in (True, False):
+        run = jax.jit(functools.partial(gradient, rows=rows))
+        found.append(run(stack, query, sums, more, jnp.int32(1)))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    assert np.abs(found[0][1][0][1]).max() > 0.1
+
+  def test_the_kernel_reads_the_rows(self):
+    query, source = make((4, 16), 24, 4)
+    lse = source[0, ..., 0]
+    merge = functools.partial(depth_merge, implementation="pallas_tpu")
+    rows = dict(out_row=Row(source, 2), partial_row=Row(source, 3))
+    other = jnp.full_like(source[0], jnp.nan)
+    with dispatch.interpreted():
+      found = merge(other, lse, query, other, **rows)
+      expected = merge(source[2], lse, query, source[3])
+    np.testing.assert_array_equal(found, expected)
 
   # Autodiff of the reference subtracts what cancels.
   @pytest.mark.parametrize("implementation", ALL[1:])
@@ -250,6 +296,25 @@ class TestBadInput:
   def test_shapes(self, out, lse, query, partial, message):
     with pytest.raises(ValueError, match=message):
       depth_merge(*map(jnp.ones, (out, lse, query, partial)))
+
+  @pytest.mark.parametrize(
+    "stack,index,message",
+    [
+      (jnp.ones((2, 4, 8)), 0, r"out \(3, 8\) float32 is no row .*\(2, 4, 8\)"),
+      (jnp.ones((2, 3, 8), jnp.bfloat16), 0, "no row of .*bfloat16"),
+      (jnp.ones((2, 3, 8)), 2, r"cannot be row 2 of an array \(2, 3, 8\)"),
+      (
+        jnp.ones((2, 3, 8)),
+        jnp.ones(1, jnp.int32),
+        r"scalar, got int32 \(1,\)",
+      ),
+      (jnp.ones((2, 3, 8)), jnp.float32(1), "scalar, got float32"),
+    ],
+  )
+  def test_rows(self, stack, index, message):
+    x = jnp.ones((3, 8))
+    with pytest.raises(ValueError, match=message):
+      depth_merge(x, x[:, 0], x[0], x, out_row=Row(stack, index))
 
   def test_update_and_gain(self):
     x, lse, query = jnp.ones((3, 8)), jnp.ones(3), jnp.ones(8)

@@ -37,6 +37,7 @@ def test_places(name, start, stop):
     assert at.sources == _sources(name, begin)
     assert at.before == _sources(name, earlier)
     assert at.kept == sum(k % SIZE != 0 for k in range(start, l))
+    assert at.kept_next == at.kept + (l % SIZE != 0)
 
 
 def test_patterns():

@@ -257,9 +257,9 @@ def test_what_is_kept():
     embedding = jax.ShapeDtypeStruct(shape, jnp.float32)
     found = jaxprs.saved(trunk, model.sublayers, model.residual, embedding)
     kept[name] = sum(a.size for a in found if a.size >= 64 * 32) / (64 * 32)
-  # Full: outputs and embedding. Block: the first sum of each block, the blocks,
-  # the embedding.
-  assert kept == {"full_attnres": 8 + 1, "block_attnres": 4 + 4 + 1}
+  # Full: outputs and embedding. Block: the first sum of each block, the last
+  # sum of all, the blocks, the embedding.
+  assert kept == {"full_attnres": 8 + 1, "block_attnres": 4 + 1 + 4 + 1}
 
 
 @pytest.mark.parametrize(

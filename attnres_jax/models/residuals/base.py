@@ -256,16 +256,21 @@ class Residual(nnx.Module):
     place: jax.Array | int,
     first: jax.Array | bool,
     sublayer: Callable[[tuple[Any, Any]], jax.Array],
+    rows: Any,
   ) -> tuple[jax.Array, jax.Array | None]:
     """The output of a sublayer of a segment, given the open rows before it.
 
     Args:
       reads: of this sublayer, with a leading axis of 1.
       mixtures: of the sources of the segment, and their log-normalisers.
-      open_RBTD: rows; without meaning if it is the first sublayer.
+      open_RBTD: rows, in the model's dtype; without meaning if it is the first
+        sublayer.
       place: how many sublayers of the segment have run.
       first: whether nothing of the segment has run, not even elsewhere.
       sublayer: maps what `read_normed` gets, a carry and a slot, to its output.
+      rows: where mixtures [V, Q, B, T, D] of several sublayers lie, and which
+        of Q is this one; and the same of open rows if `sums_open`, [K, B, T, D]
+        of several sublayers. See `attnres_kernels.Row`; either may be None.
 
     Returns:
       The output; and, unless `sums_open`, the rows as they came, for their

@@ -23,6 +23,7 @@ from attnres_jax.models import stacks
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import depth_attention
 from attnres_jax.models.residuals import depth_reads
+import attnres_kernels
 
 
 class BlockState(NamedTuple):
@@ -125,6 +126,18 @@ class _Normed(NamedTuple):
   """The carry before a block whose first mixture is normalised already."""
 
 
+class _Lying(NamedTuple):
+  """A partial sum in a loop over depth.
+
+  Attributes:
+    partial_BTD: the sum, in the model's dtype.
+    row: where it lies, if it is a row of an array.
+  """
+
+  partial_BTD: jax.Array
+  row: attnres_kernels.Row | None
+
+
 class BlockAttnRes(BlockAttnResOneSoftmax):
   """The same function in two phases; the carry is only the partial sum.
 
@@ -178,10 +191,15 @@ class BlockAttnRes(BlockAttnResOneSoftmax):
     place: jax.Array | int,
     first: jax.Array | bool,
     sublayer: Callable[[tuple[Any, Any]], jax.Array],
+    rows: depth_attention.Rows,
   ) -> tuple[jax.Array, None]:
     del place
     slot = self.slots_of(reads, *mixtures).ignoring_first(first)
-    return sublayer(stacks.only((open_RBTD, slot))), None
+    open_BTD, slot = stacks.only((open_RBTD, slot))
+    # A mixture with a null source lies nowhere yet.
+    if rows[0] is not None and reads.null_D is None:
+      slot = slot.lying(rows[0])
+    return sublayer((_Lying(open_BTD, rows[1]), slot)), None
 
   def read(self, carry: Any, slot: Any) -> jax.Array | base.QKV:
     if carry is None:
@@ -195,6 +213,8 @@ class BlockAttnRes(BlockAttnResOneSoftmax):
       return slot.out_BTD
     if carry is None:
       return depth_reads.normed(self.read(carry, slot), norm)
+    if isinstance(carry, _Lying):
+      return self.merge_normed(slot, carry.partial_BTD, norm, carry.row)
     return self.merge_normed(slot, carry.astype(self.dtype), norm)
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:

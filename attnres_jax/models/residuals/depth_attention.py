@@ -42,6 +42,7 @@ class Slot(NamedTuple):
     lse_BT: its log-normaliser.
     value: the same for a mixer's values, if their read is another one.
     scale: float32 factor of the whole mixture, or None.
+    row: where `out_BTD` lies, if it is a row of an array.
   """
 
   query_D: jax.Array
@@ -49,12 +50,27 @@ class Slot(NamedTuple):
   lse_BT: jax.Array
   value: "Slot | None" = None
   scale: jax.Array | None = None
+  row: attnres_kernels.Row | None = None
 
   def ignoring_first(self, wanted: jax.Array | bool = True) -> "Slot":
     """Of several sublayers, with an `lse_BT` of +inf for the first."""
     value = self.value and self.value.ignoring_first(wanted)
     lse = jnp.where(wanted, jnp.inf, self.lse_BT[0])
     return self._replace(lse_BT=self.lse_BT.at[0].set(lse), value=value)
+
+  def lying(self, rows: attnres_kernels.Row) -> "Slot":
+    """With the places of mixtures.
+
+    Args:
+      rows: [V, Q, B, T, D], the mixtures of Q reads, and of those of values if
+        V is 2, and which read this is.
+    """
+    (_, count, *shape), index = rows.stack.shape, rows.index
+    flat = rows.stack.reshape(-1, *shape)
+    value = self.value
+    if value is not None:
+      value = value._replace(row=attnres_kernels.Row(flat, count + index))
+    return self._replace(row=attnres_kernels.Row(flat, index), value=value)
 
 
 class Bank(NamedTuple):
@@ -70,6 +86,8 @@ class Bank(NamedTuple):
 
 
 Sources = Sequence[jax.Array] | Bank
+# Where a mixture and an open source lie, if they are rows of arrays.
+Rows = tuple[attnres_kernels.Row | None, attnres_kernels.Row | None]
 
 
 def sources_from(sources: Sources, first: int) -> tuple[jax.Array, ...]:
@@ -225,24 +243,39 @@ class DepthAttention(base.Residual):
     """The mixture with the open source as one more source."""
     return depth_reads.each(
       slot,
-      lambda one: depth_reads.scaled(self._merged(one, open_BTD), one.scale),
+      lambda one: depth_reads.scaled(
+        self._merged(one, open_BTD, None), one.scale
+      ),
     )
 
-  def _merged(self, slot: Slot, open_BTD: jax.Array) -> jax.Array:
+  def _merged(
+    self, slot: Slot, open_BTD: jax.Array, row: attnres_kernels.Row | None
+  ) -> jax.Array:
     return depth_merge(
-      slot.out_BTD, slot.lse_BT, slot.query_D, open_BTD, eps=self.eps,
-      rank=self._rank,
+      slot.out_BTD, slot.lse_BT, slot.query_D, open_BTD, (slot.row, row),
+      eps=self.eps, rank=self._rank,
     )  # fmt: skip
 
   def merge_normed(
-    self, slot: Slot, open_BTD: jax.Array, norm: norm_lib.RMSNorm
+    self,
+    slot: Slot,
+    open_BTD: jax.Array,
+    norm: norm_lib.RMSNorm,
+    row: attnres_kernels.Row | None = None,
   ) -> jax.Array | base.QKV:
-    """norm(merge(...)) in one pass over memory, unless mixtures are scaled."""
+    """norm(merge(...)) in one pass over memory, unless mixtures are scaled.
+
+    Args:
+      slot: of the read.
+      open_BTD: the open source.
+      norm: of what is read.
+      row: where the open source lies, if it is a row of an array.
+    """
     if slot.scale is not None:
       # The factor is one more number per read, which no kernel has: without
       # it, eps of the norm would have to be divided by its square.
       def normed(one: Slot) -> jax.Array:
-        merged_BTD = self._merged(one, open_BTD)
+        merged_BTD = self._merged(one, open_BTD, row)
         wide_BTD = precision.widen(merged_BTD)
         wide_BTD = depth_reads.scaled(wide_BTD, one.scale)
         return norm(wide_BTD).astype(merged_BTD.dtype)
@@ -252,7 +285,7 @@ class DepthAttention(base.Residual):
       slot,
       lambda one: depth_merge_norm(
         one.out_BTD, one.lse_BT, one.query_D, open_BTD, norm.gain[...],
-        eps=self.eps, norm_eps=norm.eps, rank=self._rank,
+        (one.row, row), eps=self.eps, norm_eps=norm.eps, rank=self._rank,
       ),
     )  # fmt: skip
 
@@ -497,22 +530,24 @@ def depth_merge(
   lse_BT: jax.Array,
   query_D: jax.Array,
   partial_BTD: jax.Array,
+  rows: Rows = (None, None),
   *,
   eps: float,
   rank: int | None = None,
 ) -> jax.Array:
-  """`attnres_kernels.depth_merge`."""
+  """`attnres_kernels.depth_merge`; `rows` are those of both sources."""
 
-  def merge(out_BTD, lse_BT, query_D, partial_BTD):
+  def merge(out_BTD, lse_BT, query_D, partial_BTD, rows):
     return attnres_kernels.depth_merge(
-      out_BTD, lse_BT, query_D, partial_BTD, eps=eps, rank=rank
-    )
+      out_BTD, lse_BT, query_D, partial_BTD, eps=eps, rank=rank,
+      out_row=rows[0], partial_row=rows[1],
+    )  # fmt: skip
 
   tokens = sharding.TOKENS
-  in_specs = tokens, tokens, sharding.WHOLE, tokens
+  in_specs = tokens, tokens, sharding.WHOLE, tokens, _specs(rows)
   split = sharding.by_shards(merge, in_specs, tokens)
   return linear.counted(
-    split, out_BTD, lse_BT, query_D, partial_BTD,
+    split, out_BTD, lse_BT, query_D, partial_BTD, _with_arrays(rows),
     flops=pair_flops(partial_BTD.shape, query_D.size),
     scanned=partial_BTD, outs=out_BTD,
   )  # fmt: skip
@@ -524,6 +559,7 @@ def depth_merge_norm(
   query_D: jax.Array,
   partial_BTD: jax.Array,
   gain_D: jax.Array,
+  rows: Rows = (None, None),
   *,
   eps: float,
   norm_eps: float,
@@ -535,22 +571,33 @@ def depth_merge_norm(
   product that computes the output adds it, and then writes no output at all.
   """
 
-  def merge(out_BTD, lse_BT, query_D, partial_BTD, gain_D):
+  def merge(out_BTD, lse_BT, query_D, partial_BTD, gain_D, rows):
     _, normed_BTD = attnres_kernels.depth_merge_norm(
       out_BTD, lse_BT, query_D, partial_BTD, None, gain_D,
       eps=eps, norm_eps=norm_eps, rank=rank,
+      out_row=rows[0], partial_row=rows[1],
     )  # fmt: skip
     return normed_BTD
 
   tokens, whole = sharding.TOKENS, sharding.WHOLE
   split = sharding.by_shards(
-    merge, (tokens, tokens, whole, tokens, whole), tokens
+    merge, (tokens, tokens, whole, tokens, whole, _specs(rows)), tokens
   )
   return linear.counted(
-    split, out_BTD, lse_BT, query_D, partial_BTD, gain_D,
+    split, out_BTD, lse_BT, query_D, partial_BTD, gain_D, _with_arrays(rows),
     flops=pair_flops(partial_BTD.shape, query_D.size),
     scanned=partial_BTD, outs=out_BTD,
   )  # fmt: skip
+
+
+def _specs(rows: Rows) -> tuple[Any, ...]:
+  """How rows are sharded."""
+  specs: Any = sharding.QUERIED_TOKENS, sharding.WHOLE
+  return tuple(row and attnres_kernels.Row(*specs) for row in rows)
+
+
+def _with_arrays(rows: Rows) -> Rows:
+  return jax.tree.map(jnp.asarray, rows)
 
 
 def depth_read_norm(

@@ -121,8 +121,9 @@ class FullAttnRes(FullAttnResOneSoftmax):
     place: jax.Array | int,
     first: jax.Array | bool,
     sublayer: Callable[[tuple[Any, Any]], jax.Array],
+    rows: depth_attention.Rows,
   ) -> tuple[jax.Array, jax.Array]:
-    del first
+    del first, rows
     more = ()
     if len(open_RBTD) > 1:
       *more, open_RBTD = depth_attention.through_bank(

@@ -6,15 +6,34 @@ by sublayer, the block's running partial sum joins the mixture of phase 1.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 from jaxtyping import Float
+from jaxtyping import Int32
 
 from attnres_kernels import dispatch
 from attnres_kernels import heads as heads_lib
 from attnres_kernels.depth_merge import reference
+
+
+class Row(NamedTuple):
+  """A row of an array, in which an argument lies.
+
+  A kernel cannot be fused with a slice of an array, so the slice would be a
+  copy. Given the row, the TPU kernel reads it from the array, and the slice is
+  not computed. Other backends read the argument itself. Either way, the
+  gradient is that of the argument, and the array has none.
+
+  Attributes:
+    stack: the array.
+    index: of the row; may be traced, and must be within the array.
+  """
+
+  stack: Float[Array, "N *T D"]
+  index: int | Int32[Array, ""]
 
 
 def depth_merge(
@@ -23,6 +42,8 @@ def depth_merge(
   query: Float[Array, " R"],
   partial: Float[Array, "*T D"],
   *,
+  out_row: Row | None = None,
+  partial_row: Row | None = None,
   rank: int | None = None,
   eps: float = 1e-6,
   implementation: dispatch.Implementation | None = None,
@@ -36,6 +57,8 @@ def depth_merge(
       heads.
     query: the pseudo-query of the mixture, folded with the key-norm gain.
     partial: the additional source, usually the block's partial sum.
+    out_row: the row of an array that `out` is, or None.
+    partial_row: the row of an array that `partial` is, or None.
     rank: as in `depth_attention`.
     eps: added to the mean square inside the norm.
     implementation: a backend by name; None takes the best that fits.
@@ -44,11 +67,12 @@ def depth_merge(
     The mixture as if `partial` had been one more source, in the dtype of `out`.
 
   Raises:
-    ValueError: the shapes do not fit together.
+    ValueError: the shapes do not fit together, or an array of rows has another
+      dtype.
     NotImplementedError: the named backend cannot run these shapes here.
   """
-  arrays = out, lse, query, partial, None, None
-  return _merge(arrays, rank, eps, 0.0, implementation)[1]
+  arrays, rows = (out, lse, query, partial, None, None), (out_row, partial_row)
+  return _merge(arrays, rows, rank, eps, 0.0, implementation)[1]
 
 
 def depth_merge_norm(
@@ -59,6 +83,8 @@ def depth_merge_norm(
   update: Float[Array, "*T D"] | None,
   gain: Float[Array, " D"],
   *,
+  out_row: Row | None = None,
+  partial_row: Row | None = None,
   rank: int | None = None,
   eps: float = 1e-6,
   norm_eps: float = 1e-6,
@@ -75,6 +101,8 @@ def depth_merge_norm(
     update: the last sublayer's output, which is added to `partial`; None adds
       nothing.
     gain: the gain of the next sublayer's pre-norm.
+    out_row: as in `depth_merge`.
+    partial_row: as in `depth_merge`.
     rank: as in `depth_attention`.
     eps: added to the mean square of the partial sum when it is scored.
     norm_eps: added to the mean square inside the pre-norm.
@@ -85,11 +113,15 @@ def depth_merge_norm(
     input rms_norm(mixture) * gain, in the dtype of `out`.
 
   Raises:
-    ValueError: the shapes do not fit together.
+    ValueError: the shapes do not fit together, or an array of rows has another
+      dtype.
     NotImplementedError: the named backend cannot run these shapes here.
   """
-  arrays = out, lse, query, partial, update, gain
-  total, normed = _merge(arrays, rank, eps, norm_eps, implementation)
+  arrays, rows = (
+    (out, lse, query, partial, update, gain),
+    (out_row, partial_row),
+  )
+  total, normed = _merge(arrays, rows, rank, eps, norm_eps, implementation)
   return (partial if update is None else total), normed
 
 
@@ -136,13 +168,15 @@ def combine_mixtures(
   return out.astype(out_a.dtype), lse
 
 
-def _merge(arrays, rank, eps, norm_eps, implementation):
+def _merge(arrays, rows, rank, eps, norm_eps, implementation):
   """(new partial or None, merged or merged and normed), after checks."""
   dispatch.check_implementation(implementation)
   dispatch.check_eps(eps)
   heads = _check(rank, *arrays)
   dispatch.check_eps(norm_eps, "norm_eps")
   out, lse, query, partial, update, gain = arrays
+  out_row, partial_row = rows
+  rows = _row("out", out, out_row), _row("partial", partial, partial_row)
   options = dict(eps=float(eps), norm_eps=float(norm_eps))
   if heads == 1:
     lse = jnp.squeeze(lse, -1)
@@ -156,46 +190,76 @@ def _merge(arrays, rank, eps, norm_eps, implementation):
   lse, query = lse.astype(dtype), query.astype(dtype)
   gain = None if gain is None else gain.astype(dtype)
   arrays = out, lse, query, partial, update, gain
-  return _call(tuple(options.items()), implementation, *arrays)
+  return _call(tuple(options.items()), implementation, rows, *arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _call(options, implementation, *arrays):
+def _call(options, implementation, rows, *arrays):
   return dispatch.call(
     "depth_merge",
     "forward",
     implementation,
     *arrays,
+    *_given(rows),
     **dict(options),
   )
 
 
-def _call_forward(options, implementation, *arrays):
-  total, mixed = _call(options, implementation, *arrays)
+def _call_forward(options, implementation, rows, *arrays):
+  total, mixed = _call(options, implementation, rows, *arrays)
   out, lse, query, partial, update, gain = arrays
   kept = partial if update is None else total
+  # The new sum lies nowhere else.
+  rows = rows if update is None else (rows[0], None)
   # Zero-sized: only its dtype is wanted, for the gradient of the update.
   update_like = None if update is None else jnp.zeros((0,), update.dtype)
-  return (total, mixed), (update_like, out, lse, query, kept, gain)
+  return (total, mixed), (rows, update_like, out, lse, query, kept, gain)
 
 
 def _call_backward(options, implementation, residuals, cotangents):
-  update_like, *arrays = residuals
+  rows, update_like, *arrays = residuals
   *gradients, dpartial, dgain = dispatch.call(
     "depth_merge",
     "backward",
     implementation,
     *arrays,
     *cotangents,
+    *_given(rows),
     **dict(options),
   )
   dupdate = None
   if update_like is not None:
     dupdate = dpartial.astype(update_like.dtype)
-  return *gradients, dpartial, dupdate, dgain
+  return None, *gradients, dpartial, dupdate, dgain
 
 
 _call.defvjp(_call_forward, _call_backward)
+
+
+def _given(rows):
+  """The last argument of a backend, if there is any row."""
+  return () if rows == (None, None) else (rows,)
+
+
+def _row(name, array, row):
+  """The row, with an index that is an array; or None."""
+  if row is None:
+    return None
+  stack, index = row
+  if stack.shape[1:] != array.shape or stack.dtype != array.dtype:
+    raise ValueError(
+      f"{name} {array.shape} {array.dtype} is no row of an array"
+      f" {stack.shape} {stack.dtype}"
+    )
+  if isinstance(index, int) and not 0 <= index < stack.shape[0]:
+    raise ValueError(f"{name} cannot be row {index} of an array {stack.shape}")
+  index = jnp.asarray(index)
+  if index.ndim or not jnp.issubdtype(index.dtype, jnp.integer):
+    raise ValueError(
+      f"the index of the row of {name} must be an integer scalar, got"
+      f" {index.dtype} {index.shape}"
+    )
+  return Row(stack, index.astype(jnp.int32))
 
 
 def _check(rank, out, lse, query, partial, update, gain):

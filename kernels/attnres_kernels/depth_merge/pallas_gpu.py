@@ -25,7 +25,8 @@ def why_not(function, *args, eps, norm_eps, heads=1, rank=None):
     return f"one head with keys of the full width, got {heads=}, {rank=}"
   del eps, norm_eps
   width = args[0].shape[-1]
-  reason = warpgroup.why_not(width, [x for x in args if x is not None])
+  arrays = [x for x in args if x is not None and not isinstance(x, tuple)]
+  reason = warpgroup.why_not(width, arrays)
   if reason is not None or function == "forward":
     return reason
   tiles = warpgroup.Tiles(width)
@@ -41,12 +42,14 @@ def forward(
   partial_TD,
   update_TD,
   gain_D,
+  rows=None,
   *,
   eps,
   norm_eps,
   interpret=None,
 ):
   """Returns (new partial or None, merged or merged and normed)."""
+  del rows
   tiles = warpgroup.Tiles(query_D.shape[0])
   wide = {"out": out_TD, "partial": partial_TD, "update": update_TD}
   wide = {name: warpgroup.flatten(x) for name, x in _given(wide).items()}
@@ -107,12 +110,14 @@ def backward(
   gain_D,
   dtotal_TD,
   dmixed_TD,
+  rows=None,
   *,
   eps,
   norm_eps,
   interpret=None,
 ):
   """Returns the gradients of out, lse, query, total and gain."""
+  del rows
   tiles = warpgroup.Tiles(query_D.shape[0])
   wide = {"out": out_TD, "total": total_TD, "dmixed": dmixed_TD}
   wide |= _given({"dtotal_in": dtotal_TD})

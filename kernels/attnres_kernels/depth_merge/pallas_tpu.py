@@ -7,6 +7,7 @@ tokens], because a [tokens, 1] array would be padded to 128 lanes in memory.
 """
 
 import functools
+import itertools
 
 import jax
 from jax.experimental import pallas as pl
@@ -28,7 +29,7 @@ def why_not(function, *args, eps, norm_eps, heads=1, rank=None):
   del function, eps, norm_eps, rank
   if heads > _LANES:
     return f"at most {_LANES} heads, got {heads}"
-  dtypes = {str(x.dtype) for x in args if x is not None}
+  dtypes = {str(x.dtype) for x in jax.tree.leaves(args) if x.ndim}
   if not dtypes <= {"bfloat16", "float32"}:
     return f"arrays must be bfloat16 or float32, got {sorted(dtypes)}"
   return None
@@ -41,6 +42,7 @@ def forward(
   partial_TD,
   update_TD,
   gain_D,
+  rows=(None, None),
   *,
   eps,
   norm_eps,
@@ -54,22 +56,27 @@ def forward(
   call = Call([*wide, *written])
   columns = Columns(call.width, heads, rank)
   vectors = columns.vectors(query_D, gain_D)
+  scalars, specs, operands = call.operands(wide, rows, _alone)
   results = pl.pallas_call(
     functools.partial(
       _forward_kernel,
+      num_scalars=len(scalars),
       update=update_TD is not None,
       gain=gain_D is not None,
       columns=columns,
       eps=eps,
       norm_eps=norm_eps,
     ),
-    grid=(call.tiles,),
-    in_specs=[
-      *(whole(x) for x in vectors),
-      call.stats_spec(lambda t: t, heads),
-      *(call.wide_spec(lambda t: t) for _ in wide),
-    ],
-    out_specs=[call.wide_spec(lambda t: t) for _ in written],
+    grid_spec=pltpu.PrefetchScalarGridSpec(
+      num_scalar_prefetch=len(scalars),
+      grid=(call.tiles,),
+      in_specs=[
+        *(whole(x) for x in vectors),
+        call.stats_spec(_alone, heads),
+        *specs,
+      ],
+      out_specs=[call.wide_spec(_alone) for _ in written],
+    ),
     out_shape=[
       jax.ShapeDtypeStruct((call.tokens, call.width), x.dtype) for x in written
     ],
@@ -80,7 +87,8 @@ def forward(
     cost_estimate=call.cost(flops=14),
     interpret=interpret,
     name="depth_merge_forward",
-  )(*vectors, call.stats(lse_T, heads), *(call.flat(x) for x in wide))
+    metadata=_rows_read(operands, len(scalars) + len(vectors) + 1),
+  )(*scalars, *vectors, call.stats(lse_T, heads), *operands)
   results = [x.reshape(out_TD.shape) for x in results]
   return (None if update_TD is None else results[0]), results[-1]
 
@@ -93,6 +101,7 @@ def backward(
   gain_D,
   dtotal_TD,
   dmixed_TD,
+  rows=(None, None),
   *,
   eps,
   norm_eps,
@@ -109,15 +118,17 @@ def backward(
   parts = max(p for p in range(1, 9) if call.tiles % p == 0)
   steps = call.tiles // parts
 
-  def at(p, s):
+  def at(p, s, *_):
     return p * steps + s
 
   columns = Columns(call.width, heads, rank)
   vectors = columns.vectors(query_D, gain_D)
   sums = (parts, len(vectors), SUBLANES, call.width)
+  scalars, specs, operands = call.operands(wide, rows, at)
   dout, dtotal, dlse, dvectors = pl.pallas_call(
     functools.partial(
       _backward_kernel,
+      num_scalars=len(scalars),
       num_tokens=call.tokens,
       dtotal=dtotal_TD is not None,
       gain=gain_D is not None,
@@ -125,17 +136,20 @@ def backward(
       eps=eps,
       norm_eps=norm_eps,
     ),
-    grid=(parts, steps),
-    in_specs=[
-      *(whole(x) for x in vectors),
-      call.stats_spec(at, heads),
-      *(call.wide_spec(at) for _ in wide),
-    ],
-    out_specs=[
-      *(call.wide_spec(at) for _ in written),
-      call.stats_spec(at, heads),
-      pl.BlockSpec((1, *sums[1:]), lambda p, s: (p, 0, 0, 0)),
-    ],
+    grid_spec=pltpu.PrefetchScalarGridSpec(
+      num_scalar_prefetch=len(scalars),
+      grid=(parts, steps),
+      in_specs=[
+        *(whole(x) for x in vectors),
+        call.stats_spec(at, heads),
+        *specs,
+      ],
+      out_specs=[
+        *(call.wide_spec(at) for _ in written),
+        call.stats_spec(at, heads),
+        pl.BlockSpec((1, *sums[1:]), lambda p, *_: (p, 0, 0, 0)),
+      ],
+    ),
     out_shape=[
       *(
         jax.ShapeDtypeStruct((call.tokens, call.width), x.dtype)
@@ -151,7 +165,8 @@ def backward(
     cost_estimate=call.cost(flops=34),
     interpret=interpret,
     name="depth_merge_backward",
-  )(*vectors, call.stats(lse_T, heads), *(call.flat(x) for x in wide))
+    metadata=_rows_read(operands, len(scalars) + len(vectors) + 1),
+  )(*scalars, *vectors, call.stats(lse_T, heads), *operands)
   dvectors = dvectors.sum(axis=(0, 2))
   return (
     dout.reshape(out_TD.shape),
@@ -160,6 +175,17 @@ def backward(
     dtotal.reshape(total_TD.shape),
     None if gain_D is None else dvectors[1],
   )
+
+
+def _rows_read(operands, first):
+  """Tells who counts bytes of which operands a kernel reads one row."""
+  of_rows = [first + i for i, x in enumerate(operands) if x.ndim == 3]
+  return {"row_of_operands": " ".join(map(str, of_rows))} if of_rows else None
+
+
+def _alone(t, *_):
+  """The only axis of a grid."""
+  return t
 
 
 def choose_tile(num_tokens, bytes_per_token):
@@ -208,6 +234,33 @@ class Call:
   def wide_spec(self, at):
     return pl.BlockSpec((self.tile, self.width), lambda *i: (at(*i), 0))
 
+  def operands(self, arrays, rows, at):
+    """(array of numbers or nothing, block specs, operands).
+
+    Args:
+      arrays: [*T, D].
+      rows: for the first ones, of what array they are which row, or None. The
+        row is read instead. Its index is one of the numbers.
+      at: maps grid indices to the tile.
+    """
+    numbers, specs, operands = [], [], []
+    for x, row in itertools.zip_longest(arrays, rows):
+      # Of other shapes, flat rows would be a copy of all of them.
+      if row is None or x.ndim > 2 and x.shape[-2] % ROWS:
+        specs.append(self.wide_spec(at))
+        operands.append(self.flat(x))
+      else:
+        stack, index = row
+        specs.append(self._row_spec(at, len(numbers)))
+        operands.append(stack.reshape(-1, self.tokens, self.width))
+        numbers.append(index)
+    return [jnp.stack(numbers)] if numbers else [], specs, operands
+
+  def _row_spec(self, at, number):
+    return pl.BlockSpec(
+      (None, self.tile, self.width), lambda *i: (i[-1][number], at(*i), 0)
+    )
+
   def stats_spec(self, at, heads):
     return pl.BlockSpec((1, heads, self.tile), lambda *i: (at(*i), 0, 0))
 
@@ -219,8 +272,8 @@ class Call:
     )
 
 
-def _forward_kernel(*refs, update, gain, columns, eps, norm_eps):
-  query_ref, *refs = refs
+def _forward_kernel(*refs, num_scalars, update, gain, columns, eps, norm_eps):
+  query_ref, *refs = refs[num_scalars:]
   gain_ref, refs = (refs[0], refs[1:]) if gain else (None, refs)
   lse_ref, out_ref, partial_ref, *refs = refs
   update_ref, refs = (refs[0], refs[1:]) if update else (None, refs)
@@ -242,8 +295,10 @@ def _forward_kernel(*refs, update, gain, columns, eps, norm_eps):
     mixed_ref[rows, :] = mixed.astype(mixed_ref.dtype)
 
 
-def _backward_kernel(*refs, num_tokens, dtotal, gain, columns, eps, norm_eps):
-  query_ref, *refs = refs
+def _backward_kernel(
+  *refs, num_scalars, num_tokens, dtotal, gain, columns, eps, norm_eps
+):
+  query_ref, *refs = refs[num_scalars:]
   gain_ref, refs = (refs[0], refs[1:]) if gain else (None, refs)
   lse_ref, out_ref, total_ref, dmixed_ref, *refs = refs
   dtotal_in_ref, refs = (refs[0], refs[1:]) if dtotal else (None, refs)

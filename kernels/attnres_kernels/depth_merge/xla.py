@@ -18,6 +18,7 @@ def forward(
   partial_TD,
   update_TD,
   gain_D,
+  rows=None,
   *,
   eps,
   norm_eps,
@@ -26,8 +27,10 @@ def forward(
 ):
   """Returns (new partial, merged or merged and normed).
 
-  With several heads, log-normalisers, scores and weights are [..., H].
+  With several heads, log-normalisers, scores and weights are [..., H]. Where
+  the arguments lie (`api.Row`) does not matter here.
   """
+  del rows
   dtype = query_D.dtype
   total_TD = _add(partial_TD, update_TD, dtype)
   score_T, _ = _score(_key(total_TD, rank), query_D, eps, heads)
@@ -52,6 +55,7 @@ def backward(
   gain_D,
   dtotal_TD,
   dmixed_TD,
+  rows=None,
   *,
   eps,
   norm_eps,
@@ -65,6 +69,7 @@ def backward(
   the sum before rounding; the difference is of the order of the storage
   precision.
   """
+  del rows
   dtype = query_D.dtype
   width, key_width = out_TD.shape[-1], query_D.shape[-1]
   total = total_TD.astype(dtype)
