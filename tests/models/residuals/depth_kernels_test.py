@@ -13,6 +13,22 @@ MERGES = {"depth_merge_forward", "depth_merge_backward"}
 PHASE_1 = {"depth_attention_forward", "depth_attention_backward"}
 
 
+def program(name, **read):
+  """A gradient of a network, lowered for TPUs."""
+  options = config_lib.DepthReadConfig(**read)
+  network = tiny_network.config(
+    name, num_layers=4, mlp_width=32, scan_layers=False, read=options
+  )
+  model = jax.eval_shape(lambda: tiny_network.models.build_model(network))
+  tokens_BT = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+
+  def loss(model, tokens_BT):
+    return jnp.sum(jnp.square(model.hidden(tokens_BT).astype(jnp.float32)))
+
+  traced = jax.jit(jax.grad(loss, allow_int=True)).trace(model, tokens_BT)
+  return traced.lower(lowering_platforms=("tpu",)).as_text()
+
+
 @pytest.mark.parametrize(
   "name,read,kernels",
   [
@@ -32,17 +48,23 @@ PHASE_1 = {"depth_attention_forward", "depth_attention_backward"}
   ],
 )
 def test_reads_are_kernels(name, read, kernels):
-  options = config_lib.DepthReadConfig(**read)
-  network = tiny_network.config(
-    name, num_layers=4, mlp_width=32, scan_layers=False, read=options
-  )
-  model = jax.eval_shape(lambda: tiny_network.models.build_model(network))
-  tokens_BT = jax.ShapeDtypeStruct((1, 8), jnp.int32)
-
-  def loss(model, tokens_BT):
-    return jnp.sum(jnp.square(model.hidden(tokens_BT).astype(jnp.float32)))
-
-  traced = jax.jit(jax.grad(loss, allow_int=True)).trace(model, tokens_BT)
-  text = traced.lower(lowering_platforms=("tpu",)).as_text()
+  text = program(name, **read)
   found = {kernel for kernel in PHASE_1 | MERGES if kernel in text}
   assert found == kernels
+
+
+@pytest.mark.parametrize(
+  "read,apart",
+  [
+    (dict(), False),
+    (dict(heads=2), True),
+    pytest.param(dict(rank=4), False, marks=slow),
+    pytest.param(dict(null="zero"), True, marks=slow),
+    pytest.param(dict(scale="sum"), True, marks=slow),
+    pytest.param(dict(value_query=True), True, marks=slow),
+  ],
+  ids=str,
+)
+def test_first_mixture_of_a_block_is_normalised_in_phase_1(read, apart):
+  """Unless something changes it first: then the norm is a kernel."""
+  assert ("rms_norm_forward" in program("block_attnres", **read)) == apart
