@@ -430,7 +430,7 @@ def depth_attention(
 
   # There is no gain to pass without a norm.
   gains = () if norm is None else (norm.gain[...],)
-  options = {} if norm is None else dict(norm_eps=norm.eps)
+  options: dict[str, Any] = {} if norm is None else dict(norm_eps=norm.eps)
 
   def attend(query_QD, sources, gain_D=None):
     return attnres_kernels.depth_attention(

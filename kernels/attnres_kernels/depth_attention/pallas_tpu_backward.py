@@ -212,6 +212,7 @@ def _kernel(
   norm_eps,
 ):
   normed = norm_eps is not None
+  gain_ref = dmixture_ref = dgain_ref = None
   if normed:
     gain_ref, *refs, dmixture_ref = refs
   dout_refs, refs = refs[:num_douts], refs[num_douts:]
@@ -233,7 +234,7 @@ def _kernel(
   @pl.when(pl.program_id(1) == 0)
   def _():
     dquery_ref[...] = jnp.zeros_like(dquery_ref)
-    if normed:
+    if dgain_ref is not None:
       dgain_ref[...] = jnp.zeros_like(dgain_ref)
 
   def load_dout(query, rows, chunk):
@@ -243,7 +244,7 @@ def _kernel(
 
   def load_douts(rows, kept, chunk):
     douts = [load_dout(q, rows, chunk) for q in range(normed, num_queries)]
-    if normed:
+    if dmixture_ref is not None:
       douts.insert(0, dmixture_ref[rows, chunk])
     return tiles.concatenate(douts, kept)
 
@@ -262,7 +263,7 @@ def _kernel(
     load = functools.partial(tiles.load_sources, source_refs, rows, kept, bank)
     douts = functools.partial(load_douts, rows, kept)
     inverse = tiles.inverse_rms(load, columns, eps)
-    if normed:
+    if dmixture_ref is not None:
       weight = [1.0]
       if not alone:
         score = _scores(load, terms_ref, columns, num_queries, exact) * inverse

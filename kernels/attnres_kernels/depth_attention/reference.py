@@ -19,7 +19,7 @@ def attend(
   eps,
   heads=1,
   rank=None,
-  norm_eps=None,
+  norm_eps=0.0,
 ):
   """One softmax per query, head and token over all sources.
 
