@@ -149,6 +149,7 @@ def _attention(
   short: bool,
   *,
   bank: bool = False,
+  normed: bool = False,
   heads: int | None = None,
   rank: int | None = None,
 ):
@@ -163,13 +164,16 @@ def _attention(
   cotangents = draw(queries, tokens, width, dtype=dtype), None
   shape = (queries, tokens) + ((heads,) if heads else ())
   cotangents = cotangents[0], draw(*shape)
+  gains = (1 + 0.1 * draw(width),) if normed else ()
 
-  def run(implementation, query, source_MTD, dout, dlse):
-    def attend(query, *sources):
+  def run(implementation, query, source_MTD, dout, dlse, *gains):
+    def attend(query, *arrays):
+      sources = arrays[: len(apart)]
       return attnres_kernels.depth_attention(
         query,
         sources[0] if bank else sources,
         num_sources=jnp.int32(sources[0].shape[0] - 1) if bank else None,
+        norm_gain=arrays[-1] if normed else None,
         heads=heads,
         rank=rank,
         implementation=implementation,
@@ -177,9 +181,11 @@ def _attention(
 
     apart = (source_MTD,) if bank else tuple(source_MTD)
     names = ["query", *(f"source {i}" for i in range(len(apart)))]
-    return _with_gradients(attend, (query, *apart), names, (dout, dlse))
+    names += ["gain"] * normed
+    arrays = query, *apart, *gains
+    return _with_gradients(attend, arrays, names, (dout, dlse))
 
-  return run, (query, source_MTD, *cotangents)
+  return run, (query, source_MTD, *cotangents, *gains)
 
 
 def _accumulate(dtype: str, short: bool):
@@ -216,6 +222,7 @@ def _merge(
   *,
   norm: bool,
   adds: bool = False,
+  rows: bool = False,
   heads: int | None = None,
   rank: int | None = None,
 ):
@@ -245,6 +252,8 @@ def _merge(
         partial,
         rest[0] if adds else None,
         rest[-1],
+        out_row=_row(out, 0) if rows else None,
+        partial_row=_row(partial, 2) if rows else None,
         rank=rank,
         implementation=implementation,
       )
@@ -253,6 +262,12 @@ def _merge(
 
   douts = draw(2, tokens, width, dtype=dtype)
   return run, (douts, out, lse, query, partial, *rest)
+
+
+def _row(x: jax.Array, index: int) -> attnres_kernels.Row:
+  """Of an array of which the other rows have no part in the result."""
+  stack = jnp.full((3, *x.shape), jnp.nan, x.dtype).at[index].set(x)
+  return attnres_kernels.Row(stack, jnp.int32(index))
 
 
 def _read(dtype: str, short: bool):
@@ -388,6 +403,10 @@ OPS: dict[str, _Op] = {
   "depth_merge, add and norm": _Op(
     _partial(_merge, norm=True, adds=True), tolerance=_ROUNDED
   ),
+  "depth_attention, normed": _Op(
+    _partial(_attention, normed=True), ("pallas_tpu", "xla")
+  ),
+  "depth_merge, rows": _Op(_partial(_merge, norm=True, rows=True)),
   "depth_attention, heads": _Op(_partial(_attention, heads=16)),
   "depth_attention, rank": _Op(_partial(_attention, rank=64)),
   "depth_merge, heads": _Op(_partial(_merge, norm=True, heads=16)),

@@ -223,7 +223,7 @@ def _in_training(name: str) -> Needs:
 
 
 _DEPTH = tuple(op for op in checks.OPS if op.startswith("depth"))
-_OF_GPUS = [op for op in _DEPTH if not op.endswith(("heads", "rank"))]
+_OF_GPUS = [op for op in _DEPTH if not op.endswith(("heads", "normed", "rank"))]
 _TPUS = tuple(chip for chip, _ in operators.CHIPS.values())
 _FORWARD = "depth_attention forward", "depth_merge_norm forward"
 _BACKWARD = "depth_attention backward", "depth_merge_norm backward"
