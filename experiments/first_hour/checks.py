@@ -403,8 +403,11 @@ OPS: dict[str, _Op] = {
   "depth_merge, add and norm": _Op(
     _partial(_merge, norm=True, adds=True), tolerance=_ROUNDED
   ),
+  # Plain JAX rounds the mixture before it normalises it.
   "depth_attention, normed": _Op(
-    _partial(_attention, normed=True), ("pallas_tpu", "xla")
+    _partial(_attention, normed=True),
+    ("pallas_tpu", "xla"),
+    tolerance=_ROUNDED,
   ),
   "depth_merge, rows": _Op(_partial(_merge, norm=True, rows=True)),
   "depth_attention, heads": _Op(_partial(_attention, heads=16)),
