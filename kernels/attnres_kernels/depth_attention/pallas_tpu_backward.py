@@ -254,30 +254,38 @@ def _kernel(
   if columns.heads > 1:
     rows = num_slots * tiles.GROUP
     factors_of = heads_lib.Factors(rows, num_queries, columns.heads, exact)
-  groups = []
-  for group in range(tile // tiles.GROUP):
+
+  def open_group(group):
     rows = slice(group * tiles.GROUP, (group + 1) * tiles.GROUP)
     kept = tiles.kept_rows(
       num_tokens, tile, step * tile + rows.start, tiles.GROUP
     )
     load = functools.partial(tiles.load_sources, source_refs, rows, kept, bank)
+    return rows, kept, load, tiles.inverse_rms(load, columns, eps)
+
+  num_groups = tile // tiles.GROUP
+  # A sweep of its own, so that the norms of all groups can overlap.
+  for group in range(num_groups if dmixture_ref is not None else 0):
+    rows, kept, load, inverse = open_group(group)
+    weight = [1.0]
+    if not alone:
+      score = _scores(load, terms_ref, columns, num_queries, exact) * inverse
+      weight = _weights(tiles.on_slots(score[:, :1]), lse[rows, :1])
+    dnormed = [
+      tiles.concatenate([load_dout(0, rows, piece.columns)], kept)
+      for piece in columns.pieces
+    ]
+    dmixture = _through_norm(
+      _mixture(weight, load, columns), dnormed, gain_ref, dgain_ref, columns,
+      norm_eps,
+    )  # fmt: skip
+    for piece, part in zip(columns.pieces, dmixture):
+      dmixture_ref[rows, piece.columns] = part.astype(dmixture_ref.dtype)
+
+  groups = []
+  for group in range(num_groups):
+    rows, kept, load, inverse = open_group(group)
     douts = functools.partial(load_douts, rows, kept)
-    inverse = tiles.inverse_rms(load, columns, eps)
-    if dmixture_ref is not None:
-      weight = [1.0]
-      if not alone:
-        score = _scores(load, terms_ref, columns, num_queries, exact) * inverse
-        weight = _weights(tiles.on_slots(score[:, :1]), lse[rows, :1])
-      mixture = _mixture(weight, load, columns)
-      dnormed = [
-        tiles.concatenate([load_dout(0, rows, piece.columns)], kept)
-        for piece in columns.pieces
-      ]
-      dmixture = _through_norm(
-        mixture, dnormed, gain_ref, dgain_ref, columns, norm_eps
-      )
-      for piece, part in zip(columns.pieces, dmixture):
-        dmixture_ref[rows, piece.columns] = part.astype(dmixture_ref.dtype)
     if alone:
       score = _scores(load, terms_ref, columns, num_queries, exact) * inverse
       dscore = dlse[rows]
