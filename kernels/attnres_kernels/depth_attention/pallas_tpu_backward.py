@@ -264,23 +264,24 @@ def _kernel(
     return rows, kept, load, tiles.inverse_rms(load, columns, eps)
 
   num_groups = tile // tiles.GROUP
-  # A sweep of its own, so that the norms of all groups can overlap.
-  for group in range(num_groups if dmixture_ref is not None else 0):
-    rows, kept, load, inverse = open_group(group)
-    weight = [1.0]
-    if not alone:
-      score = _scores(load, terms_ref, columns, num_queries, exact) * inverse
-      weight = _weights(tiles.on_slots(score[:, :1]), lse[rows, :1])
-    dnormed = [
-      tiles.concatenate([load_dout(0, rows, piece.columns)], kept)
-      for piece in columns.pieces
-    ]
-    dmixture = _through_norm(
-      _mixture(weight, load, columns), dnormed, gain_ref, dgain_ref, columns,
-      norm_eps,
-    )  # fmt: skip
-    for piece, part in zip(columns.pieces, dmixture):
-      dmixture_ref[rows, piece.columns] = part.astype(dmixture_ref.dtype)
+  if dmixture_ref is not None:
+    # A sweep of its own, so that the norms of all groups can overlap.
+    for group in range(num_groups):
+      rows, kept, load, inverse = open_group(group)
+      weight = [1.0]
+      if not alone:
+        score = _scores(load, terms_ref, columns, num_queries, exact) * inverse
+        weight = _weights(tiles.on_slots(score[:, :1]), lse[rows, :1])
+      dnormed = [
+        tiles.concatenate([load_dout(0, rows, piece.columns)], kept)
+        for piece in columns.pieces
+      ]
+      dmixture = _through_norm(
+        _mixture(weight, load, columns), dnormed, gain_ref, dgain_ref, columns,
+        norm_eps,
+      )  # fmt: skip
+      for piece, part in zip(columns.pieces, dmixture):
+        dmixture_ref[rows, piece.columns] = part.astype(dmixture_ref.dtype)
 
   groups = []
   for group in range(num_groups):
