@@ -12,12 +12,15 @@ core; a v5p or tpu7x chip has two.
   python kernels/benchmarks/tpu_static.py --out tpu_static.csv
 
 About 8 s per kernel, shape and chip; `--chips v6e --shapes 48b` selects a part.
+Rows are put into the table one by one. Those that the same commit, jax and
+libtpu have made before are kept, so a stopped command goes on where it was.
 """
 
 import argparse
 from collections.abc import Callable, Iterator
 import functools
 import glob
+import itertools
 import math
 import os
 import re
@@ -74,6 +77,7 @@ CHIPS = {
   "tpu7x": Chip("tpu7x:2x2x1", "TPU_7X", "TPU7x"),
   "v4": Chip("v4:2x2x1", "TPU_V4", "TPU v4"),
 }
+_KEYS = ("kernel", "chip", "shape")
 # From a shape to a function, its abstract arguments and its plan.
 Build = Callable[[Any], tuple[Any, Any, dict[str, Any]]]
 
@@ -99,13 +103,27 @@ def main() -> None:
     for kernel, shape, build in cases
     if chosen(kernel, options.kernels) and chosen(shape.name, options.shapes)
   ]
-  rows = []
-  for chip in options.chips.split(","):
-    for kernel, shape, build in cases:
-      rows.append(measure(kernel, shape, chip, build))
-      print(*rows[-1].values(), flush=True)
-      if options.out:
-        csv_rows.write(options.out, rows)
+  work = list(itertools.product(options.chips.split(","), cases))
+  done = _done(options.out)
+  for count, (chip, (kernel, shape, build)) in enumerate(work, 1):
+    if (kernel, chip, str(shape)) in done:
+      continue
+    row = measure(kernel, shape, chip, build)
+    print(f"[{count}/{len(work)}]", *row.values(), flush=True)
+    if options.out:
+      csv_rows.put(options.out, row, _KEYS)
+
+
+def _done(path: str) -> set[tuple[str, ...]]:
+  """Keys of the rows that this very code has made."""
+  origin = environment.compiled()
+  if not os.path.exists(path) or origin["commit"].endswith("+"):
+    return set()
+  return {
+    tuple(row[name] for name in _KEYS)
+    for row in csv_rows.read(path)
+    if all(row.get(name) == value for name, value in origin.items())
+  }
 
 
 def restart_with_dumps() -> None:
