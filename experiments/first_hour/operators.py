@@ -12,13 +12,11 @@ which makes the outputs and what the second one reads.
 from collections.abc import Callable, Iterator
 import functools
 import math
-import pathlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from attnres_jax import csv_rows
 import attnres_kernels
 from attnres_kernels import Implementation
 from attnres_kernels.depth_attention import shapes
@@ -26,10 +24,10 @@ from attnres_kernels.kda import shapes as kda_shapes
 from attnres_kernels.stream_mix import shapes as stream_shapes
 from experiments.first_hour import budget
 from experiments.first_hour import rows as rows_lib
+from experiments.first_hour import static_rows
 from experiments.first_hour import timing
 
 PART = "operators"
-_RESULTS = pathlib.Path(__file__).parents[2] / "kernels/benchmarks/results"
 # Device kind -> its name in the static tables, and how many of their cores
 # one device has.
 CHIPS = {
@@ -139,20 +137,12 @@ def estimated_ratio(op: str, shape: Any, chip: str) -> float | None:
   return schedule / sum(float(row["hbm_us"]) for row in rows)
 
 
-def _static(op: str, shape: Any, chip: str) -> list[dict[str, str]]:
+def _static(op: str, shape: Any, chip: str) -> list[static_rows.Row]:
   """The rows of all kernels of an operator, or none."""
   keys = [(kernel, chip, str(shape)) for kernel in KERNELS[op]]
-  rows = [_table()[key] for key in keys if key in _table()]
+  table = static_rows.by_kernel()
+  rows = [table[key] for key in keys if key in table]
   return rows if len(rows) == len(keys) else []
-
-
-@functools.cache
-def _table() -> dict[tuple[str, str, str], dict[str, str]]:
-  return {
-    (row["kernel"], row["chip"], row["shape"]): row
-    for name in ("tpu_static", "kda_static", "streams_static")
-    for row in csv_rows.read(_RESULTS / f"{name}.csv")
-  }
 
 
 def case(op: str, shape: Any, implementation: Implementation) -> Case:
