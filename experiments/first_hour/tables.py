@@ -246,6 +246,8 @@ def of_kda(_: readme.Rows = ()) -> str:
     "kda_forward": "forward",
     "kda_forward_saving": "forward, saving",
     "kda_backward": "backward",
+    "short_conv_forward": "short_conv, forward",
+    "short_conv_backward": "short_conv, backward",
   }
   chips = "v5e", "v5p", "v6e", "tpu7x", "v4"
   lines, used = [], []

@@ -44,6 +44,7 @@ from attnres_kernels.depth_read import pallas_tpu as depth_read
 from attnres_kernels.kda import pallas_tpu as kda
 from attnres_kernels.kda import shapes as kda_shapes
 from attnres_kernels.rms_norm import pallas_tpu as rms_norm
+from attnres_kernels.short_conv import pallas_tpu as short_conv
 from attnres_kernels.stream_mix import pallas_tpu as stream_mix
 from attnres_kernels.stream_mix import shapes as stream_shapes
 
@@ -358,6 +359,39 @@ def _kda_cases(options) -> Iterator[tuple[str, Any, Build]]:
         kernel, shape, options.chunk, options.heads
       )
       yield kernel, shape, build
+  for backward, direction in enumerate(("forward", "backward")):
+    for shape in kda_shapes.NAMED:
+      build = functools.partial(_conv, backward=bool(backward))
+      yield f"short_conv_{direction}", shape, build
+
+
+_TAPS, _UNIT_EPS = 4, 1e-6
+
+
+def _conv(shape, backward):
+  """The features of queries or keys: heads of length one, no documents."""
+  struct = jax.ShapeDtypeStruct
+  x = struct((shape.batch, shape.tokens, shape.heads, shape.key), jnp.bfloat16)
+  taps = struct((_TAPS, shape.heads, shape.key), jnp.float32)
+  call = short_conv.Call(x, taps, _UNIT_EPS)
+  kernel = short_conv.backward if backward else short_conv.forward
+  function = lambda x, taps, *dy: kernel(
+    x, taps, None, None, *dy, unit_eps=_UNIT_EPS
+  )
+  steps = math.prod(call.grid)
+  # Queries or keys, their features, and backward a gradient; before them, the
+  # last rows of the tile before.
+  arrays = 2 * (2 + backward) * x.size
+  before = 2 * steps * short_conv.BEFORE * shape.key
+  of_taps = 4 * _TAPS * shape.heads * shape.key
+  plan = {
+    "tile": call.size,
+    "steps": steps,
+    "minimum": arrays + (1 + backward) * of_taps,
+    "actual": arrays + before + (1 + 8 * shape.batch * backward) * of_taps,
+    "vmem": 4 * (2 + backward) * call.size * shape.key,
+  }
+  return function, (x, taps) + (x,) * backward, plan
 
 
 def _kda(kernel, shape, chunk, most):
