@@ -46,12 +46,15 @@ KERNELS = {
   "depth_read forward": ("depth_read_forward",),
   "kda forward": ("kda_forward",),
   "kda backward": ("kda_forward_saving", "kda_backward"),
+  "short_conv forward": ("short_conv_forward",),
+  "short_conv backward": ("short_conv_backward",),
   "stream_mix forward": ("stream_mix_forward",),
   "stream_mix backward": ("stream_mix_forward", "stream_mix_backward"),
 }
 _SHORT = {
   "depth": shapes.Shape("short", 2, 3, 64, 256),
   "kda": kda_shapes.Shape("short", 1, 128, 1, 128, 128),
+  "short": kda_shapes.Shape("short", 1, 128, 1, 128, 128),
   "stream": stream_shapes.Shape("short", "float32", 130, 128, 2, 8),
 }
 
@@ -70,7 +73,12 @@ def cases(short: bool = False) -> list[tuple[str, Any]]:
   found += [
     (f"depth_merge_norm {way}", s) for s in shapes.MERGE for way in passes
   ]
-  found += [(f"kda {way}", s) for s in kda_shapes.NAMED for way in passes]
+  found += [
+    (f"{op} {way}", s)
+    for op in ("kda", "short_conv")
+    for s in kda_shapes.NAMED
+    for way in passes
+  ]
   found += [
     (f"stream_mix {way}", s) for s in stream_shapes.NAMED for way in passes
   ]
@@ -153,6 +161,7 @@ def case(op: str, shape: Any, implementation: Implementation) -> Case:
     "depth_merge_norm": _merge,
     "depth_read": _read,
     "kda": _kda,
+    "short_conv": _conv,
     "stream_mix": _streams,
   }[name]
   return build(shape, way == "backward", implementation)
@@ -234,6 +243,23 @@ def _kda(shape, backward: bool, implementation: Implementation) -> Case:
     return vjp(do)
 
   return gradients, (*arguments, _struct(value, _LOW))
+
+
+def _conv(shape, backward: bool, implementation: Implementation) -> Case:
+  """Queries or keys of KDA, with four taps."""
+  x = _struct((shape.batch, shape.tokens, shape.heads, shape.key), _LOW)
+  taps = _struct((4, *x.shape[2:]), _WIDE)
+  run = functools.partial(
+    attnres_kernels.short_conv, unit_eps=1e-6, implementation=implementation
+  )
+  if not backward:
+    return run, (x, taps)
+
+  def gradients(x, taps, dy):
+    _, vjp = jax.vjp(run, x, taps)
+    return vjp(dy)
+
+  return gradients, (x, taps, x)
 
 
 def _streams(shape, backward: bool, implementation: Implementation) -> Case:

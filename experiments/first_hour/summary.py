@@ -56,6 +56,8 @@ LINES = (
   Line("kda_forward", _48B, "2.5", _KDA),
   Line("kda_forward_saving", _48B, "2.5", _KDA),
   Line("kda_backward", _48B, "2.5", _KDA),
+  Line("short_conv_forward", _48B, "1.00", _KDA),
+  Line("short_conv_backward", _48B, "1.15", _KDA),
   Line("stream_mix_forward", _MIX, "1.00", _STREAMS),
   Line("stream_mix_backward", _MIX, "1.15", _STREAMS),
 )
@@ -72,7 +74,10 @@ def _of_tpus() -> str:
   lines = [
     [
       f"[{line.kernel}](#{line.section}) {line.shape}",
-      *(_cell(found[line.kernel, chip, str(line.shape)]) for chip in _CHIPS),
+      *(
+        _cell(found.get((line.kernel, chip, str(line.shape))))
+        for chip in _CHIPS
+      ),
       line.aim,
     ]
     for line in LINES
@@ -80,8 +85,10 @@ def _of_tpus() -> str:
   return readme.table(("TPU kernel", *_CHIPS, "aim"), lines)
 
 
-def _cell(row: Row) -> str:
+def _cell(row: Row | None) -> str:
   """Schedule over memory time, both in us, and the slot that binds if any."""
+  if row is None:
+    return "not compiled"
   times = [
     _three_digits(float(row[name])) for name in ("schedule_us", "hbm_us")
   ]
