@@ -227,11 +227,12 @@ def _attention(shape, backward):
     tile,
     shape.width,
     slabs,
-    stats=(4 + 4 * backward) * shape.queries * shape.heads,
+    stats=(4 + 4 * backward) * shape.queries * shape.heads + 4 * shape.normed,
     fixed=fixed * shape.queries * shape.width,
   )
   gain = jax.ShapeDtypeStruct((shape.width,), jnp.float32)
-  gains = [gain] if shape.normed else []
+  inverse = jax.ShapeDtypeStruct((shape.tokens,), jnp.float32)
+  gains = [gain, inverse][: 1 + backward] if shape.normed else []
   options = dict(shape.options, eps=1e-6)
   if shape.normed:
     options["norm_eps"] = 1e-6

@@ -41,7 +41,8 @@ def forward(
   """Returns the mixtures and their log-normalisers.
 
   If `apart`, the kernel writes each mixture to an array of its own, and the
-  result is a tuple of arrays [1, ..., D]. With a gain, the first is normalised.
+  result is a tuple of arrays [1, ..., D]. With a gain, the first is normalised,
+  and the inverse rms that it had is a third result.
   """
   tokens_shape, flat, num_tokens = tiles.flatten(sources)
   num_slots = len(sources)
@@ -55,6 +56,7 @@ def forward(
   terms = tiles.query_terms(columns.separate(query_QD), dtype)
   softmaxes = heads * num_queries
   gains = [] if gain_D is None else [gain_D[None]]
+  stats = softmaxes + len(gains)
   one = jax.ShapeDtypeStruct((num_tokens, width), dtype)
   out_specs = [pl.BlockSpec((tile, width), lambda t, n: (t, 0))] * num_queries
   out_shapes = [one] * num_queries
@@ -83,12 +85,12 @@ def forward(
       ],
       out_specs=[
         *out_specs,
-        pl.BlockSpec((1, softmaxes, tile), lambda t, n: (t, 0, 0)),
+        pl.BlockSpec((1, stats, tile), lambda t, n: (t, 0, 0)),
       ],
     ),
     out_shape=[
       *out_shapes,
-      jax.ShapeDtypeStruct((steps, softmaxes, tile), jnp.float32),
+      jax.ShapeDtypeStruct((steps, stats, tile), jnp.float32),
     ],
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("parallel",),
@@ -102,12 +104,10 @@ def forward(
   )(tiles.count_operand(count, num_slots), terms, *gains, *flat)
   # Reshaped before, since compilers see no slice of a stack through a reshape.
   out = [x.reshape((-1,) + tokens_shape + (width,)) for x in out]
-  return (
-    tuple(out) if apart else out[0],
-    columns_lib.from_kernel(
-      tiles.stats_from_tiles(lse, num_tokens), heads, tokens_shape
-    ),
-  )
+  lse = tiles.stats_from_tiles(lse, num_tokens)
+  inverses = [row.reshape(tokens_shape) for row in lse[softmaxes:]]
+  lse = columns_lib.from_kernel(lse[:softmaxes], heads, tokens_shape)
+  return tuple(out) if apart else out[0], lse, *inverses
 
 
 def _kernel(
@@ -129,13 +129,13 @@ def _kernel(
     refs[num_slots:-1],
     refs[-1],
   )
-  tile, softmaxes = out_refs[0].shape[-2], lse_ref.shape[1]
+  tile, softmaxes = out_refs[0].shape[-2], lse_ref.shape[1] - normed
   num_queries = softmaxes // columns.heads
   exact = out_refs[0].dtype == jnp.float32
   count = count_ref[0] if bank else None
   base = pl.program_id(0) * tile
   stacked = num_slots <= _STACKED_SOURCES
-  groups, lses = [], []
+  groups, lses, inverses = [], [], []
 
   def write(query, rows, chunk, mixed):
     if len(out_refs[0].shape) == 3:
@@ -145,6 +145,7 @@ def _kernel(
 
   def write_normed(rows, mixed):
     inverse = tiles.inverse_rms_of(mixed, columns.width, norm_eps)
+    inverses.append(inverse)
     for piece, part in zip(columns.pieces, mixed):
       part *= inverse * gain_ref[:, piece.columns]
       write(0, rows, piece.columns, part.astype(out_refs[0].dtype))
@@ -193,7 +194,6 @@ def _kernel(
       left = weight[:, half].reshape(-1, softmaxes)
       left = _diagonal_weights(left, exact, stacked)
       groups.append((slice(start, start + tiles.GROUP), load, left))
-  lse_ref[0] = jnp.transpose(jnp.concatenate(lses, axis=0))
 
   # A second sweep, so that the statistics of all groups can overlap.
   for rows, load, weight in groups:
@@ -225,6 +225,12 @@ def _kernel(
         write(query, rows, piece.columns, mixed[query])
     if normed:
       write_normed(rows, firsts)
+
+  stats = jnp.concatenate(lses, axis=0)
+  if normed:
+    inverses = jnp.concatenate(inverses, axis=0)
+    stats = jnp.concatenate([stats, inverses], axis=1)
+  lse_ref[0] = jnp.transpose(stats)
 
 
 def _raw_scores(load, terms_ref, columns, num_queries, exact):
