@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Depth attention on TPU, backward: one read of sources and output gradients.
 
-Per group of 8 tokens (see `pallas_tpu_tiles`), with `v` of rows (source, token)
+Per group of tokens (see `pallas_tpu_tiles`), with `v` of rows (source, token)
 and `dout` of rows (query, token):
 
   products   v x dout^T on the token diagonal, v x query^T for the scores
@@ -62,7 +62,7 @@ def backward(
   written = dsource_dtype.itemsize * (2 if accumulated else 1)
   token_bytes = (num_queries + num_slots) * width * dtype.itemsize
   token_bytes += num_slots * width * written
-  blocks = tiles.BlockSizes.choose(num_tokens, width, token_bytes, heads)
+  blocks = tiles.BlockSizes.choose(num_tokens, width, token_bytes, heads, dtype)
   tile = blocks.tokens
   num_tiles = pl.cdiv(num_tokens, tile)
   # Every part of the outer axis sums its own query gradient, in order.
@@ -108,7 +108,7 @@ def backward(
   gains, gain_sums, scratch = [], [], []
   if gain_D is not None:
     gains = [gain_D[None]]
-    gain_sums = [(parts, tiles.GROUP, width)]
+    gain_sums = [(parts, blocks.group, width)]
     scratch = [pltpu.VMEM((tile, width), dtype)]
   all_sums = [sums, *gain_sums]
   operands = [
@@ -134,6 +134,7 @@ def backward(
       accumulate=bool(accumulated),
       num_tokens=num_tokens,
       columns=columns,
+      size=blocks.group,
       eps=eps,
       norm_eps=norm_eps,
     ),
@@ -208,6 +209,7 @@ def _kernel(
   accumulate,
   num_tokens,
   columns,
+  size,
   eps,
   norm_eps,
 ):
@@ -256,14 +258,12 @@ def _kernel(
     factors_of = heads_lib.Factors(rows, num_queries, columns.heads, exact)
 
   def open_group(group):
-    rows = slice(group * tiles.GROUP, (group + 1) * tiles.GROUP)
-    kept = tiles.kept_rows(
-      num_tokens, tile, step * tile + rows.start, tiles.GROUP
-    )
+    rows = slice(group * size, (group + 1) * size)
+    kept = tiles.kept_rows(num_tokens, tile, step * tile + rows.start, size)
     load = functools.partial(tiles.load_sources, source_refs, rows, kept, bank)
     return rows, kept, load, tiles.inverse_rms(load, columns, eps)
 
-  num_groups = tile // tiles.GROUP
+  num_groups = tile // size
   if dmixture_ref is not None:
     # A sweep of its own, so that the norms of all groups can overlap.
     for group in range(num_groups):
@@ -271,7 +271,7 @@ def _kernel(
       weight = [1.0]
       if not alone:
         score = _scores(load, terms_ref, columns, num_queries, exact) * inverse
-        weight = _weights(tiles.on_slots(score[:, :1]), lse[rows, :1])
+        weight = _weights(tiles.on_slots(score[:, :1], size), lse[rows, :1])
       dnormed = [
         tiles.concatenate([load_dout(0, rows, piece.columns)], kept)
         for piece in columns.pieces
@@ -297,9 +297,10 @@ def _kernel(
       continue
     products_of = _products if columns.heads == 1 else heads_lib.products
     product, score = products_of(
-      load, douts, terms_ref, columns, num_slots, num_queries, exact
+      load, douts, terms_ref, columns, num_slots, size, num_queries, exact
     )
-    product, score = map(tiles.on_slots, (product, score * inverse))
+    product = tiles.on_slots(product, size)
+    score = tiles.on_slots(score * inverse, size)
     valid = tiles.valid_slots(score.shape, count)
     # Only for valid slots; the lse of an empty set is -inf.
     score = tiles.where(valid, score, 0.0)
@@ -312,7 +313,7 @@ def _kernel(
     bend = bend * inverse * inverse * (1.0 / columns.key_width)
     pull = flat(dscore) * inverse
     if factors_of is None:
-      factors = [_factor(flat(weight), pull, exact)]
+      factors = [_factor(flat(weight), pull, size, exact)]
     else:
       factors = factors_of(flat(weight), pull)
     groups.append((rows, load, douts, bend, factors, pull))
@@ -326,10 +327,10 @@ def _kernel(
         load(chunk), douts(chunk), pull_terms_ref, bend, factors, columns, piece
       )
       if count is not None:
-        valid = tiles.iota(dsource.shape, 0) < count * tiles.GROUP
+        valid = tiles.iota(dsource.shape, 0) < count * size
         dsource = jnp.where(valid, dsource, 0.0)
       for i in range(num_slots):
-        part = dsource[i * tiles.GROUP : (i + 1) * tiles.GROUP]
+        part = dsource[i * size : (i + 1) * size]
         at = (0, (i, rows, chunk)) if bank else (i, (rows, chunk))
         if old_refs is not None:
           part += old_refs[at[0]][at[1]].astype(jnp.float32)
@@ -338,7 +339,7 @@ def _kernel(
 
   # The query gradient also sums over tokens: take as many groups at once as
   # fill the depth of a matrix unit.
-  span = max(1, 2 * _MATRIX // (num_slots * tiles.GROUP))
+  span = max(1, 2 * _MATRIX // (num_slots * size))
   for first in range(0, len(groups), span):
     several = groups[first : first + span]
     pulls = [pull for *_, pull in several]
@@ -370,7 +371,8 @@ def _mixture(weight, load, columns):
   """The mixture by weights [M, 8, 1]: float32 [8, columns] of each piece."""
 
   def mix(piece):
-    sources = tiles.on_slots(load(piece.columns).astype(jnp.float32))
+    sources = load(piece.columns).astype(jnp.float32)
+    sources = sources.reshape(len(weight), -1, sources.shape[-1])
     return tiles.total(w * source for w, source in zip(weight, sources))
 
   return [mix(piece) for piece in columns.pieces]
@@ -394,10 +396,12 @@ def _through_norm(mixture, dnormed, gain_ref, dgain_ref, columns, eps):
   ]
 
 
-def _products(load, douts, terms_ref, columns, num_slots, num_queries, exact):
+def _products(
+  load, douts, terms_ref, columns, num_slots, size, num_queries, exact
+):
   """Products of source rows with their token's dout and the query: [M*8, Q]."""
-  diagonal = num_queries * tiles.GROUP
-  source_rows = num_slots * tiles.GROUP
+  diagonal = num_queries * size
+  source_rows = num_slots * size
   partner_rows = diagonal + terms_ref.shape[0]
   # Rows of the left operand stream; those of the right operand are tiled.
   streams = source_rows * pl.cdiv(
@@ -426,11 +430,9 @@ def _products(load, douts, terms_ref, columns, num_slots, num_queries, exact):
     product = jnp.concatenate([both, rest], axis=axis)
   if not streams:
     product = jnp.transpose(product)
-  token = lambda row: jnp.bitwise_and(row, tiles.GROUP - 1)
+  token = lambda row: jnp.bitwise_and(row, size - 1)
   return (
-    tiles.take_columns(
-      product, lambda r, i: i * tiles.GROUP + token(r), num_queries
-    ),
+    tiles.take_columns(product, lambda r, i: i * size + token(r), num_queries),
     tiles.total(
       tiles.take_columns(product, lambda r, i, f=first: f + i, num_queries)
       for first in range(diagonal, partner_rows, num_queries)
@@ -477,9 +479,10 @@ def _pull_factor(pull, exact):
 def _dsource_alone(source, dout, pull_terms_ref, bend, factor, columns, piece):
   """`_dsource` of the only source, of which every mixture is a copy."""
   exact = dout.dtype == jnp.float32
+  size = source.shape[0]
   dsource = tiles.total(
-    dout[first : first + tiles.GROUP].astype(jnp.float32)
-    for first in range(0, dout.shape[0], tiles.GROUP)
+    dout[first : first + size].astype(jnp.float32)
+    for first in range(0, dout.shape[0], size)
   )
   if piece.key is None:
     return dsource
@@ -488,14 +491,14 @@ def _dsource_alone(source, dout, pull_terms_ref, bend, factor, columns, piece):
   return dsource - bend * key.astype(jnp.float32)
 
 
-def _factor(weight, pull, exact):
+def _factor(weight, pull, size, exact):
   """Left operand of the source gradients: twice [M*8, Q] to [M*8, columns].
 
   Columns are the weights on the token diagonal (high terms, low terms), then
   the pulls (high, high, low). Exact factors need one term each.
   """
   rows, num_queries = weight.shape
-  diagonal = num_queries * tiles.GROUP
+  diagonal = num_queries * size
   spread = diagonal if exact else 2 * diagonal
   columns = spread + num_queries * (1 if exact else 3)
   parts = []
@@ -506,9 +509,9 @@ def _factor(weight, pull, exact):
     if first < spread:
       query = jnp.where(column < diagonal, column, column - diagonal)
       taken = tiles.take_columns(
-        weight, lambda r, i, at=query >> tiles.GROUP_BITS: at
+        weight, lambda r, i, at=query >> (size.bit_length() - 1): at
       )
-      part = jnp.where(tiles.on_diagonal(row, column), taken, 0.0)
+      part = jnp.where(tiles.on_diagonal(row, column, size), taken, 0.0)
     if first + tiles.LANES > spread:
       query = column - spread
       for _ in range(2):
