@@ -157,8 +157,6 @@ class TestDepthAttention:
       ((3, 1, (17,), 136), False),
       # The terms of the weights are rows below each other.
       ((3, 9, (20,), 24), False),
-      # Squares take two products.
-      pytest.param((2, 17, (3,), 40), False, marks=pytest.mark.slow),
     ],
   )
   def test_groups_of_16_tokens(self, shape, as_bank, monkeypatch):

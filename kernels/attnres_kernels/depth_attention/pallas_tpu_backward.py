@@ -62,7 +62,9 @@ def backward(
   written = dsource_dtype.itemsize * (2 if accumulated else 1)
   token_bytes = (num_queries + num_slots) * width * dtype.itemsize
   token_bytes += num_slots * width * written
-  blocks = tiles.BlockSizes.choose(num_tokens, width, token_bytes, heads, dtype)
+  blocks = tiles.BlockSizes.choose(
+    num_tokens, width, token_bytes, heads, num_slots, dtype, backward=True
+  )
   tile = blocks.tokens
   num_tiles = pl.cdiv(num_tokens, tile)
   # Every part of the outer axis sums its own query gradient, in order.

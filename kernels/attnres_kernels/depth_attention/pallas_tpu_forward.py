@@ -26,7 +26,6 @@ _MASKED = -1e30  # Lower than any real score, yet finite.
 # Up to this many rows of sources, twice, the terms of the weights fit side by
 # side into the depth of a matrix unit; beyond, they become additional rows.
 _STACKED_ROWS = 128
-_BLOCK = 256  # Rows of sources whose squares are one product.
 
 
 def forward(
@@ -52,7 +51,9 @@ def forward(
   num_queries, width = query_QD.shape[0], flat[0].shape[-1]
   dtype = sources[0].dtype
   token_bytes = (num_slots + num_queries) * width * dtype.itemsize
-  blocks = tiles.BlockSizes.choose(num_tokens, width, token_bytes, heads, dtype)
+  blocks = tiles.BlockSizes.choose(
+    num_tokens, width, token_bytes, heads, num_slots, dtype
+  )
   tile = blocks.tokens
   steps = pl.cdiv(num_tokens, tile)
   columns = columns_lib.Columns(width, blocks.lanes, heads, rank)
@@ -257,29 +258,20 @@ def _raw_scores(load, terms_ref, columns, num_queries, exact):
 
 def _scores(load, terms_ref, columns, num_queries, eps):
   """Scores of one head [M*16, Q]; all sums over columns on the matrix unit."""
-  keys = [
-    (columns.only_keys(piece, load(piece.columns)), terms_ref[:, piece.key])
-    for piece in columns.keys
+
+  def multiply(piece):
+    key = columns.only_keys(piece, load(piece.columns))
+    left = jnp.concatenate([key, terms_ref[:, piece.key]], axis=0)
+    return tiles.dot(left, key, 1, exact=False)
+
+  product = tiles.total(map(multiply, columns.keys))
+  rows = product.shape[1]
+  squares = [
+    _diagonal(product[part, part]) for part in tiles.chunks(rows, tiles.LANES)
   ]
-  scores = []
-  for rows in tiles.chunks(keys[0][0].shape[0], _BLOCK):
-    product = tiles.total(
-      tiles.dot(
-        jnp.concatenate([key[rows], terms], axis=0), key[rows], 1, exact=False
-      )
-      for key, terms in keys
-    )
-    count = rows.stop - rows.start
-    square = jnp.concatenate(
-      [
-        _diagonal(product[part, part])
-        for part in tiles.chunks(count, tiles.LANES)
-      ],
-      axis=1,
-    )
-    inverse = jax.lax.rsqrt(square * (1.0 / columns.key_width) + eps)
-    scores.append(tiles.sum_terms(product[count:], num_queries) * inverse)
-  return jnp.transpose(jnp.concatenate(scores, axis=1))
+  square = jnp.concatenate(squares, axis=1)
+  inverse = jax.lax.rsqrt(square * (1.0 / columns.key_width) + eps)
+  return jnp.transpose(tiles.sum_terms(product[rows:], num_queries) * inverse)
 
 
 def _diagonal(x):

@@ -31,10 +31,10 @@ GROUP = 1 << GROUP_BITS  # The sublanes of a register.
 ROWS = 16  # The row tile of bfloat16 in memory.
 LANES = 128  # Of a register, and the most queries.
 MOST_STATISTICS = 512  # Queries times heads; beyond, programs grow too long.
-# Chips whose matrix units are 256 deep, so that products of 16 tokens take as
-# long as two of 8, and whose memory is so fast that packing rows anew and the
-# start of a grid step count.
-_FAST = frozenset(["TPU7x"])
+# Chips whose memory is so fast that packing rows anew and the start of a grid
+# step count, and how many rows their matrix units hold: of up to 16 sources of
+# 16 tokens, which take as long as twice those of 8.
+_FAST_DEPTHS = {"TPU7x": 256}
 _BUFFER_SHARE = 5 / 7  # Of VMEM; the rest is for values.
 
 
@@ -47,7 +47,16 @@ class BlockSizes:
   lanes: int = 1280
 
   @classmethod
-  def choose(cls, num_tokens, width, token_bytes, heads=1, dtype=jnp.bfloat16):
+  def choose(
+    cls,
+    num_tokens,
+    width,
+    token_bytes,
+    heads=1,
+    num_slots=1,
+    dtype=jnp.bfloat16,
+    backward=False,
+  ):
     """The largest tile up to 128 tokens, or 256, whose two buffers stay small.
 
     Args:
@@ -55,15 +64,20 @@ class BlockSizes:
       width: D.
       token_bytes: bytes moved per token.
       heads: with several, half as many tokens, as their program is longer.
+      num_slots: M.
       dtype: of the sources.
+      backward: not 256 tokens, whose program takes minutes to compile.
     """
     # Narrow rows need larger tiles to fill the schedule.
     tokens = 128 if width <= 1536 else 64
     group = GROUP
     if heads > 1:
       tokens //= 2
-    elif dispatch.tpu_kind() in _FAST and dtype == jnp.bfloat16:
-      tokens, group = 2 * tokens, ROWS
+    elif (
+      num_slots * ROWS <= _FAST_DEPTHS.get(dispatch.tpu_kind(), 0)
+      and dtype == jnp.bfloat16
+    ):
+      tokens, group = min(2 * tokens, 128 if backward else 256), ROWS
     most = _BUFFER_SHARE * dispatch.tpu_vmem_bytes()
     while tokens > ROWS and (
       2 * tokens * token_bytes > most or tokens // 2 >= num_tokens
