@@ -216,7 +216,12 @@ def _attention(shape, backward):
   dout = jax.ShapeDtypeStruct((shape.queries, *token), jnp.bfloat16)
   slabs = (1 + backward) * shape.sources + shape.queries
   tile = attention.BlockSizes.choose(
-    shape.tokens, shape.width, 2 * slabs * shape.width, shape.heads
+    shape.tokens,
+    shape.width,
+    2 * slabs * shape.width,
+    shape.heads,
+    shape.sources,
+    backward=backward,
   ).tokens
   tiles = math.ceil(shape.tokens / tile)
   parts = max(p for p in range(1, 9) if tiles % p == 0)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Depth attention on TPU, backward: one read of sources and output gradients.
 
-Per group of 8 tokens (see `pallas_tpu_tiles`), with `v` of rows (source, token)
+Per group of tokens (see `pallas_tpu_tiles`), with `v` of rows (source, token)
 and `dout` of rows (query, token):
 
   products   v x dout^T on the token diagonal, v x query^T for the scores
@@ -65,7 +65,10 @@ def backward(
   written = dsource_dtype.itemsize * (2 if accumulated else 1)
   token_bytes = (num_queries + num_slots) * width * dtype.itemsize
   token_bytes += num_slots * width * written
-  blocks = tiles.BlockSizes.choose(num_tokens, width, token_bytes, heads)
+  blocks = tiles.BlockSizes.choose(
+    num_tokens, width, token_bytes, heads, num_slots, dtype, backward=True,
+    normed=gain_D is not None,
+  )  # fmt: skip
   tile = blocks.tokens
   num_tiles = pl.cdiv(num_tokens, tile)
   # Every part of the outer axis sums its own query gradient, in order.
@@ -121,7 +124,7 @@ def backward(
   gains, gain_sums, scratch = [], [], []
   if gain_D is not None:
     gains = [gain_D[None]]
-    gain_sums = [(parts, tiles.GROUP, width)]
+    gain_sums = [(parts, blocks.group, width)]
     scratch = [pltpu.VMEM((tile, width), dtype)]
   all_sums = [sums, *gain_sums]
   operands = [
@@ -146,6 +149,7 @@ def backward(
       accumulate=bool(accumulated),
       num_tokens=num_tokens,
       columns=columns,
+      size=blocks.group,
       eps=eps,
       normed=gain_D is not None,
     ),
@@ -219,6 +223,7 @@ def _kernel(
   accumulate,
   num_tokens,
   columns,
+  size,
   eps,
   normed,
 ):
@@ -273,8 +278,8 @@ def _kernel(
         scaled_ref[rows, piece.columns] = wide.astype(scaled_ref.dtype)
 
   def open_group(first):
-    rows = slice(first, first + tiles.GROUP)
-    kept = tiles.kept_rows(num_tokens, tile, step * tile + first, tiles.GROUP)
+    rows = slice(first, first + size)
+    kept = tiles.kept_rows(num_tokens, tile, step * tile + first, size)
     load = functools.partial(tiles.load_sources, source_refs, rows, kept, bank)
     return rows, kept, load, functools.partial(load_douts, rows, kept)
 
@@ -286,7 +291,7 @@ def _kernel(
     return jnp.where(jnp.concatenate([kept] * num_slots), inverse, 0.0)
 
   groups = []
-  opened = list(map(open_group, range(0, tile, tiles.GROUP)))
+  opened = list(map(open_group, range(0, tile, size)))
   if normed and not alone:
     segments = norm_lib.Segments(num_queries, num_slots)
     for first in range(0, len(opened), segments.groups):
@@ -298,10 +303,10 @@ def _kernel(
           _product_rows(
             load,
             norm_lib.with_sources(douts, load),
-            (num_queries + num_slots) * tiles.GROUP,
+            (num_queries + num_slots) * size,
             terms_ref,
             columns,
-            num_slots,
+            num_slots * size,
             exact,
           )
           for _, _, load, douts in several
@@ -341,9 +346,10 @@ def _kernel(
       continue
     products_of = _products if columns.heads == 1 else heads_lib.products
     product, score = products_of(
-      load, douts, terms_ref, columns, num_slots, num_queries, exact
+      load, douts, terms_ref, columns, num_slots, size, num_queries, exact
     )
-    product, score = map(tiles.on_slots, (product, score * inverse))
+    product = tiles.on_slots(product, size)
+    score = tiles.on_slots(score * inverse, size)
     valid = tiles.valid_slots(score.shape, count)
     # Only for valid slots; the lse of an empty set is -inf.
     score = tiles.where(valid, score, 0.0)
@@ -356,7 +362,7 @@ def _kernel(
     bend = bend * inverse * inverse * (1.0 / columns.key_width)
     pull = flat(dscore) * inverse
     if factors_of is None:
-      factors = [_factor(flat(weight), pull, exact)]
+      factors = [_factor(flat(weight), pull, size, exact)]
     else:
       factors = factors_of(flat(weight), pull)
     groups.append((rows, kept, load, douts, False, bend, factors, pull))
@@ -373,13 +379,13 @@ def _kernel(
       if normed:
         # Behind the gradients are the rows of the normalised mixture.
         dnormed = tiles.concatenate([load_dout(0, rows, chunk)], kept)
-        normed_rows = dsource[-tiles.GROUP :]
+        normed_rows = dsource[-size:]
         dgain_ref[0, :, chunk] += dnormed.astype(jnp.float32) * normed_rows
       if count is not None:
-        valid = tiles.iota(dsource.shape, 0) < count * tiles.GROUP
+        valid = tiles.iota(dsource.shape, 0) < count * size
         dsource = jnp.where(valid, dsource, 0.0)
       for i in range(num_slots):
-        part = dsource[i * tiles.GROUP : (i + 1) * tiles.GROUP]
+        part = dsource[i * size : (i + 1) * size]
         at = (0, (i, rows, chunk)) if bank else (i, (rows, chunk))
         if old_refs is not None:
           part += old_refs[at[0]][at[1]].astype(jnp.float32)
@@ -388,7 +394,7 @@ def _kernel(
 
   # The query gradient also sums over tokens: take as many groups at once as
   # fill the depth of a matrix unit.
-  span = max(1, 2 * _MATRIX // (num_slots * tiles.GROUP))
+  span = max(1, 2 * _MATRIX // (num_slots * size))
   for first in range(0, len(groups), span):
     several = groups[first : first + span]
     pulls = [pull for *_, pull in several]
@@ -416,17 +422,17 @@ def _weights(score, lse, valid=None):
   return weight / jnp.where(total == 0.0, 1.0, total)[None]
 
 
-def _products(load, douts, terms_ref, columns, num_slots, num_queries, exact):
+def _products(
+  load, douts, terms_ref, columns, num_slots, size, num_queries, exact
+):
   """Products of source rows with their token's dout and the query: [M*8, Q]."""
-  diagonal = num_queries * tiles.GROUP
+  diagonal = num_queries * size
   product = _product_rows(
-    load, douts, diagonal, terms_ref, columns, num_slots, exact
+    load, douts, diagonal, terms_ref, columns, num_slots * size, exact
   )
-  token = lambda row: jnp.bitwise_and(row, tiles.GROUP - 1)
+  token = lambda row: jnp.bitwise_and(row, size - 1)
   return (
-    tiles.take_columns(
-      product, lambda r, i: i * tiles.GROUP + token(r), num_queries
-    ),
+    tiles.take_columns(product, lambda r, i: i * size + token(r), num_queries),
     tiles.total(
       tiles.take_columns(product, lambda r, i, f=first: f + i, num_queries)
       for first in range(diagonal, diagonal + terms_ref.shape[0], num_queries)
@@ -435,10 +441,9 @@ def _products(load, douts, terms_ref, columns, num_slots, num_queries, exact):
 
 
 def _product_rows(
-  load, partners, diagonal, terms_ref, columns, num_slots, exact
+  load, partners, diagonal, terms_ref, columns, source_rows, exact
 ):
   """Products of source rows with as many partners, and then query terms."""
-  source_rows = num_slots * tiles.GROUP
   partner_rows = diagonal + terms_ref.shape[0]
   # Rows of the left operand stream; those of the right operand are tiled.
   streams = source_rows * pl.cdiv(
@@ -525,9 +530,10 @@ def _dsource_alone(
 ):
   """`_dsource` of the only source, of which every mixture is a copy."""
   exact = dout.dtype == jnp.float32
+  size = source.shape[0]
   parts = [
-    dout[first : first + tiles.GROUP].astype(jnp.float32)
-    for first in range(0, dout.shape[0], tiles.GROUP)
+    dout[first : first + size].astype(jnp.float32)
+    for first in range(0, dout.shape[0], size)
   ]
   wide = source.astype(jnp.float32)
   if norm is not None:
@@ -545,14 +551,14 @@ def _dsource_alone(
   return jnp.concatenate([dsource, norm.inverse * wide], axis=0)
 
 
-def _factor(weight, pull, exact):
+def _factor(weight, pull, size, exact):
   """Left operand of the source gradients: twice [M*8, Q] to [M*8, columns].
 
   Columns are the weights on the token diagonal (high terms, low terms), then
   the pulls (high, high, low). Exact factors need one term each.
   """
   rows, num_queries = weight.shape
-  diagonal = num_queries * tiles.GROUP
+  diagonal = num_queries * size
   spread = diagonal if exact else 2 * diagonal
   columns = spread + num_queries * (1 if exact else 3)
   parts = []
@@ -563,9 +569,9 @@ def _factor(weight, pull, exact):
     if first < spread:
       query = jnp.where(column < diagonal, column, column - diagonal)
       taken = tiles.take_columns(
-        weight, lambda r, i, at=query >> tiles.GROUP_BITS: at
+        weight, lambda r, i, at=query >> (size.bit_length() - 1): at
       )
-      part = jnp.where(tiles.on_diagonal(row, column), taken, 0.0)
+      part = jnp.where(tiles.on_diagonal(row, column, size), taken, 0.0)
     if first + tiles.LANES > spread:
       query = column - spread
       for _ in range(2):
