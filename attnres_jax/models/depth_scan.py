@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
+from attnres_jax import precision
 from attnres_jax import scopes
 from attnres_jax.models import depth_loops
 from attnres_jax.models import depth_places
@@ -120,7 +121,8 @@ class _Gradients(NamedTuple):
     sublayers: by kind.
     reads: as in `weights`.
     bank_MBTD: complete for rows that are not read any more.
-    open_RBTD: of the open rows after a sublayer.
+    open_RBTD: of the open rows after a sublayer; of a sum in two parts, see
+      `precision.split`.
     mixtures: of a segment.
     again: the mixtures of the segment, if they are not kept.
     rows_RBTD: its open rows, unless they are sums.
@@ -129,7 +131,7 @@ class _Gradients(NamedTuple):
   sublayers: dict[str, Any]
   reads: Any
   bank_MBTD: jax.Array
-  open_RBTD: jax.Array
+  open_RBTD: Any
   mixtures: tuple[jax.Array, ...]
   again: tuple[jax.Array, ...] | None
   rows_RBTD: jax.Array | None
@@ -207,7 +209,10 @@ class Part:
         kept, [program.value for program in programs], arrays, *gradients
       )
       dsources = [found.bank_MBTD[i].astype(d) for i, d in enumerate(dtypes)]
-      return found.sublayers, found.reads, dsources, found.open_RBTD, None
+      dopen_RBTD = found.open_RBTD
+      if residual.sums_open:
+        dopen_RBTD = precision.join(dopen_RBTD, gradients[1].dtype)
+      return found.sublayers, found.reads, dsources, dopen_RBTD, None
 
     run.defvjp(forward, backward)
     bank_MBTD, open_RBTD = run(
@@ -355,9 +360,14 @@ class Part:
       )
       for kind, stack in kept.weights[0].items()
     }
-    if self.ends_whole and self.residual.sums_open:
+    rows_RBTD = None
+    if not self.residual.sums_open:
+      rows_RBTD = depth_loops.empty_like(dopen_RBTD)
+    elif self.ends_whole:
       last_RBTD = depth_loops.cut(dbank_MBTD, self.places[-1].sources, 1)
-      dopen_RBTD = last_RBTD.astype(dopen_RBTD.dtype)
+      dopen_RBTD = last_RBTD, jnp.zeros_like(last_RBTD)
+    else:
+      dopen_RBTD = precision.split(dopen_RBTD, self.residual.dtype)
     carry = _Gradients(
       sublayers,
       reads,
@@ -365,9 +375,7 @@ class Part:
       dopen_RBTD,
       mixtures,
       again=again if self.recompute else None,
-      rows_RBTD=None
-      if self.residual.sums_open
-      else depth_loops.empty_like(dopen_RBTD),
+      rows_RBTD=rows_RBTD,
     )
     for pattern, own_programs, xs in reversed(
       list(zip(self.patterns, programs, arrays))
@@ -391,7 +399,7 @@ class Part:
 
     But for the gradient of a sum, which is there already (see `_close`).
     """
-    count, sums = len(carry.open_RBTD), self.residual.sums_open
+    count, sums = self.size, self.residual.sums_open
 
     def run(found, turn):
       dopen_RBTD, mixtures, again, rows_RBTD = found
@@ -431,11 +439,13 @@ class Part:
       open_RBTD = (
         depth_loops.one(kept.sums, at.kept) if sums else carry.rows_RBTD
       )
-      dy_BTD = depth_loops.one(carry.open_RBTD, 0 if sums else at.place)
+      dsum_RBTD = carry.open_RBTD
       if sums:
         # Rounded once, not in each product that reads it.
-        dy_BTD = dy_BTD.astype(self.residual.dtype)
-        dy_BTD = jax.lax.optimization_barrier(dy_BTD)
+        dsum_RBTD = jax.lax.optimization_barrier(dsum_RBTD)
+        dy_BTD = dsum_RBTD[0][0]
+      else:
+        dy_BTD = depth_loops.one(carry.open_RBTD, at.place)
     own = *self._own(kept.weights, kind, at), mixtures, open_RBTD
     dsublayer, dreads, dmixtures, dopen_RBTD = program.backward(
       own,
@@ -448,10 +458,12 @@ class Part:
       one = depth_loops.put(carry.sublayers[kind], one, at.index)
     with scopes.part(scopes.RESIDUAL):
       dmixtures = jax.tree.map(lambda a: a[:, None], dmixtures)
+      if sums:
+        dopen_RBTD = precision.add(dsum_RBTD, dopen_RBTD)
       return carry._replace(
         sublayers=carry.sublayers | {kind: one},
         reads=depth_loops.put(carry.reads, dreads, at.l),
-        open_RBTD=carry.open_RBTD + dopen_RBTD if sums else dopen_RBTD,
+        open_RBTD=dopen_RBTD,
         mixtures=depth_loops.put(carry.mixtures, dmixtures, at.place, axis=1),
       )
 
@@ -480,12 +492,13 @@ class Part:
       more = depth_loops.cut(reads, at.begin, self.size)
       more = jax.tree.map(jnp.add, more, *pull(dquery_QD))
       if self.residual.sums_open:
-        dsum_RBTD = depth_loops.cut(dbank_MBTD, at.before, 1).astype(
-          dopen_RBTD.dtype
-        )
+        high_RBTD = depth_loops.cut(dbank_MBTD, at.before, 1)
+        dsum = high_RBTD, jnp.zeros_like(high_RBTD)
         if not self.places[0].first:
-          dsum_RBTD = jnp.where(at.l > 0, dsum_RBTD, dopen_RBTD)
-        dopen_RBTD = dsum_RBTD
+          dsum = jax.tree.map(
+            lambda a, b: jnp.where(at.l > 0, a, b), dsum, dopen_RBTD
+          )
+        dopen_RBTD = dsum
       return depth_loops.put(reads, more, at.begin), dbank_MBTD, dopen_RBTD
 
     with scopes.part(scopes.RESIDUAL):
