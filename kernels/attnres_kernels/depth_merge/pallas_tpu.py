@@ -113,7 +113,9 @@ def backward(
   """Returns the gradients of out, lse, query, total and gain.
 
   With sinks (`api.Sinks`), those of out and total are in them: the array of the
-  row, and both parts of the sum, all updated in place.
+  row, and both parts of the sum, all updated in place. If tiles do not fill the
+  tokens, that takes a pass of its own: no interpreter has partial tiles of
+  arrays that are updated in place, so a kernel could not be tested.
   """
   wide = [out_TD, total_TD, dmixed_TD]
   written = [out_TD, total_TD]
@@ -124,6 +126,13 @@ def backward(
     dtotals = [] if dtotal_TD is None else [dtotal_TD]
   wide += dtotals
   call = Call([*wide, *written])
+  if sinks is not None and call.tokens % call.tile:
+    alone = functools.partial(
+      backward, eps=eps, norm_eps=norm_eps, heads=heads, rank=rank,
+      interpret=interpret,
+    )  # fmt: skip
+    arrays = out_TD, lse_T, query_D, total_TD, gain_D, dtotal_TD, dmixed_TD
+    return xla.collecting(alone)(*arrays, rows, sinks)
   parts = max(p for p in range(1, 9) if call.tiles % p == 0)
   steps = call.tiles // parts
 

@@ -5,8 +5,6 @@ Two passes over a token's row are enough: one for the sums that determine the
 weights, one that writes. All statistics are in the accumulation dtype.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -56,7 +54,6 @@ def collecting(backward):
   and both parts of the sum in place of that of total.
   """
 
-  @functools.wraps(backward)
   def run(*arrays, **options):
     *arrays, rows, sinks = (*arrays, *(None,) * (9 - len(arrays)))
     found = backward(*arrays, rows, **options)
