@@ -6,7 +6,7 @@ by sublayer, the block's running partial sum joins the mixture of phase 1.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -270,7 +270,8 @@ def _call_backward(options, implementation, residuals, cotangents):
     **dict(options),
   )
   if sinks is not None:
-    sinks = Sinks(Row(gradients[0], None), *dpartial)
+    no_index: Any = None
+    sinks = Sinks(Row(gradients[0], no_index), *dpartial)
     return None, sinks, None, *gradients[1:], None, None, dgain
   dupdate = None
   if update_like is not None:

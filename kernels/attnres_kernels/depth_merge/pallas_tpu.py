@@ -145,7 +145,7 @@ def backward(
   scalars, specs, operands = call.operands(wide, rows, at)
   first = len(scalars) + len(vectors) + 1
   out_specs = [call.wide_spec(at) for _ in written]
-  shapes = [(call.tokens, call.width) for _ in written]
+  shapes: list[tuple[int, ...]] = [(call.tokens, call.width) for _ in written]
   metadata, aliases = _rows_read(operands, first), {}
   if sinks is not None:
     stack, index = sinks.out
