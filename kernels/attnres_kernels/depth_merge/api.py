@@ -113,7 +113,7 @@ def depth_merge_norm(
   eps: float = 1e-6,
   norm_eps: float = 1e-6,
   implementation: dispatch.Implementation | None = None,
-) -> tuple[Float[Array, "*T D"] | Sinks, Float[Array, "*T D"]]:
+) -> tuple[Any, Float[Array, "*T D"]]:
   """Everything between two sublayers in one pass: add, score, merge, pre-norm.
 
   Args:
