@@ -39,12 +39,14 @@ def oracle(query, sources, dout, dlse, gain):
 
 
 def run(implementation, query, sources, dout, dlse, gain, **options):
+  options = dict(eps=EPS, norm_eps=NORM_EPS) | options
+
   @jax.jit
   def f(query, sources, dout, dlse, gain):
     def attend(query, sources, gain):
       return depth_attention(
-        query, tuple(sources), norm_gain=gain, norm_eps=NORM_EPS, eps=EPS,
-        implementation=implementation, **options,
+        query, tuple(sources), norm_gain=gain, implementation=implementation,
+        **options,
       )  # fmt: skip
 
     found, pull = jax.vjp(attend, query, sources, gain)
@@ -82,6 +84,30 @@ def test_values_and_gradients(implementation, apart, shape):
 def test_bfloat16(implementation, sources):
   """As exact as results in bfloat16 are, on either side of 16 sources."""
   _check_bfloat16(implementation, sources)
+
+
+@pytest.mark.parametrize("implementation", ("xla", "pallas_tpu"))
+@pytest.mark.parametrize("sources", (1, 3))
+def test_no_eps(implementation, sources):
+  """Rows of padding, whose rms is zero, add nothing to any gradient."""
+  arrays = make(2, sources, (17,), 128)
+  found, expected = (
+    run(name, *arrays, eps=0.0, norm_eps=0.0)
+    for name in (implementation, "reference")
+  )
+  check(found, expected, 5e-6)
+
+
+def test_the_mixture_is_not_rounded_before_its_norm():
+  arrays = make(3, 4, (20,), 136, "bfloat16")
+  *_, found = run("xla", *arrays)
+  *_, expected = oracle(*arrays)
+  assert depth_attention_test.error(found, expected) < 4e-4
+
+
+def test_too_many_queries_and_sources_for_a_norm():
+  with pytest.raises(NotImplementedError, match="queries and sources"):
+    run("pallas_tpu", *make(40, 100, (16,), 128))
 
 
 @pytest.mark.parametrize("sources", (1, 3))

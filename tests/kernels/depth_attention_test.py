@@ -161,7 +161,8 @@ class TestDepthAttention:
   )
   def test_groups_of_16_tokens(self, shape, as_bank, monkeypatch):
     monkeypatch.setattr(dispatch, "tpu_kind", lambda: "TPU7x")
-    assert pallas_tpu_tiles.BlockSizes.choose(8, 8, 8).group == 16
+    assert pallas_tpu_tiles.BlockSizes.choose(16, 8, 8).group == 16
+    assert pallas_tpu_tiles.BlockSizes.choose(8, 8, 8).group == 8
     self.check("pallas_tpu", *make(1, *shape, "bfloat16"), as_bank)
 
   @pytest.mark.parametrize("as_bank", [False, True])

@@ -79,7 +79,7 @@ def backward(
   pull_terms = terms
   if heads > 1:
     pull_terms = tiles.query_terms(query_QD, dtype)
-  pull_terms = _pull_terms(pull_terms, num_queries)
+  pull_terms = tiles.pull_terms(pull_terms, num_queries)
   # High and low terms of the pulls are summed separately.
   exact = dtype == jnp.float32
   sums = (parts, (1 if exact else 2) * num_queries, terms.shape[1])
@@ -200,13 +200,6 @@ def backward(
   else:
     dsources = tuple(d.reshape(sources[0].shape) for d in dsources)
   return dquery, dsources, *(dgain.sum(axis=(0, 1)) for dgain in dgains)
-
-
-def _pull_terms(terms, num_queries):
-  """The factors of high, high and low pulls: high, low, high."""
-  if terms.shape[0] == num_queries:
-    return terms
-  return jnp.concatenate([terms[: 2 * num_queries], terms[:num_queries]])
 
 
 def _kernel(

@@ -31,10 +31,14 @@ GROUP = 1 << GROUP_BITS  # The sublanes of a register.
 ROWS = 16  # The row tile of bfloat16 in memory.
 LANES = 128  # Of a register, and the most queries.
 MOST_STATISTICS = 512  # Queries times heads; beyond, programs grow too long.
-# Chips whose memory is so fast that packing rows anew and the start of a grid
-# step count, and how many rows their matrix units hold: of up to 16 sources of
-# 16 tokens, which take as long as twice those of 8.
-_FAST_DEPTHS = {"TPU7x": 256}
+# Rows that a matrix unit holds. Groups of 16 tokens take as long as twice those
+# of 8 as long as all rows of their sources fit.
+_DEPTHS = {
+  "TPU v5": 128, "TPU v5 lite": 128, "TPU v6 lite": 256, "TPU7x": 256,
+}  # fmt: skip
+# Its memory is so fast that packing rows anew counts forward, too, and so does
+# the start of a grid step.
+_FASTEST = "TPU7x"
 _BUFFER_SHARE = 5 / 7  # Of VMEM; the rest is for values.
 
 
@@ -73,14 +77,19 @@ class BlockSizes:
     # Narrow rows need larger tiles to fill the schedule.
     tokens = 128 if width <= 1536 else 64
     group = GROUP
+    kind = dispatch.tpu_kind()
     if heads > 1:
       tokens //= 2
     elif (
-      num_slots * ROWS <= _FAST_DEPTHS.get(dispatch.tpu_kind(), 0)
+      (backward or kind == _FASTEST)
+      and num_slots * ROWS <= _DEPTHS.get(kind, 0)
       and dtype == jnp.bfloat16
       and not normed
+      and num_tokens >= ROWS
     ):
-      tokens, group = min(2 * tokens, 128 if backward else 256), ROWS
+      group = ROWS
+      if kind == _FASTEST:
+        tokens = min(2 * tokens, 128 if backward else 256)
     most = _BUFFER_SHARE * dispatch.tpu_vmem_bytes()
     while tokens > ROWS and (
       2 * tokens * token_bytes > most or tokens // 2 >= num_tokens
@@ -101,13 +110,18 @@ def why_not(
   norm_eps=None,
 ):
   """The reason why these arguments cannot run, or None."""
-  del args, eps, rank, apart, norm_eps
+  del args, eps, rank, apart
   num_slots, first = len(sources), sources[0]
   num_queries, width = query_QD.shape[0], first.shape[-1]
   if first.dtype not in (jnp.bfloat16, jnp.float32):
     return f"sources must be bfloat16 or float32, got {first.dtype}"
   if query_QD.dtype != jnp.float32:
     return f"queries must be float32, got {query_QD.dtype}"
+  if norm_eps is not None and num_slots > 1 and num_queries + num_slots > LANES:
+    return (
+      f"at most {LANES} queries and sources with a norm, got query"
+      f" {query_QD.shape} and {num_slots} sources"
+    )
   if num_queries > LANES:
     return f"at most {LANES} queries, got query {query_QD.shape}"
   if num_queries * heads > MOST_STATISTICS:
@@ -267,6 +281,13 @@ def valid_slots(shape, count):
 
 def where(mask, x, otherwise):
   return x if mask is None else jnp.where(mask, x, otherwise)
+
+
+def pull_terms(terms, num_queries):
+  """The factors of high, high and low pulls: high, low, high."""
+  if terms.shape[0] == num_queries:
+    return terms
+  return jnp.concatenate([terms[: 2 * num_queries], terms[:num_queries]])
 
 
 def take_columns(x, column, count=LANES):
