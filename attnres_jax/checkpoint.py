@@ -43,6 +43,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import files
 from attnres_jax import models
 from attnres_jax import sharding
+from attnres_jax import trees
 from attnres_jax.models import adapters
 
 CHECKPOINTS = "checkpoints"
@@ -148,7 +149,7 @@ class Saver:
     with self._explaining():
       self._under_way = self._checkpointer.save_checkpointables_async(
         step,
-        _split(to_flat(state)),
+        _split(trees.to_flat(state)),
         custom_metadata=self._info,
         force=True,
       )
@@ -220,7 +221,7 @@ def restore_latest(
         result = _read(
           workdir,
           step,
-          to_flat(abstract_state),
+          trees.to_flat(abstract_state),
           share=(jax.process_index(), jax.process_count()),
         )
       except CheckpointError:
@@ -232,7 +233,7 @@ def restore_latest(
       flat, info, verified = result
       unreadable |= _undescribed(workdir, steps[: steps.index(step)])
       _set_aside(workdir, unreadable)
-      state = from_flat(abstract_state, flat)
+      state = trees.from_flat(abstract_state, flat)
       return Restored(step, state, info, unreadable, verified)
     unreadable[step] = cause
   if unreadable:
@@ -376,30 +377,6 @@ def _verify(workdir: str) -> int:
   return int(any(found.values()))
 
 
-def to_flat(tree: Any) -> dict[str, Any]:
-  """Any pytree as {"path/of/leaf": leaf}.
-
-  Raises:
-    ValueError: two leaves have the same path.
-  """
-  leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-  flat = {_name(path): leaf for path, leaf in leaves}
-  if len(flat) != len(leaves):
-    raise ValueError("two leaves of the tree have the same path")
-  return flat
-
-
-def from_flat(like: Any, flat: Mapping[str, Any]) -> Any:
-  """The tree of `like` with the leaves of `flat`."""
-  return jax.tree_util.tree_map_with_path(
-    lambda path, _: flat[_name(path)], like
-  )
-
-
-def _name(path: Any) -> str:
-  return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
 def _split(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
   """The parts of a checkpoint: weights, and what only training needs."""
   parts: dict[str, dict[str, Any]] = {"model": {}, "training": {}}
@@ -492,13 +469,15 @@ def _read_model(
     share = jax.process_index(), jax.process_count()
   wanted = {
     _MODEL_PREFIX + name: leaf
-    for name, leaf in to_flat(sharding.with_sharding(abstract, places)).items()
+    for name, leaf in trees.to_flat(
+      sharding.with_sharding(abstract, places)
+    ).items()
   }
   flat, _, verified = _read(workdir, step, wanted, share)
   if not verified:
     logging.warning("checkpoint %d of %s is unverified", step, workdir)
   flat = {name.removeprefix(_MODEL_PREFIX): a for name, a in flat.items()}
-  model = adapters.merged(from_flat(abstract, flat))
+  model = adapters.merged(trees.from_flat(abstract, flat))
   return dataclasses.replace(config, model=model.config), model
 
 

@@ -18,6 +18,7 @@ from attnres_jax import checkpoint
 from attnres_jax import config as config_lib
 from attnres_jax import run_folder
 from attnres_jax import train_state
+from attnres_jax import trees
 from attnres_jax.models import adapters
 
 # They change how the same function is computed.
@@ -50,8 +51,8 @@ class Source:
     """
     like = program.abstract_state
     wanted = {
-      "model": checkpoint.to_flat({"model": like.model}),
-      "opt_state": checkpoint.to_flat({"opt_state": like.opt_state}),
+      "model": trees.to_flat({"model": like.model}),
+      "opt_state": trees.to_flat({"opt_state": like.opt_state}),
     }
     stored = checkpoint.shapes(self.run, self.step)
     # A network without adapters is where those of this run begin.
@@ -72,11 +73,11 @@ class Source:
     continued = there == {n: a.shape for n, a in wanted["opt_state"].items()}
     names = wanted["model"] | (wanted["opt_state"] if continued else {})
     state = program.init_state()
-    loaded = checkpoint.to_flat(state)
+    loaded = trees.to_flat(state)
     read = checkpoint.read(self.run, self.step, names)
     old = {plain: name for name, plain in places.items()}
     loaded |= {old.get(name, name): leaf for name, leaf in read.items()}
-    state = checkpoint.from_flat(like, loaded)
+    state = trees.from_flat(like, loaded)
     if state.average is not None:
       average = jax.tree.map(jnp.copy, state.model)
       state = dataclasses.replace(state, average=average)

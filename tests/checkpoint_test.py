@@ -21,6 +21,7 @@ from attnres_jax import checksums
 from attnres_jax import config as config_lib
 from attnres_jax import files
 from attnres_jax import models
+from attnres_jax import trees
 
 CONFIG = config_lib.CheckpointConfig(keep_last=10)
 
@@ -63,7 +64,7 @@ def _assert_equal(got, want):
 
 
 def test_flat_names():
-  flat = checkpoint.to_flat(_state(1))
+  flat = trees.to_flat(_state(1))
   assert sorted(flat) == [
     "model/b",
     "model/w",
@@ -71,7 +72,7 @@ def test_flat_names():
     "moments/1",
     "step",
   ]
-  _assert_equal(checkpoint.from_flat(_state(2), flat), _state(1))
+  _assert_equal(trees.from_flat(_state(2), flat), _state(1))
 
 
 def test_round_trip(tmp_path):

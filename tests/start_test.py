@@ -14,6 +14,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import sharding
 from attnres_jax import start
 from attnres_jax import train_state
+from attnres_jax import trees
 from tests import tiny_run
 
 QUICK = {
@@ -63,9 +64,9 @@ def test_any_checkpoint_and_another_optimiser(run, fields):
   state, continued = _load(fields)
   assert not continued
   assert not any(np.any(leaf) for leaf in jax.tree.leaves(state.opt_state))
-  flat = checkpoint.to_flat({"model": jax.eval_shape(lambda: state.model)})
+  flat = trees.to_flat({"model": jax.eval_shape(lambda: state.model)})
   _assert_equal(
-    checkpoint.to_flat({"model": state.model}), checkpoint.read(run, 4, flat)
+    trees.to_flat({"model": state.model}), checkpoint.read(run, 4, flat)
   )
   _assert_equal(state.average, state.model)
 

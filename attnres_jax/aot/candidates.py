@@ -34,10 +34,10 @@ from attnres_jax.aot import report as report_lib
 from attnres_jax.aot import topology
 from attnres_jax.models import linear
 from attnres_jax.models import sublayer
+from attnres_jax.pipeline import checks
 from attnres_jax.pipeline import layout as layout_lib
 from attnres_jax.pipeline import memory
 from attnres_jax.pipeline import schedule as schedule_lib
-from attnres_jax.pipeline import spmd
 
 _GIB = 2**30
 _TILE = 128  # columns of a tile in a TPU's memory
@@ -344,7 +344,7 @@ class _Cost:
   ) -> "_Cost":
     mesh: Mesh = sharding.make_mesh(config.mesh, devices)
     if mesh.shape[sharding.STAGE] > 1:
-      spmd.check(config, mesh)
+      checks.check(config, mesh)
     sharding.check_divides(config, mesh)
     shardings = sharding.state_sharding(network.state, mesh)
     state = sharding.with_sharding(network.state, shardings)

@@ -41,6 +41,8 @@ _ALLOCATES = 'custom_call_target="AllocateBuffer"'
 # What a Pallas kernel says of itself, on lines of its own.
 _METADATA = re.compile(r"kernel_metadata=\{\n([^{}]*)\n\}")
 _ONE_ROW = re.compile(r'"row_of_operands":"([\d ]*)"')
+_UNREAD = re.compile(r'"unread_operands":"([\d ]*)"')
+_ROW_WRITTEN = re.compile(r'"row_of_results":"([\d ]*)"')
 _CONTROL = ("while", "conditional", "call")
 # Not work: names, views, and ends of asynchronous operations, which are counted
 # where they start.
@@ -142,7 +144,8 @@ class Program:
     A fusion is one instruction, and those inside are not listed. If it only
     slices an array or gathers from it, the results count; if it updates an
     array in place or scatters into it, the update counts. Of operands that a
-    kernel says to read one row of (`row_of_operands`), one row counts.
+    kernel says to read one row of (`row_of_operands`), one row counts; of
+    results, those in `row_of_results`. Its `unread_operands` do not count.
     """
     for name, (count, _) in self.runs_from(start).items():
       if name in self.fused:
@@ -238,9 +241,15 @@ class Program:
       read = {0: self._adds(instruction) * new}
       written = {0: new}
     elif instruction.op == "custom-call":
-      rows = _ONE_ROW.search(instruction.attributes)
-      for i in map(int, rows[1].split() if rows else ()):
-        read = {**read, i: sum(a.nbytes / a.dims[0] for a in operands[i])}
+      said = lambda pattern: (
+        map(int, found[1].split())
+        if (found := pattern.search(instruction.attributes))
+        else ()
+      )
+      of_row = lambda a: a.nbytes / a.dims[0]
+      read = {i: sum(map(of_row, operands[i])) for i in said(_ONE_ROW)}
+      read = {**read, **dict.fromkeys(said(_UNREAD), 0.0)}
+      written = {i: of_row(results[i]) for i in said(_ROW_WRITTEN)}
     total = 0.0
     for i, arrays in enumerate(operands):
       again = instruction.operands[i] in instruction.operands[:i]

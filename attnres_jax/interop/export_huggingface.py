@@ -22,6 +22,7 @@ from attnres_jax import command_line
 from attnres_jax import config as config_lib
 from attnres_jax import files
 from attnres_jax import models
+from attnres_jax import trees
 from attnres_jax.config import fields
 from attnres_jax.interop import families
 from attnres_jax.interop import huggingface
@@ -144,7 +145,7 @@ def _card(
     family=family,
     step=step,
     origin=origin,
-    parameters=sum(a.size for a in checkpoint.to_flat(model).values()),
+    parameters=sum(a.size for a in trees.to_flat(model).values()),
     width=shape.width,
     layers=shape.num_layers,
     heads=shape.num_heads,

@@ -18,11 +18,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from attnres_jax import checkpoint
 from attnres_jax import config as config_lib
 from attnres_jax import files
 from attnres_jax import models
 from attnres_jax import sharding
+from attnres_jax import trees
 from attnres_jax.interop import families
 from attnres_jax.interop import manifest
 from attnres_jax.interop import mxfp4
@@ -179,15 +179,15 @@ def load(
     places = jax.tree.map(lambda _: device, abstract)
   else:
     places = sharding.state_sharding(abstract, mesh)
-  shapes = checkpoint.to_flat(abstract)
-  flat_places = checkpoint.to_flat(places)
+  shapes = trees.to_flat(abstract)
+  flat_places = trees.to_flat(places)
   flat = {
     rule.leaf: _load_leaf(
       source, rule, shapes[rule.leaf], flat_places[rule.leaf]
     )
     for rule in source.rules
   }
-  return checkpoint.from_flat(abstract, flat)
+  return trees.from_flat(abstract, flat)
 
 
 def _load_leaf(
@@ -250,7 +250,7 @@ def export(
   values = chosen.write_config(model.config)
   if folder.exists() and any(folder.iterdir()):
     config_lib.fail_argument("--path", str(folder), "a new or empty folder")
-  flat = checkpoint.to_flat(model)
+  flat = trees.to_flat(model)
   rules = chosen.rules(model.config)
   if sorted(rule.leaf for rule in rules) != sorted(flat):
     raise ValueError("the family's rules are of other leaves")
@@ -285,4 +285,4 @@ def export(
 
 def _abstract(config: config_lib.ModelConfig) -> dict[str, Any]:
   abstract = jax.eval_shape(lambda: models.build_model(config))
-  return checkpoint.to_flat(abstract)
+  return trees.to_flat(abstract)

@@ -24,7 +24,7 @@ class Rule:
   """A leaf and its tensors.
 
   Attributes:
-    leaf: its path, as in `checkpoint.to_flat`.
+    leaf: its path, as in `trees.to_flat`.
     names: of the tensors, in the order of the stack, flattened.
     stack: how many leading axes of the leaf are a stack.
     columns: how many of the other axes are columns. They come first if the

@@ -30,6 +30,7 @@ from attnres_jax import command_line
 from attnres_jax import config as config_lib
 from attnres_jax import files
 from attnres_jax import models
+from attnres_jax import trees
 from attnres_jax.config import errors
 from attnres_jax.config import fields
 from attnres_jax.interop import weights_folder
@@ -105,12 +106,12 @@ def upcycle(
   new = residuals.build_residual(config, rngs=nnx.Rngs(params=0))
   flat = {
     name: leaf
-    for name, leaf in checkpoint.to_flat(model).items()
+    for name, leaf in trees.to_flat(model).items()
     if not name.startswith("residual/")
   }
-  flat |= checkpoint.to_flat({"residual": new})
+  flat |= trees.to_flat({"residual": new})
   abstract = jax.eval_shape(lambda: models.build_model(config))
-  return checkpoint.from_flat(abstract, flat)
+  return trees.from_flat(abstract, flat)
 
 
 def check_begins_as_prenorm(config: config_lib.ModelConfig) -> None:

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from attnres_jax import config as config_lib
+from attnres_jax.models import memory as memory_lib
 from attnres_jax.models import stacks
 from attnres_jax.models.residuals import base
 
@@ -70,6 +72,39 @@ class Pattern(NamedTuple):
   def table_GPN(self) -> np.ndarray:
     """The numbers of all repeats and positions."""
     return np.asarray(self.at, np.int32)
+
+
+def check(
+  kinds: Sequence[str],
+  ends: Sequence[int],
+  residual: base.Residual,
+  memory: memory_lib.DepthMemory,
+  *,
+  scan: bool,
+) -> None:
+  """Refuses networks that are no loop over depth.
+
+  Args:
+    kinds: of all sublayers.
+    ends: of the parts that are run apart, such as the chunks of a pipeline.
+    residual: the scheme.
+    memory: what mixers keep for later mixers.
+    scan: `model.scan_layers`.
+
+  Raises:
+    ConfigError: names the reason: the scheme or an option, or that no part
+      repeats anything.
+  """
+  parts = [kinds[start:end] for start, end in zip((0, *ends), ends)]
+  repeats = [run.repeats for part in parts for run in stacks.find_runs(part)]
+  for wrong, reason in (
+    (not residual.banked, f"with {type(residual).__name__}"),
+    (not isinstance(memory, memory_lib.NoMemory), "with model.depth_memory"),
+    (not scan, "with model.scan_layers=False"),
+    (max(repeats) == 1, "where no pattern of sublayers repeats"),
+  ):
+    if wrong:
+      config_lib.fail("model.depth_loop", "scan", f"'unrolled' {reason}")
 
 
 def places(

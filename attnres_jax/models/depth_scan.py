@@ -22,7 +22,7 @@ arrays of the whole network. With activation checkpointing, a sublayer keeps
 what its policy names, and the mixtures of a block are computed again.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -30,49 +30,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from attnres_jax import config as config_lib
+from attnres_jax import precision
 from attnres_jax import scopes
 from attnres_jax.models import depth_loops
 from attnres_jax.models import depth_places
-from attnres_jax.models import memory as memory_lib
 from attnres_jax.models import stacks
 from attnres_jax.models import traced
-from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import depth_attention
 import attnres_kernels
-
-
-def check(
-  kinds: Sequence[str],
-  ends: Sequence[int],
-  residual: base.Residual,
-  memory: memory_lib.DepthMemory,
-  *,
-  scan: bool,
-) -> None:
-  """Refuses networks that are no loop over depth.
-
-  Args:
-    kinds: of all sublayers.
-    ends: of the parts that are run apart, such as the chunks of a pipeline.
-    residual: the scheme.
-    memory: what mixers keep for later mixers.
-    scan: `model.scan_layers`.
-
-  Raises:
-    ConfigError: names the reason: the scheme or an option, or that no part
-      repeats anything.
-  """
-  parts = [kinds[start:end] for start, end in zip((0, *ends), ends)]
-  repeats = [run.repeats for part in parts for run in stacks.find_runs(part)]
-  for wrong, reason in (
-    (not residual.banked, f"with {type(residual).__name__}"),
-    (not isinstance(memory, memory_lib.NoMemory), "with model.depth_memory"),
-    (not scan, "with model.scan_layers=False"),
-    (max(repeats) == 1, "where no pattern of sublayers repeats"),
-  ):
-    if wrong:
-      config_lib.fail("model.depth_loop", "scan", f"'unrolled' {reason}")
 
 
 class _Carry(NamedTuple):
@@ -120,7 +85,8 @@ class _Gradients(NamedTuple):
     sublayers: by kind.
     reads: as in `weights`.
     bank_MBTD: complete for rows that are not read any more.
-    open_RBTD: of the open rows after a sublayer.
+    open_RBTD: of the open rows after a sublayer; of a sum in two parts, see
+      `precision.split`.
     mixtures: of a segment.
     again: the mixtures of the segment, if they are not kept.
     rows_RBTD: its open rows, unless they are sums.
@@ -129,7 +95,7 @@ class _Gradients(NamedTuple):
   sublayers: dict[str, Any]
   reads: Any
   bank_MBTD: jax.Array
-  open_RBTD: jax.Array
+  open_RBTD: Any
   mixtures: tuple[jax.Array, ...]
   again: tuple[jax.Array, ...] | None
   rows_RBTD: jax.Array | None
@@ -146,7 +112,8 @@ class Part:
       used, only its reads are.
     apply: runs a sublayer: maps its kind, itself, what `read_normed` of the
       scheme gets (a carry and a slot), and the documents to its output.
-    around: activation checkpointing of a sublayer.
+    around: activation checkpointing of a sublayer, as `jax.checkpoint` also
+      told whether to `prevent_cse`.
     recompute: whether mixtures are computed again in the backward pass.
   """
 
@@ -198,7 +165,7 @@ class Part:
         weights, carry.bank_MBTD, mixtures, carry.sums, segment_ids_BT
       )
       programs, arrays = zip(*saved)
-      programs = tuple(map(_Static, programs))
+      programs = tuple(map(traced.Static, programs))
       return (carry.bank_MBTD, carry.open_RBTD), (kept, programs, arrays)
 
     def backward(residuals, gradients):
@@ -207,7 +174,10 @@ class Part:
         kept, [program.value for program in programs], arrays, *gradients
       )
       dsources = [found.bank_MBTD[i].astype(d) for i, d in enumerate(dtypes)]
-      return found.sublayers, found.reads, dsources, found.open_RBTD, None
+      dopen_RBTD = found.open_RBTD
+      if residual.sums_open:
+        dopen_RBTD = precision.join(dopen_RBTD, gradients[1].dtype)
+      return found.sublayers, found.reads, dsources, dopen_RBTD, None
 
     run.defvjp(forward, backward)
     bank_MBTD, open_RBTD = run(
@@ -233,6 +203,11 @@ class Part:
   def size(self) -> int:
     """The most sublayers of a segment in this part."""
     return 1 + max(at.place for at in self.places)
+
+  @functools.cached_property
+  def _even(self) -> bool:
+    """Whether all segments in this part are of one size."""
+    return sum(at.closes for at in self.places) * self.size == len(self.places)
 
   @functools.cached_property
   def ends_whole(self) -> bool:
@@ -277,9 +252,10 @@ class Part:
             index = at.l if whole else at.place
             mixtures = depth_loops.one(carry.mixtures, index, axis=1)
             rows = _rows(carry.mixtures, index, carry.sums, at)
-          own = *self._own(weights, kind, at), mixtures, open_RBTD
+          sinks = self._sinks(weights, carry.bank_MBTD)
+          own = *self._own(weights, kind, at), mixtures, open_RBTD, sinks
           given = _numbers(at), segment_ids_BT, rows
-          run = functools.partial(self._step, kind)
+          run = functools.partial(self._step, kind, len(pattern.at) > 1)
           if saved is None:
             y_BTD, _ = run(*own, *given)
           else:
@@ -344,7 +320,9 @@ class Part:
       dopen_RBTD: gradient of the open rows at the end.
     """
     again = self._no_mixtures(kept.weights, kept.bank_MBTD, False)
-    mixtures, reads = jax.tree.map(jnp.zeros_like, (again, kept.weights[1]))
+    reads = jax.tree.map(jnp.zeros_like, kept.weights[1])
+    room = depth_loops.empty_like if self._even else jnp.zeros_like
+    mixtures = jax.tree.map(room, again)
     sublayers = {
       # A gradient is written for each sublayer of the part.
       kind: jax.tree.map(
@@ -355,9 +333,14 @@ class Part:
       )
       for kind, stack in kept.weights[0].items()
     }
-    if self.ends_whole and self.residual.sums_open:
+    rows_RBTD = None
+    if not self.residual.sums_open:
+      rows_RBTD = depth_loops.empty_like(dopen_RBTD)
+    elif self.ends_whole:
       last_RBTD = depth_loops.cut(dbank_MBTD, self.places[-1].sources, 1)
-      dopen_RBTD = last_RBTD.astype(dopen_RBTD.dtype)
+      dopen_RBTD = last_RBTD, jnp.zeros_like(last_RBTD)
+    else:
+      dopen_RBTD = precision.split(dopen_RBTD, self.residual.dtype)
     carry = _Gradients(
       sublayers,
       reads,
@@ -365,9 +348,7 @@ class Part:
       dopen_RBTD,
       mixtures,
       again=again if self.recompute else None,
-      rows_RBTD=None
-      if self.residual.sums_open
-      else depth_loops.empty_like(dopen_RBTD),
+      rows_RBTD=rows_RBTD,
     )
     for pattern, own_programs, xs in reversed(
       list(zip(self.patterns, programs, arrays))
@@ -391,7 +372,7 @@ class Part:
 
     But for the gradient of a sum, which is there already (see `_close`).
     """
-    count, sums = len(carry.open_RBTD), self.residual.sums_open
+    count, sums = self.size, self.residual.sums_open
 
     def run(found, turn):
       dopen_RBTD, mixtures, again, rows_RBTD = found
@@ -399,7 +380,7 @@ class Part:
       here = at._replace(sources=at.sources + turn)
       if not sums:
         dopen_RBTD = depth_loops.cut(carry.bank_MBTD, here.sources, count)
-      if not self.places[0].first:
+      if not (self._even or self.places[0].first):
         # Its segment may have fewer mixtures than the one after it.
         mixtures = jax.tree.map(jnp.zeros_like, mixtures)
       if again is not None:
@@ -431,28 +412,42 @@ class Part:
       open_RBTD = (
         depth_loops.one(kept.sums, at.kept) if sums else carry.rows_RBTD
       )
-      dy_BTD = depth_loops.one(carry.open_RBTD, 0 if sums else at.place)
+      dsum_RBTD = through = carry.open_RBTD
       if sums:
         # Rounded once, not in each product that reads it.
-        dy_BTD = dy_BTD.astype(self.residual.dtype)
-        dy_BTD = jax.lax.optimization_barrier(dy_BTD)
-    own = *self._own(kept.weights, kind, at), mixtures, open_RBTD
-    dsublayer, dreads, dmixtures, dopen_RBTD = program.backward(
+        dsum_RBTD, through = jax.lax.optimization_barrier(dsum_RBTD), None
+        dy_BTD = dsum_RBTD[0][0]
+      else:
+        dy_BTD = depth_loops.one(carry.open_RBTD, at.place)
+      sinks = self._sinks(kept.weights, kept.bank_MBTD)
+      if sinks is not None:
+        through = carry.mixtures[0][0], *(part[0] for part in dsum_RBTD)
+    own = *self._own(kept.weights, kind, at), mixtures, open_RBTD, sinks
+    dsublayer, dreads, dmixtures, dopen_RBTD, found = program.backward(
       own,
       (_numbers(at), kept.segment_ids_BT, rows),
       arrays,
-      (dy_BTD, None if sums else carry.open_RBTD),
+      (dy_BTD, through),
     )
     with scopes.part(kind):
       one = jax.tree.map(lambda a: a[None], dsublayer)
       one = depth_loops.put(carry.sublayers[kind], one, at.index)
     with scopes.part(scopes.RESIDUAL):
-      dmixtures = jax.tree.map(lambda a: a[:, None], dmixtures)
+      dmixtures = tuple(a[:, None] for a in dmixtures)
+      put = functools.partial(depth_loops.put, first=at.place, axis=1)
+      if sinks is None:
+        mixtures = put(carry.mixtures, dmixtures)
+        if sums:
+          dopen_RBTD = precision.add(dsum_RBTD, dopen_RBTD)
+      else:
+        dout_QBTD, *dopen_RBTD = found
+        dopen_RBTD = tuple(part[None] for part in dopen_RBTD)
+        mixtures = dout_QBTD[None], put(carry.mixtures[1], dmixtures[1])
       return carry._replace(
         sublayers=carry.sublayers | {kind: one},
         reads=depth_loops.put(carry.reads, dreads, at.l),
-        open_RBTD=carry.open_RBTD + dopen_RBTD if sums else dopen_RBTD,
-        mixtures=depth_loops.put(carry.mixtures, dmixtures, at.place, axis=1),
+        open_RBTD=dopen_RBTD,
+        mixtures=mixtures,
       )
 
   def _close(self, carry, kept, at, others):
@@ -480,12 +475,13 @@ class Part:
       more = depth_loops.cut(reads, at.begin, self.size)
       more = jax.tree.map(jnp.add, more, *pull(dquery_QD))
       if self.residual.sums_open:
-        dsum_RBTD = depth_loops.cut(dbank_MBTD, at.before, 1).astype(
-          dopen_RBTD.dtype
-        )
+        high_RBTD = depth_loops.cut(dbank_MBTD, at.before, 1)
+        dsum = high_RBTD, jnp.zeros_like(high_RBTD)
         if not self.places[0].first:
-          dsum_RBTD = jnp.where(at.l > 0, dsum_RBTD, dopen_RBTD)
-        dopen_RBTD = dsum_RBTD
+          dsum = jax.tree.map(
+            lambda a, b: jnp.where(at.l > 0, a, b), dsum, dopen_RBTD
+          )
+        dopen_RBTD = dsum
       return depth_loops.put(reads, more, at.begin), dbank_MBTD, dopen_RBTD
 
     with scopes.part(scopes.RESIDUAL):
@@ -500,31 +496,41 @@ class Part:
   def _step(
     self,
     kind,
+    in_loop,
     sublayer,
     reads,
     mixtures,
     open_RBTD,
+    sinks,
     numbers,
     segment_ids_BT,
     rows,
   ):
-    """`step` of the scheme."""
+    """`step` of the scheme; sinks are floating-point arrays only."""
 
     def run(
-      sublayer, reads, mixtures, open_RBTD, numbers, segment_ids_BT, rows
+      sublayer, reads, mixtures, open_RBTD, sinks, numbers, segment_ids_BT, rows
     ):
       def apply(read):
         with scopes.part(kind):
           return self.apply(kind, sublayer, read, segment_ids_BT)
 
       place, first = numbers
+      if sinks is not None:
+        row = attnres_kernels.Row(sinks[0], place)
+        sinks = attnres_kernels.Sinks(row, *sinks[1:])
       with scopes.part(scopes.RESIDUAL):
-        return self.residual.step(
-          reads, mixtures, open_RBTD, place, first != 0, apply, rows
-        )
+        y_BTD, through = self.residual.step(
+          reads, mixtures, open_RBTD, place, first != 0, apply, rows,
+          sublayer.norm, sinks,
+        )  # fmt: skip
+      if sinks is not None:
+        through = through.out.stack, through.high, through.low
+      return y_BTD, through
 
-    return self.around(run)(
-      sublayer, reads, mixtures, open_RBTD, numbers, segment_ids_BT, rows
+    # The backward pass of a loop is another loop, with nothing to share.
+    return self.around(run, prevent_cse=not in_loop)(
+      sublayer, reads, mixtures, open_RBTD, sinks, numbers, segment_ids_BT, rows
     )
 
   def _written(self, carry, y_BTD, at):
@@ -553,6 +559,14 @@ class Part:
       for s in shapes
     )
 
+  def _sinks(self, weights, bank_MBTD):
+    """Room for gradients of a sublayer's mixture and sum, if it takes any."""
+    if not (self.residual.sums_open and self.residual.can_sink(weights[1])):
+      return None
+    one = bank_MBTD.shape[1:]
+    shapes = (self.size, *one), one, one
+    return tuple(jax.lax.empty(shape, bank_MBTD.dtype) for shape in shapes)
+
   def _own(self, weights, kind, at):
     """(sublayer, reads) of a sublayer; the reads have a leading axis."""
     sublayers, reads = weights
@@ -560,18 +574,6 @@ class Part:
       reads = depth_loops.cut(reads, at.l, 1)
     with scopes.part(kind):
       return stacks.one_of(sublayers[kind], at.index), reads
-
-
-class _Static:
-  """Something that is no array, as a leafless tree."""
-
-  def __init__(self, value: Any):
-    self.value = value
-
-
-jax.tree_util.register_pytree_node(
-  _Static, lambda static: ((), static.value), lambda value, _: _Static(value)
-)
 
 
 def _numbers(at):

@@ -29,6 +29,7 @@ import numpy as np
 from attnres_jax import config as config_lib
 from attnres_jax import scopes
 from attnres_jax import sharding
+from attnres_jax.models import depth_places
 from attnres_jax.models import depth_scan
 from attnres_jax.models import linear
 from attnres_jax.models import memory as memory_lib
@@ -41,13 +42,18 @@ Trace = base.Trace
 Sublayers = Mapping[str, sublayer_lib.Sublayer]
 
 
-def _remat_none(function: Callable[..., Any]) -> Callable[..., Any]:
+def _remat_none(
+  function: Callable[..., Any], prevent_cse: bool = True
+) -> Callable[..., Any]:
+  del prevent_cse
   return function
 
 
 def _remat_by(policy: Any) -> Callable[..., Any]:
-  def remat(function: Callable[..., Any]) -> Callable[..., Any]:
-    return jax.checkpoint(function, policy=policy)
+  def remat(
+    function: Callable[..., Any], prevent_cse: bool = True
+  ) -> Callable[..., Any]:
+    return jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)
 
   return remat
 
@@ -102,7 +108,7 @@ def run(
   """
   memory = memory or memory_lib.NoMemory()
   if depth_loop == "scan":
-    depth_scan.check(kinds, (len(kinds),), residual, memory, scan=scan)
+    depth_places.check(kinds, (len(kinds),), residual, memory, scan=scan)
   with scopes.part(scopes.RESIDUAL):
     state = residual.init(embedding_BTD)
   state = run_part(

@@ -82,6 +82,18 @@ class Traced:
     return core.jaxpr_as_fun(core.ClosedJaxpr(part, self._constants))(*given)
 
 
+class Static:
+  """Something that is no array, as a leafless tree."""
+
+  def __init__(self, value: Any):
+    self.value = value
+
+
+jax.tree_util.register_pytree_node(
+  Static, lambda static: ((), static.value), lambda value, _: Static(value)
+)
+
+
 def _sort(jaxpr, leaves):
   """(what to keep, equations that give the rest again, the rest).
 

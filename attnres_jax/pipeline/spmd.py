@@ -46,9 +46,9 @@ from attnres_jax import models
 from attnres_jax import precision
 from attnres_jax import scopes
 from attnres_jax import sharding
-from attnres_jax.models import depth_scan
+from attnres_jax.models import depth_places
 from attnres_jax.models import memory as memory_lib
-from attnres_jax.pipeline import layout as layout_lib
+from attnres_jax.pipeline import checks
 from attnres_jax.pipeline import memory
 from attnres_jax.pipeline import placement as placement_lib
 from attnres_jax.pipeline import schedule as schedule_lib
@@ -455,15 +455,15 @@ def make_pipeline(
   Raises:
     ConfigError: the mesh, the batch and the network do not fit together.
   """
-  layout = _layout(config, mesh)
-  microbatches = _num_microbatches(config, mesh)
+  layout = checks.layout(config, mesh)
+  microbatches = checks.num_microbatches(config, mesh)
   model = jax.eval_shape(lambda: models.build_model(config.model))
   scheme = model.residual
   layout = dataclasses.replace(
     layout, block_size=scheme.block_size, stream=scheme.stream
   )
   if config.model.depth_loop == "scan":
-    depth_scan.check(
+    depth_places.check(
       config.model.sublayer_kinds, layout.ends, scheme, memory_lib.NoMemory(),
       scan=config.model.scan_layers,
     )  # fmt: skip
@@ -490,86 +490,8 @@ def make_pipeline(
   return Pipeline(schedule, stage, placement, differentiate)
 
 
-def check(config: config_lib.RunConfig, mesh: Mesh) -> None:
-  """Refuses a network or an option that cannot be pipelined.
-
-  Whatever the numbers of virtual stages and microbatches are.
-
-  Raises:
-    ConfigError: names the field.
-  """
-  pipeline = dataclasses.replace(config.pipeline, virtual_stages=1)
-  _layout(dataclasses.replace(config, pipeline=pipeline), mesh)
-
-
 # Indexed by `pipeline.schedule`.
 _DIFFERENTIATE = {"fused": _by_hand, "gpipe": _by_autodiff}
-
-
-def _layout(config: config_lib.RunConfig, mesh: Mesh) -> layout_lib.Layout:
-  ranks, stages = mesh.shape[sharding.STAGE], config.pipeline.virtual_stages
-  count = config.model.num_sublayers
-  if mesh.shape[sharding.TENSOR] > 1:
-    config_lib.fail(
-      "mesh.tensor",
-      mesh.shape[sharding.TENSOR],
-      f"1 with mesh.stage={ranks}",
-    )
-  if config.model.depth_memory != "none":
-    config_lib.fail(
-      "model.depth_memory",
-      config.model.depth_memory,
-      f"'none' with mesh.stage={ranks}",
-    )
-  if ranks > count:
-    config_lib.fail(
-      "mesh.stage", ranks, f"at most the {count} sublayers of the network"
-    )
-  if ranks * stages > count:
-    config_lib.fail(
-      "pipeline.virtual_stages",
-      stages,
-      f"at most {count // ranks}, since {count} sublayers leave some of"
-      f" {ranks} (mesh.stage) x {stages} chunks empty",
-    )
-  sizes = layout_lib.split_sublayers(count, ranks * stages)
-  return layout_lib.Layout(ranks, stages, sizes)
-
-
-def _num_microbatches(config: config_lib.RunConfig, mesh: Mesh) -> int:
-  """M: the number of microbatches.
-
-  Raises:
-    ConfigError: names the nearest numbers that fit the mesh and the batch.
-  """
-  ranks = mesh.shape[sharding.STAGE]
-  count = config.pipeline.microbatches or ranks
-  if count % ranks:
-    config_lib.fail(
-      "pipeline.microbatches",
-      count,
-      f"a multiple of mesh.stage={ranks}, such as {_nearest(count, ranks)}",
-    )
-  if config.optim.accumulate_steps > 1:
-    config_lib.fail(
-      "optim.accumulate_steps",
-      config.optim.accumulate_steps,
-      f"1 with mesh.stage={ranks}, where pipeline.microbatches cuts the batch",
-    )
-  rows, unit = config.data.batch_size, sharding.num_row_shards(mesh) * count
-  if rows % unit:
-    config_lib.fail(
-      "data.batch_size",
-      rows,
-      "a multiple of mesh.data x fsdp x expert x pipeline.microbatches ="
-      f" {unit // count} x {count}, such as {_nearest(rows, unit)}",
-    )
-  return count
-
-
-def _nearest(value: int, unit: int) -> str:
-  below = value // unit * unit
-  return f"{below} or {below + unit}" if below else str(unit)
 
 
 def _state_shapes(

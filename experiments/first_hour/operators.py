@@ -12,13 +12,11 @@ which makes the outputs and what the second one reads.
 from collections.abc import Callable, Iterator
 import functools
 import math
-import pathlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from attnres_jax import csv_rows
 import attnres_kernels
 from attnres_kernels import Implementation
 from attnres_kernels.depth_attention import shapes
@@ -26,10 +24,10 @@ from attnres_kernels.kda import shapes as kda_shapes
 from attnres_kernels.stream_mix import shapes as stream_shapes
 from experiments.first_hour import budget
 from experiments.first_hour import rows as rows_lib
+from experiments.first_hour import static_rows
 from experiments.first_hour import timing
 
 PART = "operators"
-_RESULTS = pathlib.Path(__file__).parents[2] / "kernels/benchmarks/results"
 # Device kind -> its name in the static tables, and how many of their cores
 # one device has.
 CHIPS = {
@@ -48,12 +46,15 @@ KERNELS = {
   "depth_read forward": ("depth_read_forward",),
   "kda forward": ("kda_forward",),
   "kda backward": ("kda_forward_saving", "kda_backward"),
+  "short_conv forward": ("short_conv_forward",),
+  "short_conv backward": ("short_conv_backward",),
   "stream_mix forward": ("stream_mix_forward",),
   "stream_mix backward": ("stream_mix_forward", "stream_mix_backward"),
 }
 _SHORT = {
   "depth": shapes.Shape("short", 2, 3, 64, 256),
   "kda": kda_shapes.Shape("short", 1, 128, 1, 128, 128),
+  "short": kda_shapes.Shape("short", 1, 128, 1, 128, 128),
   "stream": stream_shapes.Shape("short", "float32", 130, 128, 2, 8),
 }
 
@@ -72,7 +73,12 @@ def cases(short: bool = False) -> list[tuple[str, Any]]:
   found += [
     (f"depth_merge_norm {way}", s) for s in shapes.MERGE for way in passes
   ]
-  found += [(f"kda {way}", s) for s in kda_shapes.NAMED for way in passes]
+  found += [
+    (f"{op} {way}", s)
+    for op in ("kda", "short_conv")
+    for s in kda_shapes.NAMED
+    for way in passes
+  ]
   found += [
     (f"stream_mix {way}", s) for s in stream_shapes.NAMED for way in passes
   ]
@@ -139,20 +145,12 @@ def estimated_ratio(op: str, shape: Any, chip: str) -> float | None:
   return schedule / sum(float(row["hbm_us"]) for row in rows)
 
 
-def _static(op: str, shape: Any, chip: str) -> list[dict[str, str]]:
+def _static(op: str, shape: Any, chip: str) -> list[static_rows.Row]:
   """The rows of all kernels of an operator, or none."""
   keys = [(kernel, chip, str(shape)) for kernel in KERNELS[op]]
-  rows = [_table()[key] for key in keys if key in _table()]
+  table = static_rows.by_kernel()
+  rows = [table[key] for key in keys if key in table]
   return rows if len(rows) == len(keys) else []
-
-
-@functools.cache
-def _table() -> dict[tuple[str, str, str], dict[str, str]]:
-  return {
-    (row["kernel"], row["chip"], row["shape"]): row
-    for name in ("tpu_static", "kda_static", "streams_static")
-    for row in csv_rows.read(_RESULTS / f"{name}.csv")
-  }
 
 
 def case(op: str, shape: Any, implementation: Implementation) -> Case:
@@ -163,6 +161,7 @@ def case(op: str, shape: Any, implementation: Implementation) -> Case:
     "depth_merge_norm": _merge,
     "depth_read": _read,
     "kda": _kda,
+    "short_conv": _conv,
     "stream_mix": _streams,
   }[name]
   return build(shape, way == "backward", implementation)
@@ -244,6 +243,23 @@ def _kda(shape, backward: bool, implementation: Implementation) -> Case:
     return vjp(do)
 
   return gradients, (*arguments, _struct(value, _LOW))
+
+
+def _conv(shape, backward: bool, implementation: Implementation) -> Case:
+  """Queries or keys of KDA, with four taps."""
+  x = _struct((shape.batch, shape.tokens, shape.heads, shape.key), _LOW)
+  taps = _struct((4, *x.shape[2:]), _WIDE)
+  run = functools.partial(
+    attnres_kernels.short_conv, unit_eps=1e-6, implementation=implementation
+  )
+  if not backward:
+    return run, (x, taps)
+
+  def gradients(x, taps, dy):
+    _, vjp = jax.vjp(run, x, taps)
+    return vjp(dy)
+
+  return gradients, (x, taps, x)
 
 
 def _streams(shape, backward: bool, implementation: Implementation) -> Case:

@@ -34,13 +34,17 @@ from experiments.first_hour import report
 from experiments.first_hour import rows as rows_lib
 from experiments.first_hour import steps
 from experiments.first_hour import summary
+from experiments.first_hour import tables
 from experiments.first_hour import training
 from experiments.pages import readme
 
 # The estimates that the hour tests, at the top of the README of the kernels.
 PUBLISHED = readme.Published(
   pathlib.Path(__file__).parent,
-  [readme.Place(summary.of_kernels, "summary", "", "../../kernels/README.md")],
+  [
+    readme.Place(make, name, "", "../../kernels/README.md")
+    for name, make in {"summary": summary.of_kernels, **tables.PLACES}.items()
+  ],
 )
 
 _START_SECONDS = 300.0

@@ -4,19 +4,16 @@
 One shape per kernel, that of the 48B network where there is one.
 """
 
-from collections.abc import Mapping
-import pathlib
 from typing import Any, NamedTuple
 
 from attnres_jax import csv_rows
 from attnres_kernels.depth_attention import shapes
 from attnres_kernels.kda import shapes as kda_shapes
 from attnres_kernels.stream_mix import shapes as stream_shapes
+from experiments.first_hour import static_rows
 from experiments.first_hour import steps
 from experiments.pages import readme
 
-_RESULTS = pathlib.Path(__file__).parents[2] / "kernels/benchmarks/results"
-_STATIC = "tpu_static", "kda_static", "streams_static"
 _CHIPS = "v5e", "v5p", "v6e", "tpu7x"
 _GPUS = "H100", "H200"
 _WAYS = "forward", "backward"
@@ -24,7 +21,7 @@ _WAYS = "forward", "backward"
 # Columns of a step -> units.
 _MEASURES = {"estimate_ms": "ms", "bytes_GB": "GB", "peak_GiB": "GiB"}
 
-Row = Mapping[str, str]
+Row = static_rows.Row
 
 
 class Line(NamedTuple):
@@ -59,6 +56,8 @@ LINES = (
   Line("kda_forward", _48B, "2.5", _KDA),
   Line("kda_forward_saving", _48B, "2.5", _KDA),
   Line("kda_backward", _48B, "2.5", _KDA),
+  Line("short_conv_forward", _48B, "1.00", _KDA),
+  Line("short_conv_backward", _48B, "1.15", _KDA),
   Line("stream_mix_forward", _MIX, "1.00", _STREAMS),
   Line("stream_mix_backward", _MIX, "1.15", _STREAMS),
 )
@@ -71,15 +70,14 @@ def of_kernels(rows: readme.Rows = ()) -> str:
 
 
 def _of_tpus() -> str:
-  found = {
-    (row["kernel"], row["chip"], row["shape"]): row
-    for name in _STATIC
-    for row in csv_rows.read(_RESULTS / f"{name}.csv")
-  }
+  found = static_rows.by_kernel()
   lines = [
     [
       f"[{line.kernel}](#{line.section}) {line.shape}",
-      *(_cell(found[line.kernel, chip, str(line.shape)]) for chip in _CHIPS),
+      *(
+        _cell(found.get((line.kernel, chip, str(line.shape))))
+        for chip in _CHIPS
+      ),
       line.aim,
     ]
     for line in LINES
@@ -87,8 +85,10 @@ def _of_tpus() -> str:
   return readme.table(("TPU kernel", *_CHIPS, "aim"), lines)
 
 
-def _cell(row: Row) -> str:
+def _cell(row: Row | None) -> str:
   """Schedule over memory time, both in us, and the slot that binds if any."""
+  if row is None:
+    return "not compiled"
   times = [
     _three_digits(float(row[name])) for name in ("schedule_us", "hbm_us")
   ]
@@ -128,7 +128,7 @@ def _of_steps() -> str:
 
 
 def _of_gpus() -> str:
-  rows = csv_rows.read(_RESULTS / "gpu_static.csv")
+  rows = csv_rows.read(static_rows.RESULTS / "gpu_static.csv")
   passes = {
     (row["kernel"].rpartition("_")[2], row["shape"]): row for row in rows
   }

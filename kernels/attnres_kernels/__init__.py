@@ -12,6 +12,7 @@ imports only JAX.
 from attnres_kernels.depth_attention.api import depth_attention
 from attnres_kernels.depth_attention.api import depth_attention_vjp
 from attnres_kernels.depth_merge.api import Row
+from attnres_kernels.depth_merge.api import Sinks
 from attnres_kernels.depth_merge.api import combine_mixtures
 from attnres_kernels.depth_merge.api import depth_merge
 from attnres_kernels.depth_merge.api import depth_merge_norm
@@ -29,6 +30,7 @@ __all__ = [
   "IMPLEMENTATIONS",
   "Implementation",
   "Row",
+  "Sinks",
   "combine_mixtures",
   "depth_attention",
   "depth_attention_vjp",

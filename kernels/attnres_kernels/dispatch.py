@@ -51,14 +51,17 @@ def tpu_vmem_bytes() -> int:
   That of the ambient mesh, or else of this process. A program for another one,
   traced without a mesh, gets what all newer TPUs than v4 have.
   """
+  return _SMALL_VMEM_BYTES.get(tpu_kind(), _VMEM_BYTES)
+
+
+def tpu_kind() -> str | None:
+  """The kind of TPU for which it is traced; None if that is unknown."""
   device = _ambient_device()
   if device is not None:
-    kind = device.device_kind
-  elif jax.default_backend() == "tpu":
-    kind = jax.devices()[0].device_kind
-  else:
-    return _VMEM_BYTES
-  return _SMALL_VMEM_BYTES.get(kind, _VMEM_BYTES)
+    return device.device_kind
+  if jax.default_backend() == "tpu":
+    return jax.devices()[0].device_kind
+  return None
 
 
 def _ambient_device() -> Any:

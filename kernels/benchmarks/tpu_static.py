@@ -12,12 +12,15 @@ core; a v5p or tpu7x chip has two.
   python kernels/benchmarks/tpu_static.py --out tpu_static.csv
 
 About 8 s per kernel, shape and chip; `--chips v6e --shapes 48b` selects a part.
+Rows are put into the table one by one. Those that the same commit, jax and
+libtpu have made before are kept, so a stopped command goes on where it was.
 """
 
 import argparse
 from collections.abc import Callable, Iterator
 import functools
 import glob
+import itertools
 import math
 import os
 import re
@@ -41,6 +44,7 @@ from attnres_kernels.depth_read import pallas_tpu as depth_read
 from attnres_kernels.kda import pallas_tpu as kda
 from attnres_kernels.kda import shapes as kda_shapes
 from attnres_kernels.rms_norm import pallas_tpu as rms_norm
+from attnres_kernels.short_conv import pallas_tpu as short_conv
 from attnres_kernels.stream_mix import pallas_tpu as stream_mix
 from attnres_kernels.stream_mix import shapes as stream_shapes
 
@@ -74,6 +78,7 @@ CHIPS = {
   "tpu7x": Chip("tpu7x:2x2x1", "TPU_7X", "TPU7x"),
   "v4": Chip("v4:2x2x1", "TPU_V4", "TPU v4"),
 }
+_KEYS = ("kernel", "chip", "shape")
 # From a shape to a function, its abstract arguments and its plan.
 Build = Callable[[Any], tuple[Any, Any, dict[str, Any]]]
 
@@ -99,13 +104,27 @@ def main() -> None:
     for kernel, shape, build in cases
     if chosen(kernel, options.kernels) and chosen(shape.name, options.shapes)
   ]
-  rows = []
-  for chip in options.chips.split(","):
-    for kernel, shape, build in cases:
-      rows.append(measure(kernel, shape, chip, build))
-      print(*rows[-1].values(), flush=True)
-      if options.out:
-        csv_rows.write(options.out, rows)
+  work = list(itertools.product(options.chips.split(","), cases))
+  done = _done(options.out)
+  for count, (chip, (kernel, shape, build)) in enumerate(work, 1):
+    if (kernel, chip, str(shape)) in done:
+      continue
+    row = measure(kernel, shape, chip, build)
+    print(f"[{count}/{len(work)}]", *row.values(), flush=True)
+    if options.out:
+      csv_rows.put(options.out, row, _KEYS)
+
+
+def _done(path: str) -> set[tuple[str, ...]]:
+  """Keys of the rows that this very code has made."""
+  origin = environment.compiled()
+  if not os.path.exists(path) or origin["commit"].endswith("+"):
+    return set()
+  return {
+    tuple(row[name] for name in _KEYS)
+    for row in csv_rows.read(path)
+    if all(row.get(name) == value for name, value in origin.items())
+  }
 
 
 def restart_with_dumps() -> None:
@@ -197,7 +216,12 @@ def _attention(shape, backward):
   dout = jax.ShapeDtypeStruct((shape.queries, *token), jnp.bfloat16)
   slabs = (1 + backward) * shape.sources + shape.queries
   tile = attention.BlockSizes.choose(
-    shape.tokens, shape.width, 2 * slabs * shape.width, shape.heads
+    shape.tokens,
+    shape.width,
+    2 * slabs * shape.width,
+    shape.heads,
+    shape.sources,
+    backward=backward,
   ).tokens
   tiles = math.ceil(shape.tokens / tile)
   parts = max(p for p in range(1, 9) if tiles % p == 0)
@@ -208,11 +232,12 @@ def _attention(shape, backward):
     tile,
     shape.width,
     slabs,
-    stats=(4 + 4 * backward) * shape.queries * shape.heads,
+    stats=(4 + 4 * backward) * shape.queries * shape.heads + 4 * shape.normed,
     fixed=fixed * shape.queries * shape.width,
   )
   gain = jax.ShapeDtypeStruct((shape.width,), jnp.float32)
-  gains = [gain] if shape.normed else []
+  inverse = jax.ShapeDtypeStruct((shape.tokens,), jnp.float32)
+  gains = [gain, inverse][: 1 + backward] if shape.normed else []
   options = dict(shape.options, eps=1e-6)
   if shape.normed:
     options["norm_eps"] = 1e-6
@@ -340,6 +365,39 @@ def _kda_cases(options) -> Iterator[tuple[str, Any, Build]]:
         kernel, shape, options.chunk, options.heads
       )
       yield kernel, shape, build
+  for backward, direction in enumerate(("forward", "backward")):
+    for shape in kda_shapes.NAMED:
+      build = functools.partial(_conv, backward=bool(backward))
+      yield f"short_conv_{direction}", shape, build
+
+
+_TAPS, _UNIT_EPS = 4, 1e-6
+
+
+def _conv(shape, backward):
+  """The features of queries or keys: heads of length one, no documents."""
+  struct = jax.ShapeDtypeStruct
+  x = struct((shape.batch, shape.tokens, shape.heads, shape.key), jnp.bfloat16)
+  taps = struct((_TAPS, shape.heads, shape.key), jnp.float32)
+  call = short_conv.Call(x, taps, _UNIT_EPS)
+  kernel = short_conv.backward if backward else short_conv.forward
+  function = lambda x, taps, *dy: kernel(
+    x, taps, None, None, *dy, unit_eps=_UNIT_EPS
+  )
+  steps = math.prod(call.grid)
+  # Queries or keys, their features, and backward a gradient; before them, the
+  # last rows of the tile before.
+  arrays = 2 * (2 + backward) * x.size
+  before = 2 * steps * short_conv.BEFORE * shape.key
+  of_taps = 4 * _TAPS * shape.heads * shape.key
+  plan = {
+    "tile": call.size,
+    "steps": steps,
+    "minimum": arrays + (1 + backward) * of_taps,
+    "actual": arrays + before + (1 + 8 * shape.batch * backward) * of_taps,
+    "vmem": 4 * (2 + backward) * call.size * shape.key,
+  }
+  return function, (x, taps) + (x,) * backward, plan
 
 
 def _kda(kernel, shape, chunk, most):

@@ -292,6 +292,21 @@ ENTRY %main (stack: bf16[3,8,128], x: bf16[8,128]) -> bf16[8,128] {
   assert instruction.op_name == "jit(f)/part<residual>/pallas_call"
 
 
+def test_a_kernel_that_writes_a_row_in_place():
+  text = """HloModule m, is_scheduled=true
+
+ENTRY %main (x: bf16[8,128], stack: bf16[3,8,128]) -> (bf16[3,8,128], bf16[8,128]) {
+  %x = bf16[8,128]{1,0:T(8,128)} parameter(0)
+  %stack = bf16[3,8,128]{2,1,0:T(8,128)} parameter(1)
+  ROOT %y = (bf16[3,8,128]{2,1,0:T(8,128)}, bf16[8,128]{1,0:T(8,128)}) custom-call(%x, %stack), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"row_of_results":"0",
+"unread_operands":"1"
+}}
+}
+"""  # noqa: E501
+  assert hlo.Program(text).hbm_bytes() == 2 * (1 + 1 + 1) * 8 * 128
+
+
 def test_traffic_of_copies_to_and_from_the_core():
   text = """\
 HloModule jit_f, is_scheduled=true

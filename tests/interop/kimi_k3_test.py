@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnres_jax import checkpoint
 from attnres_jax import config as config_lib
 from attnres_jax import optimizer
 from attnres_jax import sharding
+from attnres_jax import trees
 from attnres_jax.interop import families
 from attnres_jax.interop import huggingface
 from attnres_jax.interop import mxfp4
@@ -179,7 +179,7 @@ def test_shards_decode_their_own_part(folder):
     config_lib.MeshConfig(data=1, fsdp=2, expert=2, tensor=2)
   )
   both = huggingface.load(source), huggingface.load(source, mesh)
-  alone, sharded = map(checkpoint.to_flat, both)
+  alone, sharded = map(trees.to_flat, both)
   for name, leaf in alone.items():
     np.testing.assert_array_equal(sharded[name], leaf, err_msg=name)
   up = sharded["sublayers/moe/core/up/value"]
@@ -284,7 +284,7 @@ def test_the_published_shapes():
   config = _config()
   rules = families.FAMILIES["kimi_k3"].rules(config)
   abstract = jax.eval_shape(lambda: huggingface.models.build_model(config))
-  shapes = checkpoint.to_flat(abstract)
+  shapes = trees.to_flat(abstract)
   packed = {
     "w1.weight_packed": (3072, 1792), "w1.weight_scale": (3072, 112),
     "w2.weight_packed": (3584, 1536), "w2.weight_scale": (3584, 96),

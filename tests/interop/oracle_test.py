@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import pytest
 
-from attnres_jax import checkpoint
 from attnres_jax import config as config_lib
 from attnres_jax import loss as loss_lib
+from attnres_jax import trees
 from attnres_jax.interop import families
 from attnres_jax.interop import huggingface
 from tests.interop import small_checkpoint
@@ -149,7 +149,7 @@ class TestFamily:
     for one, parameter in zip(gradients.parameters(), network.parameters()):
       one.data.copy_(parameter.grad)
     _save(gradients, tmp_path / "gradients")
-    theirs = checkpoint.to_flat(
+    theirs = trees.to_flat(
       huggingface.load(huggingface.read(tmp_path / "gradients"))
     )
     source = huggingface.read(tmp_path / "weights")
@@ -162,7 +162,7 @@ class TestFamily:
       sums = loss_lib.loss_sums(run, h_BTD, model.embedding.head_DV(), examples)
       return sums.total / examples.weights.sum()
 
-    ours = checkpoint.to_flat(jax.jit(jax.grad(mean))(model))
+    ours = trees.to_flat(jax.jit(jax.grad(mean))(model))
     for name, leaf in ours.items():
       if "selection_bias" in name:
         continue  # Not trained by a gradient.

@@ -31,8 +31,8 @@ def write(folder, layers):
   """Writes a Llama whose weights are random."""
   import jax
 
-  from attnres_jax import checkpoint
   from attnres_jax import models
+  from attnres_jax import trees
 
   config = config_lib.ModelConfig(
     vocab_size=32_000, width=2048, num_layers=layers, num_heads=16,
@@ -40,9 +40,7 @@ def write(folder, layers):
     residual=config_lib.ResidualConfig(name="prenorm"),
   )  # fmt: skip
   family = decoder.Decoder("LlamaForCausalLM", decoder.LLAMA)
-  shapes = checkpoint.to_flat(
-    jax.eval_shape(lambda: models.build_model(config))
-  )
+  shapes = trees.to_flat(jax.eval_shape(lambda: models.build_model(config)))
   rng, entries = np.random.default_rng(0), []
   for rule in family.rules(config):
     shape = rule.tensor_shape(shapes[rule.leaf].shape)

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from attnres_jax import checkpoint
 from attnres_jax import config as config_lib
 from attnres_jax import models
+from attnres_jax import trees
 from attnres_jax.interop import huggingface
 from tests import tiny_network
 
@@ -90,7 +90,7 @@ def test_comes_back_bit_by_bit(case, tmp_path):
   _export(model, tmp_path / "out")
   source = huggingface.read(tmp_path / "out")
   assert source.family == "attnres" and source.config == model.config
-  found, wanted = map(checkpoint.to_flat, (huggingface.load(source), model))
+  found, wanted = map(trees.to_flat, (huggingface.load(source), model))
   assert found.keys() == wanted.keys()
   for name, leaf in wanted.items():
     np.testing.assert_array_equal(found[name], leaf, err_msg=name)

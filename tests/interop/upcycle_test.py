@@ -14,6 +14,7 @@ from attnres_jax import checkpoint
 from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax import train
+from attnres_jax import trees
 from attnres_jax.interop import export_huggingface
 from attnres_jax.interop import import_huggingface
 from attnres_jax.interop import upcycle
@@ -65,7 +66,7 @@ def _both(model):
 @pytest.fixture(scope="module")
 def expected(plain):
   logits_BTV, gradient = _both(plain)
-  return logits_BTV, checkpoint.to_flat(gradient)
+  return logits_BTV, trees.to_flat(gradient)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_it_is_the_same_function_and_learns(case, plain, expected):
   if case == "delta":
     np.testing.assert_array_equal(found, logits_BTV)
   new = {}
-  for name, leaf in checkpoint.to_flat(gradient).items():
+  for name, leaf in trees.to_flat(gradient).items():
     if name.startswith("residual/"):
       new[name.split("/")[-2]] = np.asarray(leaf)
       continue
@@ -103,20 +104,20 @@ def test_without_the_factor_it_is_another_function(plain, expected):
   model = upcycle.upcycle(plain, SCHEMES["block"])
   config = dataclasses.replace(model.config, residual=SCHEMES["block"])
   like = jax.eval_shape(lambda: type(model)(config, rngs=nnx.Rngs(params=0)))
-  mean = checkpoint.from_flat(like, checkpoint.to_flat(model))
+  mean = trees.from_flat(like, trees.to_flat(model))
   assert np.abs(_both(mean)[0] - expected[0]).max() > 0.05
 
 
 @pytest.mark.parametrize("scan_layers", [True, False])
 def test_decoding(plain, scan_layers):
   """A chunk and a token; without a scan, the token has reads of its own."""
-  plain = checkpoint.from_flat(
+  plain = trees.from_flat(
     jax.eval_shape(
       lambda: models.build_model(
         dataclasses.replace(plain.config, scan_layers=scan_layers)
       )
     ),
-    checkpoint.to_flat(plain),
+    trees.to_flat(plain),
   )
   model = upcycle.upcycle(plain, SCHEMES["block"])
   rng = np.random.default_rng(1)

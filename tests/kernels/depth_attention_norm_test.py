@@ -81,6 +81,16 @@ def test_values_and_gradients(implementation, apart, shape):
 @pytest.mark.parametrize("sources", (1, 9, 18))
 def test_bfloat16(implementation, sources):
   """As exact as results in bfloat16 are, on either side of 16 sources."""
+  _check_bfloat16(implementation, sources)
+
+
+@pytest.mark.parametrize("sources", (1, 3))
+def test_groups_of_16_tokens(sources, monkeypatch):
+  monkeypatch.setattr(dispatch, "tpu_kind", lambda: "TPU7x")
+  _check_bfloat16("pallas_tpu", sources)
+
+
+def _check_bfloat16(implementation, sources):
   arrays = make(3, sources, (20,), 136, "bfloat16")
   found = run(implementation, *arrays)
   dtypes = [str(a.dtype) for a in found]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from attnres_kernels import Row
+from attnres_kernels import Sinks
 from attnres_kernels import combine_mixtures
 from attnres_kernels import depth_attention
 from attnres_kernels import depth_merge
@@ -144,6 +145,71 @@ class TestDepthMerge:
       found = merge(other, lse, query, other, **rows)
       expected = merge(source[2], lse, query, source[3])
     np.testing.assert_array_equal(found, expected)
+
+  @pytest.mark.parametrize("implementation", ALL[1:])
+  @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+  @pytest.mark.parametrize("tokens,rows", ((20, False), (256, True)))
+  def test_sinks(self, implementation, dtype, tokens, rows):
+    """Gradients become a row, and are added to a sum in two parts."""
+    query, source = make((tokens,), 24, 8)
+    source = source.astype(dtype)
+    out, partial, dnormed, *before = source[:6]
+    lse, gain, i = source[6, :, 0].astype(jnp.float32), 1 + query, jnp.int32(1)
+    before[1:] = before[1], before[2] / 256
+
+    def wanted(out, partial, lse, query, gain):
+      merged = depth_merge(out, lse, query, partial, implementation="reference")
+      return rms_norm(merged, 1e-6) * gain[None]
+
+    exact = [x.astype(jnp.float32) for x in (out, partial)]
+    pull = jax.vjp(wanted, *exact, lse, query, gain)[1]
+    dout, dpartial, *expected = pull(dnormed.astype(jnp.float32))
+    where = {}
+    if rows:
+      where = dict(
+        out_row=Row(source, 0), partial_row=Row(source, jnp.int32(1))
+      )
+
+    def run(sinks, out, partial, lse, query, gain):
+      sinks, normed = depth_merge_norm(
+        out, lse, query, partial, None, gain,
+        sinks=Sinks(Row(sinks[0], i), *sinks[1:]), **where,
+        implementation=implementation,
+      )  # fmt: skip
+      return (sinks.out.stack, sinks.high, sinks.low), normed
+
+    # What is in the sinks themselves does not matter.
+    nothing = (jnp.full((3, *out.shape), jnp.nan, dtype),) + tuple(
+      jnp.full_like(out, jnp.nan) for _ in range(2)
+    )
+    collected = jnp.stack([before[0], out * jnp.nan, out]), *before[1:]
+    with dispatch.interpreted(pltpu.InterpretParams(detect_races=True)):
+      _, pull = jax.vjp(run, nothing, out, partial, lse, query, gain)
+      (stack, high, low), no_dout, no_dpartial, *found = pull(
+        (collected, dnormed)
+      )
+    np.testing.assert_array_equal(stack[::2], collected[0][::2])
+    digits = 3e-5 if dtype == "float32" else 2**-8
+    np.testing.assert_allclose(
+      stack[1].astype(jnp.float32), dout, atol=digits, rtol=digits
+    )
+    high, low, *old = (
+      x.astype(jnp.float32) for x in (high, low, *collected[1:])
+    )
+    # Rounded once, to 16 bits; in another pass, also the new term, to 8.
+    total = sum(old) + dpartial
+    another = implementation == "xla" or tokens == 20
+    rounded = another and dtype == "bfloat16"
+    limit = 3e-5 + rounded * 2**-8 * np.abs(dpartial)
+    assert (np.abs(high + low - total) <= limit + 2**-16 * np.abs(total)).all()
+    # Half of the last of 8 bits.
+    assert (np.abs(low) <= 2**-8 * np.abs(high)).all()
+    assert not no_dout.any() and not no_dpartial.any()
+    jax.tree.map(
+      lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4),
+      found,
+      expected,
+    )
 
   # Autodiff of the reference subtracts what cancels.
   @pytest.mark.parametrize("implementation", ALL[1:])
@@ -315,6 +381,32 @@ class TestBadInput:
     x = jnp.ones((3, 8))
     with pytest.raises(ValueError, match=message):
       depth_merge(x, x[:, 0], x[0], x, out_row=Row(stack, index))
+
+  @pytest.mark.parametrize(
+    "change,message",
+    [
+      (dict(high=jnp.ones((2, 8))), r"sink high \(2, 8\) .* \(3, 8\)"),
+      (dict(low=jnp.ones((3, 8), jnp.bfloat16)), "sink low .* bfloat16"),
+      (dict(out=Row(jnp.ones((2, 4, 8)), 0)), "no row of"),
+    ],
+  )
+  def test_sinks(self, change, message):
+    x = jnp.ones((3, 8))
+    sinks = Sinks(Row(x[None], 0), x, x)
+    with pytest.raises(ValueError, match=message):
+      sinks = sinks._replace(**change)
+      depth_merge_norm(x, x[:, 0], x[0], x, None, x[0], sinks=sinks)
+
+  @pytest.mark.parametrize(
+    "implementation,update", [(None, 1), ("reference", 0)]
+  )
+  def test_no_place_for_sinks(self, implementation, update):
+    x = jnp.ones((3, 8))
+    with pytest.raises(ValueError, match="not with an update, nor"):
+      depth_merge_norm(
+        x, x[:, 0], x[0], x, x if update else None, x[0],
+        sinks=Sinks(Row(x[None], 0), x, x), implementation=implementation,
+      )  # fmt: skip
 
   def test_update_and_gain(self):
     x, lse, query = jnp.ones((3, 8)), jnp.ones(3), jnp.ones(8)

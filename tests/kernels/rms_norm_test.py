@@ -21,7 +21,7 @@ def make(shape, dtype):
   return x, gain, dy
 
 
-def oracle(x, gain, dy):
+def oracle(x, gain, dy, eps=EPS):
   """The norm and its gradients in float64, by the matrix of derivatives."""
   x, gain, dy = (np.asarray(a, np.float64) for a in (x, gain, dy))
   width = x.shape[-1]
@@ -29,7 +29,7 @@ def oracle(x, gain, dy):
   y, dx = np.empty_like(rows), np.empty_like(rows)
   dgain = np.zeros(width)
   for i, (row, drow) in enumerate(zip(rows, drows)):
-    rms = np.sqrt(np.mean(row**2) + EPS)
+    rms = np.sqrt(np.mean(row**2) + eps)
     y[i] = row / rms * gain
     matrix = np.eye(width) / rms - np.outer(row, row) / (width * rms**3)
     dx[i] = matrix @ (gain * drow)
@@ -37,10 +37,10 @@ def oracle(x, gain, dy):
   return y.reshape(x.shape), dx.reshape(x.shape), dgain
 
 
-def run(implementation, x, gain, dy):
+def run(implementation, x, gain, dy, eps=EPS):
   @jax.jit
   def f(x, gain, dy):
-    norm = lambda *a: rms_norm(*a, eps=EPS, implementation=implementation)
+    norm = lambda *a: rms_norm(*a, eps=eps, implementation=implementation)
     y, pull = jax.vjp(norm, x, gain)
     return y, *pull(dy)
 
@@ -69,6 +69,15 @@ def test_bfloat16_is_rounded_once(implementation):
     a = np.asarray(a, np.float64)
     np.testing.assert_allclose(a, b, rtol=2.0**-8, atol=1e-5)
   np.testing.assert_allclose(found[2], expected[2], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ("xla", "pallas_tpu"))
+def test_no_eps(implementation):
+  """Rows of padding, which are zero, add nothing to the gain's gradient."""
+  arrays = make((5, 130), "float32")
+  found = run(implementation, *arrays, eps=0.0)
+  for a, b in zip(found, oracle(*arrays, eps=0.0), strict=True):
+    np.testing.assert_allclose(a, b, rtol=0, atol=3e-6 * np.abs(b).max())
 
 
 def test_float64():

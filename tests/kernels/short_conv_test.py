@@ -68,12 +68,14 @@ def test_definition(unit, packed):
 
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
-@pytest.mark.parametrize("unit,packed", [(False, True), (True, False)])
-def test_kernel(unit, packed, dtype, monkeypatch):
-  # Three steps in time, two of heads.
+@pytest.mark.parametrize(
+  "unit,packed,width",
+  [(False, True, 256), (True, False, 128), (True, True, 256)],
+)
+def test_kernel(unit, packed, width, dtype, monkeypatch):
+  # Three steps in time.
   monkeypatch.setattr(pallas_tpu, "_MOST_TOKENS", 16)
-  monkeypatch.setattr(pallas_tpu, "_MOST_CHANNELS", 128)
-  x, taps, dy, ids = make(48, dtype)
+  x, taps, dy, ids = make(48, dtype, width=width)
   arguments = x, taps, dy, ids if packed else None
   with dispatch.interpreted():
     found = both("pallas_tpu", unit, *arguments)

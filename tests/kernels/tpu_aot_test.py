@@ -13,6 +13,7 @@ import pytest
 
 from attnres_jax.aot import hlo
 from attnres_kernels import Row
+from attnres_kernels import Sinks
 from attnres_kernels import depth_attention
 from attnres_kernels import depth_attention_vjp
 from attnres_kernels import depth_merge
@@ -204,6 +205,36 @@ class TestTpuCompile:
     # Forward three arrays; backward three, and two gradients.
     assert 7.9 * row < moved[1] < 8.2 * row
     assert abs(moved[0] - moved[1]) < 0.05 * row
+
+  @pytest.mark.parametrize("chip", ("v5e", "v5p", "v6e"))
+  def test_sinks_are_not_copied(self, chip):
+    """In a loop, each is updated in place."""
+    tokens, steps = (8, 4096, 2048), 3  # Too much for the memory of a core.
+
+    def loop(out, partial, lse, query, gain, dnormed):
+      def run(sinks, i):
+        sinks, normed = depth_merge_norm(
+          out, lse, query, partial, None, gain,
+          sinks=Sinks(Row(sinks[0], i), *sinks[1:]),
+        )  # fmt: skip
+        return (sinks.out.stack, sinks.high, sinks.low), normed
+
+      def step(i, found):
+        _, pull = jax.vjp(lambda sinks: run(sinks, i), found)
+        return pull((found, dnormed))[0]
+
+      empty = functools.partial(jax.lax.empty, dtype=out.dtype)
+      sinks = empty((steps, *tokens)), empty(tokens), empty(tokens)
+      return jax.lax.fori_loop(0, steps, step, sinks)
+
+    vector, wide = (tokens[-1:], jnp.float32), (tokens, None)
+    lse = tokens[:-1], jnp.float32
+    arguments = [wide, wide, lse, vector, vector, wide]
+    text = compile_for(chip, loop, arguments, "bfloat16")
+    row = 2 * np.prod(tokens)
+    # Five arrays are read, and three written.
+    moved = hlo.Program(text).hbm_bytes() / steps
+    assert 7.9 * row < moved < 8.2 * row
 
   @pytest.mark.parametrize("chip", tuple(CHIPS))
   @pytest.mark.parametrize("shape", shapes.DECODED[::2], ids=str)

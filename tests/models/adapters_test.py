@@ -13,6 +13,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax import sharding
 from attnres_jax import train_state
+from attnres_jax import trees
 from attnres_jax.models import adapters
 from tests import tiny_network
 from tests import tiny_run
@@ -27,23 +28,23 @@ def _network(match="^sublayers/", rank=2):
 
 def _drawn(model):
   """With adapters that have an effect."""
-  flat = checkpoint.to_flat(model)
+  flat = trees.to_flat(model)
   rng = np.random.default_rng(1)
   for name, leaf in flat.items():
     if name.endswith("/lora_b/value"):
       flat[name] = jax.numpy.asarray(
         rng.standard_normal(leaf.shape, "float32") * np.float32(0.1)
       )
-  return checkpoint.from_flat(model, flat)
+  return trees.from_flat(model, flat)
 
 
 def test_the_sum_by_hand_of_any_matrix():
   config = _network("query$|moe/core/gate$|embedding/head$")
   model = _drawn(models.build_model(config))
-  flat = checkpoint.to_flat(model)
-  merged = checkpoint.to_flat(adapters.merged(model))
+  flat = trees.to_flat(model)
+  merged = trees.to_flat(adapters.merged(model))
   plain = dataclasses.replace(config, lora=config_lib.LoraConfig())
-  assert merged.keys() == checkpoint.to_flat(models.build_model(plain)).keys()
+  assert merged.keys() == trees.to_flat(models.build_model(plain)).keys()
   # Each with a leading axis of sublayers; experts are a stack of matrices.
   for name, product in (
     ("sublayers/kda/core/query", "ldr,lrnh->ldnh"),
@@ -101,7 +102,7 @@ def test_only_adapters_change_and_have_moments(optimizer):
   mesh = sharding.make_mesh(run.mesh)
   program = train_state.make_program(run, mesh)
   state = program.init_state()
-  before = checkpoint.to_flat(jax.device_get(state.model))
+  before = trees.to_flat(jax.device_get(state.model))
   size = sum(leaf.size for name, leaf in before.items() if "/lora_" in name)
   moments = sum(leaf.size for leaf in jax.tree.leaves(state.opt_state))
   assert size <= moments <= 2 * size + 8
@@ -110,7 +111,7 @@ def test_only_adapters_change_and_have_moments(optimizer):
     batch = sharding.shard_batch({"tokens": tokens}, mesh)
     state, metrics = program.train_step(state, batch)
   assert float(metrics["grad_norm"]) > 0
-  after = checkpoint.to_flat(jax.device_get(state.model))
+  after = trees.to_flat(jax.device_get(state.model))
   for name, leaf in before.items():
     changed = np.any(after[name] != leaf)
     assert changed == ("/lora_" in name), name
@@ -149,7 +150,7 @@ def test_a_run_starts_from_another_resumes_and_loads_merged(tmp_path):
   config, merged = checkpoint.load_model(one)
   assert not config.model.lora.rank
   _, start = checkpoint.load_model(base)
-  old, new = map(checkpoint.to_flat, (start, merged))
+  old, new = map(trees.to_flat, (start, merged))
   assert old.keys() == new.keys()
   for name, leaf in old.items():
     adapted = name.endswith(("core/query/value", "core/down/value"))

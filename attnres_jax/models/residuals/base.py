@@ -121,7 +121,7 @@ class Residual(nnx.Module):
     banked: whether the sources may be rows of one array, of which as many are
       read as there are when a segment opens (`models.depth_scan`). Segments of
       such a scheme are of one size, and it has `num_sources`, `open_rows` and
-      `step`.
+      `step`; if `sums_open`, also `can_sink`.
     sums_open: whether there is one open row, a sum, in place of one row per
       sublayer.
     reads_depth: whether `config.residual.read` describes its reads; otherwise,
@@ -257,7 +257,9 @@ class Residual(nnx.Module):
     first: jax.Array | bool,
     sublayer: Callable[[tuple[Any, Any]], jax.Array],
     rows: Any,
-  ) -> tuple[jax.Array, jax.Array | None]:
+    norm: Any,
+    sinks: Any,
+  ) -> tuple[jax.Array, Any]:
     """The output of a sublayer of a segment, given the open rows before it.
 
     Args:
@@ -271,10 +273,13 @@ class Residual(nnx.Module):
       rows: where mixtures [V, Q, B, T, D] of several sublayers lie, and which
         of Q is this one; and the same of open rows if `sums_open`, [K, B, T, D]
         of several sublayers. See `attnres_kernels.Row`; either may be None.
+      norm: of the sublayer.
+      sinks: for the gradients of its mixture and of the open row, see
+        `attnres_kernels.Sinks`; None unless `sums_open` and `can_sink`.
 
     Returns:
-      The output; and, unless `sums_open`, the rows as they came, for their
-      gradients to pass through.
+      The output; and, for gradients to pass through, the sinks, or else the
+      rows as they came unless `sums_open`.
     """
     raise NotImplementedError
 

@@ -123,7 +123,7 @@ class BlockAttnResOneSoftmax(depth_attention.DepthAttention):
 
 
 class _Normed(NamedTuple):
-  """The carry before a block whose first mixture is normalised already."""
+  """The carry before a sublayer whose mixture is normalised already."""
 
 
 class _Lying(NamedTuple):
@@ -192,14 +192,19 @@ class BlockAttnRes(BlockAttnResOneSoftmax):
     first: jax.Array | bool,
     sublayer: Callable[[tuple[Any, Any]], jax.Array],
     rows: depth_attention.Rows,
-  ) -> tuple[jax.Array, None]:
+    norm: norm_lib.RMSNorm,
+    sinks: attnres_kernels.Sinks | None,
+  ) -> tuple[jax.Array, attnres_kernels.Sinks | None]:
     del place
     slot = self.slots_of(reads, *mixtures).ignoring_first(first)
     open_BTD, slot = stacks.only((open_RBTD, slot))
     # A mixture with a null source lies nowhere yet.
     if rows[0] is not None and reads.null_D is None:
       slot = slot.lying(rows[0])
-    return sublayer((_Lying(open_BTD, rows[1]), slot)), None
+    if sinks is None:
+      return sublayer((_Lying(open_BTD, rows[1]), slot)), None
+    sinks, normed_BTD = self.merge_into(slot, open_BTD, norm, rows[1], sinks)
+    return sublayer((_Normed(), slot._replace(out_BTD=normed_BTD))), sinks
 
   def read(self, carry: Any, slot: Any) -> jax.Array | base.QKV:
     if carry is None:

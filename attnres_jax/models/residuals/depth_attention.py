@@ -88,6 +88,9 @@ class Bank(NamedTuple):
 Sources = Sequence[jax.Array] | Bank
 # Where a mixture and an open source lie, if they are rows of arrays.
 Rows = tuple[attnres_kernels.Row | None, attnres_kernels.Row | None]
+# How they are sharded.
+_SPECS: Any = sharding.QUERIED_TOKENS, sharding.WHOLE
+_ROW: Any = attnres_kernels.Row(*_SPECS)
 
 
 def sources_from(sources: Sources, first: int) -> tuple[jax.Array, ...]:
@@ -217,8 +220,12 @@ class DepthAttention(base.Residual):
 
   def can_norm(self, reads: depth_reads.Read) -> bool:
     """Whether nothing is done to their mixtures before a norm."""
+    return self._heads is None and self.can_sink(reads)
+
+  def can_sink(self, reads: depth_reads.Read) -> bool:
+    """Whether their gradients may be collected in `attnres_kernels.Sinks`."""
     changed = reads.value, reads.null_D, reads.scale
-    return self._heads is None and all(x is None for x in changed)
+    return all(x is None for x in changed)
 
   def slots_of(
     self, reads: depth_reads.Read, out_QBTD: jax.Array, lse_QBT: jax.Array
@@ -287,6 +294,20 @@ class DepthAttention(base.Residual):
         one.out_BTD, one.lse_BT, one.query_D, open_BTD, norm.gain[...],
         (one.row, row), eps=self.eps, norm_eps=norm.eps, rank=self._rank,
       ),
+    )  # fmt: skip
+
+  def merge_into(
+    self,
+    slot: Slot,
+    open_BTD: jax.Array,
+    norm: norm_lib.RMSNorm,
+    row: attnres_kernels.Row | None,
+    sinks: attnres_kernels.Sinks,
+  ) -> tuple[attnres_kernels.Sinks, jax.Array]:
+    """The sinks, and `merge_normed` of what `can_sink`."""
+    return depth_merge_norm(
+      slot.out_BTD, slot.lse_BT, slot.query_D, open_BTD, norm.gain[...],
+      (slot.row, row), sinks, eps=self.eps, norm_eps=norm.eps, rank=self._rank,
     )  # fmt: skip
 
   def merge_several(
@@ -560,40 +581,49 @@ def depth_merge_norm(
   partial_BTD: jax.Array,
   gain_D: jax.Array,
   rows: Rows = (None, None),
+  sinks: attnres_kernels.Sinks | None = None,
   *,
   eps: float,
   norm_eps: float,
   rank: int | None = None,
-) -> jax.Array:
+) -> Any:
   """The normalised merge of `attnres_kernels.depth_merge_norm`.
+
+  With sinks, a tuple of them and the merge.
 
   The kernel could also add the last output to the open sum. Instead, the matrix
   product that computes the output adds it, and then writes no output at all.
   """
 
-  def merge(out_BTD, lse_BT, query_D, partial_BTD, gain_D, rows):
-    _, normed_BTD = attnres_kernels.depth_merge_norm(
+  def merge(out_BTD, lse_BT, query_D, partial_BTD, gain_D, rows, sinks):
+    first, normed_BTD = attnres_kernels.depth_merge_norm(
       out_BTD, lse_BT, query_D, partial_BTD, None, gain_D,
       eps=eps, norm_eps=norm_eps, rank=rank,
-      out_row=rows[0], partial_row=rows[1],
+      out_row=rows[0], partial_row=rows[1], sinks=sinks,
     )  # fmt: skip
-    return normed_BTD
+    return normed_BTD if sinks is None else (first, normed_BTD)
 
-  tokens, whole = sharding.TOKENS, sharding.WHOLE
+  tokens: Any = sharding.TOKENS
+  whole, sink_specs, out_specs, outs = sharding.WHOLE, None, tokens, out_BTD
+  if sinks is not None:
+    sink_specs = attnres_kernels.Sinks(_ROW, tokens, tokens)
+    out_specs, outs = (sink_specs, tokens), (sinks, out_BTD)
   split = sharding.by_shards(
-    merge, (tokens, tokens, whole, tokens, whole, _specs(rows)), tokens
+    merge,
+    (tokens, tokens, whole, tokens, whole, _specs(rows), sink_specs),
+    out_specs,
   )
   return linear.counted(
     split, out_BTD, lse_BT, query_D, partial_BTD, gain_D, _with_arrays(rows),
+    sinks,
     flops=pair_flops(partial_BTD.shape, query_D.size),
-    scanned=partial_BTD, outs=out_BTD,
+    scanned=partial_BTD, outs=outs,
   )  # fmt: skip
 
 
 def _specs(rows: Rows) -> tuple[Any, ...]:
   """How rows are sharded."""
-  specs: Any = sharding.QUERIED_TOKENS, sharding.WHOLE
-  return tuple(row and attnres_kernels.Row(*specs) for row in rows)
+  return tuple(row and _ROW for row in rows)
 
 
 def _with_arrays(rows: Rows) -> Rows:

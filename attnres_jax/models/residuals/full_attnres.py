@@ -122,8 +122,10 @@ class FullAttnRes(FullAttnResOneSoftmax):
     first: jax.Array | bool,
     sublayer: Callable[[tuple[Any, Any]], jax.Array],
     rows: depth_attention.Rows,
+    norm: Any,
+    sinks: None,
   ) -> tuple[jax.Array, jax.Array]:
-    del first, rows
+    del first, rows, norm, sinks
     more = ()
     if len(open_RBTD) > 1:
       *more, open_RBTD = depth_attention.through_bank(

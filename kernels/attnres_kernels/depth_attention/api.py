@@ -179,23 +179,24 @@ def depth_attention_vjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(options, implementation, *arguments):
-  return dispatch.call(
-    "depth_attention", "forward", implementation, *arguments, **dict(options)
-  )
+  found, _ = _attend_forward(options, implementation, *arguments)
+  return found
 
 
 def _attend_forward(options, implementation, *arguments):
-  out_QTD, lse_QT = _attend(options, implementation, *arguments)
+  out_QTD, lse_QT, *inverses = dispatch.call(
+    "depth_attention", "forward", implementation, *arguments, **dict(options)
+  )
   # The caller keeps the sources alive anyway; the mixtures are not needed
-  # again, not even that of a norm.
-  return (out_QTD, lse_QT), (*arguments, lse_QT)
+  # again, not even that of a norm, but for its rms.
+  return (out_QTD, lse_QT), (arguments, lse_QT, *inverses)
 
 
 def _attend_backward(options, implementation, residuals, cotangents):
-  query, sources, count, *gains, lse = residuals
+  (query, sources, count, *gains), lse, *inverses = residuals
   arguments = query, sources, count, lse, *cotangents
   if gains:
-    arguments = *arguments, None, *gains
+    arguments = *arguments, None, *gains, *inverses
   dquery, dsources, *dgains = _backward(options, implementation, *arguments)
   return dquery, dsources, None, *dgains
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Depth attention on TPU, backward: one read of sources and output gradients.
 
-Per group of 8 tokens (see `pallas_tpu_tiles`), with `v` of rows (source, token)
+Per group of tokens (see `pallas_tpu_tiles`), with `v` of rows (source, token)
 and `dout` of rows (query, token):
 
   products   v x dout^T on the token diagonal, v x query^T for the scores
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from attnres_kernels import dispatch
 from attnres_kernels.depth_attention import pallas_tpu_columns as columns_lib
 from attnres_kernels.depth_attention import pallas_tpu_heads as heads_lib
+from attnres_kernels.depth_attention import pallas_tpu_norm as norm_lib
 from attnres_kernels.depth_attention import pallas_tpu_tiles as tiles
 
 _MATRIX = 128  # Rows and columns of the smallest matrix unit.
@@ -36,6 +37,7 @@ def backward(
   dlse_QT,
   accumulate=None,
   gain_D=None,
+  inverse_T=None,
   *,
   eps,
   heads=1,
@@ -47,13 +49,14 @@ def backward(
 
   Source gradients are added to `accumulate`, in place, if it is given. The
   gradients of the mixtures may be in arrays of their own. A gain says that the
-  first mixture is normalised; without it, it has no gradient either.
+  first mixture is normalised, by the inverse rms that the forward pass
+  returned; without it, it has no gradient either.
   """
+  del norm_eps  # Part of the inverse rms.
   _, flat, num_tokens = tiles.flatten(sources)
   bank = not isinstance(sources, tuple)
   num_slots = len(sources)
   num_queries, width = query_QD.shape[0], flat[0].shape[-1]
-  softmaxes = heads * num_queries
   dtype = sources[0].dtype
   accumulated = []
   if accumulate is not None:
@@ -62,7 +65,10 @@ def backward(
   written = dsource_dtype.itemsize * (2 if accumulated else 1)
   token_bytes = (num_queries + num_slots) * width * dtype.itemsize
   token_bytes += num_slots * width * written
-  blocks = tiles.BlockSizes.choose(num_tokens, width, token_bytes, heads)
+  blocks = tiles.BlockSizes.choose(
+    num_tokens, width, token_bytes, heads, num_slots, dtype, backward=True,
+    normed=gain_D is not None,
+  )  # fmt: skip
   tile = blocks.tokens
   num_tiles = pl.cdiv(num_tokens, tile)
   # Every part of the outer axis sums its own query gradient, in order.
@@ -78,17 +84,27 @@ def backward(
   exact = dtype == jnp.float32
   sums = (parts, (1 if exact else 2) * num_queries, terms.shape[1])
   lse, dlse = (
-    tiles.stats_to_tiles(columns_lib.to_kernel(x, heads, num_tokens), tile)
+    columns_lib.to_kernel(x, heads, num_tokens)
     for x in (lse_QT, dlse_QT.astype(jnp.float32))
   )
+  stats = [lse, dlse]
+  if gain_D is not None:
+    stats.append(inverse_T.reshape(1, num_tokens))
+  if gain_D is None or num_slots == 1:
+    stats = [tiles.stats_to_tiles(x, tile) for x in stats]
+  else:
+    segments = norm_lib.Segments(num_queries, num_slots)
+    stats[-1] = jnp.broadcast_to(stats[-1], (segments.size, num_tokens))
+    stats = [segments.pack(x, tile) for x in stats]
 
   def at(p, s):
     return p * steps + s
 
   token_spec = pl.BlockSpec((tile, width), lambda p, s, n: (at(p, s), 0))
-  stats_spec = pl.BlockSpec(
-    (1, softmaxes, tile), lambda p, s, n: (at(p, s), 0, 0)
-  )
+  stats_specs = [
+    pl.BlockSpec((1, *x.shape[1:]), lambda p, s, n: (at(p, s), 0, 0))
+    for x in stats
+  ]
   if bank:
     dsource_specs = [
       pl.BlockSpec((num_slots, tile, width), lambda p, s, n: (0, at(p, s), 0))
@@ -108,15 +124,14 @@ def backward(
   gains, gain_sums, scratch = [], [], []
   if gain_D is not None:
     gains = [gain_D[None]]
-    gain_sums = [(parts, tiles.GROUP, width)]
+    gain_sums = [(parts, blocks.group, width)]
     scratch = [pltpu.VMEM((tile, width), dtype)]
   all_sums = [sums, *gain_sums]
   operands = [
     tiles.count_operand(count, num_slots),
     terms,
     pull_terms,
-    lse,
-    dlse,
+    *stats,
     *gains,
     *douts,
     *flat,
@@ -134,8 +149,9 @@ def backward(
       accumulate=bool(accumulated),
       num_tokens=num_tokens,
       columns=columns,
+      size=blocks.group,
       eps=eps,
-      norm_eps=norm_eps,
+      normed=gain_D is not None,
     ),
     grid_spec=pltpu.PrefetchScalarGridSpec(
       num_scalar_prefetch=1,
@@ -143,8 +159,7 @@ def backward(
       in_specs=[
         tiles.whole(terms),
         tiles.whole(pull_terms),
-        stats_spec,
-        stats_spec,
+        *stats_specs,
         *map(tiles.whole, gains),
         *dout_specs,
         *tiles.source_specs(sources, tile, width, at),
@@ -208,13 +223,13 @@ def _kernel(
   accumulate,
   num_tokens,
   columns,
+  size,
   eps,
-  norm_eps,
+  normed,
 ):
-  normed = norm_eps is not None
-  gain_ref = dmixture_ref = dgain_ref = None
+  inverse_ref = gain_ref = scaled_ref = dgain_ref = None
   if normed:
-    gain_ref, *refs, dmixture_ref = refs
+    inverse_ref, gain_ref, *refs, scaled_ref = refs
   dout_refs, refs = refs[:num_douts], refs[num_douts:]
   source_refs, refs = refs[:num_slots], refs[num_slots:]
   dsources = 1 if bank else num_slots
@@ -229,7 +244,6 @@ def _kernel(
   count = count_ref[0] if bank else None
   step = pl.program_id(0) * pl.num_programs(1) + pl.program_id(1)
   softmaxes = num_queries * columns.heads
-  lse, dlse = jnp.transpose(lse_ref[0]), jnp.transpose(dlse_ref[0])
 
   @pl.when(pl.program_id(1) == 0)
   def _():
@@ -244,8 +258,8 @@ def _kernel(
 
   def load_douts(rows, kept, chunk):
     douts = [load_dout(q, rows, chunk) for q in range(normed, num_queries)]
-    if dmixture_ref is not None:
-      douts.insert(0, dmixture_ref[rows, chunk])
+    if scaled_ref is not None:
+      douts.insert(0, scaled_ref[rows, chunk])
     return tiles.concatenate(douts, kept)
 
   # The only weight is one, so mixtures do not depend on the scores.
@@ -255,51 +269,87 @@ def _kernel(
     rows = num_slots * tiles.GROUP
     factors_of = heads_lib.Factors(rows, num_queries, columns.heads, exact)
 
-  def open_group(group):
-    rows = slice(group * tiles.GROUP, (group + 1) * tiles.GROUP)
-    kept = tiles.kept_rows(
-      num_tokens, tile, step * tile + rows.start, tiles.GROUP
-    )
-    load = functools.partial(tiles.load_sources, source_refs, rows, kept, bank)
-    return rows, kept, load, tiles.inverse_rms(load, columns, eps)
+  if scaled_ref is not None:
+    for first in range(0, tile, tiles.ROWS):
+      rows = slice(first, first + tiles.ROWS)
+      for piece in columns.pieces:
+        wide = load_dout(0, rows, piece.columns).astype(jnp.float32)
+        wide *= gain_ref[:, piece.columns]
+        scaled_ref[rows, piece.columns] = wide.astype(scaled_ref.dtype)
 
-  num_groups = tile // tiles.GROUP
-  if dmixture_ref is not None:
-    # A sweep of its own, so that the norms of all groups can overlap.
-    for group in range(num_groups):
-      rows, kept, load, inverse = open_group(group)
-      weight = [1.0]
-      if not alone:
-        score = _scores(load, terms_ref, columns, num_queries, exact) * inverse
-        weight = _weights(tiles.on_slots(score[:, :1]), lse[rows, :1])
-      dnormed = [
-        tiles.concatenate([load_dout(0, rows, piece.columns)], kept)
-        for piece in columns.pieces
-      ]
-      dmixture = _through_norm(
-        _mixture(weight, load, columns), dnormed, gain_ref, dgain_ref, columns,
-        norm_eps,
-      )  # fmt: skip
-      for piece, part in zip(columns.pieces, dmixture):
-        dmixture_ref[rows, piece.columns] = part.astype(dmixture_ref.dtype)
+  def open_group(first):
+    rows = slice(first, first + size)
+    kept = tiles.kept_rows(num_tokens, tile, step * tile + first, size)
+    load = functools.partial(tiles.load_sources, source_refs, rows, kept, bank)
+    return rows, kept, load, functools.partial(load_douts, rows, kept)
+
+  def inverse_rms(kept, load):
+    inverse = tiles.inverse_rms(load, columns, eps)
+    if kept is None:
+      return inverse
+    # Without an eps, it is infinite in rows of padding, which are zero.
+    return jnp.where(jnp.concatenate([kept] * num_slots), inverse, 0.0)
 
   groups = []
-  for group in range(num_groups):
-    rows, kept, load, inverse = open_group(group)
-    douts = functools.partial(load_douts, rows, kept)
+  opened = list(map(open_group, range(0, tile, size)))
+  if normed and not alone:
+    segments = norm_lib.Segments(num_queries, num_slots)
+    for first in range(0, len(opened), segments.groups):
+      several = opened[first : first + segments.groups]
+      lanes = slice(first * segments.size, first * segments.size + tiles.LANES)
+      statistics = norm_lib.Statistics(
+        segments,
+        [
+          _product_rows(
+            load,
+            norm_lib.with_sources(douts, load),
+            (num_queries + num_slots) * size,
+            terms_ref,
+            columns,
+            num_slots * size,
+            exact,
+          )
+          for _, _, load, douts in several
+        ],
+        terms_ref.shape[0] // num_queries,
+        *(ref[0, :, lanes] for ref in (lse_ref, dlse_ref, inverse_ref)),
+        None
+        if columns.all_keys
+        else [inverse_rms(kept, load) for _, kept, load, _ in several],
+        columns,
+        eps,
+        exact,
+      )
+      for i, group in enumerate(several):
+        bend = None
+        if not columns.all_keys:
+          bend = statistics.of_group(statistics.bend, i, 1)
+        pull = statistics.of_group(statistics.pull, i, num_queries)
+        groups.append((*group, True, bend, [statistics.factor(i)], pull))
+  else:
+    lse, dlse = jnp.transpose(lse_ref[0]), jnp.transpose(dlse_ref[0])
+  for rows, kept, load, douts in opened[len(groups) :]:
+    inverse = inverse_rms(kept, load)
     if alone:
       score = _scores(load, terms_ref, columns, num_queries, exact) * inverse
       dscore = dlse[rows]
       bend = jnp.sum(dscore * score, axis=1, keepdims=True)
       bend = bend * inverse * inverse * (1.0 / columns.key_width)
       pull = dscore * inverse
-      groups.append((rows, load, douts, bend, _pull_factor(pull, exact), pull))
+      norm = None
+      if normed:
+        norm = norm_lib.of_one(
+          jnp.transpose(inverse_ref[0, :, rows]), load, douts, columns
+        )
+      factor = _pull_factor(pull, exact)
+      groups.append((rows, kept, load, douts, norm, bend, factor, pull))
       continue
     products_of = _products if columns.heads == 1 else heads_lib.products
     product, score = products_of(
-      load, douts, terms_ref, columns, num_slots, num_queries, exact
+      load, douts, terms_ref, columns, num_slots, size, num_queries, exact
     )
-    product, score = map(tiles.on_slots, (product, score * inverse))
+    product = tiles.on_slots(product, size)
+    score = tiles.on_slots(score * inverse, size)
     valid = tiles.valid_slots(score.shape, count)
     # Only for valid slots; the lse of an empty set is -inf.
     score = tiles.where(valid, score, 0.0)
@@ -312,24 +362,30 @@ def _kernel(
     bend = bend * inverse * inverse * (1.0 / columns.key_width)
     pull = flat(dscore) * inverse
     if factors_of is None:
-      factors = [_factor(flat(weight), pull, exact)]
+      factors = [_factor(flat(weight), pull, size, exact)]
     else:
       factors = factors_of(flat(weight), pull)
-    groups.append((rows, load, douts, bend, factors, pull))
+    groups.append((rows, kept, load, douts, False, bend, factors, pull))
 
   # A second sweep, so that the statistics of all groups can overlap.
-  for rows, load, douts, bend, factors, _ in groups:
+  for rows, kept, load, douts, norm, bend, factors, _ in groups:
     for piece in columns.pieces:
       chunk = piece.columns
       dsource_of = _dsource_alone if alone else _dsource
       dsource = dsource_of(
-        load(chunk), douts(chunk), pull_terms_ref, bend, factors, columns, piece
-      )
+        load(chunk), douts(chunk), pull_terms_ref, norm, bend, factors, columns,
+        piece,
+      )  # fmt: skip
+      if normed:
+        # Behind the gradients are the rows of the normalised mixture.
+        dnormed = tiles.concatenate([load_dout(0, rows, chunk)], kept)
+        normed_rows = dsource[-size:]
+        dgain_ref[0, :, chunk] += dnormed.astype(jnp.float32) * normed_rows
       if count is not None:
-        valid = tiles.iota(dsource.shape, 0) < count * tiles.GROUP
+        valid = tiles.iota(dsource.shape, 0) < count * size
         dsource = jnp.where(valid, dsource, 0.0)
       for i in range(num_slots):
-        part = dsource[i * tiles.GROUP : (i + 1) * tiles.GROUP]
+        part = dsource[i * size : (i + 1) * size]
         at = (0, (i, rows, chunk)) if bank else (i, (rows, chunk))
         if old_refs is not None:
           part += old_refs[at[0]][at[1]].astype(jnp.float32)
@@ -338,13 +394,13 @@ def _kernel(
 
   # The query gradient also sums over tokens: take as many groups at once as
   # fill the depth of a matrix unit.
-  span = max(1, 2 * _MATRIX // (num_slots * tiles.GROUP))
+  span = max(1, 2 * _MATRIX // (num_slots * size))
   for first in range(0, len(groups), span):
     several = groups[first : first + span]
     pulls = [pull for *_, pull in several]
     pulls = _pull_rows(pulls, num_queries, exact)
     for piece in columns.pieces if columns.heads > 1 else columns.keys:
-      sources = [load(piece.columns) for _, load, *_ in several]
+      sources = [load(piece.columns) for _, _, load, *_ in several]
       sources = jnp.concatenate(sources, axis=0)
       dquery = columns.select(
         piece,
@@ -366,38 +422,28 @@ def _weights(score, lse, valid=None):
   return weight / jnp.where(total == 0.0, 1.0, total)[None]
 
 
-def _mixture(weight, load, columns):
-  """The mixture by weights [M, 8, 1]: float32 [8, columns] of each piece."""
-
-  def mix(piece):
-    sources = tiles.on_slots(load(piece.columns).astype(jnp.float32))
-    return tiles.total(w * source for w, source in zip(weight, sources))
-
-  return [mix(piece) for piece in columns.pieces]
-
-
-def _through_norm(mixture, dnormed, gain_ref, dgain_ref, columns, eps):
-  """Gradient of a mixture, given that of its norm; adds that of the gain."""
-  inverse = tiles.inverse_rms_of(mixture, columns.width, eps)
-  normed = [part * inverse for part in mixture]
-  dscaled = []
-  for piece, part, dpart in zip(columns.pieces, normed, dnormed):
-    dpart = dpart.astype(jnp.float32)
-    dgain_ref[0, :, piece.columns] += dpart * part
-    dscaled.append(dpart * gain_ref[:, piece.columns])
-  along = tiles.total(
-    jnp.sum(dpart * part, axis=1, keepdims=True)
-    for part, dpart in zip(normed, dscaled)
-  ) * (1.0 / columns.width)
-  return [
-    inverse * (dpart - along * part) for part, dpart in zip(normed, dscaled)
-  ]
-
-
-def _products(load, douts, terms_ref, columns, num_slots, num_queries, exact):
+def _products(
+  load, douts, terms_ref, columns, num_slots, size, num_queries, exact
+):
   """Products of source rows with their token's dout and the query: [M*8, Q]."""
-  diagonal = num_queries * tiles.GROUP
-  source_rows = num_slots * tiles.GROUP
+  diagonal = num_queries * size
+  product = _product_rows(
+    load, douts, diagonal, terms_ref, columns, num_slots * size, exact
+  )
+  token = lambda row: jnp.bitwise_and(row, size - 1)
+  return (
+    tiles.take_columns(product, lambda r, i: i * size + token(r), num_queries),
+    tiles.total(
+      tiles.take_columns(product, lambda r, i, f=first: f + i, num_queries)
+      for first in range(diagonal, diagonal + terms_ref.shape[0], num_queries)
+    ),
+  )
+
+
+def _product_rows(
+  load, partners, diagonal, terms_ref, columns, source_rows, exact
+):
+  """Products of source rows with as many partners, and then query terms."""
   partner_rows = diagonal + terms_ref.shape[0]
   # Rows of the left operand stream; those of the right operand are tiled.
   streams = source_rows * pl.cdiv(
@@ -405,10 +451,10 @@ def _products(load, douts, terms_ref, columns, num_slots, num_queries, exact):
   ) <= partner_rows * pl.cdiv(source_rows, _MATRIX)
 
   def partner(piece):
-    dout = douts(piece.columns)
+    rows = partners(piece.columns)
     if piece.key is None:
-      return dout
-    return jnp.concatenate([dout, terms_ref[:, piece.key]], axis=0)
+      return rows
+    return jnp.concatenate([rows, terms_ref[:, piece.key]], axis=0)
 
   def multiply(piece):
     if streams:
@@ -426,22 +472,20 @@ def _products(load, douts, terms_ref, columns, num_slots, num_queries, exact):
     product = jnp.concatenate([both, rest], axis=axis)
   if not streams:
     product = jnp.transpose(product)
-  token = lambda row: jnp.bitwise_and(row, tiles.GROUP - 1)
-  return (
-    tiles.take_columns(
-      product, lambda r, i: i * tiles.GROUP + token(r), num_queries
-    ),
-    tiles.total(
-      tiles.take_columns(product, lambda r, i, f=first: f + i, num_queries)
-      for first in range(diagonal, partner_rows, num_queries)
-    ),
-  )
+  return product
 
 
-def _dsource(source, dout, pull_terms_ref, bend, factors, columns, piece):
-  """Gradients of the sources in the columns of a piece: [M*8, columns]."""
+def _dsource(
+  source, dout, pull_terms_ref, normed, bend, factors, columns, piece
+):
+  """Gradients of the sources in the columns of a piece: [M*8, columns].
+
+  With a norm, then the normalised mixture: [M*8 + 8, columns].
+  """
   exact = dout.dtype == jnp.float32
   partner = [dout] if exact else [dout, dout]
+  if normed:
+    partner += [source] if exact else [source, source]
   if piece.key is not None:
     partner.append(pull_terms_ref[:, piece.key])
   partner = jnp.concatenate(partner, axis=0)
@@ -451,9 +495,16 @@ def _dsource(source, dout, pull_terms_ref, bend, factors, columns, piece):
       factors[head][:, : partner.shape[0]], partner, exact=exact
     ),
   )
-  if piece.key is not None:
+  if bend is not None and piece.key is not None:
     key = columns.only_keys(piece, source)
-    dsource -= bend * key.astype(jnp.float32)
+    bent = bend * key.astype(jnp.float32)
+    dsource = (
+      jnp.concatenate(
+        [dsource[: len(bent)] - bent, dsource[len(bent) :]], axis=0
+      )
+      if normed
+      else dsource - bent
+    )
   return dsource
 
 
@@ -474,28 +525,40 @@ def _pull_factor(pull, exact):
   return jnp.concatenate([high, high, low], axis=1).astype(jnp.bfloat16)
 
 
-def _dsource_alone(source, dout, pull_terms_ref, bend, factor, columns, piece):
+def _dsource_alone(
+  source, dout, pull_terms_ref, norm, bend, factor, columns, piece
+):
   """`_dsource` of the only source, of which every mixture is a copy."""
   exact = dout.dtype == jnp.float32
-  dsource = tiles.total(
-    dout[first : first + tiles.GROUP].astype(jnp.float32)
-    for first in range(0, dout.shape[0], tiles.GROUP)
-  )
-  if piece.key is None:
+  size = source.shape[0]
+  parts = [
+    dout[first : first + size].astype(jnp.float32)
+    for first in range(0, dout.shape[0], size)
+  ]
+  wide = source.astype(jnp.float32)
+  if norm is not None:
+    parts[0] *= norm.inverse
+    if columns.all_keys:
+      bend += norm.along
+    else:
+      parts.append(-norm.along * wide)
+  dsource = tiles.total(parts)
+  if piece.key is not None:
+    dsource += tiles.dot(factor, pull_terms_ref[:, piece.key], exact=exact)
+    dsource -= bend * columns.only_keys(piece, wide)
+  if norm is None:
     return dsource
-  dsource += tiles.dot(factor, pull_terms_ref[:, piece.key], exact=exact)
-  key = columns.only_keys(piece, source)
-  return dsource - bend * key.astype(jnp.float32)
+  return jnp.concatenate([dsource, norm.inverse * wide], axis=0)
 
 
-def _factor(weight, pull, exact):
+def _factor(weight, pull, size, exact):
   """Left operand of the source gradients: twice [M*8, Q] to [M*8, columns].
 
   Columns are the weights on the token diagonal (high terms, low terms), then
   the pulls (high, high, low). Exact factors need one term each.
   """
   rows, num_queries = weight.shape
-  diagonal = num_queries * tiles.GROUP
+  diagonal = num_queries * size
   spread = diagonal if exact else 2 * diagonal
   columns = spread + num_queries * (1 if exact else 3)
   parts = []
@@ -506,9 +569,9 @@ def _factor(weight, pull, exact):
     if first < spread:
       query = jnp.where(column < diagonal, column, column - diagonal)
       taken = tiles.take_columns(
-        weight, lambda r, i, at=query >> tiles.GROUP_BITS: at
+        weight, lambda r, i, at=query >> (size.bit_length() - 1): at
       )
-      part = jnp.where(tiles.on_diagonal(row, column), taken, 0.0)
+      part = jnp.where(tiles.on_diagonal(row, column, size), taken, 0.0)
     if first + tiles.LANES > spread:
       query = column - spread
       for _ in range(2):

@@ -4,8 +4,11 @@
 With `v` of rows (source, token), see `pallas_tpu_tiles`:
 
   scores    query terms x v^T, one product for all queries of 16 tokens
-  mixtures  weights x v per 8 tokens, the weights [(query, token), (source,
+  mixtures  weights x v per group, the weights [(query, token), (source,
             token)] on the token diagonal, in two bfloat16 terms
+
+Where a group has 16 tokens, the matrix unit squares as well: norms of the keys
+are the diagonal of v x v^T.
 """
 
 import functools
@@ -20,9 +23,9 @@ from attnres_kernels.depth_attention import pallas_tpu_columns as columns_lib
 from attnres_kernels.depth_attention import pallas_tpu_tiles as tiles
 
 _MASKED = -1e30  # Lower than any real score, yet finite.
-# Up to this many sources, the terms of the weights fit side by side into the
-# depth of a matrix unit; with more sources, they become additional rows.
-_STACKED_SOURCES = 16
+# Up to this many rows of sources, twice, the terms of the weights fit side by
+# side into the depth of a matrix unit; beyond, they become additional rows.
+_STACKED_ROWS = 128
 
 
 def forward(
@@ -41,20 +44,24 @@ def forward(
   """Returns the mixtures and their log-normalisers.
 
   If `apart`, the kernel writes each mixture to an array of its own, and the
-  result is a tuple of arrays [1, ..., D]. With a gain, the first is normalised.
+  result is a tuple of arrays [1, ..., D]. With a gain, the first is normalised,
+  and the inverse rms that it had is a third result.
   """
   tokens_shape, flat, num_tokens = tiles.flatten(sources)
   num_slots = len(sources)
   num_queries, width = query_QD.shape[0], flat[0].shape[-1]
   dtype = sources[0].dtype
   token_bytes = (num_slots + num_queries) * width * dtype.itemsize
-  blocks = tiles.BlockSizes.choose(num_tokens, width, token_bytes, heads)
+  blocks = tiles.BlockSizes.choose(
+    num_tokens, width, token_bytes, heads, num_slots, dtype
+  )
   tile = blocks.tokens
   steps = pl.cdiv(num_tokens, tile)
   columns = columns_lib.Columns(width, blocks.lanes, heads, rank)
   terms = tiles.query_terms(columns.separate(query_QD), dtype)
   softmaxes = heads * num_queries
   gains = [] if gain_D is None else [gain_D[None]]
+  stats = softmaxes + len(gains)
   one = jax.ShapeDtypeStruct((num_tokens, width), dtype)
   out_specs = [pl.BlockSpec((tile, width), lambda t, n: (t, 0))] * num_queries
   out_shapes = [one] * num_queries
@@ -70,6 +77,7 @@ def forward(
       bank=not isinstance(sources, tuple),
       num_tokens=num_tokens,
       columns=columns,
+      group=blocks.group,
       eps=eps,
       norm_eps=norm_eps,
     ),
@@ -83,12 +91,12 @@ def forward(
       ],
       out_specs=[
         *out_specs,
-        pl.BlockSpec((1, softmaxes, tile), lambda t, n: (t, 0, 0)),
+        pl.BlockSpec((1, stats, tile), lambda t, n: (t, 0, 0)),
       ],
     ),
     out_shape=[
       *out_shapes,
-      jax.ShapeDtypeStruct((steps, softmaxes, tile), jnp.float32),
+      jax.ShapeDtypeStruct((steps, stats, tile), jnp.float32),
     ],
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("parallel",),
@@ -102,12 +110,10 @@ def forward(
   )(tiles.count_operand(count, num_slots), terms, *gains, *flat)
   # Reshaped before, since compilers see no slice of a stack through a reshape.
   out = [x.reshape((-1,) + tokens_shape + (width,)) for x in out]
-  return (
-    tuple(out) if apart else out[0],
-    columns_lib.from_kernel(
-      tiles.stats_from_tiles(lse, num_tokens), heads, tokens_shape
-    ),
-  )
+  lse = tiles.stats_from_tiles(lse, num_tokens)
+  inverses = [row.reshape(tokens_shape) for row in lse[softmaxes:]]
+  lse = columns_lib.from_kernel(lse[:softmaxes], heads, tokens_shape)
+  return tuple(out) if apart else out[0], lse, *inverses
 
 
 def _kernel(
@@ -118,6 +124,7 @@ def _kernel(
   bank,
   num_tokens,
   columns,
+  group,
   eps,
   norm_eps,
 ):
@@ -129,13 +136,13 @@ def _kernel(
     refs[num_slots:-1],
     refs[-1],
   )
-  tile, softmaxes = out_refs[0].shape[-2], lse_ref.shape[1]
+  tile, softmaxes = out_refs[0].shape[-2], lse_ref.shape[1] - normed
   num_queries = softmaxes // columns.heads
   exact = out_refs[0].dtype == jnp.float32
   count = count_ref[0] if bank else None
   base = pl.program_id(0) * tile
-  stacked = num_slots <= _STACKED_SOURCES
-  groups, lses = [], []
+  stacked = num_slots * group <= _STACKED_ROWS
+  groups, lses, inverses = [], [], []
 
   def write(query, rows, chunk, mixed):
     if len(out_refs[0].shape) == 3:
@@ -145,6 +152,7 @@ def _kernel(
 
   def write_normed(rows, mixed):
     inverse = tiles.inverse_rms_of(mixed, columns.width, norm_eps)
+    inverses.append(inverse)
     for piece, part in zip(columns.pieces, mixed):
       part *= inverse * gain_ref[:, piece.columns]
       write(0, rows, piece.columns, part.astype(out_refs[0].dtype))
@@ -158,9 +166,12 @@ def _kernel(
       tiles.kept_rows(num_tokens, tile, base + first, tiles.ROWS),
       bank,
     )
-    raw = _raw_scores(load, terms_ref, columns, num_queries, exact)
-    score = jnp.transpose(raw) * tiles.inverse_rms(load, columns, eps)
-    score = score.reshape(num_slots, -1, tiles.GROUP, softmaxes)
+    if group == tiles.GROUP:
+      raw = _raw_scores(load, terms_ref, columns, num_queries, exact)
+      score = jnp.transpose(raw) * tiles.inverse_rms(load, columns, eps)
+    else:
+      score = _scores(load, terms_ref, columns, num_queries, eps)
+    score = score.reshape(num_slots, -1, group, softmaxes)
     valid = tiles.valid_slots(score.shape, count)
     score = tiles.where(valid, score, _MASKED)
     top = jnp.max(score, axis=0)
@@ -181,19 +192,18 @@ def _kernel(
         write_normed(rows, [x.astype(jnp.float32) for x in pieces])
       continue
     weight = weight / safe[None]
-    for half in range(tiles.ROWS // tiles.GROUP):
-      start = first + half * tiles.GROUP
+    for half in range(tiles.ROWS // group):
+      start = first + half * group
       load = functools.partial(
         tiles.load_sources,
         source_refs,
-        slice(start, start + tiles.GROUP),
-        tiles.kept_rows(num_tokens, tile, base + start, tiles.GROUP),
+        slice(start, start + group),
+        tiles.kept_rows(num_tokens, tile, base + start, group),
         bank,
       )
       left = weight[:, half].reshape(-1, softmaxes)
-      left = _diagonal_weights(left, exact, stacked)
-      groups.append((slice(start, start + tiles.GROUP), load, left))
-  lse_ref[0] = jnp.transpose(jnp.concatenate(lses, axis=0))
+      left = _diagonal_weights(left, group, exact, stacked)
+      groups.append((slice(start, start + group), load, left))
 
   # A second sweep, so that the statistics of all groups can overlap.
   for rows, load, weight in groups:
@@ -205,7 +215,7 @@ def _kernel(
       if columns.heads == 1:
         mixed = tiles.dot(weight, source, exact=exact)
         if not exact and not stacked:
-          half = num_queries * tiles.GROUP
+          half = num_queries * group
           mixed = mixed[:half] + mixed[half:]
       else:
         mixed = columns.select(
@@ -218,13 +228,19 @@ def _kernel(
         # An empty bank may hold anything, and 0 * NaN is NaN.
         mixed = jnp.where(count > 0, mixed, 0.0)
       if normed:
-        firsts.append(mixed[: tiles.GROUP])
+        firsts.append(mixed[:group])
       mixed = mixed.astype(out_refs[0].dtype)
-      mixed = mixed.reshape(num_queries, tiles.GROUP, -1)
+      mixed = mixed.reshape(num_queries, group, -1)
       for query in range(normed, num_queries):
         write(query, rows, piece.columns, mixed[query])
     if normed:
       write_normed(rows, firsts)
+
+  stats = jnp.concatenate(lses, axis=0)
+  if normed:
+    inverses = jnp.concatenate(inverses, axis=0)
+    stats = jnp.concatenate([stats, inverses], axis=1)
+  lse_ref[0] = jnp.transpose(stats)
 
 
 def _raw_scores(load, terms_ref, columns, num_queries, exact):
@@ -246,6 +262,30 @@ def _raw_scores(load, terms_ref, columns, num_queries, exact):
   return jnp.concatenate(raw, axis=0)
 
 
+def _scores(load, terms_ref, columns, num_queries, eps):
+  """Scores of one head [M*16, Q]; all sums over columns on the matrix unit."""
+
+  def multiply(piece):
+    key = columns.only_keys(piece, load(piece.columns))
+    left = jnp.concatenate([key, terms_ref[:, piece.key]], axis=0)
+    return tiles.dot(left, key, 1, exact=False)
+
+  product = tiles.total(map(multiply, columns.keys))
+  rows = product.shape[1]
+  squares = [
+    _diagonal(product[part, part]) for part in tiles.chunks(rows, tiles.LANES)
+  ]
+  square = jnp.concatenate(squares, axis=1)
+  inverse = jax.lax.rsqrt(square * (1.0 / columns.key_width) + eps)
+  return jnp.transpose(tiles.sum_terms(product[rows:], num_queries) * inverse)
+
+
+def _diagonal(x):
+  """The diagonal as one row."""
+  on = tiles.iota(x.shape, 0) == tiles.iota(x.shape, 1)
+  return jnp.sum(jnp.where(on, x, 0.0), axis=0, keepdims=True)
+
+
 def _mixed(weight, source, num_queries, heads, exact, head):
   """Mixtures of one head in all columns of a piece: [Q*8, columns]."""
   rows = num_queries * tiles.GROUP
@@ -256,27 +296,29 @@ def _mixed(weight, source, num_queries, heads, exact, head):
   )
 
 
-def _diagonal_weights(weight, exact, stacked):
+def _diagonal_weights(weight, group, exact, stacked):
   """[M*8, Q] to the left operand of the mixtures, rows (query, token).
 
   Columns are (source, token). If `stacked`, they hold the high and then the low
   terms; otherwise the low terms are rows below the high terms.
   """
   if exact:
-    return _spread_queries(weight)
+    return _spread_queries(weight, group)
   high, low = tiles.high_and_low(weight)
   if stacked:
-    both = _spread_queries(jnp.concatenate([high, low], axis=0))
+    both = _spread_queries(jnp.concatenate([high, low], axis=0), group)
   else:
-    both = jnp.concatenate([_spread_queries(x) for x in (high, low)], axis=0)
+    both = jnp.concatenate(
+      [_spread_queries(x, group) for x in (high, low)], axis=0
+    )
   return both.astype(jnp.bfloat16)
 
 
-def _spread_queries(x):
+def _spread_queries(x, group):
   """[(source, token), Q] to [(query, token), (source, token)]."""
   turned = jnp.transpose(x)
-  shape = (tiles.GROUP, turned.shape[1])
-  mask = tiles.on_diagonal(tiles.iota(shape, 0), tiles.iota(shape, 1))
+  shape = (group, turned.shape[1])
+  mask = tiles.on_diagonal(tiles.iota(shape, 0), tiles.iota(shape, 1), group)
   return jnp.concatenate(
     [
       jnp.where(mask, jnp.broadcast_to(turned[q : q + 1], shape), 0.0)

@@ -5,9 +5,11 @@ Tokens are processed in groups of 8, the sublanes of a register. The M sources
 of a group form one matrix [M*8, D] whose rows are (source, token), so that all
 wide operations can be matrix products. Of a product with columns (query, token)
 only the token diagonal is needed, an eighth, which is why groups are as small
-as possible. Statistics are compact, [M*8, Q], and a sum over the sources of a
-token is a sum over registers. `take_columns` converts from the diagonal to the
-compact form, and back if `on_diagonal` masks the rest.
+as possible. On some chips groups have 16 tokens, the row tile of bfloat16,
+which need not be packed anew; comments say 8 for both. Statistics are compact,
+[M*8, Q], and a sum over the sources of a token is a sum over registers.
+`take_columns` converts from the diagonal to the compact form, and back if
+`on_diagonal` masks the rest.
 
 Bfloat16 operands are exact on the matrix unit. A float32 factor is split into
 bfloat16 terms, three for queries and two for weights. Float32 sources use
@@ -25,40 +27,66 @@ import jax.numpy as jnp
 from attnres_kernels import dispatch
 
 GROUP_BITS = 3
-GROUP = 1 << GROUP_BITS
+GROUP = 1 << GROUP_BITS  # The sublanes of a register.
 ROWS = 16  # The row tile of bfloat16 in memory.
 LANES = 128  # Of a register, and the most queries.
 MOST_STATISTICS = 512  # Queries times heads; beyond, programs grow too long.
+# Chips whose memory is so fast that packing rows anew and the start of a grid
+# step count, and how many rows their matrix units hold: of up to 16 sources of
+# 16 tokens, which take as long as twice those of 8.
+_FAST_DEPTHS = {"TPU7x": 256}
 _BUFFER_SHARE = 5 / 7  # Of VMEM; the rest is for values.
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
-  """Tokens per grid step and lanes per inner product step."""
+  """Tokens per grid step and group, and lanes per inner product step."""
 
   tokens: int
+  group: int = GROUP
   lanes: int = 1280
 
   @classmethod
-  def choose(cls, num_tokens, width, token_bytes, heads=1):
-    """The largest tile up to 128 tokens whose two buffers stay small.
+  def choose(
+    cls,
+    num_tokens,
+    width,
+    token_bytes,
+    heads=1,
+    num_slots=1,
+    dtype=jnp.bfloat16,
+    backward=False,
+    normed=False,
+  ):
+    """The largest tile up to 128 tokens, or 256, whose two buffers stay small.
 
     Args:
       num_tokens: all tokens of the call.
       width: D.
       token_bytes: bytes moved per token.
       heads: with several, half as many tokens, as their program is longer.
+      num_slots: M.
+      dtype: of the sources.
+      backward: not 256 tokens, whose program takes minutes to compile.
+      normed: groups of 8 only, as statistics of a norm are laid out for those.
     """
     # Narrow rows need larger tiles to fill the schedule.
     tokens = 128 if width <= 1536 else 64
+    group = GROUP
     if heads > 1:
       tokens //= 2
+    elif (
+      num_slots * ROWS <= _FAST_DEPTHS.get(dispatch.tpu_kind(), 0)
+      and dtype == jnp.bfloat16
+      and not normed
+    ):
+      tokens, group = min(2 * tokens, 128 if backward else 256), ROWS
     most = _BUFFER_SHARE * dispatch.tpu_vmem_bytes()
     while tokens > ROWS and (
       2 * tokens * token_bytes > most or tokens // 2 >= num_tokens
     ):
       tokens //= 2
-    return cls(tokens)
+    return cls(tokens, group)
 
 
 def why_not(
@@ -227,9 +255,9 @@ def inverse_rms_of(parts, width, eps):
   return jax.lax.rsqrt(square * (1.0 / width) + eps)
 
 
-def on_slots(x):
+def on_slots(x, group=GROUP):
   """[M*8, Q] as [M, 8, Q], for sums over the sources of a token."""
-  return x.reshape(-1, GROUP, x.shape[-1])
+  return x.reshape(-1, group, x.shape[-1])
 
 
 def valid_slots(shape, count):
@@ -276,9 +304,9 @@ def pad_lanes(x):
   return jnp.concatenate([x, zeros], axis=1)
 
 
-def on_diagonal(row, column):
+def on_diagonal(row, column, group=GROUP):
   """A mask: the token of the row is the token of the column."""
-  return jnp.bitwise_and(row ^ column, GROUP - 1) == 0
+  return jnp.bitwise_and(row ^ column, group - 1) == 0
 
 
 def high_and_low(x):

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 
 from attnres_kernels import heads as heads_lib
 from attnres_kernels.depth_attention import xla_bank
-from attnres_kernels.rms_norm import xla as norm_lib
 
 # Up to this many queries, a sum over queries is written out term by term, which
 # the CPU compiler turns into one pass; with more queries, it is a broadcast.
@@ -40,22 +39,20 @@ def forward(
   With several heads, the log-normalisers are [Q, ..., H], and an axis Q of the
   scores in here has Q * H entries. A rank is the number of last coordinates
   that are the key. If `apart`, mixtures are a tuple of arrays [1, ..., D]. With
-  a gain, the first mixture is normalised.
+  a gain, the first mixture is normalised, and the inverse rms that it had is a
+  third result.
   """
   options = dict(eps=eps, heads=heads, rank=rank)
   if count is None:
-    out_QTD, lse_QT = _forward(query_QD, sources, **options)
+    out_QTD, *stats = _forward(query_QD, sources, gain_D, norm_eps, **options)
   else:
-    out_QTD, lse_QT = xla_bank.forward(query_QD, sources, count, **options)
-  if gain_D is not None:
-    first_TD = norm_lib.forward(out_QTD[0], gain_D, eps=norm_eps)
-    out_QTD = jnp.concatenate([first_TD[None], out_QTD[1:]])
+    out_QTD, *stats = xla_bank.forward(query_QD, sources, count, **options)
   if apart:
-    return tuple(jax.lax.split(out_QTD, [1] * len(out_QTD))), lse_QT
-  return out_QTD, lse_QT
+    return tuple(jax.lax.split(out_QTD, [1] * len(out_QTD))), *stats
+  return out_QTD, *stats
 
 
-def _forward(query_QD, sources, *, eps, heads, rank):
+def _forward(query_QD, sources, gain_D, norm_eps, *, eps, heads, rank):
   num_queries, width = query_QD.shape[0], sources[0].shape[-1]
   query_QD = heads_lib.separate(query_QD, heads)
   slots = [source.astype(query_QD.dtype) for source in sources]
@@ -66,10 +63,7 @@ def _forward(query_QD, sources, *, eps, heads, rank):
   if num_queries <= _UNROLLED_QUERIES:
     out_QTD = jnp.stack(
       [
-        _total(
-          _one(weight_TQ, q, heads, width) * slot
-          for weight_TQ, slot in zip(weights, slots)
-        ).astype(dtype)
+        _mixture(weights, slots, q, heads, width).astype(dtype)
         for q in range(num_queries)
       ]
     )
@@ -78,8 +72,17 @@ def _forward(query_QD, sources, *, eps, heads, rank):
       jnp.moveaxis(_all(weight_TQ, heads, width), -2, 0) * slot[None]
       for weight_TQ, slot in zip(weights, slots)
     ).astype(dtype)
+  inverses = []
+  if gain_D is not None:
+    # Again, as it must not be rounded before its norm.
+    mixture_TD = _mixture(weights, slots, 0, heads, width)
+    mean_square_T = jnp.mean(jnp.square(mixture_TD), axis=-1)
+    inverses.append(jax.lax.rsqrt(mean_square_T + norm_eps))
+    normed_TD = mixture_TD * inverses[0][..., None]
+    normed_TD = (normed_TD * xla_bank.row(gain_D, normed_TD)).astype(dtype)
+    out_QTD = jnp.concatenate([normed_TD[None], out_QTD[1:]])
   if heads == 1:
-    return out_QTD, jnp.moveaxis(lse_TQ, -1, 0)
+    return out_QTD, jnp.moveaxis(lse_TQ, -1, 0), *inverses
   lse_TQH = lse_TQ.reshape(*lse_TQ.shape[:-1], num_queries, heads)
   return out_QTD, jnp.moveaxis(lse_TQH, -2, 0)
 
@@ -93,6 +96,7 @@ def backward(
   dlse_QT,
   accumulate=None,
   gain_D=None,
+  inverse_T=None,
   *,
   eps,
   heads=1,
@@ -103,24 +107,12 @@ def backward(
 
   Source gradients are added to `accumulate` if it is given. The gradients of
   the mixtures may be in arrays of their own. A gain says that the first mixture
-  is normalised; without it, it has no gradient either.
+  is normalised, by the inverse rms that the forward pass returned; without it,
+  it has no gradient either.
   """
+  del norm_eps  # Part of the inverse rms.
   if isinstance(dout_QTD, tuple):
     dout_QTD = jnp.concatenate(dout_QTD)
-  if gain_D is not None:
-    # The mixture was not kept.
-    first_1TD, _ = forward(
-      query_QD[:1], sources, count, eps=eps, heads=heads, rank=rank
-    )
-    dfirst_TD, dgain_D = norm_lib.backward(
-      first_1TD[0], gain_D, dout_QTD[0], eps=norm_eps
-    )
-    dout_QTD = jnp.concatenate([dfirst_TD[None], dout_QTD[1:]])
-    gradients = backward(
-      query_QD, sources, count, lse_QT, dout_QTD, dlse_QT, accumulate,
-      eps=eps, heads=heads, rank=rank,
-    )  # fmt: skip
-    return *gradients, dgain_D
   if count is not None:
     return xla_bank.backward(
       query_QD, sources, count, lse_QT, dout_QTD, dlse_QT, accumulate,
@@ -139,6 +131,18 @@ def backward(
   total_TQ = sum(weights)
   inverse_TQ = 1 / jnp.where(total_TQ == 0, 1, total_TQ)
   weights = [weight_TQ * inverse_TQ for weight_TQ in weights]
+
+  dgains = []
+  if gain_D is not None:
+    # The mixture was not kept, and only its own queries score it.
+    normed_TD = _mixture(weights, slots, 0, heads, width) * inverse_T[..., None]
+    dnormed_TD = dout_QTD[0]
+    axes = range(dnormed_TD.ndim - 1)
+    dgains.append(jnp.sum(dnormed_TD * normed_TD, axis=tuple(axes)))
+    dnormed_TD *= xla_bank.row(gain_D, dnormed_TD)
+    along_T1 = jnp.mean(dnormed_TD * normed_TD, axis=-1, keepdims=True)
+    dfirst_TD = (dnormed_TD - along_T1 * normed_TD) * inverse_T[..., None]
+    dout_QTD = jnp.concatenate([dfirst_TD[None], dout_QTD[1:]])
 
   # <dout_q, v_i> per token. The copy puts a token's queries side by side.
   # Slices cost nothing here, because callers that unstack the mixtures pass a
@@ -183,8 +187,16 @@ def backward(
     dsources.append(dsource.astype(dsource_dtype))
   dquery_QD = heads_lib.join(dquery_QD, heads)
   if isinstance(sources, tuple):
-    return dquery_QD, tuple(dsources)
+    return dquery_QD, tuple(dsources), *dgains
   return dquery_QD, jnp.stack(dsources)
+
+
+def _mixture(weights, slots, q, heads, width):
+  """Of one query, not rounded."""
+  return _total(
+    _one(weight_TQ, q, heads, width) * slot
+    for weight_TQ, slot in zip(weights, slots)
+  )
 
 
 def _products(dout_TQD, slot, heads):

@@ -6,7 +6,7 @@ by sublayer, the block's running partial sum joins the mixture of phase 1.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,29 @@ class Row(NamedTuple):
 
   stack: Float[Array, "N *T D"]
   index: int | Int32[Array, ""]
+
+
+class Sinks(NamedTuple):
+  """Where gradients go that a caller collects over several calls.
+
+  A gradient rule for a loop over sublayers sums the gradients of the partial
+  sum, and stores those of mixtures as rows of an array. Given sinks, a call
+  does both where it computes the gradients, instead of one more pass over
+  memory each. It returns the sinks; their cotangents are what is collected so
+  far, and the gradients of the sinks given are that and what the call adds.
+  `out` and `partial` then have none themselves. What sinks contain does not
+  matter, only that they have the shapes and dtypes of their gradients.
+
+  Attributes:
+    out: the gradient of `out` becomes this row, whatever it was.
+    high: to the sum of `high` and `low`, the gradient of `partial` is added.
+      This part is the sum, rounded to its dtype.
+    low: the rest of the sum, rounded: of bfloat16, both have 16 bits.
+  """
+
+  out: Row
+  high: Float[Array, "*T D"]
+  low: Float[Array, "*T D"]
 
 
 def depth_merge(
@@ -72,7 +95,7 @@ def depth_merge(
     NotImplementedError: the named backend cannot run these shapes here.
   """
   arrays, rows = (out, lse, query, partial, None, None), (out_row, partial_row)
-  return _merge(arrays, rows, rank, eps, 0.0, implementation)[1]
+  return _merge(arrays, rows, None, rank, eps, 0.0, implementation)[1]
 
 
 def depth_merge_norm(
@@ -85,11 +108,12 @@ def depth_merge_norm(
   *,
   out_row: Row | None = None,
   partial_row: Row | None = None,
+  sinks: Sinks | None = None,
   rank: int | None = None,
   eps: float = 1e-6,
   norm_eps: float = 1e-6,
   implementation: dispatch.Implementation | None = None,
-) -> tuple[Float[Array, "*T D"], Float[Array, "*T D"]]:
+) -> tuple[Any, Float[Array, "*T D"]]:
   """Everything between two sublayers in one pass: add, score, merge, pre-norm.
 
   Args:
@@ -103,25 +127,34 @@ def depth_merge_norm(
     gain: the gain of the next sublayer's pre-norm.
     out_row: as in `depth_merge`.
     partial_row: as in `depth_merge`.
+    sinks: for the gradients of `out` and `partial`, or None. Not with an update
+      or the reference.
     rank: as in `depth_attention`.
     eps: added to the mean square of the partial sum when it is scored.
     norm_eps: added to the mean square inside the pre-norm.
     implementation: a backend by name; None takes the best that fits.
 
   Returns:
-    The new partial sum, in the dtype of `partial`, and the next sublayer's
-    input rms_norm(mixture) * gain, in the dtype of `out`.
+    The new partial sum, in the dtype of `partial`, or the sinks if they are
+    given; and the next sublayer's input rms_norm(mixture) * gain, in the dtype
+    of `out`.
 
   Raises:
-    ValueError: the shapes do not fit together, or an array of rows has another
-      dtype.
+    ValueError: the shapes do not fit together, an array of rows has another
+      dtype, or there are sinks and an update.
     NotImplementedError: the named backend cannot run these shapes here.
   """
   arrays, rows = (
     (out, lse, query, partial, update, gain),
     (out_row, partial_row),
   )
-  total, normed = _merge(arrays, rows, rank, eps, norm_eps, implementation)
+  if sinks is not None:
+    sinks = _checked(sinks, out, partial, update, implementation)
+  total, normed, sinks = _merge(
+    arrays, rows, sinks, rank, eps, norm_eps, implementation
+  )
+  if sinks is not None:
+    return sinks, normed
   return (partial if update is None else total), normed
 
 
@@ -168,8 +201,8 @@ def combine_mixtures(
   return out.astype(out_a.dtype), lse
 
 
-def _merge(arrays, rows, rank, eps, norm_eps, implementation):
-  """(new partial or None, merged or merged and normed), after checks."""
+def _merge(arrays, rows, sinks, rank, eps, norm_eps, implementation):
+  """(new partial or None, merged or merged and normed, sinks), after checks."""
   dispatch.check_implementation(implementation)
   dispatch.check_eps(eps)
   heads = _check(rank, *arrays)
@@ -185,17 +218,18 @@ def _merge(arrays, rows, rank, eps, norm_eps, implementation):
   if rank is not None:
     options["rank"] = rank
   if implementation == "reference":
-    return reference.forward(out, lse, query, partial, update, gain, **options)
+    found = reference.forward(out, lse, query, partial, update, gain, **options)
+    return *found, None
   dtype = dispatch.accumulator(out, query, partial)
   lse, query = lse.astype(dtype), query.astype(dtype)
   gain = None if gain is None else gain.astype(dtype)
   arrays = out, lse, query, partial, update, gain
-  return _call(tuple(options.items()), implementation, rows, *arrays)
+  return _call(tuple(options.items()), implementation, rows, sinks, *arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _call(options, implementation, rows, *arrays):
-  return dispatch.call(
+def _call(options, implementation, rows, sinks, *arrays):
+  total, mixed = dispatch.call(
     "depth_merge",
     "forward",
     implementation,
@@ -203,34 +237,46 @@ def _call(options, implementation, rows, *arrays):
     *_given(rows),
     **dict(options),
   )
+  return total, mixed, sinks
 
 
-def _call_forward(options, implementation, rows, *arrays):
-  total, mixed = _call(options, implementation, rows, *arrays)
+def _call_forward(options, implementation, rows, sinks, *arrays):
+  results = _call(options, implementation, rows, sinks, *arrays)
+  total = results[0]
   out, lse, query, partial, update, gain = arrays
   kept = partial if update is None else total
   # The new sum lies nowhere else.
   rows = rows if update is None else (rows[0], None)
   # Zero-sized: only its dtype is wanted, for the gradient of the update.
   update_like = None if update is None else jnp.zeros((0,), update.dtype)
-  return (total, mixed), (rows, update_like, out, lse, query, kept, gain)
+  index = None if sinks is None else sinks.out.index
+  return results, (rows, index, update_like, out, lse, query, kept, gain)
 
 
 def _call_backward(options, implementation, residuals, cotangents):
-  rows, update_like, *arrays = residuals
+  rows, index, update_like, *arrays = residuals
+  *cotangents, sinks = cotangents
+  given = _given(rows)
+  if sinks is not None:
+    sinks = sinks._replace(out=Row(sinks.out.stack, index))
+    given = rows, sinks
   *gradients, dpartial, dgain = dispatch.call(
     "depth_merge",
     "backward",
     implementation,
     *arrays,
     *cotangents,
-    *_given(rows),
+    *given,
     **dict(options),
   )
+  if sinks is not None:
+    no_index: Any = None
+    sinks = Sinks(Row(gradients[0], no_index), *dpartial)
+    return None, sinks, None, *gradients[1:], None, None, dgain
   dupdate = None
   if update_like is not None:
     dupdate = dpartial.astype(update_like.dtype)
-  return None, *gradients, dpartial, dupdate, dgain
+  return None, None, *gradients, dpartial, dupdate, dgain
 
 
 _call.defvjp(_call_forward, _call_backward)
@@ -260,6 +306,23 @@ def _row(name, array, row):
       f" {index.dtype} {index.shape}"
     )
   return Row(stack, index.astype(jnp.int32))
+
+
+def _checked(sinks, out, partial, update, implementation):
+  """The sinks, with an index that is an array."""
+  if update is not None or implementation == "reference":
+    raise ValueError(
+      "sinks are for gradients of the partial sum itself, by a gradient rule:"
+      " not with an update, nor with implementation='reference'"
+    )
+  for name in ("high", "low"):
+    part = getattr(sinks, name)
+    if part.shape != partial.shape or part.dtype != partial.dtype:
+      raise ValueError(
+        f"the sink {name} {part.shape} {part.dtype} must be like partial"
+        f" {partial.shape} {partial.dtype}"
+      )
+  return sinks._replace(out=_row("out", out, sinks.out))
 
 
 def _check(rank, out, lse, query, partial, update, gain):

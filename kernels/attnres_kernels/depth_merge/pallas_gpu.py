@@ -102,6 +102,7 @@ def forward(
   return (None if update_TD is None else results[0]), results[-1]
 
 
+@xla.collecting
 def backward(
   out_TD,
   lse_T,

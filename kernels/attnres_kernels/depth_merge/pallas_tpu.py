@@ -102,6 +102,7 @@ def backward(
   dtotal_TD,
   dmixed_TD,
   rows=(None, None),
+  sinks=None,
   *,
   eps,
   norm_eps,
@@ -109,12 +110,29 @@ def backward(
   rank=None,
   interpret=False,
 ):
-  """Returns the gradients of out, lse, query, total and gain."""
+  """Returns the gradients of out, lse, query, total and gain.
+
+  With sinks (`api.Sinks`), those of out and total are in them: the array of the
+  row, and both parts of the sum, all updated in place. If tiles do not fill the
+  tokens, that takes a pass of its own: no interpreter has partial tiles of
+  arrays that are updated in place, so a kernel could not be tested.
+  """
   wide = [out_TD, total_TD, dmixed_TD]
-  if dtotal_TD is not None:
-    wide.append(dtotal_TD)
   written = [out_TD, total_TD]
+  if sinks is not None:
+    dtotals = [sinks.high, sinks.low]
+    written.append(total_TD)
+  else:
+    dtotals = [] if dtotal_TD is None else [dtotal_TD]
+  wide += dtotals
   call = Call([*wide, *written])
+  if sinks is not None and call.tokens % call.tile:
+    alone = functools.partial(
+      backward, eps=eps, norm_eps=norm_eps, heads=heads, rank=rank,
+      interpret=interpret,
+    )  # fmt: skip
+    arrays = out_TD, lse_T, query_D, total_TD, gain_D, dtotal_TD, dmixed_TD
+    return xla.collecting(alone)(*arrays, rows, sinks)
   parts = max(p for p in range(1, 9) if call.tiles % p == 0)
   steps = call.tiles // parts
 
@@ -125,12 +143,30 @@ def backward(
   vectors = columns.vectors(query_D, gain_D)
   sums = (parts, len(vectors), SUBLANES, call.width)
   scalars, specs, operands = call.operands(wide, rows, at)
-  dout, dtotal, dlse, dvectors = pl.pallas_call(
+  first = len(scalars) + len(vectors) + 1
+  out_specs = [call.wide_spec(at) for _ in written]
+  shapes: list[tuple[int, ...]] = [(call.tokens, call.width) for _ in written]
+  metadata, aliases = _rows_read(operands, first), {}
+  if sinks is not None:
+    stack, index = sinks.out
+    # One more number, so one more operand in front of the others.
+    numbers = [*scalars, index[None]]
+    first += not scalars
+    scalars = [jnp.concatenate(numbers)]
+    out_specs[0] = call.row_spec(at, len(scalars[0]) - 1)
+    shapes[0] = (len(stack), call.tokens, call.width)
+    metadata = _rows_read(operands, first) or {}
+    operands.append(stack.reshape(shapes[0]))
+    specs.append(pl.BlockSpec(memory_space=pl.ANY))
+    last = first + len(operands) - 1
+    metadata |= {"unread_operands": str(last), "row_of_results": "0"}
+    aliases = {last: 0, last - 2: 1, last - 1: 2}
+  *dwide, dlse, dvectors = pl.pallas_call(
     functools.partial(
       _backward_kernel,
       num_scalars=len(scalars),
       num_tokens=call.tokens,
-      dtotal=dtotal_TD is not None,
+      num_dtotals=len(dtotals),
       gain=gain_D is not None,
       columns=columns,
       eps=eps,
@@ -145,15 +181,15 @@ def backward(
         *specs,
       ],
       out_specs=[
-        *(call.wide_spec(at) for _ in written),
+        *out_specs,
         call.stats_spec(at, heads),
         pl.BlockSpec((1, *sums[1:]), lambda p, *_: (p, 0, 0, 0)),
       ],
     ),
     out_shape=[
       *(
-        jax.ShapeDtypeStruct((call.tokens, call.width), x.dtype)
-        for x in written
+        jax.ShapeDtypeStruct(shape, x.dtype)
+        for shape, x in zip(shapes, written, strict=True)
       ),
       jax.ShapeDtypeStruct((call.tiles, heads, call.tile), jnp.float32),
       jax.ShapeDtypeStruct(sums, jnp.float32),
@@ -163,16 +199,18 @@ def backward(
       vmem_limit_bytes=dispatch.tpu_vmem_bytes(),
     ),
     cost_estimate=call.cost(flops=34),
+    input_output_aliases=aliases,
     interpret=interpret,
     name="depth_merge_backward",
-    metadata=_rows_read(operands, len(scalars) + len(vectors) + 1),
+    metadata=metadata,
   )(*scalars, *vectors, call.stats(lse_T, heads), *operands)
   dvectors = dvectors.sum(axis=(0, 2))
+  dout, *dtotal = (x.reshape(*x.shape[:-2], *out_TD.shape) for x in dwide)
   return (
-    dout.reshape(out_TD.shape),
+    dout,
     call.unpacked(dlse, lse_T.shape, heads),
     dvectors[0] if rank is None else dvectors[0, -rank:],
-    dtotal.reshape(total_TD.shape),
+    dtotal[0] if sinks is None else tuple(dtotal),
     None if gain_D is None else dvectors[1],
   )
 
@@ -251,12 +289,12 @@ class Call:
         operands.append(self.flat(x))
       else:
         stack, index = row
-        specs.append(self._row_spec(at, len(numbers)))
+        specs.append(self.row_spec(at, len(numbers)))
         operands.append(stack.reshape(-1, self.tokens, self.width))
         numbers.append(index)
     return [jnp.stack(numbers)] if numbers else [], specs, operands
 
-  def _row_spec(self, at, number):
+  def row_spec(self, at, number):
     return pl.BlockSpec(
       (None, self.tile, self.width), lambda *i: (i[-1][number], at(*i), 0)
     )
@@ -296,12 +334,16 @@ def _forward_kernel(*refs, num_scalars, update, gain, columns, eps, norm_eps):
 
 
 def _backward_kernel(
-  *refs, num_scalars, num_tokens, dtotal, gain, columns, eps, norm_eps
+  *refs, num_scalars, num_tokens, num_dtotals, gain, columns, eps, norm_eps
 ):
   query_ref, *refs = refs[num_scalars:]
   gain_ref, refs = (refs[0], refs[1:]) if gain else (None, refs)
   lse_ref, out_ref, total_ref, dmixed_ref, *refs = refs
-  dtotal_in_ref, refs = (refs[0], refs[1:]) if dtotal else (None, refs)
+  dtotal_in_refs, refs = refs[:num_dtotals], refs[num_dtotals:]
+  # In two parts, it is a sink; then so is an array that only has an address.
+  dlow_ref = None
+  if num_dtotals == 2:
+    dlow_ref, refs = refs[3], refs[1:3] + refs[4:]
   dout_ref, dtotal_ref, dlse_ref, sums_ref = refs
   tile, width = out_ref.shape
   step = pl.program_id(0) * pl.num_programs(1) + pl.program_id(1)
@@ -345,9 +387,13 @@ def _backward_kernel(
     dout_ref[rows, :] = (keep * dmixed).astype(dout_ref.dtype)
     bent = columns.only_keys(total)
     dsum = take * dmixed - bend * bent + pull * query_ref[...]
-    if dtotal:
-      dsum += load(dtotal_in_ref)
-    dtotal_ref[rows, :] = dsum.astype(dtotal_ref.dtype)
+    for ref in dtotal_in_refs:
+      dsum += load(ref)
+    high = dsum.astype(dtotal_ref.dtype)
+    dtotal_ref[rows, :] = high
+    if dlow_ref is not None:
+      low = dsum - high.astype(jnp.float32)
+      dlow_ref[rows, :] = low.astype(dlow_ref.dtype)
     dscores.append(dscore)
   dscore = jnp.concatenate(dscores, axis=0)
   if columns.heads == 1:

@@ -47,6 +47,39 @@ def forward(
   return new_partial, mixed_TD.astype(out_TD.dtype)
 
 
+def collecting(backward):
+  """A backward pass with sinks (`api.Sinks`), given one without.
+
+  With them, it returns the array of the row in place of the gradient of out,
+  and both parts of the sum in place of that of total.
+  """
+
+  def run(*arrays, **options):
+    *arrays, rows, sinks = (*arrays, *(None,) * (9 - len(arrays)))
+    found = backward(*arrays, rows, **options)
+    if sinks is None:
+      return found
+    dout_TD, dlse_T, dquery_D, dtotal_TD, dgain_D = found
+    stack = jax.lax.dynamic_update_index_in_dim(
+      sinks.out.stack, dout_TD, sinks.out.index, 0
+    )
+    narrow, wide = dtotal_TD.dtype, dquery_D.dtype
+    total = (x.astype(wide) for x in (sinks.high, sinks.low, dtotal_TD))
+    parts = high_and_low(sum(total), narrow)
+    return stack, dlse_T, dquery_D, parts, dgain_D
+
+  return run
+
+
+def high_and_low(x, dtype):
+  """Rounded, and what is left, rounded."""
+  limits = jnp.finfo(dtype)
+  # Not a cast there and back, which the compiler may drop.
+  high = jax.lax.reduce_precision(x, limits.nexp, limits.nmant)
+  return high.astype(dtype), (x - high).astype(dtype)
+
+
+@collecting
 def backward(
   out_TD,
   lse_T,

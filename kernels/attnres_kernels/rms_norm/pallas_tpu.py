@@ -98,6 +98,9 @@ def _backward_kernel(
     x = rows_lib.load_rows(x_ref, rows, kept)
     dy = rows_lib.load_rows(dy_ref, rows, kept)
     inverse = jax.lax.rsqrt(rows_lib.mean(x * x) + eps)
+    if kept is not None:
+      # Without an eps, it is infinite in rows of padding, which are zero.
+      inverse = jnp.where(kept, inverse, 0.0)
     x *= inverse
     sums_ref[0] += rows_lib.fold(dy * x)
     dy *= gain_ref[...]

@@ -2,9 +2,12 @@
 """The convolution on TPU: each pass reads and writes its arrays once.
 
 Heads are flat, [B, T, N H], as products write them and `kda` reads them. A grid
-step has some tokens of some heads. Forward, it also reads the few tokens before
-its own. Backward goes through time in reverse, and keeps what the next tokens
-send to the last ones before them in scratch.
+step has some tokens of one head, eight to a register. Forward, it also reads
+the few tokens before its own. Backward goes through time in reverse, and keeps
+what the next tokens send to the last ones before them in scratch.
+
+Everything is done register by register. Tokens before those of a register are
+in it and in the one before, with their rows moved.
 """
 
 import functools
@@ -17,11 +20,10 @@ import jax.numpy as jnp
 from attnres_kernels import dispatch
 
 _DTYPES = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
-_LANES = 128
-# Rows of a tile of bfloat16, which is how many earlier tokens a step reads, and
-# of float32, which is how many are kept.
-_BEFORE, _KEPT = 16, 8
-_MOST_TOKENS, _MOST_CHANNELS = 512, 512
+_LANES, _ROWS = 128, 8
+# Rows of a tile of bfloat16, which is how many earlier tokens a step reads.
+BEFORE = 16
+_MOST_TOKENS = 2048
 
 
 def why_not(function, x, taps, tail, same, *args, unit_eps):
@@ -33,22 +35,21 @@ def why_not(function, x, taps, tail, same, *args, unit_eps):
     return "it has no tail"
   if x.shape[-1] % _LANES:
     return f"heads must be multiples of {_LANES} wide, got x {x.shape}"
-  if x.shape[1] % _BEFORE:
-    return f"tokens must be a multiple of {_BEFORE}, got x {x.shape}"
-  if taps.shape[0] > _KEPT:
-    return f"at most {_KEPT} taps, got {taps.shape[0]}"
+  if x.shape[1] % BEFORE:
+    return f"tokens must be a multiple of {BEFORE}, got x {x.shape}"
+  if taps.shape[0] > _ROWS:
+    return f"at most {_ROWS} taps, got {taps.shape[0]}"
   return None
 
 
 def forward(x, taps, tail, same, *, unit_eps, interpret=False):
   """Returns the features; see `api.short_conv`."""
   del tail
-  call = _Call(x, taps, interpret)
-  options = dict(taps=taps.shape[0], head=_head(x, unit_eps), eps=unit_eps)
+  call = Call(x, taps, unit_eps, interpret)
+  options = dict(taps=taps.shape[0], eps=unit_eps)
   (y,) = call(
     functools.partial(_forward_kernel, **options), "short_conv_forward",
-    x, taps, same, (), [call.tokens_out()],
-    [pltpu.VMEM((call.size + _KEPT, call.width), jnp.float32)],
+    x, taps, same, (), [call.tokens_out()], [],
   )  # fmt: skip
   return y.reshape(x.shape)
 
@@ -56,66 +57,60 @@ def forward(x, taps, tail, same, *, unit_eps, interpret=False):
 def backward(x, taps, tail, same, dy, *, unit_eps, interpret=False):
   """Returns the gradients of x, taps and tail."""
   del tail
-  call = _Call(x, taps, interpret)
+  call = Call(x, taps, unit_eps, interpret)
   call.reverse = True
-  options = dict(taps=taps.shape[0], head=_head(x, unit_eps), eps=unit_eps)
+  number = taps.shape[0]
+  options = dict(taps=number, eps=unit_eps)
+  later = pltpu.VMEM((number, _ROWS, call.width), jnp.float32)
   dx, dtaps = call(
     functools.partial(_backward_kernel, **options), "short_conv_backward",
-    x, taps, same, (dy,), [call.tokens_out(), call.taps_out()],
-    [
-      pltpu.VMEM((call.size + _KEPT, call.width), jnp.float32),
-      pltpu.VMEM((taps.shape[0], _KEPT, call.width), jnp.float32),
-    ],
+    x, taps, same, (dy,), [call.tokens_out(), call.taps_out()], [later],
   )  # fmt: skip
-  dtaps = jnp.sum(dtaps, axis=0)[: taps.shape[0]]
+  dtaps = jnp.sum(dtaps, axis=(0, 2))[:number]
   return dx.reshape(x.shape), dtaps.reshape(taps.shape).astype(taps.dtype), None
 
 
-def _head(x, unit_eps):
-  return None if unit_eps is None else x.shape[-1]
+class Call:
+  """Shapes and block specs of a grid of (batch, channels, tokens).
 
+  The channels of a step are those of a head, or 128 if heads do not matter.
+  """
 
-class _Call:
-  """Shapes and block specs of a grid of (batch, channels, tokens)."""
-
-  def __init__(self, x, taps, interpret):
+  def __init__(self, x, taps, unit_eps, interpret=False):
     self.batch, self.length, heads, head = x.shape
     self.channels = heads * head
+    self.width = _LANES if unit_eps is None else head
+    self.number = taps.shape[0]
     self.dtype = x.dtype
     self.interpret = interpret
     self.reverse = False
     self.size = next(
-      s for s in range(_MOST_TOKENS, 0, -_BEFORE) if self.length % s == 0
+      s for s in range(_MOST_TOKENS, 0, -BEFORE) if self.length % s == 0
     )
-    self.width = head * max(
-      n
-      for n in range(1, heads + 1)
-      if heads % n == 0 and (n == 1 or n * head <= _MOST_CHANNELS)
-    )
-    self.number = self.length // self.size
+    self.steps = self.length // self.size
+    self.grid = self.batch, self.channels // self.width, self.steps
 
   def __call__(self, kernel, name, x, taps, same, others, outputs, scratch):
-    taps = jnp.pad(
-      taps.reshape(taps.shape[0], -1).astype(jnp.float32),
-      ((0, _KEPT - taps.shape[0]), (0, 0)),
-    )
+    taps = taps.reshape(self.number, -1).astype(jnp.float32)
     flat = [a.reshape(self.batch, self.length, -1) for a in (x, *others)]
     tokens = self._spec(self.size, self._at)
     inputs = [
-      (self._spec(_BEFORE, self._before), flat[0]),
+      (self._spec(BEFORE, self._before), flat[0]),
       *((tokens, a) for a in flat),
-      (pl.BlockSpec((_KEPT, self.width), lambda b, c, n: (0, c)), taps),
+      (pl.BlockSpec((self.number, self.width), lambda b, c, n: (0, c)), taps),
     ]
     if same is None:
       kernel = functools.partial(kernel, None)
     else:
+      # As many lanes as registers: token 8 k + j is in row j, lane k.
+      rows = self.batch, self.steps, self.size // _ROWS, _ROWS
       spec = pl.BlockSpec(
-        (1, self.size, 1), lambda b, c, n: (b, self._at(n), 0)
+        (1, 1, rows[3], rows[2]), lambda b, c, n: (b, self._at(n), 0, 0)
       )
-      inputs = [(spec, same[..., None]), *inputs]
+      inputs = [(spec, same.reshape(rows).swapaxes(2, 3)), *inputs]
     return pl.pallas_call(
       kernel,
-      grid=(self.batch, self.channels // self.width, self.number),
+      grid=self.grid,
       in_specs=[spec for spec, _ in inputs],
       out_specs=[spec for spec, _ in outputs],
       out_shape=[shape for _, shape in outputs],
@@ -129,109 +124,171 @@ class _Call:
     )(*(array for _, array in inputs))
 
   def _at(self, n):
-    return self.number - 1 - n if self.reverse else n
+    return self.steps - 1 - n if self.reverse else n
 
   def _before(self, n):
     # Of the first tokens, these are not before them, and are not used.
-    return jnp.maximum(self._at(n) * (self.size // _BEFORE) - 1, 0)
+    return jnp.maximum(self._at(n) * (self.size // BEFORE) - 1, 0)
 
   def _spec(self, rows, at):
     return pl.BlockSpec((1, rows, self.width), lambda b, c, n: (b, at(n), c))
 
   def tokens_out(self):
     shape = self.batch, self.length, self.channels
-    spec = self._spec(self.size, self._at)
-    return spec, jax.ShapeDtypeStruct(shape, self.dtype)
+    return self._spec(self.size, self._at), jax.ShapeDtypeStruct(
+      shape, self.dtype
+    )
 
   def taps_out(self):
-    shape = self.batch, _KEPT, self.channels
-    spec = pl.BlockSpec((1, _KEPT, self.width), lambda b, c, n: (b, 0, c))
+    """One register per tap, whose rows are still to be summed."""
+    shape = self.batch, self.number, _ROWS, self.channels
+    spec = pl.BlockSpec(
+      (1, self.number, _ROWS, self.width), lambda b, c, n: (b, 0, 0, c)
+    )
     return spec, jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def _forward_kernel(same, before, x, taps_ref, y, rows, *, taps, head, eps):
-  _fill(rows, before, x, first=pl.program_id(2) == 0)
-  z = _convolve(same, rows, taps_ref, taps)
-  y[0] = _over_heads(_feature, head, eps, z).astype(y.dtype)
+def _registers(ref):
+  """The tokens of a step in float32, eight by eight."""
+  tiles = ref.shape[1] // BEFORE
+  for i in range(tiles):
+    tile = ref[0, pl.ds(i * BEFORE, BEFORE), :].astype(jnp.float32)
+    yield tile[:_ROWS]
+    yield tile[_ROWS:]
+
+
+def _write(ref, k, ready, register):
+  """Writes register k with the one before, which waits in `ready`."""
+  ready.append(register)
+  if len(ready) == BEFORE // _ROWS:
+    tile = jnp.concatenate(ready, axis=0)
+    ref[0, pl.ds((k - 1) * _ROWS, BEFORE), :] = tile.astype(ref.dtype)
+    ready.clear()
+
+
+def _convolved(same, before, x, taps_ref, taps, first):
+  """Yields z of each register, and the registers that its taps multiply."""
+  earlier = before[0, BEFORE - _ROWS :, :].astype(jnp.float32)
+  earlier = jnp.where(first, 0.0, earlier)
+  tap = [taps_ref[taps - 1 - shift, :][None] for shift in range(taps)]
+  reach, row = _Reach(same, taps), _row(x.shape[2])
+  moved = [pltpu.roll(earlier, shift, 0) for shift in range(1, taps)]
+  for k, register in enumerate(_registers(x)):
+    last = moved
+    moved = [pltpu.roll(register, shift, 0) for shift in range(1, taps)]
+    seen = [
+      register,
+      *(
+        reach(shift, k, jnp.where(row < shift, a, b))
+        for shift, a, b in zip(range(1, taps), last, moved)
+      ),
+    ]
+    yield sum(a * b for a, b in zip(tap, seen)), seen
+
+
+def _row(width):
+  """The row of each number of a register."""
+  return jax.lax.broadcasted_iota(jnp.int32, (_ROWS, width), 0)
+
+
+class _Reach:
+  """Zero for tokens whose segment began after the token `shift` before."""
+
+  def __init__(self, same, taps):
+    self.bits = None
+    if same is not None:
+      bits = same[0, 0]
+      one = lambda shift: ((bits >> shift) & 1).astype(jnp.float32)
+      self.bits = [one(shift) for shift in range(taps)]
+
+  def __call__(self, shift, k, register):
+    if self.bits is None or not shift:
+      return register
+    return register * self.bits[shift][:, k : k + 1]
+
+
+def _silu(z, dtype):
+  """silu(z) and the sigmoid of z.
+
+  In bfloat16 by tanh, a single instruction of some units; how accurate that is
+  in float32, the compiler does not say.
+  """
+  if dtype == jnp.bfloat16:
+    half = 0.5 * z
+    tanh = jnp.tanh(half)
+    return half + half * tanh, 0.5 + 0.5 * tanh
+  gate = jax.nn.sigmoid(z)
+  return z * gate, gate
+
+
+def _over_length(y, eps):
+  """One over the length of each row, the eps added to its square."""
+  return jax.lax.rsqrt(jnp.sum(y * y, axis=1, keepdims=True) + eps)
+
+
+def _forward_kernel(same, before, x, taps_ref, y, *, taps, eps):
+  first = pl.program_id(2) == 0
+  ready = []
+  convolved = _convolved(same, before, x, taps_ref, taps, first)
+  for k, (z, _) in enumerate(convolved):
+    feature, _ = _silu(z, x.dtype)
+    if eps is not None:
+      feature *= _over_length(feature, eps)
+    _write(y, k, ready, feature)
 
 
 def _backward_kernel(
-  same, before, x, dy, taps_ref, dx, dtaps, rows, later, *, taps, head, eps
+  same, before, x, dy, taps_ref, dx, dtaps, later, *, taps, eps
 ):
-  last = pl.num_programs(2) - 1
-  _fill(rows, before, x, first=pl.program_id(2) == last)
-  z = _convolve(same, rows, taps_ref, taps)
-  dz = _over_heads(_feature_gradient, head, eps, z, dy[0].astype(jnp.float32))
-  size = dz.shape[0]
+  first = pl.program_id(2) == pl.num_programs(2) - 1
+  tap = [taps_ref[taps - 1 - shift, :][None] for shift in range(taps)]
+  reach, row = _Reach(same, taps), _row(x.shape[2])
 
   @pl.when(pl.program_id(2) == 0)
   def _():
     later[...] = jnp.zeros_like(later)
     dtaps[...] = jnp.zeros_like(dtaps)
 
-  sent = [_within(same, shift, dz) for shift in range(taps)]
+  # What the step after this one sends to its last tokens: read before it is
+  # replaced by what this step sends.
+  after = [later[shift] for shift in range(1, taps)]
+  total = [jnp.zeros((_ROWS, x.shape[2]), jnp.float32) for _ in range(taps)]
+  own, moved, ready = None, [], []
+
+  def gather(k, following):
+    """The gradient of register k, from its own tokens and the next ones."""
+    sent = [own]
+    for shift, (a, b) in enumerate(zip(moved, following), 1):
+      sent.append(jnp.where(row < _ROWS - shift, a, b))
+    _write(dx, k, ready, sum(a * b for a, b in zip(tap, sent)))
+
+  convolved = _convolved(same, before, x, taps_ref, taps, first)
+  for k, ((z, seen), dfeature) in enumerate(zip(convolved, _registers(dy))):
+    dz = _silu_gradient(z, dfeature, x.dtype, eps)
+    for shift in range(taps):
+      total[shift] += dz * seen[shift]
+    following = [
+      pltpu.roll(reach(shift, k, dz), _ROWS - shift, 0)
+      for shift in range(1, taps)
+    ]
+    if k:
+      gather(k - 1, following)
+    else:
+      for shift, a in enumerate(following, 1):
+        later[shift] = a
+    own, moved = dz, following
+  gather(x.shape[1] // _ROWS - 1, after)
   for shift in range(taps):
-    i = taps - 1 - shift
-    x_shifted = rows[pl.ds(_KEPT - shift, size), :]
-    dtaps[0, i, :] += jnp.sum(sent[shift] * x_shifted, axis=0)
-  total = jnp.zeros_like(dz)
-  for shift in range(taps):
-    i = taps - 1 - shift
-    rows[pl.ds(0, size), :] = sent[shift]
-    rows[pl.ds(size, _KEPT), :] = later[shift]
-    total += taps_ref[i, :][None] * rows[pl.ds(shift, size), :]
-    later[shift] = sent[shift][:_KEPT]
-  dx[0] = total.astype(dx.dtype)
+    dtaps[0, taps - 1 - shift] += total[shift]
 
 
-def _fill(rows, before, x, *, first):
-  """Writes the last tokens before these, then these, in float32."""
-  earlier = before[0, _BEFORE - _KEPT :, :].astype(jnp.float32)
-  rows[pl.ds(0, _KEPT), :] = jnp.where(first, 0.0, earlier)
-  rows[pl.ds(_KEPT, x.shape[1]), :] = x[0].astype(jnp.float32)
-
-
-def _convolve(same, rows, taps_ref, taps):
-  size = rows.shape[0] - _KEPT
-  total = jnp.zeros((size, rows.shape[1]), jnp.float32)
-  for shift in range(taps):
-    shifted = _within(same, shift, rows[pl.ds(_KEPT - shift, size), :])
-    total += taps_ref[taps - 1 - shift, :][None] * shifted
-  return total
-
-
-def _within(same, shift, rows):
-  """Zero for tokens whose segment began after the token `shift` before."""
-  if same is None:
-    return rows
-  reaches = (same[0] >> shift) & 1
-  return jnp.where(reaches > 0, rows, 0.0)
-
-
-def _over_heads(function, head, eps, *rows):
-  """Applies to each head, or to all channels if heads do not matter."""
-  if head is None:
-    return function(None, *rows)
-  width = rows[0].shape[1]
-  parts = [
-    function(eps, *(a[:, i : i + head] for a in rows))
-    for i in range(0, width, head)
-  ]
-  return jnp.concatenate(parts, axis=1)
-
-
-def _feature(eps, z):
-  y = z * jax.nn.sigmoid(z)
-  if eps is None:
-    return y
-  return y * jax.lax.rsqrt(jnp.sum(y * y, axis=1, keepdims=True) + eps)
-
-
-def _feature_gradient(eps, z, dy):
-  gate = jax.nn.sigmoid(z)
+def _silu_gradient(z, dfeature, dtype, eps):
+  """The gradient of z from that of the feature."""
+  y, gate = _silu(z, dtype)
+  dy = dfeature
   if eps is not None:
-    y = z * gate
-    inverse = jax.lax.rsqrt(jnp.sum(y * y, axis=1, keepdims=True) + eps)
+    inverse = _over_length(y, eps)
     along = jnp.sum(dy * y, axis=1, keepdims=True)
-    dy = inverse * (dy - y * (inverse * inverse * along))
-  return dy * gate * (1 + z * (1 - gate))
+    dy = (dy - y * (inverse * inverse * along)) * inverse
+  # d silu / dz = gate + y (1 - gate)
+  return dy * (gate + y - y * gate)

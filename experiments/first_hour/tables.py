@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The static tables of kernels/README.md, from the committed rows.
+
+Below each table stands where its rows come from, as the rows say.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from attnres_kernels.depth_attention import shapes
+from attnres_kernels.kda import shapes as kda_shapes
+from attnres_kernels.stream_mix import shapes as stream_shapes
+from experiments.first_hour import static_rows
+from experiments.first_hour import steps
+from experiments.pages import readme
+
+CHIPS = "v5e", "v6e", "v5p", "tpu7x"
+
+Row = static_rows.Row
+
+_PASSES = "forward", "backward"
+_NO_ROW = "not compiled"
+_FAMILIES = {
+  "48B (6, 1 / 5 / 9, 8192, 2304)": ("48b",),
+  "Table 2 (4, 1 / 5 / 8, 8192, 1168)": ("table2",),
+  "wide (16, 8, 8192, 8192)": ("wide",),
+  "Kimi K3 (24, 1 / 5 / 8, 8192, 7168)": ("kimi_k3",),
+  "decode (24, 8, 1 / 32 / 128, 7168)": ("decode",),
+  "Full (8, 8 / 32 / 56, 4096, 2304)": ("full",),
+}
+# The largest ratios that forward and backward kernels should have on a tpu7x.
+_AIMS = {"forward": 1.0, "backward": 1.3}
+_SLOTS = {
+  "VALU": "vector",
+  "VSTORE": "stores",
+  "VLOAD": "loads",
+  "VLD": "loads",
+  "MXU": "matrix unit",
+  "MATPUSH": "matrix unit",
+  "MATMUL": "matrix unit",
+  "XLU": "lanes",
+}
+
+
+def of_depth(_: readme.Rows = ()) -> str:
+  """Ratios of the depth operators."""
+  lines, used = [], []
+
+  def add(kernel, label, shapes_of_line):
+    cells = []
+    for chip in CHIPS:
+      found = [_row(kernel, chip, s) for s in shapes_of_line]
+      used.extend(found)
+      cells.append(" / ".join(_ratio(row) for row in found))
+    words = kernel.replace("depth_merge", "depth_merge_norm").rsplit("_", 1)
+    lines.append([" ".join(words), label, *cells])
+
+  for way in _PASSES:
+    for label, (family,) in _FAMILIES.items():
+      add(f"depth_attention_{way}", label, _family(family))
+  for kernel in "depth_merge", "rms_norm":
+    for way in _PASSES:
+      add(f"{kernel}_{way}", "D = 1168 / 2304 / 8192", shapes.MERGE)
+  *of_block, full, large = shapes.DECODED
+  read = "depth_read_forward"
+  add(read, "decoded (24, 9, 1 / 8 / 64, 2048)", of_block)
+  add(read, "Full (24, 25, 8, 2048); 48B (54, 10, 8, 2304)", (full, large))
+  header = "kernel", "shape (Q, M, T, D)", *CHIPS
+  return _with_origin(_merged(header, lines), used)
+
+
+def of_verdicts(_: readme.Rows = ()) -> str:
+  """On a tpu7x: what binds, and what that alone takes of memory time."""
+  lines, used = [], []
+
+  def add(kernel, label, shapes_of_line):
+    found = [_row(kernel, "tpu7x", s) for s in shapes_of_line]
+    known = [row for row in found if row is not None]
+    aim = _AIMS[kernel.rpartition("_")[2]]
+    slots = dict.fromkeys(
+      _SLOTS.get(row["limiting_slot"], row["limiting_slot"]) for row in known
+    )
+    words = kernel.replace("depth_merge", "depth_merge_norm").rsplit("_", 1)
+    lines.append([
+      " ".join(words),
+      label,
+      " / ".join(map(_ratio, found)),
+      ", ".join(slots),
+      " / ".join(f"{_bound(row):.2f}" for row in known),
+      " / ".join(_verdict(row, aim) for row in known),
+    ])  # fmt: skip
+    used.extend(found)
+
+  for way in _PASSES:
+    for label, (family,) in _FAMILIES.items():
+      add(f"depth_attention_{way}", label, _family(family))
+  for way in _PASSES:
+    add(f"depth_merge_{way}", "D = 1168 / 2304 / 8192", shapes.MERGE)
+  header = (
+    "kernel, on tpu7x", "shape (Q, M, T, D)", "schedule", "busiest slot",
+    "its bound", "meets, or misses by",
+  )  # fmt: skip
+  return _with_origin(_merged(header, lines), used)
+
+
+def of_peers(_: readme.Rows = ()) -> str:
+  """Milliseconds at the shape that another project has timed on a v4."""
+  chips = "v4", *CHIPS
+  measured = ["yxTPU, measured, 0 / 4 / 8 blocks", "3.4 / 7.1 / 12.0"]
+  lines, used = [[*measured, *[""] * len(CHIPS)]], []
+  for op, name, shapes_of_line, label in (
+    ("depth_attention", "depth_attention", shapes.PEER, "1 / 5 / 9 sources"),
+    ("depth_merge", "depth_merge_norm", shapes.MERGE_PEER, ""),
+  ):
+    cells = []
+    for chip in chips:
+      times = []
+      for shape in shapes_of_line:
+        pair = [_row(f"{op}_{w}", chip, shape) for w in _PASSES]
+        used.extend(pair)
+        known = [row for row in pair if row is not None]
+        cores = 2 if chip in ("v4", "v5p") else 1
+        total = sum(
+          max(float(row["schedule_us"]), float(row["hbm_us"])) for row in known
+        )
+        whole = len(known) == len(pair)
+        times.append(f"{total / cores / 1e3:.2f}" if whole else _NO_ROW)
+      cells.append(" / ".join(times))
+    lines.append([", ".join(filter(None, (name, "estimated", label))), *cells])
+  header = ("ms, forward + backward", "v4", *CHIPS[:-1], "tpu7x, one core")
+  return _with_origin(readme.table(header, lines), used)
+
+
+def of_steps(_: readme.Rows = ()) -> str:
+  """Phase 1 of two training steps, without and with a norm in it."""
+  lines, used = [], []
+  widths = dict.fromkeys((s.queries, s.width) for s in shapes.STEP)
+  columns = [(*size, chip) for size in widths for chip in ("v5p", "v6e")]
+  for way in _PASSES:
+    for normed in False, True:
+      cells = []
+      for queries, width, chip in columns:
+        found = [
+          _row(f"depth_attention_{way}", chip, s)
+          for s in shapes.STEP
+          if (s.queries, s.width, s.normed) == (queries, width, normed)
+        ]
+        used.extend(found)
+        cells.append(" / ".join(map(_ratio, found)))
+      label = f"{way}{', first mixture normalised' if normed else ''}"
+      lines.append([label, *cells])
+  header = [f"({q}, M, 8192, {width}), {chip}" for q, width, chip in columns]
+  return _with_origin(readme.table(["phase 1", *header], lines), used)
+
+
+def of_heads(_: readme.Rows = ()) -> str:
+  """Ratios with several heads and with low-rank keys, on v5p."""
+  lines, used = [], []
+  for op, name, shapes_of_line in (
+    ("depth_attention", "depth_attention", shapes.HEADS),
+    ("depth_merge", "depth_merge_norm", shapes.MERGE_HEADS),
+  ):
+    for way in _PASSES:
+      found = [_row(f"{op}_{way}", "v5p", shape) for shape in shapes_of_line]
+      used.extend(found)
+      lines.append([f"{name} {way}", *map(_ratio, found)])
+  header = (
+    "kernel, v5p", "one head", "H = 16, slices of 128 columns",
+    "H = 64, slices of 32", "(6, 9, 8192, 2304), H = 16, slices of 144",
+    "R = 64",
+  )  # fmt: skip
+  return _with_origin(readme.table(header, lines), used)
+
+
+def of_training(_: readme.Rows = ()) -> str:
+  """Training steps with Block and with PreNorm, against the aims."""
+  lines, used = [], []
+  for sizes, *_ in steps.CASES[:2]:
+    for chip in "v5p", "v6e":
+      base, block = (
+        steps.compiled_row(sizes, arm, chip)
+        for arm in ("prenorm", "block, kernels")
+      )
+      assert base and block
+      used += [base, block]
+      for column, unit, allowed in (
+        ("estimate_ms", "ms", 1.03), ("bytes_GB", "GB", 1.05),
+        ("peak_GiB", "GiB", 1.05),
+      ):  # fmt: skip
+        if not block[column] or not base[column]:
+          continue
+        least, found = float(base[column]), float(block[column])
+        missed = found - allowed * least
+        ratio = f"{found / least:.3f}, {_signed(found - least)}"
+        lines.append([
+          f"d={sizes.width}, {sizes.sublayers} sublayers, {chip}",
+          unit,
+          base[column],
+          f"{block[column]} ({ratio})",
+          f"{allowed * least:.2f} ({allowed})",
+          f"{missed:.2f}" if missed > 0 else "met",
+        ])  # fmt: skip
+  header = "model, chip", "", "PreNorm", "Block", "aim", "missed by"
+  return _with_origin(_merged(header, lines), used)
+
+
+def of_identity(_: readme.Rows = ()) -> str:
+  """Stacks of identity sublayers."""
+  names = {
+    "prenorm": "PreNorm",
+    "block, plain JAX": "Block AttnRes, plain JAX",
+    "block, kernels": "Block AttnRes, kernels",
+  }
+  stacks = [s for s, *_ in reversed(steps.CASES) if s.stack == "identity"]
+  lines, used = [], []
+  for sizes in stacks:
+    for chip in "v5p", "v6e":
+      for arm, name in names.items():
+        row = steps.compiled_row(sizes, arm, chip)
+        if row is None:
+          continue
+        used.append(row)
+        cells = [
+          f"{row[column]} ({row[ratio]})"
+          for column, ratio in (
+            ("bytes_GB", "bytes_ratio"), ("estimate_ms", "estimate_ratio"),
+            ("peak_GiB", "peak_ratio"),
+          )
+        ]  # fmt: skip
+        stack = f"{sizes.sublayers} in blocks of {sizes.block}, {chip}"
+        lines.append([stack, name, *cells])
+  header = (
+    "sublayers, chip", "arm", "GB (ratio)", "estimate, ms (ratio)",
+    "peak, GiB (ratio)",
+  )  # fmt: skip
+  return _with_origin(_merged(header, lines), used)
+
+
+def of_kda(_: readme.Rows = ()) -> str:
+  """Memory time, schedule time, ratio and fullest slot of KDA's kernels."""
+  labels = {
+    "48b": "48B (1, 8192, 32, 128, 128)",
+    "table2": "Table 2 (4, 4096, 12, 128, 128)",
+  }
+  kernels = {
+    "kda_forward": "forward",
+    "kda_forward_saving": "forward, saving",
+    "kda_backward": "backward",
+    "short_conv_forward": "short_conv, forward",
+    "short_conv_backward": "short_conv, backward",
+  }
+  chips = "v5e", "v5p", "v6e", "tpu7x", "v4"
+  lines, used = [], []
+  for kernel, words in kernels.items():
+    for shape in kda_shapes.NAMED:
+      found = [_row(kernel, chip, shape) for chip in chips]
+      used.extend(found)
+      lines.append([words, labels[shape.name], *map(_whole_cell, found)])
+  header = "kernel", "shape (B, T, H, K, V)", *chips
+  return _with_origin(_merged(header, lines), used)
+
+
+def of_streams(_: readme.Rows = ()) -> str:
+  """Schedule and memory time of `stream_mix`."""
+  lines, used = [], []
+  for way in _PASSES:
+    for shape in stream_shapes.NAMED:
+      kernel = f"stream_mix_{way}"
+      found = [_row(kernel, chip, shape) for chip in CHIPS]
+      used.extend(found)
+      moved = next(row["actual_MB"] for row in found if row is not None)
+      megabytes = f"{float(moved):,.0f}"
+      lines.append([way, shape.dtype, megabytes, *map(_times, found)])
+  header = "kernel", "streams", "MB", *CHIPS
+  return _with_origin(_merged(header, lines), used)
+
+
+PLACES = {
+  "static": of_depth,
+  "tpu7x": of_verdicts,
+  "heads": of_heads,
+  "peers": of_peers,
+  "streams": of_streams,
+  "identity": of_identity,
+  "training": of_training,
+  "steps": of_steps,
+  "kda": of_kda,
+}
+
+
+def _family(name: str) -> list[Any]:
+  return [shape for shape in shapes.TABLE if shape.name == name]
+
+
+def _row(kernel: str, chip: str, shape: Any) -> Row | None:
+  return static_rows.by_kernel().get((kernel, chip, str(shape)))
+
+
+def _signed(value: float) -> str:
+  return f"{value:+.2f}".replace("-", "\u2212")
+
+
+def _ratio(row: Row | None) -> str:
+  return _NO_ROW if row is None else row["ratio"]
+
+
+def _times(row: Row | None) -> str:
+  if row is None:
+    return _NO_ROW
+  schedule, memory = float(row["schedule_us"]), float(row["hbm_us"])
+  return f"{row['ratio']} ({schedule:,.0f} / {memory:,.0f})"
+
+
+def _whole_cell(row: Row | None) -> str:
+  if row is None:
+    return _NO_ROW
+  memory, schedule = float(row["hbm_us"]), float(row["schedule_us"])
+  slot = f"{row['limiting_slot']} {row['slot_use']}"
+  return f"{memory:.0f}, {schedule:.0f}, {row['ratio']}, {slot}"
+
+
+def _bound(row: Row) -> float:
+  return float(row["ratio"]) * float(row["slot_use"])
+
+
+def _verdict(row: Row, aim: float) -> str:
+  if float(row["ratio"]) <= aim:
+    return "meets"
+  return "its slot" if _bound(row) > aim else "waiting"
+
+
+def _merged(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+  """A table whose first cell is empty where it repeats the one above."""
+  shown, last = [], None
+  for first, *rest in lines:
+    shown.append(["" if first == last else first, *rest])
+    last = first
+  return readme.table(header, shown)
+
+
+def _with_origin(table: str, used: Iterable[Row | None]) -> str:
+  """The table, and where its rows come from."""
+  origins: dict[str, int] = {}
+  for row in used:
+    if row is not None:
+      words = (
+        f"jax {row['jax']}, libtpu {row['libtpu']}, commit {row['commit']}"
+        if row.get("commit")
+        else "no commit given"
+      )
+      origins[words] = origins.get(words, 0) + 1
+  most_first = sorted(origins.items(), key=lambda item: -item[1])
+  if len(most_first) == 1:
+    text = most_first[0][0]
+  else:
+    text = "; ".join(f"{count} of {words}" for words, count in most_first)
+  return f"{table}\n\nRows: {text}."
