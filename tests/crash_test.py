@@ -18,7 +18,6 @@ SAVE_EVERY = 10
 # Recovery does not depend on the scheme, and this one compiles fastest.
 FIELDS = {
   "model.residual.name": "prenorm",
-  "model.num_layers": 1,
   "train.steps": 120,
   "train.eval_every": 40,
   "train.depth_every": 30,

@@ -22,7 +22,6 @@ from tests import tiny_run
 from tests.sweep import tiny_sweep
 
 FIELDS = {
-  "model.num_layers": 1,
   "train.steps": 120,
   "train.eval_every": 40,
   "train.depth_every": 0,
