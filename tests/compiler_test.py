@@ -39,7 +39,14 @@ def test_bad_options(option):
 
 @pytest.mark.needs("libtpu")
 @pytest.mark.parametrize(
-  "slice_name", ["v4:2x2x2", "v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1"]
+  "slice_name",
+  [
+    "v5e:2x4",
+    *(
+      pytest.param(name, marks=pytest.mark.slow)
+      for name in ("v4:2x2x2", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1")
+    ),
+  ],
 )
 def test_a_product_with_a_sharded_matrix_is_no_loop_over_shards(slice_name):
   devices = topology.devices(slice_name)

@@ -13,13 +13,15 @@ import pytest
 from attnres_jax import checkpoint
 from tests import tiny_run
 
+# Saving takes longer than the steps.
+SAVE_EVERY = 10
 # Recovery does not depend on the scheme, and this one compiles fastest.
 FIELDS = {
   "model.residual.name": "prenorm",
   "train.steps": 120,
   "train.eval_every": 40,
   "train.depth_every": 30,
-  "checkpoint.every_steps": 4,
+  "checkpoint.every_steps": SAVE_EVERY,
 }
 
 
@@ -105,7 +107,7 @@ def test_killed_run_ends_like_an_uninterrupted_one(fields, whole, tmp_path):
   # SIGKILL during a save. The first attempt almost always works.
   assert any(_kill_during_save(broken, fields) for _ in range(3))
   reached, saved = _last_step(broken), _last_save(broken)
-  assert saved >= reached - 2 * 4
+  assert saved >= reached - 2 * SAVE_EVERY
 
   step = _stop(broken, fields, signal.SIGTERM)
   if saved:

@@ -16,7 +16,6 @@ from tests import tiny_run
 # constant learning rate, runs of any length start with the same steps.
 FIELDS = {
   "model.residual.name": "prenorm",
-  "model.num_layers": 1,
   "optim.schedule": "wsd",
   "optim.decay_fraction": 0.0,
   "train.log_every": 5,

@@ -30,9 +30,14 @@ def test_decay_alone():
   model = tiny_network.model()
   transform = optimizer.make_optimizer(_config(weight_decay=0.25))
   zeros = jax.tree.map(jnp.zeros_like, model)
-  updates, _ = transform.update(
-    zeros, transform.init(model), model, learning_rate=2.0, balance_rate=0.0
-  )
+
+  @jax.jit
+  def update(zeros, model):
+    return transform.update(
+      zeros, transform.init(model), model, learning_rate=2.0, balance_rate=0.0
+    )[0]
+
+  updates = update(zeros, model)
   for found, params in (
     (updates.sublayers, model.sublayers),
     (updates.embedding, model.embedding),

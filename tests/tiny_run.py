@@ -27,7 +27,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 SPEC = "configs/lm.py:size=micro,residual=block_attnres"
 FIELDS = {
   "model.width": 16,
-  "model.num_layers": 2,
+  "model.num_layers": 1,
   "model.num_heads": 2,
   "model.mlp_width": 32,
   "model.residual.num_blocks": 2,

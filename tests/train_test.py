@@ -89,7 +89,7 @@ def test_what_a_run_leaves(whole, fields):
   depth = tiny_run.rows(workdir, "depth")
   assert sorted(depth) == [5, 10, 15, 20]
   lengths = dict(
-    state_rms=4, output_rms=4, read_rms=4, depth_entropy=5, grad_norm_L=2
+    state_rms=2, output_rms=2, read_rms=2, depth_entropy=3, grad_norm_L=1
   )
   assert {name: len(depth[5][name]) for name in lengths} == lengths
 

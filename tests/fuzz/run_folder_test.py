@@ -180,7 +180,7 @@ def damaged(explore, tmp_path):
   return damaged
 
 
-@laws.shares(10, 500)
+@laws.shares(5, 500)
 def test_resume(runs, damaged):
   def act(folder, touched):
     status, _, _ = laws.guarded(

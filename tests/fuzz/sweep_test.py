@@ -80,7 +80,7 @@ damages = st.tuples(
 )
 
 
-@laws.shares(15, 1000)
+@laws.shares(6, 1000)
 def test_damaged_sweeps(base, tmp_path, monkeypatch, explore):
   """Other runs keep their rows, whatever happens to the damaged one."""
   # A worker that fails immediately: nothing is trained here.

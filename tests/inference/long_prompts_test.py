@@ -32,7 +32,7 @@ def _mesh():
 @pytest.mark.parametrize(
   ("name", "cached"),
   [
-    ("block_attnres", 0),
+    pytest.param("block_attnres", 0, marks=pytest.mark.slow),
     ("block_attnres", LENGTH),
     pytest.param("full_attnres", LENGTH, marks=pytest.mark.slow),
     pytest.param("prenorm", LENGTH, marks=pytest.mark.slow),

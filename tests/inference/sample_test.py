@@ -20,7 +20,9 @@ TOKENIZER = data.make_tokenizer(config_lib.DataConfig())
 
 @pytest.fixture(scope="module")
 def model():
-  return tiny_network.model(vocab_size=257, init_std=0.5)
+  return tiny_network.model(
+    "prenorm", num_layers=1, vocab_size=257, init_std=0.5
+  )
 
 
 @pytest.fixture

@@ -22,7 +22,9 @@ from tests import tiny_network
 @pytest.fixture
 def run(monkeypatch, tmp_path):
   """Runs the command on a tiny network; returns its status."""
-  model = tiny_network.model(vocab_size=257, init_std=0.5)
+  model = tiny_network.model(
+    "prenorm", num_layers=1, vocab_size=257, init_std=0.5
+  )
   config = config_lib.load_config("configs/lm.py:runlocal")
   monkeypatch.setattr(trained, "load", lambda options: (config, model))
 

@@ -80,7 +80,9 @@ def test_values_and_gradients(implementation, apart, shape):
 
 
 @pytest.mark.parametrize("implementation", ("xla", "pallas_tpu"))
-@pytest.mark.parametrize("sources", (1, 9, 18))
+@pytest.mark.parametrize(
+  "sources", (1, pytest.param(9, marks=pytest.mark.slow), 18)
+)
 def test_bfloat16(implementation, sources):
   """As exact as results in bfloat16 are, on either side of 16 sources."""
   _check_bfloat16(implementation, sources)

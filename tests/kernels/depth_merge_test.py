@@ -27,14 +27,10 @@ def make(tokens, width, sources=3, seed=0):
   return query, jnp.asarray(rng.normal(size=shape), jnp.float32)
 
 
+@jax.jit
 def one_softmax(query, sources):
   out, lse = depth_attention(query[None], sources, implementation="reference")
   return out[0], lse[0]
-
-
-def compiled(implementation, f):
-  """`f` as one program, but for the interpreter, which is none."""
-  return f if implementation == "pallas_tpu" else jax.jit(f)
 
 
 def rms_norm(x, eps):
@@ -61,7 +57,7 @@ class TestDepthMerge:
     gradient = functools.partial(jax.value_and_grad, argnums=tuple(range(4)))
     wanted = jax.jit(gradient(whole))(query, *source)
     with dispatch.interpreted(pltpu.InterpretParams(detect_races=True)):
-      got = compiled(implementation, gradient(phases))(query, *source)
+      got = jax.jit(gradient(phases))(query, *source)
     jax.tree.map(
       lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), got, wanted
     )
@@ -96,7 +92,7 @@ class TestDepthMerge:
     gradient = functools.partial(jax.value_and_grad, argnums=argnums)
     wanted = jax.jit(gradient(plain))(*arrays)
     with dispatch.interpreted(pltpu.InterpretParams(detect_races=True)):
-      got = compiled(implementation, gradient(fused))(*arrays)
+      got = jax.jit(gradient(fused))(*arrays)
     jax.tree.map(
       lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), got, wanted
     )
@@ -162,8 +158,9 @@ class TestDepthMerge:
       return rms_norm(merged, 1e-6) * gain[None]
 
     exact = [x.astype(jnp.float32) for x in (out, partial)]
-    pull = jax.vjp(wanted, *exact, lse, query, gain)[1]
-    dout, dpartial, *expected = pull(dnormed.astype(jnp.float32))
+    pulled = jax.jit(lambda x, dy: jax.vjp(wanted, *x)[1](dy))
+    exact = *exact, lse, query, gain
+    dout, dpartial, *expected = pulled(exact, dnormed.astype(jnp.float32))
     where = {}
     if rows:
       where = dict(
@@ -184,9 +181,9 @@ class TestDepthMerge:
     )
     collected = jnp.stack([before[0], out * jnp.nan, out]), *before[1:]
     with dispatch.interpreted(pltpu.InterpretParams(detect_races=True)):
-      _, pull = jax.vjp(run, nothing, out, partial, lse, query, gain)
-      (stack, high, low), no_dout, no_dpartial, *found = pull(
-        (collected, dnormed)
+      pulled = jax.jit(lambda x, dy: jax.vjp(run, *x)[1](dy))
+      (stack, high, low), no_dout, no_dpartial, *found = pulled(
+        (nothing, out, partial, lse, query, gain), (collected, dnormed)
       )
     np.testing.assert_array_equal(stack[::2], collected[0][::2])
     digits = 3e-5 if dtype == "float32" else 2**-8
@@ -222,7 +219,7 @@ class TestDepthMerge:
     def gradients(implementation, arrays, cotangents):
       f = functools.partial(depth_merge_norm, implementation=implementation)
       pull = lambda arrays, cotangents: jax.vjp(f, *arrays)[1](cotangents)
-      found = compiled(implementation, pull)(arrays, cotangents)
+      found = jax.jit(pull)(arrays, cotangents)
       return jax.tree.map(np.asarray, found)
 
     given = arrays, tuple(cotangents)
@@ -329,8 +326,9 @@ class TestDepthMerge:
   def test_combining_is_associative_and_exact(self):
     query, source = make((5,), 16, 6)
     parts = [one_softmax(query, tuple(source[i : i + 2])) for i in (0, 2, 4)]
-    left = combine_mixtures(*combine_mixtures(*parts[0], *parts[1]), *parts[2])
-    right = combine_mixtures(*parts[0], *combine_mixtures(*parts[1], *parts[2]))
+    combine = jax.jit(combine_mixtures)
+    left = combine(*combine(*parts[0], *parts[1]), *parts[2])
+    right = combine(*parts[0], *combine(*parts[1], *parts[2]))
     whole = one_softmax(query, tuple(source))
     for a, b, c in zip(left, right, whole):
       np.testing.assert_allclose(a, c, atol=1e-6)

@@ -29,10 +29,14 @@ def _arrays(sources, tokens, dtype, scale=1.0):
 
 
 def _read(backend, queries, row, sources, gain, **options):
-  with dispatch.interpreted():
+  @jax.jit
+  def read(queries, sources, gain):
     return depth_read_norm(
       queries, row, sources, gain, implementation=backend, **options
     )
+
+  with dispatch.interpreted():
+    return read(queries, sources, gain)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -43,6 +43,12 @@ def _by_loops(query, sources, heads=1, rank=WIDTH):
   return out, lse
 
 
+def _pulled(f, *arguments):
+  """`jax.vjp`, compiled as a whole."""
+  results, vjp = jax.jit(functools.partial(jax.vjp, f))(*arguments)
+  return results, jax.jit(lambda *cotangents: vjp(*cotangents))
+
+
 def _query(queries, options, seed=1):
   return _draw(queries, options.get("rank", WIDTH), seed=seed)
 
@@ -61,16 +67,16 @@ class TestValuesAndGradients:
       f = functools.partial(
         depth_attention, eps=EPS, implementation=implementation, **options
       )
-      (out, lse), vjp = jax.vjp(f, query, tuple(bank))
+      (out, lse), vjp = _pulled(f, query, tuple(bank))
       np.testing.assert_allclose(out, out_, atol=1e-12)
       np.testing.assert_allclose(lse, lse_.reshape(lse.shape), atol=1e-12)
       dout, dlse = _draw(*out.shape, seed=2), _draw(*lse.shape, seed=3)
       found.append(jax.tree.leaves(vjp((dout, dlse))))
     for a, b in zip(*found, strict=True):
       np.testing.assert_allclose(a, b, atol=1e-12)
-    by_hand = depth_attention_vjp(
-      query, bank, lse, dout, dlse, eps=EPS, accumulate=bank, **options
-    )
+    by_hand = jax.jit(
+      functools.partial(depth_attention_vjp, eps=EPS, **options)
+    )(query, bank, lse, dout, dlse, accumulate=bank)
     np.testing.assert_allclose(by_hand[0], found[0][0], atol=1e-12)
     np.testing.assert_allclose(by_hand[1] - bank, found[0][1:], atol=1e-12)
 
@@ -98,7 +104,7 @@ class TestValuesAndGradients:
     found = []
     arguments = out, lse, query[0], bank[2], update, gain
     for implementation in ("reference", None):
-      results, vjp = jax.vjp(
+      results, vjp = _pulled(
         functools.partial(both, implementation), *arguments
       )
       np.testing.assert_allclose(results[0], wanted[0], atol=1e-12)
@@ -267,7 +273,7 @@ def test_one_head_is_the_same_bit_by_bit():
 
   found = []
   for heads in (None, 1):
-    results, vjp = jax.vjp(functools.partial(run, heads), query, bank)
+    results, vjp = _pulled(functools.partial(run, heads), query, bank)
     found.append([*results, *vjp(jax.tree.map(jnp.ones_like, results))])
   for a, b in zip(*found, strict=True):
     np.testing.assert_array_equal(a, b)

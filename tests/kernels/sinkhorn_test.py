@@ -23,9 +23,14 @@ def draw(*shape, seed=0, size=1.0):
 def both(implementation, logits, gradient, **options):
   """The matrices, and the gradient of the logits."""
   f = functools.partial(sinkhorn, implementation=implementation, **options)
-  with dispatch.interpreted(pltpu.InterpretParams(detect_races=True)):
+
+  @jax.jit
+  def run(logits, gradient):
     matrix, vjp = jax.vjp(f, logits)
     return matrix, *vjp(gradient)
+
+  with dispatch.interpreted(pltpu.InterpretParams(detect_races=True)):
+    return run(logits, gradient)
 
 
 def in_float64(logits, gradient, **options):

@@ -87,7 +87,11 @@ class TestStreamMix:
   # The last tile is a part of one, and the width no multiple of 128.
   @pytest.mark.parametrize(
     "tokens,width,columns,count",
-    [((2, 100), 192, 24, 4), ((128,), 128, 5, 2), ((130,), 640, 17, 3)],
+    [
+      ((2, 100), 192, 24, 4),
+      pytest.param((128,), 128, 5, 2, marks=pytest.mark.slow),
+      pytest.param((130,), 640, 17, 3, marks=pytest.mark.slow),
+    ],
   )
   def test_kernel(self, tokens, width, columns, count):
     arguments = make(tokens, width, columns, count)
@@ -126,7 +130,10 @@ class TestStreamMix:
       return sum(jnp.sum(jnp.sin(x)) for x in (*new, h, logits))
 
     f = functools.partial(stream_mix, implementation="pallas_tpu")
-    gradient = lambda f: jax.grad(functools.partial(loss, f), (0, 1, 2, 4))
+
+    def gradient(f):
+      return jax.jit(jax.grad(functools.partial(loss, f), (0, 1, 2, 4)))
+
     with dispatch.interpreted():
       wanted = gradient(f)(*arguments)
       if how == "remat":

@@ -37,6 +37,7 @@ def _saved(remat, dtype="float32", scan=True, **residual):
   return kept, len(model.residual.segments())
 
 
+SLOW = pytest.mark.slow
 SCHEMES = [
   dict(name="prenorm"),
   dict(name="rescaled"),
@@ -79,7 +80,17 @@ def test_full_keeps_one_vector_per_sublayer_and_block(fields):
   assert sum(map(jaxprs.nbytes, large)) >= states * TOKENS * WIDTH * itemsize
 
 
-@pytest.mark.parametrize("fields", SCHEMES[:-1])
+@pytest.mark.parametrize(
+  "fields",
+  [
+    pytest.param(
+      fields,
+      # One of each is enough to see that the limits above can be exceeded.
+      marks=() if fields in (SCHEMES[0], SCHEMES[2], SCHEMES[6]) else SLOW,
+    )
+    for fields in SCHEMES[:-1]
+  ],
+)
 def test_none_keeps_far_more(fields):
   kept, num_blocks = _saved("none", **fields)
   vectors, statistics = _limit(num_blocks=num_blocks, **fields)

@@ -19,6 +19,11 @@ from tests.models import trunks
 
 VOCAB = 16
 SCHEMES = ("prenorm", "rescaled", "full_attnres", "block_attnres")
+# The others have nothing of their own where one token or dtype meets another.
+FEW = [
+  pytest.param(name, marks=() if name == "block_attnres" else pytest.mark.slow)
+  for name in SCHEMES
+]
 FIELDS = dict(num_layers=3, num_heads=4, num_kv_heads=2, init_std=0.4)
 # What published networks have; at 40 tokens, one of two frequencies is scaled.
 VARIANTS = dict(
@@ -201,7 +206,7 @@ def test_logits_are_those_of_the_definition(name, documents, fields):
     np.testing.assert_allclose(found[row], expected, rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", FEW)
 def test_gradients_are_causal(name):
   model, tokens = _model(name), _tokens(rows=1, length=6)
   embedding = model.embedding.encode(tokens)
@@ -300,7 +305,7 @@ def test_soft_cap_bounds_and_keeps_order():
   np.testing.assert_allclose(b, 1.5 * np.tanh(a / 1.5), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("name", FEW)
 def test_bfloat16_computes_with_float32_weights(name):
   model, tokens = _model(name, dtype="bfloat16"), _tokens()
   assert {a.dtype for a in jax.tree.leaves(model)} == {jnp.dtype("float32")}
@@ -390,10 +395,10 @@ def test_another_seed_is_another_model():
 def test_initial_scale_and_independent_layers():
   model = tiny_network.model(width=64, mlp_width=96, init_std=0.02)
   attention, mlp = model.sublayers.attention, model.sublayers.mlp
-  for leaf in jax.tree.leaves((attention.core, mlp.core)):
-    assert abs(float(jnp.std(leaf)) / 0.02 - 1) < 0.1
-    assert abs(float(jnp.mean(leaf))) < 0.002
-    assert jnp.abs(leaf[0] - leaf[1]).max() > 0.02
+  for leaf in map(np.asarray, jax.tree.leaves((attention.core, mlp.core))):
+    assert abs(np.std(leaf) / 0.02 - 1) < 0.1
+    assert abs(np.mean(leaf)) < 0.002
+    assert np.abs(leaf[0] - leaf[1]).max() > 0.02
   for gain in jax.tree.leaves((mlp.norm, model.final_norm)):
     np.testing.assert_array_equal(gain, 1.0)
   np.testing.assert_array_equal(model.residual.queries.query[...], 0.0)

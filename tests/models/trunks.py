@@ -143,6 +143,7 @@ def scheme(name, num_sublayers, *, seed=1, scale=1.0, eps=EPS, **fields):
   return module
 
 
+@functools.partial(jax.jit, static_argnames=("scan", "remat"))
 def run(layers, module, embedding, *, scan=True, remat="none"):
   kinds = tuple(KINDS[l % 2] for l in range(module.num_sublayers))
   return stack.run(
@@ -185,8 +186,10 @@ def check(name, definition, num_sublayers=5, **fields):
   rng = np.random.default_rng(seed=2)
   values = jnp.asarray(rng.standard_normal((num_sublayers + 1, 1, 2, WIDTH)))
   with residuals_base.fixed_coefficients():
-    eager = functools.partial(reads.__wrapped__, module)
-    found, change = jax.jvp(eager, (values,), (values,))
+    # Traced here, since only here the coefficients are fixed.
+    traced = functools.partial(reads.__wrapped__, module)
+    along = lambda values: jax.jvp(traced, (values,), (values,))
+    found, change = jax.jit(along)(values)
   for h, along in zip(found, change):
     np.testing.assert_allclose(along, h, atol=1e-12)
 

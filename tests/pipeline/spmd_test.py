@@ -12,37 +12,21 @@ of two, in the median over a few draws of weights and tokens. (They found 0.5 to
 """
 
 import collections
-import contextlib
 import dataclasses
-import functools
-import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from attnres_jax import checkpoint
 from attnres_jax import config as config_lib
-from attnres_jax import loss as loss_lib
-from attnres_jax import models
-from attnres_jax import precision
 from attnres_jax import sharding
 from attnres_jax import train_state
-from attnres_jax.aot import hlo
-from attnres_jax.aot import topology
-from attnres_jax.config import errors
 from attnres_jax.models import residuals
 from attnres_jax.models.residuals import prenorm
-from attnres_jax.pipeline import layout as layout_lib
-from attnres_jax.pipeline import spmd
-from tests import jaxprs
 from tests import tiny_network
+from tests.pipeline import networks
 
-# Tokens that ranks cannot share equally.
-VOCAB, WIDTH, LENGTH = 16, 16, 7
-# Ranks, virtual stages, microbatches, sublayers, sublayers per block.
-SMALL = (2, 2, 4, 4, 3)
 SHAPES = [
   (4, 2, 8, 16, 4),
   (4, 2, 8, 16, 3),
@@ -52,136 +36,16 @@ SHAPES = [
 ]
 
 
-def _config(
-  shape, mesh=None, *, scheme="block_attnres", pipeline=None, **model
-):
-  ranks, stages, microbatches, sublayers, block = shape
-  mesh = config_lib.MeshConfig(**{"stage": ranks, "data": 1} | (mesh or {}))
-  rows = microbatches * mesh.data * mesh.fsdp * mesh.expert
-  return config_lib.RunConfig(
-    model=tiny_network.config(
-      scheme,
-      vocab_size=VOCAB,
-      width=WIDTH,
-      num_layers=sublayers // 2,
-      block_size=block,
-      **model,
-    ),
-    data=config_lib.DataConfig(sequence_length=LENGTH, batch_size=rows),
-    mesh=mesh,
-    pipeline=config_lib.PipelineConfig(
-      stages, microbatches, **(pipeline or {})
-    ),
-  )
-
-
-@contextlib.contextmanager
-def _in_float64(config):
-  """The same run in float64, which no config can request."""
-  with (
-    pytest.MonkeyPatch.context() as patch,
-    jax.enable_x64(True),
-    # Master weights are float32 where only shapes are asked for.
-    jax.numpy_dtype_promotion("standard"),
-  ):
-    patch.setattr(errors, "check_in", lambda *_: None)
-    model = dataclasses.replace(config.model, dtype="float64")
-    yield dataclasses.replace(config, model=model)
-
-
-def _inputs(config, seed=0):
-  """A model of random numbers, and rows of which some count.
-
-  The numbers are the same in float32 and in float64.
-  """
-  rng = np.random.default_rng(seed)
-  dtype = precision.wide(config.model.dtype)
-
-  def draw(path, leaf):
-    is_gain = "gain" in jax.tree_util.keystr(path)
-    drawn = 0.2 * rng.standard_normal(leaf.shape, np.float32)
-    return (is_gain + drawn).astype(dtype)
-
-  like = jax.eval_shape(lambda: models.build_model(config.model))
-  model = jax.tree.map_with_path(draw, like)
-  rows = config.data.batch_size
-  tokens = rng.integers(0, VOCAB, (rows, LENGTH + 1), dtype=np.int32)
-  weights = rng.integers(0, 2, (rows, LENGTH)).astype(np.float32)
-  rows = (tokens[:, :-1], tokens[:, 1:], weights)
-  return model, loss_lib.Examples(*rows, None)
-
-
-@functools.cache
-def _on_one_device(config):
-  def total(model, batch):
-    sums = loss_lib.cross_entropy(
-      model.hidden(batch.inputs),
-      model.embedding.head_DV(),
-      batch.targets,
-      batch.weights,
-      z_loss=config.loss.z_loss,
-    )
-    return sums.total, sums
-
-  apply = jax.jit(jax.grad(total, has_aux=True))
-  # Loss first, as a pipeline has it.
-  return lambda *arguments: apply(*arguments)[::-1]
-
-
-def _alone(config):
-  """The result of one device."""
-  plain = config_lib.MeshConfig(data=1), config_lib.PipelineConfig()
-  return dataclasses.replace(config, mesh=plain[0], pipeline=plain[1])
-
-
-def _pipeline(config):
-  return spmd.make_pipeline(config, sharding.make_mesh(config.mesh))
-
-
-@functools.cache
-def _compiled(config, method="value_and_grad"):
-  model, batch = _inputs(config)
-  apply = jax.jit(getattr(_pipeline(config), method))
-  return apply.lower(model, batch).compile(), (model, batch)
-
-
-def _call(compiled, arguments):
-  return compiled(*jax.device_put(arguments, compiled.input_shardings[0]))
-
-
-def _assert_equal(found, expected, rounding):
-  for a, b in zip(found[0], expected[0]):
-    np.testing.assert_allclose(a, b, rtol=rounding)
-  names = jax.tree_util.tree_leaves_with_path(expected[1])
-  for (path, b), a in zip(names, jax.tree.leaves(found[1]), strict=True):
-    assert a.dtype == b.dtype
-    # A sum of many terms, whose order differs.
-    scale = float(jnp.max(jnp.abs(b)))
-    np.testing.assert_allclose(
-      a, b, rtol=0, atol=rounding * scale, err_msg=jax.tree_util.keystr(path)
-    )
-
-
-def _assert_as_on_one_device(config):
-  """In float64, where rounding cannot hide a mistake."""
-  with _in_float64(config) as config:
-    compiled, arguments = _compiled(config)
-    expected = _on_one_device(_alone(config))(*arguments)
-    assert all(a.dtype == jnp.float64 for a in jax.tree.leaves(expected))
-    _assert_equal(_call(compiled, arguments), expected, 1e-12)
-  return compiled
-
-
 def _assert_as_exact_as_one_device(config, draws=5):
   """In float32, against the gradient of one device in float64."""
-  compiled, _ = _compiled(config)
-  inputs = [_inputs(config, seed) for seed in range(draws)]
-  found = [jax.device_get(_call(compiled, one)) for one in inputs]
-  apply = _on_one_device(_alone(config))
+  compiled, _ = networks.compile_step(config)
+  inputs = [networks.draw(config, seed) for seed in range(draws)]
+  found = [jax.device_get(networks.call(compiled, one)) for one in inputs]
+  apply = networks.on_one_device(networks.alone(config))
   plain = [jax.device_get(apply(*one)) for one in inputs]
-  with _in_float64(config) as wide:
-    apply = _on_one_device(_alone(wide))
-    inputs = [_inputs(wide, seed) for seed in range(draws)]
+  with networks.in_float64(config) as wide:
+    apply = networks.on_one_device(networks.alone(wide))
+    inputs = [networks.draw(wide, seed) for seed in range(draws)]
     exact = [jax.device_get(apply(*one)) for one in inputs]
   for (loss, _), (expected, _) in zip(found, exact, strict=True):
     np.testing.assert_allclose(loss.total, expected.total, rtol=1e-6)
@@ -203,45 +67,6 @@ def _errors(found, exact):
 
 def _rms(a):
   return np.sqrt(np.mean(np.square(a)))
-
-
-def _permutes(text):
-  """(bytes of an array, pairs) of every permute of a compiled program."""
-  pattern = r"= \(?(\w+)\[([\d,]*)\].* collective-permute(?:-start)?\(.*"
-  found = []
-  for match in re.finditer(pattern, text):
-    (pairs,) = re.findall(r"source_target_pairs=\{(.*?)\}\}", match[0])
-    sizes = [int(n) for n in match[2].split(",") if n]
-    itemsize = {"f64": 8, "f32": 4, "bf16": 2}[match[1]]
-    found.append((itemsize * int(np.prod(sizes)), pairs.count("{")))
-  return found
-
-
-def _bodies(text):
-  """The text of what loops and branches run, by computation."""
-  parts = re.split(r"\n(?=(?:ENTRY )?%[\w.\-]+ \()", text)
-  return [part for part in parts if not part.startswith("ENTRY")]
-
-
-@pytest.mark.slow
-def test_unaligned_blocks():
-  """And what the program sends: planned blocks, and gradients at the end."""
-  config = _config(SMALL, dict(data=2))
-  compiled = _assert_as_on_one_device(config)
-  text = compiled.as_text()
-  # Chunks of one sublayer, blocks of three: b0 goes into chunk 1, b1 into chunk
-  # 3, both over the link into rank 1, and a partial sum into chunks 1 and 2.
-  layout = layout_lib.Layout(2, 2, 1, 3)
-  assert layout.link_vectors("minimum") == (0, 1)
-  assert layout.link_partials() == (True, True)
-  permutes = _permutes(text)
-  assert {nbytes for nbytes, _ in permutes} == {8 * LENGTH * WIDTH}
-  # Forward and backward, in both copies of the pipeline.
-  assert sum(pairs for _, pairs in permutes) == 2 * 2 * (1 + 2)
-  loops = [body for body in _bodies(text) if "collective-permute" in body]
-  assert len(loops) == 1
-  assert not re.search(r" (all-reduce|all-gather|reduce-scatter)", loops[0])
-  assert " all-reduce(" in text
 
 
 @pytest.mark.parametrize(
@@ -271,19 +96,9 @@ def test_unaligned_blocks():
   ],
 )  # fmt: skip
 def test_sublayers_of_a_chunk_as_one_loop(shape, scheme, fields):
-  _assert_as_on_one_device(
-    _config(shape, scheme=scheme, depth_loop="scan", **fields)
+  networks.assert_as_on_one_device(
+    networks.config(shape, scheme=scheme, depth_loop="scan", **fields)
   )
-
-
-def test_loops_of_chunks_do_not_grow_with_depth():
-  def products(sublayers, **fields):
-    config = _config((2, 1, 2, sublayers, 2), **fields)
-    apply, arguments = _pipeline(config).value_and_grad, _inputs(config)
-    return jaxprs.count(("dot_general",), apply, *arguments)
-
-  assert products(8, depth_loop="scan") == products(16, depth_loop="scan")
-  assert products(8) < products(16)
 
 
 @pytest.mark.parametrize(
@@ -295,96 +110,28 @@ def test_loops_of_chunks_do_not_grow_with_depth():
 )
 def test_chunks_that_are_no_loops(shape, scheme, reason):
   with pytest.raises(config_lib.ConfigError, match=f"depth_loop.*{reason}"):
-    _pipeline(_config(shape, scheme=scheme, depth_loop="scan"))
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_one_virtual_stage_sends_what_was_planned_and_nothing_else(ranks):
-  config = _config((ranks, 1, ranks, ranks, 1))
-  compiled, _ = _compiled(config)
-  layout = layout_lib.Layout(ranks, 1, 1, 1)
-  sent = sum(n * pairs for n, pairs in _permutes(compiled.as_text()))
-  planned = layout.total_vectors("minimum") + layout.total_partials()
-  assert planned == {2: 2, 4: 2 + 3 + 4}[ranks]
-  assert sent == 2 * planned * 4 * LENGTH * WIDTH
+    networks.make(networks.config(shape, scheme=scheme, depth_loop="scan"))
 
 
 def test_autodiff_of_the_forward_loop_and_evaluation():
   shape, by_autodiff = (2, 1, 2, 2, 1), dict(schedule="gpipe")
-  config = _config(shape, scheme="prenorm", pipeline=by_autodiff)
-  compiled, arguments = _compiled(config)
-  expected = _on_one_device(_alone(config))(*arguments)
-  _assert_equal(_call(compiled, arguments), expected, 1e-6)
-  compiled, _ = _compiled(config, "loss_sums")
-  for a, b in zip(_call(compiled, arguments), expected[0]):
+  config = networks.config(shape, scheme="prenorm", pipeline=by_autodiff)
+  compiled, arguments = networks.compile_step(config)
+  expected = networks.on_one_device(networks.alone(config))(*arguments)
+  networks.assert_equal(networks.call(compiled, arguments), expected, 1e-6)
+  compiled, _ = networks.compile_step(config, "loss_sums")
+  for a, b in zip(networks.call(compiled, arguments), expected[0]):
     np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
 @pytest.mark.parametrize("gather", ["tick", "step"])
 def test_weights_that_are_cut_over_devices_of_a_rank(gather):
   pipeline = dict(gather=gather)
-  _assert_as_on_one_device(
-    _config((2, 1, 2, 2, 1), dict(fsdp=2), scheme="rescaled", pipeline=pipeline)
+  networks.assert_as_on_one_device(
+    networks.config(
+      (2, 1, 2, 2, 1), dict(fsdp=2), scheme="rescaled", pipeline=pipeline
+    )
   )
-
-
-def _of_all_kinds(mesh, **fields):
-  fields = tiny_network.KINDS | dict(last_mixer="mla") | fields
-  return _config((2, 1, 2, 4, 2), mesh, **fields)
-
-
-def _with_experts(mesh, **fields):
-  return _config((2, 1, 2, 4, 2), mesh, moe=tiny_network.KINDS["moe"], **fields)
-
-
-@pytest.mark.parametrize(
-  "schedule", ["fused", pytest.param("gpipe", marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize("gather", ["tick", "step"])
-@pytest.mark.parametrize(
-  "make",
-  [_with_experts, pytest.param(_of_all_kinds, marks=pytest.mark.slow)],
-)
-def test_weights_travel_in_the_dtype_of_their_products(make, schedule, gather):
-  """And their gradients in float32, which autodiff would not see to."""
-  config = make(
-    dict(fsdp=2, expert=2),
-    dtype="bfloat16",
-    pipeline=dict(schedule=schedule, gather=gather),
-  )
-  program = jax.make_jaxpr(_pipeline(config).value_and_grad)
-  all_of_it = list(jaxprs.equations(program(*_inputs(config))))
-  # With gpipe, forward and backward, of which one scatters.
-  loops = [
-    equation
-    for equation in all_of_it
-    if equation.primitive.name == "scan" and jaxprs.has(equation, "ppermute")
-  ]
-  inside = [e for loop in loops for e in jaxprs.equations(loop.params["jaxpr"])]
-  travel = {"fused": "bfloat16", "gpipe": "float32"}[schedule]
-  dtypes = {"all_gather": {travel}, "reduce_scatter": {"float32"}}
-  if gather == "tick":
-    assert _dtypes_of_cut_weights(inside) == dtypes
-  else:
-    names = {equation.primitive.name for equation in inside}
-    assert "ppermute" in names and not names.intersection(dtypes)
-    assert _dtypes_of_cut_weights(all_of_it) == dtypes
-
-
-def _dtypes_of_cut_weights(equations):
-  """In which their parts go from device to device, by collective."""
-  found = {"all_gather": set(), "reduce_scatter": set()}
-  for equation in equations:
-    name = equation.primitive.name
-    # [chunks, rows, ...] once they are at their ranks; all others are matrices.
-    # Of routers alone, 4 experts wide, there is a product in float32.
-    if (
-      name in found
-      and equation.invars[0].aval.ndim > 2
-      and equation.invars[0].aval.shape[-2:] != (8, 4)
-    ):
-      found[name].add(equation.invars[0].aval.dtype.name)
-  return found
 
 
 @pytest.mark.slow
@@ -392,17 +139,19 @@ def test_weights_that_travel_in_bfloat16_lose_nothing():
   """Whoever casts them, a product sees the same numbers."""
   found = []
   for mesh in (dict(fsdp=2, expert=2), dict(data=4)):
-    compiled, arguments = _compiled(_of_all_kinds(mesh, dtype="bfloat16"))
-    found.append(jax.device_get(_call(compiled, arguments)))
-  _assert_equal(*found, 1e-6)
+    compiled, arguments = networks.compile_step(
+      networks.of_all_kinds(mesh, dtype="bfloat16")
+    )
+    found.append(jax.device_get(networks.call(compiled, arguments)))
+  networks.assert_equal(*found, 1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["naive", "cached"])
 @pytest.mark.parametrize("schedule", ["fused", "gpipe"])
 def test_other_rules(rule, schedule):
-  _assert_as_on_one_device(
-    _config(
+  networks.assert_as_on_one_device(
+    networks.config(
       (2, 2, 2, 4, 1),
       scheme="full_attnres",
       pipeline=dict(rule=rule, schedule=schedule),
@@ -410,21 +159,11 @@ def test_other_rules(rule, schedule):
   )
 
 
-def test_memory_does_not_grow_with_microbatches():
-  temporary = []
-  for microbatches in (4, 8):
-    config = _config((2, 1, microbatches, 2, 1), scheme="prenorm")
-    compiled, _ = _compiled(config)
-    temporary.append(compiled.memory_analysis().temp_size_in_bytes)
-  # The tokens themselves.
-  assert temporary[1] - temporary[0] <= 4 * 4 * LENGTH * 4
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("data", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_many_shapes(shape, data):
-  _assert_as_on_one_device(_config(shape, dict(data=data)))
+  networks.assert_as_on_one_device(networks.config(shape, dict(data=data)))
 
 
 @pytest.mark.parametrize(
@@ -438,9 +177,9 @@ def test_many_shapes(shape, data):
   ],
 )
 def test_float32(shape):
-  # One copy of the smallest, whose program a test above has compiled.
+  # One copy of the smallest, whose program programs_test.py compiles, too.
   copies = dict(data=2) if shape[3] > 2 else None
-  _assert_as_exact_as_one_device(_config(shape, copies))
+  _assert_as_exact_as_one_device(networks.config(shape, copies))
 
 
 @pytest.mark.slow
@@ -449,15 +188,17 @@ def test_float32(shape):
 )
 @pytest.mark.parametrize("form", ["two_phase", "one_softmax"])
 def test_forms_and_remat(scheme, form):
-  config = _config(SMALL, scheme=scheme, remat="full")
+  config = networks.config(networks.SMALL, scheme=scheme, remat="full")
   residual = dataclasses.replace(config.model.residual, form=form)
   model = dataclasses.replace(config.model, residual=residual)
-  _assert_as_on_one_device(dataclasses.replace(config, model=model))
+  networks.assert_as_on_one_device(dataclasses.replace(config, model=model))
 
 
 @pytest.mark.slow
 def test_pairs_of_blocks():
-  _assert_as_on_one_device(_config(SMALL, scheme="haares"))
+  networks.assert_as_on_one_device(
+    networks.config(networks.SMALL, scheme="haares")
+  )
 
 
 @pytest.mark.slow
@@ -471,71 +212,41 @@ def test_pairs_of_blocks():
 )
 def test_kinds_that_differ_from_chunk_to_chunk(mesh, gather):
   """Ten sublayers on four chunks: two or three, of up to three kinds."""
-  config = _config(
+  config = networks.config(
     (2, 2, 2, 10, 4),
     mesh,
     last_mixer="mla",
     pipeline=dict(gather=gather),
     **tiny_network.KINDS,
   )
-  _assert_as_on_one_device(config)
+  networks.assert_as_on_one_device(config)
 
 
 @pytest.mark.slow
 def test_float32_with_all_kinds():
-  config = _config(
+  config = networks.config(
     (2, 2, 2, 10, 4), dict(data=2), last_mixer="mla", **tiny_network.KINDS
   )
   _assert_as_exact_as_one_device(config)
 
 
-@pytest.mark.slow
-@pytest.mark.needs("libtpu")
-def test_a_tpu_program():
-  """The loop has only planned messages, and does not copy the cache."""
-  config = _config((2, 2, 4, 4, 2), dict(data=4), dtype="bfloat16")
-  config = dataclasses.replace(
-    config,
-    model=dataclasses.replace(config.model, width=256, mlp_width=704),
-    data=dataclasses.replace(config.data, sequence_length=256),
-  )
-  mesh = sharding.make_mesh(config.mesh, topology.devices("v5e:2x4"))
-  program = train_state.make_program(config, mesh)
-  step = program.train_step.lower(program.abstract_state, program.batch_shapes)
-  text, plan = step.compile().as_text(), program.network
-  rule, layout = config.pipeline.rule, plan.stage.transport.layout
-  per_tick = sum(layout.link_vectors(rule)) + sum(layout.link_partials())
-  pairs = [pairs for _, pairs in _permutes(text)]
-  assert sum(pairs) == 2 * config.mesh.data * per_tick
-  program = hlo.Program(text)
-  in_loop = [one for one in program.collectives() if one.in_loop]
-  ticks, microbatches = plan.schedule.num_ticks, plan.microbatches
-  messages = [one for one in in_loop if one.count == ticks]
-  assert len(messages) == len(pairs)
-  # States to the ranks that share the head, and their gradients back.
-  heads = [one.count for one in in_loop if one.count != ticks]
-  assert heads == [pytest.approx(microbatches)] * 2
-  for one in messages:
-    assert one.kind == "collective-permute" and one.overlapped
-    assert {array.dims for array in one.arrays} == {(1, 256, 256)}
-  slots = [plan.stage.blocks.size, plan.stage.gradients.size]
-  for count, instruction, _ in program.instructions():
-    if count > 1 and instruction.op in ("copy", "copy-start"):
-      for array in instruction.arrays:
-        assert array.dims not in [(n, 1, 256, 256) for n in slots]
-
-
 def test_a_step_and_its_checkpoint(tmp_path):
   """A pipeline trains like one device, and each resumes the other's run."""
-  pipelined = _config((2, 1, 2, 2, 1), scheme="prenorm", tie_embeddings=True)
+  pipelined = networks.config(
+    (2, 1, 2, 2, 1), scheme="prenorm", tie_embeddings=True
+  )
   pipelined = dataclasses.replace(
     pipelined, optim=config_lib.OptimConfig(warmup_steps=1, eps=1e-2)
   )
-  plain = _alone(pipelined)
+  plain = networks.alone(pipelined)
   rows = pipelined.data.batch_size
   rng = np.random.default_rng(1)
-  tokens = rng.integers(0, VOCAB, (rows, LENGTH + 1), dtype=np.int32)
-  segments = rng.integers(0, 3, (rows, LENGTH + 1)).cumsum(1, dtype=np.int32)
+  tokens = rng.integers(
+    0, networks.VOCAB, (rows, networks.LENGTH + 1), dtype=np.int32
+  )
+  segments = rng.integers(0, 3, (rows, networks.LENGTH + 1)).cumsum(
+    1, dtype=np.int32
+  )
   batch = {"tokens": tokens, "segment_ids": segments}
   programs = [
     train_state.make_program(config, sharding.make_mesh(config.mesh))
@@ -593,11 +304,11 @@ class _Growing(prenorm.PreNorm):
 def test_what_does_not_fit_is_named_in_one_line(monkeypatch):
   monkeypatch.setitem(residuals.RESIDUALS, "growing", _Growing)
   # One that mesh.tensor could cut.
-  monkeypatch.setitem(globals(), "LENGTH", 8)
+  monkeypatch.setattr(networks, "LENGTH", 8)
 
   def refused(message, shape, mesh=None, **fields):
     optim, rows = fields.pop("optim", None), fields.pop("rows", None)
-    config = _config(shape, mesh, **fields)
+    config = networks.config(shape, mesh, **fields)
     if optim:
       config = dataclasses.replace(config, optim=optim)
     if rows:
@@ -618,26 +329,28 @@ def test_what_does_not_fit_is_named_in_one_line(monkeypatch):
     r" leave some of 2 \(mesh.stage\) x 3 chunks empty$",
     (2, 3, 2, 4, 1),
   )
-  refused(r"mesh\.tensor: got 2, expected 1 with", SMALL, dict(tensor=2))
+  refused(
+    r"mesh\.tensor: got 2, expected 1 with", networks.SMALL, dict(tensor=2)
+  )
   refused(
     r"model\.depth_memory: got 'moda', expected 'none' with mesh.stage=2$",
-    SMALL,
+    networks.SMALL,
     depth_memory="moda",
   )
   refused(
     r"data\.batch_size: got 12, expected a multiple of mesh.data x fsdp x"
     r" expert x pipeline.microbatches = 2 x 4, such as 8 or 16$",
-    SMALL,
+    networks.SMALL,
     dict(data=2),
     rows=12,
   )
   refused(
     r"optim\.accumulate_steps: got 2, expected 1 with mesh\.stage=2, where",
-    SMALL,
+    networks.SMALL,
     optim=config_lib.OptimConfig(accumulate_steps=2),
   )
   refused(
     r"model\.residual\.name: got 'growing', expected a scheme whose state,",
-    SMALL,
+    networks.SMALL,
     scheme="growing",
   )

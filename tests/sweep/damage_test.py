@@ -73,6 +73,17 @@ DAMAGE = {
   "other run": ("run.json", _spoil(lambda s: s.update(name="../outside"))),
   "bad field": ("run.json", _spoil(lambda s: s["config"].update(seed="one"))),
 }  # fmt: skip
+# Every file and every way once, and all values.
+SLOW = {
+  f"{file} {way}"
+  for i, file in enumerate(FILES)
+  for j, way in enumerate(WAYS)
+  if j not in (i, 5 - i)
+}
+KINDS = [
+  pytest.param(kind, marks=pytest.mark.slow) if kind in SLOW else kind
+  for kind in DAMAGE
+]
 RENDER = {"laws": laws.render, "shapes": shapes.render}
 
 
@@ -98,7 +109,7 @@ def _names(folder):
   return [run.name for run in folder_lib.read(folder)]
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("kind", KINDS)
 def test_damage_is_of_one_run(sweep, capsys, kind):
   folder, _ = sweep
   bad, *good = _names(folder)
@@ -121,7 +132,7 @@ def test_damage_is_of_one_run(sweep, capsys, kind):
     assert "2/3 done, 1 damaged" in laws.render(folder, found)
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("kind", KINDS)
 def test_damage_and_launch(sweep, capsys, monkeypatch, kind):
   """The others are trained; what was prepared can be made again."""
   folder, _ = sweep

@@ -25,7 +25,7 @@ FIELDS = {
   "train.steps": 120,
   "train.eval_every": 40,
   "train.depth_every": 0,
-  "checkpoint.every_steps": 4,
+  "checkpoint.every_steps": 10,  # Saving takes longer than the steps.
 }
 
 
@@ -39,9 +39,7 @@ def source(tmp_path_factory):
 def whole(tmp_path_factory, source):
   """The folder of an undisturbed sweep."""
   folder = tmp_path_factory.mktemp("whole")
-  code, text = tiny_sweep.finish(
-    tiny_sweep.start(folder, source, "--max_parallel=2")
-  )
+  code, text = tiny_sweep.launch(folder, source, "--max_parallel=2")
   assert code == 0, text
   assert "2/2 done" in text
   return folder
@@ -134,9 +132,7 @@ def _survive(whole, source, parent, kills, anywhere):
 
 
 def _finish(whole, source, folder):
-  code, text = tiny_sweep.finish(
-    tiny_sweep.start(folder, source, "--max_parallel=2")
-  )
+  code, text = tiny_sweep.launch(folder, source, "--max_parallel=2")
   assert code == 0, text
   _assert_same(whole, folder)
 
@@ -178,7 +174,7 @@ def test_full_disk_fails_a_run_with_one_cause(source, tmp_path):
   (run, other) = tiny_sweep.prepare(tmp_path / "sweep", source)
   blocked = tmp_path / "sweep" / run.name / "metrics.jsonl"
   blocked.symlink_to("/dev/full")
-  code, text = tiny_sweep.finish(tiny_sweep.start(tmp_path / "sweep", source))
+  code, text = tiny_sweep.launch(tmp_path / "sweep", source)
   assert code == 1
   assert text.count("no space left on device: ") == 1
   state = tiny_sweep.state(tmp_path / "sweep" / run.name)

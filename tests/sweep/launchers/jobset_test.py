@@ -296,6 +296,7 @@ def test_the_command_of_the_container_trains_the_run(tmp_path):
   fields = tiny_run.FIELDS | tiny_run.corpus(tmp_path)
   fields |= {"model.residual.name": "prenorm", "train.steps": 6}
   fields |= {"train.depth_every": 0, "train.eval_every": 0}
+  fields["checkpoint.every_steps"] = 0
   resolve = grid.config_resolver(str(tiny_run.ROOT / tiny_run.SPEC))
   (run,) = grid.collect(lambda add: add(**fields), resolve)
   folder_lib.prepare(tmp_path / "sweep", [run], tiny_run.SPEC)

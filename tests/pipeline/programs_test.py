@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the program of a pipeline sends, in which dtype, and what it keeps."""
+
+import dataclasses
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from attnres_jax import sharding
+from attnres_jax import train_state
+from attnres_jax.aot import hlo
+from attnres_jax.aot import topology
+from attnres_jax.pipeline import layout as layout_lib
+from tests import jaxprs
+from tests import tiny_network
+from tests.pipeline import networks
+
+
+def _permutes(text):
+  """(bytes of an array, pairs) of every permute of a compiled program."""
+  pattern = r"= \(?(\w+)\[([\d,]*)\].* collective-permute(?:-start)?\(.*"
+  found = []
+  for match in re.finditer(pattern, text):
+    (pairs,) = re.findall(r"source_target_pairs=\{(.*?)\}\}", match[0])
+    sizes = [int(n) for n in match[2].split(",") if n]
+    itemsize = {"f64": 8, "f32": 4, "bf16": 2}[match[1]]
+    found.append((itemsize * int(np.prod(sizes)), pairs.count("{")))
+  return found
+
+
+def _bodies(text):
+  """The text of what loops and branches run, by computation."""
+  parts = re.split(r"\n(?=(?:ENTRY )?%[\w.\-]+ \()", text)
+  return [part for part in parts if not part.startswith("ENTRY")]
+
+
+@pytest.mark.slow
+def test_unaligned_blocks():
+  """And what the program sends: planned blocks, and gradients at the end."""
+  config = networks.config(networks.SMALL, dict(data=2))
+  compiled = networks.assert_as_on_one_device(config)
+  text = compiled.as_text()
+  # Chunks of one sublayer, blocks of three: b0 goes into chunk 1, b1 into chunk
+  # 3, both over the link into rank 1, and a partial sum into chunks 1 and 2.
+  layout = layout_lib.Layout(2, 2, 1, 3)
+  assert layout.link_vectors("minimum") == (0, 1)
+  assert layout.link_partials() == (True, True)
+  permutes = _permutes(text)
+  assert {nbytes for nbytes, _ in permutes} == {
+    8 * networks.LENGTH * networks.WIDTH
+  }
+  # Forward and backward, in both copies of the pipeline.
+  assert sum(pairs for _, pairs in permutes) == 2 * 2 * (1 + 2)
+  loops = [body for body in _bodies(text) if "collective-permute" in body]
+  assert len(loops) == 1
+  assert not re.search(r" (all-reduce|all-gather|reduce-scatter)", loops[0])
+  assert " all-reduce(" in text
+
+
+def test_loops_of_chunks_do_not_grow_with_depth():
+  def products(sublayers, **fields):
+    config = networks.config((2, 1, 2, sublayers, 2), **fields)
+    apply, arguments = (
+      networks.make(config).value_and_grad,
+      networks.draw(config),
+    )
+    return jaxprs.count(("dot_general",), apply, *arguments)
+
+  looped = products(8, depth_loop="scan")
+  assert looped == products(12, depth_loop="scan")
+  assert looped < products(8)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_one_virtual_stage_sends_what_was_planned_and_nothing_else(ranks):
+  config = networks.config((ranks, 1, ranks, ranks, 1))
+  compiled, _ = networks.compile_step(config)
+  layout = layout_lib.Layout(ranks, 1, 1, 1)
+  sent = sum(n * pairs for n, pairs in _permutes(compiled.as_text()))
+  planned = layout.total_vectors("minimum") + layout.total_partials()
+  assert planned == {2: 2, 4: 2 + 3 + 4}[ranks]
+  assert sent == 2 * planned * 4 * networks.LENGTH * networks.WIDTH
+
+
+def _with_experts(mesh, **fields):
+  return networks.config(
+    (2, 1, 2, 4, 2), mesh, moe=tiny_network.KINDS["moe"], **fields
+  )
+
+
+@pytest.mark.parametrize(
+  "schedule", ["fused", pytest.param("gpipe", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("gather", ["tick", "step"])
+@pytest.mark.parametrize(
+  "make",
+  [_with_experts, pytest.param(networks.of_all_kinds, marks=pytest.mark.slow)],
+)
+def test_weights_travel_in_the_dtype_of_their_products(make, schedule, gather):
+  """And their gradients in float32, which autodiff would not see to."""
+  config = make(
+    dict(fsdp=2, expert=2),
+    dtype="bfloat16",
+    pipeline=dict(schedule=schedule, gather=gather),
+  )
+  program = jax.make_jaxpr(networks.make(config).value_and_grad)
+  all_of_it = list(jaxprs.equations(program(*networks.draw(config))))
+  # With gpipe, forward and backward, of which one scatters.
+  loops = [
+    equation
+    for equation in all_of_it
+    if equation.primitive.name == "scan" and jaxprs.has(equation, "ppermute")
+  ]
+  inside = [e for loop in loops for e in jaxprs.equations(loop.params["jaxpr"])]
+  travel = {"fused": "bfloat16", "gpipe": "float32"}[schedule]
+  dtypes = {"all_gather": {travel}, "reduce_scatter": {"float32"}}
+  if gather == "tick":
+    assert _dtypes_of_cut_weights(inside) == dtypes
+  else:
+    names = {equation.primitive.name for equation in inside}
+    assert "ppermute" in names and not names.intersection(dtypes)
+    assert _dtypes_of_cut_weights(all_of_it) == dtypes
+
+
+def _dtypes_of_cut_weights(equations):
+  """In which their parts go from device to device, by collective."""
+  found = {"all_gather": set(), "reduce_scatter": set()}
+  for equation in equations:
+    name = equation.primitive.name
+    # [chunks, rows, ...] once they are at their ranks; all others are matrices.
+    # Of routers alone, 4 experts wide, there is a product in float32.
+    if (
+      name in found
+      and equation.invars[0].aval.ndim > 2
+      and equation.invars[0].aval.shape[-2:] != (8, 4)
+    ):
+      found[name].add(equation.invars[0].aval.dtype.name)
+  return found
+
+
+def test_memory_does_not_grow_with_microbatches():
+  temporary = []
+  for microbatches in (4, 8):
+    config = networks.config((2, 1, microbatches, 2, 1), scheme="prenorm")
+    compiled, _ = networks.compile_step(config)
+    temporary.append(compiled.memory_analysis().temp_size_in_bytes)
+  # The tokens themselves.
+  assert temporary[1] - temporary[0] <= 4 * 4 * networks.LENGTH * 4
+
+
+@pytest.mark.slow
+@pytest.mark.needs("libtpu")
+def test_a_tpu_program():
+  """The loop has only planned messages, and does not copy the cache."""
+  config = networks.config((2, 2, 4, 4, 2), dict(data=4), dtype="bfloat16")
+  config = dataclasses.replace(
+    config,
+    model=dataclasses.replace(config.model, width=256, mlp_width=704),
+    data=dataclasses.replace(config.data, sequence_length=256),
+  )
+  mesh = sharding.make_mesh(config.mesh, topology.devices("v5e:2x4"))
+  program = train_state.make_program(config, mesh)
+  step = program.train_step.lower(program.abstract_state, program.batch_shapes)
+  text, plan = step.compile().as_text(), program.network
+  rule, layout = config.pipeline.rule, plan.stage.transport.layout
+  per_tick = sum(layout.link_vectors(rule)) + sum(layout.link_partials())
+  pairs = [pairs for _, pairs in _permutes(text)]
+  assert sum(pairs) == 2 * config.mesh.data * per_tick
+  program = hlo.Program(text)
+  in_loop = [one for one in program.collectives() if one.in_loop]
+  ticks, microbatches = plan.schedule.num_ticks, plan.microbatches
+  messages = [one for one in in_loop if one.count == ticks]
+  assert len(messages) == len(pairs)
+  # States to the ranks that share the head, and their gradients back.
+  heads = [one.count for one in in_loop if one.count != ticks]
+  assert heads == [pytest.approx(microbatches)] * 2
+  for one in messages:
+    assert one.kind == "collective-permute" and one.overlapped
+    assert {array.dims for array in one.arrays} == {(1, 256, 256)}
+  slots = [plan.stage.blocks.size, plan.stage.gradients.size]
+  for count, instruction, _ in program.instructions():
+    if count > 1 and instruction.op in ("copy", "copy-start"):
+      for array in instruction.arrays:
+        assert array.dims not in [(n, 1, 256, 256) for n in slots]
