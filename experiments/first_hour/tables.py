@@ -44,7 +44,8 @@ _SLOTS = {
 
 def of_depth(_: readme.Rows = ()) -> str:
   """Ratios of the depth operators."""
-  lines, used = [], []
+  lines: list[list[str]] = []
+  used: list[Row | None] = []
 
   def add(kernel, label, shapes_of_line):
     cells = []
@@ -71,7 +72,8 @@ def of_depth(_: readme.Rows = ()) -> str:
 
 def of_verdicts(_: readme.Rows = ()) -> str:
   """On a tpu7x: what binds, and what that alone takes of memory time."""
-  lines, used = [], []
+  lines: list[list[str]] = []
+  used: list[Row | None] = []
 
   def add(kernel, label, shapes_of_line):
     found = [_row(kernel, "tpu7x", s) for s in shapes_of_line]
@@ -107,7 +109,8 @@ def of_peers(_: readme.Rows = ()) -> str:
   """Milliseconds at the shape that another project has timed on a v4."""
   chips = "v4", *CHIPS
   measured = ["yxTPU, measured, 0 / 4 / 8 blocks", "3.4 / 7.1 / 12.0"]
-  lines, used = [[*measured, *[""] * len(CHIPS)]], []
+  lines = [[*measured, *[""] * len(CHIPS)]]
+  used: list[Row | None] = []
   for op, name, shapes_of_line, label in (
     ("depth_attention", "depth_attention", shapes.PEER, "1 / 5 / 9 sources"),
     ("depth_merge", "depth_merge_norm", shapes.MERGE_PEER, ""),
@@ -133,7 +136,8 @@ def of_peers(_: readme.Rows = ()) -> str:
 
 def of_steps(_: readme.Rows = ()) -> str:
   """Phase 1 of two training steps, without and with a norm in it."""
-  lines, used = [], []
+  lines: list[list[str]] = []
+  used: list[Row | None] = []
   widths = dict.fromkeys((s.queries, s.width) for s in shapes.STEP)
   columns = [(*size, chip) for size in widths for chip in ("v5p", "v6e")]
   for way in _PASSES:
@@ -155,7 +159,8 @@ def of_steps(_: readme.Rows = ()) -> str:
 
 def of_heads(_: readme.Rows = ()) -> str:
   """Ratios with several heads and with low-rank keys, on v5p."""
-  lines, used = [], []
+  lines: list[list[str]] = []
+  used: list[Row | None] = []
   for op, name, shapes_of_line in (
     ("depth_attention", "depth_attention", shapes.HEADS),
     ("depth_merge", "depth_merge_norm", shapes.MERGE_HEADS),
@@ -174,8 +179,10 @@ def of_heads(_: readme.Rows = ()) -> str:
 
 def of_training(_: readme.Rows = ()) -> str:
   """Training steps with Block and with PreNorm, against the aims."""
-  lines, used = [], []
-  for sizes, *_ in steps.CASES[:2]:
+  lines: list[list[str]] = []
+  used: list[Row | None] = []
+  for case in steps.CASES[:2]:
+    sizes = case[0]
     for chip in "v5p", "v6e":
       base, block = (
         steps.compiled_row(sizes, arm, chip)
@@ -212,7 +219,8 @@ def of_identity(_: readme.Rows = ()) -> str:
     "block, kernels": "Block AttnRes, kernels",
   }
   stacks = [s for s, *_ in reversed(steps.CASES) if s.stack == "identity"]
-  lines, used = [], []
+  lines: list[list[str]] = []
+  used: list[Row | None] = []
   for sizes in stacks:
     for chip in "v5p", "v6e":
       for arm, name in names.items():
@@ -250,7 +258,8 @@ def of_kda(_: readme.Rows = ()) -> str:
     "short_conv_backward": "short_conv, backward",
   }
   chips = "v5e", "v5p", "v6e", "tpu7x", "v4"
-  lines, used = [], []
+  lines: list[list[str]] = []
+  used: list[Row | None] = []
   for kernel, words in kernels.items():
     for shape in kda_shapes.NAMED:
       found = [_row(kernel, chip, shape) for chip in chips]
@@ -262,7 +271,8 @@ def of_kda(_: readme.Rows = ()) -> str:
 
 def of_streams(_: readme.Rows = ()) -> str:
   """Schedule and memory time of `stream_mix`."""
-  lines, used = [], []
+  lines: list[list[str]] = []
+  used: list[Row | None] = []
   for way in _PASSES:
     for shape in stream_shapes.NAMED:
       kernel = f"stream_mix_{way}"

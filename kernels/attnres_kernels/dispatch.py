@@ -26,7 +26,7 @@ IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 # What a TPU kernel may use: of 64 MiB on v5p and tpu7x, of 128 on v5e and v6e.
 # Older chips have 16 MiB, all of which it may use.
 _VMEM_BYTES = 56 * 2**20
-_SMALL_VMEM_BYTES = {
+_SMALL_VMEM_BYTES: dict[str | None, int] = {
   kind: 16 * 2**20 for kind in ("TPU v2", "TPU v3", "TPU v4")
 }
 

@@ -13,6 +13,7 @@ Scores are recomputed from sources and log-normalisers.
 """
 
 import functools
+from typing import Any
 
 import jax
 from jax.experimental import pallas as pl
@@ -37,7 +38,7 @@ def backward(
   dlse_QT,
   accumulate=None,
   gain_D=None,
-  inverse_T=None,
+  inverse_T: Any = None,
   *,
   eps,
   heads=1,
@@ -220,7 +221,10 @@ def _kernel(
   eps,
   normed,
 ):
-  inverse_ref = gain_ref = scaled_ref = dgain_ref = None
+  inverse_ref: Any = None
+  gain_ref: Any = None
+  scaled_ref: Any = None
+  dgain_ref: Any = None
   if normed:
     inverse_ref, gain_ref, *refs, scaled_ref = refs
   dout_refs, refs = refs[:num_douts], refs[num_douts:]
@@ -283,36 +287,32 @@ def _kernel(
     # Without an eps, it is infinite in rows of padding, which are zero.
     return jnp.where(jnp.concatenate([kept] * num_slots), inverse, 0.0)
 
-  groups = []
+  groups: list[Any] = []
+  lse: Any = None
+  dlse: Any = None
   opened = list(map(open_group, range(0, tile, size)))
   if normed and not alone:
     segments = norm_lib.Segments(num_queries, num_slots)
     for first in range(0, len(opened), segments.groups):
       several = opened[first : first + segments.groups]
       lanes = slice(first * segments.size, first * segments.size + tiles.LANES)
+      inverses = None
+      if not columns.all_keys:
+        inverses = [inverse_rms(kept, load) for _, kept, load, _ in several]
       statistics = norm_lib.Statistics(
         segments,
         [
           _product_rows(
-            load,
-            norm_lib.with_sources(douts, load),
-            (num_queries + num_slots) * size,
-            terms_ref,
-            columns,
-            num_slots * size,
-            exact,
+            load, norm_lib.with_sources(douts, load),
+            (num_queries + num_slots) * size, terms_ref, columns,
+            num_slots * size, exact,
           )
           for _, _, load, douts in several
         ],
-        terms_ref.shape[0] // num_queries,
-        *(ref[0, :, lanes] for ref in (lse_ref, dlse_ref, inverse_ref)),
-        None
-        if columns.all_keys
-        else [inverse_rms(kept, load) for _, kept, load, _ in several],
-        columns,
-        eps,
+        terms_ref.shape[0] // num_queries, lse_ref[0, :, lanes],
+        dlse_ref[0, :, lanes], inverse_ref[0, :, lanes], inverses, columns, eps,
         exact,
-      )
+      )  # fmt: skip
       for i, group in enumerate(several):
         bend = None
         if not columns.all_keys:

@@ -238,8 +238,7 @@ def _kernel(
 
   stats = jnp.concatenate(lses, axis=0)
   if normed:
-    inverses = jnp.concatenate(inverses, axis=0)
-    stats = jnp.concatenate([stats, inverses], axis=1)
+    stats = jnp.concatenate([stats, jnp.concatenate(inverses, axis=0)], axis=1)
   lse_ref[0] = jnp.transpose(stats)
 
 

@@ -33,7 +33,7 @@ LANES = 128  # Of a register, and the most queries.
 MOST_STATISTICS = 512  # Queries times heads; beyond, programs grow too long.
 # Rows that a matrix unit holds. Groups of 16 tokens take as long as twice those
 # of 8 as long as all rows of their sources fit.
-_DEPTHS = {
+_DEPTHS: dict[str | None, int] = {
   "TPU v5": 128, "TPU v5 lite": 128, "TPU v6 lite": 256, "TPU7x": 256,
 }  # fmt: skip
 # Its memory is so fast that packing rows anew counts forward, too, and so does

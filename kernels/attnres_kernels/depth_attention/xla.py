@@ -10,6 +10,7 @@ or sequence axis keeps its sharding.
 
 import functools
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +97,7 @@ def backward(
   dlse_QT,
   accumulate=None,
   gain_D=None,
-  inverse_T=None,
+  inverse_T: Any = None,
   *,
   eps,
   heads=1,
