@@ -37,6 +37,7 @@ from attnres_jax.models import depth_places
 from attnres_jax.models import stacks
 from attnres_jax.models import traced
 from attnres_jax.models.residuals import depth_attention
+from attnres_jax.models.residuals import depth_operators
 import attnres_kernels
 
 
@@ -138,7 +139,7 @@ class Part:
       segment_ids_BT: document numbers, or None.
 
     Returns:
-      The state, whose sources are a `depth_attention.Bank`.
+      The state, whose sources are a `depth_operators.Bank`.
     """
     residual, stop = self.residual, self.start + len(self.kinds)
     sources, rest = residual.take_apart(state)
@@ -185,10 +186,10 @@ class Part:
     )
     last = self.places[-1]
     if not self.ends_whole:
-      bank, rest = depth_attention.Bank(bank_MBTD, last.sources), open_RBTD[0]
+      bank, rest = depth_operators.Bank(bank_MBTD, last.sources), open_RBTD[0]
     else:
       added = 1 if residual.sums_open else last.place + 1
-      bank, rest = depth_attention.Bank(bank_MBTD, last.sources + added), None
+      bank, rest = depth_operators.Bank(bank_MBTD, last.sources + added), None
     return residual.put_together(bank, rest)
 
   @functools.cached_property
@@ -468,7 +469,7 @@ class Part:
       lse, dout, dlse = (
         a.reshape(-1, *a.shape[2:]) for a in (lses, *carry.mixtures)
       )
-      dquery_QD, dbank_MBTD = depth_attention.depth_attention_vjp(
+      dquery_QD, dbank_MBTD = depth_operators.depth_attention_vjp(
         query_QD, kept.bank_MBTD, at.sources, lse, dout, dlse, dbank_MBTD,
         **self.residual.how,
       )  # fmt: skip
@@ -543,9 +544,9 @@ class Part:
   def _attend(self, weights, bank_MBTD, at):
     """[V, Q, ...] mixtures of a segment, and their log-normalisers."""
     reads = depth_loops.cut(weights[1], at.begin, self.size)
-    found = depth_attention.depth_attention(
+    found = depth_operators.depth_attention(
       depth_attention.queries_of(reads),
-      depth_attention.Bank(bank_MBTD, at.sources),
+      depth_operators.Bank(bank_MBTD, at.sources),
       **self.residual.how,
     )
     return tuple(a.reshape(-1, self.size, *a.shape[1:]) for a in found)

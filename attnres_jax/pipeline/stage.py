@@ -40,7 +40,7 @@ from attnres_jax import loss as loss_lib
 from attnres_jax import precision
 from attnres_jax import scopes
 from attnres_jax.models import stack
-from attnres_jax.models.residuals import depth_attention
+from attnres_jax.models.residuals import depth_operators
 from attnres_jax.pipeline import layout as layout_lib
 from attnres_jax.pipeline import memory
 from attnres_jax.pipeline import placement
@@ -157,7 +157,7 @@ class Network:
     )
     if chunk < self.layout.num_chunks - 1:
       after, partial = residual.take_apart(state)
-      return depth_attention.sources_from(after, len(blocks)), partial
+      return depth_operators.sources_from(after, len(blocks)), partial
     with scopes.part(scopes.RESIDUAL):
       h_BTD = residual.readout(state)
     with scopes.part(scopes.NORM):

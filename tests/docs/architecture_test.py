@@ -43,6 +43,7 @@ def test_a_scheme_and_a_mixer_train(registries):
     tiny_run.FIELDS
     | {
       "model.residual.name": "damped",
+      "model.num_layers": 2,
       "model.mixers": ("attention", "shift"),
       "data.source": "stdlib",
       "mesh.data": 1,

@@ -22,6 +22,7 @@ from attnres_jax.models import norm as norm_lib
 from attnres_jax.models import stacks
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import depth_attention
+from attnres_jax.models.residuals import depth_operators
 from attnres_jax.models.residuals import depth_reads
 import attnres_kernels
 
@@ -191,7 +192,7 @@ class BlockAttnRes(BlockAttnResOneSoftmax):
     place: jax.Array | int,
     first: jax.Array | bool,
     sublayer: Callable[[tuple[Any, Any]], jax.Array],
-    rows: depth_attention.Rows,
+    rows: depth_operators.Rows,
     norm: norm_lib.RMSNorm,
     sinks: attnres_kernels.Sinks | None,
   ) -> tuple[jax.Array, attnres_kernels.Sinks | None]:

@@ -20,6 +20,7 @@ from attnres_jax.models import norm as norm_lib
 from attnres_jax.models import stacks
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import depth_attention
+from attnres_jax.models.residuals import depth_operators
 from attnres_jax.models.residuals import depth_reads
 import attnres_kernels
 
@@ -121,16 +122,16 @@ class FullAttnRes(FullAttnResOneSoftmax):
     place: jax.Array | int,
     first: jax.Array | bool,
     sublayer: Callable[[tuple[Any, Any]], jax.Array],
-    rows: depth_attention.Rows,
+    rows: depth_operators.Rows,
     norm: Any,
     sinks: None,
   ) -> tuple[jax.Array, jax.Array]:
     del first, rows, norm, sinks
     more = ()
     if len(open_RBTD) > 1:
-      *more, open_RBTD = depth_attention.through_bank(
+      *more, open_RBTD = depth_operators.through_bank(
         depth_attention.queries_of(reads),
-        depth_attention.Bank(open_RBTD, place),
+        depth_operators.Bank(open_RBTD, place),
         **self.how,
       )
     y_BTD = sublayer(((), _Parts(reads, mixtures, tuple(more))))
