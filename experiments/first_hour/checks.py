@@ -270,6 +270,40 @@ def _row(x: jax.Array, index: int) -> attnres_kernels.Row:
   return attnres_kernels.Row(stack, jnp.int32(index))
 
 
+def _sinks(dtype: str, short: bool):
+  """A merge that stores and adds up gradients; tokens fill its tiles."""
+  tokens, width = (32, 256) if short else (512, 1168)
+  draw = _draws(7)
+  out, partial, dnormed, high = (
+    draw(tokens, width, dtype=dtype) for _ in range(4)
+  )
+  lse, query, gain = draw(tokens), draw(width) * 0.1, 1 + 0.1 * draw(width)
+  low = (draw(tokens, width) * 2**-9).astype(dtype)
+  stack = jnp.full((3, tokens, width), jnp.nan, dtype)
+
+  def run(implementation, dnormed, stack, high, low, *arrays):
+    def merge(places, out, lse, query, partial, gain):
+      row = attnres_kernels.Row(places[0], 1)
+      sinks, normed = attnres_kernels.depth_merge_norm(
+        out, lse, query, partial, None, gain,
+        sinks=attnres_kernels.Sinks(row, *places[1:]),
+        implementation=implementation,
+      )  # fmt: skip
+      return (sinks.out.stack, sinks.high, sinks.low), normed
+
+    collected = stack, high, low
+    (_, normed), pull = jax.vjp(merge, collected, *arrays)
+    collected, _, dlse, dquery, _, dgain = pull((collected, dnormed))
+    dout, dpartial = collected[0][1], sum(map(_wide, collected[1:]))
+    return {
+      "normed": normed, "dout": dout, "dpartial": dpartial, "dlse": dlse,
+      "dquery": dquery, "dgain": dgain,
+    }  # fmt: skip
+
+  arrays = out, lse, query, partial, gain
+  return run, (dnormed, stack, high, low, *arrays)
+
+
 def _read(dtype: str, short: bool):
   sources, tokens, width = (3, 2, 256) if short else (9, 8, 2048)
   draw = _draws(3)
@@ -410,6 +444,7 @@ OPS: dict[str, _Op] = {
     tolerance=_ROUNDED,
   ),
   "depth_merge, rows": _Op(_partial(_merge, norm=True, rows=True)),
+  "depth_merge, sinks": _Op(_sinks, reference="xla", tolerance=_ROUNDED),
   "depth_attention, heads": _Op(_partial(_attention, heads=16)),
   "depth_attention, rank": _Op(_partial(_attention, rank=64)),
   "depth_merge, heads": _Op(_partial(_merge, norm=True, heads=16)),
