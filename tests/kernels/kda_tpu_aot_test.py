@@ -49,15 +49,7 @@ def compile_for(chip, shape, dtype, save):
 
 
 class TestTpuCompile:
-  @pytest.mark.parametrize(
-    "chip",
-    [
-      pytest.param(
-        chip, marks=() if chip in ("v5e", "tpu7x") else pytest.mark.slow
-      )
-      for chip in tpu_aot_test.CHIPS
-    ],
-  )
+  @pytest.mark.parametrize("chip", tpu_aot_test.MAIN_CHIPS)
   def test_small(self, chip):
     # Ragged tokens, values wider than keys.
     shape = shapes.Shape("small", 2, 100, 1, 128, 256)

@@ -100,16 +100,7 @@ def test_a_named_backend_says_why_not():
 
 
 @pytest.mark.needs("libtpu")
-@pytest.mark.parametrize(
-  "chip",
-  [
-    # The oldest and the newest; a compilation takes 4 s.
-    pytest.param(
-      chip, marks=() if chip in ("v5e", "tpu7x") else pytest.mark.slow
-    )
-    for chip in tpu_aot_test.CHIPS
-  ],
-)
+@pytest.mark.parametrize("chip", tpu_aot_test.MAIN_CHIPS)
 def test_compiles(chip):
   shape = 1, 1024, 4, 128
   arguments = [

@@ -68,7 +68,7 @@ def test_largest_logits(monkeypatch, tile, kv_heads, documents):
   segment_ids = rng.integers(1, 3, (3, 10)) if documents else None
   if documents:
     segment_ids = np.sort(segment_ids, axis=1).astype(np.int32)
-  found = probe.largest_logits(query, key, segment_ids)
+  found = jax.jit(probe.largest_logits)(query, key, segment_ids)
   expected = _peaks(query, key, segment_ids)
   assert expected.max() < 0
   np.testing.assert_allclose(found, expected, rtol=1e-5)
@@ -90,9 +90,9 @@ class TestMixer:
   def test_the_gradient_of_a_probe(self, name, x_BTD):
     core = _mixer(name)
     total = lambda core: jnp.sum(jnp.square(core(x_BTD)))
-    plain = jax.grad(total)(core)
+    plain = jax.jit(jax.grad(total))(core)
     core.probe = probe.LogitProbe(jnp.zeros(4), axes="N")
-    found = jax.grad(total)(core)
+    found = jax.jit(jax.grad(total))(core)
     expected = _peaks(*self._heads(core, x_BTD))
     np.testing.assert_allclose(found.probe[...], expected, rtol=1e-5)
     for weight in ("query", "output"):

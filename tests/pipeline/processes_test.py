@@ -12,6 +12,7 @@ from tests import tiny_run
 # As in `tests/distributed_test.py`.
 FIELDS = {
   "model.residual.name": "prenorm",
+  "model.num_layers": 2,
   "train.steps": 60,
   "train.log_every": 5,
   "train.eval_every": 30,
