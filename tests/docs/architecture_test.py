@@ -42,7 +42,6 @@ def test_a_scheme_and_a_mixer_train(registries):
     "configs/lm.py:size=micro",
     tiny_run.FIELDS
     | {
-      "model.num_layers": 2,
       "model.residual.name": "damped",
       "model.num_layers": 2,
       "model.mixers": ("attention", "shift"),
