@@ -209,6 +209,7 @@ def test_sweeps_trains_and_is_plotted(tmp_path):
     seeds=(0,),
     **{
       "model.residual.name": "streams",
+      "model.num_layers": 2,
       "model.mixers": ("attention", "shift"),
       "train.steps": 12,
       "data.batch_size": 8,
