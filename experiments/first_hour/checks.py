@@ -294,9 +294,9 @@ def _sinks(dtype: str, short: bool):
     collected = stack, high, low
     (_, normed), pull = jax.vjp(merge, collected, *arrays)
     collected, _, dlse, dquery, _, dgain = pull((collected, dnormed))
-    dout, dpartial = collected[0][1], sum(map(_wide, collected[1:]))
+    dout, high, low = collected[0][1], *map(_wide, collected[1:])
     return {
-      "normed": normed, "dout": dout, "dpartial": dpartial, "dlse": dlse,
+      "normed": normed, "dout": dout, "dpartial": high + low, "dlse": dlse,
       "dquery": dquery, "dgain": dgain,
     }  # fmt: skip
 

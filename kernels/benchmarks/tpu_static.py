@@ -221,6 +221,7 @@ def _attention(shape, backward):
     2 * slabs * shape.width,
     shape.heads,
     shape.sources,
+    shape.queries,
     backward=backward,
   ).tokens
   tiles = math.ceil(shape.tokens / tile)

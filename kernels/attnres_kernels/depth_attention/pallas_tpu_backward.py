@@ -67,8 +67,8 @@ def backward(
   token_bytes = (num_queries + num_slots) * width * dtype.itemsize
   token_bytes += num_slots * width * written
   blocks = tiles.BlockSizes.choose(
-    num_tokens, width, token_bytes, heads, num_slots, dtype, backward=True,
-    normed=gain_D is not None,
+    num_tokens, width, token_bytes, heads, num_slots, num_queries, dtype,
+    backward=True, normed=gain_D is not None,
   )  # fmt: skip
   tile = blocks.tokens
   num_tiles = pl.cdiv(num_tokens, tile)

@@ -53,7 +53,7 @@ def forward(
   dtype = sources[0].dtype
   token_bytes = (num_slots + num_queries) * width * dtype.itemsize
   blocks = tiles.BlockSizes.choose(
-    num_tokens, width, token_bytes, heads, num_slots, dtype
+    num_tokens, width, token_bytes, heads, num_slots, num_queries, dtype
   )
   tile = blocks.tokens
   steps = pl.cdiv(num_tokens, tile)

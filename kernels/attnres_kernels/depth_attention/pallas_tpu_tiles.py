@@ -31,10 +31,12 @@ GROUP = 1 << GROUP_BITS  # The sublanes of a register.
 ROWS = 16  # The row tile of bfloat16 in memory.
 LANES = 128  # Of a register, and the most queries.
 MOST_STATISTICS = 512  # Queries times heads; beyond, programs grow too long.
-# Rows that a matrix unit holds. Groups of 16 tokens take as long as twice those
-# of 8 as long as all rows of their sources fit.
-_DEPTHS: dict[str | None, int] = {
-  "TPU v5": 128, "TPU v5 lite": 128, "TPU v6 lite": 256, "TPU7x": 256,
+# The most sources and queries of groups of 16 tokens. All rows of the sources
+# fit the depth of the matrix unit; with more queries than these, groups of 8
+# take less time on units of 128 x 128 (compiler's schedules).
+_MOST_OF_16: dict[str | None, tuple[int, int]] = {
+  "TPU v5": (8, 8), "TPU v5 lite": (8, 8),
+  "TPU v6 lite": (16, LANES), "TPU7x": (16, LANES),
 }  # fmt: skip
 # Its memory is so fast that packing rows anew counts forward, too, and so does
 # the start of a grid step.
@@ -58,6 +60,7 @@ class BlockSizes:
     token_bytes,
     heads=1,
     num_slots=1,
+    num_queries=1,
     dtype=jnp.bfloat16,
     backward=False,
     normed=False,
@@ -70,6 +73,7 @@ class BlockSizes:
       token_bytes: bytes moved per token.
       heads: with several, half as many tokens, as their program is longer.
       num_slots: M.
+      num_queries: Q.
       dtype: of the sources.
       backward: not 256 tokens, whose program takes minutes to compile.
       normed: groups of 8 only, as statistics of a norm are laid out for those.
@@ -78,11 +82,13 @@ class BlockSizes:
     tokens = 128 if width <= 1536 else 64
     group = GROUP
     kind = dispatch.tpu_kind()
+    most_slots, most_queries = _MOST_OF_16.get(kind, (0, 0))
     if heads > 1:
       tokens //= 2
     elif (
       (backward or kind == _FASTEST)
-      and num_slots * ROWS <= _DEPTHS.get(kind, 0)
+      and num_slots <= most_slots
+      and num_queries <= most_queries
       and dtype == jnp.bfloat16
       and not normed
       and num_tokens >= ROWS
