@@ -35,7 +35,7 @@ MOST_STATISTICS = 512  # Queries times heads; beyond, programs grow too long.
 # fit the depth of the matrix unit; with more queries than these, groups of 8
 # take less time on units of 128 x 128 (compiler's schedules).
 _MOST_OF_16: dict[str | None, tuple[int, int]] = {
-  "TPU v5": (8, 8), "TPU v5 lite": (8, 8),
+  "TPU v5": (8, 6), "TPU v5 lite": (8, 6),
   "TPU v6 lite": (16, LANES), "TPU7x": (16, LANES),
 }  # fmt: skip
 # Its memory is so fast that packing rows anew counts forward, too, and so does
