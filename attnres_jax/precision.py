@@ -8,6 +8,8 @@ float64, which is how tests distinguish rounding from mistakes.
 import jax
 import jax.numpy as jnp
 
+from attnres_kernels import dispatch
+
 Parts = tuple[jax.Array, jax.Array]
 
 
@@ -36,10 +38,7 @@ def split(x: jax.Array, dtype: jax.typing.DTypeLike) -> Parts:
     `x` rounded, and what is left of it, also rounded: of bfloat16, their sum
     has 16 bits.
   """
-  limits = jnp.finfo(dtype)
-  # Not a cast there and back, which compilers may drop.
-  high = jax.lax.reduce_precision(x, limits.nexp, limits.nmant)
-  return high.astype(dtype), (x - high).astype(dtype)
+  return dispatch.high_and_low(x, dtype)
 
 
 def join(parts: Parts, dtype: jax.typing.DTypeLike) -> jax.Array:

@@ -4,12 +4,13 @@
 Below each table stands where its rows come from, as the rows say.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from attnres_kernels.depth_attention import shapes
 from attnres_kernels.kda import shapes as kda_shapes
 from attnres_kernels.stream_mix import shapes as stream_shapes
+from experiments.first_hour import operators
 from experiments.first_hour import static_rows
 from experiments.first_hour import steps
 from experiments.pages import readme
@@ -19,14 +20,15 @@ CHIPS = "v5e", "v6e", "v5p", "tpu7x"
 Row = static_rows.Row
 
 _PASSES = "forward", "backward"
+_CORES = dict(operators.CHIPS.values())
 _NO_ROW = "not compiled"
 _FAMILIES = {
-  "48B (6, 1 / 5 / 9, 8192, 2304)": ("48b",),
-  "Table 2 (4, 1 / 5 / 8, 8192, 1168)": ("table2",),
-  "wide (16, 8, 8192, 8192)": ("wide",),
-  "Kimi K3 (24, 1 / 5 / 8, 8192, 7168)": ("kimi_k3",),
-  "decode (24, 8, 1 / 32 / 128, 7168)": ("decode",),
-  "Full (8, 8 / 32 / 56, 4096, 2304)": ("full",),
+  "48B (6, 1 / 5 / 9, 8192, 2304)": "48b",
+  "Table 2 (4, 1 / 5 / 8, 8192, 1168)": "table2",
+  "wide (16, 8, 8192, 8192)": "wide",
+  "Kimi K3 (24, 1 / 5 / 8, 8192, 7168)": "kimi_k3",
+  "decode (24, 8, 1 / 32 / 128, 7168)": "decode",
+  "Full (8, 8 / 32 / 56, 4096, 2304)": "full",
 }
 # The largest ratios that forward and backward kernels should have on a tpu7x.
 _AIMS = {"forward": 1.0, "backward": 1.3}
@@ -53,12 +55,10 @@ def of_depth(_: readme.Rows = ()) -> str:
       found = [_row(kernel, chip, s) for s in shapes_of_line]
       used.extend(found)
       cells.append(" / ".join(_ratio(row) for row in found))
-    words = kernel.replace("depth_merge", "depth_merge_norm").rsplit("_", 1)
-    lines.append([" ".join(words), label, *cells])
+    lines.append([_name(kernel), label, *cells])
 
-  for way in _PASSES:
-    for label, (family,) in _FAMILIES.items():
-      add(f"depth_attention_{way}", label, _family(family))
+  for line in _attention():
+    add(*line)
   for kernel in "depth_merge", "rms_norm":
     for way in _PASSES:
       add(f"{kernel}_{way}", "D = 1168 / 2304 / 8192", shapes.MERGE)
@@ -82,9 +82,8 @@ def of_verdicts(_: readme.Rows = ()) -> str:
     slots = dict.fromkeys(
       _SLOTS.get(row["limiting_slot"], row["limiting_slot"]) for row in known
     )
-    words = kernel.replace("depth_merge", "depth_merge_norm").rsplit("_", 1)
     lines.append([
-      " ".join(words),
+      _name(kernel),
       label,
       " / ".join(map(_ratio, found)),
       ", ".join(slots),
@@ -93,9 +92,8 @@ def of_verdicts(_: readme.Rows = ()) -> str:
     ])  # fmt: skip
     used.extend(found)
 
-  for way in _PASSES:
-    for label, (family,) in _FAMILIES.items():
-      add(f"depth_attention_{way}", label, _family(family))
+  for line in _attention():
+    add(*line)
   for way in _PASSES:
     add(f"depth_merge_{way}", "D = 1168 / 2304 / 8192", shapes.MERGE)
   header = (
@@ -122,12 +120,11 @@ def of_peers(_: readme.Rows = ()) -> str:
         pair = [_row(f"{op}_{w}", chip, shape) for w in _PASSES]
         used.extend(pair)
         known = [row for row in pair if row is not None]
-        cores = 2 if chip in ("v4", "v5p") else 1
         total = sum(
           max(float(row["schedule_us"]), float(row["hbm_us"])) for row in known
         )
         whole = len(known) == len(pair)
-        times.append(f"{total / cores / 1e3:.2f}" if whole else _NO_ROW)
+        times.append(f"{total / _CORES[chip] / 1e3:.2f}" if whole else _NO_ROW)
       cells.append(" / ".join(times))
     lines.append([", ".join(filter(None, (name, "estimated", label))), *cells])
   header = ("ms, forward + backward", "v4", *CHIPS[:-1], "tpu7x, one core")
@@ -298,8 +295,18 @@ PLACES = {
 }
 
 
-def _family(name: str) -> list[Any]:
-  return [shape for shape in shapes.TABLE if shape.name == name]
+def _attention() -> Iterator[tuple[str, str, list[Any]]]:
+  """(kernel, label, shapes) of each line of depth attention."""
+  for way in _PASSES:
+    for label, family in _FAMILIES.items():
+      found = [shape for shape in shapes.TABLE if shape.name == family]
+      yield f"depth_attention_{way}", label, found
+
+
+def _name(kernel: str) -> str:
+  """The operator of a kernel, and its direction."""
+  operator, _, way = kernel.rpartition("_")
+  return f"{operator.replace('depth_merge', 'depth_merge_norm')} {way}"
 
 
 def _row(kernel: str, chip: str, shape: Any) -> Row | None:

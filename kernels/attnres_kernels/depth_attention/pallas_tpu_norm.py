@@ -201,7 +201,7 @@ class Statistics:
     """Some columns of a group: [M*8, count]."""
     first = group * self._segments.size
     return tiles.take_columns(
-      x, lambda r, i: jnp.minimum(first + i, 127), count
+      x, lambda r, i: jnp.minimum(first + i, tiles.LANES - 1), count
     )
 
   def factor(self, group: int) -> jax.Array:
@@ -261,7 +261,7 @@ class Statistics:
         taken_at = jnp.where(own, num_queries, num_queries + 1)
         taken_at = start + jnp.where(column < pulls, taken_at, query)
         taken = tiles.take_columns(
-          self._pull, lambda r, i, at=taken_at: jnp.minimum(at, 127)
+          self._pull, lambda r, i, at=taken_at: jnp.minimum(at, tiles.LANES - 1)
         )
         part += jnp.concatenate([taken, below], axis=0)
       if not exact:

@@ -8,6 +8,7 @@ weights, one that writes. All statistics are in the accumulation dtype.
 import jax
 import jax.numpy as jnp
 
+from attnres_kernels import dispatch
 from attnres_kernels import heads as heads_lib
 
 
@@ -64,19 +65,11 @@ def collecting(backward):
       sinks.out.stack, dout_TD, sinks.out.index, 0
     )
     narrow, wide = dtotal_TD.dtype, dquery_D.dtype
-    total = (x.astype(wide) for x in (sinks.high, sinks.low, dtotal_TD))
-    parts = high_and_low(sum(total), narrow)
+    collected = sinks.high.astype(wide) + sinks.low.astype(wide)
+    parts = dispatch.high_and_low(collected + dtotal_TD.astype(wide), narrow)
     return stack, dlse_T, dquery_D, parts, dgain_D
 
   return run
-
-
-def high_and_low(x, dtype):
-  """Rounded, and what is left, rounded."""
-  limits = jnp.finfo(dtype)
-  # Not a cast there and back, which the compiler may drop.
-  high = jax.lax.reduce_precision(x, limits.nexp, limits.nmant)
-  return high.astype(dtype), (x - high).astype(dtype)
 
 
 @collecting

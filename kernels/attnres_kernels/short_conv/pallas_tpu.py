@@ -166,12 +166,19 @@ def _write(ref, k, ready, register):
     ready.clear()
 
 
-def _convolved(same, before, x, taps_ref, taps, first):
-  """Yields z of each register, and the registers that its taps multiply."""
+def _convolved(before, x, tap, reach, first):
+  """Yields z of each register, and the registers that its taps multiply.
+
+  Args:
+    before: the tokens before those of the step.
+    x: the step's.
+    tap: of each shift, a row.
+    reach: see `_Reach`.
+    first: whether nothing is before them.
+  """
+  taps, row = len(tap), _row(x.shape[2])
   earlier = before[0, BEFORE - _ROWS :, :].astype(jnp.float32)
   earlier = jnp.where(first, 0.0, earlier)
-  tap = [taps_ref[taps - 1 - shift, :][None] for shift in range(taps)]
-  reach, row = _Reach(same, taps), _row(x.shape[2])
   moved = [pltpu.roll(earlier, shift, 0) for shift in range(1, taps)]
   for k, register in enumerate(_registers(x)):
     last = moved
@@ -184,6 +191,11 @@ def _convolved(same, before, x, taps_ref, taps, first):
       ),
     ]
     yield sum(a * b for a, b in zip(tap, seen)), seen
+
+
+def _by_shift(taps_ref, taps):
+  """The tap of the token `shift` before, as a row, for each shift."""
+  return [taps_ref[taps - 1 - shift, :][None] for shift in range(taps)]
 
 
 def _row(width):
@@ -229,7 +241,8 @@ def _over_length(y, eps):
 def _forward_kernel(same, before, x, taps_ref, y, *, taps, eps):
   first = pl.program_id(2) == 0
   ready = []
-  convolved = _convolved(same, before, x, taps_ref, taps, first)
+  tap, reach = _by_shift(taps_ref, taps), _Reach(same, taps)
+  convolved = _convolved(before, x, tap, reach, first)
   for k, (z, _) in enumerate(convolved):
     feature, _ = _silu(z, x.dtype)
     if eps is not None:
@@ -241,8 +254,8 @@ def _backward_kernel(
   same, before, x, dy, taps_ref, dx, dtaps, later, *, taps, eps
 ):
   first = pl.program_id(2) == pl.num_programs(2) - 1
-  tap = [taps_ref[taps - 1 - shift, :][None] for shift in range(taps)]
-  reach, row = _Reach(same, taps), _row(x.shape[2])
+  tap, reach = _by_shift(taps_ref, taps), _Reach(same, taps)
+  row = _row(x.shape[2])
 
   @pl.when(pl.program_id(2) == 0)
   def _():
@@ -262,7 +275,7 @@ def _backward_kernel(
       sent.append(jnp.where(row < _ROWS - shift, a, b))
     _write(dx, k, ready, sum(a * b for a, b in zip(tap, sent)))
 
-  convolved = _convolved(same, before, x, taps_ref, taps, first)
+  convolved = _convolved(before, x, tap, reach, first)
   for k, ((z, seen), dfeature) in enumerate(zip(convolved, _registers(dy))):
     dz = _silu_gradient(z, dfeature, x.dtype, eps)
     for shift in range(taps):
