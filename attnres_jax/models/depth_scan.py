@@ -113,8 +113,7 @@ class Part:
       used, only its reads are.
     apply: runs a sublayer: maps its kind, itself, what `read_normed` of the
       scheme gets (a carry and a slot), and the documents to its output.
-    around: activation checkpointing of a sublayer, as `jax.checkpoint` also
-      told whether to `prevent_cse`.
+    around: activation checkpointing of a sublayer.
     recompute: whether mixtures are computed again in the backward pass.
   """
 
@@ -256,7 +255,7 @@ class Part:
           sinks = self._sinks(weights, carry.bank_MBTD)
           own = *self._own(weights, kind, at), mixtures, open_RBTD, sinks
           given = _numbers(at), segment_ids_BT, rows
-          run = functools.partial(self._step, kind, len(pattern.at) > 1)
+          run = functools.partial(self._step, kind)
           if saved is None:
             y_BTD, _ = run(*own, *given)
           else:
@@ -497,7 +496,6 @@ class Part:
   def _step(
     self,
     kind,
-    in_loop,
     sublayer,
     reads,
     mixtures,
@@ -529,8 +527,7 @@ class Part:
         through = through.out.stack, through.high, through.low
       return y_BTD, through
 
-    # The backward pass of a loop is another loop, with nothing to share.
-    return self.around(run, prevent_cse=not in_loop)(
+    return self.around(run)(
       sublayer, reads, mixtures, open_RBTD, sinks, numbers, segment_ids_BT, rows
     )
 
@@ -574,7 +571,7 @@ class Part:
     with scopes.part(scopes.RESIDUAL):
       reads = depth_loops.cut(reads, at.l, 1)
     with scopes.part(kind):
-      return stacks.one_of(sublayers[kind], at.index), reads
+      return stacks.apart(stacks.one_of(sublayers[kind], at.index)), reads
 
 
 def _numbers(at):

@@ -42,18 +42,13 @@ Trace = base.Trace
 Sublayers = Mapping[str, sublayer_lib.Sublayer]
 
 
-def _remat_none(
-  function: Callable[..., Any], prevent_cse: bool = True
-) -> Callable[..., Any]:
-  del prevent_cse
+def _remat_none(function: Callable[..., Any]) -> Callable[..., Any]:
   return function
 
 
 def _remat_by(policy: Any) -> Callable[..., Any]:
-  def remat(
-    function: Callable[..., Any], prevent_cse: bool = True
-  ) -> Callable[..., Any]:
-    return jax.checkpoint(function, policy=policy, prevent_cse=prevent_cse)
+  def remat(function: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.checkpoint(function, policy=policy)
 
   return remat
 
@@ -384,6 +379,9 @@ def _run_segment(
       with scopes.part(scopes.RESIDUAL):
         slots = stacks.unstack(slots, len(run.kinds))
       sublayers = stacks.in_order(part, run.kinds)
+      if run.repeats == 1:
+        # Autodiff of a scan would stack the copies again, and keep them.
+        sublayers = stacks.apart(sublayers)
       outs = []
       for kind, sublayer, slot in zip(run.kinds, sublayers, slots):
         with scopes.part(kind):

@@ -81,6 +81,15 @@ def one_of(stack: Any, l: jax.Array) -> Any:
   )
 
 
+def apart(tree: Any) -> Any:
+  """The same tree, in arrays of its own instead of slices of a stack.
+
+  Otherwise compilers make slices a part of the products that read them. On
+  TPUs, such products take longer, by more than it costs to copy the slice.
+  """
+  return jax.lax.optimization_barrier(tree)
+
+
 def unstacked(stack: Any) -> tuple[Any, ...]:
   """Stacks of one layer each, of arrays with a leading axis over layers."""
   count = jax.tree.leaves(stack)[0].shape[0]
