@@ -10,6 +10,7 @@ import pytest
 
 from attnres_jax import config as config_lib
 from tests import jaxprs
+from tests import tiny_network
 from tests.models import trunks
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -149,3 +150,21 @@ def test_fixed_residuals_are_sums_and_means(name):
     _assert_same(h, expected, 1e-14)
   assert module.depth_weights(values) is None
   assert module.source_labels() is None
+
+
+@pytest.mark.parametrize(
+  "name,fields,copies",
+  [
+    ("prenorm", dict(scan_layers=False), 8),
+    ("block_attnres", dict(scan_layers=False), 8),
+    # Once each in a loop over pairs of them.
+    ("block_attnres", dict(scan_layers=True, depth_loop="scan"), 2),
+    # Autodiff of a scan would keep the copies of all layers.
+    ("prenorm", dict(scan_layers=True), 0),
+  ],
+)
+def test_products_read_arrays_instead_of_slices(name, fields, copies):
+  model = tiny_network.model(name, num_layers=4, **fields)
+  tokens_BT = jnp.zeros((1, 4), jnp.int32)
+  barriers = jaxprs.count(("optimization_barrier",), model.hidden, tokens_BT)
+  assert barriers == copies
