@@ -76,7 +76,7 @@ def extend(
       cache = cache_lib.layer(caches[kind], l, context)
       core = _WithCache(core, cache, chunk)
     reader = _Watched(residual) if with_reads else residual
-    y_BTD, new, _ = stack.apply_sublayer(
+    y_BTD, new, carry, _ = stack.apply_sublayer(
       reader,
       memory,
       kind,
@@ -87,7 +87,7 @@ def extend(
     )
     read_BTD = reader.read_BTD if with_reads else None
     added = core.added if kind in caches else None
-    return y_BTD, new, (added, read_BTD)
+    return y_BTD, new, carry, (added, read_BTD)
 
   counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
   history, looking_back = None, contextlib.nullcontext()
@@ -154,10 +154,10 @@ class _Watched:
     self.read_BTD: jax.Array | None = None
     self._residual = residual
 
-  def read_normed(self, carry: Any, slot: Any, norm: Any) -> Any:
+  def read_and_carry_on(self, carry: Any, slot: Any, norm: Any) -> Any:
     h = self._residual.read(carry, slot)
     self.read_BTD = base.main(h)
-    return jax.tree.map(norm, h)
+    return jax.tree.map(norm, h), carry
 
 
 class _OfWholeRows:

@@ -185,7 +185,7 @@ def run_part_with_memory(
   start: int,
   scan: bool,
   remat: str,
-  apply: Callable[..., tuple[jax.Array, Any, Any]] | None = None,
+  apply: Callable[..., tuple[jax.Array, Any, Any, Any]] | None = None,
 ) -> tuple[tuple[Any, Any], list[tuple[stacks.Run, list[Any]]]]:
   """`run_part` for states of the scheme and of the memory.
 
@@ -247,7 +247,7 @@ def _run_on_bank(
   def apply(kind, sublayer, read, segment_ids_BT):
     carry, slot = read
     both, slots = (carry, memory.init()), (slot, None)
-    y_BTD, _, _ = apply_sublayer(
+    y_BTD, *_ = apply_sublayer(
       residual, memory, kind, sublayer, both, slots, segment_ids_BT
     )
     return y_BTD
@@ -277,7 +277,7 @@ def trace(
     nonlocal remembered
     reads.append(base.main(residual.read(carry, slot)))
     (memory_slot,) = stacks.unstack(memory.open(l, l + 1), 1)
-    y_BTD, new, _ = apply_sublayer(
+    y_BTD, new, *_ = apply_sublayer(
       residual,
       memory,
       kinds[l],
@@ -353,7 +353,7 @@ def _run_segment(
   residual: base.Residual,
   memory: memory_lib.DepthMemory,
   take: Callable[[Any], list[Sublayers]],
-  apply: Mapping[str, Callable[..., tuple[jax.Array, Any, Any]]],
+  apply: Mapping[str, Callable[..., tuple[jax.Array, Any, Any, Any]]],
   segment_ids_BT: jax.Array | None,
   reads_normed: bool,
   source: Any,
@@ -385,11 +385,14 @@ def _run_segment(
       outs = []
       for kind, sublayer, slot in zip(run.kinds, sublayers, slots):
         with scopes.part(kind):
-          y_BTD, new, out = apply[kind](sublayer, both, slot, segment_ids_BT)
+          y_BTD, new, carry, out = apply[kind](
+            sublayer, both, slot, segment_ids_BT
+          )
         outs.append(out)
         new = jax.tree.map(base.keep, new)
         with scopes.part(scopes.RESIDUAL):
-          carry = residual.write(both[0], slot[0], y_BTD)
+          carry = both[0] if carry is None else carry
+          carry = residual.write(carry, slot[0], y_BTD)
         both = carry, memory.write(both[1], new)
       return both, outs
 
@@ -411,11 +414,11 @@ def apply_sublayer(
   both: tuple[Any, Any],
   slots: tuple[Any, Any],
   segment_ids_BT: jax.Array | None,
-) -> tuple[jax.Array, Any, None]:
+) -> tuple[jax.Array, Any, Any, None]:
   """Runs one sublayer.
 
   Args:
-    residual: anything with `read_normed` of a scheme.
+    residual: anything with `read_and_carry_on` of a scheme.
     memory: as in `run`.
     kind: of the sublayer.
     sublayer: anything with its `norm` and its `core`.
@@ -424,18 +427,20 @@ def apply_sublayer(
     segment_ids_BT: as in `run`.
 
   Returns:
-    The output, what is new in the memory, and nothing: other functions in its
-    place may return more.
+    The output, what is new in the memory, the carry for `write` unless it is
+    the one given, and nothing: other functions in its place may return more.
   """
-  (carry, remembered), (slot, memory_slot) = both, slots
+  (before, remembered), (slot, memory_slot) = both, slots
   with scopes.part(scopes.RESIDUAL):
-    x = residual.read_normed(carry, slot, sublayer.norm)
+    x, carry = residual.read_and_carry_on(before, slot, sublayer.norm)
+    # An unchanged one would be copied by `jax.checkpoint`.
+    carry = None if carry is before else carry
   if not getattr(sublayer.core, "reads_qkv", False):
     x = base.main(x)
   y_BTD, new = memory.call(
     kind, sublayer.core, x, segment_ids_BT, remembered, memory_slot
   )
-  return sharding.keep_tokens(y_BTD), new, None
+  return sharding.keep_tokens(y_BTD), new, carry, None
 
 
 def _sources(

@@ -29,6 +29,8 @@ _VMEM_BYTES = 56 * 2**20
 _SMALL_VMEM_BYTES: dict[str | None, int] = {
   kind: 16 * 2**20 for kind in ("TPU v2", "TPU v3", "TPU v4")
 }
+# Of this, for values that do not fit in registers.
+_VALUE_BYTES = 16 * 2**20
 
 
 def check_implementation(implementation: str | None) -> None:
@@ -52,6 +54,20 @@ def tpu_vmem_bytes() -> int:
   traced without a mesh, gets what all newer TPUs than v4 have.
   """
   return _SMALL_VMEM_BYTES.get(tpu_kind(), _VMEM_BYTES)
+
+
+def tpu_vmem_limit(tile_bytes: int) -> int:
+  """What a kernel reserves of `tpu_vmem_bytes`, which is no more than it needs.
+
+  While it runs, the compiler puts nothing else there. But that is where the
+  weights of the next matrix product should be copied meanwhile: a product that
+  reads them from memory takes up to twice as long (v6e).
+
+  Args:
+    tile_bytes: of what a grid step reads and writes, of which there are two
+      buffers.
+  """
+  return min(2 * tile_bytes + _VALUE_BYTES, tpu_vmem_bytes())
 
 
 def tpu_kind() -> str | None:

@@ -208,6 +208,50 @@ class TestDepthMerge:
       expected,
     )
 
+  @pytest.mark.parametrize("implementation", ALL)
+  @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+  def test_carrying_on(self, implementation, dtype):
+    """The sum stays as wide as it was, and its gradients come as one."""
+    query, source = make((20,), 24, 6)
+    out, lse, gain = source[0].astype(dtype), source[1, :, 0], 1 + query
+    partial, dtotal, dnormed = source[2], source[3], source[4].astype(dtype)
+
+    def apart(out, lse, query, partial, gain):
+      merged = depth_merge(out, lse, query, partial, implementation="reference")
+      return partial, rms_norm(merged, 1e-6) * gain[None]
+
+    def together(out, lse, query, partial, gain):
+      return depth_merge_norm(
+        out, lse, query, partial, None, gain,
+        carry_on=True, implementation=implementation,
+      )  # fmt: skip
+
+    def pulled(function, dtotal, dnormed, *arrays):
+      return jax.vjp(function, *arrays)[1]((dtotal, dnormed))
+
+    arrays = lse, query, partial, gain
+    exact = out.astype(jnp.float32), *arrays
+    wide = dtotal, dnormed.astype(jnp.float32)
+    wanted = jax.jit(functools.partial(pulled, apart))(*wide, *exact)
+    with dispatch.interpreted(pltpu.InterpretParams(detect_races=True)):
+      total, normed = jax.jit(together)(out, *arrays)
+      found = jax.jit(functools.partial(pulled, together))(
+        dtotal, dnormed, out, *arrays
+      )
+    np.testing.assert_array_equal(total, partial)
+    assert total.dtype == jnp.float32 and normed.dtype == dtype
+    dpartial = found[3]
+    assert dpartial.dtype == jnp.float32
+    if implementation != "reference":
+      # Rounded: a product reads it in this dtype in any case.
+      np.testing.assert_array_equal(dpartial, dpartial.astype(dtype))
+    digits = 3e-5 if dtype == "float32" else 2**-6
+    for a, b in zip(found, wanted, strict=True):
+      scale = np.abs(b).max()
+      np.testing.assert_allclose(
+        a.astype(jnp.float32), b, rtol=0, atol=digits * scale
+      )
+
   # Autodiff of the reference subtracts what cancels.
   @pytest.mark.parametrize("implementation", ALL[1:])
   @pytest.mark.parametrize("size", (0.0, 1e-3))
@@ -405,6 +449,19 @@ class TestBadInput:
         x, x[:, 0], x[0], x, x if update else None, x[0],
         sinks=Sinks(Row(x[None], 0), x, x), implementation=implementation,
       )  # fmt: skip
+
+  @pytest.mark.parametrize("name", ("update", "sinks", "partial_row"))
+  def test_nothing_else_to_carry_on(self, name):
+    x = jnp.ones((3, 8))
+    update, more = None, {}
+    if name == "update":
+      update = x
+    elif name == "sinks":
+      more["sinks"] = Sinks(Row(x[None], 0), x, x)
+    else:
+      more["partial_row"] = Row(x[None], 0)
+    with pytest.raises(ValueError, match=f"carry_on=True .* with {name}"):
+      depth_merge_norm(x, x[:, 0], x[0], x, update, x[0], carry_on=True, **more)
 
   def test_update_and_gain(self):
     x, lse, query = jnp.ones((3, 8)), jnp.ones(3), jnp.ones(8)

@@ -220,6 +220,16 @@ class Residual(nnx.Module):
     with scopes.part(scopes.NORM):
       return jax.tree.map(norm, h)
 
+  def read_and_carry_on(
+    self, carry: Any, slot: Any, norm: Any
+  ) -> tuple[jax.Array | QKV, Any]:
+    """`read_normed`, and the carry for `write`.
+
+    It is equal to the carry given, but its gradient may pass through the read,
+    which then adds its own.
+    """
+    return self.read_normed(carry, slot, norm), carry
+
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
     """Carry after a sublayer whose output is y_BTD."""
     raise NotImplementedError

@@ -223,6 +223,16 @@ class BlockAttnRes(BlockAttnResOneSoftmax):
       return self.merge_normed(slot, carry.partial_BTD, norm, carry.row)
     return self.merge_normed(slot, carry.astype(self.dtype), norm)
 
+  def read_and_carry_on(
+    self, carry: Any, slot: Any, norm: norm_lib.RMSNorm
+  ) -> tuple[jax.Array | base.QKV, Any]:
+    # In a scan, the gradient of the sum is an array of its own in any case.
+    plain = self._apart and slot.value is None and slot.scale is None
+    if not plain or not isinstance(carry, jax.Array):
+      return super().read_and_carry_on(carry, slot, norm)
+    carry, normed_BTD = self.merge_and_carry_on(slot, carry, norm)
+    return normed_BTD, carry
+
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
     del slot
     return _add(None if isinstance(carry, _Normed) else carry, y_BTD)

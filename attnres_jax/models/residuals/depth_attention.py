@@ -255,6 +255,18 @@ class DepthAttention(base.Residual):
       ),
     )  # fmt: skip
 
+  def merge_and_carry_on(
+    self, slot: Slot, open_BTD: jax.Array, norm: norm_lib.RMSNorm
+  ) -> tuple[jax.Array, jax.Array]:
+    """The open source to carry on, and `merge_normed`.
+
+    Only for one mixture that is not scaled.
+    """
+    return depth_operators.depth_merge_norm(
+      slot.out_BTD, slot.lse_BT, slot.query_D, open_BTD, norm.gain[...],
+      eps=self.eps, norm_eps=norm.eps, rank=self._rank, carry_on=True,
+    )  # fmt: skip
+
   def merge_into(
     self,
     slot: Slot,

@@ -206,10 +206,12 @@ def depth_merge_norm(
   eps: float,
   norm_eps: float,
   rank: int | None = None,
+  carry_on: bool = False,
 ) -> Any:
   """The normalised merge of `attnres_kernels.depth_merge_norm`.
 
-  With sinks, a tuple of them and the merge.
+  With sinks, a tuple of them and the merge; with `carry_on`, of the partial sum
+  and the merge.
 
   The kernel could also add the last output to the open sum. Instead, the matrix
   product that computes the output adds it, and then writes no output at all.
@@ -219,15 +221,18 @@ def depth_merge_norm(
     first, normed_BTD = attnres_kernels.depth_merge_norm(
       out_BTD, lse_BT, query_D, partial_BTD, None, gain_D,
       eps=eps, norm_eps=norm_eps, rank=rank,
-      out_row=rows[0], partial_row=rows[1], sinks=sinks,
+      out_row=rows[0], partial_row=rows[1], sinks=sinks, carry_on=carry_on,
     )  # fmt: skip
-    return normed_BTD if sinks is None else (first, normed_BTD)
+    alone = sinks is None and not carry_on
+    return normed_BTD if alone else (first, normed_BTD)
 
   tokens: Any = sharding.TOKENS
   whole, sink_specs, out_specs, outs = sharding.WHOLE, None, tokens, out_BTD
   if sinks is not None:
     sink_specs = attnres_kernels.Sinks(_ROW, tokens, tokens)
     out_specs, outs = (sink_specs, tokens), (sinks, out_BTD)
+  elif carry_on:
+    out_specs, outs = (tokens, tokens), (partial_BTD, out_BTD)
   split = sharding.by_shards(
     merge,
     (tokens, tokens, whole, tokens, whole, _specs(rows), sink_specs),

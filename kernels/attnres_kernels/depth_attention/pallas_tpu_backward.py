@@ -181,7 +181,7 @@ def backward(
     ],
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("parallel", "arbitrary"),
-      vmem_limit_bytes=dispatch.tpu_vmem_bytes(),
+      vmem_limit_bytes=dispatch.tpu_vmem_limit(tile * token_bytes),
     ),
     cost_estimate=tiles.cost(
       10, num_queries, num_slots, num_tokens, width, token_bytes

@@ -95,7 +95,7 @@ def depth_merge(
     NotImplementedError: the named backend cannot run these shapes here.
   """
   arrays, rows = (out, lse, query, partial, None, None), (out_row, partial_row)
-  return _merge(arrays, rows, None, rank, eps, 0.0, implementation)[1]
+  return _merge(arrays, rows, None, None, rank, eps, 0.0, implementation)[1]
 
 
 def depth_merge_norm(
@@ -109,6 +109,7 @@ def depth_merge_norm(
   out_row: Row | None = None,
   partial_row: Row | None = None,
   sinks: Sinks | None = None,
+  carry_on: bool = False,
   rank: int | None = None,
   eps: float = 1e-6,
   norm_eps: float = 1e-6,
@@ -129,6 +130,12 @@ def depth_merge_norm(
     partial_row: as in `depth_merge`.
     sinks: for the gradients of `out` and `partial`, or None. Not with an update
       or the reference.
+    carry_on: whether the partial sum returned goes on to the next sublayer. The
+      merge then reads it rounded to the dtype of `out`. What the rest of the
+      network wants of its gradient is rounded, too, and added where the merge
+      computes its own. Otherwise, autodiff leaves the two apart, and each
+      matrix product that reads the gradient reads both. Not with an update,
+      sinks or a row of partial sums.
     rank: as in `depth_attention`.
     eps: added to the mean square of the partial sum when it is scored.
     norm_eps: added to the mean square inside the pre-norm.
@@ -141,7 +148,7 @@ def depth_merge_norm(
 
   Raises:
     ValueError: the shapes do not fit together, an array of rows has another
-      dtype, or there are sinks and an update.
+      dtype, there are sinks and an update, or `carry_on` and what it excludes.
     NotImplementedError: the named backend cannot run these shapes here.
   """
   arrays, rows = (
@@ -150,11 +157,21 @@ def depth_merge_norm(
   )
   if sinks is not None:
     sinks = _checked(sinks, out, partial, update, implementation)
-  total, normed, sinks = _merge(
-    arrays, rows, sinks, rank, eps, norm_eps, implementation
+  carry = None
+  if carry_on:
+    excluded = dict(update=update, sinks=sinks, partial_row=partial_row)
+    for name, value in excluded.items():
+      if value is not None:
+        raise ValueError(f"carry_on=True does not go with {name}")
+    carry = partial
+    arrays = out, lse, query, partial.astype(out.dtype), None, gain
+  total, normed, sinks, carry = _merge(
+    arrays, rows, sinks, carry, rank, eps, norm_eps, implementation
   )
   if sinks is not None:
     return sinks, normed
+  if carry_on:
+    return carry, normed
   return (partial if update is None else total), normed
 
 
@@ -201,8 +218,12 @@ def combine_mixtures(
   return out.astype(out_a.dtype), lse
 
 
-def _merge(arrays, rows, sinks, rank, eps, norm_eps, implementation):
-  """(new partial or None, merged or merged and normed, sinks), after checks."""
+def _merge(arrays, rows, sinks, carry, rank, eps, norm_eps, implementation):
+  """(new partial or None, merged or merged and normed, sinks, carry).
+
+  After checks. The carry is the partial sum before it was rounded, or None
+  unless it is carried on.
+  """
   dispatch.check_implementation(implementation)
   dispatch.check_eps(eps)
   heads = _check(rank, *arrays)
@@ -219,16 +240,18 @@ def _merge(arrays, rows, sinks, rank, eps, norm_eps, implementation):
     options["rank"] = rank
   if implementation == "reference":
     found = reference.forward(out, lse, query, partial, update, gain, **options)
-    return *found, None
+    return *found, None, carry
   dtype = dispatch.accumulator(out, query, partial)
   lse, query = lse.astype(dtype), query.astype(dtype)
   gain = None if gain is None else gain.astype(dtype)
   arrays = out, lse, query, partial, update, gain
-  return _call(tuple(options.items()), implementation, rows, sinks, *arrays)
+  return _call(
+    tuple(options.items()), implementation, rows, sinks, carry, *arrays
+  )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _call(options, implementation, rows, sinks, *arrays):
+def _call(options, implementation, rows, sinks, carry, *arrays):
   total, mixed = dispatch.call(
     "depth_merge",
     "forward",
@@ -237,11 +260,11 @@ def _call(options, implementation, rows, sinks, *arrays):
     *_given(rows),
     **dict(options),
   )
-  return total, mixed, sinks
+  return total, mixed, sinks, carry
 
 
-def _call_forward(options, implementation, rows, sinks, *arrays):
-  results = _call(options, implementation, rows, sinks, *arrays)
+def _call_forward(options, implementation, rows, sinks, carry, *arrays):
+  results = _call(options, implementation, rows, sinks, carry, *arrays)
   total = results[0]
   out, lse, query, partial, update, gain = arrays
   kept = partial if update is None else total
@@ -255,8 +278,11 @@ def _call_forward(options, implementation, rows, sinks, *arrays):
 
 def _call_backward(options, implementation, residuals, cotangents):
   rows, index, update_like, *arrays = residuals
-  *cotangents, sinks = cotangents
+  dtotal, dmixed, sinks, dcarry = cotangents
   given = _given(rows)
+  if dcarry is not None:
+    *_, kept, _ = arrays
+    dtotal = dcarry.astype(kept.dtype)
   if sinks is not None:
     sinks = sinks._replace(out=Row(sinks.out.stack, index))
     given = rows, sinks
@@ -265,18 +291,23 @@ def _call_backward(options, implementation, residuals, cotangents):
     "backward",
     implementation,
     *arrays,
-    *cotangents,
+    dtotal,
+    dmixed,
     *given,
     **dict(options),
   )
   if sinks is not None:
     no_index: Any = None
     sinks = Sinks(Row(gradients[0], no_index), *dpartial)
-    return None, sinks, None, *gradients[1:], None, None, dgain
+    return None, sinks, None, None, *gradients[1:], None, None, dgain
+  if dcarry is not None:
+    # Of the sum before it was rounded, which is not an argument by itself.
+    dcarry = dpartial.astype(dcarry.dtype)
+    return None, None, dcarry, *gradients, None, None, dgain
   dupdate = None
   if update_like is not None:
     dupdate = dpartial.astype(update_like.dtype)
-  return None, None, *gradients, dpartial, dupdate, dgain
+  return None, None, None, *gradients, dpartial, dupdate, dgain
 
 
 _call.defvjp(_call_forward, _call_backward)

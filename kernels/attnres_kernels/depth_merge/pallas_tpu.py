@@ -82,7 +82,7 @@ def forward(
     ],
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("parallel",),
-      vmem_limit_bytes=dispatch.tpu_vmem_bytes(),
+      vmem_limit_bytes=call.vmem_limit(),
     ),
     cost_estimate=call.cost(flops=14),
     interpret=interpret,
@@ -196,7 +196,7 @@ def backward(
     ],
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("parallel", "arbitrary"),
-      vmem_limit_bytes=dispatch.tpu_vmem_bytes(),
+      vmem_limit_bytes=call.vmem_limit(),
     ),
     cost_estimate=call.cost(flops=34),
     input_output_aliases=aliases,
@@ -248,6 +248,10 @@ class Call:
     self.bytes_per_token = self.width * sum(x.dtype.itemsize for x in slabs)
     self.tile = choose_tile(self.tokens, self.bytes_per_token)
     self.tiles = pl.cdiv(self.tokens, self.tile)
+
+  def vmem_limit(self):
+    """What a kernel reserves of VMEM."""
+    return dispatch.tpu_vmem_limit(self.tile * self.bytes_per_token)
 
   def flat(self, x):
     return x.reshape(self.tokens, self.width)

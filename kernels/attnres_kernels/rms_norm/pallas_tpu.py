@@ -8,7 +8,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
-from attnres_kernels import dispatch
 from attnres_kernels.depth_merge import pallas_tpu as rows_lib
 
 
@@ -31,7 +30,7 @@ def forward(x_TD, gain_D, *, eps, interpret=False):
     out_shape=jax.ShapeDtypeStruct((call.tokens, call.width), x_TD.dtype),
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("parallel",),
-      vmem_limit_bytes=dispatch.tpu_vmem_bytes(),
+      vmem_limit_bytes=call.vmem_limit(),
     ),
     cost_estimate=call.cost(flops=4),
     interpret=interpret,
@@ -66,7 +65,7 @@ def backward(x_TD, gain_D, dy_TD, *, eps, interpret=False):
     ],
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("parallel", "arbitrary"),
-      vmem_limit_bytes=dispatch.tpu_vmem_bytes(),
+      vmem_limit_bytes=call.vmem_limit(),
     ),
     cost_estimate=call.cost(flops=10),
     interpret=interpret,
