@@ -440,7 +440,25 @@ def apply_sublayer(
   y_BTD, new = memory.call(
     kind, sublayer.core, x, segment_ids_BT, remembered, memory_slot
   )
-  return sharding.keep_tokens(y_BTD), new, carry, None
+  y_BTD = _with_one_gradient(sharding.keep_tokens(y_BTD))
+  return y_BTD, new, carry, None
+
+
+@jax.custom_jvp
+def _with_one_gradient(y_BTD: jax.Array) -> jax.Array:
+  """The same output, whose gradient is one array of its dtype.
+
+  What the rest of the network returns is wider, such as the float32 gradient of
+  a stream, or a sum. Compilers would make the conversion or the sum a part of
+  every matrix product that reads the gradient, which then takes longer.
+  """
+  return y_BTD
+
+
+@_with_one_gradient.defjvp
+def _with_one_gradient_jvp(primals, tangents):
+  ((y_BTD,), (tangent_BTD,)) = primals, tangents
+  return y_BTD, jax.lax.optimization_barrier(tangent_BTD)
 
 
 def _sources(

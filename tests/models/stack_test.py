@@ -202,3 +202,12 @@ def test_several_merges_carry_a_bfloat16_gradient_on():
     gradients[scan] = jax.tree.leaves(jax.jit(jax.grad(loss))(model))
   for a, b in zip(*gradients.values(), strict=True):
     np.testing.assert_allclose(a, b, rtol=0, atol=0.03 * np.abs(b).max())
+
+
+def test_the_gradient_of_an_output_is_one_array():
+  model = tiny_network.model("prenorm", num_layers=4, scan_layers=False)
+  tokens_BT = jnp.zeros((1, 4), jnp.int32)
+  loss = lambda model: jnp.sum(model.hidden(tokens_BT))
+  count = functools.partial(jaxprs.count, ("optimization_barrier",))
+  # Of the weights of eight sublayers, forward and backward, and of outputs.
+  assert count(jax.grad(loss), model) == 3 * 8
