@@ -27,6 +27,7 @@ import re
 import sys
 import tempfile
 from typing import Any, NamedTuple
+from unittest import mock
 import warnings
 
 import jax
@@ -37,6 +38,7 @@ from attnres_jax import chips
 from attnres_jax import csv_rows
 from attnres_jax import environment
 from attnres_jax.aot import topology as topology_lib
+from attnres_kernels import dispatch
 from attnres_kernels.depth_attention import pallas_tpu as attention
 from attnres_kernels.depth_attention import shapes
 from attnres_kernels.depth_merge import pallas_tpu as merge
@@ -152,8 +154,13 @@ def measure(kernel: str, shape: Any, chip: str, build: Build):
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
     arguments,
   )
+  # In a program this small, the compiler would otherwise keep results on the
+  # core, which is another kernel than one that writes them to memory.
+  all_reserved = mock.patch.object(
+    dispatch, "tpu_vmem_limit", lambda _: dispatch.tpu_vmem_bytes()
+  )
   remove_dumps()
-  with ambient, warnings.catch_warnings():
+  with ambient, all_reserved, warnings.catch_warnings():
     warnings.simplefilter("ignore")
     jax.jit(function).lower(*arguments).compile()
   bundles, limits = schedule_of(kernel)
