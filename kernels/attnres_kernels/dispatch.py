@@ -64,8 +64,8 @@ def tpu_vmem_limit(tile_bytes: int) -> int:
   reads them from memory takes up to twice as long (v6e).
 
   Args:
-    tile_bytes: of what a grid step reads and writes, of which there are two
-      buffers.
+    tile_bytes: of the blocks of a grid step, of which there are two buffers
+      each.
   """
   return min(2 * tile_bytes + _VALUE_BYTES, tpu_vmem_bytes())
 

@@ -13,6 +13,7 @@ Scores are recomputed from sources and log-normalisers.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -128,6 +129,8 @@ def backward(
     gain_sums = [(parts, blocks.group, width)]
     scratch = [pltpu.VMEM((tile, width), dtype)]
   all_sums = [sums, *gain_sums]
+  fixed = terms.nbytes + pull_terms.nbytes
+  fixed += sum(4 * math.prod(shape[1:]) for shape in all_sums)
   operands = [
     tiles.count_operand(count, num_slots),
     terms,
@@ -181,7 +184,7 @@ def backward(
     ],
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("parallel", "arbitrary"),
-      vmem_limit_bytes=dispatch.tpu_vmem_limit(tile * token_bytes),
+      vmem_limit_bytes=dispatch.tpu_vmem_limit(tile * token_bytes + fixed),
     ),
     cost_estimate=tiles.cost(
       10, num_queries, num_slots, num_tokens, width, token_bytes

@@ -100,7 +100,9 @@ def forward(
     ],
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("parallel",),
-      vmem_limit_bytes=dispatch.tpu_vmem_limit(tile * token_bytes),
+      vmem_limit_bytes=dispatch.tpu_vmem_limit(
+        tile * token_bytes + terms.nbytes
+      ),
     ),
     cost_estimate=tiles.cost(
       4, num_queries, num_slots, num_tokens, width, token_bytes
