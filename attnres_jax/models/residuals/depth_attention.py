@@ -249,11 +249,8 @@ class DepthAttention(base.Residual):
       return depth_reads.each(slot, normed)
     return depth_reads.each(
       slot,
-      lambda one: depth_operators.depth_merge_norm(
-        one.out_BTD, one.lse_BT, one.query_D, open_BTD, norm.gain[...],
-        (one.row, row), eps=self.eps, norm_eps=norm.eps, rank=self._rank,
-      ),
-    )  # fmt: skip
+      lambda one: self._merged_and_normed(one, open_BTD, norm, row),
+    )
 
   def merge_and_carry_on(
     self, slot: Slot, open_BTD: jax.Array, norm: norm_lib.RMSNorm
@@ -262,10 +259,7 @@ class DepthAttention(base.Residual):
 
     Only for one mixture that is not scaled.
     """
-    return depth_operators.depth_merge_norm(
-      slot.out_BTD, slot.lse_BT, slot.query_D, open_BTD, norm.gain[...],
-      eps=self.eps, norm_eps=norm.eps, rank=self._rank, carry_on=True,
-    )  # fmt: skip
+    return self._merged_and_normed(slot, open_BTD, norm, None, carry_on=True)
 
   def merge_into(
     self,
@@ -276,9 +270,20 @@ class DepthAttention(base.Residual):
     sinks: attnres_kernels.Sinks,
   ) -> tuple[attnres_kernels.Sinks, jax.Array]:
     """The sinks, and `merge_normed` of what `can_sink`."""
+    return self._merged_and_normed(slot, open_BTD, norm, row, sinks=sinks)
+
+  def _merged_and_normed(
+    self,
+    slot: Slot,
+    open_BTD: jax.Array,
+    norm: norm_lib.RMSNorm,
+    row: attnres_kernels.Row | None,
+    **options: Any,
+  ) -> Any:
     return depth_operators.depth_merge_norm(
       slot.out_BTD, slot.lse_BT, slot.query_D, open_BTD, norm.gain[...],
-      (slot.row, row), sinks, eps=self.eps, norm_eps=norm.eps, rank=self._rank,
+      (slot.row, row), eps=self.eps, norm_eps=norm.eps, rank=self._rank,
+      **options,
     )  # fmt: skip
 
   def merge_several(

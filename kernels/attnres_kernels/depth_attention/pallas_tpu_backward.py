@@ -13,7 +13,6 @@ Scores are recomputed from sources and log-normalisers.
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -130,7 +129,7 @@ def backward(
     scratch = [pltpu.VMEM((tile, width), dtype)]
   all_sums = [sums, *gain_sums]
   fixed = terms.nbytes + pull_terms.nbytes
-  fixed += sum(4 * math.prod(shape[1:]) for shape in all_sums)
+  fixed += sum(4 * rows * lanes for _, rows, lanes in all_sums)
   operands = [
     tiles.count_operand(count, num_slots),
     terms,
