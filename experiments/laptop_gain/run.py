@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains five networks, each at its own learning rate.
+
+  python -m experiments.laptop_gain.run
+
+See the README beside this file.
+"""
+
+import sys
+
+from attnres_jax.sweep import cli
+from experiments.pages import sweep
+
+EXPERIMENT, PUBLISHED = sweep.experiment(__file__, __doc__)
+
+if __name__ == "__main__":
+  sys.exit(cli.main(EXPERIMENT))
