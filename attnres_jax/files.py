@@ -143,6 +143,53 @@ def read_json(path: epath.PathLike) -> dict[str, Any]:
   return values
 
 
+def name_from_file(
+  value: Any, key: str, where: epath.PathLike, *, folders: bool = False
+) -> str:
+  """A file's name that another person's file states, never a path elsewhere.
+
+  Every reader of a JSON that could come from somebody else (shards, companions,
+  runs of a sweep) takes names through this function, so that no such file can
+  name something outside of its folder.
+
+  Args:
+    value: what the file has in place of a name.
+    key: under which the file has it, for the error.
+    where: the file that states it, for the error.
+    folders: whether folders below that of the file may precede the name, with
+      `/` between them.
+
+  Returns:
+    `value`, a printable name without separators that is not `.` or `..`; with
+    `folders`, several of them with `/` between them.
+
+  Raises:
+    ConfigError: it is anything else.
+  """
+  parts = value.split("/") if folders and isinstance(value, str) else [value]
+  if not all(map(_is_name, parts)):
+    shown = value if isinstance(value, str) else type(value).__name__
+    if len(shown) > _NAME_BYTES:
+      shown = shown[:_NAME_BYTES] + "..."
+    config_lib.fail_argument(
+      f'{os.fspath(where)}: "{key}"',
+      shown,
+      f"the printable name of a file {'below' if folders else 'in'} its folder,"
+      f" of {_NAME_BYTES} bytes at most",
+    )
+  return value
+
+
+def _is_name(value: Any) -> bool:
+  return (
+    isinstance(value, str)
+    and value not in ("", ".", "..")
+    and not set(value) & set("/\\")
+    and value.isprintable()
+    and len(value.encode()) <= _NAME_BYTES
+  )
+
+
 def check_path(
   name: str, path: str, schemes: Sequence[str] = ("gs", "s3", "az")
 ) -> epath.Path:

@@ -6,8 +6,11 @@ import os
 import pathlib
 import re
 
+from hypothesis import given
+from hypothesis import strategies as st
 import pytest
 
+from attnres_jax import config as config_lib
 from attnres_jax import files
 
 
@@ -46,3 +49,40 @@ def test_a_file_with_the_same_text_is_not_written_again(tmp_path):
     after.st_ino,
     after.st_mtime_ns,
   )
+
+
+class TestNameFromFile:
+  """What a file of another person calls a name is one, or is refused."""
+
+  @given(st.text() | st.text(alphabet="./\\~a\0\n\x1b", max_size=6))
+  @pytest.mark.parametrize("folders", [False, True])
+  def test_a_name_stays_in_its_folder(self, folders, value):
+    try:
+      name = files.name_from_file(value, "files", "a.json", folders=folders)
+    except config_lib.ConfigError as error:
+      assert len(str(error).splitlines()) == 1
+      assert str(error).startswith('a.json: "files": got ')
+      assert str(error).isprintable()
+      return
+    folder = pathlib.Path("/folder/of/it")
+    found = pathlib.Path(os.path.normpath(folder / name))
+    assert name == value and name.isprintable() and "\\" not in name
+    assert found.relative_to(folder).as_posix() == name
+    assert folders or found.parent == folder
+
+  @pytest.mark.parametrize(
+    "value",
+    ["../secret.txt", "/etc/passwd", "a/../../b", "a/", "..", ".", "", "a\\b",
+     "a\0", "a\x1b[2J", "a\u2028b", "\ud800", "é" * 128, None, 3, ["a"]],
+  )  # fmt: skip
+  @pytest.mark.parametrize("folders", [False, True])
+  def test_refuses(self, folders, value):
+    with pytest.raises(config_lib.ConfigError, match='x.json: "files": got '):
+      files.name_from_file(value, "files", "x.json", folders=folders)
+
+  def test_accepts(self):
+    for name in ("a", "model-00001-of-00002.safetensors", "ein Name.json", "é"):
+      assert files.name_from_file(name, "files", "x.json") == name
+    with pytest.raises(config_lib.ConfigError):
+      files.name_from_file("a/b", "files", "x.json")
+    assert files.name_from_file("a/b", "files", "x", folders=True) == "a/b"

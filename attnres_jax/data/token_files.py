@@ -23,7 +23,6 @@ import functools
 import hashlib
 import math
 import os
-import pathlib
 from typing import Any, NoReturn
 
 from etils import epath
@@ -291,8 +290,8 @@ def read_dataset(name: str, folder: epath.Path) -> dict[str, Any]:
       written = dataset["splits"][split]
       if any(written[key] < 0 for key in ("documents", "bytes", "tokens")):
         raise ValueError("a count below 0")
-      if any(pathlib.PurePath(file).name != file for file in written["files"]):
-        raise ValueError("names of files that are not in this folder")
+      for file in written["files"]:
+        files_lib.name_from_file(file, "files", path)
     dict.items(dataset["splits"])
   except (ValueError, TypeError, KeyError) as error:
     reason = f"{type(error).__name__}: {error}"
