@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a configuration names is what a run reads."""
+
+import json
+
+import numpy as np
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax import data
+
+
+def _tokens(folder, count):
+  folder.mkdir(exist_ok=True)
+  for split in ("train", "validation"):
+    (folder / f"{split}.bin").write_bytes(np.zeros(count, "<u2").tobytes())
+    sidecar = {"dtype": "uint16", "count": count, "vocab_size": 300}
+    (folder / f"{split}.json").write_text(json.dumps(sidecar))
+  return str(folder)
+
+
+def _texts(path, count):
+  lines = (json.dumps({"text": f"text {i}"}) for i in range(count))
+  path.write_text("\n".join(lines))
+  return str(path)
+
+
+def test_counts_are_those_of_a_run(tmp_path):
+  stdlib = config_lib.DataConfig()
+  texts = config_lib.DataConfig(
+    source="jsonl", path=_texts(tmp_path / "a.jsonl", 90), sequence_length=8
+  )
+  tokens = config_lib.DataConfig(
+    source="tokens", tokenizer="ids", path=_tokens(tmp_path / "t", 1000)
+  )
+  for config in (stdlib, texts, tokens):
+    opened = data.open_dataset(config, "train")
+    assert data.num_tokens(config) == opened.num_tokens
+    assert data.epochs(config, 2.5 * opened.num_tokens) == pytest.approx(2.5)
+  assert data.vocab_size(stdlib) == 257 and data.vocab_size(tokens) == 300
+
+
+def test_counts_follow_the_files(tmp_path):
+  path = _texts(tmp_path / "a.jsonl", 90)
+  config = config_lib.DataConfig(source="jsonl", path=path)
+  before = data.num_tokens(config)
+  _texts(tmp_path / "a.jsonl", 180)
+  assert data.num_tokens(config) > 1.9 * before
+
+
+def test_the_path_that_a_mixture_reads_most_often(tmp_path):
+  paths = (_tokens(tmp_path / "a", 1000), _tokens(tmp_path / "b", 100))
+  config = config_lib.DataConfig(
+    source="tokens", tokenizer="ids", paths=paths, weights=(0.8, 0.2)
+  )
+  assert data.num_tokens(config) == 1100
+  assert data.epochs(config, 1000) == pytest.approx(2.0)
+
+
+def test_no_such_data_is_named():
+  config = config_lib.DataConfig(source="tokens", path="/nowhere")
+  with pytest.raises(config_lib.ConfigError, match="data.path: got '/nowhere'"):
+    data.num_tokens(config)
