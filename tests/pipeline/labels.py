@@ -16,6 +16,7 @@ value, and makes every gradient that is sent a positive number.
 from collections.abc import Callable
 import dataclasses
 import functools
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -25,12 +26,12 @@ import numpy as np
 from attnres_jax import config as config_lib
 from attnres_jax import loss as loss_lib
 from attnres_jax import models
+from attnres_jax import sharding
+from attnres_jax.aot import hlo
 from attnres_jax.pipeline import layout as layout_lib
 from attnres_jax.pipeline import spmd
 from attnres_jax.pipeline import stage as stage_lib
 from attnres_jax.pipeline import transport as transport_lib
-from experiments.pipeline_cost import plans
-from experiments.pipeline_cost import programs
 
 WIDTH, LENGTH = 8, 4
 VECTOR_BYTES = 4 * WIDTH * LENGTH
@@ -55,39 +56,117 @@ class Arrival(NamedTuple):
   partial: tuple[int, int] | None
 
 
+class Sent(NamedTuple):
+  """The transfers of a pipeline's loop, for all devices together.
+
+  Attributes:
+    ticks: how often the loop runs.
+    forward: vectors per tick, from a rank to the next.
+    backward: vectors per tick, to the previous rank.
+    vector_bytes: sizes of the vectors that are sent.
+  """
+
+  ticks: int
+  forward: int
+  backward: int
+  vector_bytes: frozenset[int]
+
+
 def make_config(
-  shape: plans.Shape, rule: Any, microbatches: int, data: int = 1
+  layout: layout_lib.Layout, rule: Any, microbatches: int, data: int = 1
 ) -> config_lib.RunConfig:
   """A sublayer per chunk, as narrow as possible."""
-  size = programs.Size(
-    *shape[:2], data, shape.layout.num_sublayers, shape.chunks_per_block,
-    WIDTH, LENGTH, "float32",
-  )  # fmt: skip
-  variant = programs.Variant("block_attnres", rule)
-  return programs.make_config(variant, size, microbatches)
+  return config_lib.RunConfig(
+    model=config_lib.ModelConfig(
+      vocab_size=256,
+      width=WIDTH,
+      num_layers=layout.num_sublayers // 2,
+      num_heads=1,
+      mlp_width=2 * WIDTH,
+      dtype="float32",
+      residual=config_lib.ResidualConfig(
+        "block_attnres", block_size=layout.block_size or 0
+      ),
+    ),
+    data=config_lib.DataConfig(
+      sequence_length=LENGTH, batch_size=microbatches * data
+    ),
+    mesh=config_lib.MeshConfig(stage=layout.num_ranks, data=data),
+    pipeline=config_lib.PipelineConfig(
+      layout.num_virtual_stages, microbatches, "fused", rule
+    ),
+  )
 
 
-def make_pipeline(
+def lower(
   config: config_lib.RunConfig, devices: Any = None
-) -> spmd.Pipeline:
-  """A pipeline of labelled chunks; by default over this process's devices."""
-  return programs.make_pipeline(config, devices, network=LabelledNetwork)
+) -> tuple[spmd.Pipeline, Callable[[spmd.Pipeline], Any]]:
+  """A pipeline of labelled chunks, and what lowers its loss and gradient."""
+  mesh = sharding.make_mesh(config.mesh, devices)
+  pipeline = spmd.make_pipeline(config, mesh, network=LabelledNetwork)
+  model = jax.eval_shape(lambda: models.build_model(config.model))
+  model = sharding.with_sharding(model, sharding.state_sharding(model, mesh))
+  shape = config.data.batch_size, config.data.sequence_length
+  rows: Any = jax.ShapeDtypeStruct(
+    shape, jnp.int32, sharding=sharding.batch_sharding(mesh)
+  )
+  weights: Any = rows.update(dtype=jnp.float32)
+  examples = loss_lib.Examples(rows, rows, weights, None)
+  return pipeline, lambda pipeline: jax.jit(pipeline.value_and_grad).lower(
+    model, examples
+  )
+
+
+def sent(text: str, num_ranks: int, num_copies: int = 1) -> Sent:
+  """Counts every collective-permute of a compiled program.
+
+  Args:
+    text: of the program.
+    num_ranks: P, above 2; in a ring of two, both directions are the same.
+    num_copies: devices that share a rank; their axes come after `stage`.
+
+  Raises:
+    ValueError: the program permutes outside of its loop, or not along the ring.
+  """
+  counts, sizes = set(), set()
+  directions = {1: 0, num_ranks - 1: 0}
+  for count, instruction, _ in hlo.Program(text).instructions():
+    if instruction.op.removesuffix("-start") != "collective-permute":
+      continue
+    pairs = re.search(
+      r"source_target_pairs=\{(\{[\d,{}]*\})\}", instruction.attributes
+    )
+    ends = re.findall(r"\{(\d+),(\d+)\}", pairs[1] if pairs else "")
+    steps = {
+      (int(b) // num_copies - int(a) // num_copies) % num_ranks for a, b in ends
+    }
+    if len(steps) != 1 or not steps <= directions.keys():
+      raise ValueError(f"{instruction.name} is not along a ring: {pairs}")
+    directions[steps.pop()] += len(ends)
+    counts.add(count)
+    sizes.add(int(instruction.arrays[0].nbytes))
+  if len(counts) != 1:
+    raise ValueError(f"expected one loop with permutes, found {sorted(counts)}")
+  return Sent(
+    counts.pop(), directions[1], directions[num_ranks - 1], frozenset(sizes)
+  )
 
 
 def receive(
-  shape: plans.Shape, rule: str, microbatches: int
+  layout: layout_lib.Layout, rule: str, microbatches: int
 ) -> tuple[list[Arrival], str]:
   """Runs a step; returns everything that arrived, and the compiled program.
 
   Raises:
     RuntimeError: a chunk received a wrong input.
   """
-  config = make_config(shape, rule, microbatches)
+  config = make_config(layout, rule, microbatches)
   heard: list[Callable[[], Arrival]] = []
-  pipeline = _ListeningPipeline.of(make_pipeline(config), heard.append)
+  pipeline, lowered = lower(config)
+  pipeline = _ListeningPipeline.of(pipeline, heard.append)
   # Almost nothing is computed; what is sent does not change.
   quick = {"xla_backend_optimization_level": 0}
-  compiled = programs.lower(config, pipeline).compile(quick)
+  compiled = lowered(pipeline).compile(quick)
   model = models.build_model(config.model)
   of_row = np.arange(microbatches, dtype=np.int32)[:, None]
   tokens: Any = np.broadcast_to(of_row, (microbatches, LENGTH))
@@ -97,7 +176,7 @@ def receive(
   jax.effects_barrier()
   if loss.nll != 0 or loss.z != microbatches:
     raise RuntimeError(
-      f"{shape}, {rule}: {float(loss.nll):g} wrong elements in the inputs of"
+      f"{layout}, {rule}: {float(loss.nll):g} wrong elements in the inputs of"
       f" chunks, {float(loss.z):g} of {microbatches} microbatches at the end"
     )
   return [arrival() for arrival in heard], compiled.as_text()

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Devices receive, and links carry, what the plan says (Eq. 7, Eq. 8)."""
+
+import pytest
+
+from attnres_jax.aot import topology
+from attnres_jax.pipeline import layout as layout_lib
+from attnres_jax.pipeline import transport
+from tests.pipeline import labels
+
+RULES = layout_lib.RULES
+# P, V, K of the paper's Fig. 3, then shapes with other blocks.
+FIG_3 = (4, 2, 2)
+# Without and with the embedding, under three rules, and the closed forms.
+COUNTS = {
+  (4, 2, 1): ((28, 22, 18), (35, 25, 21), (28, 22, 18)),
+  FIG_3: ((12, 10, 8), (19, 13, 11), (14, 11, 9)),
+  (4, 4, 1): ((120, 54, 42), (135, 57, 45), (120, 54, 42)),
+  (8, 4, 1): ((496, 220, 196), (527, 227, 203), (496, 220, 196)),
+  (8, 4, 2): ((240, 108, 96), (271, 115, 103), (248, 110, 98)),
+}
+SHAPES = (*COUNTS, (4, 1, 1), (8, 1, 2))
+
+
+def make_layout(shape):
+  ranks, stages, chunks_per_block = shape
+  return layout_lib.Layout(ranks, stages, 1, chunks_per_block)
+
+
+def slow(shapes):
+  """Every shape; only Fig. 3 by default."""
+  return [
+    shape if shape == FIG_3 else pytest.param(shape, marks=pytest.mark.slow)
+    for shape in shapes
+  ]
+
+
+@pytest.mark.parametrize("shape", COUNTS)
+def test_planned_vectors_and_closed_forms(shape):
+  layout = make_layout(shape)
+  forms = (
+    layout_lib.naive_total, layout_lib.cached_total, layout_lib.minimum_total,
+  )  # fmt: skip
+  found = (
+    tuple(layout.total_vectors(rule, embedding=False) for rule in RULES),
+    tuple(layout.total_vectors(rule) for rule in RULES),
+    tuple(form(*shape[:2], 1 / shape[2]) for form in forms),
+  )
+  assert found == COUNTS[shape]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("shape", slow(SHAPES))
+def test_devices_receive_and_links_carry_what_is_planned(shape, rule):
+  layout = make_layout(shape)
+  ranks, stages, _ = shape
+  microbatches = ranks if stages > 2 else 2 * ranks
+  arrivals, text = labels.receive(layout, rule, microbatches)
+  expected = [
+    (one.receiver, tuple(one.blocks), one.partial)
+    for one in layout.transitions(rule)
+    if one.blocks or one.partial
+  ]
+  paths = {index: [] for index in range(microbatches)}
+  returned = returned_partials = 0
+  for arrival in sorted(arrivals, key=lambda arrival: arrival.tick):
+    if arrival.backward:
+      returned += len(arrival.blocks)
+      returned_partials += arrival.partial is not None
+      continue
+    vectors = [*arrival.blocks, *filter(None, [arrival.partial])]
+    if vectors:
+      ((index,),) = {(microbatch,) for microbatch, _ in vectors}
+      blocks = tuple(block for _, block in arrival.blocks)
+      paths[index].append((arrival.rank, blocks, arrival.partial is not None))
+  assert all(path == expected for path in paths.values())
+  assert returned == microbatches * layout.total_vectors(rule)
+  assert returned_partials == microbatches * layout.total_partials()
+  check_links(labels.sent(text, ranks), layout, rule)
+
+
+def check_links(sent, layout, rule, copies=1):
+  """A tick carries the planned vectors, forward and backward."""
+  planned = sum(layout.link_vectors(rule)) + sum(layout.link_partials())
+  assert sent.forward == sent.backward == copies * planned
+  assert sent.vector_bytes == {labels.VECTOR_BYTES}
+
+
+@pytest.mark.slow
+@pytest.mark.needs("libtpu")
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("shape", [FIG_3, (4, 2, 1), (4, 1, 1), (8, 1, 2)])
+def test_links_of_a_tpu_carry_what_is_planned(shape, rule):
+  layout = make_layout(shape)
+  copies = 8 // shape[0]
+  config = labels.make_config(layout, rule, 2 * shape[0], copies)
+  pipeline, lower = labels.lower(config, topology.devices("v5e:2x4"))
+  text = lower(pipeline).compile().as_text()
+  check_links(labels.sent(text, shape[0], copies), layout, rule, copies)
+
+
+def test_a_wrong_vector_is_noticed(monkeypatch):
+  message = transport.Transport.message
+
+  def swapped(self, blocks=(), partial=None):
+    return message(self, blocks[::-1], partial)
+
+  monkeypatch.setattr(transport.Transport, "message", swapped)
+  with pytest.raises(RuntimeError, match="wrong elements in the inputs"):
+    labels.receive(make_layout((4, 1, 1)), "minimum", 4)
+
+
+def test_what_else_a_program_might_send():
+  line = (
+    "%p{} = f32[4]{{0}} collective-permute(%x), channel_id=1,"
+    " source_target_pairs={{{{{}}}}}"
+  )
+
+  def program(*pairs):
+    body = "\n".join(f"  {line.format(i, p)}" for i, p in enumerate(pairs))
+    return (
+      "ENTRY %main (x: f32[4]) -> f32[4] {\n"
+      "  %x = f32[4]{0} parameter(0)\n" + body + "\n}\n"
+    )
+
+  assert labels.sent(program("0,1},{1,2", "2,0", "1,0"), 3) == (1, 3, 1, {16})
+  assert labels.sent(program("0,2},{1,3"), 3, 2)[1:3] == (2, 0)
+  with pytest.raises(ValueError, match="is not along a ring"):
+    labels.sent(program("0,1},{0,2"), 4)
+  with pytest.raises(ValueError, match="expected one loop with permutes"):
+    labels.sent(program(), 4)
