@@ -98,7 +98,7 @@ class Saver:
     self._asynchronous = config.asynchronous
     # A failed save is raised here, so its tracebacks in the log are noise.
     logging.getLogger("absl").addFilter(_is_not_orbax)
-    self._folder = epath.Path(workdir).absolute() / CHECKPOINTS
+    self._folder = files.absolute(workdir) / CHECKPOINTS
     # Orbax calls this on the first process, after all have written their part
     # and before the checkpoint gets its name. (It copies a bound method, with
     # all that it is bound to.)
@@ -482,7 +482,7 @@ def _read_model(
 
 
 def _folder(workdir: epath.PathLike, step: int) -> epath.Path:
-  return epath.Path(workdir).absolute() / CHECKPOINTS / str(step)
+  return files.absolute(workdir) / CHECKPOINTS / str(step)
 
 
 @contextlib.contextmanager

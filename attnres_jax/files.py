@@ -31,6 +31,15 @@ def is_remote(path: epath.PathLike) -> bool:
   return "://" in str(path)
 
 
+def absolute(path: epath.PathLike) -> epath.Path:
+  """A path that does not depend on the working directory.
+
+  `epath.Path.absolute` would turn gs://BUCKET into a folder of this disk.
+  """
+  path = epath.Path(path)
+  return path if is_remote(path) else path.absolute()
+
+
 class DiskFullError(OSError):
   """A disk is full; says which path, the space needed and the space free."""
 
