@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Differences of paired runs from a baseline, with intervals.
+"""Differences of paired runs, with one kind of interval.
 
-A pair has the same initial weights and the same order of the data. Variants
-share one standard deviation: with few seeds each, an estimate from all of them
-is far better than one from each, and their noise has the same sources. A
-variant whose pairs are far more apart than those of all others, one of which
-has nearly failed, has a deviation of its own.
+A pair has the same initial weights and the same order of the data. All pairs of
+one protocol (network size, steps, batch, learning rate) share one standard
+deviation: with few seeds each, an estimate from all variants is far better than
+one from each, and their noise has the same sources. `pooled` estimates it, and
+`difference` turns it into a t interval for the mean of any two arms, whether
+one of them is the baseline or not.
+
+Two kinds of variants do not share it: those that have nearly failed, and those
+whose pairs scatter far more than all others. Their interval rests on their own
+pairs. A failed variant has no interval.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,25 +28,49 @@ FAILED = 0.3
 OUTLYING = 0.01
 
 Row = Mapping[str, Any]
+Losses = Mapping[str, Mapping[int, float]]
+
+
+class Spread(NamedTuple):
+  """How far the differences of pairs scatter.
+
+  Attributes:
+    deviation: standard deviation of one pair's difference, nats per token.
+    freedom: degrees of freedom of this estimate.
+  """
+
+  deviation: float
+  freedom: float
 
 
 class Difference(NamedTuple):
-  """Of a variant from the baseline.
+  """Of one arm from another, pair by pair.
 
   Attributes:
-    by_seed: in nats per token.
-    margin: half the width of the interval of their mean; None if there is
-      no variant with two seeds.
-    deviation: standard deviation of a pair, on which the margin rests.
+    by_seed: differences in nats per token.
+    spread: on which the interval rests; None for too few pairs and for an arm
+      that failed.
+    level: of the interval.
   """
 
   by_seed: Mapping[int, float]
-  margin: float | None = None
-  deviation: float | None = None
+  spread: Spread | None = None
+  level: float = LEVEL
 
   @property
   def mean(self) -> float:
+    """Of all pairs."""
     return statistics.fmean(self.by_seed.values())
+
+  @property
+  def margin(self) -> float | None:
+    """Half the width of the interval of the mean."""
+    if self.spread is None:
+      return None
+    quantile = stats.t.ppf((1 + self.level) / 2, self.spread.freedom)
+    return float(
+      quantile * self.spread.deviation / math.sqrt(len(self.by_seed))
+    )
 
 
 def losses(rows: Sequence[Row], column: str) -> dict[str, dict[int, float]]:
@@ -53,46 +82,95 @@ def losses(rows: Sequence[Row], column: str) -> dict[str, dict[int, float]]:
   return found
 
 
+def pooled(
+  found: Losses, baseline: str, control: str | None = None
+) -> Spread | None:
+  """The spread that the variants of a protocol share.
+
+  Args:
+    found: losses by variant and seed, of one protocol.
+    baseline: with which every variant is paired.
+    control: a variant that should not differ; it is left out.
+
+  Returns:
+    The spread, without variants that failed and without outlying ones; None if
+    no variant has two pairs.
+  """
+  apart = {
+    name: own
+    for name, own in _apart(found, baseline).items()
+    if name != control and not _failed(own)
+  }
+  outlying = _outlying(apart)
+  return _spread([own for name, own in apart.items() if name not in outlying])
+
+
+def difference(
+  own: Mapping[int, float],
+  other: Mapping[int, float],
+  spread: Spread | None = None,
+  level: float = LEVEL,
+) -> Difference:
+  """`own` minus `other` over the seeds that both have.
+
+  Args:
+    own: losses of an arm by seed.
+    other: losses of the arm to compare with.
+    spread: the protocol's; by default, and for pairs that scatter far more,
+      that of these pairs alone.
+    level: of the interval.
+  """
+  by_seed = {seed: own[seed] - other[seed] for seed in own if seed in other}
+  if not by_seed or _failed(by_seed):
+    return Difference(by_seed, None, level)
+  alone = _spread([by_seed])
+  if spread is None or (alone is not None and _is_outlying(alone, spread)):
+    spread = alone
+  return Difference(by_seed, spread, level)
+
+
 def differences(
-  found: Mapping[str, Mapping[int, float]],
+  found: Losses,
   baseline: str,
   control: str | None = None,
+  spread: Spread | None = None,
   level: float = LEVEL,
 ) -> dict[str, Difference]:
   """Of every variant that has a seed in common with the baseline.
 
   Args:
     found: losses by variant and seed.
-    baseline: what the others are compared with.
+    baseline: with which the others are compared.
     control: a variant that should not differ; its spread is its own.
+    spread: the protocol's; by default `pooled` of these losses.
     level: of the intervals.
-
-  The spread of a variant that is worse by more than `FAILED` is its own, too:
-  how runs fail says nothing about those that train. So is one that an F-test
-  against all others rejects, one variant after the other.
   """
+  spread = spread or pooled(found, baseline, control)
+  return {
+    name: difference(
+      found[name], found[baseline], None if name == control else spread, level
+    )
+    for name in _apart(found, baseline)
+  }
+
+
+def _apart(found: Losses, baseline: str) -> dict[str, dict[int, float]]:
+  """Differences from the baseline; without variants that have no pair."""
   base = found.get(baseline, {})
   apart = {
     name: {seed: own[seed] - base[seed] for seed in own if seed in base}
     for name, own in found.items()
     if name != baseline
   }
-  apart = {name: own for name, own in apart.items() if own}
-  alone = {
-    name
-    for name, own in apart.items()
-    if name == control or statistics.fmean(own.values()) > FAILED
-  }
-  alone |= _outlying({n: own for n, own in apart.items() if n not in alone})
-  shared = [own for name, own in apart.items() if name not in alone]
-  return {
-    name: _difference(own, [own] if name in alone else shared, level)
-    for name, own in apart.items()
-  }
+  return {name: own for name, own in apart.items() if own}
 
 
-def _outlying(apart: Mapping[str, Mapping[int, float]]) -> set[str]:
-  """Variants whose pairs are more apart than noise that all share.
+def _failed(by_seed: Mapping[int, float]) -> bool:
+  return abs(statistics.fmean(by_seed.values())) > FAILED
+
+
+def _outlying(apart: Losses) -> set[str]:
+  """Variants whose pairs scatter more than noise that all share.
 
   The largest variance is compared with the mean of the others; the level is
   divided by the number of variants (Bonferroni).
@@ -117,27 +195,29 @@ def _outlying(apart: Mapping[str, Mapping[int, float]]) -> set[str]:
   return found
 
 
-def _difference(
-  own: Mapping[int, float],
-  together: Sequence[Mapping[int, float]],
-  level: float,
-) -> Difference:
-  """With the standard deviation of all `together`."""
+def _is_outlying(alone: Spread, spread: Spread) -> bool:
+  """Whether pairs scatter more than the protocol's do, at a tenth of a level.
+
+  A protocol has about ten variants.
+  """
+  if not spread.deviation:
+    return alone.deviation > 0
+  ratio = (alone.deviation / spread.deviation) ** 2
+  chance = stats.f.sf(ratio, alone.freedom, spread.freedom)
+  return bool(chance < OUTLYING / 10)
+
+
+def _spread(together: Sequence[Mapping[int, float]]) -> Spread | None:
+  """The standard deviation of pairs around the mean of their variant."""
   several = [list(one.values()) for one in together if len(one) > 1]
   if not several:
-    return Difference(own)
-  freedom = sum(len(one) - 1 for one in several)
+    return None
+  freedoms = np.array([len(one) - 1 for one in several])
   squares = sum(float(np.var(one)) * len(one) for one in several)
-  independent = _independent(freedom, len(several))
-  quantile = float(stats.t.ppf((1 + level) / 2, independent))
-  deviation = math.sqrt(squares / freedom)
-  return Difference(own, quantile * deviation / math.sqrt(len(own)), deviation)
-
-
-def _independent(freedom: int, count: int) -> float:
-  """Degrees of freedom of a variance that `count` variants estimate together.
-
-  Half of the variance of a difference is that of the common baseline, so two
-  variants' estimates of it have a correlation of a quarter.
-  """
-  return freedom / (1 + (count - 1) / 4)
+  freedom = int(freedoms.sum())
+  # Half of the variance of a difference comes from the common baseline. So the
+  # sums of squares of two variants have a quarter of the covariance that they
+  # would have if the seeds of the smaller one were the same runs.
+  shared = np.minimum.outer(freedoms, freedoms).sum() - freedom
+  independent = freedom**2 / (freedom + shared / 4)
+  return Spread(math.sqrt(squares / freedom), float(independent))

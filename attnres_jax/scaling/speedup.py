@@ -23,13 +23,18 @@ from scipy import stats
 
 from attnres_jax import config as config_lib
 from attnres_jax.scaling import fit
+from attnres_jax.scaling import pairs as pairs_lib
 
 # Quantiles of each of the two errors; their pairs are the distribution.
 _QUANTILES = 100
 
 
 def effective_speedup(
-  baseline: fit.Runs, other: fit.Runs, *, level: float = 0.9
+  baseline: fit.Runs,
+  other: fit.Runs,
+  *,
+  spread: pairs_lib.Spread | None = None,
+  level: float = pairs_lib.LEVEL,
 ) -> fit.Estimate:
   """The compute multiplier at equal loss, with an interval.
 
@@ -38,6 +43,8 @@ def effective_speedup(
     other: runs of which two or more are paired with the baseline's by size and
       seed. If all pairs have one size, the speed-up is that of this size, and
       its error is the scatter of seeds.
+    spread: of the protocol (`pairs.pooled`), for pairs of one size; by default
+      that of these pairs alone.
     level: of the interval. It is an exact combination of two t-distributions,
       as for a generalised confidence interval; its upper end is infinite if
       the baseline may not improve with compute at all.
@@ -48,11 +55,17 @@ def effective_speedup(
   if not 0 < level < 1:
     config_lib.fail_argument("level", level, "a number between 0 and 1")
   slope, slope_error, slope_freedom = _slope(baseline)
-  apart, more = _pairs(baseline, other)
+  shared = spread if len(set(other.size)) == 1 else None
+  apart, more = _pairs(baseline, other, 1 if shared else 2)
   gain, cost = -np.mean(apart), np.mean(more)
-  gain_error = np.std(apart, ddof=1) / np.sqrt(len(apart))
+  if shared is None:
+    deviation, freedom = np.std(apart, ddof=1), len(apart) - 1
+  else:
+    # From nats to ln L.
+    deviation, freedom = shared.deviation / np.mean(other.loss), shared.freedom
+  gain_error = deviation / np.sqrt(len(apart))
   at = (np.arange(_QUANTILES) + 0.5) / _QUANTILES
-  gains = gain + gain_error * stats.t.ppf(at, len(apart) - 1)
+  gains = gain + gain_error * stats.t.ppf(at, freedom)
   slopes = slope + slope_error * stats.t.ppf(at, slope_freedom)
   # A baseline that does not improve would never catch up, or always be ahead.
   with np.errstate(divide="ignore", over="ignore"):
@@ -84,7 +97,7 @@ def _slope(runs: fit.Runs) -> tuple[float, float, int]:
 
 
 def _pairs(
-  baseline: fit.Runs, other: fit.Runs
+  baseline: fit.Runs, other: fit.Runs, least: int
 ) -> tuple[np.ndarray, np.ndarray]:
   """Differences of ln L and of ln C: means of sizes, or of one size's seeds."""
   known = {
@@ -103,9 +116,9 @@ def _pairs(
     rows = [np.mean(pairs, axis=0) for pairs in found.values()]
   else:
     rows = [pair for pairs in found.values() for pair in pairs]
-  if len(rows) < 2:
+  if len(rows) < least:
     config_lib.fail_argument(
-      "other", f"{len(rows)} pairs with the baseline", "at least 2"
+      "other", f"{len(rows)} pairs with the baseline", f"at least {least}"
     )
   apart, more = np.transpose(rows)
   return apart, more

@@ -59,6 +59,7 @@ def figure(
 def contrasts(rows: Sequence[Mapping[str, Any]]) -> str:
   """Variants against each other instead of PreNorm, pair by pair."""
   every = variants.with_shared(config.STUDY, rows)
+  spread = variants.spread_of(rows, config.STUDY)
   found = pairs.losses(variants.at_own_settings(every), "variant")
   losses = {
     key: found[name] for key, name in config.NAMES.items() if name in found
@@ -76,39 +77,41 @@ def contrasts(rows: Sequence[Mapping[str, Any]]) -> str:
     [
       label,
       *(
-        _difference(*(losses.get((series[i], heads)) for i, heads in both))
+        _difference(
+          losses.get((series[i], own)), losses.get((series[j], other)), spread
+        )
         for series in starts
       ),
     ]
-    for label, both in compared.items()
+    for label, ((i, own), (j, other)) in compared.items()
   ]
   random, zero = (
     {heads: losses.get((series, heads), {}) for heads in config.HEADS}
     for series in (config.RANDOM, config.ZERO)
   )
   by_heads = [
-    [f"H = {heads}", _difference(random[heads], zero[heads])]
+    [f"H = {heads}", _difference(random[heads], zero[heads], spread)]
     for heads in config.HEADS
   ]
-  means = _difference(_mean(random.values()), _mean(zero.values()))
+  # Means over networks scatter less than single pairs, so by their own spread.
+  means = _difference(_mean(random.values()), _mean(zero.values()), None)
   by_heads.append(["mean of these", means])
   labels = [config.LABELS[series] for series in (config.ZERO, config.RANDOM)]
   tables = (
-    page.Table(("difference, 90 % interval", *labels), by_start),
-    page.Table(("random queries against zero", "90 % interval"), by_heads),
+    page.Table(("difference of two arms", *labels), by_start),
+    page.Table(("random queries minus zero", "difference"), by_heads),
   )
   return "\n\n".join(table.markdown() for table in tables)
 
 
 def _difference(
-  own: Mapping[int, float] | None, other: Mapping[int, float] | None
+  own: Mapping[int, float] | None,
+  other: Mapping[int, float] | None,
+  spread: pairs.Spread | None,
 ) -> str:
-  """With the spread of these pairs alone; empty without pairs."""
-  apart = pairs.differences({"own": own or {}, "other": other or {}}, "other")
-  if "own" not in apart:
-    return ""
-  one = apart["own"]
-  return f"{page.signed(one.mean)} {variants.interval(one)}".strip()
+  """`own` minus `other`; empty without pairs."""
+  found = pairs.difference(own or {}, other or {}, spread)
+  return page.difference(found) if found.by_seed else ""
 
 
 def _mean(losses: Any) -> dict[int, float]:

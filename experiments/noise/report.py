@@ -120,18 +120,21 @@ def protocols(rows: Sequence[Row]) -> page.Table:
         [
           f"{protocol}{name}",
           str(len(apart)),
-          f"{statistics.fmean(alone):.4f} ± {statistics.stdev(alone):.4f}",
+          f"{statistics.fmean(alone):.4f}",
+          f"{statistics.stdev(alone):.4f}",
           _rms(rounding(losses)),
           _rms(rounding(losses, OTHER)),
-          f"{page.signed(statistics.fmean(apart))} ± {spread:.4f}",
+          page.signed(statistics.fmean(apart)),
+          f"{spread:.4f}",
           page.signed(statistics.median(apart)),
           str(math.ceil((spread / WANTED) ** 2)),
           f"{min(seconds[protocol]) / 60:.1f}",
         ]
       )
   header = (
-    "protocol", "pairs", "PreNorm", "PreNorm, rounding", "Block, rounding",
-    "Block − PreNorm", "median", f"pairs for {WANTED:g}", "minutes, fastest",
+    "protocol", "pairs", "PreNorm", "standard deviation", "PreNorm, rounding",
+    "Block, rounding", "Block − PreNorm", "its standard deviation", "median",
+    f"pairs for {WANTED:g}", "minutes, fastest",
   )  # fmt: skip
   return page.Table(header, lines)
 

@@ -7,6 +7,7 @@ import statistics
 from typing import Any
 
 from attnres_jax import figures
+from attnres_jax.scaling import pairs
 from experiments.pages import page
 
 BASELINE = "prenorm"
@@ -52,10 +53,10 @@ def by_setting(
 def table(rows: Sequence[Row], name: str = "setting") -> page.Table:
   """A line per setting, a column per scheme.
 
-  A cell has the mean over seeds, the mean difference from the baseline with the
-  same seed, and their standard deviations; in small print, the setting's tokens
-  and rate, and every seed. N counts parameters outside embedding and head, of
-  the scheme that has the fewest.
+  A cell has the mean over seeds and the mean difference from the baseline with
+  the same seed, with its interval (`scaling.pairs`); in small print, the
+  setting's tokens and rate, and every seed. N counts parameters outside
+  embedding and head, of the scheme that has the fewest.
   """
   schemes = list(dict.fromkeys(row["residual"] for row in rows))
   lines = []
@@ -98,8 +99,8 @@ def at_their_best(
 ) -> page.Table:
   """A line per setting, a column per scheme, each at its own best value.
 
-  A cell has the mean over seeds and the value; the mean difference from the
-  baseline with the same seed, and the standard deviation.
+  A cell has the mean over seeds and the value, and the mean difference from the
+  baseline with the same seed, with its interval.
   """
   found = _by_value(rows, column)
   schemes = list(dict.fromkeys(s for own in found.values() for s in own))
@@ -156,7 +157,7 @@ def _by_value(rows: Sequence[Row], column: str) -> dict[str, _Schemes]:
     for row in own:
       values = schemes.setdefault(row["residual"], {})
       losses = values.setdefault(float(row[column]), {})
-      losses[row["seed"]] = float(row["validation_loss"])
+      losses[int(row["seed"])] = float(row["validation_loss"])
   return found
 
 
@@ -180,10 +181,9 @@ def _cell(rows: Sequence[Row], scheme: str) -> page.Cell | str:
   found = [loss for _, loss in of_scheme(rows, scheme)]
   if not found:
     return ""
-  apart = differences(rows, scheme) if scheme != BASELINE else []
   return page.Cell(
-    f"{statistics.fmean(found):.4f}{_spread(found)}",
-    _aside(apart),
+    f"{statistics.fmean(found):.4f}",
+    _aside(pairs.losses(rows, "residual"), scheme),
     [f"{loss:.4f}" for loss in found] if len(found) > 1 else [],
   )
 
@@ -193,22 +193,14 @@ def _cell_at_best(schemes: _Schemes, scheme: str) -> str:
   if scheme not in schemes:
     return ""
   best = {name: own[_best(own)] for name, own in schemes.items()}
-  base = best.get(BASELINE, {}) if scheme != BASELINE else {}
-  losses = best[scheme]
-  apart = [losses[seed] - base[seed] for seed in losses if seed in base]
-  text = f"{_mean(losses):.4f} at {_best(schemes[scheme]):g} {_aside(apart)}"
-  return text.rstrip()
+  text = f"{_mean(best[scheme]):.4f} at {_best(schemes[scheme]):g}"
+  return f"{text} {_aside(best, scheme)}".rstrip()
 
 
-def _aside(apart: Sequence[float]) -> str:
-  """Differences from the baseline, in brackets; empty without any."""
-  if not apart:
-    return ""
-  return f"(**{page.signed(statistics.fmean(apart))}**{_spread(apart)})"
-
-
-def _spread(values: Sequence[float]) -> str:
-  return f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+def _aside(found: Mapping[str, Mapping[Any, float]], scheme: str) -> str:
+  """The difference from the baseline, in brackets; empty without pairs."""
+  apart = pairs.differences(found, BASELINE)
+  return f"({page.difference(apart[scheme])})" if scheme in apart else ""
 
 
 def _is(name: str, column: str) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from attnres_jax import figures
 from attnres_jax.models import residuals
+from attnres_jax.scaling import pairs
 from experiments.pages import readme
 
 _SHELL = pathlib.Path(__file__).with_name("shell.html")
@@ -154,6 +155,17 @@ def signed(value: float, digits: int = 4) -> str:
   """A difference, with a proper minus sign."""
   text = f"{value:+.{digits}f}"
   return "0" if float(text) == 0 else text.replace("-", "\N{MINUS SIGN}")
+
+
+def difference(found: pairs.Difference, digits: int = 4) -> str:
+  """The mean of pairs and its interval, `mean ± margin`.
+
+  Without an interval (too few pairs, or a failed arm), the mean alone.
+  """
+  text = signed(found.mean, digits)
+  if found.margin is not None:
+    text += f" \N{PLUS-MINUS SIGN} {found.margin:.{digits}f}"
+  return text
 
 
 def _cell(cell: Cell | str) -> Cell:

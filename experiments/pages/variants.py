@@ -29,7 +29,14 @@ from experiments.variants import Study
 _RATE, _BUDGET = "optim.peak_lr", "budget"
 COUNTING = "residual"
 _EXPERIMENTS = pathlib.Path(__file__).absolute().parents[1]
-DIFFERENCE = "difference from PreNorm, nats per token"
+# Rows of the protocol of configs/paired.py.
+_LAPTOP = (
+  "ablations/results.csv",
+  "block_size/results.csv",
+  "depth_heads/results.csv",
+  "residual_zoo/trained.csv",
+)
+DIFFERENCE = "minus PreNorm, nats per token"
 
 Row = Mapping[str, Any]
 Draw = Callable[[Study, Sequence[Row]], figure_lib.Figure]
@@ -63,8 +70,7 @@ def with_shared(study: Study, rows: Sequence[Row]) -> list[Row]:
   """The rows, and those committed for networks that another study trains."""
   if study.shares is None:
     return list(rows)
-  path = _EXPERIMENTS / study.shares.name / "results.csv"
-  other = csv_rows.read(path) if path.exists() else []
+  other = _read(f"{study.shares.name}/results.csv")
   known = {row["run"] for row in rows}
   names = set(study.shared)
   return [
@@ -80,19 +86,60 @@ def with_shared(study: Study, rows: Sequence[Row]) -> list[Row]:
 def results(study: Study, rows: Sequence[Row]) -> str:
   """For the README."""
   every = with_shared(study, rows)
+  spread = spread_of(rows, study)
   tables = [
     rates(every) if study.rates and BASELINE not in study.shared else None,
     table(study, every),
     twice(study, every),
   ]
   parts = [one.markdown() for one in tables if one and one.rows]
+  if spread is not None:
+    parts.append(protocol(spread))
   return "\n\n".join([*parts, sweep.origin(every)])
+
+
+def protocol(spread: pairs.Spread) -> str:
+  """What an interval rests on, for a README."""
+  return (
+    f"\N{PLUS-MINUS SIGN} is a {pairs.LEVEL:.0%} t interval of the mean; the"
+    f" standard deviation of a pair, {spread.deviation:.4f} nats with"
+    f" {spread.freedom:.1f} degrees of freedom, is the protocol's."
+  )
+
+
+def spread_of(rows: Sequence[Row], study: Study) -> pairs.Spread | None:
+  """The spread of the protocol to which rows belong.
+
+  All committed rows of the laptop's protocol count if the baseline is its, so
+  that the same pairs have the same interval on every page.
+  """
+  found = at_own_settings(with_shared(study, rows))
+  committed = [row for path in _LAPTOP for row in at_own_settings(_read(path))]
+  if _baselines(found) & _baselines(committed):
+    runs = {row["run"]: row for row in (*committed, *found)}
+    found = list(runs.values())
+  return pairs.pooled(pairs.losses(found, "variant"), BASELINE, CONTROL)
+
+
+def _baselines(rows: Sequence[Row]) -> set[tuple[Any, ...]]:
+  names = "active_params", "tokens", "peak_lr"
+  return {
+    tuple(row.get(name) for name in names)
+    for row in rows
+    if row["variant"] == BASELINE
+  }
+
+
+def _read(path: str) -> list[dict[str, str]]:
+  """Committed rows, none if there is no such file."""
+  file = _EXPERIMENTS / path
+  return csv_rows.read(file) if file.exists() else []
 
 
 def table(study: Study, rows: Sequence[Row]) -> page.Table:
   """A line per variant that has a pair, and the baseline."""
   found = pairs.losses(at_own_settings(rows), "variant")
-  apart = pairs.differences(found, BASELINE, CONTROL)
+  apart = pairs.differences(found, BASELINE, CONTROL, spread_of(rows, study))
   published = any(
     variant.published is not None
     for name, variant in study.variants.items()
@@ -105,18 +152,18 @@ def table(study: Study, rows: Sequence[Row]) -> page.Table:
     loss = f"{statistics.fmean(found[name].values()):.4f}"
     line = [variant.label, *([_published(study, name)] if published else [])]
     if name == BASELINE:
-      lines.append([*line, loss, "", "", str(len(found[name])), ""])
+      lines.append([*line, loss, "", str(len(found[name])), ""])
       continue
     own = apart[name]
     lines.append(
       [
-        *line, loss, page.signed(own.mean), interval(own),
-        str(len(own.by_seed)), _speedup(rows, name),
+        *line, loss, page.difference(own), str(len(own.by_seed)),
+        _speedup(rows, name, own.spread),
       ]
     )  # fmt: skip
   header = (
     "residual", *(["in the paper"] if published else []), "loss",
-    "difference", "90 % interval", "pairs", "effective speed-up",
+    "minus PreNorm", "pairs", "effective speed-up",
   )  # fmt: skip
   return page.Table(header, lines)
 
@@ -224,11 +271,13 @@ def differences(
 ) -> dict[str, pairs.Difference]:
   """Of every variant that has a pair, from the baseline."""
   every = at_own_settings(with_shared(study, rows))
-  return pairs.differences(pairs.losses(every, "variant"), BASELINE, CONTROL)
+  losses = pairs.losses(every, "variant")
+  spread = spread_of(rows, study)
+  return pairs.differences(losses, BASELINE, CONTROL, spread)
 
 
 def paper_difference(study: Study, name: str) -> float:
-  """The paper's loss of a variant less that of the baseline."""
+  """The paper's loss of a variant minus its loss of the baseline."""
   published = study.variants[name].published
   base = variants.PRENORM.published
   assert published is not None and base is not None
@@ -244,14 +293,23 @@ def at_own_settings(rows: Sequence[Row], budget: float = 1.0) -> list[Row]:
   ]
 
 
-def _speedup(rows: Sequence[Row], name: str) -> str:
-  """By the law of PreNorm over its budgets; empty without these or pairs."""
+def _speedup(
+  rows: Sequence[Row], name: str, spread: pairs.Spread | None
+) -> str:
+  """By the law of PreNorm over its budgets; empty without these or pairs.
+
+  Empty for arms that failed, too: they have no spread.
+  """
+  if spread is None:
+    return ""
   baseline = [
     row for row in rows if row["variant"] == BASELINE and not row.get(_RATE)
   ]
   other = [row for row in at_own_settings(rows) if row["variant"] == name]
   try:
-    found = scaling.effective_speedup(*map(_runs, (baseline, other)))
+    found = scaling.effective_speedup(
+      *map(_runs, (baseline, other)), spread=spread
+    )
   except config_lib.ConfigError:
     return ""
   return f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}]"
@@ -272,10 +330,3 @@ def _published(study: Study, name: str) -> str:
   if loss is None or name == BASELINE:
     return f"{loss:.3f}" if loss else ""
   return f"{loss:.3f} ({page.signed(paper_difference(study, name), 3)})"
-
-
-def interval(difference: pairs.Difference) -> str:
-  if difference.margin is None:
-    return ""
-  ends = (difference.mean + sign * difference.margin for sign in (-1, 1))
-  return "[" + ", ".join(page.signed(end) for end in ends) + "]"

@@ -11,6 +11,7 @@ import numpy as np
 
 from attnres_jax import figures
 from attnres_jax.scaling import pairs
+from experiments.pages import page
 from experiments.pages import readme
 
 Row = Mapping[str, str]
@@ -91,21 +92,11 @@ def _table(losses: Losses, readout: str) -> str:
       for student, found in best.items()
     ]
     apart = [
-      _interval(best[student], best["rescaled"])
+      page.difference(pairs.difference(best[student], best["rescaled"]))
       for student in ("attention", "standard")
     ]
     lines.append([f"{temperature:g}", *cells, *apart])
   return readme.table(header, lines)
-
-
-def _interval(ours: Mapping[int, float], theirs: Mapping[int, float]) -> str:
-  """Mean difference of pairs and its interval."""
-  found = pairs.differences({"ours": ours, "theirs": theirs}, "theirs")
-  apart = found["ours"]
-  if apart.margin is None:
-    return f"{apart.mean:+.4f}"
-  ends = apart.mean - apart.margin, apart.mean + apart.margin
-  return f"{apart.mean:+.4f} [{ends[0]:+.4f}, {ends[1]:+.4f}]"
 
 
 def _diverged(rows: Sequence[Row]) -> str:

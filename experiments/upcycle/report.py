@@ -33,7 +33,7 @@ def results(rows: Sequence[Row]) -> str:
   lines = [_line("PreNorm, as it was", starts, "")]
   for arm, label in LABELS.items():
     if arm in losses:
-      text = _interval(apart[arm]) if arm in apart else ""
+      text = page.difference(apart[arm]) if arm in apart else ""
       lines.append(_line(label, losses[arm], text))
   header = "network", "pairs", "loss", "minus PreNorm, trained on"
   minutes = statistics.fmean(float(row["seconds"]) for row in rows) / 60
@@ -43,7 +43,8 @@ def results(rows: Sequence[Row]) -> str:
     f"{first['source_steps']} steps, then {first['steps']} more"
     f" ({minutes:.1f} minutes each). {first['hardware']}, other jobs running;"
     f" Python {first['python']}, jax {first['jax']}, commit {first['commit']}."
-    " Intervals: 90 %, each arm with its own standard deviation."
+    f" \N{PLUS-MINUS SIGN} is a {pairs.LEVEL:.0%} t interval; arms scatter"
+    " too differently to share a standard deviation."
   )
 
 
@@ -76,11 +77,13 @@ def figure(rows: Sequence[Row]) -> figure_lib.Figure:
 def _differences(rows: Sequence[Row]) -> dict[str, pairs.Difference]:
   """By arm. Their spreads differ too much to estimate one for all."""
   losses = pairs.losses(rows, "arm")
-  found: dict[str, pairs.Difference] = {}
-  for arm in losses:
-    both = {name: losses[name] for name in (BASELINE, arm) if name in losses}
-    found |= pairs.differences(both, BASELINE)
-  return found
+  base = losses.get(BASELINE, {})
+  found = {
+    arm: pairs.difference(own, base)
+    for arm, own in losses.items()
+    if arm != BASELINE
+  }
+  return {arm: one for arm, one in found.items() if one.by_seed}
 
 
 def _line(
@@ -88,9 +91,3 @@ def _line(
 ) -> list[str]:
   mean = f"{statistics.fmean(losses.values()):.4f}"
   return [label, str(len(losses)), mean, difference]
-
-
-def _interval(found: pairs.Difference) -> str:
-  if found.margin is None:
-    return page.signed(found.mean)
-  return f"{page.signed(found.mean)} ± {found.margin:.4f}"

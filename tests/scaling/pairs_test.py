@@ -28,7 +28,7 @@ def test_coverage(seeds):
     for name, effect in EFFECTS.items():
       hits.append(abs(found[name].mean - effect) <= found[name].margin)
       widths.append(found[name].margin)
-    deviations.append(found["a"].deviation)
+    deviations.append(found["a"].spread.deviation)
   # A difference has the noise of two runs.
   mean_square = np.mean(np.square(deviations))
   assert mean_square == pytest.approx(2 * 0.01**2, rel=0.15)
@@ -57,7 +57,31 @@ def test_a_control_has_its_own_spread():
   assert together["a"].margin == together["control"].margin
 
 
-def test_runs_that_failed_have_their_own_spread():
+def test_contrasts_of_two_arms_have_the_same_coverage():
+  rng, hits = np.random.default_rng(1), []
+  for _ in range(300):
+    found = _losses(rng, 4)
+    spread = pairs.pooled(found, "base")
+    one = pairs.difference(found["a"], found["b"], spread)
+    hits.append(abs(one.mean - (EFFECTS["a"] - EFFECTS["b"])) <= one.margin)
+  assert 0.85 <= np.mean(hits) <= 0.95
+
+
+def test_pairs_of_another_study_join_the_protocol():
+  rng = np.random.default_rng(2)
+  found = _losses(rng, 5)
+  spread = pairs.pooled(found, "base")
+  few = {name: {0: found[name][0]} for name in ("base", "a")}
+  alone = pairs.differences(few, "base")["a"]
+  together = pairs.differences(few, "base", spread=spread)["a"]
+  assert alone.margin is None
+  assert together.spread == spread and together.mean == alone.mean
+  # One pair instead of five.
+  of_five = pairs.differences(found, "base", spread=spread)["a"]
+  assert together.margin == pytest.approx(5**0.5 * of_five.margin)
+
+
+def test_runs_that_failed_have_no_interval():
   found = {
     "base": {0: 1.0, 1: 1.0, 2: 1.0},
     "a": {0: 1.01, 1: 0.99},
@@ -67,7 +91,7 @@ def test_runs_that_failed_have_their_own_spread():
   apart = pairs.differences(found, "base")
   del found["failed"], found["once"]
   assert apart["a"] == pairs.differences(found, "base")["a"]
-  assert apart["failed"].margin == pytest.approx(20 * apart["a"].margin)
+  assert apart["failed"].margin is None
   assert apart["once"].margin is None
 
 
@@ -90,6 +114,6 @@ def test_equal_variants_seldom_have_a_spread_of_their_own():
   for _ in range(600):
     own = {n: dict(enumerate(rng.normal(0, 0.01, 2))) for n in "0abcdefghi"}
     apart = pairs.differences(own, "0")
-    alone += len({one.deviation for one in apart.values()}) > 1
+    alone += len({one.spread.deviation for one in apart.values()}) > 1
   # One in a hundred, and somewhat fewer as pairs share their baseline.
   assert alone <= 12

@@ -55,15 +55,15 @@ def test_planted_sources():
 
 def test_protocols():
   averaged, last = report.protocols(_rows()).rows
-  name, count, alone, rounding, other, difference, _, needed, _ = averaged
+  name, count, alone, _, rounding, other, difference, apart, *rest = averaged
   assert name == "settled, 4 rows, rate 0.006" and count == "400"
-  assert float(alone.split(" ")[0]) == pytest.approx(2.0, abs=0.01)
+  assert float(alone) == pytest.approx(2.0, abs=0.01)
   assert float(rounding) == pytest.approx(ROUNDING, rel=0.2)
-  spread = float(difference.split(" ")[-1])
+  spread, needed = float(apart), rest[1]
   assert spread == pytest.approx(np.hypot(WEIGHTS / 2, REST), rel=0.2)
   assert int(needed) == pytest.approx((spread / 0.002) ** 2, rel=0.05)
   assert other == "" and averaged[-1] == "1.5"
-  assert last[0] == f"{name}, last weights" and last[5] == difference
+  assert last[0] == f"{name}, last weights" and last[6] == difference
 
 
 def test_rates_show_averaged_and_last_weights():

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts of the plan against the paper's, and the command that writes them."""
 
-
 from experiments.pipeline_cost import run
 
 FILES = ("transfers", "transitions", "bubbles")
