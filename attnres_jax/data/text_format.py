@@ -1,0 +1,512 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How texts of a network open, end, and become text again.
+
+  text_format = text_format_lib.of_data(config.data)
+  prompt = [*text_format.open_ids, *text_format.encode("Once")]
+  decoder = text_format.decoder(prompt)
+  for id in drawn:
+    if id in text_format.end_ids:
+      break
+    print(decoder.add(id), end="")
+  print(decoder.end())
+
+`sample`, `serve`, `score`, instructions and exports all turn text into tokens
+and back with this object. It has two origins:
+
+- A run of ours: the tokenizer's separator opens and ends every document.
+- An imported checkpoint, which is a vocabulary file with an `interop.json`
+  beside it: tokenizer.json says what opens a text (a SentencePiece model's
+  begin-of-sentence token, unless tokenizer_config.json has `add_bos_token`
+  false). What ends it is the `eos_token_id` of generation_config.json, or else
+  of config.json (which interop.json repeats), or else the `eos_token` of
+  tokenizer_config.json or special_tokens_map.json. Decoding skips special
+  tokens. All of this is what transformers does.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import os
+import re
+from typing import Any
+
+from etils import epath
+
+from attnres_jax import config as config_lib
+from attnres_jax import files
+from attnres_jax.data import paths
+from attnres_jax.data import tokenizer as tokenizer_lib
+
+# How decoders show bytes that are not, or not yet, a character.
+_UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+# A character that is not complete has at most three bytes, and a decoder shows
+# at most one of these for each.
+_MAX_UNKNOWN = 3
+# Largest chat template, in characters.
+_MAX_TEMPLATE = 1_000_000
+_IMPORTED = "interop.json"
+_NAMES = (
+  "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token",
+  "mask_token",
+)  # fmt: skip
+
+
+class Vocabulary:
+  """Ids of a text and the text of ids, without any convention.
+
+  Attributes:
+    size: every id is smaller.
+    run_ids: tokens for single bytes that are decoded together: a byte that is
+      not UTF-8 makes all neighbouring bytes unreadable.
+    strips: whether decoding leaves out all white space that begins a text.
+  """
+
+  size: int
+  run_ids: frozenset[int] = frozenset()
+  strips: bool = False
+
+  def encode(self, text: str, parse_special: bool = False) -> list[int]:
+    """Ids of a text, which opens and ends with nothing else.
+
+    Args:
+      text: any text.
+      parse_special: whether special tokens written in the text, such as
+        "<|im_end|>", become these tokens. Otherwise they are text.
+
+    Raises:
+      ConfigError: the vocabulary has no such option, or cannot encode the text.
+    """
+    raise NotImplementedError
+
+  def decode(self, ids: Sequence[int]) -> str:
+    """The text of ids; ids without text are skipped."""
+    raise NotImplementedError
+
+  def skips(self, id: int) -> bool:
+    """Whether a token has no text, as special tokens."""
+    raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class TextFormat:
+  """How texts of one network open, end, and become text again.
+
+  Attributes:
+    vocabulary: ids of text and text of ids.
+    open_ids: ids before every text; may be empty.
+    end_ids: ids that end a text. The first one is written at the end of
+      documents and examples; empty if nothing is known to end a text.
+    bos_id: id of the begin-of-sequence token, or None. Where something has to
+      stand before the first token of a text, it is `prefix_id`.
+    pad_id: id of the padding token, or None.
+    names: text of special tokens by their role, such as
+      {"eos_token": "</s>"}; as chat templates use them.
+    chat_template: Jinja template of conversations, or None.
+    imported: whether an imported checkpoint sets these conventions.
+  """
+
+  vocabulary: Vocabulary
+  open_ids: tuple[int, ...]
+  end_ids: tuple[int, ...]
+  bos_id: int | None = None
+  pad_id: int | None = None
+  names: dict[str, str] = dataclasses.field(default_factory=dict)
+  chat_template: str | None = None
+  imported: bool = False
+
+  @property
+  def prefix_id(self) -> int:
+    """What stands before a text whose first token is scored, too."""
+    known = (*self.open_ids, self.bos_id, *self.end_ids)
+    return next((id for id in known if id is not None), 0)
+
+  def encode(self, text: str, parse_special: bool = False) -> list[int]:
+    """Ids of a text without its opening; see `Vocabulary.encode`."""
+    return self.vocabulary.encode(text, parse_special)
+
+  def prompt(self, text: str, parse_special: bool = False) -> list[int]:
+    """Ids of a text to continue: the opening, then the text.
+
+    At least one id, so that there is something to continue.
+    """
+    ids = [*self.open_ids, *self.encode(text, parse_special)]
+    return ids or [self.prefix_id]
+
+  def decode(self, ids: Sequence[int]) -> str:
+    """The text of ids, without special tokens."""
+    return self.vocabulary.decode(ids)
+
+  def decoder(self, before: Sequence[int] = ()) -> "Decoder":
+    """Decodes what follows the ids `before`, token by token."""
+    return Decoder(self.vocabulary, before)
+
+  def describe(self) -> dict[str, Any]:
+    """Keys of config.json and generation_config.json for an export."""
+    ends = list(self.end_ids)
+    bos = self.open_ids[0] if self.open_ids else self.bos_id
+    return dict(
+      bos_token_id=bos,
+      eos_token_id=ends[0] if len(ends) == 1 else ends or None,
+      pad_token_id=self.pad_id,
+    )
+
+
+class Decoder:
+  """Releases text of the ids that follow others once it is certain.
+
+  All released pieces together are the text of all ids minus the text of those
+  before. So a first piece keeps the space that its token begins with, and bytes
+  of a character wait for each other.
+  """
+
+  def __init__(self, vocabulary: Vocabulary, before: Sequence[int] = ()):
+    """Decodes what follows the ids `before`."""
+    self._vocabulary = vocabulary
+    # Decoding may depend on earlier tokens: the window begins with one that
+    # is text by itself. Of the window's text, `_shown` characters are released.
+    start = len(before)
+    while start and not self._is_anchor(before[start - 1]):
+      start -= 1
+    window = before[max(start - 1, 0) :]
+    self._ids = [id for id in window if not vocabulary.skips(id)]
+    self._shown = len(vocabulary.decode(self._ids))
+
+  def add(self, id: int) -> str:
+    """What another id makes certain; may be empty."""
+    if self._vocabulary.skips(id):
+      return ""
+    self._ids.append(id)
+    if id in self._vocabulary.run_ids:
+      return ""
+    now = certain = self._vocabulary.decode(self._ids)
+    if not self._vocabulary.run_ids:
+      for _ in range(_MAX_UNKNOWN):
+        certain = certain.removesuffix(_UNKNOWN)
+    more = certain[self._shown :]
+    if certain == now and self._is_anchor(id):
+      self._ids = [id]
+      certain = self._vocabulary.decode(self._ids)
+      self._shown = 0
+    self._shown = max(self._shown, len(certain))
+    return more
+
+  def end(self) -> str:
+    """The rest of the text, once there are no more ids."""
+    now = self._vocabulary.decode(self._ids)
+    more, self._shown = now[self._shown :], len(now)
+    return more
+
+  def _is_anchor(self, id: int) -> bool:
+    """Whether a token is text by itself, whatever stands before it."""
+    if self._vocabulary.skips(id) or id in self._vocabulary.run_ids:
+      return False
+    text = self._vocabulary.decode([id])
+    text = text.strip() if self._vocabulary.strips else text
+    return bool(text) and _UNKNOWN not in text
+
+
+def own(tokenizer: tokenizer_lib.Tokenizer) -> TextFormat:
+  """The format of a run of ours: the separator opens and ends documents."""
+  separator = tokenizer.separator_id
+  return TextFormat(
+    _Own(tokenizer), (separator,), (separator,), separator, separator
+  )
+
+
+def of_data(
+  config: config_lib.DataConfig, folder: str | os.PathLike | None = None
+) -> TextFormat:
+  """The format of the texts that a run was trained on.
+
+  Args:
+    config: `data` of the run's configuration.
+    folder: with the files of an imported checkpoint; the folder of
+      `config.tokenizer_path` if None.
+
+  Raises:
+    ConfigError: a file cannot be read, or a value cannot be used; names the
+      file, the key and the value.
+    ImportError: the tokenizer's library is not installed.
+  """
+  if folder is None and config.tokenizer_path:
+    folder = epath.Path(config.tokenizer_path).expanduser().parent
+  if folder is None or not (epath.Path(folder) / _IMPORTED).exists():
+    return own(tokenizer_lib.make_tokenizer(config))
+  return of_checkpoint(config, folder)
+
+
+def of_checkpoint(
+  config: config_lib.DataConfig, folder: str | os.PathLike
+) -> TextFormat:
+  """The format of a checkpoint of Hugging Face, from the files of its folder.
+
+  Args:
+    config: names the tokenizer and its vocabulary file.
+    folder: with tokenizer_config.json, special_tokens_map.json,
+      generation_config.json, and config.json or interop.json; any may be
+      absent.
+
+  Raises:
+    ConfigError: a file cannot be read, or a value cannot be used.
+    ImportError: the tokenizer's library is not installed.
+  """
+  described = _Described(epath.Path(folder))
+  make = dict(hf=_HuggingFace, sentencepiece=_SentencePiece)
+  if config.tokenizer not in make:
+    vocabulary: Any = _Own(tokenizer_lib.make_tokenizer(config))
+    vocabulary.bos_id = None
+  else:
+    vocabulary = make[config.tokenizer](config, described)
+  ends = described.ids("eos_token_id", vocabulary.size)
+  begins = described.ids("bos_token_id", vocabulary.size)
+  names = described.names()
+  named = {role: vocabulary.id_of(text) for role, text in names.items()}
+  if not ends and named.get("eos_token") is not None:
+    ends = (named["eos_token"],)
+  bos_id = named.get("bos_token")
+  if bos_id is None:
+    bos_id = begins[0] if begins else vocabulary.bos_id
+  pads = described.ids("pad_token_id", vocabulary.size)
+  return TextFormat(
+    vocabulary,
+    tuple(vocabulary.opening),
+    ends,
+    bos_id,
+    named.get("pad_token", pads[0] if pads else None),
+    names,
+    described.chat_template(),
+    imported=True,
+  )
+
+
+class _Described:
+  """What the files of a checkpoint say beside its vocabulary."""
+
+  def __init__(self, folder: epath.Path):
+    self._folder = folder
+    imported = self._read(_IMPORTED).get("config", {})
+    # Of a run of ours, config.json is the run's own configuration.
+    config = "config.json"
+    self._configs = {
+      "generation_config.json": self._read("generation_config.json"),
+      **({_IMPORTED: imported} if imported else {config: self._read(config)}),
+    }
+    self.tokenizer = self._read("tokenizer_config.json")
+    self._map = self._read("special_tokens_map.json")
+
+  def ids(self, key: str, size: int) -> tuple[int, ...]:
+    """The ids of the first file that has the key: a number or a list."""
+    for file, values in self._configs.items():
+      found = values.get(key)
+      if found is None:
+        continue
+      found = found if isinstance(found, list) else [found]
+      # transformers writes -1 for none.
+      found = [id for id in found if id != -1]
+      for id in found:
+        if type(id) is not int or not 0 <= id < 2**31:
+          config_lib.fail_argument(
+            f"{self._folder / file}: {key}", id, "an id, or a list of ids"
+          )
+      # A network may have more tokens than its vocabulary file.
+      return tuple(dict.fromkeys(found))
+    return ()
+
+  def names(self) -> dict[str, str]:
+    """Text of special tokens by their role."""
+    found = {}
+    for role in _NAMES:
+      for file, values in (
+        ("special_tokens_map.json", self._map),
+        ("tokenizer_config.json", self.tokenizer),
+      ):
+        value = values.get(role)
+        value = value.get("content") if isinstance(value, dict) else value
+        if value is None:
+          continue
+        if not isinstance(value, str):
+          config_lib.fail_argument(
+            f"{self._folder / file}: {role}", value, "the text of a token"
+          )
+        found[role] = value
+    return found
+
+  def chat_template(self) -> str | None:
+    """The template of conversations; the one named `default` of several."""
+    path = self._folder / "chat_template.jinja"
+    found: Any = self.tokenizer.get("chat_template")
+    if path.exists():
+      found = path.read_text(encoding="utf-8")
+    if isinstance(found, list):
+      named = {t.get("name"): t.get("template") for t in found
+               if isinstance(t, dict)}  # fmt: skip
+      found = named.get("default")
+    if found is None:
+      return None
+    if not isinstance(found, str) or len(found) > _MAX_TEMPLATE:
+      config_lib.fail_argument(
+        f"{self._folder}: chat_template",
+        type(found).__name__,
+        f"text of at most {_MAX_TEMPLATE} characters",
+      )
+    return found
+
+  def _read(self, name: str) -> dict[str, Any]:
+    path = self._folder / name
+    if not path.exists():
+      return {}
+    try:
+      return files.read_json(path)
+    except ValueError as error:
+      raise config_lib.ConfigError(
+        f"{path}: expected a JSON object ({error})"
+      ) from error
+
+
+class _Own(Vocabulary):
+  """The vocabulary of one of our tokenizers."""
+
+  opening: tuple[int, ...] = ()
+  bos_id: int | None = None
+
+  def __init__(self, tokenizer: tokenizer_lib.Tokenizer):
+    self._tokenizer = tokenizer
+    self.size = tokenizer.vocab_size
+    self.decode = tokenizer.decode
+    # Such as <0x0A>, which decoders of byte fallback read in runs.
+    hf = getattr(tokenizer, "_tokenizer", None)
+    if hf is not None:
+      self.run_ids = _byte_runs(hf)
+    self.strips = tokenizer.name == "sentencepiece"
+
+  def encode(self, text: str, parse_special: bool = False) -> list[int]:
+    if parse_special:
+      _no_special(self._tokenizer.name)
+    return self._tokenizer.encode(text).tolist()
+
+  def skips(self, id: int) -> bool:
+    return False
+
+  def id_of(self, text: str) -> None:
+    return None
+
+
+class _HuggingFace(Vocabulary):
+  """A tokenizer.json."""
+
+  def __init__(self, config: config_lib.DataConfig, described: _Described):
+    try:
+      import tokenizers
+    except ImportError:
+      paths.needs_extra("tokenizer", "hf", "tokenizers", "hf")
+    path = files.check_path("config.data.tokenizer_path", config.tokenizer_path)
+    self._path = paths.local_file(path)
+
+    def load() -> Any:
+      try:
+        loaded = tokenizers.Tokenizer.from_file(self._path)
+      except Exception as error:  # The library raises bare Exception.
+        reason = " ".join(str(error).split())
+        config_lib.fail_argument(
+          "config.data.tokenizer_path",
+          config.tokenizer_path,
+          f"a tokenizer.json of Hugging Face tokenizers ({reason})",
+        )
+      # Limits of a training recipe must not truncate texts.
+      loaded.no_truncation()
+      loaded.no_padding()
+      # Roles make tokens special even if tokenizer.json does not.
+      known = {t.content for t in loaded.get_added_tokens_decoder().values()}
+      loaded.add_special_tokens(
+        [
+          text
+          for text in described.names().values()
+          if text not in known and loaded.token_to_id(text) is not None
+        ]
+      )
+      return loaded
+
+    self._parsing = load()
+    self._tokenizer = load()
+    self._tokenizer.encode_special_tokens = True
+    ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+    self.size = max(ids, default=-1) + 1
+    special = self._tokenizer.get_added_tokens_decoder().items()
+    self._text_ids = set(ids) - {id for id, token in special if token.special}
+    self.run_ids = _byte_runs(self._tokenizer)
+    mask = self._tokenizer.encode("a").special_tokens_mask
+    ones = mask.index(0) if 0 in mask else 0
+    self.opening = self._tokenizer.encode("a").ids[:ones]
+    self.bos_id = None
+
+  def id_of(self, text: str) -> int | None:
+    return self._tokenizer.token_to_id(text)
+
+  def encode(self, text: str, parse_special: bool = False) -> list[int]:
+    tokenizer = self._parsing if parse_special else self._tokenizer
+    try:
+      return tokenizer.encode(text, add_special_tokens=False).ids
+    except Exception as error:  # Such as a vocabulary without its [UNK].
+      reason = " ".join(str(error).split())
+      raise config_lib.ConfigError(
+        f"{self._path}: the tokenizer cannot encode the text ({reason})"
+      ) from error
+
+  def decode(self, ids: Sequence[int]) -> str:
+    # Larger numbers overflow inside the library.
+    known = [id for id in ids if not self.skips(id)]
+    return self._tokenizer.decode(known, skip_special_tokens=True)
+
+  def skips(self, id: int) -> bool:
+    return id not in self._text_ids
+
+
+class _SentencePiece(Vocabulary):
+  """A SentencePiece model."""
+
+  strips = True
+
+  def __init__(self, config: config_lib.DataConfig, described: _Described):
+    # This reports a file that cannot be read.
+    made: Any = tokenizer_lib.make_tokenizer(config)
+    self._model = made._model
+    self.size = self._model.vocab_size()
+    bos = self._model.bos_id()
+    self.bos_id = bos if bos >= 0 else None
+    adds = described.tokenizer.get("add_bos_token", True)
+    self.opening = (bos,) if adds and bos >= 0 else ()
+
+  def id_of(self, text: str) -> int | None:
+    id = self._model.piece_to_id(text)
+    return id if self._model.id_to_piece(id) == text else None
+
+  def encode(self, text: str, parse_special: bool = False) -> list[int]:
+    if parse_special:
+      _no_special("sentencepiece")
+    return self._model.encode(text)
+
+  def decode(self, ids: Sequence[int]) -> str:
+    return self._model.decode([id for id in ids if not self.skips(id)])
+
+  def skips(self, id: int) -> bool:
+    return not 0 <= id < self.size or self._model.is_control(id)
+
+
+def _byte_runs(tokenizer: Any) -> frozenset[int]:
+  """Tokens such as <0x0A>, if the decoder reads them as bytes."""
+  decoder = tokenizer.decoder
+  if decoder is None or b'"ByteFallback"' not in decoder.__getstate__():
+    return frozenset()
+  return frozenset(
+    id
+    for token, id in tokenizer.get_vocab(with_added_tokens=True).items()
+    if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token)
+  )
+
+
+def _no_special(tokenizer: str) -> None:
+  config_lib.fail_argument(
+    "parse_special",
+    True,
+    f"false: tokenizer {tokenizer!r} cannot read special tokens from text; one"
+    " with a tokenizer.json can",
+  )
