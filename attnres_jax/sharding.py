@@ -70,8 +70,6 @@ _BY_ROW = {
 CUTS = {"D": FSDP, "N": TENSOR, "K": TENSOR, "F": TENSOR, "V": TENSOR}
 # The same for axes that stack matrices.
 STACK_CUTS = {"E": EXPERT}
-# The letter of an axis of size 1.
-UNCUT = "1"
 
 
 class Parameter(NamedTuple):

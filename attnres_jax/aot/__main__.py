@@ -5,7 +5,7 @@
     --config.mesh.data=1 --config.mesh.fsdp=16 --topology=v5e:4x4
   python -m attnres_jax.aot ... --topology=v5p-128 --num_slices=2 \
     --compare=residual=prenorm --json=report.json
-  python -m attnres_jax.aot ... --step=decode --weights=int8 --cache=int8
+  python -m attnres_jax.aot ... --step=decode
   python -m attnres_jax.aot ... --until=schedule
 
 With --until=schedule, the compiler is stopped before it writes machine code,
@@ -31,8 +31,6 @@ from attnres_jax import config as config_lib
 from attnres_jax import plans
 from attnres_jax.aot import report
 from attnres_jax.aot import topology
-from attnres_jax.inference import prepared
-from attnres_jax.models.mixers import cache as cache_lib
 
 _TOPOLOGY = flags.DEFINE_string(
   "topology",
@@ -55,15 +53,6 @@ _UNTIL = flags.DEFINE_enum(
 _COMPARE = flags.DEFINE_string(
   "compare", None, "Also compile with this residual scheme: residual=prenorm."
 )
-_OF_DECODE = {
-  name: flags.DEFINE_enum(
-    name, "model", list(known), f"With --step=decode, {text} are kept as this."
-  )
-  for name, known, text in (
-    ("weights", prepared.WEIGHTS, "the weights of products"),
-    ("cache", cache_lib.KEPT, "keys, values and latents"),
-  )
-}
 _JSON = flags.DEFINE_string(
   "json", None, "Also write the numbers to this file.", allow_override=True
 )
@@ -107,19 +96,9 @@ def _make_reports() -> list[Mapping[str, Any]]:
     residual = dataclasses.replace(config.model.residual, name=value)
     model = dataclasses.replace(config.model, residual=residual)
     configs.append(dataclasses.replace(config, model=model))
-  options = {
-    name: flag.value
-    for name, flag in _OF_DECODE.items()
-    if flag.value != "model"
-  }
-  if options and _STEP.value != "decode":
-    (name, value), *_ = options.items()
-    config_lib.fail_argument(f"--{name}", value, "model, unless --step=decode")
   if _UNTIL.value == "schedule":
     return [report.make_schedule_report(one, *slices) for one in configs]
-  return [
-    report.make_report(one, devices, _STEP.value, **options) for one in configs
-  ]
+  return [report.make_report(one, devices, _STEP.value) for one in configs]
 
 
 if __name__ == "__main__":

@@ -60,14 +60,13 @@ def _trace_train(program):
   return program.train_step.trace(program.abstract_state, program.batch_shapes)
 
 
-def _trace_decode(program, **options):
+def _trace_decode(program):
   of_data = program.config.data
   return programs.trace_next(
     program.abstract_state.model,
     program.mesh,
     of_data.batch_size,
     of_data.sequence_length,
-    **options,
   )
 
 
@@ -85,7 +84,6 @@ def make_report(
   config: config_lib.RunConfig,
   devices: Sequence[Any],
   step: str = "train",
-  **options: str,
 ) -> dict[str, Any]:
   """Compiles and analyses a step; the result can be saved as JSON.
 
@@ -98,7 +96,6 @@ def make_report(
     config: of the run.
     devices: of `topology.devices`.
     step: a key of `STEPS`.
-    **options: of `decode`, see `programs.trace_next`.
 
   Raises:
     ConfigError: the config does not fit the mesh, or has no vocabulary size.
@@ -107,13 +104,11 @@ def make_report(
   chip = topology.chip(devices[0])
   mesh = sharding.make_mesh(config.mesh, devices)
   program = train_state.make_program(config, mesh)
-  report = _of_shapes(config, choice, program, chip) | options
+  report = _of_shapes(config, choice, program, chip)
   start = time.perf_counter()
-  traced = choice.trace(program, **options)
+  traced = choice.trace(program)
   if not choice.trains:
-    kept = prepared.abstract_prepared(
-      program.abstract_state.model, mesh, options.get("weights", "model")
-    )
+    kept = prepared.abstract_prepared(program.abstract_state.model, mesh)
     report["parameter_bytes"] = sharding.bytes_per_device(kept)
   lowered = traced.lower()
   report["lower_seconds"] = time.perf_counter() - start
@@ -240,9 +235,6 @@ def to_text(report: Mapping[str, Any]) -> str:
       f" in {report['microbatches']} microbatches, remat {report['remat']}"
     )
   note = STEPS[report["step"]].note
-  for name in ("weights", "cache"):
-    if report.get(name, "model") != "model":
-      note += f"; {name} in {report[name]}"
   lines = [
     f"{report['name']} ({report['residual']}), {report['step']} step on"
     f" {report['devices']} {report['device_kind']} devices: {mesh}",

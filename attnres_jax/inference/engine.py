@@ -140,8 +140,6 @@ class Engine:
     taps: Sequence[int] = (),
     prefix_bytes: int = 0,
     mesh: Mesh | None = None,
-    weights: str = "model",
-    cache: str = "model",
     layers: str = "auto",
   ):
     """Places the network and an empty state on the devices.
@@ -158,12 +156,6 @@ class Engine:
       prefix_bytes: most memory for what prompts have in common; 0 to compute
         every prompt from its start.
       mesh: of `sharding.make_mesh`; slots are sharded over its rows.
-      weights: `model` for those of the model, in the dtype of its products;
-        `int8` for a scale per output channel (`models.rounded`).
-      cache: of keys, values and latents: `model` for the dtype of the model,
-        `bfloat16`, or `int8` with a scale per token and head. A chunk of a
-        prompt attends to its own tokens before they are rounded, so then
-        `chunk` has an effect on results.
       layers: `separate` for weights and caches of each layer in arrays of its
         own, `stacked` for one array per kind of layer; `auto` for the faster
         one on this platform. A CPU copies a layer out of a stack to read it,
@@ -196,9 +188,7 @@ class Engine:
     self._static = dict(num_top=num_top, taps=tuple(taps), mesh=mesh)
     self._mesh = mesh
     separate = prepared.separates(layers, prepared.platform_of(mesh))
-    prepare = functools.partial(
-      prepared.prepared, weights=weights, separate=separate
-    )
+    prepare = functools.partial(prepared.prepared, separate=separate)
     shardings = None
     if mesh is not None:
       abstract = jax.eval_shape(prepare, model)
@@ -206,7 +196,7 @@ class Engine:
     self._model = jax.jit(prepare, out_shardings=shardings)(model)
 
     def empty(model: models.Transformer) -> programs.State:
-      state = programs.empty_state(model, slots, length, cache, separate)
+      state = programs.empty_state(model, slots, length, separate)
       return programs.keep_sharded(model, state, mesh)
 
     self._state = jax.jit(empty)(self._model)

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The network of an engine: dtypes, order and arrays of its weights."""
 
-from collections.abc import Callable
-import functools
-
 import jax
 from jax.sharding import Mesh
 
@@ -12,18 +9,11 @@ from attnres_jax import models
 from attnres_jax import sharding
 from attnres_jax.inference import layouts
 from attnres_jax.models import adapters
-from attnres_jax.models import rounded
 from attnres_jax.models import stacks
 
 # Name -> whether layers are in arrays of their own; None: on some platforms.
 LAYERS = {"auto": None, "stacked": False, "separate": True}
 _SEPARATE_ON = ("cpu",)
-
-# Name -> the network with its weights in another form.
-WEIGHTS: dict[str, Callable[[models.Transformer], models.Transformer]] = {
-  "model": lambda model: model,
-  "int8": rounded.round_weights,
-}
 
 
 def platform_of(mesh: Mesh | None) -> str:
@@ -33,10 +23,10 @@ def platform_of(mesh: Mesh | None) -> str:
 
 
 def abstract_prepared(
-  model: models.Transformer, mesh: Mesh, weights: str = "model"
+  model: models.Transformer, mesh: Mesh
 ) -> models.Transformer:
   """`prepared`, of abstract arrays, as a mesh shards it."""
-  model = jax.eval_shape(functools.partial(prepared, weights=weights), model)
+  model = jax.eval_shape(prepared, model)
   model = sharding.with_sharding(model, sharding.state_sharding(model, mesh))
   if layouts.reads_products(platform_of(mesh)):
     model = sharding.with_sharding(model, layouts.formats(model))
@@ -44,7 +34,7 @@ def abstract_prepared(
 
 
 def prepared(
-  model: models.Transformer, weights: str = "model", separate: bool = False
+  model: models.Transformer, separate: bool = False
 ) -> models.Transformer:
   """The same network, as an engine keeps it.
 
@@ -52,11 +42,7 @@ def prepared(
 
   Args:
     model: of training.
-    weights: as in `engine.Engine`.
     separate: whether each layer gets arrays of its own.
-
-  Raises:
-    ConfigError: there are no such `weights`.
   """
 
   def cast(parameter: sharding.Parameter) -> jax.Array:
@@ -66,7 +52,6 @@ def prepared(
     return value.astype(model.config.dtype)
 
   model = adapters.merged(model)
-  model = config_lib.choose("weights", weights, WEIGHTS)(model)
   model = sharding.map_parameters(cast, model)
   if separate:
     model.sublayers = stacks.separated(model.sublayers)

@@ -41,9 +41,6 @@ def trace_next(
   mesh: Mesh,
   slots: int,
   length: int,
-  *,
-  weights: str = "model",
-  cache: str = "model",
 ) -> Any:
   """The traced program of the next token of all slots, whose caches are full.
 
@@ -52,10 +49,8 @@ def trace_next(
     mesh: of any devices.
     slots: as in `engine.Engine`.
     length: as in `engine.Engine`.
-    weights: as in `engine.Engine`.
-    cache: as in `engine.Engine`.
   """
-  model, state = _abstract(model, mesh, slots, length, weights, cache)
+  model, state = _abstract(model, mesh, slots, length)
   active_B = jax.ShapeDtypeStruct((slots,), bool)
   return next_token.trace(
     model, state, active_B, context=length, num_top=0, taps=(), mesh=mesh
@@ -90,14 +85,10 @@ def _abstract(
   mesh: Mesh,
   slots: int,
   length: int,
-  weights: str = "model",
-  cache: str = "model",
 ) -> tuple[models.Transformer, State]:
   """The shapes of an engine's network and state, with their shardings."""
-  model = prepared.abstract_prepared(model, mesh, weights)
-  state = jax.eval_shape(
-    lambda model: empty_state(model, slots, length, cache), model
-  )
+  model = prepared.abstract_prepared(model, mesh)
+  state = jax.eval_shape(lambda model: empty_state(model, slots, length), model)
   state = sharding.with_sharding(state, _state_sharding(model, state, mesh))
   return model, state
 
@@ -106,10 +97,9 @@ def empty_state(
   model: models.Transformer,
   slots: int,
   length: int,
-  cache: str,
   separate: bool = False,
 ) -> State:
-  empty = cache_lib.kept_as(model.init_cache(slots, length), cache)
+  empty = model.init_cache(slots, length)
   if separate:
     empty = cache_lib.separated(empty)
   return State(
@@ -122,14 +112,11 @@ def empty_state(
 def _state_sharding(model: models.Transformer, state: State, mesh: Mesh) -> Any:
   """Caches are sharded over rows and heads, the rest is replicated."""
   rest = jax.tree.map(lambda _: sharding.replicated(mesh), state)
-
-  def like(spec: PartitionSpec, node: Any) -> Any:
-    # A rounded array has two, cut alike.
-    return jax.tree.map(lambda _: NamedSharding(mesh, spec), node)
-
-  is_spec = lambda node: isinstance(node, PartitionSpec)
-  specs = cache_lib.like_layers(model.cache_specs(), state.cache)
-  cache = jax.tree.map(like, specs, state.cache, is_leaf=is_spec)
+  cache = jax.tree.map(
+    lambda spec: NamedSharding(mesh, spec),
+    cache_lib.like_layers(model.cache_specs(), state.cache),
+    is_leaf=lambda node: isinstance(node, PartitionSpec),
+  )
   return rest._replace(cache=cache)
 
 

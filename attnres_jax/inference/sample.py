@@ -86,8 +86,6 @@ def _sample_run(options: argparse.Namespace) -> None:
     length=options.length,
     num_top=options.logprobs,
     prefix_bytes=options.prefix_mib * trained.MIB,
-    weights=options.weights,
-    cache=options.cache,
     layers=options.layers,
   )
   most = config.data.sequence_length

@@ -100,8 +100,6 @@ def _serve_at(
     chunk=options.chunk,
     num_top=options.max_logprobs,
     prefix_bytes=options.prefix_mib * trained.MIB,
-    weights=options.weights,
-    cache=options.cache,
     layers=options.layers,
   )
   del model

@@ -10,7 +10,6 @@ from attnres_jax import files
 from attnres_jax import models
 from attnres_jax.config import fields
 from attnres_jax.inference import prepared
-from attnres_jax.models.mixers import cache as cache_lib
 
 MIB = 2**20
 
@@ -40,14 +39,6 @@ def add_flags(
   add(
     "--prefix_mib", type=int, default=prefix_mib,
     help="memory for what prompts have in common",
-  )  # fmt: skip
-  add(
-    "--weights", default="model", choices=list(prepared.WEIGHTS),
-    help="int8: a scale per output channel",
-  )  # fmt: skip
-  add(
-    "--cache", default="model", choices=list(cache_lib.KEPT),
-    help="of keys, values and latents; int8: a scale per token and head",
   )  # fmt: skip
   add(
     "--layers", default="auto", choices=list(prepared.LAYERS),

@@ -26,7 +26,6 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 import math
-from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +36,6 @@ from attnres_jax import scopes
 from attnres_jax import sharding
 from attnres_jax.models import grouped
 from attnres_jax.models import mlp
-from attnres_jax.models import rounded
 
 # Rows of a piece, over the rows of a device if experts are balanced. More rows
 # need a second piece, which reads the weights again.
@@ -104,10 +102,8 @@ def _backward(activation, residuals, dy_UD):
   *ins, down = _gather(weights, x_UD)
   pairs = _Pairs.sort(expert_UK, weight_UK, down.shape[0])
   # With the gradients of gate and up side by side, one product gives that of
-  # the rows, where the sum of two would be read and written again. (Rounded
-  # weights have no gradients.)
-  whole = cast(list[jax.Array], ins)
-  both = whole[0] if len(whole) == 1 else jnp.concatenate(whole, axis=2)
+  # the rows, where the sum of two would be read and written again.
+  both = ins[0] if len(ins) == 1 else jnp.concatenate(ins, axis=2)
 
   def add_piece(i, sums):
     dx_VD, dweight_P, dins, ddown = sums
@@ -304,11 +300,10 @@ def _gather(weights, x_UD):
   in_cut, _, cut = fsdp_cuts(weights, x_UD.shape[1])
   *ins, down = weights
   whole = max(sharding.unsplit_axes().values(), default=1) == 1
-  is_rounded = isinstance(down, rounded.Rounded)
-  if whole and ins[0].shape[2] % _LANES == 0 and not is_rounded:
+  if whole and ins[0].shape[2] % _LANES == 0:
     ins = [jnp.concatenate([a.astype(x_UD.dtype) for a in ins], axis=2)]
-  ins = [grouped.gather_parts(weight, in_cut, x_UD.dtype) for weight in ins]
-  return *ins, grouped.gather_parts(down, cut, x_UD.dtype)
+  ins = [sharding.gather_parts(weight, in_cut, x_UD.dtype) for weight in ins]
+  return *ins, sharding.gather_parts(down, cut, x_UD.dtype)
 
 
 def _halves(outputs):

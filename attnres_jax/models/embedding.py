@@ -12,7 +12,6 @@ from attnres_jax import precision
 from attnres_jax import scopes
 from attnres_jax import sharding
 from attnres_jax.models import linear
-from attnres_jax.models import rounded
 
 
 class Embedding(nnx.Module):
@@ -48,7 +47,7 @@ class Embedding(nnx.Module):
     with scopes.part(scopes.EMBEDDING):
       return _add_rows(total_VD, tokens_BT, d_BTD)
 
-  def head_DV(self) -> jax.Array | rounded.Rounded:
+  def head_DV(self) -> jax.Array:
     """The head matrix [D, V]: float32, unless inference changed it."""
     return self.table[...].T if self.head is None else self.head[...]
 
@@ -114,7 +113,7 @@ def _add_rows(total_VD, tokens_BT, d_BTD):
 
 def logits(
   h_BTD: jax.Array,
-  head_DV: jax.Array | rounded.Rounded,
+  head_DV: jax.Array,
   soft_cap: float = 0.0,
 ) -> jax.Array:
   """float32 logits; the product runs in the dtype of `h_BTD`.

@@ -22,7 +22,6 @@ import jax.numpy as jnp
 from attnres_jax import precision
 from attnres_jax import sharding
 from attnres_jax.models import linear
-from attnres_jax.models import rounded
 from attnres_kernels import dispatch
 
 # Rows of a piece. Every group is rounded up to whole pieces: large pieces waste
@@ -36,7 +35,7 @@ _TILE_BYTES, _TILE_DEPTH = 3 * 2**20, 4096
 
 def grouped_linear(
   x_PD: jax.Array,
-  weight_EDF: jax.Array | rounded.Rounded,
+  weight_EDF: jax.Array,
   sizes_E: jax.Array,
   cut: int | None = None,
 ) -> jax.Array:
@@ -64,25 +63,9 @@ def grouped_linear(
   return ad_checkpoint.checkpoint_name(product, linear.PRODUCT)
 
 
-def gather_parts(
-  weight: jax.Array | rounded.Rounded,
-  cut: int | None,
-  dtype: jax.typing.DTypeLike,
-) -> jax.Array | rounded.Rounded:
-  """`sharding.gather_parts` of experts [E, I, O], also of rounded ones."""
-  if not isinstance(weight, rounded.Rounded):
-    return sharding.gather_parts(weight, cut, dtype)
-  # Rows share a scale.
-  cuts = cut, None if cut == 1 else cut
-  parts = zip((weight.codes, weight.scale), cuts, strict=True)
-  return rounded.Rounded(
-    *(sharding.gather_parts(part, cut, part.dtype) for part, cut in parts)
-  )
-
-
 def multiply(
   x_PI: jax.Array,
-  weight: jax.Array | rounded.Rounded,
+  weight: jax.Array,
   sizes_E: jax.Array,
   *,
   transposed: bool = False,
@@ -93,16 +76,13 @@ def multiply(
 
   Args:
     x_PI: sorted rows.
-    weight: of their dtype, or rounded and not transposed.
+    weight: of their dtype.
     sizes_E: int32 rows per group, P in all or fewer.
     transposed: see above.
 
   Returns:
     [P, O] in the dtype of `x_PI`.
   """
-  if isinstance(weight, rounded.Rounded):
-    # A kernel would need a copy of all experts in the dtype of the rows.
-    return _looped_rows(x_PI, weight, sizes_E, transposed=False)
   on_tpu = functools.partial(_ragged_rows, transposed=transposed)
   if transposed and _fits_kernel(x_PI):
     on_tpu = _kernel_rows
@@ -127,7 +107,7 @@ def weight_gradient(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped_linear(cut, x_PD, weight_EDF, sizes_E):
-  weight = gather_parts(weight_EDF, cut, x_PD.dtype)
+  weight = sharding.gather_parts(weight_EDF, cut, x_PD.dtype)
   return multiply(x_PD, weight, sizes_E)
 
 
@@ -241,12 +221,9 @@ def _looped_rows(x_PI, weight, sizes_E, *, transposed):
   def one_piece(group, start, _, y):
     # The next piece overwrites what a piece writes after the end of its group.
     x = jax.lax.dynamic_slice_in_dim(padded, start, size)
-    one, scale = weight[group], None
-    if isinstance(one, rounded.Rounded):
-      one, scale = one.codes.astype(x.dtype), one.scale
-    piece = jax.lax.dot_general(x, one, contract, preferred_element_type=wide)
-    if scale is not None:
-      piece = piece * scale.astype(wide)
+    piece = jax.lax.dot_general(
+      x, weight[group], contract, preferred_element_type=wide
+    )
     return jax.lax.dynamic_update_slice_in_dim(
       y, piece.astype(y.dtype), start, axis=0
     )

@@ -21,7 +21,6 @@ import jax.numpy as jnp
 
 from attnres_jax import precision
 from attnres_jax import sharding
-from attnres_jax.models import rounded
 
 # The name by which activation checkpointing recognises weight products.
 PRODUCT = "product"
@@ -76,7 +75,7 @@ def store(modules: Any, dtype: jax.typing.DTypeLike) -> None:
 
 def linear(
   x: jax.Array,
-  weight: jax.Array | rounded.Rounded,
+  weight: jax.Array,
   axes: int = 1,
   out_dtype: jnp.dtype | None = None,
 ) -> jax.Array:
@@ -89,16 +88,13 @@ def linear(
 
   Args:
     x: [..., *in], activations.
-    weight: [*in, *out], master weight, in whose dtype its gradient is; or a
-      rounded one, whose scale is applied to the sums, without a gradient.
+    weight: [*in, *out], master weight, in whose dtype its gradient is.
     axes: how many axes `in` has.
     out_dtype: of the result; None keeps the dtype of `x`.
 
   Returns:
     [..., *out].
   """
-  if isinstance(weight, rounded.Rounded):
-    return _rounded_linear(x, weight, axes, out_dtype or x.dtype)
   product = _linear(x, weight, axes, out_dtype)
   return ad_checkpoint.checkpoint_name(product, PRODUCT)
 
@@ -121,16 +117,12 @@ def output(
     axes: how many axes `in` has; the first one is sharded.
     bias: [D], or None.
   """
-  value = weight[...]
-  # Of a rounded one, what is summed shares scales.
-  cuts = jax.tree.unflatten(
-    jax.tree.structure(value),
-    [sharding.FIRST_AXIS, sharding.WHOLE][: len(jax.tree.leaves(value))],
-  )
   product = sharding.scatter_sum(
-    lambda x, weight: linear(x, weight, axes), sharding.HEADS, cuts
+    lambda x, weight: linear(x, weight, axes),
+    sharding.HEADS,
+    sharding.FIRST_AXIS,
   )
-  return _plus(product(x, value), bias)
+  return _plus(product(x, weight[...]), bias)
 
 
 def _plus(y: jax.Array, bias: nnx.Param | None) -> jax.Array:
@@ -182,14 +174,6 @@ def gradients(
 
 
 _linear.defvjp(_forward, _backward)
-
-
-def _rounded_linear(x, weight, axes, out_dtype):
-  wide = precision.wide(x.dtype)
-  sums = _linear(x, weight.codes, axes, wide)
-  scale = jnp.reshape(weight.scale, weight.shape[axes:])
-  scale = jnp.expand_dims(scale, tuple(range(x.ndim - axes)))
-  return (sums * scale.astype(wide)).astype(out_dtype)
 
 
 def _contract(a, b, a_axes, b_axes, dtype):

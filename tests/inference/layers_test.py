@@ -27,13 +27,13 @@ ALL_KINDS = tiny_network.KINDS | dict(
 
 
 @pytest.mark.parametrize(
-  "cache,fields",
+  "fields",
   [
-    ("model", dict(mixers=("attention",))),
-    pytest.param("int8", ALL_KINDS, marks=pytest.mark.slow),
+    dict(mixers=("attention",)),
+    pytest.param(ALL_KINDS, marks=pytest.mark.slow),
   ],
 )
-def test_same_tokens(cache, fields):
+def test_same_tokens(fields):
   """In chunks, with known prefixes, in reused slots."""
   model = tiny_network.model("block_attnres", **fields)
   rng = np.random.default_rng(0)
@@ -42,8 +42,7 @@ def test_same_tokens(cache, fields):
   found = {}
   for layers in ("stacked", "separate"):
     engine = engine_lib.Engine(
-      model, slots=2, length=32, chunk=16, prefix_bytes=10**6, cache=cache,
-      layers=layers,
+      model, slots=2, length=32, chunk=16, prefix_bytes=10**6, layers=layers,
     )  # fmt: skip
     arrays = len(jax.tree.leaves(engine.model.sublayers))
     found[layers] = arrays, _generate(engine, prompts)

@@ -66,22 +66,21 @@ def test_collectives_of_a_chunk(name, cached):
 
 
 @pytest.mark.parametrize(
-  ("name", "weights"),
+  "name",
   [
-    ("block_attnres", "model"),
-    pytest.param("block_attnres", "int8", marks=pytest.mark.slow),
-    pytest.param("full_attnres", "model", marks=pytest.mark.slow),
-    pytest.param("mudd", "model", marks=pytest.mark.slow),
+    "block_attnres",
+    pytest.param("full_attnres", marks=pytest.mark.slow),
+    pytest.param("mudd", marks=pytest.mark.slow),
   ],
 )
-def test_equals_one_device(name, weights):
+def test_equals_one_device(name):
   """In two chunks, the second of which is padded."""
   model = tiny_network.model(name, **FIELDS)
   rng = np.random.default_rng(0)
   model = jax.tree.map(
     lambda a: a + 0.3 * rng.standard_normal(a.shape, np.float32), model
   )
-  model = prepared.prepared(model, weights)
+  model = prepared.prepared(model)
   tokens_BT = rng.integers(0, 16, (2, 2 * LENGTH)).astype(np.int32)
 
   def prefill(model, tokens_BT):

@@ -17,7 +17,6 @@ right: `Chunk` says where it starts and how many of its tokens count. What a row
 computes does not depend on the other rows, nor on padding.
 """
 
-from collections.abc import Callable
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -25,9 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from attnres_jax import config as config_lib
 from attnres_jax import sharding
-from attnres_jax.models import rounded
 from attnres_jax.models import stacks
 
 
@@ -58,11 +55,10 @@ class Tokens:
 
   Attributes:
     arrays: [B, K, S, ...] in a cache, [B, K, T, ...] if they are new. The order
-      is that in which products read them. In a cache they may be rounded, with
-      a scale per token and head.
+      is that in which products read them.
   """
 
-  arrays: tuple[jax.Array | rounded.Rounded, ...]
+  arrays: tuple[jax.Array, ...]
 
   @property
   def room(self) -> int:
@@ -99,7 +95,7 @@ class Open:
   room: int
 
   @property
-  def arrays(self) -> tuple[jax.Array | rounded.Rounded, ...]:
+  def arrays(self) -> tuple[jax.Array, ...]:
     return self.tokens.arrays
 
 
@@ -160,37 +156,6 @@ def map_both(tokens: Any, recurrent: Any, *caches: Any) -> Any:
     return jax.tree.map(function, first, *rest)
 
   return jax.tree.map(one, *caches, is_leaf=_is_tokens)
-
-
-def _zero_codes(a: jax.Array) -> rounded.Rounded:
-  scale = jnp.ones((*a.shape[:-1], 1), jnp.float32)
-  return rounded.Rounded(jnp.zeros(a.shape, jnp.int8), scale)
-
-
-# Name -> how `Tokens` are kept: an array of zeros, of one in the model's dtype.
-KEPT: dict[str, Callable[[jax.Array], jax.Array | rounded.Rounded]] = {
-  "model": lambda a: a,
-  "bfloat16": lambda a: a.astype(jnp.bfloat16),
-  "int8": _zero_codes,
-}
-
-
-def kept_as(cache: Cache, name: str) -> Cache:
-  """An empty cache, whose entries of tokens are kept in another dtype.
-
-  Recurrent states stay as they are: every token changes them a little, and
-  roundings would add up.
-
-  Args:
-    cache: as from `Transformer.init_cache`.
-    name: a key of `KEPT`.
-
-  Raises:
-    ConfigError: it is none.
-  """
-  keep = config_lib.choose("cache", name, KEPT)
-  states = map_both(keep, lambda a: a, cache.states)
-  return cache._replace(states=states)
 
 
 def separated(cache: Cache) -> Cache:
@@ -344,9 +309,6 @@ def _store(
     return _put_rows(old, new, chunk, row_B, by_row)
 
   def one(old, new):
-    if isinstance(old, rounded.Rounded):
-      new = rounded.nearest(new)
-      return jax.tree.map(put_rows, old, new)
     if by_row or old.shape[2] == 1:
       return put_rows(old, new)
     return _put(old, new, chunk, row_B)
@@ -367,8 +329,8 @@ def _put(old, new, chunk, row_B):
   return old.at[place].set(moved_BTLK, mode="drop")
 
 
-# TPU compilers scatter entries of eight bits, and those of a single head, in
-# another layout than that in which products read them. They would copy the
+# TPU compilers scatter entries of a single head in another
+# layout than that in which products read them. They would copy the
 # whole cache there and back.
 def _put_rows(old, new, chunk, row_B, stays_loop=False):
   """Stores a chunk row by row, each as one update in place."""

@@ -293,8 +293,8 @@ _wide_linear.defvjp(_wide_forward, _wide_backward)
 
 
 def _flat(x, axis):
-  """Joins the axes from `axis` on, also of a rounded weight."""
-  return jax.tree.map(lambda a: jnp.reshape(a, (*a.shape[:axis], -1)), x)
+  """Joins the axes from `axis` on."""
+  return jnp.reshape(x, (*x.shape[:axis], -1))
 
 
 def _to_heads(x_BTD, weight_DNH):

@@ -31,7 +31,6 @@ from attnres_jax import precision
 from attnres_jax import sharding
 from attnres_jax.models import linear
 from attnres_jax.models import norm as norm_lib
-from attnres_jax.models import rounded
 from attnres_jax.models.mixers import cache as cache_lib
 from attnres_jax.models.mixers import probe as probe_lib
 from attnres_jax.models.mixers import rope as rope_lib
@@ -195,7 +194,7 @@ class Mla(nnx.Module):
       heads = self._heads(x_BTD, tokens_BTC, tokens_BTC)
       return self.finish(x_BTD, *heads), added
     key_up_RNH, value_up_RNV = jnp.split(
-      rounded.dense(self.expand[...], x_BTD.dtype), [self.nope_width], axis=2
+      self.expand[...].astype(x_BTD.dtype), [self.nope_width], axis=2
     )
     query_BTNH = self._turned(self._queries(x_BTD), position_BT)
     own_BTNH, shared_BTNH = jnp.split(query_BTNH, [self.nope_width], axis=3)

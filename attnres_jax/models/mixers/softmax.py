@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from attnres_jax import precision
 from attnres_jax import sharding
 from attnres_jax.models import linear
-from attnres_jax.models import rounded
 from attnres_jax.models.mixers import cache as cache_lib
 from attnres_jax.models.mixers import flash
 from attnres_jax.models.mixers import tiled
@@ -161,8 +160,8 @@ def _after(cache, new, chunk, scale, tile):
     (cache, before_BS[:, None, None, None]),
     (new, causal_TS[None, None, None]),
   ):
-    key_BKSH, scale_BK11S = _codes(tokens.arrays[0], query_BKGTH.dtype)
-    logits_BKGTS = scale * scale_BK11S * _products(query_BKGTH, key_BKSH, wide)
+    key_BKSH = tokens.arrays[0].astype(query_BKGTH.dtype)
+    logits_BKGTS = scale * _products(query_BKGTH, key_BKSH, wide)
     logits.append(jnp.where(mask, logits_BKGTS, jnp.finfo(wide).min))
   if columns is not None:
     logits_BTKGM = columns.logits_BTNM.reshape(
@@ -173,11 +172,9 @@ def _after(cache, new, chunk, scale, tile):
   weights = _joint_softmax(logits)
   mixed_BKGTV = jnp.zeros((), wide)
   for weight_BKGTS, tokens in zip(weights, (cache, new)):
-    value_BKSV, scale_BK11S = _codes(tokens.arrays[-1], value_dtype)
-    weight_BKGTS = (scale_BK11S * weight_BKGTS).astype(value_dtype)
     mixed_BKGTV += jnp.einsum(
-      "BKGTS,BKSV->BKGTV", weight_BKGTS, value_BKSV,
-      preferred_element_type=wide,
+      "BKGTS,BKSV->BKGTV", weight_BKGTS.astype(value_dtype),
+      tokens.arrays[-1].astype(value_dtype), preferred_element_type=wide,
     )  # fmt: skip
   if columns is not None:
     mixed_BKGTV += jnp.einsum(
@@ -210,14 +207,6 @@ def _products(query_BKGTH, key_BKSH, dtype):
   # For one row, compilers for CPUs would transpose all keys.
   scores_BKSGT = product("BKSH,BKGTH->BKSGT", key_BKSH, query_BKGTH)
   return jnp.moveaxis(scores_BKSGT, 2, 4)
-
-
-def _codes(entries, dtype):
-  """Entries of a cache for a product, and what its sums are scaled by."""
-  if not isinstance(entries, rounded.Rounded):
-    return entries.astype(dtype), jnp.ones((), precision.wide(dtype))
-  scale_BKS1 = entries.scale.astype(precision.wide(dtype))
-  return entries.codes.astype(dtype), jnp.swapaxes(scale_BKS1, 2, 3)[:, :, None]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
