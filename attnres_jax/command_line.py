@@ -73,7 +73,7 @@ class Parser(argparse.ArgumentParser):
 def parse_flags(argv: Sequence[str]) -> list[str]:
   """Absl's parsing, with one-line errors."""
   try:
-    rest = flags.FLAGS(_with_fields(argv))
+    rest = flags.FLAGS(with_fields(argv))
   except (flags.Error, ValueError, OSError) as error:
     stop(str(error))
   if len(rest) > 1:
@@ -90,11 +90,12 @@ def config_of_flags() -> config_lib.RunConfig:
   Raises:
     ConfigError: there is no such flag, or a field cannot be used.
   """
-  fields = {}
-  for given in _FIELDS.value:
-    name, _, text = given.partition("=")
-    fields[name] = config_lib.parse_field(name, text)
-  return config_lib.load_config(config_spec(), fields)
+  return config_lib.Source(config_spec(), fields_of(_FIELDS.value)).load()
+
+
+def fields_of(given: Sequence[str]) -> dict[str, str]:
+  """Dotted field names to values as text, of FIELD=VALUE arguments."""
+  return {name: text for name, _, text in (x.partition("=") for x in given)}
 
 
 def config_spec() -> str:
@@ -155,7 +156,7 @@ def connect(
     fail("--distributed", True, f"a cluster, or one named by {names} ({error})")
 
 
-def _with_fields(argv: Sequence[str]) -> list[str]:
+def with_fields(argv: Sequence[str]) -> list[str]:
   """Rewrites all forms of `--config.FIELD` as `--config_field`."""
   defaults = config_lib.flatten(config_lib.default_config().to_dict())
   written, args = [], iter(argv)

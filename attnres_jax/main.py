@@ -28,6 +28,7 @@ import jax
 
 from attnres_jax import command_line
 from attnres_jax import config as config_lib
+from attnres_jax import data
 from attnres_jax import files
 from attnres_jax import train
 
@@ -67,6 +68,7 @@ def _train() -> None:
   if not _WORKDIR.value:
     raise config_lib.ConfigError("--workdir: missing, expected a folder")
   files.check_folder("--workdir", _WORKDIR.value)
+  data.check(config)
   command_line.connect(
     _DISTRIBUTED.value,
     _COORDINATOR.value,

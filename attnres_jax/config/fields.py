@@ -11,6 +11,8 @@ import dataclasses
 import functools
 import math
 import numbers
+import os
+import types
 import typing
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -20,11 +22,12 @@ _FLOAT32_MIN, _FLOAT32_MAX = 2.0**-126, 2.0**128
 
 
 class Accepted(NamedTuple):
-  """Which numbers a field accepts, in code and in words."""
+  """Which values a field accepts, in code and in words."""
 
   test: Callable[[Any], bool]
   words: str
   most: int = 2**31 - 1
+  change: Callable[[Any], Any] = lambda value: value
 
 
 _ABOVE_0 = Accepted(lambda x: x > 0, "a number above 0")
@@ -51,6 +54,10 @@ NotNegative = Annotated[float, _AT_LEAST_0]
 Share = Annotated[float, _SHARE]
 Fraction = Annotated[float, _FRACTION]
 Decay = Annotated[float, _DECAY]
+# Local or in a store; ~ is the home of whoever describes the run.
+Path = Annotated[
+  str, Accepted(lambda path: True, "a path", change=os.path.expanduser)
+]
 
 
 class Checked:
@@ -80,18 +87,20 @@ def accept(name: str, value: Any, kind: Any) -> Any:
   origin, args = typing.get_origin(kind), typing.get_args(kind)
   if origin is Annotated:
     value = accept(name, value, args[0])
-    test, words, most = args[1]
-    if not test(value):
-      errors.fail_argument(name, value, words)
-    if args[0] is int and value > most:
-      errors.fail_argument(name, value, f"a number up to {most}")
-    return value
+    accepted = args[1]
+    if not accepted.test(value):
+      errors.fail_argument(name, value, accepted.words)
+    if args[0] is int and value > accepted.most:
+      errors.fail_argument(name, value, f"a number up to {accepted.most}")
+    return accepted.change(value)
+  if origin is types.UnionType:
+    return None if value is None else accept(name, value, args[0])
   if origin is Literal:
     errors.check_in(name, accept(name, value, str), args)
     return value
   if origin is tuple:
     if not isinstance(value, (list, tuple)):
-      errors.fail_argument(name, value, f"a tuple of {args[0].__name__}")
+      errors.fail_argument(name, value, f"a {words(kind)}")
     return tuple(accept(name, one, args[0]) for one in value)
   if dataclasses.is_dataclass(kind) and not isinstance(value, kind):
     errors.fail_argument(name, value, f"fields of {kind.__name__}")
@@ -101,6 +110,32 @@ def accept(name: str, value: Any, kind: Any) -> Any:
   if isinstance(value, str) and "\0" in value:
     errors.fail_argument(name, value, "text without a null character")
   return _number(name, value, kind) if kind in (int, float) else value
+
+
+def plain(kind: Any) -> Any:
+  """A type without what is accepted of it."""
+  annotated = typing.get_origin(kind) is Annotated
+  kind = typing.get_args(kind)[0] if annotated else kind
+  return str if typing.get_origin(kind) is Literal else kind
+
+
+def words(kind: Any, bounds: bool = False) -> str:
+  """A type in words; with `bounds`, also what is accepted of it."""
+  origin, args = typing.get_origin(kind), typing.get_args(kind)
+  if bounds and origin is Literal:
+    return " | ".join(map(repr, args))
+  if origin is types.UnionType:
+    return f"{words(args[0], bounds)}, or None"
+  if origin is tuple:
+    one = words(args[0])
+    example = "a,b" if one == "str" else "1,2"
+    return f"tuple of {one}, such as {example}" if bounds else f"tuple of {one}"
+  name = plain(kind).__name__
+  if bounds and origin is Annotated and args[0] is not str:
+    most = args[1].most
+    limit = f" up to {most}" if args[0] is int and most < 2**31 - 1 else ""
+    return f"{name}, {args[1].words}{limit}"
+  return name
 
 
 def _number(name: str, value: Any, kind: type) -> int | float:

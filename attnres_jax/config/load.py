@@ -5,14 +5,19 @@ import ast
 from collections.abc import Mapping
 import dataclasses
 import importlib.machinery
+import inspect
 import json
+import os
 import pathlib
+import sys
 import types
 import typing
 from typing import Any, TypeVar
 
+from etils import epath
 import ml_collections
 
+from attnres_jax.config import fields as fields_lib
 from attnres_jax.config.errors import ConfigError
 from attnres_jax.config.errors import choose
 from attnres_jax.config.errors import fail
@@ -26,6 +31,31 @@ _INSTALLED = "attnres_jax"
 _CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 # False, true, and so on.
 _TRUTHS = ("false", "true", "0", "1", "no", "yes")
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+  """A config as a command line names it.
+
+  Attributes:
+    spec: FILE:ARGUMENTS, see `split_spec`.
+    fields: dotted field name to its value as text, of --config.FIELD=VALUE.
+  """
+
+  spec: str
+  fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+  def values(self) -> dict[str, Any]:
+    """The fields with values of their types."""
+    return {name: parse_field(name, text) for name, text in self.fields.items()}
+
+  def load(self, overrides: Mapping[str, Any] | None = None) -> RunConfig:
+    """`load_config` of it; `overrides` count if both name a field."""
+    return load_config(self.spec, self.values() | dict(overrides or {}))
+
+  def __str__(self) -> str:
+    flags = (f"--config.{name}={text}" for name, text in self.fields.items())
+    return " ".join([self.spec, *flags])
 
 
 def default_config() -> ml_collections.ConfigDict:
@@ -52,42 +82,51 @@ def load_config(
 ) -> RunConfig:
   """Loads `path/to/file.py:key=value,...`, overrides fields, and freezes it.
 
+  Fields that the file derives from others by references
+  (`ConfigDict.get_ref`) follow their overrides.
+
   Args:
-    spec: a config file with a `get_config(arg)`, then optionally a colon and
-      the argument, as on the command line; see `split_spec`.
+    spec: a config file, or the config.json of a run; see `split_spec`.
     overrides: dotted field name to value, such as {"optim.peak_lr": 3e-4}.
 
   Raises:
     ConfigError: no such file, field or accepted value.
   """
   path, arg = split_spec(spec)
-  get_config = load_file(path).get_config
-  with running(path):
-    config = get_config(arg)
-  if not isinstance(config, ml_collections.ConfigDict):
-    raise ConfigError(
-      f"config file {path!r}: get_config returned {type(config).__name__},"
-      " expected a ConfigDict"
-    )
-  values = config.to_dict()
-  for name, value in (overrides or {}).items():
-    node, leaf = _find(values, name, value)
-    node[leaf] = value
-  return build_run_config(values)
+  if path.endswith(".json"):
+    config = ml_collections.ConfigDict(_read_json(path, arg))
+  else:
+    get_config = load_file(path).get_config
+    with running(path):
+      config = _call(get_config, arg)
+    if not isinstance(config, ml_collections.ConfigDict):
+      raise ConfigError(
+        f"config file {path!r}: get_config returned {type(config).__name__},"
+        " expected a ConfigDict"
+      )
+    config = ml_collections.ConfigDict(config)  # Not frozen.
+  with running(path), config.unlocked(), config.ignore_type():
+    for name, value in (overrides or {}).items():
+      _set(config, name, value)
+    values = config.to_dict()
+  run = build_run_config(values)
+  run.model.check_num_blocks()
+  return run
 
 
 def split_spec(spec: str) -> tuple[str, str]:
   """The file and the argument of `path/to/file.py:key=value,...`.
 
   `attnres_jax:lm:key=value,...` is a file that was installed with the library,
-  that of configs/lm.py.
+  configs/lm.py. A path may begin with ~ and, to a config.json, with gs://.
 
   Raises:
     ConfigError: no such file was installed.
   """
-  path, _, arg = spec.partition(":")
+  scheme, store, rest = spec.partition("://")
+  path, _, arg = (rest if store else spec).partition(":")
   if path != _INSTALLED:
-    return path, arg
+    return os.path.expanduser(scheme + store + path if store else path), arg
   name, _, arg = arg.partition(":")
   known = {file.stem: str(file) for file in sorted(_CONFIGS.glob("*.py"))}
   if name not in known:
@@ -99,17 +138,19 @@ def split_spec(spec: str) -> tuple[str, str]:
 def parse_field(name: str, text: str) -> Any:
   """Parses `text` as the type of a field such as "optim.peak_lr".
 
+  Tuples are written as in Python, or as words between commas.
+
   Raises:
     ConfigError: there is no such field, or the text does not fit its type.
   """
-  node, leaf = _find(to_dict(RunConfig()), name, text)
-  default = node[leaf]
-  if isinstance(default, dict):
-    fail(name, text, "one of its fields: " + ", ".join(default))
+  kind = _kind(name, text)
+  if dataclasses.is_dataclass(kind):
+    names = ", ".join(field.name for field in dataclasses.fields(kind))
+    fail(name, text, f"one of its fields: {names}")
   try:
-    return _parse_value(text, default)
-  except ValueError:
-    fail(name, text, f"a value of type {type(default).__name__}")
+    return _parse(text, kind)
+  except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+    fail(name, text, f"a value of type {fields_lib.words(kind)}")
 
 
 def load_file(path: str) -> Any:
@@ -124,6 +165,8 @@ def load_file(path: str) -> Any:
   loader = importlib.machinery.SourceFileLoader(f"config_{file.stem}", path)
   module = types.ModuleType(loader.name)
   module.__file__ = path
+  # Dataclasses look up the names in their annotations there.
+  sys.modules[loader.name] = module
   with running(path):
     loader.exec_module(module)
   if not hasattr(module, "get_config"):
@@ -194,14 +237,52 @@ def parse_arg(arg: str | None, **defaults: Any) -> types.SimpleNamespace:
 
 def _parse_value(text: str, default: Any) -> Any:
   """`text` as the type of the default; raises ValueError if it does not fit."""
-  if isinstance(default, bool):
+  return _parse(text, type(default))
+
+
+def _parse(text: str, kind: Any) -> Any:
+  """`text` as a value of a type; raises ValueError if it does not fit."""
+  kind = fields_lib.plain(kind)
+  args = typing.get_args(kind)
+  if isinstance(kind, types.UnionType):
+    return None if text in ("", "None", "null") else _parse(text, args[0])
+  if kind is bool:
     return bool(_TRUTHS.index(text.lower()) % 2)
-  if isinstance(default, tuple):
-    try:
-      return tuple(ast.literal_eval(text))
-    except (SyntaxError, TypeError, MemoryError, RecursionError) as error:
-      raise ValueError(text) from error
-  return type(default)(text)
+  if typing.get_origin(kind) is tuple:
+    words = fields_lib.plain(args[0]) is str
+    if words and text.strip()[:1] not in ("(", "[", "'", '"'):
+      return tuple(filter(None, map(str.strip, text.split(","))))
+    value = ast.literal_eval(text)
+    if isinstance(value, str):
+      raise ValueError(text)
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+  return kind(text)
+
+
+def _read_json(path: str, arg: str) -> dict[str, Any]:
+  """The config.json of a run."""
+  if arg:
+    raise ConfigError(f"config file {path!r}: got {arg!r}, takes no argument")
+  with running(path):
+    file = epath.Path(path)
+    if not file.exists():
+      raise ConfigError(f"config file {path!r}: not found")
+    values = json.loads(file.read_bytes())
+    if not isinstance(values, dict):
+      raise ConfigError(f"config file {path!r}: holds no JSON object")
+    # A run's plan, as its mesh, is part of it.
+    return to_dict(build_run_config(values))
+
+
+def _call(get_config: Any, arg: str) -> Any:
+  """Calls it with the argument, if it takes one."""
+  try:
+    inspect.signature(get_config).bind(arg)
+  except TypeError:
+    if arg:
+      raise ConfigError(f"got {arg!r}, get_config takes no argument") from None
+    return get_config()
+  return get_config(arg)
 
 
 def _build(cls: type[T], values: Mapping[str, Any], prefix: str) -> T:
@@ -215,15 +296,23 @@ def _build(cls: type[T], values: Mapping[str, Any], prefix: str) -> T:
   return cls(**given)
 
 
-def _find(
-  config: dict[str, Any], name: str, value: Any
-) -> tuple[dict[str, Any], str]:
-  """The dict that contains the field of a dotted name, and its last part."""
-  *parents, leaf = name.split(".")
-  node = config
-  for depth, part in enumerate(parents):
-    node = choose(".".join(parents[: depth + 1]), part, node)
-    if not isinstance(node, dict):
+def _kind(name: str, value: Any) -> Any:
+  """The type of the field of a dotted name."""
+  kind, parts = RunConfig, name.split(".")
+  for depth, part in enumerate(parts, start=1):
+    if not dataclasses.is_dataclass(kind):
       fail(name, value, "the name of a field")
-  choose(name, leaf, node)
-  return node, leaf
+    kinds = typing.get_type_hints(kind, include_extras=True)
+    kind = choose(".".join(parts[:depth]), part, kinds)
+  return kind
+
+
+def _set(config: ml_collections.ConfigDict, name: str, value: Any) -> None:
+  """Replaces a field, or the value that a reference in its place points to."""
+  _kind(name, value)
+  *parents, leaf = name.split(".")
+  for part in parents:
+    if part not in config:
+      config[part] = ml_collections.ConfigDict()
+    config = config[part]
+  config[leaf] = value

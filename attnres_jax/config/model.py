@@ -527,6 +527,24 @@ class ModelConfig(fields.Checked, prefix="model"):
         f"{self.num_layers}",
       )
 
+  def check_num_blocks(self):
+    """Refuses a number of blocks that no size of blocks gives.
+
+    Networks of old runs, which have fewer blocks than they asked for, load.
+    """
+    asked, depth = self.residual.num_blocks, self.num_sublayers
+    if asked:
+      built = {-(-depth // size) for size in range(1, depth + 1)}
+      if asked not in built:
+        lower = max((n for n in built if n < asked), default=min(built))
+        upper = min((n for n in built if n > asked), default=max(built))
+        errors.fail(
+          "model.residual.num_blocks",
+          asked,
+          f"blocks of equal size, such as {lower} or {upper} of the {depth}"
+          f" sublayers of model.num_layers={self.num_layers}",
+        )
+
   def _check_pattern(self):
     accepted = f"one to {self.num_layers} (model.num_layers) mixers"
     if not 1 <= len(self.mixers) <= self.num_layers:

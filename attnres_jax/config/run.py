@@ -38,22 +38,24 @@ class DataConfig(fields.Checked, prefix="data"):
     batch_size: rows per optimiser step, over all processes.
     segment_ids: number the documents of a row, so that attention and loss stay
       inside them.
+    max_epochs: a run that would pass over its text more often is refused.
     seed: of the global shuffle.
     num_threads: read-ahead threads.
   """
 
   source: str = "stdlib"
-  path: str = ""
-  paths: tuple[str, ...] = ()
+  path: fields.Path = ""
+  paths: tuple[fields.Path, ...] = ()
   weights: tuple[fields.Positive, ...] = ()
-  validation_path: str = ""
+  validation_path: fields.Path = ""
   validation_fraction: fields.Share = 0.05
   text_field: str = "text"
   tokenizer: str = "bytes"
-  tokenizer_path: str = ""
+  tokenizer_path: fields.Path = ""
   sequence_length: fields.Size = 256
   batch_size: fields.Size = 12
   segment_ids: bool = False
+  max_epochs: fields.Positive = 4.0
   seed: fields.Seed = 0
   num_threads: fields.Threads = 2
 
@@ -219,7 +221,7 @@ class TrainConfig(fields.Checked, prefix="train"):
   """
 
   steps: fields.Size = 400
-  start_from: str = ""
+  start_from: fields.Path = ""
   log_every: fields.Size = 1
   eval_every: fields.Count = 100
   eval_batches: fields.Size = 8
@@ -261,7 +263,7 @@ class EvalConfig(fields.Checked, prefix="eval"):
 
   tasks: tuple[str, ...] = ()
   tasks_every: fields.Count = 0
-  include_path: str = ""
+  include_path: fields.Path = ""
   limit: fields.Count = 0
   num_fewshot: int = -1
   length: fields.Count = 0

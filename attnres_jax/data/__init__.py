@@ -5,6 +5,7 @@ Training only needs `open_dataset(config.data, "train").batches()`. No module of
 this package starts a JAX device.
 """
 
+from attnres_jax.data.counts import check as check
 from attnres_jax.data.counts import epochs as epochs
 from attnres_jax.data.counts import num_tokens as num_tokens
 from attnres_jax.data.counts import vocab_size as vocab_size

@@ -16,6 +16,15 @@ from attnres_jax.data import sources
 from attnres_jax.data import token_files
 from attnres_jax.data import tokenizer as tokenizer_lib
 
+# Embeddings are padded to multiples of up to this, so that devices can share
+# their rows.
+_PADDING = 1024
+_HINT = (
+  " tokenise a corpus with python -m attnres_jax.data.prepare and pass"
+  " --config.data.source=tokens --config.data.path=FOLDER with the same"
+  " data.tokenizer and data.tokenizer_path"
+)
+
 
 def vocab_size(config: config_lib.DataConfig) -> int:
   """The number of ids of the tokenizer: the least that a network must know.
@@ -53,6 +62,59 @@ def epochs(config: config_lib.DataConfig, train_tokens: float) -> float:
   return max(
     share * train_tokens / count if (count := _count(one)) else float("inf")
     for share, one in zip(shares, config.each_path(), strict=True)
+  )
+
+
+def check(config: config_lib.RunConfig, *, offline: bool = False) -> None:
+  """Refuses a run whose text does not fit it, before anything is compiled.
+
+  Args:
+    config: of the run.
+    offline: look only at what needs no file of the data: the vocabulary of
+      bytes, and the embedded corpus.
+
+  Raises:
+    ConfigError: the vocabulary is not the tokenizer's, or the run would pass
+      over its text more than `data.max_epochs` times.
+  """
+  own = config.data
+  if not offline or own.tokenizer == "bytes":
+    _check_vocabulary(config.model.vocab_size, own)
+  if offline and own.source != "stdlib":
+    return
+  tokens = config.train.steps * own.batch_size * own.sequence_length
+  found = epochs(_shared(own), tokens)
+  if found > own.max_epochs:
+    config_lib.fail_argument(
+      "data.max_epochs",
+      own.max_epochs,
+      f"at least {found:.3g}: the run trains on {tokens:,} tokens, and its text"
+      f" has {num_tokens(_shared(own)):,};{_HINT}",
+    )
+
+
+def _check_vocabulary(given: int, config: config_lib.DataConfig) -> None:
+  """Rows of the embedding beyond a padded vocabulary would never be used."""
+  size = vocab_size(config)
+  padded = -(-size // _PADDING) * _PADDING
+  if given and not size <= given <= padded:
+    config_lib.fail_argument(
+      "model.vocab_size",
+      given,
+      f"the {size} ids of data.tokenizer={config.tokenizer!r}, or up to"
+      f" {padded} with padding (0 takes the tokenizer's);{_HINT}",
+    )
+
+
+def _shared(config: config_lib.DataConfig) -> config_lib.DataConfig:
+  """The same text, whatever the order and the shape of batches."""
+  return dataclasses.replace(
+    config,
+    seed=0,
+    batch_size=1,
+    sequence_length=1,
+    num_threads=0,
+    max_epochs=1.0,
   )
 
 

@@ -39,6 +39,7 @@ HASH_DIGITS = 8
 MAX_SLUG = 80
 UNHASHED = (
   "name",
+  "data.max_epochs",
   "eval.tasks",
   "eval.tasks_every",
   "eval.include_path",
@@ -102,12 +103,18 @@ class Sweep:
     return run
 
 
-def load(spec: str) -> list[Run]:
+def load(spec: str, fields: Mapping[str, str] | None = None) -> list[Run]:
   """The runs of `path/to/file.py:key=value,...`.
 
+  Args:
+    spec: the file, with its argument.
+    fields: dotted field names to values as text, for all runs; overrides of a
+      run take precedence.
+
   Raises:
-    ConfigError: no such file, or it defines no sweep.
+    ConfigError: no such file, it defines no sweep, or a field has no effect.
   """
+  source = config_lib.Source(spec, fields or {})
   path, arg = load_lib.split_spec(spec)
   module = load_lib.load_file(path)
   if not hasattr(module, "sweep"):
@@ -120,9 +127,14 @@ def load(spec: str) -> list[Run]:
   with load_lib.running(path):
     if len(inspect.signature(sweep).parameters) > 1:
       sweep = functools.partial(sweep, arg=arg)
-    runs = collect(sweep, config_resolver(spec))
+    runs = collect(sweep, config_resolver(spec, source.values()))
   if not runs:
     raise config_lib.ConfigError(f"config file {path!r}: its sweep adds no run")
+  for name, value in source.fields.items():
+    if all(name in run.overrides for run in runs):
+      config_lib.fail_argument(
+        f"--config.{name}", value, "a field that the sweep does not set"
+      )
   return runs
 
 
@@ -135,23 +147,27 @@ def collect(
   return collector.runs
 
 
-def config_resolver(spec: str) -> Resolve:
-  """Resolves overrides against `path/to/file.py:key=value,...`.
+def config_resolver(
+  spec: str, fields: Mapping[str, Any] | None = None
+) -> Resolve:
+  """Resolves overrides against `path/to/file.py:key=value,...` and its fields.
 
-  Arguments of `get_config` come after those of `spec`, and so take precedence.
+  Arguments of `get_config` come after those of `spec`, and so take precedence,
+  as overrides do over `fields`.
   """
+  base = dict(fields or {})
 
   def resolve(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
     own = {field.name for field in dataclasses.fields(config_lib.RunConfig)}
-    fields, arguments = {}, []
+    changed, arguments = dict(base), []
     for key, value in overrides.items():
       if "." in key or key in own:
-        fields[key] = value
+        changed[key] = value
       else:
         arguments.append(f"{key}={value}")
     path, given = load_lib.split_spec(spec)
     argument = ",".join([*filter(None, [given]), *arguments])
-    run = config_lib.load_config(f"{path}:{argument}", fields)
+    run = config_lib.load_config(f"{path}:{argument}", changed)
     return config_lib.to_dict(run)
 
   return resolve

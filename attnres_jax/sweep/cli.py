@@ -26,6 +26,7 @@ from etils import epath
 from attnres_jax import command_line
 from attnres_jax import config as config_lib
 from attnres_jax import csv_rows
+from attnres_jax import data
 from attnres_jax import files
 from attnres_jax import plans
 from attnres_jax.config import fields
@@ -67,7 +68,8 @@ def main(experiment: Experiment, argv: Sequence[str] | None = None) -> int:
 
 
 def _act(experiment: Experiment, options: argparse.Namespace) -> int:
-  files.check_folder("--workdir", options.workdir)
+  if not options.dry_run:  # Which touches no folder.
+    files.check_folder("--workdir", options.workdir)
   fields.accept("--max_parallel", options.max_parallel, fields.Size)
   return _ACTIONS[options.action](experiment, options)
 
@@ -77,17 +79,21 @@ def _run(experiment: Experiment, options: argparse.Namespace) -> int:
   told = launchers.Options(options.max_parallel, options.dry_run, settings)
   launcher = launchers.load(options.launcher, told)
   folder = epath.Path(options.workdir)
-  runs = grid.load(options.config)
+  source = config_lib.Source(
+    options.config, command_line.fields_of(options.config_field)
+  )
+  runs = grid.load(source.spec, source.fields)
   if options.only and not grid.select(runs, options.only):
     raise config_lib.ConfigError(
       f"--only: got {options.only!r}, which matches no run"
     )
+  selected = grid.select(runs, options.only)
+  _check_data(selected, offline=options.dry_run)
   if options.preflight:
-    selected = grid.select(runs, options.only)
     if not preflight.check(selected, options.preflight, options.plans):
       return 1
   if not options.dry_run:
-    runs = folder_lib.prepare(folder, runs, options.config)
+    runs = folder_lib.prepare(folder, runs, str(source))
     plans.copy(options.plans, folder)
   selected = grid.select(runs, options.only)
   if options.dry_run:
@@ -103,6 +109,19 @@ def _run(experiment: Experiment, options: argparse.Namespace) -> int:
     if one.status == state_lib.DAMAGED and one.name in launched
   ]
   return result or _outcome(damaged)
+
+
+def _check_data(runs: Sequence[grid.Run], offline: bool) -> None:
+  """Refuses runs whose text is too short or not of their vocabulary.
+
+  Raises:
+    ConfigError: naming the run, the field and what would be accepted.
+  """
+  for run in runs:
+    try:
+      data.check(folder_lib.run_config(run), offline=offline)
+    except config_lib.ConfigError as error:
+      raise config_lib.ConfigError(f"{run.name}: {error}") from None
 
 
 def _status(experiment: Experiment, options: argparse.Namespace) -> int:
@@ -211,6 +230,10 @@ def _parse_options(
   add = parser.add_argument
   add("action", nargs="?", default="run", choices=ACTIONS)
   add("--config", default=experiment.config, help="file:arguments")
+  add(
+    "--config_field", action="append", default=[], metavar="FIELD=VALUE",
+    help="for all runs; the same as --config.FIELD=VALUE",
+  )  # fmt: skip
   add("--workdir", default=experiment.workdir, help="of the sweep, or gs://")
   add("--launcher", default="local", help=", ".join(launchers.LAUNCHERS))
   add("--set", action="append", default=[], help="name=value, for a launcher")
@@ -221,4 +244,8 @@ def _parse_options(
   add("--plans", default=plans.FILE, help="for optim.accumulate_steps=0")
   add("--watch", type=float, default=0.0, help="seconds, of status")
   add("--out", help="file, of collect (rows.csv of the sweep by default)")
-  return parser.parse_args(argv)
+  argv = sys.argv[1:] if argv is None else argv
+  try:
+    return parser.parse_args(command_line.with_fields(argv))
+  except config_lib.ConfigError as error:
+    command_line.stop(str(error))

@@ -61,3 +61,22 @@ def test_no_such_data_is_named():
   config = config_lib.DataConfig(source="tokens", path="/nowhere")
   with pytest.raises(config_lib.ConfigError, match="data.path: got '/nowhere'"):
     data.num_tokens(config)
+
+
+@pytest.mark.parametrize(
+  "fields, message",
+  [
+    ({"model.vocab_size": 163_840}, "model.vocab_size: got 163840, expected"),
+    ({"train.steps": 200_000}, "data.max_epochs: got 4.0, expected at least"),
+    ({"model.vocab_size": 1024}, None),
+    ({"train.steps": 200_000, "data.max_epochs": 1e9}, None),
+  ],
+)
+@pytest.mark.parametrize("offline", [False, True])
+def test_runs_whose_text_does_not_fit_are_refused(fields, message, offline):
+  config = config_lib.load_config("configs/lm.py:size=micro", fields)
+  if message is None:
+    data.check(config, offline=offline)
+    return
+  with pytest.raises(config_lib.ConfigError, match=message):
+    data.check(config, offline=offline)

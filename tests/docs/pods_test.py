@@ -11,9 +11,12 @@ from absl import flags
 import pytest
 import yaml
 
+from attnres_jax import command_line
+from attnres_jax import data
 from attnres_jax.data import prepare
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import cli
+from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import launchers
 from attnres_jax.sweep import worker
 from attnres_jax.sweep.launchers import jobset
@@ -70,7 +73,14 @@ def test_commands_take_their_arguments(module, arguments):
       options.max_parallel, settings=cli._settings(options.set)
     )
     launchers.load(options.launcher, given)
-    assert grid.load(options.config)
+    if options.action == "run":
+      fields = command_line.fields_of(options.config_field)
+      runs = grid.load(options.config, fields)
+      # No sweep of the page trains on the text of laptops.
+      for one in runs:
+        data.check(folder_lib.run_config(one), offline=True)
+      own_text = {one.config["data"]["source"] for one in runs}
+      assert own_text == {"tokens" if "paper" in options.config else "stdlib"}
     CHECKS.get(options.launcher, lambda _: None)(given)
   elif module == "attnres_jax.sweep.worker":
     worker._parse_options(

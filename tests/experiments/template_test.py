@@ -40,9 +40,7 @@ def test_recipe(tmp_path, monkeypatch, capfd):
   readme = (mine / "README.md").read_text()
   assert "TEMPLATE" not in readme and "<!-- results: " in readme
   table = "| setting | N | PreNorm | Block AttnRes |"
-  assert (
-    f"{table}\n" in readme and f" | {losses[0]} | {losses[1]} (" in readme
-  )
+  assert f"{table}\n" in readme and f" | {losses[0]} | {losses[1]} (" in readme
   assert "2 runs, seed 0, " in readme
   page = (tmp_path / "runs" / "try" / "report.html").read_text()
   assert "2/2 done" in page and losses[1] in page

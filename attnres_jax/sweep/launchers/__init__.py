@@ -22,6 +22,7 @@ from typing import Any
 from etils import epath
 
 from attnres_jax import config as config_lib
+from attnres_jax import files
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import state as state_lib
 
@@ -63,8 +64,17 @@ def load(name: str, options: Options) -> Any:
   return module
 
 
-def todo(runs: Sequence[grid.Run], folder: epath.PathLike) -> list[grid.Run]:
-  """The runs to start workers for: neither done nor damaged."""
+def todo(
+  runs: Sequence[grid.Run],
+  folder: epath.PathLike,
+  options: Options = Options(),
+) -> list[grid.Run]:
+  """The runs to start workers for: neither done nor damaged.
+
+  A dry run for a bucket lists all of them, as it need not reach the bucket.
+  """
+  if options.dry_run and files.is_remote(folder):
+    return list(runs)
   over = (state_lib.DONE, state_lib.DAMAGED)
   folder = epath.Path(folder)
   return [

@@ -93,7 +93,7 @@ def launch(
       " gs://BUCKET/NAME, which pods can reach"
     )
   manifests: dict[str, Sequence[Manifest]] = {"queue.yaml": queue(settings)}
-  for run in launchers.todo(runs, folder):
+  for run in launchers.todo(runs, folder, options):
     manifests[f"{run.name}.yaml"] = [job_set(run.name, folder, settings)]
   texts = {file: to_yaml(objects) for file, objects in manifests.items()}
   if options.dry_run:

@@ -66,7 +66,7 @@ def launch(
   _import("ray.train")
   # Workers may have a different working directory.
   folder = str(folder) if files.is_remote(folder) else os.path.abspath(folder)
-  todo = launchers.todo(runs, folder)
+  todo = launchers.todo(runs, folder, options)
   # A branch of a run starts from one of its checkpoints.
   todo.sort(key=lambda run: bool(run.branch_of))
   if options.dry_run:

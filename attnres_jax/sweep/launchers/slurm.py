@@ -53,7 +53,7 @@ def launch(
   options: launchers.Options,
 ) -> int:
   """Writes the script for all runs that are not done; returns 0."""
-  names = [run.name for run in launchers.todo(runs, folder)]
+  names = [run.name for run in launchers.todo(runs, folder, options)]
   if not names:
     print("no run is left to train")
     return 0
