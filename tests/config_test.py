@@ -123,6 +123,7 @@ ERRORS = [
   ("data.sequence_length", 0, ABOVE),
   ("data.batch_size", 0, ABOVE),
   ("data.num_threads", -1, AT_LEAST),
+  ("data.max_epochs", 0.0, "a number above 0"),
   ("data.validation_fraction", 0.0, "a number between 0 and 1"),
   ("data.validation_fraction", 1.0, "a number between 0 and 1"),
   ("loss.z_loss", -1e-4, AT_LEAST),

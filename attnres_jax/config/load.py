@@ -104,7 +104,9 @@ def load_config(
         f"config file {path!r}: get_config returned {type(config).__name__},"
         " expected a ConfigDict"
       )
-    config = ml_collections.ConfigDict(config)  # Not frozen.
+    # Not frozen; its references stay live.
+    unfrozen: Any = ml_collections.ConfigDict
+    config = unfrozen(config)
   with running(path), config.unlocked(), config.ignore_type():
     for name, value in (overrides or {}).items():
       _set(config, name, value)
