@@ -42,6 +42,7 @@ HARMLESS = (
   "train.max_skipped_share",
   "train.profile_steps",
   "train.compiler_options",
+  "data.max_epochs",
   "data.num_threads",
 )
 

@@ -385,7 +385,7 @@ def test_harmless_changes_are_accepted(quick_whole, quick_run, quick):
   changed = quick | {
       "name": "other", "log.tensorboard": True, "checkpoint.keep_last": 1,
       "checkpoint.asynchronous": False, "data.num_threads": 0,
-      "train.on_nan": "skip",
+      "data.max_epochs": 9.0, "train.on_nan": "skip",
   }  # fmt: skip
   tiny_run.train_here(run, changed)
   tiny_run.assert_same_run(quick_whole, run)

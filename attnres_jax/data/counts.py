@@ -83,13 +83,13 @@ def check(config: config_lib.RunConfig, *, offline: bool = False) -> None:
   if offline and own.source != "stdlib":
     return
   tokens = config.train.steps * own.batch_size * own.sequence_length
-  found = epochs(_shared(own), tokens)
+  found = epochs(own, tokens)
   if found > own.max_epochs:
     config_lib.fail_argument(
       "data.max_epochs",
       own.max_epochs,
       f"at least {found:.3g}: the run trains on {tokens:,} tokens, and its text"
-      f" has {num_tokens(_shared(own)):,};{_HINT}",
+      f" has {num_tokens(own):,};{_HINT}",
     )
 
 
@@ -106,23 +106,14 @@ def _check_vocabulary(given: int, config: config_lib.DataConfig) -> None:
     )
 
 
-def _shared(config: config_lib.DataConfig) -> config_lib.DataConfig:
-  """The same text, whatever the order and the shape of batches."""
-  return dataclasses.replace(
-    config,
-    seed=0,
-    batch_size=1,
-    sequence_length=1,
-    num_threads=0,
-    max_epochs=1.0,
-  )
-
-
 def _count(config: config_lib.DataConfig) -> int:
   """Ids of one path."""
   if config.source == "tokens":
     return sum(map(len, token_files.find(config, documents.TRAIN)))
-  config = dataclasses.replace(config, batch_size=1, seed=0, num_threads=0)
+  # The same text, whatever the order and number of its rows.
+  config = dataclasses.replace(
+    config, batch_size=1, seed=0, num_threads=0, max_epochs=1.0
+  )
   if config.source not in sources.TEXT_SOURCES:
     return _count_text(config, "")
   source, _ = sources.open_documents(config, documents.TRAIN)

@@ -68,7 +68,8 @@ def main(experiment: Experiment, argv: Sequence[str] | None = None) -> int:
 
 
 def _act(experiment: Experiment, options: argparse.Namespace) -> int:
-  if not options.dry_run:  # Which touches no folder.
+  # A dry run for a bucket need not reach it.
+  if not (options.dry_run and files.is_remote(options.workdir)):
     files.check_folder("--workdir", options.workdir)
   fields.accept("--max_parallel", options.max_parallel, fields.Size)
   return _ACTIONS[options.action](experiment, options)
@@ -117,9 +118,17 @@ def _check_data(runs: Sequence[grid.Run], offline: bool) -> None:
   Raises:
     ConfigError: naming the run, the field and what would be accepted.
   """
+  checked = set()
   for run in runs:
+    config = folder_lib.run_config(run)
+    # Seeds and schemes share a text, which may take long to count.
+    text = dataclasses.replace(config.data, seed=0)
+    key = text, config.train.steps, config.model.vocab_size
+    if key in checked:
+      continue
+    checked.add(key)
     try:
-      data.check(folder_lib.run_config(run), offline=offline)
+      data.check(config, offline=offline)
     except config_lib.ConfigError as error:
       raise config_lib.ConfigError(f"{run.name}: {error}") from None
 

@@ -157,14 +157,14 @@ def signed(value: float, digits: int = 4) -> str:
   return "0" if float(text) == 0 else text.replace("-", "\N{MINUS SIGN}")
 
 
-def difference(found: pairs.Difference, digits: int = 4) -> str:
+def difference(found: pairs.Difference) -> str:
   """The mean of pairs and its interval, `mean ± margin`.
 
   Without an interval (too few pairs, or a failed arm), the mean alone.
   """
-  text = signed(found.mean, digits)
+  text = signed(found.mean)
   if found.margin is not None:
-    text += f" \N{PLUS-MINUS SIGN} {found.margin:.{digits}f}"
+    text += f" \N{PLUS-MINUS SIGN} {found.margin:.4f}"
   return text
 
 

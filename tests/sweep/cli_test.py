@@ -52,6 +52,12 @@ def test_bad_arguments_get_one_line(main, capsys, arguments, error):
   assert error in lines[0]
 
 
+def test_a_dry_run_checks_a_local_folder(main, tmp_path, capsys):
+  (tmp_path / "sweep").write_text("")
+  assert main("--dry_run") == 2
+  assert capsys.readouterr().err.startswith("error: --workdir: got ")
+
+
 def test_changed_config_is_refused(main, source, tmp_path, capsys):
   tiny_sweep.prepare(tmp_path / "sweep", source)
   tiny_sweep.write(tmp_path / "tiny.py", seeds=(0,), **{"optim.b1": 0.5})
