@@ -29,7 +29,11 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
 }
 TRIED_RATES = (0.0011, 0.0015, 0.0021, 0.003)
 # Rates added because the best of the four was at an edge.
-EXTRA_RATES: Mapping[str, tuple[float, ...]] = {}
+EXTRA_RATES: Mapping[str, tuple[float, ...]] = {
+  "prenorm": (0.0042,),
+  "block": (0.0042,),
+  "denseformer": (0.0042,),
+}
 # Each arm's own rate: the lowest mean loss of part=rates.
 RATES: Mapping[str, float] = {}
 RATE_SEEDS = (100, 101)
