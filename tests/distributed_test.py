@@ -32,7 +32,7 @@ def fields(tmp_path_factory):
 
 def test_two_processes_stop_and_die_together_and_equal_one(fields, tmp_path):
   one, two = tmp_path / "one", tmp_path / "two"
-  endless = fields | {"train.steps": 10**6}
+  endless = fields | tiny_run.ENDLESS
 
   # SIGTERM to the process that is not the writer stops both.
   processes = tiny_run.start_two(two, endless)

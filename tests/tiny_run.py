@@ -43,6 +43,8 @@ FIELDS = {
   "checkpoint.every_steps": 5,
   "checkpoint.keep_last": 100,
 }
+# A run that only a test ends; its few files are read as often as it takes.
+ENDLESS = {"train.steps": 10**6, "data.max_epochs": 1e6}
 
 
 def corpus(folder):
@@ -135,8 +137,8 @@ def one_of_two_dies(workdir, fields, after=0):
 
   jax alone would wait 100 seconds for a missing heartbeat.
   """
-  endless = {"train.steps": 10**6, "checkpoint.every_steps": 0}
-  processes = start_two(workdir, fields | endless)
+  endless = fields | ENDLESS | {"checkpoint.every_steps": 0}
+  processes = start_two(workdir, endless)
   wait_for_rows(workdir, processes, after=after)
   processes[1].kill()
   try:
