@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a model from the command line.
+r"""Trains a model from the command line.
 
   python -m attnres_jax.main \
     --config=configs/lm.py:size=tiny,residual=block_attnres \
@@ -16,14 +16,13 @@ cluster by itself. Elsewhere, describe the cluster:
     --coordinator_address=10.0.0.1:1234 --num_processes=2 --process_id=0
 """
 
+import argparse
 from collections.abc import Sequence
 import os
 import sys
 import traceback
 from typing import NoReturn
 
-from absl import app
-from absl import flags
 import jax
 
 from attnres_jax import command_line
@@ -32,60 +31,50 @@ from attnres_jax import data
 from attnres_jax import files
 from attnres_jax import train
 
-_WORKDIR = flags.DEFINE_string(
-  "workdir", None, "Folder of the run, local or gs://; created if needed."
-)
-_CHANGED = flags.DEFINE_bool(
-    "resume_with_changed_config", False,
-    "Resume a run even if its configuration or data differ.",
-)  # fmt: skip
-_ANY_SIZE = flags.DEFINE_bool(
-    "any_size", False,
-    "Train even if the model seems too large for this machine.",
-)  # fmt: skip
-_DISTRIBUTED = flags.DEFINE_bool(
-  "distributed", False, "This is one of several processes of one run."
-)
-_COORDINATOR = flags.DEFINE_string(
-  "coordinator_address", None, "host:port of process 0; automatic on a pod."
-)
-_NUM_PROCESSES = flags.DEFINE_integer(
-  "num_processes", None, "Number of processes; automatic on a pod."
-)
-_PROCESS_ID = flags.DEFINE_integer(
-  "process_id", None, "Index of this process, from 0; automatic on a pod."
-)
 
-
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
   """Checks the flags and trains; returns the exit status."""
-  del argv
-  return command_line.run(_train)
+  return command_line.run(_train, make_parser().parse_args(argv))
 
 
-def _train() -> None:
-  config = command_line.config_of_flags()
-  if not _WORKDIR.value:
-    raise config_lib.ConfigError("--workdir: missing, expected a folder")
-  files.check_folder("--workdir", _WORKDIR.value)
-  data.check(config)
-  command_line.connect(
-    _DISTRIBUTED.value,
-    _COORDINATOR.value,
-    _NUM_PROCESSES.value,
-    _PROCESS_ID.value,
+def make_parser() -> command_line.Parser:
+  parser = command_line.Parser("python -m attnres_jax.main", __doc__)
+  add = parser.add_argument
+  parser.add_config()
+  add("--workdir", help="folder of the run, local or gs://; created if needed")
+  add(
+    "--resume_with_changed_config",
+    action="store_true",
+    help="resume a run even if its configuration or data differ",
   )
+  add(
+    "--any_size",
+    action="store_true",
+    help="train even if the model seems too large for this machine",
+  )
+  parser.add_plans()
+  command_line.add_cluster(parser)
+  return parser
+
+
+def _train(options: argparse.Namespace) -> None:
+  config = command_line.load_config(options.config)
+  if not options.workdir:
+    raise config_lib.ConfigError("--workdir: missing, expected a folder")
+  files.check_folder("--workdir", options.workdir)
+  data.check(config)
+  command_line.connect(options)
   try:
     summary = train.train_and_evaluate(
       config,
-      _WORKDIR.value,
-      resume_with_changed_config=_CHANGED.value,
-      any_size=_ANY_SIZE.value,
+      options.workdir,
+      resume_with_changed_config=options.resume_with_changed_config,
+      any_size=options.any_size,
       leave=_leave_early,
-      plans=command_line.plans_file(),
+      plans=options.plans,
     )
   except jax.errors.JaxRuntimeError as error:
-    if not _DISTRIBUTED.value:
+    if not options.distributed:
       raise
     _leave(error)
   if summary["status"] == "stopped":
@@ -131,4 +120,4 @@ def _leave(error: Exception) -> NoReturn:
 
 
 if __name__ == "__main__":
-  app.run(main, flags_parser=command_line.parse_flags)
+  sys.exit(main())

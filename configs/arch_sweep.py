@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Network shapes with equal compute and parameter counts (paper, Fig. 7).
+r"""Network shapes with equal compute and parameter counts (paper, Fig. 7).
 
   python -m experiments.arch_sweep.run --max_parallel=2 \
     --config=configs/arch_sweep.py --workdir=runs/arch_sweep

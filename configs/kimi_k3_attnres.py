@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The depth of Kimi K3: 93 transformer blocks of width 7168, in blocks of 12.
+r"""The depth of Kimi K3: 93 transformer blocks of width 7168, in blocks of 12.
 
 A preset of shapes at which to compile, count and measure depth attention. It is
 not the actual network, whose other parts we mostly do not know.

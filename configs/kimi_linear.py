@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kimi Linear, the architecture that the AttnRes paper trains.
+r"""Kimi Linear, the architecture that the AttnRes paper trains.
 
 Three KDA mixers to one MLA, fine-grained experts, Muon (arXiv:2603.15031
 section 5, arXiv:2510.26692). Any of it on a laptop, in about a minute:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoder-only language models with any residual scheme.
+r"""Decoder-only language models with any residual scheme.
 
   python -m attnres_jax.main \
     --config=configs/lm.py:size=tiny,residual=block_attnres --workdir=runs/tiny

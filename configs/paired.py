@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Networks on which residual schemes are compared in pairs of runs.
+r"""Networks on which residual schemes are compared in pairs of runs.
 
   python -m attnres_jax.main --workdir=runs/one \
     --config=configs/paired.py:residual=block_attnres

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The language models of `lm.py`, split over the ranks of a pipeline.
+r"""The language models of `lm.py`, split over the ranks of a pipeline.
 
   JAX_NUM_CPU_DEVICES=4 python -m attnres_jax.main \
     --config=configs/pipeline.py:size=micro --workdir=runs/pipeline

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scaling laws (paper, section 5.1): the same schemes at several sizes.
+r"""Scaling laws (paper, section 5.1): the same schemes at several sizes.
 
   python -m experiments.scaling_law.run --config=configs/scaling.py \
     --workdir=runs/scaling --max_parallel=2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fills in the README of an experiment and draws its figures, from its rows.
+r"""Fills in the README of an experiment and draws its figures, from its rows.
 
   python -m experiments.publish scaling_law --adopt=runs/scaling
   python -m experiments.publish scaling_law
@@ -8,7 +8,8 @@ The first command copies the rows of a finished sweep (its folder, or a file of
 rows) to experiments/scaling_law/results.csv; --to selects another file, such as
 --to=learning_rates, and --add keeps the rows of other runs that are there.
 `PUBLISHED` in the run.py of the experiment says how the rows are used. A test
-keeps documents and rows consistent.
+keeps documents and rows consistent. With --config and fields as for its launch,
+the rows that --adopt reads have to be runs of that sweep.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from attnres_jax import command_line
 from attnres_jax import config as config_lib
 from attnres_jax import csv_rows
 from attnres_jax import files
+from attnres_jax.scaling import grid
 from attnres_jax.sweep import monitor
 from experiments.pages import readme
 
@@ -30,18 +32,17 @@ from experiments.pages import readme
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command; returns its exit status."""
   parser = command_line.Parser("python -m experiments.publish", __doc__)
-  parser.add_argument(
-    "experiment", help="name of its folder, such as scaling_law"
+  add = parser.add_argument
+  parser.add_config()
+  add("experiment", help="name of its folder, such as scaling_law")
+  add("--adopt", metavar="PATH", help="folder of a sweep, or a CSV file")
+  add(
+    "--add",
+    action="store_true",
+    when="adopt",
+    help="keep committed rows of other runs",
   )
-  parser.add_argument(
-    "--adopt", metavar="PATH", help="folder of a sweep, or a CSV file"
-  )
-  parser.add_argument(
-    "--add", action="store_true", help="keep committed rows of other runs"
-  )
-  parser.add_argument(
-    "--to", default="results", help="name of the file of rows"
-  )
+  add("--to", default="results", when="adopt", help="name of the file of rows")
   options = parser.parse_args(argv)
   return command_line.run(_main, options)
 
@@ -83,16 +84,30 @@ def publish(published: readme.Published) -> None:
 
 def _main(options: argparse.Namespace) -> None:
   published = load(options.experiment)
+  if options.config and not options.adopt:
+    config_lib.fail_argument("--config", str(options.config), "--adopt with it")
   if options.adopt:
     places = {place.rows: place for place in published.places}
     config_lib.choose("--to", options.to, places)
     path = published.folder / f"{options.to}.csv"
     adopted = _adopted(options.adopt)
+    if options.config:
+      _check_runs(adopted, options.config)
     names = {row["run"] for row in adopted}
     known = published.read(options.to) if options.add else []
     kept = [row for row in known if row["run"] not in names]
     csv_rows.write(path, [*kept, *adopted])
   publish(published)
+
+
+def _check_runs(rows: readme.Rows, source: config_lib.Source) -> None:
+  """Whether all rows are runs of a sweep, whose names have their hashes."""
+  known = {run.name for run in grid.load(source.spec, source.fields)}
+  other = [row["run"] for row in rows if row["run"] not in known]
+  if other:
+    raise config_lib.ConfigError(
+      f"--adopt: got a row of {other[0]}, expected only runs of {source}"
+    )
 
 
 def _adopted(path: str) -> readme.Rows:

@@ -32,6 +32,7 @@ FIELDS = {
   "model.mlp_width": 32,
   "model.residual.num_blocks": 2,
   "data.source": "text",
+  "data.max_epochs": 1e9,  # Of a few lines.
   "data.validation_fraction": 0.2,
   "data.sequence_length": 16,
   "data.batch_size": 4,

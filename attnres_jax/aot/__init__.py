@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile any configuration for a TPU pod, on a machine without one.
+r"""Compile any configuration for a TPU pod, on a machine without one.
 
   topology      names of slices, and the properties of their devices
   hlo           reads a compiled program: loops, products, traffic, collectives

@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which mesh, microbatches and checkpointing suit a config on a slice.
+r"""Which mesh, microbatches and checkpointing suit a config on a slice.
 
   python -m attnres_jax.aot.plan --config=configs/kimi_linear.py:size=436m \
-    --topology=v5p-32 --tries=3 --save
-  python -m attnres_jax.aot.plan --config=configs/scaling.py:scale=paper \
-    --sweep --topology=v5p-32 --tries=1 --save
+    --config.data.source=tokens --config.data.path=gs://BUCKET/data/corpus \
+    --config.data.tokenizer=ids --topology=v5p-32 --tries=3 --save
 
-Takes the same `--config` flags as training. It enumerates meshes (data, fsdp,
-expert), microbatches and `model.remat`, drops what cannot fit by arithmetic,
-ranks the rest by a rough estimate, compiles the best few for the slice, which
-needs no TPU, and prints them, the fastest first, with flags that training
-takes. Each takes a minute or two, since the compiler is stopped before it
-writes machine code (`schedule`). Exit status 1: none of them fits.
+Takes the same `--config` flags as training. Whoever plans names the text of the
+runs, of which nothing is read: as in training, a run that its text does not fit
+is refused, such as a long one with the default text.
+
+The command enumerates meshes (data, fsdp, expert), microbatches and
+`model.remat`, and drops what cannot fit by arithmetic. It compiles the best few
+by a rough estimate for the slice, which needs no TPU, and prints them, the
+fastest first, with flags that training takes. Each takes a minute or two, since
+the compiler is stopped before it writes machine code (`schedule`). Exit status
+1: none of them fits.
 
 With --save, the fastest that fits is added to the file of --plans, from which
 runs with `optim.accumulate_steps=0` take it. With --sweep, every different step
@@ -35,19 +38,20 @@ the bubble counts (`lockstep`). No chip reaches its peaks, so real steps take
 longer; compare plans with each other.
 """
 
+import argparse
 from collections.abc import Iterator, Mapping, Sequence
 import dataclasses
 import importlib.metadata
 import math
+import sys
 from typing import Any
 
-from absl import app
-from absl import flags
 import jax
 
 from attnres_jax import chips
 from attnres_jax import command_line
 from attnres_jax import config as config_lib
+from attnres_jax import data
 from attnres_jax import plans as plans_lib
 from attnres_jax import text_table
 from attnres_jax.aot import candidates as candidates_lib
@@ -55,26 +59,6 @@ from attnres_jax.aot import report as report_lib
 from attnres_jax.aot import topology
 from attnres_jax.models import residuals
 from attnres_jax.scaling import grid
-
-_TOPOLOGY = flags.DEFINE_string(
-  "topology",
-  None,
-  "TPU slice, such as v6e-16, v5e:4x4 or v5p:4x4x4.",
-  allow_override=True,
-)
-_TRIES = flags.DEFINE_integer("tries", 3, "How many plans that fit to compile.")
-_SAVE = flags.DEFINE_bool(
-  "save", False, "Add the fastest plan that fits to the file of --plans."
-)
-_SWEEP = flags.DEFINE_bool(
-  "sweep", False, "Plan the sweep of the config file, not one config."
-)
-_STAGES = flags.DEFINE_list(
-  "stages", [], "Values of mesh.stage; by default that of the config."
-)
-_ONLY = flags.DEFINE_string(
-  "only", "", "Regular expression over names of a sweep's runs."
-)
 
 _GIB = 2**30
 # Plans that turn out not to fit, before giving up.
@@ -179,76 +163,118 @@ def _num_chips(devices: Sequence[Any]) -> int:
   return len({tuple(device.coords) for device in devices})
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
   """Plans and prints; the exit status says whether any plan fits."""
-  del argv
-  return command_line.run(_plan)
+  return command_line.run(_plan, make_parser().parse_args(argv))
 
 
-def _plan() -> int:
-  slice_name = _TOPOLOGY.value
+def make_parser() -> command_line.Parser:
+  parser = command_line.Parser("python -m attnres_jax.aot.plan", __doc__)
+  add = parser.add_argument
+  parser.add_config()
+  add("--topology", help="TPU slice, such as v6e-16, v5e:4x4 or v5p:4x4x4")
+  add("--tries", type=int, default=3, help="plans that fit to compile")
+  add(
+    "--save",
+    action="store_true",
+    help="add the fastest plan that fits to the file of --plans",
+  )
+  add("--sweep", action="store_true", help="plan the sweep of the config file")
+  add("--stages", default="", help="values of mesh.stage, such as 1,4,8")
+  add(
+    "--only",
+    default="",
+    when="sweep",
+    help="regular expression over names of runs",
+  )
+  parser.add_plans()
+  return parser
+
+
+def _plan(options: argparse.Namespace) -> int:
+  # Programs are compiled for the topology; nothing runs.
+  jax.config.update("jax_platforms", "cpu")
+  slice_name = options.topology
   if not slice_name:
     raise config_lib.ConfigError(
       "--topology: missing, expected a slice such as v6e-16"
     )
-  if _TRIES.value < 1:
-    config_lib.fail_argument("--tries", _TRIES.value, "a number above 0")
-  for number in _STAGES.value:
+  if options.tries < 1:
+    config_lib.fail_argument("--tries", options.tries, "a number above 0")
+  for number in filter(None, options.stages.split(",")):
     if not number.isdigit() or not int(number):
       config_lib.fail_argument("--stages", number, "numbers, such as 1,4,8")
-  if _SWEEP.value:
-    configs = _unplanned(topology.devices(slice_name))
-  else:
-    configs = iter([command_line.config_of_flags()])
-  fits = [_plan_one(config, slice_name) for config in configs]
+  configs = asked(options)
+  for config in configs:
+    data.check(config, offline=True)
+  if options.sweep:
+    configs = _unplanned(configs, options, topology.devices(slice_name))
+  fits = [_plan_one(config, slice_name, options) for config in configs]
   return 0 if all(fits) else 1
 
 
+def asked(options: argparse.Namespace) -> Sequence[config_lib.RunConfig]:
+  """The configs that a command is to plan, with the names of their runs."""
+  source = command_line.needed(options.config)
+  if not options.sweep:
+    return [source.load()]
+  runs = grid.select(grid.load(source.spec, source.fields), options.only)
+  return [
+    dataclasses.replace(config_lib.build_run_config(run.config), name=run.name)
+    for run in runs
+  ]
+
+
 def _unplanned(
+  configs: Sequence[config_lib.RunConfig],
+  options: argparse.Namespace,
   devices: Sequence[Any],
 ) -> Iterator[config_lib.RunConfig]:
-  """The configs of a sweep that are not in the file when their turn comes."""
+  """Yields configs that the file of plans lacks when their turn comes."""
   seen = set()
-  runs = grid.load(command_line.config_spec())
-  for run in grid.select(runs, _ONLY.value):
-    config = config_lib.build_run_config(run.config)
+  for config in configs:
     key = plans_lib.config_hash(config)
-    known = plans_lib.find(config, devices, command_line.plans_file())
+    known = plans_lib.find(config, devices, options.plans)
     if key not in seen and known is None:
       seen.add(key)
-      print(f"{run.name}:", flush=True)
-      yield dataclasses.replace(config, name=run.name)
+      print(f"{config.name}:", flush=True)
+      yield config
 
 
-def _plan_one(config: config_lib.RunConfig, slice_name: str) -> bool:
+def _plan_one(
+  config: config_lib.RunConfig, slice_name: str, options: argparse.Namespace
+) -> bool:
   """Compiles and prints the best plans; whether one of them fits."""
   devices = topology.devices(slice_name)
   rows = []
-  for i, overrides in enumerate(_candidates(config, devices), start=1):
+  stages = tuple(map(int, filter(None, options.stages.split(","))))
+  candidates = _candidates(config, devices, stages, options.plans)
+  for i, overrides in enumerate(candidates, start=1):
     fields = ", ".join(f"{k}={v}" for k, v in overrides.items())
     print(f"compiling {i}: {fields}", flush=True)
     rows.append(compiled(config, overrides, slice_name))
     fitting = sum(row["fits"] for row in rows)
-    if fitting == _TRIES.value or i == _MISFITS + _TRIES.value:
+    if fitting == options.tries or i == _MISFITS + options.tries:
       break
   rows.sort(key=lambda row: row.get("step_seconds") or math.inf)
   text = to_text(rows) if rows else "no plan fits by arithmetic"
   print(f"\n{text}\n", flush=True)
   best = next((row for row in rows if row["fits"]), None)
-  if _SAVE.value and best:
+  if options.save and best:
     facts = _facts(best) | {"tries": len(rows)}
     facts |= dict(slice=slice_name, libtpu=_libtpu())
-    path = command_line.plans_file()
-    plans_lib.put(config, devices, best["overrides"], facts, path)
+    overrides = best["overrides"]
+    plans_lib.put(config, devices, overrides, facts, options.plans)
   return best is not None
 
 
 def _candidates(
-  config: config_lib.RunConfig, devices: Sequence[Any]
+  config: config_lib.RunConfig,
+  devices: Sequence[Any],
+  stages: tuple[int, ...],
+  path: str,
 ) -> Iterator[Mapping[str, Any]]:
   """Overrides in the order in which they are compiled."""
-  stages = tuple(map(int, _STAGES.value))
-  path = command_line.plans_file()
   known = plans_lib.under_other_schemes(
     config, devices, residuals.RESIDUALS, path
   )
@@ -304,6 +330,4 @@ def _different(
 
 
 if __name__ == "__main__":
-  # Programs are compiled for the topology; nothing runs.
-  jax.config.update("jax_platforms", "cpu")
-  app.run(main, flags_parser=command_line.parse_flags)
+  sys.exit(main())

@@ -541,8 +541,8 @@ class ModelConfig(fields.Checked, prefix="model"):
         errors.fail(
           "model.residual.num_blocks",
           asked,
-          f"blocks of equal size, such as {lower} or {upper} of the {depth}"
-          f" sublayers of model.num_layers={self.num_layers}",
+          f"a number that a block size gives, such as {lower} or {upper} with"
+          f" the {depth} sublayers of model.num_layers={self.num_layers}",
         )
 
   def _check_pattern(self):

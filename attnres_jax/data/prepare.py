@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenises a text source once into token files, which runs read.
+r"""Tokenises a text source once into token files, which runs read.
 
   python -m attnres_jax.data.prepare --source=jsonl --path='corpus/*.jsonl' \
       --tokenizer=hf --tokenizer_path=tokenizer.json --output=DIR

@@ -231,7 +231,8 @@ def _parser() -> command_line.Parser:
   )
   add = parser.add_argument
   trained.add_flags(parser, length="0 for what the prompts need", prefix_mib=0)
-  add("--prompt", default="", help="text to continue")
+  free = command_line.text
+  add("--prompt", type=free, default="", help="text to continue")
   add("--prompts", metavar="FILE", help="many texts, one per line, or .jsonl")
   add("--json", action="store_true", help="print a line of JSON per prompt")
   add("--num_tokens", type=int, default=256, help="how many tokens to add")
@@ -255,7 +256,7 @@ def _parser() -> command_line.Parser:
   )  # fmt: skip
   add("--seed", type=int, default=0, help="seed of the random choices")
   add(
-    "--stop", action="append", default=[],
+    "--stop", type=free, action="append", default=[],
     help="end before this text; may be repeated",
   )  # fmt: skip
   add(

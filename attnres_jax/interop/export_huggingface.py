@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exports a network as a Hugging Face checkpoint.
+r"""Exports a network as a Hugging Face checkpoint.
 
   python -m attnres_jax.interop.export_huggingface \
     --workdir=runs/tuned --path=DIR

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports a Hugging Face checkpoint: the folder of a run that can be trained.
+r"""Imports a Hugging Face checkpoint: the folder of a run that can be trained.
 
   python -m attnres_jax.interop.import_huggingface \
     --path=DIR --workdir=runs/llama

@@ -61,10 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   add("--fsdp", type=int, default=-1, help="devices that share the weights")
   add("--data", type=int, default=1, help="copies of the weights")
   add("--tensor", type=int, default=1, help="devices that share each matrix")
-  add("--distributed", action="store_true", help="one of several processes")
-  add("--coordinator_address", help="host:port of process 0")
-  add("--num_processes", type=int)
-  add("--process_id", type=int)
+  command_line.add_cluster(parser)
   return command_line.run(_score, parser.parse_args(argv))
 
 
@@ -79,12 +76,7 @@ def _score(options: argparse.Namespace) -> None:
     files.check_folder("--include_path", options.include_path)
   from attnres_jax.interop import harness  # An extra.
 
-  command_line.connect(
-    options.distributed,
-    options.coordinator_address,
-    options.num_processes,
-    options.process_id,
-  )
+  command_line.connect(options)
   steps = checkpoint.all_steps(workdir)
   step = options.step if options.step is not None else max(steps, default=None)
   if step not in steps:

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws a pipeline: its ticks, what it sends, what it holds. No device needed.
+r"""Draws a pipeline: its ticks, what it sends, what it holds. No device needed.
 
   python -m attnres_jax.pipeline --stage=4 --virtual_stages=2 \
     --microbatches=8 --sublayers=16 --block_size=4
   python -m attnres_jax.pipeline --show=life --microbatch=5
+  python -m attnres_jax.pipeline --config=configs/pipeline.py:size=micro
 
+The last one draws the pipeline that a config trains: its ranks, chunks,
+microbatches, sublayers, blocks and rule, which flags then do not repeat.
 `docs/pipeline.md` explains what is drawn.
 """
 
@@ -13,7 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 import sys
 
 from attnres_jax import command_line
+from attnres_jax import config as config_lib
 from attnres_jax import text_table
+from attnres_jax.models import residuals
 from attnres_jax.pipeline import drawing
 from attnres_jax.pipeline import layout as layout_lib
 from attnres_jax.pipeline import life
@@ -33,13 +38,15 @@ def draw(argv: Sequence[str] | None = None, orders: Orders = _RUN) -> str:
   """The output of the command.
 
   Args:
-    argv: arguments; those of this process by default.
+    argv: arguments; sys.argv by default.
     orders: the orders that can be drawn, by name; the first is the default.
 
   Raises:
     ConfigError: naming the argument, its value and what is accepted.
   """
   options = _parser(orders).parse_args(argv)
+  if options.config:
+    _take_config(options)
   layout_lib.check_count("stage", options.stage)
   layout_lib.check_count("virtual_stages", options.virtual_stages)
   chunks = options.stage * options.virtual_stages
@@ -51,6 +58,28 @@ def draw(argv: Sequence[str] | None = None, orders: Orders = _RUN) -> str:
   )
   schedule = orders[options.order](layout, options.microbatches)
   return "\n".join(PARTS[name](schedule, options) for name in options.show)
+
+
+def _take_config(options: argparse.Namespace) -> None:
+  """Replaces what the config of a run says."""
+  config = options.config.load()
+  model, pipeline = config.model, config.pipeline
+  scheme = residuals.abstract_residual(model)
+  found = dict(
+    stage=config.mesh.stage,
+    virtual_stages=pipeline.virtual_stages,
+    microbatches=pipeline.microbatches or config.mesh.stage,
+    sublayers=model.num_sublayers,
+    block_size=scheme.block_size or 0,
+    rule=pipeline.rule,
+  )
+  for name, value in found.items():
+    if name in options.given:
+      given = getattr(options, name)
+      config_lib.fail_argument(
+        f"--{name}", given, f"{value}, as the config has"
+      )
+    setattr(options, name, value)
 
 
 def holds_text(schedule: schedule_lib.Schedule, rule: str) -> str:
@@ -84,6 +113,7 @@ PARTS: dict[str, Callable[[schedule_lib.Schedule, argparse.Namespace], str]] = {
 
 def _parser(orders: Orders) -> command_line.Parser:
   parser = command_line.Parser("python -m attnres_jax.pipeline", __doc__)
+  parser.add_config()
   count = dict(type=int, metavar="N")
   parser.add_argument("--stage", default=4, help="ranks, P", **count)
   parser.add_argument(

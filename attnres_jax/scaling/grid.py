@@ -27,11 +27,12 @@ import inspect
 import itertools
 import json
 import re
-from typing import Any
+from typing import Any, TypeVar
 
 from attnres_jax import config as config_lib
 from attnres_jax.config import load as load_lib
 
+Named = TypeVar("Named", bound=Any)
 Resolve = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 HASH_DIGITS = 8
@@ -182,8 +183,8 @@ def product(**axes: Iterable[Any]) -> Iterator[dict[str, Any]]:
     yield dict(zip(axes, values))
 
 
-def select(runs: Iterable[Run], pattern: str) -> list[Run]:
-  """The runs whose names match the regular expression."""
+def select(runs: Iterable[Named], pattern: str) -> list[Named]:
+  """The runs, or their progress, whose names match the regular expression."""
   try:
     expression = re.compile(pattern)
   except re.error as error:

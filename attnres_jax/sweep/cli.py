@@ -63,7 +63,7 @@ class Experiment:
 
 def main(experiment: Experiment, argv: Sequence[str] | None = None) -> int:
   """Runs the command; returns its exit status."""
-  options = _parse_options(experiment, argv)
+  options = make_parser(experiment).parse_args(argv)
   return command_line.run(_act, experiment, options)
 
 
@@ -80,9 +80,7 @@ def _run(experiment: Experiment, options: argparse.Namespace) -> int:
   told = launchers.Options(options.max_parallel, options.dry_run, settings)
   launcher = launchers.load(options.launcher, told)
   folder = epath.Path(options.workdir)
-  source = config_lib.Source(
-    options.config, command_line.fields_of(options.config_field)
-  )
+  source = options.config
   runs = grid.load(source.spec, source.fields)
   if options.only and not grid.select(runs, options.only):
     raise config_lib.ConfigError(
@@ -191,13 +189,25 @@ _ACTIONS = {
 
 
 def _known(options: argparse.Namespace) -> list[monitor.Progress]:
-  """Progress of a folder that must contain a sweep."""
+  """Progress of the selected runs of a folder, which must contain a sweep."""
   progress = monitor.of_folder(options.workdir)
   if not progress:
     raise config_lib.ConfigError(
       f"--workdir: got {options.workdir!r}, expected the folder of a sweep"
     )
-  return progress
+  if options.given & {"config", "config_fields"}:
+    _check_source(options)
+  return grid.select(progress, options.only)
+
+
+def _check_source(options: argparse.Namespace) -> None:
+  """Refuses a --config that did not make the sweep of the folder."""
+  there = folder_lib.source(options.workdir)
+  if there != str(options.config):
+    raise config_lib.ConfigError(
+      f"--config: got {options.config}, expected {there}, which made"
+      f" {options.workdir}"
+    )
 
 
 def _settings(given: Sequence[str]) -> dict[str, str]:
@@ -232,29 +242,47 @@ def _every_minute(action: Callable[[], object]) -> Iterator[None]:
     thread.join()
 
 
-def _parse_options(
-  experiment: Experiment, argv: Sequence[str] | None
-) -> argparse.Namespace:
+def make_parser(experiment: Experiment) -> command_line.Parser:
+  """The flags of an experiment's command."""
   parser = command_line.Parser(experiment.program, experiment.description)
-  add = parser.add_argument
+  add, run = parser.add_argument, ("action", ("run",))
   add("action", nargs="?", default="run", choices=ACTIONS)
-  add("--config", default=experiment.config, help="file:arguments")
-  add(
-    "--config_field", action="append", default=[], metavar="FIELD=VALUE",
-    help="for all runs; the same as --config.FIELD=VALUE",
-  )  # fmt: skip
+  parser.add_config(experiment.config)
   add("--workdir", default=experiment.workdir, help="of the sweep, or gs://")
-  add("--launcher", default="local", help=", ".join(launchers.LAUNCHERS))
-  add("--set", action="append", default=[], help="name=value, for a launcher")
-  add("--max_parallel", type=int, default=1, help="runs at a time")
-  add("--only", default="", help="regular expression over names of runs")
-  add("--dry_run", action="store_true", help="say what would be started")
-  add("--preflight", help="compile for this TPU slice first, such as v5p:2x2x4")
-  add("--plans", default=plans.FILE, help="for optim.accumulate_steps=0")
-  add("--watch", type=float, default=0.0, help="seconds, of status")
-  add("--out", help="file, of collect (rows.csv of the sweep by default)")
-  argv = sys.argv[1:] if argv is None else argv
-  try:
-    return parser.parse_args(command_line.with_fields(argv))
-  except config_lib.ConfigError as error:
-    command_line.stop(str(error))
+  add(
+    "--only",
+    default="",
+    when=("action", ("run", "status", "collect")),
+    help="regular expression over names of runs",
+  )
+  for name, default, help_text in (
+    ("launcher", "local", ", ".join(launchers.LAUNCHERS)),
+    ("preflight", None, "compile for this TPU slice first, such as v5p:2x2x4"),
+    ("plans", plans.FILE, "for optim.accumulate_steps=0"),
+  ):
+    add(f"--{name}", default=default, when=run, help=help_text)
+  add(
+    "--set",
+    action="append",
+    default=[],
+    when=run,
+    metavar="NAME=VALUE",
+    help="for a launcher",
+  )
+  add("--max_parallel", type=int, default=1, when=run, help="runs at a time")
+  add(
+    "--dry_run", action="store_true", when=run, help="say what would be started"
+  )
+  add(
+    "--watch",
+    type=float,
+    default=0.0,
+    when=("action", ("status",)),
+    help="seconds between tables",
+  )
+  add(
+    "--out",
+    when=("action", ("collect",)),
+    help="file (default: rows.csv of the sweep)",
+  )
+  return parser

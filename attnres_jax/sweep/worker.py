@@ -96,12 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _work(options: argparse.Namespace) -> int:
-  command_line.connect(
-    options.distributed,
-    options.coordinator_address,
-    options.num_processes,
-    options.process_id,
-  )
+  command_line.connect(options)
   files.check_folder("--folder", options.folder)
   result = work(options.folder, options.run, options.patience_seconds)
   if result == exits.Exit.DISK_FULL:
@@ -218,12 +213,7 @@ def _parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
   parser = command_line.Parser("python -m attnres_jax.sweep.worker", __doc__)
   parser.add_argument("--folder", required=True, help="of the sweep")
   parser.add_argument("--run", required=True, help="name of the run")
-  parser.add_argument(
-    "--distributed", action="store_true", help="one of several processes"
-  )
-  parser.add_argument("--coordinator_address", help="host:port of process 0")
-  parser.add_argument("--num_processes", type=int)
-  parser.add_argument("--process_id", type=int)
+  command_line.add_cluster(parser)
   parser.add_argument(
     "--patience_seconds", type=float, default=0.0,
     help="to wait for a run whose worker may be dead",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes two tasks of text that every machine has; nothing is downloaded.
+r"""Writes two tasks of text that every machine has; nothing is downloaded.
 
   python -m experiments.downstream.local_tasks --out=runs/tasks
   python -m attnres_jax.interop.score --workdir=runs/tiny \

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmarks take on a slice, by arithmetic.
+r"""What the benchmarks take on a slice, by arithmetic.
 
   python -m experiments.downstream.plan \
     --config=configs/kimi_linear.py:size=48b,residual=block_attnres \
@@ -10,10 +10,10 @@ are part of a prompt, and reading all weights once for each step of generation.
 Tokens per question are estimates (`benchmarks`). Needs no accelerator.
 """
 
+import argparse
 from collections.abc import Sequence
+import sys
 
-from absl import app
-from absl import flags
 import jax
 
 from attnres_jax import chips
@@ -22,37 +22,35 @@ from attnres_jax import config as config_lib
 from attnres_jax import flops
 from attnres_jax import models
 from attnres_jax import text_table
+from attnres_jax.config import fields
 from attnres_jax.inference import prepared
 from experiments.downstream import benchmarks
 
-_KIND = flags.DEFINE_string(
-  "kind", "TPU v5", "Of the devices, as JAX names it.", allow_override=True
-)
-_DEVICES = flags.DEFINE_integer(
-  "devices", 8, "How many there are.", allow_override=True
-)
-_SLOTS = flags.DEFINE_integer(
-  "slots", 64, "Answers generated at once.", allow_override=True
-)
 # Tokens of a context, of which attention depends.
 _LENGTH = 2048
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
   """Prints the plan; returns the exit status."""
-  del argv
-  return command_line.run(_plan)
+  parser = command_line.Parser("python -m experiments.downstream.plan", __doc__)
+  add = parser.add_argument
+  parser.add_config()
+  add("--kind", default="TPU v5", help="of the devices, as JAX names it")
+  add("--devices", type=int, default=8, help="how many there are")
+  add("--slots", type=int, default=64, help="answers generated at once")
+  return command_line.run(_plan, parser.parse_args(argv))
 
 
-def _plan() -> None:
-  config = command_line.config_of_flags()
-  chip = chips.chip_of(_KIND.value)
+def _plan(options: argparse.Namespace) -> None:
+  jax.config.update("jax_platforms", "cpu")  # Nothing runs.
+  config = command_line.load_config(options.config)
+  chip = chips.chip_of(options.kind)
   if chip is None or not chip.hbm_bytes_per_second:
     known = [k for k, c in chips.CHIPS.items() if c.hbm_bytes_per_second]
-    config_lib.fail_argument("--kind", _KIND.value, "one of " + str(known))
-  if _DEVICES.value < 1 or _SLOTS.value < 1:
-    config_lib.fail_argument("--devices", _DEVICES.value, "a number above 0")
-  print(plan(config, chip, _DEVICES.value, _SLOTS.value))
+    config_lib.fail_argument("--kind", options.kind, "one of " + str(known))
+  fields.accept("--devices", options.devices, fields.Size)
+  fields.accept("--slots", options.slots, fields.Size)
+  print(plan(config, chip, options.devices, options.slots))
 
 
 def plan(
@@ -94,4 +92,4 @@ def plan(
 
 
 if __name__ == "__main__":
-  app.run(main, flags_parser=command_line.parse_flags)
+  sys.exit(main())

@@ -23,7 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     "python -m experiments.downstream.run_twin", __doc__
   )
   parser.add_argument("--path", required=True, help="folder of the export")
-  parser.add_argument("--prompt", default="", help="start of a document")
+  parser.add_argument(
+    "--prompt", type=command_line.text, default="", help="start of a document"
+  )
   parser.add_argument("--num_tokens", type=int, default=64)
   return command_line.run(_run, parser.parse_args(argv))
 

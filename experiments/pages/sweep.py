@@ -47,7 +47,7 @@ def experiment(
 
   Args:
     file: run.py of the experiment, or another module with a command.
-    doc: its docstring; the first line describes the command.
+    doc: its docstring, which --help prints.
     config: file with the sweep; config.py of the experiment by default.
     workdir: of the sweep; runs/NAME by default.
     render: renders the report; by default it shows the losses.
@@ -58,7 +58,7 @@ def experiment(
   folder, name = path.parent, path.parent.name
   command = cli.Experiment(
     program=f"python -m experiments.{name}.{path.stem}",
-    description=(doc or "").partition("\n")[0],
+    description=doc or "",
     config=config or f"experiments/{name}/config.py",
     workdir=workdir or f"runs/{name}",
     render=render or report,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a residual scheme costs: step and compile time as ratios to PreNorm.
+r"""What a residual scheme costs: step and compile time as ratios to PreNorm.
 
   python -m experiments.step_cost.run [--size=demo|large|paired] [--rounds=5]
   python -m experiments.step_cost.run --schemes=mhc,ohc --output=FILE

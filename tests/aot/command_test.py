@@ -74,6 +74,6 @@ def test_a_decoding_step_is_compiled_as_a_whole():
   done = _run("--until=schedule")
   assert done.returncode == 2 and not done.stdout
   (line,) = done.stderr.strip().splitlines()
-  assert (
-    line == "error: --until: got 'schedule', expected code with --step=decode"
+  assert line == (
+    "error: --until: has no effect with step=decode, only with train"
   )

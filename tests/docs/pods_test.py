@@ -7,12 +7,11 @@ import re
 import shlex
 import tomllib
 
-from absl import flags
 import pytest
 import yaml
 
-from attnres_jax import command_line
 from attnres_jax import data
+from attnres_jax.aot import plan
 from attnres_jax.data import prepare
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import cli
@@ -68,19 +67,19 @@ def test_commands_take_their_arguments(module, arguments):
       file = argument.removeprefix("--config=").partition(":")[0]
       assert (tiny_run.ROOT / file).is_file()
   if module == "experiments.scaling_law.run":
-    options = cli._parse_options(run.EXPERIMENT, arguments)
+    options = cli.make_parser(run.EXPERIMENT).parse_args(arguments)
     given = launchers.Options(
       options.max_parallel, settings=cli._settings(options.set)
     )
     launchers.load(options.launcher, given)
     if options.action == "run":
-      fields = command_line.fields_of(options.config_field)
-      runs = grid.load(options.config, fields)
+      source = options.config
+      runs = grid.load(source.spec, source.fields)
       # No sweep of the page trains on the text of laptops.
       for one in runs:
         data.check(folder_lib.run_config(one), offline=True)
       own_text = {one.config["data"]["source"] for one in runs}
-      assert own_text == {"tokens" if "paper" in options.config else "stdlib"}
+      assert own_text == {"tokens" if "paper" in source.spec else "stdlib"}
     CHECKS.get(options.launcher, lambda _: None)(given)
   elif module == "attnres_jax.sweep.worker":
     worker._parse_options(
@@ -92,10 +91,13 @@ def test_commands_take_their_arguments(module, arguments):
     prepare._parser().parse_args(arguments)
   else:
     program = "attnres_jax.aot.__main__"
-    importlib.import_module(program if module.endswith("aot") else module)
-    for argument in arguments:
-      name = argument.removeprefix("--").partition("=")[0]
-      assert name.startswith("config.") or name in flags.FLAGS
+    program = program if module.endswith("aot") else module
+    parser = importlib.import_module(program).make_parser()
+    options = parser.parse_args(arguments)
+    if module == "attnres_jax.aot.plan":
+      # A plan is for a run whose text fits it.
+      for config in plan.asked(options):
+        data.check(config, offline=True)
 
 
 def test_extras_exist():

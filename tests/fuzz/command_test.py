@@ -3,7 +3,6 @@
 
 import types
 
-from absl import flags
 from hypothesis import strategies as st
 import pytest
 
@@ -104,11 +103,7 @@ def test_commands_with_flags(here, monkeypatch, explore):
   commands = {"main": main, "flops": flops_main, "aot": aot_main}
 
   def call(name, arguments):
-    flags.FLAGS.unparse_flags()
-    for flag in FLAGS.keys() | {"config_field"}:
-      if flag in flags.FLAGS:
-        flags.FLAGS[flag].unparse()
-    return commands[name].main(command_line.parse_flags([name, *arguments]))
+    return commands[name].main(arguments)
 
   lines = _lines(FLAGS, BARE)
   with_config = lines.map(lambda line: [f"--config={CONFIGS[0]}", *line])

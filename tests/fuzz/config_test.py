@@ -3,12 +3,12 @@
 
 import json
 
-from absl import flags
 from hypothesis import strategies as st
 import jax
 
 from attnres_jax import command_line
 from attnres_jax import config as config_lib
+from attnres_jax import main
 from attnres_jax import sharding
 from attnres_jax import train_state
 from tests import tiny_run
@@ -69,16 +69,13 @@ def test_nested_values(explore):
 @laws.shares(150, 4000)
 def test_flags(explore):
   def parse(argv):
-    flags.FLAGS.unparse_flags()
-    for name in ("config", "config_field"):
-      flags.FLAGS[name].unparse()
-    command_line.parse_flags(argv)
+    options = main.make_parser().parse_args(argv)
     return command_line.run(
-      lambda: _build(command_line.config_of_flags()) and 0
+      lambda: _build(command_line.load_config(options.config)) and 0
     )
 
   def check(given, joined):
-    argv = ["main", f"--config={SPEC}"]
+    argv = [f"--config={SPEC}"]
     for name, value in given.items():
       flag = f"--config.{name}"
       argv += [f"{flag}={value}"] if joined else [flag, str(value)]

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All fields of a config as text: type, default and meaning."""
+
+from collections.abc import Iterator
+import dataclasses
+import inspect
+import re
+import textwrap
+import typing
+from typing import Any
+
+from attnres_jax.config import errors
+from attnres_jax.config import fields
+from attnres_jax.config import run
+
+_WIDTH = 80
+
+
+def to_text(part: str = "") -> str:
+  """The fields below `part`, such as "model.residual", or this one field.
+
+  Raises:
+    ConfigError: the config has no such part.
+  """
+  entries = dict(_entries(run.RunConfig, ""))
+  found = [
+    text
+    for name, text in entries.items()
+    if not part or name == part or name.startswith(part + ".")
+  ]
+  if not found:
+    parts = {".".join(name.split(".")[:i]) for name in entries for i in (1, 2)}
+    errors.check_in("--help_config", part, sorted(parts))
+  return "\n".join(found)
+
+
+def meanings(cls: type) -> dict[str, str]:
+  """Field -> what the docstring of its dataclass says of it, in one line."""
+  doc = inspect.getdoc(cls) or ""
+  text = textwrap.dedent(doc.partition("Attributes:\n")[2])
+  found = re.findall(r"^(\w+): (.*?)(?=^\w|\Z)", text, re.S | re.M)
+  return {name: " ".join(meaning.split()) for name, meaning in found}
+
+
+def _entries(cls: type, prefix: str) -> Iterator[tuple[str, str]]:
+  kinds = typing.get_type_hints(cls, include_extras=True)
+  meaning = meanings(cls)
+  for field in dataclasses.fields(cls):
+    kind, name = kinds[field.name], prefix + field.name
+    if dataclasses.is_dataclass(kind):
+      yield from _entries(kind, name + ".")
+      continue
+    yield name, _entry(name, kind, field.default, meaning.get(field.name, ""))
+
+
+def _entry(name: str, kind: Any, default: Any, meaning: str) -> str:
+  head = f"--config.{name}={default!r}  ({fields.words(kind, bounds=True)})"
+  body = textwrap.fill(
+    meaning, _WIDTH, initial_indent="    ", subsequent_indent="    "
+  )
+  return f"{head}\n{body}"
