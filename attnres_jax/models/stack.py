@@ -35,7 +35,7 @@ from attnres_jax.models import linear
 from attnres_jax.models import memory as memory_lib
 from attnres_jax.models import stacks
 from attnres_jax.models import sublayer as sublayer_lib
-from attnres_jax.models.mixers import softmax
+from attnres_jax.models.mixers import causal_attention
 from attnres_jax.models.residuals import base
 
 Trace = base.Trace
@@ -62,11 +62,13 @@ REMAT = {
   "none": (_remat_none, _remat_none),
   "full": (_remat_by(_keep(base.DEPTH_STATE)), _remat_by(None)),
   "attention": (
-    _remat_by(_keep(base.DEPTH_STATE, softmax.ATTENTION)),
+    _remat_by(_keep(base.DEPTH_STATE, causal_attention.ATTENTION)),
     _remat_by(None),
   ),
   "dots": (
-    _remat_by(_keep(base.DEPTH_STATE, softmax.ATTENTION, linear.PRODUCT)),
+    _remat_by(
+      _keep(base.DEPTH_STATE, causal_attention.ATTENTION, linear.PRODUCT)
+    ),
     _remat_by(None),
   ),
 }

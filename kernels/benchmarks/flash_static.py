@@ -29,9 +29,7 @@ from jax.experimental import layout
 import jax.numpy as jnp
 
 from attnres_jax import csv_rows
-from attnres_jax.models.mixers import flash
-from attnres_jax.models.mixers import softmax
-from attnres_jax.models.mixers import tiled
+from attnres_jax.models.mixers import causal_attention
 
 
 class Shape(NamedTuple):
@@ -80,9 +78,9 @@ def main() -> None:
   options = parser.parse_args()
   tpu_static.restart_with_dumps()
   if options.block:
-    flash._BLOCKS = (options.block,)
+    causal_attention._BLOCKS = (options.block,)
   if options.at_once:
-    flash._KEYS_AT_ONCE = options.at_once
+    causal_attention._KEYS_AT_ONCE = options.at_once
   rows = []
   for chip in options.chips.split(","):
     for shape in SHAPES:
@@ -97,14 +95,14 @@ def main() -> None:
 
 def _rows(chip, shape, kernel):
   tpu_static.remove_dumps()
-  sizes = flash.block_sizes(shape.tokens)
+  sizes = causal_attention.block_sizes(shape.tokens)
   common = {
     "chip": chip,
     "shape": shape.name,
     "heads": f"{shape.heads}/{shape.kv_heads}",
     "tokens": shape.tokens,
     "widths": f"{shape.key}/{shape.value}",
-    "block": sizes.block_q if kernel == "splash" else tiled.TILE,
+    "block": sizes.block_q if kernel == "splash" else causal_attention.TILE,
     "at_once": sizes.block_kv_compute if kernel == "splash" else "",
     "jax": jax.__version__,
     "libtpu": importlib.metadata.version("libtpu"),
@@ -128,7 +126,7 @@ def _step(chip, shape, kernel):
   ]
 
   def step(query, key, value, dmixed):
-    attend = lambda *a: softmax.causal_attention(*a, kernel=kernel)
+    attend = lambda *a: causal_attention.attend(*a, kernel=kernel)
     mixed, pull = jax.vjp(attend, query, key, value)
     return mixed, *pull(dmixed)
 

@@ -15,7 +15,7 @@ from attnres_jax.aot import hlo
 from attnres_jax.inference import prepared
 from attnres_jax.inference import programs
 from attnres_jax.models.mixers import cache as cache_lib
-from attnres_jax.models.mixers import tiled
+from attnres_jax.models.mixers import causal_attention
 from tests import tiny_network
 
 DEVICES, LENGTH = 8, 32
@@ -121,7 +121,7 @@ def test_tiles_of_queries(depth_memory, monkeypatch):
     return model.extend(tokens_BT[:, 8:], cache, context=8).hidden_BTD
 
   whole = jax.jit(hidden)(model, tokens_BT)
-  monkeypatch.setattr(tiled, "TILE", 5)
+  monkeypatch.setattr(causal_attention, "TILE", 5)
   in_tiles = jax.jit(lambda *arguments: hidden(*arguments))
   assert "while" in in_tiles.lower(model, tokens_BT).as_text()
   found = in_tiles(model, tokens_BT)

@@ -11,7 +11,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import precision
 from attnres_jax.models import linear
 from attnres_jax.models.memory import base
-from attnres_jax.models.mixers import softmax
+from attnres_jax.models.mixers import causal_attention
 from attnres_jax.models.residuals import base as residual_base
 
 
@@ -116,7 +116,7 @@ class Moda(base.DepthMemory):
     return State(state.mixers + new.mixers, state.mlps + new.mlps)
 
 
-def _columns(query_BTNH: jax.Array, sources: Any) -> softmax.Columns:
+def _columns(query_BTNH: jax.Array, sources: Any) -> causal_attention.Columns:
   """Scores and values of a token's own depth."""
   batch, length, heads, width = query_BTNH.shape
   kv_heads = sources[0][0].shape[2]
@@ -130,6 +130,6 @@ def _columns(query_BTNH: jax.Array, sources: Any) -> softmax.Columns:
   ]  # fmt: skip
   logits_BTKGM = width**-0.5 * jnp.stack(logits, axis=-1)
   value_BTKMV = jnp.stack([value_BTKV for _, value_BTKV in sources], axis=3)
-  return softmax.Columns(
+  return causal_attention.Columns(
     logits_BTKGM.reshape(batch, length, heads, -1), value_BTKMV
   )

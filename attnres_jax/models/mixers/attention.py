@@ -12,9 +12,9 @@ from attnres_jax import sharding
 from attnres_jax.models import linear
 from attnres_jax.models import norm as norm_lib
 from attnres_jax.models.mixers import cache as cache_lib
+from attnres_jax.models.mixers import causal_attention
 from attnres_jax.models.mixers import probe as probe_lib
 from attnres_jax.models.mixers import rope as rope_lib
-from attnres_jax.models.mixers import softmax
 from attnres_jax.models.residuals import base
 
 
@@ -73,7 +73,7 @@ class Attention(nnx.Module):
     key_BTKH: jax.Array,
     value_BTKH: jax.Array,
     segment_ids_BT: jax.Array | None = None,
-    columns: softmax.Columns | None = None,
+    columns: causal_attention.Columns | None = None,
   ) -> jax.Array:
     """The output, of heads as from `project`, which may attend to more."""
     del x
@@ -82,7 +82,7 @@ class Attention(nnx.Module):
       query_BTNH = probe_lib.probed(
         query_BTNH, key_BTKH, segment_ids_BT, self.probe[...]
       )
-    mixed_BTNH = softmax.causal_attention(
+    mixed_BTNH = causal_attention.attend(
       query_BTNH,
       key_BTKH,
       value_BTKH,
@@ -142,13 +142,13 @@ class Attention(nnx.Module):
     value_BTKH: jax.Array,
     cache: cache_lib.Tokens | cache_lib.Open,
     chunk: cache_lib.Chunk,
-    columns: softmax.Columns | None = None,
+    columns: causal_attention.Columns | None = None,
   ) -> tuple[jax.Array, cache_lib.Tokens | cache_lib.Stored]:
     """`extend`, of heads as from `project`."""
     del x
     position_BT = chunk.position_BT(query_BTNH.shape[1])
     query_BTNH, key_BTKH = self._rotated(query_BTNH, key_BTKH, position_BT)
-    mixed_BTNH, new = softmax.extend(
+    mixed_BTNH, new = causal_attention.extend(
       query_BTNH,
       key_BTKH,
       value_BTKH,

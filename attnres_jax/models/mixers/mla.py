@@ -32,9 +32,9 @@ from attnres_jax import sharding
 from attnres_jax.models import linear
 from attnres_jax.models import norm as norm_lib
 from attnres_jax.models.mixers import cache as cache_lib
+from attnres_jax.models.mixers import causal_attention
 from attnres_jax.models.mixers import probe as probe_lib
 from attnres_jax.models.mixers import rope as rope_lib
-from attnres_jax.models.mixers import softmax
 from attnres_jax.models.residuals import base
 
 
@@ -105,7 +105,7 @@ class Mla(nnx.Module):
     key_BTNH: jax.Array,
     value_BTNV: jax.Array,
     segment_ids_BT: jax.Array | None = None,
-    columns: softmax.Columns | None = None,
+    columns: causal_attention.Columns | None = None,
   ) -> jax.Array:
     """The output, of heads as from `project`, which may attend to more."""
     query_BTNH, key_BTNH = self._turned(query_BTNH), self._turned(key_BTNH)
@@ -113,7 +113,7 @@ class Mla(nnx.Module):
       query_BTNH = probe_lib.probed(
         query_BTNH, key_BTNH, segment_ids_BT, self.probe[...]
       )
-    mixed_BTNV = softmax.causal_attention(
+    mixed_BTNV = causal_attention.attend(
       query_BTNH,
       key_BTNH,
       value_BTNV,
@@ -203,7 +203,7 @@ class Mla(nnx.Module):
       preferred_element_type=jnp.float32,
     ).astype(x_BTD.dtype)  # fmt: skip
     # The shared key is mixed as well, which is cheaper than a copy without it.
-    mixed_BTNC = softmax.attend_after(
+    mixed_BTNC = causal_attention.attend_after(
       jnp.concatenate([absorbed_BTNR, shared_BTNH], axis=3),
       before,
       new,
@@ -224,13 +224,13 @@ class Mla(nnx.Module):
     value_BTNV: jax.Array,
     cache: cache_lib.Tokens | cache_lib.Open,
     chunk: cache_lib.Chunk,
-    columns: softmax.Columns | None = None,
+    columns: causal_attention.Columns | None = None,
   ) -> tuple[jax.Array, cache_lib.Tokens | cache_lib.Stored]:
     """`extend`, of heads as from `project`."""
     position_BT = chunk.position_BT(query_BTNH.shape[1])
     query_BTNH = self._turned(query_BTNH, position_BT)
     key_BTNH = self._turned(key_BTNH, position_BT)
-    mixed_BTNV, new = softmax.extend(
+    mixed_BTNV, new = causal_attention.extend(
       query_BTNH, key_BTNH, value_BTNV, cache, chunk,
       kernel=self.kernel, columns=columns,
     )  # fmt: skip

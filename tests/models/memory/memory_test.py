@@ -16,7 +16,7 @@ from attnres_jax import sharding
 from attnres_jax.flops import parameters
 from attnres_jax.models import memory
 from attnres_jax.models import stack
-from attnres_jax.models.mixers import softmax
+from attnres_jax.models.mixers import causal_attention
 from tests import jaxprs
 from tests.models.memory import reference
 
@@ -319,12 +319,12 @@ class TestColumns:
   )
 
   def _attend(self, columns):
-    attend = functools.partial(softmax.causal_attention, kernel="tiled", tile=3)
+    attend = functools.partial(causal_attention.attend, kernel="tiled", tile=3)
     return jax.jit(attend)(self.query, self.key, self.value, columns=columns)
 
   def test_without_weight_they_are_nothing(self):
     logits = jnp.full((2, 7, 4, 1), -1e9)
-    columns = softmax.Columns(logits, self.value[:, :, :, None])
+    columns = causal_attention.Columns(logits, self.value[:, :, :, None])
     np.testing.assert_allclose(
       self._attend(columns), self._attend(None), atol=1e-5
     )
@@ -332,7 +332,9 @@ class TestColumns:
   def test_a_copy_of_the_own_token_adds_log_two(self):
     keys = jnp.repeat(self.key, 2, axis=2)
     logits = 0.5 * jnp.einsum("BTNH,BTNH->BTN", self.query, keys)
-    columns = softmax.Columns(logits[..., None], self.value[:, :, :, None])
+    columns = causal_attention.Columns(
+      logits[..., None], self.value[:, :, :, None]
+    )
     pairs = 0.5 * jnp.einsum("BTNH,BSNH->BNTS", self.query, keys)
     pairs = pairs + jnp.log(2.0) * jnp.eye(7)[None, None]
     pairs = jnp.where(jnp.tri(7, dtype=bool)[None, None], pairs, -jnp.inf)

@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fused attention against tiles of plain JAX, and its lowering by platform."""
-
-import importlib.util
+"""Attention in tiles against all pairs, and fused kernels against tiles."""
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +8,107 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import sharding
-from attnres_jax.models.mixers import flash
-from attnres_jax.models.mixers import softmax
+from attnres_jax.aot import topology
+from attnres_jax.models.mixers import causal_attention
 from attnres_kernels import dispatch
 from tests import jaxprs
 from tests import tiny_network
+
+BATCH, HEADS, WIDTH, VALUE = 2, 4, 6, 3
+
+
+def _small_inputs(length, kv_heads=HEADS, dtype="float32"):
+  arrays = _inputs(length, HEADS, kv_heads, WIDTH, VALUE, dtype)
+  return [2 * x for x in arrays[:3]]
+
+
+def _thirds(length):
+  first = jnp.arange(length) < length // 3
+  second = jnp.arange(length) < length // 2
+  return jnp.stack([jnp.where(first, 1, 2), jnp.where(second, 1, 0)])
+
+
+def _definition(query, key, value, segments):
+  """In float64, with a key and a value per query head."""
+  query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+  repeats = query.shape[2] // key.shape[2]
+  key, value = (np.repeat(x, repeats, axis=2) for x in (key, value))
+  logits = np.einsum("btnh,bsnh->bnts", query, key) / np.sqrt(WIDTH)
+  t, s = np.indices(logits.shape[2:])
+  mask = np.broadcast_to(s <= t, (BATCH, *t.shape))
+  if segments is not None:
+    segments = np.asarray(segments)
+    mask = mask & (segments[:, :, None] == segments[:, None, :])
+  logits = np.where(mask[:, None], logits, -np.inf)
+  weight = np.exp(logits - logits.max(-1, keepdims=True))
+  weight /= weight.sum(-1, keepdims=True)
+  return np.einsum("bnts,bsnv->btnv", weight, value)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+  "length,tile,kv_heads",
+  [(1, 4, 4), (8, 8, 4), (21, 4, 4), (16, 2, 2), (9, 4, 1), (7, 5, 4)],
+)
+def test_is_its_definition(length, tile, kv_heads, packed):
+  arrays = _small_inputs(length, kv_heads)
+  segments = _thirds(length) if packed else None
+  found = jax.jit(causal_attention.attend, static_argnames="tile")(
+    *arrays, segments, tile=tile
+  )
+  np.testing.assert_allclose(
+    found, _definition(*arrays, segments), rtol=0, atol=2e-6
+  )
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_do_not_depend_on_the_tile(packed):
+  length = 21
+  arrays = _small_inputs(length, 2)
+  segments = _thirds(length) if packed else None
+
+  def gradients(tile):
+    loss = lambda *a: jnp.sum(
+      jnp.sin(causal_attention.attend(*a, segments, tile=tile))
+    )
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*arrays)
+
+  for a, b in zip(gradients(4), gradients(length)):
+    assert np.abs(b).max() > 0.1
+    np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+
+
+def test_many_tiles_do_not_add_up_gradients_in_bfloat16():
+  """Gradients of keys and values are rounded once, after the sum."""
+  length = 64
+  query, key, value = _small_inputs(length, 1, "bfloat16")
+  # Equal weights: gradients of values are long sums of equal terms.
+  query = jnp.zeros_like(query)
+
+  def gradient(tile, *arrays):
+    loss = lambda value: jnp.sum(
+      causal_attention.attend(*arrays[:2], value, tile=tile)
+      .astype(jnp.float32)
+    )  # fmt: skip
+    return jax.jit(jax.grad(loss))(arrays[2]).astype(jnp.float32)
+
+  exact = gradient(length, *(x.astype("float32") for x in (query, key, value)))
+  error = np.abs(gradient(1, query, key, value) - exact) / np.abs(exact)
+  # Weights are rounded, too: each term of a sum by up to 2^-9.
+  assert error.max() < 2 * 2**-8
+
+
+def test_memory_is_linear():
+  """No pairs of all tokens; nothing is saved beside the arguments."""
+  length, tile = 64, 4
+  arrays = _small_inputs(length)
+  attend = lambda *a: causal_attention.attend(*a, kernel="tiled", tile=tile)
+  loss = lambda *a: jnp.sum(attend(*a))
+  program = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(*arrays)
+  largest = max(np.prod(a.shape, dtype=int) for a in jaxprs.arrays(program))
+  assert largest <= BATCH * HEADS * length * max(tile, WIDTH)
+  assert not jaxprs.saved(attend, *arrays)
+
 
 LENGTH = 300  # Blocks of 128, the last one of which is padded.
 
@@ -36,7 +130,7 @@ def _segments(length):
 
 
 def _all(kernel, segments, query, key, value, dmixed):
-  attend = lambda *a: softmax.causal_attention(*a, segments, kernel=kernel)
+  attend = lambda *a: causal_attention.attend(*a, segments, kernel=kernel)
   mixed, pull = jax.vjp(attend, query, key, value)
   return mixed, *pull(dmixed)
 
@@ -57,7 +151,7 @@ def _widened(arrays):
 def test_splash_is_the_tiled_form(
   dtype, packed, heads, kv_heads, width, value, monkeypatch
 ):
-  monkeypatch.setattr(flash, "_BLOCKS", (128,))
+  monkeypatch.setattr(causal_attention, "_BLOCKS", (128,))
   arrays = _inputs(LENGTH, heads, kv_heads, width, value, dtype)
   segments = _segments(LENGTH) if packed else None
   with dispatch.interpreted():
@@ -99,20 +193,17 @@ def test_float64_stays_plain():
 
 def test_blocks_pad_by_an_eighth_at_most():
   for length in (128, 300, 1025, 1536, 3968, 4097, 8192):
-    block = flash.block_sizes(length).block_q
+    block = causal_attention.block_sizes(length).block_q
     assert -length % block <= max(length // 8, 127), (length, block)
-  assert flash.block_sizes(8192).block_q == 1024
+  assert causal_attention.block_sizes(8192).block_q == 1024
 
 
 # On the other chips, and at the size of the 48B network, they are compiled by
 # `kernels/benchmarks/flash_static.py`.
-@pytest.mark.skipif(
-  importlib.util.find_spec("libtpu") is None,
-  reason="not run: libtpu, the TPU compiler, is not installed here",
-)
+@pytest.mark.needs("libtpu")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
-  "topology",
+  "slice_name",
   [
     "v5e:2x2",
     pytest.param("v5p:2x2x1", marks=pytest.mark.slow),
@@ -120,13 +211,10 @@ def test_blocks_pad_by_an_eighth_at_most():
     pytest.param("tpu7x:2x2x1", marks=pytest.mark.slow),
   ],
 )
-def test_compiles_for_tpu(topology, dtype):
+def test_compiles_for_tpu(slice_name, dtype):
   """Rows and heads over a mesh, packed, with an odd length."""
-  from jax.experimental import topologies
-
-  found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
   sizes = config_lib.MeshConfig(data=2, tensor=2)
-  mesh = sharding.make_mesh(sizes, found.devices[:4])
+  mesh = sharding.make_mesh(sizes, topology.devices(slice_name)[:4])
   heads = jax.sharding.NamedSharding(mesh, sharding.HEADS)
   arrays = [
     jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=heads)
@@ -175,23 +263,35 @@ def test_cudnn_is_asked_where_it_is_there(kernel, monkeypatch):
   arrays = _inputs(9, 4, 2, 24, 16, "bfloat16")
   expected = _all("tiled", None, *arrays)
   monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
-  monkeypatch.setattr(flash.CuDnn, "platform", "cpu")
-  softmax._jitted.cache_clear()
+  on_cpu = causal_attention.KERNELS["cudnn"]._replace(platform="cpu")
+  monkeypatch.setitem(causal_attention.KERNELS, "cudnn", on_cpu)
+  jax.clear_caches()
   with jax.numpy_dtype_promotion("standard"):  # JAX's form relies on that.
     found = jax.jit(lambda *a: _all(kernel, None, *a))(*arrays)
-  softmax._jitted.cache_clear()
+  jax.clear_caches()
   assert set(calls) == {"cudnn"}
   for a, b in zip(_widened(found), _widened(expected)):
     np.testing.assert_allclose(a, b, rtol=0, atol=2**-6 * np.abs(b).max())
 
 
+@pytest.mark.needs("libtpu")
 @pytest.mark.parametrize("remat,times", [("full", 2), ("attention", 1)])
 def test_remat_by_name_does_not_run_it_again(remat, times):
-  model = tiny_network.model("prenorm", remat=remat)
-  loss = lambda model, tokens: jnp.sum(model(tokens))
-  step = jax.make_jaxpr(jax.grad(loss))
-  program = step(model, jnp.zeros((1, 8), jnp.int32))
-  names = [e.params.get("name") for e in jaxprs.equations(program)]
+  """In the compiled program: unused calls remain in what JAX traces."""
+  place = jax.sharding.SingleDeviceSharding(topology.devices("v5e:2x2")[0])
+  on_tpu = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place)
+  model, tokens = jax.tree.map(
+    on_tpu,
+    jax.eval_shape(
+      lambda: (
+        tiny_network.model("prenorm", remat=remat),
+        jnp.zeros((1, 8), jnp.int32),
+      )
+    ),
+  )
+  step = jax.jit(jax.grad(lambda model, tokens: jnp.sum(model(tokens))))
+  text = step.lower(model, tokens).compile().as_text()
+  calls = [line for line in text.splitlines() if "tpu_custom_call" in line]
   # In the body of the scan over both.
-  assert names.count("splash_mha_fwd_residuals") == times
-  assert names.count("splash_mha_dkv_no_residuals") == 1
+  for kernel, count in (("fwd_residuals", times), ("dkv_no_residuals", 1)):
+    assert sum(f"%splash_mha_{kernel}" in line for line in calls) == count

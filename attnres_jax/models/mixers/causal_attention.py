@@ -1,0 +1,485 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Causal softmax attention over projected heads.
+
+For TPUs it is splash attention, Pallas kernels of JAX, and for NVIDIA GPUs
+cuDNN where it takes the arguments. Everywhere else it runs in tiles: a tile of
+queries attends to the keys before its end, so that the half of all pairs which
+causality excludes is mostly not computed. A tile is checkpointed: autodiff
+stores its arguments and computes its scores again, so that memory is linear in
+the number of tokens.
+
+Decoding (`extend`) attends to a cache and to new tokens in one softmax.
+
+  w_ts = exp(q_t . k_s / sqrt(H) - max),  y_t = sum_s w_ts v_s / sum_s w_ts
+"""
+
+from collections.abc import Callable, Sequence
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+from jax import ad_checkpoint
+from jax.experimental.pallas.ops.tpu import splash_attention
+import jax.numpy as jnp
+
+from attnres_jax import precision
+from attnres_jax import sharding
+from attnres_jax.models import linear
+from attnres_jax.models.mixers import cache as cache_lib
+from attnres_kernels import dispatch
+
+# The name by which activation checkpointing recognises the outputs of attention
+# (and, of splash attention, their log-normalisers).
+ATTENTION = "attention"
+# Queries per tile: products large enough for a matrix unit, and never all
+# pairs of a long sequence at once. Smaller tiles than the second number save
+# fewer pairs than their products lose.
+TILE, _SMALLEST = 512, 64
+# Tiles are grouped into n spans, and see keys up to the end of their span. This
+# costs 1 + 1/n times as much as exact causality, for n programs; one span would
+# cost twice as much.
+_SPANS = 4
+# Queries and keys of a block of splash attention, and keys of it that are taken
+# at once. By the schedules of `kernels/benchmarks/flash_static.py`, larger
+# blocks take fewer bundles per pair of tokens, by more than what the diagonal
+# wastes.
+_BLOCKS: tuple[int, ...] = (1024, 512, 256, 128)
+_KEYS_AT_ONCE = 512
+
+
+class Columns(NamedTuple):
+  """More columns of a softmax, M for each query.
+
+  Attributes:
+    logits_BTNM: their scaled scores, in the dtype of sums.
+    value_BTKMV: their values.
+  """
+
+  logits_BTNM: jax.Array
+  value_BTKMV: jax.Array
+
+
+class _Tile(NamedTuple):
+  """Queries, and what belongs to each of them."""
+
+  query_BTNH: jax.Array
+  position_1T: jax.Array
+  segment_BT: jax.Array | None = None
+  columns: Columns | None = None
+
+
+class _Keys(NamedTuple):
+  """Keys and values of K heads, and which of them [B, T, S] a tile sees."""
+
+  key_BKSH: jax.Array
+  value_BKSV: jax.Array
+  seen_BTS: Callable[[_Tile], jax.Array]
+
+
+def attend(
+  query_BTNH: jax.Array,
+  key_BTKH: jax.Array,
+  value_BTKV: jax.Array,
+  segment_ids_BT: jax.Array | None = None,
+  *,
+  kernel: str = "auto",
+  tile: int = 0,
+  columns: Columns | None = None,
+) -> jax.Array:
+  """Attends to positions s <= t, within a document if segment ids are given.
+
+  Args:
+    query_BTNH: queries of N heads.
+    key_BTKH: keys of K heads, a divisor of N; scores are q . k / sqrt(H).
+    value_BTKV: values, of any width V.
+    segment_ids_BT: document numbers of packed rows.
+    kernel: a value of `model.attention_kernel`.
+    tile: queries per tile without a kernel; does not change the function. 0
+      chooses by T.
+    columns: what else each query attends to; no fused kernel has these.
+
+  Returns:
+    [B, T, N, V] in the dtype of the values; the softmax is in float32.
+
+  Raises:
+    NotImplementedError: the named kernel does not take these arguments, or
+      (when the program is lowered) does not run on that platform.
+  """
+  arrays = query_BTNH, key_BTKH, value_BTKV, segment_ids_BT
+  specs = *[sharding.HEADS] * 3, sharding.SEQUENCES
+  *tokens_and_heads, width = query_BTNH.shape
+  num_queries, value_width = math.prod(tokens_and_heads), value_BTKV.shape[-1]
+  # Causal: half of all pairs count, even if a kernel computes more.
+  pairs = num_queries * query_BTNH.shape[1] / 2
+  flops = 2 * pairs * (width + value_width)
+  if columns is not None:
+    kernel = "tiled"
+    arrays, specs = (*arrays, columns), (*specs, sharding.HEADS)
+    flops += 2 * columns.logits_BTNM.size * value_width
+  attention = functools.partial(_by_kernel, kernel, tile)
+  return linear.counted(
+    sharding.by_shards(attention, specs, sharding.HEADS), *arrays,
+    part="attention", flops=flops,
+    outs=jax.ShapeDtypeStruct(
+      (*tokens_and_heads, value_width), value_BTKV.dtype
+    ),
+  )  # fmt: skip
+
+
+def extend(
+  query_BTNH: jax.Array,
+  key_BTKH: jax.Array,
+  value_BTKV: jax.Array,
+  cache: cache_lib.Tokens | cache_lib.Open,
+  chunk: cache_lib.Chunk,
+  *,
+  kernel: str = "auto",
+  columns: Columns | None = None,
+) -> tuple[jax.Array, cache_lib.Tokens | cache_lib.Stored]:
+  """`attend` of new tokens, which also attend to the tokens of a cache.
+
+  With a cache that has no room, they are the first tokens.
+
+  Args:
+    query_BTNH: as in `attend`.
+    key_BTKH: likewise.
+    value_BTKV: likewise.
+    cache: keys and values of earlier tokens.
+    chunk: the new tokens.
+    kernel: as in `attend`, if there are no earlier tokens.
+    columns: likewise.
+
+  Returns:
+    [B, T, N, V], and what the cache should add.
+  """
+  new = cache_lib.Tokens(
+    (jnp.swapaxes(key_BTKH, 1, 2), jnp.swapaxes(value_BTKV, 1, 2))
+  )
+  before, added = cache_lib.opened(cache, new, chunk)
+  if not before.room:
+    return attend(
+      query_BTNH, key_BTKH, value_BTKV, kernel=kernel, columns=columns
+    ), added
+  scale = query_BTNH.shape[-1] ** -0.5
+  return attend_after(query_BTNH, before, new, chunk, scale, columns), added
+
+
+def attend_after(
+  query_BTNH: jax.Array,
+  cache: cache_lib.Tokens,
+  new: cache_lib.Tokens,
+  chunk: cache_lib.Chunk,
+  scale: float,
+  columns: Columns | None = None,
+) -> jax.Array:
+  """Attends to a cache and, causally, to new tokens, in one softmax.
+
+  More queries than `TILE` are in tiles of so many: the scores of a long chunk
+  over a long cache would not fit.
+
+  Args:
+    query_BTNH: of the new tokens.
+    cache: keys and values, or one array that is both.
+    new: keys and values of the new tokens, in the same form.
+    chunk: the new tokens.
+    scale: of the scores.
+    columns: what else each query attends to.
+  """
+  dtype, length = query_BTNH.dtype, query_BTNH.shape[1]
+  before_B1S = jnp.arange(cache.room)[None, None] < chunk.start_B[:, None, None]
+  earlier = functools.partial(_earlier, new.room, None)
+  parts = [
+    _Keys(tokens.arrays[0].astype(dtype), tokens.arrays[-1].astype(dtype), seen)
+    for tokens, seen in ((cache, lambda _: before_B1S), (new, earlier))
+  ]
+  tiles = _Tile(query_BTNH, jnp.arange(length)[None], None, columns)
+  return _by_tiles(lambda tile: _mix(tile, parts, scale), tiles, TILE)
+
+
+def _tiled(
+  query_BTNH: jax.Array,
+  key_BTKH: jax.Array,
+  value_BTKV: jax.Array,
+  segment_ids_BT: jax.Array | None,
+  columns: Columns | None = None,
+  *,
+  tile: int,
+) -> jax.Array:
+  """`attend` in plain JAX."""
+  length = query_BTNH.shape[1]
+  tile = tile or min(TILE, max(_SMALLEST, -(-length // _SPANS)))
+  step = tile * -(-length // (tile * _SPANS))
+  position_1T = jnp.arange(length)[None]
+  tiles = _Tile(query_BTNH, position_1T, segment_ids_BT, columns)
+  # Autodiff adds up their gradients over tiles in this dtype.
+  key_BKTH, value_BKTV = (
+    jnp.swapaxes(precision.widen(x), 1, 2) for x in (key_BTKH, value_BTKV)
+  )
+  parts = []
+  for start in range(0, length, step):
+    stop = min(start + step, length)
+    mix = functools.partial(
+      _mix_earlier,
+      key_BKTH[:, :, :stop],
+      value_BKTV[:, :, :stop],
+      None if segment_ids_BT is None else segment_ids_BT[:, :stop],
+    )
+    span = jax.tree.map(lambda x, a=start, b=stop: x[:, a:b], tiles)
+    parts.append(_by_tiles(mix, span, tile))
+  mixed_BTNV = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+  return mixed_BTNV.astype(value_BTKV.dtype)
+
+
+@jax.checkpoint
+def _mix_earlier(
+  key_BKSH: jax.Array,
+  value_BKSV: jax.Array,
+  segment_BS: jax.Array | None,
+  tile: _Tile,
+) -> jax.Array:
+  """The output of a tile that sees all keys up to its own positions."""
+  dtype, width = tile.query_BTNH.dtype, tile.query_BTNH.shape[-1]
+  seen_BTS = functools.partial(_earlier, key_BKSH.shape[2], segment_BS)
+  keys = _Keys(key_BKSH.astype(dtype), value_BKSV.astype(dtype), seen_BTS)
+  return _mix(tile, [keys], width**-0.5)
+
+
+def _earlier(room: int, segment_BS: jax.Array | None, tile: _Tile) -> jax.Array:
+  """Which of `room` keys from position 0 on a tile sees: [B or 1, T, S]."""
+  position_11S = jnp.arange(room)[None, None]
+  seen_BTS = tile.position_1T[:, :, None] >= position_11S
+  if segment_BS is not None and tile.segment_BT is not None:
+    seen_BTS &= tile.segment_BT[:, :, None] == segment_BS[:, None]
+  return seen_BTS
+
+
+def _mix(tile: _Tile, parts: Sequence[_Keys], scale: float) -> jax.Array:
+  """The output [B, T, N, V] of a tile: one softmax over all parts of keys.
+
+  Joined in one array, scores of parts would be copied into another layout and
+  back, which takes longer than attention over a long cache.
+  """
+  query_BTNH, columns = tile.query_BTNH, tile.columns
+  batch, length, heads, width = query_BTNH.shape
+  kv_heads = parts[0].key_BKSH.shape[1]
+  dtype, wide = query_BTNH.dtype, precision.wide(query_BTNH.dtype)
+  by_kv_head = lambda x_BTN: jnp.moveaxis(
+    x_BTN.reshape(batch, length, kv_heads, -1, x_BTN.shape[-1]), 1, 3
+  )
+  query_BKGTH = by_kv_head(query_BTNH)
+  product = functools.partial(jnp.einsum, preferred_element_type=wide)
+  logits = []
+  for part in parts:
+    logits_BKGTS = scale * _scores(query_BKGTH, part.key_BKSH, wide)
+    seen_B11TS = part.seen_BTS(tile)[:, None, None]
+    logits.append(jnp.where(seen_B11TS, logits_BKGTS, jnp.finfo(wide).min))
+  if columns is not None:
+    logits.append(by_kv_head(columns.logits_BTNM.astype(wide)))
+  # The output does not depend on it, so no gradient passes through it.
+  top_BKGT1 = jax.lax.stop_gradient(
+    functools.reduce(
+      jnp.maximum, [jnp.max(x, axis=-1, keepdims=True) for x in logits]
+    )
+  )
+  weights = [jnp.exp(x - top_BKGT1) for x in logits]
+  total_BKGT1 = sum(jnp.sum(x, axis=-1, keepdims=True) for x in weights)
+  mixed_BKGTV = sum(
+    product("BKGTS,BKSV->BKGTV", weight_BKGTS.astype(dtype), part.value_BKSV)
+    for weight_BKGTS, part in zip(weights, parts)
+  )
+  if columns is not None:
+    mixed_BKGTV += product(
+      "BKGTM,BTKMV->BKGTV", weights[-1].astype(dtype), columns.value_BTKMV
+    )
+  mixed_BTKGV = jnp.moveaxis((mixed_BKGTV / total_BKGT1).astype(dtype), 3, 1)
+  return jax.lax.collapse(mixed_BTKGV, 2, 4)
+
+
+def _scores(
+  query_BKGTH: jax.Array, key_BKSH: jax.Array, dtype: jnp.dtype
+) -> jax.Array:
+  """Products of queries and keys: [B, K, G, T, S]."""
+  product = functools.partial(jnp.einsum, preferred_element_type=dtype)
+  if query_BKGTH.shape[3] > 1:
+    return product("BKGTH,BKSH->BKGTS", query_BKGTH, key_BKSH)
+  # For one row, compilers for CPUs would transpose all keys.
+  scores_BKSGT = product("BKSH,BKGTH->BKSGT", key_BKSH, query_BKGTH)
+  return jnp.moveaxis(scores_BKSGT, 2, 4)
+
+
+def _by_tiles(function: Callable[[_Tile], jax.Array], tiles: _Tile, size: int):
+  """Applies a function of a tile to all tiles of [B, T, ...], one by one.
+
+  Args:
+    function: of a tile to an array [B, C, ...], C <= size.
+    tiles: all of T as one tile; the last one is padded with zeros.
+    size: the most queries of a tile.
+  """
+  length = tiles.query_BTNH.shape[1]
+  if length <= size:
+    return function(tiles)
+  count = -(-length // size)
+
+  def cut(x_BT: jax.Array) -> jax.Array:
+    padding = ((0, 0), (0, count * size - length)) + ((0, 0),) * (x_BT.ndim - 2)
+    x_BT = jnp.pad(x_BT, padding)
+    shape = (x_BT.shape[0], count, size, *x_BT.shape[2:])
+    return jnp.moveaxis(x_BT.reshape(shape), 1, 0)
+
+  out_XBC = jax.lax.map(function, jax.tree.map(cut, tiles))
+  return jax.lax.collapse(jnp.moveaxis(out_XBC, 0, 1), 1, 3)[:, :length]
+
+
+def _splash(
+  query_BTNH: jax.Array,
+  key_BTKH: jax.Array,
+  value_BTKV: jax.Array,
+  segment_ids_BT: jax.Array | None,
+) -> jax.Array:
+  """`attend` by splash attention, on one device."""
+  length, heads, width = query_BTNH.shape[1:]
+  sizes = block_sizes(length)
+  missing = -length % sizes.block_q
+  mask = splash_attention.CausalMask((length + missing,) * 2)
+  kernel = splash_attention.make_splash_mha(
+    splash_attention.MultiHeadMask([mask] * heads),
+    block_sizes=sizes,
+    head_shards=1,
+    q_seq_shards=1,
+    residual_checkpoint_name=ATTENTION,
+    interpret=dispatch.interpret_params() is not None,
+  )
+
+  def heads_first(x_BTNH: jax.Array) -> jax.Array:
+    # Queries do not see later keys, so any padding will do.
+    x_BTNH = jnp.pad(x_BTNH, ((0, 0), (0, missing), (0, 0), (0, 0)))
+    return jnp.swapaxes(x_BTNH, 1, 2)
+
+  # The kernel does not scale.
+  scaled_BTNH = precision.widen(query_BTNH) * jnp.float32(width**-0.5)
+  scaled_BTNH = scaled_BTNH.astype(query_BTNH.dtype)
+  segments = None
+  if segment_ids_BT is not None:
+    segment_ids_BT = jnp.pad(
+      segment_ids_BT, ((0, 0), (0, missing)), mode="edge"
+    )
+    segments = splash_attention.SegmentIds(segment_ids_BT, segment_ids_BT)
+  mixed_BNTV = jax.vmap(kernel)(
+    *map(heads_first, (scaled_BTNH, key_BTKH, value_BTKV)), segments
+  )
+  return jnp.swapaxes(mixed_BNTV, 1, 2)[:, :length]
+
+
+def _splash_why_not(query_BTNH: jax.Array, *_: Any) -> str | None:
+  if query_BTNH.dtype not in (jnp.bfloat16, jnp.float32):
+    return f"takes bfloat16 and float32, not {query_BTNH.dtype}"
+  return None
+
+
+def block_sizes(length: int) -> splash_attention.BlockSizes:
+  """The largest blocks that pad a sequence by an eighth of it at most."""
+  few = (b for b in _BLOCKS if -length % b <= length // 8)
+  block = next(few, _BLOCKS[-1])
+  at_once = min(block, _KEYS_AT_ONCE)
+  return splash_attention.BlockSizes(
+    block_q=block,
+    block_kv=block,
+    block_kv_compute=at_once,
+    block_q_dkv=block,
+    block_kv_dkv=block,
+    block_kv_dkv_compute=at_once,
+    block_q_dq=block,
+    block_kv_dq=block,
+  )
+
+
+def _cudnn(
+  query_BTNH: jax.Array,
+  key_BTKH: jax.Array,
+  value_BTKV: jax.Array,
+  segment_ids_BT: None = None,
+) -> jax.Array:
+  """`attend` by cuDNN; on Hopper for any V <= H."""
+  del segment_ids_BT
+  # Values must be as wide as keys.
+  width = value_BTKV.shape[-1]
+  missing = query_BTNH.shape[-1] - width
+  value_BTKH = jnp.pad(value_BTKV, ((0, 0), (0, 0), (0, 0), (0, missing)))
+  mixed_BTNH = jax.nn.dot_product_attention(
+    query_BTNH, key_BTKH, value_BTKH, is_causal=True, implementation="cudnn"
+  )
+  return mixed_BTNH[..., :width]
+
+
+def _cudnn_why_not(
+  query_BTNH: jax.Array,
+  key_BTKH: jax.Array,
+  value_BTKV: jax.Array,
+  segment_ids_BT: jax.Array | None,
+) -> str | None:
+  if segment_ids_BT is not None:
+    return "takes no segment ids, but a bias of all pairs of tokens"
+  if query_BTNH.dtype not in (jnp.bfloat16, jnp.float16):
+    return f"takes bfloat16 and float16, not {query_BTNH.dtype}"
+  try:
+    # JAX queries the library, which has to be installed.
+    jax.eval_shape(_cudnn, query_BTNH, key_BTKH, value_BTKV)
+  except (NotImplementedError, RuntimeError, ValueError) as error:
+    return str(error)
+  return None
+
+
+class _Kernel(NamedTuple):
+  """A fused kernel of JAX.
+
+  Attributes:
+    platform: that it runs on.
+    call: `attend` of the arrays of one device.
+    why_not: why it does not take these arrays, or None.
+  """
+
+  platform: str
+  call: Callable[..., jax.Array]
+  why_not: Callable[..., str | None]
+
+
+KERNELS: dict[str, _Kernel] = {
+  "splash": _Kernel("tpu", _splash, _splash_why_not),
+  "cudnn": _Kernel("cuda", _cudnn, _cudnn_why_not),
+}
+
+
+def _by_kernel(kernel: str, tile: int, *arrays: Any) -> jax.Array:
+  """The named kernel, or one for the platform that this is lowered for."""
+
+  def tiled(*arrays: Any) -> jax.Array:
+    # Spans would store the keys that each of them sees.
+    mix = jax.checkpoint(functools.partial(_tiled, tile=tile))
+    return ad_checkpoint.checkpoint_name(mix(*arrays), ATTENTION)
+
+  if kernel == "tiled":
+    return tiled(*arrays)
+  if kernel == "auto":
+    fused = {
+      one.platform: _jitted(one)
+      for one in KERNELS.values()
+      if one.why_not(*arrays) is None
+    }
+    return dispatch.by_platform(arrays, tiled, **fused)
+  named = KERNELS[kernel]
+  name = f"model.attention_kernel={kernel!r}"
+  reason = named.why_not(*arrays)
+  if reason is not None:
+    raise NotImplementedError(f"{name}: {reason}")
+  if dispatch.interpret_params() is not None:
+    return named.call(*arrays)
+  return _jitted(named)(
+    *dispatch.require_platform(arrays, name, named.platform)
+  )
+
+
+@functools.cache
+def _jitted(kernel: _Kernel) -> Callable[..., jax.Array]:
+  """One jitted function each: equal calls are traced once."""
+  return jax.jit(kernel.call)
