@@ -44,7 +44,7 @@ from attnres_jax import files
 from attnres_jax import models
 from attnres_jax import sharding
 from attnres_jax import trees
-from attnres_jax.models import adapters
+from attnres_jax.models import lora
 
 CHECKPOINTS = "checkpoints"
 SET_ASIDE = "checkpoints_set_aside"
@@ -477,7 +477,7 @@ def _read_model(
   if not verified:
     logging.warning("checkpoint %d of %s is unverified", step, workdir)
   flat = {name.removeprefix(_MODEL_PREFIX): a for name, a in flat.items()}
-  model = adapters.merged(trees.from_flat(abstract, flat))
+  model = lora.merged(trees.from_flat(abstract, flat))
   return dataclasses.replace(config, model=model.config), model
 
 

@@ -19,7 +19,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import run_folder
 from attnres_jax import train_state
 from attnres_jax import trees
-from attnres_jax.models import adapters
+from attnres_jax.models import lora
 
 # They change how the same function is computed.
 _SAME_FUNCTION = (
@@ -56,7 +56,7 @@ class Source:
     }
     stored = checkpoint.shapes(self.run, self.step)
     # A network without adapters is where those of this run begin.
-    places = {name: adapters.name_in_plain(name) for name in wanted["model"]}
+    places = {name: lora.name_in_plain(name) for name in wanted["model"]}
     places = {
       name: plain
       for name, plain in places.items()

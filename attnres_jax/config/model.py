@@ -384,7 +384,7 @@ class MoeConfig(fields.Checked, prefix="model.moe"):
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig(fields.Checked, prefix="model.lora"):
-  """Low-rank adapters, which are then all that is trained (`models.adapters`).
+  """Low-rank adapters, which are then all that is trained (`models.lora`).
 
   Attributes:
     rank: of each adapter; 0 for none.

@@ -8,7 +8,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax import sharding
 from attnres_jax.inference import layouts
-from attnres_jax.models import adapters
+from attnres_jax.models import lora
 from attnres_jax.models import stacks
 
 # Name -> whether layers are in arrays of their own; None: on some platforms.
@@ -51,7 +51,7 @@ def prepared(
       return value
     return value.astype(model.config.dtype)
 
-  model = adapters.merged(model)
+  model = lora.merged(model)
   model = sharding.map_parameters(cast, model)
   if separate:
     model.sublayers = stacks.separated(model.sublayers)

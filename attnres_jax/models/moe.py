@@ -38,8 +38,8 @@ import jax.numpy as jnp
 from attnres_jax import config as config_lib
 from attnres_jax import precision
 from attnres_jax import sharding
-from attnres_jax.models import dealt
-from attnres_jax.models import grouped
+from attnres_jax.models import expert_parallel
+from attnres_jax.models import grouped_matmul
 from attnres_jax.models import linear
 from attnres_jax.models import mlp
 from attnres_jax.models import norm as norm_lib
@@ -168,20 +168,22 @@ class Moe(nnx.Module):
     """The weighted sum of the outputs of the chosen experts."""
     weights = self.gate[...], self.up[...], self.down[...]
     if weights[0].shape[0] < self.router[...].shape[1]:
-      return dealt.apply_experts(
+      return expert_parallel.apply_experts(
         self.activation, x_UD, weight_UK, expert_UK, *weights
       )
     order_P = jnp.argsort(jnp.reshape(expert_UK, -1), stable=True)
     place_UK = jnp.reshape(jnp.argsort(order_P), expert_UK.shape)
     sizes_E = expert_counts(expert_UK, self.router[...].shape[1])
     x_PD = _send(x_UD, order_P, place_UK)
-    gate, up, down = zip(weights, dealt.fsdp_cuts(weights, x_UD.shape[1]))
+    gate, up, down = zip(
+      weights, expert_parallel.fsdp_cuts(weights, x_UD.shape[1])
+    )
     gate_PF, up_PF = (
-      grouped.grouped_linear(x_PD, weight, sizes_E, cut)
+      grouped_matmul.grouped_linear(x_PD, weight, sizes_E, cut)
       for weight, cut in (gate, up)
     )
-    hidden_PF = dealt.units(self.activation, gate_PF, up_PF)
-    y_PD = grouped.grouped_linear(hidden_PF, down[0], sizes_E, down[1])
+    hidden_PF = expert_parallel.units(self.activation, gate_PF, up_PF)
+    y_PD = grouped_matmul.grouped_linear(hidden_PF, down[0], sizes_E, down[1])
     return _combine(y_PD, weight_UK, order_P, place_UK)
 
 

@@ -11,10 +11,10 @@ import numpy as np
 from attnres_jax import config as config_lib
 from attnres_jax import scopes
 from attnres_jax import sharding
-from attnres_jax.models import adapters
 from attnres_jax.models import decoding
 from attnres_jax.models import embedding
 from attnres_jax.models import linear
+from attnres_jax.models import lora
 from attnres_jax.models import memory
 from attnres_jax.models import norm
 from attnres_jax.models import residuals
@@ -75,7 +75,7 @@ class Transformer(nnx.Module):
       linear.store([self.embedding, self.sublayers], config.parameter_dtype)
     # Last, so that everything else is drawn as without them.
     if config.lora.rank:
-      adapters.attach(self, config.lora, rngs.params())
+      lora.attach(self, config.lora, rngs.params())
 
   def __call__(
     self, tokens_BT: jax.Array, segment_ids_BT: jax.Array | None = None

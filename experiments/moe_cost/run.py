@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnres_jax import config as config_lib
-from attnres_jax.models import grouped
+from attnres_jax.models import grouped_matmul
 from attnres_jax.models import moe
 from experiments import measure as measure_lib
 
@@ -86,10 +86,10 @@ def _apply(form, module, x_BTD):
     return _dense(module, x_BTD[0])[None]
   if form == "grouped":
     return module(x_BTD)
-  ragged = lambda ragged, looped, *operands: ragged(*operands)
+  ragged = lambda operands, _, tpu: tpu(*operands)
   with (
-    mock.patch.object(grouped, "_on_platform", ragged),
-    mock.patch.object(grouped, "_fits_kernel", lambda rows: False),
+    mock.patch.object(grouped_matmul.dispatch, "by_platform", ragged),
+    mock.patch.object(grouped_matmul, "_fits_kernel", lambda rows: False),
   ):
     return module(x_BTD)
 

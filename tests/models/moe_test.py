@@ -15,7 +15,7 @@ from attnres_jax import optimizer
 from attnres_jax import sharding
 from attnres_jax.aot import hlo
 from attnres_jax.aot import topology
-from attnres_jax.models import dealt
+from attnres_jax.models import expert_parallel
 from attnres_jax.models import mlp
 from attnres_jax.models import moe
 from tests import jaxprs
@@ -394,7 +394,7 @@ def test_over_devices(axes, ambient):
 
 def test_gate_and_up_as_one_matrix(monkeypatch):
   """What experts that are whole tiles wide do."""
-  monkeypatch.setattr(dealt, "_LANES", HIDDEN)
+  monkeypatch.setattr(expert_parallel, "_LANES", HIDDEN)
   test_over_devices(dict(fsdp=2, expert=2), True)
 
 
@@ -410,7 +410,7 @@ def test_experts_of_one_device():
     np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * (1 + np.abs(b).max()))
 
 
-def test_dealt_experts_in_bfloat16():
+def test_expert_parallel_in_bfloat16():
   """Rounded as on one device; gradients of weights are not."""
   module, x_BTD = _module(), _inputs("bfloat16")
   found = _over(_mesh(fsdp=2, expert=2))(module, x_BTD)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnres_jax.models import grouped
+from attnres_jax.models import grouped_matmul
 from attnres_kernels import dispatch
 
 GROUPS, IN, OUT = 5, 6, 4
@@ -47,7 +47,9 @@ def _definition(x, weight, dy, sizes):
 
 @jax.jit
 def _both(x, weight, dy, sizes):
-  y, pull = jax.vjp(lambda *a: grouped.grouped_linear(*a, sizes), x, weight)
+  y, pull = jax.vjp(
+    lambda *a: grouped_matmul.grouped_linear(*a, sizes), x, weight
+  )
   return y, *pull(dy)
 
 
@@ -79,7 +81,7 @@ def test_adds_to_an_existing_gradient(on_tpu, monkeypatch):
   x, weight, dy, sizes = _inputs(sizes)
   behind = lambda a, x: jnp.pad(a, ((0, 9), (0, 0)), constant_values=x)
   with dispatch.interpreted():
-    add = jax.jit(lambda *a: grouped.weight_gradient(*a))
+    add = jax.jit(lambda *a: grouped_matmul.weight_gradient(*a))
     found = add(behind(x, 1.0), behind(dy, jnp.nan), sizes, weight)
   expected = _definition(x, weight, dy, sizes)[2] + weight
   np.testing.assert_allclose(found, expected, rtol=0, atol=5e-5)
@@ -122,7 +124,7 @@ def test_compiled_for_tpu_it_is_the_arithmetic_alone(added):
 
   def step(x, weight, dy, sizes):
     if added:
-      return grouped.weight_gradient(x, dy, sizes, weight)
+      return grouped_matmul.weight_gradient(x, dy, sizes, weight)
     return _both.__wrapped__(x, weight, dy, sizes)
 
   products = 1 if added else 3
@@ -146,7 +148,7 @@ def test_compiled_for_tpu_it_is_the_arithmetic_alone(added):
 def test_rows_of_a_tile_waste_little():
   """A group that ends inside of a tile has it computed twice."""
   for rows, groups in ((65536, 64), (40960, 16), (8192, 8), (131072, 16)):
-    (size, _, _), missing = grouped._tiles(rows, 2304, 1024, groups)
+    (size, _, _), missing = grouped_matmul._tiles(rows, 2304, 1024, groups)
     tiles = (rows + missing) // size + groups - 1
     assert tiles * size <= 1.13 * rows, (rows, groups, size)
 

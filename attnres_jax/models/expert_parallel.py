@@ -34,7 +34,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import precision
 from attnres_jax import scopes
 from attnres_jax import sharding
-from attnres_jax.models import grouped
+from attnres_jax.models import grouped_matmul
 from attnres_jax.models import mlp
 
 # Rows of a piece, over the rows of a device if experts are balanced. More rows
@@ -130,10 +130,10 @@ def _backward(activation, residuals, dy_UD):
       piece.add(dx_VD, dx_RD, jnp.ones_like(piece.weight_R)),
       piece.put(dweight_P, dweight_R),
       [
-        grouped.weight_gradient(x_RD, d, sizes_E, dweight)
+        grouped_matmul.weight_gradient(x_RD, d, sizes_E, dweight)
         for d, dweight in zip(doutputs, dins)
       ],
-      grouped.weight_gradient(hidden_RF, dy_RD, sizes_E, ddown),
+      grouped_matmul.weight_gradient(hidden_RF, dy_RD, sizes_E, ddown),
     )
 
   # The first piece, which the loop is not about, makes those of weights.
@@ -195,7 +195,9 @@ class _Piece:
 
   def multiply(self, x_RD, weight, transposed=False):
     """Rows times the matrices of their experts; padding may be anything."""
-    return grouped.multiply(x_RD, weight, self.sizes_E, transposed=transposed)
+    return grouped_matmul.multiply(
+      x_RD, weight, self.sizes_E, transposed=transposed
+    )
 
   def real(self, x_RF):
     """The same with zeros for padding."""

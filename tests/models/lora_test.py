@@ -14,7 +14,7 @@ from attnres_jax import models
 from attnres_jax import sharding
 from attnres_jax import train_state
 from attnres_jax import trees
-from attnres_jax.models import adapters
+from attnres_jax.models import lora
 from tests import tiny_network
 from tests import tiny_run
 
@@ -42,7 +42,7 @@ def test_the_sum_by_hand_of_any_matrix():
   config = _network("query$|moe/core/gate$|embedding/head$")
   model = _drawn(models.build_model(config))
   flat = trees.to_flat(model)
-  merged = trees.to_flat(adapters.merged(model))
+  merged = trees.to_flat(lora.merged(model))
   plain = dataclasses.replace(config, lora=config_lib.LoraConfig())
   assert merged.keys() == trees.to_flat(models.build_model(plain)).keys()
   # Each with a leading axis of sublayers; experts are a stack of matrices.
@@ -71,7 +71,7 @@ def test_the_same_function_at_first_and_merged():
   np.testing.assert_array_equal(logits(model), begins)
   model = _drawn(model)
   found = logits(model)
-  np.testing.assert_allclose(logits(adapters.merged(model)), found, atol=1e-5)
+  np.testing.assert_allclose(logits(lora.merged(model)), found, atol=1e-5)
   assert np.abs(found - begins).max() > 0.05
 
 
