@@ -143,11 +143,22 @@ def _listed(folder: epath.Path) -> dict[str, dict[str, Any]] | None:
     return None
   try:
     values = files.read_json(path)
-    if values["xxh3"] == _digest_of(values["files"]):
-      return values["files"]
-  except (OSError, ValueError, KeyError):
+    listed = values["files"]
+    if values["xxh3"] == _digest_of(listed):
+      for name, entry in listed.items():
+        files.name_from_file(name, "files", path, folders=True)
+        _check_entry(name, entry)
+      return listed
+  except (OSError, ValueError, KeyError, TypeError, AttributeError):
     pass
   raise DamageError(f"{FILE} is damaged")
+
+
+def _check_entry(name: str, entry: Any) -> None:
+  # Metadata has one digest and no size.
+  size = 1 if name == _METADATA else entry["bytes"]
+  if type(size) is not int or len(entry["xxh3"]) != -(-size // BLOCK_BYTES):
+    raise ValueError("not a digest per block")
 
 
 def _checks(

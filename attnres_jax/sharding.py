@@ -531,31 +531,35 @@ def _axis_sizes(
   config: config_lib.MeshConfig, available: int
 ) -> dict[str, int]:
   """Sizes in the order of `AXES`, with -1 filled in."""
-  sizes = {axis: getattr(config, axis) for axis in AXES}
-  given = math.prod(size for size in sizes.values() if size != -1)
-  for axis, size in sizes.items():
-    if size != -1:
-      continue
-    if available % given:
-      config_lib.fail(
-        f"mesh.{axis}",
-        size,
-        f"an explicit size, since {available} devices are not a multiple of"
-        f" {given}, the product of the other axes (the nearest is"
-        f" {max(1, available // given)}, on {available // given * given})",
-      )
-    sizes[axis] = available // given
-  total = math.prod(sizes.values())
-  if total > available:
-    axis = max(sizes, key=lambda axis: sizes[axis])
+  given = {a: n for a in AXES if (n := getattr(config, a)) != -1}
+  product = math.prod(given.values())
+  fills = len(given) < len(AXES)
+  fitting = _divisors(available) if fills else range(1, available + 1)
+  if product not in fitting:
+    # One axis that does not fit by itself, else all that are cut.
+    wrong = [axis for axis, size in given.items() if size not in fitting]
+    if len(wrong) != 1 or product // given[wrong[0]] not in fitting:
+      wrong = [axis for axis, size in given.items() if size > 1]
+    size = math.prod(given[axis] for axis in wrong)
+    rest = product // size
+    near = _nearest(size, [n // rest for n in fitting if n % rest == 0])
+    kind = "a divisor of" if fills else "at most"
+    times = f" / {rest}, the size of the other axes" if rest > 1 else ""
     config_lib.fail(
-      f"mesh.{axis}",
-      sizes[axis],
-      f"at most {available * sizes[axis] // total}, since"
-      f" {' x '.join(f'{n} {a}' for a, n in sizes.items())} is more than the"
-      f" {available} devices here",
+      " x ".join(f"mesh.{axis}" for axis in wrong),
+      size,
+      f"{kind} {available} devices{times}, such as {near}",
     )
-  return sizes
+  return {axis: given.get(axis, available // product) for axis in AXES}
+
+
+def _divisors(number: int) -> list[int]:
+  return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _nearest(size: int, fitting: Sequence[int]) -> str:
+  near = sorted(fitting, key=lambda n: abs(n - size))[:2]
+  return " or ".join(map(str, sorted(near)))
 
 
 def _cuts(axes: str) -> list[str | None]:
@@ -576,13 +580,10 @@ def _check_cut(
     axes = axes if isinstance(axes, tuple) else (axes,)
     cut = [axis for axis in axes if axis and mesh.shape[axis] > 1]
     parts = math.prod(mesh.shape[axis] for axis in cut)
-    if size % parts == 0:
-      continue
-    fitting = [n for n in range(1, size + 1) if size % n == 0]
-    near = sorted(fitting, key=lambda n: abs(n - parts))[:2]
-    config_lib.fail(
-      " x ".join(f"mesh.{axis}" for axis in cut),
-      parts,
-      f"a divisor of {size}, which it cuts in {name} {shape}, such as"
-      f" {' or '.join(map(str, sorted(near)))}",
-    )
+    if size % parts:
+      config_lib.fail(
+        " x ".join(f"mesh.{axis}" for axis in cut),
+        parts,
+        f"a divisor of {size}, which it cuts in {name} {shape}, such as"
+        f" {_nearest(parts, _divisors(size))}",
+      )

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import xxhash
 
 from attnres_jax import checkpoint
 from attnres_jax import checksums
@@ -306,6 +307,28 @@ def test_a_large_file_has_many_checksums(tmp_path, monkeypatch):
       seen.append(True)
   assert sorted(seen) == [False, True]
   assert _restore(tmp_path).step == 1
+
+
+@pytest.mark.parametrize(
+  "name,entry",
+  [
+    ("../../../secret.txt", {"bytes": 3, "xxh3": ["0"]}),
+    ("/etc/hostname", {"bytes": 3, "xxh3": ["0"]}),
+    ("model/\x1b[2J", {"bytes": 3, "xxh3": ["0"]}),
+    ("model/a", {"bytes": 10**12, "xxh3": ["0"]}),
+    ("model/a", {"bytes": "3", "xxh3": ["0"]}),
+    ("model/a", ["0"]),
+  ],
+)
+def test_checksums_that_we_did_not_write(tmp_path, name, entry):
+  folder = tmp_path / "checkpoints" / "1"
+  folder.mkdir(parents=True)
+  listed = {name: entry}
+  text = json.dumps(listed, sort_keys=True).encode()
+  values = {"files": listed, "xxh3": xxhash.xxh3_128_hexdigest(text)}
+  (folder / checksums.FILE).write_text(json.dumps(values))
+  (tmp_path / "secret.txt").write_text("abc")
+  assert checksums.damage(folder) == ["checksums.json is damaged"]
 
 
 def test_without_checksums_it_loads_unverified(tmp_path, caplog):

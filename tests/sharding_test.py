@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Meshes over the eight CPU devices of the tests."""
 
+import itertools
+import math
+import re
 import types
 
 from flax import nnx
@@ -30,24 +33,48 @@ def test_all_devices_or_the_first_few():
   "sizes,message",
   [
     (
-      dict(data=9),
-      r"mesh\.data: got 9, expected at most 8, since 1 stage x 9 data x",
-    ),
-    (dict(data=2, fsdp=8), r"mesh\.fsdp: got 8, expected at most 4, since"),
-    (
-      dict(tensor=3),
-      r"mesh\.data: got -1, expected an explicit size.*is 2, on 6",
-    ),
-    (
       dict(fsdp=-1),
       r"mesh\.fsdp: got -1, expected a number.*data is -1",
     ),
     (dict(tensor=0), r"mesh\.tensor: got 0, expected a number of devices, or"),
+    (dict(tensor=3), r"\.tensor: got 3, expected a divisor of 8 devices, such"),
+    (dict(data=2, fsdp=8), r"\.data x mesh\.fsdp: got 16, expected at most 8"),
   ],
 )
 def test_meshes_that_do_not_fit(sizes, message):
   with pytest.raises(config_lib.ConfigError, match=message):
     sharding.make_mesh(config_lib.MeshConfig(**sizes))
+
+
+def test_the_axis_that_does_not_fit_is_named():
+  """What the error suggests is accepted, and no other axis is to blame."""
+  refused = 0
+  for data, fsdp, tensor, count in itertools.product(
+    (-1, 1, 3, 4), (1, 2, 3, 16), (1, 2, 5, 2**31 - 1), (1, 2, 6, 7, 8)
+  ):
+    sizes = dict(data=data, fsdp=fsdp, tensor=tensor)
+    others = (fsdp * tensor, max(data, 1) * fsdp * tensor)
+    fits = count % others[0] == 0 if data == -1 else others[1] <= count
+    devices = jax.devices()[:count]
+    if fits:
+      sharding.make_mesh(config_lib.MeshConfig(**sizes), devices)
+      continue
+    refused += 1
+    with pytest.raises(config_lib.ConfigError) as error:
+      sharding.make_mesh(config_lib.MeshConfig(**sizes), devices)
+    found = re.fullmatch(
+      r"config\.(.*): got (\d+), expected .* such as (\d+)(?: or (\d+))?",
+      str(error.value),
+    )
+    named = [axis.removeprefix("mesh.") for axis in found[1].split(" x ")]
+    assert math.prod(sizes[axis] for axis in named) == int(found[2])
+    assert all(sizes[axis] > 1 for axis in named)
+    for size in filter(None, found.groups()[2:]):
+      mended = sizes | dict.fromkeys(named, 1) | {named[-1]: int(size)}
+      sharding.make_mesh(config_lib.MeshConfig(**mended), devices)
+    if len(named) > 1:  # None of them is at fault by itself.
+      assert math.prod(sizes[a] for a in named) == others[1]
+  assert refused > 100
 
 
 @pytest.mark.parametrize(
