@@ -26,9 +26,11 @@ def make_schedule(config: config_lib.OptimConfig, steps: int) -> optax.Schedule:
   first update of a warm-up does not have a learning rate of zero.
 
   Raises:
-    ConfigError: no such schedule, or its phases do not fit into the run.
+    ConfigError: no such schedule or shape of decay, or its phases do not fit
+      into the run.
   """
   make = config_lib.choose("optim.schedule", config.schedule, SCHEDULES)
+  config_lib.choose("optim.decay_shape", config.decay_shape, DECAY_SHAPES)
   stop = _decay_start(config, steps)
   if config.warmup_steps >= steps or config.warmup_steps > stop:
     what = f"fewer than train.steps={steps}"
@@ -41,7 +43,14 @@ def make_schedule(config: config_lib.OptimConfig, steps: int) -> optax.Schedule:
     # Without a transition, optax would keep the first value, 0.
     warmup = optax.linear_schedule(0.0, config.peak_lr, config.warmup_steps)
     values = optax.join_schedules([warmup, rest], [config.warmup_steps])
-  return lambda step: values(jnp.asarray(step + 1, jnp.float32))
+
+  def rate(step):
+    # Compiled, a line to 0 would end just below it.
+    return jnp.clip(
+      values(jnp.asarray(step + 1, jnp.float32)), 0.0, config.peak_lr
+    )
+
+  return rate
 
 
 def make_balance_schedule(
@@ -108,10 +117,7 @@ def _wsd(config: config_lib.OptimConfig, steps: int) -> optax.Schedule:
   start = _decay_start(config, steps)
   if start == steps:
     return _flat(config, steps)
-  shape = config_lib.choose(
-    "optim.decay_shape", config.decay_shape, DECAY_SHAPES
-  )
-  decay = shape(config, steps - start)
+  decay = DECAY_SHAPES[config.decay_shape](config, steps - start)
   return optax.join_schedules(
     [_flat(config, steps), decay], [start - config.warmup_steps]
   )

@@ -3,6 +3,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -101,6 +102,22 @@ def test_no_jump_anywhere(name, shape):
   np.testing.assert_allclose(rates[999], 2 if name == "constant" else 0.2)
 
 
+@pytest.mark.parametrize("shape", sorted(schedules.DECAY_SHAPES))
+@pytest.mark.parametrize("name", sorted(schedules.SCHEDULES))
+def test_compiled_rates_stay_between_0_and_the_peak(name, shape):
+  steps_S = np.arange(1100)
+  for peak, warmup, steps in ((3e-3, 0, 1000), (1e-4, 7, 77), (0.7, 100, 999)):
+    config = _config(
+      schedule=name, peak_lr=peak, warmup_steps=warmup, decay_fraction=0.3,
+      decay_shape=shape, final_lr_fraction=0.0,
+    )  # fmt: skip
+    rate = jax.jit(schedules.make_schedule(config, steps))
+    rates = np.asarray(rate(steps_S))
+    assert rates.min() >= 0 and rates.max() <= np.float32(peak)
+    if name != "constant":
+      np.testing.assert_allclose(rates[steps - 1 :], 0.0, atol=1e-7 * peak)
+
+
 def test_balance_rate_stops_with_the_decay():
   fields = dict(balance_rate=0.5, warmup_steps=10)
   rate = schedules.make_balance_schedule(_config(**WSD, **fields), 100)
@@ -150,10 +167,12 @@ class TestErrors:
     with pytest.raises(config_lib.ConfigError, match=message):
       schedules.make_schedule(_config(warmup_steps=76, **WSD), 100)
 
-  def test_unknown_shape(self):
+  @pytest.mark.parametrize("name", sorted(schedules.SCHEDULES))
+  def test_unknown_shape_whether_it_is_used_or_not(self, name):
     message = r"optim\.decay_shape: got 'cosin', .* \(did you mean 'cosine'"
+    config = _config(decay_shape="cosin", schedule=name, warmup_steps=0)
     with pytest.raises(config_lib.ConfigError, match=message):
-      schedules.make_schedule(_config(decay_shape="cosin", **WSD), 100)
+      schedules.make_schedule(config, 100)
 
   @pytest.mark.parametrize("value", [-0.1, 1.1])
   def test_decay_fraction(self, value):
