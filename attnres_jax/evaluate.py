@@ -7,6 +7,7 @@ token by token.
 """
 
 from collections.abc import Callable, Sequence
+import itertools
 import math
 import time
 from typing import Any
@@ -16,6 +17,7 @@ from jax.experimental import multihost_utils
 import numpy as np
 
 from attnres_jax import config as config_lib
+from attnres_jax import loss
 from attnres_jax import sharding
 
 Batch = dict[str, np.ndarray]
@@ -66,39 +68,19 @@ class Evaluator:
 
 
 def _first_batches(dataset: Any, count: int) -> list[Batch]:
-  batches = []
   iterator = dataset.batches()
   try:
-    for batch in iterator:
-      batches.append(batch)
-      if len(batches) == count:
-        break
+    return list(itertools.islice(iterator, count))
   finally:
     iterator.close()
-  if not batches:
-    config_lib.fail(
-      "data.batch_size",
-      "more rows than the validation split has",
-      f"at most its {dataset.num_rows} rows",
-    )
-  return batches
 
 
 def _count_bytes(batches: Sequence[Batch], separator_id: int) -> int:
   """Number of targets that count and are bytes, over all processes."""
-  count = 0
-  for batch in batches:
-    targets = batch["tokens"][:, 1:]
-    counts = targets != separator_id
-    if "segment_ids" in batch:
-      context, target = (
-        batch["segment_ids"][:, :-1],
-        batch["segment_ids"][:, 1:],
-      )
-      counts &= (context == target) & (target > 0)
-    if "counts" in batch:
-      counts &= batch["counts"][:, 1:] > 0
-    count += int(counts.sum())
+  count = sum(
+    int(np.sum(loss.counted(one) & (one["tokens"][:, 1:] != separator_id)))
+    for one in batches
+  )
   if jax.process_count() > 1:
     counts = multihost_utils.process_allgather(np.array(count, np.int32))
     count = int(counts.astype(np.int64).sum())

@@ -15,7 +15,7 @@ tile of less than a few hundred tokens is bound by memory, for any D and V.
 
 from collections.abc import Mapping
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,16 +52,28 @@ class Examples(NamedTuple):
   @classmethod
   def of(cls, batch: Mapping[str, jax.Array]) -> "Examples":
     """From a batch in the form that `train_state.Program.train_step` takes."""
-    tokens, segment_ids = batch["tokens"], batch.get("segment_ids")
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    if segment_ids is None:
-      return cls(inputs, targets, jnp.ones(targets.shape, jnp.float32), None)
-    context, target = segment_ids[:, :-1], segment_ids[:, 1:]
-    counts = (context == target) & (target > 0)
-    if "counts" in batch:
-      counts &= batch["counts"][:, 1:] > 0
-    weights = counts.astype(jnp.float32)
-    return cls(inputs, targets, weights, context)
+    segment_ids = batch.get("segment_ids")
+    return cls(
+      inputs=batch["tokens"][:, :-1],
+      targets=batch["tokens"][:, 1:],
+      weights=counted(batch).astype(jnp.float32),
+      segment_ids=None if segment_ids is None else segment_ids[:, :-1],
+    )
+
+
+def counted(batch: Mapping[str, Any]) -> Any:
+  """Which targets of a batch the loss counts, bool [B, T].
+
+  `counts` says it. A batch without them counts targets in the segment of their
+  context, but no padding (segment 0); without segments, all of them.
+  """
+  if "counts" in batch:
+    return batch["counts"][:, 1:] > 0
+  segment_ids = batch.get("segment_ids")
+  if segment_ids is None:
+    return jnp.ones(batch["tokens"][:, 1:].shape, bool)
+  target = segment_ids[:, 1:]
+  return (segment_ids[:, :-1] == target) & (target > 0)
 
 
 class LossSums(NamedTuple):

@@ -128,15 +128,14 @@ class Program:
 
   @property
   def batch_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-    """A global batch: `tokens`; `segment_ids` and `counts` if there are any."""
+    """A global batch: `tokens`, `counts` and maybe `segment_ids`."""
     data = self.config.data
     shape = jax.ShapeDtypeStruct(
       (data.batch_size, data.sequence_length + 1),
       jnp.int32,
       sharding=sharding.batch_sharding(self.mesh),
     )
-    names = ["tokens"] + ["segment_ids"] * data.segment_ids
-    names += ["counts"] * (data.source == config_lib.INSTRUCTIONS)
+    names = ["tokens", "counts"] + ["segment_ids"] * data.segment_ids
     return dict.fromkeys(names, shape)
 
   def init_state(self) -> TrainState:
@@ -151,9 +150,8 @@ class Program:
 
     Donates the state.
 
-    A batch holds `tokens` int32 [B, T+1] and maybe `segment_ids` int32 [B, T+1]
-    (0 for padding). Targets in another segment than their context, or in
-    padding, do not count; nor those whose `counts` int32 [B, T+1] is 0.
+    A batch holds `tokens`, `counts` and maybe `segment_ids`, int32 [B, T+1];
+    `loss.counted` says which targets count.
 
     Metrics, all scalars except the last: loss and z (nats per token, nats
     squared), grad_norm (before clipping), param_norm, learning_rate, tokens

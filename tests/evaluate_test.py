@@ -6,10 +6,11 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from attnres_jax import config as config_lib
+from attnres_jax import data
 from attnres_jax import evaluate
+from attnres_jax import loss
 from attnres_jax import sharding
 
 SEPARATOR = 256
@@ -110,6 +111,34 @@ def test_bytes_across_documents_and_padding_do_not_count():
   )
 
 
-def test_no_batches_is_an_error():
-  with pytest.raises(config_lib.ConfigError, match="data.batch_size"):
-    _evaluator([])
+def test_a_split_has_one_loss_in_batches_of_any_size(tmp_path):
+  (tmp_path / "corpus.txt").write_text("some words to be predicted\n" * 40)
+  found = []
+  for size in (1, 4, 5, 16, 64):
+    config = config_lib.DataConfig(
+      source="text", path=str(tmp_path), validation_fraction=0.7,
+      sequence_length=16, batch_size=size,
+    )  # fmt: skip
+    dataset = data.open_dataset(config, "validation")
+    batches = [
+      {name: np.array(array) for name, array in one.items()}
+      for one in dataset.batches()
+    ]
+    mesh = sharding.make_mesh(
+      config_lib.MeshConfig(), devices=jax.devices()[:1]
+    )
+    run = config_lib.RunConfig(train=config_lib.TrainConfig(eval_batches=10**6))
+
+    def step(model, batch):
+      examples = loss.Examples.of(batch)
+      nats = examples.targets.astype(np.float32) * examples.weights * model
+      return dict(loss_sum=jnp.sum(nats), tokens=jnp.sum(examples.weights))
+
+    evaluator = evaluate.Evaluator(
+      run, _Dataset(batches), mesh, step, SEPARATOR
+    )
+    result = evaluator(jnp.float32(0.5))
+    # All of the text, and where it ends.
+    assert result["tokens"] == dataset.num_tokens
+    found.append((result["loss"], result["bits_per_byte"]))
+  np.testing.assert_allclose(found, [found[0]] * len(found), rtol=1e-6)

@@ -25,15 +25,20 @@ class DataConfig(fields.Checked, prefix="data"):
       code and help topics of the running Python's standard library; the others
       read `path`. `instructions` are prompts with completions, and only the
       latter count (`attnres_jax.data.instructions`).
-    path: file, folder or glob of the training split (local or gs://).
+    path: file, folder, glob, or several of them with commas between (local or
+      gs://). Where names of files say `train` and `val` or `test` as whole
+      words, they decide the split.
     paths: several of these in place of `path`, to be mixed.
     weights: for each of `paths`, its share of the rows; they add up to 1.
-    validation_path: the same for validation; empty splits each path by a hash
-      of each document, and mixes both splits with the same weights.
-    validation_fraction: of documents held out if a source is split by hash.
+    validation_path: the same for validation; empty splits each path by the
+      names of its files, or by a hash of each document, or a single text file
+      by position, and mixes both splits with the same weights.
+    validation_fraction: of documents (of the single text) held out then.
     text_field: the field or column that holds the text (jsonl, parquet).
     tokenizer: a key of `attnres_jax.data.tokenizer.TOKENIZERS`.
-    tokenizer_path: its vocabulary file, if it needs one.
+    tokenizer_path: its vocabulary file, or a folder with a `tokenizer.json`.
+    separator: the special token between documents, such as `<|endoftext|>`;
+      empty takes the usual one of the vocabulary.
     sequence_length: T, predicted tokens per row.
     batch_size: rows per optimiser step, over all processes.
     segment_ids: number the documents of a row, so that attention and loss stay
@@ -52,6 +57,7 @@ class DataConfig(fields.Checked, prefix="data"):
   text_field: str = "text"
   tokenizer: str = "bytes"
   tokenizer_path: fields.Path = ""
+  separator: str = ""
   sequence_length: fields.Size = 256
   batch_size: fields.Size = 12
   segment_ids: bool = False

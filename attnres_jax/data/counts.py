@@ -116,8 +116,8 @@ def _count(config: config_lib.DataConfig) -> int:
   )
   if config.source not in sources.TEXT_SOURCES:
     return _count_text(config, "")
-  source, _ = sources.open_documents(config, documents.TRAIN)
-  return _count_text(config, json.dumps(source.describe()))
+  opened = sources.open_splits(config)[documents.TRAIN]
+  return _count_text(config, json.dumps(opened.documents.describe()))
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents, which every text source yields, and how they are split.
 
-The split of a document is decided by a hash of its key, never by its position,
-so that near-duplicates inside one file do not leak from training to validation,
-and so that adding documents does not move others to another split.
+Where files do not decide it, the split of a document is decided by a hash of
+its key, never by its position, so that near-duplicates inside one file do not
+leak from training to validation, and so that adding documents does not move
+others to another split.
 """
 
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ SPLITS = (TRAIN, VALIDATION)
 
 
 class Document(NamedTuple):
-  """A text with the key whose hash decides its split.
+  """A text with the key whose hash may decide its split.
 
   Attributes:
     key: the relative path of a file, or the hash of a record's text.
@@ -29,10 +30,6 @@ class Document(NamedTuple):
 
 class Documents(Protocol):
   """A text source: documents in a fixed order."""
-
-  def __len__(self) -> int:
-    """The number of documents."""
-    ...
 
   def iterate(self, start: int = 0) -> Iterator[Document]:
     """Yields the documents from number `start` on."""
@@ -53,3 +50,12 @@ def split_of(key: str, validation_fraction: float) -> str:
 def content_key(text: bytes) -> str:
   """The key of a record without a name: equal texts share a split."""
   return hashlib.sha256(text).hexdigest()
+
+
+def describe_split(fraction: float) -> str:
+  """The rule of `split_of` in words."""
+  return (
+    "a document is validation if the first 8 bytes of the SHA-256 of its key"
+    f" (relative path, or SHA-256 of its text) are below {fraction:g} of"
+    " their range"
+  )

@@ -1,30 +1,97 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents packed into rows of T+1 tokens, without padding.
+"""Documents packed into rows of T+1 tokens.
 
-All documents of a split are concatenated, each preceded by a separator. Row r
-holds tokens r T to r T + T inclusive: T inputs and, shifted by one, T targets.
-Adjacent rows share one token, the last target of one and the first input of the
-next, so every token except the very first is predicted exactly once per epoch.
-The incomplete row at the end is dropped.
+All documents of a split are concatenated, each preceded by a separator, and a
+separator ends the last one. Row r holds tokens r T to r T + T inclusive: T
+inputs and, shifted by one, T targets. Adjacent rows share one token, the last
+target of one and the first input of the next. The last row is padded, and its
+padding does not count. So every token except the very first is predicted
+exactly once per epoch, and with it the end of every document.
 
-The separator belongs to the document that follows: with segment ids, the first
-token of a document is predicted from its separator alone.
+A separator ends a document as a target and opens the next one as an input. So
+with segment ids, too, each token of a document and its end are predicted, from
+this document alone.
+
+Instructions are packed as whole examples instead, and padded.
 """
+
+import bisect
+from collections.abc import Sequence
+import itertools
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from attnres_jax.data import tokens as tokens_lib
+from attnres_jax import config as config_lib
+
+Row = dict[str, np.ndarray]
+
+
+class DataError(config_lib.RunError):
+  """The data has changed since it was opened."""
+
+
+class Tokens:
+  """Arrays of ids (in memory or in files) read as their concatenation.
+
+  Attributes:
+    vocab_size: every id is smaller; checked whenever ids are read.
+    separator_id: the id that opens every document, or None if nothing does.
+    description: describes and identifies the content; can be saved as JSON.
+  """
+
+  def __init__(
+    self,
+    arrays: Sequence[Any],
+    *,
+    vocab_size: int,
+    separator_id: int | None,
+    description: dict[str, Any],
+  ):
+    self._arrays = [array for array in arrays if len(array)]
+    self._ends = list(itertools.accumulate(map(len, self._arrays)))
+    self.vocab_size = vocab_size
+    self.separator_id = separator_id
+    self.description = description
+
+  def __len__(self) -> int:
+    return self._ends[-1] if self._ends else 0
+
+  def read(self, start: int, stop: int) -> np.ndarray:
+    """Ids from `start` up to `stop`, int32.
+
+    Raises:
+      IndexError: the range is not inside the data.
+      DataError: an id is not in the vocabulary, or a file has changed.
+    """
+    if not 0 <= start <= stop <= len(self):
+      raise IndexError(f"tokens [{start}, {stop}) of {len(self)}")
+    pieces = [np.zeros(0, np.uint16)]
+    which = bisect.bisect_right(self._ends, start)
+    position = start
+    while position < stop:
+      array, end = self._arrays[which], self._ends[which]
+      first = end - len(array)
+      pieces.append(array[position - first : min(stop, end) - first])
+      position, which = end, which + 1
+    ids = np.concatenate(pieces)
+    if ids.size and ids.max() >= self.vocab_size:
+      raise DataError(
+        f"token id {ids.max()} among tokens [{start}, {stop}): expected ids"
+        f" below the vocabulary size {self.vocab_size}"
+      )
+    return ids.astype(np.int32)
+
+  def rows(self, sequence_length: int, segment_ids: bool) -> "PackedRows":
+    """Rows of T + 1 ids; see `PackedRows`."""
+    return PackedRows(self, sequence_length, segment_ids=segment_ids)
 
 
 class PackedRows:
   """Random access to packed rows, the source of a `grain.MapDataset`."""
 
   def __init__(
-    self,
-    tokens: tokens_lib.Tokens,
-    sequence_length: int,
-    *,
-    segment_ids: bool = False,
+    self, tokens: Tokens, sequence_length: int, *, segment_ids: bool = False
   ):
     """Rows of `tokens`.
 
@@ -37,26 +104,127 @@ class PackedRows:
       raise ValueError("segment ids need tokens with a separator")
     self._tokens = tokens
     self._length = sequence_length
-    self._separator_id = tokens.separator_id if segment_ids else None
+    self._segment_ids = segment_ids
+    # What follows the last token: the separator that ends its document.
+    self._end: list[int | None] = []
+    if len(tokens) and tokens.separator_id is not None:
+      if tokens.read(len(tokens) - 1, len(tokens))[0] != tokens.separator_id:
+        self._end = [tokens.separator_id]
 
   def __len__(self) -> int:
-    return max(0, len(self._tokens) - 1) // self._length
+    targets = len(self._tokens) + len(self._end) - 1
+    return max(0, -(-targets // self._length))
 
-  def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-    """{"tokens": int32 [T+1]} and, if requested, "segment_ids" likewise."""
+  def __getitem__(self, index: int) -> Row:
+    """A row of int32 [T+1] arrays.
+
+    Returns:
+      "tokens"; "counts", 1 for tokens to learn as targets and 0 for padding;
+      and, if requested, "segment_ids" from 1, 0 for padding.
+    """
     if not 0 <= index < len(self):
       raise IndexError(f"row {index} of {len(self)}")
-    start = index * self._length
-    ids = self._tokens.read(start, start + self._length + 1)
-    if self._separator_id is None:
-      return {"tokens": ids}
-    return {
-      "tokens": ids,
-      "segment_ids": number_documents(ids, self._separator_id),
-    }
+    start, size = index * self._length, self._length + 1
+    ids = self._tokens.read(start, min(start + size, len(self._tokens)))
+    if len(ids) < size:
+      ids = np.append(ids, np.asarray(self._end, np.int32))
+    separator = self._tokens.separator_id or 0
+    row = padding_row(size, separator, self._segment_ids)
+    row["tokens"][: len(ids)] = ids
+    row["counts"][: len(ids)] = 1
+    if self._segment_ids:
+      opened = np.cumsum(ids == separator, dtype=np.int32)
+      row["segment_ids"][: len(ids)] = opened - opened[0] + 1
+    return row
 
 
-def number_documents(ids: np.ndarray, separator_id: int) -> np.ndarray:
-  """Numbers the documents of a row from 1; 0 means padding."""
-  opened = np.cumsum(ids == separator_id, dtype=np.int32)
-  return opened - opened[0] + np.int32(1)
+class Example(NamedTuple):
+  """A prompt with its completion, encoded.
+
+  Attributes:
+    ids: with both separators.
+    counted: how many of the last ids the loss counts.
+  """
+
+  ids: np.ndarray
+  counted: int
+
+
+class Examples:
+  """The examples of a split; to the pipeline, what `Tokens` is.
+
+  Attributes:
+    vocab_size: every id is smaller.
+    separator_id: the first and last id of each.
+    description: describes and identifies the content; can be saved as JSON.
+  """
+
+  def __init__(
+    self,
+    examples: Sequence[Example],
+    *,
+    vocab_size: int,
+    separator_id: int,
+    description: dict[str, Any],
+  ):
+    self._examples = examples
+    self.vocab_size = vocab_size
+    self.separator_id: int | None = separator_id
+    self.description = description
+
+  def __len__(self) -> int:
+    """The number of ids."""
+    return sum(len(example.ids) for example in self._examples)
+
+  def rows(self, sequence_length: int, segment_ids: bool) -> "ExampleRows":
+    """Rows of T + 1 ids, which always have segment ids."""
+    del segment_ids
+    return ExampleRows(self._examples, sequence_length, self.separator_id or 0)
+
+
+class ExampleRows:
+  """Random access to padded rows of whole examples, each a segment.
+
+  Like rows of `PackedRows`, except that only completions and the separators
+  that end them count.
+  """
+
+  def __init__(
+    self, examples: Sequence[Example], sequence_length: int, separator_id: int
+  ):
+    self._examples = examples
+    self._size = sequence_length + 1
+    self._separator_id = separator_id
+    # The first example of each row, and the end.
+    self._starts, room = [], 0
+    for number, example in enumerate(examples):
+      if len(example.ids) > room:
+        self._starts.append(number)
+        room = self._size
+      room -= len(example.ids)
+    self._starts.append(len(examples))
+
+  def __len__(self) -> int:
+    return len(self._starts) - 1
+
+  def __getitem__(self, index: int) -> Row:
+    """A row of int32 [T+1] arrays: tokens, segment_ids and counts."""
+    if not 0 <= index < len(self):
+      raise IndexError(f"row {index} of {len(self)}")
+    row = padding_row(self._size, self._separator_id, segment_ids=True)
+    at = 0
+    first, end = self._starts[index : index + 2]
+    for number, example in enumerate(self._examples[first:end], 1):
+      stop = at + len(example.ids)
+      row["tokens"][at:stop] = example.ids
+      row["segment_ids"][at:stop] = number
+      row["counts"][stop - example.counted : stop] = 1
+      at = stop
+    return row
+
+
+def padding_row(size: int, token: int, segment_ids: bool) -> Row:
+  """A row of `size` tokens that do not count."""
+  names = ["counts"] + ["segment_ids"] * segment_ids
+  row = {name: np.zeros(size, np.int32) for name in names}
+  return row | {"tokens": np.full(size, token, np.int32)}

@@ -1,74 +1,169 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finding and opening data files, local or in a bucket.
+"""Data files: which belong to a split, and how one is read.
 
 Paths go through etils.epath, so `gs://` works if the matching client is
-installed. Libraries that read files need a local name, and so does random
-access, so a remote file is first copied completely into a cache folder:
-`$ATTNRES_JAX_CACHE`, or `~/.cache/attnres_jax`.
+installed. A file whose name ends in .gz or .zst is decompressed as it is read.
+Libraries that need a local name, and random access, read a remote file from a
+complete copy in `$ATTNRES_JAX_CACHE`, or `~/.cache/attnres_jax`.
+
+Whole words of a file's name say which split it belongs to: `train`; `val`,
+`valid` or `validation`; `test`. The words nearest to the end of the path count,
+so that `test/train.bin` is a training file. Files named `test` stand in for
+validation if no file is named for it, and are left out otherwise. Files that
+`data.validation_path` names are in no other split.
 """
 
 from collections.abc import Iterator, Sequence
+import contextlib
 import glob
+import gzip
 import hashlib
+import io
 import os
 import pathlib
+import re
 import shutil
-from typing import NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from etils import epath
 
 from attnres_jax import config as config_lib
 from attnres_jax import files as files_lib
+from attnres_jax.data import documents
+
+COMPRESSED = (".gz", ".zst")
+_TEST = "test"
+_WORDS = {"train": documents.TRAIN, _TEST: _TEST} | dict.fromkeys(
+  ("val", "valid", "validation"), documents.VALIDATION
+)
+
+
+class File(NamedTuple):
+  """A data file.
+
+  Attributes:
+    field: of the configuration that names it, for errors.
+    name: relative to the folder that the field names.
+    path: where it is.
+  """
+
+  field: str
+  name: str
+  path: epath.Path
+
+  def fail(self, accepted: str, where: object = "") -> NoReturn:
+    """Raises the one-line error of a file, or of a place inside of it."""
+    config_lib.fail(self.field, f"{os.fspath(self.path)}{where}", accepted)
+
+  @contextlib.contextmanager
+  def reading(self, kind: str) -> Iterator[None]:
+    """A context in which any error of a library names this file.
+
+    Args:
+      kind: of content that can be read, such as "a Parquet file".
+    """
+    try:
+      yield
+    except (config_lib.ConfigError, ImportError):
+      raise
+    except Exception as error:  # Libraries raise whatever they like.
+      reason = " ".join(str(error).split())[:200] or type(error).__name__
+      self.fail(f"{kind} that is whole ({reason})")
+
+  @contextlib.contextmanager
+  def open(self) -> Iterator[Any]:
+    """A context with the content, decompressed, as a binary file."""
+    if self.name.endswith(COMPRESSED) and not self.path.stat().length:
+      self.fail("a compressed file (this one is empty)")
+    with self.path.open("rb") as file:
+      if self.name.endswith(".gz"):
+        with gzip.GzipFile(fileobj=file) as content:
+          yield content
+      elif self.name.endswith(".zst"):
+        try:
+          import pyarrow
+        except ImportError:
+          needs_extra(self.field, os.fspath(self.path), "pyarrow", "data")
+        # Unlike other readers, this one reads all frames of a file.
+        stream: Any = pyarrow.CompressedInputStream(file, "zstd")
+        with io.BufferedReader(stream) as content:
+          yield content
+      else:
+        yield file
+
+  def local(self) -> str:
+    """The name of a local file with this content: itself or a cached copy."""
+    if not files_lib.is_remote(self.path):
+      return os.fspath(self.path)
+    folder = os.environ.get("ATTNRES_JAX_CACHE") or "~/.cache/attnres_jax"
+    return str(cached_copy(self.path, pathlib.Path(folder).expanduser()))
+
+
+def splits(
+  config: config_lib.DataConfig,
+  suffixes: Sequence[str] = (),
+  *,
+  all_named: bool = False,
+) -> tuple[dict[str, list[File]], bool]:
+  """The files of each split.
+
+  Args:
+    config: with the paths.
+    suffixes: accepted in folders; see `list_files`.
+    all_named: whether names decide only if each says a split, as they hardly do
+      where every file is a document. Otherwise, other files are for training.
+
+  Returns:
+    The files, and whether both splits have the same ones, so that something
+    else has to divide what they hold.
+
+  Raises:
+    ConfigError: there are no files, or one is in both splits.
+  """
+  train = list_files("data.path", config.path, suffixes)
+  held_out = train
+  if config.validation_path:
+    field = "data.validation_path"
+    held_out = list_files(field, config.validation_path, suffixes)
+  found = {
+    documents.TRAIN: _named(train, documents.TRAIN, all_named),
+    documents.VALIDATION: _named(held_out, documents.VALIDATION, all_named),
+  }
+  if not config.validation_path and found[documents.VALIDATION] == train:
+    return found, True
+  others = {_real(file.path) for file in found[documents.TRAIN]}
+  for file in found[documents.VALIDATION]:
+    if _real(file.path) in others:
+      file.fail("a file that is not also one to train on")
+  return found, False
 
 
 def list_files(
   field: str, path: str, suffixes: Sequence[str] = ()
-) -> list[epath.Path]:
-  """Files named by `path` (a file, a folder or a glob), sorted.
+) -> list[File]:
+  """The files that a path names, in a fixed order, each once.
 
   Args:
     field: of the configuration, for the error.
-    path: a file; a folder, searched recursively; or a glob, on local disks with
-      `**` for any folders. Hidden files and folders are left out.
-    suffixes: accepted suffixes inside a folder; empty for every file. A file or
-      glob is used as it is.
+    path: a file; a folder, searched recursively; a glob, on local disks with
+      `**` for any folders; or several of them, with commas between. Hidden
+      files and folders are left out.
+    suffixes: accepted suffixes inside a folder, before that of a compressed
+      file; empty for every file. A file or glob is used as it is.
 
   Raises:
     ConfigError: there are no such files.
   """
-  root = files_lib.check_path(f"config.{field}", path)
-  if glob.has_magic(path):
-    files = [p for p in _glob(field, root) if p.is_file()]
-  elif root.is_file():
-    files = [root]
-  elif root.is_dir():
-    files = [p for p in _walk(root) if _ends_with(p, suffixes)]
-  else:
-    files = []
-  if not files:
-    kind = " or ".join(f"*{s}" for s in suffixes) or "files"
-    config_lib.fail(field, path, f"a file, or a folder or glob with {kind}")
-  return sorted(files)
-
-
-def relative_names(path: str, files: Sequence[epath.Path]) -> list[str]:
-  """Names of `files` relative to the folder of `path`."""
-  root = epath.Path(path).expanduser()
-  if glob.has_magic(path):
-    root = _split_glob(root)[0]
-  elif root.is_file():
-    root = root.parent
-  return [file.relative_to(root).as_posix() for file in files]
-
-
-def local_file(path: epath.Path) -> str:
-  """A local file with the content of `path`: itself or a cached copy."""
-  name = os.fspath(path)
-  if not files_lib.is_remote(path):
-    return name
-  folder = os.environ.get("ATTNRES_JAX_CACHE")
-  folder = pathlib.Path(folder or "~/.cache/attnres_jax").expanduser()
-  return str(cached_copy(path, folder))
+  each = [path]
+  if "," in path and not files_lib.check_path(f"config.{field}", path).exists():
+    each = [one for one in path.split(",") if one]
+  return list(
+    {
+      os.fspath(file.path): file
+      for one in each
+      for file in _list(field, one, suffixes)
+    }.values()
+  )
 
 
 def cached_copy(path: epath.Path, folder: pathlib.Path) -> pathlib.Path:
@@ -93,9 +188,34 @@ def cached_copy(path: epath.Path, folder: pathlib.Path) -> pathlib.Path:
 def needs_extra(field: str, value: str, package: str, extra: str) -> NoReturn:
   """Raises the error of a value whose optional package is not installed."""
   raise ImportError(
-    f"config.data.{field}={value!r} needs the package {package!r}:"
+    f"config.{field}={value!r} needs the package {package!r}:"
     f' pip install "attnres-jax[{extra}]"'
   )
+
+
+def is_file(path: epath.Path) -> bool:
+  """Whether a path is a file that ends, unlike `/dev/zero` or a pipe."""
+  if files_lib.is_remote(path):
+    return path.is_file()
+  return os.path.isfile(path)
+
+
+def _list(field: str, path: str, suffixes: Sequence[str]) -> list[File]:
+  root = files_lib.check_path(f"config.{field}", path)
+  if glob.has_magic(path):
+    root, pattern = _split_glob(root)
+    found = [p for p in _glob(field, root, pattern) if is_file(p)]
+  elif is_file(root):
+    root, found = root.parent, [root]
+  elif root.is_dir():
+    ends = tuple(s + c for s in suffixes for c in ("", *COMPRESSED))
+    found = [p for p in _walk(root) if not ends or p.name.endswith(ends)]
+  else:
+    found = []
+  if not found:
+    kind = " or ".join(f"*{s}" for s in suffixes) or "files"
+    config_lib.fail(field, path, f"a file, or a folder or glob with {kind}")
+  return [File(field, p.relative_to(root).as_posix(), p) for p in sorted(found)]
 
 
 def _split_glob(root: epath.Path) -> tuple[epath.Path, str]:
@@ -105,16 +225,14 @@ def _split_glob(root: epath.Path) -> tuple[epath.Path, str]:
   return base, "/".join(parts[first:])
 
 
-def _glob(field: str, root: epath.Path) -> Iterator[epath.Path]:
-  base, pattern = _split_glob(root)
-  if files_lib.is_remote(base):
-    if "**" in pattern:
-      config_lib.fail(
-        field, os.fspath(root), "a folder or a glob without ** in a bucket"
-      )
-    yield from base.glob(pattern)
-  else:  # epath does not support `**`, not even here.
-    yield from map(epath.Path, pathlib.Path(base).glob(pattern))
+def _glob(field: str, base: epath.Path, pattern: str) -> Iterator[epath.Path]:
+  if not files_lib.is_remote(base):
+    # epath does not support `**`, not even here.
+    return map(epath.Path, pathlib.Path(base).glob(pattern))
+  if "**" in pattern:
+    where = os.fspath(base / pattern)
+    config_lib.fail(field, where, "a folder or a glob without ** in a bucket")
+  return iter(base.glob(pattern))
 
 
 def _walk(root: epath.Path) -> Iterator[epath.Path]:
@@ -122,9 +240,41 @@ def _walk(root: epath.Path) -> Iterator[epath.Path]:
     if not path.name.startswith("."):
       if path.is_dir():
         yield from _walk(path)
-      else:
+      elif is_file(path):
         yield path
 
 
-def _ends_with(path: epath.Path, suffixes: Sequence[str]) -> bool:
-  return not suffixes or path.name.endswith(tuple(suffixes))
+def _named(files: list[File], split: str, all_named: bool) -> list[File]:
+  """Of files of both splits, those that the names assign to one; else all."""
+  names = [_split_of_name(file) for file in files]
+  held_out = documents.VALIDATION
+  if held_out not in names:
+    held_out = _TEST
+  decide = held_out in names and set(names) - {documents.VALIDATION, _TEST}
+  if not decide or (all_named and None in names):
+    return files
+  wanted = {held_out} if split == documents.VALIDATION else {split, None}
+  return [file for file, name in zip(files, names) if name in wanted]
+
+
+def _split_of_name(file: File) -> str | None:
+  """The split that the words of a name say, if any.
+
+  Raises:
+    ConfigError: they say several.
+  """
+  for part in reversed(file.name.split("/")):
+    words = re.findall(r"[^\W\d_]+", part.lower())
+    found = {_WORDS[word] for word in words if word in _WORDS}
+    if len(found) > 1:
+      file.fail(
+        f"a name that says one split, not {' and '.join(sorted(found))}"
+      )
+    if found:
+      return found.pop()
+  return None
+
+
+def _real(path: epath.Path) -> str:
+  name = os.fspath(path)
+  return name if files_lib.is_remote(path) else os.path.realpath(name)

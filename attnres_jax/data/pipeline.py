@@ -2,19 +2,17 @@
 """Turns a config into batches: shuffle, repeat, batch, slice per process.
 
 The order is one `grain.MapDataset` over packed rows. Training shuffles all rows
-of an epoch, differently in every epoch, without end. Global batches are cut
-from this stream, and process p of P takes the p-th of P equal parts of every
-batch. So batch n depends only on the config and on n: the position is one
-number, independent of the number of processes, and any position is reached
-immediately. Validation is one pass in a fixed, shuffled order, so that its
-first few batches are a fair sample.
+of an epoch, differently in every epoch, without end. Validation is one pass in
+an order that is always the same; rows of padding fill its last batch, so that
+every row counts whatever the batch size. Batch n depends only on the data,
+`seed` and n. So the position is one number, resuming is immediate, and
+processes take parts of one global batch.
 
-With several paths, each has its own shuffle, and rows are taken from them in
-proportion to their weights, as evenly as possible. Which path a row comes from
-depends on its number alone.
+A mixture shuffles each of its paths by itself and takes rows of all of them in
+turns, in exact proportion to `weights`. Which path a row comes from depends on
+its number alone.
 
-Threads read rows ahead; copying ids out of a file needs no worker
-processes. This module uses no JAX device.
+Threads read rows ahead; copying ids out of a file needs no worker processes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,18 +25,19 @@ import numpy as np
 
 from attnres_jax import config as config_lib
 from attnres_jax.data import documents
-from attnres_jax.data import instructions
 from attnres_jax.data import packing
 from attnres_jax.data import sources
 from attnres_jax.data import tokenizer as tokenizer_lib
-from attnres_jax.data import tokens as tokens_lib
 
 Batch = dict[str, np.ndarray]
-Tokens = tokens_lib.Tokens | instructions.Examples
+Tokens = packing.Tokens | packing.Examples
 
 # Validation losses are only comparable in the same order.
 _VALIDATION_SEED = 0
 _READ_AHEAD_BATCHES = 8
+# Of the rows that packing makes of the same tokens. Positions in rows of the
+# first kind, which had no padding, mean other rows.
+_PACKING = 2
 
 
 def open_dataset(
@@ -81,16 +80,9 @@ def open_dataset(
   for one in each:
     parts.append(opener(one, split, tokenizer))
     _check_size(one, split, parts[-1])
-  dataset = Dataset(
+  return Dataset(
     config, split, parts, tokenizer.describe(), process_index, process_count
   )
-  if split == documents.VALIDATION and not dataset.num_batches:
-    config_lib.fail(
-      "data.batch_size",
-      config.batch_size,
-      f"at most the {dataset.num_rows} rows of the validation split",
-    )
-  return dataset
 
 
 class Dataset:
@@ -99,7 +91,7 @@ class Dataset:
   Attributes:
     num_rows: rows of one epoch; of a mixture, until one part would repeat.
     num_tokens: ids of the split, including separators.
-    num_batches: whole global batches in one epoch.
+    num_batches: global batches of one epoch, the last one maybe padded.
   """
 
   def __init__(
@@ -119,7 +111,7 @@ class Dataset:
     self._process_count = process_count
     self.num_rows = len(self._shuffled(repeated=False))
     self.num_tokens = sum(map(len, parts))
-    self.num_batches = self.num_rows // config.batch_size
+    self.num_batches = -(-self.num_rows // config.batch_size)
 
   def describe(self) -> dict[str, Any]:
     """A description of the data for the run's folder; can be saved as JSON."""
@@ -133,7 +125,7 @@ class Dataset:
   def identity(self) -> dict[str, Any]:
     """What batch n depends on besides n; independent of the processes."""
     content = json.dumps(
-      [self._content(), self._tokenizer, self.num_tokens],
+      [self._content(), self._tokenizer, self.num_tokens, _PACKING],
       sort_keys=True,
     )
     config = self._config
@@ -152,17 +144,26 @@ class Dataset:
     Args:
       start_batch: the first batch; reached immediately, however large.
     """
-    repeated = self._split == documents.TRAIN
-    rows = self._shuffled(repeated)
-    if not repeated:
-      rows = rows[: self.num_batches * self._config.batch_size]
+    config, is_train = self._config, self._split == documents.TRAIN
+    rows = self._shuffled(repeated=is_train)
+    if not is_train:
+      padding = packing.padding_row(
+        config.sequence_length + 1,
+        self._parts[0].separator_id or 0,
+        config.segment_ids,
+      )
+      missing = self.num_batches * config.batch_size - self.num_rows
+      if missing:
+        rows = grain.MapDataset.concatenate(
+          [rows, grain.MapDataset.source([padding] * missing)]
+        )
     # Every P-th group of consecutive rows belongs to this process: the groups
     # of all processes, in order, form the global batch.
     local = rows.batch(
-      self._config.batch_size // self._process_count, drop_remainder=True
+      config.batch_size // self._process_count, drop_remainder=True
     )
     local = local[self._process_index :: self._process_count]
-    threads = self._config.num_threads
+    threads = config.num_threads
     options = grain.ReadOptions(
       num_threads=threads,
       prefetch_buffer_size=_READ_AHEAD_BATCHES if threads else 0,
@@ -187,7 +188,7 @@ class Dataset:
     first = config.seed if self._split == documents.TRAIN else _VALIDATION_SEED
     parts = []
     for i, tokens in enumerate(self._parts):
-      packed = _rows(tokens, config)
+      packed = tokens.rows(config.sequence_length, config.segment_ids)
       rows = grain.MapDataset.source(packed).seed((first + i) % 2**32).shuffle()
       parts.append(rows.repeat() if repeated else rows)
     if len(parts) == 1:
@@ -198,9 +199,9 @@ class Dataset:
 class Batches:
   """An iterator of numpy batches whose position can be saved.
 
-  A batch is {"tokens": int32 [B, T+1]} and, with `config.segment_ids`,
-  "segment_ids" of the same shape. Instructions add "counts", which is 1 for the
-  targets that the loss counts.
+  A batch has "tokens" and "counts", int32 [B, T+1], and, with
+  `config.segment_ids`, "segment_ids" of the same shape. Counts are 1 for tokens
+  that the loss counts as targets: not for padding and prompts.
   """
 
   def __init__(
@@ -219,9 +220,9 @@ class Batches:
   def __next__(self) -> Batch:
     try:
       return next(self._iterator)
-    except tokens_lib.DataError as error:
+    except packing.DataError as error:
       # Without what grain adds to it.
-      raise tokens_lib.DataError(str(error)) from None
+      raise packing.DataError(str(error)) from None
 
   def get_state(self) -> dict[str, Any]:
     """The next global batch and its data; can be saved as JSON."""
@@ -266,19 +267,13 @@ class Batches:
       )
 
 
-def _rows(
-  tokens: Tokens, config: config_lib.DataConfig
-) -> packing.PackedRows | instructions.Rows:
-  if isinstance(tokens, instructions.Examples):
-    return tokens.rows(config.sequence_length)
-  return packing.PackedRows(
-    tokens, config.sequence_length, segment_ids=config.segment_ids
-  )
-
-
 def _check_size(
   config: config_lib.DataConfig, split: str, tokens: Tokens
 ) -> None:
+  if config.segment_ids and tokens.separator_id is None:
+    config_lib.fail(
+      "data.segment_ids", True, 'token files that declare a "separator_id"'
+    )
   if not len(tokens):
     if config.source == "tokens" or config.validation_path:
       config_lib.fail("data.path", config.path, f"any {split} tokens at all")
@@ -287,14 +282,8 @@ def _check_size(
       config.validation_fraction,
       f"a fraction that leaves the {split} split any documents at all",
     )
-  if config.segment_ids and tokens.separator_id is None:
-    config_lib.fail(
-      "data.segment_ids",
-      True,
-      'token files that all declare the same "separator_id"',
-    )
-  if isinstance(tokens, instructions.Examples):
-    return  # Rows are padded.
+  if isinstance(tokens, packing.Examples) or split == documents.VALIDATION:
+    return  # One padded row is enough.
   if config.sequence_length >= len(tokens):
     config_lib.fail(
       "data.sequence_length",

@@ -32,6 +32,7 @@ from attnres_jax import command_line
 from attnres_jax import config as config_lib
 from attnres_jax import files as files_lib
 from attnres_jax.data import documents
+from attnres_jax.data import paths
 from attnres_jax.data import sources
 from attnres_jax.data import token_files
 from attnres_jax.data import tokenizer as tokenizer_lib
@@ -62,7 +63,6 @@ def prepare(
   Raises:
     ConfigError: a bad source or tokenizer, or an output folder in use.
   """
-  config_lib.choose("data.source", config.source, sources.TEXT_SOURCES)
   if shard_tokens < 1:
     config_lib.fail_argument("--shard_tokens", shard_tokens, "a number above 0")
   tokenizer = tokenizer_lib.make_tokenizer(config)
@@ -71,10 +71,9 @@ def prepare(
   dataset = _begin(folder, settings, overwrite)
   if dataset["complete"]:
     return dataset
-  for split in documents.SPLITS:
-    dataset["splits"][split] = _write_split(
-      config, split, tokenizer, folder, shard_tokens, progress
-    )
+  dataset["splits"] = _write_splits(
+    config, tokenizer, folder, shard_tokens, progress
+  )
   if not dataset["splits"][documents.TRAIN]["tokens"]:
     config_lib.fail("data.path", config.path, "text to train on")
   dataset["complete"] = True
@@ -108,12 +107,13 @@ def _parser() -> command_line.Parser:
   add, defaults = parser.add_argument, config_lib.DataConfig()
   for name, words in {
     "source": ", ".join(sources.TEXT_SOURCES),
-    "path": "file, folder or glob",
-    "validation_path": "same for validation; if empty, --path is split by hash",
-    "validation_fraction": "fraction of documents held out by hash",
+    "path": "file, folder, glob, or several with commas between",
+    "validation_path": "same for validation; if empty, --path is split",
+    "validation_fraction": "fraction held out, if --path is split",
     "text_field": "field or column of jsonl and parquet",
     "tokenizer": "bytes, hf or sentencepiece",
     "tokenizer_path": "vocabulary file",
+    "separator": "special token between documents; if empty, the usual one",
   }.items():
     default = getattr(defaults, name)
     add(f"--{name}", type=type(default), default=default, help=words)
@@ -135,13 +135,13 @@ def _settings(
   shard_tokens: int,
 ) -> dict[str, Any]:
   """Everything that determines the bytes that are written."""
-  train, fraction = sources.open_documents(config, documents.TRAIN)
-  described = {"source": train.describe()}
-  if fraction is None:
-    held_out, _ = sources.open_documents(config, documents.VALIDATION)
-    described["validation_source"] = held_out.describe()
+  opened = sources.open_splits(config)
+  train, held_out = (opened[split] for split in documents.SPLITS)
+  described = {"source": train.documents.describe()}
+  if held_out is not train:
+    described["validation_source"] = held_out.documents.describe()
   return described | {
-    "split_rule": sources.describe_split(fraction),
+    "split_rule": train.rule,
     "tokenizer": tokenizer.describe(),
     "shard_tokens": shard_tokens,
   }
@@ -190,38 +190,46 @@ def _remove_shards(folder: epath.Path) -> None:
         file.unlink()
 
 
-def _write_split(
+def _write_splits(
   config: config_lib.DataConfig,
-  split: str,
   tokenizer: tokenizer_lib.Tokenizer,
   folder: epath.Path,
   shard_tokens: int,
   progress: bool,
 ) -> dict[str, Any]:
-  source, fraction = sources.open_documents(config, split)
-  writer = _ShardWriter(folder, split, tokenizer)
-  start = writer.next_document
-  with tqdm.tqdm(
-    total=len(source),
-    initial=start,
-    desc=f"{config.source} -> {split}",
-    unit="doc",
-    disable=not progress,
-  ) as bar:
-    for encoded in sources.encode_split(
-      source, split, fraction, tokenizer, start=start, bar=bar
-    ):
-      writer.add(encoded)
-      if writer.gathered >= shard_tokens:
-        writer.write(next_document=encoded.number + 1)
-        bar.set_postfix_str(f"{writer.total('count'):,} tokens written")
-    if writer.gathered:
-      writer.write(next_document=len(source))
+  """Writes what is missing, and reads text that both splits share once."""
+  opened = sources.open_splits(config)
+  writers = {
+    split: _ShardWriter(folder, split, tokenizer, shard_tokens)
+    for split in documents.SPLITS
+  }
+  # Each text with the splits that come from it.
+  for text in {id(one): one for one in opened.values()}.values():
+    splits = [split for split in documents.SPLITS if opened[split] is text]
+    start = min(writers[split].next_document for split in splits)
+    with tqdm.tqdm(
+      initial=start,
+      desc=f"{config.source} -> {' and '.join(splits)}",
+      unit="doc",
+      disable=not progress,
+    ) as bar:
+      for encoded in sources.encode(
+        text, splits, tokenizer, start=start, bar=bar
+      ):
+        if encoded.number >= writers[encoded.split].next_document:
+          if writers[encoded.split].add(encoded):
+            written = sum(w.total("count") for w in writers.values())
+            bar.set_postfix_str(f"{written:,} tokens written")
+    for split in splits:
+      writers[split].flush()
   return {
-    "files": writer.files,
-    "tokens": writer.total("count"),
-    "documents": writer.total("documents"),
-    "bytes": writer.total("bytes"),
+    split: {
+      "files": writer.files,
+      "tokens": writer.total("count"),
+      "documents": writer.total("documents"),
+      "bytes": writer.total("bytes"),
+    }
+    for split, writer in writers.items()
   }
 
 
@@ -229,14 +237,19 @@ class _ShardWriter:
   """Collects documents and writes them as the next shard of a split."""
 
   def __init__(
-    self, folder: epath.Path, split: str, tokenizer: tokenizer_lib.Tokenizer
+    self,
+    folder: epath.Path,
+    split: str,
+    tokenizer: tokenizer_lib.Tokenizer,
+    shard_tokens: int,
   ):
     self._folder = folder
     self._split = split
     self._tokenizer = tokenizer.describe()
+    self._shard_tokens = shard_tokens
     self._sidecars = _whole_shards(folder, split)
     self._documents: list[sources.EncodedDocument] = []
-    self.gathered = 0
+    self._gathered = 0
 
   @property
   def files(self) -> list[str]:
@@ -251,11 +264,19 @@ class _ShardWriter:
   def total(self, key: str) -> int:
     return sum(sidecar[key] for sidecar in self._sidecars)
 
-  def add(self, document: sources.EncodedDocument) -> None:
+  def add(self, document: sources.EncodedDocument) -> bool:
+    """Takes a document; returns whether it completes a shard."""
     self._documents.append(document)
-    self.gathered += len(document.ids)
+    self._gathered += len(document.ids)
+    if self._gathered < self._shard_tokens:
+      return False
+    self.flush()
+    return True
 
-  def write(self, next_document: int) -> None:
+  def flush(self) -> None:
+    """Writes a shard of the documents that no shard has yet."""
+    if not self._documents:
+      return
     ids = np.concatenate([document.ids for document in self._documents])
     content = ids.tobytes()
     sidecar = {
@@ -267,13 +288,13 @@ class _ShardWriter:
       "sha256": hashlib.sha256(content).hexdigest(),
       "documents": len(self._documents),
       "bytes": sum(len(document.text) for document in self._documents),
-      "next_document": next_document,
+      "next_document": self._documents[-1].number + 1,
     }
     name = _shard_name(self._split, len(self._sidecars))
     files_lib.write(self._folder / f"{name}.bin", content)
     _write_json(self._folder / f"{name}.json", sidecar)
     self._sidecars.append(sidecar)
-    self._documents, self.gathered = [], 0
+    self._documents, self._gathered = [], 0
 
 
 def _whole_shards(folder: epath.Path, split: str) -> list[dict[str, Any]]:
@@ -281,7 +302,9 @@ def _whole_shards(folder: epath.Path, split: str) -> list[dict[str, Any]]:
   shards = []
   while (folder / f"{_shard_name(split, len(shards))}.json").is_file():
     name = _shard_name(split, len(shards))
-    token_files.read_header("data.path", folder / f"{name}.bin")
+    token_files.read_header(
+      paths.File("data.path", f"{name}.bin", folder / f"{name}.bin")
+    )
     sidecar = folder / f"{name}.json"
     shards.append(files_lib.read_json(sidecar))
     for key in ("documents", "bytes", "next_document"):

@@ -2,13 +2,13 @@
 """The registry of data sources.
 
 `tokens` reads files of ids at any position, and `instructions` prompts with
-completions; every other source is text,
-tokenised in memory when it is opened. That takes well under a second for the
-embedded corpus but minutes for gigabytes, in every process: prepare large
-sources with `python -m attnres_jax.data.prepare`, and read the token files.
+completions; every other source is text, tokenised in memory when it is opened.
+That takes well under a second for the embedded corpus but minutes for
+gigabytes, in every process: prepare large sources with
+`python -m attnres_jax.data.prepare`, and read the token files.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 import hashlib
 from typing import Any, NamedTuple
 
@@ -18,92 +18,100 @@ import tqdm
 from attnres_jax import config as config_lib
 from attnres_jax.data import documents
 from attnres_jax.data import instructions
+from attnres_jax.data import packing
+from attnres_jax.data import paths
 from attnres_jax.data import stdlib
 from attnres_jax.data import text as text_lib
 from attnres_jax.data import token_files
 from attnres_jax.data import tokenizer as tokenizer_lib
-from attnres_jax.data import tokens as tokens_lib
 
-# Text is encoded in pieces of this size, so that a library can use threads.
+TEXT_SOURCES = ("arrayrecord", "jsonl", "parquet", "stdlib", "text")
+"""The sources that `prepare` can read."""
+
+# Texts are encoded in batches of this size, so that a library can use threads,
+# and long ones in pieces of it, because libraries take 100 times the memory.
 _ENCODE_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 22
 
 
-def _open_stdlib(
-  config: config_lib.DataConfig, field: str, path: str
-) -> documents.Documents:
-  del field, path
-  for name in ("path", "validation_path"):
-    value = getattr(config, name)
-    if value:
-      config_lib.fail(
-        f"data.{name}", value, "nothing, with data.source='stdlib'"
-      )
-  return stdlib.StdlibDocuments()
+class Opened(NamedTuple):
+  """Text of one split or of both.
 
-
-TEXT_SOURCES: dict[str, Callable[..., documents.Documents]] = {
-  "arrayrecord": text_lib.ArrayRecordDocuments,
-  "jsonl": text_lib.JsonlDocuments,
-  "parquet": text_lib.ParquetDocuments,
-  "stdlib": _open_stdlib,
-  "text": text_lib.FolderDocuments,
-}
-"""Name to opener (config, field, path), for sources that `prepare` can read."""
-
-
-def open_documents(
-  config: config_lib.DataConfig, split: str
-) -> tuple[documents.Documents, float | None]:
-  """Opens the text that contains a split.
-
-  Returns:
-    The documents, and the fraction of them held out by hash; None if the
-    validation split has its own path, so that each path is one whole split.
+  Attributes:
+    documents: in a fixed order.
+    fraction: of the documents that a hash holds out; None if all of them belong
+      to one split.
+    rule: says in words which documents belong to a split.
   """
-  opener = config_lib.choose("data.source", config.source, TEXT_SOURCES)
-  if not config.validation_path or config.source == "stdlib":
-    opened = opener(config, "data.path", config.path)
-    return opened, config.validation_fraction
-  if split == documents.TRAIN:
-    return opener(config, "data.path", config.path), None
-  return opener(config, "data.validation_path", config.validation_path), None
+
+  documents: documents.Documents
+  fraction: float | None
+  rule: str
 
 
-def in_split(
-  document: documents.Document, split: str, fraction: float | None
-) -> bool:
-  """Whether a document of `open_documents` belongs to the split."""
-  return fraction is None or documents.split_of(document.key, fraction) == split
+def open_splits(config: config_lib.DataConfig) -> dict[str, Opened]:
+  """The text of each split: one object for both if a hash divides it."""
+  config_lib.choose("data.source", config.source, dict.fromkeys(TEXT_SOURCES))
+  if config.source == "stdlib":
+    for name in ("path", "validation_path"):
+      value = getattr(config, name)
+      if value:
+        accepted = "nothing, with data.source='stdlib'"
+        config_lib.fail(f"data.{name}", value, accepted)
+    return _by_hash(config, stdlib.StdlibDocuments())
+  is_text = config.source == "text"
+  files, shared = paths.splits(
+    config, text_lib.FORMATS[config.source].suffixes, all_named=is_text
+  )
+  if not shared:
+    rule = "the names of the files, or a path of its own"
+    return {
+      split: Opened(text_lib.FileDocuments(config, files[split]), None, rule)
+      for split in documents.SPLITS
+    }
+  both = files[documents.TRAIN]
+  if is_text and len(both) == 1:
+    rule = f"the last {config.validation_fraction:g} of the text is validation"
+    return {
+      split: Opened(text_lib.FileDocuments(config, both, split), None, rule)
+      for split in documents.SPLITS
+    }
+  return _by_hash(config, text_lib.FileDocuments(config, both))
+
+
+def texts(config: config_lib.DataConfig, split: str) -> Iterator[bytes]:
+  """Yields the documents of a split, in their order."""
+  opened = open_splits(config)[split]
+  for document in opened.documents.iterate():
+    if _split_of(document, opened, (split,)):
+      yield document.text
 
 
 def open_text(
   config: config_lib.DataConfig,
   split: str,
   tokenizer: tokenizer_lib.Tokenizer,
-) -> tokens_lib.Tokens:
+) -> packing.Tokens:
   """Tokenises the documents of a split in memory, including separators."""
-  source, fraction = open_documents(config, split)
+  opened = open_splits(config)[split]
   digest = hashlib.sha256()
   arrays, num_bytes = [], 0
   # A progress bar that appears only if this takes a while.
   with tqdm.tqdm(
-    total=len(source),
-    desc=f"tokenising {config.source} ({split})",
-    unit="doc",
-    delay=3.0,
+    desc=f"tokenising {config.source} ({split})", unit="doc", delay=3.0
   ) as bar:
-    for encoded in encode_split(source, split, fraction, tokenizer, bar=bar):
+    for encoded in encode(opened, (split,), tokenizer, bar=bar):
       arrays.append(encoded.ids)
       digest.update(encoded.text)
       num_bytes += len(encoded.text)
-  return tokens_lib.Tokens(
+  return packing.Tokens(
     [np.concatenate(arrays)] if arrays else [],
     vocab_size=tokenizer.vocab_size,
     separator_id=tokenizer.separator_id,
-    description=source.describe()
+    description=opened.documents.describe()
     | {
       "split": split,
-      "split_rule": describe_split(fraction),
+      "split_rule": opened.rule,
       "split_documents": len(arrays),
       "split_bytes": num_bytes,
       "split_sha256": digest.hexdigest(),
@@ -116,40 +124,49 @@ class EncodedDocument(NamedTuple):
 
   Attributes:
     number: its position in the source.
+    split: that it belongs to.
     text: UTF-8 bytes.
     ids: the separator, then the document, in the smallest dtype.
   """
 
   number: int
+  split: str
   text: bytes
   ids: np.ndarray
 
 
-def encode_split(
-  source: documents.Documents,
-  split: str,
-  fraction: float | None,
+def encode(
+  opened: Opened,
+  splits: Sequence[str],
   tokenizer: tokenizer_lib.Tokenizer,
   *,
   start: int = 0,
   bar: tqdm.tqdm,
 ) -> Iterator[EncodedDocument]:
-  """Yields the documents of a split from number `start` on, without empty ones.
+  """Yields the documents of splits from number `start` on, without empty ones.
 
-  Advances `bar` by every document, in the split or not.
+  Args:
+    opened: where they come from.
+    splits: that are wanted; one of them unless a hash divides the documents.
+    tokenizer: of their texts.
+    start: the first document.
+    bar: advanced by every document, whatever its split.
   """
   dtype = token_dtype(tokenizer.vocab_size)
   separator = np.asarray([tokenizer.separator_id], dtype)
-  for batch in _batches(source, start):
+  for batch in _batches(opened.documents, start):
     chosen = [
-      (number, document.text)
+      (number, split, document.text, list(_pieces(document.text)))
       for number, document in batch
-      if document.text and in_split(document, split, fraction)
+      if document.text and (split := _split_of(document, opened, splits))
     ]
-    encoded = tokenizer.encode_batch([text for _, text in chosen])
-    for (number, text), ids in zip(chosen, encoded):
-      ids = np.concatenate([separator, ids.astype(dtype)])
-      yield EncodedDocument(number, text, ids)
+    each = [piece for *_, pieces in chosen for piece in pieces]
+    encoded = iter(tokenizer.encode_batch(each))
+    for number, split, text, pieces in chosen:
+      ids = [next(encoded).astype(dtype) for _ in pieces]
+      yield EncodedDocument(
+        number, split, text, np.concatenate([separator, *ids])
+      )
     bar.update(len(batch))
 
 
@@ -158,22 +175,30 @@ def token_dtype(vocab_size: int) -> np.dtype:
   return token_files.DTYPES["uint16" if vocab_size <= 1 << 16 else "uint32"]
 
 
-def describe_split(fraction: float | None) -> str:
-  if fraction is None:
-    return "each split has a path of its own"
-  return (
-    "a document is validation if the first 8 bytes of the SHA-256 of its key"
-    f" (relative path, or SHA-256 of its text) are below {fraction:g} of"
-    " their range"
-  )
-
-
 SOURCES: dict[str, Callable[..., Any]] = {
   "instructions": instructions.open_examples,
   "tokens": token_files.open_tokens,
 } | dict.fromkeys(TEXT_SOURCES, open_text)
-"""Name to opener (config, split, tokenizer) of `tokens.Tokens` or
-`instructions.Examples`, for `open_dataset`."""
+"""Name to opener (config, split, tokenizer) of `packing.Tokens` or
+`packing.Examples`, for `open_dataset`."""
+
+
+def _by_hash(
+  config: config_lib.DataConfig, source: documents.Documents
+) -> dict[str, Opened]:
+  fraction = config.validation_fraction
+  opened = Opened(source, fraction, documents.describe_split(fraction))
+  return dict.fromkeys(documents.SPLITS, opened)
+
+
+def _split_of(
+  document: documents.Document, opened: Opened, splits: Sequence[str]
+) -> str | None:
+  """The one of `splits` to which a document belongs."""
+  if opened.fraction is None:
+    return splits[0]
+  split = documents.split_of(document.key, opened.fraction)
+  return split if split in splits else None
 
 
 def _batches(
@@ -187,3 +212,17 @@ def _batches(
       yield batch
       batch, size = [], 0
   yield batch
+
+
+def _pieces(text: bytes) -> Iterator[bytes]:
+  """A text, if long in pieces that end with a line where there are lines."""
+  start = 0
+  while len(text) - start > _PIECE_BYTES:
+    stop = text.rfind(b"\n", start, start + _PIECE_BYTES) + 1
+    if stop <= start:
+      stop = start + _PIECE_BYTES
+      while text[stop] & 0xC0 == 0x80:  # Inside a character.
+        stop -= 1
+    yield text[start:stop]
+    start = stop
+  yield text[start:]

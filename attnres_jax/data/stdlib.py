@@ -40,63 +40,55 @@ class StdlibDocuments:
     Args:
       root: of the library; the running Python's by default.
     """
-    self._root = root or sysconfig.get_path("stdlib")
-    self._files, self._topics = _read(self._root)
-
-  def __len__(self) -> int:
-    return len(self._files) + len(self._topics)
+    root = root or sysconfig.get_path("stdlib")
+    self._files, self._topics = _read(root), _topics()
 
   def iterate(self, start: int = 0) -> Iterator[documents.Document]:
+    """Yields the documents from number `start` on."""
     yield from (self._files + self._topics)[start:]
 
   def describe(self) -> dict[str, Any]:
-    digest = hashlib.sha256()
-    for document in self.iterate():
-      digest.update(document.text)
+    """The interpreter, and the number of bytes and their hash."""
+    text = b"".join(document.text for document in self.iterate())
     return {
       "source": "stdlib",
       "python": platform.python_version(),
       "implementation": platform.python_implementation(),
       "files": len(self._files),
       "topics": len(self._topics),
-      "bytes": sum(len(document.text) for document in self.iterate()),
-      "sha256": digest.hexdigest(),
+      "bytes": len(text),
+      "sha256": hashlib.sha256(text).hexdigest(),
     }
 
 
 @functools.lru_cache(maxsize=1)
-def _read(
-  root: str,
-) -> tuple[tuple[documents.Document, ...], tuple[documents.Document, ...]]:
-  paths = []
+def _read(root: str) -> tuple[documents.Document, ...]:
+  paths = {}
   for folder, folders, names in os.walk(root):
     folders[:] = [name for name in folders if name not in _LEFT_OUT_FOLDERS]
     for name in names:
       path = pathlib.Path(folder, name)
       key = path.relative_to(root).as_posix()
-      if _is_library_source(key):
-        paths.append((key, path))
+      is_settings = name.startswith("_sysconfigdata")
+      if name.endswith(".py") and not is_settings and key != _TOPICS_FILE:
+        paths[key] = path
   if not paths:
     config_lib.fail(
       "data.source",
       "stdlib",
       f"a Python whose library is a folder of .py files ({root} has none)",
     )
-  files = (documents.Document(key, p.read_bytes()) for key, p in sorted(paths))
-  return tuple(files), tuple(_topics())
-
-
-def _is_library_source(key: str) -> bool:
-  name = key.rpartition("/")[2]
-  return (
-    name.endswith(".py")
-    and not name.startswith("_sysconfigdata")
-    and key != _TOPICS_FILE
+  return tuple(
+    documents.Document(key, path.read_bytes())
+    for key, path in sorted(paths.items())
   )
 
 
-def _topics() -> Iterator[documents.Document]:
+@functools.lru_cache(maxsize=1)
+def _topics() -> tuple[documents.Document, ...]:
   from pydoc_data import topics  # Half a megabyte that few programs need.
 
-  for name, text in sorted(topics.topics.items()):
-    yield documents.Document(f"{_TOPICS_FILE}:{name}", text.encode())
+  return tuple(
+    documents.Document(f"{_TOPICS_FILE}:{name}", text.encode())
+    for name, text in sorted(topics.topics.items())
+  )

@@ -1,226 +1,218 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text files as documents: a folder, JSON lines, Parquet, ArrayRecord.
 
-The split of a file is decided by its relative path, of a record by its text.
+Where the names of files do not decide (see `paths`), the split of a text file
+is decided by its relative path and the split of a record by its text. A single
+text file is split by position: its end, from the beginning of a line, is for
+validation.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import hashlib
 import json
-import os
-from typing import Any
-
-from etils import epath
+from typing import Any, NamedTuple
 
 from attnres_jax import config as config_lib
 from attnres_jax.data import documents
 from attnres_jax.data import paths
 
+# A small file can decompress to more than the memory.
+_DOCUMENT_BYTES = 1 << 31
 _RECORDS_AT_ONCE = 256
 
 
-class _Files:
-  """The files of a source, and what identifies them."""
+class FileDocuments:
+  """The documents of files, as `documents.Documents`."""
 
-  source: str
-  suffixes: Sequence[str] = ()
-  # Whether a document is the field `config.text_field` of a record.
-  has_fields = False
+  def __init__(
+    self,
+    config: config_lib.DataConfig,
+    files: Sequence[paths.File],
+    part: str | None = None,
+  ):
+    """Looks at every file.
 
-  def __init__(self, config: config_lib.DataConfig, field: str, path: str):
-    self._field, self._path = field, path
-    self._text_field = config.text_field
-    self._files = paths.list_files(field, path, self.suffixes)
+    Args:
+      config: source, text field and the fraction held out.
+      files: in the order of their documents.
+      part: the split whose part of every text is read; None for all of it.
+    """
+    self._config, self._files, self._part = config, files, part
+    self._format = FORMATS[config.source]
+    self._counts = [self._format.count(f, config.text_field) for f in files]
+
+  def iterate(self, start: int = 0) -> Iterator[documents.Document]:
+    """Yields the documents from number `start` on."""
+    for file, count in zip(self._files, self._counts):
+      if count is not None and count <= start:
+        start -= count
+        continue
+      for where, value in self._format.read(file, self._config.text_field):
+        if start:
+          start -= 1
+          continue
+        text = _to_utf8(file, where, value, self._config.text_field)
+        if self._config.source == "text":
+          yield documents.Document(file.name, self._cut(text))
+        else:
+          yield documents.Document(documents.content_key(text), text)
 
   def describe(self) -> dict[str, Any]:
     """The number of files and bytes, and a hash of the names and sizes."""
-    sizes = [file.stat().length for file in self._files]
-    names = paths.relative_names(self._path, self._files)
+    sizes = [file.path.stat().length for file in self._files]
+    names = [file.name for file in self._files]
     listing = "".join(f"{size} {name}\n" for name, size in zip(names, sizes))
     return {
-      "source": self.source,
+      "source": self._config.source,
       "files": len(sizes),
       "file_bytes": sum(sizes),
       "listing_sha256": hashlib.sha256(listing.encode()).hexdigest(),
-    } | ({"text_field": self._text_field} if self.has_fields else {})
+    } | ({"text_field": self._config.text_field} if self._format.fields else {})
+
+  def _cut(self, text: bytes) -> bytes:
+    """The part of a text that belongs to a split, if it has parts."""
+    if self._part is None:
+      return text
+    at = len(text) - round(len(text) * self._config.validation_fraction)
+    line = text.find(b"\n", at) + 1
+    at = line if 0 < line < len(text) else at
+    while at < len(text) and text[at] & 0xC0 == 0x80:  # Inside a character.
+      at += 1
+    return text[:at] if self._part == documents.TRAIN else text[at:]
 
 
-class FolderDocuments(_Files):
-  """One document per file; hidden files are left out."""
+def read_lines(file: paths.File) -> Iterator[tuple[str, Any]]:
+  """Yields the place and the JSON value of every line that is not empty."""
+  with file.reading("a file of lines"), file.open() as opened:
+    number = 0
+    while line := opened.readline(_DOCUMENT_BYTES + 1):
+      number += 1
+      if len(line) > _DOCUMENT_BYTES:
+        file.fail(f"a line of at most {_DOCUMENT_BYTES} bytes", f":{number}")
+      if line.strip():
+        try:
+          value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+          file.fail(f"a line of JSON ({error})", f":{number}")
+        yield f":{number}", value
 
-  source = "text"
 
-  def __len__(self) -> int:
-    return len(self._files)
-
-  def iterate(self, start: int = 0) -> Iterator[documents.Document]:
-    keys = paths.relative_names(self._path, self._files)
-    for key, file in zip(keys[start:], self._files[start:]):
-      text = file.read_bytes()
-      _check_utf8(self._field, os.fspath(file), text)
-      yield documents.Document(key, text)
-
-
-class JsonlDocuments(_Files):
-  """One document per line: an object with the text in `config.text_field`."""
-
-  source, suffixes, has_fields = "jsonl", (".jsonl",), True
-  _len: int | None = None
-
-  def __len__(self) -> int:
-    if self._len is None:
-      self._len = sum(1 for _ in self._lines())
-    return self._len
-
-  def iterate(self, start: int = 0) -> Iterator[documents.Document]:
-    for number, (where, line) in enumerate(self._lines()):
-      if number >= start:
-        text = self._parse(where, line)
-        yield documents.Document(documents.content_key(text), text)
-
-  def _lines(self) -> Iterator[tuple[str, bytes]]:
-    for path in self._files:
-      with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-          if line.strip():
-            yield f"{os.fspath(path)}:{number}", line
-
-  def _parse(self, where: str, line: bytes) -> bytes:
-    try:
-      record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-      config_lib.fail(self._field, where, f"a line of JSON ({error})")
-    if not isinstance(record, dict) or self._text_field not in record:
-      names = ", ".join(record) if isinstance(record, dict) else "no object"
-      config_lib.fail(
-        "data.text_field",
-        self._text_field,
-        f"a field of every line ({where} has {names})",
-      )
-    text = record[self._text_field]
-    if not isinstance(text, str):
-      config_lib.fail(self._field, where, f"text in {self._text_field!r}")
+def _to_utf8(file: paths.File, where: str, text: Any, field: str) -> bytes:
+  """The bytes of a text; null, as anything else that is no text, is refused."""
+  if isinstance(text, str):
     # JSON can contain half a surrogate pair, which is not valid UTF-8.
     return text.encode(errors="replace")
-
-
-class ParquetDocuments(_Files):
-  """One document per row: the string column `config.text_field`."""
-
-  source, suffixes, has_fields = "parquet", (".parquet",), True
-
-  def __init__(self, config: config_lib.DataConfig, field: str, path: str):
-    try:
-      import pyarrow
-      from pyarrow import parquet
-    except ImportError:
-      paths.needs_extra("source", "parquet", "pyarrow", "data")
-    super().__init__(config, field, path)
-    self._parquet = parquet
-    self._num_rows = 0
-    for file in self._files:
-      try:
-        with parquet.ParquetFile(paths.local_file(file)) as opened:
-          names, num_rows = opened.schema_arrow.names, opened.metadata.num_rows
-      except pyarrow.ArrowInvalid as error:
-        reason = " ".join(str(error).split())
-        config_lib.fail(field, os.fspath(file), f"a Parquet file ({reason})")
-      if self._text_field not in names:
-        config_lib.fail(
-          "data.text_field",
-          self._text_field,
-          f"a column of {file.name}: one of " + ", ".join(names),
-        )
-      self._num_rows += num_rows
-
-  def __len__(self) -> int:
-    return self._num_rows
-
-  def iterate(self, start: int = 0) -> Iterator[documents.Document]:
-    skip = start
-    for file in self._files:
-      with self._parquet.ParquetFile(paths.local_file(file)) as opened:
-        for group in range(opened.num_row_groups):
-          num_rows = opened.metadata.row_group(group).num_rows
-          if skip >= num_rows:
-            skip -= num_rows
-            continue
-          yield from self._rows(file, opened, group, skip)
-          skip = 0
-
-  def _rows(
-    self, file: epath.Path, opened: Any, group: int, skip: int
-  ) -> Iterator[documents.Document]:
-    batches = opened.iter_batches(
-      batch_size=_RECORDS_AT_ONCE,
-      row_groups=[group],
-      columns=[self._text_field],
-    )
-    for batch in batches:
-      values = batch.column(0)[skip:] if skip else batch.column(0)
-      skip = max(0, skip - len(batch))
-      for value in values.to_pylist():
-        if value is not None and not isinstance(value, str):
-          kind = type(value).__name__
-          config_lib.fail(
-            "data.text_field",
-            self._text_field,
-            f"a column of strings ({file.name} holds {kind})",
-          )
-        text = (value or "").encode()
-        yield documents.Document(documents.content_key(text), text)
-
-
-class ArrayRecordDocuments(_Files):
-  """One document per record; the whole record is UTF-8 text."""
-
-  source, suffixes = "arrayrecord", (".array_record", ".arrayrecord")
-
-  def __init__(self, config: config_lib.DataConfig, field: str, path: str):
-    super().__init__(config, field, path)
-    self._counts = []
-    for file in self._files:
-      with _array_record(field, file) as reader:
-        self._counts.append(reader.num_records())
-
-  def __len__(self) -> int:
-    return sum(self._counts)
-
-  def iterate(self, start: int = 0) -> Iterator[documents.Document]:
-    skip = start
-    for file, count in zip(self._files, self._counts):
-      if skip >= count:
-        skip -= count
-        continue
-      with _array_record(self._field, file) as reader:
-        for first in range(skip, count, _RECORDS_AT_ONCE):
-          last = min(first + _RECORDS_AT_ONCE, count)
-          for number, text in enumerate(reader.read(first, last), first):
-            where = f"record {number} of {os.fspath(file)}"
-            _check_utf8(self._field, where, text)
-            yield documents.Document(documents.content_key(text), text)
-      skip = 0
-
-
-@contextlib.contextmanager
-def _array_record(field: str, path: epath.Path) -> Iterator[Any]:
-  """Opens an ArrayRecord reader and closes it."""
-  try:
-    from array_record.python import array_record_module
-  except ImportError:
-    paths.needs_extra("source", "arrayrecord", "array-record", "data")
-  reader = array_record_module.ArrayRecordReader(paths.local_file(path))
-  if not reader.ok():
-    config_lib.fail(field, os.fspath(path), "an ArrayRecord file")
-  try:
-    yield reader
-  finally:
-    reader.close()
-
-
-def _check_utf8(field: str, where: str, text: bytes) -> None:
+  if not isinstance(text, bytes):
+    found = "null" if text is None else f"a {type(text).__name__}"
+    file.fail(f"text in {field!r}, not {found}", where)
   try:
     text.decode()
   except UnicodeDecodeError as error:
-    config_lib.fail(field, where, f"UTF-8 text ({error})")
+    file.fail(f"UTF-8 text ({error})", where)
+  return text
+
+
+def _read_text(file: paths.File, field: str) -> Iterator[tuple[str, bytes]]:
+  del field
+  with file.reading("a text file"), file.open() as opened:
+    text = opened.read(_DOCUMENT_BYTES + 1)
+  if len(text) > _DOCUMENT_BYTES:
+    file.fail(f"a text of at most {_DOCUMENT_BYTES} bytes")
+  yield "", text
+
+
+def _read_jsonl(file: paths.File, field: str) -> Iterator[tuple[str, Any]]:
+  for where, record in read_lines(file):
+    if not isinstance(record, dict) or field not in record:
+      names = ", ".join(record) if isinstance(record, dict) else "no object"
+      _no_field(
+        field, f"a field of every line ({file.path}{where} has {names})"
+      )
+    yield where, record[field]
+
+
+@contextlib.contextmanager
+def _open_parquet(file: paths.File, field: str) -> Iterator[Any]:
+  try:
+    import pyarrow
+    from pyarrow import parquet
+  except ImportError:
+    paths.needs_extra("data.source", "parquet", "pyarrow", "data")
+  with file.reading("a Parquet file"), file.path.open("rb") as content:
+    opened = parquet.ParquetFile(content)
+    columns = {column.name: column.type for column in opened.schema_arrow}
+    if field not in columns:
+      _no_field(field, f"a column of {file.path}: one of {', '.join(columns)}")
+    if columns[field] not in (pyarrow.string(), pyarrow.large_string()):
+      found = f"{file.path} has {columns[field]}"
+      _no_field(field, f"a column of strings ({found})")
+    yield opened
+
+
+def _count_parquet(file: paths.File, field: str) -> int:
+  with _open_parquet(file, field) as opened:
+    return opened.metadata.num_rows
+
+
+def _read_parquet(file: paths.File, field: str) -> Iterator[tuple[str, Any]]:
+  with _open_parquet(file, field) as opened:
+    number = 0
+    for batch in opened.iter_batches(_RECORDS_AT_ONCE, columns=[field]):
+      for value in batch.column(0).to_pylist():
+        yield f", row {number}", value
+        number += 1
+
+
+def _open_records(file: paths.File) -> Any:
+  import grain
+
+  return grain.sources.ArrayRecordDataSource([file.local()])
+
+
+def _count_records(file: paths.File, field: str) -> int:
+  del field
+  with file.reading("an ArrayRecord file"), _open_records(file) as records:
+    return len(records)
+
+
+def _read_records(file: paths.File, field: str) -> Iterator[tuple[str, bytes]]:
+  del field
+  with file.reading("an ArrayRecord file"), _open_records(file) as records:
+    for first in range(0, len(records), _RECORDS_AT_ONCE):
+      last = min(first + _RECORDS_AT_ONCE, len(records))
+      numbers = range(first, last)
+      for number, text in zip(numbers, records.__getitems__(list(numbers))):
+        yield f", record {number}", text
+
+
+def _no_field(field: str, accepted: str) -> None:
+  config_lib.fail("data.text_field", field, accepted)
+
+
+class _Format(NamedTuple):
+  """How the texts of a file are found.
+
+  Attributes:
+    suffixes: of the files in a folder; empty for all.
+    count: (file, text field) to the number of texts, or None if only reading
+      can tell.
+    read: (file, text field) yields the place in the file and the text (str or
+      bytes) of each.
+    fields: whether a text is a field of a record.
+  """
+
+  suffixes: tuple[str, ...]
+  count: Callable[[paths.File, str], int | None]
+  read: Callable[[paths.File, str], Iterator[tuple[str, Any]]]
+  fields: bool = False
+
+
+FORMATS = {
+  "arrayrecord": _Format(
+    (".array_record", ".arrayrecord"), _count_records, _read_records
+  ),
+  "jsonl": _Format((".jsonl",), lambda *_: None, _read_jsonl, True),
+  "parquet": _Format((".parquet",), _count_parquet, _read_parquet, True),
+  "text": _Format((), lambda *_: 1, _read_text),
+}

@@ -397,9 +397,8 @@ class _HuggingFace(Vocabulary):
     try:
       import tokenizers
     except ImportError:
-      paths.needs_extra("tokenizer", "hf", "tokenizers", "hf")
-    path = files.check_path("config.data.tokenizer_path", config.tokenizer_path)
-    self._path = paths.local_file(path)
+      paths.needs_extra("data.tokenizer", "hf", "tokenizers", "hf")
+    self._path, _ = tokenizer_lib.vocabulary_file(config)
 
     def load() -> Any:
       try:

@@ -4,13 +4,18 @@
 Two forms, which are distinguished by their content, not by a flag:
 
 - a headerless file `x.bin` with a sidecar `x.json`, which `prepare` writes, and
-  which can also be written by hand. Required: "dtype" ("uint16" or "uint32")
-  and "count". Optional: "vocab_size", "separator_id" (the id that opens every
-  document), "tokenizer" (an object with "name" and, of a vocabulary file,
-  "sha256"), "sha256" (of the ids' bytes), "header_bytes" (to skip, default 0);
+  which can also be written by hand. Required: "dtype" ("uint16" or "uint32").
+  Optional: "count" (of ids; all of the file by default), "header_bytes" (to
+  skip, default 0), "vocab_size", "separator_id" (the id between documents),
+  "tokenizer" (an object with "name" and, of a vocabulary file, "sha256") and
+  "sha256" (of the ids' bytes);
 - shards of llm.c: 256 int32 (magic, version, count, zeros), then the ids.
   Magic 20240520, version 1 is GPT-2's vocabulary in uint16; 20240801, version
   7 is Llama 3's in uint32.
+
+The token that separates documents is the one that the tokenizer has as its
+separator, or the files are refused: a network would end its texts with one
+token while `sample` waits for the other.
 
 Every read checks that the file still has the size that it had when it was
 opened; reading a memory map of a truncated file would kill the process. Remote
@@ -21,7 +26,6 @@ from collections.abc import Iterator, Sequence
 import dataclasses
 import functools
 import hashlib
-import math
 import os
 from typing import Any, NoReturn
 
@@ -31,8 +35,8 @@ import numpy as np
 from attnres_jax import config as config_lib
 from attnres_jax import files as files_lib
 from attnres_jax.data import documents
+from attnres_jax.data import packing
 from attnres_jax.data import paths
-from attnres_jax.data import tokens as tokens_lib
 
 # Written by `prepare` into its output folder.
 DATASET_FILE = "dataset.json"
@@ -45,8 +49,6 @@ _LLMC_FORMATS = {
   20240520: (1, "uint16", 50257, 50256),
   20240801: (7, "uint32", 128256, 128000),
 }
-# llm.c and related projects put these into file names.
-_MARKS = {documents.TRAIN: "train", documents.VALIDATION: "val"}
 # Up to this size, all ids are checked against the vocabulary, and the hash
 # against the sidecar's, when a file is opened. For larger data, samples are
 # checked against the vocabulary, and every row when it is read.
@@ -54,13 +56,15 @@ _FULL_SCAN_BYTES = 256 << 20
 _WINDOW_BYTES = 64 << 10
 _NUM_WINDOWS = 64
 _PIECE_IDS = 1 << 22
+# The largest numbers that files may state.
+_MOST_BYTES, _MOST_IDS = 1 << 50, (1 << 31) - 1
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenFile:
   """One file, with what its sidecar or header says about it."""
 
-  path: epath.Path
+  file: paths.File
   dtype: str
   count: int
   header_bytes: int = 0
@@ -81,17 +85,17 @@ class TokenFile:
     dtype = DTYPES[self.dtype]
     start, stop, _ = where.indices(self.count)
     wanted = max(0, stop - start) * dtype.itemsize
+    path = self.file.path
     try:
       with open(self._local, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         offset = self.header_bytes + start * dtype.itemsize
         content = os.pread(file.fileno(), wanted, offset)
     except OSError as error:
-      raise tokens_lib.DataError(f"{self.path}: {error.strerror}") from error
+      raise packing.DataError(f"{path}: {error.strerror}") from error
     if size != self.num_bytes or len(content) != wanted:
-      raise tokens_lib.DataError(
-        f"{self.path}: has {size} bytes now, {self.num_bytes} when it was"
-        " opened"
+      raise packing.DataError(
+        f"{path}: has {size} bytes now, {self.num_bytes} when it was opened"
       )
     return np.frombuffer(content, dtype)
 
@@ -101,12 +105,12 @@ class TokenFile:
 
   @functools.cached_property
   def _local(self) -> str:
-    return paths.local_file(self.path)
+    return self.file.local()
 
 
 def open_tokens(
   config: config_lib.DataConfig, split: str, tokenizer: Any
-) -> tokens_lib.Tokens:
+) -> packing.Tokens:
   """Opens the token files of a split.
 
   Raises:
@@ -115,13 +119,13 @@ def open_tokens(
   """
   files = find(config, split)
   for file in files:
-    _check_tokenizer(config, file, tokenizer.describe())
-  separators = {file.separator_id for file in files}
+    _check_tokenizer(config, file, tokenizer)
   _check_content(files, tokenizer.vocab_size)
-  return tokens_lib.Tokens(
+  stated = all(file.separator_id is not None for file in files)
+  return packing.Tokens(
     files,
     vocab_size=tokenizer.vocab_size,
-    separator_id=separators.pop() if len(separators) == 1 else None,
+    separator_id=tokenizer.separator_id if stated else None,
     description={
       "source": "tokens",
       "split": split,
@@ -137,16 +141,16 @@ def declared_vocabulary(
   files = [
     file for part in config.each_path() for file in find(part, documents.TRAIN)
   ]
-  sizes = []
   for file in files:
     if file.vocab_size is None:
       config_lib.fail(
         "data.tokenizer",
         "ids",
-        f'token files that declare their "vocab_size" ({file.path} does not)',
+        'token files that declare their "vocab_size"'
+        f" ({file.file.path} does not)",
       )
-    sizes.append(file.vocab_size)
-  return max(sizes, default=1), files[0].separator_id if files else None
+  separators = [f.separator_id for f in files if f.separator_id is not None]
+  return max(f.vocab_size or 1 for f in files), min(separators, default=None)
 
 
 def find(config: config_lib.DataConfig, split: str) -> list[TokenFile]:
@@ -156,104 +160,98 @@ def find(config: config_lib.DataConfig, split: str) -> list[TokenFile]:
     field, path = "data.validation_path", config.validation_path
   root = files_lib.check_path(f"config.{field}", path)
   if (root / DATASET_FILE).is_file():
-    chosen = _prepared_files(field, root, split)
-  else:
-    files = paths.list_files(field, path, (".bin",))
-    if root.is_dir() and any(
-      _in_split(file, s) for file in files for s in _MARKS
-    ):
-      chosen = [file for file in files if _in_split(file, split)]
-    elif split == documents.TRAIN or field == "data.validation_path":
-      chosen = files
-    else:
-      chosen = []
-    if not chosen:
-      accepted = f"a folder with *{_MARKS[split]}*.bin files"
-      if field == "data.path" and split == documents.VALIDATION:
-        accepted += ", or data.validation_path (token files are not split)"
-      config_lib.fail(field, path, accepted)
-  return [read_header(field, file) for file in chosen]
-
-
-def read_header(field: str, path: epath.Path) -> TokenFile:
-  """Reads the sidecar or llm.c header and checks it against the file's size."""
-  if not path.is_file():
-    config_lib.fail(field, os.fspath(path), "an existing token file")
-  sidecar = path.with_suffix(".json")
-  if sidecar.is_file():
-    file = _from_sidecar(field, path, sidecar)
-    told_by = sidecar.name
-  else:
-    file = _from_llmc_header(field, path)
-    told_by = "its header"
-  size = path.stat().length
-  if size != file.num_bytes:
+    return _prepared_files(field, root, split)
+  files, shared = paths.splits(config, (".bin",))
+  if shared and split == documents.VALIDATION:
     config_lib.fail(
       field,
-      os.fspath(path),
-      f"a file of {file.num_bytes} bytes, as {told_by} says ({file.count}"
-      f" {file.dtype} ids), not of {size}: it is cut off or damaged",
+      path,
+      'files with "train" and others with "val" as a word of their names, or'
+      " data.validation_path (token files are not split)",
     )
-  return file
+  return [read_header(file) for file in files[split]]
+
+
+def read_header(file: paths.File) -> TokenFile:
+  """Reads the sidecar or llm.c header and checks it against the file's size."""
+  if not paths.is_file(file.path):
+    file.fail("an existing token file")
+  size = file.path.stat().length
+  sidecar = file._replace(path=file.path.with_suffix(".json"))
+  if paths.is_file(sidecar.path):
+    found = _from_sidecar(file, sidecar, size)
+    told_by = sidecar.path.name
+  else:
+    found = _from_llmc_header(file)
+    told_by = "its header"
+  if size != found.num_bytes:
+    file.fail(
+      f"a file of {found.num_bytes} bytes, as {told_by} says ({found.count}"
+      f" {found.dtype} ids), not of {size}: it is cut off or damaged"
+    )
+  return found
 
 
 def _from_sidecar(
-  field: str, path: epath.Path, sidecar: epath.Path
+  file: paths.File, sidecar: paths.File, size: int
 ) -> TokenFile:
   def bad(what: str) -> NoReturn:
-    config_lib.fail(field, os.fspath(sidecar), f"a sidecar with {what}")
+    sidecar.fail(f"a sidecar with {what}")
 
   try:
-    values = files_lib.read_json(sidecar)
+    values = files_lib.read_json(sidecar.path)
   except ValueError as error:
     bad(f"a JSON object inside ({error})")
   dtype = values.get("dtype")
   if not isinstance(dtype, str) or dtype not in DTYPES:
     bad('"dtype" one of ' + ", ".join(DTYPES))
-  largest, size = int(np.iinfo(DTYPES[dtype]).max), values.get("vocab_size")
-  if type(size) is int:
-    largest = min(largest, size - 1)
+  largest, vocab_size = (
+    int(np.iinfo(DTYPES[dtype]).max),
+    values.get("vocab_size"),
+  )
+  if type(vocab_size) is int:
+    largest = min(largest, vocab_size - 1)
+  found: dict[str, Any] = {"header_bytes": 0}
   for name, least, most in (
-    ("count", 0, math.inf),
-    ("header_bytes", 0, math.inf),
-    ("vocab_size", 1, 2**31 - 1),
+    ("count", 0, _MOST_BYTES),
+    ("header_bytes", 0, _MOST_BYTES),
+    ("vocab_size", 1, _MOST_IDS),
     ("separator_id", 0, largest),
   ):
     value = values.get(name)
-    if value is None and name != "count":
-      values.pop(name, None)
-    elif type(value) is not int or not least <= value <= most:
-      bad(f'"{name}" an integer from {least} to {most}')
+    if value is not None:
+      if type(value) is not int or not least <= value <= most:
+        bad(f'"{name}" an integer from {least} to {most}')
+      found[name] = value
   for name, kind in (("tokenizer", dict), ("sha256", str)):
-    if not isinstance(values.get(name), kind | None):
+    found[name] = values.get(name)
+    if not isinstance(found[name], kind | None):
       bad(f'"{name}" of type {kind.__name__}')
-  known = {field.name for field in dataclasses.fields(TokenFile)}
-  return TokenFile(path, **{k: v for k, v in values.items() if k in known})
+  if "count" not in found:
+    found["count"] = (size - found["header_bytes"]) // DTYPES[dtype].itemsize
+  return TokenFile(file, dtype, **found)
 
 
-def _from_llmc_header(field: str, path: epath.Path) -> TokenFile:
-  with path.open("rb") as file:
-    header = np.frombuffer(file.read(3 * 4), "<i4")
+def _from_llmc_header(file: paths.File) -> TokenFile:
+  with file.path.open("rb") as opened:
+    header = np.frombuffer(opened.read(3 * 4), "<i4")
   magic = int(header[0]) if len(header) == 3 else None
   if magic not in _LLMC_FORMATS:
     known = " or ".join(map(str, _LLMC_FORMATS))
-    config_lib.fail(
-      field,
-      os.fspath(path),
-      f"a token file: a sidecar {path.with_suffix('.json').name} beside it,"
-      f" or an llm.c header with magic {known} (found {magic})",
+    sidecar = file.path.with_suffix(".json").name
+    file.fail(
+      f"a token file: a sidecar {sidecar} beside it, or an llm.c header with"
+      f" magic {known} (found {magic})"
     )
   version, dtype, vocab_size, separator_id = _LLMC_FORMATS[magic]
   if header[1] != version or header[2] < 0:
-    config_lib.fail(
-      field,
-      os.fspath(path),
+    file.fail(
       f"an llm.c header of version {version} with a count of at least 0"
-      f" (found version {header[1]}, count {header[2]})",
+      f" (found version {header[1]}, count {header[2]})"
     )
   return TokenFile(
-    path=path,
-    dtype=dtype,
+    file,
+    dtype,
     count=int(header[2]),
     header_bytes=_LLMC_HEADER_BYTES,
     vocab_size=vocab_size,
@@ -263,15 +261,22 @@ def _from_llmc_header(field: str, path: epath.Path) -> TokenFile:
 
 def _prepared_files(
   field: str, root: epath.Path, split: str
-) -> list[epath.Path]:
+) -> list[TokenFile]:
   dataset = read_dataset(f"config.{field}", root)
+  where = paths.File(field, DATASET_FILE, root)
   if not dataset["complete"]:
-    config_lib.fail(
-      field,
-      os.fspath(root),
-      "a finished folder: prepare was interrupted, rerun it to resume",
+    where.fail("a finished folder: prepare was interrupted, rerun it to resume")
+  written = dataset["splits"][split]
+  files = [
+    read_header(paths.File(field, name, root / name))
+    for name in written["files"]
+  ]
+  if sum(map(len, files)) != written["tokens"]:
+    where.fail(
+      f"files of {written['tokens']} {split} tokens, as {DATASET_FILE} says"
+      f" (they have {sum(map(len, files))})"
     )
-  return [root / name for name in dataset["splits"][split]["files"]]
+  return files
 
 
 def read_dataset(name: str, folder: epath.Path) -> dict[str, Any]:
@@ -288,10 +293,11 @@ def read_dataset(name: str, folder: epath.Path) -> dict[str, Any]:
     dict.items(dataset["settings"])
     for split in documents.SPLITS if dataset["complete"] else ():
       written = dataset["splits"][split]
-      if any(written[key] < 0 for key in ("documents", "bytes", "tokens")):
-        raise ValueError("a count below 0")
+      for key in ("documents", "bytes", "tokens"):
+        if not 0 <= written[key] <= _MOST_BYTES:
+          raise ValueError(f'"{key}" is not from 0 to {_MOST_BYTES}')
       for file in written["files"]:
-        files_lib.name_from_file(file, "files", path)
+        files_lib.name_from_file(file, "files", DATASET_FILE)
     dict.items(dataset["splits"])
   except (ValueError, TypeError, KeyError) as error:
     reason = f"{type(error).__name__}: {error}"
@@ -301,30 +307,38 @@ def read_dataset(name: str, folder: epath.Path) -> dict[str, Any]:
   return dataset
 
 
-def _in_split(file: epath.Path, split: str) -> bool:
-  return _MARKS[split] in file.name
-
-
 def _check_tokenizer(
-  config: config_lib.DataConfig, file: TokenFile, tokenizer: dict[str, Any]
+  config: config_lib.DataConfig, file: TokenFile, tokenizer: Any
 ) -> None:
-  if tokenizer["name"] == "ids":
-    return
-  written = file.tokenizer or {}
-  for key in ("name", "sha256"):
-    if key in written and written[key] != tokenizer.get(key):
-      config_lib.fail(
-        "data.tokenizer",
-        config.tokenizer,
-        f"the tokenizer that {file.path} was written with"
-        f" ({key} {written[key]!r}, not {tokenizer.get(key)!r})",
-      )
-  if (file.vocab_size or 0) > tokenizer["vocab_size"]:
+  """Refuses a tokenizer that did not write the file."""
+  path, described = file.file.path, tokenizer.describe()
+  if file.separator_id not in (None, tokenizer.separator_id):
+    theirs, ours = map(
+      tokenizer.show_id, (file.separator_id, tokenizer.separator_id)
+    )
     config_lib.fail(
       "data.tokenizer",
       config.tokenizer,
-      f"a tokenizer with the {file.vocab_size} ids that {file.path} declares"
-      f" (it has {tokenizer['vocab_size']}), or 'ids' to do without",
+      f"a tokenizer that separates documents as {path} does, by {theirs}, not"
+      f" by {ours} (data.separator chooses another special token)",
+    )
+  if tokenizer.name == "ids":
+    return
+  written = file.tokenizer or {}
+  for key in ("name", "sha256"):
+    if key in written and written[key] != described.get(key):
+      config_lib.fail(
+        "data.tokenizer",
+        config.tokenizer,
+        f"the tokenizer that {path} was written with"
+        f" ({key} {written[key]!r}, not {described.get(key)!r})",
+      )
+  if (file.vocab_size or 0) > tokenizer.vocab_size:
+    config_lib.fail(
+      "data.tokenizer",
+      config.tokenizer,
+      f"a tokenizer with the {file.vocab_size} ids that {path} declares"
+      f" (it has {tokenizer.vocab_size}), or 'ids' to do without",
     )
 
 
@@ -336,23 +350,21 @@ def _check_content(files: Sequence[TokenFile], vocab_size: int) -> None:
       digest.update(ids.data)
       largest = max(largest, int(ids.max(initial=0)))
     if in_full and file.sha256 and digest.hexdigest() != file.sha256:
-      config_lib.fail(
-        "data.path",
-        os.fspath(file.path),
+      file.file.fail(
         f"ids with the SHA-256 {file.sha256} of the sidecar (found"
-        f" {digest.hexdigest()})",
+        f" {digest.hexdigest()})"
       )
     if file.count and largest >= vocab_size:
-      config_lib.fail(
-        "data.path",
-        os.fspath(file.path),
-        f"token ids below the vocabulary size {vocab_size} (found {largest})",
+      file.file.fail(
+        f"token ids below the vocabulary size {vocab_size} (found {largest})"
       )
 
 
 def _identify(file: TokenFile) -> dict[str, Any]:
   """Name, size and hash: of all ids if the sidecar has it, else of samples."""
-  found = {"name": file.path.name, "tokens": file.count, "dtype": file.dtype}
+  found = {
+    "name": file.file.path.name, "tokens": file.count, "dtype": file.dtype
+  }  # fmt: skip
   if file.sha256:
     return found | {"sha256": file.sha256}
   digest = hashlib.sha256()

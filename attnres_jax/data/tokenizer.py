@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizers: bytes by default, or a vocabulary file of the user.
 
-Every tokenizer has a separator, the token that opens a document. It is the
-prompt of an unconditional sample, and packing recognises documents by it.
-Decoding shows it as a line break.
+Every tokenizer has one separator, `separator_id`. It opens every document and,
+as what a network learns to predict after the last token of a document, ends it:
+begin-of-text and end-of-text of our own networks are this token. It is the
+prompt of an unconditional sample, a sample ends where it is drawn, and packing
+recognises documents by it. Decoding shows it as a line break.
 """
 
 import abc
@@ -19,6 +21,8 @@ from attnres_jax import files as files_lib
 from attnres_jax.data import paths
 from attnres_jax.data import token_files
 
+# The largest id that a network can have.
+_MOST_IDS = (1 << 31) - 1
 # Usual names of the token between documents, in order of preference.
 _SEPARATOR_NAMES = (
     "<|endoftext|>", "<|end_of_text|>", "<|begin_of_text|>", "</s>", "<eos>",
@@ -32,7 +36,7 @@ class Tokenizer(abc.ABC):
   Attributes:
     name: its key in `TOKENIZERS`.
     vocab_size: one more than the largest id.
-    separator_id: opens every document.
+    separator_id: opens and ends every document.
     sha256: of the vocabulary file, if there is one.
   """
 
@@ -53,6 +57,10 @@ class Tokenizer(abc.ABC):
   def decode(self, ids: Iterable[int]) -> str:
     """The text of ids; never fails: an id without text becomes U+FFFD."""
 
+  def show_id(self, id: int) -> str:
+    """An id for an error, with the token's name in the vocabulary."""
+    return f"id {id}"
+
   def describe(self) -> dict[str, Any]:
     """Name, sizes and the hash of the vocabulary file, for JSON."""
     return {
@@ -70,7 +78,7 @@ class BytesTokenizer(Tokenizer):
   separator_id = 256
 
   def __init__(self, config: config_lib.DataConfig | None = None):
-    del config  # Unused; the other tokenizers need it.
+    _no_choice(config)
 
   def encode(self, text: str | bytes) -> np.ndarray:
     return np.frombuffer(_to_bytes(text), np.uint8).astype(np.int32)
@@ -98,9 +106,9 @@ class HuggingFaceTokenizer(Tokenizer):
     try:
       import tokenizers
     except ImportError:
-      paths.needs_extra("tokenizer", "hf", "tokenizers", "hf")
+      paths.needs_extra("data.tokenizer", "hf", "tokenizers", "hf")
     self._config = config
-    path, self.sha256 = _vocabulary_file(config)
+    path, self.sha256 = vocabulary_file(config)
     try:
       self._tokenizer = tokenizers.Tokenizer.from_file(path)
     except Exception as error:  # The library raises bare Exception.
@@ -110,11 +118,10 @@ class HuggingFaceTokenizer(Tokenizer):
     self._tokenizer.no_truncation()
     self._tokenizer.no_padding()
     ids = self._tokenizer.get_vocab(with_added_tokens=True)
-    if not ids:
-      _unreadable(config, "a tokenizer with a vocabulary", "it is empty")
-    num_ids = max(ids.values()) + 1
-    known = (ids[name] for name in _SEPARATOR_NAMES if name in ids)
-    self.separator_id = next(known, num_ids)
+    num_ids = max(ids.values(), default=-1) + 1
+    names = [config.separator] if config.separator else _SEPARATOR_NAMES
+    known = [ids[name] for name in names if name in ids]
+    self.separator_id = _chosen(config, known, num_ids)
     self.vocab_size = max(num_ids, self.separator_id + 1)
 
   def encode(self, text: str | bytes) -> np.ndarray:
@@ -128,6 +135,10 @@ class HuggingFaceTokenizer(Tokenizer):
     except Exception as error:  # Such as a vocabulary without its [UNK].
       _unreadable(self._config, "a tokenizer that can encode the text", error)
     return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
+
+  def show_id(self, id: int) -> str:
+    token = self._tokenizer.id_to_token(id)
+    return f"id {id}" + (f" ({token})" if token else "")
 
   def decode(self, ids: Iterable[int]) -> str:
     def is_unknown(i: int) -> bool:
@@ -153,18 +164,25 @@ class SentencePieceTokenizer(Tokenizer):
     try:
       import sentencepiece
     except ImportError:
-      paths.needs_extra("tokenizer", "sentencepiece", "sentencepiece", "hf")
-    path, self.sha256 = _vocabulary_file(config)
+      paths.needs_extra(
+        "data.tokenizer", "sentencepiece", "sentencepiece", "hf"
+      )
+    path, self.sha256 = vocabulary_file(config)
     try:
       self._model = sentencepiece.SentencePieceProcessor(model_file=path)
     except (OSError, RuntimeError) as error:
       _unreadable(config, "a SentencePiece model", error)
     num_ids = self._model.vocab_size()
-    if not num_ids:
-      _unreadable(config, "a tokenizer with a vocabulary", "it is empty")
-    known = (i for i in (self._model.bos_id(), self._model.eos_id()) if i >= 0)
-    self.separator_id = next(known, num_ids)
+    known = [i for i in (self._model.bos_id(), self._model.eos_id()) if i >= 0]
+    if config.separator:
+      found = self._model.piece_to_id(config.separator)
+      known = [found] if self._model.is_control(found) else []
+    self.separator_id = _chosen(config, known, num_ids)
     self.vocab_size = max(num_ids, self.separator_id + 1)
+
+  def show_id(self, id: int) -> str:
+    known = 0 <= id < self._model.vocab_size()
+    return f"id {id}" + (f" ({self._model.id_to_piece(id)})" if known else "")
 
   def encode(self, text: str | bytes) -> np.ndarray:
     return np.asarray(self._model.encode(_to_str(text)), np.int32)
@@ -197,6 +215,7 @@ class IdsTokenizer(Tokenizer):
         f"a tokenizer of text, with data.source={config.source!r}"
         " ('ids' reads data.source='tokens')",
       )
+    _no_choice(config)
     self.vocab_size, separator_id = token_files.declared_vocabulary(config)
     # Without a separator nothing marks a document; any id can open a sample.
     self.separator_id = 0 if separator_id is None else separator_id
@@ -261,14 +280,46 @@ def _decode(
   return "".join(shown)
 
 
-def _vocabulary_file(config: config_lib.DataConfig) -> tuple[str, str]:
+def _chosen(
+  config: config_lib.DataConfig, known: Sequence[int], num_ids: int
+) -> int:
+  """The separator: the first of `known`, or else a new id after the last."""
+  if not 0 < num_ids < _MOST_IDS:
+    accepted = f"a tokenizer with a vocabulary of 1 to {_MOST_IDS - 1} ids"
+    _unreadable(config, accepted, f"it has {num_ids}")
+  if config.separator and not known:
+    config_lib.fail(
+      "data.separator",
+      config.separator,
+      f"a special token of {config.tokenizer_path}, or nothing",
+    )
+  return next(iter(known), num_ids)
+
+
+def _no_choice(config: config_lib.DataConfig | None) -> None:
+  if config and config.separator:
+    config_lib.fail(
+      "data.separator",
+      config.separator,
+      f"nothing, with data.tokenizer={config.tokenizer!r}",
+    )
+
+
+def vocabulary_file(config: config_lib.DataConfig) -> tuple[str, str]:
+  """The local name of the vocabulary file, and its SHA-256.
+
+  Raises:
+    ConfigError: there is no such file.
+  """
   field = "data.tokenizer_path"
   path = files_lib.check_path(f"config.{field}", config.tokenizer_path)
-  if not path.is_file():
+  if path.is_dir():
+    path = path / "tokenizer.json"
+  if not paths.is_file(path):
     config_lib.fail(field, config.tokenizer_path, "an existing file")
-  local = paths.local_file(path)
-  with open(local, "rb") as file:
-    return local, hashlib.file_digest(file, "sha256").hexdigest()
+  file = paths.File(field, path.name, path)
+  with file.reading("a vocabulary"), open(file.local(), "rb") as opened:
+    return file.local(), hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _unreadable(

@@ -111,12 +111,7 @@ def pieces(count: int) -> list[dict]:
 
 def _texts() -> list[str]:
   config = config_lib.DataConfig()
-  source, fraction = sources.open_documents(config, documents.VALIDATION)
-  return [
-    document.text.decode()
-    for document in source.iterate()
-    if sources.in_split(document, documents.VALIDATION, fraction)
-  ]
+  return [text.decode() for text in sources.texts(config, documents.VALIDATION)]
 
 
 if __name__ == "__main__":

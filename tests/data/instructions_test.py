@@ -21,8 +21,10 @@ def _write(folder, examples):
 
 
 def _open(path, length=12, split="train", **fields):
+  other = path.with_name("held_out.jsonl")
+  other.write_text('{"prompt": "a", "completion": "b"}')
   config = config_lib.DataConfig(
-    source="instructions", path=str(path), validation_path=str(path),
+    source="instructions", path=str(path), validation_path=str(other),
     sequence_length=length, batch_size=1, segment_ids=True, **fields,
   )  # fmt: skip
   return data.open_dataset(config, split)

@@ -1,19 +1,205 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows against the sequence of tokens that they are cut from."""
+"""A network learns all that its text says, once, and nothing else.
+
+Words are numbers that occur once in the whole corpus. So from the batches alone
+one can tell of every target which document it belongs to.
+"""
+
+import collections
+import json
+import struct
 
 import numpy as np
 import pytest
 
+from attnres_jax import config as config_lib
+from attnres_jax import data
+from attnres_jax import loss as loss_lib
 from attnres_jax.data import packing
-from attnres_jax.data import tokens as tokens_lib
+from attnres_jax.data import prepare
 
-_SEPARATOR = 99
+_END = "<|endoftext|>"
+_NUM_WORDS = 400
+_SEPARATOR = _NUM_WORDS
 
 
-def _tokens(*lengths, vocab_size=100, separator_id=_SEPARATOR):
+def _tokenizer(folder):
+  """A vocabulary file with word i as id i, and the separator after them."""
+  vocabulary = {f"w{i}": i for i in range(_NUM_WORDS)}
+  values = {
+    "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
+    "post_processor": None, "decoder": None,
+    "added_tokens": [{
+      "id": _SEPARATOR, "content": _END, "special": True, "lstrip": False,
+      "rstrip": False, "normalized": False, "single_word": False,
+    }],
+    "pre_tokenizer": {"type": "WhitespaceSplit"},
+    "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"},
+  }  # fmt: skip
+  path = folder / "tokenizer.json"
+  path.write_text(json.dumps(values))
+  return {"tokenizer": "hf", "tokenizer_path": str(path)}
+
+
+def _documents(seed):
+  """Documents of 1 to 9 words, which are all different."""
+  rng = np.random.default_rng(seed)
+  words = rng.permutation(np.arange(1, _NUM_WORDS))[: rng.integers(60, 200)]
+  cuts = np.cumsum(rng.integers(1, 10, len(words)))
+  split = np.split(words, cuts[cuts < len(words)])
+  return [document.tolist() for document in split]
+
+
+def _text(document):
+  return " ".join(f"w{i}" for i in document)
+
+
+def _jsonl(folder, documents):
+  lines = [json.dumps({"text": _text(one)}) for one in documents]
+  (folder / "a.jsonl").write_text("\n".join([*lines, '{"text": ""}']))
+  (folder / "val.jsonl").write_text(json.dumps({"text": "w0 w0"}))
+  return {"source": "jsonl", "path": str(folder)}
+
+
+def _prepared(folder, documents):
+  config = config_lib.DataConfig(
+    **_jsonl(folder, documents), **_tokenizer(folder)
+  )
+  out = folder / "out"
+  prepare.prepare(config, str(out), shard_tokens=50, progress=False)
+  assert len(list(out.glob("train-*.bin"))) > 1
+  return {"source": "tokens", "path": str(out)}
+
+
+def _sidecar(folder, documents, ends=False):
+  ids = []
+  for document in documents:
+    ids += [*document, _SEPARATOR] if ends else [_SEPARATOR, *document]
+  (folder / "train.bin").write_bytes(np.array(ids, "<u2").tobytes())
+  sidecar = {"dtype": "uint16", "separator_id": _SEPARATOR}
+  (folder / "train.json").write_text(json.dumps(sidecar))
+  return {"source": "tokens", "path": str(folder)}
+
+
+def _ending(folder, documents):
+  """With the separator after each document, as nanoGPT has it."""
+  return _sidecar(folder, documents, ends=True)
+
+
+def _llmc(folder, documents):
+  """Two shards, of which the second begins inside a document."""
+  ids = [i for document in documents for i in [50256, *document]]
+  for number, part in enumerate((ids[:43], ids[43:])):
+    header = [20240520, 1, len(part)] + [0] * 253
+    content = struct.pack(f"<256i{len(part)}H", *header, *part)
+    (folder / f"c_train_{number:06}.bin").write_bytes(content)
+  return {"source": "tokens", "path": str(folder), "tokenizer": "ids"}
+
+
+def _instructions(folder, documents):
+  lines = [
+    json.dumps({"prompt": _text(one[:3]), "completion": _text(one[3:])})
+    for one in documents
+    if len(one) > 3
+  ]
+  (folder / "a.jsonl").write_text("\n".join(lines))
+  (folder / "val.jsonl").write_text(lines[0])
+  return {"source": "instructions", "path": str(folder)}
+
+
+_WAYS = {
+  "jsonl": _jsonl, "prepared": _prepared, "sidecar": _sidecar,
+  "ending": _ending, "llmc": _llmc, "instructions": _instructions,
+}  # fmt: skip
+
+
+def _expected(way, documents, separator):
+  """Pairs of a token and the one to predict after it: each exactly once."""
+  pairs = []
+  for number, document in enumerate(documents):
+    line = [separator, *document, separator]
+    if way == "instructions":
+      line = line[3:] if len(document) > 3 else []
+    if way == "ending" and number == 0:
+      line = line[1:]  # Nothing says that a document begins here.
+    pairs += zip(line, line[1:])
+  return collections.Counter(pairs)
+
+
+@pytest.mark.parametrize("segment_ids", [False, True])
+@pytest.mark.parametrize("way", _WAYS)
+def test_each_token_is_learned_once_from_its_document(
+  way, segment_ids, tmp_path
+):
+  if way == "instructions" and not segment_ids:
+    pytest.skip("needs segment ids")
+  for seed, (length, batch) in enumerate([(9, 1), (10, 3), (31, 4), (64, 2)]):
+    folder = tmp_path / str(seed)
+    folder.mkdir()
+    documents = _documents(seed)
+    made = _WAYS[way](folder, documents)
+    config = config_lib.DataConfig(
+      **_tokenizer(folder) | made,
+      segment_ids=segment_ids, sequence_length=max(length, 11)
+      if way == "instructions" else length, batch_size=batch,
+    )  # fmt: skip
+    separator = data.make_tokenizer(config).separator_id
+    dataset = data.open_dataset(config, "train")
+    batches = dataset.batches()
+    rows = []
+    while len(rows) < dataset.num_rows:
+      one = next(batches)
+      examples = loss_lib.Examples.of(one)
+      segments = examples.segment_ids
+      if segments is None:
+        segments = np.ones_like(examples.inputs)
+      rows += zip(*map(np.asarray, (*examples[:3], segments)), strict=True)
+    batches.close()
+    _check(rows[: dataset.num_rows], way, documents, separator, segment_ids)
+
+
+def _check(rows, way, documents, separator, segment_ids):
+  owner = {word: n for n, one in enumerate(documents) for word in one}
+  learned = collections.Counter()
+  for inputs, targets, weights, segments in rows:
+    np.testing.assert_array_equal(inputs[1:], targets[:-1])
+    for at in np.flatnonzero(weights):
+      learned[int(inputs[at]), int(targets[at])] += 1
+      # What attention sees of the row: this document, up to here.
+      seen = inputs[: at + 1][segments[: at + 1] == segments[at]].tolist()
+      if segment_ids:
+        assert seen == inputs[at + 1 - len(seen) : at + 1].tolist()
+        word = next(int(i) for i in (targets[at], inputs[at]) if i != separator)
+        whole = [separator, *documents[owner[word]], separator]
+        stop = whole.index(word) + (targets[at] == separator)
+        first = max(0, stop - at - 1)
+        assert seen == whole[first:stop]
+  assert learned == _expected(way, documents, separator)
+
+
+def test_one_text_is_one_document(tmp_path):
+  """Split by position: nothing is in both parts, and nothing is lost."""
+  document = [word for one in _documents(0) for word in one]
+  file = tmp_path / "corpus.txt"
+  file.write_text("\n".join(f"w{i}" for i in document))
+  config = config_lib.DataConfig(
+    source="text", path=str(file), **_tokenizer(tmp_path),
+    validation_fraction=0.2, sequence_length=7, batch_size=3,
+  )  # fmt: skip
+  lines = []
+  for split in ("train", "validation"):
+    (tokens,) = data.open_dataset(config, split)._parts
+    separator, *line = tokens.read(0, len(tokens)).tolist()
+    assert separator == _SEPARATOR
+    lines.append(line)
+  assert lines[0] + lines[1] == document
+  assert 0.17 < len(lines[1]) / len(document) < 0.21
+
+
+def _tokens(*lengths, vocab_size=100, separator_id=99):
   ids = np.random.default_rng(0).integers(0, 100, sum(lengths), np.uint16)
   arrays = np.split(ids, np.cumsum(lengths)[:-1])
-  return ids, tokens_lib.Tokens(
+  return ids, packing.Tokens(
     arrays, vocab_size=vocab_size, separator_id=separator_id, description={}
   )
 
@@ -37,7 +223,7 @@ class TestTokens:
   def test_refuses_ids_outside_the_vocabulary(self):
     # 2**31 and above would turn negative, and pass, once they are int32.
     for dtype, bad in ((np.uint16, 10), (np.uint32, 2**32 - 1)):
-      tokens = tokens_lib.Tokens(
+      tokens = packing.Tokens(
         [np.array([1, 9, bad], dtype)],
         vocab_size=10,
         separator_id=None,
@@ -45,53 +231,22 @@ class TestTokens:
       )
       np.testing.assert_array_equal(tokens.read(0, 2), [1, 9])
       message = f"token id {bad} .* size 10"
-      with pytest.raises(tokens_lib.DataError, match=message):
+      with pytest.raises(packing.DataError, match=message):
         tokens.read(1, 3)
 
 
 class TestPackedRows:
-  @pytest.mark.parametrize("length", (1, 4, 7))
-  @pytest.mark.parametrize("lengths", ((40,), (5, 23, 12), (9,)))
+  @pytest.mark.parametrize("length", (1, 4, 7, 100))
+  @pytest.mark.parametrize("lengths", ((40,), (5, 23, 12), (9,), (1,)))
   def test_every_token_but_the_first_is_a_target_once(self, length, lengths):
-    ids, tokens = _tokens(*lengths)
+    ids, tokens = _tokens(*lengths, separator_id=None)
     rows = packing.PackedRows(tokens, length)
-    assert len(rows) == (len(ids) - 1) // length
     targets = []
     for row in rows:
-      assert row["tokens"].shape == (length + 1,)
-      targets.extend(row["tokens"][1:])
-    np.testing.assert_array_equal(targets, ids[1 : 1 + len(rows) * length])
-    # The dropped tokens would not have filled a row.
-    assert len(ids) - 1 - len(targets) < length
-
-  def test_inputs_precede_their_targets(self):
-    ids, tokens = _tokens(30)
-    row = packing.PackedRows(tokens, 5)[3]["tokens"]
-    np.testing.assert_array_equal(row, ids[15:21])
-
-  def test_too_short_for_one_row(self):
-    for count in (1, 5):
-      _, tokens = _tokens(count)
-      assert not packing.PackedRows(tokens, 5)
-
-  @pytest.mark.parametrize("seed", range(5))
-  def test_segment_ids_number_documents_from_one(self, seed):
-    rng = np.random.default_rng(seed)
-    ids = rng.choice([1, 2, _SEPARATOR], 41, p=[0.4, 0.4, 0.2])
-    tokens = tokens_lib.Tokens(
-      [ids.astype(np.uint16)],
-      vocab_size=100,
-      separator_id=_SEPARATOR,
-      description={},
-    )
-    for row in packing.PackedRows(tokens, 8, segment_ids=True):
-      # A document begins at its separator or at the beginning of the row.
-      expected, number = [], 1
-      for position, token in enumerate(row["tokens"]):
-        number += position > 0 and token == _SEPARATOR
-        expected.append(number)
-      np.testing.assert_array_equal(row["segment_ids"], expected)
-      assert row["segment_ids"].dtype == np.int32
+      assert row["tokens"].shape == row["counts"].shape == (length + 1,)
+      assert row["counts"].any()
+      targets.extend(row["tokens"][1:][row["counts"][1:] > 0])
+    np.testing.assert_array_equal(targets, ids[1:])
 
   def test_segment_ids_need_a_separator(self):
     _, tokens = _tokens(20, separator_id=None)
@@ -100,6 +255,6 @@ class TestPackedRows:
 
   def test_refuses_rows_outside(self):
     _, tokens = _tokens(20)
-    for index in (-1, 4):
+    for index in (-1, 5):
       with pytest.raises(IndexError):
         packing.PackedRows(tokens, 4)[index]

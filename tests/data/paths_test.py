@@ -22,8 +22,7 @@ class TestListFiles:
 
   def _list(self, path, suffixes=()):
     path = str(self.folder / path)
-    files = paths.list_files("data.path", path, suffixes)
-    return paths.relative_names(path, files)
+    return [f.name for f in paths.list_files("data.path", path, suffixes)]
 
   def test_folders_are_searched_and_sorted(self):
     assert self._list("") == ["a.txt", "b.txt", "sub/c.txt", "sub/d.bin"]
@@ -39,7 +38,7 @@ class TestListFiles:
     with pytest.MonkeyPatch.context() as patch:
       patch.chdir(self.folder)
       files = paths.list_files("data.path", "*.txt")
-    assert [os.fspath(file) for file in files] == ["a.txt", "b.txt"]
+    assert [os.fspath(file.path) for file in files] == ["a.txt", "b.txt"]
 
   def test_nothing_there(self):
     for path in ("missing", "*.parquet"):
@@ -50,7 +49,25 @@ class TestListFiles:
 
   def test_local_files_are_used_in_place(self):
     path = epath.Path(self.folder / "a.txt")
-    assert paths.local_file(path) == str(self.folder / "a.txt")
+    file = paths.File("data.path", "a.txt", path)
+    assert file.local() == str(self.folder / "a.txt")
+
+  def test_a_list(self):
+    both = f"{self.folder / 'sub'},{self.folder / 'a.txt'}"
+    found = paths.list_files("data.path", both, (".txt",))
+    assert [f.name for f in found] == ["c.txt", "a.txt"]
+    assert self._list("b.txt,") == ["b.txt"]
+    (self.folder / "b,c.txt").write_text("")
+    assert self._list("b,c.txt") == ["b,c.txt"]
+
+  def test_a_file_that_never_ends(self):
+    os.mkfifo(self.folder / "pipe.txt")
+    assert "pipe.txt" not in self._list("")
+    for path in ("/dev/zero", "/dev/null", str(self.folder / "pipe.txt")):
+      with pytest.raises(
+        config_lib.ConfigError, match=f"got '{path}', expected"
+      ):
+        paths.list_files("data.path", path)
 
 
 class TestCachedCopy:
@@ -88,6 +105,89 @@ class TestCachedCopy:
     with pytest.MonkeyPatch.context() as patch:
       patch.setattr(files, "is_remote", lambda path: True)
       patch.setenv("ATTNRES_JAX_CACHE", str(self.cache))
-      local = paths.local_file(self.source)
+      local = paths.File("data.path", "x", self.source).local()
     assert local.startswith(str(self.cache))
     assert pathlib.Path(local).read_bytes() == b"first"
+
+
+class TestSplits:
+  @pytest.fixture(autouse=True)
+  def set_up(self, tmp_path):
+    self.folder = tmp_path
+
+  def _splits(self, *names, all_named=False, **fields):
+    for name in names:
+      (self.folder / name).parent.mkdir(exist_ok=True)
+      (self.folder / name).write_text(name)
+    fields = {"path": str(self.folder)} | {
+      name: str(self.folder / path) for name, path in fields.items()
+    }
+    config = config_lib.DataConfig(source="jsonl", **fields)
+    found, shared = paths.splits(config, (".x",), all_named=all_named)
+    train, held_out = ([f.name for f in found[s]] for s in found)
+    assert shared == (train == held_out)
+    return train, held_out
+
+  @pytest.mark.parametrize(
+    "train,held_out",
+    [
+      ("fineweb_train_000001.x", "fineweb_val_000000.x"),
+      ("train.x", "val.x"),
+      ("train-00000-of-00014.x", "validation-00000-of-00001.x"),
+      ("x.Train.x", "VALID.x"),
+      ("train/0.x", "test/0.x"),
+      ("evaluated.x", "valid.x"),
+      ("test/train.x", "train/val.x"),
+      # Words that only contain the names of splits.
+      ("interval.x", "val.x"),
+      ("latest.x", "test2.x"),
+      ("retrain.x", "val_2.x"),
+    ],
+  )
+  def test_whole_words_decide(self, train, held_out):
+    assert self._splits(train, held_out) == ([train], [held_out])
+
+  @pytest.mark.parametrize(
+    "names",
+    [
+      ("a.x", "b.x"),
+      ("interval.x", "latest.x", "eval.x", "medieval.x", "trainval.x"),
+      ("train-0.x", "train-1.x"),
+      ("val.x",),
+    ],
+  )
+  def test_nothing_to_decide(self, names):
+    assert self._splits(*names) == (sorted(names),) * 2
+
+  def test_files_named_test_are_held_out_of_both(self):
+    names = "test.x", "train.x", "val.x"
+    assert self._splits(*names) == (["train.x"], ["val.x"])
+
+  def test_a_folder_in_which_some_texts_have_such_names(self):
+    names = ["model.x", "test/model_test.x", "train.x"]
+    assert self._splits(*names, all_named=True) == (names, names)
+
+  def test_two_splits_in_one_name(self):
+    with pytest.raises(
+      config_lib.ConfigError, match="'.*train_val.x', .*not train and valid"
+    ):
+      self._splits("train_val.x")
+
+  def test_a_path_of_its_own(self):
+    names = "a.x", "b.x", "train.x", "val.x"
+    assert self._splits(*names, path="a.x", validation_path="b.x") == (
+      ["a.x"],
+      ["b.x"],
+    )
+    # A folder with both is read as if it were alone.
+    train = ["a.x", "b.x", "train.x"]
+    assert self._splits(*names, validation_path="") == (train, ["val.x"])
+
+  @pytest.mark.parametrize("name", ["a.x", "*.x", "b.x,a.x", "link.x"])
+  def test_a_file_in_both(self, name):
+    (self.folder / "link.x").symlink_to(self.folder / "a.x")
+    both = name.replace(",", f",{self.folder}/")
+    with pytest.raises(
+      config_lib.ConfigError, match="validation_path.*not also one to train on"
+    ):
+      self._splits("a.x", "b.x", "c.x", path="a.x", validation_path=both)

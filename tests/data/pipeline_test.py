@@ -14,6 +14,8 @@ from attnres_jax import config as config_lib
 from attnres_jax import data
 
 _NUM_ROWS, _LENGTH = 23, 4
+# In place of the number of a row.
+_PADDING = -1
 
 
 class TestPipeline:
@@ -23,16 +25,15 @@ class TestPipeline:
   def set_up(self, tmp_path):
     self.folder = tmp_path
     for split in ("train", "validation"):
-      self._write(split, np.arange(_NUM_ROWS * _LENGTH + 2))
+      self._write(split, np.arange(_NUM_ROWS * _LENGTH + 1))
 
-  def _write(self, split, ids):
+  def _write(self, split, ids, **fields):
     (self.folder / f"{split}.bin").write_bytes(ids.astype("<u2").tobytes())
     sidecar = {
       "dtype": "uint16",
       "count": len(ids),
       "vocab_size": 1000,
-      "separator_id": 7,
-    }
+    } | fields
     (self.folder / f"{split}.json").write_text(json.dumps(sidecar))
 
   def _config(self, **fields):
@@ -58,19 +59,21 @@ class TestPipeline:
     batches = dataset.batches(**kwargs)
     rows = []
     for batch in itertools.islice(batches, count):
-      tokens = batch["tokens"]
-      assert tokens.dtype == np.int32
+      tokens, counts = batch["tokens"], batch["counts"]
+      assert tokens.dtype == counts.dtype == np.int32
+      is_real = counts.all(axis=1)
+      np.testing.assert_array_equal(counts.any(axis=1), is_real)
       np.testing.assert_array_equal(
-        tokens, tokens[:, :1] + np.arange(_LENGTH + 1)
+        tokens[is_real], (tokens[:, :1] + np.arange(_LENGTH + 1))[is_real]
       )
-      rows.append(tokens[:, 0] // _LENGTH)
+      rows.append(np.where(is_real, tokens[:, 0] // _LENGTH, _PADDING))
     batches.close()
     return np.array(rows)
 
   def test_an_epoch_holds_every_row_once_and_the_next_is_another_order(self):
     dataset = self._open()
     assert dataset.num_rows == _NUM_ROWS
-    assert dataset.num_tokens == _NUM_ROWS * _LENGTH + 2
+    assert dataset.num_tokens == _NUM_ROWS * _LENGTH + 1
     rows = self._rows(dataset, _NUM_ROWS).reshape(-1)  # 4 epochs.
     epochs = rows.reshape(4, _NUM_ROWS)
     for epoch in epochs:
@@ -89,6 +92,8 @@ class TestPipeline:
   @pytest.mark.parametrize("count", (2, 4))
   @pytest.mark.parametrize("segment_ids", (False, True))
   def test_processes_share_the_global_batch(self, split, count, segment_ids):
+    for name in ("train", "validation"):
+      self._write(name, np.arange(_NUM_ROWS * _LENGTH), separator_id=7)
     one = self._open(split, segment_ids=segment_ids).batches()
     several = [
       self._open(split, (p, count), segment_ids=segment_ids).batches()
@@ -98,12 +103,13 @@ class TestPipeline:
     for batch in itertools.islice(one, 12):
       parts = [next(iterator) for iterator in several]
       assert parts[0]["tokens"].shape == (4 // count, _LENGTH + 1)
-      assert sorted(batch) == sorted(["tokens"] + ["segment_ids"] * segment_ids)
+      names = ["counts"] + ["segment_ids"] * segment_ids + ["tokens"]
+      assert sorted(batch) == names
       for key in batch:
         joined = np.concatenate([part[key] for part in parts])
         np.testing.assert_array_equal(joined, batch[key])
       seen += 1
-    assert seen == (12 if split == "train" else 5)
+    assert seen == (12 if split == "train" else 6)
     if split == "validation":
       for iterator in several:
         with pytest.raises(StopIteration):
@@ -166,7 +172,7 @@ class TestPipeline:
       ({"seed": 5}, r"seed \(saved 0, now 5\)"),
       ({"batch_size": 2}, r"batch_size \(saved 4, now 2\)"),
       ({"sequence_length": 3}, r"sequence_length \(saved 4, now 3\)"),
-      ({"segment_ids": True}, r"segment_ids \(saved False, now True\)"),
+      ({"num_threads": 0}, r"content \(saved '\w+', now '\w+'\)"),
       ({}, r"content \(saved '\w+', now '\w+'\)"),
     ],
   )
@@ -174,8 +180,9 @@ class TestPipeline:
     iterator = self._open().batches()
     state = iterator.get_state()
     iterator.close()
-    if not fields:
-      self._write("train", np.arange(_NUM_ROWS * _LENGTH + 2)[::-1])
+    if fields in ({}, {"num_threads": 0}):
+      more = {"separator_id": 7} if fields else {}
+      self._write("train", np.arange(_NUM_ROWS * _LENGTH + 1)[::-1], **more)
     other = self._open(**fields).batches()
     with pytest.raises(ValueError, match=message):
       other.set_state(state)
@@ -192,15 +199,26 @@ class TestPipeline:
   def test_validation_is_one_pass_in_a_fixed_mixed_order(self):
     dataset = self._open("validation")
     rows = self._rows(dataset, 100)
-    assert rows.shape == (5, 4)  # 23 rows: the last 3 are left.
-    assert len(set(rows.reshape(-1))) == 20
-    assert dataset.num_batches == 5
+    assert rows.shape == (6, 4)
+    assert sorted(rows.reshape(-1)) == [_PADDING, *range(_NUM_ROWS)]
+    assert rows[-1, -1] == _PADDING
+    assert dataset.num_batches == 6
     assert not np.array_equal(rows.reshape(-1), np.sort(rows, axis=None))
     for fields in ({}, {"seed": 9}):
       again = self._rows(self._open("validation", **fields), 100)
       np.testing.assert_array_equal(again, rows)
 
+  @pytest.mark.parametrize("batch_size", (1, 2, 5, 7, 23, 24, 100))
+  def test_every_row_of_validation_counts_in_batches_of_any_size(
+    self, batch_size
+  ):
+    dataset = self._open("validation", batch_size=batch_size)
+    rows = self._rows(dataset, 1000).reshape(-1)
+    assert sorted(rows[rows != _PADDING]) == list(range(_NUM_ROWS))
+    assert len(rows) == dataset.num_batches * batch_size < 23 + batch_size
+
   def test_segment_ids_of_a_batch(self):
+    self._write("train", np.arange(_NUM_ROWS * _LENGTH), separator_id=7)
     iterator = self._open(segment_ids=True).batches()
     for batch in itertools.islice(iterator, 6):
       for ids, segments in zip(batch["tokens"], batch["segment_ids"]):
@@ -217,8 +235,8 @@ class TestPipeline:
       ),
       ({"path": "/nowhere"}, "data.path: got '/nowhere'"),
       (
-        {"sequence_length": 94},
-        "sequence_length: got 94.*94 tokens of the train",
+        {"sequence_length": 93},
+        "sequence_length: got 93.*93 tokens of the train",
       ),
       ({"seed": -1}, "data.seed: got -1"),
       ({"seed": 2**32}, "data.seed"),
@@ -231,21 +249,13 @@ class TestPipeline:
     ):
       self._open(process=(0, 2), **fields)
 
-  def test_more_rows_in_a_batch_than_validation_has(self):
-    self._open("validation", batch_size=23)
-    self._open("train", batch_size=24)
-    with pytest.raises(
-      config_lib.ConfigError, match="batch_size: got 24.*at most the 23 rows"
-    ):
-      self._open("validation", batch_size=24)
-
   def test_bad_arguments_are_named(self):
     with pytest.raises(ValueError, match="split 'test'"):
       self._open("test")
     for process in ((2, 2), (-1, 2)):
       with pytest.raises(ValueError, match="process_index"):
         self._open(process=process)
-    for start in (-1, 6):
+    for start in (-1, 7):
       with pytest.raises(ValueError, match=f"start_batch {start}"):
         self._open("validation").batches(start_batch=start)
 

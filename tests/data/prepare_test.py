@@ -246,7 +246,7 @@ class TestPrepare:
     )
     assert status == 0
     assert f"{len(self._line(self._config(), 'train')):,} tokens" in out
-    assert "jsonl -> train: 100%" in err
+    assert "jsonl -> train and validation: 121doc" in err
 
   @pytest.mark.parametrize(
     "args,message",

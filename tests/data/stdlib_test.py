@@ -43,7 +43,7 @@ class TestStdlibDocuments:
       "bytes": len(text),
       "sha256": hashlib.sha256(text).hexdigest(),
     }
-    assert len(corpus) == len(names) + len(topics)
+    assert len(list(corpus.iterate())) == len(names) + len(topics)
     assert len(names) > 400
     assert 7_000_000 <= len(text) <= 20_000_000
 
