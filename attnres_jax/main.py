@@ -27,7 +27,6 @@ import jax
 
 from attnres_jax import command_line
 from attnres_jax import config as config_lib
-from attnres_jax import data
 from attnres_jax import files
 from attnres_jax import train
 
@@ -62,7 +61,6 @@ def _train(options: argparse.Namespace) -> None:
   if not options.workdir:
     raise config_lib.ConfigError("--workdir: missing, expected a folder")
   files.check_folder("--workdir", options.workdir)
-  data.check(config)
   command_line.connect(options)
   try:
     summary = train.train_and_evaluate(

@@ -100,6 +100,7 @@ def train_and_evaluate(
     config = plans_lib.resolve(config, jax.devices(), plans)
     mesh = sharding.make_mesh(config.mesh)
     datasets = _open_data(config, mesh)
+    data.check(config, datasets["train"])
     are_bytes = config.data.tokenizer == "bytes"
     separator_id = tokenizer.separator_id if are_bytes else None
     program = train_state.make_program(config, mesh)

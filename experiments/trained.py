@@ -95,7 +95,8 @@ def load(variant: str, seed: int, folder: pathlib.Path) -> Network:
   rows: list[np.ndarray] = []
   try:
     while sum(map(len, rows)) < NUM_ROWS:
-      rows.append(next(batches)["tokens"])
+      batch = next(batches)
+      rows.append(batch["tokens"][batch["counts"].all(axis=1)])
   finally:
     batches.close()
   tokens_BT = np.concatenate(rows)[:NUM_ROWS]

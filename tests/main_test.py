@@ -181,8 +181,6 @@ def test_overrides_arrive(command, monkeypatch, capsys):
 
   run = command
   monkeypatch.setattr(train, "train_and_evaluate", train_and_evaluate)
-  # There is no text at a=b.
-  monkeypatch.setattr("attnres_jax.data.check", lambda config: None)
   status, err = run(
     "--config.optim.peak_lr=0.5", "--config.train.steps", "7",
     "--config.model.tie_embeddings", "--noconfig.checkpoint.asynchronous",

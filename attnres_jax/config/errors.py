@@ -25,7 +25,11 @@ def fail(field: str, value: Any, accepted: str) -> NoReturn:
 
 def fail_argument(name: str, value: Any, accepted: str) -> NoReturn:
   """The same for other names, such as "--workdir"."""
-  raise ConfigError(f"{name}: got {value!r}, expected {accepted}")
+  text = f"{name}: got {value!r}, expected {accepted}"
+  # Files, and what libraries say of them, may hold control characters.
+  raise ConfigError(
+    "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+  )
 
 
 def choose(

@@ -6,9 +6,8 @@ this package starts a JAX device.
 """
 
 from attnres_jax.data.counts import check as check
+from attnres_jax.data.counts import count_tokens as count_tokens
 from attnres_jax.data.counts import epochs as epochs
-from attnres_jax.data.counts import num_tokens as num_tokens
-from attnres_jax.data.counts import vocab_size as vocab_size
 from attnres_jax.data.pipeline import Batches as Batches
 from attnres_jax.data.pipeline import Dataset as Dataset
 from attnres_jax.data.pipeline import open_dataset as open_dataset

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much text a configuration names, before anything compiles.
+"""Whether the text of a run fits it, before anything compiles.
 
-Token files say it in their headers, so that any number of terabytes are counted
-in a moment. Text is tokenised, as a run does when it opens it; a process does
-so once for each corpus.
+A run knows how many tokens it has opened. Before there is a run, token files
+say it in their headers, so that any number of terabytes are counted in a
+moment, and text is tokenised, once in a process for each corpus.
 """
 
+from collections.abc import Sequence
 import dataclasses
 import functools
 import json
 
 from attnres_jax import config as config_lib
 from attnres_jax.data import documents
+from attnres_jax.data import pipeline
 from attnres_jax.data import sources
 from attnres_jax.data import token_files
 from attnres_jax.data import tokenizer as tokenizer_lib
@@ -26,50 +28,17 @@ _HINT = (
 )
 
 
-def vocab_size(config: config_lib.DataConfig) -> int:
-  """The number of ids of the tokenizer: the least that a network must know.
-
-  Raises:
-    ConfigError: no such tokenizer, or it cannot be read.
-    ImportError: its library is not installed.
-  """
-  return tokenizer_lib.make_tokenizer(config).vocab_size
-
-
-def num_tokens(config: config_lib.DataConfig) -> int:
-  """The ids of the training split, separators included, of all paths.
-
-  Raises:
-    ConfigError: no such data, or it cannot be read.
-  """
-  return sum(map(_count, config.each_path()))
-
-
-def epochs(config: config_lib.DataConfig, train_tokens: float) -> float:
-  """How often a run passes over its text; of a mixture, over any of its paths.
-
-  Args:
-    config: of the data.
-    train_tokens: targets of the run, over all steps and rows.
-
-  Returns:
-    A fraction if the run ends before its text does; infinity without any text.
-
-  Raises:
-    ConfigError: no such data, or it cannot be read.
-  """
-  shares = config.weights or (1.0,)
-  return max(
-    share * train_tokens / count if (count := _count(one)) else float("inf")
-    for share, one in zip(shares, config.each_path(), strict=True)
-  )
-
-
-def check(config: config_lib.RunConfig, *, offline: bool = False) -> None:
+def check(
+  config: config_lib.RunConfig,
+  opened: pipeline.Dataset | None = None,
+  *,
+  offline: bool = False,
+) -> None:
   """Refuses a run whose text does not fit it, before anything is compiled.
 
   Args:
     config: of the run.
+    opened: its training split; None reads what `config.data` names.
     offline: look only at what needs no file of the data: the vocabulary of
       bytes, and the embedded corpus.
 
@@ -82,20 +51,50 @@ def check(config: config_lib.RunConfig, *, offline: bool = False) -> None:
     _check_vocabulary(config.model.vocab_size, own)
   if offline and own.source != "stdlib":
     return
+  counts = opened.part_tokens if opened else count_tokens(own)
   tokens = config.train.steps * own.batch_size * own.sequence_length
-  found = epochs(own, tokens)
+  found = epochs(own, counts, tokens)
   if found > own.max_epochs:
     config_lib.fail_argument(
       "data.max_epochs",
       own.max_epochs,
       f"at least {found:.3g}: the run trains on {tokens:,} tokens, and its text"
-      f" has {num_tokens(own):,};{_HINT}",
+      f" has {sum(counts):,};{_HINT}",
     )
+
+
+def epochs(
+  config: config_lib.DataConfig, counts: Sequence[int], train_tokens: float
+) -> float:
+  """How often a run passes over its text; of a mixture, over any of its paths.
+
+  Args:
+    config: of the data.
+    counts: tokens of each path; see `count_tokens`.
+    train_tokens: targets of the run, over all steps and rows.
+
+  Returns:
+    A fraction if the run ends before its text does; infinity without any text.
+  """
+  shares = config.weights or (1.0,)
+  return max(
+    share * train_tokens / count if count else float("inf")
+    for share, count in zip(shares, counts, strict=True)
+  )
+
+
+def count_tokens(config: config_lib.DataConfig) -> list[int]:
+  """The ids of the training split, separators included, of each path.
+
+  Raises:
+    ConfigError: no such data, or it cannot be read.
+  """
+  return [_count(one) for one in config.each_path()]
 
 
 def _check_vocabulary(given: int, config: config_lib.DataConfig) -> None:
   """Rows of the embedding beyond a padded vocabulary would never be used."""
-  size = vocab_size(config)
+  size = tokenizer_lib.make_tokenizer(config).vocab_size
   padded = -(-size // _PADDING) * _PADDING
   if given and not size <= given <= padded:
     config_lib.fail_argument(

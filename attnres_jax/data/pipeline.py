@@ -91,6 +91,7 @@ class Dataset:
   Attributes:
     num_rows: rows of one epoch; of a mixture, until one part would repeat.
     num_tokens: ids of the split, including separators.
+    part_tokens: the same for each path of a mixture.
     num_batches: global batches of one epoch, the last one maybe padded.
   """
 
@@ -110,7 +111,8 @@ class Dataset:
     self._process_index = process_index
     self._process_count = process_count
     self.num_rows = len(self._shuffled(repeated=False))
-    self.num_tokens = sum(map(len, parts))
+    self.part_tokens = [len(part) for part in parts]
+    self.num_tokens = sum(self.part_tokens)
     self.num_batches = -(-self.num_rows // config.batch_size)
 
   def describe(self) -> dict[str, Any]:
@@ -288,5 +290,6 @@ def _check_size(
     config_lib.fail(
       "data.sequence_length",
       config.sequence_length,
-      f"less than the {len(tokens)} tokens of the {split} split",
+      f"less than the {len(tokens)} tokens to train on in"
+      f" {config.path or config.source}",
     )

@@ -234,8 +234,8 @@ def _from_sidecar(
 
 def _from_llmc_header(file: paths.File) -> TokenFile:
   with file.path.open("rb") as opened:
-    header = np.frombuffer(opened.read(3 * 4), "<i4")
-  magic = int(header[0]) if len(header) == 3 else None
+    header = np.frombuffer(opened.read(3 * 4).ljust(3 * 4, b"\0"), "<i4")
+  magic = int(header[0])
   if magic not in _LLMC_FORMATS:
     known = " or ".join(map(str, _LLMC_FORMATS))
     sidecar = file.path.with_suffix(".json").name

@@ -44,12 +44,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def row_losses(workdir: pathlib.Path) -> np.ndarray:
-  """Mean loss of every row of the validation split, in its fixed order."""
+  """Mean loss of each full row of the validation split, in its fixed order."""
   config, model = checkpoint.load_model(workdir)
   step = jax.jit(_row_losses)
   batches = data.open_dataset(config.data, "validation").batches()
   try:
-    return np.concatenate([step(model, one["tokens"]) for one in batches])
+    losses, full = zip(*(
+      (step(model, one["tokens"]), one["counts"].all(axis=1)) for one in batches
+    ))  # fmt: skip
+    return np.concatenate(losses)[np.concatenate(full)]
   finally:
     batches.close()
 

@@ -9,6 +9,7 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import data
+from attnres_jax import train
 
 
 def _tokens(folder, count):
@@ -36,32 +37,35 @@ def test_counts_are_those_of_a_run(tmp_path):
   )
   for config in (stdlib, texts, tokens):
     opened = data.open_dataset(config, "train")
-    assert data.num_tokens(config) == opened.num_tokens
-    assert data.epochs(config, 2.5 * opened.num_tokens) == pytest.approx(2.5)
-  assert data.vocab_size(stdlib) == 257 and data.vocab_size(tokens) == 300
+    counts = data.count_tokens(config)
+    assert counts == opened.part_tokens == [opened.num_tokens]
+    found = data.epochs(config, counts, 2.5 * opened.num_tokens)
+    assert found == pytest.approx(2.5)
 
 
 def test_counts_follow_the_files(tmp_path):
   path = _texts(tmp_path / "a.jsonl", 90)
   config = config_lib.DataConfig(source="jsonl", path=path)
-  before = data.num_tokens(config)
+  (before,) = data.count_tokens(config)
   _texts(tmp_path / "a.jsonl", 180)
-  assert data.num_tokens(config) > 1.9 * before
+  assert data.count_tokens(config)[0] > 1.9 * before
 
 
 def test_the_path_that_a_mixture_reads_most_often(tmp_path):
   paths = (_tokens(tmp_path / "a", 1000), _tokens(tmp_path / "b", 100))
   config = config_lib.DataConfig(
-    source="tokens", tokenizer="ids", paths=paths, weights=(0.8, 0.2)
-  )
-  assert data.num_tokens(config) == 1100
-  assert data.epochs(config, 1000) == pytest.approx(2.0)
+    source="tokens", tokenizer="ids", paths=paths, weights=(0.8, 0.2),
+    sequence_length=8,
+  )  # fmt: skip
+  counts = data.count_tokens(config)
+  assert counts == data.open_dataset(config, "train").part_tokens == [1000, 100]
+  assert data.epochs(config, counts, 1000) == pytest.approx(2.0)
 
 
 def test_no_such_data_is_named():
   config = config_lib.DataConfig(source="tokens", path="/nowhere")
   with pytest.raises(config_lib.ConfigError, match="data.path: got '/nowhere'"):
-    data.num_tokens(config)
+    data.count_tokens(config)
 
 
 @pytest.mark.parametrize(
@@ -97,3 +101,25 @@ def test_instructions_are_counted_at_their_own_length(tmp_path):
     data.check(config)
   more = dataclasses.replace(config.data, max_epochs=1e9)
   data.check(dataclasses.replace(config, data=more))
+
+
+def test_a_run_checks_the_text_that_it_has_opened(tmp_path, monkeypatch):
+  """It refuses before it compiles, and tokenises each split once."""
+  path = _texts(tmp_path / "a.jsonl", 200)
+  fields = {
+    "data.source": "jsonl", "data.path": path, "data.validation_fraction": 0.3,
+    "data.tokenizer": "bytes", "train.steps": 100,
+  }  # fmt: skip
+  config = config_lib.load_config("configs/lm.py:runlocal", fields)
+  encoded = []
+  encode_batch = data.make_tokenizer(config.data).encode_batch
+
+  def counted(self, texts):
+    encoded.extend(texts)
+    return encode_batch(texts)
+
+  monkeypatch.setattr("attnres_jax.data.Tokenizer.encode_batch", counted)
+  with pytest.raises(config_lib.ConfigError, match="data.max_epochs: got 4.0"):
+    train.train_and_evaluate(config, tmp_path / "run")
+  assert len(encoded) == 200
+  assert not (tmp_path / "run").exists()

@@ -236,7 +236,7 @@ class TestPipeline:
       ({"path": "/nowhere"}, "data.path: got '/nowhere'"),
       (
         {"sequence_length": 93},
-        "sequence_length: got 93.*93 tokens of the train",
+        "sequence_length: got 93.*93 tokens to train on in /",
       ),
       ({"seed": -1}, "data.seed: got -1"),
       ({"seed": 2**32}, "data.seed"),

@@ -120,7 +120,7 @@ class TestTokenFiles:
       ),
       (_llmc(_IDS, version=2), r"version 1 .*found version 2"),
       (_llmc(_IDS, count=-1), r"count of at least 0"),
-      (b"", r"x.bin'.*sidecar x.json.*found None"),
+      (b"", r"x.bin'.*sidecar x.json.*found 0"),
     ],
   )
   def test_damaged_llmc_shards(self, content, message):

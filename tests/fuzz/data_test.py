@@ -5,6 +5,7 @@ import json
 
 from hypothesis import strategies as st
 import numpy as np
+import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import data
@@ -20,7 +21,7 @@ GOOD = {
     "count": len(IDS),
     "header_bytes": 0,
     "vocab_size": 257,
-    "separator_id": 255,
+    "separator_id": 256,
     "tokenizer": {"name": "bytes"},
     "sha256": None,
   },
@@ -61,15 +62,15 @@ def _changed(values, path, change):
   return copy
 
 
-def _read(folder, source, tokenizer):
+def _read(root, source, tokenizer):
   fields = dict(batch_size=1, sequence_length=2, num_threads=0)
   path = {"tokens": "", "jsonl": "a.jsonl"}[source]
   config = config_lib.DataConfig(
     source=source,
-    path=str(folder / path),
-    validation_path=str(folder / path),
+    path=str(root / "train" / path),
+    validation_path=str(root / "held_out" / path),
     tokenizer=tokenizer,
-    tokenizer_path=str(folder / "tokenizer.json"),
+    tokenizer_path=str(root / "train" / "tokenizer.json"),
     **fields,
   )
   for split in ("train", "validation"):
@@ -80,22 +81,36 @@ def _read(folder, source, tokenizer):
     batches.close()
 
 
+def _write(root, name="a.jsonl", content=None):
+  """Good files for both splits, but one with other content."""
+  for split in ("train", "held_out"):
+    folder = root / split
+    (folder / "other").mkdir(parents=True, exist_ok=True)
+    for file, values in GOOD.items():
+      (folder / file).write_text(json.dumps(values))
+    (folder / "x.bin").write_bytes(IDS.tobytes())
+    if content is not None:
+      (folder / name).write_bytes(content)
+
+
+@pytest.mark.parametrize("source", ["tokens", "jsonl"])
+def test_good_files(source, tmp_path):
+  _write(tmp_path)
+  _read(tmp_path, source, "bytes")
+
+
 @laws.shares(150, 4000)
 def test_files(tmp_path, explore):
   def check(name, path, change, as_bytes, source, tokenizer):
-    for file, values in GOOD.items():
-      (tmp_path / file).write_text(json.dumps(values))
-    (tmp_path / "x.bin").write_bytes(IDS.tobytes())
-    (tmp_path / "other").mkdir(exist_ok=True)
     bad = _changed(GOOD[name], path, change)
     content = json.dumps(None if bad is ... else bad, default=repr).encode()
-    (tmp_path / name).write_bytes(as_bytes or content)
+    _write(tmp_path, name, as_bytes or content)
     laws.guarded(_read, tmp_path, source, tokenizer)
+    folder = tmp_path / "train"
     laws.outcome(
       prepare.main,
-      ["--source=jsonl", f"--path={tmp_path / 'a.jsonl'}",
-       f"--output={tmp_path}"],
-    )  # fmt: skip
+      ["--source=jsonl", f"--path={folder / 'a.jsonl'}", f"--output={folder}"],
+    )
 
   content = [b"", b"\0", b"\xff", b"{", b"[" * 100_000, b"null", b'{"a": 1}\n']
   explore(
