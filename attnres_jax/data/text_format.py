@@ -25,6 +25,7 @@ and back with this object. It has two origins:
 
 from collections.abc import Sequence
 import dataclasses
+import functools
 import os
 import re
 from typing import Any
@@ -85,6 +86,10 @@ class Vocabulary:
     """Whether a token has no text, as special tokens."""
     raise NotImplementedError
 
+  def name_of(self, id: int) -> str | None:
+    """The name of a token that decoding skips; None for others."""
+    return None
+
 
 @dataclasses.dataclass(frozen=True)
 class TextFormat:
@@ -134,6 +139,25 @@ class TextFormat:
   def decode(self, ids: Sequence[int]) -> str:
     """The text of ids, without special tokens."""
     return self.vocabulary.decode(ids)
+
+  def label(self, id: int) -> str:
+    """One token as text, as it stands within a text.
+
+    Special tokens have their names. A part of a character has no text, and
+    becomes "token_id:N".
+    """
+    if not self.imported and id in self.end_ids:
+      return "<|endoftext|>"
+    if (name := self.vocabulary.name_of(id)) is not None:
+      return name
+    anchor = self._anchor
+    text = self.decode([*anchor, id])[len(self.decode(anchor)) :]
+    return text if text and _UNKNOWN not in text else label_of_id(id)
+
+  @functools.cached_property
+  def _anchor(self) -> list[int]:
+    """Ids of a letter, behind which a token keeps the space it begins with."""
+    return self.encode("a") if self.imported else []
 
   def decoder(self, before: Sequence[int] = ()) -> "Decoder":
     """Decodes what follows the ids `before`, token by token."""
@@ -204,6 +228,11 @@ class Decoder:
     return bool(text) and _UNKNOWN not in text
 
 
+def label_of_id(id: int) -> str:
+  """The label of a token without a text of its own."""
+  return f"token_id:{id}"
+
+
 def own(tokenizer: tokenizer_lib.Tokenizer) -> TextFormat:
   """The format of a run of ours: the separator opens and ends documents."""
   separator = tokenizer.separator_id
@@ -213,21 +242,22 @@ def own(tokenizer: tokenizer_lib.Tokenizer) -> TextFormat:
 
 
 def of_data(
-  config: config_lib.DataConfig, folder: str | os.PathLike | None = None
+  config: config_lib.DataConfig, workdir: str | os.PathLike | None = None
 ) -> TextFormat:
   """The format of the texts that a run was trained on.
 
   Args:
     config: `data` of the run's configuration.
-    folder: with the files of an imported checkpoint; the folder of
-      `config.tokenizer_path` if None.
+    workdir: of the run, whose files tell what ends a text if the tokenizer has
+      no vocabulary file.
 
   Raises:
     ConfigError: a file cannot be read, or a value cannot be used; names the
       file, the key and the value.
     ImportError: the tokenizer's library is not installed.
   """
-  if folder is None and config.tokenizer_path:
+  folder = workdir
+  if config.tokenizer_path:
     folder = epath.Path(config.tokenizer_path).expanduser().parent
   if folder is None or not (epath.Path(folder) / _IMPORTED).exists():
     return own(tokenizer_lib.make_tokenizer(config))
@@ -458,6 +488,9 @@ class _HuggingFace(Vocabulary):
   def skips(self, id: int) -> bool:
     return id not in self._text_ids
 
+  def name_of(self, id: int) -> str | None:
+    return self._tokenizer.id_to_token(id) if self.skips(id) else None
+
 
 class _SentencePiece(Vocabulary):
   """A SentencePiece model."""
@@ -488,6 +521,10 @@ class _SentencePiece(Vocabulary):
 
   def skips(self, id: int) -> bool:
     return not 0 <= id < self.size or self._model.is_control(id)
+
+  def name_of(self, id: int) -> str | None:
+    known = id < self.size and self.skips(id)
+    return self._model.id_to_piece(id) if known else None
 
 
 def _byte_runs(tokenizer: Any) -> frozenset[int]:

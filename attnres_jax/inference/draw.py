@@ -2,18 +2,28 @@
 """Draws the next token of every row, each by its own settings.
 
 In this order: the repetition penalty, the temperature, `top_k`, `top_p`,
-`min_p`; then one draw, whose random numbers depend on the seed of the row and
-the position of the token only. So a request draws the same tokens whatever
-shares its batch.
+`min_p`; then one draw, whose random numbers depend on the seed of the row, the
+number of its text (`stream`) and the position of the token only. So a request
+draws the same tokens whatever shares its batch.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from attnres_jax.config import fields
+
+# Lower temperatures are 0: logits divided by them would not fit into float32.
+_LEAST_TEMPERATURE = 1e-4
+_Temperature = Annotated[
+  float, fields.Accepted(lambda x: 0 <= x <= 100, "a number from 0 to 100")
+]
+_Penalty = Annotated[
+  float,
+  fields.Accepted(lambda x: 0.01 <= x <= 100, "a number from 0.01 to 100"),
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,22 +31,28 @@ class Settings(fields.Checked, root="--"):
   """How the tokens of a request are drawn.
 
   Attributes:
-    temperature: divides the logits; 0 for the most likely token.
+    temperature: divides the logits; 0 for the most likely token, as is
+      everything below 1e-4.
     top_k: only so many of the most likely tokens; 0 for all.
     top_p: only the most likely tokens, as many as needed for so much of the
       probability.
     min_p: only tokens at least so likely, as a share of the most likely one.
     repetition_penalty: divides positive logits of tokens that the prompt or the
       text so far has, and multiplies negative ones (arXiv:1909.05858).
-    seed: the same seed draws the same tokens.
+    seed: the same seed draws the same tokens, in the same stream.
   """
 
-  temperature: fields.NotNegative = 1.0
+  temperature: _Temperature = 1.0
   top_k: fields.Count = 0
   top_p: fields.Fraction = 1.0
   min_p: fields.Fraction = 0.0
-  repetition_penalty: fields.Positive = 1.0
+  repetition_penalty: _Penalty = 1.0
   seed: fields.Seed = 0
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.temperature < _LEAST_TEMPERATURE:
+      object.__setattr__(self, "temperature", 0.0)
 
 
 class Rows(NamedTuple):
@@ -49,6 +65,7 @@ class Rows(NamedTuple):
     min_p: float32.
     repetition_penalty: float32.
     seed: uint32.
+    stream: uint32, the number of the text among those that share a seed.
     seen_BV: bool.
   """
 
@@ -58,6 +75,7 @@ class Rows(NamedTuple):
   min_p: jax.Array
   repetition_penalty: jax.Array
   seed: jax.Array
+  stream: jax.Array
   seen_BV: jax.Array
 
   @classmethod
@@ -73,6 +91,7 @@ class Rows(NamedTuple):
       full(jnp.float32, 1.0),
       full(jnp.float32, 0.0),
       full(jnp.float32, 1.0),
+      full(jnp.uint32, 0),
       full(jnp.uint32, 0),
       jnp.zeros((batch, vocab_size), bool),
     )
@@ -151,11 +170,12 @@ def _random(logits_BV, rows, position_B):
   least_B1 = highest_B1 + jnp.log(rows.min_p)[:, None]
   logits_BV = jnp.where(logits_BV >= least_B1, logits_BV, -jnp.inf)
 
-  def one(logits_V, seed, position):
-    key = jax.random.fold_in(jax.random.key(seed), position)
+  def one(logits_V, seed, stream, position):
+    key = jax.random.fold_in(jax.random.key(seed), stream)
+    key = jax.random.fold_in(key, position)
     return jax.random.categorical(key, logits_V)
 
-  return jax.vmap(one)(logits_BV, rows.seed, position_B)
+  return jax.vmap(one)(logits_BV, rows.seed, rows.stream, position_B)
 
 
 def _cut(logits_BV, rows):

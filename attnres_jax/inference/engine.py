@@ -56,6 +56,8 @@ class Request:
     num_tokens: how many tokens to draw, unless one of `stop_ids` is drawn.
     settings: how to draw them.
     stop_ids: tokens that end the text.
+    stream: number of the text among those with the same seed. Each stream has
+      random numbers of its own.
     with_scores: whether the tokens of the prompt are scored. This computes all
       of the prompt, even if other prompts began alike.
   """
@@ -64,6 +66,7 @@ class Request:
   num_tokens: int
   settings: draw_lib.Settings = draw_lib.Settings()
   stop_ids: frozenset[int] = frozenset()
+  stream: int = 0
   with_scores: bool = False
 
 
@@ -88,7 +91,6 @@ class Token(NamedTuple):
     logprob: its log-probability by the network, whatever the settings.
     top: the most likely ids and their log-probabilities.
     finish: why this is the last token of the request, or None.
-    reads: of the tapped sublayers at the position before it, [taps, D].
     prompt: given with the first token of a request.
   """
 
@@ -97,7 +99,6 @@ class Token(NamedTuple):
   logprob: float
   top: scores_lib.Top
   finish: Finish | None
-  reads: np.ndarray | None = None
   prompt: OfPrompt | None = None
 
 
@@ -137,7 +138,6 @@ class Engine:
     length: int = 2048,
     chunk: int = 256,
     num_top: int = 0,
-    taps: Sequence[int] = (),
     prefix_bytes: int = 0,
     mesh: Mesh | None = None,
     layers: str = "auto",
@@ -150,9 +150,6 @@ class Engine:
       length: most tokens of a request.
       chunk: most tokens of a prompt that are computed at once.
       num_top: how many of the most likely tokens every `Token` lists.
-      taps: sublayers, counted from 0, whose reads every `Token` has, before
-        their norms; the number of sublayers for what the head reads. A draft
-        network would read these.
       prefix_bytes: most memory for what prompts have in common; 0 to compute
         every prompt from its start.
       mesh: of `sharding.make_mesh`; slots are sharded over its rows.
@@ -181,11 +178,7 @@ class Engine:
       )
     self.slots, self.length = slots, length
     self.chunk, self.num_top = min(chunk, length), num_top
-    num_sublayers = model.config.num_sublayers
-    for l in taps:
-      if not 0 <= l <= num_sublayers:
-        config_lib.fail_argument("taps", l, f"0 to {num_sublayers}")
-    self._static = dict(num_top=num_top, taps=tuple(taps), mesh=mesh)
+    self._static = dict(num_top=num_top, mesh=mesh)
     self._mesh = mesh
     separate = prepared.separates(layers, prepared.platform_of(mesh))
     prepare = functools.partial(prepared.prepared, separate=separate)
@@ -269,6 +262,41 @@ class Engine:
       slot: live for slot, live in self._live.items() if live.number != number
     }
 
+  def warm_up(self) -> int:
+    """Compiles every program, so that no request waits for the compiler.
+
+    Only while nothing waits or runs.
+
+    Returns:
+      The number of programs.
+    """
+    contexts = [0, *_buckets(_LEAST_CONTEXT, self.length, 4)]
+    sizes = _buckets(min(_LEAST_CHUNK, self.chunk), self.chunk, 4)
+    rows = dict(
+      slot_P=np.full(self._rows, self.slots, np.int32),
+      length_P=np.zeros(self._rows, np.int32),
+      last_P=np.zeros(self._rows, bool),
+    )
+    kinds = [(context, size, False) for context in contexts for size in sizes]
+    kinds += [(context, self.chunk, True) for context in contexts]
+    for context, size, with_scores in kinds:
+      size += -size % self._tensor
+      empty_PT = np.zeros((self._rows, size), np.int32)
+      self._state, *_ = programs.extend(
+        self._model, self._state, empty_PT, empty_PT, *rows.values(),
+        context=context, with_scores=with_scores, **self._static,
+      )  # fmt: skip
+    decoding = _buckets(_LEAST_CONTEXT, self.length, 2)
+    for context in decoding:
+      self._state, _ = programs.next_token(
+        self._model,
+        self._state,
+        np.zeros(self.slots, bool),
+        context=context,
+        **self._static,
+      )
+    return len(kinds) + len(decoding)
+
   def run(self, requests: Sequence[Request]) -> Iterator[Token]:
     """Yields the tokens of requests, as they are drawn.
 
@@ -305,7 +333,7 @@ class Engine:
         self._state,
         np.int32(slot),
         np.int32(live.cached),
-        _as_arrays(live.request.settings),
+        _as_arrays(live.request),
         seen_V,
         mesh=self._mesh,
       )
@@ -331,8 +359,11 @@ class Engine:
       live.request.prompt[live.cached : live.cached + self.chunk]
       for live in some
     ]
+    with_scores = any(live.request.with_scores for live in some)
     least = min(_LEAST_CHUNK, self.chunk)
-    size = _bucket(max(map(len, parts)), least, self.chunk)
+    size = self.chunk
+    if not with_scores:
+      size = _bucket(max(map(len, parts)), least, self.chunk, 4)
     size += -size % self._tensor  # Devices share the tokens of a chunk.
     tokens_PT, next_PT = np.zeros((2, self._rows, size), np.int32)
     # Rows without a prompt have no slot either.
@@ -345,7 +376,7 @@ class Engine:
       next_PT[row, : len(later)] = later
       slot_P[row], length_P[row] = live.slot, len(part)
       last_P[row] = live.cached + len(part) == len(live.request.prompt)
-    self._state, scored, *drawn = programs.extend(
+    self._state, scored, drawn = programs.extend(
       self._model,
       self._state,
       tokens_PT,
@@ -353,8 +384,8 @@ class Engine:
       slot_P,
       length_P,
       last_P,
-      context=self._context(max(live.cached for live in some)),
-      with_scores=any(live.request.with_scores for live in some),
+      context=self._context(max(live.cached for live in some), 4),
+      with_scores=with_scores,
       **self._static,
     )
     scored = jax.device_get(scored)
@@ -374,11 +405,11 @@ class Engine:
       return []
     active_B = np.zeros(self.slots, bool)
     active_B[[live.slot for live in some]] = True
-    self._state, *drawn = programs.next_token(
+    self._state, drawn = programs.next_token(
       self._model,
       self._state,
       active_B,
-      context=self._context(max(live.cached for live in some)),
+      context=self._context(max(live.cached for live in some), 2),
       **self._static,
     )
     for live in some:
@@ -386,12 +417,12 @@ class Engine:
     return self._report(drawn, [(live.slot, live) for live in some])
 
   def _report(
-    self, on_device: Sequence[Any], rows: list[tuple[int, _Live]]
+    self, on_device: draw_lib.Drawn, rows: list[tuple[int, _Live]]
   ) -> list[Token]:
     """The drawn tokens; frees the slots of requests that are complete."""
     if not rows:
       return []
-    drawn, reads_BLD = jax.device_get(on_device)
+    drawn = jax.device_get(on_device)
     tokens = []
     for row, live in rows:
       live.drawn += 1
@@ -413,7 +444,6 @@ class Engine:
           float(drawn.logprob_B[row]),
           tuple(top),
           finish,
-          None if reads_BLD is None else reads_BLD[row],
           prompt,
         )
       )
@@ -431,21 +461,28 @@ class Engine:
       )
       self.prefixes.add(ids, *saved)
 
-  def _context(self, cached: int) -> int:
+  def _context(self, cached: int, factor: int) -> int:
     """How much of the caches is read for so many tokens."""
     if not cached:
       return 0
-    return _bucket(cached, _LEAST_CONTEXT, self.length)
+    return _bucket(cached, _LEAST_CONTEXT, self.length, factor)
 
 
-def _bucket(size: int, least: int, most: int) -> int:
-  """The next power of two, within the limits."""
-  return min(max(least, 1 << (size - 1).bit_length()), most)
+def _buckets(least: int, most: int, factor: int) -> list[int]:
+  """`least`, `factor` times as much and so on, and `most`."""
+  found = [min(least, most)]
+  while found[-1] < most:
+    found.append(min(found[-1] * factor, most))
+  return found
 
 
-def _as_arrays(settings: draw_lib.Settings) -> dict[str, Any]:
+def _bucket(size: int, least: int, most: int, factor: int) -> int:
+  """The smallest bucket of at least this size."""
+  return next(n for n in _buckets(least, most, factor) if n >= size)
+
+
+def _as_arrays(request: Request) -> dict[str, Any]:
   dtypes = dict(top_k=np.int32, seed=np.uint32)
-  return {
-    name: dtypes.get(name, np.float32)(value)
-    for name, value in dataclasses.asdict(settings).items()
-  }
+  settings = dataclasses.asdict(request.settings).items()
+  found = {name: dtypes.get(name, np.float32)(v) for name, v in settings}
+  return found | dict(stream=np.uint32(request.stream))

@@ -53,7 +53,7 @@ def trace_next(
   model, state = _abstract(model, mesh, slots, length)
   active_B = jax.ShapeDtypeStruct((slots,), bool)
   return next_token.trace(
-    model, state, active_B, context=length, num_top=0, taps=(), mesh=mesh
+    model, state, active_B, context=length, num_top=0, mesh=mesh
   )
 
 
@@ -76,7 +76,7 @@ def trace_extend(
   tokens_PT = jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
   return extend.trace(
     model, state, tokens_PT, tokens_PT, int_P, int_P, bool_P,
-    context=cached, num_top=0, taps=(), with_scores=False, mesh=mesh,
+    context=cached, num_top=0, with_scores=False, mesh=mesh,
   )  # fmt: skip
 
 
@@ -139,7 +139,7 @@ def _on(function: Any) -> Any:
   return jax.jit(
     run,
     donate_argnames="state",
-    static_argnames=("context", "num_top", "taps", "mesh", "with_scores"),
+    static_argnames=("context", "num_top", "mesh", "with_scores"),
   )
 
 
@@ -171,7 +171,6 @@ def extend(
   *,
   context,
   num_top,
-  taps,
   with_scores,
 ):
   """A chunk of the prompts of P slots; the first token of those that end."""
@@ -179,7 +178,6 @@ def extend(
     tokens_PT,
     cache_lib.take_rows(state.cache, slot_P, context),
     length_P,
-    with_reads=bool(taps),
   )
   last_P11 = jnp.maximum(length_P - 1, 0)[:, None, None]
   h_P1D = jnp.take_along_axis(out.hidden_BTD, last_P11, axis=1)
@@ -199,19 +197,17 @@ def extend(
     if with_scores
     else None,
     drawn,
-    _tapped(out.reads_LBTD, taps, last_P11),
   )
 
 
 @_on
-def next_token(model, state, active_B, *, context, num_top, taps):
+def next_token(model, state, active_B, *, context, num_top):
   """The next token of every active slot."""
   out = model.extend(
     state.token_B[:, None],
     state.cache,
     active_B.astype(jnp.int32),
     context=context,
-    with_reads=bool(taps),
   )
   logits_BV = model.embedding.decode(out.hidden_BTD)[:, 0]
   position_B = out.added.chunk.start_B + 1
@@ -225,7 +221,6 @@ def next_token(model, state, active_B, *, context, num_top, taps):
       _seen(state.rows, slot_B, drawn.token_B),
     ),
     drawn,
-    _tapped(out.reads_LBTD, taps, jnp.zeros((slots, 1, 1), jnp.int32)),
   )
 
 
@@ -263,15 +258,6 @@ def save(states, slot, start, *, size):
     cache_lib.map_both(cut, none, states),
     cache_lib.map_both(none, row, states),
   )
-
-
-def _tapped(reads_LBTD, taps, position_B11):
-  """The reads of some sublayers, at one position of each row: [B, taps, D]."""
-  if reads_LBTD is None:
-    return None
-  some_LBTD = jnp.stack([reads_LBTD[l] for l in taps])
-  tapped_LB1D = jnp.take_along_axis(some_LBTD, position_B11[None], axis=2)
-  return jnp.swapaxes(tapped_LB1D[:, :, 0], 0, 1)
 
 
 def _seen(rows, slot_B, token_B):

@@ -27,6 +27,7 @@ from attnres_jax import files
 from attnres_jax import models
 from attnres_jax.config import errors
 from attnres_jax.config import fields
+from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.inference import draw
 from attnres_jax.inference import engine as engine_lib
 from attnres_jax.inference import text
@@ -34,7 +35,7 @@ from attnres_jax.inference import trained
 
 # What a line of a .jsonl file may have, besides its prompt.
 _OF_SETTINGS = tuple(field.name for field in dataclasses.fields(draw.Settings))
-_OF_PROMPT = ("num_tokens", "stop", "past_end")
+_OF_PROMPT = ("num_tokens", "stop", "past_end", "parse_special")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,8 +68,9 @@ def sample_text(
   """
   settings = draw.Settings(temperature=temperature, seed=seed)
   prompts = [text.Prompt(prompt, num_tokens, settings, past_end=True)]
-  engine = _make_engine(model, tokenizer, prompts, slots=1)
-  return "".join(p.text for p in text.complete(engine, tokenizer, prompts))
+  text_format = text_format_lib.own(tokenizer)
+  engine = _make_engine(model, text_format, prompts, slots=1)
+  return "".join(p.text for p in text.complete(engine, text_format, prompts))
 
 
 def _sample_run(options: argparse.Namespace) -> None:
@@ -76,10 +78,10 @@ def _sample_run(options: argparse.Namespace) -> None:
   trained.check_flags(options)
   fields.accept("--logprobs", options.logprobs, fields.Count)
   config, model = trained.load(options)
-  tokenizer = data.make_tokenizer(config.data)
+  text_format = text_format_lib.of_data(config.data, options.workdir)
   engine = _make_engine(
     model,
-    tokenizer,
+    text_format,
     prompts,
     slots=min(options.slots, len(prompts)),
     chunk=options.chunk,
@@ -96,12 +98,12 @@ def _sample_run(options: argparse.Namespace) -> None:
       file=sys.stderr,
     )
   show = _show_json if options.json else _show_text
-  show(prompts, text.complete(engine, tokenizer, prompts), tokenizer)
+  show(prompts, text.complete(engine, text_format, prompts), text_format)
 
 
 def _make_engine(
   model: models.Transformer,
-  tokenizer: data.Tokenizer,
+  text_format: text_format_lib.TextFormat,
   prompts: Sequence[text.Prompt],
   *,
   length: int = 0,
@@ -110,7 +112,7 @@ def _make_engine(
   """An engine with room for the longest of the prompts, unless told."""
   if not length:
     length = max(
-      len(p.request(tokenizer).prompt) + p.num_tokens for p in prompts
+      len(p.request(text_format).prompt) + p.num_tokens for p in prompts
     )
   return engine_lib.Engine(model, length=length, **options)
 
@@ -139,16 +141,18 @@ def _prompts(options: argparse.Namespace) -> Iterator[text.Prompt]:
   if not lines:
     config_lib.fail_argument("--prompts", options.prompts, "a line per prompt")
   for number, line in enumerate(lines, 1):
+    # Texts that share the seed of the flags differ in their streams.
+    stream = number - 1
     if path.suffix != ".jsonl":
-      yield _prompt(line, defaults)
+      yield _prompt(line, defaults, stream)
       continue
     try:
-      yield _of_line(line, defaults)
+      yield _of_line(line, defaults, stream)
     except config_lib.ConfigError as error:
       raise config_lib.ConfigError(f"{path}:{number}: {error}") from error
 
 
-def _of_line(line: str, defaults: dict[str, Any]) -> text.Prompt:
+def _of_line(line: str, defaults: dict[str, Any], stream: int) -> text.Prompt:
   try:
     values = json.loads(line)
   except (json.JSONDecodeError, RecursionError):
@@ -158,10 +162,14 @@ def _of_line(line: str, defaults: dict[str, Any]) -> text.Prompt:
   prompt = values.pop("prompt")
   for name in values:
     errors.check_in("name", name, tuple(defaults))
-  return _prompt(prompt, defaults | values)
+  if "seed" in values:
+    stream = 0
+  return _prompt(prompt, defaults | values, stream)
 
 
-def _prompt(prompt: str, values: dict[str, Any]) -> text.Prompt:
+def _prompt(
+  prompt: str, values: dict[str, Any], stream: int = 0
+) -> text.Prompt:
   settings = draw.Settings(**{name: values[name] for name in _OF_SETTINGS})
   stop = values["stop"]
   stop = [stop] if isinstance(stop, str) else stop
@@ -171,16 +179,18 @@ def _prompt(prompt: str, values: dict[str, Any]) -> text.Prompt:
     settings,
     fields.accept("--stop", stop, tuple[str, ...]),
     fields.accept("--past_end", values["past_end"], bool),
+    fields.accept("--parse_special", values["parse_special"], bool),
+    stream,
   )
 
 
 def _show_text(
   prompts: Sequence[text.Prompt],
   pieces: Iterator[text.Piece],
-  tokenizer: data.Tokenizer,
+  text_format: text_format_lib.TextFormat,
 ) -> None:
   """One text as it is drawn; several when each of them is complete."""
-  del tokenizer
+  del text_format
   texts = [prompt.text for prompt in prompts]
   if len(prompts) == 1:
     print(texts[0], end="", flush=True)
@@ -197,7 +207,7 @@ def _show_text(
 def _show_json(
   prompts: Sequence[text.Prompt],
   pieces: Iterator[text.Piece],
-  tokenizer: data.Tokenizer,
+  text_format: text_format_lib.TextFormat,
 ) -> None:
   """One line per prompt."""
   found: dict[int, list[text.Piece]] = {}
@@ -209,7 +219,7 @@ def _show_json(
     tokens = [part.token for part in parts]
     top = [
       [
-        dict(id=id, text=tokenizer.decode([id]), logprob=logprob)
+        dict(id=id, text=text_format.decode([id]), logprob=logprob)
         for id, logprob in token.top
       ]
       for token in tokens
@@ -260,8 +270,14 @@ def _parser() -> command_line.Parser:
     help="end before this text; may be repeated",
   )  # fmt: skip
   add(
-    "--past_end", action="store_true", help="go on after the end of a document"
-  )
+    "--past_end", action="store_true",
+    help="continue after the end of a document",
+  )  # fmt: skip
+  add(
+    "--parse_special", action="store_true",
+    help="read special tokens written in a prompt, such as <|im_end|>, as these"
+    " tokens (default: as text)",
+  )  # fmt: skip
   add(
     "--logprobs", type=int, default=0,
     help="with --json, how many likely tokens to list at each place",

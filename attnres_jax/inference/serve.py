@@ -24,6 +24,7 @@ from typing import Any
 from attnres_jax import command_line
 from attnres_jax import config as config_lib
 from attnres_jax.config import fields
+from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.inference import engine as engine_lib
 from attnres_jax.inference import trained
 
@@ -31,11 +32,13 @@ try:
   import uvicorn
 
   from attnres_jax.inference.serving import app as app_lib
+  from attnres_jax.inference.serving import connections
 except ImportError as error:
   raise ImportError(
     f"{error.name} is missing; pip install 'attnres-jax[serve]'"
   ) from error
 
+_KEY_VARIABLE = "ATTNRES_API_KEY"
 # Names of this machine for itself.
 _LOCAL_HOSTS = "localhost", "127.0.0.1", "[::1]", "::1"
 
@@ -74,6 +77,16 @@ def _serve(options: argparse.Namespace) -> int:
   trained.check_flags(options)
   fields.accept("--max_logprobs", options.max_logprobs, fields.Count)
   fields.accept("--grace_seconds", options.grace_seconds, fields.Size)
+  fields.accept("--connections", options.connections, fields.Size)
+  fields.accept("--idle_seconds", options.idle_seconds, fields.Positive)
+  key = _api_key(options)
+  if not (key or options.without_api_key or _is_local(options.host)):
+    config_lib.fail_argument(
+      "--host",
+      options.host,
+      f"--api_key or ${_KEY_VARIABLE} beside it, or --without_api_key: others"
+      " can reach this address",
+    )
   if not 0 <= options.port < 2**16:
     config_lib.fail_argument("--port", options.port, "0 to 65535")
   # Before anything that takes long.
@@ -103,14 +116,9 @@ def _serve_at(
     layers=options.layers,
   )
   del model
-  # The first request of many would otherwise wait for the compiler.
   print("compiling", file=sys.stderr, flush=True)
-  texts = [
-    engine_lib.Request([0], min(2, length - 1), with_scores=with_scores)
-    for with_scores in (False, True)
-  ]
-  for _ in engine.run(texts):
-    pass
+  count = engine.warm_up()
+  print(f"compiled {count} programs", file=sys.stderr, flush=True)
   server = _make_server(engine, config, limits, options)
   if options.verbose:
     logging.basicConfig(format="%(asctime)s %(message)s")
@@ -146,11 +154,19 @@ def _make_server(
   hosts = _LOCAL_HOSTS if _is_local(options.host) else ("*",)
   name = options.name or os.path.basename(os.path.abspath(options.workdir))
   app = app_lib.App(
-    engine, config, name, limits=limits, hosts=hosts, on_failure=stop
+    engine,
+    config,
+    name,
+    text_format=text_format_lib.of_data(config.data, options.workdir),
+    limits=limits,
+    hosts=hosts,
+    api_key=_api_key(options),
+    on_failure=stop,
   )
   server = _Server(
     uvicorn.Config(
       app.asgi,
+      http=connections.protocol(options.connections, options.idle_seconds),
       # Its own settings would close the handlers of other libraries.
       log_config=None,
       log_level="info" if options.verbose else "warning",
@@ -174,6 +190,16 @@ def _ignored_signals() -> Iterator[None]:
       signal.signal(kind, handler)
 
 
+def _api_key(options: argparse.Namespace) -> str:
+  """The key of --api_key, or of the environment."""
+  key = options.api_key or os.environ.get(_KEY_VARIABLE, "")
+  if not (key.isascii() and key.isprintable() and " " not in key):
+    config_lib.fail_argument(
+      "--api_key", "a key", "ASCII letters, digits and signs without spaces"
+    )
+  return key
+
+
 def _is_local(host: str) -> bool:
   try:
     return ipaddress.ip_address(host).is_loopback
@@ -189,31 +215,48 @@ def _parser() -> command_line.Parser:
   )
   add("--host", default="127.0.0.1", help="address to listen at")
   add("--port", type=int, default=8000, help="port to listen at; 0 for any")
-  add("--name", help="of the model, for clients; the folder's by default")
+  add("--name", help="model name shown to clients (default: the folder's name)")
+  add(
+    "--api_key", default="",
+    help="key that clients send as bearer token (default: the environment"
+    f" variable {_KEY_VARIABLE}); required for a --host that is not local",
+  )  # fmt: skip
+  add(
+    "--without_api_key", action="store_true",
+    help="serve a --host that is not local without a key",
+  )  # fmt: skip
   add(
     "--max_logprobs", type=int, default=5,
-    help="most likely tokens that a request may ask for",
+    help="maximum number of likely tokens that a request may ask for",
   )  # fmt: skip
   defaults = app_lib.Limits()
   add(
     "--queue", type=int, default=defaults.queue,
-    help="texts that may wait for a slot; further ones get status 429",
+    help="texts that may wait for a slot (more get HTTP 429)",
   )  # fmt: skip
   add(
     "--wait_seconds", type=float, default=defaults.wait_seconds,
-    help="most time that a request waits for a slot; then status 503",
+    help="longest wait for a slot (then HTTP 503)",
   )  # fmt: skip
   add(
     "--request_seconds", type=float, default=defaults.request_seconds,
-    help="most time that an answer takes; then status 504",
+    help="longest time for an answer (then HTTP 504)",
   )  # fmt: skip
   add(
     "--body_kib", type=int, default=defaults.body_kib,
-    help="most that a request's body has; beyond it status 413",
+    help="maximum request size in KiB (larger requests get HTTP 413)",
+  )  # fmt: skip
+  add(
+    "--connections", type=int, default=512,
+    help="maximum number of open connections (more get HTTP 503)",
+  )  # fmt: skip
+  add(
+    "--idle_seconds", type=float, default=20.0,
+    help="close a connection after this time without a complete request header",
   )  # fmt: skip
   add(
     "--grace_seconds", type=int, default=10,
-    help="for answers to end after SIGTERM or SIGINT",
+    help="time for running answers to end after SIGTERM or SIGINT",
   )  # fmt: skip
   add("--verbose", action="store_true", help="log every request")
   return parser

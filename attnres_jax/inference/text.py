@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text in, text out: tokens become text as they are drawn.
 
-A character may consist of several tokens, and a stop string may begin in one
-token and end in another. So text is held back while more tokens could change
-it.
+A stop string may begin in one token and end in another. So text that may be the
+beginning of one is held back.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,15 +10,13 @@ import dataclasses
 from typing import NamedTuple
 
 from attnres_jax import config as config_lib
-from attnres_jax import data
 from attnres_jax.config import fields
+from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.inference import draw
 from attnres_jax.inference import engine as engine_lib
 
-# How a decoder shows bytes that are no character, or not yet.
-_UNKNOWN = "\ufffd"
-# A character has at most so many bytes, and so many tokens.
-_MOST_TOKENS = 4
+# Every drawn token is compared with all stop strings.
+MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +29,8 @@ class Prompt:
     settings: how to draw them.
     stop: the text ends before any of these.
     past_end: continue after the end of a document.
+    parse_special: whether special tokens written in the text are tokens.
+    stream: see `engine.Request`.
   """
 
   text: str
@@ -39,6 +38,8 @@ class Prompt:
   settings: draw.Settings = draw.Settings()
   stop: tuple[str, ...] = ()
   past_end: bool = False
+  parse_special: bool = False
+  stream: int = 0
 
   def __post_init__(self):
     fields.accept("--num_tokens", self.num_tokens, fields.Tokens)
@@ -47,17 +48,28 @@ class Prompt:
         text.encode()
       except UnicodeEncodeError:
         config_lib.fail_argument("prompt", text, "UTF-8 text")
-    if "" in self.stop:
-      config_lib.fail_argument("stop", "", "strings that are not empty")
+    if len(self.stop) > MAX_STOPS:
+      config_lib.fail_argument(
+        "stop", f"{len(self.stop)} strings", f"at most {MAX_STOPS}"
+      )
+    for one in self.stop:
+      if not 1 <= len(one) <= MAX_STOP_CHARACTERS:
+        config_lib.fail_argument(
+          "stop",
+          f"{len(one)} characters",
+          f"strings of 1 to {MAX_STOP_CHARACTERS}",
+        )
 
-  def request(self, tokenizer: data.Tokenizer) -> engine_lib.Request:
+  def request(
+    self, text_format: text_format_lib.TextFormat
+  ) -> engine_lib.Request:
     """The same in tokens."""
-    separator = tokenizer.separator_id
     return engine_lib.Request(
-      [separator, *tokenizer.encode(self.text).tolist()],
+      text_format.prompt(self.text, self.parse_special),
       self.num_tokens,
       self.settings,
-      frozenset() if self.past_end else frozenset([separator]),
+      frozenset() if self.past_end else frozenset(text_format.end_ids),
+      self.stream,
     )
 
 
@@ -79,14 +91,15 @@ class Piece(NamedTuple):
 
 def complete(
   engine: engine_lib.Engine,
-  tokenizer: data.Tokenizer,
+  text_format: text_format_lib.TextFormat,
   prompts: Sequence[Prompt],
 ) -> Iterator[Piece]:
   """Continues all prompts; yields a piece for every token, as it is drawn."""
   texts, numbers = [], {}
   for i, prompt in enumerate(prompts):
-    texts.append(Text(tokenizer, prompt.stop))
-    numbers[engine.submit(prompt.request(tokenizer))] = i
+    request = prompt.request(text_format)
+    texts.append(Text(text_format, request.prompt, prompt.stop))
+    numbers[engine.submit(request)] = i
   while engine.busy:
     for token in engine.step():
       if (i := numbers.get(token.request)) is None:
@@ -99,21 +112,23 @@ def complete(
 
 
 class Text:
-  """Decodes the tokens of one text.
+  """The text of drawn tokens, up to a stop string.
 
   Attributes:
     stopped: whether one of the stop strings was found.
     size: the characters of all complete tokens.
   """
 
-  def __init__(self, tokenizer: data.Tokenizer, stop: Sequence[str] = ()):
+  def __init__(
+    self,
+    text_format: text_format_lib.TextFormat,
+    before: Sequence[int] = (),
+    stop: Sequence[str] = (),
+  ):
+    """For what follows the ids `before`, up to any of the strings `stop`."""
     self.stopped, self.size = False, 0
-    self._tokenizer = tokenizer
+    self._decoder = text_format.decoder(before)
     self._stop = tuple(stop)
-    # Decoding may depend on the token before, so the last that is known to be
-    # decoded stays here: `_known` tokens of `_ids`.
-    self._ids: list[int] = []
-    self._known = 0
     self._held = ""
 
   def take(
@@ -127,26 +142,12 @@ class Text:
 
   def add(self, token: int) -> str:
     """What is certain of the text after another token, and was not before."""
-    self._ids.append(token)
-    before = self._tokenizer.decode(self._ids[: self._known])
-    size = len(self._ids)
-    now = self._tokenizer.decode(self._ids)
-    if now.endswith(_UNKNOWN):
-      if size - self._known < _MOST_TOKENS:
-        return ""
-      # The first of these begins no character; the others still may.
-      size = self._known + 1
-      now = self._tokenizer.decode(self._ids[:size])
-    # What is no character may still end in the start of one.
-    start = max(min(self._known, size + 1 - _MOST_TOKENS), 0)
-    self._ids, self._known = self._ids[start:], size - start
-    return self._release(now[len(before) :])
+    return self._release(self._decoder.add(token))
 
   def end(self) -> str:
     """The rest of the text."""
-    before = self._tokenizer.decode(self._ids[: self._known])
-    rest = self._tokenizer.decode(self._ids)[len(before) :]
-    return self._release(rest) + ("" if self.stopped else self._held)
+    rest = self._release(self._decoder.end())
+    return rest + ("" if self.stopped else self._held)
 
   def _release(self, more: str) -> str:
     """Holds back what may be the start of a stop string."""
@@ -156,11 +157,16 @@ class Text:
     if found:
       self.stopped, self._held = True, ""
       return text[: min(found)]
-    sizes = range(1, max(map(len, self._stop), default=1))
-    held = max(
-      (n for n in sizes if any(s.startswith(text[-n:]) for s in self._stop)
-       and n <= len(text)),
-      default=0,
-    )  # fmt: skip
+    held = max((_overlap(text, stop) for stop in self._stop), default=0)
     self._held = text[len(text) - held :]
     return text[: len(text) - held]
+
+
+def _overlap(text: str, stop: str) -> int:
+  """How many of the last characters of a text may begin `stop`."""
+  at = max(len(text) - len(stop) + 1, 0)
+  while (at := text.find(stop[0], at)) >= 0:
+    if stop.startswith(text[at:]):
+      return len(text) - at
+    at += 1
+  return 0

@@ -28,6 +28,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import data
 from attnres_jax import models
 from attnres_jax import sharding
+from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.inference import draw
 from attnres_jax.inference import engine as engine_lib
 from attnres_jax.inference import text as text_lib
@@ -191,7 +192,8 @@ class Network(model_lib.TemplateLM):
     for request in requests:
       context, said = request.args
       prompt, stop = self._prompt(context, said)
-      prompts.append(prompt)
+      # Repeats of a task have random numbers of their own.
+      prompts.append(dataclasses.replace(prompt, stream=len(prompts)))
       stops.append(stop)
     _check_same([(list(p.prompt), p.num_tokens) for p in prompts])
     most = max(len(p.prompt) + p.num_tokens for p in prompts)
@@ -205,7 +207,11 @@ class Network(model_lib.TemplateLM):
     # Together, those of alike length need few different caches.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].prompt))
     numbers = {engine.submit(prompts[i]): i for i in order}
-    decoders = [text_lib.Text(self._tokens, stop) for stop in stops]
+    text_format = text_format_lib.own(self._tokens)
+    decoders = [
+      text_lib.Text(text_format, prompt.prompt, stop)
+      for prompt, stop in zip(prompts, stops)
+    ]
     answers = [""] * len(prompts)
     while engine.busy:
       for token in engine.step():

@@ -188,23 +188,6 @@ def test_scores_of_prompts_are_those_of_the_forward_pass(
   assert tokens[0].prompt.reused == 32 and tokens[1].prompt is None
 
 
-def test_taps_are_the_reads_of_the_trace(model, prompts):
-  """Of the last token of a prompt, and of a token that was drawn."""
-  taps = 1, model.config.num_sublayers
-  engine = engine_lib.Engine(
-    model, slots=1, length=LENGTH, chunk=CHUNK, taps=taps
-  )
-  (found,) = _run(engine, prompts[:1])
-  ids = np.asarray([*prompts[0], found[0].id], np.int32)
-  trace = jax.jit(lambda model, tokens_BT: model.trace(tokens_BT).reads)
-  reads = trace(model, ids[None])
-  for token, position in zip(found, (-2, -1)):
-    expected = [reads[l][0, position] for l in taps]
-    np.testing.assert_allclose(token.reads, expected, rtol=0, atol=1e-4)
-  with pytest.raises(config_lib.ConfigError, match="taps: got 9, expected 0"):
-    engine_lib.Engine(model, taps=[9])
-
-
 @pytest.mark.slow
 def test_bfloat16(prompts):
   """With weights in bfloat16, the same as with those of training."""

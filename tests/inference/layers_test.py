@@ -62,7 +62,7 @@ def test_nothing_as_large_as_the_cache_is_copied():
     engine = engine_lib.Engine(model, slots=2, length=length, layers=layers)
     state = engine._state
     step = programs.next_token.lower(
-      engine.model, state, np.ones(2, bool), context=length, num_top=0, taps=(),
+      engine.model, state, np.ones(2, bool), context=length, num_top=0,
       mesh=None,
     )  # fmt: skip
     memory = step.compile().memory_analysis()

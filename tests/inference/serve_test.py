@@ -122,7 +122,18 @@ def test_a_failed_engine_ends_the_server(run, capsys, monkeypatch):
   "flags,message",
   [
     (["--port=70000"], "--port: got 70000, expected 0 to 65535"),
-    (["--host=300.1.1.1"], "--host, --port: got ('300.1.1.1', 8000)"),
+    (
+      ["--host=0.0.0.0"],
+      "--host: got '0.0.0.0', expected --api_key or $ATTNRES",
+    ),
+    (["--api_key=a b"], "--api_key: got 'a key', expected ASCII letters"),
+    (["--connections=0"], "--connections: got 0"),
+    (["--idle_seconds=0"], "--idle_seconds: got 0"),
+    (["--queue=2000"], "--queue: got 2000, expected a number up to 1000"),
+    (
+      ["--host=300.1.1.1", "--without_api_key"],
+      "--host, --port: got ('300.1.1.1', 8000)",
+    ),
     (["--slots=0"], "--slots: got 0"),
     (["--length=1"], "--length: got 1, expected at least 2"),
     (["--queue=-1"], "--queue: got -1"),

@@ -6,13 +6,15 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import data
+from attnres_jax.data import text_format
 from attnres_jax.inference import text
 
 TOKENIZER = data.make_tokenizer(config_lib.DataConfig())
+FORMAT = text_format.own(TOKENIZER)
 
 
 def _pieces(written, stop=()):
-  decoded = text.Text(TOKENIZER, stop)
+  decoded = text.Text(FORMAT, stop=stop)
   pieces = []
   for token in TOKENIZER.encode(written).tolist():
     pieces.append(decoded.add(token))
@@ -69,7 +71,9 @@ def test_a_false_start_is_released_at_once():
   "bad,message",
   [
     (dict(text="\ud800"), "UTF-8 text"),
-    (dict(stop=("",)), "strings that are not empty"),
+    (dict(stop=("",)), "got '0 characters', expected strings of 1 to 1000"),
+    (dict(stop=("a" * 1001,)), "got '1001 characters'"),
+    (dict(stop=("a",) * 17), "got '17 strings', expected at most 16"),
   ],
 )
 def test_bad_prompts(bad, message):

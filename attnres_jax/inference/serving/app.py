@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The routes of the server."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 import contextlib
 import dataclasses
+import functools
+import hmac
 import importlib.resources
 import time
 from typing import Any
@@ -14,20 +17,24 @@ from starlette import middleware
 from starlette import requests
 from starlette import responses
 from starlette import routing
+from starlette import types
 from starlette.middleware import trustedhost
 
 from attnres_jax import config as config_lib
-from attnres_jax import data
 from attnres_jax import figures
 from attnres_jax.config import fields
+from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.inference import engine as engine_lib
-from attnres_jax.inference.serving import asked as asked_lib
+from attnres_jax.inference.serving import api
+from attnres_jax.inference.serving import chat
 from attnres_jax.inference.serving import depth as depth_lib
-from attnres_jax.inference.serving import errors
 from attnres_jax.inference.serving import metrics as metrics_lib
 from attnres_jax.inference.serving import post
 from attnres_jax.inference.serving import replies
 from attnres_jax.inference.serving import service as service_lib
+
+# What answers without the key.
+_OPEN_PATHS = "/", "/health"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +42,13 @@ class Limits(fields.Checked, root="--"):
   """What requests may cost.
 
   Attributes:
-    queue: texts that may wait for a slot; further ones get status 429.
-    wait_seconds: the most that a request waits for a slot; then status 503.
-    request_seconds: the most that an answer takes; then status 504.
-    body_kib: the most that a body has; beyond it status 413.
+    queue: texts that may wait for a slot; more get HTTP 429.
+    wait_seconds: longest wait for a slot; then HTTP 503.
+    request_seconds: longest time for an answer; then HTTP 504.
+    body_kib: maximum request size in KiB; larger requests get HTTP 413.
   """
 
-  queue: fields.Count = 64
+  queue: fields.Threads = 64
   wait_seconds: fields.Positive = 60.0
   request_seconds: fields.Positive = 600.0
   body_kib: fields.Size = 1024
@@ -61,8 +68,10 @@ class App:
     config: config_lib.RunConfig,
     name: str,
     *,
+    text_format: text_format_lib.TextFormat | None = None,
     limits: Limits = Limits(),
     hosts: tuple[str, ...] = ("*",),
+    api_key: str = "",
     on_failure: Callable[[], None] = lambda: None,
   ):
     """Prepares everything; the engine starts with the application.
@@ -70,22 +79,26 @@ class App:
     Args:
       engine: which nothing else may use.
       config: of the run.
-      name: of the network, as clients call it.
+      name: model name shown to clients.
+      text_format: of the run; made from `config` if None.
       limits: what requests may cost.
       hosts: by which names clients may call this server, "*" for any.
+      api_key: what clients have to send as bearer token; "" for nothing.
       on_failure: called if the engine fails.
     """
     self._config, self._name, self._limits = config, name, limits
     self._length, self._num_top = engine.length, engine.num_top
-    self._tokenizer = data.make_tokenizer(config.data)
-    self._reader = asked_lib.Reader(name, self._tokenizer, engine.num_top)
+    self._vocab_size = engine.model.config.vocab_size
+    self._format = text_format or text_format_lib.of_data(config.data)
+    self._template = chat.Template(self._format)
+    self._label = functools.lru_cache(2**20)(self._format.label)
     self._metrics = metrics_lib.Metrics()
     self._created = int(time.time())
     self._depth = depth_lib.DepthWeights(engine.model, engine.length)
     self.service = service_lib.Service(
-      engine, self._tokenizer, self._metrics, limits.queue, on_failure
+      engine, self._format, self._metrics, limits.queue, on_failure
     )
-    self.asgi = applications.Starlette(
+    routes = applications.Starlette(
       routes=[
         routing.Route("/", _page),
         routing.Route("/health", self._health),
@@ -93,6 +106,7 @@ class App:
         routing.Route("/v1/models", self._models),
         routing.Route("/v1/models/{name:path}", self._model),
         self._post("/v1/completions", self._complete),
+        self._post("/v1/chat/completions", self._chat),
         self._post("/depth_weights", self._depth_weights),
       ],
       middleware=[
@@ -103,6 +117,7 @@ class App:
       exception_handlers={exceptions.HTTPException: _no_route},
       lifespan=self._lifespan,
     )
+    self.asgi = _Guard(routes, api_key.encode())
 
   def _post(self, path: str, answer: Any) -> routing.Route:
     endpoint = post.Post(
@@ -121,20 +136,55 @@ class App:
     self.service.stop()
     self._depth.stop()
 
-  async def _complete(self, body: dict[str, Any], reply: post.Reply) -> None:
-    asked = self._reader.completion(body)
-    answer = replies.Completion(asked, self._tokenizer, self._name)
-    job = self.service.submit(asked.requests(), asked.stop)
+  async def _complete(self, body: bytes, reply: post.Reply) -> None:
+    asked = api.Completion.parse(body)
+    self._check_model(asked.model)
+    if (asked.logprobs or 0) > self._num_top:
+      raise api.refuse("logprobs", asked.logprobs, f"0 to {self._num_top}")
+    most = self.service.most_texts // asked.n
+    prompts = await self._prompts(asked.prompt, most, asked.parse_special)
+    await self._answer(asked, prompts, reply)
+
+  async def _chat(self, body: bytes, reply: post.Reply) -> None:
+    asked = api.Chat.parse(body)
+    self._check_model(asked.model)
+    if asked.max_completion_tokens is not None:
+      asked.max_tokens = asked.max_completion_tokens
+
+    def encode() -> replies.Prompt:
+      text = self._template.render(asked.conversation())
+      # A template writes what opens a text, and other special tokens.
+      ids = self._format.encode(text, parse_special=True)
+      return replies.Prompt(ids, 0, text)
+
+    await self._answer(asked, [await asyncio.to_thread(encode)], reply)
+
+  async def _answer(
+    self,
+    asked: api.Completion | api.Chat,
+    prompts: list[replies.Prompt],
+    reply: post.Reply,
+  ) -> None:
+    answer = replies.Answer(
+      asked, prompts, self._format, self._label, self._name
+    )
+    ids = [prompt.ids for prompt in prompts]
+    job = self.service.submit(
+      asked.requests(ids, self._format.end_ids), asked.stops
+    )
     try:
       parts = []
       async for piece in job.pieces(self._limits.wait_seconds):
-        part = answer.part(piece)
+        if piece.token.prompt is not None and piece.token.prompt.scores:
+          part = await asyncio.to_thread(answer.part, piece)
+        else:
+          part = answer.part(piece)
         if not asked.stream:
           parts.append(part)
         elif not answer.is_silent(part):
           await reply.event(answer.chunk(part))
       if not asked.stream:
-        await reply.json(answer.whole(parts))
+        await reply.choices(answer.whole(parts))
         return
       if asked.with_usage:
         await reply.event(answer.chunk(None))
@@ -142,15 +192,42 @@ class App:
     finally:
       self.service.leave(job)
 
-  async def _depth_weights(
-    self, body: dict[str, Any], reply: post.Reply
-  ) -> None:
-    self._reader.check_names(body, ("model", "prompt"))
-    self._reader.check_model(body)
-    prompts = self._reader.prompts(body)
-    if len(prompts) > 1:
-      raise errors.refuse("prompt", f"{len(prompts)} texts", "one of them")
-    await reply.json(await self._depth.of(prompts[0].ids))
+  async def _depth_weights(self, body: bytes, reply: post.Reply) -> None:
+    asked = api.Depth.parse(body)
+    self._check_model(asked.model)
+    (prompt,) = await self._prompts(asked.prompt, 1, False)
+    await reply.json(await self._depth.of(prompt.ids))
+
+  async def _prompts(
+    self, given: Any, most: int, parse_special: bool
+  ) -> list[replies.Prompt]:
+    """The prompts of a field, encoded in a thread: long texts take long."""
+    several = api.prompts_of(given, self._vocab_size, most)
+    encode = functools.partial(self._prompt, parse_special=parse_special)
+    return await asyncio.to_thread(lambda: [*map(encode, several)])
+
+  def _prompt(
+    self, given: str | list[int], parse_special: bool
+  ) -> replies.Prompt:
+    if isinstance(given, list):
+      # What does not fit is refused before it is decoded.
+      text = self._format.decode(given[: self._length])
+      return replies.Prompt(given, 0, text)
+    ids = self._format.prompt(given, parse_special)
+    return replies.Prompt(ids, len(self._format.open_ids), given)
+
+  def _check_model(self, name: str | None) -> None:
+    if name is not None and name != self._name:
+      raise self._no_model(name)
+
+  def _no_model(self, name: str) -> api.ApiError:
+    return api.ApiError(
+      404,
+      f"model: got {name[:100]!r}, expected {self._name!r}, which this server"
+      " has",
+      param="model",
+      code="model_not_found",
+    )
 
   async def _health(self, _: requests.Request) -> responses.Response:
     failed = self.service.failure is not None
@@ -172,13 +249,7 @@ class App:
     name = request.path_params["name"]
     if name == self._name:
       return responses.JSONResponse(self._description())
-    error = errors.ApiError(
-      404,
-      f"model: got {name!r}, expected {self._name!r}, which this server has",
-      param="model",
-      code="model_not_found",
-    )
-    return responses.JSONResponse(error.as_json(), error.status)
+    return responses.JSONResponse(self._no_model(name).as_json(), 404)
 
   def _description(self) -> dict[str, Any]:
     model = self._config.model
@@ -199,10 +270,9 @@ class App:
 
 
 async def _page(_: requests.Request) -> responses.Response:
-  page = (
-    importlib.resources.files("attnres_jax.inference.serving") / "page.html"
-  )
-  return responses.HTMLResponse(page.read_text(encoding="utf-8"))
+  folder = importlib.resources.files("attnres_jax.inference.serving")
+  page = (folder / "page.html").read_text(encoding="utf-8")
+  return responses.HTMLResponse(page)
 
 
 async def _no_route(
@@ -210,7 +280,7 @@ async def _no_route(
 ) -> responses.Response:
   """404 and 405 in the form of the API."""
   assert isinstance(error, exceptions.HTTPException)
-  wrong = errors.ApiError(
+  wrong = api.ApiError(
     error.status_code,
     f"{request.method} {request.url.path}: {error.detail}",
     code="unknown_url",
@@ -218,3 +288,34 @@ async def _no_route(
   return responses.JSONResponse(
     wrong.as_json(), error.status_code, headers=error.headers
   )
+
+
+class _Guard:
+  """Asks for the key of the server, if it has one."""
+
+  def __init__(self, app: types.ASGIApp, key: bytes):
+    self._app, self._key = app, key
+
+  async def __call__(
+    self, scope: types.Scope, receive: types.Receive, send: types.Send
+  ) -> None:
+    if not self._lacks_key(scope):
+      await self._app(scope, receive, send)
+      return
+    error = api.ApiError(
+      401,
+      "Authorization: expected 'Bearer' with the key of this server",
+      code="invalid_api_key",
+    )
+    headers = {"www-authenticate": "Bearer"}
+    response = responses.JSONResponse(error.as_json(), 401, headers)
+    await response(scope, receive, send)
+
+  def _lacks_key(self, scope: types.Scope) -> bool:
+    open_to_all = not self._key or scope["type"] != "http"
+    if open_to_all or scope["path"] in _OPEN_PATHS:
+      return False
+    given = dict(scope["headers"]).get(b"authorization", b"")
+    kind, _, key = given.partition(b" ")
+    right = hmac.compare_digest(key.strip(), self._key)
+    return not (right and kind.lower() == b"bearer")

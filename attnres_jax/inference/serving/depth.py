@@ -14,7 +14,7 @@ import numpy as np
 from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax.analysis.depth_weights import weights_at
-from attnres_jax.inference.serving import errors
+from attnres_jax.inference.serving import api
 
 # Requests that may wait for the thread.
 _MOST_WAITING = 8
@@ -51,21 +51,16 @@ class DepthWeights:
         many requests wait.
     """
     if not self.available:
-      raise errors.ApiError(
+      raise api.ApiError(
         400,
         f"{self._model.config.residual.name} does not attend over depth, so it"
         " has no depth weights",
         code="no_depth_weights",
       )
     if len(ids) > self._length:
-      raise errors.refuse(
-        "prompt", f"{len(ids)} tokens", f"1 to {self._length}"
-      )
-    vocab_size = self._model.config.vocab_size
-    if wrong := [i for i in ids if not 0 <= i < vocab_size]:
-      raise errors.refuse("prompt", wrong[0], f"ids below {vocab_size}")
+      raise api.refuse("prompt", f"{len(ids)} tokens", f"1 to {self._length}")
     if self._num_waiting >= _MOST_WAITING:
-      raise errors.busy("too many requests wait", 429, "queue_full")
+      raise api.busy("too many requests wait", 429, "queue_full")
     self._num_waiting += 1
     try:
       loop = asyncio.get_running_loop()

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a server counts and times, in the text form of Prometheus."""
 
-from collections.abc import Callable
-
 import prometheus_client as prometheus
 
 _SECONDS = tuple(
@@ -11,62 +9,53 @@ _SECONDS = tuple(
 
 
 class Metrics:
-  """Counters and histograms of one server; safe in any thread.
-
-  Attributes:
-    requests: answered, by path and status; 499 if the client has left.
-    prompt_tokens: of prompts, as they are complete.
-    completion_tokens: drawn.
-    prefix_hits: prompts that began like an earlier one.
-    prefix_tokens: their tokens that were not computed again.
-    wait_seconds: until a text gets a slot.
-    first_token_seconds: from a request to the first token of each text.
-    token_seconds: between two tokens of a text.
-  """
+  """Counters, gauges and histograms of one server; safe in any thread."""
 
   def __init__(self):
-    self._registry = prometheus.CollectorRegistry()
-    self.requests = prometheus.Counter(
-      "attnres_requests",
+    self.registry = prometheus.CollectorRegistry()
+
+    def make(kind, name, words, *labels, **options):
+      return kind(
+        f"attnres_{name}", words, labels, registry=self.registry, **options
+      )
+
+    def counter(name, words, *labels):
+      return make(prometheus.Counter, name, words, *labels)
+
+    def seconds(name, words):
+      return make(prometheus.Histogram, name, words, buckets=_SECONDS)
+
+    self.requests = counter(
+      "requests",
       "Answered requests; status 499: the client has left.",
-      ["path", "status"],
-      registry=self._registry,
+      "path",
+      "status",
     )
-    self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
-    self.completion_tokens = self._counter(
+    self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
+    self.completion_tokens = counter(
       "completion_tokens", "Tokens that were drawn."
     )
-    self.prefix_hits = self._counter(
+    self.prefix_hits = counter(
       "prefix_hits", "Prompts that began like an earlier one."
     )
-    self.prefix_tokens = self._counter(
+    self.prefix_tokens = counter(
       "prefix_tokens", "Tokens of prompts that were not computed again."
     )
-    self.wait_seconds = self._histogram(
-      "wait_seconds", "Until a text gets a slot."
-    )
-    self.first_token_seconds = self._histogram(
+    self.wait_seconds = seconds("wait_seconds", "Until a text gets a slot.")
+    self.first_token_seconds = seconds(
       "first_token_seconds", "From a request to the first token of a text."
     )
-    self.token_seconds = self._histogram(
-      "token_seconds", "Between two tokens of a text."
+    self.token_seconds = seconds("token_seconds", "Between tokens of a text.")
+    self.slots = make(prometheus.Gauge, "slots", "Texts at the same time.")
+    self.slots_in_use = make(
+      prometheus.Gauge, "slots_in_use", "Texts in slots."
     )
-
-  def gauge(self, name: str, words: str, read: Callable[[], float]) -> None:
-    """Adds a number that is read when metrics are asked for."""
-    gauge = prometheus.Gauge(f"attnres_{name}", words, registry=self._registry)
-    gauge.set_function(read)
+    self.queue_length = make(
+      prometheus.Gauge, "queue_length", "Texts that wait for a slot."
+    )
 
   def text(self) -> bytes:
-    return prometheus.generate_latest(self._registry)
-
-  def _counter(self, name: str, words: str) -> prometheus.Counter:
-    return prometheus.Counter(f"attnres_{name}", words, registry=self._registry)
-
-  def _histogram(self, name: str, words: str) -> prometheus.Histogram:
-    return prometheus.Histogram(
-      f"attnres_{name}", words, buckets=_SECONDS, registry=self._registry
-    )
+    return prometheus.generate_latest(self.registry)
 
 
 CONTENT_TYPE = prometheus.CONTENT_TYPE_LATEST

@@ -13,8 +13,7 @@ from starlette import responses
 from starlette import types
 
 from attnres_jax import config as config_lib
-from attnres_jax.inference.serving import asked
-from attnres_jax.inference.serving import errors
+from attnres_jax.inference.serving import api
 from attnres_jax.inference.serving import metrics as metrics_lib
 
 # As in the logs of nginx: the client has closed its connection.
@@ -41,9 +40,29 @@ class Reply:
     headers: dict[str, str] | None = None,
   ) -> None:
     """Sends all of the answer."""
+    self.status = status
     # In ASCII: messages may quote what is no UTF-8.
     body = json.dumps(values, allow_nan=False).encode()
-    self.status = status
+    await self._whole([body], status, headers)
+
+  async def choices(self, values: dict[str, Any]) -> None:
+    """Sends all of an answer with `choices`, which may be large.
+
+    Each is written by itself, so that other clients do not wait for all.
+    """
+    self.status = 200
+    head, choices = values | dict(choices=[]), []
+    for choice in values["choices"]:
+      choices.append(json.dumps(choice, allow_nan=False).encode())
+      await asyncio.sleep(0)
+    start, end = json.dumps(head).encode().split(b'"choices": []')
+    parts = [start, b'"choices": [', b", ".join(choices), b"]", end]
+    await self._whole(parts, 200, None)
+
+  async def _whole(
+    self, parts: list[bytes], status: int, headers: dict[str, str] | None
+  ) -> None:
+    body = b"".join(parts)
     response = responses.Response(
       body, status, headers, media_type="application/json"
     )
@@ -77,7 +96,7 @@ class Reply:
     """Ends a stream as the API does."""
     await self._data("[DONE]", more=False)
 
-  async def error(self, error: errors.ApiError) -> None:
+  async def error(self, error: api.ApiError) -> None:
     """Sends an error, in a stream that has begun as its last event."""
     if self._is_stream:
       await self._data(json.dumps(error.as_json()), more=False)
@@ -93,12 +112,12 @@ class Reply:
 
 
 class Post:
-  """Reads an object, and has it answered unless the client leaves."""
+  """Reads a body, and has it answered unless the client leaves."""
 
   def __init__(
     self,
     path: str,
-    answer: Callable[[dict[str, Any], Reply], Awaitable[None]],
+    answer: Callable[[bytes, Reply], Awaitable[None]],
     metrics: metrics_lib.Metrics,
     *,
     body_bytes: int,
@@ -108,7 +127,7 @@ class Post:
 
     Args:
       path: where it is, for metrics.
-      answer: sends the answer to an object; may raise `ApiError`, and is
+      answer: sends the answer to a body; may raise `ApiError`, and is
         cancelled if the client leaves.
       metrics: which it counts.
       body_bytes: the most that a body may have.
@@ -124,11 +143,11 @@ class Post:
     try:
       headers = datastructures.Headers(scope=scope)
       body = await self._body(headers, receive)
-      work = asyncio.create_task(self._work(asked.parse_json(body), reply))
+      work = asyncio.create_task(self._work(body, reply))
       await _until_left(work, receive)
       if work.cancelled():
         reply.status = _LEFT
-    except errors.ApiError as error:
+    except api.ApiError as error:
       await reply.error(error)
     except _LeftError:
       pass
@@ -142,52 +161,52 @@ class Post:
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
       # Other kinds could be sent by a page of any web site.
-      raise errors.ApiError(
+      raise api.ApiError(
         415, f"Content-Type: got {kind!r}, expected 'application/json'"
       )
-    body = b""
+    parts, size = [], 0
     try:
       async with asyncio.timeout(_BODY_SECONDS):
         while True:
           message = await receive()
           if message["type"] == "http.disconnect":
             raise _LeftError
-          body += message.get("body", b"")
-          if len(body) > self._body_bytes:
-            raise errors.ApiError(
+          parts.append(message.get("body", b""))
+          size += len(parts[-1])
+          if size > self._body_bytes:
+            raise api.ApiError(
               413,
               f"body: got more than {self._body_bytes} bytes, the most that"
               " this server reads",
               code="body_too_large",
             )
           if not message.get("more_body"):
-            return body
+            return b"".join(parts)
     except TimeoutError:
-      raise errors.ApiError(
+      raise api.ApiError(
         408, f"body: not complete after {_BODY_SECONDS} s"
       ) from None
 
-  async def _work(self, values: dict[str, Any], reply: Reply) -> None:
+  async def _work(self, body: bytes, reply: Reply) -> None:
     try:
       async with asyncio.timeout(self._seconds):
-        await self._answer(values, reply)
+        await self._answer(body, reply)
       return
     except TimeoutError:
-      error = errors.ApiError(
+      error = api.ApiError(
         504,
         f"the answer was not complete after {self._seconds:g} s, the most that"
         " this server takes",
         kind="server_error",
         code="timeout",
       )
-    except errors.ApiError as refused:
+    except api.ApiError as refused:
       error = refused
     except config_lib.ConfigError as refused:
-      param = str(refused).partition(":")[0]
-      error = errors.ApiError(400, str(refused), param=param)
+      error = api.of_config_error(refused)
     except Exception:
       logging.exception("a request to %s has failed", self._path)
-      error = errors.ApiError(
+      error = api.ApiError(
         500,
         "the server has failed; its log says why",
         kind="server_error",

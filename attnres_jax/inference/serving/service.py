@@ -18,10 +18,10 @@ import threading
 import time
 from typing import NamedTuple
 
-from attnres_jax import data
+from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.inference import engine as engine_lib
 from attnres_jax.inference import text
-from attnres_jax.inference.serving import errors
+from attnres_jax.inference.serving import api
 from attnres_jax.inference.serving import metrics as metrics_lib
 
 
@@ -82,7 +82,7 @@ class Job:
       async with asyncio.timeout(wait_seconds):
         await self._next()
     except TimeoutError:
-      raise errors.busy(
+      raise api.busy(
         f"no slot became free within {wait_seconds:g} s",
         503,
         "slot_timeout",
@@ -97,6 +97,8 @@ class Job:
         unfinished -= event.finish is not None
 
   async def _next(self) -> _Started | Piece:
+    # A full queue never waits, so others would.
+    await asyncio.sleep(0)
     event = await self._events.get()
     if isinstance(event, Exception):
       raise event
@@ -106,9 +108,12 @@ class Job:
 class _Text:
   """One request of a job, in the engine's thread."""
 
-  def __init__(self, job: Job, index: int, tokenizer: data.Tokenizer):
+  def __init__(
+    self, job: Job, index: int, text_format: text_format_lib.TextFormat
+  ):
     self.job, self.index = job, index
-    self.text = text.Text(tokenizer, job.stop)
+    before = job.requests[index].prompt
+    self.text = text.Text(text_format, before, job.stop)
     self.last = job.submitted  # When it had its last token.
 
 
@@ -122,7 +127,7 @@ class Service:
   def __init__(
     self,
     engine: engine_lib.Engine,
-    tokenizer: data.Tokenizer,
+    text_format: text_format_lib.TextFormat,
     metrics: metrics_lib.Metrics,
     most_waiting: int,
     on_failure: Callable[[], None] = lambda: None,
@@ -131,14 +136,14 @@ class Service:
 
     Args:
       engine: which nothing else may use from then on.
-      tokenizer: of its network.
+      text_format: of its network.
       metrics: which it counts.
       most_waiting: texts that may wait for a slot.
       on_failure: called in the event loop if the engine fails.
     """
     self.failure: Exception | None = None
-    self._engine, self._tokenizer, self._metrics = engine, tokenizer, metrics
-    self._most = engine.slots + most_waiting
+    self._engine, self._format, self._metrics = engine, text_format, metrics
+    self.most_texts = engine.slots + most_waiting
     self._on_failure = on_failure
     # Of the event loop.
     self._jobs: set[Job] = set()
@@ -151,11 +156,9 @@ class Service:
     self._waiting: collections.deque[_Text] = collections.deque()
     self._running: dict[int, _Text] = {}
     self._thread = threading.Thread(target=self._work, name="engine")
-    metrics.gauge("slots", "Texts at the same time.", lambda: engine.slots)
-    metrics.gauge("slots_in_use", "Texts in slots.", lambda: len(self._running))
-    metrics.gauge(
-      "queue_length", "Texts that wait for a slot.", lambda: len(self._waiting)
-    )
+    metrics.slots.set(engine.slots)
+    metrics.slots_in_use.set_function(lambda: len(self._running))
+    metrics.queue_length.set_function(lambda: len(self._waiting))
 
   def start(self) -> None:
     """Starts the thread, in the event loop that will submit jobs."""
@@ -187,16 +190,20 @@ class Service:
       raise _failed()
     if self._draining:
       raise _stopping()
+    last = None
     for request in requests:
-      self._engine.check(request)
-    if len(requests) > self._most:
-      raise errors.refuse(
+      # Choices share the ids of their prompt.
+      if request.prompt is not last:
+        self._engine.check(request)
+      last = request.prompt
+    if len(requests) > self.most_texts:
+      raise api.refuse(
         "prompt",
         f"{len(requests)} texts, with all choices",
-        f"at most {self._most}: the slots and the queue of this server",
+        f"at most {self.most_texts}: the slots and the queue of this server",
       )
-    if self._num_open + len(requests) > self._most:
-      raise errors.busy("too many requests wait", 429, "queue_full")
+    if self._num_open + len(requests) > self.most_texts:
+      raise api.busy("too many requests wait", 429, "queue_full")
     job = Job(requests, stop)
     self._jobs.add(job)
     self._num_open += len(requests)
@@ -243,7 +250,7 @@ class Service:
 
   def _add(self, job: Job) -> None:
     self._waiting.extend(
-      _Text(job, i, self._tokenizer) for i in range(len(job.requests))
+      _Text(job, i, self._format) for i in range(len(job.requests))
     )
 
   def _drop(self, job: Job) -> None:
@@ -287,12 +294,12 @@ class Service:
     one.last = now
 
 
-def _stopping() -> errors.ApiError:
-  return errors.busy("the server stops", 503, "stopping")
+def _stopping() -> api.ApiError:
+  return api.busy("the server stops", 503, "stopping")
 
 
-def _failed() -> errors.ApiError:
-  return errors.ApiError(
+def _failed() -> api.ApiError:
+  return api.ApiError(
     500,
     "the engine has failed; the log of the server says why",
     kind="server_error",

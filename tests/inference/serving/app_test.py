@@ -26,10 +26,10 @@ def alone(model):
   """Draws a text by the engine alone."""
   engine = local_server.make_engine(model)
 
-  def alone(prompt, num_tokens=16, **settings):
+  def alone(prompt, num_tokens=16, stream=0, **settings):
     settings = draw.Settings(**dict(temperature=0.0) | settings)
     ids = prompt if isinstance(prompt, list) else _ids(prompt)
-    request = engine_lib.Request(ids, num_tokens, settings)
+    request = engine_lib.Request(ids, num_tokens, settings, stream=stream)
     return [token.id for token in engine.run([request])]
 
   return alone
@@ -60,11 +60,16 @@ def test_choices_have_their_own_seeds(server, alone):
   fields = dict(temperature=1.5, top_p=0.9, past_end=True)
   found = server.texts(["ab", "cd"], n=2, seed=7, best_of=2, **fields)
   expected = [
-    _text(alone(text, temperature=1.5, top_p=0.9, seed=seed))
-    for text in ("ab", "cd")
-    for seed in (7, 8)
+    _text(alone(text, stream=stream, temperature=1.5, top_p=0.9, seed=7))
+    for text, streams in (("ab", (0, 1)), ("cd", (2, 3)))
+    for stream in streams
   ]
   assert found == expected and len(set(found)) == 4
+  # Neighbouring seeds and equal prompts share nothing.
+  fields |= dict(max_tokens=30)
+  found = server.texts(["ab"] * 2, n=2, seed=7, **fields)
+  found += server.texts("ab", n=2, seed=8, **fields)
+  assert len(set(found)) == 6
   first = server.texts("ab", **fields)
   assert server.texts("ab", **fields) != first
 

@@ -16,6 +16,7 @@ import uvicorn
 from attnres_jax import config as config_lib
 from attnres_jax.inference import engine as engine_lib
 from attnres_jax.inference.serving import app as app_lib
+from attnres_jax.inference.serving import connections as connections_lib
 from tests import tiny_network
 
 NAME, SLOTS, LENGTH, CHUNK, NUM_TOP = "tiny", 4, 512, 16, 3
@@ -52,7 +53,17 @@ class Server:
     port: where it listens.
   """
 
-  def __init__(self, model, engine=None, **limits):
+  def __init__(
+    self,
+    model,
+    engine=None,
+    *,
+    connections=512,
+    idle_seconds=20.0,
+    api_key="",
+    text_format=None,
+    **limits,
+  ):
     config = config_lib.load_config("configs/lm.py:runlocal")
     self.app = app_lib.App(
       engine or make_engine(model, prefix_bytes=10**7),
@@ -60,6 +71,8 @@ class Server:
       NAME,
       limits=app_lib.Limits(**limits),
       hosts=("127.0.0.1",),
+      api_key=api_key,
+      text_format=text_format,
     )
     self._server = uvicorn.Server(
       uvicorn.Config(
@@ -68,6 +81,7 @@ class Server:
         log_config=None,
         log_level="warning",
         ws="none",
+        http=connections_lib.protocol(connections, idle_seconds),
         timeout_graceful_shutdown=5,
       )
     )

@@ -1,0 +1,392 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests of the completions and chat API, and their errors.
+
+A field that this server does not know, or cannot do, is refused by name: a
+client that asked for it would otherwise take the answer for what it wanted.
+Every number and every list has an upper bound, which its error names, so that
+nothing large is built from a small request.
+"""
+
+from collections.abc import Sequence
+import difflib
+import json
+import random
+from typing import Annotated, Any
+
+import annotated_types
+import pydantic
+
+from attnres_jax import config as config_lib
+from attnres_jax.inference import draw
+from attnres_jax.inference import engine as engine_lib
+from attnres_jax.inference import text as text_lib
+
+# Longer messages repeat what the client has sent.
+_MAX_CHARACTERS = 400
+_MAX_MESSAGES = 1000
+
+
+# Words of pydantic, and plain ones.
+_WORDS = {
+  "Input should be ": "",
+  "String should have": "text of",
+  "List should have": "a list of",
+  "Dictionary should have": "an object of",
+  "Field required": "a value",
+  "Extra inputs are not permitted": "no such field",
+}
+
+
+class ApiError(Exception):
+  """What a client is told.
+
+  Attributes:
+    status: HTTP status.
+    kind: "type" of the error object.
+    param: the field that is wrong, or None.
+    code: name of the error for programs, or None.
+    retry_after: seconds until the client should try again, or None.
+  """
+
+  def __init__(
+    self,
+    status: int,
+    message: str,
+    *,
+    kind: str = "invalid_request_error",
+    param: str | None = None,
+    code: str | None = None,
+    retry_after: int | None = None,
+  ):
+    half = _MAX_CHARACTERS // 2
+    if len(message) > _MAX_CHARACTERS:
+      message = f"{message[:half]} ... {message[-half:]}"
+    super().__init__(message)
+    self.status, self.kind = status, kind
+    self.param, self.code = param, code
+    self.retry_after = retry_after
+
+  def as_json(self) -> dict[str, Any]:
+    return dict(
+      error=dict(
+        message=str(self), type=self.kind, param=self.param, code=self.code
+      )
+    )
+
+
+def busy(message: str, status: int, code: str, seconds: int = 1) -> ApiError:
+  """The error of a server that cannot answer now, but may later."""
+  kind = "rate_limit_error" if status == 429 else "server_error"
+  return ApiError(status, message, kind=kind, code=code, retry_after=seconds)
+
+
+def refuse(param: str, value: Any, accepted: str) -> ApiError:
+  """The error of a bad field."""
+  return ApiError(
+    400, f"{param}: got {_shown(value)}, expected {accepted}", param=param
+  )
+
+
+def _between(least: float, most: float) -> Any:
+  return pydantic.Field(ge=least, le=most)
+
+
+_Stop = Annotated[
+  str, pydantic.Field(min_length=1, max_length=text_lib.MAX_STOP_CHARACTERS)
+]
+_Nothing = Annotated[dict[str, int], pydantic.Field(max_length=0)]
+
+
+class _Request(pydantic.BaseModel):
+  """Fields of the API, strictly typed; null stands for the default."""
+
+  model_config = pydantic.ConfigDict(
+    extra="forbid", strict=True, allow_inf_nan=False
+  )
+
+  model: str | None = None
+
+  @pydantic.model_validator(mode="before")
+  @classmethod
+  def _without_nulls(cls, values: Any) -> Any:
+    if not isinstance(values, dict):
+      return values
+    return {name: v for name, v in values.items() if v is not None}
+
+  @classmethod
+  def parse(cls, body: bytes) -> Any:
+    """The request of a body.
+
+    Raises:
+      ApiError: names the field that cannot be used.
+    """
+    try:
+      return cls.model_validate_json(body)
+    except pydantic.ValidationError as error:
+      first, *others = error.errors(include_url=False)
+      # Of a text or a list of texts, the list says what is wrong.
+      same = [e for e in others if e["loc"][:1] == first["loc"][:1]]
+      if first["type"] == "string_type" and same:
+        first = next((e for e in same if e["type"] != first["type"]), first)
+      raise _explained(cls, first) from None
+
+
+class StreamOptions(_Request):
+  """Options of a stream."""
+
+  include_usage: bool = False
+
+
+class _Generation(_Request):
+  """What completions and chats have in common."""
+
+  max_tokens: Annotated[int, _between(0, 1_000_000)] = 16
+  temperature: Annotated[float, _between(0, 100)] = 1.0
+  top_p: Annotated[float, _between(0, 1)] = 1.0
+  top_k: Annotated[int, _between(0, 2**31 - 1)] = 0
+  min_p: Annotated[float, _between(0, 1)] = 0.0
+  repetition_penalty: Annotated[float, _between(0.01, 100)] = 1.0
+  seed: Annotated[int, _between(0, 2**32 - 1)] = pydantic.Field(
+    default_factory=lambda: random.getrandbits(32)
+  )
+  n: Annotated[int, _between(1, 128)] = 1
+  stop: (
+    _Stop
+    | Annotated[list[_Stop], pydantic.Field(max_length=text_lib.MAX_STOPS)]
+  ) = []
+  stream: bool = False
+  stream_options: StreamOptions | None = None
+  user: str = ""
+  past_end: bool = False
+  return_token_ids: bool = False
+  frequency_penalty: Annotated[float, _between(0, 0)] = 0.0
+  presence_penalty: Annotated[float, _between(0, 0)] = 0.0
+  logit_bias: _Nothing = {}
+
+  @pydantic.model_validator(mode="after")
+  def _consistent(self) -> Any:
+    if self.stream_options is not None and not self.stream:
+      raise refuse("stream_options", "a value", "null without stream=true")
+    if not self.max_tokens and not getattr(self, "echo", False):
+      raise refuse(
+        "max_tokens",
+        0,
+        "a number from 1 to 1000000, or echo=true for the prompt alone",
+      )
+    return self
+
+  @property
+  def stops(self) -> tuple[str, ...]:
+    return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+  @property
+  def with_scores(self) -> bool:
+    """Whether tokens of the prompt are scored."""
+    return False
+
+  @property
+  def with_usage(self) -> bool:
+    return self.stream_options is not None and self.stream_options.include_usage
+
+  def requests(
+    self, prompts: Sequence[Sequence[int]], end_ids: Sequence[int]
+  ) -> list[engine_lib.Request]:
+    """All choices of the first prompt, then those of the next.
+
+    They share a seed and differ in their streams.
+
+    Args:
+      prompts: ids of each.
+      end_ids: tokens that end a text.
+    """
+    settings = draw.Settings(
+      self.temperature,
+      self.top_k,
+      self.top_p,
+      self.min_p,
+      self.repetition_penalty,
+      self.seed,
+    )
+    return [
+      engine_lib.Request(
+        ids,
+        # One token is drawn, and dropped, if only the prompt is wanted.
+        max(self.max_tokens, 1),
+        settings,
+        frozenset() if self.past_end else frozenset(end_ids),
+        stream=number * self.n + choice,
+        with_scores=self.with_scores,
+      )
+      for number, ids in enumerate(prompts)
+      for choice in range(self.n)
+    ]
+
+
+class Completion(_Generation):
+  """The body of POST /v1/completions."""
+
+  prompt: Any = None
+  echo: bool = False
+  logprobs: Annotated[int, _between(0, 2**31 - 1)] | None = None
+  best_of: Annotated[int, _between(1, 128)] | None = None
+  suffix: None = None
+  parse_special: bool = False
+
+  @property
+  def with_scores(self) -> bool:
+    """Whether tokens of the prompt are scored."""
+    return self.echo and self.logprobs is not None
+
+  @pydantic.model_validator(mode="after")
+  def _all_are_returned(self) -> Any:
+    if self.best_of not in (None, self.n):
+      accepted = f"{self.n}, the value of n: all choices are returned"
+      raise refuse("best_of", self.best_of, accepted)
+    return self
+
+
+class _Part(_Request):
+  type: str
+  text: Annotated[str, pydantic.Field(max_length=2**20)]
+
+
+class _Message(_Request):
+  role: Annotated[str, pydantic.Field(max_length=100)]
+  content: str | list[_Part]
+  name: str | None = None
+
+
+class Chat(_Generation):
+  """The body of POST /v1/chat/completions."""
+
+  messages: Annotated[
+    list[_Message], pydantic.Field(min_length=1, max_length=_MAX_MESSAGES)
+  ]
+  max_completion_tokens: Annotated[int, _between(1, 1_000_000)] | None = None
+
+  def conversation(self) -> list[dict[str, str]]:
+    """Roles and texts, as templates take them."""
+    return [
+      dict(
+        role=message.role,
+        content=message.content
+        if isinstance(message.content, str)
+        else "".join(part.text for part in message.content),
+      )
+      for message in self.messages
+    ]
+
+
+class Depth(_Request):
+  """The body of POST /depth_weights."""
+
+  prompt: Any = None
+
+
+def prompts_of(given: Any, vocab_size: int, most: int) -> list[str | list[int]]:
+  """The prompts of a field: a text, ids, or a list of either.
+
+  Args:
+    given: the value of the field.
+    vocab_size: every id is smaller.
+    most: most prompts.
+
+  Raises:
+    ApiError: the value is something else.
+  """
+  several = given
+  if isinstance(given, str) or _is_list_of(given, int):
+    several = [given]
+  elif not (_is_list_of(given, str) or _is_list_of(given, list)):
+    raise refuse(
+      "prompt", given, "a text, a list of ids, or a list of either, not empty"
+    )
+  if len(several) > most:
+    raise refuse(
+      "prompt",
+      f"{len(several)} texts",
+      f"at most {most}, with all choices: the slots and the queue",
+    )
+  for one in several:
+    if isinstance(one, str):
+      continue
+    if not _is_list_of(one, int):
+      raise refuse("prompt", one, "a list of ids, not empty")
+    wrong = next((id for id in one if not 0 <= id < vocab_size), None)
+    if wrong is not None:
+      raise refuse("prompt", wrong, f"ids below {vocab_size}")
+  return several
+
+
+def of_config_error(error: config_lib.ConfigError) -> ApiError:
+  """The error of a value that the engine refuses."""
+  name = str(error).partition(":")[0].removeprefix("--")
+  return ApiError(400, str(error), param=name)
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+  """Whether it is a list of such values, and not empty."""
+  # In Python, true and false are numbers.
+  return (
+    bool(value) and isinstance(value, list) and {*map(type, value)} == {kind}
+  )
+
+
+def _explained(model: type[_Request], error: Any) -> ApiError:
+  """The error of the first field that pydantic refuses."""
+  where = [part for part in error["loc"] if isinstance(part, str)]
+  if error["type"] == "json_invalid":
+    return ApiError(400, f"body: {error['msg']}", code="invalid_json")
+  if not where:
+    return ApiError(
+      400,
+      f"body: got {_shown(error['input'])}, expected an object",
+      code="invalid_json",
+    )
+  name = where[0]
+  if error["type"] == "extra_forbidden" and len(where) == 1:
+    known = sorted(model.model_fields)
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    return ApiError(
+      400,
+      f"{name}: this field is not known{hint}; the fields are"
+      f" {', '.join(known)}",
+      param=name,
+      code="unknown_parameter",
+    )
+  words = error["msg"].partition(" after validation")[0]
+  for given, plain in _WORDS.items():
+    words = words.replace(given, plain)
+  field = model.model_fields.get(name)
+  limits = [*_limits(field.annotation), *_limits(field)] if field else []
+  if limits and len(error["loc"]) == 1:
+    words = f"a number from {limits[0]} to {limits[1]}"
+    if limits[0] == limits[1]:
+      words = f"{limits[0]}: other values are not supported"
+  return refuse(name, error["input"], words)
+
+
+def _limits(node: Any) -> list[Any]:
+  """The least and the most of a number."""
+  found = [
+    getattr(one, name)
+    for one in getattr(node, "metadata", [])
+    for kind, name in ((annotated_types.Ge, "ge"), (annotated_types.Le, "le"))
+    if isinstance(one, kind)
+  ]
+  for inner in getattr(node, "__args__", ()):
+    found += _limits(inner)
+    for one in getattr(inner, "__metadata__", ()):
+      found += _limits(one)
+  return found
+
+
+def _shown(value: Any) -> str:
+  """A value as it is in an error, cut before it is written out."""
+  if isinstance(value, (list, str)) and len(value) > 200:
+    value = value[:200]
+  try:
+    return json.dumps(value)
+  except (TypeError, ValueError):
+    return repr(value)

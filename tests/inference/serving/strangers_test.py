@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server in a network: keys, half-sent requests, neighbours, chats."""
+
+import contextlib
+import dataclasses
+import json
+import random
+import socket
+import string
+import threading
+import time
+
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax.data import text_format as text_format_lib
+from attnres_jax.inference.serving import api
+from attnres_jax.inference.serving import chat
+from tests.inference.serving import local_server
+
+LENGTH = local_server.LENGTH
+IDLE, CONNECTIONS = 0.5, 6
+
+
+def test_every_path_but_the_page_and_health_needs_the_key(model):
+  with contextlib.closing(local_server.Server(model, api_key="s3cret")) as one:
+    for path in ("/v1/models", "/metrics", "/v1/other", "/v1/completions"):
+      for headers in (
+        {},
+        {"Authorization": "Bearer s3cre"},
+        {"Authorization": "Basic s3cret"},
+      ):
+        status, answer, found = one.call(path, headers=headers)
+        assert status == 401 and found["www-authenticate"] == "Bearer"
+        assert answer["error"]["code"] == "invalid_api_key"
+    assert one.call("/health")[0] == 200
+    right = {"Authorization": "bearer s3cret"}
+    assert one.call("/v1/models", headers=right)[0] == 200
+    body = json.dumps(dict(prompt="a", max_tokens=2)).encode()
+    right["Content-Type"] = "application/json"
+    assert one.call("/v1/completions", body, right)[0] == 200
+
+
+@pytest.fixture(scope="module")
+def strict(model):
+  """A server with few connections, which may be idle for half a second."""
+  server = local_server.Server(
+    model, connections=CONNECTIONS, idle_seconds=IDLE
+  )
+  yield server
+  server.close()
+
+
+def _seconds_until_closed(connection):
+  begin = time.monotonic()
+  connection.settimeout(20)
+  with contextlib.suppress(ConnectionError):
+    while connection.recv(1000):
+      pass
+  return time.monotonic() - begin
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: 127"])
+def test_connections_without_a_request_are_closed(strict, sent):
+  address = "127.0.0.1", strict.port
+  with socket.create_connection(address) as connection:
+    connection.sendall(sent)
+    assert IDLE / 2 < _seconds_until_closed(connection) < 5 * IDLE
+
+
+def test_bytes_do_not_prolong_a_header(strict):
+  """One byte at a time, the header of a second request included."""
+  whole = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+  for before in (b"", whole):
+    with socket.create_connection(("127.0.0.1", strict.port)) as connection:
+      connection.sendall(before + b"GET /health HTTP/1.1\r\nX: ")
+      begin = time.monotonic()
+      with contextlib.suppress(ConnectionError):
+        while time.monotonic() < begin + 20:
+          connection.sendall(b"x")
+          time.sleep(0.05)
+      assert time.monotonic() - begin < 5 * IDLE
+
+
+def test_connections_have_a_limit(strict):
+  address = "127.0.0.1", strict.port
+  with contextlib.ExitStack() as stack:
+    for _ in range(CONNECTIONS):
+      stack.enter_context(socket.create_connection(address))
+    time.sleep(0.1)
+    with socket.create_connection(address) as connection:
+      connection.settimeout(5)
+      assert connection.recv(100).startswith(b"HTTP/1.1 503")
+  local_server.until(lambda: strict.call("/health")[0] == 200)
+
+
+def test_a_running_answer_is_not_idle(strict):
+  """A text that takes longer than the limit of idle connections."""
+  engine = strict.app.service._engine
+  step = engine.step
+
+  def slow_step():
+    time.sleep(0.05)
+    return step()
+
+  engine.step = slow_step
+  try:
+    begin = time.monotonic()
+    answer = strict.complete("a", max_tokens=30, past_end=True)
+  finally:
+    engine.step = step
+  assert time.monotonic() - begin > 2 * IDLE
+  assert answer["usage"]["completion_tokens"] == 30
+
+
+def _bodies(rng, count):
+  """Bodies within the limits, as large as these allow."""
+  limit = 2**20
+  text = "".join(rng.choice(string.printable) for _ in range(1000))
+  for _ in range(count):
+    kind = rng.randrange(9)
+    body = dict(prompt="a", max_tokens=rng.randrange(1, 5))
+    if kind == 0:
+      body |= dict(prompt=["a"] * 20_000, n=128)
+    elif kind == 1:
+      body |= dict(stop="a" * (limit - 1000))
+    elif kind == 2:
+      body |= dict(stop=[("a" * 999) + chr(65 + i) for i in range(16)])
+      body |= dict(prompt="a" * 200, max_tokens=40, past_end=True)
+    elif kind == 3:
+      body |= dict(prompt=text * 1000)
+    elif kind == 4:
+      body |= dict(prompt=[rng.randrange(300) for _ in range(180_000)])
+    elif kind == 5:
+      body |= dict(prompt=[[97] * 400] * 60, echo=True, logprobs=3)
+    elif kind == 6:
+      body |= dict(user="x" * (limit - 1000), logit_bias={})
+    elif kind == 7:
+      body |= {f"field{i}": i for i in range(20_000)}
+    else:
+      body |= dict(n=64, logprobs=3, echo=True, prompt="a" * 300)
+    yield json.dumps(body).encode()
+
+
+def _neighbour(server, seconds, count, seed):
+  """The longest time between events of a client beside such bodies."""
+  bodies = list(_bodies(random.Random(seed), count))
+  gaps, healthy = [], []
+
+  def attack():
+    for body in bodies:
+      server.call("/v1/completions", body[: 2**20])
+
+  attackers = [threading.Thread(target=attack) for _ in range(2)]
+  for one in attackers:
+    one.start()
+  end = time.monotonic() + seconds
+  while time.monotonic() < end and any(one.is_alive() for one in attackers):
+    begin = time.monotonic()
+    assert server.call("/health")[0] == 200
+    healthy.append(time.monotonic() - begin)
+    connection, response = server.request(
+      "/v1/completions",
+      dict(prompt="a", max_tokens=24, stream=True, past_end=True),
+    )
+    with contextlib.closing(connection):
+      if response.status == 429:
+        response.read()
+        continue
+      last = None
+      for _ in local_server._events(response):
+        now = time.monotonic()
+        if last is not None:
+          gaps.append(now - last)
+        last = now
+  for one in attackers:
+    one.join(120)
+  return max(healthy), max(gaps, default=0.0), len(gaps)
+
+
+@pytest.fixture(scope="module")
+def warm(model):
+  engine = local_server.make_engine(model, prefix_bytes=10**6)
+  assert engine.warm_up() == 9
+  server = local_server.Server(model, engine)
+  yield server
+  local_server.until(server.is_idle, 60)
+  server.close()
+
+
+def test_no_body_delays_a_neighbour_by_a_second(warm):
+  healthy, gap, count = _neighbour(warm, 20, count=9, seed=0)
+  print(f"health {healthy:.3f} s, between tokens {gap:.3f} s of {count}")
+  assert healthy < 1 and gap < 1
+
+
+@pytest.mark.slow
+def test_no_body_delays_a_neighbour_by_a_second_for_long(warm):
+  healthy, gap, count = _neighbour(warm, 240, count=300, seed=1)
+  print(f"health {healthy:.3f} s, between tokens {gap:.3f} s of {count}")
+  assert healthy < 1 and gap < 1 and count > 100
+
+
+TEMPLATE = (
+  "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
+  "{% if messages[0].role == 'no' %}{{ raise_exception('no roles') }}"
+  "{% endif %}"
+  "[assistant]{{ eos_token }}"
+)
+
+
+def _chatting(template=TEMPLATE):
+  own = text_format_lib.of_data(config_lib.DataConfig())
+  return dataclasses.replace(
+    own, chat_template=template, names=dict(eos_token="</s>")
+  )
+
+
+def test_templates():
+  messages = [dict(role="user", content="hi")]
+  assert chat.Template(_chatting()).render(messages) == (
+    "[user]hi\n[assistant]</s>"
+  )
+  for template, words in (
+    (None, "has no chat template"),
+    ("{% if %}", "cannot be read"),
+    (TEMPLATE, "no roles"),
+    ("{{ ''.__class__.__mro__ }}", "unsafe"),
+  ):
+    with pytest.raises(api.ApiError, match=words):
+      chat.Template(_chatting(template)).render([dict(role="no", content="")])
+
+
+@pytest.mark.needs("openai")
+def test_the_official_client_chats(model):
+  import openai
+
+  class Parsing(type(_chatting().vocabulary)):
+    """Bytes have no special tokens, so reading them changes nothing."""
+
+    def __init__(self, inner):
+      self.__dict__ |= inner.__dict__
+
+    def encode(self, text, parse_special=False):
+      return super().encode(text)
+
+  text_format = _chatting()
+  text_format = dataclasses.replace(
+    text_format, vocabulary=Parsing(text_format.vocabulary)
+  )
+  one = local_server.Server(model, text_format=text_format)
+  client = openai.OpenAI(
+    base_url=f"http://127.0.0.1:{one.port}/v1", api_key="none", max_retries=0
+  )
+  with contextlib.closing(one), client:
+    fields = dict(
+      model="tiny",
+      messages=[dict(role="user", content=[dict(type="text", text="é")])],
+      max_tokens=9,
+      temperature=0,
+      extra_body=dict(past_end=True),
+    )
+    whole = client.chat.completions.create(**fields)
+    assert whole.choices[0].message.role == "assistant"
+    assert whole.usage.completion_tokens == 9
+    # The template opens the text, so nothing stands before it.
+    ids = [*"[user]é\n[assistant]</s>".encode()]
+    assert one.texts(ids, max_tokens=9, past_end=True) == [
+      whole.choices[0].message.content
+    ]
+    stream = client.chat.completions.create(stream=True, **fields)
+    text = "".join(part.choices[0].delta.content for part in stream)
+    assert text == whole.choices[0].message.content
+    with pytest.raises(openai.BadRequestError) as error:
+      client.chat.completions.create(**fields | dict(messages=[]))
+    assert error.value.param == "messages"

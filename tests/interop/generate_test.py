@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An imported network writes what transformers' generate writes.
+
+Ids, text and the reason of the end, over tokenizers of several kinds that this
+test trains and prompts of many scripts.
+"""
+
+import json
+import random
+
+import pytest
+
+from attnres_jax.inference import sample
+from attnres_jax.interop import import_huggingface
+from tests.data import text_format_test
+
+NUM_TOKENS = 12
+
+
+def _checkpoint(folder, kind):
+  """A small Llama with a tokenizer of this kind; several ids end a text."""
+  import torch
+  import transformers
+
+  made = text_format_test.train(kind)
+  size = made.get_vocab_size()
+  torch.manual_seed(0)
+  config = transformers.LlamaConfig(
+    vocab_size=size, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=256,
+    initializer_range=0.6, bos_token_id=1, eos_token_id=2,
+  )  # fmt: skip
+  model = transformers.LlamaForCausalLM(config)
+  rng = random.Random(0)
+  # So many that a good part of all texts ends before its length.
+  ends = [2, 3, *rng.sample(range(4, size), size // 15)]
+  model.generation_config.eos_token_id = ends
+  model.generation_config.pad_token_id = 0
+  model.save_pretrained(folder)
+  made.save(str(folder / "tokenizer.json"))
+  names = dict(bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+  described = names | dict(tokenizer_class="PreTrainedTokenizerFast")
+  (folder / "tokenizer_config.json").write_text(json.dumps(described))
+  tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+  return model, tokenizer, set(ends)
+
+
+def _theirs(model, tokenizer, prompt, ends):
+  import torch
+
+  # What the tokenizer puts behind a text would end it.
+  ids = tokenizer(prompt)["input_ids"][:-1]
+  with torch.no_grad():
+    found = model.generate(
+      torch.tensor([ids]),
+      attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+      max_new_tokens=NUM_TOKENS,
+      do_sample=False,
+    )[0].tolist()
+  drawn = found[len(ids) :]
+  decode = lambda some: tokenizer.decode(some, skip_special_tokens=True)
+  stopped = drawn[-1] in ends
+  shown = found[:-1] if stopped else found
+  text = decode(shown)[len(decode(ids)) :]
+  return drawn, text, "stop" if stopped else "length"
+
+
+def _check(tmp_path, kind, count, capsys):
+  source, folder = tmp_path / "source", tmp_path / "run"
+  source.mkdir()
+  model, tokenizer, ends = _checkpoint(source, kind)
+  flags = [f"--path={source}", f"--workdir={folder}"]
+  assert import_huggingface.main(flags) == 0
+  rng = random.Random(1)
+  prompts = [text_format_test._text(rng) for _ in range(count)]
+  file = tmp_path / "prompts.jsonl"
+  lines = [json.dumps(dict(prompt=prompt)) for prompt in prompts]
+  file.write_text("\n".join(lines))
+  capsys.readouterr()
+  flags = [f"--workdir={folder}", f"--prompts={file}", "--json"]
+  flags += ["--temperature=0", f"--num_tokens={NUM_TOKENS}"]
+  assert sample.main(flags) == 0
+  found = map(json.loads, capsys.readouterr().out.splitlines())
+  reasons = set()
+  for line in found:
+    expected = _theirs(model, tokenizer, prompts[line["index"]], ends)
+    assert (line["ids"], line["text"], line["finish"]) == expected
+    reasons.add(line["finish"])
+  assert reasons == {"stop", "length"}
+
+
+@pytest.mark.needs("transformers")
+def test_texts_are_those_of_generate(tmp_path, capsys):
+  _check(tmp_path, "byte_fallback", 25, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.needs("transformers")
+@pytest.mark.parametrize("kind", text_format_test.KINDS)
+def test_many_texts_are_those_of_generate(tmp_path, kind, capsys):
+  _check(tmp_path, kind, 400, capsys)
