@@ -123,7 +123,7 @@ def _family_of(facts: Mapping[str, Any], config: config_lib.ModelConfig) -> str:
 
 def _arguments(family: str, folder: pathlib.Path) -> str:
   """Of `from_pretrained`."""
-  own = families.FAMILIES[family].files()
+  own = families.FAMILIES[family].code
   return f'"{folder.name}"' + (", trust_remote_code=True" if own else "")
 
 

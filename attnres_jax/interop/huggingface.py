@@ -7,7 +7,7 @@ filled once, shapes and dtypes are those expected. `load` then reads every
 device's shard of every leaf from the files.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 import dataclasses
 import json
 import os
@@ -16,6 +16,7 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from attnres_jax import config as config_lib
@@ -33,6 +34,7 @@ CONFIG = "config.json"
 # 5 GB is the custom.
 SHARD_BYTES = 5 * 10**9
 _README = "README.md"
+_FREQUENCIES = ".rotary_emb.inv_freq"
 _SPECIAL = "bos_token_id", "eos_token_id", "pad_token_id"
 
 
@@ -49,6 +51,7 @@ class Source:
     dtypes: leaf -> that of its tensors, where it is another one.
     rules: one for each leaf.
     tensors: all that the files have, by name.
+    copies: tensors that are not needed -> the one that they copy, or "".
   """
 
   folder: pathlib.Path
@@ -59,6 +62,7 @@ class Source:
   dtypes: dict[str, str]
   rules: tuple[rules_lib.Rule, ...]
   tensors: Mapping[str, tensor_files.Tensor]
+  copies: dict[str, str]
 
 
 def read(folder: str | os.PathLike) -> Source:
@@ -70,19 +74,25 @@ def read(folder: str | os.PathLike) -> Source:
       the network.
   """
   folder = pathlib.Path(folder)
+  where = str(folder / CONFIG)
   if not (folder / CONFIG).is_file():
     config_lib.fail_argument("--path", str(folder), f"a folder with {CONFIG}")
   try:
     values = files.read_json(folder / CONFIG)
   except ValueError as error:
-    config_lib.fail_argument(
-      "--path", str(folder), f"a folder with a readable {CONFIG} ({error})"
-    )
-  name, family = families.of_config_json(values)
-  config = families.read_config(values)
+    raise tensor_files.TensorFileError(f"{where}: {error}") from error
+  name, family = families.of_config_json(values, where)
+  config = family.read_config(values, where)
   tensors = _renamed(family, tensor_files.open_folder(folder))
-  rules = tuple(_as_stored(r, tensors) for r in family.rules(config))
-  used = _check(rules, config, tensors, family.ignored(config, tensors))
+  _check_count(config, len(tensors), where)
+  rules = tuple(_as_stored(rule, tensors) for rule in family.rules(config))
+  used = _check(rules, tensors, where)
+  others = tensors.keys() - set(used)
+  copies = _copies(family, config, values, others)
+  for left in sorted(others - copies.keys()):
+    tensor_files.fail(
+      tensors[left].file, f"tensor {left!r} is not part of the network"
+    )
   # Codes in four bits become weights of the dtype of the others.
   all_dtypes = [tensors[one].dtype for one in used]
   all_dtypes = [one for one in all_dtypes if one in tensor_files.DTYPES]
@@ -90,7 +100,26 @@ def read(folder: str | os.PathLike) -> Source:
   plain = [rule for rule in rules if not rule.packed]
   dtypes = {r.leaf: tensors[r.names[0]].dtype for r in plain}
   dtypes = {leaf: one for leaf, one in dtypes.items() if one != dtype}
-  return Source(folder, name, config, values, dtype, dtypes, rules, tensors)
+  return Source(
+    folder, name, config, values, dtype, dtypes, rules, tensors, copies
+  )
+
+
+def _check_count(
+  config: config_lib.ModelConfig, count: int, where: str
+) -> None:
+  """Refuses more layers or experts than there are tensors.
+
+  Before anything is built: a number in config.json is no reason for that.
+  """
+  sparse = config.num_layers - config.moe.dense_layers
+  for name, least in (
+    ("layers", config.num_layers),
+    ("experts", config.moe.num_experts * sparse),
+  ):
+    if least > count:
+      what = f"describes {least} {name}, and the files have {count} tensors"
+      raise tensor_files.TensorFileError(f"{where}: {what}")
 
 
 def _as_stored(
@@ -106,53 +135,95 @@ def _renamed(
 ) -> dict[str, tensor_files.Tensor]:
   found: dict[str, tensor_files.Tensor] = {}
   for name, tensor in tensors.items():
-    if family.renamed(name) in found:
-      raise tensor_files.TensorFileError(
-        f"{tensor.file}: tensor {name!r} is there under two names"
-      )
-    found[family.renamed(name)] = tensor
+    ours = family.original_name(name)
+    if ours in found:
+      tensor_files.fail(tensor.file, f"tensor {name!r} is there twice")
+    found[ours] = tensor
   return found
 
 
 def _check(
   rules: tuple[rules_lib.Rule, ...],
-  config: config_lib.ModelConfig,
   tensors: Mapping[str, tensor_files.Tensor],
-  ignored: tuple[str, ...],
+  where: str,
 ) -> list[str]:
   """Compares tensors with leaves; returns the names of those that are used."""
-  shapes = _abstract(config)
-  leaves = [rule.leaf for rule in rules]
-  if sorted(leaves) != sorted(shapes):
-    # Our own tables are wrong, whatever the files have.
-    raise ValueError(f"rules of other leaves: {set(leaves) ^ set(shapes)}")
   used: list[str] = []
   for rule in rules:
-    for name, shape, dtypes in rule.stored(shapes[rule.leaf].shape):
+    for name, shape, dtypes in rule.stored():
       used.append(name)
       if name not in tensors:
         raise tensor_files.TensorFileError(
-          f"no tensor {name!r} in the files, which {rule.leaf} needs"
+          f"{where}: no tensor {name!r} in the files, which {rule.leaf} needs"
         )
       tensor = tensors[name]
+      what = f"tensor {name!r} is"
       if tensor.shape != shape:
-        raise tensor_files.TensorFileError(
-          f"{tensor.file}: tensor {name!r} is {tensor.shape}, expected {shape}"
-        )
+        what = f"{what} {tensor.shape}, expected {shape}"
+        tensor_files.fail(tensor.file, what)
       if tensor.dtype not in dtypes:
         accepted = ", ".join(dtypes)
-        raise tensor_files.TensorFileError(
-          f"{tensor.file}: tensor {name!r} is {tensor.dtype}, expected one of"
-          f" {accepted}"
-        )
+        what = f"{what} {tensor.dtype}, expected one of {accepted}"
+        tensor_files.fail(tensor.file, what)
   if len(set(used)) < len(used):
     raise ValueError("two leaves share a tensor")
-  for name in sorted(tensors.keys() - set(used)):
-    if not any(re.fullmatch(pattern, name) for pattern in ignored):
-      raise tensor_files.TensorFileError(
-        f"{tensors[name].file}: tensor {name!r} is not part of the network"
-      )
   return used
+
+
+def _copies(
+  family: families.Family,
+  config: config_lib.ModelConfig,
+  values: Mapping[str, Any],
+  others: Collection[str],
+) -> dict[str, str]:
+  """Tensors that are not needed -> the one that they copy, or ""."""
+  prefix, found = family.names.prefix, {}
+  patterns = family.unused(config, values, others)
+  for name in others:
+    if config.tie_embeddings and name == f"{prefix}lm_head.weight":
+      found[name] = f"{prefix}model.embed_tokens.weight"
+    elif any(re.fullmatch(pattern, name) for pattern in patterns):
+      found[name] = ""
+  return found
+
+
+def _check_copies(source: Source) -> None:
+  """Compares ignored tensors with what they are said to copy.
+
+  Raises:
+    TensorFileError: one has other values.
+  """
+  for name, original in source.copies.items():
+    tensor = source.tensors[name]
+    if name.endswith(_FREQUENCIES):
+      half = source.config.head_size // 2
+      wanted = source.config.rope_theta ** (-np.arange(half) / half)
+      # Old files have them in 16 bits.
+      same = tensor.shape == (half,) and np.allclose(
+        _wide(tensor), wanted, rtol=1e-2, atol=0
+      )
+      what = f"those of rope_theta={source.config.rope_theta}"
+    elif original:
+      other = source.tensors[original]
+      same = tensor.shape == other.shape and all(
+        (_wide(tensor, rows) == _wide(other, rows)).all()
+        for rows in _pieces(tensor.shape[0])
+      )
+      what = f"{original!r}, which config.json says it copies"
+    else:
+      continue
+    if not same:
+      tensor_files.fail(tensor.file, f"tensor {name!r} differs from {what}")
+
+
+def _wide(tensor: tensor_files.Tensor, *index: slice) -> np.ndarray:
+  return tensor.read(*index).astype(np.float64)
+
+
+def _pieces(count: int) -> Iterator[slice]:
+  """Slices of rows, so that little is in memory."""
+  for start in range(0, count, 1024):
+    yield slice(start, min(start + 1024, count))
 
 
 def load(
@@ -171,8 +242,10 @@ def load(
 
   Raises:
     ConfigError: the mesh does not divide a leaf.
-    TensorFileError: a file ends too early.
+    TensorFileError: a file ends too early, a value is not finite, or a tensor
+      differs from the one that it copies.
   """
+  _check_copies(source)
   abstract: Any = jax.eval_shape(lambda: models.build_model(source.config))
   if mesh is None:
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -208,7 +281,7 @@ def _load_leaf(
   for bounds, devices in wanted.items():
     index = tuple(slice(*b) for b in bounds)
     dtype = np.dtype(leaf.dtype)
-    shard = rule.read(source.tensors, leaf.shape, index, dtype)
+    shard = rule.read(source.tensors, index, dtype)
     sent = [jax.device_put(shard, device) for device in devices]
     arrays += jax.block_until_ready(sent)
     del shard, sent
@@ -251,18 +324,14 @@ def export(
   if folder.exists() and any(folder.iterdir()):
     config_lib.fail_argument("--path", str(folder), "a new or empty folder")
   flat = trees.to_flat(model)
-  rules = chosen.rules(model.config)
-  if sorted(rule.leaf for rule in rules) != sorted(flat):
-    raise ValueError("the family's rules are of other leaves")
-  entries = [
-    entry
-    for rule in rules
-    for entry in rule.write(
-      flat[rule.leaf],
-      flat[rule.leaf].shape,
-      (dtypes or {}).get(rule.leaf, dtype),
-    )
-  ]
+  entries: list[tensor_files.Entry] = []
+  for rule in chosen.rules(model.config):
+    stored_as = (dtypes or {}).get(rule.leaf, dtype)
+    added = rule.write(flat[rule.leaf], stored_as)
+    if not _is_finite(flat[rule.leaf], tensor_files.DTYPES[stored_as]):
+      for entry in added:
+        entry.array()  # Says which tensor.
+    entries += added
   folder.mkdir(parents=True, exist_ok=True)
   digests = tensor_files.write_folder(folder, entries, shard_bytes)
   named = {np.dtype(t): n for n, t in tensor_files.DTYPES.items()}
@@ -272,17 +341,19 @@ def export(
     "model_type": name,
     "torch_dtype": torch_dtype,
   }
-  # Without them, those of a published network would be assumed.
+  # Without them, other ids than the network's would be assumed.
   unknown = dict.fromkeys(_SPECIAL)
   described = unknown | dict(facts) | described | values
   text = json.dumps(described, indent=2, sort_keys=True)
   files.write(folder / CONFIG, text + "\n")
   files.write(folder / _README, card)
-  for file, content in (chosen.files() | dict(also or {})).items():
+  code = {chosen.code.name: chosen.code.read_bytes()} if chosen.code else {}
+  for file, content in (code | dict(also or {})).items():
     files.write(folder / file, content)
   manifest.write(folder, digests)
 
 
-def _abstract(config: config_lib.ModelConfig) -> dict[str, Any]:
-  abstract = jax.eval_shape(lambda: models.build_model(config))
-  return trees.to_flat(abstract)
+def _is_finite(leaf: jax.Array, dtype: np.dtype) -> bool:
+  """Whether all values are finite in a dtype."""
+  narrow = min(dtype, np.dtype(np.float32), key=lambda one: one.itemsize)
+  return bool(jnp.isfinite(leaf.astype(narrow)).all())

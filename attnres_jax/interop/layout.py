@@ -2,29 +2,28 @@
 """Which tensors of a checkpoint make up which leaf, by kind of sublayer.
 
 All families name their tensors in the same way: attention and dense MLPs as
-Llama does, everything else as Kimi Linear does, but for `Names`.
+Llama does, everything else as Kimi Linear does, but for `Names`. A row of a
+table is used where the network has its leaf.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
+
+import jax
 
 from attnres_jax import config as config_lib
+from attnres_jax import models
+from attnres_jax import trees
 from attnres_jax.interop import rules
 
 # Kimi K3 has 128 entries for 96 heads. That it is the next multiple of 128 is
 # inferred.
 _A_LOG_PARTS = 128
-_MATRICES = "gate", "up", "down"
-_KDA = {
-    "query": "q_proj", "key": "k_proj", "value": "v_proj",
-    "decay_down": "f_a_proj", "decay_up": "f_b_proj", "beta": "b_proj",
-}  # fmt: skip
-_LOW_RANK_GATE = {"gate_down": "g_a_proj", "gate_up": "g_b_proj"}
-_GATE = {"gate": "g_proj"}
-_MLA = {
-  "query": "q_proj", "compress": "kv_a_proj_with_mqa", "expand": "kv_b_proj",
-}  # fmt: skip
+_VECTOR: dict[str, Any] = {}
+_LINEAR = dict(columns=1, transposed=True)
+_OUTPUT = dict(columns=2, transposed=True)
+_CONVOLUTION = _LINEAR | dict(ones=(0, 1, 0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,196 +31,190 @@ class Names:
   """What families name differently.
 
   Attributes:
+    prefix: of all names.
     moe: of experts and router, below a layer.
-    expert: of the matrices of an expert.
+    expert: the matrices gate, up and down of an expert.
     padded_a_log: KDA's A_log is a vector with zeros after its heads.
   """
 
-  moe: str = "block_sparse_moe."
-  expert: Mapping[str, str] = dataclasses.field(
-    default_factory=lambda: {"gate": "w1", "up": "w3", "down": "w2"}
-  )
+  prefix: str = ""
+  moe: str = "block_sparse_moe"
+  expert: tuple[str, str, str] = ("w1", "w3", "w2")
   padded_a_log: bool = False
+
+
+class _Row(NamedTuple):
+  """A leaf of a sublayer, and its tensor below a layer.
+
+  Attributes:
+    leaf: below the sublayer.
+    name: of the tensor; `{}` stands for the number of an expert.
+    layout: see `rules.Rule`.
+  """
+
+  leaf: str
+  name: str
+  layout: Mapping[str, Any] = _LINEAR
+
+
+_IN, _POST = "input_layernorm.weight", "post_attention_layernorm.weight"
+_BEFORE_MIXER = _Row("norm/gain", _IN, _VECTOR)
+_BEFORE_MLP = _Row("norm/gain", _POST, _VECTOR)
+
+
+def _attention(names: Names, leaves: Any) -> list[_Row]:
+  del names, leaves
+  at, inputs = "self_attn.", ("query", "key", "value")
+  return [
+    _BEFORE_MIXER,
+    *(_Row(f"core/{a}", f"{at}{a[0]}_proj.weight") for a in inputs),
+    *(_Row(f"core/{a}_bias", f"{at}{a[0]}_proj.bias", _VECTOR) for a in inputs),
+    *(
+      _Row(f"core/{a}_norm/gain", f"{at}{a[0]}_norm.weight", _VECTOR)
+      for a in ("query", "key")
+    ),
+    _Row("core/output", at + "o_proj.weight", _OUTPUT),
+    _Row("core/output_bias", at + "o_proj.bias", _VECTOR),
+  ]
+
+
+def _kda(names: Names, leaves: Any) -> list[_Row]:
+  del leaves
+  at, inputs = "self_attn.", ("query", "key", "value")
+  a_log = dict(pad=_A_LOG_PARTS) if names.padded_a_log else dict(ones=(2, 0, 1))
+  matrices = {
+    "decay_down": "f_a", "decay_up": "f_b", "beta": "b", "gate": "g",
+    "gate_down": "g_a", "gate_up": "g_b",
+  }  # fmt: skip
+  return [
+    _BEFORE_MIXER,
+    *(_Row(f"core/{a}", f"{at}{a[0]}_proj.weight") for a in inputs),
+    *(_Row(f"core/{a}", f"{at}{b}_proj.weight") for a, b in matrices.items()),
+    *(
+      _Row(f"core/{a}_conv", f"{at}{a[0]}_conv1d.weight", _CONVOLUTION)
+      for a in inputs
+    ),
+    _Row("core/a_log", at + "A_log", a_log),
+    _Row("core/dt_bias", at + "dt_bias", _VECTOR),
+    _Row("core/out_norm/gain", at + "o_norm.weight", _VECTOR),
+    _Row("core/output", at + "o_proj.weight", _OUTPUT),
+  ]
+
+
+def _mla(names: Names, leaves: Any) -> list[_Row]:
+  del names
+  at = "self_attn."
+  # Queries come from a latent, or from the input.
+  query = "q_b_proj" if "core/query_down" in leaves else "q_proj"
+  matrices = {
+    "query_down": "q_a_proj", "query": query, "gate": "g_proj",
+    "compress": "kv_a_proj_with_mqa", "expand": "kv_b_proj",
+  }  # fmt: skip
+  gains = {"query_latent_norm": "q_a", "latent_norm": "kv_a"}
+  return [
+    _BEFORE_MIXER,
+    *(_Row(f"core/{a}", f"{at}{b}.weight") for a, b in matrices.items()),
+    *(
+      _Row(f"core/{a}/gain", f"{at}{b}_layernorm.weight", _VECTOR)
+      for a, b in gains.items()
+    ),
+    _Row("core/output", at + "o_proj.weight", _OUTPUT),
+  ]
+
+
+def _mlp(names: Names, leaves: Any) -> list[_Row]:
+  del names, leaves
+  matrices = "gate", "up", "down"
+  return [
+    _BEFORE_MLP,
+    *(_Row(f"core/{a}", f"mlp.{a}_proj.weight") for a in matrices),
+  ]
+
+
+def _moe(names: Names, leaves: Any) -> list[_Row]:
+  del leaves
+  at, matrices = names.moe + ".", ("gate", "up", "down")
+  bias = at + "gate.e_score_correction_bias"
+  return [
+    _BEFORE_MLP,
+    _Row("core/router", at + "gate.weight"),
+    _Row("core/selection_bias", bias, _VECTOR),
+    *(
+      _Row(f"core/latent_{a}", f"{at}routed_expert_{a}_proj.weight")
+      for a in ("down", "up")
+    ),
+    _Row("core/latent_norm/gain", at + "routed_expert_norm.weight", _VECTOR),
+    *(
+      _Row(f"core/{a}", f"{at}experts.{{}}.{b}.weight")
+      for a, b in zip(matrices, names.expert)
+    ),
+    *(
+      _Row(f"core/shared/{a}", f"{at}shared_experts.{a}_proj.weight")
+      for a in matrices
+    ),
+  ]
+
+
+# Kind of sublayer -> its rows, given `Names` and the leaves of a sublayer.
+KINDS = {
+  "attention": _attention, "kda": _kda, "mla": _mla, "mlp": _mlp, "moe": _moe,
+}  # fmt: skip
 
 
 def rules_of(
   config: config_lib.ModelConfig, names: Names = Names()
-) -> list[rules.Rule]:
-  """Of all leaves but those of the residual scheme."""
-  found = [
-    rules.Rule("embedding/table/value", ("model.embed_tokens.weight",), 0, 1),
-    rules.Rule("final_norm/gain/value", ("model.norm.weight",)),
-  ]
-  if not config.tie_embeddings:
-    head = "embedding/head/value", ("lm_head.weight",)
-    found.append(rules.Rule(*head, columns=1, transposed=True))
+) -> tuple[rules.Rule, ...]:
+  """A rule for every leaf of a network.
+
+  Raises:
+    ValueError: a leaf has no row in these tables, or two rows.
+  """
+  abstract = jax.eval_shape(lambda: models.build_model(config))
+  shapes = {
+    name.removesuffix("/value"): tuple(leaf.shape)
+    for name, leaf in trees.to_flat(abstract).items()
+  }
+  found = list(_rules(config, names, shapes))
+  if sorted(rule.leaf for rule in found) != sorted(
+    f"{n}/value" for n in shapes
+  ):
+    missing = set(f"{n}/value" for n in shapes) ^ {rule.leaf for rule in found}
+    raise ValueError(f"no rule, or several: {', '.join(sorted(missing))}")
+  return tuple(found)
+
+
+def _rules(
+  config: config_lib.ModelConfig, names: Names, shapes: Mapping[str, Any]
+) -> Iterator[rules.Rule]:
+  def rule(leaf: str, tensors: list[str], **layout: Any) -> rules.Rule:
+    tensors = [names.prefix + one for one in tensors]
+    return rules.Rule(f"{leaf}/value", shapes[leaf], tuple(tensors), **layout)
+
+  yield rule("embedding/table", ["model.embed_tokens.weight"], columns=1)
+  yield rule("final_norm/gain", ["model.norm.weight"])
+  if "embedding/head" in shapes:
+    yield rule("embedding/head", ["lm_head.weight"], **_LINEAR)
   kinds = config.sublayer_kinds
   for kind in dict.fromkeys(kinds):
-    numbers = [l // 2 for l, k in enumerate(kinds) if k == kind]
-    found += RULES[kind](_Stack(kind, numbers, names), config)
-  return found
-
-
-def of_reads(config: config_lib.ModelConfig) -> list[rules.Rule]:
-  """Queries [1, D] and gains over depth, as Kimi K3 names them."""
-  reads = [
-    f"model.layers.{i}.{part}_res"
-    for i in range(config.num_layers)
-    for part in ("self_attention", "mlp")
-  ] + ["model.output_attn_res"]
-  proj, norm = (
-    tuple(f"{read}_{part}.weight" for read in reads)
-    for part in ("proj", "norm")
-  )
-  return [
-    rules.Rule("residual/queries/query/value", proj, stack=1, columns=1),
-    rules.Rule("residual/queries/gain/value", norm, stack=1),
-  ]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Stack:
-  """Makes rules of the sublayers of one kind, which have these numbers."""
-
-  kind: str
-  numbers: Sequence[int]
-  names: Names
-
-  def vector(
-    self,
-    leaf: str,
-    name: str,
-    ones: tuple[int, int, int] = (0, 0, 0),
-    pad: int = 1,
-  ) -> rules.Rule:
-    return self._rule(leaf, self._names(name), 1, ones=ones, pad=pad)
-
-  def linear(self, leaf: str, name: str, columns: int = 1) -> rules.Rule:
-    names = self._names(f"{name}.weight")
-    return self._rule(leaf, names, 1, columns=columns, transposed=True)
-
-  def convolution(self, leaf: str, name: str) -> rules.Rule:
-    names = self._names(f"{name}.weight")
-    layout = dict(columns=1, transposed=True, ones=(0, 1, 0))
-    return self._rule(leaf, names, 1, **layout)
-
-  def experts(self, leaf: str, name: str, count: int) -> rules.Rule:
-    names = [
-      one
-      for i in self.numbers
-      for one in (f"model.layers.{i}.{name.format(e)}" for e in range(count))
+    at = f"sublayers/{kind}/"
+    leaves = {n.removeprefix(at) for n in shapes if n.startswith(at)}
+    layers = [
+      f"model.layers.{l // 2}." for l, k in enumerate(kinds) if k == kind
     ]
-    return self._rule(leaf, tuple(names), 2, columns=1, transposed=True)
-
-  def _names(self, name: str) -> tuple[str, ...]:
-    return tuple(f"model.layers.{i}.{name}" for i in self.numbers)
-
-  def _rule(
-    self, leaf: str, names: tuple[str, ...], stack: int, **layout: Any
-  ) -> rules.Rule:
-    path = f"sublayers/{self.kind}/{leaf}/value"
-    return rules.Rule(path, names, stack=stack, **layout)
-
-
-def _attention(
-  stack: _Stack, config: config_lib.ModelConfig
-) -> list[rules.Rule]:
-  at, variant = "self_attn.", config.attention
-  inputs = {"query": "q", "key": "k", "value": "v"}
-  found = [
-    stack.vector("norm/gain", "input_layernorm.weight"),
-    *(stack.linear(f"core/{a}", f"{at}{b}_proj") for a, b in inputs.items()),
-    stack.linear("core/output", f"{at}o_proj", columns=2),
-  ]
-  biases = inputs if variant.qkv_bias else {}
-  if variant.output_bias:
-    biases = biases | {"output": "o"}
-  for a, b in biases.items():
-    found.append(stack.vector(f"core/{a}_bias", f"{at}{b}_proj.bias"))
-  for a in ("query", "key") if variant.qk_norm else ():
-    found.append(stack.vector(f"core/{a}_norm/gain", f"{at}{a[0]}_norm.weight"))
-  return found
-
-
-def _kda(stack: _Stack, config: config_lib.ModelConfig) -> list[rules.Rule]:
-  at = "self_attn."
-  gates = _GATE if config.kda.full_rank_gate else _LOW_RANK_GATE
-  flat = stack.names.padded_a_log
-  ones, pad = ((0, 0, 0), _A_LOG_PARTS) if flat else ((2, 0, 1), 1)
-  convolutions = {"query": "q", "key": "k", "value": "v"}
-  return [
-    stack.vector("norm/gain", "input_layernorm.weight"),
-    *(stack.linear(f"core/{a}", at + b) for a, b in (_KDA | gates).items()),
-    *(
-      stack.convolution(f"core/{a}_conv", f"{at}{b}_conv1d")
-      for a, b in convolutions.items()
-    ),
-    stack.vector("core/a_log", at + "A_log", ones, pad),
-    stack.vector("core/dt_bias", at + "dt_bias"),
-    stack.vector("core/out_norm/gain", at + "o_norm.weight"),
-    stack.linear("core/output", at + "o_proj", columns=2),
-  ]
-
-
-def _mla(stack: _Stack, config: config_lib.ModelConfig) -> list[rules.Rule]:
-  at, matrices, queries = "self_attn.", dict(_MLA), []
-  if config.mla.query_rank:
-    matrices |= {"query_down": "q_a_proj", "query": "q_b_proj"}
-    gain = "core/query_latent_norm/gain"
-    queries = [stack.vector(gain, at + "q_a_layernorm.weight")]
-  if config.mla.output_gate:
-    matrices |= _GATE
-  return [
-    stack.vector("norm/gain", "input_layernorm.weight"),
-    *(stack.linear(f"core/{a}", at + b) for a, b in matrices.items()),
-    *queries,
-    stack.vector("core/latent_norm/gain", at + "kv_a_layernorm.weight"),
-    stack.linear("core/output", at + "o_proj", columns=2),
-  ]
-
-
-def _mlp(stack: _Stack, config: config_lib.ModelConfig) -> list[rules.Rule]:
-  del config
-  return [
-    stack.vector("norm/gain", "post_attention_layernorm.weight"),
-    *(stack.linear(f"core/{a}", f"mlp.{a}_proj") for a in _MATRICES),
-  ]
-
-
-def _moe(stack: _Stack, config: config_lib.ModelConfig) -> list[rules.Rule]:
-  at, count = stack.names.moe, config.moe.num_experts
-  bias = at + "gate.e_score_correction_bias"
-  shared = _MATRICES if config.moe.num_shared else ()
-  latents = []
-  if config.moe.latent_width:
-    latents = [
-      stack.linear(f"core/latent_{a}", f"{at}routed_expert_{a}_proj")
-      for a in ("down", "up")
-    ]
-  if config.moe.latent_norm:
-    name = at + "routed_expert_norm.weight"
-    latents.append(stack.vector("core/latent_norm/gain", name))
-  return [
-    *latents,
-    stack.vector("norm/gain", "post_attention_layernorm.weight"),
-    stack.linear("core/router", at + "gate"),
-    stack.vector("core/selection_bias", bias),
-    *(
-      stack.experts(f"core/{a}", f"{at}experts.{{}}.{b}.weight", count)
-      for a, b in stack.names.expert.items()
-    ),
-    *(
-      stack.linear(f"core/shared/{a}", f"{at}shared_experts.{a}_proj")
-      for a in shared
-    ),
-  ]
-
-
-# Kind of sublayer -> its rules.
-RULES = {
-  "attention": _attention,
-  "kda": _kda,
-  "mla": _mla,
-  "mlp": _mlp,
-  "moe": _moe,
-}
+    for leaf, name, layout in KINDS[kind](names, leaves):
+      if leaf not in leaves:
+        continue
+      stack = [name]
+      if "{}" in name:
+        stack = [name.format(e) for e in range(config.moe.num_experts)]
+      tensors = [layer + one for layer in layers for one in stack]
+      yield rule(at + leaf, tensors, stack=1 + ("{}" in name), **layout)
+  if "residual/queries/query" in shapes:  # As Kimi K3 names them.
+    reads = [
+      f"model.layers.{i}.{part}_res"
+      for i in range(config.num_layers)
+      for part in ("self_attention", "mlp")
+    ] + ["model.output_attn_res"]
+    proj, norm = ([f"{r}_{p}.weight" for r in reads] for p in ("proj", "norm"))
+    yield rule("residual/queries/query", proj, stack=1, columns=1)
+    yield rule("residual/queries/gain", norm, stack=1)

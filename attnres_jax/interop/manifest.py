@@ -46,7 +46,9 @@ def damage(folder: str | os.PathLike) -> list[str]:
     raise ValueError("no list of files")
   found = []
   for name, entry in listed.items():
-    path = folder / name
+    path = folder / files.name_from_file(name, "files", folder / FILE)
+    if not isinstance(entry, dict):
+      raise ValueError(f"{name!r} has no size and no hash")
     if not path.is_file():
       found.append(f"{name}: it is missing")
     elif path.stat().st_size != entry.get("bytes"):

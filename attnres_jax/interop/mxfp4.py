@@ -27,6 +27,11 @@ def is_packed(name: str, tensors: Collection[str]) -> bool:
   return name not in tensors and name + _PACKED in tensors
 
 
+def scale_of(name: str) -> str:
+  """The tensor with the scales of a matrix."""
+  return name + _SCALE
+
+
 def stored(
   name: str, shape: tuple[int, ...]
 ) -> Iterator[tuple[str, tuple[int, ...], Collection[str]]]:
@@ -53,7 +58,7 @@ def read(
   """A part of a matrix, float32, of which only these groups are read.
 
   Raises:
-    TensorFileError: a file ends too early, or a scale is no number.
+    TensorFileError: a file ends too early.
   """
   first = columns.start // GROUP
   last = -(-columns.stop // GROUP)
@@ -61,19 +66,19 @@ def read(
     rows, slice(first * GROUP // 2, last * GROUP // 2)
   )
   scales = tensors[name + _SCALE].read(rows, slice(first, last))
-  if np.any(scales == _NOT_A_NUMBER):
-    scale = tensors[name + _SCALE]
-    raise tensor_files.TensorFileError(
-      f"{scale.file}: tensor {scale.name!r} has a scale that is no number"
-    )
   whole = decode(packed, scales)
   return whole[:, columns.start - first * GROUP : columns.stop - first * GROUP]
 
 
 def decode(packed: np.ndarray, scales: np.ndarray) -> np.ndarray:
-  """uint8 [R, C / 2] and [R, C / 32] to float32 [R, C]."""
+  """uint8 [R, C / 2] and [R, C / 32] to float32 [R, C].
+
+  A scale that is no number gives such values.
+  """
   count = len(packed)
   codes = np.stack([packed & 15, packed >> 4], axis=-1)
   values = _VALUES[codes].reshape(count, -1, GROUP)
   powers = scales.astype(np.int32)[..., None] - _BIAS
-  return np.ldexp(values, powers).reshape(count, -1)
+  found = np.ldexp(values, powers)
+  found[scales == _NOT_A_NUMBER] = np.nan
+  return found.reshape(count, -1)

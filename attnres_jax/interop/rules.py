@@ -7,7 +7,7 @@ and columns are groups of the leaf's axes, flattened: a linear map W [out, in]
 of PyTorch is the leaf [*in, *out], so its rows are the last axes.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 import dataclasses
 import itertools
 import math
@@ -25,6 +25,7 @@ class Rule:
 
   Attributes:
     leaf: its path, as in `trees.to_flat`.
+    shape: of the leaf.
     names: of the tensors, in the order of the stack, flattened.
     stack: how many leading axes of the leaf are a stack.
     columns: how many of the other axes are columns. They come first if the
@@ -38,6 +39,7 @@ class Rule:
   """
 
   leaf: str
+  shape: tuple[int, ...]
   names: tuple[str, ...]
   stack: int = 0
   columns: int = 0
@@ -46,28 +48,26 @@ class Rule:
   pad: int = 1
   packed: bool = False
 
-  def stored(
-    self, shape: Sequence[int]
-  ) -> Iterator[tuple[str, tuple[int, ...], Collection[str]]]:
-    """Name, shape and dtypes of all tensors, given the shape of the leaf."""
-    whole = self.tensor_shape(shape)
+  def stored(self) -> Iterator[tuple[str, tuple[int, ...], Collection[str]]]:
+    """Name, shape and dtypes of all tensors."""
     for name in self.names:
       if self.packed:
-        yield from mxfp4.stored(name, whole)
+        yield from mxfp4.stored(name, self.tensor_shape)
       else:
-        yield name, whole, tensor_files.DTYPES
+        yield name, self.tensor_shape, tensor_files.DTYPES
 
-  def tensor_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of each tensor, given that of the leaf."""
-    rows, *columns = self._matrix_shape(shape[self.stack :])
-    rows = -(-rows // self.pad) * self.pad
+  @property
+  def tensor_shape(self) -> tuple[int, ...]:
+    """The shape of each tensor."""
+    rows, columns = self._groups(self.shape[self.stack :])
+    count = -(-math.prod(rows) // self.pad) * self.pad
     before, between, after = ((1,) * count for count in self.ones)
-    return (*before, rows, *between, *columns, *after)
+    width = (math.prod(columns),) if self.columns else ()
+    return (*before, count, *between, *width, *after)
 
   def read(
     self,
-    tensors: Any,
-    shape: Sequence[int],
+    tensors: Mapping[str, tensor_files.Tensor],
     index: tuple[slice, ...],
     dtype: np.dtype,
   ) -> np.ndarray:
@@ -76,15 +76,19 @@ class Rule:
     Beside the result, one tensor's share of it exists in the file's dtype.
 
     Args:
-      tensors: name -> `tensor_files.Tensor`.
-      shape: of the leaf.
-      index: a slice for each of its axes.
+      tensors: name -> tensor.
+      index: a slice for each axis of the leaf.
       dtype: of the result.
+
+    Raises:
+      TensorFileError: a value is not finite, or a file ends too early.
     """
-    bounds = [slice(*s.indices(n)) for s, n in zip(index, shape, strict=True)]
+    bounds = [
+      slice(*s.indices(n)) for s, n in zip(index, self.shape, strict=True)
+    ]
     part = np.empty([s.stop - s.start for s in bounds], dtype)
     stacked, inner = bounds[: self.stack], bounds[self.stack :]
-    sizes = shape[: self.stack]
+    sizes = self.shape[: self.stack]
     ranges = [range(s.start, s.stop) for s in stacked]
     for into, position in zip(
       itertools.product(*map(range, part.shape[: self.stack])),
@@ -93,76 +97,63 @@ class Rule:
     ):
       number = int(np.ravel_multi_index(position, sizes)) if sizes else 0
       name = self.names[number]
-      part[into] = self._read_one(tensors, name, shape[self.stack :], inner)
+      with np.errstate(over="ignore", invalid="ignore"):
+        part[into] = self._read_one(tensors, name, inner)
+      if not np.isfinite(part[into]).all():
+        name = mxfp4.scale_of(name) if self.packed else name
+        words = f"tensor {name!r} has values that are not finite"
+        tensor_files.fail(tensors[name].file, f"{words} in {part.dtype}")
     return part
 
   def _read_one(
     self,
-    tensors: Any,
+    tensors: Mapping[str, tensor_files.Tensor],
     name: str,
-    shape: Sequence[int],
     index: Sequence[slice],
   ) -> np.ndarray:
-    row_shape, column_shape = self._groups(shape)
+    row_shape, column_shape = self._groups(self.shape[self.stack :])
     row_index, column_index = self._groups(index)
     rows, rows_left = _leading(row_shape, row_index)
     columns, columns_left = _leading(column_shape, column_index)
-    matrix_shape = self._matrix_shape(shape)
     if self.packed:
       matrix = mxfp4.read(tensors, name, rows, columns)
     else:
-      tensor = tensors[name]
+      tensor, every = tensors[name], slice(None)
+      before, between, after = ((every,) * count for count in self.ones)
+      width = (columns,) if self.columns else ()
+      matrix = tensor.read(*before, rows, *between, *width, *after)
       if self.pad > 1:
-        self._check_padding(tensor, matrix_shape[0])
-      flat = dataclasses.replace(tensor, shape=matrix_shape)
-      matrix = flat.read(rows, columns)
-    whole = matrix.reshape(
+        used = math.prod(row_shape)
+        if np.any(tensor.read(slice(used, tensor.shape[0])) != 0):
+          words = f"is not zero after its first {used} entries"
+          tensor_files.fail(tensor.file, f"tensor {name!r} {words}")
+    found = matrix.reshape(
       *_partly(row_shape, row_index), *_partly(column_shape, column_index)
     )[(*rows_left, *columns_left)]
-    return self._to_leaf(whole)
+    return self._turned(found, self.columns)
 
-  def _check_padding(self, tensor: tensor_files.Tensor, used: int) -> None:
-    rest = tensor.read(slice(used, tensor.shape[0]), slice(0, 1))
-    if np.any(rest != 0):
-      raise tensor_files.TensorFileError(
-        f"{tensor.file}: tensor {tensor.name!r} is not zero after its first"
-        f" {used} entries"
-      )
-
-  def _to_leaf(self, array: np.ndarray) -> np.ndarray:
-    """[*rows, *columns] to the axes of the leaf."""
+  def _turned(self, array: np.ndarray, places: int) -> np.ndarray:
+    """[*rows, *columns] with the columns first, or back, if transposed."""
     if not self.transposed:
       return array
-    order = np.roll(np.arange(array.ndim), self.columns)
-    return array.transpose(order)
+    return array.transpose(np.roll(np.arange(array.ndim), places))
 
-  def write(
-    self, leaf: Any, shape: Sequence[int], dtype: str
-  ) -> list[tensor_files.Entry]:
+  def write(self, leaf: Any, dtype: str) -> list[tensor_files.Entry]:
     """The tensors of a leaf; each is fetched when it is written."""
-    tensor_shape = self.tensor_shape(shape)
-    positions = itertools.product(*map(range, shape[: self.stack]))
+    positions = itertools.product(*map(range, self.shape[: self.stack]))
 
     def make(position: tuple[int, ...]) -> np.ndarray:
-      array = np.asarray(leaf[position])
-      if self.transposed:
-        order = np.roll(np.arange(array.ndim), -self.columns)
-        array = array.transpose(order)
+      array = self._turned(np.asarray(leaf[position]), -self.columns)
       if self.pad > 1:
-        array = np.pad(array, (0, tensor_shape[0] - array.size))
-      return array.reshape(tensor_shape)
+        array = np.pad(array, (0, self.tensor_shape[0] - array.size))
+      return array.reshape(self.tensor_shape)
 
     return [
       tensor_files.Entry(
-        name, dtype, tensor_shape, lambda position=position: make(position)
+        name, dtype, self.tensor_shape, lambda position=position: make(position)
       )
       for name, position in zip(self.names, positions, strict=True)
     ]
-
-  def _matrix_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-    """Of a tensor, without the axes of size one; given a leaf's, unstacked."""
-    rows, columns = self._groups(shape)
-    return (math.prod(rows), *([math.prod(columns)] if self.columns else []))
 
   def _groups(self, axes: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
     """What belongs to rows and what to columns, of a value per axis."""
@@ -180,8 +171,7 @@ def _leading(
     return slice(0, 1), ()
   rest = math.prod(shape[1:])
   first = index[0]
-  whole = slice(None)
-  return slice(first.start * rest, first.stop * rest), (whole, *index[1:])
+  return slice(first.start * rest, first.stop * rest), (slice(None), *index[1:])
 
 
 def _partly(shape: Sequence[int], index: Sequence[slice]) -> tuple[int, ...]:

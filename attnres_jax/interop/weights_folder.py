@@ -119,14 +119,15 @@ def origin(
   Args:
     workdir: of the run.
     config: of the run.
+
+  Raises:
+    ConfigError: a file about the origin is damaged; names it.
   """
   folder, seen = epath.Path(workdir), set()
   while str(folder) not in seen:
     seen.add(str(folder))
     if (folder / FACTS).exists():
-      facts = files.read_json(folder / FACTS)
-      names = facts.get("files", [])
-      return facts, {name: (folder / name).read_bytes() for name in names}
+      return _read_facts(folder)
     if not config.train.start_from:
       break
     folder = epath.Path(config.train.start_from)
@@ -136,3 +137,34 @@ def origin(
     if described.exists():
       config = config_lib.build_run_config(files.read_json(described))
   return {}, {}
+
+
+# Keys of interop.json, and their types; `files` has names.
+_FACTS = {
+  "format": str, "family": str, "source": str, "dtype": str, "dtypes": dict,
+  "config": dict, "upcycled_from": str,
+}  # fmt: skip
+
+
+def _read_facts(
+  folder: epath.Path,
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+  path, contents = folder / FACTS, {}
+  try:
+    facts = files.read_json(path)
+    for key, kind in _FACTS.items():
+      if not isinstance(facts.get(key, kind()), kind):
+        raise ValueError(f"{key!r} is no {kind.__name__}")
+    names = facts.get("files", [])
+    if not isinstance(names, list):
+      raise ValueError("'files' is no list")
+    for name in names:
+      files.name_from_file(name, "files", path)
+      contents[name] = (folder / name).read_bytes()
+  except config_lib.ConfigError:
+    raise
+  except (OSError, ValueError) as error:
+    config_lib.fail_argument(
+      "--workdir", str(folder), f"a folder with a readable {FACTS} ({error})"
+    )
+  return facts, contents

@@ -20,7 +20,7 @@ import numpy as np
 
 from attnres_jax import config as config_lib
 from attnres_jax import sharding
-from attnres_jax.interop import decoder
+from attnres_jax.interop import families
 from attnres_jax.interop import huggingface
 from attnres_jax.interop import tensor_files
 
@@ -29,21 +29,15 @@ _MB = 1e6
 
 def write(folder, layers):
   """Writes a Llama whose weights are random."""
-  import jax
-
-  from attnres_jax import models
-  from attnres_jax import trees
-
   config = config_lib.ModelConfig(
     vocab_size=32_000, width=2048, num_layers=layers, num_heads=16,
     num_kv_heads=8, head_width=128, mlp_width=8192, tie_embeddings=True,
     residual=config_lib.ResidualConfig(name="prenorm"),
   )  # fmt: skip
-  family = decoder.Decoder("LlamaForCausalLM", decoder.LLAMA)
-  shapes = trees.to_flat(jax.eval_shape(lambda: models.build_model(config)))
+  family = families.FAMILIES["llama"]
   rng, entries = np.random.default_rng(0), []
   for rule in family.rules(config):
-    shape = rule.tensor_shape(shapes[rule.leaf].shape)
+    shape = rule.tensor_shape
     draw = lambda shape=shape: rng.standard_normal(shape, np.float32)
     entries += [
       tensor_files.Entry(name, "BF16", shape, draw) for name in rule.names
