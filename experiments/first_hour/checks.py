@@ -430,12 +430,16 @@ _partial = functools.partial
 # Operator -> how it is checked. The package of `attnres_kernels` comes first.
 OPS: dict[str, _Op] = {
   "depth_attention": _Op(_attention),
-  "depth_attention, bank": _Op(_partial(_attention, bank=True)),
-  "depth_attention, vjp that adds": _Op(_accumulate),
+  "depth_attention, bank": _Op(
+    _partial(_attention, bank=True), ("pallas_tpu", "xla")
+  ),
+  "depth_attention, vjp that adds": _Op(_accumulate, ("pallas_tpu", "xla")),
   "depth_merge": _Op(_partial(_merge, norm=False)),
   "depth_merge, norm": _Op(_partial(_merge, norm=True)),
   "depth_merge, add and norm": _Op(
-    _partial(_merge, norm=True, adds=True), tolerance=_ROUNDED
+    _partial(_merge, norm=True, adds=True),
+    ("pallas_tpu", "xla"),
+    tolerance=_ROUNDED,
   ),
   # Plain JAX rounds the mixture before it normalises it.
   "depth_attention, normed": _Op(
@@ -444,7 +448,9 @@ OPS: dict[str, _Op] = {
     tolerance=_ROUNDED,
   ),
   "depth_merge, rows": _Op(_partial(_merge, norm=True, rows=True)),
-  "depth_merge, sinks": _Op(_sinks, reference="xla", tolerance=_ROUNDED),
+  "depth_merge, sinks": _Op(
+    _sinks, ("pallas_tpu", "xla"), reference="xla", tolerance=_ROUNDED
+  ),
   "depth_attention, heads": _Op(_partial(_attention, heads=16)),
   "depth_attention, rank": _Op(_partial(_attention, rank=64)),
   "depth_merge, heads": _Op(_partial(_merge, norm=True, heads=16)),

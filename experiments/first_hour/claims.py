@@ -25,7 +25,7 @@ from experiments.first_hour import training
 
 HOLDS, FAILS, OPEN = "holds", "does not hold", "not decided"
 _RATIO, _TIME, _MEMORY, _BOUND = 0.02, 1.25, 1.1, 0.98
-_README, _KERNELS = "README.md", "kernels/README.md"
+_README, _KERNELS = "README.md", "kernels/benchmarks/results/README.md"
 _PODS, _INFERENCE = "docs/pods.md", "docs/inference.md"
 
 Key = tuple[str, str, str, str]
@@ -223,7 +223,11 @@ def _in_training(name: str) -> Needs:
 
 
 _DEPTH = tuple(op for op in checks.OPS if op.startswith("depth"))
-_OF_GPUS = [op for op in _DEPTH if not op.endswith(("heads", "normed", "rank"))]
+_OF_GPUS = [
+  name
+  for name, op in checks.OPS.items()
+  if "pallas_gpu" in op.implementations and not name.endswith(("heads", "rank"))
+]
 _TPUS = tuple(chip for chip, _ in operators.CHIPS.values())
 _FORWARD = "depth_attention forward", "depth_merge_norm forward"
 _BACKWARD = "depth_attention backward", "depth_merge_norm backward"

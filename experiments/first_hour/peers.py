@@ -17,9 +17,7 @@ from experiments.first_hour import rows as rows_lib
 
 PART = "peers"
 _KERNELS = pathlib.Path(__file__).parents[2] / "kernels"
-# By what they tell: a step, the stack, then single reads.
-_SUITES = ("step", "stack", "phase1", "read")
-_TRIED = ("stack", "phase1")  # On a CPU.
+_SUITES = ("phase1", "read")
 _ROUNDS = 20
 
 
@@ -29,11 +27,11 @@ def tasks(platform: str, short: bool) -> list[budget.Task]:
     return []
   gpu = _benchmark()
   found = []
-  for suite in _TRIED if short else _SUITES:
+  for suite in _SUITES:
     for problem in gpu.problems_of(suite, platform):
       call = functools.partial(measure, problem, platform, short)
       name = f"{suite}, {problem.shape}, {problem.mode}"
-      seconds = 6 if short else 150 if suite == "step" else 60
+      seconds = 6 if short else 60
       found.append(budget.Task(PART, name, call, seconds))
   return found
 
@@ -53,10 +51,10 @@ def measure(
     case = f"{row['suite']}, {row['shape']}, {row['mode']}"
     milliseconds = float(row["median_ms"]) if row["median_ms"] else None
     limit = None
-    if problem.moved_bytes and milliseconds:
+    if milliseconds:
       limit = problem.moved_bytes / machine.copy_bandwidth * 1e3
     made = rows_lib.make(
-      "step over PreNorm" if row["suite"] == "step" else "operator",
+      "operator",
       case,
       row["arm"],
       status=status,
@@ -68,8 +66,8 @@ def measure(
       limit=limit,
       reason=row["reason"],
     )
-    if row["to_baseline"]:
-      made["reason"] = f"{row['to_baseline']} times {problem.baseline}"
+    if row["to_xla"]:
+      made["reason"] = f"{row['to_xla']} times xla"
     yield made
 
 

@@ -38,11 +38,11 @@ from experiments.first_hour import tables
 from experiments.first_hour import training
 from experiments.pages import readme
 
-# The estimates that the hour tests, at the top of the README of the kernels.
+# The estimates that the hour tests.
 PUBLISHED = readme.Published(
   pathlib.Path(__file__).parent,
   [
-    readme.Place(make, name, "", "../../kernels/README.md")
+    readme.Place(make, name, "", f"../../{tables.DOCUMENT}")
     for name, make in {"summary": summary.of_kernels, **tables.PLACES}.items()
   ],
 )

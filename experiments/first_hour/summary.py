@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The summary of the static tables at the top of kernels/README.md.
+"""The summary of the static tables of the kernels.
 
 One shape per kernel, that of the 48B network where there is one.
 """
 
 from typing import Any, NamedTuple
 
-from attnres_jax import csv_rows
 from attnres_kernels.depth_attention import shapes
 from attnres_kernels.kda import shapes as kda_shapes
 from attnres_kernels.stream_mix import shapes as stream_shapes
@@ -15,8 +14,6 @@ from experiments.first_hour import steps
 from experiments.pages import readme
 
 _CHIPS = "v5e", "v5p", "v6e", "tpu7x"
-_GPUS = "H100", "H200"
-_WAYS = "forward", "backward"
 
 # Columns of a step -> units.
 _MEASURES = {"estimate_ms": "ms", "bytes_GB": "GB", "peak_GiB": "GiB"}
@@ -66,7 +63,7 @@ LINES = (
 def of_kernels(rows: readme.Rows = ()) -> str:
   """Tables for kernels and for whole steps, from their committed rows."""
   del rows  # They are not in the folder of the experiment.
-  return "\n\n".join((_of_tpus(), _of_steps(), _of_gpus()))
+  return "\n\n".join((_of_tpus(), _of_steps()))
 
 
 def _of_tpus() -> str:
@@ -125,24 +122,3 @@ def _of_steps() -> str:
     "peak, aim 1.05", "commit",
   )  # fmt: skip
   return readme.table(header, lines)
-
-
-def _of_gpus() -> str:
-  rows = csv_rows.read(static_rows.RESULTS / "gpu_static.csv")
-  passes = {
-    (row["kernel"].rpartition("_")[2], row["shape"]): row for row in rows
-  }
-  lines = [
-    [
-      f"[depth_attention](#gpu) {shape}",
-      *(
-        passes[way, shape][f"issue_over_memory_{gpu}"]
-        for gpu in _GPUS
-        for way in _WAYS
-      ),
-      "1.00",
-    ]
-    for shape in dict.fromkeys(row["shape"] for row in rows)
-  ]
-  header = [f"{gpu}, {way}" for gpu in _GPUS for way in _WAYS]
-  return readme.table(("GPU kernel", *header, "aim"), lines)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The static tables of kernels/README.md, from the committed rows.
+"""The static tables of the kernels, from the committed rows.
 
 Below each table stands where its rows come from, as the rows say.
 """
@@ -10,17 +10,17 @@ from typing import Any
 from attnres_kernels.depth_attention import shapes
 from attnres_kernels.kda import shapes as kda_shapes
 from attnres_kernels.stream_mix import shapes as stream_shapes
-from experiments.first_hour import operators
 from experiments.first_hour import static_rows
 from experiments.first_hour import steps
 from experiments.pages import readme
 
+# The page with the tables.
+DOCUMENT = "kernels/benchmarks/results/README.md"
 CHIPS = "v5e", "v6e", "v5p", "tpu7x"
 
 Row = static_rows.Row
 
 _PASSES = "forward", "backward"
-_CORES = dict(operators.CHIPS.values())
 _NO_ROW = "not compiled"
 _FAMILIES = {
   "48B (6, 1 / 5 / 9, 8192, 2304)": "48b",
@@ -29,18 +29,6 @@ _FAMILIES = {
   "Kimi K3 (24, 1 / 5 / 8, 8192, 7168)": "kimi_k3",
   "decode (24, 8, 1 / 32 / 128, 7168)": "decode",
   "Full (8, 8 / 32 / 56, 4096, 2304)": "full",
-}
-# The largest ratios that forward and backward kernels should have on a tpu7x.
-_AIMS = {"forward": 1.0, "backward": 1.3}
-_SLOTS = {
-  "VALU": "vector",
-  "VSTORE": "stores",
-  "VLOAD": "loads",
-  "VLD": "loads",
-  "MXU": "matrix unit",
-  "MATPUSH": "matrix unit",
-  "MATMUL": "matrix unit",
-  "XLU": "lanes",
 }
 
 
@@ -68,90 +56,6 @@ def of_depth(_: readme.Rows = ()) -> str:
   add(read, "Full (24, 25, 8, 2048); 48B (54, 10, 8, 2304)", (full, large))
   header = "kernel", "shape (Q, M, T, D)", *CHIPS
   return _with_origin(_merged(header, lines), used)
-
-
-def of_verdicts(_: readme.Rows = ()) -> str:
-  """On a tpu7x: what binds, and what that alone takes of memory time."""
-  lines: list[list[str]] = []
-  used: list[Row | None] = []
-
-  def add(kernel, label, shapes_of_line):
-    found = [_row(kernel, "tpu7x", s) for s in shapes_of_line]
-    known = [row for row in found if row is not None]
-    aim = _AIMS[kernel.rpartition("_")[2]]
-    slots = dict.fromkeys(
-      _SLOTS.get(row["limiting_slot"], row["limiting_slot"]) for row in known
-    )
-    lines.append([
-      _name(kernel),
-      label,
-      " / ".join(map(_ratio, found)),
-      ", ".join(slots),
-      " / ".join(f"{_bound(row):.2f}" for row in known),
-      " / ".join(_verdict(row, aim) for row in known),
-    ])  # fmt: skip
-    used.extend(found)
-
-  for line in _attention():
-    add(*line)
-  for way in _PASSES:
-    add(f"depth_merge_{way}", "D = 1168 / 2304 / 8192", shapes.MERGE)
-  header = (
-    "kernel, on tpu7x", "shape (Q, M, T, D)", "schedule", "busiest slot",
-    "its bound", "meets, or misses by",
-  )  # fmt: skip
-  return _with_origin(_merged(header, lines), used)
-
-
-def of_peers(_: readme.Rows = ()) -> str:
-  """Milliseconds at the shape that another project has timed on a v4."""
-  chips = "v4", *CHIPS
-  measured = ["yxTPU, measured, 0 / 4 / 8 blocks", "3.4 / 7.1 / 12.0"]
-  lines = [[*measured, *[""] * len(CHIPS)]]
-  used: list[Row | None] = []
-  for op, name, shapes_of_line, label in (
-    ("depth_attention", "depth_attention", shapes.PEER, "1 / 5 / 9 sources"),
-    ("depth_merge", "depth_merge_norm", shapes.MERGE_PEER, ""),
-  ):
-    cells = []
-    for chip in chips:
-      times = []
-      for shape in shapes_of_line:
-        pair = [_row(f"{op}_{w}", chip, shape) for w in _PASSES]
-        used.extend(pair)
-        known = [row for row in pair if row is not None]
-        total = sum(
-          max(float(row["schedule_us"]), float(row["hbm_us"])) for row in known
-        )
-        whole = len(known) == len(pair)
-        times.append(f"{total / _CORES[chip] / 1e3:.2f}" if whole else _NO_ROW)
-      cells.append(" / ".join(times))
-    lines.append([", ".join(filter(None, (name, "estimated", label))), *cells])
-  header = ("ms, forward + backward", "v4", *CHIPS[:-1], "tpu7x, one core")
-  return _with_origin(readme.table(header, lines), used)
-
-
-def of_steps(_: readme.Rows = ()) -> str:
-  """Phase 1 of two training steps, without and with a norm in it."""
-  lines: list[list[str]] = []
-  used: list[Row | None] = []
-  widths = dict.fromkeys((s.queries, s.width) for s in shapes.STEP)
-  columns = [(*size, chip) for size in widths for chip in ("v5p", "v6e")]
-  for way in _PASSES:
-    for normed in False, True:
-      cells = []
-      for queries, width, chip in columns:
-        found = [
-          _row(f"depth_attention_{way}", chip, s)
-          for s in shapes.STEP
-          if (s.queries, s.width, s.normed) == (queries, width, normed)
-        ]
-        used.extend(found)
-        cells.append(" / ".join(map(_ratio, found)))
-      label = f"{way}{', first mixture normalised' if normed else ''}"
-      lines.append([label, *cells])
-  header = [f"({q}, M, 8192, {width}), {chip}" for q, width, chip in columns]
-  return _with_origin(readme.table(["phase 1", *header], lines), used)
 
 
 def of_heads(_: readme.Rows = ()) -> str:
@@ -284,13 +188,10 @@ def of_streams(_: readme.Rows = ()) -> str:
 
 PLACES = {
   "static": of_depth,
-  "tpu7x": of_verdicts,
   "heads": of_heads,
-  "peers": of_peers,
   "streams": of_streams,
   "identity": of_identity,
   "training": of_training,
-  "steps": of_steps,
   "kda": of_kda,
 }
 
@@ -334,16 +235,6 @@ def _whole_cell(row: Row | None) -> str:
   memory, schedule = float(row["hbm_us"]), float(row["schedule_us"])
   slot = f"{row['limiting_slot']} {row['slot_use']}"
   return f"{memory:.0f}, {schedule:.0f}, {row['ratio']}, {slot}"
-
-
-def _bound(row: Row) -> float:
-  return float(row["ratio"]) * float(row["slot_use"])
-
-
-def _verdict(row: Row, aim: float) -> str:
-  if float(row["ratio"]) <= aim:
-    return "meets"
-  return "its slot" if _bound(row) > aim else "waiting"
 
 
 def _merged(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -18,6 +18,7 @@ edge of an array, require rows that are multiples of 16 bytes. Rows narrower
 than 128 are refused.
 """
 
+from collections.abc import Callable
 import functools
 from typing import Any
 
@@ -27,13 +28,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 THREADS = 128
-# Shared memory of a thread block on Hopper and later.
-SHARED_BYTES = 227 * 2**10
-# Thread blocks of a kernel that loops over tokens: three on each of the 132
-# multiprocessors of an H100 or H200, about as many as registers and sums allow.
-PROGRAMS = 3 * 132
-# Shared memory that still leaves room for three thread blocks.
-SUMS_BYTES = SHARED_BYTES // 3 - 2 * 2**10
 # Some names differ in the older jax that these kernels refuse.
 _plgpu: Any = plgpu
 
@@ -78,19 +72,6 @@ def call(body, name, *, out_type, grid, interpret, scratch_types=()):
   )
 
 
-def programs(num_tokens: int) -> int:
-  """Thread blocks of a kernel that loops over tokens."""
-  return min(num_tokens, PROGRAMS)
-
-
-def walk(num_tokens, body):
-  """Calls `body(token)` for every token of this thread block, in order."""
-  program = jax.lax.axis_index("program")
-  step = programs(num_tokens)
-  mine = (num_tokens - program + step - 1) // step
-  jax.lax.fori_loop(0, mine, lambda i, carry: body(program + i * step), None)
-
-
 class Tiles:
   """How a row of `width` columns is cut into tiles.
 
@@ -123,8 +104,8 @@ class Tiles:
   def stats(self):
     return self.matrix.reduce(1)
 
-  def loop(self, body, carry):
-    """Runs `body(tile, columns, fresh, carry)` over the tiles of a row.
+  def loop(self, body: Callable[..., Any], carry: Any) -> Any:
+    """Runs `body(columns, fresh, carry)` over the tiles of a row.
 
     `columns` slices a row; `fresh` is 1 for columns that were not in an earlier
     tile and 0 for the others, or None if all are fresh.
@@ -132,7 +113,7 @@ class Tiles:
 
     def full(tile, carry):
       start = pl.multiple_of(tile * self.size, self.size)
-      return body(tile, pl.ds(start, self.size), None, carry)
+      return body(pl.ds(start, self.size), None, carry)
 
     carry = jax.lax.fori_loop(0, self._full, full, carry)
     if not self._rest:
@@ -142,13 +123,12 @@ class Tiles:
     )
     fresh = jnp.where(column >= self.size - self._rest, 1.0, 0.0)
     columns = pl.ds(self.width - self.size, self.size)
-    return body(self._full, columns, fresh, carry)
+    return body(columns, fresh, carry)
 
   def sums(self, terms, number: int):
     """Sums of `number` rows over all columns; `terms(columns)` gives tiles."""
 
-    def body(tile, columns, fresh, totals):
-      del tile
+    def body(columns, fresh, totals):
       return tuple(
         total + keep(term, fresh)
         for total, term in zip(totals, terms(columns), strict=True)
@@ -186,20 +166,6 @@ class Tiles:
     wide = jax.lax.broadcast_in_dim(stats, (stats.shape[0], self.size), (0,))
     return _plgpu.layout_cast(wide, self.matrix)
 
-  def join(self, tiles):
-    """[..., number, size] sums of fresh columns to [..., width]; no kernel."""
-    full = tiles[..., : self._full, :]
-    full = full.reshape(*tiles.shape[:-2], self._full * self.size)
-    return jnp.concatenate(
-      [
-        full,
-        tiles[..., self._full :, self.size - self._rest :].reshape(
-          *tiles.shape[:-2], self._rest
-        ),
-      ],
-      axis=-1,
-    )
-
 
 def store(ref, x):
   _plgpu.store(ref, x.astype(ref.dtype), optimized=False)
@@ -208,8 +174,3 @@ def store(ref, x):
 def keep(x, fresh):
   """Keeps x where `fresh` is 1 (or None), else 0."""
   return x if fresh is None else x * fresh
-
-
-def shared(shape):
-  """Float32 scratch in shared memory."""
-  return _plgpu.SMEM(shape, jnp.float32)

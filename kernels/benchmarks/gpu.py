@@ -4,41 +4,73 @@
   export PYTHONPATH=.:kernels
   python kernels/benchmarks/gpu.py
 
-All run in one process on the same inputs; see `gpu_protocol.py` for the rules.
-PyTorch and the peers (flash-linear-attention, flash-attn-res, liger-kernel)
-take part if they can be imported. Rows go to results/gpu.csv, with device,
-versions and commit. `--platform=cpu` tries the driver on tiny shapes with the
-plain backends and only prints the rows; the table is for GPUs.
+All arms run in one process on the same inputs: M separate bfloat16 sources and
+float32 queries. PyTorch and the peers (flash-linear-attention, flash-attn-res,
+liger-kernel) take part if they can be imported. Before an arm is timed, its
+results are compared with float64 on the same inputs. An arm that fails stays in
+the table as failed, and one that cannot be imported stays with the reason. Arms
+are timed in turn, in alternating order, with the second-level cache flushed
+between samples. Medians have bootstrap intervals.
+
+Rows go to results/gpu.csv, with device, versions and commit. `--platform=cpu`
+tries the driver on a tiny shape with the plain backends and only prints rows.
 """
 
 import argparse
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
+import functools
+import itertools
+import math
 import os
 import pathlib
 import sys
 import time
+from typing import Any
 
-from benchmarks import gpu_problems
-from benchmarks import gpu_protocol as protocol
-from benchmarks import gpu_torch
+from benchmarks import peers
 import jax
 import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
 
 from attnres_jax import csv_rows
 from attnres_jax import environment
+import attnres_kernels
 
 _TABLE = pathlib.Path(__file__).parent / "results" / "gpu.csv"
-_SUITES = ("read", "phase1", "stack", "step")
+_MODES = ("forward", "forward+backward")
+# Queries of a suite.
+_SUITES = {"read": 1, "phase1": 8}
+# (M, T, D): as reported by peers, the 48B model, Table 2, Kimi K3.
+_SHAPES = (
+  (9, 4096, 2048),
+  (32, 4096, 2048),
+  (9, 4096, 8192),
+  (9, 8192, 2304),
+  (8, 8192, 1168),
+  (9, 8192, 7168),
+)
+FIELDS = (
+  "suite", "shape", "mode", "arm", "status", "reason", "median_ms", "low_ms",
+  "high_ms", "to_xla", "GB", "GB_per_s", "of_copy", "error", "stored", "device",
+  "jax", "torch", "commit",
+)  # fmt: skip
+OK, FAILED, NOT_RUN = "ok", "failed", "not run"
+# The allowed error of an arm, as a multiple of the error of storing the exact
+# result.
+_MARGIN = 2.0
+# The average relative error of rounding to bfloat16, for single numbers that
+# happen to be exact.
+_ROUNDING = 2**-9 / math.sqrt(3)
 
 
-def main(arguments=None) -> list[dict[str, str]]:
+def main(arguments: Sequence[str] | None = None) -> list[dict[str, str]]:
   """Runs the suites; returns the rows."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--platform", choices=("gpu", "cpu"), default="gpu")
   parser.add_argument("--suite", default=",".join(_SUITES))
   parser.add_argument("--rounds", type=int, default=20)
-  parser.add_argument(
-    "--only", default="", help="comma-separated names of arms"
-  )
   options = parser.parse_args(arguments)
   suites = options.suite.split(",")
   for suite in suites:
@@ -46,199 +78,328 @@ def main(arguments=None) -> list[dict[str, str]]:
       parser.error(f"--suite={suite} is not one of {', '.join(_SUITES)}")
   # Two frameworks share the memory.
   os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-
   if jax.default_backend() != options.platform:
     sys.exit(
       f"gpu.py: needs a GPU, and JAX runs on {jax.default_backend()} here"
-      " (--platform=cpu tries the driver on tiny shapes)"
+      " (--platform=cpu tries the driver on a tiny shape)"
     )
   machine = Machine(options.platform)
   rows = []
   for suite in suites:
     for problem in problems_of(suite, options.platform):
-      for row in compare(problem, machine, options.rounds, options.only):
+      for row in compare(problem, machine, options.rounds):
         rows.append(row)
         print(*(value for value in row.values() if value), flush=True)
   if options.platform == "gpu":
-    write(rows, _TABLE)
+    csv_rows.write(_TABLE, rows)
   return rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+  """Q queries over M sources of T tokens, in one mode."""
+
+  suite: str
+  queries: int
+  sources: int
+  tokens: int
+  width: int
+  mode: str
+
+  @property
+  def shape(self) -> str:
+    """For the table."""
+    return f"Q{self.queries} M{self.sources} T{self.tokens} D{self.width}"
+
+  @property
+  def backward(self) -> bool:
+    """Whether gradients are computed, too."""
+    return self.mode == _MODES[1]
+
+  @property
+  def moved_bytes(self) -> int:
+    """The least: sources and mixtures once.
+
+    The backward pass reads sources and output gradients and writes source
+    gradients. Statistics and parameters are left out.
+    """
+    slabs = self.sources + self.queries
+    if self.backward:
+      slabs += 2 * self.sources + self.queries
+    return slabs * self.tokens * self.width * 2
+
+  def draw(self, seed: int) -> tuple[jax.Array, tuple[jax.Array, ...], Any]:
+    """(query, sources, output gradient)."""
+    keys = jax.random.split(jax.random.key(seed), self.sources + 2)
+    shape = (self.tokens, self.width)
+    normal = lambda key, *shape: jax.random.normal(key, shape, jnp.bfloat16)
+    query = 0.05 * jax.random.normal(keys[0], (self.queries, self.width))
+    sources = tuple(normal(key, *shape) for key in keys[2:])
+    return query, sources, normal(keys[1], self.queries, *shape)
+
+  def exact(self, inputs: Any, size: int) -> dict[str, np.ndarray]:
+    """Results in float64, `size` tokens at a time.
+
+    Those of the first `size` tokens, and the query gradient of all tokens.
+    """
+    first: dict[str, Any] = {}
+    run = jax.jit(lambda *inputs: self._named(_definition, inputs))
+    for start in range(0, self.tokens, size):
+      with jax.enable_x64(True):
+        cut = lambda x, at=start: x[..., at : at + size, :].astype(jnp.float64)
+        query, *others = inputs
+        others = jax.tree.map(cut, others)
+        found = run(query.astype(jnp.float64), *others)
+        found = jax.tree.map(np.asarray, found)
+      if not first:
+        first = found
+      elif self.backward:
+        first["dquery"] = first["dquery"] + found["dquery"]
+      else:
+        break
+    return first
+
+  def results(self, outputs: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """The outputs that `exact` has, as NumPy arrays."""
+    cut = lambda name, x: x if name == "dquery" else x[..., :size, :]
+    return {name: _numpy(cut(name, x)) for name, x in outputs.items()}
+
+  def arm(self, implementation: Any) -> Callable[..., dict[str, Any]]:
+    """Ours, as a function of the inputs."""
+    attend = functools.partial(
+      attnres_kernels.depth_attention, eps=peers.EPS,
+      implementation=implementation,
+    )  # fmt: skip
+    return lambda *inputs: self._named(lambda *a: attend(*a)[0], inputs)
+
+  def _named(self, function: Any, inputs: Any) -> dict[str, Any]:
+    query, sources, dout = inputs
+    if not self.backward:
+      return {"out": function(query, sources)}
+    out, vjp = jax.vjp(function, query, sources)
+    dquery, dsources = vjp(dout)
+    named = {f"dsource{i}": x for i, x in enumerate(dsources)}
+    return {"out": out, "dquery": dquery} | named
+
+  def peer(self, read: Any) -> Callable[..., dict[str, Any]]:
+    """A function of tensors, from one of `peers`."""
+
+    def run(query: Any, sources: Any, dout: Any) -> dict[str, Any]:
+      torch = peers.import_("torch")
+      if not self.backward:
+        with torch.no_grad():
+          return {"out": read(query, sources)}
+      out = read(query, sources)
+      dquery, *dsources = torch.autograd.grad(out, [query, *sources], dout)
+      named = {f"dsource{i}": x for i, x in enumerate(dsources)}
+      return {"out": out, "dquery": dquery} | named
+
+    return run
+
+
+def problems_of(suite: str, platform: str) -> list[Read]:
+  """The problems of a suite; a tiny shape on a CPU."""
+  queries, shapes = _SUITES[suite], _SHAPES
+  if platform == "cpu":
+    queries, shapes = min(queries, 2), ((3, 40, 32),)
+  return [
+    Read(suite, queries, *shape, mode)
+    for shape, mode in itertools.product(shapes, _MODES)
+  ]
 
 
 class Machine:
   """The device: its names, cache and copy bandwidth; flushes the cache."""
 
   def __init__(self, platform: str):
-
-    self.platform = platform
     tiny = platform == "cpu"
     # As on an H100 or H200; an overestimate only costs memory.
     self.cache_bytes = 2**16 if tiny else 50 * 2**20
     # Tokens that are compared with float64, and the most at a time.
     self.kept = 16 if tiny else 1024
-    self.implementations = (
-      ("reference", "xla") if tiny else ("pallas_gpu", "xla")
-    )
+    self.implementations = ("reference" if tiny else "pallas_gpu", "xla")
     self.common = {
       "device": jax.devices()[0].device_kind,
       "jax": jax.__version__,
-      "torch": gpu_torch.version(),
+      "torch": peers.version(),
       "commit": environment.commit(),
     }
     add_one = jax.jit(lambda x: x + 1)
-    self._buffer = jnp.zeros((4 * self.cache_bytes // 4,), jnp.float32)
-    self.flush = lambda: jax.block_until_ready(add_one(self._buffer))
+    buffer = jnp.zeros((self.cache_bytes,), jnp.float32)
+    self.flush = lambda: jax.block_until_ready(add_one(buffer))
     large = jnp.zeros((2**12 if tiny else 2**28,), jnp.float32)
-    self.copy_bandwidth = (
-      2
-      * large.nbytes
-      / min(
-        _seconds(lambda: jax.block_until_ready(add_one(large)))
-        for _ in range(9)
-      )
-    )
+    copy = lambda: jax.block_until_ready(add_one(large))
+    self.copy_bandwidth = 2 * large.nbytes / min(
+      _seconds(copy) for _ in range(9)
+    )  # fmt: skip
 
 
-def problems_of(suite: str, platform: str):
-  """The shapes of a suite; tiny ones on CPU."""
-  modes = ("forward", "forward+backward")
-  if suite in ("read", "phase1"):
-    queries = 1 if suite == "read" else 8
-    # (M, T, D): as reported by peers, the 48B model, Table 2, Kimi K3.
-    shapes = (
-      (9, 4096, 2048),
-      (32, 4096, 2048),
-      (9, 4096, 8192),
-      (9, 8192, 2304),
-      (8, 8192, 1168),
-      (9, 8192, 7168),
-    )
-    if platform == "cpu":
-      queries, shapes = min(queries, 2), ((3, 40, 32),)
-    return [
-      gpu_problems.Read(suite, queries, *shape, mode)
-      for shape in shapes
-      for mode in modes
-    ]
-  if suite == "stack":
-    if platform == "cpu":
-      return [gpu_problems.Stack(5, 2, 40, 32)]
-    return [
-      gpu_problems.Stack(32, 8, 4 * length, 2048) for length in (4096, 16384)
-    ]
-  if platform == "cpu":
-    return [gpu_problems.Step(2, 2, 2, 8, 32, 2, 64)]
-  # 24 and 32 sublayers in 8 blocks, and the batch that peers use for Table 2.
-  return [
-    gpu_problems.Step(layers, layers // 4, 4, 2048, 2048, 16, 32768)
-    for layers in (12, 16)
-  ]
+def compare(
+  problem: Read,
+  machine: Machine,
+  rounds: int,
+  more: Mapping[str, Callable[..., Any]] | None = None,
+) -> Iterator[dict[str, str]]:
+  """Checks and times all arms of one problem, `rounds` samples each.
 
+  Args:
+    problem: one of `problems_of`.
+    machine: the device.
+    rounds: samples of each arm.
+    more: functions of the inputs by name, such as one with a deliberate error.
 
-def compare(problem, machine: Machine, rounds: int, only: str = "", extra=None):
-  """Checks and times arms of one problem, `rounds` samples each: their rows.
-
-  `only` has comma-separated names of arms, and `extra` more JAX arms by name,
-  such as one with a deliberate error.
+  Yields:
+    A row per arm.
   """
-  common = machine.common | {
-    "suite": problem.suite,
-    "shape": problem.shape,
-    "mode": problem.mode,
-  }
-  number = protocol.input_sets(problem.input_bytes, machine.cache_bytes)
-  if isinstance(problem, gpu_problems.Step):
-    number = 1
+  one_set = problem.sources * problem.tokens * problem.width * 2
+  # Together three times the cache.
+  number = max(1, math.ceil(3 * machine.cache_bytes / one_set))
   sets = [problem.draw(seed) for seed in range(number)]
   exact = problem.exact(sets[0], machine.kept)
-  builders = {
-    name: lambda f=function: gpu_problems.prepare(
-      problem, f, sets, machine.kept
-    )
-    for name, function in (
-      gpu_problems.arms(problem, machine.implementations) | (extra or {})
-    ).items()
+  arms = {name: problem.arm(name) for name in machine.implementations}
+  arms |= dict(more or {})
+  builders: dict[str, Callable[[], Any]] = {
+    name: lambda f=function: _jax_arm(f, sets)
+    for name, function in arms.items()
   }
   builders |= {
-    name: lambda b=build: gpu_torch.prepare(problem, b, sets, machine.kept)
-    for name, build in gpu_torch.arms(problem).items()
+    name: lambda b=build: _torch_arm(problem.peer(b(problem.width)), sets)
+    for name, build in peers.builders().items()
   }
-  if only:
-    builders = {k: v for k, v in builders.items() if k in only.split(",")}
-  rows, running, verdicts = {}, {}, {}
+  rows: dict[str, dict[str, str]] = {}
+  running: dict[str, Callable[[int], Any]] = {}
   for name, build in builders.items():
+    row = dict.fromkeys(FIELDS, "") | machine.common
+    row |= {"suite": problem.suite, "shape": problem.shape}
+    rows[name] = row | {"mode": problem.mode, "arm": name}
     try:
       arm = build()
-      outputs = arm.wait(arm.run(0))
-      wanted = problem.wanted(exact, name)
-      verdicts[name] = protocol.judge(
-        arm.results(outputs), wanted, problem.margin
-      )
-      del outputs
-      if verdicts[name].passed:
-        running[name] = arm
-      else:
-        rows[name] = protocol.row(
-          common,
-          name,
-          protocol.FAILED,
-          reason=verdicts[name].reason,
-          verdict=verdicts[name],
-        )
-    except (protocol.NotHere, NotImplementedError) as error:
-      rows[name] = protocol.row(
-        common, name, protocol.NOT_RUN, reason=str(error)
-      )
+      error, stored = errors(problem.results(arm(1), machine.kept), exact)
+      rows[name] |= {"error": f"{error:.1e}", "stored": f"{stored:.1e}"}
+      if not error <= _MARGIN * stored:
+        raise ValueError(f"off by {error:.1e}, storage by {stored:.1e}")
+      running[name] = arm
+    except (peers.NotHere, NotImplementedError) as error:
+      rows[name] |= {"status": NOT_RUN, "reason": " ".join(str(error).split())}
     except Exception as error:  # A peer may fail in any way; its row stays.
-      reason = f"{type(error).__name__}: {error}"[:200]
-      rows[name] = protocol.row(common, name, protocol.FAILED, reason=reason)
-  samples = measure(running, machine.flush, rounds)
-  seconds = {k: protocol.median_interval(v) for k, v in samples.items()}
-  baseline = seconds.get(problem.baseline, (None,))[0]
-  for name, interval in seconds.items():
-    rows[name] = protocol.row(
-      common,
-      name,
-      protocol.OK,
-      verdict=verdicts[name],
-      seconds=interval,
-      baseline_seconds=baseline,
-      moved_bytes=problem.moved_bytes,
-      copy_bandwidth=machine.copy_bandwidth,
-    )
-  return [rows[name] for name in builders]
+      reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+      rows[name] |= {"status": FAILED, "reason": reason}
+  samples = _measure(running, machine.flush, rounds)
+  for name, values in samples.items():
+    median, *interval = median_interval(values)
+    speed = problem.moved_bytes / median
+    names = ("median_ms", "low_ms", "high_ms")
+    times = zip(names, (median, *interval), strict=True)
+    rows[name] |= {
+      "status": OK,
+      **{key: f"{seconds * 1e3:.4f}" for key, seconds in times},
+      "to_xla": f"{median / np.median(samples['xla']):.3f}",
+      "GB": f"{problem.moved_bytes / 1e9:.3f}",
+      "GB_per_s": f"{speed / 1e9:.0f}",
+      "of_copy": f"{speed / machine.copy_bandwidth:.3f}",
+    }
+  yield from rows.values()
 
 
-def measure(arms, flush, rounds: int) -> dict[str, list[float]]:
+def errors(
+  results: Mapping[str, np.ndarray], exact: Mapping[str, np.ndarray]
+) -> tuple[float, float]:
+  """(error, error of storage) of the worst output, relative to its rms.
+
+  Raises:
+    ValueError: an output is missing or has another shape.
+  """
+  found = []
+  for name, wanted in exact.items():
+    shape = None if name not in results else results[name].shape
+    if shape != wanted.shape:
+      raise ValueError(f"{name} is {shape}, not {wanted.shape}")
+    stored = _error(wanted.astype(ml_dtypes.bfloat16), wanted)
+    found.append((_error(results[name], wanted), max(stored, _ROUNDING)))
+  # NaN is the worst.
+  return max(found, key=lambda x: math.inf if math.isnan(x[0]) else x[0] / x[1])
+
+
+def median_interval(
+  samples: Sequence[float], draws: int = 2000
+) -> tuple[float, float, float]:
+  """The median and its 95 % bootstrap interval."""
+  values = np.asarray(samples, np.float64)
+  rng = np.random.default_rng(0)
+  picks = rng.integers(0, len(values), (draws, len(values)))
+  low, high = np.percentile(np.median(values[picks], axis=1), (2.5, 97.5))
+  return float(np.median(values)), float(low), float(high)
+
+
+def _measure(
+  arms: Mapping[str, Callable[[int], Any]], flush: Any, rounds: int
+) -> dict[str, list[float]]:
   """Seconds per call of every arm, one sample per arm and round."""
   calls = {}
   for name, arm in arms.items():
-    arm.wait(arm.run(0))
-    seconds = _seconds(lambda arm=arm: arm.wait(arm.run(0)))
-    calls[name] = protocol.calls_per_sample(seconds)
-  samples = {name: [] for name in arms}
-  for name in protocol.turns(list(arms), rounds):
-    arm, number = arms[name], calls[name]
-
-    def sample(arm=arm, number=number):
-      outputs = None
-      for i in range(number):
-        outputs = arm.run(i)
-      arm.wait(outputs)
-
-    flush()
-    samples[name].append(_seconds(sample) / number)
+    arm(1)
+    # Enough to hide the cost of launching behind the work.
+    seconds = _seconds(lambda arm=arm: arm(1))
+    calls[name] = int(min(50, max(1, math.ceil(5e-3 / seconds))))
+  samples: dict[str, list[float]] = {name: [] for name in arms}
+  for i in range(rounds):
+    # A drift of the clock affects all arms equally.
+    for name in list(arms)[:: 1 if i % 2 == 0 else -1]:
+      flush()
+      run = functools.partial(arms[name], calls[name])
+      samples[name].append(_seconds(run) / calls[name])
   return samples
 
 
-def write(rows, path) -> None:
-  """Replaces the table; refuses rows that are not from a GPU."""
-  for row in rows:
-    if "cpu" in row["device"].lower():
-      raise ValueError(f"{path} is for GPUs, not for {row['device']}")
-  csv_rows.write(path, rows)
+def _jax_arm(function: Any, sets: Sequence[Any]) -> Callable[[int], Any]:
+  """Runs some calls, waits for the last and returns its results."""
+  jitted = jax.jit(function)
+
+  def run(calls: int) -> Any:
+    outputs = [jitted(*sets[i % len(sets)]) for i in range(calls)][-1]
+    return jax.block_until_ready(outputs)
+
+  return run
 
 
-def _seconds(function) -> float:
+def _torch_arm(function: Any, sets: Sequence[Any]) -> Callable[[int], Any]:
+  torch = peers.import_("torch")
+  leaves = [jax.tree.map(peers.tensor, inputs) for inputs in sets]
+
+  def run(calls: int) -> Any:
+    outputs = None
+    for i in range(calls):
+      outputs = function(*leaves[i % len(leaves)])
+    if torch.cuda.is_available():
+      torch.cuda.synchronize()
+    return outputs
+
+  return run
+
+
+def _definition(query: jax.Array, sources: Sequence[jax.Array]) -> jax.Array:
+  """Eq. 2-4."""
+  stacked = jnp.stack(sources)
+  rms = jnp.sqrt(jnp.mean(stacked**2, axis=-1, keepdims=True) + peers.EPS)
+  scores = jnp.einsum("mtd,qd->qmt", stacked / rms, query)
+  return jnp.einsum("qmt,mtd->qtd", jax.nn.softmax(scores, axis=1), stacked)
+
+
+def _error(actual: np.ndarray, wanted: np.ndarray) -> float:
+  """Root-mean-square of the difference over that of `wanted`."""
+  scale = np.mean(wanted**2)
+  error = np.mean((np.asarray(actual, np.float64) - wanted) ** 2)
+  return float(np.sqrt(error / scale if scale > 0 else error))
+
+
+def _numpy(x: Any) -> np.ndarray:
+  if isinstance(x, jax.Array):
+    return np.asarray(x, np.float64)
+  # A torch tensor: NumPy has no bfloat16.
+  return x.detach().double().cpu().numpy()
+
+
+def _seconds(function: Callable[[], Any]) -> float:
   start = time.perf_counter()
   function()
   return time.perf_counter() - start

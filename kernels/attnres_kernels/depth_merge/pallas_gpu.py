@@ -3,262 +3,234 @@
 
 One warpgroup per token computes the sums that determine the weights, then the
 sum of squares of the mixture, then the result tile by tile. A token's row is a
-few kilobytes, so all passes except the first read it from the nearest cache,
-and every array is read from memory once. The backward pass loops over tokens
-and keeps the gradients of query and gain in shared memory, one part per thread
-block; the parts are added up in a fixed order afterwards.
+few kilobytes, so all passes except the first read it from the nearest cache.
+The gradients of query and gain are sums over tokens: the backward kernel writes
+their factors, three numbers per token, and matrix products follow.
 
-Never executed on a GPU: values are checked in interpret mode, and the kernels
-are lowered for H100 and H200 on a CPU.
+Compiled, not run: values are checked in interpret mode, and the kernels are
+lowered for H100 and H200 on a CPU.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from attnres_kernels import warpgroup
-from attnres_kernels.depth_merge import xla
 
 
-def why_not(function, *args, eps, norm_eps, heads=1, rank=None):
+def why_not(
+  function: str,
+  *args: Any,
+  eps: float,
+  norm_eps: float,
+  heads: int = 1,
+  rank: int | None = None,
+) -> str | None:
   """The reason why these arguments cannot run, or None."""
   if heads > 1 or rank is not None:
     return f"one head with keys of the full width, got {heads=}, {rank=}"
   del eps, norm_eps
-  width = args[0].shape[-1]
-  arrays = [x for x in args if x is not None and not isinstance(x, tuple)]
-  reason = warpgroup.why_not(width, arrays)
-  if reason is not None or function == "forward":
-    return reason
-  tiles = warpgroup.Tiles(width)
-  if 2 * tiles.number * tiles.size * 4 > warpgroup.SHARED_BYTES // 2:
-    return f"the query and gain gradients of width {width} exceed shared memory"
-  return None
+  if args[4 if function == "forward" else 5] is not None or args[8:]:
+    return "no update, no sinks and no carry_on"
+  arrays = [x for x in args if isinstance(x, jax.Array)]
+  return warpgroup.why_not(args[0].shape[-1], arrays)
 
 
 def forward(
-  out_TD,
-  lse_T,
-  query_D,
-  partial_TD,
-  update_TD,
-  gain_D,
-  rows=None,
+  out_TD: jax.Array,
+  lse_T: jax.Array,
+  query_D: jax.Array,
+  partial_TD: jax.Array,
+  update_TD: None,
+  gain_D: jax.Array | None,
+  rows: Any = None,
   *,
-  eps,
-  norm_eps,
-  interpret=None,
-):
-  """Returns (new partial or None, merged or merged and normed)."""
-  del rows
+  eps: float,
+  norm_eps: float,
+  interpret: Any = None,
+) -> tuple[None, jax.Array]:
+  """Returns (None, merged or merged and normed)."""
+  del rows, update_TD
   tiles = warpgroup.Tiles(query_D.shape[0])
-  wide = {"out": out_TD, "partial": partial_TD, "update": update_TD}
-  wide = {name: warpgroup.flatten(x) for name, x in _given(wide).items()}
-  inputs = _given({"query": query_D, "gain": gain_D})
-  inputs |= {"lse": jnp.ravel(lse_T)} | wide
-  outputs = {} if update_TD is None else {"total": wide["partial"]}
-  outputs |= {"mixed": wide["out"]}
+  operands = [query_D, jnp.ravel(lse_T), *map(flatten, (out_TD, partial_TD))]
+  operands += [] if gain_D is None else [gain_D]
 
-  def kernel(*refs):
-    ref = dict(zip((*inputs, *outputs), refs, strict=True))
+  def kernel(
+    query_ref: Any, lse_ref: Any, out_ref: Any, partial_ref: Any, *refs: Any
+  ) -> None:
+    """Query [D], lse [T], out and partial [T, D], gain [D] if given.
+
+    Then the result [T, D].
+    """
+    *gain_refs, mixed_ref = refs
     token = jax.lax.axis_index("program")
-
-    def total(columns):
-      x = tiles.load(ref["partial"].at[token, columns])
-      if "update" in ref:
-        x += tiles.load(ref["update"].at[token, columns])
-      return x
-
-    def mixed(columns):
-      x = keep * tiles.load(ref["out"].at[token, columns])
-      return x + take * total(columns)
-
-    score, _ = _score(tiles, ref["query"], total, eps)
-    keep, take = _two_weights(ref["lse"][token], score)
+    out, partial = out_ref.at[token], partial_ref.at[token]
+    score, _ = _score(tiles, query_ref, partial, eps)
+    mixed = _mixed(tiles, out, partial, *_two_weights(lse_ref[token], score))
     inverse = jnp.float32(1.0)
-    if "gain" in ref:
-      (squares,) = tiles.sums(lambda at: (mixed(at) * mixed(at),), 1)
-      inverse = jax.lax.rsqrt(squares * (1.0 / tiles.width) + norm_eps)
+    if gain_refs:
+      (square,) = tiles.sums(lambda columns: (jnp.square(mixed(columns)),), 1)
+      inverse = jax.lax.rsqrt(square * (1.0 / tiles.width) + norm_eps)
 
-    def write(tile, columns, fresh, carry):
-      del tile, fresh
+    def write(columns: Any, fresh: Any, carry: None) -> None:
       result = mixed(columns)
-      if "gain" in ref:
-        result *= inverse * tiles.load(ref["gain"].at[columns])
-      warpgroup.store(ref["mixed"].at[token, columns], result)
-      if "total" in ref:
-        warpgroup.store(ref["total"].at[token, columns], total(columns))
-      return carry
+      for ref in gain_refs:
+        result *= inverse * tiles.load(ref.at[columns])
+      warpgroup.store(mixed_ref.at[token, columns], result)
 
     tiles.loop(write, None)
 
-  results = warpgroup.call(
+  (mixed_TD,) = warpgroup.call(
     kernel,
     "depth_merge_forward",
-    out_type=[_like(x) for x in outputs.values()],
-    grid=wide["out"].shape[0],
+    out_type=[_like(operands[2])],
+    grid=operands[1].shape[0],
     interpret=interpret,
-  )(*inputs.values())
-  results = [x.reshape(out_TD.shape) for x in results]
-  return (None if update_TD is None else results[0]), results[-1]
+  )(*operands)
+  return None, mixed_TD.reshape(out_TD.shape)
 
 
-@xla.collecting
 def backward(
-  out_TD,
-  lse_T,
-  query_D,
-  total_TD,
-  gain_D,
-  dtotal_TD,
-  dmixed_TD,
-  rows=None,
+  out_TD: jax.Array,
+  lse_T: jax.Array,
+  query_D: jax.Array,
+  total_TD: jax.Array,
+  gain_D: jax.Array | None,
+  dtotal_TD: None,
+  dmixed_TD: jax.Array,
+  rows: Any = None,
   *,
-  eps,
-  norm_eps,
-  interpret=None,
-):
+  eps: float,
+  norm_eps: float,
+  interpret: Any = None,
+) -> tuple[Any, ...]:
   """Returns the gradients of out, lse, query, total and gain."""
-  del rows
+  del rows, dtotal_TD
   tiles = warpgroup.Tiles(query_D.shape[0])
-  wide = {"out": out_TD, "total": total_TD, "dmixed": dmixed_TD}
-  wide |= _given({"dtotal_in": dtotal_TD})
-  vectors = _given({"query": query_D, "gain": gain_D})
-  inputs = vectors | {"lse": jnp.ravel(lse_T)}
-  inputs |= {name: warpgroup.flatten(x) for name, x in wide.items()}
-  num_tokens = inputs["lse"].shape[0]
-  num_programs = warpgroup.programs(num_tokens)
-  sums = (len(vectors), tiles.number, tiles.size)
-  outputs = {
-    "dout": _like(inputs["out"]),
-    "dtotal": _like(inputs["total"]),
-    "dlse": _like(inputs["lse"]),
-    "parts": jax.ShapeDtypeStruct((num_programs, *sums), jnp.float32),
-  }
+  wide = list(map(flatten, (out_TD, total_TD, dmixed_TD)))
+  operands = [query_D, jnp.ravel(lse_T), *wide]
+  operands += [] if gain_D is None else [gain_D]
+  num_tokens = operands[1].shape[0]
 
-  def kernel(*refs):
-    ref = dict(zip((*inputs, *outputs, "sums"), refs, strict=True))
+  def kernel(
+    query_ref: Any,
+    lse_ref: Any,
+    out_ref: Any,
+    total_ref: Any,
+    dmixed_ref: Any,
+    *refs: Any,
+  ) -> None:
+    """Query [D], lse [T], three arrays [T, D], gain [D] if given.
 
-    def clear(tile, columns, fresh, carry):
-      del columns, fresh
-      for i in range(len(vectors)):
-        warpgroup.store(ref["sums"].at[i, tile], tiles.zeros())
-      return carry
-
-    def finish(tile, columns, fresh, carry):
-      del columns, fresh
-      program = jax.lax.axis_index("program")
-      for i in range(len(vectors)):
-        warpgroup.store(
-          ref["parts"].at[program, i, tile], tiles.load(ref["sums"].at[i, tile])
-        )
-      return carry
-
-    tiles.loop(clear, None)
-    warpgroup.walk(num_tokens, lambda token: one_token(ref, token))
-    tiles.loop(finish, None)
-
-  def one_token(ref, token):
-    def load(name, columns):
-      return tiles.load(ref[name].at[token, columns])
-
-    def add(i, tile, term, fresh):
-      sums = ref["sums"].at[i, tile]
-      warpgroup.store(sums, tiles.load(sums) + warpgroup.keep(term, fresh))
-
-    score, inverse = _score(
-      tiles, ref["query"], lambda columns: load("total", columns), eps
-    )
-    keep, take = _two_weights(ref["lse"][token], score)
+    Then the results: gradients [T, D] of out and total, [T] of lse, and factors
+    [3, T]: of total in the query's gradient; of out and total in the gain's.
+    """
+    *gain_refs, dout_ref, dtotal_ref, dlse_ref, factors_ref = refs
+    token = jax.lax.axis_index("program")
+    out, total = out_ref.at[token], total_ref.at[token]
+    score, inverse = _score(tiles, query_ref, total, eps)
+    keep, take = _two_weights(lse_ref[token], score)
+    mixed = _mixed(tiles, out, total, keep, take)
     norm, along = jnp.float32(1.0), jnp.float32(0.0)
-    other, slope, shift = jnp.float32(1.0), keep * take, jnp.float32(0.0)
 
-    def mixed(columns):
-      return keep * load("out", columns) + take * load("total", columns)
+    def pulled(columns: Any) -> jax.Array:
+      x = tiles.load(dmixed_ref.at[token, columns])
+      for ref in gain_refs:
+        x *= tiles.load(ref.at[columns])
+      return x
 
-    def pulled(columns):
-      gain = tiles.load(ref["gain"].at[columns])
-      return gain * load("dmixed", columns)
+    if gain_refs:
 
-    if "gain" in ref:
-
-      def terms(columns):
+      def terms(columns: Any) -> tuple[jax.Array, jax.Array]:
         x = mixed(columns)
         return x * x, x * pulled(columns)
 
-      squares, product = tiles.sums(terms, 2)
-      norm = jax.lax.rsqrt(squares * (1.0 / tiles.width) + norm_eps)
-      cubed = norm * norm * norm
-      along = product * cubed * (1.0 / tiles.width)
-      alone = xla.partial_alone(keep, take, norm, inverse)
-      other = jnp.where(alone, 0.0, 1.0)
-      slope = jnp.where(alone, take, slope)
-      shift = jnp.where(alone, norm_eps * cubed * product, 0.0)
+      square, product = tiles.sums(terms, 2)
+      norm = jax.lax.rsqrt(square * (1.0 / tiles.width) + norm_eps)
+      along = product * norm * norm * norm * (1.0 / tiles.width)
 
-    def through_norm(columns):
-      if "gain" not in ref:
-        return load("dmixed", columns)
-      return norm * pulled(columns) - along * mixed(columns)
+    def through_norm(columns: Any) -> jax.Array:
+      x = norm * pulled(columns)
+      return x - along * mixed(columns) if gain_refs else x
 
-    def difference(columns):
-      apart = load("total", columns) - other * load("out", columns)
+    def difference(columns: Any) -> tuple[jax.Array]:
+      apart = tiles.load(total.at[columns]) - tiles.load(out.at[columns])
       return (through_norm(columns) * apart,)
 
-    dscore = slope * (tiles.sums(difference, 1)[0] - shift)
+    dscore = keep * take * tiles.sums(difference, 1)[0]
     pull = dscore * inverse
     bend = pull * score * inverse * (1.0 / tiles.width)
-    ref["dlse"][token] = -dscore
+    dlse_ref[token] = -dscore
+    for i, factor in enumerate((pull, keep * norm, take * norm)):
+      factors_ref[i, token] = factor
 
-    def write(tile, columns, fresh, carry):
-      dmixed, total = through_norm(columns), load("total", columns)
-      dtotal = take * dmixed - bend * total
-      dtotal += pull * tiles.load(ref["query"].at[columns])
-      if "dtotal_in" in ref:
-        dtotal += load("dtotal_in", columns)
-      add(0, tile, pull * total, fresh)
-      if "gain" in ref:
-        add(1, tile, load("dmixed", columns) * (norm * mixed(columns)), fresh)
-      warpgroup.store(ref["dout"].at[token, columns], keep * dmixed)
-      warpgroup.store(ref["dtotal"].at[token, columns], dtotal)
-      return carry
+    def write(columns: Any, fresh: Any, carry: None) -> None:
+      dmixed = through_norm(columns)
+      dtotal = take * dmixed - bend * tiles.load(total.at[columns])
+      dtotal += pull * tiles.load(query_ref.at[columns])
+      warpgroup.store(dout_ref.at[token, columns], keep * dmixed)
+      warpgroup.store(dtotal_ref.at[token, columns], dtotal)
 
     tiles.loop(write, None)
 
-  dout, dtotal, dlse, parts = warpgroup.call(
+  dout_TD, dtotal, dlse, (pull_T, keep_T, take_T) = warpgroup.call(
     kernel,
     "depth_merge_backward",
-    out_type=list(outputs.values()),
-    grid=num_programs,
-    scratch_types=[warpgroup.shared(sums)],
+    out_type=[
+      *map(_like, (wide[0], wide[1], operands[1])),
+      jax.ShapeDtypeStruct((3, num_tokens), jnp.float32),
+    ],
+    grid=num_tokens,
     interpret=interpret,
-  )(*inputs.values())
-  dvectors = tiles.join(parts.sum(axis=0))
+  )(*operands)
+  out, total, dmixed = (x.astype(jnp.float32) for x in wide)
+  dgain_D = None
+  if gain_D is not None:
+    normed = keep_T[:, None] * out + take_T[:, None] * total
+    dgain_D = jnp.sum(dmixed * normed, axis=0)
   return (
-    dout.reshape(out_TD.shape),
+    dout_TD.reshape(out_TD.shape),
     dlse.reshape(lse_T.shape),
-    dvectors[0],
+    jnp.einsum("t,td->d", pull_T, total, precision=jax.lax.Precision.HIGHEST),
     dtotal.reshape(total_TD.shape),
-    None if gain_D is None else dvectors[1],
+    dgain_D,
   )
 
 
-def _score(tiles, query_ref, total, eps):
-  def terms(columns):
-    x = total(columns)
+flatten = warpgroup.flatten
+
+
+def _mixed(
+  tiles: warpgroup.Tiles, out: Any, total: Any, keep: Any, take: Any
+) -> Callable[[Any], jax.Array]:
+  """A function of columns: the mixture with the partial sum, row refs [D]."""
+  return lambda columns: (
+    keep * tiles.load(out.at[columns]) + take * tiles.load(total.at[columns])
+  )
+
+
+def _score(
+  tiles: warpgroup.Tiles, query_ref: Any, total: Any, eps: float
+) -> tuple[jax.Array, jax.Array]:
+  """The score of a row ref [D], and its inverse rms."""
+
+  def terms(columns: Any) -> tuple[jax.Array, jax.Array]:
+    x = tiles.load(total.at[columns])
     return x * x, x * tiles.load(query_ref.at[columns])
 
-  squares, product = tiles.sums(terms, 2)
-  inverse = jax.lax.rsqrt(squares * (1.0 / tiles.width) + eps)
+  square, product = tiles.sums(terms, 2)
+  inverse = jax.lax.rsqrt(square * (1.0 / tiles.width) + eps)
   return product * inverse, inverse
 
 
-def _two_weights(lse, score):
+def _two_weights(
+  lse: jax.Array, score: jax.Array
+) -> tuple[jax.Array, jax.Array]:
   # Each is computed directly, so that the smaller one keeps its precision.
   return 1 / (1 + jnp.exp(score - lse)), 1 / (1 + jnp.exp(lse - score))
 
 
-def _given(arrays):
-  return {name: x for name, x in arrays.items() if x is not None}
-
-
-def _like(x):
+def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(x.shape, x.dtype)

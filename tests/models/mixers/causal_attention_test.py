@@ -198,8 +198,6 @@ def test_blocks_pad_by_an_eighth_at_most():
   assert causal_attention.block_sizes(8192).block_q == 1024
 
 
-# On the other chips, and at the size of the 48B network, they are compiled by
-# `kernels/benchmarks/flash_static.py`.
 @pytest.mark.needs("libtpu")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
