@@ -41,9 +41,8 @@ TILE, _SMALLEST = 512, 64
 # cost twice as much.
 _SPANS = 4
 # Queries and keys of a block of splash attention, and keys of it that are taken
-# at once. By the schedules of `kernels/benchmarks/flash_static.py`, larger
-# blocks take fewer bundles per pair of tokens, by more than what the diagonal
-# wastes.
+# at once. By the schedules in dev/LOG.md, larger blocks take fewer bundles per
+# pair of tokens, by more than what the diagonal wastes.
 _BLOCKS: tuple[int, ...] = (1024, 512, 256, 128)
 _KEYS_AT_ONCE = 512
 
