@@ -81,7 +81,8 @@ def get_config(arg=None):
   arg = _parse(arg)
   make = c.choose("scale", arg.scale, {"laptop": _laptop, "paper": _paper})
   config = make(arg)
-  config.name = f"arch_{arg.scale}_{arg.rho:g}_{arg.eta:g}_{arg.residual}"
+  name = f"arch_{arg.scale}_{arg.rho:g}_{arg.eta:g}_{{}}"
+  config.name = c.follow(config, "model.residual.name", name.format)
   steps = config.train.steps
   config.optim.schedule, config.optim.warmup_steps = "cosine", steps // 20
   config.train.eval_every = config.checkpoint.every_steps = steps // 4

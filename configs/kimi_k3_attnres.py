@@ -47,7 +47,7 @@ def get_config(arg=None):
   """Config of one run; see the module docstring."""
   arg = c.parse_arg(arg, residual="block_attnres", runlocal=False)
   config = c.default_config()
-  config.name = f"kimi_k3_{arg.residual}"
+  config.name = c.follow(config, "model.residual.name", "kimi_k3_{}".format)
   model = config.model
   model.width, model.num_layers = 7168, 93
   model.mixers, model.last_mixer = ("kda", "kda", "kda", "mla"), "mla"

@@ -79,7 +79,8 @@ def get_config(arg=None):
   c.choose("size", arg.size, dict.fromkeys(ARGUMENTS["size"]))
   config = c.default_config()
   c.choose("stage", arg.stage, dict.fromkeys(ARGUMENTS["stage"]))
-  config.name = _name(arg, arg.stage)
+  name = _name(arg.size, "{}", arg.stage)
+  config.name = c.follow(config, "model.residual.name", name.format)
   _network(config.model, arg)
   _recipe(config, arg.size)
   if arg.runlocal:
@@ -90,15 +91,15 @@ def get_config(arg=None):
   return config
 
 
-def _name(arg, stage):
+def _name(size, residual, stage):
   suffix = "" if stage == "pre" else f"_{stage}"
-  return f"kimi_linear_{arg.size}_{arg.residual}{suffix}"
+  return f"kimi_linear_{size}_{residual}{suffix}"
 
 
 def _continue(config, arg):
   """Turns a config of pre-training into one of a later stage."""
   before, tokens, first_rate, last_rate = STAGES[arg.stage]
-  config.train.start_from = f"runs/{_name(arg, before)}"
+  config.train.start_from = f"runs/{_name(arg.size, arg.residual, before)}"
   optim, data = config.optim, config.data
   optim.schedule, optim.warmup_steps = "linear", 0
   optim.peak_lr *= first_rate
@@ -157,7 +158,9 @@ def _recipe(config, size):
     optim.schedule = "wsd"
     steps = round(LARGE_TOKENS / batch_tokens)
   config.train.steps = steps
-  optim.warmup_steps = min(2000, steps // 100)
+  optim.warmup_steps = c.follow(
+    config, "train.steps", lambda steps: min(2000, steps // 100)
+  )
   config.train.eval_every = config.checkpoint.every_steps = 1000
   config.train.depth_every = 1000
 

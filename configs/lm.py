@@ -6,7 +6,9 @@ r"""Decoder-only language models with any residual scheme.
 
 `size` selects a row of `SIZES`, `residual` a scheme, and `runlocal` shrinks the
 chosen config to a run of less than a minute on a laptop's CPU. Everything else
-is an override, such as `--config.optim.peak_lr=1e-3`.
+is an override, such as `--config.optim.peak_lr=1e-3`. The MLP follows a new
+width, the warm-up a new number of steps, and the name a new scheme, unless they
+are given, too.
 
 With residual=block_attnres, on the default corpus (Intel Xeon, 2 cores,
 jax 0.10.2), processor time and validation loss in nats per byte:
@@ -43,32 +45,37 @@ def get_config(arg=None):
   width, layers, heads, mlp, blocks, length, batch, steps, lr = c.choose(
     "size", arg.size, SIZES
   )
+  if arg.runlocal:
+    width, heads, mlp, length, batch, steps = 64, 2, 160, 128, 8, 40
+    layers = min(layers, 4)
   config = c.default_config()
-  config.name = f"lm_{arg.size}_{arg.residual}"
 
   config.model.width = width
   config.model.num_layers = layers
   config.model.num_heads = heads
-  config.model.mlp_width = mlp
+  config.model.mlp_width = c.follow(
+    config, "model.width", lambda new: -(-new * mlp // (width * 32)) * 32
+  )
   config.model.residual.name = arg.residual
+  config.name = c.follow(
+    config, "model.residual.name", f"lm_{arg.size}_{{}}".format
+  )
   config.model.residual.num_blocks = blocks
 
   config.data.sequence_length = length
   config.data.batch_size = batch
   config.optim.peak_lr = lr
-  config.optim.warmup_steps = max(10, steps // 20)
   config.train.steps = steps
+  least = 5 if arg.runlocal else 10
+  config.optim.warmup_steps = c.follow(
+    config, "train.steps", lambda new: min(max(least, new // 20), new // 2)
+  )
   if arg.size in ("medium", "large"):
     config.model.dtype = "bfloat16"
     config.model.remat = "full"
 
   if arg.runlocal:
-    config.model.width, config.model.num_heads = 64, 2
-    config.model.num_layers = min(layers, 4)
-    config.model.mlp_width = 160
     config.model.dtype = "float32"
-    config.data.sequence_length, config.data.batch_size = 128, 8
-    config.train.steps, config.optim.warmup_steps = 40, 5
     config.train.eval_every = config.train.depth_every = 20
     config.train.eval_batches = 2
     config.checkpoint.every_steps = 20

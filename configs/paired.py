@@ -66,7 +66,8 @@ def get_config(arg=None):
   )  # fmt: skip
   make = c.choose("scale", arg.scale, _SCALES)
   config = make(arg)
-  config.name = f"paired_{arg.scale}_{arg.residual}"
+  name = f"paired_{arg.scale}_{{}}"
+  config.name = c.follow(config, "model.residual.name", name.format)
   config.train.steps = max(1, round(arg.budget * config.train.steps))
   config.train.depth_every = 0
   if arg.planned:

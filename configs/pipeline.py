@@ -15,6 +15,7 @@ pipeline; see docs/pipeline.md.
 
 import pathlib
 
+from attnres_jax import config as c
 from attnres_jax.config import load
 
 _LM = load.load_file(str(pathlib.Path(__file__).with_name("lm.py")))
@@ -26,7 +27,9 @@ def get_config(arg=None):
   """Config of one run; see the module docstring."""
   config = _LM.get_config(arg)
   config.unlock()
-  config.name = config.name.replace("lm_", "pipeline_", 1)
+  name = config.name.replace("lm_", "pipeline_", 1)
+  name = name.removesuffix(config.model.residual.name) + "{}"
+  config.name = c.follow(config, "model.residual.name", name.format)
   config.mesh.stage = 4
   config.pipeline.virtual_stages = 2
   config.pipeline.microbatches = 8

@@ -101,7 +101,8 @@ def get_config(arg=None):
     config = kimi_linear.of_table_2(size, arg, arg.planned)
   else:
     config = _laptop(c.choose("size", size, sizes), arg)
-  config.name = f"scaling_{arg.scale}_{size}_{arg.residual}"
+  name = f"scaling_{arg.scale}_{size}_{{}}"
+  config.name = c.follow(config, "model.residual.name", name.format)
   _lengthen(config, arg)
   if arg.planned:
     config.optim.accumulate_steps = 0

@@ -165,6 +165,43 @@ def test_references_stay_live_as_in_config_flags(tmp_path_factory, pairs):
   assert found == wanted
 
 
+@pytest.mark.parametrize("arguments", ["size=tiny", "size=large", "runlocal"])
+def test_what_follows_from_other_fields_of_lm(arguments):
+  spec = f"{tiny_run.ROOT}/configs/lm.py:{arguments}"
+  new = {
+    "model.width": 512,
+    "train.steps": 3000,
+    "model.residual.name": "prenorm",
+  }
+  old, config = config_lib.load_config(spec), config_lib.load_config(spec, new)
+  exact = old.model.mlp_width * 512 / old.model.width
+  assert exact <= config.model.mlp_width < exact + 32
+  assert config.model.mlp_width % 32 == 0
+  assert config.optim.warmup_steps == 150
+  assert config.name == old.name.replace("block_attnres", "prenorm")
+  # What is given does not follow.
+  given = {"model.mlp_width": 96, "optim.warmup_steps": 7, "name": "x"}
+  config = config_lib.load_config(spec, new | given)
+  assert (config.model.mlp_width, config.optim.warmup_steps) == (96, 7)
+  assert config.name == "x"
+  # However short the run is, its warm-up ends before it.
+  for steps in (1, 2, 9):
+    short = config_lib.load_config(spec, {"train.steps": steps})
+    assert short.optim.warmup_steps <= steps // 2
+
+
+@pytest.mark.parametrize(
+  "file", sorted(path.name for path in (tiny_run.ROOT / "configs").glob("*.py"))
+)
+def test_names_follow_the_scheme(file):
+  spec = f"{tiny_run.ROOT}/configs/{file}"
+  old = config_lib.load_config(spec)
+  new = config_lib.load_config(spec, {"model.residual.name": "full_attnres"})
+  scheme = old.model.residual.name
+  assert scheme in old.name
+  assert new.name == old.name.replace(scheme, "full_attnres")
+
+
 @pytest.mark.parametrize(
   "text,value",
   [

@@ -22,6 +22,7 @@ from attnres_jax.config.load import build_run_config as build_run_config
 from attnres_jax.config.load import default_config as default_config
 from attnres_jax.config.load import differences as differences
 from attnres_jax.config.load import flatten as flatten
+from attnres_jax.config.load import follow as follow
 from attnres_jax.config.load import load_config as load_config
 from attnres_jax.config.load import parse_arg as parse_arg
 from attnres_jax.config.load import parse_field as parse_field

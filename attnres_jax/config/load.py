@@ -2,7 +2,7 @@
 """Turns a config file and overrides into a checked `RunConfig` and JSON."""
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import dataclasses
 import importlib.machinery
 import inspect
@@ -61,6 +61,31 @@ class Source:
 def default_config() -> ml_collections.ConfigDict:
   """The defaults of `RunConfig` as an unlocked ConfigDict, for editing."""
   return ml_collections.ConfigDict(to_dict(RunConfig()))
+
+
+def follow(
+  config: ml_collections.ConfigDict, name: str, function: Callable[[Any], Any]
+) -> ml_collections.FieldReference:
+  """A value that is computed from a field, until a value of its own is given.
+
+  So `config.name = follow(config, "seed", "run{}".format)` is "run7" under
+  `--config.seed=7`, and "x" under `--config.name=x`.
+
+  Args:
+    config: in which the value is set.
+    name: of the field, with dots.
+    function: of the field's value.
+  """
+  *parents, leaf = name.split(".")
+  for parent in parents:
+    config = config[parent]
+  reference = config.get_ref(leaf)
+  # An operation sees the reference's own value first, which has no meaning
+  # here and only gives the field its type.
+  follows = types.SimpleNamespace(
+    fn=lambda own, value: function(value), args=(reference,)
+  )
+  return ml_collections.FieldReference(function(reference.get()), op=follows)
 
 
 def build_run_config(config: Mapping[str, Any]) -> RunConfig:
