@@ -25,7 +25,7 @@ from attnres_jax import precision
 from attnres_jax import scopes
 from attnres_jax import sharding
 from attnres_jax.models import moe
-from attnres_jax.models import stack
+from attnres_jax.models import trunk
 from attnres_jax.models.mixers import probe
 from attnres_jax.models.residuals import base
 from attnres_jax.optimizer import qk_clip
@@ -220,7 +220,7 @@ class Program:
         tokens=tokens,
         finite=finite,
         skipped=skipped,
-        grad_norm_L=stack.layer_norms(
+        grad_norm_L=trunk.layer_norms(
           trained.sublayers, config.model.sublayer_kinds
         ),
         **_load_metrics(gradient.sublayers),

@@ -59,8 +59,9 @@ class Streams(residuals.Residual):
   def open(self, state, start, stop):
     return state, (self.read_weight[start:stop], self.write_weight[start:stop])
 
-  def read(self, carry, slot):
-    return jnp.einsum("M,MBTD->BTD", slot[0], carry).astype(self.dtype)
+  def read(self, carry, slot, norm):
+    h_BTD = jnp.einsum("M,MBTD->BTD", slot[0], carry).astype(self.dtype)
+    return residuals.base.normed(h_BTD, norm), carry
 
   def write(self, carry, slot, y_BTD):
     y_BTD = y_BTD.astype(jnp.float32)

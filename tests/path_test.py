@@ -63,5 +63,5 @@ def test_a_step_is_followed_through_few_files():
     for name in names
     if not name.startswith(_LEFT_OUT) and "/pallas_" not in name
   )
-  assert "attnres_jax/models/stack.py" in read
+  assert "attnres_jax/models/trunk.py" in read
   assert len(read) <= MOST, "\n".join(read)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from attnres_jax import models
-from attnres_jax.models import stack
+from attnres_jax.models import trunk
 from attnres_jax.models.residuals import base
 
 Edit = Callable[[jax.Array, Any], Any]
@@ -58,9 +58,12 @@ class Edited(base.Residual):
     carry, slots = self.scheme.open(state, start, stop)
     return carry, (jnp.arange(start, stop), slots)
 
-  def read(self, carry: Any, slot: Any) -> jax.Array | base.QKV:
+  def read(
+    self, carry: Any, slot: Any, norm: base.Norm
+  ) -> tuple[jax.Array | base.QKV, Any]:
     l, slot = slot
-    return self.edit_read(l, self.scheme.read(carry, slot))
+    h = self.edit_read(l, base.before_norm(self.scheme, carry, slot))
+    return base.normed(h, norm), carry
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
     l, slot = slot
@@ -77,7 +80,7 @@ def logits(
   model: models.Transformer, scheme: base.Residual, tokens_BT: jax.Array
 ) -> jax.Array:
   """Of the network with another scheme [B, T, V], sublayer by sublayer."""
-  trace = stack.trace(
+  trace = trunk.trace(
     model.sublayers,
     model.config.sublayer_kinds,
     scheme,

@@ -19,7 +19,7 @@ import optax
 
 from attnres_jax import models
 from attnres_jax.analysis import edited
-from attnres_jax.models import stack
+from attnres_jax.models import trunk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _gradient(model, tokens_BT):
   # Of a sum over targets, which does not depend on how many others there are.
   by_output = inputs_BT.size * jnp.stack([_mean_rms(g) for g in by_output])
   kinds = model.config.sublayer_kinds
-  return value, stack.layer_norms(gradient.sublayers, kinds), by_output
+  return value, trunk.layer_norms(gradient.sublayers, kinds), by_output
 
 
 def cross_entropy(

@@ -18,7 +18,6 @@ of its diagonal, and `norms=True` measures its size.
 
 from typing import Any
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -93,7 +92,7 @@ def _responses(
   Returns:
     Gains of each channel [L + 1, L + 1, D], and norms [L + 1, L + 1].
   """
-  scheme = definition(model)
+  scheme = model.residual
   values = jnp.stack(
     [v_BTD.astype(scheme.dtype) for v_BTD in model.trace(tokens_BT).values]
   )
@@ -103,7 +102,7 @@ def _responses(
 
   def respond(i: jax.Array) -> tuple[jax.Array, jax.Array]:
     tangents = jnp.zeros_like(values).at[i].set(probe_BTD)
-    reads = map(base.main, response(scheme, values, tangents))
+    reads = map(base.query_input, response(scheme, values, tangents))
     reads = jnp.stack([*reads]).astype(jnp.float32)
     gains_LD = jnp.mean(
       reads * probe_BTD[None].astype(jnp.float32), axis=(1, 2)
@@ -120,7 +119,7 @@ def response(
   """How each read changes with the values, at fixed coefficients.
 
   Args:
-    scheme: in the form that computes each read separately.
+    scheme: any; while coefficients are fixed, it computes each read by itself.
     values: v_0, ..., v_L, stacked: [L + 1, B, T, D].
     tangents: directions of change, of the same shape.
 
@@ -133,7 +132,7 @@ def response(
     found = []
 
     def sublayer(l: int, carry: Any, slot: Any) -> jax.Array:
-      found.append(scheme.read(carry, slot))
+      found.append(base.before_norm(scheme, carry, slot))
       return values[l + 1]
 
     state = base.run_through(scheme, values[0], sublayer)
@@ -141,16 +140,3 @@ def response(
 
   with base.fixed_coefficients():
     return jax.jvp(reads, (values,), (tangents,))[1]
-
-
-def definition(model: models.Transformer) -> base.Residual:
-  """The model's scheme in the form that computes each read separately."""
-  scheme = model.residual
-  if scheme.definition is None:
-    return scheme
-  abstract = jax.eval_shape(
-    lambda: scheme.definition(model.config, rngs=nnx.Rngs(params=0))
-  )
-  return jax.tree.unflatten(
-    jax.tree.structure(abstract), jax.tree.leaves(scheme)
-  )

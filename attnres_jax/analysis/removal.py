@@ -31,7 +31,6 @@ from attnres_jax.analysis import edited
 from attnres_jax.analysis.depth_weights import mean_weights
 from attnres_jax.analysis.depth_weights import stack_rows
 from attnres_jax.analysis.magnitudes import cross_entropy
-from attnres_jax.analysis.mixing_matrix import definition
 from attnres_jax.analysis.mixing_matrix import response
 
 
@@ -97,7 +96,7 @@ def _names(members: np.ndarray) -> tuple[str, ...]:
 def _losses(model, tokens_BT, members_ML):
   """The loss, and that without a source in a read, [M, L + 1]."""
   inputs_BT = tokens_BT[:, :-1]
-  scheme = definition(model)
+  scheme = model.residual
   values = jnp.stack(
     [v_BTD.astype(scheme.dtype) for v_BTD in model.trace(inputs_BT).values]
   )

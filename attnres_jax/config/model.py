@@ -97,12 +97,6 @@ class DepthReadConfig(fields.Checked, prefix="model.residual.read"):
     return paired and self.key_norm and not self.window
 
   @property
-  def plain(self) -> bool:
-    """Whether a read is the paper's operator, of some sources and queries."""
-    other = self.heads > 1 or self.rank or self.null != "none"
-    return dataclasses.replace(self, window=0).batched and not other
-
-  @property
   def sums_to_one(self) -> bool:
     """Whether the weights of all sources do."""
     return self.score == "softmax" and self.null == "none"
@@ -450,11 +444,10 @@ class ModelConfig(fields.Checked, prefix="model"):
       which is then not recomputed; `dots`: also the results of matrix products.
     scan_layers: run the sublayers of a depth block that repeat a pattern as one
       `lax.scan` instead of a Python loop: smaller programs, same function.
-    depth_loop: how the depth blocks of Block and Full AttnRes run, outside of
-      decoding. `unrolled`: one after the other; `scan`: sublayers that repeat a
-      pattern as one loop, wherever blocks begin and end, whose program does not
-      grow with depth (`attnres_jax.models.depth_scan`). In a pipeline, each
-      chunk has loops of its own.
+    depth_loop: how the depth blocks of Block AttnRes run, outside of decoding.
+      `unrolled`: one after the other; `scan`: blocks that repeat kinds of
+      sublayers as one loop, whose program does not grow with depth
+      (`attnres_jax.models.block_scan`). In a pipeline, each chunk has a loop.
     attention: variants of `attention` mixers.
     rope: scaling of rotary positions.
     activation: of MLPs and experts.

@@ -151,7 +151,7 @@ def residual_flops(model: config_lib.ModelConfig) -> float:
   def network(scheme, embedding_BTD, y_BTD):
     # Outputs are different arrays, so that each is a separate source.
     def sublayer(l, carry, slot):
-      scheme.read(carry, slot)
+      residuals.base.before_norm(scheme, carry, slot)
       return y_BTD[l]
 
     return scheme.readout(

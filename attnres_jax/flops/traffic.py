@@ -54,7 +54,7 @@ def of_scheme(model: config_lib.ModelConfig) -> Traffic:
     slot = jax.tree.map(
       lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), slots
     )
-    run(type(scheme).read, scheme, carry, slot)
+    run(residuals.base.before_norm, scheme, carry, slot)
     for _ in range(start + 1, stop):
       carry, _ = run(_write_and_read, scheme, carry, slot, vector)
     state = run(
@@ -69,7 +69,7 @@ def of_scheme(model: config_lib.ModelConfig) -> Traffic:
 
 def _write_and_read(scheme, carry, slot, y_BTD):
   carry = scheme.write(carry, slot, y_BTD)
-  return carry, scheme.read(carry, slot)
+  return carry, residuals.base.before_norm(scheme, carry, slot)
 
 
 def _abstract(model: config_lib.ModelConfig) -> tuple[Any, Any]:

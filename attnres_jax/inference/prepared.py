@@ -8,8 +8,8 @@ from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax import sharding
 from attnres_jax.inference import layouts
+from attnres_jax.models import layer_stacks
 from attnres_jax.models import lora
-from attnres_jax.models import stacks
 
 # Name -> whether layers are in arrays of their own; None: on some platforms.
 LAYERS = {"auto": None, "stacked": False, "separate": True}
@@ -54,7 +54,7 @@ def prepared(
   model = lora.merged(model)
   model = sharding.map_parameters(cast, model)
   if separate:
-    model.sublayers = stacks.separated(model.sublayers)
+    model.sublayers = layer_stacks.separated(model.sublayers)
   return model
 
 

@@ -164,7 +164,7 @@ def _reads(config: config_lib.ModelConfig) -> list[Any]:
     found: list[Any] = []
 
     def sublayer(l: int, carry: Any, slot: Any) -> jax.Array:
-      found.append(jax.tree.leaves(residual.read(carry, slot)))
+      found.append(jax.tree.leaves(base.before_norm(residual, carry, slot)))
       return values[l + 1]
 
     state = base.run_through(residual, values[0], sublayer)

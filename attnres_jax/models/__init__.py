@@ -24,8 +24,8 @@ an array of vectors along its last axis. This determines how a mesh shards it
 (`attnres_jax.sharding`) and how it is trained (`attnres_jax.optimizer`).
 """
 
-from attnres_jax.models.stack import Trace
 from attnres_jax.models.transformer import Transformer
 from attnres_jax.models.transformer import build_model
+from attnres_jax.models.trunk import Trace
 
 __all__ = ["Trace", "Transformer", "build_model"]

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from attnres_jax import scopes
 from attnres_jax import sharding
+from attnres_jax.models import layer_stacks
 from attnres_jax.models import memory as memory_lib
-from attnres_jax.models import stack
-from attnres_jax.models import stacks
+from attnres_jax.models import trunk
 from attnres_jax.models.mixers import cache as cache_lib
 from attnres_jax.models.residuals import base
 
@@ -23,7 +23,7 @@ RESIDUAL = "residual"
 
 
 def extend(
-  sublayers: stack.Sublayers,
+  sublayers: trunk.Sublayers,
   kinds: Sequence[str],
   residual: base.Residual,
   embedding_BTD: jax.Array,
@@ -35,18 +35,18 @@ def extend(
   context: int | None = None,
   with_reads: bool = False,
 ) -> tuple[jax.Array, dict[str, Any], jax.Array | None]:
-  """`stack.run`, for new tokens of rows whose earlier tokens are in caches.
+  """`trunk.run`, for new tokens of rows whose earlier tokens are in caches.
 
   Args:
-    sublayers: as in `stack.run`.
-    kinds: as in `stack.run`.
-    residual: as in `stack.run`.
+    sublayers: as in `trunk.run`.
+    kinds: as in `trunk.run`.
+    residual: as in `trunk.run`.
     embedding_BTD: of the new tokens.
     caches: of mixers by kind, stacked like the sublayers, or `cache.Layers`;
       and of the scheme, if it looks back.
     chunk: the new tokens.
-    memory: as in `stack.run`.
-    scan: as in `stack.run`.
+    memory: as in `trunk.run`.
+    scan: as in `trunk.run`.
     context: at least as many tokens as any row has before the chunk; by default
       as many as there is room for.
     with_reads: whether the reads of all sublayers are wanted.
@@ -59,24 +59,22 @@ def extend(
   # So do layers in arrays of their own.
   scan &= not any(map(_is_separate, [*sublayers.values(), *caches.values()]))
   places = {kind: itertools.count() for kind in sublayers}
-  if not scan and embedding_BTD.shape[1] == 1:
-    residual = residual.for_few_tokens()
 
   def apply(residual, memory, kind, l, both, slots, segment_ids_BT):
     if not scan:
       l = next(places[kind])
     layers: Any = sublayers[kind]
     if isinstance(layers, nnx.List):
-      (single,) = stacks.unstack(layers[l], 1)
+      (single,) = layer_stacks.unstack(layers[l], 1)
     else:
       # Out of the whole stack: a loop over part of it would copy that part.
-      single = stacks.one_of(layers, l)
+      single = layer_stacks.one_of(layers, l)
     core: Any = _OfWholeRows(single.core)
     if kind in caches:
       cache = cache_lib.layer(caches[kind], l, context)
       core = _WithCache(core, cache, chunk)
     reader = _Watched(residual) if with_reads else residual
-    y_BTD, new, carry, _ = stack.apply_sublayer(
+    y_BTD, new, carry, _ = trunk.apply_sublayer(
       reader,
       memory,
       kind,
@@ -100,7 +98,7 @@ def extend(
   with looking_back:
     with scopes.part(scopes.RESIDUAL):
       state = residual.init(embedding_BTD)
-    (state, _), kept = stack.run_part_with_memory(
+    (state, _), kept = trunk.run_part_with_memory(
       {kind: jnp.arange(count) for kind, count in counts.items()},
       kinds,
       residual,
@@ -117,14 +115,14 @@ def extend(
   added: dict[str, Any] = {}
   for kind in caches.keys() & set(kinds):
     found = [
-      stacks.interleave(
+      layer_stacks.interleave(
         [out for k, (out, _) in zip(run.kinds, outs) if k == kind]
       )
       for run, outs in kept
       if kind in run.kinds
     ]
     is_separate = _is_separate(caches[kind])
-    join = _as_layers if is_separate else stacks.concatenate
+    join = _as_layers if is_separate else layer_stacks.concatenate
     added[kind] = join(found)
   if history is not None:
     later = tuple(a[None] for a in history.later)
@@ -133,8 +131,8 @@ def extend(
     added[RESIDUAL] = later
   reads_LBTD = None
   if with_reads:
-    reads_LBTD = stacks.concatenate(
-      [stacks.interleave([read for _, read in outs]) for _, outs in kept]
+    reads_LBTD = layer_stacks.concatenate(
+      [layer_stacks.interleave([read for _, read in outs]) for _, outs in kept]
     )
   return h_BTD, added, reads_LBTD
 
@@ -154,10 +152,10 @@ class _Watched:
     self.read_BTD: jax.Array | None = None
     self._residual = residual
 
-  def read_and_carry_on(self, carry: Any, slot: Any, norm: Any) -> Any:
-    h = self._residual.read(carry, slot)
-    self.read_BTD = base.main(h)
-    return jax.tree.map(norm, h), carry
+  def read(self, carry: Any, slot: Any, norm: base.Norm) -> tuple[Any, Any]:
+    h = base.before_norm(self._residual, carry, slot)
+    self.read_BTD = base.query_input(h)
+    return base.normed(h, norm), carry
 
 
 class _OfWholeRows:

@@ -13,14 +13,14 @@ from attnres_jax import scopes
 from attnres_jax import sharding
 from attnres_jax.models import decoding
 from attnres_jax.models import embedding
+from attnres_jax.models import layer_stacks
 from attnres_jax.models import linear
 from attnres_jax.models import lora
 from attnres_jax.models import memory
 from attnres_jax.models import norm
 from attnres_jax.models import residuals
-from attnres_jax.models import stack
-from attnres_jax.models import stacks
 from attnres_jax.models import sublayer
+from attnres_jax.models import trunk
 from attnres_jax.models.mixers import cache as cache_lib
 
 
@@ -47,7 +47,7 @@ class Transformer(nnx.Module):
     embedding: token vectors and output head.
     sublayers: ONE module per kind of sublayer; every leaf has a leading axis
       over the sublayers of that kind, in the order of depth. While decoding, a
-      list of modules for one sublayer each instead (`stacks.separated`).
+      list of modules for one sublayer each instead (`layer_stacks.separated`).
     residual: the scheme that connects the sublayers.
     depth_memory: what mixers keep for later mixers.
     final_norm: between the scheme's readout and the head, in most schemes.
@@ -98,8 +98,8 @@ class Transformer(nnx.Module):
     self, embedding_BTD: jax.Array, segment_ids_BT: jax.Array | None = None
   ) -> jax.Array:
     """`hidden` of the token vectors."""
-    h_BTD = stack.run(
-      stacks.joined(self.sublayers),
+    h_BTD = trunk.run(
+      layer_stacks.joined(self.sublayers),
       self.config.sublayer_kinds,
       self.residual,
       embedding_BTD,
@@ -227,9 +227,9 @@ class Transformer(nnx.Module):
     def run(residual: residuals.Residual, h_BTD: jax.Array) -> list[jax.Array]:
       def sublayer(l: int, carry: Any, slot: Any) -> jax.Array:
         del l
-        h = residual.read(carry, slot)
+        h = residuals.base.before_norm(residual, carry, slot)
         separate.append(isinstance(h, residuals.QKV))
-        return residuals.base.main(h)
+        return residuals.base.query_input(h)
 
       residual.readout(residuals.run_through(residual, h_BTD, sublayer))
       return history.later
@@ -243,10 +243,10 @@ class Transformer(nnx.Module):
 
   def trace(
     self, tokens_BT: jax.Array, segment_ids_BT: jax.Array | None = None
-  ) -> stack.Trace:
+  ) -> trunk.Trace:
     """Sublayer outputs v_0..v_L and reads h_1..h_L, h_out, for analysis."""
-    return stack.trace(
-      stacks.joined(self.sublayers),
+    return trunk.trace(
+      layer_stacks.joined(self.sublayers),
       self.config.sublayer_kinds,
       self.residual,
       self.embedding.encode(tokens_BT),

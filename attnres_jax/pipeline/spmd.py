@@ -46,7 +46,7 @@ from attnres_jax import models
 from attnres_jax import precision
 from attnres_jax import scopes
 from attnres_jax import sharding
-from attnres_jax.models import depth_places
+from attnres_jax.models import block_scan
 from attnres_jax.models import memory as memory_lib
 from attnres_jax.pipeline import checks
 from attnres_jax.pipeline import memory
@@ -463,10 +463,9 @@ def make_pipeline(
     layout, block_size=scheme.block_size, stream=scheme.stream
   )
   if config.model.depth_loop == "scan":
-    depth_places.check(
-      config.model.sublayer_kinds, layout.ends, scheme, memory_lib.NoMemory(),
-      scan=config.model.scan_layers,
-    )  # fmt: skip
+    block_scan.check(
+      config.model.sublayer_kinds, layout.ends, scheme, memory_lib.NoMemory()
+    )
   chunks = network(config, layout)
   rows = config.data.batch_size // sharding.num_row_shards(mesh) // microbatches
   block, partial = _state_shapes(chunks, model, rows)

@@ -21,9 +21,9 @@ ranks share the work of the head.
 Every chunk is a separate function, traced for its own sublayers, sources and
 position: kinds of sublayers, sizes and block boundaries may differ between
 chunks without masked work. The price is a program with a body per chunk instead
-of per rank. With `model.depth_loop="scan"`, a chunk runs sublayers that repeat
-a pattern as one loop, so that its body does not grow with depth. Rows of
-weights are padded to the largest number of sublayers of a kind in any chunk.
+of per rank. With `model.depth_loop="scan"`, a chunk runs blocks that repeat
+kinds of sublayers as one loop, so that its body does not grow with depth. Rows
+of weights are padded to the largest number of sublayers of a kind in any chunk.
 """
 
 import collections
@@ -39,8 +39,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import loss as loss_lib
 from attnres_jax import precision
 from attnres_jax import scopes
-from attnres_jax.models import stack
-from attnres_jax.models.residuals import depth_operators
+from attnres_jax.models import trunk
 from attnres_jax.pipeline import layout as layout_lib
 from attnres_jax.pipeline import memory
 from attnres_jax.pipeline import placement
@@ -117,7 +116,7 @@ class Network:
   def run(
     self,
     chunk: int,
-    sublayers: stack.Sublayers,
+    sublayers: trunk.Sublayers,
     shared: Shared,
     blocks: tuple[jax.Array, ...],
     partial: Any,
@@ -144,7 +143,7 @@ class Network:
         state = residual.init(partial)
     else:
       state = residual.put_together(blocks, partial)
-    state = stack.run_part(
+    state = trunk.run_part(
       sublayers,
       self.kinds(chunk),
       residual,
@@ -157,7 +156,7 @@ class Network:
     )
     if chunk < self.layout.num_chunks - 1:
       after, partial = residual.take_apart(state)
-      return depth_operators.sources_from(after, len(blocks)), partial
+      return tuple(after[len(blocks) :]), partial
     with scopes.part(scopes.RESIDUAL):
       h_BTD = residual.readout(state)
     with scopes.part(scopes.NORM):
@@ -364,7 +363,7 @@ class Stage:
     place = self._place(chunk, total)
     return total.at[place, : more.shape[0]].add(more)
 
-  def _own(self, chunk: int, weights: Mapping[str, Any]) -> stack.Sublayers:
+  def _own(self, chunk: int, weights: Mapping[str, Any]) -> trunk.Sublayers:
     """The sublayers of a chunk, from `Work.weights`.
 
     In the dtype of master weights, like their gradients; matrix products cast

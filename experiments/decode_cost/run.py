@@ -33,7 +33,7 @@ import numpy as np
 from attnres_jax import command_line
 from attnres_jax import config as config_lib
 from attnres_jax import models
-from attnres_jax.models import stacks
+from attnres_jax.models import layer_stacks
 from attnres_jax.models.mixers import cache as cache_lib
 from experiments import measure as measure_lib
 from experiments import publish
@@ -188,7 +188,7 @@ def _model(scheme: str, how: str) -> models.Transformer:
   )
   model = models.build_model(config)
   if how == SEPARATE:
-    model.sublayers = stacks.separated(model.sublayers)
+    model.sublayers = layer_stacks.separated(model.sublayers)
   return model
 
 

@@ -117,7 +117,7 @@ def _state_vectors(model: config_lib.ModelConfig) -> float:
       for l in range(start, stop):
         carry, slots = scheme.open(state, l, l + 1)
         slot = jax.tree.map(lambda leaf: leaf[0], slots)
-        scheme.read(carry, slot)
+        residuals.base.before_norm(scheme, carry, slot)
         carry = scheme.write(carry, slot, embedding_BTD)
         state = scheme.close(state, carry, l + 1)
         sizes.append(sum(leaf.size for leaf in jax.tree.leaves(state)))

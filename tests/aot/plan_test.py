@@ -12,7 +12,7 @@ from attnres_jax import train_state
 from attnres_jax.aot import candidates
 from attnres_jax.aot import plan as plan_lib
 from attnres_jax.aot import topology
-from attnres_jax.models import stack
+from attnres_jax.models import trunk
 from tests.aot import small
 
 pytestmark = pytest.mark.needs("libtpu")
@@ -36,7 +36,7 @@ def test_every_plan_is_a_config_of_all_devices(devices):
   # Two rows a device in one or two microbatches, fsdp of 1 or 2.
   meshes = {tuple(plan.overrides.values())[:3] for plan in found}
   assert meshes == {(4, 1, 1), (2, 2, 1)}
-  assert len(found) == len(meshes) * 2 * len(stack.REMAT)
+  assert len(found) == len(meshes) * 2 * len(trunk.REMAT)
   for plan in found:
     applied = plan.apply(config)
     mesh = applied.mesh

@@ -4,6 +4,7 @@
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,6 +15,8 @@ from attnres_jax import sharding
 from attnres_jax import train_state
 from attnres_jax.models import residuals
 from attnres_jax.models import sublayer
+from attnres_jax.models.residuals import depth_read
+from tests import tiny_network
 from tests import tiny_run
 
 TEXT = (tiny_run.ROOT / "docs" / "architecture.md").read_text()
@@ -73,3 +76,39 @@ def test_a_scheme_and_a_mixer_train(registries):
   # Attention with as many heads as keys, then three matrices, both width^2.
   assert count.projections == 2 * (4 + 3) * width**2
   assert figures.name_of("damped") == "Damped"
+
+
+@pytest.mark.parametrize("name", ["block_attnres", "full_attnres"])
+def test_one_function_changes_the_weighting(monkeypatch, name):
+  network = tiny_network.model(name, form="one_softmax")
+  tokens_BT = np.arange(6, dtype=np.int32)[None]
+  before_BTD = network.hidden(tokens_BT)
+  scheme = network.residual
+  # At zero queries, every weighting that sums to one is a mean.
+  scheme.queries.query[...] += 0.5
+  softmax_BTD = network.hidden(tokens_BT)
+  monkeypatch.setattr(depth_read, "weigh", depth_read.weigh)
+  _run("Change the weighting")
+  values = network.trace(tokens_BT).values
+  weights = scheme.depth_weights(values)
+  for l, weights_MBT in enumerate(weights):
+    np.testing.assert_allclose(jnp.sum(weights_MBT, axis=0), 1, rtol=1e-5)
+    mixture_BTD = sum(
+      weight_BT[..., None] * source_BTD
+      for weight_BT, source_BTD in zip(weights_MBT, _sources(scheme, values, l))
+    )
+    np.testing.assert_allclose(
+      network.trace(tokens_BT).reads[l], mixture_BTD, atol=1e-5
+    )
+  assert np.any(np.abs(network.hidden(tokens_BT) - softmax_BTD) > 1e-4)
+  scheme.queries.query[...] *= 0
+  np.testing.assert_allclose(network.hidden(tokens_BT), before_BTD, atol=1e-5)
+
+
+def _sources(scheme, values, l):
+  """What read l + 1 attends to, from sublayer outputs."""
+  size = scheme.block_size
+  sources = [values[0]]
+  for start in range(0, l, size):
+    sources.append(sum(values[start + 1 : min(start + size, l) + 1]))
+  return sources

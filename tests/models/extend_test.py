@@ -14,8 +14,8 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import models
+from attnres_jax.models import layer_stacks
 from attnres_jax.models import residuals
-from attnres_jax.models import stacks
 from attnres_jax.models import sublayer
 from attnres_jax.models.mixers import cache as cache_lib
 from tests import tiny_network
@@ -77,7 +77,7 @@ def _check(model, tokens_T, tolerance=2e-5, separate=False):
     cache, hidden = model.init_cache(ROWS, TOKENS), []
     if separate:
       model = jax.tree.map(lambda a: a, model)
-      model.sublayers = stacks.separated(model.sublayers)
+      model.sublayers = layer_stacks.separated(model.sublayers)
       cache = cache_lib.separated(cache)
     for i, (tokens_BT, _, length_B) in enumerate(chunks):
       # The first tokens do not read a cache.

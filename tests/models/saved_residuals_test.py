@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from attnres_jax.models import stack
+from attnres_jax.models import trunk
 from tests import jaxprs
 from tests import tiny_network
 
@@ -22,8 +22,8 @@ def _saved(remat, dtype="float32", scan=True, **residual):
   model = jax.eval_shape(lambda: tiny_network.model(**fields, **residual))
   embedding = jax.ShapeDtypeStruct((1, TOKENS, WIDTH), dtype)
 
-  def trunk(layers, residual, embedding):
-    return stack.run(
+  def network(layers, residual, embedding):
+    return trunk.run(
       layers,
       model.config.sublayer_kinds,
       residual,
@@ -33,7 +33,7 @@ def _saved(remat, dtype="float32", scan=True, **residual):
       remat=remat,
     )
 
-  kept = jaxprs.saved(trunk, model.sublayers, model.residual, embedding)
+  kept = jaxprs.saved(network, model.sublayers, model.residual, embedding)
   return kept, len(model.residual.segments())
 
 
@@ -110,8 +110,8 @@ def test_reads_of_depth_keep_no_float32_vectors(scan):
   # Of every read its mixture, its partial sum and its result; and the blocks.
   count = 3 * 2 * LAYERS + num_blocks
   if not scan:
-    # Of the first read of a block, phase 1 makes the result.
-    count -= 2 * num_blocks
+    # In front of the first read of a block, there is no partial sum.
+    count -= num_blocks
   assert sum(a.size for a in vectors) == count * TOKENS * WIDTH
 
 

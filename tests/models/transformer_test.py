@@ -12,7 +12,7 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax.models import residuals
-from attnres_jax.models import stack
+from attnres_jax.models import trunk
 from attnres_jax.models.mixers import rope as rope_lib
 from tests import tiny_network
 from tests.models import trunks
@@ -217,7 +217,7 @@ def test_gradients_are_causal(name):
     """Of every position's embedding on the output at position t."""
 
     def output(embedding):
-      h = stack.run(
+      h = trunk.run(
         model.sublayers,
         model.config.sublayer_kinds,
         model.residual,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Toy trunks in float64, and the paper's equations to compare them with.
 
-`stack.run` with a scheme of the library on one side; on the other the same
+`trunk.run` with a scheme of the library on one side; on the other the same
 sublayers run by the definitions below, which are written from the paper
 (arXiv:2603.15031, Eq. 1-6, Fig. 2) in NumPy, which compiles nothing, and share
 no code with it. Every function here must run under `jax.enable_x64(True)`.
@@ -21,7 +21,7 @@ import numpy as np
 from attnres_jax import config as config_lib
 from attnres_jax.models import norm as norm_lib
 from attnres_jax.models import residuals
-from attnres_jax.models import stack
+from attnres_jax.models import trunk
 from attnres_jax.models.residuals import base as residuals_base
 
 WIDTH = 6
@@ -39,6 +39,8 @@ class ToyNorm(NamedTuple):
 
   def __call__(self, h):
     return rms_norm(h, self.eps) * self.gain[None, None, :]
+
+  in_one_pass = __call__
 
 
 @jax.tree_util.register_dataclass
@@ -146,7 +148,7 @@ def scheme(name, num_sublayers, *, seed=1, scale=1.0, eps=EPS, **fields):
 @functools.partial(jax.jit, static_argnames=("scan", "remat"))
 def run(layers, module, embedding, *, scan=True, remat="none"):
   kinds = tuple(KINDS[l % 2] for l in range(module.num_sublayers))
-  return stack.run(
+  return trunk.run(
     layers, kinds, module, embedding, None, scan=scan, remat=remat
   )
 
@@ -270,7 +272,7 @@ def reads(module, values):
     carry, slots = module.open(state, start, stop)
     for l in range(start, stop):
       slot = jax.tree.map(operator.itemgetter(l - start), slots)
-      out.append(module.read(carry, slot))
+      out.append(residuals_base.before_norm(module, carry, slot))
       carry = module.write(carry, slot, values[l + 1])
     state = module.close(state, carry, stop)
   return [*out, module.readout(state)]

@@ -107,7 +107,7 @@ class Moda(base.DepthMemory):
       return y_BTD, State(mixers=((key, value),))
     y_BTD, new, done = core(x, segment_ids_BT), State(), len(state.mlps)
     if kind in self.sublayer_kinds[1::2] and done < self.key.shape[0]:
-      x_BTD = residual_base.main(x)
+      x_BTD = residual_base.query_input(x)
       key = linear.linear(x_BTD, self.key[done])
       new = State(mlps=((key, linear.linear(x_BTD, self.value[done])),))
     return y_BTD, new

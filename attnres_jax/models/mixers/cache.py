@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from attnres_jax import sharding
-from attnres_jax.models import stacks
+from attnres_jax.models import layer_stacks
 
 
 class Chunk(NamedTuple):
@@ -161,7 +161,8 @@ def map_both(tokens: Any, recurrent: Any, *caches: Any) -> Any:
 def separated(cache: Cache) -> Cache:
   """The same cache as `Layers`."""
   states = {
-    k: Layers(stacks.unstacked(state)) for k, state in cache.states.items()
+    k: Layers(layer_stacks.unstacked(state))
+    for k, state in cache.states.items()
   }
   return cache._replace(states=states)
 
@@ -204,7 +205,7 @@ def layer(cache: Any, l: jax.Array, context: int | None = None) -> Any:
     sizes = *sizes, a.shape[4]
     return jnp.squeeze(jax.lax.dynamic_slice(a, (l, 0, 0, 0, 0), sizes), 0)
 
-  return map_both(tokens, lambda a: stacks.one_of(a, l), cache)
+  return map_both(tokens, lambda a: layer_stacks.one_of(a, l), cache)
 
 
 def _single(stack_of_one: Any) -> Any:

@@ -7,9 +7,9 @@ Symbols of arXiv:2603.15031 and their names here:
   l       a sublayer, counted from 1   l = start + 1 + position in the segment
   v_0     token embedding, = h_1       embedding_BTD
   v_l     output of sublayer l         y_BTD
-  h_l     input of sublayer l          h_BTD, what `read` returns
-  w_l     pseudo-query                 depth_reads.DepthQueries.query
-  g_l     key-norm gain                depth_reads.DepthQueries.gain
+  h_l     input of sublayer l          h_BTD, what `read` normalises
+  w_l     pseudo-query                 depth_read.DepthQueries.query
+  g_l     key-norm gain                depth_read.DepthQueries.gain
   S, N    sublayers per block, blocks  ResidualConfig.block_size, num_blocks
   b_n     block representation         BlockState.blocks[n]
   b_n^i   partial sum of a block       BlockState.partial, and the carry
@@ -59,7 +59,7 @@ __all__ = [
   "scheme_of",
 ]
 
-# Name -> class, in the form that training uses: two-phase if there is one.
+# Name -> class.
 RESIDUALS: dict[str, type[base.Residual]] = {
   "prenorm": prenorm.PreNorm,
   "rescaled": prenorm.Rescaled,
@@ -115,7 +115,7 @@ RESIDUALS: dict[str, type[base.Residual]] = {
 def build_residual(
   config: config_lib.ModelConfig, *, rngs: nnx.Rngs
 ) -> base.Residual:
-  """The scheme of `config.residual`, in the form of `config.residual`.
+  """The scheme of `config.residual`.
 
   Raises:
     ConfigError: there is no such scheme; lists the schemes by family.
@@ -125,12 +125,9 @@ def build_residual(
 
 def scheme_of(config: config_lib.ModelConfig) -> type[base.Residual]:
   """The class of `build_residual`."""
-  scheme = config_lib.choose(
+  return config_lib.choose(
     "model.residual.name", config.residual.name, RESIDUALS, families=families()
   )
-  if not config.residual.batched and scheme.definition is not None:
-    scheme = scheme.definition
-  return scheme
 
 
 def abstract_residual(config: config_lib.ModelConfig) -> base.Residual:

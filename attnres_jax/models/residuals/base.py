@@ -7,13 +7,15 @@ A network is L sublayers f_1..f_L. A scheme decides what each of them reads:
   for start, stop in scheme.segments():
     carry, slots = scheme.open(state, start, stop)
     for i in range(stop - start):
-      h = scheme.read(carry, slots[i])
-      carry = scheme.write(carry, slots[i], f_{start+i+1}(h))
+      x, carry = scheme.read(carry, slots[i], norm_{start+i+1})
+      carry = scheme.write(carry, slots[i], core_{start+i+1}(x))
     state = scheme.close(state, carry, stop)
   h_out = scheme.readout(state)
 
 The state is valid between any two sublayers; it is what crosses a pipeline
-boundary. Opening a segment splits it in two. The *carry* is the part that
+boundary. What a sublayer reads, h, goes through the sublayer's pre-norm inside
+of `read`, so that a scheme can fuse the two. Opening a segment splits the state
+in two. The *carry* is the part that
 sublayers change; if `scannable`, its shape is constant along the segment, so
 that a `lax.scan` may carry it. The *slots* are what else each sublayer needs
 (its own parameters, its phase-1 results), stacked on a leading axis over which
@@ -29,7 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
 import enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from flax import nnx
 import jax
@@ -39,6 +41,8 @@ import jax.numpy as jnp
 from attnres_jax import config as config_lib
 from attnres_jax import scopes
 from attnres_jax.models import norm as norm_lib
+
+Norm = norm_lib.RMSNorm | norm_lib.Identity
 
 # The name by which activation checkpointing recognises the running state.
 DEPTH_STATE = "depth_state"
@@ -98,6 +102,9 @@ class QKV(NamedTuple):
   value: jax.Array
 
 
+_Input = TypeVar("_Input", jax.Array, QKV, jax.Array | QKV)
+
+
 def qkv(x: jax.Array | QKV) -> QKV:
   """The three inputs of a mixer, which are one unless they differ."""
   return x if isinstance(x, QKV) else QKV(x, x, x)
@@ -110,20 +117,13 @@ class Residual(nnx.Module):
     style: its style in tables and figures.
     certainty: what its definition was taken from; docstrings say more.
     headline: whether tables list it beside any other scheme.
-    definition: a class that computes the same function exactly as in the paper,
-      if this one batches or reorders; None if this is the definition.
     num_sublayers: L.
     dtype: of what sublayers read and of stored activations. Running sums are
       float32 (float64 only where this is).
     scannable: whether the carry keeps its structure between sublayers.
+    scans_blocks: whether `models.block_scan` can run its blocks.
     block_size: sublayers between one completed block and the next.
     stream: whether states have more than blocks at the end of a block, too.
-    banked: whether the sources may be rows of one array, of which as many are
-      read as there are when a segment opens (`models.depth_scan`). Segments of
-      such a scheme are of one size, and it has `num_sources`, `open_rows` and
-      `step`; if `sums_open`, also `can_sink`.
-    sums_open: whether there is one open row, a sum, in place of one row per
-      sublayer.
     reads_depth: whether `config.residual.read` describes its reads; otherwise,
       this has to keep its defaults.
     pre_norm: whether sublayers have a norm (with a gain) in front of them;
@@ -137,13 +137,11 @@ class Residual(nnx.Module):
   style = Style()
   certainty = Certainty.OURS
   headline = False
-  definition: "type[Residual] | None" = None
-  scannable = True
+  scannable: bool = True
+  scans_blocks: bool = False
   # Sublayers of a completed block; None if states contain no blocks.
   block_size: int | None = None
   stream = False
-  banked = False
-  sums_open = False
   reads_depth = False
   pre_norm = True
   final_norm = True
@@ -197,38 +195,17 @@ class Residual(nnx.Module):
     """(carry, slots) of sublayers start..stop-1, counted from 0."""
     raise NotImplementedError
 
-  def open_normed(
-    self, state: Any, start: int, stop: int, norm: Any
-  ) -> tuple[Any, Any]:
-    """`open`, given the norm of sublayer `start`. Schemes may fuse the two.
-
-    The carry is then for `read_normed` with this norm, and not for `read`.
-    """
-    del norm
-    return self.open(state, start, stop)
-
-  def read(self, carry: Any, slot: Any) -> jax.Array | QKV:
-    """h_BTD, the input of a sublayer before its pre-norm."""
-    raise NotImplementedError
-
-  def read_normed(self, carry: Any, slot: Any, norm: Any) -> jax.Array | QKV:
-    """norm(h_BTD), the input of a core. Schemes may fuse the two.
-
-    `norm` is the sublayer's `norm.RMSNorm`, or `norm.Identity`.
-    """
-    h = self.read(carry, slot)
-    with scopes.part(scopes.NORM):
-      return jax.tree.map(norm, h)
-
-  def read_and_carry_on(
-    self, carry: Any, slot: Any, norm: Any
+  def read(
+    self, carry: Any, slot: Any, norm: Norm
   ) -> tuple[jax.Array | QKV, Any]:
-    """`read_normed`, and the carry for `write`.
+    """What a sublayer's core reads, norm(h_BTD), and the carry for `write`.
 
-    It is equal to the carry given, but its gradient may pass through the read,
-    which then adds its own.
+    Args:
+      carry: before the sublayer.
+      slot: of the sublayer.
+      norm: of the sublayer: `norm.RMSNorm` or `norm.Identity`.
     """
-    return self.read_normed(carry, slot, norm), carry
+    raise NotImplementedError
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
     """Carry after a sublayer whose output is y_BTD."""
@@ -240,57 +217,6 @@ class Residual(nnx.Module):
 
   def readout(self, state: Any) -> jax.Array:
     """h_out [B, T, D], which goes to the final norm and the head."""
-    raise NotImplementedError
-
-  def num_sources(self, l: int) -> int:
-    """How many there are when a segment is opened before sublayer l."""
-    raise NotImplementedError
-
-  def open_rows(
-    self, rest: Any, shape: tuple[int, ...], size: int
-  ) -> jax.Array:
-    """What will be sources after a segment, before its first sublayer.
-
-    Args:
-      rest: of the state, as in `take_apart`.
-      shape: of a source.
-      size: most sublayers of a segment.
-    """
-    raise NotImplementedError
-
-  def step(
-    self,
-    reads: Any,
-    mixtures: tuple[jax.Array, jax.Array],
-    open_RBTD: jax.Array,
-    place: jax.Array | int,
-    first: jax.Array | bool,
-    sublayer: Callable[[tuple[Any, Any]], jax.Array],
-    rows: Any,
-    norm: Any,
-    sinks: Any,
-  ) -> tuple[jax.Array, Any]:
-    """The output of a sublayer of a segment, given the open rows before it.
-
-    Args:
-      reads: of this sublayer, with a leading axis of 1.
-      mixtures: of the sources of the segment, and their log-normalisers.
-      open_RBTD: rows, in the model's dtype; without meaning if it is the first
-        sublayer.
-      place: how many sublayers of the segment have run.
-      first: whether nothing of the segment has run, not even elsewhere.
-      sublayer: maps what `read_normed` gets, a carry and a slot, to its output.
-      rows: where mixtures [V, Q, B, T, D] of several sublayers lie, and which
-        of Q is this one; and the same of open rows if `sums_open`, [K, B, T, D]
-        of several sublayers. See `attnres_kernels.Row`; either may be None.
-      norm: of the sublayer.
-      sinks: for the gradients of its mixture and of the open row, see
-        `attnres_kernels.Sinks`; None unless `sums_open` and `can_sink`.
-
-    Returns:
-      The output; and, for gradients to pass through, the sinks, or else the
-      rows as they came unless `sums_open`.
-    """
     raise NotImplementedError
 
   def take_apart(self, state: Any) -> tuple[tuple[jax.Array, ...], Any]:
@@ -305,10 +231,6 @@ class Residual(nnx.Module):
     """The inverse of `take_apart`."""
     del blocks
     return rest
-
-  def for_few_tokens(self) -> "Residual":
-    """The same scheme in the form for one token per row, outside of scans."""
-    return self
 
   def running_state(self, trace: Trace) -> tuple[jax.Array, ...]:
     """After each sublayer, the state whose magnitude the paper's Fig. 5b plots.
@@ -360,7 +282,18 @@ def run_through(
   return state
 
 
-def main(h: jax.Array | QKV) -> jax.Array:
+def normed(h: _Input, norm: Norm) -> _Input:
+  """The pre-norm of what a sublayer reads, which compilers fuse."""
+  with scopes.part(scopes.NORM):
+    return jax.tree.map(norm, h)
+
+
+def before_norm(residual: Residual, carry: Any, slot: Any) -> jax.Array | QKV:
+  """h_BTD, what a sublayer reads before its norm."""
+  return residual.read(carry, slot, norm_lib.Identity())[0]
+
+
+def query_input(h: jax.Array | QKV) -> jax.Array:
   """What a sublayer reads [B, T, D]; the query's if there are several."""
   return h.query if isinstance(h, QKV) else h
 

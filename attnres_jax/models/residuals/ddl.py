@@ -103,8 +103,11 @@ class DDL(base.Residual):
       self.beta_bias[at],
     )
 
-  def read(self, carry: jax.Array, slot: Site) -> jax.Array:
-    return self._context(carry, slot)[1].astype(self.dtype)
+  def read(
+    self, carry: jax.Array, slot: Site, norm: base.Norm
+  ) -> tuple[jax.Array, Any]:
+    h_BTD = self._context(carry, slot)[1].astype(self.dtype)
+    return base.normed(h_BTD, norm), carry
 
   def write(self, carry: jax.Array, slot: Site, y_BTD: jax.Array) -> jax.Array:
     x_BTD, context_BTD = self._context(carry, slot)

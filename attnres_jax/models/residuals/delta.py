@@ -22,9 +22,9 @@ import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
 from attnres_jax import precision
+from attnres_jax.models import norm as norm_lib
 from attnres_jax.models.residuals import base
-from attnres_jax.models.residuals import depth_attention
-from attnres_jax.models.residuals import depth_reads
+from attnres_jax.models.residuals import depth_read
 from attnres_jax.models.residuals import full_attnres
 
 # Where the parameter of a sigmoid gate starts (arXiv:2605.18855, its code).
@@ -52,7 +52,7 @@ class Slot(NamedTuple):
   attention: Any
 
 
-class Stream(depth_attention.DepthAttention):
+class Stream(depth_read.DepthAttention):
   """Shared by all forms: the stream, its gate, no attention at the readout.
 
   That the gates of the released code are parameters, and do not depend on the
@@ -106,22 +106,29 @@ class Stream(depth_attention.DepthAttention):
 
     return jax.tree.map(added, rho)
 
-  def read_normed(
-    self, carry: Any, slot: Any, norm: Any
-  ) -> jax.Array | base.QKV:
-    return base.Residual.read_normed(self, carry, slot, norm)
 
+class DeltaAttnRes(Stream, full_attnres.FullAttnRes):
+  """Delta AttnRes over all values.
 
-class _OverValues(Stream):
-  """The part of the full forms that is not Full AttnRes."""
+  PreNorm's function at zero queries, where h_l = x_l (1 + 1/l) for l > 1. The
+  state is that of Full AttnRes, of which the stream is the sum; 2 D parameters
+  per sublayer. M_{i->l} = 1 + a_{i->l}.
+  """
+
+  style = base.Style("Delta AttnRes", "#8a4fc4", "^", (0, (4, 2.5)))
+  certainty = base.Certainty.CODE
+  headline = False
 
   def open(self, state: Any, start: int, stop: int) -> tuple[Any, Any]:
     sources, slots = super().open(state, start, stop)
     return Carry(sources, _sum(state)), Slot(self.gates(start, stop), slots)
 
-  def read(self, carry: Any, slot: Any) -> jax.Array | base.QKV:
-    rho = super().read(carry.sources, slot.attention)
-    return self.add(carry.stream_BTD, slot.gate, rho)
+  def read(
+    self, carry: Any, slot: Any, norm: base.Norm
+  ) -> tuple[jax.Array | base.QKV, Any]:
+    rho, _ = super().read(carry.sources, slot.attention, norm_lib.Identity())
+    h = self.add(carry.stream_BTD, slot.gate, rho)
+    return base.normed(h, norm), carry
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
     sources = super().write(carry.sources, slot.attention, y_BTD)
@@ -142,31 +149,6 @@ class _OverValues(Stream):
     return (_no_weights(values[:1]), *attended, _no_weights(values))
 
 
-class DeltaAttnResOneSoftmax(_OverValues, full_attnres.FullAttnResOneSoftmax):
-  """The definition: one softmax over all values per sublayer.
-
-  PreNorm's function at zero queries, where h_l = x_l (1 + 1/l) for l > 1. The
-  state is that of Full AttnRes, of which the stream is the sum; 2 D parameters
-  per sublayer. M_{i->l} = 1 + a_{i->l}.
-  """
-
-  style = base.Style("Delta AttnRes", "#8a4fc4", "^", (0, (4, 2.5)))
-  certainty = base.Certainty.CODE
-  headline = False
-
-
-class DeltaAttnRes(_OverValues, full_attnres.FullAttnRes):
-  """The same function in two phases."""
-
-  style, headline = DeltaAttnResOneSoftmax.style, False
-  definition = DeltaAttnResOneSoftmax
-  # Neither loops of depth blocks nor the form for few tokens have the stream.
-  banked = False
-
-  def for_few_tokens(self) -> base.Residual:
-    return self
-
-
 class BlockState(NamedTuple):
   """b_0, b_1, ... of the completed blocks, and the stream in float32."""
 
@@ -174,8 +156,8 @@ class BlockState(NamedTuple):
   stream_BTD: jax.Array
 
 
-class DeltaBlockOneSoftmax(Stream):
-  """The definition of the block form, which is not PreNorm at its start.
+class DeltaBlock(Stream):
+  """The block form, which is not PreNorm at its start.
 
   A block is what the stream changed by since the last one was completed,
   x - sum(b), which also takes up what rounding the earlier ones has lost. (The
@@ -191,6 +173,7 @@ class DeltaBlockOneSoftmax(Stream):
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     self.block_size = config.residual.sublayers_per_block(config.num_sublayers)
     super().__init__(config, rngs=rngs)
+    self.scannable = self.two_phase
 
   def segments(self) -> tuple[tuple[int, int], ...]:
     size, last = self.block_size, self.num_sublayers
@@ -207,22 +190,39 @@ class DeltaBlockOneSoftmax(Stream):
     return BlockState((embedding_BTD,), precision.widen(embedding_BTD))
 
   def open(self, state: BlockState, start: int, stop: int) -> tuple[Any, Any]:
+    reads, gates = self.queries.reads(start, stop), self.gates(start, stop)
     seen = self._seen_first(state.blocks, start)
-    carry = Carry(seen, state.stream_BTD, state.blocks[len(seen) :])
-    return carry, Slot(self.gates(start, stop), self.queries.reads(start, stop))
+    if not self.two_phase:
+      carry = Carry(seen, state.stream_BTD, state.blocks[len(seen) :])
+      return carry, Slot(gates, reads)
+    # Phase 1 is the whole attention of the segment.
+    rho = self._mixtures(reads, state.blocks)
+    if seen and len(seen) < len(state.blocks):
+      first = self._mixtures(jax.tree.map(lambda a: a[:1], reads), seen)
+      rho = jax.tree.map(lambda a, one: a.at[:1].set(one), rho, first)
+    return state.stream_BTD, Slot(gates, rho)
 
-  def read(self, carry: Any, slot: Any) -> jax.Array | base.QKV:
-    # The first sublayer of all has no source, and a gate of zero.
-    rho = self.attend(slot.attention, carry.sources or carry.newest)
-    return self.add(carry.stream_BTD, slot.gate, rho)
+  def read(
+    self, carry: Any, slot: Any, norm: base.Norm
+  ) -> tuple[jax.Array | base.QKV, Any]:
+    rho, stream_BTD = slot.attention, carry
+    if isinstance(carry, Carry):
+      # The first sublayer of all has no source, and a gate of zero.
+      rho = self.attend(rho, carry.sources or carry.newest)
+      stream_BTD = carry.stream_BTD
+    return base.normed(self.add(stream_BTD, slot.gate, rho), norm), carry
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
     del slot
+    if not isinstance(carry, Carry):
+      return base.keep(carry + precision.widen(y_BTD))
     stream_BTD = base.keep(carry.stream_BTD + precision.widen(y_BTD))
     return Carry((*carry.sources, *carry.newest), stream_BTD)
 
   def close(self, state: BlockState, carry: Any, stop: int) -> BlockState:
-    return self._commit(state.blocks, carry.stream_BTD, stop)
+    if isinstance(carry, Carry):
+      carry = carry.stream_BTD
+    return self._commit(state.blocks, carry, stop)
 
   def readout(self, state: BlockState) -> jax.Array:
     return state.stream_BTD.astype(self.dtype)
@@ -253,6 +253,12 @@ class DeltaBlockOneSoftmax(Stream):
       labels.append(("embedding", *blocks))
     return tuple(labels)
 
+  def _mixtures(
+    self, reads: depth_read.Read, sources: tuple[jax.Array, ...]
+  ) -> jax.Array | base.QKV:
+    slots = self.phase_1(reads, sources)
+    return depth_read.each(slots, lambda slot: slot.out_BTD)
+
   def _seen_first(
     self, blocks: tuple[jax.Array, ...], start: int
   ) -> tuple[jax.Array, ...]:
@@ -268,41 +274,10 @@ class DeltaBlockOneSoftmax(Stream):
     return BlockState(blocks, stream_BTD)
 
 
-class DeltaBlock(DeltaBlockOneSoftmax):
-  """The same function; phase 1 is the whole attention of a segment."""
+class DeltaHeads(DeltaBlock):
+  """Multi-head Delta AttnRes, as a PreNorm checkpoint is converted to it.
 
-  definition = DeltaBlockOneSoftmax
-  scannable = True
-
-  def open(self, state: BlockState, start: int, stop: int) -> tuple[Any, Any]:
-    reads = self.queries.reads(start, stop)
-    rho = self._mixtures(reads, state.blocks)
-    seen = self._seen_first(state.blocks, start)
-    if seen and len(seen) < len(state.blocks):
-      first = self._mixtures(jax.tree.map(lambda a: a[:1], reads), seen)
-      rho = jax.tree.map(lambda a, one: a.at[:1].set(one), rho, first)
-    return state.stream_BTD, Slot(self.gates(start, stop), rho)
-
-  def _mixtures(
-    self, reads: depth_reads.Read, sources: tuple[jax.Array, ...]
-  ) -> jax.Array | base.QKV:
-    slots = self.phase_1(reads, sources)
-    return depth_reads.each(slots, lambda slot: slot.out_BTD)
-
-  def read(self, carry: Any, slot: Any) -> jax.Array | base.QKV:
-    return self.add(carry, slot.gate, slot.attention)
-
-  def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
-    del slot
-    return base.keep(carry + precision.widen(y_BTD))
-
-  def close(self, state: BlockState, carry: Any, stop: int) -> BlockState:
-    return self._commit(state.blocks, carry, stop)
-
-
-class _Converted(DeltaBlockOneSoftmax):
-  """What converting a trained PreNorm adds: heads, a null source, a gate.
-
+  Converting adds heads, a null source and a gate.
   With alpha = 0, which is its start, the network is the same PreNorm bit by
   bit, whatever else its parameters are (arXiv:2607.27230, section on
   conversion, its own text and code). The first step moves only alpha; queries,
@@ -326,18 +301,8 @@ class _Converted(DeltaBlockOneSoftmax):
     return dataclasses.replace(given, heads=given.heads or 8, null="learned")
 
 
-class DeltaHeadsOneSoftmax(_Converted):
-  """The definition of `delta_mh`."""
-
-
-class DeltaHeads(_Converted, DeltaBlock):
-  """Multi-head Delta AttnRes, as a PreNorm checkpoint is converted to it."""
-
-  definition = DeltaHeadsOneSoftmax
-
-
-class _Alternating(_Converted):
-  """As in the released code: b_k = x - b_{k-1}.
+class DeltaHeadsAlternating(DeltaHeads):
+  """`delta_mh` with the blocks of the released code: b_k = x - b_{k-1}.
 
   From the second block on, it is not a change of the stream but
   sum_j (-1)^(k-j) x_j.
@@ -350,16 +315,6 @@ class _Alternating(_Converted):
     self, stream_BTD: jax.Array, blocks: Sequence[jax.Array]
   ) -> jax.Array:
     return stream_BTD - precision.widen(blocks[-1])
-
-
-class DeltaHeadsAlternatingOneSoftmax(_Alternating):
-  """The definition of `delta_mh_alternating`."""
-
-
-class DeltaHeadsAlternating(_Alternating, DeltaBlock):
-  """`delta_mh` with the blocks of the released code, for replication."""
-
-  definition = DeltaHeadsAlternatingOneSoftmax
 
 
 def _no_weights(sources: Sequence[jax.Array]) -> jax.Array:

@@ -42,9 +42,12 @@ class _Dense(base.Residual):
     del start, stop
     return state, None
 
-  def read(self, carry: Any, slot: Any) -> jax.Array:
+  def read(
+    self, carry: Any, slot: Any, norm: base.Norm
+  ) -> tuple[jax.Array, Any]:
     del slot
-    return self.mix(carry, self._row(len(carry)))
+    h_BTD = self.mix(carry, self._row(len(carry)))
+    return base.normed(h_BTD, norm), carry
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
     del slot

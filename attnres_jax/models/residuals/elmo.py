@@ -54,9 +54,11 @@ class Elmo(base.Residual):
   ) -> tuple[Any, Any]:
     return state, self._weights()[start:stop]
 
-  def read(self, carry: StreamAndMean, slot: Any) -> jax.Array:
+  def read(
+    self, carry: StreamAndMean, slot: Any, norm: base.Norm
+  ) -> tuple[jax.Array, Any]:
     del slot
-    return carry.stream_BTD.astype(self.dtype)
+    return base.normed(carry.stream_BTD.astype(self.dtype), norm), carry
 
   def write(
     self, carry: StreamAndMean, slot: Any, y_BTD: jax.Array

@@ -100,8 +100,11 @@ class GatedResidual(base.Residual):
       self._both(start + 1, stop + 1),
     )
 
-  def read(self, carry: State, slot: Slot) -> jax.Array:
-    return self._read(carry, slot.gain_MD, slot.up_RMD)
+  def read(
+    self, carry: State, slot: Slot, norm: base.Norm
+  ) -> tuple[jax.Array, Any]:
+    h_BTD = self._read(carry, slot.gain_MD, slot.up_RMD)
+    return base.normed(h_BTD, norm), carry
 
   def write(self, carry: State, slot: Slot, y_BTD: jax.Array) -> State:
     weight_BTM = 2 * jax.nn.sigmoid(carry.low_BTR[..., self.rank :])

@@ -22,15 +22,15 @@ import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
 from attnres_jax import precision
+from attnres_jax.models import layer_stacks
 from attnres_jax.models.residuals import base
-from attnres_jax.models.residuals import depth_attention
-from attnres_jax.models.residuals import depth_reads
+from attnres_jax.models.residuals import depth_read
 
 
 class Slot(NamedTuple):
   """The query of a read, its bias, and the half of its sublayer: 1 or -1."""
 
-  query: depth_reads.Read
+  query: depth_read.Read
   bias: jax.Array
   sign: jax.Array
 
@@ -48,7 +48,7 @@ class State(NamedTuple):
   opened: tuple[jax.Array, jax.Array] | None
 
 
-class Haares(depth_attention.DepthAttention):
+class Haares(depth_read.DepthAttention):
   """Sums and details of blocks as sources of one softmax.
 
   With a bias of minus infinity it is Block AttnRes; a block of one sublayer has
@@ -89,14 +89,19 @@ class Haares(depth_attention.DepthAttention):
     return State((embedding_BTD.astype(self.dtype),), None)
 
   def open(self, state: State, start: int, stop: int) -> tuple[Any, Any]:
-    return state, self._slots(start, stop)
+    return state, self._parameters(start, stop)
 
-  def read(self, carry: Any, slot: Any) -> jax.Array:
+  def read(
+    self, carry: Any, slot: Any, norm: base.Norm
+  ) -> tuple[jax.Array, Any]:
+    return base.normed(self._mixture(carry, slot), norm), carry
+
+  def _mixture(self, carry: State, slot: Slot) -> jax.Array:
     sources = self._all_sources(carry)
     if len(sources) == 1:
       return sources[0]
     weights_MBTH = base.coefficient(self._weights(slot, sources))
-    mixture = depth_reads.mix(self.options, weights_MBTH, slot.query, sources)
+    mixture = depth_read.mix(self.options, weights_MBTH, slot.query, sources)
     return mixture.astype(self.dtype)
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
@@ -115,8 +120,8 @@ class Haares(depth_attention.DepthAttention):
 
   def readout(self, state: State) -> jax.Array:
     last = self.num_sublayers
-    slots = self._slots(last, last + 1)
-    return self.read(state, jax.tree.map(lambda a: a[0], slots))
+    slots = self._parameters(last, last + 1)
+    return self._mixture(state, layer_stacks.only(slots))
 
   def take_apart(self, state: State) -> tuple[Any, Any]:
     """A block and its detail are one array [2, B, T, D]."""
@@ -131,7 +136,7 @@ class Haares(depth_attention.DepthAttention):
     return State((first[0], *sources), rest)
 
   def depth_weights(self, values: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    slots = self._slots(0, self.num_sublayers + 1)
+    slots = self._parameters(0, self.num_sublayers + 1)
     state, weights = self.init(values[0]), []
     for l in range(self.num_sublayers + 1):
       slot = jax.tree.map(lambda a, l=l: a[l], slots)
@@ -150,7 +155,7 @@ class Haares(depth_attention.DepthAttention):
       labels.append(("embedding", *(name for pair in pairs for name in pair)))
     return tuple(labels)
 
-  def _slots(self, start: int, stop: int) -> Slot:
+  def _parameters(self, start: int, stop: int) -> Slot:
     return Slot(
       self.queries.reads(start, stop),
       self.bias[start:stop],
@@ -180,7 +185,7 @@ class Haares(depth_attention.DepthAttention):
     """[M, B, T, H]; details are every second source, from the third."""
     scores = []
     for i, source_BTD in enumerate(sources):
-      score_BTH = depth_reads.score(
+      score_BTH = depth_read.score(
         self.options, slot.query.query, source_BTD, self.eps
       )
       is_detail = i and i % 2 == 0

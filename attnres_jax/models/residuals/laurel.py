@@ -117,8 +117,11 @@ class LaurelPA(LaurelLR):
       self.weight[start:stop],
     )
 
-  def read(self, carry: Any, slot: Any) -> jax.Array:
-    return super().read(carry[0], slot)
+  def read(
+    self, carry: Any, slot: Any, norm: base.Norm
+  ) -> tuple[jax.Array, Any]:
+    x, _ = super().read(carry[0], slot, norm)
+    return x, carry
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
     down_DR, up_RD, weight_M = slot

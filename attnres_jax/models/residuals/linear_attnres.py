@@ -71,8 +71,10 @@ class LinearAttnRes(base.Residual):
     query_QR = _phi(self.query[start:stop])
     return state, Slot(query_QR, self.key[start + 1 : stop + 1])
 
-  def read(self, carry: State, slot: Slot) -> jax.Array:
-    return self._read(carry, slot.query_R)
+  def read(
+    self, carry: State, slot: Slot, norm: base.Norm
+  ) -> tuple[jax.Array, Any]:
+    return base.normed(self._read(carry, slot.query_R), norm), carry
 
   def write(self, carry: State, slot: Slot, y_BTD: jax.Array) -> State:
     # Keeping the output is enough: R streams are sums of outputs.

@@ -115,7 +115,7 @@ class Manifold(streams_lib.Streams):
   ) -> tuple[streams_lib.Carry, Any]:
     carry, slots = super().open(state, start, stop)
     if not base.coefficients_are_fixed():
-      carry = carry._replace(h_BTD=self.read(carry, None))
+      carry = carry._replace(h_BTD=self.input(carry))
     return carry, slots
 
   def write(

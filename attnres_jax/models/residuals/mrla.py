@@ -162,9 +162,11 @@ class MrlaLight(base.Residual):
     # In the middle of a block, nothing has to be added.
     return (self._attend(state, start // 2) if start % 2 == 0 else state), None
 
-  def read(self, carry: "LightState", slot: Any) -> jax.Array:
+  def read(
+    self, carry: "LightState", slot: Any, norm: base.Norm
+  ) -> tuple[jax.Array, Any]:
     del slot
-    return carry.stream_BTD.astype(self.dtype)
+    return base.normed(carry.stream_BTD.astype(self.dtype), norm), carry
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
     del slot
@@ -271,9 +273,15 @@ class MrlaLinear(base.Residual):
     attended = [self._source(i, v_BTD) for i, v_BTD in enumerate(state[1:])]
     return (state, tuple(attended)), None
 
-  def read(self, carry: Any, slot: Any) -> jax.Array:
-    del slot
-    values, attended = carry
+  def read(
+    self, carry: Any, slot: Any, norm: base.Norm
+  ) -> tuple[jax.Array, Any]:
+    return base.normed(self._input(*carry), norm), carry
+
+  def _input(
+    self, values: tuple[jax.Array, ...], attended: tuple[Any, ...]
+  ) -> jax.Array:
+    """v_0 and what the blocks so far have mixed."""
     h_BTD = precision.widen(values[0])
     if not attended:
       return h_BTD.astype(self.dtype)
@@ -303,7 +311,7 @@ class MrlaLinear(base.Residual):
 
   def readout(self, state: tuple[jax.Array, ...]) -> jax.Array:
     carry, _ = self.open(state, self.num_sublayers, self.num_sublayers)
-    return self.read(carry, None)
+    return self._input(*carry)
 
   def take_apart(self, state: Any) -> tuple[tuple[jax.Array, ...], Any]:
     return state, None

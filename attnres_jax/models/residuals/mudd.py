@@ -137,22 +137,17 @@ class Mudd(over_blocks.OverBlocks):
     gains = self.key_gain[row], self.value_gain[row]
     return Carry(stream_BTD, (reads, *gains)), None
 
-  def read(self, carry: Carry, slot: Any) -> jax.Array | base.QKV:
+  def read(
+    self, carry: Carry, slot: Any, norm: base.Norm
+  ) -> tuple[jax.Array | base.QKV, Carry]:
     del slot
     if carry.mixer is None:
-      return carry.stream_BTD.astype(self.dtype)
-    return carry.mixer[0]
-
-  def read_normed(
-    self, carry: Carry, slot: Any, norm: Any
-  ) -> jax.Array | base.QKV:
-    if carry.mixer is None:
-      return norm(self.read(carry, slot))
-    (query_BTD, *others), *gains = carry.mixer
-    return base.QKV(
-      norm(query_BTD),
-      *(self._normed(x_BTD, gain_D) for x_BTD, gain_D in zip(others, gains)),
-    )
+      return base.normed(carry.stream_BTD.astype(self.dtype), norm), carry
+    inputs, *gains = carry.mixer
+    if isinstance(norm, norm_lib.Identity):
+      return inputs, carry
+    key_BTD, value_BTD = map(self._normed, inputs[1:], gains)
+    return base.QKV(norm(inputs.query), key_BTD, value_BTD), carry
 
   def write(self, carry: Carry, slot: Any, y_BTD: jax.Array) -> Carry:
     del slot

@@ -2,7 +2,7 @@
 """Multi-Gate Residuals: streams that move towards each output by a gate."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flax import nnx
 import jax
@@ -111,8 +111,11 @@ class MultiGate(base.Residual):
     )
     return state, site
 
-  def read(self, carry: streams_lib.State, slot: Site) -> jax.Array:
-    return self._attend(carry, slot.query_D, slot.is_open_M)
+  def read(
+    self, carry: streams_lib.State, slot: Site, norm: base.Norm
+  ) -> tuple[jax.Array, Any]:
+    h_BTD = self._attend(carry, slot.query_D, slot.is_open_M)
+    return base.normed(h_BTD, norm), carry
 
   def write(
     self, carry: streams_lib.State, slot: Site, y_BTD: jax.Array

@@ -48,9 +48,11 @@ class OverBlocks(base.Residual):
       return state.partial_BTD, None
     return self.combine(state.blocks), None
 
-  def read(self, carry: Any, slot: Any) -> jax.Array | base.QKV:
+  def read(
+    self, carry: Any, slot: Any, norm: base.Norm
+  ) -> tuple[jax.Array | base.QKV, Any]:
     del slot
-    return carry.astype(self.dtype)
+    return base.normed(carry.astype(self.dtype), norm), carry
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
     del slot

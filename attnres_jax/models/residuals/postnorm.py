@@ -136,8 +136,11 @@ class HybridNorm(prenorm.Stream):
     is_mlp_L = jnp.arange(start, stop) % 2 == 1
     return state, (is_mlp_L, gain_LD[start:stop])
 
-  def read(self, carry: jax.Array, slot: Any) -> jax.Array:
-    return self._stream(carry, slot).astype(self.dtype)
+  def read(
+    self, carry: jax.Array, slot: Any, norm: base.Norm
+  ) -> tuple[jax.Array, Any]:
+    h_BTD = self._stream(carry, slot).astype(self.dtype)
+    return base.normed(h_BTD, norm), carry
 
   def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
     return base.keep(self._stream(carry, slot) + precision.widen(y_BTD))

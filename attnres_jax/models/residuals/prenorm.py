@@ -28,9 +28,11 @@ class Stream(base.Residual):
     del start, stop
     return state, None
 
-  def read(self, carry: jax.Array, slot: Any) -> jax.Array:
+  def read(
+    self, carry: jax.Array, slot: Any, norm: base.Norm
+  ) -> tuple[jax.Array, jax.Array]:
     del slot
-    return carry.astype(self.dtype)
+    return base.normed(carry.astype(self.dtype), norm), carry
 
   def close(self, state: jax.Array, carry: jax.Array, stop: int) -> jax.Array:
     del state, stop

@@ -63,8 +63,10 @@ class SiameseNorm(base.Residual):
     gains = self.post_gain[start:stop], self.pre_gain[start:stop]
     return state, (*gains, weight_L)
 
-  def read(self, carry: Streams, slot: Any) -> jax.Array:
-    return self._sum(carry, slot[0], slot[1])
+  def read(
+    self, carry: Streams, slot: Any, norm: base.Norm
+  ) -> tuple[jax.Array, Any]:
+    return base.normed(self._sum(carry, slot[0], slot[1]), norm), carry
 
   def write(self, carry: Streams, slot: Any, y_BTD: jax.Array) -> Streams:
     post_gain_D, _, weight = slot

@@ -105,10 +105,15 @@ class Streams(base.Residual):
     following = jax.tree.map(lambda a: jnp.roll(a, -1, axis=0), own)
     return Carry(state, first.fixed(state)), following
 
-  def read(self, carry: Carry, slot: Any) -> jax.Array:
+  def read(
+    self, carry: Carry, slot: Any, norm: base.Norm
+  ) -> tuple[jax.Array, Carry]:
     del slot
-    if carry.h_BTD is not None:
-      return carry.h_BTD
+    h_BTD = self.input(carry) if carry.h_BTD is None else carry.h_BTD
+    return base.normed(h_BTD, norm), carry
+
+  def input(self, carry: Carry) -> jax.Array:
+    """What the next sublayer reads before its norm, [B, T, D]."""
     h_BTD = combine(carry.coefficients.read_MBT, carry.streams)
     return h_BTD.astype(self.dtype)
 

@@ -172,11 +172,13 @@ class XHC(streams_lib.Streams):
       chosen_RMBT,
     )
 
-  def read(self, carry: streams_lib.Carry, slot: Slot) -> jax.Array:
+  def read(
+    self, carry: streams_lib.Carry, slot: Slot, norm: base.Norm
+  ) -> tuple[jax.Array, streams_lib.Carry]:
     del slot
     weight_MBT = carry.coefficients.read_MBT
     h_BTD = jnp.sum(weight_MBT[..., None] * carry.streams, axis=0)
-    return h_BTD.astype(self.dtype)
+    return base.normed(h_BTD.astype(self.dtype), norm), carry
 
   def write(
     self, carry: streams_lib.Carry, slot: Slot, y_BTD: jax.Array

@@ -15,7 +15,7 @@ from attnres_jax import models
 from attnres_jax import sharding
 from attnres_jax.flops import parameters
 from attnres_jax.models import memory
-from attnres_jax.models import stack
+from attnres_jax.models import trunk
 from attnres_jax.models.mixers import causal_attention
 from tests import jaxprs
 from tests.models.memory import reference
@@ -212,7 +212,7 @@ def test_trace_and_matrix_see_the_network(name):
 
 def _runs(name):
   network = jax.eval_shape(lambda: models.build_model(_config(name)))
-  (segment,) = stack._plan(
+  (segment,) = trunk._plan(
     CONFIG.sublayer_kinds, network.residual, network.depth_memory, 0, True
   )
   return [(run.kinds, run.repeats) for run in segment.runs]

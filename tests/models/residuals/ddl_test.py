@@ -8,6 +8,7 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax.models import residuals
+from attnres_jax.models.residuals import base
 from tests.models import trunks
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -62,7 +63,8 @@ def _written(bias):
   carry, slots = module.open(jnp.asarray(state), 0, 1)
   slot = jax.tree.map(lambda a: a[0], slots)
   after = module.write(carry, slot, jnp.asarray(y))
-  v = np.asarray(module.read(carry, slot))[0, 0] @ module.value[...][0]
+  h = np.asarray(base.before_norm(module, carry, slot))
+  v = h[0, 0] @ module.value[...][0]
   k = y[0, 0] / np.linalg.norm(y)
   return k, v, state[0, 0].T, np.asarray(after)[0, 0].T
 

@@ -97,7 +97,7 @@ def test_reads_are_the_definition(name):
   values = _values()
   for form in FORMS:
     module = _module(name, form)
-    assert (module.definition is None) == (form == "one_softmax")
+    assert module.two_phase == (form == "two_phase")
     found = trunks.reads(module, values)
     for h, wanted in zip(found, _expected(name, module, values), strict=True):
       np.testing.assert_allclose(h, wanted, atol=1e-12)
@@ -129,18 +129,6 @@ def test_gates_are_the_definition(name, gate):
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("name", ["full_attnres", "block_attnres", *ALL])
-def test_the_form_for_few_tokens_is_the_same_function(name):
-  values = _values()
-  module = _module(name) if name in ALL else trunks.scheme(
-    name, 6, schedule_size=2, block_size=2
-  )  # fmt: skip
-  few = trunks.reads(module.for_few_tokens(), values)
-  for h, wanted in zip(few, trunks.reads(module, values), strict=True):
-    np.testing.assert_allclose(h, wanted, atol=1e-12)
-
-
-@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("name", ["delta_attnres", "delta_block"])
 def test_the_state_is_valid_between_any_two_sublayers(name):
   values = _values()
@@ -150,7 +138,7 @@ def test_the_state_is_valid_between_any_two_sublayers(name):
     state = module.put_together(*module.take_apart(state))
     carry, slots = module.open(state, l, l + 1)
     slot = jax.tree.map(lambda a: a[0], slots)
-    found.append(module.read(carry, slot))
+    found.append(base.before_norm(module, carry, slot))
     state = module.close(state, module.write(carry, slot, values[l + 1]), l + 1)
   found.append(module.readout(state))
   for h, wanted in zip(found, trunks.reads(module, values)):

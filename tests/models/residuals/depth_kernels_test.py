@@ -53,18 +53,6 @@ def test_reads_are_kernels(name, read, kernels):
   assert found == kernels
 
 
-@pytest.mark.parametrize(
-  "read,apart",
-  [
-    (dict(), False),
-    (dict(heads=2), True),
-    pytest.param(dict(rank=4), False, marks=slow),
-    pytest.param(dict(null="zero"), True, marks=slow),
-    pytest.param(dict(scale="sum"), True, marks=slow),
-    pytest.param(dict(value_query=True), True, marks=slow),
-  ],
-  ids=str,
-)
-def test_first_mixture_of_a_block_is_normalised_in_phase_1(read, apart):
-  """Unless something changes it first: then the norm is a kernel."""
-  assert ("rms_norm_forward" in program("block_attnres", **read)) == apart
+def test_norm_of_a_blocks_first_mixture_is_a_kernel():
+  """No merge computes it, and no matrix product could."""
+  assert "rms_norm_forward" in program("block_attnres")

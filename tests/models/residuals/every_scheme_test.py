@@ -19,7 +19,7 @@ from attnres_jax import optimizer
 from attnres_jax import sharding
 from attnres_jax.flops import traffic
 from attnres_jax.models import residuals
-from attnres_jax.models import stack
+from attnres_jax.models import trunk
 from attnres_jax.models.residuals import streams
 from tests import jaxprs
 from tests import tiny_network
@@ -42,7 +42,7 @@ def _kinds(name):
 
 
 def _whole(kinds, layers, scheme, embedding):
-  return stack.run(
+  return trunk.run(
     layers, kinds, scheme, embedding, None, scan=True, remat="none"
   )
 
@@ -54,9 +54,9 @@ def _in_parts(kinds, layers, scheme, embedding):
     jax.tree.map(lambda a, i=i: a[i : i + 1], layers) for i in (0, 1)
   )
   state = scheme.init(embedding)
-  state = stack.run_part(first, kinds[:cut], scheme, state, None, **options)
+  state = trunk.run_part(first, kinds[:cut], scheme, state, None, **options)
   state = scheme.put_together(*scheme.take_apart(state))
-  state = stack.run_part(
+  state = trunk.run_part(
     second, kinds[cut:], scheme, state, None, start=cut, **options
   )
   return scheme.readout(state)

@@ -271,7 +271,7 @@ def _sublayers(scheme, embedding, outputs):
   reads, lost = [], []
   for l, y in enumerate(outputs):
     slot = jax.tree.map(lambda a, l=l: a[l], slots)
-    reads.append(scheme.read(carry, slot))
+    reads.append(base.before_norm(scheme, carry, slot))
     wide = tuple(x.astype(jnp.float32) for x in carry.streams)
     exact = streams_lib.mixed(carry._replace(streams=wide), y)
     carry = scheme.write(carry, slot, y)
@@ -377,7 +377,7 @@ def test_fixed_coefficients_are_not_read_ahead():
   with base.fixed_coefficients():
     carry, _ = scheme.open(state, 0, 4)
     alone = scheme.write(carry, slot, y_BTD)
-    h_BTD = scheme.read(alone, slot)
+    h_BTD = base.before_norm(scheme, alone, slot)
   assert alone.h_BTD is None and ahead.h_BTD is not None
   np.testing.assert_array_equal(h_BTD, ahead.h_BTD)
   rest = jax.tree.leaves(ahead._replace(h_BTD=None))

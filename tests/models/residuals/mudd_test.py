@@ -95,9 +95,9 @@ def test_definition(float64):
   norm = trunks.ToyNorm(jnp.asarray(gain), trunks.EPS)
 
   def sublayer(l, carry, slot):
-    x = scheme.read_normed(carry, slot, norm)
+    x = scheme.read(carry, slot, norm)[0]
     if l % 2:
-      return _mlp(base.main(x))
+      return _mlp(base.query_input(x))
     # Three inputs from the second block on.
     assert isinstance(x, base.QKV) == (l > 0)
     return _mixer(*base.qkv(x))

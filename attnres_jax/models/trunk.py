@@ -4,7 +4,8 @@
 Depth segments (the blocks of Block AttnRes) run in a Python loop, since each
 has more sources than the last. Inside a segment, sublayers that repeat a
 pattern run as one `lax.scan` if the scheme's carry allows it, and the others in
-a Python loop.
+a Python loop. With `depth_loop="scan"`, blocks that repeat kinds of sublayers
+are one scan (`block_scan`).
 
 The parameters are one stacked module per kind of sublayer, in the order of
 depth; `kinds` lists the kind of each of the L sublayers.
@@ -20,6 +21,7 @@ at a time.
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -29,11 +31,10 @@ import numpy as np
 from attnres_jax import config as config_lib
 from attnres_jax import scopes
 from attnres_jax import sharding
-from attnres_jax.models import depth_places
-from attnres_jax.models import depth_scan
+from attnres_jax.models import block_scan
+from attnres_jax.models import layer_stacks
 from attnres_jax.models import linear
 from attnres_jax.models import memory as memory_lib
-from attnres_jax.models import stacks
 from attnres_jax.models import sublayer as sublayer_lib
 from attnres_jax.models.mixers import causal_attention
 from attnres_jax.models.residuals import base
@@ -105,7 +106,7 @@ def run(
   """
   memory = memory or memory_lib.NoMemory()
   if depth_loop == "scan":
-    depth_places.check(kinds, (len(kinds),), residual, memory, scan=scan)
+    block_scan.check(kinds, (len(kinds),), residual, memory)
   with scopes.part(scopes.RESIDUAL):
     state = residual.init(embedding_BTD)
   state = run_part(
@@ -148,20 +149,9 @@ def run_part(
     start: number of sublayers of the network before this part.
     scan: as in `run`.
     remat: as in `run`.
-    depth_loop: as in `run`. After a scan, the state has its sources in a
-      `depth_attention.Bank`.
+    depth_loop: as in `run`.
   """
   memory = memory or memory_lib.NoMemory()
-  if depth_loop == "scan":
-    return _run_on_bank(
-      sublayers,
-      kinds,
-      residual,
-      state,
-      segment_ids_BT,
-      start=start,
-      remat=remat,
-    )
   (state, _), _ = run_part_with_memory(
     sublayers,
     kinds,
@@ -172,6 +162,7 @@ def run_part(
     start=start,
     scan=scan,
     remat=remat,
+    depth_loop=depth_loop,
   )
   return state
 
@@ -187,8 +178,9 @@ def run_part_with_memory(
   start: int,
   scan: bool,
   remat: str,
+  depth_loop: str = "unrolled",
   apply: Callable[..., tuple[jax.Array, Any, Any, Any]] | None = None,
-) -> tuple[tuple[Any, Any], list[tuple[stacks.Run, list[Any]]]]:
+) -> tuple[tuple[Any, Any], list[tuple[layer_stacks.Run, list[Any]]]]:
   """`run_part` for states of the scheme and of the memory.
 
   Args:
@@ -201,6 +193,7 @@ def run_part_with_memory(
     start: as in `run_part`.
     scan: as in `run_part`.
     remat: as in `run_part`.
+    depth_loop: as in `run_part`.
     apply: runs a sublayer, `apply_sublayer` by default.
 
   Returns:
@@ -218,46 +211,25 @@ def run_part_with_memory(
   }
   kept = []
   segments = _plan(kinds, residual, memory, start, scan)
+  if depth_loop == "scan":
+    segments = _joined(segments, kinds, residual, start)
   for segment, (source, take) in zip(
     segments, _sources(sublayers, segments, remat), strict=True
   ):
+    if segment.blocks is not None:
+      stacks = take(source)[0]
+      state = _scan_blocks(
+        segment, residual, stacks, state, calls, around_segment, segment_ids_BT
+      )
+      continue
     inside = functools.partial(
-      _run_segment, segment, residual, memory, take, calls, segment_ids_BT,
-      apply is None,
-    )  # fmt: skip
+      _run_segment, segment, residual, memory, take, calls, segment_ids_BT
+    )
     (carry, remembered), outs = around_segment(inside)(source, state)
     kept += zip(segment.runs, outs)
     with scopes.part(scopes.RESIDUAL):
       state = residual.close(state[0], carry, segment.stop), remembered
   return state, kept
-
-
-def _run_on_bank(
-  sublayers: Sublayers,
-  kinds: Sequence[str],
-  residual: Any,
-  state: Any,
-  segment_ids_BT: jax.Array | None,
-  *,
-  start: int,
-  remat: str,
-) -> Any:
-  """`run_part` of a banked scheme, as scans over depth."""
-  around, _ = config_lib.choose("model.remat", remat, REMAT)
-  memory = memory_lib.NoMemory()
-
-  def apply(kind, sublayer, read, segment_ids_BT):
-    carry, slot = read
-    both, slots = (carry, memory.init()), (slot, None)
-    y_BTD, *_ = apply_sublayer(
-      residual, memory, kind, sublayer, both, slots, segment_ids_BT
-    )
-    return y_BTD
-
-  part = depth_scan.Part(
-    tuple(kinds), start, residual, apply, around, remat != "none"
-  )
-  return part(sublayers, state, segment_ids_BT)
 
 
 def trace(
@@ -273,12 +245,13 @@ def trace(
   memory = memory or memory_lib.NoMemory()
   remembered = memory.init()
   values, reads = [embedding_BTD], []
-  singles = stacks.in_order(sublayers, kinds)
+  singles = layer_stacks.in_order(sublayers, kinds)
 
   def sublayer(l: int, carry: Any, slot: Any) -> jax.Array:
     nonlocal remembered
-    reads.append(base.main(residual.read(carry, slot)))
-    (memory_slot,) = stacks.unstack(memory.open(l, l + 1), 1)
+    h = base.before_norm(residual, carry, slot)
+    reads.append(base.query_input(h))
+    (memory_slot,) = layer_stacks.unstack(memory.open(l, l + 1), 1)
     y_BTD, new, *_ = apply_sublayer(
       residual,
       memory,
@@ -315,11 +288,19 @@ def layer_norms(sublayers: Sublayers, kinds: Sequence[str]) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Segment:
-  """Sublayers start..stop-1, which the scheme opens together, as runs."""
+  """Sublayers start..stop-1, which the scheme opens together, as runs.
+
+  Attributes:
+    start: the first sublayer.
+    stop: the sublayer after the last one.
+    runs: the sublayers.
+    blocks: the same as one scan over blocks, or None.
+  """
 
   start: int
   stop: int
-  runs: tuple[stacks.Run, ...]
+  runs: tuple[layer_stacks.Run, ...]
+  blocks: block_scan.Blocks | None = None
 
 
 def _plan(
@@ -331,7 +312,7 @@ def _plan(
 ) -> list[_Segment]:
   """The segments, or parts of segments, from sublayer `start` on."""
   find = scan and residual.scannable
-  cut = stacks.find_runs if find else stacks.no_runs
+  cut = layer_stacks.find_runs if find else layer_stacks.no_runs
   end = start + len(kinds)
   # Sublayers that change the structure of the memory are like no other.
   labels = [
@@ -346,8 +327,69 @@ def _plan(
   ]
 
 
-def _of_kinds(run: stacks.Run) -> stacks.Run:
-  return stacks.Run(tuple(kind for kind, _ in run.kinds), run.repeats)
+def _joined(
+  segments: list[_Segment],
+  kinds: Sequence[str],
+  residual: base.Residual,
+  start: int,
+) -> list[_Segment]:
+  """The segments, with blocks that repeat as one."""
+  joined, remaining = [], iter(segments)
+  for blocks in block_scan.find(kinds, residual, start):
+    count = len(blocks.kinds) * blocks.repeats
+    parts = list(itertools.islice(remaining, count))
+    if blocks.repeats > 1:
+      parts = [_Segment(parts[0].start, parts[-1].stop, (blocks.run,), blocks)]
+    joined += parts
+  return joined
+
+
+def _scan_blocks(
+  segment: _Segment,
+  residual: Any,
+  sublayers: Sublayers,
+  state: tuple[Any, Any],
+  apply: Mapping[str, Callable[..., tuple[jax.Array, Any, Any, Any]]],
+  around: Callable[[Callable[..., Any]], Callable[..., Any]],
+  segment_ids_BT: jax.Array | None,
+) -> tuple[Any, Any]:
+  """The states after blocks that repeat, of a scheme that `scans_blocks`."""
+
+  def run_block(
+    kinds: Sequence[str], weights: Any, bank: Any, segment_ids_BT: Any
+  ) -> jax.Array:
+    layers, reads = weights
+    with scopes.part(scopes.RESIDUAL):
+      slots = residual.phase_1(reads, bank)
+      slots = layer_stacks.unstack(slots, len(kinds))
+    carry: Any = None
+    for kind, layer, slot in zip(kinds, layers, slots):
+      with scopes.part(kind):
+        y_BTD, *_ = apply[kind](
+          layer, (carry, memory), (slot, None), segment_ids_BT
+        )
+      with scopes.part(scopes.RESIDUAL):
+        carry = residual.write(carry, slot, y_BTD)
+    return carry.astype(bank.rows_MBTD.dtype)
+
+  assert segment.blocks is not None
+  state, memory = state
+  with scopes.part(scopes.RESIDUAL):
+    reads = residual.queries.reads(segment.start, segment.stop)
+    sources, rest = residual.take_apart(state)
+  sources = block_scan.scan(
+    lambda kinds, *args: around(functools.partial(run_block, kinds))(*args),
+    segment.blocks,
+    sublayers,
+    reads,
+    sources,
+    segment_ids_BT,
+  )
+  return residual.put_together(sources, rest), memory
+
+
+def _of_kinds(run: layer_stacks.Run) -> layer_stacks.Run:
+  return layer_stacks.Run(tuple(kind for kind, _ in run.kinds), run.repeats)
 
 
 def _run_segment(
@@ -357,33 +399,26 @@ def _run_segment(
   take: Callable[[Any], list[Sublayers]],
   apply: Mapping[str, Callable[..., tuple[jax.Array, Any, Any, Any]]],
   segment_ids_BT: jax.Array | None,
-  reads_normed: bool,
   source: Any,
   state: tuple[Any, Any],
 ) -> tuple[tuple[Any, Any], list[Any]]:
   state, remembered = state
   parts = take(source)
-  place = state, segment.start, segment.stop
   with scopes.part(scopes.RESIDUAL):
-    if reads_normed:
-      stack = parts[0][segment.runs[0].kinds[0]]
-      first = jax.tree.map(lambda a: a[0], stack)
-      carry, slots = residual.open_normed(*place, first.norm)
-    else:
-      carry, slots = residual.open(*place)
+    carry, slots = residual.open(state, segment.start, segment.stop)
     slots = slots, memory.open(segment.start, segment.stop)
-    slots = stacks.split(slots, [run.length for run in segment.runs])
+    slots = layer_stacks.split(slots, [run.length for run in segment.runs])
   both, kept = (carry, remembered), []
   for run, part, run_slots in zip(segment.runs, parts, slots):
 
     def period(both, xs, run=run):
       part, slots = xs
       with scopes.part(scopes.RESIDUAL):
-        slots = stacks.unstack(slots, len(run.kinds))
-      sublayers = stacks.in_order(part, run.kinds)
+        slots = layer_stacks.unstack(slots, len(run.kinds))
+      sublayers = layer_stacks.in_order(part, run.kinds)
       if run.repeats == 1:
         # Autodiff of a scan would stack the copies again, and keep them.
-        sublayers = stacks.apart(sublayers)
+        sublayers = layer_stacks.apart(sublayers)
       outs = []
       for kind, sublayer, slot in zip(run.kinds, sublayers, slots):
         with scopes.part(kind):
@@ -403,7 +438,9 @@ def _run_segment(
       both, outs = period(both, xs)
       outs = jax.tree.map(lambda a: a[None], outs)
     else:
-      both, outs = jax.lax.scan(period, both, stacks.fold(xs, run.repeats))
+      both, outs = jax.lax.scan(
+        period, both, layer_stacks.fold(xs, run.repeats)
+      )
     kept.append(outs)
   return both, kept
 
@@ -420,7 +457,7 @@ def apply_sublayer(
   """Runs one sublayer.
 
   Args:
-    residual: anything with `read_and_carry_on` of a scheme.
+    residual: anything with `read` of a scheme.
     memory: as in `run`.
     kind: of the sublayer.
     sublayer: anything with its `norm` and its `core`.
@@ -434,11 +471,11 @@ def apply_sublayer(
   """
   (before, remembered), (slot, memory_slot) = both, slots
   with scopes.part(scopes.RESIDUAL):
-    x, carry = residual.read_and_carry_on(before, slot, sublayer.norm)
+    x, carry = residual.read(before, slot, sublayer.norm)
     # An unchanged one would be copied by `jax.checkpoint`.
     carry = None if carry is before else carry
   if not getattr(sublayer.core, "reads_qkv", False):
-    x = base.main(x)
+    x = base.query_input(x)
   y_BTD, new = memory.call(
     kind, sublayer.core, x, segment_ids_BT, remembered, memory_slot
   )
@@ -478,7 +515,7 @@ def _sources(
     for kind, stack in sublayers.items():
       having = [i for i, run in enumerate(runs) if run.count(kind)]
       sizes = [runs[i].count(kind) for i in having]
-      for i, part in zip(having, stacks.split(stack, sizes), strict=True):
+      for i, part in zip(having, layer_stacks.split(stack, sizes), strict=True):
         parts[i][kind] = part
     remaining = iter(parts)
     return [([next(remaining) for _ in s.runs], _same) for s in segments]

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from attnres_jax.models import stacks
+from attnres_jax.models import layer_stacks
 from tests import tiny_network
 
 
@@ -30,14 +30,14 @@ def _spelled(runs):
   ],
 )
 def test_examples(kinds, expected):
-  runs = stacks.find_runs(kinds)
+  runs = layer_stacks.find_runs(kinds)
   assert [("".join(run.kinds), run.repeats) for run in runs] == expected
 
 
 def test_runs_cover_every_sequence():
   for length in range(8):
     for kinds in itertools.product("abc", repeat=length):
-      for runs in (stacks.find_runs(kinds), stacks.no_runs(kinds)):
+      for runs in (layer_stacks.find_runs(kinds), layer_stacks.no_runs(kinds)):
         assert _spelled(runs) == "".join(kinds)
         assert sum(run.length for run in runs) == length
         for kind in "abc":
@@ -48,10 +48,10 @@ def test_runs_cover_every_sequence():
 def test_the_48b_pattern_compiles_few_sublayers():
   kinds = tiny_network.full_size().sublayer_kinds
   assert len(kinds) == 54
-  whole = stacks.find_runs(kinds)
+  whole = layer_stacks.find_runs(kinds)
   assert [(len(run.kinds), run.repeats) for run in whole] == [
     (1, 1), (1, 1), (8, 6), (1, 1), (1, 1), (1, 1), (1, 1),
   ]  # fmt: skip
-  blocks = [stacks.find_runs(kinds[i : i + 6]) for i in range(0, 54, 6)]
+  blocks = [layer_stacks.find_runs(kinds[i : i + 6]) for i in range(0, 54, 6)]
   bodies = sum(len(run.kinds) for runs in blocks for run in runs)
   assert bodies < 54

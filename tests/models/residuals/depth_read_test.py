@@ -118,8 +118,8 @@ def test_reads_and_weights_are_the_definition(name, options):
   values, found = _values(), []
   forms = FORMS if Read(**options).batched else FORMS[1:]
   modules = [_scheme(name, form, **options) for form in forms]
-  assert [m.definition is None for m in modules] == [
-    form == "one_softmax" for form in forms
+  assert [m.two_phase for m in modules] == [
+    form == "two_phase" for form in forms
   ]
   weights = modules[-1].depth_weights(values)
   labels = modules[-1].source_labels()
@@ -128,7 +128,7 @@ def test_reads_and_weights_are_the_definition(name, options):
   ]
   for module in modules:
     for l, h in enumerate(trunks.reads(module, values)):
-      np.testing.assert_allclose(base.main(h), wanted[l][0], atol=1e-12)
+      np.testing.assert_allclose(base.query_input(h), wanted[l][0], atol=1e-12)
       if 0 < l < 3:
         assert isinstance(h, base.QKV) == module.options.value_query
       if isinstance(h, base.QKV) and l % 2 == 0:
@@ -199,7 +199,7 @@ def test_equal_queries_of_keys_and_values_are_the_parent():
       np.testing.assert_allclose(part, wanted, atol=1e-14, err_msg=str(l))
   moved = reads(module.queries.query[::2] + 1)
   for h, wanted in zip(moved, found):
-    np.testing.assert_array_equal(base.main(h), base.main(wanted))
+    np.testing.assert_array_equal(base.query_input(h), base.query_input(wanted))
   assert np.abs(moved[2].value - found[2].value).max() > 0.1
 
 

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One scan over depth blocks: a program whose sublayers do not grow with depth.
+
+Each block of Block AttnRes has one more source than the last. Here the sources
+are rows of one array [M, B, T, D], of which a block reads as many as there are,
+a number known at run time only. A step of the scan runs as many blocks as it
+takes for kinds of sublayers to repeat.
+
+Autodiff of such a scan would save all rows once per block. So it has a gradient
+rule of its own. Rows are written once, and so the last array serves the whole
+backward pass. Each block is differentiated by `jax.vjp`. What that saves is
+stacked over the steps, except for what a block is given: its weights and the
+rows. Gradients of rows add up in an array that a reverse scan carries.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import itertools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from attnres_jax import config as config_lib
+from attnres_jax.models import layer_stacks
+from attnres_jax.models import memory as memory_lib
+from attnres_jax.models.residuals import base
+from attnres_jax.models.residuals import depth_read
+
+Kinds = tuple[str, ...]
+# Runs one block: maps its kinds, its sublayers and reads, the sources and the
+# documents to the block representation.
+RunBlock = Callable[[Kinds, Any, depth_read.Bank, jax.Array | None], jax.Array]
+
+
+class Blocks(NamedTuple):
+  """Blocks that one scan runs.
+
+  Attributes:
+    kinds: of the sublayers, for each block of a step.
+    repeats: steps of the scan.
+  """
+
+  kinds: tuple[Kinds, ...]
+  repeats: int
+
+  @property
+  def run(self) -> layer_stacks.Run:
+    """The same as sublayers."""
+    flat = tuple(itertools.chain.from_iterable(self.kinds))
+    return layer_stacks.Run(flat, self.repeats)
+
+
+def find(
+  kinds: Sequence[str], residual: base.Residual, start: int
+) -> tuple[Blocks, ...]:
+  """Segments of a part of a network, as blocks of which some repeat.
+
+  Args:
+    kinds: of the sublayers of the part.
+    residual: the scheme.
+    start: number of sublayers of the network before the part.
+  """
+  labels: list[Any] = []
+  for first, end in residual.segments():
+    begin, stop = max(first, start), min(end, start + len(kinds))
+    if begin < stop:
+      is_complete = stop - begin == residual.block_size
+      block = tuple(kinds[begin - start : stop - start])
+      labels.append((block, None if is_complete else begin))
+  return tuple(
+    Blocks(tuple(block for block, _ in run.kinds), run.repeats)
+    for run in layer_stacks.find_runs(labels)
+  )
+
+
+def check(
+  kinds: Sequence[str],
+  ends: Sequence[int],
+  residual: base.Residual,
+  memory: memory_lib.DepthMemory,
+) -> None:
+  """Refuses networks that are no scan over blocks.
+
+  Args:
+    kinds: of all sublayers.
+    ends: of the parts that run separately, such as the chunks of a pipeline.
+    residual: the scheme.
+    memory: what mixers keep for later mixers.
+
+  Raises:
+    ConfigError: names the reason: the scheme or an option, or that no part
+      repeats any blocks.
+  """
+  if not residual.scans_blocks:
+    reason = f"with {type(residual).__name__}, or with its reads"
+  elif not isinstance(memory, memory_lib.NoMemory):
+    reason = "with model.depth_memory"
+  else:
+    parts = zip((0, *ends), ends)
+    runs = [find(kinds[start:end], residual, start) for start, end in parts]
+    if any(run.repeats > 1 for run in itertools.chain(*runs)):
+      return
+    reason = "where no two blocks in a row have the same kinds of sublayers"
+  config_lib.fail("model.depth_loop", "scan", f"'unrolled' {reason}")
+
+
+def scan(
+  run_block: RunBlock,
+  blocks: Blocks,
+  sublayers: Mapping[str, Any],
+  reads: depth_read.Read,
+  sources: Sequence[jax.Array],
+  segment_ids_BT: jax.Array | None,
+) -> tuple[jax.Array, ...]:
+  """Runs blocks: maps the sources before them to those after them.
+
+  Args:
+    run_block: see `RunBlock`; it must not use parameters other than its
+      arguments.
+    blocks: that it runs.
+    sublayers: of these blocks, one stack per kind, in the order of depth.
+    reads: of these blocks, stacked.
+    sources: [B, T, D] each.
+    segment_ids_BT: document numbers, or None.
+  """
+  first, num_blocks = len(sources), len(blocks.kinds)
+  steps = jnp.arange(blocks.repeats)
+  # For each block of a step, how to call its backward pass: the structure of
+  # what it saves, and which of these arrays are given.
+  backwards: dict[int, tuple[Any, list[int | None]]] = {}
+
+  def split(weights: Any) -> list[Any]:
+    """The weights of each block of a step."""
+    sublayers, reads = weights
+    layers = layer_stacks.in_order(sublayers, blocks.run.kinds)
+    layers = map(layer_stacks.apart, layers)
+    sizes = [len(kinds) for kinds in blocks.kinds]
+    return [
+      (list(itertools.islice(layers, size)), reads)
+      for size, reads in zip(sizes, layer_stacks.split(reads, sizes))
+    ]
+
+  def count(step: jax.Array, block: int) -> jax.Array:
+    return first + step * num_blocks + block
+
+  @jax.custom_vjp
+  def run(weights: Any, sources: Any, segment_ids_BT: Any) -> jax.Array:
+    return forward(weights, sources, segment_ids_BT)[0]
+
+  def forward(weights: Any, sources: Any, segment_ids_BT: Any) -> Any:
+    more = jnp.zeros_like(sources[0], shape=(
+      blocks.repeats * num_blocks, *sources[0].shape
+    ))  # fmt: skip
+
+    def step(rows_MBTD: jax.Array, xs: Any) -> Any:
+      saved = []
+      for i, weights in enumerate(split(xs[1])):
+        given = weights, rows_MBTD, count(xs[0], i), segment_ids_BT
+
+        def block(weights: Any, rows: Any, given=given, i=i) -> jax.Array:
+          bank = depth_read.Bank(rows, given[2])
+          return run_block(blocks.kinds[i], weights, bank, given[3])
+
+        block_BTD, pull = jax.vjp(block, *given[:2])
+        leaves, structure = jax.tree.flatten(pull)
+        places = _places(leaves, jax.tree.leaves(given))
+        backwards[i] = structure, places
+        saved.append([a for a, at in zip(leaves, places) if at is None])
+        rows_MBTD = jax.lax.dynamic_update_index_in_dim(
+          rows_MBTD, block_BTD, given[2], 0
+        )
+      return rows_MBTD, saved
+
+    rows_MBTD = jnp.concatenate([jnp.stack(sources), more])
+    rows_MBTD, saved = jax.lax.scan(step, rows_MBTD, (steps, weights))
+    return rows_MBTD, (weights, rows_MBTD, segment_ids_BT, saved)
+
+  def backward(residuals: Any, drows_MBTD: jax.Array) -> Any:
+    weights, rows_MBTD, segment_ids_BT, saved = residuals
+
+    def step(drows_MBTD: jax.Array, xs: Any) -> Any:
+      gradients = []
+      given_weights, pull_weights = jax.vjp(split, xs[1])
+      for i in reversed(range(num_blocks)):
+        row = count(xs[0], i)
+        given = given_weights[i], rows_MBTD, row, segment_ids_BT
+        given, remaining = jax.tree.leaves(given), iter(xs[2][i])
+        structure, places = backwards[i]
+        leaves = [next(remaining) if at is None else given[at] for at in places]
+        dblock_BTD = jax.lax.dynamic_index_in_dim(
+          drows_MBTD, row, keepdims=False
+        )
+        pull = jax.tree.unflatten(structure, leaves)
+        dweights, more_MBTD = pull(dblock_BTD)
+        gradients.append(dweights)
+        drows_MBTD += more_MBTD
+      return drows_MBTD, *pull_weights(gradients[::-1])
+
+    drows_MBTD, dweights = jax.lax.scan(
+      step, drows_MBTD, (steps, weights, saved), reverse=True
+    )
+    dsources = layer_stacks.unstack(drows_MBTD[:first], first)
+    return dweights, tuple(dsources), None
+
+  run.defvjp(forward, backward)
+  weights = layer_stacks.fold((dict(sublayers), reads), blocks.repeats)
+  rows_MBTD = run(weights, tuple(sources), segment_ids_BT)
+  return tuple(layer_stacks.unstack(rows_MBTD, len(rows_MBTD)))
+
+
+def _places(leaves: Sequence[Any], given: Sequence[Any]) -> list[int | None]:
+  """For each leaf, which of the given arrays it is."""
+  return [
+    next((i for i, one in enumerate(given) if one is leaf), None)
+    for leaf in leaves
+  ]

@@ -1,0 +1,706 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over depth: queries, definition, both phases, sharding and costs.
+
+The paper's read (Eq. 2-4), with the options of `config.DepthReadConfig`:
+
+  s_i = c <u, r_i v_i>     r_i = (mean v_i^2 + eps)^(-1/2), c = logit_scale
+  a   = softmax_i s        or sigmoid(s_i), without normalisation
+  h   = sum_i a_i v_i
+
+With H heads, s, a and h are those of each slice of D / H channels, while r_i
+is that of all D (arXiv:2607.27230, its own text and code). Low-rank keys are
+the last R coordinates t_i of a source, and r_i is theirs (arXiv:2607.09694,
+from its code, where eps is 2^-23; ours is the model's). A null source n (zero,
+or learned) competes like any other (arXiv:2605.17887, whose abstract alone was
+read).
+
+`weights` and `mix` are the definition, one read at a time. `weigh` is the only
+place that turns scores into weights: replace it to try another weighting, with
+`model.residual.form=one_softmax`. In two phases (Alg. 1), `phase_1` answers all
+queries of a block over the completed sources in one pass, and `merge` adds the
+open source. These are operators of `attnres_kernels`, which run on each
+device's own tokens, since every token attends over its own depth.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+import math
+import operator
+from typing import Any, NamedTuple
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from attnres_jax import config as config_lib
+from attnres_jax import precision
+from attnres_jax import scopes
+from attnres_jax import sharding
+from attnres_jax.models import layer_stacks
+from attnres_jax.models import linear
+from attnres_jax.models import norm as norm_lib
+from attnres_jax.models.residuals import base
+import attnres_kernels
+
+
+class Bank(NamedTuple):
+  """Sources as rows of one array, in a scan over blocks.
+
+  Attributes:
+    rows_MBTD: the array.
+    count: how many rows are sources, a number known at run time only.
+  """
+
+  rows_MBTD: jax.Array
+  count: jax.Array
+
+
+Sources = Sequence[jax.Array] | Bank
+
+
+class Read(NamedTuple):
+  """The parameters of one read; those of several have a leading axis.
+
+  Attributes:
+    query: folded with the key-norm gain and the logit scale: [D], or [R] for
+      low-rank keys; [D, D] or [D, R] for queries that depend on the input;
+      [M], a logit per source, for static ones.
+    null_D: the null source, or None.
+    value: the read of a mixer's values, if it is another one.
+    scale: float32 factor of the mixture, or None.
+  """
+
+  query: jax.Array
+  null_D: jax.Array | None = None
+  value: "Read | None" = None
+  scale: jax.Array | None = None
+
+
+class Slot(NamedTuple):
+  """The inputs of one sublayer's phase 2: its query and phase-1 results.
+
+  An `lse_BT` of +inf means that the open source has no weight, whatever it
+  contains. The first sublayer of a block then reads as in Eq. 6, without a
+  special case in the loop. Several heads are a last axis of `lse_BT`.
+
+  Attributes:
+    query_D: folded; [R] for low-rank keys.
+    out_BTD: the mixture of the sources so far.
+    lse_BT: its log-normaliser.
+    value: the same for a mixer's values, if their read is another one.
+    scale: float32 factor of the mixture, or None.
+  """
+
+  query_D: jax.Array
+  out_BTD: jax.Array
+  lse_BT: jax.Array
+  value: "Slot | None" = None
+  scale: jax.Array | None = None
+
+  def without_open_source(self) -> "Slot":
+    """Slots of several sublayers, of which the first has no open source."""
+    value = self.value and self.value.without_open_source()
+    return self._replace(lse_BT=self.lse_BT.at[0].set(jnp.inf), value=value)
+
+
+class DepthQueries(nnx.Module):
+  """Pseudo-queries and key-norm gains of the L sublayers and of the readout.
+
+  With zero queries and unit gains, every softmax starts uniform
+  (arXiv:2603.15031 section 5: zero is crucial). The first sublayer has one
+  source, so its row gets no gradient; it is kept for uniform shapes. Mixers
+  are every second sublayer, from the first; only they have value queries.
+  """
+
+  def __init__(
+    self,
+    config: config_lib.ModelConfig,
+    options: config_lib.DepthReadConfig,
+    *,
+    num_reads: int,
+    most_sources: int,
+    rngs: nnx.Rngs,
+    scales: tuple[int, ...] | None = None,
+  ):
+    """Draws the parameters.
+
+    Args:
+      config: of the network.
+      options: of its reads.
+      num_reads: L, or L + 1 with a read at the output.
+      most_sources: of the read that has the most.
+      rngs: for queries that do not start at zero.
+      scales: factors of the mixtures, one for each read.
+    """
+    width = config.width
+    key_width, letter = (options.rank, "R") if options.rank else (width, "D")
+    axes, shape = {
+      "learned": (f"L{letter}", (key_width,)),
+      "input": (f"LD{letter}", (width, key_width)),
+      "static": ("LM", (most_sources,)),
+    }[options.query]
+    keyed = options.key_norm and not options.rank and options.query != "static"
+
+    # No decay: it would pull every softmax back to uniform.
+    def parameter(value: jax.Array, axes: str = "LD") -> nnx.Param:
+      return nnx.Param(value, axes=axes, decays=False)
+
+    def queries(count: int) -> nnx.Param:
+      if not options.query_init:
+        return parameter(jnp.zeros((count, *shape), jnp.float32), axes)
+      drawn = jax.random.normal(rngs.params(), (count, *shape), jnp.float32)
+      return parameter(options.query_init * drawn, axes)
+
+    def vectors(fill: int) -> nnx.Param:
+      return parameter(jnp.full((num_reads, width), fill, jnp.float32))
+
+    self.width, self.scale = width, options.logit_scale
+    self.scales = scales
+    self.has_null = options.null != "none"
+    self.query = queries(num_reads)
+    self.gain = vectors(1) if keyed else None
+    num_mixers = -(-config.num_sublayers // 2)
+    self.value_query = queries(num_mixers) if options.value_query else None
+    self.null = vectors(0) if options.null == "learned" else None
+
+  def reads(self, start: int, stop: int) -> Read:
+    """The parameters of reads start..stop-1 (from 0), stacked."""
+    reads = self._reads(start, stop)
+    if self.value_query is None:
+      return reads
+    # An MLP has its only query twice, for uniform shapes.
+    rows = [
+      self.query[l] if l % 2 else self.value_query[l // 2]
+      for l in range(start, stop)
+    ]
+    values = self._fold(jnp.stack(rows), start, stop)
+    return reads._replace(value=reads._replace(query=values))
+
+  def single(self, l: int) -> Read:
+    """The parameters of read l (from 0), for anything but a mixer's values."""
+    return layer_stacks.only(self._reads(l, l + 1))
+
+  def _reads(self, start: int, stop: int) -> Read:
+    query = self._fold(self.query[start:stop], start, stop)
+    reads = Read(query, self._nulls(start, stop))
+    if self.scales is None:
+      return reads
+    return reads._replace(scale=jnp.float32(self.scales[start:stop]))
+
+  def _fold(self, query: jax.Array, start: int, stop: int) -> jax.Array:
+    """u_l = w_l * g_l, [Q, D] float32."""
+    if self.gain is not None:
+      gain_QD = self.gain[start:stop]
+      if query.ndim > gain_QD.ndim:
+        gain_QD = gain_QD[:, None, :]
+      query = query * gain_QD
+    return query if self.scale == 1 else query * self.scale
+
+  def _nulls(self, start: int, stop: int) -> jax.Array | None:
+    if self.null is not None:
+      return self.null[start:stop]
+    if not self.has_null:
+      return None
+    return jnp.zeros((stop - start, self.width), jnp.float32)
+
+
+class DepthAttention(base.Residual):
+  """Shared by schemes that attend over depth: queries, and how they read.
+
+  Attributes:
+    eps: added to the mean square of a source before it is scored.
+    options: of the reads.
+    queries: of the L sublayers and, if it attends, of the readout.
+    attends_last: whether the readout does.
+    can_sum: whether reads may have `scale="sum"`.
+  """
+
+  reads_depth = True
+  can_sum = False
+  attends_last = True
+
+  def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
+    super().__init__(config, rngs=rngs)
+    self.eps = config.norm_eps
+    self._form = config.residual.form
+    self.scannable = False
+    options = self.read_options(config.residual.read)
+    self.options = checked(options, config.width)
+    self.queries = DepthQueries(
+      config,
+      self.options,
+      num_reads=self.num_sublayers + self.attends_last,
+      most_sources=1 + -(-self.num_sublayers // (self.block_size or 1)),
+      rngs=rngs,
+      scales=self._scales(config.residual.name),
+    )
+
+  def _scales(self, name: str) -> tuple[int, ...] | None:
+    """Of each read, how many sources it sees, if that is its factor."""
+    if self.options.scale == "mean":
+      return None
+    labels = self.source_labels()
+    if not self.can_sum or labels is None:
+      config_lib.fail(
+        "model.residual.read.scale",
+        self.options.scale,
+        f"'mean' with model.residual.name={name!r}",
+      )
+    most = 1 + self.options.window if self.options.window else None
+    return tuple(len(sources[:most]) for sources in labels)
+
+  def read_options(
+    self, given: config_lib.DepthReadConfig
+  ) -> config_lib.DepthReadConfig:
+    """The options of the scheme's reads, given the configured ones."""
+    return given
+
+  @property
+  def two_phase(self) -> bool:
+    """Whether the queries of a segment are answered together.
+
+    Otherwise each read is computed by itself, as in the definition. So it is
+    while coefficients are fixed.
+    """
+    return (
+      self._form == "two_phase"
+      and self.options.batched
+      and not base.coefficients_are_fixed()
+    )
+
+  def attend(
+    self, read: Read, sources: tuple[jax.Array, ...]
+  ) -> jax.Array | base.QKV:
+    """The mixture of one read; a single source is returned as is."""
+    if len(sources) == 1 and self.options.sums_to_one:
+      return sources[0]
+    if not self.two_phase:
+      return each(read, lambda one: self._defined(one, sources))
+    slots = self.phase_1(
+      jax.tree.map(lambda a: a[None], read), seen(self.options, sources)
+    )
+    return each(layer_stacks.only(slots), mixture_of)
+
+  def attend_last(self, sources: tuple[jax.Array, ...]) -> jax.Array:
+    """The readout: the mixture with its own query."""
+    read = self.queries.single(self.num_sublayers)
+    return base.query_input(self.attend(read, sources))
+
+  def phase_1(self, reads: Read, sources: Sources) -> Slot:
+    """Slots of stacked reads, from one pass over the sources."""
+    query_QD = reads.query
+    if reads.value is not None:
+      query_QD = jnp.concatenate([query_QD, reads.value.query])
+    if isinstance(sources, Bank):
+      run = functools.partial(self._phase_1_of_bank, query_QD)
+      # Kept for the backward pass: the rows, which are kept in any case.
+      return self._slots(reads, *jax.checkpoint(run)(sources))
+    mixtures = depth_attention(
+      query_QD, sources, eps=self.eps, heads=self._heads, rank=self._rank
+    )
+    return self._slots(reads, *mixtures)
+
+  def _phase_1_of_bank(
+    self, query_QD: jax.Array, bank: Bank
+  ) -> tuple[jax.Array, jax.Array]:
+    """The definition, of the first rows of an array."""
+    rows_MBTD, count = bank
+    plain = dataclasses.replace(self.options, null="none")
+    outs, lses = [], []
+    for query_D in query_QD:
+      scores_MBTH = score(plain, query_D, rows_MBTD, self.eps)
+      valid_M111 = jnp.arange(len(rows_MBTD)) < count
+      scores_MBTH = jnp.where(
+        valid_M111[:, None, None, None], scores_MBTH, -jnp.inf
+      )
+      weights_MBTH = weigh(plain, scores_MBTH)
+      weighted_MBTD = spread(weights_MBTH, rows_MBTD) * precision.widen(
+        rows_MBTD
+      )
+      outs.append(jnp.sum(weighted_MBTD, axis=0).astype(rows_MBTD.dtype))
+      lses.append(jax.nn.logsumexp(scores_MBTH, axis=0))
+    lse_QBTH = jnp.stack(lses)
+    if self._heads is None:
+      lse_QBTH = jnp.squeeze(lse_QBTH, -1)
+    return jnp.stack(outs), lse_QBTH
+
+  def _slots(
+    self, reads: Read, out_QBTD: jax.Array, lse_QBT: jax.Array
+  ) -> Slot:
+    """Slots of stacked reads; mixtures for values come last."""
+    if reads.value is not None:
+      count = reads.query.shape[0]
+      own, value = layer_stacks.split((out_QBTD, lse_QBT), [count, count])
+      slots = self._slots(reads._replace(value=None), *own)
+      return slots._replace(value=self._slots(reads.value, *value))
+    if reads.null_D is not None:
+      null_Q11D = reads.null_D[:, None, None].astype(out_QBTD.dtype)
+      out_QBTD, lse_QBT = attnres_kernels.combine_mixtures(
+        out_QBTD,
+        lse_QBT,
+        jnp.broadcast_to(null_Q11D, out_QBTD.shape),
+        self._null_logits(reads.query, null_Q11D, lse_QBT.shape),
+      )
+    return Slot(reads.query, out_QBTD, lse_QBT, scale=reads.scale)
+
+  def merge(
+    self, slot: Slot, open_BTD: jax.Array, norm: base.Norm
+  ) -> jax.Array | base.QKV:
+    """norm(the mixture with the open source as one more source).
+
+    One pass over memory, unless mixtures are scaled.
+    """
+
+    def merged(one: Slot) -> jax.Array:
+      arrays = one.out_BTD, one.lse_BT, one.query_D, open_BTD
+      if one.scale is None and not isinstance(norm, norm_lib.Identity):
+        return depth_merge_norm(
+          *arrays, norm.gain[...],
+          eps=self.eps, norm_eps=norm.eps, rank=self._rank,
+        )  # fmt: skip
+      h_BTD = depth_merge(*arrays, eps=self.eps, rank=self._rank)
+      if one.scale is None:
+        return h_BTD
+      # The factor is one more number per read, which no kernel has: without
+      # it, eps of the norm would have to be divided by its square.
+      wide_BTD = scaled(precision.widen(h_BTD), one.scale)
+      return norm(wide_BTD).astype(h_BTD.dtype)
+
+    return each(slot, merged)
+
+  def merge_several(
+    self, slot: Slot, sources: Sequence[jax.Array]
+  ) -> jax.Array | base.QKV:
+    """The mixture with several more sources."""
+
+    def merged(one: Slot) -> jax.Array:
+      out_QBTD, lse_QBT = depth_attention(
+        one.query_D[None], sources,
+        eps=self.eps, heads=self._heads, rank=self._rank,
+      )  # fmt: skip
+      merged_BTD, _ = attnres_kernels.combine_mixtures(
+        one.out_BTD, one.lse_BT, out_QBTD[0], lse_QBT[0]
+      )
+      return scaled(merged_BTD, one.scale)
+
+    return each(slot, merged)
+
+  def mean_weights(self, read: Read, sources: Sequence[jax.Array]) -> jax.Array:
+    """For `depth_weights`: [M, B, T], the mean over heads, without the null.
+
+    A source outside the window has weight 0.
+    """
+    weights_MBTH = weights(self.options, read, sources, self.eps)
+    if read.null_D is not None:
+      weights_MBTH = weights_MBTH[1:]
+    weights_MBT = jnp.mean(weights_MBTH, axis=-1)
+    hidden = len(sources) - len(weights_MBT)
+    if not hidden:
+      return weights_MBT
+    zeros = jnp.zeros((hidden, *weights_MBT.shape[1:]), weights_MBT.dtype)
+    return jnp.concatenate([weights_MBT[:1], zeros, weights_MBT[1:]])
+
+  @property
+  def _heads(self) -> int | None:
+    return self.options.heads if self.options.heads > 1 else None
+
+  @property
+  def _rank(self) -> int | None:
+    return self.options.rank or None
+
+  def _defined(self, read: Read, sources: tuple[jax.Array, ...]) -> jax.Array:
+    """The mixture by its formula."""
+
+    # Autodiff would keep every weighted source.
+    @jax.checkpoint
+    def mixture(read: Read, *sources: jax.Array) -> jax.Array:
+      weights_MBTH = weights(self.options, read, sources, self.eps)
+      weights_MBTH = base.coefficient(weights_MBTH)
+      mixture_BTD = mix(self.options, weights_MBTH, read, sources)
+      return scaled(mixture_BTD, read.scale).astype(self.dtype)
+
+    visible = seen(self.options, sources)
+    keys = () if self.options.query == "static" else visible
+    width = sources[0].shape[-1]
+    key_width = (self.options.rank or width) if keys else 0
+    flops = len(visible) * pair_flops(sources[0].shape, key_width)
+    if self.options.query == "input":
+      flops += 2 * sources[0].size * key_width
+    return linear.counted(
+      mixture, read, *sources, flops=flops,
+      scanned=keys if self.options.key_norm else (), outs=sources[0],
+    )  # fmt: skip
+
+  def _null_logits(
+    self, query_QD: jax.Array, null_Q11D: jax.Array, shape: tuple[int, ...]
+  ) -> jax.Array:
+    """Of the null sources: as mixtures of one, these are log-normalisers."""
+    logit_Q11H = jax.vmap(
+      lambda query, null: score(self.options, query, null, self.eps)
+    )(query_QD, null_Q11D)
+    if len(shape) < logit_Q11H.ndim:
+      return jnp.broadcast_to(jnp.squeeze(logit_Q11H, -1), shape)
+    return jnp.broadcast_to(logit_Q11H, shape)
+
+
+def checked(
+  options: config_lib.DepthReadConfig, width: int
+) -> config_lib.DepthReadConfig:
+  """The options of the reads of a network of this width, with 1 head for 0.
+
+  Raises:
+    ConfigError: the heads do not divide the width, or keys are wider.
+  """
+  options = dataclasses.replace(options, heads=options.heads or 1)
+  if width % options.heads:
+    config_lib.fail(
+      "model.residual.read.heads",
+      options.heads,
+      f"a divisor of model.width={width}",
+    )
+  if options.rank > width:
+    config_lib.fail(
+      "model.residual.read.rank", options.rank, f"at most model.width={width}"
+    )
+  return options
+
+
+def each(
+  read: Any, function: Callable[[Any], jax.Array]
+) -> jax.Array | base.QKV:
+  """`function` of a read, or of both if that of the values is another one."""
+  h_BTD = function(read)
+  if read.value is None:
+    return h_BTD
+  return base.QKV(h_BTD, h_BTD, function(read.value))
+
+
+def scaled(h: jax.Array, scale: jax.Array | None) -> jax.Array:
+  """A mixture times its factor, if it has one; the product is float32."""
+  if scale is None:
+    return h
+  wide = precision.widen(h)
+  return (wide * scale.astype(wide.dtype)).astype(h.dtype)
+
+
+def mixture_of(slot: Slot) -> jax.Array:
+  """What is read if there is no open source."""
+  return scaled(slot.out_BTD, slot.scale)
+
+
+def normed(h: jax.Array | base.QKV, norm: base.Norm) -> jax.Array | base.QKV:
+  """The norm of mixtures, which no matrix product makes, as an operator."""
+  with scopes.part(scopes.NORM):
+    return jax.tree.map(norm.in_one_pass, h)
+
+
+def weigh(
+  options: config_lib.DepthReadConfig, scores_MBTH: jax.Array
+) -> jax.Array:
+  """Weights of M sources, given their scores: both float32 [M, B, T, H]."""
+  if options.score == "sigmoid":
+    return jax.nn.sigmoid(scores_MBTH)
+  return jax.nn.softmax(scores_MBTH, axis=0)
+
+
+def weights(
+  options: config_lib.DepthReadConfig,
+  read: Read,
+  sources: Sequence[jax.Array],
+  eps: float,
+) -> jax.Array:
+  """Weights [M, B, T, H] of the sources in the window, one score at a time.
+
+  If there is a null source, its weight comes first, of M + 1.
+  """
+  query, null_D = read.query, read.null_D
+  if options.query == "input":
+    # The paper's "current hidden state" is undefined before the read; we take
+    # the newest source.
+    newest_BTD = precision.widen(sources[-1])
+    newest_BTD *= norm_lib.inverse_rms(newest_BTD, eps)
+    query = linear.linear(newest_BTD, query)
+  if options.query == "static":
+    logits = seen(options, tuple(query[: len(sources)]))
+    if null_D is not None:
+      logits = (jnp.zeros_like(logits[0]), *logits)
+    shape = (*sources[0].shape[:-1], 1)
+    scores = [jnp.broadcast_to(logit, shape) for logit in logits]
+  else:
+    scores = [
+      score(options, query, source, eps)
+      for source in _competing(options, null_D, sources)
+    ]
+  return weigh(options, jnp.stack(scores))
+
+
+def mix(
+  options: config_lib.DepthReadConfig,
+  weights_MBTH: jax.Array,
+  read: Read,
+  sources: Sequence[jax.Array],
+) -> jax.Array:
+  """sum_i a_i v_i of each head, for `weights`: [B, T, D], float32."""
+  sources = _competing(options, read.null_D, sources)
+  terms = [
+    spread(weight_BTH, source_BTD) * precision.widen(source_BTD)
+    for weight_BTH, source_BTD in zip(weights_MBTH, sources, strict=True)
+  ]
+  return functools.reduce(operator.add, terms)
+
+
+def spread(weight: jax.Array, source: jax.Array) -> jax.Array:
+  """Weights [..., H] of heads, for each channel of [..., D]."""
+  heads = weight.shape[-1]
+  if heads == 1:
+    return weight
+  return jnp.repeat(weight, source.shape[-1] // heads, axis=-1)
+
+
+def seen(
+  options: config_lib.DepthReadConfig, sources: Sequence[Any]
+) -> tuple[Any, ...]:
+  """The sources in the window: the embedding and the newest."""
+  first, *others = sources
+  return (first, *others[-options.window :])
+
+
+def score(
+  options: config_lib.DepthReadConfig,
+  query: jax.Array,
+  source: jax.Array,
+  eps: float,
+) -> jax.Array:
+  """Logits [..., H] of a source [..., D]: <u, r v> for each head."""
+  key = precision.widen(source)
+  if options.rank:
+    key = key[..., -options.rank :]
+  heads = options.heads
+  slices = (heads, key.shape[-1] // heads)
+  logits = jnp.einsum(
+    "HK,...HK->...H" if query.ndim == 1 else "...HK,...HK->...H",
+    query.reshape(*query.shape[:-1], *slices),
+    key.reshape(*key.shape[:-1], *slices),
+    precision=jax.lax.Precision.HIGHEST,
+  )
+  if options.key_norm:
+    mean_square = jnp.mean(jnp.square(key), axis=-1, keepdims=True)
+    logits *= jax.lax.rsqrt(mean_square + eps)
+  return logits
+
+
+def _competing(
+  options: config_lib.DepthReadConfig,
+  null_D: jax.Array | None,
+  sources: Sequence[jax.Array],
+) -> tuple[jax.Array, ...]:
+  """The null source, if there is one, and those in the window."""
+  sources = seen(options, sources)
+  if null_D is None:
+    return sources
+  null_BTD = jnp.broadcast_to(null_D, sources[0].shape)
+  return (null_BTD.astype(sources[0].dtype), *sources)
+
+
+def depth_attention(
+  query_QD: jax.Array,
+  sources: Sequence[jax.Array],
+  *,
+  eps: float,
+  heads: int | None = None,
+  rank: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
+  """`attnres_kernels.depth_attention` of [B, T, D] sources."""
+
+  def attend(
+    query_QD: jax.Array, sources: tuple[jax.Array, ...]
+  ) -> tuple[jax.Array, jax.Array]:
+    return attnres_kernels.depth_attention(
+      query_QD, sources, eps=eps, heads=heads, rank=rank
+    )
+
+  queried, tokens = sharding.QUERIED_TOKENS, sharding.TOKENS
+  split = sharding.by_shards(
+    attend, (sharding.WHOLE, tokens), (queried, queried)
+  )
+  sources = tuple(sources)
+  first, num_queries = sources[0], query_QD.shape[0]
+  out_QBTD = jax.ShapeDtypeStruct((num_queries, *first.shape), first.dtype)
+  axis_H = () if heads is None else (heads,)
+  lse_QBT = jax.ShapeDtypeStruct((*out_QBTD.shape[:-1], *axis_H), jnp.float32)
+  return linear.counted(
+    split, query_QD, sources,
+    flops=len(sources) * pair_flops(out_QBTD.shape, query_QD.shape[-1]),
+    scanned=sources, outs=(out_QBTD, lse_QBT),
+  )  # fmt: skip
+
+
+def depth_merge(
+  out_BTD: jax.Array,
+  lse_BT: jax.Array,
+  query_D: jax.Array,
+  partial_BTD: jax.Array,
+  *,
+  eps: float,
+  rank: int | None = None,
+) -> jax.Array:
+  """`attnres_kernels.depth_merge`."""
+  merge = functools.partial(attnres_kernels.depth_merge, eps=eps, rank=rank)
+  return _merged(merge, out_BTD, lse_BT, query_D, partial_BTD)
+
+
+def depth_merge_norm(
+  out_BTD: jax.Array,
+  lse_BT: jax.Array,
+  query_D: jax.Array,
+  partial_BTD: jax.Array,
+  gain_D: jax.Array,
+  *,
+  eps: float,
+  norm_eps: float,
+  rank: int | None = None,
+) -> jax.Array:
+  """The normalised merge of `attnres_kernels.depth_merge_norm`."""
+
+  def merge(*arrays: jax.Array) -> jax.Array:
+    out_BTD, lse_BT, query_D, partial_BTD, gain_D = arrays
+    _, normed_BTD = attnres_kernels.depth_merge_norm(
+      out_BTD, lse_BT, query_D, partial_BTD, None, gain_D,
+      eps=eps, norm_eps=norm_eps, rank=rank,
+    )  # fmt: skip
+    return normed_BTD
+
+  return _merged(merge, out_BTD, lse_BT, query_D, partial_BTD, gain_D)
+
+
+def _merged(
+  merge: Callable[..., jax.Array],
+  out_BTD: jax.Array,
+  lse_BT: jax.Array,
+  query_D: jax.Array,
+  partial_BTD: jax.Array,
+  *gain: jax.Array,
+) -> jax.Array:
+  tokens, replicated = sharding.TOKENS, sharding.WHOLE
+  in_specs = tokens, tokens, replicated, tokens, *[replicated] * len(gain)
+  split = sharding.by_shards(merge, in_specs, tokens)
+  return linear.counted(
+    split, out_BTD, lse_BT, query_D, partial_BTD, *gain,
+    flops=pair_flops(partial_BTD.shape, query_D.size),
+    scanned=partial_BTD, outs=out_BTD,
+  )  # fmt: skip
+
+
+def pair_flops(mixtures: Sequence[int], key_width: int) -> int:
+  """FLOPs per source: a dot product of keys and a weighted sum of values.
+
+  A (query, source) pair counts as the two, and a source as one mean square,
+  however often its norm is recomputed.
+
+  Args:
+    mixtures: the shape of what is mixed, [..., D].
+    key_width: of what is scored.
+  """
+  *tokens, width = mixtures
+  return 2 * math.prod(tokens) * (width + key_width)
