@@ -14,6 +14,9 @@ experiments/scaling_law. One of its runs:
               four sizes, three schemes, three seeds, and at one size Rescaled,
               which has to agree with PreNorm up to noise
             laptop_lr: the search for learning rates, under PreNorm and Block
+            pod: between these, for a v5e-8 or v6e-8: attention and dense
+            MLPs, four sizes from 64M to 381M parameters, three schemes, three
+            seeds, on a text of your own in the vocabulary of GPT-2
             paper: Table 2, with configs/kimi_linear.py
   size      one of the scale's sizes; empty for the smallest
   schedule  cosine: over the token budget, as in the paper
@@ -23,9 +26,10 @@ experiments/scaling_law. One of its runs:
             attnres_jax.aot.plan has saved for the slice (docs/pods.md)
   runlocal  shrinks everything to seconds, to try things out
 
-Within a size of the laptop's and the paper's scale, all schemes share their
-hyper-parameters, which were chosen under PreNorm. To change the sweep, edit
-`LAPTOP`, `SCHEMES` or `SEEDS`, and launch into another folder.
+Within a size, all schemes share their hyper-parameters. They were chosen under
+PreNorm at the laptop's and the paper's scale; those of the pod are not searched
+yet. To change the sweep, edit `LAPTOP`, `SCHEMES` or `SEEDS`, and launch into
+another folder.
 """
 
 import pathlib
@@ -47,6 +51,14 @@ LAPTOP = {
   "m": (40, 8, 2, 104, 6e-3),
   "l": (48, 10, 3, 128, 12e-3),
 }
+# The same, without a search, and rows of a batch. All widths are multiples of
+# 128, the lanes of a TPU.
+POD = {
+  "64m": (512, 12, 4, 1408, 2e-3, 256),
+  "124m": (768, 12, 6, 2048, 1.5e-3, 256),
+  "231m": (1024, 14, 8, 2816, 1.2e-3, 512),
+  "381m": (1280, 16, 10, 3456, 1e-3, 512),
+}
 TINY = {
   "xs": (8, 2, 2, 24, 6e-3),
   "s": (8, 3, 2, 24, 6e-3),
@@ -62,8 +74,11 @@ LEARNING_RATES = (3e-3, 6e-3, 12e-3, 24e-3, 48e-3)
 # Of the search for learning rates.
 RATE_SCHEMES, RATE_SEEDS = SCHEMES[:2], SEEDS[:2]
 
-# Bytes per parameter outside embedding and head.
+# Per parameter outside embedding and head: bytes, and tokens of the pod's scale.
 TOKENS_PER_PARAM = 10
+POD_TOKENS_PER_PARAM = 16
+# GPT-2's vocabulary, padded.
+POD_VOCABULARY, POD_LENGTH = 50_304, 1024
 # Small batches and many steps, a rate that falls to zero, and the whole
 # validation split: the protocol of experiments/noise.
 ROWS, LENGTH = 4, 128
@@ -82,7 +97,7 @@ GRAIN = 20
 
 # What `get_config` accepts; tests build every value.
 ARGUMENTS = {
-  "scale": ("laptop", "laptop_lr", "paper"),
+  "scale": ("laptop", "laptop_lr", "pod", "paper"),
   "size": ("", *LAPTOP),
   "residual": (*SCHEMES, "rescaled"),
   "schedule": ("cosine", "wsd"),
@@ -99,6 +114,8 @@ def get_config(arg=None):
   size = arg.size or next(iter(sizes))
   if arg.scale == "paper":
     config = kimi_linear.of_table_2(size, arg, arg.planned)
+  elif arg.scale == "pod":
+    config = _pod(c.choose("size", size, sizes), arg)
   else:
     config = _laptop(c.choose("size", size, sizes), arg)
   name = f"scaling_{arg.scale}_{size}_{{}}"
@@ -122,7 +139,7 @@ def sweep(add, arg):
     return
   # Seed by seed and from small to large, so that half a sweep is already
   # useful.
-  for seed in SEEDS if arg.scale == "laptop" else SEEDS[:1]:
+  for seed in SEEDS[:1] if arg.scale == "paper" else SEEDS:
     for size in sizes:
       control = arg.scale == "laptop" and size == CONTROL
       for residual in SCHEMES + ("rescaled",) * control:
@@ -144,8 +161,8 @@ def _parse(arg):
 
 
 def _sizes(arg):
-  if arg.scale == "paper":
-    return PAPER
+  if arg.scale in ("paper", "pod"):
+    return PAPER if arg.scale == "paper" else POD
   return TINY if arg.runlocal else LAPTOP
 
 
@@ -159,8 +176,7 @@ def _laptop(shape, arg):
   config.optim.peak_lr, config.optim.final_lr_fraction = lr, 0.0
   config.train.log_every, config.train.eval_every = 40, 0
   config.train.eval_batches, config.train.depth_every = EVERYTHING, 0
-  per_block = 4 * model.width**2 + 3 * model.width * model.mlp_width
-  tokens = TOKENS_PER_PARAM * per_block * model.num_layers
+  tokens = TOKENS_PER_PARAM * _parameters(model)
   # As many bytes as in batches of 16 rows, which experiments/noise compares.
   grain = GRAIN * 16 // ROWS
   config.train.steps = grain * round(tokens / (grain * ROWS * LENGTH))
@@ -169,6 +185,39 @@ def _laptop(shape, arg):
     config.train.steps = 2 * GRAIN
     config.train.log_every, config.train.eval_batches = 4, 2
   return config
+
+
+def _pod(shape, arg):
+  config = c.default_config()
+  model, data = config.model, config.data
+  *shape, data.batch_size = shape
+  model.width, model.num_layers, model.num_heads, model.mlp_width, lr = shape
+  model.residual.name, model.residual.block_size = arg.residual, BLOCK_SIZE
+  model.vocab_size, model.tie_embeddings = POD_VOCABULARY, True
+  model.dtype, model.remat = "bfloat16", "attention"
+  # A scan copies what the backward pass needs.
+  model.scan_layers = False
+  data.sequence_length = POD_LENGTH
+  config.optim.peak_lr = lr
+  config.train.log_every, config.train.depth_every = 10, 0
+  config.train.eval_every, config.train.eval_batches = 1000, 64
+  tokens = POD_TOKENS_PER_PARAM * _parameters(model)
+  config.train.steps = round(tokens / (data.batch_size * data.sequence_length))
+  if not arg.planned:
+    config.mesh.data, config.mesh.fsdp = 1, -1
+  if arg.runlocal:
+    model.width, model.mlp_width, model.num_layers = 8 * model.num_heads, 32, 2
+    model.vocab_size, model.dtype, model.remat = 0, "float32", "none"
+    data.sequence_length, data.batch_size = 32, 8
+    config.train.steps = 2 * GRAIN
+    config.train.log_every, config.train.eval_batches = 4, 2
+  return config
+
+
+def _parameters(model):
+  """Parameters of a dense network outside embedding and head, without norms."""
+  per_block = 4 * model.width**2 + 3 * model.width * model.mlp_width
+  return per_block * model.num_layers
 
 
 def _lengthen(config, arg):
