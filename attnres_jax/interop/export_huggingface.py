@@ -24,6 +24,7 @@ from attnres_jax import files
 from attnres_jax import models
 from attnres_jax import trees
 from attnres_jax.config import fields
+from attnres_jax.data import tokenizer as tokenizer_lib
 from attnres_jax.interop import families
 from attnres_jax.interop import huggingface
 from attnres_jax.interop import tensor_files
@@ -90,8 +91,10 @@ def _export(options: argparse.Namespace) -> None:
   config, model = checkpoint.load_model(workdir, options.step)
   facts, also = weights_folder.origin(workdir, config)
   if not also and config.data.tokenizer == "hf":
-    vocabulary = pathlib.Path(config.data.tokenizer_path)
-    also = {"tokenizer.json": vocabulary.read_bytes()}
+    # Another person's config may name any file: only a tokenizer is copied.
+    tokenizer_lib.make_tokenizer(config.data)
+    vocabulary, _ = tokenizer_lib.vocabulary_file(config.data)
+    also = {"tokenizer.json": pathlib.Path(vocabulary).read_bytes()}
   family = options.family or _family_of(facts, model.config)
   dtype = options.dtype or facts.get("dtype", "F32")
   dtypes = {} if options.dtype else facts.get("dtypes", {})

@@ -160,6 +160,8 @@ def _read_facts(
       raise ValueError("'files' is no list")
     for name in names:
       files.name_from_file(name, "files", path)
+      if os.path.islink(folder / name):
+        raise ValueError(f"{name!r} is a link, which may lead elsewhere")
       contents[name] = (folder / name).read_bytes()
   except config_lib.ConfigError:
     raise

@@ -173,6 +173,20 @@ def test_a_network_that_cannot_be_exported(tmp_path, capsys):
   assert not (tmp_path / "b").exists()
 
 
+def test_only_a_tokenizer_is_copied(tmp_path, capsys):
+  """A run of somebody else may name any file as its tokenizer."""
+  secret = tmp_path / "secret.txt"
+  secret.write_text('{"key": "abc"}')
+  model = small_checkpoint.model("llama")
+  data = config_lib.DataConfig(tokenizer="hf", tokenizer_path=str(secret))
+  config = config_lib.RunConfig(model=model.config, data=data)
+  weights_folder.write(tmp_path / "a", config, model, {}, {})
+  argv = [f"--workdir={tmp_path / 'a'}", f"--path={tmp_path / 'b'}"]
+  assert EXPORT(argv) == 2
+  assert f"tokenizer_path: got '{secret}'" in capsys.readouterr().err
+  assert not (tmp_path / "b").exists()
+
+
 def test_an_upcycled_network_is_no_longer_of_its_family():
   attnres = config_lib.ModelConfig(vocab_size=8)
   plain = config_lib.ModelConfig(
