@@ -5,16 +5,16 @@ On a disk, a writer holds a kernel lock (flock) on the file `lock` as long as it
 lives; however it dies, the lock is released. This works on local disks and on
 network disks whose server supports locks.
 
-Object stores have no locks and no common form of conditional write, so there a
-claim is a lease: the writer puts its token and a heartbeat into `lock`, waits,
-and reads the file again. It holds the folder as long as it finds its own token.
-If a write takes longer than `SETTLE_SECONDS`, two writers can both get a lease;
-both notice at the next heartbeat, and the one whose token is gone exits
-immediately. Until then, both may write rows and checkpoints of the same run:
-the same values, from the same configuration.
-
-In both cases `lock` names the holder, for the error of a process that is
-refused.
+Object stores have no locks, but they create an object only if there is none. So
+there, a claim is a numbered lease: the writer creates `lock.N`, with N above
+all others, and one of several writers that try the same N succeeds. Whoever has
+the highest number holds the folder, while its heartbeat is younger than
+`LEASE_SECONDS` and it has not released it. The highest lease is never removed,
+so a number is never used twice. A writer whose own lease is missing, or has a
+higher one above it, has lost the folder and ends immediately. A write confirms
+the lease first if the last confirmation is older than half its length, so a
+process that was stopped for longer begins no write. (A request that it had
+begun may still arrive; state and summary of a finished run survive that.)
 """
 
 from collections.abc import Callable, Iterator
@@ -24,6 +24,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -37,12 +38,13 @@ from jax.experimental import multihost_utils
 import numpy as np
 
 from attnres_jax import config as config_lib
+from attnres_jax import exits
 from attnres_jax import files
+from attnres_jax import stores
 
 LOCK = "lock"
 # Other processes hold a lock briefly to look at it; wait until they are done.
 PATIENCE_SECONDS = 1.0
-SETTLE_SECONDS = 5.0
 HEARTBEAT_SECONDS = 10.0
 # A writer whose heartbeat is older than this is considered dead. The clocks of
 # hosts that share an object store must agree to within a fraction of it.
@@ -64,8 +66,8 @@ class Holder:
     pid: its process id there.
     token: distinguishes it from all other holders.
     started: when it claimed the folder, seconds since the epoch.
-    heartbeat: when it was last seen, in the same unit; updated in object stores
-      only.
+    heartbeat: when it was last seen, in the same unit; 0 once it has released
+      the folder. Updated in object stores only.
   """
 
   host: str
@@ -92,21 +94,19 @@ class Claim:
   """
 
   def __init__(
-    self,
-    workdir: epath.Path,
-    holder: Holder,
-    lock: IO[str] | None,
-    lost_status: int,
+    self, workdir: epath.Path, holder: Holder, lock: "IO[str] | int"
   ):
     self.holder = holder
     self.on_beat: Callable[[], None] | None = None
     self._workdir = workdir
     self._lock = lock
-    self._lost_status = lost_status
+    self._confirmed = time.time()
     self._over = threading.Event()
     self._thread = threading.Thread(
       target=self._beat, name="heartbeat", daemon=True
     )
+    if isinstance(lock, int):
+      stores.guard(workdir, self.confirm)
     self._thread.start()
 
   def release(self, last: Callable[[], None] = lambda: None) -> None:
@@ -116,71 +116,78 @@ class Claim:
     try:
       last()
     finally:
-      if self._lock is not None:
+      if isinstance(self._lock, int):
+        self.confirm()
+        stores.guard(self._workdir, None)
+        self._write_lease(0.0)
+      else:
         self._lock.close()
-      elif not self._is_lost():
-        (self._workdir / LOCK).unlink(missing_ok=True)
+
+  def confirm(self) -> None:
+    """Ends this process if it may have lost its lease, and has.
+
+    Raises:
+      OSError: the store does not say.
+    """
+    if time.time() - self._confirmed > LEASE_SECONDS / 2:
+      self._confirm_now()
+
+  def _confirm_now(self) -> None:
+    asked = time.time()
+    if max(_leases(self._workdir), default=-1) != self._lock:
+      print(
+        f"error: {self._workdir}: another process has taken this run",
+        file=sys.stderr,
+        flush=True,
+      )
+      # Anything written from here on could undo the other process's work.
+      os._exit(exits.Exit.AGAIN)
+    self._confirmed = asked
 
   def _beat(self) -> None:
     while not self._over.wait(HEARTBEAT_SECONDS):
-      try:
-        if self._is_lost():
-          print(
-            f"error: {self._workdir}: another process has taken this run",
-            file=sys.stderr,
-            flush=True,
-          )
-          # Anything written from here on could undo the other process's work.
-          os._exit(self._lost_status)
-        if self._lock is None:
-          self.holder = dataclasses.replace(self.holder, heartbeat=time.time())
-          _write(self._workdir, self.holder)
+      # A full disk or a lost network ends the run when it writes results.
+      with contextlib.suppress(OSError, config_lib.ConfigError):
+        if isinstance(self._lock, int):
+          self._confirm_now()
+          self._write_lease(time.time())
         if self.on_beat is not None:
           self.on_beat()
-      except OSError:
-        # A full disk or a lost network ends the run when it writes results.
-        continue
 
-  def _is_lost(self) -> bool:
-    if self._lock is not None:
-      return False
-    holder = _read(self._workdir)
-    return holder is not None and holder.token != self.holder.token
+  def _write_lease(self, heartbeat: float) -> None:
+    assert isinstance(self._lock, int)
+    self.holder = dataclasses.replace(self.holder, heartbeat=heartbeat)
+    stores.write(_lease(self._workdir, self._lock), _bytes(self.holder))
 
 
-def acquire(
-  workdir: epath.PathLike,
-  *,
-  patience_seconds: float = 0.0,
-  lost_status: int = 1,
-) -> Claim:
+def acquire(workdir: epath.PathLike, *, patience_seconds: float = 0.0) -> Claim:
   """Claims a folder, which is created if needed.
 
   Args:
-    workdir: local or gs://.
+    workdir: local or in an object store.
     patience_seconds: how long to wait for a lease whose holder may be dead.
       Waiting ends early if the holder turns out to be alive.
-    lost_status: exit status of this process if another takes its lease.
 
   Raises:
     HeldError: another process holds it; names the process.
     OSError: nothing can be written there.
   """
   workdir = epath.Path(workdir)
-  workdir.mkdir(parents=True, exist_ok=True)
   now = time.time()
   holder = Holder(socket.gethostname(), os.getpid(), uuid.uuid4().hex, now, now)
+  if not files.is_remote(workdir):
+    workdir.mkdir(parents=True, exist_ok=True)
   if not _has_locks(workdir):
-    _take_lease(workdir, holder, patience_seconds)
-    return Claim(workdir, holder, None, lost_status)
+    number = _take_lease(workdir, holder, patience_seconds)
+    return Claim(workdir, holder, number)
   lock = _lock(workdir, fcntl.LOCK_EX, PATIENCE_SECONDS)
   if lock is None:
-    raise _held(workdir)
+    raise _held(workdir, _read(workdir / LOCK))
   # Locks work on a full disk too, but their owner is then not named.
   with contextlib.suppress(OSError):
     os.ftruncate(lock.fileno(), 0)
-    os.write(lock.fileno(), json.dumps(dataclasses.asdict(holder)).encode())
-  return Claim(workdir, holder, lock, lost_status)
+    os.write(lock.fileno(), _bytes(holder))
+  return Claim(workdir, holder, lock)
 
 
 @contextlib.contextmanager
@@ -192,7 +199,7 @@ def held(
   Process 0 claims the folder and tells the others the outcome.
 
   Args:
-    workdir: local or gs://; made if needed.
+    workdir: local or in an object store; made if needed.
     ours: a claim that this process already holds, which its owner releases.
 
   Yields:
@@ -201,15 +208,17 @@ def held(
   Raises:
     HeldError: another run holds it; raised on all processes.
     ConfigError: nothing can be written there; raised on all processes.
-    OSError: the disk is full; the others get a ConfigError.
+    OSError: the disk is full or the store fails; the others get a HeldError.
   """
   claim, error = None, None
   if ours is None and jax.process_index() == 0:
     try:
       claim = acquire(workdir, patience_seconds=2 * LEASE_SECONDS)
-    except (HeldError, OSError) as failure:
+    except config_lib.ConfigError as failure:
       error = failure
-      if isinstance(failure, OSError) and not files.is_disk_full(failure):
+    except OSError as failure:
+      error = failure
+      if not files.is_remote(workdir) and not files.is_disk_full(failure):
         cause = failure.strerror or failure
         error = config_lib.ConfigError(
           f"--workdir: got {str(workdir)!r}, expected a folder that can be"
@@ -227,14 +236,20 @@ def held(
       claim.release()
 
 
+def has_claim(workdir: epath.PathLike) -> bool:
+  """Whether any process has ever claimed the folder."""
+  workdir = epath.Path(workdir)
+  return (workdir / LOCK).exists() or bool(_leases(workdir))
+
+
 def is_held(workdir: epath.PathLike) -> bool:
   """Whether a live process holds the folder."""
   workdir = epath.Path(workdir)
   if not files.is_remote(workdir) and not (workdir / LOCK).exists():
     return False
   if not _has_locks(workdir):
-    holder = _read(workdir)
-    return holder is not None and holder.is_alive()
+    newest = _newest(workdir)[1]
+    return newest is not None and newest.is_alive()
   lock = _lock(workdir, fcntl.LOCK_SH, 0.0)
   if lock is None:
     return True
@@ -281,39 +296,65 @@ def _lock(
 
 def _take_lease(
   workdir: epath.Path, holder: Holder, patience_seconds: float
-) -> None:
+) -> int:
+  """Creates the lease above all others; returns its number."""
   deadline = time.monotonic() + patience_seconds
-  other = seen = _read(workdir)
+  number, other = first = _newest(workdir)
   while other is not None and other.is_alive():
-    if other != seen or time.monotonic() >= deadline:
+    if other != first[1] or time.monotonic() >= deadline:
       raise _held(workdir, other)
     time.sleep(min(HEARTBEAT_SECONDS, patience_seconds))
-    other = _read(workdir)
-  _write(workdir, holder)
-  time.sleep(SETTLE_SECONDS)
-  other = _read(workdir)
-  if other is None or other.token != holder.token:
-    raise _held(workdir, other)
+    number, other = _newest(workdir)
+  number += 1
+  # After a wait, so that the first heartbeat of others is not in the past.
+  holder = dataclasses.replace(holder, heartbeat=time.time())
+  if not stores.create(_lease(workdir, number), _bytes(holder)):
+    raise _held(workdir, _read(_lease(workdir, number)))
+  # A process that looked long ago may have created a number that was in use
+  # and removed since.
+  numbers = _leases(workdir)
+  if max(numbers, default=-1) != number:
+    raise _held(workdir, _newest(workdir)[1])
+  for old in numbers:
+    if old < number:
+      stores.remove(_lease(workdir, old))
+  return number
 
 
-def _held(workdir: epath.Path, holder: Holder | None = None) -> HeldError:
-  holder = holder or _read(workdir)
+def _leases(workdir: epath.Path) -> list[int]:
+  """Numbers of all leases of a folder."""
+  found = [re.fullmatch(rf"{LOCK}\.(\d+)", n) for n in stores.names(workdir)]
+  return [int(match[1]) for match in found if match]
+
+
+def _newest(workdir: epath.Path) -> tuple[int, Holder | None]:
+  number = max(_leases(workdir), default=-1)
+  return number, _read(_lease(workdir, number)) if number >= 0 else None
+
+
+def _lease(workdir: epath.Path, number: int) -> epath.Path:
+  return workdir / f"{LOCK}.{number}"
+
+
+def _held(workdir: epath.Path, holder: Holder | None) -> HeldError:
   return HeldError(
     f"--workdir: {workdir} is in use by {holder or 'another process'};"
     " wait for it to end, stop it, or choose another --workdir"
   )
 
 
-def _read(workdir: epath.Path) -> Holder | None:
+def _read(path: epath.Path) -> Holder | None:
   """Who holds or held the folder; None if the file does not say."""
   try:
-    return Holder(**json.loads((workdir / LOCK).read_text()))
+    return Holder(**json.loads(stores.read(path)))
+  except config_lib.ConfigError:
+    raise
   except (FileNotFoundError, TypeError, ValueError):
     return None
 
 
-def _write(workdir: epath.Path, holder: Holder) -> None:
-  files.write(workdir / LOCK, json.dumps(dataclasses.asdict(holder)))
+def _bytes(holder: Holder) -> bytes:
+  return json.dumps(dataclasses.asdict(holder)).encode()
 
 
 def _of_process_0(text: str) -> str:

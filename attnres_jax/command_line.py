@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all commands share: one kit of flags, and one line for every error.
 
-`run` calls a command and returns its exit status: 2 for invalid input, 1 for a
-run that failed, 130 for an interrupt. Instead of a traceback, one line on
-stderr says what was wrong.
+`run` calls a command and returns its exit status: that of `exits`, which says
+whether to try again (2 for invalid input), or 130 for an interrupt. Instead of
+a traceback, one line on stderr says what was wrong.
 
 `Parser` reads the flags of every command. Those that need a config take
 --config=FILE:ARGUMENTS and --config.FIELD=VALUE, which arrive as a
@@ -20,7 +20,9 @@ from typing import Any, NoReturn
 import jax
 
 from attnres_jax import config as config_lib
+from attnres_jax import exits
 from attnres_jax import plans
+from attnres_jax import text_table
 from attnres_jax.config import describe
 
 # Types of arguments whose text is no path, so that ~ stays.
@@ -34,17 +36,19 @@ def run(command: Callable[..., Any], *args: Any) -> int:
     return command(*args) or 0
   except KeyboardInterrupt:
     return _report("interrupted; rerun the same command to resume", 130)
-  except (config_lib.ConfigError, ImportError, NotImplementedError) as error:
-    return _report(str(error), 2)
-  except config_lib.RunError as error:
+  except (
+    config_lib.ConfigError, config_lib.RunError, ImportError,
+    NotImplementedError,
+  ) as error:  # fmt: skip
     notes = getattr(error, "__notes__", [])
-    return _report("; ".join([str(error), *notes]), 1)
+    return _report("; ".join([str(error), *notes]), exits.of_error(error))
   except OSError as error:
     where = f"{error.filename}: " if error.filename else ""
-    return _report(f"{where}{error.strerror or error}", 1)
+    return _report(f"{where}{error.strerror or error}", exits.of_error(error))
   except (jax.errors.JaxRuntimeError, MemoryError) as error:
     reason = str(error).strip().partition("\n")[0]
-    return _report(f"{type(error).__name__}: {reason}", 1)
+    message = f"{type(error).__name__}: {reason}"
+    return _report(message, exits.of_error(error))
   except (RuntimeError, AssertionError) as error:
     if _has_devices():
       raise
@@ -302,5 +306,6 @@ def _has_devices() -> bool:
 
 
 def _report(message: str, status: int) -> int:
-  print("error:", " ".join(message.split()), file=sys.stderr, flush=True)
+  text = text_table.printable(" ".join(message.split()))
+  print("error:", text, file=sys.stderr, flush=True)
   return status

@@ -6,7 +6,7 @@ reports) goes through `write`, so that a kill or a full disk leaves either the
 old or the new text. Metrics are appended, and checkpoints committed, elsewhere.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import errno
 import json
@@ -18,6 +18,7 @@ from typing import Any
 from etils import epath
 
 from attnres_jax import config as config_lib
+from attnres_jax import stores
 
 # The limit of file systems on Linux and macOS.
 _NAME_BYTES = 255
@@ -26,9 +27,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_WORDS = ("no space left on device", "disk quota exceeded")
 
 
-def is_remote(path: epath.PathLike) -> bool:
-  """Whether a path is in an object store rather than on a disk."""
-  return "://" in str(path)
+is_remote = stores.is_remote
 
 
 def absolute(path: epath.PathLike) -> epath.Path:
@@ -54,13 +53,12 @@ def write(path: epath.PathLike, content: str | bytes) -> None:
   """
   path = epath.Path(path)
   data = content.encode() if isinstance(content, str) else content
+  if is_remote(path):
+    stores.write(path, data)
+    return
   with contextlib.suppress(OSError):
     if path.stat().length == len(data) and path.read_bytes() == data:
       return
-  if is_remote(path):
-    # Object stores write an object completely or not at all.
-    path.write_bytes(data)
-    return
   temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
   try:
     with open(temporary, "wb") as file:
@@ -73,6 +71,20 @@ def write(path: epath.PathLike, content: str | bytes) -> None:
     if is_disk_full(error):
       raise disk_full(path, len(data)) from error
     raise
+
+
+def read(path: epath.PathLike, start: int = 0) -> bytes:
+  """The bytes of a file from `start`, which may be negative: the last ones.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    OSError: it cannot be read.
+  """
+  if is_remote(path):
+    return stores.read(path, start)
+  with open(path, "rb") as file:
+    file.seek(start if start >= 0 else max(0, os.stat(path).st_size + start))
+    return file.read()
 
 
 def disk_full(path: epath.PathLike, needed: int | None = None) -> DiskFullError:
@@ -144,7 +156,7 @@ def read_json(path: epath.PathLike) -> dict[str, Any]:
     ValueError: the file holds no JSON object; says why in one line.
   """
   try:
-    values = json.loads(epath.Path(path).read_bytes())
+    values = json.loads(read(path))
   except RecursionError as error:
     raise ValueError("nested too deeply") from error
   if not isinstance(values, dict):
@@ -209,12 +221,17 @@ def check_path(
   """
   scheme, remote, _ = path.partition("://")
   if not path or "\0" in path or (remote and scheme not in schemes):
-    stores = [f"{scheme}://" for scheme in schemes]
-    config_lib.fail_argument(name, path, " or ".join(["a local path", *stores]))
+    kinds = [f"{scheme}://" for scheme in schemes]
+    config_lib.fail_argument(name, path, " or ".join(["a local path", *kinds]))
+  if remote:
+    checked = epath.Path(path)
+    with stores.reaching(path):
+      stores.client(path).exists(path)
+    return checked
   checked = epath.Path(path).expanduser()
   try:
     checked.exists()
-  except Exception as error:  # Clients of stores raise whatever they like.
+  except Exception as error:
     reason = getattr(error, "strerror", None) or error
     config_lib.fail_argument(name, path, f"a path that can be read ({reason})")
   return checked
@@ -245,6 +262,47 @@ def check_folder(name: str, path: str) -> epath.Path:
   if not os.access(place, os.W_OK | os.X_OK):
     config_lib.fail_argument(name, path, f"write access to {place}")
   return folder
+
+
+def refuse_foreign(
+  name: str,
+  folder: epath.PathLike,
+  ours: Mapping[str, Sequence[str]],
+  is_known: Callable[[], bool] = lambda: False,
+) -> None:
+  """Refuses a folder in which a file of ours would replace somebody's.
+
+  Args:
+    name: of the argument that names the folder, for the error.
+    folder: which may not exist.
+    ours: each JSON file that will be written, with fields that only ours has.
+      Of JSON lines, the first line counts.
+    is_known: whether the folder is ours for another reason. It decides about a
+      file that is no JSON object: a damaged one of ours, or somebody's.
+
+  Raises:
+    ConfigError: names the first file that is not ours.
+  """
+  for file, fields in ours.items():
+    try:
+      content = read(epath.Path(folder) / file)
+    except (FileNotFoundError, NotADirectoryError):
+      continue
+    values: Any = None
+    with contextlib.suppress(ValueError, RecursionError):
+      values = json.loads(content)
+    if values is None:
+      with contextlib.suppress(ValueError, RecursionError):
+        values = json.loads(content.partition(b"\n")[0])
+    is_object = isinstance(values, dict) and bool(values)
+    if not content or (not is_object and is_known()):
+      continue
+    if not is_object or not values.keys() >= set(fields):
+      config_lib.fail_argument(
+        name, str(folder),
+        f"a new or empty folder, or one of ours; its {file} is not ours, and"
+        " would be replaced",
+      )  # fmt: skip
 
 
 def is_disk_full(error: BaseException | None) -> bool:

@@ -6,8 +6,9 @@ r"""Trains a model from the command line.
     --config.optim.peak_lr=1e-3 --workdir=runs/tiny
 
 Rerun the same command to resume an interrupted run. A bad flag, field or file
-stops it before anything is compiled, with one line on stderr and exit status 2;
-a run that fails exits with 1.
+stops it before anything is compiled, with one line on stderr. The exit status
+says whether to try again (`attnres_jax.exits`): 0 done, 1 try again, 2 never
+again, 3 diverged, 4 stopped by a signal.
 
 On a pod, start the command on every host with `--distributed`; JAX finds the
 cluster by itself. Elsewhere, describe the cluster:
@@ -27,13 +28,17 @@ import jax
 
 from attnres_jax import command_line
 from attnres_jax import config as config_lib
+from attnres_jax import exits
 from attnres_jax import files
+from attnres_jax import signals
 from attnres_jax import train
 
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Checks the flags and trains; returns the exit status."""
-  return command_line.run(_train, make_parser().parse_args(argv))
+  options = make_parser().parse_args(argv)
+  signals.outlive_outputs()
+  return command_line.run(_train, options)
 
 
 def make_parser() -> command_line.Parser:
@@ -56,7 +61,7 @@ def make_parser() -> command_line.Parser:
   return parser
 
 
-def _train(options: argparse.Namespace) -> None:
+def _train(options: argparse.Namespace) -> exits.Exit:
   config = command_line.load_config(options.config)
   if not options.workdir:
     raise config_lib.ConfigError("--workdir: missing, expected a folder")
@@ -77,13 +82,14 @@ def _train(options: argparse.Namespace) -> None:
     _leave(error)
   if summary["status"] == "stopped":
     _say_stopped(summary["step"])
-  else:
-    losses = [
-      f", {name.replace('_', ' ')} {summary[name]:.4f}"
-      for name in ("train_loss", "validation_loss")
-      if summary.get(name) is not None
-    ]
-    print(f"finished at step {summary['step']}{''.join(losses)}")
+    return exits.Exit.STOPPED
+  losses = [
+    f", {name.replace('_', ' ')} {summary[name]:.4f}"
+    for name in ("train_loss", "validation_loss")
+    if summary.get(name) is not None
+  ]
+  print(f"finished at step {summary['step']}{''.join(losses)}")
+  return exits.Exit.DONE
 
 
 def _say_stopped(step: int) -> None:
@@ -96,7 +102,7 @@ def _leave_early(step: int) -> NoReturn:
   _say_stopped(step)
   sys.stdout.flush()
   sys.stderr.flush()
-  os._exit(0)
+  os._exit(exits.Exit.STOPPED)
 
 
 def _leave(error: Exception) -> NoReturn:
@@ -114,7 +120,7 @@ def _leave(error: Exception) -> NoReturn:
   )
   sys.stdout.flush()
   sys.stderr.flush()
-  os._exit(1)
+  os._exit(exits.of_error(error))
 
 
 if __name__ == "__main__":

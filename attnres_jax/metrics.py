@@ -11,6 +11,7 @@ order of their steps, so the end of the file is enough to resume.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -18,6 +19,7 @@ import math
 import sys
 import time
 from typing import Any, Protocol
+import uuid
 
 from etils import epath
 import numpy as np
@@ -30,6 +32,7 @@ Row = Mapping[str, Any]
 
 FILE = "metrics.jsonl"
 _TAIL_BYTES = 1 << 20
+_END_BYTES = 1 << 16
 
 # The columns of a train row that the console shows; the file has all.
 _CONSOLE_TRAIN = (
@@ -54,28 +57,39 @@ class Sink(Protocol):
 
 
 class Writer:
-  """Passes every row to every sink."""
+  """Passes every row to every sink.
+
+  Only the first, metrics.jsonl, can end a run. Any other that fails is dropped
+  with one line on stderr.
+  """
 
   def __init__(self, sinks: Sequence[Sink]):
-    self._sinks = sinks
+    self._sinks = list(sinks)
 
   def write(self, step: int, split: str, **values: Any) -> None:
     row = {"step": step, "split": split}
     row |= {name: _plain(value) for name, value in values.items()}
-    for sink in self._sinks:
-      sink.write(row)
+    self._all("write", row)
 
   def event(self, step: int, name: str, **values: Any) -> None:
     """An event, such as a save, a resume or a signal."""
     self.write(step, "event", event=name, **values)
 
   def flush(self) -> None:
-    for sink in self._sinks:
-      sink.flush()
+    self._all("flush")
 
   def close(self) -> None:
-    for sink in self._sinks:
-      sink.close()
+    self._all("close")
+
+  def _all(self, method: str, *args: Any) -> None:
+    for index, sink in enumerate(list(self._sinks)):
+      try:
+        getattr(sink, method)(*args)
+      except Exception as error:
+        if not index:
+          raise
+        self._sinks.remove(sink)
+        _say_dropped(type(sink).__name__, error)
 
 
 def make_writer(
@@ -100,11 +114,29 @@ def make_writer(
     JsonlSink(workdir / FILE, keep_through=resume_step),
     Console(config.train.steps, resume_step),
   ]
-  if config.log.tensorboard:
-    sinks.append(_TensorBoardSink(workdir / "tensorboard", resume_step))
-  if config.log.wandb_project:
-    sinks.append(_WandbSink(workdir, config))
+  for wanted, make in (
+    (
+      config.log.tensorboard,
+      lambda: _TensorBoardSink(workdir / "tensorboard", resume_step),
+    ),
+    (config.log.wandb_project, lambda: _WandbSink(workdir, config)),
+  ):
+    try:
+      sinks += [make()] if wanted else []
+    except Exception as error:
+      _say_dropped("a logger", error)
   return Writer(sinks)
+
+
+def _say_dropped(name: str, error: Exception) -> None:
+  text = " ".join(f"{type(error).__name__}: {error}".split())
+  with contextlib.suppress(OSError, ValueError):
+    print(
+      f"warning: {name.strip('_')} fails and is left out of this attempt"
+      f" ({text}); {FILE} has all rows",
+      file=sys.stderr,
+      flush=True,
+    )
 
 
 def check_available(config: config_lib.LogConfig) -> None:
@@ -138,10 +170,10 @@ def read_rows(
     MetricsError: a line is damaged, and there is no `on_damage`.
   """
   path = epath.Path(workdir) / FILE
-  if not path.exists():
+  try:
+    lines = files.read(path).split(b"\n")
+  except FileNotFoundError:
     return []
-  with path.open("rb") as file:
-    lines = file.read(path.stat().length).split(b"\n")
   whole = list(enumerate(lines[:-1], start=1))
   if split is not None:
     whole = [(n, line) for n, line in whole if split.encode() in line]
@@ -150,13 +182,43 @@ def read_rows(
     try:
       rows.append(_parse(line))
     except ValueError as error:
-      what = f"{path}:{number}: not a row of metrics ({error})"
       if on_damage is None:
-        raise MetricsError(
-          f"{what}; restore the file, or remove this line to do without it"
-        ) from error
-      on_damage(what)
+        raise _damaged(f"{path}:{number}", error) from error
+      on_damage(f"{path}:{number}: not a row of metrics ({error})")
   return [row for row in rows if split in (None, row["split"])]
+
+
+def _damaged(where: object, error: ValueError) -> MetricsError:
+  return MetricsError(
+    f"{where}: not a row of metrics ({error}); restore the file, or remove"
+    " this line to do without it"
+  )
+
+
+def last_rows(workdir: epath.PathLike) -> dict[str, dict[str, Any]]:
+  """The last row of each split within the end of metrics.jsonl.
+
+  Raises:
+    MetricsError: a line is damaged.
+  """
+  path = epath.Path(workdir) / FILE
+  try:
+    end = files.read(path, -_END_BYTES)
+  except FileNotFoundError:
+    return {}
+  # Neither a last line without its end nor a first one without its start.
+  lines = end.split(b"\n")[:-1]
+  cut = len(end) == _END_BYTES
+  found = {}
+  for number, line in enumerate(lines[cut:], start=1):
+    try:
+      row = _parse(line)
+    except ValueError as error:
+      # Lines of a long file are not counted.
+      where = path if cut else f"{path}:{number}"
+      raise _damaged(where, error) from error
+    found[row["split"]] = row
+  return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,9 +251,7 @@ def read_tail(workdir: epath.PathLike, step: int) -> Tail:
   while True:
     start, lines = size - length, [b""]
     if size:
-      with path.open("rb") as file:
-        file.seek(start)
-        lines = file.read(length).split(b"\n")
+      lines = files.read(path, start)[:length].split(b"\n")
     whole = not lines.pop()
     found: list[tuple[bytes, dict[str, Any]]] = []
     last_step = None
@@ -239,7 +299,7 @@ class JsonlSink:
       if row["split"] == "event"
     ]
     if self._remote or len(events) < len(tail.lines) or not tail.whole:
-      old = path.read_bytes()[: tail.kept] if path.exists() else b""
+      old = files.read(path)[: tail.kept] if path.exists() else b""
       self._content += old + b"".join(line + b"\n" for line in events)
       files.write(path, bytes(self._content))
     if not self._remote:
@@ -350,27 +410,34 @@ class _TensorBoardSink:
 
 
 class _WandbSink:
-  """The same scalars, as one wandb run per workdir."""
+  """The same scalars, as one wandb run per workdir.
+
+  wandb ignores rows of a step before its newest, and events of an asynchronous
+  save arrive late. So the step is a metric of its own, against which the others
+  are drawn.
+  """
 
   def __init__(self, workdir: epath.Path, config: config_lib.RunConfig):
     project = config.log.wandb_project
-    self._wandb = _import("wandb", "log.wandb_project", project, "''")
+    wandb = _import("wandb", "log.wandb_project", project, "''")
     file = workdir / "wandb_run_id.txt"
     name = file.read_text().strip() if file.exists() else ""
-    name = name or self._wandb.util.generate_id()
+    name = name or uuid.uuid4().hex[:8]
     files.write(file, name)
-    self._run = self._wandb.init(
+    self._run = wandb.init(
       project=project,
       name=config.name,
       id=name,
       resume="allow",
       config=config_lib.to_dict(config),
+      settings=wandb.Settings(silent=True),
     )
+    self._run.define_metric("*", step_metric="training_step")
 
   def write(self, row: Row) -> None:
     scalars = _scalars(row)
     if scalars:
-      self._run.log(scalars, step=row["step"])
+      self._run.log(scalars | {"training_step": row["step"]})
 
   def flush(self) -> None:
     pass

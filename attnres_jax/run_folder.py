@@ -17,6 +17,7 @@ from etils import epath
 import jax
 
 from attnres_jax import checkpoint
+from attnres_jax import claims
 from attnres_jax import config as config_lib
 from attnres_jax import files
 from attnres_jax import goodput
@@ -50,6 +51,31 @@ HARMLESS = (
 # Set in the information of a checkpoint without a run: `interop` writes them.
 WEIGHTS_ONLY = "weights_only"
 CONFIG, DATA, SUMMARY = "config.json", "data.json", "summary.json"
+
+
+# Fields that files of other programs do not have.
+_OURS = {
+  CONFIG: ("model", "train", "optim"),
+  DATA: ("train", "validation"),
+  SUMMARY: ("status", "step"),
+  metrics_lib.FILE: ("step", "split"),
+}
+
+
+def refuse_foreign(name: str, workdir: epath.Path) -> None:
+  """Refuses a folder whose files of our names belong to another program.
+
+  Args:
+    name: of the argument that names the folder, for the error.
+    workdir: of a run.
+
+  Raises:
+    ConfigError: names the file.
+  """
+  known = lambda: (
+    claims.has_claim(workdir) or (workdir / checkpoint.CHECKPOINTS).is_dir()
+  )
+  files.refuse_foreign(name, workdir, _OURS, known)
 
 
 def changes(

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns SIGTERM and SIGINT into a stop at the same step on all processes.
+"""Turns signals into a stop at the same step on all processes.
+
+SIGTERM, SIGINT, SIGHUP (a closed terminal, unless `nohup` ignores it) and
+SIGUSR1 (some schedulers, before a time limit) all mean: save and stop.
 
 A single process checks its own flag once per step. Before the first step there
 is nothing to save, and a signal may end the process at once. Python calls
@@ -8,7 +11,7 @@ minutes. So until the first step, a thread waits for the byte that the low-level
 part of a handler writes into a pipe.
 
 Under `jax.distributed` the processes must stop together: JAX catches SIGTERM
-and agrees on the first step that no process has passed, so a keyboard interrupt
+and agrees on the first step that no process has passed, so every other signal
 is passed on as SIGTERM. A second signal of the same kind has its usual effect.
 
 Only the main thread of a process may have handlers. A run in another thread (as
@@ -17,13 +20,55 @@ signal.
 """
 
 from collections.abc import Callable
+import contextlib
+import errno
 import os
 import signal
+import sys
 import threading
 from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
+
+KINDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+def outlive_outputs() -> None:
+  """Lets this process continue when its stdout or stderr is closed."""
+  sys.stdout, sys.stderr = (
+    stream if isinstance(stream, _Output) else _Output(stream)  # pyrefly: ignore
+    for stream in (sys.stdout, sys.stderr)
+  )
+
+
+class _Output:
+  """A text stream; what cannot be written any more is dropped."""
+
+  def __init__(self, stream: Any):
+    self._stream = stream
+
+  def write(self, text: str) -> int:
+    self._try(self._stream.write, text)
+    return len(text)
+
+  def flush(self) -> None:
+    self._try(self._stream.flush)
+
+  def _try(self, action: Callable[..., Any], *args: Any) -> None:
+    try:
+      action(*args)
+    except OSError as error:
+      if error.errno not in (errno.EPIPE, errno.EIO, errno.EBADF):
+        raise
+      # Python would complain at its exit, with another exit status.
+      with contextlib.suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self._stream.fileno())
+        os.close(null)
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._stream, name)
 
 
 class StopSignal:
@@ -52,9 +97,11 @@ class StopSignal:
     if threading.current_thread() is not threading.main_thread():
       return self
     # JAX's own handler of SIGTERM must stay in place under jax.distributed.
-    kinds = [signal.SIGINT] + ([] if self._distributed else [signal.SIGTERM])
-    for kind in kinds:
-      self._previous[kind] = signal.signal(kind, self._receive)
+    for kind in KINDS:
+      if self._distributed and kind == signal.SIGTERM:
+        continue
+      if signal.getsignal(kind) is not signal.SIG_IGN:
+        self._previous[kind] = signal.signal(kind, self._receive)
     if self._leave is not None:
       self._pipe = os.pipe()
       os.set_blocking(self._pipe[1], False)

@@ -17,6 +17,7 @@ import numpy as np
 
 from attnres_jax import chips
 from attnres_jax import config as config_lib
+from attnres_jax import exits
 from attnres_jax import flops
 from attnres_jax import metrics as metrics_lib
 from attnres_jax import watch
@@ -25,7 +26,7 @@ from attnres_jax import watch
 _SUSPECTS = ("loss", "z", "grad_norm")
 
 
-class NonFiniteError(config_lib.RunError):
+class NonFiniteError(exits.DivergedError):
   """A loss or gradient was nan or inf, and `train.on_nan` is `stop`."""
 
   def __init__(self, step: int, cause: str):

@@ -5,11 +5,20 @@ from collections.abc import Sequence
 from typing import Any
 
 
+def printable(text: str) -> str:
+  """A text without control characters, which could steer a terminal."""
+  return "".join(
+    c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text
+  )
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
   """Columns as wide as necessary, with numbers aligned right."""
   lines = [list(header)]
   for row in rows:
-    lines.append([f"{c:,}" if isinstance(c, int) else str(c) for c in row])
+    lines.append(
+      [f"{c:,}" if isinstance(c, int) else printable(str(c)) for c in row]
+    )
   widths = [max(map(len, column)) for column in zip(*lines)]
   return "\n".join(
     "  ".join(

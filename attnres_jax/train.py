@@ -107,6 +107,7 @@ def train_and_evaluate(
     if not any_size:
       environment.check_size(config, program.abstract_state)
     descriptions = {split: d.describe() for split, d in datasets.items()}
+    run_folder.refuse_foreign("--workdir", workdir)
     held = stack.enter_context(claims.held(workdir, claim))
     changes = run_folder.changes(workdir, config, descriptions)
     if changes and not resume_with_changed_config:
@@ -222,7 +223,7 @@ def train_and_evaluate(
     saves.wait()
     if stopped:
       writer.event(step, "stopped", signal=stop.received)
-    return run_folder.summarise(
+    summary = run_folder.summarise(
       workdir,
       config,
       status="stopped" if stopped else "finished",
@@ -231,6 +232,10 @@ def train_and_evaluate(
       seconds=time.perf_counter() - start,
       on_damage=lambda text: writer.event(step, "damaged line", what=text),
     )
+    if summary.get("skipped"):
+      # Not finite, with train.on_nan=skip.
+      writer.event(step, "skipped steps", skipped=summary["skipped"])
+    return summary
 
 
 def _evaluate(

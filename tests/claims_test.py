@@ -1,23 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One writer per run folder: locks on disks, leases in object stores."""
+"""One writer per run folder on disks; `bucket_claims_test` has stores."""
 
-import dataclasses
 import errno
 import fcntl
-import json
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 
 from attnres_jax import claims
 from attnres_jax import config as config_lib
-from attnres_jax import files
 from tests import tiny_run
 
 _HOLDER = """
@@ -30,33 +26,21 @@ time.sleep(600)
 
 
 @pytest.fixture
-def leases(monkeypatch):
-  """A disk that is treated as an object store."""
-  monkeypatch.setattr(files, "is_remote", lambda path: True)
-  monkeypatch.setattr(claims, "SETTLE_SECONDS", 0.0)
-
-
-@pytest.fixture
 def no_locks(monkeypatch):
-  """A network disk without locks."""
+  """A network disk without locks, which has leases instead."""
 
   def flock(file, kind):
     raise OSError(errno.ENOLCK, "No locks available")
 
   monkeypatch.setattr(fcntl, "flock", flock)
-  monkeypatch.setattr(claims, "SETTLE_SECONDS", 0.0)
 
 
-@pytest.fixture(params=["disk", "leases", "no_locks"])
+@pytest.fixture(params=["disk", "no_locks"])
 def place(request, tmp_path):
   """A folder of each kind, which does not exist yet."""
   if request.param != "disk":
     request.getfixturevalue(request.param)
   return tmp_path / "run"
-
-
-def _holder(workdir):
-  return json.loads((workdir / claims.LOCK).read_text())
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +53,6 @@ def test_second_claim_is_refused_until_the_first_is_released(place):
   for _ in range(2):
     claim = claims.acquire(place)
     assert claims.is_held(place)
-    assert _holder(place)["pid"] == os.getpid()
     with pytest.raises(claims.HeldError) as refused:
       claims.acquire(place)
     line = str(refused.value)
@@ -142,84 +125,3 @@ def test_a_full_disk_keeps_a_lock_all_the_same(tmp_path, monkeypatch):
   with pytest.raises(claims.HeldError, match="in use by another process"):
     claims.acquire(tmp_path)
   claim.release()
-
-
-def test_a_lease_holds_while_it_beats(tmp_path, leases, monkeypatch):
-  claim = claims.acquire(tmp_path)
-  first = claims._read(tmp_path)
-  with pytest.raises(claims.HeldError):
-    claims.acquire(tmp_path)
-  late = first.heartbeat - claims.LEASE_SECONDS - 1
-  claims._write(tmp_path, dataclasses.replace(first, heartbeat=late))
-  assert not claims.is_held(tmp_path)
-  other = claims.acquire(tmp_path)
-  assert claims._read(tmp_path).token == other.holder.token
-  # The one that lost it leaves the file to the other.
-  claim.release()
-  assert claims.is_held(tmp_path)
-  other.release()
-  assert not claims.is_held(tmp_path)
-
-
-@pytest.mark.parametrize("alive", [True, False])
-def test_whoever_waits_for_a_lease_sees_whether_its_holder_lives(
-  tmp_path, leases, monkeypatch, alive
-):
-  now = time.time()
-  other = claims.Holder("elsewhere", 7, "other", now, now)
-  claims._write(tmp_path, other)
-  waited = []
-
-  def sleep(seconds):
-    waited.append(seconds)
-    if seconds and alive:
-      beat = dataclasses.replace(other, heartbeat=now + 1)
-      claims._write(tmp_path, beat)
-    elif seconds:
-      dead = now + claims.LEASE_SECONDS + 1
-      monkeypatch.setattr(claims.time, "time", lambda: dead)
-
-  monkeypatch.setattr(claims.time, "sleep", sleep)
-  if alive:
-    with pytest.raises(claims.HeldError, match="process 7 on elsewhere"):
-      claims.acquire(tmp_path, patience_seconds=1000)
-  else:
-    claims.acquire(tmp_path, patience_seconds=1000).release()
-  assert waited[0] == claims.HEARTBEAT_SECONDS
-
-
-def test_of_two_leases_at_once_the_last_one_counts(
-  tmp_path, leases, monkeypatch
-):
-  # Another writer's claim arrives while this one waits.
-  now = time.time()
-  other = claims.Holder("elsewhere", 7, "other", now, now)
-  monkeypatch.setattr(
-    claims.time, "sleep", lambda _: claims._write(tmp_path, other)
-  )
-  with pytest.raises(claims.HeldError, match="process 7 on elsewhere"):
-    claims.acquire(tmp_path)
-  assert claims._read(tmp_path) == other
-
-
-def test_a_writer_without_its_lease_ends_on_the_spot(tmp_path):
-  program = """
-import sys, time
-from attnres_jax import claims, files
-files.is_remote = lambda path: True
-claims.SETTLE_SECONDS = 0.0
-claims.HEARTBEAT_SECONDS = 0.05
-claim = claims.acquire(sys.argv[1], lost_status=3)
-claims._write(claims.epath.Path(sys.argv[1]), claims.Holder("", 7, "o", 0, 0))
-time.sleep(60)
-"""
-  process = subprocess.run(
-    [sys.executable, "-c", program, str(tmp_path)],
-    capture_output=True,
-    text=True,
-    env=tiny_run.environment(),
-    timeout=120,
-  )
-  assert process.returncode == 3
-  assert "another process has taken this run" in process.stderr
-  assert _holder(tmp_path)["token"] == "o"

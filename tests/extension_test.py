@@ -29,7 +29,6 @@ from attnres_jax.models import residuals
 from attnres_jax.models import sublayer
 from attnres_jax.scaling import fit as fit_lib
 from attnres_jax.scaling import plots
-from attnres_jax.sweep import exits
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import monitor
 from attnres_jax.sweep import rows as rows_lib
@@ -219,7 +218,7 @@ def test_sweeps_trains_and_is_plotted(tmp_path):
   )
   folder = tmp_path / "runs"
   for run in tiny_sweep.prepare(folder, source):
-    assert worker.work(folder, run.name) == exits.Exit.DONE
+    assert worker.work(folder, run.name) == worker.Exit.DONE
   names = folder_lib.names(folder)
   rows = [monitor.of_run(folder, name).row for name in names]
   runs = rows_lib.by_scheme(rows, "residual")

@@ -187,7 +187,7 @@ def test_overrides_arrive(command, monkeypatch, capsys):
     "--config.data.path=a=b", "--config.optim.weight_decay=1",
     "--resume_with_changed_config",
   )  # fmt: skip
-  assert status == 0 and not err
+  assert status == 4 and not err
   ((config, changed),) = seen
   assert config.optim.peak_lr == 0.5 and config.train.steps == 7
   assert config.model.tie_embeddings and not config.checkpoint.asynchronous

@@ -5,8 +5,9 @@ import dataclasses
 import io
 import json
 import random
+import subprocess
 import sys
-import types
+import time
 
 from etils import epath
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import metrics
+from tests import tiny_run
 
 
 def _config(**log):
@@ -133,24 +135,6 @@ def test_a_resumption_without_lost_rows_leaves_the_file(tmp_path):
   assert path.stat().st_ino == before
 
 
-def test_object_store_file_is_written_at_flush(tmp_path):
-  # An object store has no append; it is enough that the path looks like one.
-  class Store(type(epath.Path(tmp_path))):
-    def __str__(self):
-      return "store://" + super().__str__()
-
-  path = Store(tmp_path / "metrics.jsonl")
-  path.write_text('{"step": 1, "split": "train"}\n')
-  sink = metrics.JsonlSink(path, keep_through=1)
-  sink.write({"step": 2, "split": "train"})
-  assert _steps(tmp_path) == [1]
-  sink.flush()
-  assert _steps(tmp_path) == [1, 2]
-  sink.write({"step": 3, "split": "train"})
-  sink.close()
-  assert _steps(tmp_path) == [1, 2, 3]
-
-
 def test_other_processes_write_nothing(tmp_path):
   writer = metrics.make_writer(tmp_path, _config(), primary=False)
   writer.write(1, "train", loss=1.0)
@@ -198,31 +182,113 @@ def test_tensorboard_files(tmp_path):
   assert b"note" not in content
 
 
-def _fake_wandb(log):
-  def init(**kwargs):
-    log.append(("init", kwargs["project"], kwargs["id"], kwargs["resume"]))
-    return types.SimpleNamespace(
-      log=lambda scalars, step: log.append((step, scalars)),
-      finish=lambda: log.append("finish"),
-    )
-
-  util = types.SimpleNamespace(generate_id=lambda: f"id{len(log)}")
-  return types.SimpleNamespace(init=init, util=util)
+@pytest.fixture
+def offline_wandb(tmp_path, monkeypatch):
+  """The real package, which writes to a folder and needs no network."""
+  monkeypatch.setenv("WANDB_MODE", "offline")
+  monkeypatch.setenv("WANDB_DIR", str(tmp_path / "wandb"))
+  monkeypatch.setenv("WANDB_SILENT", "true")
+  (tmp_path / "wandb").mkdir()
+  return pytest.importorskip("wandb")
 
 
-def test_wandb_run_continues_under_its_id(tmp_path, monkeypatch):
-  log = []
-  monkeypatch.setitem(sys.modules, "wandb", _fake_wandb(log))
+def _wandb_history(folder):
+  """All rows in the files of wandb, as {name: number}."""
+  from wandb.proto import wandb_internal_pb2
+
+  found = []
+  for file in sorted(folder.rglob("*.wandb")):
+    for data in _records(file.read_bytes()):
+      record = wandb_internal_pb2.Record()
+      record.ParseFromString(data)
+      if items := record.history.item:
+        keys = (item.key or "/".join(item.nested_key) for item in items)
+        values = (json.loads(item.value_json) for item in items)
+        found.append(dict(zip(keys, values)))
+  return found
+
+
+def _records(data):
+  """Of a LevelDB log: blocks of 32 KiB, parts of 7 bytes and their content."""
+  at, parts = 7, []
+  while at + 7 <= len(data):
+    if (1 << 15) - at % (1 << 15) < 7:
+      at += (1 << 15) - at % (1 << 15)
+      continue
+    length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+    parts.append(data[at + 7 : at + 7 + length])
+    at += 7 + length
+    if kind in (1, 4):  # Whole, or the last part.
+      yield b"".join(parts)
+      parts = []
+
+
+@pytest.mark.needs("wandb")
+@pytest.mark.filterwarnings("ignore")
+def test_wandb_has_every_row_under_one_id(tmp_path, offline_wandb):
   config = _config(wandb_project="p")
-  for step in (1, 2):
-    writer = metrics.make_writer(tmp_path, config, resume_step=step - 1)
-    writer.write(step, "train", loss=1.0)
+  run = tmp_path / "run"
+  run.mkdir()
+  for step in (5, 10):
+    writer = metrics.make_writer(run, config, resume_step=step - 5)
+    writer.write(step, "train", loss=1.0 / step)
+    # The event of an asynchronous save is of an earlier step.
+    writer.event(step - 4, "checkpoint", blocked_seconds=0.5)
+    writer.write(step + 1, "train", loss=2.0)
     writer.close()
-  init = ("init", "p", "id0", "allow")
-  assert log == [
-      init, (1, {"train/loss": 1.0}), "finish",
-      init, (2, {"train/loss": 1.0}), "finish",
-  ]  # fmt: skip
+    time.sleep(1.1)  # wandb's folders are named by the second.
+  ids = {path.name.split("-")[-1] for path in tmp_path.rglob("*.wandb")}
+  name = (run / "wandb_run_id.txt").read_text()
+  assert ids == {f"{name}.wandb"}
+  rows = _wandb_history(tmp_path / "wandb")
+  assert [row["training_step"] for row in rows] == [5, 1, 6, 10, 6, 11]
+  assert [row.get("event/blocked_seconds") for row in rows][1::3] == [0.5] * 2
+  assert [row.get("train/loss") for row in rows][::3] == [0.2, 0.1]
+
+
+@pytest.mark.needs("wandb")
+def test_a_logger_that_fails_is_one_line(tmp_path):
+  # Without a terminal, a key and a network.
+  program = """
+import dataclasses, sys
+from attnres_jax import config, metrics
+c = config.build_run_config(config.default_config())
+log = dataclasses.replace(c.log, wandb_project="p")
+writer = metrics.make_writer(sys.argv[1], dataclasses.replace(c, log=log))
+writer.write(1, "train", loss=1.0)
+writer.close()
+"""
+  own = {"HOME": tmp_path, "WANDB_DIR": tmp_path, "NETRC": tmp_path / "none"}
+  environment = tiny_run.environment() | {k: str(v) for k, v in own.items()}
+  environment |= {"WANDB_BASE_URL": "http://127.0.0.1:9"}
+  environment.pop("WANDB_API_KEY", None)
+  process = subprocess.run(
+    [sys.executable, "-c", program, str(tmp_path)], env=environment,
+    stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120,
+    check=False,
+  )  # fmt: skip
+  assert process.returncode == 0, process.stderr
+  lines = [x for x in process.stderr.splitlines() if x.startswith("warning:")]
+  assert len(lines) == 1, process.stderr
+  assert lines[0].startswith("warning: a logger fails")
+  assert _steps(tmp_path) == [1]
+
+
+def test_a_sink_that_fails_later_is_dropped(tmp_path, capsys):
+  class Broken:
+    def write(self, row):
+      raise RuntimeError("on purpose")
+
+  jsonl = metrics.JsonlSink(epath.Path(tmp_path / metrics.FILE), 0)
+  writer = metrics.Writer([jsonl, Broken()])
+  for step in (1, 2):
+    writer.write(step, "train", loss=1.0)
+  writer.close()
+  assert _steps(tmp_path) == [1, 2]
+  assert capsys.readouterr().err.count("warning: Broken fails") == 1
+  jsonl.write = Broken().write
+  with pytest.raises(RuntimeError, match="on purpose"):
+    metrics.Writer([jsonl]).write(3, "train")
 
 
 @pytest.mark.parametrize(

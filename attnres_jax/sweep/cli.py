@@ -29,6 +29,7 @@ from attnres_jax import csv_rows
 from attnres_jax import data
 from attnres_jax import files
 from attnres_jax import plans
+from attnres_jax import signals
 from attnres_jax.config import fields
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import folder as folder_lib
@@ -64,6 +65,7 @@ class Experiment:
 def main(experiment: Experiment, argv: Sequence[str] | None = None) -> int:
   """Runs the command; returns its exit status."""
   options = make_parser(experiment).parse_args(argv)
+  signals.outlive_outputs()
   return command_line.run(_act, experiment, options)
 
 
@@ -102,12 +104,12 @@ def _run(experiment: Experiment, options: argparse.Namespace) -> int:
   launched = {run.name for run in selected}
   progress, path = _write_report(experiment, folder)
   print(f"report: {path}")
-  damaged = [
-    one
-    for one in progress
-    if one.status == state_lib.DAMAGED and one.name in launched
+  # No launcher starts these.
+  over = (state_lib.DAMAGED, state_lib.DIVERGED)
+  left = [
+    one for one in progress if one.status in over and one.name in launched
   ]
-  return result or _outcome(damaged)
+  return result or _outcome(left)
 
 
 def _check_data(runs: Sequence[grid.Run], offline: bool) -> None:
@@ -133,7 +135,10 @@ def _check_data(runs: Sequence[grid.Run], offline: bool) -> None:
 
 def _status(experiment: Experiment, options: argparse.Namespace) -> int:
   while True:
-    progress = _known(options)
+    if options.run:
+      print(monitor.details(options.workdir, options.run))
+      return 0
+    progress = _known(options, whole=False)
     text = monitor.table(progress)
     if not options.watch > 0:
       print(text)
@@ -169,7 +174,7 @@ def _write_report(
 
 
 def _is_bad(progress: monitor.Progress) -> bool:
-  return progress.status in (state_lib.FAILED, state_lib.DAMAGED)
+  return progress.status in state_lib.BAD
 
 
 def _outcome(progress: Sequence[monitor.Progress]) -> int:
@@ -188,9 +193,11 @@ _ACTIONS = {
 }
 
 
-def _known(options: argparse.Namespace) -> list[monitor.Progress]:
+def _known(
+  options: argparse.Namespace, whole: bool = True
+) -> list[monitor.Progress]:
   """Progress of the selected runs of a folder, which must contain a sweep."""
-  progress = monitor.of_folder(options.workdir)
+  progress = monitor.of_folder(options.workdir, whole)
   if not progress:
     raise config_lib.ConfigError(
       f"--workdir: got {options.workdir!r}, expected the folder of a sweep"
@@ -279,6 +286,11 @@ def make_parser(experiment: Experiment) -> command_line.Parser:
     default=0.0,
     when=("action", ("status",)),
     help="seconds between tables",
+  )
+  add(
+    "--run",
+    when=("action", ("status",)),
+    help="name of one run, of which to show the last error",
   )
   add(
     "--out",

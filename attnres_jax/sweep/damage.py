@@ -14,6 +14,7 @@ from etils import epath
 
 from attnres_jax import config as config_lib
 from attnres_jax import files
+from attnres_jax import stores
 
 
 class DamagedError(config_lib.ConfigError):
@@ -36,11 +37,13 @@ def of_file(path: epath.PathLike) -> Iterator[None]:
   """Turns any error of reading a file into a `DamagedError` of that file."""
   try:
     yield
-  except (DamagedError, FileNotFoundError):
+  except (DamagedError, FileNotFoundError, stores.AccessError):
     raise
   except json.JSONDecodeError as error:
     raise DamagedError(f"{path}:{error.lineno}: {error.msg}") from error
   except OSError as error:
+    if files.is_remote(path):
+      raise  # The store fails; the file may be as it should be.
     raise DamagedError(f"{path}: {error.strerror or error}") from error
   except (
     ArithmeticError, AttributeError, LookupError, RecursionError, TypeError,

@@ -4,8 +4,9 @@
   sweep.json     where the sweep came from, its runs in order
   NAME/          a run; NAME is its slug and the hash of its config
     run.json     its name, overrides and resolved config
-    state.json   pending, running, stopped, failed or done; see `state`
-    lock         held by its worker, on disks
+    state.json   how far it is; see `state`
+    lock         held by its worker; lock.N in a bucket
+    error.txt    of the last attempt that failed
     log.txt      what its workers printed, where a launcher keeps that here
     config.json data.json metrics.jsonl checkpoints/ summary.json
                  of every run; see `attnres_jax.train`
@@ -37,6 +38,8 @@ SWEEP = "sweep.json"
 RUN = "run.json"
 LOG = "log.txt"
 COMPILED = "compiled"
+# Fields that files of other programs do not have.
+_OURS, _RUN_OURS = {SWEEP: ("runs",)}, {RUN: ("name", "config")}
 
 
 def prepare(
@@ -57,7 +60,11 @@ def prepare(
     ConfigError: the folder holds a run with another config; says what differs.
   """
   folder = epath.Path(folder)
-  folder.mkdir(parents=True, exist_ok=True)
+  files.refuse_foreign(
+    "--workdir", folder, _OURS, lambda: any(folder.glob(f"*/{RUN}"))
+  )
+  if not files.is_remote(folder):
+    folder.mkdir(parents=True, exist_ok=True)
   listed, found = _listed(folder), {}
   planned = {run.name for run in runs}
   for name in listed:
@@ -87,7 +94,11 @@ def prepare(
   }
   for name, text in texts.items():
     try:
-      (folder / name).mkdir(parents=True, exist_ok=True)
+      files.refuse_foreign(
+        "--workdir", folder / name, _RUN_OURS, lambda name=name: name in listed
+      )
+      if not files.is_remote(folder):
+        (folder / name).mkdir(parents=True, exist_ok=True)
       files.write(folder / name / RUN, text + "\n")
     except OSError as error:
       # Shown as damaged; the other runs can be trained.

@@ -6,18 +6,21 @@ at any time, whichever launcher is running.
 """
 
 from collections.abc import Mapping, Sequence
+from concurrent import futures
 import dataclasses
 import math
 from typing import Any
 
 from etils import epath
 
+from attnres_jax import claims
 from attnres_jax import config as config_lib
+from attnres_jax import files
 from attnres_jax import goodput as goodput_lib
 from attnres_jax import metrics
+from attnres_jax import stores
 from attnres_jax import text_table
 from attnres_jax.scaling import grid
-from attnres_jax.sweep import claims
 from attnres_jax.sweep import damage
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import rows as rows_lib
@@ -25,6 +28,7 @@ from attnres_jax.sweep import state as state_lib
 
 # A run whose state is `running` but that no worker holds.
 INTERRUPTED = "interrupted"
+_REQUESTS = 16  # At a time, to an object store.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +47,8 @@ class Progress:
     validation_loss: the last one, in the same unit.
     step_seconds: of the last row; None before the first.
     seconds: of all its attempts.
-    step_flops: of one training step, as `flops` counts.
+    step_work: of one training step, in proportion to tokens, layers and squared
+      width; only ratios of it mean something.
     attempts: number of workers that have claimed the run.
     goodput: how the time was spent, as far as it is recorded.
     row: its line of a table of results, once it is done.
@@ -61,7 +66,7 @@ class Progress:
   validation_loss: float | None = None
   step_seconds: float | None = None
   seconds: float = 0.0
-  step_flops: float = 0.0
+  step_work: float = 0.0
   attempts: int = 0
   goodput: goodput_lib.Goodput = goodput_lib.Goodput()
   row: Mapping[str, Any] | None = None
@@ -69,47 +74,66 @@ class Progress:
   run: grid.Run | None = None
 
 
-def of_run(folder: epath.PathLike, name: str) -> Progress:
-  """Progress of one run."""
+def of_run(folder: epath.PathLike, name: str, whole: bool = True) -> Progress:
+  """Progress of one run.
+
+  Args:
+    folder: of the sweep.
+    name: of the run.
+    whole: whether to read all of its metrics, for `goodput`, `row` and `curve`;
+      otherwise the end of the file is read, and these are empty.
+
+  Raises:
+    OSError: a store cannot be reached.
+  """
   workdir = epath.Path(folder) / name
   state = state_lib.read(workdir)
   if state.status == state_lib.DAMAGED:
     return Progress(name, state.status, state.error)
   try:
-    return _of_run(folder, folder_lib.read_run(folder, name), state)
+    return _of_run(folder, folder_lib.read_run(folder, name), state, whole)
+  except stores.AccessError:
+    raise
   except config_lib.ConfigError as error:
     return Progress(name, state_lib.DAMAGED, str(error))
 
 
 def _of_run(
-  folder: epath.PathLike, run: grid.Run, state: state_lib.State
+  folder: epath.PathLike, run: grid.Run, state: state_lib.State, whole: bool
 ) -> Progress:
   workdir = epath.Path(folder) / run.name
   config = folder_lib.run_config(run)
-  length = config.data.sequence_length
-  per_token = rows_lib.counts(config.model, length)[0].train
-  status, row = state.status, None
+  status, row, curve = state.status, None, ()
+  spent = goodput_lib.Goodput()
   with damage.of_file(workdir / "metrics.jsonl"):
     if status == state_lib.RUNNING and not claims.is_held(workdir):
       status = INTERRUPTED
-    rows = metrics.read_rows(workdir)
-    spent = goodput_lib.of_rows(rows)
-    train = [row for row in rows if row["split"] == "train"]
-    validation = [row for row in rows if row["split"] == "validation"]
-    losses = [_loss(one) for one in train]
-    curve = tuple(
-      (one["step"], math.nan if loss is None else loss)
-      for one, loss in zip(train, losses)
-    )
-    last, evaluated = (train or [{}])[-1], (validation or [{}])[-1]
+    if whole:
+      rows = metrics.read_rows(workdir)
+      spent = goodput_lib.of_rows(rows)
+      train = [row for row in rows if row["split"] == "train"]
+      losses = [_loss(one) for one in train]
+      curve = tuple(
+        (one["step"], math.nan if loss is None else loss)
+        for one, loss in zip(train, losses)
+      )
+      ends = {one["split"]: one for one in rows}
+    else:
+      rows, ends = [], metrics.last_rows(workdir)
+    last = ends.get("train", {})
     known = dict(
       step=last.get("step", 0),
-      train_loss=losses[-1] if losses else None,
-      validation_loss=_loss(evaluated),
-      step_seconds=float(last["step_seconds"]) if train else None,
+      train_loss=_loss(last),
+      validation_loss=_loss(ends.get("validation", {})),
+      step_seconds=float(last["step_seconds"]) if last else None,
     )
+    if status == state_lib.DONE and not last:
+      raise ValueError("no row of training in a finished run")
   if status == state_lib.DONE:
-    row = rows_lib.of_run(folder, run, state, rows)
+    if whole:
+      row = rows_lib.of_run(folder, run, state, rows)
+    else:
+      rows_lib.check(workdir)
   return Progress(
     name=run.name,
     status=status,
@@ -117,7 +141,7 @@ def _of_run(
     residual=config.model.residual.name,
     steps=config.train.steps,
     seconds=state.seconds,
-    step_flops=per_token * config.data.batch_size * length,
+    step_work=_step_work(config),
     attempts=state.attempts,
     goodput=spent,
     row=row,
@@ -127,9 +151,25 @@ def _of_run(
   )
 
 
-def of_folder(folder: epath.PathLike) -> list[Progress]:
-  """Progress of every run, in the order of the sweep."""
-  return [of_run(folder, name) for name in folder_lib.names(folder)]
+def of_folder(folder: epath.PathLike, whole: bool = True) -> list[Progress]:
+  """Progress of every run, in the order of the sweep; see `of_run`."""
+  names = folder_lib.names(folder)
+  if not files.is_remote(folder):
+    return [of_run(folder, name, whole) for name in names]
+  with futures.ThreadPoolExecutor(_REQUESTS) as pool:
+    return list(pool.map(lambda name: of_run(folder, name, whole), names))
+
+
+def details(folder: epath.PathLike, name: str) -> str:
+  """The state of one run in words, and the error of its last attempt."""
+  one = of_run(folder, name, whole=False)
+  text = [table([one])]
+  workdir = epath.Path(folder) / name
+  if one.status != state_lib.DONE:
+    for file in sorted(f.name for f in workdir.glob("error*.txt")):
+      found = files.read(workdir / file).decode(errors="replace")
+      text.append(f"\n{file}\n{text_table.printable(found)}")
+  return "\n".join(text)
 
 
 def rows(progress: Sequence[Progress]) -> list[Mapping[str, Any]]:
@@ -151,19 +191,19 @@ def seconds_left(
   steps = progress.steps - progress.step
   if progress.step_seconds is not None:
     return steps * progress.step_seconds
-  measured = [one for one in others if one.step_seconds and one.step_flops]
+  measured = [one for one in others if one.step_seconds and one.step_work]
   if not measured:
     return None
   twin = min(
     measured,
     key=lambda one: (
       one.residual != progress.residual,
-      abs(math.log(one.step_flops / progress.step_flops)),
+      abs(math.log(one.step_work / progress.step_work)),
     ),
   )
   assert twin.step_seconds is not None
-  per_flop = twin.step_seconds / twin.step_flops
-  return steps * progress.step_flops * per_flop + _overhead(measured)
+  per_work = twin.step_seconds / twin.step_work
+  return steps * progress.step_work * per_work + _overhead(measured)
 
 
 def total_seconds_left(
@@ -209,7 +249,11 @@ def table(progress: Sequence[Progress]) -> str:
 
 def errors(progress: Sequence[Progress]) -> list[str]:
   """The error of every run that has one."""
-  return [f"{one.name}: {one.error}" for one in progress if one.error]
+  return [
+    text_table.printable(f"{one.name}: {one.error}")
+    for one in progress
+    if one.error
+  ]
 
 
 def summary(progress: Sequence[Progress], parallel: int) -> str:
@@ -233,6 +277,12 @@ def duration(seconds: float | None) -> str:
   minutes, rest = divmod(round(seconds), 60)
   hours, minutes = divmod(minutes, 60)
   return f"{hours}:{minutes:02d}:{rest:02d}"
+
+
+def _step_work(config: config_lib.RunConfig) -> float:
+  model, tokens = config.model, config.data.batch_size
+  tokens *= config.data.sequence_length
+  return float(tokens * model.num_layers * model.width**2)
 
 
 def _overhead(progress: Sequence[Progress]) -> float:

@@ -2,6 +2,7 @@
 """Compiles the runs of a sweep for a TPU slice before you pay for one."""
 
 from collections.abc import Sequence
+import sys
 
 import jax
 
@@ -47,7 +48,12 @@ def check(
   for run in runs:
     groups.setdefault(_program(run), []).append(run)
   misfits = 0
-  for same in groups.values():
+  for index, same in enumerate(groups.values(), start=1):
+    print(
+      f"compiling {index} of {len(groups)}: {same[0].name}",
+      file=sys.stderr,
+      flush=True,
+    )
     config = folder_lib.run_config(same[0])
     config = plans_lib.resolve(config, devices, plans)
     found = report.make_schedule_report(config, *slices)

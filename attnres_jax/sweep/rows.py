@@ -49,8 +49,8 @@ def of_run(
     DamagedError: a file of the run is missing or damaged.
   """
   workdir = epath.Path(folder) / run.name
-  summary = _of_file(workdir / "summary.json")
-  data = _of_file(workdir / "data.json")
+  summary, fingerprint = check(workdir)
+  loss = summary["validation_loss"]
   config = folder_lib.run_config(run)
   with damage.of_file(workdir / "metrics.jsonl"):
     spent = goodput.of_rows(metric_rows)
@@ -64,14 +64,7 @@ def of_run(
     evaluated = [row for row in metric_rows if row["split"] == "validation"]
     last_weights = (evaluated or [{}])[-1].get("last_weights_loss")
     memory = step_bytes(metric_rows)
-  with damage.of_file(workdir / "data.json"):
-    fingerprint = data["train"]["fingerprint"][:12]
   with damage.of_file(workdir / "summary.json"):
-    loss = summary["validation_loss"]
-    if loss is None:
-      raise ValueError("validation_loss is not finite: the run diverged")
-    if not 0 < loss < math.inf:
-      raise ValueError(f"validation_loss: got {loss!r}, expected it above 0")
     outcome = {
       "validation_loss": f"{loss:.6f}",
       "train_loss": _number(summary.get("train_loss"), ".6f"),
@@ -101,6 +94,25 @@ def of_run(
     **origin,
     "data": fingerprint,
   }
+
+
+def check(workdir: epath.Path) -> tuple[dict[str, Any], str]:
+  """The summary of a finished run, and the fingerprint of its data.
+
+  Raises:
+    DamagedError: a file is missing or damaged.
+  """
+  summary = _of_file(workdir / "summary.json")
+  data = _of_file(workdir / "data.json")
+  with damage.of_file(workdir / "data.json"):
+    fingerprint = data["train"]["fingerprint"][:12]
+  with damage.of_file(workdir / "summary.json"):
+    loss = summary["validation_loss"]
+    if loss is None:
+      raise ValueError("validation_loss is not finite: the run diverged")
+    if not 0 < loss < math.inf:
+      raise ValueError(f"validation_loss: got {loss!r}, expected it above 0")
+  return summary, fingerprint
 
 
 def step_bytes(metric_rows: Sequence[Row]) -> int | None:

@@ -4,24 +4,43 @@
   pending   no worker has begun
   running   a worker is training it; its heartbeat says whether it is alive
   stopped   by a signal, with a checkpoint
-  failed    with an error; the next launch tries again
+  failed    with an error that another attempt may not meet; it is tried again
+  refused   its config, plan, data or program has to change
+  diverged  a loss or gradient was not finite
   done      finished; nothing runs it again
   damaged   the file cannot be read; nothing runs it until the file is removed
 
-A worker that was killed leaves `running` and a heartbeat that has stopped.
+A worker that was killed leaves `running` and a heartbeat that has stopped;
+`status` calls that interrupted.
 """
 
 import dataclasses
 import json
+import time
 
 from etils import epath
 
+from attnres_jax import claims
+from attnres_jax import config as config_lib
+from attnres_jax import exits
 from attnres_jax import files
 from attnres_jax.sweep import damage
 
 PENDING, RUNNING, STOPPED = "pending", "running", "stopped"
-FAILED, DONE, DAMAGED = "failed", "done", "damaged"
-STATUSES = (PENDING, RUNNING, STOPPED, FAILED, DONE)
+FAILED, REFUSED, DIVERGED = "failed", "refused", "diverged"
+DONE, DAMAGED = "done", "damaged"
+STATUSES = (PENDING, RUNNING, STOPPED, FAILED, REFUSED, DIVERGED, DONE)
+# Workers without a name of a run take these; launchers refused ones, too, since
+# a person may have mended what was wrong.
+OPEN = (PENDING, RUNNING, STOPPED, FAILED)
+BAD = (FAILED, REFUSED, DIVERGED, DAMAGED)
+OF_EXIT = {
+  exits.Exit.DONE: DONE,
+  exits.Exit.AGAIN: FAILED,
+  exits.Exit.NEVER: REFUSED,
+  exits.Exit.DIVERGED: DIVERGED,
+  exits.Exit.STOPPED: STOPPED,
+}
 
 FILE = "state.json"
 
@@ -58,6 +77,9 @@ def read(workdir: epath.PathLike) -> State:
 
   An unreadable file gives the state `damaged`, and `error` says where. So one
   bad file of a sweep affects the state of one run only.
+
+  Raises:
+    OSError: a store cannot be reached, which is no damage.
   """
   path = epath.Path(workdir) / FILE
   try:
@@ -75,6 +97,75 @@ def read(workdir: epath.PathLike) -> State:
 def write(workdir: epath.PathLike, state: State) -> None:
   path = epath.Path(workdir) / FILE
   files.write(path, json.dumps(dataclasses.asdict(state), indent=2) + "\n")
+
+
+class Attempt:
+  """A run that this process holds; keeps its state up to date until it ends.
+
+  Attributes:
+    claim: of the run's folder, for the training code.
+    number: of the attempt, from 1.
+  """
+
+  def __init__(self, workdir: epath.Path, claim: claims.Claim, old: State):
+    self.claim = claim
+    self.number = old.attempts + 1
+    self._workdir = workdir
+    self._earlier_seconds = old.seconds
+    self._state = dataclasses.replace(
+      old,
+      status=RUNNING,
+      attempts=self.number,
+      host=claim.holder.host,
+      pid=claim.holder.pid,
+      token=claim.holder.token,
+      started=claim.holder.started,
+      heartbeat=claim.holder.started,
+      error="",
+    )
+    write(workdir, self._state)
+    claim.on_beat = self._write
+
+  def end(self, status: str, error: str = "") -> None:
+    """Writes the outcome and releases the claim."""
+
+    def last() -> None:
+      self._state = dataclasses.replace(self._state, status=status, error=error)
+      self._write()
+
+    self.claim.release(last)
+
+  def _write(self) -> None:
+    now = time.time()
+    seconds = self._earlier_seconds + now - self._state.started
+    self._state = dataclasses.replace(
+      self._state, heartbeat=now, seconds=seconds
+    )
+    write(self._workdir, self._state)
+
+
+def begin(workdir: epath.PathLike) -> Attempt | None:
+  """Claims a run; None if it is done or another process holds it.
+
+  Raises:
+    ConfigError: the state of the run is damaged.
+  """
+  workdir = epath.Path(workdir)
+  try:
+    claim = claims.acquire(workdir)
+  except claims.HeldError:
+    return None
+  try:
+    old = read(workdir)
+    if old.status == DAMAGED:
+      raise config_lib.ConfigError(old.error)
+    if old.status != DONE:
+      return Attempt(workdir, claim, old)
+  except BaseException:
+    claim.release()
+    raise
+  claim.release()
+  return None
 
 
 def _checked(values: dict[str, object]) -> State:

@@ -1,23 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains one run of a sweep's folder; the command that every launcher starts.
+r"""Trains runs of a sweep's folder; the command that every launcher starts.
+
+  python -m attnres_jax.sweep.worker --folder=gs://BUCKET/scaling
+
+Without --run, it trains the open runs of the sweep one after another until none
+is left. You can start any number of these, anywhere and repeatedly: a worker
+skips a run that is done or that another live worker is training, and resumes
+any other run from its last checkpoint. A run that fails does not end the
+worker.
 
   python -m attnres_jax.sweep.worker --folder=runs/scaling --run=NAME
 
-You can start any number of these, anywhere and repeatedly. A worker skips a run
-that is done or that another live worker is training; it claims any other run
-and resumes it from the last checkpoint. SIGTERM or SIGINT makes it save and
-stop. The exit status says how it ended, see `exits.Exit`.
+trains one run. SIGTERM, SIGINT, SIGHUP or SIGUSR1 makes a worker save and stop.
+The exit status says whether to start it again, see `attnres_jax.exits`. After
+an error, the run's folder holds error.txt: traceback, step, host and attempt.
 
-For a run over several processes, start the same command once per process with
+For runs over several processes, start the same command once per process with
 --distributed. On a pod, JAX finds the cluster by itself; elsewhere, describe it
-as for `attnres_jax.main`. The first process claims the run for all of them.
+as for `attnres_jax.main`. The first process chooses and claims runs for all.
 """
 
 import argparse
+import collections
 from collections.abc import Mapping, Sequence
+import contextlib
 import functools
 import os
+import signal
+import socket
 import sys
+import tempfile
 import time
 import traceback
 from typing import Any, NoReturn
@@ -27,33 +39,42 @@ import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
-from attnres_jax import claims as claims_lib
+from attnres_jax import claims
 from attnres_jax import command_line
 from attnres_jax import config as config_lib
+from attnres_jax import exits
 from attnres_jax import files
+from attnres_jax import metrics
 from attnres_jax import plans
+from attnres_jax import signals
 from attnres_jax import train
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import branches
-from attnres_jax.sweep import claims
-from attnres_jax.sweep import exits
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import state as state_lib
 
+ERROR = "error.txt"
+# How often a worker without --run tries a run that fails.
+MAX_TRIES = 3
+_POLL_SECONDS = 5.0
+_NONE_LEFT, _WAIT = -1, -2
+
+Exit = exits.Exit
+
 
 def command(
-  folder: epath.PathLike, name: str, *flags: str, python: str = "python"
+  folder: epath.PathLike, name: str = "", *flags: str, python: str = "python"
 ) -> list[str]:
-  """The command for a run, on any machine that has this package."""
+  """The command for a run, or for all of a sweep, on any machine."""
+  run = [f"--run={name}"] if name else []
   return [
-    python, "-m", "attnres_jax.sweep.worker", f"--folder={folder}",
-    f"--run={name}", *flags,
+    python, "-m", "attnres_jax.sweep.worker", f"--folder={folder}", *run, *flags
   ]  # fmt: skip
 
 
 def work(
   folder: epath.PathLike, name: str, patience_seconds: float = 0.0
-) -> exits.Exit:
+) -> Exit:
   """Claims and trains a run; all processes of the run call it.
 
   Signals only stop it in the main thread. If there are several processes, call
@@ -70,72 +91,181 @@ def work(
   """
   run = folder_lib.read_run(folder, name)
   workdir = epath.Path(folder) / name
-  claim, verdict = None, None
-  if not jax.distributed.is_initialized() or jax.process_index() == 0:
-    claim, verdict = _claim(workdir, patience_seconds)
-  verdict = _agree(verdict)
-  if verdict is not None:
-    return verdict
-  status, error, result = _train(run, workdir, claim)
-  if claim is not None:
+  attempt, verdict = None, None
+  if _is_first():
+    attempt, verdict = _begin(workdir, patience_seconds)
+  verdict = _agree(-1 if verdict is None else verdict)
+  if verdict >= 0:
+    return Exit(verdict)
+  result, error = _train(run, workdir, attempt)
+  if attempt is not None:
     try:
-      claim.release(status, error)
+      attempt.end(state_lib.OF_EXIT[result], error)
     except OSError as failure:
-      if not files.is_disk_full(failure):
-        raise
-      if result != exits.Exit.DISK_FULL:
-        _say_disk_full(failure, workdir)
-      result = exits.Exit.DISK_FULL
+      _say_failure(name, failure)
+      result = Exit.AGAIN
   return result
+
+
+def work_all(folder: epath.PathLike, patience_seconds: float = 0.0) -> Exit:
+  """Trains the open runs of a sweep one after another; all processes call it.
+
+  Args:
+    folder: of the sweep.
+    patience_seconds: how long to wait, once no run is open, for those that
+      other workers hold and may leave.
+
+  Returns:
+    DONE if every run is done or held by a live worker; otherwise how one of the
+    others ended.
+  """
+  tries: collections.Counter[str] = collections.Counter()
+  deadline = time.monotonic() + patience_seconds
+  while True:
+    names = folder_lib.names(folder)
+    late = time.monotonic() >= deadline
+    choice = _choose(folder, names, tries, late) if _is_first() else 0
+    choice = _agree(choice)
+    if choice == _NONE_LEFT:
+      break
+    if choice == _WAIT:
+      time.sleep(min(_POLL_SECONDS, patience_seconds))
+      continue
+    name = names[choice]
+    tries[name] += 1
+    print(f"worker: {name}", flush=True)
+    result = work(folder, name)
+    print(f"worker: {name}: {result.name.lower()}", flush=True)
+    if result == Exit.STOPPED:
+      return result
+    if result == Exit.AGAIN and jax.process_count() > 1:
+      return result  # Another process may be gone; all start again together.
+    deadline = time.monotonic() + patience_seconds
+  return Exit(_agree(_outcome(folder) if _is_first() else 0))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command; returns its exit status."""
+  signals.outlive_outputs()
   options = _parse_options(argv)
   return command_line.run(_work, options)
 
 
 def _work(options: argparse.Namespace) -> int:
-  command_line.connect(options)
   files.check_folder("--folder", options.folder)
-  result = work(options.folder, options.run, options.patience_seconds)
-  if result == exits.Exit.DISK_FULL:
-    # Buffered output cannot be written either; avoid a second error about it.
-    os._exit(result)
-  if result == exits.Exit.FAILED and options.distributed:
+  _keep_programs(options.folder)
+  command_line.connect(options)
+  if options.run is not None:
+    result = work(options.folder, options.run, options.patience_seconds)
+  else:
+    with _stopping_between_runs(options.distributed):
+      result = work_all(options.folder, options.patience_seconds)
+  if result == Exit.AGAIN:
     sys.stdout.flush()
     sys.stderr.flush()
-    # A normal exit would wait for the other processes, which may be dead.
+    # A normal exit would wait for other processes, which may be dead, and
+    # write buffered output to a disk that may be full.
     os._exit(result)
-  if result == exits.Exit.BUSY:
-    _say(f"{options.run}: another worker is training it")
   return result
 
 
-def _claim(
+def _keep_programs(folder: str) -> None:
+  """Keeps compiled programs for later runs; settings of the user count."""
+  if jax.config.jax_compilation_cache_dir:
+    return
+  cache = epath.Path(folder) / folder_lib.COMPILED
+  if files.is_remote(folder):
+    cache = epath.Path(tempfile.gettempdir()) / f"attnres_jax_{os.getuid()}"
+  jax.config.update("jax_compilation_cache_dir", str(cache))
+  if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+@contextlib.contextmanager
+def _stopping_between_runs(distributed: bool):
+  """Signals end the worker with STOPPED while it trains nothing.
+
+  Under `jax.distributed` JAX handles SIGTERM, from the first run on.
+  """
+  end = lambda number, frame: os._exit(Exit.STOPPED)
+  kinds = [] if distributed else signals.KINDS
+  previous = {
+    kind: signal.signal(kind, end)
+    for kind in kinds
+    if signal.getsignal(kind) is not signal.SIG_IGN
+  }
+  try:
+    yield
+  finally:
+    for kind, handler in previous.items():
+      signal.signal(kind, handler)
+
+
+def _choose(
+  folder: epath.PathLike,
+  names: Sequence[str],
+  tries: Mapping[str, int],
+  late: bool,
+) -> int:
+  """The index of a run to train, _WAIT or _NONE_LEFT."""
+  held = False
+  for index in sorted(range(len(names)), key=lambda i: tries[names[i]]):
+    name = names[index]
+    workdir = epath.Path(folder) / name
+    status = state_lib.read(workdir).status
+    if status not in state_lib.OPEN or tries[name] >= MAX_TRIES:
+      continue
+    with contextlib.suppress(config_lib.ConfigError):
+      if claims.is_held(workdir) or not branches.is_ready(
+        folder, folder_lib.read_run(folder, name)
+      ):
+        held = True
+      else:
+        return index
+  return _WAIT if held and not late else _NONE_LEFT
+
+
+def _outcome(folder: epath.PathLike) -> Exit:
+  """How the sweep stands: the worst of its runs that nobody is training."""
+  found = {Exit.DONE}
+  for name in folder_lib.names(folder):
+    workdir = epath.Path(folder) / name
+    status = state_lib.read(workdir).status
+    if status == state_lib.DAMAGED:
+      found.add(Exit.NEVER)
+    elif status in state_lib.OPEN and not claims.is_held(workdir):
+      found.add(Exit.AGAIN)
+    elif status in (state_lib.REFUSED, state_lib.DIVERGED):
+      found.add(Exit.NEVER if status == state_lib.REFUSED else Exit.DIVERGED)
+  order = Exit.AGAIN, Exit.NEVER, Exit.DIVERGED, Exit.DONE
+  return next(one for one in order if one in found)
+
+
+def _begin(
   workdir: epath.Path, patience_seconds: float
-) -> tuple[claims.Claim | None, exits.Exit | None]:
-  """A claim, or the exit status without one."""
+) -> tuple[state_lib.Attempt | None, Exit | None]:
+  """An attempt, or the exit status without one."""
   deadline = time.monotonic() + patience_seconds
   while True:
     try:
-      claim = claims.acquire(workdir)
-    except config_lib.ConfigError as error:
+      attempt = state_lib.begin(workdir)
+    except (config_lib.ConfigError, OSError) as error:
       _say(f"error: {error}")
-      return None, exits.Exit.UNUSABLE
-    if claim is not None:
-      return claim, None
+      return None, exits.of_error(error)
+    if attempt is not None:
+      return attempt, None
     if state_lib.read(workdir).status == state_lib.DONE:
-      return None, exits.Exit.DONE
+      return None, Exit.DONE
     if time.monotonic() >= deadline:
-      return None, exits.Exit.BUSY
-    time.sleep(claims_lib.HEARTBEAT_SECONDS)
+      _say(f"{workdir.name}: another worker is training it")
+      return None, Exit.AGAIN
+    time.sleep(claims.HEARTBEAT_SECONDS)
 
 
 def _train(
-  run: grid.Run, workdir: epath.Path, claim: claims.Claim | None
-) -> tuple[str, str, exits.Exit]:
-  """Status and error for the state file, and the exit status."""
+  run: grid.Run, workdir: epath.Path, attempt: state_lib.Attempt | None
+) -> tuple[Exit, str]:
+  """How the run ended, and its error for the state file."""
   try:
     if jax.process_index() == 0:
       step = branches.start(workdir.parent, run)
@@ -145,34 +275,50 @@ def _train(
     summary = train.train_and_evaluate(
       config,
       workdir,
-      claim=None if claim is None else claim.claim,
-      leave=functools.partial(_leave_early, claim),
+      claim=None if attempt is None else attempt.claim,
+      leave=functools.partial(_leave_early, attempt),
       plans=workdir.parent / plans.COPY,
     )
   except Exception as error:
     text = " ".join(f"{type(error).__name__}: {error}".split())
+    trace = traceback.format_exc()
     if files.is_disk_full(error):
-      _say_disk_full(error, workdir)
-      return state_lib.FAILED, text, exits.Exit.DISK_FULL
-    traceback.print_exc()
-    return state_lib.FAILED, text, exits.Exit.FAILED
+      _say_failure(run.name, error)
+    else:
+      _say(trace)
+    _leave_error(workdir, attempt, text, trace)
+    return exits.of_error(error), text
   if summary["status"] == "stopped":
-    return state_lib.STOPPED, "", exits.Exit.STOPPED
+    return Exit.STOPPED, ""
   diverged = _diverged(summary, config)
   if diverged:
-    return state_lib.FAILED, diverged, exits.Exit.FAILED
-  return state_lib.DONE, "", exits.Exit.DONE
+    _leave_error(workdir, attempt, diverged, "")
+    return Exit.DIVERGED, diverged
+  return Exit.DONE, ""
 
 
-def _say_disk_full(error: Exception, workdir: epath.Path) -> None:
-  """One line: where, and the bytes needed (if the error knows) and free."""
-  if not isinstance(error, files.DiskFullError):
-    error = files.disk_full(workdir)
-  _say(f"error: {error.filename}: {error.strerror}")
+def _leave_error(
+  workdir: epath.Path,
+  attempt: state_lib.Attempt | None,
+  text: str,
+  trace: str,
+) -> None:
+  """Writes error.txt; error.N.txt on process N of several."""
+  index = jax.process_index()
+  number = "" if attempt is None else f"attempt {attempt.number}, "
+  try:
+    rows = metrics.last_rows(workdir)
+    step = rows.get("train", {}).get("step", 0)
+    head = f"{number}step {step}, process {index} on {socket.gethostname()}"
+    at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    name = f"error.{index}.txt" if index else ERROR
+    files.write(workdir / name, f"{head}, {at}\n{text}\n\n{trace}")
+  except (OSError, config_lib.ConfigError, config_lib.RunError):
+    pass  # The disk or store may be what failed; the text is in the log.
 
 
 def _diverged(summary: Mapping[str, Any], config: config_lib.RunConfig) -> str:
-  """Why a finished run counts as failed; empty if it does not."""
+  """Why a finished run counts as diverged; empty if it does not."""
   steps, skipped = summary["step"], summary.get("skipped", 0)
   most = config.train.max_skipped_share
   if skipped > most * steps:
@@ -185,38 +331,46 @@ def _diverged(summary: Mapping[str, Any], config: config_lib.RunConfig) -> str:
   return ""
 
 
-def _leave_early(claim: claims.Claim | None, step: int) -> NoReturn:
+def _leave_early(attempt: state_lib.Attempt | None, step: int) -> NoReturn:
   """Ends this process even while its main thread is compiling."""
   del step
-  if claim is not None:
-    claim.release(state_lib.STOPPED)
-  os._exit(exits.Exit.STOPPED)
+  try:
+    if attempt is not None:
+      attempt.end(state_lib.STOPPED)
+  finally:
+    os._exit(Exit.STOPPED)
 
 
-def _agree(verdict: exits.Exit | None) -> exits.Exit | None:
-  """The decision of the first process; None for "train"."""
+def _is_first() -> bool:
+  return not jax.distributed.is_initialized() or jax.process_index() == 0
+
+
+def _agree(value: int) -> int:
+  """The value of the first process, on all of them."""
   if not jax.distributed.is_initialized():
-    return verdict
-  value = np.int32(-1 if verdict is None else verdict)
-  agreed = int(multihost_utils.broadcast_one_to_all(value))
-  return None if agreed < 0 else exits.Exit(agreed)
+    return int(value)
+  return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
+
+
+def _say_failure(name: str, error: Exception) -> None:
+  """One line: where, and of a disk the bytes needed and free."""
+  where = getattr(error, "filename", None) or name
+  _say(f"error: {where}: {getattr(error, 'strerror', None) or error}")
 
 
 def _say(text: str) -> None:
-  try:
+  with contextlib.suppress(OSError):  # The log may be on a full disk.
     print(text, file=sys.stderr, flush=True)
-  except OSError:
-    pass  # The log may be on the disk that is full.
 
 
 def _parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
   parser = command_line.Parser("python -m attnres_jax.sweep.worker", __doc__)
   parser.add_argument("--folder", required=True, help="of the sweep")
-  parser.add_argument("--run", required=True, help="name of the run")
+  parser.add_argument("--run", help="name of one run (default: all open ones)")
   command_line.add_cluster(parser)
   parser.add_argument(
     "--patience_seconds", type=float, default=0.0,
-    help="to wait for a run whose worker may be dead",
+    help="to wait for runs whose worker may be dead",
   )  # fmt: skip
   return parser.parse_args(argv)
 

@@ -11,7 +11,7 @@ from tests.sweep import tiny_sweep
 
 
 def progress(name, status="pending", **values):
-  defaults = dict(residual="prenorm", steps=100, step_flops=1e6)
+  defaults = dict(residual="prenorm", steps=100, step_work=1e6)
   return monitor.Progress(name=name, status=status, **(defaults | values))
 
 
@@ -19,11 +19,11 @@ def test_time_left_is_measured_on_the_run_most_like_it():
   small = progress(
     "small", "done", step=100, step_seconds=0.1, seconds=10.0 + 5.0
   )
-  large = progress("large", step_flops=4e6)
+  large = progress("large", step_work=4e6)
   full = progress(
     "full", "running", residual="full_attnres", step=40, step_seconds=0.3
   )
-  other = progress("other", residual="full_attnres", step_flops=2e6)
+  other = progress("other", residual="full_attnres", step_work=2e6)
   runs = [small, large, full, other]
   assert monitor.seconds_left(small, runs) == 0.0
   # Four times the FLOPs of `small`, and what it took beside its steps.

@@ -9,7 +9,8 @@ A launcher is a module `attnres_jax/sweep/launchers/<name>.py` with
 `launch` gets runs that `folder.prepare` has created (with `options.dry_run`
 they may not exist yet), starts `worker.command` for those that `todo` returns,
 and returns 0 only when all of them are done (or started, if runs continue
-without the launcher). A failed or damaged run does not stop the others.
+without the launcher). A failed or damaged run does not stop the others, and the
+exit status of a worker (`attnres_jax.exits`) says whether to start it again.
 It raises ConfigError if a setting or the folder cannot be used, or a package
 is missing.
 """
@@ -69,13 +70,13 @@ def todo(
   folder: epath.PathLike,
   options: Options = Options(),
 ) -> list[grid.Run]:
-  """The runs to start workers for: neither done nor damaged.
+  """The runs to start workers for: neither done, diverged nor damaged.
 
-  A dry run for a bucket lists all of them, as it need not reach the bucket.
+  All of them in a dry run with a bucket, which need not exist or be reachable.
   """
   if options.dry_run and files.is_remote(folder):
     return list(runs)
-  over = (state_lib.DONE, state_lib.DAMAGED)
+  over = (state_lib.DONE, state_lib.DIVERGED, state_lib.DAMAGED)
   folder = epath.Path(folder)
   return [
     run for run in runs if state_lib.read(folder / run.name).status not in over

@@ -12,9 +12,9 @@ and applying the same folder again changes nothing.
 A JobSet (jobset.x-k8s.io/v1alpha2) is one indexed Job per slice and one pod per
 host. All of them run `worker.command`. When a pod ends with an error, is
 preempted or loses its node, all pods of the run are replaced, and the run
-resumes from its last checkpoint; only an invalid command ends the run for good.
-Kueue holds each JobSet back until all its slices are free. GKE sets variables
-in the pods that give JAX the addresses of hosts and slices.
+resumes from its last checkpoint. A run that diverged or was refused is not
+restarted. Kueue holds each JobSet back until all its slices are free. GKE sets
+variables in the pods that give JAX the addresses of hosts and slices.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,9 +31,9 @@ import yaml
 
 from attnres_jax import claims
 from attnres_jax import config as config_lib
+from attnres_jax import exits
 from attnres_jax import files
 from attnres_jax.scaling import grid
-from attnres_jax.sweep import exits
 from attnres_jax.sweep import launchers
 from attnres_jax.sweep import worker
 from attnres_jax.sweep.launchers import settings as settings_lib
@@ -153,7 +153,7 @@ def job_set(
     sweep=_label(folder),
     workdir=f"{folder}/{run}",
     topology="cloud.google.com/gke-nodepool" if settings.hosts > 1 else None,
-    unusable=int(exits.Exit.UNUSABLE),
+    final=[int(exits.Exit.NEVER), int(exits.Exit.DIVERGED)],
     node_selector=settings.node_labels
     | ({_SPOT: "true"} if settings.spot else {}),
     host_network=True if several else None,

@@ -3,8 +3,9 @@
 
 It runs up to `max_parallel` workers at a time; their output goes to log.txt in
 the workdirs. Each worker gets its share of the cores, since runs that compete
-for cores slow each other down. All share a cache of compiled programs, since
-different seeds compile to the same program.
+for cores slow each other down. A worker that is killed or meets an error that
+another attempt may not meet is started again; one that diverged or was refused
+is not.
 
 On Ctrl-C or SIGTERM, the workers save and stop; a second signal kills them. If
 a worker of another launcher holds a run, this launcher waits for it, so that a
@@ -25,11 +26,12 @@ from typing import Any
 from etils import epath
 
 from attnres_jax import checkpoint
+from attnres_jax import claims
+from attnres_jax import exits
 from attnres_jax import files
+from attnres_jax import text_table
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import branches
-from attnres_jax.sweep import claims
-from attnres_jax.sweep import exits
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import launchers
 from attnres_jax.sweep import monitor
@@ -37,11 +39,17 @@ from attnres_jax.sweep import state as state_lib
 from attnres_jax.sweep import worker
 from attnres_jax.sweep.launchers import settings as settings_lib
 
-SETTINGS: Mapping[str, settings_lib.Setting] = {}
+SETTINGS: Mapping[str, settings_lib.Setting] = {
+  "max_restarts": settings_lib.Setting(
+    "restarts per run after errors that another attempt may not meet", 1, int,
+    least=0,
+  ),
+}  # fmt: skip
 
 INTERRUPTED = 130
 # Polling intervals: of the processes, of runs that others hold (on a disk and
 # in a bucket), and of reports on a terminal and in a log.
+_LOG_BYTES = 4096
 _TICK_SECONDS = 0.1
 _HELD_SECONDS, _HELD_REMOTE_SECONDS = 1.0, 15.0
 _TERMINAL_SECONDS, _LOG_SECONDS = 2.0, 60.0
@@ -51,11 +59,12 @@ def launch(
   runs: Sequence[grid.Run], folder: epath.PathLike, options: launchers.Options
 ) -> int:
   """Runs all workers; returns what the package says, or 130 if stopped."""
+  settings = settings_lib.read(SETTINGS, options.settings)
   if options.dry_run:
-    for run in runs:
+    for run in launchers.todo(runs, folder, options):
       print(shlex.join(_command(folder, run)))
     return 0
-  queue = _Queue(runs, epath.Path(folder), options.max_parallel)
+  queue = _Queue(runs, epath.Path(folder), options, settings.max_restarts)
   with _signals_to(queue):
     return queue.run()
 
@@ -64,11 +73,18 @@ class _Queue:
   """Waiting runs, and the processes of the others."""
 
   def __init__(
-    self, runs: Sequence[grid.Run], folder: epath.Path, max_parallel: int
+    self,
+    runs: Sequence[grid.Run],
+    folder: epath.Path,
+    options: launchers.Options,
+    max_restarts: int,
   ):
+    max_parallel = options.max_parallel
     self._runs = list(runs)
     self._folder = folder
+    self._options = options
     self._waiting = list(runs)
+    self._restarts = {run.name: max_restarts for run in runs}
     self._slots: list[_Process | None] = [None] * max_parallel
     self._failed: list[str] = []
     self._full = False
@@ -122,7 +138,7 @@ class _Queue:
       return
     for run in list(self._waiting):
       try:
-        if not launchers.todo([run], self._folder):
+        if not launchers.todo([run], self._folder, self._options):
           self._waiting.remove(run)
           continue
         if claims.is_held(self._folder / run.name) or not branches.is_ready(
@@ -150,24 +166,51 @@ class _Queue:
       self._slots[slot] = None
       self._next_fill = 0.0
       code, run = process.code, process.run
-      if code == exits.Exit.BUSY:
+      if code == exits.Exit.DONE:
+        self._report.line(f"{run.name} done")
+      elif self.signals:
+        continue
+      elif code == exits.Exit.AGAIN and claims.is_held(self._folder / run.name):
         self._waiting.append(run)
         self._next_fill = time.monotonic() + _HELD_SECONDS
-      elif code == exits.Exit.DISK_FULL:
+      elif code == exits.Exit.AGAIN and self._is_full(run):
         self._full = True
-      elif code != exits.Exit.DONE and not self.signals:
-        how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
-        error = state_lib.read(self._folder / run.name).error
-        self._fail(run, f"({how}){': ' + error if error else ''}")
-      elif code == exits.Exit.DONE:
-        self._report.line(f"{run.name} done")
+      else:
+        self._end(run, code)
 
-  def _fail(self, run: grid.Run, how: str) -> None:
+  def _end(self, run: grid.Run, code: int) -> None:
+    """Starts a run again after an error, or reports it."""
+    state = state_lib.read(self._folder / run.name)
+    if state.status == state_lib.DONE:  # By another worker, meanwhile.
+      return
+    how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
+    how = f"({how}){': ' + state.error if state.error else ''}"
+    final = code in (exits.Exit.NEVER, exits.Exit.DIVERGED)
+    if final or not self._restarts[run.name]:
+      self._fail(run, how, state.status if final else state_lib.FAILED)
+      return
+    self._restarts[run.name] -= 1
+    self._waiting.append(run)
+    self._report.line(f"{run.name} {state_lib.FAILED} {how}; trying again")
+
+  def _is_full(self, run: grid.Run) -> bool:
+    """Whether a worker ended because the disk of the sweep is full."""
+    if files.is_remote(self._folder):
+      return False
+    log = self._folder / run.name / folder_lib.LOG
+    with contextlib.suppress(OSError):
+      end = files.read(log, -_LOG_BYTES).decode(errors="replace")
+      return files.is_disk_full(OSError(end.rpartition("error: ")[2]))
+    return False
+
+  def _fail(
+    self, run: grid.Run, how: str, status: str = state_lib.FAILED
+  ) -> None:
     if self._full:
       return  # Reported once, at the end.
     self._failed.append(run.name)
     log = self._folder / run.name / folder_lib.LOG
-    self._report.line(f"{run.name} failed {how}; see {log}")
+    self._report.line(f"{run.name} {status} {how}; see {log}")
 
 
 class _Process:
@@ -187,7 +230,6 @@ class _Process:
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,
-        env=_environment(folder),
         # A Ctrl-C at the terminal reaches only the launcher, once.
         start_new_session=True,
       )
@@ -242,7 +284,7 @@ class _Report:
 
   def line(self, text: str) -> None:
     self._erase()
-    print(text, flush=True)
+    print(text_table.printable(text), flush=True)
 
   def close(self) -> None:
     self._progress()
@@ -264,7 +306,9 @@ class _Report:
     print(text, end="" if self._moves else "\n", flush=True)
 
   def _of(self, run: grid.Run) -> monitor.Progress:
-    found = self._final.get(run.name) or monitor.of_run(self._folder, run.name)
+    found = self._final.get(run.name) or monitor.of_run(
+      self._folder, run.name, whole=False
+    )
     if found.status == state_lib.DONE:
       self._final[run.name] = found
     return found
@@ -277,17 +321,6 @@ class _Report:
 
 def _command(folder: epath.PathLike, run: grid.Run) -> list[str]:
   return worker.command(folder, run.name, python=sys.executable)
-
-
-def _environment(folder: epath.Path) -> dict[str, str]:
-  """The environment of a worker; settings of the user are kept."""
-  cache: dict[str, str] = {}
-  if not files.is_remote(folder):
-    cache = {
-      "JAX_COMPILATION_CACHE_DIR": str(folder / folder_lib.COMPILED),
-      "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
-    }
-  return cache | os.environ
 
 
 def _cores(slot: int, slots: int) -> list[int] | None:

@@ -8,8 +8,9 @@ Works on any machine of the cluster. Each run is a `JaxTrainer` of Ray Train: it
 reserves whole slices, starts one worker per host at the same time, connects
 them (`jax.distributed`, and over several slices Megascale), and calls
 `worker.work` in all of them. When a worker fails, dies or loses its node, Ray
-restarts the whole gang, and the run resumes from its last checkpoint. Runs wait
-until their slices are free.
+restarts the whole gang, and the run resumes from its last checkpoint. A run
+that diverged or was refused is not restarted. Runs wait until their slices are
+free.
 
 Ctrl-C ends all runs at once; the next launch resumes from their checkpoints.
 """
@@ -18,6 +19,7 @@ from collections.abc import Mapping, Sequence
 import concurrent.futures
 import importlib
 import os
+import shlex
 import types
 from typing import Any
 
@@ -25,9 +27,9 @@ from etils import epath
 
 from attnres_jax import claims
 from attnres_jax import config as config_lib
+from attnres_jax import exits
 from attnres_jax import files
 from attnres_jax.scaling import grid
-from attnres_jax.sweep import exits
 from attnres_jax.sweep import launchers
 from attnres_jax.sweep import state as state_lib
 from attnres_jax.sweep import worker
@@ -62,8 +64,6 @@ def launch(
 ) -> int:
   """Trains all runs that are not done; 0 once all of them are."""
   settings = parse(options)
-  ray = _import("ray")
-  _import("ray.train")
   # Workers may have a different working directory.
   folder = str(folder) if files.is_remote(folder) else os.path.abspath(folder)
   todo = launchers.todo(runs, folder, options)
@@ -71,8 +71,10 @@ def launch(
   todo.sort(key=lambda run: bool(run.branch_of))
   if options.dry_run:
     for run in todo:
-      print(_scaling(settings), *worker.command(folder, run.name))
+      print(_gang(settings), shlex.join(worker.command(folder, run.name)))
     return 0
+  ray = _import("ray")
+  _import("ray.train")
   # Keep the working directory, so that relative paths of the configuration
   # work.
   os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
@@ -145,7 +147,7 @@ def _train(
     ),
   )
   try:
-    end = exits.Exit(trainer.fit().return_value).name.lower()
+    end = state_lib.OF_EXIT[exits.Exit(trainer.fit().return_value)]
   except Exception as error:  # Affects one run; the others continue.
     state = state_lib.read(epath.Path(folder) / name)
     last = str(error).strip().rpartition("\n")[2]
@@ -161,10 +163,18 @@ def _work(config: Mapping[str, str]) -> int:
     result = worker.work(config["folder"], config["name"], patience)
   except config_lib.ConfigError as error:
     print(f"error: {error}")
-    return exits.Exit.UNUSABLE
-  if result in (exits.Exit.FAILED, exits.Exit.STOPPED):
-    raise RunError(f"{config['name']}: {result.name.lower()}")
+    return exits.Exit.NEVER
+  if result in (exits.Exit.AGAIN, exits.Exit.STOPPED):
+    raise RunError(f"{config['name']}: {state_lib.OF_EXIT[result]}")
   return result
+
+
+def _gang(settings: types.SimpleNamespace) -> str:
+  """The workers of a run in words, for a dry run, which needs no Ray."""
+  if settings.tpu is not None:
+    hosts = max(1, settings.tpu.chips // slices.CHIPS_PER_HOST)
+    return f"{settings.slices * hosts} x {settings.accelerator}:"
+  return f"{settings.workers} x {settings.accelerator}:"
 
 
 def _scaling(settings: types.SimpleNamespace) -> dict[str, Any]:

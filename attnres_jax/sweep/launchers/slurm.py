@@ -8,7 +8,9 @@ This launcher only writes a script;
 submits it to the cluster. Each job of the array trains one run, with a process
 per GPU; `srun` starts them, and JAX connects them by SLURM's variables. Before
 the time limit of a job its run saves and stops, and the job is queued again, as
-is one that is preempted or loses a node. The next launch retries failed runs.
+is one that is preempted, loses a node or meets an error that another attempt
+may not meet, up to `max_restarts` times. A run that diverged or was refused is
+not.
 """
 
 from collections.abc import Sequence
@@ -21,9 +23,10 @@ import types
 from etils import epath
 
 from attnres_jax import claims
+from attnres_jax import config as config_lib
+from attnres_jax import exits
 from attnres_jax import files
 from attnres_jax.scaling import grid
-from attnres_jax.sweep import exits
 from attnres_jax.sweep import launchers
 from attnres_jax.sweep import worker
 from attnres_jax.sweep.launchers import settings as settings_lib
@@ -39,6 +42,9 @@ SETTINGS = {
   "account": Setting("account (default: yours)"),
   "setup": Setting(
     "shell command to run first, such as to activate an environment"
+  ),
+  "max_restarts": Setting(
+    "restarts per run after errors; time limits do not count", 3, int, least=0
   ),
   "script": Setting("file to write", "sweep.sbatch"),
 }
@@ -86,7 +92,7 @@ def script(
     "gpus-per-node": given.gpus,
     "time": given.time,
     "signal": f"TERM@{_GRACE_SECONDS}",
-    "output": f"{logs}/slurm-%a.txt",
+    "output": _output(logs),
     "open-mode": "append",
     "partition": given.partition,
     "account": given.account,
@@ -104,12 +110,24 @@ def script(
   lines += [
     f"srun --kill-on-bad-exit=1 {' '.join(words)}",
     "status=$?",
-    f"if [ $status = {int(exits.Exit.STOPPED)} ]; then",
+    "restarts=${SLURM_RESTART_COUNT:-0}",
+    f"if [ $status = {int(exits.Exit.STOPPED)} ] ||"
+    f" {{ [ $status = {int(exits.Exit.AGAIN)} ] &&"
+    f" [ $restarts -lt {given.max_restarts} ]; }}; then",
     '  scontrol requeue "${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"',
     "fi",
     "exit $status",
   ]
   return "\n".join(lines) + "\n"
+
+
+def _output(folder: str) -> str:
+  """The file of a job: sbatch splits at spaces and expands %."""
+  if any(c in folder for c in "\"'\\\n"):
+    accepted = "a folder without quotes, backslashes and line ends, for SLURM"
+    config_lib.fail_argument("--workdir", folder, accepted)
+  path = folder.replace("%", "%%") + "/slurm-%a.txt"
+  return f'"{path}"' if " " in path else path
 
 
 def _read(options: launchers.Options) -> types.SimpleNamespace:

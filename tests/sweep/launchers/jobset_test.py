@@ -196,7 +196,7 @@ def test_errors_restart_but_for_commands_without_sense():
   job, policy = job_of(manifest), manifest["spec"]["failurePolicy"]
   (rule,) = job["podFailurePolicy"]["rules"]
   assert rule["onExitCodes"]["containerName"] == container_of(manifest)["name"]
-  assert rule["onExitCodes"]["values"] == [2] and rule["action"] == "FailJob"
+  assert rule["onExitCodes"]["values"] == [2, 3] and rule["action"] == "FailJob"
   (rule,) = policy["rules"]
   assert rule["action"] == "FailJobSet"
   assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]

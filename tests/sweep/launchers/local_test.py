@@ -13,7 +13,6 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax.scaling import grid
-from attnres_jax.sweep import claims
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import launchers
 from attnres_jax.sweep import state as state_lib
@@ -42,12 +41,15 @@ if kind == "fail":
   end("failed", 1, "Error: on purpose")
 if kind == "die":
   os.kill(os.getpid(), signal.SIGKILL)
+if kind in ("refused", "diverged"):
+  end(kind, {"refused": 2, "diverged": 3}[kind], "Error: for good")
 if kind == "full":
-  end("failed", 5)
+  print("error: file: no space left on device: full", flush=True)
+  end("failed", 1)
 if kind == "busy":
   before = acts.read_text().count(f"seed{seed} starts")
   if before == 1:
-    sys.exit(3)
+    sys.exit(1)
 if kind == "long":
   def stop(*unused):
     say("stops")
@@ -125,7 +127,8 @@ def test_all_done(sweep, capfd):
 
 def test_a_failed_run_stops_no_other(sweep, capfd):
   found = sweep("ok", "fail", "die", "ok")
-  assert found.launch(max_parallel=2) == 1
+  once = {"max_restarts": "0"}
+  assert found.launch(max_parallel=2, settings=once) == 1
   assert {f"seed{i} ends" for i in (0, 3)} <= set(found.acts)
   out = capfd.readouterr().out
   assert "failed (exit status 1): Error: on purpose; see" in out
@@ -134,7 +137,22 @@ def test_a_failed_run_stops_no_other(sweep, capfd):
   # The next launch tries again what failed, and only that.
   before = len(found.acts)
   assert found.launch() == 1
-  assert found.acts[before:] == ["seed1 starts", "seed2 starts"]
+  # Once more each, by default.
+  assert found.acts[before:] == ["seed1 starts", "seed2 starts"] * 2
+  assert capfd.readouterr().out.count("; trying again") == 2
+
+
+def test_what_cannot_be_cured_is_not_started_again(sweep, capfd):
+  found = sweep("refused", "diverged", "ok")
+  assert found.launch(settings={"max_restarts": "5"}) == 1
+  starts = [f"seed{i} starts" for i in range(3)]
+  assert found.acts == [*starts, "seed2 ends"]
+  out = capfd.readouterr().out
+  assert "refused (exit status 2): Error: for good; see" in out
+  assert "diverged (exit status 3): Error: for good; see" in out
+  # A person may have mended what was refused; the same config diverges again.
+  assert found.launch() == 1
+  assert found.acts[4:] == ["seed0 starts"]
 
 
 def test_no_more_than_max_parallel_at_a_time(sweep):
@@ -197,12 +215,12 @@ def test_busy_runs_are_looked_at_again(sweep):
 def test_a_run_that_another_worker_has_is_left_to_it(sweep):
   found = sweep("ok", "ok")
   workdir = found.folder / found.runs[0].name
-  claim = claims.acquire(workdir)
+  attempt = state_lib.begin(workdir)
 
   def release():
     found.wait_for("seed1 ends")
     time.sleep(0.3)
-    claim.release(state_lib.DONE)
+    attempt.end(state_lib.DONE)
 
   thread = threading.Thread(target=release)
   thread.start()
@@ -297,5 +315,7 @@ def test_names_and_settings_of_launchers():
   with pytest.raises(config_lib.ConfigError, match="^--launcher: got 'slrum'"):
     launchers.load("slrum", options)
   options = launchers.Options(settings={"image": "x"})
-  with pytest.raises(config_lib.ConfigError, match="^--set: got 'image'.*none"):
+  with pytest.raises(
+    config_lib.ConfigError, match="^--set: got 'image'.*restarts"
+  ):
     launchers.load("local", options)

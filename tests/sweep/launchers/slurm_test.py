@@ -62,12 +62,18 @@ def test_each_task_trains_its_run(tmp_path, task):
   ]  # fmt: skip
 
 
-def test_only_a_run_that_was_stopped_queues_up_again(tmp_path):
+@pytest.mark.parametrize("restarts", [0, 3])
+def test_only_what_may_end_otherwise_queues_up_again(
+  tmp_path, monkeypatch, restarts
+):
+  monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
   for ended in range(6):
     calls, status = run(script_of({}), tmp_path, 1, ended)
     assert status == ended
     again = calls[calls.index("scontrol") :] if "scontrol" in calls else []
-    assert again == (["scontrol", "requeue", "77_1"] if ended == 4 else [])
+    # Stopped before a time limit, or failed and not too often.
+    expected = ended == 4 or (ended == 1 and restarts < 3)
+    assert again == (["scontrol", "requeue", "77_1"] if expected else [])
 
 
 def test_resources_of_the_jobs():

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exit statuses of a run, which say whether to try it again.
+
+Every launcher maps them: a run that diverged or was refused is not restarted.
+"""
+
+import enum
+
+import jax
+
+from attnres_jax import config as config_lib
+
+# A restart meets the same error: the input is invalid, or the program is.
+_NEVER = (
+  config_lib.ConfigError, config_lib.RunError, ImportError, AssertionError,
+  AttributeError, LookupError, NameError, NotImplementedError, TypeError,
+)  # fmt: skip
+
+
+class Exit(enum.IntEnum):
+  """How a run ended.
+
+  Attributes:
+    DONE: finished, now or before.
+    AGAIN: try again: killed, a device, host, disk or network failed, or another
+      live worker is training the run.
+    NEVER: refused; the config, a plan, the data or the program has to change.
+    DIVERGED: a loss or gradient was not finite.
+    STOPPED: by a signal, with a checkpoint; rerun the same command to resume.
+  """
+
+  DONE = 0
+  AGAIN = 1
+  NEVER = 2
+  DIVERGED = 3
+  STOPPED = 4
+
+
+class DivergedError(config_lib.RunError):
+  """A loss or gradient was not finite."""
+
+
+def of_error(error: BaseException) -> Exit:
+  """The status for an exception that ended a run."""
+  if isinstance(error, DivergedError):
+    return Exit.DIVERGED
+  if isinstance(error, OSError):  # Some are ConfigErrors of a store, too.
+    return Exit.AGAIN
+  # The same program needs the same memory again.
+  is_memory = isinstance(error, jax.errors.JaxRuntimeError) and (
+    "RESOURCE_EXHAUSTED" in str(error)
+  )
+  return Exit.NEVER if is_memory or isinstance(error, _NEVER) else Exit.AGAIN
