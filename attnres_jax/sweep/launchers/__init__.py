@@ -27,7 +27,7 @@ from attnres_jax import files
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import state as state_lib
 
-LAUNCHERS = ("local", "ray", "jobset", "slurm")
+LAUNCHERS = ("local", "tpu_vm", "skypilot", "ray", "jobset", "slurm")
 
 
 @dataclasses.dataclass(frozen=True)

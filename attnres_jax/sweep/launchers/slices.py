@@ -12,15 +12,17 @@ import re
 from attnres_jax.aot import topology
 from attnres_jax.sweep.launchers import settings
 
-# By prefix of the name: the node label of Google Kubernetes Engine, and the
-# accelerator type of Ray.
+# By prefix of the name: the node label of Google Kubernetes Engine, the
+# accelerator type of Ray, and of TPU VMs the accelerator type, how many of its
+# units a chip has, and the software version.
 _WORDS = {
-  "v4": ("tpu-v4-podslice", "TPU-V4"),
-  "v5e": ("tpu-v5-lite-podslice", "TPU-V5LITEPOD"),
-  "v5p": ("tpu-v5p-slice", "TPU-V5P"),
-  "v6e": ("tpu-v6e-slice", "TPU-V6E"),
-  "tpu7x": ("tpu7x", "TPU-V7X"),
-}
+  "v4": ("tpu-v4-podslice", "TPU-V4", "v4", 2, "tpu-ubuntu2204-base"),
+  "v5e": ("tpu-v5-lite-podslice", "TPU-V5LITEPOD", "v5litepod", 1,
+          "v2-alpha-tpuv5-lite"),
+  "v5p": ("tpu-v5p-slice", "TPU-V5P", "v5p", 2, "v2-alpha-tpuv5"),
+  "v6e": ("tpu-v6e-slice", "TPU-V6E", "v6e", 1, "v2-alpha-tpuv6e"),
+  "tpu7x": ("tpu7x", "TPU-V7X", "tpu7x", 2, "v2-alpha-tpu7-ubuntu2404"),
+}  # fmt: skip
 # In slices with several hosts, each host has four chips, in all generations.
 CHIPS_PER_HOST = 4
 
@@ -34,12 +36,29 @@ class Slice:
     shape: its chips, such as "4x4".
     gke_accelerator: value of the label `cloud.google.com/gke-tpu-accelerator`.
     ray_accelerator: accelerator type of Ray.
+    cloud_name: first part of the accelerator type of TPU VMs.
+    units_per_chip: what its second part counts.
+    runtime: default software version of TPU VMs.
   """
 
   kind: str
   shape: str
   gke_accelerator: str
   ray_accelerator: str
+  cloud_name: str
+  units_per_chip: int
+  runtime: str
+
+  @property
+  def cloud_type(self) -> str:
+    """The accelerator type of TPU VMs, such as v5litepod-16."""
+    return f"{self.cloud_name}-{self.chips * self.units_per_chip}"
+
+  @property
+  def hosts(self) -> int:
+    """Number of hosts; TPU VMs of v5e and v6e have up to 8 chips on one."""
+    single = 8 if self.kind in ("v5e", "v6e") else CHIPS_PER_HOST
+    return 1 if self.chips <= single else self.chips // CHIPS_PER_HOST
 
   @property
   def chips(self) -> int:

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Managed jobs of SkyPilot: one slice each, found, recreated and deleted.
+
+  ... --launcher=skypilot --set slice=v6e-8 --max_parallel=2
+
+This launcher writes one task; `sky jobs launch` starts a managed job per slice,
+at most `--max_parallel` of them. SkyPilot asks for spot capacity wherever your
+clouds have it, starts the worker on all hosts of the slice, replaces a slice
+that is preempted, and deletes it when the worker ends. The workers share the
+runs of the sweep. A worker that meets an error is restarted `max_restarts`
+times; its exit status says when that is useless.
+"""
+
+from collections.abc import Mapping, Sequence
+import pathlib
+import shlex
+import types
+from typing import Any
+
+from etils import epath
+import yaml
+
+from attnres_jax import claims
+from attnres_jax import config as config_lib
+from attnres_jax import exits
+from attnres_jax import files
+from attnres_jax.scaling import grid
+from attnres_jax.sweep import launchers
+from attnres_jax.sweep import worker
+from attnres_jax.sweep.launchers import settings as settings_lib
+from attnres_jax.sweep.launchers import slices
+from attnres_jax.sweep.launchers import tpu_vm
+
+Setting = settings_lib.Setting
+SETTINGS: Mapping[str, Setting] = {
+  "slice": Setting("TPU slice, such as v6e-8 or v5p-128", required=True),
+  "spot": Setting("false for capacity on demand", True, bool),
+  "region": Setting("region (default: wherever there is capacity)"),
+  "name": Setting("name of the jobs, with a number behind", "attnres"),
+  "runtime": tpu_vm.SETTINGS["runtime"],
+  "install": tpu_vm.SETTINGS["install"],
+  "max_restarts": Setting("restarts per job after errors", 3, int, least=0),
+  "task": Setting("file to write", "sweep.sky.yaml"),
+}
+
+
+def launch(
+  runs: Sequence[grid.Run],
+  folder: epath.PathLike,
+  options: launchers.Options,
+) -> int:
+  """Writes the task and prints the commands that start it; returns 0."""
+  if not files.is_remote(folder):
+    raise config_lib.ConfigError(
+      f"--workdir: got {str(folder)!r}, expected a bucket such as"
+      " gs://BUCKET/NAME, which slices can reach"
+    )
+  settings = settings_lib.read(SETTINGS, options.settings)
+  todo = launchers.todo(runs, folder, options)
+  text = yaml.safe_dump(task(folder, settings), sort_keys=False)
+  if options.dry_run:
+    print(text, end="")
+  else:
+    target = pathlib.Path(settings.task)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    files.write(target, text)
+  jobs = min(options.max_parallel, len(todo))
+  print(f"# {len(todo)} runs, {jobs} slices at a time")
+  for job in range(jobs):
+    name = f"{settings.name}-{job}"
+    command = ["sky", "jobs", "launch", "--yes", "--async", "--name", name]
+    print(shlex.join([*command, settings.task]))
+  return 0
+
+
+def task(
+  folder: epath.PathLike, settings: types.SimpleNamespace
+) -> dict[str, Any]:
+  """The task of one slice, as SkyPilot reads it."""
+  tpu = slices.parse("slice", settings.slice)
+  several = ["--distributed"] if tpu.hosts > 1 else []
+  patience = f"--patience_seconds={2 * claims.LEASE_SECONDS:.0f}"
+  resources: dict[str, Any] = {
+    "infra": f"gcp/{settings.region}" if settings.region else "gcp",
+    "accelerators": f"tpu-{tpu.cloud_type}:1",
+    "accelerator_args": {"runtime_version": settings.runtime or tpu.runtime},
+    "use_spot": settings.spot,
+    "job_recovery": {
+      "strategy": "EAGER_NEXT_REGION",
+      "max_restarts_on_errors": settings.max_restarts,
+      # Statuses that another attempt may not end with, without a limit.
+      "recover_on_exit_codes": [int(exits.Exit.STOPPED)],
+    },
+  }
+  command = worker.command(folder, "", *several, patience)
+  return {
+    "name": settings.name,
+    "resources": resources,
+    "setup": settings.install,
+    "run": shlex.join(command),
+  }

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One TPU VM without a cluster: prints the commands that a person runs.
+
+  ... --launcher=tpu_vm --set slice=v6e-8 --set zone=us-east5-b
+
+Five commands: ask for a slice as a queued resource, install on all of its
+hosts, start a worker on all hosts, watch, delete. The worker trains the open
+runs of the sweep one after another, so several slices share one sweep: give
+each its `name`. This launcher starts nothing, watches nothing, and needs
+neither gcloud nor a network, except to prepare the folder of the sweep.
+"""
+
+from collections.abc import Mapping, Sequence
+import shlex
+import types
+
+from etils import epath
+
+from attnres_jax import claims
+from attnres_jax import config as config_lib
+from attnres_jax import exits
+from attnres_jax import files
+from attnres_jax.scaling import grid
+from attnres_jax.sweep import launchers
+from attnres_jax.sweep import worker
+from attnres_jax.sweep.launchers import settings as settings_lib
+from attnres_jax.sweep.launchers import slices
+
+Setting = settings_lib.Setting
+SETTINGS: Mapping[str, Setting] = {
+  "slice": Setting("TPU slice, such as v6e-8 or v5p-128", required=True),
+  "zone": Setting("zone of Google Cloud, such as us-east5-b", required=True),
+  "project": Setting("project (default: that of gcloud)"),
+  "name": Setting("name of the slice", "attnres"),
+  "reserved": Setting("true for reserved capacity, not spot", False, bool),
+  "runtime": Setting("software version of the VM (default: by generation)"),
+  "install": Setting(
+    "shell command that installs this package on a host",
+    "pip install 'attnres-jax[tpu,gcs] @"
+    " git+https://github.com/attnres-jax/attnres-jax'",
+  ),
+}
+LOG = "attnres.log"
+
+
+def launch(
+  runs: Sequence[grid.Run],
+  folder: epath.PathLike,
+  options: launchers.Options,
+) -> int:
+  """Prints the commands; returns 0."""
+  if not files.is_remote(folder):
+    raise config_lib.ConfigError(
+      f"--workdir: got {str(folder)!r}, expected a bucket such as"
+      " gs://BUCKET/NAME, which TPU VMs can reach"
+    )
+  settings = parse(options)
+  print(f"# {len(launchers.todo(runs, folder, options))} runs in {folder}")
+  for title, text in commands(folder, settings).items():
+    print(f"\n# {title}\n{text}")
+  return 0
+
+
+def parse(options: launchers.Options) -> types.SimpleNamespace:
+  """The settings of a launch, with `tpu`, the slice."""
+  found = settings_lib.read(SETTINGS, options.settings)
+  found.tpu = slices.parse("slice", found.slice)
+  return found
+
+
+def commands(
+  folder: epath.PathLike, settings: types.SimpleNamespace
+) -> dict[str, str]:
+  """What each command does, and the command."""
+  name, tpu = settings.name, settings.tpu
+  where = [f"--zone={settings.zone}"]
+  where += [f"--project={settings.project}"] if settings.project else []
+  gcloud = ["gcloud", "compute", "tpus"]
+  create = [
+    *gcloud, "queued-resources", "create", name, f"--node-id={name}",
+    f"--accelerator-type={tpu.cloud_type}",
+    f"--runtime-version={settings.runtime or tpu.runtime}",
+    "--reserved" if settings.reserved else "--spot", *where,
+  ]  # fmt: skip
+  ssh = [*gcloud, "tpu-vm", "ssh", name, "--worker=all", *where]
+  install = [*ssh, f"--command={settings.install}"]
+  start = [*ssh, f"--command={script(folder, tpu)}"]
+  watch = [
+    "python", "-m", "experiments.scaling_law.run", "status",
+    f"--workdir={folder}", "--watch=30",
+  ]  # fmt: skip
+  delete = [
+    *gcloud, "queued-resources", "delete", name, "--force", "--quiet", *where,
+  ]  # fmt: skip
+  return {
+    "Ask for the slice; `list` shows when it is ACTIVE.": shlex.join(create),
+    "Install on all hosts.": shlex.join(install),
+    "Start a worker on all hosts; it outlives the connection.": shlex.join(
+      start
+    ),
+    "Watch, from anywhere.": shlex.join(watch),
+    "Delete the slice; it costs money until then.": shlex.join(delete),
+  }
+
+
+def script(folder: epath.PathLike, tpu: slices.Slice) -> str:
+  """A shell command for each host: workers until there is nothing to do.
+
+  Statuses 1 and 4 start a worker again, the others do not.
+  """
+  several = ["--distributed"] if tpu.hosts > 1 else []
+  patience = f"--patience_seconds={2 * claims.LEASE_SECONDS:.0f}"
+  command = shlex.join(
+    worker.command(folder, "", *several, patience, python="python3")
+  )
+  over = "|".join(
+    str(int(one))
+    for one in exits.Exit
+    if one not in (exits.Exit.AGAIN, exits.Exit.STOPPED)
+  )
+  loop = (
+    f"while :; do {command}; case $? in {over}) break;; esac; sleep 10; done"
+  )
+  return f"nohup sh -c {shlex.quote(loop)} >{LOG} 2>&1 </dev/null &"

