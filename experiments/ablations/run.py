@@ -20,8 +20,13 @@ _PLANS = readme.Place(
   "plans",
   "../../configs/plans",
 )
+_GAIN = readme.Place(
+  functools.partial(variants.gain, config.STUDY),
+  "gain",
+  document="../../README.md",
+)
 EXPERIMENT, PUBLISHED = variants.experiment(
-  __file__, __doc__, config.STUDY, places=[_PLANS]
+  __file__, __doc__, config.STUDY, places=[_PLANS, _GAIN]
 )
 
 if __name__ == "__main__":

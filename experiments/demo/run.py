@@ -42,7 +42,7 @@ _CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "paired.py"
 
 PUBLISHED = readme.Published(
   pathlib.Path(__file__).parent,
-  [readme.Place(results.markdown, document="../../README.md")],
+  [readme.Place(results.markdown)],
 )
 
 

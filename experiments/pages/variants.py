@@ -98,6 +98,26 @@ def results(study: Study, rows: Sequence[Row]) -> str:
   return "\n\n".join([*parts, sweep.origin(every)])
 
 
+def gain(study: Study, rows: Sequence[Row]) -> str:
+  """What Block and Full AttnRes gain, for the first page."""
+  spread = spread_of(rows, study)
+  block, full = (
+    _speedup(rows, name, spread, "{0:.2f} ({1:.2f} to {2:.2f})")
+    for name in ("block", "full")
+  )
+  first = next(row for row in rows if row["variant"] == BASELINE)
+  tokens = max(float(row["tokens"]) for row in at_own_settings(rows))
+  return (
+    f"Here, PreNorm needs {block} times the compute of Block AttnRes, and"
+    f" {full} times the compute of Full AttnRes: networks of"
+    f" {float(first['active_params']) / 1e6:.2f}M parameters after"
+    f" {tokens / 1e6:.1f} MB of text, all at PreNorm's best rate"
+    " ([all variants](experiments/ablations/README.md)). A longer comparison,"
+    " with each scheme at its own rate, is in"
+    " [progress](experiments/laptop_gain/README.md)."
+  )
+
+
 def protocol(spread: pairs.Spread) -> str:
   """What an interval rests on, for a README."""
   return (
@@ -294,7 +314,10 @@ def at_own_settings(rows: Sequence[Row], budget: float = 1.0) -> list[Row]:
 
 
 def _speedup(
-  rows: Sequence[Row], name: str, spread: pairs.Spread | None
+  rows: Sequence[Row],
+  name: str,
+  spread: pairs.Spread | None,
+  form: str = "{0:.2f} [{1:.2f}, {2:.2f}]",
 ) -> str:
   """By the law of PreNorm over its budgets; empty without these or pairs.
 
@@ -312,7 +335,7 @@ def _speedup(
     )
   except config_lib.ConfigError:
     return ""
-  return f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}]"
+  return form.format(found.value, found.low, found.high)
 
 
 def _runs(rows: Sequence[Row]) -> fit_lib.Runs:

@@ -43,12 +43,10 @@ def sentence(rows: Sequence[Row]) -> str:
     for scheme in ("block_attnres", "full_attnres")
   )
   return (
-    f"On a CPU, the forward and backward pass of Block AttnRes takes"
-    f" {_times(block)} times as long as that of PreNorm, and that of Full"
-    f" AttnRes {_times(full)} times (d=512, 24 sublayers; medians and ranges"
-    f" of paired rounds, over PreNorm in its faster form, {_form(block)};"
-    f" {_origin(rows)};"
-    " [experiments/step_cost](experiments/step_cost/README.md))."
+    "**Cost.** On a CPU, a forward and backward pass of Block AttnRes takes"
+    f" {_times(block)} times as long as PreNorm's in its faster form. Full"
+    f" AttnRes takes {_times(full)} times as long."
+    " [How it was measured](experiments/step_cost/README.md)."
   )
 
 

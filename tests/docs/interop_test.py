@@ -32,6 +32,9 @@ def test_there_are_commands():
     "attnres_jax.interop.export_huggingface",
     "attnres_jax.interop.upcycle",
     "attnres_jax.interop.score",
+    "experiments.downstream.local_tasks",
+    "experiments.downstream.random_llama",
+    "experiments.downstream.run_twin",
   }
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a random Llama to its class in PyTorch, by the lines of README.md."""
+"""From a random Llama to its class in PyTorch, as docs/interop.md prints."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import pytest
 from attnres_jax import metrics
 from tests import tiny_run
 
-DOCUMENT = tiny_run.ROOT / "README.md"
+DOCUMENT = tiny_run.ROOT / "docs/interop.md"
 
 
 def lines():
