@@ -1,54 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first hour on hardware: what is claimed, measured on the device at hand.
+r"""The first hour on hardware: what was estimated, measured on the device here.
 
-  python -m experiments.first_hour [--out=runs/first_hour] [--minutes=60]
+  python -m experiments.first_hour --out=runs/first_hour --minutes=60
   python -m experiments.first_hour --platform=cpu
 
-On a TPU or GPU it runs, in the order of what they tell: the rates of the
-device, every kernel against its reference, steps over PreNorm, a planned
-network against its prediction, the shapes of the static tables beside their
-estimates, a traced run, and on a GPU the benchmark with its peers. It writes
-rows.csv and page.html as it goes. A task for which too little time is left is
-skipped. Rerun the same command to continue; rows of another device or commit
-are refused. On a CPU it runs in a short form, which tries everything and
-decides nothing about accelerators.
+In this order: the rates of the device, every operator against its reference,
+training steps over PreNorm, a planned network with a trace, operators at the
+shapes of the compiled tables, and on a GPU the benchmark with its peers.
+rows.csv and page.html are written after every task. Rerun the same command to
+continue. On a CPU it runs in a short form, which tries everything and says
+nothing about accelerators.
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
-import functools
+from collections.abc import Sequence
 import os
 import pathlib
+import subprocess
 import sys
+import time
 
 from attnres_jax import command_line
 from attnres_jax import config as config_lib
+from attnres_jax import csv_rows
 from attnres_jax import files
-from experiments.first_hour import budget
-from experiments.first_hour import checks
-from experiments.first_hour import claims
-from experiments.first_hour import machine
-from experiments.first_hour import operators
-from experiments.first_hour import peers
-from experiments.first_hour import report
-from experiments.first_hour import rows as rows_lib
-from experiments.first_hour import steps
-from experiments.first_hour import summary
+from experiments.first_hour import measure
 from experiments.first_hour import tables
-from experiments.first_hour import training
+from experiments.pages import page as page_lib
 from experiments.pages import readme
 
-# The estimates that the hour tests.
+# The compiled tables that the hour tests.
 PUBLISHED = readme.Published(
   pathlib.Path(__file__).parent,
   [
     readme.Place(make, name, "", f"../../{tables.DOCUMENT}")
-    for name, make in {"summary": summary.of_kernels, **tables.PLACES}.items()
+    for name, make in tables.PLACES.items()
   ],
 )
-
-_START_SECONDS = 300.0
-PLATFORMS = ("", "cpu", "tpu", "gpu")
+_PAGE = pathlib.Path(__file__).with_name("report_page.html")
+# A task that writes no row for so long is taken to hang.
+_TASK_SECONDS = 900.0
+_ATTEMPTS = 20
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,122 +51,129 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
   """Of the command's arguments."""
   parser = command_line.Parser("python -m experiments.first_hour", __doc__)
-  parser.add_argument("--out", default="runs/first_hour", help="folder")
-  parser.add_argument("--minutes", type=float, default=60.0)
-  parser.add_argument(
-    "--platform",
-    default="",
-    choices=PLATFORMS,
+  add = parser.add_argument
+  add("--out", default="runs/first_hour", help="folder of rows and page")
+  add("--minutes", type=float, default=60.0, help="most that it may take")
+  add(
+    "--platform", default="", choices=("", "cpu", "tpu", "gpu"),
     help="that JAX must use; by default what it finds",
-  )
-  parser.add_argument(
-    "--parts", default="", help="comma-separated, of: " + ", ".join(PARTS)
-  )
+  )  # fmt: skip
+  add(
+    "--parts", default=",".join(measure.PARTS),
+    help="comma-separated; some of the default",
+  )  # fmt: skip
+  add("--device_process", action="store_true", help="measure in this process")
   return parser
-
-
-PARTS = (
-  machine.PART, checks.PART, steps.PART, training.PART, operators.PART,
-  peers.PART,
-)  # fmt: skip
 
 
 def _main(options: argparse.Namespace) -> None:
   if not options.minutes > 0:
     config_lib.fail_argument("--minutes", options.minutes, "more than 0")
-  parts = options.parts.split(",") if options.parts else PARTS
+  parts = options.parts.split(",")
   for part in parts:
-    config_lib.choose("--parts", part, dict.fromkeys(PARTS))
-  folder = pathlib.Path(options.out)
+    config_lib.choose("--parts", part, dict.fromkeys(measure.PARTS))
+  folder = pathlib.Path(options.out).absolute()
   folder.mkdir(parents=True, exist_ok=True)
-  device = budget.Process(functools.partial(_prepare, options.platform))
-  try:
-    hour(device, folder.absolute(), options.minutes * 60, parts)
-  finally:
-    device.close()
+  if options.device_process:
+    measure.run(folder, parts, options.platform == "cpu")
+    return
+  _hour(folder, options, time.monotonic() + 60 * options.minutes)
 
 
-def hour(
-  device: budget.Runner,
-  folder: pathlib.Path,
-  seconds: float,
-  parts: Sequence[str] = PARTS,
-) -> list[claims.Verdict]:
-  """Runs what is left, and writes rows and page.
+def _hour(
+  folder: pathlib.Path, options: argparse.Namespace, end: float
+) -> None:
+  """Keeps a process on the device until all is measured, or time is over.
 
-  Raises:
-    ConfigError: the folder has rows of another device or commit.
-    RunError: there is no device.
+  A process that crashes or hangs is replaced; the task that it was at has
+  failed. This process never touches the device.
   """
-  try:
-    facts = device.run(machine.facts, min(seconds, _START_SECONDS))
-  except budget.Failure as failure:
-    raise config_lib.RunError(f"no device: {failure}") from None
-  short = facts["platform"] == "cpu"
-  facts["form"] = "short" if short else "full"
-  ledger = rows_lib.Ledger(folder / "rows.csv", facts)
-  todo = tasks(facts["platform"], short, folder)
-
-  def tell(line: str) -> None:
-    print(line, flush=True)
-    files.write(folder / "page.html", page(ledger, facts))
-
-  chosen = [task for task in todo if task.part in parts]
-  budget.run(chosen, ledger, device, seconds, tell=tell)
-  found = claims.verdicts(ledger.rows, facts["platform"], facts["kind"])
-  files.write(folder / "page.html", page(ledger, facts))
-  numbers = claims.counts(found)
-  print(
-    ", ".join(f"{number} {outcome}" for outcome, number in numbers.items())
-    + f": {folder / 'page.html'}"
-  )
-  return found
-
-
-def page(ledger: rows_lib.Ledger, facts: Mapping[str, str]) -> str:
-  """The page of the rows so far."""
-  found = claims.verdicts(ledger.rows, facts["platform"], facts["kind"])
-  return report.render(ledger.rows, found, facts)
-
-
-def tasks(
-  platform: str, short: bool, folder: pathlib.Path
-) -> list[budget.Task]:
-  """All of them, in the order of what they tell.
-
-  First what every later number depends on, then one number for each claim of
-  the README, then the tables.
-  """
-  of_checks = checks.tasks(platform, short)
-  kernels = [task for task in of_checks if "pallas" in task.name]
-  of_steps = steps.tasks(platform, short)
-  of_training = training.tasks(short, folder)
-  of_operators = operators.tasks(platform, short)
-  of_peers = peers.tasks(platform, short)
-  return [
-    *machine.tasks(),
-    *kernels,
-    *of_steps[:2],
-    of_training[0],
-    *of_operators[:12],
-    of_training[-1],
-    *of_peers,
-    *of_training[1:-1],
-    *of_operators[12:],
-    *of_steps[2:],
-    *(task for task in of_checks if task not in kernels),
-  ]
-
-
-def _prepare(platform: str) -> None:
-  """Called in the process of the device, before JAX starts."""
+  path, shown = folder / "rows.csv", 0
+  names = {"gpu": "cuda,cpu", "tpu": "tpu,cpu"}
+  environment = dict(os.environ)
   # PyTorch and JAX share the memory of a GPU.
-  os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-  import jax
+  environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+  if options.platform:
+    environment["JAX_PLATFORMS"] = names.get(options.platform, options.platform)
+  command = [
+    sys.executable, "-m", "experiments.first_hour", "--device_process",
+    f"--out={folder}", f"--parts={options.parts}",
+    f"--platform={options.platform}",
+  ]  # fmt: skip
+  for _ in range(_ATTEMPTS):
+    process = subprocess.Popen(command, env=environment)
+    changed = time.monotonic()
+    try:
+      while process.poll() is None and time.monotonic() < end:
+        time.sleep(0.5)
+        rows = csv_rows.read(path) if path.exists() else []
+        ready = [row for row in rows if row["status"] != measure.BEGUN]
+        if len(ready) != shown:
+          changed = time.monotonic()
+          for row in ready[shown:]:
+            _tell(row, end - changed)
+          shown = len(ready)
+          files.write(folder / "page.html", page(rows))
+        if time.monotonic() - changed > _TASK_SECONDS:
+          break
+    finally:
+      if process.poll() is None:
+        process.kill()
+      process.wait()
+    if process.returncode in (0, 2) or time.monotonic() >= end:
+      break
+  if process.returncode == 2:
+    raise config_lib.ConfigError("the process of the device refused to begin")
+  rows = csv_rows.read(path) if path.exists() else []
+  files.write(folder / "page.html", page(rows))
+  failed = sum(row["status"] == measure.FAILED for row in rows)
+  if process.returncode:
+    print("stopped before the last task; rerun the same command to continue")
+  print(f"{len(rows)} rows, {failed} failed: {folder / 'page.html'}")
 
-  if platform:
-    name = {"gpu": "cuda,cpu", "tpu": "tpu,cpu"}.get(platform, platform)
-    jax.config.update("jax_platforms", name)
+
+def _tell(row: measure.Row, left: float) -> None:
+  number = f"{row['measured']} {row['unit']}" if row["measured"] else ""
+  words = f"{row['task']}: {row['arm']} {number} {row['status']}"
+  print(f"{left:6.0f} s left: {words} {row['reason']}", flush=True)
+
+
+def page(rows: Sequence[measure.Row]) -> str:
+  """Measured beside limit and estimate, a table per part, as HTML."""
+  header = (
+    "what", "case", "arm", "measured", "limit", "over limit", "estimate",
+    "over estimate", "remark",
+  )  # fmt: skip
+  lines = [
+    [
+      row["name"], row["case"], row["arm"],
+      page_lib.Cell(
+        f"{row['measured']} {row['unit']}" if row["measured"]
+        else row["status"],
+        small=[f"{row['low']} to {row['high']}"] if row["low"] else (),
+      ),
+      row["limit"], _over(row, "limit", "above_limit"), row["estimate"],
+      _over(row, "estimate", "off_estimate"), row["reason"],
+    ]
+    for row in rows
+  ]  # fmt: skip
+  facts = {
+    name: rows[0][name] for name in ("hardware", "jax", "commit", "form")
+  } if rows else {}  # fmt: skip
+  return page_lib.render(
+    "First hour",
+    _PAGE,
+    {
+      "facts": page_lib.facts(facts),
+      "table": page_lib.Table(header, lines).html(),
+    },
+  )
+
+
+def _over(row: measure.Row, name: str, apart: str) -> page_lib.Cell:
+  if not row[name]:
+    return page_lib.Cell("")
+  return page_lib.Cell(row[f"to_{name}"], small=[f"{row[apart]} {row['unit']}"])
 
 
 if __name__ == "__main__":

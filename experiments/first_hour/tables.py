@@ -4,21 +4,30 @@
 Below each table stands where its rows come from, as the rows say.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+import pathlib
 from typing import Any
 
+from attnres_jax import csv_rows
 from attnres_kernels.depth_attention import shapes
 from attnres_kernels.kda import shapes as kda_shapes
 from attnres_kernels.stream_mix import shapes as stream_shapes
-from experiments.first_hour import static_rows
-from experiments.first_hour import steps
 from experiments.pages import readme
+
+_ROOT = pathlib.Path(__file__).parents[2]
 
 # The page with the tables.
 DOCUMENT = "kernels/benchmarks/results/README.md"
 CHIPS = "v5e", "v6e", "v5p", "tpu7x"
 
-Row = static_rows.Row
+# Sublayers, block, batch, tokens and width of the compiled training steps.
+STEPS = ((24, 3, 8, 1024, 1024), (32, 4, 8, 1024, 2048))
+# Those of stacks whose sublayers cost nothing.
+_IDENTITY = ((16, 4, 4, 4096, 2048), (32, 8, 4, 4096, 2048))
+_FILES = "tpu_static", "kda_static", "streams_static"
+
+Row = Mapping[str, str]
 
 _PASSES = "forward", "backward"
 _NO_ROW = "not compiled"
@@ -30,6 +39,32 @@ _FAMILIES = {
   "decode (24, 8, 1 / 32 / 128, 7168)": "decode",
   "Full (8, 8 / 32 / 56, 4096, 2304)": "full",
 }
+
+
+@functools.cache
+def by_kernel() -> dict[tuple[str, str, str], Row]:
+  """The compiled rows of all kernels, by kernel, chip and shape."""
+  folder = _ROOT / "kernels/benchmarks/results"
+  return {
+    (row["kernel"], row["chip"], row["shape"]): row
+    for name in _FILES
+    for row in csv_rows.read(folder / f"{name}.csv")
+  }
+
+
+def step_row(
+  sizes: Sequence[Any], arm: str, chip: str, stack: str = "training"
+) -> Row | None:
+  """The compiled row of a step of experiments/step_cost, if there is one."""
+  sublayers, block, batch, tokens, width = sizes[:5]
+  wanted = {
+    "stack": stack, "chip": chip, "arm": arm, "sublayers": str(sublayers),
+    "block": str(block), "tokens": str(batch * tokens), "width": str(width),
+  }  # fmt: skip
+  for row in csv_rows.read(_ROOT / "experiments/step_cost/tpu.csv"):
+    if wanted.items() <= row.items():
+      return row
+  return None
 
 
 def of_depth(_: readme.Rows = ()) -> str:
@@ -82,12 +117,11 @@ def of_training(_: readme.Rows = ()) -> str:
   """Training steps with Block and with PreNorm, against the aims."""
   lines: list[list[str]] = []
   used: list[Row | None] = []
-  for case in steps.CASES[:2]:
-    sizes = case[0]
+  for sizes in STEPS:
+    sublayers, width = sizes[0], sizes[4]
     for chip in "v5p", "v6e":
       base, block = (
-        steps.compiled_row(sizes, arm, chip)
-        for arm in ("prenorm", "block, kernels")
+        step_row(sizes, arm, chip) for arm in ("prenorm", "block, kernels")
       )
       assert base and block
       used += [base, block]
@@ -101,7 +135,7 @@ def of_training(_: readme.Rows = ()) -> str:
         missed = found - allowed * least
         ratio = f"{found / least:.3f}, {_signed(found - least)}"
         lines.append([
-          f"d={sizes.width}, {sizes.sublayers} sublayers, {chip}",
+          f"d={width}, {sublayers} sublayers, {chip}",
           unit,
           base[column],
           f"{block[column]} ({ratio})",
@@ -119,13 +153,12 @@ def of_identity(_: readme.Rows = ()) -> str:
     "block, plain JAX": "Block AttnRes, plain JAX",
     "block, kernels": "Block AttnRes, kernels",
   }
-  stacks = [s for s, *_ in reversed(steps.CASES) if s.stack == "identity"]
   lines: list[list[str]] = []
   used: list[Row | None] = []
-  for sizes in stacks:
+  for sizes in _IDENTITY:
     for chip in "v5p", "v6e":
       for arm, name in names.items():
-        row = steps.compiled_row(sizes, arm, chip)
+        row = step_row(sizes, arm, chip, "identity")
         if row is None:
           continue
         used.append(row)
@@ -136,7 +169,7 @@ def of_identity(_: readme.Rows = ()) -> str:
             ("peak_GiB", "peak_ratio"),
           )
         ]  # fmt: skip
-        stack = f"{sizes.sublayers} in blocks of {sizes.block}, {chip}"
+        stack = f"{sizes[0]} in blocks of {sizes[1]}, {chip}"
         lines.append([stack, name, *cells])
   header = (
     "sublayers, chip", "arm", "GB (ratio)", "estimate, ms (ratio)",
@@ -211,7 +244,7 @@ def _name(kernel: str) -> str:
 
 
 def _row(kernel: str, chip: str, shape: Any) -> Row | None:
-  return static_rows.by_kernel().get((kernel, chip, str(shape)))
+  return by_kernel().get((kernel, chip, str(shape)))
 
 
 def _signed(value: float) -> str:

@@ -1,135 +1,87 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The budget, resuming, errors, and the short form in its smallest size."""
+"""Resuming, errors, checks that can fail, and the command on a CPU."""
 
-import functools
 import os
-import subprocess
-import sys
-import time
+import pathlib
 
 import jax.numpy as jnp
 import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import csv_rows
-from experiments.first_hour import budget
-from experiments.first_hour import checks
-from experiments.first_hour import report
-from experiments.first_hour import rows as rows_lib
+from experiments.first_hour import measure
+from experiments.first_hour import problems
 from experiments.first_hour import run
 from experiments.first_hour import timing
-from tests import tiny_run
-
-FACTS = {
-  "hardware": "1 x TPU v5", "commit": "abc", "jax": "0.10.2", "form": "full",
-  "platform": "tpu", "kind": "TPU v5", "system": "Linux", "python": "3.11",
-  "flax": "0.12", "date": "2026-01-01",
-}  # fmt: skip
 
 
-class Here:
-  """Runs tasks in this process, by a clock that they move."""
-
-  def __init__(self):
-    self.now, self.renewed = 0.0, 0
-
-  def run(self, call, seconds):
-    status, result = budget.in_process(call)
-    if status != rows_lib.OK:
-      raise budget.Failure(result, status)
-    took = result.pop() if isinstance(result, list) else 0.0
-    self.now += min(took, seconds)
-    if took > seconds:
-      raise budget.Failure(f"ended after {seconds:.0f} s", rows_lib.SKIPPED)
-    return result
-
-  def renew(self):
-    self.renewed += 1
-
-  def clock(self):
-    return self.now
+def go(monkeypatch, folder, calls):
+  """The rows by task, after a run of these tasks."""
+  made = [measure.Task("rates", name, call) for name, call in calls.items()]
+  monkeypatch.setattr(measure, "tasks", lambda *_: made)
+  measure.run(folder, ["rates"], True)
+  return {row["task"]: row for row in csv_rows.read(folder / "rows.csv")}
 
 
-def task(name, seconds, takes=None, *, call=None, **options):
-  """A task with one row, after which the clock has moved."""
-  took = seconds if takes is None else takes
-  call = call or (lambda: [rows_lib.make(name, measured=1.0), took])
-  return budget.Task("steps", name, call, seconds, **options)
+def one(value=1.0):
+  return lambda: iter([measure.row("x", measured=value)])
 
 
-def go(tasks, path, seconds, facts=FACTS):
-  here = Here()
-  ledger = rows_lib.Ledger(path, facts)
-  budget.run(
-    tasks, ledger, here, seconds, clock=here.clock, tell=lambda line: None
-  )
-  rows = csv_rows.read(path)
-  return here, {row["task"]: row for row in rows}
+def fails(error):
+  def call():
+    raise error
+
+  return call
 
 
-def test_what_does_not_fit_is_skipped_and_shorter_tasks_still_run(tmp_path):
-  tasks = [task("a", 30), task("b", 50), task("c", 10)]
-  path = tmp_path / "rows.csv"
-  here, rows = go(tasks, path, 60)
-  assert here.now == 40
-  assert [rows[n]["status"] for n in "abc"] == ["ok", "skipped", "ok"]
-  assert rows["b"]["reason"].startswith("takes about 50 s, and 30 s were left")
-  # A rerun has the time again, and repeats nothing.
-  here, rows = go(tasks, path, 60)
-  assert here.now == 50
-  assert [rows[n]["status"] for n in "abc"] == ["ok", "ok", "ok"]
-  assert go(tasks, path, 60)[0].now == 0
-
-
-def test_a_task_beyond_its_limit(tmp_path):
-  late = task("late", 10, 1000, most_seconds=20)
-  # Of a second one, the hour ends before its own limit.
-  cut = task("cut", 10, 1000, most_seconds=90)
-  here, rows = go([late, cut], tmp_path / "rows.csv", 60)
-  assert here.now == 60
-  assert (rows["late"]["status"], rows["cut"]["status"]) == (
-    "failed",
-    "skipped",
-  )
-  here, rows = go([late, cut], tmp_path / "rows.csv", 200)
-  assert here.now == 90 and rows["cut"]["status"] == "failed"
-
-
-def test_errors_are_rows_and_the_others_run(tmp_path):
-  def fails():
-    yield rows_lib.make("never kept", measured=1.0)
-    raise MemoryError("RESOURCE_EXHAUSTED:\n  9 GiB")
-
-  def lacks():
-    raise NotImplementedError("kda has no pallas_gpu backend")
-
-  tasks = [
-    task("fails", 1, call=fails), task("lacks", 1, call=lacks),
-    task("alone", 1, alone=True),
+def test_errors_are_rows_and_later_tasks_run(monkeypatch, tmp_path):
+  calls = {
+    "a": one(),
+    "b": fails(RuntimeError("out of\n memory")),
+    "c": fails(NotImplementedError("no kernel")),
+    "d": one(2.0),
+  }
+  rows = go(monkeypatch, tmp_path, calls)
+  assert [row["status"] for row in rows.values()] == [
+    measure.OK, measure.FAILED, measure.NOT_HERE, measure.OK,
   ]  # fmt: skip
-  path = tmp_path / "rows.csv"
-  here, rows = go(tasks, path, 60)
-  assert here.renewed == 1
-  assert rows["fails"]["status"] == "failed"
-  assert rows["fails"]["reason"] == "MemoryError: RESOURCE_EXHAUSTED: 9 GiB"
-  assert rows["lacks"]["status"] == "not here"
-  assert rows["alone"]["status"] == "ok"
-  page = report.render(csv_rows.read(path), [], FACTS | {"form": "full"})
-  assert "RESOURCE_EXHAUSTED: 9 GiB" in page
+  assert rows["b"]["reason"] == "RuntimeError: out of memory"
+  # A rerun repeats nothing, and runs what is new.
+  again = go(monkeypatch, tmp_path, calls | {"a": fails(Exception), "e": one()})
+  assert again.keys() == {*"abcde"} and again["a"] == rows["a"]
 
 
-@pytest.mark.parametrize("name", rows_lib.SAME)
-def test_rows_of_another_device_or_commit_are_refused(tmp_path, name):
-  path = tmp_path / "rows.csv"
-  go([task("a", 1)], path, 60)
-  with pytest.raises(config_lib.ConfigError, match=f"{name} '.*--out"):
-    rows_lib.Ledger(path, FACTS | {name: "other"})
+def test_the_task_at_which_a_process_died_has_failed(monkeypatch, tmp_path):
+  def dies():
+    rows = csv_rows.read(tmp_path / "rows.csv")
+    assert rows[-1]["status"] == measure.BEGUN
+    raise KeyboardInterrupt
+
+  with pytest.raises(KeyboardInterrupt):
+    go(monkeypatch, tmp_path, {"a": one(), "b": dies, "c": one()})
+  rows = go(monkeypatch, tmp_path, {"a": one(), "b": one(), "c": one()})
+  assert [rows[name]["status"] for name in "abc"] == [
+    measure.OK, measure.FAILED, measure.OK,
+  ]  # fmt: skip
+  assert "ended" in rows["b"]["reason"]
+
+
+@pytest.mark.parametrize("name", measure.SAME)
+def test_rows_of_another_device_or_commit_are_refused(
+  monkeypatch, tmp_path, name
+):
+  go(monkeypatch, tmp_path, {"a": one()})
+  rows = csv_rows.read(tmp_path / "rows.csv")
+  csv_rows.write(tmp_path / "rows.csv", [row | {name: "z"} for row in rows])
+  with pytest.raises(config_lib.ConfigError, match=f"rows with {name} 'z'"):
+    go(monkeypatch, tmp_path, {"b": one()})
 
 
 def test_numbers_beside_limit_and_estimate():
-  row = rows_lib.make("x", measured=3.0, limit=2.0, estimate=4.0, unit="us")
+  row = measure.row("x", measured=3.0, limit=2.0, estimate=4.0, unit="ms")
   assert (row["to_limit"], row["above_limit"]) == ("1.500", "1")
   assert (row["to_estimate"], row["off_estimate"]) == ("0.750", "-1")
+  assert measure.row("x", measured=3.0, estimate=0.0)["estimate"] == ""
 
 
 def test_loops_repeat_a_function():
@@ -140,89 +92,67 @@ def test_loops_repeat_a_function():
   assert timing.least_bytes(lambda x, y: x + y, (x, y)) == 12 + 4 + 12
 
 
-def test_a_process_that_ends_or_hangs_is_replaced():
-  device = budget.Process(functools.partial(os.nice, 0))
-  try:
-    with pytest.raises(budget.Failure, match="exit status 3"):
-      device.run(functools.partial(os._exit, 3), 300)
-    assert device.run(os.getpid, 300) != os.getpid()
-    with pytest.raises(budget.Failure, match="ended after 0 s") as caught:
-      device.run(functools.partial(time.sleep, 60), 0.1)
-    assert caught.value.status == rows_lib.SKIPPED
-  finally:
-    device.close()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["depth_attention", "depth_merge_norm"])
+def test_checks_pass_and_can_fail(name, dtype, monkeypatch):
+  operator = problems.OPERATORS[name]
+  (row,) = measure.check(name, operator.short, dtype, "xla")
+  assert row["status"] == measure.OK and 0 < float(row["to_limit"]) <= 1
 
-
-def test_a_wrong_kernel_is_beyond_its_tolerance(monkeypatch):
-  (row,) = checks.check("depth_merge", "xla", "bfloat16", short=True)
-  assert 0 < float(row["to_limit"]) < 1
-  problem = checks.OPS["depth_merge"]
-
-  def wrong(dtype, short):
-    run, arrays = problem.build(dtype, short)
+  def wrong(shape, dtype, draw):
+    problem = operator.build(shape, dtype, draw)
 
     def almost(implementation, *arrays):
-      results = dict(run(implementation, *arrays))
-      if implementation == "xla":
-        results["dlse"] = results["dlse"] * 1.001
-      return results
+      *values, last = problem.function(implementation, *arrays)
+      factor = 1.02 if implementation == "xla" else 1.0
+      return *values, last * jnp.asarray(factor, last.dtype)
 
-    return almost, arrays
+    return problem._replace(function=almost)
 
-  monkeypatch.setitem(checks.OPS, "depth_merge", checks._Op(wrong))
-  (row,) = checks.check("depth_merge", "xla", "bfloat16", short=True)
-  assert float(row["to_limit"]) > 1 and row["reason"].endswith("dlse")
-
-
-class OneProcess(Here):
-  """Runs calls of the command here."""
-
-  def run(self, call, seconds):
-    status, result = budget.in_process(call)
-    if status != rows_lib.OK:
-      raise budget.Failure(result, status)
-    return result
-
-
-def test_the_short_form_decides_nothing(tmp_path, capsys, monkeypatch):
-  """Rows, page and verdicts, with the cheapest operators."""
-  few = {name: checks.OPS[name] for name in ("depth_merge", "depth_read")}
-  monkeypatch.setattr(checks, "OPS", few)
-  found = run.hour(OneProcess(), tmp_path, 600, (checks.PART,))
-  assert all(one.outcome == "not decided" for one in found)
-  rows = csv_rows.read(tmp_path / "rows.csv")
-  assert {row["form"] for row in rows} == {"short"}
-  assert len(rows) == 2 * len(few)
-  assert all(float(row["to_limit"]) <= 1 for row in rows)
-  page = (tmp_path / "page.html").read_text()
-  assert "decides no claim about accelerators" in page
-  assert "<script" not in page and "http" not in page.partition("<body>")[2]
-  assert "not decided" in capsys.readouterr().out
+  monkeypatch.setitem(problems.OPERATORS, name, operator._replace(build=wrong))
+  (row,) = measure.check(name, operator.short, dtype, "xla")
+  assert row["status"] == measure.FAILED
 
 
 @pytest.mark.slow
-def test_the_whole_short_form(tmp_path):
-  """Every part, in the processes of the command."""
-  command = [sys.executable, "-m", "experiments.first_hour", "--platform=cpu"]
-  environment = os.environ | tiny_run.environment()
-  subprocess.run(
-    [*command, f"--out={tmp_path}"],
-    check=True,
-    cwd=tiny_run.ROOT,
-    env=environment,
-  )
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", problems.OPERATORS)
+def test_all_checks_pass(name, dtype):
+  operator = problems.OPERATORS[name]
+  (row,) = measure.check(name, operator.short, dtype, "xla")
+  assert row["status"] == measure.OK, row
+
+
+def test_the_command(tmp_path, capsys, monkeypatch):
+  monkeypatch.setenv("PYTHONPATH", f".{os.pathsep}kernels")
+  monkeypatch.chdir(pathlib.Path(__file__).parents[3])
+  flags = ["--platform=cpu", f"--out={tmp_path}", "--minutes=5"]
+  assert run.main([*flags, "--parts=rates"]) == 0
+  out = capsys.readouterr().out
+  assert "rates of the device" in out and "0 failed" in out
+  page = (tmp_path / "page.html").read_text()
+  assert "bfloat16 products" in page and "TFLOP/s" in page
+
+
+@pytest.mark.slow
+def test_the_whole_short_form(tmp_path, monkeypatch):
+  monkeypatch.setenv("PYTHONPATH", f".{os.pathsep}kernels")
+  monkeypatch.chdir(pathlib.Path(__file__).parents[3])
+  assert run.main(["--platform=cpu", f"--out={tmp_path}"]) == 0
   rows = csv_rows.read(tmp_path / "rows.csv")
-  assert {row["part"] for row in rows} == set(run.PARTS)
-  bad = [row for row in rows if row["status"] in ("failed", "skipped")]
-  # A busy machine may be too noisy for times of microseconds.
-  assert all("short for the clock" in row["reason"] for row in bad)
-  assert any(row["name"] == "trace" and row["measured"] for row in rows)
+  assert not [row for row in rows if row["status"] == measure.FAILED]
+  known = {task.name for task in measure.tasks("cpu", True, tmp_path)}
+  assert {row["task"] for row in rows} == known
 
 
 @pytest.mark.parametrize(
   "flag,words",
-  (("--minutes=0", "--minutes: got 0.0"), ("--parts=ships", "--parts: got")),
+  [
+    ("--minutes=0", "--minutes: got 0"),
+    ("--parts=rates,x", "--parts: got 'x'"),
+  ],
 )
 def test_bad_arguments(flag, words, capsys, tmp_path):
-  assert run.main([flag, f"--out={tmp_path}"]) == 2
+  assert run.main([flag, f"--out={tmp_path / 'new'}"]) == 2
   assert words in capsys.readouterr().err
+  assert not (tmp_path / "new").exists()
