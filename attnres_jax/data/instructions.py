@@ -22,6 +22,7 @@ from attnres_jax.data import documents
 from attnres_jax.data import packing
 from attnres_jax.data import paths
 from attnres_jax.data import text as text_lib
+from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.data import tokenizer as tokenizer_lib
 
 PROMPT, COMPLETION = "prompt", "completion"
@@ -40,7 +41,7 @@ def open_examples(
   files, by_hash = paths.splits(config, text_lib.FORMATS["jsonl"].suffixes)
   digest = hashlib.sha256()
   examples: list[packing.Example] = []
-  separator = [tokenizer.separator_id]
+  text_format = text_format_lib.of_data(config, tokenizer=tokenizer)
   for file in files[split]:
     for where, record in text_lib.read_lines(file):
       prompt, completion = _texts(file, where, record)
@@ -49,15 +50,15 @@ def open_examples(
         if documents.split_of(key, config.validation_fraction) != split:
           continue
       digest.update(key.encode())
-      before, after = map(tokenizer.encode, (prompt, completion))
-      ids = np.concatenate([separator, before, after, separator])
+      before, after = text_format.example(prompt, completion)
+      ids = np.asarray([*before, *after], np.int32)
       if len(ids) > config.sequence_length + 1:
         config_lib.fail(
           "data.sequence_length",
           config.sequence_length,
           f"at least {len(ids) - 1}, for the example at {file.path}{where}",
         )
-      examples.append(packing.Example(ids.astype(np.int32), len(after) + 1))
+      examples.append(packing.Example(ids, len(after)))
   return packing.Examples(
     examples,
     vocab_size=tokenizer.vocab_size,

@@ -136,6 +136,28 @@ class TextFormat:
     ids = [*self.open_ids, *self.encode(text, parse_special)]
     return ids or [self.prefix_id]
 
+  def example(
+    self, prompt: str, completion: str
+  ) -> tuple[list[int], list[int]]:
+    """Ids of a prompt as `prompt` has them, and of what is learned to follow.
+
+    The second ones end with the first of `end_ids`. Decoded behind the prompt,
+    they are the completion, if the vocabulary can say so: a SentencePiece-like
+    tokenizer would begin a text with a space.
+    """
+    before, after = self.prompt(prompt), self.encode(completion)
+
+    def follows(ids: list[int]) -> bool:
+      return self.decode([*before, *ids]) == self.decode(before) + completion
+
+    stems = iter((prompt, "a", "\n", "0"))
+    while not follows(after) and (stem := next(stems, None)) is not None:
+      start, joined = self.encode(stem), self.encode(stem + completion)
+      rest = joined[len(start) :]
+      if joined[: len(start)] == start and follows(rest):
+        after = rest
+    return before, [*after, *self.end_ids[:1]]
+
   def decode(self, ids: Sequence[int]) -> str:
     """The text of ids, without special tokens."""
     return self.vocabulary.decode(ids)
@@ -242,7 +264,9 @@ def own(tokenizer: tokenizer_lib.Tokenizer) -> TextFormat:
 
 
 def of_data(
-  config: config_lib.DataConfig, workdir: str | os.PathLike | None = None
+  config: config_lib.DataConfig,
+  workdir: str | os.PathLike | None = None,
+  tokenizer: tokenizer_lib.Tokenizer | None = None,
 ) -> TextFormat:
   """The format of the texts that a run was trained on.
 
@@ -250,6 +274,7 @@ def of_data(
     config: `data` of the run's configuration.
     workdir: of the run, whose files tell what ends a text if the tokenizer has
       no vocabulary file.
+    tokenizer: of `config`; made if None.
 
   Raises:
     ConfigError: a file cannot be read, or a value cannot be used; names the
@@ -260,7 +285,7 @@ def of_data(
   if config.tokenizer_path:
     folder = epath.Path(config.tokenizer_path).expanduser().parent
   if folder is None or not (epath.Path(folder) / _IMPORTED).exists():
-    return own(tokenizer_lib.make_tokenizer(config))
+    return own(tokenizer or tokenizer_lib.make_tokenizer(config))
   return of_checkpoint(config, folder)
 
 
