@@ -155,7 +155,7 @@ def train_and_evaluate(
     evaluator = evaluate.Evaluator(
       config, datasets["validation"], mesh, eval_step, separator_id
     )
-    score_tasks = find_tasks(workdir, tokenizer, mesh)
+    score_tasks = find_tasks(workdir, mesh)
     batches = _batches_from(datasets["train"], config, restored)
     stack.callback(batches.close)
     info = {

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our networks as models of EleutherAI's lm-evaluation-harness.
 
-  lm = harness.Network(model, tokenizer, mesh, length=2048)
+  lm = harness.Network(model, text_format, mesh, length=2048)
   results = harness.evaluate(lm, ["lambada_openai", "arc_easy"])
 
 Needs the extra `eval`. Choices and perplexities are scored by `packed.Scorer`,
@@ -25,7 +25,6 @@ from jax.experimental import multihost_utils
 import numpy as np
 
 from attnres_jax import config as config_lib
-from attnres_jax import data
 from attnres_jax import models
 from attnres_jax import sharding
 from attnres_jax.data import text_format as text_format_lib
@@ -56,20 +55,6 @@ _SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _IGNORED = {"do_sample", "num_beams", "num_return_sequences"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Opening:
-  """What stands before a text.
-
-  Attributes:
-    ids: before every text that has tokens of its own.
-    prefix_id: before one that has none, and before a text whose every token is
-      scored.
-  """
-
-  ids: tuple[int, ...]
-  prefix_id: int
-
-
 class Network(model_lib.TemplateLM):
   """A network that answers the harness.
 
@@ -81,12 +66,10 @@ class Network(model_lib.TemplateLM):
   def __init__(
     self,
     model: models.Transformer,
-    tokenizer: data.Tokenizer,
+    text_format: text_format_lib.TextFormat,
     mesh: jax.sharding.Mesh,
     *,
     length: int,
-    opening: Opening | None = None,
-    stop_ids: Sequence[int] = (),
     batch_tokens: int = 8192,
     slots: int = 8,
     scorer: packed.Scorer | None = None,
@@ -95,41 +78,36 @@ class Network(model_lib.TemplateLM):
 
     Args:
       model: sharded over the mesh.
-      tokenizer: of the network.
+      text_format: of the network.
       mesh: of `sharding.make_mesh`.
       length: most tokens of a context with its continuation.
-      opening: of texts; the tokenizer's separator, as in training, if None.
-      stop_ids: tokens that end an answer; the separator if empty.
       batch_tokens: see `packed.Scorer`.
       slots: how many answers are generated at once.
       scorer: of an earlier version of the network, whose programs are reused.
     """
     super().__init__()
-    separator = tokenizer.separator_id
     self.max_length = length
     self.scorer = scorer or packed.Scorer(
       mesh, length=length, batch_tokens=batch_tokens
     )
     self._model, self._mesh, self._slots = model, mesh, slots
-    self._tokens = tokenizer
-    self._opening = opening or Opening((separator,), separator)
-    self._stop_ids = frozenset(stop_ids) or frozenset([separator])
+    self._format = text_format
 
   @property
   def eot_token_id(self) -> int:
-    return min(self._stop_ids)
+    return next(iter(self._format.end_ids), self.prefix_token_id)
 
   @property
   def prefix_token_id(self) -> int:
-    return self._opening.prefix_id
+    return self._format.prefix_id
 
   def tok_encode(
     self, string: str, add_special_tokens: bool | None = None, **unused: Any
   ) -> list[int]:
     """Ids of a text, with its opening unless it is not wanted."""
     del unused
-    opening = () if add_special_tokens is False else self._opening.ids
-    return [*opening, *self._tokens.encode(string).tolist()]
+    opening = () if add_special_tokens is False else self._format.open_ids
+    return [*opening, *self._format.encode(string)]
 
   def loglikelihood(self, requests, disable_tqdm=False):
     """(log-probability, whether it is the greedy text) of continuations."""
@@ -207,9 +185,8 @@ class Network(model_lib.TemplateLM):
     # Together, those of alike length need few different caches.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].prompt))
     numbers = {engine.submit(prompts[i]): i for i in order}
-    text_format = text_format_lib.own(self._tokens)
     decoders = [
-      text_lib.Text(text_format, prompt.prompt, stop)
+      text_lib.Text(self._format, prompt.prompt, stop)
       for prompt, stop in zip(prompts, stops)
     ]
     answers = [""] * len(prompts)
@@ -253,13 +230,14 @@ class Network(model_lib.TemplateLM):
     values = {n: options[n] for n in _SETTINGS if options.get(n) is not None}
     ids = self.tok_encode(context)[-room:] or [self.prefix_token_id]
     request = engine_lib.Request(
-      ids, count, draw.Settings(**values), self._stop_ids
+      ids, count, draw.Settings(**values), frozenset(self._format.end_ids)
     )
     return request, stop
 
   @property
   def tokenizer_name(self) -> str:
-    return self._tokens.name
+    vocabulary = self._format.vocabulary
+    return f"{type(vocabulary).__name__}-{vocabulary.size}"
 
 
 def find_tasks(names: Sequence[str], folder: str = "") -> Any:

@@ -13,10 +13,9 @@ from typing import Any
 import jax
 
 from attnres_jax import config as config_lib
-from attnres_jax import data
 from attnres_jax import models
+from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.interop import harness
-from attnres_jax.interop import opening as opening_lib
 from attnres_jax.interop import packed
 
 # (model) -> {"task/metric": value, ..., "seconds": of the scoring}.
@@ -27,7 +26,7 @@ def find(config: config_lib.RunConfig) -> Callable[..., Score]:
   """Looks up the tasks of a run.
 
   Returns:
-    A function of the run's folder, tokenizer and mesh.
+    A function of the run's folder and mesh.
 
   Raises:
     ConfigError: there is no such task, or no such folder.
@@ -42,10 +41,9 @@ def find(config: config_lib.RunConfig) -> Callable[..., Score]:
 
   def make(
     workdir: str | os.PathLike,
-    tokenizer: data.Tokenizer,
     mesh: jax.sharding.Mesh,
   ) -> Score:
-    known = opening_lib.of_run(workdir, config, tokenizer)
+    text_format = text_format_lib.of_data(config.data, workdir)
     length = given.length or config.data.sequence_length
     # Programs are compiled once, for all versions of the network.
     scorer = packed.Scorer(mesh, length=length)
@@ -53,9 +51,7 @@ def find(config: config_lib.RunConfig) -> Callable[..., Score]:
     def score(model: models.Transformer) -> dict[str, float]:
       start = time.perf_counter()
       network: Any = harness.Network(
-        model, tokenizer, mesh, length=length, scorer=scorer,
-        opening=harness.Opening(known.ids, known.prefix_id),
-        stop_ids=known.stop_ids,
+        model, text_format, mesh, length=length, scorer=scorer
       )  # fmt: skip
       shots = given.num_fewshot
       results = harness.evaluate(

@@ -9,8 +9,8 @@ folder with tasks of your own, as YAML files; if it has all tasks, nothing is
 downloaded. Scores do not depend on `--batch_tokens`, `--slots` or the mesh, but
 for rounding. On several hosts, start it on each of them with `--distributed`.
 
-Texts begin as in training, with the separator of documents; in runs that began
-with a checkpoint of Hugging Face, as its tokenizer says (`--opening`).
+Texts open and end as the run's tokenizer says (`data.text_format`): with the
+separator of documents, or as those of an imported checkpoint.
 """
 
 import argparse
@@ -26,13 +26,13 @@ import jax
 from attnres_jax import checkpoint
 from attnres_jax import command_line
 from attnres_jax import config as config_lib
-from attnres_jax import data
 from attnres_jax import environment
 from attnres_jax import files
 from attnres_jax import sharding
 from attnres_jax import text_table
 from attnres_jax.config import fields
-from attnres_jax.interop import opening as opening_lib
+from attnres_jax.data import text_format as text_format_lib
+from attnres_jax.interop import weights_folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,10 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
   add("--length", type=int, default=0, help="of contexts; 0: the network's")
   add("--batch_tokens", type=int, default=8192, help="scored at once")
   add("--slots", type=int, default=8, help="answers generated at once")
-  add(
-    "--opening", default="auto", choices=opening_lib.CHOICES,
-    help="what texts begin with",
-  )  # fmt: skip
   add("--log_samples", action="store_true", help="write all answers, too")
   add("--runs_code", action="store_true", help="lets tasks execute answers")
   add("--fsdp", type=int, default=-1, help="devices that share the weights")
@@ -96,15 +92,14 @@ def _score(options: argparse.Namespace) -> None:
     )
   )
   config, model = checkpoint.load_model(workdir, step, mesh)
-  tokenizer = data.make_tokenizer(config.data)
-  known = opening_lib.of_run(workdir, config, tokenizer, options.opening)
+  text_format = text_format_lib.of_data(config.data, workdir)
+  facts, _ = weights_folder.origin(workdir, config)
+  trained = facts.get("config", {}).get("max_position_embeddings")
   network = harness.Network(
     model,
-    tokenizer,
+    text_format,
     mesh,
-    length=options.length or known.length,
-    opening=harness.Opening(known.ids, known.prefix_id),
-    stop_ids=known.stop_ids,
+    length=options.length or trained or config.data.sequence_length,
     batch_tokens=options.batch_tokens,
     slots=options.slots,
   )
@@ -126,7 +121,7 @@ def _score(options: argparse.Namespace) -> None:
   )
   results["command"] = dict(
     limit=options.limit, num_fewshot=shots, length=network.max_length,
-    opening=list(known.ids), prefix=known.prefix_id,
+    opening=list(text_format.open_ids), prefix=text_format.prefix_id,
   )  # fmt: skip
   results["environment"] = dict(
     hardware=environment.hardware(),

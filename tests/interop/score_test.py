@@ -17,8 +17,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 
 from attnres_jax import config as config_lib
-from attnres_jax import data
 from attnres_jax import sharding
+from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.interop import import_huggingface
 from attnres_jax.interop import score
 from tests import tiny_run
@@ -227,7 +227,7 @@ def test_scores_do_not_depend_on_how_they_are_computed(tmp_path, quiet):
   for tokens, slots, sizes in ((64, 1, {}), (500, 8, {"data": 2, "fsdp": 2})):
     mesh = sharding.make_mesh(config_lib.MeshConfig(**{"data": 1} | sizes))
     network = harness.Network(
-      model, data.make_tokenizer(config_lib.DataConfig()), mesh,
+      model, text_format_lib.of_data(config_lib.DataConfig()), mesh,
       length=LENGTH, batch_tokens=tokens, slots=slots,
     )  # fmt: skip
     results = harness.evaluate(network, list(TASKS), table, bootstrap_iters=0)
@@ -249,8 +249,8 @@ def test_bad_questions(tmp_path, quiet):
   with pytest.raises(config_lib.ConfigError, match="tasks: got 'no_such'"):
     harness.find_tasks(["our_letters", "no_such"], tasks)
   mesh = sharding.make_mesh(config_lib.MeshConfig(data=1))
-  tokenizer = data.make_tokenizer(config_lib.DataConfig())
-  network = harness.Network(None, tokenizer, mesh, length=LENGTH)
+  text_format = text_format_lib.of_data(config_lib.DataConfig())
+  network = harness.Network(None, text_format, mesh, length=LENGTH)
   request = dataclasses.make_dataclass("Request", ["args"])
   for said, message in (
     (dict(num_beams=4), "generation_kwargs.num_beams: got 4"),
