@@ -34,7 +34,6 @@ from attnres_jax import models
 from attnres_jax import sharding
 from attnres_jax.config import fields
 from attnres_jax.inference import draw as draw_lib
-from attnres_jax.inference import layouts
 from attnres_jax.inference import prefix
 from attnres_jax.inference import prepared
 from attnres_jax.inference import programs
@@ -197,8 +196,8 @@ class Engine:
       # Programs are compiled again for arrays that may be moved.
       both = self._model, self._state
       self._model, self._state = jax.device_put(both, jax.local_devices()[0])
-    if layouts.reads_products(prepared.platform_of(mesh)):
-      self._model = jax.device_put(self._model, layouts.formats(self._model))
+    if prepared.reads_products(prepared.platform_of(mesh)):
+      self._model = jax.device_put(self._model, prepared.formats(self._model))
     self.prefixes = None
     if prefix_bytes:
       recurrent = cache_lib.is_recurrent(self._state.cache.states)
@@ -241,6 +240,12 @@ class Engine:
     """
     fields.accept("--num_tokens", request.num_tokens, fields.Tokens)
     size, room = len(request.prompt), self.length - request.num_tokens
+    if room < 1:
+      config_lib.fail_argument(
+        "--num_tokens",
+        request.num_tokens,
+        f"at most {self.length - 1}: the engine has room for {self.length}",
+      )
     if not 1 <= size <= room:
       config_lib.fail_argument(
         "prompt",

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The network of an engine: dtypes, order and arrays of its weights."""
 
+from typing import Any
+
 import jax
+from jax.experimental import layout as layout_lib
 from jax.sharding import Mesh
+from jax.sharding import Sharding
 
 from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax import sharding
-from attnres_jax.inference import layouts
 from attnres_jax.models import layer_stacks
 from attnres_jax.models import lora
 
@@ -28,8 +31,8 @@ def abstract_prepared(
   """`prepared`, of abstract arrays, as a mesh shards it."""
   model = jax.eval_shape(prepared, model)
   model = sharding.with_sharding(model, sharding.state_sharding(model, mesh))
-  if layouts.reads_products(platform_of(mesh)):
-    model = sharding.with_sharding(model, layouts.formats(model))
+  if reads_products(platform_of(mesh)):
+    model = sharding.with_sharding(model, formats(model))
   return model
 
 
@@ -70,3 +73,37 @@ def separates(layers: str, platform: str) -> bool:
   """
   chosen = config_lib.choose("layers", layers, LAYERS)
   return platform in _SEPARATE_ON if chosen is None else chosen
+
+
+def reads_products(platform: str) -> bool:
+  """Whether devices of this platform need `formats`."""
+  return platform == "tpu"
+
+
+def formats(model: Any) -> Any:
+  """Shardings of parameters, with the order of weights of several heads.
+
+  A product x [B, D] W [D, N, H] reads the weights of a head as rows of D. By
+  default, a TPU stores an array [D, N, H] as rows of heads, and a step of one
+  token per slot would first rearrange all of these weights: a tenth of its
+  bytes in a small network with grouped queries (compiled, not run).
+
+  Args:
+    model: a network of arrays or of shapes, which have shardings.
+
+  Returns:
+    A tree like it.
+  """
+
+  def one(parameter: sharding.Parameter) -> Sharding | layout_lib.Format:
+    placed, ndim = parameter.value.sharding, parameter.value.ndim
+    _, _, columns = parameter.axes.rpartition("|")
+    if not parameter.is_matrix or len(columns) < 2:
+      return placed
+    order = list(range(ndim))
+    # [D, N, H] in the order N, D, H.
+    rows = order.pop(ndim - len(columns) - 1)
+    order.insert(ndim - 2, rows)
+    return layout_lib.Format(layout_lib.Layout(tuple(order)), placed)
+
+  return sharding.map_parameters(one, model)

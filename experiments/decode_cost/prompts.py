@@ -23,7 +23,9 @@ from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+from flax import nnx
 import jax
+import jax.numpy as jnp
 
 from attnres_jax import command_line
 from attnres_jax import config as config_lib
@@ -34,7 +36,8 @@ from attnres_jax import sharding
 from attnres_jax.aot import hlo
 from attnres_jax.aot import topology
 from attnres_jax.inference import programs
-from attnres_jax.inference import prompt_memory
+from attnres_jax.models import residuals
+from attnres_jax.models.residuals import base
 
 TABLE = pathlib.Path(__file__).with_suffix(".csv")
 KEYS = ("network", "scheme", "devices", "chunk", "cached")
@@ -89,7 +92,7 @@ def measure(
   traced = programs.trace_extend(model, mesh, chunk, cached, TOKENS)
   row: dict[str, Any] = {
     "blocks_GB": _gigabytes(
-      prompt_memory.block_bytes(config, TOKENS, devices=devices, chunk=chunk)
+      _block_bytes(config, -(-min(TOKENS, chunk) // devices))
     )
   }
   try:
@@ -142,6 +145,19 @@ def _config(network: str, scheme: str, layers: int) -> config_lib.ModelConfig:
 
 def _gigabytes(nbytes: int) -> str:
   return f"{nbytes / 1e9:.3f}"
+
+
+def _block_bytes(config: config_lib.ModelConfig, tokens: int) -> int:
+  """Bytes of all completed blocks of so many tokens, but the embedding."""
+
+  def blocks() -> Any:
+    residual = residuals.build_residual(config, rngs=nnx.Rngs(params=0))
+    x_BTD = jnp.zeros((1, tokens, config.width), config.dtype)
+    run = base.run_through(residual, x_BTD, lambda l, carry, slot: x_BTD)
+    return residual.take_apart(run)[0]
+
+  _, *completed = jax.eval_shape(blocks) or (None,)
+  return sum(block.size * block.dtype.itemsize for block in completed)
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def test_beyond_the_trained_length(run, capsys, monkeypatch):
     (["--seed=-1"], "--seed: got -1"),
     (["--slots=0"], "--slots: got 0"),
     (["--prompt=\ud800"], "prompt: got"),
-    (["--length=5", "--num_tokens=6"], "prompt: got '1 tokens'"),
+    (["--length=5", "--num_tokens=6"], "--num_tokens: got"),
     (["--prompts=none.txt"], "none.txt: No such file"),
     (["--prompt=a", "--prompts=b"], "--prompt: got 'a', expected nothing"),
   ],

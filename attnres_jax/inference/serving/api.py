@@ -320,8 +320,10 @@ def prompts_of(given: Any, vocab_size: int, most: int) -> list[str | list[int]]:
 
 def of_config_error(error: config_lib.ConfigError) -> ApiError:
   """The error of a value that the engine refuses."""
-  name = str(error).partition(":")[0].removeprefix("--")
-  return ApiError(400, str(error), param=name)
+  words = str(error).removeprefix("--")
+  if words.startswith("num_tokens:"):
+    words = words.replace("num_tokens", "max_tokens", 1)
+  return ApiError(400, words, param=words.partition(":")[0])
 
 
 def _is_list_of(value: Any, kind: type) -> bool:

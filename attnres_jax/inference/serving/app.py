@@ -260,12 +260,10 @@ class App:
       owned_by="attnres-jax",
       # Beyond the API, for the page.
       max_model_len=self._length,
-      trained_length=self._config.data.sequence_length,
       max_logprobs=self._num_top,
       residual=figures.name_of(model.residual.name),
       num_layers=model.num_layers,
       width=model.width,
-      depth_weights=self._depth.available,
     )
 
 

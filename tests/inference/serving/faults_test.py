@@ -254,6 +254,7 @@ def test_bad_bodies(server, body):
     ),
     (dict(max_tokens=-1), "max_tokens", "got -1"),
     (dict(max_tokens=10**9), "max_tokens", "got 1000000000"),
+    (dict(max_tokens=512), "max_tokens", "got 512, expected at most 511"),
     (dict(max_tokens="9"), "max_tokens", 'got "9"'),
     (dict(temperature=-0.1), "temperature", "got -0.1"),
     (dict(temperature="hot"), "temperature", 'got "hot"'),

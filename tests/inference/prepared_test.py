@@ -5,7 +5,7 @@ import jax
 import numpy as np
 
 from attnres_jax.inference import engine
-from attnres_jax.inference import layouts
+from attnres_jax.inference import prepared
 from tests import tiny_network
 
 
@@ -28,7 +28,7 @@ def test_order_of_products(monkeypatch):
     asked.append(platform)
     return True
 
-  monkeypatch.setattr(layouts, "reads_products", reads_products)
+  monkeypatch.setattr(prepared, "reads_products", reads_products)
   np.testing.assert_allclose(run(), expected, rtol=0, atol=1e-5)
   assert asked == ["cpu"]
 
@@ -36,7 +36,7 @@ def test_order_of_products(monkeypatch):
 def test_which_weights():
   """Those of several heads: their own axis comes first, after the layers."""
   model = tiny_network.model(mixers=("attention",))
-  formats = layouts.formats(model)
+  formats = prepared.formats(model)
   orders = {
     jax.tree_util.keystr(path, simple=True, separator="/"): (
       getattr(getattr(leaf, "layout", None), "major_to_minor", None)
