@@ -61,6 +61,15 @@ CHIPS = {
 }
 
 
+# By prefix of `device_kind`: kinds of which a chip has two devices.
+_IN_PAIRS = ("TPU v2", "TPU v3", "TPU7x", "TPU v7x")
+
+
+def devices_per_chip(device_kind: str) -> int:
+  """How many JAX devices share one chip."""
+  return 2 if any(_matches(device_kind, kind) for kind in _IN_PAIRS) else 1
+
+
 def chip_of(device_kind: str) -> Chip | None:
   """The row of a device of this kind; None if there is none."""
   return row_of(CHIPS, device_kind)

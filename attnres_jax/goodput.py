@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import dataclasses
 from typing import Any
 
+from attnres_jax import chips
+
 Row = Mapping[str, Any]
 
 
@@ -27,6 +29,7 @@ class Goodput:
     evaluation: on the validation split, and for depth rows.
     lost: steps and evaluations lost to a kill.
     lost_steps: how many steps were lost.
+    chip_seconds: all of these seconds, each times the chips of its attempt.
   """
 
   startup: float = 0.0
@@ -37,6 +40,7 @@ class Goodput:
   evaluation: float = 0.0
   lost: float = 0.0
   lost_steps: int = 0
+  chip_seconds: float = 0.0
 
   def __add__(self, other: "Goodput") -> "Goodput":
     values = zip(dataclasses.astuple(self), dataclasses.astuple(other))
@@ -46,13 +50,18 @@ class Goodput:
   def seconds(self) -> dict[str, float]:
     """The categories by name."""
     parts = dataclasses.asdict(self)
-    del parts["lost_steps"]
+    del parts["lost_steps"], parts["chip_seconds"]
     return parts
 
   @property
   def total(self) -> float:
     """The sum of all categories, in seconds."""
     return sum(self.seconds.values())
+
+  @property
+  def chip_hours(self) -> float:
+    """What a cloud charges for, as far as rows tell."""
+    return self.chip_seconds / 3600
 
 
 def of_rows(rows: Iterable[Row]) -> Goodput:
@@ -61,12 +70,17 @@ def of_rows(rows: Iterable[Row]) -> Goodput:
   lost_steps = 0
   compiled = 0.0
   last_step = 0
+  before, chip_seconds, num_chips = 0.0, 0.0, 1.0
   for row in rows:
     kind = row.get("event", row["split"])
     if kind in ("start", "resume"):
       lost_steps += int(_number(row, "lost_steps"))
       seconds["lost"] += _number(row, "lost_seconds")
       compiled = 0.0
+      # The attempts so far, with what the last one lost.
+      now = sum(seconds.values())
+      chip_seconds += (now - before) * num_chips
+      before, num_chips = now, _num_chips(row)
     elif kind == "compiled":
       seconds["compile"] += _number(row, "seconds")
       compiled += _number(row, "seconds")
@@ -82,7 +96,8 @@ def of_rows(rows: Iterable[Row]) -> Goodput:
       seconds["evaluation"] += _number(row, "seconds")
     elif kind == "checkpoint":
       seconds["checkpoint_wait"] += _number(row, "blocked_seconds")
-  return Goodput(lost_steps=lost_steps, **seconds)
+  chip_seconds += (sum(seconds.values()) - before) * num_chips
+  return Goodput(lost_steps=lost_steps, chip_seconds=chip_seconds, **seconds)
 
 
 def lost(rows: Sequence[Row], resume_step: int) -> tuple[int, float]:
@@ -97,6 +112,12 @@ def lost(rows: Sequence[Row], resume_step: int) -> tuple[int, float]:
     elif row["split"] != "event" and row["step"] > resume_step:
       seconds += _number(row, "seconds")
   return steps, seconds
+
+
+def _num_chips(row: Row) -> float:
+  kind = row.get("device_kind")
+  per_chip = chips.devices_per_chip(kind) if isinstance(kind, str) else 1
+  return (_number(row, "devices") or 1.0) / per_chip
 
 
 def _number(row: Row, name: str) -> float:

@@ -26,6 +26,7 @@ from typing import NoReturn
 
 import jax
 
+from attnres_jax import account
 from attnres_jax import command_line
 from attnres_jax import config as config_lib
 from attnres_jax import exits
@@ -82,14 +83,18 @@ def _train(options: argparse.Namespace) -> exits.Exit:
     _leave(error)
   if summary["status"] == "stopped":
     _say_stopped(summary["step"])
-    return exits.Exit.STOPPED
-  losses = [
-    f", {name.replace('_', ' ')} {summary[name]:.4f}"
-    for name in ("train_loss", "validation_loss")
-    if summary.get(name) is not None
-  ]
-  print(f"finished at step {summary['step']}{''.join(losses)}")
-  return exits.Exit.DONE
+  else:
+    losses = [
+      f", {name.replace('_', ' ')} {summary[name]:.4f}"
+      for name in ("train_loss", "validation_loss")
+      if summary.get(name) is not None
+    ]
+    print(f"finished at step {summary['step']}{''.join(losses)}")
+  # Only process 0 knows; nor does a run that an older version finished.
+  if "chip_hours" in summary:
+    print(account.end_line(summary))
+  stopped = summary["status"] == "stopped"
+  return exits.Exit.STOPPED if stopped else exits.Exit.DONE
 
 
 def _say_stopped(step: int) -> None:

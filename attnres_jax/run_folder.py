@@ -16,6 +16,7 @@ from typing import Any
 from etils import epath
 import jax
 
+from attnres_jax import account
 from attnres_jax import checkpoint
 from attnres_jax import claims
 from attnres_jax import config as config_lib
@@ -313,7 +314,10 @@ def summarise(
   if "train_step" in compiled:
     summary["compile_seconds"] = compiled["train_step"]["seconds"]
     summary["peak_bytes"] = compiled["train_step"]["peak_bytes"]
-  summary["goodput"] = dataclasses.asdict(goodput.of_rows(rows))
+  spent = goodput.of_rows(rows)
+  summary["goodput"] = dataclasses.asdict(spent)
+  summary["tokens"] = account.tokens_of(config, step)
+  summary["chip_hours"] = spent.chip_hours
   if status == "finished":
     files.write(workdir / SUMMARY, json.dumps(summary, indent=2) + "\n")
   return summary

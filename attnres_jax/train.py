@@ -20,6 +20,7 @@ from typing import Any
 from etils import epath
 import jax
 
+from attnres_jax import account
 from attnres_jax import checkpoint
 from attnres_jax import claims
 from attnres_jax import config as config_lib
@@ -104,6 +105,9 @@ def train_and_evaluate(
     are_bytes = config.data.tokenizer == "bytes"
     separator_id = tokenizer.separator_id if are_bytes else None
     program = train_state.make_program(config, mesh)
+    parameters = sum(
+      leaf.size for leaf in jax.tree.leaves(program.abstract_state.model)
+    )
     if not any_size:
       environment.check_size(config, program.abstract_state)
     descriptions = {split: d.describe() for split, d in datasets.items()}
@@ -127,6 +131,10 @@ def train_and_evaluate(
     stack.callback(writer.close)
     _report_found(writer, step, restored, missing, tail, damaged, changes)
     _report_start(writer, mesh, step, restored, goodput.lost(tail.rows, step))
+    if jax.process_index() == 0:
+      counts = datasets["train"].part_tokens
+      for line in account.start_lines(config, workdir, parameters, counts):
+        print(line, flush=True)
 
     abstract_model = program.abstract_state.model
     train_step = _compile(
@@ -228,7 +236,7 @@ def train_and_evaluate(
       config,
       status="stopped" if stopped else "finished",
       step=step,
-      parameters=sum(leaf.size for leaf in jax.tree.leaves(state.model)),
+      parameters=parameters,
       seconds=time.perf_counter() - start,
       on_damage=lambda text: writer.event(step, "damaged line", what=text),
     )

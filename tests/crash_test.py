@@ -137,7 +137,7 @@ def _check_ended(process, others):
   """One that was not killed finished, or was refused with one line."""
   out, err = tiny_run.kill(process)
   if process.returncode == 0:
-    assert "finished at step" in out and not err
+    assert "finished at step" in out and "\ncost: " in out and not err
   else:
     assert process.returncode == 2 and err.count("\n") == 1, out + err
     assert "is in use by process" in err

@@ -47,9 +47,20 @@ def test_two_attempts():
     evaluation=3 + 1 + 2,
     lost=13,
     lost_steps=5,
+    chip_seconds=16 + 66 + 70 + 20 + 4 + 6 + 13,
   )
   assert found.total == pytest.approx(16 + 66 + 70 + 20 + 4 + 6 + 13)
   assert "lost_steps" not in found.seconds
+
+
+def test_chip_hours_count_the_chips_of_each_attempt():
+  first = [FIRST[0] | dict(devices=16, device_kind="TPU v5"), *FIRST[1:]]
+  second = [SECOND[0] | dict(devices=8, device_kind="TPU v3"), *SECOND[1:]]
+  # Two devices of a v3 share a chip; what is lost was the first attempt's.
+  own = 42 + 20 * 2 + 3 + 1 + 4, 40 + 20 * 2.5 + 2
+  found = goodput.of_rows(first + second)
+  assert found.chip_seconds == (own[0] + 13) * 16 + own[1] * 4
+  assert found.chip_hours == found.chip_seconds / 3600
 
 
 def test_what_a_kill_undoes():
