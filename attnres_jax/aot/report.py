@@ -137,7 +137,7 @@ def make_schedule_report(
   """The report of a training step that is compiled up to its schedule.
 
   It takes a fraction of the time. Bytes and FLOPs are the same. The peak is
-  that of all allocations, without the program itself (docs/open_ends.md). If
+  that of all allocations, without the program itself (docs/status.md). If
   the compiler refuses it without a peak, `reason` is its message.
 
   Args:
