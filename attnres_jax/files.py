@@ -76,6 +76,8 @@ def write(path: epath.PathLike, content: str | bytes) -> None:
 def read(path: epath.PathLike, start: int = 0) -> bytes:
   """The bytes of a file from `start`, which may be negative: the last ones.
 
+  A device such as /dev/zero, which has no end, is an empty file.
+
   Raises:
     FileNotFoundError: there is no such file.
     OSError: it cannot be read.
@@ -83,8 +85,10 @@ def read(path: epath.PathLike, start: int = 0) -> bytes:
   if is_remote(path):
     return stores.read(path, start)
   with open(path, "rb") as file:
-    file.seek(start if start >= 0 else max(0, os.stat(path).st_size + start))
-    return file.read()
+    size = os.fstat(file.fileno()).st_size
+    start = start if start >= 0 else max(0, size + start)
+    file.seek(start)
+    return file.read(max(0, size - start))
 
 
 def disk_full(path: epath.PathLike, needed: int | None = None) -> DiskFullError:

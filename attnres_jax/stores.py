@@ -133,7 +133,8 @@ def read(path: epath.PathLike, start: int = 0) -> bytes:
   with reaching(path):
     if start < 0:
       start = max(0, client(path).info(str(path))["size"] + start)
-    return client(path).cat_file(str(path), start=start)
+    # Servers refuse any range of an empty object.
+    return client(path).cat_file(str(path), start=start or None)
 
 
 def names(folder: epath.PathLike) -> list[str]:

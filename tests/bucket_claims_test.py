@@ -245,6 +245,9 @@ def test_reads_are_never_from_a_cache(place):
   stores.write(f"{place}/file", b"old")
   assert stores.names(place) == ["file"]
   assert stores.read(f"{place}/file", -2) == b"ld"
+  stores.write(f"{place}/file", b"")
+  assert stores.read(f"{place}/file") == stores.read(f"{place}/file", -2) == b""
+  stores.write(f"{place}/file", b"old")
   kind = place.partition(":")[0]
   program = f"""
 from attnres_jax import stores

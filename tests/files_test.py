@@ -86,3 +86,15 @@ class TestNameFromFile:
     with pytest.raises(config_lib.ConfigError):
       files.name_from_file("a/b", "files", "x.json")
     assert files.name_from_file("a/b", "files", "x", folders=True) == "a/b"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="not Linux")
+def test_an_endless_file_is_empty(tmp_path):
+  (tmp_path / "file").symlink_to("/dev/full")
+  assert files.read(tmp_path / "file") == b""
+  assert files.read(tmp_path / "file", -10) == b""
+  (tmp_path / "other").write_bytes(b"0123456789")
+  ends = [
+    files.read(tmp_path / "other", start) for start in (0, 7, 12, -3, -99)
+  ]
+  assert ends == [b"0123456789", b"789", b"", b"789", b"0123456789"]

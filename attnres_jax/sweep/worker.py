@@ -171,7 +171,7 @@ def _work(options: argparse.Namespace) -> int:
 
 def _keep_programs(folder: str) -> None:
   """Keeps compiled programs for later runs; settings of the user count."""
-  if jax.config.jax_compilation_cache_dir:
+  if jax.config.values["jax_compilation_cache_dir"]:
     return
   cache = epath.Path(folder) / folder_lib.COMPILED
   if files.is_remote(folder):
@@ -334,11 +334,12 @@ def _diverged(summary: Mapping[str, Any], config: config_lib.RunConfig) -> str:
 def _leave_early(attempt: state_lib.Attempt | None, step: int) -> NoReturn:
   """Ends this process even while its main thread is compiling."""
   del step
-  try:
-    if attempt is not None:
+  if attempt is not None:
+    try:
       attempt.end(state_lib.STOPPED)
-  finally:
-    os._exit(Exit.STOPPED)
+    except Exception as error:  # The next attempt resumes all the same.
+      _say_failure("", error)
+  os._exit(Exit.STOPPED)
 
 
 def _is_first() -> bool:
@@ -355,7 +356,8 @@ def _agree(value: int) -> int:
 def _say_failure(name: str, error: Exception) -> None:
   """One line: where, and of a disk the bytes needed and free."""
   where = getattr(error, "filename", None) or name
-  _say(f"error: {where}: {getattr(error, 'strerror', None) or error}")
+  where = f"{where}: " if where else ""
+  _say(f"error: {where}{getattr(error, 'strerror', None) or error}")
 
 
 def _say(text: str) -> None:
