@@ -27,6 +27,7 @@ import tqdm
 
 from attnres_jax import config as config_lib
 from attnres_jax import files
+from attnres_jax import text_table
 
 Row = Mapping[str, Any]
 
@@ -383,6 +384,7 @@ class Console:
     ]
     head = f"step {row['step']}/{self._steps} {row.get('event', row['split'])}"
     text = head + ": " + ", ".join(values) if values else head
+    text = text_table.printable(text)
     if self._bar is not None:
       self._bar.write(text, file=self._file)
     else:

@@ -21,7 +21,6 @@ signal.
 
 from collections.abc import Callable
 import contextlib
-import errno
 import os
 import signal
 import sys
@@ -35,7 +34,7 @@ KINDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def outlive_outputs() -> None:
-  """Lets this process continue when its stdout or stderr is closed."""
+  """Lets this process continue when its stdout or stderr is closed or full."""
   sys.stdout, sys.stderr = (
     stream if isinstance(stream, _Output) else _Output(stream)  # pyrefly: ignore
     for stream in (sys.stdout, sys.stderr)
@@ -43,10 +42,13 @@ def outlive_outputs() -> None:
 
 
 class _Output:
-  """A text stream; what cannot be written any more is dropped."""
+  """A text stream; what cannot be written is dropped."""
 
   def __init__(self, stream: Any):
-    self._stream = stream
+    # Python has none where the file was closed from the start.
+    self._stream = stream or open(os.devnull, "w")
+    if hasattr(self._stream, "reconfigure"):
+      self._stream.reconfigure(errors="backslashreplace")
 
   def write(self, text: str) -> int:
     self._try(self._stream.write, text)
@@ -58,9 +60,9 @@ class _Output:
   def _try(self, action: Callable[..., Any], *args: Any) -> None:
     try:
       action(*args)
-    except OSError as error:
-      if error.errno not in (errno.EPIPE, errno.EIO, errno.EBADF):
-        raise
+    except BlockingIOError:
+      pass  # Its reader is slow, and may come back.
+    except (OSError, ValueError):
       # Python would complain at its exit, with another exit status.
       with contextlib.suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)

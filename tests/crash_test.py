@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from attnres_jax import checkpoint
+from attnres_jax import exits
 from tests import tiny_run
 
 # Saving takes longer than the steps.
@@ -92,7 +93,7 @@ def _stop(workdir, fields, kind):
   process = tiny_run.start(workdir, fields)
   _wait_until_step(process, workdir, first + 3)
   process.send_signal(kind)
-  out = tiny_run.finish(process)
+  out = tiny_run.finish(process, status=exits.Exit.STOPPED)
   stopped = tiny_run.events(workdir, "stopped")[-1]
   assert stopped["signal"] == kind.name
   assert stopped["step"] == _last_step(workdir)
@@ -109,7 +110,7 @@ def test_killed_run_ends_like_an_uninterrupted_one(fields, whole, tmp_path):
   reached, saved = _last_step(broken), _last_save(broken)
   assert saved >= reached - 2 * SAVE_EVERY
 
-  step = _stop(broken, fields, signal.SIGTERM)
+  step = _stop(broken, fields, signal.SIGHUP)
   if saved:
     resume = tiny_run.events(broken, "resume")[-1]
     assert resume["step"] == saved
@@ -126,7 +127,7 @@ def test_a_signal_during_compilation_ends_the_run_at_once(fields, tmp_path):
   _wait_until(process, lambda: (tmp_path / "metrics.jsonl").exists())
   process.send_signal(signal.SIGTERM)
   sent = time.monotonic()
-  out = tiny_run.finish(process)
+  out = tiny_run.finish(process, status=exits.Exit.STOPPED)
   assert time.monotonic() - sent < 2
   last = "stopped after step 0; rerun the same command to resume"
   assert out.splitlines()[-1] == last
@@ -202,7 +203,8 @@ def test_many_kills(fields, tmp_path):
   whole, broken = tmp_path / "whole", tmp_path / "broken"
   fields = fields | {"train.steps": 200}
   tiny_run.finish(tiny_run.start(whole, fields))
-  _stop(broken, fields, signal.SIGINT)
+  for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    _stop(broken, fields, kind)
   while _last_step(broken) < 180:
     process = tiny_run.start(broken, fields)
     _wait_until_step(process, broken, _last_step(broken) + 1)

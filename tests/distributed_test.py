@@ -10,6 +10,7 @@ import pytest
 
 from attnres_jax import checkpoint
 from attnres_jax import claims
+from attnres_jax import exits
 from tests import tiny_run
 
 # Recovery does not depend on the scheme, and this one compiles fastest. With a
@@ -38,7 +39,10 @@ def test_two_processes_stop_and_die_together_and_equal_one(fields, tmp_path):
   processes = tiny_run.start_two(two, endless)
   tiny_run.wait_for_rows(two, processes)
   processes[1].send_signal(signal.SIGTERM)
-  outputs = [tiny_run.finish(process, quiet=False) for process in processes]
+  outputs = [
+    tiny_run.finish(process, quiet=False, status=exits.Exit.STOPPED)
+    for process in processes
+  ]
   (stopped,) = tiny_run.events(two, "stopped")
   step = stopped["step"]
   assert step > 0

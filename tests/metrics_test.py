@@ -149,10 +149,13 @@ def test_plain_lines_without_a_terminal():
     console.write({"step": step, "split": "train", "loss": 1.23456})
   console.write({"step": 10, "split": "validation", "loss": 2.0})
   console.write({"step": 10, "split": "depth", "rms": [1.0]})
+  # Causes quote what damaged files hold.
+  console.write({"step": 10, "split": "event", "event": "x", "c": "\x1b[2J"})
   assert out.getvalue().splitlines() == [
     "step 1/10 train: loss 1.235",
     "step 10/10 train: loss 1.235",
     "step 10/10 validation: loss 2",
+    "step 10/10 x: c \ufffd[2J",
   ]
 
 

@@ -19,6 +19,7 @@ import pytest
 
 from attnres_jax import checkpoint
 from attnres_jax import config as config_lib
+from attnres_jax import exits
 from attnres_jax import train
 from attnres_jax import train_state
 from attnres_jax import watch
@@ -154,8 +155,8 @@ def one_of_two_dies(workdir, fields, after=0):
   )
 
 
-def finish(process, timeout=240, quiet=True):
-  """Waits for a process, which must succeed; returns its stdout.
+def finish(process, timeout=240, quiet=True, status=exits.Exit.DONE):
+  """Waits for a process, which must end with a status; returns its stdout.
 
   A clean run says nothing on stderr, but for libraries when not `quiet`.
   """
@@ -163,7 +164,9 @@ def finish(process, timeout=240, quiet=True):
     process.wait(timeout)
   finally:
     out, err = kill(process)
-  assert process.returncode == 0, f"exit {process.returncode}\n{out}\n{err}"
+  assert process.returncode == status, (
+    f"exit {process.returncode}\n{out}\n{err}"
+  )
   assert not err or not quiet, err
   return out
 

@@ -514,6 +514,8 @@ def test_nan_steps_are_skipped_and_counted(quick, tmp_path, monkeypatch):
     rows[8]["param_norm"]
   )
   assert len(tiny_run.events(tmp_path, "not finite")) == 2
+  (said,) = tiny_run.events(tmp_path, "skipped steps")
+  assert said["skipped"] == 2 and said["step"] == 20
 
 
 def test_accumulation_and_segments_run(fields, tmp_path):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from attnres_jax import checkpoint
+from attnres_jax import exits
 from tests import tiny_run
 
 # As in `tests/distributed_test.py`.
@@ -36,7 +37,10 @@ def test_ranks_stop_together_and_resume_on_another_mesh(fields, tmp_path):
   processes = tiny_run.start_two(two, fields | STAGES)
   tiny_run.wait_for_rows(two, processes)
   processes[1].send_signal(signal.SIGTERM)
-  outputs = [tiny_run.finish(process, quiet=False) for process in processes]
+  outputs = [
+    tiny_run.finish(process, quiet=False, status=exits.Exit.STOPPED)
+    for process in processes
+  ]
   (stopped,) = tiny_run.events(two, "stopped")
   step = stopped["step"]
   assert 0 < step < FIELDS["train.steps"]
