@@ -183,6 +183,10 @@ def acquire(workdir: epath.PathLike, *, patience_seconds: float = 0.0) -> Claim:
   lock = _lock(workdir, fcntl.LOCK_EX, PATIENCE_SECONDS)
   if lock is None:
     raise _held(workdir, _read(workdir / LOCK))
+  start = _bytes(holder)[: len('{"host"')]
+  if not start.startswith(files.read(workdir / LOCK)[: len(start)]):
+    lock.close()
+    files.fail_foreign("--workdir", workdir, LOCK)
   # Locks work on a full disk too, but their owner is then not named.
   with contextlib.suppress(OSError):
     os.ftruncate(lock.fileno(), 0)

@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import stat
-from typing import Any
+from typing import Any, NoReturn
 
 from etils import epath
 
@@ -279,34 +279,51 @@ def refuse_foreign(
   Args:
     name: of the argument that names the folder, for the error.
     folder: which may not exist.
-    ours: each JSON file that will be written, with fields that only ours has.
-      Of JSON lines, the first line counts.
-    is_known: whether the folder is ours for another reason. It decides about a
-      file that is no JSON object: a damaged one of ours, or somebody's.
+    ours: each file that will be written, with marks that only ours has: columns
+      of a CSV file, keys of the object in a JSON file (in the first line of
+      JSON lines), words of any other text.
+    is_known: whether the folder is ours, if no file shows it. It is asked about
+      a file that cannot be read: a damaged one of ours, or somebody's.
 
   Raises:
     ConfigError: names the first file that is not ours.
   """
-  for file, fields in ours.items():
+  found = {}
+  for file, marks in ours.items():
     try:
-      content = read(epath.Path(folder) / file)
+      if content := read(epath.Path(folder) / file):
+        found[file] = _has_marks(file, content, marks)
     except (FileNotFoundError, NotADirectoryError):
-      continue
-    values: Any = None
-    with contextlib.suppress(ValueError, RecursionError):
-      values = json.loads(content)
-    if values is None:
-      with contextlib.suppress(ValueError, RecursionError):
-        values = json.loads(content.partition(b"\n")[0])
-    is_object = isinstance(values, dict) and bool(values)
-    if not content or (not is_object and is_known()):
-      continue
-    if not is_object or not values.keys() >= set(fields):
-      config_lib.fail_argument(
-        name, str(folder),
-        f"a new or empty folder, or one of ours; its {file} is not ours, and"
-        " would be replaced",
-      )  # fmt: skip
+      pass
+    except IsADirectoryError:
+      found[file] = False
+  for file, is_ours in found.items():
+    known = is_ours is None and (True in found.values() or is_known())
+    if not (is_ours or known):
+      fail_foreign(name, folder, file)
+
+
+def fail_foreign(name: str, folder: epath.PathLike, file: str) -> NoReturn:
+  """Raises the error of `refuse_foreign`."""
+  config_lib.fail_argument(
+    name, str(folder),
+    f"a place without files of others; {file}, which is there, would be"
+    " replaced",
+  )  # fmt: skip
+
+
+def _has_marks(file: str, content: bytes, marks: Sequence[str]) -> bool | None:
+  """Whether a file is ours; None if it cannot be read."""
+  first = content.partition(b"\n")[0]
+  try:
+    if file.endswith(".csv"):
+      return set(marks) <= set(first.decode().strip().split(","))
+    if not file.endswith((".json", ".jsonl")):
+      return all(mark.encode() in content for mark in marks)
+    values = json.loads(first if file.endswith("l") else content)
+  except (ValueError, RecursionError):
+    return None
+  return isinstance(values, dict) and set(marks) <= values.keys()
 
 
 def is_disk_full(error: BaseException | None) -> bool:

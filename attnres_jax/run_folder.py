@@ -18,7 +18,6 @@ import jax
 
 from attnres_jax import account
 from attnres_jax import checkpoint
-from attnres_jax import claims
 from attnres_jax import config as config_lib
 from attnres_jax import files
 from attnres_jax import goodput
@@ -73,9 +72,8 @@ def refuse_foreign(name: str, workdir: epath.Path) -> None:
   Raises:
     ConfigError: names the file.
   """
-  known = lambda: (
-    claims.has_claim(workdir) or (workdir / checkpoint.CHECKPOINTS).is_dir()
-  )
+  # A checkpoint of ours says so too.
+  known = lambda: "config" in (checkpoint.newest_info(workdir) or {})
   files.refuse_foreign(name, workdir, _OURS, known)
 
 
@@ -91,7 +89,7 @@ def changes(
   """
   steps = checkpoint.all_steps(workdir)
   info = checkpoint.newest_info(workdir)
-  if info is None:
+  if info is None or "config" not in info:  # Damaged, or not ours.
     return {}
   if info.get(WEIGHTS_ONLY):
     config_lib.fail_argument(
