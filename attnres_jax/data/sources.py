@@ -28,10 +28,10 @@ from attnres_jax.data import tokenizer as tokenizer_lib
 TEXT_SOURCES = ("arrayrecord", "jsonl", "parquet", "stdlib", "text")
 """The sources that `prepare` can read."""
 
-# Texts are encoded in batches of this size, so that a library can use threads,
-# and long ones in pieces of it, because libraries take 100 times the memory.
+# Texts are encoded in batches of this size, because libraries take 100 times
+# the memory, and long ones in pieces, so that libraries can use threads.
 _ENCODE_BYTES = 1 << 20
-_PIECE_BYTES = 1 << 22
+_PIECE_BYTES = 1 << 18
 
 
 class Opened(NamedTuple):
@@ -161,7 +161,7 @@ def encode(
       if document.text and (split := _split_of(document, opened, splits))
     ]
     each = [piece for *_, pieces in chosen for piece in pieces]
-    encoded = iter(tokenizer.encode_batch(each))
+    encoded = _encode(tokenizer, each)
     for number, split, text, pieces in chosen:
       ids = [next(encoded).astype(dtype) for _ in pieces]
       yield EncodedDocument(
@@ -212,6 +212,18 @@ def _batches(
       yield batch
       batch, size = [], 0
   yield batch
+
+
+def _encode(
+  tokenizer: tokenizer_lib.Tokenizer, pieces: Sequence[bytes]
+) -> Iterator[np.ndarray]:
+  """The ids of each piece."""
+  start = size = 0
+  for stop, piece in enumerate(pieces, 1):
+    size += len(piece)
+    if size >= _ENCODE_BYTES or stop == len(pieces):
+      yield from tokenizer.encode_batch(pieces[start:stop])
+      start, size = stop, 0
 
 
 def _pieces(text: bytes) -> Iterator[bytes]:
