@@ -49,20 +49,22 @@ def fineweb_edu(folder: pathlib.Path, found: list[str]) -> None:
   folder = folder / "fineweb_edu" / "sample" / "10BT"
   folder.mkdir(parents=True)
   for number, part in enumerate(np.array_split(np.arange(len(found)), 4)):
-    table = pyarrow.table({
-      "text": [found[i] for i in part],
-      "id": [f"<urn:uuid:{i}>" for i in part],
-      "language_score": [0.9] * len(part),
-      "token_count": [len(found[i]) // 4 for i in part],
-      "score": [3.5] * len(part),
-    })
+    table = pyarrow.table(
+      {
+        "text": [found[i] for i in part],
+        "id": [f"<urn:uuid:{i}>" for i in part],
+        "language_score": [0.9] * len(part),
+        "token_count": [len(found[i]) // 4 for i in part],
+        "score": [3.5] * len(part),
+      }
+    )
     parquet.write_table(
       table, folder / f"{number:03d}_00000.parquet", row_group_size=1000
     )
 
 
 def pile(folder: pathlib.Path, found: list[str]) -> None:
-  """The Pile: jsonl.zst, with the validation texts in a file of their own."""
+  """The Pile: jsonl.zst, with the validation texts in another file."""
   (folder / "pile" / "train").mkdir(parents=True)
   held_out = found[: len(found) // 50]
   rest = found[len(held_out) :]
@@ -81,13 +83,13 @@ def pile(folder: pathlib.Path, found: list[str]) -> None:
 
 def json_lines(folder: pathlib.Path, found: list[str]) -> None:
   """allenai/c4, en: json.gz, lines with `text`, `timestamp` and `url`."""
-  (folder / "c4").mkdir(parents=True)
+  (folder / "c4" / "en").mkdir(parents=True)
   for name, part in {
     "c4-train.00000-of-01024": found[50:], "c4-validation.00000-of-00008":
     found[:50],
   }.items():  # fmt: skip
     lines = [json.dumps({"text": t, "timestamp": "", "url": ""}) for t in part]
-    path = folder / "c4" / f"{name}.json.gz"
+    path = folder / "c4" / "en" / f"{name}.json.gz"
     path.write_bytes(gzip.compress("\n".join(lines).encode(), 1))
 
 
@@ -124,7 +126,7 @@ def nano_gpt(folder: pathlib.Path, found: list[str]) -> None:
 
 
 def vocabulary(folder: pathlib.Path, found: list[str]) -> None:
-  """A tokenizer.json as that of GPT-2, with the same separator and sizes.
+  """A tokenizer.json with the vocabulary size and the separator of GPT-2.
 
   It knows fewer pairs, and names without text take the place of the others.
   """

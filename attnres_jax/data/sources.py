@@ -120,7 +120,7 @@ def open_text(
 
 
 class EncodedDocument(NamedTuple):
-  """A document of a split as it is stored.
+  """A document of a split in the form that token files have.
 
   Attributes:
     number: its position in the source.

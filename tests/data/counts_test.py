@@ -87,6 +87,18 @@ def test_runs_whose_text_does_not_fit_are_refused(fields, message, offline):
     data.check(config, offline=offline)
 
 
+@pytest.mark.parametrize("vocabulary", [{}, {"model.vocab_size": 0}])
+@pytest.mark.parametrize("scale", ["pod", "paper"])
+def test_large_scales_ask_for_a_text(scale, vocabulary):
+  config = config_lib.load_config(
+    f"configs/scaling.py:scale={scale}", vocabulary
+  )
+  with pytest.raises(
+    config_lib.ConfigError, match="python -m attnres_jax.data.prepare"
+  ):
+    data.check(config, offline=True)
+
+
 def test_instructions_are_counted_at_their_own_length(tmp_path):
   path = tmp_path / "data.jsonl"
   pair = {"prompt": "a question", "completion": "an answer"}
