@@ -295,3 +295,48 @@ class TestTokenFiles:
     (file,) = descriptions[0]["files"]
     assert file["name"] == "x.bin"
     assert file["tokens"] == 200_000
+
+  def _vocabulary(self, ids, special):
+    """Writes a vocabulary file and returns the fields that read it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {f"w{i}": i for i in range(ids)}
+    model = tokenizers.models.WordLevel(words, unk_token="w0")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(self.folder / "tokenizer.json"))
+    path = str(self.folder / "tokenizer.json")
+    return {"tokenizer": "hf", "tokenizer_path": path}
+
+  @pytest.mark.parametrize("way,first", [("sidecar", 50), ("shard", 128_000)])
+  def test_another_separator_is_refused_with_both_named(self, way, first):
+    """Llama 3's files open a document, and its tokenizer ends a text."""
+    begin, end = "<|begin_of_text|>", "<|end_of_text|>"
+    reserved = [f"<|reserved_{i}|>" for i in range(254)]
+    fields = self._vocabulary(first, [begin, end, *reserved])
+    ids = [first, 5, 6, first, 7, 8]
+    if way == "shard":
+      self._write("x.bin", _llmc(ids, 20240801, 7, code="I"))
+    else:
+      sidecar = {"dtype": "uint32", "separator_id": first}
+      self._write("x.bin", _raw(ids, "I"), sidecar)
+    message = rf"by id {first} \(.*begin.*\), not by id {first + 1} \(.*end"
+    with pytest.raises(config_lib.ConfigError, match=message):
+      data.open_dataset(self._config("x.bin", **fields), "train")
+    config = self._config("x.bin", **fields, separator=begin)
+    assert data.make_tokenizer(config).separator_id == first
+    assert self._read(config) == [*ids, first]
+
+  def test_a_separator_that_the_vocabulary_does_not_have(self):
+    fields = self._vocabulary(9, ["</s>"])
+    self._write("x.bin", _raw([9, 1, 2]), {"dtype": "uint16"})
+    config = self._config("x.bin", **fields, separator="<eot>")
+    with pytest.raises(config_lib.ConfigError, match="data.separator: .*<eot>"):
+      data.open_dataset(config, "train")
+
+  def test_bytes_have_one_separator(self):
+    self._write("x.bin", _raw(_IDS), {"dtype": "uint16", "separator_id": 0})
+    with pytest.raises(config_lib.ConfigError, match="by id 0, not by id 256"):
+      data.open_dataset(self._config(), "train")
+    with pytest.raises(config_lib.ConfigError, match="data.separator: .*'x'"):
+      data.open_dataset(self._config(separator="x"), "train")

@@ -37,7 +37,7 @@ SMALL = [
   for field in (
     "model.width=16", "model.num_layers=2", "model.num_heads=2",
     "model.mlp_width=32", "model.residual.num_blocks=2", "train.steps=8",
-    "data.sequence_length=16", "data.batch_size=2", "optim.warmup_steps=2",
+    "data.sequence_length=16", "data.batch_size=8", "optim.warmup_steps=2",
     "train.eval_batches=2", "train.depth_every=0",
   )
 ]  # fmt: skip
