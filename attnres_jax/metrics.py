@@ -13,6 +13,7 @@ order of their steps, so the end of the file is enough to resume.
 from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
+import datetime
 import importlib
 import json
 import math
@@ -382,6 +383,9 @@ class Console:
       and row.get(name) is not None
       and not isinstance(row[name], list)
     ]
+    if row["split"] == "train" and row.get("step_seconds"):
+      seconds = (self._steps - row["step"]) * row["step_seconds"]
+      values.append(f"left {datetime.timedelta(seconds=round(seconds))}")
     head = f"step {row['step']}/{self._steps} {row.get('event', row['split'])}"
     text = head + ": " + ", ".join(values) if values else head
     text = text_table.printable(text)

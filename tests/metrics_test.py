@@ -159,6 +159,14 @@ def test_plain_lines_without_a_terminal():
   ]
 
 
+def test_lines_say_how_long_is_left():
+  out = io.StringIO()
+  console = metrics.Console(200, 0, file=out)
+  row = {"step": 20, "split": "train", "loss": 1.0, "step_seconds": 20.5}
+  console.write(row)
+  assert out.getvalue().rstrip().endswith("step_seconds 20.5, left 1:01:30")
+
+
 def test_progress_bar_on_a_terminal():
   class Terminal(io.StringIO):
     def isatty(self):
