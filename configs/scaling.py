@@ -74,7 +74,7 @@ LEARNING_RATES = (3e-3, 6e-3, 12e-3, 24e-3, 48e-3)
 # Of the search for learning rates.
 RATE_SCHEMES, RATE_SEEDS = SCHEMES[:2], SEEDS[:2]
 
-# Per parameter outside embedding and head: bytes, and tokens of the pod's scale.
+# Bytes, and tokens of scale=pod, per parameter outside embedding and head.
 TOKENS_PER_PARAM = 10
 POD_TOKENS_PER_PARAM = 16
 # GPT-2's vocabulary, padded.

@@ -108,8 +108,9 @@ def gain(study: Study, rows: Sequence[Row]) -> str:
   first = next(row for row in rows if row["variant"] == BASELINE)
   tokens = max(float(row["tokens"]) for row in at_own_settings(rows))
   return (
-    f"Here, PreNorm needs {block} times the compute of Block AttnRes, and"
-    f" {full} times the compute of Full AttnRes: networks of"
+    "**Gain.** In the paper, PreNorm needs 1.25 times the compute of Block"
+    f" AttnRes for the same loss. Here, it needs {block} times the compute of"
+    f" Block AttnRes, and {full} times that of Full AttnRes: networks of"
     f" {float(first['active_params']) / 1e6:.2f}M parameters after"
     f" {tokens / 1e6:.1f} MB of text, all at PreNorm's best rate"
     " ([all variants](experiments/ablations/README.md)). A longer comparison,"
