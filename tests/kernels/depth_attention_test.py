@@ -12,7 +12,6 @@ import pytest
 from attnres_kernels import depth_attention
 from attnres_kernels import depth_attention_vjp
 from attnres_kernels import dispatch
-from attnres_kernels.depth_attention import pallas_tpu_tiles
 from tests import jaxprs
 
 EPS = 1e-6
@@ -139,7 +138,6 @@ class TestDepthAttention:
       ("float32", (3, 2, (20,), 40), False),
       ("bfloat16", (2, 3, (2, 8), 136), True),
       ("bfloat16", (14, 2, (1,), 40), False),
-      # One source has weights of one, and a program of its own.
       ("bfloat16", (3, 1, (17,), 136), False),
       pytest.param(
         "bfloat16", (64, 3, (3,), 24), False, marks=pytest.mark.slow
@@ -149,21 +147,6 @@ class TestDepthAttention:
   )
   def test_pallas_tpu_interpreted(self, dtype, shape, as_bank):
     self.check("pallas_tpu", *make(1, *shape, dtype), as_bank)
-
-  @pytest.mark.parametrize(
-    "shape,as_bank",
-    [
-      ((2, 3, (2, 9), 136), True),
-      ((3, 1, (17,), 136), False),
-      # The terms of the weights are rows below each other.
-      ((3, 9, (20,), 24), False),
-    ],
-  )
-  def test_groups_of_16_tokens(self, shape, as_bank, monkeypatch):
-    monkeypatch.setattr(dispatch, "tpu_kind", lambda: "TPU7x")
-    assert pallas_tpu_tiles.BlockSizes.choose(16, 8, 8).group == 16
-    assert pallas_tpu_tiles.BlockSizes.choose(8, 8, 8).group == 8
-    self.check("pallas_tpu", *make(1, *shape, "bfloat16"), as_bank)
 
   @pytest.mark.parametrize("as_bank", [False, True])
   @pytest.mark.slow

@@ -66,17 +66,6 @@ def test_tiles_suit_the_memory_of_the_chip():
     with jax.sharding.use_abstract_mesh(_mesh(kind, "tpu")):
       assert choose().tokens == tokens
       assert 2 * tokens * 2 * 17 * 1536 < dispatch.tpu_vmem_bytes()
-      assert choose().group == 8
-
-
-def test_groups_of_16_tokens_are_for_few_sources_of_one_head():
-  choose = functools.partial(tiles.BlockSizes.choose, 8192, 1536, 2 * 17 * 1536)
-  with jax.sharding.use_abstract_mesh(_mesh("TPU7x", "tpu")):
-    assert (choose().tokens, choose().group) == (256, 16)
-    assert choose(backward=True).tokens == 128
-    assert choose(heads=2).group == 8
-    assert [choose(num_slots=m).group for m in (16, 17)] == [16, 8]
-    assert choose(dtype=jnp.float32).group == 8
 
 
 def test_without_a_mesh_the_lowering_decides():

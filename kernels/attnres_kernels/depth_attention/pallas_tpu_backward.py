@@ -66,10 +66,7 @@ def backward(
   written = dsource_dtype.itemsize * (2 if accumulated else 1)
   token_bytes = (num_queries + num_slots) * width * dtype.itemsize
   token_bytes += num_slots * width * written
-  blocks = tiles.BlockSizes.choose(
-    num_tokens, width, token_bytes, heads, num_slots, num_queries, dtype,
-    backward=True, normed=gain_D is not None,
-  )  # fmt: skip
+  blocks = tiles.BlockSizes.choose(num_tokens, width, token_bytes, heads)
   tile = blocks.tokens
   num_tiles = pl.cdiv(num_tokens, tile)
   # Every part of the outer axis sums its own query gradient, in order.
@@ -91,7 +88,7 @@ def backward(
   stats = [lse, dlse]
   if gain_D is not None:
     stats.append(inverse_T.reshape(1, num_tokens))
-  if gain_D is None or num_slots == 1:
+  if gain_D is None:
     stats = [tiles.stats_to_tiles(x, tile) for x in stats]
   else:
     segments = norm_lib.Segments(num_queries, num_slots)
@@ -125,7 +122,7 @@ def backward(
   gains, gain_sums, scratch = [], [], []
   if gain_D is not None:
     gains = [gain_D[None]]
-    gain_sums = [(parts, blocks.group, width)]
+    gain_sums = [(parts, tiles.GROUP, width)]
     scratch = [pltpu.VMEM((tile, width), dtype)]
   all_sums = [sums, *gain_sums]
   fixed = terms.nbytes + pull_terms.nbytes
@@ -152,7 +149,6 @@ def backward(
       accumulate=bool(accumulated),
       num_tokens=num_tokens,
       columns=columns,
-      size=blocks.group,
       eps=eps,
       normed=gain_D is not None,
     ),
@@ -219,7 +215,6 @@ def _kernel(
   accumulate,
   num_tokens,
   columns,
-  size,
   eps,
   normed,
 ):
@@ -261,8 +256,6 @@ def _kernel(
       douts.insert(0, scaled_ref[rows, chunk])
     return tiles.concatenate(douts, kept)
 
-  # The only weight is one, so mixtures do not depend on the scores.
-  alone = num_slots == 1 and not bank and columns.heads == 1
   factors_of = None
   if columns.heads > 1:
     rows = num_slots * tiles.GROUP
@@ -277,8 +270,9 @@ def _kernel(
         scaled_ref[rows, piece.columns] = wide.astype(scaled_ref.dtype)
 
   def open_group(first):
-    rows = slice(first, first + size)
-    kept = tiles.kept_rows(num_tokens, tile, step * tile + first, size)
+    rows = slice(first, first + tiles.GROUP)
+    base = step * tile + first
+    kept = tiles.kept_rows(num_tokens, tile, base, tiles.GROUP)
     load = functools.partial(tiles.load_sources, source_refs, rows, kept, bank)
     return rows, kept, load, functools.partial(load_douts, rows, kept)
 
@@ -292,8 +286,8 @@ def _kernel(
   groups: list[Any] = []
   lse: Any = None
   dlse: Any = None
-  opened = list(map(open_group, range(0, tile, size)))
-  if normed and not alone:
+  opened = list(map(open_group, range(0, tile, tiles.GROUP)))
+  if normed:
     segments = norm_lib.Segments(num_queries, num_slots)
     for first in range(0, len(opened), segments.groups):
       several = opened[first : first + segments.groups]
@@ -306,8 +300,8 @@ def _kernel(
         [
           _product_rows(
             load, norm_lib.with_sources(douts, load),
-            (num_queries + num_slots) * size, terms_ref, columns,
-            num_slots * size, exact,
+            (num_queries + num_slots) * tiles.GROUP, terms_ref, columns,
+            num_slots * tiles.GROUP, exact,
           )
           for _, _, load, douts in several
         ],
@@ -325,26 +319,12 @@ def _kernel(
     lse, dlse = jnp.transpose(lse_ref[0]), jnp.transpose(dlse_ref[0])
   for rows, kept, load, douts in opened[len(groups) :]:
     inverse = inverse_rms(kept, load)
-    if alone:
-      score = _scores(load, terms_ref, columns, num_queries, exact) * inverse
-      dscore = dlse[rows]
-      bend = jnp.sum(dscore * score, axis=1, keepdims=True)
-      bend = bend * inverse * inverse * (1.0 / columns.key_width)
-      pull = dscore * inverse
-      norm = None
-      if normed:
-        norm = norm_lib.of_one(
-          jnp.transpose(inverse_ref[0, :, rows]), load, douts, columns
-        )
-      factor = _pull_factor(pull, exact)
-      groups.append((rows, kept, load, douts, norm, bend, factor, pull))
-      continue
     products_of = _products if columns.heads == 1 else heads_lib.products
     product, score = products_of(
-      load, douts, terms_ref, columns, num_slots, size, num_queries, exact
+      load, douts, terms_ref, columns, num_slots, num_queries, exact
     )
-    product = tiles.on_slots(product, size)
-    score = tiles.on_slots(score * inverse, size)
+    product = tiles.on_slots(product)
+    score = tiles.on_slots(score * inverse)
     valid = tiles.valid_slots(score.shape, count)
     # Only for valid slots; the lse of an empty set is -inf.
     score = tiles.where(valid, score, 0.0)
@@ -357,7 +337,7 @@ def _kernel(
     bend = bend * inverse * inverse * (1.0 / columns.key_width)
     pull = flat(dscore) * inverse
     if factors_of is None:
-      factors = [_factor(flat(weight), pull, size, exact)]
+      factors = [_factor(flat(weight), pull, exact)]
     else:
       factors = factors_of(flat(weight), pull)
     groups.append((rows, kept, load, douts, False, bend, factors, pull))
@@ -366,21 +346,20 @@ def _kernel(
   for rows, kept, load, douts, norm, bend, factors, _ in groups:
     for piece in columns.pieces:
       chunk = piece.columns
-      dsource_of = _dsource_alone if alone else _dsource
-      dsource = dsource_of(
+      dsource = _dsource(
         load(chunk), douts(chunk), pull_terms_ref, norm, bend, factors, columns,
         piece,
       )  # fmt: skip
       if normed:
         # Behind the gradients are the rows of the normalised mixture.
         dnormed = tiles.concatenate([load_dout(0, rows, chunk)], kept)
-        normed_rows = dsource[-size:]
+        normed_rows = dsource[-tiles.GROUP :]
         dgain_ref[0, :, chunk] += dnormed.astype(jnp.float32) * normed_rows
       if count is not None:
-        valid = tiles.iota(dsource.shape, 0) < count * size
+        valid = tiles.iota(dsource.shape, 0) < count * tiles.GROUP
         dsource = jnp.where(valid, dsource, 0.0)
       for i in range(num_slots):
-        part = dsource[i * size : (i + 1) * size]
+        part = dsource[i * tiles.GROUP : (i + 1) * tiles.GROUP]
         at = (0, (i, rows, chunk)) if bank else (i, (rows, chunk))
         if old_refs is not None:
           part += old_refs[at[0]][at[1]].astype(jnp.float32)
@@ -389,7 +368,7 @@ def _kernel(
 
   # The query gradient also sums over tokens: take as many groups at once as
   # fill the depth of a matrix unit.
-  span = max(1, 2 * _MATRIX // (num_slots * size))
+  span = max(1, 2 * _MATRIX // (num_slots * tiles.GROUP))
   for first in range(0, len(groups), span):
     several = groups[first : first + span]
     pulls = [pull for *_, pull in several]
@@ -417,17 +396,17 @@ def _weights(score, lse, valid=None):
   return weight / jnp.where(total == 0.0, 1.0, total)[None]
 
 
-def _products(
-  load, douts, terms_ref, columns, num_slots, size, num_queries, exact
-):
+def _products(load, douts, terms_ref, columns, num_slots, num_queries, exact):
   """Products of source rows with their token's dout and the query: [M*8, Q]."""
-  diagonal = num_queries * size
+  diagonal = num_queries * tiles.GROUP
   product = _product_rows(
-    load, douts, diagonal, terms_ref, columns, num_slots * size, exact
+    load, douts, diagonal, terms_ref, columns, num_slots * tiles.GROUP, exact
   )
-  token = lambda row: jnp.bitwise_and(row, size - 1)
+  token = lambda row: jnp.bitwise_and(row, tiles.GROUP - 1)
   return (
-    tiles.take_columns(product, lambda r, i: i * size + token(r), num_queries),
+    tiles.take_columns(
+      product, lambda r, i: i * tiles.GROUP + token(r), num_queries
+    ),
     tiles.total(
       tiles.take_columns(product, lambda r, i, f=first: f + i, num_queries)
       for first in range(diagonal, diagonal + terms_ref.shape[0], num_queries)
@@ -503,57 +482,14 @@ def _dsource(
   return dsource
 
 
-def _scores(load, terms_ref, columns, num_queries, exact):
-  """Products of the rows of sources with the queries: [M*8, Q]."""
-  raw = tiles.total(
-    tiles.dot(terms_ref[:, piece.key], load(piece.columns), 1, exact=exact)
-    for piece in columns.keys
-  )
-  return jnp.transpose(tiles.sum_terms(raw, num_queries))
-
-
-def _pull_factor(pull, exact):
-  """The columns of `_factor` that belong to the pulls."""
-  if exact:
-    return pull
-  high, low = tiles.high_and_low(pull)
-  return jnp.concatenate([high, high, low], axis=1).astype(jnp.bfloat16)
-
-
-def _dsource_alone(
-  source, dout, pull_terms_ref, norm, bend, factor, columns, piece
-):
-  """`_dsource` of the only source, of which every mixture is a copy."""
-  exact = dout.dtype == jnp.float32
-  size = source.shape[0]
-  parts = [
-    dout[first : first + size].astype(jnp.float32)
-    for first in range(0, dout.shape[0], size)
-  ]
-  wide = source.astype(jnp.float32)
-  if norm is not None:
-    parts[0] *= norm.inverse
-    if columns.all_keys:
-      bend += norm.along
-    else:
-      parts.append(-norm.along * wide)
-  dsource = tiles.total(parts)
-  if piece.key is not None:
-    dsource += tiles.dot(factor, pull_terms_ref[:, piece.key], exact=exact)
-    dsource -= bend * columns.only_keys(piece, wide)
-  if norm is None:
-    return dsource
-  return jnp.concatenate([dsource, norm.inverse * wide], axis=0)
-
-
-def _factor(weight, pull, size, exact):
+def _factor(weight, pull, exact):
   """Left operand of the source gradients: twice [M*8, Q] to [M*8, columns].
 
   Columns are the weights on the token diagonal (high terms, low terms), then
   the pulls (high, high, low). Exact factors need one term each.
   """
   rows, num_queries = weight.shape
-  diagonal = num_queries * size
+  diagonal = num_queries * tiles.GROUP
   spread = diagonal if exact else 2 * diagonal
   columns = spread + num_queries * (1 if exact else 3)
   parts = []
@@ -564,9 +500,9 @@ def _factor(weight, pull, size, exact):
     if first < spread:
       query = jnp.where(column < diagonal, column, column - diagonal)
       taken = tiles.take_columns(
-        weight, lambda r, i, at=query >> (size.bit_length() - 1): at
+        weight, lambda r, i, at=query >> tiles.GROUP_BITS: at
       )
-      part = jnp.where(tiles.on_diagonal(row, column, size), taken, 0.0)
+      part = jnp.where(tiles.on_diagonal(row, column), taken, 0.0)
     if first + tiles.LANES > spread:
       query = column - spread
       for _ in range(2):

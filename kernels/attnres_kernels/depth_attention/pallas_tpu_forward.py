@@ -6,9 +6,6 @@ With `v` of rows (source, token), see `pallas_tpu_tiles`:
   scores    query terms x v^T, one product for all queries of 16 tokens
   mixtures  weights x v per group, the weights [(query, token), (source,
             token)] on the token diagonal, in two bfloat16 terms
-
-Where a group has 16 tokens, the matrix unit squares as well: norms of the keys
-are the diagonal of v x v^T.
 """
 
 import functools
@@ -52,9 +49,7 @@ def forward(
   num_queries, width = query_QD.shape[0], flat[0].shape[-1]
   dtype = sources[0].dtype
   token_bytes = (num_slots + num_queries) * width * dtype.itemsize
-  blocks = tiles.BlockSizes.choose(
-    num_tokens, width, token_bytes, heads, num_slots, num_queries, dtype
-  )
+  blocks = tiles.BlockSizes.choose(num_tokens, width, token_bytes, heads)
   tile = blocks.tokens
   steps = pl.cdiv(num_tokens, tile)
   columns = columns_lib.Columns(width, blocks.lanes, heads, rank)
@@ -77,7 +72,6 @@ def forward(
       bank=not isinstance(sources, tuple),
       num_tokens=num_tokens,
       columns=columns,
-      group=blocks.group,
       eps=eps,
       norm_eps=norm_eps,
     ),
@@ -126,7 +120,6 @@ def _kernel(
   bank,
   num_tokens,
   columns,
-  group,
   eps,
   norm_eps,
 ):
@@ -143,7 +136,7 @@ def _kernel(
   exact = out_refs[0].dtype == jnp.float32
   count = count_ref[0] if bank else None
   base = pl.program_id(0) * tile
-  stacked = num_slots * group <= _STACKED_ROWS
+  stacked = num_slots * tiles.GROUP <= _STACKED_ROWS
   groups, lses, inverses = [], [], []
 
   def write(query, rows, chunk, mixed):
@@ -168,12 +161,9 @@ def _kernel(
       tiles.kept_rows(num_tokens, tile, base + first, tiles.ROWS),
       bank,
     )
-    if group == tiles.GROUP:
-      raw = _raw_scores(load, terms_ref, columns, num_queries, exact)
-      score = jnp.transpose(raw) * tiles.inverse_rms(load, columns, eps)
-    else:
-      score = _scores(load, terms_ref, columns, num_queries, eps)
-    score = score.reshape(num_slots, -1, group, softmaxes)
+    raw = _raw_scores(load, terms_ref, columns, num_queries, exact)
+    score = jnp.transpose(raw) * tiles.inverse_rms(load, columns, eps)
+    score = score.reshape(num_slots, -1, tiles.GROUP, softmaxes)
     valid = tiles.valid_slots(score.shape, count)
     score = tiles.where(valid, score, _MASKED)
     top = jnp.max(score, axis=0)
@@ -183,29 +173,19 @@ def _kernel(
     safe = jnp.where(empty, 1.0, total)
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(safe))
     lses.append(lse.reshape(tiles.ROWS, softmaxes))
-    if num_slots == 1 and not bank:
-      # The only weight is one: every mixture is the source.
-      rows = slice(first, first + tiles.ROWS)
-      for piece in columns.pieces:
-        for query in range(normed, num_queries):
-          write(query, rows, piece.columns, load(piece.columns))
-      if normed:
-        pieces = [load(piece.columns) for piece in columns.pieces]
-        write_normed(rows, [x.astype(jnp.float32) for x in pieces])
-      continue
     weight = weight / safe[None]
-    for half in range(tiles.ROWS // group):
-      start = first + half * group
+    for half in range(tiles.ROWS // tiles.GROUP):
+      start = first + half * tiles.GROUP
       load = functools.partial(
         tiles.load_sources,
         source_refs,
-        slice(start, start + group),
-        tiles.kept_rows(num_tokens, tile, base + start, group),
+        slice(start, start + tiles.GROUP),
+        tiles.kept_rows(num_tokens, tile, base + start, tiles.GROUP),
         bank,
       )
       left = weight[:, half].reshape(-1, softmaxes)
-      left = _diagonal_weights(left, group, exact, stacked)
-      groups.append((slice(start, start + group), load, left))
+      left = _diagonal_weights(left, exact, stacked)
+      groups.append((slice(start, start + tiles.GROUP), load, left))
 
   # A second sweep, so that the statistics of all groups can overlap.
   for rows, load, weight in groups:
@@ -217,7 +197,7 @@ def _kernel(
       if columns.heads == 1:
         mixed = tiles.dot(weight, source, exact=exact)
         if not exact and not stacked:
-          half = num_queries * group
+          half = num_queries * tiles.GROUP
           mixed = mixed[:half] + mixed[half:]
       else:
         mixed = columns.select(
@@ -230,9 +210,9 @@ def _kernel(
         # An empty bank may hold anything, and 0 * NaN is NaN.
         mixed = jnp.where(count > 0, mixed, 0.0)
       if normed:
-        firsts.append(mixed[:group])
+        firsts.append(mixed[: tiles.GROUP])
       mixed = mixed.astype(out_refs[0].dtype)
-      mixed = mixed.reshape(num_queries, group, -1)
+      mixed = mixed.reshape(num_queries, tiles.GROUP, -1)
       for query in range(normed, num_queries):
         write(query, rows, piece.columns, mixed[query])
     if normed:
@@ -263,30 +243,6 @@ def _raw_scores(load, terms_ref, columns, num_queries, exact):
   return jnp.concatenate(raw, axis=0)
 
 
-def _scores(load, terms_ref, columns, num_queries, eps):
-  """Scores of one head [M*16, Q]; all sums over columns on the matrix unit."""
-
-  def multiply(piece):
-    key = columns.only_keys(piece, load(piece.columns))
-    left = jnp.concatenate([key, terms_ref[:, piece.key]], axis=0)
-    return tiles.dot(left, key, 1, exact=False)
-
-  product = tiles.total(map(multiply, columns.keys))
-  rows = product.shape[1]
-  squares = [
-    _diagonal(product[part, part]) for part in tiles.chunks(rows, tiles.LANES)
-  ]
-  square = jnp.concatenate(squares, axis=1)
-  inverse = jax.lax.rsqrt(square * (1.0 / columns.key_width) + eps)
-  return jnp.transpose(tiles.sum_terms(product[rows:], num_queries) * inverse)
-
-
-def _diagonal(x):
-  """The diagonal as one row."""
-  on = tiles.iota(x.shape, 0) == tiles.iota(x.shape, 1)
-  return jnp.sum(jnp.where(on, x, 0.0), axis=0, keepdims=True)
-
-
 def _mixed(weight, source, num_queries, heads, exact, head):
   """Mixtures of one head in all columns of a piece: [Q*8, columns]."""
   rows = num_queries * tiles.GROUP
@@ -297,29 +253,27 @@ def _mixed(weight, source, num_queries, heads, exact, head):
   )
 
 
-def _diagonal_weights(weight, group, exact, stacked):
+def _diagonal_weights(weight, exact, stacked):
   """[M*8, Q] to the left operand of the mixtures, rows (query, token).
 
   Columns are (source, token). If `stacked`, they hold the high and then the low
   terms; otherwise the low terms are rows below the high terms.
   """
   if exact:
-    return _spread_queries(weight, group)
+    return _spread_queries(weight)
   high, low = tiles.high_and_low(weight)
   if stacked:
-    both = _spread_queries(jnp.concatenate([high, low], axis=0), group)
+    both = _spread_queries(jnp.concatenate([high, low], axis=0))
   else:
-    both = jnp.concatenate(
-      [_spread_queries(x, group) for x in (high, low)], axis=0
-    )
+    both = jnp.concatenate([_spread_queries(x) for x in (high, low)], axis=0)
   return both.astype(jnp.bfloat16)
 
 
-def _spread_queries(x, group):
+def _spread_queries(x):
   """[(source, token), Q] to [(query, token), (source, token)]."""
   turned = jnp.transpose(x)
-  shape = (group, turned.shape[1])
-  mask = tiles.on_diagonal(tiles.iota(shape, 0), tiles.iota(shape, 1), group)
+  shape = (tiles.GROUP, turned.shape[1])
+  mask = tiles.on_diagonal(tiles.iota(shape, 0), tiles.iota(shape, 1))
   return jnp.concatenate(
     [
       jnp.where(mask, jnp.broadcast_to(turned[q : q + 1], shape), 0.0)

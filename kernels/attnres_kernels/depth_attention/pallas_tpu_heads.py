@@ -15,11 +15,9 @@ from attnres_kernels.depth_attention import pallas_tpu_columns as columns_lib
 from attnres_kernels.depth_attention import pallas_tpu_tiles as tiles
 
 
-def products(
-  load, douts, terms_ref, columns, num_slots, size, num_queries, exact
-):
+def products(load, douts, terms_ref, columns, num_slots, num_queries, exact):
   """Products of source rows with their token's dout and the query: [M*8, J]."""
-  del num_slots, size  # Of one head.
+  del num_slots  # Of one head.
   diagonal = num_queries * tiles.GROUP
   found_dout, found_query = [0.0] * columns.heads, [0.0] * columns.heads
   for piece in columns.pieces:

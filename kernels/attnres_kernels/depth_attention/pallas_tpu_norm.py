@@ -18,33 +18,10 @@ because every step of them waits for the one before: lane i of a group's segment
 is query i, and then source i - Q.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 
 from attnres_kernels.depth_attention import pallas_tpu_tiles as tiles
-
-
-class One(NamedTuple):
-  """Of the only source of a group's tokens, which is the mixture: [8, 1].
-
-  Attributes:
-    inverse: of its rms.
-    along: how much of it its gradient loses.
-  """
-
-  inverse: jax.Array
-  along: jax.Array
-
-
-def of_one(inverse, load, douts, columns) -> One:
-  product = 0.0
-  for piece in columns.pieces:
-    scaled = douts(piece.columns)[: tiles.GROUP].astype(jnp.float32)
-    source = load(piece.columns).astype(jnp.float32)
-    product += jnp.sum(scaled * source, axis=1, keepdims=True)
-  return One(inverse, product * (inverse * inverse * inverse / columns.width))
 
 
 def with_sources(douts, load):

@@ -5,9 +5,8 @@ Tokens are processed in groups of 8, the sublanes of a register. The M sources
 of a group form one matrix [M*8, D] whose rows are (source, token), so that all
 wide operations can be matrix products. Of a product with columns (query, token)
 only the token diagonal is needed, an eighth, which is why groups are as small
-as possible. On some chips groups have 16 tokens, the row tile of bfloat16,
-which need not be packed anew; comments say 8 for both. Statistics are compact,
-[M*8, Q], and a sum over the sources of a token is a sum over registers.
+as possible. Statistics are compact, [M*8, Q], and a sum over the sources of a
+token is a sum over registers.
 `take_columns` converts from the diagonal to the compact form, and back if
 `on_diagonal` masks the rest.
 
@@ -31,77 +30,38 @@ GROUP = 1 << GROUP_BITS  # The sublanes of a register.
 ROWS = 16  # The row tile of bfloat16 in memory.
 LANES = 128  # Of a register, and the most queries.
 MOST_STATISTICS = 512  # Queries times heads; beyond, programs grow too long.
-# The most sources and queries of groups of 16 tokens. All rows of the sources
-# fit the depth of the matrix unit; with more queries than these, groups of 8
-# take less time on units of 128 x 128 (compiler's schedules).
-_MOST_OF_16: dict[str | None, tuple[int, int]] = {
-  "TPU v5": (8, 6), "TPU v5 lite": (8, 6),
-  "TPU v6 lite": (16, LANES), "TPU7x": (16, LANES),
-}  # fmt: skip
-# Its memory is so fast that packing rows anew counts forward, too, and so does
-# the start of a grid step.
-_FASTEST = "TPU7x"
 _BUFFER_SHARE = 5 / 7  # Of VMEM; the rest is for values.
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
-  """Tokens per grid step and group, and lanes per inner product step."""
+  """Tokens per grid step, and lanes per inner product step."""
 
   tokens: int
-  group: int = GROUP
   lanes: int = 1280
 
   @classmethod
   def choose(
-    cls,
-    num_tokens,
-    width,
-    token_bytes,
-    heads=1,
-    num_slots=1,
-    num_queries=1,
-    dtype=jnp.bfloat16,
-    backward=False,
-    normed=False,
-  ):
-    """The largest tile up to 128 tokens, or 256, whose two buffers stay small.
+    cls, num_tokens: int, width: int, token_bytes: int, heads: int = 1
+  ) -> "BlockSizes":
+    """The largest tile up to 128 tokens whose two buffers stay small.
 
     Args:
       num_tokens: all tokens of the call.
       width: D.
       token_bytes: bytes moved per token.
       heads: with several, half as many tokens, as their program is longer.
-      num_slots: M.
-      num_queries: Q.
-      dtype: of the sources.
-      backward: not 256 tokens, whose program takes minutes to compile.
-      normed: groups of 8 only, as statistics of a norm are laid out for those.
     """
     # Narrow rows need larger tiles to fill the schedule.
     tokens = 128 if width <= 1536 else 64
-    group = GROUP
-    kind = dispatch.tpu_kind()
-    most_slots, most_queries = _MOST_OF_16.get(kind, (0, 0))
     if heads > 1:
       tokens //= 2
-    elif (
-      (backward or kind == _FASTEST)
-      and num_slots <= most_slots
-      and num_queries <= most_queries
-      and dtype == jnp.bfloat16
-      and not normed
-      and num_tokens >= ROWS
-    ):
-      group = ROWS
-      if kind == _FASTEST:
-        tokens = min(2 * tokens, 128 if backward else 256)
     most = _BUFFER_SHARE * dispatch.tpu_vmem_bytes()
     while tokens > ROWS and (
       2 * tokens * token_bytes > most or tokens // 2 >= num_tokens
     ):
       tokens //= 2
-    return cls(tokens, group)
+    return cls(tokens)
 
 
 def why_not(
@@ -123,7 +83,7 @@ def why_not(
     return f"sources must be bfloat16 or float32, got {first.dtype}"
   if query_QD.dtype != jnp.float32:
     return f"queries must be float32, got {query_QD.dtype}"
-  if norm_eps is not None and num_slots > 1 and num_queries + num_slots > LANES:
+  if norm_eps is not None and num_queries + num_slots > LANES:
     return (
       f"at most {LANES} queries and sources with a norm, got query"
       f" {query_QD.shape} and {num_slots} sources"
@@ -275,9 +235,9 @@ def inverse_rms_of(parts, width, eps):
   return jax.lax.rsqrt(square * (1.0 / width) + eps)
 
 
-def on_slots(x, group=GROUP):
+def on_slots(x):
   """[M*8, Q] as [M, 8, Q], for sums over the sources of a token."""
-  return x.reshape(-1, group, x.shape[-1])
+  return x.reshape(-1, GROUP, x.shape[-1])
 
 
 def valid_slots(shape, count):
@@ -331,9 +291,9 @@ def pad_lanes(x):
   return jnp.concatenate([x, zeros], axis=1)
 
 
-def on_diagonal(row, column, group=GROUP):
+def on_diagonal(row, column):
   """A mask: the token of the row is the token of the column."""
-  return jnp.bitwise_and(row ^ column, group - 1) == 0
+  return jnp.bitwise_and(row ^ column, GROUP - 1) == 0
 
 
 def high_and_low(x):
