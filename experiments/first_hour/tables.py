@@ -85,10 +85,6 @@ def of_depth(_: readme.Rows = ()) -> str:
   for kernel in "depth_merge", "rms_norm":
     for way in _PASSES:
       add(f"{kernel}_{way}", "D = 1168 / 2304 / 8192", shapes.MERGE)
-  *of_block, full, large = shapes.DECODED
-  read = "depth_read_forward"
-  add(read, "decoded (24, 9, 1 / 8 / 64, 2048)", of_block)
-  add(read, "Full (24, 25, 8, 2048); 48B (54, 10, 8, 2304)", (full, large))
   header = "kernel", "shape (Q, M, T, D)", *CHIPS
   return _with_origin(_merged(header, lines), used)
 

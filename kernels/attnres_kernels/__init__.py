@@ -2,8 +2,7 @@
 """Attention over depth as fast operators (Attention Residuals, 2603.15031).
 
 `depth_attention` is phase 1 of the paper's two-phase algorithm, `depth_merge`
-and `depth_merge_norm` are phase 2. `depth_read_norm` is both at once, for the
-tokens of a decoding step. `kda` is the delta rule of Kimi Linear, the
+and `depth_merge_norm` are phase 2. `kda` is the delta rule of Kimi Linear, the
 network that the paper trains, and `short_conv` makes its features. `stream_mix`
 and `sinkhorn` are for schemes with several residual streams. The package
 imports only JAX.
@@ -16,7 +15,6 @@ from attnres_kernels.depth_merge.api import Sinks
 from attnres_kernels.depth_merge.api import combine_mixtures
 from attnres_kernels.depth_merge.api import depth_merge
 from attnres_kernels.depth_merge.api import depth_merge_norm
-from attnres_kernels.depth_read.api import depth_read_norm
 from attnres_kernels.dispatch import IMPLEMENTATIONS
 from attnres_kernels.dispatch import Implementation
 from attnres_kernels.kda.api import kda
@@ -36,7 +34,6 @@ __all__ = [
   "depth_attention_vjp",
   "depth_merge",
   "depth_merge_norm",
-  "depth_read_norm",
   "kda",
   "kda_step",
   "rms_norm",

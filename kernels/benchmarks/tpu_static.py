@@ -42,7 +42,6 @@ from attnres_kernels import dispatch
 from attnres_kernels.depth_attention import pallas_tpu as attention
 from attnres_kernels.depth_attention import shapes
 from attnres_kernels.depth_merge import pallas_tpu as merge
-from attnres_kernels.depth_read import pallas_tpu as depth_read
 from attnres_kernels.kda import pallas_tpu as kda
 from attnres_kernels.kda import shapes as kda_shapes
 from attnres_kernels.rms_norm import pallas_tpu as rms_norm
@@ -223,13 +222,7 @@ def _attention(shape, backward):
   dout = jax.ShapeDtypeStruct((shape.queries, *token), jnp.bfloat16)
   slabs = (1 + backward) * shape.sources + shape.queries
   tile = attention.BlockSizes.choose(
-    shape.tokens,
-    shape.width,
-    2 * slabs * shape.width,
-    shape.heads,
-    shape.sources,
-    shape.queries,
-    backward=backward,
+    shape.tokens, shape.width, 2 * slabs * shape.width, shape.heads
   ).tokens
   tiles = math.ceil(shape.tokens / tile)
   parts = max(p for p in range(1, 9) if tiles % p == 0)
@@ -300,27 +293,6 @@ def _norm(shape, backward):
   return functools.partial(kernel, eps=1e-6), arguments, plan
 
 
-def _read(shape):
-  """The sources of a decoding step: blocks, and a float32 partial sum."""
-  token = (shape.tokens, shape.width)
-  sources = [jax.ShapeDtypeStruct(token, jnp.bfloat16)] * (shape.sources - 1)
-  sources.append(jax.ShapeDtypeStruct(token, jnp.float32))
-  queries = jax.ShapeDtypeStruct((shape.queries, shape.width), jnp.float32)
-  gain = jax.ShapeDtypeStruct((shape.width,), jnp.float32)
-  function = functools.partial(
-    depth_read.forward, row=0, eps=1e-6, norm_eps=1e-6
-  )
-  plan = _plan(
-    shape.tokens,
-    min(shape.tokens, 16),
-    shape.width,
-    slabs=shape.sources + 2,
-    stats=0,
-    fixed=36 * shape.width,
-  )
-  return function, (queries, gain, *sources), plan
-
-
 def _plan(tokens, tile, width, slabs, stats, fixed):
   """Bytes moved and VMEM used; in memory, rows are padded to 128 lanes."""
   steps = math.ceil(tokens / tile)
@@ -353,8 +325,6 @@ def _depth_cases(options) -> Iterator[tuple[str, Any, Build]]:
       for shape in of_op:
         build_one = functools.partial(build, backward=bool(backward))
         yield f"{op}_{direction}", shape, build_one
-  for shape in shapes.DECODED:
-    yield "depth_read_forward", shape, _read
 
 
 # Operands and results that a kernel moves: in the input dtype with width K or

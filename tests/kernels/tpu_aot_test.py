@@ -18,7 +18,6 @@ from attnres_kernels import depth_attention
 from attnres_kernels import depth_attention_vjp
 from attnres_kernels import depth_merge
 from attnres_kernels import depth_merge_norm
-from attnres_kernels import depth_read_norm
 from attnres_kernels import sinkhorn
 from attnres_kernels import stream_mix
 from attnres_kernels.depth_attention import shapes
@@ -101,21 +100,6 @@ def merge(shape, op):
   lse = ((shape.tokens, *of_heads), jnp.float32)
   wide = (token, None)
   return f, [wide, lse, query, wide, wide, row]
-
-
-def read(shape):
-  """One token of each row, through the public function."""
-
-  def f(queries, gain, *sources):
-    return depth_read_norm(queries, 9, sources, gain)
-
-  token = (shape.tokens, 1, shape.width)
-  return f, [
-    ((shape.queries, shape.width), jnp.float32),
-    ((shape.width,), jnp.float32),
-    *[(token, None)] * (shape.sources - 1),
-    (token, jnp.float32),
-  ]
 
 
 def mix(tokens, width, count=4, columns=24):
@@ -242,12 +226,6 @@ class TestTpuCompile:
     # Five arrays are read, and three written.
     moved = hlo.Program(text).hbm_bytes() / steps
     assert 7.9 * row < moved < 8.2 * row
-
-  @pytest.mark.parametrize("chip", MAIN_CHIPS)
-  @pytest.mark.parametrize("shape", shapes.DECODED[::2], ids=str)
-  def test_read(self, chip, shape):
-    text = compile_for(chip, *read(shape), "bfloat16")
-    assert "depth_read_forward" in text
 
   @pytest.mark.parametrize("chip", MAIN_CHIPS)
   @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))

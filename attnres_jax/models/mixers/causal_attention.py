@@ -283,7 +283,7 @@ def _mix(tile: _Tile, parts: Sequence[_Keys], scale: float) -> jax.Array:
   )
   weights = [jnp.exp(x - top_BKGT1) for x in logits]
   total_BKGT1 = sum(jnp.sum(x, axis=-1, keepdims=True) for x in weights)
-  mixed_BKGTV = sum(
+  mixed_BKGTV: Any = sum(
     product("BKGTS,BKSV->BKGTV", weight_BKGTS.astype(dtype), part.value_BKSV)
     for weight_BKGTS, part in zip(weights, parts)
   )
@@ -364,7 +364,7 @@ def _splash(
       segment_ids_BT, ((0, 0), (0, missing)), mode="edge"
     )
     segments = splash_attention.SegmentIds(segment_ids_BT, segment_ids_BT)
-  mixed_BNTV = jax.vmap(kernel)(
+  mixed_BNTV: Any = jax.vmap(kernel)(
     *map(heads_first, (scaled_BTNH, key_BTKH, value_BTKV)), segments
   )
   return jnp.swapaxes(mixed_BNTV, 1, 2)[:, :length]

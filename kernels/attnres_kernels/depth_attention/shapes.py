@@ -82,13 +82,6 @@ MERGE_HEADS = tuple(
   Shape("merge_heads", 1, 1, 8192, s.width, s.heads, s.rank) for s in HEADS
 )
 MERGE = tuple(Shape("merge", 1, 1, 8192, width) for width in (1168, 2304, 8192))
-# A decoding step's reads: Block and Full AttnRes with 24 sublayers, and the
-# first with those of the 48B model.
-DECODED = (
-  *(Shape("decoded", 24, 9, tokens, 2048) for tokens in (1, 8, 64)),
-  Shape("decoded", 24, 25, 8, 2048),
-  Shape("decoded", 54, 10, 8, 2304),
-)
 # The other widths of Table 2, and the extremes of each axis.
 ODD = tuple(
   Shape("odd", 4, 3, 96, width) for width in (896, 960, 1024, 1264)
