@@ -280,8 +280,8 @@ def refuse_foreign(
     name: of the argument that names the folder, for the error.
     folder: which may not exist.
     ours: each file that will be written, with marks that only ours has: columns
-      of a CSV file, keys of the object in a JSON file (in the first line of
-      JSON lines), words of any other text.
+      of a CSV file, keys of the first object in a JSON file (in the first line
+      of JSON lines), words of any other text.
     is_known: whether the folder is ours, if no file shows it. It is asked about
       a file that cannot be read: a damaged one of ours, or somebody's.
 
@@ -301,6 +301,32 @@ def refuse_foreign(
     known = is_ours is None and (True in found.values() or is_known())
     if not (is_ours or known):
       fail_foreign(name, folder, file)
+
+
+def check_output(name: str, path: epath.PathLike, marks: Sequence[str]) -> None:
+  """Refuses to write the file that an argument names over somebody else's.
+
+  Args:
+    name: of the argument, for the error.
+    path: of the file, which may not exist.
+    marks: that the new file has; see `refuse_foreign`.
+
+  Raises:
+    ConfigError: somebody else's file is there.
+  """
+  path = epath.Path(path)
+  refuse_foreign(name, path.parent, {path.name: marks})
+
+
+def write_output(
+  name: str, path: epath.PathLike, content: str, marks: Sequence[str]
+) -> None:
+  """Writes a file, after `check_output`, in a folder that is made if needed."""
+  path = epath.Path(path)
+  check_output(name, path, marks)
+  if not is_remote(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+  write(path, content)
 
 
 def fail_foreign(name: str, folder: epath.PathLike, file: str) -> NoReturn:
@@ -323,6 +349,8 @@ def _has_marks(file: str, content: bytes, marks: Sequence[str]) -> bool | None:
     values = json.loads(first if file.endswith("l") else content)
   except (ValueError, RecursionError):
     return None
+  if isinstance(values, list):
+    values = values[:1] and values[0]
   return isinstance(values, dict) and set(marks) <= values.keys()
 
 

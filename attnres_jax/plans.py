@@ -160,7 +160,8 @@ def copy(path: Path, folder: Path) -> None:
   """
   path = epath.Path(path)
   if path.exists():
-    files.write(epath.Path(folder) / COPY, path.read_text())
+    target = epath.Path(folder) / COPY
+    files.write_output("--workdir", target, path.read_text(), _KEYS)
 
 
 def config_hash(config: config_lib.RunConfig) -> str:

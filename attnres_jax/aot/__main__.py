@@ -20,7 +20,6 @@ import argparse
 from collections.abc import Mapping, Sequence
 import dataclasses
 import json
-import pathlib
 import sys
 from typing import Any
 
@@ -28,9 +27,13 @@ import jax
 
 from attnres_jax import command_line
 from attnres_jax import config as config_lib
+from attnres_jax import files
 from attnres_jax import plans
 from attnres_jax.aot import report
 from attnres_jax.aot import topology
+
+# Keys of every report.
+_MARKS = ("fits",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,13 +72,15 @@ def make_parser() -> command_line.Parser:
 def _report(options: argparse.Namespace) -> int:
   # The program is compiled for the topology; nothing runs.
   jax.config.update("jax_platforms", "cpu")
+  if options.json:
+    files.check_output("--json", options.json, _MARKS)
   reports = _make_reports(options)
   print("\n\n".join(report.to_text(one) for one in reports))
   if len(reports) == 2:
     print("\n" + report.compare(*reports))
   if options.json:
     text = json.dumps(reports if options.compare else reports[0], indent=2)
-    pathlib.Path(options.json).write_text(text + "\n")
+    files.write_output("--json", options.json, text + "\n", _MARKS)
   return 0 if all(one["fits"] for one in reports) else 1
 
 

@@ -12,10 +12,10 @@ Takes the same `--config` flags as training.
 import argparse
 from collections.abc import Sequence
 import json
-import pathlib
 import sys
 
 from attnres_jax import command_line
+from attnres_jax import files
 from attnres_jax.flops import report
 
 
@@ -31,6 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _report(options: argparse.Namespace) -> None:
   config = command_line.load_config(options.config)
+  marks = ("schemes", "totals")
+  if options.json not in ("-", "", None):
+    files.check_output("--json", options.json, marks)
   numbers = report.make_report(config)
   text = json.dumps(numbers, indent=2) + "\n"
   if options.json == "-":
@@ -38,7 +41,7 @@ def _report(options: argparse.Namespace) -> None:
     return
   print(report.to_text(numbers))
   if options.json:
-    pathlib.Path(options.json).write_text(text)
+    files.write_output("--json", options.json, text, marks)
 
 
 if __name__ == "__main__":

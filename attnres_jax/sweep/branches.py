@@ -63,6 +63,7 @@ def start(folder: epath.PathLike, run: grid.Run) -> int:
     return 0
   trunk, target = folder / run.branch_of, workdir / checkpoint.CHECKPOINTS
   config = folder_lib.run_config(run)
+  run_folder.refuse_foreign("--folder", workdir)
   files.write(workdir / "config.json", config_lib.to_json(config))
   shutil.copyfile(trunk / "data.json", workdir / "data.json")
   target.mkdir(exist_ok=True)

@@ -152,6 +152,9 @@ def _collect(experiment: Experiment, options: argparse.Namespace) -> int:
   progress = _known(options)
   path = epath.Path(options.out or epath.Path(options.workdir) / ROWS)
   found = monitor.rows(progress)
+  files.check_output("--out", path, ("run", "validation_loss"))
+  if not files.is_remote(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
   csv_rows.write(path, found)
   print(f"{len(found)} of {len(progress)} runs: {path}")
   return _outcome(progress)

@@ -200,6 +200,8 @@ def _read(folder: epath.Path, name: str) -> grid.Run:
     run = grid.Run(**values)
     if run.name != name:
       raise ValueError(f"name: got {run.name!r}, expected {name!r}")
+    if run.branch_of:
+      _named(folder, run.branch_of)
     run_config(run)
     return run
 

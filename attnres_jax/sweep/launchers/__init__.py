@@ -27,6 +27,8 @@ from attnres_jax import files
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import state as state_lib
 
+# In every script that a launcher writes: the worker that it starts.
+MARKS = ("attnres_jax.sweep.worker",)
 LAUNCHERS = ("local", "tpu_vm", "skypilot", "ray", "jobset", "slurm")
 
 

@@ -95,14 +95,17 @@ def launch(
   manifests: dict[str, Sequence[Manifest]] = {"queue.yaml": queue(settings)}
   for run in launchers.todo(runs, folder, options):
     manifests[f"{run.name}.yaml"] = [job_set(run.name, folder, settings)]
-  texts = {file: to_yaml(objects) for file, objects in manifests.items()}
+  # The queue starts no worker by itself.
+  head = f"# For {launchers.MARKS[0]}\n"
+  texts = {file: head + to_yaml(objects) for file, objects in manifests.items()}
   if options.dry_run:
     print("---\n".join(texts.values()), end="")
     return 0
   target = pathlib.Path(settings.manifests)
-  target.mkdir(parents=True, exist_ok=True)
+  for file in texts:
+    files.check_output("--set=manifests", target / file, launchers.MARKS)
   for file, text in texts.items():
-    files.write(target / file, text)
+    files.write_output("--set=manifests", target / file, text, launchers.MARKS)
   label = f"{SWEEP_LABEL}={_label(folder)}"
   print(
     f"{len(texts) - 1} runs in {target}\n"

@@ -12,7 +12,6 @@ times; its exit status says when that is useless.
 """
 
 from collections.abc import Mapping, Sequence
-import pathlib
 import shlex
 import types
 from typing import Any
@@ -61,9 +60,7 @@ def launch(
   if options.dry_run:
     print(text, end="")
   else:
-    target = pathlib.Path(settings.task)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    files.write(target, text)
+    files.write_output("--set=task", settings.task, text, launchers.MARKS)
   jobs = min(options.max_parallel, len(todo))
   print(f"# {len(todo)} runs, {jobs} slices at a time")
   for job in range(jobs):

@@ -15,7 +15,6 @@ not.
 
 from collections.abc import Sequence
 import os
-import pathlib
 import re
 import shlex
 import types
@@ -69,9 +68,8 @@ def launch(
   if options.dry_run:
     print(text, end="")
     return 0
-  target = pathlib.Path(_read(options).script)
-  target.parent.mkdir(parents=True, exist_ok=True)
-  files.write(target, text)
+  target = _read(options).script
+  files.write_output("--set=script", target, text, launchers.MARKS)
   print(f"{len(names)} runs in {target}\n  sbatch {target}")
   return 0
 

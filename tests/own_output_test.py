@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A command writes a file where it is told, unless somebody else's is there."""
+
+import contextlib
+import io
+import shutil
+
+from hypothesis import given
+from hypothesis import settings
+from hypothesis import strategies as st
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax import files
+from attnres_jax.flops import __main__ as flops_command
+from attnres_jax.scaling import grid
+from attnres_jax.sweep import cli
+from attnres_jax.sweep import folder as folder_lib
+from attnres_jax.sweep import launchers
+from attnres_jax.sweep import state as state_lib
+from attnres_jax.sweep.launchers import jobset
+from attnres_jax.sweep.launchers import skypilot
+from attnres_jax.sweep.launchers import slurm
+from tests import tiny_run
+from tests.sweep import tiny_sweep
+
+RUNS = [grid.Run("queue", {}, {})]
+FOREIGN = (
+  "a,b\n1,2\n", '{"a": 1}', "[]", "run: my own\n", "#!/bin/sh\n", "\0",
+  "kind: LocalQueue\n", "step,run\n",
+)  # fmt: skip
+foreign = st.sampled_from(FOREIGN) | st.text(min_size=1)
+
+
+@pytest.fixture(autouse=True)
+def bucket(monkeypatch):
+  """The states of a bucket's runs, which nobody asks for over a network."""
+  read = state_lib.read
+  is_there = lambda workdir: not str(workdir).startswith("gs://")
+  monkeypatch.setattr(
+    state_lib, "read", lambda w: read(w) if is_there(w) else state_lib.State()
+  )
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+  return tiny_sweep.finished(tmp_path_factory.mktemp("sweep"))[0]
+
+
+def _slurm(path, sweep):
+  given = {"script": str(path)}
+  return slurm.launch(RUNS, "gs://b/s", launchers.Options(settings=given))
+
+
+def _skypilot(path, sweep):
+  given = {"slice": "v6e-16", "task": str(path)}
+  return skypilot.launch(RUNS, "gs://b/s", launchers.Options(settings=given))
+
+
+def _jobset(path, sweep):
+  given = {"image": "a", "slice": "v5p:2x2x2", "manifests": str(path.parent)}
+  return jobset.launch(RUNS, "gs://b/s", launchers.Options(settings=given))
+
+
+def _collect(path, sweep):
+  argv = ["collect", f"--workdir={sweep}", f"--out={path}"]
+  return cli.main(tiny_sweep.EXPERIMENT, argv)
+
+
+def _flops(path, sweep):
+  config = f"--config={tiny_run.ROOT / tiny_run.SPEC}"
+  return flops_command.main([config, f"--json={path}"])
+
+
+# Command -> a name of a file that it writes.
+OUTPUTS: dict = {
+  _slurm: "sweep.sbatch", _skypilot: "task.yaml", _jobset: "queue.yaml",
+  _collect: "rows.csv", _flops: "numbers.json",
+}  # fmt: skip
+
+
+def _outcome(command, *args):
+  out, err = io.StringIO(), io.StringIO()
+  with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    try:
+      return command(*args), err.getvalue()
+    except config_lib.ConfigError as error:
+      return 2, f"error: {error}\n"
+
+
+@pytest.mark.parametrize("command", OUTPUTS)
+def test_a_file_of_others_stays(command, tmp_path, sweep):
+  folder = tmp_path / "made" / "by need"
+  path = folder / OUTPUTS[command]
+  assert _outcome(command, path, sweep)[0] == 0
+  # Its own file is replaced.
+  path.write_text(path.read_text() + "\n")
+  own = path.read_text()
+  assert _outcome(command, path, sweep)[0] == 0 and path.read_text() != own
+
+  @settings(max_examples=15, deadline=None, derandomize=True, database=None)
+  @given(foreign)
+  def law(content):
+    shutil.rmtree(folder)
+    folder.mkdir()
+    path.write_bytes(content.encode(errors="surrogatepass"))
+    before = path.read_bytes()
+    status, err = _outcome(command, path, sweep)
+    assert status == 2 and err.count("\n") == 1
+    assert f"{path.name}, which is there" in err
+    assert [f.name for f in folder.iterdir()] == [path.name]
+    assert path.read_bytes() == before
+
+  law()
+
+
+@pytest.mark.parametrize("name", ["sweep.json", "run.json", "plans.csv"])
+def test_a_sweep_replaces_no_file_of_others(name, tmp_path):
+  source = tiny_sweep.write(tmp_path / "tiny.py")
+  run = grid.load(source)[0].name
+  folder = tmp_path / "sweep"
+  path = folder / (f"{run}/{name}" if name == "run.json" else name)
+  path.parent.mkdir(parents=True)
+  path.write_text('{"a": 1}\n')
+  flags = [f"--config={source}", f"--workdir={folder}"]
+  status, err = _outcome(cli.main, tiny_sweep.EXPERIMENT, flags)
+  assert status == 2 and f"{name}, which is there" in err, err
+  assert path.read_text() == '{"a": 1}\n'
+
+
+def test_a_branch_is_of_a_run_in_the_folder(tmp_path):
+  source = tiny_sweep.write(tmp_path / "tiny.py")
+  run = tiny_sweep.prepare(tmp_path / "sweep", source)[0]
+  path = tmp_path / "sweep" / run.name / "run.json"
+  text = path.read_text().replace('"branch_of": ""', '"branch_of": "../x"')
+  assert "../x" in text
+  path.write_text(text)
+  with pytest.raises(config_lib.ConfigError, match="got run '../x', expected"):
+    folder_lib.read_run(tmp_path / "sweep", run.name)
+
+
+def test_files_that_may_be_replaced(tmp_path):
+  for name, content, marks in (
+    ("a.json", '[{"a": 1, "b": 2}]', ("a",)),
+    ("a.jsonl", '{"a": 1}\n{"b"', ("a",)),
+    ("a.csv", "a,b\n1,2\n", ("b", "a")),
+    ("a", "b c", ("b",)),
+    ("b", "", ("b",)),
+  ):
+    (tmp_path / name).write_text(content)
+    files.write_output("--x", tmp_path / name, "new", marks)
+    assert (tmp_path / name).read_text() == "new"
