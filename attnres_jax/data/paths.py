@@ -29,6 +29,7 @@ from etils import epath
 
 from attnres_jax import config as config_lib
 from attnres_jax import files as files_lib
+from attnres_jax import stores
 from attnres_jax.data import documents
 
 COMPRESSED = (".gz", ".zst")
@@ -145,9 +146,9 @@ def list_files(
 
   Args:
     field: of the configuration, for the error.
-    path: a file; a folder, searched recursively; a glob, on local disks with
-      `**` for any folders; or several of them, with commas between. Hidden
-      files and folders are left out.
+    path: a file; a folder, searched recursively; a glob, with `**` for any
+      folders; or several of them, with commas between. Hidden files and folders
+      are left out.
     suffixes: accepted suffixes inside a folder, before that of a compressed
       file; empty for every file. A file or glob is used as it is.
 
@@ -201,47 +202,38 @@ def is_file(path: epath.Path) -> bool:
 
 
 def _list(field: str, path: str, suffixes: Sequence[str]) -> list[File]:
-  root = files_lib.check_path(f"config.{field}", path)
+  root, names = files_lib.check_path(f"config.{field}", path), []
   if glob.has_magic(path):
-    root, pattern = _split_glob(root)
-    found = [p for p in _glob(field, root, pattern) if is_file(p)]
+    first = next(i for i, part in enumerate(root.parts) if glob.has_magic(part))
+    pattern = "/".join(root.parts[first:])
+    root = epath.Path(*root.parts[:first] or ["."])
+    names = _glob(root, pattern)
   elif is_file(root):
-    root, found = root.parent, [root]
+    root, names = root.parent, [root.name]
   elif root.is_dir():
-    ends = tuple(s + c for s in suffixes for c in ("", *COMPRESSED))
-    found = [p for p in _walk(root) if not ends or p.name.endswith(ends)]
-  else:
-    found = []
-  if not found:
+    ends = tuple(s + c for s in suffixes or [""] for c in ("", *COMPRESSED))
+    names = [name for name in _glob(root, "**/*") if name.endswith(ends)]
+  if not names:
     kind = " or ".join(f"*{s}" for s in suffixes) or "files"
     config_lib.fail(field, path, f"a file, or a folder or glob with {kind}")
-  return [File(field, p.relative_to(root).as_posix(), p) for p in sorted(found)]
+  return [File(field, name, root / name) for name in sorted(names)]
 
 
-def _split_glob(root: epath.Path) -> tuple[epath.Path, str]:
-  parts = root.parts
-  first = next(i for i, part in enumerate(parts) if glob.has_magic(part))
-  base = epath.Path(*parts[:first]) if first else epath.Path(".")
-  return base, "/".join(parts[first:])
-
-
-def _glob(field: str, base: epath.Path, pattern: str) -> Iterator[epath.Path]:
-  if not files_lib.is_remote(base):
-    # epath does not support `**`, not even here.
-    return map(epath.Path, pathlib.Path(base).glob(pattern))
-  if "**" in pattern:
-    where = os.fspath(base / pattern)
-    config_lib.fail(field, where, "a folder or a glob without ** in a bucket")
-  return iter(base.glob(pattern))
-
-
-def _walk(root: epath.Path) -> Iterator[epath.Path]:
-  for path in root.iterdir():
-    if not path.name.startswith("."):
-      if path.is_dir():
-        yield from _walk(path)
-      elif is_file(path):
-        yield path
+def _glob(root: epath.Path, pattern: str) -> list[str]:
+  """The files below a folder that match, by their names relative to it."""
+  if not files_lib.is_remote(root):
+    found = glob.glob(pattern, root_dir=root, recursive=True)
+    return [name for name in found if is_file(root / name)]
+  where = f"{os.fspath(root)}/{pattern}"
+  with stores.reaching(root):
+    found = stores.client(root).glob(where, detail=True)
+  start = os.fspath(root).partition("://")[2] + "/"
+  return [
+    name.removeprefix(start)
+    for name, about in found.items()
+    if about["type"] == "file"
+    and not re.search(r"(^|/)\.", name.removeprefix(start))
+  ]
 
 
 def _named(files: list[File], split: str, all_named: bool) -> list[File]:

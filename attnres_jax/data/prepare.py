@@ -307,10 +307,14 @@ def _whole_shards(folder: epath.Path, split: str) -> list[dict[str, Any]]:
     )
     sidecar = folder / f"{name}.json"
     shards.append(files_lib.read_json(sidecar))
-    for key in ("documents", "bytes", "next_document"):
-      if type(shards[-1].get(key)) is not int:
+    for key in ("count", "documents", "bytes", "next_document"):
+      value = shards[-1].get(key)
+      if type(value) is not int or not 0 <= value <= token_files.MOST_BYTES:
         config_lib.fail_argument(
-          "--output", os.fspath(sidecar), f'a sidecar with "{key}", a number'
+          "--output",
+          os.fspath(sidecar),
+          f'a sidecar with "{key}", an integer from 0 to'
+          f" {token_files.MOST_BYTES}",
         )
   return shards
 

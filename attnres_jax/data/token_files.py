@@ -53,11 +53,10 @@ _LLMC_FORMATS = {
 # against the sidecar's, when a file is opened. For larger data, samples are
 # checked against the vocabulary, and every row when it is read.
 _FULL_SCAN_BYTES = 256 << 20
-_WINDOW_BYTES = 64 << 10
-_NUM_WINDOWS = 64
-_PIECE_IDS = 1 << 22
+_PIECE_BYTES = 64 << 10
+_NUM_PIECES = 64
 # The largest numbers that files may state.
-_MOST_BYTES, _MOST_IDS = 1 << 50, (1 << 31) - 1
+MOST_BYTES, _MOST_IDS = 1 << 50, (1 << 31) - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +119,7 @@ def open_tokens(
   files = find(config, split)
   for file in files:
     _check_tokenizer(config, file, tokenizer)
-  _check_content(files, tokenizer.vocab_size)
+  in_full = sum(file.num_bytes for file in files) <= _FULL_SCAN_BYTES
   stated = all(file.separator_id is not None for file in files)
   return packing.Tokens(
     files,
@@ -129,7 +128,7 @@ def open_tokens(
     description={
       "source": "tokens",
       "split": split,
-      "files": [_identify(file) for file in files],
+      "files": [_identify(f, tokenizer.vocab_size, in_full) for f in files],
     },
   )
 
@@ -213,8 +212,8 @@ def _from_sidecar(
     largest = min(largest, vocab_size - 1)
   found: dict[str, Any] = {"header_bytes": 0}
   for name, least, most in (
-    ("count", 0, _MOST_BYTES),
-    ("header_bytes", 0, _MOST_BYTES),
+    ("count", 0, MOST_BYTES),
+    ("header_bytes", 0, MOST_BYTES),
     ("vocab_size", 1, _MOST_IDS),
     ("separator_id", 0, largest),
   ):
@@ -294,8 +293,8 @@ def read_dataset(name: str, folder: epath.Path) -> dict[str, Any]:
     for split in documents.SPLITS if dataset["complete"] else ():
       written = dataset["splits"][split]
       for key in ("documents", "bytes", "tokens"):
-        if not 0 <= written[key] <= _MOST_BYTES:
-          raise ValueError(f'"{key}" is not from 0 to {_MOST_BYTES}')
+        if not 0 <= written[key] <= MOST_BYTES:
+          raise ValueError(f'"{key}" is not from 0 to {MOST_BYTES}')
       for file in written["files"]:
         files_lib.name_from_file(file, "files", DATASET_FILE)
     dict.items(dataset["splits"])
@@ -342,48 +341,38 @@ def _check_tokenizer(
     )
 
 
-def _check_content(files: Sequence[TokenFile], vocab_size: int) -> None:
-  in_full = sum(file.num_bytes for file in files) <= _FULL_SCAN_BYTES
-  for file in files:
-    digest, largest = hashlib.sha256(), -1
-    for ids in _pieces(file) if in_full else _windows(file):
-      digest.update(ids.data)
-      largest = max(largest, int(ids.max(initial=0)))
-    if in_full and file.sha256 and digest.hexdigest() != file.sha256:
-      file.file.fail(
-        f"ids with the SHA-256 {file.sha256} of the sidecar (found"
-        f" {digest.hexdigest()})"
-      )
-    if file.count and largest >= vocab_size:
-      file.file.fail(
-        f"token ids below the vocabulary size {vocab_size} (found {largest})"
-      )
-
-
-def _identify(file: TokenFile) -> dict[str, Any]:
-  """Name, size and hash: of all ids if the sidecar has it, else of samples."""
-  found = {
-    "name": file.file.path.name, "tokens": file.count, "dtype": file.dtype
-  }  # fmt: skip
-  if file.sha256:
-    return found | {"sha256": file.sha256}
-  digest = hashlib.sha256()
-  for ids in _windows(file):
+def _identify(
+  file: TokenFile, vocab_size: int, in_full: bool
+) -> dict[str, Any]:
+  """Name, size and hash of a file whose ids are checked: all, or samples."""
+  digest, largest = hashlib.sha256(), -1
+  for ids in _pieces(file, in_full):
     digest.update(ids.data)
-  return found | {"sampled_sha256": digest.hexdigest()}
+    largest = max(largest, int(ids.max(initial=0)))
+  found = digest.hexdigest()
+  if in_full and file.sha256 not in (None, found):
+    file.file.fail(
+      f"ids with the SHA-256 {file.sha256} of the sidecar (found {found})"
+    )
+  if file.count and largest >= vocab_size:
+    file.file.fail(
+      f"token ids below the vocabulary size {vocab_size} (found {largest})"
+    )
+  known = in_full or file.sha256
+  return {
+    "name": file.file.path.name,
+    "tokens": file.count,
+    "dtype": file.dtype,
+    "sha256" if known else "sampled_sha256": file.sha256 or found,
+  }
 
 
-def _pieces(file: TokenFile) -> Iterator[np.ndarray]:
-  """All ids, a few megabytes at a time."""
-  for start in range(0, file.count, _PIECE_IDS):
-    yield file[start : start + _PIECE_IDS]
-
-
-def _windows(file: TokenFile) -> Iterator[np.ndarray]:
-  """Evenly spaced pieces, including the first and the last ids."""
-  size = _WINDOW_BYTES // DTYPES[file.dtype].itemsize
-  starts = np.linspace(0, file.count - size, _NUM_WINDOWS).astype(np.int64)
-  if file.count <= size * _NUM_WINDOWS:
-    starts, size = [0], file.count
+def _pieces(file: TokenFile, in_full: bool) -> Iterator[np.ndarray]:
+  """All ids, or evenly spaced pieces that include the first and the last."""
+  size = _PIECE_BYTES // DTYPES[file.dtype].itemsize
+  starts: Sequence[int] = range(0, file.count, size)
+  if not in_full and len(starts) > _NUM_PIECES:
+    last = file.count - size
+    starts = np.linspace(0, last, _NUM_PIECES).astype(np.int64).tolist()
   for start in starts:
     yield file[start : start + size]

@@ -297,12 +297,11 @@ def _chosen(
 
 
 def _no_choice(config: config_lib.DataConfig | None) -> None:
-  if config and config.separator:
-    config_lib.fail(
-      "data.separator",
-      config.separator,
-      f"nothing, with data.tokenizer={config.tokenizer!r}",
-    )
+  for name in ("separator", "tokenizer_path") if config else ():
+    value = getattr(config, name)
+    if value:
+      accepted = f"nothing, with data.tokenizer={config.tokenizer!r}"
+      config_lib.fail(f"data.{name}", value, accepted)
 
 
 def vocabulary_file(config: config_lib.DataConfig) -> tuple[str, str]:

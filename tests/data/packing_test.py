@@ -93,7 +93,9 @@ def _llmc(folder, documents):
     header = [20240520, 1, len(part)] + [0] * 253
     content = struct.pack(f"<256i{len(part)}H", *header, *part)
     (folder / f"c_train_{number:06}.bin").write_bytes(content)
-  return {"source": "tokens", "path": str(folder), "tokenizer": "ids"}
+  return {"source": "tokens", "path": str(folder), "tokenizer": "ids"} | {
+    "tokenizer_path": ""
+  }
 
 
 def _instructions(folder, documents):

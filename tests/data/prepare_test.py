@@ -231,6 +231,19 @@ class TestPrepare:
     with pytest.raises(config_lib.ConfigError, match="train-00001.bin"):
       data.open_dataset(self._prepared(), "train")
 
+  @pytest.mark.parametrize("value", [-1, 10**30, None, 1.5, "3"])
+  @pytest.mark.parametrize("key", ["next_document", "documents", "count"])
+  def test_numbers_of_an_interrupted_folder_have_bounds(self, key, value):
+    self._prepare()
+    for name, change in {
+      "dataset.json": {"complete": False}, "train-00000.json": {key: value},
+    }.items():  # fmt: skip
+      path = self.output / name
+      path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    message = rf'train-00000.json.*"{key}",? an integer from 0 to \d+$'
+    with pytest.raises(config_lib.ConfigError, match=message):
+      self._prepare()
+
   def _main(self, *args):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

@@ -338,5 +338,6 @@ class TestTokenFiles:
     self._write("x.bin", _raw(_IDS), {"dtype": "uint16", "separator_id": 0})
     with pytest.raises(config_lib.ConfigError, match="by id 0, not by id 256"):
       data.open_dataset(self._config(), "train")
-    with pytest.raises(config_lib.ConfigError, match="data.separator: .*'x'"):
-      data.open_dataset(self._config(separator="x"), "train")
+    for name in ("separator", "tokenizer_path"):
+      with pytest.raises(config_lib.ConfigError, match=f"data.{name}: .*'x'"):
+        data.open_dataset(self._config(**{name: "x"}), "train")

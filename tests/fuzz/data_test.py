@@ -70,7 +70,7 @@ def _read(root, source, tokenizer):
     path=str(root / "train" / path),
     validation_path=str(root / "held_out" / path),
     tokenizer=tokenizer,
-    tokenizer_path=str(root / "train" / "tokenizer.json"),
+    tokenizer_path=str(root / "train" / "tokenizer.json") * (tokenizer == "hf"),
     **fields,
   )
   for split in ("train", "validation"):
