@@ -92,8 +92,10 @@ def test_parts_of_a_step(trained):
   assert attention["charged_flops"] >= attention["least_flops"]
   assert mlp["kernels"] == 0 and mlp["charged_flops"] == mlp["flops"]
   assert 0.8 < mlp["flops"] / mlp["least_flops"] <= 1
-  # At most the sums of its norms: scalars.
-  assert rows["optimiser"]["sent_bytes"] < 1000
+  # One all-reduce has the scalars and the gradients of the norms' gains, and
+  # belongs to either.
+  scalars = rows["optimiser"]["sent_bytes"] + rows["norms"]["sent_bytes"]
+  assert scalars < 10_000
   assert rows["attention"]["sent_bytes"] > 0
 
 
