@@ -281,9 +281,9 @@ def _find_tasks(config: config_lib.RunConfig) -> Callable[..., Any]:
   if not config.eval.tasks:
     return lambda *args: None
   # An extra, and imported only where it is used.
-  from attnres_jax.interop import live_tasks
+  from attnres_jax.interop import harness
 
-  return live_tasks.find(config)
+  return harness.find(config)
 
 
 def _due(step: int, every: int) -> bool:

@@ -24,10 +24,11 @@ from attnres_jax import files
 from attnres_jax import models
 from attnres_jax import trees
 from attnres_jax.config import fields
-from attnres_jax.data import tokenizer as tokenizer_lib
+from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.interop import families
 from attnres_jax.interop import huggingface
 from attnres_jax.interop import tensor_files
+from attnres_jax.interop import tokenizer_files
 from attnres_jax.interop import weights_folder
 
 _CARD = """\
@@ -50,11 +51,19 @@ A network of the `{family}` family, exported by AttnRes-JAX (step {step}).
 | tokenizer | {tokenizer} |
 
 ```python
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained({loaded})
+{code}
 ```
 """
+_MODEL = """\
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained({loaded})"""
+# `pipeline` needs a tokenizer.
+_PIPELINE = """\
+from transformers import pipeline
+
+write = pipeline("text-generation", model={loaded})
+print(write("Once", max_new_tokens=20)[0]["generated_text"])"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,17 +99,21 @@ def _export(options: argparse.Namespace) -> None:
   step = steps[-1] if options.step is None else options.step
   config, model = checkpoint.load_model(workdir, options.step)
   facts, also = weights_folder.origin(workdir, config)
-  if not also and config.data.tokenizer == "hf":
-    # Another person's config may name any file: only a tokenizer is copied.
-    tokenizer_lib.make_tokenizer(config.data)
-    vocabulary, _ = tokenizer_lib.vocabulary_file(config.data)
-    also = {"tokenizer.json": pathlib.Path(vocabulary).read_bytes()}
+  text_format = text_format_lib.of_data(config.data, workdir)
+  if not text_format.imported:
+    # Of a tokenizer of ours, whatever the network began with.
+    also = tokenizer_files.of_run(config.data, text_format)
   family = options.family or _family_of(facts, model.config)
   dtype = options.dtype or facts.get("dtype", "F32")
   dtypes = {} if options.dtype else facts.get("dtypes", {})
-  length = {"max_position_embeddings": config.data.sequence_length}
-  described = length | facts.get("config", {})
-  card = _card(config, model, family, dtype, step, facts, path)
+  lengths = {"max_position_embeddings": config.data.sequence_length}
+  for name in weights_folder.LENGTHS:
+    if (length := facts.get("config", {}).get(name)) is not None:
+      lengths[name] = length
+  described = lengths | text_format.describe()
+  template = _PIPELINE if "tokenizer_config.json" in also else _MODEL
+  code = template.format(loaded=_arguments(family, path))
+  card = _card(config, model, family, dtype, step, facts, code)
   huggingface.export(
     model,
     path,
@@ -120,12 +133,15 @@ def _family_of(facts: Mapping[str, Any], config: config_lib.ModelConfig) -> str:
 
   One that was upcycled is no longer of that family.
   """
-  same = "upcycled_from" not in facts
-  return (same and facts.get("family")) or families.of_network(config)
+  if "upcycled_from" in facts or not facts.get("family"):
+    return families.of_network(config)
+  name = f"{weights_folder.FACTS}: family"
+  config_lib.choose(name, facts["family"], families.FAMILIES)
+  return facts["family"]
 
 
 def _arguments(family: str, folder: pathlib.Path) -> str:
-  """Of `from_pretrained`."""
+  """The arguments of `from_pretrained`."""
   own = families.FAMILIES[family].code
   return f'"{folder.name}"' + (", trust_remote_code=True" if own else "")
 
@@ -137,7 +153,7 @@ def _card(
   dtype: str,
   step: int,
   facts: Mapping[str, Any],
-  folder: pathlib.Path,
+  code: str,
 ) -> str:
   shape = model.config
   origin = ""
@@ -157,7 +173,7 @@ def _card(
     vocabulary=shape.vocab_size,
     dtype=dtype,
     tokenizer=config.data.tokenizer,
-    loaded=_arguments(family, folder),
+    code=code,
   )
 
 

@@ -25,6 +25,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import data
 from attnres_jax import files
 from attnres_jax import sharding
+from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.interop import huggingface
 from attnres_jax.interop import manifest
 from attnres_jax.interop import tensor_files
@@ -91,7 +92,7 @@ def _import(options: argparse.Namespace) -> None:
   name, path = _tokenizer(options.tokenizer, folder, kept)
   length = _longest(source.values)
   described = dict(tokenizer=name, tokenizer_path=path, sequence_length=length)
-  _check_vocabulary(config_lib.DataConfig(**described), model_config)
+  _check_vocabulary(config_lib.DataConfig(**described), folder, model_config)
   if path:
     copy = pathlib.Path(path).name
     kept.setdefault(copy, pathlib.Path(path).read_bytes())
@@ -169,7 +170,9 @@ def _tokenizer(
 
 
 def _check_vocabulary(
-  config: config_lib.DataConfig, model: config_lib.ModelConfig
+  config: config_lib.DataConfig,
+  folder: pathlib.Path,
+  model: config_lib.ModelConfig,
 ) -> None:
   size = data.make_tokenizer(config).vocab_size
   if size > model.vocab_size:
@@ -177,6 +180,13 @@ def _check_vocabulary(
       "--tokenizer",
       config.tokenizer_path or config.tokenizer,
       f"at most the {model.vocab_size} tokens of the network, not {size}",
+    )
+  # This also checks what the files beside the vocabulary say.
+  text_format = text_format_lib.of_checkpoint(config, folder)
+  ends = text_format.end_ids
+  if ends and max(ends) >= model.vocab_size:
+    config_lib.fail_argument(
+      f"{folder}: eos_token_id", max(ends), f"ids below {model.vocab_size}"
     )
 
 

@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """AttnRes networks in PyTorch: one file, as remote code of transformers.
 
-  from transformers import AutoModelForCausalLM
-  model = AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)
+  AutoModelForCausalLM.from_pretrained(DIR, trust_remote_code=True)
 
-where DIR is an export of AttnRes-JAX. Plain residual sums, Full and Block
+loads DIR, an export of AttnRes-JAX. Plain residual sums, Full and Block
 Attention Residuals (arXiv:2603.15031); softmax attention, MLA, KDA; dense and
 routed MLPs. It computes what the JAX modules of the same names compute, and is
-written to be read: KDA runs token by token. It can be trained, and `generate`
-keeps a cache.
+written to be read: KDA runs token by token. It can be trained.
 
-Shapes: B rows, T tokens, S cached tokens, D width, N heads, K heads of keys and
-values, H, V widths of keys and values, M sources.
+Rows may have padding before their text, or after it where nothing is generated.
+
+Shapes: B rows, T new tokens, S all tokens so far (S = T without a cache), D
+width, N heads, K heads of keys and values, H, V widths of keys and values, M
+sources.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -26,6 +28,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 _LENGTH_EPS = 1e-6  # Of the squared length of KDA's queries and keys.
 _WEIGHT_EPS = 1e-20  # Of the sum of the chosen experts' scores.
+# How transformers calls a cache, before and since 5.24.
+_CACHE = "past_key_values"
+if "cache" in CausalLMOutputWithPast.__dataclass_fields__:
+  _CACHE = "cache"
 
 
 class AttnResConfig(PretrainedConfig):
@@ -40,14 +46,11 @@ class AttnResConfig(PretrainedConfig):
 
 def kinds(network):
   """The kinds of mixer and MLP of each layer."""
-  mixers, moe = network["mixers"], network["moe"]
-  found = []
-  for i in range(network["num_layers"]):
-    dense = not moe["num_experts"] or i < moe["dense_layers"]
-    found.append((mixers[i % len(mixers)], "mlp" if dense else "moe"))
-  if network["last_mixer"]:
-    found[-1] = network["last_mixer"], found[-1][1]
-  return found
+  mixers, moe, count = network["mixers"], network["moe"], network["num_layers"]
+  found = [mixers[i % len(mixers)] for i in range(count)]
+  found[-1] = network["last_mixer"] or found[-1]
+  dense = moe["dense_layers"] if moe["num_experts"] else count
+  return [(one, "mlp" if i < dense else "moe") for i, one in enumerate(found)]
 
 
 def block_size(network):
@@ -71,32 +74,87 @@ class RMSNorm(nn.Module):
     self.eps = eps
 
   def forward(self, x):
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-    return (wide * self.weight.float()).to(x.dtype)
+    shape, weight = self.weight.shape, self.weight.float()
+    return functional.rms_norm(x.float(), shape, weight, self.eps).to(x.dtype)
 
 
-def attend(q_BNTH, k_BNSH, v_BNSV):
+class Rows(NamedTuple):
+  """Places of new tokens in their texts; which of all tokens are text."""
+
+  position_BT: torch.Tensor
+  text_BS: torch.Tensor | None  # None if all are.
+
+
+def rows_of(tokens_BT, past, attention_mask, position_ids):
+  """The `Rows` of T tokens that follow `past` cached ones.
+
+  Raises:
+    ValueError: the mask or the positions are none that this file computes.
+  """
+  shape = tokens_BT.shape[0], past + tokens_BT.shape[1]
+  text_BS = tokens_BT.new_ones(shape).bool()
+  if attention_mask is not None:
+    text_BS = attention_mask != 0
+    if text_BS.shape != shape:
+      got = tuple(text_BS.shape)
+      raise ValueError(f"attention_mask has shape {got}, expected {shape}")
+    starts_BS = text_BS & ~functional.pad(text_BS, (1, 0))[:, :-1]
+    if bool((starts_BS.sum(1) > 1).any()):
+      raise ValueError(
+        "attention_mask has padding inside a row's text, expected it before or"
+        " after; to continue rows, pad on the left"
+      )
+  position_BT = (text_BS.cumsum(1) - 1)[:, past:]
+  if position_ids is not None:
+    wrong_BT = (position_ids != position_BT) & text_BS[:, past:]
+    if bool(wrong_BT.any()):
+      raise ValueError("position_ids have to count a row's text: 0, 1, 2, ...")
+  return Rows(position_BT, None if bool(text_BS.all()) else text_BS)
+
+
+class Cache:
+  """What layers keep of `length` tokens: a tuple of arrays [B, ...] each."""
+
+  def __init__(self, length, layers):
+    self.length, self.layers = length, layers
+
+  def get_seq_length(self):
+    return self.length
+
+  def reorder_cache(self, rows):
+    """For beam search."""
+    self.layers = [
+      tuple(a.index_select(0, rows) for a in layer) for layer in self.layers
+    ]
+
+
+def attend(q_BNTH, k_BNSH, v_BNSV, text_BS):
   """Causal softmax attention; the T queries are the last of S tokens."""
   length, keys = q_BNTH.shape[2], k_BNSH.shape[2]
-  if length == keys:  # Without a mask, which would select a slower kernel.
-    return functional.scaled_dot_product_attention(
-      q_BNTH, k_BNSH, v_BNSV, is_causal=True
-    )
-  seen_TS = torch.ones(length, keys, dtype=torch.bool, device=q_BNTH.device)
-  seen_TS = seen_TS.tril(keys - length)
+  seen = None  # A mask would select a slower kernel.
+  if length != keys or text_BS is not None:
+    place_S = torch.arange(keys, device=q_BNTH.device)
+    place_T1 = place_S[-length:, None]
+    seen = place_T1 >= place_S
+    if text_BS is not None:
+      # Padding sees itself: a softmax over nothing would be NaN.
+      seen = (seen & text_BS[:, None, None]) | (place_T1 == place_S)
   return functional.scaled_dot_product_attention(
-    q_BNTH, k_BNSH, v_BNSV, attn_mask=seen_TS
+    q_BNTH, k_BNSH, v_BNSV, attn_mask=seen, is_causal=seen is None
   )
 
 
-def joined(past, new, dim):
-  """What is cached and what is new."""
-  return new if past is None else torch.cat([past, new], dim)
+def joined(cache, new, dim):
+  """Two arrays of a cache, if there is one, each with its new tokens."""
+  if cache is None:
+    return new
+  return tuple(torch.cat(both, dim) for both in zip(cache, new))
 
 
-def rotated(x_BTNH, theta, rope, start):
-  """Rotary positions, of tokens from `start` on."""
+def rotated(x_BTNH, theta, rope, position_BT):
+  """Rotary positions; theta 0 means none."""
+  if not theta:
+    return x_BTNH
   half, device = x_BTNH.shape[-1] // 2, x_BTNH.device
   pair = torch.arange(half, device=device, dtype=torch.float32)
   frequency = theta ** (-pair / half)
@@ -115,9 +173,8 @@ def rotated(x_BTNH, theta, rope, start):
       last = min(math.ceil(last), 2 * half - 1)
       kept = 1 - ((pair - first) / (last - first or 1e-3)).clamp(0, 1)
     frequency = frequency * (kept + (1 - kept) / rope["factor"])
-  position = torch.arange(start, start + x_BTNH.shape[1], device=device)
-  angle = position[:, None].float() * frequency
-  cos, sin = angle.cos()[None, :, None], angle.sin()[None, :, None]
+  angle = position_BT[:, :, None, None].float() * frequency
+  cos, sin = angle.cos(), angle.sin()
   wide = x_BTNH.float()
   first, second = wide.chunk(2, -1)
   if rope["pairs"] == "neighbours":
@@ -143,29 +200,23 @@ class Attention(nn.Module):
     self.k_proj = linear(width, sizes[1] * self.head, bias)
     self.v_proj = linear(width, sizes[1] * self.head, bias)
     self.o_proj = linear(sizes[0] * self.head, width, variant["output_bias"])
-    if variant["qk_norm"]:
-      self.q_norm = RMSNorm(self.head, network["norm_eps"])
-      self.k_norm = RMSNorm(self.head, network["norm_eps"])
-    else:
-      self.q_norm = self.k_norm = nn.Identity()
+    normed, eps = variant["qk_norm"], network["norm_eps"]
+    self.q_norm = RMSNorm(self.head, eps) if normed else nn.Identity()
+    self.k_norm = RMSNorm(self.head, eps) if normed else nn.Identity()
 
-  def forward(self, x_BTD, cache):
+  def forward(self, x_BTD, cache, rows):
     batch, length, _ = x_BTD.shape
     q, k, v = (
       project(x_BTD).view(batch, length, -1, self.head)
       for project in (self.q_proj, self.k_proj, self.v_proj)
     )
-    start = 0 if cache is None else cache[0].shape[2]
     q, k = self.q_norm(q) * self.rope["logit_scale"], self.k_norm(k)
-    if self.theta:
-      q = rotated(q, self.theta, self.rope, start)
-      k = rotated(k, self.theta, self.rope, start)
+    q, k = (rotated(a, self.theta, self.rope, rows.position_BT) for a in (q, k))
     q, k, v = (a.transpose(1, 2) for a in (q, k, v))
-    past_k, past_v = cache or (None, None)
-    cache = joined(past_k, k, 2), joined(past_v, v, 2)
+    cache = joined(cache, (k, v), 2)
     groups = self.heads // self.kv_heads
     k, v = (a.repeat_interleave(groups, dim=1) for a in cache)
-    y_BNTH = attend(q, k, v)
+    y_BNTH = attend(q, k, v, rows.text_BS)
     return self.o_proj(y_BNTH.transpose(1, 2).flatten(2)), cache
 
 
@@ -179,10 +230,8 @@ class Mla(nn.Module):
     self.rank, self.own = shape["latent_rank"], shape["nope_width"]
     shared, value = shape["shared_width"], shape["value_width"]
     self.theta, self.rope = shape["rope_theta"], network["rope"]
-    self.query_rank, queries = (
-      shape["query_rank"],
-      self.heads * (self.own + shared),
-    )
+    self.query_rank, self.gated = shape["query_rank"], shape["output_gate"]
+    queries = self.heads * (self.own + shared)
     if self.query_rank:
       self.q_a_proj = linear(width, self.query_rank)
       self.q_a_layernorm = RMSNorm(self.query_rank, shape["latent_eps"])
@@ -193,43 +242,33 @@ class Mla(nn.Module):
     self.kv_a_layernorm = RMSNorm(self.rank, shape["latent_eps"])
     self.kv_b_proj = linear(self.rank, self.heads * (self.own + value))
     self.o_proj = linear(self.heads * value, width)
-    self.gated = shape["output_gate"]
     if self.gated:
       self.g_proj = linear(width, self.heads * value)
 
-  def forward(self, x_BTD, cache):
-    latent, shared = self.kv_a_proj_with_mqa(x_BTD).split(
-      [self.rank, self.kv_a_proj_with_mqa.out_features - self.rank], -1
-    )
-    start = 0 if cache is None else cache.shape[1]
-    shared = self._turned(shared[:, :, None], start)[:, :, 0]
-    new = torch.cat([self.kv_a_layernorm(latent), shared], -1)
-    cache = joined(cache, new, 1)
-    latent, shared = cache[..., : self.rank], cache[..., self.rank :]
-    batch, keys, _ = cache.shape
+  def forward(self, x_BTD, cache, rows):
+    turns = self.theta, self.rope, rows.position_BT
+    both = self.kv_a_proj_with_mqa(x_BTD)
+    latent, shared = both[..., : self.rank], both[..., self.rank :]
+    shared = rotated(shared[:, :, None], *turns)[:, :, 0]
+    cache = joined(cache, (self.kv_a_layernorm(latent), shared), 1)
+    latent, shared = cache
+    batch, keys, _ = latent.shape
     both = self.kv_b_proj(latent).view(batch, keys, self.heads, -1)
     own, v = both[..., : self.own], both[..., self.own :]
     shared = shared[:, :, None].expand(-1, -1, self.heads, -1)
     k = torch.cat([own, shared], -1)
-    q = self._queries(x_BTD).view(batch, x_BTD.shape[1], self.heads, -1)
-    q = q * self.rope["logit_scale"]
+    if self.query_rank:
+      q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BTD)))
+    else:
+      q = self.q_proj(x_BTD)
+    q = self.rope["logit_scale"] * q.view(batch, -1, self.heads, k.shape[-1])
     own, shared = q[..., : self.own], q[..., self.own :]
-    q = torch.cat([own, self._turned(shared, start)], -1)
-    y_BNTV = attend(*(a.transpose(1, 2) for a in (q, k, v)))
+    q = torch.cat([own, rotated(shared, *turns)], -1)
+    y_BNTV = attend(*(a.transpose(1, 2) for a in (q, k, v)), rows.text_BS)
     y = y_BNTV.transpose(1, 2).flatten(2)
     if self.gated:
       y = (self.g_proj(x_BTD).float().sigmoid() * y.float()).to(y.dtype)
     return self.o_proj(y), cache
-
-  def _queries(self, x_BTD):
-    if not self.query_rank:
-      return self.q_proj(x_BTD)
-    return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BTD)))
-
-  def _turned(self, shared_BTNH, start):
-    if not self.theta:
-      return shared_BTNH
-    return rotated(shared_BTNH, self.theta, self.rope, start)
 
 
 class ShortConv(nn.Module):
@@ -240,15 +279,12 @@ class ShortConv(nn.Module):
     self.weight = nn.Parameter(torch.empty(channels, 1, taps))
 
   def forward(self, x_BTC, tail_BKC):
-    taps = self.weight.shape[-1]
+    channels, _, taps = self.weight.shape
     if tail_BKC is None:
-      tail_BKC = x_BTC.new_zeros(x_BTC.shape[0], taps - 1, x_BTC.shape[2])
+      tail_BKC = x_BTC.new_zeros(x_BTC.shape[0], taps - 1, channels)
     x = torch.cat([tail_BKC, x_BTC], 1)
-    length, wide = x_BTC.shape[1], x.float()
-    y = sum(
-      wide[:, i : i + length] * self.weight[:, 0, i].float()
-      for i in range(taps)
-    )
+    wide, weight = x.transpose(1, 2).float(), self.weight.float()
+    y = functional.conv1d(wide, weight, groups=channels).transpose(1, 2)
     return functional.silu(y).to(x_BTC.dtype), x[:, x.shape[1] - taps + 1 :]
 
 
@@ -261,12 +297,9 @@ class Kda(nn.Module):
     shape = network["kda"]
     self.head, rank = shape["head_width"], shape["gate_rank"]
     inner = self.heads * self.head
-    self.q_proj, self.k_proj, self.v_proj = (
-      linear(width, inner) for _ in range(3)
-    )
-    self.q_conv1d, self.k_conv1d, self.v_conv1d = (
-      ShortConv(inner, shape["conv_width"]) for _ in range(3)
-    )
+    for one in "qkv":
+      self.add_module(f"{one}_proj", linear(width, inner))
+      self.add_module(f"{one}_conv1d", ShortConv(inner, shape["conv_width"]))
     self.f_a_proj, self.f_b_proj = linear(width, rank), linear(rank, inner)
     self.full_rank_gate = shape["full_rank_gate"]
     self.decay_bound = shape["decay_bound"]
@@ -280,20 +313,19 @@ class Kda(nn.Module):
     self.o_norm = RMSNorm(self.head, network["norm_eps"])
     self.o_proj = linear(inner, width)
 
-  def forward(self, x_BTD, cache):
+  def forward(self, x_BTD, cache, rows):
+    if rows.text_BS is not None:
+      # Zeros are what precedes a text, and they leave the state at zero.
+      x_BTD = x_BTD * rows.text_BS[:, -x_BTD.shape[1] :, None]
     state, *tails = cache or [None] * 4
     batch, length, _ = x_BTD.shape
     heads = batch, length, self.heads, self.head
-    features, new_tails = [], []
-    for project, conv, tail in zip(
-      (self.q_proj, self.k_proj, self.v_proj),
-      (self.q_conv1d, self.k_conv1d, self.v_conv1d),
-      tails,
-    ):
-      feature, tail = conv(project(x_BTD), tail)
-      features.append(feature.view(heads))
-      new_tails.append(tail)
-    q, k, v = (a.float() for a in features)
+    projected = (f(x_BTD) for f in (self.q_proj, self.k_proj, self.v_proj))
+    convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
+    features, tails = zip(
+      *(conv(a, tail) for conv, a, tail in zip(convolutions, projected, tails))
+    )
+    q, k, v = (a.view(heads).float() for a in features)
     q, k = (
       a * torch.rsqrt(a.square().sum(-1, keepdim=True) + _LENGTH_EPS)
       for a in (q, k)
@@ -301,10 +333,10 @@ class Kda(nn.Module):
     step = self.f_b_proj(self.f_a_proj(x_BTD)).float() + self.dt_bias.float()
     rate = self.A_log.float().exp()
     if self.decay_bound:
-      decay = -self.decay_bound * (rate * step.view(heads)).sigmoid()
+      log_decay = -self.decay_bound * (rate * step.view(heads)).sigmoid()
     else:
-      decay = -rate * functional.softplus(step).view(heads)
-    decay = decay.exp()
+      log_decay = -rate * functional.softplus(step).view(heads)
+    decay = log_decay.exp()
     beta = self.b_proj(x_BTD).float().sigmoid()[..., None]
     if state is None:
       state = q.new_zeros(batch, self.heads, self.head, self.head)
@@ -316,13 +348,10 @@ class Kda(nn.Module):
       state = state + k[:, t, :, :, None] * update[:, :, None]
       outputs.append(torch.einsum("bnh,bnhv->bnv", q[:, t], state))
     o = torch.stack(outputs, 1) * self.head**-0.5
-    if self.full_rank_gate:
-      gate = self.g_proj(x_BTD)
-    else:
-      gate = self.g_b_proj(self.g_a_proj(x_BTD))
-    gate = gate.float().sigmoid().view(heads)
-    y = (gate * self.o_norm(o)).to(x_BTD.dtype).flatten(2)
-    return self.o_proj(y), (state, *new_tails)
+    x = x_BTD if self.full_rank_gate else self.g_a_proj(x_BTD)
+    gate = (self.g_proj if self.full_rank_gate else self.g_b_proj)(x)
+    y = gate.float().sigmoid().view(heads) * self.o_norm(o)
+    return self.o_proj(y.to(x_BTD.dtype).flatten(2)), (state, *tails)
 
 
 class Mlp(nn.Module):
@@ -392,10 +421,9 @@ class Moe(nn.Module):
       Mlp(latent or width, hidden, activation, names)
       for _ in range(shape["num_experts"])
     )
-    self.shared_experts = None
-    if shared:
-      self.shared_experts = Mlp(width, shared * hidden, activation)
-    self.latent, self.normed = bool(latent), shape["latent_norm"]
+    made = Mlp(width, shared * hidden, activation) if shared else None
+    self.shared_experts = made
+    self.latent, self.normed = latent, shape["latent_norm"]
     if latent:
       self.routed_expert_down_proj = linear(width, latent)
       self.routed_expert_up_proj = linear(latent, width)
@@ -427,30 +455,6 @@ class Moe(nn.Module):
 MIXERS = {"attention": Attention, "kda": Kda, "mla": Mla}
 
 
-class Reads(nn.Module):
-  """How a network reads over depth (Eq. 2-6): no parameters of its own."""
-
-  def __init__(self, network):
-    super().__init__()
-    read = network["residual"]["read"]
-    self.heads, self.scale = read["heads"] or 1, read["logit_scale"]
-    self.sum, self.eps = read["scale"] == "sum", network["norm_eps"]
-
-  def forward(self, query, norm, sources):
-    """The mixture of M sources [B, T, D], and its weights [M, B, T, heads]."""
-    v = torch.stack([source.float() for source in sources])
-    u_D = self.scale * query.weight[0].float() * norm.weight.float()
-    slices = *v.shape[:-1], self.heads, -1
-    score = (v * u_D).view(slices).sum(-1)
-    score = score * torch.rsqrt(v.square().mean(-1, keepdim=True) + self.eps)
-    weights = score.softmax(0)
-    mixed = (weights[..., None] * v.view(slices)).sum(0).flatten(-2)
-    if len(sources) == 1:
-      mixed = v[0]
-    mixed = mixed * (len(sources) if self.sum else 1)
-    return mixed.to(sources[0].dtype), weights
-
-
 class Layer(nn.Module):
   """A mixer and an MLP, each with its norm and its query over depth."""
 
@@ -460,24 +464,20 @@ class Layer(nn.Module):
     self.input_layernorm = RMSNorm(width, eps)
     self.post_attention_layernorm = RMSNorm(width, eps)
     self.self_attn = MIXERS[mixer](network)
-    self.mlp_name = "mlp" if mlp == "mlp" else "block_sparse_moe"
-    hidden = network["mlp_width"] or 32 * -(-8 * width // (3 * 32))
-    dense = mlp == "mlp"
-    self.add_module(
-      self.mlp_name,
-      Mlp(width, hidden, network["activation"]) if dense else Moe(network),
-    )
+    if mlp == "mlp":
+      hidden = network["mlp_width"] or 32 * -(-8 * width // (3 * 32))
+      self.mlp = Mlp(width, hidden, network["activation"])
+    else:
+      self.block_sparse_moe = Moe(network)
     if block_size(network):
       self.self_attention_res_proj = linear(width, 1)
       self.self_attention_res_norm = RMSNorm(width, eps)
       self.mlp_res_proj = linear(width, 1)
       self.mlp_res_norm = RMSNorm(width, eps)
 
-  def mix(self, h, cache):
-    return self.self_attn(self.input_layernorm(h), cache)
-
-  def think(self, h):
-    return getattr(self, self.mlp_name)(self.post_attention_layernorm(h))
+  def feedforward(self, h):
+    mlp = self.mlp if hasattr(self, "mlp") else self.block_sparse_moe
+    return mlp(self.post_attention_layernorm(h))
 
 
 class AttnResModel(nn.Module):
@@ -490,52 +490,50 @@ class AttnResModel(nn.Module):
     self.layers = nn.ModuleList(Layer(network, *k) for k in kinds(network))
     self.norm = RMSNorm(width, eps)
     self.block_size = block_size(network)
-    self.read = Reads(network)
+    self.depth_read, self.eps = network["residual"]["read"], eps
     if self.block_size:
       self.output_attn_res_proj = linear(width, 1)
       self.output_attn_res_norm = RMSNorm(width, eps)
 
-  def forward(self, tokens_BT, caches=None):
+  def forward(self, tokens_BT, caches, rows):
     """The state before the head, and the caches of all mixers."""
-    run = self._sum if self.block_size is None else self._attend
-    h_BTD, caches = run(
-      self.embed_tokens(tokens_BT), caches or [None] * len(self.layers)
-    )
-    return self.norm(h_BTD), caches
-
-  def _sum(self, h, caches):
-    wide, new, dtype = h.float(), [], h.dtype
-    for layer, cache in zip(self.layers, caches):
-      y, cache = layer.mix(wide.to(dtype), cache)
-      wide = wide + y.float()
-      wide = wide + layer.think(wide.to(dtype)).float()
-      new.append(cache)
-    return wide.to(dtype), new
-
-  def _attend(self, h, caches):
-    """Sources are completed blocks, then the sum of the open one."""
-    blocks, partial, new, dtype = [h], None, [], h.dtype
+    h, new = self.embed_tokens(tokens_BT), []
+    # Sources over depth, and the float32 sum of the open block. Plain
+    # residuals are one block, which never ends.
+    sources, partial = [h], None if self.block_size else h.float()
     for i, (layer, cache) in enumerate(zip(self.layers, caches)):
-      for half in range(2):
-        name = "mlp" if half else "self_attention"
-        query = getattr(layer, f"{name}_res_proj")
-        norm = getattr(layer, f"{name}_res_norm")
-        sources = blocks if partial is None else [*blocks, partial.to(dtype)]
-        h, _ = self.read(query, norm, sources)
-        if half:
-          y = layer.think(h)
-        else:
-          y, cache = layer.mix(h, cache)
-        partial = y.float() if partial is None else partial + y.float()
-        if (2 * i + half + 1) % self.block_size == 0:
-          blocks, partial = [*blocks, partial.to(dtype)], None
+      h = self._read(layer, "self_attention_res", sources, partial)
+      y, cache = layer.self_attn(layer.input_layernorm(h), cache, rows)
+      sources, partial = self._add(y, sources, partial, 2 * i + 1)
+      h = self._read(layer, "mlp_res", sources, partial)
+      y = layer.feedforward(h)
+      sources, partial = self._add(y, sources, partial, 2 * i + 2)
       new.append(cache)
+    h = self._read(self, "output_attn_res", sources, partial)
+    return self.norm(h), new
+
+  def _read(self, owner, name, sources, partial):
+    """What a sublayer reads over depth (Eq. 2-6), [B, T, D]."""
+    dtype, read = sources[0].dtype, self.depth_read
+    if not self.block_size:
+      return partial.to(dtype)
     if partial is not None:
-      blocks = [*blocks, partial.to(dtype)]
-    h, _ = self.read(
-      self.output_attn_res_proj, self.output_attn_res_norm, blocks
-    )
-    return h, new
+      sources = [*sources, partial.to(dtype)]
+    query, norm = (getattr(owner, f"{name}_{one}") for one in ("proj", "norm"))
+    u_D = read["logit_scale"] * query.weight[0].float() * norm.weight.float()
+    v_MBTD = torch.stack([source.float() for source in sources])
+    heads = *v_MBTD.shape[:-1], read["heads"] or 1, -1
+    rms = v_MBTD.square().mean(-1, keepdim=True).add(self.eps).sqrt()
+    weights_MBTN = ((v_MBTD * u_D).view(heads).sum(-1) / rms).softmax(0)
+    h_BTD = (weights_MBTN[..., None] * v_MBTD.view(heads)).sum(0).flatten(-2)
+    return (h_BTD * (len(sources) if read["scale"] == "sum" else 1)).to(dtype)
+
+  def _add(self, y, sources, partial, count):
+    """Adds the output of sublayer `count`, which may complete a block."""
+    partial = y.float() if partial is None else partial + y.float()
+    if self.block_size and count % self.block_size == 0:
+      return [*sources, partial.to(y.dtype)], None
+    return sources, partial
 
 
 class AttnResForCausalLM(PreTrainedModel, GenerationMixin):
@@ -550,37 +548,21 @@ class AttnResForCausalLM(PreTrainedModel, GenerationMixin):
     self.model = AttnResModel(network)
     self.lm_head = linear(network["width"], network["vocab_size"])
     self.soft_cap = network["logit_soft_cap"]
+    self.num_layers = network["num_layers"]
     self.post_init()
 
-  def get_input_embeddings(self):
-    return self.model.embed_tokens
-
-  def set_input_embeddings(self, module):
-    self.model.embed_tokens = module
-
-  def get_output_embeddings(self):
-    return self.lm_head
-
-  def set_output_embeddings(self, module):
-    self.lm_head = module
-
   def forward(
-    self,
-    input_ids,
-    attention_mask=None,
-    past_key_values=None,
-    labels=None,
-    use_cache=None,
-    logits_to_keep=0,
-    **_,
-  ):
+    self, input_ids, attention_mask=None, position_ids=None, cache=None,
+    past_key_values=None, labels=None, use_cache=None, logits_to_keep=0, **_,
+  ):  # fmt: skip
     """Logits [B, T, V] in float32; with labels also their mean cross-entropy.
 
-    Rows have one length: masks that hide tokens are refused.
+    `attention_mask` [B, S] is 0 at padding. `position_ids` [B, T] may only say
+    what follows from it. Labels of -100 are not learned.
     """
-    if attention_mask is not None and not bool((attention_mask != 0).all()):
-      raise ValueError("attention_mask hides tokens: rows need one length")
-    h_BTD, caches = self.model(input_ids, past_key_values)
+    cache = cache or past_key_values or Cache(0, [None] * self.num_layers)
+    rows = rows_of(input_ids, cache.length, attention_mask, position_ids)
+    h_BTD, layers = self.model(input_ids, cache.layers, rows)
     logits = self.lm_head(h_BTD[:, -logits_to_keep:]).float()
     if self.soft_cap:
       logits = self.soft_cap * torch.tanh(logits / self.soft_cap)
@@ -589,21 +571,28 @@ class AttnResForCausalLM(PreTrainedModel, GenerationMixin):
       loss = functional.cross_entropy(
         logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
       )
-    return CausalLMOutputWithPast(
-      loss=loss, logits=logits, past_key_values=caches if use_cache else None
-    )
+    new = Cache(cache.length + input_ids.shape[1], layers)
+    named = {_CACHE: new if use_cache else None}
+    return CausalLMOutputWithPast(loss=loss, logits=logits, **named)
 
-  # The cache is a list, with whatever each mixer keeps.
+  # `Cache` holds whatever each mixer keeps.
   def _prepare_cache_for_generation(self, *args, **kwargs):
     pass
 
   def prepare_inputs_for_generation(
-    self, input_ids, past_key_values=None, use_cache=True, **_
-  ):
-    tokens = input_ids if past_key_values is None else input_ids[:, -1:]
+    self, input_ids, attention_mask=None, position_ids=None, use_cache=True,
+    **kwargs,
+  ):  # fmt: skip
+    cache = kwargs.get(_CACHE)
+    tokens = input_ids[:, cache.length if cache else 0 :]
+    if attention_mask is not None and not bool(attention_mask[:, -1].all()):
+      raise ValueError("to continue rows of several lengths, pad on the left")
+    if position_ids is not None:
+      position_ids = position_ids[:, -tokens.shape[1] :]
     return dict(
-      input_ids=tokens, past_key_values=past_key_values, use_cache=use_cache
-    )
+      input_ids=tokens, attention_mask=attention_mask,
+      position_ids=position_ids, use_cache=use_cache, **{_CACHE: cache},
+    )  # fmt: skip
 
   def _init_weights(self, module):
     """Everything is in the checkpoint."""

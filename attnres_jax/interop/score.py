@@ -9,8 +9,8 @@ folder with tasks of your own, as YAML files; if it has all tasks, nothing is
 downloaded. Scores do not depend on `--batch_tokens`, `--slots` or the mesh, but
 for rounding. On several hosts, start it on each of them with `--distributed`.
 
-Texts open and end as the run's tokenizer says (`data.text_format`): with the
-separator of documents, or as those of an imported checkpoint.
+Texts open and end as the run's text format says (`data.text_format`): with the
+separator of documents, or as the tokenizer of an imported checkpoint does it.
 """
 
 import argparse
@@ -104,13 +104,12 @@ def _score(options: argparse.Namespace) -> None:
     slots=options.slots,
   )
   start = time.perf_counter()
-  shots = options.num_fewshot
   results = harness.evaluate(
     network,
     names,
     table,
-    limit=options.limit or None,
-    num_fewshot=None if shots < 0 else shots,
+    limit=options.limit,
+    num_fewshot=options.num_fewshot,
     log_samples=options.log_samples,
     confirm_run_unsafe_code=options.runs_code,
   )
@@ -120,8 +119,9 @@ def _score(options: argparse.Namespace) -> None:
     name=config.name, step=step, residual=config.model.residual.name
   )
   results["command"] = dict(
-    limit=options.limit, num_fewshot=shots, length=network.max_length,
-    opening=list(text_format.open_ids), prefix=text_format.prefix_id,
+    limit=options.limit, num_fewshot=options.num_fewshot,
+    length=network.max_length, opening=list(text_format.open_ids),
+    prefix=text_format.prefix_id,
   )  # fmt: skip
   results["environment"] = dict(
     hardware=environment.hardware(),

@@ -24,6 +24,8 @@ from attnres_jax import config as config_lib
 from attnres_jax import files
 from attnres_jax import models
 from attnres_jax import run_folder
+from attnres_jax.config import fields
+from attnres_jax.interop import tensor_files
 
 FACTS = "interop.json"
 _CONFIG_FILE = "config.py"
@@ -139,6 +141,8 @@ def origin(
   return {}, {}
 
 
+# Keys of config.json that an export repeats.
+LENGTHS = "max_position_embeddings", "model_max_length"
 # Keys of interop.json, and their types; `files` has names.
 _FACTS = {
   "format": str, "family": str, "source": str, "dtype": str, "dtypes": dict,
@@ -155,6 +159,15 @@ def _read_facts(
     for key, kind in _FACTS.items():
       if not isinstance(facts.get(key, kind()), kind):
         raise ValueError(f"{key!r} is no {kind.__name__}")
+    dtypes = [facts.get("dtype", "F32"), *facts.get("dtypes", {}).values()]
+    for dtype in dtypes:
+      if dtype not in list(tensor_files.DTYPES):
+        raise ValueError(f"unknown dtype {dtype!r}")
+    for key in LENGTHS:
+      length = facts.get("config", {}).get(key)
+      fields.accept(
+        f"{path}: {key}", 1 if length is None else length, fields.Size
+      )
     names = facts.get("files", [])
     if not isinstance(names, list):
       raise ValueError("'files' is no list")

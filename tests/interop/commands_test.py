@@ -3,6 +3,8 @@
 
 import json
 import pathlib
+import shutil
+import warnings
 
 import jax
 import numpy as np
@@ -10,7 +12,9 @@ import pytest
 
 from attnres_jax import checkpoint
 from attnres_jax import config as config_lib
+from attnres_jax import models
 from attnres_jax import train
+from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.inference import sample
 from attnres_jax.interop import export_huggingface
 from attnres_jax.interop import huggingface
@@ -173,6 +177,46 @@ def test_a_network_that_cannot_be_exported(tmp_path, capsys):
   assert not (tmp_path / "b").exists()
 
 
+@pytest.mark.parametrize(
+  "content",
+  [
+    "", "[]", "{", "[" * 10_000, dict(files="x"), dict(files=[3]),
+    dict(files=["../secret.txt"]), dict(files=["gone.txt"]), dict(config=[]),
+    dict(config=dict(eos_token_id="x")), dict(config=dict(eos_token_id=[[1]])),
+    dict(config=dict(bos_token_id=1.5)), dict(dtype="F31"), dict(dtype=[]),
+    dict(config=dict(max_position_embeddings="x")), dict(dtypes=dict(a=[])),
+    dict(dtypes=[]), dict(family=3), dict(family="x"),
+  ],
+)  # fmt: skip
+def test_a_damaged_interop_json(imported, tmp_path, capsys, content):
+  (tmp_path / "secret.txt").write_text("secret")
+  path = imported / weights_folder.FACTS
+  good = path.read_text()
+  if not isinstance(content, str):
+    content = json.dumps(json.loads(good) | content)
+  path.write_text(content)
+  try:
+    argv = [f"--workdir={imported}", f"--path={tmp_path / 'out'}"]
+    assert EXPORT(argv) in (1, 2)
+  finally:
+    path.write_text(good)
+  error = capsys.readouterr().err
+  assert weights_folder.FACTS in error and len(error.splitlines()) == 1
+  assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("eos", ["x", 1.5, [[1]], 2**31, 300, True])
+def test_ids_of_generation_config_json(source, tmp_path, capsys, eos):
+  folder = tmp_path / "source"
+  shutil.copytree(source, folder)
+  described = folder / "generation_config.json"
+  described.write_text(json.dumps(dict(eos_token_id=eos)))
+  assert IMPORT([f"--path={folder}", f"--workdir={tmp_path / 'new'}"]) == 2
+  error = capsys.readouterr().err
+  assert "eos_token_id: got" in error and len(error.splitlines()) == 1
+  assert not (tmp_path / "new").exists()
+
+
 def test_only_a_tokenizer_is_copied(tmp_path, capsys):
   """A run of somebody else may name any file as its tokenizer."""
   secret = tmp_path / "secret.txt"
@@ -185,6 +229,77 @@ def test_only_a_tokenizer_is_copied(tmp_path, capsys):
   assert EXPORT(argv) == 2
   assert f"tokenizer_path: got '{secret}'" in capsys.readouterr().err
   assert not (tmp_path / "b").exists()
+
+
+def _run_of_ours(folder, config, factor):
+  """The folder of a run that trained here."""
+  model = models.build_model(config.model)
+  model = jax.tree.map(lambda a: a * factor, model)
+  weights_folder.write(folder, config, model, {}, {})
+  (folder / weights_folder.FACTS).unlink()
+
+
+@pytest.mark.needs("transformers>=5")
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize("residual", ["prenorm", "block_attnres"])
+def test_the_code_of_the_card_writes_text(
+  residual, tmp_path, monkeypatch, capsys
+):
+  """As does `generate(**tokenizer(text))`, until the separator."""
+  import transformers
+
+  monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "code"))
+  monkeypatch.chdir(tmp_path)
+  config = config_lib.RunConfig(
+    model=config_lib.ModelConfig(
+      vocab_size=257, width=32, num_layers=2, num_heads=2, mlp_width=48,
+      residual=config_lib.ResidualConfig(residual, num_blocks=2),
+    ),
+  )  # fmt: skip
+  _run_of_ours(tmp_path / "run", config, factor=3.0)
+  folder = tmp_path / "out"
+  assert EXPORT([f"--workdir={tmp_path / 'run'}", f"--path={folder}"]) == 0
+  values = json.loads((folder / "config.json").read_text())
+  for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+    assert values[name] == 256
+  card = (folder / "README.md").read_text()
+  code = card.partition("```python\n")[2].partition("```")[0]
+  with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    # As a user answers the question whether to run the code beside weights.
+    exec(code.replace('"out"', f'"{folder}"'), {})
+    assert "Once" in capsys.readouterr().out
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+      folder, trust_remote_code=True
+    )
+    assert model.generation_config.eos_token_id == 256
+    texts = ["Once upon a time", "é"]
+    found = model.generate(
+      **tokenizer(texts, padding=True, return_tensors="pt"),
+      max_new_tokens=5, do_sample=False,
+    )  # fmt: skip
+  _, ours = checkpoint.load_model(tmp_path / "run")
+  text_format = text_format_lib.of_data(config.data)
+  for row, text in zip(found.tolist(), texts):
+    ids = text_format.prompt(text)
+    drawn = row[len(row) - 5 :]
+    for token in drawn:
+      logits = ours(np.array([ids], np.int32))[0, -1]
+      assert token == int(np.argmax(logits))
+      if token == 256:
+        break
+      ids.append(token)
+
+
+def test_values_that_do_not_fit_are_refused(tmp_path, capsys):
+  config = config_lib.RunConfig(model=small_checkpoint.CONFIG)
+  _run_of_ours(tmp_path / "run", config, factor=1e8)
+  argv = [f"--workdir={tmp_path / 'run'}", f"--path={tmp_path / 'out'}"]
+  assert EXPORT([*argv, "--dtype=F16"]) != 0
+  error = capsys.readouterr().err
+  assert "model.embed_tokens.weight" in error and "F16" in error
+  assert len(error.splitlines()) == 1 and not (tmp_path / "out").exists()
 
 
 def test_an_upcycled_network_is_no_longer_of_its_family():

@@ -259,7 +259,7 @@ def test_bad_questions(tmp_path, quiet):
   ):
     with pytest.raises(config_lib.ConfigError, match=message):
       network.generate_until([request(("a", said))])
-  with pytest.raises(config_lib.RunError, match="an empty text"):
+  with pytest.raises(config_lib.RunError, match="score of 0 tokens"):
     network.loglikelihood([request(("a", ""))])
   with pytest.raises(config_lib.RunError, match="score of 65 tokens"):
     network.loglikelihood([request(("a", "b" * 65))])

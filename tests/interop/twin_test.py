@@ -175,8 +175,60 @@ class TestInTorch:
       np.argmax(whole, axis=-1)[:, LENGTH - 1 :], text[:, LENGTH:]
     )
 
-    with pytest.raises(ValueError, match="rows need one length"):
-      twin(ids, attention_mask=torch.zeros_like(ids))
+    _check_padding(twin, ids)
+
+
+def _check_padding(twin, ids):
+  """Padded rows are those rows alone; what cannot be right is refused."""
+  import torch
+
+  lengths = LENGTH, 4
+  for side in "left", "right":
+    mask, padded = torch.zeros_like(ids), torch.full_like(ids, 7)
+    for row, length in enumerate(lengths):
+      at = slice(-length, None) if side == "left" else slice(length)
+      mask[row, at], padded[row, at] = 1, ids[row, :length]
+    with torch.no_grad():
+      found = twin(padded, attention_mask=mask).logits
+      for row, length in enumerate(lengths):
+        alone = twin(ids[row : row + 1, :length]).logits[0]
+        torch.testing.assert_close(
+          found[row][mask[row] == 1], alone, atol=1e-4, rtol=0
+        )
+    options = dict(max_new_tokens=4, do_sample=False, pad_token_id=15)
+    if side == "right":
+      with pytest.raises(ValueError, match="pad on the left"):
+        twin.generate(padded, attention_mask=mask, **options)
+      continue
+    for beams in 1, 2:
+      text = twin.generate(
+        padded, attention_mask=mask, num_beams=beams, **options
+      )
+      for row, length in enumerate(lengths):
+        row_ids = ids[row : row + 1, :length]
+        alone = twin.generate(
+          row_ids,
+          attention_mask=torch.ones_like(row_ids),
+          num_beams=beams,
+          **options,
+        )[0, length:]
+        assert text[row, LENGTH : LENGTH + len(alone)].tolist() == (
+          alone.tolist()
+        )
+  with torch.no_grad():
+    right = torch.arange(LENGTH)[None].expand(2, -1)
+    torch.testing.assert_close(
+      twin(ids, position_ids=right).logits, twin(ids).logits
+    )
+  gap = torch.ones_like(ids)
+  gap[1, 3] = 0
+  for wrong, words in (
+    (dict(attention_mask=gap), "padding inside a row's text"),
+    (dict(attention_mask=gap[:, 1:]), "has shape"),
+    (dict(position_ids=right // 2), "have to count"),
+  ):
+    with pytest.raises(ValueError, match=words):
+      twin(ids, **wrong)
 
 
 def _logits_and_gradient(model, tokens):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of texts that share rows equal those of texts computed alone."""
+"""Scores of texts in batches equal those of texts computed alone."""
 
 import jax
 import numpy as np
@@ -7,7 +7,7 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import sharding
-from attnres_jax.interop import packed
+from attnres_jax.interop import scorer
 from tests import tiny_network
 
 LENGTH = 24
@@ -25,10 +25,10 @@ def _texts(count=40, seed=0):
       # Other ends of the same inputs, whose scores begin elsewhere.
       ids = [*texts[-1].ids[:-1], ids[-1]]
     count = int(rng.integers(1, len(ids)))
-    texts.append(packed.Text(tuple(ids), count))
+    texts.append(scorer.Text(tuple(ids), count))
   # One of all tokens is the most likely one.
   inputs = texts[0].ids[:5]
-  ends = [packed.Text((*inputs, i), 1) for i in range(VOCABULARY)]
+  ends = [scorer.Text((*inputs, i), 1) for i in range(VOCABULARY)]
   return [*texts, *ends]
 
 
@@ -76,47 +76,47 @@ class TestScores:
     expected = _alone(mixed, texts)
     assert {greedy for _, greedy in expected} == {True, False}
     for tokens in (1, 200):
-      scorer = packed.Scorer(_mesh(), length=LENGTH, batch_tokens=tokens)
-      _compare(scorer(mixed, texts), expected)
-      assert len(scorer.programs) <= 4
+      made = scorer.Scorer(_mesh(), length=LENGTH, batch_tokens=tokens)
+      _compare(made(mixed, texts), expected)
+      assert len(made.programs) <= 4
 
   def test_depend_neither_on_order_nor_on_company(self, plain):
     texts = _texts()
-    scorer = packed.Scorer(_mesh(), length=LENGTH, batch_tokens=128)
-    whole = scorer(plain, texts)
+    made = scorer.Scorer(_mesh(), length=LENGTH, batch_tokens=128)
+    whole = made(plain, texts)
     # The order of the texts does not change the batches.
-    backwards = scorer(plain, texts[::-1])
+    backwards = made(plain, texts[::-1])
     assert backwards[::-1] == whole
-    _compare(scorer(plain, texts[30:50]), whole[30:50])
+    _compare(made(plain, texts[30:50]), whole[30:50])
 
   @pytest.mark.slow
   def test_on_a_mesh(self, mixed):
     texts = _texts()
     mesh = _mesh(data=2, fsdp=2)
     model = jax.device_put(mixed, sharding.state_sharding(mixed, mesh))
-    scorer = packed.Scorer(mesh, length=LENGTH, batch_tokens=64)
-    found = scorer(model, texts)
+    made = scorer.Scorer(mesh, length=LENGTH, batch_tokens=64)
+    found = made(model, texts)
     _compare(found, _alone(mixed, texts))
-    assert all(rows % 4 == 0 for rows, *_ in scorer.programs)
+    assert all(rows % 4 == 0 for rows, *_ in made.programs)
 
   @pytest.mark.slow
-  def test_scheme_that_looks_back_has_rows_of_its_own(self):
+  def test_a_scheme_that_looks_back(self):
     model = tiny_network.model("xhc")
     assert model.looks_back
     texts = _texts(12)
-    scorer = packed.Scorer(_mesh(), length=LENGTH, batch_tokens=200)
-    _compare(scorer(model, texts), _alone(model, texts))
+    made = scorer.Scorer(_mesh(), length=LENGTH, batch_tokens=200)
+    _compare(made(model, texts), _alone(model, texts))
 
   def test_choices_of_a_question_are_one_text(self, plain):
     inputs = tuple(range(9))
-    texts = [packed.Text((*inputs, i), 1) for i in range(5)]
-    scorer = packed.Scorer(_mesh(), length=LENGTH, batch_tokens=24)
-    found = scorer(plain, texts)
-    ((_, _, _, choices),) = scorer.programs
+    texts = [scorer.Text((*inputs, i), 1) for i in range(5)]
+    made = scorer.Scorer(_mesh(), length=LENGTH, batch_tokens=24)
+    found = made(plain, texts)
+    ((_, _, choices),) = made.programs
     assert choices == 16
     _compare(found, _alone(plain, texts))
-    everything = [packed.Text((*inputs, i), 1) for i in range(VOCABULARY)]
-    total = np.exp([score.logprob for score in scorer(plain, everything)])
+    everything = [scorer.Text((*inputs, i), 1) for i in range(VOCABULARY)]
+    total = np.exp([score.logprob for score in made(plain, everything)])
     np.testing.assert_allclose(total.sum(), 1, rtol=1e-5)
 
 
@@ -124,7 +124,7 @@ class TestScores:
   "text", [((1,), 1), ((1, 2), 0), ((1, 2), 2), ((1,) * (LENGTH + 2), 1)]
 )
 def test_texts_without_a_score_are_refused(plain, text):
-  scorer = packed.Scorer(_mesh(), length=LENGTH)
+  made = scorer.Scorer(_mesh(), length=LENGTH)
   with pytest.raises(ValueError, match="expected one or more"):
-    scorer(plain, [packed.Text(*text)])
-  assert not scorer.programs
+    made(plain, [scorer.Text(*text)])
+  assert not made.programs
