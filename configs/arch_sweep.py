@@ -84,7 +84,12 @@ def get_config(arg=None):
   name = f"arch_{arg.scale}_{arg.rho:g}_{arg.eta:g}_{{}}"
   config.name = c.follow(config, "model.residual.name", name.format)
   steps = config.train.steps
-  config.optim.schedule, config.optim.warmup_steps = "cosine", steps // 20
+  config.optim.schedule = "cosine"
+  # As in configs/scaling.py.
+  of_paper = arg.scale == "paper"
+  config.optim.warmup_steps = (
+    kimi_linear.warmup_steps(steps) if of_paper else steps // 20
+  )
   config.train.eval_every = config.checkpoint.every_steps = steps // 4
   config.train.depth_every = 0
   config.checkpoint.keep_last = 2

@@ -225,7 +225,12 @@ def _lengthen(config, arg):
   whole = max(1, round(config.train.steps / GRAIN)) * GRAIN
   config.train.steps = round(arg.budget * whole)
   config.optim.schedule = arg.schedule
-  config.optim.warmup_steps = whole // 20
+  # At the paper's scale, the recipe of configs/kimi_linear.py, as in all sweeps
+  # of its networks; 5 % is the laptop's protocol (experiments/noise).
+  of_paper = arg.scale == "paper"
+  config.optim.warmup_steps = (
+    kimi_linear.warmup_steps(whole) if of_paper else whole // 20
+  )
   if config.train.eval_every:
     config.train.eval_every = whole // 4
   config.checkpoint.every_steps = whole // 10
