@@ -408,7 +408,7 @@ def _read(
     workdir: of the run.
     step: of the checkpoint.
     abstract: the requested arrays, flat.
-    share: index of this process, and number of those that verify together.
+    share: index of this process, and how many processes verify together.
     some: of the arrays; otherwise there may be no others.
 
   Raises:

@@ -13,7 +13,7 @@ _GIB = 2**30
 class Chip:
   """One JAX device. TPU v2, v3 and 7x have two devices per chip.
 
-  Zero stands for what is not known.
+  Zero stands for unknown.
 
   Attributes:
     peak_flops_per_second: of dense bfloat16 products (float16 if a chip has no

@@ -90,7 +90,7 @@ class StepLog:
   def add(
     self, step: int, metrics: Mapping[str, Any], saving: bool = False
   ) -> None:
-    """Accepts the metrics of a step, and writes those of the previous one.
+    """Accepts the metrics of a step, and writes the previous step's.
 
     Args:
       step: the step just dispatched, counted from 1.

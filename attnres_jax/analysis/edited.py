@@ -22,8 +22,8 @@ def _same(l: jax.Array, x: Any) -> Any:
 class Edited(base.Residual):
   """A scheme whose reads and writes pass through functions.
 
-  Its states and carries are those of the scheme. Its slots are pairs of a
-  sublayer's number and its slot.
+  States and carries are the scheme's. A slot is a pair: the sublayer's number
+  and the scheme's slot.
   """
 
   def __init__(

@@ -5,7 +5,7 @@ The paper plots an output magnitude and a gradient magnitude per transformer
 block without defining them. Here, the output magnitude is the RMS over the
 width, averaged over tokens, of the running state after the block (for Block
 AttnRes the open partial sum, which restarts at each block boundary). The
-gradient is that of all parameters of the block.
+gradient is of all parameters of the block.
 """
 
 import dataclasses

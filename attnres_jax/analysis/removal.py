@@ -7,8 +7,8 @@ causal importance, and the two need not agree (arXiv:2606.13168 asks the
 question; the procedure is ours).
 
 A read is a linear map of the earlier outputs, given its coefficients (see
-`mixing_matrix`). Removing a source subtracts its term and leaves the others as
-they are. For a softmax this is the same as giving its weight to the remaining
+`mixing_matrix`). Removing a source subtracts its term and does not change the
+others. For a softmax this is the same as giving its weight to the remaining
 sources in proportion: that multiplies the read of each token by a number,
 which the norm behind it takes out again (up to its epsilon).
 
@@ -63,7 +63,7 @@ def source_removal(
 
   Args:
     model: a network with any residual scheme.
-    tokens: the loss is that of predicting all but the first column.
+    tokens: the loss is of all columns but the first.
   """
   tokens_BT = jnp.asarray(tokens)
   members = _members(model)

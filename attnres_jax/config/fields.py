@@ -61,7 +61,7 @@ Path = Annotated[
 
 
 class Checked:
-  """Base of dataclasses whose values are checked, such as those of a config.
+  """Base of dataclasses whose values are checked, such as a config's.
 
   Errors name a field by its place: `prefix` below `root`, which is the config,
   or "--" for the arguments of a command.

@@ -31,7 +31,7 @@ class FlopsPerToken:
     projections: products of the mixers (queries, keys, values, gates, output).
     attention: scores and weighted values over the sequence, causal.
     recurrence: of KDA's state, in its chunkwise form.
-    mlp: the feed-forward sublayers; of experts, those that a token is routed
+    mlp: the feed-forward sublayers; only the experts that a token is routed
       to.
     head: the vocabulary projection.
     residual: depth attention and other products of the residual scheme.

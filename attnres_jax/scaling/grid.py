@@ -153,8 +153,8 @@ def config_resolver(
 ) -> Resolve:
   """Resolves overrides against `path/to/file.py:key=value,...` and its fields.
 
-  Arguments of `get_config` come after those of `spec`, and so take precedence,
-  as overrides do over `fields`.
+  Arguments of `get_config` take precedence over `spec`, and overrides over
+  `fields`.
   """
   base = dict(fields or {})
 

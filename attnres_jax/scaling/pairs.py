@@ -8,8 +8,8 @@ one from each, and their noise has the same sources. `pooled` estimates it, and
 `difference` turns it into a t interval for the mean of any two arms, whether
 one of them is the baseline or not.
 
-Two kinds of variants do not share it: those that have nearly failed, and those
-whose pairs scatter far more than all others. Their interval rests on their own
+Two kinds of variants do not share it: a variant that has nearly failed, and one
+whose pairs scatter far more than all others. Its interval rests on its own
 pairs. A failed variant has no interval.
 """
 

@@ -41,8 +41,8 @@ def effective_speedup(
   Args:
     baseline: its runs at three or more computes, each with its own size label.
     other: runs of which two or more are paired with the baseline's by size and
-      seed. If all pairs have one size, the speed-up is that of this size, and
-      its error is the scatter of seeds.
+      seed. If all pairs have one size, the speed-up is of this size, and its
+      error is the scatter of seeds.
     spread: of the protocol (`pairs.pooled`), for pairs of one size; by default
       that of these pairs alone.
     level: of the interval. It is an exact combination of two t-distributions,

@@ -45,7 +45,7 @@ _OURS, _RUN_OURS = {SWEEP: ("runs",)}, {RUN: ("name", "config")}
 def prepare(
   folder: epath.PathLike, runs: Sequence[grid.Run], source: str
 ) -> list[grid.Run]:
-  """Creates the workdirs of runs, or uses those that exist.
+  """Creates the workdirs of runs unless they exist.
 
   Args:
     folder: of the sweep, local or gs://; created if needed.

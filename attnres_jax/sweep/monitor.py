@@ -180,7 +180,7 @@ def rows(progress: Sequence[Progress]) -> list[Mapping[str, Any]]:
 def seconds_left(
   progress: Progress, others: Sequence[Progress]
 ) -> float | None:
-  """Estimate for one run, from its own steps or those of the most similar run.
+  """Estimate for one run, from its own steps or the most similar run's.
 
   A run that has not started also needs the time that `others` spent outside
   their steps (compiling, evaluating, saving). None if nothing has been

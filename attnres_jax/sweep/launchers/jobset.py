@@ -178,7 +178,7 @@ def queue(settings: types.SimpleNamespace) -> list[Manifest]:
 def name_of(
   run: str, folder: epath.PathLike, settings: types.SimpleNamespace
 ) -> str:
-  """A DNS label for a run; short enough for those of its pods."""
+  """A DNS label for a run; short enough for the labels of its pods."""
   digest = hashlib.sha256(f"{folder}/{run}".encode()).hexdigest()
   digest = digest[: grid.HASH_DIGITS]
   last_pod = f"-{_JOB}-{settings.slices - 1}-{settings.hosts - 1}"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One name for each TPU slice, for all launchers and the preflight.
 
-Names are those that `python -m attnres_jax.aot --topology=` accepts, such as
+`python -m attnres_jax.aot --topology=` accepts the same names, such as
 `v6e:4x4` or `v5p-128`; clouds and schedulers name the same slice differently.
 """
 
