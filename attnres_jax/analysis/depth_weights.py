@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The softmax weights over depth, averaged over tokens, as in Fig. 8.
 
-The paper draws two heatmaps per network: one of the reads of
-attention sublayers, one of the reads of MLPs. Row l is the l-th transformer block, a column is a
-source: 0 the embedding, then sublayer outputs (Full) or completed blocks with
-the open, partial block after the last of them (Block).
-"""
+The paper draws two heatmaps per network: one of the reads of attention
+sublayers, one of the reads of MLPs. Row l is the l-th transformer block, a
+column is a source: 0 the embedding, then sublayer outputs (Full) or completed
+blocks with the open, partial block after the last of them (Block). """
 
 from collections.abc import Sequence
 import dataclasses
