@@ -4,7 +4,8 @@
 The paper draws two heatmaps per network: one of the reads of attention
 sublayers, one of the reads of MLPs. Row l is the l-th transformer block, a
 column is a source: 0 the embedding, then sublayer outputs (Full) or completed
-blocks with the open, partial block after the last of them (Block). """
+blocks with the open, partial block after the last of them (Block).
+"""
 
 from collections.abc import Sequence
 import dataclasses
