@@ -33,8 +33,7 @@ def extend(
   memory: memory_lib.DepthMemory,
   scan: bool,
   context: int | None = None,
-  with_reads: bool = False,
-) -> tuple[jax.Array, dict[str, Any], jax.Array | None]:
+) -> tuple[jax.Array, dict[str, Any]]:
   """`trunk.run`, for new tokens of rows whose earlier tokens are in caches.
 
   Args:
@@ -49,11 +48,9 @@ def extend(
     scan: as in `trunk.run`.
     context: at least as many tokens as any row has before the chunk; by default
       as many as there is room for.
-    with_reads: whether the reads of all sublayers are wanted.
 
   Returns:
-    h_out [B, T, D]; by kind, what the caches should add (`cache.append`); the
-    reads h_1..h_L [L, B, T, D] before their norms, or None.
+    h_out [B, T, D]; by kind, what the caches should add (`cache.append`).
   """
   scan &= RESIDUAL not in caches  # What is looked back at leaves the loop.
   # So do layers in arrays of their own.
@@ -73,9 +70,8 @@ def extend(
     if kind in caches:
       cache = cache_lib.layer(caches[kind], l, context)
       core = _WithCache(core, cache, chunk)
-    reader = _Watched(residual) if with_reads else residual
     y_BTD, new, carry, _ = trunk.apply_sublayer(
-      reader,
+      residual,
       memory,
       kind,
       _Single(single.norm, core),
@@ -83,9 +79,8 @@ def extend(
       slots,
       segment_ids_BT,
     )
-    read_BTD = reader.read_BTD if with_reads else None
     added = core.added if kind in caches else None
-    return y_BTD, new, carry, (added, read_BTD)
+    return y_BTD, new, carry, added
 
   counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
   history, looking_back = None, contextlib.nullcontext()
@@ -116,7 +111,7 @@ def extend(
   for kind in caches.keys() & set(kinds):
     found = [
       layer_stacks.interleave(
-        [out for k, (out, _) in zip(run.kinds, outs) if k == kind]
+        [out for k, out in zip(run.kinds, outs) if k == kind]
       )
       for run, outs in kept
       if kind in run.kinds
@@ -129,12 +124,7 @@ def extend(
     if _is_separate(caches[RESIDUAL]):
       later = cache_lib.Layers((later,))
     added[RESIDUAL] = later
-  reads_LBTD = None
-  if with_reads:
-    reads_LBTD = layer_stacks.concatenate(
-      [layer_stacks.interleave([read for _, read in outs]) for _, outs in kept]
-    )
-  return h_BTD, added, reads_LBTD
+  return h_BTD, added
 
 
 def _is_separate(layers: Any) -> bool:
@@ -143,19 +133,6 @@ def _is_separate(layers: Any) -> bool:
 
 def _as_layers(found: list[Any]) -> cache_lib.Layers:
   return cache_lib.Layers(tuple(found))
-
-
-class _Watched:
-  """A scheme, as `apply_sublayer` sees it, that remembers its read."""
-
-  def __init__(self, residual: base.Residual):
-    self.read_BTD: jax.Array | None = None
-    self._residual = residual
-
-  def read(self, carry: Any, slot: Any, norm: base.Norm) -> tuple[Any, Any]:
-    h = base.before_norm(self._residual, carry, slot)
-    self.read_BTD = base.query_input(h)
-    return base.normed(h, norm), carry
 
 
 class _OfWholeRows:

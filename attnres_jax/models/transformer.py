@@ -30,13 +30,10 @@ class Extended(NamedTuple):
   Attributes:
     hidden_BTD: states after the final norm, which the head reads.
     added: what `cache.append` stores.
-    reads_LBTD: h_1..h_L and h_out, before their norms, if they are wanted: what
-      a draft network would read.
   """
 
   hidden_BTD: jax.Array
   added: cache_lib.Added
-  reads_LBTD: jax.Array | None
 
 
 class Transformer(nnx.Module):
@@ -167,7 +164,6 @@ class Transformer(nnx.Module):
     length_B: jax.Array | None = None,
     *,
     context: int | None = None,
-    with_reads: bool = False,
   ) -> "Extended":
     """`hidden` of new tokens, whose earlier tokens are in a cache.
 
@@ -177,13 +173,12 @@ class Transformer(nnx.Module):
       length_B: how many of the new tokens count; all by default.
       context: at least as many tokens as any row has in the cache. So many are
         read, by default as many as there is room for.
-      with_reads: whether the reads of all sublayers are wanted.
     """
     if length_B is None:
       length_B = jnp.full(tokens_BT.shape[0], tokens_BT.shape[1], jnp.int32)
     chunk = cache_lib.Chunk(cache.length_B, length_B)
     with sharding.scattering(tokens_BT.shape[1]):
-      h_BTD, mixers, reads_LBTD = decoding.extend(
+      h_BTD, mixers = decoding.extend(
         self.sublayers,
         self.config.sublayer_kinds,
         self.residual,
@@ -193,13 +188,10 @@ class Transformer(nnx.Module):
         memory=self.depth_memory,
         scan=self.config.scan_layers,
         context=context,
-        with_reads=with_reads,
       )
-      if reads_LBTD is not None:
-        reads_LBTD = jnp.concatenate([reads_LBTD, h_BTD[None]])
       with scopes.part(scopes.NORM):
         h_BTD = self.final_norm(h_BTD)
-    return Extended(h_BTD, cache_lib.Added(chunk, mixers), reads_LBTD)
+    return Extended(h_BTD, cache_lib.Added(chunk, mixers))
 
   def _decoding_cores(self) -> dict[str, Any]:
     """An abstract mixer of each kind."""

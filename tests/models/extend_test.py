@@ -218,16 +218,6 @@ def test_positions_and_latents_of_mla(tokens_T):
   _check(model, tokens_T)
 
 
-def test_reads_are_those_of_the_trace(tokens_T):
-  @jax.jit
-  def both(model):
-    out = model.extend(tokens_T[None], model.init_cache(1, 0), with_reads=True)
-    return jnp.stack(model.trace(tokens_T[None]).reads), out.reads_LBTD
-
-  expected, found = both(_model())
-  np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
-
-
 def test_a_context_is_what_is_read(tokens_T):
   model, half = _model(), TOKENS // 2
   extend = jax.jit(
