@@ -374,8 +374,7 @@ class _Described:
         ("special_tokens_map.json", self._map),
         ("tokenizer_config.json", self.tokenizer),
       ):
-        value = values.get(role)
-        value = value.get("content") if isinstance(value, dict) else value
+        value = _content(values.get(role))
         if value is None:
           continue
         if not isinstance(value, str):
@@ -384,6 +383,24 @@ class _Described:
           )
         found[role] = value
     return found
+
+  def special(self) -> set[str]:
+    """Texts of tokens that these files call special, whatever their role."""
+    named, added = (
+      found if isinstance(found := self.tokenizer.get(key), dict) else {}
+      for key in ("extra_special_tokens", "added_tokens_decoder")
+    )
+    special = [
+      token
+      for token in added.values()
+      if isinstance(token, dict) and token.get("special")
+    ]
+    texts = [
+      *self.names().values(),
+      *map(_content, [*named.values(), *special]),
+    ]
+    texts = [text for text in texts if isinstance(text, str)]
+    return {*self.names().values(), *texts}
 
   def chat_template(self) -> str | None:
     """The template of conversations; the one named `default` of several."""
@@ -415,6 +432,11 @@ class _Described:
       raise config_lib.ConfigError(
         f"{path}: expected a JSON object ({error})"
       ) from error
+
+
+def _content(token: Any) -> Any:
+  """The text of a token, which may be an object with a `content`."""
+  return token.get("content") if isinstance(token, dict) else token
 
 
 class _Own(Vocabulary):
@@ -468,12 +490,13 @@ class _HuggingFace(Vocabulary):
       # Limits of a training recipe must not truncate texts.
       loaded.no_truncation()
       loaded.no_padding()
-      # Roles make tokens special even if tokenizer.json does not.
-      known = {t.content for t in loaded.get_added_tokens_decoder().values()}
+      # Other files make tokens special even if tokenizer.json does not.
+      added = loaded.get_added_tokens_decoder().values()
+      known = {token.content for token in added if token.special}
       loaded.add_special_tokens(
         [
           text
-          for text in described.names().values()
+          for text in sorted(described.special())
           if text not in known and loaded.token_to_id(text) is not None
         ]
       )
