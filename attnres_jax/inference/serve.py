@@ -23,6 +23,7 @@ from typing import Any
 
 from attnres_jax import command_line
 from attnres_jax import config as config_lib
+from attnres_jax import exits
 from attnres_jax.config import fields
 from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.inference import engine as engine_lib
@@ -126,7 +127,10 @@ def _serve_at(
     server.run([listener])
   failure = None if server.app is None else server.app.service.failure
   if failure is not None:
-    raise config_lib.RunError(f"the engine has failed: {failure}")
+    # Such as a device without memory: another start may help.
+    words = str(failure).splitlines() or [type(failure).__name__]
+    print(f"error: the engine has failed: {words[0]}", file=sys.stderr)
+    return exits.Exit.AGAIN
   return 0 if server.started else 1
 
 

@@ -80,6 +80,11 @@ def busy(message: str, status: int, code: str, seconds: int = 1) -> ApiError:
   return ApiError(status, message, kind=kind, code=code, retry_after=seconds)
 
 
+def failed(status: int, message: str, code: str) -> ApiError:
+  """The error of a server that could not answer."""
+  return ApiError(status, message, kind="server_error", code=code)
+
+
 def refuse(param: str, value: Any, accepted: str) -> ApiError:
   """The error of a bad field."""
   return ApiError(
@@ -305,7 +310,7 @@ def prompts_of(given: Any, vocab_size: int, most: int) -> list[str | list[int]]:
     raise refuse(
       "prompt",
       f"{len(several)} texts",
-      f"at most {most}, with all choices: the slots and the queue",
+      f"at most {most}, by the slots and queue of this server",
     )
   for one in several:
     if isinstance(one, str):

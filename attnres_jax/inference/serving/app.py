@@ -141,7 +141,7 @@ class App:
     self._check_model(asked.model)
     if (asked.logprobs or 0) > self._num_top:
       raise api.refuse("logprobs", asked.logprobs, f"0 to {self._num_top}")
-    most = self.service.most_texts // asked.n
+    most = self.service.most_of_one // asked.n
     prompts = await self._prompts(asked.prompt, most, asked.parse_special)
     await self._answer(asked, prompts, reply)
 
@@ -184,7 +184,7 @@ class App:
         elif not answer.is_silent(part):
           await reply.event(answer.chunk(part))
       if not asked.stream:
-        await reply.choices(answer.whole(parts))
+        await reply.json(answer.whole(parts))
         return
       if asked.with_usage:
         await reply.event(answer.chunk(None))

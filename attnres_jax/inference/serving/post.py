@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An endpoint that takes JSON: limits, errors, and clients that leave."""
+"""POST: reads a body, and sends the answer whole or in parts.
+
+A client that leaves ends the work for its answer, in every state of it.
+"""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 import contextlib
 import json
+import logging
 from typing import Any
 
-from absl import logging
-from starlette import datastructures
+from starlette import requests
 from starlette import responses
 from starlette import types
 
@@ -16,79 +19,61 @@ from attnres_jax import config as config_lib
 from attnres_jax.inference.serving import api
 from attnres_jax.inference.serving import metrics as metrics_lib
 
-# As in the logs of nginx: the client has closed its connection.
+# Status in metrics, as in the logs of nginx: the client has left.
 _LEFT = 499
-_BODY_SECONDS, _ERROR_SECONDS = 30, 5
+# For a whole body, and for an error to a client that reads nothing.
+_BODY_SECONDS, _ERROR_SECONDS = 30, 10
+_STREAM = {
+  "content-type": "text/event-stream; charset=utf-8",
+  "cache-control": "no-store",
+  # A proxy such as nginx would wait for more.
+  "x-accel-buffering": "no",
+}
 
 
 class Reply:
-  """The answer to one request: a JSON object, or a stream of them.
+  """Sends one answer: all of it, or a stream of events.
 
   Attributes:
-    status: of HTTP, once something was sent.
+    status: HTTP status that was sent, or would be if a stream had not begun.
   """
 
-  def __init__(self, send: types.Send):
+  def __init__(self, scope: types.Scope, send: types.Send):
     self.status: int | None = None
-    self._send = send
-    self._is_stream = False
+    self._scope, self._send, self._is_stream = scope, send, False
 
   async def json(
     self,
     values: dict[str, Any],
     status: int = 200,
-    headers: dict[str, str] | None = None,
+    headers: Mapping[str, str] | None = None,
   ) -> None:
-    """Sends all of the answer."""
-    self.status = status
-    # In ASCII: messages may quote what is no UTF-8.
-    body = json.dumps(values, allow_nan=False).encode()
-    await self._whole([body], status, headers)
+    """Sends all of an answer, whose `choices` may be large.
 
-  async def choices(self, values: dict[str, Any]) -> None:
-    """Sends all of an answer with `choices`, which may be large.
-
-    Each is written by itself, so that other clients do not wait for all.
+    Each of them is written by itself, so that other clients do not wait.
     """
-    self.status = 200
-    head, choices = values | dict(choices=[]), []
-    for choice in values["choices"]:
-      choices.append(json.dumps(choice, allow_nan=False).encode())
-      await asyncio.sleep(0)
-    start, end = json.dumps(head).encode().split(b'"choices": []')
-    parts = [start, b'"choices": [', b", ".join(choices), b"]", end]
-    await self._whole(parts, 200, None)
-
-  async def _whole(
-    self, parts: list[bytes], status: int, headers: dict[str, str] | None
-  ) -> None:
-    body = b"".join(parts)
-    response = responses.Response(
-      body, status, headers, media_type="application/json"
-    )
-    await self._send(
-      dict(
-        type="http.response.start",
-        status=status,
-        headers=response.raw_headers,
-      )
-    )
-    await self._send(dict(type="http.response.body", body=body))
+    self.status = status
+    head = values | dict(choices=[]) if "choices" in values else values
+    # In ASCII: messages may quote what is no UTF-8.
+    body = json.dumps(head, allow_nan=False).encode()
+    if "choices" in values:
+      choices = []
+      for choice in values["choices"]:
+        choices.append(json.dumps(choice, allow_nan=False).encode())
+        await asyncio.sleep(0)
+      start, end = body.split(b'"choices": []')
+      body = b"".join([start, b'"choices": [', b", ".join(choices), b"]", end])
+    response = responses.Response(body, status, headers, "application/json")
+    await response(self._scope, requests.empty_receive, self._send)
 
   async def event(self, values: dict[str, Any]) -> None:
     """Sends a part of a stream."""
     if not self._is_stream:
       self._is_stream, self.status = True, 200
-      headers = datastructures.MutableHeaders(
-        {
-          "content-type": "text/event-stream; charset=utf-8",
-          "cache-control": "no-store",
-          # A proxy such as nginx would wait for more.
-          "x-accel-buffering": "no",
-        }
-      )
+      start = responses.Response(headers=_STREAM)
+      del start.headers["content-length"]
       await self._send(
-        dict(type="http.response.start", status=200, headers=headers.raw)
+        dict(type="http.response.start", status=200, headers=start.raw_headers)
       )
     await self._data(json.dumps(values, allow_nan=False), more=True)
 
@@ -99,8 +84,8 @@ class Reply:
   async def error(self, error: api.ApiError) -> None:
     """Sends an error, in a stream that has begun as its last event."""
     if self._is_stream:
-      await self._data(json.dumps(error.as_json()), more=False)
       self.status = error.status
+      await self._data(json.dumps(error.as_json()), more=False)
       return
     wait = error.retry_after
     headers = None if wait is None else {"retry-after": str(wait)}
@@ -112,7 +97,7 @@ class Reply:
 
 
 class Post:
-  """Reads a body, and has it answered unless the client leaves."""
+  """An ASGI application that answers bodies at one path."""
 
   def __init__(
     self,
@@ -123,15 +108,15 @@ class Post:
     body_bytes: int,
     seconds: float,
   ):
-    """An ASGI application.
+    """Prepares a path.
 
     Args:
-      path: where it is, for metrics.
+      path: as metrics name it.
       answer: sends the answer to a body; may raise `ApiError`, and is
         cancelled if the client leaves.
-      metrics: which it counts.
-      body_bytes: the most that a body may have.
-      seconds: the most that an answer may take.
+      metrics: counts requests.
+      body_bytes: largest body.
+      seconds: longest time for an answer.
     """
     self._path, self._answer, self._metrics = path, answer, metrics
     self._body_bytes, self._seconds = body_bytes, seconds
@@ -139,53 +124,40 @@ class Post:
   async def __call__(
     self, scope: types.Scope, receive: types.Receive, send: types.Send
   ) -> None:
-    reply = Reply(send)
+    reply = Reply(scope, send)
     try:
-      headers = datastructures.Headers(scope=scope)
-      body = await self._body(headers, receive)
+      body = await self._body(requests.Request(scope, receive))
       work = asyncio.create_task(self._work(body, reply))
       await _until_left(work, receive)
       if work.cancelled():
         reply.status = _LEFT
     except api.ApiError as error:
       await reply.error(error)
-    except _LeftError:
+    except requests.ClientDisconnect:
       pass
     finally:
       status = reply.status or _LEFT
       self._metrics.requests.labels(self._path, status).inc()
 
-  async def _body(
-    self, headers: datastructures.Headers, receive: types.Receive
-  ) -> bytes:
-    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
+  async def _body(self, request: requests.Request) -> bytes:
+    kind = request.headers.get("content-type", "").partition(";")[0]
+    if kind.strip().lower() != "application/json":
       # Other kinds could be sent by a page of any web site.
       raise api.ApiError(
         415, f"Content-Type: got {kind!r}, expected 'application/json'"
       )
-    parts, size = [], 0
+    body, most = bytearray(), self._body_bytes
     try:
       async with asyncio.timeout(_BODY_SECONDS):
-        while True:
-          message = await receive()
-          if message["type"] == "http.disconnect":
-            raise _LeftError
-          parts.append(message.get("body", b""))
-          size += len(parts[-1])
-          if size > self._body_bytes:
-            raise api.ApiError(
-              413,
-              f"body: got more than {self._body_bytes} bytes, the most that"
-              " this server reads",
-              code="body_too_large",
-            )
-          if not message.get("more_body"):
-            return b"".join(parts)
+        async for part in request.stream():
+          body += part
+          if len(body) > most:
+            words = f"body: got more than {most} bytes, expected at most {most}"
+            raise api.ApiError(413, words, code="body_too_large")
     except TimeoutError:
-      raise api.ApiError(
-        408, f"body: not complete after {_BODY_SECONDS} s"
-      ) from None
+      words = f"body: not complete after {_BODY_SECONDS} s"
+      raise api.ApiError(408, words) from None
+    return bytes(body)
 
   async def _work(self, body: bytes, reply: Reply) -> None:
     try:
@@ -193,12 +165,8 @@ class Post:
         await self._answer(body, reply)
       return
     except TimeoutError:
-      error = api.ApiError(
-        504,
-        f"the answer was not complete after {self._seconds:g} s, the most that"
-        " this server takes",
-        kind="server_error",
-        code="timeout",
+      error = api.failed(
+        504, f"the answer was not complete after {self._seconds:g} s", "timeout"
       )
     except api.ApiError as refused:
       error = refused
@@ -206,20 +174,12 @@ class Post:
       error = api.of_config_error(refused)
     except Exception:
       logging.exception("a request to %s has failed", self._path)
-      error = api.ApiError(
-        500,
-        "the server has failed; its log says why",
-        kind="server_error",
-        code="internal_error",
-      )
+      words = "the server has failed; its log says why"
+      error = api.failed(500, words, "internal_error")
     # A client that reads nothing would otherwise stay here.
     with contextlib.suppress(TimeoutError):
       async with asyncio.timeout(_ERROR_SECONDS):
         await reply.error(error)
-
-
-class _LeftError(Exception):
-  """The client has left before its body was complete."""
 
 
 async def _until_left(work: asyncio.Task[None], receive: types.Receive) -> None:

@@ -143,7 +143,11 @@ class Service:
     """
     self.failure: Exception | None = None
     self._engine, self._format, self._metrics = engine, text_format, metrics
-    self.most_texts = engine.slots + most_waiting
+    self._most_texts = engine.slots + most_waiting
+    # One request must neither fill the queue nor take all slots, so that others
+    # can start at once.
+    self.most_of_one = max(engine.slots, self._most_texts // 2)
+    self._most_slots = max(engine.slots - 1, 1)
     self._on_failure = on_failure
     # Of the event loop.
     self._jobs: set[Job] = set()
@@ -196,13 +200,13 @@ class Service:
       if request.prompt is not last:
         self._engine.check(request)
       last = request.prompt
-    if len(requests) > self.most_texts:
+    if len(requests) > self.most_of_one:
       raise api.refuse(
         "prompt",
         f"{len(requests)} texts, with all choices",
-        f"at most {self.most_texts}: the slots and the queue of this server",
+        f"at most {self.most_of_one}, by the slots and queue of this server",
       )
-    if self._num_open + len(requests) > self.most_texts:
+    if self._num_open + len(requests) > self._most_texts:
       raise api.busy("too many requests wait", 429, "queue_full")
     job = Job(requests, stop)
     self._jobs.add(job)
@@ -264,7 +268,12 @@ class Service:
 
   def _start_waiting(self) -> None:
     while self._waiting and self._engine.num_free:
-      one = self._waiting.popleft()
+      # Of the request that has the fewest slots, and among these the oldest.
+      slots = collections.Counter(one.job for one in self._running.values())
+      one = min(self._waiting, key=lambda text: slots[text.job])
+      if slots[one.job] >= self._most_slots:
+        return
+      self._waiting.remove(one)
       number = self._engine.submit(one.job.requests[one.index])
       self._running[number] = one
       waited = time.monotonic() - one.job.submitted
@@ -299,9 +308,5 @@ def _stopping() -> api.ApiError:
 
 
 def _failed() -> api.ApiError:
-  return api.ApiError(
-    500,
-    "the engine has failed; the log of the server says why",
-    kind="server_error",
-    code="engine_failed",
-  )
+  words = "the engine has failed; the log of the server says why"
+  return api.failed(500, words, "engine_failed")

@@ -3,6 +3,7 @@
 
 import contextlib
 import dataclasses
+import http.client
 import json
 import random
 import socket
@@ -121,7 +122,9 @@ def _bodies(rng, count):
     kind = rng.randrange(9)
     body = dict(prompt="a", max_tokens=rng.randrange(1, 5))
     if kind == 0:
-      body |= dict(prompt=["a"] * 20_000, n=128)
+      body |= rng.choice(
+        (dict(prompt=["a"] * 20_000, n=128), dict(n=34, max_tokens=300))
+      )
     elif kind == 1:
       body |= dict(stop="a" * (limit - 1000))
     elif kind == 2:
@@ -132,50 +135,66 @@ def _bodies(rng, count):
     elif kind == 4:
       body |= dict(prompt=[rng.randrange(300) for _ in range(180_000)])
     elif kind == 5:
-      body |= dict(prompt=[[97] * 400] * 60, echo=True, logprobs=3)
+      body |= dict(prompt=[[97] * 400] * 34, echo=True, logprobs=3)
     elif kind == 6:
       body |= dict(user="x" * (limit - 1000), logit_bias={})
     elif kind == 7:
       body |= {f"field{i}": i for i in range(20_000)}
     else:
-      body |= dict(n=64, logprobs=3, echo=True, prompt="a" * 300)
+      body |= dict(n=34, logprobs=3, echo=True, prompt="a" * 300)
     yield json.dumps(body).encode()
 
 
-def _neighbour(server, seconds, count, seed):
-  """The longest time between events of a client beside such bodies."""
-  bodies = list(_bodies(random.Random(seed), count))
-  gaps, healthy = [], []
+def _longest_waits(server, bodies):
+  """The longest waits of a neighbour, in seconds, while bodies are answered.
+
+  Returns:
+    For /health, for a text's first event, between two events; and the number of
+    events.
+  """
 
   def attack():
     for body in bodies:
-      server.call("/v1/completions", body[: 2**20])
+      # Its answer may take long; only the neighbour counts.
+      with contextlib.suppress(TimeoutError, http.client.HTTPException):
+        server.call("/v1/completions", body[: 2**20])
 
-  attackers = [threading.Thread(target=attack) for _ in range(2)]
-  for one in attackers:
-    one.start()
-  end = time.monotonic() + seconds
-  while time.monotonic() < end and any(one.is_alive() for one in attackers):
+  attacker = threading.Thread(target=attack)
+  attacker.start()
+  waits, count = dict(health=0.0, first=0.0, next=0.0), 0
+
+  def note(name, begin):
+    now = time.monotonic()
+    waits[name] = max(waits[name], now - begin)
+    return now
+
+  while attacker.is_alive():
     begin = time.monotonic()
     assert server.call("/health")[0] == 200
-    healthy.append(time.monotonic() - begin)
-    connection, response = server.request(
-      "/v1/completions",
-      dict(prompt="a", max_tokens=24, stream=True, past_end=True),
-    )
+    begin = note("health", begin)
+    # Its prompt is new, so that nothing is known of it.
+    prompt = "".join(random.choice("abcdef") for _ in range(20))
+    fields = dict(temperature=0.5, max_tokens=24, past_end=True)
+    connection, events = server.stream(prompt, **fields)
     with contextlib.closing(connection):
-      if response.status == 429:
-        response.read()
-        continue
-      last = None
-      for _ in local_server._events(response):
-        now = time.monotonic()
-        if last is not None:
-          gaps.append(now - last)
-        last = now
-  for one in attackers:
-    one.join(120)
-  return max(healthy), max(gaps, default=0.0), len(gaps)
+      name = "first"
+      for event in events:
+        assert event == "[DONE]" or "error" not in event
+        begin, name, count = note(name, begin), "next", count + 1
+  attacker.join()
+  return waits, count
+
+
+def _check_waits(server, count, seed):
+  """Three attempts: a machine with other work may stall in any of them."""
+  bodies = [*_bodies(random.Random(seed), count)]
+  for _ in range(3):
+    waits, events = _longest_waits(server, bodies)
+    local_server.until(server.is_idle, 120)
+    print(waits, f"s, {events} events beside {count} bodies")
+    if max(waits.values()) < 1:
+      return
+  assert max(waits.values()) < 1
 
 
 @pytest.fixture(scope="module")
@@ -189,16 +208,27 @@ def warm(model):
 
 
 def test_no_body_delays_a_neighbour_by_a_second(warm):
-  healthy, gap, count = _neighbour(warm, 20, count=9, seed=0)
-  print(f"health {healthy:.3f} s, between tokens {gap:.3f} s of {count}")
-  assert healthy < 1 and gap < 1
+  _check_waits(warm, count=9, seed=0)
 
 
 @pytest.mark.slow
 def test_no_body_delays_a_neighbour_by_a_second_for_long(warm):
-  healthy, gap, count = _neighbour(warm, 240, count=300, seed=1)
-  print(f"health {healthy:.3f} s, between tokens {gap:.3f} s of {count}")
-  assert healthy < 1 and gap < 1 and count > 100
+  _check_waits(warm, count=150, seed=10)
+
+
+def test_one_request_leaves_a_slot_and_places_to_others(warm):
+  """Though its texts came first."""
+  body = dict(prompt="a" * 40, max_tokens=400, past_end=True, temperature=0)
+  begin = threading.Thread(target=warm.call, args=(
+    "/v1/completions", body | dict(n=30),
+  ))  # fmt: skip
+  begin.start()
+  local_server.until(lambda: warm.metrics()["attnres_slots_in_use"] == 3)
+  assert warm.texts("b", max_tokens=2, past_end=True)
+  metrics = warm.metrics()
+  assert metrics["attnres_slots_in_use"] == 3
+  assert metrics["attnres_queue_length"] > 20
+  begin.join()
 
 
 TEMPLATE = (
