@@ -157,6 +157,21 @@ class TestTextSources:
     with pytest.raises(config_lib.ConfigError, match="column of strings"):
       _open("parquet", self.folder, text_field="n")
 
+  @pytest.mark.parametrize("source", ["jsonl", "parquet"])
+  def test_a_text_that_is_null_is_refused_in_every_format(self, source):
+    texts = ["a", None, "b"]
+    path = self.folder / f"data.{source}"
+    if source == "jsonl":
+      path.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    else:
+      parquet = pytest.importorskip("pyarrow.parquet")
+      parquet.write_table(parquet.pa.table({"text": texts}), path)
+    place = {"jsonl": ":2", "parquet": ", row 1"}[source]
+    with pytest.raises(
+      config_lib.ConfigError, match=f"{path}{place}', expected .* not null"
+    ):
+      list(_open(source, self.folder).iterate())
+
   @pytest.mark.parametrize("source", ["parquet", "arrayrecord"])
   def test_damaged_files_are_named(self, source):
     _WRITERS[source](self.folder)
