@@ -45,6 +45,11 @@ HARMLESS = (
   "train.compiler_options",
   "data.max_epochs",
   "data.num_threads",
+  # Where the data is; its fingerprint says what it is.
+  "data.path",
+  "data.paths",
+  "data.validation_path",
+  "data.tokenizer_path",
 )
 
 

@@ -383,8 +383,10 @@ def test_changed_config_when_told(quick_run, quick):
 def test_harmless_changes_are_accepted(quick_whole, quick_run, quick):
   run = quick_run
   tiny_run.rewind(run, 15)
+  moved = shutil.copytree(quick["data.path"], run.with_name(f"{run.name}_data"))
   changed = quick | {
-      "name": "other", "log.tensorboard": True, "checkpoint.keep_last": 1,
+      "data.path": str(moved), "name": "other", "log.tensorboard": True,
+      "checkpoint.keep_last": 1,
       "checkpoint.asynchronous": False, "data.num_threads": 0,
       "data.max_epochs": 9.0, "train.on_nan": "skip",
   }  # fmt: skip
