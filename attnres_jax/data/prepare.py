@@ -154,6 +154,7 @@ def _begin(
   path = folder / token_files.DATASET_FILE
   found = list(folder.iterdir()) if folder.is_dir() else []
   if overwrite or not found:
+    _check_ours(folder)
     dataset = {"complete": False, "settings": settings, "splits": {}}
     folder.mkdir(parents=True, exist_ok=True)
     # No settings while old shards are deleted, so that they cannot match.
@@ -177,17 +178,35 @@ def _begin(
       os.fspath(folder),
       f"an empty folder (this one has {len(found)} files), or --overwrite",
     )
-  for leftover in folder.glob("*.tmp"):
+  for leftover in _shards(folder, "tmp"):
     leftover.unlink()
   return dataset
 
 
+def _check_ours(folder: epath.Path) -> None:
+  """Refuses to replace or remove files that `prepare` has not written."""
+  name, shards = token_files.DATASET_FILE, _shards(folder, "json", "bin")
+  words = b'"next_document"'
+  known = lambda: any(words in file.read_bytes() for file in shards)
+  marks = {name: ("complete", "settings")}
+  files_lib.refuse_foreign("--output", folder, marks, known)
+  if shards and not (folder / name).is_file():
+    files_lib.fail_foreign("--output", folder, shards[0].name)
+
+
+def _shards(folder: epath.Path, *suffixes: str) -> list[epath.Path]:
+  return [
+    file
+    for suffix in suffixes
+    for split in documents.SPLITS
+    for file in sorted(folder.glob(f"{split}-*.{suffix}"))
+  ]
+
+
 def _remove_shards(folder: epath.Path) -> None:
   # Sidecars first: without one, ids are not recognised as a token file.
-  for suffix in ("json", "bin"):
-    for split in documents.SPLITS:
-      for file in folder.glob(f"{split}-*.{suffix}"):
-        file.unlink()
+  for file in _shards(folder, "json", "bin"):
+    file.unlink()
 
 
 def _write_splits(

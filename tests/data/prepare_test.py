@@ -224,6 +224,16 @@ class TestPrepare:
     self._prepare(overwrite=True)
     assert (self.output / "thesis.tex").read_text() == "precious"
 
+  @pytest.mark.parametrize("name", ["dataset.json", "train-00000.json"])
+  def test_files_of_others_are_not_overwritten(self, name):
+    self.output.mkdir()
+    for file in (name, "train-2.tmp"):
+      (self.output / file).write_text('{"text": "precious"}')
+    before = self._contents()
+    with pytest.raises(config_lib.ConfigError, match=f"{name}, which is there"):
+      self._prepare(overwrite=True)
+    assert self._contents() == before
+
   def test_a_shard_cut_off_later_is_named(self):
     self._prepare()
     path = self.output / "train-00001.bin"
