@@ -37,6 +37,7 @@ _CUTS = ("slice", "dynamic-slice", "gather")
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 # Of an instruction whose result is its operand.
 _ALIASED = "output_to_operand_aliasing={{}: (0, {})}"
+_MEGASCALE = "xla_megascale_runtime"
 _ALLOCATES = 'custom_call_target="AllocateBuffer"'
 # What a Pallas kernel says of itself, on lines of its own.
 _METADATA = re.compile(r"kernel_metadata=\{\n([^{}]*)\n\}")
@@ -166,6 +167,19 @@ class Program:
       if name not in self.fused
       for _, _, one in self.transfers(name)
     ]
+
+  def bytes_between_slices(self) -> float:
+    """Bytes that a device hands to the data-centre network.
+
+    The compiler makes collectives between slices `send`s to a host, where
+    Megascale goes on with them.
+    """
+    return sum(
+      count * instruction.arrays[0].nbytes
+      for name, (count, _) in self.runs.items()
+      for instruction in self.computations[name].values()
+      if instruction.op == "send" and _MEGASCALE in instruction.attributes
+    )
 
   def transfers(self, name: str) -> list[tuple[int, int, Collective]]:
     """(start, end, collective) of a computation, as places in its schedule."""

@@ -317,9 +317,11 @@ def _total_rows(report):
     ("bytes of HBM, compiled", "traffic_bytes", "memory_seconds"),
     ("bytes sent", "sent_bytes", "link_seconds"),
     ("of these, waited for", "waited_bytes", "waiting_seconds"),
+    ("bytes between slices", "bytes_between_slices", ""),
   ]
   waits = report["waiting_seconds"] / (report["link_seconds"] or 1.0)
-  report = report | dict(waited_bytes=waits * report["sent_bytes"])
+  report = dict(report, waited_bytes=waits * report["sent_bytes"])
+  report.setdefault("bytes_between_slices", 0.0)
   return [
     (label, f"{report[name]:.3e}", f"{report[time]:.3f}" if time else "")
     for label, name, time in rows
@@ -495,6 +497,7 @@ def _work(
     traffic_bytes=traffic,
     memory_seconds=traffic / chip.hbm_bytes_per_second,
     sent_bytes=sent,
+    bytes_between_slices=program.bytes_between_slices(),
     link_seconds=sent / chip.link_bytes_per_second,
     waiting_seconds=waiting.seconds(program, chip),
     collectives=sorted(rows.values(), key=lambda row: -row["sent_bytes"]),

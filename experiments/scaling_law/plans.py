@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of docs/pods.md: what Table 2 takes on each slice, as planned.
+"""The table of docs/launch.md: what Table 2 takes on each slice, as planned.
 
 From the rows of configs/plans.csv, which `attnres_jax.aot.plan` compiled.
 """

@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names of slices."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from attnres_jax import config as config_lib
+from attnres_jax import sharding
+from attnres_jax.aot import hlo
 from attnres_jax.aot import topology
+
+P = jax.sharding.PartitionSpec
 
 
 @pytest.mark.parametrize(
@@ -67,3 +73,22 @@ def test_devices_have_a_row(name, count):
 def test_several_slices():
   devices = topology.devices("v5e:2x2", num_slices=2)
   assert [d.slice_index for d in devices] == [0] * 4 + [1] * 4
+
+
+@pytest.mark.needs("libtpu")
+def test_a_gradient_crosses_slices_once():
+  """Each device hands over its share of the gradient, counted by hand."""
+  config = config_lib.default_config().mesh
+  mesh = sharding.make_mesh(
+    config_lib.MeshConfig(**config.to_dict() | {"data": 2, "fsdp": 4}),
+    topology.devices("v5e:2x2", num_slices=2),
+  )
+  shard = lambda *axes: jax.sharding.NamedSharding(mesh, P(*axes))
+  w = jax.ShapeDtypeStruct((256, 512), jnp.float32, sharding=shard("fsdp"))
+  x = jax.ShapeDtypeStruct(
+    (64, 256), jnp.float32, sharding=shard(("data", "fsdp"))
+  )
+  loss = lambda w, x: jnp.sum(jnp.square(jnp.tanh(x @ w)))
+  step = jax.jit(jax.grad(loss), out_shardings=shard("fsdp"))
+  program = hlo.Program(step.lower(w, x).compile().as_text())
+  assert program.bytes_between_slices() == 256 * 512 * 4 / 4

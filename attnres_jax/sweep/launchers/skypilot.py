@@ -89,7 +89,7 @@ def task(
       "recover_on_exit_codes": [int(exits.Exit.STOPPED)],
     },
   }
-  command = worker.command(folder, "", *several, patience)
+  command = worker.command(folder, "", *several, patience, python=tpu_vm.PYTHON)
   return {
     "name": settings.name,
     "resources": resources,

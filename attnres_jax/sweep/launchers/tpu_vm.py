@@ -11,6 +11,7 @@ neither gcloud nor a network, except to prepare the folder of the sweep.
 """
 
 from collections.abc import Mapping, Sequence
+import re
 import shlex
 import types
 
@@ -35,11 +36,16 @@ SETTINGS: Mapping[str, Setting] = {
   "reserved": Setting("true for reserved capacity, not spot", False, bool),
   "runtime": Setting("software version of the VM (default: by generation)"),
   "install": Setting(
-    "shell command that installs this package on a host",
-    "pip install 'attnres-jax[tpu,gcs] @"
+    "shell command that installs this package in the folder attnres of a host",
+    # The VMs' own Python is 3.10, and on newer ones pip refuses to change it.
+    "PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --user uv &&"
+    " python3 -m uv venv --clear --python 3.12 attnres &&"
+    " python3 -m uv pip install --python attnres/bin/python"
+    " 'attnres-jax[tpu,gcs] @"
     " git+https://github.com/attnres-jax/attnres-jax'",
   ),
 }
+PYTHON = "attnres/bin/python"
 LOG = "attnres.log"
 
 
@@ -82,9 +88,7 @@ def commands(
     f"--runtime-version={settings.runtime or tpu.runtime}",
     "--reserved" if settings.reserved else "--spot", *where,
   ]  # fmt: skip
-  ssh = [*gcloud, "tpu-vm", "ssh", name, "--worker=all", *where]
-  install = [*ssh, f"--command={settings.install}"]
-  start = [*ssh, f"--command={script(folder, tpu)}"]
+  ssh = shlex.join([*gcloud, "tpu-vm", "ssh", name, "--worker=all", *where])
   watch = [
     "python", "-m", "experiments.scaling_law.run", "status",
     f"--workdir={folder}", "--watch=30",
@@ -94,9 +98,9 @@ def commands(
   ]  # fmt: skip
   return {
     "Ask for the slice; `list` shows when it is ACTIVE.": shlex.join(create),
-    "Install on all hosts.": shlex.join(install),
-    "Start a worker on all hosts; it outlives the connection.": shlex.join(
-      start
+    "Install on all hosts.": f"{ssh} --command={_quoted(settings.install)}",
+    "Start a worker on all hosts; it outlives the connection.": (
+      f"{ssh} --command={_quoted(script(folder, tpu))}"
     ),
     "Watch, from anywhere.": shlex.join(watch),
     "Delete the slice; it costs money until then.": shlex.join(delete),
@@ -111,7 +115,7 @@ def script(folder: epath.PathLike, tpu: slices.Slice) -> str:
   several = ["--distributed"] if tpu.hosts > 1 else []
   patience = f"--patience_seconds={2 * claims.LEASE_SECONDS:.0f}"
   command = shlex.join(
-    worker.command(folder, "", *several, patience, python="python3")
+    worker.command(folder, "", *several, patience, python=PYTHON)
   )
   over = "|".join(
     str(int(one))
@@ -122,3 +126,8 @@ def script(folder: epath.PathLike, tpu: slices.Slice) -> str:
     f"while :; do {command}; case $? in {over}) break;; esac; sleep 10; done"
   )
   return f"nohup sh -c {shlex.quote(loop)} >{LOG} 2>&1 </dev/null &"
+
+
+def _quoted(text: str) -> str:
+  """In double quotes, as most commands have single ones in them."""
+  return '"' + re.sub(r'([\\"$`])', r"\\\1", text) + '"'

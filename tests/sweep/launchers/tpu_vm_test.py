@@ -2,11 +2,11 @@
 """The commands for one TPU VM: what they say, and run by a shell."""
 
 import os
-import pathlib
 import shlex
 import stat
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -73,33 +73,46 @@ def test_it_prints_without_a_network_or_a_bucket(capsys):
     tpu_vm.launch(runs, "runs/here", options)
 
 
+# Does on this machine what `ssh` would do on the hosts of a slice.
+GCLOUD = """#!/bin/sh
+for one; do case $one in --command=*) sh -c "${one#--command=}";; esac; done
+"""
+
+
+def executable(path, text):
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text(text)
+  path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
 @pytest.mark.parametrize("statuses", [(0,), (1, 4, 0), (2,), (3,), (4, 2)])
 def test_workers_start_again_only_where_that_helps(tmp_path, statuses):
-  """The command for the hosts, run by a shell, with a worker that says how."""
-  worker = tmp_path / "python3"
+  """The printed command, with a worker that ends as it is told."""
   left = tmp_path / "statuses"
   left.write_text("\n".join(map(str, statuses)) + "\n")
-  worker.write_text(
+  executable(
+    tmp_path / tpu_vm.PYTHON,
     f"#!{sys.executable}\n"
     "import pathlib, sys\n"
     f"left = pathlib.Path({str(left)!r})\n"
     "first, *rest = left.read_text().split()\n"
-    "left.write_text(' '.join(rest))\n"
     "print(sys.argv[1:], flush=True)\n"
-    "sys.exit(int(first))\n"
+    "left.write_text(' '.join(rest) or 'over')\n"
+    "sys.exit(int(first))\n",
   )
-  worker.chmod(worker.stat().st_mode | stat.S_IXUSR)
-  command = shlex.split(commands()[2])[-1].removeprefix("--command=")
-  # In the foreground, and without the pause.
-  assert command.endswith(" &")
-  command = command.removesuffix("&").replace("sleep 10", "sleep 0")
-  path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+  executable(tmp_path / "bin" / "gcloud", GCLOUD)
+  executable(tmp_path / "bin" / "sleep", "#!/bin/sh\n")
+  path = f"{tmp_path}/bin{os.pathsep}{os.environ['PATH']}"
   subprocess.run(
-    ["sh", "-c", command], cwd=tmp_path, env=os.environ | {"PATH": path},
+    ["sh", "-c", commands()[2]], cwd=tmp_path, env=os.environ | {"PATH": path},
     check=True, timeout=60,
   )  # fmt: skip
-  assert left.read_text() == ""
-  lines = pathlib.Path(tmp_path / tpu_vm.LOG).read_text().splitlines()
+  deadline = time.monotonic() + 120
+  while left.read_text() != "over":
+    assert time.monotonic() < deadline
+    time.sleep(0.05)
+  time.sleep(0.5)  # One more start would fail, and the log would show it.
+  lines = (tmp_path / tpu_vm.LOG).read_text().splitlines()
   assert len(lines) == len(statuses)
   expected = ["-m", "attnres_jax.sweep.worker", f"--folder={FOLDER}"]
   assert lines[0].startswith(str(expected)[:-1])

@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every command of docs/pods.md exists, with the flags used there."""
+"""Every command of docs/launch.md is executed, as far as it goes here.
+
+By default, launches are dry runs without a network, and of other commands the
+arguments are checked. Slow tests execute them, in a bucket.
+"""
 
 import importlib
 import importlib.util
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 
 import pytest
@@ -12,7 +18,6 @@ import yaml
 
 from attnres_jax import data
 from attnres_jax.aot import plan
-from attnres_jax.data import prepare
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import cli
 from attnres_jax.sweep import folder as folder_lib
@@ -21,29 +26,101 @@ from attnres_jax.sweep import worker
 from attnres_jax.sweep.launchers import jobset
 from attnres_jax.sweep.launchers import ray
 from attnres_jax.sweep.launchers import slurm
+from attnres_jax.sweep.launchers import tpu_vm
 from experiments.first_hour import run as first_hour
 from experiments.scaling_law import run
 from tests import tiny_run
 
-TEXT = (tiny_run.ROOT / "docs" / "pods.md").read_text()
+TEXT = (tiny_run.ROOT / "docs" / "launch.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", TEXT, re.S | re.M)
 CHECKS = {"ray": ray.parse, "jobset": jobset.parse}
+
+
+# What the commands of the page may start, beside Python.
+PROGRAMS = {
+  "gcloud", "kubectl", "pip", "python", "ray", "sbatch", "sky", "srun", "xpk",
+}  # fmt: skip
+LAUNCH = "experiments.scaling_law.run"
+
+
+def lines():
+  """Every command of the page, as one line, with its text filled in."""
+  found, text = [], ""
+  for kind, block in BLOCKS:
+    if kind not in ("", "bash"):
+      continue
+    for line in re.sub(r"\\\n\s*", "", block).splitlines():
+      if line.startswith("TEXT="):
+        (text,) = shlex.split(line.removeprefix("TEXT="))
+      elif line and not line.startswith("#"):
+        found.append(line.replace("$TEXT", text))
+  return found
 
 
 def commands():
   """(module, arguments) of every `python -m`, including those in quotes."""
   found = []
-  for kind, block in BLOCKS:
-    if kind not in ("", "bash"):
-      continue
-    for line in block.replace("\\\n", " ").splitlines():
-      words = shlex.split(line) if "python -m" in line else []
-      # A command for another machine is one word of the local command.
-      words = next((shlex.split(w) for w in words if "python -m" in w), words)
-      if "-m" in words:
-        start = words.index("-m") + 1
-        found.append((words[start], words[start + 1 :]))
+  for line in lines():
+    words = shlex.split(line) if "python -m" in line else []
+    # A command for another machine is one word of the local command.
+    words = next((shlex.split(w) for w in words if "python -m" in w), words)
+    if "-m" in words and "uv" not in words:
+      start = words.index("-m") + 1
+      found.append((words[start], words[start + 1 :]))
   return found
+
+
+def launches():
+  return [
+    arguments for module, arguments in commands()
+    if module == LAUNCH and any("--launcher" in one for one in arguments)
+  ]  # fmt: skip
+
+
+def test_all_commands_are_known():
+  programs = {shlex.split(line)[0] for line in lines()}
+  assert programs - {"cd", "git", "."} == PROGRAMS
+
+
+@pytest.mark.parametrize("arguments", launches(), ids=lambda one: one[-1])
+def test_launches_are_dry_runs_without_a_network(
+  arguments, monkeypatch, capsys, tmp_path
+):
+  monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:9")
+  (tmp_path / "configs").symlink_to(tiny_run.ROOT / "configs")
+  monkeypatch.chdir(tmp_path)
+  assert cli.main(run.EXPERIMENT, [*arguments, "--dry_run"]) == 0
+  out = capsys.readouterr().out
+  assert "attnres_jax.sweep.worker" in out
+  # Nothing is written.
+  assert [path.name for path in tmp_path.iterdir()] == ["configs"]
+
+
+def test_the_five_commands_are_those_that_are_printed():
+  (arguments,) = [one for one in launches() if "--launcher=tpu_vm" in one]
+  options = cli.make_parser(run.EXPERIMENT).parse_args(arguments)
+  given = launchers.Options(settings=cli._settings(options.set))
+  printed = tpu_vm.commands(options.workdir, tpu_vm.parse(given)).values()
+  assert len(printed) == 5
+  assert "\n".join(printed) in TEXT
+
+
+@pytest.mark.slow
+@pytest.mark.needs("libtpu")
+@pytest.mark.parametrize(
+  "module,arguments",
+  [one for one in commands() if re.search(r"\.(aot|plan|main)$", one[0])],
+  ids=lambda one: one if isinstance(one, str) else one[-1],
+)
+def test_commands_run_to_their_end(module, arguments, tmp_path):
+  """Those that need nothing but this machine; compilers take minutes."""
+  for name in ("configs", "texts"):
+    (tmp_path / name).symlink_to(tiny_run.ROOT / name)
+  process = subprocess.run(
+    [sys.executable, "-m", module, *arguments], cwd=tmp_path,
+    env=tiny_run.environment(), capture_output=True, text=True, check=False,
+  )  # fmt: skip
+  assert process.returncode == 0, process.stderr[-5000:]
 
 
 def test_there_are_commands():
@@ -52,7 +129,6 @@ def test_there_are_commands():
     "attnres_jax.aot",
     "attnres_jax.aot.plan",
     "attnres_jax.main",
-    "attnres_jax.data.prepare",
     "attnres_jax.sweep.worker",
     "experiments.first_hour",
     "experiments.scaling_law.run",
@@ -66,7 +142,7 @@ def test_commands_take_their_arguments(module, arguments):
     if argument.startswith("--config="):
       file = argument.removeprefix("--config=").partition(":")[0]
       assert (tiny_run.ROOT / file).is_file()
-  if module == "experiments.scaling_law.run":
+  if module == LAUNCH:
     options = cli.make_parser(run.EXPERIMENT).parse_args(arguments)
     given = launchers.Options(
       options.max_parallel, settings=cli._settings(options.set)
@@ -79,7 +155,7 @@ def test_commands_take_their_arguments(module, arguments):
       for one in runs:
         data.check(folder_lib.run_config(one), offline=True)
       own_text = {one.config["data"]["source"] for one in runs}
-      assert own_text == {"tokens" if "paper" in source.spec else "stdlib"}
+      assert own_text == {"tokens" if ":" in source.spec else "stdlib"}
     CHECKS.get(options.launcher, lambda _: None)(given)
   elif module == "attnres_jax.sweep.worker":
     worker._parse_options(
@@ -87,8 +163,6 @@ def test_commands_take_their_arguments(module, arguments):
     )
   elif module == "experiments.first_hour":
     first_hour.make_parser().parse_args(arguments)
-  elif module == "attnres_jax.data.prepare":
-    prepare._parser().parse_args(arguments)
   else:
     program = "attnres_jax.aot.__main__"
     program = program if module.endswith("aot") else module
