@@ -57,7 +57,7 @@ def extend(
   scan &= not any(map(_is_separate, [*sublayers.values(), *caches.values()]))
   places = {kind: itertools.count() for kind in sublayers}
 
-  def apply(residual, memory, kind, l, both, slots, segment_ids_BT):
+  def apply(residual, memory, kind, l, carries, slots, segment_ids_BT):
     if not scan:
       l = next(places[kind])
     layers: Any = sublayers[kind]
@@ -75,7 +75,7 @@ def extend(
       memory,
       kind,
       _Single(single.norm, core),
-      both,
+      carries,
       slots,
       segment_ids_BT,
     )
@@ -93,7 +93,7 @@ def extend(
   with looking_back:
     with scopes.part(scopes.RESIDUAL):
       state = residual.init(embedding_BTD)
-    (state, _), kept = trunk.run_part_with_memory(
+    (state, _), outputs = trunk.run_part_with_memory(
       {kind: jnp.arange(count) for kind, count in counts.items()},
       kinds,
       residual,
@@ -109,16 +109,16 @@ def extend(
       h_BTD = residual.readout(state)
   added: dict[str, Any] = {}
   for kind in caches.keys() & set(kinds):
-    found = [
+    trees = [
       layer_stacks.interleave(
         [out for k, out in zip(run.kinds, outs) if k == kind]
       )
-      for run, outs in kept
+      for run, outs in outputs
       if kind in run.kinds
     ]
     is_separate = _is_separate(caches[kind])
     join = _as_layers if is_separate else layer_stacks.concatenate
-    added[kind] = join(found)
+    added[kind] = join(trees)
   if history is not None:
     later = tuple(a[None] for a in history.later)
     if _is_separate(caches[RESIDUAL]):
@@ -131,8 +131,8 @@ def _is_separate(layers: Any) -> bool:
   return isinstance(layers, nnx.List | cache_lib.Layers)
 
 
-def _as_layers(found: list[Any]) -> cache_lib.Layers:
-  return cache_lib.Layers(tuple(found))
+def _as_layers(trees: list[Any]) -> cache_lib.Layers:
+  return cache_lib.Layers(tuple(trees))
 
 
 class _OfWholeRows:
@@ -142,12 +142,12 @@ class _OfWholeRows:
     self.reads_qkv = getattr(core, "reads_qkv", False)
     self._core = core
 
-  def __call__(self, x: Any, *rest: Any) -> jax.Array:
-    return self._core(_gathered(x), *rest)
+  def __call__(self, x: Any, *arguments: Any) -> jax.Array:
+    return self._core(_gathered(x), *arguments)
 
   def __getattr__(self, name: str) -> Any:
     method = getattr(self._core, name)
-    return lambda x, *rest: method(_gathered(x), *rest)
+    return lambda x, *arguments: method(_gathered(x), *arguments)
 
 
 def _gathered(x: Any) -> Any:

@@ -103,7 +103,7 @@ def _backward(activation, residuals, dy_UD):
   pairs = _Pairs.sort(expert_UK, weight_UK, down.shape[0])
   # With the gradients of gate and up side by side, one product gives that of
   # the rows, where the sum of two would be read and written again.
-  both = ins[0] if len(ins) == 1 else jnp.concatenate(ins, axis=2)
+  gate_and_up = ins[0] if len(ins) == 1 else jnp.concatenate(ins, axis=2)
 
   def add_piece(i, sums):
     dx_VD, dweight_P, dins, ddown = sums
@@ -125,7 +125,7 @@ def _backward(activation, residuals, dy_UD):
     if len(ins) == 1:
       doutputs = [dboth_RG]
     dy_RD = (weight_R1 * precision.widen(dy_RD)).astype(x_RD.dtype)
-    dx_RD = piece.multiply(dboth_RG, both, transposed=True)
+    dx_RD = piece.multiply(dboth_RG, gate_and_up, transposed=True)
     return (
       piece.add(dx_VD, dx_RD, jnp.ones_like(piece.weight_R)),
       piece.put(dweight_P, dweight_R),
@@ -301,8 +301,8 @@ def _gather(weights, x_UD):
   """
   in_cut, _, cut = fsdp_cuts(weights, x_UD.shape[1])
   *ins, down = weights
-  whole = max(sharding.unsplit_axes().values(), default=1) == 1
-  if whole and ins[0].shape[2] % _LANES == 0:
+  unsplit = max(sharding.unsplit_axes().values(), default=1) == 1
+  if unsplit and ins[0].shape[2] % _LANES == 0:
     ins = [jnp.concatenate([a.astype(x_UD.dtype) for a in ins], axis=2)]
   ins = [sharding.gather_parts(weight, in_cut, x_UD.dtype) for weight in ins]
   return *ins, sharding.gather_parts(down, cut, x_UD.dtype)
@@ -321,5 +321,7 @@ def _sum_parts(gradients, weights, x_UD):
   dins = [sharding.sum_parts(dweight, in_cut) for dweight in dins]
   if len(dins) == 1:
     dins = jnp.split(dins[0], 2, axis=2)
-  found = *dins, sharding.sum_parts(ddown, cut)
-  return tuple(d.astype(w.dtype) for d, w in zip(found, weights, strict=True))
+  gradients = *dins, sharding.sum_parts(ddown, cut)
+  return tuple(
+    d.astype(w.dtype) for d, w in zip(gradients, weights, strict=True)
+  )

@@ -40,9 +40,9 @@ def matrices(init_std: float, rngs: nnx.Rngs) -> Callable[..., nnx.Param]:
   """
   init = jax.nn.initializers.normal(init_std)
 
-  def matrix(axes: str, *shape: int, **said: bool) -> nnx.Param:
+  def matrix(axes: str, *shape: int, **metadata: bool) -> nnx.Param:
     value = init(rngs.params(), shape, jnp.float32)
-    return nnx.Param(value, axes=axes, **said)
+    return nnx.Param(value, axes=axes, **metadata)
 
   return matrix
 
@@ -68,8 +68,12 @@ def store(modules: Any, dtype: jax.typing.DTypeLike) -> None:
   """
   is_leaf = lambda node: isinstance(node, nnx.Variable)
   for node in jax.tree.leaves(modules, is_leaf=is_leaf):
-    said = node.get_metadata()
-    if "|" in said["axes"] and not said.get("wide") and not said.get("exact"):
+    metadata = node.get_metadata()
+    if (
+      "|" in metadata["axes"]
+      and not metadata.get("wide")
+      and not metadata.get("exact")
+    ):
       node.set_value(node[...].astype(dtype))
 
 

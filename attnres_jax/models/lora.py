@@ -36,14 +36,14 @@ class Matrix(nnx.Module):
   """In a module, takes the place of a parameter that is a matrix."""
 
   def __init__(self, weight: nnx.Variable, rank: int, scale: float, key: Any):
-    said = weight.get_metadata()
-    *stack, rows, columns = said["axes"].split("|")
+    metadata = weight.get_metadata()
+    *stack, rows, columns = metadata["axes"].split("|")
     shape = weight.shape
     before = len(shape) - len(rows) - len(columns)
     lead, ins = shape[:before], shape[before : before + len(rows)]
     outs = shape[before + len(rows) :]
     self.rows, self.scale = len(rows), scale
-    self.weight = nnx.Param(weight[...], **_known(said))
+    self.weight = nnx.Param(weight[...], **_known(metadata))
     drawn = jax.random.normal(key, (*lead, *ins, rank), jnp.float32)
     self.lora_a = nnx.Param(
       drawn / math.sqrt(math.prod(ins)),
@@ -63,10 +63,10 @@ class Matrix(nnx.Module):
 
   def merged(self) -> nnx.Param:
     """The parameter that it took the place of, with the adapter added."""
-    said = self.weight.get_metadata()
+    metadata = self.weight.get_metadata()
     weight = self.weight[...]
     merged = self._sum(weight).astype(weight.dtype)
-    return nnx.Param(merged, **_known(said))
+    return nnx.Param(merged, **_known(metadata))
 
   def _sum(self, weight: jax.Array) -> jax.Array:
     a, b = self.lora_a[...], self.lora_b[...]
@@ -96,14 +96,14 @@ def attach(model: Any, config: config_lib.LoraConfig, key: Any) -> None:
     )
   keys = dict(zip(chosen, jax.random.split(key, len(chosen))))
 
-  def one(name: str, node: nnx.Variable) -> Any:
+  def with_adapter(name: str, node: nnx.Variable) -> Any:
     if name not in keys:
       return node
     scale = config.alpha / config.rank
     return Matrix(node, config.rank, scale, keys[name])
 
   for part in _PARTS:
-    setattr(model, part, _replaced(part, getattr(model, part), one))
+    setattr(model, part, _replaced(part, getattr(model, part), with_adapter))
 
 
 def merged(model: Any) -> Any:
@@ -132,33 +132,33 @@ def name_in_plain(path: str) -> str:
 
 
 def _matrices(model: Any) -> list[str]:
-  found: list[str] = []
+  names: list[str] = []
 
-  def one(name: str, node: nnx.Variable) -> nnx.Variable:
+  def add_name(name: str, node: nnx.Variable) -> nnx.Variable:
     if "|" in node.get_metadata()["axes"]:
-      found.append(name)
+      names.append(name)
     return node
 
   for part in _PARTS:
-    _replaced(part, getattr(model, part), one)
-  return found
+    _replaced(part, getattr(model, part), add_name)
+  return names
 
 
 def _replaced(
-  part: str, tree: Any, one: Callable[[str, nnx.Variable], Any]
+  part: str, tree: Any, function: Callable[[str, nnx.Variable], Any]
 ) -> Any:
-  """A part of a network with each parameter replaced; `one` gets its name."""
+  """Replaces each parameter of a part by `function(name, parameter)`."""
 
   def at(path: Any, node: Any) -> Any:
     name = jax.tree_util.keystr(path, simple=True, separator="/")
-    return one(f"{part}/{name}", node)
+    return function(f"{part}/{name}", node)
 
   return jax.tree_util.tree_map_with_path(
     at, tree, is_leaf=lambda node: isinstance(node, nnx.Variable)
   )
 
 
-def _known(said: dict[str, Any]) -> dict[str, Any]:
+def _known(metadata: dict[str, Any]) -> dict[str, Any]:
   """What a parameter says of itself where it is created."""
   names = "axes", "decays", "load", "wide", "exact"
-  return {name: said[name] for name in names if name in said}
+  return {name: metadata[name] for name in names if name in metadata}

@@ -237,8 +237,8 @@ def _narrow_cut(parameter: sharding.Parameter) -> sharding.PartitionSpec:
   *_, rows, columns = "", *parameter.axes.split("|")
   units = tuple(sharding.TENSOR if a == "F" else None for a in rows + columns)
   if parameter.axes.startswith("E|"):
-    _, *own = _cut(parameter)
-    units = sharding.EXPERT, *(a or b for a, b in zip(own, units))
+    _, *axes = _cut(parameter)
+    units = sharding.EXPERT, *(a or b for a, b in zip(axes, units))
   return sharding.PartitionSpec(*units)
 
 

@@ -51,12 +51,12 @@ class Moda(base.DepthMemory):
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
-    found = [kind for kind in self.kinds if kind in self.sublayer_kinds]
-    if len(found) > 1:
+    kinds = [kind for kind in self.kinds if kind in self.sublayer_kinds]
+    if len(kinds) > 1:
       config_lib.fail(
         "model.depth_memory",
         config.depth_memory,
-        f"'none' with mixers of several shapes, {' and '.join(found)}",
+        f"'none' with mixers of several shapes, {' and '.join(kinds)}",
       )
     if config.attention_kernel not in ("auto", "tiled"):
       config_lib.fail(
@@ -64,7 +64,7 @@ class Moda(base.DepthMemory):
         config.attention_kernel,
         f"'auto' or 'tiled' with model.depth_memory={config.depth_memory!r}",
       )
-    (self.kind,) = found
+    (self.kind,) = kinds
     if self.kind == "attention":
       heads, key_width = config.kv_heads, config.head_size
       value_width = config.head_size

@@ -53,11 +53,11 @@ class ValueResidual(base.DepthMemory):
       new[kind] = value
     return core.finish(x, query, key, value, segment_ids_BT), new
 
-  def mix(self, first: jax.Array, own: jax.Array, slot: Any) -> jax.Array:
+  def mix(self, first: jax.Array, value: jax.Array, slot: Any) -> jax.Array:
     """V_n, of V_1 and the mixer's own values."""
     del slot
-    both = precision.widen(first) + precision.widen(own)
-    return (0.5 * both).astype(own.dtype)
+    total = precision.widen(first) + precision.widen(value)
+    return (0.5 * total).astype(value.dtype)
 
 
 class LearnedValueResidual(ValueResidual):
@@ -79,9 +79,9 @@ class LearnedValueResidual(ValueResidual):
     rows = np.cumsum([0, *map(self._mixes, range(stop - 1))])[start:]
     return self.weight[np.minimum(rows, self.weight.shape[0] - 1)]
 
-  def mix(self, first: jax.Array, own: jax.Array, slot: Any) -> jax.Array:
-    mixed = slot[0] * precision.widen(first) + slot[1] * precision.widen(own)
-    return mixed.astype(own.dtype)
+  def mix(self, first: jax.Array, value: jax.Array, slot: Any) -> jax.Array:
+    mixed = slot[0] * precision.widen(first) + slot[1] * precision.widen(value)
+    return mixed.astype(value.dtype)
 
   def _mixes(self, l: int) -> bool:
     return self.sublayer_kinds[l] in self.kinds and not self.changes(l)

@@ -144,18 +144,18 @@ def _is_tokens(node: Any) -> bool:
 
 def _map_nodes(tokens: Any, recurrent: Any, cache: Any) -> Any:
   """`tokens` of every `Tokens`, `recurrent` of other arrays."""
-  one = lambda node: tokens(node) if _is_tokens(node) else recurrent(node)
-  return jax.tree.map(one, cache, is_leaf=_is_tokens)
+  map_node = lambda node: tokens(node) if _is_tokens(node) else recurrent(node)
+  return jax.tree.map(map_node, cache, is_leaf=_is_tokens)
 
 
 def map_both(tokens: Any, recurrent: Any, *caches: Any) -> Any:
   """Maps arrays of caches: `tokens` those of `Tokens`, `recurrent` others."""
 
-  def one(first, *rest):
+  def map_node(first, *others):
     function = tokens if _is_tokens(first) else recurrent
-    return jax.tree.map(function, first, *rest)
+    return jax.tree.map(function, first, *others)
 
-  return jax.tree.map(one, *caches, is_leaf=_is_tokens)
+  return jax.tree.map(map_node, *caches, is_leaf=_is_tokens)
 
 
 def separated(cache: Cache) -> Cache:
@@ -170,12 +170,14 @@ def separated(cache: Cache) -> Cache:
 def like_layers(specs: Any, cache: Cache) -> Any:
   """`Transformer.cache_specs`, for a cache that may have `Layers`."""
 
-  def one(spec, state):
+  def specs_of(spec, state):
     if not isinstance(state, Layers):
       return spec
     return Layers((spec,) * len(state.trees))
 
-  states = {k: one(specs.states[k], state) for k, state in cache.states.items()}
+  states = {
+    k: specs_of(specs.states[k], state) for k, state in cache.states.items()
+  }
   return specs._replace(states=states)
 
 
@@ -282,14 +284,14 @@ def append(cache: Cache, added: Added, row_B: jax.Array | None = None) -> Cache:
     chunk.start_B + chunk.length_B, mode="drop"
   )
 
-  def one(old, new):
+  def store(old, new):
     if isinstance(new, Stored):
       return new.tokens
     if not _is_tokens(old):
       return jax.tree.map(replace, old, new)
     return _store(old, new, chunk, row_B)
 
-  states = jax.tree.map(one, cache.states, added.states, is_leaf=_is_tokens)
+  states = jax.tree.map(store, cache.states, added.states, is_leaf=_is_tokens)
   return Cache(length_B, states)
 
 
@@ -309,13 +311,13 @@ def _store(
   def put_rows(old, new):
     return _put_rows(old, new, chunk, row_B, by_row)
 
-  def one(old, new):
+  def put(old, new):
     if by_row or old.shape[2] == 1:
       return put_rows(old, new)
     return _put(old, new, chunk, row_B)
 
   return Tokens(
-    tuple(one(*both) for both in zip(old.arrays, new.arrays, strict=True))
+    tuple(put(*pair) for pair in zip(old.arrays, new.arrays, strict=True))
   )
 
 

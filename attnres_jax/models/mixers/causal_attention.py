@@ -461,9 +461,9 @@ def _by_kernel(kernel: str, tile: int, *arrays: Any) -> jax.Array:
     return tiled(*arrays)
   if kernel == "auto":
     fused = {
-      one.platform: _jitted(one)
-      for one in KERNELS.values()
-      if one.why_not(*arrays) is None
+      fused_kernel.platform: _jitted(fused_kernel)
+      for fused_kernel in KERNELS.values()
+      if fused_kernel.why_not(*arrays) is None
     }
     return dispatch.by_platform(arrays, tiled, **fused)
   named = KERNELS[kernel]

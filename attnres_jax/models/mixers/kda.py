@@ -104,10 +104,10 @@ class Kda(nnx.Module):
       _initial_dt_bias(rngs.params(), (heads, head)), axes="NH", decays=False
     )
     self.beta = gate("D|N", width, heads)
-    whole = shape.full_rank_gate
-    self.gate = matrix("D|NH", width, heads, head) if whole else None
-    self.gate_down = None if whole else gate("D|R", width, rank)
-    self.gate_up = None if whole else gate("R|NH", rank, heads, head)
+    full_rank = shape.full_rank_gate
+    self.gate = matrix("D|NH", width, heads, head) if full_rank else None
+    self.gate_down = None if full_rank else gate("D|R", width, rank)
+    self.gate_up = None if full_rank else gate("R|NH", rank, heads, head)
     # Queries and keys have length one anyway.
     self.value_norm = norm_lib.optional(
       config.qkv_norm, head, config.norm_eps, "H"

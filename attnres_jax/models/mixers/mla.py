@@ -152,11 +152,11 @@ class Mla(nnx.Module):
       heads: whether `extend_heads` will use it, or the inputs of keys and
         values differ. It then has the keys and values of all heads.
     """
-    own, shared = self.nope_width, self._shared_width
+    nope, shared = self.nope_width, self._shared_width
     num_heads, value = self.output[...].shape[:2]
     shapes = [(1, self.latent_rank + shared)]
     if heads:
-      shapes = [(num_heads, own + shared), (num_heads, value)]
+      shapes = [(num_heads, nope + shared), (num_heads, value)]
     return cache_lib.Tokens(
       tuple(
         jnp.zeros((batch, n, length, width), self.dtype) for n, width in shapes
@@ -261,11 +261,11 @@ class Mla(nnx.Module):
     if not self.rope_theta:
       return x_BTNC
     own_width = x_BTNC.shape[-1] - self._shared_width
-    own, shared = jnp.split(x_BTNC, [own_width], axis=-1)
+    nope, shared = jnp.split(x_BTNC, [own_width], axis=-1)
     shared = rope_lib.apply_rope(
       shared, self.rope_theta, position_BT, self.rope
     )
-    return jnp.concatenate([own, shared], axis=-1)
+    return jnp.concatenate([nope, shared], axis=-1)
 
   def _queries(self, x_BTD):
     if self.query_down is not None:

@@ -71,19 +71,19 @@ def largest_logits(
     x_BXC = x_BT.reshape(batch, -1, tile, *x_BT.shape[2:])
     return jnp.moveaxis(x_BXC, 1, 0)
 
-  def of_tile(one):
-    query_BCKGH = one["query"].reshape(batch, tile, -1, group, width)
+  def of_tile(tile_inputs):
+    query_BCKGH = tile_inputs["query"].reshape(batch, tile, -1, group, width)
     logits_BKGCS = jnp.einsum(
       "BCKGH,BSKH->BKGCS", query_BCKGH, key_BTKH,
       preferred_element_type=precision.wide(query_BTNH.dtype),
     )  # fmt: skip
-    position_C = one["position"]
+    position_C = tile_inputs["position"]
     # Padding, behind the last key, sees what the last query may not see.
     sees = position_C[:, None] >= jnp.arange(length)[None]
     sees &= (position_C < length)[:, None]
     sees = sees[None]
     if segment_ids_BT is not None:
-      sees &= one["segment"][:, :, None] == segment_ids_BT[:, None]
+      sees &= tile_inputs["segment"][:, :, None] == segment_ids_BT[:, None]
     logits_BKGCS = jnp.where(sees[:, None, None], logits_BKGCS, -jnp.inf)
     return jnp.max(logits_BKGCS, axis=(0, 3, 4)).reshape(heads)
 
@@ -100,9 +100,9 @@ def largest_logits(
 def add(total: Any, new: Any) -> Any:
   """Sums of two gradients, but the maximum for probes."""
 
-  def one(a, b):
+  def merge(a, b):
     combine = jnp.maximum if isinstance(a, LogitProbe) else jnp.add
     return jax.tree.map(combine, a, b)
 
   is_probe = lambda node: isinstance(node, LogitProbe)
-  return jax.tree.map(one, total, new, is_leaf=is_probe)
+  return jax.tree.map(merge, total, new, is_leaf=is_probe)

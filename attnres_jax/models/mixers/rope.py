@@ -67,10 +67,10 @@ def _frequencies(half, theta, scaling, dtype):
   if scaling.scaling == "llama3":
     turns = scaling.original_length * frequency / (2 * math.pi)
     span = scaling.high_turns - scaling.low_turns
-    kept = jnp.clip((turns - scaling.low_turns) / span, 0, 1)
+    share = jnp.clip((turns - scaling.low_turns) / span, 0, 1)
   else:
-    kept = _kept_by_yarn(half, theta, scaling, dtype)
-  return frequency * (kept + (1 - kept) / scaling.factor)
+    share = _kept_by_yarn(half, theta, scaling, dtype)
+  return frequency * (share + (1 - share) / scaling.factor)
 
 
 def _kept_by_yarn(half, theta, scaling, dtype):
