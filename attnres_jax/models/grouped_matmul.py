@@ -8,7 +8,8 @@ times the work (JAX 0.12 has a kernel). Those two are Pallas kernels of JAX,
 megablox, unless `tensor` splits the experts. On other platforms, `ragged_dot`
 would fall back to masked products of all rows with all groups: E times the
 work, and E times the memory of the rows. So there it is a loop over pieces of
-groups.
+groups. (tokamax has a `ragged_dot`, too, but cannot add to an existing gradient
+in place, and another version of it for each of our Pythons.)
 """
 
 import functools

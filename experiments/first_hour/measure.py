@@ -26,8 +26,8 @@ from attnres_jax import train
 from attnres_jax.aot import candidates
 from attnres_jax.aot import plan
 from attnres_jax.aot import report as report_lib
+from attnres_kernels import problems
 from experiments import measure as measure_lib
-from experiments.first_hour import problems
 from experiments.first_hour import tables
 from experiments.first_hour import timing
 from experiments.step_cost import programs

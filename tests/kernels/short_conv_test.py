@@ -11,7 +11,6 @@ import pytest
 from attnres_kernels import dispatch
 from attnres_kernels import short_conv
 from attnres_kernels.short_conv import pallas_tpu
-from tests.kernels import tpu_aot_test
 
 EPS = 1e-6
 
@@ -97,21 +96,3 @@ def test_a_named_backend_says_why_not():
     call(x[:, :20], taps)
   with pytest.raises(NotImplementedError, match="multiples of 128 wide"):
     call(x[..., :64], taps[..., :64])
-
-
-@pytest.mark.needs("libtpu")
-@pytest.mark.parametrize("chip", tpu_aot_test.MAIN_CHIPS)
-def test_compiles(chip):
-  shape = 1, 1024, 4, 128
-  arguments = [
-    (shape, "bfloat16"),
-    ((4, 4, 128), "float32"),
-    (shape, "bfloat16"),
-    (shape[:2], "int32"),
-  ]
-
-  def f(x, taps, dy, ids):
-    return both.__wrapped__(None, True, x, taps, dy, ids)
-
-  text = tpu_aot_test.compile_for(chip, f, arguments, "bfloat16")
-  assert "short_conv_forward" in text and "short_conv_backward" in text

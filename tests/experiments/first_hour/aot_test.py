@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from attnres_jax.aot import topology
+from attnres_kernels import problems
 from experiments.first_hour import measure
-from experiments.first_hour import problems
 from experiments.first_hour import timing
 from experiments.step_cost import programs
 

@@ -9,8 +9,8 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import csv_rows
+from attnres_kernels import problems
 from experiments.first_hour import measure
-from experiments.first_hour import problems
 from experiments.first_hour import run
 from experiments.first_hour import timing
 

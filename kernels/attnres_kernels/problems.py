@@ -2,8 +2,9 @@
 """The operators of attnres_kernels as problems: a function and its arguments.
 
 A problem is checked (values and all gradients against the reference, on the
-device) and timed. `Problem.function` takes the name of an implementation and
-the arrays, and returns a tuple of arrays.
+device), timed, and compiled for chips that are not there: tests, benchmarks and
+`experiments.first_hour` share it. `Problem.function` takes the name of an
+implementation and the arrays, and returns a tuple of arrays.
 """
 
 from collections.abc import Callable
@@ -95,10 +96,11 @@ def _attention(shape: shapes.Shape, dtype: Any, draw: Any) -> Problem:
   token = shape.tokens, shape.width
   sources = [draw(*token, dtype=dtype) for _ in range(shape.sources)]
   query = 0.1 * draw(shape.queries, shape.rank or shape.width)
+  options: Any = shape.options
 
   def run(implementation, query, *sources):
     return attnres_kernels.depth_attention(
-      query, sources, implementation=implementation, **shape.options
+      query, sources, implementation=implementation, **options
     )
 
   names = "query", *(f"source {i}" for i in range(shape.sources))
@@ -257,6 +259,6 @@ OPERATORS = {
     stream_shapes.Shape("check", "float32", 1100),
     stream_shapes.Shape("short", "float32", 40, count=3),
     (),
-    {},
+    _both("sinkhorn"),
   ),
 }
