@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import os
 from typing import Any
 
+from attnres_jax import chips
 from attnres_jax import config as config_lib
 from attnres_jax import data
 from attnres_jax.models import residuals
@@ -14,6 +15,11 @@ def tokens_of(config: config_lib.RunConfig, steps: int | None = None) -> int:
   """Tokens on which a run, or its first steps, are trained."""
   steps = config.train.steps if steps is None else steps
   return steps * config.data.batch_size * config.data.sequence_length
+
+
+def num_chips(devices: Sequence[Any]) -> float:
+  """Chips of a program's devices, of which some kinds have two per chip."""
+  return len(devices) / chips.devices_per_chip(devices[0].device_kind)
 
 
 def start_lines(

@@ -103,9 +103,13 @@ def find(
   if len({getattr(device, "slice_index", 0) for device in devices}) > 1:
     return None
   wanted = _key(config, devices)
-  rows = csv_rows.read(path) if epath.Path(path).exists() else []
-  found = [row for row in rows if all(row[k] == wanted[k] for k in _KEYS)]
+  found = [r for r in rows(path) if all(r[k] == wanted[k] for k in _KEYS)]
   return found[0] if found else None
+
+
+def rows(path: Path = FILE) -> list[dict[str, str]]:
+  """All rows of the file; none if it does not exist."""
+  return csv_rows.read(path) if epath.Path(path).exists() else []
 
 
 def under_other_schemes(

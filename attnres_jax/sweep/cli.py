@@ -32,6 +32,7 @@ from attnres_jax import plans
 from attnres_jax import signals
 from attnres_jax.config import fields
 from attnres_jax.scaling import grid
+from attnres_jax.sweep import budget
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import launchers
 from attnres_jax.sweep import monitor
@@ -90,6 +91,14 @@ def _run(experiment: Experiment, options: argparse.Namespace) -> int:
     )
   selected = grid.select(runs, options.only)
   _check_data(selected, offline=options.dry_run)
+  found = budget.prices(selected, options.plans)
+  if options.max_chip_hours is not None:
+    given = settings.get("slice") or settings.get("accelerator")
+    name = given or options.preflight
+    budget.check(selected, found, options.max_chip_hours, name)
+  # As comments, since a dry run may print a manifest or a script.
+  text = budget.to_text(selected, found)
+  print("\n".join(f"# {line}" for line in text.splitlines()), flush=True)
   if options.preflight:
     if not preflight.check(selected, options.preflight, options.plans):
       return 1
@@ -280,6 +289,13 @@ def make_parser(experiment: Experiment) -> command_line.Parser:
     help="for a launcher",
   )
   add("--max_parallel", type=int, default=1, when=run, help="runs at a time")
+  add(
+    "--max_chip_hours",
+    type=float,
+    when=run,
+    metavar="N",
+    help="refuse a sweep that costs more, by its plans, and say what fits",
+  )
   add(
     "--dry_run", action="store_true", when=run, help="say what would be started"
   )

@@ -13,6 +13,7 @@ from typing import Any
 
 from etils import epath
 
+from attnres_jax import account
 from attnres_jax import claims
 from attnres_jax import config as config_lib
 from attnres_jax import files
@@ -47,6 +48,9 @@ class Progress:
     validation_loss: the last one, in the same unit.
     step_seconds: of the last row; None before the first.
     seconds: of all its attempts.
+    chip_hours: of all its attempts, from claim to release.
+    tokens: on which it was trained so far.
+    all_tokens: of the whole run.
     step_work: of one training step, in proportion to tokens, layers and squared
       width; only ratios of it mean something.
     attempts: number of workers that have claimed the run.
@@ -66,6 +70,9 @@ class Progress:
   validation_loss: float | None = None
   step_seconds: float | None = None
   seconds: float = 0.0
+  chip_hours: float = 0.0
+  tokens: int = 0
+  all_tokens: int = 0
   step_work: float = 0.0
   attempts: int = 0
   goodput: goodput_lib.Goodput = goodput_lib.Goodput()
@@ -141,6 +148,9 @@ def _of_run(
     residual=config.model.residual.name,
     steps=config.train.steps,
     seconds=state.seconds,
+    chip_hours=state.chip_seconds / 3600,
+    tokens=account.tokens_of(config, last.get("step", 0)),
+    all_tokens=account.tokens_of(config),
     step_work=_step_work(config),
     attempts=state.attempts,
     goodput=spent,
@@ -219,7 +229,8 @@ def total_seconds_left(
 
 
 COLUMNS = (
-  "run", "state", "step", "train loss", "validation", "left", "attempts",
+  "run", "state", "step", "train loss", "validation", "left", "chip-hours",
+  "attempts",
 )  # fmt: skip
 
 
@@ -233,6 +244,7 @@ def cells(progress: Sequence[Progress]) -> list[list[str]]:
       _number(one.train_loss),
       _number(one.validation_loss),
       "" if (left := seconds_left(one, progress)) == 0.0 else duration(left),
+      f"{one.chip_hours:.3g}" if one.chip_hours else "",
       str(one.attempts),
     ]
     for one in progress
@@ -267,6 +279,12 @@ def summary(progress: Sequence[Progress], parallel: int) -> str:
   left = total_seconds_left(progress, parallel)
   if left != 0.0:
     parts.append(f"{duration(left)} left with {max(1, parallel)} at a time")
+  hours = sum(one.chip_hours for one in progress)
+  if hours:
+    tokens = sum(one.tokens for one in progress)
+    every = sum(one.all_tokens for one in progress)
+    parts.append(f"{tokens:,} of {every:,} tokens")
+    parts.append(account.hours_text(hours))
   return ", ".join(parts)
 
 

@@ -88,6 +88,7 @@ def of_run(
     **compute_of(config),
     **outcome,
     "seconds": f"{state.seconds:.1f}",
+    "chip_hours": _number(state.chip_seconds / 3600 or None, ".4g"),
     "attempts": state.attempts,
     **{f"{name}_seconds": f"{value:.1f}" for name, value in times.items()},
     "lost_steps": spent.lost_steps,

@@ -19,7 +19,9 @@ import json
 import time
 
 from etils import epath
+import jax
 
+from attnres_jax import account
 from attnres_jax import claims
 from attnres_jax import config as config_lib
 from attnres_jax import exits
@@ -58,6 +60,7 @@ class State:
     started: when it began, seconds since the epoch.
     heartbeat: when it was last seen, in the same unit.
     seconds: duration of all attempts, up to the heartbeat.
+    chip_seconds: the same, each attempt times its chips; 0 in old files.
     error: of the last attempt, one line.
   """
 
@@ -69,6 +72,7 @@ class State:
   started: float = 0.0
   heartbeat: float = 0.0
   seconds: float = 0.0
+  chip_seconds: float = 0.0
   error: str = ""
 
 
@@ -111,7 +115,8 @@ class Attempt:
     self.claim = claim
     self.number = old.attempts + 1
     self._workdir = workdir
-    self._earlier_seconds = old.seconds
+    self._earlier = old
+    self._chips = account.num_chips(jax.devices())
     self._state = dataclasses.replace(
       old,
       status=RUNNING,
@@ -137,9 +142,12 @@ class Attempt:
 
   def _write(self) -> None:
     now = time.time()
-    seconds = self._earlier_seconds + now - self._state.started
+    spent = now - self._state.started
     self._state = dataclasses.replace(
-      self._state, heartbeat=now, seconds=seconds
+      self._state,
+      heartbeat=now,
+      seconds=self._earlier.seconds + spent,
+      chip_seconds=self._earlier.chip_seconds + spent * self._chips,
     )
     write(self._workdir, self._state)
 

@@ -28,7 +28,8 @@ def main(tmp_path, source):
 
 def test_dry_run_leaves_nothing(main, tmp_path, capsys):
   assert main("--dry_run", "--only=seed[01]") == 0
-  lines = capsys.readouterr().out.splitlines()
+  cost, *lines = capsys.readouterr().out.splitlines()
+  assert cost.startswith("# cost of 2 runs: ")
   assert len(lines) == 2 and "--run=seed0-" in lines[0]
   assert not (tmp_path / "sweep").exists()
 

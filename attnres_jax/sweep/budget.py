@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a sweep costs before it is launched: tokens and chip-hours.
+
+A run is priced on each slice on which the file of plans has its step: the
+compiler's time of a step, times its steps and the chips of the slice. No chip
+reaches the compiler's rates, and compiling, evaluating and saving come on top,
+so a sweep costs more.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import re
+
+from attnres_jax import account
+from attnres_jax import chips
+from attnres_jax import config as config_lib
+from attnres_jax import plans as plans_lib
+from attnres_jax import text_table
+from attnres_jax.aot import topology
+from attnres_jax.scaling import grid
+from attnres_jax.sweep import folder as folder_lib
+
+_FLAG = "--max_chip_hours"
+
+
+@dataclasses.dataclass(frozen=True)
+class Price:
+  """A sweep on one slice.
+
+  Attributes:
+    slice_name: as in the file of plans, such as v5e-8.
+    hours: chip-hours of each run that has a plan, by its name.
+    missing: the names of all other runs.
+  """
+
+  slice_name: str
+  hours: Mapping[str, float]
+  missing: Sequence[str]
+
+  @property
+  def total(self) -> float:
+    return sum(self.hours.values())
+
+
+def tokens(runs: Sequence[grid.Run]) -> int:
+  """Tokens on which all runs are trained."""
+  return sum(account.tokens_of(folder_lib.run_config(run)) for run in runs)
+
+
+def prices(
+  runs: Sequence[grid.Run], plans: plans_lib.Path = plans_lib.FILE
+) -> list[Price]:
+  """Of the slices on which any of the runs has a plan.
+
+  Only runs that take their mesh from a plan have one.
+  """
+  by_hash: dict[str, list[tuple[str, int]]] = {}
+  for run in runs:
+    config = folder_lib.run_config(run)
+    if not config.optim.accumulate_steps:
+      key = plans_lib.config_hash(config)
+      by_hash.setdefault(key, []).append((run.name, config.train.steps))
+  hours: dict[str, dict[str, float]] = {}
+  for row in plans_lib.rows(plans):
+    for name, steps in by_hash.get(row["config_hash"], ()):
+      number = int(row["devices"]) / chips.devices_per_chip(row["device_kind"])
+      seconds = steps * float(row["step_seconds"]) * number
+      hours.setdefault(row["slice"], {})[name] = seconds / 3600
+  names = [run.name for run in runs]
+  return [
+    Price(one, found, [name for name in names if name not in found])
+    for one, found in hours.items()
+  ]
+
+
+def to_text(runs: Sequence[grid.Run], found: Sequence[Price]) -> str:
+  """Tokens of a sweep, and a line for each slice on which it has plans."""
+  head = f"cost of {len(runs)} runs: {tokens(runs):,} tokens"
+  if not found:
+    return f"{head}; chip-hours unknown, no run has a plan"
+  lines = [
+    [one.slice_name, f"{len(one.hours)} of {len(runs)}", f"{one.total:,.1f}"]
+    for one in found
+  ]
+  columns = "slice", "runs with a plan", "chip-hours of these, at least"
+  return f"{head}\n{text_table.table(columns, lines)}"
+
+
+def check(
+  runs: Sequence[grid.Run],
+  found: Sequence[Price],
+  most: float,
+  slice_name: str | None,
+) -> None:
+  """Refuses a sweep that costs more than `most` chip-hours.
+
+  Args:
+    runs: of the sweep, as far as they are selected.
+    found: of `prices`.
+    most: chip-hours.
+    slice_name: on which they will train; None takes the only one with plans.
+
+  Raises:
+    ConfigError: the sweep costs more, with what fits; or its price is unknown.
+  """
+  if slice_name is None:
+    if len(found) != 1:
+      listed = ", ".join(
+        f"{one.slice_name} ({one.total:,.0f})" for one in found
+      )
+      config_lib.fail_argument(
+        _FLAG,
+        most,
+        "it with the slice of the launcher or of --preflight; there are plans"
+        f" for {listed or 'none'}",
+      )
+    (price,) = found
+  else:
+    wanted = topology.topology_name(slice_name)
+    for price in found:
+      if topology.topology_name(price.slice_name) == wanted:
+        break
+    else:
+      price = Price(slice_name, {}, [run.name for run in runs])
+  if price.missing:
+    config_lib.fail_argument(
+      _FLAG,
+      most,
+      f"a plan of every run for {price.slice_name}; {len(price.missing)} of"
+      f" {len(runs)} have none, such as {price.missing[0]}"
+      " (python -m attnres_jax.aot.plan --sweep --save)",
+    )
+  if price.total > most:
+    config_lib.fail_argument(
+      _FLAG,
+      most,
+      f"at least {price.total:,.1f} on {price.slice_name};"
+      f" {_fitting(price, most)}",
+    )
+
+
+def _fitting(price: Price, most: float) -> str:
+  """The cheapest runs that cost at most `most` together, in words.
+
+  Runs go by the first word of their names, which is their size in a sweep over
+  sizes.
+  """
+  groups: dict[str, float] = {}
+  for name, hours in price.hours.items():
+    word = name.partition("-")[0]
+    groups[word] = groups.get(word, 0.0) + hours
+  fitting, total = [], 0.0
+  for word, hours in sorted(groups.items(), key=lambda pair: pair[1]):
+    if total + hours > most:
+      break
+    fitting.append(word)
+    total += hours
+  if not fitting:
+    cheapest = min(price.hours.values())
+    return f"the cheapest run costs {cheapest:,.1f}"
+  pattern = "|".join(map(re.escape, fitting))
+  return f"--only='^({pattern})-' costs {total:,.1f}"

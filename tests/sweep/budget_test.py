@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a sweep costs, and what is refused."""
+
+import re
+
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax import csv_rows
+from attnres_jax import plans as plans_lib
+from attnres_jax.scaling import grid
+from attnres_jax.sweep import budget
+from attnres_jax.sweep import cli
+from attnres_jax.sweep import folder as folder_lib
+from attnres_jax.sweep import state as state_lib
+from experiments.scaling_law import run as scaling_law
+from tests import tiny_run
+
+SPEC = f"{tiny_run.ROOT}/configs/scaling.py:scale=pod,planned"
+TEXT = {
+  "data.source": "tokens",
+  "data.path": "gs://B/text",
+  "data.tokenizer": "ids",
+}
+RUNS = grid.load(SPEC, TEXT)
+# Of a v3-8, whose eight devices are four chips, and of a v5e-8.
+SECONDS = {"64m": 0.5, "124m": 1.0, "231m": 4.0, "381m": 16.0}
+
+
+def plans_file(path, sizes=tuple(SECONDS), slices=("v5e-8",)):
+  rows = {}
+  kinds = {"v5e-8": "TPU v5 lite", "v5e:2x4": "TPU v5 lite", "v3-8": "TPU v3"}
+  for run in RUNS:
+    size = run.overrides["size"]
+    for name in slices if size in sizes else ():
+      hashed = plans_lib.config_hash(folder_lib.run_config(run))
+      rows[hashed, name] = {
+        "config_hash": hashed, "device_kind": kinds[name], "devices": "8",
+        "step_seconds": str(SECONDS[size]), "slice": name,
+      }  # fmt: skip
+  csv_rows.write(path, list(rows.values()))
+  return str(path)
+
+
+def hours(size, num_chips=8):
+  """Of all schemes and seeds."""
+  one = next(run for run in RUNS if run.overrides["size"] == size)
+  return 9 * one.config["train"]["steps"] * SECONDS[size] * num_chips / 3600
+
+
+def test_runs_are_priced_by_their_plans(tmp_path):
+  path = plans_file(tmp_path / "p.csv", ("64m", "124m"), ("v5e-8", "v3-8"))
+  first, second = budget.prices(RUNS, path)
+  assert (first.slice_name, second.slice_name) == ("v5e-8", "v3-8")
+  assert len(first.hours) == len(first.missing) == 18
+  assert first.total == pytest.approx(hours("64m") + hours("124m"))
+  assert second.total == pytest.approx(first.total / 2)
+  text = budget.to_text(RUNS, [first, second])
+  assert f"{budget.tokens(RUNS):,} tokens" in text
+  assert re.search(r"v5e-8 +18 of 36", text)
+
+
+def test_runs_with_a_mesh_of_their_own_have_no_price(tmp_path):
+  runs = grid.load(SPEC.replace(",planned", ""), TEXT)
+  assert not budget.prices(runs, plans_file(tmp_path / "p.csv"))
+  assert "chip-hours unknown" in budget.to_text(runs, [])
+  assert not budget.prices(RUNS, tmp_path / "absent.csv")
+
+
+def test_what_fits_can_be_launched(tmp_path):
+  found = budget.prices(RUNS, plans_file(tmp_path / "p.csv"))
+  total = sum(map(hours, SECONDS))
+  budget.check(RUNS, found, total * 1.001, None)
+  budget.check(RUNS, found, total * 1.001, "v5e:2x4")
+  most = hours("64m") + hours("124m") + 1
+  with pytest.raises(config_lib.ConfigError) as caught:
+    budget.check(RUNS, found, most, "v5e-8")
+  message = str(caught.value)
+  assert message.startswith(f"--max_chip_hours: got {most}, expected at least")
+  assert f"{total:,.1f} on v5e-8" in message
+  (pattern,) = re.findall(r"--only='([^']+)'", message)
+  selected = grid.select(RUNS, pattern)
+  assert {run.overrides["size"] for run in selected} == {"64m", "124m"}
+  found = budget.prices(selected, tmp_path / "p.csv")
+  budget.check(selected, found, most, "v5e-8")
+  with pytest.raises(config_lib.ConfigError, match="cheapest run costs"):
+    budget.check(RUNS, budget.prices(RUNS, tmp_path / "p.csv"), 0.1, "v5e-8")
+
+
+def test_an_unknown_price_is_refused(tmp_path):
+  one = plans_file(tmp_path / "one.csv", ("64m",))
+  for name, words in ((None, "27 of 36"), ("v6e-8", "36 of 36 have none")):
+    with pytest.raises(config_lib.ConfigError, match=words):
+      budget.check(RUNS, budget.prices(RUNS, one), 1e9, name)
+  two = plans_file(tmp_path / "two.csv", slices=("v5e-8", "v3-8"))
+  with pytest.raises(config_lib.ConfigError, match="v5e-8 .*v3-8"):
+    budget.check(RUNS, budget.prices(RUNS, two), 1e9, None)
+  with pytest.raises(config_lib.ConfigError, match="plans for none"):
+    budget.check(RUNS, [], 1e9, None)
+
+
+def test_the_command(tmp_path, capsys):
+  path = plans_file(tmp_path / "p.csv")
+  argv = [
+    "--dry_run", f"--config={SPEC}", f"--plans={path}", "--only=^64m",
+    f"--workdir={tmp_path / 'sweep'}",
+    *(f"--config.{name}={value}" for name, value in TEXT.items()),
+  ]  # fmt: skip
+  assert cli.main(scaling_law.EXPERIMENT, argv) == 0
+  shown = capsys.readouterr().out
+  assert "# cost of 9 runs: " in shown
+  assert re.search(rf"# v5e-8 +9 of 9 +{hours('64m'):.1f}\n", shown)
+  assert cli.main(scaling_law.EXPERIMENT, [*argv, "--max_chip_hours=1"]) == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert line.startswith("error: --max_chip_hours: got 1.0, expected at least")
+  with pytest.raises(SystemExit):
+    cli.main(scaling_law.EXPERIMENT, ["status", "--max_chip_hours=1"])
+
+
+def test_workers_record_the_chips_that_they_hold(tmp_path, monkeypatch):
+  workdir = tmp_path / "run"
+
+  def hold(seconds, num_chips):
+    with monkeypatch.context() as patch:
+      patch.setattr(state_lib.account, "num_chips", lambda _: num_chips)
+      attempt = state_lib.begin(workdir)
+      ends = state_lib.read(workdir).started + seconds
+      patch.setattr(state_lib.time, "time", lambda: ends)
+      attempt.end(state_lib.STOPPED)
+
+  hold(10.0, 8)
+  hold(20.0, 4)
+  found = state_lib.read(workdir)
+  assert found.seconds == pytest.approx(30)
+  assert found.chip_seconds == pytest.approx(10 * 8 + 20 * 4)
