@@ -32,6 +32,8 @@ TEXT_SOURCES = ("arrayrecord", "jsonl", "parquet", "stdlib", "text")
 # the memory, and long ones in pieces, so that libraries can use threads.
 _ENCODE_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 18
+# A piece, and if it is the last one of a document, what the document is.
+_Piece = tuple[bytes, tuple[int, str, bytes] | None]
 
 
 class Opened(NamedTuple):
@@ -154,20 +156,14 @@ def encode(
   """
   dtype = token_dtype(tokenizer.vocab_size)
   separator = np.asarray([tokenizer.separator_id], dtype)
-  for batch in _batches(opened.documents, start):
-    chosen = [
-      (number, split, document.text, list(_pieces(document.text)))
-      for number, document in batch
-      if document.text and (split := _split_of(document, opened, splits))
-    ]
-    each = [piece for *_, pieces in chosen for piece in pieces]
-    encoded = _encode(tokenizer, each)
-    for number, split, text, pieces in chosen:
-      ids = [next(encoded).astype(dtype) for _ in pieces]
-      yield EncodedDocument(
-        number, split, text, np.concatenate([separator, *ids])
-      )
-    bar.update(len(batch))
+  ids = [separator]
+  for batch in _batches(_pieces(opened, splits, start, bar)):
+    encoded = tokenizer.encode_batch([piece for piece, _ in batch])
+    for (_, document), piece_ids in zip(batch, encoded, strict=True):
+      ids.append(piece_ids.astype(dtype))
+      if document is not None:
+        yield EncodedDocument(*document, np.concatenate(ids))
+        ids = [separator]
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -201,40 +197,34 @@ def _split_of(
   return split if split in splits else None
 
 
-def _batches(
-  source: documents.Documents, start: int
-) -> Iterator[list[tuple[int, documents.Document]]]:
+def _pieces(
+  opened: Opened, splits: Sequence[str], start: int, bar: tqdm.tqdm
+) -> Iterator[_Piece]:
+  """Yields each document in pieces that end with a line where there are any."""
+  for number, document in enumerate(opened.documents.iterate(start), start):
+    bar.update()
+    split, text = _split_of(document, opened, splits), document.text
+    if not text or split is None:
+      continue
+    first = 0
+    while len(text) - first > _PIECE_BYTES:
+      last = text.rfind(b"\n", first, first + _PIECE_BYTES) + 1
+      if last <= first:
+        last = first + _PIECE_BYTES
+        while text[last] & 0xC0 == 0x80:  # Inside a character.
+          last -= 1
+      yield text[first:last], None
+      first = last
+    yield text[first:], (number, split, text)
+
+
+def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
   batch, size = [], 0
-  for number, document in enumerate(source.iterate(start), start):
-    batch.append((number, document))
-    size += len(document.text)
+  for one in pieces:
+    batch.append(one)
+    size += len(one[0])
     if size >= _ENCODE_BYTES:
       yield batch
       batch, size = [], 0
-  yield batch
-
-
-def _encode(
-  tokenizer: tokenizer_lib.Tokenizer, pieces: Sequence[bytes]
-) -> Iterator[np.ndarray]:
-  """The ids of each piece."""
-  start = size = 0
-  for stop, piece in enumerate(pieces, 1):
-    size += len(piece)
-    if size >= _ENCODE_BYTES or stop == len(pieces):
-      yield from tokenizer.encode_batch(pieces[start:stop])
-      start, size = stop, 0
-
-
-def _pieces(text: bytes) -> Iterator[bytes]:
-  """A text, if long in pieces that end with a line where there are lines."""
-  start = 0
-  while len(text) - start > _PIECE_BYTES:
-    stop = text.rfind(b"\n", start, start + _PIECE_BYTES) + 1
-    if stop <= start:
-      stop = start + _PIECE_BYTES
-      while text[stop] & 0xC0 == 0x80:  # Inside a character.
-        stop -= 1
-    yield text[start:stop]
-    start = stop
-  yield text[start:]
+  if batch:
+    yield batch

@@ -297,7 +297,9 @@ def _chosen(
 
 
 def _no_choice(config: config_lib.DataConfig | None) -> None:
-  for name in ("separator", "tokenizer_path") if config else ():
+  if config is None:
+    return
+  for name in ("separator", "tokenizer_path"):
     value = getattr(config, name)
     if value:
       accepted = f"nothing, with data.tokenizer={config.tokenizer!r}"
