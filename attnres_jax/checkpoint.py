@@ -49,6 +49,8 @@ from attnres_jax.models import lora
 CHECKPOINTS = "checkpoints"
 SET_ASIDE = "checkpoints_set_aside"
 _MODEL_PREFIX = "model/"
+_PARTS = "model", "training"
+Shapes = Mapping[str, tuple[int, ...]]
 # Of Orbax's older interface: it lists steps without reading their metadata.
 _NAMES = orbax.checkpoint.path.step.standard_name_format()
 
@@ -284,29 +286,17 @@ def load_model(
   )
 
 
-def info_of(workdir: epath.PathLike, step: int) -> dict[str, Any]:
-  """The JSON object saved with a checkpoint.
+def describe(
+  workdir: epath.PathLike, step: int
+) -> tuple[dict[str, Any], Shapes]:
+  """The JSON object saved with a checkpoint, and shapes of arrays by path.
 
   Raises:
     CheckpointError: it cannot be read.
   """
   path = _folder(workdir, step)
   with _quiet(), _alone(), _explaining_damage(path):
-    return _info(ocp.checkpointables_metadata(path))
-
-
-def shapes(workdir: epath.PathLike, step: int) -> dict[str, tuple[int, ...]]:
-  """The shapes of all arrays of a checkpoint, by path.
-
-  Raises:
-    CheckpointError: it cannot be read.
-  """
-  path = _folder(workdir, step)
-  with _quiet(), _alone(), _explaining_damage(path):
-    stored = ocp.checkpointables_metadata(path).metadata
-    parts = [part for part in ("model", "training") if part in stored]
-    flat = _join({part: stored[part] for part in parts})
-    return {name: tuple(leaf.shape) for name, leaf in flat.items()}
+    return _describe(path)
 
 
 def read(
@@ -334,7 +324,7 @@ def newest_info(workdir: epath.PathLike) -> dict[str, Any] | None:
     path = _folder(workdir, step)
     with _quiet(), _alone(), contextlib.suppress(Exception):
       checksums.check_metadata(path)
-      return _info(ocp.checkpointables_metadata(path))
+      return _describe(path)[0]
   return None
 
 
@@ -379,7 +369,7 @@ def _verify(workdir: str) -> int:
 
 def _split(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
   """The parts of a checkpoint: weights, and what only training needs."""
-  parts: dict[str, dict[str, Any]] = {"model": {}, "training": {}}
+  parts: dict[str, dict[str, Any]] = {part: {} for part in _PARTS}
   for name, leaf in flat.items():
     if name.startswith(_MODEL_PREFIX):
       parts["model"][name.removeprefix(_MODEL_PREFIX)] = leaf
@@ -421,10 +411,7 @@ def _read(
     _alone(some),
     checksums.verifying(path, tuple(parts), *share) as verified,
   ):
-    metadata = ocp.checkpointables_metadata(path)
-    info = _info(metadata)
-    stored = {part: metadata.metadata[part] for part in parts}
-    stored = _join(stored)
+    info, stored = _describe(path, tuple(parts))
     if some:
       stored = {name: stored[name] for name in abstract if name in stored}
     _check_same_shapes(path, stored, abstract)
@@ -433,17 +420,24 @@ def _read(
   return loaded, info, verified
 
 
-def _info(metadata: Any) -> dict[str, Any]:
+def _describe(
+  path: epath.Path, parts: Sequence[str] = ()
+) -> tuple[dict[str, Any], Shapes]:
+  """See `describe`; the shapes are of these parts, or else of all there are."""
+  metadata = ocp.checkpointables_metadata(path)
   if not metadata.custom_metadata:
     raise ValueError("its _CHECKPOINT_METADATA is missing or damaged")
-  return dict(metadata.custom_metadata)
+  stored = metadata.metadata
+  parts = parts or [part for part in _PARTS if part in stored]
+  flat = _join({part: stored[part] for part in parts})
+  shapes = {name: tuple(leaf.shape) for name, leaf in flat.items()}
+  return dict(metadata.custom_metadata), shapes
 
 
 def _check_same_shapes(
-  path: epath.Path, stored: Mapping[str, Any], wanted: Mapping[str, Any]
+  path: epath.Path, old: Shapes, wanted: Mapping[str, Any]
 ) -> None:
   """Refuses a readable checkpoint of another model; that is not damage."""
-  old = {name: tuple(leaf.shape) for name, leaf in stored.items()}
   new = {name: tuple(leaf.shape) for name, leaf in wanted.items()}
   changed = sorted(name for name in old | new if old.get(name) != new.get(name))
   if changed:
@@ -458,7 +452,7 @@ def _check_same_shapes(
 def _read_model(
   workdir: epath.PathLike, step: int, mesh: jax.sharding.Mesh | None
 ) -> tuple[Any, Any]:
-  config = config_lib.build_run_config(info_of(workdir, step)["config"])
+  config = config_lib.build_run_config(describe(workdir, step)[0]["config"])
   abstract = jax.eval_shape(lambda: models.build_model(config.model))
   share = 0, 1
   if mesh is None:

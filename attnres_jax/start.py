@@ -54,7 +54,7 @@ class Source:
       "model": trees.to_flat({"model": like.model}),
       "opt_state": trees.to_flat({"opt_state": like.opt_state}),
     }
-    stored = checkpoint.shapes(self.run, self.step)
+    _, stored = checkpoint.describe(self.run, self.step)
     # A network without adapters is where those of this run begin.
     places = {name: lora.name_in_plain(name) for name in wanted["model"]}
     places = {
@@ -106,7 +106,7 @@ def find(config: config_lib.RunConfig) -> Source:
       "the folder of a finished run, or one of a run's checkpoints,"
       f" such as RUN/{checkpoint.CHECKPOINTS}/1000",
     )
-  info = checkpoint.info_of(source.run, source.step)
+  info, _ = checkpoint.describe(source.run, source.step)
   model = config_lib.build_run_config(info["config"]).model
   changes = _differences(model, config.model)
   if changes:
