@@ -174,7 +174,8 @@ def _gang(settings: types.SimpleNamespace) -> str:
   if settings.tpu is not None:
     hosts = max(1, settings.tpu.chips // slices.CHIPS_PER_HOST)
     return f"{settings.slices * hosts} x {settings.accelerator}:"
-  return f"{settings.workers} x {settings.accelerator}:"
+  each = f"{settings.gpus} " if settings.accelerator == "gpu" else ""
+  return f"{settings.workers} x {each}{settings.accelerator}:"
 
 
 def _scaling(settings: types.SimpleNamespace) -> dict[str, Any]:

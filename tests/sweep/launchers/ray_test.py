@@ -100,7 +100,7 @@ def test_dry_run_says_what_would_be_started(tmp_path, capsys):
   assert launcher.launch(runs, tmp_path, options) == 0
   lines = capsys.readouterr().out.splitlines()
   assert len(lines) == 2
-  assert "'GPU': 8" in lines[0] and "'num_workers': 2" in lines[0]
+  assert lines[0].startswith("2 x 8 gpu: ")
   assert lines[1].endswith(f"--folder={tmp_path} --run=b")
 
 
