@@ -117,7 +117,7 @@ class App:
       exception_handlers={exceptions.HTTPException: _no_route},
       lifespan=self._lifespan,
     )
-    self.asgi = _Guard(routes, api_key.encode())
+    self.asgi = _guarded(routes, api_key.encode())
 
   def _post(self, path: str, answer: Any) -> routing.Route:
     endpoint = post.Post(
@@ -288,17 +288,22 @@ async def _no_route(
   )
 
 
-class _Guard:
-  """Asks for the key of the server, if it has one."""
+def _guarded(app: types.ASGIApp, key: bytes) -> types.ASGIApp:
+  """The same application, which asks for a key unless that is empty."""
 
-  def __init__(self, app: types.ASGIApp, key: bytes):
-    self._app, self._key = app, key
+  def lacks_key(scope: types.Scope) -> bool:
+    if not key or scope["type"] != "http" or scope["path"] in _OPEN_PATHS:
+      return False
+    given = dict(scope["headers"]).get(b"authorization", b"")
+    kind, _, sent = given.partition(b" ")
+    right = hmac.compare_digest(sent.strip(), key)
+    return not (right and kind.lower() == b"bearer")
 
-  async def __call__(
-    self, scope: types.Scope, receive: types.Receive, send: types.Send
+  async def guarded(
+    scope: types.Scope, receive: types.Receive, send: types.Send
   ) -> None:
-    if not self._lacks_key(scope):
-      await self._app(scope, receive, send)
+    if not lacks_key(scope):
+      await app(scope, receive, send)
       return
     error = api.ApiError(
       401,
@@ -309,11 +314,4 @@ class _Guard:
     response = responses.JSONResponse(error.as_json(), 401, headers)
     await response(scope, receive, send)
 
-  def _lacks_key(self, scope: types.Scope) -> bool:
-    open_to_all = not self._key or scope["type"] != "http"
-    if open_to_all or scope["path"] in _OPEN_PATHS:
-      return False
-    given = dict(scope["headers"]).get(b"authorization", b"")
-    kind, _, key = given.partition(b" ")
-    right = hmac.compare_digest(key.strip(), self._key)
-    return not (right and kind.lower() == b"bearer")
+  return guarded

@@ -25,17 +25,12 @@ _KINDS = dict(kda="KDA", mla="MLA", attention="attention", mlp="MLP", moe="MoE")
 
 
 class DepthWeights:
-  """Computes depth weights, one text at a time.
-
-  Attributes:
-    available: whether the residual scheme attends over depth.
-  """
+  """Computes depth weights, one text at a time."""
 
   def __init__(self, model: models.Transformer, length: int):
     """For texts of at most `length` tokens."""
     self._model, self._length = model, length
     self._labels = model.residual.source_labels()
-    self.available = self._labels is not None
     self._num_waiting = 0
     self._thread = futures.ThreadPoolExecutor(1, "depth_weights")
 
@@ -50,7 +45,7 @@ class DepthWeights:
       ApiError: the scheme has no depth weights, the text is too long, or too
         many requests wait.
     """
-    if not self.available:
+    if self._labels is None:
       raise api.ApiError(
         400,
         f"{self._model.config.residual.name} does not attend over depth, so it"
