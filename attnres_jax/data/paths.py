@@ -237,7 +237,7 @@ def _glob(root: epath.Path, pattern: str) -> list[str]:
 
 
 def _named(files: list[File], split: str, all_named: bool) -> list[File]:
-  """Of files of both splits, those that the names assign to one; else all."""
+  """The files that names assign to a split; all if names do not decide."""
   names = [_split_of_name(file) for file in files]
   held_out = documents.VALIDATION
   if held_out not in names:

@@ -201,8 +201,8 @@ class SentencePieceTokenizer(Tokenizer):
 class IdsTokenizer(Tokenizer):
   """The ids of a token file without a vocabulary, and hence without text.
 
-  For training on published token shards without their tokenizer. The sizes are
-  those that the files at `config.data.path` declare.
+  For training on published token shards without their tokenizer. The files at
+  `config.data.path` declare the sizes.
   """
 
   name = "ids"
