@@ -139,7 +139,7 @@ class TextFormat:
   def example(
     self, prompt: str, completion: str
   ) -> tuple[list[int], list[int]]:
-    """Ids of a prompt as `prompt` has them, and of what is learned to follow.
+    """Ids of a prompt, as in `prompt`, and ids to learn behind it.
 
     The second ones end with the first of `end_ids`. Decoded behind the prompt,
     they are the completion, if the vocabulary can say so: a SentencePiece-like
@@ -163,7 +163,7 @@ class TextFormat:
     return self.vocabulary.decode(ids)
 
   def label(self, id: int) -> str:
-    """One token as text, as it stands within a text.
+    """The text of one token within a text.
 
     Special tokens have their names. A part of a character has no text, and
     becomes "token_id:N".
@@ -251,7 +251,7 @@ class Decoder:
 
 
 def label_of_id(id: int) -> str:
-  """The label of a token without a text of its own."""
+  """The label of a token without a text."""
   return f"token_id:{id}"
 
 

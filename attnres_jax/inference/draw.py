@@ -59,13 +59,13 @@ class Rows(NamedTuple):
   """The settings of B rows, [B] each, and which tokens each of them has.
 
   Attributes:
-    temperature: see `Settings`; likewise the others.
+    temperature: see `Settings`, for the others too.
     top_k: int32.
     top_p: float32.
     min_p: float32.
     repetition_penalty: float32.
     seed: uint32.
-    stream: uint32, the number of the text among those that share a seed.
+    stream: uint32, number of the text, of all texts with this seed.
     seen_BV: bool.
   """
 

@@ -55,8 +55,8 @@ class Request:
     num_tokens: how many tokens to draw, unless one of `stop_ids` is drawn.
     settings: how to draw them.
     stop_ids: tokens that end the text.
-    stream: number of the text among those with the same seed. Each stream has
-      random numbers of its own.
+    stream: number of the text, of all texts with this seed. Two
+      streams share no random numbers.
     with_scores: whether the tokens of the prompt are scored. This computes all
       of the prompt, even if other prompts began alike.
   """
@@ -303,7 +303,7 @@ class Engine:
     return len(kinds) + len(decoding)
 
   def run(self, requests: Sequence[Request]) -> Iterator[Token]:
-    """Yields the tokens of requests, as they are drawn.
+    """Yields every token of the requests when it is drawn.
 
     `Token.request` counts the requests from 0.
     """

@@ -20,7 +20,7 @@ import jax
 
 @dataclasses.dataclass
 class Node:
-  """One chunk of tokens after those of its parents.
+  """One chunk of tokens, after its parents' chunks.
 
   Attributes:
     tokens: entries of the chunk.

@@ -85,8 +85,8 @@ def formats(model: Any) -> Any:
 
   A product x [B, D] W [D, N, H] reads the weights of a head as rows of D. By
   default, a TPU stores an array [D, N, H] as rows of heads, and a step of one
-  token per slot would first rearrange all of these weights: a tenth of its
-  bytes in a small network with grouped queries (compiled, not run).
+  token per slot would first rearrange all of these weights. They are a tenth of
+  its bytes in a small network with grouped queries (compiled, not run).
 
   Args:
     model: a network of arrays or of shapes, which have shardings.

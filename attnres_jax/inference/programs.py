@@ -121,7 +121,7 @@ def _state_sharding(model: models.Transformer, state: State, mesh: Mesh) -> Any:
 
 
 def _on(function: Any) -> Any:
-  """Compiles a step: the state is donated, and stays sharded as it is."""
+  """Compiles a step: the state is donated, and its sharding does not change."""
 
   def run(model, state, *args, mesh, **static):
     ambient = (
@@ -173,7 +173,7 @@ def extend(
   num_top,
   with_scores,
 ):
-  """A chunk of the prompts of P slots; the first token of those that end."""
+  """A chunk of the prompts of P slots; the first token where a prompt ends."""
   out = model.extend(
     tokens_PT,
     cache_lib.take_rows(state.cache, slot_P, context),

@@ -3,14 +3,15 @@
 
   python -m attnres_jax.inference.sample --workdir=runs/tiny --prompt="def "
 
-prints the text as it is drawn. `--prompts=FILE` continues many prompts, several
-at a time: a file with one prompt per line, or a .jsonl file whose lines have a
-`prompt`, and other options of this command if they differ. With `--json`, each
+prints each token of the text when it is drawn. `--prompts=FILE` continues many
+prompts, several at a time: a file with one prompt per line, or a .jsonl file
+whose lines have a `prompt`, and other options of this command if they differ.
+With `--json`, each
 prompt becomes one line of JSON, in the order in which they are complete.
 
 A text may be longer than the sequences that the network was trained on; stderr
 then says so. Recurrent mixers and attention without positions continue in any
-case; rotary positions beyond those that were trained are often used badly.
+case; rotary positions are often used badly where training had none.
 """
 
 import argparse
@@ -189,7 +190,7 @@ def _show_text(
   pieces: Iterator[text.Piece],
   text_format: text_format_lib.TextFormat,
 ) -> None:
-  """One text as it is drawn; several when each of them is complete."""
+  """One text token by token; of several, each when it is complete."""
   del text_format
   texts = [prompt.text for prompt in prompts]
   if len(prompts) == 1:

@@ -32,7 +32,7 @@ class Score(NamedTuple):
 
 
 class Scores(NamedTuple):
-  """Of the tokens after those of a chunk.
+  """Of the tokens that follow each token of a chunk.
 
   Attributes:
     logprob_BT: float32.

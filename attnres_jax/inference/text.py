@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text in, text out: tokens become text as they are drawn.
+"""Text in, text out: every drawn token becomes text at once.
 
 A stop string may begin in one token and end in another. So text that may be the
 beginning of one is held back.
@@ -94,7 +94,7 @@ def complete(
   text_format: text_format_lib.TextFormat,
   prompts: Sequence[Prompt],
 ) -> Iterator[Piece]:
-  """Continues all prompts; yields a piece for every token, as it is drawn."""
+  """Continues all prompts; yields a piece for every drawn token."""
   texts, numbers = [], {}
   for i, prompt in enumerate(prompts):
     request = prompt.request(text_format)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests of the completions and chat API, and their errors.
 
-A field that this server does not know, or cannot do, is refused by name: a
-client that asked for it would otherwise take the answer for what it wanted.
-Every number and every list has an upper bound, which its error names, so that
-nothing large is built from a small request.
+A field that this server does not know, or cannot do, is refused by name. A
+client that asked for it would otherwise misread the answer. Every number and
+every list has an upper bound, which its error names, so that nothing large is
+built from a small request.
 """
 
 from collections.abc import Sequence
@@ -196,7 +196,7 @@ class _Generation(_Request):
   def requests(
     self, prompts: Sequence[Sequence[int]], end_ids: Sequence[int]
   ) -> list[engine_lib.Request]:
-    """All choices of the first prompt, then those of the next.
+    """All choices of the first prompt, then of the next.
 
     They share a seed and differ in their streams.
 
@@ -390,7 +390,7 @@ def _limits(node: Any) -> list[Any]:
 
 
 def _shown(value: Any) -> str:
-  """A value as it is in an error, cut before it is written out."""
+  """A value for an error, cut before it is written out."""
   if isinstance(value, (list, str)) and len(value) > 200:
     value = value[:200]
   try:

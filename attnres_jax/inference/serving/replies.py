@@ -26,7 +26,7 @@ class Prompt(NamedTuple):
 
   Attributes:
     ids: ids of its tokens.
-    opening: how many of the first ids open the text and are no part of it.
+    opening: number of ids at the start that `echo` leaves out.
     text: what `echo` repeats.
   """
 
@@ -150,7 +150,7 @@ class Answer:
   def _of_prompt(
     self, prompt: Prompt, scores: tuple[scores_lib.Score, ...]
   ) -> Iterator[_Entry]:
-    """The tokens of a prompt, without those that open a text."""
+    """The tokens of a prompt, without what opens a text."""
     decoder = text_lib.Text(self._format)
     scored = zip(prompt.ids, (None, *scores))
     for at, (id, score) in enumerate(scored):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine in a thread of its own, and the queue in front of it.
+"""The engine in a thread, and the queue in front of it.
 
   event loop:     submit, leave  ->  inbox   ->  engine thread
   event loop:  job.pieces()  <-  job.events  <-  engine thread
