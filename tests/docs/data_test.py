@@ -23,7 +23,8 @@ from tests import tiny_run
 public_corpora = pytest.importorskip("tests.public_corpora")
 
 TEXT = (tiny_run.ROOT / "docs" / "data.md").read_text()
-SCRIPTS = re.findall(r"^```\n(.*?)^```$", TEXT, re.S | re.M)
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", TEXT, re.S | re.M)
+SCRIPTS = [block for kind, block in BLOCKS if not kind]
 COMMANDS = [
   shlex.split(line)[2:]
   for script in SCRIPTS
@@ -112,7 +113,7 @@ def test_runs_train(run, folder, monkeypatch, capsys):
   assert "finished at step 8" in capsys.readouterr().out
   (workdir,) = [word.partition("=")[2] for word in run if "workdir" in word]
   reported = json.loads((folder / workdir / "data.json").read_text())
-  (block,) = re.findall(r"^```json\n(.*?)^```$", TEXT, re.S | re.M)
+  (block,) = [block for kind, block in BLOCKS if kind == "json"]
   if workdir.endswith("fineweb10B"):
     assert reported["validation"].keys() == json.loads(block).keys()
 
