@@ -117,11 +117,10 @@ def script(folder: epath.PathLike, tpu: slices.Slice) -> str:
   command = shlex.join(
     worker.command(folder, "", *several, patience, python=PYTHON)
   )
-  over = "|".join(
-    str(int(one))
-    for one in exits.Exit
-    if one not in (exits.Exit.AGAIN, exits.Exit.STOPPED)
-  )
+  again = exits.Exit.AGAIN, exits.Exit.STOPPED
+  over = [str(int(one)) for one in exits.Exit if one not in again]
+  # A shell says 126 or 127 of a command that it cannot run.
+  over = "|".join([*over, "126", "127"])
   loop = (
     f"while :; do {command}; case $? in {over}) break;; esac; sleep 10; done"
   )
