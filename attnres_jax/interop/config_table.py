@@ -7,7 +7,8 @@ taken. Every network has to come back: `write` reads what it has written, and
 refuses a network that is then another one, whichever field was lost.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
 import dataclasses
 import math
 from typing import Any, NoReturn
@@ -239,12 +240,21 @@ def read(
   keys.ignore("model_type", "architectures")
   for entry in entries:
     found |= entry.read(keys, found)
-  try:
+  with naming(keys.where):
     config = build(found)
-  except config_lib.ConfigError as error:
-    raise config_lib.ConfigError(f"{keys.where}: {error}") from error
   finish(keys, config)
   return config
+
+
+@contextlib.contextmanager
+def naming(where: str) -> Iterator[None]:
+  """Adds the file to errors that name only a field of ours."""
+  try:
+    yield
+  except config_lib.ConfigError as error:
+    if where in str(error):
+      raise
+    raise config_lib.ConfigError(f"{where}: {error}") from error
 
 
 def finish(

@@ -446,11 +446,12 @@ class Twin(Family):
     self, values: Mapping[str, Any], where: str = "config.json"
   ) -> config_lib.ModelConfig:
     keys = table.Keys(values, where)
-    config = table.build(config_lib.flatten(keys.take("network", dict)))
+    with table.naming(where):
+      config = table.build(config_lib.flatten(keys.take("network", dict)))
+      # Exports of earlier versions state all fields.
+      table.check_same(self._said(config), config)
     for name, field in _GENERIC.items():
       keys.expect(name, table.get(config, field))
-    # Files of before had all fields.
-    table.check_same(self._said(config), config)
     table.finish(keys, config)
     return config
 

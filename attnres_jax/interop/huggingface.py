@@ -8,7 +8,6 @@ device's shard of every leaf from the files.
 """
 
 from collections.abc import Collection, Iterator, Mapping
-import contextlib
 import dataclasses
 import json
 import os
@@ -25,6 +24,7 @@ from attnres_jax import files
 from attnres_jax import models
 from attnres_jax import sharding
 from attnres_jax import trees
+from attnres_jax.interop import config_table
 from attnres_jax.interop import families
 from attnres_jax.interop import manifest
 from attnres_jax.interop import mxfp4
@@ -83,11 +83,11 @@ def read(folder: str | os.PathLike) -> Source:
   except ValueError as error:
     raise tensor_files.TensorFileError(f"{where}: {error}") from error
   name, family = families.of_config_json(values, where)
-  with _naming(where):
+  with config_table.naming(where):
     config = family.read_config(values, where)
   tensors = _renamed(family, tensor_files.open_folder(folder))
   _check_count(config, len(tensors), where)
-  with _naming(where):
+  with config_table.naming(where):
     all_rules = family.rules(config)
   rules = tuple(_as_stored(rule, tensors) for rule in all_rules)
   used = _check(rules, tensors, where)
@@ -107,17 +107,6 @@ def read(folder: str | os.PathLike) -> Source:
   return Source(
     folder, name, config, values, dtype, dtypes, rules, tensors, copies
   )
-
-
-@contextlib.contextmanager
-def _naming(where: str) -> Iterator[None]:
-  """Adds the file to errors that name only a field of ours."""
-  try:
-    yield
-  except config_lib.ConfigError as error:
-    if where in str(error):
-      raise
-    raise config_lib.ConfigError(f"{where}: {error}") from error
 
 
 def _check_count(

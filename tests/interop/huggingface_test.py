@@ -8,6 +8,7 @@ import math
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from attnres_jax import config as config_lib
 from attnres_jax import models
@@ -331,14 +332,116 @@ def test_shards_are_those_of_the_whole(tmp_path, family, mesh):
     (dict(rope_scaling={"type": "linear"}), "rope_type: got 'linear'"),
     (dict(rope_scaling={"beta_fast": 1}), "rope_scaling: beta_fast: got 1"),
     (dict(quantization_config={}, num_attention_heads=0), "heads: got 0"),
+    *(
+      (dict(rope_theta=base), "rope_theta: got")
+      for base in (0, 0.0, -1, 1, math.nan, "x")
+    ),
+    (
+      dict(rope_parameters={"rope_theta": 0}, rope_theta=...),
+      "rope_theta: got",
+    ),
+    *(
+      (dict(eos_token_id=id), "eos_token_id: got")
+      for id in ("x", 1.5, [[1]], True, -1, 300, [2, 300], {}, 10**30)
+    ),
+    (
+      dict(bos_token_id=[1]),
+      "bos_token_id: got [1], expected ids from 0 to 299",
+    ),
+    (dict(num_hidden_layers=10**12), "num_hidden_layers: got"),
+    (dict(num_hidden_layers=900), "describes 900 layers, and the files have"),
   ],
 )
 def test_configs_that_are_refused(tmp_path, changes, words):
   small_checkpoint.write(tmp_path)
   _change(tmp_path, **changes)
-  with pytest.raises(config_lib.ConfigError) as error:
+  kinds = config_lib.ConfigError, tensor_files.TensorFileError
+  with pytest.raises(kinds) as error:
     huggingface.read(tmp_path)
   assert words in str(error.value)
+
+
+_BAD = (
+  None, True, "x", "\x1b[31m", -1, 0, 1.5, math.nan, math.inf, 10**12, 10**30,
+  [], [[1]], {}, {"x": 1},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  "family",
+  [
+    name if name == "llama" else pytest.param(name, marks=pytest.mark.slow)
+    for name in FAMILIES
+  ],
+)
+def test_any_value_of_any_key_is_read_or_refused_in_a_line(family, tmp_path):
+  small_checkpoint.write(tmp_path, family)
+  path = tmp_path / huggingface.CONFIG
+  good = json.loads(path.read_text())
+  inner = good.get("text_config", good.get("network", {}))
+  places = [good] + ([inner] if inner else [])
+  for place in places:
+    for key, kept in list(place.items()):
+      for value in _BAD:
+        place[key] = value
+        path.write_text(json.dumps(good))
+        try:
+          huggingface.read(tmp_path)
+        except (config_lib.ConfigError, tensor_files.TensorFileError) as error:
+          text = str(error)
+          assert text.isprintable() and str(tmp_path) in text, (key, value)
+      place[key] = kept
+
+
+@pytest.mark.parametrize(
+  "text", ["", "[]", "{", "[" * 100_000, '{"model_type": []}', "\xff"]
+)
+def test_a_damaged_config_json(tmp_path, text):
+  small_checkpoint.write(tmp_path)
+  path = tmp_path / huggingface.CONFIG
+  path.write_bytes(text.encode("latin-1"))
+  kinds = config_lib.ConfigError, tensor_files.TensorFileError
+  with pytest.raises(kinds, match="config.json: ") as error:
+    huggingface.read(tmp_path)
+  assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", [UP, "model.norm.weight"])
+def test_weights_that_are_not_finite_are_refused(tmp_path, name, value):
+  small_checkpoint.write(tmp_path)
+  arrays = _tensors(tmp_path)
+  arrays[name] = arrays[name].copy()
+  arrays[name].flat[3] = value
+  safetensors.numpy.save_file(arrays, tmp_path / tensor_files.SINGLE)
+  source = huggingface.read(tmp_path)
+  words = f"{name}' has values that are not finite"
+  with pytest.raises(tensor_files.TensorFileError, match=words):
+    huggingface.load(source)
+
+
+@pytest.mark.parametrize(
+  "name,change,words",
+  [
+    ("lm_head.weight", lambda a: a + 1e-3, "differs from 'model.embed_tokens"),
+    ("lm_head.weight", lambda a: a[:-1], "differs from 'model.embed_tokens"),
+    (
+      "model.layers.0.self_attn.rotary_emb.inv_freq",
+      lambda a: np.ones(8, np.float32),
+      "differs from those of rope_theta=",
+    ),
+  ],
+)
+def test_copies_that_differ_are_refused(tmp_path, name, change, words):
+  """A checkpoint whose files contradict its config.json."""
+  small_checkpoint.write(tmp_path)
+
+  def add(arrays):
+    arrays[name] = change(arrays["model.embed_tokens.weight"])
+
+  _rewrite(tmp_path, add)
+  with pytest.raises(tensor_files.TensorFileError, match=words):
+    huggingface.load(huggingface.read(tmp_path))
 
 
 def test_windows_are_refused(tmp_path):
