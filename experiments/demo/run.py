@@ -76,6 +76,8 @@ def _run(options: argparse.Namespace) -> None:
   for name in ("seeds", "steps"):
     fields.accept(f"--{name}", getattr(options, name), fields.Size)
   workdir = pathlib.Path(options.workdir).absolute()
+  ours = {"results.csv": ("scheme", "seed"), "report.html": ("AttnRes",)}
+  files.refuse_foreign("--workdir", workdir, ours)
   workdir.mkdir(parents=True, exist_ok=True)
   # Seeds share their programs, and so do an interrupted demo and the next.
   jax.config.update("jax_compilation_cache_dir", str(workdir / "compiled"))

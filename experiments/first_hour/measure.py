@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 import functools
 import json
 import pathlib
-import shutil
 import statistics
+import tempfile
 from typing import Any, NamedTuple
 
 import jax
@@ -328,7 +328,8 @@ def training(short: bool, folder: pathlib.Path) -> Iterator[Row]:
     seconds = plan.step_seconds(report, chips.CHIPS[devices[0].device_kind])
     predicted = {"seconds": seconds, "peak_bytes": report["peak_bytes"]}
   workdir = folder / "traced"
-  shutil.rmtree(workdir, ignore_errors=True)  # Of an attempt that was ended.
+  if workdir.exists():  # Of an attempt that was ended.
+    workdir.rename(tempfile.mkdtemp(prefix="traced_", dir=folder))
   train.train_and_evaluate(config, workdir)
   lines = (workdir / "metrics.jsonl").read_text().splitlines()
   tokens = config.data.batch_size * config.data.sequence_length

@@ -21,6 +21,7 @@ from attnres_jax import command_line
 from attnres_jax import config as config_lib
 from attnres_jax import csv_rows
 from attnres_jax import environment
+from attnres_jax import files
 from attnres_jax.config import fields
 from experiments import publish
 from experiments.pages import readme
@@ -86,6 +87,7 @@ def _main(options: argparse.Namespace) -> None:
     fields.accept(f"--{name}", getattr(options, name), fields.Size)
   sizes = toy.Sizes(*(getattr(options, name) for name in toy.Sizes._fields))
   out = pathlib.Path(options.out)
+  files.check_output("--out", out, ("readout", "student", "seed"))
   known = csv_rows.read(out) if out.exists() else []
   for row in known:
     for name, value in sizes._asdict().items():

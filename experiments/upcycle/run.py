@@ -12,7 +12,6 @@ import argparse
 from collections.abc import Sequence
 import dataclasses
 import pathlib
-import shutil
 import sys
 from typing import Any
 
@@ -83,6 +82,7 @@ def _main(options: argparse.Namespace) -> None:
   fields.accept("--seeds", options.seeds, fields.Size)
   workdir = files.check_folder("--workdir", options.workdir)
   out = pathlib.Path(options.out)
+  files.check_output("--out", out, ("arm", "seed"))
   known = csv_rows.read(out) if out.exists() else []
   done = {(row["arm"], int(row["seed"])) for row in known}
   origin = environment.facts()
@@ -124,7 +124,8 @@ def _upcycled(folder: pathlib.Path, arm: str) -> pathlib.Path:
   start = folder / f"{arm}_start"
   if (start / run_folder.SUMMARY).exists():
     return start
-  shutil.rmtree(start, ignore_errors=True)  # Left by an interrupted command.
+  # An interrupted command may have left a part of it.
+  start = weights_folder.check_new("--workdir", str(start))
   config, model = checkpoint.load_model(folder / "source")
   model = upcycle.upcycle(model, ARMS[arm][0])
   config = dataclasses.replace(config, model=model.config)
