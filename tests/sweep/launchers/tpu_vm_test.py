@@ -85,7 +85,9 @@ def executable(path, text):
   path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
-@pytest.mark.parametrize("statuses", [(0,), (1, 4, 0), (2,), (3,), (4, 2), (137, 127)])
+@pytest.mark.parametrize(
+  "statuses", [(0,), (1, 4, 0), (2,), (3,), (4, 2), (137, 127)]
+)
 def test_workers_start_again_only_where_that_helps(tmp_path, statuses):
   """The printed command, with a worker that ends as it is told."""
   left = tmp_path / "statuses"
