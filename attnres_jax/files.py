@@ -241,8 +241,13 @@ def check_path(
   return checked
 
 
-def check_folder(name: str, path: str) -> epath.Path:
+def check_folder(name: str, path: str, *, writable: bool = True) -> epath.Path:
   """A folder that exists or can be made, and can be written to.
+
+  Args:
+    name: of the argument, for the error.
+    path: of the folder.
+    writable: False for a command that only reads.
 
   Raises:
     ConfigError: neither is true.
@@ -263,8 +268,10 @@ def check_folder(name: str, path: str) -> epath.Path:
     config_lib.fail_argument(name, path, f"a folder ({error.strerror})")
   if not is_folder:
     config_lib.fail_argument(name, path, f"a folder ({place} is not)")
-  if not os.access(place, os.W_OK | os.X_OK):
-    config_lib.fail_argument(name, path, f"write access to {place}")
+  wanted = os.W_OK | os.X_OK if writable else os.R_OK | os.X_OK
+  if not os.access(place, wanted):
+    kind = "write" if writable else "read"
+    config_lib.fail_argument(name, path, f"{kind} access to {place}")
   return folder
 
 

@@ -98,3 +98,15 @@ def test_an_endless_file_is_empty(tmp_path):
     files.read(tmp_path / "other", start) for start in (0, 7, 12, -3, -99)
   ]
   assert ends == [b"0123456789", b"789", b"", b"789", b"0123456789"]
+
+
+def test_commands_that_read_need_no_write_access(tmp_path, monkeypatch):
+  # As if by another user; root may write anywhere.
+  monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+  folder = files.check_folder("--workdir", str(tmp_path), writable=False)
+  assert str(folder) == str(tmp_path)
+  with pytest.raises(config_lib.ConfigError, match="write access to"):
+    files.check_folder("--workdir", str(tmp_path))
+  monkeypatch.setattr(os, "access", lambda path, mode: False)
+  with pytest.raises(config_lib.ConfigError, match="read access to"):
+    files.check_folder("--workdir", str(tmp_path), writable=False)

@@ -67,7 +67,7 @@ def load(
   Raises:
     ConfigError: there is no such run or checkpoint.
   """
-  folder = files.check_folder("--workdir", options.workdir)
+  folder = files.check_folder("--workdir", options.workdir, writable=False)
   steps = checkpoint.all_steps(folder)
   if not steps:
     config_lib.fail_argument(

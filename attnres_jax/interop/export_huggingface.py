@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _export(options: argparse.Namespace) -> None:
   fields.accept("--shard_bytes", options.shard_bytes, int)
   path = weights_folder.check_new("--path", options.path)
-  workdir = files.check_folder("--workdir", options.workdir)
+  workdir = files.check_folder("--workdir", options.workdir, writable=False)
   steps = checkpoint.all_steps(workdir)
   if not steps:
     config_lib.fail_argument(

@@ -67,9 +67,9 @@ def _score(options: argparse.Namespace) -> None:
   fields.accept("--num_fewshot", options.num_fewshot + 1, fields.Count)
   fields.accept("--slots", options.slots, fields.Size)
   names = [name for name in options.tasks.split(",") if name]
-  workdir = files.check_folder("--workdir", options.workdir)
+  workdir = files.check_folder("--workdir", options.workdir, writable=False)
   if options.include_path:
-    files.check_folder("--include_path", options.include_path)
+    files.check_folder("--include_path", options.include_path, writable=False)
   from attnres_jax.interop import harness  # An extra.
 
   command_line.connect(options)
@@ -85,6 +85,7 @@ def _score(options: argparse.Namespace) -> None:
   out = pathlib.Path(options.out or workdir / f"scores_{step}.json")
   if out.exists():
     config_lib.fail_argument("--out", str(out), "a file that does not exist")
+  files.check_folder("--out", str(out.parent))
   table = harness.find_tasks(names, options.include_path)
   mesh = sharding.make_mesh(
     config_lib.MeshConfig(

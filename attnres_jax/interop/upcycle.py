@@ -191,7 +191,7 @@ def _scheme(form: str | None, residual: str) -> str:
 
 def _upcycle_run(options: argparse.Namespace) -> None:
   out = weights_folder.check_new("--out", options.out)
-  workdir = files.check_folder("--workdir", options.workdir)
+  workdir = files.check_folder("--workdir", options.workdir, writable=False)
   if not checkpoint.all_steps(workdir):
     config_lib.fail_argument(
       "--workdir", options.workdir, "the folder of a run with a checkpoint"

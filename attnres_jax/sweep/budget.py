@@ -48,11 +48,13 @@ def tokens(runs: Sequence[grid.Run]) -> int:
 
 
 def prices(
-  runs: Sequence[grid.Run], plans: plans_lib.Path = plans_lib.FILE
+  runs: Sequence[grid.Run], rows: Sequence[Mapping[str, str]]
 ) -> list[Price]:
   """Of the slices on which any of the runs has a plan.
 
-  Only runs that take their mesh from a plan have one.
+  Args:
+    runs: of a sweep. Only those that take their mesh from a plan have a price.
+    rows: of the file of plans, see `plans.rows`.
   """
   by_hash: dict[str, list[tuple[str, int]]] = {}
   for run in runs:
@@ -61,7 +63,7 @@ def prices(
       key = plans_lib.config_hash(config)
       by_hash.setdefault(key, []).append((run.name, config.train.steps))
   hours: dict[str, dict[str, float]] = {}
-  for row in plans_lib.rows(plans):
+  for row in rows:
     for name, steps in by_hash.get(row["config_hash"], ()):
       number = int(row["devices"]) / chips.devices_per_chip(row["device_kind"])
       seconds = steps * float(row["step_seconds"]) * number
@@ -135,28 +137,34 @@ def check(
       _FLAG,
       most,
       f"at least {price.total:,.1f} on {price.slice_name};"
-      f" {_fitting(price, most)}",
+      f" {_what_fits(price, most)}",
     )
 
 
-def _fitting(price: Price, most: float) -> str:
-  """The cheapest runs that cost at most `most` together, in words.
+def fitting(price: Price, most: float) -> tuple[str, float]:
+  """The cheapest runs that cost at most `most` together.
 
   Runs go by the first word of their names, which is their size in a sweep over
   sizes.
+
+  Returns:
+    An expression for --only, and what these runs cost; empty and 0 if none fit.
   """
   groups: dict[str, float] = {}
   for name, hours in price.hours.items():
     word = name.partition("-")[0]
     groups[word] = groups.get(word, 0.0) + hours
-  fitting, total = [], 0.0
+  words, total = [], 0.0
   for word, hours in sorted(groups.items(), key=lambda pair: pair[1]):
     if total + hours > most:
       break
-    fitting.append(word)
+    words.append(re.escape(word))
     total += hours
-  if not fitting:
-    cheapest = min(price.hours.values())
-    return f"the cheapest run costs {cheapest:,.1f}"
-  pattern = "|".join(map(re.escape, fitting))
-  return f"--only='^({pattern})-' costs {total:,.1f}"
+  return f"^({'|'.join(words)})-" if words else "", total
+
+
+def _what_fits(price: Price, most: float) -> str:
+  pattern, total = fitting(price, most)
+  if pattern:
+    return f"--only='{pattern}' costs {total:,.1f}"
+  return f"the cheapest run costs {min(price.hours.values()):,.1f}"

@@ -73,7 +73,8 @@ def main(experiment: Experiment, argv: Sequence[str] | None = None) -> int:
 def _act(experiment: Experiment, options: argparse.Namespace) -> int:
   # A dry run for a bucket need not reach it.
   if not (options.dry_run and files.is_remote(options.workdir)):
-    files.check_folder("--workdir", options.workdir)
+    reads = options.action == "status" or options.dry_run
+    files.check_folder("--workdir", options.workdir, writable=not reads)
   fields.accept("--max_parallel", options.max_parallel, fields.Size)
   return _ACTIONS[options.action](experiment, options)
 
@@ -91,7 +92,7 @@ def _run(experiment: Experiment, options: argparse.Namespace) -> int:
     )
   selected = grid.select(runs, options.only)
   _check_data(selected, offline=options.dry_run)
-  found = budget.prices(selected, options.plans)
+  found = budget.prices(selected, plans.rows(options.plans))
   if options.max_chip_hours is not None:
     given = settings.get("slice") or settings.get("accelerator")
     name = given or options.preflight

@@ -5,14 +5,23 @@ From the rows of configs/plans.csv, which `attnres_jax.aot.plan` compiled.
 """
 
 from collections.abc import Mapping, Sequence
+import dataclasses
 import re
 
 from attnres_jax.models import residuals
+from attnres_jax.scaling import grid
 from attnres_jax.scaling import paper
+from attnres_jax.sweep import budget
 from configs import scaling
 from experiments.pages import planned
 from experiments.pages import readme as readme_lib
 
+_BUDGETS = (50, 500, 5000)
+# Any text of the scale's vocabulary; nothing of it is read.
+_TEXT = dict.fromkeys(
+  ("pod", "paper"),
+  {"data.source": "tokens", "data.path": "gs://X", "data.tokenizer": "ids"},
+)
 _SIZES = tuple(size.name for size in paper.TABLE_2)
 
 
@@ -41,6 +50,44 @@ def table(rows: Sequence[planned.Row]) -> str:
     ("slice", "scheme", "sizes planned", "chip-hours of these"), sums
   )
   return f"{readme_lib.table(header, lines)}\n\n{totals}\n\n{origin}"
+
+
+def bought(rows: Sequence[planned.Row]) -> str:
+  """What 50, 500 and 5,000 chip-hours buy: a line per budget and slice.
+
+  A larger budget has no line where it buys no more.
+  """
+  prices = []
+  for scale, text in _TEXT.items():
+    runs = grid.load(f"configs/scaling.py:scale={scale},planned", text)
+    prices += [(scale, runs, one) for one in budget.prices(runs, rows)]
+  lines, listed = [], set()
+  for most in _BUDGETS:
+    for scale, runs, price in prices:
+      sizes = {name.partition("-")[0] for name in price.missing}
+      hours = {
+        name: one
+        for name, one in price.hours.items()
+        if name.partition("-")[0] not in sizes
+      }
+      pattern, total = budget.fitting(
+        dataclasses.replace(price, hours=hours), most
+      )
+      if not pattern or (price.slice_name, pattern) in listed:
+        continue
+      listed.add((price.slice_name, pattern))
+      chosen = grid.select(runs, pattern)
+      found = dict.fromkeys(run.overrides["size"].upper() for run in chosen)
+      tokens = budget.tokens(chosen) / 1e9
+      lines.append([
+        f"{most:,}", price.slice_name, scale, ", ".join(found),
+        str(len(chosen)), f"{tokens:.1f}", f"{total:,.0f}",
+      ])  # fmt: skip
+  header = (
+    "chip-hours", "slice", "scale", "sizes", "runs", "tokens, 1e9",
+    "cost, at least",
+  )  # fmt: skip
+  return readme_lib.table(header, lines)
 
 
 def _of_table_2(

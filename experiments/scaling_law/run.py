@@ -29,6 +29,9 @@ EXPERIMENT, PUBLISHED = sweep.experiment(
     readme.Place(
       plans.table, "plans", "../../configs/plans", "../../docs/launch.md"
     ),
+    readme.Place(
+      plans.bought, "budgets", "../../configs/plans", "../../docs/launch.md"
+    ),
   ],
   figures={"laws.svg": report.figure},
 )

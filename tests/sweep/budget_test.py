@@ -42,6 +42,10 @@ def plans_file(path, sizes=tuple(SECONDS), slices=("v5e-8",)):
   return str(path)
 
 
+def prices(runs, path):
+  return budget.prices(runs, plans_lib.rows(path))
+
+
 def hours(size, num_chips=8):
   """Of all schemes and seeds."""
   one = next(run for run in RUNS if run.overrides["size"] == size)
@@ -50,7 +54,7 @@ def hours(size, num_chips=8):
 
 def test_runs_are_priced_by_their_plans(tmp_path):
   path = plans_file(tmp_path / "p.csv", ("64m", "124m"), ("v5e-8", "v3-8"))
-  first, second = budget.prices(RUNS, path)
+  first, second = prices(RUNS, path)
   assert (first.slice_name, second.slice_name) == ("v5e-8", "v3-8")
   assert len(first.hours) == len(first.missing) == 18
   assert first.total == pytest.approx(hours("64m") + hours("124m"))
@@ -62,13 +66,13 @@ def test_runs_are_priced_by_their_plans(tmp_path):
 
 def test_runs_with_a_mesh_of_their_own_have_no_price(tmp_path):
   runs = grid.load(SPEC.replace(",planned", ""), TEXT)
-  assert not budget.prices(runs, plans_file(tmp_path / "p.csv"))
+  assert not prices(runs, plans_file(tmp_path / "p.csv"))
   assert "chip-hours unknown" in budget.to_text(runs, [])
-  assert not budget.prices(RUNS, tmp_path / "absent.csv")
+  assert not prices(RUNS, tmp_path / "absent.csv")
 
 
 def test_what_fits_can_be_launched(tmp_path):
-  found = budget.prices(RUNS, plans_file(tmp_path / "p.csv"))
+  found = prices(RUNS, plans_file(tmp_path / "p.csv"))
   total = sum(map(hours, SECONDS))
   budget.check(RUNS, found, total * 1.001, None)
   budget.check(RUNS, found, total * 1.001, "v5e:2x4")
@@ -81,20 +85,26 @@ def test_what_fits_can_be_launched(tmp_path):
   (pattern,) = re.findall(r"--only='([^']+)'", message)
   selected = grid.select(RUNS, pattern)
   assert {run.overrides["size"] for run in selected} == {"64m", "124m"}
-  found = budget.prices(selected, tmp_path / "p.csv")
+  found = prices(selected, tmp_path / "p.csv")
   budget.check(selected, found, most, "v5e-8")
   with pytest.raises(config_lib.ConfigError, match="cheapest run costs"):
-    budget.check(RUNS, budget.prices(RUNS, tmp_path / "p.csv"), 0.1, "v5e-8")
+    budget.check(RUNS, prices(RUNS, tmp_path / "p.csv"), 0.1, "v5e-8")
+
+
+def test_the_pod_scale_is_planned_and_affordable():
+  price = prices(RUNS, tiny_run.ROOT / plans_lib.FILE)[0]
+  assert price.slice_name == "v5e-8" and not price.missing
+  assert 100 <= price.total <= 500
 
 
 def test_an_unknown_price_is_refused(tmp_path):
   one = plans_file(tmp_path / "one.csv", ("64m",))
   for name, words in ((None, "27 of 36"), ("v6e-8", "36 of 36 have none")):
     with pytest.raises(config_lib.ConfigError, match=words):
-      budget.check(RUNS, budget.prices(RUNS, one), 1e9, name)
+      budget.check(RUNS, prices(RUNS, one), 1e9, name)
   two = plans_file(tmp_path / "two.csv", slices=("v5e-8", "v3-8"))
   with pytest.raises(config_lib.ConfigError, match="v5e-8 .*v3-8"):
-    budget.check(RUNS, budget.prices(RUNS, two), 1e9, None)
+    budget.check(RUNS, prices(RUNS, two), 1e9, None)
   with pytest.raises(config_lib.ConfigError, match="plans for none"):
     budget.check(RUNS, [], 1e9, None)
 
