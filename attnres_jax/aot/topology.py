@@ -21,7 +21,7 @@ _ENVIRONMENT = {
 # Chips of a slice -> its shape, for the names used by clouds. v4 and v5p slices
 # are named by cores, two per chip.
 _FLAT = {
-  4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16",
+  1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16",
   256: "16x16",
 }  # fmt: skip
 _CUBES = {
@@ -69,6 +69,8 @@ def devices(name: str, num_slices: int = 1) -> Sequence[Any]:
   options: dict[str, Any] = {}
   if num_slices > 1:
     options["num_slices"] = num_slices
+  if slice_name.endswith(":1x1"):
+    options["chips_per_host_bounds"] = (1, 1, 1)
   if slice_name.startswith("v4:"):
     # One device per chip, as JAX runs these chips.
     options["chip_config_name"] = "megacore"

@@ -40,7 +40,7 @@ def test_every_shape_has_as_many_chips_as_its_name_says():
 @pytest.mark.parametrize(
   "name,message",
   [
-    ("v5e-7", "topology: got 'v5e-7', expected one of v5e-4, v5e-8, v5e-16"),
+    ("v5e-7", "topology: got 'v5e-7', expected one of v5e-1, v5e-4, v5e-8"),
     (
       "v9-8",
       "topology: got 'v9', expected one of v4, v5e",
@@ -60,7 +60,7 @@ def test_what_the_compiler_refuses():
 
 @pytest.mark.parametrize(
   "name,count",
-  [("v5e:2x4", 8), ("v5p-8", 4), ("v6e:2x2", 4), ("v4-8", 4)],
+  [("v5e:2x4", 8), ("v5e-1", 1), ("v5p-8", 4), ("v6e:2x2", 4), ("v4-8", 4)],
 )
 @pytest.mark.needs("libtpu")
 def test_devices_have_a_row(name, count):
