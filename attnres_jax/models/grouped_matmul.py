@@ -12,7 +12,9 @@ groups. (tokamax has a `ragged_dot`, too, but cannot add to an existing gradient
 in place, and another version of it for each of our Pythons.)
 """
 
+from collections.abc import Callable
 import functools
+from typing import Any
 
 import jax
 from jax import ad_checkpoint
@@ -107,17 +109,23 @@ def weight_gradient(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped_linear(cut, x_PD, weight_EDF, sizes_E):
+def _grouped_linear(
+  cut: int | None, x_PD: jax.Array, weight_EDF: jax.Array, sizes_E: jax.Array
+) -> jax.Array:
   weight = sharding.gather_parts(weight_EDF, cut, x_PD.dtype)
   return multiply(x_PD, weight, sizes_E)
 
 
-def _forward(cut, x_PD, weight_EDF, sizes_E):
+def _forward(
+  cut: int | None, x_PD: jax.Array, weight_EDF: jax.Array, sizes_E: jax.Array
+) -> tuple[jax.Array, Any]:
   residuals = x_PD, weight_EDF, sizes_E
   return _grouped_linear(cut, *residuals), residuals
 
 
-def _backward(cut, residuals, dy_PF):
+def _backward(
+  cut: int | None, residuals: Any, dy_PF: jax.Array
+) -> tuple[jax.Array | None, ...]:
   x_PD, weight_EDF, sizes_E = residuals
   weight = sharding.gather_parts(weight_EDF, cut, x_PD.dtype)
   dx_PD = multiply(dy_PF, weight, sizes_E, transposed=True)
@@ -128,7 +136,9 @@ def _backward(cut, residuals, dy_PF):
 _grouped_linear.defvjp(_forward, _backward)
 
 
-def _ragged_rows(x_PI, weight, sizes_E, *, transposed):
+def _ragged_rows(
+  x_PI: jax.Array, weight: jax.Array, sizes_E: jax.Array, *, transposed: bool
+) -> jax.Array:
   dimensions = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2 if transposed else 1,)), ((), ())),
     lhs_ragged_dimensions=(0,),
@@ -139,13 +149,15 @@ def _ragged_rows(x_PI, weight, sizes_E, *, transposed):
   )
 
 
-def _fits_kernel(rows):
+def _fits_kernel(rows: jax.Array) -> bool:
   """Whether `megablox` takes them: no other dtypes, and nothing to split."""
   split = max(sharding.unsplit_axes().values(), default=1) > 1
   return not split and rows.dtype in (jnp.bfloat16, jnp.float32)
 
 
-def _kernel_rows(x_PI, weight, sizes_E):
+def _kernel_rows(
+  x_PI: jax.Array, weight: jax.Array, sizes_E: jax.Array
+) -> jax.Array:
   """Rows times weights [E, O, I]."""
   (rows, depth), width = x_PI.shape, weight.shape[1]
   (size, *_), missing = _tiles(rows, depth, width, sizes_E.shape[0])
@@ -164,7 +176,12 @@ def _kernel_rows(x_PI, weight, sizes_E):
   return y_PO[:rows]
 
 
-def _kernel_weights(x_PD, dy_PF, sizes_E, existing):
+def _kernel_weights(
+  x_PD: jax.Array,
+  dy_PF: jax.Array,
+  sizes_E: jax.Array,
+  existing: jax.Array | None,
+) -> jax.Array:
   rows, depth = x_PD.shape
   tiles, missing = _tiles(rows, depth, dy_PF.shape[1], sizes_E.shape[0])
   x_PD, dy_PF = (jnp.pad(a, ((0, missing), (0, 0))) for a in (x_PD, dy_PF))
@@ -181,7 +198,9 @@ def _kernel_weights(x_PD, dy_PF, sizes_E, existing):
   )  # fmt: skip
 
 
-def _call(kernel, *operands, **options):
+def _call(
+  kernel: Callable[..., jax.Array], *operands: jax.Array | None, **options: Any
+) -> jax.Array:
   """A kernel of `megablox` on the operands of one device."""
 
   def call(*operands):
@@ -192,7 +211,9 @@ def _call(kernel, *operands, **options):
   return sharding.on_one_device(call)(*operands)
 
 
-def _tiles(rows, depth, width, groups):
+def _tiles(
+  rows: int, depth: int, width: int, groups: int
+) -> tuple[tuple[int, int, int], int]:
   """Rows, depth and width of a tile, and rows missing to whole tiles."""
   # Tiles with the end of a group inside are computed for both of its sides.
   few = (s for s in (512, 256) if 8 * s * groups <= rows and rows % s == 0)
@@ -200,7 +221,12 @@ def _tiles(rows, depth, width, groups):
   return (size, min(depth, 768), min(width, 512)), -rows % size
 
 
-def _ragged_weights(x_PD, dy_PF, sizes_E, existing):
+def _ragged_weights(
+  x_PD: jax.Array,
+  dy_PF: jax.Array,
+  sizes_E: jax.Array,
+  existing: jax.Array | None,
+) -> jax.Array:
   dimensions = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())),
     lhs_ragged_dimensions=(0,),
@@ -213,7 +239,9 @@ def _ragged_weights(x_PD, dy_PF, sizes_E, existing):
   return dweight if existing is None else existing + dweight
 
 
-def _looped_rows(x_PI, weight, sizes_E, *, transposed):
+def _looped_rows(
+  x_PI: jax.Array, weight: jax.Array, sizes_E: jax.Array, *, transposed: bool
+) -> jax.Array:
   size = min(_PIECE, x_PI.shape[0])
   contract = (((1,), (1 if transposed else 0,)), ((), ()))
   padded = jnp.pad(x_PI, ((0, size), (0, 0)))
@@ -234,7 +262,12 @@ def _looped_rows(x_PI, weight, sizes_E, *, transposed):
   return _for_pieces(sizes_E, size, one_piece, y)[: x_PI.shape[0]]
 
 
-def _looped_weights(x_PD, dy_PF, sizes_E, existing):
+def _looped_weights(
+  x_PD: jax.Array,
+  dy_PF: jax.Array,
+  sizes_E: jax.Array,
+  existing: jax.Array | None,
+) -> jax.Array:
   size = min(_PIECE, x_PD.shape[0])
   wide = precision.wide(x_PD.dtype)
   x_padded, dy_padded = (jnp.pad(a, ((0, size), (0, 0))) for a in (x_PD, dy_PF))
@@ -256,7 +289,9 @@ def _looped_weights(x_PD, dy_PF, sizes_E, existing):
   return dweight if existing is None else existing + dweight
 
 
-def _for_pieces(sizes_E, size, body, carry):
+def _for_pieces(
+  sizes_E: jax.Array, size: int, body: Callable[..., Any], carry: Any
+) -> Any:
   """Runs `body(group, start, stop, carry)` for every piece, in row order."""
   stops_E = jnp.cumsum(sizes_E)
   pieces_E = -(-sizes_E // size)

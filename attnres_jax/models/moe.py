@@ -30,6 +30,7 @@ flattened; K experts of a token; P = U K pairs.
 """
 
 import dataclasses
+from typing import Any
 
 from flax import nnx
 import jax
@@ -164,7 +165,9 @@ class Moe(nnx.Module):
     )
     return weight_UK, expert_UK
 
-  def _routed(self, x_UD, weight_UK, expert_UK):
+  def _routed(
+    self, x_UD: jax.Array, weight_UK: jax.Array, expert_UK: jax.Array
+  ) -> jax.Array:
     """The weighted sum of the outputs of the chosen experts."""
     weights = self.gate[...], self.up[...], self.down[...]
     if weights[0].shape[0] < self.router[...].shape[1]:
@@ -242,7 +245,7 @@ def _narrow_cut(parameter: sharding.Parameter) -> sharding.PartitionSpec:
   return sharding.PartitionSpec(*units)
 
 
-def _in_best_groups(biased_UE, groups, count):
+def _in_best_groups(biased_UE: jax.Array, groups: int, count: int) -> jax.Array:
   """Scores of experts in the `count` best groups; others become -inf.
 
   A group's score is the sum of its two best (arXiv:2412.19437 section 2.1.2, as
@@ -260,7 +263,7 @@ def _in_best_groups(biased_UE, groups, count):
 
 # Checkpointed, so that x is saved in its own dtype rather than float32.
 @jax.checkpoint
-def _logits(x_UD, router_DE):
+def _logits(x_UD: jax.Array, router_DE: jax.Array) -> jax.Array:
   # In full float32 precision: the choice of experts must not depend on
   # rounding.
   return jnp.einsum(
@@ -270,17 +273,23 @@ def _logits(x_UD, router_DE):
 
 
 @jax.custom_vjp
-def _report_load(weight_UK, bias_E, load_E):
+def _report_load(
+  weight_UK: jax.Array, bias_E: jax.Array, load_E: jax.Array
+) -> jax.Array:
   """The weights; the backward pass returns the load as the bias's gradient."""
   del bias_E, load_E
   return weight_UK
 
 
-def _report_forward(weight_UK, bias_E, load_E):
+def _report_forward(
+  weight_UK: jax.Array, bias_E: jax.Array, load_E: jax.Array
+) -> tuple[jax.Array, jax.Array]:
   return _report_load(weight_UK, bias_E, load_E), load_E
 
 
-def _report_backward(load_E, dweight_UK):
+def _report_backward(
+  load_E: jax.Array, dweight_UK: jax.Array
+) -> tuple[jax.Array | None, ...]:
   return dweight_UK, load_E, None
 
 
@@ -290,16 +299,22 @@ _report_load.defvjp(_report_forward, _report_backward)
 # Both directions of both permutations are gathers: autodiff would scatter, and
 # would add up a token's gradients in the dtype of the activations.
 @jax.custom_vjp
-def _send(x_UD, order_P, place_UK):
+def _send(
+  x_UD: jax.Array, order_P: jax.Array, place_UK: jax.Array
+) -> jax.Array:
   """Rows in the order of experts: one for each (token, expert) pair."""
   return x_UD[order_P // place_UK.shape[1]]
 
 
-def _send_forward(x_UD, order_P, place_UK):
+def _send_forward(
+  x_UD: jax.Array, order_P: jax.Array, place_UK: jax.Array
+) -> tuple[jax.Array, jax.Array]:
   return _send(x_UD, order_P, place_UK), place_UK
 
 
-def _send_backward(place_UK, dx_PD):
+def _send_backward(
+  place_UK: jax.Array, dx_PD: jax.Array
+) -> tuple[jax.Array | None, ...]:
   dx_UD = jnp.sum(dx_PD[place_UK], axis=1, dtype=precision.wide(dx_PD.dtype))
   return dx_UD.astype(dx_PD.dtype), None, None
 
@@ -308,19 +323,25 @@ _send.defvjp(_send_forward, _send_backward)
 
 
 @jax.custom_vjp
-def _combine(y_PD, weight_UK, order_P, place_UK):
+def _combine(
+  y_PD: jax.Array, weight_UK: jax.Array, order_P: jax.Array, place_UK: jax.Array
+) -> jax.Array:
   """The weighted sum of each token's K rows."""
   del order_P
   y_UKD = precision.widen(y_PD[place_UK])
   return jnp.sum(weight_UK[..., None] * y_UKD, axis=1).astype(y_PD.dtype)
 
 
-def _combine_forward(y_PD, weight_UK, order_P, place_UK):
+def _combine_forward(
+  y_PD: jax.Array, weight_UK: jax.Array, order_P: jax.Array, place_UK: jax.Array
+) -> tuple[jax.Array, Any]:
   residuals = y_PD, weight_UK, order_P, place_UK
   return _combine(*residuals), residuals
 
 
-def _combine_backward(residuals, dy_UD):
+def _combine_backward(
+  residuals: Any, dy_UD: jax.Array
+) -> tuple[jax.Array | None, ...]:
   y_PD, weight_UK, order_P, place_UK = residuals
   weight_P = jnp.reshape(weight_UK, -1)[order_P]
   sent_PD = precision.widen(dy_UD[order_P // place_UK.shape[1]])

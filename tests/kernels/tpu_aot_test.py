@@ -18,7 +18,6 @@ from attnres_kernels import depth_attention
 from attnres_kernels import depth_attention_vjp
 from attnres_kernels import depth_merge
 from attnres_kernels import depth_merge_norm
-from attnres_kernels import sinkhorn
 from attnres_kernels import stream_mix
 from attnres_kernels.depth_attention import shapes
 
@@ -226,21 +225,6 @@ class TestTpuCompile:
     # Five arrays are read, and three written.
     moved = hlo.Program(text).hbm_bytes() / steps
     assert 7.9 * row < moved < 8.2 * row
-
-  @pytest.mark.parametrize("chip", MAIN_CHIPS)
-  @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
-  def test_mix(self, chip, dtype):
-    check_mix(chip, dtype, 200, 448)
-
-  @pytest.mark.parametrize("chip", MAIN_CHIPS)
-  def test_sinkhorn(self, chip):
-    def f(logits):
-      matrix, vjp = jax.vjp(sinkhorn, logits)
-      return vjp(matrix)
-
-    text = compile_for(chip, f, [((4, 4, 2, 700), None)], "float32")
-    for name in ("sinkhorn_forward", "sinkhorn_backward"):
-      assert name in text
 
   @pytest.mark.parametrize("op", ("attention", "merge"))
   def test_tiles_fit_the_vmem_of_v4(self, op):

@@ -321,7 +321,9 @@ def _store(
   )
 
 
-def _put(old, new, chunk, row_B):
+def _put(
+  old: jax.Array, new: jax.Array, chunk: Chunk, row_B: jax.Array | None
+) -> jax.Array:
   """Stores a chunk, of all rows at once."""
   rows_B = jnp.arange(chunk.start_B.size) if row_B is None else row_B
   length, room = new.shape[3], old.shape[3]
@@ -335,7 +337,13 @@ def _put(old, new, chunk, row_B):
 # TPU compilers scatter entries of a single head in another
 # layout than that in which products read them. They would copy the
 # whole cache there and back.
-def _put_rows(old, new, chunk, row_B, stays_loop=False):
+def _put_rows(
+  old: jax.Array,
+  new: jax.Array,
+  chunk: Chunk,
+  row_B: jax.Array | None,
+  stays_loop: bool = False,
+) -> jax.Array:
   """Stores a chunk row by row, each as one update in place."""
   same_rows = row_B is None
   slot_B = jnp.arange(old.shape[1])
@@ -353,7 +361,9 @@ def _put_rows(old, new, chunk, row_B, stays_loop=False):
   return put(old, slot_B, (new, chunk, row_B))
 
 
-def _put_rows_of_shard(stays_loop, old, slot_B, added):
+def _put_rows_of_shard(
+  stays_loop: bool, old: jax.Array, slot_B: jax.Array, added: tuple[Any, ...]
+) -> jax.Array:
   new, chunk, row_B = added
   row_B = row_B - slot_B[0]
   length, (layers, slots, heads, room, width) = new.shape[3], old.shape
