@@ -53,7 +53,7 @@ def prices(
   """Of the slices on which any of the runs has a plan.
 
   Args:
-    runs: of a sweep. Only those that take their mesh from a plan have a price.
+    runs: of a sweep. A run with a mesh of its own has no price.
     rows: of the file of plans, see `plans.rows`.
   """
   by_hash: dict[str, list[tuple[str, int]]] = {}
@@ -97,7 +97,7 @@ def check(
   """Refuses a sweep that costs more than `most` chip-hours.
 
   Args:
-    runs: of the sweep, as far as they are selected.
+    runs: that the command selects.
     found: of `prices`.
     most: chip-hours.
     slice_name: on which they will train; None takes the only one with plans.
