@@ -109,11 +109,6 @@ class Transformer(nnx.Module):
     with scopes.part(scopes.NORM):
       return self.final_norm(h_BTD)
 
-  @property
-  def looks_back(self) -> bool:
-    """Whether the scheme reads earlier tokens itself, of any document."""
-    return bool(self._scheme_while_decoding(1)[1])
-
   def init_cache(self, batch: int, length: int) -> cache_lib.Cache:
     """An empty cache with room for `length` tokens of each row.
 
