@@ -6,8 +6,7 @@
 prints each token of the text when it is drawn. `--prompts=FILE` continues many
 prompts, several at a time: a file with one prompt per line, or a .jsonl file
 whose lines have a `prompt`, and other options of this command if they differ.
-With `--json`, each
-prompt becomes one line of JSON, in the order in which they are complete.
+With `--json`, each prompt becomes one line of JSON when its text is complete.
 
 A text may be longer than the sequences that the network was trained on; stderr
 then says so. Recurrent mixers and attention without positions continue in any
