@@ -214,3 +214,14 @@ def test_the_cluster_of_ray_is_whole():
   gcp = importlib.import_module("ray.autoscaler._private.gcp.config")
   kind = gcp.get_node_type(kinds["slice"]["node_config"])
   assert kind == gcp.GCPNodeType.TPU
+
+
+def test_the_scales_of_pods_have_no_text_of_their_own(capsys):
+  """They refuse the text of laptops before anything is compiled."""
+  for scale, field in (("paper", "vocab_size"), ("pod", "vocab_size")):
+    flags = [f"--config=configs/scaling.py:scale={scale},planned", "--dry_run"]
+    flags += ["--workdir=gs://BUCKET/x", "--launcher=slurm"]
+    assert cli.main(run.EXPERIMENT, flags) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and field in err
+    assert "attnres_jax.data.prepare" in err
