@@ -50,7 +50,7 @@ CHECKPOINTS = "checkpoints"
 SET_ASIDE = "checkpoints_set_aside"
 _MODEL_PREFIX = "model/"
 _PARTS = "model", "training"
-Shapes = Mapping[str, tuple[int, ...]]
+Shapes = dict[str, tuple[int, ...]]
 # Of Orbax's older interface: it lists steps without reading their metadata.
 _NAMES = orbax.checkpoint.path.step.standard_name_format()
 
@@ -424,7 +424,7 @@ def _describe(
   path: epath.Path, parts: Sequence[str] = ()
 ) -> tuple[dict[str, Any], Shapes]:
   """See `describe`; the shapes are of these parts, or else of all there are."""
-  metadata = ocp.checkpointables_metadata(path)
+  metadata: Any = ocp.checkpointables_metadata(path)
   if not metadata.custom_metadata:
     raise ValueError("its _CHECKPOINT_METADATA is missing or damaged")
   stored = metadata.metadata
