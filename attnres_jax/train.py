@@ -130,13 +130,15 @@ def train_and_evaluate(
     writer = run_folder.open_run(workdir, config, descriptions, step)
     stack.callback(writer.close)
     _report_found(writer, step, restored, missing, tail, damaged, changes)
-    _report_start(writer, mesh, step, restored, goodput.lost(tail.rows, step))
+    abstract_model = program.abstract_state.model
+    lost = goodput.lost(tail.rows, step)
+    reads = abstract_model.residual.form
+    _report_start(writer, mesh, step, restored, lost, reads)
     if jax.process_index() == 0:
       counts = datasets["train"].part_tokens
       for line in account.start_lines(config, workdir, parameters, counts):
         print(line, flush=True)
 
-    abstract_model = program.abstract_state.model
     train_step = _compile(
         writer, step, "train_step", program.train_step,
         program.abstract_state, program.batch_shapes,
@@ -335,8 +337,10 @@ def _report_start(
   step: int,
   restored: checkpoint.Restored | None,
   lost: tuple[int, float],
+  depth_reads: str | None,
 ) -> None:
-  """The first event of an attempt: the work lost, and where it runs."""
+  """The first event of an attempt: the work lost, what runs, and where."""
+  of_reads = {"depth_reads": depth_reads} if depth_reads else {}
   writer.event(
     step,
     "resume" if restored else "start",
@@ -350,6 +354,7 @@ def _report_start(
     jax=jax.__version__,
     python=platform.python_version(),
     time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    **of_reads,
   )
 
 

@@ -39,11 +39,6 @@ _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 _ALIASED = "output_to_operand_aliasing={{}: (0, {})}"
 _MEGASCALE = "xla_megascale_runtime"
 _ALLOCATES = 'custom_call_target="AllocateBuffer"'
-# What a Pallas kernel says of itself, on lines of its own.
-_METADATA = re.compile(r"kernel_metadata=\{\n([^{}]*)\n\}")
-_ONE_ROW = re.compile(r'"row_of_operands":"([\d ]*)"')
-_UNREAD = re.compile(r'"unread_operands":"([\d ]*)"')
-_ROW_WRITTEN = re.compile(r'"row_of_results":"([\d ]*)"')
 _CONTROL = ("while", "conditional", "call")
 # Not work: names, views, and ends of asynchronous operations, which are counted
 # where they start.
@@ -92,7 +87,7 @@ class Program:
     self._entry = ""
     current: dict[str, Instruction] = {}
     name = ""
-    for line in _METADATA.sub(_on_one_line, text).splitlines():
+    for line in text.splitlines():
       head = re.match(r"(ENTRY )?(%[\w.\-]+) \(.*\{$", line)
       if head:
         name = head[2]
@@ -144,9 +139,7 @@ class Program:
 
     A fusion is one instruction, and those inside are not listed. If it only
     slices an array or gathers from it, the results count; if it updates an
-    array in place or scatters into it, the update counts. Of operands that a
-    kernel says to read one row of (`row_of_operands`), one row counts; of
-    results, those in `row_of_results`. Its `unread_operands` do not count.
+    array in place or scatters into it, the update counts.
     """
     for name, (count, _) in self.runs_from(start).items():
       if name in self.fused:
@@ -254,21 +247,8 @@ class Program:
       new = sum(a.nbytes for a in operands[_UPDATES[instruction.op]])
       read = {0: self._adds(instruction) * new}
       written = {0: new}
-    elif instruction.op == "custom-call":
-      said = lambda pattern: (
-        map(int, found[1].split())
-        if (found := pattern.search(instruction.attributes))
-        else ()
-      )
-      of_row = lambda a: a.nbytes / a.dims[0]
-      read = {i: sum(map(of_row, operands[i])) for i in said(_ONE_ROW)}
-      read = {**read, **dict.fromkeys(said(_UNREAD), 0.0)}
-      written = {i: of_row(results[i]) for i in said(_ROW_WRITTEN)}
     total = 0.0
     for i, arrays in enumerate(operands):
-      again = instruction.operands[i] in instruction.operands[:i]
-      if again and instruction.op == "custom-call":
-        continue  # A kernel has one operand per row of a bank, all the same.
       in_hbm = [a.nbytes for a in arrays if a.in_hbm]
       total += read.get(i, sum(in_hbm)) if in_hbm else 0
     for i, array in enumerate(results):
@@ -458,10 +438,6 @@ def _end(schedule: Sequence[Instruction], at: int) -> int:
       ):
         return i
   return at
-
-
-def _on_one_line(metadata: re.Match[str]) -> str:
-  return metadata[0].replace("\n", "")
 
 
 def _computes(instruction: Instruction) -> bool:

@@ -151,11 +151,6 @@ class ResidualConfig(fields.Checked, prefix="model.residual"):
         f"0 when block_size is given (block_size is {self.block_size})",
       )
 
-  @property
-  def batched(self) -> bool:
-    """Whether reads are in two phases: as asked for, and if they can be."""
-    return self.form == "two_phase" and self.read.batched
-
   def sublayers_per_block(self, num_sublayers: int) -> int:
     """S, given L: `block_size`, or ceil(L / `num_blocks`)."""
     if self.block_size:

@@ -24,6 +24,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.models import layer_stacks
 from attnres_jax.models import memory as memory_lib
 from attnres_jax.models.residuals import base
+from attnres_jax.models.residuals import definition
 from attnres_jax.models.residuals import depth_read
 
 Kinds = tuple[str, ...]
@@ -108,7 +109,7 @@ def scan(
   run_block: RunBlock,
   blocks: Blocks,
   sublayers: Mapping[str, Any],
-  reads: depth_read.Read,
+  reads: definition.Read,
   sources: Sequence[jax.Array],
   segment_ids_BT: jax.Array | None,
 ) -> tuple[jax.Array, ...]:

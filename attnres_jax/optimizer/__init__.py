@@ -103,7 +103,10 @@ def make_optimizer(
   )
   # Names of groups are parts of paths in checkpoints.
   members: Any = {False: weights, True: _balance(), _FROZEN: _nothing()}
-  return groups.with_groups(optax.partition(members, groups_of), config)
+  chosen = optax.partition(members, groups_of)
+  if config.freeze or config.rates:
+    return groups.with_groups(chosen, config)
+  return chosen
 
 
 def _scale_by_learning_rate() -> optax.GradientTransformationExtraArgs:

@@ -33,8 +33,6 @@ def with_groups(
   Raises (`init`):
     ConfigError: a pattern that no parameter matches; says what there is.
   """
-  if not config.freeze and not config.rates:
-    return inner
 
   def init(params):
     _check(params, config)

@@ -133,12 +133,11 @@ def _stack(arm, sublayers, block, x, query, gain):
       [y[0] for y in jax.lax.split(z, [1] * (stop - start))] for z in (out, lse)
     )
     partial = sublayer(_rms_norm(out[0], gain[start]))
-    update = None
     for i in range(1, stop - start):
       l = start + i
-      partial, h = merge(out[i], lse[i], query[l], partial, update, gain[l])
-      update = sublayer(h)
-    sources.append(partial if update is None else partial + update)
+      h = merge(out[i], lse[i], query[l], partial, gain[l])
+      partial += sublayer(h)
+    sources.append(partial)
   out, _ = attend(query[sublayers:], sources)
   return _rms_norm(out[0], gain[sublayers])
 

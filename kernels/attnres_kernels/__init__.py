@@ -9,9 +9,6 @@ imports only JAX.
 """
 
 from attnres_kernels.depth_attention.api import depth_attention
-from attnres_kernels.depth_attention.api import depth_attention_vjp
-from attnres_kernels.depth_merge.api import Row
-from attnres_kernels.depth_merge.api import Sinks
 from attnres_kernels.depth_merge.api import combine_mixtures
 from attnres_kernels.depth_merge.api import depth_merge
 from attnres_kernels.depth_merge.api import depth_merge_norm
@@ -27,11 +24,8 @@ from attnres_kernels.stream_mix.api import stream_mix
 __all__ = [
   "IMPLEMENTATIONS",
   "Implementation",
-  "Row",
-  "Sinks",
   "combine_mixtures",
   "depth_attention",
-  "depth_attention_vjp",
   "depth_merge",
   "depth_merge_norm",
   "kda",

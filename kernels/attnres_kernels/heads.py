@@ -20,16 +20,6 @@ def separate(query_QD: jax.Array, heads: int) -> jax.Array:
   return (slices * own).reshape(num_queries * heads, width)
 
 
-def join(dquery_JD: jax.Array, heads: int) -> jax.Array:
-  """The transpose of `separate`, for gradients."""
-  if heads == 1:
-    return dquery_JD
-  count, width = dquery_JD.shape
-  slices = dquery_JD.reshape(count // heads, heads, heads, width // heads)
-  own = jnp.eye(heads, dtype=dquery_JD.dtype)[None, :, :, None]
-  return jnp.sum(slices * own, axis=1).reshape(count // heads, width)
-
-
 def spread(weight_H: jax.Array, heads: int, width: int) -> jax.Array:
   """A weight for each channel, from one for each head: [..., D].
 

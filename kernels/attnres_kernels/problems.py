@@ -113,8 +113,8 @@ def _merge(shape: shapes.Shape, dtype: Any, draw: Any) -> Problem:
   out, partial = (draw(*token, dtype=dtype) for _ in range(2))
 
   def run(implementation, out, lse, query, partial, gain):
-    _, normed = attnres_kernels.depth_merge_norm(
-      out, lse, query, partial, None, gain, rank=shape.rank,
+    normed = attnres_kernels.depth_merge_norm(
+      out, lse, query, partial, gain, rank=shape.rank,
       implementation=implementation,
     )  # fmt: skip
     return (normed,)

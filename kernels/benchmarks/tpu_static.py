@@ -219,7 +219,6 @@ def _attention(shape, backward):
   lse = jax.ShapeDtypeStruct(
     (shape.queries, shape.tokens, *of_heads), jnp.float32
   )
-  dout = jax.ShapeDtypeStruct((shape.queries, *token), jnp.bfloat16)
   slabs = (1 + backward) * shape.sources + shape.queries
   tile = attention.BlockSizes.choose(
     shape.tokens, shape.width, 2 * slabs * shape.width, shape.heads
@@ -233,26 +232,18 @@ def _attention(shape, backward):
     tile,
     shape.width,
     slabs,
-    stats=(4 + 4 * backward) * shape.queries * shape.heads + 4 * shape.normed,
+    stats=(4 + 4 * backward) * shape.queries * shape.heads,
     fixed=fixed * shape.queries * shape.width,
   )
-  gain = jax.ShapeDtypeStruct((shape.width,), jnp.float32)
-  inverse = jax.ShapeDtypeStruct((shape.tokens,), jnp.float32)
-  gains = [gain, inverse][: 1 + backward] if shape.normed else []
   options = dict(shape.options, eps=1e-6)
-  if shape.normed:
-    options["norm_eps"] = 1e-6
-  if backward:
-    arguments = query, lse, dout, lse, gains, *sources
-    function = lambda q, l, o, d, gains, *s: attention.backward(
-      q, s, None, l, o, d, None, *gains, **options
-    )
-  else:
-    arguments = query, gains, *sources
-    function = lambda q, gains, *s: attention.forward(
-      q, s, None, *gains, **options
-    )
-  return function, arguments, plan
+  if not backward:
+    forward = lambda q, *s: attention.forward(q, s, **options)
+    return forward, (query, *sources), plan
+  douts = [jax.ShapeDtypeStruct(token, jnp.bfloat16)] * shape.queries
+  backward_of = lambda q, l, o, *s: attention.backward(
+    q, s, l, tuple(o), l, **options
+  )
+  return backward_of, (query, lse, douts, *sources), plan
 
 
 def _merge(shape, backward):
@@ -261,17 +252,18 @@ def _merge(shape, backward):
   query = jax.ShapeDtypeStruct((shape.rank or shape.width,), jnp.float32)
   of_heads = (shape.heads,) if shape.heads > 1 else ()
   lse = jax.ShapeDtypeStruct((shape.tokens, *of_heads), jnp.float32)
-  tile = merge.choose_tile(shape.tokens, (10 + 2 * backward) * shape.width)
+  slabs = 5 if backward else 3
+  tile = merge.choose_tile(shape.tokens, 2 * slabs * shape.width)
   plan = _plan(
     shape.tokens,
     tile,
     shape.width,
-    slabs=5 + backward,
+    slabs=slabs,
     stats=(4 + 4 * backward) * shape.heads,
     fixed=(8 + 64 * 8 * backward) * shape.width,
   )
   kernel = merge.backward if backward else merge.forward
-  rest = (row, wide, wide) if backward else (wide, row)
+  rest = (row, wide) if backward else (row,)
   function = lambda *a: kernel(*a, eps=1e-6, norm_eps=1e-6, **shape.options)
   return function, (wide, lse, query, wide, *rest), plan
 

@@ -264,49 +264,6 @@ ENTRY %main () -> bf16[8,4] {
     assert hlo.Program(text.replace("TARGET", target)).hbm_bytes() == expected
 
 
-def test_an_operand_that_a_kernel_gets_several_times_counts_once():
-  text = """HloModule m, is_scheduled=true
-
-ENTRY %main (bank: bf16[3,8,128]) -> bf16[8,128] {
-  %bank = bf16[3,8,128]{2,1,0:T(8,128)} parameter(0)
-  ROOT %x = bf16[8,128]{1,0:T(8,128)} custom-call(%bank, %bank, %bank), custom_call_target="tpu_custom_call"
-}
-"""  # noqa: E501
-  assert hlo.Program(text).hbm_bytes() == 2 * (3 + 1) * 8 * 128
-
-
-def test_a_kernel_that_reads_a_row_of_an_operand():
-  text = """HloModule m, is_scheduled=true
-
-ENTRY %main (stack: bf16[3,8,128], x: bf16[8,128]) -> bf16[8,128] {
-  %stack = bf16[3,8,128]{2,1,0:T(8,128)} parameter(0)
-  %x = bf16[8,128]{1,0:T(8,128)} parameter(1)
-  ROOT %y = bf16[8,128]{1,0:T(8,128)} custom-call(%x, %stack), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
-"row_of_operands":"1"
-}}, metadata={op_name="jit(f)/part<residual>/pallas_call"}
-}
-"""  # noqa: E501
-  program = hlo.Program(text)
-  assert program.hbm_bytes() == 2 * (1 + 1 + 1) * 8 * 128
-  ((_, instruction, _),) = program.instructions()
-  assert instruction.op_name == "jit(f)/part<residual>/pallas_call"
-
-
-def test_a_kernel_that_writes_a_row_in_place():
-  text = """HloModule m, is_scheduled=true
-
-ENTRY %main (x: bf16[8,128], stack: bf16[3,8,128]) -> (bf16[3,8,128], bf16[8,128]) {
-  %x = bf16[8,128]{1,0:T(8,128)} parameter(0)
-  %stack = bf16[3,8,128]{2,1,0:T(8,128)} parameter(1)
-  ROOT %y = (bf16[3,8,128]{2,1,0:T(8,128)}, bf16[8,128]{1,0:T(8,128)}) custom-call(%x, %stack), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
-"row_of_results":"0",
-"unread_operands":"1"
-}}
-}
-"""  # noqa: E501
-  assert hlo.Program(text).hbm_bytes() == 2 * (1 + 1 + 1) * 8 * 128
-
-
 def test_traffic_of_copies_to_and_from_the_core():
   text = """\
 HloModule jit_f, is_scheduled=true

@@ -15,7 +15,7 @@ from attnres_jax import sharding
 from attnres_jax import train_state
 from attnres_jax.models import residuals
 from attnres_jax.models import sublayer
-from attnres_jax.models.residuals import depth_read
+from attnres_jax.models.residuals import definition
 from tests import tiny_network
 from tests import tiny_run
 
@@ -87,7 +87,7 @@ def test_one_function_changes_the_weighting(monkeypatch, name):
   # At zero queries, every weighting that sums to one is a mean.
   scheme.queries.query[...] += 0.5
   softmax_BTD = network.hidden(tokens_BT)
-  monkeypatch.setattr(depth_read, "weigh", depth_read.weigh)
+  monkeypatch.setattr(definition, "weigh", definition.weigh)
   _run("Change the weighting")
   values = network.trace(tokens_BT).values
   weights = scheme.depth_weights(values)

@@ -10,7 +10,6 @@ import pytest
 
 from attnres_kernels import combine_mixtures
 from attnres_kernels import depth_attention
-from attnres_kernels import depth_attention_vjp
 from attnres_kernels import depth_merge
 from attnres_kernels import depth_merge_norm
 from attnres_kernels import dispatch
@@ -55,7 +54,6 @@ def _query(queries, options, seed=1):
 
 @pytest.mark.usefixtures("float64")
 class TestValuesAndGradients:
-  # Nine queries are more than are written out one by one.
   @pytest.mark.parametrize(
     "queries,options", [(2, OPTIONS[0]), (9, OPTIONS[1]), (9, OPTIONS[2])]
   )
@@ -74,17 +72,12 @@ class TestValuesAndGradients:
       found.append(jax.tree.leaves(vjp((dout, dlse))))
     for a, b in zip(*found, strict=True):
       np.testing.assert_allclose(a, b, atol=1e-12)
-    by_hand = jax.jit(
-      functools.partial(depth_attention_vjp, eps=EPS, **options)
-    )(query, bank, lse, dout, dlse, accumulate=bank)
-    np.testing.assert_allclose(by_hand[0], found[0][0], atol=1e-12)
-    np.testing.assert_allclose(by_hand[1] - bank, found[0][1:], atol=1e-12)
 
   @pytest.mark.parametrize("options", OPTIONS[1:], ids=str)
   def test_merges(self, options):
     """The last source joins as the merge's; the second call norms, too."""
     query, bank = _query(1, options), _draw(3, 2, WIDTH)
-    gain, update = _draw(WIDTH, seed=4), _draw(2, WIDTH, seed=5)
+    gain = _draw(WIDTH, seed=4)
     rank = options.get("rank")
     phase_1 = functools.partial(depth_attention, eps=EPS, **options)
     (out,), (lse,) = phase_1(query, tuple(bank[:2]))
@@ -94,15 +87,15 @@ class TestValuesAndGradients:
     np.testing.assert_allclose(joined, wanted[0], atol=1e-12)
     np.testing.assert_allclose(total, lse_[0].reshape(total.shape), atol=1e-12)
 
-    def both(implementation, out, lse, query, partial, update, gain):
+    def both(implementation, out, lse, query, partial, gain):
       fixed = dict(eps=EPS, rank=rank, implementation=implementation)
       return (
         depth_merge(out, lse, query, partial, **fixed),
-        *depth_merge_norm(out, lse, query, partial, update, gain, **fixed),
+        depth_merge_norm(out, lse, query, partial, gain, **fixed),
       )
 
     found = []
-    arguments = out, lse, query[0], bank[2], update, gain
+    arguments = out, lse, query[0], bank[2], gain
     for implementation in ("reference", None):
       results, vjp = _pulled(
         functools.partial(both, implementation), *arguments
@@ -116,13 +109,15 @@ class TestValuesAndGradients:
   @pytest.mark.parametrize("options", OPTIONS[1:], ids=str)
   def test_named_kernels_refuse(self, options):
     query, bank = _query(1, options), _draw(2, 2, WIDTH)
-    (out,), (lse,) = depth_attention(query, bank, **options)
+    (out,), (lse,) = depth_attention(query, tuple(bank), **options)
     for implementation, message in (
       ("pallas_tpu", "must be bfloat16 or float32"),
       ("pallas_gpu", "one head with keys of"),
     ):
       with pytest.raises(NotImplementedError, match=message):
-        depth_attention(query, bank, implementation=implementation, **options)
+        depth_attention(
+          query, tuple(bank), implementation=implementation, **options
+        )
       with pytest.raises(NotImplementedError, match=message):
         depth_merge(
           out, lse, query[0], bank[0], rank=options.get("rank"),
@@ -132,25 +127,25 @@ class TestValuesAndGradients:
   def test_too_many_softmaxes(self):
     query, bank = (_draw(*s, dtype=np.float32) for s in ((9, 64), (2, 3, 64)))
     with pytest.raises(NotImplementedError, match="512 softmaxes.*heads=64"):
-      depth_attention(query, bank, heads=64, implementation="pallas_tpu")
+      depth_attention(query, tuple(bank), heads=64, implementation="pallas_tpu")
 
 
-def _case(*shape, heads=None, rank=None, bank=False, dtype="bfloat16"):
+def _case(*shape, heads=None, rank=None, dtype="bfloat16"):
   options = {"heads": heads} if heads else {"rank": rank}
   slow = [pytest.mark.slow] if shape[2] > 3 else []
-  name = f"{shape}-{options}-{'bank' if bank else 'arrays'}-{dtype}"
-  return pytest.param(shape, options, bank, dtype, id=name, marks=slow)
+  name = f"{shape}-{options}-{dtype}"
+  return pytest.param(shape, options, dtype, id=name, marks=slow)
 
 
 # Queries, sources, tokens, width. Registers have 128 columns: heads own some,
 # one, parts of one or of two; keys start at column 128, and before and after.
 TPU_CASES = [
   _case(2, 2, 3, 192, heads=3),
-  _case(2, 2, 3, 192, rank=40, bank=True),
-  _case(2, 3, 9, 512, heads=2, bank=True),
+  _case(2, 2, 3, 192, rank=40),
+  _case(2, 3, 9, 512, heads=2),
   _case(1, 2, 9, 160, heads=16),
   _case(3, 3, 9, 304, heads=2, dtype="float32"),
-  _case(2, 18, 5, 256, heads=4, bank=True),
+  _case(2, 18, 5, 256, heads=4),
   _case(2, 3, 9, 304, rank=140, dtype="float32"),
   _case(9, 2, 9, 256, rank=128),
 ]
@@ -171,18 +166,14 @@ class TestOnTpu:
       allowed = 1.2 * _error(other, exact) if dtype == "bfloat16" else 0
       assert _error(one, exact) < max(5e-6, allowed)
 
-  @pytest.mark.parametrize("shape,options,bank,dtype", TPU_CASES)
-  def test_depth_attention(self, shape, options, bank, dtype):
+  @pytest.mark.parametrize("shape,options,dtype", TPU_CASES)
+  def test_depth_attention(self, shape, options, dtype):
     queries, num_sources, tokens, width = shape
     query = 0.3 * _draw(
       queries, options.get("rank", width), seed=1, dtype=np.float32
     )
     sources = _draw(num_sources, tokens, width, dtype=np.float32)
     sources = sources.astype(dtype)
-    # The last slot of a bank is unused, and may contain anything.
-    count = num_sources - 1 if bank else None
-    if bank:
-      sources = sources.at[-1].set(jnp.nan)
     of_heads = (options["heads"],) if "heads" in options else ()
     dout = _draw(queries, tokens, width, seed=2, dtype=np.float32).astype(dtype)
     dlse = _draw(queries, tokens, *of_heads, seed=3, dtype=np.float32)
@@ -190,40 +181,35 @@ class TestOnTpu:
     def run(implementation, cast):
       def attend(query, sources):
         return depth_attention(
-          query, sources, num_sources=count, implementation=implementation,
-          **options,
-        )  # fmt: skip
+          query, sources, implementation=implementation, **options
+        )
 
-      x = cast(sources)
-      results, vjp = jax.vjp(attend, query, x if bank else tuple(x))
+      results, vjp = jax.vjp(attend, query, tuple(cast(sources)))
       return results, vjp((cast(dout).astype(results[0].dtype), dlse))
 
     self.check(run, dtype)
 
-  @pytest.mark.parametrize("shape,options,bank,dtype", TPU_CASES)
-  def test_depth_merge_norm(self, shape, options, bank, dtype):
-    del bank
+  @pytest.mark.parametrize("shape,options,dtype", TPU_CASES)
+  def test_depth_merge_norm(self, shape, options, dtype):
     *_, tokens, width = shape
     rank = options.get("rank")
     of_heads = (options["heads"],) if "heads" in options else ()
     draw = functools.partial(_draw, dtype=np.float32)
-    wide = [draw(tokens, width, seed=i).astype(dtype) for i in range(3)]
+    wide = [draw(tokens, width, seed=i).astype(dtype) for i in range(2)]
     cotangents = [draw(tokens, width, seed=i).astype(dtype) for i in (3, 4)]
     query, gain = draw(rank or width, seed=5), draw(width, seed=6)
     lse = draw(tokens, *of_heads, seed=7)
 
     def run(implementation, cast):
-      out, partial, update = map(cast, wide)
+      out, partial = map(cast, wide)
       fixed = dict(rank=rank, implementation=implementation)
 
       def both(*arrays):
         alone = depth_merge(*arrays[:4], **fixed)
         return depth_merge_norm(*arrays, **fixed), alone
 
-      arrays = out, lse, query, partial, update, gain
-      results, vjp = jax.vjp(both, *arrays)
-      first, second = map(cast, cotangents)
-      return results, vjp(((first, second), second))
+      results, vjp = jax.vjp(both, out, lse, query, partial, gain)
+      return results, vjp(tuple(map(cast, cotangents)))
 
     self.check(run, dtype)
 
@@ -262,11 +248,9 @@ def test_one_head_is_the_same_bit_by_bit():
   gain = query[1]
 
   def run(heads, query, bank):
-    out, lse = depth_attention(query, bank, heads=heads)
+    out, lse = depth_attention(query, tuple(bank), heads=heads)
     assert lse.shape == ((2, 5) if heads is None else (2, 5, 1))
-    _, merged = depth_merge_norm(
-      out[0], lse[0], query[0], bank[0], bank[1], gain
-    )
+    merged = depth_merge_norm(out[0], lse[0], query[0], bank[0], gain)
     joined, total = combine_mixtures(out[0], lse[0], out[1], lse[1])
     total = total if heads is None else total[..., 0]
     return out, merged, joined, total
@@ -289,7 +273,7 @@ def test_bad_arguments_are_named():
   ]
   for options, message in bad:
     with pytest.raises(ValueError, match=message):
-      depth_attention(query, bank, **options)
+      depth_attention(query, tuple(bank), **options)
   with pytest.raises(ValueError, match="heads of lse .3, 3. must divide"):
     depth_merge(bank[0], jnp.ones((3, 3)), query[0], bank[1])
   with pytest.raises(ValueError, match="rank=8 needs one head, got lse .3, 2."):

@@ -12,10 +12,7 @@ import numpy as np
 import pytest
 
 from attnres_jax.aot import hlo
-from attnres_kernels import Row
-from attnres_kernels import Sinks
 from attnres_kernels import depth_attention
-from attnres_kernels import depth_attention_vjp
 from attnres_kernels import depth_merge
 from attnres_kernels import depth_merge_norm
 from attnres_kernels import stream_mix
@@ -40,8 +37,7 @@ HUGE = shapes.Shape("huge", 1, 1, 2**18 + 8, 8192)
 
 MERGES = {
   "merge": lambda *a, **k: depth_merge(*a[:4], **k),
-  "merge_norm": lambda *a, **k: depth_merge_norm(*a[:4], None, a[5], **k),
-  "add_merge_norm": lambda *a, **k: depth_merge_norm(*a, **k),
+  "merge_norm": lambda *a, **k: depth_merge_norm(*a, **k),
 }
 
 pytestmark = pytest.mark.needs("libtpu")
@@ -61,28 +57,21 @@ def sharding(chip):
   return jax.sharding.SingleDeviceSharding(devices(chip)[0])
 
 
-def attention(shape, bank):
+def attention(shape):
   """Forward and backward of one call, through the public function."""
 
-  def f(query, dout, count, *sources):
+  def f(query, dout, *sources):
     def g(query, *sources):
-      return depth_attention(
-        query,
-        sources[0] if bank else sources,
-        num_sources=count if bank else None,
-        **shape.options,
-      )
+      return depth_attention(query, sources, **shape.options)
 
     (out, lse), vjp = jax.vjp(g, query, *sources)
     return out, lse, vjp((dout, lse))
 
   token = (shape.tokens, shape.width)
-  sources = [(shape.sources, *token)] if bank else [token] * shape.sources
   return f, [
     ((shape.queries, shape.rank or shape.width), jnp.float32),
     ((shape.queries, *token), None),
-    ((), jnp.int32),
-    *((s, None) for s in sources),
+    *[(token, None)] * shape.sources,
   ]
 
 
@@ -98,7 +87,7 @@ def merge(shape, op):
   of_heads = (shape.heads,) if shape.heads > 1 else ()
   lse = ((shape.tokens, *of_heads), jnp.float32)
   wide = (token, None)
-  return f, [wide, lse, query, wide, wide, row]
+  return f, [wide, lse, query, wide, row]
 
 
 def mix(tokens, width, count=4, columns=24):
@@ -139,101 +128,31 @@ def check_mix(chip, dtype, *sizes):
 
 class TestTpuCompile:
   @pytest.mark.parametrize("chip", MAIN_CHIPS)
-  @pytest.mark.parametrize(
-    "kind", (("bfloat16", False), ("bfloat16", True), ("float32", False))
-  )
-  def test_attention(self, chip, kind):
-    dtype, bank = kind
+  @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+  def test_attention(self, chip, dtype):
     # Ragged tokens, a width that is no multiple of 128.
     shape = shapes.Shape("small", 3, 3, 40, 448)
-    text = compile_for(chip, *attention(shape, bank), dtype)
+    text = compile_for(chip, *attention(shape), dtype)
     for name in ("depth_attention_forward", "depth_attention_backward"):
       assert name in text
 
   @pytest.mark.parametrize("chip", MAIN_CHIPS)
   @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
-  @pytest.mark.parametrize("op", ("merge", "add_merge_norm"))
+  @pytest.mark.parametrize("op", ("merge", "merge_norm"))
   def test_merge(self, chip, dtype, op):
     shape = shapes.Shape("small", 1, 1, 200, 960)
     text = compile_for(chip, *merge(shape, op), dtype)
     for name in ("depth_merge_forward", "depth_merge_backward"):
       assert name in text
 
-  @pytest.mark.parametrize(
-    "chip", ("v5p", pytest.param("v6e", marks=pytest.mark.slow))
-  )
-  def test_rows_are_not_copied(self, chip):
-    """A merge of rows moves what a merge of whole arrays moves."""
-    tokens = (4, 4096, 2048)  # Too much for the memory of a core.
-
-    def of_rows(stack, sums, i, j, *others):
-      def f(out, partial, lse, query, gain):
-        _, normed = depth_merge_norm(
-          out, lse, query, partial, None, gain,
-          out_row=Row(stack, i), partial_row=Row(sums, j),
-        )  # fmt: skip
-        return normed
-
-      *others, cotangent = others
-      normed, vjp = jax.vjp(f, stack[i], sums[j], *others)
-      return normed, vjp(cotangent)
-
-    def of_arrays(out, partial, i, j, *others):
-      return of_rows(out[None], partial[None], 0, 0, *others)
-
-    moved = []
-    for function, rows in ((of_rows, (5, 3)), (of_arrays, ((), ()))):
-      stacks = [((*([n] if n else []), *tokens), None) for n in rows]
-      arguments = [
-        *stacks, *[((), jnp.int32)] * 2, (tokens[:-1], jnp.float32),
-        *[(tokens[-1:], jnp.float32)] * 2, (tokens, None),
-      ]  # fmt: skip
-      text = compile_for(chip, function, arguments, "bfloat16")
-      assert "depth_merge_backward" in text
-      moved.append(hlo.Program(text).hbm_bytes())
-    row = 2 * np.prod(tokens)
-    # Forward three arrays; backward three, and two gradients.
-    assert 7.9 * row < moved[1] < 8.2 * row
-    assert abs(moved[0] - moved[1]) < 0.05 * row
-
-  @pytest.mark.parametrize("chip", MAIN_CHIPS[:3])
-  def test_sinks_are_not_copied(self, chip):
-    """In a loop, each is updated in place."""
-    tokens, steps = (8, 4096, 2048), 3  # Too much for the memory of a core.
-
-    def loop(out, partial, lse, query, gain, dnormed):
-      def run(sinks, i):
-        sinks, normed = depth_merge_norm(
-          out, lse, query, partial, None, gain,
-          sinks=Sinks(Row(sinks[0], i), *sinks[1:]),
-        )  # fmt: skip
-        return (sinks.out.stack, sinks.high, sinks.low), normed
-
-      def step(i, found):
-        _, pull = jax.vjp(lambda sinks: run(sinks, i), found)
-        return pull((found, dnormed))[0]
-
-      empty = functools.partial(jax.lax.empty, dtype=out.dtype)
-      sinks = empty((steps, *tokens)), empty(tokens), empty(tokens)
-      return jax.lax.fori_loop(0, steps, step, sinks)
-
-    vector, wide = (tokens[-1:], jnp.float32), (tokens, None)
-    lse = tokens[:-1], jnp.float32
-    arguments = [wide, wide, lse, vector, vector, wide]
-    text = compile_for(chip, loop, arguments, "bfloat16")
-    row = 2 * np.prod(tokens)
-    # Five arrays are read, and three written.
-    moved = hlo.Program(text).hbm_bytes() / steps
-    assert 7.9 * row < moved < 8.2 * row
-
   @pytest.mark.parametrize("op", ("attention", "merge"))
   def test_tiles_fit_the_vmem_of_v4(self, op):
     # Its larger tiles would need 20 MiB, and those of the merge 19.
     shape = shapes.Shape("large", 9, 8, 256, 1536)
-    function, arguments = attention(shape, False)
+    function, arguments = attention(shape)
     if op == "merge":
       shape = shapes.Shape("large", 1, 1, 256, 6144)
-      function, arguments = merge(shape, "add_merge_norm")
+      function, arguments = merge(shape, "merge_norm")
     mesh = jax.sharding.Mesh(devices("v4")[:1], ("chip",))
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
       text = compile_for("v4", function, arguments, "bfloat16")
@@ -241,16 +160,16 @@ class TestTpuCompile:
 
   def test_separate_sources_are_not_stacked(self):
     shape = shapes.Shape("small", 4, 5, 512, 1024)
-    text = compile_for("v5e", *attention(shape, False), "bfloat16")
+    text = compile_for("v5e", *attention(shape), "bfloat16")
     assert "bf16[5,512,1024]" not in text
 
   @pytest.mark.slow
-  def test_mixtures_apart_are_never_stacked(self):
+  def test_mixtures_that_are_taken_apart_are_never_stacked(self):
     """Nor are their gradients, of four sublayers that read one each."""
 
     def f(query, *sources):
       def g(query, *sources):
-        out, lse = depth_attention(query, sources, apart=True)
+        out, lse = depth_attention(query, sources)
         parts = jax.lax.split(out, [1] * 4)
         tops = [jnp.tanh(x[0]) for x in parts]
         return sum(x.astype(jnp.float32).sum() for x in tops) + lse.sum()
@@ -266,33 +185,24 @@ class TestTpuCompile:
     assert "depth_attention_backward" in text
     assert "bf16[4,512,1024]" not in text
 
-  def test_bank_is_not_copied(self):
-    shape = shapes.Shape("small", 4, 5, 512, 1024)
-    text = compile_for("v5e", *attention(shape, True), "bfloat16")
-    for line in text.splitlines():
-      if " copy(" in line:
-        assert "bf16[5,512,1024]" not in line
-
   def test_sharded_tokens_need_no_collective(self):
     mesh = jax.sharding.Mesh(np.array(devices("v5e")), ("data",))
     spec = jax.sharding.PartitionSpec
     shape = shapes.Shape("small", 2, 3, 64, 256)
-    phases = attention(shape, False)[0], merge(shape, "add_merge_norm")[0]
+    phases = attention(shape)[0], merge(shape, "merge_norm")[0]
     token = spec("data")
 
-    def step(query, row, out, lse, *sources):
-      (mixed, lses, (dquery, *dsources)) = phases[0](query, out, None, *sources)
-      values = phases[1](
-        mixed[0], lses[0], query[0], sources[0], sources[1], row
-      )
-      values, (dout, dlse, drow, dpartial, dupdate, dgain) = values
+    def step(query, row, out, *sources):
+      (mixed, lses, (dquery, *dsources)) = phases[0](query, out, *sources)
+      values = phases[1](mixed[0], lses[0], query[0], sources[0], row)
+      values, (dout, dlse, drow, dpartial, dgain) = values
       sums = jax.lax.psum((dquery, drow, dgain), "data")
-      return (values, dout, dlse, dpartial, dupdate, dsources), sums
+      return (values, dout, dlse, dpartial, dsources), sums
 
     mapped = jax.shard_map(
       step,
       mesh=mesh,
-      in_specs=(spec(), spec(), spec(None, "data"), token, *[token] * 3),
+      in_specs=(spec(), spec(), spec(None, "data"), *[token] * 3),
       out_specs=(token, spec()),
       check_vma=False,
     )
@@ -305,7 +215,6 @@ class TestTpuCompile:
         placed((2, 256), jnp.float32, spec()),
         placed((256,), jnp.float32, spec()),
         placed((2, 64, 256), jnp.bfloat16, spec(None, "data")),
-        placed((64,), jnp.float32, token),
         *[placed((64, 256), jnp.bfloat16, token)] * 3,
       )
       .compile()
@@ -317,28 +226,6 @@ class TestTpuCompile:
     assert "all-reduce" in text
     for name in ("all-gather", "all-to-all", "collective-permute"):
       assert name not in text
-
-  def test_accumulation_is_in_place(self):
-    token = (500, 1024)  # The last tile is a part of one.
-
-    def f(query, sources, lse, dout, old):
-      return depth_attention_vjp(query, sources, lse, dout, lse, accumulate=old)
-
-    struct = functools.partial(jax.ShapeDtypeStruct, sharding=sharding("v5e"))
-    lowered = jax.jit(f, donate_argnums=4).lower(
-      struct((4, 1024), jnp.float32),
-      [struct(token, jnp.bfloat16)] * 3,
-      struct((4, 500), jnp.float32),
-      struct((4, *token), jnp.bfloat16),
-      [struct(token, jnp.float32)] * 3,
-    )
-    compiled = lowered.compile()
-    assert "depth_attention_backward" in compiled.as_text()
-    memory = compiled.memory_analysis()
-    # All three are updated in place, without a copy.
-    size = 504 * 1024 * 4
-    assert memory.alias_size_in_bytes >= 3 * size
-    assert memory.temp_size_in_bytes < size
 
 
 # Heads own registers, share them, or share them unevenly; keys of any width.
@@ -357,25 +244,21 @@ class TestHeadsAndRank:
   @pytest.mark.parametrize("chip", tuple(CHIPS))
   @pytest.mark.parametrize("shape", HEADS, ids=str)
   def test_attention(self, chip, shape):
-    # A bank where keys are narrow, separate arrays where there are heads.
-    text = compile_for(
-      chip, *attention(shape, shape.rank is not None), "bfloat16"
-    )
+    text = compile_for(chip, *attention(shape), "bfloat16")
     for name in ("depth_attention_forward", "depth_attention_backward"):
       assert name in text
 
   @pytest.mark.parametrize("chip", tuple(CHIPS))
   @pytest.mark.parametrize("shape", HEADS, ids=str)
   def test_merge(self, chip, shape):
-    text = compile_for(chip, *merge(shape, "add_merge_norm"), "bfloat16")
+    text = compile_for(chip, *merge(shape, "merge_norm"), "bfloat16")
     for name in ("depth_merge_forward", "depth_merge_backward"):
       assert name in text
 
-  def test_float32_and_a_bank_of_heads(self):
+  def test_float32_heads(self):
     shape = shapes.Shape("heads", 2, 3, 40, 448, heads=14)
-    for bank, dtype in ((True, "bfloat16"), (False, "float32")):
-      text = compile_for("v5p", *attention(shape, bank), dtype)
-      assert "depth_attention_backward" in text
+    text = compile_for("v5p", *attention(shape), "float32")
+    assert "depth_attention_backward" in text
 
   @pytest.mark.parametrize("heads", (16, 64))
   def test_bytes_of_one_head(self, heads):
@@ -383,7 +266,7 @@ class TestHeadsAndRank:
     moved = []
     for count in (1, heads):
       shape = shapes.Shape("bytes", 4, 5, 2048, 2048, count)
-      programs = attention(shape, False), merge(shape, "merge_norm")
+      programs = attention(shape), merge(shape, "merge_norm")
       moved.append(
         [
           hlo.Program(compile_for("v5p", *f, "bfloat16")).hbm_bytes()
@@ -418,8 +301,7 @@ class TestNamedShapes:
   """What `benchmarks/tpu_static.py` does not compile for its table.
 
   That table has, for each chip, both directions of every kernel separately, at
-  both ends and the middle of each family of named shapes, with separate
-  sources.
+  both ends and the middle of each family of named shapes.
   """
 
   @pytest.mark.parametrize("chip", tuple(CHIPS))
@@ -427,37 +309,28 @@ class TestNamedShapes:
     "shape",
     tuple(s for s in shapes.NAMED if s not in shapes.TABLE) + shapes.ODD,
   )
-  def test_separate_sources(self, chip, shape):
-    self.check(chip, shape, bank=False)
-
-  @pytest.mark.parametrize("chip", tuple(CHIPS))
-  @pytest.mark.parametrize("shape", shapes.BANKS + shapes.ODD)
-  def test_bank(self, chip, shape):
-    self.check(chip, shape, bank=True)
-
-  def check(self, chip, shape, bank):
-    text = compile_for(chip, *attention(shape, bank), "bfloat16")
+  def test_attention(self, chip, shape):
+    text = compile_for(chip, *attention(shape), "bfloat16")
     for name in ("depth_attention_forward", "depth_attention_backward"):
       assert name in text
 
   @pytest.mark.parametrize("chip", tuple(CHIPS))
   @pytest.mark.parametrize("shape", shapes.MERGE)
-  def test_merge_without_update(self, chip, shape):
+  def test_merge(self, chip, shape):
     text = compile_for(chip, *merge(shape, "merge_norm"), "bfloat16")
     for name in ("depth_merge_forward", "depth_merge_backward"):
       assert name in text
 
   @pytest.mark.parametrize("chip", tuple(CHIPS))
-  @pytest.mark.parametrize("bank", (False, True))
-  def test_more_than_2_to_31_elements_in_all_sources(self, chip, bank):
+  def test_more_than_2_to_31_elements_in_all_sources(self, chip):
     shape = shapes.Shape("huge", 1, 9, 32768, 8192)
-    compile_for(chip, *attention(shape, bank), "bfloat16")
+    compile_for(chip, *attention(shape), "bfloat16")
 
   # Those whose memory holds the arrays of both directions.
   @pytest.mark.parametrize("chip", ["v5p", "v6e", "tpu7x"])
   def test_more_than_2_to_31_elements_in_one_array(self, chip):
-    compile_for(chip, *attention(HUGE, False), "bfloat16")
+    compile_for(chip, *attention(HUGE), "bfloat16")
 
   @pytest.mark.parametrize("chip", ["v5p", "tpu7x"])
   def test_merge_of_more_than_2_to_31_elements(self, chip):
-    compile_for(chip, *merge(HUGE, "add_merge_norm"), "bfloat16")
+    compile_for(chip, *merge(HUGE, "merge_norm"), "bfloat16")

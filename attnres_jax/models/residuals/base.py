@@ -126,6 +126,7 @@ class Residual(nnx.Module):
     stream: whether states have more than blocks at the end of a block, too.
     reads_depth: whether `config.residual.read` describes its reads; otherwise,
       this has to keep its defaults.
+    form: how it reads over depth, "two_phase" or "one_softmax", if it does.
     pre_norm: whether sublayers have a norm (with a gain) in front of them;
       without, it is the identity.
     final_norm: whether there is a norm between the readout and the head.
@@ -143,6 +144,7 @@ class Residual(nnx.Module):
   block_size: int | None = None
   stream = False
   reads_depth = False
+  form: str | None = None
   pre_norm = True
   final_norm = True
   qkv_norm = False

@@ -24,6 +24,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import precision
 from attnres_jax.models import norm as norm_lib
 from attnres_jax.models.residuals import base
+from attnres_jax.models.residuals import definition
 from attnres_jax.models.residuals import depth_read
 from attnres_jax.models.residuals import full_attnres
 
@@ -254,7 +255,7 @@ class DeltaBlock(Stream):
     return tuple(labels)
 
   def _mixtures(
-    self, reads: depth_read.Read, sources: tuple[jax.Array, ...]
+    self, reads: definition.Read, sources: tuple[jax.Array, ...]
   ) -> jax.Array | base.QKV:
     slots = self.phase_1(reads, sources)
     return depth_read.each(slots, lambda slot: slot.out_BTD)

@@ -1,32 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over depth: queries, definition, both phases, sharding and costs.
+"""Attention over depth: queries, both phases, sharding and costs.
 
-The paper's read (Eq. 2-4), with the options of `config.DepthReadConfig`:
-
-  s_i = c <u, r_i v_i>     r_i = (mean v_i^2 + eps)^(-1/2), c = logit_scale
-  a   = softmax_i s        or sigmoid(s_i), without normalisation
-  h   = sum_i a_i v_i
-
-With H heads, s, a and h are those of each slice of D / H channels, while r_i
-is that of all D (arXiv:2607.27230, its own text and code). Low-rank keys are
-the last R coordinates t_i of a source, and r_i is theirs (arXiv:2607.09694,
-from its code, where eps is 2^-23; ours is the model's). A null source n (zero,
-or learned) competes like any other (arXiv:2605.17887, whose abstract alone was
-read).
-
-`weights` and `mix` are the definition, one read at a time. `weigh` is the only
-place that turns scores into weights: replace it to try another weighting, with
-`model.residual.form=one_softmax`. In two phases (Alg. 1), `phase_1` answers all
-queries of a block over the completed sources in one pass, and `merge` adds the
-open source. These are operators of `attnres_kernels`, which run on each
-device's own tokens, since every token attends over its own depth.
+Schemes that attend over depth read as in `definition`, one read at a time, or
+in two phases (Alg. 1): `phase_1` answers all queries of a block over the
+completed sources in one pass, and `merge` adds the open source. These are
+operators of `attnres_kernels`, which run on each device's own tokens, since
+every token attends over its own depth.
 """
 
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 import math
-import operator
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -41,6 +26,7 @@ from attnres_jax.models import layer_stacks
 from attnres_jax.models import linear
 from attnres_jax.models import norm as norm_lib
 from attnres_jax.models.residuals import base
+from attnres_jax.models.residuals import definition
 import attnres_kernels
 
 
@@ -57,24 +43,6 @@ class Bank(NamedTuple):
 
 
 Sources = Sequence[jax.Array] | Bank
-
-
-class Read(NamedTuple):
-  """The parameters of one read; those of several have a leading axis.
-
-  Attributes:
-    query: folded with the key-norm gain and the logit scale: [D], or [R] for
-      low-rank keys; [D, D] or [D, R] for queries that depend on the input;
-      [M], a logit per source, for static ones.
-    null_D: the null source, or None.
-    value: the read of a mixer's values, if it is another one.
-    scale: float32 factor of the mixture, or None.
-  """
-
-  query: jax.Array
-  null_D: jax.Array | None = None
-  value: "Read | None" = None
-  scale: jax.Array | None = None
 
 
 class Slot(NamedTuple):
@@ -164,7 +132,7 @@ class DepthQueries(nnx.Module):
     self.value_query = queries(num_mixers) if options.value_query else None
     self.null = vectors(0) if options.null == "learned" else None
 
-  def reads(self, start: int, stop: int) -> Read:
+  def reads(self, start: int, stop: int) -> definition.Read:
     """The parameters of reads start..stop-1 (from 0), stacked."""
     reads = self._reads(start, stop)
     if self.value_query is None:
@@ -177,13 +145,13 @@ class DepthQueries(nnx.Module):
     values = self._fold(jnp.stack(rows), start, stop)
     return reads._replace(value=reads._replace(query=values))
 
-  def single(self, l: int) -> Read:
+  def single(self, l: int) -> definition.Read:
     """The parameters of read l (from 0), for anything but a mixer's values."""
     return layer_stacks.only(self._reads(l, l + 1))
 
-  def _reads(self, start: int, stop: int) -> Read:
+  def _reads(self, start: int, stop: int) -> definition.Read:
     query = self._fold(self.query[start:stop], start, stop)
-    reads = Read(query, self._nulls(start, stop))
+    reads = definition.Read(query, self._nulls(start, stop))
     if self.scales is None:
       return reads
     return reads._replace(scale=jnp.float32(self.scales[start:stop]))
@@ -223,10 +191,10 @@ class DepthAttention(base.Residual):
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
     self.eps = config.norm_eps
-    self._form = config.residual.form
     self.scannable = False
     options = self.read_options(config.residual.read)
     self.options = checked(options, config.width)
+    self.form = config.residual.form if options.batched else "one_softmax"
     self.queries = DepthQueries(
       config,
       self.options,
@@ -263,23 +231,17 @@ class DepthAttention(base.Residual):
     Otherwise each read is computed by itself, as in the definition. So it is
     while coefficients are fixed.
     """
-    return (
-      self._form == "two_phase"
-      and self.options.batched
-      and not base.coefficients_are_fixed()
-    )
+    return self.form == "two_phase" and not base.coefficients_are_fixed()
 
   def attend(
-    self, read: Read, sources: tuple[jax.Array, ...]
+    self, read: definition.Read, sources: tuple[jax.Array, ...]
   ) -> jax.Array | base.QKV:
     """The mixture of one read; a single source is returned as is."""
     if len(sources) == 1 and self.options.sums_to_one:
       return sources[0]
     if not self.two_phase:
       return each(read, lambda one: self._defined(one, sources))
-    slots = self.phase_1(
-      jax.tree.map(lambda a: a[None], read), seen(self.options, sources)
-    )
+    slots = self.phase_1(jax.tree.map(lambda a: a[None], read), sources)
     return each(layer_stacks.only(slots), mixture_of)
 
   def attend_last(self, sources: tuple[jax.Array, ...]) -> jax.Array:
@@ -287,7 +249,7 @@ class DepthAttention(base.Residual):
     read = self.queries.single(self.num_sublayers)
     return base.query_input(self.attend(read, sources))
 
-  def phase_1(self, reads: Read, sources: Sources) -> Slot:
+  def phase_1(self, reads: definition.Read, sources: Sources) -> Slot:
     """Slots of stacked reads, from one pass over the sources."""
     query_QD = reads.query
     if reads.value is not None:
@@ -307,26 +269,25 @@ class DepthAttention(base.Residual):
     """The definition, of the first rows of an array."""
     rows_MBTD, count = bank
     plain = dataclasses.replace(self.options, null="none")
-    outs, lses = [], []
-    for query_D in query_QD:
-      scores_MBTH = score(plain, query_D, rows_MBTD, self.eps)
-      valid_M111 = jnp.arange(len(rows_MBTD)) < count
-      scores_MBTH = jnp.where(
-        valid_M111[:, None, None, None], scores_MBTH, -jnp.inf
+    valid_M111 = jnp.arange(len(rows_MBTD))[:, None, None, None] < count
+
+    def attend(query_D: jax.Array) -> tuple[jax.Array, jax.Array]:
+      scores_MBTH = definition.score(plain, query_D, rows_MBTD, self.eps)
+      scores_MBTH = jnp.where(valid_M111, scores_MBTH, -jnp.inf)
+      weights_MBTD = definition.spread(
+        definition.weigh(plain, scores_MBTH), rows_MBTD
       )
-      weights_MBTH = weigh(plain, scores_MBTH)
-      weighted_MBTD = spread(weights_MBTH, rows_MBTD) * precision.widen(
-        rows_MBTD
-      )
-      outs.append(jnp.sum(weighted_MBTD, axis=0).astype(rows_MBTD.dtype))
-      lses.append(jax.nn.logsumexp(scores_MBTH, axis=0))
-    lse_QBTH = jnp.stack(lses)
-    if self._heads is None:
-      lse_QBTH = jnp.squeeze(lse_QBTH, -1)
-    return jnp.stack(outs), lse_QBTH
+      out_BTD = jnp.sum(weights_MBTD * precision.widen(rows_MBTD), axis=0)
+      lse_BTH = jax.nn.logsumexp(scores_MBTH, axis=0)
+      if self._heads is None:
+        lse_BTH = jnp.squeeze(lse_BTH, -1)
+      return out_BTD.astype(rows_MBTD.dtype), lse_BTH
+
+    outs, lses = zip(*map(attend, query_QD))
+    return jnp.stack(outs), jnp.stack(lses)
 
   def _slots(
-    self, reads: Read, out_QBTD: jax.Array, lse_QBT: jax.Array
+    self, reads: definition.Read, out_QBTD: jax.Array, lse_QBT: jax.Array
   ) -> Slot:
     """Slots of stacked reads; mixtures for values come last."""
     if reads.value is not None:
@@ -353,17 +314,14 @@ class DepthAttention(base.Residual):
     """
 
     def merged(one: Slot) -> jax.Array:
-      arrays = one.out_BTD, one.lse_BT, one.query_D, open_BTD
-      if one.scale is None and not isinstance(norm, norm_lib.Identity):
-        return depth_merge_norm(
-          *arrays, norm.gain[...],
-          eps=self.eps, norm_eps=norm.eps, rank=self._rank,
-        )  # fmt: skip
-      h_BTD = depth_merge(*arrays, eps=self.eps, rank=self._rank)
+      merge = functools.partial(
+        depth_merge, one, open_BTD, eps=self.eps, rank=self._rank
+      )
       if one.scale is None:
-        return h_BTD
+        return merge(norm)
       # The factor is one more number per read, which no kernel has: without
       # it, eps of the norm would have to be divided by its square.
+      h_BTD = merge(norm_lib.Identity())
       wide_BTD = scaled(precision.widen(h_BTD), one.scale)
       return norm(wide_BTD).astype(h_BTD.dtype)
 
@@ -386,12 +344,14 @@ class DepthAttention(base.Residual):
 
     return each(slot, merged)
 
-  def mean_weights(self, read: Read, sources: Sequence[jax.Array]) -> jax.Array:
+  def mean_weights(
+    self, read: definition.Read, sources: Sequence[jax.Array]
+  ) -> jax.Array:
     """For `depth_weights`: [M, B, T], the mean over heads, without the null.
 
     A source outside the window has weight 0.
     """
-    weights_MBTH = weights(self.options, read, sources, self.eps)
+    weights_MBTH = definition.weights(self.options, read, sources, self.eps)
     if read.null_D is not None:
       weights_MBTH = weights_MBTH[1:]
     weights_MBT = jnp.mean(weights_MBTH, axis=-1)
@@ -409,18 +369,20 @@ class DepthAttention(base.Residual):
   def _rank(self) -> int | None:
     return self.options.rank or None
 
-  def _defined(self, read: Read, sources: tuple[jax.Array, ...]) -> jax.Array:
+  def _defined(
+    self, read: definition.Read, sources: tuple[jax.Array, ...]
+  ) -> jax.Array:
     """The mixture by its formula."""
 
     # Autodiff would keep every weighted source.
     @jax.checkpoint
-    def mixture(read: Read, *sources: jax.Array) -> jax.Array:
-      weights_MBTH = weights(self.options, read, sources, self.eps)
+    def mixture(read: definition.Read, *sources: jax.Array) -> jax.Array:
+      weights_MBTH = definition.weights(self.options, read, sources, self.eps)
       weights_MBTH = base.coefficient(weights_MBTH)
-      mixture_BTD = mix(self.options, weights_MBTH, read, sources)
+      mixture_BTD = definition.mix(self.options, weights_MBTH, read, sources)
       return scaled(mixture_BTD, read.scale).astype(self.dtype)
 
-    visible = seen(self.options, sources)
+    visible = definition.seen(self.options, sources)
     keys = () if self.options.query == "static" else visible
     width = sources[0].shape[-1]
     key_width = (self.options.rank or width) if keys else 0
@@ -437,7 +399,7 @@ class DepthAttention(base.Residual):
   ) -> jax.Array:
     """Of the null sources: as mixtures of one, these are log-normalisers."""
     logit_Q11H = jax.vmap(
-      lambda query, null: score(self.options, query, null, self.eps)
+      lambda query, null: definition.score(self.options, query, null, self.eps)
     )(query_QD, null_Q11D)
     if len(shape) < logit_Q11H.ndim:
       return jnp.broadcast_to(jnp.squeeze(logit_Q11H, -1), shape)
@@ -495,114 +457,6 @@ def normed(h: jax.Array | base.QKV, norm: base.Norm) -> jax.Array | base.QKV:
     return jax.tree.map(norm.in_one_pass, h)
 
 
-def weigh(
-  options: config_lib.DepthReadConfig, scores_MBTH: jax.Array
-) -> jax.Array:
-  """Weights of M sources, given their scores: both float32 [M, B, T, H]."""
-  if options.score == "sigmoid":
-    return jax.nn.sigmoid(scores_MBTH)
-  return jax.nn.softmax(scores_MBTH, axis=0)
-
-
-def weights(
-  options: config_lib.DepthReadConfig,
-  read: Read,
-  sources: Sequence[jax.Array],
-  eps: float,
-) -> jax.Array:
-  """Weights [M, B, T, H] of the sources in the window, one score at a time.
-
-  If there is a null source, its weight comes first, of M + 1.
-  """
-  query, null_D = read.query, read.null_D
-  if options.query == "input":
-    # The paper's "current hidden state" is undefined before the read; we take
-    # the newest source.
-    newest_BTD = precision.widen(sources[-1])
-    newest_BTD *= norm_lib.inverse_rms(newest_BTD, eps)
-    query = linear.linear(newest_BTD, query)
-  if options.query == "static":
-    logits = seen(options, tuple(query[: len(sources)]))
-    if null_D is not None:
-      logits = (jnp.zeros_like(logits[0]), *logits)
-    shape = (*sources[0].shape[:-1], 1)
-    scores = [jnp.broadcast_to(logit, shape) for logit in logits]
-  else:
-    scores = [
-      score(options, query, source, eps)
-      for source in _competing(options, null_D, sources)
-    ]
-  return weigh(options, jnp.stack(scores))
-
-
-def mix(
-  options: config_lib.DepthReadConfig,
-  weights_MBTH: jax.Array,
-  read: Read,
-  sources: Sequence[jax.Array],
-) -> jax.Array:
-  """sum_i a_i v_i of each head, for `weights`: [B, T, D], float32."""
-  sources = _competing(options, read.null_D, sources)
-  terms = [
-    spread(weight_BTH, source_BTD) * precision.widen(source_BTD)
-    for weight_BTH, source_BTD in zip(weights_MBTH, sources, strict=True)
-  ]
-  return functools.reduce(operator.add, terms)
-
-
-def spread(weight: jax.Array, source: jax.Array) -> jax.Array:
-  """Weights [..., H] of heads, for each channel of [..., D]."""
-  heads = weight.shape[-1]
-  if heads == 1:
-    return weight
-  return jnp.repeat(weight, source.shape[-1] // heads, axis=-1)
-
-
-def seen(
-  options: config_lib.DepthReadConfig, sources: Sequence[Any]
-) -> tuple[Any, ...]:
-  """The sources in the window: the embedding and the newest."""
-  first, *others = sources
-  return (first, *others[-options.window :])
-
-
-def score(
-  options: config_lib.DepthReadConfig,
-  query: jax.Array,
-  source: jax.Array,
-  eps: float,
-) -> jax.Array:
-  """Logits [..., H] of a source [..., D]: <u, r v> for each head."""
-  key = precision.widen(source)
-  if options.rank:
-    key = key[..., -options.rank :]
-  heads = options.heads
-  slices = (heads, key.shape[-1] // heads)
-  logits = jnp.einsum(
-    "HK,...HK->...H" if query.ndim == 1 else "...HK,...HK->...H",
-    query.reshape(*query.shape[:-1], *slices),
-    key.reshape(*key.shape[:-1], *slices),
-    precision=jax.lax.Precision.HIGHEST,
-  )
-  if options.key_norm:
-    mean_square = jnp.mean(jnp.square(key), axis=-1, keepdims=True)
-    logits *= jax.lax.rsqrt(mean_square + eps)
-  return logits
-
-
-def _competing(
-  options: config_lib.DepthReadConfig,
-  null_D: jax.Array | None,
-  sources: Sequence[jax.Array],
-) -> tuple[jax.Array, ...]:
-  """The null source, if there is one, and those in the window."""
-  sources = seen(options, sources)
-  if null_D is None:
-    return sources
-  null_BTD = jnp.broadcast_to(null_D, sources[0].shape)
-  return (null_BTD.astype(sources[0].dtype), *sources)
-
-
 def depth_attention(
   query_QD: jax.Array,
   sources: Sequence[jax.Array],
@@ -637,58 +491,28 @@ def depth_attention(
 
 
 def depth_merge(
-  out_BTD: jax.Array,
-  lse_BT: jax.Array,
-  query_D: jax.Array,
-  partial_BTD: jax.Array,
+  slot: Slot,
+  open_BTD: jax.Array,
+  norm: base.Norm,
   *,
   eps: float,
-  rank: int | None = None,
+  rank: int | None,
 ) -> jax.Array:
-  """`attnres_kernels.depth_merge`."""
+  """`attnres_kernels.depth_merge`, or `depth_merge_norm` if there is a norm."""
+  arrays = [slot.out_BTD, slot.lse_BT, slot.query_D, open_BTD]
   merge = functools.partial(attnres_kernels.depth_merge, eps=eps, rank=rank)
-  return _merged(merge, out_BTD, lse_BT, query_D, partial_BTD)
-
-
-def depth_merge_norm(
-  out_BTD: jax.Array,
-  lse_BT: jax.Array,
-  query_D: jax.Array,
-  partial_BTD: jax.Array,
-  gain_D: jax.Array,
-  *,
-  eps: float,
-  norm_eps: float,
-  rank: int | None = None,
-) -> jax.Array:
-  """The normalised merge of `attnres_kernels.depth_merge_norm`."""
-
-  def merge(*arrays: jax.Array) -> jax.Array:
-    out_BTD, lse_BT, query_D, partial_BTD, gain_D = arrays
-    _, normed_BTD = attnres_kernels.depth_merge_norm(
-      out_BTD, lse_BT, query_D, partial_BTD, None, gain_D,
-      eps=eps, norm_eps=norm_eps, rank=rank,
-    )  # fmt: skip
-    return normed_BTD
-
-  return _merged(merge, out_BTD, lse_BT, query_D, partial_BTD, gain_D)
-
-
-def _merged(
-  merge: Callable[..., jax.Array],
-  out_BTD: jax.Array,
-  lse_BT: jax.Array,
-  query_D: jax.Array,
-  partial_BTD: jax.Array,
-  *gain: jax.Array,
-) -> jax.Array:
+  if not isinstance(norm, norm_lib.Identity):
+    arrays.append(norm.gain[...])
+    merge = functools.partial(
+      attnres_kernels.depth_merge_norm, eps=eps, rank=rank, norm_eps=norm.eps
+    )
   tokens, replicated = sharding.TOKENS, sharding.WHOLE
-  in_specs = tokens, tokens, replicated, tokens, *[replicated] * len(gain)
-  split = sharding.by_shards(merge, in_specs, tokens)
+  in_specs = tokens, tokens, replicated, tokens, replicated
+  split = sharding.by_shards(merge, in_specs[: len(arrays)], tokens)
   return linear.counted(
-    split, out_BTD, lse_BT, query_D, partial_BTD, *gain,
-    flops=pair_flops(partial_BTD.shape, query_D.size),
-    scanned=partial_BTD, outs=out_BTD,
+    split, *arrays,
+    flops=pair_flops(open_BTD.shape, slot.query_D.size),
+    scanned=open_BTD, outs=slot.out_BTD,
   )  # fmt: skip
 
 

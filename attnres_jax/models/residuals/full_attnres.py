@@ -17,6 +17,7 @@ import jax
 
 from attnres_jax import config as config_lib
 from attnres_jax.models.residuals import base
+from attnres_jax.models.residuals import definition
 from attnres_jax.models.residuals import depth_read
 
 
@@ -54,7 +55,7 @@ class FullAttnRes(depth_read.DepthAttention):
   def read(
     self, carry: Any, slot: Any, norm: base.Norm
   ) -> tuple[jax.Array | base.QKV, Any]:
-    if isinstance(slot, depth_read.Read):
+    if isinstance(slot, definition.Read):
       return base.normed(self.attend(slot, carry), norm), carry
     if not carry:
       h = depth_read.each(slot, depth_read.mixture_of)

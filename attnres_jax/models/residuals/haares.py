@@ -24,13 +24,14 @@ from attnres_jax import config as config_lib
 from attnres_jax import precision
 from attnres_jax.models import layer_stacks
 from attnres_jax.models.residuals import base
+from attnres_jax.models.residuals import definition
 from attnres_jax.models.residuals import depth_read
 
 
 class Slot(NamedTuple):
   """The query of a read, its bias, and the half of its sublayer: 1 or -1."""
 
-  query: depth_read.Read
+  query: definition.Read
   bias: jax.Array
   sign: jax.Array
 
@@ -65,6 +66,7 @@ class Haares(depth_read.DepthAttention):
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     self.block_size = config.residual.sublayers_per_block(config.num_sublayers)
     super().__init__(config, rngs=rngs)
+    self.form = "one_softmax"
     start = jnp.full(self.num_sublayers + 1, -4.0, jnp.float32)
     self.bias = nnx.Param(start, axes="L", decays=False)
 
@@ -101,7 +103,7 @@ class Haares(depth_read.DepthAttention):
     if len(sources) == 1:
       return sources[0]
     weights_MBTH = base.coefficient(self._weights(slot, sources))
-    mixture = depth_read.mix(self.options, weights_MBTH, slot.query, sources)
+    mixture = definition.mix(self.options, weights_MBTH, slot.query, sources)
     return mixture.astype(self.dtype)
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
@@ -185,7 +187,7 @@ class Haares(depth_read.DepthAttention):
     """[M, B, T, H]; details are every second source, from the third."""
     scores = []
     for i, source_BTD in enumerate(sources):
-      score_BTH = depth_read.score(
+      score_BTH = definition.score(
         self.options, slot.query.query, source_BTD, self.eps
       )
       is_detail = i and i % 2 == 0

@@ -41,15 +41,9 @@ def why_not(
   eps: float,
   heads: int = 1,
   rank: int | None = None,
-  apart: bool = False,
-  norm_eps: float | None = None,
 ) -> str | None:
   """The reason why these arguments cannot run, or None."""
-  del function, eps, apart
-  if norm_eps is not None or args[4:5] not in ((), (None,)):
-    return "no norm_gain and no accumulate"
-  if not isinstance(sources, tuple):
-    return f"sources must be separate arrays, got a bank {sources.shape}"
+  del function, args, eps
   if heads > 1 or rank is not None:
     return f"one head with keys of the full width, got {heads=}, {rank=}"
   num_queries, width = query_QD.shape
@@ -73,14 +67,11 @@ def why_not(
 def forward(
   query_QD: jax.Array,
   sources: tuple[jax.Array, ...],
-  count: None,
   *,
   eps: float,
-  apart: bool = False,
   interpret: Any = None,
-) -> tuple[Any, jax.Array]:
-  """Returns the mixtures and their log-normalisers."""
-  del count
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+  """Returns the mixtures, a tuple of Q arrays, and their log-normalisers."""
   num_queries, width = query_QD.shape
   tiles = warpgroup.Tiles(width)
   flat = list(map(warpgroup.flatten, sources))
@@ -132,37 +123,31 @@ def forward(
     interpret=interpret,
   )(query_QD, *flat)
   shape = sources[0].shape
-  out = out.reshape((num_queries, *shape))
   lse = lse.T.reshape((num_queries, *shape[:-1]))
-  return (tuple(x[None] for x in out) if apart else out), lse
+  return tuple(out.reshape((num_queries, *shape))), lse
 
 
 def backward(
   query_QD: jax.Array,
   sources: tuple[jax.Array, ...],
-  count: None,
   lse_QT: jax.Array,
-  dout_QTD: Any,
+  douts: tuple[jax.Array, ...],
   dlse_QT: jax.Array,
   *,
   eps: float,
   interpret: Any = None,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
   """Returns the gradients of the queries and of every source."""
-  if isinstance(dout_QTD, tuple):
-    dout_QTD = jnp.concatenate(dout_QTD)
   if len(query_QD) == 1:
     # Mosaic GPU infers no layout for a sum over one row of a matrix: the second
     # row has no gradient.
     twice = jnp.concatenate([query_QD, query_QD])
     lse_QT = jnp.concatenate([lse_QT, lse_QT])
-    dout_QTD, dlse_QT = (
-      jnp.concatenate([x, jnp.zeros_like(x)]) for x in (dout_QTD, dlse_QT)
-    )
+    dlse_QT = jnp.concatenate([dlse_QT, jnp.zeros_like(dlse_QT)])
+    douts = (*douts, jnp.zeros_like(douts[0]))
     dquery_QD, dsources = backward(
-      twice, sources, count, lse_QT, dout_QTD, dlse_QT, eps=eps,
-      interpret=interpret,
-    )  # fmt: skip
+      twice, sources, lse_QT, douts, dlse_QT, eps=eps, interpret=interpret
+    )
     return dquery_QD[:1], dsources
   num_queries, width = query_QD.shape
   tiles = warpgroup.Tiles(width)
@@ -170,7 +155,7 @@ def backward(
   num_tokens, num_slots = flat[0].shape[0], len(flat)
   lse_TQ = lse_QT.reshape(num_queries, num_tokens).T
   dlse_TQ = dlse_QT.astype(jnp.float32).reshape(num_queries, num_tokens).T
-  dout_QTD = dout_QTD.reshape(num_queries, num_tokens, width)
+  dout_QTD = jnp.stack(douts).reshape(num_queries, num_tokens, width)
 
   def kernel(
     query_ref: Any, lse_ref: Any, dlse_ref: Any, dout_ref: Any, *refs: Any

@@ -43,7 +43,6 @@ class Columns:
     heads: H.
     width: D.
     key_width: that of keys, in the mean of their squares.
-    all_keys: whether the key is the whole source.
     key_start: the first column of the query terms.
     pieces: all columns, in order.
     keys: the columns of keys, in pieces as large as with one head.
@@ -53,7 +52,6 @@ class Columns:
   def __init__(self, width: int, lanes: int, heads: int, rank: int | None):
     self.heads, self.width = heads, width
     self.key_width = width if rank is None else rank
-    self.all_keys = self.key_width == width
     self._in_front = width - self.key_width
     self.key_start = self._in_front // tiles.LANES * tiles.LANES
     self.slice_width = width // heads

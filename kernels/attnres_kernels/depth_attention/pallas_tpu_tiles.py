@@ -64,30 +64,15 @@ class BlockSizes:
     return cls(tokens)
 
 
-def why_not(
-  function,
-  query_QD,
-  sources,
-  *args,
-  eps,
-  heads=1,
-  rank=None,
-  apart=False,
-  norm_eps=None,
-):
+def why_not(function, query_QD, sources, *args, eps, heads=1, rank=None):
   """The reason why these arguments cannot run, or None."""
-  del args, eps, rank, apart
+  del args, eps, rank
   num_slots, first = len(sources), sources[0]
   num_queries, width = query_QD.shape[0], first.shape[-1]
   if first.dtype not in (jnp.bfloat16, jnp.float32):
     return f"sources must be bfloat16 or float32, got {first.dtype}"
   if query_QD.dtype != jnp.float32:
     return f"queries must be float32, got {query_QD.dtype}"
-  if norm_eps is not None and num_queries + num_slots > LANES:
-    return (
-      f"at most {LANES} queries and sources with a norm, got query"
-      f" {query_QD.shape} and {num_slots} sources"
-    )
   if num_queries > LANES:
     return f"at most {LANES} queries, got query {query_QD.shape}"
   if num_queries * heads > MOST_STATISTICS:
@@ -142,46 +127,18 @@ def sum_terms(products, count):
 
 
 def flatten(sources):
-  """(token axes, one [tokens, D] operand per source or bank slot, tokens)."""
+  """(token axes, one [tokens, D] operand per source, tokens)."""
   shape = sources[0].shape
   num_tokens = 1
   for axis in shape[:-1]:
     num_tokens *= axis
-  if isinstance(sources, tuple):
-    flat = [source.reshape(num_tokens, shape[-1]) for source in sources]
-  else:
-    # One operand per slot, all of the same buffer, each with its own index map.
-    flat = [sources.reshape(len(sources), num_tokens, shape[-1])] * len(sources)
+  flat = [source.reshape(num_tokens, shape[-1]) for source in sources]
   return shape[:-1], flat, num_tokens
-
-
-def source_specs(sources, tile, width, at):
-  """Block specs of the sources; `at` maps grid indices to the token tile."""
-  if isinstance(sources, tuple):
-    return [
-      pl.BlockSpec((tile, width), lambda *i: (at(*i[:-1]), 0)) for _ in sources
-    ]
-
-  def slot_spec(slot):
-    def index(*i):
-      # An unused slot stays at one block, which is read once.
-      valid = slot < i[-1][0]
-      return jnp.where(valid, slot, 0), jnp.where(valid, at(*i[:-1]), 0), 0
-
-    return pl.BlockSpec((1, tile, width), index)
-
-  return [slot_spec(slot) for slot in range(len(sources))]
 
 
 def whole(array):
   """The block spec of an array that every step sees in full."""
   return pl.BlockSpec(array.shape, lambda *i: (0,) * array.ndim)
-
-
-def count_operand(count, num_slots):
-  return jnp.reshape(
-    jnp.asarray(num_slots if count is None else count, jnp.int32), (1,)
-  )
 
 
 def stats_to_tiles(x_QT, tile):
@@ -198,12 +155,9 @@ def stats_from_tiles(x, num_tokens):
   return x[:, :num_tokens]
 
 
-def load_sources(source_refs, rows, kept, bank, chunk):
+def load_sources(source_refs, rows, kept, chunk):
   """[M*8, lanes] of one group of tokens."""
-  return concatenate(
-    [ref[0, rows, chunk] if bank else ref[rows, chunk] for ref in source_refs],
-    kept,
-  )
+  return concatenate([ref[rows, chunk] for ref in source_refs], kept)
 
 
 def concatenate(parts, kept):
@@ -229,20 +183,9 @@ def inverse_rms(load, columns, eps):
   return jax.lax.rsqrt(square * (1.0 / columns.key_width) + eps)
 
 
-def inverse_rms_of(parts, width, eps):
-  """Inverse norm of float32 rows, given in parts by columns: [rows, 1]."""
-  square = total(jnp.sum(x * x, axis=1, keepdims=True) for x in parts)
-  return jax.lax.rsqrt(square * (1.0 / width) + eps)
-
-
 def on_slots(x):
   """[M*8, Q] as [M, 8, Q], for sums over the sources of a token."""
   return x.reshape(-1, GROUP, x.shape[-1])
-
-
-def valid_slots(shape, count):
-  """Which entries of [M, 8, Q] belong to valid slots; None for all."""
-  return None if count is None else iota(shape, 0) < count
 
 
 def where(mask, x, otherwise):

@@ -6,10 +6,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-  """Q queries over M sources of T tokens and width D, with H heads.
-
-  If `normed`, with the norm of the first mixture.
-  """
+  """Q queries over M sources of T tokens and width D, with H heads."""
 
   name: str
   queries: int
@@ -18,15 +15,12 @@ class Shape:
   width: int
   heads: int = 1
   rank: int | None = None
-  normed: bool = False
 
   def __str__(self) -> str:
     sizes = (self.queries, self.sources, self.tokens, self.width)
     more = [f"H={self.heads}"] * (self.heads > 1)
     if self.rank is not None:
       more.append(f"R={self.rank}")
-    if self.normed:
-      more.append("normed")
     return f"{self.name}({', '.join([*map(str, sizes), *more])})"
 
   @property
@@ -56,8 +50,6 @@ TABLE = tuple(
   for family in _FAMILIES
   for shape in dict.fromkeys((family[0], family[len(family) // 2], family[-1]))
 )
-# One bank with the largest number of slots serves every count.
-BANKS = tuple(family[-1] for family in _FAMILIES)
 # Heads over depth as slices of 128, of 32 and of 144 columns; low-rank keys.
 HEADS = (
   Shape("heads", 4, 5, 8192, 2048),
@@ -67,12 +59,11 @@ HEADS = (
   Shape("heads", 4, 5, 8192, 2048, rank=64),
 )
 # The first, a middle and the last block of training steps with 3 and with 4
-# sublayers per block, without and with the norm of the first mixture.
+# sublayers per block.
 STEP = tuple(
-  Shape("step", queries, m, 8192, width, normed=normed)
+  Shape("step", queries, m, 8192, width)
   for queries, width in ((3, 1024), (4, 2048))
   for m in (1, 4, 8)
-  for normed in (False, True)
 )
 # What another JAX project has timed on a v4: blocks of eight sublayers, before
 # which 0, 4 and 8 blocks are complete.

@@ -31,9 +31,7 @@ def why_not(
   """The reason why these arguments cannot run, or None."""
   if heads > 1 or rank is not None:
     return f"one head with keys of the full width, got {heads=}, {rank=}"
-  del eps, norm_eps
-  if args[4 if function == "forward" else 5] is not None or args[8:]:
-    return "no update, no sinks and no carry_on"
+  del function, eps, norm_eps
   arrays = [x for x in args if isinstance(x, jax.Array)]
   return warpgroup.why_not(args[0].shape[-1], arrays)
 
@@ -43,16 +41,13 @@ def forward(
   lse_T: jax.Array,
   query_D: jax.Array,
   partial_TD: jax.Array,
-  update_TD: None,
   gain_D: jax.Array | None,
-  rows: Any = None,
   *,
   eps: float,
   norm_eps: float,
   interpret: Any = None,
-) -> tuple[None, jax.Array]:
-  """Returns (None, merged or merged and normed)."""
-  del rows, update_TD
+) -> jax.Array:
+  """Returns the merged mixture, normalised if there is a gain."""
   tiles = warpgroup.Tiles(query_D.shape[0])
   operands = [query_D, jnp.ravel(lse_T), *map(flatten, (out_TD, partial_TD))]
   operands += [] if gain_D is None else [gain_D]
@@ -89,7 +84,7 @@ def forward(
     grid=operands[1].shape[0],
     interpret=interpret,
   )(*operands)
-  return None, mixed_TD.reshape(out_TD.shape)
+  return mixed_TD.reshape(out_TD.shape)
 
 
 def backward(
@@ -98,16 +93,13 @@ def backward(
   query_D: jax.Array,
   total_TD: jax.Array,
   gain_D: jax.Array | None,
-  dtotal_TD: None,
   dmixed_TD: jax.Array,
-  rows: Any = None,
   *,
   eps: float,
   norm_eps: float,
   interpret: Any = None,
 ) -> tuple[Any, ...]:
   """Returns the gradients of out, lse, query, total and gain."""
-  del rows, dtotal_TD
   tiles = warpgroup.Tiles(query_D.shape[0])
   wide = list(map(flatten, (out_TD, total_TD, dmixed_TD)))
   operands = [query_D, jnp.ravel(lse_T), *wide]

@@ -12,7 +12,6 @@ def forward(
   lse_T,
   query_D,
   partial_TD,
-  update_TD,
   gain_D,
   *,
   eps,
@@ -20,11 +19,9 @@ def forward(
   heads=1,
   rank=None,
 ):
-  """Adds the update, merges, and applies the next sublayer's pre-norm."""
+  """Merges, and applies the next sublayer's pre-norm if there is a gain."""
   dtype = dispatch.accumulator(out_TD, lse_T, query_D, partial_TD)
   total_TD = partial_TD.astype(dtype)
-  if update_TD is not None:
-    total_TD = total_TD + update_TD.astype(dtype)
   key_TD = _rms_norm(total_TD if rank is None else total_TD[..., -rank:], eps)
   product_TD = key_TD * _row(query_D, dtype, key_TD)
   if heads == 1:
@@ -41,7 +38,7 @@ def forward(
     mixed_TD = jnp.concatenate(mixed, axis=-1)
   if gain_D is not None:
     mixed_TD = _rms_norm(mixed_TD, norm_eps) * _row(gain_D, dtype, mixed_TD)
-  return total_TD.astype(partial_TD.dtype), mixed_TD.astype(out_TD.dtype)
+  return mixed_TD.astype(out_TD.dtype)
 
 
 def _mix(out_TD, lse_T, product_TD, total_TD):
