@@ -358,6 +358,8 @@ def _has_marks(file: str, content: bytes, marks: Sequence[str]) -> bool | None:
     return None
   if isinstance(values, list):
     values = values[:1] and values[0]
+  if values == {}:  # Nobody's in particular.
+    return None
   return isinstance(values, dict) and set(marks) <= values.keys()
 
 
