@@ -106,10 +106,6 @@ def _times(row: Row) -> str:
   return f"{value} ({low} to {high})"
 
 
-def _form(row: Row) -> str:
-  return label(row["baseline"]).rpartition(", ")[2]
-
-
 def _origin(rows: Sequence[Row]) -> str:
   row = rows[0]
   return (

@@ -107,7 +107,8 @@ def test_damaged_sweeps(base, tmp_path, monkeypatch, explore):
       status, out, _ = laws.outcome(
         cli.main, experiment, arguments, per_run=True
       )
-      assert status < 2, out
+      # Trying a damaged run again is useless: then 2, from the launcher alone.
+      assert status < 2 or action == "run", out
     rows = csv_rows.read(folder / cli.ROWS)
     assert [row["run"] for row in rows if row["run"] != bad] == good
 

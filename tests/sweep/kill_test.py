@@ -61,6 +61,7 @@ def _assert_same(whole, broken):
       # cores.
       if not name.endswith("seconds") and name not in (
         "attempts",
+        "chip_hours",
         "lost_steps",
         "hardware",
       ):

@@ -62,5 +62,5 @@ def test_texts_of_the_readmes():
   assert "| large | Block AttnRes | 1.20 (1.10 to 1.30) |" in table
   sentence = report.sentence(_rows())
   assert "Block AttnRes takes 1.20 (1.10 to 1.30) times" in sentence
-  assert "AttnRes 2.40 (2.20 to 2.60) times" in sentence
-  assert "faster form, unrolled;" in sentence and "commit abc" in sentence
+  assert "AttnRes takes 2.40 (2.20 to 2.60) times" in sentence
+  assert "in its faster form." in sentence and "commit abc" in sentence
