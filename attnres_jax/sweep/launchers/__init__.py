@@ -67,6 +67,24 @@ def load(name: str, options: Options) -> Any:
   return module
 
 
+def check_bucket(folder: epath.PathLike, readers: str) -> None:
+  """Refuses a folder that machines elsewhere cannot reach.
+
+  Args:
+    folder: of the sweep.
+    readers: these machines, for the error.
+
+  Raises:
+    ConfigError: the folder is on a disk.
+  """
+  if not files.is_remote(folder):
+    config_lib.fail_argument(
+      "--workdir",
+      str(folder),
+      f"a bucket such as gs://BUCKET/NAME, which {readers} can reach",
+    )
+
+
 def todo(
   runs: Sequence[grid.Run],
   folder: epath.PathLike,

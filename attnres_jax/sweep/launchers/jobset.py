@@ -30,7 +30,6 @@ from etils import epath
 import yaml
 
 from attnres_jax import claims
-from attnres_jax import config as config_lib
 from attnres_jax import exits
 from attnres_jax import files
 from attnres_jax.scaling import grid
@@ -87,11 +86,7 @@ def launch(
 ) -> int:
   """Writes the manifests of all runs that are not done; returns 0."""
   settings = parse(options)
-  if not files.is_remote(folder):
-    raise config_lib.ConfigError(
-      f"--workdir: got {str(folder)!r}, expected a bucket such as"
-      " gs://BUCKET/NAME, which pods can reach"
-    )
+  launchers.check_bucket(folder, "pods")
   manifests: dict[str, Sequence[Manifest]] = {"queue.yaml": queue(settings)}
   for run in launchers.todo(runs, folder, options):
     manifests[f"{run.name}.yaml"] = [job_set(run.name, folder, settings)]

@@ -20,7 +20,6 @@ from etils import epath
 import yaml
 
 from attnres_jax import claims
-from attnres_jax import config as config_lib
 from attnres_jax import exits
 from attnres_jax import files
 from attnres_jax.scaling import grid
@@ -49,11 +48,7 @@ def launch(
   options: launchers.Options,
 ) -> int:
   """Writes the task and prints the commands that start it; returns 0."""
-  if not files.is_remote(folder):
-    raise config_lib.ConfigError(
-      f"--workdir: got {str(folder)!r}, expected a bucket such as"
-      " gs://BUCKET/NAME, which slices can reach"
-    )
+  launchers.check_bucket(folder, "slices")
   settings = settings_lib.read(SETTINGS, options.settings)
   todo = launchers.todo(runs, folder, options)
   text = yaml.safe_dump(task(folder, settings), sort_keys=False)

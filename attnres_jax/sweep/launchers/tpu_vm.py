@@ -18,9 +18,7 @@ import types
 from etils import epath
 
 from attnres_jax import claims
-from attnres_jax import config as config_lib
 from attnres_jax import exits
-from attnres_jax import files
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import launchers
 from attnres_jax.sweep import worker
@@ -55,11 +53,7 @@ def launch(
   options: launchers.Options,
 ) -> int:
   """Prints the commands; returns 0."""
-  if not files.is_remote(folder):
-    raise config_lib.ConfigError(
-      f"--workdir: got {str(folder)!r}, expected a bucket such as"
-      " gs://BUCKET/NAME, which TPU VMs can reach"
-    )
+  launchers.check_bucket(folder, "TPU VMs")
   settings = parse(options)
   print(f"# {len(launchers.todo(runs, folder, options))} runs in {folder}")
   for title, text in commands(folder, settings).items():
