@@ -176,6 +176,8 @@ def _keep_programs(folder: str) -> None:
   cache = epath.Path(folder) / folder_lib.COMPILED
   if files.is_remote(folder):
     cache = epath.Path(tempfile.gettempdir()) / f"attnres_jax_{os.getuid()}"
+  elif not (epath.Path(folder) / folder_lib.SWEEP).exists():
+    return  # Nothing is trained in a folder without a sweep.
   jax.config.update("jax_compilation_cache_dir", str(cache))
   if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
