@@ -158,16 +158,14 @@ def _recipe(config, size):
     optim.schedule = "wsd"
     steps = round(LARGE_TOKENS / batch_tokens)
   config.train.steps = steps
-  optim.warmup_steps = c.follow(
-    config, "train.steps", lambda steps: min(2000, warmup_steps(steps))
-  )
+  optim.warmup_steps = c.follow(config, "train.steps", warmup_steps)
   config.train.eval_every = config.checkpoint.every_steps = 1000
   config.train.depth_every = 1000
 
 
 def warmup_steps(steps):
   """A hundredth of the steps. The paper prints no warm-up: this is ours."""
-  return steps // 100
+  return min(2000, steps // 100)
 
 
 def shrink(config):

@@ -8,6 +8,7 @@ from typing import Any
 
 from matplotlib import figure as figure_lib
 
+from attnres_jax import account
 from attnres_jax import config as config_lib
 from attnres_jax import figures
 from attnres_jax.analysis import plots
@@ -74,9 +75,7 @@ def _summary(
 ) -> str:
   schemes = list(dict.fromkeys(row["scheme"] for row in rows))
   seeds = len(results.losses(rows, schemes[0]))
-  tokens = (
-    config.train.steps * config.data.batch_size * config.data.sequence_length
-  )
+  tokens = account.tokens_of(config)
   mean = {
     s: statistics.fmean(loss for _, loss in results.losses(rows, s))
     for s in schemes
