@@ -208,10 +208,13 @@ plt.show()
 
 # %%
 # All that trained share it; the control has its own.
-spread = next(apart[name].deviation for name in trained if name != "control")
+spread = next(apart[name].spread for name in trained if name != "control")
 if spread is not None:
-  print(f"standard deviation of a difference between pairs: {spread:.4f} nats")
+  deviation = spread.deviation
+  print(
+    f"standard deviation of a difference between pairs: {deviation:.4f} nats"
+  )
   for size in (0.05, 0.02, 0.01, 0.005):
-    print(f"{size:.3f} nats: {int(np.ceil((2 * spread / size) ** 2))} pairs")
+    print(f"{size:.3f} nats: {int(np.ceil((2 * deviation / size) ** 2))} pairs")
 else:
   print("no variant has two pairs yet")
