@@ -69,7 +69,7 @@ def test_loops_of_chunks_do_not_grow_with_depth():
     return jaxprs.count(("dot_general",), apply, *arguments)
 
   looped, deeper = (products(n, depth_loop="scan") for n in (8, 12))
-  # Only the readout grows: five products for each of two further sources.
+  # Five products for each of two further sources (dev/LOG.md).
   assert deeper - looped == 5 * 2
   assert 2 * looped < products(8) + 1
 
