@@ -47,7 +47,7 @@ sweep: $(VENV)/.demo-$(VERSION)
 	$(BIN)/python -m experiments.scaling_law.run --max_parallel=$(JOBS) $(ARGS)
 
 pod: $(VENV)/.pod-$(VERSION)
-	$(BIN)/python -m attnres_jax.aot $(POD) $(ARGS)
+	$(BIN)/python -m attnres_jax.plan $(POD) $(ARGS)
 
 test: $(VENV)/.dev-$(VERSION)
 	$(BIN)/python $(PYTEST) $(ARGS)

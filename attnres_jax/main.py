@@ -7,8 +7,8 @@ r"""Trains a model from the command line.
 
 Rerun the same command to resume an interrupted run. A bad flag, field or file
 stops it before anything is compiled, with one line on stderr. The exit status
-says whether to try again (`attnres_jax.exits`): 0 done, 1 try again, 2 never
-again, 3 diverged, 4 stopped by a signal.
+says whether to try again (`attnres_jax.common.exits`): 0 done, 1 try again,
+2 never again, 3 diverged, 4 stopped by a signal.
 
 On a pod, start the command on every host with `--distributed`; JAX finds the
 cluster by itself. Elsewhere, describe the cluster:
@@ -26,13 +26,13 @@ from typing import NoReturn
 
 import jax
 
-from attnres_jax import account
-from attnres_jax import command_line
 from attnres_jax import config as config_lib
-from attnres_jax import exits
-from attnres_jax import files
-from attnres_jax import signals
-from attnres_jax import train
+from attnres_jax.common import command_line
+from attnres_jax.common import exits
+from attnres_jax.common import files
+from attnres_jax.train import account
+from attnres_jax.train import loop
+from attnres_jax.train import signals
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,7 +69,7 @@ def _train(options: argparse.Namespace) -> exits.Exit:
   files.check_folder("--workdir", options.workdir)
   command_line.connect(options)
   try:
-    summary = train.train_and_evaluate(
+    summary = loop.train_and_evaluate(
       config,
       options.workdir,
       resume_with_changed_config=options.resume_with_changed_config,

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from attnres_jax import csv_rows
-from attnres_jax import environment
+from attnres_jax.common import csv_rows
+from attnres_jax.common import environment
 
 K = TypeVar("K")
 

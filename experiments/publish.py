@@ -20,10 +20,10 @@ import sys
 
 import matplotlib
 
-from attnres_jax import command_line
 from attnres_jax import config as config_lib
-from attnres_jax import csv_rows
-from attnres_jax import files
+from attnres_jax.common import command_line
+from attnres_jax.common import csv_rows
+from attnres_jax.common import files
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import monitor
 from experiments.pages import readme

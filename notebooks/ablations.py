@@ -48,8 +48,8 @@ from IPython.display import display
 import matplotlib.pyplot as plt
 import numpy as np
 
-from attnres_jax import csv_rows
-from attnres_jax import figures
+from attnres_jax.analysis import figures
+from attnres_jax.common import csv_rows
 from attnres_jax.scaling import pairs
 from attnres_jax.scaling import paper
 

@@ -49,13 +49,13 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from attnres_jax import analysis
-from attnres_jax import checkpoint
 from attnres_jax import config as config_lib
 from attnres_jax import data
-from attnres_jax import figures
 from attnres_jax import models
-from attnres_jax import train
+from attnres_jax.analysis import figures
 from attnres_jax.analysis import plots
+from attnres_jax.train import checkpoint
+from attnres_jax.train import loop
 
 # %% [markdown]
 # ## By hand
@@ -182,7 +182,7 @@ def make_config(residual, steps=120):
 config = make_config("full_attnres")
 folder = tempfile.mkdtemp(prefix="attnres_")
 with contextlib.redirect_stdout(io.StringIO()):  # hides the progress lines
-  summary = train.train_and_evaluate(config, folder)
+  summary = loop.train_and_evaluate(config, folder)
 _, model = checkpoint.load_model(folder)
 print(f"validation loss {summary['validation_loss']:.3f} nats per byte")
 

@@ -44,7 +44,7 @@ colab.prepare("plots")
 # %%
 import matplotlib.pyplot as plt
 
-from attnres_jax import text_table
+from attnres_jax.common import text_table
 from attnres_jax.pipeline import drawing
 from attnres_jax.pipeline import layout as layout_lib
 from attnres_jax.pipeline import life

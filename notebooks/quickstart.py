@@ -60,14 +60,14 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from attnres_jax import analysis
-from attnres_jax import checkpoint
 from attnres_jax import config as config_lib
 from attnres_jax import data
-from attnres_jax import figures
-from attnres_jax import metrics
 from attnres_jax import models
-from attnres_jax import train
+from attnres_jax.analysis import figures
 from attnres_jax.analysis import plots
+from attnres_jax.train import checkpoint
+from attnres_jax.train import loop
+from attnres_jax.train import metrics
 import attnres_kernels
 
 print("jax", jax.__version__, "on", jax.devices())
@@ -156,7 +156,7 @@ for name in schemes[1:]:
 folder = tempfile.mkdtemp(prefix="attnres_")
 for name in schemes:
   with contextlib.redirect_stdout(io.StringIO()):  # hides the progress lines
-    summary = train.train_and_evaluate(make_config(name), f"{folder}/{name}")
+    summary = loop.train_and_evaluate(make_config(name), f"{folder}/{name}")
   print(
     f"{figures.name_of(name):15} validation loss"
     f" {summary['validation_loss']:.3f} nats per byte"

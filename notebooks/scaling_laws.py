@@ -51,10 +51,10 @@ from IPython.display import display
 import matplotlib.pyplot as plt
 import numpy as np
 
-from attnres_jax import csv_rows
-from attnres_jax import figures
 from attnres_jax import scaling
-from attnres_jax import text_table
+from attnres_jax.analysis import figures
+from attnres_jax.common import csv_rows
+from attnres_jax.common import text_table
 from attnres_jax.scaling import compute
 from attnres_jax.scaling import fit
 from attnres_jax.scaling import paper

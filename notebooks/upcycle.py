@@ -53,17 +53,17 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from attnres_jax import analysis
-from attnres_jax import checkpoint
 from attnres_jax import config as config_lib
 from attnres_jax import data
-from attnres_jax import figures
-from attnres_jax import metrics
 from attnres_jax import models
-from attnres_jax import train
+from attnres_jax.analysis import figures
 from attnres_jax.analysis import plots
 from attnres_jax.interop import huggingface
 from attnres_jax.interop import import_huggingface
 from attnres_jax.interop import upcycle
+from attnres_jax.train import checkpoint
+from attnres_jax.train import loop
+from attnres_jax.train import metrics
 
 folder = pathlib.Path(tempfile.mkdtemp(prefix="attnres_"))
 
@@ -142,7 +142,7 @@ config = config_lib.load_config(
   },
 )
 with contextlib.redirect_stdout(io.StringIO()):  # hides the progress lines
-  summary = train.train_and_evaluate(config, folder / "more")
+  summary = loop.train_and_evaluate(config, folder / "more")
 rows = metrics.read_rows(folder / "more", "train")
 steps, losses = zip(*((row["step"], row["loss"]) for row in rows))
 figure, axes = plt.subplots(figsize=(6, 2.6))

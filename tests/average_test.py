@@ -5,10 +5,10 @@ import jax
 import numpy as np
 import pytest
 
-from attnres_jax import checkpoint
-from attnres_jax import metrics
-from attnres_jax import sharding
-from attnres_jax import train_state
+from attnres_jax.common import sharding
+from attnres_jax.train import checkpoint
+from attnres_jax.train import metrics
+from attnres_jax.train import train_state
 from tests import tiny_run
 
 

@@ -17,9 +17,9 @@ import ml_collections
 import pytest
 
 from attnres_jax import config as config_lib
-from attnres_jax import sharding
-from attnres_jax import train_state
+from attnres_jax.common import sharding
 from attnres_jax.models import residuals
+from attnres_jax.train import train_state
 
 MOST_COMBINATIONS = 50
 FILES = sorted((pathlib.Path(__file__).parents[1] / "configs").glob("*.py"))

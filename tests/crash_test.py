@@ -10,8 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from attnres_jax import checkpoint
-from attnres_jax import exits
+from attnres_jax.common import exits
+from attnres_jax.train import checkpoint
 from tests import tiny_run
 
 # Saving takes longer than the steps.

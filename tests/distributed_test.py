@@ -8,9 +8,9 @@ import signal
 import numpy as np
 import pytest
 
-from attnres_jax import checkpoint
-from attnres_jax import claims
-from attnres_jax import exits
+from attnres_jax.common import exits
+from attnres_jax.train import checkpoint
+from attnres_jax.train import claims
 from tests import tiny_run
 
 # Recovery does not depend on the scheme, and this one compiles fastest. With a

@@ -19,8 +19,7 @@ from attnres_jax import analysis
 from attnres_jax import config as config_lib
 from attnres_jax import flops
 from attnres_jax import optimizer
-from attnres_jax import sharding
-from attnres_jax import train_state
+from attnres_jax.common import sharding
 from attnres_jax.flops import parameters
 from attnres_jax.flops import report as flops_report
 from attnres_jax.flops import traffic
@@ -33,6 +32,7 @@ from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import monitor
 from attnres_jax.sweep import rows as rows_lib
 from attnres_jax.sweep import worker
+from attnres_jax.train import train_state
 from tests.sweep import tiny_sweep
 
 WIDTH, LENGTH, LAYERS = 16, 32, 2
@@ -192,8 +192,8 @@ def test_a_pipeline_on_a_mesh_takes_the_plain_step():
 
 def test_compiles_for_a_slice_that_is_not_here():
   pytest.importorskip("libtpu", reason="libtpu is not installed")
-  from attnres_jax.aot import report
-  from attnres_jax.aot import topology
+  from attnres_jax.plan import report
+  from attnres_jax.plan import topology
 
   config = _config(
     **{"mesh.data": 4, "mesh.fsdp": 2, "model.dtype": "bfloat16"}

@@ -18,10 +18,10 @@ import jax
 import ray
 from ray import cluster_utils
 
-from attnres_jax import checkpoint
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import launchers
 from attnres_jax.sweep.launchers import ray as launcher
+from attnres_jax.train import checkpoint
 
 SLICE, POD_TYPE, HOSTS, CHIPS_PER_HOST = "v5p:2x2x2", "v5p-16", 2, 4
 _launchers_work = launcher._work

@@ -10,9 +10,9 @@ import shutil
 import numpy as np
 import pytest
 
-from attnres_jax import checkpoint
 from attnres_jax import config as config_lib
-from attnres_jax import train
+from attnres_jax.train import checkpoint
+from attnres_jax.train import loop
 from tests import tiny_run
 
 SPEC = f"{tiny_run.ROOT}/configs/kimi_linear.py:size=48b,runlocal"
@@ -42,7 +42,7 @@ def whole(config, tmp_path_factory):
   """An uninterrupted run."""
   workdir = tmp_path_factory.mktemp("whole")
   with tiny_run.traced_once():
-    train.train_and_evaluate(config, workdir)
+    loop.train_and_evaluate(config, workdir)
     yield workdir
 
 
@@ -131,7 +131,7 @@ def test_experts_are_reported_and_balanced(whole, config):
 def test_stopped_run_resumes_bit_for_bit(whole, config, tmp_path):
   run = shutil.copytree(whole, tmp_path / "run")
   tiny_run.rewind(run, 12)
-  train.train_and_evaluate(config, run)
+  loop.train_and_evaluate(config, run)
   (resume,) = tiny_run.events(run, "resume")
   assert resume["step"] == 12
   tiny_run.assert_same_run(whole, run)

@@ -18,7 +18,7 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax import optimizer
-from attnres_jax import sharding
+from attnres_jax.common import sharding
 from attnres_jax.models import residuals
 from attnres_jax.models import sublayer
 from tests import tiny_network

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from attnres_jax import main
-from attnres_jax import train
+from attnres_jax.train import loop
 from tests import tiny_run
 
 SPEC = f"{tiny_run.ROOT}/configs/lm.py"
@@ -21,7 +21,7 @@ def command(tmp_path, monkeypatch, capsys):
   def no_training(*args, **kwargs):
     raise AssertionError("went on to train")
 
-  monkeypatch.setattr(train, "train_and_evaluate", no_training)
+  monkeypatch.setattr(loop, "train_and_evaluate", no_training)
 
   def run(*args, config=f"{SPEC}:size=micro", workdir=str(tmp_path / "run")):
     argv = ([f"--config={config}"] if config else []) + list(args)
@@ -180,7 +180,7 @@ def test_overrides_arrive(command, monkeypatch, capsys):
     return {"status": "stopped", "step": 3}
 
   run = command
-  monkeypatch.setattr(train, "train_and_evaluate", train_and_evaluate)
+  monkeypatch.setattr(loop, "train_and_evaluate", train_and_evaluate)
   status, err = run(
     "--config.optim.peak_lr=0.5", "--config.train.steps", "7",
     "--config.model.tie_embeddings", "--noconfig.checkpoint.asynchronous",

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from attnres_jax import config as config_lib
-from attnres_jax import sharding
-from attnres_jax import train_state
+from attnres_jax.common import sharding
+from attnres_jax.train import train_state
 from tests import tiny_network
 
 # Combinations behave like their factors; they are slow tests.

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 import pytest
 import xxhash
 
-from attnres_jax import checksums
 from attnres_jax import config as config_lib
 from attnres_jax.data import token_files
 from attnres_jax.interop import manifest
 from attnres_jax.interop import tensor_files
 from attnres_jax.interop import weights_folder
 from attnres_jax.sweep import folder as sweep_folder
+from attnres_jax.train import checksums
 
 SECRET = "secret.txt"
 PATHS = (

@@ -7,8 +7,8 @@ import shutil
 import hypothesis
 from hypothesis import strategies as st
 
-from attnres_jax import checkpoint
 from attnres_jax import config as config_lib
+from attnres_jax.train import checkpoint
 from tests import tiny_run
 
 FIELDS = {

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import pytest
 
 from attnres_jax import config as config_lib
-from attnres_jax import files
+from attnres_jax.common import files
 from attnres_jax.flops import __main__ as flops_command
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import cli

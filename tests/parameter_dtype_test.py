@@ -11,9 +11,9 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import models
-from attnres_jax import sharding
-from attnres_jax import train_state
+from attnres_jax.common import sharding
 from attnres_jax.interop import huggingface
+from attnres_jax.train import train_state
 from tests import tiny_network
 from tests.interop import small_checkpoint
 

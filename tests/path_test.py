@@ -9,8 +9,8 @@ import pytest
 
 import attnres_jax
 from attnres_jax import config as config_lib
-from attnres_jax import sharding
-from attnres_jax import train_state
+from attnres_jax.common import sharding
+from attnres_jax.train import train_state
 
 # A step of PreNorm runs through the trunk, mixers, norms, loss and optimiser.
 # Block adds its scheme, its reads and their two operators.
@@ -18,8 +18,8 @@ MOST = {"prenorm": 24, "block_attnres": 32}
 _LEFT_OUT = (
   "attnres_jax/config/",
   "attnres_jax/data/",
-  "attnres_jax/compiler.py",
-  "attnres_jax/chips.py",
+  "attnres_jax/common/compiler.py",
+  "attnres_jax/common/chips.py",
 )
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import optimizer
-from attnres_jax import train
+from attnres_jax.train import loop
 from tests import tiny_run
 
 SPEC = f"{tiny_run.ROOT}/configs/kimi_linear.py"
@@ -70,7 +70,7 @@ def test_all_three_on_a_laptop(tmp_path):
     arguments = f"size=48b,residual=prenorm,runlocal,stage={stage}"
     config = config_lib.load_config(f"{SPEC}:{arguments}", fields)
     before = tmp_path / stage
-    summary = train.train_and_evaluate(config, before)
+    summary = loop.train_and_evaluate(config, before)
     assert summary["status"] == "finished" and summary["step"] == steps
     losses.append(summary["validation_loss"])
     rows = tiny_run.rows(before, "train")

@@ -17,12 +17,12 @@ import jax
 import numpy as np
 import pytest
 
-from attnres_jax import checkpoint
 from attnres_jax import config as config_lib
-from attnres_jax import exits
-from attnres_jax import train
-from attnres_jax import train_state
-from attnres_jax import watch
+from attnres_jax.common import exits
+from attnres_jax.train import checkpoint
+from attnres_jax.train import loop
+from attnres_jax.train import train_state
+from attnres_jax.train import watch
 
 ROOT = pathlib.Path(__file__).parent.parent
 SPEC = "configs/lm.py:size=micro,residual=block_attnres"
@@ -66,7 +66,7 @@ def config(fields):
 
 
 def train_here(workdir, fields, **kwargs):
-  return train.train_and_evaluate(config(fields), workdir, **kwargs)
+  return loop.train_and_evaluate(config(fields), workdir, **kwargs)
 
 
 @contextlib.contextmanager

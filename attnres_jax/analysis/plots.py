@@ -12,7 +12,7 @@ from matplotlib import figure as figure_lib
 from matplotlib import ticker
 import numpy as np
 
-from attnres_jax import figures
+from attnres_jax.analysis import figures
 from attnres_jax.analysis.depth_weights import DepthWeights
 from attnres_jax.analysis.magnitudes import Magnitudes
 

@@ -158,7 +158,7 @@ class OptimConfig(fields.Checked, prefix="optim"):
       one that is found counts.
     accumulate_steps: microbatches per optimiser step; divides data.batch_size.
       0 for the plan of this config and these devices, with its mesh and
-      `model.remat` (`attnres_jax.plans`).
+      `model.remat` (`attnres_jax.common.plans`).
   """
 
   name: str = "adamw"
@@ -223,7 +223,7 @@ class TrainConfig(fields.Checked, prefix="train"):
     profile_steps: first and last step, counted from 1, of which the run writes
       a trace to WORKDIR/profile, for XProf; empty for none.
     compiler_options: of XLA, such as ("xla_flag=value",), for the training
-      step; on top of `attnres_jax.compiler.OPTIONS`.
+      step; on top of `attnres_jax.common.compiler.OPTIONS`.
   """
 
   steps: fields.Size = 400
@@ -316,7 +316,7 @@ class LogConfig(fields.Checked, prefix="log"):
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig(fields.Checked, prefix="mesh"):
-  """How the devices are arranged; see `attnres_jax.sharding`.
+  """How the devices are arranged; see `attnres_jax.common.sharding`.
 
   At most one axis may be -1, which takes all remaining devices.
 

@@ -28,8 +28,8 @@ from typing import Any, NamedTuple, NoReturn
 from etils import epath
 
 from attnres_jax import config as config_lib
-from attnres_jax import files as files_lib
-from attnres_jax import stores
+from attnres_jax.common import files as files_lib
+from attnres_jax.common import stores
 from attnres_jax.data import documents
 
 COMPRESSED = (".gz", ".zst")

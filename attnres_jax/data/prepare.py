@@ -28,9 +28,9 @@ from etils import epath
 import numpy as np
 import tqdm
 
-from attnres_jax import command_line
 from attnres_jax import config as config_lib
-from attnres_jax import files as files_lib
+from attnres_jax.common import command_line
+from attnres_jax.common import files as files_lib
 from attnres_jax.data import documents
 from attnres_jax.data import paths
 from attnres_jax.data import sources

@@ -33,7 +33,7 @@ from typing import Any
 from etils import epath
 
 from attnres_jax import config as config_lib
-from attnres_jax import files
+from attnres_jax.common import files
 from attnres_jax.data import paths
 from attnres_jax.data import tokenizer as tokenizer_lib
 

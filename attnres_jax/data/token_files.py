@@ -33,7 +33,7 @@ from etils import epath
 import numpy as np
 
 from attnres_jax import config as config_lib
-from attnres_jax import files as files_lib
+from attnres_jax.common import files as files_lib
 from attnres_jax.data import documents
 from attnres_jax.data import packing
 from attnres_jax.data import paths

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from attnres_jax import config as config_lib
-from attnres_jax import files as files_lib
+from attnres_jax.common import files as files_lib
 from attnres_jax.data import paths
 from attnres_jax.data import token_files
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import json
 import sys
 
-from attnres_jax import command_line
-from attnres_jax import files
+from attnres_jax.common import command_line
+from attnres_jax.common import files
 from attnres_jax.flops import report
 
 

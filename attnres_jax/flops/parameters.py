@@ -10,7 +10,7 @@ import jax
 
 from attnres_jax import config as config_lib
 from attnres_jax import models
-from attnres_jax import sharding
+from attnres_jax.common import sharding
 from attnres_jax.models import memory
 from attnres_jax.models import residuals
 from attnres_jax.models import sublayer

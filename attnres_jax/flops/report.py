@@ -8,11 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
+from attnres_jax.common.text_table import table
 from attnres_jax.flops import operations
 from attnres_jax.flops import parameters
 from attnres_jax.flops import traffic
 from attnres_jax.models import residuals
-from attnres_jax.text_table import table
 
 Report = Mapping[str, Any]
 

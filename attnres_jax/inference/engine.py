@@ -31,7 +31,7 @@ import numpy as np
 
 from attnres_jax import config as config_lib
 from attnres_jax import models
-from attnres_jax import sharding
+from attnres_jax.common import sharding
 from attnres_jax.config import fields
 from attnres_jax.inference import draw as draw_lib
 from attnres_jax.inference import prefix

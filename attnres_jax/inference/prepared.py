@@ -10,7 +10,7 @@ from jax.sharding import Sharding
 
 from attnres_jax import config as config_lib
 from attnres_jax import models
-from attnres_jax import sharding
+from attnres_jax.common import sharding
 from attnres_jax.models import layer_stacks
 from attnres_jax.models import lora
 

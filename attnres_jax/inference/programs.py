@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec
 
 from attnres_jax import models
-from attnres_jax import sharding
+from attnres_jax.common import sharding
 from attnres_jax.inference import draw as draw_lib
 from attnres_jax.inference import prepared
 from attnres_jax.inference import scores as scores_lib

@@ -20,11 +20,11 @@ import json
 import sys
 from typing import Any
 
-from attnres_jax import command_line
 from attnres_jax import config as config_lib
 from attnres_jax import data
-from attnres_jax import files
 from attnres_jax import models
+from attnres_jax.common import command_line
+from attnres_jax.common import files
 from attnres_jax.config import errors
 from attnres_jax.config import fields
 from attnres_jax.data import text_format as text_format_lib

@@ -21,9 +21,9 @@ import socket
 import sys
 from typing import Any
 
-from attnres_jax import command_line
 from attnres_jax import config as config_lib
-from attnres_jax import exits
+from attnres_jax.common import command_line
+from attnres_jax.common import exits
 from attnres_jax.config import fields
 from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.inference import engine as engine_lib

@@ -3,13 +3,13 @@
 
 import argparse
 
-from attnres_jax import checkpoint
-from attnres_jax import command_line
 from attnres_jax import config as config_lib
-from attnres_jax import files
 from attnres_jax import models
+from attnres_jax.common import command_line
+from attnres_jax.common import files
 from attnres_jax.config import fields
 from attnres_jax.inference import prepared
+from attnres_jax.train import checkpoint
 
 MIB = 2**20
 

@@ -17,12 +17,11 @@ import pathlib
 import sys
 from typing import Any
 
-from attnres_jax import checkpoint
-from attnres_jax import command_line
 from attnres_jax import config as config_lib
-from attnres_jax import files
 from attnres_jax import models
-from attnres_jax import trees
+from attnres_jax.common import command_line
+from attnres_jax.common import files
+from attnres_jax.common import trees
 from attnres_jax.config import fields
 from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.interop import families
@@ -30,6 +29,7 @@ from attnres_jax.interop import huggingface
 from attnres_jax.interop import tensor_files
 from attnres_jax.interop import tokenizer_files
 from attnres_jax.interop import weights_folder
+from attnres_jax.train import checkpoint
 
 _CARD = """\
 ---

@@ -26,7 +26,7 @@ import numpy as np
 
 from attnres_jax import config as config_lib
 from attnres_jax import models
-from attnres_jax import sharding
+from attnres_jax.common import sharding
 from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.inference import draw
 from attnres_jax.inference import engine as engine_lib

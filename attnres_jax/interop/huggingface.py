@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnres_jax import config as config_lib
-from attnres_jax import files
 from attnres_jax import models
-from attnres_jax import sharding
-from attnres_jax import trees
+from attnres_jax.common import files
+from attnres_jax.common import sharding
+from attnres_jax.common import trees
 from attnres_jax.interop import config_table
 from attnres_jax.interop import families
 from attnres_jax.interop import manifest

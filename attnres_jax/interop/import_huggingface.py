@@ -20,11 +20,11 @@ from typing import Any
 
 import jax
 
-from attnres_jax import command_line
 from attnres_jax import config as config_lib
 from attnres_jax import data
-from attnres_jax import files
-from attnres_jax import sharding
+from attnres_jax.common import command_line
+from attnres_jax.common import files
+from attnres_jax.common import sharding
 from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.interop import huggingface
 from attnres_jax.interop import manifest

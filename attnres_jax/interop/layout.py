@@ -14,7 +14,7 @@ import jax
 
 from attnres_jax import config as config_lib
 from attnres_jax import models
-from attnres_jax import trees
+from attnres_jax.common import trees
 from attnres_jax.interop import rules
 
 # Kimi K3 has 128 entries for 96 heads. That it is the next multiple of 128 is

@@ -10,7 +10,7 @@ import json
 import os
 import pathlib
 
-from attnres_jax import files
+from attnres_jax.common import files
 
 FILE = "manifest.json"
 

@@ -23,16 +23,16 @@ from typing import Any
 
 import jax
 
-from attnres_jax import checkpoint
-from attnres_jax import command_line
 from attnres_jax import config as config_lib
-from attnres_jax import environment
-from attnres_jax import files
-from attnres_jax import sharding
-from attnres_jax import text_table
+from attnres_jax.common import command_line
+from attnres_jax.common import environment
+from attnres_jax.common import files
+from attnres_jax.common import sharding
+from attnres_jax.common import text_table
 from attnres_jax.config import fields
 from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.interop import weights_folder
+from attnres_jax.train import checkpoint
 
 
 def main(argv: Sequence[str] | None = None) -> int:

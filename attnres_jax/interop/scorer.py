@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnres_jax import loss as loss_lib
 from attnres_jax import models
-from attnres_jax import sharding
+from attnres_jax.common import sharding
 from attnres_jax.config import fields
+from attnres_jax.models import loss as loss_lib
 
 # Smaller numbers of tokens and of choices are padded to these.
 _LEAST_LENGTH, _LEAST_CHOICES = 64, 4

@@ -21,7 +21,7 @@ import safetensors
 import safetensors.numpy
 
 from attnres_jax import config as config_lib
-from attnres_jax import files
+from attnres_jax.common import files
 from attnres_jax.interop import manifest
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

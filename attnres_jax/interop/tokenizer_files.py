@@ -11,7 +11,7 @@ from typing import Any
 from etils import epath
 
 from attnres_jax import config as config_lib
-from attnres_jax import files as files_lib
+from attnres_jax.common import files as files_lib
 from attnres_jax.data import text_format as text_format_lib
 
 _NAME = "<|endoftext|>"

@@ -25,17 +25,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnres_jax import checkpoint
-from attnres_jax import command_line
 from attnres_jax import config as config_lib
-from attnres_jax import files
 from attnres_jax import models
-from attnres_jax import trees
+from attnres_jax.common import command_line
+from attnres_jax.common import files
+from attnres_jax.common import trees
 from attnres_jax.config import errors
 from attnres_jax.config import fields
 from attnres_jax.interop import weights_folder
 from attnres_jax.models import residuals
 from attnres_jax.models.residuals import base
+from attnres_jax.train import checkpoint
 
 # Reads of the same values, summed in another order, in float32.
 _TOLERANCE = 1e-5

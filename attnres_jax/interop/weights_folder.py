@@ -19,13 +19,13 @@ from etils import epath
 import jax
 import ml_collections
 
-from attnres_jax import checkpoint
 from attnres_jax import config as config_lib
-from attnres_jax import files
 from attnres_jax import models
-from attnres_jax import run_folder
+from attnres_jax.common import files
 from attnres_jax.config import fields
 from attnres_jax.interop import tensor_files
+from attnres_jax.train import checkpoint
+from attnres_jax.train import run_folder
 
 FACTS = "interop.json"
 _CONFIG_FILE = "config.py"

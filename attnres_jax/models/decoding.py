@@ -10,8 +10,8 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from attnres_jax import scopes
-from attnres_jax import sharding
+from attnres_jax.common import scopes
+from attnres_jax.common import sharding
 from attnres_jax.models import layer_stacks
 from attnres_jax.models import memory as memory_lib
 from attnres_jax.models import trunk

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
-from attnres_jax import precision
-from attnres_jax import scopes
-from attnres_jax import sharding
+from attnres_jax.common import precision
+from attnres_jax.common import scopes
+from attnres_jax.common import sharding
 from attnres_jax.models import linear
 
 

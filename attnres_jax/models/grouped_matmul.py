@@ -22,8 +22,8 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 import jax.numpy as jnp
 
-from attnres_jax import precision
-from attnres_jax import sharding
+from attnres_jax.common import precision
+from attnres_jax.common import sharding
 from attnres_jax.models import linear
 from attnres_kernels import dispatch
 

@@ -11,7 +11,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from attnres_jax import scopes
+from attnres_jax.common import scopes
 
 
 def split(tree: Any, sizes: Sequence[int]) -> list[Any]:

@@ -19,8 +19,8 @@ from jax import ad_checkpoint
 from jax.extend import core
 import jax.numpy as jnp
 
-from attnres_jax import precision
-from attnres_jax import sharding
+from attnres_jax.common import precision
+from attnres_jax.common import sharding
 
 # The name by which activation checkpointing recognises weight products.
 PRODUCT = "product"

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
-from attnres_jax import precision
+from attnres_jax.common import precision
 
 # Parts of a network that may have adapters.
 _PARTS = ("embedding", "sublayers")

@@ -37,8 +37,8 @@ import jax
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
-from attnres_jax import precision
-from attnres_jax import sharding
+from attnres_jax.common import precision
+from attnres_jax.common import sharding
 from attnres_jax.models import expert_parallel
 from attnres_jax.models import grouped_matmul
 from attnres_jax.models import linear

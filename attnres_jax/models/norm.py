@@ -5,8 +5,8 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from attnres_jax import precision
-from attnres_jax import sharding
+from attnres_jax.common import precision
+from attnres_jax.common import sharding
 import attnres_kernels
 
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnres_jax import config as config_lib
-from attnres_jax import scopes
-from attnres_jax import sharding
+from attnres_jax.common import scopes
+from attnres_jax.common import sharding
 from attnres_jax.models import decoding
 from attnres_jax.models import embedding
 from attnres_jax.models import layer_stacks

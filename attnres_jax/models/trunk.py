@@ -29,8 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnres_jax import config as config_lib
-from attnres_jax import scopes
-from attnres_jax import sharding
+from attnres_jax.common import scopes
+from attnres_jax.common import sharding
 from attnres_jax.models import block_scan
 from attnres_jax.models import layer_stacks
 from attnres_jax.models import linear

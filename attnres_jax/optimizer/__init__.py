@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import optax
 
 from attnres_jax import config as config_lib
-from attnres_jax import sharding
+from attnres_jax.common import sharding
 from attnres_jax.optimizer import groups
 from attnres_jax.optimizer import muon
 from attnres_jax.optimizer.schedules import make_balance_schedule

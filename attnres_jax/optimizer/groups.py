@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from attnres_jax import config as config_lib
-from attnres_jax import sharding
+from attnres_jax.common import sharding
 
 
 def with_groups(

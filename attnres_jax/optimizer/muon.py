@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from attnres_jax import sharding
+from attnres_jax.common import sharding
 
 # Coefficients of the quintic iteration: steep at zero rather than convergent to
 # one.

@@ -15,9 +15,9 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 import sys
 
-from attnres_jax import command_line
 from attnres_jax import config as config_lib
-from attnres_jax import text_table
+from attnres_jax.common import command_line
+from attnres_jax.common import text_table
 from attnres_jax.models import residuals
 from attnres_jax.pipeline import drawing
 from attnres_jax.pipeline import layout as layout_lib

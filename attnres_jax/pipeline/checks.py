@@ -6,7 +6,7 @@ import dataclasses
 from jax.sharding import Mesh
 
 from attnres_jax import config as config_lib
-from attnres_jax import sharding
+from attnres_jax.common import sharding
 from attnres_jax.pipeline import layout as layout_lib
 
 

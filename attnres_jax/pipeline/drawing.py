@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from attnres_jax import text_table
+from attnres_jax.common import text_table
 from attnres_jax.pipeline import layout as layout_lib
 from attnres_jax.pipeline import schedule as schedule_lib
 

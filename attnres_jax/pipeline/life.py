@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from attnres_jax import config as config_lib
-from attnres_jax import text_table
+from attnres_jax.common import text_table
 from attnres_jax.pipeline import schedule as schedule_lib
 
 _HEADER = ("unit", "tick", "rank", "arrives", "looks up", "makes", "sends")

@@ -27,7 +27,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec
 import numpy as np
 
-from attnres_jax import sharding
+from attnres_jax.common import sharding
 from attnres_jax.pipeline import layout as layout_lib
 
 

@@ -41,12 +41,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from attnres_jax import config as config_lib
-from attnres_jax import loss as loss_lib
 from attnres_jax import models
-from attnres_jax import precision
-from attnres_jax import scopes
-from attnres_jax import sharding
+from attnres_jax.common import precision
+from attnres_jax.common import scopes
+from attnres_jax.common import sharding
 from attnres_jax.models import block_scan
+from attnres_jax.models import loss as loss_lib
 from attnres_jax.models import memory as memory_lib
 from attnres_jax.pipeline import checks
 from attnres_jax.pipeline import memory

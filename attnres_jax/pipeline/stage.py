@@ -36,9 +36,9 @@ import jax
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
-from attnres_jax import loss as loss_lib
-from attnres_jax import precision
-from attnres_jax import scopes
+from attnres_jax.common import precision
+from attnres_jax.common import scopes
+from attnres_jax.models import loss as loss_lib
 from attnres_jax.models import trunk
 from attnres_jax.pipeline import layout as layout_lib
 from attnres_jax.pipeline import memory

@@ -18,7 +18,7 @@ import dataclasses
 
 from attnres_jax import config as config_lib
 from attnres_jax import flops
-from attnres_jax import text_table
+from attnres_jax.common import text_table
 from attnres_jax.flops import traffic
 from attnres_jax.models import residuals
 from attnres_jax.scaling import architecture

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from attnres_jax import config as config_lib
-from attnres_jax import figures
+from attnres_jax.analysis import figures
 from attnres_jax.scaling import compute as compute_lib
 from attnres_jax.scaling import fit as fit_lib
 from attnres_jax.scaling import paper

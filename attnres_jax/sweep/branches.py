@@ -15,15 +15,15 @@ import shutil
 
 from etils import epath
 
-from attnres_jax import checkpoint
 from attnres_jax import config as config_lib
-from attnres_jax import files
 from attnres_jax import optimizer
-from attnres_jax import run_folder
+from attnres_jax.common import files
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import damage
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import state as state_lib
+from attnres_jax.train import checkpoint
+from attnres_jax.train import run_folder
 
 _ENDED = (state_lib.DONE, state_lib.FAILED, state_lib.DAMAGED)
 

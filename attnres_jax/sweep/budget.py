@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 import dataclasses
 import re
 
-from attnres_jax import account
-from attnres_jax import chips
 from attnres_jax import config as config_lib
-from attnres_jax import plans as plans_lib
-from attnres_jax import text_table
-from attnres_jax.aot import topology
+from attnres_jax.common import chips
+from attnres_jax.common import plans as plans_lib
+from attnres_jax.common import text_table
+from attnres_jax.plan import topology
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import folder as folder_lib
+from attnres_jax.train import account
 
 _FLAG = "--max_chip_hours"
 
@@ -130,7 +130,7 @@ def check(
       most,
       f"a plan of every run for {price.slice_name}; {len(price.missing)} of"
       f" {len(runs)} have none, such as {price.missing[0]}"
-      " (python -m attnres_jax.aot.plan --sweep --save)",
+      " (python -m attnres_jax.plan.search --sweep --save)",
     )
   if price.total > most:
     config_lib.fail_argument(

@@ -23,13 +23,12 @@ import time
 
 from etils import epath
 
-from attnres_jax import command_line
 from attnres_jax import config as config_lib
-from attnres_jax import csv_rows
 from attnres_jax import data
-from attnres_jax import files
-from attnres_jax import plans
-from attnres_jax import signals
+from attnres_jax.common import command_line
+from attnres_jax.common import csv_rows
+from attnres_jax.common import files
+from attnres_jax.common import plans
 from attnres_jax.config import fields
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import budget
@@ -38,6 +37,7 @@ from attnres_jax.sweep import launchers
 from attnres_jax.sweep import monitor
 from attnres_jax.sweep import preflight
 from attnres_jax.sweep import state as state_lib
+from attnres_jax.train import signals
 
 ACTIONS = ("run", "status", "collect", "report")
 ROWS, REPORT = "rows.csv", "report.html"

@@ -13,8 +13,8 @@ from typing import Any
 from etils import epath
 
 from attnres_jax import config as config_lib
-from attnres_jax import files
-from attnres_jax import stores
+from attnres_jax.common import files
+from attnres_jax.common import stores
 
 
 class DamagedError(config_lib.ConfigError):

@@ -9,7 +9,7 @@
     error.txt    of the last attempt that failed
     log.txt      what its workers printed, where a launcher keeps that here
     config.json data.json metrics.jsonl checkpoints/ summary.json
-                 of every run; see `attnres_jax.train`
+                 of every run; see `attnres_jax.train.loop`
   plans.csv      the file of plans, for `optim.accumulate_steps=0`
   compiled/      programs that runs share, where a launcher keeps them here
 
@@ -29,10 +29,10 @@ from typing import Any
 from etils import epath
 
 from attnres_jax import config as config_lib
-from attnres_jax import files
-from attnres_jax import run_folder
+from attnres_jax.common import files
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import damage
+from attnres_jax.train import run_folder
 
 SWEEP = "sweep.json"
 RUN = "run.json"

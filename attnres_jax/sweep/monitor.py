@@ -13,19 +13,19 @@ from typing import Any
 
 from etils import epath
 
-from attnres_jax import account
-from attnres_jax import claims
 from attnres_jax import config as config_lib
-from attnres_jax import files
-from attnres_jax import goodput as goodput_lib
-from attnres_jax import metrics
-from attnres_jax import stores
-from attnres_jax import text_table
+from attnres_jax.common import files
+from attnres_jax.common import stores
+from attnres_jax.common import text_table
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import damage
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import rows as rows_lib
 from attnres_jax.sweep import state as state_lib
+from attnres_jax.train import account
+from attnres_jax.train import claims
+from attnres_jax.train import goodput as goodput_lib
+from attnres_jax.train import metrics
 
 # A run whose state is `running` but that no worker holds.
 INTERRUPTED = "interrupted"

@@ -7,9 +7,9 @@ import sys
 import jax
 
 from attnres_jax import config as config_lib
-from attnres_jax import plans as plans_lib
-from attnres_jax.aot import report
-from attnres_jax.aot import topology
+from attnres_jax.common import plans as plans_lib
+from attnres_jax.plan import report
+from attnres_jax.plan import topology
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import folder as folder_lib
 

@@ -15,7 +15,6 @@ from etils import epath
 
 from attnres_jax import config as config_lib
 from attnres_jax import flops
-from attnres_jax import goodput
 from attnres_jax.flops import parameters
 from attnres_jax.scaling import architecture
 from attnres_jax.scaling import compute as compute_lib
@@ -24,6 +23,7 @@ from attnres_jax.scaling import grid
 from attnres_jax.sweep import damage
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import state as state_lib
+from attnres_jax.train import goodput
 
 Row = Mapping[str, Any]
 

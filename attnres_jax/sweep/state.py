@@ -21,12 +21,12 @@ import time
 from etils import epath
 import jax
 
-from attnres_jax import account
-from attnres_jax import claims
 from attnres_jax import config as config_lib
-from attnres_jax import exits
-from attnres_jax import files
+from attnres_jax.common import exits
+from attnres_jax.common import files
 from attnres_jax.sweep import damage
+from attnres_jax.train import account
+from attnres_jax.train import claims
 
 PENDING, RUNNING, STOPPED = "pending", "running", "stopped"
 FAILED, REFUSED, DIVERGED = "failed", "refused", "diverged"

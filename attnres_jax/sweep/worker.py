@@ -12,8 +12,9 @@ worker.
   python -m attnres_jax.sweep.worker --folder=runs/scaling --run=NAME
 
 trains one run. SIGTERM, SIGINT, SIGHUP or SIGUSR1 makes a worker save and stop.
-The exit status says whether to start it again, see `attnres_jax.exits`. After
-an error, the run's folder holds error.txt: traceback, step, host and attempt.
+The exit status says whether to start it again, see `attnres_jax.common.exits`.
+After an error, the run's folder holds error.txt: traceback, step, host and
+attempt.
 
 For runs over several processes, start the same command once per process with
 --distributed. On a pod, JAX finds the cluster by itself; elsewhere, describe it
@@ -39,19 +40,19 @@ import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
-from attnres_jax import claims
-from attnres_jax import command_line
 from attnres_jax import config as config_lib
-from attnres_jax import exits
-from attnres_jax import files
-from attnres_jax import metrics
-from attnres_jax import plans
-from attnres_jax import signals
-from attnres_jax import train
+from attnres_jax.common import command_line
+from attnres_jax.common import exits
+from attnres_jax.common import files
+from attnres_jax.common import plans
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import branches
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import state as state_lib
+from attnres_jax.train import claims
+from attnres_jax.train import loop
+from attnres_jax.train import metrics
+from attnres_jax.train import signals
 
 ERROR = "error.txt"
 # How often a worker without --run tries a run that fails.
@@ -274,7 +275,7 @@ def _train(
       if step:
         print(f"begins at step {step}, with a checkpoint of {run.branch_of}")
     config = folder_lib.run_config(run)
-    summary = train.train_and_evaluate(
+    summary = loop.train_and_evaluate(
       config,
       workdir,
       claim=None if attempt is None else attempt.claim,
@@ -326,7 +327,7 @@ def _diverged(summary: Mapping[str, Any], config: config_lib.RunConfig) -> str:
   if skipped > most * steps:
     return (
       f"{skipped} of {steps} steps were skipped, since a loss or gradient was"
-      f" not finite; train.max_skipped_share is {most:g}"
+      f" not finite; loop.max_skipped_share is {most:g}"
     )
   if jax.process_index() == 0 and summary.get("validation_loss") is None:
     return "the validation loss is not finite"

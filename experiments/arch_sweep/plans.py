@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the paper's 25 shapes take on each slice, as planned.
 
-From the rows of configs/plans.csv, which `attnres_jax.aot.plan` compiled.
+From the rows of configs/plans.csv, which `attnres_jax.plan.search` compiled.
 """
 
 from collections.abc import Sequence
 import re
 
-from attnres_jax import figures
+from attnres_jax.analysis import figures
 from attnres_jax.scaling import paper
 from configs import arch_sweep
 from experiments.pages import planned

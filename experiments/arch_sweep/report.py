@@ -8,7 +8,7 @@ from etils import epath
 from matplotlib import figure as figure_lib
 import numpy as np
 
-from attnres_jax import figures
+from attnres_jax.analysis import figures
 from attnres_jax.scaling import plots
 from attnres_jax.sweep import monitor
 from experiments.pages import page

@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib import figure as figure_lib
 
-from attnres_jax import figures
+from attnres_jax.analysis import figures
 from experiments.block_size import config
 from experiments.pages import variants
 

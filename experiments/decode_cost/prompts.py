@@ -27,17 +27,17 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from attnres_jax import command_line
 from attnres_jax import config as config_lib
-from attnres_jax import csv_rows
-from attnres_jax import environment
 from attnres_jax import models
-from attnres_jax import sharding
-from attnres_jax.aot import hlo
-from attnres_jax.aot import topology
+from attnres_jax.common import command_line
+from attnres_jax.common import csv_rows
+from attnres_jax.common import environment
+from attnres_jax.common import sharding
 from attnres_jax.inference import programs
 from attnres_jax.models import residuals
 from attnres_jax.models.residuals import base
+from attnres_jax.plan import hlo
+from attnres_jax.plan import topology
 
 TABLE = pathlib.Path(__file__).with_suffix(".csv")
 KEYS = ("network", "scheme", "devices", "chunk", "cached")

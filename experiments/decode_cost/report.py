@@ -3,7 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from attnres_jax import figures
+from attnres_jax.analysis import figures
 from experiments.pages import readme as readme_lib
 
 Row = Mapping[str, str]

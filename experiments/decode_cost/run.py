@@ -30,9 +30,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnres_jax import command_line
 from attnres_jax import config as config_lib
 from attnres_jax import models
+from attnres_jax.common import command_line
 from attnres_jax.models import layer_stacks
 from attnres_jax.models.mixers import cache as cache_lib
 from experiments import measure as measure_lib

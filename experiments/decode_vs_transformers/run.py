@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from attnres_jax import command_line
-from attnres_jax import csv_rows
-from attnres_jax import environment
+from attnres_jax.common import command_line
+from attnres_jax.common import csv_rows
+from attnres_jax.common import environment
 from attnres_jax.config import fields
 from experiments import publish
 from experiments.decode_vs_transformers import report

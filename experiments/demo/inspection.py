@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from attnres_jax import analysis
-from attnres_jax import checkpoint
 from attnres_jax import data
-from attnres_jax import files
+from attnres_jax.common import files
 from attnres_jax.inference import sample
+from attnres_jax.train import checkpoint
 
 _BATCHES = 2
 _SAMPLE_TOKENS = 240

@@ -8,10 +8,10 @@ from typing import Any
 
 from matplotlib import figure as figure_lib
 
-from attnres_jax import account
 from attnres_jax import config as config_lib
-from attnres_jax import figures
+from attnres_jax.analysis import figures
 from attnres_jax.analysis import plots
+from attnres_jax.train import account
 from experiments.demo import inspection
 from experiments.demo import results
 from experiments.pages import curves
@@ -36,7 +36,7 @@ def render(
     runs: all runs, seed by seed.
     looks: the analysis of each run, in the same order.
     rows: of the runs, as in results.csv.
-    facts: where all this was computed, see `attnres_jax.environment.facts`.
+    facts: hardware and versions, see `attnres_jax.common.environment.facts`.
   """
   inside: dict[str, list[inspection.Look]] = {}
   for run, look in zip(runs, looks, strict=True):

@@ -8,9 +8,9 @@ import pathlib
 import statistics
 from typing import Any, NamedTuple
 
-from attnres_jax import figures
-from attnres_jax import metrics
+from attnres_jax.analysis import figures
 from attnres_jax.sweep import rows as sweep_rows
+from attnres_jax.train import metrics
 from experiments.pages import curves
 from experiments.pages import losses as losses_lib
 from experiments.pages import page

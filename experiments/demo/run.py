@@ -22,14 +22,14 @@ from typing import Any
 
 import jax
 
-from attnres_jax import command_line
 from attnres_jax import config as config_lib
-from attnres_jax import csv_rows
-from attnres_jax import environment
-from attnres_jax import figures
-from attnres_jax import files
-from attnres_jax import train
+from attnres_jax.analysis import figures
+from attnres_jax.common import command_line
+from attnres_jax.common import csv_rows
+from attnres_jax.common import environment
+from attnres_jax.common import files
 from attnres_jax.config import fields
+from attnres_jax.train import loop
 from experiments.demo import inspection
 from experiments.demo import report
 from experiments.demo import results
@@ -89,7 +89,7 @@ def _run(options: argparse.Namespace) -> None:
   for number, (scheme, seed, config) in enumerate(_configs(options), 1):
     folder = workdir / f"{scheme}_{seed}"
     print(f"\n[{number}/{total}] {figures.name_of(scheme)}, seed {seed}")
-    summary = train.train_and_evaluate(config, folder)
+    summary = loop.train_and_evaluate(config, folder)
     if summary["status"] == "stopped":
       raise KeyboardInterrupt
     runs.append(results.load_run(folder, scheme, seed, summary))

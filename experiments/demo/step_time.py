@@ -6,8 +6,8 @@ import statistics
 
 from attnres_jax import config as config_lib
 from attnres_jax import data
-from attnres_jax import sharding
-from attnres_jax import train_state
+from attnres_jax.common import sharding
+from attnres_jax.train import train_state
 from experiments import measure as measure_lib
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib import figure as figure_lib
 
-from attnres_jax import figures
+from attnres_jax.analysis import figures
 from attnres_jax.scaling import pairs
 from experiments.depth_heads import config
 from experiments.pages import page

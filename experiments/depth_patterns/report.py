@@ -14,7 +14,7 @@ import numpy as np
 from scipy import stats
 
 from attnres_jax import analysis
-from attnres_jax import figures
+from attnres_jax.analysis import figures
 from attnres_jax.analysis import plots
 from experiments import trained
 from experiments.ablations import config as ablations

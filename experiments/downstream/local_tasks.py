@@ -18,9 +18,9 @@ import sys
 
 import numpy as np
 
-from attnres_jax import command_line
 from attnres_jax import config as config_lib
-from attnres_jax import files
+from attnres_jax.common import command_line
+from attnres_jax.common import files
 from attnres_jax.config import fields
 from attnres_jax.data import documents
 from attnres_jax.data import sources

@@ -16,12 +16,12 @@ import sys
 
 import jax
 
-from attnres_jax import chips
-from attnres_jax import command_line
 from attnres_jax import config as config_lib
 from attnres_jax import flops
 from attnres_jax import models
-from attnres_jax import text_table
+from attnres_jax.common import chips
+from attnres_jax.common import command_line
+from attnres_jax.common import text_table
 from attnres_jax.config import fields
 from attnres_jax.inference import prepared
 from experiments.downstream import benchmarks

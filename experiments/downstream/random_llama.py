@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import pathlib
 import sys
 
-from attnres_jax import command_line
 from attnres_jax import config as config_lib
-from attnres_jax import files
+from attnres_jax.common import command_line
+from attnres_jax.common import files
 
 
 def main(argv: Sequence[str] | None = None) -> int:

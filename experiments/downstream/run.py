@@ -16,9 +16,9 @@ import pathlib
 import sys
 from typing import Any
 
-from attnres_jax import command_line
 from attnres_jax import config as config_lib
-from attnres_jax import files
+from attnres_jax.common import command_line
+from attnres_jax.common import files
 from attnres_jax.interop import score
 from experiments.downstream import benchmarks
 from experiments.pages import page

@@ -10,10 +10,10 @@ import argparse
 from collections.abc import Sequence
 import sys
 
-from attnres_jax import command_line
 from attnres_jax import config as config_lib
 from attnres_jax import data
-from attnres_jax import files
+from attnres_jax.common import command_line
+from attnres_jax.common import files
 from attnres_jax.config import fields
 
 

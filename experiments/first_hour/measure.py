@@ -18,14 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnres_jax import chips
 from attnres_jax import config as config_lib
-from attnres_jax import csv_rows
-from attnres_jax import environment
-from attnres_jax import train
-from attnres_jax.aot import candidates
-from attnres_jax.aot import plan
-from attnres_jax.aot import report as report_lib
+from attnres_jax.common import chips
+from attnres_jax.common import csv_rows
+from attnres_jax.common import environment
+from attnres_jax.plan import candidates
+from attnres_jax.plan import report as report_lib
+from attnres_jax.plan import search
+from attnres_jax.train import loop
 from attnres_kernels import problems
 from experiments import measure as measure_lib
 from experiments.first_hour import tables
@@ -308,7 +308,7 @@ def steps(sizes: Sizes, rounds: int) -> Iterator[Row]:
 
 
 def training(short: bool, folder: pathlib.Path) -> Iterator[Row]:
-  """Trains by the ordinary loop with a trace, beside what `aot` predicts."""
+  """Trains by the ordinary loop with a trace, beside what `plan` predicts."""
   size, batch = ("micro", 2) if short else ("medium", 16)
   config = config_lib.load_config(
     f"configs/lm.py:size={size},residual=block_attnres",
@@ -325,12 +325,12 @@ def training(short: bool, folder: pathlib.Path) -> Iterator[Row]:
     (best, *_), _ = candidates.plans(config, devices)
     config = best.apply(config)
     report = report_lib.make_report(config, devices)
-    seconds = plan.step_seconds(report, chips.CHIPS[devices[0].device_kind])
+    seconds = search.step_seconds(report, chips.CHIPS[devices[0].device_kind])
     predicted = {"seconds": seconds, "peak_bytes": report["peak_bytes"]}
   workdir = folder / "traced"
   if workdir.exists():  # Of an attempt that was ended.
     workdir.rename(tempfile.mkdtemp(prefix="traced_", dir=folder))
-  train.train_and_evaluate(config, workdir)
+  loop.train_and_evaluate(config, workdir)
   lines = (workdir / "metrics.jsonl").read_text().splitlines()
   tokens = config.data.batch_size * config.data.sequence_length
   seconds = [

@@ -20,10 +20,10 @@ import subprocess
 import sys
 import time
 
-from attnres_jax import command_line
 from attnres_jax import config as config_lib
-from attnres_jax import csv_rows
-from attnres_jax import files
+from attnres_jax.common import command_line
+from attnres_jax.common import csv_rows
+from attnres_jax.common import files
 from experiments.first_hour import measure
 from experiments.first_hour import tables
 from experiments.pages import page as page_lib

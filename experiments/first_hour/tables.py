@@ -9,7 +9,7 @@ import functools
 import pathlib
 from typing import Any
 
-from attnres_jax import csv_rows
+from attnres_jax.common import csv_rows
 from attnres_kernels.depth_attention import shapes
 from attnres_kernels.kda import shapes as kda_shapes
 from attnres_kernels.stream_mix import shapes as stream_shapes

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from attnres_jax import chips
+from attnres_jax.common import chips
 
 # A loop is long enough for the clock, and a short one still runs the operator.
 _LOOP_SECONDS, _SHORT = 0.1, 2

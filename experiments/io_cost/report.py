@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from matplotlib import figure as figure_lib
 
-from attnres_jax import figures
+from attnres_jax.analysis import figures
 from experiments.pages import readme
 
 Row = Mapping[str, str]

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import tqdm
 
-from attnres_jax import command_line
 from attnres_jax import config as config_lib
-from attnres_jax import csv_rows
-from attnres_jax import environment
+from attnres_jax.common import command_line
+from attnres_jax.common import csv_rows
+from attnres_jax.common import environment
 from attnres_jax.flops import traffic
 from attnres_jax.models import residuals
 from attnres_jax.scaling import paper

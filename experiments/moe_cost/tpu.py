@@ -8,7 +8,7 @@ Compiled ahead of time for one v5p device with libtpu (no device needed), all
 of the products of the chosen experts, the shared one and the router: 1 means
 that no expert computes tokens that were not routed to it. `gigabytes` is what
 the instructions of the compiled program read and write, as in every report of
-`attnres_jax.aot`. (The compiler's own total takes the estimates of kernels,
+`attnres_jax.plan`. (The compiler's own total takes the estimates of kernels,
 some of which count each tile of weights as often as there are tiles of rows.)
 `matrix_ms` and `hbm_ms` are flops and bytes over the peaks of the chip; the
 larger one bounds the sublayer. Writes `tpu.csv` beside this file.
@@ -27,9 +27,9 @@ import jax
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
-from attnres_jax.aot import hlo
-from attnres_jax.aot import topology
 from attnres_jax.models import moe
+from attnres_jax.plan import hlo
+from attnres_jax.plan import topology
 from experiments import measure as measure_lib
 
 _TOKENS = flags.DEFINE_list(

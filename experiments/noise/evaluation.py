@@ -21,13 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attnres_jax import checkpoint
-from attnres_jax import command_line
-from attnres_jax import csv_rows
 from attnres_jax import data
-from attnres_jax import environment
+from attnres_jax.common import command_line
+from attnres_jax.common import csv_rows
+from attnres_jax.common import environment
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import state as state_lib
+from attnres_jax.train import checkpoint
 from experiments import publish
 from experiments.noise import config as noise
 

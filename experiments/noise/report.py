@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from matplotlib import figure as figure_lib
 import numpy as np
 
-from attnres_jax import figures
+from attnres_jax.analysis import figures
 from experiments.pages import losses as losses_lib
 from experiments.pages import page
 from experiments.pages import sweep

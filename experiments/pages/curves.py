@@ -8,7 +8,7 @@ from matplotlib import figure as figure_lib
 from matplotlib import ticker
 import numpy as np
 
-from attnres_jax import figures
+from attnres_jax.analysis import figures
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import monitor
 from experiments.pages import losses

@@ -6,7 +6,7 @@ import re
 import statistics
 from typing import Any
 
-from attnres_jax import figures
+from attnres_jax.analysis import figures
 from attnres_jax.scaling import pairs
 from experiments.pages import page
 

@@ -13,7 +13,7 @@ import re
 import string
 from typing import Any, NamedTuple
 
-from attnres_jax import figures
+from attnres_jax.analysis import figures
 from attnres_jax.models import residuals
 from attnres_jax.scaling import pairs
 from experiments.pages import readme

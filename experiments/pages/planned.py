@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of configs/plans.csv in tables: what `attnres_jax.aot.plan` compiled."""
+"""Tables of configs/plans.csv, which `attnres_jax.plan.search` compiled."""
 
 from collections.abc import Mapping, Sequence
 
 from attnres_jax import config as config_lib
-from attnres_jax import plans
+from attnres_jax.common import plans
 from experiments import variants
 from experiments.pages import page
 

@@ -6,7 +6,7 @@ import pathlib
 import re
 from typing import Any, NamedTuple
 
-from attnres_jax import csv_rows
+from attnres_jax.common import csv_rows
 
 Rows = Sequence[Mapping[str, Any]]
 

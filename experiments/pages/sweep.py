@@ -12,7 +12,7 @@ from typing import Any
 
 from etils import epath
 
-from attnres_jax import figures
+from attnres_jax.analysis import figures
 from attnres_jax.sweep import cli
 from attnres_jax.sweep import damage
 from attnres_jax.sweep import folder as folder_lib

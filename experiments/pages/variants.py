@@ -11,9 +11,9 @@ from matplotlib import figure as figure_lib
 import numpy as np
 
 from attnres_jax import config as config_lib
-from attnres_jax import csv_rows
-from attnres_jax import figures
 from attnres_jax import scaling
+from attnres_jax.analysis import figures
+from attnres_jax.common import csv_rows
 from attnres_jax.scaling import fit as fit_lib
 from attnres_jax.scaling import pairs
 from attnres_jax.sweep import cli

@@ -19,8 +19,8 @@ from typing import Any
 
 from matplotlib import figure as figure_lib
 
-from attnres_jax import command_line
-from attnres_jax import csv_rows
+from attnres_jax.common import command_line
+from attnres_jax.common import csv_rows
 from attnres_jax.pipeline import __main__ as command
 from attnres_jax.pipeline import layout as layout_lib
 from experiments.pages import readme

@@ -4,7 +4,7 @@
   python -m experiments.pipeline_cost.tpu --size=48b
   python -m experiments.pipeline_cost.tpu --size=4_layers --rule=cached
 
-Prints the report of `attnres_jax.aot` and puts a row into tpu.csv, in place of
+Prints the report of `attnres_jax.plan` and puts a row into tpu.csv, in place of
 the row with the same size, scheme and rule. It needs libtpu and no device; the
 48B network takes three minutes of processor time and 8 GB of memory.
 
@@ -22,11 +22,11 @@ from typing import NamedTuple
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-from attnres_jax import command_line
 from attnres_jax import config as config_lib
-from attnres_jax import csv_rows
-from attnres_jax import environment
-from attnres_jax.aot import report as report_lib
+from attnres_jax.common import command_line
+from attnres_jax.common import csv_rows
+from attnres_jax.common import environment
+from attnres_jax.plan import report as report_lib
 from experiments.pages import readme
 
 FILE = pathlib.Path(__file__).with_name("tpu.csv")

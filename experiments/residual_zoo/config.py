@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every residual scheme under one schedule; see `experiments.variants`."""
 
-from attnres_jax import figures
+from attnres_jax.analysis import figures
 from attnres_jax.models import residuals
 from experiments import variants
 from experiments.ablations import config as ablations

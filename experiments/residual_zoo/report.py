@@ -8,9 +8,9 @@ import pathlib
 from matplotlib import figure as figure_lib
 import numpy as np
 
-from attnres_jax import csv_rows
-from attnres_jax import figures
+from attnres_jax.analysis import figures
 from attnres_jax.analysis import plots
+from attnres_jax.common import csv_rows
 from attnres_jax.models import residuals
 from experiments.pages import page
 from experiments.pages import readme

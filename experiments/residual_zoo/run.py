@@ -26,12 +26,12 @@ import numpy as np
 import tqdm
 
 from attnres_jax import analysis
-from attnres_jax import command_line
 from attnres_jax import config as config_lib
-from attnres_jax import csv_rows
-from attnres_jax import environment
 from attnres_jax import flops
 from attnres_jax import models
+from attnres_jax.common import command_line
+from attnres_jax.common import csv_rows
+from attnres_jax.common import environment
 from attnres_jax.config import errors
 from attnres_jax.flops import parameters
 from attnres_jax.flops import traffic

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of docs/launch.md: what Table 2 takes on each slice, as planned.
 
-From the rows of configs/plans.csv, which `attnres_jax.aot.plan` compiled.
+From the rows of configs/plans.csv, which `attnres_jax.plan.search` compiled.
 """
 
 from collections.abc import Mapping, Sequence

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 import attnres_jax
 from attnres_jax import config as config_lib
-from attnres_jax import loss as loss_lib
+from attnres_jax.models import loss as loss_lib
 from attnres_jax.models import norm as norm_lib
 import attnres_kernels
 

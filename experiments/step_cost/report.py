@@ -4,7 +4,7 @@
 from collections.abc import Mapping, Sequence
 
 from attnres_jax import config as config_lib
-from attnres_jax import figures
+from attnres_jax.analysis import figures
 from experiments.pages import readme as readme_lib
 
 # The forms of PreNorm that are measured.

@@ -38,9 +38,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnres_jax import config as config_lib
-from attnres_jax import sharding
-from attnres_jax import train_state
+from attnres_jax.common import sharding
 from attnres_jax.models import residuals
+from attnres_jax.train import train_state
 from experiments import measure as measure_lib
 from experiments import publish
 from experiments.pages import readme

@@ -41,11 +41,11 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 
-from attnres_jax import command_line
-from attnres_jax import csv_rows
-from attnres_jax import environment
-from attnres_jax.aot import hlo
-from attnres_jax.aot import topology
+from attnres_jax.common import command_line
+from attnres_jax.common import csv_rows
+from attnres_jax.common import environment
+from attnres_jax.plan import hlo
+from attnres_jax.plan import topology
 from experiments.step_cost import programs
 
 _TABLE = pathlib.Path(__file__).with_suffix(".csv")

@@ -9,7 +9,7 @@ from matplotlib import colors
 from matplotlib import figure as figure_lib
 import numpy as np
 
-from attnres_jax import figures
+from attnres_jax.analysis import figures
 from attnres_jax.scaling import pairs
 from experiments.pages import page
 from experiments.pages import readme

@@ -17,11 +17,11 @@ import time
 import numpy as np
 import tqdm
 
-from attnres_jax import command_line
 from attnres_jax import config as config_lib
-from attnres_jax import csv_rows
-from attnres_jax import environment
-from attnres_jax import files
+from attnres_jax.common import command_line
+from attnres_jax.common import csv_rows
+from attnres_jax.common import environment
+from attnres_jax.common import files
 from attnres_jax.config import fields
 from experiments import publish
 from experiments.pages import readme

@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib import figure as figure_lib
 import numpy as np
 
-from attnres_jax import figures
+from attnres_jax.analysis import figures
 from experiments import trained
 from experiments.ablations import config as ablations
 from experiments.pages import page

@@ -18,17 +18,17 @@ from typing import Any
 import jax
 import tqdm
 
-from attnres_jax import checkpoint
-from attnres_jax import command_line
 from attnres_jax import config as config_lib
-from attnres_jax import csv_rows
-from attnres_jax import environment
-from attnres_jax import files
-from attnres_jax import run_folder
-from attnres_jax import train
+from attnres_jax.common import command_line
+from attnres_jax.common import csv_rows
+from attnres_jax.common import environment
+from attnres_jax.common import files
 from attnres_jax.config import fields
 from attnres_jax.interop import upcycle
 from attnres_jax.interop import weights_folder
+from attnres_jax.train import checkpoint
+from attnres_jax.train import loop
+from attnres_jax.train import run_folder
 from experiments import publish
 from experiments.pages import readme
 from experiments.upcycle import report
@@ -104,9 +104,9 @@ def _row(
   data = dataclasses.replace(base.data, seed=seed)
   source = dataclasses.replace(base, seed=seed, data=data)
   folder = workdir / f"seed{seed}"
-  reached = train.train_and_evaluate(source, folder / "source")
+  reached = loop.train_and_evaluate(source, folder / "source")
   start = _upcycled(folder, arm)
-  found = train.train_and_evaluate(_continued(source, arm, start), folder / arm)
+  found = loop.train_and_evaluate(_continued(source, arm, start), folder / arm)
   return {
     "arm": arm,
     "seed": seed,

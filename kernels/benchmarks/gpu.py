@@ -34,8 +34,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from attnres_jax import csv_rows
-from attnres_jax import environment
+from attnres_jax.common import csv_rows
+from attnres_jax.common import environment
 import attnres_kernels
 
 _TABLE = pathlib.Path(__file__).parent / "results" / "gpu.csv"

@@ -34,10 +34,10 @@ import jax
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
-from attnres_jax import chips
-from attnres_jax import csv_rows
-from attnres_jax import environment
-from attnres_jax.aot import topology as topology_lib
+from attnres_jax.common import chips
+from attnres_jax.common import csv_rows
+from attnres_jax.common import environment
+from attnres_jax.plan import topology as topology_lib
 from attnres_kernels import dispatch
 from attnres_kernels.depth_attention import pallas_tpu as attention
 from attnres_kernels.depth_attention import shapes

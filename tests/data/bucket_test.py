@@ -15,7 +15,7 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import data
-from attnres_jax import stores
+from attnres_jax.common import stores
 from attnres_jax.data import prepare
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import data
-from attnres_jax import train
+from attnres_jax.train import loop
 
 
 def _tokens(folder, count):
@@ -132,6 +132,6 @@ def test_a_run_checks_the_text_that_it_has_opened(tmp_path, monkeypatch):
 
   monkeypatch.setattr("attnres_jax.data.Tokenizer.encode_batch", counted)
   with pytest.raises(config_lib.ConfigError, match="data.max_epochs: got 4.0"):
-    train.train_and_evaluate(config, tmp_path / "run")
+    loop.train_and_evaluate(config, tmp_path / "run")
   assert len(encoded) == 200
   assert not (tmp_path / "run").exists()

@@ -8,7 +8,7 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import data
-from attnres_jax import loss as loss_lib
+from attnres_jax.models import loss as loss_lib
 
 SEPARATOR = 256
 

@@ -14,9 +14,9 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import data
-from attnres_jax import loss as loss_lib
 from attnres_jax.data import packing
 from attnres_jax.data import prepare
+from attnres_jax.models import loss as loss_lib
 
 _END = "<|endoftext|>"
 _NUM_WORDS = 400

@@ -8,7 +8,7 @@ from etils import epath
 import pytest
 
 from attnres_jax import config as config_lib
-from attnres_jax import files
+from attnres_jax.common import files
 from attnres_jax.data import paths
 
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from attnres_jax import config as config_lib
-from attnres_jax import figures
 from attnres_jax import flops
-from attnres_jax import sharding
-from attnres_jax import train_state
+from attnres_jax.analysis import figures
+from attnres_jax.common import sharding
 from attnres_jax.models import residuals
 from attnres_jax.models import sublayer
 from attnres_jax.models.residuals import definition
+from attnres_jax.train import train_state
 from tests import tiny_network
 from tests import tiny_run
 

@@ -11,10 +11,10 @@ import subprocess
 
 import pytest
 
-from attnres_jax import command_line
 from attnres_jax import config as config_lib
 from attnres_jax import data
 from attnres_jax import main
+from attnres_jax.common import command_line
 from attnres_jax.data import prepare
 from attnres_jax.data import sources
 from attnres_jax.data import tokenizer as tokenizer_lib

@@ -4,7 +4,7 @@
 import re
 
 from attnres_jax import config as config_lib
-from attnres_jax import exits
+from attnres_jax.common import exits
 from attnres_jax.sweep import monitor
 from attnres_jax.sweep import state as state_lib
 from tests import tiny_run

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from attnres_jax import data
-from attnres_jax.aot import plan
+from attnres_jax.plan import search
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import cli
 from attnres_jax.sweep import folder as folder_lib
@@ -109,7 +109,7 @@ def test_the_five_commands_are_those_that_are_printed():
 @pytest.mark.needs("libtpu")
 @pytest.mark.parametrize(
   "module,arguments",
-  [one for one in commands() if re.search(r"\.(aot|plan|main)$", one[0])],
+  [one for one in commands() if re.search(r"\.(plan|search|main)$", one[0])],
   ids=lambda one: one if isinstance(one, str) else one[-1],
 )
 def test_commands_run_to_their_end(module, arguments, tmp_path):
@@ -126,8 +126,8 @@ def test_commands_run_to_their_end(module, arguments, tmp_path):
 def test_there_are_commands():
   modules = {module for module, _ in commands()}
   assert modules == {
-    "attnres_jax.aot",
-    "attnres_jax.aot.plan",
+    "attnres_jax.plan",
+    "attnres_jax.plan.search",
     "attnres_jax.main",
     "attnres_jax.sweep.worker",
     "experiments.first_hour",
@@ -164,13 +164,13 @@ def test_commands_take_their_arguments(module, arguments):
   elif module == "experiments.first_hour":
     first_hour.make_parser().parse_args(arguments)
   else:
-    program = "attnres_jax.aot.__main__"
-    program = program if module.endswith("aot") else module
+    program = "attnres_jax.plan.__main__"
+    program = program if module.endswith(".plan") else module
     parser = importlib.import_module(program).make_parser()
     options = parser.parse_args(arguments)
-    if module == "attnres_jax.aot.plan":
+    if module == "attnres_jax.plan.search":
       # A plan is for a run whose text fits it.
-      for config in plan.asked(options):
+      for config in search.asked(options):
         data.check(config, offline=True)
 
 

@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from attnres_jax import config as config_lib
-from attnres_jax import sharding
+from attnres_jax.common import sharding
 from attnres_jax.pipeline import __main__ as command
 from attnres_jax.pipeline import spmd
 from tests import tiny_run

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from attnres_jax import config as config_lib
-from attnres_jax import csv_rows
+from attnres_jax.common import csv_rows
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import folder as folder_lib
 from experiments import publish

@@ -11,7 +11,7 @@ import warnings
 
 import pytest
 
-from attnres_jax import csv_rows
+from attnres_jax.common import csv_rows
 from tests import tiny_run
 from tests.sweep import tiny_sweep
 

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from attnres_jax import csv_rows
+from attnres_jax.common import csv_rows
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import state as state_lib

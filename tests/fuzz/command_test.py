@@ -6,18 +6,18 @@ import types
 from hypothesis import strategies as st
 import pytest
 
-from attnres_jax import command_line
 from attnres_jax import main
-from attnres_jax import train
-from attnres_jax.aot import __main__ as aot_main
-from attnres_jax.aot import report as aot_report
-from attnres_jax.aot import topology
+from attnres_jax.common import command_line
 from attnres_jax.data import prepare
 from attnres_jax.flops import __main__ as flops_main
 from attnres_jax.inference import sample
 from attnres_jax.pipeline import __main__ as pipeline_main
+from attnres_jax.plan import __main__ as plan_main
+from attnres_jax.plan import report as aot_report
+from attnres_jax.plan import topology
 from attnres_jax.sweep import cli
 from attnres_jax.sweep import worker
+from attnres_jax.train import loop
 from tests import tiny_run
 from tests.fuzz import laws
 from tests.sweep import tiny_sweep
@@ -90,9 +90,9 @@ def _lines(options, bare=()):
 
 @laws.shares(120, 3000)
 def test_commands_with_flags(here, monkeypatch, explore):
-  """main, flops and aot, up to their computation."""
+  """main, flops and plan, up to their computation."""
   done = {"status": "stopped", "step": 3}
-  monkeypatch.setattr(train, "train_and_evaluate", lambda *a, **kw: done)
+  monkeypatch.setattr(loop, "train_and_evaluate", lambda *a, **kw: done)
   device = types.SimpleNamespace(device_kind="TPU v5")
   monkeypatch.setattr(topology, "devices", lambda *a: [device])
   monkeypatch.setattr(aot_report, "make_report", lambda *a: {"fits": True})
@@ -100,7 +100,7 @@ def test_commands_with_flags(here, monkeypatch, explore):
   monkeypatch.setattr(aot_report, "compare", lambda a, b: "")
   connect = lambda **given: (_ for _ in ()).throw(ValueError("no cluster"))
   monkeypatch.setattr(command_line.jax.distributed, "initialize", connect)
-  commands = {"main": main, "flops": flops_main, "aot": aot_main}
+  commands = {"main": main, "flops": flops_main, "plan": plan_main}
 
   def call(name, arguments):
     return commands[name].main(arguments)
@@ -111,7 +111,7 @@ def test_commands_with_flags(here, monkeypatch, explore):
   bad_file = st.sampled_from(sources).map(lambda one: [one, "--workdir=x"])
 
   explore(
-    "command lines (main, flops, aot)",
+    "command lines (main, flops, plan)",
     lambda name, line: laws.outcome(call, name, line),
     st.sampled_from(sorted(commands)),
     st.one_of(lines, with_config, bad_file),

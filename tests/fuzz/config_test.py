@@ -6,11 +6,11 @@ import json
 from hypothesis import strategies as st
 import jax
 
-from attnres_jax import command_line
 from attnres_jax import config as config_lib
 from attnres_jax import main
-from attnres_jax import sharding
-from attnres_jax import train_state
+from attnres_jax.common import command_line
+from attnres_jax.common import sharding
+from attnres_jax.train import train_state
 from tests import tiny_run
 from tests.fuzz import laws
 

@@ -11,7 +11,7 @@ import io
 from hypothesis import strategies as st
 import pytest
 
-from attnres_jax import command_line
+from attnres_jax.common import command_line
 
 # Numbers, texts and types of values that no field or flag expects.
 NUMBERS = (

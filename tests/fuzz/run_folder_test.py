@@ -16,10 +16,10 @@ import jax
 import numpy as np
 import pytest
 
-from attnres_jax import checkpoint
 from attnres_jax.inference import sample
 from attnres_jax.inference import text
 from attnres_jax.sweep import cli
+from attnres_jax.train import checkpoint
 from tests import tiny_run
 from tests.fuzz import laws
 from tests.sweep import tiny_sweep

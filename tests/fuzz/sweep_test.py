@@ -7,7 +7,7 @@ import shutil
 from hypothesis import strategies as st
 import pytest
 
-from attnres_jax import csv_rows
+from attnres_jax.common import csv_rows
 from attnres_jax.sweep import cli
 from attnres_jax.sweep import worker
 from attnres_jax.sweep.launchers import local

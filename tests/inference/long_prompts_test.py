@@ -10,12 +10,12 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import models
-from attnres_jax import sharding
-from attnres_jax.aot import hlo
+from attnres_jax.common import sharding
 from attnres_jax.inference import prepared
 from attnres_jax.inference import programs
 from attnres_jax.models.mixers import cache as cache_lib
 from attnres_jax.models.mixers import causal_attention
+from attnres_jax.plan import hlo
 from tests import tiny_network
 
 DEVICES, LENGTH = 8, 32

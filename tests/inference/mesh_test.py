@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from attnres_jax import config as config_lib
-from attnres_jax import sharding
+from attnres_jax.common import sharding
 from attnres_jax.inference import draw
 from attnres_jax.inference import engine as engine_lib
 from tests import tiny_network

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from attnres_jax import metrics
+from attnres_jax.train import metrics
 from tests import tiny_run
 
 DOCUMENT = tiny_run.ROOT / "docs/interop.md"

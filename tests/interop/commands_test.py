@@ -10,16 +10,16 @@ import jax
 import numpy as np
 import pytest
 
-from attnres_jax import checkpoint
 from attnres_jax import config as config_lib
 from attnres_jax import models
-from attnres_jax import train
 from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.inference import sample
 from attnres_jax.interop import export_huggingface
 from attnres_jax.interop import huggingface
 from attnres_jax.interop import import_huggingface
 from attnres_jax.interop import weights_folder
+from attnres_jax.train import checkpoint
+from attnres_jax.train import loop
 from tests import tiny_run
 from tests.interop import small_checkpoint
 
@@ -86,7 +86,7 @@ def test_training_goes_on_and_the_result_goes_out(imported, tmp_path, capsys):
   config = config_lib.load_config(str(imported / "config.py"), fields)
   assert config.train.start_from == str(imported)
   run = tmp_path / "run"
-  summary = train.train_and_evaluate(config, run)
+  summary = loop.train_and_evaluate(config, run)
   assert summary["status"] == "finished"
   (event,) = tiny_run.events(run, "started from")
   assert event["of_step"] == 0 and not event["optimiser"]
@@ -121,7 +121,7 @@ def test_a_run_does_not_resume_in_the_folder_of_an_import(imported, tmp_path):
   fields = SMALL_RUN | tiny_run.corpus(tmp_path)
   config = config_lib.load_config(str(imported / "config.py"), fields)
   with pytest.raises(config_lib.ConfigError, match="has weights only"):
-    train.train_and_evaluate(config, imported)
+    loop.train_and_evaluate(config, imported)
 
 
 @pytest.mark.parametrize(

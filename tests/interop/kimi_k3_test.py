@@ -11,8 +11,8 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import optimizer
-from attnres_jax import sharding
-from attnres_jax import trees
+from attnres_jax.common import sharding
+from attnres_jax.common import trees
 from attnres_jax.interop import families
 from attnres_jax.interop import huggingface
 from attnres_jax.interop import mxfp4

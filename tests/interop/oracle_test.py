@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from attnres_jax import config as config_lib
-from attnres_jax import loss as loss_lib
-from attnres_jax import trees
+from attnres_jax.common import trees
 from attnres_jax.interop import families
 from attnres_jax.interop import huggingface
+from attnres_jax.models import loss as loss_lib
 from tests.interop import small_checkpoint
 
 pytestmark = [

@@ -19,7 +19,7 @@ import time
 import numpy as np
 
 from attnres_jax import config as config_lib
-from attnres_jax import sharding
+from attnres_jax.common import sharding
 from attnres_jax.interop import families
 from attnres_jax.interop import huggingface
 from attnres_jax.interop import tensor_files

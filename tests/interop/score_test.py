@@ -17,7 +17,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 
 from attnres_jax import config as config_lib
-from attnres_jax import sharding
+from attnres_jax.common import sharding
 from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.interop import import_huggingface
 from attnres_jax.interop import score

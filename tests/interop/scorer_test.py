@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from attnres_jax import config as config_lib
-from attnres_jax import sharding
+from attnres_jax.common import sharding
 from attnres_jax.interop import scorer
 from tests import tiny_network
 

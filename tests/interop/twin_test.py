@@ -10,7 +10,7 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import models
-from attnres_jax import trees
+from attnres_jax.common import trees
 from attnres_jax.interop import config_table
 from attnres_jax.interop import huggingface
 from tests import tiny_network

@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnres_jax import checkpoint
 from attnres_jax import config as config_lib
 from attnres_jax import models
-from attnres_jax import train
-from attnres_jax import trees
+from attnres_jax.common import trees
 from attnres_jax.interop import export_huggingface
 from attnres_jax.interop import import_huggingface
 from attnres_jax.interop import upcycle
 from attnres_jax.models.mixers import cache as cache_lib
+from attnres_jax.train import checkpoint
+from attnres_jax.train import loop
 from tests import tiny_run
 from tests.interop import small_checkpoint
 
@@ -250,6 +250,6 @@ def test_training_goes_on(folders, tmp_path):
     str(folders[1] / "config.py"), fields | tiny_run.corpus(tmp_path)
   )
   run = tmp_path / "run"
-  assert train.train_and_evaluate(config, run)["status"] == "finished"
+  assert loop.train_and_evaluate(config, run)["status"] == "finished"
   _, trained = checkpoint.load_model(run)
   assert trained.residual.queries.query[...][1:].any()

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attnres_jax.aot import hlo
+from attnres_jax.plan import hlo
 from attnres_kernels import depth_attention
 from attnres_kernels import depth_merge
 from attnres_kernels import depth_merge_norm

@@ -13,9 +13,9 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import models
-from attnres_jax import sharding
-from attnres_jax import train_state
+from attnres_jax.common import sharding
 from attnres_jax.models import trunk
+from attnres_jax.train import train_state
 from tests import jaxprs
 from tests import tiny_network
 from tests.models import trunks

@@ -8,13 +8,13 @@ import jax
 import numpy as np
 import pytest
 
-from attnres_jax import checkpoint
 from attnres_jax import config as config_lib
 from attnres_jax import models
-from attnres_jax import sharding
-from attnres_jax import train_state
-from attnres_jax import trees
+from attnres_jax.common import sharding
+from attnres_jax.common import trees
 from attnres_jax.models import lora
+from attnres_jax.train import checkpoint
+from attnres_jax.train import train_state
 from tests import tiny_network
 from tests import tiny_run
 

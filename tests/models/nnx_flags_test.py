@@ -16,8 +16,8 @@ from flax import configurations
 import jax
 import jax.numpy as jnp
 from attnres_jax import config as config_lib
-from attnres_jax import sharding
-from attnres_jax import train_state
+from attnres_jax.common import sharding
+from attnres_jax.train import train_state
 from tests import tiny_network
 
 assert not configurations.config.nnx_graph_mode

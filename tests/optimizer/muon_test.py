@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from attnres_jax import config as config_lib
-from attnres_jax import sharding
+from attnres_jax.common import sharding
 from attnres_jax.optimizer import muon
 
 SHAPES = ((16, 64), (64, 16), (32, 128), (48, 48))

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from attnres_jax import config as config_lib
-from attnres_jax import sharding
-from attnres_jax import train_state
+from attnres_jax.common import sharding
 from attnres_jax.models import mixers
 from attnres_jax.models.mixers import probe
 from attnres_jax.optimizer import qk_clip
+from attnres_jax.train import train_state
 
 MLA = config_lib.MlaConfig(
   latent_rank=8, nope_width=6, shared_width=4, value_width=6

@@ -24,14 +24,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnres_jax import config as config_lib
-from attnres_jax import loss as loss_lib
 from attnres_jax import models
-from attnres_jax import sharding
-from attnres_jax.aot import hlo
+from attnres_jax.common import sharding
+from attnres_jax.models import loss as loss_lib
 from attnres_jax.pipeline import layout as layout_lib
 from attnres_jax.pipeline import spmd
 from attnres_jax.pipeline import stage as stage_lib
 from attnres_jax.pipeline import transport as transport_lib
+from attnres_jax.plan import hlo
 
 WIDTH, LENGTH = 8, 4
 VECTOR_BYTES = 4 * WIDTH * LENGTH

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from attnres_jax import config as config_lib
-from attnres_jax import loss as loss_lib
 from attnres_jax import models
-from attnres_jax import precision
-from attnres_jax import sharding
+from attnres_jax.common import precision
+from attnres_jax.common import sharding
 from attnres_jax.config import errors
+from attnres_jax.models import loss as loss_lib
 from attnres_jax.pipeline import spmd
 from tests import tiny_network
 

@@ -6,8 +6,8 @@ import signal
 import numpy as np
 import pytest
 
-from attnres_jax import checkpoint
-from attnres_jax import exits
+from attnres_jax.common import exits
+from attnres_jax.train import checkpoint
 from tests import tiny_run
 
 # As in `tests/distributed_test.py`.

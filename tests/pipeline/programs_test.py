@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import pytest
 
-from attnres_jax import sharding
-from attnres_jax import train_state
-from attnres_jax.aot import hlo
-from attnres_jax.aot import topology
+from attnres_jax.common import sharding
 from attnres_jax.pipeline import layout as layout_lib
+from attnres_jax.plan import hlo
+from attnres_jax.plan import topology
+from attnres_jax.train import train_state
 from tests import jaxprs
 from tests import tiny_network
 from tests.pipeline import networks

@@ -7,8 +7,8 @@ import pathlib
 import numpy as np
 import pytest
 
-from attnres_jax import figures
 from attnres_jax import scaling
+from attnres_jax.analysis import figures
 from attnres_jax.models import residuals
 from attnres_jax.scaling import fit
 from attnres_jax.scaling import paper

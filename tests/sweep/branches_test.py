@@ -5,13 +5,13 @@ import json
 
 import pytest
 
-from attnres_jax import checkpoint
 from attnres_jax import config as config_lib
-from attnres_jax import train
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import branches
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import state as state_lib
+from attnres_jax.train import checkpoint
+from attnres_jax.train import loop
 from tests import tiny_run
 
 FIELDS = {
@@ -43,7 +43,7 @@ def sweep(tmp_path):
 
 
 def _train(folder, run):
-  return train.train_and_evaluate(folder_lib.run_config(run), folder / run.name)
+  return loop.train_and_evaluate(folder_lib.run_config(run), folder / run.name)
 
 
 def test_branch_ends_like_a_separate_run(sweep, tmp_path):
@@ -64,7 +64,7 @@ def test_branch_ends_like_a_separate_run(sweep, tmp_path):
     assert branches.start(folder, branch) == 0
     summary = _train(folder, branch)
     alone = tmp_path / "alone"
-    train.train_and_evaluate(folder_lib.run_config(branch), alone)
+    loop.train_and_evaluate(folder_lib.run_config(branch), alone)
 
   assert summary["status"] == "finished" and summary["step"] == 20
   (event,) = tiny_run.events(folder / branch.name, "resume")

@@ -12,11 +12,11 @@ import time
 
 import pytest
 
-from attnres_jax import run_folder
-from attnres_jax import stores
+from attnres_jax.common import stores
 from attnres_jax.sweep import cli
 from attnres_jax.sweep import monitor
 from attnres_jax.sweep import state as state_lib
+from attnres_jax.train import run_folder
 from tests import buckets
 from tests import tiny_run
 from tests.sweep import tiny_sweep
@@ -36,7 +36,7 @@ FIELDS = {
 # A dead worker's run should be free soon.
 WORKER = """
 import sys
-from attnres_jax import claims
+from attnres_jax.train import claims
 claims.LEASE_SECONDS, claims.HEARTBEAT_SECONDS = 10.0, 1.0
 from attnres_jax.sweep import worker
 sys.exit(worker.main(sys.argv[1:]))

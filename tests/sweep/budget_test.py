@@ -6,8 +6,8 @@ import re
 import pytest
 
 from attnres_jax import config as config_lib
-from attnres_jax import csv_rows
-from attnres_jax import plans as plans_lib
+from attnres_jax.common import csv_rows
+from attnres_jax.common import plans as plans_lib
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import budget
 from attnres_jax.sweep import cli

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from attnres_jax import config as config_lib
-from attnres_jax import csv_rows
-from attnres_jax import exits
+from attnres_jax.common import csv_rows
+from attnres_jax.common import exits
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import cli
 from attnres_jax.sweep import folder as folder_lib

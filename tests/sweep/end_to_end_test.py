@@ -17,8 +17,8 @@ import time
 
 import pytest
 
-from attnres_jax import csv_rows
-from attnres_jax import stores
+from attnres_jax.common import csv_rows
+from attnres_jax.common import stores
 from attnres_jax.data import prepare
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import state as state_lib

@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-from attnres_jax import csv_rows
+from attnres_jax.common import csv_rows
 from attnres_jax.sweep import cli
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import monitor

@@ -3,7 +3,7 @@
 
 import pathlib
 
-from attnres_jax import csv_rows
+from attnres_jax.common import csv_rows
 from attnres_jax.sweep import rows as rows_lib
 
 ROOT = pathlib.Path(__file__).parents[2]

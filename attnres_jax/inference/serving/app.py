@@ -21,7 +21,7 @@ from starlette import types
 from starlette.middleware import trustedhost
 
 from attnres_jax import config as config_lib
-from attnres_jax import figures
+from attnres_jax.analysis import figures
 from attnres_jax.config import fields
 from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.inference import engine as engine_lib

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnres_jax import config as config_lib
-from attnres_jax import precision
+from attnres_jax.common import precision
 from attnres_jax.models import linear
 from attnres_jax.models import norm as norm_lib
 from attnres_jax.models.memory import base

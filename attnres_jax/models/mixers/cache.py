@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from attnres_jax import sharding
+from attnres_jax.common import sharding
 from attnres_jax.models import layer_stacks
 
 

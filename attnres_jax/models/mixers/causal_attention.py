@@ -23,8 +23,8 @@ from jax import ad_checkpoint
 from jax.experimental.pallas.ops.tpu import splash_attention
 import jax.numpy as jnp
 
-from attnres_jax import precision
-from attnres_jax import sharding
+from attnres_jax.common import precision
+from attnres_jax.common import sharding
 from attnres_jax.models import linear
 from attnres_jax.models.mixers import cache as cache_lib
 from attnres_kernels import dispatch

@@ -34,8 +34,8 @@ from jax import ad_checkpoint
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
-from attnres_jax import precision
-from attnres_jax import sharding
+from attnres_jax.common import precision
+from attnres_jax.common import sharding
 from attnres_jax.models import linear
 from attnres_jax.models import norm as norm_lib
 from attnres_jax.models.mixers import cache as cache_lib

@@ -13,7 +13,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from attnres_jax import precision
+from attnres_jax.common import precision
 
 # Queries whose logits exist at the same time.
 _TILE = 512

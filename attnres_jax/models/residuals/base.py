@@ -39,7 +39,7 @@ from jax import ad_checkpoint
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
-from attnres_jax import scopes
+from attnres_jax.common import scopes
 from attnres_jax.models import norm as norm_lib
 
 Norm = norm_lib.RMSNorm | norm_lib.Identity

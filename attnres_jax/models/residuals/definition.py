@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
-from attnres_jax import precision
+from attnres_jax.common import precision
 from attnres_jax.models import linear
 from attnres_jax.models import norm as norm_lib
 

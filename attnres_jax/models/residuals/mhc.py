@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnres_jax import config as config_lib
-from attnres_jax import sharding
+from attnres_jax.common import sharding
 from attnres_jax.config import errors
 from attnres_jax.models import linear
 from attnres_jax.models.residuals import base

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
-from attnres_jax import precision
+from attnres_jax.common import precision
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import over_blocks
 from attnres_jax.models.residuals import prenorm

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from attnres_jax import precision
+from attnres_jax.common import precision
 from attnres_jax.models import linear
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import block_attnres

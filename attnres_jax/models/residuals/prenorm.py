@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from attnres_jax import precision
+from attnres_jax.common import precision
 from attnres_jax.models.residuals import base
 
 

@@ -36,8 +36,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnres_jax import config as config_lib
-from attnres_jax import precision
-from attnres_jax import sharding
+from attnres_jax.common import precision
+from attnres_jax.common import sharding
 from attnres_jax.models import linear
 from attnres_jax.models.residuals import base
 import attnres_kernels

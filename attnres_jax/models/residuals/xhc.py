@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attnres_jax import config as config_lib
-from attnres_jax import precision
+from attnres_jax.common import precision
 from attnres_jax.config import errors
 from attnres_jax.models import norm as norm_lib
 from attnres_jax.models.residuals import base

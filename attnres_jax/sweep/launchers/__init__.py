@@ -10,9 +10,9 @@ A launcher is a module `attnres_jax/sweep/launchers/<name>.py` with
 they may not exist yet), starts `worker.command` for those that `todo` returns,
 and returns 0 only when all of them are done (or started, if runs continue
 without the launcher). A failed or damaged run does not stop the others, and the
-exit status of a worker (`attnres_jax.exits`) says whether to start it again.
-It raises ConfigError if a setting or the folder cannot be used, or a package
-is missing.
+exit status of a worker (`attnres_jax.common.exits`) says whether to start it
+again. It raises ConfigError if a setting or the folder cannot be used, or a
+package is missing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from typing import Any
 from etils import epath
 
 from attnres_jax import config as config_lib
-from attnres_jax import files
+from attnres_jax.common import files
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import state as state_lib
 

@@ -25,11 +25,9 @@ from typing import Any
 
 from etils import epath
 
-from attnres_jax import checkpoint
-from attnres_jax import claims
-from attnres_jax import exits
-from attnres_jax import files
-from attnres_jax import text_table
+from attnres_jax.common import exits
+from attnres_jax.common import files
+from attnres_jax.common import text_table
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import branches
 from attnres_jax.sweep import folder as folder_lib
@@ -38,6 +36,8 @@ from attnres_jax.sweep import monitor
 from attnres_jax.sweep import state as state_lib
 from attnres_jax.sweep import worker
 from attnres_jax.sweep.launchers import settings as settings_lib
+from attnres_jax.train import checkpoint
+from attnres_jax.train import claims
 
 SETTINGS: Mapping[str, settings_lib.Setting] = {
   "max_restarts": settings_lib.Setting(

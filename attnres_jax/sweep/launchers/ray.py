@@ -25,16 +25,16 @@ from typing import Any
 
 from etils import epath
 
-from attnres_jax import claims
 from attnres_jax import config as config_lib
-from attnres_jax import exits
-from attnres_jax import files
+from attnres_jax.common import exits
+from attnres_jax.common import files
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import launchers
 from attnres_jax.sweep import state as state_lib
 from attnres_jax.sweep import worker
 from attnres_jax.sweep.launchers import settings as settings_lib
 from attnres_jax.sweep.launchers import slices
+from attnres_jax.train import claims
 
 Setting = settings_lib.Setting
 SETTINGS = {

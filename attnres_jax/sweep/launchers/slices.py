@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One name for each TPU slice, for all launchers and the preflight.
 
-`python -m attnres_jax.aot --topology=` accepts the same names, such as
+`python -m attnres_jax.plan --topology=` accepts the same names, such as
 `v6e:4x4` or `v5p-128`; clouds and schedulers name the same slice differently.
 """
 
@@ -9,7 +9,7 @@ import dataclasses
 import math
 import re
 
-from attnres_jax.aot import topology
+from attnres_jax.plan import topology
 from attnres_jax.sweep.launchers import settings
 
 # By prefix of the name: the node label of Google Kubernetes Engine, the

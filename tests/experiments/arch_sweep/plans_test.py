@@ -3,8 +3,8 @@
 
 import pytest
 
-from attnres_jax import csv_rows
-from attnres_jax import plans as plans_lib
+from attnres_jax.common import csv_rows
+from attnres_jax.common import plans as plans_lib
 from attnres_jax.config import load
 from experiments.arch_sweep import plans
 

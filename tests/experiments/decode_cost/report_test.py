@@ -3,8 +3,8 @@
 
 import pytest
 
-from attnres_jax import chips
-from attnres_jax.aot import hlo
+from attnres_jax.common import chips
+from attnres_jax.plan import hlo
 from experiments.decode_cost import report
 from experiments.decode_cost import tpu
 

@@ -9,7 +9,7 @@ import pytest
 
 from attnres_jax import analysis
 from attnres_jax import config as config_lib
-from attnres_jax import csv_rows
+from attnres_jax.common import csv_rows
 from experiments.demo import inspection
 from experiments.demo import report
 from experiments.demo import results

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from attnres_jax import chips
 from attnres_jax import config as config_lib
+from attnres_jax.common import chips
 from experiments.downstream import benchmarks
 from experiments.downstream import local_tasks
 from experiments.downstream import plan

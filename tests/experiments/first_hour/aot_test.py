@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from attnres_jax.aot import topology
+from attnres_jax.plan import topology
 from attnres_kernels import problems
 from experiments.first_hour import measure
 from experiments.first_hour import timing

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from attnres_jax import config as config_lib
-from attnres_jax import csv_rows
+from attnres_jax.common import csv_rows
 from attnres_kernels import problems
 from experiments.first_hour import measure
 from experiments.first_hour import run

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of plans shows the plans of configs that exist."""
 
-from attnres_jax import csv_rows
-from attnres_jax import plans as plans_lib
+from attnres_jax.common import csv_rows
+from attnres_jax.common import plans as plans_lib
 from attnres_jax.config import load
 from experiments.scaling_law import plans
 

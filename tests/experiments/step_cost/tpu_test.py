@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from attnres_jax import csv_rows
+from attnres_jax.common import csv_rows
 from experiments.step_cost import tpu
 from tests import tiny_run
 

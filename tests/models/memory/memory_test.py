@@ -12,7 +12,7 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax import flops
 from attnres_jax import models
-from attnres_jax import sharding
+from attnres_jax.common import sharding
 from attnres_jax.flops import parameters
 from attnres_jax.models import memory
 from attnres_jax.models import trunk

@@ -16,7 +16,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import flops
 from attnres_jax import models
 from attnres_jax import optimizer
-from attnres_jax import sharding
+from attnres_jax.common import sharding
 from attnres_jax.flops import traffic
 from attnres_jax.models import residuals
 from attnres_jax.models import trunk

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from attnres_jax import config as config_lib
-from attnres_jax import sharding
+from attnres_jax.common import sharding
 from attnres_jax.models import residuals
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import mhc

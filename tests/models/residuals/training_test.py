@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from attnres_jax import train
 from attnres_jax.models import residuals
+from attnres_jax.train import loop
 from tests import tiny_run
 
 STEPS, SAVED = 20, 10
@@ -38,10 +38,10 @@ def test_learns_and_resumes_bit_for_bit(name, dtype, fields, tmp_path):
   whole, resumed = tmp_path / "whole", tmp_path / "resumed"
   # JAX promotes dtypes where it lowers its own attention in bfloat16.
   with tiny_run.traced_once(), jax.numpy_dtype_promotion("standard"):
-    train.train_and_evaluate(config, whole)
+    loop.train_and_evaluate(config, whole)
     shutil.copytree(whole, resumed)
     tiny_run.rewind(resumed, SAVED)
-    train.train_and_evaluate(config, resumed)
+    loop.train_and_evaluate(config, resumed)
   (resume,) = tiny_run.events(resumed, "resume")
   assert resume["step"] == SAVED
   tiny_run.assert_same_run(whole, resumed)

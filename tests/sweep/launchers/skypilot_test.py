@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from attnres_jax import config as config_lib
-from attnres_jax import exits
+from attnres_jax.common import exits
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import launchers
 from attnres_jax.sweep.launchers import skypilot

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared by all packages: files, buckets, devices, precision, flags."""

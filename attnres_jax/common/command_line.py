@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all commands share: one kit of flags, and one line for every error.
+
+`run` calls a command and returns its exit status: that of `exits`, which says
+whether to try again (2 for invalid input), or 130 for an interrupt. Instead of
+a traceback, one line on stderr says what was wrong.
+
+`Parser` reads the flags of every command. Those that need a config take
+--config=FILE:ARGUMENTS and --config.FIELD=VALUE, which arrive as a
+`config.Source`. A flag without effect is refused, and ~ is expanded.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+import os
+import re
+import sys
+from typing import Any, NoReturn
+
+import jax
+
+from attnres_jax import config as config_lib
+from attnres_jax.common import exits
+from attnres_jax.common import plans
+from attnres_jax.common import text_table
+from attnres_jax.config import describe
+
+# Types of arguments whose text is no path, so that ~ stays.
+text = str.__call__
+_FIELD = "--config.FIELD"
+
+
+def run(command: Callable[..., Any], *args: Any) -> int:
+  """Calls a command; returns its exit status, 0 for None."""
+  try:
+    return command(*args) or 0
+  except KeyboardInterrupt:
+    return _report("interrupted; rerun the same command to resume", 130)
+  except (
+    config_lib.ConfigError, config_lib.RunError, ImportError,
+    NotImplementedError,
+  ) as error:  # fmt: skip
+    notes = getattr(error, "__notes__", [])
+    return _report("; ".join([str(error), *notes]), exits.of_error(error))
+  except OSError as error:
+    where = f"{error.filename}: " if error.filename else ""
+    return _report(f"{where}{error.strerror or error}", exits.of_error(error))
+  except (jax.errors.JaxRuntimeError, MemoryError) as error:
+    reason = str(error).strip().partition("\n")[0]
+    message = f"{type(error).__name__}: {reason}"
+    return _report(message, exits.of_error(error))
+  except (RuntimeError, AssertionError) as error:
+    if _has_devices():
+      raise
+    named = os.environ.get("JAX_PLATFORMS", "")
+    reason = str(error).partition("\n")[0] or "there is none"
+    message = f"got {named!r}, expected platforms of this machine, such as cpu"
+    return _report(f"JAX_PLATFORMS: {message} ({reason})", 2)
+
+
+def stop(message: str, status: int = 2) -> NoReturn:
+  """Ends the program with one line on stderr."""
+  sys.exit(_report(message, status))
+
+
+class _Format(
+  argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter
+):
+  """Keeps the line breaks of descriptions, and shows defaults."""
+
+  def _get_help_string(self, action: argparse.Action) -> str | None:
+    plain = action.default in (None, "", [], False)
+    return action.help if plain else super()._get_help_string(action)
+
+
+class _HelpConfig(argparse.Action):
+  def __call__(self, parser, namespace, values, option_string=None):
+    parser.exit(run(lambda: print(describe.to_text(values or ""))))
+
+
+class Parser(argparse.ArgumentParser):
+  """The flags of a command: with defaults in --help, and one-line errors."""
+
+  def __init__(self, program: str, description: str | None):
+    """For `program`, such as "python -m attnres_jax.data.prepare".
+
+    `description` is the docstring of its module, with examples.
+    """
+    super().__init__(
+      prog=program,
+      description=description,
+      formatter_class=_Format,
+      allow_abbrev=False,
+    )
+    self._needs: dict[str, str | tuple[str, tuple[Any, ...]]] = {}
+    self._has_config = False
+
+  def add_argument(
+    self,
+    *names: str,
+    when: str | tuple[str, tuple[Any, ...]] | None = None,
+    **options: Any,
+  ) -> argparse.Action:
+    """Adds one, which may only count together with another one.
+
+    Args:
+      *names: of argparse, as are `options`.
+      when: name of the other argument, which has to be given, or name and
+        values, one of which it has to have; else this argument is refused.
+      **options: of argparse.
+    """
+    action = super().add_argument(*names, **options)
+    if when is not None:
+      self._needs[action.dest] = when
+    return action
+
+  def add_config(self, default: str | None = None) -> None:
+    """Adds the flags that name a config; --config is `default` if absent."""
+    self._has_config = True
+    group = self.add_argument_group("config")
+    group.add_argument(
+      "--config",
+      default=default,
+      metavar="FILE[:ARGUMENTS]",
+      help="file with a get_config, or config.json of a run",
+    )
+    group.add_argument(
+      _FIELD,
+      dest="config_fields",
+      metavar="VALUE",
+      action="append",
+      default=[],
+      help="replaces a field, such as --config.optim.peak_lr=1e-3",
+    )
+    group.add_argument(
+      "--help_config",
+      action=_HelpConfig,
+      nargs="?",
+      metavar="PART",
+      help="lists all fields, or those of a part such as model.residual",
+    )
+
+  def add_plans(self) -> None:
+    """Adds the flag that names the file of plans."""
+    self.add_argument(
+      "--plans", default=plans.FILE, help="for optim.accumulate_steps=0"
+    )
+
+  def parse_args(self, args=None, namespace=None) -> Any:
+    """As in argparse; with `add_config`, `config` is a `config.Source`, or
+    None, and `given` the names of all arguments that are not defaults.
+    """
+    args = list(sys.argv[1:] if args is None else args)
+    if self._has_config:
+      args = list(_with_fields(args))
+    options = super().parse_args(args, namespace)
+    for action in self._actions:
+      if hasattr(options, action.dest) and action.type is not text:
+        value = getattr(options, action.dest)
+        setattr(options, action.dest, _expanded(value))
+    given = {
+      action.dest
+      for action in self._actions
+      for arg in args
+      if arg.partition("=")[0] in action.option_strings
+    }
+    self._check_needs(options, given)
+    if self._has_config:
+      options.given = given
+      fields = dict(one.partition("=")[::2] for one in options.config_fields)
+      spec = options.config
+      if spec is None and fields:
+        stop("--config: missing, expected a file, with --config.FIELD=VALUE")
+      options.config = None if spec is None else config_lib.Source(spec, fields)
+    return options
+
+  def error(self, message: str) -> NoReturn:
+    stop(message)
+
+  def _check_needs(self, options: argparse.Namespace, given: set[str]) -> None:
+    for dest in self._needs.keys() & given:
+      when = self._needs[dest]
+      if isinstance(when, str):
+        if not getattr(options, when):
+          stop(f"--{dest}: has no effect without --{when}")
+      elif getattr(options, when[0]) not in when[1]:
+        listed = " or ".join(map(str, when[1]))
+        found = f"{when[0]}={getattr(options, when[0])}"
+        stop(f"--{dest}: has no effect with {found}, only with {listed}")
+
+
+def load_config(source: config_lib.Source | None) -> config_lib.RunConfig:
+  """The config of a command that needs one.
+
+  Raises:
+    ConfigError: there is no --config, or a field cannot be used.
+  """
+  return needed(source).load()
+
+
+def needed(source: config_lib.Source | None) -> config_lib.Source:
+  """The value of --config.
+
+  Raises:
+    ConfigError: there is no such flag.
+  """
+  if source is None:
+    raise config_lib.ConfigError(
+      "--config: missing, expected a file such as configs/lm.py:size=tiny"
+    )
+  return source
+
+
+def add_cluster(parser: Parser) -> None:
+  """Adds the flags of `connect`."""
+  parser.add_argument(
+    "--distributed", action="store_true", help="one of a run's processes"
+  )
+  parser.add_argument(
+    "--coordinator_address",
+    when="distributed",
+    metavar="HOST:PORT",
+    help="of process 0; automatic on a pod",
+  )
+  for name, help_text in (
+    ("num_processes", "of the run; automatic on a pod"),
+    ("process_id", "index of this one, from 0; automatic on a pod"),
+  ):
+    parser.add_argument(
+      f"--{name}", type=int, when="distributed", metavar="N", help=help_text
+    )
+
+
+def connect(options: argparse.Namespace) -> None:
+  """Connects the processes of one run, if this is one of several.
+
+  On a pod, JAX finds the others by itself; elsewhere all three arguments of
+  `add_cluster` are needed.
+
+  Raises:
+    ConfigError: only some are given, or JAX finds no cluster.
+  """
+  if not options.distributed:
+    return
+  fail = config_lib.fail_argument
+  names = "--coordinator_address, --num_processes, --process_id"
+  given = dict(
+    coordinator_address=options.coordinator_address,
+    num_processes=options.num_processes,
+    process_id=options.process_id,
+  )
+  address, number, index = values = tuple(given.values())
+  if address is None or number is None or index is None:
+    if values != (None, None, None):
+      fail(names, values, "all three or, on a pod, none")
+  else:
+    if not 0 <= index < number:
+      fail("--process_id", index, f"0 to {number - 1}")
+    if not re.fullmatch(r".+:\d{1,5}", address):
+      fail("--coordinator_address", address, "host:port")
+  try:
+    jax.distributed.initialize(**given)
+  except (ValueError, RuntimeError, OSError) as error:
+    fail("--distributed", True, f"a cluster, or one named by {names} ({error})")
+
+
+def _with_fields(args: Sequence[str]) -> Iterator[str]:
+  """Rewrites all forms of `--config.FIELD` as one argument with its name."""
+  defaults = config_lib.flatten(config_lib.default_config().to_dict())
+  rest = iter(args)
+  for arg in rest:
+    if arg == "--":
+      yield arg
+      yield from rest
+      return
+    match = re.fullmatch(r"--?(no)?config\.([^=]*)(?:=(.*))?", arg, re.S)
+    if match is None:
+      yield arg
+      continue
+    negated, field, value = match.groups()
+    kind = type(defaults.get(field, True))
+    if negated and (kind is not bool or value is not None):
+      stop(
+        f"config.{field}: got 'no', expected a value of type {kind.__name__}"
+      )
+    if negated:
+      value = "false"
+    elif value is None:
+      value = "true" if kind is bool else next(rest, "")
+    yield f"{_FIELD}={field}={value}"
+
+
+def _expanded(value: Any) -> Any:
+  if isinstance(value, list):
+    return [_expanded(one) for one in value]
+  is_home = isinstance(value, str) and value.startswith("~")
+  return os.path.expanduser(value) if is_home else value
+
+
+def _has_devices() -> bool:
+  """Whether JAX finds what it is told to use."""
+  try:
+    return bool(jax.devices())
+  except (RuntimeError, AssertionError):
+    return False
+
+
+def _report(message: str, status: int) -> int:
+  text = text_table.printable(" ".join(message.split()))
+  print("error:", text, file=sys.stderr, flush=True)
+  return status

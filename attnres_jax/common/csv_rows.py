@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of results as CSV files: what experiments commit and reports read."""
+
+from collections.abc import Iterable, Mapping, Sequence
+import csv
+import io
+import os
+from typing import Any
+
+from etils import epath
+
+from attnres_jax.common import files
+
+
+def write(
+  path: os.PathLike[str] | str, rows: Iterable[Mapping[str, Any]]
+) -> None:
+  """Writes the columns of all rows; cells without a value are empty."""
+  rows = list(rows)
+  columns = list(dict.fromkeys(name for row in rows for name in row))
+  text = io.StringIO()
+  writer = csv.DictWriter(text, columns, lineterminator="\n")
+  writer.writeheader()
+  writer.writerows(rows)
+  files.write(path, text.getvalue())
+
+
+def read(path: os.PathLike[str] | str) -> list[dict[str, str]]:
+  """The rows of a file, with every cell as text."""
+  with epath.Path(path).open("r") as file:
+    return list(csv.DictReader(file))
+
+
+def put(
+  path: os.PathLike[str] | str, row: Mapping[str, Any], key: Sequence[str]
+) -> None:
+  """Adds a row to a file, in place of that with the same cells of `key`."""
+  rows = read(path) if epath.Path(path).exists() else []
+  same = lambda old: all(old[name] == str(row[name]) for name in key)
+  write(path, [*(old for old in rows if not same(old)), row])

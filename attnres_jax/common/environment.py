@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a result comes from: machine, versions, commit."""
+
+import functools
+import importlib.metadata
+import math
+import os
+import pathlib
+import platform
+import subprocess
+import time
+from typing import Any
+
+import flax
+import jax
+
+from attnres_jax import config as config_lib
+
+_ROOT = pathlib.Path(__file__).parents[2]
+_MOST_LAYERS = 2_000
+
+
+def facts() -> dict[str, str]:
+  """Facts about this machine and the code that runs on it."""
+  return {
+    "hardware": hardware(),
+    "system": f"{platform.system()} {platform.release()}",
+    "python": platform.python_version(),
+    "jax": jax.__version__,
+    "flax": flax.__version__,
+    "commit": commit(),
+    "date": time.strftime("%Y-%m-%d", time.gmtime()),
+  }
+
+
+@functools.cache
+def compiled() -> dict[str, str]:
+  """Where an estimate of the TPU compiler comes from.
+
+  Asked once per process: writing a table changes a file of the checkout.
+  """
+  return {
+    "jax": jax.__version__,
+    "libtpu": importlib.metadata.version("libtpu"),
+    "commit": commit(),
+  }
+
+
+def commit() -> str:
+  """Short hash of this checkout, with a plus if files were changed.
+
+  "unknown" without git and for an installed package, even if its environment is
+  inside a repository.
+  """
+  try:
+    if pathlib.Path(_git("rev-parse", "--show-toplevel")) != _ROOT.resolve():
+      return "unknown"
+    commit = _git("rev-parse", "--short=10", "HEAD")
+    return commit + ("+" if _git("status", "--porcelain") else "")
+  except (OSError, subprocess.CalledProcessError):
+    return "unknown"
+
+
+def hardware() -> str:
+  """The devices of this machine; for a CPU its model, cores and memory."""
+  devices = jax.devices()
+  if devices[0].platform != "cpu":
+    return f"{len(devices)} x {devices[0].device_kind}"
+  if hasattr(os, "sched_getaffinity"):
+    cores = len(os.sched_getaffinity(0))
+  else:
+    cores = os.cpu_count() or 1
+  parts = [cpu(), f"{cores} core{'s' * (cores > 1)}"]
+  if memory := _host_memory():
+    parts.append(f"{memory / 2**30:.0f} GB memory")
+  return ", ".join(parts)
+
+
+def check_size(config: config_lib.RunConfig, state: Any) -> None:
+  """Stops a run that would be traced for hours or cannot fit in memory.
+
+  Args:
+    config: of the run.
+    state: what training carries: shapes, dtypes and shardings.
+
+  Raises:
+    ConfigError: naming the estimate and the limit.
+  """
+  if config.model.num_layers > _MOST_LAYERS:
+    config_lib.fail(
+      "model.num_layers",
+      config.model.num_layers,
+      f"at most {_MOST_LAYERS}, for each of them is traced (--any_size lifts"
+      " this limit)",
+    )
+  device = jax.local_devices()[0]
+  stats = device.memory_stats() or {}
+  limit, shares = stats.get("bytes_limit"), 1
+  if device.platform == "cpu":
+    limit, shares = _host_memory(), jax.local_device_count()
+  needed = shares * sum(
+    math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    for leaf in jax.tree.leaves(state)
+  )
+  if limit and needed > limit:
+    config_lib.fail_argument(
+      "config.model",
+      f"a state of {needed / 2**30:,.0f} GiB",
+      f"at most the {limit / 2**30:,.0f} GiB of memory here (--any_size lifts"
+      " this limit)",
+    )
+
+
+def _host_memory() -> int:
+  """Bytes of this machine; 0 where it does not say."""
+  if "SC_PHYS_PAGES" not in os.sysconf_names:
+    return 0
+  return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def cpu() -> str:
+  """The model of this machine's processor, without starting a device."""
+  try:
+    for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines():
+      if line.startswith("model name"):
+        return " ".join(line.partition(":")[2].split())
+  except OSError:
+    pass  # Not Linux.
+  return platform.processor() or platform.machine()
+
+
+def _git(*args: str) -> str:
+  result = subprocess.run(
+    ["git", *args], cwd=_ROOT, check=True, capture_output=True, text=True
+  )
+  return result.stdout.strip()

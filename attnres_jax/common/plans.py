@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mesh, microbatches and checkpointing of configs on slices, as a file.
+
+  python -m attnres_jax.plan.search --config=... --topology=v5p-32 --save
+
+adds a row to the file, and a run with `optim.accumulate_steps=0` takes the row
+of its config on the devices that it finds. A row counts for all configs with
+the same step, whatever their seed, rates and number of steps are.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+import hashlib
+import json
+import os
+from typing import Any
+
+from etils import epath
+import jax
+
+from attnres_jax import config as config_lib
+from attnres_jax.common import csv_rows
+from attnres_jax.common import environment
+from attnres_jax.common import files
+
+FILE = "configs/plans.csv"
+# In the folder of a sweep.
+COPY = "plans.csv"
+# Column of the file -> field that it replaces, unless the cell is empty, as are
+# those of pipelines in plain plans, and the last where the default fits.
+COLUMNS = {
+  "data": "mesh.data",
+  "fsdp": "mesh.fsdp",
+  "expert": "mesh.expert",
+  "microbatches": "optim.accumulate_steps",
+  "remat": "model.remat",
+  "stage": "mesh.stage",
+  "virtual_stages": "pipeline.virtual_stages",
+  "pipeline_microbatches": "pipeline.microbatches",
+  "gather": "pipeline.gather",
+  "tile_tokens": "loss.tile_tokens",
+}
+_KEYS = ("config_hash", "device_kind", "devices")
+# Fields, or the beginnings of their names, that determine memory and time of a
+# step, in addition to those that a plan replaces.
+_OF_STEP = (
+  "model.", "loss.", "data.sequence_length", "data.batch_size",
+  "data.segment_ids", "optim.name", "optim.qk_clip",
+  "mesh.tensor", "pipeline.", "train.average_last", "train.compiler_options",
+)  # fmt: skip
+
+Path = os.PathLike[str] | str
+
+
+def apply(
+  config: config_lib.RunConfig, overrides: Mapping[str, Any]
+) -> config_lib.RunConfig:
+  """The config with fields, named with dots, replaced."""
+  for name, value in overrides.items():
+    config = _replace(config, name.split("."), value)
+  return config
+
+
+def resolve(
+  config: config_lib.RunConfig, devices: Sequence[Any], path: Path = FILE
+) -> config_lib.RunConfig:
+  """The config with its plan, if `optim.accumulate_steps` asks for one.
+
+  Args:
+    config: with its vocabulary size.
+    devices: of all processes, or of `topology.devices`.
+    path: the file of plans, local or gs://.
+
+  Raises:
+    ConfigError: there is no plan, or the config has a mesh of its own.
+  """
+  if config.optim.accumulate_steps:
+    return config
+  mesh = dataclasses.replace(config.mesh, tensor=1)
+  if mesh != config_lib.MeshConfig():
+    config_lib.fail(
+      "optim.accumulate_steps",
+      0,
+      "a number with a mesh of your own; with 0, the mesh is that of a plan",
+    )
+  row = find(config, devices, path)
+  where = f"{len(devices)} x {devices[0].device_kind}"
+  if row is None:
+    config_lib.fail(
+      "optim.accumulate_steps",
+      0,
+      f"a number, or a plan of {config.name} for {where} in {path}; this makes"
+      " one: python -m attnres_jax.plan.search --config=... --topology=SLICE"
+      " --save",
+    )
+  return apply(config, _overrides(row))
+
+
+def find(
+  config: config_lib.RunConfig, devices: Sequence[Any], path: Path = FILE
+) -> dict[str, str] | None:
+  """The row of a config on devices that are one slice; None without one."""
+  if len({getattr(device, "slice_index", 0) for device in devices}) > 1:
+    return None
+  wanted = _key(config, devices)
+  found = [r for r in rows(path) if all(r[k] == wanted[k] for k in _KEYS)]
+  return found[0] if found else None
+
+
+def rows(path: Path = FILE) -> list[dict[str, str]]:
+  """All rows of the file; none if it does not exist."""
+  return csv_rows.read(path) if epath.Path(path).exists() else []
+
+
+def under_other_schemes(
+  config: config_lib.RunConfig,
+  devices: Sequence[Any],
+  schemes: Iterable[str],
+  path: Path = FILE,
+) -> dict[str, Any] | None:
+  """What the plan of the same network under another residual scheme replaces.
+
+  The first of `schemes` with a row counts; None if there is no row.
+  """
+  for name in schemes:
+    other = apply(config, {"model.residual.name": name})
+    row = find(other, devices, path)
+    if row is not None and name != config.model.residual.name:
+      return _overrides(row)
+  return None
+
+
+def put(
+  config: config_lib.RunConfig,
+  devices: Sequence[Any],
+  overrides: Mapping[str, Any],
+  facts: Mapping[str, Any],
+  path: Path = FILE,
+) -> None:
+  """Adds the row of a config, in place of an older one.
+
+  Args:
+    config: that was planned.
+    devices: of `topology.devices`.
+    overrides: of the plan.
+    facts: more columns, for readers.
+    path: the file.
+  """
+  row = {"config": config.name} | _key(config, devices)
+  row |= {
+    column: overrides[name]
+    for column, name in COLUMNS.items()
+    if name in overrides
+  }
+  row |= dict(facts)
+  row |= dict(jax=jax.__version__, commit=environment.commit())
+  csv_rows.put(path, row, _KEYS)
+
+
+def copy(path: Path, folder: Path) -> None:
+  """Puts a copy of the file, if there is one, into the folder of a sweep.
+
+  Its workers may run where the file is not.
+  """
+  path = epath.Path(path)
+  if path.exists():
+    target = epath.Path(folder) / COPY
+    files.write_output("--workdir", target, path.read_text(), _KEYS)
+
+
+def config_hash(config: config_lib.RunConfig) -> str:
+  """Of the fields that a plan depends on; those at their defaults are left out.
+
+  So new fields, at their defaults, do not make a plan obsolete.
+  """
+  default = config_lib.flatten(config_lib.to_dict(config_lib.RunConfig()))
+  fields = {
+    name: value
+    for name, value in config_lib.flatten(config_lib.to_dict(config)).items()
+    if name.startswith(_OF_STEP)
+    and name not in COLUMNS.values()
+    and value != default[name]
+  }
+  text = json.dumps(fields, sort_keys=True)
+  return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _overrides(row: Mapping[str, str]) -> dict[str, Any]:
+  fields = {name: row.get(column) for column, name in COLUMNS.items()}
+  return {n: config_lib.parse_field(n, t) for n, t in fields.items() if t}
+
+
+def _key(
+  config: config_lib.RunConfig, devices: Sequence[Any]
+) -> dict[str, str]:
+  kind, number = devices[0].device_kind, str(len(devices))
+  return dict(zip(_KEYS, (config_hash(config), kind, number)))
+
+
+def _replace(config: Any, path: Sequence[str], value: Any) -> Any:
+  name, *rest = path
+  if rest:
+    value = _replace(getattr(config, name), rest, value)
+  return dataclasses.replace(config, **{name: value})

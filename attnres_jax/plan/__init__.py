@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Compile any configuration for a TPU pod, on a machine without one.
+
+  topology      names of slices, and the properties of their devices
+  hlo           reads a compiled program: loops, products, traffic, collectives
+  attribution   which part of the network each of its instructions belongs to
+  least         what each part has to compute and move, from shapes alone
+  bill          one row per part: what it costs, and what it needs at least
+  report        figures of the compiled training step of a config
+
+  python -m attnres_jax.plan --config=configs/lm.py:size=large \
+    --config.mesh.fsdp=16 --config.mesh.data=1 --topology=v5e:4x4
+
+Needs `libtpu` (`pip install libtpu`) but no TPU.
+"""

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Whether a config fits a pod, what bounds its step, and what it sends.
+
+  python -m attnres_jax.plan --config=configs/lm.py:size=large \
+    --config.mesh.data=1 --config.mesh.fsdp=16 --topology=v5e:4x4
+  python -m attnres_jax.plan ... --topology=v5p-128 --num_slices=2 \
+    --compare=residual=prenorm --json=report.json
+  python -m attnres_jax.plan ... --step=decode
+  python -m attnres_jax.plan ... --until=schedule
+
+With --until=schedule, the compiler is stopped before it writes machine code,
+which takes most of its time. Everything is reported but the size of the program
+itself.
+
+Takes the same `--config` flags as training. Exit status 1 means that it does
+not fit.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+import dataclasses
+import json
+import sys
+from typing import Any
+
+import jax
+
+from attnres_jax import config as config_lib
+from attnres_jax.common import command_line
+from attnres_jax.common import files
+from attnres_jax.common import plans
+from attnres_jax.plan import report
+from attnres_jax.plan import topology
+
+# Keys of every report.
+_MARKS = ("fits",)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Compiles and prints; the exit status says whether it fits."""
+  return command_line.run(_report, make_parser().parse_args(argv))
+
+
+def make_parser() -> command_line.Parser:
+  parser = command_line.Parser("python -m attnres_jax.plan", __doc__)
+  add = parser.add_argument
+  parser.add_config()
+  add(
+    "--topology",
+    help="TPU slice, such as v5e:4x4, v5p:4x4x4 or v5e-16",
+  )
+  add(
+    "--num_slices",
+    type=int,
+    default=1,
+    help="slices, connected by the data center network",
+  )
+  add("--step", default="train", choices=report.STEPS, help="what to compile")
+  add(
+    "--until",
+    default="code",
+    choices=("code", "schedule"),
+    when=("step", ("train",)),
+    help="where to stop the compiler",
+  )
+  add("--compare", help="also compile this scheme: residual=prenorm")
+  add("--json", help="also write the numbers to this file")
+  parser.add_plans()
+  return parser
+
+
+def _report(options: argparse.Namespace) -> int:
+  # The program is compiled for the topology; nothing runs.
+  jax.config.update("jax_platforms", "cpu")
+  if options.json:
+    files.check_output("--json", options.json, _MARKS)
+  reports = _make_reports(options)
+  print("\n\n".join(report.to_text(one) for one in reports))
+  if len(reports) == 2:
+    print("\n" + report.compare(*reports))
+  if options.json:
+    text = json.dumps(reports if options.compare else reports[0], indent=2)
+    files.write_output("--json", options.json, text + "\n", _MARKS)
+  return 0 if all(one["fits"] for one in reports) else 1
+
+
+def _make_reports(options: argparse.Namespace) -> list[Mapping[str, Any]]:
+  if not options.topology:
+    raise config_lib.ConfigError(
+      "--topology: missing, expected a slice such as v5e:4x4"
+    )
+  config = command_line.load_config(options.config)
+  slices = options.topology, options.num_slices
+  devices = topology.devices(*slices)
+  config = plans.resolve(config, devices, options.plans)
+  configs = [config]
+  if options.compare:
+    name, _, value = options.compare.partition("=")
+    if name != "residual" or not value:
+      raise config_lib.ConfigError(
+        f"--compare: got {options.compare!r}, expected residual=NAME"
+      )
+    residual = dataclasses.replace(config.model.residual, name=value)
+    model = dataclasses.replace(config.model, residual=residual)
+    configs.append(dataclasses.replace(config, model=model))
+  if options.until == "schedule":
+    return [report.make_schedule_report(one, *slices) for one in configs]
+  return [report.make_report(one, devices, options.step) for one in configs]
+
+
+if __name__ == "__main__":
+  sys.exit(main())

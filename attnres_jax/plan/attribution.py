@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which part of a step each instruction of its compiled program belongs to.
+
+The compiler keeps the names of the traced operations, which contain their part
+(`attnres_jax.common.scopes`). A fusion belongs to the part of its largest
+matrix product, or else of its own name: an addition that the compiler moves
+into the product before it is free, and a norm before a product would not be
+there without it. What the compiler adds, such as a copy to the core, has no
+name. It belongs to the part that uses it first, or else to the part that made
+it.
+"""
+
+from collections.abc import Iterator, Mapping
+import dataclasses
+
+from attnres_jax.common import scopes
+from attnres_jax.plan import hlo
+
+# Of an instruction: its computation, and its name in there.
+Place = tuple[str, str]
+
+# The part of what has no other.
+OTHER = "other"
+
+
+@dataclasses.dataclass
+class Cost:
+  """What a part does per device and step.
+
+  Attributes:
+    moved_bytes: of memory, read and written.
+    flops: of matrix products outside of Pallas kernels.
+    kernels: executions of Pallas kernels.
+    sent_bytes: over links.
+    overlapped_bytes: of these, those during whose transfer something is
+      computed.
+  """
+
+  moved_bytes: float = 0.0
+  flops: float = 0.0
+  kernels: float = 0.0
+  sent_bytes: float = 0.0
+  overlapped_bytes: float = 0.0
+
+
+def costs(program: hlo.Program) -> dict[str, Cost]:
+  """The cost of each part; they add up to the program's."""
+  found: dict[str, Cost] = {OTHER: Cost()}
+  owner = owners(program)
+
+  def part(place: Place) -> Cost:
+    return found.setdefault(owner.get(place) or OTHER, Cost())
+
+  for computation, (count, _) in program.runs.items():
+    for instruction in program.computations[computation].values():
+      flops = program.product_flops(instruction)
+      if flops:
+        part(instruction.place).flops += count * flops
+      if "tpu_custom_call" in instruction.attributes:
+        part(instruction.place).kernels += count
+  for count, instruction, nbytes in program.instructions():
+    part(instruction.place).moved_bytes += count * nbytes
+  for one in program.collectives():
+    cost = part(one.place)
+    cost.sent_bytes += one.count * one.sent_bytes
+    cost.overlapped_bytes += one.count * one.sent_bytes * one.overlapped
+  return found
+
+
+def owners(program: hlo.Program) -> dict[Place, str | None]:
+  """The part of every instruction; None if it has none."""
+  owners: dict[Place, str | None] = {}
+  for computation, known in program.computations.items():
+    if computation in program.fused:
+      continue
+    own = {name: _own(program, one) for name, one in known.items()}
+    for name, part in _from_neighbours(known, own).items():
+      owners[computation, name] = part
+      for inner in _inside(program, known[name]):
+        owners[inner.place] = scopes.of_name(inner.op_name) or part
+  return owners
+
+
+def _own(program: hlo.Program, instruction: hlo.Instruction) -> str | None:
+  """The part that an instruction, or what is fused into it, names."""
+  own = scopes.of_name(instruction.op_name)
+  found = [
+    (program.product_flops(inner), part)
+    for inner in _inside(program, instruction)
+    if (part := scopes.of_name(inner.op_name))
+  ]
+  largest, part = max(found, default=(0.0, None))
+  if largest or not own:
+    return part
+  return own
+
+
+def _inside(
+  program: hlo.Program, instruction: hlo.Instruction
+) -> Iterator[hlo.Instruction]:
+  """The instructions that are fused into one."""
+  for _, called in instruction.called():
+    if called in program.fused:
+      for inner in program.computations[called].values():
+        yield inner
+        yield from _inside(program, inner)
+
+
+def _from_neighbours(
+  known: Mapping[str, hlo.Instruction], own: Mapping[str, str | None]
+) -> dict[str, str | None]:
+  """The same, with parts of users or operands for what has no name."""
+  parts = dict(own)
+  # Names of traced operations are paths; the compiler adds simple names.
+  nameless = {
+    name
+    for name, one in known.items()
+    if not parts[name] and "/" not in one.op_name
+  }
+  # In scheduled order, operands come before their users.
+  for name in reversed(tuple(known)):
+    for operand in known[name].operands:
+      if operand in nameless and parts[name]:
+        parts[operand] = parts[name]  # The first user is the last to come.
+  for name in known:
+    if name in nameless and not parts[name]:
+      made = (parts.get(operand) for operand in known[name].operands)
+      parts[name] = next(filter(None, made), None)
+  return parts

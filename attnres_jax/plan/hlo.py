@@ -1,0 +1,496 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads a compiled TPU program: what it computes, moves and sends.
+
+The compiler's own cost analysis counts the body of a loop once. Here every
+instruction counts as often as it runs: trip counts are read from the conditions
+of the loops, and those of nested loops are multiplied. Where a condition does
+not tell, a loop counts as one trip, or none if it is marked as usually skipped
+(`attnres_jax.common.scopes`).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+import functools
+import math
+import re
+
+import numpy as np
+
+from attnres_jax.common import scopes
+from attnres_jax.plan import instruction as instruction_lib
+
+Array = instruction_lib.Array
+Instruction = instruction_lib.Instruction
+
+COLLECTIVES = (
+  "all-gather",
+  "all-reduce",
+  "reduce-scatter",
+  "all-to-all",
+  "ragged-all-to-all",
+  "collective-permute",
+)
+# Operations that read as much of their first operand as they return.
+_CUTS = ("slice", "dynamic-slice", "gather")
+# Operations that write a part of their first operand: the number of the operand
+# that they write.
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
+# Of an instruction whose result is its operand.
+_ALIASED = "output_to_operand_aliasing={{}: (0, {})}"
+_MEGASCALE = "xla_megascale_runtime"
+_ALLOCATES = 'custom_call_target="AllocateBuffer"'
+_CONTROL = ("while", "conditional", "call")
+# Not work: names, views, and ends of asynchronous operations, which are counted
+# where they start.
+_FREE = {
+  "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while",
+  "conditional", "call", "after-all", "partition-id", "opt-barrier",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+  """A transfer between devices.
+
+  Attributes:
+    kind: of `COLLECTIVES`.
+    group: partitions that take part, one group of them.
+    arrays: inputs of each device.
+    sent_bytes: per device and execution, on a ring.
+    count: how often it runs; the mean over the branches of conditionals.
+    in_loop: whether it is inside a loop.
+    overlapped: whether anything is computed between its start and its end.
+    place: of its instruction.
+  """
+
+  kind: str
+  group: tuple[int, ...]
+  arrays: tuple[Array, ...]
+  sent_bytes: float
+  count: float
+  in_loop: bool
+  overlapped: bool
+  place: tuple[str, str]
+
+
+class Program:
+  """A compiled module, from `compiled.as_text()`.
+
+  Attributes:
+    computations: {computation: {instruction: its line}}, in scheduled order.
+    fused: computations inside one instruction, whose values stay on the core.
+    runs: how often each computation runs, and whether it is in a loop.
+  """
+
+  def __init__(self, text: str):
+    self.computations: dict[str, dict[str, Instruction]] = {}
+    self._entry = ""
+    current: dict[str, Instruction] = {}
+    name = ""
+    for line in text.splitlines():
+      head = re.match(r"(ENTRY )?(%[\w.\-]+) \(.*\{$", line)
+      if head:
+        name = head[2]
+        current = self.computations.setdefault(name, {})
+        self._entry = name if head[1] else self._entry
+      elif line.startswith("  "):
+        instruction = instruction_lib.parse(name, line)
+        if instruction:
+          current[instruction.name] = instruction
+
+  def flops(self, start: str = "") -> float:
+    """FLOPs of all matrix products, except those inside Pallas kernels.
+
+    Args:
+      start: a computation, executed once, instead of the whole program.
+    """
+    return sum(
+      count * self.product_flops(instruction)
+      for name, (count, _) in self.runs_from(start).items()
+      for instruction in self.computations[name].values()
+    )
+
+  def product_flops(self, instruction: Instruction) -> float:
+    """FLOPs of one execution of a matrix product; 0 for anything else."""
+    if instruction.op != "convolution":
+      return 0.0
+    computation, _ = instruction.place
+    known = self.computations[computation]
+    return instruction_lib.product_flops(instruction, known)
+
+  def inner_flops(self, instruction: Instruction) -> float:
+    """The same of an instruction and of what is fused into it."""
+    if instruction.op in _CONTROL:
+      return 0.0
+    return self.product_flops(instruction) + sum(
+      self.inner_flops(inner)
+      for _, called in instruction.called()
+      for inner in self.computations[called].values()
+    )
+
+  def hbm_bytes(self, start: str = "") -> float:
+    """Bytes of HBM that all instructions read and write; see `flops`."""
+    return sum(count * nbytes for count, _, nbytes in self.instructions(start))
+
+  def instructions(
+    self, start: str = ""
+  ) -> Iterator[tuple[float, Instruction, float]]:
+    """(executions, instruction, bytes of memory per execution) of all work.
+
+    A fusion is one instruction, and those inside are not listed. If it only
+    slices an array or gathers from it, the results count; if it updates an
+    array in place or scatters into it, the update counts.
+    """
+    for name, (count, _) in self.runs_from(start).items():
+      if name in self.fused:
+        continue
+      known = self.computations[name]
+      for instruction in known.values():
+        if instruction.op in _FREE or instruction.op.endswith("-done"):
+          continue
+        if _ALLOCATES in instruction.attributes:
+          continue  # Nothing is written: what is in there is not defined.
+        yield count, instruction, self._nbytes(instruction, known)
+
+  def collectives(self) -> list[Collective]:
+    """Every collective once, even if the compiler split it into pieces."""
+    return [
+      one
+      for name in self.runs
+      if name not in self.fused
+      for _, _, one in self.transfers(name)
+    ]
+
+  def bytes_between_slices(self) -> float:
+    """Bytes that a device hands to the data-centre network.
+
+    The compiler makes collectives between slices `send`s to a host, where
+    Megascale goes on with them.
+    """
+    return sum(
+      count * instruction.arrays[0].nbytes
+      for name, (count, _) in self.runs.items()
+      for instruction in self.computations[name].values()
+      if instruction.op == "send" and _MEGASCALE in instruction.attributes
+    )
+
+  def transfers(self, name: str) -> list[tuple[int, int, Collective]]:
+    """(start, end, collective) of a computation, as places in its schedule."""
+    count, in_loop = self.runs[name]
+    schedule = list(self.computations[name].values())
+    # Where its pieces are, and one piece.
+    pieces: dict[str, tuple[list[int], Instruction]] = {}
+    for at, instruction in enumerate(schedule):
+      for key, piece in self._pieces(instruction):
+        known = pieces.setdefault(key, ([], piece))
+        known[0].extend((at, _end(schedule, at)))
+    found = []
+    for where, piece in pieces.values():
+      start, end = min(where), max(where)
+      overlapped = any(map(_computes, schedule[start + 1 : end]))
+      one = self._collective(piece, count, in_loop, overlapped)
+      found.append((start, end, one))
+    return found
+
+  def largest(self, count: int) -> list[tuple[Array, str]]:
+    """(array, traced operation) of the largest arrays.
+
+    One for each shape and operation.
+    """
+    found = {
+      (array, instruction.source())
+      for _, instruction, _ in self.instructions()
+      if not instruction.op.endswith(("-start", "-update"))
+      for array in instruction.arrays
+      if array.in_hbm
+    }
+    return sorted(found, key=lambda pair: (-pair[0].nbytes, pair[1]))[:count]
+
+  def busiest(self, count: int) -> list[tuple[float, float, str, str]]:
+    """(bytes of memory, runs, array, traced operation) of the most traffic.
+
+    Bytes are summed over all runs. Instructions of one operation whose largest
+    results look the same are combined. If the traced operation is unknown, the
+    compiler's is given.
+    """
+    moved: dict[tuple[str, str], list[float]] = {}
+    for runs, instruction, nbytes in self.instructions():
+      largest = max(instruction.arrays, key=lambda a: a.nbytes, default="")
+      key = str(largest), instruction.source() or instruction.op
+      sums = moved.setdefault(key, [0.0, 0.0])
+      sums[0] += runs * nbytes
+      sums[1] += runs
+    found = [(sums[0], sums[1], *key) for key, sums in moved.items()]
+    return sorted(found, key=lambda one: (-one[0], *one[2:]))[:count]
+
+  def _nbytes(
+    self, instruction: Instruction, known: Mapping[str, Instruction]
+  ) -> float:
+    """Bytes read and written by one execution of an instruction."""
+    operands = [
+      known[name].arrays if name in known else ()
+      for name in instruction.operands
+    ]
+    results = list(instruction.arrays)
+    if instruction.op.endswith(("-start", "-update")):
+      # Its results include the operands, for instructions that wait for them.
+      for array in (array for arrays in operands for array in arrays):
+        if array in results:
+          results.remove(array)
+    read: Mapping[int, float] = {}
+    written: Mapping[int, float] = {}
+    if instruction.op == "fusion":
+      read, written = self._parts(instruction)
+    elif instruction.op.removesuffix("-start") in _CUTS:
+      read = {0: max(a.nbytes for a in results)}
+    elif instruction.op in _UPDATES:
+      new = sum(a.nbytes for a in operands[_UPDATES[instruction.op]])
+      read = {0: self._adds(instruction) * new}
+      written = {0: new}
+    total = 0.0
+    for i, arrays in enumerate(operands):
+      in_hbm = [a.nbytes for a in arrays if a.in_hbm]
+      total += read.get(i, sum(in_hbm)) if in_hbm else 0
+    for i, array in enumerate(results):
+      total += written.get(i, array.nbytes) if array.in_hbm else 0
+    return total
+
+  def _parts(
+    self, fusion: Instruction
+  ) -> tuple[dict[int, float], dict[int, float]]:
+    """The parts of arrays that a fusion slices or updates in place.
+
+    Returns:
+      Bytes by operand number, and by result number; arrays that are used
+      completely are left out.
+    """
+    ((_, name),) = (pair for pair in fusion.called() if pair[0] == "calls")
+    inside = self.computations[name]
+
+    def behind(name: str) -> Instruction:
+      while self._is_view(inside[name]):
+        (name,) = inside[name].operands
+      return inside[name]
+
+    read: dict[int, float] = {}
+    whole = set()
+    for user in inside.values():
+      if self._is_view(user):
+        continue
+      nested = self._parts(user)[0] if user.op == "fusion" else {}
+      if user.op in _CUTS:
+        nested = {0: sum(a.nbytes for a in user.arrays)}
+      elif user.op in _UPDATES:
+        # The updated array is not read, but for what a scatter adds to.
+        new = inside[user.operands[_UPDATES[user.op]]]
+        nested = {0: self._adds(user) * sum(a.nbytes for a in new.arrays)}
+      for i, operand in enumerate(user.operands):
+        source = behind(operand)
+        if source.op == "parameter" and i in nested:
+          number = instruction_lib.number(source)
+          read[number] = read.get(number, 0) + nested[i]
+        elif source.op == "parameter":
+          whole.add(instruction_lib.number(source))
+    root = list(inside.values())[-1]
+    ends = root.operands if root.op == "tuple" else (root.name,)
+    written = {}
+    for i, end in enumerate(map(behind, ends)):
+      if end.op in _UPDATES:
+        target = behind(end.operands[0])
+        if target.op == "parameter" or _ALLOCATES in target.attributes:
+          update = inside[end.operands[_UPDATES[end.op]]]
+          written[i] = sum(a.nbytes for a in update.arrays)
+      elif end.op == "fusion" and 0 in (nested := self._parts(end)[1]):
+        written[i] = nested[0]
+    return {i: n for i, n in read.items() if i not in whole}, written
+
+  def _adds(self, instruction: Instruction) -> bool:
+    """Whether it is a scatter whose result depends on what was there."""
+    if instruction.op != "scatter":
+      return False
+    ((_, name),) = (p for p in instruction.called() if p[0] == "to_apply")
+    return list(self.computations[name].values())[-1].op != "parameter"
+
+  def _is_view(self, instruction: Instruction) -> bool:
+    """Whether it is its operand, perhaps in other tiles, within a fusion."""
+    if instruction.op == "bitcast":
+      return True
+    if instruction.op != "fusion" or _ALIASED not in instruction.attributes:
+      return False
+    ((_, name),) = instruction.called()
+    ops = [inner.op for inner in self.computations[name].values()]
+    return ops == ["parameter", "copy"]
+
+  def _pieces(
+    self, instruction: Instruction
+  ) -> Iterator[tuple[str, Instruction]]:
+    """(name of the whole, collective) of pieces in an instruction."""
+    if instruction.op.removesuffix("-start") in COLLECTIVES:
+      # Overlapped pieces share a chain; others have a name.
+      chain = re.search(r"chain_id=\"\d+\"", instruction.attributes)
+      yield chain[0] if chain else instruction.name, instruction
+    if instruction.op not in _CONTROL:
+      for _, called in instruction.called():
+        for inner in self.computations[called].values():
+          yield from self._pieces(inner)
+
+  def _collective(
+    self,
+    instruction: Instruction,
+    count: float,
+    in_loop: bool,
+    overlapped: bool,
+  ) -> Collective:
+    computation, _ = instruction.place
+    known = self.computations[computation]
+    kind = instruction.op.removesuffix("-start")
+    if computation.startswith("%all-reduce-scatter"):
+      # Of the sum, this fusion only computes the part of each device.
+      kind = "reduce-scatter"
+    group = _group(instruction.attributes)
+    arrays = tuple(
+      array
+      for operand in instruction.operands
+      if operand in known
+      for array in known[operand].arrays
+    )
+    sent = _sent(kind, sum(a.nbytes for a in arrays), len(group))
+    return Collective(
+      kind, group, arrays, sent, count, in_loop, overlapped,
+      instruction.place,
+    )  # fmt: skip
+
+  @functools.cached_property
+  def fused(self) -> set[str]:
+    """Computations inside one instruction, whose values stay on the core."""
+    return {
+      called
+      for computation in self.computations.values()
+      for instruction in computation.values()
+      if instruction.op not in _CONTROL
+      for _, called in instruction.called()
+    }
+
+  @functools.cached_property
+  def runs(self) -> Mapping[str, tuple[float, bool]]:
+    """How often each computation runs, and whether it is in a loop.
+
+    One branch of a conditional runs, and the program does not say which, so all
+    branches get equal weight. Of loops whose trip counts depend on data, names
+    may state the mean (`scopes.mean_trips`).
+    """
+    return self._runs_from(self._entry)
+
+  def runs_from(self, start: str = "") -> Mapping[str, tuple[float, bool]]:
+    """The same for a computation that is executed once; "" is the program."""
+    return self._runs_from(start) if start else self.runs
+
+  def _runs_from(self, start: str) -> Mapping[str, tuple[float, bool]]:
+    runs: dict[str, tuple[float, bool]] = {}
+
+    def visit(name: str, count: float, in_loop: bool) -> None:
+      before, was_in_loop = runs.get(name, (0, False))
+      runs[name] = before + count, was_in_loop or in_loop
+      for instruction in self.computations[name].values():
+        called = dict(instruction.called())
+        if instruction.op == "while":
+          trips = scopes.mean_trips_of_name(instruction.op_name)
+          if trips is None:
+            trips = self._trips(called["condition"])
+          visit(called["body"], count * trips, True)
+          continue
+        inner = [called for _, called in instruction.called()]
+        share = len(inner) if instruction.op == "conditional" else 1
+        for one in inner:
+          visit(one, count / share, in_loop)
+
+    visit(start, 1, False)
+    return runs
+
+  def _trips(self, condition: str) -> int:
+    """The largest constant in the condition of a loop."""
+    constants = [
+      int(match[1])
+      for instruction in self.computations[condition].values()
+      if instruction.op == "constant"
+      and (match := re.match(r"(\d+)\)", instruction.attributes))
+    ]
+    return max(constants, default=1)
+
+
+def axes_of(group: Sequence[int], mesh_shape: Mapping[str, int]) -> str:
+  """The mesh axes along which the partitions of a group differ."""
+  coordinates = np.unravel_index(list(group), tuple(mesh_shape.values()))
+  return "+".join(
+    axis
+    for axis, along in zip(mesh_shape, coordinates)
+    if len(set(along.tolist())) > 1
+  )
+
+
+def _end(schedule: Sequence[Instruction], at: int) -> int:
+  """Where the asynchronous instruction at `at` ends; `at` for other ones."""
+  start = schedule[at]
+  if start.op.endswith("-start"):
+    for i, instruction in enumerate(schedule[at:], at):
+      if (
+        instruction.op.endswith("-done") and start.name in instruction.operands
+      ):
+        return i
+  return at
+
+
+def _computes(instruction: Instruction) -> bool:
+  """Whether it computes, rather than moving data or starting a collective."""
+  if instruction.op == "custom-call":
+    return "tpu_custom_call" in instruction.attributes
+  working = ("fusion", "convolution", "while", "conditional")
+  return instruction.op in working and not instruction.name.startswith(
+    "%async-collective"
+  )
+
+
+def _group(attributes: str) -> tuple[int, ...]:
+  """One of the groups of partitions that a collective connects."""
+  pairs = re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", attributes)
+  if pairs:
+    return int(pairs[1]), int(pairs[2])
+  listed = re.search(r"replica_groups=\{\{([\d,]+)\}", attributes)
+  if listed:
+    return tuple(int(i) for i in listed[1].split(","))
+  iota = re.search(
+    r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes
+  )
+  if iota:
+    sizes, shape = (
+      [int(i) for i in text.split(",")] for text in (iota[1], iota[2])
+    )
+    ids = np.arange(math.prod(shape)).reshape(shape)
+    if iota[3]:
+      ids = ids.transpose([int(i) for i in iota[3].split(",")])
+    return tuple(ids.reshape(sizes)[0].ravel().tolist())
+  mesh = re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", attributes)
+  if mesh:
+    sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
+    chosen = re.findall(r"'(\w+)'", mesh[2])
+    ids = np.arange(math.prod(map(int, sizes.values())))
+    ids = ids.reshape([int(size) for size in sizes.values()])
+    where = tuple(slice(None) if axis in chosen else 0 for axis in sizes)
+    return tuple(ids[where].ravel().tolist())
+  return (0,)
+
+
+def _sent(kind: str, operand_bytes: float, size: int) -> float:
+  """Bytes that a device sends with the best ring algorithm."""
+  others = size - 1
+  return (
+    operand_bytes
+    * {
+      "all-gather": others,
+      "all-reduce": 2 * others / size,
+      "reduce-scatter": others / size,
+      "all-to-all": others / size,
+      "ragged-all-to-all": others / size,
+      "collective-permute": 1,
+    }[kind]
+  )

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a pipeline's step takes when every tick waits for its slowest rank.
+
+All ranks run one program, a loop over ticks. In it, every unit of work, forward
+or backward through a chunk, is a loop of one or no trip with a name, and the
+schedule says which rank runs which unit at which tick. A unit takes the longer
+of its compute and its memory at peak. A tick takes as long as its slowest rank,
+so that bubble and uneven chunks are included. The head takes equally long on
+all ranks. Transfers are not included: what is sent within a tick is hidden or
+waited for as in any program (`waiting`).
+"""
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from attnres_jax import config as config_lib
+from attnres_jax.common import chips
+from attnres_jax.common import scopes
+from attnres_jax.flops import operations
+from attnres_jax.pipeline import layout as layout_lib
+from attnres_jax.pipeline import schedule as schedule_lib
+from attnres_jax.plan import hlo
+from attnres_jax.plan import least
+
+
+@dataclasses.dataclass(frozen=True)
+class Units:
+  """Seconds, FLOPs or bytes of units of work on one device.
+
+  Attributes:
+    forward_C: float64, of each chunk.
+    backward_C: float64, of each chunk.
+  """
+
+  forward_C: np.ndarray
+  backward_C: np.ndarray
+
+  def of_ticks(self, schedule: schedule_lib.Schedule) -> np.ndarray:
+    """float64 [ticks, P]: what each rank does in each tick."""
+    # An empty slot has chunk -1.
+    forward = np.append(self.forward_C, 0.0)
+    backward = np.append(self.backward_C, 0.0)
+    return (
+      forward[schedule.forward[:, :, 0]] + backward[schedule.backward[:, :, 0]]
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Lockstep:
+  """The time of a step, at the peaks of a chip.
+
+  Attributes:
+    seconds: of a step.
+    tick_seconds: of the units in all ticks, a part of it; the rest is outside
+      of ticks or in them on all ranks, such as the head and adding gradients.
+    bubble: ticks over what a rank works in them on average, less one.
+    slowest_rank: the rank with the most work.
+  """
+
+  seconds: float
+  tick_seconds: float
+  bubble: float
+  slowest_rank: int
+
+
+def of_program(
+  program: hlo.Program,
+  config: config_lib.RunConfig,
+  schedule: schedule_lib.Schedule,
+  chip: chips.Chip,
+  devices: int,
+) -> Lockstep:
+  """Reads the units of a compiled step, and runs them by the schedule.
+
+  Args:
+    program: compiled, of `pipeline.spmd` with `pipeline.schedule="fused"`.
+    config: of the run.
+    schedule: of the pipeline.
+    chip: whose peaks count.
+    devices: of the mesh.
+
+  Raises:
+    RunError: the program has no loop for some unit of work.
+  """
+  tokens = config.data.batch_size * config.data.sequence_length / devices
+  tokens *= schedule.layout.num_ranks / schedule.num_microbatches
+  needs = unit_flops(config, schedule.layout, tokens)
+  found = _units(program, schedule.layout.num_chunks)
+  all_bytes = all_flops = 0.0
+  times = []
+  for slot, analytic_C in (
+    (scopes.FORWARD, needs.forward_C),
+    (scopes.BACKWARD, needs.backward_C),
+  ):
+    seconds_C = np.zeros(len(analytic_C))
+    for chunk, analytic in enumerate(analytic_C):
+      body = found[slot, chunk]
+      count, _ = program.runs[body]
+      nbytes, work = program.hbm_bytes(body), program.flops(body)
+      all_bytes += count * nbytes
+      all_flops += count * work
+      if _has_kernels(program, body):
+        work = max(work, analytic)
+      seconds_C[chunk] = max(
+        work / chip.peak_flops_per_second, nbytes / chip.hbm_bytes_per_second
+      )
+    times.append(seconds_C)
+  seconds_TP = Units(*times).of_ticks(schedule)
+  ticks = float(seconds_TP.max(axis=1).sum())
+  # What no unit does: the rest of a tick, and all that is outside the loop.
+  rest = max(
+    (program.flops() - all_flops) / chip.peak_flops_per_second,
+    (program.hbm_bytes() - all_bytes) / chip.hbm_bytes_per_second,
+  )
+  work_P = seconds_TP.sum(axis=0)
+  return Lockstep(
+    float(rest) + ticks,
+    ticks,
+    ticks / float(work_P.mean()) - 1,
+    int(work_P.argmax()),
+  )
+
+
+def unit_flops(
+  config: config_lib.RunConfig, layout: layout_lib.Layout, tokens: float
+) -> Units:
+  """Analytic FLOPs of each unit on one device; the head is in none of them.
+
+  Backward computes a chunk again, and once more what `model.remat` leaves out,
+  then twice for the gradients.
+
+  Args:
+    config: of the run.
+    layout: of its chunks.
+    tokens: of a microbatch on one device.
+  """
+  model = config.model
+  plain = dataclasses.replace(model, remat="none")
+  each, depth = _forward_flops(plain, config.data.sequence_length)
+  starts = (0, *layout.ends)
+  forward_C = np.asarray([
+    sum(each[kind] + depth for kind in model.sublayer_kinds[start:stop])
+    for start, stop in zip(starts, layout.ends)
+  ])  # fmt: skip
+  again = model.remat not in least.KEEP_PRODUCTS
+  return Units(tokens * forward_C, tokens * (3 + again) * forward_C)
+
+
+@functools.cache
+def _forward_flops(
+  model: config_lib.ModelConfig, sequence_length: int
+) -> tuple[dict[str, float], float]:
+  """Per token: of a sublayer of each kind, and of a depth read."""
+  each = {
+    kind: of_all / model.sublayer_kinds.count(kind)
+    for kind, of_all in operations.flops_of_kinds(
+      model, sequence_length
+    ).items()
+  }
+  per_token = operations.flops_per_token(model, sequence_length)
+  return each, per_token.residual / model.num_sublayers
+
+
+def _units(program: hlo.Program, num_chunks: int) -> dict[tuple[str, int], str]:
+  """(slot, chunk) -> the computation of every unit."""
+  found = {}
+  for name in program.runs:
+    for instruction in program.computations[name].values():
+      if instruction.op == "while" and (
+        unit := scopes.unit_of_name(instruction.op_name)
+      ):
+        found[unit] = dict(instruction.called())["body"]
+  for slot in (scopes.FORWARD, scopes.BACKWARD):
+    for chunk in range(num_chunks):
+      if (slot, chunk) not in found:
+        raise config_lib.RunError(
+          f"the program has no loop for chunk {chunk} of {num_chunks} in the"
+          f" {slot} slot"
+        )
+  return found
+
+
+def _has_kernels(program: hlo.Program, body: str) -> bool:
+  return any(
+    "tpu_custom_call" in instruction.attributes
+    for name in program.runs_from(body)
+    for instruction in program.computations[name].values()
+  )

@@ -1,0 +1,512 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles a step of a config for TPUs, without having them.
+
+Everything is per device. Memory is the compiler's own account of one program.
+Times are lower bounds from what the program computes, moves and sends against
+the chip's peaks, assuming that each can reach its peak; the largest of the
+three is the step's bound. The compiler counts no FLOPs inside Pallas kernels:
+for parts with kernels, the analytic ones count (see `bill`). Bytes include the
+operands and results of kernels, each once.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
+import math
+import re
+import time
+from typing import Any
+
+import jax
+
+from attnres_jax import config as config_lib
+from attnres_jax import flops
+from attnres_jax.common import chips
+from attnres_jax.common import sharding
+from attnres_jax.common import text_table
+from attnres_jax.inference import prepared
+from attnres_jax.inference import programs
+from attnres_jax.pipeline import spmd
+from attnres_jax.plan import attribution
+from attnres_jax.plan import bill
+from attnres_jax.plan import hlo
+from attnres_jax.plan import least
+from attnres_jax.plan import lockstep
+from attnres_jax.plan import schedule
+from attnres_jax.plan import topology
+from attnres_jax.plan import waiting
+from attnres_jax.train import train_state
+
+_GIB = 2**30
+# How many of the largest arrays, and of the largest movers, a report lists.
+_NUM_LARGEST = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+  """A program to compile.
+
+  Attributes:
+    trace: `train_state.Program` -> the traced program.
+    trains: whether it has optimiser state and a backward pass.
+    note: what a reader has to know about it.
+  """
+
+  trace: Callable[..., Any]
+  trains: bool
+  note: str = ""
+
+
+def _trace_train(program):
+  return program.train_step.trace(program.abstract_state, program.batch_shapes)
+
+
+def _trace_decode(program):
+  of_data = program.config.data
+  return programs.trace_next(
+    program.abstract_state.model,
+    program.mesh,
+    of_data.batch_size,
+    of_data.sequence_length,
+  )
+
+
+STEPS = {
+  "train": Step(_trace_train, trains=True),
+  "decode": Step(
+    _trace_decode,
+    trains=False,
+    note="one more token for each row, whose cache is full",
+  ),
+}
+
+
+def make_report(
+  config: config_lib.RunConfig,
+  devices: Sequence[Any],
+  step: str = "train",
+) -> dict[str, Any]:
+  """Compiles and analyses a step; the result can be saved as JSON.
+
+  `fits` is False if the program needs more memory than a device has. If the
+  compiler refuses it for that reason, `reason` is its message, and the numbers
+  of the compiled program are missing. If libtpu is too new for jaxlib to read
+  its output, only the memory is known, and `unread` says why.
+
+  Args:
+    config: of the run.
+    devices: of `topology.devices`.
+    step: a key of `STEPS`.
+
+  Raises:
+    ConfigError: the config does not fit the mesh, or has no vocabulary size.
+  """
+  choice = config_lib.choose("step", step, STEPS)
+  chip = topology.chip(devices[0])
+  mesh = sharding.make_mesh(config.mesh, devices)
+  program = train_state.make_program(config, mesh)
+  report = _of_shapes(config, choice, program, chip)
+  start = time.perf_counter()
+  traced = choice.trace(program)
+  if not choice.trains:
+    kept = prepared.abstract_prepared(program.abstract_state.model, mesh)
+    report["parameter_bytes"] = sharding.bytes_per_device(kept)
+  lowered = traced.lower()
+  report["lower_seconds"] = time.perf_counter() - start
+  start = time.perf_counter()
+  try:
+    compiled = lowered.compile()
+  except jax.errors.JaxRuntimeError as error:
+    if "RESOURCE_EXHAUSTED" not in str(error):
+      raise
+    largest = _largest_traced(traced.jaxpr)
+    return report | dict(fits=False, reason=str(error), largest=largest)
+  report["compile_seconds"] = time.perf_counter() - start
+  report |= _memory(compiled, chip)
+  try:
+    text = compiled.as_text()
+  except jax.errors.JaxRuntimeError as error:
+    report["unread"] = str(error).strip().splitlines()[0]
+    report["largest"] = _largest_traced(traced.jaxpr)
+    return report
+  return report | _times(report, text, program, choice)
+
+
+def make_schedule_report(
+  config: config_lib.RunConfig, slice_name: str, num_slices: int = 1
+) -> dict[str, Any]:
+  """The report of a training step that is compiled up to its schedule.
+
+  It takes a fraction of the time. Bytes and FLOPs are the same. The peak is
+  that of all allocations, without the program itself (docs/status.md). If
+  the compiler refuses it without a peak, `reason` is its message.
+
+  Args:
+    config: of the run.
+    slice_name: of `topology.devices`, like the next argument.
+    num_slices: how many of them.
+
+  Raises:
+    ConfigError: the config does not fit the mesh, or has no vocabulary size.
+  """
+  devices = topology.devices(slice_name, num_slices)
+  chip = topology.chip(devices[0])
+  mesh = sharding.make_mesh(config.mesh, devices)
+  program = train_state.make_program(config, mesh)
+  report = _of_shapes(config, STEPS["train"], program, chip)
+  found = schedule.compile_step(config, slice_name, num_slices)
+  if found.reason:
+    largest = _largest_traced(STEPS["train"].trace(program).jaxpr)
+    return report | dict(fits=False, reason=found.reason, largest=largest)
+  report |= dict(
+    fits=found.peak_bytes <= chip.hbm_bytes,
+    peak_bytes=found.peak_bytes,
+    headroom_bytes=chip.hbm_bytes - found.peak_bytes,
+    compile_seconds=found.seconds,
+  )
+  return report | _times(report, found.text, program, STEPS["train"])
+
+
+def _of_shapes(
+  config: config_lib.RunConfig,
+  choice: Step,
+  program: train_state.Program,
+  chip: chips.Chip,
+) -> dict[str, Any]:
+  """What is known before the program is compiled."""
+  mesh, state = program.mesh, program.abstract_state
+  report: dict[str, Any] = dict(
+    name=config.name,
+    step=next(name for name, one in STEPS.items() if one is choice),
+    residual=config.model.residual.name,
+    device_kind=mesh.devices.flat[0].device_kind,
+    devices=mesh.size,
+    mesh=dict(mesh.shape),
+    batch_size=config.data.batch_size,
+    sequence_length=config.data.sequence_length,
+    microbatches=program.network.microbatches,
+    remat=config.model.remat,
+    parameter_bytes=sharding.bytes_per_device(state.model),
+    hbm_bytes=chip.hbm_bytes,
+    analytic_flops=_analytic_flops(config, choice) / mesh.size,
+  )
+  if choice.trains:
+    report["optimiser_bytes"] = sharding.bytes_per_device(state.opt_state)
+    report |= program.network.kept_bytes(state.model)
+  return report
+
+
+def _times(
+  report: Mapping[str, Any],
+  text: str,
+  step: train_state.Program,
+  choice: Step,
+) -> dict[str, Any]:
+  """What a program computes, moves and sends, and what binds it."""
+  chip = topology.chip(step.mesh.devices.flat[0])
+  needs = least.of_parts(step) if choice.trains else {}
+  program = hlo.Program(text)
+  found = _work(program, chip, step.mesh, needs)
+  analytic = report["analytic_flops"]
+  found["flops_ratio"] = found["charged_flops"] / (
+    found["least_flops"] or analytic
+  )
+  larger = max(found["charged_flops"], analytic)
+  found["compute_seconds"] = larger / chip.peak_flops_per_second
+  bounds = ("compute_seconds", "memory_seconds", "link_seconds")
+  bound = max(bounds, key=lambda name: found[name])
+  found["step_seconds"] = found[bound]
+  found["bound"] = bound.removesuffix("_seconds")
+  fused = step.config.pipeline.schedule == "fused"
+  if choice.trains and isinstance(step.network, spmd.Pipeline) and fused:
+    found["lockstep"] = dataclasses.asdict(
+      lockstep.of_program(
+        program, step.config, step.network.schedule, chip, step.mesh.size
+      )
+    )
+  return found
+
+
+def to_text(report: Mapping[str, Any]) -> str:
+  """The report as text."""
+  mesh = " x ".join(f"{n} {axis}" for axis, n in report["mesh"].items())
+  rows = f"{report['batch_size']} rows of {report['sequence_length']} tokens"
+  if STEPS[report["step"]].trains:
+    rows += (
+      f" in {report['microbatches']} microbatches, remat {report['remat']}"
+    )
+  note = STEPS[report["step"]].note
+  lines = [
+    f"{report['name']} ({report['residual']}), {report['step']} step on"
+    f" {report['devices']} {report['device_kind']} devices: {mesh}",
+    rows,
+    *([note] if note else []),
+    "",
+    text_table.table(("memory per device", "GiB"), _memory_rows(report)),
+  ]
+  refused, unread = "reason" in report, "unread" in report
+  if refused or unread:
+    if refused:
+      lines += ["", "does not fit:", _oom(report["reason"])]
+    else:
+      lines += ["", f"jaxlib cannot read the program: {report['unread']}"]
+      lines += [] if report["fits"] else ["", "does not fit"]
+    lines += ["", "before anything is split over devices or fused:"]
+    return "\n".join([*lines, _largest(report)])
+  lines += [
+    "",
+    text_table.table(
+      ("per device and step", "amount", "seconds at peak"),
+      _total_rows(report),
+    ),
+    f"a step takes at least {report['step_seconds']:.3f} s, bound by"
+    f" {report['bound']}",
+    *_lockstep(report),
+    *_warning(report),
+    "",
+    bill.to_text(report["parts"]),
+    "* with kernels, whose FLOPs the compiler does not count",
+    "",
+    text_table.table(
+      ("collective", "axes", "where", "times", "MB sent", "MB overlapped"),
+      [
+        (
+          row["kind"], row["axes"], "in loop" if row["in_loop"] else "once",
+          f"{row['count']:.0f}", f"{row['sent_bytes'] / 1e6:,.1f}",
+          f"{row['overlapped_bytes'] / 1e6:,.1f}",
+        )
+        for row in report["collectives"]
+      ],
+    ),
+    "",
+    _largest(report),
+    "",
+    text_table.table(
+      ("moves most", "GB of HBM", "runs", "makes", "computed by"),
+      [
+        (
+          f"{row['bytes'] / report['traffic_bytes']:.1%}",
+          f"{row['bytes'] / 1e9:,.1f}", f"{row['runs']:,.0f}", row["array"],
+          row["source"],
+        )
+        for row in report["busiest"]
+      ],
+    ),
+    "",
+    *([] if report["fits"] else ["does not fit", ""]),
+    _compile_time(report),
+  ]  # fmt: skip
+  return "\n".join(lines)
+
+
+def _compile_time(report):
+  compiled = f"{report['compile_seconds']:.0f} s"
+  if "lower_seconds" not in report:
+    return (
+      f"compiled up to its schedule in {compiled}; the peak is that of its"
+      " arrays, without machine code"
+    )
+  return f"lowered in {report['lower_seconds']:.0f} s, compiled in {compiled}"
+
+
+def _total_rows(report):
+  rows = [
+    ("FLOPs of the model", "analytic_flops", ""),
+    ("FLOPs, least", "least_flops", ""),
+    ("FLOPs, compiled", "charged_flops", "compute_seconds"),
+    ("bytes of HBM, least", "least_bytes", ""),
+    ("bytes of HBM, compiled", "traffic_bytes", "memory_seconds"),
+    ("bytes sent", "sent_bytes", "link_seconds"),
+    ("of these, waited for", "waited_bytes", "waiting_seconds"),
+    ("bytes between slices", "bytes_between_slices", ""),
+  ]
+  waits = report["waiting_seconds"] / (report["link_seconds"] or 1.0)
+  report = dict(report, waited_bytes=waits * report["sent_bytes"])
+  report.setdefault("bytes_between_slices", 0.0)
+  return [
+    (label, f"{report[name]:.3e}", f"{report[time]:.3f}" if time else "")
+    for label, name, time in rows
+    if report[name] or time
+  ]
+
+
+def _warning(report: Mapping[str, Any]) -> list[str]:
+  ratio = report["flops_ratio"]
+  if ratio <= bill.WARN:
+    return []
+  return [f"warning: it computes {ratio:.2f} times the FLOPs that it needs"]
+
+
+def _lockstep(report: Mapping[str, Any]) -> list[str]:
+  found = report.get("lockstep")
+  if found is None:
+    return []
+  return [
+    "these are means over ranks; as ranks wait for each other, it takes"
+    f" {found['seconds']:.3f} s, with a bubble of {found['bubble']:.0%}; rank"
+    f" {found['slowest_rank']} has the most work"
+  ]
+
+
+def compare(report: Mapping[str, Any], base: Mapping[str, Any]) -> str:
+  """A column for each and the ratio, of the numbers that both have."""
+  names = {
+    "step_seconds": "step, lower bound, s",
+    "compute_seconds": "compute, s",
+    "memory_seconds": "memory, s",
+    "link_seconds": "links, s",
+    "analytic_flops": "FLOPs, analytic",
+    "traffic_bytes": "bytes of HBM",
+    "sent_bytes": "bytes sent",
+    "peak_bytes": "peak memory, bytes",
+  }
+  rows = []
+  for name, label in names.items():
+    if name in report and name in base:
+      this, that = report[name], base[name]
+      ratio = f"{this / that:.3f}" if that else ""
+      rows.append((label, f"{this:.4g}", f"{that:.4g}", ratio))
+  header = ("", report["residual"], base["residual"], "ratio")
+  return text_table.table(header, rows)
+
+
+def _memory_rows(report):
+  names = {
+    "parameters": "parameter_bytes",
+    "optimiser state": "optimiser_bytes",
+    "temporaries": "temporary_bytes",
+    "  activations kept for backward": "running_state_bytes",
+    "  cached blocks": "block_bytes",
+    "peak": "peak_bytes",
+    "of": "hbm_bytes",
+    "headroom": "headroom_bytes",
+  }
+  return [
+    (label, f"{report[name] / _GIB:.2f}")
+    for label, name in names.items()
+    if name in report
+  ]
+
+
+def _largest(report: Mapping[str, Any]) -> str:
+  return text_table.table(
+    ("largest arrays", "MiB", "computed by"),
+    [
+      (row["array"], f"{row['bytes'] / 2**20:,.1f}", row["source"])
+      for row in report["largest"]
+    ],
+  )
+
+
+def _largest_traced(jaxpr: Any) -> list[dict[str, Any]]:
+  """Largest arrays of a traced program, one of each shape and primitive."""
+  found = {}
+  for equation in equations(jaxpr):
+    for variable in equation.outvars:
+      shape = getattr(variable.aval, "shape", None)
+      if shape is not None and not jax.dtypes.issubdtype(
+        variable.aval.dtype, jax.dtypes.extended
+      ):
+        key = variable.aval.str_short(), equation.primitive.name
+        found[key] = math.prod(shape) * variable.aval.dtype.itemsize
+  largest = sorted(found, key=lambda key: (-found[key], key))[:_NUM_LARGEST]
+  return [
+    dict(array=key[0], bytes=found[key], source=key[1]) for key in largest
+  ]
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+  """All equations; those that contain programs are replaced by theirs."""
+  for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    inner = [
+      value
+      for parameter in equation.params.values()
+      for value in (
+        parameter if isinstance(parameter, (tuple, list)) else (parameter,)
+      )
+      if hasattr(getattr(value, "jaxpr", value), "eqns")
+    ]
+    if not inner:
+      yield equation
+    for value in inner:
+      yield from equations(value)
+
+
+def _oom(reason: str) -> str:
+  """The compiler's list of the largest allocations, without its preamble."""
+  at = re.search(r"Largest program allocations", reason)
+  first = reason.strip().splitlines()[0]
+  listing = reason[at.start() :].splitlines()[:40] if at else []
+  return "\n".join([first, *listing])
+
+
+def _analytic_flops(config: config_lib.RunConfig, step: Step) -> float:
+  rows, length = config.data.batch_size, config.data.sequence_length
+  per_token = flops.flops_per_token(config.model, length)
+  if step.trains:
+    return per_token.train * rows * length
+  # The last token attends to twice as many as an average one.
+  return (per_token.forward + per_token.attention) * rows
+
+
+def _memory(compiled: Any, chip: chips.Chip) -> dict[str, Any]:
+  memory = compiled.memory_analysis()
+  arguments = memory.argument_size_in_bytes
+  results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+  temporaries = memory.temp_size_in_bytes
+  peak = getattr(memory, "peak_memory_in_bytes", 0)
+  peak = peak or arguments + results + temporaries
+  return dict(
+    fits=peak <= chip.hbm_bytes,
+    temporary_bytes=temporaries,
+    peak_bytes=peak,
+    headroom_bytes=chip.hbm_bytes - peak,
+  )
+
+
+def _work(
+  program: hlo.Program,
+  chip: chips.Chip,
+  mesh: jax.sharding.Mesh,
+  needs: Mapping[str, least.Least],
+) -> dict[str, Any]:
+  rows: dict[tuple[str, str, bool], dict[str, Any]] = {}
+  for one in program.collectives():
+    key = (one.kind, hlo.axes_of(one.group, mesh.shape), one.in_loop)
+    row = rows.setdefault(
+      key,
+      dict(
+        zip(("kind", "axes", "in_loop"), key),
+        count=0,
+        sent_bytes=0.0,
+        overlapped_bytes=0.0,
+      ),
+    )
+    sent_bytes = one.count * one.sent_bytes
+    row["count"] += one.count
+    row["sent_bytes"] += sent_bytes
+    row["overlapped_bytes"] += sent_bytes * one.overlapped
+  sent = sum(row["sent_bytes"] for row in rows.values())
+  traffic = program.hbm_bytes()
+  parts = bill.make_rows(attribution.costs(program), needs, chip)
+  return dict(
+    parts=parts,
+    charged_flops=sum(row["charged_flops"] for row in parts),
+    least_flops=sum(row["least_flops"] or 0.0 for row in parts),
+    least_bytes=sum(row["least_bytes"] or 0.0 for row in parts),
+    flops=program.flops(),
+    traffic_bytes=traffic,
+    memory_seconds=traffic / chip.hbm_bytes_per_second,
+    sent_bytes=sent,
+    bytes_between_slices=program.bytes_between_slices(),
+    link_seconds=sent / chip.link_bytes_per_second,
+    waiting_seconds=waiting.seconds(program, chip),
+    collectives=sorted(rows.values(), key=lambda row: -row["sent_bytes"]),
+    largest=[
+      dict(array=str(array), bytes=array.nbytes, source=source)
+      for array, source in program.largest(_NUM_LARGEST)
+    ],
+    busiest=[
+      dict(bytes=nbytes, runs=runs, array=array, source=source)
+      for nbytes, runs, array, source in program.busiest(_NUM_LARGEST)
+    ],
+  )

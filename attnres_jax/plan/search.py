@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Which mesh, microbatches and checkpointing suit a config on a slice.
+
+  python -m attnres_jax.plan.search --config=configs/kimi_linear.py:size=436m \
+    --config.data.source=tokens --config.data.path=gs://BUCKET/data/corpus \
+    --config.data.tokenizer=ids --topology=v5p-32 --tries=3 --save
+
+Takes the same `--config` flags as training. Whoever plans names the text of the
+runs, of which nothing is read: as in training, a run that its text does not fit
+is refused, such as a long one with the default text.
+
+The command enumerates meshes (data, fsdp, expert), microbatches and
+`model.remat`, and drops what cannot fit by arithmetic. It compiles the best few
+by a rough estimate for the slice, which needs no TPU, and prints them, the
+fastest first, with flags that training takes. Each takes a minute or two, since
+the compiler is stopped before it writes machine code (`schedule`). Exit status
+1: none of them fits.
+
+With --save, the fastest that fits is added to the file of --plans, from which
+runs with `optim.accumulate_steps=0` take it. With --sweep, every different step
+of a sweep is planned, except those in the file: rerun the same command to
+resume. Where the file has a plan of the same network under another residual
+scheme, it is compiled first: schemes compare best on one mesh, with the same
+microbatches.
+
+`mesh.tensor` stays as the config has it. Pipelines are planned if the config
+has `mesh.stage` above 1, or with
+
+  --stages=1,4,8
+
+which lists the values of `mesh.stage` to try, 1 for no pipeline.
+
+How a step's time is estimated from a compiled program: the larger of compute
+and memory at their peaks, plus the time of what is sent without work beside it;
+at least the time of all that is sent. In a pipeline, every unit of work takes
+the larger of its own two, and every tick as long as its slowest rank, so that
+the bubble counts (`lockstep`). No chip reaches its peaks, so real steps take
+longer; compare plans with each other.
+"""
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+import importlib.metadata
+import math
+import sys
+from typing import Any
+
+import jax
+
+from attnres_jax import config as config_lib
+from attnres_jax import data
+from attnres_jax.common import chips
+from attnres_jax.common import command_line
+from attnres_jax.common import plans as plans_lib
+from attnres_jax.common import text_table
+from attnres_jax.models import residuals
+from attnres_jax.plan import candidates as candidates_lib
+from attnres_jax.plan import report as report_lib
+from attnres_jax.plan import topology
+from attnres_jax.scaling import grid
+
+_GIB = 2**30
+# Plans that turn out not to fit, before giving up.
+_MISFITS = 6
+
+
+def compiled(
+  config: config_lib.RunConfig, overrides: Mapping[str, Any], slice_name: str
+) -> dict[str, Any]:
+  """Compiles a plan, given its overrides, up to its schedule; a table's row.
+
+  `fits`; and if the program could be read: `peak_bytes`, `headroom_bytes`,
+  `bound`, `bubble` (of a pipeline), `step_seconds`, `tokens_per_second`,
+  `model_flop_utilisation`, `hours` and `chip_hours` to the run's end.
+  """
+  planned = plans_lib.apply(config, overrides)
+  found = report_lib.make_schedule_report(planned, slice_name)
+  row: dict[str, Any] = {"overrides": dict(overrides)}
+  row |= {
+    name: found.get(name)
+    for name in (
+      "fits", "peak_bytes", "headroom_bytes", "hbm_bytes", "bound",
+      "compute_seconds", "memory_seconds", "link_seconds", "compile_seconds",
+    )
+  }  # fmt: skip
+  row["bubble"] = found.get("lockstep", {}).get("bubble")
+  if not found["fits"]:
+    return row
+  devices = topology.devices(slice_name)
+  chip = topology.chip(devices[0])
+  seconds = step_seconds(found, chip)
+  tokens = config.data.batch_size * config.data.sequence_length
+  hours = config.train.steps * seconds / 3600
+  work = found["analytic_flops"] / chip.peak_flops_per_second
+  return row | {
+    "step_seconds": seconds,
+    "tokens_per_second": tokens / seconds,
+    "model_flop_utilisation": work / seconds,
+    "hours": hours,
+    "chip_hours": hours * _num_chips(devices),
+  }
+
+
+def step_seconds(report: Mapping[str, Any], chip: chips.Chip) -> float:
+  """The estimate of the module docstring, from a report."""
+  exposed = sum(
+    row["sent_bytes"] - row["overlapped_bytes"] for row in report["collectives"]
+  )
+  work = max(report["compute_seconds"], report["memory_seconds"])
+  if "lockstep" in report:
+    work = report["lockstep"]["seconds"]
+  exposed_seconds = exposed / chip.link_bytes_per_second
+  return max(work + exposed_seconds, report["link_seconds"])
+
+
+def to_text(rows: Sequence[Mapping[str, Any]]) -> str:
+  """The compiled plans as a table, and the flags of the first that fits."""
+  cells = []
+  for row in rows:
+    o = row["overrides"]
+    known = row.get("step_seconds") is not None
+    peak = row["peak_bytes"]
+    cells.append((
+      *_shape(o), o["model.remat"],
+      "yes" if row["fits"] else "no",
+      f"{row['headroom_bytes'] / _GIB:.1f}" if peak else "",
+      row["bound"] if known else "",
+      *(
+        (
+          f"{row['step_seconds']:.2f}", f"{row['tokens_per_second']:,.0f}",
+          f"{row['model_flop_utilisation']:.0%}", f"{row['hours']:,.1f}",
+          f"{row['chip_hours']:,.0f}",
+        ) if known else ("",) * 5
+      ),
+    ))  # fmt: skip
+  header = (
+    "data x fsdp x expert", "stages", "microbatches", "remat", "fits",
+    "headroom, GiB", "bound", "step, s", "tokens/s", "MFU", "hours",
+    "chip-hours",
+  )  # fmt: skip
+  lines = [text_table.table(header, cells)]
+  best = next((row for row in rows if row["fits"]), None)
+  if best:
+    overrides = best["overrides"].items()
+    lines += ["", *(f"--config.{name}={value}" for name, value in overrides)]
+  return "\n".join(lines)
+
+
+def _shape(overrides: Mapping[str, Any]) -> tuple[str, str, str]:
+  """Mesh, stages and microbatches of a plan, for a table."""
+  o = overrides
+  mesh = f"{o['mesh.data']} x {o['mesh.fsdp']} x {o['mesh.expert']}"
+  if o.get("mesh.stage", 1) == 1:
+    return mesh, "", str(o["optim.accumulate_steps"])
+  stages = f"{o['mesh.stage']} x {o['pipeline.virtual_stages']}"
+  stages += f", gather {o['pipeline.gather']}"
+  return mesh, stages, str(o["pipeline.microbatches"])
+
+
+def _num_chips(devices: Sequence[Any]) -> int:
+  """Two devices of some TPUs are one chip, at one place of the torus."""
+  return len({tuple(device.coords) for device in devices})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Plans and prints; the exit status says whether any plan fits."""
+  return command_line.run(_plan, make_parser().parse_args(argv))
+
+
+def make_parser() -> command_line.Parser:
+  parser = command_line.Parser("python -m attnres_jax.plan.search", __doc__)
+  add = parser.add_argument
+  parser.add_config()
+  add("--topology", help="TPU slice, such as v6e-16, v5e:4x4 or v5p:4x4x4")
+  add("--tries", type=int, default=3, help="plans that fit to compile")
+  add(
+    "--save",
+    action="store_true",
+    help="add the fastest plan that fits to the file of --plans",
+  )
+  add("--sweep", action="store_true", help="plan the sweep of the config file")
+  add("--stages", default="", help="values of mesh.stage, such as 1,4,8")
+  add(
+    "--only",
+    default="",
+    when="sweep",
+    help="regular expression over names of runs",
+  )
+  parser.add_plans()
+  return parser
+
+
+def _plan(options: argparse.Namespace) -> int:
+  # Programs are compiled for the topology; nothing runs.
+  jax.config.update("jax_platforms", "cpu")
+  slice_name = options.topology
+  if not slice_name:
+    raise config_lib.ConfigError(
+      "--topology: missing, expected a slice such as v6e-16"
+    )
+  if options.tries < 1:
+    config_lib.fail_argument("--tries", options.tries, "a number above 0")
+  for number in filter(None, options.stages.split(",")):
+    if not number.isdigit() or not int(number):
+      config_lib.fail_argument("--stages", number, "numbers, such as 1,4,8")
+  configs = asked(options)
+  for config in configs:
+    data.check(config, offline=True)
+  if options.sweep:
+    configs = _unplanned(configs, options, topology.devices(slice_name))
+  fits = [_plan_one(config, slice_name, options) for config in configs]
+  return 0 if all(fits) else 1
+
+
+def asked(options: argparse.Namespace) -> Sequence[config_lib.RunConfig]:
+  """The configs that a command is to plan, with the names of their runs."""
+  source = command_line.needed(options.config)
+  if not options.sweep:
+    return [source.load()]
+  runs = grid.select(grid.load(source.spec, source.fields), options.only)
+  return [
+    dataclasses.replace(config_lib.build_run_config(run.config), name=run.name)
+    for run in runs
+  ]
+
+
+def _unplanned(
+  configs: Sequence[config_lib.RunConfig],
+  options: argparse.Namespace,
+  devices: Sequence[Any],
+) -> Iterator[config_lib.RunConfig]:
+  """Yields configs that the file of plans lacks when their turn comes."""
+  seen = set()
+  for config in configs:
+    key = plans_lib.config_hash(config)
+    known = plans_lib.find(config, devices, options.plans)
+    if key not in seen and known is None:
+      seen.add(key)
+      print(f"{config.name}:", flush=True)
+      yield config
+
+
+def _plan_one(
+  config: config_lib.RunConfig, slice_name: str, options: argparse.Namespace
+) -> bool:
+  """Compiles and prints the best plans; whether one of them fits."""
+  devices = topology.devices(slice_name)
+  rows = []
+  stages = tuple(map(int, filter(None, options.stages.split(","))))
+  candidates = _candidates(config, devices, stages, options.plans)
+  for i, overrides in enumerate(candidates, start=1):
+    fields = ", ".join(f"{k}={v}" for k, v in overrides.items())
+    print(f"compiling {i}: {fields}", flush=True)
+    rows.append(compiled(config, overrides, slice_name))
+    fitting = sum(row["fits"] for row in rows)
+    if fitting == options.tries or i == _MISFITS + options.tries:
+      break
+  rows.sort(key=lambda row: row.get("step_seconds") or math.inf)
+  text = to_text(rows) if rows else "no plan fits by arithmetic"
+  print(f"\n{text}\n", flush=True)
+  best = next((row for row in rows if row["fits"]), None)
+  if options.save and best:
+    facts = _facts(best) | {"tries": len(rows)}
+    facts |= dict(slice=slice_name, libtpu=_libtpu())
+    overrides = best["overrides"]
+    plans_lib.put(config, devices, overrides, facts, options.plans)
+  return best is not None
+
+
+def _candidates(
+  config: config_lib.RunConfig,
+  devices: Sequence[Any],
+  stages: tuple[int, ...],
+  path: str,
+) -> Iterator[Mapping[str, Any]]:
+  """Overrides in the order in which they are compiled."""
+  known = plans_lib.under_other_schemes(
+    config, devices, residuals.RESIDUALS, path
+  )
+  if known:
+    print("as under another residual scheme:")
+    yield known
+  candidates, dropped = candidates_lib.plans(config, devices, stages)
+  for reason, number in dropped.items():
+    print(f"dropped {number}: {reason}")
+  print(f"{len(candidates)} plans left", flush=True)
+  for plan in _different(candidates):
+    if plan.overrides != known:
+      yield plan.overrides
+
+
+def _facts(row: Mapping[str, Any]) -> dict[str, str]:
+  """Columns of the file for readers; empty where the program is unread."""
+  numbers = {
+    "headroom_GiB": (row["headroom_bytes"] / _GIB, ".1f"),
+    "step_seconds": (row.get("step_seconds"), ".3f"),
+    "compute_seconds": (row["compute_seconds"], ".3f"),
+    "memory_seconds": (row["memory_seconds"], ".3f"),
+    "link_seconds": (row["link_seconds"], ".3f"),
+    "tokens_per_second": (row.get("tokens_per_second"), ".0f"),
+    "mfu_bound": (row.get("model_flop_utilisation"), ".3f"),
+    "hours": (row.get("hours"), ".1f"),
+    "chip_hours": (row.get("chip_hours"), ".0f"),
+    "bubble": (row["bubble"], ".3f"),
+    "compile_seconds": (row["compile_seconds"], ".0f"),
+  }
+  cells = {
+    name: "" if value is None else format(value, shape)
+    for name, (value, shape) in numbers.items()
+  }
+  return cells | {"bound": row["bound"] or ""}
+
+
+def _libtpu() -> str:
+  return importlib.metadata.version("libtpu")
+
+
+def _different(
+  candidates: Sequence[candidates_lib.Plan],
+) -> list[candidates_lib.Plan]:
+  """Of each mesh first its best plan, then its second, and so on."""
+  ranked, seen = [], dict[Any, int]()
+  for plan in candidates:
+    mesh = tuple(v for k, v in plan.overrides.items() if k.startswith("mesh."))
+    seen[mesh] = seen.get(mesh, -1) + 1
+    ranked.append((seen[mesh], plan))
+  ranked.sort(key=lambda pair: pair[0])
+  return [plan for _, plan in ranked]
+
+
+if __name__ == "__main__":
+  sys.exit(main())

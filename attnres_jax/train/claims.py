@@ -1,0 +1,372 @@
+# SPDX-License-Identifier: Apache-2.0
+"""At most one writer per run folder, however it is started and dies.
+
+On a disk, a writer holds a kernel lock (flock) on the file `lock` as long as it
+lives; however it dies, the lock is released. This works on local disks and on
+network disks whose server supports locks.
+
+Object stores have no locks, but they create an object only if there is none. So
+there, a claim is a numbered lease: the writer creates `lock.N`, with N above
+all others, and one of several writers that try the same N succeeds. Whoever has
+the highest number holds the folder, while its heartbeat is younger than
+`LEASE_SECONDS` and it has not released it. The highest lease is never removed,
+so a number is never used twice. A writer whose own lease is missing, or has a
+higher one above it, has lost the folder and ends immediately. A write confirms
+the lease first if the last confirmation is older than half its length, so a
+process that was stopped for longer begins no write. (A request that it had
+begun may still arrive; state and summary of a finished run survive that.)
+"""
+
+from collections.abc import Callable, Iterator
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from typing import IO
+import uuid
+
+from etils import epath
+import jax
+from jax.experimental import multihost_utils
+import numpy as np
+
+from attnres_jax import config as config_lib
+from attnres_jax.common import exits
+from attnres_jax.common import files
+from attnres_jax.common import stores
+
+LOCK = "lock"
+# Other processes hold a lock briefly to look at it; wait until they are done.
+PATIENCE_SECONDS = 1.0
+HEARTBEAT_SECONDS = 10.0
+# A writer whose heartbeat is older than this is considered dead. The clocks of
+# hosts that share an object store must agree to within a fraction of it.
+LEASE_SECONDS = 90.0
+# The longest message from the first process to the others, in bytes.
+_MESSAGE_BYTES = 1024
+
+
+class HeldError(config_lib.ConfigError):
+  """Another live process holds the folder."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Holder:
+  """The holder of a folder.
+
+  Attributes:
+    host: where the process runs.
+    pid: its process id there.
+    token: distinguishes it from all other holders.
+    started: when it claimed the folder, seconds since the epoch.
+    heartbeat: when it was last seen, in the same unit; 0 once it has released
+      the folder. Updated in object stores only.
+  """
+
+  host: str
+  pid: int
+  token: str
+  started: float
+  heartbeat: float
+
+  def is_alive(self) -> bool:
+    """Whether it was seen recently."""
+    return time.time() - self.heartbeat < LEASE_SECONDS
+
+  def __str__(self) -> str:
+    started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.started))
+    return f"process {self.pid} on {self.host}, started {started}"
+
+
+class Claim:
+  """A folder that this process holds until it releases it or exits.
+
+  Attributes:
+    holder: this process, as others see it.
+    on_beat: called every `HEARTBEAT_SECONDS`, on a thread of the claim.
+  """
+
+  def __init__(
+    self, workdir: epath.Path, holder: Holder, lock: "IO[str] | int"
+  ):
+    self.holder = holder
+    self.on_beat: Callable[[], None] | None = None
+    self._workdir = workdir
+    self._lock = lock
+    self._confirmed = time.time()
+    self._over = threading.Event()
+    self._thread = threading.Thread(
+      target=self._beat, name="heartbeat", daemon=True
+    )
+    if isinstance(lock, int):
+      stores.guard(workdir, self.confirm)
+    self._thread.start()
+
+  def release(self, last: Callable[[], None] = lambda: None) -> None:
+    """Stops the heartbeat, calls `last`, and releases the folder."""
+    self._over.set()
+    self._thread.join()
+    try:
+      last()
+    finally:
+      if isinstance(self._lock, int):
+        self.confirm()
+        stores.guard(self._workdir, None)
+        self._write_lease(0.0)
+      else:
+        self._lock.close()
+
+  def confirm(self) -> None:
+    """Ends this process if it may have lost its lease, and has.
+
+    Raises:
+      OSError: the store does not say.
+    """
+    if time.time() - self._confirmed > LEASE_SECONDS / 2:
+      self._confirm_now()
+
+  def _confirm_now(self) -> None:
+    asked = time.time()
+    if max(_leases(self._workdir), default=-1) != self._lock:
+      print(
+        f"error: {self._workdir}: another process has taken this run",
+        file=sys.stderr,
+        flush=True,
+      )
+      # Anything written from here on could undo the other process's work.
+      os._exit(exits.Exit.AGAIN)
+    self._confirmed = asked
+
+  def _beat(self) -> None:
+    while not self._over.wait(HEARTBEAT_SECONDS):
+      # A full disk or a lost network ends the run when it writes results.
+      with contextlib.suppress(OSError, config_lib.ConfigError):
+        if isinstance(self._lock, int):
+          self._confirm_now()
+          self._write_lease(time.time())
+        if self.on_beat is not None:
+          self.on_beat()
+
+  def _write_lease(self, heartbeat: float) -> None:
+    assert isinstance(self._lock, int)
+    self.holder = dataclasses.replace(self.holder, heartbeat=heartbeat)
+    stores.write(_lease(self._workdir, self._lock), _bytes(self.holder))
+
+
+def acquire(workdir: epath.PathLike, *, patience_seconds: float = 0.0) -> Claim:
+  """Claims a folder, which is created if needed.
+
+  Args:
+    workdir: local or in an object store.
+    patience_seconds: how long to wait for a lease whose holder may be dead.
+      Waiting ends early if the holder turns out to be alive.
+
+  Raises:
+    HeldError: another process holds it; names the process.
+    OSError: nothing can be written there.
+  """
+  workdir = epath.Path(workdir)
+  now = time.time()
+  holder = Holder(socket.gethostname(), os.getpid(), uuid.uuid4().hex, now, now)
+  if not files.is_remote(workdir):
+    workdir.mkdir(parents=True, exist_ok=True)
+  if not _has_locks(workdir):
+    number = _take_lease(workdir, holder, patience_seconds)
+    return Claim(workdir, holder, number)
+  lock = _lock(workdir, fcntl.LOCK_EX, PATIENCE_SECONDS)
+  if lock is None:
+    raise _held(workdir, _read(workdir / LOCK))
+  start = _bytes(holder)[: len('{"host"')]
+  if not start.startswith(files.read(workdir / LOCK)[: len(start)]):
+    lock.close()
+    files.fail_foreign("--workdir", workdir, LOCK)
+  # Locks work on a full disk too, but their owner is then not named.
+  with contextlib.suppress(OSError):
+    os.ftruncate(lock.fileno(), 0)
+    os.write(lock.fileno(), _bytes(holder))
+  return Claim(workdir, holder, lock)
+
+
+@contextlib.contextmanager
+def held(
+  workdir: epath.PathLike, ours: Claim | None = None
+) -> Iterator[Claim | None]:
+  """A context for work in a folder; all processes of a run enter it together.
+
+  Process 0 claims the folder and tells the others the outcome.
+
+  Args:
+    workdir: local or in an object store; made if needed.
+    ours: a claim that this process already holds, which its owner releases.
+
+  Yields:
+    The claim, on a process that took one here.
+
+  Raises:
+    HeldError: another run holds it; raised on all processes.
+    ConfigError: nothing can be written there; raised on all processes.
+    OSError: the disk is full or the store fails; the others get a HeldError.
+  """
+  claim, error = None, None
+  if ours is None and jax.process_index() == 0:
+    try:
+      claim = acquire(workdir, patience_seconds=2 * LEASE_SECONDS)
+    except config_lib.ConfigError as failure:
+      error = failure
+    except OSError as failure:
+      error = failure
+      if not files.is_remote(workdir) and not files.is_disk_full(failure):
+        cause = failure.strerror or failure
+        error = config_lib.ConfigError(
+          f"--workdir: got {str(workdir)!r}, expected a folder that can be"
+          f" written ({cause})"
+        )
+  refusal = _of_process_0(str(error) if error is not None else "")
+  if error is not None:
+    raise error
+  if refusal:
+    raise HeldError(refusal)
+  try:
+    yield claim
+  finally:
+    if claim is not None:
+      claim.release()
+
+
+def has_claim(workdir: epath.PathLike) -> bool:
+  """Whether any process has ever claimed the folder."""
+  workdir = epath.Path(workdir)
+  return (workdir / LOCK).exists() or bool(_leases(workdir))
+
+
+def is_held(workdir: epath.PathLike) -> bool:
+  """Whether a live process holds the folder."""
+  workdir = epath.Path(workdir)
+  if not files.is_remote(workdir) and not (workdir / LOCK).exists():
+    return False
+  if not _has_locks(workdir):
+    newest = _newest(workdir)[1]
+    return newest is not None and newest.is_alive()
+  lock = _lock(workdir, fcntl.LOCK_SH, 0.0)
+  if lock is None:
+    return True
+  lock.close()
+  return False
+
+
+def _has_locks(workdir: epath.Path) -> bool:
+  """Whether its file system supports locks. Some network disks do not."""
+  if files.is_remote(workdir):
+    return False
+  with open(workdir / LOCK, "a", encoding="utf-8") as file:
+    try:
+      fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+      return True
+    except OSError as error:
+      if error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+      raise
+  return True
+
+
+def _lock(
+  workdir: epath.Path, kind: int, patience_seconds: float
+) -> IO[str] | None:
+  """An open, locked file, or None if another process has the lock."""
+  # Closed on exec, so that child processes do not keep the lock.
+  file = open(workdir / LOCK, "a", encoding="utf-8")
+  deadline = time.monotonic() + patience_seconds
+  while True:
+    try:
+      fcntl.flock(file, kind | fcntl.LOCK_NB)
+      return file
+    except BlockingIOError:
+      if time.monotonic() >= deadline:
+        file.close()
+        return None
+      time.sleep(0.05)
+    except BaseException:
+      file.close()
+      raise
+
+
+def _take_lease(
+  workdir: epath.Path, holder: Holder, patience_seconds: float
+) -> int:
+  """Creates the lease above all others; returns its number."""
+  deadline = time.monotonic() + patience_seconds
+  number, other = first = _newest(workdir)
+  while other is not None and other.is_alive():
+    if other != first[1] or time.monotonic() >= deadline:
+      raise _held(workdir, other)
+    time.sleep(min(HEARTBEAT_SECONDS, patience_seconds))
+    number, other = _newest(workdir)
+  number += 1
+  # After a wait, so that the first heartbeat of others is not in the past.
+  holder = dataclasses.replace(holder, heartbeat=time.time())
+  if not stores.create(_lease(workdir, number), _bytes(holder)):
+    raise _held(workdir, _read(_lease(workdir, number)))
+  # A process that looked long ago may have created a number that was in use
+  # and removed since.
+  numbers = _leases(workdir)
+  if max(numbers, default=-1) != number:
+    raise _held(workdir, _newest(workdir)[1])
+  for old in numbers:
+    if old < number:
+      stores.remove(_lease(workdir, old))
+  return number
+
+
+def _leases(workdir: epath.Path) -> list[int]:
+  """Numbers of all leases of a folder."""
+  found = [re.fullmatch(rf"{LOCK}\.(\d+)", n) for n in stores.names(workdir)]
+  return [int(match[1]) for match in found if match]
+
+
+def _newest(workdir: epath.Path) -> tuple[int, Holder | None]:
+  number = max(_leases(workdir), default=-1)
+  return number, _read(_lease(workdir, number)) if number >= 0 else None
+
+
+def _lease(workdir: epath.Path, number: int) -> epath.Path:
+  return workdir / f"{LOCK}.{number}"
+
+
+def _held(workdir: epath.Path, holder: Holder | None) -> HeldError:
+  return HeldError(
+    f"--workdir: {workdir} is in use by {holder or 'another process'};"
+    " wait for it to end, stop it, or choose another --workdir"
+  )
+
+
+def _read(path: epath.Path) -> Holder | None:
+  """Who holds or held the folder; None if the file does not say."""
+  try:
+    return Holder(**json.loads(stores.read(path)))
+  except config_lib.ConfigError:
+    raise
+  except (FileNotFoundError, TypeError, ValueError):
+    return None
+
+
+def _bytes(holder: Holder) -> bytes:
+  return json.dumps(dataclasses.asdict(holder)).encode()
+
+
+def _of_process_0(text: str) -> str:
+  """Broadcasts a text from process 0 to all processes."""
+  if jax.process_count() == 1:
+    return text
+  given = text.encode()[:_MESSAGE_BYTES]
+  padded = np.zeros((_MESSAGE_BYTES,), np.uint8)
+  padded[: len(given)] = np.frombuffer(given, np.uint8)
+  padded = np.asarray(multihost_utils.broadcast_one_to_all(padded))
+  return bytes(padded).rstrip(b"\0").decode(errors="replace")

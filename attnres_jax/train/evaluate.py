@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Validation loss over a fixed set of tokens.
+
+The batches are the same every time, read once and kept on the host, so that the
+losses of a run, and of runs that differ only in the network, are comparable
+token by token.
+"""
+
+from collections.abc import Callable, Sequence
+import itertools
+import math
+import time
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+import numpy as np
+
+from attnres_jax import config as config_lib
+from attnres_jax.common import sharding
+from attnres_jax.models import loss
+
+Batch = dict[str, np.ndarray]
+
+
+class Evaluator:
+  """Evaluates a model on the first `train.eval_batches` validation batches.
+
+  Args:
+    config: of the run.
+    dataset: the validation split, as `data.open_dataset` returns it.
+    mesh: batches are split over its devices.
+    eval_step: (model, batch) -> dict(loss_sum, tokens), of
+      `train_state.Program`.
+    separator_id: the token between documents, if all others are bytes; None if
+      tokens are not bytes, so that bits per byte are undefined.
+  """
+
+  def __init__(
+    self,
+    config: config_lib.RunConfig,
+    dataset: Any,
+    mesh: jax.sharding.Mesh,
+    eval_step: Callable[[Any, dict[str, jax.Array]], dict[str, jax.Array]],
+    separator_id: int | None,
+  ):
+    self._batches = _first_batches(dataset, config.train.eval_batches)
+    self._mesh = mesh
+    self._eval_step = eval_step
+    self._target_bytes = None
+    if separator_id is not None:
+      self._target_bytes = _count_bytes(self._batches, separator_id)
+
+  def __call__(self, model: Any) -> dict[str, float]:
+    """Nats per token (and bits per byte), token count and seconds taken."""
+    start = time.perf_counter()
+    sums = [
+      self._eval_step(model, sharding.shard_batch(batch, self._mesh))
+      for batch in self._batches
+    ]
+    sums = jax.device_get(sums)
+    nats = math.fsum(float(s["loss_sum"]) for s in sums)
+    tokens = math.fsum(float(s["tokens"]) for s in sums)
+    result = {"loss": nats / tokens, "tokens": int(tokens)}
+    if self._target_bytes:
+      result["bits_per_byte"] = nats / math.log(2) / self._target_bytes
+    return result | {"seconds": time.perf_counter() - start}
+
+
+def _first_batches(dataset: Any, count: int) -> list[Batch]:
+  iterator = dataset.batches()
+  try:
+    return list(itertools.islice(iterator, count))
+  finally:
+    iterator.close()
+
+
+def _count_bytes(batches: Sequence[Batch], separator_id: int) -> int:
+  """Number of targets that count and are bytes, over all processes."""
+  count = sum(
+    int(np.sum(loss.counted(one) & (one["tokens"][:, 1:] != separator_id)))
+    for one in batches
+  )
+  if jax.process_count() > 1:
+    counts = multihost_utils.process_allgather(np.array(count, np.int32))
+    count = int(counts.astype(np.int64).sum())
+  return count

@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of a run folder that describe the run and its outcome.
+
+config.json and data.json describe the run, as do its checkpoints: a resumed run
+must match the newest one, and a damaged file is rebuilt. metrics.jsonl records
+what was completed, summary.json the outcome.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+import contextlib
+import dataclasses
+import json
+import statistics
+from typing import Any
+
+from etils import epath
+import jax
+
+from attnres_jax import config as config_lib
+from attnres_jax import optimizer
+from attnres_jax.common import files
+from attnres_jax.train import account
+from attnres_jax.train import checkpoint
+from attnres_jax.train import goodput
+from attnres_jax.train import metrics as metrics_lib
+
+# Fields that may differ when a run is resumed: where, how often and how fast
+# things are written, read and computed, not what. A prefix ends in a dot.
+# `train.steps` may differ too, until the schedule starts to depend on it.
+HARMLESS = (
+  "name",
+  "log.",
+  "eval.",
+  "checkpoint.",
+  "mesh.",
+  "pipeline.",
+  "optim.accumulate_steps",
+  "model.remat",
+  "train.log_every",
+  "train.eval_every",
+  "train.depth_every",
+  "train.on_nan",
+  "train.max_skipped_share",
+  "train.profile_steps",
+  "train.compiler_options",
+  "data.max_epochs",
+  "data.num_threads",
+  # Where the data is; its fingerprint says what it is.
+  "data.path",
+  "data.paths",
+  "data.validation_path",
+  "data.tokenizer_path",
+)
+
+
+# Set in the information of a checkpoint without a run: `interop` writes them.
+WEIGHTS_ONLY = "weights_only"
+CONFIG, DATA, SUMMARY = "config.json", "data.json", "summary.json"
+
+
+# Fields that files of other programs do not have.
+_OURS = {
+  CONFIG: ("model", "train", "optim"),
+  DATA: ("train", "validation"),
+  SUMMARY: ("status", "step"),
+  metrics_lib.FILE: ("step", "split"),
+}
+
+
+def refuse_foreign(name: str, workdir: epath.Path) -> None:
+  """Refuses a folder whose files of our names belong to another program.
+
+  Args:
+    name: of the argument that names the folder, for the error.
+    workdir: of a run.
+
+  Raises:
+    ConfigError: names the file.
+  """
+  # A checkpoint of ours says so too.
+  known = lambda: "config" in (checkpoint.newest_info(workdir) or {})
+  files.refuse_foreign(name, workdir, _OURS, known)
+
+
+def changes(
+  workdir: epath.Path,
+  config: config_lib.RunConfig,
+  descriptions: dict[str, Any],
+) -> dict[str, tuple[Any, Any]]:
+  """The differences from the run to resume that are not harmless.
+
+  The newest readable checkpoint describes that run. data.json is used only for
+  checkpoints that do not yet contain the fingerprints.
+  """
+  steps = checkpoint.all_steps(workdir)
+  info = checkpoint.newest_info(workdir)
+  if info is None or "config" not in info:  # Damaged, or not ours.
+    return {}
+  if info.get(WEIGHTS_ONLY):
+    config_lib.fail_argument(
+      "--workdir",
+      str(workdir),
+      "another folder: this one has weights only, from which a run begins with"
+      f" --config.train.start_from={workdir}",
+    )
+  # A field that did not exist then had its default.
+  old = config_lib.build_run_config(info["config"])
+  found = config_lib.differences(
+    *(json.loads(config_lib.to_json(one)) for one in (old, config))
+  )
+  harmless = HARMLESS
+  lengths = (old.train.steps, config.train.steps)
+  settled = min(optimizer.settled_steps(config.optim, n) for n in lengths)
+  if steps[-1] <= settled:
+    harmless += ("train.steps",)
+  found = {
+    field: values
+    for field, values in found.items()
+    if not is_harmless(field, harmless)
+  }
+  before = info.get("fingerprints")
+  if before is None:
+    before = {"train": info["data"]["dataset"]["content"]}
+    with contextlib.suppress(OSError, ValueError):
+      before |= fingerprints(files.read_json(workdir / DATA))
+  now = fingerprints(descriptions)
+  for split in before:
+    if before[split] != now[split]:
+      what = f"the content of the {split} data"
+      found[what] = (before[split], now[split])
+  return found
+
+
+def fingerprints(descriptions: Mapping[str, Any]) -> dict[str, str]:
+  """Of each split.
+
+  Raises:
+    ValueError: these are no descriptions.
+  """
+  try:
+    return {
+      split: descriptions[split]["fingerprint"]
+      for split in ("train", "validation")
+    }
+  except (KeyError, TypeError) as error:
+    raise ValueError("not a description of data") from error
+
+
+def damaged(workdir: epath.Path) -> dict[str, str]:
+  """The files of a run with checkpoints that must be rebuilt, and why."""
+  if not checkpoint.all_steps(workdir):
+    return {}
+  found = {}
+  for name, check in (
+    (CONFIG, config_lib.build_run_config),
+    (DATA, fingerprints),
+    (SUMMARY, _finished_step),
+  ):
+    try:
+      check(files.read_json(workdir / name))
+    except FileNotFoundError:
+      # A run that is not finished has no summary.
+      found |= {} if name == SUMMARY else {name: "missing"}
+    except (OSError, ValueError) as error:
+      found[name] = " ".join(str(error).split())
+  return found
+
+
+def is_harmless(field: str, names: Iterable[str] = HARMLESS) -> bool:
+  """Whether a field is one of the names, or below one of the prefixes."""
+  return any(
+    field.startswith(name) if name.endswith(".") else field == name
+    for name in names
+  )
+
+
+def refusal(workdir: epath.Path, changes: dict[str, tuple[Any, Any]]) -> str:
+  """The error for a folder whose run cannot be resumed."""
+  lines = [
+    f"{workdir} holds a run with another configuration; resume it with the"
+    " same one, choose another --workdir, or pass"
+    " --resume_with_changed_config to continue with the new one. Differing:"
+  ]
+  lines += [
+    f"  config.{field}: {old!r} there, {new!r} here"
+    if " " not in field
+    else f"  {field}: {old} there, {new} here"
+    for field, (old, new) in changes.items()
+  ]
+  return "\n".join(lines)
+
+
+def finished_summary(
+  workdir: epath.Path, config: config_lib.RunConfig
+) -> dict[str, Any] | None:
+  """The summary of a finished run of at least this length, or None."""
+  try:
+    summary = files.read_json(workdir / SUMMARY)
+    return summary if _finished_step(summary) >= config.train.steps else None
+  except (OSError, ValueError):
+    return None
+
+
+def is_finished(workdir: epath.Path) -> bool:
+  """Whether the folder has the summary of a finished run."""
+  try:
+    _finished_step(files.read_json(workdir / SUMMARY))
+  except (OSError, ValueError):
+    return False
+  return True
+
+
+def _finished_step(summary: Mapping[str, Any]) -> int:
+  step = summary.get("step")
+  if type(step) is not int or summary.get("status") != "finished":
+    raise ValueError("not the summary of a finished run")
+  return step
+
+
+def missing_checkpoint(
+  workdir: epath.Path,
+  restored: checkpoint.Restored | None,
+  tail: metrics_lib.Tail,
+) -> int | None:
+  """The step of a newer checkpoint that was completed but is missing.
+
+  Raises:
+    CheckpointError: some were completed, but none is left.
+  """
+  completed: set[int] = set()
+  for row in tail.rows:
+    if row.get("event") == "checkpoint":
+      completed.add(row["step"])
+    elif row.get("event") in ("checkpoint set aside", "checkpoint missing"):
+      completed.discard(row["of_step"])
+  if not completed:
+    return None
+  newest = max(completed)
+  if restored is None:
+    raise checkpoint.CheckpointError(
+      f"checkpoints of {workdir} up to step {newest} were completed, and all"
+      " are gone; to start again, choose another --workdir or empty this one"
+    )
+  is_there = newest <= restored.step or newest in restored.unreadable
+  return None if is_there else newest
+
+
+def missing_rows(
+  restored: checkpoint.Restored | None, tail: metrics_lib.Tail
+) -> tuple[int, int] | None:
+  """Between which steps metrics.jsonl lost rows; None where it has all."""
+  if restored is None:
+    return None
+  every = restored.info["config"]["train"]["log_every"]
+  logged = restored.step // every * every
+  return (tail.last_step, logged) if tail.last_step < logged else None
+
+
+def open_run(
+  workdir: epath.Path,
+  config: config_lib.RunConfig,
+  descriptions: dict[str, Any],
+  step: int,
+) -> metrics_lib.Writer:
+  """Writes the description of the run, and opens its metrics."""
+  primary = jax.process_index() == 0
+  if primary:
+    files.write(workdir / CONFIG, config_lib.to_json(config))
+    files.write(workdir / DATA, json.dumps(descriptions, indent=2) + "\n")
+    (workdir / SUMMARY).unlink(missing_ok=True)
+  return metrics_lib.make_writer(
+    workdir, config, resume_step=step, primary=primary
+  )
+
+
+def summarise(
+  workdir: epath.Path,
+  config: config_lib.RunConfig,
+  *,
+  status: str,
+  step: int,
+  parameters: int,
+  seconds: float,
+  on_damage: Callable[[str], None],
+) -> dict[str, Any]:
+  """The outcome, from the rows of the whole run; written when finished.
+
+  A damaged line of metrics.jsonl is left out and passed to `on_damage`.
+  """
+  summary: dict[str, Any] = {
+    "name": config.name,
+    "status": status,
+    "step": step,
+    "parameters": parameters,
+    "seconds": seconds,
+  }
+  if jax.process_index() != 0:
+    return summary
+  rows = metrics_lib.read_rows(workdir, on_damage=on_damage)
+  train = [row for row in rows if row["split"] == "train"]
+  validation = [row for row in rows if row["split"] == "validation"]
+  compiled = {
+    row["function"]: row for row in rows if row.get("event") == "compiled"
+  }
+  if train:
+    summary["train_loss"] = train[-1]["loss"]
+    summary["step_seconds"] = statistics.median(
+      row["step_seconds"] for row in train
+    )
+    summary["tokens_per_second"] = statistics.median(
+      row["tokens_per_second"] for row in train
+    )
+    summary["skipped"] = train[-1]["skipped"]
+  if validation:
+    summary["validation_loss"] = validation[-1]["loss"]
+    summary["bits_per_byte"] = validation[-1].get("bits_per_byte")
+  if "train_step" in compiled:
+    summary["compile_seconds"] = compiled["train_step"]["seconds"]
+    summary["peak_bytes"] = compiled["train_step"]["peak_bytes"]
+  spent = goodput.of_rows(rows)
+  summary["goodput"] = dataclasses.asdict(spent)
+  summary["tokens"] = account.tokens_of(config, step)
+  summary["chip_hours"] = spent.chip_hours
+  if status == "finished":
+    files.write(workdir / SUMMARY, json.dumps(summary, indent=2) + "\n")
+  return summary

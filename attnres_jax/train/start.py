@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first state of a run that continues another one, such as mid-training.
+
+`train.start_from` names the folder of a finished run, or one checkpoint of a
+run. Its weights are taken, and the optimiser's state if all of its arrays have
+the same names and shapes. Step, schedule, data position and averages begin
+anew. The networks have to be the same, field by field.
+"""
+
+import dataclasses
+from typing import Any
+
+from etils import epath
+import jax
+import jax.numpy as jnp
+
+from attnres_jax import config as config_lib
+from attnres_jax.common import trees
+from attnres_jax.models import lora
+from attnres_jax.train import checkpoint
+from attnres_jax.train import run_folder
+from attnres_jax.train import train_state
+
+# They change how the same function is computed.
+_SAME_FUNCTION = (
+  "remat", "attention_kernel", "scan_layers", "depth_loop", "kda.chunk_size",
+  "kda.save",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+  """A checkpoint to start from.
+
+  Attributes:
+    run: its folder.
+    step: of the checkpoint.
+  """
+
+  run: str
+  step: int
+
+  def load(
+    self, program: train_state.Program
+  ) -> tuple[train_state.TrainState, bool]:
+    """The first state, and whether it has the optimiser's state of the run.
+
+    Raises:
+      CheckpointError: the checkpoint was changed, or has other arrays than its
+        config says.
+    """
+    like = program.abstract_state
+    wanted = {
+      "model": trees.to_flat({"model": like.model}),
+      "opt_state": trees.to_flat({"opt_state": like.opt_state}),
+    }
+    _, stored = checkpoint.describe(self.run, self.step)
+    # A network without adapters is where those of this run begin.
+    places = {name: lora.name_in_plain(name) for name in wanted["model"]}
+    places = {
+      name: plain
+      for name, plain in places.items()
+      if name not in stored and plain in stored
+    }
+    new = wanted["model"].keys() - places.keys() - stored.keys()
+    new = {name for name in new if places}
+    wanted["model"] = {
+      places.get(name, name): leaf
+      for name, leaf in wanted["model"].items()
+      if name not in new
+    }
+    there = {n: s for n, s in stored.items() if n.startswith("opt_state/")}
+    continued = there == {n: a.shape for n, a in wanted["opt_state"].items()}
+    names = wanted["model"] | (wanted["opt_state"] if continued else {})
+    state = program.init_state()
+    loaded = trees.to_flat(state)
+    read = checkpoint.read(self.run, self.step, names)
+    old = {plain: name for name, plain in places.items()}
+    loaded |= {old.get(name, name): leaf for name, leaf in read.items()}
+    state = trees.from_flat(like, loaded)
+    if state.average is not None:
+      average = jax.tree.map(jnp.copy, state.model)
+      state = dataclasses.replace(state, average=average)
+    return state, continued
+
+
+def find(config: config_lib.RunConfig) -> Source:
+  """The checkpoint that `train.start_from` names.
+
+  Raises:
+    ConfigError: there is none, or the run has another network.
+  """
+  given = config.train.start_from
+  path = epath.Path(given)
+  if path.parent.name == checkpoint.CHECKPOINTS and path.name.isdigit():
+    source = Source(str(path.parent.parent), int(path.name))
+    steps = [s for s in checkpoint.all_steps(source.run) if s == source.step]
+  else:
+    finished = run_folder.is_finished(path)
+    steps = checkpoint.all_steps(path) if finished else []
+    source = Source(given, steps[-1] if steps else 0)
+  if not steps:
+    config_lib.fail(
+      "train.start_from",
+      given,
+      "the folder of a finished run, or one of a run's checkpoints,"
+      f" such as RUN/{checkpoint.CHECKPOINTS}/1000",
+    )
+  info, _ = checkpoint.describe(source.run, source.step)
+  model = config_lib.build_run_config(info["config"]).model
+  changes = _differences(model, config.model)
+  if changes:
+    listed = ", ".join(
+      f"config.model.{name} ({old!r} there, {new!r} here)"
+      for name, (old, new) in changes.items()
+    )
+    config_lib.fail(
+      "train.start_from",
+      given,
+      f"a run of the same network; differing: {listed}",
+    )
+  return source
+
+
+def _differences(
+  old: config_lib.ModelConfig, new: config_lib.ModelConfig
+) -> dict[str, tuple[Any, Any]]:
+  found = config_lib.differences(
+    *(dataclasses.asdict(model) for model in (old, new))
+  )
+  same = _SAME_FUNCTION
+  if not old.lora.rank:  # Adapters begin without an effect.
+    same += tuple(f"lora.{f.name}" for f in dataclasses.fields(old.lora))
+  return {n: pair for n, pair in found.items() if n not in same}

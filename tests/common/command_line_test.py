@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one kit of flags, with commands that use it."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+
+from absl import flags as absl_flags
+from hypothesis import given
+from hypothesis import settings
+from hypothesis import strategies as st
+from ml_collections import config_flags
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax import main
+from attnres_jax.config import describe
+from attnres_jax.config import load
+from attnres_jax.inference import sample
+from attnres_jax.pipeline import __main__ as pipeline_main
+from attnres_jax.plan import __main__ as plan_main
+from attnres_jax.plan import search
+from attnres_jax.sweep import cli
+from experiments.scaling_law import run as scaling_law
+from tests import tiny_run
+
+SPEC = f"{tiny_run.ROOT}/configs/lm.py:size=micro"
+PARSERS = {
+  "main": main.make_parser(),
+  "plan": plan_main.make_parser(),
+  "search": search.make_parser(),
+  "pipeline": pipeline_main._parser(pipeline_main._RUN),
+  "sweep": cli.make_parser(scaling_law.EXPERIMENT),
+}
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_every_command_takes_the_config(name):
+  parser = PARSERS[name]
+  found = parser.parse_args(
+    [
+      f"--config={SPEC}",
+      "--config.model.width",
+      "32",
+      "--noconfig.log.tensorboard",
+    ]
+  ).config
+  assert found.fields == {"model.width": "32", "log.tensorboard": "false"}
+  assert found.load().model.width == 32
+  help_text = parser.format_help()
+  assert "--config.FIELD" in help_text and "--help_config" in help_text
+
+
+def test_examples_of_help_stay_whole():
+  assert "attnres_jax.main \\\n    --config=" in PARSERS["main"].format_help()
+
+
+@pytest.mark.parametrize(
+  "name,arguments,error",
+  [
+    ("sweep", ["status", "--launcher=ray"], "--launcher: .* action=status"),
+    ("sweep", ["report", "--only=x"], "--only: .* action=report"),
+    ("search", ["--only=x"], "--only: has no effect without --sweep"),
+    ("main", ["--process_id=1"], "--process_id: .* without --distributed"),
+    ("main", ["--config.seed=1"], "--config: missing"),
+    ("plan", ["--step=decode", "--until=code"], "--until: .* step=decode"),
+  ],
+)
+def test_no_flag_without_effect(name, arguments, error, capsys):
+  with pytest.raises(SystemExit) as stop:
+    PARSERS[name].parse_args(arguments)
+  assert stop.value.code == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert re.match(f"error: {error}", line)
+
+
+def test_home(monkeypatch):
+  monkeypatch.setenv("HOME", "/h")
+  options = PARSERS["main"].parse_args(
+    ["--config=~/a.py:x", "--config.data.path=~/d", "--workdir=~/r"]
+  )
+  assert options.workdir == "/h/r" and options.config.spec == "/h/a.py:x"
+  config = config_lib.load_config(SPEC, {"data.paths": ()})
+  for name in ("path", "validation_path", "tokenizer_path"):
+    data = dataclasses.replace(config.data, **{name: "~/d"})
+    assert getattr(data, name) == "/h/d"
+  prompt = sample._parser().parse_args(["--workdir=r", "--prompt=~/x"]).prompt
+  assert prompt == "~/x"
+
+
+def test_help_config_names_every_field_and_its_meaning(capsys):
+  text = describe.to_text()
+  fields = config_lib.flatten(config_lib.default_config().to_dict())
+  names = re.findall(r"^--config\.([\w.]+)=", text, re.M)
+  assert sorted(names) == sorted(fields)
+  for entry in text.split("--config.")[1:]:
+    assert re.fullmatch(r"[\w.]+=.* {2}\(.+\)\n( {4}\S.*\n?)+", entry), entry
+  with pytest.raises(SystemExit) as stop:
+    main.main(["--help_config", "model.residual"])
+  assert stop.value.code == 0
+  shown = capsys.readouterr().out
+  assert shown.count("--config.") == shown.count("--config.model.residual.")
+  with pytest.raises(SystemExit) as stop:
+    main.main(["--help_config=model.risidual"])
+  assert stop.value.code == 2
+  assert "did you mean 'model.residual'?" in capsys.readouterr().err
+
+
+REFERENCES = """\
+from attnres_jax import config as c
+
+def get_config():
+  config = c.default_config()
+  config.model.num_heads = config.model.get_ref("num_layers")
+  config.model.width = 8 * config.model.get_ref("num_heads")
+  config.model.mlp_width = 3 * config.model.get_ref("width")
+  config.train.eval_every = config.train.get_ref("steps") // 4
+  config.name = "x_" + config.model.residual.get_ref("name")
+  config.model.residual.block_size = 2
+  return config
+"""
+LIVE = {
+  "model.num_layers": st.integers(2, 9),
+  "model.num_heads": st.sampled_from((1, 2, 4)),
+  "model.width": st.sampled_from((8, 16, 64)),
+  "model.mlp_width": st.integers(1, 99),
+  "train.steps": st.integers(4, 99),
+  "model.residual.name": st.sampled_from(("prenorm", "full_attnres")),
+  "optim.peak_lr": st.sampled_from((1e-3, 0.5)),
+  "model.tie_embeddings": st.booleans(),
+}
+overrides = st.lists(
+  st.sampled_from(sorted(LIVE)).flatmap(
+    lambda name: st.tuples(st.just(name), LIVE[name])
+  ),
+  max_size=4,
+  unique_by=lambda pair: pair[0],
+)
+
+
+@given(overrides)
+@settings(max_examples=40, deadline=None)
+def test_references_stay_live_as_in_config_flags(tmp_path_factory, pairs):
+  path = tmp_path_factory.getbasetemp() / "references.py"
+  path.write_text(REFERENCES)
+  args = [f"--config={path}", *(f"--config.{n}={v}" for n, v in pairs)]
+  values = absl_flags.FlagValues()
+  config = load.load_file(str(path)).get_config()
+  argv = ["program", *args[1:]]
+  config_flags.DEFINE_config_dict(
+    "config", config, flag_values=values, sys_argv=argv
+  )
+  values(argv)
+  wanted = values.config.to_dict()
+  try:
+    wanted = config_lib.build_run_config(wanted)
+  except config_lib.ConfigError as error:
+    wanted = str(error)
+  try:
+    found = PARSERS["main"].parse_args(args).config.load()
+  except config_lib.ConfigError as error:
+    found = str(error)
+  assert found == wanted
+
+
+@pytest.mark.parametrize("arguments", ["size=tiny", "size=large", "runlocal"])
+def test_what_follows_from_other_fields_of_lm(arguments):
+  spec = f"{tiny_run.ROOT}/configs/lm.py:{arguments}"
+  new = {
+    "model.width": 512,
+    "train.steps": 3000,
+    "model.residual.name": "prenorm",
+  }
+  old, config = config_lib.load_config(spec), config_lib.load_config(spec, new)
+  exact = old.model.mlp_width * 512 / old.model.width
+  assert exact <= config.model.mlp_width < exact + 32
+  assert config.model.mlp_width % 32 == 0
+  assert config.optim.warmup_steps == 150
+  assert config.name == old.name.replace("block_attnres", "prenorm")
+  # What is given does not follow.
+  given = {"model.mlp_width": 96, "optim.warmup_steps": 7, "name": "x"}
+  config = config_lib.load_config(spec, new | given)
+  assert (config.model.mlp_width, config.optim.warmup_steps) == (96, 7)
+  assert config.name == "x"
+  # However short the run is, its warm-up ends before it.
+  for steps in (1, 2, 9):
+    short = config_lib.load_config(spec, {"train.steps": steps})
+    assert short.optim.warmup_steps <= steps // 2
+
+
+@pytest.mark.parametrize(
+  "file", sorted(path.name for path in (tiny_run.ROOT / "configs").glob("*.py"))
+)
+def test_names_follow_the_scheme(file):
+  spec = f"{tiny_run.ROOT}/configs/{file}"
+  old = config_lib.load_config(spec)
+  new = config_lib.load_config(spec, {"model.residual.name": "full_attnres"})
+  scheme = old.model.residual.name
+  assert scheme in old.name
+  assert new.name == old.name.replace(scheme, "full_attnres")
+
+
+@pytest.mark.parametrize(
+  "text,value",
+  [
+    ("kda,attention", ("kda", "attention")),
+    ("kda", ("kda",)),
+    ("('kda', 'mla')", ("kda", "mla")),
+    ("['kda']", ("kda",)),
+    ("'kda'", None),
+    ("(1, 2", None),
+  ],
+)
+def test_tuples_are_never_letters(text, value):
+  if value is None:
+    with pytest.raises(config_lib.ConfigError, match="mixers: got .* tuple of"):
+      config_lib.parse_field("model.mixers", text)
+  else:
+    assert config_lib.parse_field("model.mixers", text) == value
+
+
+def test_a_string_in_place_of_a_tuple_is_refused():
+  with pytest.raises(
+    config_lib.ConfigError, match="mixers: got 'kda', expected"
+  ):
+    config_lib.load_config(SPEC, {"model.mixers": "kda"})
+
+
+def test_the_config_of_an_old_run(tmp_path):
+  old = config_lib.load_config(SPEC, {"optim.peak_lr": 0.25})
+  path = tmp_path / "config.json"
+  path.write_text(config_lib.to_json(old))
+  new = config_lib.Source(str(path), {"train.steps": "7"}).load()
+  assert new == old.__class__(
+    **{
+      field.name: getattr(old, field.name)
+      for field in dataclasses.fields(old)
+      if field.name != "train"
+    },
+    train=dataclasses.replace(old.train, steps=7),
+  )
+  path.write_text(json.dumps({"model": {"num_layers": 3 * 10**8}}))
+  with pytest.raises(config_lib.ConfigError, match="up to 100000"):
+    config_lib.load_config(str(path))
+  with pytest.raises(config_lib.ConfigError, match="takes no argument"):
+    config_lib.load_config(f"{path}:size=s")
+
+
+def test_dataclasses_in_a_config_file(tmp_path):
+  path = tmp_path / "typed.py"
+  path.write_text(
+    "from __future__ import annotations\nimport dataclasses\n"
+    "from attnres_jax import config as c\n"
+    "@dataclasses.dataclass\nclass Size:\n  width: int = 24\n"
+    "def get_config():\n  config = c.default_config()\n"
+    "  config.model.width = Size().width\n"
+    "  config.model.residual.block_size = 2\n  return config\n"
+  )
+  assert config_lib.load_config(str(path)).model.width == 24
+  with pytest.raises(config_lib.ConfigError, match="takes no argument"):
+    config_lib.load_config(f"{path}:x")
+
+
+@pytest.mark.parametrize("number,fits", [(4, True), (5, False), (8, True)])
+def test_a_number_of_blocks_is_what_is_built(number, fits):
+  fields = {"model.num_layers": 4, "model.residual.num_blocks": number}
+  if fits:
+    model = config_lib.load_config(SPEC, fields).model
+    size = model.residual.sublayers_per_block(model.num_sublayers)
+    assert -(-model.num_sublayers // size) == number
+  else:
+    with pytest.raises(config_lib.ConfigError, match="such as 4 or 8"):
+      config_lib.load_config(SPEC, fields)
+
+
+def test_an_absent_platform_is_one_line(tmp_path):
+  for platform in ("cuda", "nothing"):
+    process = subprocess.run(
+      [sys.executable, "-m", "attnres_jax.main", f"--config={SPEC}",
+       f"--workdir={tmp_path / 'run'}"],
+      env=tiny_run.environment() | {"JAX_PLATFORMS": platform},
+      cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert process.returncode == 2
+    line = f"error: JAX_PLATFORMS: got '{platform}', expected"
+    assert process.stderr.startswith(line) and process.stderr.count("\n") == 1

@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results as CSV."""
+
+from attnres_jax.common import csv_rows
+
+
+def test_rows_come_back_as_text_with_the_columns_of_all(tmp_path):
+  path = tmp_path / "rows.csv"
+  csv_rows.write(path, [{"a": 1, "b": "x, y"}, {"c": None, "a": 0.5}])
+  assert path.read_bytes() == b'a,b,c\n1,"x, y",\n0.5,,\n'
+  assert csv_rows.read(str(path)) == [
+    {"a": "1", "b": "x, y", "c": ""},
+    {"a": "0.5", "b": "", "c": ""},
+  ]

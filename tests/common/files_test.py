@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small files are replaced completely or not at all."""
+
+import errno
+import os
+import pathlib
+import re
+
+from hypothesis import given
+from hypothesis import strategies as st
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax.common import files
+
+
+def test_full_disk_leaves_the_old_file(tmp_path):
+  files.write(tmp_path / "file", "old")
+  temporary = tmp_path / f"file.{os.getpid()}.tmp"
+  temporary.symlink_to("/dev/full")
+  with pytest.raises(OSError) as caught:
+    files.write(tmp_path / "file", "new")
+  assert caught.value.errno == errno.ENOSPC
+  assert caught.value.filename == str(tmp_path / "file")
+  sizes = r"^no space left on device: 3 bytes needed, [\d,]+ free; free some"
+  assert re.match(sizes, caught.value.strerror)
+  assert files.is_disk_full(caught.value)
+  assert (tmp_path / "file").read_text() == "old"
+  assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_what_counts_as_a_full_disk():
+  wrapped = RuntimeError("save failed")
+  wrapped.__cause__ = ValueError("write: No space left on device [x]")
+  assert files.is_disk_full(wrapped)
+  assert files.is_disk_full(OSError(errno.EDQUOT, "over quota"))
+  assert not files.is_disk_full(FileNotFoundError(errno.ENOENT, "no file"))
+  assert not files.is_disk_full(None)
+  assert files.is_remote("gs://bucket/x")
+  assert not files.is_remote(pathlib.Path("/x"))
+
+
+def test_a_file_with_the_same_text_is_not_written_again(tmp_path):
+  files.write(tmp_path / "file", "text")
+  before = (tmp_path / "file").stat()
+  files.write(tmp_path / "file", "text")
+  after = (tmp_path / "file").stat()
+  assert (before.st_ino, before.st_mtime_ns) == (
+    after.st_ino,
+    after.st_mtime_ns,
+  )
+
+
+class TestNameFromFile:
+  """What a file of another person calls a name is one, or is refused."""
+
+  @given(st.text() | st.text(alphabet="./\\~a\0\n\x1b", max_size=6))
+  @pytest.mark.parametrize("folders", [False, True])
+  def test_a_name_stays_in_its_folder(self, folders, value):
+    try:
+      name = files.name_from_file(value, "files", "a.json", folders=folders)
+    except config_lib.ConfigError as error:
+      assert len(str(error).splitlines()) == 1
+      assert str(error).startswith('a.json: "files": got ')
+      assert str(error).isprintable()
+      return
+    folder = pathlib.Path("/folder/of/it")
+    found = pathlib.Path(os.path.normpath(folder / name))
+    assert name == value and name.isprintable() and "\\" not in name
+    assert found.relative_to(folder).as_posix() == name
+    assert folders or found.parent == folder
+
+  @pytest.mark.parametrize(
+    "value",
+    ["../secret.txt", "/etc/passwd", "a/../../b", "a/", "..", ".", "", "a\\b",
+     "a\0", "a\x1b[2J", "a\u2028b", "\ud800", "é" * 128, None, 3, ["a"]],
+  )  # fmt: skip
+  @pytest.mark.parametrize("folders", [False, True])
+  def test_refuses(self, folders, value):
+    with pytest.raises(config_lib.ConfigError, match='x.json: "files": got '):
+      files.name_from_file(value, "files", "x.json", folders=folders)
+
+  def test_accepts(self):
+    for name in ("a", "model-00001-of-00002.safetensors", "ein Name.json", "é"):
+      assert files.name_from_file(name, "files", "x.json") == name
+    with pytest.raises(config_lib.ConfigError):
+      files.name_from_file("a/b", "files", "x.json")
+    assert files.name_from_file("a/b", "files", "x", folders=True) == "a/b"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="not Linux")
+def test_an_endless_file_is_empty(tmp_path):
+  (tmp_path / "file").symlink_to("/dev/full")
+  assert files.read(tmp_path / "file") == b""
+  assert files.read(tmp_path / "file", -10) == b""
+  (tmp_path / "other").write_bytes(b"0123456789")
+  ends = [
+    files.read(tmp_path / "other", start) for start in (0, 7, 12, -3, -99)
+  ]
+  assert ends == [b"0123456789", b"789", b"", b"789", b"0123456789"]
+
+
+def test_commands_that_read_need_no_write_access(tmp_path, monkeypatch):
+  # As if by another user; root may write anywhere.
+  monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+  folder = files.check_folder("--workdir", str(tmp_path), writable=False)
+  assert str(folder) == str(tmp_path)
+  with pytest.raises(config_lib.ConfigError, match="write access to"):
+    files.check_folder("--workdir", str(tmp_path))
+  monkeypatch.setattr(os, "access", lambda path, mode: False)
+  with pytest.raises(config_lib.ConfigError, match="read access to"):
+    files.check_folder("--workdir", str(tmp_path), writable=False)

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Imports between packages run in one direction."""
+
+import ast
+import pathlib
+
+import attnres_jax
+
+ROOT = pathlib.Path(attnres_jax.__file__).parent
+# A package imports itself and those before it.
+FLOORS = (
+  "config", "common", "data", "models", "optimizer", "flops", "pipeline",
+  "train", "analysis", "scaling", "inference", "interop", "plan", "sweep",
+)  # fmt: skip
+
+# A run scores its tasks itself. Were the scorer an argument, a caller that
+# forgets it would train without scores, and nothing would say so.
+UPWARD = {"train/loop.py imports interop"}
+
+
+def test_packages_import_downwards():
+  upward = set()
+  for package in FLOORS:
+    below = FLOORS[: FLOORS.index(package) + 1]
+    for path in (ROOT / package).rglob("*.py"):
+      for name in _imported(path):
+        if name not in below:
+          upward.add(f"{path.relative_to(ROOT)} imports {name}")
+  assert upward == UPWARD, "\n".join(sorted(upward))
+
+
+def test_all_packages_have_a_floor():
+  packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+  assert packages - {"configs"} == set(FLOORS)
+  modules = {path.stem for path in ROOT.glob("*.py")}
+  assert modules == {"__init__", "aot", "main"}
+
+
+def _imported(path: pathlib.Path) -> set[str]:
+  """First name below attnres_jax of every import of a file, lazy ones too."""
+  names = set()
+  for node in ast.walk(ast.parse(path.read_text())):
+    if isinstance(node, ast.Import):
+      names |= {alias.name for alias in node.names}
+    elif isinstance(node, ast.ImportFrom) and node.module:
+      names |= {f"{node.module}.{alias.name}" for alias in node.names}
+  roots = ("attnres_jax", "configs", "experiments", "benchmarks", "tests")
+  found = [name.split(".") for name in names if name.split(".")[0] in roots]
+  return {
+    parts[1] if parts[0] == "attnres_jax" else parts[0] for parts in found
+  } - {"build_model", "load_config"}

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The output of `python -m attnres_jax.plan`, and its exit status."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests import tiny_run
+
+pytestmark = pytest.mark.needs("libtpu")
+
+FIELDS = {
+  "model.vocab_size": 260,
+  "model.num_layers": 1,
+  "model.residual.num_blocks": 2,
+  "data.batch_size": 4,
+  "mesh.data": 4,
+}
+
+
+def _run(*flags, topology="v5e:2x2", **fields):
+  fields = FIELDS | fields
+  command = [
+    sys.executable, "-m", "attnres_jax.plan",
+    "--config=configs/lm.py:size=tiny",
+    "--step=decode", f"--topology={topology}", *flags,
+    *(f"--config.{name}={value}" for name, value in fields.items()),
+  ]  # fmt: skip
+  return subprocess.run(
+    command,
+    cwd=tiny_run.ROOT,
+    env=tiny_run.environment(),
+    capture_output=True,
+    text=True,
+    timeout=600,
+  )
+
+
+def test_what_fits(tmp_path):
+  """Compared with another scheme, and without output from libtpu."""
+  file = tmp_path / "report.json"
+  done = _run("--compare=residual=prenorm", f"--json={file}")
+  assert done.returncode == 0 and not done.stderr
+  first, second = done.stdout.split("decode step on 4 TPU v5 lite")[1:]
+  assert "headroom" in first and "headroom" in second
+  headers = [line.split() for line in second.splitlines()]
+  assert ["block_attnres", "prenorm", "ratio"] in headers
+  assert "peak memory, bytes" in second
+  assert file.read_text().count('"fits": true') == 2
+
+
+@pytest.mark.slow
+def test_what_does_not_fit():
+  """One MLP of 24 GiB on each of four devices of 16 GiB."""
+  done = _run(
+    **{"model.width": 8192, "model.mlp_width": 2**18, "model.num_heads": 64}
+  )
+  assert done.returncode == 1
+  assert "does not fit" in done.stdout
+  largest = done.stdout.split("largest arrays")[1]
+  assert "262144" in largest
+
+
+def test_an_unknown_slice():
+  done = _run(topology="v5e:3x5")
+  assert done.returncode == 2 and not done.stdout
+  (line,) = done.stderr.strip().splitlines()
+  assert line.startswith(
+    "error: config.topology: got 'v5e:3x5', expected a TPU"
+  )
+
+
+def test_a_decoding_step_is_compiled_as_a_whole():
+  done = _run("--until=schedule")
+  assert done.returncode == 2 and not done.stdout
+  (line,) = done.stderr.strip().splitlines()
+  assert line == (
+    "error: --until: has no effect with step=decode, only with train"
+  )

@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans fit the slice they are compiled for, and flags of them train."""
+
+import dataclasses
+import math
+
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax.common import sharding
+from attnres_jax.models import trunk
+from attnres_jax.plan import candidates
+from attnres_jax.plan import search as plan_lib
+from attnres_jax.plan import topology
+from attnres_jax.train import train_state
+from tests.plan import small
+
+pytestmark = pytest.mark.needs("libtpu")
+
+
+def _config(**fields):
+  return small.config(**{"model.width": 256, "train.steps": 3600} | fields)
+
+
+@pytest.fixture(scope="module")
+def devices():
+  return topology.devices("v5e:2x2")
+
+
+def test_every_plan_is_a_config_of_all_devices(devices):
+  config = _config()
+  found, dropped = candidates.plans(config, devices)
+  assert not dropped
+  times = [plan.rough_seconds for plan in found]
+  assert times == sorted(times) and times[0] > 0
+  # Two rows a device in one or two microbatches, fsdp of 1 or 2.
+  meshes = {tuple(plan.overrides.values())[:3] for plan in found}
+  assert meshes == {(4, 1, 1), (2, 2, 1)}
+  assert len(found) == len(meshes) * 2 * len(trunk.REMAT)
+  for plan in found:
+    applied = plan.apply(config)
+    mesh = applied.mesh
+    assert mesh.data * mesh.fsdp * mesh.expert == 4
+    assert applied.model.remat == plan.overrides["model.remat"]
+    assert dataclasses.replace(
+      applied, mesh=config.mesh, optim=config.optim, model=config.model
+    ) == config  # fmt: skip
+
+
+def test_cuts_of_less_than_a_tile_are_not_tried(devices):
+  """The width of 160 can be cut in two, but the halves are less than 128."""
+  narrow, _ = candidates.plans(_config(**{"model.width": 160}), devices)
+  assert {plan.overrides["mesh.fsdp"] for plan in narrow} == {1}
+
+
+def test_ragged_cuts_come_later(devices):
+  """Halves of 136 columns are no whole tiles."""
+
+  def gain(width):
+    times = {}
+    for plan in candidates.plans(_config(**{"model.width": width}), devices)[0]:
+      o = plan.overrides
+      if (o["optim.accumulate_steps"], o["model.remat"]) == (1, "none"):
+        times[o["mesh.fsdp"]] = plan.rough_seconds
+    return times[1] / times[2]
+
+  assert gain(256) / gain(272) == pytest.approx(1.085, abs=0.03)
+
+
+def test_plans_do_not_depend_on_what_they_replace(devices):
+  plain, _ = candidates.plans(_config(), devices)
+  fields = {"optim.accumulate_steps": 4, "model.remat": "dots", "mesh.data": 4}
+  other, _ = candidates.plans(_config(**fields), devices)
+  assert other == plain
+
+
+@pytest.mark.parametrize(
+  "fields,tile",
+  [({}, None), ({"model.vocab_size": 163_840}, 1024),
+   ({"model.vocab_size": 20_480}, 8192),
+   ({"model.vocab_size": 40_960}, None),  # As without a plan.
+   ({"model.vocab_size": 163_840, "loss.tile_tokens": 512}, None)],
+)  # fmt: skip
+def test_logits_of_a_tile_take_a_tenth_of_the_memory(devices, fields, tile):
+  found, _ = candidates.plans(_config(**fields), devices)
+  assert {p.overrides.get("loss.tile_tokens") for p in found} == {tile}
+  if tile:
+    # float32, and bfloat16 or float32 again, of 16 GiB.
+    logits = tile * fields["model.vocab_size"] * (4 + 4)
+    assert 0.05 < logits / 2**34 < 0.1
+
+
+def test_what_cannot_fit_is_dropped_with_its_reason(devices):
+  config = _config(**{"model.width": 8192, "model.mlp_width": 131_072})
+  found, dropped = candidates.plans(config, devices)
+  assert not found and list(dropped) == ["more than 16 GiB by arithmetic"]
+
+
+PIPELINED = {"data.batch_size": 32, "model.num_layers": 4}
+
+
+def test_pipelines_are_enumerated_beside_plain_runs(devices):
+  config = _config(**PIPELINED)
+  plain, _ = candidates.plans(config, devices)
+  found, dropped = candidates.plans(config, devices, stages=(1, 2, 4))
+  assert not dropped and [p for p in found if _stages(p) == 1] == plain
+  times = [plan.rough_seconds for plan in found]
+  assert times == sorted(times)
+  meshes = {tuple(plan.overrides[f"mesh.{axis}"] for axis in
+            ("stage", "data", "fsdp", "expert"))
+            for plan in found if _stages(plan) > 1}  # fmt: skip
+  assert meshes == {(2, 2, 1, 1), (2, 1, 2, 1), (4, 1, 1, 1)}
+  for plan in found:
+    o, stages = plan.overrides, _stages(plan)
+    if stages == 1:
+      continue
+    # Eight sublayers: four ranks have two chunks at most.
+    assert stages * o["pipeline.virtual_stages"] <= 8
+    assert o["pipeline.microbatches"] % stages == 0
+    assert o["pipeline.gather"] == "tick" or o["mesh.fsdp"] > 1
+    applied = plan.apply(config)
+    assert applied.mesh.stage == stages and applied.optim.accumulate_steps == 1
+  for plan in (found[-1], next(p for p in found if _stages(p) == 2)):
+    applied = plan.apply(config)
+    mesh = sharding.make_mesh(applied.mesh, devices)
+    train_state.make_program(applied, mesh)  # It can be run.
+
+
+def test_a_config_with_stages_is_planned_with_them(devices):
+  config = _config(**PIPELINED, **{"mesh.stage": 2})
+  found, _ = candidates.plans(config, devices)
+  assert found and all(_stages(plan) == 2 for plan in found)
+  found, _ = candidates.plans(config, devices, stages=(1,))
+  assert {plan.overrides["mesh.stage"] for plan in found} == {1}
+  with pytest.raises(config_lib.ConfigError, match=r"mesh\.stage: got 3"):
+    candidates.plans(config, devices, stages=(3,))
+  memory = _config(**PIPELINED, **{"model.depth_memory": "moda"})
+  found, dropped = candidates.plans(memory, devices, stages=(2,))
+  assert not found and "model.depth_memory" in str(dropped)
+
+
+def test_a_longer_pipeline_has_a_smaller_share_of_bubble(devices):
+  found, _ = candidates.plans(_config(**PIPELINED), devices, stages=(4,))
+  times = {
+    (o["pipeline.microbatches"], o["pipeline.virtual_stages"]): p.rough_seconds
+    for p in found
+    if (o := p.overrides)["model.remat"] == "full"
+  }
+  assert times[32, 1] < times[8, 1] < times[4, 1]
+  assert times[4, 2] < times[4, 1]
+
+
+@pytest.mark.parametrize("virtual", (1, 2))
+def test_pools_are_those_of_the_program(devices, virtual):
+  fields = {"mesh.stage": 4, "mesh.data": 1, "model.dtype": "bfloat16",
+            "pipeline.virtual_stages": virtual,
+            "pipeline.microbatches": 16}  # fmt: skip
+  config = _config(**PIPELINED, **fields)
+  mesh = sharding.make_mesh(config.mesh, devices)
+  network = train_state.make_program(config, mesh).network
+  kept = sum(network.kept_bytes(None).values())
+  gradients = network.stage.gradients.size * 4 * config.model.width
+  pools = candidates.pool_bytes(config, network.schedule.layout, 16)
+  rows = config.data.batch_size // 16
+  tokens = rows * config.data.sequence_length
+  assert tokens * (pools - gradients) == kept
+
+
+def _stages(plan):
+  return plan.overrides.get("mesh.stage", 1)
+
+
+def test_a_compiled_plan(devices):
+  config = _config()
+  best = candidates.plans(config, devices)[0][0]
+  row = plan_lib.compiled(config, best.overrides, "v5e:2x2")
+  assert row["fits"] and row["peak_bytes"] < 2**30
+  # About what the arithmetic counts, which allows for more activations than so
+  # small a network has. Neither contains the program itself.
+  assert 0.25 < row["peak_bytes"] / best.kept_bytes < 4
+  seconds = row["step_seconds"]
+  assert seconds >= max(row["compute_seconds"], row["memory_seconds"])
+  assert row["hours"] == pytest.approx(seconds)
+  assert row["chip_hours"] == pytest.approx(4 * seconds)
+  assert row["tokens_per_second"] == pytest.approx(8 * 256 / seconds)
+  text = plan_lib.to_text([row])
+  assert "--config.mesh.data=2" in text and "chip-hours" in text
+  misfit = row | dict(fits=False, step_seconds=None)
+  assert "--config" not in plan_lib.to_text([misfit])
+
+
+@pytest.mark.slow
+def test_a_compiled_pipeline(devices):
+  config = _config(**PIPELINED)
+  found, _ = candidates.plans(config, devices, stages=(2,))
+  row = plan_lib.compiled(config, found[0].overrides, "v5e:2x2")
+  assert row["fits"] and row["bubble"] > 0
+  # The mean over ranks leaves out that they wait for each other.
+  assert row["step_seconds"] > max(
+    row["compute_seconds"], row["memory_seconds"]
+  )
+  text = plan_lib.to_text([row])
+  assert "--config.mesh.stage=2" in text
+  assert "--config.pipeline.microbatches=" in text
+
+
+def test_time_of_what_is_not_overlapped_is_added():
+  chip = dataclasses.replace(
+    topology.chip(topology.devices("v5e:2x2")[0]), link_bytes_per_second=10.0
+  )
+  work = dict(compute_seconds=3.0, memory_seconds=4.0, link_seconds=5.0)
+  sent = dict(sent_bytes=50.0)
+  for hidden, seconds in ((50.0, 5.0), (40.0, 5.0), (0.0, 9.0)):
+    rows = [sent | dict(overlapped_bytes=hidden)]
+    found = plan_lib.step_seconds(work | dict(collectives=rows), chip)
+    assert math.isclose(found, seconds)
+  lockstep = dict(lockstep=dict(seconds=20.0))
+  rows = [sent | dict(overlapped_bytes=40.0)]
+  found = plan_lib.step_seconds(work | lockstep | dict(collectives=rows), chip)
+  assert math.isclose(found, 21.0)

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reports of the training step, compiled for a slice, are consistent."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax import flops
+from attnres_jax.common import chips
+from attnres_jax.plan import report
+from attnres_jax.plan import topology
+from tests.plan import small
+
+pytestmark = pytest.mark.needs("libtpu")
+
+
+def _config(**fields):
+  mesh = {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2}
+  return small.config(**{"model.remat": "full"} | mesh | fields)
+
+
+@pytest.fixture(scope="module")
+def devices():
+  return topology.devices("v5e:2x4")
+
+
+@pytest.fixture(scope="module")
+def trained(devices):
+  """The report of the training step."""
+  return report.make_report(_config(), devices)
+
+
+def test_numbers_of_a_step(trained):
+  config, found = _config(), trained
+  json.dumps(found)
+  assert found["fits"] and found["headroom_bytes"] > 15 * 2**30
+  # Every parameter of two dimensions is cut four ways, and Adam keeps two.
+  assert found["optimiser_bytes"] == pytest.approx(
+    2 * found["parameter_bytes"], rel=0.01
+  )
+  vector = 8 * 256 // 8 * config.model.width
+  # In float32 completed blocks are running sums, and the embedding is besides.
+  assert found["running_state_bytes"] == 4 * 4 * vector
+  assert found["block_bytes"] == 4 * vector
+  # Forward twice, for checkpointing; attention is in a kernel and not counted.
+  per_token = flops.flops_per_token(config.model, 256)
+  products = 1 - per_token.attention / per_token.forward
+  assert 1.1 < found["flops"] / (products * found["analytic_flops"]) < 1.5
+  axes = {row["axes"] for row in found["collectives"]}
+  assert {"data", "tensor"} <= axes
+  # Some of what is sent is overlapped, but not all.
+  for row in found["collectives"]:
+    assert 0 <= row["overlapped_bytes"] <= row["sent_bytes"]
+  hidden = sum(row["overlapped_bytes"] for row in found["collectives"])
+  assert 0 < hidden < found["sent_bytes"]
+  sizes = [row["bytes"] for row in found["largest"]]
+  assert sizes == sorted(sizes, reverse=True)
+  assert sizes[0] <= found["temporary_bytes"]
+  text = report.to_text(found)
+  assert "a step takes at least" in text and "2 data x 2 fsdp" in text
+  for label in ("activations kept for backward", "cached blocks", "headroom"):
+    assert label in text
+  assert found["largest"][0]["array"] in text
+  moved = [row["bytes"] for row in found["busiest"]]
+  assert moved == sorted(moved, reverse=True)
+  assert 0 < sum(moved) < found["traffic_bytes"]
+  assert found["busiest"][0]["source"] in text.split("moves most")[1]
+
+
+def test_parts_of_a_step(trained):
+  rows = {row["part"]: row for row in trained["parts"]}
+  assert set(rows) == {
+    "embedding", "attention", "mlp", "residual", "norms", "head and loss",
+    "optimiser", "other",
+  }  # fmt: skip
+  for name, whole in (
+    ("moved_bytes", "traffic_bytes"), ("flops", "flops"),
+    ("sent_bytes", "sent_bytes"), ("least_flops", "least_flops"),
+  ):  # fmt: skip
+    total = sum(row[name] or 0.0 for row in rows.values())
+    assert total == pytest.approx(trained[whole]), name
+  assert sum(row["share"] for row in rows.values()) == pytest.approx(1)
+  # Nearly all of it is attributed, and so is everything it computes.
+  assert rows["other"]["moved_bytes"] < 0.1 * trained["traffic_bytes"]
+  assert rows["other"]["flops"] == 0
+  # Kernels are charged what they need at least; products are as many as needed.
+  attention, mlp = rows["attention"], rows["mlp"]
+  assert attention["kernels"] > 0 and rows["residual"]["kernels"] > 0
+  assert attention["charged_flops"] >= attention["least_flops"]
+  assert mlp["kernels"] == 0 and mlp["charged_flops"] == mlp["flops"]
+  assert 0.8 < mlp["flops"] / mlp["least_flops"] <= 1
+  # One all-reduce has the scalars and the gradients of the norms' gains, and
+  # belongs to either.
+  scalars = rows["optimiser"]["sent_bytes"] + rows["norms"]["sent_bytes"]
+  assert scalars < 10_000
+  assert rows["attention"]["sent_bytes"] > 0
+
+
+def test_the_verdict_takes_the_larger_count_of_flops(trained):
+  peak = chips.CHIPS["TPU v5 lite"].peak_flops_per_second
+  larger = max(trained["charged_flops"], trained["analytic_flops"])
+  assert trained["compute_seconds"] == larger / peak
+  assert "warning" not in report.to_text(trained)
+  text = report.to_text(trained | dict(flops_ratio=1.3))
+  assert "warning: it computes 1.30 times the FLOPs that it needs" in text
+
+
+def test_a_pipeline(devices):
+  """What its plan keeps, and the traffic of one chunk per slot."""
+  fields = {
+    "model.num_layers": 1,
+    "model.residual.num_blocks": 1,
+    "mesh.stage": 2,
+    "mesh.fsdp": 1,
+    "mesh.tensor": 1,
+    "mesh.data": 4,
+    "pipeline.microbatches": 2,
+  }
+  config = _config(**fields)
+  found = report.make_report(config, devices)
+  # A running sum of float32 and an embedding, of two microbatches in flight.
+  vector = 8 // 4 // 2 * 256 * config.model.width
+  assert found["running_state_bytes"] % (4 * vector) == 0
+  assert found["block_bytes"] % (4 * vector) == 0
+  assert found["running_state_bytes"] + found["block_bytes"] >= 2 * 4 * vector
+  # Forward, again for backward, and once more for checkpointing: 5 passes for
+  # 3, without attention's kernels. Units in every tick would be 3 times that.
+  share = found["flops"] / found["analytic_flops"]
+  assert 1 < share < 5 / 3
+  sent = {row["kind"]: row["axes"] for row in found["collectives"]}
+  assert sent["collective-permute"] == "stage"
+  rows = {row["part"]: row for row in found["parts"]}
+  assert rows["pipeline"]["sent_bytes"] > 0 and "mlp" in rows
+  # A chunk is recomputed as a whole, and for checkpointing.
+  assert 0.6 < rows["mlp"]["flops"] / rows["mlp"]["least_flops"] <= 1.05
+  assert "in 2 microbatches" in report.to_text(found)
+
+
+def test_a_decode_step(devices, trained):
+  """One token per row, without optimiser state, and with a note."""
+  config, train = _config(), trained
+  found = report.make_report(config, devices, "decode")
+  assert found["fits"] and "optimiser_bytes" not in found
+  # Forward only, at the end of 256 tokens.
+  ratio = 3 * 256 * found["analytic_flops"] / train["analytic_flops"]
+  assert 1 < ratio < 1.5
+  assert 0.7 < found["flops"] / found["analytic_flops"] < 1.5
+  # What is read at least: all weights, of this device, once.
+  assert found["traffic_bytes"] > found["parameter_bytes"]
+  text = report.to_text(found)
+  assert "decode step on 8" in text and "whose cache is full" in text
+  message = r"step: got 'prefill', expected one of decode, train"
+  with pytest.raises(config_lib.ConfigError, match=message):
+    report.make_report(config, devices, "prefill")
+
+
+def test_a_program_larger_than_memory(devices, monkeypatch):
+  """If it compiles, the report is complete, with its largest arrays."""
+  kind = devices[0].device_kind
+  small = dataclasses.replace(chips.CHIPS[kind], hbm_bytes=2**20)
+  monkeypatch.setitem(chips.CHIPS, kind, small)
+  found = report.make_report(_config(), devices, "decode")
+  assert not found["fits"] and found["headroom_bytes"] < 0
+  text = report.to_text(found)
+  assert "does not fit" in text and found["largest"][0]["array"] in text
+
+
+def test_a_program_that_jaxlib_cannot_read(devices, monkeypatch):
+  """Its memory is still known."""
+
+  def refuse(compiled):
+    raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure\nand more")
+
+  monkeypatch.setattr(jax.stages.Compiled, "as_text", refuse)
+  found = report.make_report(_config(), devices, "decode")
+  assert found["fits"] and found["peak_bytes"] > 0
+  assert "collectives" not in found
+  text = report.to_text(found)
+  assert "cannot read the program: INTERNAL: RET_CHECK failure\n" in text
+  assert "headroom" in text and "and more" not in text
+
+
+def test_a_step_that_does_not_fit(devices):
+  large = {"model.width": 8192, "model.mlp_width": 65536, "model.num_heads": 32}
+  found = report.make_report(
+    _config(**large, **{"mesh.fsdp": 1, "mesh.tensor": 1, "mesh.data": 8}),
+    devices,
+  )
+  assert not found["fits"]
+  text = report.to_text(found)
+  assert "exceeds available HBM" in text or "Ran out of memory" in text
+  # What is computed of a matrix of both MLPs, such as its gradient.
+  largest = found["largest"][0]
+  assert "65536" in largest["array"] and largest["array"] in text
+  assert largest["bytes"] == 2 * 8192 * 65536 * 4

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A schedule has the memory and the work of the whole program."""
+
+import dataclasses
+
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax.plan import report
+from attnres_jax.plan import schedule
+from attnres_jax.plan import topology
+
+pytestmark = [pytest.mark.needs("libtpu"), pytest.mark.slow]
+
+SLICE = "v5e:2x2"
+
+
+def _config(**fields):
+  overrides = {
+    "model.vocab_size": 260,
+    "model.width": 1024,
+    "model.num_layers": 2,
+    "model.residual.num_blocks": 2,
+    "data.batch_size": 8,
+    "data.sequence_length": 1024,
+  }
+  return config_lib.load_config("configs/lm.py:size=tiny", overrides | fields)
+
+
+def test_equals_the_whole_program():
+  config = _config()
+  found = report.make_schedule_report(config, SLICE)
+  whole = report.make_report(config, topology.devices(SLICE))
+  for name in (
+    "compute_seconds", "memory_seconds", "link_seconds", "traffic_bytes",
+    "sent_bytes", "charged_flops", "collectives", "parts", "bound",
+  ):  # fmt: skip
+    assert found[name] == whole[name], name
+  # All but the program itself, which lies in the same memory.
+  assert found["peak_bytes"] == pytest.approx(whole["peak_bytes"], rel=0.1)
+  assert found["compile_seconds"] < whole["compile_seconds"]
+  *rest, last = report.to_text(found).splitlines()
+  # Between the table of memory and the last line, which is about compiling.
+  at = slice(rest.index("", 3), None)
+  *same, _ = report.to_text(whole).splitlines()
+  assert rest[at] == same[same.index("", 3) :]
+  assert last.startswith("compiled up to its schedule in")
+
+
+def test_what_does_not_fit():
+  config = _config(**{"data.batch_size": 8192})
+  found = report.make_schedule_report(config, SLICE)
+  assert not found["fits"]
+  # The compiler says what it needs before it refuses it, or only refuses.
+  if "reason" in found:
+    assert "RESOURCE_EXHAUSTED" in found["reason"]
+  else:
+    assert found["peak_bytes"] > found["hbm_bytes"]
+    assert found["headroom_bytes"] < 0
+  text = report.to_text(found)
+  assert "does not fit" in text and "largest arrays" in text
+
+
+def test_other_errors_are_raised():
+  optim = dataclasses.replace(_config().optim, name="none")
+  config = dataclasses.replace(_config(), optim=optim)
+  with pytest.raises(config_lib.RunError, match="exit status 1"):
+    schedule.compile_step(config, SLICE)

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of slices."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax.common import sharding
+from attnres_jax.plan import hlo
+from attnres_jax.plan import topology
+
+P = jax.sharding.PartitionSpec
+
+
+@pytest.mark.parametrize(
+  "name,expected",
+  [
+    ("v5e:4x4", "v5e:4x4"),
+    ("v5e-16", "v5e:4x4"),
+    ("v5litepod-256", "v5e:16x16"),
+    ("v6e-8", "v6e:2x4"),
+    ("v5p-128", "v5p:4x4x4"),  # sold by cores
+    ("v4-8", "v4:2x2x1"),
+  ],
+)
+def test_marketing_names(name, expected):
+  assert topology.topology_name(name) == expected
+
+
+def test_every_shape_has_as_many_chips_as_its_name_says():
+  for kind, (shapes, _) in topology._MARKETING.items():
+    for chips, shape in shapes.items():
+      product = 1
+      for side in shape.split("x"):
+        product *= int(side)
+      assert product == chips, (kind, shape)
+
+
+@pytest.mark.parametrize(
+  "name,message",
+  [
+    ("v5e-7", "topology: got 'v5e-7', expected one of v5e-1, v5e-4, v5e-8"),
+    (
+      "v9-8",
+      "topology: got 'v9', expected one of v4, v5e",
+    ),
+  ],
+)
+def test_unknown_names(name, message):
+  with pytest.raises(config_lib.ConfigError, match=message):
+    topology.topology_name(name)
+
+
+@pytest.mark.needs("libtpu")
+def test_what_the_compiler_refuses():
+  with pytest.raises(config_lib.ConfigError, match="topology: got 'v5e:3x5'"):
+    topology.devices("v5e:3x5")
+
+
+@pytest.mark.parametrize(
+  "name,count",
+  [("v5e:2x4", 8), ("v5e-1", 1), ("v5p-8", 4), ("v6e:2x2", 4), ("v4-8", 4)],
+)
+@pytest.mark.needs("libtpu")
+def test_devices_have_a_row(name, count):
+  devices = topology.devices(name)
+  assert len(devices) == count
+  assert topology.chip(devices[0]).hbm_bytes > 2**33
+
+
+@pytest.mark.needs("libtpu")
+def test_several_slices():
+  devices = topology.devices("v5e:2x2", num_slices=2)
+  assert [d.slice_index for d in devices] == [0] * 4 + [1] * 4
+
+
+@pytest.mark.needs("libtpu")
+def test_a_gradient_crosses_slices_once():
+  """Each device hands over its share of the gradient, counted by hand."""
+  config = config_lib.default_config().mesh
+  mesh = sharding.make_mesh(
+    config_lib.MeshConfig(**config.to_dict() | {"data": 2, "fsdp": 4}),
+    topology.devices("v5e:2x2", num_slices=2),
+  )
+  shard = lambda *axes: jax.sharding.NamedSharding(mesh, P(*axes))
+  w = jax.ShapeDtypeStruct((256, 512), jnp.float32, sharding=shard("fsdp"))
+  x = jax.ShapeDtypeStruct(
+    (64, 256), jnp.float32, sharding=shard(("data", "fsdp"))
+  )
+  loss = lambda w, x: jnp.sum(jnp.square(jnp.tanh(x @ w)))
+  step = jax.jit(jax.grad(loss), out_shardings=shard("fsdp"))
+  program = hlo.Program(step.lower(w, x).compile().as_text())
+  assert program.bytes_between_slices() == 256 * 512 * 4 / 4

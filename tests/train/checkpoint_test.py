@@ -1,0 +1,511 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Round trips, retention, and what happens to damaged checkpoints."""
+
+import errno
+import gc
+import json
+import os
+import random
+import re
+import shutil
+from typing import NamedTuple
+
+from etils import epath
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import xxhash
+
+from attnres_jax import config as config_lib
+from attnres_jax import models
+from attnres_jax.common import files
+from attnres_jax.common import trees
+from attnres_jax.train import checkpoint
+from attnres_jax.train import checksums
+
+CONFIG = config_lib.CheckpointConfig(keep_last=10)
+
+
+class _State(NamedTuple):
+  step: jax.Array
+  model: dict[str, jax.Array]
+  moments: tuple[jax.Array, ...]
+
+
+def _state(seed, width=64):
+  key = jax.random.key(seed)
+  return _State(
+    jnp.int32(seed),
+    {"w": jax.random.normal(key, (width, 64)), "b": jnp.ones((3,))},
+    (jnp.full((width, 64), 0.5 * seed), jnp.zeros((), jnp.int32)),
+  )
+
+
+def _abstract(state):
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+    state,
+  )
+
+
+def _save(workdir, steps, config=CONFIG):
+  with checkpoint.Saver(workdir, config) as saver:
+    for step in steps:
+      saver.save(step, _state(step), {"config": {}, "at": step})
+
+
+def _restore(workdir):
+  return checkpoint.restore_latest(workdir, _abstract(_state(0)))
+
+
+def _assert_equal(got, want):
+  jax.tree.map(np.testing.assert_array_equal, got, want)
+  assert jax.tree.structure(got) == jax.tree.structure(want)
+
+
+def test_flat_names():
+  flat = trees.to_flat(_state(1))
+  assert sorted(flat) == [
+    "model/b",
+    "model/w",
+    "moments/0",
+    "moments/1",
+    "step",
+  ]
+  _assert_equal(trees.from_flat(_state(2), flat), _state(1))
+
+
+def test_round_trip(tmp_path):
+  _save(tmp_path, [3, 5])
+  restored = _restore(tmp_path)
+  assert restored.step == 5 and restored.info["at"] == 5
+  assert not restored.unreadable
+  _assert_equal(restored.state, _state(5))
+
+
+def test_nothing_saved(tmp_path):
+  assert _restore(tmp_path) is None
+  assert checkpoint.all_steps(tmp_path) == []
+
+
+def test_saved_arrays_may_be_donated(tmp_path):
+  bump = jax.jit(
+    lambda s: jax.tree.map(lambda x: x + jnp.ones((), x.dtype), s),
+    donate_argnums=0,
+  )
+  state = jax.tree.map(lambda x: jnp.zeros((300, 300), x.dtype), _state(0))
+  with checkpoint.Saver(tmp_path, CONFIG) as saver:
+    for step in range(1, 6):
+      state = bump(state)
+      saver.save(step, state, {"at": step})
+  for step in range(5, 0, -1):
+    restored = checkpoint.restore_latest(tmp_path, _abstract(state))
+    assert restored.step == step
+    assert all((leaf == step).all() for leaf in jax.tree.leaves(restored.state))
+    shutil.rmtree(tmp_path / "checkpoints" / str(step))
+
+
+def test_restores_onto_another_sharding(tmp_path):
+  _save(tmp_path, [1])
+  mesh = jax.make_mesh(
+    (8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
+  )
+  rows = jax.NamedSharding(mesh, jax.P("data"))
+  everywhere = jax.NamedSharding(mesh, jax.P())
+  abstract = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=rows if x.shape[:1] == (64,) else everywhere
+    ),
+    _state(0),
+  )
+  state = checkpoint.restore_latest(tmp_path, abstract).state
+  assert state.model["w"].sharding == rows
+  _assert_equal(state, _state(1))
+
+
+def test_retention(tmp_path):
+  config = config_lib.CheckpointConfig(keep_last=2, keep_every=4)
+  _save(tmp_path, range(1, 11), config)
+  assert checkpoint.all_steps(tmp_path) == [4, 8, 9, 10]
+
+
+def _largest(folder):
+  files = [path for path in folder.rglob("*") if path.is_file()]
+  return max(files, key=lambda path: path.stat().st_size)
+
+
+def _truncate(folder):
+  file = _largest(folder)
+  with file.open("r+b") as f:
+    f.truncate(file.stat().st_size // 2)
+
+
+DAMAGE = {
+    "truncated": _truncate,
+    "data deleted": lambda folder: _largest(folder).unlink(),
+    "part deleted": lambda folder: shutil.rmtree(folder / "model"),
+    "all deleted": lambda folder: [
+        shutil.rmtree(folder), folder.mkdir()
+    ],
+    "metadata cut": lambda folder: (folder / "_CHECKPOINT_METADATA").write_text(
+        '{"item_ha'
+    ),
+    "metadata deleted": lambda folder: (
+        folder / "_CHECKPOINT_METADATA"
+    ).unlink(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_newest_is_set_aside(tmp_path, damage):
+  _save(tmp_path, [1, 2, 3])
+  DAMAGE[damage](tmp_path / "checkpoints" / "3")
+  restored = _restore(tmp_path)
+  assert restored.step == 2
+  _assert_equal(restored.state, _state(2))
+  assert list(restored.unreadable) == [3] and restored.unreadable[3]
+  assert checkpoint.all_steps(tmp_path) == [1, 2]
+  aside = tmp_path / "checkpoints_set_aside"
+  assert (aside / "3.0").is_dir()
+  assert (aside / "3.0.txt").read_text().strip() == restored.unreadable[3]
+  # The same step can be saved and set aside again.
+  _save(tmp_path, [3])
+  assert _restore(tmp_path).step == 3
+  DAMAGE[damage](tmp_path / "checkpoints" / "3")
+  assert _restore(tmp_path).step == 2
+  assert (aside / "3.1").is_dir()
+
+
+def _flip(file, rng):
+  data = bytearray(file.read_bytes())
+  data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+  file.write_bytes(data)
+
+
+# What may happen to a file: a bit changes, or it is cut, emptied, deleted,
+# or takes the place of another.
+HARM = {
+  "flip": _flip,
+  "cut": lambda file, rng: os.truncate(
+    file, rng.randrange(file.stat().st_size)
+  ),
+  "empty": lambda file, rng: os.truncate(file, 0),
+  "delete": lambda file, rng: file.unlink(),
+  "swap": lambda file, rng: file.write_bytes(b'{"custom_metadata": {"at": 2}}'),
+}
+
+
+def _harm_once(saved, workdir, rng, harm, file):
+  """Whether it was noticed; whatever is loaded has to be what was saved."""
+  shutil.copytree(saved, workdir)
+  folder = workdir / "checkpoints" / "3"
+  before = (folder / file).read_bytes()
+  HARM[harm](folder / file, rng)
+  is_same = (folder / file).exists() and (folder / file).read_bytes() == before
+  restored = _restore(workdir)
+  assert restored.step in (2, 3) and restored.info["at"] == restored.step
+  _assert_equal(restored.state, _state(restored.step))
+  if restored.step == 2:
+    # Nothing that was good is gone.
+    assert checkpoint.all_steps(workdir) == [1, 2]
+    set_aside = workdir / "checkpoints_set_aside"
+    if restored.unreadable:
+      assert (set_aside / "3.0").is_dir()
+      assert (set_aside / "3.0.txt").read_text().count("\n") == 1
+  return is_same or restored.step == 2
+
+
+def _survive_harm(tmp_path, times):
+  """Harms a file in a random way, so often; returns what went unnoticed."""
+  seed = random.randrange(2**32)
+  print("random seed", seed)
+  rng = random.Random(seed)
+  saved, workdir = tmp_path / "saved", tmp_path / "run"
+  _save(saved, [1, 2, 3])
+  folder = saved / "checkpoints" / "3"
+  names = [p.relative_to(folder) for p in folder.rglob("*") if p.is_file()]
+  pairs = [(harm, name) for harm in HARM for name in names]
+  unnoticed = set()
+  for i in range(times):
+    if i % len(pairs) == 0:
+      rng.shuffle(pairs)
+    harm, name = pairs[i % len(pairs)]
+    if not _harm_once(saved, workdir, rng, harm, name):
+      unnoticed.add((harm, name.as_posix()))
+    shutil.rmtree(workdir)
+  # What says nothing about the arrays: marks of orbax's, the time of a commit,
+  # and the checksums themselves where they are gone altogether.
+  return {
+    (harm, name)
+    for harm, name in unnoticed
+    if not name.endswith("commit_success.txt")
+    and (harm, name) != ("delete", "checksums.json")
+    and (harm, name) != ("flip", "_CHECKPOINT_METADATA")
+  }
+
+
+def test_damage_to_any_file_is_noticed(tmp_path):
+  assert not _survive_harm(tmp_path, 15)
+
+
+@pytest.mark.slow
+def test_damage_to_any_file_is_noticed_many_times(tmp_path):
+  assert not _survive_harm(tmp_path, 500)
+
+
+@pytest.mark.parametrize("damaged,read", [(3, 2), (2, 3)])
+def test_metadata_that_orbax_cannot_parse(tmp_path, damaged, read):
+  _save(tmp_path, [1, 2, 3])
+  file = tmp_path / "checkpoints" / str(damaged) / "_CHECKPOINT_METADATA"
+  text = file.read_text()
+  file.write_text(text.replace("init_timestamp_nsecs", "init_timestamp_nsec{"))
+  assert file.read_text() != text
+  assert checkpoint.all_steps(tmp_path) == [1, 2, 3]
+  restored = _restore(tmp_path)
+  assert restored.step == read and list(restored.unreadable) == [damaged]
+  assert "init_timestamp_nsec{" in restored.unreadable[damaged]
+  # Orbax would not save another one beside it.
+  _save(tmp_path, [4])
+  assert _restore(tmp_path).step == 4
+
+
+def test_a_changed_data_position_is_noticed(tmp_path):
+  _save(tmp_path, [1, 2])
+  file = tmp_path / "checkpoints" / "2" / "_CHECKPOINT_METADATA"
+  values = json.loads(file.read_text())
+  assert values["custom_metadata"]["at"] == 2
+  values["custom_metadata"]["at"] = 3
+  file.write_text(json.dumps(values))
+  assert checkpoint.newest_info(tmp_path)["at"] == 1
+  restored = _restore(tmp_path)
+  assert restored.step == 1 and restored.info["at"] == 1
+  assert restored.unreadable == {
+    2: "DamageError: _CHECKPOINT_METADATA: its content has changed"
+  }
+
+
+def test_a_large_file_has_many_checksums(tmp_path, monkeypatch):
+  monkeypatch.setattr(checksums, "BLOCK_BYTES", 1000)
+  _save(tmp_path, [1, 2])
+  folder = tmp_path / "checkpoints" / "2"
+  listed = json.loads((folder / checksums.FILE).read_text())["files"]
+  name = max(listed, key=lambda name: len(listed[name]["xxh3"]))
+  size = (folder / name).stat().st_size
+  assert len(listed[name]["xxh3"]) == -(-size // 1000) > 10
+  _flip(folder / name, random.Random(0))
+  # Two processes check half of the blocks each; one of them sees it.
+  seen = []
+  for index in range(2):
+    try:
+      with checksums.verifying(
+        epath.Path(folder), ("model", "training"), index, 2
+      ):
+        pass
+      seen.append(False)
+    except checksums.DamageError:
+      seen.append(True)
+  assert sorted(seen) == [False, True]
+  assert _restore(tmp_path).step == 1
+
+
+@pytest.mark.parametrize(
+  "name,entry",
+  [
+    ("../../../secret.txt", {"bytes": 3, "xxh3": ["0"]}),
+    ("/etc/hostname", {"bytes": 3, "xxh3": ["0"]}),
+    ("model/\x1b[2J", {"bytes": 3, "xxh3": ["0"]}),
+    ("model/a", {"bytes": 10**12, "xxh3": ["0"]}),
+    ("model/a", {"bytes": "3", "xxh3": ["0"]}),
+    ("model/a", ["0"]),
+  ],
+)
+def test_checksums_that_we_did_not_write(tmp_path, name, entry):
+  folder = tmp_path / "checkpoints" / "1"
+  folder.mkdir(parents=True)
+  listed = {name: entry}
+  text = json.dumps(listed, sort_keys=True).encode()
+  values = {"files": listed, "xxh3": xxhash.xxh3_128_hexdigest(text)}
+  (folder / checksums.FILE).write_text(json.dumps(values))
+  (tmp_path / "secret.txt").write_text("abc")
+  assert checksums.damage(folder) == ["checksums.json is damaged"]
+
+
+def test_without_checksums_it_loads_unverified(tmp_path, caplog):
+  _save(tmp_path, [1])
+  assert _restore(tmp_path).verified
+  (tmp_path / "checkpoints" / "1" / checksums.FILE).unlink()
+  restored = _restore(tmp_path)
+  assert restored.step == 1 and not restored.verified
+  assert checkpoint.newest_info(tmp_path)["at"] == 1
+
+
+def test_verify_lists_what_is_damaged(tmp_path, capsys):
+  command = ["verify", f"--workdir={tmp_path}"]
+  assert checkpoint.main(command) == 2
+  assert capsys.readouterr().err.count("\n") == 1
+  _save(tmp_path, [1, 2, 3, 4])
+  assert checkpoint.main(command) == 0
+  folder = tmp_path / "checkpoints"
+  (folder / "1" / checksums.FILE).unlink()
+  _flip(_largest(folder / "2"), random.Random(0))
+  (folder / "3" / "model" / "_METADATA").unlink()
+  capsys.readouterr()
+  assert checkpoint.main(command) == 1
+  name = _largest(folder / "2").relative_to(folder / "2")
+  assert capsys.readouterr().out.splitlines() == [
+    "step 1: unverified, saved without checksums.json",
+    f"step 2: damaged, {name}: its content has changed",
+    "step 3: damaged, model/_METADATA: it is missing",
+    "step 4: ok",
+  ]
+  # Looking changes nothing.
+  assert checkpoint.all_steps(tmp_path) == [1, 2, 3, 4]
+
+
+def test_a_save_without_room_is_not_begun(tmp_path, monkeypatch):
+  with checkpoint.Saver(tmp_path, CONFIG) as saver:
+    saver.save(1, _state(1), {"at": 1})
+    saver.wait()
+    size = sum(
+      path.stat().st_size
+      for path in (tmp_path / "checkpoints" / "1").rglob("*")
+      if path.is_file()
+    )
+    monkeypatch.setattr(files, "_free_bytes", lambda path: 7)
+    with pytest.raises(files.DiskFullError) as full:
+      saver.save(2, _state(2), {"at": 2})
+    line = str(full.value)
+    assert str(tmp_path / "checkpoints" / "2") in line and "7 free" in line
+    needed = int(re.search(r"([0-9,]+) bytes needed", line)[1].replace(",", ""))
+    assert 0.8 * size < needed <= size
+    monkeypatch.undo()
+    saver.save(2, _state(2), {"at": 2})
+  assert _restore(tmp_path).step == 2
+
+
+def test_a_disk_that_fills_up_during_a_save_is_one_line(
+  tmp_path, monkeypatch, caplog
+):
+  def write(folder, info):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+  with pytest.raises(files.DiskFullError, match="bytes needed, .* free"):
+    with checkpoint.Saver(tmp_path, CONFIG) as saver:
+      saver.save(1, _state(1), {"at": 1})
+      saver.wait()
+      monkeypatch.setattr(checksums, "write", write)
+      saver.save(2, _state(2), {"at": 2})
+      saver.wait()
+  assert not caplog.records
+  monkeypatch.undo()
+  assert _restore(tmp_path).step == 1
+  _save(tmp_path, [2])
+  assert _restore(tmp_path).step == 2
+
+
+def _resources():
+  gc.collect()
+  return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def _save_often(tmp_path, times):
+  """Descriptors and threads after a few saves, and at the end."""
+  config = config_lib.CheckpointConfig(keep_last=1)
+  state = {"model": {"w": jnp.zeros((2,))}}
+  with checkpoint.Saver(tmp_path, config) as saver:
+    for step in range(1, times + 1):
+      saver.save(step, state, {"at": step})
+      if step == 5:
+        saver.wait()
+        first = _resources()
+    saver.wait()
+    return first, _resources()
+
+
+def test_saves_leave_no_descriptors_and_threads_behind(tmp_path):
+  first, last = _save_often(tmp_path, 15)
+  assert last[0] <= first[0] + 1 and last[1] <= first[1] + 2
+
+
+@pytest.mark.slow
+def test_200_saves_leave_no_descriptors_and_threads_behind(tmp_path):
+  first, last = _save_often(tmp_path, 200)
+  assert last[0] <= first[0] + 1 and last[1] <= first[1] + 2
+
+
+def test_none_readable_is_an_error_and_moves_nothing(tmp_path):
+  _save(tmp_path, [1, 2])
+  for step in ("1", "2"):
+    _truncate(tmp_path / "checkpoints" / step)
+  with pytest.raises(checkpoint.CheckpointError, match="no checkpoint .* read"):
+    _restore(tmp_path)
+  assert checkpoint.all_steps(tmp_path) == [1, 2]
+  assert not (tmp_path / "checkpoints_set_aside").exists()
+
+
+def test_another_model_is_an_error_not_damage(tmp_path):
+  _save(tmp_path, [1, 2])
+  wanted = _abstract(_state(0, width=32))
+  with pytest.raises(checkpoint.CheckpointError) as error:
+    checkpoint.restore_latest(tmp_path, wanted)
+  assert "model/w: (64, 64) there, (32, 64) here" in str(error.value)
+  assert checkpoint.all_steps(tmp_path) == [1, 2]
+
+
+def test_unfinished_save_is_ignored_and_cleared(tmp_path):
+  _save(tmp_path, [1])
+  folder = tmp_path / "checkpoints"
+  shutil.copytree(folder / "1", folder / "2.orbax-checkpoint-tmp")
+  assert _restore(tmp_path).step == 1
+  _save(tmp_path, [2])
+  assert _restore(tmp_path).step == 2
+  assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
+
+
+class _Run(NamedTuple):
+  model: models.Transformer
+  moments: jax.Array
+
+
+def _run_config():
+  config = config_lib.default_config()
+  config.model.update(
+    width=16, num_layers=2, num_heads=2, mlp_width=32, vocab_size=257
+  )
+  config.model.residual.num_blocks = 2
+  return config_lib.build_run_config(config)
+
+
+def test_load_model(tmp_path):
+  config = _run_config()
+  trained = [models.build_model(config.model, seed=seed) for seed in (1, 2)]
+  info = {"config": config_lib.to_dict(config)}
+  with checkpoint.Saver(tmp_path, CONFIG) as saver:
+    for step, model in enumerate(trained):
+      saver.save(step, _Run(model, jnp.zeros((7,))), info)
+  loaded_config, loaded = checkpoint.load_model(tmp_path)
+  assert loaded_config == config
+  _assert_equal(loaded, trained[1])
+  _assert_equal(checkpoint.load_model(tmp_path, step=0)[1], trained[0])
+  with pytest.raises(checkpoint.CheckpointError, match="no checkpoint of step"):
+    checkpoint.load_model(tmp_path, step=7)
+  tokens_BT = jnp.arange(12).reshape(2, 6)
+  apply = jax.jit(lambda model: model(tokens_BT))
+  np.testing.assert_array_equal(apply(loaded), apply(trained[1]))
+
+
+def test_load_model_without_checkpoints(tmp_path):
+  with pytest.raises(checkpoint.CheckpointError, match="no readable"):
+    checkpoint.load_model(tmp_path)
+
+
+def test_failed_save_is_not_swallowed(tmp_path, monkeypatch):
+  def fail():
+    raise OSError("disk full")
+
+  with pytest.raises(OSError, match="disk full"):
+    with checkpoint.Saver(tmp_path, CONFIG) as saver:
+      saver.save(1, _state(1), {"at": 1})
+      monkeypatch.setattr(saver._checkpointer, "wait", fail)
+      saver.wait()

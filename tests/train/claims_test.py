@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One writer per run folder on disks; `bucket_claims_test` has stores."""
+
+import errno
+import fcntl
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax.train import claims
+from tests import tiny_run
+
+_HOLDER = """
+import sys, time
+from attnres_jax.train import claims
+claim = claims.acquire(sys.argv[1])
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def no_locks(monkeypatch):
+  """A network disk without locks, which has leases instead."""
+
+  def flock(file, kind):
+    raise OSError(errno.ENOLCK, "No locks available")
+
+  monkeypatch.setattr(fcntl, "flock", flock)
+
+
+@pytest.fixture(params=["disk", "no_locks"])
+def place(request, tmp_path):
+  """A folder of each kind, which does not exist yet."""
+  if request.param != "disk":
+    request.getfixturevalue(request.param)
+  return tmp_path / "run"
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch):
+  monkeypatch.setattr(claims, "PATIENCE_SECONDS", 0.05)
+
+
+def test_second_claim_is_refused_until_the_first_is_released(place):
+  assert not claims.is_held(place)
+  for _ in range(2):
+    claim = claims.acquire(place)
+    assert claims.is_held(place)
+    with pytest.raises(claims.HeldError) as refused:
+      claims.acquire(place)
+    line = str(refused.value)
+    assert "\n" not in line and str(place) in line
+    assert f"process {os.getpid()} on {socket.gethostname()}, started" in line
+    claim.release()
+    assert not claims.is_held(place)
+
+
+def test_a_claim_that_is_handed_in_stays_its_owners(place):
+  claim = claims.acquire(place)
+  with claims.held(place, claim):
+    assert claims.is_held(place)
+  assert claims.is_held(place)
+  claim.release()
+  with claims.held(place):
+    with pytest.raises(claims.HeldError):
+      claims.acquire(place)
+  assert not claims.is_held(place)
+
+
+def test_a_refused_claim_touches_nothing(place):
+  claim = claims.acquire(place)
+  before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in place.iterdir()}
+  with pytest.raises(claims.HeldError):
+    claims.acquire(place)
+  assert before == {
+    p: (p.read_bytes(), p.stat().st_mtime_ns) for p in place.iterdir()
+  }
+  claim.release()
+
+
+def test_a_killed_holder_leaves_nothing_behind(tmp_path):
+  process = subprocess.Popen(
+    [sys.executable, "-c", _HOLDER, str(tmp_path)],
+    stdout=subprocess.PIPE,
+    text=True,
+    env=tiny_run.environment(),
+  )
+  try:
+    assert process.stdout.readline() == "held\n"
+    assert claims.is_held(tmp_path)
+    with pytest.raises(claims.HeldError, match=f"process {process.pid} on"):
+      claims.acquire(tmp_path)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+  finally:
+    process.kill()
+    process.communicate()
+  assert not claims.is_held(tmp_path)
+  claims.acquire(tmp_path).release()
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
+  (tmp_path / "file").write_text("")
+  with pytest.raises(config_lib.ConfigError) as error:
+    with claims.held(tmp_path / "file" / "run"):
+      raise AssertionError("not held")
+  line = str(error.value)
+  assert re.match(r"--workdir: got '.*/file/run', expected a folder", line)
+  assert "\n" not in line
+
+
+def test_a_full_disk_keeps_a_lock_all_the_same(tmp_path, monkeypatch):
+  def write(*args):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+  monkeypatch.setattr(os, "write", write)
+  claim = claims.acquire(tmp_path)
+  with pytest.raises(claims.HeldError, match="in use by another process"):
+    claims.acquire(tmp_path)
+  claim.release()

@@ -1,0 +1,558 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs and resumed runs, in this process: nothing may be lost."""
+
+import errno
+import json
+import os
+import random
+import shutil
+
+from etils import epath
+import jax
+import numpy as np
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax.common import files
+from attnres_jax.train import checkpoint
+from attnres_jax.train import claims
+from attnres_jax.train import loop
+from attnres_jax.train import metrics
+from attnres_jax.train import run_folder
+from attnres_jax.train import step_log
+from attnres_jax.train import train_state
+from tests import tiny_run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _traced_once():
+  with tiny_run.traced_once():
+    yield
+
+
+@pytest.fixture(scope="module")
+def fields(tmp_path_factory):
+  # Eight devices are visible here; batches of four rows go to one.
+  return tiny_run.corpus(tmp_path_factory.mktemp("data")) | {"mesh.data": 1}
+
+
+@pytest.fixture(scope="module")
+def quick(fields):
+  """For tests that do not depend on the scheme; compiles fastest."""
+  return fields | {"model.residual.name": "prenorm", "train.depth_every": 0}
+
+
+@pytest.fixture(scope="module")
+def whole(fields, tmp_path_factory):
+  """An uninterrupted run: its folder and summary."""
+  workdir = tmp_path_factory.mktemp("whole")
+  return workdir, tiny_run.train_here(workdir, fields)
+
+
+@pytest.fixture(scope="module")
+def quick_whole(quick, tmp_path_factory):
+  """The folder of an uninterrupted run that compiles fast."""
+  workdir = tmp_path_factory.mktemp("quick_whole")
+  tiny_run.train_here(workdir, quick)
+  return workdir
+
+
+@pytest.fixture
+def run(whole, tmp_path):
+  """A copy of the uninterrupted run, to be damaged."""
+  return shutil.copytree(whole[0], tmp_path / "run")
+
+
+@pytest.fixture
+def quick_run(quick_whole, tmp_path):
+  """The same of the run that compiles fast."""
+  return shutil.copytree(quick_whole, tmp_path / "run")
+
+
+def test_what_a_run_leaves(whole, fields):
+  workdir, summary = whole
+  assert summary["status"] == "finished" and summary["step"] == 20
+  assert json.loads((workdir / "summary.json").read_text()) == summary
+  config = json.loads((workdir / "config.json").read_text())
+  assert config_lib.build_run_config(config) == tiny_run.config(fields)
+  assert "train" in json.loads((workdir / "data.json").read_text())
+
+  rows = tiny_run.rows(workdir, "train")
+  assert sorted(rows) == list(range(1, 21))
+  assert {"loss", "grad_norm", "learning_rate"} <= set(rows[1])
+  assert rows[20]["loss"] < rows[1]["loss"]
+  assert summary["train_loss"] == rows[20]["loss"]
+  row = json.loads((workdir / "metrics.jsonl").read_text().splitlines()[5])
+  assert row["step"] == 1 and row["model_flop_utilisation"] is None
+  assert row["step_seconds"] > 0 and row["data_wait_seconds"] >= 0
+
+  depth = tiny_run.rows(workdir, "depth")
+  assert sorted(depth) == [5, 10, 15, 20]
+  lengths = dict(
+    state_rms=2, output_rms=2, read_rms=2, depth_entropy=3, grad_norm_L=1
+  )
+  assert {name: len(depth[5][name]) for name in lengths} == lengths
+
+  validation = tiny_run.rows(workdir, "validation")
+  assert sorted(validation) == [10, 20]
+  assert summary["validation_loss"] == validation[20]["loss"]
+  compiled = tiny_run.events(workdir, "compiled")
+  assert [row["function"] for row in compiled] == [
+      "train_step", "eval_step", "depth_step",
+  ]  # fmt: skip
+  assert all(row["seconds"] > 0 for row in compiled)
+
+
+def test_a_run_resumes_on_another_mesh(quick_whole, quick_run, quick):
+  run = quick_run
+  tiny_run.rewind(run, 10)
+  tiny_run.train_here(run, quick | {"mesh.fsdp": 2})
+  (resume,) = tiny_run.events(run, "resume")
+  assert (resume["step"], resume["devices"]) == (10, 2)
+  before = tiny_run.rows(quick_whole, "train")
+  after = tiny_run.rows(run, "train")
+  losses = [
+    [rows[step]["loss"] for step in range(11, 21)] for rows in (before, after)
+  ]
+  np.testing.assert_allclose(losses[1], losses[0], rtol=1e-4)
+  config, model = checkpoint.load_model(run)
+  assert config.mesh.fsdp == 2
+  assert model.embedding.table.shape == (257, 16)
+
+
+def test_model_is_the_trained_one(whole):
+  workdir, summary = whole
+  config, model = checkpoint.load_model(workdir)
+  from attnres_jax import data
+
+  dataset = data.open_dataset(config.data, "validation")
+  apply = jax.jit(lambda model, tokens: model(tokens))
+  nats = count = 0
+  for _, batch in zip(range(2), dataset.batches()):
+    tokens = batch["tokens"]
+    logits = jax.nn.log_softmax(apply(model, tokens[:, :-1]))
+    picked = np.take_along_axis(np.asarray(logits), tokens[:, 1:, None], -1)
+    counts = batch["counts"][:, 1:]
+    nats -= float((picked[..., 0] * counts).sum())
+    count += counts.sum()
+    count_bytes = count  # Every target of the sample, separators too.
+  np.testing.assert_allclose(nats / count, summary["validation_loss"], 1e-5)
+  assert summary["bits_per_byte"] >= nats / count_bytes / np.log(2) * 0.9999
+
+
+@pytest.mark.parametrize("step", [5, 15])
+def test_resumed_run_equals_uninterrupted_run(whole, run, fields, step):
+  tiny_run.rewind(run, step)
+  before = metrics.read_rows(run)
+  summary = tiny_run.train_here(run, fields)
+  (resume,) = tiny_run.events(run, "resume")
+  assert resume["step"] == step and resume["lost_steps"] == 20 - step
+  lost = sum(
+    row["step_seconds"] if row["split"] == "train" else row["seconds"]
+    for row in before
+    if row["split"] != "event" and row["step"] > step
+  )
+  assert resume["lost_seconds"] == pytest.approx(lost)
+  spent = summary["goodput"]
+  assert spent["lost"] == resume["lost_seconds"]
+  assert spent["compile"] == sum(
+    row["seconds"] for row in tiny_run.events(run, "compiled")
+  )
+  del spent["lost_steps"], spent["chip_seconds"]
+  assert all(seconds > 0 for seconds in spent.values())
+  # Of both attempts; saves do not overlap with anything else that is counted.
+  assert sum(spent.values()) <= whole[1]["seconds"] + summary["seconds"]
+  for name in ("train_loss", "validation_loss", "bits_per_byte", "parameters"):
+    assert summary[name] == whole[1][name]
+  tiny_run.assert_same_run(whole[0], run)
+
+
+def test_finished_run_is_left_alone(whole, run, fields):
+  before = (run / "metrics.jsonl").read_bytes()
+  assert tiny_run.train_here(run, fields) == whole[1]
+  assert (run / "metrics.jsonl").read_bytes() == before
+
+
+# Each of these leaves a file that cannot be what it was.
+DAMAGE = {
+  "empty": lambda file: file.write_text(""),
+  "cut": lambda file: file.write_text(file.read_text()[:-20]),
+  "deleted": lambda file: file.unlink(),
+  "nonsense": lambda file: file.write_bytes(bytes(range(256))),
+  "swapped": lambda file: file.write_text('{"train": {}, "step": true}'),
+  "deep": lambda file: file.write_text("[" * 100_000),
+}
+
+
+def test_damaged_descriptions_are_found(run):
+  """All kinds of damage; one of them is then repaired, below."""
+  names = run_folder.CONFIG, run_folder.DATA, run_folder.SUMMARY
+  assert run_folder.damaged(epath.Path(run)) == {}
+  for name in names:
+    good = (run / name).read_text()
+    for kind, harm in DAMAGE.items():
+      harm(run / name)
+      is_fine = (name, kind) == (run_folder.SUMMARY, "deleted")
+      found = run_folder.damaged(epath.Path(run))
+      assert list(found) == ([] if is_fine else [name]), kind
+      assert all(cause and "\n" not in cause for cause in found.values())
+      (run / name).write_text(good)
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_damaged_files_are_rebuilt(quick_whole, quick_run, quick, finished):
+  run = quick_run
+  names = ["config.json", "data.json"] + ["summary.json"] * finished
+  good = {name: (run / name).read_text() for name in names}
+  if not finished:
+    tiny_run.rewind(run, 15)
+  for name in names:
+    DAMAGE[random.choice(["empty", "cut", "nonsense"])](run / name)
+  # A damaged line among those that stay, and one that is computed again.
+  lines = (run / "metrics.jsonl").read_text().splitlines()
+  steps = [json.loads(line)["step"] for line in lines]
+  kept, lost = steps.index(7), steps.index(19)
+  lines[kept:kept] = ["garbage"]
+  lines[lost + 1] = lines[lost + 1][:-9]
+  (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+  damaged_line = lines[lost + 1]
+  summary = tiny_run.train_here(run, quick)
+  text = (run / "metrics.jsonl").read_text()
+  assert "garbage\n" in text
+  if finished:
+    text = text.replace(damaged_line + "\n", "")
+  (run / "metrics.jsonl").write_text(text.replace("garbage\n", ""))
+  rebuilt = tiny_run.events(run, "file rebuilt")
+  assert [row["file"] for row in rebuilt] == names
+  assert {name: (run / name).read_text() for name in names[:2]} == {
+    name: good[name] for name in names[:2]
+  }
+  damaged = tiny_run.events(run, "damaged line")
+  assert len(damaged) == 1 + finished
+  assert f"metrics.jsonl:{kept + 1}: not a row" in damaged[0]["what"]
+  before = json.loads((quick_whole / "summary.json").read_text())
+  for name in ("train_loss", "validation_loss", "bits_per_byte", "step"):
+    assert summary[name] == before[name]
+  if not finished:
+    tiny_run.assert_same_run(quick_whole, run)
+
+
+def test_a_flipped_config_is_not_believed(quick_run, quick):
+  """The checkpoint says what the run is, its file only shows it."""
+  run = quick_run
+  tiny_run.rewind(run, 15)
+  text = (run / "config.json").read_text()
+  flipped = text.replace('"peak_lr": 0.003', '"peak_lr": 0.007')
+  assert flipped != text
+  (run / "config.json").write_text(flipped)
+  described = tiny_run.config(quick | {"optim.peak_lr": 0.007})
+  data = json.loads((run / "data.json").read_text())
+  found = run_folder.changes(epath.Path(run), described, data)
+  assert found == {"optim.peak_lr": (0.003, 0.007)}
+  assert run_folder.changes(epath.Path(run), tiny_run.config(quick), data) == {}
+
+
+def test_a_full_disk_leaves_what_was_there(quick_run, quick, monkeypatch):
+  run = quick_run
+  tiny_run.rewind(run, 15)
+  before = {
+    path.relative_to(run): path.read_bytes()
+    for path in run.rglob("*")
+    if path.is_file() and path.name != claims.LOCK
+  }
+
+  def fsync(descriptor):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+  monkeypatch.setattr(os, "fsync", fsync)
+  with pytest.raises(files.DiskFullError) as full:
+    tiny_run.train_here(run, quick | {"name": "other"})
+  line = f"{full.value.filename}: {full.value.strerror}"
+  assert str(run / "config.json") in line
+  assert "bytes needed" in line and "free" in line and "\n" not in line
+  for name, content in before.items():
+    assert (run / name).read_bytes() == content
+  assert not list(run.rglob("*.tmp"))
+
+
+def test_rows_that_are_missing_are_noticed():
+  tail = metrics.Tail([], [], last_step=12, kept=0, whole=True)
+
+  def missing(step, log_every):
+    info = {"config": {"train": {"log_every": log_every}}}
+    restored = checkpoint.Restored(step, None, info, {}, True)
+    return run_folder.missing_rows(restored, tail)
+
+  assert missing(12, 1) is None and missing(15, 4) is None
+  assert missing(13, 1) == (12, 13) and missing(16, 4) == (12, 16)
+  assert run_folder.missing_rows(None, tail) is None
+
+
+def test_killed_between_last_save_and_summary(whole, run, fields):
+  (run / "summary.json").unlink()
+  summary = tiny_run.train_here(run, fields)
+  assert summary["validation_loss"] == whole[1]["validation_loss"]
+  tiny_run.assert_same_run(whole[0], run)
+
+
+def _truncate(folder):
+  files = [path for path in folder.rglob("*") if path.is_file()]
+  largest = max(files, key=lambda path: path.stat().st_size)
+  with largest.open("r+b") as f:
+    f.truncate(largest.stat().st_size // 2)
+
+
+def test_truncated_newest_checkpoint(whole, run, fields):
+  tiny_run.rewind(run, 15)
+  _truncate(run / "checkpoints" / "15")
+  tiny_run.train_here(run, fields)
+  (event,) = tiny_run.events(run, "checkpoint set aside")
+  assert event["of_step"] == 15 and event["step"] == 10 and event["cause"]
+  assert (run / "checkpoints_set_aside" / "15.0").is_dir()
+  tiny_run.assert_same_run(whole[0], run)
+
+
+def test_deleted_newest_checkpoint(whole, run, fields):
+  tiny_run.rewind(run, 15)
+  shutil.rmtree(run / "checkpoints" / "15")
+  tiny_run.train_here(run, fields)
+  (event,) = tiny_run.events(run, "checkpoint missing")
+  assert event["of_step"] == 15 and event["step"] == 10
+  tiny_run.assert_same_run(whole[0], run)
+
+
+def test_no_readable_checkpoint_is_an_error(run, fields):
+  tiny_run.rewind(run, 15)
+  for step in checkpoint.all_steps(run):
+    _truncate(run / "checkpoints" / str(step))
+  with pytest.raises(checkpoint.CheckpointError, match="nothing was moved"):
+    tiny_run.train_here(run, fields)
+
+
+def test_all_checkpoints_gone_is_an_error(run, fields):
+  tiny_run.rewind(run, 15)
+  shutil.rmtree(run / "checkpoints")
+  with pytest.raises(checkpoint.CheckpointError, match="all are gone"):
+    tiny_run.train_here(run, fields)
+
+
+def test_changed_config_is_refused(run, fields):
+  tiny_run.rewind(run, 15)
+  changed = fields | {"optim.peak_lr": 0.5, "model.rope_theta": 7.0}
+  with pytest.raises(config_lib.ConfigError) as error:
+    tiny_run.train_here(run, changed)
+  message = str(error.value)
+  assert "config.optim.peak_lr: 0.003 there, 0.5 here" in message
+  assert "config.model.rope_theta: 10000.0 there, 7.0 here" in message
+  assert message.count("\n") == 2
+  assert json.loads((run / "config.json").read_text())["optim"][
+      "peak_lr"
+  ] == 0.003  # fmt: skip
+
+
+def test_a_field_that_is_new_since_then_changes_nothing(whole, run, fields):
+  tiny_run.rewind(run, 10)
+  values = json.loads((run / "config.json").read_text())
+  del values["loss"]["z_loss"]
+  (run / "config.json").write_text(json.dumps(values))
+  assert tiny_run.train_here(run, fields)["status"] == "finished"
+  tiny_run.assert_same_run(whole[0], run)
+
+
+def test_changed_data_is_refused(run, fields, tmp_path):
+  tiny_run.rewind(run, 15)
+  corpus = shutil.copytree(fields["data.path"], tmp_path / "corpus")
+  (corpus / "40.txt").write_text("one more document")
+  with pytest.raises(config_lib.ConfigError, match="content of the train data"):
+    tiny_run.train_here(run, fields | {"data.path": str(corpus)})
+
+
+def test_changed_config_when_told(quick_run, quick):
+  run = quick_run
+  tiny_run.rewind(run, 15)
+  changed = quick | {"optim.peak_lr": 1e-5, "data.batch_size": 2}
+  summary = tiny_run.train_here(run, changed, resume_with_changed_config=True)
+  assert summary["step"] == 20
+  (event,) = tiny_run.events(run, "config changed")
+  assert event["changes"]["optim.peak_lr"] == [0.003, 1e-5]
+  assert tiny_run.rows(run, "train")[16]["tokens"] == 2 * 16
+  config, _ = checkpoint.load_model(run)
+  assert config.optim.peak_lr == 1e-5
+
+
+def test_harmless_changes_are_accepted(quick_whole, quick_run, quick):
+  run = quick_run
+  tiny_run.rewind(run, 15)
+  moved = shutil.copytree(quick["data.path"], run.with_name(f"{run.name}_data"))
+  changed = quick | {
+      "data.path": str(moved), "name": "other", "log.tensorboard": True,
+      "checkpoint.keep_last": 1,
+      "checkpoint.asynchronous": False, "data.num_threads": 0,
+      "data.max_epochs": 9.0, "train.on_nan": "skip",
+  }  # fmt: skip
+  tiny_run.train_here(run, changed)
+  tiny_run.assert_same_run(quick_whole, run)
+  assert checkpoint.all_steps(run) == [20]
+
+
+@pytest.mark.parametrize(
+  "schedule,decay_fraction,allowed",
+  # Of six steps; a wsd rate decays in none, or in the last two, of them.
+  [("constant", 0.2, True), ("cosine", 0.2, False),
+   ("wsd", 0.0, True), ("wsd", 0.3, False)],
+)  # fmt: skip
+def test_steps_are_harmless_while_the_rate_does_not_depend_on_them(
+  quick, tmp_path, monkeypatch, schedule, decay_fraction, allowed
+):
+  fields = quick | {
+    "optim.schedule": schedule,
+    "optim.decay_fraction": decay_fraction,
+  }
+  short, longer = (
+    tiny_run.config(fields | {"train.steps": steps}) for steps in (6, 7)
+  )
+  info = {"config": json.loads(config_lib.to_json(short)), "fingerprints": {}}
+  monkeypatch.setattr(checkpoint, "all_steps", lambda workdir: [5, 6])
+  monkeypatch.setattr(checkpoint, "newest_info", lambda workdir: info)
+  data = dict.fromkeys(("train", "validation"), {"fingerprint": ""})
+  found = run_folder.changes(epath.Path(tmp_path), longer, data)
+  assert found == ({} if allowed else {"train.steps": (6, 7)})
+
+
+def test_a_finished_run_is_lengthened(quick, tmp_path):
+  fields = quick | {"optim.schedule": "constant", "train.eval_every": 0}
+  tiny_run.train_here(tmp_path, fields | {"train.steps": 6})
+  longer = tiny_run.train_here(tmp_path, fields | {"train.steps": 7})
+  assert longer["step"] == 7 == max(tiny_run.rows(tmp_path, "train"))
+
+
+def test_wsd_run_is_lengthened_before_its_decay(quick, tmp_path):
+  """A checkpoint of the stable phase can be used by runs of several lengths."""
+  fields = quick | {"optim.schedule": "wsd", "optim.decay_fraction": 0.25}
+  longer = fields | {"train.steps": 24}
+  tiny_run.train_here(tmp_path / "short", fields)
+  tiny_run.train_here(tmp_path / "long", longer)
+  run = shutil.copytree(tmp_path / "short", tmp_path / "lengthened")
+  tiny_run.rewind(run, 15)
+  tiny_run.train_here(run, longer)
+  (resume,) = tiny_run.events(run, "resume")
+  assert resume["step"] == 15
+  for workdir, same in (("long", True), ("short", False)):
+    rates = [
+      tiny_run.rows(path, "train")[20]["learning_rate"]
+      for path in (run, tmp_path / workdir)
+    ]
+    assert (rates[0] == rates[1]) == same
+  arrays = [checkpoint.load_model(path)[1] for path in (run, tmp_path / "long")]
+  jax.tree.map(np.testing.assert_array_equal, *arrays)
+
+
+def _poison(monkeypatch, *steps):
+  """Makes the loss of these steps nan, through the parameters."""
+  original = train_state.Program.train_step.func
+
+  def train_step(program):
+    step = original(program)
+
+    def poisoned(state, batch):
+      bad = jax.numpy.isin(state.step + 1, jax.numpy.array(steps))
+      factor = jax.numpy.where(bad, jax.numpy.nan, 1.0)
+      model = jax.tree.map(lambda a: a * factor, state.model)
+      new, metrics = step(_replace(state, model=model), batch)
+      # What a step does with its own non-finite gradient, undone by hand.
+      keep = lambda a, b: jax.numpy.where(bad, a, b)
+      return _replace(
+        new,
+        model=jax.tree.map(keep, state.model, new.model),
+        opt_state=jax.tree.map(keep, state.opt_state, new.opt_state),
+      ), metrics
+
+    return jax.jit(poisoned, donate_argnums=0)
+
+  monkeypatch.setattr(train_state.Program, "train_step", property(train_step))
+
+
+def _replace(state, **changes):
+  import dataclasses
+
+  return dataclasses.replace(state, **changes)
+
+
+@pytest.mark.parametrize("bad", [7, 20])
+def test_nan_stops_with_the_last_good_checkpoint(
+  quick, tmp_path, monkeypatch, bad
+):
+  _poison(monkeypatch, bad)
+  with pytest.raises(step_log.NonFiniteError) as error:
+    tiny_run.train_here(tmp_path, quick)
+  assert error.value.step == bad
+  assert "loss is nan" in str(error.value) and "grad_norm" in str(error.value)
+  newest = (bad - 1) // 5 * 5
+  assert f"step {newest} in" in error.value.__notes__[0]
+  assert checkpoint.all_steps(tmp_path)[-1] == newest
+  _, model = checkpoint.load_model(tmp_path)
+  assert all(np.isfinite(a).all() for a in jax.tree.leaves(model))
+  (event,) = tiny_run.events(tmp_path, "not finite")
+  assert event["step"] == bad and event["policy"] == "stop"
+
+
+def test_nan_before_any_checkpoint(quick, tmp_path, monkeypatch):
+  _poison(monkeypatch, 2)
+  with pytest.raises(step_log.NonFiniteError) as error:
+    tiny_run.train_here(tmp_path, quick)
+  assert error.value.__notes__ == ["last good checkpoint: none yet"]
+
+
+def test_nan_steps_are_skipped_and_counted(quick, tmp_path, monkeypatch):
+  _poison(monkeypatch, 7, 12)
+  summary = tiny_run.train_here(tmp_path, quick | {"train.on_nan": "skip"})
+  assert summary["status"] == "finished" and summary["skipped"] == 2
+  rows = tiny_run.rows(tmp_path, "train")
+  assert rows[7]["loss"] is None and rows[12]["loss"] is None
+  assert [rows[step]["skipped"] for step in (6, 7, 11, 12, 20)] == [
+      0, 1, 1, 2, 2,
+  ]  # fmt: skip
+  assert rows[8]["param_norm"] == rows[7]["param_norm"] or np.isfinite(
+    rows[8]["param_norm"]
+  )
+  assert len(tiny_run.events(tmp_path, "not finite")) == 2
+  (said,) = tiny_run.events(tmp_path, "skipped steps")
+  assert said["skipped"] == 2 and said["step"] == 20
+
+
+def test_accumulation_and_segments_run(fields, tmp_path):
+  more = {
+      "optim.accumulate_steps": 2, "data.segment_ids": True, "train.steps": 2,
+    "optim.warmup_steps": 1,
+      "train.depth_every": 1,
+  }  # fmt: skip
+  summary = tiny_run.train_here(tmp_path, fields | more)
+  assert summary["status"] == "finished"
+  assert sorted(tiny_run.rows(tmp_path, "depth")) == [1, 2]
+
+
+# Steps on several devices: tests/train_state_test.py.
+@pytest.mark.slow
+def test_data_parallel_equals_one_device(quick_whole, quick, tmp_path):
+  tiny_run.train_here(tmp_path, quick | {"mesh.data": 4})
+  one, four = (tiny_run.rows(run, "train") for run in (quick_whole, tmp_path))
+  losses = [[row["loss"] for row in rows.values()] for rows in (one, four)]
+  np.testing.assert_allclose(*losses, rtol=1e-4)
+
+
+def test_errors_come_before_compilation(fields, tmp_path, monkeypatch):
+  def compile_nothing(*args):
+    raise AssertionError("compiled")
+
+  monkeypatch.setattr(loop, "_compile", compile_nothing)
+  for field, value in (
+      ("data.batch_size", 3), ("mesh.data", 99), ("data.path", "/nowhere"),
+      ("optim.name", "sgdd"), ("model.residual.name", "bloc_attnres"),
+      ("data.sequence_length", 10**6), ("optim.schedule", "cosin"),
+      ("data.source", "nowhere"), ("model.vocab_size", 5),
+  ):  # fmt: skip
+    bad = fields | {"mesh.data": 2} | {field: value}
+    with pytest.raises(config_lib.ConfigError) as error:
+      tiny_run.train_here(tmp_path, bad)
+    assert field in str(error.value) and "\n" not in str(error.value)
+  assert not list(tmp_path.iterdir())

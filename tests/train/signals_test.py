@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signals and closed outputs: a process saves, or ends at once, or continues.
+
+A signal ends a process at once as long as there is nothing to save.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests import tiny_run
+
+_PROGRAM = """
+import hashlib, os, sys, threading, time
+from attnres_jax.train import signals
+
+def leave():
+  # Not by print, which the signal may have interrupted.
+  os.write(1, b"left\\n")
+  os._exit(7)
+
+with signals.StopSignal(leave) as stop:
+  if "work" in sys.argv:
+    stop.begin_work()
+  print("ready", flush=True)
+  if "c" in sys.argv:
+    # One long call into C, during which Python runs no handlers, like a
+    # compiler: half a minute.
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 50_000_000)
+  else:
+    time.sleep(0.5)
+  print("received", stop.received, flush=True)
+assert threading.active_count() == 1 or "work" not in sys.argv
+"""
+
+
+@pytest.mark.parametrize(
+  "kind, mode",
+  [(signal.SIGTERM, "c"), (signal.SIGINT, "c"), (signal.SIGINT, "python"),
+   (signal.SIGHUP, "c"), (signal.SIGUSR1, "c"), (signal.SIGTERM, "work"),
+   (signal.SIGHUP, "work"), (signal.SIGUSR1, "work")],
+)  # fmt: skip
+def test_before_work_a_signal_ends_the_process(kind, mode):
+  process = subprocess.Popen(
+    [sys.executable, "-c", _PROGRAM, mode],
+    stdout=subprocess.PIPE,
+    text=True,
+    env=tiny_run.environment(),
+  )
+  try:
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(kind)
+    out, _ = process.communicate(timeout=10)
+  finally:
+    process.kill()
+  if mode == "work":
+    assert process.returncode == 0 and out == f"received {kind.name}\n"
+  else:
+    assert process.returncode == 7 and out == "left\n"
+
+
+def test_what_nohup_ignores_stays_ignored():
+  program = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+  process = subprocess.Popen(
+    [sys.executable, "-c", program + _PROGRAM, "work"],
+    stdout=subprocess.PIPE,
+    text=True,
+    env=tiny_run.environment(),
+  )
+  assert process.stdout.readline() == "ready\n"
+  process.send_signal(signal.SIGHUP)
+  out, _ = process.communicate(timeout=20)
+  assert process.returncode == 0 and out == "received None\n"
+
+
+# Writes more than any buffer has, then says on another file that it has ended.
+_TALKER = """
+import os, sys
+from attnres_jax.train import signals
+signals.outlive_outputs()
+for i in range(100):
+  print("x" * 2000)
+  print("\u00e9", file=sys.stderr, flush=True)
+with open(sys.argv[1], "w") as file:
+  file.write("finished")
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("how", ["reader ends", "closed", "full"])
+def test_a_process_outlives_its_outputs(how, tmp_path):
+  end = tmp_path / "end"
+  argv = [sys.executable, "-c", _TALKER, str(end)]
+  environment = tiny_run.environment() | {"PYTHONIOENCODING": "ascii"}
+  if how == "reader ends":
+    read, write = os.pipe()
+    process = subprocess.Popen(
+      argv, stdout=write, stderr=write, env=environment
+    )
+    os.close(write)
+    os.read(read, 1)
+    os.close(read)
+  elif how == "closed":
+    shell = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *argv]
+    process = subprocess.Popen(shell, env=environment)
+  else:
+    with open("/dev/full", "w") as full:
+      process = subprocess.Popen(
+        argv, stdout=full, stderr=full, env=environment
+      )
+  assert process.wait(60) == 3
+  assert end.read_text() == "finished"

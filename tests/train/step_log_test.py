@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics are fetched one step late, and their times are right."""
+
+import jax
+import numpy as np
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax.train import metrics as metrics_lib
+from attnres_jax.train import step_log
+from tests import tiny_network
+
+
+class _Rows:
+  """A sink, and a clock that the test moves."""
+
+  def __init__(self):
+    self.rows, self.now, self.fetched = [], 0.0, []
+
+  def write(self, row):
+    self.rows.append(row)
+
+  def flush(self):
+    pass
+
+  def close(self):
+    pass
+
+
+def _metrics(step, finite=True, **changes):
+  return {
+    "loss": 1.0,
+    "z": 0.0,
+    "grad_norm": 1.0,
+    "grad_norm_L": np.ones(3),
+    "tokens": 100.0,
+    "skipped": 0,
+    "finite": finite,
+    "id": step,
+  } | changes
+
+
+@pytest.fixture
+def make():
+  def make(**train):
+    sink = _Rows()
+    config = config_lib.RunConfig(
+      model=tiny_network.config("prenorm"),
+      train=config_lib.TrainConfig(**train),
+    )
+
+    def fetch(metrics):
+      sink.fetched.append(metrics["id"])
+      sink.now += 2.0  # The device takes two seconds for every step.
+      return metrics
+
+    mesh = jax.make_mesh(
+      (1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
+    )
+    log = step_log.StepLog(
+      config,
+      metrics_lib.Writer([sink]),
+      mesh,
+      fetch=fetch,
+      clock=lambda: sink.now,
+    )
+    return log, sink
+
+  return make
+
+
+def test_fetched_after_the_next_dispatch(make):
+  log, sink = make()
+  log.add(1, _metrics(1))
+  assert sink.fetched == [] and sink.rows == []
+  log.add(2, _metrics(2))
+  assert sink.fetched == [1] and [row["step"] for row in sink.rows] == [1]
+  latest = log.drain()
+  assert sink.fetched == [1, 2] and latest["id"] == 2
+  assert log.drain() is latest and sink.fetched == [1, 2]
+
+
+def test_training_loop_dispatches_before_it_fetches(tmp_path, monkeypatch):
+  from attnres_jax.train import train_state
+  from tests import tiny_run
+
+  order = []
+  train_step = train_state.Program.train_step.func
+
+  def recording(program):
+    step = train_step(program)
+
+    class Step:
+      def lower(self, *shapes):
+        compiled = step.lower(*shapes).compile()
+
+        class Compiled:
+          def compile(self):
+            return self
+
+          def memory_analysis(self):
+            return compiled.memory_analysis()
+
+          def __call__(self, state, batch):
+            order.append("dispatch")
+            return compiled(state, batch)
+
+        return Compiled()
+
+    return Step()
+
+  class Log(step_log.StepLog):
+    def __init__(self, *args, **options):
+      def fetch(metrics):
+        order.append("fetch")
+        return jax.device_get(metrics)
+
+      super().__init__(*args, fetch=fetch, **options)
+
+  monkeypatch.setattr(train_state.Program, "train_step", property(recording))
+  monkeypatch.setattr(step_log, "StepLog", Log)
+  fields = tiny_run.corpus(tmp_path) | {
+    "mesh.data": 1, "train.steps": 6, "train.depth_every": 0,
+    "train.eval_every": 0, "checkpoint.every_steps": 0,
+  }  # fmt: skip
+  tiny_run.train_here(tmp_path / "run", fields)
+  # Step 6 is the last: an evaluation and a save wait for it.
+  assert order == ["dispatch"] + ["dispatch", "fetch"] * 5 + ["fetch"]
+
+
+def test_times(make):
+  log, sink = make(log_every=2)
+  for step in range(1, 4):
+    with log.waiting_for_data():
+      sink.now += 0.5
+    log.add(step, _metrics(step))
+  log.drain()
+  log.add(4, _metrics(4))
+  log.drain()
+  first, second = sink.rows
+  # Waits of steps 1-3 lie before the fetch of step 2, two seconds per step.
+  assert first["step"] == 2 and first["data_wait_seconds"] == 1.5 / 2
+  assert first["step_seconds"] == (1.5 + 4.0) / 2
+  assert first["tokens_per_second"] == 200 / 5.5
+  assert second["step"] == 4 and second["step_seconds"] == 2.0
+  assert first["model_flop_utilisation"] is None
+  assert "finite" not in first and "grad_norm_L" not in first
+
+
+def test_pauses_do_not_count(make):
+  log, sink = make()
+  log.add(1, _metrics(1))
+  log.drain()
+  with log.paused():
+    sink.now += 100.0
+  log.add(2, _metrics(2))
+  log.drain()
+  assert [row["step_seconds"] for row in sink.rows] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+  "changes, cause",
+  [
+    ({"loss": np.nan}, "loss is nan"),
+    ({"grad_norm": np.inf}, "grad_norm is inf"),
+    (
+      {"grad_norm": np.nan, "grad_norm_L": np.array([1.0, np.nan, np.nan])},
+      "grad_norm is nan, the first bad gradient is transformer block 1's",
+    ),
+  ],
+)
+def test_not_finite_names_the_metric(make, changes, cause):
+  log, sink = make()
+  log.add(1, _metrics(1))
+  log.add(2, _metrics(2, finite=False, **changes))
+  with pytest.raises(step_log.NonFiniteError) as error:
+    log.add(3, _metrics(3))
+  assert str(error.value) == f"step 2: {cause}" and error.value.step == 2
+  assert sink.rows[-1]["event"] == "not finite"
+
+
+def test_not_finite_is_found_between_rows_too(make):
+  log, _ = make(log_every=10)
+  log.add(1, _metrics(1, finite=False, loss=np.nan))
+  with pytest.raises(step_log.NonFiniteError):
+    log.drain()
+
+
+def test_skipping_continues(make):
+  log, sink = make(on_nan="skip")
+  log.add(1, _metrics(1, finite=False, loss=np.nan))
+  log.add(2, _metrics(2))
+  log.drain()
+  assert [row["split"] for row in sink.rows] == ["event", "train", "train"]
+  assert sink.rows[0]["policy"] == "skip"

@@ -1,0 +1,441 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training step: golden numbers, and equal ways of computing it."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attnres_jax import config as config_lib
+from attnres_jax.common import sharding
+from attnres_jax.train import train_state
+from tests import tiny_network
+
+VOCAB = 17
+
+
+def _config(name="block_attnres", accumulate_steps=1, data=1, **optim):
+  return config_lib.RunConfig(
+    model=tiny_network.config(name, vocab_size=VOCAB),
+    data=config_lib.DataConfig(batch_size=8, sequence_length=6),
+    optim=config_lib.OptimConfig(
+      peak_lr=0.01,
+      warmup_steps=4,
+      accumulate_steps=accumulate_steps,
+      **optim,
+    ),
+    train=config_lib.TrainConfig(steps=20),
+    mesh=config_lib.MeshConfig(data=data),
+  )
+
+
+@functools.cache
+def _program(config):
+  """The program of a config, compiled once."""
+  return train_state.make_program(config, sharding.make_mesh(config.mesh))
+
+
+def _batch(seed=0, documents=False):
+  rng = np.random.default_rng(seed)
+  batch = dict(tokens=rng.integers(0, VOCAB - 1, (8, 7), dtype=np.int32))
+  if documents:
+    batch["segment_ids"] = np.sort(rng.integers(0, 4, (8, 7)), axis=1)
+    batch["segment_ids"] = batch["segment_ids"].astype(np.int32)
+  return batch
+
+
+def _run(config, batches, state=None):
+  """(last state, metrics of each step) as numpy."""
+  program = _program(config)
+  state = program.init_state() if state is None else state
+  metrics = []
+  for batch in batches:
+    batch = sharding.shard_batch(batch, program.mesh)
+    state, row = program.train_step(state, batch)
+    metrics.append(jax.tree.map(np.asarray, row))
+  return jax.tree.map(np.asarray, state), metrics
+
+
+def _assert_close(found, expected, tolerance):
+  found, expected = jax.tree.leaves(found), jax.tree.leaves(expected)
+  assert len(found) == len(expected)
+  for a, b in zip(found, expected):
+    scale = 1 + np.abs(b).max()
+    np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * scale)
+
+
+def _weights(batch):
+  """The targets that count: in the document of their context, not padding."""
+  if "segment_ids" not in batch:
+    return np.ones((8, 6))
+  context, target = batch["segment_ids"][:, :-1], batch["segment_ids"][:, 1:]
+  return ((context == target) & (target != 0)).astype(float)
+
+
+def _mean_loss(model, batch):
+  """The definition, without tiles: mean nats per counted token; logits."""
+  segments = batch.get("segment_ids")
+  logits = model(
+    batch["tokens"][:, :-1], None if segments is None else segments[:, :-1]
+  )
+  logp = jax.nn.log_softmax(logits)
+  target = batch["tokens"][:, 1:, None]
+  nll = -jnp.take_along_axis(logp, target, axis=-1)[..., 0]
+  weights = _weights(batch)
+  return jnp.sum(weights * nll) / weights.sum(), logits
+
+
+def _whole(name="block_attnres", **fields):
+  """As it is, the config of most tests here, whose program is compiled once."""
+  config = _config(name, weight_decay=0.0, **fields)
+  loss = config_lib.LossConfig(z_loss=0.5, tile_tokens=16)
+  return dataclasses.replace(config, loss=loss)
+
+
+WHOLE = _whole()
+
+
+GOLDEN = """\
+These are the numbers of the first two steps of a small Block AttnRes network.
+They hold for every version of JAX that we support. Update them only with a
+change that is meant to alter initialisation, network, loss or optimiser, and
+say so in the commit; anything else that moves them is a bug."""
+
+
+def test_golden_steps():
+  _, metrics = _run(_config(), [_batch(0), _batch(1)])
+  found = {
+    name: [float(row[name]) for row in metrics]
+    for name in ("loss", "grad_norm", "param_norm", "learning_rate")
+  }
+  expected = {
+    "loss": [3.0836639, 3.0839686],
+    "grad_norm": [2.2047021, 2.0774684],
+    "param_norm": [18.9452495, 18.9424648],
+    "learning_rate": [0.0025, 0.005],
+  }
+  for name, values in expected.items():
+    np.testing.assert_allclose(
+      found[name], values, rtol=2e-5, err_msg=f"{GOLDEN}\n{name}: {found}"
+    )
+
+
+@pytest.mark.parametrize(
+  "name,documents",
+  [
+    pytest.param("prenorm", False, marks=pytest.mark.slow),
+    ("block_attnres", True),
+  ],
+)
+def test_metrics_are_what_they_say(name, documents):
+  """The z-loss affects the gradient but not the loss."""
+  config, batch = _whole(name), _batch(documents=documents)
+  state = _program(config).init_state()
+  weights = _weights(batch)
+
+  def total(model):
+    nll, logits = _mean_loss(model, batch)
+    z = jax.nn.logsumexp(logits, axis=-1) ** 2
+    z = jnp.sum(weights * z) / weights.sum()
+    return nll + 0.5 * z, (nll, z)
+
+  (_, (loss, z)), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(
+    state.model
+  )
+  norm = lambda tree: np.sqrt(
+    sum(np.sum(np.asarray(a, np.float64) ** 2) for a in jax.tree.leaves(tree))
+  )
+  by_layer = [
+    norm(jax.tree.map(lambda a, i=i: a[i], dict(gradient.sublayers)))
+    for i in range(2)
+  ]
+  parameters = norm(state.model)
+
+  _, (row,) = _run(config, [batch], state)
+  np.testing.assert_allclose(row["loss"], loss, rtol=1e-5)
+  np.testing.assert_allclose(row["grad_norm"], norm(gradient), rtol=1e-5)
+  np.testing.assert_allclose(row["grad_norm_L"], by_layer, rtol=1e-5)
+  np.testing.assert_allclose(row["param_norm"], parameters, rtol=1e-5)
+  np.testing.assert_allclose(row["z"], z, rtol=1e-5)
+  np.testing.assert_allclose(row["learning_rate"], 0.01 / 4, rtol=1e-6)
+  assert row["tokens"] == weights.sum() < 49
+  assert bool(row["finite"]) and row["skipped"] == 0
+
+
+class TestExperts:
+  """The load of experts is not a gradient; it moves their biases."""
+
+  config = dataclasses.replace(
+    _config("prenorm"),
+    optim=config_lib.OptimConfig(
+      name="muon", warmup_steps=4, balance_rate=0.25, clip_norm=0.1
+    ),
+    model=dataclasses.replace(
+      _config("prenorm").model,
+      moe=config_lib.MoeConfig(
+        num_experts=4, top_k=2, expert_width=8, dense_layers=0
+      ),
+    ),
+  )
+
+  def test_step(self):
+    batch = _batch(documents=True)
+    batch["segment_ids"][0] = (
+      0  # A row of padding, which does not count as load.
+    )
+    state = _program(self.config).init_state()
+    gradient = jax.jit(jax.grad(lambda m: _mean_loss(m, batch)[0]))(state.model)
+    experts = gradient.sublayers["moe"].core
+    load_LE = np.array(experts.selection_bias[...])
+    real = (batch["segment_ids"][:, :-1] > 0).sum()
+    np.testing.assert_array_equal(load_LE.sum(axis=1), 2 * real)
+    experts.selection_bias[...] = jnp.zeros((2, 4))
+    squares = [np.sum(np.square(g)) for g in jax.tree.leaves(gradient)]
+
+    after, (row,) = _run(self.config, [batch], state)
+    np.testing.assert_allclose(row["grad_norm"] ** 2, sum(squares), rtol=1e-4)
+    assert (row["grad_norm_L"] ** 2).sum() <= sum(squares)
+    # By definition: entropy over its maximum, max over mean - 1, no tokens.
+    p_LE = load_LE / load_LE.sum(axis=1, keepdims=True)
+    terms_LE = np.where(p_LE > 0, -p_LE * np.log(np.maximum(p_LE, 1e-9)), 0)
+    entropy_L = terms_LE.sum(axis=1) / np.log(4)
+    violation_L = p_LE.max(axis=1) * 4 - 1
+    assert violation_L.std() > 0
+    expected = dict(
+      moe_entropy=entropy_L.mean(),
+      moe_entropy_worst=entropy_L.min(),
+      moe_max_violation=violation_L.mean(),
+      moe_max_violation_worst=violation_L.max(),
+      moe_unused=(load_LE == 0).mean(),
+    )
+    for name, value in expected.items():
+      np.testing.assert_allclose(row[name], value, rtol=1e-5, err_msg=name)
+    sign_LE = np.sign(load_LE.mean(axis=1, keepdims=True) - load_LE)
+    change_LE = 0.25 * (sign_LE - sign_LE.mean(axis=1, keepdims=True))
+    found = after.model.sublayers["moe"].core.selection_bias[...]
+    np.testing.assert_allclose(found, change_LE, atol=1e-6)
+
+  def test_step_that_is_not_finite_leaves_biases(self):
+    state = _program(self.config).init_state()
+    bias = state.model.sublayers["moe"].core.selection_bias
+    bias[...] = jnp.arange(8.0).reshape(2, 4)
+    table = state.model.embedding.table
+    table[...] = table[...].at[VOCAB - 1].set(jnp.inf)
+    bad = _batch(documents=True)
+    bad["tokens"][2, 1] = VOCAB - 1
+    state, (row,) = _run(self.config, [bad], state)
+    assert not bool(row["finite"]) and state.skipped == 1
+    found = state.model.sublayers["moe"].core.selection_bias[...]
+    np.testing.assert_array_equal(found, np.arange(8.0).reshape(2, 4))
+
+
+@pytest.mark.parametrize(
+  "parts,devices",
+  [(4, 1), (2, 4), pytest.param(1, 8, marks=pytest.mark.slow)],
+)
+def test_microbatches_and_devices_are_one_large_batch(parts, devices):
+  # All rows have different numbers of counted tokens, so that a mean of means
+  # would differ.
+  batches = [_batch(i, documents=True) for i in range(2)]
+  assert len({*_weights(batches[0]).sum(axis=1)}) > 1
+  config = _whole(accumulate_steps=parts, data=devices)
+  assert _program(config).mesh.size == devices
+  found, rows = _run(config, batches)
+  whole, whole_rows = _run(WHOLE, batches)
+  _assert_close(rows, whole_rows, 1e-5)
+  _assert_close(found, whole, 2e-5)
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    "block_attnres",
+    *(
+      pytest.param(name, marks=pytest.mark.slow)
+      for name in ("rescaled", "full_attnres")
+    ),
+  ],
+)
+def test_every_scheme_takes_steps(name):
+  config = _whole(name)
+  _, metrics = _run(config, [_batch(documents=True)] * 6)
+  assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.1
+
+
+def test_the_network_is_traced_once(monkeypatch):
+  """Microbatches, whose sums need shapes beforehand, do not trace it twice."""
+  from attnres_jax.models import transformer
+
+  calls = []
+  hidden_of = transformer.Transformer.hidden_of
+
+  def counted(*args, **options):
+    calls.append(args)
+    return hidden_of(*args, **options)
+
+  monkeypatch.setattr(transformer.Transformer, "hidden_of", counted)
+  config = _config("prenorm", accumulate_steps=4)
+  program = train_state.make_program(config, sharding.make_mesh(config.mesh))
+  program.train_step.trace(program.abstract_state, program.batch_shapes)
+  assert len(calls) == 1
+
+
+def test_step_that_is_not_finite_changes_nothing():
+  config, program = WHOLE, _program(WHOLE)
+  state = program.init_state()
+  # The embedding of the last token is infinite; batches without it are fine.
+  table = state.model.embedding.table
+  table[...] = table[...].at[VOCAB - 1].set(jnp.inf)
+  good, bad = _batch(documents=True), _batch(documents=True)
+  bad["tokens"][2, 1] = VOCAB - 1
+
+  state, (first,) = _run(config, [good], state)
+  assert bool(first["finite"]) and state.skipped == 0
+  state = jax.device_put(state, sharding.replicated(program.mesh))
+  before = jax.tree.map(np.array, state)
+  state, (row,) = _run(config, [bad], state)
+  assert not bool(row["finite"]) and row["skipped"] == 1
+  assert not np.isfinite(row["loss"])
+  assert (state.step, state.skipped) == (2, 1)
+  for part in ("model", "opt_state"):
+    kept, old = (jax.tree.leaves(getattr(s, part)) for s in (state, before))
+    for a, b in zip(kept, old):
+      np.testing.assert_array_equal(a, b)
+
+  state = jax.device_put(state, sharding.replicated(program.mesh))
+  after, (row,) = _run(config, [good], state)
+  assert bool(row["finite"]) and row["skipped"] == 1
+  assert row["loss"] < first["loss"]
+  assert (after.step, after.skipped) == (3, 1)
+
+
+def test_batch_without_targets_is_no_division_by_zero():
+  batch = _batch()
+  batch["segment_ids"] = np.zeros_like(batch["tokens"])
+  state, (row,) = _run(WHOLE, [batch])
+  assert row["tokens"] == 0 and row["loss"] == 0 and bool(row["finite"])
+  assert all(np.isfinite(a).all() for a in jax.tree.leaves(state))
+
+
+def test_eval_step_sums_without_the_z_loss():
+  program = _program(WHOLE)
+  model, batch = program.init_state().model, _batch(documents=True)
+  found = program.eval_step(model, batch)
+  assert set(found) == {"loss_sum", "tokens"}
+  assert found["tokens"] == _weights(batch).sum()
+  expected = jax.jit(_mean_loss)(model, batch)[0] * _weights(batch).sum()
+  np.testing.assert_allclose(found["loss_sum"], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    "prenorm",
+    pytest.param("full_attnres", marks=pytest.mark.slow),
+    "block_attnres",
+  ],
+)
+def test_depth_series(name):
+  config = _config(name, accumulate_steps=2)
+  program = _program(config)
+  model = program.init_state().model
+  if name != "prenorm":
+    query = model.residual.queries.query
+    query[...] = jax.random.normal(jax.random.key(0), query.shape)
+  batch = _batch(documents=True)
+  series = program.depth_step(model, batch)
+
+  # One microbatch of four rows.
+  rows = batch["tokens"][:4, :-1], batch["segment_ids"][:4, :-1]
+  trace = jax.jit(lambda model: model.trace(*rows))(model)
+  values = [np.asarray(v, np.float64) for v in trace.values]
+  reads = [np.asarray(h, np.float64) for h in trace.reads]
+  rms = lambda arrays: [np.sqrt(np.mean(a**2)) for a in arrays]
+  np.testing.assert_allclose(series["output_rms"], rms(values[1:]), rtol=1e-5)
+  np.testing.assert_allclose(series["read_rms"], rms(reads[:-1]), rtol=1e-5)
+  states = reads[1:]
+  if name == "block_attnres":  # partial sums of two blocks of two sublayers
+    states = [values[1], values[1] + values[2]]
+    states += [values[3], values[3] + values[4]]
+  np.testing.assert_allclose(series["state_rms"], rms(states), rtol=1e-5)
+  if name == "prenorm":
+    assert "depth_entropy" not in series
+    return
+  queries = model.residual.queries
+  u = np.asarray(queries.query[...] * queries.gain[...], np.float64)
+  entropy = []
+  for l in range(5):
+    sources = values[: l + 1]
+    if name == "block_attnres":
+      inner = values[1 : l + 1]
+      sources = [values[0]]
+      sources += [sum(inner[i : i + 2]) for i in range(0, l, 2)]
+    inverse = [1 / np.sqrt(np.mean(s**2, -1) + 1e-6) for s in sources]
+    score = np.stack([(s @ u[l]) * r for s, r in zip(sources, inverse)])
+    p = np.exp(score - score.max(0))
+    p /= p.sum(0)
+    entropy.append(np.mean(-np.sum(p * np.log(p), axis=0)))
+  assert entropy[0] == 0 and entropy[-1] > 0.1
+  np.testing.assert_allclose(
+    series["depth_entropy"], entropy, rtol=1e-4, atol=1e-6
+  )
+
+
+def test_abstract_state_is_the_state():
+  program = _program(_whole(accumulate_steps=2, data=4))
+  abstract, state = program.abstract_state, program.init_state()
+  assert jax.tree.structure(abstract) == jax.tree.structure(state)
+  for a, b in zip(jax.tree.leaves(abstract), jax.tree.leaves(state)):
+    assert (a.shape, a.dtype, a.sharding) == (b.shape, b.dtype, b.sharding)
+  assert state.step == 0 and state.step.dtype == jnp.int32
+
+
+@pytest.mark.parametrize("name", ["prenorm", "full_attnres", "block_attnres"])
+def test_what_is_kept_for_backward(name):
+  """By definition: L states, plus the embedding and N blocks."""
+  config = _config(name, accumulate_steps=2, data=2)
+  model = dataclasses.replace(config.model, remat="full", dtype="bfloat16")
+  program = _program(dataclasses.replace(config, model=model))
+  vector = 8 * 6 // 4 * 16
+  states, blocks = {
+    "prenorm": (4 * 4, 0),
+    # In Full AttnRes, the states are the outputs of sublayers.
+    "full_attnres": (4 * 2, 1 * 2),
+    "block_attnres": (4 * 4, 3 * 2),
+  }[name]
+  kept = program.network.kept_bytes(program.abstract_state.model)
+  assert kept["running_state_bytes"] == states * vector
+  assert kept["block_bytes"] == blocks * vector
+  program = _program(config)
+  assert not program.network.kept_bytes(program.abstract_state.model)
+
+
+def test_the_state_is_donated():
+  program = _program(WHOLE)
+  state = program.init_state()
+  leaf = jax.tree.leaves(state.model)[0]
+  batch = _batch(documents=True)
+  program.train_step(state, sharding.shard_batch(batch, program.mesh))
+  assert leaf.is_deleted()
+
+
+@pytest.mark.parametrize(
+  "change,field",
+  [
+    (dict(data=config_lib.DataConfig(batch_size=9)), "data.batch_size"),
+    (dict(train=config_lib.TrainConfig(steps=4)), "optim.warmup_steps"),
+    (
+      dict(model=config_lib.ModelConfig(vocab_size=7)),
+      "model.residual.block_size",
+    ),
+    (dict(model=config_lib.ModelConfig(vocab_size=0)), "model.vocab_size"),
+  ],
+)
+def test_bad_configs_stop_before_compiling(change, field):
+  config = dataclasses.replace(_config(data=2), **change)
+  mesh = sharding.make_mesh(config.mesh)
+  with pytest.raises(config_lib.ConfigError, match=rf"config\.{field}: got"):
+    train_state.make_program(config, mesh)
