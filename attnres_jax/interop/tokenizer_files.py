@@ -6,13 +6,12 @@ With them, `tokenizer(text)` of transformers gives the ids of
 """
 
 import json
+import pathlib
 from typing import Any
 
-from etils import epath
-
 from attnres_jax import config as config_lib
-from attnres_jax.common import files as files_lib
 from attnres_jax.data import text_format as text_format_lib
+from attnres_jax.data import tokenizer as tokenizer_lib
 
 _NAME = "<|endoftext|>"
 
@@ -29,33 +28,32 @@ def of_run(
   if config.tokenizer == "ids":
     return {}
   separator = text_format.end_ids[0]
-  described: dict[str, Any] = dict(
+  content = b""
+  if config.tokenizer != "bytes":
+    path, _ = tokenizer_lib.vocabulary_file(config)
+    content = pathlib.Path(path).read_bytes()
+  if config.tokenizer == "sentencepiece":
+    # transformers converts it, and opens texts with `bos_token`.
+    files = {"tokenizer.model": content}
+    name = _name_in_model(content, separator)
+  else:
+    made = json.loads(content) if content else _of_bytes()
+    name = _open_texts(made, separator)
+    files = {"tokenizer.json": _json(made)}
+  described = dict(
+    tokenizer_class="PreTrainedTokenizerFast",
     model_max_length=config.sequence_length,
     padding_side="left",
     clean_up_tokenization_spaces=False,
-  )
-  if config.tokenizer == "sentencepiece":
-    path = epath.Path(config.tokenizer_path)
-    files = {"tokenizer.model": path.read_bytes()}
-    return files | {"tokenizer_config.json": _json(described)}
-  if config.tokenizer == "bytes":
-    made = _of_bytes()
-  else:
-    made = files_lib.read_json(epath.Path(config.tokenizer_path))
-  name = _open_texts(made, separator)
-  described |= dict(
-    tokenizer_class="PreTrainedTokenizerFast",
     bos_token=name,
     eos_token=name,
     pad_token=name,
+    add_bos_token=True,
     # Special tokens written in a text are text.
     split_special_tokens=True,
     model_input_names=["input_ids", "attention_mask"],
   )
-  return {
-    "tokenizer.json": _json(made),
-    "tokenizer_config.json": _json(described),
-  }
+  return files | {"tokenizer_config.json": _json(described)}
 
 
 def _open_texts(made: dict[str, Any], separator: int) -> str:
@@ -85,6 +83,18 @@ def _open_texts(made: dict[str, Any], separator: int) -> str:
     ),
   )
   return name
+
+
+def _name_in_model(content: bytes, separator: int) -> str:
+  """The name of an id in a SentencePiece model, or a new name for a new id."""
+  import sentencepiece
+
+  model = sentencepiece.SentencePieceProcessor(model_proto=content)
+  size = model.vocab_size()
+  if separator < size:
+    return model.id_to_piece(separator)
+  known = set(map(model.id_to_piece, range(size)))
+  return _NAME if _NAME not in known else f"<|{separator}|>"
 
 
 def _of_bytes() -> dict[str, Any]:
