@@ -31,7 +31,15 @@ _FIELD = "--config.FIELD"
 
 
 def run(command: Callable[..., Any], *args: Any) -> int:
-  """Calls a command; returns its exit status, 0 for None."""
+  """Calls a command; returns its exit status, 0 for None.
+
+  Neither the command nor an error prints control characters.
+  """
+  with text_table.printable_outputs():
+    return _run(command, *args)
+
+
+def _run(command: Callable[..., Any], *args: Any) -> int:
   try:
     return command(*args) or 0
   except KeyboardInterrupt:

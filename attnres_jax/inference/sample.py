@@ -25,6 +25,7 @@ from attnres_jax import data
 from attnres_jax import models
 from attnres_jax.common import command_line
 from attnres_jax.common import files
+from attnres_jax.common import text_table
 from attnres_jax.config import errors
 from attnres_jax.config import fields
 from attnres_jax.data import text_format as text_format_lib
@@ -191,17 +192,20 @@ def _show_text(
 ) -> None:
   """One text token by token; of several, each when it is complete."""
   del text_format
-  texts = [prompt.text for prompt in prompts]
+  out, texts = sys.stdout, [prompt.text for prompt in prompts]
+  if not out.isatty():
+    # A file or another program gets the text as it is.
+    out = text_table.unfiltered(out)
   if len(prompts) == 1:
-    print(texts[0], end="", flush=True)
+    print(texts[0], end="", file=out, flush=True)
     for piece in pieces:
-      print(piece.text, end="", flush=True)
-    print()
+      print(piece.text, end="", file=out, flush=True)
+    print(file=out)
     return
   for piece in pieces:
     texts[piece.index] += piece.text
     if piece.finish:
-      print(texts[piece.index], end="\n\n", flush=True)
+      print(texts[piece.index], end="\n\n", file=out, flush=True)
 
 
 def _show_json(

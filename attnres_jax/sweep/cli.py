@@ -29,6 +29,7 @@ from attnres_jax.common import command_line
 from attnres_jax.common import csv_rows
 from attnres_jax.common import files
 from attnres_jax.common import plans
+from attnres_jax.common import text_table
 from attnres_jax.config import fields
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import budget
@@ -154,7 +155,8 @@ def _status(experiment: Experiment, options: argparse.Namespace) -> int:
       print(text)
       return int(any(map(_is_bad, progress)))
     # Home and clear, so that the table stays in place.
-    print(f"\x1b[H\x1b[2J{text}", flush=True)
+    print("\x1b[H\x1b[2J", end="", file=text_table.unfiltered(sys.stdout))
+    print(text, flush=True)
     time.sleep(min(options.watch, 3600.0))
 
 

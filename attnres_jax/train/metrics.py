@@ -337,7 +337,8 @@ class Console:
   def __init__(
     self, steps: int, resume_step: int, *, file=None, seconds: float = 5.0
   ):
-    self._file = file or sys.stdout
+    # The bar has codes of its own.
+    self._file = text_table.unfiltered(file or sys.stdout)
     self._steps = steps
     self._seconds = seconds
     self._next_line = 0.0

@@ -2,12 +2,15 @@
 """The command and `sample_text`; the engine has its own tests."""
 
 import importlib
+import io
 import json
+import sys
 
 import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import data
+from attnres_jax.common import text_table
 from attnres_jax.inference import draw
 from attnres_jax.inference import engine as engine_lib
 from attnres_jax.inference import sample
@@ -146,3 +149,27 @@ def test_imports_beside_the_other_commands():
   # Both are commands with a --workdir, and tests and notebooks import both.
   importlib.import_module("attnres_jax.main")
   importlib.reload(sample)
+
+
+class _Terminal(io.StringIO):
+  def isatty(self):
+    return True
+
+
+@pytest.mark.parametrize("out", [io.StringIO, _Terminal])
+@pytest.mark.parametrize("several", [False, True])
+def test_a_terminal_gets_no_codes(run, monkeypatch, tmp_path, out, several):
+  """A network draws any bytes; a file or pipe gets them as they are."""
+  monkeypatch.setattr(sys, "stdout", out())
+  flags = ["--prompt=\x1b[2Ja"]
+  if several:
+    path = tmp_path / "prompts.txt"
+    path.write_text("\x1b[2Ja\n\x1b[2Jb")
+    flags = [f"--prompts={path}"]
+  assert run(*flags, "--num_tokens=40", "--past_end", "--temperature=100") == 0
+  found = sys.stdout.getvalue()
+  if out is _Terminal:
+    assert "\ufffd[2Ja" in found
+    assert text_table.printable(found) == found
+  else:
+    assert "\x1b[2Ja" in found

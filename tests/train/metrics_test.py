@@ -262,7 +262,8 @@ def test_a_logger_that_fails_is_one_line(tmp_path):
   # Without a terminal, a key and a network.
   program = """
 import dataclasses, sys
-from attnres_jax import config, metrics
+from attnres_jax import config
+from attnres_jax.train import metrics
 c = config.build_run_config(config.default_config())
 log = dataclasses.replace(c.log, wandb_project="p")
 writer = metrics.make_writer(sys.argv[1], dataclasses.replace(c, log=log))

@@ -284,7 +284,7 @@ class _Report:
 
   def line(self, text: str) -> None:
     self._erase()
-    print(text_table.printable(text), flush=True)
+    print(text, flush=True)
 
   def close(self) -> None:
     self._progress()
@@ -315,7 +315,8 @@ class _Report:
 
   def _erase(self) -> None:
     if self._width:
-      print("\r" + " " * self._width + "\r", end="")
+      erased = "\r" + " " * self._width + "\r"
+      print(erased, end="", file=text_table.unfiltered(sys.stdout))
       self._width = 0
 
 
