@@ -28,14 +28,18 @@ def style_of(scheme: str) -> dict[str, Any]:
   return {"color": look.colour, "linestyle": look.line, "linewidth": 1.8}
 
 
-def legend(figure: Any, axes: Any) -> None:
-  """One legend for the whole figure, above it, with each label once."""
+def legend(figure: Any, axes: Any, columns: int = 0) -> None:
+  """One legend for the whole figure, above it, with each label once.
+
+  In one row, unless `columns` says how many labels fit.
+  """
   handles, labels = axes.get_legend_handles_labels()
   first: dict[str, Any] = {}
   for label, handle in zip(labels, handles, strict=True):
     first.setdefault(label, handle)
   figure.legend(
-    first.values(), first.keys(), loc="outside upper left", ncols=len(first),
+    first.values(), first.keys(), loc="outside upper left",
+    ncols=columns or len(first),
     frameon=False,
   )  # fmt: skip
 

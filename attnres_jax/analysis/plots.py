@@ -6,8 +6,10 @@ new figure, independent of pyplot's state.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from matplotlib import axes as axes_lib
+from matplotlib import colors
 from matplotlib import figure as figure_lib
 from matplotlib import ticker
 import numpy as np
@@ -17,6 +19,8 @@ from attnres_jax.analysis.depth_weights import DepthWeights
 from attnres_jax.analysis.magnitudes import Magnitudes
 
 _COLORMAP = "viridis"
+# Panels of depth weights, and their names in titles.
+KINDS = {"attention": "pre-attention", "mlp": "pre-MLP"}
 
 
 def depth_weights(
@@ -27,21 +31,58 @@ def depth_weights(
   figure = figure_lib.Figure(figsize=(8.4, height), layout="constrained")
   grid = figure.subplots(len(weights), 2, squeeze=False)
   for row, (scheme, found) in zip(grid, weights.items(), strict=True):
-    top = _largest_choice(found)
-    for axes, kind in zip(row, ("attention", "mlp"), strict=True):
-      mesh = _heatmap(axes, getattr(found, kind), found.columns, top)
-      label = {"attention": "pre-attention", "mlp": "pre-MLP"}[kind]
-      axes.set_title(f"{figures.name_of(scheme)}, {label}")
-    row[0].set_ylabel("transformer block")
-    extend = "max" if top < 1 else "neither"
-    bar = figure.colorbar(
-      mesh, ax=list(row), pad=0.02, fraction=0.04, extend=extend
-    )
-    bar.outline.set_visible(False)
-    bar.set_label("mean weight")
-  for axes in grid[-1]:
-    axes.set_xlabel("source")
+    for axes, kind in zip(row, KINDS, strict=True):
+      mesh = depth_panel(axes, scheme, found, kind)
+    depth_bar(figure, mesh, list(row))
   return figure
+
+
+def depth_panel(
+  axes: axes_lib.Axes, scheme: str, found: DepthWeights, kind: str
+):
+  """One heatmap: weights as multiples of uniform, on a logarithmic scale.
+
+  A grey cell has the only source of its read, so that its weight must be 1.
+
+  Args:
+    axes: to draw on.
+    scheme: whose weights these are.
+    found: the weights.
+    kind: one of `KINDS`.
+
+  Returns:
+    The mesh, for `depth_bar`.
+  """
+  times = multiples(getattr(found, kind))
+  norm = colors.LogNorm(1 / _top(found), _top(found))
+  single = np.isfinite(times).sum(axis=1, keepdims=True) == 1
+  grey = np.where(single & np.isfinite(times), 0.5, np.nan)
+  axes.pcolormesh(grey, cmap="Greys", vmin=0, vmax=1)
+  times = np.where(single, np.nan, times)
+  mesh = _heatmap(axes, times, found.columns, norm=norm, cmap="RdBu_r")
+  axes.set_title(f"{figures.name_of(scheme)}, {KINDS[kind]}")
+  axes.set_xlabel("source")
+  axes.set_ylabel("transformer block")
+  return mesh
+
+
+def depth_bar(figure: figure_lib.Figure, mesh: Any, axes: Any) -> None:
+  """The colour bar of a mesh of `depth_panel`."""
+  bar = figure.colorbar(mesh, ax=axes, pad=0.02, fraction=0.05)
+  bar.outline.set_visible(False)
+  top = round(np.log2(mesh.norm.vmax))
+  powers = range(-top, top + 1)
+  bar.set_ticks(
+    [2.0**n for n in powers],
+    labels=[f"{2**n}" if n >= 0 else f"1/{2**-n}" for n in powers],
+  )
+  bar.ax.minorticks_off()
+  bar.set_label("weight / uniform")
+
+
+def multiples(rows: np.ndarray) -> np.ndarray:
+  """Weights [reads, sources] times the number of sources of their read."""
+  return rows * np.isfinite(rows).sum(axis=1, keepdims=True)
 
 
 def mixing_matrices(
@@ -92,21 +133,29 @@ def magnitudes(
   """
   figure = figure_lib.Figure(figsize=(8.4, 3.3), layout="constrained")
   left, right = figure.subplots(1, 2)
-  for scheme, several in found.items():
-    _line(left, scheme, [m.state_rms for m in several])
-    _line(right, scheme, [m.grad_norm for m in several])
-  left.set_title("Output magnitude")
-  left.set_ylabel("RMS of the running state")
-  right.set_title("Gradient magnitude")
-  right.set_ylabel("norm of the block's gradient")
-  for axes in (left, right):
-    axes.set_xlabel("transformer block")
-    axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
-    axes.set_yscale("log")
-    _plain_log_ticks(axes)
-    figures.style(axes)
+  for axes, name in ((left, "state_rms"), (right, "grad_norm")):
+    magnitude_panel(axes, found, name)
   figures.legend(figure, left)
   return figure
+
+
+def magnitude_panel(
+  axes: axes_lib.Axes, found: Mapping[str, Sequence[Magnitudes]], name: str
+) -> None:
+  """One panel of `magnitudes`: `state_rms` or `grad_norm`."""
+  for scheme, several in found.items():
+    _line(axes, scheme, [getattr(one, name) for one in several])
+  title, label = {
+    "state_rms": ("Output magnitude", "RMS of the running state"),
+    "grad_norm": ("Gradient magnitude", "norm of the block's gradient"),
+  }[name]
+  axes.set_title(title)
+  axes.set_ylabel(label)
+  axes.set_xlabel("transformer block")
+  axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+  axes.set_yscale("log")
+  _plain_log_ticks(axes)
+  figures.style(axes)
 
 
 def _line(
@@ -137,16 +186,17 @@ def _plain_log_ticks(axes: axes_lib.Axes) -> None:
   axes.yaxis.set_minor_locator(ticker.NullLocator())
 
 
-def _largest_choice(found: DepthWeights) -> float:
-  """The largest weight of a row with a choice, rounded up to a tenth."""
-  rows = [*found.attention[1:], *found.mlp]
-  return min(1.0, float(np.ceil(10 * np.nanmax(rows)) / 10))
+def _top(found: DepthWeights) -> float:
+  """The end of the colour scale of both panels: a power of two, from 2 to 8."""
+  both = np.concatenate([multiples(getattr(found, kind)) for kind in KINDS])
+  largest = max(1.0, float(np.nanmax(both)))
+  return 2.0 ** min(3, max(1, np.ceil(np.log2(largest))))
 
 
 def _heatmap(
-  axes: axes_lib.Axes, array: np.ndarray, columns: Sequence[str], top: float
+  axes: axes_lib.Axes, array: np.ndarray, columns: Sequence[str], **drawn: Any
 ):
-  mesh = axes.pcolormesh(array, cmap=_COLORMAP, vmin=0, vmax=top)
+  mesh = axes.pcolormesh(array, **drawn)
   axes.invert_yaxis()
   _bare(axes)
   rows, width = array.shape

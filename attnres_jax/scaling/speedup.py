@@ -68,7 +68,7 @@ def effective_speedup(
   gains = gain + gain_error * stats.t.ppf(at, freedom)
   slopes = slope + slope_error * stats.t.ppf(at, slope_freedom)
   # A baseline that does not improve would never catch up, or always be ahead.
-  with np.errstate(divide="ignore", over="ignore"):
+  with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
     ratios = np.where(
       slopes > 0, np.divide.outer(gains, slopes), np.inf * gains[:, None]
     )

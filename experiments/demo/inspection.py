@@ -12,11 +12,16 @@ import numpy as np
 from attnres_jax import analysis
 from attnres_jax import data
 from attnres_jax.common import files
+from attnres_jax.common import sharding
 from attnres_jax.inference import sample
 from attnres_jax.train import checkpoint
+from attnres_jax.train import evaluate
+from attnres_jax.train import train_state
 
 _BATCHES = 2
 _SAMPLE_TOKENS = 240
+# More batches than a validation split has.
+_EVERYTHING = 100_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,12 +29,15 @@ class Look:
   """The analysis of one run.
 
   Attributes:
+    validation: `loss` in nats per token, `bits_per_byte` and `tokens` of the
+      whole validation split.
     depth_weights: of schemes that attend over depth, else None.
     magnitudes: one per validation batch, averaged.
     prompt: the start of the sample.
     sample: the text that the network generated; empty if none was requested.
   """
 
+  validation: dict[str, float]
   depth_weights: analysis.DepthWeights | None
   magnitudes: analysis.Magnitudes
   prompt: str
@@ -57,7 +65,18 @@ def inspect_run(
 ) -> Look:
   """Loads the newest checkpoint and runs it on validation text."""
   config, model = checkpoint.load_model(run)
-  batches = data.open_dataset(config.data, "validation").batches()
+  dataset = data.open_dataset(config.data, "validation")
+  mesh = sharding.make_mesh(config.mesh)
+  tokenizer = data.make_tokenizer(config.data)
+  whole = dataclasses.replace(config.train, eval_batches=_EVERYTHING)
+  evaluator = evaluate.Evaluator(
+    dataclasses.replace(config, train=whole),
+    dataset,
+    mesh,
+    train_state.make_program(config, mesh).eval_step,
+    tokenizer.separator_id,
+  )
+  batches = dataset.batches()
   tokens = [next(batches)["tokens"] for _ in range(_BATCHES)]
   batches.close()
   weights = None
@@ -67,12 +86,12 @@ def inspect_run(
   if with_sample:
     text = sample.sample_text(
       model,
-      data.make_tokenizer(config.data),
+      tokenizer,
       prompt,
       num_tokens=_SAMPLE_TOKENS,
     )
   measured = [analysis.magnitudes(model, batch) for batch in tokens]
-  return Look(weights, _mean(measured), prompt, text)
+  return Look(evaluator(model), weights, _mean(measured), prompt, text)
 
 
 def _mean(several: list[analysis.Magnitudes]) -> analysis.Magnitudes:
@@ -86,6 +105,7 @@ def _mean(several: list[analysis.Magnitudes]) -> analysis.Magnitudes:
 def _from_json(values: dict[str, Any]) -> Look:
   weights = values["depth_weights"]
   return Look(
+    validation=values["validation"],
     depth_weights=weights and analysis.DepthWeights(**_arrays(weights)),
     magnitudes=analysis.Magnitudes(**_arrays(values["magnitudes"])),
     prompt=values["prompt"],

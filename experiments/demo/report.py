@@ -2,18 +2,22 @@
 """The demo's report: one self-contained HTML file."""
 
 from collections.abc import Mapping, Sequence
+import math
 import pathlib
 import statistics
 from typing import Any
 
 from matplotlib import figure as figure_lib
+import numpy as np
 
+from attnres_jax import analysis
 from attnres_jax import config as config_lib
 from attnres_jax.analysis import figures
 from attnres_jax.analysis import plots
 from attnres_jax.train import account
 from experiments.demo import inspection
 from experiments.demo import results
+from experiments.demo import step_time
 from experiments.pages import curves
 from experiments.pages import page
 from experiments.pages import svg as svg_lib
@@ -38,9 +42,13 @@ def render(
     rows: of the runs, as in results.csv.
     facts: hardware and versions, see `attnres_jax.common.environment.facts`.
   """
+  most = max(int(run.row["train_tokens"]) for run in runs)
   inside: dict[str, list[inspection.Look]] = {}
+  compared: list[results.Run] = []
   for run, look in zip(runs, looks, strict=True):
-    inside.setdefault(run.scheme, []).append(look)
+    if int(run.row["train_tokens"]) == most:
+      compared.append(run)
+      inside.setdefault(run.scheme, []).append(look)
   weights = {
     scheme: found[0].depth_weights
     for scheme, found in inside.items()
@@ -52,18 +60,18 @@ def render(
   }
   with svg_lib.style():
     svg = {
-      "loss_figure": svg_lib.to_svg(_losses(runs), "loss"),
-      "magnitude_figure": svg_lib.to_svg(
-        plots.magnitudes(magnitudes), "magnitudes"
-      ),
-      "depth_figure": svg_lib.to_svg(plots.depth_weights(weights), "depth"),
+      "loss_figure": _losses(compared),
+      "magnitude_figure": _magnitudes(magnitudes),
+      "depth_figure": _depth(weights),
     }
   parts = {
-    "summary": _summary(config, rows, facts),
+    "summary": _summary(config, results.full(rows), facts),
+    "gain": _gain(rows),
+    "times": _times(results.full(rows)),
     "table": results.table(rows).html(),
-    "coincide": _coincide(rows),
+    "coincide": _coincide(results.full(rows)),
     "samples": _samples(inside),
-    "facts": _facts(config, runs, facts),
+    "facts": _facts(config, runs, looks, facts),
   }
   return page.render("Attention Residuals, side by side", _BODY, parts | svg)
 
@@ -96,7 +104,32 @@ def _summary(
   )
 
 
-def _losses(runs: Sequence[results.Run]) -> figure_lib.Figure:
+def _gain(rows: Sequence[results.Row]) -> page.Html:
+  """A sentence per scheme that attends over depth."""
+  sentences = []
+  for scheme in dict.fromkeys(row["scheme"] for row in rows):
+    found = results.more_steps(rows, scheme)
+    if found is None or scheme in (results.BASELINE, "rescaled"):
+      continue
+    high = f"{found.high:.0%}" if math.isfinite(found.high) else "no bound"
+    sentences.append(
+      f"PreNorm needs **{found.value:.0%}** more steps to reach the loss of"
+      f" {figures.name_of(scheme)}, between {found.low:.0%} and {high}."
+    )
+  return page.bold(" ".join(sentences))
+
+
+def _times(rows: Sequence[results.Row]) -> str:
+  busy = step_time.busy({row["scheme"]: row for row in rows})
+  if busy:
+    return f"Step times are not measured: {busy}."
+  return (
+    "Step times are relative to PreNorm, measured in turn within one process"
+    " after training; in brackets, the range over rounds."
+  )
+
+
+def _losses(runs: Sequence[results.Run]) -> page.Html:
   """Losses in training and in validation, and their differences."""
   panels: dict[str, dict[str, dict[int, curves.Series]]] = {}
   for run in runs:
@@ -105,9 +138,68 @@ def _losses(runs: Sequence[results.Run]) -> figure_lib.Figure:
     ):
       own = panels.setdefault(panel, {}).setdefault(run.scheme, {})
       own[run.seed] = series
-  figure = curves.draw(panels)
-  assert figure is not None
-  return figure
+  return page.join(
+    _panel(curves.draw({name: own}, width=4.6), name)
+    for name, own in panels.items()
+  )
+
+
+def _panel(figure: Any, salt: str, text: str = "") -> page.Html:
+  """A figure as wide as a phone, and a sentence below it."""
+  return page.fill(
+    "<div>$svg<p class=note>$text</p></div>\n",
+    svg=svg_lib.to_svg(figure, salt),
+    text=text,
+  )
+
+
+def _magnitudes(found: Mapping[str, Sequence[Any]]) -> page.Html:
+  def draw(name):
+    figure = figure_lib.Figure(figsize=(4.6, 3.4), layout="constrained")
+    axes = figure.subplots()
+    plots.magnitude_panel(axes, found, name)
+    figures.legend(figure, axes, columns=2)
+    return figure
+
+  return page.join(_panel(draw(n), n) for n in ("state_rms", "grad_norm"))
+
+
+def _depth(weights: Mapping[str, analysis.DepthWeights]) -> page.Html:
+  def draw(scheme, found, kind):
+    figure = figure_lib.Figure(figsize=(4.6, 3.0), layout="constrained")
+    axes = figure.subplots()
+    mesh = plots.depth_panel(axes, scheme, found, kind)
+    plots.depth_bar(figure, mesh, axes)
+    return figure
+
+  return page.join(
+    _panel(draw(scheme, found, kind), f"{scheme}{kind}", what(found, kind))
+    for scheme, found in weights.items()
+    for kind in plots.KINDS
+  )
+
+
+def what(found: analysis.DepthWeights, kind: str) -> str:
+  """The largest preference and the largest neglect of a panel, in words."""
+  rows = getattr(found, kind)
+  times = np.where(
+    np.isfinite(rows).sum(axis=1, keepdims=True) > 1,
+    plots.multiples(rows),
+    np.nan,
+  )
+  if not np.any(np.isfinite(times)):
+    return "Every read has one source only."
+  place = lambda index: np.unravel_index(index, times.shape)
+  (row, column), (low, source) = (
+    place(np.nanargmax(times)), place(np.nanargmin(times))
+  )  # fmt: skip
+  name = {"attention": "attention", "mlp": "the MLP"}[kind]
+  return (
+    f"The strongest choice: {name} of transformer block {row + 1} gives"
+    f" {found.columns[column]} {times[row, column]:.1f} times its uniform"
+    f" weight. The weakest: {name} of block {low + 1} gives"
+    f" {found.columns[source]} {times[low, source]:.1f} times."
+  )
 
 
 def _coincide(rows: Sequence[results.Row]) -> str:
@@ -135,6 +227,7 @@ def _samples(inside: Mapping[str, Sequence[inspection.Look]]) -> page.Html:
 def _facts(
   config: config_lib.RunConfig,
   runs: Sequence[results.Run],
+  looks: Sequence[inspection.Look],
   facts: Mapping[str, Any],
 ) -> page.Html:
   optim = config.optim
@@ -165,12 +258,13 @@ def _facts(
       " all schemes, not tuned for any"
     ),
     "Validation": (
-      f"the same {config.train.eval_batches} batches"
-      f" ({config.train.eval_batches * config.data.batch_size} rows) of files"
-      " that are not in the training split"
+      f"at the end, the whole split ({int(looks[0].validation['tokens']):,}"
+      " bytes of files that are not in the training split); during training,"
+      f" the same {config.train.eval_batches * config.data.batch_size} rows"
+      " of it"
     ),
     "Time": (
-      f"{sum(int(run.row['run_seconds']) for run in runs)} s of training,"
+      f"{sum(int(run.row['run_seconds']) for run in runs):,} s of training,"
       " evaluation and compilation"
     ),
   }

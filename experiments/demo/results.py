@@ -4,13 +4,19 @@
 from collections.abc import Mapping, Sequence
 import functools
 import json
+import math
 import pathlib
 import statistics
 from typing import Any, NamedTuple
 
+from attnres_jax import config as config_lib
+from attnres_jax import scaling
 from attnres_jax.analysis import figures
+from attnres_jax.scaling import fit
+from attnres_jax.scaling import pairs
 from attnres_jax.sweep import rows as sweep_rows
 from attnres_jax.train import metrics
+from experiments.demo import step_time
 from experiments.pages import curves
 from experiments.pages import losses as losses_lib
 from experiments.pages import page
@@ -30,7 +36,7 @@ class Run(NamedTuple):
     scheme: a key of `RESIDUALS`.
     seed: of the initial weights and of the data order.
     train: tokens seen, and nats per token at each of them.
-    validation: the same for validation; the last loss is the result.
+    validation: the same for a sample of the validation split.
     row: its columns of results.csv, as text.
   """
 
@@ -42,9 +48,21 @@ class Run(NamedTuple):
 
 
 def load_run(
-  folder: pathlib.Path, scheme: str, seed: int, summary: Mapping[str, Any]
+  folder: pathlib.Path,
+  scheme: str,
+  seed: int,
+  summary: Mapping[str, Any],
+  whole: Mapping[str, float],
 ) -> Run:
-  """The record of a finished run, from its folder and summary."""
+  """The record of a finished run.
+
+  Args:
+    folder: of the run.
+    scheme: its residual scheme.
+    seed: of the run.
+    summary: what training returned.
+    whole: `loss` and `bits_per_byte` of the whole validation split.
+  """
   config = json.loads((folder / "config.json").read_text())
   tokens = config["data"]["batch_size"] * config["data"]["sequence_length"]
   found = metrics.read_rows(folder)
@@ -56,12 +74,11 @@ def load_run(
     ([row["step"] * tokens for row in own], [row["loss"] for row in own])
     for own in rows.values()
   )
-  last = rows["validation"][-1]
   row = {
     "scheme": scheme,
     "seed": str(seed),
-    "validation_nats_per_token": f"{last['loss']:.5f}",
-    "validation_bits_per_byte": f"{last['bits_per_byte']:.5f}",
+    "validation_nats_per_token": f"{whole['loss']:.5f}",
+    "validation_bits_per_byte": f"{whole['bits_per_byte']:.5f}",
     "train_tokens": str(train[0][-1]),
     "parameters": str(summary["parameters"]),
     "step_bytes": str(sweep_rows.step_bytes(found)),
@@ -84,32 +101,67 @@ def corpus(run: pathlib.Path) -> str:
 
 def rows(
   runs: Sequence[Run],
-  step_seconds: Mapping[str, float],
+  step_times: Mapping[str, Mapping[str, Any]],
   facts: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
   """A row per run.
 
   Args:
     runs: all of them.
-    step_seconds: of each scheme, measured side by side.
+    step_times: columns of each scheme, see `step_time.measure`.
     facts: columns that are the same in all rows, such as the machine.
   """
-  return [
-    {
-      **run.row,
-      "step_seconds": f"{step_seconds[run.scheme]:.4f}",
-      "step_time_ratio": (
-        f"{step_seconds[run.scheme] / step_seconds[BASELINE]:.3f}"
-      ),
-      **facts,
-    }
-    for run in runs
-  ]
+  return [{**run.row, **step_times[run.scheme], **facts} for run in runs]
+
+
+def full(rows: Sequence[Row]) -> list[Row]:
+  """The compared runs, without the baseline's shorter ones."""
+  most = max(int(row["train_tokens"]) for row in rows)
+  return [row for row in rows if int(row["train_tokens"]) == most]
+
+
+def more_steps(rows: Sequence[Row], scheme: str) -> fit.Estimate | None:
+  """The share of further steps that PreNorm needs for the loss of a scheme.
+
+  From PreNorm's runs of several lengths, see `scaling.effective_speedup`; the
+  spread of pairs is that of all schemes. None if PreNorm has one length only,
+  or its loss does not fall.
+  """
+
+  def of(name):
+    own = [row for row in rows if row["scheme"] == name]
+    tokens = [int(row["train_tokens"]) for row in own]
+    nats = [float(row["validation_nats_per_token"]) for row in own]
+    seeds = tuple(int(row["seed"]) for row in own)
+    return fit.Runs(tokens, nats, tuple(tokens), seeds)
+
+  by_scheme: dict[str, dict[int, float]] = {}
+  for row in full(rows):
+    own = by_scheme.setdefault(row["scheme"], {})
+    own[int(row["seed"])] = float(row["validation_nats_per_token"])
+  spread = pairs.pooled(by_scheme, BASELINE)
+  try:
+    times = scaling.effective_speedup(of(BASELINE), of(scheme), spread=spread)
+  except config_lib.ConfigError:
+    return None
+  return fit.Estimate(*(end - 1 for end in times))
+
+
+def steps_text(found: fit.Estimate | None) -> str:
+  """`more_steps` in words."""
+  if found is None:
+    return ""
+  if not math.isfinite(found.high):
+    return f"{found.value:+.0%}, no upper bound"
+  low, high = (page.signed(100 * end, 0) for end in (found.low, found.high))
+  return f"{page.signed(100 * found.value, 0)} % ({low} to {high} %)"
 
 
 def table(rows: Sequence[Row]) -> page.Table:
   """A line per scheme."""
-  lines = []
+  lines, every = [], rows
+  rows = full(rows)
+  busy = step_time.busy({row["scheme"]: row for row in rows})
   for scheme in dict.fromkeys(row["scheme"] for row in rows):
     first = next(row for row in rows if row["scheme"] == scheme)
     found = [loss for _, loss in losses(rows, scheme)]
@@ -123,26 +175,37 @@ def table(rows: Sequence[Row]) -> page.Table:
           page.signed(statistics.fmean(apart), 3) if apart else "",
           small=[", ".join(page.signed(one) for one in apart)],
         ),
-        page.Cell(
-          f"{float(first['step_time_ratio']):.2f}x",
-          small=[f"{1e3 * float(first['step_seconds']):.0f} ms"],
-        ),
+        ""
+        if scheme == BASELINE
+        else steps_text(more_steps(every, scheme)) or "unknown",
+        "not measured" if busy else _time_cell(first),
         f"{int(first['parameters']):,}",
         f"{int(first['step_bytes']) / 1e6:.0f} MB",
       ]
     )
   header = [
-    "residual", "validation loss, nats per byte", "difference from PreNorm",
-    "step time", "parameters", "step memory",
+    "residual", "validation loss, nats per byte", "minus PreNorm's",
+    "PreNorm needs more steps", "step time", "parameters", "step memory",
   ]  # fmt: skip
   return page.Table(header, lines)
 
 
+def _time_cell(row: Row) -> page.Cell:
+  low, high = (float(row[f"step_time_ratio_{end}"]) for end in ("min", "max"))
+  return page.Cell(
+    f"{float(row['step_time_ratio']):.2f}x",
+    f"({low:.2f} to {high:.2f})",
+    [f"{1e3 * float(row['step_seconds']):.0f} ms"],
+  )
+
+
 def markdown(rows: Sequence[Row]) -> str:
   """The table of the README, and its origin."""
-  first, seeds = rows[0], [seed for seed, _ in losses(rows, BASELINE)]
+  first, seeds = rows[0], [seed for seed, _ in losses(full(rows), BASELINE)]
+  busy = step_time.busy({row["scheme"]: row for row in full(rows)})
+  note = f"Step times are not measured: {busy}.\n\n" if busy else ""
   return (
-    f"{table(rows).markdown()}\n\n"
+    f"{table(rows).markdown()}\n\n{note}"
     f"{int(first['train_tokens']):,} tokens per run,"
     f" seed{'s' * (len(seeds) > 1)} {', '.join(seeds)}; {first['corpus']};"
     f" {first['hardware']}; Python {first['python']}, jax {first['jax']},"

@@ -5,16 +5,16 @@
   python -m experiments.demo.run
 
 The schemes see the same data in the same order, start from the same weights and
-share every hyper-parameter. The text is one that every machine has: the
-standard library of the running Python. Rerun the same command to resume an
-interrupted demo; finished runs are not repeated.
+share every hyper-parameter. PreNorm also runs for a fourth and half of the
+steps, so that the report can say how many more steps it needs. The text is one
+that every machine has: the standard library of the running Python. Rerun the
+same command to resume an interrupted demo; finished runs are not repeated.
 
 Writes report.html (one file, works offline) and results.csv to --workdir.
 """
 
 import argparse
 from collections.abc import Iterator
-import itertools
 import pathlib
 import sys
 import time
@@ -38,6 +38,9 @@ from experiments.pages import readme
 
 SCHEMES = ("prenorm", "rescaled", "full_attnres", "block_attnres")
 _CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "paired.py"
+_SAMPLE_BATCHES = 32
+# PreNorm also runs for a fourth and half of the steps.
+_PARTS = 4, 2
 
 
 PUBLISHED = readme.Published(
@@ -54,17 +57,19 @@ def main() -> int:
 def demo_config(scheme: str, seed: int, *, steps: int) -> config_lib.RunConfig:
   """The run of one scheme and seed; only the residual differs within a seed.
 
-  The protocol of experiments/noise, with fewer steps: small batches, a rate
-  that falls to zero, the whole validation split.
+  The protocol of experiments/noise, with fewer steps: small batches, and a rate
+  that falls to zero. Evaluations during training take a sample; `inspection`
+  takes the whole validation split at the end.
   """
   overrides = {
-    "name": f"demo_{scheme}_{seed}",
+    "name": f"demo_{scheme}_{seed}_{steps}",
     "seed": seed,
     "data.seed": seed,
     "optim.warmup_steps": max(1, steps // 10),
     "train.steps": steps,
     "train.log_every": max(1, steps // 40),
-    "train.eval_every": max(1, steps // 2),
+    "train.eval_every": max(1, steps // 20),
+    "train.eval_batches": _SAMPLE_BATCHES,
     "checkpoint.every_steps": max(1, steps // 4),
     "checkpoint.keep_last": 2,
   }
@@ -85,34 +90,42 @@ def _run(options: argparse.Namespace) -> None:
   facts: dict[str, Any] = environment.facts()
   print(f"{facts['hardware']}; Python {facts['python']}, jax {facts['jax']}")
   runs, looks = [], []
-  total = options.seeds * len(SCHEMES)
-  for number, (scheme, seed, config) in enumerate(_configs(options), 1):
-    folder = workdir / f"{scheme}_{seed}"
-    print(f"\n[{number}/{total}] {figures.name_of(scheme)}, seed {seed}")
+  wanted = list(_configs(options))
+  for number, (scheme, seed, config) in enumerate(wanted, 1):
+    steps = config.train.steps
+    shorter = "" if steps == options.steps else f"_{steps}"
+    folder = workdir / f"{scheme}_{seed}{shorter}"
+    print(
+      f"\n[{number}/{len(wanted)}] {figures.name_of(scheme)}, seed {seed},"
+      f" {steps} steps"
+    )
     summary = loop.train_and_evaluate(config, folder)
     if summary["status"] == "stopped":
       raise KeyboardInterrupt
-    runs.append(results.load_run(folder, scheme, seed, summary))
-    looks.append(
+    look = inspection.inspect_once(
       # The report shows one sample per scheme.
-      inspection.inspect_once(folder, options.prompt, with_sample=seed == 0)
+      folder, options.prompt, with_sample=seed == 0 and not shorter
+    )  # fmt: skip
+    looks.append(look)
+    runs.append(
+      results.load_run(folder, scheme, seed, summary, look.validation)
     )
     print(
-      f"      validation loss {runs[-1].validation[1][-1]:.4f} nats per byte"
+      f"      validation loss {look.validation['loss']:.4f} nats per byte"
       f"  ({time.perf_counter() - start:.0f} s so far)"
     )
 
   print("\nTiming the training steps in turn ...", flush=True)
-  seconds = step_time.measure(
-    {scheme: config for scheme, _, config in _configs(options)}
+  step_times = step_time.measure(
+    {scheme: demo_config(scheme, 0, steps=options.steps) for scheme in SCHEMES}
   )
   facts |= {
     "corpus": results.corpus(workdir / f"{SCHEMES[0]}_0"),
     "wall_clock_seconds": round(time.perf_counter() - start),
   }
-  _, _, config = next(_configs(options))
+  config = wanted[0][2]
   names = ("corpus", "hardware", "python", "jax", "commit")
-  rows = results.rows(runs, seconds, {name: facts[name] for name in names})
+  rows = results.rows(runs, step_times, {name: facts[name] for name in names})
   csv_rows.write(workdir / "results.csv", rows)
   page = report.render(
     config=config, runs=runs, looks=looks, rows=rows, facts=facts
@@ -127,8 +140,13 @@ def _configs(
   options: argparse.Namespace,
 ) -> Iterator[tuple[str, int, config_lib.RunConfig]]:
   # Seed by seed, so that an unfinished demo compares what it can.
-  for seed, scheme in itertools.product(range(options.seeds), SCHEMES):
-    yield scheme, seed, demo_config(scheme, seed, steps=options.steps)
+  for seed in range(options.seeds):
+    for scheme in SCHEMES:
+      yield scheme, seed, demo_config(scheme, seed, steps=options.steps)
+    # How PreNorm's loss falls with steps, for the gain in steps.
+    for part in _PARTS:
+      steps = max(1, options.steps // part)
+      yield SCHEMES[0], seed, demo_config(SCHEMES[0], seed, steps=steps)
 
 
 def _parse_options() -> argparse.Namespace:
@@ -137,7 +155,7 @@ def _parse_options() -> argparse.Namespace:
     "--workdir", default="runs/demo", help="folder to write to"
   )
   parser.add_argument("--seeds", type=int, default=2, help="runs per scheme")
-  parser.add_argument("--steps", type=int, default=640, help="per run")
+  parser.add_argument("--steps", type=int, default=640, help="steps per run")
   parser.add_argument(
     "--prompt", default="def ", help="prompt of the text samples"
   )

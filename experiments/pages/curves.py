@@ -51,14 +51,14 @@ def smooth(values: Sequence[float], share: float = 0.05) -> np.ndarray:
   return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
-def draw(panels: Panels) -> figure_lib.Figure | None:
+def draw(panels: Panels, width: float = 8.4) -> figure_lib.Figure | None:
   """Losses, and below them differences from the baseline, seed by seed.
 
-  None if there is nothing to draw, or too many panels.
+  `width` is in inches. None if there is nothing to draw, or too many panels.
   """
   if not 0 < len(panels) <= _MAX_PANELS:
     return None
-  figure = figure_lib.Figure(figsize=(8.4, 4.6), layout="constrained")
+  figure = figure_lib.Figure(figsize=(width, 4.6), layout="constrained")
   grid = figure.subplots(2, len(panels), squeeze=False, sharex="col")
   handles = {}
   for (upper, lower), (setting, schemes) in zip(grid.T, panels.items()):
@@ -78,10 +78,10 @@ def draw(panels: Panels) -> figure_lib.Figure | None:
       axes.xaxis.set_major_locator(ticker.MaxNLocator(3))
       figures.style(axes)
   grid[0][0].set_ylabel("loss")
-  grid[1][0].set_ylabel("difference from PreNorm")
+  grid[1][0].set_ylabel("minus PreNorm's")
   figure.legend(
     handles.values(), handles.keys(), loc="outside upper left",
-    ncols=max(1, len(handles)), frameon=False,
+    ncols=max(1, min(len(handles), round(width / 2))), frameon=False,
   )  # fmt: skip
   return figure
 

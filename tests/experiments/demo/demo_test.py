@@ -14,6 +14,7 @@ from experiments.demo import inspection
 from experiments.demo import report
 from experiments.demo import results
 from experiments.demo import run as run_lib
+from experiments.demo import step_time
 
 FACTS = {
   "hardware": "an abacus <fast>",
@@ -25,12 +26,27 @@ FACTS = {
   "date": "2026-01-01",
   "corpus": "a text & its words",
 }
-SECONDS = {
-  "prenorm": 0.2,
-  "rescaled": 0.21,
-  "full_attnres": 0.3,
-  "block_attnres": 0.22,
+RATIOS = {
+  "prenorm": (1, 1, 1),
+  "rescaled": (1.05, 1.0, 1.1),
+  "full_attnres": (1.5, 1.4, 1.6),
+  "block_attnres": (1.1, 1.05, 1.2),
 }
+
+
+def step_times(load=0.9):
+  return {
+    scheme: {
+      "step_seconds": f"{0.2 * ratio[0]:.4f}",
+      "step_time_ratio": f"{ratio[0]:.3f}",
+      "step_time_ratio_min": f"{ratio[1]:.3f}",
+      "step_time_ratio_max": f"{ratio[2]:.3f}",
+      "step_load": f"{load:.2f}",
+    }
+    for scheme, ratio in RATIOS.items()
+  }
+
+
 LAST_LOSS = {
   "prenorm": (1.5, 1.6),
   "rescaled": (1.5, 1.6),
@@ -39,14 +55,15 @@ LAST_LOSS = {
 }
 
 
-def make_run(scheme, seed):
-  last = LAST_LOSS[scheme][seed]
+def make_run(scheme, seed, part=1):
+  # PreNorm's loss falls as steps^-0.1.
+  last = LAST_LOSS[scheme][seed] * part**0.1
   row = {
     "scheme": scheme,
     "seed": str(seed),
     "validation_nats_per_token": f"{last:.5f}",
     "validation_bits_per_byte": f"{last / np.log(2):.5f}",
-    "train_tokens": "1000",
+    "train_tokens": str(1000 // part),
     "parameters": "1234567",
     "step_bytes": "50000000",
     "run_seconds": "60",
@@ -56,6 +73,7 @@ def make_run(scheme, seed):
 
 
 def make_look(scheme):
+  whole = {"loss": 1.5, "bits_per_byte": 2.2, "tokens": 4000}
   weights = None
   if scheme.endswith("attnres"):
     rows = np.array([[1, np.nan, np.nan], [0.25, 0.75, np.nan]])
@@ -71,17 +89,23 @@ def make_look(scheme):
     )
   series = np.array([0.1, 0.4])
   magnitudes = analysis.Magnitudes(*[series] * 5, loss=1.5)
-  return inspection.Look(weights, magnitudes, "def ", f"<b>{scheme}</b>\n")
+  return inspection.Look(
+    whole, weights, magnitudes, "def ", f"<b>{scheme}</b>\n"
+  )
 
 
 def all_runs():
   return [make_run(s, seed) for seed in (0, 1) for s in run_lib.SCHEMES]
 
 
-def rows(runs=None):
+def shorter_runs():
+  return [make_run("prenorm", seed, n) for seed in (0, 1) for n in (4, 2)]
+
+
+def rows(runs=None, load=0.9):
   names = ("corpus", "hardware", "python", "jax", "commit")
   facts = {name: FACTS[name] for name in names}
-  return results.rows(runs or all_runs(), SECONDS, facts)
+  return results.rows(runs or all_runs(), step_times(load), facts)
 
 
 def test_schemes_are_compared_seed_by_seed():
@@ -109,24 +133,56 @@ def test_csv_and_markdown_tell_the_same_story(tmp_path):
   cells = [cell.strip() for cell in line.strip("|").split("|")]
   assert cells == [
     "Block AttnRes", "**1.460** (1.420, 1.500)", "\N{MINUS SIGN}0.090",
-    "1.10x", "1,234,567", "50 MB",
+    "unknown", "1.10x (1.05 to 1.20)", "1,234,567", "50 MB",
   ]  # fmt: skip
   assert "commit abcdef" in table
 
 
+def test_steps_that_prenorm_needs():
+  found = results.more_steps(rows(all_runs() + shorter_runs()), "full_attnres")
+  # The mean of ln(1.4 / 1.5) and ln(1.51 / 1.6), over the slope of -0.1.
+  gain = np.mean(np.log([1.5 / 1.4, 1.6 / 1.51])) / 0.1
+  assert found.value == pytest.approx(np.exp(gain) - 1, rel=1e-3)
+  assert found.low < found.value < found.high
+  assert "%" in results.steps_text(found)
+  assert results.more_steps(rows(), "full_attnres") is None
+
+
+def test_times_of_a_busy_machine_are_not_printed():
+  by_scheme = {row["scheme"]: row for row in rows()}
+  assert step_time.busy(by_scheme) == ""
+  busy = rows(load=4.0)
+  assert "load 4.0" in step_time.busy({row["scheme"]: row for row in busy})
+  text = results.markdown(busy)
+  assert "not measured" in text and "1.10x" not in text
+  # Rounds vary by more than the largest ratio differs from 1.
+  noisy = {
+    s: row | {"step_time_ratio_max": "2.3"} for s, row in by_scheme.items()
+  }
+  assert "rounds vary" in step_time.busy(noisy)
+
+
+def test_a_panel_says_what_it_shows():
+  weights = make_look("full_attnres").depth_weights
+  text = report.what(weights, "attention")
+  assert "block 2 gives block 1 1.5 times" in text
+  assert "gives embedding 0.5 times" in text
+
+
 def test_page_is_one_well_formed_file_that_loads_nothing():
-  runs = all_runs()
+  runs = all_runs() + shorter_runs()
   page = report.render(
     config=run_lib.demo_config("prenorm", 0, steps=10),
     runs=runs,
     looks=[make_look(run.scheme) for run in runs],
-    rows=rows(),
+    rows=rows(runs),
     facts=FACTS,
   )
   checker = _Checker()
   checker.feed(page)
   assert not checker.open_tags
-  assert checker.count["svg"] == 3
+  assert checker.count["svg"] == 8
+  assert "PreNorm needs <b>" in page and "100000" not in page
   assert checker.count["tbody"] == 1
   assert not checker.loads
   assert len(checker.ids) == len(set(checker.ids)) > 0
