@@ -6,8 +6,7 @@ or backward through a chunk, is a loop of one or no trip with a name, and the
 schedule says which rank runs which unit at which tick. A unit takes the longer
 of its compute and its memory at peak. A tick takes as long as its slowest rank,
 so that bubble and uneven chunks are included. The head takes equally long on
-all ranks. Transfers are not included: what is sent within a tick is hidden or
-waited for as in any program (`waiting`).
+all ranks. `report` adds the transfers.
 """
 
 import dataclasses

@@ -30,12 +30,7 @@ has `mesh.stage` above 1, or with
 
 which lists the values of `mesh.stage` to try, 1 for no pipeline.
 
-How a step's time is estimated from a compiled program: the larger of compute
-and memory at their peaks, plus the time of what is sent without work beside it;
-at least the time of all that is sent. In a pipeline, every unit of work takes
-the larger of its own two, and every tick as long as its slowest rank, so that
-the bubble counts (`lockstep`). No chip reaches its peaks, so real steps take
-longer; compare plans with each other.
+`report` says how a step's time is estimated. Compare plans with each other.
 """
 
 import argparse
@@ -50,7 +45,6 @@ import jax
 
 from attnres_jax import config as config_lib
 from attnres_jax import data
-from attnres_jax.common import chips
 from attnres_jax.common import command_line
 from attnres_jax.common import plans as plans_lib
 from attnres_jax.common import text_table
@@ -89,7 +83,7 @@ def compiled(
     return row
   devices = topology.devices(slice_name)
   chip = topology.chip(devices[0])
-  seconds = step_seconds(found, chip)
+  seconds = found["step_seconds"]
   tokens = config.data.batch_size * config.data.sequence_length
   hours = config.train.steps * seconds / 3600
   work = found["analytic_flops"] / chip.peak_flops_per_second
@@ -100,18 +94,6 @@ def compiled(
     "hours": hours,
     "chip_hours": hours * _num_chips(devices),
   }
-
-
-def step_seconds(report: Mapping[str, Any], chip: chips.Chip) -> float:
-  """The estimate of the module docstring, from a report."""
-  exposed = sum(
-    row["sent_bytes"] - row["overlapped_bytes"] for row in report["collectives"]
-  )
-  work = max(report["compute_seconds"], report["memory_seconds"])
-  if "lockstep" in report:
-    work = report["lockstep"]["seconds"]
-  exposed_seconds = exposed / chip.link_bytes_per_second
-  return max(work + exposed_seconds, report["link_seconds"])
 
 
 def to_text(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -74,8 +74,8 @@ def _verdict(found) -> str:
   fits = "fits" if found["fits"] else "does not fit"
   return (
     f"{fits}, {found['peak_bytes'] / gib:.1f} of"
-    f" {found['hbm_bytes'] / gib:.0f} GiB, a step takes at least"
-    f" {found['step_seconds']:.3f} s"
+    f" {found['hbm_bytes'] / gib:.0f} GiB,"
+    f" {found['step_seconds']:.3f} s per step by estimate"
   )
 
 

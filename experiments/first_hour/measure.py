@@ -24,7 +24,6 @@ from attnres_jax.common import csv_rows
 from attnres_jax.common import environment
 from attnres_jax.plan import candidates
 from attnres_jax.plan import report as report_lib
-from attnres_jax.plan import search
 from attnres_jax.train import loop
 from attnres_kernels import problems
 from experiments import measure as measure_lib
@@ -325,7 +324,7 @@ def training(short: bool, folder: pathlib.Path) -> Iterator[Row]:
     (best, *_), _ = candidates.plans(config, devices)
     config = best.apply(config)
     report = report_lib.make_report(config, devices)
-    seconds = search.step_seconds(report, chips.CHIPS[devices[0].device_kind])
+    seconds = report["step_seconds"]
     predicted = {"seconds": seconds, "peak_bytes": report["peak_bytes"]}
   workdir = folder / "traced"
   if workdir.exists():  # Of an attempt that was ended.

@@ -132,9 +132,11 @@ def least_bytes(function: Callable[..., Any], arguments: Any) -> int:
 def rates() -> Rates:
   """Of the first device: as published, or measured where unknown."""
   chip = chips.chip_of(jax.devices()[0].device_kind)
-  if chip is not None and chip.hbm_bytes_per_second:
+  if chip is not None and chip.published_hbm_bytes_per_second:
     return Rates(
-      chip.hbm_bytes_per_second, chip.peak_flops_per_second, "published"
+      chip.published_hbm_bytes_per_second,
+      chip.peak_flops_per_second,
+      "published",
     )
   flops = chip.peak_flops_per_second if chip is not None else 0.0
   return Rates(copy_rate(), flops or product_rate(), "measured")

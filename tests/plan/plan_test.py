@@ -10,6 +10,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.common import sharding
 from attnres_jax.models import trunk
 from attnres_jax.plan import candidates
+from attnres_jax.plan import report
 from attnres_jax.plan import search as plan_lib
 from attnres_jax.plan import topology
 from attnres_jax.train import train_state
@@ -209,12 +210,9 @@ def test_time_of_what_is_not_overlapped_is_added():
     topology.chip(topology.devices("v5e:2x2")[0]), link_bytes_per_second=10.0
   )
   work = dict(compute_seconds=3.0, memory_seconds=4.0, link_seconds=5.0)
-  sent = dict(sent_bytes=50.0)
-  for hidden, seconds in ((50.0, 5.0), (40.0, 5.0), (0.0, 9.0)):
-    rows = [sent | dict(overlapped_bytes=hidden)]
-    found = plan_lib.step_seconds(work | dict(collectives=rows), chip)
+  for exposed, seconds in ((0.0, 5.0), (10.0, 5.0), (50.0, 9.0)):
+    found = report.step_seconds(work | dict(exposed_bytes=exposed), chip)
     assert math.isclose(found, seconds)
-  lockstep = dict(lockstep=dict(seconds=20.0))
-  rows = [sent | dict(overlapped_bytes=40.0)]
-  found = plan_lib.step_seconds(work | lockstep | dict(collectives=rows), chip)
+  work |= dict(lockstep=dict(seconds=20.0), exposed_bytes=10.0)
+  found = report.step_seconds(work, chip)
   assert math.isclose(found, 21.0)

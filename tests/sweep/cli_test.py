@@ -98,8 +98,8 @@ def test_preflight_compiles_each_program_once(
   assert len(compiled) == 1, "seeds share their program"
   out = capsys.readouterr().out
   assert out == (
-    f"{runs[0].name} and 2 more: fits, 3.0 of 16 GiB, a step takes at least"
-    " 0.250 s\n"
+    f"{runs[0].name} and 2 more: fits, 3.0 of 16 GiB,"
+    " 0.250 s per step by estimate\n"
   )
   wide = tiny_sweep.write(tmp_path / "wide.py", seeds=(0,))
   wide_runs = grid.load(f"{wide}:width=32")
