@@ -8,7 +8,7 @@ complete. It is a process of its own, because it can only be stopped as one, and
 because XLA reads its flags once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import dataclasses
 import multiprocessing
@@ -56,6 +56,20 @@ def compile_step(
     num_slices: how many of them.
 
   Raises:
+    RunError: see `up_to_schedule`.
+  """
+  return up_to_schedule(_lower_step, config, slice_name, num_slices)
+
+
+def up_to_schedule(lower: Callable[..., Any], *args: Any) -> Schedule:
+  """The schedule of a program.
+
+  Args:
+    lower: a function of a module, which a process of its own calls; returns
+      what is to be compiled, of a function named train_step.
+    *args: of `lower`; have to be pickled.
+
+  Raises:
     RunError: the compiler ended for another reason than memory; its message is
       on stderr.
   """
@@ -63,9 +77,7 @@ def compile_step(
   with tempfile.TemporaryDirectory() as name:
     folder = pathlib.Path(name)
     spawn = multiprocessing.get_context("spawn")
-    process = spawn.Process(
-      target=_compile, args=(config, (slice_name, num_slices), name)
-    )
+    process = spawn.Process(target=_compile, args=(lower, args, name))
     dump = f"--xla_dump_to={name} --xla_dump_hlo_as_text=true"
     with _environment(
       XLA_FLAGS=f"{os.environ.get('XLA_FLAGS', '')} {dump}",
@@ -85,23 +97,26 @@ def compile_step(
     return Schedule(_sugared(text), peak_bytes, "", _since(start))
 
 
-def _compile(
-  config: config_lib.RunConfig, slices: tuple[str, int], name: str
-) -> None:
-  """The work of the process that is stopped."""
-  import jax
-
+def _lower_step(config: config_lib.RunConfig, *slices: Any) -> Any:
   from attnres_jax.common import sharding
   from attnres_jax.plan import topology
   from attnres_jax.train import train_state
 
-  jax.config.update("jax_platforms", "cpu")
   mesh = sharding.make_mesh(config.mesh, topology.devices(*slices))
   program = train_state.make_program(config, mesh)
   step = program.train_step
-  lowered = step.trace(program.abstract_state, program.batch_shapes).lower()
+  return step.trace(program.abstract_state, program.batch_shapes).lower()
+
+
+def _compile(
+  lower: Callable[..., Any], args: tuple[Any, ...], name: str
+) -> None:
+  """The work of the process that is stopped."""
+  import jax
+
+  jax.config.update("jax_platforms", "cpu")
   try:
-    lowered.compile()
+    lower(*args).compile()
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise

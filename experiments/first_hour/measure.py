@@ -27,9 +27,12 @@ from attnres_jax.plan import report as report_lib
 from attnres_jax.train import loop
 from attnres_kernels import problems
 from experiments import measure as measure_lib
+from experiments.cost import compiled as compiled_lib
+from experiments.cost import networks
+from experiments.cost import report as cost_report
+from experiments.cost import run as cost
 from experiments.first_hour import tables
 from experiments.first_hour import timing
-from experiments.step_cost import programs
 
 OK, FAILED, NOT_HERE, BEGUN = "ok", "failed", "not here", "begun"
 FIELDS = (
@@ -142,8 +145,8 @@ def tasks(platform: str, short: bool, folder: pathlib.Path) -> list[Task]:
       used = kernel if platform != "gpu" or operator.on_gpu else "xla"
       shape = operator.short if short else operator.check
       add("checks", f"check {name}, {dtype}", check, name, shape, dtype, used)
-  for sizes in _SHORT_STEPS if short else _STEPS:
-    add("steps", f"steps, {sizes.case}", steps, sizes, 3 if short else 15)
+  for network in _SHORT_STEPS if short else _STEPS:
+    add("steps", f"steps, {network}", steps, network, 3 if short else 15)
   add("training", "planned network", training, short, folder)
   for name, operator in problems.OPERATORS.items():
     used = kernel if platform != "gpu" or operator.on_gpu else "xla"
@@ -240,42 +243,25 @@ def time_operator(
   )  # fmt: skip
 
 
-class Sizes(NamedTuple):
-  """A training step of experiments/step_cost/tpu.py."""
-
-  sublayers: int
-  block: int
-  batch: int
-  tokens: int
-  width: int
-  vocabulary: int = 32768
-  stack: str = "training"
-
-  @property
-  def case(self) -> str:
-    tokens = self.batch * self.tokens
-    return f"d={self.width}, {self.sublayers} sublayers, {tokens} tokens"
+# Networks of experiments/cost.
+_STEPS, _SHORT_STEPS = ("d1024", "d2048"), ("tiny",)
 
 
-_STEPS = tuple(Sizes(*sizes) for sizes in tables.STEPS)
-_SHORT_STEPS = (Sizes(2, 1, 1, 32, 128, 128),)
-
-
-def steps(sizes: Sizes, rounds: int) -> Iterator[Row]:
+def steps(name: str, rounds: int) -> Iterator[Row]:
   """Block and Full over PreNorm in its faster form, timed in turn."""
-  arms = {
-    "prenorm": {}, "prenorm, scanned": {"scan_layers": True},
-    "block, kernels": {}, "full_attnres": {},
-  }  # fmt: skip
-  calls = {}
-  for arm, options in arms.items():
-    scheme = arm.removesuffix(", scanned")
-    step, structs = programs.training(scheme, sizes, **options)
+  arms = "prenorm", "prenorm scan_layers=True", "block_attnres", "full_attnres"
+  network, calls = networks.load(name), {}
+  tokens = network.batch * network.tokens
+  size = f"{cost_report.describe(name)}, {tokens} tokens"
+  for arm in arms:
+    step, structs = compiled_lib.step(network, arm)
     key = jax.random.key(0)
 
     def draw(struct, key=key):
       if jnp.issubdtype(struct.dtype, jnp.integer):
-        return jax.random.randint(key, struct.shape, 0, sizes.vocabulary)
+        return jax.random.randint(
+          key, struct.shape, 0, network.model.vocab_size
+        )
       x = 0.02 * jax.random.normal(key, struct.shape)
       return x.astype(struct.dtype)
 
@@ -286,22 +272,27 @@ def steps(sizes: Sizes, rounds: int) -> Iterator[Row]:
   wall = {
     arm: [one.wall * 1e3 for one in found] for arm, found in times.items()
   }
-  base = min(list(arms)[:2], key=lambda arm: statistics.median(wall[arm]))
+  base = min(arms[:2], key=lambda arm: statistics.median(wall[arm]))
   chip, _ = CHIPS.get(jax.devices()[0].device_kind, ("", 1))
+  known = {
+    one["arm"]: float(one["ms"])
+    for one in cost.PUBLISHED.read()
+    if (one["program"], one["place"], one["network"]) == ("step", chip, name)
+    and one["ms"]
+  }
   for arm, found in wall.items():
-    compiled = tables.step_row(sizes, arm, chip) or {}
+    estimate = known.get(arm, 0.0)
     yield row(
-      "step", sizes.case, arm, unit="ms", measured=statistics.median(found),
-      spread=(min(found), max(found)),
-      estimate=float(compiled.get("estimate_ms") or 0),
+      "step", size, arm, unit="ms", measured=statistics.median(found),
+      spread=(min(found), max(found)), estimate=estimate,
     )  # fmt: skip
     if arm.startswith("prenorm"):
       continue
     ratio = measure_lib.ratios(times[arm], times[base])
     yield row(
-      "step over PreNorm", sizes.case, arm, measured=ratio["ratio"],
+      "step over PreNorm", size, arm, measured=ratio["ratio"],
       spread=(ratio["ratio_min"], ratio["ratio_max"]), limit=1.0,
-      estimate=float(compiled.get("estimate_ratio") or 0),
+      estimate=estimate and estimate / known["prenorm"],
       reason=f"over {base}, {rounds} rounds",
     )  # fmt: skip
 

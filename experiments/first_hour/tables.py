@@ -21,10 +21,6 @@ _ROOT = pathlib.Path(__file__).parents[2]
 DOCUMENT = "kernels/benchmarks/results/README.md"
 CHIPS = "v5e", "v6e", "v5p", "tpu7x"
 
-# Sublayers, block, batch, tokens and width of the compiled training steps.
-STEPS = ((24, 3, 8, 1024, 1024), (32, 4, 8, 1024, 2048))
-# Those of stacks whose sublayers cost nothing.
-_IDENTITY = ((16, 4, 4, 4096, 2048), (32, 8, 4, 4096, 2048))
 _FILES = "tpu_static", "kda_static", "streams_static"
 
 Row = Mapping[str, str]
@@ -50,21 +46,6 @@ def by_kernel() -> dict[tuple[str, str, str], Row]:
     for name in _FILES
     for row in csv_rows.read(folder / f"{name}.csv")
   }
-
-
-def step_row(
-  sizes: Sequence[Any], arm: str, chip: str, stack: str = "training"
-) -> Row | None:
-  """The compiled row of a step of experiments/step_cost, if there is one."""
-  sublayers, block, batch, tokens, width = sizes[:5]
-  wanted = {
-    "stack": stack, "chip": chip, "arm": arm, "sublayers": str(sublayers),
-    "block": str(block), "tokens": str(batch * tokens), "width": str(width),
-  }  # fmt: skip
-  for row in csv_rows.read(_ROOT / "experiments/step_cost/tpu.csv"):
-    if wanted.items() <= row.items():
-      return row
-  return None
 
 
 def of_depth(_: readme.Rows = ()) -> str:
@@ -107,71 +88,6 @@ def of_heads(_: readme.Rows = ()) -> str:
     "R = 64",
   )  # fmt: skip
   return _with_origin(readme.table(header, lines), used)
-
-
-def of_training(_: readme.Rows = ()) -> str:
-  """Training steps with Block and with PreNorm, against the aims."""
-  lines: list[list[str]] = []
-  used: list[Row | None] = []
-  for sizes in STEPS:
-    sublayers, width = sizes[0], sizes[4]
-    for chip in "v5p", "v6e":
-      base, block = (
-        step_row(sizes, arm, chip) for arm in ("prenorm", "block, kernels")
-      )
-      assert base and block
-      used += [base, block]
-      for column, unit, allowed in (
-        ("estimate_ms", "ms", 1.03), ("bytes_GB", "GB", 1.05),
-        ("peak_GiB", "GiB", 1.05),
-      ):  # fmt: skip
-        if not block[column] or not base[column]:
-          continue
-        least, found = float(base[column]), float(block[column])
-        missed = found - allowed * least
-        ratio = f"{found / least:.3f}, {_signed(found - least)}"
-        lines.append([
-          f"d={width}, {sublayers} sublayers, {chip}",
-          unit,
-          base[column],
-          f"{block[column]} ({ratio})",
-          f"{allowed * least:.2f} ({allowed})",
-          f"{missed:.2f}" if missed > 0 else "met",
-        ])  # fmt: skip
-  header = "model, chip", "", "PreNorm", "Block", "aim", "missed by"
-  return _with_origin(_merged(header, lines), used)
-
-
-def of_identity(_: readme.Rows = ()) -> str:
-  """Stacks of identity sublayers."""
-  names = {
-    "prenorm": "PreNorm",
-    "block, plain JAX": "Block AttnRes, plain JAX",
-    "block, kernels": "Block AttnRes, kernels",
-  }
-  lines: list[list[str]] = []
-  used: list[Row | None] = []
-  for sizes in _IDENTITY:
-    for chip in "v5p", "v6e":
-      for arm, name in names.items():
-        row = step_row(sizes, arm, chip, "identity")
-        if row is None:
-          continue
-        used.append(row)
-        cells = [
-          f"{row[column]} ({row[ratio]})"
-          for column, ratio in (
-            ("bytes_GB", "bytes_ratio"), ("estimate_ms", "estimate_ratio"),
-            ("peak_GiB", "peak_ratio"),
-          )
-        ]  # fmt: skip
-        stack = f"{sizes[0]} in blocks of {sizes[1]}, {chip}"
-        lines.append([stack, name, *cells])
-  header = (
-    "sublayers, chip", "arm", "GB (ratio)", "estimate, ms (ratio)",
-    "peak, GiB (ratio)",
-  )  # fmt: skip
-  return _with_origin(_merged(header, lines), used)
 
 
 def of_kda(_: readme.Rows = ()) -> str:
@@ -219,8 +135,6 @@ PLACES = {
   "static": of_depth,
   "heads": of_heads,
   "streams": of_streams,
-  "identity": of_identity,
-  "training": of_training,
   "kda": of_kda,
 }
 
@@ -241,10 +155,6 @@ def _name(kernel: str) -> str:
 
 def _row(kernel: str, chip: str, shape: Any) -> Row | None:
   return by_kernel().get((kernel, chip, str(shape)))
-
-
-def _signed(value: float) -> str:
-  return f"{value:+.2f}".replace("-", "\u2212")
 
 
 def _ratio(row: Row | None) -> str:

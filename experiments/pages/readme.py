@@ -88,3 +88,23 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
   """A Markdown table."""
   lines = [header, ["---"] * len(header), *rows]
   return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def origin(rows: Rows) -> str:
+  """Where rows come from: all machines, versions and commits, a sentence."""
+
+  def each(column: str) -> str:
+    known = (str(row.get(column) or "") for row in rows)
+    return ", ".join(filter(None, dict.fromkeys(known)))
+
+  named = (
+    ("hardware", ""), ("python", "Python "), ("jax", "jax "),
+    ("libtpu", "libtpu "), ("torch", "PyTorch "), ("commit", "commit "),
+  )  # fmt: skip
+  parts = [f"{word}{each(column)}" for column, word in named if each(column)]
+  return "; ".join(parts) + "."
+
+
+def with_origin(text: str, rows: Rows) -> str:
+  """A table, and where its rows come from."""
+  return f"{text}\n\n{origin(rows)}"

@@ -19,7 +19,7 @@ from experiments.pages import variants
 from experiments.residual_zoo import config
 
 Row = Mapping[str, str]
-_TIMES = pathlib.Path(__file__).absolute().with_name("times.csv")
+_COSTS = pathlib.Path(__file__).absolute().parents[1] / "cost/results.csv"
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -83,9 +83,10 @@ def _step_bytes(rows: Sequence[Row]) -> dict[str, int]:
 def _times() -> dict[str, str]:
   """Forward and backward pass of each variant over PreNorm's."""
   return {
-    config.NAMES[row["scheme"]]: f"{float(row['cpu_ratio']):.2f}"
-    for row in csv_rows.read(_TIMES)
-    if row["measure"] == "forward_backward" and row["scheme"] in config.NAMES
+    config.NAMES[row["arm"]]: f"{float(row['cpu_ratio']):.2f}"
+    for row in csv_rows.read(_COSTS)
+    if (row["program"], row["network"]) == ("forward_backward", "paired")
+    and row["arm"] in config.NAMES
   }
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from attnres_jax.plan import topology
 from attnres_kernels import problems
-from experiments.first_hour import measure
+from experiments.cost import compiled as compiled_lib
+from experiments.cost import networks
 from experiments.first_hour import timing
-from experiments.step_cost import programs
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("libtpu")]
 
@@ -52,13 +52,9 @@ def test_operators_stay_in_their_loop(name):
   assert "tpu_custom_call" not in text.partition("ENTRY")[2]
 
 
-@pytest.mark.parametrize("arm", ["prenorm", "block, kernels"])
+@pytest.mark.parametrize("arm", ["prenorm", "block_attnres"])
 def test_steps(arm):
-  sizes = measure.Sizes(4, 2, 2, 256, 256, 512)
-  text = compiled(*_program(arm, sizes))
+  network = networks.load("short")._replace(batch=2, tokens=256)
+  step, structs = compiled_lib.step(network, arm)
+  text = compiled(step, *structs)
   assert ("depth_attention_backward" in text) == (arm != "prenorm")
-
-
-def _program(arm, sizes):
-  step, structs = programs.training(arm, sizes)
-  return step, *structs

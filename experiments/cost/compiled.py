@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The programs of whole networks, compiled for TPUs that are not there.
+
+`step` is the gradient of a transformer's loss, `identity` both passes of a
+stack whose sublayers cost nothing, so that only the residual scheme and the
+norms do; `decode` and `prefill` are the engine's programs; `experts` is one
+sublayer of them.
+
+GB is what the instructions of the compiled program read from and write to
+memory. An update in place counts its new part only, weights of a layer that are
+cut out of a stack count that layer only, and the body of a loop counts as often
+as it runs. The estimate is the compiler's cycles for its own instructions. It
+has none for Pallas kernels, which count their bytes over the bandwidth. In
+`decode` and `prefill`, where the start of a kernel is most of its time, a
+kernel also counts the time of the compiler's smallest fusions, 1.21 us, and the
+bytes of all its operands, even of those that are on the core.
+"""
+
+import collections
+import functools
+import re
+from typing import Any, NamedTuple
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from attnres_jax import config as config_lib
+from attnres_jax.common import chips
+from attnres_jax.common import scopes
+from attnres_jax.common import sharding
+from attnres_jax.inference import programs
+from attnres_jax.models import loss as loss_lib
+from attnres_jax.models import residuals
+from attnres_jax.models.residuals import base
+from attnres_jax.plan import attribution
+from attnres_jax.plan import hlo
+from attnres_jax.plan import schedule
+from attnres_jax.plan import topology
+import attnres_kernels
+from experiments.cost import experts
+from experiments.cost import networks
+
+TOPOLOGY = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+# What the compiler estimates for the smallest fusions on all three chips, which
+# is 1817 cycles on v5e and 2116 on the others.
+START_SECONDS = 1.21e-6
+# Smaller collectives are those of the head and of drawing a token.
+_LEAST_SENT = 2**20
+
+
+class Case(NamedTuple):
+  """A program to compile.
+
+  Attributes:
+    program: "step", "identity", "decode", "prefill", or a pass of `experts`.
+    place: a chip, or a slice whose devices share a prompt.
+    network: of `networks.load`.
+    arm: of the network.
+    batch: rows.
+    tokens: of each row; for `decode` those of a full cache.
+    cached: of a prompt, before these tokens.
+    length: of its cache; 0 for `cached` and `tokens` together.
+  """
+
+  program: str
+  place: str
+  network: str
+  arm: str
+  batch: int
+  tokens: int
+  cached: int = 0
+  length: int = 0
+
+
+def measure(case: Case) -> dict[str, Any]:
+  """The columns of a row; nearly none if it does not fit."""
+  traced, devices = trace(case)
+  chip = topology.chip(devices[0])
+  least = _least(case)
+  try:
+    compiled = traced.lower().compile()
+  except jax.errors.JaxRuntimeError as error:
+    if "RESOURCE_EXHAUSTED" not in str(error):
+      raise
+    return least | {"peak_GiB": "does not fit"}
+  memory = compiled.memory_analysis()
+  peak = memory.argument_size_in_bytes + memory.output_size_in_bytes
+  peak += memory.temp_size_in_bytes - memory.alias_size_in_bytes
+  program = hlo.Program(compiled.as_text())
+  serves = case.program in ("decode", "prefill")
+  total, depth = costs(program, chip, START_SECONDS if serves else None)
+  row = least | {
+    "GB": f"{total.nbytes / 1e9:.5g}",
+    "ms": f"{total.seconds * 1e3:.5g}",
+    "depth_ms": f"{depth.seconds * 1e3:.4g}",
+    "peak_GiB": f"{peak / 2**30:.2f}",
+    "temporary_GB": f"{memory.temp_size_in_bytes / 1e9:.3f}",
+  }
+  if case.program.startswith("experts"):
+    row |= _arithmetic(case, program.flops(), chip)
+  if len(devices) > 1:
+    row["collectives"] = _collectives(program)
+  return row
+
+
+def count(case: Case) -> dict[str, Any]:
+  """Bytes and memory of the program before machine code is generated."""
+  found = schedule.up_to_schedule(_lower, case)
+  if found.reason:
+    return {"peak_GiB": "does not fit"}
+  return {
+    "GB": f"{hlo.Program(found.text).hbm_bytes() / 1e9:.5g}",
+    "peak_GiB": f"{found.peak_bytes / 2**30:.2f}",
+  }
+
+
+def _lower(case: Case) -> Any:
+  traced, _ = trace(case)
+  return traced.lower()
+
+
+def trace(case: Case) -> tuple[Any, list[Any]]:
+  """The traced program, and the devices that it is for."""
+  network = networks.load(case.network)
+  slice_name = TOPOLOGY.get(case.place, case.place)
+  devices = list(topology.devices(slice_name))
+  if case.place in TOPOLOGY:
+    devices = devices[:1]
+  if case.program in ("decode", "prefill"):
+    sizes = config_lib.MeshConfig(data=1, tensor=len(devices))
+    mesh = sharding.make_mesh(sizes, devices)
+    model = networks.abstract(network, case.arm)
+    if case.program == "decode":
+      return programs.trace_next(model, mesh, case.batch, case.tokens), devices
+    length = case.length or case.cached + case.tokens
+    traced = programs.trace_extend(
+      model, mesh, case.tokens, case.cached, length
+    )
+    return traced, devices
+  network = network._replace(batch=case.batch, tokens=case.tokens)
+  if case.program == "step":
+    function, arguments = step(network, case.arm)
+  elif case.program == "identity":
+    function, arguments = identity(network, case.arm)
+  else:
+    function, arguments = _experts(network, case.arm, case.program)
+  place = jax.sharding.SingleDeviceSharding(devices[0])
+  arguments = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments
+  )
+
+  def train_step(*arguments):  # The name that `schedule` looks for.
+    return function(*arguments)
+
+  return jax.jit(train_step).trace(*arguments), devices
+
+
+def step(network: networks.Network, arm: str) -> tuple[Any, tuple]:
+  """The gradient of a transformer's loss; and its arguments, as shapes."""
+  model = networks.abstract(network, arm)
+  tokens_BT = jax.ShapeDtypeStruct((network.batch, network.tokens), jnp.int32)
+
+  def loss(model, tokens_BT, target_BT):
+    sums = loss_lib.cross_entropy(
+      model.hidden(tokens_BT),
+      model.embedding.head_DV(),
+      target_BT,
+      jnp.ones(tokens_BT.shape, jnp.float32),
+    )
+    return sums.total / tokens_BT.size
+
+  return jax.value_and_grad(loss), (model, tokens_BT, tokens_BT)
+
+
+def identity(network: networks.Network, arm: str) -> tuple[Any, tuple]:
+  """A stack whose sublayers cost nothing, both passes; and its arguments.
+
+  The arm "block_attnres plain" has the plain form of the operators.
+  """
+  model = network.model
+  sublayers, width = model.num_sublayers, model.width
+  block = model.residual.sublayers_per_block(sublayers)
+
+  def both(x, query, gain, cotangent):
+    stack = functools.partial(_stack, arm, sublayers, block)
+    out, vjp = jax.vjp(stack, x, query, gain)
+    return out, vjp(cotangent)
+
+  shape = network.batch, network.tokens, width
+  wide = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+  row = jax.ShapeDtypeStruct((sublayers + 1, width), jnp.float32)
+  return both, (wide, row, row, wide)
+
+
+def _stack(arm, sublayers, block, x, query, gain):
+  # An identity that the compiler can neither see through nor fuse across, like
+  # the matrix products of a real sublayer.
+  def sublayer(h):
+    return jax.lax.optimization_barrier(h)
+
+  if arm == "prenorm":
+    for l in range(sublayers):
+      x = x + sublayer(_rms_norm(x, gain[l]))
+    return _rms_norm(x, gain[sublayers])
+
+  implementation = "xla" if arm.endswith(" plain") else "pallas_tpu"
+  attend = functools.partial(
+    attnres_kernels.depth_attention, implementation=implementation
+  )
+  merge = functools.partial(
+    attnres_kernels.depth_merge_norm, implementation=implementation
+  )
+  sources = [x]
+  for start in range(0, sublayers, block):
+    stop = min(start + block, sublayers)
+    out, lse = attend(query[start:stop], sources)
+    out, lse = (
+      [y[0] for y in jax.lax.split(z, [1] * (stop - start))] for z in (out, lse)
+    )
+    partial = sublayer(_rms_norm(out[0], gain[start]))
+    for i in range(1, stop - start):
+      l = start + i
+      h = merge(out[i], lse[i], query[l], partial, gain[l])
+      partial += sublayer(h)
+    sources.append(partial)
+  out, _ = attend(query[sublayers:], sources)
+  return _rms_norm(out[0], gain[sublayers])
+
+
+def _rms_norm(x, gain):
+  wide = x.astype(jnp.float32)
+  square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+  return (wide * jax.lax.rsqrt(square + 1e-6) * gain).astype(x.dtype)
+
+
+def _experts(network, form, program):
+  x_BTD = jax.ShapeDtypeStruct(
+    (1, network.tokens, network.model.width), network.model.dtype
+  )
+  module = jax.eval_shape(lambda: experts.build(network))
+  return experts.passes(form)[program], (module, x_BTD)
+
+
+class Cost(NamedTuple):
+  """Of a step, or of a part of it."""
+
+  nbytes: float
+  seconds: float
+  kernels: int
+
+
+def costs(
+  program: hlo.Program, chip: chips.Chip, start_seconds: float | None
+) -> tuple[Cost, Cost]:
+  """The cost of all instructions, and of those of depth attention.
+
+  Args:
+    program: compiled.
+    chip: for which it was.
+    start_seconds: of a kernel, which then also counts all operands; None for
+      the bytes of kernels alone.
+  """
+  found = {True: [0.0, 0.0, 0], False: [0.0, 0.0, 0]}
+  owners = attribution.owners(program)
+  for count, instruction, nbytes in program.instructions():
+    seconds, kernels = 0.0, 0
+    cycles = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
+    if cycles:
+      seconds = int(cycles[1]) / chip.clock_hz
+    elif "tpu_custom_call" in instruction.attributes:
+      moved = nbytes
+      if start_seconds is not None:
+        moved = _operand_bytes(program, instruction)
+      kernels = 1
+      seconds = (start_seconds or 0.0) + moved / chip.hbm_bytes_per_second
+    part = found[owners[instruction.place] == scopes.RESIDUAL]
+    for i, value in enumerate((nbytes, seconds, kernels)):
+      part[i] += count * value
+  total = [sum(both) for both in zip(*found.values())]
+  return Cost(*total), Cost(*found[True])
+
+
+def _operand_bytes(program: hlo.Program, instruction: hlo.Instruction) -> float:
+  """Of all operands and results, wherever they are."""
+  known = program.computations[instruction.place[0]]
+  arrays = list(instruction.arrays)
+  for name in instruction.operands:
+    arrays += known[name].arrays if name in known else ()
+  return sum(array.nbytes for array in arrays)
+
+
+def _least(case: Case) -> dict[str, Any]:
+  """Of serving: weights once with the cache, or the blocks of a prompt."""
+  if case.program not in ("decode", "prefill"):
+    return {}
+  network = networks.load(case.network)
+  if case.length:
+    devices = len(topology.devices(case.place))
+    config = networks.with_arm(network, case.arm)
+    nbytes = _block_bytes(config, -(-case.tokens // devices))
+    return {"blocks_GB": f"{nbytes / 1e9:.3f}"}
+  model = networks.abstract(network, case.arm)
+  config = model.config
+  weights = sum(
+    leaf.size * (2 if leaf.ndim > 1 else 4)
+    for leaf in jax.tree.leaves((model.sublayers, model.embedding.head))
+  )
+  entries = 2 * config.num_layers * config.kv_heads * config.head_size
+  cache = 2 * entries * case.batch * case.tokens
+  return {"least_GB": f"{(weights + cache) / 1e9:.4f}"}
+
+
+def _block_bytes(config: config_lib.ModelConfig, tokens: int) -> int:
+  """Bytes of all completed blocks of so many tokens, but the embedding."""
+
+  def blocks() -> Any:
+    residual = residuals.build_residual(config, rngs=nnx.Rngs(params=0))
+    x_BTD = jnp.zeros((1, tokens, config.width), config.dtype)
+    run = base.run_through(residual, x_BTD, lambda l, carry, slot: x_BTD)
+    return residual.take_apart(run)[0]
+
+  _, *completed = jax.eval_shape(blocks) or (None,)
+  return sum(block.size * block.dtype.itemsize for block in completed)
+
+
+def _collectives(program: hlo.Program) -> str:
+  """Their number by kind, of activations."""
+  found: collections.Counter[str] = collections.Counter()
+  for one in program.collectives():
+    if max((array.nbytes for array in one.arrays), default=0) > _LEAST_SENT:
+      found[one.kind] += round(one.count)
+  return ", ".join(f"{count} {kind}" for kind, count in sorted(found.items()))
+
+
+def _arithmetic(case: Case, flops: float, chip: chips.Chip) -> dict[str, Any]:
+  """Products over those of the chosen experts, and their time at peak."""
+  model = networks.load(case.network).model
+  moe = model.moe
+  chosen = (moe.top_k + moe.num_shared) * 3 * moe.expert_width
+  useful = 2 * case.tokens * model.width * (chosen + moe.num_experts)
+  if case.program.endswith("backward"):
+    useful *= 3
+  return {
+    "flops_ratio": f"{flops / useful:.3f}",
+    "matrix_ms": f"{flops / chip.peak_flops_per_second * 1e3:.2f}",
+  }

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Networks whose cost is measured, and arms: one network in several forms.
+
+An arm is a residual scheme with options, each a field of the model, of
+`model.residual` or of `model.residual.read`: "prenorm scan_layers=False",
+"block_attnres heads=16 depth_loop=scan". Two options are no fields:
+"norms=kernel" makes every norm an operator of its own, and "layers=separate"
+keeps each layer in arrays of its own, as the engine does on CPUs.
+"""
+
+import ast
+from collections.abc import Callable, Mapping
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+from flax import nnx
+import jax
+
+from attnres_jax import config as config_lib
+from attnres_jax import models
+from attnres_jax.models import layer_stacks
+from attnres_jax.models import norm as norm_lib
+
+_Model = config_lib.ModelConfig
+
+
+class Network(NamedTuple):
+  """A network without its residual scheme, and a batch for it."""
+
+  model: config_lib.ModelConfig
+  batch: int = 1
+  tokens: int = 1
+
+
+def _of(spec: str, batch: int = 0, **fields: Any) -> Network:
+  """The network of a config file, and its batch unless one is given."""
+  config = config_lib.load_config(
+    spec, {f"model.{name}": value for name, value in fields.items()}
+  )
+  data = config.data
+  return Network(config.model, batch or data.batch_size, data.sequence_length)
+
+
+def _dense(
+  width: int,
+  layers: int,
+  blocks: int,
+  batch: int = 1,
+  tokens: int = 1,
+  **fields: Any,
+) -> Network:
+  """A bfloat16 decoder outside of scans, with `blocks` depth blocks."""
+  residual = config_lib.ResidualConfig(num_blocks=blocks)
+  fields = {
+    "vocab_size": 32768, "num_heads": width // 128, "dtype": "bfloat16",
+    "scan_layers": False, "residual": residual,
+  } | fields  # fmt: skip
+  return Network(
+    _Model(width=width, num_layers=layers, **fields), batch, tokens
+  )
+
+
+def _moe(width: int, expert_width: int, experts: int, **fields: Any) -> Network:
+  """One sublayer of experts, eight of which every token takes."""
+  moe = config_lib.MoeConfig(
+    num_experts=experts, top_k=8, expert_width=expert_width,
+    num_shared=fields.pop("num_shared", 1),
+  )  # fmt: skip
+  return Network(_Model(width=width, num_layers=1, moe=moe, **fields))
+
+
+def _llama(width: int, layers: int, mlp_width: int, vocab_size: int) -> Network:
+  """What transformers can run, too."""
+  return _dense(
+    width, layers, 1, vocab_size=vocab_size, num_heads=width // 64,
+    mlp_width=mlp_width, mixers=("attention",), rope_theta=10000.0,
+    dtype="float32", scan_layers=True,
+    residual=config_lib.ResidualConfig("prenorm"),
+  )  # fmt: skip
+
+
+NETWORKS: Mapping[str, Callable[[], Network]] = {
+  "demo": functools.partial(_of, "configs/lm.py:size=tiny"),
+  "large": functools.partial(_of, "configs/lm.py:size=small", 2),
+  "paired": functools.partial(_of, "configs/paired.py:scale=laptop"),
+  "tiny": functools.partial(_dense, 128, 1, 1, 1, 32, vocab_size=128),
+  "d1024": functools.partial(_dense, 1024, 12, 8, 8, 1024),
+  "d2048": functools.partial(_dense, 2048, 16, 8, 8, 1024),
+  "short": functools.partial(_dense, 2048, 2, 2, 4, 4096),
+  "stack16": functools.partial(_dense, 2048, 8, 4, 4, 4096),
+  "stack32": functools.partial(_dense, 2048, 16, 4, 4, 4096),
+  # Grouped queries, since caches of all heads would not fit.
+  "served": functools.partial(
+    _dense, 2048, 12, 8, num_kv_heads=4, mlp_width=5504
+  ),
+  "served_here": functools.partial(
+    _dense, 256, 4, 4, vocab_size=4096, num_heads=4, mlp_width=688,
+    dtype="float32", scan_layers=True,
+  ),
+  "512-bytes": functools.partial(_llama, 512, 8, 1408, 256),
+  "512-32k": functools.partial(_llama, 512, 8, 1408, 32000),
+  "1024-bytes": functools.partial(_llama, 1024, 16, 2816, 256),
+  # The width and the blocks of the paper's example of a long prompt (section
+  # 4.2), with narrow sublayers: blocks are most of its memory.
+  "paper": functools.partial(
+    _dense, 7168, 16, 8, vocab_size=1024, num_heads=8, head_width=128,
+    mlp_width=1024, scan_layers=True,
+  ),
+  # The first layers of the 48B network have all kinds of its sublayers.
+  "48b": functools.partial(
+    _of, "configs/kimi_linear.py:size=48b", 1, num_layers=4
+  ),
+  "experts": functools.partial(
+    _moe, 2304, 1024, 256, num_heads=32, dtype="bfloat16"
+  ),
+  "experts64": functools.partial(_moe, 256, 128, 64, num_shared=0),
+  "experts256": functools.partial(_moe, 256, 128, 256, num_shared=0),
+}  # fmt: skip
+
+
+def load(name: str) -> Network:
+  """A network by its name, or that of a config (FILE:ARGUMENTS).
+
+  Raises:
+    ConfigError: there is no such network.
+  """
+  if ".py" in name:
+    return _of(name)
+  return config_lib.choose("--network", name, NETWORKS)()
+
+
+def with_arm(network: Network, arm: str) -> config_lib.ModelConfig:
+  """The model of an arm.
+
+  Raises:
+    ConfigError: no model has such an option.
+  """
+  scheme, options = _parsed(arm)
+  model = network.model
+  own = {"name": scheme} | _taken(options, config_lib.ResidualConfig)
+  read = _taken(options, config_lib.DepthReadConfig)
+  if read:
+    own["read"] = dataclasses.replace(model.residual.read, **read)
+  residual = dataclasses.replace(model.residual, **own)
+  fields = _taken(options, _Model)
+  for name in options.keys() - {"norms", "layers"}:
+    config_lib.fail_argument("--arms", arm, f"no option {name}")
+  return dataclasses.replace(model, residual=residual, **fields)
+
+
+def build(network: Network, arm: str) -> models.Transformer:
+  """The network of an arm; its arrays are abstract within `jax.eval_shape`."""
+  options = _parsed(arm)[1]
+  model = models.build_model(with_arm(network, arm))
+  if options.get("layers") == "separate":
+    model.sublayers = layer_stacks.separated(model.sublayers)
+  if options.get("norms") == "kernel":
+    for _, module in nnx.iter_modules(model):
+      if type(module) is norm_lib.RMSNorm:
+        module.__class__ = _KernelNorm
+  return model
+
+
+def abstract(network: Network, arm: str) -> models.Transformer:
+  """The same, with shapes in place of arrays."""
+  return jax.eval_shape(lambda: build(network, arm))
+
+
+class _KernelNorm(norm_lib.RMSNorm):
+  """A norm that is never part of a matrix product."""
+
+  def __call__(self, x):
+    return self.in_one_pass(x)
+
+
+def _parsed(arm: str) -> tuple[str, dict[str, Any]]:
+  """The scheme, and the values of its options."""
+  scheme, *options = arm.split()
+  fields: dict[str, Any] = {}
+  for option in options:
+    name, _, text = option.partition("=")
+    try:
+      fields[name] = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+      fields[name] = text  # A word.
+  return scheme, fields
+
+
+def _taken(fields: dict[str, Any], kind: Any) -> dict[str, Any]:
+  """Removes the options of a kind of config, and returns them."""
+  own = fields.keys() & kind.__dataclass_fields__
+  return {name: fields.pop(name) for name in own}

@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of `cost`, from its rows."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from attnres_jax.analysis import figures
+from experiments.cost import networks
+from experiments.pages import readme as readme_lib
+
+Row = Mapping[str, str]
+
+KEYS = (
+  "program", "place", "network", "arm", "batch", "tokens", "cached",
+)  # fmt: skip
+COLUMNS = (
+  *KEYS, "baseline", "ratio", "ratio_min", "ratio_max", "cpu_ratio", "seconds",
+  "cpu_seconds", "GB", "least_GB", "ms", "depth_ms", "peak_GiB",
+  "temporary_GB", "blocks_GB", "collectives", "flops_ratio", "matrix_ms",
+  "printed", "reads", "writes", "hardware", "system", "python", "jax", "flax",
+  "libtpu", "torch", "commit", "date",
+)  # fmt: skip
+_PLACE = tuple(name for name in KEYS if name != "arm")
+_HERE, _COUNTED = "here", "counted"
+_IN_TORCH = " in torch"
+# Networks whose rows other experiments show.
+_ELSEWHERE = ("paired",)
+_WORDS = {
+  "scan_layers=False": "unrolled",
+  "form=one_softmax": "one softmax per sublayer",
+  "depth_loop=scan": "a scan over depth",
+  "layers=separate": "separate layers",
+  "plain": "plain JAX",
+  "stream_dtype=bfloat16": "streams in bfloat16",
+  "value_query=True": "a query of its own for each mixer's values",
+}
+_FORMS = {
+  "grouped": "rows sorted by expert", "ragged_dot": "`jax.lax.ragged_dot`",
+  "dense": "every expert for every token, then a mask",
+}  # fmt: skip
+# What a training step with Block may take, as multiples of PreNorm's.
+_AIMS = {"ms": ("ms", 1.03), "GB": ("GB", 1.05), "peak_GiB": ("GiB", 1.05)}
+_SHOWN = ("GB", "ms", "peak_GiB")
+
+
+def key(row: Row) -> tuple[str, ...]:
+  """What distinguishes a row from others."""
+  return tuple(str(row.get(name, "")) for name in KEYS)
+
+
+def label(arm: str) -> str:
+  """Of an arm, in tables."""
+  plain = arm.removesuffix(_IN_TORCH)
+  scheme, *options = plain.split()
+  words = [_FORMS.get(scheme) or figures.name_of(scheme)]
+  words += [
+    _WORDS.get(one, one.replace("heads=", "heads: ")) for one in options
+  ]
+  return ", ".join(words) + (", in PyTorch" if plain != arm else "")
+
+
+def describe(name: str) -> str:
+  """The size of a network."""
+  model = networks.load(name).model
+  text = f"d={model.width}, {model.num_sublayers} sublayers"
+  if name.startswith("stack"):
+    block = model.residual.sublayers_per_block(model.num_sublayers)
+    text += f" in blocks of {block}"
+  return text
+
+
+def timed(
+  rows: Sequence[Row], programs: Mapping[str, str], torch: bool = False
+) -> str:
+  """Ratios with their ranges: a line per arm, a column per program.
+
+  Args:
+    rows: all of them.
+    programs: those that are shown, with their headings.
+    torch: whether to show what ran beside PyTorch, or what did not.
+  """
+  shown = [
+    row
+    for row in rows
+    if row["place"] == _HERE
+    and row["program"] in programs
+    and row["network"] not in _ELSEWHERE
+    and row["baseline"].endswith(_IN_TORCH) == torch
+  ]
+  lines: dict[tuple[str, ...], dict[str, str]] = {}
+  for row in shown:
+    where = row["network"], row["batch"], row["tokens"], label(row["arm"])
+    lines.setdefault(where, {})[row["program"]] = _cell(row)
+  header = ("network", "rows", "tokens", "arm", *programs.values())
+  table = [
+    [*where, *(cells.get(name, "") for name in programs)]
+    for where, cells in lines.items()
+  ]
+  return readme_lib.with_origin(readme_lib.table(header, table), shown)
+
+
+def steps(rows: Sequence[Row]) -> str:
+  """Passes, and the time to compile a training step."""
+  return timed(
+    rows,
+    {
+      "forward": "forward",
+      "forward_backward": "forward + backward",
+      "compile": "compiling the training step",
+    },
+  )
+
+
+def beside_torch(rows: Sequence[Row]) -> str:
+  """Ours and PyTorch's."""
+  programs = {
+    "gradient": "loss and gradient", "prefill": "first token",
+    "decode": "each token after it",
+  }  # fmt: skip
+  return timed(rows, programs, torch=True)
+
+
+def decoding(rows: Sequence[Row]) -> str:
+  """Serving, timed here."""
+  programs = {
+    "decode": "decode", "recompute": "without caches", "prefill": "prefill",
+  }  # fmt: skip
+  return timed(rows, programs)
+
+
+def routed(rows: Sequence[Row]) -> str:
+  """Experts, timed here."""
+  return timed(
+    rows,
+    {
+      "experts forward": "forward",
+      "experts forward_backward": "forward + backward",
+    },
+  )
+
+
+def compiled(rows: Sequence[Row], *programs: str) -> str:
+  """Bytes, estimate and memory of compiled programs, and ratios to PreNorm."""
+  shown = _compiled(rows, *programs)
+  base = {_where(row): row for row in shown if row["arm"] == "prenorm"}
+  serves = any(row["least_GB"] for row in shown)
+  lines = []
+  for row in shown:
+    name = row["program"] if serves else describe(row["network"])
+    where = [name, row["place"], row["batch"], row["tokens"]]
+    cells = [_over(row, base.get(_where(row)), name) for name in _SHOWN]
+    if serves:
+      cells[1:1] = [row["least_GB"]]
+      cells.append(_share(row))
+    lines.append([*where, label(row["arm"]), *cells])
+  header = [
+    "program" if serves else "network", "chip", "rows", "tokens", "arm",
+    "GB (ratio)", "estimate, ms (ratio)", "peak, GiB (ratio)",
+  ]  # fmt: skip
+  if serves:
+    header[6:6] = ["least GB"]
+    header.append("depth reads")
+  return readme_lib.with_origin(readme_lib.table(header, lines), shown)
+
+
+def compiled_steps(rows: Sequence[Row]) -> str:
+  """Training steps."""
+  return compiled(rows, "step")
+
+
+def stacks(rows: Sequence[Row]) -> str:
+  """Stacks whose sublayers cost nothing."""
+  return compiled(rows, "identity")
+
+
+def served(rows: Sequence[Row]) -> str:
+  """The engine's programs on one chip."""
+  return compiled(rows, "decode", "prefill")
+
+
+def aims(rows: Sequence[Row]) -> str:
+  """Training steps with Block and with PreNorm, against the aims."""
+  found = {key(row): row for row in _compiled(rows, "step")}
+  lines, used = [], []
+  for row in found.values():
+    base = found.get(key({**row, "arm": "prenorm"}))
+    if row["arm"] != "block_attnres" or not row["ms"] or base is None:
+      continue
+    used += [base, row]
+    for i, (column, (unit, allowed)) in enumerate(_AIMS.items()):
+      least, value = float(base[column]), float(row[column])
+      missed = value - allowed * least
+      lines.append([
+        "" if i else f"{describe(row['network'])}, {row['place']}",
+        unit, f"{least:.2f}",
+        f"{value:.2f} ({value / least:.3f})",
+        f"{allowed * least:.2f} ({allowed})",
+        f"{missed:.2f}" if missed > 0 else "met",
+      ])  # fmt: skip
+  header = ("model, chip", "", "PreNorm", "Block", "aim", "missed by")
+  return readme_lib.with_origin(readme_lib.table(header, lines), used)
+
+
+def latency(rows: Sequence[Row]) -> str:
+  """The range of ratios of each scheme that serves, per chip and program."""
+  shown = [row for row in _compiled(rows, "decode", "prefill") if row["ms"]]
+  base = {_where(row): row for row in shown if row["arm"] == "prenorm"}
+  groups: dict[tuple[str, str, str], list[Row]] = {}
+  for row in shown:
+    if row["arm"] != "prenorm" and row["least_GB"]:
+      where = row["program"], row["place"], label(row["arm"])
+      groups.setdefault(where, []).append(row)
+  lines = [
+    [
+      *where,
+      *(
+        _range([float(row[name]) / float(base[_where(row)][name])
+                for row in own])
+        for name in ("GB", "ms")
+      ),
+      _share(max(own, key=_depth_share)),
+    ]
+    for where, own in groups.items()
+  ]  # fmt: skip
+  header = ("step", "chip", "scheme", "bytes", "estimate", "depth reads, most")
+  return readme_lib.with_origin(readme_lib.table(header, lines), shown)
+
+
+def prompts(rows: Sequence[Row]) -> str:
+  """Memory of long prompts, and their collectives of activations."""
+  shown = [row for row in rows if row["blocks_GB"]]
+  columns = (
+    "network", "arm", "place", "tokens", "cached", "blocks_GB", "temporary_GB",
+    "collectives",
+  )  # fmt: skip
+  lines = [[{**row, "arm": label(row["arm"])}[name] for name in columns]
+           for row in shown]  # fmt: skip
+  header = (
+    "network", "scheme", "devices", "tokens at once", "before them",
+    "blocks, GB", "all temporaries, GB", "collectives",
+  )  # fmt: skip
+  return readme_lib.with_origin(readme_lib.table(header, lines), shown)
+
+
+def experts(rows: Sequence[Row]) -> str:
+  """Experts, compiled."""
+  shown = _compiled(rows, "experts forward", "experts forward_backward")
+  columns = (
+    "tokens", "program", "flops_ratio", "GB", "matrix_ms", "ms", "temporary_GB",
+  )  # fmt: skip
+  lines = [[row[name].removeprefix("experts ") for name in columns]
+           for row in shown]  # fmt: skip
+  header = (
+    "tokens", "pass", "products over the least", "GB", "products at peak, ms",
+    "estimate, ms", "temporaries, GB",
+  )  # fmt: skip
+  return readme_lib.with_origin(readme_lib.table(header, lines), shown)
+
+
+def vectors(rows: Sequence[Row]) -> str:
+  """What a token reads and writes per sublayer, beside the paper's Table 1."""
+  shown = [row for row in rows if row["place"] == _COUNTED]
+  lines = [
+    [
+      row["network"], label(row["arm"]), f"{float(row['printed']):.2f}",
+      f"{float(row['reads']) + float(row['writes']):.2f}",
+      f"{float(row['reads']):.2f}", f"{float(row['writes']):.2f}",
+    ]
+    for row in shown
+  ]  # fmt: skip
+  header = ("depth", "scheme", "printed", "counted", "reads", "writes")
+  return readme_lib.with_origin(readme_lib.table(header, lines), shown)
+
+
+def sentence(rows: Sequence[Row]) -> str:
+  """What Block and Full cost here, for the first page."""
+  block, full = (
+    _range_of(row)
+    for scheme in ("block_attnres", "full_attnres")
+    for row in rows
+    if (row["program"], row["network"], row["arm"], row["place"])
+    == ("forward_backward", "large", scheme, _HERE)
+  )
+  return (
+    "**Cost.** On a CPU, a forward and backward pass of Block AttnRes takes"
+    f" {block} times as long as PreNorm's in its faster form. Full AttnRes"
+    f" takes {full} times as long."
+    " [How it was measured](experiments/cost/README.md)."
+  )
+
+
+TABLES: Mapping[str, Callable[[Sequence[Row]], str]] = {
+  "steps": steps, "compiled_steps": compiled_steps, "torch": beside_torch,
+  "served": served, "decoding": decoding, "prompts": prompts,
+  "experts": experts, "routed": routed, "vectors": vectors,
+}  # fmt: skip
+
+
+def _compiled(rows: Sequence[Row], *programs: str) -> list[Row]:
+  """Those on one chip, by program, place and size, PreNorm first."""
+  found = [
+    row
+    for row in rows
+    if row["program"] in programs
+    and row["place"] not in (_HERE, _COUNTED)
+    and not row["blocks_GB"]
+  ]
+  order = {name: i for i, name in enumerate(programs)}
+  return sorted(
+    found,
+    key=lambda row: (
+      order[row["program"]], row["network"], row["place"], int(row["tokens"]),
+      int(row["batch"]), row["arm"] != "prenorm",
+    ),
+  )  # fmt: skip
+
+
+def _where(row: Row) -> tuple[str, ...]:
+  return tuple(row[name] for name in _PLACE)
+
+
+def _over(row: Row, base: Row | None, name: str) -> str:
+  """A value, and its ratio to PreNorm's."""
+  try:
+    value = float(row[name])
+  except ValueError:
+    return row[name]
+  text = f"{value:.2f}" if value >= 10 or name == "peak_GiB" else f"{value:.3f}"
+  if base is None or base is row or not base[name]:
+    return text
+  return f"{text} ({value / float(base[name]):.3f})"
+
+
+def _depth_share(row: Row) -> float:
+  """Of depth attention in the estimate."""
+  return float(row["depth_ms"] or 0) / float(row["ms"] or 1)
+
+
+def _share(row: Row) -> str:
+  return f"{_depth_share(row):.1%}" if _depth_share(row) else ""
+
+
+def _range(values: Sequence[float]) -> str:
+  low, high = min(values), max(values)
+  return f"{low:.3f}" if low == high else f"{low:.3f} to {high:.3f}"
+
+
+def _cell(row: Row) -> str:
+  """A ratio; for a baseline also its time."""
+  seconds = float(row["seconds"])
+  if row["arm"] == row["baseline"]:
+    return (
+      f"1 ({seconds:.2f} s)" if seconds > 0.1 else f"1 ({seconds * 1e3:.2f} ms)"
+    )
+  if row["ratio_min"] == row["ratio_max"]:
+    return f"{float(row['ratio']):.1f}"
+  return _range_of(row)
+
+
+def _range_of(row: Row) -> str:
+  value, low, high = (
+    f"{float(row[name]):.2f}" for name in ("ratio", "ratio_min", "ratio_max")
+  )
+  return f"{value} ({low} to {high})"

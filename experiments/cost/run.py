@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""What residual schemes cost: timed here, or compiled for chips elsewhere.
+
+  python -m experiments.cost.run step
+  python -m experiments.cost.run step --chips=v5p,v6e --networks=d1024,d2048
+  python -m experiments.cost.run decode --chips=v5e --batch=1,8,64
+  python -m experiments.cost.run step --torch
+
+Without --chips, all arms are compiled first and then run in turn, round after
+round, in one process on the same tokens. A ratio is an arm's time over that of
+the baseline in the same round: of residual schemes the faster form of PreNorm,
+for each network and program. A row has the median over rounds and the range,
+and the same ratio of processor time, which other processes disturb less.
+
+With --chips, programs are compiled ahead of time with libtpu and not run;
+`experiments.cost.compiled` says what is counted. `vectors` counts, in the
+programs of the schemes, what the paper's Table 1 counts by hand.
+
+Rows go to results.csv beside this file, in place of rows of the same program,
+place, network, arm and sizes; the documents are filled from them. --out=FILE
+writes the rows elsewhere and leaves the documents alone.
+"""
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+import itertools
+import os
+import pathlib
+import statistics
+import sys
+import time
+from typing import Any
+
+import jax
+
+from attnres_jax import config as config_lib
+from attnres_jax.common import command_line
+from attnres_jax.common import csv_rows
+from attnres_jax.common import environment
+from attnres_jax.config import fields
+from attnres_jax.flops import traffic
+from attnres_jax.scaling import paper
+from experiments import measure as measure_lib
+from experiments import publish
+from experiments.cost import networks
+from experiments.cost import report
+from experiments.pages import readme
+
+Row = dict[str, Any]
+FILE = pathlib.Path(__file__).absolute().with_name("results.csv")
+_KERNELS = "../../kernels/benchmarks/results/README.md"
+PUBLISHED = readme.Published(
+  FILE.parent,
+  [
+    *(readme.Place(make, name) for name, make in report.TABLES.items()),
+    readme.Place(report.sentence, "cost", document="../../README.md"),
+    readme.Place(report.latency, "latency", document="../../docs/inference.md"),
+    readme.Place(report.stacks, "identity", document=_KERNELS),
+    readme.Place(report.aims, "training", document=_KERNELS),
+  ],
+)
+
+_FORMS = ("", " scan_layers=False")
+_ATTNRES = ("block_attnres", "full_attnres")
+_SERVED = ("prenorm", *_ATTNRES)
+_LARGE = ("d1024", "d2048")
+_OWN = ((0, 0),)
+# Program -> arms, networks, and pairs of rows and tokens, timed here; zeros are
+# those of the network.
+HERE = {
+  "step": (
+    (
+      *(f"{name}{form}" for name in ("prenorm", "rescaled") for form in _FORMS),
+      *_ATTNRES,
+      *(f"{name} form=one_softmax" for name in _ATTNRES),
+    ),
+    ("demo", "large"),
+    _OWN,
+  ),
+  "decode": (
+    tuple(
+      f"{name}{form}"
+      for name in _SERVED
+      for form in (*_FORMS, " scan_layers=False layers=separate")
+    ),
+    ("served_here",),
+    ((1, 128), (1, 2048), (8, 512), (64, 512)),
+  ),
+  "prefill": (
+    tuple(f"{name}{form}" for name in _SERVED for form in _FORMS),
+    ("served_here",),
+    ((1, 2048),),
+  ),
+  "experts": (
+    ("grouped", "dense", "ragged_dot"), ("experts64",), ((1, 2048),)
+  ),
+}  # fmt: skip
+# The same, compiled for chips.
+COMPILED = {
+  "step": (("prenorm", "block_attnres"), _LARGE, _OWN),
+  "identity": (
+    ("prenorm", "block_attnres plain", "block_attnres"),
+    ("stack16", "stack32"),
+    _OWN,
+  ),
+  "decode": (
+    _SERVED,
+    ("served",),
+    tuple(itertools.product((1, 8, 64), (1024, 32768))),
+  ),
+  "prefill": (_SERVED, ("served",), ((1, 4096),)),
+  "experts": (("grouped",), ("experts",), ((1, 8192), (1, 32768))),
+}
+# The same, beside PyTorch. Prompts have 128 tokens.
+BESIDE_TORCH = {
+  "step": (
+    ("prenorm", "prenorm scan_layers=False", *_ATTNRES), ("large",), _OWN
+  ),
+  "decode": (
+    ("prenorm",),
+    ("512-bytes", "512-32k", "1024-bytes"),
+    ((1, 128), (8, 128)),
+  ),
+}  # fmt: skip
+_PASSES = ("experts forward", "experts forward_backward")
+# Sublayers and those of a block (or of a segment of Full) in Table 1's sense.
+DEPTHS = {
+  "Table 1": (128, 16), "Table 2, 436M": (32, 4), "48B": (54, 6),
+  "Kimi K3": (186, 24),
+}  # fmt: skip
+_STREAMS = 4
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs the command; returns its exit status."""
+  parser = command_line.Parser("python -m experiments.cost.run", __doc__)
+  add = parser.add_argument
+  add("what", choices=sorted({*HERE, *COMPILED, "vectors"}))
+  add("--chips", default="", help="v5e, v5p, v6e, or a slice such as v5p:2x2x2")
+  add(
+    "--networks", default="", help="of experiments.cost.networks, or a config"
+  )
+  add("--arms", default="", help="separated by ';'")
+  add("--batch", default="", help="rows, several with commas")
+  add("--tokens", default="", help="of a row, several with commas")
+  add("--rounds", type=int, default=5, help="timed rounds, after one warm-up")
+  add("--torch", action="store_true", help="the same network in PyTorch, too")
+  add(
+    "--bytes_only",
+    action="store_true",
+    when="chips",
+    help="stop the compiler before machine code: no estimate, in seconds",
+  )
+  add(
+    "--cached",
+    type=int,
+    default=0,
+    when="chips",
+    help="tokens of a prompt that are in the cache",
+  )
+  add(
+    "--length",
+    type=int,
+    default=0,
+    when="chips",
+    help="of the cache of a prompt",
+  )
+  add("--out", default=str(FILE), help="file of rows")  # fmt: skip
+  return command_line.run(_main, parser.parse_args(argv))
+
+
+def _main(options: argparse.Namespace) -> None:
+  fields.accept("--rounds", options.rounds, fields.Size)
+  if options.chips:
+    jax.config.update("jax_platforms", "cpu")
+  start, origin = time.perf_counter(), environment.facts()
+  for row in _rows(options):
+    seconds = time.perf_counter() - start
+    text = ", ".join(f"{name} {value}" for name, value in row.items())
+    print(f"{seconds:4.0f} s: {text}", flush=True)
+    put(options.out, origin | row)
+  if pathlib.Path(options.out).absolute() == FILE:
+    publish.publish(PUBLISHED)
+
+
+def _rows(options: argparse.Namespace) -> Iterator[Row]:
+  if options.what == "vectors":
+    yield from vectors()
+    return
+  table = BESIDE_TORCH if options.torch else HERE
+  table = COMPILED if options.chips else table
+  arms, names, sizes = config_lib.choose("what", options.what, table)
+  arms = options.arms.split(";") if options.arms else arms
+  if options.networks:
+    names = options.networks.split(";" if ".py" in options.networks else ",")
+  if options.batch or options.tokens:
+    batches, tokens = zip(*sizes)
+    sizes = itertools.product(
+      _numbers("--batch", options.batch) or dict.fromkeys(batches),
+      _numbers("--tokens", options.tokens) or dict.fromkeys(tokens),
+    )
+  for name, (batch, tokens) in itertools.product(names, sizes):
+    network = networks.load(name)
+    network = network._replace(
+      batch=batch or network.batch, tokens=tokens or network.tokens
+    )
+    known = {"network": name, "batch": network.batch, "tokens": network.tokens}
+    if options.chips:
+      found = compiled(options, known, arms)
+    elif options.torch:
+      found = beside_torch(options.what, network, arms, options.rounds)
+    else:
+      found = timed(options.what, network, arms, options.rounds)
+    for row in found:
+      yield {"place": "here"} | known | row
+
+
+def timed(
+  what: str, network: networks.Network, arms: Sequence[str], rounds: int
+) -> Iterator[Row]:
+  """A row for each program and arm, in turn."""
+  calls: dict[tuple[str, str], Any] = {}
+  times: dict[tuple[str, str], list[measure_lib.Seconds]] = {}
+  for arm in arms:
+    for program, call in _calls(what, network, arm).items():
+      if isinstance(call, measure_lib.Seconds):
+        times[program, arm] = [call]
+      else:
+        calls[program, arm] = call
+  times |= measure_lib.in_turn(calls, rounds)
+  yield from ratios(times)
+
+
+def ratios(
+  times: Mapping[tuple[str, str], Sequence[measure_lib.Seconds]],
+) -> Iterator[Row]:
+  """Rows of times by program and arm, over the fastest baseline."""
+  for program, arm in times:
+    base = min(
+      (other for own, other in times if own == program and is_baseline(other)),
+      key=lambda other: statistics.median(
+        x.wall for x in times[program, other]
+      ),
+    )
+    columns = measure_lib.ratios(times[program, arm], times[program, base], 6)
+    yield {"program": program, "arm": arm, "baseline": base} | columns
+
+
+def is_baseline(arm: str) -> bool:
+  """Whether other arms are compared with this one."""
+  return arm.partition(" ")[0] in ("prenorm", "grouped")
+
+
+def _calls(what: str, network: networks.Network, arm: str) -> dict[str, Any]:
+  from experiments.cost import experts
+  from experiments.cost import programs
+
+  if what == "experts":
+    return experts.calls(network, config_lib.choose(
+      "--arms", arm, dict.fromkeys(experts.FORMS, arm)
+    ))  # fmt: skip
+  return getattr(programs, what)(network, arm)
+
+
+def beside_torch(
+  what: str, network: networks.Network, arms: Sequence[str], rounds: int
+) -> Iterator[Row]:
+  """Rows of ours and of PyTorch's."""
+  from experiments.cost import twins
+
+  for arm in arms:
+    yield from getattr(twins, what)(network, arm, rounds)
+
+
+def compiled(
+  options: argparse.Namespace, sizes: Row, arms: Sequence[str]
+) -> Iterator[Row]:
+  """A row for each chip, program and arm."""
+  from experiments.cost import compiled as compiled_lib
+
+  programs = _PASSES if options.what == "experts" else (options.what,)
+  chips = options.chips.split(",")
+  for place, program, arm in itertools.product(chips, programs, arms):
+    case = compiled_lib.Case(
+      program, place, arm=arm, cached=options.cached, length=options.length,
+      **sizes,
+    )  # fmt: skip
+    row = compiled_lib.count if options.bytes_only else compiled_lib.measure
+    yield {
+      "program": program, "place": place, "arm": arm,
+      "cached": options.cached or "", "hardware": f"compiled for {place}",
+      **environment.compiled(), **row(case),
+    }  # fmt: skip
+
+
+def vectors() -> Iterator[Row]:
+  """What a token reads and writes per sublayer: counted, and as printed."""
+  for depth, (sublayers, block_size) in DEPTHS.items():
+    for printed in paper.TABLE_1:
+      residual = config_lib.ResidualConfig(
+        name=printed.scheme, block_size=block_size, schedule_size=block_size,
+        streams=_STREAMS,
+      )  # fmt: skip
+      moved = traffic.of_scheme(
+        config_lib.ModelConfig(
+          num_layers=sublayers // 2, dtype="bfloat16", residual=residual
+        )
+      )
+      shape = sublayers, -(-sublayers // block_size), block_size, _STREAMS
+      yield {
+        "program": "vectors", "place": "counted", "network": depth,
+        "arm": printed.scheme, "printed": f"{printed.widths(*shape):.4f}",
+        "reads": f"{moved.reads:.4f}", "writes": f"{moved.writes:.4f}",
+      }  # fmt: skip
+
+
+def put(path: str | os.PathLike[str], row: Row) -> None:
+  """Writes a row in place of the one with the same keys."""
+  known = csv_rows.read(path) if pathlib.Path(path).exists() else []
+  keyed = {report.key(one): one for one in known}
+  text = {name: str(row.get(name, "")) for name in report.COLUMNS}
+  csv_rows.write(path, (keyed | {report.key(text): text}).values())
+
+
+def _numbers(flag: str, text: str) -> tuple[int, ...]:
+  """Positive integers with commas between; none for an empty text."""
+  found = tuple(int(one) if one.isdigit() else one for one in text.split(","))
+  for one in found if text else ():
+    fields.accept(flag, one, fields.Size)
+  return found if text else ()
+
+
+if __name__ == "__main__":
+  sys.exit(main())

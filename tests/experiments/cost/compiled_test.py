@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a compiled program counts as."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from attnres_jax.common import chips
+from attnres_jax.common import csv_rows
+from attnres_jax.plan import hlo
+from experiments.cost import compiled
+from tests import tiny_run
+
+
+def test_cost_of_a_kernel():
+  """A kernel whose source is on the core counts its bytes as time only."""
+  name = 'metadata={op_name="jit(f)/part<residual>/pallas_call"}'
+  text = f"""\
+HloModule jit_f, is_scheduled=true
+
+ENTRY %main (x: bf16[8,128]) -> bf16[8,128] {{
+  %x = bf16[8,128]{{1,0:T(8,128)(2,1)S(1)}} parameter(0)
+  %made = bf16[8,128]{{1,0:T(8,128)(2,1)S(1)}} negate(%x), metadata={{op_name="jit(f)/part<mlp>/neg"}}, backend_config={{"window_config":{{"estimated_cycles":"3000"}}}}
+  ROOT %read = bf16[8,128]{{1,0:T(8,128)(2,1)}} custom-call(%made), custom_call_target="tpu_custom_call", {name}
+}}
+"""  # noqa: E501
+  chip = chips.CHIPS["TPU v5 lite"]
+  array, start = 2 * 8 * 128, compiled.START_SECONDS
+  for start_seconds, kernel in (
+    (start, start + 2 * array / chip.hbm_bytes_per_second),
+    (None, array / chip.hbm_bytes_per_second),
+  ):
+    total, depth = compiled.costs(hlo.Program(text), chip, start_seconds)
+    assert (total.nbytes, depth.nbytes) == (array, array)
+    assert (total.kernels, depth.kernels) == (1, 1)
+    assert depth.seconds == pytest.approx(kernel)
+    assert total.seconds == pytest.approx(kernel + 3000 / chip.clock_hz)
+
+
+@pytest.mark.slow
+@pytest.mark.needs("libtpu")
+@pytest.mark.parametrize(
+  "what",
+  [
+    "identity --networks=stack16 --tokens=256",
+    "step --networks=tiny",
+    "decode --networks=tiny --tokens=128",
+    "prefill --networks=tiny --tokens=128",
+    "experts --networks=experts64 --tokens=512",
+  ],
+)
+def test_the_command_compiles(what, tmp_path):
+  # In processes of their own: tests compile with less care.
+  command = [sys.executable, "-m", "experiments.cost.run", *what.split()]
+  command += ["--chips=v5e", "--batch=1"]
+  if not what.startswith("experts"):
+    command.append("--arms=prenorm;block_attnres")
+  environment = os.environ | tiny_run.environment()
+  rows = []
+  for mode in ([], ["--bytes_only"]):
+    path = tmp_path / f"rows{len(mode)}.csv"
+    subprocess.run(
+      [*command, f"--out={path}", *mode], check=True, cwd=tiny_run.ROOT,
+      env=environment,
+    )  # fmt: skip
+    rows.append(csv_rows.read(path))
+    if what.split()[0] not in ("identity", "step"):
+      break
+  assert all(float(row["ms"]) > 0 for row in rows[0])
+  # Bytes before machine code are those after.
+  assert len({tuple(row["GB"] for row in own) for own in rows}) == 1

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of costs: their baselines, and the command that makes them."""
+
+import pytest
+
+from attnres_jax.common import csv_rows
+from experiments import measure
+from experiments.cost import networks
+from experiments.cost import report
+from experiments.cost import run
+
+SCANNED, UNROLLED = "prenorm", "prenorm scan_layers=False"
+FACTS = {"hardware": "a CPU", "python": "3.11", "jax": "0.10", "commit": "abc"}
+
+
+def _times(scanned, unrolled, block):
+  """Wall and processor seconds of three rounds of each arm."""
+  walls = {
+    SCANNED: scanned,
+    UNROLLED: unrolled,
+    "block_attnres": block,
+    "full_attnres": [2 * wall for wall in block],
+  }
+  return {
+    (program, arm): [measure.Seconds(wall, 2 * wall) for wall in own]
+    for program in ("forward", "forward_backward")
+    for arm, own in walls.items()
+  }
+
+
+@pytest.mark.parametrize(
+  "scanned,unrolled,baseline,ratio",
+  [
+    ([4.0, 4.0, 9.0], [3.0, 2.0, 3.0], UNROLLED, 2.0),
+    ([2.0, 2.0, 2.0], [3.0, 3.0, 1.0], SCANNED, 3.0),
+  ],
+)
+def test_baseline_is_the_faster_form(scanned, unrolled, baseline, ratio):
+  rows = list(run.ratios(_times(scanned, unrolled, [6.0, 4.0, 12.0])))
+  assert {row["baseline"] for row in rows} == {baseline}
+  for row in (row for row in rows if row["arm"] == "block_attnres"):
+    assert row["ratio"] == row["cpu_ratio"] == ratio and row["seconds"] == 6.0
+    assert row["ratio_min"] == 2.0 and row["ratio_max"] > 3.0
+  other = {SCANNED: UNROLLED}.get(baseline, SCANNED)
+  assert all(row["ratio"] > 1 for row in rows if row["arm"] == other)
+
+
+def _rows(tmp_path):
+  path = tmp_path / "rows.csv"
+  times = _times([4.0, 4.0], [3.0, 3.0], [3.3, 3.9])
+  for row in run.ratios(times):
+    known = {"place": "here", "network": "large", "batch": 2, "tokens": 8}
+    run.put(path, known | row | FACTS)
+  return csv_rows.read(path)
+
+
+def test_texts_of_the_documents(tmp_path):
+  rows = _rows(tmp_path)
+  table = report.steps(rows)
+  where = "| large | 2 | 8 |"
+  assert f"{where} PreNorm, unrolled | 1 (3.00 s) | 1 (3.00 s) |" in table
+  assert f"{where} PreNorm | 1.3 | 1.3 |" in table
+  assert f"{where} Block AttnRes | 1.20 (1.10 to 1.30) |" in table
+  assert "a CPU; Python 3.11; jax 0.10; commit abc." in table
+  sentence = report.sentence(rows)
+  assert "Block AttnRes takes 1.20 (1.10 to 1.30) times" in sentence
+  assert "AttnRes takes 2.40 (2.20 to 2.60) times" in sentence
+
+
+def test_a_row_replaces_that_of_the_same_sizes(tmp_path):
+  before = _rows(tmp_path)
+  run.put(tmp_path / "rows.csv", before[1] | {"ratio": "7.0"})
+  after = csv_rows.read(tmp_path / "rows.csv")
+  assert [row["ratio"] for row in after[:2]] == [before[0]["ratio"], "7.0"]
+  assert len(after) == len(before)
+  run.put(tmp_path / "rows.csv", before[1] | {"tokens": "9"})
+  assert len(csv_rows.read(tmp_path / "rows.csv")) == len(before) + 1
+
+
+def _compiled(arm, batch, gigabytes, milliseconds, depth=0.0, **more):
+  row = dict.fromkeys(report.COLUMNS, "") | FACTS | dict(
+    program="decode", place="v5e", network="served", arm=arm, tokens=1024,
+    batch=batch, least_GB=1.0, GB=gigabytes, ms=milliseconds, depth_ms=depth,
+    peak_GiB=3.0,
+  ) | more  # fmt: skip
+  return {name: str(value) for name, value in row.items()}
+
+
+COMPILED = [
+  _compiled("block_attnres", 8, 1.01, 2.1, 0.042),
+  _compiled("prenorm", 8, 1.0, 2.0),
+  _compiled("prenorm", 64, 2.0, 4.0),
+  _compiled("block_attnres", 64, 2.01, 4.0, 0.020),
+  _compiled("full_attnres", 64, "", "", peak_GiB="does not fit"),
+]
+
+
+def test_compiled_programs():
+  text = report.served(COMPILED)
+  cells = "| decode | v5e | 8 | 1024 | Block AttnRes | 1.010 (1.010) | 1.0"
+  assert f"{cells} | 2.100 (1.050) | 3.00 (1.000) | 2.0% |" in text
+  # PreNorm first, fewer rows first.
+  order = [line.split(" | ")[2:5:2] for line in text.splitlines()[2:7]]
+  assert order[0] == ["8", "PreNorm"] and order[2] == ["64", "PreNorm"]
+  assert "Full AttnRes |  | 1.0 |  | does not fit" in text
+  ranges = "| decode | v5e | Block AttnRes | 1.005 to 1.010 | 1.000 to 1.050 |"
+  assert f"{ranges} 2.0% |" in report.latency(COMPILED)
+
+
+def test_aims_are_of_steps_with_an_estimate():
+  step = dict(program="step", network="d1024", least_GB="")
+  rows = [
+    _compiled("prenorm", 8, 10.0, 20.0, **step),
+    _compiled("block_attnres", 8, 11.0, 20.2, **step),
+    _compiled("block_attnres", 9, 11.0, "", **step),
+  ]
+  lines = report.aims(rows).splitlines()[2:5]
+  assert [line.split("|")[-2].strip() for line in lines] == [
+    "met",
+    "0.50",
+    "met",
+  ]
+  assert "d=1024, 24 sublayers, v5e | ms | 20.00 | 20.20 (1.010)" in lines[0]
+
+
+def test_the_command_times_programs(tmp_path, capsys):
+  out = tmp_path / "rows.csv"
+  common = ["--networks=tiny", "--rounds=1", f"--out={out}"]
+  arms = "--arms=prenorm;block_attnres heads=2"
+  assert run.main(["step", *common, arms]) == 0
+  assert run.main(["decode", *common, arms, "--batch=1", "--tokens=8"]) == 0
+  rows = csv_rows.read(out)
+  programs = ("compile", "forward", "forward_backward", "decode", "recompute")
+  assert sorted(row["program"] for row in rows) == sorted(2 * programs)
+  assert all(float(row["seconds"]) > 0 for row in rows)
+  assert {row["arm"] for row in rows} == {"prenorm", "block_attnres heads=2"}
+  assert all(row["commit"] and row["hardware"] for row in rows)
+  for bad, words in (
+    (["step", "--networks=x"], "--network: got 'x'"),
+    (["step", "--arms=prenorm x=1", "--networks=tiny"], "no option x"),
+    (["identity"], "what: got 'identity'"),
+    (["step", "--bytes_only"], "--bytes_only: has no effect without --chips"),
+    (["step", "--tokens=0"], "--tokens: got"),
+  ):
+    try:
+      status = run.main([*bad, f"--out={out}"])
+    except SystemExit as error:
+      status = error.code
+    err = capsys.readouterr().err
+    assert status == 2 and words in err and err.count("\n") == 1
+
+
+def test_vectors_of_table_1():
+  rows = {(row["network"], row["arm"]): row for row in run.vectors()}
+  assert len(rows) == 16
+  block = rows["Table 1", "block_attnres"]
+  assert (block["printed"], block["writes"]) == ("5.5000", "3.0000")
+  # (N + 1) / 2S sources of phase 1, the mixture, and the running sum.
+  assert float(block["reads"]) == pytest.approx(9 / 32 + 3, abs=0.07)
+
+
+def test_every_network_is_one():
+  for name in networks.NETWORKS:
+    assert networks.load(name).model.width
+  other = networks.load("configs/lm.py:size=micro")
+  assert networks.with_arm(other, "mhc streams=2").residual.streams == 2
