@@ -46,7 +46,7 @@ def make_parser() -> command_line.Parser:
   parser = command_line.Parser("python -m attnres_jax.main", __doc__)
   add = parser.add_argument
   parser.add_config()
-  add("--workdir", help="folder of the run, local or gs://; created if needed")
+  add("--workdir", help="of the run, local, gs:// or s3://; created if needed")
   add(
     "--resume_with_changed_config",
     action="store_true",

@@ -9,8 +9,10 @@ old or the new text. Metrics are appended, and checkpoints committed, elsewhere.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import errno
+import glob as glob_lib
 import json
 import os
+import re
 import shutil
 import stat
 from typing import Any, NoReturn
@@ -37,6 +39,31 @@ def absolute(path: epath.PathLike) -> epath.Path:
   """
   path = epath.Path(path)
   return path if is_remote(path) else path.absolute()
+
+
+def is_file(path: epath.PathLike) -> bool:
+  """Whether a path is a file that ends, unlike `/dev/zero` or a pipe."""
+  path = epath.Path(path)
+  return path.is_file() if is_remote(path) else os.path.isfile(path)
+
+
+def glob(folder: epath.PathLike, pattern: str) -> list[str]:
+  """The files below a folder that match, by their names relative to it.
+
+  Only the pattern has wildcards (`**` for any folders): a folder named `run[1]`
+  is that folder, which it is not for `epath.Path.glob`. Names that begin with a
+  dot are left out. The order is that of the names.
+  """
+  root = os.fspath(folder)
+  if not is_remote(root):
+    found = glob_lib.glob(pattern, root_dir=root, recursive=True)
+    return sorted(n for n in found if os.path.isfile(os.path.join(root, n)))
+  where = f"{glob_lib.escape(root)}/{pattern}"
+  with stores.reaching(root):
+    about = stores.client(root).glob(where, detail=True)
+  start = root.partition("://")[2].rstrip("/") + "/"
+  found = [n.removeprefix(start) for n in about if about[n]["type"] == "file"]
+  return sorted(name for name in found if not re.search(r"(^|/)\.", name))
 
 
 class DiskFullError(OSError):
@@ -252,7 +279,7 @@ def check_folder(name: str, path: str, *, writable: bool = True) -> epath.Path:
   Raises:
     ConfigError: neither is true.
   """
-  folder = check_path(name, path, ("gs",))
+  folder = check_path(name, path, ("gs", "s3"))
   if is_remote(folder):
     return folder
   if any(len(os.fsencode(part)) > _NAME_BYTES for part in folder.parts):

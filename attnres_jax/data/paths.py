@@ -29,7 +29,6 @@ from etils import epath
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import files as files_lib
-from attnres_jax.common import stores
 from attnres_jax.data import documents
 
 COMPRESSED = (".gz", ".zst")
@@ -194,46 +193,28 @@ def needs_extra(field: str, value: str, package: str, extra: str) -> NoReturn:
   )
 
 
-def is_file(path: epath.Path) -> bool:
-  """Whether a path is a file that ends, unlike `/dev/zero` or a pipe."""
-  if files_lib.is_remote(path):
-    return path.is_file()
-  return os.path.isfile(path)
-
-
 def _list(field: str, path: str, suffixes: Sequence[str]) -> list[File]:
   root, names = files_lib.check_path(f"config.{field}", path), []
-  if glob.has_magic(path):
-    first = next(i for i, part in enumerate(root.parts) if glob.has_magic(part))
-    pattern = "/".join(root.parts[first:])
-    root = epath.Path(*root.parts[:first] or ["."])
-    names = _glob(root, pattern)
-  elif is_file(root):
+  if files_lib.is_file(root):
     root, names = root.parent, [root.name]
   elif root.is_dir():
     ends = tuple(s + c for s in suffixes or [""] for c in ("", *COMPRESSED))
-    names = [name for name in _glob(root, "**/*") if name.endswith(ends)]
+    found = files_lib.glob(root, "**/*")
+    names = [name for name in found if name.endswith(ends)]
+  elif glob.has_magic(path):
+    # A folder may have brackets in its name.
+    first = next(
+      i
+      for i, part in enumerate(root.parts)
+      if glob.has_magic(part) and not epath.Path(*root.parts[: i + 1]).exists()
+    )
+    pattern = "/".join(root.parts[first:])
+    root = epath.Path(*root.parts[:first] or ["."])
+    names = files_lib.glob(root, pattern)
   if not names:
     kind = " or ".join(f"*{s}" for s in suffixes) or "files"
     config_lib.fail(field, path, f"a file, or a folder or glob with {kind}")
   return [File(field, name, root / name) for name in sorted(names)]
-
-
-def _glob(root: epath.Path, pattern: str) -> list[str]:
-  """The files below a folder that match, by their names relative to it."""
-  if not files_lib.is_remote(root):
-    found = glob.glob(pattern, root_dir=root, recursive=True)
-    return [name for name in found if is_file(root / name)]
-  where = f"{os.fspath(root)}/{pattern}"
-  with stores.reaching(root):
-    found = stores.client(root).glob(where, detail=True)
-  start = os.fspath(root).partition("://")[2] + "/"
-  return [
-    name.removeprefix(start)
-    for name, about in found.items()
-    if about["type"] == "file"
-    and not re.search(r"(^|/)\.", name.removeprefix(start))
-  ]
 
 
 def _named(files: list[File], split: str, all_named: bool) -> list[File]:

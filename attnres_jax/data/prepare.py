@@ -196,10 +196,10 @@ def _check_ours(folder: epath.Path) -> None:
 
 def _shards(folder: epath.Path, *suffixes: str) -> list[epath.Path]:
   return [
-    file
+    folder / file
     for suffix in suffixes
     for split in documents.SPLITS
-    for file in sorted(folder.glob(f"{split}-*.{suffix}"))
+    for file in files_lib.glob(folder, f"{split}-*.{suffix}")
   ]
 
 

@@ -173,11 +173,11 @@ def find(config: config_lib.DataConfig, split: str) -> list[TokenFile]:
 
 def read_header(file: paths.File) -> TokenFile:
   """Reads the sidecar or llm.c header and checks it against the file's size."""
-  if not paths.is_file(file.path):
+  if not files_lib.is_file(file.path):
     file.fail("an existing token file")
   size = file.path.stat().length
   sidecar = file._replace(path=file.path.with_suffix(".json"))
-  if paths.is_file(sidecar.path):
+  if files_lib.is_file(sidecar.path):
     found = _from_sidecar(file, sidecar, size)
     told_by = sidecar.path.name
   else:

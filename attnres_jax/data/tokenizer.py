@@ -316,7 +316,7 @@ def vocabulary_file(config: config_lib.DataConfig) -> tuple[str, str]:
   path = files_lib.check_path(f"config.{field}", config.tokenizer_path)
   if path.is_dir():
     path = path / "tokenizer.json"
-  if not paths.is_file(path):
+  if not files_lib.is_file(path):
     config_lib.fail(field, config.tokenizer_path, "an existing file")
   file = paths.File(field, path.name, path)
   with file.reading("a vocabulary"), open(file.local(), "rb") as opened:

@@ -270,7 +270,11 @@ def make_parser(experiment: Experiment) -> command_line.Parser:
   add, run = parser.add_argument, ("action", ("run",))
   add("action", nargs="?", default="run", choices=ACTIONS)
   parser.add_config(experiment.config)
-  add("--workdir", default=experiment.workdir, help="of the sweep, or gs://")
+  add(
+    "--workdir",
+    default=experiment.workdir,
+    help="of the sweep; or gs://, s3://",
+  )
   add(
     "--only",
     default="",

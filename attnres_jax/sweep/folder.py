@@ -48,7 +48,7 @@ def prepare(
   """Creates the workdirs of runs unless they exist.
 
   Args:
-    folder: of the sweep, local or gs://; created if needed.
+    folder: of the sweep, local, gs:// or s3://; created if needed.
     runs: of the sweep, in order.
     source: the config file they come from, with its argument.
 
@@ -61,7 +61,7 @@ def prepare(
   """
   folder = epath.Path(folder)
   files.refuse_foreign(
-    "--workdir", folder, _OURS, lambda: any(folder.glob(f"*/{RUN}"))
+    "--workdir", folder, _OURS, lambda: bool(files.glob(folder, f"*/{RUN}"))
   )
   if not files.is_remote(folder):
     folder.mkdir(parents=True, exist_ok=True)
@@ -174,7 +174,7 @@ def _listed(folder: epath.Path) -> list[str]:
   try:
     return names(folder)
   except damage.DamagedError:
-    return sorted(path.parent.name for path in folder.glob(f"*/{RUN}"))
+    return [one.partition("/")[0] for one in files.glob(folder, f"*/{RUN}")]
 
 
 def _is_name(name: object) -> bool:

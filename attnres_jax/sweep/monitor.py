@@ -176,7 +176,7 @@ def details(folder: epath.PathLike, name: str) -> str:
   text = [table([one])]
   workdir = epath.Path(folder) / name
   if one.status != state_lib.DONE:
-    for file in sorted(f.name for f in workdir.glob("error*.txt")):
+    for file in files.glob(workdir, "error*.txt"):
       found = files.read(workdir / file).decode(errors="replace")
       text.append(f"\n{file}\n{text_table.printable(found)}")
   return "\n".join(text)

@@ -45,6 +45,7 @@ from attnres_jax.common import sharding
 from attnres_jax.common import trees
 from attnres_jax.models import lora
 from attnres_jax.train import checksums
+from attnres_jax.train import orbax_s3
 
 CHECKPOINTS = "checkpoints"
 SET_ASIDE = "checkpoints_set_aside"
@@ -100,7 +101,7 @@ class Saver:
     self._asynchronous = config.asynchronous
     # A failed save is raised here, so its tracebacks in the log are noise.
     logging.getLogger("absl").addFilter(_is_not_orbax)
-    self._folder = files.absolute(workdir) / CHECKPOINTS
+    self._folder = _checkpoints(workdir)
     # Orbax calls this on the first process, after all have written their part
     # and before the checkpoint gets its name. (It copies a bound method, with
     # all that it is bound to.)
@@ -178,9 +179,11 @@ class Saver:
   def _write_checksums(self) -> None:
     # A temporary folder on disks; object stores have the final one.
     final = self._folder / str(self.last_step)
-    folders = list(self._folder.glob(f"{final.name}.*tmp*")) or [final]
-    checksums.write(folders[0], self._info)
-    self._last_bytes = checksums.num_bytes(folders[0])
+    names = sorted(one.name for one in self._folder.iterdir())
+    begins = (name for name in names if name.startswith(f"{final.name}."))
+    folder = self._folder / next(begins, final.name)
+    checksums.write(folder, self._info)
+    self._last_bytes = checksums.num_bytes(folder)
     self.writing = False
 
   def _explaining(self) -> contextlib.AbstractContextManager[None]:
@@ -191,7 +194,7 @@ class Saver:
 
 def all_steps(workdir: epath.PathLike) -> list[int]:
   """Steps with a committed checkpoint, oldest first; contents unverified."""
-  folder = epath.Path(workdir) / CHECKPOINTS
+  folder = _checkpoints(workdir)
   if not folder.is_dir():
     return []
   with _quiet():
@@ -330,7 +333,7 @@ def newest_info(workdir: epath.PathLike) -> dict[str, Any] | None:
 
 def verify(workdir: epath.PathLike) -> dict[int, list[str] | None]:
   """Each step with its damaged files; None if there are no checksums."""
-  folder = epath.Path(workdir) / CHECKPOINTS
+  folder = _checkpoints(workdir)
   return {
     step: checksums.damage(folder / str(step)) for step in all_steps(workdir)
   }
@@ -476,7 +479,14 @@ def _read_model(
 
 
 def _folder(workdir: epath.PathLike, step: int) -> epath.Path:
-  return files.absolute(workdir) / CHECKPOINTS / str(step)
+  return _checkpoints(workdir) / str(step)
+
+
+def _checkpoints(workdir: epath.PathLike) -> epath.Path:
+  folder = files.absolute(workdir) / CHECKPOINTS
+  if str(folder).startswith("s3://"):
+    orbax_s3.teach()
+  return folder
 
 
 @contextlib.contextmanager
@@ -495,7 +505,7 @@ def _undescribed(
   workdir: epath.PathLike, steps: Sequence[int]
 ) -> dict[int, str]:
   """Steps whose metadata Orbax cannot parse: with one, it saves no other."""
-  folder = epath.Path(workdir) / CHECKPOINTS
+  folder = _checkpoints(workdir)
   causes = {}
   for step in steps:
     with _quiet():
@@ -513,7 +523,7 @@ def _set_aside(workdir: epath.PathLike, unreadable: Mapping[int, str]) -> None:
     target = epath.Path(workdir) / SET_ASIDE
     target.mkdir(parents=True, exist_ok=True)
     for step, cause in unreadable.items():
-      count = sum(1 for _ in target.glob(f"{step}.*.txt"))
+      count = len(files.glob(target, f"{step}.*.txt"))
       source = epath.Path(workdir) / CHECKPOINTS / str(step)
       files.write(target / f"{step}.{count}.txt", cause + "\n")
       source.rename(target / f"{step}.{count}")
@@ -583,9 +593,7 @@ def _one_line(error: BaseException) -> str:
   while error.__cause__ is not None:
     error = error.__cause__
   text = re.sub(r"\s+", " ", str(error)).strip()
-  source = re.search(r"\[source locations.*", text)
-  if source:
-    text = text[: source.start()].strip()
+  text = re.sub(r"\s*\[source locations.*", "", text)
   return f"{type(error).__name__}: {text[:300]}"
 
 

@@ -55,7 +55,7 @@ def train_and_evaluate(
 
   Args:
     config: of the run.
-    workdir: its folder, local or gs://; may hold an interrupted run.
+    workdir: its folder, local, gs:// or s3://; may hold an interrupted run.
     resume_with_changed_config: resume even if the folder's configuration or
       data differ in more than `run_folder.HARMLESS`.
     any_size: train whatever the estimate of its size says.
