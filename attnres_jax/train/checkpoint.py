@@ -40,6 +40,7 @@ from orbax.checkpoint import v1 as ocp
 
 from attnres_jax import config as config_lib
 from attnres_jax import models
+from attnres_jax.common import command_line
 from attnres_jax.common import files
 from attnres_jax.common import sharding
 from attnres_jax.common import trees
@@ -341,9 +342,6 @@ def verify(workdir: epath.PathLike) -> dict[int, list[str] | None]:
 
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command; returns 1 if a checkpoint is damaged."""
-  # Imported here, because it defines flags, which a library must not do.
-  from attnres_jax.common import command_line
-
   parser = command_line.Parser(
     "python -m attnres_jax.train.checkpoint",
     "Compares checkpoints with the checksums that were written with them.",
