@@ -51,7 +51,7 @@ ENDLESS = {"train.steps": 10**6, "data.max_epochs": 1e6}
 
 def corpus(folder):
   """Writes a few dozen small files and returns the fields that read them."""
-  folder = pathlib.Path(folder) / "corpus"
+  folder = pathlib.Path(folder) / "corpus[1]"
   folder.mkdir(exist_ok=True)
   rng = np.random.default_rng(0)
   words = ["depth", "source", "block", "query", "residual", "mixture", "\n"]

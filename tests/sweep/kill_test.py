@@ -38,7 +38,7 @@ def source(tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, source):
   """The folder of an undisturbed sweep."""
-  folder = tmp_path_factory.mktemp("whole")
+  folder = tmp_path_factory.mktemp("whole") / "sweep[1]"
   code, text = tiny_sweep.launch(folder, source, "--max_parallel=2")
   assert code == 0, text
   assert "2/2 done" in text

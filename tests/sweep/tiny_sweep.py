@@ -85,9 +85,9 @@ def leave(folder, run, loss=2.5, status=state_lib.DONE):
 def finished(parent):
   """The folder of three runs as if trained, and its config file."""
   source = write(parent / "tiny.py", seeds=(0, 1, 2))
-  for run in prepare(parent / "sweep", source):
-    leave(parent / "sweep", run)
-  return parent / "sweep", source
+  for run in prepare(parent / "sweep[1]", source):
+    leave(parent / "sweep[1]", run)
+  return parent / "sweep[1]", source
 
 
 def start(workdir, source, *flags):
