@@ -73,7 +73,7 @@ def reaching(path: epath.PathLike) -> Iterator[None]:
     ):
       raise AccessError(
         f"{path}: the store refuses access ({text}); see docs/launch.md,"
-        " A bucket"
+        " Before you launch"
       ) from error
     raise OSError(f"{path}: the store fails ({text})") from error
 

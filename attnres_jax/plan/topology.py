@@ -18,8 +18,8 @@ _ENVIRONMENT = {
   "TPU_WORKER_HOSTNAMES": "localhost",
 }
 
-# Chips of a slice -> its shape, for the names used by clouds. v4 and v5p slices
-# are named by cores, two per chip.
+# Chips of a slice -> its shape, for the names used by clouds. Some are named by
+# cores, two per chip.
 _FLAT = {
   1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16",
   256: "16x16",
@@ -28,7 +28,10 @@ _CUBES = {
   4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4",
   128: "4x4x8", 256: "4x8x8", 512: "8x8x8", 1024: "8x8x16", 2048: "8x16x16",
 }  # fmt: skip
+_SQUARES = {4: "2x2", 16: "4x4", 64: "8x8", 256: "16x16"}
 _MARKETING = {
+  "v2": (_SQUARES, 2),
+  "v3": (_SQUARES | {1024: "32x32"}, 2),
   "v5e": (_FLAT, 1),
   "v5litepod": (_FLAT, 1),
   "v6e": (_FLAT, 1),
@@ -95,6 +98,15 @@ def chip(device: Any) -> chips.Chip:
   Raises:
     ConfigError: it has no row, or one without memory and links.
   """
+  kind = device.device_kind
   known = {kind for kind, chip in chips.CHIPS.items() if chip.hbm_bytes}
-  config_lib.choose("topology", device.device_kind, dict.fromkeys(known))
-  return chips.CHIPS[device.device_kind]
+  if kind in chips.CHIPS and kind not in known:
+    config_lib.fail(
+      "topology",
+      kind,
+      f"one of {', '.join(sorted(known))}; {kind} has no plans, as its memory"
+      " and rates are not in our table: train with a mesh and microbatches of"
+      " your own, without `planned`",
+    )
+  config_lib.choose("topology", kind, dict.fromkeys(known))
+  return chips.CHIPS[kind]

@@ -218,18 +218,8 @@ def _known(
       f"--workdir: got {options.workdir!r}, expected the folder of a sweep"
     )
   if options.given & {"config", "config_fields"}:
-    _check_source(options)
+    folder_lib.check_source(options.workdir, options.config)
   return grid.select(progress, options.only)
-
-
-def _check_source(options: argparse.Namespace) -> None:
-  """Refuses a --config that did not make the sweep of the folder."""
-  there = folder_lib.source(options.workdir)
-  if there != str(options.config):
-    raise config_lib.ConfigError(
-      f"--config: got {options.config}, expected {there}, which made"
-      f" {options.workdir}"
-    )
 
 
 def _settings(given: Sequence[str]) -> dict[str, str]:

@@ -148,6 +148,20 @@ def source(folder: epath.PathLike) -> str:
   return str(damage.read_object(epath.Path(folder) / SWEEP).get("source"))
 
 
+def check_source(folder: epath.PathLike, given: config_lib.Source) -> None:
+  """Refuses a --config that did not make the sweep of a folder.
+
+  Raises:
+    ConfigError: names the one that did.
+  """
+  there = source(folder) if names(folder) else None
+  if there != str(given):
+    wanted = f"{there}, which made" if there else "a launch that first prepares"
+    raise config_lib.ConfigError(
+      f"--config: got {given}, expected {wanted} {folder}"
+    )
+
+
 def read_run(folder: epath.PathLike, name: str) -> grid.Run:
   """One run of a folder.
 

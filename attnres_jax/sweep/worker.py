@@ -16,6 +16,9 @@ The exit status says whether to start it again, see `attnres_jax.common.exits`.
 After an error, the run's folder holds error.txt: traceback, step, host and
 attempt.
 
+Configs of runs are in the folder. --config and fields may be those of the
+launch; others are refused.
+
 For runs over several processes, start the same command once per process with
 --distributed. On a pod, JAX finds the cluster by itself; elsewhere, describe it
 as for `attnres_jax.main`. The first process chooses and claims runs for all.
@@ -148,12 +151,14 @@ def work_all(folder: epath.PathLike, patience_seconds: float = 0.0) -> Exit:
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs the command; returns its exit status."""
   signals.outlive_outputs()
-  options = _parse_options(argv)
+  options = make_parser().parse_args(argv)
   return command_line.run(_work, options)
 
 
 def _work(options: argparse.Namespace) -> int:
   files.check_folder("--folder", options.folder)
+  if options.config is not None:
+    folder_lib.check_source(options.folder, options.config)
   _keep_programs(options.folder)
   command_line.connect(options)
   if options.run is not None:
@@ -368,16 +373,17 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _parse_options(argv: Sequence[str] | None) -> argparse.Namespace:
+def make_parser() -> command_line.Parser:
   parser = command_line.Parser("python -m attnres_jax.sweep.worker", __doc__)
   parser.add_argument("--folder", required=True, help="of the sweep")
+  parser.add_config()
   parser.add_argument("--run", help="name of one run (default: all open ones)")
   command_line.add_cluster(parser)
   parser.add_argument(
     "--patience_seconds", type=float, default=0.0,
     help="to wait for runs whose worker may be dead",
   )  # fmt: skip
-  return parser.parse_args(argv)
+  return parser
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from attnres_jax.pipeline import __main__ as pipeline_main
 from attnres_jax.plan import __main__ as plan_main
 from attnres_jax.plan import search
 from attnres_jax.sweep import cli
+from attnres_jax.sweep import worker
 from experiments.scaling_law import run as scaling_law
 from tests import tiny_run
 
@@ -33,6 +34,7 @@ PARSERS = {
   "search": search.make_parser(),
   "pipeline": pipeline_main._parser(pipeline_main._RUN),
   "sweep": cli.make_parser(scaling_law.EXPERIMENT),
+  "worker": worker.make_parser(),
 }
 
 
@@ -41,6 +43,7 @@ def test_every_command_takes_the_config(name):
   parser = PARSERS[name]
   found = parser.parse_args(
     [
+      *({"worker": ["--folder=x"]}.get(name, [])),
       f"--config={SPEC}",
       "--config.model.width",
       "32",

@@ -158,7 +158,7 @@ def test_commands_take_their_arguments(module, arguments):
       assert own_text == {"tokens" if ":" in source.spec else "stdlib"}
     CHECKS.get(options.launcher, lambda _: None)(given)
   elif module == "attnres_jax.sweep.worker":
-    worker._parse_options(
+    worker.make_parser().parse_args(
       [re.sub("=[A-Z:]+$", "=1", argument) for argument in arguments]
     )
   elif module == "experiments.first_hour":

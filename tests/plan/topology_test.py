@@ -22,6 +22,7 @@ P = jax.sharding.PartitionSpec
     ("v6e-8", "v6e:2x4"),
     ("v5p-128", "v5p:4x4x4"),  # sold by cores
     ("v4-8", "v4:2x2x1"),
+    ("v3-8", "v3:2x2"),
   ],
 )
 def test_marketing_names(name, expected):
@@ -43,13 +44,25 @@ def test_every_shape_has_as_many_chips_as_its_name_says():
     ("v5e-7", "topology: got 'v5e-7', expected one of v5e-1, v5e-4, v5e-8"),
     (
       "v9-8",
-      "topology: got 'v9', expected one of v4, v5e",
+      "topology: got 'v9', expected one of v2, v3, v4, v5e",
     ),
   ],
 )
 def test_unknown_names(name, message):
   with pytest.raises(config_lib.ConfigError, match=message):
     topology.topology_name(name)
+
+
+@pytest.mark.needs("libtpu")
+@pytest.mark.parametrize("name", ["v2-8", "v3-8"])
+def test_chips_without_plans_say_why(name):
+  kind = f"TPU {name[:2]}"
+  devices = topology.devices(name)
+  assert len(devices) == 8 and devices[0].device_kind == kind
+  with pytest.raises(
+    config_lib.ConfigError, match=f"got '{kind}', .* not in our table: train"
+  ):
+    topology.chip(devices[0])
 
 
 @pytest.mark.needs("libtpu")

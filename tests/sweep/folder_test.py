@@ -10,6 +10,7 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import folder
+from attnres_jax.sweep import worker
 from tests.sweep import tiny_sweep
 
 
@@ -114,6 +115,19 @@ def test_branches_follow_the_names_in_the_folder(tmp_path, source):
   prepared = folder.prepare(tmp_path / "sweep", [run, branch], source)
   assert [run.name for run in prepared] == ["older-name", "b"]
   assert folder.read_run(tmp_path / "sweep", "b").branch_of == "older-name"
+
+
+def test_workers_take_the_config_that_made_the_sweep(tmp_path, source, capsys):
+  (run,) = tiny_sweep.prepare(tmp_path / "sweep", source)[:1]
+  tiny_sweep.leave(tmp_path / "sweep", run)
+  line = [f"--folder={tmp_path}/sweep", f"--run={run.name}"]
+  assert worker.main([*line, f"--config={source}"]) == 0
+  assert worker.main([*line, f"--config={source}", "--config.seed=1"]) == 2
+  line = [f"--folder={tmp_path}/empty", f"--config={source}"]
+  assert worker.main(line) == 2
+  first, second = capsys.readouterr().err.splitlines()
+  assert f"--config: got {source} --config.seed=1, expected {source}," in first
+  assert "expected a launch that first prepares" in second
 
 
 def test_unknown_run_and_empty_folder(tmp_path):

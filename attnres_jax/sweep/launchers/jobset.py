@@ -115,7 +115,7 @@ def parse(options: launchers.Options) -> types.SimpleNamespace:
   `node_labels` of the node pools that a run may use.
   """
   found = settings_lib.read(SETTINGS, options.settings)
-  found.tpu = slices.parse("slice", found.slice)
+  found.tpu = slices.parse("slice", found.slice, "gke_accelerator")
   chips = found.tpu.chips
   found.chips_per_host = found.chips_per_host or min(
     slices.CHIPS_PER_HOST, chips

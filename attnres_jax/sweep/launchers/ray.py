@@ -105,7 +105,9 @@ def parse(options: launchers.Options) -> types.SimpleNamespace:
   found = settings_lib.read(SETTINGS, given)
   found.tpu = None
   if found.accelerator not in ("cpu", "gpu"):
-    found.tpu = slices.parse("accelerator", found.accelerator)
+    found.tpu = slices.parse(
+      "accelerator", found.accelerator, "ray_accelerator"
+    )
   for name, used in (
     ("slices", found.tpu is not None),
     ("workers", found.tpu is None),

@@ -14,8 +14,10 @@ from attnres_jax.sweep.launchers import settings
 
 # By prefix of the name: the node label of Google Kubernetes Engine, the
 # accelerator type of Ray, and of TPU VMs the accelerator type, how many of its
-# units a chip has, and the software version.
+# units a chip has, and the software version. Empty: not there.
 _WORDS = {
+  "v2": ("", "", "v2", 2, "tpu-ubuntu2204-base"),
+  "v3": ("", "", "v3", 2, "tpu-ubuntu2204-base"),
   "v4": ("tpu-v4-podslice", "TPU-V4", "v4", 2, "tpu-ubuntu2204-base"),
   "v5e": ("tpu-v5-lite-podslice", "TPU-V5LITEPOD", "v5litepod", 1,
           "v2-alpha-tpuv5-lite"),
@@ -65,18 +67,24 @@ class Slice:
     return math.prod(map(int, self.shape.split("x")))
 
 
-def parse(setting: str, name: str) -> Slice:
+def parse(setting: str, name: str, needs: str = "cloud_name") -> Slice:
   """The slice with this name.
 
   Args:
     setting: where the name comes from, for the error.
     name: such as "v6e:4x4" or "v6e-16".
+    needs: the field of the slice that a launcher reads.
 
   Raises:
     ConfigError: there is no such slice.
   """
   match = re.fullmatch(r"(\w+):(\d+(?:x\d+)+)", topology.topology_name(name))
-  if match is None or match[1] not in _WORDS:
+  known = {
+    kind: Slice(kind, match[2] if match else "1x1", *words)
+    for kind, words in _WORDS.items()
+  }
+  known = {kind: one for kind, one in known.items() if getattr(one, needs)}
+  if match is None or match[1] not in known:
     accepted = "a TPU slice such as v6e:4x4 or v5p-128, of "
-    settings.fail(setting, name, accepted + ", ".join(_WORDS))
-  return Slice(match[1], match[2], *_WORDS[match[1]])
+    settings.fail(setting, name, accepted + ", ".join(known))
+  return known[match[1]]

@@ -184,6 +184,12 @@ def test_pods_ask_for_the_hosts_of_the_slice(
   assert pod["hostNetwork"] and "--distributed" in container["command"]
 
 
+@pytest.mark.parametrize("name", ["v2-8", "v3-32"])
+def test_generations_that_the_cluster_does_not_have(name):
+  with pytest.raises(config_lib.ConfigError, match=f"'{name}', expected .* v4"):
+    rendered("run-0", slice=name)
+
+
 def test_one_host_needs_no_cluster():
   manifest, _ = rendered("run-0", slice="v6e:2x4", chips_per_host="8")
   assert container_of(manifest)["resources"]["limits"] == {"google.com/tpu": 8}

@@ -53,6 +53,7 @@ def test_five_commands_name_the_slice_and_the_folder():
     ("v5e-8", "v5litepod-8", 1), ("v5e-16", "v5litepod-16", 4),
     ("v5p-8", "v5p-8", 1), ("v5p-32", "v5p-32", 4), ("v4-8", "v4-8", 1),
     ("v6e:1x1", "v6e-1", 1), ("v6e:4x4", "v6e-16", 4),
+    ("v2-8", "v2-8", 1), ("v3-8", "v3-8", 1), ("v3-32", "v3-32", 4),
   ],
 )  # fmt: skip
 def test_types_and_hosts_of_slices(name, kind, hosts):
