@@ -30,6 +30,11 @@ has `mesh.stage` above 1, or with
 
 which lists the values of `mesh.stage` to try, 1 for no pipeline.
 
+With --num_slices, the plans are for several slices, between which only
+`mesh.data` crosses. What a device sends to others over the data-centre network
+is printed, and is in no time. Runs do not take such plans from the file: give
+them the flags that are printed.
+
 `report` says how a step's time is estimated. Compare plans with each other.
 """
 
@@ -53,6 +58,7 @@ from attnres_jax.plan import candidates as candidates_lib
 from attnres_jax.plan import report as report_lib
 from attnres_jax.plan import topology
 from attnres_jax.scaling import grid
+from attnres_jax.train import account
 
 _GIB = 2**30
 # Plans that turn out not to fit, before giving up.
@@ -60,28 +66,33 @@ _MISFITS = 6
 
 
 def compiled(
-  config: config_lib.RunConfig, overrides: Mapping[str, Any], slice_name: str
+  config: config_lib.RunConfig,
+  overrides: Mapping[str, Any],
+  slice_name: str,
+  num_slices: int = 1,
 ) -> dict[str, Any]:
   """Compiles a plan, given its overrides, up to its schedule; a table's row.
 
   `fits`; and if the program could be read: `peak_bytes`, `headroom_bytes`,
   `bound`, `bubble` (of a pipeline), `step_seconds`, `tokens_per_second`,
-  `model_flop_utilisation`, `hours` and `chip_hours` to the run's end.
+  `model_flop_utilisation`, `hours` and `chip_hours` to the run's end, and
+  `bytes_between_slices` of a device and step.
   """
   planned = plans_lib.apply(config, overrides)
-  found = report_lib.make_schedule_report(planned, slice_name)
+  found = report_lib.make_schedule_report(planned, slice_name, num_slices)
   row: dict[str, Any] = {"overrides": dict(overrides)}
   row |= {
     name: found.get(name)
     for name in (
       "fits", "peak_bytes", "headroom_bytes", "hbm_bytes", "bound",
       "compute_seconds", "memory_seconds", "link_seconds", "compile_seconds",
+      "bytes_between_slices",
     )
   }  # fmt: skip
   row["bubble"] = found.get("lockstep", {}).get("bubble")
   if not found["fits"]:
     return row
-  devices = topology.devices(slice_name)
+  devices = topology.devices(slice_name, num_slices)
   chip = topology.chip(devices[0])
   seconds = found["step_seconds"]
   tokens = config.data.batch_size * config.data.sequence_length
@@ -92,7 +103,7 @@ def compiled(
     "tokens_per_second": tokens / seconds,
     "model_flop_utilisation": work / seconds,
     "hours": hours,
-    "chip_hours": hours * _num_chips(devices),
+    "chip_hours": hours * account.num_chips(devices),
   }
 
 
@@ -126,6 +137,11 @@ def to_text(rows: Sequence[Mapping[str, Any]]) -> str:
   if best:
     overrides = best["overrides"].items()
     lines += ["", *(f"--config.{name}={value}" for name, value in overrides)]
+    if between := best.get("bytes_between_slices"):
+      lines.append(
+        f"mesh.data crosses the slices: a device sends {between / 1e6:,.0f} MB"
+        " per step over the data-centre network, in none of these times"
+      )
   return "\n".join(lines)
 
 
@@ -140,11 +156,6 @@ def _shape(overrides: Mapping[str, Any]) -> tuple[str, str, str]:
   return mesh, stages, str(o["pipeline.microbatches"])
 
 
-def _num_chips(devices: Sequence[Any]) -> int:
-  """Two devices of some TPUs are one chip, at one place of the torus."""
-  return len({tuple(device.coords) for device in devices})
-
-
 def main(argv: Sequence[str] | None = None) -> int:
   """Plans and prints; the exit status says whether any plan fits."""
   return command_line.run(_plan, make_parser().parse_args(argv))
@@ -155,6 +166,12 @@ def make_parser() -> command_line.Parser:
   add = parser.add_argument
   parser.add_config()
   add("--topology", help="TPU slice, such as v6e-16, v5e:4x4 or v5p:4x4x4")
+  add(
+    "--num_slices",
+    type=int,
+    default=1,
+    help="slices for one run, connected by the data-centre network",
+  )
   add("--tries", type=int, default=3, help="plans that fit to compile")
   add(
     "--save",
@@ -183,6 +200,8 @@ def _plan(options: argparse.Namespace) -> int:
     )
   if options.tries < 1:
     config_lib.fail_argument("--tries", options.tries, "a number above 0")
+  if options.save and options.num_slices > 1:
+    config_lib.fail_argument("--save", True, "a plan for one slice")
   for number in filter(None, options.stages.split(",")):
     if not number.isdigit() or not int(number):
       config_lib.fail_argument("--stages", number, "numbers, such as 1,4,8")
@@ -190,7 +209,8 @@ def _plan(options: argparse.Namespace) -> int:
   for config in configs:
     data.check(config, offline=True)
   if options.sweep:
-    configs = _unplanned(configs, options, topology.devices(slice_name))
+    devices = topology.devices(slice_name, options.num_slices)
+    configs = _unplanned(configs, options, devices)
   fits = [_plan_one(config, slice_name, options) for config in configs]
   return 0 if all(fits) else 1
 
@@ -227,14 +247,14 @@ def _plan_one(
   config: config_lib.RunConfig, slice_name: str, options: argparse.Namespace
 ) -> bool:
   """Compiles and prints the best plans; whether one of them fits."""
-  devices = topology.devices(slice_name)
+  devices = topology.devices(slice_name, options.num_slices)
   rows = []
   stages = tuple(map(int, filter(None, options.stages.split(","))))
   candidates = _candidates(config, devices, stages, options.plans)
   for i, overrides in enumerate(candidates, start=1):
     fields = ", ".join(f"{k}={v}" for k, v in overrides.items())
     print(f"compiling {i}: {fields}", flush=True)
-    rows.append(compiled(config, overrides, slice_name))
+    rows.append(compiled(config, overrides, slice_name, options.num_slices))
     fitting = sum(row["fits"] for row in rows)
     if fitting == options.tries or i == _MISFITS + options.tries:
       break

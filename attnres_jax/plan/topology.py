@@ -8,6 +8,7 @@ from typing import Any
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import chips
+from attnres_jax.config import fields
 
 # Read by libtpu when it is loaded. With these it does not wait for a cloud's
 # metadata server, lock a device, or complain that this host has no TPU.
@@ -62,8 +63,10 @@ def devices(name: str, num_slices: int = 1) -> Sequence[Any]:
   """Descriptions of all devices of a slice, or of several slices.
 
   Raises:
-    ConfigError: libtpu is not installed, or does not know the topology.
+    ConfigError: libtpu is not installed, or does not know the topology, or the
+      number of slices is none.
   """
+  fields.accept("--num_slices", num_slices, fields.Size)
   for variable, value in _ENVIRONMENT.items():
     os.environ.setdefault(variable, value)
   from jax.experimental import topologies

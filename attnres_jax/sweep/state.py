@@ -60,7 +60,9 @@ class State:
     started: when it began, seconds since the epoch.
     heartbeat: when it was last seen, in the same unit.
     seconds: duration of all attempts, up to the heartbeat.
-    chip_seconds: the same, each attempt times its chips; 0 in old files.
+    chip_seconds: the same, each attempt times its chips; 0 in old files. More
+      than in summary.json, which adds up rows: a worker also holds its chips
+      before the first row and after the last.
     error: of the last attempt, one line.
   """
 

@@ -30,6 +30,7 @@ class Goodput:
     lost: steps and evaluations lost to a kill.
     lost_steps: how many steps were lost.
     chip_seconds: all of these seconds, each times the chips of its attempt.
+      Less than in a sweep's state.json, which counts from claim to release.
   """
 
   startup: float = 0.0

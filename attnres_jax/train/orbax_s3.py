@@ -29,7 +29,8 @@ def teach() -> None:
   Raises:
     ConfigError: this version of Orbax is built differently.
   """
-  paths, arrays = map(importlib.import_module, _REPLACED)
+  paths: Any = importlib.import_module(_PATHS)
+  arrays: Any = importlib.import_module(_ARRAYS)
   for module, names in zip((paths, arrays), _REPLACED.values()):
     for name in names:
       if not hasattr(module, name):

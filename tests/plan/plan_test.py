@@ -4,9 +4,11 @@
 import dataclasses
 import math
 
+import jax
 import pytest
 
 from attnres_jax import config as config_lib
+from attnres_jax import models
 from attnres_jax.common import sharding
 from attnres_jax.models import trunk
 from attnres_jax.plan import candidates
@@ -191,6 +193,26 @@ def test_a_compiled_plan(devices):
 
 
 @pytest.mark.slow
+def test_meshes_of_two_slices():
+  found, _ = candidates.plans(_config(), topology.devices("v5e:2x2", 2))
+  meshes = {tuple(plan.overrides.values())[:3] for plan in found}
+  assert meshes == {(8, 1, 1), (4, 2, 1)}
+
+
+@pytest.mark.slow
+def test_a_compiled_plan_for_two_slices():
+  """Only mesh.data crosses slices, with a sum of what fsdp keeps apart."""
+  config = _config()
+  fields = {"mesh.data": 4, "mesh.fsdp": 2, "mesh.expert": 1}
+  fields |= {"optim.accumulate_steps": 1, "model.remat": "none"}
+  row = plan_lib.compiled(config, fields, "v5e:2x2", 2)
+  assert row["fits"] and row["chip_hours"] == pytest.approx(8 * row["hours"])
+  state = jax.eval_shape(lambda: models.build_model(config.model))
+  gradient = 4 * sum(leaf.size for leaf in jax.tree.leaves(state)) / 2
+  assert 0.75 * gradient < row["bytes_between_slices"] < 1.1 * gradient
+  assert "mesh.data crosses the slices" in plan_lib.to_text([row])
+
+
 def test_a_compiled_pipeline(devices):
   config = _config(**PIPELINED)
   found, _ = candidates.plans(config, devices, stages=(2,))
