@@ -88,6 +88,6 @@ def task(
   return {
     "name": settings.name,
     "resources": resources,
-    "setup": settings.install,
+    "setup": settings.install or tpu_vm.install(folder),
     "run": shlex.join(command),
   }

@@ -34,13 +34,8 @@ SETTINGS: Mapping[str, Setting] = {
   "reserved": Setting("true for reserved capacity, not spot", False, bool),
   "runtime": Setting("software version of the VM (default: by generation)"),
   "install": Setting(
-    "shell command that installs this package in the folder attnres of a host",
-    # The VMs' own Python is 3.10, and on newer ones pip refuses to change it.
-    "PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --user uv &&"
-    " python3 -m uv venv --clear --python 3.12 attnres &&"
-    " python3 -m uv pip install --python attnres/bin/python"
-    " 'attnres-jax[tpu,gcs] @"
-    " git+https://github.com/attnres-jax/attnres-jax'",
+    "shell command that installs this package in the folder attnres of a host"
+    " (default: with uv, from its repository)",
   ),
 }
 PYTHON = "attnres/bin/python"
@@ -92,13 +87,28 @@ def commands(
   ]  # fmt: skip
   return {
     "Ask for the slice; `list` shows when it is ACTIVE.": shlex.join(create),
-    "Install on all hosts.": f"{ssh} --command={_quoted(settings.install)}",
+    "Install on all hosts.": (
+      f"{ssh} --command={_quoted(settings.install or install(folder))}"
+    ),
     "Start a worker on all hosts; it outlives the connection.": (
       f"{ssh} --command={_quoted(script(folder, tpu))}"
     ),
     "Watch, from anywhere.": shlex.join(watch),
     "Delete the slice; it costs money until then.": shlex.join(delete),
   }
+
+
+def install(folder: epath.PathLike) -> str:
+  """A shell command that installs this package, for the store of a folder."""
+  store = "s3" if str(folder).startswith("s3://") else "gcs"
+  # The VMs' own Python is 3.10, and on newer ones pip refuses to change it.
+  return (
+    "PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --user uv &&"
+    " python3 -m uv venv --clear --python 3.12 attnres &&"
+    " python3 -m uv pip install --python attnres/bin/python"
+    f" 'attnres-jax[tpu,{store}] @"
+    " git+https://github.com/attnres-jax/attnres-jax'"
+  )
 
 
 def script(folder: epath.PathLike, tpu: slices.Slice) -> str:

@@ -63,6 +63,13 @@ def test_types_and_hosts_of_slices(name, kind, hosts):
   assert ("--distributed" in start) == (hosts > 1)
 
 
+@pytest.mark.parametrize("folder,extra", [(FOLDER, "gcs"), ("s3://b/x", "s3")])
+def test_hosts_have_the_client_of_the_store(folder, extra):
+  given = launchers.Options(settings={"slice": "v6e-8", "zone": "z"})
+  _, install, *_ = tpu_vm.commands(folder, tpu_vm.parse(given)).values()
+  assert f"'attnres-jax[tpu,{extra}] @ git+https://" in install
+
+
 def test_it_prints_without_a_network_or_a_bucket(capsys):
   runs = [grid.Run("a", {}, {}), grid.Run("b", {}, {})]
   settings = {"slice": "v6e-8", "zone": "z"}
