@@ -49,7 +49,8 @@ os._exit(0)
 # Writes whenever it is told to.
 HOLDER = """
 import sys
-from attnres_jax.train import claims, files
+from attnres_jax.common import files
+from attnres_jax.train import claims
 claims.LEASE_SECONDS, claims.HEARTBEAT_SECONDS = 1.0, 1e6
 claim = claims.acquire(sys.argv[1])
 print("held", flush=True)
