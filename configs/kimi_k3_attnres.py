@@ -8,9 +8,9 @@ not the actual network, whose other parts we mostly do not know.
   python -m attnres_jax.main --workdir=runs/k3 \
     --config=configs/kimi_k3_attnres.py:residual=block_attnres,runlocal
 
-The second command takes about 110 s of processor time (Intel Xeon, 2 cores,
-jax 0.10.2), 90 of them for compiling, and ends at a validation loss of 3.00
-nats per byte. The full size has been counted, not run.
+The second command takes about 110 s of processor time (Intel Xeon, jax 0.10.2),
+most of it for compiling, and ends at a validation loss of 3.00 nats per byte.
+The full size has been counted, not run.
 
 Published, in its report or released configuration: 93 transformer blocks, 69
 with KDA and 24 with MLA; width 7168; epsilon 1e-5; AttnRes blocks of 12

@@ -10,8 +10,8 @@ section 5, arXiv:2510.26692). Any of it on a laptop, in about a minute:
 `runlocal` keeps every part (KDA, MLA, dense first block, experts, Muon, the
 size's schedule, the scheme) and shrinks its shape; it reads bytes of the
 embedded corpus. The command above takes about 75 s of processor time (Intel
-Xeon, 2 cores, jax 0.10.2), 60 of them for compiling, and ends at a validation
-loss of 2.85 nats per byte. The full sizes have been compiled, not run.
+Xeon, jax 0.10.2), most of it for compiling, and ends at a validation loss of
+2.85 nats per byte. The full sizes have been compiled, not run.
 
   size      194m 241m 296m 436m 528m: rows of the paper's Table 2
             48b: its section 5.2; 48b_32m: the batch and learning rate of the
@@ -116,8 +116,8 @@ def of_table_2(size, arg, planned=False):
   """A size with the parameter counts that the paper prints, over 16 chips.
 
   With `planned`, its mesh is left to a plan. Layers are unrolled, under every
-  scheme: a scan copies what the backward pass needs into stacks and out of
-  them, an eighth of what a step of 194M moves with PreNorm.
+  scheme. A scan copies the arrays that the backward pass needs into stacks and
+  out of them, an eighth of the bytes of a step of 194M with PreNorm.
   """
   config = get_config(
     f"size={size},residual={arg.residual},experts=512,runlocal={arg.runlocal}"

@@ -5,9 +5,9 @@ r"""The language models of `lm.py`, split over the ranks of a pipeline.
     --config=configs/pipeline.py:size=micro --workdir=runs/pipeline
 
 This is `configs/lm.py:size=micro` on 4 ranks with 2 virtual stages each and
-8 microbatches. It takes about 40 s of processor time (Intel Xeon, 2 cores,
-jax 0.10.2) and ends at a validation loss of 2.86 nats per byte, the same as
-without the pipeline.
+8 microbatches. It takes about 40 s of processor time (Intel Xeon, jax 0.10.2)
+and ends at a validation loss of 2.86 nats per byte, the same as without the
+pipeline.
 
 Takes the arguments of `lm.py`. The same overrides turn any other config into a
 pipeline; see docs/pipeline.md.

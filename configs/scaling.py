@@ -27,8 +27,8 @@ experiments/scaling_law. One of its runs:
   runlocal  shrinks everything to seconds, to try things out
 
 Within a size, all schemes share their hyper-parameters. They were chosen under
-PreNorm at the laptop's and the paper's scale; those of the pod are not searched
-yet. To change the sweep, edit `LAPTOP`, `SCHEMES` or `SEEDS`, and launch into
+PreNorm at the laptop's and the paper's scale; the pod's are not searched yet.
+To change the sweep, edit `LAPTOP`, `SCHEMES` or `SEEDS`, and launch into
 another folder.
 """
 

@@ -38,10 +38,10 @@ class Edited(base.Residual):
 
     Args:
       scheme: any.
-      read: maps l, an int32 counted from 0, and what sublayer l + 1 reads
-        before its norm ([B, T, D], or `QKV`) to what it reads instead.
-      write: maps l and the output of sublayer l + 1 to what is written.
-      readout: maps h_out [B, T, D] to what the final norm reads.
+      read: maps l, an int32 counted from 0, and the input of sublayer l + 1
+        before its norm ([B, T, D], or `QKV`) to a new input.
+      write: maps l and the output of sublayer l + 1 to the array to write.
+      readout: maps h_out [B, T, D] to the input of the final norm.
     """
     self.scheme = scheme
     self.edit_read = read

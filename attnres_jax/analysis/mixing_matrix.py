@@ -3,17 +3,17 @@
 
 Under every residual scheme, a sublayer reads a combination of the earlier
 outputs, h_l = sum_i M[i -> l] v_i. M has a row per sublayer l = 1..L and a
-column per value i = 0..L-1, and is lower triangular including its diagonal: all
+column per value i = 0..L-1. It is lower triangular including its diagonal: all
 ones for the plain sum, 1/l for the running mean, the softmax weights for Full
-AttnRes, and for Block AttnRes the weight of the block (completed or open) that
-contains the value.
+AttnRes. For Block AttnRes, an entry is the weight of the block (completed or
+open) that contains the value.
 
 No scheme has a formula here. The coefficients that depend on the input are held
 fixed (`models.residuals.base.coefficient`), and each output is varied in turn
 along a probe of random signs: what arrives at a read is M times the probe. An
-entry is a mean over channels and tokens, exact where M scales each channel; of
-an entry that is a matrix over channels, it is an unbiased estimate of the mean
-of its diagonal, and `norms=True` measures its size.
+entry is a mean over channels and tokens, exact where M scales each channel.
+Where an entry is a matrix over channels, the result estimates the mean of its
+diagonal without bias, and `norms=True` measures its size.
 """
 
 from typing import Any

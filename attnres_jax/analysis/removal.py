@@ -8,9 +8,9 @@ question; the procedure is ours).
 
 A read is a linear map of the earlier outputs, given its coefficients (see
 `mixing_matrix`). Removing a source subtracts its term and does not change the
-others. For a softmax this is the same as giving its weight to the remaining
-sources in proportion: that multiplies the read of each token by a number,
-which the norm behind it takes out again (up to its epsilon).
+others. A softmax that gives this weight to the remaining sources in proportion
+does the same. It multiplies the read of each token by a number, which the norm
+behind it takes out again (up to its epsilon).
 
 Sources are values v_0..v_L or, in schemes with blocks, what a block contains so
 far: column n is block n, as in `depth_weights`.

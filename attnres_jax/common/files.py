@@ -52,7 +52,7 @@ def glob(folder: epath.PathLike, pattern: str) -> list[str]:
 
   Only the pattern has wildcards (`**` for any folders): a folder named `run[1]`
   is that folder, which it is not for `epath.Path.glob`. Names that begin with a
-  dot are left out. The order is that of the names.
+  dot are left out. Files are in the order of their names.
   """
   root = os.fspath(folder)
   if not is_remote(root):

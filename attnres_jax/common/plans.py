@@ -72,7 +72,7 @@ def resolve(
     path: the file of plans, local or gs://.
 
   Raises:
-    ConfigError: there is no plan, or the config has a mesh of its own.
+    ConfigError: there is no plan, or the config already has a mesh.
   """
   if config.optim.accumulate_steps:
     return config

@@ -32,7 +32,7 @@ def split(x: jax.Array, dtype: jax.typing.DTypeLike) -> Parts:
 
   Args:
     x: an array.
-    dtype: of the parts. If it is that of `x`, the second part is zero.
+    dtype: of the parts. If `x` already has this dtype, the second part is zero.
 
   Returns:
     `x` rounded, and what is left of it, also rounded: of bfloat16, their sum

@@ -138,7 +138,7 @@ def read(path: epath.PathLike, start: int = 0) -> bytes:
 
 
 def names(folder: epath.PathLike) -> list[str]:
-  """Names of what a folder holds; [] if there is none."""
+  """Names of the files and folders in a folder; [] if there is none."""
   with reaching(folder):
     try:
       found = client(folder).ls(str(folder), detail=False)

@@ -20,8 +20,8 @@ class DepthReadConfig(fields.Checked, prefix="model.residual.read"):
 
   Attributes:
     heads: H, softmaxes per read, each over its slice of the width (MHAR,
-      arXiv:2607.27230; the inverse RMS is that of the full width). 0 is the
-      scheme's own number: 8 in `delta_mh`, else 1.
+      arXiv:2607.27230; the inverse RMS is over the full width). 0 takes the
+      scheme's number: 8 in `delta_mh`, else 1.
     query: `learned`: one vector per read. `input`: a linear map of the newest
       source, normalised. `static`: no queries and keys, but one learned logit
       per source.
@@ -42,7 +42,7 @@ class DepthReadConfig(fields.Checked, prefix="model.residual.read"):
       and keys (RD-AttnRes, arXiv:2608.01075).
     scale: `sum` multiplies a mixture by the number of its sources, so that zero
       queries read what PreNorm reads: networks that were trained with it can
-      go on with Full or Block AttnRes (`attnres_jax.interop.upcycle`).
+      become Full or Block AttnRes (`attnres_jax.interop.upcycle`).
   """
 
   heads: fields.Count = 0
@@ -120,9 +120,9 @@ class ResidualConfig(fields.Checked, prefix="model.residual"):
       `laurel_pa`, width / 8 in `gated_residual`.
     streams: residual streams of schemes that have several.
     stream_dtype: in which these streams are kept between sublayers; sums and
-      coefficients are float32 in any case. `bfloat16` halves what they move
-      and occupy, and rounds each stream once per sublayer; in
-      `hyper_connections`, `mhc` and their relatives only, but for `xhc`.
+      coefficients are float32 in any case. `bfloat16` halves what they move and
+      occupy, and rounds each stream once per sublayer. Only
+      `hyper_connections`, `mhc` and their relatives take it, except `xhc`.
     gate: factor of the depth mixture in `delta_attnres` and its relatives.
       `one` is no gate; `zero`, a learned number per sublayer that starts at
       zero; `scalar` and `vector`, the sigmoid of a learned number per sublayer,
@@ -182,7 +182,7 @@ class AttentionConfig(fields.Checked, prefix="model.attention"):
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig(fields.Checked, prefix="model.rope"):
-  """How rotary positions reach further than those of the first training.
+  """How rotary positions reach further than in the first training.
 
   Attributes:
     scaling: `llama3` divides the frequencies of channels that turn fewer than
@@ -224,7 +224,7 @@ class ActivationConfig(fields.Checked, prefix="model.activation"):
   Attributes:
     name: `silu`, or `situ` (Kimi K3).
     gate_bound: of SiTU's gate.
-    up_bound: of what it multiplies.
+    up_bound: of the factor beside the gate.
   """
 
   name: Literal["silu", "situ"] = "silu"
@@ -312,8 +312,8 @@ class MoeConfig(fields.Checked, prefix="model.moe"):
     dense_layers: number of transformer blocks, from the first, whose MLP is
       dense, of `model.mlp_width`.
     groups: equal parts of the experts, by number (DeepSeek-V3).
-    top_groups: groups that a token's experts come from: those with the largest
-      sums of their two best scores.
+    top_groups: groups that a token's experts come from: the groups with the
+      largest sums of their two best scores.
     latent_width: routed experts read and write a latent of this width, in place
       of the model's; a matrix leads to it and one back (Kimi K3). 0 for none.
     latent_norm: the weighted sum of their outputs is normalised.
@@ -413,8 +413,8 @@ class ModelConfig(fields.Checked, prefix="model"):
     num_kv_heads: key/value heads of `attention`; 0 means as many as query
       heads.
     head_width: width of a head of `attention`; 0 means width / num_heads.
-    mlp_width: hidden width of the gated MLP; 0 means 8/3 width, rounded up to
-      a multiple of 32.
+    mlp_width: hidden width of the gated MLP; 0 means 8/3 of `width`, rounded up
+      to a multiple of 32.
     attention_kernel: of softmax attention (`attention`, `mla`). `auto` selects
       a fused kernel for the platform that a program is lowered for; `tiled` is
       plain JAX on any platform; `splash` (TPU) and `cudnn` (NVIDIA) run or

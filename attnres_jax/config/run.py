@@ -358,13 +358,13 @@ class PipelineConfig(fields.Checked, prefix="pipeline"):
     schedule: `fused` runs a forward and a backward in every tick, so that
       memory does not grow with the number of microbatches (formerly `1f1b`,
       which old runs may still use); `gpipe` is autodiff of the forward loop.
-    rule: which blocks cross a boundary: all (`naive`), those that the rank has
-      not received before (`cached`, as in the paper), or those that it has
+    rule: which blocks cross a boundary: all (`naive`), blocks that the rank has
+      not received before (`cached`, as in the paper), or blocks that it has
       neither received nor computed (`minimum`).
     gather: when a rank gathers its weights from the other devices of mesh.fsdp
-      and mesh.expert: those of a chunk at each `tick`, or all at once for a
-      `step`, which sends far less but holds a rank's whole weights and their
-      float32 gradients.
+      and mesh.expert. `tick` gathers a chunk's weights whenever it runs. `step`
+      gathers all at once, which sends far less but holds a rank's whole weights
+      and their float32 gradients.
   """
 
   virtual_stages: fields.Size = 1

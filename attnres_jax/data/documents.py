@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents, which every text source yields, and how they are split.
 
-Where files do not decide it, the split of a document is decided by a hash of
-its key, never by its position, so that near-duplicates inside one file do not
-leak from training to validation, and so that adding documents does not move
-others to another split.
+Where files do not decide it, a hash of a document's key decides its split,
+never its position. So near-duplicates inside one file do not leak from training
+to validation, and adding documents does not move others to another split.
 """
 
 from collections.abc import Iterator

@@ -7,9 +7,9 @@ Each line of a .jsonl file is an object with the texts `prompt` and
   separator, prompt, completion, separator
 
 and its loss counts the tokens of the completion and the separator that ends it.
-Both texts are encoded separately, so that the tokens of a prompt are those that
-it has when the network is asked. Rows hold whole examples, in the order of the
-files, each a document of its own (`data.segment_ids`), and are padded.
+Both texts are encoded separately, so that a prompt has the same tokens as when
+the network is asked. Rows hold whole examples, in the order of the files, each
+a document of its own (`data.segment_ids`), and are padded.
 """
 
 import hashlib

@@ -119,8 +119,8 @@ class PackedRows:
     """A row of int32 [T+1] arrays.
 
     Returns:
-      "tokens"; "counts", 1 for tokens to learn as targets and 0 for padding;
-      and, if requested, "segment_ids" from 1, 0 for padding.
+      "tokens"; "counts", which is 1 for tokens to learn as targets, else 0;
+      and, if requested, "segment_ids" from 1, with 0 for padding.
     """
     if not 0 <= index < len(self):
       raise IndexError(f"row {index} of {len(self)}")

@@ -2,9 +2,9 @@
 """Data files: which belong to a split, and how one is read.
 
 Paths go through etils.epath, so `gs://` works if the matching client is
-installed. A file whose name ends in .gz or .zst is decompressed as it is read.
-Libraries that need a local name, and random access, read a remote file from a
-complete copy in `$ATTNRES_JAX_CACHE`, or `~/.cache/attnres_jax`.
+installed. A file whose name ends in .gz or .zst is decompressed while it is
+read. Libraries that need a local name, and random access, read a remote file
+from a complete copy in `$ATTNRES_JAX_CACHE`, or `~/.cache/attnres_jax`.
 
 Whole words of a file's name say which split it belongs to: `train`; `val`,
 `valid` or `validation`; `test`. The words nearest to the end of the path count,
@@ -149,7 +149,7 @@ def list_files(
       folders; or several of them, with commas between. Hidden files and folders
       are left out.
     suffixes: accepted suffixes inside a folder, before that of a compressed
-      file; empty for every file. A file or glob is used as it is.
+      file; empty for every file. A file or glob is used unchanged.
 
   Raises:
     ConfigError: there are no such files.

@@ -6,10 +6,11 @@ English prose (the language reference, as shown by `help("topics")`), read from
 the user's installation, not part of this repository. It depends on the
 interpreter, which `describe()` names.
 
-Excluded are tests (as large as the library, and repetitive), installed
-packages, the code pages in `encodings` (generated, nearly identical tables that
-would make validation easy), the file with the topics (it would repeat them) and
-the build settings (`_sysconfigdata*`, different on every machine).
+Tests are excluded (as large as the library, and repetitive), and so are
+installed packages. The code pages in `encodings` are generated, nearly
+identical tables, which would make validation easy. The file with the topics
+would repeat them, and build settings (`_sysconfigdata*`) differ between
+machines.
 """
 
 from collections.abc import Iterator

@@ -10,8 +10,8 @@ Two forms, which are distinguished by their content, not by a flag:
   "tokenizer" (an object with "name" and, of a vocabulary file, "sha256") and
   "sha256" (of the ids' bytes);
 - shards of llm.c: 256 int32 (magic, version, count, zeros), then the ids.
-  Magic 20240520, version 1 is GPT-2's vocabulary in uint16; 20240801, version
-  7 is Llama 3's in uint32.
+  Magic 20240520 and version 1 mean GPT-2's vocabulary in uint16. 20240801 and 7
+  mean Llama 3's in uint32.
 
 The token that separates documents is the one that the tokenizer has as its
 separator, or the files are refused: a network would end its texts with one

@@ -45,7 +45,7 @@ def prepared(
 
   Args:
     model: of training.
-    separate: whether each layer gets arrays of its own.
+    separate: whether each layer gets separate arrays.
   """
 
   def cast(parameter: sharding.Parameter) -> jax.Array:
@@ -62,7 +62,7 @@ def prepared(
 
 
 def separates(layers: str, platform: str) -> bool:
-  """Whether layers are in arrays of their own.
+  """Whether layers are in separate arrays.
 
   Args:
     layers: a key of `LAYERS`.

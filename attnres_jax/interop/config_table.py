@@ -122,8 +122,9 @@ class Keys:
 class Key:
   """A key that states a field.
 
-  As of all entries, `read` returns fields by dotted name, given those of the
-  entries before. `write` returns keys, given a config in the form of `network`.
+  As for all entries, `read` returns fields by dotted name, given the fields of
+  earlier entries. `write` returns keys, given a config in the form of
+  `network`.
 
   Attributes:
     name: of the key.
@@ -260,7 +261,7 @@ def naming(where: str) -> Iterator[None]:
 def finish(
   keys: Keys, config: config_lib.ModelConfig, beside: Sequence[Entry] = ()
 ) -> None:
-  """Takes what is no part of the network, and refuses all keys that are left.
+  """Takes keys that are not about the network, and refuses all other keys.
 
   Args:
     keys: of the file, or of an object in it.

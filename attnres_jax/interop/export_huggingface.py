@@ -131,7 +131,7 @@ def _export(options: argparse.Namespace) -> None:
 def _family_of(facts: Mapping[str, Any], config: config_lib.ModelConfig) -> str:
   """The family that a network came from, or the first that fits.
 
-  One that was upcycled is no longer of that family.
+  An upcycled network no longer belongs to that family.
   """
   if "upcycled_from" in facts or not facts.get("family"):
     return families.of_network(config)

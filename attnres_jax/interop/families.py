@@ -2,8 +2,8 @@
 """Families of checkpoints, by the `model_type` of their config.json.
 
 To add one, write its table of keys, and what its tensors are named. Names and
-shapes are those of transformers 5.23, which writes what was published (Kimi K3:
-of the published headers, spec: interop section 1).
+shapes follow transformers 5.23, which writes what was published (Kimi K3: the
+published headers, spec: interop section 1).
 
 With bfloat16 activations, transformers' RMSNorm rounds before it multiplies by
 the gain, ours after. Routers of Kimi Linear weigh by unbiased scores, as in
@@ -40,7 +40,7 @@ class Family:
     names: of its tensors.
     below: the key of the object that describes the network; "" for the whole.
     beside: entries of the whole, if `below` is not "".
-    unused: patterns of tensors that are no part of the network, given the
+    unused: patterns of tensors that do not belong to the network, given the
       config, config.json and the names of all tensors.
     renamed: a pattern of names in some files, and what `names` has for it.
     code: a file beside the weights, if transformers has no class.

@@ -71,8 +71,8 @@ def read(folder: str | os.PathLike) -> Source:
 
   Raises:
     ConfigError: its config.json describes something that cannot be imported.
-    TensorFileError: the files are damaged, or have other tensors than those of
-      the network.
+    TensorFileError: the files are damaged, or their tensors are not the
+      network's.
   """
   folder = pathlib.Path(folder)
   where = str(folder / CONFIG)
@@ -114,7 +114,7 @@ def _check_count(
 ) -> None:
   """Refuses more layers or experts than there are tensors.
 
-  Before anything is built: a number in config.json is no reason for that.
+  It does so before anything is built.
   """
   sparse = config.num_layers - config.moe.dense_layers
   for name, least in (
@@ -151,7 +151,7 @@ def _check(
   tensors: Mapping[str, tensor_files.Tensor],
   where: str,
 ) -> list[str]:
-  """Compares tensors with leaves; returns the names of those that are used."""
+  """Compares tensors with leaves; returns the names of the used tensors."""
   used: list[str] = []
   for rule in rules:
     for name, shape, dtypes in rule.stored():
@@ -192,7 +192,7 @@ def _copies(
 
 
 def _check_copies(source: Source) -> None:
-  """Compares ignored tensors with what they are said to copy.
+  """Compares ignored tensors with the tensors that they should copy.
 
   Raises:
     TensorFileError: one has other values.
@@ -313,7 +313,7 @@ def export(
     facts: further keys of config.json, such as `max_position_embeddings`.
     card: text of README.md.
     dtypes: leaf -> dtype, where it is another one.
-    also: further files, such as those of the tokenizer.
+    also: further files, such as the tokenizer's.
     family: a key of `families.FAMILIES`; found from the network if empty.
     shard_bytes: size of the largest file, unless a tensor is larger.
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tensors of a checkpoint make up which leaf, by kind of sublayer.
 
-All families name their tensors in the same way: attention and dense MLPs as
-Llama does, everything else as Kimi Linear does, but for `Names`. A row of a
+All families name their tensors in the same way, except for `Names`: attention
+and dense MLPs as Llama does, everything else as Kimi Linear does. A row of a
 table is used where the network has its leaf.
 """
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """SHA-256 of all files of a folder: safetensors files have no checksums.
 
-`manifest.json` is {"files": {name: {"bytes", "sha256"}}}. The hashes of large
-files are those that the Hugging Face hub shows.
+`manifest.json` is {"files": {name: {"bytes", "sha256"}}}. The Hugging Face hub
+shows the same hashes for large files.
 """
 
 import hashlib

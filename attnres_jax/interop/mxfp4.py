@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices in four bits (MXFP4), decoded as they are read.
+"""Matrices in four bits (MXFP4), decoded while they are read.
 
 Groups of 32 numbers of a row share a power of two. A number is a sign and one
 of eight magnitudes; two are in a byte, the first in its lower half. So a matrix

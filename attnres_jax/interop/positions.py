@@ -17,12 +17,12 @@ _Base = Annotated[float, fields.Accepted(lambda x: x > 1, "a number above 1")]
 def pair(field: str, *, latent: bool = False) -> tuple[Any, Any]:
   """How to read and to write base and scaling; see `config_table.Pair`.
 
-  Keys are those of `rope_parameters`, or the older ones.
+  Keys come from `rope_parameters`, or have the older names.
 
   Args:
     field: of the base.
-    latent: of MLA: logits have a factor of their own, `mscale_all_dim`, and
-      parts without positions too.
+    latent: of MLA: logits have a separate factor, `mscale_all_dim`, and so do
+      parts without positions.
   """
 
   def read(keys: config_table.Keys, found: Mapping[str, Any]) -> dict[str, Any]:

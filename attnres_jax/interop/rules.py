@@ -166,7 +166,7 @@ class Rule:
 def _leading(
   shape: Sequence[int], index: Sequence[slice]
 ) -> tuple[slice, tuple[slice, ...]]:
-  """A range of the flattened axes, and what to take of what it holds."""
+  """A range of the flattened axes, and which part of it to take."""
   if not shape:
     return slice(0, 1), ()
   rest = math.prod(shape[1:])

@@ -6,8 +6,9 @@ r"""Scores a trained run on tasks of the lm-evaluation-harness.
 
 The results are written as JSON, and printed as a table. `--include_path` is a
 folder with tasks of your own, as YAML files; if it has all tasks, nothing is
-downloaded. Scores do not depend on `--batch_tokens`, `--slots` or the mesh, but
-for rounding. On several hosts, start it on each of them with `--distributed`.
+downloaded. Scores do not depend on `--batch_tokens`, `--slots` or the mesh,
+except by rounding. On several hosts, start it on each of them with
+`--distributed`.
 
 Texts open and end as the run's text format says (`data.text_format`): with the
 separator of documents, or as the tokenizer of an imported checkpoint does it.

@@ -74,7 +74,7 @@ def open_folder(folder: str | os.PathLike) -> dict[str, Tensor]:
   Raises:
     TensorFileError: a file is missing or damaged, index and files differ, or
       the folder has further files of weights.
-    ConfigError: the index names something that is no file of the folder.
+    ConfigError: the index names something that is not a file of the folder.
   """
   folder = pathlib.Path(folder)
   single, index = folder / SINGLE, folder / INDEX
@@ -188,8 +188,8 @@ def write_folder(
 ) -> dict[str, str]:
   """Writes tensors as files of at most `shard_bytes`, and their index.
 
-  A tensor that is larger has a file of its own. One file at a time is in
-  memory. The index comes last.
+  A larger tensor gets a separate file. One file at a time is in memory. The
+  index comes last.
 
   Returns:
     The SHA-256 of each file of tensors.

@@ -5,10 +5,10 @@ r"""Turns a PreNorm network into one with another residual scheme.
     --out=runs/attnres --residual=block_attnres --num_blocks=8
   python -m attnres_jax.main --config=runs/attnres/config.py --workdir=runs/more
 
-The new network computes the same function; training then changes it. Which
-schemes can do that is not a list: their reads at the start, of random values in
-float32, are compared with those of PreNorm. With Full and Block AttnRes, zero
-queries read a mean, so mixtures are multiplied by the number of their sources
+The new network computes the same function; training then changes it. No list
+says which schemes can do that: their reads at the start, of random values in
+float32, are compared with PreNorm's. With Full and Block AttnRes, zero queries
+read a mean, so mixtures are multiplied by the number of their sources
 (`model.residual.read.scale="sum"`, ours): exact for any sublayer. Without that,
 norms see smaller values, which matters as far as their epsilon does. `delta_mh`
 adds to the stream, by a factor that starts at zero (arXiv:2607.27230).

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The folder of a run that has weights only: what imports and upcycling write.
 
-`sample` takes it as it is. `main` trains on from it, in another folder:
+`sample` takes it unchanged. `main` trains on from it, in another folder:
 
   python -m attnres_jax.main --config=FOLDER/config.py --workdir=runs/tuned
 
@@ -49,7 +49,7 @@ def check_new(name: str, path: str) -> pathlib.Path:
   """A local folder that has nothing in it, or does not exist.
 
   Raises:
-    ConfigError: it is something else; `name` is that of the argument.
+    ConfigError: it is something else; the message says `name`.
   """
   folder = files.check_folder(name, path)
   if files.is_remote(folder):
@@ -73,7 +73,7 @@ def write(
     config: of the network and its data.
     model: the network.
     facts: a JSON object about its origin.
-    also: further files, such as those of the tokenizer.
+    also: further files, such as the tokenizer's.
   """
   folder.mkdir(parents=True, exist_ok=True)
   for name, content in also.items():

@@ -18,10 +18,11 @@ Modules are `flax.nnx` modules used as plain pytrees: `jax.jit`, `jax.grad`,
 float32 parameter, nothing is mutated in a forward pass.
 
 A parameter names its axes where it is created, `nnx.Param(value, axes="D|NH")`,
-by the letters above, without those of stacked layers. With bars it is a matrix,
-rows|columns, or a stack of matrices, stack|rows|columns; without a bar, it is
-an array of vectors along its last axis. This determines how a mesh shards it
-(`attnres_jax.common.sharding`) and how it is trained (`attnres_jax.optimizer`).
+by the letters above, without the axes of stacked layers. With bars it is a
+matrix, rows|columns, or a stack of matrices, stack|rows|columns; without a bar,
+it is an array of vectors along its last axis. This determines how a mesh shards
+it (`attnres_jax.common.sharding`) and how it is trained
+(`attnres_jax.optimizer`).
 """
 
 from attnres_jax.models.transformer import Transformer

@@ -6,11 +6,12 @@ are rows of one array [M, B, T, D], of which a block reads as many as there are,
 a number known at run time only. A step of the scan runs as many blocks as it
 takes for kinds of sublayers to repeat.
 
-Autodiff of such a scan would save all rows once per block. So it has a gradient
-rule of its own. Rows are written once, and so the last array serves the whole
-backward pass. Each block is differentiated by `jax.vjp`. What that saves is
-stacked over the steps, except for what a block is given: its weights and the
-rows. Gradients of rows add up in an array that a reverse scan carries.
+Autodiff of such a scan would save all rows once per block. So this module
+defines the gradient. Rows are written once, and so the last array serves the
+whole backward pass. Each block is differentiated by `jax.vjp`. The arrays that
+it saves are stacked over the steps, except for the block's arguments (its
+weights and the rows). Gradients of rows add up in an array that a reverse scan
+carries.
 """
 
 from collections.abc import Callable, Mapping, Sequence

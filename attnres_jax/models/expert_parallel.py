@@ -64,8 +64,8 @@ def apply_experts(
     x_UD: this device's tokens.
     weight_UK: float32, of the outputs of their experts.
     expert_UK: int32, numbered across all devices.
-    gate_EDF: float32, of the E experts of this device. D may be a shard of that
-      of `x_UD`, cut by `fsdp`.
+    gate_EDF: float32, of the E experts of this device. D may be a shard of the
+      width of `x_UD`, cut by `fsdp`.
     up_EDF: the same.
     down_EFD: the same.
 
@@ -224,7 +224,7 @@ class _Piece:
 
 @dataclasses.dataclass(frozen=True)
 class _Pairs:
-  """All (token, expert) pairs, those of this device first.
+  """All (token, expert) pairs, with this device's first.
 
   Attributes:
     order_P: indices into [V, K], flattened; padded by a piece.
@@ -242,7 +242,7 @@ class _Pairs:
 
   @classmethod
   def sort(cls, expert_UK, weight_UK, num_own):
-    """Collects those of all devices, with `num_own` experts each."""
+    """Collects the parts of all devices, with `num_own` experts each."""
     own_P = jnp.reshape(_from_all(expert_UK), -1)
     own_P -= jax.lax.axis_index(sharding.EXPERT) * num_own
     own_P = jnp.where((own_P >= 0) & (own_P < num_own), own_P, num_own)
@@ -315,7 +315,7 @@ def _halves(outputs):
 
 
 def _sum_parts(gradients, weights, x_UD):
-  """Gradients of `weights`, this device's parts, of those of `_gather`."""
+  """This device's parts of the gradients of `weights`, after `_gather`."""
   in_cut, _, cut = fsdp_cuts(weights, x_UD.shape[1])
   *dins, ddown = gradients
   dins = [sharding.sum_parts(dweight, in_cut) for dweight in dins]

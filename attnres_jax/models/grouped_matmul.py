@@ -48,7 +48,7 @@ def grouped_linear(
   gradient of the weights is float32 whatever the rows are.
 
   Args:
-    x_PD: rows, those of group 0 first, then those of group 1, ...
+    x_PD: rows of group 0 first, then of group 1, ...
     weight_EDF: float32 master weights, or this device's shard of them.
     sizes_E: int32 rows per group, P in all.
     cut: the dimension of the weights that is sharded, see

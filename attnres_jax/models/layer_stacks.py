@@ -100,7 +100,7 @@ def unstacked(stack: Any) -> tuple[Any, ...]:
 
 
 def separated(sublayers: Mapping[str, Any]) -> Any:
-  """Sublayers that `decoding.extend` takes, each in arrays of its own.
+  """Sublayers that `decoding.extend` takes, each in separate arrays.
 
   Slices of a stack are copied before a product reads them, by compilers for
   CPUs.
@@ -111,7 +111,7 @@ def separated(sublayers: Mapping[str, Any]) -> Any:
 
 
 def joined(sublayers: Any) -> Mapping[str, Any]:
-  """The inverse of `separated`; stacks stay as they are."""
+  """The inverse of `separated`; stacks stay unchanged."""
   return {
     kind: concatenate(list(layers)) if isinstance(layers, nnx.List) else layers
     for kind, layers in sublayers.items()

@@ -63,8 +63,8 @@ def scale(factor: float, *weights: nnx.Param) -> None:
 def store(modules: Any, dtype: jax.typing.DTypeLike) -> None:
   """Casts matrices to the dtype that they are kept in, in place.
 
-  But for those that are used in float32 (`wide`, the router), and those whose
-  errors add up in exponents (`exact`, the gates of KDA).
+  Exceptions are matrices that are used in float32 (`wide`, the router), and
+  matrices whose errors add up in exponents (`exact`, the gates of KDA).
   """
   is_leaf = lambda node: isinstance(node, nnx.Variable)
   for node in jax.tree.leaves(modules, is_leaf=is_leaf):

@@ -84,7 +84,7 @@ def attach(model: Any, config: config_lib.LoraConfig, key: Any) -> None:
   """Gives adapters to the matrices of a network that `config` selects.
 
   Raises:
-    ConfigError: there is no such matrix; lists those that there are.
+    ConfigError: there is no such matrix; the message lists the existing ones.
   """
   names = _matrices(model)
   chosen = [name for name in names if re.search(config.match, name)]

@@ -25,7 +25,7 @@ update. Inferred: that w is computed from z without b. One public copy of the
 released code adds b in place to a view of z, so that it leaks into w; later
 code of the same team does not.
 
-Axes in addition to those of `attnres_jax.models`: U tokens of the batch,
+Axes besides the letters of `attnres_jax.models`: U tokens of the batch,
 flattened; K experts of a token; P = U K pairs.
 """
 
@@ -119,8 +119,8 @@ class Moe(nnx.Module):
   ) -> jax.Array:
     """The same for the rows of one device; of latents, the routed sum only.
 
-    Experts may be sharded: if there are fewer than the router has, they are
-    those of this device along `expert`; if they are narrower, `fsdp` cuts them.
+    Experts may be sharded. If there are fewer than the router has, they are
+    this device's along `expert`; if they are narrower, `fsdp` cuts them.
     """
     x_UD = jnp.reshape(x_BTD, (-1, x_BTD.shape[-1]))
     counts_U = None

@@ -140,7 +140,7 @@ def run_part(
   """Runs consecutive sublayers: maps the state before them to that after.
 
   Args:
-    sublayers: as in `run`, but only those of this part.
+    sublayers: as in `run`, but only the blocks of this part.
     kinds: of the sublayers of this part.
     residual: the scheme, of the whole network.
     state: of the scheme.

@@ -23,7 +23,7 @@ The rules follow Moonlight (arXiv:2502.16982) unless marked as our choice:
                                                norms, decay or optimiser
   everything but adapters, if there are any    not trained; no moments
 
-`groups` freezes some of them, or gives them rates of their own.
+`groups` freezes some of them, or gives them other rates.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of parameters that are not trained, or at rates of their own.
+"""Groups of parameters that are not trained, or train at other rates.
 
-An upcycled network has parameters that know nothing yet beside those that do:
+An upcycled network has new parameters, which know nothing yet, beside trained
+ones:
 
   optim.freeze=("^embedding/", "^sublayers/", "^final_norm/")  queries first
   optim.rates=("^residual/=10",)      all at once, queries ten times as fast

@@ -9,8 +9,8 @@ the threshold tau, with f = tau / m:
   attention  W_q and W_k by sqrt(f); with grouped queries, whose keys are
              shared, W_q by f
 
-so that the logits of this batch, with the old weights, would be at most tau,
-and those of other heads do not change. Momentum is not rescaled.
+so that the logits of this batch, with the old weights, would be at most tau.
+Logits of other heads do not change. Momentum is not rescaled.
 """
 
 from typing import Any
@@ -60,7 +60,7 @@ def with_probes(model: Any) -> Any:
 
 
 def take_peaks(gradient: Any, like: Any) -> tuple[Any, Peaks]:
-  """Separates the gradient of a probed network from those of its probes.
+  """Separates the gradients of a probed network and of its probes.
 
   Args:
     gradient: of `with_probes(like)`.

@@ -21,8 +21,8 @@ def life_text(
   open block; `db2` and `dp` are their gradients. The forward pass looks up what
   the rank has from earlier chunks; a block that is computed and sent without a
   slot is not kept. The backward pass looks up everything that the chunk has
-  read, and gradients that wait on the rank (`db2@1`, of another pool); it
-  completes those of its own blocks.
+  read, and gradients that wait on the rank (`db2@1`, of another pool). It
+  completes the gradients of the chunk's blocks.
 
   Args:
     schedule: when each unit runs.

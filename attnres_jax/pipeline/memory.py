@@ -193,8 +193,9 @@ def gradient_lifetimes(
   """Lifetimes of gradients of blocks on a rank; keys are (microbatch, block).
 
   The backward of chunk c adds the gradients that arrive over the boundary after
-  it and those of its own reads. Then the gradients of the window of chunk c go
-  to the previous rank, and those of its own blocks enter its sublayers.
+  it and the gradients of the chunk's reads. Then the gradients of the window of
+  chunk c go to the previous rank, and the gradients of its blocks
+  enter its sublayers.
   """
   started, lifetimes = {}, []
   for time, event in enumerate(events):

@@ -296,7 +296,7 @@ class Pipeline:
     return parameters._replace(weights=weights)
 
   def scattered(self, gradient: Parameters) -> Parameters:
-    """The gradient of the model, from that of the loop's parameters."""
+    """The gradient of the model, from the gradient of the loop's parameters."""
     if self.placement.gathers_at_ticks:
       return gradient
     weights = self.placement.scatter(gradient.weights)

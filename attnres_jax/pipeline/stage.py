@@ -126,9 +126,9 @@ class Network:
 
     Args:
       chunk: its number.
-      sublayers: its own, in the order of depth.
+      sublayers: the chunk's sublayers, in the order of depth.
       shared: the other parameters, of which the embedding is not used.
-      blocks: those that it reads, b_0 first; none for the first chunk.
+      blocks: the blocks that it reads, b_0 first; none for the first chunk.
       partial: the rest of the state; None if the boundary carries none. For the
         first chunk, the embedding.
       microbatch: tokens.

@@ -13,7 +13,7 @@ current chunk does not. With V = 1, this sends exactly what is planned. A rank
 receives zeros for vectors that do not cross its link.
 
 With V > 1, the exact minimum would take a loop whose body is a period of P V
-ticks, each with its own permutes: at any tick, ranks are at different virtual
+ticks, each with its permutes. At any tick, ranks are at different virtual
 stages, so no shorter body knows which rank needs what. That is P times as many
 chunk bodies to compile. Transfers cannot be moved to another tick either: a
 chunk starts in the tick after its last block was computed.

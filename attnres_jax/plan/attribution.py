@@ -3,9 +3,9 @@
 
 The compiler keeps the names of the traced operations, which contain their part
 (`attnres_jax.common.scopes`). A fusion belongs to the part of its largest
-matrix product, or else of its own name: an addition that the compiler moves
-into the product before it is free, and a norm before a product would not be
-there without it. What the compiler adds, such as a copy to the core, has no
+matrix product, or else of its name. The compiler moves an addition into the
+product before it for free, and a norm before a product would not be there
+without the product. What the compiler adds, such as a copy to the core, has no
 name. It belongs to the part that uses it first, or else to the part that made
 it.
 """
@@ -109,7 +109,7 @@ def _inside(
 def _from_neighbours(
   known: Mapping[str, hlo.Instruction], own: Mapping[str, str | None]
 ) -> dict[str, str | None]:
-  """The same, with parts of users or operands for what has no name."""
+  """The same; an instruction without a name joins its users or operands."""
   parts = dict(own)
   # Names of traced operations are paths; the compiler adds simple names.
   nameless = {

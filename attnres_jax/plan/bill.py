@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bill of a step: one row per part, with what it costs and at least needs.
+"""The bill of a step: one row per part, with its cost and its lower bound.
 
-Costs are those of the compiled program (`attribution`), and the parts add up to
-the whole. Bounds are derived from shapes (`least`). The compiler does not count
-FLOPs inside Pallas kernels, so a part with kernels is charged its bound, or the
-products outside of its kernels if these alone are more.
+Costs are counted in the compiled program (`attribution`), and the parts add up
+to the whole. Bounds are derived from shapes (`least`). The compiler does not
+count FLOPs inside Pallas kernels, so a part with kernels is charged its bound,
+or the products outside of its kernels if these alone are more.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,10 +29,10 @@ def make_rows(
 ) -> list[Row]:
   """The rows, the most expensive first; none for parts without any cost.
 
-  A row has the fields of `attribution.Cost`, `least_bytes` and `least_flops`
-  (None where unknown), `charged_flops`, which include those of kernels,
-  `seconds`, the longest of its times at the chip's peaks, `bound`, which of
-  them that is, and `share`, the fraction of the seconds of all parts.
+  A row has the fields of `attribution.Cost`, and `least_bytes` and
+  `least_flops` (None where unknown). `charged_flops` include the FLOPs of
+  kernels. `seconds` is the longest of its times at the chip's peaks, and
+  `bound` names it. `share` is its fraction of the seconds of all parts.
   """
   rows: list[Row] = []
   for part in {**costs, **least}:

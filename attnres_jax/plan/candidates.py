@@ -3,10 +3,10 @@
 
 A plain run has a mesh (data, fsdp, expert), microbatches and `model.remat`. A
 pipeline (`mesh.stage` above 1) also has virtual stages, and gathers weights per
-tick or per step. What cannot fit is dropped, and the rest is ranked by a rough
-estimate of a step's time: the largest of compute, memory and links, and for a
-pipeline the sum over its ticks, each as long as that of its slowest rank, and
-the head, which all ranks share.
+tick or per step. Meshes that cannot fit are dropped, and the rest is ranked by
+a rough estimate of a step's time: the largest of compute, memory and links. For
+a pipeline, it is the sum over ticks, each as long as its slowest rank takes,
+and the head, which all ranks share.
 
 `mesh.tensor` stays as the config has it; a pipeline has none.
 """
@@ -92,7 +92,7 @@ class Plan:
     overrides: of the config's fields.
     kept_bytes: per device: state, gradients, activations that are kept, and
       what a sublayer of experts holds. Other sublayers' own work comes on top.
-    rough_seconds: by which plans are ranked before compiling; longer for those
+    rough_seconds: by which plans are ranked before compiling; longer for plans
       that leave little room.
   """
 
@@ -165,7 +165,7 @@ def plans(
 
 
 def _tiles(config: config_lib.RunConfig, chip: chips.Chip) -> dict[str, int]:
-  """Tiles of the loss, if those of the default would not suit the memory.
+  """Tiles of the loss, if the default ones would not suit the memory.
 
   Every tile adds a gradient of the head, so they should be as large as fits.
   """
@@ -271,7 +271,7 @@ class _Network:
     state: `train_state.TrainState`, abstract.
     kept: bytes per token that are kept with remat=full.
     forward: FLOPs of a token.
-    head: those of the head.
+    head: FLOPs of the head.
   """
 
   state: Any

@@ -3,9 +3,9 @@
 
 The compiler's own cost analysis counts the body of a loop once. Here every
 instruction counts as often as it runs: trip counts are read from the conditions
-of the loops, and those of nested loops are multiplied. Where a condition does
-not tell, a loop counts as one trip, or none if it is marked as usually skipped
-(`attnres_jax.common.scopes`).
+of the loops, and trip counts of nested loops are multiplied. Where a condition
+does not tell, a loop counts as one trip, or none if it is marked as usually
+skipped (`attnres_jax.common.scopes`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -119,7 +119,7 @@ class Program:
     return instruction_lib.product_flops(instruction, known)
 
   def inner_flops(self, instruction: Instruction) -> float:
-    """The same of an instruction and of what is fused into it."""
+    """The same, for an instruction and everything fused into it."""
     if instruction.op in _CONTROL:
       return 0.0
     return self.product_flops(instruction) + sum(
@@ -165,7 +165,7 @@ class Program:
     """Bytes that a device hands to the data-centre network.
 
     The compiler makes collectives between slices `send`s to a host, where
-    Megascale goes on with them.
+    Megascale takes over.
     """
     return sum(
       count * instruction.arrays[0].nbytes

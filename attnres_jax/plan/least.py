@@ -27,7 +27,7 @@ Where `fsdp` cuts weights, a pass reads them whole: what arrives over links is
 not counted where it is written. The messages and the cache of a pipeline are
 not counted either.
 
-FLOPs are those of `attnres_jax.flops`, with products that are computed again,
+FLOPs are counted by `attnres_jax.flops`, with products that are computed again,
 and products in the optimiser.
 """
 
@@ -69,7 +69,7 @@ class _Weights:
     product_bytes: as a pass reads them.
     convert_bytes: to make these from the master weights, once.
     gradient_bytes: of all of them, float32.
-    rest_bytes: as they are kept between steps.
+    rest_bytes: of the other parameters, in their dtypes between steps.
   """
 
   product_bytes: float = 0.0

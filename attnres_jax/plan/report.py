@@ -141,9 +141,9 @@ def make_schedule_report(
 ) -> dict[str, Any]:
   """The report of a training step that is compiled up to its schedule.
 
-  It takes a fraction of the time. Bytes and FLOPs are the same. The peak is
-  that of all allocations, without the program itself (docs/status.md). If
-  the compiler refuses it without a peak, `reason` is its message.
+  It takes a fraction of the time. Bytes and FLOPs are the same. The peak covers
+  all allocations, without the program itself (docs/status.md). If the compiler
+  refuses it without a peak, `reason` is its message.
 
   Args:
     config: of the run.
@@ -434,7 +434,7 @@ def _largest_traced(jaxpr: Any) -> list[dict[str, Any]]:
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-  """All equations; those that contain programs are replaced by theirs."""
+  """All equations, with nested programs replaced by their equations."""
   for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
     inner = [
       value

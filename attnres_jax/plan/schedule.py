@@ -4,7 +4,7 @@
 Most of the time that libtpu takes goes into machine code and what precedes it.
 Memory, bytes, FLOPs and collectives are settled before: XLA dumps the scheduled
 program, then its memory, and here the compiler is stopped once both are
-complete. It is a process of its own, because it can only be stopped as one, and
+complete. It is a separate process, because it can only be stopped as one, and
 because XLA reads its flags once.
 """
 

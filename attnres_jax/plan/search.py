@@ -18,7 +18,7 @@ the compiler is stopped before it writes machine code (`schedule`). Exit status
 
 With --save, the fastest that fits is added to the file of --plans, from which
 runs with `optim.accumulate_steps=0` take it. With --sweep, every different step
-of a sweep is planned, except those in the file: rerun the same command to
+of a sweep is planned, except steps in the file: rerun the same command to
 resume. Where the file has a plan of the same network under another residual
 scheme, it is compiled first: schemes compare best on one mesh, with the same
 microbatches.

@@ -4,8 +4,8 @@
 The paper gives depth, heads, width, expert width and activated parameters of
 each network; the rest follows the released Kimi Linear 48B. The number of
 experts of the small networks is not published. With 512 experts in every
-transformer block and MLA also in the last one, all five counts round to those
-of the paper; with the released 256 they are 1 to 1.6 percent low.
+transformer block and MLA also in the last one, all five counts round to the
+paper's. With the released 256, they are 1 to 1.6 percent low.
 """
 
 from attnres_jax import config as config_lib
@@ -26,7 +26,7 @@ def network(
   *,
   first_dense: bool = False,
 ) -> config_lib.ModelConfig:
-  """A network; widths of heads and ranks are those of the released 48B model.
+  """A network; widths of heads and ranks are taken from the released 48B model.
 
   Args:
     num_layers: transformer blocks (L_b), two sublayers each.

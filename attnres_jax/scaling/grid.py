@@ -15,7 +15,7 @@ once per run; nothing is launched here. Overrides are arguments of `get_config`
 
 The name of a run consists of its overrides and a hash of its resolved config,
 such as `s-block_attnres-seed1-3f0c1942`. The hash covers all fields except
-those that do not affect a run (`UNHASHED`), and does not depend on the version
+fields that do not affect a run (`UNHASHED`), and does not depend on the version
 of Python.
 """
 
@@ -206,8 +206,8 @@ def config_hash(config: Mapping[str, Any]) -> str:
 def slug_of(overrides: Mapping[str, Any]) -> str:
   """Overrides as one readable word, such as `s-block_attnres-seed1`.
 
-  Words appear as they are; numbers and booleans with the name of their field,
-  after its last dot. Duplicates, such as two equal seeds, appear once.
+  Words appear alone; numbers and booleans with the name of their field, after
+  its last dot. Duplicates, such as two equal seeds, appear once.
   """
   parts = []
   for key, value in overrides.items():

@@ -141,7 +141,8 @@ def differences(
   Args:
     found: losses by variant and seed.
     baseline: with which the others are compared.
-    control: a variant that should not differ; its spread is its own.
+    control: a variant that should not differ; its spread is computed from its
+      pairs alone.
     spread: the protocol's; by default `pooled` of these losses.
     level: of the intervals.
   """

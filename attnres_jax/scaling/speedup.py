@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Effective speed-up: how many times the compute the baseline would need.
 
-If the baseline's loss falls as C^-alpha, and the other scheme's loss at C is
-that of the baseline at m C, then their pairs of runs (same size, same seed)
-differ by
+Suppose that the baseline's loss falls as C^-alpha, and that the other scheme at
+C reaches the loss of the baseline at m C. Then their pairs of runs (same size,
+same seed) differ by
 
   d = ln L_other - ln L_baseline = -alpha (ln m + ln C_other - ln C_baseline)
 

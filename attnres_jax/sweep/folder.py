@@ -15,8 +15,8 @@
 
 The same sweep can be prepared again, also with more runs. Fields that do not
 change what is computed, such as the mesh, may change in between, and a run
-keeps its name. A run is refused if its other fields differ from those in the
-folder for the same overrides: it would be two different runs in one.
+keeps its name. A run is refused if its other fields differ from the fields in
+the folder for the same overrides: it would be two different runs in one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,8 +53,8 @@ def prepare(
     source: the config file they come from, with its argument.
 
   Returns:
-    The runs as they are in the folder, under their existing names. Fields that
-    are newer than the folder have their defaults.
+    The runs of the folder, under their existing names. Fields that are newer
+    than the folder have their defaults.
 
   Raises:
     ConfigError: the folder holds a run with another config; says what differs.
@@ -166,7 +166,7 @@ def read_run(folder: epath.PathLike, name: str) -> grid.Run:
   """One run of a folder.
 
   Raises:
-    ConfigError: there is no run of this name, or its file is damaged.
+    ConfigError: a run of this name does not exist, or its file is damaged.
   """
   try:
     return _read(epath.Path(folder), _named(folder, name))

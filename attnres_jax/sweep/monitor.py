@@ -54,7 +54,7 @@ class Progress:
     step_work: of one training step, in proportion to tokens, layers and squared
       width; only ratios of it mean something.
     attempts: number of workers that have claimed the run.
-    goodput: how the time was spent, as far as it is recorded.
+    goodput: how the time was spent, where it is recorded.
     row: its line of a table of results, once it is done.
     curve: steps and training losses so far; nan where a step was skipped.
     run: its description; None if that is damaged.

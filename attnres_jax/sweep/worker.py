@@ -16,8 +16,8 @@ The exit status says whether to start it again, see `attnres_jax.common.exits`.
 After an error, the run's folder holds error.txt: traceback, step, host and
 attempt.
 
-Configs of runs are in the folder. --config and fields may be those of the
-launch; others are refused.
+Configs of runs are in the folder. --config and fields may repeat the launch's;
+others are refused.
 
 For runs over several processes, start the same command once per process with
 --distributed. On a pod, JAX finds the cluster by itself; elsewhere, describe it
@@ -116,8 +116,8 @@ def work_all(folder: epath.PathLike, patience_seconds: float = 0.0) -> Exit:
 
   Args:
     folder: of the sweep.
-    patience_seconds: how long to wait, once no run is open, for those that
-      other workers hold and may leave.
+    patience_seconds: how long to wait, once no run is open, for runs that other
+      workers hold and may leave.
 
   Returns:
     DONE if every run is done or held by a live worker; otherwise how one of the

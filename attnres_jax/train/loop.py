@@ -3,10 +3,10 @@
 
 A run is a folder: config.json (resolved), data.json (what was read, with its
 hash), metrics.jsonl, checkpoints/, and summary.json once it is finished. The
-same call on the same folder resumes the run, and the result is the same (bit
-for bit on CPU) as without an interruption: the checkpoint contains model,
-optimiser and data position, and steps share no other state. One process, or one
-group of processes, works in a folder at a time; see `claims`.
+same call on the same folder resumes the run. The result is the same as without
+an interruption (bit for bit on CPU): the checkpoint contains model, optimiser
+and data position, and steps share no other state. One process, or one group of
+processes, works in a folder at a time; see `claims`.
 
 Read `train_and_evaluate` top down; the rest of the file is its helpers.
 """

@@ -229,7 +229,7 @@ class Tail:
 
   Attributes:
     rows: after it: of later steps, or events.
-    lines: the same, as they are in the file.
+    lines: the same, as written in the file.
     last_step: of the row before them; 0 where there is none.
     kept: bytes of the file before them.
     whole: whether there is nothing else after `kept`.
@@ -420,7 +420,7 @@ class _WandbSink:
   """The same scalars, as one wandb run per workdir.
 
   wandb ignores rows of a step before its newest, and events of an asynchronous
-  save arrive late. So the step is a metric of its own, against which the others
+  save arrive late. So the step is a separate metric, against which the others
   are drawn.
   """
 

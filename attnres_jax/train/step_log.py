@@ -42,9 +42,9 @@ class StepLog:
   steps since the previous row: step_seconds (without evaluations, saves and
   depth rows), data_wait_seconds, tokens_per_second (also per device) and
   model_flop_utilisation (null on CPU and on chips with unknown peak). goodput
-  is the share of the time since the start of this attempt that was spent in
-  steps, without waiting for data. A step that took far longer than the others
-  gets an event with its cause.
+  is the share of this attempt's time that was spent in steps, without waiting
+  for data. A step that took far longer than the others gets an event with its
+  cause.
   """
 
   def __init__(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipe of docs/architecture.md makes an experiment that runs."""
+"""The recipe of docs/extend.md makes an experiment that runs."""
 
 import re
 import runpy
@@ -15,7 +15,7 @@ from attnres_jax.common import csv_rows
 from tests import tiny_run
 from tests.sweep import tiny_sweep
 
-TEXT = (tiny_run.ROOT / "docs" / "architecture.md").read_text()
+TEXT = (tiny_run.ROOT / "docs" / "extend.md").read_text()
 
 
 def test_recipe(tmp_path, monkeypatch, capfd):

@@ -2,8 +2,9 @@
 """The protocol of a depth memory.
 
 A residual scheme decides what a sublayer reads. A depth memory acts inside
-mixers, under any scheme: it keeps heads that a mixer has projected (queries,
-keys, values before positions), and later mixers use those of the same token.
+mixers, under any scheme. It keeps heads that a mixer has projected (queries,
+keys, values before positions), and later mixers use the heads of the same
+token.
 
   state = memory.init()
   for l in range(L):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Depth attention: a mixer's values attend to those of earlier mixers."""
+"""Depth attention: a mixer's values attend to earlier mixers' values."""
 
 from typing import Any
 

@@ -44,7 +44,7 @@ class Moda(base.DepthMemory):
   Attributes:
     kind: of the mixers, which all have the same heads.
     key: projections of the MLPs before the last mixer, [L, D, K, H].
-    value: the same of values.
+    value: the same projections of values.
   """
 
   kinds = ("attention", "mla")

@@ -3,9 +3,9 @@
 
 There are two kinds of state. A *recurrent* state (any arrays [B, ...]) is
 replaced by every new token and does not grow. `Tokens` has an entry for every
-token, with room for S of them; a mixer returns the entries of new tokens only,
-and `append` stores those of all layers at once. So a loop over layers reads the
-cache, but does not carry it.
+token, with room for S of them. A mixer returns only the entries of new tokens,
+and `append` stores the new entries of all layers at once. So a loop over layers
+reads the cache, but does not carry it.
 
 The layers of a kind are one stack of arrays, or each has arrays of its own
 (`Layers`). The latter are changed within the layer that reads them, before it
@@ -40,7 +40,7 @@ class Chunk(NamedTuple):
   length_B: jax.Array
 
   def position_BT(self, length: int) -> jax.Array:
-    """The positions of T tokens, with those of padding."""
+    """The positions of T tokens, padding included."""
     return self.start_B[:, None] + jnp.arange(length)[None]
 
   def counts_BT(self, length: int) -> jax.Array:
@@ -69,7 +69,7 @@ class Tokens:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Layers:
-  """The layers of a kind in arrays of their own.
+  """The layers of a kind in separate arrays.
 
   Attributes:
     trees: of each layer, a stack of one: arrays [1, B, ...].
@@ -149,7 +149,7 @@ def _map_nodes(tokens: Any, recurrent: Any, cache: Any) -> Any:
 
 
 def map_both(tokens: Any, recurrent: Any, *caches: Any) -> Any:
-  """Maps arrays of caches: `tokens` those of `Tokens`, `recurrent` others."""
+  """Maps arrays of caches: of `Tokens` by `tokens`, others by `recurrent`."""
 
   def map_node(first, *others):
     function = tokens if _is_tokens(first) else recurrent
@@ -188,7 +188,7 @@ def is_recurrent(cache: Any) -> bool:
 
 
 def layer(cache: Any, l: jax.Array, context: int | None = None) -> Any:
-  """The cache of one layer, of those that are stacked.
+  """One layer of a stack of caches.
 
   Args:
     cache: arrays [L, B, ...], or `Layers`.

@@ -13,11 +13,11 @@ In Kimi K3, W_g has full rank, and g = -5 sigmoid(exp(a) (W_f x + b)).
 It needs no positions. The recurrence itself is `attnres_kernels.kda`; this
 module has the projections around it.
 
-Certain (report and released code agree): everything above, q and k of length
-one, g = -exp(a) softplus(W_f x + b) with W_f and W_g of low rank and without
-bias, one gain for the norms of all heads, a = log U(1, 16). Inferred: the
-initial b (the inverse softplus of a log-uniform step of 0.001 to 0.1) is that
-of a public implementation, because the released code leaves it to the
+Certain (report and released code agree): everything above; q and k of length
+one; g = -exp(a) softplus(W_f x + b), with W_f and W_g of low rank and without
+bias; one gain for the norms of all heads; a = log U(1, 16). Inferred: the
+initial b, the inverse softplus of a log-uniform step of 0.001 to 0.1, is taken
+from a public implementation, because the released code leaves it to the
 checkpoint. So are the initial convolutions, uniform within 1 / sqrt(taps):
 values then start large compared with the epsilon of the norm over a head, which
 they would not with the standard deviation of the matrices.
@@ -55,8 +55,8 @@ class KdaState(NamedTuple):
     memory_BNHV: S of every head, float32.
     query_BKNH: the last inputs of the convolution of queries, oldest first;
       K is one less than its taps.
-    key_BKNH: the same of keys.
-    value_BKNH: the same of values.
+    key_BKNH: the last inputs of the convolution of keys.
+    value_BKNH: the last inputs of the convolution of values.
   """
 
   memory_BNHV: jax.Array
@@ -190,7 +190,7 @@ class Kda(nnx.Module):
 
     Splitting a sequence into pieces does not change the result. One token runs
     through the recurrence, several through its chunkwise form. Padding leaves
-    the state as it is.
+    the state unchanged.
     """
     return self.extend_heads(x, *self.project(x), state, chunk)
 

@@ -11,12 +11,12 @@ all heads share another part of the key:
 
 In Kimi Linear it has no positions, because the other mixers handle them. In
 DeepSeek-V3, the shared parts of queries and keys have rotary positions, and
-queries come from a latent of their own, W_q RMSNorm(W_d x). In Kimi K3, heads
-are multiplied by sigmoid(W_g x) before W_o. A cache holds c and r, with its
-positions: R + 64 numbers per token.
-Decoding never computes keys and values: with W_b = [U_k | U_v], a score is
-(U_k^T q) . c + q_shared . r, and U_v is applied after the softmax, so that all
-heads attend over the cache itself ("absorbed").
+queries come from a separate latent, W_q RMSNorm(W_d x). In Kimi K3, heads are
+multiplied by sigmoid(W_g x) before W_o. A cache holds c and r, with its
+positions: R + 64 numbers per token. Decoding never computes keys and values.
+With W_b = [U_k | U_v], a score is (U_k^T q) . c + q_shared . r, and U_v is
+applied after the softmax, so that all heads attend over the cache itself
+("absorbed").
 
 Certain: all of this, from the report and the released code. Inferred: the
 epsilon of the latent's norm, which is the default of the class in that code.
@@ -257,7 +257,7 @@ class Mla(nnx.Module):
     return jnp.concatenate([latent_BTR, self.shared_norm(shared_BTH)], axis=2)
 
   def _turned(self, x_BTNC, position_BT=None):
-    """With positions in the last channels, those of shared parts."""
+    """Turns the last channels, which are the shared parts."""
     if not self.rope_theta:
       return x_BTNC
     own_width = x_BTNC.shape[-1] - self._shared_width

@@ -4,7 +4,7 @@
 A forward pass returns no statistics, and fused attention has no logits to
 return. So a mixer may be given a probe: a parameter without any effect, whose
 gradient is the largest logit of each head. Gradients are summed over
-microbatches; those of probes have to be combined by their maximum (`add`).
+microbatches; gradients of probes are combined by their maximum instead (`add`).
 """
 
 from typing import Any

@@ -76,7 +76,7 @@ def _frequencies(half, theta, scaling, dtype):
 def _kept_by_yarn(half, theta, scaling, dtype):
   """1 for pairs that keep their frequency, 0 for those divided by the factor.
 
-  Linear in the number of the pair, between those that turn `high_turns` and
+  Linear in the number of the pair, between the pairs that turn `high_turns` and
   `low_turns` times in `original_length` tokens, rounded outwards.
   """
 

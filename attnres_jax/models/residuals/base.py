@@ -285,7 +285,7 @@ def run_through(
 
 
 def normed(h: _Input, norm: Norm) -> _Input:
-  """The pre-norm of what a sublayer reads, which compilers fuse."""
+  """The pre-norm of a sublayer's input, which compilers fuse."""
   with scopes.part(scopes.NORM):
     return jax.tree.map(norm, h)
 
@@ -321,7 +321,7 @@ def coefficient(x: jax.Array) -> jax.Array:
 class History:
   """The tokens before a chunk, for schemes that look back at them.
 
-  Each call of `before` has its own, in the order of the calls.
+  Each call of `before` has one entry, in the order of the calls.
 
   Attributes:
     earlier: [B, count, D] for each call; None while it is not known how many
@@ -362,7 +362,7 @@ _history = jax.make_user_context(None)
 
 
 def before(x_BTD: jax.Array, count: int) -> jax.Array:
-  """The `count` tokens before those of x: zeros, unless they are decoded.
+  """The `count` tokens before x: zeros, except while decoding.
 
   For schemes with convolutions over tokens. What it is called with must not be
   part of a scan.

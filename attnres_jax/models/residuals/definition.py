@@ -7,12 +7,11 @@ The paper's read (Eq. 2-4), with the options of `config.DepthReadConfig`:
   a   = softmax_i s        or sigmoid(s_i), without normalisation
   h   = sum_i a_i v_i
 
-With H heads, s, a and h are those of each slice of D / H channels, while r_i
-is that of all D (arXiv:2607.27230, its own text and code). Low-rank keys are
-the last R coordinates t_i of a source, and r_i is theirs (arXiv:2607.09694,
-from its code, where eps is 2^-23; ours is the model's). A null source n (zero,
-or learned) competes like any other (arXiv:2605.17887, whose abstract alone was
-read).
+With H heads, s, a and h are computed per slice of D / H channels, while r_i is
+over all D (arXiv:2607.27230, its text and code). Low-rank keys are the last R
+coordinates t_i of a source, and r_i is theirs (arXiv:2607.09694, from its code,
+where eps is 2^-23; ours is the model's). A null source n (zero, or learned)
+competes like any other (arXiv:2605.17887, whose abstract alone was read).
 
 `weigh` is the only place that turns scores into weights: replace it to try
 another weighting, with `model.residual.form=one_softmax`.
@@ -33,7 +32,7 @@ from attnres_jax.models import norm as norm_lib
 
 
 class Read(NamedTuple):
-  """The parameters of one read; those of several have a leading axis.
+  """The parameters of one read, or of several with a leading axis.
 
   Attributes:
     query: folded with the key-norm gain and the logit scale: [D], or [R] for
@@ -150,7 +149,7 @@ def _competing(
   null_D: jax.Array | None,
   sources: Sequence[jax.Array],
 ) -> tuple[jax.Array, ...]:
-  """The null source, if there is one, and those in the window."""
+  """The null source, if there is one, and the sources in the window."""
   sources = seen(options, sources)
   if null_D is None:
     return sources

@@ -7,7 +7,7 @@
 h_1 is x_1 alone. Delta AttnRes has alpha = 1, unless `model.residual.gate` says
 otherwise, and its sources s_i are all earlier outputs (arXiv:2605.18855, from
 its code; the paper was not read). The block form has the sources b_0 = v_0,
-b_1, ..., the change of the stream over each completed block: the open block is
+b_1, ..., the change of the stream over each completed block. The open block is
 none, and a block becomes one only after the first sublayer behind it has read.
 So phase 1 is the whole read, and a segment scans with the stream as its carry.
 """
@@ -112,8 +112,8 @@ class DeltaAttnRes(Stream, full_attnres.FullAttnRes):
   """Delta AttnRes over all values.
 
   PreNorm's function at zero queries, where h_l = x_l (1 + 1/l) for l > 1. The
-  state is that of Full AttnRes, of which the stream is the sum; 2 D parameters
-  per sublayer. M_{i->l} = 1 + a_{i->l}.
+  state is Full AttnRes's, whose sum is the stream; 2 D parameters per sublayer.
+  M_{i->l} = 1 + a_{i->l}.
   """
 
   style = base.Style("Delta AttnRes", "#8a4fc4", "^", (0, (4, 2.5)))

@@ -523,8 +523,8 @@ def pair_flops(mixtures: Sequence[int], key_width: int) -> int:
   however often its norm is recomputed.
 
   Args:
-    mixtures: the shape of what is mixed, [..., D].
-    key_width: of what is scored.
+    mixtures: the shape of the mixed arrays, [..., D].
+    key_width: of the scored keys.
   """
   *tokens, width = mixtures
   return 2 * math.prod(tokens) * (width + key_width)

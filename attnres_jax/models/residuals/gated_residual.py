@@ -53,9 +53,9 @@ class GatedResidual(base.Residual):
     s = 2 sigmoid(W_w vec(Z) / m)                  a weight per stream
     X_i <- X_i + s_i y
 
-  A read is also the norm of its sublayer, and the readout, a read with
-  parameters of its own, is the final norm. gamma starts at zero and matrices
-  like any other: from zero, the streams would never become different.
+  A read is also the norm of its sublayer, and the readout, which has separate
+  parameters, is the final norm. gamma starts at zero, and matrices start like
+  any other: from zero, the streams would never become different.
 
   Norms, gates and sums are in float32, products in the dtype of activations.
 

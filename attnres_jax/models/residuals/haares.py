@@ -8,9 +8,9 @@ With b_n the sum of the outputs of block n, as in Block AttnRes,
 
 and one softmax per read over b_0, b_1, D_1, b_2, D_2, ..., the open block
 included as far as it has run. The logits of details have a bias, so that they
-start with little weight. Of the source, the abstracts of both versions were
-read; ours are the first half, ceil(|B| / 2) sublayers, the start of the bias at
--4 (the source says "negative"), and that each read learns its own.
+start with little weight. We read the abstracts of both versions. Our choices
+are the first half, ceil(|B| / 2) sublayers; a bias that starts at -4 (the
+source says "negative"); and separate parameters for each read.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ class Haares(depth_read.DepthAttention):
   D = b. 2 D + 1 parameters per read, twice the blocks of Block AttnRes as
   state. Values of second halves enter D with a minus sign, and so
   M_{i->l} = a_n +- c_n a'_n. The operators know no biases: reads are plain JAX,
-  sublayer by sublayer, with any `read` options but those of `refused`.
+  sublayer by sublayer, with any `read` options except the `refused` ones.
   """
 
   style = base.Style("HAARES", "#0b7a75", "s", (0, (1, 1.5)))

@@ -11,8 +11,8 @@ x = RMSNorm(X_1, ..., X_M) over all M D entries, in float32:
 The relatives differ in R alone. Initialisation (of mHC-lite's code, and our
 choice for the others): W = 0 and s = 0.01; b_read and b_write are 1 at stream
 l mod M of sublayer l (from 0) and -1 elsewhere; b_mix makes R the identity,
-almost. So reads differ from those of PreNorm by more than a factor. (With equal
-biases and W = 0, streams would stay equal forever.)
+almost. So reads differ from PreNorm's by more than a factor. (With equal biases
+and W = 0, streams would stay equal forever.)
 
 The three products are one. The streams are not normalised before it: their
 inverse RMS is a factor of its result.
@@ -136,7 +136,7 @@ class MHC(Manifold):
 
     K = exp(b + s x W), then 20 times: divide by row sums, by column sums
 
-  Source: arXiv:2512.24880 (not read; the equations are those of three public
+  Source: arXiv:2512.24880 (not read; the equations are taken from three public
   implementations, which agree). They end on columns: column sums are 1, row
   sums nearly. The backward pass differentiates the iterations, and recomputes
   them first, so that none are kept. The readout is the mean of the streams.

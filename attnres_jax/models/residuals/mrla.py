@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MRLA: attention of a layer's output over those of earlier layers.
+"""MRLA: attention of a layer's output over earlier layers' outputs.
 
 Multi-head recurrent layer attention (arXiv:2302.03985, and its code) was made
 for images: queries and keys come from an average over all positions, and values
@@ -37,7 +37,7 @@ class Projections(nnx.Module):
     head_width: channels of a head: 16 as in the authors' DeiT, or their
       greatest common divisor with the width.
     query: taps over channels, [L, W].
-    key: the same of keys.
+    key: taps over channels of keys, [L, W].
     value: taps over tokens, [L, 3, D]; the last one is of the token itself.
   """
 

@@ -57,8 +57,8 @@ class Mudd(over_blocks.OverBlocks):
   Attributes:
     first: the columns of all W_1, one after the other, [hidden, D].
     second: the entries of all W_2, row by row.
-    bias: those of all a_t, each [C, t + 1]. No decay, so that a_t stays near
-      the identity.
+    bias: the coefficients of all a_t, each [C, t + 1]. No decay, so that a_t
+      stays near the identity.
     key_gain: of Norm_k of blocks 2, 3, ...
     value_gain: of Norm_v.
   """

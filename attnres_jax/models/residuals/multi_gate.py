@@ -21,7 +21,7 @@ _DEPTH, _GATE = 21, -3.0
 
 
 class Site(NamedTuple):
-  """What one sublayer needs, stacked over those of a segment.
+  """The arrays that a sublayer needs, stacked over the sublayers of a segment.
 
   Attributes:
     query_D: of the read.

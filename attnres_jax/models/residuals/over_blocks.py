@@ -26,8 +26,8 @@ BlockState = block_attnres.BlockState
 class OverBlocks(base.Residual):
   """A scheme whose subclass defines `combine`.
 
-  The state is that of Block AttnRes: X_0, ..., X_t in the model's dtype and, in
-  the middle of a block, its float32 stream.
+  The state is the same as in Block AttnRes: X_0, ..., X_t in the model's dtype
+  and, in the middle of a block, its float32 stream.
   """
 
   block_size = 2

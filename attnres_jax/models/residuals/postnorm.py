@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norms within the stream: PostNorm, DeepNorm, KEEL and HybridNorm.
 
-All gains of norms start at one, and decay like those of pre-norms.
+All gains of norms start at one, and decay like the gains of pre-norms.
 """
 
 from collections.abc import Mapping
@@ -58,9 +58,9 @@ class DeepNorm(PostNorm):
 
   The weights on the path from a sublayer's input to its output start at beta
   times their usual size: values and outputs of mixers, and MLPs. Constants and
-  rule are from the table of arXiv:2603.15031 and public code, where the usual
-  size is that of Xavier; here it is `model.init_std`. That all three matrices
-  of a SwiGLU are scaled is our choice.
+  rule are from the table of arXiv:2603.15031 and public code. There the usual
+  size is Xavier's; here it is `model.init_std`. That all three matrices of a
+  SwiGLU are scaled is our choice.
 
   Attributes:
     beta: factor of the weights.

@@ -16,7 +16,7 @@ from attnres_jax.models.residuals import base
 
 
 class Stream(base.Residual):
-  """One state [B, T, D], which sublayers read as it is.
+  """One state [B, T, D], which sublayers read unchanged.
 
   Subclasses define `write`, and `open` if it has parameters.
   """

@@ -56,17 +56,17 @@ class XHC(streams_lib.Streams):
 
   A token's active streams are the first two, with p = 1, and the two others of
   the highest score p = sigmoid(<w_i, RMSNorm(X_i)> s + b_i). read, write and R
-  are those of mHC, from the normalised active streams. o_0 is the output y;
-  after an MLP, o_1..o_3 are causal depthwise convolutions of y over 4, 8 and 12
-  tokens, made orthogonal to y and to each other by modified Gram-Schmidt. All
-  other streams keep their values.
+  are computed as in mHC, from the normalised active streams. o_0 is the output
+  y. After an MLP, o_1..o_3 are causal depthwise convolutions of y over 4, 8 and
+  12 tokens. Modified Gram-Schmidt makes them orthogonal to y and to each other.
+  All other streams keep their values.
 
   Source: a summary of arXiv:2607.14530. Our choice: the router's input, and
-  initial biases. Those of the router are 1 for two streams that change with
-  depth and -1 for the rest; read is open (b = 1) for stream l mod 16 and o_0 is
-  written to active stream l mod 4 as in mHC, all else has b = -1; convolutions
-  are uniform within 1 / sqrt(taps). Convolutions do not know where a document
-  begins.
+  initial biases. The router's biases are 1 for two streams that change with
+  depth and -1 for the rest. As in mHC, read is open (b = 1) for stream l mod
+  16, and o_0 is written to active stream l mod 4. All other biases are -1.
+  Convolutions are uniform within 1 / sqrt(taps). Convolutions do not know where
+  a document begins.
 
   State: 16 streams; the readout is their sum. Parameters per sublayer, with
   C = 16 + 4 * 4 + 4 * 4: (4 D + 1) C + 3 and 14 D + 15 of the router, and 24 D

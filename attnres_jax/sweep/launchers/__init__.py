@@ -7,12 +7,12 @@ A launcher is a module `attnres_jax/sweep/launchers/<name>.py` with
   launch     (runs, folder, options) -> exit status
 
 `launch` gets runs that `folder.prepare` has created (with `options.dry_run`
-they may not exist yet), starts `worker.command` for those that `todo` returns,
-and returns 0 only when all of them are done (or started, if runs continue
-without the launcher). A failed or damaged run does not stop the others, and the
-exit status of a worker (`attnres_jax.common.exits`) says whether to start it
-again. It raises ConfigError if a setting or the folder cannot be used, or a
-package is missing.
+they may not exist yet). It starts `worker.command` for the runs that `todo`
+returns. It returns 0 only when all of them are done (or started, if runs
+continue without the launcher). A failed or damaged run does not stop the
+others, and the exit status of a worker (`attnres_jax.common.exits`) says
+whether to start it again. It raises ConfigError if a setting or the folder
+cannot be used, or a package is missing.
 """
 
 from collections.abc import Mapping, Sequence

@@ -7,10 +7,10 @@ This launcher only writes a script;
 
 submits it to the cluster. Each job of the array trains one run, with a process
 per GPU; `srun` starts them, and JAX connects them by SLURM's variables. Before
-the time limit of a job its run saves and stops, and the job is queued again, as
-is one that is preempted, loses a node or meets an error that another attempt
-may not meet, up to `max_restarts` times. A run that diverged or was refused is
-not.
+the time limit of a job, its run saves and stops, and the job is queued again.
+So is a job that is preempted, loses a node or meets an error that another
+attempt may not meet, up to `max_restarts` times. A run that diverged or was
+refused is not.
 """
 
 from collections.abc import Sequence

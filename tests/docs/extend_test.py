@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipes of docs/architecture.md, executed as they are printed."""
+"""The recipes of docs/extend.md, executed."""
 
 import re
 
@@ -19,7 +19,7 @@ from attnres_jax.train import train_state
 from tests import tiny_network
 from tests import tiny_run
 
-TEXT = (tiny_run.ROOT / "docs" / "architecture.md").read_text()
+TEXT = (tiny_run.ROOT / "docs" / "extend.md").read_text()
 
 
 def _run(heading, **names):

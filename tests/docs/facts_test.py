@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No measured number is typed on two pages, and one version is released."""
+
+import re
+import tomllib
+
+from tests import tiny_run
+
+ROOT = tiny_run.ROOT
+# The diary and the release notes repeat what pages said at their time.
+PAGES = sorted(
+  page
+  for page in ROOT.rglob("*.md")
+  if page.name != "CHANGELOG.md"
+  and not {"dev", "runs", "node_modules"} & set(page.relative_to(ROOT).parts)
+  and not any(part.startswith(".") for part in page.relative_to(ROOT).parts)
+)
+# A number and the word after it: 8.31 s, 27 GiB, 1.12 times.
+FACT = re.compile(r"(?<![\w./:=,-])(\d[\d,]*(?:\.\d+)?)[ \n]+([A-Za-z%]+)")
+# The words after measured numbers, and how many digits make a coincidence
+# unlikely.
+UNITS = {
+  "kB": 2, "MB": 2, "GB": 2, "TB": 2, "KiB": 3, "MiB": 3, "GiB": 2, "ms": 2,
+  "s": 2, "seconds": 2, "hours": 2, "minutes": 3, "nats": 2, "times": 3,
+  "dollars": 2, "percent": 3, "%": 3,
+}  # fmt: skip
+
+
+# Two different ratios that happen to be equal.
+SHARED = {"1.12 times"}
+
+
+def facts(text):
+  """The numbers that someone typed, without generated parts and code."""
+  text = re.sub(r"<!-- (\w+)(: .*?)? -->.*?<!-- /\1 -->", " ", text, flags=re.S)
+  text = re.sub(r"```.*?```|`[^`]*`", " ", text, flags=re.S)
+  text = re.sub(r"\]\([^)]*\)|https?://\S+|arXiv[: ]?\S+", " ", text)
+  return {
+    f"{number} {unit}"
+    for number, unit in FACT.findall(text)
+    if len(re.sub(r"\D", "", number).strip("0")) >= UNITS.get(unit, 99)
+  }
+
+
+def test_no_number_is_typed_on_two_pages():
+  pages = {}
+  for page in PAGES:
+    for number in facts(page.read_text(encoding="utf-8")) - SHARED:
+      pages.setdefault(number, []).append(str(page.relative_to(ROOT)))
+  twice = {number: on for number, on in pages.items() if len(on) > 1}
+  assert not twice, "\n".join(
+    f"{n}: {', '.join(on)}" for n, on in twice.items()
+  )
+
+
+def test_facts_are_found():
+  text = "8.31 s, `9.99 s`, [x](y-7.77), 12,345\nkB, 2026, 5 s, 1.5 times"
+  assert facts(text) == {"8.31 s", "12,345 kB"}
+  assert not facts("<!-- rows: make it -->\n4.44 s\n<!-- /rows -->")
+
+
+def test_one_version():
+  project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+  version = project["project"]["version"]
+  assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+  released = re.findall(
+    r"^## \[([\d.]+)\] - \d{4}-\d\d-\d\d$",
+    (ROOT / "CHANGELOG.md").read_text(),
+    re.M,
+  )
+  assert released[0] == version
