@@ -279,12 +279,12 @@ def check_folder(name: str, path: str, *, writable: bool = True) -> epath.Path:
   Raises:
     ConfigError: neither is true.
   """
+  if is_remote(path) and glob_lib.has_magic(path):
+    config_lib.fail_argument(
+      name, path, "a name without *, ? and [, wildcards of object stores"
+    )
   folder = check_path(name, path, ("gs", "s3"))
   if is_remote(folder):
-    if glob_lib.has_magic(path):
-      config_lib.fail_argument(
-        name, path, "a name without *, ? and [, wildcards of object stores"
-      )
     return folder
   if any(len(os.fsencode(part)) > _NAME_BYTES for part in folder.parts):
     config_lib.fail_argument(

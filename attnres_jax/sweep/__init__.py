@@ -4,15 +4,18 @@
   folder     the files of a sweep: a workdir per run, and what the runs are
   state      how far a run is: one small file, written atomically
   damage     files that cannot be read, named by path and line
-  claims     at most one worker per run
   worker     the command that trains one run of a folder
-  exits      exit statuses of that command
-  launchers  what starts workers: local, ray, jobset, slurm
+  launchers  what starts workers: local, ray, jobset, slurm, skypilot, tpu_vm
+  budget     tokens and chip-hours before a launch
   branches   several budgets from one run
   monitor    progress and time left, read from the files of the runs
   rows       finished runs as a table for fits and files
   preflight  compiles every program for a TPU slice before the launch
   cli        run, status, collect and report, for experiments with a sweep
 
-`attnres_jax.scaling.grid` defines what a sweep is.
+`attnres_jax.scaling.grid` defines what a sweep is, `attnres_jax.train.claims`
+who may write into a run, `attnres_jax.common.exits` how a worker ends.
+
+Longer than planned: each of six launchers maps exit statuses, settings and dry
+runs to another engine, and every file may be damaged by what kills a worker.
 """

@@ -118,12 +118,7 @@ def check(
       )
     (price,) = found
   else:
-    wanted = topology.topology_name(slice_name)
-    for price in found:
-      if topology.topology_name(price.slice_name) == wanted:
-        break
-    else:
-      price = Price(slice_name, {}, [run.name for run in runs])
+    price = _on(slice_name, runs, found)
   if price.missing:
     config_lib.fail_argument(
       _FLAG,
@@ -139,6 +134,43 @@ def check(
       f"at least {price.total:,.1f} on {price.slice_name};"
       f" {_what_fits(price, most)}",
     )
+
+
+def check_planned(
+  runs: Sequence[grid.Run], found: Sequence[Price], slice_name: str
+) -> None:
+  """Refuses to launch runs that wait for a plan on a slice without one.
+
+  Raises:
+    ConfigError: names the slices that have plans of all runs.
+  """
+  waiting = {
+    run.name
+    for run in runs
+    if not folder_lib.run_config(run).optim.accumulate_steps
+  }
+  missing = [n for n in _on(slice_name, runs, found).missing if n in waiting]
+  if missing:
+    planned = ", ".join(one.slice_name for one in found if not one.missing)
+    config_lib.fail_argument(
+      "--set slice",
+      slice_name,
+      f"a slice with plans of these runs: {planned or 'none has'};"
+      f" {len(missing)} of {len(runs)} have none there, such as {missing[0]}."
+      " Add them (python -m attnres_jax.plan.search --sweep --save), or leave"
+      " out `planned`",
+    )
+
+
+def _on(
+  slice_name: str, runs: Sequence[grid.Run], found: Sequence[Price]
+) -> Price:
+  """The price on a slice, by any of its names."""
+  wanted = topology.topology_name(slice_name)
+  for price in found:
+    if topology.topology_name(price.slice_name) == wanted:
+      return price
+  return Price(slice_name, {}, [run.name for run in runs])
 
 
 def fitting(price: Price, most: float) -> tuple[str, float]:

@@ -94,10 +94,12 @@ def _run(experiment: Experiment, options: argparse.Namespace) -> int:
   selected = grid.select(runs, options.only)
   _check_data(selected, offline=options.dry_run)
   found = budget.prices(selected, plans.rows(options.plans))
+  given = settings.get("slice") or settings.get("accelerator")
   if options.max_chip_hours is not None:
-    given = settings.get("slice") or settings.get("accelerator")
     name = given or options.preflight
     budget.check(selected, found, options.max_chip_hours, name)
+  if given and given not in ("cpu", "gpu"):
+    budget.check_planned(selected, found, given)
   # As comments, since a dry run may print a manifest or a script.
   text = budget.to_text(selected, found)
   print("\n".join(f"# {line}" for line in text.splitlines()), flush=True)

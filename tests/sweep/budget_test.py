@@ -109,6 +109,24 @@ def test_an_unknown_price_is_refused(tmp_path):
     budget.check(RUNS, [], 1e9, None)
 
 
+def test_a_launch_needs_plans_for_its_slice(tmp_path, capsys):
+  path = plans_file(tmp_path / "p.csv", ("64m",))
+  fields = [f"--config.{name}={value}" for name, value in TEXT.items()]
+  flags = [*fields, "--workdir=gs://B/x", "--launcher=tpu_vm", "--set=zone=z"]
+  flags += ["--dry_run", f"--plans={path}", "--only=^64m"]
+  for spec, name, status in (
+    (SPEC, "v5e-8", 0), (SPEC, "v5e:2x4", 0), (SPEC, "v3-8", 2),
+    (SPEC.removesuffix(",planned"), "v3-8", 0),
+  ):  # fmt: skip
+    line = [f"--config={spec}", *flags, f"--set=slice={name}"]
+    assert cli.main(scaling_law.EXPERIMENT, line) == status
+  (line,) = capsys.readouterr().err.splitlines()
+  assert re.match(
+    "error: --set slice: got 'v3-8', expected a slice with plans of these runs:"
+    " v5e-8; 9 of 9 have none there, such as 64m-prenorm", line
+  )  # fmt: skip
+
+
 def test_the_command(tmp_path, capsys):
   path = plans_file(tmp_path / "p.csv")
   argv = [
