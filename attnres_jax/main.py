@@ -7,8 +7,8 @@ r"""Trains a model from the command line.
 
 Rerun the same command to resume an interrupted run. A bad flag, field or file
 stops it before anything is compiled, with one line on stderr. The exit status
-says whether to try again (`attnres_jax.common.exits`): 0 done, 1 try again,
-2 never again, 3 diverged, 4 stopped by a signal.
+says whether to try again (`attnres_jax.common.exits`): 0 done, 1 try again, 2
+never again. 3 means diverged, 4 stopped by a signal.
 
 On a pod, start the command on every host with `--distributed`; JAX finds the
 cluster by itself. Elsewhere, describe the cluster:

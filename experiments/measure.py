@@ -79,8 +79,9 @@ def ratios(
 def record(
   path: pathlib.Path | str, rows: Iterable[Mapping[str, Any]], **facts: str
 ) -> None:
-  """Prints rows as they are measured, then writes them with facts about the
-  machine, some of which may be replaced.
+  """Prints rows when they are measured, then writes them with their origin.
+
+  `facts` may replace facts about the machine.
   """
   start, found = time.perf_counter(), []
   origin = environment.facts() | facts

@@ -61,7 +61,7 @@ class Look(NamedTuple):
 
   Attributes:
     published: what is made of its rows.
-    variants: names of those that it measures, in order.
+    variants: names of the runs that it measures, in order.
     measure: of a network: rows, without their origin.
   """
 

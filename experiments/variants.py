@@ -47,7 +47,7 @@ class Variant:
     residual: its scheme.
     fields: what it changes besides the scheme, by dotted names.
     published: loss in arXiv:2603.15031 (436M activated parameters), in nats per
-      token; None for what is not in it.
+      token; None for a variant without one.
   """
 
   label: str
@@ -81,10 +81,10 @@ class Study:
     name: of its folder.
     variants: by names, the baseline first and then the most informative first,
       for sweeps that are not complete.
-    rates: by scale, learning rates of the baseline beside its own.
+    rates: by scale, learning rates of the baseline besides the default.
     rate_seeds: how many seeds are trained with these.
-    budgets: multiples of the steps of the baseline beside its own, for
-      effective speed-ups.
+    budgets: multiples of the baseline's steps besides 1, for effective
+      speed-ups.
     longer: variants that are also trained with twice the steps.
     shares: a study with some of the same networks, under the same names. Those
       are not trained again at the laptop's scale: its rows are used.

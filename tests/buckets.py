@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Object stores to test with: real servers of their protocols on this machine.
 
-fake-gcs-server has the preconditions of Google Cloud Storage, moto those of S3.
-`Proxy` stands between a client and its server, and fails as networks do.
+fake-gcs-server has the preconditions of Google Cloud Storage, moto has the ones
+of S3. `Proxy` stands between a client and its server, and fails as networks do.
 """
 
 import contextlib

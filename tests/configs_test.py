@@ -3,7 +3,7 @@
 
 A config file lists its arguments in `ARGUMENTS`: each key of `parse_arg` with
 its values. Each value is built in turn, with and without `runlocal`, and the
-others at their defaults. Full sizes, but for the first of each file, are slow,
+others at their defaults. Full sizes are slow, except the first of each file,
 and so are all combinations, unless there are many.
 """
 

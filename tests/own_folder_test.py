@@ -73,7 +73,7 @@ def _is_readable(name, content):
 
 
 def _check(root, others, named):
-  """Trains in a folder, and compares it with what it was."""
+  """Trains in a folder, and compares it with its earlier content."""
   folder = root / "run"
   shutil.rmtree(folder, ignore_errors=True)
   folder.mkdir()

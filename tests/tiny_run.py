@@ -158,7 +158,7 @@ def one_of_two_dies(workdir, fields, after=0):
 def finish(process, timeout=240, quiet=True, status=exits.Exit.DONE):
   """Waits for a process, which must end with a status; returns its stdout.
 
-  A clean run says nothing on stderr, but for libraries when not `quiet`.
+  A clean run says nothing on stderr; libraries may, unless `quiet`.
   """
   try:
     process.wait(timeout)

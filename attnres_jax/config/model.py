@@ -414,7 +414,7 @@ class ModelConfig(fields.Checked, prefix="model"):
       heads.
     head_width: width of a head of `attention`; 0 means width / num_heads.
     mlp_width: hidden width of the gated MLP; 0 means 8/3 of `width`, rounded up
-      to a multiple of 32.
+      to 32s.
     attention_kernel: of softmax attention (`attention`, `mla`). `auto` selects
       a fused kernel for the platform that a program is lowered for; `tiled` is
       plain JAX on any platform; `splash` (TPU) and `cudnn` (NVIDIA) run or

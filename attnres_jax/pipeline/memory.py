@@ -63,8 +63,8 @@ class SlotPool:
   Attributes:
     size: slots a rank needs.
     slots: int32, where a unit reads or writes a vector, on the rank of its
-      chunk; -1 if it does neither. [C, M] for inputs, [C, M, N + 1] for blocks
-      (of the forward unit) and gradients (of the backward unit).
+      chunk; -1 if it does neither. The shape is [C, M] for inputs, [C, M, N +
+      1] for blocks (of the forward unit) and gradients (of the backward unit).
   """
 
   size: int

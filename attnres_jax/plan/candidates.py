@@ -312,7 +312,7 @@ class _Cost:
     chip: of the slice.
     model: the network, abstract.
     forward: FLOPs of a token.
-    head: those of the head.
+    head: FLOPs of the head.
     state: of parameters and optimiser, at rest.
     gradient: the float32 gradient, as parameters are at rest.
     gathered: parameters that a device computes with, in the dtype of products.

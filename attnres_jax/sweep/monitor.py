@@ -289,7 +289,7 @@ def summary(progress: Sequence[Progress], parallel: int) -> str:
 
 
 def duration(seconds: float | None) -> str:
-  """Such as 0:04:10 or 27:00:00."""
+  """Such as 0:04:10."""
   if seconds is None:
     return "?"
   minutes, rest = divmod(round(seconds), 60)

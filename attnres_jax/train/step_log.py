@@ -40,8 +40,8 @@ class StepLog:
   A row has the scalars of that step; the norms of the transformer blocks go
   into `depth` rows, which the training loop writes. Times are means over the
   steps since the previous row: step_seconds (without evaluations, saves and
-  depth rows), data_wait_seconds, tokens_per_second (also per device) and
-  model_flop_utilisation (null on CPU and on chips with unknown peak). goodput
+  depth rows), data_wait_seconds, tokens_per_second (also per device).
+  model_flop_utilisation is null on CPU and on chips with unknown peak. goodput
   is the share of this attempt's time that was spent in steps, without waiting
   for data. A step that took far longer than the others gets an event with its
   cause.

@@ -11,9 +11,9 @@ memory. An update in place counts its new part only, weights of a layer that are
 cut out of a stack count that layer only, and the body of a loop counts as often
 as it runs. The estimate is the compiler's cycles for its own instructions. It
 has none for Pallas kernels, which count their bytes over the bandwidth. In
-`decode` and `prefill`, where the start of a kernel is most of its time, a
-kernel also counts the time of the compiler's smallest fusions, 1.21 us, and the
-bytes of all its operands, even of those that are on the core.
+`decode` and `prefill`, the start of a kernel is most of its time. So a kernel
+also counts the time of the compiler's smallest fusions, 1.21 us, and the bytes
+of all its operands, even of operands on the core.
 """
 
 import collections
@@ -58,7 +58,7 @@ class Case(NamedTuple):
     network: of `networks.load`.
     arm: of the network.
     batch: rows.
-    tokens: of each row; for `decode` those of a full cache.
+    tokens: of each row; for `decode`, of a full cache.
     cached: of a prompt, before these tokens.
     length: of its cache; 0 for `cached` and `tokens` together.
   """
@@ -253,7 +253,7 @@ class Cost(NamedTuple):
 def costs(
   program: hlo.Program, chip: chips.Chip, start_seconds: float | None
 ) -> tuple[Cost, Cost]:
-  """The cost of all instructions, and of those of depth attention.
+  """The cost of all instructions, and of the instructions of depth attention.
 
   Args:
     program: compiled.
@@ -334,7 +334,7 @@ def _collectives(program: hlo.Program) -> str:
 
 
 def _arithmetic(case: Case, flops: float, chip: chips.Chip) -> dict[str, Any]:
-  """Products over those of the chosen experts, and their time at peak."""
+  """Products over the chosen experts' products, and their time at peak."""
   model = networks.load(case.network).model
   moe = model.moe
   chosen = (moe.top_k + moe.num_shared) * 3 * moe.expert_width

@@ -3,9 +3,9 @@
 
 An arm is a residual scheme with options, each a field of the model, of
 `model.residual` or of `model.residual.read`: "prenorm scan_layers=False",
-"block_attnres heads=16 depth_loop=scan". Two options are no fields:
-"norms=kernel" makes every norm an operator of its own, and "layers=separate"
-keeps each layer in arrays of its own, as the engine does on CPUs.
+"block_attnres heads=16 depth_loop=scan". Two options are not fields:
+"norms=kernel" makes every norm a separate operator, and "layers=separate" keeps
+each layer in separate arrays, as the engine does on CPUs.
 """
 
 import ast

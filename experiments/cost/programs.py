@@ -65,7 +65,7 @@ def _compile_seconds(
 
 
 def decode(network: networks.Network, arm: str) -> Calls:
-  """A token for each row, whose caches are full but for one entry.
+  """A token for each row, whose caches have one free entry.
 
   Beside it what a program without caches needs: the pass through all tokens.
   """

@@ -75,7 +75,7 @@ def timed(
 
   Args:
     rows: all of them.
-    programs: those that are shown, with their headings.
+    programs: the shown ones, with their headings.
     torch: whether to show what ran beside PyTorch, or what did not.
   """
   shown = [

@@ -124,8 +124,8 @@ def more_steps(rows: Sequence[Row], scheme: str) -> fit.Estimate | None:
   """The share of further steps that PreNorm needs for the loss of a scheme.
 
   From PreNorm's runs of several lengths, see `scaling.effective_speedup`; the
-  spread of pairs is that of all schemes. None if PreNorm has one length only,
-  or its loss does not fall.
+  spread of pairs is pooled over all schemes. None if PreNorm has one length
+  only, or its loss does not fall.
   """
 
   def of(name):

@@ -2,9 +2,8 @@
 """The benchmarks of the paper's Table 3, as tasks of lm_eval 0.4.13.
 
 The paper (arXiv:2603.15031) publishes scores of its 48B network after
-mid-training, but neither prompts nor numbers of examples: tasks, shots and
-metrics are our choice, so differences between two networks of ours compare with
-differences in the paper better than scores do.
+mid-training, but neither prompts nor numbers of examples. So tasks, shots and
+metrics are our choice: compare differences between two networks, not scores.
 """
 
 from typing import NamedTuple

@@ -4,9 +4,8 @@
   python -m experiments.downstream.run --workdir=runs/48b --out=scores/48b
   python -m experiments.downstream.run --table scores/prenorm scores/attnres
 
-Each benchmark is a file of --out as soon as it is done; rerun the command to
-score the others. `python -m experiments.downstream.plan` says what it takes on
-a slice.
+Each finished benchmark is a file of --out; rerun the command to score the
+others. `python -m experiments.downstream.plan` says what it takes on a slice.
 """
 
 import argparse

@@ -134,7 +134,7 @@ def run(folder: pathlib.Path, parts: list[str], short: bool) -> None:
 
 
 def tasks(platform: str, short: bool, folder: pathlib.Path) -> list[Task]:
-  """All of them, in the order of what they tell."""
+  """All of them, the most telling first."""
   kernel = {"tpu": "pallas_tpu", "gpu": "pallas_gpu"}.get(platform, "xla")
   found = [Task("rates", "rates of the device", _rates)]
   add = lambda part, name, call, *args: found.append(

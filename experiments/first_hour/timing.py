@@ -2,7 +2,7 @@
 """Times operators on a device, many calls in one program.
 
 A call takes microseconds, and so does starting a program. So one program calls
-an operator as often as it is told, and a call is the difference between long
+an operator a given number of times, and a call is the difference between long
 and short loops, over the difference in their lengths. The loop carries all
 results, so that no compiler can leave out a part of them. Each call waits for
 the one before it: its smallest argument depends on it. Compilers for CPUs may

@@ -57,10 +57,10 @@ def by_variant(rows: Sequence[Row]) -> dict[str, list[np.ndarray]]:
 def _numbers(matrix: np.ndarray) -> Iterator[float]:
   """Means over reads of at least three values, of shares of absolute weight.
 
-  The share of the newest value, and that of the embedding; the reach, which is
-  the mean distance to what is read (1 for the newest) over that of an even
-  mixture; and the overlap with an even mixture, which is what PreNorm reads up
-  to scale: 1 less half the sum of absolute differences.
+  The share of the newest value, and the embedding's. The reach, which is the
+  mean distance of a read (1 for the newest) over an even mixture's. The overlap
+  with an even mixture, which PreNorm reads up to scale: 1 minus half the sum of
+  absolute differences.
   """
   size = len(matrix)
   rows = np.arange(2, size)

@@ -6,7 +6,7 @@
 reads pairs of finished runs, evaluates both networks (with their last weights)
 row by row on the whole validation split, and writes a line per pair to
 evaluation.csv beside this file. Rows of 128 bytes come from all documents in
-turn, so the spread of rows divided by the root of their number is the error of
+turn. So the spread of rows divided by the root of their number is the error of
 a mean over them, as an estimate for all text of this kind.
 """
 

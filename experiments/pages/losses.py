@@ -127,7 +127,7 @@ def of_scheme(
 ) -> list[tuple[Any, float]]:
   """Seeds and validation losses of one scheme, in nats per token.
 
-  `columns` are those of the scheme and of the loss.
+  `columns` names the columns of the scheme and of the loss.
   """
   of, loss = columns
   return [(row["seed"], float(row[loss])) for row in rows if row[of] == scheme]
@@ -167,7 +167,7 @@ def _without(rows: Sequence[Row], column: str) -> set[str]:
 
 
 def _best(found: Mapping[float, Mapping[Any, float]]) -> float:
-  """The value with the lowest mean, among those with the most seeds."""
+  """The value with the lowest mean, among the values with the most seeds."""
   most = max(map(len, found.values()))
   whole = [value for value, own in found.items() if len(own) == most]
   return min(whole, key=lambda value: _mean(found[value]))

@@ -84,7 +84,7 @@ class Table(NamedTuple):
 
 
 def html_of(value: Any) -> Html:
-  """HTML as it is, everything else as escaped text."""
+  """HTML unchanged, everything else as escaped text."""
   return value if isinstance(value, Html) else Html(html.escape(str(value)))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Orders that a pipeline could run, to compare with its own.
+"""Orders that a pipeline could run, to compare with the pipeline's order.
 
   python -m experiments.pipeline_cost.orders --order=1f1b --stage=4
 

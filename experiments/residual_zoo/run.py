@@ -5,7 +5,7 @@
 
 Writes a row per registered scheme to `results.csv` beside this file, and fills
 the table and the figure of the README from these rows. With --schemes, the rows
-of other schemes stay as they are. Nothing is timed: all numbers are counted in
+of other schemes do not change. Nothing is timed: all numbers are counted in
 programs, or come from a small network.
 """
 

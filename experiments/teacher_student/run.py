@@ -3,8 +3,8 @@
 
   python -m experiments.teacher_student.run
 
-Writes rows to `results.csv` beside this file as soon as they are known, and
-fills the README and the figures from them. Rerun the same command to resume.
+Writes rows to `results.csv` beside this file when they are known, and fills the
+README and the figures from them. Rerun the same command to resume.
 """
 
 import argparse

@@ -71,7 +71,7 @@ def functions(key: jax.Array, sizes: Sizes) -> Parameters:
 
 
 def teacher_scores(key: jax.Array, layers: int) -> jax.Array:
-  """The z of a teacher: row l - 1 has those of the l sources of layer l."""
+  """The z of a teacher: row l - 1 has one for each source of layer l."""
   return jax.random.normal(key, (layers + 1, layers + 1))
 
 

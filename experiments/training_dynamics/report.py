@@ -85,7 +85,7 @@ def magnitudes(rows: Sequence[Row]) -> figure_lib.Figure:
 
 
 def losses(rows: Sequence[Row]) -> figure_lib.Figure:
-  """Training losses less those of PreNorm on the same batches, smoothed."""
+  """Training losses minus PreNorm's on the same batches, smoothed."""
   shape = figure_lib.Figure(figsize=(7.4, 3.2), layout="constrained")
   axes = shape.subplots()
   found, steps = of_series(rows, "train_loss"), of_series(rows, "step")
@@ -115,5 +115,5 @@ def _thin(style: dict[str, Any]) -> dict[str, Any]:
 
 
 def _smooth(values: np.ndarray, window: int = 5) -> np.ndarray:
-  """Means of neighbours; each logged loss is that of one small batch."""
+  """Means of neighbours; each logged loss covers one small batch."""
   return np.convolve(values, np.full(window, 1 / window), mode="valid")

@@ -4,8 +4,8 @@
   python -m experiments.upcycle.run
 
 Writes rows to `results.csv` beside this file, seed by seed, and fills the
-README and the figure from them. Rerun the same command to resume: runs go on
-from their last checkpoint, and rows that are there are not computed again.
+README and the figure from them. Rerun the same command to resume: runs continue
+from their last checkpoint, and existing rows are not computed again.
 """
 
 import argparse

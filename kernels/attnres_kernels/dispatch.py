@@ -2,9 +2,9 @@
 """Which backend runs: by name, or by the platform the program is lowered for.
 
 A backend is a module whose `forward` and `backward` functions have the same
-signature as those of the other backends. A named backend that cannot run says
-why. The automatic choice asks each backend first (`why_not`) and falls back to
-plain JAX.
+signature as the other backends'. A named backend that cannot run says why. The
+automatic choice asks each backend first (`why_not`) and falls back to plain
+JAX.
 """
 
 import contextlib

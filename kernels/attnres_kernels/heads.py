@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Heads over depth: H softmaxes per query, each over a slice of the width.
 
-A head's score is a dot product of slices, so the H scores of a query are those
-of H queries that are zero outside of their slices: one matrix product, without
-a transpose. A head's weight is spread over its slice.
+A head's score is a dot product of slices. So the H scores of a query are the
+scores of H queries that are zero outside of their slices: one matrix product,
+without a transpose. A head's weight is spread over its slice.
 """
 
 import jax

@@ -12,8 +12,8 @@ core; a v5p or tpu7x chip has two.
   python kernels/benchmarks/tpu_static.py --out tpu_static.csv
 
 About 8 s per kernel, shape and chip; `--chips v6e --shapes 48b` selects a part.
-Rows are put into the table one by one. Those that the same commit, jax and
-libtpu have made before are kept, so a stopped command goes on where it was.
+Rows are put into the table one by one. Rows that the same commit, jax and
+libtpu have made before are kept, so rerun a stopped command to resume.
 """
 
 import argparse

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan is found by what a step depends on, and a run takes all of it."""
+"""Plans are found by the fields that a step depends on."""
 
 import dataclasses
 import json

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """gs:// paths, on a bucket that is a local folder behind fsspec.
 
-The calls are those that reach Google Storage through gcsfs, the answers those
-of a local disk.
+The calls reach Google Storage through gcsfs; a local disk answers.
 """
 
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts of an imported network are those of its tokenizer in transformers."""
+"""Texts of an imported network equal its tokenizer's in transformers."""
 
 import json
 import random
@@ -324,7 +324,7 @@ def test_a_sentencepiece_model(tmp_path, byte_fallback):
 
 
 def test_examples_continue_their_prompts(checkpoint):
-  """Behind its prompt, a completion is learned as it is written."""
+  """Behind its prompt, a completion is learned unchanged."""
   theirs, ours = checkpoint
   rng = random.Random(5)
   exact = 0

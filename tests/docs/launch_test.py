@@ -59,7 +59,7 @@ def lines():
 
 
 def commands():
-  """(module, arguments) of every `python -m`, including those in quotes."""
+  """(module, arguments) of every `python -m`, quoted ones included."""
   found = []
   for line in lines():
     words = shlex.split(line) if "python -m" in line else []

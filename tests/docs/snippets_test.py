@@ -21,7 +21,7 @@ OWN = tiny_run.ROOT / "docs" / "in-your-own-model.md"
 
 
 def code(page):
-  """What the blocks of Python define, each run on its own."""
+  """The names that the blocks of Python define, each run alone."""
   blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.S | re.M)
   assert blocks
   names = {}

@@ -19,7 +19,7 @@ TEXT = (tiny_run.ROOT / "docs" / "extend.md").read_text()
 
 
 def test_recipe(tmp_path, monkeypatch, capfd):
-  """Its commands, as they are written, from the template to a filled README."""
+  """Its printed commands, from the template to a filled README."""
   section = TEXT.partition("### Add an experiment\n")[2].partition("\n#")[0]
   commands = re.search(r"^```\n(.*?)^```$", section, re.S | re.M)[1]
   template = tiny_run.ROOT / "experiments" / "TEMPLATE"
@@ -47,7 +47,7 @@ def test_recipe(tmp_path, monkeypatch, capfd):
 
 
 def _run(line, monkeypatch):
-  """One command; those in Python here, where everything is imported."""
+  """One command; Python ones run here, where everything is imported."""
   words = shlex.split(line)
   if words[:2] != ["python", "-m"]:
     subprocess.run(["bash", "-euc", line], check=True)

@@ -94,7 +94,7 @@ def test_planned_runs_leave_their_mesh_to_a_plan(scale):
 
 
 def test_plans_of_a_study():
-  """Rows are found by their networks; those of other slices do not mix."""
+  """Rows are found by their networks; rows of other slices do not mix."""
   row = dict(
     data="1", fsdp="4", expert="1", microbatches="2", remat="full",
     headroom_GiB="3.0", mfu_bound="0.5", chip_hours="7", jax="1", libtpu="2",
@@ -204,7 +204,7 @@ def test_rows_of_the_other_study(tmp_path, monkeypatch):
 
 
 def test_the_zoo(tmp_path, monkeypatch):
-  """Its own losses beside those of Table 4, memory and time of a step."""
+  """Its losses beside Table 4's, memory and time of a step."""
   monkeypatch.setattr(report, "_EXPERIMENTS", tmp_path)
   monkeypatch.setattr(zoo_report, "_TIMES", tmp_path / "times.csv")
   measured = {"scheme": "haares", "cpu_ratio": "1.234"}

@@ -190,7 +190,7 @@ def test_scores_of_prompts_are_those_of_the_forward_pass(
 
 @pytest.mark.slow
 def test_bfloat16(prompts):
-  """With weights in bfloat16, the same as with those of training."""
+  """With weights in bfloat16, the same as with the training weights."""
   model = _model(dtype="bfloat16")
   engine = engine_lib.Engine(model, slots=1, length=LENGTH, chunk=CHUNK)
   (found,) = _run(engine, prompts[:1])

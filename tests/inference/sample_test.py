@@ -159,7 +159,7 @@ class _Terminal(io.StringIO):
 @pytest.mark.parametrize("out", [io.StringIO, _Terminal])
 @pytest.mark.parametrize("several", [False, True])
 def test_a_terminal_gets_no_codes(run, monkeypatch, tmp_path, out, several):
-  """A network draws any bytes; a file or pipe gets them as they are."""
+  """A network draws any bytes; a file or pipe gets them unchanged."""
   monkeypatch.setattr(sys, "stdout", out())
   flags = ["--prompt=\x1b[2Ja"]
   if several:

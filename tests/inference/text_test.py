@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text is released as soon as it is certain, and not before."""
+"""Text is released once it is certain, and not before."""
 
 import numpy as np
 import pytest

@@ -33,7 +33,7 @@ def _read(folder):
 
 
 def _write(folder, arrays):
-  """In the place of what the folder has."""
+  """Replaces files of the folder."""
   for file in folder.glob("model*"):
     file.unlink()
   names = {t: n for n, t in tensor_files.DTYPES.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of tasks: ours are those of transformers on the same weights."""
+"""Scores of tasks: ours equal transformers' on the same weights."""
 
 import dataclasses
 import json

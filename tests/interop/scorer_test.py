@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of texts in batches equal those of texts computed alone."""
+"""Scores of texts do not depend on their batch."""
 
 import jax
 import numpy as np
@@ -33,7 +33,7 @@ def _texts(count=40, seed=0):
 
 
 def _alone(model, texts):
-  """By definition, from the logits of each text in a batch of its own."""
+  """By definition, from the logits of each text in a batch of one."""
   logits_of = jax.jit(lambda model, x_BT: jax.nn.log_softmax(model(x_BT)))
   found = []
   for ids, count in texts:

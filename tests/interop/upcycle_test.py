@@ -110,7 +110,7 @@ def test_without_the_factor_it_is_another_function(plain, expected):
 
 @pytest.mark.parametrize("scan_layers", [True, False])
 def test_decoding(plain, scan_layers):
-  """A chunk and a token; without a scan, the token has reads of its own."""
+  """A chunk and a token; without a scan, the token has separate reads."""
   plain = trees.from_flat(
     jax.eval_shape(
       lambda: models.build_model(

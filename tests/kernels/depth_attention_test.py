@@ -81,7 +81,7 @@ _run_compiled = jax.jit(run, static_argnums=0)
 
 
 def run_fast(implementation, *arrays):
-  """`run` as one program, but for the interpreter, which is none."""
+  """`run` as one program, except the interpreter, which is none."""
   call = run if implementation == "pallas_tpu" else _run_compiled
   return call(implementation, *arrays)
 

@@ -155,7 +155,7 @@ class TestOnTpu:
   """The kernels, interpreted, against the reference in float32."""
 
   def check(self, run, dtype):
-    """The error is at most a little more than that of plain JAX."""
+    """The error is at most a little larger than plain JAX's."""
     wanted = jax.jit(functools.partial(run, "reference", _to_float32))()
     plain = jax.jit(functools.partial(run, "xla", lambda x: x))()
     with dispatch.interpreted():

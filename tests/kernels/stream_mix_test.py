@@ -16,7 +16,7 @@ NAMES = "streams", "y", "write", "mix", "weight", "bias", "scale"
 
 
 def make(tokens, width, columns, count=4, stream_dtype="float32", seed=0):
-  """Arguments in float32, but for the streams."""
+  """Arguments in float32, except the streams."""
   rng = np.random.default_rng(seed)
   draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
   streams = tuple(

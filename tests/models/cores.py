@@ -24,7 +24,7 @@ def sigmoid(x):
 
 
 def assert_close(found, expected, tolerance=1e-5):
-  """Equal, but for a fraction of the largest number."""
+  """Equal, up to a fraction of the largest number."""
   scale = np.abs(expected).max()
   np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * scale)
 

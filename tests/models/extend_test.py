@@ -68,7 +68,7 @@ def _chunks(tokens_T):
 
 
 def _check(model, tokens_T, tolerance=2e-5, separate=False):
-  """Every hidden state that counts is that of the whole sequence."""
+  """Every hidden state that counts equals the whole sequence's."""
   chunks = list(_chunks(tokens_T))
 
   @jax.jit
@@ -151,7 +151,7 @@ def test_one_token_of_one_row(tokens_T):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", residuals.RESIDUALS)
 def test_every_scheme_in_bfloat16(name, tokens_T):
-  """The differences are those of roundings in another order."""
+  """The differences come from roundings in another order."""
   model = _model(name, moe=config_lib.MoeConfig(), dtype="bfloat16")
   _check(model, tokens_T, 0.1)
 
@@ -195,7 +195,7 @@ def test_every_mixer(dtype, tolerance, tokens_T):
   ids=["mudd", "moda", "value-query", "value-residual", "depth", "svformer"],
 )
 def test_values_from_elsewhere(fields, tokens_T):
-  """Values that are read separately, or are those of earlier mixers."""
+  """Values that are read separately, or come from earlier mixers."""
   _check(_model(**fields), tokens_T)
 
 

@@ -74,7 +74,7 @@ def test_the_route_of_tpu_is_the_same(sizes, monkeypatch):
 
 @pytest.mark.parametrize("on_tpu", [False, True])
 def test_adds_to_an_existing_gradient(on_tpu, monkeypatch):
-  """Rows behind those of all groups add nothing."""
+  """Rows behind all groups add nothing."""
   if on_tpu:
     _only_the_kernels(monkeypatch)
   sizes = (150, 0, 64, 65, 0)

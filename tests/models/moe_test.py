@@ -233,7 +233,7 @@ def test_ties_go_to_the_lower_index():
 
 
 def test_router_is_float32():
-  """Activations of half precision are scored as they are."""
+  """Activations of half precision are scored unchanged."""
   module, x_UD = _module(), _inputs("bfloat16").reshape(-1, WIDTH)
   weight_UK, expert_UK = module.route(x_UD)
   expected_weight, expected_expert = module.route(x_UD.astype(jnp.float32))

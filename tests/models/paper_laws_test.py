@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Laws of Attention Residuals that hold for whole networks, in float64.
 
-Laws of the operator alone are in `tests/kernels`, those of real transformers at
+Laws of the operator alone are in `tests/kernels`, laws of real transformers at
 initialisation in `zero_query_test.py`.
 """
 

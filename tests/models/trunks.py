@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Toy trunks in float64, and the paper's equations to compare them with.
 
-`trunk.run` with a scheme of the library on one side; on the other the same
-sublayers run by the definitions below, which are written from the paper
-(arXiv:2603.15031, Eq. 1-6, Fig. 2) in NumPy, which compiles nothing, and share
-no code with it. Every function here must run under `jax.enable_x64(True)`.
+One side runs `trunk.run` with a scheme of the library. The other runs the same
+sublayers by the definitions below, which are written from the paper
+(arXiv:2603.15031, Eq. 1-6) in NumPy, which compiles nothing, and share no code
+with it. Every function here must run under `jax.enable_x64(True)`.
 """
 
 import dataclasses

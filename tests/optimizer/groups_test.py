@@ -14,7 +14,7 @@ OLD = ("^embedding/", "^sublayers/", "^final_norm/")
 
 
 def _model():
-  """With experts, whose selection biases have an optimiser of their own."""
+  """With experts, whose selection biases have a separate optimiser."""
   return tiny_network.model(moe=tiny_network.KINDS["moe"])
 
 

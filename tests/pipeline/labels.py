@@ -46,7 +46,7 @@ class Arrival(NamedTuple):
     rank: the receiver.
     blocks: (microbatch, block) of each vector that is not padding; (-1, -1) for
       each gradient, which has no label.
-    partial: (microbatch, chunk before the boundary), likewise; None without.
+    partial: (microbatch, chunk before the boundary), as above; None without.
   """
 
   backward: bool

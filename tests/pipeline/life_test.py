@@ -22,7 +22,7 @@ def _schedule(ranks, stages, microbatches, sublayers, block):
 
 
 def _rows(text):
-  """Cells of all rows; columns start where those of the header do."""
+  """Cells of all rows; columns start where the header's do."""
   head, *lines = text.splitlines()
   starts = [m.start() for m in re.finditer(r"\S+( \S+)*", head)]
   ends = [*starts[1:], None]

@@ -2,13 +2,13 @@
 """A pipeline computes what one device does, and sends what was planned.
 
 In float32 the two differ by rounding: a pipeline adds up microbatches, chunks
-and devices in an order of its own. What is proven here is that nothing else is
-in that difference. In float64, where rounding is 1e-16, loss and gradient of
-both agree to 1e-12 of each parameter's largest gradient, for all shapes, cache
-rules, meshes and kinds of sublayers. And in float32 the gradient of a pipeline
-is as far from that of float64 as the gradient of one device is, within a factor
-of two, in the median over a few draws of weights and tokens. (They found 0.5 to
-1.85, and 0.5 to 2.3 with a single draw. `data` is the other axis there.)
+and devices in another order. What is proven here is that nothing else is in
+that difference. In float64, where rounding is 1e-16, loss and gradient of both
+agree to 1e-12 of each parameter's largest gradient, for all shapes, cache
+rules, meshes and kinds of sublayers. And in float32, a pipeline's gradient is
+as far from the float64 one as one device's is: within a factor of two, in the
+median over a few draws of weights and tokens. (They found 0.5 to 1.85, and 0.5
+to 2.3 with a single draw. `data` is the other axis there.)
 """
 
 import collections

@@ -10,7 +10,7 @@ EFFECTS = {"a": -0.02, "b": 0.01, "c": 0.0}
 
 
 def _losses(rng, seeds):
-  """Large noise that pairs share, and some of their own."""
+  """Large noise that pairs share, and a little that they do not."""
   shared = rng.normal(2.0, 0.3, seeds)
   effects = {"base": 0.0} | EFFECTS
   return {

@@ -10,7 +10,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_schemes_of_one_size_are_pairs():
-  """Also where schemes have parameters of their own, or rows other columns."""
+  """Also where schemes have more parameters, or rows other columns."""
   rows = csv_rows.read(ROOT / "experiments" / "scaling_law" / "results.csv")
   counts = {row["active_params"] for row in rows if row["size"] == "s"}
   assert len(counts) > 1

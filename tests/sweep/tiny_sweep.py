@@ -91,7 +91,7 @@ def finished(parent):
 
 
 def start(workdir, source, *flags):
-  """Launches the sweep in a process of its own."""
+  """Launches the sweep in a new process."""
   with tempfile.NamedTemporaryFile(prefix="sweep_", delete=False) as output:
     process = subprocess.Popen(
       [
@@ -136,7 +136,7 @@ def finish(process, timeout=300):
 
 
 def workers(process, folder):
-  """Process ids of all living workers, those of dead launchers too."""
+  """Process ids of all living workers, dead launchers' included."""
   found = set()
   try:
     file = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")

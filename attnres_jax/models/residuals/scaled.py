@@ -59,8 +59,8 @@ class LayerScale(ReZero):
 
     h_{l+1} = h_l + lambda_l * f_l(h_l)
 
-  lambda starts at 0.1 in networks of up to 18 transformer blocks, at 1e-5 in
-  networks of up to 24, and at 1e-6 in deeper networks (recalled, not verified).
+  lambda starts at 0.1 in networks of up to 18 transformer blocks, and lower in
+  deeper ones: 1e-5 up to 24, then 1e-6 (recalled, not verified).
 
   Attributes:
     factor: lambda, [L, D].

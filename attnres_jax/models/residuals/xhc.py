@@ -54,8 +54,8 @@ class XHC(streams_lib.Streams):
     h = sum_i read_i X_i
     X_j <- sum_{i in A} R_ij X_i + p_j sum_r write_jr o_r      for j in A
 
-  A token's active streams are the first two, with p = 1, and the two others of
-  the highest score p = sigmoid(<w_i, RMSNorm(X_i)> s + b_i). read, write and R
+  A token's active streams are the first two, with p = 1, and two others: with
+  the highest scores p = sigmoid(<w_i, RMSNorm(X_i)> s + b_i). read, write and R
   are computed as in mHC, from the normalised active streams. o_0 is the output
   y. After an MLP, o_1..o_3 are causal depthwise convolutions of y over 4, 8 and
   12 tokens. Modified Gram-Schmidt makes them orthogonal to y and to each other.

@@ -7,9 +7,9 @@ head. Narrower or uneven slices share pieces: a sum over columns then takes a
 factor that is zero outside of the head's slice, and of results with these
 columns each head's are selected. No array is transposed for it.
 
-Per-head statistics of Q queries have J = H * Q columns, those of a head side by
-side. Low-rank keys are the last columns, from a multiple of 128 on, and the
-columns in front of the key are masked.
+Per-head statistics of Q queries have J = H * Q columns, with the columns of a
+head side by side. Low-rank keys are the last columns, from a multiple of 128
+on, and the columns in front of the key are masked.
 """
 
 from collections.abc import Callable
@@ -86,7 +86,7 @@ class Columns:
   def separate(self, query_QD: jax.Array) -> jax.Array:
     """Queries as operand: [most * Q, key columns].
 
-    Block i of rows is zero but for the slice of the i-th head of each piece.
+    Block i of rows is zero except for the slice of the i-th head of each piece.
     """
     front = self._in_front - self.key_start
     if front:

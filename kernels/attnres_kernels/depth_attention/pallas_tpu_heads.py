@@ -3,9 +3,9 @@
 
 With one head, compact statistics are gathered out of products and into factors
 column by column. With H heads there are H times as many, so both ways are
-shorter here: products have rows (head, query, token), of which the diagonal is
-summed over the rows of registers, and the terms of all heads are packed before
-they are spread, so that a factor takes one gather.
+shorter here. Products have rows (head, query, token), of which the diagonal is
+summed over the rows of registers. The terms of all heads are packed before they
+are spread, so that a factor takes one gather.
 """
 
 from jax.experimental.pallas import tpu as pltpu
@@ -92,7 +92,7 @@ class Factors:
     ]
 
   def _part(self, first):
-    """Of 128 columns: those of the terms, and which are not zero."""
+    """Of 128 columns: the columns of the terms, and which are not zero."""
     queries, column = self._queries, self._lane + first
     kept = (column >= self._spread) | tiles.on_diagonal(self._row, column)
     # Weights: the low terms of queries follow the high ones, as in the terms.

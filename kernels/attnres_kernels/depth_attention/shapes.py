@@ -25,7 +25,7 @@ class Shape:
 
   @property
   def options(self) -> dict[str, int]:
-    """Of the operators, as far as they are not the defaults."""
+    """Options of the operators that are not the defaults."""
     options = {"heads": self.heads} if self.heads > 1 else {}
     return options | ({} if self.rank is None else {"rank": self.rank})
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public functions of phase 2: checks, gradient rules, backend.
 
-Lines 7-14 of Algorithm 1 in Attention Residuals (arXiv:2603.15031): sublayer
-by sublayer, the block's running partial sum joins the mixture of phase 1.
+Lines 7 to 14 of the paper's algorithm (arXiv:2603.15031): sublayer by sublayer,
+the block's running partial sum joins the mixture of phase 1.
 """
 
 import functools
@@ -37,7 +37,7 @@ def depth_merge(
       heads.
     query: the pseudo-query of the mixture, folded with the key-norm gain.
     partial: the additional source, usually the block's partial sum; its dtype
-      may be wider than that of `out`, such as float32 and bfloat16.
+      may be wider than the dtype of `out`, such as float32 and bfloat16.
     rank: as in `depth_attention`.
     eps: added to the mean square inside the norm.
     implementation: a backend by name; None takes the best that fits.

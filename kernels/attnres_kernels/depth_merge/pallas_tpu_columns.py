@@ -75,7 +75,7 @@ class Columns:
     return jnp.concatenate(parts, axis=1)
 
   def _registers(self, head: int) -> list[slice]:
-    """The registers that a slice overlaps; those of its own together."""
+    """The registers that a slice overlaps; full ones are together."""
     first, last = head * self._slice, (head + 1) * self._slice
     start, stop = first // _LANES * _LANES, -(-last // _LANES) * _LANES
     inner = -(-first // _LANES) * _LANES, last // _LANES * _LANES

@@ -38,9 +38,9 @@ def kda(
   """Runs the gated delta rule over a sequence.
 
   Args:
-    q: queries, used as they are; this function does not normalise.
-    k: keys, likewise; their length should not exceed 1 where beta is near 1,
-      or the recurrence itself grows.
+    q: queries; this function does not normalise them.
+    k: keys, not normalised either; their length should not exceed 1 where beta
+      is near 1, or the recurrence itself grows.
     v: values.
     g: log-decay per channel, at most 0, in float32; -inf resets the channel.
     beta: how much of a token's error is corrected, 0 to 1.
@@ -51,7 +51,7 @@ def kda(
       continues from `initial_state`.
     chunk_size: tokens per chunk; affects the cost, not the result.
     save: what the TPU kernels keep for the backward pass. `chunks` are the
-      arguments but for v, and of every chunk the values written, the state
+      arguments except v, and of every chunk the values written, the state
       before it, its scores and the inverse of its system; `arguments` are the
       arguments alone, from which the backward pass finds the chunks again. The
       other backends keep the arguments (the reference, every state).

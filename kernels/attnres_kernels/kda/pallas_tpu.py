@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """KDA on TPU: one grid step per chunk; the state stays in VMEM between chunks.
 
-The chunkwise form and its tree are those of the plain-JAX backend (`xla`), laid
-out for the matrix unit (`pallas_tpu_chunk`). The state is stored transposed,
-[V, K], so that decays are rows of lanes. Many heads share a grid step, those of
-several sequences if one has few, and the program goes through them stage by
-stage: the compiler keeps that order almost as it is, so the products of one
-head hide the latencies of another only if they stand next to each other.
+The chunkwise form and its tree are the plain-JAX backend's (`xla`), laid out
+for the matrix unit (`pallas_tpu_chunk`). The state is stored transposed, [V,
+K], so that decays are rows of lanes. Many heads share a grid step, from several
+sequences if one has few, and the program goes through them stage by stage. The
+compiler keeps that order almost unchanged, so the products of one head hide the
+latencies of another only if they stand next to each other.
 
 The backward pass needs scores, inverses and states of every chunk (`Chunks`).
 The forward pass writes them if it runs for a gradient that may keep them.
@@ -37,8 +37,8 @@ class Chunks(NamedTuple):
     starts: the states before the chunks, [B, H, N, V, K].
     inverses: of the triangular systems, for n heads side by side, [B, H / n, N,
       C, n C].
-    keys: scores of keys with keys, likewise.
-    pairs: scores of queries with keys, likewise.
+    keys: scores of keys with keys, for n heads side by side.
+    pairs: scores of queries with keys, for n heads side by side.
   """
 
   z: jax.Array
@@ -52,8 +52,8 @@ class Step(NamedTuple):
   """How many heads a grid step has.
 
   More heads hide more latency, but take more VMEM (backward, 22 MiB for sixteen
-  heads of 128) and more time to compile, so that there are at most 48 forward
-  and sixteen backward; with the little VMEM of v4, eight.
+  heads of 128) and more time to compile. So there are at most 48 forward and
+  sixteen backward, or eight with the little VMEM of v4.
 
   Attributes:
     rows: sequences.

@@ -4,7 +4,7 @@
 Scores and inverses of a chunk are C x C. Those of n = 128 / C heads lie side by
 side in the lanes, [C, n C], so that every register and every tile of the matrix
 unit is full. A product that must not mix heads masks its left operand: `spread`
-puts each head's lanes into rows of their own.
+puts each head's lanes into separate rows.
 
 - A level of the tree (`pallas_tpu_decay`) is one product of C rows per head:
   rows of k in the late blocks, and in the early blocks, whose rows of k have no
@@ -214,7 +214,7 @@ def inverses(groups, keys):
 
 
 def gradients(c, found, do, dstates):
-  """Gradients of one group, given those of its outputs and of its last states.
+  """Gradients of one group, given those of its outputs and last states.
 
   Args:
     c: the chunk of n heads.

@@ -90,7 +90,7 @@ def exponents_gradient(dsums):
 
 
 def join(early, late, size):
-  """Late rows of `late`, and in the early rows those of `early`'s partners.
+  """Late rows of `late`, and partners' rows of `early` in the early rows.
 
   Two half-filled arrays in one, so that one product serves both.
   """
@@ -136,7 +136,7 @@ def late_rows(x, size):
 
 
 def with_late_rows(x, late, size):
-  """x, with its late rows replaced by those of `late`."""
+  """x, with its late rows replaced by the late rows of `late`."""
   x, late = _registers(x), _registers(late)
   is_later, _ = _blocks(len(x), size)
   late = iter(late)

@@ -3,11 +3,11 @@
 
 Heads are flat, [B, T, N H], as products write them and `kda` reads them. A grid
 step has some tokens of one head, eight to a register. Forward, it also reads
-the few tokens before its own. Backward goes through time in reverse, and keeps
+the few tokens before the step. Backward goes through time in reverse, and keeps
 what the next tokens send to the last ones before them in scratch.
 
-Everything is done register by register. Tokens before those of a register are
-in it and in the one before, with their rows moved.
+Everything is done register by register. The tokens before a register's tokens
+are in it and in the register before, with their rows moved.
 """
 
 import functools
@@ -73,7 +73,7 @@ def backward(x, taps, tail, same, dy, *, unit_eps, interpret=False):
 class Call:
   """Shapes and block specs of a grid of (batch, channels, tokens).
 
-  The channels of a step are those of a head, or 128 if heads do not matter.
+  The channels of a step are one head, or 128 if heads do not matter.
   """
 
   def __init__(self, x, taps, unit_eps, interpret=False):
@@ -170,7 +170,7 @@ def _convolved(before, x, tap, reach, first):
   """Yields z of each register, and the registers that its taps multiply.
 
   Args:
-    before: the tokens before those of the step.
+    before: the tokens before the step.
     x: the step's.
     tap: of each shift, a row.
     reach: see `_Reach`.
@@ -296,7 +296,7 @@ def _backward_kernel(
 
 
 def _silu_gradient(z, dfeature, dtype, eps):
-  """The gradient of z from that of the feature."""
+  """The gradient of z from the gradient of the feature."""
   y, gate = _silu(z, dtype)
   dy = dfeature
   if eps is not None:

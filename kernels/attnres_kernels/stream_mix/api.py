@@ -3,7 +3,7 @@
 
 mHC and its relatives (arXiv:2512.24880) keep M residual streams. Between two
 sublayers, the output of one is written to all streams, which are mixed among
-themselves; the new streams give the logits of the next coefficients; one of
+themselves. The new streams give the logits of the next coefficients. One of
 these, a gate per stream, weighs what the next sublayer reads.
 """
 
@@ -49,9 +49,9 @@ def stream_mix(
     streams: X_1..X_M, of one dtype.
     y: the output of a sublayer.
     write: its weight in each new stream, float32 like the other coefficients.
-    mix: from the stream of the first axis to that of the second.
-    weight: of the logits, of which the first M are those of the read. Products
-      run in the dtype of the streams, sums in float32.
+    mix: from the stream of the first axis to the stream of the second.
+    weight: of the logits, of which the first M belong to the read. Products run
+      in the dtype of the streams, sums in float32.
     bias: of the read.
     scale: of the read.
     eps: added to the mean square inside the norm.
@@ -59,8 +59,8 @@ def stream_mix(
     implementation: a backend by name; None takes the best that fits.
 
   Returns:
-    The new streams, in their dtype (h and the logits are those of the rounded
-    ones); h; and the logits, in the dtype of sums.
+    The new streams, in their dtype; h; and the logits, in the dtype of sums. h
+    and the logits are computed from the rounded streams.
 
   Raises:
     ValueError: the shapes do not fit together.

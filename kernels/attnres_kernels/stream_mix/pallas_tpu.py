@@ -6,9 +6,10 @@ they scale rows of [tokens, D]. The backward pass computes the new streams a
 second time rather than reading them.
 
 Gradients of coefficients are products of a token of one array with the same
-token of another. The matrix unit computes them from bfloat16 (`_dots`), with
-those of all pairs of a few tokens; the vector units, which limit the backward
-pass, from float32, where memory leaves them more time.
+token of another. The matrix unit computes them from bfloat16 (`_dots`),
+together with the products of all pairs of a few tokens. The vector units, which
+limit the backward pass, compute them from float32, where memory leaves them
+more time.
 """
 
 import functools

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The op in plain JAX: streams apart, tokens last in coefficients.
 
-Three passes over the streams: the write, the products, and the read. Gradients
-are those of the passes, from what the forward pass kept.
+Three passes over the streams: the write, the products, and the read. Each pass
+has its gradient, from arrays that the forward pass kept.
 """
 
 import functools

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arms of a seed share all but the scheme; differences are those of pairs."""
+"""Arms of a seed share all but the scheme; differences are taken in pairs."""
 
 import dataclasses
 

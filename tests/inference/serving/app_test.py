@@ -189,7 +189,7 @@ def test_stops(server):
 
 
 def test_ends_of_documents(server, alone):
-  """A drawn separator ends a text and is no part of it."""
+  """A drawn separator ends a text and does not belong to it."""
   fields = dict(temperature=8.0, seed=0, max_tokens=LENGTH - 8)
   drawn = alone("a", LENGTH - 8, temperature=8.0, seed=0)
   end = drawn.index(SEPARATOR)

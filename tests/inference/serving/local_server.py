@@ -102,7 +102,7 @@ class Server:
 
     Args:
       path: of the URL.
-      body: for JSON; bytes are sent as they are; None for GET.
+      body: for JSON; bytes are sent unchanged; None for GET.
       headers: in place of the usual ones.
     """
     connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)

@@ -143,7 +143,7 @@ def test_packed_documents_do_not_meet():
 
 @pytest.mark.slow
 def test_gradients_of_packed_documents():
-  """Gradients are those of separate documents, for weights and inputs."""
+  """Gradients equal separate documents', for weights and inputs."""
   module, x_BTD = _module(), _inputs()[:1]
   half = TOKENS // 2
   segments = jnp.array([[1] * half + [2] * half])

@@ -91,7 +91,7 @@ def test_a_block_of_one_sublayer_is_its_own_detail():
 
 
 def test_ratios_have_no_gradient():
-  """The gradient of a detail is that of a fixed multiple of the difference."""
+  """The gradient of a detail equals a fixed multiple of the difference's."""
   module, values = _module(), _values()
 
   def detail(y_BTD):

@@ -367,7 +367,7 @@ def test_sharded_tokens():
 
 
 def test_fixed_coefficients_are_not_read_ahead():
-  """Analysis holds them fixed, in passes of their own."""
+  """Analysis holds them fixed, in separate passes."""
   scheme = residuals.build_residual(_config("mhc"), rngs=None)
   state = scheme.init(jnp.ones((1, 2, 6)))
   carry, slots = scheme.open(state, 0, 4)

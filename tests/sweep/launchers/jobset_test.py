@@ -235,7 +235,7 @@ def test_names_are_labels_of_dns(run):
 
 @pytest.fixture
 def bucket(monkeypatch):
-  """A bucket whose runs are not done, but for one."""
+  """A bucket in which only one run is done."""
   done = state_lib.State(status=state_lib.DONE)
   states = {f"{FOLDER}/b": done}
   read = lambda workdir: states.get(str(workdir), state_lib.State())

@@ -171,7 +171,7 @@ def _last_step(workdir):
 
 
 def _descendants(pid):
-  """Processes below one; those that end meanwhile are left out."""
+  """Processes below one, without processes that end meanwhile."""
   listing = subprocess.run(
     ["ps", "-e", "-o", "pid=,ppid=,args="], capture_output=True, text=True
   )

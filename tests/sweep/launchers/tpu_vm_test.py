@@ -97,7 +97,7 @@ def executable(path, text):
   "statuses", [(0,), (1, 4, 0), (2,), (3,), (4, 2), (137, 127)]
 )
 def test_workers_start_again_only_where_that_helps(tmp_path, statuses):
-  """The printed command, with a worker that ends as it is told."""
+  """The printed command, with a worker that ends as requested."""
   left = tmp_path / "statuses"
   left.write_text("\n".join(map(str, statuses)) + "\n")
   executable(
