@@ -34,7 +34,9 @@ class _Printable:
       stream.reconfigure(errors="backslashreplace")
 
   def write(self, text: str) -> int:
-    self.unfiltered.write(printable(text))
+    # A progress bar begins each write at the start of its line.
+    start = "\r" if text.startswith("\r") else ""
+    self.unfiltered.write(start + printable(text[len(start) :]))
     return len(text)
 
   def writelines(self, lines: Iterable[str]) -> None:

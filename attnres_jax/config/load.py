@@ -292,7 +292,7 @@ def _read_json(path: str, arg: str) -> dict[str, Any]:
     raise ConfigError(f"config file {path!r}: got {arg!r}, takes no argument")
   with running(path):
     file = epath.Path(path)
-    if not file.exists():
+    if not file.is_file():  # Nor a device, which has no end.
       raise ConfigError(f"config file {path!r}: not found")
     values = json.loads(file.read_bytes())
     if not isinstance(values, dict):

@@ -407,7 +407,7 @@ class _Described:
     path = self._folder / "chat_template.jinja"
     found: Any = self.tokenizer.get("chat_template")
     if path.exists():
-      found = path.read_text(encoding="utf-8")
+      found = files.read(path).decode(errors="replace")
     if isinstance(found, list):
       named = {t.get("name"): t.get("template") for t in found
                if isinstance(t, dict)}  # fmt: skip

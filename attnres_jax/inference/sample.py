@@ -36,6 +36,7 @@ from attnres_jax.inference import trained
 
 # What a line of a .jsonl file may have, besides its prompt.
 _OF_SETTINGS = tuple(field.name for field in dataclasses.fields(draw.Settings))
+_MAX_PROMPTS = 2**26  # Bytes.
 _OF_PROMPT = ("num_tokens", "stop", "past_end", "parse_special")
 
 
@@ -135,8 +136,14 @@ def _prompts(options: argparse.Namespace) -> Iterator[text.Prompt]:
       "--prompt", options.prompt, "nothing beside --prompts"
     )
   path = files.check_path("--prompts", options.prompts, ("gs",))
+  with path.open("rb") as file:  # Of a pipe, nobody knows the size.
+    content = file.read(_MAX_PROMPTS + 1)
+  if len(content) > _MAX_PROMPTS:
+    config_lib.fail_argument(
+      "--prompts", options.prompts, f"a file of at most {_MAX_PROMPTS} bytes"
+    )
   try:
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = content.decode().splitlines()
   except UnicodeDecodeError:
     config_lib.fail_argument("--prompts", options.prompts, "a file of UTF-8")
   if not lines:

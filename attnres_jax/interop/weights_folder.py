@@ -175,7 +175,7 @@ def _read_facts(
       files.name_from_file(name, "files", path)
       if os.path.islink(folder / name):
         raise ValueError(f"{name!r} is a link, which may lead elsewhere")
-      contents[name] = (folder / name).read_bytes()
+      contents[name] = files.read(folder / name)
   except config_lib.ConfigError:
     raise
   except (OSError, ValueError) as error:

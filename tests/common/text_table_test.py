@@ -8,6 +8,7 @@ import unicodedata
 from hypothesis import given
 from hypothesis import strategies as st
 import pytest
+import tqdm
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import command_line
@@ -54,6 +55,14 @@ def test_a_command_prints_no_codes(command, capsys):
   assert (sys.stdout, sys.stderr) == before
   found = "".join(capsys.readouterr())
   assert found.count("\ufffd[2J") == found.count("[2J") >= 1
+
+
+def test_bars_stay_in_their_line(capsys):
+  bar = lambda: tqdm.tqdm(total=1, desc="a\x1b[2J\rb").close()
+  command_line.run(bar)
+  error = capsys.readouterr().err
+  assert error.startswith("\ra\ufffd[2J\ufffdb: ") and error.endswith("\n")
+  assert "\x1b" not in error and "\r" not in error.replace("\ra", "")
 
 
 def test_streams_that_cannot_be_replaced(monkeypatch):

@@ -274,6 +274,15 @@ def test_files_of_another_shape_are_no_tracebacks(folder):
     assert ours.encode("the dog")
 
 
+def test_templates_of_any_bytes_or_without_an_end(folder):
+  template = folder / "chat_template.jinja"
+  template.write_bytes(b"a\xff")
+  assert _of_files(folder).chat_template == "a\ufffd"
+  template.unlink()
+  template.symlink_to("/dev/zero")
+  assert _of_files(folder).chat_template == ""
+
+
 def test_our_own_runs_use_their_separator(tmp_path):
   ours = text_format_lib.of_data(config_lib.DataConfig())
   assert ours.prompt("a") == [256, 97]

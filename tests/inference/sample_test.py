@@ -135,6 +135,12 @@ def test_bad_flags_are_named(run, flags, message, capsys):
   assert message in error and error.count("\n") == 1
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="has no /dev/zero")
+def test_prompts_without_an_end(run, capsys):
+  assert run("--prompts=/dev/zero") == 2
+  assert "--prompts: got '/dev/zero', exp" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
   "line", ["ab", '{"text": "ab"}', '{"prompt": "ab", "top": 1}']
 )

@@ -23,7 +23,7 @@ from attnres_jax.inference import text as text_lib
 
 # Longer messages repeat what the client has sent.
 _MAX_CHARACTERS = 400
-_MAX_MESSAGES = 1000
+_MAX_MESSAGES, _MAX_PARTS = 1000, 1000
 
 
 # Words of pydantic, and plain ones.
@@ -96,9 +96,18 @@ def _between(least: float, most: float) -> Any:
   return pydantic.Field(ge=least, le=most)
 
 
+def _list_of(kind: Any, least: int, most: int | None = None) -> Any:
+  """A list that is refused at its first wrong entry: a body has many."""
+  size = pydantic.Field(min_length=least, max_length=most, fail_fast=True)
+  return Annotated[list[kind], size]
+
+
 _Stop = Annotated[
   str, pydantic.Field(min_length=1, max_length=text_lib.MAX_STOP_CHARACTERS)
 ]
+_Ids = _list_of(int, 1)
+_Prompt = str | _Ids | _list_of(str, 1) | _list_of(_Ids, 1)
+_PROMPTS = "a text, a list of ids, or a list of either, not empty"
 _Nothing = Annotated[dict[str, int], pydantic.Field(max_length=0)]
 
 
@@ -155,10 +164,7 @@ class _Generation(_Request):
     default_factory=lambda: random.getrandbits(32)
   )
   n: Annotated[int, _between(1, 128)] = 1
-  stop: (
-    _Stop
-    | Annotated[list[_Stop], pydantic.Field(max_length=text_lib.MAX_STOPS)]
-  ) = []
+  stop: _Stop | _list_of(_Stop, 0, text_lib.MAX_STOPS) = []
   stream: bool = False
   stream_options: StreamOptions | None = None
   user: str = ""
@@ -230,7 +236,7 @@ class _Generation(_Request):
 class Completion(_Generation):
   """The body of POST /v1/completions."""
 
-  prompt: Any = None
+  prompt: _Prompt | None = None
   echo: bool = False
   logprobs: Annotated[int, _between(0, 2**31 - 1)] | None = None
   best_of: Annotated[int, _between(1, 128)] | None = None
@@ -257,16 +263,14 @@ class _Part(_Request):
 
 class _Message(_Request):
   role: Annotated[str, pydantic.Field(max_length=100)]
-  content: str | list[_Part]
+  content: str | _list_of(_Part, 0, _MAX_PARTS)
   name: str | None = None
 
 
 class Chat(_Generation):
   """The body of POST /v1/chat/completions."""
 
-  messages: Annotated[
-    list[_Message], pydantic.Field(min_length=1, max_length=_MAX_MESSAGES)
-  ]
+  messages: _list_of(_Message, 1, _MAX_MESSAGES)
   max_completion_tokens: Annotated[int, _between(1, 1_000_000)] | None = None
 
   def conversation(self) -> list[dict[str, str]]:
@@ -285,10 +289,12 @@ class Chat(_Generation):
 class Depth(_Request):
   """The body of POST /depth_weights."""
 
-  prompt: Any = None
+  prompt: _Prompt | None = None
 
 
-def prompts_of(given: Any, vocab_size: int, most: int) -> list[str | list[int]]:
+def prompts_of(
+  given: Any, vocab_size: int, most: int
+) -> Sequence[str | list[int]]:
   """The prompts of a field: a text, ids, or a list of either.
 
   Args:
@@ -299,13 +305,10 @@ def prompts_of(given: Any, vocab_size: int, most: int) -> list[str | list[int]]:
   Raises:
     ApiError: the value is something else.
   """
-  several = given
-  if isinstance(given, str) or _is_list_of(given, int):
-    several = [given]
-  elif not (_is_list_of(given, str) or _is_list_of(given, list)):
-    raise refuse(
-      "prompt", given, "a text, a list of ids, or a list of either, not empty"
-    )
+  if given is None:
+    raise refuse("prompt", None, _PROMPTS)
+  alone = isinstance(given, str) or isinstance(given[0], int)
+  several = [given] if alone else given
   if len(several) > most:
     raise refuse(
       "prompt",
@@ -313,11 +316,8 @@ def prompts_of(given: Any, vocab_size: int, most: int) -> list[str | list[int]]:
       f"at most {most}, by the slots and queue of this server",
     )
   for one in several:
-    if isinstance(one, str):
-      continue
-    if not _is_list_of(one, int):
-      raise refuse("prompt", one, "a list of ids, not empty")
-    wrong = next((id for id in one if not 0 <= id < vocab_size), None)
+    ids = [] if isinstance(one, str) else one
+    wrong = next((id for id in ids if not 0 <= id < vocab_size), None)
     if wrong is not None:
       raise refuse("prompt", wrong, f"ids below {vocab_size}")
   return several
@@ -329,14 +329,6 @@ def of_config_error(error: config_lib.ConfigError) -> ApiError:
   if words.startswith("num_tokens:"):
     words = words.replace("num_tokens", "max_tokens", 1)
   return ApiError(400, words, param=words.partition(":")[0])
-
-
-def _is_list_of(value: Any, kind: type) -> bool:
-  """Whether it is a list of such values, and not empty."""
-  # In Python, true and false are numbers.
-  return (
-    bool(value) and isinstance(value, list) and {*map(type, value)} == {kind}
-  )
 
 
 def _explained(model: type[_Request], error: Any) -> ApiError:
@@ -362,6 +354,8 @@ def _explained(model: type[_Request], error: Any) -> ApiError:
       param=name,
       code="unknown_parameter",
     )
+  if name == "prompt":
+    return refuse(name, error["input"], _PROMPTS)
   words = error["msg"].partition(" after validation")[0]
   for given, plain in _WORDS.items():
     words = words.replace(given, plain)

@@ -32,6 +32,7 @@ from attnres_jax.inference.serving import metrics as metrics_lib
 from attnres_jax.inference.serving import post
 from attnres_jax.inference.serving import replies
 from attnres_jax.inference.serving import service as service_lib
+from attnres_jax.train import watch
 
 # What answers without the key.
 _OPEN_PATHS = "/", "/health"
@@ -131,10 +132,12 @@ class App:
 
   @contextlib.asynccontextmanager
   async def _lifespan(self, _: applications.Starlette) -> AsyncIterator[None]:
-    self.service.start()
-    yield
-    self.service.stop()
-    self._depth.stop()
+    # A body makes many objects; a collection would visit all others, too.
+    with watch.collector_frozen():
+      self.service.start()
+      yield
+      self.service.stop()
+      self._depth.stop()
 
   async def _complete(self, body: bytes, reply: post.Reply) -> None:
     asked = api.Completion.parse(body)

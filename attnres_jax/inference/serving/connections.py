@@ -12,6 +12,7 @@ from uvicorn.protocols.http import h11_impl
 
 from attnres_jax.inference.serving import api
 
+_AT_ONCE = 8192  # Bytes of a connection.
 _ERROR = api.busy("too many connections", 503, "connections_full")
 _BODY = json.dumps(_ERROR.as_json()).encode()
 _FULL = (
@@ -35,14 +36,37 @@ def protocol(max_connections: int, idle_seconds: float) -> type:
 
     def connection_made(self, transport: Any) -> None:
       super().connection_made(transport)
+      self._received, self._turn = bytearray(), None
       self._deadline = self.loop.time() + idle_seconds
       self._watcher = self.loop.call_later(idle_seconds, self._watch)
       if len(self.connections) > max_connections:
         transport.write(_FULL)
         transport.close()
 
+    def data_received(self, data: bytes) -> None:
+      # A body may come in a million chunks. Between two parts of it, others
+      # have their turns; until all are read, no more is received.
+      self._received += data
+      if self._turn is None:
+        self._take()
+
+    def _take(self) -> None:
+      part = bytes(self._received[:_AT_ONCE])
+      del self._received[:_AT_ONCE]
+      self._turn = None
+      super().data_received(part)
+      if self.transport.is_closing():
+        return
+      if self._received:
+        self.transport.pause_reading()
+        self._turn = self.loop.call_soon(self._take)
+      elif not self.flow.read_paused:
+        self.transport.resume_reading()
+
     def connection_lost(self, exc: Exception | None) -> None:
       self._watcher.cancel()
+      if self._turn is not None:
+        self._turn.cancel()
       super().connection_lost(exc)
 
     def on_response_complete(self) -> None:

@@ -114,12 +114,19 @@ def test_a_running_answer_is_not_idle(strict):
   assert answer["usage"]["completion_tokens"] == 30
 
 
+_KINDS, _COMPLETIONS = 15, "/v1/completions"
+
+
 def _bodies(rng, count):
-  """Bodies within the limits, as large as these allow."""
+  """Bodies within the limits, as large as these allow.
+
+  Yields:
+    The path, the body, and the size of the chunks that it is sent in, or 0.
+  """
   limit = 2**20
   text = "".join(rng.choice(string.printable) for _ in range(1000))
-  for _ in range(count):
-    kind = rng.randrange(9)
+  for number in range(count):
+    kind = number % _KINDS
     body = dict(prompt="a", max_tokens=rng.randrange(1, 5))
     if kind == 0:
       body |= rng.choice(
@@ -140,9 +147,28 @@ def _bodies(rng, count):
       body |= dict(user="x" * (limit - 1000), logit_bias={})
     elif kind == 7:
       body |= {f"field{i}": i for i in range(20_000)}
+    elif kind in (8, 9, 10):  # Lists: deep, small, of the wrong entries.
+      part = (b"[" * 100 + b"]" * 100, b"[1]", b"[]")[kind - 8]
+      parts = b",".join([part] * ((limit - 100) // (len(part) + 1)))
+      yield _COMPLETIONS, b'{"prompt":[' + parts + b"]}", 0
+      continue
+    elif kind == 11:
+      parts = b",".join([b"{}"] * (limit // 3 - 100))
+      name = rng.choice((b"messages", b'messages":[{"content'))
+      tail = b"]}]}" if b"content" in name else b"]}"
+      yield "/v1/chat/completions", b'{"%b":[' % name + parts + tail, 0
+      continue
+    elif kind == 12:  # Most of what is sent are the sizes of chunks.
+      body |= dict(prompt=text * 200)
+      yield _COMPLETIONS, json.dumps(body).encode(), 1
+      continue
+    elif kind == 13:
+      ids = [rng.randrange(256) for _ in range(rng.choice((9, 400, 180_000)))]
+      yield "/depth_weights", json.dumps(dict(prompt=ids)).encode(), 0
+      continue
     else:
       body |= dict(n=34, logprobs=3, echo=True, prompt="a" * 300)
-    yield json.dumps(body).encode()
+    yield _COMPLETIONS, json.dumps(body).encode()[:limit], 0
 
 
 def _longest_waits(server, bodies):
@@ -157,13 +183,19 @@ def _longest_waits(server, bodies):
   """
 
   def attack():
-    for body in bodies:
+    for path, body, size in bodies:
       address = "127.0.0.1", server.port
       with contextlib.closing(
         http.client.HTTPConnection(*address, timeout=600)
       ) as connection:
         headers = {"Content-Type": "application/json"}
-        connection.request("POST", "/v1/completions", body[: 2**20], headers)
+        if size:
+          headers["Transfer-Encoding"] = "chunked"
+          chunk = b"%x\r\n%b\r\n"
+          parts = (body[i : i + size] for i in range(0, len(body), size))
+          body = b"".join(chunk % (len(part), part) for part in parts)
+          body += b"0\r\n\r\n"
+        connection.request("POST", path, body, headers)
         connection.getresponse().read()
 
   attacker = threading.Thread(target=attack)
@@ -211,7 +243,7 @@ def warm(model):
 
 
 def test_no_body_delays_a_neighbour_by_a_second(warm):
-  _check_waits(warm, count=9, seed=0)
+  _check_waits(warm, count=_KINDS, seed=0)
 
 
 @pytest.mark.slow
