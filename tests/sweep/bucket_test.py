@@ -12,7 +12,11 @@ import time
 
 import pytest
 
+from attnres_jax import config as config_lib
+from attnres_jax import data
 from attnres_jax.common import stores
+from attnres_jax.data import paths
+from attnres_jax.data import prepare
 from attnres_jax.sweep import cli
 from attnres_jax.sweep import monitor
 from attnres_jax.sweep import state as state_lib
@@ -138,6 +142,33 @@ def test_two_workers_share_a_sweep_and_one_is_killed(bucket, tmp_path):
   arguments = [f"--workdir={folder}", f"--out={tmp_path}/rows.csv"]
   assert cli.main(tiny_sweep.EXPERIMENT, ["collect", *arguments]) == 0
   assert len((tmp_path / "rows.csv").read_text().splitlines()) == 4
+
+
+@on_both
+def test_text_in_a_bucket(bucket, tmp_path, monkeypatch):
+  """Prepared there and read; a folder may be called as a pattern."""
+  monkeypatch.setenv("ATTNRES_JAX_CACHE", str(tmp_path / "cache"))
+  corpus = tiny_run.corpus(tmp_path)["data.path"]
+  arguments = ["--source=text", f"--path={corpus}", "--tokenizer=bytes"]
+  arguments += [f"--output={bucket}/corpus", "--validation_fraction=0.2"]
+  assert prepare.main(arguments) == 0
+  config = config_lib.DataConfig(
+    source="tokens", path=f"{bucket}/corpus", tokenizer="ids",
+    sequence_length=16, batch_size=2,
+  )  # fmt: skip
+  for split in ("train", "validation"):
+    batches = data.open_dataset(config, split).batches()
+    assert next(batches)["tokens"].shape == (2, 17)
+    batches.close()
+  for name in ("raw[1]/a.txt", "raw[1]/b.txt", "raw1/c.txt"):
+    stores.write(f"{bucket}/{name}", b"text")
+  for path, expected in (
+    ("raw[1]", ["a.txt", "b.txt"]), ("raw[1]/b.txt", ["b.txt"]),
+    ("raw[1]/*", ["a.txt", "b.txt"]), ("raw[0-9]/*", ["c.txt"]),
+  ):  # fmt: skip
+    found = paths.list_files("data.path", f"{bucket}/{path}")
+    names = [file.name.rpartition("/")[2] for file in found]
+    assert names == expected
 
 
 @pytest.mark.slow
