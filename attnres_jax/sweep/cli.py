@@ -99,7 +99,9 @@ def _run(experiment: Experiment, options: argparse.Namespace) -> int:
     name = given or options.preflight
     budget.check(selected, found, options.max_chip_hours, name)
   if given and given not in ("cpu", "gpu"):
-    budget.check_planned(selected, found, given)
+    # A plan is for one slice.
+    several = settings.get("slices", "1") != "1"
+    budget.check_planned(selected, [] if several else found, given)
   # As comments, since a dry run may print a manifest or a script.
   text = budget.to_text(selected, found)
   print("\n".join(f"# {line}" for line in text.splitlines()), flush=True)

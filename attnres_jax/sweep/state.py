@@ -133,6 +133,12 @@ class Attempt:
     write(workdir, self._state)
     claim.on_beat = self._write
 
+  @property
+  def chip_hours(self) -> float:
+    """Of all attempts, until now."""
+    spent = (time.time() - self._state.started) * self._chips
+    return (self._earlier.chip_seconds + spent) / 3600
+
   def end(self, status: str, error: str = "") -> None:
     """Writes the outcome and releases the claim."""
 
@@ -144,12 +150,11 @@ class Attempt:
 
   def _write(self) -> None:
     now = time.time()
-    spent = now - self._state.started
     self._state = dataclasses.replace(
       self._state,
       heartbeat=now,
-      seconds=self._earlier.seconds + spent,
-      chip_seconds=self._earlier.chip_seconds + spent * self._chips,
+      seconds=self._earlier.seconds + now - self._state.started,
+      chip_seconds=self.chip_hours * 3600,
     )
     write(self._workdir, self._state)
 

@@ -52,6 +52,7 @@ from attnres_jax.scaling import grid
 from attnres_jax.sweep import branches
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import state as state_lib
+from attnres_jax.train import account
 from attnres_jax.train import claims
 from attnres_jax.train import loop
 from attnres_jax.train import metrics
@@ -296,6 +297,10 @@ def _train(
       _say(trace)
     _leave_error(workdir, attempt, text, trace)
     return exits.of_error(error), text
+  if attempt is not None and "tokens" in summary:  # Not in old ones.
+    # As `status` shows it, and more than in the summary; see `state.State`.
+    cost = {"tokens": summary["tokens"], "chip_hours": attempt.chip_hours}
+    print(account.end_line(cost))
   if summary["status"] == "stopped":
     return Exit.STOPPED, ""
   diverged = _diverged(summary, config)

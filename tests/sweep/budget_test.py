@@ -120,7 +120,14 @@ def test_a_launch_needs_plans_for_its_slice(tmp_path, capsys):
   ):  # fmt: skip
     line = [f"--config={spec}", *flags, f"--set=slice={name}"]
     assert cli.main(scaling_law.EXPERIMENT, line) == status
-  (line,) = capsys.readouterr().err.splitlines()
+  jobset = ["--launcher=jobset", "--set=image=i", "--set=slice=v5e-8"]
+  flags = [one for one in flags if "tpu_vm" not in one and "zone" not in one]
+  line = [f"--config={SPEC}", *flags, *jobset]
+  assert cli.main(scaling_law.EXPERIMENT, line) == 0
+  line.append("--set=slices=2")
+  assert cli.main(scaling_law.EXPERIMENT, line) == 2
+  line, second = capsys.readouterr().err.splitlines()
+  assert "got 'v5e-8', expected" in second and "none has; 9 of 9" in second
   assert re.match(
     "error: --set slice: got 'v3-8', expected a slice with plans of these runs:"
     " v5e-8; 9 of 9 have none there, such as 64m-prenorm", line

@@ -217,6 +217,9 @@ def test_a_disk_that_fills_up_during_a_sweep(whole, source, tmp_path):
 
 
 def test_report_rows_and_status(whole, tmp_path, capsys):
+  for run in folder_lib.read(whole):
+    log = (whole / run.name / "log.txt").read_text()
+    assert re.search(r"^cost: [\d.e-]+ chip-hours, 7,680 tokens$", log, re.M)
   assert (whole / cli.REPORT).read_text() == str(whole)
   target = tmp_path / "rows.csv"
   workdir = f"--workdir={whole}"
