@@ -135,7 +135,7 @@ def _prompts(options: argparse.Namespace) -> Iterator[text.Prompt]:
     config_lib.fail_argument(
       "--prompt", options.prompt, "nothing beside --prompts"
     )
-  path = files.check_path("--prompts", options.prompts, ("gs",))
+  path = files.check_path("--prompts", options.prompts, ("gs", "s3"))
   with path.open("rb") as file:  # Of a pipe, nobody knows the size.
     content = file.read(_MAX_PROMPTS + 1)
   if len(content) > _MAX_PROMPTS:
