@@ -145,7 +145,8 @@ def split_spec(spec: str) -> tuple[str, str]:
   """The file and the argument of `path/to/file.py:key=value,...`.
 
   `attnres_jax:lm:key=value,...` is a file that was installed with the library,
-  configs/lm.py. A path may begin with ~ and, to a config.json, with gs://.
+  configs/lm.py. A path may begin with ~ and, to a config.json, with gs:// or
+  s3://.
 
   Raises:
     ConfigError: no such file was installed.

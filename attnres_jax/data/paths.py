@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data files: which belong to a split, and how one is read.
 
-Paths go through etils.epath, so `gs://` works if the matching client is
+Paths go through etils.epath, so `gs://` and `s3://` work if the client is
 installed. A file whose name ends in .gz or .zst is decompressed while it is
 read. Libraries that need a local name, and random access, read a remote file
 from a complete copy in `$ATTNRES_JAX_CACHE`, or `~/.cache/attnres_jax`.

@@ -5,9 +5,9 @@ r"""Tokenises a text source once into token files, which runs read.
       --tokenizer=hf --tokenizer_path=tokenizer.json --output=DIR
 
 Then train with data.source=tokens, data.path=DIR and the same tokenizer. DIR
-(local or gs://) holds `train-00000.bin`, ... and `validation-00000.bin`, ...
-with a sidecar each (see `token_files`), and `dataset.json`, which describes the
-data and says whether it is complete.
+(local, gs:// or s3://) holds `train-00000.bin`, ... and
+`validation-00000.bin`, ... with a sidecar each (see `token_files`), and
+`dataset.json`, which describes the data and says whether it is complete.
 
 Every file gets its name only when it is complete: ids first, then the sidecar,
 `dataset.json` last. A shard ends with a document, and its sidecar says which
@@ -52,7 +52,7 @@ def prepare(
 
   Args:
     config: source, path, split and tokenizer.
-    output: folder, local or gs://; created if needed.
+    output: folder, local, gs:// or s3://; created if needed.
     shard_tokens: a shard ends with the document that reaches this many.
     overwrite: replace files from another source or other options.
     progress: show a bar.
