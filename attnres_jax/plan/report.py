@@ -27,6 +27,7 @@ import jax
 from attnres_jax import config as config_lib
 from attnres_jax import flops
 from attnres_jax.common import chips
+from attnres_jax.common import compiler
 from attnres_jax.common import sharding
 from attnres_jax.common import text_table
 from attnres_jax.inference import prepared
@@ -469,14 +470,10 @@ def _analytic_flops(config: config_lib.RunConfig, step: Step) -> float:
 
 def _memory(compiled: Any, chip: chips.Chip) -> dict[str, Any]:
   memory = compiled.memory_analysis()
-  arguments = memory.argument_size_in_bytes
-  results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-  temporaries = memory.temp_size_in_bytes
-  peak = getattr(memory, "peak_memory_in_bytes", 0)
-  peak = peak or arguments + results + temporaries
+  peak = compiler.peak_bytes(memory)
   return dict(
     fits=peak <= chip.hbm_bytes,
-    temporary_bytes=temporaries,
+    temporary_bytes=memory.temp_size_in_bytes,
     peak_bytes=peak,
     headroom_bytes=chip.hbm_bytes - peak,
   )

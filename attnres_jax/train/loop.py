@@ -23,6 +23,7 @@ import jax
 from attnres_jax import config as config_lib
 from attnres_jax import data
 from attnres_jax import models
+from attnres_jax.common import compiler
 from attnres_jax.common import environment
 from attnres_jax.common import files
 from attnres_jax.common import plans as plans_lib
@@ -377,7 +378,7 @@ def _compile(
     seconds=seconds,
     argument_bytes=getattr(memory, "argument_size_in_bytes", None),
     temporary_bytes=getattr(memory, "temp_size_in_bytes", None),
-    peak_bytes=getattr(memory, "peak_memory_in_bytes", None),
+    peak_bytes=compiler.peak_bytes(memory),
   )
   return compiled
 

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import chips
+from attnres_jax.common import compiler
 from attnres_jax.common import scopes
 from attnres_jax.common import sharding
 from attnres_jax.inference import programs
@@ -85,8 +86,7 @@ def measure(case: Case) -> dict[str, Any]:
       raise
     return least | {"peak_GiB": "does not fit"}
   memory = compiled.memory_analysis()
-  peak = memory.argument_size_in_bytes + memory.output_size_in_bytes
-  peak += memory.temp_size_in_bytes - memory.alias_size_in_bytes
+  peak = compiler.peak_bytes(memory)
   program = hlo.Program(compiled.as_text())
   serves = case.program in ("decode", "prefill")
   total, depth = costs(program, chip, START_SECONDS if serves else None)

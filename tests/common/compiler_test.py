@@ -64,3 +64,20 @@ def test_a_product_with_a_sharded_matrix_is_no_loop_over_shards(slice_name):
 
   assert is_loop({})  # Else the option is no longer needed.
   assert not is_loop(_options(devices[0].device_kind))
+
+
+def test_peak_holds_arguments_results_and_what_is_between():
+  x = jax.ShapeDtypeStruct((256, 256), "float32")
+
+  def program(x, y):
+    return x + 1, (y @ y) @ y
+
+  def peak(**options):
+    compiled = jax.jit(program, **options).lower(x, x).compile()
+    return compiler.peak_bytes(compiled.memory_analysis())
+
+  array = 4 * 256**2
+  # Two arguments, two results, and the product between.
+  assert 5 * array <= peak() < 5.5 * array
+  assert peak() - peak(donate_argnums=0) == array
+  assert compiler.peak_bytes(None) is None
