@@ -4,6 +4,7 @@
 import contextlib
 import io
 import shutil
+from unittest import mock
 
 from hypothesis import given
 from hypothesis import settings
@@ -21,6 +22,8 @@ from attnres_jax.sweep import state as state_lib
 from attnres_jax.sweep.launchers import jobset
 from attnres_jax.sweep.launchers import skypilot
 from attnres_jax.sweep.launchers import slurm
+from experiments.cost import report
+from experiments.cost import run as cost_run
 from tests import tiny_run
 from tests.sweep import tiny_sweep
 
@@ -72,10 +75,16 @@ def _flops(path, sweep):
   return flops_command.main([config, f"--json={path}"])
 
 
+def _cost(path, sweep):
+  row = dict.fromkeys(report.KEYS, "a")
+  with mock.patch.object(cost_run, "_rows", lambda options: [row]):
+    return cost_run.main(["vectors", f"--out={path}"])
+
+
 # Command -> a name of a file that it writes.
 OUTPUTS: dict = {
   _slurm: "sweep.sbatch", _skypilot: "task.yaml", _jobset: "queue.yaml",
-  _collect: "rows.csv", _flops: "numbers.json",
+  _collect: "rows.csv", _flops: "numbers.json", _cost: "costs.csv",
 }  # fmt: skip
 
 

@@ -37,6 +37,7 @@ from attnres_jax import config as config_lib
 from attnres_jax.common import command_line
 from attnres_jax.common import csv_rows
 from attnres_jax.common import environment
+from attnres_jax.common import files
 from attnres_jax.config import fields
 from attnres_jax.flops import traffic
 from attnres_jax.scaling import paper
@@ -171,6 +172,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(options: argparse.Namespace) -> None:
   fields.accept("--rounds", options.rounds, fields.Size)
+  files.check_output("--out", options.out, report.COLUMNS)
+  pathlib.Path(options.out).parent.mkdir(parents=True, exist_ok=True)
   if options.chips:
     jax.config.update("jax_platforms", "cpu")
   start, origin = time.perf_counter(), environment.facts()

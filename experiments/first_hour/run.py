@@ -71,7 +71,9 @@ def _main(options: argparse.Namespace) -> None:
   parts = options.parts.split(",")
   for part in parts:
     config_lib.choose("--parts", part, dict.fromkeys(measure.PARTS))
-  folder = pathlib.Path(options.out).absolute()
+  folder = pathlib.Path(files.check_folder("--out", options.out)).absolute()
+  ours = {"rows.csv": measure.SAME, "page.html": ("<title>First hour",)}
+  files.refuse_foreign("--out", folder, ours)
   folder.mkdir(parents=True, exist_ok=True)
   if options.device_process:
     measure.run(folder, parts, options.platform == "cpu")
