@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first cell of every notebook: installs the library where it is missing.
+"""What every notebook needs: the library, files of the project, and controls.
 
 Runtimes such as Colab's come with an older jax, and with a plugin for their
-accelerator that fits only that jax. So jax and plugin are replaced together, by
-the extra of the accelerator: `cuda12`, `cuda13` or `tpu`. Colab downloads this
-file alone, so it imports nothing but Python's standard library.
+accelerator that fits only that jax. So `prepare` replaces jax and plugin
+together, by the extra of the accelerator: `cuda12`, `cuda13` or `tpu`. Colab
+downloads this file alone, so it imports only Python's standard library.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,32 +12,37 @@ import glob
 import importlib.metadata
 import importlib.util
 import os
+import pathlib
 import re
 import shutil
 import subprocess
 import sys
 from typing import Any, NamedTuple
+import urllib.request
 
-REPOSITORY = "git+https://github.com/attnres-jax/attnres-jax"
+REPOSITORY = "github.com/attnres-jax/attnres-jax"
+_RAW = "https://raw.githubusercontent.com/attnres-jax/attnres-jax/main"
+# The variable that turns controls off, for outputs that are read without a
+# kernel.
+PLAIN = "ATTNRES_NOTEBOOKS_PLAIN"
 # Plugins of jax, by the extra that installs them.
 _PLUGINS = {
-    "cuda12": ("jax-cuda12-plugin", "jax-cuda12-pjrt"),
-    "cuda13": ("jax-cuda13-plugin", "jax-cuda13-pjrt"),
+  "cuda12": ("jax-cuda12-plugin", "jax-cuda12-pjrt"),
+  "cuda13": ("jax-cuda13-plugin", "jax-cuda13-pjrt"),
 }  # fmt: skip
 # Extra -> the platform that jax then shows.
 _PLATFORMS = {"cuda12": "gpu", "cuda13": "gpu", "tpu": "tpu", "": "cpu"}
 
 
 class Machine(NamedTuple):
-  """What a runtime has.
+  """A runtime.
 
   Attributes:
     library: whether attnres_jax can be imported.
     tpu: whether there is a TPU.
     cuda: the newest CUDA that the driver supports, such as (12, 4), or None.
     plugins: installed plugins of jax.
-    imported: of jax and numpy, those that this process has imported, with
-      their versions.
+    imported: versions of jax and numpy, if this process has imported them.
   """
 
   library: bool = False
@@ -48,13 +53,10 @@ class Machine(NamedTuple):
 
 
 class Plan(NamedTuple):
-  """What to do.
+  """The accelerator in words, the extra ("" for a CPU), and pip's arguments.
 
-  Attributes:
-    accelerator: in words.
-    extra: of the library; "" for a CPU.
-    install: what pip installs; "" for nothing.
-    uninstall: plugins of another accelerator, which would not fit the new jax.
+  `uninstall` lists plugins of another accelerator, which would not fit the new
+  jax; `install` is "" if the library is there.
   """
 
   accelerator: str
@@ -63,11 +65,52 @@ class Plan(NamedTuple):
   uninstall: tuple[str, ...]
 
 
+def play(draw: Callable[..., Any], /, **controls: Any) -> None:
+  """Calls `draw`, and again whenever the reader moves a control.
+
+  Without ipywidgets, it calls `draw` once with the first values.
+
+  Args:
+    draw: draws or prints; takes each control by its name.
+    controls: (first, low, high) of numbers for a slider, a list for a menu
+      that starts with its first item, or a text for a field.
+  """
+  if os.environ.get(PLAIN) or not importlib.util.find_spec("ipywidgets"):
+    first = lambda c: c if isinstance(c, str) else c[0]
+    draw(**{name: first(control) for name, control in controls.items()})
+    return
+  import ipywidgets
+
+  def widget(control):
+    if isinstance(control, str):
+      return ipywidgets.Text(control, continuous_update=False)
+    if isinstance(control, list):
+      return ipywidgets.Dropdown(options=control)
+    value, low, high = control
+    kind = ipywidgets.IntSlider
+    options = {}
+    if isinstance(value, float):
+      kind, options = ipywidgets.FloatSlider, {"step": (high - low) / 40}
+    return kind(value, low, high, continuous_update=False, **options)
+
+  made = {name: widget(control) for name, control in controls.items()}
+  ipywidgets.interact(draw, **made)
+
+
+def fetch(path: str) -> pathlib.Path:
+  """A file of the repository; downloads it where there is no clone."""
+  file = pathlib.Path(path)
+  if not file.exists():
+    file.parent.mkdir(parents=True, exist_ok=True)
+    urllib.request.urlretrieve(f"{_RAW}/{path}", file)
+  return file
+
+
 def prepare(extras: str = "plots") -> None:
   """Installs what is missing, and checks that jax sees the accelerator.
 
   Args:
-    extras: of the library, besides that of the accelerator.
+    extras: of the library, besides the accelerator's.
 
   Raises:
     SystemExit: the session has to be restarted first.
@@ -93,7 +136,6 @@ def prepare(extras: str = "plots") -> None:
 def look() -> Machine:
   """The runtime of this process."""
   names = {name for names in _PLUGINS.values() for name in names}
-  known = [name for name in sorted(names) if _version(name)]
   loaded = {
     name: getattr(sys.modules[name], "__version__", "")
     for name in ("jax", "numpy")
@@ -104,19 +146,19 @@ def look() -> Machine:
     library=importlib.util.find_spec("attnres_jax") is not None,
     tpu=tpu and not os.environ.get("JAX_PLATFORMS", "").startswith("cpu"),
     cuda=cuda_of(_nvidia_smi()),
-    plugins=tuple(known),
+    plugins=tuple(filter(_version, sorted(names))),
     imported=loaded,
   )
 
 
 def cuda_of(text: str) -> tuple[int, int] | None:
-  """The CUDA version in what `nvidia-smi` prints."""
+  """The CUDA version in the output of `nvidia-smi`."""
   found = re.search(r"CUDA(?: UMD)? Version:\s*(\d+)\.(\d+)", text)
   return (int(found[1]), int(found[2])) if found else None
 
 
 def make_plan(machine: Machine, extras: str = "plots") -> Plan:
-  """Chooses the extra of a runtime, and what has to go."""
+  """Chooses the extra of a runtime, and which plugins must go."""
   extra, accelerator = "", "no accelerator: everything runs on its CPU"
   if machine.tpu:
     extra, accelerator = "tpu", "a TPU"
@@ -131,7 +173,7 @@ def make_plan(machine: Machine, extras: str = "plots") -> Plan:
     # A clone, or an earlier run of this cell; nothing is changed.
     return Plan(accelerator, extra, "", ())
   wanted = ",".join(filter(None, [extras, extra]))
-  install = f"attnres-jax[{wanted}] @ {REPOSITORY}"
+  install = f"attnres-jax[{wanted}] @ git+https://{REPOSITORY}"
   kept = _PLUGINS.get(extra, ())
   others = tuple(name for name in machine.plugins if name not in kept)
   return Plan(accelerator, extra, install, others)
@@ -149,7 +191,7 @@ def commands(plan: Plan) -> list[list[str]]:
 def needs_restart(
   imported: Mapping[str, str], version: Callable[[str], str]
 ) -> str:
-  """The first package that is imported in another version than installed."""
+  """The first package whose imported version is not the installed one."""
   for name, old in imported.items():
     if old and version(name) != old:
       return f"{name} {old}"
@@ -157,10 +199,10 @@ def needs_restart(
 
 
 def check(plan: Plan, platforms: Sequence[str]) -> str:
-  """What jax runs on, in words.
+  """Names the platform that jax runs on.
 
   Raises:
-    RuntimeError: not on the accelerator of the plan.
+    RuntimeError: it is not the plan's accelerator.
   """
   expected = _PLATFORMS[plan.extra]
   if expected == "cpu" or expected in platforms:

@@ -1,75 +1,101 @@
-# ---
-# jupyter:
-#   jupytext:
-#     formats: ipynb,py:percent
-#     text_representation:
-#       extension: .py
-#       format_name: percent
-#   outputs: true
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
-# # What attention over depth does, by hand and in a trained network
+# # Attention over depth, with sliders
 #
-# [![Open In Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/attnres-jax/attnres-jax/blob/main/notebooks/depth_attention.ipynb)
-#
-# First an example small enough to follow every number. Then a network that was
-# just trained, with your own text: which source does each token read, and what
-# happens to the loss if it cannot? Two or three minutes on a CPU.
-
-# %%
-# Where the library is missing, as on Colab: finds CPU, GPU or TPU, and installs
-# what fits. It says so if the session has to be restarted.
-import pathlib
-import urllib.request
-
-here = pathlib.Path("notebooks/colab.py").exists()
-if not here and not pathlib.Path("colab.py").exists():
-  source = "https://raw.githubusercontent.com/attnres-jax/attnres-jax/main"
-  urllib.request.urlretrieve(f"{source}/notebooks/colab.py", "colab.py")
-if here:
-  from notebooks import colab
-else:
-  import colab
-
-colab.prepare("plots")
+# A sublayer of a transformer reads a sum in which every earlier output has the
+# same weight. Attention Residuals ([arXiv:2603.15031](https://arxiv.org/abs/2603.15031))
+# let it choose. First the problem, then an example small enough to follow every
+# number, then a network that this notebook trains on your machine, with your own
+# text. Two or three minutes on a CPU.
 
 # %%
 import contextlib
-import dataclasses
 import io
 import tempfile
 
 import jax
+import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 
-from attnres_jax import analysis
 from attnres_jax import config as config_lib
 from attnres_jax import data
-from attnres_jax import models
+from attnres_jax.analysis import edited
 from attnres_jax.analysis import figures
-from attnres_jax.analysis import plots
 from attnres_jax.train import checkpoint
 from attnres_jax.train import loop
+from notebooks import colab
 
 # %% [markdown]
-# ## By hand
+# ## The problem: depth is time, turned by ninety degrees
 #
-# Four tokens, vectors of eight numbers, six layers in two blocks of three. The
-# embeddings have length 1, and every layer returns a vector of length about
-# 0.4.
+# A recurrent network carries one state along a text, and early words fade.
+# Attention solved this: every word reads all earlier words, with weights.
+# A residual stream is the same recurrence, along depth. Every layer adds its
+# output to one state. Attention Residuals solve it in the same way.
+
+
+# %%
+def draw_path(axes, title, upright, attends):
+  """Six steps: an arrow from each to the next, or from each to the last."""
+  place = lambda i: (0, i) if upright else (i, 0)
+  for i in range(6):
+    name = f"$v_{i}$" if upright else f"$x_{i + 1}$"
+    axes.annotate(name, place(i), ha="center", va="center",
+                  bbox={"boxstyle": "round", "fc": "white"})  # fmt: skip
+    if i < 5:
+      curve = f"arc3,rad={(-0.5 if upright else 0.5) if attends else 0}"
+      arrow = {"arrowstyle": "->", "connectionstyle": curve, "shrinkA": 9}
+      end = place(5 if attends else i + 1)
+      colour = "#1f77b4" if attends else "#8b929c"
+      axes.annotate("", end, place(i), arrowprops=arrow | {
+        "shrinkB": 9, "color": colour})  # fmt: skip
+  span = (-3.2, 3.2), (-0.6, 5.6)
+  axes.set(xlim=span[not upright], ylim=span[upright], title=title)
+  axes.axis("off")
+
+
+figure, panels = plt.subplots(
+  1, 4, figsize=(10, 3.4), width_ratios=(2, 1, 2, 1), layout="constrained"
+)
+draw_path(panels[0], "time: one state", False, False)
+draw_path(panels[1], "depth: one sum", True, False)
+draw_path(panels[2], "time: attention", False, True)
+draw_path(panels[3], "depth: attention", True, True)
+plt.show()
+
+# %% [markdown]
+# How fast does an output fade? The norm in front of a sublayer divides out the
+# length of the sum, so layer $l$ sees the mean of its $l$ sources: each counts
+# $1/l$. A new output must grow to be heard.
+
+# %%
+depth = np.arange(1, 55)
+figure, axes = plt.subplots(figsize=(6, 2.6), layout="constrained")
+axes.plot(depth, 1 / depth, color="#8b929c", label="each output, in a sum")
+axes.axhline(1, color="#1f77b4", label="one output, chosen by a softmax")
+axes.set(
+  xlabel="layer", ylabel="largest possible share", ylim=(0, 1.1), xlim=(1, 54)
+)
+axes.legend(frameon=False)
+figures.style(axes)
+plt.show()
+
+# %% [markdown]
+# ## A worked example
+#
+# Four tokens, vectors of eight numbers, six layers. Embeddings have length 1,
+# and every layer returns a vector of length 0.4. `size` is the number of layers
+# in a block. With `size=1`, a block is one output: this is Full AttnRes. All
+# layers attend, not only the first of a block, and the running sum of a block
+# starts from zero.
 
 # %%
 words = ["The", "cat", "sat", "down"]
 rng = np.random.default_rng(2)
 embedding = rng.standard_normal((4, 8))
 embedding /= np.linalg.norm(embedding, axis=1, keepdims=True)
-layers = rng.standard_normal((6, 8, 8))
+layers = rng.standard_normal((24, 8, 8))
+queries = 0.5 * rng.standard_normal((24, 8))
 
 
 def rms_norm(x):
@@ -87,187 +113,242 @@ def softmax(scores):
 
 
 def mix(query, sources):
-  """Scores of normalised keys; the values themselves are not normalised."""
-  sources = np.stack(sources)
-  weights = softmax(rms_norm(sources) @ query)
-  return np.einsum("mt,mtd->td", weights, sources), weights
+  """Keys are normalised, values are not."""
+  weights = softmax(rms_norm(np.stack(sources)) @ query)
+  return np.einsum("mt,mtd->td", weights, np.stack(sources)), weights
 
 
-# %% [markdown]
-# A softmax over four sources, as in the fourth layer: scores of 0.2, 0.8, 1.5
-# and 0.6 become weights of 0.125, 0.228, 0.460 and 0.187.
-
-# %%
-print(np.round(softmax(np.asarray([0.2, 0.8, 1.5, 0.6])), 4))
-
-# %% [markdown]
-# Now the whole depth, three times. In a plain sum, the state tends to grow
-# with every layer. Full AttnRes mixes all earlier outputs with weights that sum
-# to 1, so a read is never longer than the longest source. Block AttnRes mixes
-# the embedding, the sums of completed blocks and the sum so far of its own
-# block, which starts from zero at each block. *Every* layer attends, not only
-# those at a block's boundary.
-
-# %%
-queries = 0.5 * rng.standard_normal((6, 8))
-
-
-def plain():
-  state, reads = embedding, []
-  for l in range(6):
-    reads.append(state)
-    state = state + layer(l, state)
-  return reads, None
-
-
-def full():
-  values, reads, weights = [embedding], [], []
-  for l in range(6):
-    h, weight = mix(queries[l], values)
-    reads.append(h)
-    weights.append(weight)
-    values.append(layer(l, h))
-  return reads, weights
-
-
-def block(size=3):
-  blocks, partial, reads, weights = [embedding], None, [], []
-  for l in range(6):
+def attend(depth, size):
+  """Reads, weights and sources of every layer."""
+  blocks, partial, steps = [embedding], None, []
+  for l in range(depth):
     sources = blocks if partial is None else [*blocks, partial]
-    h, weight = mix(queries[l], sources)
-    reads.append(h)
-    weights.append(weight)
-    y = layer(l, h)
+    steps.append((*mix(queries[l], sources), sources))
+    y = layer(l, steps[-1][0])
     partial = y if partial is None else partial + y
     if (l + 1) % size == 0:
       blocks, partial = [*blocks, partial], None
-  return reads, weights
+  return steps
 
 
-print("mean length of what each layer reads")
-for name, run in [("plain sum", plain), ("full", full), ("block", block)]:
-  lengths = [np.linalg.norm(h, axis=1).mean() for h in run()[0]]
-  print(f"{name:10}", *(f"{length:.2f}" for length in lengths))
-
-print("\nweights of the fourth layer (full): a row per source")
-_, weights = full()
-print(" " * 10, *(f"{word:>6}" for word in words))
-for i, row in enumerate(weights[3]):
-  source = "embedding" if i == 0 else f"layer {i}"
-  print(f"{source:10}", *(f"{weight:6.3f}" for weight in row))
-
-# %% [markdown]
-# ## In a trained network
-#
-# A byte-level network of eight sublayers, trained for about a minute on the
-# standard library of the running Python.
+def add(depth):
+  reads = [embedding]
+  for l in range(depth - 1):
+    reads.append(reads[-1] + layer(l, reads[-1]))
+  return reads
 
 
-# %%
-def make_config(residual, steps=120):
-  fields = config_lib.default_config().to_dict()
-  fields["model"] |= {
-    "width": 64,
-    "num_layers": 4,
-    "num_heads": 2,
-    "mlp_width": 160,
-    "residual": {"name": residual, "num_blocks": 4},
-  }
-  fields["data"] |= {"sequence_length": 128, "batch_size": 8}
-  fields["optim"] |= {"peak_lr": 4e-3, "warmup_steps": 10}
-  fields["train"] |= {"steps": steps, "eval_every": steps, "depth_every": 0}
-  return config_lib.build_run_config(fields)
+def draw_weights(axes, weights, title):
+  bottom = np.zeros(4)
+  for i, row in enumerate(weights):
+    name = "embedding" if i == 0 else f"layer {i}"
+    axes.bar(words, row, 0.7, bottom, label=name)
+    bottom += row
+  axes.set(title=title, ylabel="weight", ylim=(0, 1))
+  axes.legend(frameon=False, bbox_to_anchor=(1, 1))
 
 
-config = make_config("full_attnres")
-folder = tempfile.mkdtemp(prefix="attnres_")
-with contextlib.redirect_stdout(io.StringIO()):  # hides the progress lines
-  summary = loop.train_and_evaluate(config, folder)
-_, model = checkpoint.load_model(folder)
-print(f"validation loss {summary['validation_loss']:.3f} nats per byte")
-
-# %% [markdown]
-# Change the text and rerun the cell. Each panel is one read; a column is a
-# character, a row a source. Weights are those of this text, per token, not
-# means.
-
-# %%
-TEXT = "def mean(values):\n  return sum(values) / len(values)"
-
-tokenizer = data.make_tokenizer(config.data)
-tokens = np.asarray([tokenizer.encode(TEXT)], np.int32)
-
-
-@jax.jit
-def weights_of(model, tokens):
-  """Weights [sources, tokens] of each read."""
-  found = model.residual.depth_weights(model.trace(tokens).values)
-  return [weights[:, 0] for weights in found]
-
-
-found, labels = weights_of(model, tokens), model.residual.source_labels()
-shown = [2, 5, len(found) - 1]
-figure, panels = plt.subplots(len(shown), 1, figsize=(10, 6.4))
-for axes, l in zip(panels, shown):
-  axes.imshow(found[l], aspect="auto", vmin=0, vmax=1, cmap="viridis")
-  axes.set_yticks(range(len(labels[l])), labels[l], fontsize=8)
-  axes.set_xticks(range(len(TEXT)), [c.strip() or "·" for c in TEXT])
-  what = "the readout" if l == len(found) - 1 else f"sublayer {l + 1}"
-  axes.set_title(f"what {what} reads", fontsize=10)
-figure.tight_layout()
+figure, (left, right) = plt.subplots(
+  1, 2, figsize=(9.5, 3), layout="constrained"
+)
+length = lambda reads: [np.linalg.norm(h, axis=1).mean() for h in reads]
+left.plot(range(1, 7), length(add(6)), "o-", color="#8b929c", label="sum")
+for size, name in ((1, "Full"), (3, "Block, size 3")):
+  reads = [read for read, *_ in attend(6, size)]
+  left.plot(range(1, 7), length(reads), "o-", label=name)
+left.set(xlabel="layer", ylabel="mean length of its read", ylim=0)
+left.legend(frameon=False)
+figures.style(left)
+draw_weights(right, attend(6, 1)[3][1], "Full: what layer 4 reads")
 plt.show()
 
 # %% [markdown]
-# ## Does a large weight mean that a source matters?
+# A sum tends to grow with depth. A read of Full AttnRes is a weighted mean, so
+# it is never longer than its longest source.
 #
-# `source_removal` takes one source out of one read, computes the rest of the
-# network again, and measures the loss. A point is a (read, source) pair. With a
-# network this small and one batch, take it as an example of the method.
+# ### What a published article gets wrong
+#
+# A published explanation uses this example. Its softmax of 0.2, 0.8, 1.5 and 0.6
+# is 0.08, 0.15, 0.55 and 0.22. A softmax gives:
 
 # %%
-batches = data.open_dataset(config.data, "validation").batches()
-batch = next(batches)["tokens"][:4]
-batches.close()
-
-removal = analysis.source_removal(model, batch)
-exists = ~np.isnan(removal.importance)
-figure, axes = plt.subplots(figsize=(5, 3.4))
-axes.scatter(removal.weights[exists], removal.importance[exists], s=14)
-axes.axhline(0, color="grey", linewidth=0.8)
-axes.set_yscale("symlog", linthresh=0.01)
-axes.set_xlabel("mean weight")
-axes.set_ylabel("change of the loss, nats")
-axes.set_title("remove a source from a read")
+scores = np.asarray([0.2, 0.8, 1.5, 0.6])
+figure, axes = plt.subplots(figsize=(6, 2.4), layout="constrained")
+for shift, values, name in (
+  (-0.2, [0.08, 0.15, 0.55, 0.22], "printed"), (0.2, softmax(scores), "softmax")
+):  # fmt: skip
+  bars = axes.bar(np.arange(4) + shift, values, 0.38, label=name)
+  axes.bar_label(bars, fmt="%.3f", fontsize=8)
+axes.set_xticks(range(4), [f"score {score}" for score in scores])
+axes.set_ylim(0, 0.65)
+axes.legend(frameon=False)
 figures.style(axes)
 plt.show()
 
 # %% [markdown]
-# ## Every scheme is a matrix over depth
+# Three more corrections, each visible in the code above:
 #
-# How much of each output $v_i$ reaches each read $h_l$. The schemes start
-# alike or trivial, so their parameters are moved at random here. Add any name
-# of `attnres_jax.models.residuals.RESIDUALS`; all of them are on [one
-# page](https://github.com/attnres-jax/attnres-jax/tree/main/experiments/residual_zoo).
+# | the article | the paper |
+# |---|---|
+# | layers attend only at the start of a block | every layer attends; the running sum is one more source |
+# | the normalised sources are mixed | only keys are normalised; values keep their length |
+# | early layers of a residual stream get too little gradient | they get the most (Fig. 5c) |
+#
+# ### Turn the pseudo-query
+#
+# `turn` moves the query of layer 4 from its random start to the direction of one
+# source. `temperature` divides the scores: high is a plain mean, low is a choice.
+
 
 # %%
-SCHEMES = [
-  "prenorm", "rescaled", "layerscale", "highway_scalar",
-  "hyper_connections", "mhc", "denseformer", "mudd",
-  "full_attnres", "block_attnres", "delta_attnres", "linear_attnres",
-]  # fmt: skip
-
-
-def matrix(scheme):
-  residual = config_lib.ResidualConfig(name=scheme, block_size=2)
-  network = models.build_model(
-    dataclasses.replace(config.model, width=32, residual=residual)
+def turn_query(source, turn, temperature):
+  sources = attend(6, 1)[3][2]
+  key = rms_norm(sources[source]).mean(0)
+  target = 4 * key / np.linalg.norm(key)
+  query = ((1 - turn) * queries[3] + turn * target) / temperature
+  figure, axes = plt.subplots(figsize=(6.5, 2.8), layout="constrained")
+  draw_weights(
+    axes, mix(query, sources)[1], f"layer 4, turned to source {source}"
   )
-  rng = np.random.default_rng(1)
-  network.residual = jax.tree.map(
-    lambda a: a + 0.3 * rng.standard_normal(a.shape).astype(a.dtype),
-    network.residual,
+  plt.show()
+
+
+colab.play(
+  turn_query, source=(2, 0, 3), turn=(0.3, 0.0, 1.0),
+  temperature=(1.0, 0.1, 4.0),
+)  # fmt: skip
+
+# %% [markdown]
+# ### Change depth and block size
+#
+# A row is a layer, a column an output. Outputs of one block share one weight, so
+# larger blocks make coarser columns and fewer sources. With one block for the
+# whole depth, two sources are left: the embedding and the sum.
+
+
+# %%
+def change_blocks(depth, size):
+  size = min(size, depth)
+  matrix = np.full((depth, depth), np.nan)
+  for l, (_, weights, sources) in enumerate(attend(depth, size)):
+    for i in range(l + 1):
+      matrix[l, i] = weights[min(-(-i // size), len(sources) - 1)].mean()
+  figure, axes = plt.subplots(figsize=(5, 3.4), layout="constrained")
+  shown = axes.imshow(matrix, vmin=0, vmax=1, cmap="viridis")
+  axes.set(xlabel="output (0: embedding)", ylabel="layer, from 0")
+  axes.set_title(f"{len(sources)} sources in the last read")
+  figure.colorbar(shown, label="mean weight")
+  plt.show()
+
+
+colab.play(change_blocks, depth=(12, 2, 24), size=(3, 1, 24))
+
+# %% [markdown]
+# ## In a trained network
+#
+# A byte-level network of eight sublayers with Full AttnRes, trained for about a
+# minute on the standard library of the running Python.
+
+# %%
+fields = config_lib.default_config().to_dict()
+fields["model"] |= {"width": 64, "num_layers": 4, "num_heads": 2}
+fields["model"] |= {"mlp_width": 160, "residual": {"name": "full_attnres"}}
+fields["data"] |= {"sequence_length": 128, "batch_size": 8}
+fields["optim"] |= {"peak_lr": 4e-3, "warmup_steps": 10}
+fields["train"] |= {"steps": 200, "eval_every": 200, "depth_every": 0}
+config = config_lib.build_run_config(fields)
+folder = tempfile.mkdtemp(prefix="attnres_")
+with contextlib.redirect_stdout(io.StringIO()):  # hides the progress lines
+  summary = loop.train_and_evaluate(config, folder)
+_, model = checkpoint.load_model(folder)
+tokenizer = data.make_tokenizer(config.data)
+labels = model.residual.source_labels()
+print(f"validation loss {summary['validation_loss']:.3f} nats per byte")
+
+# %% [markdown]
+# ### Your own text
+#
+# A column is a character, a row a source of one read. Read 9 is the readout,
+# which goes to the head. A bright cell has most of the weight of its column.
+
+
+# %%
+@jax.jit
+def trace(model, tokens_BT):
+  """Values [L + 1, B, T, D], and the weights [M, B, T] of each read."""
+  values = model.trace(tokens_BT).values
+  return jnp.stack(values), model.residual.depth_weights(values)
+
+
+encode = lambda text: np.asarray([tokenizer.encode(text)], np.int32)
+TEXT = "def mean(values):\n  return sum(values) / len("
+
+
+def show_read(text, read):
+  weights_MT = trace(model, encode(text))[1][read - 1][:, 0]
+  figure, axes = plt.subplots(figsize=(10, 2.6), layout="constrained")
+  shown = axes.imshow(weights_MT, aspect="auto", vmin=0, vmax=1, cmap="magma")
+  axes.set_yticks(range(len(weights_MT)), labels[read - 1], fontsize=8)
+  axes.set_xticks(range(len(text)), [c.strip() or "·" for c in text])
+  axes.set_title("the readout" if read == 9 else f"what sublayer {read} reads")
+  figure.colorbar(shown, label="weight")
+  plt.show()
+
+
+colab.play(show_read, text=TEXT, read=(6, 1, 9))
+
+# %% [markdown]
+# ### Knock a source out
+#
+# One source is taken out of one read, and everything after it is computed again.
+# Bars are the most likely next characters, before and after. A large weight does
+# not always mean that the network needs the source: compare the two figures.
+
+
+# %%
+@jax.jit
+def next_of(model, tokens_BT, read, source):
+  """Log-probabilities [V] of the next token, before and after."""
+  values, weights = trace(model, tokens_BT)
+  parts = jnp.stack(
+    [
+      jnp.where(source < len(w), w[jnp.minimum(source, len(w) - 1)], 0)
+      for w in weights
+    ]
   )
-  return analysis.mixing_matrix(network, tokens, norms=True)
+  removed = parts[..., None] * values[source]
+  cut = edited.Edited(
+    model.residual,
+    read=lambda l, h: jnp.where(l == read, h - removed[l], h),
+    readout=lambda h: jnp.where(read == len(weights) - 1, h - removed[-1], h),
+  )
+  schemes = model.residual, cut
+  last = [edited.logits(model, one, tokens_BT)[0, -1] for one in schemes]
+  return [jax.nn.softmax(logits) for logits in last]
 
 
-plots.mixing_matrices({name: matrix(name) for name in SCHEMES}, columns=4)
+def knock_out(text, read, source):
+  names = labels[read - 1]
+  if source >= len(names):
+    print(f"read {read} has only {len(names)} sources: {', '.join(names)}")
+    return
+  before, after = next_of(model, encode(text), read - 1, source)
+  top = np.argsort(-np.maximum(before, after))[:8]
+  figure, axes = plt.subplots(figsize=(7, 2.6), layout="constrained")
+  axes.bar(np.arange(8) - 0.2, before[top], 0.38, label="before")
+  axes.bar(np.arange(8) + 0.2, after[top], 0.38, label="after")
+  axes.set_xticks(range(8), [repr(chr(token)) for token in top])
+  axes.set(title=f"read {read} without {names[source]}", ylabel="probability")
+  axes.legend(frameon=False)
+  figures.style(axes)
+  plt.show()
+
+
+colab.play(knock_out, text=TEXT, read=(2, 1, 9), source=(0, 0, 8))
+
+# %% [markdown]
+# ## Next
+#
+# `attnres_jax.analysis.source_removal` measures every (read, source) pair on
+# validation text. [One page](https://github.com/attnres-jax/attnres-jax/tree/main/experiments/residual_zoo)
+# shows all residual schemes as matrices over depth.

@@ -7,8 +7,7 @@
   python -m notebooks.execute --write upcycle
 
 A notebook is a pair: NAME.py, which is edited and reviewed, and NAME.ipynb, for
-Colab. The latter has no outputs, unless the header of NAME.py says `outputs:
-true`, for figures that readers should see without Colab.
+Colab, with outputs. This module adds the badge and the first cell.
 """
 
 import argparse
@@ -22,36 +21,56 @@ import jupytext
 import nbclient
 import nbformat
 
+from notebooks import colab
+
 FOLDER = pathlib.Path(__file__).parent
 _TIMEOUT_SECONDS = 600
 # They are no notebooks.
 _OTHER = "colab.py", "execute.py"
+_COLAB = "https://colab.research.google.com"
+_KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
+# Colab folds a cell with a title and `cellView: form`.
+_SETUP = """#@title Set-up: run this cell first {display-mode: "form"}
+import os
+import pathlib
+import urllib.request
+
+if pathlib.Path("execute.py").exists():
+  os.chdir("..")  # Jupyter was started in the folder of the notebooks.
+file = pathlib.Path("notebooks/colab.py")
+if not file.exists():  # There is no clone, as on Colab.
+  file.parent.mkdir(exist_ok=True)
+  source = "https://raw.githubusercontent.com/attnres-jax/attnres-jax/main"
+  urllib.request.urlretrieve(f"{source}/{file}", file)
+
+from notebooks import colab
+
+colab.prepare("plots")"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
   parser = argparse.ArgumentParser(description="Runs the notebooks.")
   parser.add_argument(
-    "--write", action="store_true", help="only write the .ipynb files"
+    "--write", action="store_true", help="write the .ipynb files, with outputs"
   )
   known = {path.stem: path for path in pairs()}
   parser.add_argument(
-    "names", nargs="*", default=[], help=f"of {', '.join(known)}; all if none"
+    "names", nargs="*", help=f"any of {', '.join(known)}; all if none"
   )
   options = parser.parse_args(argv)
   if wrong := [name for name in options.names if name not in known]:
     parser.error(f"no notebook {wrong[0]!r}: expected {', '.join(known)}")
+  if options.write:
+    os.environ[colab.PLAIN] = "1"  # A page without a kernel has no controls.
   for path in (known[name] for name in options.names or known):
     notebook = load(path)
-    if options.write:
-      if keeps_outputs(notebook):
-        execute(notebook)
-        for cell in notebook.cells:
-          cell.metadata.pop("execution", None)  # wall-clock times
-      nbformat.write(notebook, path.with_suffix(".ipynb"))
-      continue
     start = time.perf_counter()
     execute(notebook)
     print(f"{path.name}: ran in {time.perf_counter() - start:.0f} s")
+    if options.write:
+      for cell in notebook.cells:
+        cell.metadata.pop("execution", None)  # Wall-clock times.
+      nbformat.write(notebook, path.with_suffix(".ipynb"))
   return 0
 
 
@@ -63,14 +82,19 @@ def pairs() -> list[pathlib.Path]:
 def load(path: pathlib.Path) -> nbformat.NotebookNode:
   """The notebook of a .py file, without outputs."""
   notebook = jupytext.read(path, fmt="py:percent")
+  notebook.metadata = nbformat.from_dict({"kernelspec": _KERNEL})
+  title, _, rest = notebook.cells[0].source.partition("\n")
+  where = f"{colab.REPOSITORY.removeprefix('github.com/')}/blob/main/notebooks"
+  badge = (
+    f"[![Open In Colab]({_COLAB}/assets/colab-badge.svg)]"
+    f"({_COLAB}/github/{where}/{path.stem}.ipynb)"
+  )
+  notebook.cells[0].source = f"{title}\n\n{badge}\n{rest}"
+  setup = nbformat.v4.new_code_cell(_SETUP, metadata={"cellView": "form"})
+  notebook.cells.insert(1, setup)
   for i, cell in enumerate(notebook.cells):
-    cell.id = f"cell-{i}"  # the same every time it is written
+    cell.id = f"cell-{i}"  # The same every time it is written.
   return notebook
-
-
-def keeps_outputs(notebook: nbformat.NotebookNode) -> bool:
-  """Whether its .ipynb contains the outputs of its cells."""
-  return bool(notebook.metadata.get("outputs", False))
 
 
 def execute(notebook: nbformat.NotebookNode) -> None:

@@ -99,6 +99,35 @@ class TestPrepare:
     assert not pip and "device(s): cpu" in capsys.readouterr().out
 
 
+class TestPlay:
+  CONTROLS = {"size": (3, 1, 9), "turn": (0.5, 0.0, 1.0), "rule": ["a", "b"]}
+
+  def test_without_widgets_draws_the_first_values(self, monkeypatch):
+    monkeypatch.setenv(colab.PLAIN, "1")
+    calls = []
+    colab.play(lambda **c: calls.append(c), **self.CONTROLS, text="x")
+    assert calls == [{"size": 3, "turn": 0.5, "rule": "a", "text": "x"}]
+
+  @pytest.mark.needs("ipywidgets")
+  def test_draws_again_when_a_control_moves(self, monkeypatch):
+    import ipywidgets
+
+    made, calls = [], []
+    monkeypatch.delenv(colab.PLAIN, raising=False)
+    monkeypatch.setattr(
+      ipywidgets, "interact", lambda draw, **controls: made.append(controls)
+    )
+    colab.play(lambda **c: calls.append(c), **self.CONTROLS, text="x")
+    values = {name: widget.value for name, widget in made[0].items()}
+    assert values == {"size": 3, "turn": 0.5, "rule": "a", "text": "x"}
+    assert (made[0]["size"].min, made[0]["size"].max) == (1, 9)
+    assert made[0]["rule"].options == ("a", "b")
+
+
+def test_fetch_takes_the_file_of_a_clone():
+  assert colab.fetch("README.md").read_text().startswith("# AttnRes-JAX")
+
+
 def test_the_extras_exist():
   project = tomllib.loads((tiny_run.ROOT / "pyproject.toml").read_text())
   extras = project["project"]["optional-dependencies"]
