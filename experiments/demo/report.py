@@ -195,10 +195,10 @@ def what(found: analysis.DepthWeights, kind: str) -> str:
   )  # fmt: skip
   name = {"attention": "attention", "mlp": "the MLP"}[kind]
   return (
-    f"The strongest choice: {name} of transformer block {row + 1} gives"
-    f" {found.columns[column]} {times[row, column]:.1f} times its uniform"
-    f" weight. The weakest: {name} of block {low + 1} gives"
-    f" {found.columns[source]} {times[low, source]:.1f} times."
+    f"The largest weight is {times[row, column]:.1f} times uniform:"
+    f" {name} of transformer block {row + 1} reads {found.columns[column]}."
+    f" The smallest is {times[low, source]:.1f} times uniform:"
+    f" {found.columns[source]} in block {low + 1}."
   )
 
 

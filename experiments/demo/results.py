@@ -147,14 +147,14 @@ def more_steps(rows: Sequence[Row], scheme: str) -> fit.Estimate | None:
   return fit.Estimate(*(end - 1 for end in times))
 
 
-def steps_text(found: fit.Estimate | None) -> str:
-  """`more_steps` in words."""
+def _steps_cell(found: fit.Estimate | None) -> page.Cell:
   if found is None:
-    return ""
-  if not math.isfinite(found.high):
-    return f"{found.value:+.0%}, no upper bound"
-  low, high = (page.signed(100 * end, 0) for end in (found.low, found.high))
-  return f"{page.signed(100 * found.value, 0)} % ({low} to {high} %)"
+    return page.Cell("unknown")
+  middle, low, high = (
+    f"{page.signed(100 * end, 0)} %" if math.isfinite(end) else "no bound"
+    for end in found
+  )
+  return page.Cell(middle, f"({low} to {high})")
 
 
 def table(rows: Sequence[Row]) -> page.Table:
@@ -175,9 +175,7 @@ def table(rows: Sequence[Row]) -> page.Table:
           page.signed(statistics.fmean(apart), 3) if apart else "",
           small=[", ".join(page.signed(one) for one in apart)],
         ),
-        ""
-        if scheme == BASELINE
-        else steps_text(more_steps(every, scheme)) or "unknown",
+        "" if scheme == BASELINE else _steps_cell(more_steps(every, scheme)),
         "not measured" if busy else _time_cell(first),
         f"{int(first['parameters']):,}",
         f"{int(first['step_bytes']) / 1e6:.0f} MB",

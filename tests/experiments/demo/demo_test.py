@@ -144,7 +144,9 @@ def test_steps_that_prenorm_needs():
   gain = np.mean(np.log([1.5 / 1.4, 1.6 / 1.51])) / 0.1
   assert found.value == pytest.approx(np.exp(gain) - 1, rel=1e-3)
   assert found.low < found.value < found.high
-  assert "%" in results.steps_text(found)
+  table = results.table(rows(all_runs() + shorter_runs()))
+  text, aside, _ = table.rows[2][3]
+  assert text == f"+{100 * found.value:.0f} %" and " to " in aside
   assert results.more_steps(rows(), "full_attnres") is None
 
 
@@ -165,8 +167,8 @@ def test_times_of_a_busy_machine_are_not_printed():
 def test_a_panel_says_what_it_shows():
   weights = make_look("full_attnres").depth_weights
   text = report.what(weights, "attention")
-  assert "block 2 gives block 1 1.5 times" in text
-  assert "gives embedding 0.5 times" in text
+  assert "is 1.5 times uniform: attention of transformer block 2 reads" in text
+  assert "is 0.5 times uniform: embedding in block 2" in text
 
 
 def test_page_is_one_well_formed_file_that_loads_nothing():
