@@ -2,16 +2,18 @@
 """Which backend runs: by name, or by the platform the program is lowered for.
 
 A backend is a module whose `forward` and `backward` functions have the same
-signature as the other backends'. A named backend that cannot run says why. The
-automatic choice asks each backend first (`why_not`) and falls back to plain
-JAX.
+signature as those of the other backends; autodiff differentiates a `forward`
+without a `backward`. A named backend that cannot run says why. The automatic
+choice asks each backend first (`why_not`) and falls back to plain JAX.
 """
 
+from collections.abc import Callable, Iterator
 import contextlib
 import contextvars
 import functools
 import importlib
 import importlib.util
+import inspect
 from typing import Any, Literal, get_args
 
 import jax
@@ -111,7 +113,7 @@ def exact(operand: jax.Array) -> jax.lax.Precision | None:
 
 
 @contextlib.contextmanager
-def interpreted(params: Any = True):
+def interpreted(params: Any = True) -> Iterator[None]:
   """A context in which Pallas backends run in interpret mode on any platform.
 
   For tests. The choice is made during tracing, so the context must surround the
@@ -138,7 +140,69 @@ _INTERPRET: contextvars.ContextVar[Any] = contextvars.ContextVar(
 )
 
 
-def call(op: str, function: str, implementation: str | None, *args, **kwargs):
+# Static options of a backend, as pairs, which are hashable.
+Options = tuple[tuple[str, Any], ...]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def differentiable(
+  op: str,
+  implementation: str | None,
+  options: Options,
+  saved: tuple[int, ...],
+  *arrays: Any,
+) -> Any:
+  """`forward` of the backend of `op`, whose gradient is its `backward`.
+
+  `backward` gets the arrays, the saved results and the cotangents of all
+  results, and returns the gradients of the first arrays; others have none.
+
+  Args:
+    op: as in `call`.
+    implementation: as in `call`.
+    options: static options of both functions.
+    saved: which of the results `backward` needs.
+    *arrays: arrays, None, or tuples of arrays.
+  """
+  return call(op, "forward", implementation, *arrays, **dict(options))
+
+
+def _differentiable_forward(
+  op: str,
+  implementation: str | None,
+  options: Options,
+  saved: tuple[int, ...],
+  *arrays: Any,
+) -> tuple[Any, Any]:
+  results = differentiable(op, implementation, options, saved, *arrays)
+  return results, (arrays, [results[i] for i in saved])
+
+
+def _differentiable_backward(
+  op: str,
+  implementation: str | None,
+  options: Options,
+  saved: tuple[int, ...],
+  residuals: Any,
+  cotangents: Any,
+) -> tuple[Any, ...]:
+  del saved
+  arrays, results = residuals
+  if not isinstance(cotangents, tuple):
+    cotangents = (cotangents,)
+  gradients = call(
+    op, "backward", implementation, *arrays, *results, *cotangents,
+    **dict(options),
+  )  # fmt: skip
+  return (*gradients, *[None] * (len(arrays) - len(gradients)))
+
+
+differentiable.defvjp(_differentiable_forward, _differentiable_backward)
+
+
+def call(
+  op: str, function: str, implementation: str | None, *args: Any, **kwargs: Any
+) -> Any:
   """Calls `function` of the backend of `op`.
 
   Args:
@@ -161,19 +225,40 @@ def call(op: str, function: str, implementation: str | None, *args, **kwargs):
   if implementation in _PLATFORMS:
     interpret = interpret_params()
     if interpret is not None:
-      return getattr(backend, function)(*args, **kwargs, interpret=interpret)
+      run = _function(op, implementation, function)
+      return run(*args, **kwargs, interpret=interpret)
     args = require_platform(
       args, f"{op}, {implementation}", _PLATFORMS[implementation]
     )
     return _jitted(op, implementation, function, tuple(kwargs.items()))(*args)
-  return getattr(backend, function)(*args, **kwargs)
+  return _function(op, implementation, function)(*args, **kwargs)
 
 
 @functools.cache
-def _jitted(op: str, implementation: str, function: str, options: tuple):
+def _jitted(
+  op: str, implementation: str, function: str, options: Options
+) -> Callable[..., Any]:
   """One jitted function per backend: equal calls are traced once."""
+  run = _function(op, implementation, function)
+  return jax.jit(functools.partial(run, **dict(options)))
+
+
+def _function(op: str, implementation: str, name: str) -> Callable[..., Any]:
   backend = _backend(op, implementation)
-  return jax.jit(functools.partial(getattr(backend, function), **dict(options)))
+  if name == "backward" and not hasattr(backend, name):
+    return functools.partial(_autodiff, backend.forward)
+  return getattr(backend, name)
+
+
+def _autodiff(
+  forward: Callable[..., Any], *args: Any, **options: Any
+) -> tuple[Any, ...]:
+  """`backward` of a `forward`: autodiff of one more forward pass."""
+  kinds = [p.kind for p in inspect.signature(forward).parameters.values()]
+  arrays = args[: kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+  results, pull = jax.vjp(functools.partial(forward, **options), *arrays)
+  is_tuple = isinstance(results, tuple)
+  return pull(args[-len(results) :] if is_tuple else args[-1])
 
 
 # The platform that each Pallas backend is lowered for.
@@ -194,7 +279,9 @@ def _call_best(op: str, function: str, args: tuple, kwargs: dict) -> Any:
 
 
 @functools.cache
-def _best(op: str, names: tuple, function: str, options: tuple):
+def _best(
+  op: str, names: tuple, function: str, options: Options
+) -> Callable[..., Any]:
   """One jitted choice by platform: equal calls trace their kernels once."""
   branches = {
     platform: _jitted(op, name, function, options) for platform, name in names
@@ -205,17 +292,23 @@ def _best(op: str, names: tuple, function: str, options: tuple):
   return jax.jit(lambda *args: by_platform(args, default, **branches))
 
 
+def _module(op: str, name: str) -> str:
+  return f"attnres_kernels.{op}.{'plain' if name == 'xla' else name}"
+
+
 def _exists(op: str, name: str) -> bool:
-  return importlib.util.find_spec(f"attnres_kernels.{op}.{name}") is not None
+  return importlib.util.find_spec(_module(op, name)) is not None
 
 
-def _backend(op: str, name: str):
+def _backend(op: str, name: str) -> Any:
   if not _exists(op, name):
     raise NotImplementedError(f"{op} has no {name} backend")
-  return importlib.import_module(f"attnres_kernels.{op}.{name}")
+  return importlib.import_module(_module(op, name))
 
 
-def _why_not(backend, function: str, args: tuple, kwargs: dict) -> str | None:
+def _why_not(
+  backend: Any, function: str, args: tuple, kwargs: dict
+) -> str | None:
   check = getattr(backend, "why_not", None)
   return None if check is None else check(function, *args, **kwargs)
 

@@ -120,6 +120,7 @@ class Residual(nnx.Module):
     num_sublayers: L.
     dtype: of what sublayers read and of stored activations. Running sums are
       float32 (float64 only where this is).
+    segment_size: sublayers that are opened together; None for all.
     scannable: whether the carry keeps its structure between sublayers.
     scans_blocks: whether `models.block_scan` can run its blocks.
     block_size: sublayers between one completed block and the next.
@@ -138,6 +139,7 @@ class Residual(nnx.Module):
   style = Style()
   certainty = Certainty.OURS
   headline = False
+  segment_size: int | None = None
   scannable: bool = True
   scans_blocks: bool = False
   # Sublayers of a completed block; None if states contain no blocks.
@@ -187,15 +189,20 @@ class Residual(nnx.Module):
 
   def segments(self) -> tuple[tuple[int, int], ...]:
     """Half-open ranges of sublayers (from 0) that are opened together."""
-    return ((0, self.num_sublayers),)
+    size, last = self.segment_size or self.num_sublayers, self.num_sublayers
+    return tuple((i, min(i + size, last)) for i in range(0, last, size))
 
   def init(self, embedding_BTD: jax.Array) -> Any:
     """State before the first sublayer."""
     raise NotImplementedError
 
   def open(self, state: Any, start: int, stop: int) -> tuple[Any, Any]:
-    """(carry, slots) of sublayers start..stop-1, counted from 0."""
-    raise NotImplementedError
+    """(carry, slots) of sublayers start..stop-1, counted from 0.
+
+    By default, the carry is the state, and slots are nothing.
+    """
+    del start, stop
+    return state, None
 
   def read(
     self, carry: Any, slot: Any, norm: Norm
@@ -214,8 +221,12 @@ class Residual(nnx.Module):
     raise NotImplementedError
 
   def close(self, state: Any, carry: Any, stop: int) -> Any:
-    """State after sublayer stop-1, given the state before the segment."""
-    raise NotImplementedError
+    """State after sublayer stop-1, given the state before the segment.
+
+    By default, it is the carry.
+    """
+    del state, stop
+    return carry
 
   def readout(self, state: Any) -> jax.Array:
     """h_out [B, T, D], which goes to the final norm and the head."""
@@ -258,6 +269,27 @@ class Residual(nnx.Module):
   def source_labels(self) -> tuple[tuple[str, ...], ...] | None:
     """Names of the sources of reads 1..L+1, in the order of `depth_weights`."""
     return None
+
+
+class Values(Residual):
+  """A scheme whose state is the list of all values, in the model's dtype."""
+
+  scannable = False
+  block_size = 1
+
+  def init(self, embedding_BTD: jax.Array) -> tuple[jax.Array, ...]:
+    return (embedding_BTD.astype(self.dtype),)
+
+  def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
+    del slot
+    return (*carry, keep(y_BTD.astype(self.dtype)))
+
+  def take_apart(self, state: Any) -> tuple[tuple[jax.Array, ...], Any]:
+    return state, None
+
+  def put_together(self, blocks: tuple[jax.Array, ...], rest: Any) -> Any:
+    del rest
+    return blocks
 
 
 def run_through(

@@ -51,14 +51,11 @@ class BlockAttnRes(depth_read.DepthAttention):
   block_size: int  # pyrefly: ignore[bad-override-mutable-attribute]
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
-    self.block_size = config.residual.sublayers_per_block(config.num_sublayers)
+    size = config.residual.sublayers_per_block(config.num_sublayers)
+    self.block_size = self.segment_size = size
     super().__init__(config, rngs=rngs)
     self.scannable = self.scans_blocks = self.two_phase
     self._scans_layers = config.scan_layers
-
-  def segments(self) -> tuple[tuple[int, int], ...]:
-    size, last = self.block_size, self.num_sublayers
-    return tuple((i, min(i + size, last)) for i in range(0, last, size))
 
   def init(self, embedding_BTD: jax.Array) -> BlockState:
     return BlockState((embedding_BTD.astype(self.dtype),), None)

@@ -135,10 +135,6 @@ class DDL(base.Residual):
       - erased_BTM[..., None] * fixed_BTD[:, :, None]
     )
 
-  def close(self, state: jax.Array, carry: jax.Array, stop: int) -> jax.Array:
-    del state, stop
-    return carry
-
   def readout(self, state: jax.Array) -> jax.Array:
     compress_MD = _at(self.compress, self.num_sublayers)
     return _compressed(state, compress_MD).astype(self.dtype)

@@ -172,13 +172,10 @@ class DeltaBlock(Stream):
   stream = True
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
-    self.block_size = config.residual.sublayers_per_block(config.num_sublayers)
+    size = config.residual.sublayers_per_block(config.num_sublayers)
+    self.block_size = self.segment_size = size
     super().__init__(config, rngs=rngs)
     self.scannable = self.two_phase
-
-  def segments(self) -> tuple[tuple[int, int], ...]:
-    size, last = self.block_size, self.num_sublayers
-    return tuple((i, min(i + size, last)) for i in range(0, last, size))
 
   def change(
     self, stream_BTD: jax.Array, blocks: Sequence[jax.Array]

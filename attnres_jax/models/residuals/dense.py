@@ -21,26 +21,15 @@ from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import over_blocks
 
 
-class _Dense(base.Residual):
+class _Dense(base.Values):
   """h_l = sum_i W_{i->l} v_i over i < l, for l = 1..L+1, the readout.
-
-  The state is the list of all values, in the model's dtype.
 
   Attributes:
     weight: W, [(L + 1)(L + 2) / 2, ...], rows l one after the other. No decay:
       it would silence the earlier outputs rather than restore the plain sum.
   """
 
-  scannable = False
-  block_size = 1
   weight: nnx.Param
-
-  def init(self, embedding_BTD: jax.Array) -> tuple[jax.Array, ...]:
-    return (embedding_BTD.astype(self.dtype),)
-
-  def open(self, state: Any, start: int, stop: int) -> tuple[Any, Any]:
-    del start, stop
-    return state, None
 
   def read(
     self, carry: Any, slot: Any, norm: base.Norm
@@ -49,23 +38,8 @@ class _Dense(base.Residual):
     h_BTD = self.mix(carry, self._row(len(carry)))
     return base.normed(h_BTD, norm), carry
 
-  def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
-    del slot
-    return (*carry, base.keep(y_BTD.astype(self.dtype)))
-
-  def close(self, state: Any, carry: Any, stop: int) -> tuple[jax.Array, ...]:
-    del state, stop
-    return carry
-
   def readout(self, state: tuple[jax.Array, ...]) -> jax.Array:
     return self.mix(state, self._row(len(state)))
-
-  def take_apart(self, state: Any) -> tuple[tuple[jax.Array, ...], Any]:
-    return state, None
-
-  def put_together(self, blocks: tuple[jax.Array, ...], rest: Any) -> Any:
-    del rest
-    return blocks
 
   def mix(self, values: Sequence[jax.Array], row: jax.Array) -> jax.Array:
     """The read [B, T, D], given its row of weights, one per value."""

@@ -68,12 +68,6 @@ class Elmo(base.Residual):
       carry.mean_BTD + slot * carry.stream_BTD,
     )
 
-  def close(
-    self, state: StreamAndMean, carry: StreamAndMean, stop: int
-  ) -> StreamAndMean:
-    del state, stop
-    return carry
-
   def readout(self, state: StreamAndMean) -> jax.Array:
     last_BTD = self._weights()[-1] * state.stream_BTD
     return (state.mean_BTD + last_BTD).astype(self.dtype)

@@ -21,7 +21,7 @@ from attnres_jax.models.residuals import definition
 from attnres_jax.models.residuals import depth_read
 
 
-class FullAttnRes(depth_read.DepthAttention):
+class FullAttnRes(base.Values, depth_read.DepthAttention):
   """Full AttnRes in either form.
 
   The carry is the values: in two phases, of the segment; with one softmax per
@@ -32,19 +32,11 @@ class FullAttnRes(depth_read.DepthAttention):
   certainty = base.Certainty.PAPER
   headline = True
   can_sum = True
-  block_size = 1
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
-    self.schedule_size = config.residual.schedule_size
-
-  def segments(self) -> tuple[tuple[int, int], ...]:
-    last = self.num_sublayers
-    step = self.schedule_size if self.two_phase else last
-    return tuple((i, min(i + step, last)) for i in range(0, last, step))
-
-  def init(self, embedding_BTD: jax.Array) -> tuple[jax.Array, ...]:
-    return (embedding_BTD.astype(self.dtype),)
+    if self.form == "two_phase":
+      self.segment_size = config.residual.schedule_size
 
   def open(self, state: Any, start: int, stop: int) -> tuple[Any, Any]:
     reads = self.queries.reads(start, stop)
@@ -65,10 +57,6 @@ class FullAttnRes(depth_read.DepthAttention):
       h = self.merge_several(slot, carry)
     return base.normed(h, norm), carry
 
-  def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
-    del slot
-    return (*carry, base.keep(y_BTD))
-
   def close(self, state: Any, carry: Any, stop: int) -> tuple[jax.Array, ...]:
     del stop
     # In two phases, the carry has the new values only.
@@ -76,13 +64,6 @@ class FullAttnRes(depth_read.DepthAttention):
 
   def readout(self, state: tuple[jax.Array, ...]) -> jax.Array:
     return self.attend_last(state)
-
-  def take_apart(self, state: Any) -> tuple[tuple[jax.Array, ...], Any]:
-    return state, None
-
-  def put_together(self, blocks: tuple[jax.Array, ...], rest: Any) -> Any:
-    del rest
-    return blocks
 
   def depth_weights(self, values: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     return tuple(

@@ -112,10 +112,6 @@ class GatedResidual(base.Residual):
     streams_BTMD = carry.streams_BTMD + weight_BTM[..., None] * y_BTMD
     return self._before(streams_BTMD, slot.next_gain_MD, slot.next_down_MDR)
 
-  def close(self, state: State, carry: State, stop: int) -> State:
-    del state, stop
-    return carry
-
   def readout(self, state: State) -> jax.Array:
     return self._read(state, self.gain[-1], self.up[-1])
 

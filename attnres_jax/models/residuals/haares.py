@@ -64,7 +64,8 @@ class Haares(depth_read.DepthAttention):
   block_size: int  # pyrefly: ignore[bad-override-mutable-attribute]
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
-    self.block_size = config.residual.sublayers_per_block(config.num_sublayers)
+    size = config.residual.sublayers_per_block(config.num_sublayers)
+    self.block_size = self.segment_size = size
     super().__init__(config, rngs=rngs)
     self.form = "one_softmax"
     start = jnp.full(self.num_sublayers + 1, -4.0, jnp.float32)
@@ -82,10 +83,6 @@ class Haares(depth_read.DepthAttention):
           f"model.residual.read.{name}", value, f"{accepted!r} with haares"
         )
     return given
-
-  def segments(self) -> tuple[tuple[int, int], ...]:
-    size, last = self.block_size, self.num_sublayers
-    return tuple((i, min(i + size, last)) for i in range(0, last, size))
 
   def init(self, embedding_BTD: jax.Array) -> State:
     return State((embedding_BTD.astype(self.dtype),), None)

@@ -83,10 +83,6 @@ class LinearAttnRes(base.Residual):
     streams_RBTD = carry.streams_RBTD + key_RBT[..., None] * value_BTD[None]
     return State(streams_RBTD, carry.weights_RBT + key_RBT)
 
-  def close(self, state: State, carry: State, stop: int) -> State:
-    del state, stop
-    return carry
-
   def readout(self, state: State) -> jax.Array:
     return self._read(state, _phi(self.query[-1]))
 

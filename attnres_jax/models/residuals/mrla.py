@@ -140,6 +140,7 @@ class MrlaLight(base.Residual):
 
   style = base.Style("MRLA-light", "#8a3324", "h", (0, (4, 2.5)))
   certainty = base.Certainty.CODE
+  segment_size = 2
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
@@ -149,9 +150,6 @@ class MrlaLight(base.Residual):
       rngs.params(), (blocks, config.width), jnp.float32
     )
     self.decay = nnx.Param(decay, axes="LD", decays=False)
-
-  def segments(self) -> tuple[tuple[int, int], ...]:
-    return over_blocks.pairs(self.num_sublayers)
 
   def init(self, embedding_BTD: jax.Array) -> "LightState":
     stream_BTD = precision.widen(embedding_BTD.astype(self.dtype))
@@ -172,10 +170,6 @@ class MrlaLight(base.Residual):
     del slot
     stream_BTD = base.keep(carry.stream_BTD + precision.widen(y_BTD))
     return carry._replace(stream_BTD=stream_BTD)
-
-  def close(self, state: Any, carry: Any, stop: int) -> "LightState":
-    del state, stop
-    return carry
 
   def readout(self, state: "LightState") -> jax.Array:
     state = self._attend(state, self.num_sublayers // 2)
@@ -220,13 +214,11 @@ class MrlaLocal(prenorm.PreNorm):
   style = base.Style("MRLA-local", "#8a3324", "d", (0, (1, 1)))
   certainty = base.Certainty.OURS
   headline = False
+  segment_size = 2
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
     self.projections = Projections(self.num_sublayers // 2, config.width, rngs)
-
-  def segments(self) -> tuple[tuple[int, int], ...]:
-    return over_blocks.pairs(self.num_sublayers)
 
   def open(self, state: jax.Array, start: int, stop: int) -> tuple[Any, Any]:
     del stop
@@ -243,14 +235,14 @@ class MrlaLocal(prenorm.PreNorm):
     return x_BTD + over_blocks.weighted_sum((gate_BTD,), (value_BTD,))
 
 
-class MrlaLinear(base.Residual):
+class MrlaLinear(base.Values):
   """The row of MRLA in the table of arXiv:2603.15031, between sublayers.
 
     h_l = v_0 + sum_{i=1}^{l-1} (sigmoid(q_{l-1}) . sigmoid(k_i)) V_i
 
   for each head: linear attention over depth, where the query of a read comes
   from the last output. The table says no more; the rest is as in `Mrla` (our
-  choice). The state is the list of all values, in the model's dtype.
+  choice).
 
   Attributes:
     projections: of each sublayer.
@@ -258,15 +250,10 @@ class MrlaLinear(base.Residual):
 
   style = base.Style("MRLA-linear", "#8a3324", "H", (0, (1, 1.5)))
   certainty = base.Certainty.TABLE
-  scannable = False
-  block_size = 1
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
     self.projections = Projections(self.num_sublayers, config.width, rngs)
-
-  def init(self, embedding_BTD: jax.Array) -> tuple[jax.Array, ...]:
-    return (embedding_BTD.astype(self.dtype),)
 
   def open(self, state: Any, start: int, stop: int) -> tuple[Any, Any]:
     del start, stop
@@ -312,13 +299,6 @@ class MrlaLinear(base.Residual):
   def readout(self, state: tuple[jax.Array, ...]) -> jax.Array:
     carry, _ = self.open(state, self.num_sublayers, self.num_sublayers)
     return self._input(*carry)
-
-  def take_apart(self, state: Any) -> tuple[tuple[jax.Array, ...], Any]:
-    return state, None
-
-  def put_together(self, blocks: tuple[jax.Array, ...], rest: Any) -> Any:
-    del rest
-    return blocks
 
   def _source(self, i: int, v_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Sigmoid of the key, and the value, of sublayer i, counted from 0."""

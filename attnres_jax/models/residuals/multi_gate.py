@@ -131,12 +131,6 @@ class MultiGate(base.Residual):
       for gate_BT, x_BTD in zip(gate_MBT, carry)
     )
 
-  def close(
-    self, state: streams_lib.State, carry: streams_lib.State, stop: int
-  ) -> streams_lib.State:
-    del state, stop
-    return carry
-
   def readout(self, state: streams_lib.State) -> jax.Array:
     is_open_M = jnp.arange(self.num_streams) <= self.num_sublayers
     return self._attend(state, self.query[-1], is_open_M)

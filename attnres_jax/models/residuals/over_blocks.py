@@ -30,10 +30,7 @@ class OverBlocks(base.Residual):
   and, in the middle of a block, its float32 stream.
   """
 
-  block_size = 2
-
-  def segments(self) -> tuple[tuple[int, int], ...]:
-    return pairs(self.num_sublayers)
+  block_size = segment_size = 2
 
   def combine(self, outputs: tuple[jax.Array, ...]) -> jax.Array:
     """Y_t, float32, of (X_0, ..., X_t)."""
@@ -71,13 +68,6 @@ class OverBlocks(base.Residual):
 
   def put_together(self, blocks: tuple[jax.Array, ...], rest: Any) -> Any:
     return BlockState(blocks, rest)
-
-
-def pairs(num_sublayers: int) -> tuple[tuple[int, int], ...]:
-  """Transformer blocks as segments."""
-  return tuple(
-    (i, min(i + 2, num_sublayers)) for i in range(0, num_sublayers, 2)
-  )
 
 
 def weighted_sum(

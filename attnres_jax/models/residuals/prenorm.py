@@ -24,19 +24,11 @@ class Stream(base.Residual):
   def init(self, embedding_BTD: jax.Array) -> jax.Array:
     return precision.widen(embedding_BTD.astype(self.dtype))
 
-  def open(self, state: jax.Array, start: int, stop: int) -> tuple[Any, Any]:
-    del start, stop
-    return state, None
-
   def read(
     self, carry: jax.Array, slot: Any, norm: base.Norm
   ) -> tuple[jax.Array, jax.Array]:
     del slot
     return base.normed(carry.astype(self.dtype), norm), carry
-
-  def close(self, state: jax.Array, carry: jax.Array, stop: int) -> jax.Array:
-    del state, stop
-    return carry
 
   def readout(self, state: jax.Array) -> jax.Array:
     return state.astype(self.dtype)

@@ -76,10 +76,6 @@ class SiameseNorm(base.Residual):
       base.keep(post_BTD + weight * y_BTD), base.keep(carry.pre_BTD + y_BTD)
     )
 
-  def close(self, state: Streams, carry: Streams, stop: int) -> Streams:
-    del state, stop
-    return carry
-
   def readout(self, state: Streams) -> jax.Array:
     last = self.num_sublayers
     return self._sum(state, self.post_gain[last], self.pre_gain[last])

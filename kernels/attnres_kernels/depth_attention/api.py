@@ -7,7 +7,6 @@ pass per call reads every source once and recomputes the scores from it.
 """
 
 from collections.abc import Sequence
-import functools
 from typing import Any
 
 import jax
@@ -64,45 +63,11 @@ def depth_attention(
   if implementation == "reference":
     out, lse = reference.forward(query, sources, **dict(options))
   else:
-    out, lse = _attend(options, implementation, query, sources)
+    # Saves the log-normalisers. The caller keeps the sources alive anyway.
+    out, lse = dispatch.differentiable(
+      "depth_attention", implementation, options, (1,), query, sources
+    )
   return jnp.stack(out), lse[..., None] if heads == 1 else lse
-
-
-# Static options of a backend, as pairs, which are hashable.
-_Options = tuple[tuple[str, Any], ...]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(
-  options: _Options,
-  implementation: str | None,
-  query: jax.Array,
-  sources: tuple[jax.Array, ...],
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
-  return dispatch.call(
-    "depth_attention", "forward", implementation, query, sources,
-    **dict(options),
-  )  # fmt: skip
-
-
-def _attend_forward(
-  options: _Options, implementation: str | None, query: Any, sources: Any
-) -> tuple[Any, Any]:
-  out, lse = _attend(options, implementation, query, sources)
-  # The caller keeps the sources alive anyway; the mixtures are not needed.
-  return (out, lse), (query, sources, lse)
-
-
-def _attend_backward(
-  options: _Options, implementation: str | None, saved: Any, cotangents: Any
-) -> tuple[Any, Any]:
-  return dispatch.call(
-    "depth_attention", "backward", implementation, *saved, *cotangents,
-    **dict(options),
-  )  # fmt: skip
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _options(
@@ -110,7 +75,7 @@ def _options(
   sources: tuple[jax.Array, ...],
   heads: int | None,
   rank: int | None,
-) -> _Options:
+) -> dispatch.Options:
   """The static options of a backend; one head has few."""
   width = sources[0].shape[-1]
   if heads is not None and (heads < 1 or width % heads):

@@ -5,9 +5,6 @@ Lines 7 to 14 of the paper's algorithm (arXiv:2603.15031): sublayer by sublayer,
 the block's running partial sum joins the mixture of phase 1.
 """
 
-import functools
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -158,38 +155,10 @@ def _merge(
   dtype = dispatch.accumulator(out, query, partial)
   lse, query = lse.astype(dtype), query.astype(dtype)
   gain = None if gain is None else gain.astype(dtype)
-  arrays = out, lse, query, partial, gain
-  return _call(tuple(options.items()), implementation, *arrays)
-
-
-# Static options of a backend, as pairs, which are hashable.
-_Options = tuple[tuple[str, Any], ...]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _call(
-  options: _Options, implementation: str | None, *arrays: Any
-) -> jax.Array:
-  return dispatch.call(
-    "depth_merge", "forward", implementation, *arrays, **dict(options)
-  )
-
-
-def _call_forward(
-  options: _Options, implementation: str | None, *arrays: Any
-) -> tuple[jax.Array, Any]:
-  return _call(options, implementation, *arrays), arrays
-
-
-def _call_backward(
-  options: _Options, implementation: str | None, arrays: Any, dmixed: jax.Array
-) -> tuple[Any, ...]:
-  return dispatch.call(
-    "depth_merge", "backward", implementation, *arrays, dmixed, **dict(options)
-  )
-
-
-_call.defvjp(_call_forward, _call_backward)
+  return dispatch.differentiable(
+    "depth_merge", implementation, tuple(options.items()), (),
+    out, lse, query, partial, gain,
+  )  # fmt: skip
 
 
 def _check(

@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from attnres_kernels import dispatch
-from attnres_kernels.depth_merge import xla
+from attnres_kernels.depth_merge import plain
 from attnres_kernels.depth_merge.pallas_tpu_columns import Columns
 
 ROWS = 16
@@ -229,7 +229,7 @@ def _forward_kernel(*refs, gain, columns, eps, norm_eps):
     rows = slice(start, start + ROWS)
     partial = load_rows(partial_ref, rows)
     score, _ = _score(partial, query_ref, columns, eps)
-    keep, take = map(columns.spread, xla.two_weights(lse[rows], score))
+    keep, take = map(columns.spread, plain.two_weights(lse[rows], score))
     mixed = keep * load_rows(out_ref, rows) + take * partial
     if gain_ref is not None:
       mixed *= jax.lax.rsqrt(mean(mixed * mixed) + norm_eps)
@@ -263,7 +263,7 @@ def _backward_kernel(*refs, num_tokens, gain, columns, eps, norm_eps):
     load = functools.partial(load_rows, rows=rows, kept=kept)
     out, partial, dmixed = load(out_ref), load(partial_ref), load(dmixed_ref)
     score, inverse = _score(partial, query_ref, columns, eps)
-    keep, take = xla.two_weights(lse[rows], score)
+    keep, take = plain.two_weights(lse[rows], score)
     slope = keep * take
     keep, take = columns.spread(keep), columns.spread(take)
     if gain_ref is not None:

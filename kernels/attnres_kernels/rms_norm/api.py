@@ -6,9 +6,6 @@ one product makes its input. A mixture of `depth_attention` comes from a kernel,
 so its norm would be read once more for the mean square, and once per product.
 """
 
-import functools
-
-import jax
 from jaxtyping import Array
 from jaxtyping import Float
 
@@ -42,22 +39,6 @@ def rms_norm(
   if gain.shape != x.shape[-1:]:
     raise ValueError(f"gain must be {x.shape[-1:]}, got {gain.shape}")
   gain = gain.astype(dispatch.accumulator(x, gain))
-  return _norm(float(eps), implementation, x, gain)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _norm(eps, implementation, x, gain):
-  return dispatch.call("rms_norm", "forward", implementation, x, gain, eps=eps)
-
-
-def _forward(eps, implementation, x, gain):
-  return _norm(eps, implementation, x, gain), (x, gain)
-
-
-def _backward(eps, implementation, kept, dy):
-  return dispatch.call(
-    "rms_norm", "backward", implementation, *kept, dy, eps=eps
+  return dispatch.differentiable(
+    "rms_norm", implementation, (("eps", float(eps)),), (), x, gain
   )
-
-
-_norm.defvjp(_forward, _backward)

@@ -5,8 +5,6 @@ z_t = sum over taps i < W of taps_i x_(t - W + 1 + i)
 y_t = silu(z_t), per head divided by sqrt(|y_t|^2 + eps) if that is wanted
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -51,34 +49,16 @@ def short_conv(
   same = None
   if segment_ids is not None:
     same = _reach(segment_ids, taps.shape[0])
-  return _conv(unit_eps, implementation, x, taps, tail, same)
+  return dispatch.differentiable(
+    "short_conv", implementation, (("unit_eps", unit_eps),), (),
+    x, taps, tail, same,
+  )  # fmt: skip
 
 
-def _reach(ids, number):
+def _reach(ids: jax.Array, number: int) -> jax.Array:
   """Bit s of each token: whether it and the token s before share a segment."""
   bits = jnp.zeros(ids.shape, jnp.int32)
   for shift in range(number):
     before = jnp.pad(ids, ((0, 0), (shift, 0)), mode="edge")[:, : ids.shape[1]]
     bits |= (before == ids).astype(jnp.int32) << shift
   return bits
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _conv(unit_eps, implementation, *arguments):
-  return dispatch.call(
-    "short_conv", "forward", implementation, *arguments, unit_eps=unit_eps
-  )
-
-
-def _forward(unit_eps, implementation, *arguments):
-  return _conv(unit_eps, implementation, *arguments), arguments
-
-
-def _backward(unit_eps, implementation, arguments, dy):
-  gradients = dispatch.call(
-    "short_conv", "backward", implementation, *arguments, dy, unit_eps=unit_eps
-  )
-  return *gradients, None
-
-
-_conv.defvjp(_forward, _backward)

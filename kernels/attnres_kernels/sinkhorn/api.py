@@ -11,9 +11,6 @@ gradients are those by the logarithms of r, c and K, which stay bounded, unlike
 those by r, c and K.
 """
 
-import functools
-
-import jax
 from jaxtyping import Array
 from jaxtyping import Float
 
@@ -48,30 +45,7 @@ def sinkhorn(
     raise ValueError(f"iterations={iterations} must be at least 1")
   if implementation == "reference":
     return reference.forward(logits, iterations=iterations)
-  return _call(iterations, implementation, logits)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _call(iterations, implementation, logits):
-  return dispatch.call(
-    "sinkhorn", "forward", implementation, logits, iterations=iterations
+  options = (("iterations", iterations),)
+  return dispatch.differentiable(
+    "sinkhorn", implementation, options, (), logits
   )
-
-
-def _forward(iterations, implementation, logits):
-  return _call(iterations, implementation, logits), logits
-
-
-def _backward(iterations, implementation, logits, gradient):
-  result = dispatch.call(
-    "sinkhorn",
-    "backward",
-    implementation,
-    logits,
-    gradient,
-    iterations=iterations,
-  )
-  return (result,)
-
-
-_call.defvjp(_forward, _backward)

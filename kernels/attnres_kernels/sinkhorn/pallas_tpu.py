@@ -42,9 +42,10 @@ def forward(logits_MMT, *, iterations, interpret=False):
 def backward(logits_MMT, gradient_MMT, *, iterations, interpret=False):
   """The gradient of the logits."""
   arrays = [logits_MMT, gradient_MMT]
-  return _call(
+  dlogits_MMT = _call(
     _backward_kernel, "sinkhorn_backward", arrays, iterations, interpret
   )
+  return (dlogits_MMT,)
 
 
 def _call(kernel, name, arrays, iterations, interpret):

@@ -8,7 +8,6 @@ these, a gate per stream, weighs what the next sublayer reads.
 """
 
 from collections.abc import Sequence
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -77,35 +76,10 @@ def stream_mix(
     return reference.forward(streams, y, *small, **dict(options))
   wide = dispatch.accumulator(*streams, y)
   small = [x.astype(wide) for x in small]
-  return _call(options, implementation, streams, y, *small)[:3]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _call(options, implementation, *arrays):
-  return dispatch.call(
-    "stream_mix", "forward", implementation, *arrays, **dict(options)
+  new, h, logits, _ = dispatch.differentiable(
+    "stream_mix", implementation, options, (0, 2, 3), streams, y, *small
   )
-
-
-def _forward(options, implementation, *arrays):
-  results = _call(options, implementation, *arrays)
-  new, _, logits, inverse = results
-  return results, (*arrays, new, logits, inverse)
-
-
-def _backward(options, implementation, kept, cotangents):
-  # The inverse norm is no result of the public function.
-  return dispatch.call(
-    "stream_mix",
-    "backward",
-    implementation,
-    *kept,
-    *cotangents[:3],
-    **dict(options),
-  )
-
-
-_call.defvjp(_forward, _backward)
+  return new, h, logits
 
 
 def _check(streams, y, write, mix, weight, bias, scale):

@@ -107,10 +107,11 @@ def forward(
 
 def backward(
   streams, y, write_MT, mix_MMT, weight_MDC, bias_M, scale, new, logits_CT,
-  inverse_T, dnew, dh, dlogits_CT, *, eps, dtype, interpret=False,
+  inverse_T, dnew, dh, dlogits_CT, dinverse_T, *, eps, dtype, interpret=False,
 ):  # fmt: skip
   """Returns the gradients of the first seven arguments."""
-  del eps, new, dtype
+  # The inverse norm is no result of the public function.
+  del eps, new, dtype, dinverse_T
   call = Call(streams, y, weight_MDC)
   count, tile, columns = call.count, call.tile, call.columns
   parts = math.gcd(call.tiles, _PARTS)

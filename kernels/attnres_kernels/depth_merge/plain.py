@@ -11,8 +11,6 @@ that of the mixture (float32). A zero query, with which training starts, makes
 the error zero.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -49,20 +47,6 @@ def forward(
     mixed_TD *= _inverse_rms(mixed_TD, norm_eps)[..., None]
     mixed_TD *= _row(gain_D, mixed_TD)
   return mixed_TD.astype(out_TD.dtype)
-
-
-def backward(
-  out_TD: jax.Array,
-  lse_T: jax.Array,
-  query_D: jax.Array,
-  partial_TD: jax.Array,
-  gain_D: jax.Array | None,
-  dmixed_TD: jax.Array,
-  **options,
-) -> tuple[jax.Array | None, ...]:
-  """The gradients of the first five: autodiff of one more forward pass."""
-  run = functools.partial(forward, **options)
-  return jax.vjp(run, out_TD, lse_T, query_D, partial_TD, gain_D)[1](dmixed_TD)
 
 
 def two_weights(

@@ -54,20 +54,6 @@ def forward(
   )
 
 
-def backward(
-  query_QD: jax.Array,
-  sources: tuple[jax.Array, ...],
-  lse_QT: jax.Array,
-  douts: tuple[jax.Array, ...],
-  dlse_QT: jax.Array,
-  **options,
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-  """The gradients of queries and sources: autodiff of one more forward pass."""
-  del lse_QT
-  run = functools.partial(forward, **options)
-  return jax.vjp(run, query_QD, sources)[1]((douts, dlse_QT))
-
-
 def _score(
   query_JD: jax.Array, source: jax.Array, eps: float, rank: int | None
 ) -> jax.Array:

@@ -42,12 +42,13 @@ def backward(
   dnew,
   dh,
   dlogits_CT,
+  dinverse_T,
   *,
   eps,
   dtype,
 ):
   """Returns the gradients of the first seven arguments."""
-  del eps
+  del eps, dinverse_T  # The inverse norm is no result of the public function.
   count, width = len(new), len(new) * new[0].shape[-1]
   read = functools.partial(_read, dtype=dtype)
   _, vjp = jax.vjp(read, new, logits_CT[:count], bias_M, scale)

@@ -37,7 +37,7 @@ def backward(logits_MMT, gradient_MMT, *, iterations):
 
   start = jnp.zeros_like(kernel), by_row, by_column
   (share, _, _), _ = jax.lax.scan(back, start, steps, reverse=True)
-  return result + kernel * share
+  return (result + kernel * share,)
 
 
 def _iterate(logits_MMT, iterations):
