@@ -93,14 +93,13 @@ def extend(
   with looking_back:
     with scopes.part(scopes.RESIDUAL):
       state = residual.init(embedding_BTD)
-    (state, _), outputs = trunk.run_part_with_memory(
+    (state, _), outputs = trunk.run_part(
       {kind: jnp.arange(count) for kind, count in counts.items()},
       kinds,
       residual,
-      memory,
       (state, memory.init()),
       None,
-      start=0,
+      memory=memory,
       scan=scan,
       remat="none",
       apply=apply,

@@ -43,35 +43,18 @@ Trace = base.Trace
 Sublayers = Mapping[str, sublayer_lib.Sublayer]
 
 
-def _remat_none(function: Callable[..., Any]) -> Callable[..., Any]:
-  return function
-
-
-def _remat_by(policy: Any) -> Callable[..., Any]:
-  def remat(function: Callable[..., Any]) -> Callable[..., Any]:
-    return jax.checkpoint(function, policy=policy)
-
-  return remat
-
-
-def _keep(*names: str) -> Any:
-  return jax.checkpoint_policies.save_only_these_names(*names)
+def _remat(*names: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+  names = base.DEPTH_STATE, *names
+  policy = jax.checkpoint_policies.save_only_these_names(*names)
+  return functools.partial(jax.checkpoint, policy=policy), jax.checkpoint
 
 
 # Name -> (around a segment, around a sublayer).
-REMAT = {
-  "none": (_remat_none, _remat_none),
-  "full": (_remat_by(_keep(base.DEPTH_STATE)), _remat_by(None)),
-  "attention": (
-    _remat_by(_keep(base.DEPTH_STATE, causal_attention.ATTENTION)),
-    _remat_by(None),
-  ),
-  "dots": (
-    _remat_by(
-      _keep(base.DEPTH_STATE, causal_attention.ATTENTION, linear.PRODUCT)
-    ),
-    _remat_by(None),
-  ),
+REMAT: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+  "none": (lambda function: function, lambda function: function),
+  "full": _remat(),
+  "attention": _remat(causal_attention.ATTENTION),
+  "dots": _remat(causal_attention.ATTENTION, linear.PRODUCT),
 }
 
 
@@ -109,11 +92,11 @@ def run(
     block_scan.check(kinds, (len(kinds),), residual, memory)
   with scopes.part(scopes.RESIDUAL):
     state = residual.init(embedding_BTD)
-  state = run_part(
+  (state, _), _ = run_part(
     sublayers,
     kinds,
     residual,
-    state,
+    (state, memory.init()),
     segment_ids_BT,
     memory=memory,
     scan=scan,
@@ -125,10 +108,10 @@ def run(
 
 
 def run_part(
-  sublayers: Sublayers,
+  sublayers: Mapping[str, Any],
   kinds: Sequence[str],
   residual: base.Residual,
-  state: Any,
+  state: tuple[Any, Any],
   segment_ids_BT: jax.Array | None,
   *,
   memory: memory_lib.DepthMemory | None = None,
@@ -136,70 +119,29 @@ def run_part(
   scan: bool,
   remat: str,
   depth_loop: str = "unrolled",
-) -> Any:
-  """Runs consecutive sublayers: maps the state before them to that after.
+  apply: Callable[..., tuple[jax.Array, Any, Any, Any]] | None = None,
+) -> tuple[tuple[Any, Any], list[tuple[layer_stacks.Run, list[Any]]]]:
+  """Runs consecutive sublayers, which may be part of a network.
 
   Args:
-    sublayers: as in `run`, but only the blocks of this part.
+    sublayers: of this part; trees of any kind, stacked, of which `apply` gets
+      one.
     kinds: of the sublayers of this part.
-    residual: the scheme, of the whole network.
-    state: of the scheme.
+    residual: the scheme, of the network.
+    state: of the scheme and of the memory, before the part.
     segment_ids_BT: as in `run`.
-    memory: as in `run`; empty before this part.
+    memory: as in `run`.
     start: number of sublayers of the network before this part.
     scan: as in `run`.
     remat: as in `run`.
     depth_loop: as in `run`.
-  """
-  memory = memory or memory_lib.NoMemory()
-  (state, _), _ = run_part_with_memory(
-    sublayers,
-    kinds,
-    residual,
-    memory,
-    (state, memory.init()),
-    segment_ids_BT,
-    start=start,
-    scan=scan,
-    remat=remat,
-    depth_loop=depth_loop,
-  )
-  return state
-
-
-def run_part_with_memory(
-  sublayers: Mapping[str, Any],
-  kinds: Sequence[str],
-  residual: base.Residual,
-  memory: memory_lib.DepthMemory,
-  state: tuple[Any, Any],
-  segment_ids_BT: jax.Array | None,
-  *,
-  start: int,
-  scan: bool,
-  remat: str,
-  depth_loop: str = "unrolled",
-  apply: Callable[..., tuple[jax.Array, Any, Any, Any]] | None = None,
-) -> tuple[tuple[Any, Any], list[tuple[layer_stacks.Run, list[Any]]]]:
-  """`run_part` for states of the scheme and of the memory.
-
-  Args:
-    sublayers: trees of any kind, stacked, of which `apply` gets one.
-    kinds: as in `run_part`.
-    residual: as in `run_part`.
-    memory: as in `run`.
-    state: before the part.
-    segment_ids_BT: as in `run_part`.
-    start: as in `run_part`.
-    scan: as in `run_part`.
-    remat: as in `run_part`.
-    depth_loop: as in `run_part`.
     apply: runs a sublayer, `apply_sublayer` by default.
 
   Returns:
-    The state after the part, and what `apply` returned last: for each run, and
-    each of its kinds, stacked over repeats.
+    Both states after the part, and what `apply` returned last: for each run,
+    and each of its kinds, stacked over repeats.
   """
+  memory = memory or memory_lib.NoMemory()
   around_segment, around_sublayer = config_lib.choose(
     "model.remat", remat, REMAT
   )
@@ -209,7 +151,7 @@ def run_part_with_memory(
     )
     for kind in sublayers
   }
-  kept = []
+  outputs = []
   segments = _plan(kinds, residual, memory, start, scan)
   if depth_loop == "scan":
     segments = _joined(segments, kinds, residual, start)
@@ -226,10 +168,10 @@ def run_part_with_memory(
       _run_segment, segment, residual, memory, take, calls, segment_ids_BT
     )
     (carry, remembered), outs = around_segment(inside)(source, state)
-    kept += zip(segment.runs, outs)
+    outputs += zip(segment.runs, outs)
     with scopes.part(scopes.RESIDUAL):
       state = residual.close(state[0], carry, segment.stop), remembered
-  return state, kept
+  return state, outputs
 
 
 def trace(
@@ -408,7 +350,7 @@ def _run_segment(
     carry, slots = residual.open(state, segment.start, segment.stop)
     slots = slots, memory.open(segment.start, segment.stop)
     slots = layer_stacks.split(slots, [run.length for run in segment.runs])
-  both, kept = (carry, remembered), []
+  both, outputs = (carry, remembered), []
   for run, part, run_slots in zip(segment.runs, parts, slots):
 
     def period(both, xs, run=run):
@@ -441,8 +383,8 @@ def _run_segment(
       both, outs = jax.lax.scan(
         period, both, layer_stacks.fold(xs, run.repeats)
       )
-    kept.append(outs)
-  return both, kept
+    outputs.append(outs)
+  return both, outputs
 
 
 def apply_sublayer(
@@ -495,7 +437,9 @@ def _with_one_gradient(y_BTD: jax.Array) -> jax.Array:
 
 
 @_with_one_gradient.defjvp
-def _with_one_gradient_jvp(primals, tangents):
+def _with_one_gradient_jvp(
+  primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
   ((y_BTD,), (tangent_BTD,)) = primals, tangents
   return y_BTD, jax.lax.optimization_barrier(tangent_BTD)
 

@@ -164,7 +164,9 @@ def _conv(shape: kda_shapes.Shape, dtype: Any, draw: Any) -> Problem:
 
 def _streams(shape: stream_shapes.Shape, dtype: Any, draw: Any) -> Problem:
   count, tokens, width = shape.count, shape.tokens, shape.width
-  streams = [draw(tokens, width, dtype=dtype) for _ in range(count)]
+  # A sublayer's output may be narrower than the streams, never wider.
+  stored = shape.dtype if jnp.dtype(dtype) == jnp.bfloat16 else dtype
+  streams = [draw(tokens, width, dtype=stored) for _ in range(count)]
   mix = jnp.eye(count)[..., None] + 0.3 * draw(count, count, tokens)
   weight = draw(count, width, shape.columns) / width**0.5
 
@@ -249,8 +251,8 @@ OPERATORS = {
   ),
   "stream_mix": Operator(
     _streams,
-    stream_shapes.Shape("check", "float32", 520, 1168, 4, 24),
-    stream_shapes.Shape("short", "float32", 136, 160, 2, 8),
+    stream_shapes.Shape("check", "bfloat16", 520, 1168, 4, 24),
+    stream_shapes.Shape("short", "bfloat16", 136, 160, 2, 8),
     stream_shapes.NAMED,
     _both("stream_mix"),
   ),

@@ -7,6 +7,8 @@ By default, this is done for the first scheme of each family. The definition of
 each scheme is tested in the file of its family.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,11 +56,10 @@ def _in_parts(kinds, layers, scheme, embedding):
     jax.tree.map(lambda a, i=i: a[i : i + 1], layers) for i in (0, 1)
   )
   state = scheme.init(embedding)
-  state = trunk.run_part(first, kinds[:cut], scheme, state, None, **options)
+  run = functools.partial(trunk.run_part, **options)
+  (state, _), _ = run(first, kinds[:cut], scheme, (state, {}), None)
   state = scheme.put_together(*scheme.take_apart(state))
-  state = trunk.run_part(
-    second, kinds[cut:], scheme, state, None, start=cut, **options
-  )
+  (state, _), _ = run(second, kinds[cut:], scheme, (state, {}), None, start=cut)
   return scheme.readout(state)
 
 
