@@ -135,7 +135,7 @@ def scan(
     """The weights of each block of a step."""
     sublayers, reads = weights
     layers = layer_stacks.in_order(sublayers, blocks.run.kinds)
-    layers = map(layer_stacks.apart, layers)
+    layers = map(layer_stacks.unsliced, layers)
     sizes = [len(kinds) for kinds in blocks.kinds]
     return [
       (list(itertools.islice(layers, size)), reads)

@@ -70,9 +70,9 @@ def _encode_by_shards(dtype, table_VD, tokens_BT):
   def of_part(table_VD, tokens_BT):
     size = table_VD.shape[0]
     place_BT = tokens_BT - size * jax.lax.axis_index(sharding.TENSOR)
-    own_BT1 = ((place_BT >= 0) & (place_BT < size))[..., None]
-    found_BTD = jnp.take(table_VD, place_BT, axis=0, mode="clip").astype(dtype)
-    return jnp.where(own_BT1, found_BTD, jnp.zeros((), dtype))
+    is_local_BT1 = ((place_BT >= 0) & (place_BT < size))[..., None]
+    row_BTD = jnp.take(table_VD, place_BT, axis=0, mode="clip").astype(dtype)
+    return jnp.where(is_local_BT1, row_BTD, jnp.zeros((), dtype))
 
   return sharding.scatter_sum(of_part, sharding.FIRST_AXIS, sharding.SEQUENCES)(
     table_VD, tokens_BT

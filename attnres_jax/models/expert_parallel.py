@@ -241,19 +241,23 @@ class _Pairs:
   room: int
 
   @classmethod
-  def sort(cls, expert_UK, weight_UK, num_own):
-    """Collects the parts of all devices, with `num_own` experts each."""
-    own_P = jnp.reshape(_from_all(expert_UK), -1)
-    own_P -= jax.lax.axis_index(sharding.EXPERT) * num_own
-    own_P = jnp.where((own_P >= 0) & (own_P < num_own), own_P, num_own)
-    num_pairs, top_k = own_P.shape[0], expert_UK.shape[1]
-    at_most = num_pairs // top_k * min(top_k, num_own)
+  def sort(cls, expert_UK, weight_UK, num_local):
+    """Collects those of all devices, with `num_local` experts each."""
+    expert_P = jnp.reshape(_from_all(expert_UK), -1)
+    expert_P -= jax.lax.axis_index(sharding.EXPERT) * num_local
+    expert_P = jnp.where(
+      (expert_P >= 0) & (expert_P < num_local), expert_P, num_local
+    )
+    num_pairs, top_k = expert_P.shape[0], expert_UK.shape[1]
+    at_most = num_pairs // top_k * min(top_k, num_local)
     room = min(math.ceil(_ROOM * expert_UK.size), at_most)
     return cls(
-      jnp.pad(jnp.argsort(own_P, stable=True), (0, room)),
+      jnp.pad(jnp.argsort(expert_P, stable=True), (0, room)),
       jnp.reshape(_from_all(weight_UK), -1),
       jnp.sum(
-        own_P[None] <= jnp.arange(num_own)[:, None], axis=1, dtype=jnp.int32
+        expert_P[None] <= jnp.arange(num_local)[:, None],
+        axis=1,
+        dtype=jnp.int32,
       ),
       top_k,
       room,

@@ -69,7 +69,7 @@ def unstack(tree: Any, count: int) -> list[Any]:
   ]
 
 
-def only(stack: Any) -> Any:
+def single(stack: Any) -> Any:
   """The tree of a stack of one."""
   return jax.tree.map(lambda a: jax.lax.squeeze(a, (0,)), stack)
 
@@ -81,7 +81,7 @@ def one_of(stack: Any, l: jax.Array) -> Any:
   )
 
 
-def apart(tree: Any) -> Any:
+def unsliced(tree: Any) -> Any:
   """The same tree, in arrays of its own instead of slices of a stack.
 
   Otherwise compilers make slices a part of the products that read them. On
@@ -144,12 +144,14 @@ def find_runs(kinds: Sequence[Any]) -> tuple[Run, ...]:
   kinds, runs, start = tuple(kinds), [], 0
   while start < len(kinds):
     rest = kinds[start:]
-    found = [
+    candidates = [
       Run(rest[:period], _repeats(rest, period))
       for period in range(1, len(rest) // 2 + 1)
     ]
-    found = [run for run in found if run.repeats > 1]
-    longest = max(found, key=lambda run: run.length, default=Run(rest[:1], 1))
+    candidates = [run for run in candidates if run.repeats > 1]
+    longest = max(
+      candidates, key=lambda run: run.length, default=Run(rest[:1], 1)
+    )
     runs.append(longest)
     start += longest.length
   return tuple(runs)

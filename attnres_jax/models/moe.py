@@ -254,11 +254,11 @@ def _in_best_groups(biased_UE: jax.Array, groups: int, count: int) -> jax.Array:
   biased_UGE = jnp.reshape(biased_UE, (len(biased_UE), groups, -1))
   best_UG2, _ = jax.lax.top_k(biased_UGE, 2)
   _, chosen_UC = jax.lax.top_k(jnp.sum(best_UG2, axis=2), count)
-  kept_UG = jnp.any(
+  is_best_UG = jnp.any(
     chosen_UC[:, :, None] == jnp.arange(groups)[None, None], axis=1
   )
-  kept_UGE = jnp.where(kept_UG[:, :, None], biased_UGE, -jnp.inf)
-  return jnp.reshape(kept_UGE, biased_UE.shape)
+  masked_UGE = jnp.where(is_best_UG[:, :, None], biased_UGE, -jnp.inf)
+  return jnp.reshape(masked_UGE, biased_UE.shape)
 
 
 # Checkpointed, so that x is saved in its own dtype rather than float32.

@@ -142,7 +142,7 @@ class Transformer(nnx.Module):
       specs[decoding.RESIDUAL] = (sharding.SEQUENCES,) * len(before)
     length_B, states = jax.eval_shape(lambda: self.init_cache(1, 1))
     del length_B
-    found: dict[str, Any] = {
+    state_specs: dict[str, Any] = {
       kind: jax.tree.unflatten(
         jax.tree.structure(state),
         [sharding.PartitionSpec(None, *spec) for spec in specs[kind]],
@@ -150,7 +150,7 @@ class Transformer(nnx.Module):
       for kind, state in states.items()
     }
     length: Any = sharding.SEQUENCES
-    return cache_lib.Cache(length, found)
+    return cache_lib.Cache(length, state_specs)
 
   def extend(
     self,

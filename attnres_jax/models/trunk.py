@@ -222,7 +222,10 @@ def layer_norms(sublayers: Sublayers, kinds: Sequence[str]) -> jax.Array:
   ]
   # One gather: a slice per sublayer would let the program grow with depth.
   by_kind = [
-    l for own in sublayers for l, kind in enumerate(kinds) if kind == own
+    l
+    for stacked in sublayers
+    for l, kind in enumerate(kinds)
+    if kind == stacked
   ]
   squares_L = jnp.concatenate(squares)[np.argsort(by_kind)]
   return jnp.sqrt(jnp.sum(squares_L.reshape(-1, 2), axis=1))
@@ -360,7 +363,7 @@ def _run_segment(
       sublayers = layer_stacks.in_order(part, run.kinds)
       if run.repeats == 1:
         # Autodiff of a scan would stack the copies again, and keep them.
-        sublayers = layer_stacks.apart(sublayers)
+        sublayers = layer_stacks.unsliced(sublayers)
       outs = []
       for kind, sublayer, slot in zip(run.kinds, sublayers, slots):
         with scopes.part(kind):
@@ -368,7 +371,7 @@ def _run_segment(
             sublayer, both, slot, segment_ids_BT
           )
         outs.append(out)
-        new = jax.tree.map(base.keep, new)
+        new = jax.tree.map(base.save, new)
         with scopes.part(scopes.RESIDUAL):
           carry = both[0] if carry is None else carry
           carry = residual.write(carry, slot[0], y_BTD)

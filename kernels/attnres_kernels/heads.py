@@ -16,8 +16,8 @@ def separate(query_QD: jax.Array, heads: int) -> jax.Array:
     return query_QD
   num_queries, width = query_QD.shape
   slices = query_QD.reshape(num_queries, 1, heads, width // heads)
-  own = jnp.eye(heads, dtype=query_QD.dtype)[None, :, :, None]
-  return (slices * own).reshape(num_queries * heads, width)
+  selector = jnp.eye(heads, dtype=query_QD.dtype)[None, :, :, None]
+  return (slices * selector).reshape(num_queries * heads, width)
 
 
 def spread(weight_H: jax.Array, heads: int, width: int) -> jax.Array:

@@ -22,7 +22,7 @@ from attnres_kernels.stream_mix import shapes as stream_shapes
 PASSES = "forward", "backward"
 # What rounds to bfloat16 on the way may be off by this much with bfloat16
 # inputs, as the tests on a CPU allow.
-_ROUNDED = 1e-2
+_BFLOAT16_ERROR = 1e-2
 
 
 class Problem(NamedTuple):
@@ -145,7 +145,7 @@ def _kda(shape: kda_shapes.Shape, dtype: Any, draw: Any) -> Problem:
     return attnres_kernels.kda(*arrays, implementation=implementation)
 
   names = "q", "k", "v", "g", "beta"
-  return Problem(run, (q, k, v, g, beta), names, _ROUNDED)
+  return Problem(run, (q, k, v, g, beta), names, _BFLOAT16_ERROR)
 
 
 def _conv(shape: kda_shapes.Shape, dtype: Any, draw: Any) -> Problem:
@@ -159,7 +159,7 @@ def _conv(shape: kda_shapes.Shape, dtype: Any, draw: Any) -> Problem:
     )
 
   arrays = x, draw(4, *x.shape[2:])
-  return Problem(run, arrays, ("x", "taps"), _ROUNDED, "xla")
+  return Problem(run, arrays, ("x", "taps"), _BFLOAT16_ERROR, "xla")
 
 
 def _streams(shape: stream_shapes.Shape, dtype: Any, draw: Any) -> Problem:
@@ -182,7 +182,7 @@ def _streams(shape: stream_shapes.Shape, dtype: Any, draw: Any) -> Problem:
     run,
     (*streams, draw(tokens, width, dtype=dtype), *small),
     (*(f"stream {i}" for i in range(count)), *names),
-    _ROUNDED,
+    _BFLOAT16_ERROR,
   )
 
 

@@ -130,7 +130,7 @@ class Tiles:
 
     def body(columns, fresh, totals):
       return tuple(
-        total + keep(term, fresh)
+        total + masked(term, fresh)
         for total, term in zip(totals, terms(columns), strict=True)
       )
 
@@ -171,6 +171,6 @@ def store(ref, x):
   _plgpu.store(ref, x.astype(ref.dtype), optimized=False)
 
 
-def keep(x, fresh):
+def masked(x, fresh):
   """Keeps x where `fresh` is 1 (or None), else 0."""
   return x if fresh is None else x * fresh

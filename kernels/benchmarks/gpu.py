@@ -149,12 +149,12 @@ class Read:
         cut = lambda x, at=start: x[..., at : at + size, :].astype(jnp.float64)
         query, *others = inputs
         others = jax.tree.map(cut, others)
-        found = run(query.astype(jnp.float64), *others)
-        found = jax.tree.map(np.asarray, found)
+        outputs = run(query.astype(jnp.float64), *others)
+        outputs = jax.tree.map(np.asarray, outputs)
       if not first:
-        first = found
+        first = outputs
       elif self.backward:
-        first["dquery"] = first["dquery"] + found["dquery"]
+        first["dquery"] = first["dquery"] + outputs["dquery"]
       else:
         break
     return first
@@ -216,7 +216,7 @@ class Machine:
     # As on an H100 or H200; an overestimate only costs memory.
     self.cache_bytes = 2**16 if tiny else 50 * 2**20
     # Tokens that are compared with float64, and the most at a time.
-    self.kept = 16 if tiny else 1024
+    self.num_checked = 16 if tiny else 1024
     self.implementations = ("reference" if tiny else "pallas_gpu", "xla")
     self.common = {
       "device": jax.devices()[0].device_kind,
@@ -255,7 +255,7 @@ def compare(
   # Together three times the cache.
   number = max(1, math.ceil(3 * machine.cache_bytes / one_set))
   sets = [problem.draw(seed) for seed in range(number)]
-  exact = problem.exact(sets[0], machine.kept)
+  exact = problem.exact(sets[0], machine.num_checked)
   arms = {name: problem.arm(name) for name in machine.implementations}
   arms |= dict(more or {})
   builders: dict[str, Callable[[], Any]] = {
@@ -274,7 +274,9 @@ def compare(
     rows[name] = row | {"mode": problem.mode, "arm": name}
     try:
       arm = build()
-      error, stored = errors(problem.results(arm(1), machine.kept), exact)
+      error, stored = errors(
+        problem.results(arm(1), machine.num_checked), exact
+      )
       rows[name] |= {"error": f"{error:.1e}", "stored": f"{stored:.1e}"}
       if not error <= _MARGIN * stored:
         raise ValueError(f"off by {error:.1e}, storage by {stored:.1e}")
@@ -309,15 +311,17 @@ def errors(
   Raises:
     ValueError: an output is missing or has another shape.
   """
-  found = []
+  outputs = []
   for name, wanted in exact.items():
     shape = None if name not in results else results[name].shape
     if shape != wanted.shape:
       raise ValueError(f"{name} is {shape}, not {wanted.shape}")
     stored = _error(wanted.astype(ml_dtypes.bfloat16), wanted)
-    found.append((_error(results[name], wanted), max(stored, _ROUNDING)))
+    outputs.append((_error(results[name], wanted), max(stored, _ROUNDING)))
   # NaN is the worst.
-  return max(found, key=lambda x: math.inf if math.isnan(x[0]) else x[0] / x[1])
+  return max(
+    outputs, key=lambda x: math.inf if math.isnan(x[0]) else x[0] / x[1]
+  )
 
 
 def median_interval(

@@ -147,12 +147,12 @@ def measure(
     done: keys of rows that are there.
   """
   mesh = CHIPS[chip].mesh
-  found: list[problems.Problem] = []
+  built: list[problems.Problem] = []
 
   def arrays() -> Any:
     draw = lambda *sizes, dtype="float32": jnp.zeros(sizes, dtype)
     problem = problems.OPERATORS[operator].build(shape, jnp.bfloat16, draw)
-    found.append(problem)
+    built.append(problem)
     return problem.arrays
 
   place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -170,16 +170,16 @@ def measure(
   with ambient, all_reserved, warnings.catch_warnings():
     warnings.simplefilter("ignore")
     for function in (problems.results, _forward):
-      traced = jax.jit(
-        lambda *arrays, f=function: f(found[0], "pallas_tpu", *arrays)
+      program = jax.jit(
+        lambda *arrays, f=function: f(built[0], "pallas_tpu", *arrays)
       ).trace(*arguments)
-      kernels = dict(_kernels(traced.jaxpr.jaxpr))
+      kernels = dict(_kernels(program.jaxpr.jaxpr))
       keys = {name: (name, chip, str(shape)) for name in kernels}
       missing = {name: key for name, key in keys.items() if key not in done}
       if missing:
         for path in glob.glob(f"{os.environ['ATTNRES_DUMP']}/*"):
           os.remove(path)
-        traced.lower().compile()
+        program.lower().compile()
       for name, key in missing.items():
         done.add(key)
         yield dict(zip(_KEYS, key)) | _row(name, kernels[name], chip)

@@ -198,9 +198,9 @@ def layer(cache: Any, l: jax.Array, context: int | None = None) -> Any:
   if isinstance(cache, Layers):
     tree = cache.trees[l]
     if not _is_tokens(tree):
-      return tree if isinstance(tree, Open) else _single(tree)
+      return tree if isinstance(tree, Open) else layer_stacks.single(tree)
     room = tree.room if context is None else context
-    return Open(_single(tree), None, room)
+    return Open(layer_stacks.single(tree), None, room)
 
   def tokens(a):
     sizes = 1, *a.shape[1:3], a.shape[3] if context is None else context
@@ -208,10 +208,6 @@ def layer(cache: Any, l: jax.Array, context: int | None = None) -> Any:
     return jnp.squeeze(jax.lax.dynamic_slice(a, (l, 0, 0, 0, 0), sizes), 0)
 
   return map_both(tokens, lambda a: layer_stacks.one_of(a, l), cache)
-
-
-def _single(stack_of_one: Any) -> Any:
-  return jax.tree.map(lambda a: jnp.squeeze(a, 0), stack_of_one)
 
 
 def opened(
@@ -238,7 +234,9 @@ def opened(
     a = a[:, :, :, : cache.room]
     return a if cache.row_B is None else a.at[:, cache.row_B].get(mode="clip")
 
-  return _single(jax.tree.map(read, stored)), Stored(_single(stored))
+  return layer_stacks.single(jax.tree.map(read, stored)), Stored(
+    layer_stacks.single(stored)
+  )
 
 
 def take_rows(cache: Cache, row_B: jax.Array, context: int) -> Cache:
@@ -257,7 +255,7 @@ def take_rows(cache: Cache, row_B: jax.Array, context: int) -> Cache:
   def of_kind(state):
     if not isinstance(state, Layers):
       return _map_nodes(take_tokens, take, state)
-    open_ = lambda tokens: Open(_single(tokens), row_B, context)
+    open_ = lambda tokens: Open(layer_stacks.single(tokens), row_B, context)
     return Layers(tuple(_map_nodes(open_, take, t) for t in state.trees))
 
   states = {kind: of_kind(state) for kind, state in cache.states.items()}

@@ -133,9 +133,9 @@ class Mla(nnx.Module):
     """Multiplies the weights of queries and keys, by the factor together."""
     query_DNH, expand_RNH = self.query[...], self.expand[...]
     factor_N1, root_N1 = factor_N[:, None], jnp.sqrt(factor_N)[:, None]
-    is_own_H = jnp.arange(query_DNH.shape[2]) < self.nope_width
+    is_nope_H = jnp.arange(query_DNH.shape[2]) < self.nope_width
     # All heads share the rest of the key.
-    scale_NH = jnp.where(is_own_H[None], root_N1, factor_N1)
+    scale_NH = jnp.where(is_nope_H[None], root_N1, factor_N1)
     self.query[...] = query_DNH * scale_NH[None]
     is_key_H = jnp.arange(expand_RNH.shape[2]) < self.nope_width
     scale_NH = jnp.where(is_key_H[None], root_N1, 1.0)
@@ -197,9 +197,9 @@ class Mla(nnx.Module):
       self.expand[...].astype(x_BTD.dtype), [self.nope_width], axis=2
     )
     query_BTNH = self._turned(self._queries(x_BTD), position_BT)
-    own_BTNH, shared_BTNH = jnp.split(query_BTNH, [self.nope_width], axis=3)
+    nope_BTNH, shared_BTNH = jnp.split(query_BTNH, [self.nope_width], axis=3)
     absorbed_BTNR = jnp.einsum(
-      "BTNH,RNH->BTNR", own_BTNH, key_up_RNH,
+      "BTNH,RNH->BTNR", nope_BTNH, key_up_RNH,
       preferred_element_type=jnp.float32,
     ).astype(x_BTD.dtype)  # fmt: skip
     # The shared key is mixed as well, which is cheaper than a copy without it.
@@ -260,8 +260,8 @@ class Mla(nnx.Module):
     """Turns the last channels, which are the shared parts."""
     if not self.rope_theta:
       return x_BTNC
-    own_width = x_BTNC.shape[-1] - self._shared_width
-    nope, shared = jnp.split(x_BTNC, [own_width], axis=-1)
+    nope_width = x_BTNC.shape[-1] - self._shared_width
+    nope, shared = jnp.split(x_BTNC, [nope_width], axis=-1)
     shared = rope_lib.apply_rope(
       shared, self.rope_theta, position_BT, self.rope
     )
@@ -278,14 +278,14 @@ class Mla(nnx.Module):
 
   def _heads(self, x_BTD, keys_BTC, values_BTC):
     shared_BTH = keys_BTC[:, :, self.latent_rank :]
-    own_BTNH, value_BTNV = self._up(keys_BTC)
+    nope_BTNH, value_BTNV = self._up(keys_BTC)
     if values_BTC is not keys_BTC:
       _, value_BTNV = self._up(values_BTC)
     shared_BTNH = jnp.broadcast_to(
-      shared_BTH[:, :, None], (*own_BTNH.shape[:3], shared_BTH.shape[2])
+      shared_BTH[:, :, None], (*nope_BTNH.shape[:3], shared_BTH.shape[2])
     )
     query_BTNH = self._queries(x_BTD)
-    key_BTNH = jnp.concatenate([own_BTNH, shared_BTNH], axis=3)
+    key_BTNH = jnp.concatenate([nope_BTNH, shared_BTNH], axis=3)
     return query_BTNH, key_BTNH, value_BTNV
 
   def _up(self, tokens_BTC):

@@ -69,11 +69,11 @@ def _frequencies(half, theta, scaling, dtype):
     span = scaling.high_turns - scaling.low_turns
     share = jnp.clip((turns - scaling.low_turns) / span, 0, 1)
   else:
-    share = _kept_by_yarn(half, theta, scaling, dtype)
+    share = _yarn_share(half, theta, scaling, dtype)
   return frequency * (share + (1 - share) / scaling.factor)
 
 
-def _kept_by_yarn(half, theta, scaling, dtype):
+def _yarn_share(half, theta, scaling, dtype):
   """1 for pairs that keep their frequency, 0 for those divided by the factor.
 
   Linear in the number of the pair, between the pairs that turn `high_turns` and

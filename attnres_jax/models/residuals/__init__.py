@@ -142,8 +142,8 @@ def headline() -> tuple[str, ...]:
 
 def families() -> dict[str, list[str]]:
   """The names of all schemes by family, which is the file that defines them."""
-  found: dict[str, list[str]] = {}
+  names: dict[str, list[str]] = {}
   for name, scheme in RESIDUALS.items():
     family = scheme.__module__.rpartition(".")[2]
-    found.setdefault(family, []).append(name)
-  return found
+    names.setdefault(family, []).append(name)
+  return names

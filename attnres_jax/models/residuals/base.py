@@ -282,7 +282,7 @@ class Values(Residual):
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
     del slot
-    return (*carry, keep(y_BTD.astype(self.dtype)))
+    return (*carry, save(y_BTD.astype(self.dtype)))
 
   def take_apart(self, state: Any) -> tuple[tuple[jax.Array, ...], Any]:
     return state, None
@@ -414,7 +414,7 @@ def rms_norm(x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
   return x * coefficient(norm_lib.inverse_rms(x, eps)) * gain
 
 
-def keep(x: jax.Array) -> jax.Array:
+def save(x: jax.Array) -> jax.Array:
   """Marks a running state, for activation checkpointing to save.
 
   Also an output that the backward pass needs, such as for the gradient of its

@@ -112,14 +112,14 @@ class BlockAttnRes(depth_read.DepthAttention):
     return tuple(states)
 
   def depth_weights(self, values: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    state, found = self.init(values[0]), []
+    state, weights = self.init(values[0]), []
     for l in range(self.num_sublayers + 1):
       read = self.queries.single(l)
-      found.append(self.mean_weights(read, self._sources(state)))
+      weights.append(self.mean_weights(read, self._sources(state)))
       if l < self.num_sublayers:
         partial_BTD = _add(state.partial_BTD, values[l + 1])
         state = self.close(state, partial_BTD, l + 1)
-    return tuple(found)
+    return tuple(weights)
 
   def source_labels(self) -> tuple[tuple[str, ...], ...]:
     labels = []
@@ -139,4 +139,4 @@ class BlockAttnRes(depth_read.DepthAttention):
 
 def _add(partial_BTD: jax.Array | None, y_BTD: jax.Array) -> jax.Array:
   y_BTD = precision.widen(y_BTD)
-  return base.keep(y_BTD if partial_BTD is None else partial_BTD + y_BTD)
+  return base.save(y_BTD if partial_BTD is None else partial_BTD + y_BTD)

@@ -66,8 +66,12 @@ class DDL(base.Residual):
     sites, width, channels = self.num_sublayers, config.width, self.channels
     normal = jax.nn.initializers.normal(config.init_std)
 
-    def full(start: float, axes: str, *shape: int, **said: bool) -> nnx.Param:
-      return nnx.Param(jnp.full(shape, start, jnp.float32), axes=axes, **said)
+    def full(
+      start: float, axes: str, *shape: int, **metadata: bool
+    ) -> nnx.Param:
+      return nnx.Param(
+        jnp.full(shape, start, jnp.float32), axes=axes, **metadata
+      )
 
     def drawn(axes: str, *shape: int) -> nnx.Param:
       return nnx.Param(normal(rngs.params(), shape, jnp.float32), axes=axes)
@@ -119,7 +123,7 @@ class DDL(base.Residual):
     beta_BT1 = _project(context_BTD, slot.beta_D[:, None]) + slot.beta_bias
     beta_BT1 = 2 * jax.nn.sigmoid(beta_BT1)
 
-    y_BTD = precision.widen(base.keep(y_BTD))
+    y_BTD = precision.widen(base.save(y_BTD))
     square_BT1 = jnp.sum(jnp.square(y_BTD), axis=-1, keepdims=True)
     length_BT1 = base.coefficient(jnp.sqrt(square_BT1 + _KEY_EPS**2))
     key_BTD = y_BTD / length_BT1
@@ -129,7 +133,7 @@ class DDL(base.Residual):
     erased_BTM = jnp.sum(fixed_BTD[:, :, None] * carry, axis=-1)
     written_BTM = base.coefficient(beta_BT1 * value_BTM)
     erased_BTM = base.coefficient(beta_BT1) * erased_BTM
-    return base.keep(
+    return base.save(
       carry
       + written_BTM[..., None] * key_BTD[:, :, None]
       - erased_BTM[..., None] * fixed_BTD[:, :, None]

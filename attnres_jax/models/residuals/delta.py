@@ -213,8 +213,8 @@ class DeltaBlock(Stream):
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
     del slot
     if not isinstance(carry, Carry):
-      return base.keep(carry + precision.widen(y_BTD))
-    stream_BTD = base.keep(carry.stream_BTD + precision.widen(y_BTD))
+      return base.save(carry + precision.widen(y_BTD))
+    stream_BTD = base.save(carry.stream_BTD + precision.widen(y_BTD))
     return Carry((*carry.sources, *carry.newest), stream_BTD)
 
   def close(self, state: BlockState, carry: Any, stop: int) -> BlockState:

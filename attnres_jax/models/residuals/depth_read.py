@@ -147,7 +147,7 @@ class DepthQueries(nnx.Module):
 
   def single(self, l: int) -> definition.Read:
     """The parameters of read l (from 0), for anything but a mixer's values."""
-    return layer_stacks.only(self._reads(l, l + 1))
+    return layer_stacks.single(self._reads(l, l + 1))
 
   def _reads(self, start: int, stop: int) -> definition.Read:
     query = self._fold(self.query[start:stop], start, stop)
@@ -242,7 +242,7 @@ class DepthAttention(base.Residual):
     if not self.two_phase:
       return each(read, lambda one: self._defined(one, sources))
     slots = self.phase_1(jax.tree.map(lambda a: a[None], read), sources)
-    return each(layer_stacks.only(slots), mixture_of)
+    return each(layer_stacks.single(slots), mixture_of)
 
   def attend_last(self, sources: tuple[jax.Array, ...]) -> jax.Array:
     """The readout: the mixture with its own query."""
@@ -292,8 +292,8 @@ class DepthAttention(base.Residual):
     """Slots of stacked reads; mixtures for values come last."""
     if reads.value is not None:
       count = reads.query.shape[0]
-      own, value = layer_stacks.split((out_QBTD, lse_QBT), [count, count])
-      slots = self._slots(reads._replace(value=None), *own)
+      inputs, value = layer_stacks.split((out_QBTD, lse_QBT), [count, count])
+      slots = self._slots(reads._replace(value=None), *inputs)
       return slots._replace(value=self._slots(reads.value, *value))
     if reads.null_D is not None:
       null_Q11D = reads.null_D[:, None, None].astype(out_QBTD.dtype)

@@ -64,7 +64,7 @@ class Elmo(base.Residual):
     self, carry: StreamAndMean, slot: Any, y_BTD: jax.Array
   ) -> StreamAndMean:
     return StreamAndMean(
-      base.keep(carry.stream_BTD + precision.widen(y_BTD)),
+      base.save(carry.stream_BTD + precision.widen(y_BTD)),
       carry.mean_BTD + slot * carry.stream_BTD,
     )
 

@@ -108,7 +108,7 @@ class GatedResidual(base.Residual):
 
   def write(self, carry: State, slot: Slot, y_BTD: jax.Array) -> State:
     weight_BTM = 2 * jax.nn.sigmoid(carry.low_BTR[..., self.rank :])
-    y_BTMD = precision.widen(base.keep(y_BTD))[:, :, None]
+    y_BTMD = precision.widen(base.save(y_BTD))[:, :, None]
     streams_BTMD = carry.streams_BTMD + weight_BTM[..., None] * y_BTMD
     return self._before(streams_BTMD, slot.next_gain_MD, slot.next_down_MDR)
 
@@ -124,10 +124,10 @@ class GatedResidual(base.Residual):
 
   def _before(self, streams_BTMD, gain_MD, down_MDR):
     """The state before a read."""
-    streams_BTMD = base.keep(streams_BTMD)
+    streams_BTMD = base.save(streams_BTMD)
     normed_BTMD = _normed(streams_BTMD, gain_MD, self.eps, self.dtype)
     low_BTR = linear.linear(normed_BTMD, down_MDR, 2, streams_BTMD.dtype)
-    return State(streams_BTMD, base.keep(low_BTR / self.streams))
+    return State(streams_BTMD, base.save(low_BTR / self.streams))
 
   def _read(self, state, gain_MD, up_RMD):
     low_BTR = jax.nn.silu(state.low_BTR[..., : self.rank]).astype(self.dtype)

@@ -109,7 +109,7 @@ class Haares(depth_read.DepthAttention):
     opened = y_BTD, signed_BTD
     if carry.opened is not None:
       opened = carry.opened[0] + y_BTD, carry.opened[1] + signed_BTD
-    return carry._replace(opened=tuple(map(base.keep, opened)))
+    return carry._replace(opened=tuple(map(base.save, opened)))
 
   def close(self, state: State, carry: Any, stop: int) -> State:
     del state
@@ -120,7 +120,7 @@ class Haares(depth_read.DepthAttention):
   def readout(self, state: State) -> jax.Array:
     last = self.num_sublayers
     slots = self._parameters(last, last + 1)
-    return self._mixture(state, layer_stacks.only(slots))
+    return self._mixture(state, layer_stacks.single(slots))
 
   def take_apart(self, state: State) -> tuple[Any, Any]:
     """A block and its detail are one array [2, B, T, D]."""

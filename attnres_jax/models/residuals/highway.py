@@ -59,8 +59,8 @@ class Highway(prenorm.Stream):
       normed_BTD.astype(self.dtype), matrix_DD, 1, carry.dtype
     )
     gate_BTD = jax.nn.sigmoid(logits_BTD + bias_D[None, None])
-    y_BTD = precision.widen(base.keep(y_BTD))
-    return base.keep(carry + gate_BTD * (y_BTD - carry))
+    y_BTD = precision.widen(base.save(y_BTD))
+    return base.save(carry + gate_BTD * (y_BTD - carry))
 
 
 class HighwayScalar(Highway):

@@ -43,8 +43,8 @@ class LaurelRW(prenorm.Stream):
     return state, 2 * jax.nn.softmax(self.logits[start:stop], axis=-1)
 
   def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
-    y_BTD = precision.widen(base.keep(y_BTD))
-    return base.keep(slot[0] * y_BTD + slot[1] * carry)
+    y_BTD = precision.widen(base.save(y_BTD))
+    return base.save(slot[0] * y_BTD + slot[1] * carry)
 
 
 class LaurelLR(prenorm.Stream):
@@ -77,7 +77,7 @@ class LaurelLR(prenorm.Stream):
 
   def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
     mapped_BTD = self._low_rank(carry, *slot)
-    return base.keep(carry + mapped_BTD + precision.widen(y_BTD))
+    return base.save(carry + mapped_BTD + precision.widen(y_BTD))
 
   def _low_rank(self, x_BTD, down_DR, up_RD):
     low_BTR = jnp.einsum("BTD,DR->BTR", x_BTD, down_DR)
@@ -128,7 +128,7 @@ class LaurelPA(LaurelLR):
     earlier_BTD = sum(weight_M[j] * h for j, h in enumerate(carry[1:]))
     mapped_BTD = self._low_rank(earlier_BTD, down_DR, up_RD)
     next_BTD = carry[0] + mapped_BTD + precision.widen(y_BTD)
-    return base.keep(next_BTD), *carry[:-1]
+    return base.save(next_BTD), *carry[:-1]
 
   def readout(self, state: Any) -> jax.Array:
     return super().readout(state[0])

@@ -78,7 +78,7 @@ class LinearAttnRes(base.Residual):
 
   def write(self, carry: State, slot: Slot, y_BTD: jax.Array) -> State:
     # Keeping the output is enough: R streams are sums of outputs.
-    value_BTD = precision.widen(base.keep(y_BTD))
+    value_BTD = precision.widen(base.save(y_BTD))
     key_RBT = self._key(slot.key_RD, value_BTD)
     streams_RBTD = carry.streams_RBTD + key_RBT[..., None] * value_BTD[None]
     return State(streams_RBTD, carry.weights_RBT + key_RBT)

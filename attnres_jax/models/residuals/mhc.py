@@ -124,10 +124,10 @@ class Manifold(streams_lib.Streams):
     if carry.h_BTD is None:
       return super().write(carry, slot, y_BTD)
     streams, h_BTD, product_CBT = streams_lib.mix(
-      carry, base.keep(y_BTD), slot.weight(), slot.bias[: self.num_streams],
+      carry, base.save(y_BTD), slot.weight(), slot.bias[: self.num_streams],
       slot.scale[0], eps=self.eps, dtype=self.dtype,
     )  # fmt: skip
-    streams = tuple(map(base.keep, streams))
+    streams = tuple(map(base.save, streams))
     return streams_lib.Carry(streams, slot.of_products(product_CBT), h_BTD)
 
 

@@ -168,7 +168,7 @@ class MrlaLight(base.Residual):
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
     del slot
-    stream_BTD = base.keep(carry.stream_BTD + precision.widen(y_BTD))
+    stream_BTD = base.save(carry.stream_BTD + precision.widen(y_BTD))
     return carry._replace(stream_BTD=stream_BTD)
 
   def readout(self, state: "LightState") -> jax.Array:
@@ -184,7 +184,7 @@ class MrlaLight(base.Residual):
     new_BTD = over_blocks.weighted_sum(
       (self.decay[t - 1][None, None], gate_BTD), (old_BTD, value_BTD)
     )
-    return LightState(x_BTD + new_BTD, base.keep(new_BTD))
+    return LightState(x_BTD + new_BTD, base.save(new_BTD))
 
 
 class LightState(NamedTuple):
@@ -288,7 +288,7 @@ class MrlaLinear(base.Values):
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
     del slot
     values, attended = carry
-    y_BTD = base.keep(y_BTD.astype(self.dtype))
+    y_BTD = base.save(y_BTD.astype(self.dtype))
     source = self._source(len(attended), y_BTD)
     return (*values, y_BTD), (*attended, source)
 

@@ -151,7 +151,7 @@ class Mudd(over_blocks.OverBlocks):
 
   def write(self, carry: Carry, slot: Any, y_BTD: jax.Array) -> Carry:
     del slot
-    return Carry(base.keep(carry.stream_BTD + precision.widen(y_BTD)), None)
+    return Carry(base.save(carry.stream_BTD + precision.widen(y_BTD)), None)
 
   def close(self, state: Any, carry: Carry, stop: int) -> Any:
     return super().close(state, carry.stream_BTD, stop)

@@ -120,14 +120,14 @@ class MultiGate(base.Residual):
   def write(
     self, carry: streams_lib.State, slot: Site, y_BTD: jax.Array
   ) -> streams_lib.State:
-    y_BTD = precision.widen(base.keep(y_BTD))
+    y_BTD = precision.widen(base.save(y_BTD))
     gate_MBT = self.gates(self._scores(carry, slot.gate_query_D), slot.bias_C)
     # As long as streams open, the others stay as they are.
     opens_M11 = streams_lib.to_tokens(slot.opens_M)
     gate_MBT = jnp.where(jnp.any(slot.opens_M), 0.0, gate_MBT)
     gate_MBT = base.coefficient(jnp.where(opens_M11, 1.0, gate_MBT))
     return tuple(
-      base.keep((1 - gate_BT[..., None]) * x_BTD + gate_BT[..., None] * y_BTD)
+      base.save((1 - gate_BT[..., None]) * x_BTD + gate_BT[..., None] * y_BTD)
       for gate_BT, x_BTD in zip(gate_MBT, carry)
     )
 

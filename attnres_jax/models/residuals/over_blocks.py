@@ -53,7 +53,7 @@ class OverBlocks(base.Residual):
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
     del slot
-    return base.keep(carry + precision.widen(y_BTD))
+    return base.save(carry + precision.widen(y_BTD))
 
   def close(self, state: BlockState, carry: Any, stop: int) -> BlockState:
     if stop % 2:

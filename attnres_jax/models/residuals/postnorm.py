@@ -47,7 +47,7 @@ class PostNorm(prenorm.Stream):
 
   def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
     # The sum is what the backward pass of the norm needs.
-    sum_BTD = base.keep(self.alpha * carry + precision.widen(y_BTD))
+    sum_BTD = base.save(self.alpha * carry + precision.widen(y_BTD))
     return base.rms_norm(sum_BTD, slot, self.eps)
 
 
@@ -143,7 +143,7 @@ class HybridNorm(prenorm.Stream):
     return base.normed(h_BTD, norm), carry
 
   def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
-    return base.keep(self._stream(carry, slot) + precision.widen(y_BTD))
+    return base.save(self._stream(carry, slot) + precision.widen(y_BTD))
 
   def _stream(self, carry: jax.Array, slot: Any) -> jax.Array:
     is_mlp, gain_D = slot

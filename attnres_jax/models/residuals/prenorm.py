@@ -43,7 +43,7 @@ class PreNorm(Stream):
 
   def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
     del slot
-    return base.keep(carry + precision.widen(y_BTD))
+    return base.save(carry + precision.widen(y_BTD))
 
 
 class Rescaled(Stream):
@@ -61,4 +61,4 @@ class Rescaled(Stream):
     return state, 1.0 / jnp.arange(start + 2, stop + 2, dtype=state.dtype)
 
   def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
-    return base.keep(carry + slot * (precision.widen(y_BTD) - carry))
+    return base.save(carry + slot * (precision.widen(y_BTD) - carry))

@@ -42,8 +42,8 @@ class ReZero(prenorm.Stream):
 
   def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
     factor_11D = jnp.reshape(slot, (1, 1, -1))  # One, or one for each channel.
-    y_BTD = precision.widen(base.keep(y_BTD))
-    return base.keep(carry + factor_11D * y_BTD)
+    y_BTD = precision.widen(base.save(y_BTD))
+    return base.save(carry + factor_11D * y_BTD)
 
 
 class ReZeroPreNorm(ReZero):

@@ -73,7 +73,7 @@ class SiameseNorm(base.Residual):
     y_BTD = precision.widen(y_BTD)
     post_BTD = base.rms_norm(carry.post_BTD, post_gain_D, self.eps)
     return Streams(
-      base.keep(post_BTD + weight * y_BTD), base.keep(carry.pre_BTD + y_BTD)
+      base.save(post_BTD + weight * y_BTD), base.save(carry.pre_BTD + y_BTD)
     )
 
   def readout(self, state: Streams) -> jax.Array:

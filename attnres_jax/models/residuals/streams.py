@@ -100,9 +100,9 @@ class Streams(base.Residual):
     return (stream_BTD,) * self.num_streams
 
   def open(self, state: Any, start: int, stop: int) -> tuple[Carry, Any]:
-    own = self.sites(start, stop)
-    first = jax.tree.map(lambda a: a[0], own)
-    following = jax.tree.map(lambda a: jnp.roll(a, -1, axis=0), own)
+    sites = self.sites(start, stop)
+    first = jax.tree.map(lambda a: a[0], sites)
+    following = jax.tree.map(lambda a: jnp.roll(a, -1, axis=0), sites)
     return Carry(state, first.fixed(state)), following
 
   def read(
@@ -118,7 +118,7 @@ class Streams(base.Residual):
     return h_BTD.astype(self.dtype)
 
   def write(self, carry: Carry, slot: Any, y_BTD: jax.Array) -> Carry:
-    streams = mixed(carry, precision.widen(base.keep(y_BTD)))
+    streams = mixed(carry, precision.widen(base.save(y_BTD)))
     return Carry(streams, slot.fixed(streams))
 
   def close(self, state: Any, carry: Carry, stop: int) -> Any:
@@ -155,7 +155,7 @@ def mixed(carry: Carry, y_BTD: jax.Array) -> State:
     for j in range(len(carry.streams))
   )
   return tuple(
-    base.keep(x_BTD.astype(old_BTD.dtype))
+    base.save(x_BTD.astype(old_BTD.dtype))
     for x_BTD, old_BTD in zip(new, carry.streams)
   )
 

@@ -184,7 +184,7 @@ class XHC(streams_lib.Streams):
     self, carry: streams_lib.Carry, slot: Slot, y_BTD: jax.Array
   ) -> streams_lib.Carry:
     streams, (_, write_CRBT, mix_CCBT, chosen_RMBT), _ = carry
-    update_RBTD = self.updates(precision.widen(base.keep(y_BTD)), slot)
+    update_RBTD = self.updates(precision.widen(base.save(y_BTD)), slot)
     active_CBTD = _active(streams, chosen_RMBT)
     new_CBTD = jnp.sum(
       mix_CCBT[..., None] * active_CBTD[:, None], axis=0
@@ -192,7 +192,7 @@ class XHC(streams_lib.Streams):
     routed_MBTD = streams[_FIXED:]
     for chosen_MBT, new_BTD in zip(chosen_RMBT, new_CBTD[_FIXED:]):
       routed_MBTD = jnp.where(chosen_MBT[..., None], new_BTD[None], routed_MBTD)
-    state = base.keep(jnp.concatenate([new_CBTD[:_FIXED], routed_MBTD]))
+    state = base.save(jnp.concatenate([new_CBTD[:_FIXED], routed_MBTD]))
     return streams_lib.Carry(state, slot.following.fixed(state))
 
   def readout(self, state: jax.Array) -> jax.Array:

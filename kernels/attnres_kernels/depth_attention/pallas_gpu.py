@@ -195,19 +195,19 @@ def backward(
         operator.add, (w * x for w, x in zip(weights, products))
       )
       shift = tiles.load_stats(dlse_ref.at[token, span]) - mean
-      found = []
+      terms_of_slots = []
       for slot, weight in enumerate(weights):
         pull = weight * (products[slot] + shift) * inverses[slot]
         bend = pull * scores[slot] * inverses[slot] * (1.0 / width)
         warpgroup.store(pull_ref.at[token, slot, span], pull)
-        found.append((weight, pull, jnp.sum(bend)))
-      factors.append((span, found))
+        terms_of_slots.append((weight, pull, jnp.sum(bend)))
+      factors.append((span, terms_of_slots))
 
     def write(columns: Any, fresh: Any, carry: None) -> None:
       for slot, ref in enumerate(source_refs):
         source, dsource = tiles.load(ref.at[token, columns]), tiles.zeros()
-        for span, found in factors:
-          weight, pull, bend = found[slot]
+        for span, terms_of_slots in factors:
+          weight, pull, bend = terms_of_slots[slot]
           dsource -= bend * source
           terms = tiles.across(weight) * tiles.load(
             dout_ref.at[span, token, columns]
@@ -256,7 +256,7 @@ def _products(
 
   def add(columns: Any, fresh: Any, carry: Any) -> Any:
     dots, squares = carry
-    source = warpgroup.keep(tiles.load(row_ref.at[columns]), fresh)
+    source = warpgroup.masked(tiles.load(row_ref.at[columns]), fresh)
     wide = tiles.down(source, rows)
     dots = [dot + wide * load(columns) for dot, load in zip(dots, loads)]
     return dots, squares + source * source

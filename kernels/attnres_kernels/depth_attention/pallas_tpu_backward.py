@@ -92,8 +92,8 @@ def backward(
     ),
     grid=(parts, steps),
     in_specs=[
-      tiles.whole(terms),
-      tiles.whole(pull_terms),
+      tiles.constant_spec(terms),
+      tiles.constant_spec(pull_terms),
       *stats_specs,
       *[token_spec] * (num_queries + num_slots),
     ],
@@ -153,22 +153,22 @@ def _kernel(
     rows = num_slots * tiles.GROUP
     factors_of = heads_lib.Factors(rows, num_queries, columns.heads, exact)
 
-  def inverse_rms(kept, load):
+  def inverse_rms(valid, load):
     inverse = tiles.inverse_rms(load, columns, eps)
-    if kept is None:
+    if valid is None:
       return inverse
     # Without an eps, it is infinite in rows of padding, which are zero.
-    return jnp.where(jnp.concatenate([kept] * num_slots), inverse, 0.0)
+    return jnp.where(jnp.concatenate([valid] * num_slots), inverse, 0.0)
 
   groups: list[Any] = []
   lse, dlse = jnp.transpose(lse_ref[0]), jnp.transpose(dlse_ref[0])
   for first in range(0, tile, tiles.GROUP):
     rows = slice(first, first + tiles.GROUP)
     base = step * tile + first
-    kept = tiles.kept_rows(num_tokens, tile, base, tiles.GROUP)
-    load = functools.partial(tiles.load_sources, source_refs, rows, kept)
-    douts = functools.partial(tiles.load_sources, dout_refs, rows, kept)
-    inverse = inverse_rms(kept, load)
+    valid = tiles.valid_rows(num_tokens, tile, base, tiles.GROUP)
+    load = functools.partial(tiles.load_sources, source_refs, rows, valid)
+    douts = functools.partial(tiles.load_sources, dout_refs, rows, valid)
+    inverse = inverse_rms(valid, load)
     products_of = _products if columns.heads == 1 else heads_lib.products
     product, score = products_of(
       load, douts, terms_ref, columns, num_slots, num_queries, exact

@@ -55,9 +55,9 @@ class Columns:
     self._in_front = width - self.key_width
     self.key_start = self._in_front // tiles.LANES * tiles.LANES
     self.slice_width = width // heads
-    whole = list(self._of_one_head(lanes))
-    self.pieces = whole if heads == 1 else list(self._of_heads(lanes))
-    self.keys = [piece for piece in whole if piece.key is not None]
+    one_head = list(self._of_one_head(lanes))
+    self.pieces = one_head if heads == 1 else list(self._of_heads(lanes))
+    self.keys = [piece for piece in one_head if piece.key is not None]
     self.most = max(len(piece.heads) for piece in self.pieces)
 
   def _of_one_head(self, lanes):
@@ -100,9 +100,9 @@ class Columns:
         for p in self.pieces
       ]
     )
-    own = np.arange(self.most)[:, None] == place_D
-    own = jnp.asarray(own, query_QD.dtype)
-    rows = own[:, None] * query_QD[None]
+    selector = np.arange(self.most)[:, None] == place_D
+    selector = jnp.asarray(selector, query_QD.dtype)
+    rows = selector[:, None] * query_QD[None]
     return rows.reshape(-1, query_QD.shape[1])
 
   def together(self, dquery_QD: jax.Array) -> jax.Array:

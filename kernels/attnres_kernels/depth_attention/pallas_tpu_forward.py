@@ -56,7 +56,7 @@ def forward(
       eps=eps,
     ),
     grid=(steps,),
-    in_specs=[tiles.whole(terms), *[of_tokens] * num_slots],
+    in_specs=[tiles.constant_spec(terms), *[of_tokens] * num_slots],
     out_specs=[
       *[of_tokens] * num_queries,
       pl.BlockSpec((1, softmaxes, tile), lambda t: (t, 0, 0)),
@@ -103,7 +103,7 @@ def _kernel(terms_ref, *refs, num_slots, num_tokens, columns, eps):
       tiles.load_sources,
       source_refs,
       slice(first, first + tiles.ROWS),
-      tiles.kept_rows(num_tokens, tile, base + first, tiles.ROWS),
+      tiles.valid_rows(num_tokens, tile, base + first, tiles.ROWS),
     )
     raw = _raw_scores(load, terms_ref, columns, num_queries, exact)
     score = jnp.transpose(raw) * tiles.inverse_rms(load, columns, eps)
@@ -119,7 +119,7 @@ def _kernel(terms_ref, *refs, num_slots, num_tokens, columns, eps):
         tiles.load_sources,
         source_refs,
         slice(start, start + tiles.GROUP),
-        tiles.kept_rows(num_tokens, tile, base + start, tiles.GROUP),
+        tiles.valid_rows(num_tokens, tile, base + start, tiles.GROUP),
       )
       left = weight[:, half].reshape(-1, softmaxes)
       left = _diagonal_weights(left, exact, stacked)

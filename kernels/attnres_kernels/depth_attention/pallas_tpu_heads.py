@@ -29,12 +29,12 @@ def products(load, douts, terms_ref, columns, num_slots, num_queries, exact):
       for head in piece.heads
     ]
     partner = jnp.concatenate([*rows, terms_ref[:, piece.key]], axis=0)
-    found = tiles.dot(partner, source, 1, exact=exact)
+    rows_product = tiles.dot(partner, source, 1, exact=exact)
     of_query = tiles.sum_terms(
-      found[len(rows) * diagonal :], columns.most * num_queries
+      rows_product[len(rows) * diagonal :], columns.most * num_queries
     )
     for i, head in enumerate(piece.heads):
-      found_dout[head] += columns_lib.rows_of(found, i, diagonal)
+      found_dout[head] += columns_lib.rows_of(rows_product, i, diagonal)
       found_query[head] += columns_lib.rows_of(of_query, i, num_queries)
   product = _token_diagonal(jnp.concatenate(found_dout, axis=0))
   score = jnp.concatenate(found_query, axis=0)
@@ -55,10 +55,10 @@ def _token_diagonal(x):
   for step in (1, 2, 4):
     pairs = x.reshape(-1, 2, tiles.GROUP, lanes)
     first, second = pairs[:, 0], pairs[:, 1]
-    keep = jnp.bitwise_and(row, step) == 0
-    rest = jnp.where(keep, second, first)
+    is_first = jnp.bitwise_and(row, step) == 0
+    rest = jnp.where(is_first, second, first)
     rest = pltpu.roll(rest, tiles.GROUP - step, 1)
-    x = jnp.where(keep, first, second) + rest
+    x = jnp.where(is_first, first, second) + rest
   return x.reshape(-1, lanes)[:count]
 
 
@@ -94,14 +94,14 @@ class Factors:
   def _part(self, first):
     """Of 128 columns: the columns of the terms, and which are not zero."""
     queries, column = self._queries, self._lane + first
-    kept = (column >= self._spread) | tiles.on_diagonal(self._row, column)
+    valid = (column >= self._spread) | tiles.on_diagonal(self._row, column)
     # Weights: the low terms of queries follow the high ones, as in the terms.
     of_weight = column >> tiles.GROUP_BITS
     pull = column - self._spread
     if not self._exact:
       pull = jnp.where(pull >= queries, pull - queries, pull)
     of_pull = pull + (1 if self._exact else 2) * queries
-    return jnp.where(column < self._spread, of_weight, of_pull), kept
+    return jnp.where(column < self._spread, of_weight, of_pull), valid
 
   def __call__(self, weight, pull):
     """The factors of weights and pulls [M*8, J]."""
@@ -143,8 +143,8 @@ class Factors:
 
   def _factor(self, packed, first):
     parts = []
-    for at, kept in self._parts:
+    for at, valid in self._parts:
       taken = tiles.take_columns(packed, lambda r, i, at=at: at + first)
-      part = jnp.where(kept, taken, 0.0)
+      part = jnp.where(valid, taken, 0.0)
       parts.append(part if self._exact else part.astype(jnp.bfloat16))
     return jnp.concatenate(parts, axis=1)[:, : self.columns]

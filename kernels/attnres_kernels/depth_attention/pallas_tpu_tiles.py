@@ -136,7 +136,7 @@ def flatten(sources):
   return shape[:-1], flat, num_tokens
 
 
-def whole(array):
+def constant_spec(array):
   """The block spec of an array that every step sees in full."""
   return pl.BlockSpec(array.shape, lambda *i: (0,) * array.ndim)
 
@@ -155,19 +155,19 @@ def stats_from_tiles(x, num_tokens):
   return x[:, :num_tokens]
 
 
-def load_sources(source_refs, rows, kept, chunk):
+def load_sources(source_refs, rows, valid, chunk):
   """[M*8, lanes] of one group of tokens."""
-  return concatenate([ref[rows, chunk] for ref in source_refs], kept)
+  return concatenate([ref[rows, chunk] for ref in source_refs], valid)
 
 
-def concatenate(parts, kept):
+def concatenate(parts, valid):
   """Stacks rows; padding rows of `parts` become zero."""
-  if kept is not None:
-    parts = [jnp.where(kept, part, jnp.zeros_like(part)) for part in parts]
+  if valid is not None:
+    parts = [jnp.where(valid, part, jnp.zeros_like(part)) for part in parts]
   return jnp.concatenate(parts, axis=0)
 
 
-def kept_rows(num_tokens, tile, base, rows):
+def valid_rows(num_tokens, tile, base, rows):
   """Which of the rows from `base` on are tokens; None if all are."""
   if num_tokens % tile == 0:
     return None

@@ -115,16 +115,16 @@ def combine_mixtures(
   total = exp_a + exp_b
   safe = jnp.where(total == 0, 1, total)
   lse = jnp.where(total == 0, -jnp.inf, jnp.log(safe) + top)
-  keep, take = exp_a / safe, exp_b / safe
+  weight_a, weight_b = exp_a / safe, exp_b / safe
   if lse.ndim == out_a.ndim:
-    keep, take = (
+    weight_a, weight_b = (
       heads_lib.spread(weight, lse.shape[-1], out_a.shape[-1])
-      for weight in (keep, take)
+      for weight in (weight_a, weight_b)
     )
   else:
-    keep, take = keep[..., None], take[..., None]
-  out = keep * out_a.astype(safe.dtype)
-  out += take * out_b.astype(safe.dtype)
+    weight_a, weight_b = weight_a[..., None], weight_b[..., None]
+  out = weight_a * out_a.astype(safe.dtype)
+  out += weight_b * out_b.astype(safe.dtype)
   return out.astype(out_a.dtype), lse
 
 

@@ -123,8 +123,8 @@ def backward(
     token = jax.lax.axis_index("program")
     out, total = out_ref.at[token], total_ref.at[token]
     score, inverse = _score(tiles, query_ref, total, eps)
-    keep, take = _two_weights(lse_ref[token], score)
-    mixed = _mixed(tiles, out, total, keep, take)
+    out_weight, partial_weight = _two_weights(lse_ref[token], score)
+    mixed = _mixed(tiles, out, total, out_weight, partial_weight)
     norm, along = jnp.float32(1.0), jnp.float32(0.0)
 
     def pulled(columns: Any) -> jax.Array:
@@ -148,39 +148,43 @@ def backward(
       return x - along * mixed(columns) if gain_refs else x
 
     def difference(columns: Any) -> tuple[jax.Array]:
-      apart = tiles.load(total.at[columns]) - tiles.load(out.at[columns])
-      return (through_norm(columns) * apart,)
+      gap = tiles.load(total.at[columns]) - tiles.load(out.at[columns])
+      return (through_norm(columns) * gap,)
 
-    dscore = keep * take * tiles.sums(difference, 1)[0]
+    dscore = out_weight * partial_weight * tiles.sums(difference, 1)[0]
     pull = dscore * inverse
     bend = pull * score * inverse * (1.0 / tiles.width)
     dlse_ref[token] = -dscore
-    for i, factor in enumerate((pull, keep * norm, take * norm)):
+    for i, factor in enumerate(
+      (pull, out_weight * norm, partial_weight * norm)
+    ):
       factors_ref[i, token] = factor
 
     def write(columns: Any, fresh: Any, carry: None) -> None:
       dmixed = through_norm(columns)
-      dtotal = take * dmixed - bend * tiles.load(total.at[columns])
+      dtotal = partial_weight * dmixed - bend * tiles.load(total.at[columns])
       dtotal += pull * tiles.load(query_ref.at[columns])
-      warpgroup.store(dout_ref.at[token, columns], keep * dmixed)
+      warpgroup.store(dout_ref.at[token, columns], out_weight * dmixed)
       warpgroup.store(dtotal_ref.at[token, columns], dtotal)
 
     tiles.loop(write, None)
 
-  dout_TD, dtotal, dlse, (pull_T, keep_T, take_T) = warpgroup.call(
-    kernel,
-    "depth_merge_backward",
-    out_type=[
-      *map(_like, (wide[0], wide[1], operands[1])),
-      jax.ShapeDtypeStruct((3, num_tokens), jnp.float32),
-    ],
-    grid=num_tokens,
-    interpret=interpret,
-  )(*operands)
+  dout_TD, dtotal, dlse, (pull_T, out_factor_T, partial_factor_T) = (
+    warpgroup.call(
+      kernel,
+      "depth_merge_backward",
+      out_type=[
+        *map(_like, (wide[0], wide[1], operands[1])),
+        jax.ShapeDtypeStruct((3, num_tokens), jnp.float32),
+      ],
+      grid=num_tokens,
+      interpret=interpret,
+    )(*operands)
+  )
   out, total, dmixed = (x.astype(jnp.float32) for x in wide)
   dgain_D = None
   if gain_D is not None:
-    normed = keep_T[:, None] * out + take_T[:, None] * total
+    normed = out_factor_T[:, None] * out + partial_factor_T[:, None] * total
     dgain_D = jnp.sum(dmixed * normed, axis=0)
   return (
     dout_TD.reshape(out_TD.shape),
@@ -195,11 +199,16 @@ flatten = warpgroup.flatten
 
 
 def _mixed(
-  tiles: warpgroup.Tiles, out: Any, total: Any, keep: Any, take: Any
+  tiles: warpgroup.Tiles,
+  out: Any,
+  total: Any,
+  out_weight: Any,
+  partial_weight: Any,
 ) -> Callable[[Any], jax.Array]:
   """A function of columns: the mixture with the partial sum, row refs [D]."""
   return lambda columns: (
-    keep * tiles.load(out.at[columns]) + take * tiles.load(total.at[columns])
+    out_weight * tiles.load(out.at[columns])
+    + partial_weight * tiles.load(total.at[columns])
   )
 
 

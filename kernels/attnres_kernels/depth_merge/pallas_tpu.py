@@ -61,11 +61,11 @@ def forward(
     ),
     grid=(call.tiles,),
     in_specs=[
-      *(whole(x) for x in vectors),
-      call.stats_spec(_alone, heads),
-      *[call.wide_spec(_alone)] * 2,
+      *(constant_spec(x) for x in vectors),
+      call.stats_spec(_step, heads),
+      *[call.wide_spec(_step)] * 2,
     ],
-    out_specs=call.wide_spec(_alone),
+    out_specs=call.wide_spec(_step),
     out_shape=jax.ShapeDtypeStruct((call.tokens, call.width), out_TD.dtype),
     compiler_params=pltpu.CompilerParams(
       dimension_semantics=("parallel",),
@@ -115,7 +115,7 @@ def backward(
     ),
     grid=(parts, steps),
     in_specs=[
-      *(whole(x) for x in vectors),
+      *(constant_spec(x) for x in vectors),
       call.stats_spec(at, heads),
       *[call.wide_spec(at)] * len(wide),
     ],
@@ -150,7 +150,7 @@ def backward(
   )
 
 
-def _alone(t):
+def _step(t):
   """The only axis of a grid."""
   return t
 
@@ -229,8 +229,10 @@ def _forward_kernel(*refs, gain, columns, eps, norm_eps):
     rows = slice(start, start + ROWS)
     partial = load_rows(partial_ref, rows)
     score, _ = _score(partial, query_ref, columns, eps)
-    keep, take = map(columns.spread, plain.two_weights(lse[rows], score))
-    mixed = keep * load_rows(out_ref, rows) + take * partial
+    out_weight, partial_weight = map(
+      columns.spread, plain.two_weights(lse[rows], score)
+    )
+    mixed = out_weight * load_rows(out_ref, rows) + partial_weight * partial
     if gain_ref is not None:
       mixed *= jax.lax.rsqrt(mean(mixed * mixed) + norm_eps)
       mixed *= gain_ref[...]
@@ -259,15 +261,18 @@ def _backward_kernel(*refs, num_tokens, gain, columns, eps, norm_eps):
   dscores = []
   for start in range(0, tile, ROWS):
     rows = slice(start, start + ROWS)
-    kept = kept_rows(num_tokens, tile, step * tile + start)
-    load = functools.partial(load_rows, rows=rows, kept=kept)
+    valid = valid_rows(num_tokens, tile, step * tile + start)
+    load = functools.partial(load_rows, rows=rows, valid=valid)
     out, partial, dmixed = load(out_ref), load(partial_ref), load(dmixed_ref)
     score, inverse = _score(partial, query_ref, columns, eps)
-    keep, take = plain.two_weights(lse[rows], score)
-    slope = keep * take
-    keep, take = columns.spread(keep), columns.spread(take)
+    out_weight, partial_weight = plain.two_weights(lse[rows], score)
+    slope = out_weight * partial_weight
+    out_weight, partial_weight = (
+      columns.spread(out_weight),
+      columns.spread(partial_weight),
+    )
     if gain_ref is not None:
-      mixed = keep * out + take * partial
+      mixed = out_weight * out + partial_weight * partial
       norm = jax.lax.rsqrt(mean(mixed * mixed) + norm_eps)
       mixed *= norm
       sums_ref[0, 1] += fold(dmixed * mixed)
@@ -280,8 +285,8 @@ def _backward_kernel(*refs, num_tokens, gain, columns, eps, norm_eps):
       bend = jnp.sum(bend, axis=1, keepdims=True)
     pull = columns.spread(pull)
     sums_ref[0, 0] += fold(pull * partial)
-    dout_ref[rows, :] = (keep * dmixed).astype(dout_ref.dtype)
-    dpartial = take * dmixed - bend * columns.only_keys(partial)
+    dout_ref[rows, :] = (out_weight * dmixed).astype(dout_ref.dtype)
+    dpartial = partial_weight * dmixed - bend * columns.only_keys(partial)
     dpartial += pull * query_ref[...]
     dpartial_ref[rows, :] = dpartial.astype(dpartial_ref.dtype)
     dscores.append(dscore)
@@ -291,7 +296,7 @@ def _backward_kernel(*refs, num_tokens, gain, columns, eps, norm_eps):
   dlse_ref[0] = -jnp.transpose(dscore)[: columns.heads]
 
 
-def kept_rows(num_tokens, tile, base):
+def valid_rows(num_tokens, tile, base):
   """Which of the rows from `base` on are tokens; None if all are."""
   if num_tokens % tile == 0:
     return None
@@ -299,9 +304,9 @@ def kept_rows(num_tokens, tile, base):
   return row < num_tokens - base
 
 
-def load_rows(ref, rows, kept=None):
+def load_rows(ref, rows, valid=None):
   x = ref[rows, :].astype(jnp.float32)
-  return x if kept is None else jnp.where(kept, x, 0.0)
+  return x if valid is None else jnp.where(valid, x, 0.0)
 
 
 def _score(total, query_ref, columns, eps):
@@ -329,5 +334,5 @@ def _to_column(ref):
   return jnp.transpose(row)[:, :1]
 
 
-def whole(array):
+def constant_spec(array):
   return pl.BlockSpec(array.shape, lambda *i: (0,) * array.ndim)

@@ -36,13 +36,13 @@ def forward(
   dtype = query_D.dtype
   partial = partial_TD.astype(dtype)
   score_T = _score(partial, query_D, eps, heads, rank)
-  keep_TD, take_TD = (
+  out_weight_TD, partial_weight_TD = (
     weight_T[..., None]
     if heads == 1
     else heads_lib.spread(weight_T, heads, out_TD.shape[-1])
     for weight_T in two_weights(lse_T, score_T)
   )
-  mixed_TD = keep_TD * out_TD.astype(dtype) + take_TD * partial
+  mixed_TD = out_weight_TD * out_TD.astype(dtype) + partial_weight_TD * partial
   if gain_D is not None:
     mixed_TD *= _inverse_rms(mixed_TD, norm_eps)[..., None]
     mixed_TD *= _row(gain_D, mixed_TD)

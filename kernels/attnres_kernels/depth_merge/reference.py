@@ -44,9 +44,9 @@ def forward(
 def _mix(out_TD, lse_T, product_TD, total_TD):
   score_T = jnp.sum(product_TD, axis=-1)
   # Both at once: a softmax over two log-weights, the mixture's and the score.
-  keep_T = jax.nn.sigmoid(lse_T - score_T)[..., None]
-  take_T = jax.nn.sigmoid(score_T - lse_T)[..., None]
-  return keep_T * out_TD + take_T * total_TD
+  out_weight_T = jax.nn.sigmoid(lse_T - score_T)[..., None]
+  partial_weight_T = jax.nn.sigmoid(score_T - lse_T)[..., None]
+  return out_weight_T * out_TD + partial_weight_T * total_TD
 
 
 def _rms_norm(x_TD, eps):

@@ -157,7 +157,7 @@ def forward(
   if chunks:
     squares = [call.squares_out(q.dtype)] * 3
     outputs += [call.tokens_out(v), call.starts_out(q.dtype), *squares]
-  o, state, *found = call(
+  o, state, *saved = call(
     functools.partial(_forward_kernel, scale=scale),
     "kda_forward_saving" if chunks else "kda_forward",
     [call.tokens(x) for x in (q, k, v, g)]
@@ -165,7 +165,7 @@ def forward(
     outputs,
   )
   results = call.unflatten(o, v), state.mT
-  return (*results, Chunks(*found)) if chunks else results
+  return (*results, Chunks(*saved)) if chunks else results
 
 
 def backward(
@@ -384,19 +384,19 @@ def _forward_kernel(
   ]
   z = []
   for c, inverse in zip(asides, inverses):
-    own, rests = rests[: len(c.heads)], rests[len(c.heads) :]
-    z += c.split(c.dot(c.spread(inverse), _stack(own)))
+    group_rows, rests = rests[: len(c.heads)], rests[len(c.heads) :]
+    z += c.split(c.dot(c.spread(inverse), _stack(group_rows)))
   betas = [column for c in asides for column in c.columns(c.beta)]
   written = [column * x for column, x in zip(betas, z)]
   for m, h, state, x in zip(members, heads, states, written):
-    state_ref[m.state] = h.whole * state + asides[0].dot(x, h.k_out, 0, 0)
+    state_ref[m.state] = h.chunk_decay * state + asides[0].dot(x, h.k_out, 0, 0)
   if chunks:
     for m, x in zip(members, z):
       chunks.z[m.tokens(chunks.z)] = x.astype(chunks.z.dtype)
   outputs = []
   for c, (_, pairs) in zip(asides, scores):
-    own, written = written[: len(c.heads)], written[len(c.heads) :]
-    outputs += c.split(c.dot(c.spread(pairs), _stack(own)))
+    group_rows, written = written[: len(c.heads)], written[len(c.heads) :]
+    outputs += c.split(c.dot(c.spread(pairs), _stack(group_rows)))
   for m, read, output in zip(members, reads, outputs):
     o_ref[m.tokens(o_ref)] = (read[size:] + output).astype(o_ref.dtype)
 
@@ -431,7 +431,7 @@ def _backward_kernel(
     )
     *grads, dbeta_ref[at] = chunk_lib.gradients(
       c,
-      chunk_lib.Found(
+      chunk_lib.Saved(
         z,
         [starts_ref[m.matrix] for m in members],
         inverses_ref[at],

@@ -45,7 +45,7 @@ class Head:
     self.q = q.astype(jnp.float32) * scale
     exponents = decay_lib.exponents(jnp.maximum(g, _FORGET) * _LOG2_E)
     *self.decays, self.carried, self.left = map(jnp.exp2, exponents)
-    self.whole = self.carried[-1:]
+    self.chunk_decay = self.carried[-1:]
     self.k_out = self.k * self.left
     self.k_in = self.k * self.carried
     self.q_in = self.q * self.carried
@@ -128,7 +128,7 @@ class Aside:
     return dot(a, b, b_axis, a_axis, exact=self.exact)
 
 
-class Found(NamedTuple):
+class Saved(NamedTuple):
   """What the forward pass found in a chunk of n heads.
 
   Attributes:
@@ -152,8 +152,10 @@ def scores(c):
   lane, row = (_iota((_BLOCK, c.size * len(c.heads)), axis) for axis in (1, 0))
   column = lane & (_BLOCK - 1)
   block = (lane & (c.size - 1)) >> decay_lib.num_levels(_BLOCK)
-  own = [jnp.sum(h.q * h.k, axis=1, keepdims=True) for h in c.heads]
-  pairs = [jnp.where(column == row, x, 0.0) for x in _blocks(c.choose(own))]
+  diagonal = [jnp.sum(h.q * h.k, axis=1, keepdims=True) for h in c.heads]
+  pairs = [
+    jnp.where(column == row, x, 0.0) for x in _blocks(c.choose(diagonal))
+  ]
   keys = [jnp.zeros_like(x) for x in pairs]
   for level in range(c.levels):
     size = 1 << level
@@ -183,42 +185,42 @@ def scores(c):
 def inverses(groups, keys):
   """Inverses of I + A diag(beta), [C, n C] float32, all groups in lockstep."""
   systems = [x * c.beta for c, x in zip(groups, keys)]
-  found = [_blocks_inverse(c, x) for c, x in zip(groups, systems)]
+  solved = [_blocks_inverse(c, x) for c, x in zip(groups, systems)]
   for level in range(decay_lib.num_levels(_BLOCK), groups[0].levels):
     size = 1 << level
-    late = [decay_lib.late_rows(x, size) for x in found]
+    late = [decay_lib.late_rows(x, size) for x in solved]
     halves = [
       c.times(x, jnp.where(c.mask(level), system, 0.0))
       for c, x, system in zip(groups, late, systems)
     ]
     late = [
-      x - c.times(half, whole)
-      for c, x, half, whole in zip(groups, late, halves, found)
+      x - c.times(half, inverse)
+      for c, x, half, inverse in zip(groups, late, halves, solved)
     ]
-    found = [
-      decay_lib.with_late_rows(x, rows, size) for x, rows in zip(found, late)
+    solved = [
+      decay_lib.with_late_rows(x, rows, size) for x, rows in zip(solved, late)
     ]
   if groups[0].exact:
-    return found
+    return solved
   # One Newton step squares the error of the products in bfloat16.
-  found = [x.astype(jnp.bfloat16).astype(jnp.float32) for x in found]
+  solved = [x.astype(jnp.bfloat16).astype(jnp.float32) for x in solved]
   products = [
     c.times(jnp.concatenate(_split(system, 2), axis=0), x)
-    for c, system, x in zip(groups, systems, found)
+    for c, system, x in zip(groups, systems, solved)
   ]
   rests = [
     jnp.where(c.diagonal, 1.0, 0.0) - x - product[: c.size] - product[c.size :]
-    for c, x, product in zip(groups, found, products)
+    for c, x, product in zip(groups, solved, products)
   ]
-  return [x + c.times(x, rest) for c, x, rest in zip(groups, found, rests)]
+  return [x + c.times(x, rest) for c, x, rest in zip(groups, solved, rests)]
 
 
-def gradients(c, found, do, dstates):
-  """Gradients of one group, given those of its outputs and last states.
+def gradients(c, saved, do, dstates):
+  """Gradients of one group, given those of its outputs and of its last states.
 
   Args:
     c: the chunk of n heads.
-    found: what the forward pass found in it.
+    saved: what the forward pass found in it.
     do: gradients of the outputs of each head, [C, V] float32.
     dstates: gradients of the states after it, [V, K] float32.
 
@@ -226,10 +228,10 @@ def gradients(c, found, do, dstates):
     Lists per head of the gradients of the scaled q, of k, of v, of g and of the
     first states, and that of beta, [1, n C].
   """
-  heads, z = c.heads, found.z
+  heads, z = c.heads, saved.z
   columns = c.columns(c.beta)
-  inverse = c.spread(found.inverse)
-  dwritten = c.split(c.dot(c.spread(found.pairs), _stack(do), 0, 0))
+  inverse = c.spread(saved.inverse)
+  dwritten = c.split(c.dot(c.spread(saved.pairs), _stack(do), 0, 0))
   dwritten = [
     x + c.dot(h.k_out, dstate, 1)
     for x, h, dstate in zip(dwritten, heads, dstates)
@@ -240,17 +242,19 @@ def gradients(c, found, do, dstates):
   dpairs = c.fold(c.dot(_stack(do), _stack(written), 1))
   dsystem = -c.fold(c.dot(x, _stack(z), 1))
   x = c.split(x)
-  own = [jnp.sum(a * b, axis=1, keepdims=True) for a, b in zip(dwritten, z)]
-  keys = found.keys.astype(jnp.float32)
+  diagonal = [
+    jnp.sum(a * b, axis=1, keepdims=True) for a, b in zip(dwritten, z)
+  ]
+  keys = saved.keys.astype(jnp.float32)
   dbeta = jnp.sum(
-    jnp.where(c.diagonal, c.choose(own), 0.0)
+    jnp.where(c.diagonal, c.choose(diagonal), 0.0)
     + jnp.where(c.below, dsystem * keys, 0.0),
     axis=0,
     keepdims=True,
   )
-  dq, dk, dexponents, dwhole, dbefore = [], [], [], [], []
-  for h, own, x_, do_, y, start, dstate in zip(
-    heads, c.columns(dpairs), x, do, written, found.starts, dstates
+  dq, dk, dexponents, dtotals, dbefore = [], [], [], [], []
+  for h, diagonal, x_, do_, y, start, dstate in zip(
+    heads, c.columns(dpairs), x, do, written, saved.starts, dstates
   ):
     both = jnp.concatenate([-x_, do_], axis=0)
     dboth_in = c.dot(both, start)
@@ -258,12 +262,14 @@ def gradients(c, found, do, dstates):
     dq_in = dboth_in[c.size :] * h.carried
     dk_out = c.dot(y, dstate) * h.left
     start = start.astype(jnp.float32)
-    dwhole.append(h.whole * jnp.sum(start * dstate, axis=0, keepdims=True))
-    dbefore.append(
-      h.whole * dstate + c.dot(both, _stack([h.k_in, h.q_in]), 0, 0)
+    dtotals.append(
+      h.chunk_decay * jnp.sum(start * dstate, axis=0, keepdims=True)
     )
-    dq.append(dq_in + own * h.k)
-    dk.append(dk_in + dk_out + own * h.q)
+    dbefore.append(
+      h.chunk_decay * dstate + c.dot(both, _stack([h.k_in, h.q_in]), 0, 0)
+    )
+    dq.append(dq_in + diagonal * h.k)
+    dk.append(dk_in + dk_out + diagonal * h.q)
     # A decay enters only through its product with q or k, so the gradient of
     # its exponent is the gradient of that product times q or k.
     dexponents.append([h.q * dq_in + h.k * dk_in, h.k * dk_out])
@@ -284,8 +290,8 @@ def gradients(c, found, do, dstates):
       dk[i] += dk_here
       dexponents[i].insert(0, h.q * dq_here + h.k * dk_here)
   dg = [
-    decay_lib.exponents_gradient(sums) + whole
-    for sums, whole in zip(dexponents, dwhole)
+    decay_lib.exponents_gradient(sums) + dtotal
+    for sums, dtotal in zip(dexponents, dtotals)
   ]
   return dq, dk, x, dg, dbefore, dbeta
 
@@ -303,13 +309,13 @@ def _blocks_inverse(c, system):
   for index, part in enumerate(parts):
     below = jnp.where(blocks[part] == index, system[part], below)
   lane = _iota(zeros.shape, 1)
-  found = jnp.where(_iota(zeros.shape, 0) == (lane & (_BLOCK - 1)), 1.0, 0.0)
+  solved = jnp.where(_iota(zeros.shape, 0) == (lane & (_BLOCK - 1)), 1.0, 0.0)
   for row in range(_BLOCK - 1):
     factor = jnp.take_along_axis(below, (lane & -_BLOCK) + row, axis=1)
-    found -= factor * found[row : row + 1]
+    solved -= factor * solved[row : row + 1]
   return _stack(
     [
-      jnp.where(blocks[part] == index, found, 0.0)
+      jnp.where(blocks[part] == index, solved, 0.0)
       for index, part in enumerate(parts)
     ]
   )

@@ -63,7 +63,7 @@ class _Chunks(NamedTuple):
   squares: list[_Square]  # From the smallest to the largest.
   carried: jax.Array  # Decay from the chunk's start to each token.
   left: jax.Array  # Decay from each token to the chunk's end.
-  whole: jax.Array  # Decay of the whole chunk, [N, B, H, K].
+  chunk_decay: jax.Array  # Decay of the whole chunk, [N, B, H, K].
 
 
 def kda(*arguments, scale, chunk_size, save):
@@ -118,21 +118,30 @@ def backward(q, k, v, g, beta, state, do, dstate, *, scale, chunk_size):
   x_state = dot("...ij,...ik->...jk", inverse, beta_column * c.k * c.left)
 
   def body(dstate, chunk):
-    start, q_in, k_in, x_own, x_state, do, z, whole = chunk
+    start, q_in, k_in, x_own, x_state, do, z, chunk_decay = chunk
     x = x_own + dot("...ck,...kv->...cv", x_state, dstate)
     dq_in = dot("...cv,...kv->...ck", do, start)
     dk_in = -dot("...cv,...kv->...ck", x, start)
     dk_out = dot("...cv,...kv->...ck", z, dstate)
-    dwhole = whole * jnp.sum(start * dstate, axis=-1)
-    dstate = whole[..., None] * dstate
+    dchunk_decay = chunk_decay * jnp.sum(start * dstate, axis=-1)
+    dstate = chunk_decay[..., None] * dstate
     dstate += dot("...ck,...cv->...kv", q_in, do)
     dstate -= dot("...ck,...cv->...kv", k_in, x)
-    return dstate, (x, dq_in, dk_in, dk_out, dwhole)
+    return dstate, (x, dq_in, dk_in, dk_out, dchunk_decay)
 
-  dstate, (x, dq_in, dk_in, dk_out, dwhole) = jax.lax.scan(
+  dstate, (x, dq_in, dk_in, dk_out, dchunk_decay) = jax.lax.scan(
     body,
     dstate,
-    (starts, c.q * c.carried, c.k * c.carried, x_own, x_state, do, z, c.whole),
+    (
+      starts,
+      c.q * c.carried,
+      c.k * c.carried,
+      x_own,
+      x_state,
+      do,
+      z,
+      c.chunk_decay,
+    ),
     reverse=True,
   )
 
@@ -146,18 +155,18 @@ def backward(q, k, v, g, beta, state, do, dstate, *, scale, chunk_size):
   dq_in *= c.carried
   dk_in *= c.carried
   dk_out *= beta_column * c.left
-  own = jnp.diagonal(dpairs, axis1=-2, axis2=-1)[..., None]
+  diagonal = jnp.diagonal(dpairs, axis1=-2, axis2=-1)[..., None]
   dq, dk, dg = _tree_gradient(
     c,
     dkeys=dsystem * c.beta[..., None, :],
     dpairs=dpairs,
-    dq=dq_in + own * c.k,
-    dk=dk_in + dk_out + own * c.q,
+    dq=dq_in + diagonal * c.k,
+    dk=dk_in + dk_out + diagonal * c.q,
     # A decay enters only through its product with q or k, so the gradient of
     # its exponent is the gradient of that product times q or k.
     dprefix=c.q * dq_in + c.k * dk_in,
     dsuffix=c.k * dk_out,
-    dtotal=dwhole,
+    dtotal=dchunk_decay,
     dot=dot,
   )
   return *(
@@ -175,14 +184,14 @@ def _states(c, inverse, state, dot):
   writes = c.beta[..., None] * c.k * c.left
 
   def body(state, chunk):
-    values, reads, writes, whole = chunk
+    values, reads, writes, chunk_decay = chunk
     z = values - dot("...ck,...kv->...cv", reads, state)
-    after = whole[..., None] * state
+    after = chunk_decay[..., None] * state
     after += dot("...ck,...cv->...kv", writes, z)
     return after, (z, state)
 
   state, (z, starts) = jax.lax.scan(
-    body, state, (values, reads, writes, c.whole)
+    body, state, (values, reads, writes, c.chunk_decay)
   )
   return z, starts, state
 
@@ -221,7 +230,7 @@ def _tree_gradient(c, dkeys, dpairs, dq, dk, dprefix, dsuffix, dtotal, dot):
     first, _ = _halves(dsuffix, size)
     _, second = _halves(dprefix, size)
     sums = [jnp.sum(x, axis=-2, keepdims=True) for x in (second, first)]
-    dtotal = _whole(dtotal, dtotal) + _whole(*sums)
+    dtotal = _interleaved(dtotal, dtotal) + _interleaved(*sums)
     dkeys, dkeys_below = _split(dkeys)
     dpairs, dpairs_below = _split(dpairs)
     dblock = jnp.concatenate([dkeys_below, dpairs_below], axis=-2)
@@ -231,9 +240,9 @@ def _tree_gradient(c, dkeys, dpairs, dq, dk, dprefix, dsuffix, dtotal, dot):
     drows_k, drows_q = jnp.split(drows, 2, axis=-2)
     drows_k, drows_q = drows_k * square.row_decay, drows_q * square.row_decay
     zeros = jnp.zeros_like(dcolumns)
-    part_q = _whole(zeros, drows_q).reshape(dq.shape)
-    part_k = _whole(zeros, drows_k).reshape(dk.shape)
-    part_columns = _whole(dcolumns, zeros).reshape(dk.shape)
+    part_q = _interleaved(zeros, drows_q).reshape(dq.shape)
+    part_k = _interleaved(zeros, drows_k).reshape(dk.shape)
+    part_columns = _interleaved(dcolumns, zeros).reshape(dk.shape)
     dq += part_q
     dk += part_k + part_columns
     dprefix += c.q * part_q + c.k * part_k
@@ -266,8 +275,10 @@ def _chunks(q, k, v, g, beta, dtype, scale, chunk_size):
     )
     late_total = late_prefix[..., -1:, :]
     late_prefix += early_prefix[..., -1:, :]
-    prefix = _whole(early_prefix, late_prefix).reshape(g.shape)
-    suffix = _whole(early_suffix + late_total, late_suffix).reshape(g.shape)
+    prefix = _interleaved(early_prefix, late_prefix).reshape(g.shape)
+    suffix = _interleaved(early_suffix + late_total, late_suffix).reshape(
+      g.shape
+    )
     size *= 2
   carried = jnp.exp(prefix)
   return _Chunks(
@@ -286,7 +297,7 @@ def _halves(x, size, axis=-2):
   )
 
 
-def _whole(even, odd):
+def _interleaved(even, odd):
   """The inverse of `_halves`, along the second-to-last axis: [..., blocks,
   ...].
   """

@@ -25,7 +25,7 @@ def forward(x_TD, gain_D, *, eps, interpret=False):
   y = pl.pallas_call(
     functools.partial(_forward_kernel, eps=eps),
     grid=(call.tiles,),
-    in_specs=[rows_lib.whole(gain), call.wide_spec(lambda t: t)],
+    in_specs=[rows_lib.constant_spec(gain), call.wide_spec(lambda t: t)],
     out_specs=call.wide_spec(lambda t: t),
     out_shape=jax.ShapeDtypeStruct((call.tokens, call.width), x_TD.dtype),
     compiler_params=pltpu.CompilerParams(
@@ -54,7 +54,11 @@ def backward(x_TD, gain_D, dy_TD, *, eps, interpret=False):
   dx, dgain = pl.pallas_call(
     functools.partial(_backward_kernel, num_tokens=call.tokens, eps=eps),
     grid=(parts, steps),
-    in_specs=[rows_lib.whole(gain), call.wide_spec(at), call.wide_spec(at)],
+    in_specs=[
+      rows_lib.constant_spec(gain),
+      call.wide_spec(at),
+      call.wide_spec(at),
+    ],
     out_specs=[
       call.wide_spec(at),
       pl.BlockSpec((1, *sums[1:]), lambda p, s: (p, 0, 0)),
@@ -93,13 +97,13 @@ def _backward_kernel(
   step = pl.program_id(0) * pl.num_programs(1) + pl.program_id(1)
   for start in range(0, tile, rows_lib.ROWS):
     rows = slice(start, start + rows_lib.ROWS)
-    kept = rows_lib.kept_rows(num_tokens, tile, step * tile + start)
-    x = rows_lib.load_rows(x_ref, rows, kept)
-    dy = rows_lib.load_rows(dy_ref, rows, kept)
+    valid = rows_lib.valid_rows(num_tokens, tile, step * tile + start)
+    x = rows_lib.load_rows(x_ref, rows, valid)
+    dy = rows_lib.load_rows(dy_ref, rows, valid)
     inverse = jax.lax.rsqrt(rows_lib.mean(x * x) + eps)
-    if kept is not None:
+    if valid is not None:
       # Without an eps, it is infinite in rows of padding, which are zero.
-      inverse = jnp.where(kept, inverse, 0.0)
+      inverse = jnp.where(valid, inverse, 0.0)
     x *= inverse
     sums_ref[0] += rows_lib.fold(dy * x)
     dy *= gain_ref[...]

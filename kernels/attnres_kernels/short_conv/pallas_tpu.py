@@ -266,11 +266,11 @@ def _backward_kernel(
   # replaced by what this step sends.
   after = [later[shift] for shift in range(1, taps)]
   total = [jnp.zeros((_ROWS, x.shape[2]), jnp.float32) for _ in range(taps)]
-  own, moved, ready = None, [], []
+  current, moved, ready = None, [], []
 
   def gather(k, following):
     """The gradient of register k, from its own tokens and the next ones."""
-    sent = [own]
+    sent = [current]
     for shift, (a, b) in enumerate(zip(moved, following), 1):
       sent.append(jnp.where(row < _ROWS - shift, a, b))
     _write(dx, k, ready, sum(a * b for a, b in zip(tap, sent)))
@@ -289,7 +289,7 @@ def _backward_kernel(
     else:
       for shift, a in enumerate(following, 1):
         later[shift] = a
-    own, moved = dz, following
+    current, moved = dz, following
   gather(x.shape[1] // _ROWS - 1, after)
   for shift in range(taps):
     dtaps[0, taps - 1 - shift] += total[shift]

@@ -155,7 +155,7 @@ def _iterate(matrix, iterations, steps_ref):
   """The last r and c; in `steps_ref`, those after each iteration, from 0."""
   transposed = list(zip(*matrix))
 
-  def keep(i, row, column):
+  def save(i, row, column):
     if steps_ref is not None:
       for k, (r, c) in enumerate(zip(row, column)):
         steps_ref[i, 0, k], steps_ref[i, 1, k] = r, c
@@ -163,11 +163,11 @@ def _iterate(matrix, iterations, steps_ref):
   def step(i, last):
     row = _product(matrix, [1 / c for c in last[1]])
     column = _product(transposed, [1 / r for r in row])
-    keep(i + 1, row, column)
+    save(i + 1, row, column)
     return row, column
 
   ones = [jnp.ones(_REGISTER, jnp.float32) for _ in matrix]
-  keep(0, ones, ones)
+  save(0, ones, ones)
   return jax.lax.fori_loop(0, iterations, step, (ones, ones))
 
 

@@ -68,8 +68,8 @@ def forward(
     functools.partial(_forward_kernel, count=count, eps=eps),
     grid=(call.tiles,),
     in_specs=[
-      _whole((count, 2)),
-      _whole((count, call.columns, call.width)),
+      _constant_spec((count, 2)),
+      _constant_spec((count, call.columns, call.width)),
       call.row_spec(count * (count + 1), at),
       *(call.wide_spec(at) for _ in range(count + 1)),
     ],
@@ -123,8 +123,8 @@ def backward(
     functools.partial(_backward_kernel, count=count, tokens=call.tokens),
     grid=(parts, steps),
     in_specs=[
-      _whole((count, 2)),
-      _whole((count, columns, call.width)),
+      _constant_spec((count, 2)),
+      _constant_spec((count, columns, call.width)),
       call.row_spec(count * (count + 1), at),
       call.row_spec(columns, at),
       call.row_spec(1, at),
@@ -377,10 +377,10 @@ def _backward_kernel(
             for k, x in zip(range(i, factors.shape[1], count + 1), totals)
           )
           ref[rows, lanes] = dx.astype(ref.dtype)
-    found = _dots(total, group, olds)
-    dfactors = [a + b for a, b in zip(dfactors, found)]
-  for j, found in enumerate(dfactors):
-    dfactors_ref[j * (count + 1) : (j + 1) * (count + 1), :] = found
+    products = _dots(total, group, olds)
+    dfactors = [a + b for a, b in zip(dfactors, products)]
+  for j, dfactor in enumerate(dfactors):
+    dfactors_ref[j * (count + 1) : (j + 1) * (count + 1), :] = dfactor
 
 
 class _Stack:
@@ -516,13 +516,13 @@ def _lane_sums(x):
 
 def _fold(x):
   """Sums columns down to one register of lanes."""
-  whole = x.shape[1] // _LANES * _LANES
-  parts = (x[:, i : i + _LANES] for i in range(0, whole, _LANES))
+  full = x.shape[1] // _LANES * _LANES
+  parts = (x[:, i : i + _LANES] for i in range(0, full, _LANES))
   folded = sum(parts)  # Zero if there is none.
-  if whole == x.shape[1]:
+  if full == x.shape[1]:
     return folded
   lane = jax.lax.broadcasted_iota(jnp.int32, (x.shape[0], _LANES), 1)
-  rest = jnp.sum(x[:, whole:], axis=1, keepdims=True)
+  rest = jnp.sum(x[:, full:], axis=1, keepdims=True)
   return folded + jnp.where(lane == 0, rest, 0.0)
 
 
@@ -547,5 +547,5 @@ def _chunks(width):
     yield slice(start, min(start + _CHUNK, width))
 
 
-def _whole(shape):
+def _constant_spec(shape):
   return pl.BlockSpec(shape, lambda *i: (0,) * len(shape))

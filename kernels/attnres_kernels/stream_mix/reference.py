@@ -15,12 +15,12 @@ def forward(
   old = jnp.stack(streams).astype(wide)
   new = jnp.einsum("ij...,i...d->j...d", mix_MMT.astype(wide), old)
   new += write_MT.astype(wide)[..., None] * y.astype(wide)[None]
-  kept = new.astype(streams[0].dtype)
-  new = kept.astype(wide)
+  stored = new.astype(streams[0].dtype)
+  new = stored.astype(wide)
   square = jnp.mean(jnp.square(new), axis=(0, -1))
   product = jnp.einsum("j...d,jdc->c...", new, weight_MDC.astype(wide))
   logits = product * jax.lax.rsqrt(square + eps)[None]
   ones = (1,) * (logits.ndim - 1)
   gate = bias_M.reshape(-1, *ones) + scale * logits[: len(streams)]
   h = jnp.einsum("j...,j...d->...d", jax.nn.sigmoid(gate), new)
-  return tuple(kept), h.astype(dtype), logits
+  return tuple(stored), h.astype(dtype), logits
