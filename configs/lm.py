@@ -22,11 +22,12 @@ The larger sizes are for accelerators and have not been trained.
 
 from attnres_jax import config as c
 
-# width, layers, heads, mlp width, blocks, T, batch, steps, peak lr
+# width, layers, heads, mlp width, blocks, T, batch, steps, peak lr. Blocks are
+# alike: each has as many mixers as MLPs.
 SIZES = {
   "micro": (64, 4, 2, 160, 4, 128, 8, 60, 3e-3),
   "tiny": (96, 8, 4, 256, 4, 256, 12, 400, 3e-3),
-  "small": (512, 12, 8, 1376, 8, 512, 16, 5_000, 1e-3),
+  "small": (512, 12, 8, 1376, 6, 512, 16, 5_000, 1e-3),
   "medium": (1024, 24, 16, 2752, 8, 1024, 128, 20_000, 6e-4),
   "large": (2048, 24, 16, 5504, 8, 2048, 256, 40_000, 3e-4),
 }
@@ -47,7 +48,7 @@ def get_config(arg=None):
   )
   if arg.runlocal:
     width, heads, mlp, length, batch, steps = 64, 2, 160, 128, 8, 40
-    layers = min(layers, 4)
+    layers, blocks = min(layers, 4), 4
   config = c.default_config()
 
   config.model.width = width

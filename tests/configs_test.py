@@ -23,6 +23,7 @@ from attnres_jax.train import train_state
 
 MOST_COMBINATIONS = 50
 FILES = sorted((pathlib.Path(__file__).parents[1] / "configs").glob("*.py"))
+(LM,) = (file for file in FILES if file.stem == "lm")
 
 
 def _module(file):
@@ -142,3 +143,12 @@ class TestFile:
 def test_language_models_cover_every_scheme(stem):
   (file,) = [file for file in FILES if file.stem == stem]
   assert _module(file).ARGUMENTS["residual"] is None
+
+
+@pytest.mark.parametrize("size", _module(LM).SIZES)
+def test_blocks_of_presets_are_alike(size):
+  """Then one scan runs all blocks, and a program has one of them."""
+  model = config_lib.load_config(f"{LM}:size={size}", {}).model
+  per_block = model.residual.sublayers_per_block(model.num_sublayers)
+  assert per_block % len(set(model.sublayer_kinds)) == 0
+  assert model.num_sublayers % per_block == 0

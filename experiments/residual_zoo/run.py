@@ -73,7 +73,12 @@ SAME = 1e-3
 def facts(name: str) -> dict[str, Any]:
   """The row of a scheme, without its origin."""
   model = config_lib.load_config(
-    COST + name, {"model.dtype": "bfloat16", "model.vocab_size": 257}
+    COST + name,
+    {
+      "model.dtype": "bfloat16",
+      "model.vocab_size": 257,
+      "model.residual.num_blocks": 8,
+    },
   ).model
   scheme = residuals.scheme_of(model)
   counted = flops.flops_per_token(model, LENGTH)
