@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KDA in chunks, in plain JAX, forward and backward by hand.
+"""KDA in chunks, in plain JAX: one forward pass, differentiated by autodiff.
 
 The chunkwise form of Kimi Linear (its Eq. 2-9). With G the running sum of the
 log-decays inside a chunk of C tokens, S the state at its start, and everything
@@ -11,8 +11,8 @@ per head:
   O = (exp(G) Q) S + P (beta Z)
   S <- exp(G_C) S + (exp(G_C - G) K)^T (beta Z)
 
-Only the two lines with S are sequential: one scan over chunks carries S, and
-one carries its gradient back. Everything else is batched over chunks.
+Only the two lines with S are sequential: one scan over chunks carries S.
+Everything else is batched over chunks.
 
 A, P and the inverse are built along a binary tree: two adjacent blocks of s
 tokens, already computed, become one of 2s. The new part is the square of the
@@ -28,16 +28,21 @@ a block triangular matrix needs two more products, and is as stable as forward
 substitution: powers of A, which can be huge where the inverse is not, do not
 occur.
 
-Only the arguments are saved: the backward pass recomputes the scan over states.
+Only the arguments are saved: the backward pass computes everything again. The
+gradient of the inverse is a rule, not that of the tree which computes it.
 Decays, the state and the inverse are float32 (float64 for float64 inputs); the
 wide products take bfloat16 operands when the inputs are bfloat16.
 """
 
+from collections.abc import Callable
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+# Of an equation and two operands.
+_Product = Callable[[str, jax.Array, jax.Array], jax.Array]
 
 
 class _Square(NamedTuple):
@@ -49,8 +54,6 @@ class _Square(NamedTuple):
   rows_q: jax.Array  # [..., pairs, size, K]
   rows_k: jax.Array
   columns: jax.Array
-  row_decay: jax.Array
-  column_decay: jax.Array
 
 
 class _Chunks(NamedTuple):
@@ -66,124 +69,46 @@ class _Chunks(NamedTuple):
   chunk_decay: jax.Array  # Decay of the whole chunk, [N, B, H, K].
 
 
-def kda(*arguments, scale, chunk_size, save):
-  """Returns the outputs and the last state; may be differentiated once."""
-  del save  # Always the arguments.
-  return _kda(scale, chunk_size, *arguments)
+def kda(
+  *arguments: jax.Array, scale: float, chunk_size: int, save: str
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the outputs and the last state."""
+  del save  # Always the arguments: states take K / C times as much as keys.
+  run = functools.partial(forward, scale=scale, chunk_size=chunk_size)
+  return jax.checkpoint(run)(*arguments)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _kda(scale, chunk_size, *arguments):
-  return forward(*arguments, scale=scale, chunk_size=chunk_size)
-
-
-def _kda_forward(scale, chunk_size, *arguments):
-  # States take K / C times as much memory as the keys of their chunk.
-  return _kda(scale, chunk_size, *arguments), arguments
-
-
-def _kda_backward(scale, chunk_size, arguments, cotangents):
-  return backward(*arguments, *cotangents, scale=scale, chunk_size=chunk_size)
-
-
-_kda.defvjp(_kda_forward, _kda_backward)
-
-
-def forward(q, k, v, g, beta, state, *, scale, chunk_size):
+def forward(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  g: jax.Array,
+  beta: jax.Array,
+  state: jax.Array,
+  *,
+  scale: float,
+  chunk_size: int,
+) -> tuple[jax.Array, jax.Array]:
   """Returns the outputs and the last state."""
   dot = _products(q, k, v)
   length = q.shape[1]
   c = _chunks(q, k, v, g, beta, state.dtype, scale, chunk_size)
-  _, pairs, inverse = _tree(c, dot)
+  pairs, inverse = _tree(c, dot)
   z, starts, state = _states(c, inverse, state, dot)
   o = dot("...ck,...kv->...cv", c.q * c.carried, starts)
   o += dot("...ij,...jv->...iv", pairs, c.beta[..., None] * z)
   return _unchunk(o, length, chunk_size).astype(v.dtype), state
 
 
-def backward(q, k, v, g, beta, state, do, dstate, *, scale, chunk_size):
-  """Returns the gradients of q, k, v, g, beta and the first state."""
-  dot = _products(q, k, v)
-  length = q.shape[1]
-  c = _chunks(q, k, v, g, beta, state.dtype, scale, chunk_size)
-  keys, pairs, inverse = _tree(c, dot)
-  z, starts, _ = _states(c, inverse, state, dot)
-  do = _chunk(do.astype(state.dtype), length, chunk_size)
-  beta_column = c.beta[..., None]
-
-  # x is the gradient of V - (exp(G) K) S, which is also that of v: x =
-  # inverse^T beta (P^T do + (exp(G_C - G) K) dS).
-  added = dot("...ij,...iv->...jv", pairs, do)
-  x_own = dot("...ij,...iv->...jv", inverse, beta_column * added)
-  x_state = dot("...ij,...ik->...jk", inverse, beta_column * c.k * c.left)
-
-  def body(dstate, chunk):
-    start, q_in, k_in, x_own, x_state, do, z, chunk_decay = chunk
-    x = x_own + dot("...ck,...kv->...cv", x_state, dstate)
-    dq_in = dot("...cv,...kv->...ck", do, start)
-    dk_in = -dot("...cv,...kv->...ck", x, start)
-    dk_out = dot("...cv,...kv->...ck", z, dstate)
-    dchunk_decay = chunk_decay * jnp.sum(start * dstate, axis=-1)
-    dstate = chunk_decay[..., None] * dstate
-    dstate += dot("...ck,...cv->...kv", q_in, do)
-    dstate -= dot("...ck,...cv->...kv", k_in, x)
-    return dstate, (x, dq_in, dk_in, dk_out, dchunk_decay)
-
-  dstate, (x, dq_in, dk_in, dk_out, dchunk_decay) = jax.lax.scan(
-    body,
-    dstate,
-    (
-      starts,
-      c.q * c.carried,
-      c.k * c.carried,
-      x_own,
-      x_state,
-      do,
-      z,
-      c.chunk_decay,
-    ),
-    reverse=True,
-  )
-
-  dpairs = dot("...iv,...jv->...ij", do, beta_column * z)
-  dsystem = -dot("...iv,...jv->...ij", x, z)
-  dbeta = (
-    jnp.sum(added * z, axis=-1)
-    + jnp.sum(c.k * c.left * dk_out, axis=-1)
-    + jnp.sum(dsystem * keys, axis=-2)
-  )
-  dq_in *= c.carried
-  dk_in *= c.carried
-  dk_out *= beta_column * c.left
-  diagonal = jnp.diagonal(dpairs, axis1=-2, axis2=-1)[..., None]
-  dq, dk, dg = _tree_gradient(
-    c,
-    dkeys=dsystem * c.beta[..., None, :],
-    dpairs=dpairs,
-    dq=dq_in + diagonal * c.k,
-    dk=dk_in + dk_out + diagonal * c.q,
-    # A decay enters only through its product with q or k, so the gradient of
-    # its exponent is the gradient of that product times q or k.
-    dprefix=c.q * dq_in + c.k * dk_in,
-    dsuffix=c.k * dk_out,
-    dtotal=dchunk_decay,
-    dot=dot,
-  )
-  return *(
-    _unchunk(gradient, length, chunk_size).astype(like.dtype)
-    for gradient, like in zip(
-      (scale * dq, dk, x, dg, dbeta), (q, k, v, g, beta)
-    )
-  ), dstate
-
-
-def _states(c, inverse, state, dot):
+def _states(
+  c: _Chunks, inverse: jax.Array, state: jax.Array, dot: _Product
+) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Scans over chunks: what each token adds, and the state before each."""
   values = dot("...ij,...jv->...iv", inverse, c.v)
   reads = dot("...ij,...jk->...ik", inverse, c.k * c.carried)
   writes = c.beta[..., None] * c.k * c.left
 
-  def body(state, chunk):
+  def body(state: jax.Array, chunk: Any) -> tuple[jax.Array, Any]:
     values, reads, writes, chunk_decay = chunk
     z = values - dot("...ck,...kv->...cv", reads, state)
     after = chunk_decay[..., None] * state
@@ -196,62 +121,64 @@ def _states(c, inverse, state, dot):
   return z, starts, state
 
 
-def _tree(c, dot):
-  """Returns A, P and the inverse of I + A diag(beta), each [N, B, H, C, C]."""
-  # Diagonal blocks of the three, [..., number of blocks, size, size].
-  keys = jnp.zeros_like(c.beta)[..., None, None]
+def _tree(c: _Chunks, dot: _Product) -> tuple[jax.Array, jax.Array]:
+  """Returns P and the inverse of I + A diag(beta), both [N, B, H, C, C]."""
+  # Diagonal blocks, [..., number of blocks, size, size]; the system is without
+  # its diagonal.
+  system = jnp.zeros_like(c.beta)[..., None, None]
   pairs = jnp.sum(c.q * c.k, axis=-1)[..., None, None]
-  inverse = jnp.ones_like(keys)
+  inverse = jnp.ones_like(system)
   exact = functools.partial(_dot, None, "...ij,...jk->...ik")
   for square in c.squares:
     rows = jnp.concatenate([square.rows_k, square.rows_q], axis=-2)
     block = dot("...ik,...jk->...ij", rows, square.columns)
     new_keys, new_pairs = jnp.split(block, 2, axis=-2)
-    first, second = (x[..., 0, :, :] for x in _halves(inverse, 1, -3))
     beta, _ = _halves(c.beta, square.size, -1)
-    new_inverse = -exact(second, exact(new_keys * beta[..., None, :], first))
-    keys = _join(keys, new_keys)
+    below = new_keys * beta[..., None, :]
+    first, second = (x[..., 0, :, :] for x in _halves(inverse, 1, -3))
+    new_inverse = -exact(second, exact(jax.lax.stop_gradient(below), first))
+    system = _join(system, below)
     pairs = _join(pairs, new_pairs)
     inverse = _join(inverse, new_inverse)
-  return keys[..., 0, :, :], pairs[..., 0, :, :], inverse[..., 0, :, :]
+  inverse = _inverse(system[..., 0, :, :], inverse[..., 0, :, :])
+  return pairs[..., 0, :, :], inverse
 
 
-def _tree_gradient(c, dkeys, dpairs, dq, dk, dprefix, dsuffix, dtotal, dot):
-  """Adds the gradients of q, k and g through the squares, from the root down.
-
-  A prefix is the sum of log-decays from a block's start up to a token, a suffix
-  the sum from after a token to the block's end, a total the sum over the block.
-  """
-  dkeys, dpairs = dkeys[..., None, :, :], dpairs[..., None, :, :]
-  dtotal = dtotal[..., None, None, :]
-  for square in reversed(c.squares):
-    size = square.size
-    # Sums longer than a block contribute through the block's total.
-    first, _ = _halves(dsuffix, size)
-    _, second = _halves(dprefix, size)
-    sums = [jnp.sum(x, axis=-2, keepdims=True) for x in (second, first)]
-    dtotal = _interleaved(dtotal, dtotal) + _interleaved(*sums)
-    dkeys, dkeys_below = _split(dkeys)
-    dpairs, dpairs_below = _split(dpairs)
-    dblock = jnp.concatenate([dkeys_below, dpairs_below], axis=-2)
-    rows = jnp.concatenate([square.rows_k, square.rows_q], axis=-2)
-    drows = dot("...ij,...jk->...ik", dblock, square.columns)
-    dcolumns = dot("...ij,...ik->...jk", dblock, rows) * square.column_decay
-    drows_k, drows_q = jnp.split(drows, 2, axis=-2)
-    drows_k, drows_q = drows_k * square.row_decay, drows_q * square.row_decay
-    zeros = jnp.zeros_like(dcolumns)
-    part_q = _interleaved(zeros, drows_q).reshape(dq.shape)
-    part_k = _interleaved(zeros, drows_k).reshape(dk.shape)
-    part_columns = _interleaved(dcolumns, zeros).reshape(dk.shape)
-    dq += part_q
-    dk += part_k + part_columns
-    dprefix += c.q * part_q + c.k * part_k
-    dsuffix += c.k * part_columns
-  # In a block of one token, the log-decay is both prefix and total.
-  return dq, dk, dprefix + dtotal.reshape(dprefix.shape)
+@jax.custom_vjp
+def _inverse(system: jax.Array, inverse: jax.Array) -> jax.Array:
+  """The inverse of I + system, with its gradient by the system."""
+  del system
+  return inverse
 
 
-def _chunks(q, k, v, g, beta, dtype, scale, chunk_size):
+def _inverse_forward(
+  system: jax.Array, inverse: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  del system
+  return inverse, inverse
+
+
+def _inverse_backward(
+  inverse: jax.Array, dinverse: jax.Array
+) -> tuple[jax.Array, None]:
+  product = functools.partial(_dot, None)
+  half = product("...ji,...jk->...ik", inverse, dinverse)
+  return -product("...ij,...kj->...ik", half, inverse), None
+
+
+_inverse.defvjp(_inverse_forward, _inverse_backward)
+
+
+def _chunks(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  g: jax.Array,
+  beta: jax.Array,
+  dtype: Any,
+  scale: float,
+  chunk_size: int,
+) -> _Chunks:
   q, k, v, g, beta = (
     _chunk(x.astype(dtype), q.shape[1], chunk_size) for x in (q, k, v, g, beta)
   )
@@ -269,8 +196,6 @@ def _chunks(q, k, v, g, beta, dtype, scale, chunk_size):
         rows_q=_halves(q, size)[1] * row_decay,
         rows_k=rows_k * row_decay,
         columns=columns * column_decay,
-        row_decay=row_decay,
-        column_decay=column_decay,
       )
     )
     late_total = late_prefix[..., -1:, :]
@@ -286,7 +211,9 @@ def _chunks(q, k, v, g, beta, dtype, scale, chunk_size):
   )
 
 
-def _halves(x, size, axis=-2):
+def _halves(
+  x: jax.Array, size: int, axis: int = -2
+) -> tuple[jax.Array, jax.Array]:
   """Even and odd blocks: two arrays, with the axis split into (pairs, size)."""
   axis %= x.ndim
   shape = x.shape[:axis] + (-1, 2, size) + x.shape[axis + 1 :]
@@ -297,7 +224,7 @@ def _halves(x, size, axis=-2):
   )
 
 
-def _interleaved(even, odd):
+def _interleaved(even: jax.Array, odd: jax.Array) -> jax.Array:
   """The inverse of `_halves`, along the second-to-last axis: [..., blocks,
   ...].
   """
@@ -305,7 +232,7 @@ def _interleaved(even, odd):
   return jnp.stack([even, odd], axis=-3).reshape(shape)
 
 
-def _join(blocks, below):
+def _join(blocks: jax.Array, below: jax.Array) -> jax.Array:
   """Diagonal blocks of twice the size, zero above the diagonal."""
   first, second = _halves(blocks, 1, -3)
   first, second = first[..., 0, :, :], second[..., 0, :, :]
@@ -314,17 +241,7 @@ def _join(blocks, below):
   return jnp.concatenate([top, bottom], axis=-2)
 
 
-def _split(blocks):
-  """The inverse of `_join`: diagonal blocks, and what is below them."""
-  size = blocks.shape[-1] // 2
-  first = blocks[..., :size, :size]
-  second = blocks[..., size:, size:]
-  below = blocks[..., size:, :size]
-  shape = blocks.shape[:-3] + (-1, size, size)
-  return jnp.stack([first, second], axis=-3).reshape(shape), below
-
-
-def _chunk(x, length, chunk_size):
+def _chunk(x: jax.Array, length: int, chunk_size: int) -> jax.Array:
   """[B, T, H, ...] to [N, B, H, C, ...], padded with zeros.
 
   The tree needs a power of two; chunks of other sizes are padded too.
@@ -339,7 +256,7 @@ def _chunk(x, length, chunk_size):
   return jnp.moveaxis(x, (1, 3), (0, 2))
 
 
-def _unchunk(x, length, chunk_size):
+def _unchunk(x: jax.Array, length: int, chunk_size: int) -> jax.Array:
   """The inverse of `_chunk`."""
   size = min(chunk_size, length)
   x = jnp.moveaxis(x[:, :, :, :size], (0, 2), (1, 3))
@@ -347,7 +264,7 @@ def _unchunk(x, length, chunk_size):
   return x[:, :length]
 
 
-def _products(*arrays):
+def _products(*arrays: jax.Array) -> _Product:
   """Matrix products in bfloat16 if all arrays are bfloat16, else in full
   precision.
   """
@@ -355,7 +272,7 @@ def _products(*arrays):
   return functools.partial(_dot, jnp.bfloat16 if low else None)
 
 
-def _dot(dtype, equation, a, b):
+def _dot(dtype: Any, equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
   out = a.dtype
   if dtype is not None:
     a, b = a.astype(dtype), b.astype(dtype)
