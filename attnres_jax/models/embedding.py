@@ -2,6 +2,7 @@
 """Token embedding and the output head, tied or not."""
 
 import functools
+from typing import Any
 
 from flax import nnx
 import jax
@@ -57,11 +58,13 @@ class Embedding(nnx.Module):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _encode(dtype, table_VD, tokens_BT):
+def _encode(dtype: Any, table_VD: jax.Array, tokens_BT: jax.Array) -> jax.Array:
   return jnp.take(table_VD, tokens_BT, axis=0).astype(dtype)
 
 
-def _encode_by_shards(dtype, table_VD, tokens_BT):
+def _encode_by_shards(
+  dtype: Any, table_VD: jax.Array, tokens_BT: jax.Array
+) -> jax.Array:
   """Each device looks up the tokens of its part of the vocabulary.
 
   The compiler might gather the whole table.
@@ -79,13 +82,17 @@ def _encode_by_shards(dtype, table_VD, tokens_BT):
   )
 
 
-def _encode_forward(dtype, table_VD, tokens_BT):
+def _encode_forward(
+  dtype: Any, table_VD: jax.Array, tokens_BT: jax.Array
+) -> tuple[jax.Array, Any]:
   # Of the table, only the shape and dtype matter.
   shape = jnp.zeros((table_VD.shape[0], 0), table_VD.dtype)
   return _encode(dtype, table_VD, tokens_BT), (shape, tokens_BT)
 
 
-def _encode_backward(dtype, residuals, d_BTD):
+def _encode_backward(
+  dtype: Any, residuals: Any, d_BTD: jax.Array
+) -> tuple[jax.Array, None]:
   """Every device adds up its own rows; then they are summed over devices."""
   del dtype
   shape, tokens_BT = residuals
@@ -106,7 +113,9 @@ def _encode_backward(dtype, residuals, d_BTD):
 _encode.defvjp(_encode_forward, _encode_backward)
 
 
-def _add_rows(total_VD, tokens_BT, d_BTD):
+def _add_rows(
+  total_VD: jax.Array, tokens_BT: jax.Array, d_BTD: jax.Array
+) -> jax.Array:
   d_UD = jnp.reshape(d_BTD, (-1, d_BTD.shape[-1])).astype(total_VD.dtype)
   return total_VD.at[jnp.reshape(tokens_BT, -1)].add(d_UD)
 

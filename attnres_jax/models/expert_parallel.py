@@ -22,10 +22,11 @@ Axes: U own tokens; V = n U tokens of all devices; K experts of a token; E own
 experts; R rows of a piece.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +77,10 @@ def apply_experts(
   return _forward(activation, *arguments)[0]
 
 
-def _forward(activation, x_UD, weight_UK, expert_UK, *weights):
+def _forward(
+  activation: config_lib.ActivationConfig, x_UD: jax.Array,
+  weight_UK: jax.Array, expert_UK: jax.Array, *weights: jax.Array,
+) -> tuple[jax.Array, Any]:  # fmt: skip
   x_VD = _from_all(x_UD)
   *ins, down = _gather(weights, x_UD)
   pairs = _Pairs.sort(expert_UK, weight_UK, down.shape[0])
@@ -96,7 +100,9 @@ def _forward(activation, x_UD, weight_UK, expert_UK, *weights):
   return _to_owners(y_VD, x_UD), (x_UD, weight_UK, expert_UK, weights)
 
 
-def _backward(activation, residuals, dy_UD):
+def _backward(
+  activation: config_lib.ActivationConfig, residuals: Any, dy_UD: jax.Array
+) -> tuple[jax.Array | None, ...]:
   x_UD, weight_UK, expert_UK, weights = residuals
   x_VD, dy_VD = _from_all(x_UD), _from_all(dy_UD)
   *ins, down = _gather(weights, x_UD)
@@ -189,22 +195,26 @@ class _Piece:
   weight_R: jax.Array
   sizes_E: jax.Array
 
-  def rows_of(self, x_VD):
+  def rows_of(self, x_VD: jax.Array) -> jax.Array:
     """The rows of the tokens; padding may be anything."""
     return x_VD.at[self.token_R].get(mode="clip")
 
-  def multiply(self, x_RD, weight, transposed=False):
+  def multiply(
+    self, x_RD: jax.Array, weight: jax.Array, transposed: bool = False
+  ) -> jax.Array:
     """Rows times the matrices of their experts; padding may be anything."""
     return grouped_matmul.multiply(
       x_RD, weight, self.sizes_E, transposed=transposed
     )
 
-  def real(self, x_RF):
+  def real(self, x_RF: jax.Array) -> jax.Array:
     """The same with zeros for padding."""
     real_R = jnp.arange(x_RF.shape[0]) < jnp.sum(self.sizes_E)
     return jnp.where(real_R[:, None], x_RF, jnp.zeros((), x_RF.dtype))
 
-  def add(self, sum_VD, rows_RD, weight_R):
+  def add(
+    self, sum_VD: jax.Array, rows_RD: jax.Array, weight_R: jax.Array
+  ) -> jax.Array:
     """Adds weighted rows to their tokens, in the dtype of the sum."""
     # The compiler would sort copies in the wide dtype.
     order_R = jnp.argsort(self.token_R)
@@ -215,7 +225,7 @@ class _Piece:
       indices_are_sorted=True,
     )
 
-  def put(self, values_P, values_R):
+  def put(self, values_P: jax.Array, values_R: jax.Array) -> jax.Array:
     """Scatters values of the pairs to their places."""
     return values_P.at[self.pair_R].set(
       values_R, mode="drop", unique_indices=True
@@ -241,7 +251,9 @@ class _Pairs:
   room: int
 
   @classmethod
-  def sort(cls, expert_UK, weight_UK, num_local):
+  def sort(
+    cls, expert_UK: jax.Array, weight_UK: jax.Array, num_local: int
+  ) -> "_Pairs":
     """Collects those of all devices, with `num_local` experts each."""
     expert_P = jnp.reshape(_from_all(expert_UK), -1)
     expert_P -= jax.lax.axis_index(sharding.EXPERT) * num_local
@@ -263,7 +275,7 @@ class _Pairs:
       room,
     )
 
-  def piece(self, i):
+  def piece(self, i: Any) -> _Piece:
     start, num_pairs = i * self.room, self.weight_P.shape[0]
     pair_R = jax.lax.dynamic_slice_in_dim(self.order_P, start, self.room)
     real_R = start + jnp.arange(self.room) < self.stops_E[-1]
@@ -275,7 +287,7 @@ class _Pairs:
       jnp.diff(stops_E, prepend=0),
     )
 
-  def for_pieces(self, body, carry):
+  def for_pieces(self, body: Callable[..., Any], carry: Any) -> Any:
     """Runs `body(i, carry)` for all pieces; the first is outside the loop."""
     # Usually it is the only one, and then nothing has to be added up.
     num_pieces = -(-self.stops_E[-1] // self.room)
@@ -284,19 +296,21 @@ class _Pairs:
       return jax.lax.fori_loop(1, num_pieces, body, carry)
 
 
-def _from_all(x):
+def _from_all(x: jax.Array) -> jax.Array:
   """Concatenates the arrays of all devices along `expert`."""
   return jax.lax.all_gather(x, sharding.EXPERT, tiled=True)
 
 
-def _to_owners(sum_VD, x_UD):
+def _to_owners(sum_VD: jax.Array, x_UD: jax.Array) -> jax.Array:
   """Sends partial sums to the owners of the tokens, which add them up."""
   parts = jnp.reshape(sum_VD.astype(x_UD.dtype), (-1, *x_UD.shape))
   parts = jax.lax.all_to_all(parts, sharding.EXPERT, 0, 0)
   return jnp.sum(parts, axis=0, dtype=sum_VD.dtype).astype(x_UD.dtype)
 
 
-def _gather(weights, x_UD):
+def _gather(
+  weights: Sequence[jax.Array], x_UD: jax.Array
+) -> tuple[jax.Array, ...]:
   """Gathers the experts of this device, in the dtype of products.
 
   Gate and up become one matrix if its halves are whole tiles, so that rows are
@@ -312,14 +326,16 @@ def _gather(weights, x_UD):
   return *ins, sharding.gather_parts(down, cut, x_UD.dtype)
 
 
-def _halves(outputs):
+def _halves(outputs: Iterable[jax.Array]) -> Sequence[jax.Array]:
   """Those of gate and up, of the products with the matrices of `_gather`."""
   first, *second = outputs
   return (first, *second) if second else jnp.split(first, 2, axis=1)
 
 
-def _sum_parts(gradients, weights, x_UD):
-  """This device's parts of the gradients of `weights`, after `_gather`."""
+def _sum_parts(
+  gradients: Sequence[jax.Array], weights: Sequence[jax.Array], x_UD: jax.Array
+) -> tuple[jax.Array, ...]:
+  """Gradients of `weights`, this device's parts, of those of `_gather`."""
   in_cut, _, cut = fsdp_cuts(weights, x_UD.shape[1])
   *dins, ddown = gradients
   dins = [sharding.sum_parts(dweight, in_cut) for dweight in dins]

@@ -8,7 +8,7 @@ some are kernels that differ between backends. These are called through
 `counted`, which is a plain call except during counting.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 import contextlib
 import functools
 from typing import Any
@@ -137,7 +137,9 @@ def _plus(y: jax.Array, bias: nnx.Param | None) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _linear(x, weight, axes, out_dtype):
+def _linear(
+  x: jax.Array, weight: jax.Array, axes: int, out_dtype: Any
+) -> jax.Array:
   return _contract(
     x,
     weight.astype(x.dtype),
@@ -147,11 +149,15 @@ def _linear(x, weight, axes, out_dtype):
   )
 
 
-def _forward(x, weight, axes, out_dtype):
+def _forward(
+  x: jax.Array, weight: jax.Array, axes: int, out_dtype: Any
+) -> tuple[jax.Array, Any]:
   return _linear(x, weight, axes, out_dtype), (x, weight)
 
 
-def _backward(axes, out_dtype, residuals, dy):
+def _backward(
+  axes: int, out_dtype: Any, residuals: Any, dy: jax.Array
+) -> tuple[jax.Array, jax.Array]:
   del out_dtype
   x, weight = residuals
   dx, dweight = gradients(x, weight, dy, axes)
@@ -180,7 +186,10 @@ def gradients(
 _linear.defvjp(_forward, _backward)
 
 
-def _contract(a, b, a_axes, b_axes, dtype):
+def _contract(
+  a: jax.Array, b: jax.Array, a_axes: Iterable[int], b_axes: Iterable[int],
+  dtype: Any,
+) -> jax.Array:  # fmt: skip
   return jax.lax.dot_general(
     a,
     b,

@@ -352,7 +352,9 @@ batching.primitive_batchers[_platform_p] = lambda args, axes, **params: (
 )
 
 
-def _lower_platform(context, x, *, what, platform):
+def _lower_platform(
+  context: Any, x: Any, *, what: str, platform: str
+) -> list[Any]:
   platforms = context.module_context.platforms
   if any(p != platform for p in platforms):
     raise NotImplementedError(

@@ -18,7 +18,7 @@ edge of an array, require rows that are multiples of 16 bytes. Rows narrower
 than 128 are refused.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import functools
 from typing import Any
 
@@ -32,7 +32,7 @@ THREADS = 128
 _plgpu: Any = plgpu
 
 
-def why_not(width: int, arrays) -> str | None:
+def why_not(width: int, arrays: Sequence[jax.Array]) -> str | None:
   """The reason why rows of this width and these dtypes cannot run, or None."""
   if jax.__version_info__ < (0, 12):
     # The first version with `plgpu.store`: rows need not fill whole sectors of
@@ -49,12 +49,15 @@ def why_not(width: int, arrays) -> str | None:
   return None
 
 
-def flatten(x_TD):
+def flatten(x_TD: jax.Array) -> jax.Array:
   """[*T, D] to [T, D]."""
   return x_TD.reshape(-1, x_TD.shape[-1])
 
 
-def call(body, name, *, out_type, grid, interpret, scratch_types=()):
+def call(
+  body: Callable[..., None], name: str, *, out_type: Any, grid: int,
+  interpret: Any, scratch_types: Any = (),
+) -> Callable[..., Any]:  # fmt: skip
   """`plgpu.kernel` on a grid of one axis, called "program"."""
   body.__name__ = name
   options = {} if interpret is None else {"interpret": interpret}
@@ -91,17 +94,17 @@ class Tiles:
     self.number = self._full + (self._rest > 0)
 
   @functools.cached_property
-  def matrix(self):
+  def matrix(self) -> Any:
     vector = self.vector
     tiling = ((1, THREADS * vector), (32 * vector,), (vector,))
     return _plgpu.Layout.TILED(_plgpu.Tiling(tiling), (-3,), (-2,), -1)
 
   @functools.cached_property
-  def row(self):
+  def row(self) -> Any:
     return self.matrix.reduce(0)
 
   @functools.cached_property
-  def stats(self):
+  def stats(self) -> Any:
     return self.matrix.reduce(1)
 
   def loop(self, body: Callable[..., Any], carry: Any) -> Any:
@@ -125,7 +128,9 @@ class Tiles:
     columns = pl.ds(self.width - self.size, self.size)
     return body(columns, fresh, carry)
 
-  def sums(self, terms, number: int):
+  def sums(
+    self, terms: Callable[[Any], tuple[jax.Array, ...]], number: int
+  ) -> tuple[jax.Array, ...]:
     """Sums of `number` rows over all columns; `terms(columns)` gives tiles."""
 
     def body(columns, fresh, totals):
@@ -137,40 +142,40 @@ class Tiles:
     totals = self.loop(body, (self.zeros(),) * number)
     return tuple(jnp.sum(total) for total in totals)
 
-  def zeros(self, rows: int | None = None):
+  def zeros(self, rows: int | None = None) -> jax.Array:
     """A tile of zeros: a row, or a matrix."""
     if rows is None:
       return _plgpu.layout_cast(jnp.zeros((self.size,), jnp.float32), self.row)
     zeros = jnp.zeros((rows, self.size), jnp.float32)
     return _plgpu.layout_cast(zeros, self.matrix)
 
-  def load(self, ref):
+  def load(self, ref: Any) -> jax.Array:
     """A tile (a row, or a matrix) in float32."""
     layout = self.row if len(ref.shape) == 1 else self.matrix
     x = _plgpu.load(ref, layout=layout, optimized=False)
     return x.astype(jnp.float32)
 
-  def load_stats(self, ref):
+  def load_stats(self, ref: Any) -> jax.Array:
     return _plgpu.load(ref, layout=self.stats, optimized=False)
 
-  def full_stats(self, rows: int, value: float):
+  def full_stats(self, rows: int, value: float) -> jax.Array:
     return _plgpu.layout_cast(jnp.full((rows,), value, jnp.float32), self.stats)
 
-  def down(self, row, rows: int):
+  def down(self, row: jax.Array, rows: int) -> jax.Array:
     """Repeats a row for every row of a matrix."""
     wide = jax.lax.broadcast_in_dim(row, (rows, self.size), (1,))
     return _plgpu.layout_cast(wide, self.matrix)
 
-  def across(self, stats):
+  def across(self, stats: jax.Array) -> jax.Array:
     """Repeats the number of each row over its columns."""
     wide = jax.lax.broadcast_in_dim(stats, (stats.shape[0], self.size), (0,))
     return _plgpu.layout_cast(wide, self.matrix)
 
 
-def store(ref, x):
+def store(ref: Any, x: jax.Array) -> None:
   _plgpu.store(ref, x.astype(ref.dtype), optimized=False)
 
 
-def masked(x, fresh):
+def masked(x: jax.Array, fresh: jax.Array | None) -> jax.Array:
   """Keeps x where `fresh` is 1 (or None), else 0."""
   return x if fresh is None else x * fresh

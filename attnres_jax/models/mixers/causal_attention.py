@@ -307,7 +307,9 @@ def _scores(
   return jnp.moveaxis(scores_BKSGT, 2, 4)
 
 
-def _by_tiles(function: Callable[[_Tile], jax.Array], tiles: _Tile, size: int):
+def _by_tiles(
+  function: Callable[[_Tile], jax.Array], tiles: _Tile, size: int
+) -> jax.Array:
   """Applies a function of a tile to all tiles of [B, T, ...], one by one.
 
   Args:

@@ -25,8 +25,9 @@ they would not with the standard deviation of the matrices.
 I is N H, all heads side by side.
 """
 
+from collections.abc import Sequence
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flax import nnx
 import jax
@@ -234,7 +235,10 @@ class Kda(nnx.Module):
       )
     return self._outputs(x_BTD, o_BTNH), KdaState(memory_BNHV, *tails)
 
-  def _inputs(self, x_BTD, heads, tails, segment_ids_BT):
+  def _inputs(
+    self, x_BTD: jax.Array, heads: tuple[jax.Array, ...],
+    tails: Sequence[jax.Array | None], segment_ids_BT: jax.Array | None,
+  ) -> tuple[jax.Array, ...]:  # fmt: skip
     """The arguments of the recurrence; `tails` are what is before the heads."""
     convs = self.query_conv, self.key_conv, self.value_conv
     features = [
@@ -253,7 +257,7 @@ class Kda(nnx.Module):
     )
     return *features, g_BTNH, jax.nn.sigmoid(beta_BTN)
 
-  def _outputs(self, x_BTD, o_BTNH):
+  def _outputs(self, x_BTD: jax.Array, o_BTNH: jax.Array) -> jax.Array:
     if self.gate is not None:
       gate_BTNH = _to_heads(x_BTD, self.gate[...])
     else:
@@ -266,22 +270,30 @@ class Kda(nnx.Module):
 
 # Kernels read heads side by side. Left to itself, the compiler gives heads an
 # axis of their own, and copies what kernels read and write.
-def _flat_product(x_BTD, weight_DNH, dtype=None):
+def _flat_product(
+  x_BTD: jax.Array, weight_DNH: jax.Array, dtype: Any = None
+) -> jax.Array:
   """[B, T, I], one wide product."""
   y = _wide_linear(dtype, x_BTD, weight_DNH)
   return ad_checkpoint.checkpoint_name(y, linear.PRODUCT)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _wide_linear(dtype, x_BTD, weight_DNH):
+def _wide_linear(
+  dtype: Any, x_BTD: jax.Array, weight_DNH: jax.Array
+) -> jax.Array:
   return linear.linear(x_BTD, _flat(weight_DNH, 1), 1, dtype)
 
 
-def _wide_forward(dtype, x_BTD, weight_DNH):
+def _wide_forward(
+  dtype: Any, x_BTD: jax.Array, weight_DNH: jax.Array
+) -> tuple[jax.Array, Any]:
   return _wide_linear(dtype, x_BTD, weight_DNH), (x_BTD, weight_DNH)
 
 
-def _wide_backward(dtype, residuals, dy):
+def _wide_backward(
+  dtype: Any, residuals: Any, dy: jax.Array
+) -> tuple[jax.Array, jax.Array]:
   del dtype
   x_BTD, weight_DNH = residuals
   dx_BTD, dweight = linear.gradients(x_BTD, _flat(weight_DNH, 1), dy)
@@ -292,17 +304,20 @@ def _wide_backward(dtype, residuals, dy):
 _wide_linear.defvjp(_wide_forward, _wide_backward)
 
 
-def _flat(x, axis):
+def _flat(x: jax.Array, axis: int) -> jax.Array:
   """Joins the axes from `axis` on."""
   return jnp.reshape(x, (*x.shape[:axis], -1))
 
 
-def _to_heads(x_BTD, weight_DNH):
+def _to_heads(x_BTD: jax.Array, weight_DNH: jax.Array) -> jax.Array:
   flat = _flat_product(x_BTD, weight_DNH)
   return jnp.reshape(flat, (*flat.shape[:-1], *weight_DNH.shape[1:]))
 
 
-def _feature(x_BTNH, taps_WNH, tail_BKNH, segment_ids_BT, unit):
+def _feature(
+  x_BTNH: jax.Array, taps_WNH: jax.Array, tail_BKNH: jax.Array | None,
+  segment_ids_BT: jax.Array | None, unit: bool,
+) -> jax.Array:  # fmt: skip
   """SiLU of a causal convolution; queries and keys (`unit`) get length one."""
 
   def feature(x_BTNH, taps_WNH, tail_BKNH, segment_ids_BT):
@@ -322,14 +337,16 @@ def _feature(x_BTNH, taps_WNH, tail_BKNH, segment_ids_BT, unit):
   )  # fmt: skip
 
 
-def _continued(tail_BKNH, x_BTNH, length_B):
+def _continued(
+  tail_BKNH: jax.Array, x_BTNH: jax.Array, length_B: jax.Array
+) -> jax.Array:
   """As many tokens as a tail has, up to the first `length_B` of x."""
   both_BPNH = jnp.concatenate([tail_BKNH.astype(x_BTNH.dtype), x_BTNH], axis=1)
   index_BK = length_B[:, None] + jnp.arange(tail_BKNH.shape[1])[None]
   return jnp.take_along_axis(both_BPNH, index_BK[..., None, None], axis=1)
 
 
-def _recurrence_flops(shape_BTNH, chunk):
+def _recurrence_flops(shape_BTNH: Sequence[int], chunk: int) -> float:
   """FLOPs of the chunkwise form; triangular products count half.
 
   Per head and token, with keys and values H wide and chunks of C tokens:
@@ -345,7 +362,9 @@ def _recurrence_flops(shape_BTNH, chunk):
 
 # Checkpointed, so that only the arguments are kept.
 @functools.partial(jax.checkpoint, static_argnums=(0,))
-def _log_decay(bound, raw_BTI, a_log_N, dt_bias_NH):
+def _log_decay(
+  bound: float, raw_BTI: jax.Array, a_log_N: jax.Array, dt_bias_NH: jax.Array
+) -> jax.Array:
   biased_BTI = raw_BTI + _flat(dt_bias_NH, 0)[None, None]
   heads, width = dt_bias_NH.shape
   rate_I = jnp.repeat(jnp.exp(a_log_N), width)
@@ -357,18 +376,20 @@ def _log_decay(bound, raw_BTI, a_log_N, dt_bias_NH):
 
 
 @jax.checkpoint
-def _gated(o_BTNH, gate_BTNH, norm):
+def _gated(
+  o_BTNH: jax.Array, gate_BTNH: jax.Array, norm: norm_lib.RMSNorm
+) -> jax.Array:
   normed_BTNH = norm(precision.widen(o_BTNH))
   gate_BTNH = jax.nn.sigmoid(precision.widen(gate_BTNH))
   return (gate_BTNH * normed_BTNH).astype(o_BTNH.dtype)
 
 
-def _initial_a_log(key, num_heads):
+def _initial_a_log(key: jax.Array, num_heads: int) -> jax.Array:
   low, high = _RATES
-  return jnp.log(jax.random.uniform(key, num_heads, minval=low, maxval=high))
+  return jnp.log(jax.random.uniform(key, (num_heads,), minval=low, maxval=high))
 
 
-def _initial_dt_bias(key, shape):
+def _initial_dt_bias(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
   low, high = jnp.log(jnp.array(_STEPS))
   step = jnp.exp(jax.random.uniform(key, shape, minval=low, maxval=high))
   step = jnp.maximum(step, _LEAST_STEP)

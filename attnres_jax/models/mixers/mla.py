@@ -236,7 +236,9 @@ class Mla(nnx.Module):
     )  # fmt: skip
     return self._outputs(x, mixed_BTNV), new
 
-  def _outputs(self, x, mixed_BTNV):
+  def _outputs(
+    self, x: jax.Array | base.QKV, mixed_BTNV: jax.Array
+  ) -> jax.Array:
     if self.gate is not None:
       gate_BTNV = linear.linear(base.qkv(x).query, self.gate[...])
       mixed_BTNV = _gated(mixed_BTNV, gate_BTNV)
@@ -246,7 +248,7 @@ class Mla(nnx.Module):
   def _shared_width(self) -> int:
     return self.compress[...].shape[1] - self.latent_rank
 
-  def _compressed(self, x_BTD):
+  def _compressed(self, x_BTD: jax.Array) -> jax.Array:
     """Normalised latents and shared keys, concatenated."""
     latent_BTR, shared_BTH = jnp.split(
       linear.linear(x_BTD, self.compress[...]), [self.latent_rank], axis=2
@@ -256,8 +258,10 @@ class Mla(nnx.Module):
     latent_BTR = norm(self.latent_norm, latent_BTR)
     return jnp.concatenate([latent_BTR, self.shared_norm(shared_BTH)], axis=2)
 
-  def _turned(self, x_BTNC, position_BT=None):
-    """Turns the last channels, which are the shared parts."""
+  def _turned(
+    self, x_BTNC: jax.Array, position_BT: jax.Array | None = None
+  ) -> jax.Array:
+    """With positions in the last channels, those of shared parts."""
     if not self.rope_theta:
       return x_BTNC
     nope_width = x_BTNC.shape[-1] - self._shared_width
@@ -267,7 +271,7 @@ class Mla(nnx.Module):
     )
     return jnp.concatenate([nope, shared], axis=-1)
 
-  def _queries(self, x_BTD):
+  def _queries(self, x_BTD: jax.Array) -> jax.Array:
     if self.query_down is not None:
       latent_BTR = linear.linear(x_BTD, self.query_down[...])
       x_BTD = jax.checkpoint(lambda norm, x: norm(x))(
@@ -276,7 +280,9 @@ class Mla(nnx.Module):
     query_BTNH = self.query_norm(linear.linear(x_BTD, self.query[...]))
     return rope_lib.scaled_queries(query_BTNH, self.rope)
 
-  def _heads(self, x_BTD, keys_BTC, values_BTC):
+  def _heads(
+    self, x_BTD: jax.Array, keys_BTC: jax.Array, values_BTC: jax.Array
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
     shared_BTH = keys_BTC[:, :, self.latent_rank :]
     nope_BTNH, value_BTNV = self._up(keys_BTC)
     if values_BTC is not keys_BTC:
@@ -288,7 +294,7 @@ class Mla(nnx.Module):
     key_BTNH = jnp.concatenate([nope_BTNH, shared_BTNH], axis=3)
     return query_BTNH, key_BTNH, value_BTNV
 
-  def _up(self, tokens_BTC):
+  def _up(self, tokens_BTC: jax.Array) -> list[jax.Array]:
     """The separate part of each head's key, and its value, from latents."""
     latent_BTR = tokens_BTC[:, :, : self.latent_rank]
     expanded = linear.linear(latent_BTR, self.expand[...])
@@ -297,7 +303,7 @@ class Mla(nnx.Module):
 
 # Checkpointed, so that nothing is kept in float32.
 @jax.checkpoint
-def _gated(mixed_BTNV, gate_BTNV):
+def _gated(mixed_BTNV: jax.Array, gate_BTNV: jax.Array) -> jax.Array:
   gate_BTNV = jax.nn.sigmoid(precision.widen(gate_BTNV))
   gated_BTNV = gate_BTNV * precision.widen(mixed_BTNV)
   return gated_BTNV.astype(mixed_BTNV.dtype)

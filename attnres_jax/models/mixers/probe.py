@@ -35,12 +35,17 @@ def probed(
   return query_BTNH
 
 
-def _forward(query_BTNH, key_BTKH, segment_ids_BT, probe_N):
+def _forward(
+  query_BTNH: jax.Array, key_BTKH: jax.Array, segment_ids_BT: jax.Array | None,
+  probe_N: jax.Array,
+) -> tuple[jax.Array, Any]:  # fmt: skip
   del probe_N
   return query_BTNH, (query_BTNH, key_BTKH, segment_ids_BT)
 
 
-def _backward(residuals, dquery_BTNH):
+def _backward(
+  residuals: Any, dquery_BTNH: jax.Array
+) -> tuple[jax.Array | None, ...]:
   key_BTKH = residuals[1]
   return (
     dquery_BTNH, jnp.zeros_like(key_BTKH), None, largest_logits(*residuals),

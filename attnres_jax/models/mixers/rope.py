@@ -6,6 +6,7 @@ Pair i of a vector's H channels turns by theta^(-2 i / H) per token. `yarn`
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +60,9 @@ def scaled_queries(
   return (precision.widen(query) * scaling.logit_scale).astype(query.dtype)
 
 
-def _frequencies(half, theta, scaling, dtype):
+def _frequencies(
+  half: int, theta: float, scaling: config_lib.RopeConfig, dtype: Any
+) -> jax.Array:
   """Radians per token of each pair, [H / 2]."""
   frequency = theta ** (-jnp.arange(half, dtype=dtype) / half)
   if scaling.scaling == "none":
@@ -73,7 +76,9 @@ def _frequencies(half, theta, scaling, dtype):
   return frequency * (share + (1 - share) / scaling.factor)
 
 
-def _yarn_share(half, theta, scaling, dtype):
+def _yarn_share(
+  half: int, theta: float, scaling: config_lib.RopeConfig, dtype: Any
+) -> jax.Array:
   """1 for pairs that keep their frequency, 0 for those divided by the factor.
 
   Linear in the number of the pair, between the pairs that turn `high_turns` and

@@ -143,7 +143,9 @@ class DDL(base.Residual):
     compress_MD = _at(self.compress, self.num_sublayers)
     return _compressed(state, compress_MD).astype(self.dtype)
 
-  def _context(self, carry, slot):
+  def _context(
+    self, carry: jax.Array, slot: Site
+  ) -> tuple[jax.Array, jax.Array]:
     x_BTD = _compressed(carry, slot.compress_MD)
     return x_BTD, base.rms_norm(x_BTD, slot.gain_D, self.eps)
 
@@ -164,17 +166,19 @@ class DDLSigmoid(DDL):
   squashed = True
 
 
-def _at(parameter, index):
+def _at(parameter: Any, index: Any) -> Any:
   return None if parameter is None else parameter[index]
 
 
-def _compressed(state_BTMD, compress_MD):
+def _compressed(
+  state_BTMD: jax.Array, compress_MD: jax.Array | None
+) -> jax.Array:
   if compress_MD is None:
     return state_BTMD[:, :, 0]
   return jnp.sum(compress_MD[None, None] * state_BTMD, axis=2)
 
 
-def _project(x_BTD, weight_DM):
+def _project(x_BTD: jax.Array, weight_DM: jax.Array) -> jax.Array:
   """A few products per token, in full float32 precision."""
   return jnp.einsum(
     "BTD,DM->BTM", x_BTD, weight_DM, precision=jax.lax.Precision.HIGHEST

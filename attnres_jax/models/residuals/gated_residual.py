@@ -115,21 +115,25 @@ class GatedResidual(base.Residual):
   def readout(self, state: State) -> jax.Array:
     return self._read(state, self.gain[-1], self.up[-1])
 
-  def _both(self, start, stop):
+  def _both(self, start: int, stop: int) -> jax.Array:
     """[W_d, W_w] of reads start..stop-1; the readout has no write."""
     down, weigh = self.down[start:stop], self.weigh[start:stop]
     missing = down.shape[0] - weigh.shape[0]
     weigh = jnp.pad(weigh, ((0, missing), (0, 0), (0, 0), (0, 0)))
     return jnp.concatenate([down, weigh], axis=-1)
 
-  def _before(self, streams_BTMD, gain_MD, down_MDR):
+  def _before(
+    self, streams_BTMD: jax.Array, gain_MD: jax.Array, down_MDR: jax.Array
+  ) -> State:
     """The state before a read."""
     streams_BTMD = base.save(streams_BTMD)
     normed_BTMD = _normed(streams_BTMD, gain_MD, self.eps, self.dtype)
     low_BTR = linear.linear(normed_BTMD, down_MDR, 2, streams_BTMD.dtype)
     return State(streams_BTMD, base.save(low_BTR / self.streams))
 
-  def _read(self, state, gain_MD, up_RMD):
+  def _read(
+    self, state: State, gain_MD: jax.Array, up_RMD: jax.Array
+  ) -> jax.Array:
     low_BTR = jax.nn.silu(state.low_BTR[..., : self.rank]).astype(self.dtype)
     logits_BTMD = linear.linear(low_BTR, up_RMD)
     return _gated_mean(
@@ -139,14 +143,19 @@ class GatedResidual(base.Residual):
 
 # Checkpointed, so that of float32 arrays only the streams are kept.
 @functools.partial(jax.checkpoint, static_argnums=(2, 3))
-def _normed(streams_BTMD, gain_MD, eps, dtype):
+def _normed(
+  streams_BTMD: jax.Array, gain_MD: jax.Array, eps: float, dtype: Any
+) -> jax.Array:
   """Z; nothing but gates and weights of streams depends on it."""
   normed_BTMD = base.rms_norm(streams_BTMD, 1 + gain_MD, eps)
   return base.coefficient(normed_BTMD).astype(dtype)
 
 
 @functools.partial(jax.checkpoint, static_argnums=(3, 4))
-def _gated_mean(streams_BTMD, gain_MD, logits_BTMD, eps, dtype):
+def _gated_mean(
+  streams_BTMD: jax.Array, gain_MD: jax.Array, logits_BTMD: jax.Array,
+  eps: float, dtype: Any,
+) -> jax.Array:  # fmt: skip
   """The mean of G * Z over streams."""
   gate_BTMD = jax.nn.sigmoid(precision.widen(logits_BTMD))
   normed_BTMD = base.rms_norm(streams_BTMD, 1 + gain_MD, eps)

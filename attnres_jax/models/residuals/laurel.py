@@ -79,7 +79,9 @@ class LaurelLR(prenorm.Stream):
     mapped_BTD = self._low_rank(carry, *slot)
     return base.save(carry + mapped_BTD + precision.widen(y_BTD))
 
-  def _low_rank(self, x_BTD, down_DR, up_RD):
+  def _low_rank(
+    self, x_BTD: jax.Array, down_DR: jax.Array, up_RD: jax.Array
+  ) -> jax.Array:
     low_BTR = jnp.einsum("BTD,DR->BTR", x_BTD, down_DR)
     return jnp.einsum("BTR,RD->BTD", low_BTR, up_RD)
 
@@ -125,7 +127,7 @@ class LaurelPA(LaurelLR):
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
     down_DR, up_RD, weight_M = slot
-    earlier_BTD = sum(weight_M[j] * h for j, h in enumerate(carry[1:]))
+    earlier_BTD: Any = sum(weight_M[j] * h for j, h in enumerate(carry[1:]))
     mapped_BTD = self._low_rank(earlier_BTD, down_DR, up_RD)
     next_BTD = carry[0] + mapped_BTD + precision.widen(y_BTD)
     return base.save(next_BTD), *carry[:-1]

@@ -81,7 +81,7 @@ class Projections(nnx.Module):
     gate_BTD = self.over_channels(base.coefficient(gate_BTN))
     return gate_BTD, self.values(l, x_BTD)
 
-  def _heads(self, x_BTD):
+  def _heads(self, x_BTD: jax.Array) -> jax.Array:
     return x_BTD.reshape(*x_BTD.shape[:2], -1, self.head_width)
 
 

@@ -80,7 +80,9 @@ class SiameseNorm(base.Residual):
     last = self.num_sublayers
     return self._sum(state, self.post_gain[last], self.pre_gain[last])
 
-  def _sum(self, streams, post_gain_D, pre_gain_D):
+  def _sum(
+    self, streams: Streams, post_gain_D: jax.Array, pre_gain_D: jax.Array
+  ) -> jax.Array:
     post_BTD = base.rms_norm(streams.post_BTD, post_gain_D, self.eps)
     pre_BTD = base.rms_norm(streams.pre_BTD, pre_gain_D, self.eps)
     return (post_BTD + pre_BTD).astype(self.dtype)

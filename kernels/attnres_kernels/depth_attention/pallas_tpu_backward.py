@@ -12,6 +12,7 @@ and `dout` of rows (query, token):
 Scores are recomputed from sources and log-normalisers.
 """
 
+from collections.abc import Callable
 import functools
 import math
 from typing import Any
@@ -30,17 +31,10 @@ _MATRIX = 128  # Rows and columns of the smallest matrix unit.
 
 
 def backward(
-  query_QD,
-  sources,
-  lse_QT,
-  douts,
-  dlse_QT,
-  *,
-  eps,
-  heads=1,
-  rank=None,
-  interpret=False,
-):
+  query_QD: jax.Array, sources: tuple[jax.Array, ...], lse_QT: jax.Array,
+  douts: tuple[jax.Array, ...], dlse_QT: jax.Array, *, eps: float,
+  heads: int = 1, rank: int | None = None, interpret: Any = False,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:  # fmt: skip
   """Returns the gradients of the queries and of every source.
 
   `douts` are the gradients of the mixtures, a tuple of Q arrays.
@@ -79,7 +73,7 @@ def backward(
     pl.BlockSpec((1, *x.shape[1:]), lambda p, s: (at(p, s), 0, 0))
     for x in stats
   ]
-  douts = [x.reshape(num_tokens, width).astype(dtype) for x in douts]
+  douts = tuple(x.reshape(num_tokens, width).astype(dtype) for x in douts)
   fixed = terms.nbytes + pull_terms.nbytes + 4 * math.prod(sums[1:])
   dquery, *dsources = pl.pallas_call(
     functools.partial(
@@ -121,17 +115,10 @@ def backward(
 
 
 def _kernel(
-  terms_ref,
-  pull_terms_ref,
-  lse_ref,
-  dlse_ref,
-  *refs,
-  num_queries,
-  num_slots,
-  num_tokens,
-  columns,
-  eps,
-):
+  terms_ref: Any, pull_terms_ref: Any, lse_ref: Any, dlse_ref: Any, *refs: Any,
+  num_queries: int, num_slots: int, num_tokens: int,
+  columns: columns_lib.Columns, eps: float,
+) -> None:  # fmt: skip
   """Terms of queries and pulls, lse and dlse [1, J, tile], then rows [tile, D].
 
   These are Q output gradients and M sources. Then the results: the query
@@ -216,7 +203,7 @@ def _kernel(
       dquery_ref[0, :, piece.key] += dquery
 
 
-def _weights(score, lse):
+def _weights(score: jax.Array, lse: jax.Array) -> jax.Array:
   """Weights of the sources of each token: [M, 8, Q]."""
   weight = jnp.exp(score - lse[None])
   # Large scores differ from those of the forward pass, which sums in another
@@ -224,7 +211,11 @@ def _weights(score, lse):
   return weight / jnp.sum(weight, axis=0)[None]
 
 
-def _products(load, douts, terms_ref, columns, num_slots, num_queries, exact):
+def _products(
+  load: Callable[[slice], jax.Array], douts: Callable[[slice], jax.Array],
+  terms_ref: Any, columns: columns_lib.Columns, num_slots: int,
+  num_queries: int, exact: bool,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
   """Products of source rows with their token's dout and the query: [M*8, Q]."""
   diagonal = num_queries * tiles.GROUP
   product = _product_rows(
@@ -243,8 +234,10 @@ def _products(load, douts, terms_ref, columns, num_slots, num_queries, exact):
 
 
 def _product_rows(
-  load, partners, diagonal, terms_ref, columns, source_rows, exact
-):
+  load: Callable[[slice], jax.Array], partners: Callable[[slice], jax.Array],
+  diagonal: int, terms_ref: Any, columns: columns_lib.Columns, source_rows: int,
+  exact: bool,
+) -> jax.Array:  # fmt: skip
   """Products of source rows with as many partners, and then query terms."""
   partner_rows = diagonal + terms_ref.shape[0]
   # Rows of the left operand stream; those of the right operand are tiled.
@@ -277,7 +270,11 @@ def _product_rows(
   return product
 
 
-def _dsource(source, dout, pull_terms_ref, bend, factors, columns, piece):
+def _dsource(
+  source: jax.Array, dout: jax.Array, pull_terms_ref: Any, bend: jax.Array,
+  factors: list[jax.Array], columns: columns_lib.Columns,
+  piece: columns_lib.Piece,
+) -> jax.Array:  # fmt: skip
   """Gradients of the sources in the columns of a piece: [M*8, columns]."""
   exact = dout.dtype == jnp.float32
   partner = [dout] if exact else [dout, dout]
@@ -296,7 +293,7 @@ def _dsource(source, dout, pull_terms_ref, bend, factors, columns, piece):
   return dsource
 
 
-def _factor(weight, pull, exact):
+def _factor(weight: jax.Array, pull: jax.Array, exact: bool) -> jax.Array:
   """Left operand of the source gradients: twice [M*8, Q] to [M*8, columns].
 
   Columns are the weights on the token diagonal (high terms, low terms), then
@@ -333,7 +330,9 @@ def _factor(weight, pull, exact):
   return jnp.concatenate(parts, axis=1)[:, :columns]
 
 
-def _pull_rows(pulls, num_queries, exact):
+def _pull_rows(
+  pulls: list[jax.Array], num_queries: int, exact: bool
+) -> list[jax.Array]:
   """[M*8, J] of several groups to [terms * Q, groups * M*8] of each head."""
   turned = jnp.transpose(jnp.concatenate(pulls, axis=0))
   return [
@@ -342,7 +341,7 @@ def _pull_rows(pulls, num_queries, exact):
   ]
 
 
-def _in_terms(turned, exact):
+def _in_terms(turned: jax.Array, exact: bool) -> jax.Array:
   if exact:
     return turned
   return jnp.concatenate(tiles.high_and_low(turned), axis=0).astype(

@@ -12,7 +12,7 @@ head side by side. Low-rank keys are the last columns, from a multiple of 128
 on, and the columns in front of the key are masked.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -60,14 +60,14 @@ class Columns:
     self.keys = [piece for piece in one_head if piece.key is not None]
     self.most = max(len(piece.heads) for piece in self.pieces)
 
-  def _of_one_head(self, lanes):
+  def _of_one_head(self, lanes: int) -> Iterator[Piece]:
     for part in tiles.chunks(self.key_start, lanes):
       yield Piece(part)
     for part in tiles.chunks(self.width - self.key_start, lanes):
       start = self.key_start
       yield Piece(slice(part.start + start, part.stop + start), key=part)
 
-  def _of_heads(self, lanes):
+  def _of_heads(self, lanes: int) -> Iterator[Piece]:
     # Up to 128 columns if heads share them, and else those of one head.
     aligned = self.slice_width % tiles.LANES == 0
     size = min(lanes, self.slice_width) if aligned else tiles.LANES
@@ -116,7 +116,9 @@ class Columns:
     column = tiles.iota(x.shape, 1) + piece.columns.start
     return jnp.where(column >= self._in_front, x, jnp.zeros_like(x))
 
-  def owned(self, piece: Piece, head: int, shape) -> jax.Array | None:
+  def owned(
+    self, piece: Piece, head: int, shape: tuple[int, ...]
+  ) -> jax.Array | None:
     """A mask of the head's columns in a piece; None if all are."""
     if len(piece.heads) == 1:
       return None
@@ -146,7 +148,9 @@ def to_kernel(stats: jax.Array, heads: int, num_tokens: int) -> jax.Array:
   return stats.reshape(stats.shape[0], num_tokens)
 
 
-def from_kernel(stats_JT: jax.Array, heads: int, shape) -> jax.Array:
+def from_kernel(
+  stats_JT: jax.Array, heads: int, shape: tuple[int, ...]
+) -> jax.Array:
   """[J, tokens] to [Q, *T] or [Q, *T, H]."""
   if heads == 1:
     return stats_JT.reshape((-1,) + shape)

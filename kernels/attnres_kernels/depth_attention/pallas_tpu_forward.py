@@ -8,7 +8,9 @@ With `v` of rows (source, token), see `pallas_tpu_tiles`:
             token)] on the token diagonal, in two bfloat16 terms
 """
 
+from collections.abc import Callable
 import functools
+from typing import Any
 
 import jax
 from jax.experimental import pallas as pl
@@ -25,14 +27,9 @@ _STACKED_ROWS = 128
 
 
 def forward(
-  query_QD,
-  sources,
-  *,
-  eps,
-  heads=1,
-  rank=None,
-  interpret=False,
-):
+  query_QD: jax.Array, sources: tuple[jax.Array, ...], *, eps: float,
+  heads: int = 1, rank: int | None = None, interpret: Any = False,
+) -> tuple[tuple[jax.Array, ...], jax.Array]:  # fmt: skip
   """Returns the mixtures, a tuple of Q arrays, and their log-normalisers."""
   tokens_shape, flat, num_tokens = tiles.flatten(sources)
   num_slots = len(sources)
@@ -82,7 +79,10 @@ def forward(
   return out, columns_lib.from_kernel(lse, heads, tokens_shape)
 
 
-def _kernel(terms_ref, *refs, num_slots, num_tokens, columns, eps):
+def _kernel(
+  terms_ref: Any, *refs: Any, num_slots: int, num_tokens: int,
+  columns: columns_lib.Columns, eps: float,
+) -> None:  # fmt: skip
   """Query terms [terms * J, D], M sources [tile, D].
 
   Then the results: Q mixtures [tile, D], log-normalisers [1, J, tile].
@@ -151,7 +151,10 @@ def _kernel(terms_ref, *refs, num_slots, num_tokens, columns, eps):
   lse_ref[0] = jnp.transpose(jnp.concatenate(lses, axis=0))
 
 
-def _raw_scores(load, terms_ref, columns, num_queries, exact):
+def _raw_scores(
+  load: Callable[[slice], jax.Array], terms_ref: Any,
+  columns: columns_lib.Columns, num_queries: int, exact: bool,
+) -> jax.Array:  # fmt: skip
   """Products of queries and sources [J, M*16], without the norm of keys."""
   if columns.heads == 1:
     raw = tiles.total(
@@ -159,18 +162,21 @@ def _raw_scores(load, terms_ref, columns, num_queries, exact):
       for piece in columns.keys
     )
     return tiles.sum_terms(raw, num_queries)
-  raw = [0.0] * columns.heads
+  by_head: list[Any] = [0.0] * columns.heads
   for piece in columns.pieces:
     product = tiles.dot(
       terms_ref[:, piece.key], load(piece.columns), 1, exact=exact
     )
     product = tiles.sum_terms(product, columns.most * num_queries)
     for i, head in enumerate(piece.heads):
-      raw[head] += columns_lib.rows_of(product, i, num_queries)
-  return jnp.concatenate(raw, axis=0)
+      by_head[head] += columns_lib.rows_of(product, i, num_queries)
+  return jnp.concatenate(by_head, axis=0)
 
 
-def _mixed(weight, source, num_queries, heads, exact, head):
+def _mixed(
+  weight: jax.Array, source: jax.Array, num_queries: int, heads: int,
+  exact: bool, head: int,
+) -> jax.Array:  # fmt: skip
   """Mixtures of one head in all columns of a piece: [Q*8, columns]."""
   rows = num_queries * tiles.GROUP
   # With the terms as rows, those of all heads are the second half.
@@ -180,7 +186,9 @@ def _mixed(weight, source, num_queries, heads, exact, head):
   )
 
 
-def _diagonal_weights(weight, exact, stacked):
+def _diagonal_weights(
+  weight: jax.Array, exact: bool, stacked: bool
+) -> jax.Array:
   """[M*8, Q] to the left operand of the mixtures, rows (query, token).
 
   Columns are (source, token). If `stacked`, they hold the high and then the low
@@ -196,7 +204,7 @@ def _diagonal_weights(weight, exact, stacked):
   return both.astype(jnp.bfloat16)
 
 
-def _spread_queries(x):
+def _spread_queries(x: jax.Array) -> jax.Array:
   """[(source, token), Q] to [(query, token), (source, token)]."""
   turned = jnp.transpose(x)
   shape = (tiles.GROUP, turned.shape[1])

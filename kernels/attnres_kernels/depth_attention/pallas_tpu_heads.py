@@ -8,6 +8,10 @@ summed over the rows of registers. The terms of all heads are packed before they
 are spread, so that a factor takes one gather.
 """
 
+from collections.abc import Callable
+from typing import Any
+
+import jax
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
@@ -15,11 +19,16 @@ from attnres_kernels.depth_attention import pallas_tpu_columns as columns_lib
 from attnres_kernels.depth_attention import pallas_tpu_tiles as tiles
 
 
-def products(load, douts, terms_ref, columns, num_slots, num_queries, exact):
+def products(
+  load: Callable[[slice], jax.Array], douts: Callable[[slice], jax.Array],
+  terms_ref: Any, columns: columns_lib.Columns, num_slots: int,
+  num_queries: int, exact: bool,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
   """Products of source rows with their token's dout and the query: [M*8, J]."""
   del num_slots  # Of one head.
   diagonal = num_queries * tiles.GROUP
-  found_dout, found_query = [0.0] * columns.heads, [0.0] * columns.heads
+  of_douts: list[Any] = [0.0] * columns.heads
+  of_queries: list[Any] = [0.0] * columns.heads
   for piece in columns.pieces:
     dout, source = douts(piece.columns), load(piece.columns)
     rows = [
@@ -34,14 +43,14 @@ def products(load, douts, terms_ref, columns, num_slots, num_queries, exact):
       rows_product[len(rows) * diagonal :], columns.most * num_queries
     )
     for i, head in enumerate(piece.heads):
-      found_dout[head] += columns_lib.rows_of(rows_product, i, diagonal)
-      found_query[head] += columns_lib.rows_of(of_query, i, num_queries)
-  product = _token_diagonal(jnp.concatenate(found_dout, axis=0))
-  score = jnp.concatenate(found_query, axis=0)
+      of_douts[head] += columns_lib.rows_of(rows_product, i, diagonal)
+      of_queries[head] += columns_lib.rows_of(of_query, i, num_queries)
+  product = _token_diagonal(jnp.concatenate(of_douts, axis=0))
+  score = jnp.concatenate(of_queries, axis=0)
   return jnp.transpose(product), jnp.transpose(score)
 
 
-def _token_diagonal(x):
+def _token_diagonal(x: jax.Array) -> jax.Array:
   """x[j * 8 + token(c), c]: [J*8, M*8] to [J, M*8]."""
   count, lanes = x.shape[0] // tiles.GROUP, x.shape[1]
   x = x.reshape(count, tiles.GROUP, lanes)
@@ -91,8 +100,8 @@ class Factors:
       self._part(first) for first in range(0, self.columns, tiles.LANES)
     ]
 
-  def _part(self, first):
-    """Of 128 columns: the columns of the terms, and which are not zero."""
+  def _part(self, first: int) -> tuple[jax.Array, jax.Array]:
+    """Of 128 columns: those of the terms, and which are not zero."""
     queries, column = self._queries, self._lane + first
     valid = (column >= self._spread) | tiles.on_diagonal(self._row, column)
     # Weights: the low terms of queries follow the high ones, as in the terms.
@@ -103,7 +112,7 @@ class Factors:
     of_pull = pull + (1 if self._exact else 2) * queries
     return jnp.where(column < self._spread, of_weight, of_pull), valid
 
-  def __call__(self, weight, pull):
+  def __call__(self, weight: jax.Array, pull: jax.Array) -> list[jax.Array]:
     """The factors of weights and pulls [M*8, J]."""
     parts = [weight, pull]
     if not self._exact:
@@ -125,12 +134,12 @@ class Factors:
       for head in range(self._heads)
     ]
 
-  def _pack(self, parts, first_head):
+  def _pack(self, parts: list[jax.Array], first_head: int) -> jax.Array:
     first = first_head * self._queries
     start = first // tiles.LANES * tiles.LANES
     stop = min(first + self._per * self._queries, parts[0].shape[1])
     column = self._place * self._queries + self._inside + (first - start)
-    result = None
+    result: Any = None
     for kind, part in enumerate(parts):
       before = kind * self._queries
       taken = tiles.take_columns(
@@ -141,7 +150,7 @@ class Factors:
       result = taken
     return result
 
-  def _factor(self, packed, first):
+  def _factor(self, packed: jax.Array, first: int) -> jax.Array:
     parts = []
     for at, valid in self._parts:
       taken = tiles.take_columns(packed, lambda r, i, at=at: at + first)

@@ -15,9 +15,11 @@ bfloat16 terms, three for queries and two for weights. Float32 sources use
 float32 products throughout.
 """
 
+from collections.abc import Callable, Iterable
 import dataclasses
 import functools
 import operator
+from typing import Any
 
 import jax
 from jax.experimental import pallas as pl
@@ -64,7 +66,10 @@ class BlockSizes:
     return cls(tokens)
 
 
-def why_not(function, query_QD, sources, *args, eps, heads=1, rank=None):
+def why_not(
+  function: str, query_QD: jax.Array, sources: tuple[jax.Array, ...],
+  *args: Any, eps: float, heads: int = 1, rank: int | None = None,
+) -> str | None:  # fmt: skip
   """The reason why these arguments cannot run, or None."""
   del args, eps, rank
   num_slots, first = len(sources), sources[0]
@@ -91,7 +96,10 @@ def why_not(function, query_QD, sources, *args, eps, heads=1, rank=None):
   return None
 
 
-def cost(flops, num_queries, num_slots, num_tokens, width, token_bytes):
+def cost(
+  flops: int, num_queries: int, num_slots: int, num_tokens: int, width: int,
+  token_bytes: int,
+) -> pl.CostEstimate:  # fmt: skip
   """What a kernel must move and compute, for the compiler's schedule.
 
   `flops` are per query, source, token and lane; norms come on top.
@@ -103,7 +111,7 @@ def cost(flops, num_queries, num_slots, num_tokens, width, token_bytes):
   )
 
 
-def query_terms(query_QD, dtype):
+def query_terms(query_QD: jax.Array, dtype: Any) -> jax.Array:
   """[terms * Q, D]: three bfloat16 terms that sum to the query; one for
   float32.
   """
@@ -118,7 +126,7 @@ def query_terms(query_QD, dtype):
   return jnp.concatenate(terms)
 
 
-def sum_terms(products, count):
+def sum_terms(products: jax.Array, count: int) -> jax.Array:
   """The sum over the terms of `query_terms`, blocks of `count` rows."""
   return total(
     products[first : first + count]
@@ -126,7 +134,9 @@ def sum_terms(products, count):
   )
 
 
-def flatten(sources):
+def flatten(
+  sources: tuple[jax.Array, ...],
+) -> tuple[tuple[int, ...], list[jax.Array], int]:
   """(token axes, one [tokens, D] operand per source, tokens)."""
   shape = sources[0].shape
   num_tokens = 1
@@ -136,12 +146,12 @@ def flatten(sources):
   return shape[:-1], flat, num_tokens
 
 
-def constant_spec(array):
+def constant_spec(array: jax.Array) -> pl.BlockSpec:
   """The block spec of an array that every step sees in full."""
   return pl.BlockSpec(array.shape, lambda *i: (0,) * array.ndim)
 
 
-def stats_to_tiles(x_QT, tile):
+def stats_to_tiles(x_QT: jax.Array, tile: int) -> jax.Array:
   """[Q, tokens] to [tiles, Q, tile], padded with zeros."""
   num_queries, num_tokens = x_QT.shape
   tiles = pl.cdiv(num_tokens, tile)
@@ -149,32 +159,38 @@ def stats_to_tiles(x_QT, tile):
   return jnp.moveaxis(x.reshape(num_queries, tiles, tile), 0, 1)
 
 
-def stats_from_tiles(x, num_tokens):
+def stats_from_tiles(x: jax.Array, num_tokens: int) -> jax.Array:
   tiles, num_queries, tile = x.shape
   x = jnp.moveaxis(x, 1, 0).reshape(num_queries, tiles * tile)
   return x[:, :num_tokens]
 
 
-def load_sources(source_refs, rows, valid, chunk):
+def load_sources(
+  source_refs: Any, rows: slice, valid: jax.Array | None, chunk: slice
+) -> jax.Array:
   """[M*8, lanes] of one group of tokens."""
   return concatenate([ref[rows, chunk] for ref in source_refs], valid)
 
 
-def concatenate(parts, valid):
+def concatenate(parts: list[jax.Array], valid: jax.Array | None) -> jax.Array:
   """Stacks rows; padding rows of `parts` become zero."""
   if valid is not None:
     parts = [jnp.where(valid, part, jnp.zeros_like(part)) for part in parts]
   return jnp.concatenate(parts, axis=0)
 
 
-def valid_rows(num_tokens, tile, base, rows):
+def valid_rows(
+  num_tokens: int, tile: int, base: int, rows: int
+) -> jax.Array | None:
   """Which of the rows from `base` on are tokens; None if all are."""
   if num_tokens % tile == 0:
     return None
   return iota((rows, 1), 0) < num_tokens - base
 
 
-def inverse_rms(load, columns, eps):
+def inverse_rms(
+  load: Callable[[slice], jax.Array], columns: Any, eps: float
+) -> jax.Array:
   """Inverse norm of the key of every source row of a group: [M*8, 1]."""
   square = 0.0
   for piece in columns.keys:
@@ -183,23 +199,27 @@ def inverse_rms(load, columns, eps):
   return jax.lax.rsqrt(square * (1.0 / columns.key_width) + eps)
 
 
-def on_slots(x):
+def on_slots(x: jax.Array) -> jax.Array:
   """[M*8, Q] as [M, 8, Q], for sums over the sources of a token."""
   return x.reshape(-1, GROUP, x.shape[-1])
 
 
-def where(mask, x, otherwise):
+def where(mask: jax.Array | None, x: jax.Array, otherwise: Any) -> jax.Array:
   return x if mask is None else jnp.where(mask, x, otherwise)
 
 
-def pull_terms(terms, num_queries):
+def pull_terms(terms: jax.Array, num_queries: int) -> jax.Array:
   """The factors of high, high and low pulls: high, low, high."""
   if terms.shape[0] == num_queries:
     return terms
   return jnp.concatenate([terms[: 2 * num_queries], terms[:num_queries]])
 
 
-def take_columns(x, column, count=LANES):
+def take_columns(
+  x: jax.Array,
+  column: Callable[[jax.Array, jax.Array], jax.Array],
+  count: int = LANES,
+) -> jax.Array:
   """x[r, column(r, i)] for i < count <= 128, by gathers within registers.
 
   Args:
@@ -225,7 +245,7 @@ def take_columns(x, column, count=LANES):
   return taken[:, :count]
 
 
-def pad_lanes(x):
+def pad_lanes(x: jax.Array) -> jax.Array:
   """Zero columns up to the next multiple of 128."""
   missing = -x.shape[1] % LANES
   if not missing:
@@ -234,30 +254,32 @@ def pad_lanes(x):
   return jnp.concatenate([x, zeros], axis=1)
 
 
-def on_diagonal(row, column):
+def on_diagonal(row: jax.Array, column: jax.Array) -> jax.Array:
   """A mask: the token of the row is the token of the column."""
   return jnp.bitwise_and(row ^ column, GROUP - 1) == 0
 
 
-def high_and_low(x):
+def high_and_low(x: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Two float32 arrays, exact in bfloat16, whose sum is x to 16 bits."""
   high = x.astype(jnp.bfloat16).astype(jnp.float32)
   return high, x - high
 
 
-def chunks(width, lanes):
+def chunks(width: int, lanes: int) -> list[slice]:
   return [slice(i, min(i + lanes, width)) for i in range(0, width, lanes)]
 
 
-def total(terms):
+def total(terms: Iterable[jax.Array]) -> jax.Array:
   return functools.reduce(operator.add, terms)
 
 
-def iota(shape, dimension):
+def iota(shape: tuple[int, ...], dimension: int) -> jax.Array:
   return jax.lax.broadcasted_iota(jnp.int32, shape, dimension)
 
 
-def dot(a, b, b_axis=0, *, exact):
+def dot(
+  a: jax.Array, b: jax.Array, b_axis: int = 0, *, exact: bool
+) -> jax.Array:
   return jax.lax.dot_general(
     a,
     b,

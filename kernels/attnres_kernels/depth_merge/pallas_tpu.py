@@ -6,7 +6,9 @@ and written once. Per-token statistics are stored along lanes, [tiles, 1,
 tokens], because a [tokens, 1] array would be padded to 128 lanes in memory.
 """
 
+from collections.abc import Callable
 import functools
+from typing import Any
 
 import jax
 from jax.experimental import pallas as pl
@@ -23,7 +25,10 @@ _LANES = 128
 SUBLANES = 8
 
 
-def why_not(function, *args, eps, norm_eps, heads=1, rank=None):
+def why_not(
+  function: str, *args: Any, eps: float, norm_eps: float, heads: int = 1,
+  rank: int | None = None,
+) -> str | None:  # fmt: skip
   """The reason why these arguments cannot run, or None."""
   del function, eps, norm_eps, rank
   if heads > _LANES:
@@ -35,18 +40,11 @@ def why_not(function, *args, eps, norm_eps, heads=1, rank=None):
 
 
 def forward(
-  out_TD,
-  lse_T,
-  query_D,
-  partial_TD,
-  gain_D,
-  *,
-  eps,
-  norm_eps,
-  heads=1,
-  rank=None,
-  interpret=False,
-):
+  out_TD: jax.Array, lse_T: jax.Array, query_D: jax.Array,
+  partial_TD: jax.Array, gain_D: jax.Array | None, *, eps: float,
+  norm_eps: float, heads: int = 1, rank: int | None = None,
+  interpret: Any = False,
+) -> jax.Array:  # fmt: skip
   """Returns the merged mixture, normalised if there is a gain."""
   call = Call([out_TD, partial_TD, out_TD])
   columns = Columns(call.width, heads, rank)
@@ -79,19 +77,11 @@ def forward(
 
 
 def backward(
-  out_TD,
-  lse_T,
-  query_D,
-  partial_TD,
-  gain_D,
-  dmixed_TD,
-  *,
-  eps,
-  norm_eps,
-  heads=1,
-  rank=None,
-  interpret=False,
-):
+  out_TD: jax.Array, lse_T: jax.Array, query_D: jax.Array,
+  partial_TD: jax.Array, gain_D: jax.Array | None, dmixed_TD: jax.Array, *,
+  eps: float, norm_eps: float, heads: int = 1, rank: int | None = None,
+  interpret: Any = False,
+) -> tuple[jax.Array | None, ...]:  # fmt: skip
   """Returns the gradients of out, lse, query, partial and gain."""
   wide, written = [out_TD, partial_TD, dmixed_TD], [out_TD, partial_TD]
   call = Call([*wide, *written])
@@ -150,12 +140,12 @@ def backward(
   )
 
 
-def _step(t):
+def _step(t: int) -> int:
   """The only axis of a grid."""
   return t
 
 
-def choose_tile(num_tokens, bytes_per_token):
+def choose_tile(num_tokens: int, bytes_per_token: int) -> int:
   """Tokens per grid step: up to 128, as long as two buffers stay small."""
   tile, most = _LANES, _BUFFER_SHARE * dispatch.tpu_vmem_bytes()
   while tile > ROWS and (
@@ -168,7 +158,7 @@ def choose_tile(num_tokens, bytes_per_token):
 class Call:
   """Tiles and layouts shared by all kernels that visit each row once."""
 
-  def __init__(self, slabs):
+  def __init__(self, slabs: list[jax.Array]):
     shape = slabs[0].shape
     self.width = shape[-1]
     self.tokens = 1
@@ -178,14 +168,14 @@ class Call:
     self.tile = choose_tile(self.tokens, self.bytes_per_token)
     self.tiles = pl.cdiv(self.tokens, self.tile)
 
-  def vmem_limit(self):
+  def vmem_limit(self) -> int:
     """What a kernel reserves of VMEM."""
     return dispatch.tpu_vmem_limit(self.tile * self.bytes_per_token)
 
-  def flat(self, x):
+  def flat(self, x: jax.Array) -> jax.Array:
     return x.reshape(self.tokens, self.width)
 
-  def stats(self, x_T, heads):
+  def stats(self, x_T: jax.Array, heads: int) -> jax.Array:
     """[*T] or [*T, H] to [tiles, H, tile]."""
     missing = self.tiles * self.tile - self.tokens
     if heads == 1:
@@ -195,20 +185,22 @@ class Call:
     x = jnp.pad(x, ((0, 0), (0, missing)))
     return jnp.moveaxis(x.reshape(heads, self.tiles, self.tile), 0, 1)
 
-  def unpacked(self, x, shape, heads):
+  def unpacked(
+    self, x: jax.Array, shape: tuple[int, ...], heads: int
+  ) -> jax.Array:
     """The inverse of `stats`, of an array of this shape."""
     if heads == 1:
       return x.reshape(-1)[: self.tokens].reshape(shape)
     x = jnp.moveaxis(x, 1, 0).reshape(heads, -1)[:, : self.tokens]
     return jnp.moveaxis(x.reshape(heads, *shape[:-1]), 0, -1)
 
-  def wide_spec(self, at):
+  def wide_spec(self, at: Callable[..., Any]) -> pl.BlockSpec:
     return pl.BlockSpec((self.tile, self.width), lambda *i: (at(*i), 0))
 
-  def stats_spec(self, at, heads):
+  def stats_spec(self, at: Callable[..., Any], heads: int) -> pl.BlockSpec:
     return pl.BlockSpec((1, heads, self.tile), lambda *i: (at(*i), 0, 0))
 
-  def cost(self, flops):
+  def cost(self, flops: int) -> pl.CostEstimate:
     return pl.CostEstimate(
       flops=flops * self.tokens * self.width,
       bytes_accessed=self.tokens * (self.bytes_per_token + 4),
@@ -216,14 +208,16 @@ class Call:
     )
 
 
-def _forward_kernel(*refs, gain, columns, eps, norm_eps):
+def _forward_kernel(
+  *refs: Any, gain: bool, columns: Columns, eps: float, norm_eps: float
+) -> None:
   """Query and gain [1, D], lse [1, H, tile], out and partial [tile, D].
 
   Then the result [tile, D].
   """
-  query_ref, *refs = refs
-  gain_ref, refs = (refs[0], refs[1:]) if gain else (None, refs)
-  lse_ref, out_ref, partial_ref, mixed_ref = refs
+  query_ref, *others = refs
+  gain_ref = others.pop(0) if gain else None
+  lse_ref, out_ref, partial_ref, mixed_ref = others
   lse = _to_column(lse_ref)
   for start in range(0, out_ref.shape[0], ROWS):
     rows = slice(start, start + ROWS)
@@ -239,17 +233,20 @@ def _forward_kernel(*refs, gain, columns, eps, norm_eps):
     mixed_ref[rows, :] = mixed.astype(mixed_ref.dtype)
 
 
-def _backward_kernel(*refs, num_tokens, gain, columns, eps, norm_eps):
+def _backward_kernel(
+  *refs: Any, num_tokens: int, gain: bool, columns: Columns, eps: float,
+  norm_eps: float,
+) -> None:  # fmt: skip
   """Query and gain [1, D], lse [1, H, tile], then arrays [tile, D].
 
   These are out, the partial sum and the gradient of the mixture. Then the
   results: gradients of out and of the partial sum, of lse, and of the vectors,
   summed over steps [1, 2, 8, D].
   """
-  query_ref, *refs = refs
-  gain_ref, refs = (refs[0], refs[1:]) if gain else (None, refs)
-  lse_ref, out_ref, partial_ref, dmixed_ref, *refs = refs
-  dout_ref, dpartial_ref, dlse_ref, sums_ref = refs
+  query_ref, *others = refs
+  gain_ref = others.pop(0) if gain else None
+  lse_ref, out_ref, partial_ref, dmixed_ref, *results = others
+  dout_ref, dpartial_ref, dlse_ref, sums_ref = results
   tile = out_ref.shape[0]
   step = pl.program_id(0) * pl.num_programs(1) + pl.program_id(1)
 
@@ -296,7 +293,7 @@ def _backward_kernel(*refs, num_tokens, gain, columns, eps, norm_eps):
   dlse_ref[0] = -jnp.transpose(dscore)[: columns.heads]
 
 
-def valid_rows(num_tokens, tile, base):
+def valid_rows(num_tokens: int, tile: int, base: int) -> jax.Array | None:
   """Which of the rows from `base` on are tokens; None if all are."""
   if num_tokens % tile == 0:
     return None
@@ -304,12 +301,16 @@ def valid_rows(num_tokens, tile, base):
   return row < num_tokens - base
 
 
-def load_rows(ref, rows, valid=None):
+def load_rows(
+  ref: Any, rows: slice, valid: jax.Array | None = None
+) -> jax.Array:
   x = ref[rows, :].astype(jnp.float32)
   return x if valid is None else jnp.where(valid, x, 0.0)
 
 
-def _score(total, query_ref, columns, eps):
+def _score(
+  total: jax.Array, query_ref: Any, columns: Columns, eps: float
+) -> tuple[jax.Array, jax.Array]:
   """Scores [rows, H], and the inverse norm of keys [rows, 1]."""
   key = columns.only_keys(total)
   square = jnp.sum(key * key, axis=1, keepdims=True)
@@ -317,16 +318,17 @@ def _score(total, query_ref, columns, eps):
   return columns.sums(total * query_ref[...]) * inverse, inverse
 
 
-def mean(x):
+def mean(x: jax.Array) -> jax.Array:
   return jnp.sum(x, axis=1, keepdims=True) * (1.0 / x.shape[1])
 
 
-def fold(x):
+def fold(x: jax.Array) -> jax.Array:
   """Sums rows down to one tile of sublanes, by vector additions only."""
-  return sum(x[i : i + SUBLANES] for i in range(0, x.shape[0], SUBLANES))
+  parts = (x[i : i + SUBLANES] for i in range(0, x.shape[0], SUBLANES))
+  return functools.reduce(jnp.add, parts)
 
 
-def _to_column(ref):
+def _to_column(ref: Any) -> jax.Array:
   """[1, H, tokens] along lanes to [tokens, H]."""
   if ref.shape[1] > 1:
     return jnp.transpose(ref[0])
@@ -334,5 +336,5 @@ def _to_column(ref):
   return jnp.transpose(row)[:, :1]
 
 
-def constant_spec(array):
+def constant_spec(array: jax.Array) -> pl.BlockSpec:
   return pl.BlockSpec(array.shape, lambda *i: (0,) * array.ndim)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Phase 2 directly from the mathematics, with gradients by autodiff."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -8,17 +10,10 @@ from attnres_kernels import dispatch
 
 
 def forward(
-  out_TD,
-  lse_T,
-  query_D,
-  partial_TD,
-  gain_D,
-  *,
-  eps,
-  norm_eps,
-  heads=1,
-  rank=None,
-):
+  out_TD: jax.Array, lse_T: jax.Array, query_D: jax.Array,
+  partial_TD: jax.Array, gain_D: jax.Array | None, *, eps: float,
+  norm_eps: float, heads: int = 1, rank: int | None = None,
+) -> jax.Array:  # fmt: skip
   """Merges, and applies the next sublayer's pre-norm if there is a gain."""
   dtype = dispatch.accumulator(out_TD, lse_T, query_D, partial_TD)
   total_TD = partial_TD.astype(dtype)
@@ -41,7 +36,10 @@ def forward(
   return mixed_TD.astype(out_TD.dtype)
 
 
-def _mix(out_TD, lse_T, product_TD, total_TD):
+def _mix(
+  out_TD: jax.Array, lse_T: jax.Array, product_TD: jax.Array,
+  total_TD: jax.Array,
+) -> jax.Array:  # fmt: skip
   score_T = jnp.sum(product_TD, axis=-1)
   # Both at once: a softmax over two log-weights, the mixture's and the score.
   out_weight_T = jax.nn.sigmoid(lse_T - score_T)[..., None]
@@ -49,10 +47,10 @@ def _mix(out_TD, lse_T, product_TD, total_TD):
   return out_weight_T * out_TD + partial_weight_T * total_TD
 
 
-def _rms_norm(x_TD, eps):
+def _rms_norm(x_TD: jax.Array, eps: float) -> jax.Array:
   mean_square = jnp.mean(jnp.square(x_TD), axis=-1, keepdims=True)
   return x_TD * jax.lax.rsqrt(mean_square + eps)
 
 
-def _row(x_D, dtype, like_TD):
+def _row(x_D: jax.Array, dtype: Any, like_TD: jax.Array) -> jax.Array:
   return x_D.astype(dtype).reshape((1,) * (like_TD.ndim - 1) + (-1,))

@@ -7,9 +7,11 @@ Kimi Linear's recurrence, per head with a state S of [K, V] and alpha = exp(g):
   o_t = scale S_t^T q_t
 """
 
+from collections.abc import Sequence
 import operator
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 from jaxtyping import Float
@@ -133,7 +135,9 @@ def kda_step(
   return o.astype(v.dtype), state
 
 
-def _check(names, arrays, axes):
+def _check(
+  names: Sequence[str], arrays: Sequence[jax.Array], axes: str
+) -> None:
   """Checks that every letter stands for the same size in all arrays."""
   sizes = {}
   shapes = ", ".join(f"{n} {x.shape}" for n, x in zip(names, arrays))
@@ -150,7 +154,9 @@ def _check(names, arrays, axes):
       raise ValueError(f"{name} must be floating point, got {array.dtype}")
 
 
-def _state(state, arrays, dtype):
+def _state(
+  state: jax.Array | None, arrays: Sequence[jax.Array], dtype: Any
+) -> jax.Array:
   q, v = arrays[0], arrays[2]
   shape = (q.shape[0], q.shape[2], q.shape[3], v.shape[3])
   if state is None:
@@ -163,7 +169,7 @@ def _state(state, arrays, dtype):
   return state.astype(dtype)
 
 
-def _with_resets(g, segment_ids):
+def _with_resets(g: jax.Array, segment_ids: Any) -> jax.Array:
   """Resets the state by setting the log-decay of all channels to -inf."""
   if segment_ids is None:
     return g

@@ -13,8 +13,9 @@ The forward pass writes them if it runs for a gradient that may keep them.
 Otherwise it runs again, right before the backward pass.
 """
 
+from collections.abc import Callable, Iterator
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import pallas as pl
@@ -25,6 +26,8 @@ from attnres_kernels import dispatch
 from attnres_kernels.kda import pallas_tpu_chunk as chunk_lib
 from attnres_kernels.kda import pallas_tpu_decay as decay_lib
 
+# The block spec and the shape of a result.
+_Out = tuple[pl.BlockSpec, jax.ShapeDtypeStruct]
 _DTYPES = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 
 
@@ -66,7 +69,10 @@ class Step(NamedTuple):
   aside: int
 
   @classmethod
-  def choose(cls, batch, heads, chunk_size, width, *, backward=False, most=0):
+  def choose(
+    cls, batch: int, heads: int, chunk_size: int, width: int, *,
+    backward: bool = False, most: int = 0,
+  ) -> "Step":  # fmt: skip
     """As many as fit, but up to `most` if it is given."""
     large = dispatch.tpu_vmem_bytes() > 22 * 2**20
     room = 64 * 128 / (chunk_size * width)
@@ -81,7 +87,11 @@ class Step(NamedTuple):
     return cls(rows, each, aside)
 
 
-def why_not(function, q, k, v, g, beta, state, *, scale, chunk_size, save):
+def why_not(
+  function: str, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array,
+  beta: jax.Array, state: jax.Array, *, scale: float, chunk_size: int,
+  save: str,
+) -> str | None:  # fmt: skip
   """The reason why these arguments cannot run, or None."""
   del function, g, beta, scale, save
   if not q.dtype == k.dtype == v.dtype or q.dtype not in _DTYPES:
@@ -100,21 +110,31 @@ def why_not(function, q, k, v, g, beta, state, *, scale, chunk_size, save):
   return None
 
 
-def kda(q, k, v, g, beta, state, *, scale, chunk_size, save, interpret=False):
+def kda(
+  q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array,
+  state: jax.Array, *, scale: float, chunk_size: int, save: str,
+  interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
   """Returns the outputs and the last state; may be differentiated once."""
   arguments = q, k, v, g, beta, state
   return _kda(scale, chunk_size, save, interpret, *arguments)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _kda(scale, chunk_size, save, interpret, *arguments):
+def _kda(
+  scale: float, chunk_size: int, save: str, interpret: Any,
+  *arguments: jax.Array,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
   del save
   return forward(
     *arguments, scale=scale, chunk_size=chunk_size, interpret=interpret
   )
 
 
-def _kda_forward(scale, chunk_size, save, interpret, *arguments):
+def _kda_forward(
+  scale: float, chunk_size: int, save: str, interpret: Any,
+  *arguments: jax.Array,
+) -> tuple[Any, Any]:  # fmt: skip
   options = dict(scale=scale, chunk_size=chunk_size, interpret=interpret)
   if save == "arguments":
     return forward(*arguments, **options), (arguments, None)
@@ -123,7 +143,10 @@ def _kda_forward(scale, chunk_size, save, interpret, *arguments):
   return tuple(results), ((q, k, None, g, beta, None), chunks)
 
 
-def _kda_backward(scale, chunk_size, save, interpret, saved, cotangents):
+def _kda_backward(
+  scale: float, chunk_size: int, save: str, interpret: Any, saved: Any,
+  cotangents: Any,
+) -> tuple[jax.Array, ...]:  # fmt: skip
   del save
   options = dict(scale=scale, chunk_size=chunk_size, interpret=interpret)
   arguments, chunks = saved
@@ -138,19 +161,10 @@ _kda.defvjp(_kda_forward, _kda_backward)
 
 
 def forward(
-  q,
-  k,
-  v,
-  g,
-  beta,
-  state,
-  *,
-  scale,
-  chunk_size,
-  chunks=False,
-  interpret=False,
-  most=0,
-):
+  q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array,
+  state: jax.Array, *, scale: float, chunk_size: int, chunks: bool = False,
+  interpret: Any = False, most: int = 0,
+) -> tuple[Any, ...]:  # fmt: skip
   """Returns the outputs, the last state and, if asked to, `Chunks`."""
   call = _Call(q, v, chunk_size, interpret, most)
   outputs = [call.tokens_out(v), call.state_out()]
@@ -169,19 +183,10 @@ def forward(
 
 
 def backward(
-  q,
-  k,
-  g,
-  beta,
-  chunks,
-  do,
-  dstate,
-  *,
-  scale,
-  chunk_size,
-  interpret=False,
-  most=0,
-):
+  q: jax.Array, k: jax.Array, g: jax.Array, beta: jax.Array, chunks: Chunks,
+  do: jax.Array, dstate: jax.Array, *, scale: float, chunk_size: int,
+  interpret: Any = False, most: int = 0,
+) -> tuple[jax.Array, ...]:  # fmt: skip
   """Returns the gradients of q, k, v, g, beta and the first state."""
   call = _Call(q, do, chunk_size, interpret, most, backward=True)
   z, *matrices = chunks
@@ -210,7 +215,10 @@ class _Call:
   side in the lanes for n heads is [B, H / n, N, 1 or C, n C].
   """
 
-  def __init__(self, q, v, chunk_size, interpret, most, backward=False):
+  def __init__(
+    self, q: jax.Array, v: jax.Array, chunk_size: int, interpret: Any,
+    most: int, backward: bool = False,
+  ):  # fmt: skip
     self.batch, self.length, self.heads, self.key = q.shape
     self.value = v.shape[-1]
     self.size = chunk_size
@@ -226,7 +234,10 @@ class _Call:
     self.interpret = interpret
     self.reverse = backward
 
-  def __call__(self, kernel, name, inputs, outputs):
+  def __call__(
+    self, kernel: Callable[..., None], name: str, inputs: list[Any],
+    outputs: list[Any],
+  ) -> list[jax.Array]:  # fmt: skip
     """Inputs are (spec, array), outputs (spec, shape)."""
     step = self.step
     return pl.pallas_call(
@@ -244,78 +255,80 @@ class _Call:
       name=name,
     )(*(array for _, array in inputs))
 
-  def tokens(self, x):
+  def tokens(self, x: jax.Array) -> tuple[Any, ...]:
     x = x.reshape(self.batch, self.length, -1)
     padding = self.number * self.size - self.length
     x = jnp.pad(x, [(0, 0), (0, padding), (0, 0)])
     return self._tokens_spec(x.shape[-1]), x
 
-  def flat(self, x):
+  def flat(self, x: jax.Array) -> tuple[pl.BlockSpec, jax.Array]:
     return self._tokens_spec(x.shape[-1]), x
 
-  def tokens_out(self, like):
+  def tokens_out(self, like: Any) -> _Out:
     width = self.heads * like.shape[-1]
     shape = self.batch, self.number * self.size, width
     return self._tokens_spec(width), jax.ShapeDtypeStruct(shape, like.dtype)
 
-  def _tokens_spec(self, width):
+  def _tokens_spec(self, width: int) -> pl.BlockSpec:
     block = self.step.rows, self.size, width // self.heads * self.step.heads
     return pl.BlockSpec(block, lambda b, h, n: (b, self._at(n), h))
 
-  def unflatten(self, x, like):
+  def unflatten(self, x: jax.Array, like: Any) -> jax.Array:
     return x[:, : self.length].reshape(like.shape)
 
-  def row(self, x):
+  def row(self, x: jax.Array) -> tuple[pl.BlockSpec, jax.Array]:
     padding = self.number * self.size - self.length
     x = jnp.pad(x.mT, [(0, 0), (0, 0), (0, padding)])
     x = x.reshape(self.batch, -1, self.step.aside, self.number, self.size)
     shape = self._aside_shape(1)
     return self._matrix_spec(shape), jnp.moveaxis(x, 2, 3).reshape(shape)
 
-  def row_out(self, like):
+  def row_out(self, like: Any) -> _Out:
     shape = self._aside_shape(1)
     return self._matrix_spec(shape), jax.ShapeDtypeStruct(shape, like.dtype)
 
-  def unflatten_row(self, x, like):
+  def unflatten_row(self, x: jax.Array, like: Any) -> jax.Array:
     x = x.reshape(self.batch, -1, self.number, self.step.aside, self.size)
     x = jnp.moveaxis(x, 3, 2).reshape(self.batch, self.heads, -1)
     return x[..., : self.length].mT.reshape(like.shape)
 
-  def matrices(self, x):
+  def matrices(self, x: jax.Array) -> tuple[pl.BlockSpec, jax.Array]:
     return self._matrix_spec(x.shape), x
 
-  def starts_out(self, dtype):
+  def starts_out(self, dtype: Any) -> _Out:
     shape = self.batch, self.heads, self.number, self.value, self.key
     return self._matrix_spec(shape), jax.ShapeDtypeStruct(shape, dtype)
 
-  def squares_out(self, dtype):
+  def squares_out(self, dtype: Any) -> _Out:
     shape = self._aside_shape(self.size)
     return self._matrix_spec(shape), jax.ShapeDtypeStruct(shape, dtype)
 
-  def _aside_shape(self, rows):
+  def _aside_shape(self, rows: int) -> tuple[int, ...]:
     groups = self.heads // self.step.aside
     return self.batch, groups, self.number, rows, self.step.aside * self.size
 
-  def _matrix_spec(self, shape):
+  def _matrix_spec(self, shape: tuple[int, ...]) -> pl.BlockSpec:
     number = shape[1] * self.step.heads // self.heads
     block = self.step.rows, number, 1, *shape[3:]
     return pl.BlockSpec(block, lambda b, h, n: (b, h, self._at(n), 0, 0))
 
-  def state(self, x):
+  def state(self, x: jax.Array) -> tuple[Any, ...]:
     return self._state_spec(), x.mT
 
-  def state_out(self):
+  def state_out(self) -> _Out:
     shape = self.batch, self.heads, self.value, self.key
     return self._state_spec(), jax.ShapeDtypeStruct(shape, jnp.float32)
 
-  def _state_spec(self):
+  def _state_spec(self) -> pl.BlockSpec:
     block = self.step.rows, self.step.heads, self.value, self.key
     return pl.BlockSpec(block, lambda b, h, n: (b, h, 0, 0))
 
-  def _at(self, n):
+  def _at(self, n: Any) -> Any:
     return self.number - 1 - n if self.reverse else n
 
-  def _cost(self, name, inputs, outputs):
+  def _cost(
+    self, name: str, inputs: list[Any], outputs: list[Any]
+  ) -> pl.CostEstimate:
     steps = self.batch * self.heads * self.number
     return pl.CostEstimate(
       flops=steps * flops(name, self.size, self.key, self.value),
@@ -329,7 +342,7 @@ class _Call:
     )
 
 
-def flops(name, size, key, value):
+def flops(name: str, size: int, key: int, value: int) -> int:
   """Useful operations of one chunk of one head, in the products."""
   squares = size * size
   tree = squares * key  # Half a square of A; the same for P.
@@ -344,17 +357,9 @@ def flops(name, size, key, value):
 
 
 def _forward_kernel(
-  q_ref,
-  k_ref,
-  v_ref,
-  g_ref,
-  beta_ref,
-  first_ref,
-  o_ref,
-  state_ref,
-  *chunks_refs,
-  scale,
-):
+  q_ref: Any, k_ref: Any, v_ref: Any, g_ref: Any, beta_ref: Any, first_ref: Any,
+  o_ref: Any, state_ref: Any, *chunks_refs: Any, scale: float,
+) -> None:  # fmt: skip
   """The heads go in lockstep: products of one hide the latency of another."""
   chunks = Chunks(*chunks_refs) if chunks_refs else None
   _start(first_ref, state_ref)
@@ -402,26 +407,11 @@ def _forward_kernel(
 
 
 def _backward_kernel(
-  q_ref,
-  k_ref,
-  g_ref,
-  beta_ref,
-  z_ref,
-  starts_ref,
-  inverses_ref,
-  keys_ref,
-  pairs_ref,
-  do_ref,
-  last_ref,
-  dq_ref,
-  dk_ref,
-  dv_ref,
-  dg_ref,
-  dbeta_ref,
-  dstate_ref,
-  *,
-  scale,
-):
+  q_ref: Any, k_ref: Any, g_ref: Any, beta_ref: Any, z_ref: Any,
+  starts_ref: Any, inverses_ref: Any, keys_ref: Any, pairs_ref: Any,
+  do_ref: Any, last_ref: Any, dq_ref: Any, dk_ref: Any, dv_ref: Any,
+  dg_ref: Any, dbeta_ref: Any, dstate_ref: Any, *, scale: float,
+) -> None:  # fmt: skip
   _start(last_ref, dstate_ref)
   for c, members in _groups(q_ref, k_ref, g_ref, beta_ref, scale):
     at = members[0].group
@@ -456,24 +446,26 @@ class _Member(NamedTuple):
   heads: int
   aside: int
 
-  def tokens(self, ref):
+  def tokens(self, ref: Any) -> tuple[Any, ...]:
     width = ref.shape[-1] // self.heads
     return self.row, slice(None), pl.ds(self.head * width, width)
 
   @property
-  def state(self):
+  def state(self) -> tuple[Any, ...]:
     return self.row, self.head
 
   @property
-  def matrix(self):
+  def matrix(self) -> tuple[int, ...]:
     return self.row, self.head, 0
 
   @property
-  def group(self):
+  def group(self) -> tuple[int, ...]:
     return self.row, self.head // self.aside, 0
 
 
-def _groups(q_ref, k_ref, g_ref, beta_ref, scale):
+def _groups(
+  q_ref: Any, k_ref: Any, g_ref: Any, beta_ref: Any, scale: float
+) -> Iterator[tuple[chunk_lib.Aside, list[_Member]]]:
   """Yields n heads side by side and their members, for all of a grid step."""
   rows, number = beta_ref.shape[:2]
   aside = beta_ref.shape[-1] // q_ref.shape[1]
@@ -496,7 +488,7 @@ def _groups(q_ref, k_ref, g_ref, beta_ref, scale):
       yield chunk_lib.Aside(heads, beta_ref[members[0].group], exact), members
 
 
-def _start(first_ref, state_ref):
+def _start(first_ref: Any, state_ref: Any) -> None:
   @pl.when(pl.program_id(2) == 0)
   def _():
     @pl.loop(0, state_ref.shape[1])
@@ -504,5 +496,5 @@ def _start(first_ref, state_ref):
       state_ref[:, pl.ds(head, 1)] = first_ref[:, pl.ds(head, 1)]
 
 
-def _stack(arrays):
+def _stack(arrays: list[jax.Array]) -> jax.Array:
   return jnp.concatenate(arrays, axis=0)

@@ -16,7 +16,8 @@ puts each head's lanes into separate rows.
   corrects. Float32 inputs use float32 products throughout.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ _LANES = 128
 _BLOCK = 8
 
 
-def num_aside(heads, size, most):
+def num_aside(heads: int, size: int, most: int) -> int:
   """How many heads lie side by side: as many as fill the lanes, if it goes."""
   most = max(1, min(most, _LANES // size))
   return max(n for n in range(1, most + 1) if heads % n == 0)
@@ -40,7 +41,7 @@ def num_aside(heads, size, most):
 class Head:
   """What a chunk of one head needs that does not depend on the state."""
 
-  def __init__(self, q, k, g, scale):
+  def __init__(self, q: jax.Array, k: jax.Array, g: jax.Array, scale: float):
     self.k = k.astype(jnp.float32)
     self.q = q.astype(jnp.float32) * scale
     exponents = decay_lib.exponents(jnp.maximum(g, _FORGET) * _LOG2_E)
@@ -50,7 +51,7 @@ class Head:
     self.k_in = self.k * self.carried
     self.q_in = self.q * self.carried
 
-  def rows(self, level):
+  def rows(self, level: int) -> tuple[jax.Array, jax.Array]:
     """Rows and columns of a level's product, [C, K] each."""
     columns = self.k * self.decays[level]
     queries = self.q * self.decays[level]
@@ -60,7 +61,7 @@ class Head:
 class Aside:
   """A chunk of n heads side by side: their masks and products."""
 
-  def __init__(self, heads, beta, exact):
+  def __init__(self, heads: list[Head], beta: jax.Array, exact: bool):
     self.heads = heads
     self.exact = exact
     self.beta = beta
@@ -75,32 +76,32 @@ class Aside:
     self._differ = self.row ^ self.column
     self.levels = decay_lib.num_levels(self.size)
 
-  def mask(self, level):
+  def mask(self, level: int) -> jax.Array:
     """Rows of the late block, columns of the early, by their first bit."""
     return ((self._differ >> level) == 1) & self.below
 
-  def joined_mask(self, level):
+  def joined_mask(self, level: int) -> jax.Array:
     """The same columns for both rows that `decay_lib.join` puts together."""
     return ((self._differ >> (level + 1)) == 0) & (
       (self.column & (1 << level)) == 0
     )
 
-  def choose(self, values):
+  def choose(self, values: Sequence[jax.Array]) -> jax.Array:
     """[C, n C] of one [C, n C] or [C, 1] per head: each in its own lanes."""
     result = values[0]
     for index, value in enumerate(values[1:], 1):
       result = jnp.where(self.head == index, value, result)
     return result
 
-  def fold(self, square):
+  def fold(self, square: jax.Array) -> jax.Array:
     """The heads' own squares of [n C, n C], side by side."""
     return self.choose(self.split(square))
 
-  def split(self, x):
+  def split(self, x: jax.Array) -> list[jax.Array]:
     """The rows of each head."""
     return jnp.split(x, len(self.heads))
 
-  def spread(self, x):
+  def spread(self, x: jax.Array) -> jax.Array:
     """[rows, n C] to [n rows, n C]: rows per head, zero in others' lanes."""
     if len(self.heads) == 1:
       return x
@@ -109,7 +110,7 @@ class Aside:
       [jnp.where(head == i, x, 0.0) for i in range(len(self.heads))]
     )
 
-  def columns(self, x):
+  def columns(self, x: jax.Array) -> list[jax.Array]:
     """[1, n C] to [C, 1] per head."""
     return [
       jnp.sum(
@@ -120,11 +121,13 @@ class Aside:
       for index in range(len(self.heads))
     ]
 
-  def times(self, a, b):
+  def times(self, a: jax.Array, b: jax.Array) -> jax.Array:
     """The product of [rows, n C] and [C, n C], head by head."""
     return self.dot(a, self.spread(b))
 
-  def dot(self, a, b, b_axis=0, a_axis=1):
+  def dot(
+    self, a: jax.Array, b: jax.Array, b_axis: int = 0, a_axis: int = 1
+  ) -> jax.Array:
     return dot(a, b, b_axis, a_axis, exact=self.exact)
 
 
@@ -146,7 +149,7 @@ class Saved(NamedTuple):
   pairs: jax.Array
 
 
-def scores(c):
+def scores(c: Aside) -> tuple[jax.Array, jax.Array]:
   """A and P of all heads, [C, n C] float32."""
   # Registers of eight rows. A column's block is a whole register of rows.
   lane, row = (_iota((_BLOCK, c.size * len(c.heads)), axis) for axis in (1, 0))
@@ -182,7 +185,7 @@ def scores(c):
   return _stack(keys), _stack(pairs)
 
 
-def inverses(groups, keys):
+def inverses(groups: list[Aside], keys: list[jax.Array]) -> list[jax.Array]:
   """Inverses of I + A diag(beta), [C, n C] float32, all groups in lockstep."""
   systems = [x * c.beta for c, x in zip(groups, keys)]
   solved = [_blocks_inverse(c, x) for c, x in zip(groups, systems)]
@@ -215,7 +218,9 @@ def inverses(groups, keys):
   return [x + c.times(x, rest) for c, x, rest in zip(groups, solved, rests)]
 
 
-def gradients(c, saved, do, dstates):
+def gradients(
+  c: Aside, saved: Saved, do: list[jax.Array], dstates: list[jax.Array]
+) -> tuple[Any, ...]:
   """Gradients of one group, given those of its outputs and of its last states.
 
   Args:
@@ -296,7 +301,7 @@ def gradients(c, saved, do, dstates):
   return dq, dk, x, dg, dbefore, dbeta
 
 
-def _blocks_inverse(c, system):
+def _blocks_inverse(c: Aside, system: jax.Array) -> jax.Array:
   """Inverses of the diagonal blocks of eight tokens, by substitution.
 
   One register holds row r of every block in its row r, and eight lanes per
@@ -321,11 +326,11 @@ def _blocks_inverse(c, system):
   )
 
 
-def _blocks(x):
+def _blocks(x: jax.Array) -> list[jax.Array]:
   return [x[i : i + _BLOCK] for i in range(0, x.shape[0], _BLOCK)]
 
 
-def _split(x, terms):
+def _split(x: jax.Array, terms: int) -> list[jax.Array]:
   """Bfloat16 terms whose sum is x to about 8 bits per term."""
   parts = []
   for _ in range(terms):
@@ -334,15 +339,18 @@ def _split(x, terms):
   return parts
 
 
-def _stack(arrays):
+def _stack(arrays: Sequence[jax.Array]) -> jax.Array:
   return jnp.concatenate(arrays, axis=0)
 
 
-def _iota(shape, dimension):
+def _iota(shape: tuple[int, ...], dimension: int) -> jax.Array:
   return jax.lax.broadcasted_iota(jnp.int32, shape, dimension)
 
 
-def dot(a, b, b_axis=0, a_axis=1, *, exact=False):
+def dot(
+  a: jax.Array, b: jax.Array, b_axis: int = 0, a_axis: int = 1, *,
+  exact: bool = False,
+) -> jax.Array:  # fmt: skip
   """A product with float32 results, of bfloat16 operands unless exact."""
   if not exact:
     a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)

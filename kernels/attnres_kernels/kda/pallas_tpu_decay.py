@@ -12,6 +12,8 @@ otherwise idle transpose unit; from eight tokens on, a block is whole registers
 and nothing has to move.
 """
 
+from collections.abc import Sequence
+
 import jax
 from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
@@ -20,11 +22,11 @@ import jax.numpy as jnp
 _ROWS = 8
 
 
-def num_levels(size):
+def num_levels(size: int) -> int:
   return size.bit_length() - 1
 
 
-def exponents(g):
+def exponents(g: jax.Array) -> list[jax.Array]:
   """Sums of log-decays of a chunk, g [C, K] float32.
 
   Returns:
@@ -63,7 +65,7 @@ def exponents(g):
   return [*sums, jnp.concatenate(prefix), jnp.concatenate(suffix)]
 
 
-def exponents_gradient(dsums):
+def exponents_gradient(dsums: Sequence[jax.Array]) -> jax.Array:
   """The transpose of `exponents`: from the gradients of its results, dg."""
   *dsums, dprefix, dsuffix = dsums
   shape = dprefix.shape
@@ -89,77 +91,76 @@ def exponents_gradient(dsums):
   return dtotal + dprefix
 
 
-def join(early, late, size):
-  """Late rows of `late`, and partners' rows of `early` in the early rows.
+def join(early: jax.Array, late: jax.Array, size: int) -> jax.Array:
+  """Late rows of `late`, and in the early rows those of `early`'s partners.
 
   Two half-filled arrays in one, so that one product serves both.
   """
   if size < _ROWS:
     moved = _roll(early, _ROWS - size)
     return jnp.where(is_late(late.shape, size), late, moved)
-  early, late = _registers(early), _registers(late)
-  is_later, _ = _blocks(len(late), size)
+  first, second = _registers(early), _registers(late)
+  is_later, _ = _blocks(len(second), size)
   step = size // _ROWS
   return jnp.concatenate(
-    [late[i] if b else early[i + step] for i, b in enumerate(is_later)]
+    [second[i] if b else first[i + step] for i, b in enumerate(is_later)]
   )
 
 
-def unjoin(x, size):
+def unjoin(x: jax.Array, size: int) -> jax.Array:
   """The early rows of `x`, moved to their late partners; others undefined."""
   if size < _ROWS:
     return _roll(x, size)
-  x = _registers(x)
-  is_later, _ = _blocks(len(x), size)
+  rows = _registers(x)
+  is_later, _ = _blocks(len(rows), size)
   step = size // _ROWS
   return jnp.concatenate(
-    [x[i - step] if b else x[i] for i, b in enumerate(is_later)]
+    [rows[i - step] if b else rows[i] for i, b in enumerate(is_later)]
   )
 
 
-def select(early, late, size):
+def select(early: jax.Array, late: jax.Array, size: int) -> jax.Array:
   """Rows of the early blocks from the one, of the late from the other."""
   if size < _ROWS:
     return jnp.where(is_late(late.shape, size), late, early)
-  early, late = _registers(early), _registers(late)
-  is_later, _ = _blocks(len(late), size)
+  first, second = _registers(early), _registers(late)
+  is_later, _ = _blocks(len(second), size)
   return jnp.concatenate(
-    [late[i] if b else early[i] for i, b in enumerate(is_later)]
+    [second[i] if b else first[i] for i, b in enumerate(is_later)]
   )
 
 
-def late_rows(x, size):
+def late_rows(x: jax.Array, size: int) -> jax.Array:
   """The rows of the late blocks alone, for blocks of whole registers."""
-  x = _registers(x)
-  is_later, _ = _blocks(len(x), size)
-  return jnp.concatenate([row for row, b in zip(x, is_later) if b])
+  rows = _registers(x)
+  is_later, _ = _blocks(len(rows), size)
+  return jnp.concatenate([row for row, b in zip(rows, is_later) if b])
 
 
-def with_late_rows(x, late, size):
-  """x, with its late rows replaced by the late rows of `late`."""
-  x, late = _registers(x), _registers(late)
-  is_later, _ = _blocks(len(x), size)
-  late = iter(late)
+def with_late_rows(x: jax.Array, late: jax.Array, size: int) -> jax.Array:
+  """x, with its late rows replaced by those of `late`."""
+  rows, new = _registers(x), iter(_registers(late))
+  is_later, _ = _blocks(len(rows), size)
   return jnp.concatenate(
-    [next(late) if b else row for row, b in zip(x, is_later)]
+    [next(new) if b else row for row, b in zip(rows, is_later)]
   )
 
 
-def is_late(shape, size):
+def is_late(shape: tuple[int, ...], size: int) -> jax.Array:
   return (jax.lax.broadcasted_iota(jnp.int32, shape, 0) & size) != 0
 
 
-def _blocks(number, size):
+def _blocks(number: int, size: int) -> tuple[list[bool], list[int]]:
   """Of each register: whether its block is a late one, and the other block."""
   blocks = [i * _ROWS // size for i in range(number)]
   return [b % 2 == 1 for b in blocks], [b ^ 1 for b in blocks]
 
 
-def _registers(x):
+def _registers(x: jax.Array) -> list[jax.Array]:
   return [x[i : i + _ROWS] for i in range(0, x.shape[0], _ROWS)]
 
 
-def _partner(x, size):
+def _partner(x: jax.Array, size: int) -> jax.Array:
   """Row t from row t ^ size, inside the registers."""
   if 2 * size == _ROWS:
     return _roll(x, size)
@@ -167,7 +168,7 @@ def _partner(x, size):
   return jnp.where(late, _roll(x, size), _roll(x, _ROWS - size))
 
 
-def _roll(x, shift):
+def _roll(x: jax.Array, shift: int) -> jax.Array:
   """Rotates the rows of each register: row t from row t - shift."""
   rows = x.reshape(-1, _ROWS, x.shape[-1])
   return pltpu.roll(rows, shift, 1).reshape(x.shape)

@@ -8,7 +8,10 @@ import jax
 import jax.numpy as jnp
 
 
-def step(q_BHK, k_BHK, v_BHV, g_BHK, beta_BH, state_BHKV, *, scale):
+def step(
+  q_BHK: jax.Array, k_BHK: jax.Array, v_BHV: jax.Array, g_BHK: jax.Array,
+  beta_BH: jax.Array, state_BHKV: jax.Array, *, scale: float,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
   """One token: decay, then the delta rule, then the read."""
   dtype = state_BHKV.dtype
   q_BHK, k_BHK, v_BHV, g_BHK, beta_BH = (
@@ -20,7 +23,10 @@ def step(q_BHK, k_BHK, v_BHV, g_BHK, beta_BH, state_BHKV, *, scale):
   return _read(scale * q_BHK, state_BHKV), state_BHKV
 
 
-def forward(q, k, v, g, beta, state, *, scale, chunk_size):
+def forward(
+  q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array,
+  state: jax.Array, *, scale: float, chunk_size: int,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
   """Returns the outputs and the last state; one scan step per token."""
   del chunk_size
 
@@ -34,7 +40,7 @@ def forward(q, k, v, g, beta, state, *, scale, chunk_size):
   return jnp.moveaxis(o_TBHV, 0, 1).astype(v.dtype), state
 
 
-def _read(key_BHK, state_BHKV):
+def _read(key_BHK: jax.Array, state_BHKV: jax.Array) -> jax.Array:
   return jnp.einsum(
     "bhk,bhkv->bhv", key_BHK, state_BHKV, precision=jax.lax.Precision.HIGHEST
   )

@@ -2,6 +2,7 @@
 """The norm on TPU: 16 rows at a time, each read and written once."""
 
 import functools
+from typing import Any
 
 import jax
 from jax.experimental import pallas as pl
@@ -11,7 +12,9 @@ import jax.numpy as jnp
 from attnres_kernels.depth_merge import pallas_tpu as rows_lib
 
 
-def why_not(function, x, gain, *args, eps):
+def why_not(
+  function: str, x: jax.Array, gain: jax.Array, *args: Any, eps: float
+) -> str | None:
   """The reason why these arguments cannot run, or None."""
   del function, gain, args, eps
   if x.dtype not in (jnp.bfloat16, jnp.float32):
@@ -19,7 +22,9 @@ def why_not(function, x, gain, *args, eps):
   return None
 
 
-def forward(x_TD, gain_D, *, eps, interpret=False):
+def forward(
+  x_TD: jax.Array, gain_D: jax.Array, *, eps: float, interpret: Any = False
+) -> jax.Array:
   call = rows_lib.Call([x_TD, x_TD])
   gain = gain_D[None]
   y = pl.pallas_call(
@@ -39,7 +44,10 @@ def forward(x_TD, gain_D, *, eps, interpret=False):
   return y.reshape(x_TD.shape)
 
 
-def backward(x_TD, gain_D, dy_TD, *, eps, interpret=False):
+def backward(
+  x_TD: jax.Array, gain_D: jax.Array, dy_TD: jax.Array, *, eps: float,
+  interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
   """Returns the gradients of x and gain."""
   call = rows_lib.Call([x_TD, dy_TD, x_TD])
   # Every part of the outer axis sums its own gradient of the gain, in order.
@@ -78,7 +86,9 @@ def backward(x_TD, gain_D, dy_TD, *, eps, interpret=False):
   return dx.reshape(x_TD.shape), dgain.sum(axis=(0, 1))
 
 
-def _forward_kernel(gain_ref, x_ref, y_ref, *, eps):
+def _forward_kernel(
+  gain_ref: Any, x_ref: Any, y_ref: Any, *, eps: float
+) -> None:
   for start in range(0, x_ref.shape[0], rows_lib.ROWS):
     rows = slice(start, start + rows_lib.ROWS)
     x = rows_lib.load_rows(x_ref, rows)
@@ -87,8 +97,9 @@ def _forward_kernel(gain_ref, x_ref, y_ref, *, eps):
 
 
 def _backward_kernel(
-  gain_ref, x_ref, dy_ref, dx_ref, sums_ref, *, num_tokens, eps
-):
+  gain_ref: Any, x_ref: Any, dy_ref: Any, dx_ref: Any, sums_ref: Any, *,
+  num_tokens: int, eps: float,
+) -> None:  # fmt: skip
   @pl.when(pl.program_id(1) == 0)
   def _():
     sums_ref[...] = jnp.zeros_like(sums_ref)

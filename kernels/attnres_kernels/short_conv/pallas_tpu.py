@@ -10,7 +10,9 @@ Everything is done register by register. The tokens before a register's tokens
 are in it and in the register before, with their rows moved.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 import functools
+from typing import Any
 
 import jax
 from jax.experimental import pallas as pl
@@ -26,7 +28,10 @@ BEFORE = 16
 _MOST_TOKENS = 2048
 
 
-def why_not(function, x, taps, tail, same, *args, unit_eps):
+def why_not(
+  function: str, x: jax.Array, taps: jax.Array, tail: jax.Array | None,
+  same: jax.Array | None, *args: Any, unit_eps: Any,
+) -> str | None:  # fmt: skip
   """The reason why these arguments cannot run, or None."""
   del function, same, args, unit_eps
   if x.dtype not in _DTYPES:
@@ -42,7 +47,10 @@ def why_not(function, x, taps, tail, same, *args, unit_eps):
   return None
 
 
-def forward(x, taps, tail, same, *, unit_eps, interpret=False):
+def forward(
+  x: jax.Array, taps: jax.Array, tail: jax.Array | None, same: jax.Array | None,
+  *, unit_eps: float | None, interpret: Any = False,
+) -> jax.Array:  # fmt: skip
   """Returns the features; see `api.short_conv`."""
   del tail
   call = Call(x, taps, unit_eps, interpret)
@@ -54,7 +62,10 @@ def forward(x, taps, tail, same, *, unit_eps, interpret=False):
   return y.reshape(x.shape)
 
 
-def backward(x, taps, tail, same, dy, *, unit_eps, interpret=False):
+def backward(
+  x: jax.Array, taps: jax.Array, tail: jax.Array | None, same: jax.Array | None,
+  dy: jax.Array, *, unit_eps: float | None, interpret: Any = False,
+) -> tuple[jax.Array | None, ...]:  # fmt: skip
   """Returns the gradients of x, taps and tail."""
   del tail
   call = Call(x, taps, unit_eps, interpret)
@@ -76,7 +87,10 @@ class Call:
   The channels of a step are one head, or 128 if heads do not matter.
   """
 
-  def __init__(self, x, taps, unit_eps, interpret=False):
+  def __init__(
+    self, x: jax.Array, taps: Any, unit_eps: float | None,
+    interpret: Any = False,
+  ):  # fmt: skip
     self.batch, self.length, heads, head = x.shape
     self.channels = heads * head
     self.width = _LANES if unit_eps is None else head
@@ -90,7 +104,11 @@ class Call:
     self.steps = self.length // self.size
     self.grid = self.batch, self.channels // self.width, self.steps
 
-  def __call__(self, kernel, name, x, taps, same, others, outputs, scratch):
+  def __call__(
+    self, kernel: Callable[..., None], name: str, x: jax.Array, taps: jax.Array,
+    same: jax.Array | None, others: tuple[jax.Array, ...], outputs: list[Any],
+    scratch: list[Any],
+  ) -> Any:  # fmt: skip
     taps = taps.reshape(self.number, -1).astype(jnp.float32)
     flat = [a.reshape(self.batch, self.length, -1) for a in (x, *others)]
     tokens = self._spec(self.size, self._at)
@@ -123,23 +141,23 @@ class Call:
       name=name,
     )(*(array for _, array in inputs))
 
-  def _at(self, n):
+  def _at(self, n: Any) -> Any:
     return self.steps - 1 - n if self.reverse else n
 
-  def _before(self, n):
+  def _before(self, n: Any) -> Any:
     # Of the first tokens, these are not before them, and are not used.
     return jnp.maximum(self._at(n) * (self.size // BEFORE) - 1, 0)
 
-  def _spec(self, rows, at):
+  def _spec(self, rows: int, at: Callable[..., Any]) -> pl.BlockSpec:
     return pl.BlockSpec((1, rows, self.width), lambda b, c, n: (b, at(n), c))
 
-  def tokens_out(self):
+  def tokens_out(self) -> tuple[pl.BlockSpec, jax.ShapeDtypeStruct]:
     shape = self.batch, self.length, self.channels
     return self._spec(self.size, self._at), jax.ShapeDtypeStruct(
       shape, self.dtype
     )
 
-  def taps_out(self):
+  def taps_out(self) -> tuple[pl.BlockSpec, jax.ShapeDtypeStruct]:
     """One register per tap, whose rows are still to be summed."""
     shape = self.batch, self.number, _ROWS, self.channels
     spec = pl.BlockSpec(
@@ -148,7 +166,7 @@ class Call:
     return spec, jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def _registers(ref):
+def _registers(ref: Any) -> Iterator[jax.Array]:
   """The tokens of a step in float32, eight by eight."""
   tiles = ref.shape[1] // BEFORE
   for i in range(tiles):
@@ -157,7 +175,9 @@ def _registers(ref):
     yield tile[_ROWS:]
 
 
-def _write(ref, k, ready, register):
+def _write(
+  ref: Any, k: int, ready: list[jax.Array], register: jax.Array
+) -> None:
   """Writes register k with the one before, which waits in `ready`."""
   ready.append(register)
   if len(ready) == BEFORE // _ROWS:
@@ -166,7 +186,9 @@ def _write(ref, k, ready, register):
     ready.clear()
 
 
-def _convolved(before, x, tap, reach, first):
+def _convolved(
+  before: Any, x: Any, tap: list[jax.Array], reach: "_Reach", first: jax.Array
+) -> Iterator[tuple[jax.Array, list[jax.Array]]]:
   """Yields z of each register, and the registers that its taps multiply.
 
   Args:
@@ -190,15 +212,19 @@ def _convolved(before, x, tap, reach, first):
         for shift, a, b in zip(range(1, taps), last, moved)
       ),
     ]
-    yield sum(a * b for a, b in zip(tap, seen)), seen
+    yield _sum_of_products(tap, seen), seen
 
 
-def _by_shift(taps_ref, taps):
+def _sum_of_products(a: Sequence[Any], b: Sequence[Any]) -> jax.Array:
+  return functools.reduce(jnp.add, map(jnp.multiply, a, b))
+
+
+def _by_shift(taps_ref: Any, taps: int) -> list[jax.Array]:
   """The tap of the token `shift` before, as a row, for each shift."""
   return [taps_ref[taps - 1 - shift, :][None] for shift in range(taps)]
 
 
-def _row(width):
+def _row(width: int) -> jax.Array:
   """The row of each number of a register."""
   return jax.lax.broadcasted_iota(jnp.int32, (_ROWS, width), 0)
 
@@ -206,20 +232,20 @@ def _row(width):
 class _Reach:
   """Zero for tokens whose segment began after the token `shift` before."""
 
-  def __init__(self, same, taps):
+  def __init__(self, same: jax.Array | None, taps: Any):
     self.bits = None
     if same is not None:
       bits = same[0, 0]
       one = lambda shift: ((bits >> shift) & 1).astype(jnp.float32)
       self.bits = [one(shift) for shift in range(taps)]
 
-  def __call__(self, shift, k, register):
+  def __call__(self, shift: int, k: int, register: jax.Array) -> Any:
     if self.bits is None or not shift:
       return register
     return register * self.bits[shift][:, k : k + 1]
 
 
-def _silu(z, dtype):
+def _silu(z: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
   """silu(z) and the sigmoid of z.
 
   In bfloat16 by tanh, a single instruction of some units; how accurate that is
@@ -233,12 +259,15 @@ def _silu(z, dtype):
   return z * gate, gate
 
 
-def _over_length(y, eps):
+def _over_length(y: jax.Array, eps: float) -> jax.Array:
   """One over the length of each row, the eps added to its square."""
   return jax.lax.rsqrt(jnp.sum(y * y, axis=1, keepdims=True) + eps)
 
 
-def _forward_kernel(same, before, x, taps_ref, y, *, taps, eps):
+def _forward_kernel(
+  same: Any, before: Any, x: Any, taps_ref: Any, y: Any, *, taps: int,
+  eps: float | None,
+) -> None:  # fmt: skip
   first = pl.program_id(2) == 0
   ready = []
   tap, reach = _by_shift(taps_ref, taps), _Reach(same, taps)
@@ -251,8 +280,9 @@ def _forward_kernel(same, before, x, taps_ref, y, *, taps, eps):
 
 
 def _backward_kernel(
-  same, before, x, dy, taps_ref, dx, dtaps, later, *, taps, eps
-):
+  same: Any, before: Any, x: Any, dy: Any, taps_ref: Any, dx: Any, dtaps: Any,
+  later: Any, *, taps: int, eps: float | None,
+) -> None:  # fmt: skip
   first = pl.program_id(2) == pl.num_programs(2) - 1
   tap, reach = _by_shift(taps_ref, taps), _Reach(same, taps)
   row = _row(x.shape[2])
@@ -273,7 +303,7 @@ def _backward_kernel(
     sent = [current]
     for shift, (a, b) in enumerate(zip(moved, following), 1):
       sent.append(jnp.where(row < _ROWS - shift, a, b))
-    _write(dx, k, ready, sum(a * b for a, b in zip(tap, sent)))
+    _write(dx, k, ready, _sum_of_products(tap, sent))
 
   convolved = _convolved(before, x, tap, reach, first)
   for k, ((z, seen), dfeature) in enumerate(zip(convolved, _registers(dy))):
@@ -295,8 +325,10 @@ def _backward_kernel(
     dtaps[0, taps - 1 - shift] += total[shift]
 
 
-def _silu_gradient(z, dfeature, dtype, eps):
-  """The gradient of z from the gradient of the feature."""
+def _silu_gradient(
+  z: jax.Array, dfeature: jax.Array, dtype: Any, eps: float | None
+) -> jax.Array:
+  """The gradient of z from that of the feature."""
   y, gate = _silu(z, dtype)
   dy = dfeature
   if eps is not None:

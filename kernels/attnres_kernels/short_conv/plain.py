@@ -7,7 +7,10 @@ import jax.numpy as jnp
 from attnres_kernels import dispatch
 
 
-def forward(x, taps, tail, same, *, unit_eps):
+def forward(
+  x: jax.Array, taps: jax.Array, tail: jax.Array | None, same: jax.Array | None,
+  *, unit_eps: float | None,
+) -> jax.Array:  # fmt: skip
   """Like `api.short_conv`; bit s of `same` says if token t - s is in reach."""
   dtype = dispatch.accumulator(x)
   number, length = taps.shape[0], x.shape[1]
@@ -28,7 +31,10 @@ def forward(x, taps, tail, same, *, unit_eps):
   return y.astype(x.dtype)
 
 
-def backward(x, taps, tail, same, dy, *, unit_eps):
+def backward(
+  x: jax.Array, taps: jax.Array, tail: jax.Array | None, same: jax.Array | None,
+  dy: jax.Array, *, unit_eps: float | None,
+) -> tuple[jax.Array, ...]:  # fmt: skip
   """The gradients of x, taps and tail."""
 
   def function(x, taps, tail):

@@ -5,8 +5,10 @@ A grid step runs all iterations of its tokens, in registers. Backward, r and c
 of each iteration are in scratch.
 """
 
+from collections.abc import Callable
 import functools
 import math
+from typing import Any
 
 import jax
 from jax.experimental import pallas as pl
@@ -20,7 +22,9 @@ _REGISTER = 8, 128
 _MOST = 8  # Rows: beyond, programs grow too long.
 
 
-def why_not(function, logits, *args, iterations):
+def why_not(
+  function: str, logits: jax.Array, *args: Any, iterations: int
+) -> str | None:
   """The reason why these arguments cannot run, or None."""
   del function, args, iterations
   if logits.dtype != jnp.float32:
@@ -32,14 +36,19 @@ def why_not(function, logits, *args, iterations):
   return None
 
 
-def forward(logits_MMT, *, iterations, interpret=False):
+def forward(
+  logits_MMT: jax.Array, *, iterations: int, interpret: Any = False
+) -> jax.Array:
   """See `api.sinkhorn`."""
   return _call(
     _forward_kernel, "sinkhorn_forward", [logits_MMT], iterations, interpret
   )
 
 
-def backward(logits_MMT, gradient_MMT, *, iterations, interpret=False):
+def backward(
+  logits_MMT: jax.Array, gradient_MMT: jax.Array, *, iterations: int,
+  interpret: Any = False,
+) -> tuple[jax.Array]:  # fmt: skip
   """The gradient of the logits."""
   arrays = [logits_MMT, gradient_MMT]
   dlogits_MMT = _call(
@@ -48,7 +57,10 @@ def backward(logits_MMT, gradient_MMT, *, iterations, interpret=False):
   return (dlogits_MMT,)
 
 
-def _call(kernel, name, arrays, iterations, interpret):
+def _call(
+  kernel: Callable[..., None], name: str, arrays: list[jax.Array],
+  iterations: int, interpret: Any,
+) -> jax.Array:  # fmt: skip
   shape = arrays[0].shape
   count, tokens = shape[0], math.prod(shape[2:])
   missing = -tokens % math.prod(_REGISTER)
@@ -86,7 +98,9 @@ def _call(kernel, name, arrays, iterations, interpret):
   return result.reshape(entries, -1)[:, :tokens].reshape(shape)
 
 
-def _forward_kernel(logits_ref, out_ref, *, count, iterations):
+def _forward_kernel(
+  logits_ref: Any, out_ref: Any, *, count: int, iterations: int
+) -> None:
   matrix = _exp(logits_ref, count)
   row, column = _iterate(matrix, iterations, None)
   for i in range(count):
@@ -95,8 +109,9 @@ def _forward_kernel(logits_ref, out_ref, *, count, iterations):
 
 
 def _backward_kernel(
-  logits_ref, gradient_ref, out_ref, steps_ref, *, count, iterations
-):
+  logits_ref: Any, gradient_ref: Any, out_ref: Any, steps_ref: Any, *,
+  count: int, iterations: int,
+) -> None:  # fmt: skip
   both = range(count)
   matrix = _exp(logits_ref, count)
   row, column = _iterate(matrix, iterations, steps_ref)
@@ -142,7 +157,7 @@ def _backward_kernel(
       out_ref[i * count + j] = result[i][j] + matrix[i][j] * share[i][j]
 
 
-def _exp(ref, count):
+def _exp(ref: Any, count: int) -> list[list[jax.Array]]:
   """K, as rows of registers."""
   rows = [[ref[i * count + j] for j in range(count)] for i in range(count)]
   tops = [functools.reduce(jnp.maximum, row) for row in rows]
@@ -151,7 +166,7 @@ def _exp(ref, count):
   ]
 
 
-def _iterate(matrix, iterations, steps_ref):
+def _iterate(matrix: Any, iterations: int, steps_ref: Any) -> tuple[Any, Any]:
   """The last r and c; in `steps_ref`, those after each iteration, from 0."""
   transposed = list(zip(*matrix))
 
@@ -171,5 +186,7 @@ def _iterate(matrix, iterations, steps_ref):
   return jax.lax.fori_loop(0, iterations, step, (ones, ones))
 
 
-def _product(matrix, vector):
-  return [sum(a * x for a, x in zip(row, vector)) for row in matrix]
+def _product(matrix: Any, vector: Any) -> list[jax.Array]:
+  return [
+    functools.reduce(jnp.add, map(jnp.multiply, row, vector)) for row in matrix
+  ]

@@ -10,13 +10,15 @@ import jax.numpy as jnp
 from attnres_kernels.sinkhorn import api
 
 
-def forward(logits_MMT, *, iterations):
+def forward(logits_MMT: jax.Array, *, iterations: int) -> jax.Array:
   """See `api.sinkhorn`."""
   kernel, (row_MT, column_MT), _ = _iterate(logits_MMT, iterations)
   return kernel / (row_MT[:, None] * column_MT[None])
 
 
-def backward(logits_MMT, gradient_MMT, *, iterations):
+def backward(
+  logits_MMT: jax.Array, gradient_MMT: jax.Array, *, iterations: int
+) -> tuple[jax.Array]:
   """The gradient of the logits."""
   kernel, (row_MT, column_MT), steps = _iterate(logits_MMT, iterations)
   transposed = kernel.swapaxes(0, 1)
@@ -40,7 +42,7 @@ def backward(logits_MMT, gradient_MMT, *, iterations):
   return (result + kernel * share,)
 
 
-def _iterate(logits_MMT, iterations):
+def _iterate(logits_MMT: jax.Array, iterations: int) -> tuple[Any, ...]:
   """K, the last r and c, and of every iteration c before it, then r and c."""
   highest = jnp.max(logits_MMT, axis=1, keepdims=True)
   kernel = jnp.exp(logits_MMT - highest) + api.LEAST
@@ -56,7 +58,7 @@ def _iterate(logits_MMT, iterations):
   return kernel, last, steps
 
 
-def _product(matrix_MMT, vector_MT):
+def _product(matrix_MMT: jax.Array, vector_MT: jax.Array) -> jax.Array:
   """Matrix times vector, for every token.
 
   Its sums are written out: on a CPU, XLA reduces so few entries in a scalar

@@ -73,7 +73,7 @@ def stream_mix(
   options = (("eps", float(eps)), ("dtype", dtype))
   small = write, mix, weight, bias, scale
   if implementation == "reference":
-    return reference.forward(streams, y, *small, **dict(options))
+    return reference.forward(streams, y, *small, eps=float(eps), dtype=dtype)
   wide = dispatch.accumulator(*streams, y)
   small = [x.astype(wide) for x in small]
   new, h, logits, _ = dispatch.differentiable(
@@ -82,7 +82,10 @@ def stream_mix(
   return new, h, logits
 
 
-def _check(streams, y, write, mix, weight, bias, scale):
+def _check(
+  streams: tuple[jax.Array, ...], y: jax.Array, write: jax.Array,
+  mix: jax.Array, weight: jax.Array, bias: jax.Array, scale: jax.Array,
+) -> None:  # fmt: skip
   count = len(streams)
   if not count or not y.ndim:
     raise ValueError("streams must be at least one array [..., D], like y")

@@ -12,8 +12,10 @@ limit the backward pass, compute them from float32, where memory leaves them
 more time.
 """
 
+from collections.abc import Callable, Iterable, Iterator
 import functools
 import math
+from typing import Any
 
 import jax
 from jax.experimental import pallas as pl
@@ -32,7 +34,10 @@ _MOST_STREAMS = 8  # Of a group of 16 tokens, which fill 128 lanes.
 _SPILLED = 5 * 2**20  # For values that do not fit in registers.
 
 
-def why_not(function, streams, y, write, mix, weight, *args, eps, dtype):
+def why_not(
+  function: str, streams: tuple[jax.Array, ...], y: jax.Array, write: jax.Array,
+  mix: jax.Array, weight: jax.Array, *args: Any, eps: float, dtype: Any,
+) -> str | None:  # fmt: skip
   """The reason why these arguments cannot run, or None."""
   del write, mix, args, eps
   count, stored = len(streams), streams[0].dtype
@@ -56,9 +61,10 @@ def why_not(function, streams, y, write, mix, weight, *args, eps, dtype):
 
 
 def forward(
-  streams, y, write_MT, mix_MMT, weight_MDC, bias_M, scale, *, eps, dtype,
-  interpret=False,
-):  # fmt: skip
+  streams: tuple[jax.Array, ...], y: jax.Array, write_MT: jax.Array,
+  mix_MMT: jax.Array, weight_MDC: jax.Array, bias_M: jax.Array,
+  scale: jax.Array, *, eps: float, dtype: Any, interpret: Any = False,
+) -> tuple[Any, ...]:  # fmt: skip
   """Returns (new streams, the next read, logits, their inverse norm)."""
   call = Call(streams, y, weight_MDC)
   count, tile = call.count, call.tile
@@ -106,9 +112,13 @@ def forward(
 
 
 def backward(
-  streams, y, write_MT, mix_MMT, weight_MDC, bias_M, scale, new, logits_CT,
-  inverse_T, dnew, dh, dlogits_CT, dinverse_T, *, eps, dtype, interpret=False,
-):  # fmt: skip
+  streams: tuple[jax.Array, ...], y: jax.Array, write_MT: jax.Array,
+  mix_MMT: jax.Array, weight_MDC: jax.Array, bias_M: jax.Array,
+  scale: jax.Array, new: tuple[jax.Array, ...], logits_CT: jax.Array,
+  inverse_T: jax.Array, dnew: tuple[jax.Array, ...], dh: Any,
+  dlogits_CT: jax.Array, dinverse_T: jax.Array, *, eps: float, dtype: Any,
+  interpret: Any = False,
+) -> tuple[Any, ...]:  # fmt: skip
   """Returns the gradients of the first seven arguments."""
   # The inverse norm is no result of the public function.
   del eps, new, dtype, dinverse_T
@@ -192,7 +202,9 @@ class Call:
       that new streams get, in scratch; the last two are one if equal.
   """
 
-  def __init__(self, streams, y, weight_MDC):
+  def __init__(
+    self, streams: tuple[jax.Array, ...], y: jax.Array, weight_MDC: jax.Array
+  ):
     self.count, self.width, columns = weight_MDC.shape
     self.columns = columns + -columns % _SUBLANES
     self.dtype = streams[0].dtype
@@ -204,7 +216,7 @@ class Call:
     if self.dtype != jnp.float32:
       self.stacks.append(self.dtype)
 
-  def token_bytes(self, backward):
+  def token_bytes(self, backward: bool) -> int:
     """Read and written per token."""
     streams, y = self._vectors
     rows = self.count * (self.count + 1) + self.columns + self.count
@@ -212,7 +224,7 @@ class Call:
       (3 * streams + 3 * y) if backward else 2 * (streams + y)
     ) + 4 * (2 if backward else 1) * (rows + 1)
 
-  def vmem_bytes(self, backward):
+  def vmem_bytes(self, backward: bool) -> int:
     """Of two buffers of every block, and scratch."""
     weights = self.count * self.columns * self.width
     tiles = 2 * self.tile * self.token_bytes(backward)
@@ -222,7 +234,7 @@ class Call:
     stacks *= self.count * self.tile * self.width
     return tiles + stacks + 2 * weights * (self.dtype.itemsize + 4)
 
-  def cost(self, backward):
+  def cost(self, backward: bool) -> pl.CostEstimate:
     pairs = self.count * (self.count + 1)
     flops = 6 * pairs if backward else 2 * pairs + 4 * self.count
     flops += (6 if backward else 2) * self.count * self.columns
@@ -232,7 +244,9 @@ class Call:
       transcendentals=(self.count + 1) * self.tokens,
     )
 
-  def small(self, weight_MDC, bias_M, scale):
+  def small(
+    self, weight_MDC: jax.Array, bias_M: jax.Array, scale: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
     """Bias and scale of the gates [M, 2], and the weight [M, C, D]."""
     gate_M2 = jnp.stack([bias_M, jnp.broadcast_to(scale, bias_M.shape)], 1)
     weight_MCD = jnp.swapaxes(weight_MDC, 1, 2).astype(self.dtype)
@@ -241,13 +255,13 @@ class Call:
       weight_MCD = jnp.pad(weight_MCD, ((0, 0), (0, missing), (0, 0)))
     return gate_M2, weight_MCD
 
-  def factors(self, write_MT, mix_MMT):
+  def factors(self, write_MT: jax.Array, mix_MMT: jax.Array) -> jax.Array:
     """Row (j, i): of old stream i in the new stream j; the last i is y."""
     both = jnp.swapaxes(mix_MMT, 0, 1), write_MT[:, None]
     both = jnp.concatenate(both, axis=1)
     return both.reshape(-1, self.tokens)
 
-  def rows(self, x):
+  def rows(self, x: jax.Array) -> jax.Array:
     """[C, *T] to [rows, tokens]."""
     x = x.reshape(-1, self.tokens)
     missing = self.columns - x.shape[0]
@@ -255,28 +269,29 @@ class Call:
       x = jnp.pad(x, ((0, missing), (0, 0)))
     return x
 
-  def flat(self, x):
+  def flat(self, x: jax.Array) -> jax.Array:
     return x.reshape(self.tokens, self.width)
 
-  def wide_spec(self, at):
+  def wide_spec(self, at: Callable[..., Any]) -> pl.BlockSpec:
     return pl.BlockSpec((self.tile, self.width), lambda *i: (at(*i), 0))
 
-  def row_spec(self, rows, at):
+  def row_spec(self, rows: int, at: Callable[..., Any]) -> pl.BlockSpec:
     return pl.BlockSpec((rows, self.tile), lambda *i: (0, at(*i)))
 
-  def wide_struct(self, x):
+  def wide_struct(self, x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((self.tokens, self.width), x.dtype)
 
-  def row_struct(self, rows):
+  def row_struct(self, rows: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((rows, self.tokens), jnp.float32)
 
 
-def _forward_kernel(gate_ref, weight_ref, factors_ref, *refs, count, eps):
-  x_refs, (y_ref, *refs) = refs[:count], refs[count:]
-  new_refs, (h_ref, logits_ref, inverse_ref, square_ref) = (
-    refs[:count],
-    refs[count:],
-  )
+def _forward_kernel(
+  gate_ref: Any, weight_ref: Any, factors_ref: Any, *refs: Any, count: int,
+  eps: float,
+) -> None:  # fmt: skip
+  x_refs, (y_ref, *others) = refs[:count], refs[count:]
+  new_refs = others[:count]
+  h_ref, logits_ref, inverse_ref, square_ref = others[count:]
   tile, width = y_ref.shape
   factors = _to_columns(factors_ref[...])
   for rows in _groups(tile):
@@ -309,17 +324,17 @@ def _forward_kernel(gate_ref, weight_ref, factors_ref, *refs, count, eps):
 
 
 def _backward_kernel(
-  gate_ref, weight_ref, factors_ref, logits_ref, inverse_ref, dlogits_ref,
-  *refs, count, tokens,
-):  # fmt: skip
-  x_refs, (y_ref, *refs) = refs[:count], refs[count:]
-  dnew_refs, (dh_ref, *refs) = refs[:count], refs[count:]
-  dx_refs, (dy_ref, *refs) = refs[:count], refs[count:]
-  dfactors_ref, dgate_ref, dweight_ref, *refs = refs
+  gate_ref: Any, weight_ref: Any, factors_ref: Any, logits_ref: Any,
+  inverse_ref: Any, dlogits_ref: Any, *refs: Any, count: int, tokens: int,
+) -> None:  # fmt: skip
+  x_refs, (y_ref, *rest) = refs[:count], refs[count:]
+  dnew_refs, (dh_ref, *rest) = rest[:count], rest[count:]
+  dx_refs, (dy_ref, *rest) = rest[:count], rest[count:]
+  dfactors_ref, dgate_ref, dweight_ref, *stacks = rest
   tile, width = y_ref.shape
-  new, *rest = (_Stack(ref, count) for ref in refs)
+  new, *later = (_Stack(ref, count) for ref in stacks)
   # Updated in place if both are float32.
-  sent, total = rest[0], rest[-1]
+  sent, total = later[0], later[-1]
   olds, dolds = (*x_refs, y_ref), (*dx_refs, dy_ref)
   step = pl.program_id(0) * pl.num_programs(1) + pl.program_id(1)
   left = tokens - step * tile if tokens % tile else None
@@ -395,39 +410,39 @@ class _Stack:
     size: tokens of a group.
   """
 
-  def __init__(self, ref, count):
+  def __init__(self, ref: Any, count: int):
     self.count, self.dtype, self._ref = count, ref.dtype, ref
     self.size = _LANES
     if ref.dtype == jnp.bfloat16:
       self.size >>= (count - 1).bit_length()
 
-  def put(self, j, rows, lanes, x):
+  def put(self, j: int, rows: slice, lanes: slice, x: jax.Array) -> None:
     self._ref[self._rows(j, rows), lanes] = x.astype(self.dtype)
 
-  def get(self, j, rows, lanes):
+  def get(self, j: int, rows: slice, lanes: slice) -> jax.Array:
     return _load(self._ref, self._rows(j, rows), lanes)
 
-  def put_stream(self, j, x_TD):
+  def put_stream(self, j: int, x_TD: jax.Array) -> None:
     for group in _groups(x_TD.shape[0], self.size):
       self._ref[self._rows(j, group), :] = x_TD[group]
 
-  def stream(self, j):
+  def stream(self, j: int) -> jax.Array:
     tile = self._ref.shape[0] // self.count
     groups = _groups(tile, self.size)
     return jnp.concatenate([self._ref[self._rows(j, g), :] for g in groups])
 
-  def group(self, group, lanes):
+  def group(self, group: slice, lanes: slice) -> jax.Array:
     """[(j, token), D] of a group of tokens."""
     start = group.start * self.count
     return self._ref[start : start + self.count * self.size, lanes]
 
-  def _rows(self, j, rows):
+  def _rows(self, j: int, rows: slice) -> slice:
     group, first = divmod(rows.start, self.size)
     start = (group * self.count + j) * self.size + first
     return slice(start, start + rows.stop - rows.start)
 
 
-def _dot(stack, j, ref):
+def _dot(stack: "_Stack", j: int, ref: Any) -> jax.Array:
   """[1, tokens], in float32."""
   parts = []
   for rows in _groups(ref.shape[0]):
@@ -438,7 +453,7 @@ def _dot(stack, j, ref):
   return _lane_sums(jnp.concatenate(parts))
 
 
-def _dots(stack, group, refs):
+def _dots(stack: "_Stack", group: slice, refs: Any) -> list[jax.Array]:
   """Products of every token of a group with the same token of other arrays.
 
   Returns:
@@ -471,24 +486,24 @@ def _dots(stack, group, refs):
   ]
 
 
-def _turn(x, shift):
+def _turn(x: jax.Array, shift: int) -> jax.Array:
   """Rotates lanes to the right."""
   shift %= _LANES
   return pltpu.roll(x, shift, 1) if shift else x
 
 
-def _written(old, factors):
+def _written(old: list[jax.Array], factors: jax.Array) -> Iterator[jax.Array]:
   """The new streams, given the old ones and y, and the factors in columns."""
   for j in range(len(old) - 1):
     k = j * len(old)
     yield _total(factors[:, k + i : k + i + 1] * x for i, x in enumerate(old))
 
 
-def _gates(gate_ref, logits, count):
+def _gates(gate_ref: Any, logits: jax.Array, count: int) -> jax.Array:
   return jax.nn.sigmoid(gate_ref[:, :1] + gate_ref[:, 1:] * logits[:count])
 
 
-def _tokens_only(x, rows, left):
+def _tokens_only(x: jax.Array, rows: slice, left: Any) -> jax.Array:
   """Zeros in rows that are no tokens, if the last tile is a part of one."""
   if left is None:
     return x
@@ -496,11 +511,11 @@ def _tokens_only(x, rows, left):
   return jnp.where(row < left - rows.start, x, 0.0)
 
 
-def _load(ref, rows, lanes):
+def _load(ref: Any, rows: slice, lanes: slice) -> jax.Array:
   return ref[rows, lanes].astype(jnp.float32)
 
 
-def _to_columns(x):
+def _to_columns(x: jax.Array) -> jax.Array:
   """[rows, tokens] to [tokens, rows]."""
   missing = -x.shape[0] % _SUBLANES
   if missing:
@@ -509,16 +524,16 @@ def _to_columns(x):
   return jnp.transpose(x)
 
 
-def _lane_sums(x):
+def _lane_sums(x: jax.Array) -> jax.Array:
   """[tokens, lanes] to their sums [1, tokens]."""
   return jnp.sum(jnp.transpose(x), axis=0, keepdims=True)
 
 
-def _fold(x):
+def _fold(x: jax.Array) -> jax.Array:
   """Sums columns down to one register of lanes."""
   full = x.shape[1] // _LANES * _LANES
   parts = (x[:, i : i + _LANES] for i in range(0, full, _LANES))
-  folded = sum(parts)  # Zero if there is none.
+  folded: Any = sum(parts)  # Zero if there is none.
   if full == x.shape[1]:
     return folded
   lane = jax.lax.broadcasted_iota(jnp.int32, (x.shape[0], _LANES), 1)
@@ -526,26 +541,26 @@ def _fold(x):
   return folded + jnp.where(lane == 0, rest, 0.0)
 
 
-def _total(terms):
+def _total(terms: Iterable[jax.Array]) -> jax.Array:
   return functools.reduce(jnp.add, terms)
 
 
-def _product(a, b, axes):
+def _product(a: jax.Array, b: jax.Array, axes: Any) -> jax.Array:
   return jax.lax.dot_general(
     a, b, (axes, ((), ())), dispatch.exact(a),
     preferred_element_type=jnp.float32,
   )  # fmt: skip
 
 
-def _groups(stop, size=_ROWS, start=0):
+def _groups(stop: int, size: int = _ROWS, start: int = 0) -> Iterator[slice]:
   for first in range(start, stop, size):
     yield slice(first, first + size)
 
 
-def _chunks(width):
+def _chunks(width: int) -> Iterator[slice]:
   for start in range(0, width, _CHUNK):
     yield slice(start, min(start + _CHUNK, width))
 
 
-def _constant_spec(shape):
+def _constant_spec(shape: tuple[int, ...]) -> pl.BlockSpec:
   return pl.BlockSpec(shape, lambda *i: (0,) * len(shape))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The definition, for derivatives of any order: sums are float32 or wider."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -8,8 +10,10 @@ from attnres_kernels import dispatch
 
 
 def forward(
-  streams, y, write_MT, mix_MMT, weight_MDC, bias_M, scale, *, eps, dtype
-):
+  streams: tuple[jax.Array, ...], y: jax.Array, write_MT: jax.Array,
+  mix_MMT: jax.Array, weight_MDC: jax.Array, bias_M: jax.Array,
+  scale: jax.Array, *, eps: float, dtype: Any,
+) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:  # fmt: skip
   """Returns (new streams, the next read, logits); see `api.stream_mix`."""
   wide = dispatch.accumulator(*streams, y)
   old = jnp.stack(streams).astype(wide)
