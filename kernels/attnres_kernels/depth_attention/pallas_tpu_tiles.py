@@ -180,7 +180,7 @@ def concatenate(parts: list[jax.Array], valid: jax.Array | None) -> jax.Array:
 
 
 def valid_rows(
-  num_tokens: int, tile: int, base: int, rows: int
+  num_tokens: int, tile: int, base: Any, rows: int
 ) -> jax.Array | None:
   """Which of the rows from `base` on are tokens; None if all are."""
   if num_tokens % tile == 0:

@@ -140,7 +140,7 @@ def backward(
   )
 
 
-def _step(t: int) -> int:
+def _step(t: Any) -> Any:
   """The only axis of a grid."""
   return t
 
@@ -293,7 +293,7 @@ def _backward_kernel(
   dlse_ref[0] = -jnp.transpose(dscore)[: columns.heads]
 
 
-def valid_rows(num_tokens: int, tile: int, base: int) -> jax.Array | None:
+def valid_rows(num_tokens: int, tile: int, base: Any) -> jax.Array | None:
   """Which of the rows from `base` on are tokens; None if all are."""
   if num_tokens % tile == 0:
     return None

@@ -237,7 +237,7 @@ class _Call:
   def __call__(
     self, kernel: Callable[..., None], name: str, inputs: list[Any],
     outputs: list[Any],
-  ) -> list[jax.Array]:  # fmt: skip
+  ) -> Any:  # fmt: skip
     """Inputs are (spec, array), outputs (spec, shape)."""
     step = self.step
     return pl.pallas_call(

@@ -232,7 +232,7 @@ def _row(width: int) -> jax.Array:
 class _Reach:
   """Zero for tokens whose segment began after the token `shift` before."""
 
-  def __init__(self, same: jax.Array | None, taps: Any):
+  def __init__(self, same: Any, taps: Any):
     self.bits = None
     if same is not None:
       bits = same[0, 0]

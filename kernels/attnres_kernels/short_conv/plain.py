@@ -34,7 +34,7 @@ def forward(
 def backward(
   x: jax.Array, taps: jax.Array, tail: jax.Array | None, same: jax.Array | None,
   dy: jax.Array, *, unit_eps: float | None,
-) -> tuple[jax.Array, ...]:  # fmt: skip
+) -> tuple[jax.Array | None, ...]:  # fmt: skip
   """The gradients of x, taps and tail."""
 
   def function(x, taps, tail):
