@@ -82,7 +82,9 @@ def _llama(width: int, layers: int, mlp_width: int, vocab_size: int) -> Network:
 
 NETWORKS: Mapping[str, Callable[[], Network]] = {
   "demo": functools.partial(_of, "configs/lm.py:size=tiny"),
-  "large": functools.partial(_of, "configs/lm.py:size=small", 2),
+  "large": functools.partial(
+    _of, "configs/lm.py:size=small", 2, **{"residual.num_blocks": 8}
+  ),
   "paired": functools.partial(_of, "configs/paired.py:scale=laptop"),
   "tiny": functools.partial(_dense, 128, 1, 1, 1, 32, vocab_size=128),
   "d1024": functools.partial(_dense, 1024, 12, 8, 8, 1024),
