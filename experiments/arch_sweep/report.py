@@ -96,15 +96,15 @@ def _differences(losses: Mapping[str, np.ndarray]) -> np.ndarray:
 
 def _answer(rows: Sequence[Row]) -> page.Html:
   if not any({"rho", "eta"} <= row.keys() for row in rows):
-    return page.html_of("Heatmaps appear with the first run that is done.")
+    return page.Html("Heatmaps appear with the first run that is done.")
   return page.fill(
-    "<figure>$heatmaps</figure>\n"
+    "<figure>{{ heatmaps }}</figure>\n"
     '<p class="note">Validation loss in nats per token. Rows: width over'
     " transformer blocks (rho); columns: heads over transformer blocks (eta)."
     " All networks have the same parameters and see the same tokens. Filled"
     " stars are the best cells here, hollow ones those of the paper's Fig. 7,"
     " where the grid has them.</p>\n"
-    "<h2>What depth attention gains</h2>\n<p>$gains</p>\n$table\n"
+    "<h2>What depth attention gains</h2>\n<p>{{ gains }}</p>\n{{ table }}\n"
     '<p class="note">Differences of Full AttnRes from PreNorm, shape by shape.'
     " In the paper AttnRes is lower in all 25 cells, by 0.019 to 0.063. With"
     " one seed, a difference means no more than the spread between seeds that"

@@ -147,7 +147,7 @@ def _losses(runs: Sequence[results.Run]) -> page.Html:
 def _panel(figure: Any, salt: str, text: str = "") -> page.Html:
   """A figure as wide as a phone, and a sentence below it."""
   return page.fill(
-    "<div>$svg<p class=note>$text</p></div>\n",
+    "<div>{{ svg }}<p class=note>{{ text }}</p></div>\n",
     svg=svg_lib.to_svg(figure, salt),
     text=text,
   )
@@ -214,8 +214,8 @@ def _coincide(rows: Sequence[results.Row]) -> str:
 def _samples(inside: Mapping[str, Sequence[inspection.Look]]) -> page.Html:
   return page.join(
     page.fill(
-      "<figure><figcaption>$scheme</figcaption>"
-      "<pre><b>$prompt</b>$sample</pre></figure>\n",
+      "<figure><figcaption>{{ scheme }}</figcaption>"
+      "<pre><b>{{ prompt }}</b>{{ sample }}</pre></figure>\n",
       scheme=page.label(figures.name_of(scheme)),
       prompt=found[0].prompt,
       sample=found[0].sample,

@@ -19,10 +19,6 @@ class Benchmark(NamedTuple):
     task: of the harness; ours are in `tasks/`.
     metric: of the task, `metric` or `metric/filter`.
     shots: examples in a context; None for as many as the task has.
-    questions: examples that are scored.
-    scored: tokens whose likelihood is computed for one question, with its
-      context (an estimate of ours, for plans).
-    drawn: tokens that are generated for one question (the same).
     runs_code: whether answers are executed.
   """
 
@@ -32,57 +28,40 @@ class Benchmark(NamedTuple):
   task: str
   metric: str
   shots: int | None
-  questions: int
-  scored: int = 0
-  drawn: int = 0
   runs_code: bool = False
 
 
 BENCHMARKS = (
-  Benchmark("MMLU", 73.5, 74.6, "mmlu", "acc", 5, 14042, 700),
+  Benchmark("MMLU", 73.5, 74.6, "mmlu", "acc", 5),
   Benchmark(
-    "MMLU-Pro", 52.2, 52.2, "mmlu_pro", "exact_match/custom-extract", 5, 12032,
-    1400, 300,
+    "MMLU-Pro", 52.2, 52.2, "mmlu_pro", "exact_match/custom-extract", 5
   ),
   Benchmark(
-    "GPQA-Diamond", 36.9, 44.4, "gpqa_diamond_cot_n_shot",
-    "exact_match/flexible-extract", 5, 198, 1800, 400,
+    "GPQA-Diamond",
+    36.9,
+    44.4,
+    "gpqa_diamond_cot_n_shot",
+    "exact_match/flexible-extract",
+    5,
   ),
   Benchmark(
-    "BBH", 76.3, 78.0, "bbh_cot_fewshot", "exact_match/get-answer", None, 6511,
-    1200, 250,
+    "BBH", 76.3, 78.0, "bbh_cot_fewshot", "exact_match/get-answer", None
   ),
+  Benchmark("ARC-C", 64.6, 65.7, "arc_challenge", "acc_norm", 25),
+  Benchmark("HellaSwag", 83.2, 83.4, "hellaswag", "acc_norm", 10),
   Benchmark(
-    "ARC-C", 64.6, 65.7, "arc_challenge", "acc_norm", 25, 1172, 4 * 1000
+    "TriviaQA", 69.9, 71.8, "triviaqa", "exact_match/remove_whitespace", 5
   ),
+  Benchmark("GSM8K", 81.7, 82.4, "gsm8k", "exact_match/flexible-extract", 5),
   Benchmark(
-    "HellaSwag", 83.2, 83.4, "hellaswag", "acc_norm", 10, 10042, 4 * 1000
+    "MGSM", 64.9, 66.1, "mgsm_cot_native", "exact_match/flexible-extract", None
   ),
+  Benchmark("Math", 53.5, 57.1, "minerva_math", "math_verify", 4),
+  Benchmark("CMath", 84.7, 85.1, "cmath_4_shot", "exact_match", 4),
   Benchmark(
-    "TriviaQA", 69.9, 71.8, "triviaqa", "exact_match/remove_whitespace", 5,
-    17944, 200, 10,
+    "HumanEval", 59.1, 62.2, "humaneval", "pass@1/create_test", 0, True
   ),
-  Benchmark(
-    "GSM8K", 81.7, 82.4, "gsm8k", "exact_match/flexible-extract", 5, 1319, 900,
-    150,
-  ),
-  Benchmark(
-    "MGSM", 64.9, 66.1, "mgsm_cot_native", "exact_match/flexible-extract", None,
-    2750, 1200, 200,
-  ),
-  Benchmark(
-    "Math", 53.5, 57.1, "minerva_math", "math_verify", 4, 5000, 800, 300
-  ),
-  Benchmark(
-    "CMath", 84.7, 85.1, "cmath_4_shot", "exact_match", 4, 1098, 400, 150
-  ),
-  Benchmark(
-    "HumanEval", 59.1, 62.2, "humaneval", "pass@1/create_test", 0, 164, 200,
-    250, True,
-  ),
-  Benchmark(
-    "MBPP", 72.0, 73.9, "mbpp", "pass_at_1", 3, 500, 600, 150, True
-  ),
-  Benchmark("CMMLU", 82.0, 82.9, "cmmlu", "acc", 5, 11582, 600),
-  Benchmark("C-Eval", 79.6, 82.5, "ceval-valid", "acc", 5, 1346, 700),
-)  # fmt: skip
+  Benchmark("MBPP", 72.0, 73.9, "mbpp", "pass_at_1", 3, True),
+  Benchmark("CMMLU", 82.0, 82.9, "cmmlu", "acc", 5),
+  Benchmark("C-Eval", 79.6, 82.5, "ceval-valid", "acc", 5),
+)

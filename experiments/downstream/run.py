@@ -5,7 +5,7 @@
   python -m experiments.downstream.run --table scores/prenorm scores/attnres
 
 Each finished benchmark is a file of --out; rerun the command to score the
-others. `python -m experiments.downstream.plan` says what it takes on a slice.
+others.
 """
 
 import argparse

@@ -6,19 +6,15 @@ import math
 import statistics
 from typing import Any, NamedTuple
 
-from matplotlib import figure as figure_lib
 import numpy as np
 
-from attnres_jax.analysis import figures
-from experiments.pages import losses as losses_lib
+from attnres_jax.scaling import pairs as pairs_lib
 from experiments.pages import page
 from experiments.pages import sweep
 
 BASELINE, OTHER = "prenorm", "block_attnres"
 # The standard error that resolves 0.005 nats.
 WANTED = 0.002
-# Rows of the validation split that the plain recipe evaluates.
-PLAIN_ROWS = 512
 _LOSS, _LAST = "validation_loss", "last_weights_loss"
 
 Row = Mapping[str, Any]
@@ -77,6 +73,22 @@ def paired(losses: Losses) -> list[float]:
   ]
 
 
+def independent(losses: Losses) -> pairs_lib.Difference:
+  """The same of pairs that share neither weights nor order with another one.
+
+  Seeds and orders are crossed: of the four pairs of two seeds, two are.
+  """
+  own, other = (
+    {
+      key.seed: loss
+      for key, loss in losses.items()
+      if key.seed == key.order and not key.epsilon and key.residual == residual
+    }
+    for residual in (OTHER, BASELINE)
+  )
+  return pairs_lib.difference(own, other)
+
+
 def rounding(losses: Losses, residual: str = BASELINE) -> list[float]:
   """Differences of a scheme's runs with another epsilon, for all seeds."""
   return [
@@ -125,6 +137,7 @@ def protocols(rows: Sequence[Row]) -> page.Table:
           _rms(rounding(losses)),
           _rms(rounding(losses, OTHER)),
           page.signed(statistics.fmean(apart)),
+          page.difference(independent(losses)),
           f"{spread:.4f}",
           page.signed(statistics.median(apart)),
           str(math.ceil((spread / WANTED) ** 2)),
@@ -133,7 +146,8 @@ def protocols(rows: Sequence[Row]) -> page.Table:
       )
   header = (
     "protocol", "pairs", "PreNorm", "standard deviation", "PreNorm, rounding",
-    "Block, rounding", "Block − PreNorm", "its standard deviation", "median",
+    "Block, rounding", "Block − PreNorm", "of independent pairs",
+    "its standard deviation", "median",
     f"pairs for {WANTED:g}", "minutes, fastest",
   )  # fmt: skip
   return page.Table(header, lines)
@@ -169,93 +183,6 @@ def results(rows: Sequence[Row]) -> str:
   parts = [rates(rows), protocols(rows), sources(rows)]
   texts = [part.markdown() for part in parts if part.rows]
   return "\n\n".join([*texts, sweep.origin(rows)])
-
-
-def evaluation(rows: Sequence[Row]) -> str:
-  """For the README: what part of a difference is the choice of the text."""
-  lines = []
-  for row in rows:
-    count, spread = int(row["rows"]), float(row["spread_of_rows"])
-    errors = [spread / math.sqrt(n) for n in (PLAIN_ROWS, count)]
-    lines.append(
-      [row["seed"], page.signed(float(row["difference"]))]
-      + [f"{error:.4f}" for error in errors]
-    )
-  first = rows[0]
-  header = (
-    "seed", "Block − PreNorm", f"error with {PLAIN_ROWS} rows",
-    f"error with all {first['rows']} rows",
-  )  # fmt: skip
-  origin = (
-    f"{first['hardware']}; Python {first['python']}, jax {first['jax']},"
-    f" commit {first['commit']}."
-  )
-  return f"{page.Table(header, lines).markdown()}\n\n{origin}"
-
-
-def lengths(rows: Sequence[Row]) -> str:
-  """For the README: the same noise in longer runs of larger networks."""
-  lines = []
-  for size, own in losses_lib.by_setting(rows).items():
-    cells = []
-    for scheme in (OTHER, "full_attnres"):
-      apart = losses_lib.differences(own, scheme)
-      spread = statistics.stdev(apart)
-      cells += [f"{spread:.4f}", str(math.ceil((spread / WANTED) ** 2))]
-    seconds = [
-      float(row["seconds"]) for row in own if row["residual"] == BASELINE
-    ]
-    lines.append(
-      [
-        size,
-        f"{int(own[0]['active_params']):,}",
-        f"{float(own[0]['tokens']) / 1e6:.2f}M",
-        *cells,
-        f"{statistics.median(seconds) / 60:.1f}",
-      ]
-    )
-  header = (
-    "size", "N", "bytes", "Block − PreNorm", f"pairs for {WANTED:g}",
-    "Full − PreNorm", f"pairs for {WANTED:g}", "minutes a run",
-  )  # fmt: skip
-  return page.Table(header, lines).markdown()
-
-
-def figure(rows: Sequence[Row]) -> figure_lib.Figure:
-  """Every difference of two runs that share seed and data, by protocol."""
-  found = {
-    protocol: losses
-    for protocol, losses in by_protocol(rows).items()
-    if paired(losses)
-  }
-  shape = figure_lib.Figure(
-    figsize=(7.4, 0.8 + 0.75 * len(found)), layout="constrained"
-  )
-  axes = shape.subplots()
-  for height, losses in enumerate(found.values()):
-    for values, shift, scheme, label in (
-      (rounding(losses), 0.17, BASELINE, "PreNorm, other rounding"),
-      (paired(losses), -0.17, OTHER, figures.name_of(OTHER)),
-    ):
-      look = figures.look_of(scheme)
-      at = np.full(len(values), height + shift)
-      axes.plot(
-        values, at, look.marker, color=look.colour, alpha=0.6, markersize=6,
-        label=label if height == 0 else None,
-      )  # fmt: skip
-      if len(values) > 1:
-        error = statistics.stdev(values) / math.sqrt(len(values))
-        axes.errorbar(
-          statistics.fmean(values), height + shift, xerr=error, fmt="|",
-          color=look.colour, markersize=14, capsize=4,
-        )  # fmt: skip
-  axes.axvline(0.0, color="grey", linewidth=0.8)
-  axes.set_yticks(range(len(found)), [str(protocol) for protocol in found])
-  axes.set_ylim(max(1, len(found)) - 0.5, -0.5)
-  axes.set_xlabel("difference from PreNorm, nats per byte")
-  figures.style(axes)
-  figures.legend(shape, axes)
-  return shape
 
 
 def _is_plain(key: Key) -> bool:

@@ -16,12 +16,7 @@ from experiments.pages import sweep
 EXPERIMENT, PUBLISHED = sweep.experiment(
   __file__,
   __doc__,
-  places=[
-    readme.Place(report.results),
-    readme.Place(report.evaluation, "evaluation", "evaluation"),
-    readme.Place(report.lengths, "lengths", "../scaling_law/results"),
-  ],
-  figures={"differences.svg": report.figure},
+  places=[readme.Place(report.results)],
 )
 
 if __name__ == "__main__":

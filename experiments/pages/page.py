@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports as self-contained HTML files with a common style.
 
-Text becomes HTML in one place, `html_of`, which escapes everything that is not
-`Html` already. Only `fill` fills templates, so that nothing written by a run, a
-config file or a network can reach a page as markup.
+jinja2 fills every template and escapes everything that is not `Html` already,
+so that nothing written by a run, a config file or a network can reach a page as
+markup.
 """
 
-from collections.abc import Mapping, Sequence
-import html
+from collections.abc import Iterable, Mapping, Sequence
+import functools
 import pathlib
 import re
-import string
 from typing import Any, NamedTuple
+
+import jinja2
+import markupsafe
 
 from attnres_jax.analysis import figures
 from attnres_jax.models import residuals
@@ -19,10 +21,23 @@ from attnres_jax.scaling import pairs
 from experiments.pages import readme
 
 _SHELL = pathlib.Path(__file__).with_name("shell.html")
+# Text that is HTML already.
+Html = markupsafe.Markup
 
-
-class Html(str):
-  """Text that is HTML already."""
+_TABLE = """<div class=scroll><table>
+<thead><tr>{% for name in header %}<th>{{ name | label }}</th>{% endfor %}</tr>\
+</thead>
+<tbody>
+{% for row in rows %}<tr>{% for cell in row -%}
+{{ "<th scope=row>" | safe if loop.first else "<td>" | safe }}\
+{{ cell.text | label }}\
+{% for line in cell.lines %}<small>{{ line | bold }}</small>{% endfor %}\
+{{ "</th>" | safe if loop.first else "</td>" | safe }}\
+{%- endfor %}</tr>
+{% endfor %}</tbody></table></div>"""
+_FACTS = """{% for name, value in facts.items() -%}
+<dt>{{ name }}</dt><dd>{{ value }}</dd>
+{% endfor %}"""
 
 
 class Cell(NamedTuple):
@@ -37,6 +52,11 @@ class Cell(NamedTuple):
   text: Any
   aside: str = ""
   small: Sequence[str] = ()
+
+  @property
+  def lines(self) -> list[str]:
+    """Its small print."""
+    return [self.aside] * bool(self.aside) + list(self.small)
 
 
 class Table(NamedTuple):
@@ -64,44 +84,25 @@ class Table(NamedTuple):
 
   def html(self) -> Html:
     """As HTML, for a page."""
-    head = join(fill("<th>$name</th>", name=label(x)) for x in self.header)
-    lines = []
-    for first, *rest in self.rows:
-      cells = join(fill("<td>$x</td>", x=_cell_html(cell)) for cell in rest)
-      lines.append(
-        fill(
-          "<tr><th scope=row>$first</th>$cells</tr>\n",
-          first=_cell_html(first),
-          cells=cells,
-        )
-      )
-    return fill(
-      "<div class=scroll><table>\n<thead><tr>$head</tr></thead>\n"
-      "<tbody>\n$lines</tbody></table></div>",
-      head=head,
-      lines=join(lines),
-    )
-
-
-def html_of(value: Any) -> Html:
-  """HTML unchanged, everything else as escaped text."""
-  return value if isinstance(value, Html) else Html(html.escape(str(value)))
+    rows = [list(map(_cell, row)) for row in self.rows]
+    return fill(_TABLE, header=self.header, rows=rows)
 
 
 def fill(template: str, **parts: Any) -> Html:
-  """Fills a template: each `$name` is replaced by `html_of` its part."""
-  texts = {name: html_of(part) for name, part in parts.items()}
-  return Html(string.Template(template).substitute(texts))
+  """Fills a template of jinja2, escaping all parts that are not `Html`."""
+  return Html(_jinja().from_string(template).render(**parts))
 
 
-def join(parts: Any) -> Html:
-  """Joins several parts."""
-  return Html("".join(map(html_of, parts)))
+def join(parts: Iterable[Any]) -> Html:
+  """Joins several parts, escaping all that are not `Html`."""
+  return Html("").join(parts)
 
 
 def bold(text: Any) -> Html:
   """Text, in which the parts between two `**` are bold."""
-  return Html(re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", html_of(text)))
+  return Html(
+    re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", str(markupsafe.escape(text)))
+  )
 
 
 def render(
@@ -115,27 +116,18 @@ def render(
 
   Args:
     title: of the window.
-    body: HTML with a `$name` for every part.
+    body: a template with a variable for every part.
     parts: text or HTML by name.
     refresh_seconds: after which a browser reloads the file; 0 for never.
   """
-  head = Html("")
-  if refresh_seconds:
-    head = fill(
-      '<meta http-equiv="refresh" content="$seconds">\n',
-      seconds=refresh_seconds,
-    )
   text = fill(body.read_text(encoding="utf-8"), **parts)
   shell = _SHELL.read_text(encoding="utf-8")
-  return fill(shell, head=head, title=title, body=text)
+  return fill(shell, title=title, body=text, refresh_seconds=refresh_seconds)
 
 
 def facts(listed: Mapping[str, Any]) -> Html:
   """Entries of a definition list."""
-  return join(
-    fill("<dt>$name</dt><dd>$value</dd>\n", name=name, value=value)
-    for name, value in listed.items()
-  )
+  return fill(_FACTS, facts=listed)
 
 
 def label(text: str) -> Html:
@@ -144,7 +136,7 @@ def label(text: str) -> Html:
     if text == figures.name_of(scheme):
       colour = figures.style_of(scheme).get("color", "currentColor")
       return fill(
-        '<i class="swatch" style="background:$colour"></i>$text',
+        '<i class="swatch" style="background:{{ colour }}"></i>{{ text }}',
         colour=colour,
         text=text,
       )
@@ -172,10 +164,8 @@ def _cell(cell: Cell | str) -> Cell:
   return cell if isinstance(cell, Cell) else Cell(cell)
 
 
-def _cell_html(cell: Cell | str) -> Html:
-  text, aside, small = _cell(cell)
-  lines = [aside] * bool(aside) + list(small)
-  return join(
-    [label(str(text))]
-    + [fill("<small>$line</small>", line=bold(line)) for line in lines]
-  )
+@functools.cache
+def _jinja() -> jinja2.Environment:
+  found = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+  found.filters |= {"label": lambda text: label(str(text)), "bold": bold}
+  return found

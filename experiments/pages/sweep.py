@@ -76,9 +76,9 @@ def answer(rows: Sequence[Row]) -> page.Html:
   """The losses of any sweep, for experiments without their own figure."""
   table = losses.table(rows).html() if rows else "No run is done yet."
   return page.fill(
-    "<h2>Losses</h2>\n$table\n<p class=note>Validation loss in nats per token"
-    " after the last step: the mean over seeds and its standard deviation; in"
-    " small print the mean difference from PreNorm, then every seed. N counts"
+    "<h2>Losses</h2>\n{{ table }}\n<p class=note>Validation loss in nats per"
+    " token after the last step, the mean over seeds; in small print the mean"
+    " difference from PreNorm with its 90 % interval, then every seed. N counts"
     " parameters outside embedding and head.</p>",
     table=table,
   )

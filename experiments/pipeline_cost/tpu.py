@@ -97,7 +97,8 @@ def table(size: str, rows: readme.Rows) -> str:
     lines.append([*cells, f"{float(row['bubble']):.0%}"])
   header = [f"{name}, GiB" for name in _GIB]
   header += [f"{name}, s" for name in _SECONDS]
-  return readme.table(["", *header, "bubble"], lines)
+  table = readme.table(["", *header, "bubble"], lines)
+  return readme.with_origin(table, rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -45,12 +45,7 @@ def table(rows: Sequence[Row]) -> str:
     "scheme", "name", "file", "arXiv", "certainty", "parameters", "FLOPs",
     "moved", "state", "rank", "starts as PreNorm",
   )  # fmt: skip
-  python, jax, commit = (
-    ", ".join(dict.fromkeys(row[name] for row in rows))
-    for name in ("python", "jax", "commit")
-  )
-  origin = f"{len(rows)} schemes; Python {python}, jax {jax}, commit {commit}."
-  return f"{readme.table(header, lines)}\n\n{origin}"
+  return readme.with_origin(readme.table(header, lines), rows)
 
 
 def losses(rows: Sequence[Row]) -> str:

@@ -122,10 +122,11 @@ def _answer(rows: Sequence[Row]) -> page.Html:
   drawn: str = "Laws appear once a scheme has finished at two sizes."
   if fits(rows, COUNTING)[1]:
     drawn = page.fill(
-      "<figure>$figure</figure>\n$table\n"
+      "<figure>{{ figure }}</figure>\n{{ table }}\n"
       '<p class="note">L = A C<sup>&minus;&alpha;</sup>, least squares in ln L,'
       " C in PFLOP/s-days; no irreducible loss, as in the paper. Brackets and"
-      " bands: 90 % of $draws bootstrap draws over sizes and seeds, the same"
+      " bands: 90 % of {{ draws }} bootstrap draws over sizes and seeds, the"
+      " same"
       " draws for all schemes. Losses on other data and tokenizers cannot"
       " be compared with the paper's; slopes and gaps can. The last column"
       " but one says how many times the compute of the scheme's largest run"
@@ -147,9 +148,10 @@ def _answer(rows: Sequence[Row]) -> page.Html:
 def _rates(rows: Sequence[Row]) -> page.Html:
   every, losses, laws_at_best = map(page.Table.html, _rate_tables(rows))
   return page.fill(
-    '$every\n<p class="note">Validation loss in nats per token, means over'
+    '{{ every }}\n<p class="note">Validation loss in nats per token, means over'
     " seeds. The best rate of PreNorm is that of all schemes in the sweep.</p>"
-    '\n$losses\n$laws\n<p class="note">Each scheme at its own best rate.</p>',
+    "\n{{ losses }}\n{{ laws }}\n"
+    '<p class="note">Each scheme at its own best rate.</p>',
     every=every,
     losses=losses,
     laws=laws_at_best,

@@ -4,7 +4,7 @@
   python -m experiments.teacher_student.run
 
 Writes rows to `results.csv` beside this file when they are known, and fills the
-README and the figures from them. Rerun the same command to resume.
+README from them. Rerun the same command to resume.
 """
 
 import argparse
@@ -35,7 +35,6 @@ _RESULTS = pathlib.Path(__file__).absolute().with_name("results.csv")
 PUBLISHED = readme.Published(
   _RESULTS.parent,
   [readme.Place(report.results)],
-  {"curves.svg": report.curves, "heatmaps.svg": report.heatmaps},
 )
 
 

@@ -4,7 +4,7 @@
   python -m experiments.upcycle.run
 
 Writes rows to `results.csv` beside this file, seed by seed, and fills the
-README and the figure from them. Rerun the same command to resume: runs continue
+README from them. Rerun the same command to resume: runs continue
 from their last checkpoint, and existing rows are not computed again.
 """
 
@@ -57,11 +57,7 @@ ARMS: dict[str, tuple[config_lib.ResidualConfig, dict[str, Any]]] = {
 }  # fmt: skip
 
 _RESULTS = pathlib.Path(__file__).absolute().with_name("results.csv")
-PUBLISHED = readme.Published(
-  _RESULTS.parent,
-  [readme.Place(report.results)],
-  {"differences.svg": report.figure},
-)
+PUBLISHED = readme.Published(_RESULTS.parent, [readme.Place(report.results)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

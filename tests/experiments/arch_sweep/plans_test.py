@@ -11,18 +11,19 @@ from experiments.arch_sweep import plans
 ROW = dict(
   slice="v5p-32", data="4", fsdp="1", expert="4", microbatches="8",
   remat="none", headroom_GiB="22.5", step_seconds="2.0",
-  compute_seconds="0.9", bound="memory", mfu_bound="0.45", chip_hours="200",
+  compute_seconds="0.9", memory_seconds="1.35", bound="memory",
+  chip_hours="200",
   jax="1", libtpu="2", commit="abc",
 )  # fmt: skip
 
 
-def test_schemes_share_a_line():
+def test_a_line_per_slice():
   name = "rho45.0-eta0.3-{}-0"
   rows = [
     ROW | dict(config=name.format("prenorm")),
     ROW | dict(
       config=name.format("full_attnres"), step_seconds="2.1",
-      headroom_GiB="9.5", mfu_bound="0.43", chip_hours="210",
+      headroom_GiB="9.5", memory_seconds="1.8", chip_hours="210",
     ),
     ROW | dict(config="rho60.0-eta0.7-prenorm-0", slice="v6e-16"),
     ROW | dict(config="rho2.3-eta0.5-prenorm-0"),  # Of the laptop's scale.
@@ -30,13 +31,10 @@ def test_schemes_share_a_line():
   ]  # fmt: skip
   lines = plans.table(rows).splitlines()
   assert lines[2:4] == [
-    "| v5p-32 | 45 | 0.3 | 848 x 19 | 4 x 1 x 4 | 8 | none | 9.5 | 0.90 | 2.00"
-    " | 2.10 | 1.050 | 45%, 43% | 410 |",
-    "| v6e-16 | 60 | 0.7 | 896 x 15 | 4 x 1 x 4 | 8 | none | 22.5 | 0.90 | 2.00"
-    " |  |  | 45% | 200 |",
+    "| v5p-32 | 1 of 25 | 2.00 to 2.00 | 2.10 to 2.10 | 1.050 to 1.050 |"
+    " 1.50 to 2.00 | 9.5 | 200 | 210 |",
+    "| v6e-16 | 0 of 25 |  |  |  | 1.50 to 1.50 | 22.5 | 200 | 0 |",
   ]
-  assert "| v5p-32 | Full AttnRes | 1 of 25 | 210 |" in lines
-  assert "| v6e-16 | Full AttnRes | 0 of 25 | 0 |" in lines
   assert lines[-1].endswith("commits abc.")
 
 

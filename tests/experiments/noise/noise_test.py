@@ -55,7 +55,9 @@ def test_planted_sources():
 
 def test_protocols():
   averaged, last = report.protocols(_rows()).rows
-  name, count, alone, _, rounding, other, difference, apart, *rest = averaged
+  name, count, alone, _, rounding, other, difference, own, apart, *rest = (
+    averaged
+  )
   assert name == "settled, 4 rows, rate 0.006" and count == "400"
   assert float(alone) == pytest.approx(2.0, abs=0.01)
   assert float(rounding) == pytest.approx(ROUNDING, rel=0.2)
@@ -63,6 +65,9 @@ def test_protocols():
   assert spread == pytest.approx(np.hypot(WEIGHTS / 2, REST), rel=0.2)
   assert int(needed) == pytest.approx((spread / 0.002) ** 2, rel=0.05)
   assert other == "" and averaged[-1] == "1.5"
+  # Of 400 pairs, 200 are independent.
+  margin = float(own.split(" ± ")[1])
+  assert margin == pytest.approx(1.65 * spread / np.sqrt(200), rel=0.1)
   assert last[0] == f"{name}, last weights" and last[6] == difference
 
 
@@ -70,10 +75,6 @@ def test_rates_show_averaged_and_last_weights():
   (line,) = report.rates(_rows(seeds=4)).rows
   assert line[:2] == ["4", "0.006"] and line[4] == "8"
   assert float(line[3]) - float(line[2]) == pytest.approx(0.01, abs=1e-3)
-
-
-def test_figure():
-  assert len(report.figure(_rows(seeds=4)).axes[0].get_yticklabels()) == 1
 
 
 def test_all_runs_see_the_same_bytes():

@@ -4,6 +4,7 @@
 import dataclasses
 import html.parser
 
+import jinja2
 import pytest
 
 from attnres_jax.scaling import grid
@@ -18,7 +19,7 @@ from experiments.scaling_law import report as law_report
 from tests.experiments.demo import demo_test
 from tests.sweep import tiny_sweep
 
-HOSTILE = """<script>alert('x')</script>"><img src=x onerror="y">&$body"""
+HOSTILE = """<script>alert('x')</script>"><img src=x onerror="y">&{{ body }}"""
 SPECS = {
   "laws": ("configs/scaling.py", law_report.render),
   "rates": ("configs/scaling.py:scale=laptop_lr", law_report.render),
@@ -118,11 +119,15 @@ def test_the_demo():
 
 
 def test_text_becomes_html_in_one_place():
-  assert page.html_of("a < b") == "a &lt; b"
-  assert page.fill("<p>$x</p>", x=page.html_of("<")) == "<p>&lt;</p>"
+  once = page.fill("{{ x }}", x="<")
+  assert once == "&lt;"
+  assert page.fill("<p>{{ x }}</p>", x=once) == "<p>&lt;</p>"
+  assert page.join(["<", once]) == "&lt;&lt;"
   assert page.bold("**<** & **b**") == "<b>&lt;</b> &amp; <b>b</b>"
   table = page.Table(["a", "<"], [["<b>", page.Cell("<", "(<)", ["<"])]])
   assert table.html().count("&lt;") == 5
+  assert table.html().count("<td>") == table.html().count("<th scope=row>") == 1
   assert table.markdown().splitlines()[-1] == "| <b> | < (<) |"
-  # Whatever is joined or formatted anew is text again.
-  assert page.html_of(page.html_of("<") + "<") == "&amp;lt;&lt;"
+  # A template without one of its parts is an error, not a gap.
+  with pytest.raises(jinja2.UndefinedError, match="'x' is undefined"):
+    page.fill("{{ x }}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looks into trained networks: which runs, and numbers of planted patterns."""
+"""Looks into trained networks: which runs, and numbers of planted report."""
 
 import json
 
@@ -10,13 +10,8 @@ from attnres_jax.common import csv_rows
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import state as state_lib
-from experiments import trained
-from experiments.depth_patterns import report as patterns
-from experiments.depth_patterns import run as depth_patterns
-from experiments.mixing_matrices import report as matrices
-from experiments.mixing_matrices import run as mixing_matrices
-from experiments.training_dynamics import report as dynamics
-from experiments.training_dynamics import run as training_dynamics
+from experiments.looks import report
+from experiments.looks import run
 from tests import tiny_network
 
 
@@ -24,10 +19,10 @@ def test_finished_runs(tmp_path):
   """Of the variants asked for, done, and at their own rate and budget."""
   runs = grid.load("experiments/ablations/config.py:seeds=2,runlocal=true")
   runs = folder_lib.prepare(tmp_path, runs, "ablations")
-  for run in runs:
-    if "block-seed1" not in run.name:
-      state_lib.write(tmp_path / run.name, state_lib.State(state_lib.DONE))
-  found = list(trained.finished(tmp_path, ["full", "prenorm", "block"]))
+  for one in runs:
+    if "block-seed1" not in one.name:
+      state_lib.write(tmp_path / one.name, state_lib.State(state_lib.DONE))
+  found = list(run.finished(tmp_path, ["full", "prenorm", "block"]))
   assert [(variant, seed) for variant, seed, _ in found] == [
     ("full", 0), ("full", 1), ("prenorm", 0), ("prenorm", 1), ("block", 0)
   ]  # fmt: skip
@@ -50,29 +45,28 @@ def network_fixture(tmp_path_factory):
   rng = np.random.default_rng(0)
   query[...] = rng.standard_normal(query.shape).astype(np.float32)
   tokens_BT = rng.integers(0, 16, (20, 9), dtype=np.int32)
-  return trained.Network("full", 0, folder, model, tokens_BT)
+  return run.Network("full", 0, folder, model, tokens_BT)
 
 
-@pytest.mark.parametrize(
-  "experiment", [training_dynamics, mixing_matrices, depth_patterns]
-)
-def test_a_look_becomes_a_readme(experiment, network, tmp_path):
-  origin = {"seed": "0", "hardware": "x", "jax": "0", "commit": "c"}
+def test_looks_become_a_readme(network, tmp_path):
+  origin = {"hardware": "x", "jax": "0", "commit": "c"}
   rows = [
-    {"variant": variant} | origin | dict(row)
-    for row in experiment.measure(network)
-    for variant in experiment.LOOK.variants[:2]
+    row
+    for variant in ("prenorm", "full")
+    for row in run.rows_of(network._replace(variant=variant), origin)
   ]
   csv_rows.write(tmp_path / "results.csv", rows)
   rows = csv_rows.read(tmp_path / "results.csv")
-  for place in experiment.PUBLISHED.places:
-    assert "nan" not in place.make(rows)
-  for draw in experiment.PUBLISHED.figures.values():
+  assert {row["variant"] for row in rows if row["series"] == "mlp"} == {"full"}
+  for place in run.PUBLISHED.places:
+    text = place.make(rows)
+    assert "nan" not in text and "commit c." in text
+  for draw in run.PUBLISHED.figures.values():
     assert draw(rows).axes
 
 
 def test_losses_are_those_of_training(network):
-  found = list(training_dynamics.training_losses(network.folder))
+  found = list(run.training_losses(network.folder))
   assert found == [(1, 2.0), (2, 1.0)]
 
 
@@ -80,8 +74,8 @@ def test_numbers_of_matrices():
   size = 6
   even = np.tri(size)
   newest = np.eye(size)
-  assert list(matrices._numbers(even))[2:] == pytest.approx([1.0, 1.0])
-  first, embedding, reach, overlap = matrices._numbers(newest)
+  assert list(report.numbers(even)[2:]) == pytest.approx([1.0, 1.0])
+  first, embedding, reach, overlap = report.numbers(newest)
   assert (first, embedding) == (1.0, 0.0)
   n = np.arange(3, size + 1)
   assert reach == pytest.approx(np.mean(2 / (n + 1)))
@@ -91,24 +85,18 @@ def test_numbers_of_matrices():
 def test_numbers_of_patterns():
   """Three reads: of two sources (left out), of three and of four."""
   rows = [[0.5, 0.5, None, None], [0.2, 0.2, 0.6, None], [0.1, 0.5, 0.2, 0.2]]
-  row = {
-    "mlp": json.dumps(rows), "mlp_entropy": json.dumps([0.1, 0.5, np.log(4)])
-  }  # fmt: skip
-  found = patterns.reads(row, "mlp")
+  found = report.Reads.of(rows, [0.1, 0.5, np.log(4)])
   assert len(found.weights) == 2
-  assert patterns.newest(found) == pytest.approx((1.8 + 0.8) / 2)
-  assert patterns.newest_is_largest(found) == 0.5
-  assert patterns.embedding(found) == pytest.approx((0.6 + 0.4) / 2)
-  assert patterns.evenness(found) == pytest.approx((0.5 / np.log(3) + 1) / 2)
-  assert patterns.skips(found) == 1.0  # Only the second of four is older.
+  assert report.newest(found) == pytest.approx((1.8 + 0.8) / 2)
+  assert report.newest_is_largest(found) == 0.5
+  assert report.embedding(found) == pytest.approx((0.6 + 0.4) / 2)
+  assert report.evenness(found) == pytest.approx((0.5 / np.log(3) + 1) / 2)
+  assert report.skips(found) == 1.0  # Only the second of four is older.
 
 
 def test_removals_of_reads_with_a_choice():
-  row = {
-    "importance": json.dumps([[2.0, None], [0.1, 0.3]]),
-    "read_weights": json.dumps([[1.0, None], [0.4, 0.6]]),
-  }
-  weight, cost = patterns.removed(row)
+  cost, weight = [[2.0, None], [0.1, 0.3]], [[1.0, None], [0.4, 0.6]]
+  weight, cost = report.removed(cost, weight)
   assert (weight.tolist(), cost.tolist()) == ([0.4, 0.6], [0.1, 0.3])
 
 
@@ -121,5 +109,5 @@ def test_losses_are_differences_of_pairs():
       ("train_loss", json.dumps([n + shift for n in range(8)])),
     )
   ]
-  line = dynamics.losses(rows).axes[0].lines[0]
+  line = report.draw_losses(rows).axes[0].lines[0]
   np.testing.assert_allclose(line.get_ydata(), -0.1)

@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures 5, 8 and 9 as numbers and pictures, from the rows.
+
+Numbers of reads are means over reads with at least three sources. A weight is
+given relative to an even one, 1 / n for n sources, since n differs.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import json
+from typing import Any, NamedTuple
+
+from matplotlib import figure as figure_lib
+import numpy as np
+from scipy import stats
+
+from attnres_jax import analysis
+from attnres_jax.analysis import figures
+from attnres_jax.analysis import plots
+from experiments.ablations import config as ablations
+from experiments.pages import readme
+
+BASELINE = "prenorm"
+VARIANTS = tuple(name for name in ablations.STUDY.variants if name != "control")
+# Those whose magnitudes and whose reads are measured.
+SIZES, READERS = (BASELINE, "block", "full"), ("full", "block")
+MAGNITUDES = {
+  "state_rms": "running state after a block",
+  "read_rms": "input of a sublayer",
+  "output_rms": "output of a sublayer",
+  "grad_norm": "gradient of a block's parameters",
+  "output_grad_rms": "gradient by a sublayer's output",
+}
+_KINDS = {"attention": "pre-attention", "mlp": "pre-MLP"}
+# How many times an even weight a source beyond the two newest has to have.
+_SKIP = 1.5
+
+Row = Mapping[str, Any]
+
+
+def of_series(rows: Sequence[Row], series: str) -> dict[str, dict[int, Any]]:
+  """The values of one series, by variant and seed."""
+  found: dict[str, dict[int, Any]] = {}
+  for row in rows:
+    if row["series"] == series:
+      values = json.loads(row["values"])
+      found.setdefault(row["variant"], {})[int(row["seed"])] = values
+  return {name: found[name] for name in VARIANTS if name in found}
+
+
+def label(variant: str) -> str:
+  """Of a variant, in tables and figures."""
+  return ablations.STUDY.variants[variant].label
+
+
+def _style(variant: str) -> dict[str, Any]:
+  return figures.style_of(ablations.STUDY.variants[variant].residual)
+
+
+def _spread(values: Sequence[float], digits: int = 2) -> str:
+  """The mean over networks, and their range if there are several."""
+  text = f"{np.mean(values):.{digits}f}"
+  if len(values) > 1:
+    text += f" ({min(values):.{digits}f} to {max(values):.{digits}f})"
+  return text
+
+
+def _with_origin(table: str, rows: Sequence[Row], *series: str) -> str:
+  """A table, and the seeds and the origin of its rows."""
+  own = [row for row in rows if row["series"] in series]
+  seeds = {
+    label(name): ", ".join(map(str, sorted(by_seed)))
+    for name, by_seed in of_series(own, series[0]).items()
+  }
+  text = "; ".join(f"{name} {one}" for name, one in seeds.items())
+  return f"{table}\n\nSeeds: {text}. {readme.origin(own)}"
+
+
+def magnitudes(rows: Sequence[Row]) -> str:
+  """Last over first block, and largest over smallest."""
+  lines = []
+  for words, ratio in (
+    ("last over first", lambda x: x[-1] / x[0]),
+    ("largest over smallest", lambda x: max(x) / min(x)),
+  ):
+    for variant in of_series(rows, "state_rms"):
+      cells = [
+        _spread([ratio(x) for x in of_series(rows, one)[variant].values()])
+        for one in MAGNITUDES
+      ]
+      lines.append([f"{label(variant)}, {words}", *cells])
+  table = readme.table(["", *MAGNITUDES.values()], lines)
+  return _with_origin(table, rows, "state_rms")
+
+
+class Reads(NamedTuple):
+  """The reads of one kind of sublayer that have at least three sources.
+
+  Attributes:
+    weights: of each read, its sources in order, the embedding first.
+    entropies: of each read, in nats.
+  """
+
+  weights: list[np.ndarray]
+  entropies: list[float]
+
+  @classmethod
+  def of(cls, weights: Any, entropies: Any) -> "Reads":
+    """From the values of two series; absent sources are None."""
+    found = cls([], [])
+    for cells, entropy in zip(weights, entropies, strict=True):
+      own = np.asarray([x for x in cells if x is not None])
+      if len(own) > 2:
+        found.weights.append(own)
+        found.entropies.append(entropy)
+    return found
+
+
+def newest(found: Reads) -> float:
+  """Weight of the newest source, relative to an even one."""
+  return float(np.mean([own[-1] * len(own) for own in found.weights]))
+
+
+def newest_is_largest(found: Reads) -> float:
+  """Share of reads whose newest source has the largest weight."""
+  return float(np.mean([own.argmax() == len(own) - 1 for own in found.weights]))
+
+
+def embedding(found: Reads) -> float:
+  """Weight of the embedding, relative to an even one."""
+  return float(np.mean([own[0] * len(own) for own in found.weights]))
+
+
+def evenness(found: Reads) -> float:
+  """Mean entropy of a token's weights over that of even ones."""
+  lengths = [len(own) for own in found.weights]
+  return float(np.mean(np.asarray(found.entropies) / np.log(lengths)))
+
+
+def skips(found: Reads) -> float:
+  """Share of sources, without the embedding and the two newest, that are read
+  with `_SKIP` times an even weight.
+  """
+  far = [own[1:-2] * len(own) > _SKIP for own in found.weights]
+  every = np.concatenate(far)
+  return float(every.mean()) if len(every) else float("nan")
+
+
+OBSERVATIONS: Mapping[str, Callable[[Reads], float]] = {
+  "1. weight of the newest source (1 is even)": newest,
+  "1. reads whose newest source has the largest weight": newest_is_largest,
+  "2. weight of the embedding (1 is even)": embedding,
+  "3., 4. entropy over that of even weights": evenness,
+  f"skips: older sources with {_SKIP} times an even weight": skips,
+}
+
+
+def patterns(rows: Sequence[Row]) -> str:
+  """An observation per line, a variant and kind per column; and removals."""
+  columns = {}
+  for variant in of_series(rows, "mlp"):
+    for kind, words in _KINDS.items():
+      weights, entropies = (
+        of_series(rows, name)[variant] for name in (kind, f"{kind}_entropy")
+      )
+      own = [Reads.of(weights[seed], entropies[seed]) for seed in weights]
+      columns[f"{label(variant)}, {words}"] = own
+  lines = [
+    [words, *(_spread(list(map(number, own))) for own in columns.values())]
+    for words, number in OBSERVATIONS.items()
+  ]
+  removals = []
+  for variant, found in _removed(rows).items():
+    removals.append([
+      label(variant),
+      _spread([stats.spearmanr(*one).statistic for one in found]),
+      _spread([_share_of_top(*one) for one in found]),
+      _spread([float(np.max(cost)) for _, cost in found], 3),
+    ])  # fmt: skip
+  header = (
+    "removal of one source from one read", "rank correlation with its weight",
+    "share of all costs in the tenth with the largest weights",
+    "largest cost, nats per token",
+  )  # fmt: skip
+  tables = readme.table(["", *columns], lines), readme.table(header, removals)
+  return _with_origin("\n\n".join(tables), rows, "mlp", "importance")
+
+
+def removed(importance: Any, weights: Any) -> tuple[np.ndarray, np.ndarray]:
+  """Weights, and costs of removal, of all sources of reads with a choice."""
+  cost, weight = (np.asarray(x, np.float64) for x in (importance, weights))
+  chosen = np.sum(~np.isnan(cost), axis=1) > 1
+  exists = ~np.isnan(cost) & ~np.isnan(weight) & chosen[:, None]
+  return weight[exists], cost[exists]
+
+
+def _removed(rows: Sequence[Row]) -> dict[str, list[Any]]:
+  costs, weights = (
+    of_series(rows, name) for name in ("importance", "read_weights")
+  )
+  return {
+    name: [removed(cost, weights[name][seed]) for seed, cost in own.items()]
+    for name, own in costs.items()
+  }
+
+
+def _share_of_top(weight: np.ndarray, cost: np.ndarray) -> float:
+  top = weight >= np.quantile(weight, 0.9)
+  return float(np.abs(cost[top]).sum() / np.abs(cost).sum())
+
+
+def matrices(rows: Sequence[Row]) -> str:
+  """Means over seeds of what describes a mixing matrix."""
+  lines, ranks = [], of_series(rows, "rank")
+  for variant, found in of_series(rows, "matrix").items():
+    measured = [numbers(np.asarray(one)) for one in found.values()]
+    cells = [f"{x:.2f}" for x in np.mean(measured, axis=0)]
+    rank = " or ".join(map(str, sorted(set(ranks[variant].values()))))
+    lines.append([label(variant), *cells, rank, str(len(found))])
+  header = (
+    "residual", "share of the newest", "share of the embedding", "reach",
+    "overlap with an even mixture", "rank", "networks",
+  )  # fmt: skip
+  return _with_origin(readme.table(header, lines), rows, "matrix")
+
+
+def numbers(matrix: np.ndarray) -> tuple[float, float, float, float]:
+  """Means over reads of at least three values, of shares of absolute weight.
+
+  The share of the newest value, and the embedding's. The reach, which is the
+  mean distance of a read (1 for the newest) over an even mixture's. The overlap
+  with an even mixture, which PreNorm reads up to scale: 1 minus half the sum of
+  absolute differences.
+  """
+  size = len(matrix)
+  rows = np.arange(2, size)
+  share = np.abs(matrix) / np.abs(matrix).sum(axis=1, keepdims=True)
+  distance = rows[:, None] - np.arange(size)[None] + 1.0
+  visible = distance > 0
+  reach = np.sum(np.where(visible, share[rows] * distance, 0.0), axis=1)
+  even = np.where(visible, 1.0 / (rows[:, None] + 1.0), 0.0)
+  return (
+    float(np.mean(share[rows, rows])),
+    float(np.mean(share[rows, 0])),
+    float(np.mean(reach / ((rows + 2.0) / 2))),
+    float(np.mean(1 - np.abs(share[rows] - even).sum(axis=1) / 2)),
+  )
+
+
+def draw_weights(rows: Sequence[Row]) -> figure_lib.Figure:
+  """Fig. 8 of the first seed: a row per variant."""
+  first = lambda name, variant: next(
+    iter(of_series(rows, name)[variant].values())
+  )
+  schemes = {}
+  for variant in of_series(rows, "mlp"):
+    arrays = {
+      name: np.asarray(first(name, variant), np.float64)
+      for name in (
+        "attention", "mlp", "output", "attention_entropy", "mlp_entropy",
+      )
+    }  # fmt: skip
+    schemes[ablations.STUDY.variants[variant].residual] = analysis.DepthWeights(
+      **arrays,
+      columns=tuple(first("columns", variant)),
+      output_columns=tuple(first("output_columns", variant)),
+      output_entropy=float(first("output_entropy", variant)),
+    )
+  return plots.depth_weights(schemes)
+
+
+def draw_importance(rows: Sequence[Row]) -> figure_lib.Figure:
+  """What removing a source from a read costs, over its weight."""
+  shape = figure_lib.Figure(figsize=(7.4, 3.6), layout="constrained")
+  axes = shape.subplots()
+  for variant, found in _removed(rows).items():
+    for index, (weight, cost) in enumerate(found):
+      axes.plot(
+        weight, np.maximum(cost, 1e-5), ".", color=_style(variant)["color"],
+        alpha=0.5, markersize=4, label=None if index else label(variant),
+      )  # fmt: skip
+  axes.set(xscale="log", yscale="log")
+  axes.set_xlabel("mean weight of a source in a read")
+  axes.set_ylabel("loss without it minus the loss,\nnats per token")
+  figures.style(axes)
+  figures.legend(shape, axes)
+  return shape
+
+
+def draw_matrices(rows: Sequence[Row]) -> figure_lib.Figure:
+  """A matrix per variant, of its first seed."""
+  first = {
+    label(variant): np.asarray(next(iter(found.values())))
+    for variant, found in of_series(rows, "matrix").items()
+  }
+  return plots.mixing_matrices(first, columns=4)
+
+
+def draw_magnitudes(rows: Sequence[Row]) -> figure_lib.Figure:
+  """Along depth: a line per network, the mean over seeds in front."""
+  shape = figure_lib.Figure(figsize=(8.4, 5.6), layout="constrained")
+  grid = list(shape.subplots(2, 3).flat)
+  for axes, (series, title) in zip(grid, MAGNITUDES.items()):
+    for variant, by_seed in of_series(rows, series).items():
+      values = np.stack(list(by_seed.values()))
+      x = np.arange(1, values.shape[1] + 1)
+      axes.plot(x, values.T, **_thin(variant))
+      axes.plot(x, values.mean(0), label=label(variant), **_style(variant))
+    axes.set_title(title, fontsize=9)
+    of_block = series in ("state_rms", "grad_norm")
+    axes.set_xlabel("transformer block" if of_block else "sublayer")
+    axes.set_yscale("log")
+    figures.style(axes)
+  grid[-1].set_axis_off()
+  figures.legend(shape, grid[0])
+  return shape
+
+
+def draw_losses(rows: Sequence[Row]) -> figure_lib.Figure:
+  """Training losses minus PreNorm's on the same batches, smoothed."""
+  shape = figure_lib.Figure(figsize=(7.4, 3.2), layout="constrained")
+  axes = shape.subplots()
+  found, steps = of_series(rows, "train_loss"), of_series(rows, "step")
+  base = found.get(BASELINE, {})
+  for variant, by_seed in found.items():
+    apart = [
+      _smooth(np.subtract(by_seed[seed], base[seed]))
+      for seed in by_seed
+      if seed in base
+    ]
+    if variant == BASELINE or not apart:
+      continue
+    x = _smooth(next(iter(steps[variant].values())))
+    for one in apart:
+      axes.plot(x, one, **_thin(variant))
+    mean = np.mean(apart, axis=0)
+    axes.plot(x, mean, label=label(variant), **_style(variant))
+  axes.axhline(0.0, color="grey", linewidth=0.8)
+  axes.set_xlabel("step")
+  axes.set_ylabel("training loss minus PreNorm's,\nnats per token")
+  figures.style(axes)
+  figures.legend(shape, axes)
+  return shape
+
+
+def _thin(variant: str) -> dict[str, Any]:
+  """Of single networks."""
+  return _style(variant) | {"linewidth": 0.6, "alpha": 0.5}
+
+
+def _smooth(values: Any, window: int = 5) -> np.ndarray:
+  """Means of neighbours; each logged loss covers one small batch."""
+  return np.convolve(values, np.full(window, 1 / window), mode="valid")
+
+
+TABLES: Mapping[str, Callable[[Sequence[Row]], str]] = {
+  "magnitudes": magnitudes, "patterns": patterns, "matrices": matrices,
+}  # fmt: skip
+FIGURES = {
+  "magnitudes.svg": draw_magnitudes, "losses.svg": draw_losses,
+  "weights.svg": draw_weights, "importance.svg": draw_importance,
+  "matrices.svg": draw_matrices,
+}  # fmt: skip

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looks into trained networks: what they read, and how magnitudes grow.
+
+  python -m experiments.looks.run --runs=runs/ablations
+
+Measures what is finished in a sweep of experiments/ablations, and keeps rows of
+runs that are not in the folder. A row is one series of a network: a JSON list
+over sublayers, blocks, sources or steps. Rows go to results.csv beside this
+file; the README and its figures are filled from them.
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+import dataclasses
+import json
+import pathlib
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+import tqdm
+
+from attnres_jax import analysis
+from attnres_jax import config as config_lib
+from attnres_jax import data
+from attnres_jax import models
+from attnres_jax.common import command_line
+from attnres_jax.common import csv_rows
+from attnres_jax.common import environment
+from attnres_jax.sweep import folder as folder_lib
+from attnres_jax.sweep import state as state_lib
+from attnres_jax.train import checkpoint
+from experiments import publish
+from experiments.looks import report
+from experiments.pages import readme
+
+# Rows of the validation split that are measured, and those of a batch: the
+# gradient of a batch is one of the series.
+NUM_ROWS, _BATCH = 64, 16
+# What a run of a study has beside its variant and its seeds.
+_SEEDS = {"variant", "seed", "data.seed"}
+# Relative singular values below this do not count.
+_TOLERANCE = 1e-3
+_WEIGHTS = (
+  "attention", "mlp", "output", "attention_entropy", "mlp_entropy",
+  "output_entropy",
+)  # fmt: skip
+_FOLDER = pathlib.Path(__file__).absolute().parent
+PUBLISHED = readme.Published(
+  _FOLDER,
+  [readme.Place(make, name) for name, make in report.TABLES.items()],
+  report.FIGURES,
+)
+
+Series = dict[str, Any]
+
+
+class Network(NamedTuple):
+  """A finished run.
+
+  Attributes:
+    variant: its name in the study.
+    seed: of weights and data.
+    folder: of the run.
+    model: with the weights of its last checkpoint.
+    tokens_BT: the first rows of its validation split, inputs and targets.
+  """
+
+  variant: str
+  seed: int
+  folder: pathlib.Path
+  model: models.Transformer
+  tokens_BT: np.ndarray
+
+
+def finished(
+  folder: pathlib.Path | str, variants: Sequence[str]
+) -> Iterator[tuple[str, int, pathlib.Path]]:
+  """Variant, seed and folder of finished runs, variant by variant.
+
+  Runs with another rate or budget than the variant's own are left out.
+  """
+  folder = pathlib.Path(folder)
+  found = sorted(
+    (variants.index(run.overrides["variant"]), run.overrides["seed"], run.name)
+    for run in folder_lib.read(folder)
+    if set(run.overrides) == _SEEDS and run.overrides["variant"] in variants
+  )
+  for index, seed, name in found:
+    if state_lib.read(folder / name).status == state_lib.DONE:
+      yield variants[index], seed, folder / name
+
+
+def load(variant: str, seed: int, folder: pathlib.Path) -> Network:
+  """Loads the last checkpoint of a run, and validation text."""
+  config, model = checkpoint.load_model(folder)
+  batches = data.open_dataset(config.data, "validation").batches()
+  rows: list[np.ndarray] = []
+  try:
+    while sum(map(len, rows)) < NUM_ROWS:
+      batch = next(batches)
+      rows.append(batch["tokens"][batch["counts"].all(axis=1)])
+  finally:
+    batches.close()
+  tokens_BT = np.concatenate(rows)[:NUM_ROWS]
+  return Network(variant, seed, folder, model, tokens_BT)
+
+
+def measure(network: Network) -> Series:
+  """All series of a network."""
+  found = matrices(network)
+  if network.variant in report.SIZES:
+    found |= dynamics(network)
+  if network.variant in report.READERS:
+    found |= patterns(network)
+  return found
+
+
+def matrices(network: Network) -> Series:
+  """The matrix, averaged over tokens, and the rank of one token's."""
+  inputs_BT = network.tokens_BT[:, :-1]
+  one = analysis.mixing_matrix(network.model, inputs_BT[:1, :1], channel=0)
+  return {
+    "rank": analysis.semiseparable_rank(one, _TOLERANCE),
+    "matrix": _rounded(analysis.mixing_matrix(network.model, inputs_BT), 4),
+  }
+
+
+def dynamics(network: Network) -> Series:
+  """Magnitudes along depth, and the losses of training."""
+  found = [
+    dataclasses.asdict(analysis.magnitudes(network.model, batch))
+    for batch in np.array_split(
+      network.tokens_BT, max(1, len(network.tokens_BT) // _BATCH)
+    )
+  ]
+  steps, losses = zip(*training_losses(network.folder))
+  means = {
+    name: np.mean([one[name] for one in found], axis=0)
+    for name in report.MAGNITUDES
+  }
+  return {
+    name: [float(f"{x:.4g}") for x in values]
+    for name, values in (means | {"step": steps, "train_loss": losses}).items()
+  }
+
+
+def training_losses(folder: pathlib.Path) -> Iterator[tuple[int, float]]:
+  """Steps and training losses of the log of a run."""
+  for line in (folder / "metrics.jsonl").read_text().splitlines():
+    logged = json.loads(line)
+    if logged["split"] == "train":
+      yield logged["step"], logged["loss"]
+
+
+def patterns(network: Network) -> Series:
+  """Weights of depth attention, and what removing sources costs."""
+  weights = analysis.depth_weights(network.model, network.tokens_BT[:, :-1])
+  removal = analysis.source_removal(network.model, network.tokens_BT)
+  return {
+    **{name: _rounded(getattr(weights, name), 5) for name in _WEIGHTS},
+    "columns": weights.columns,
+    "output_columns": weights.output_columns,
+    "importance": _rounded(removal.importance, 6),
+    "read_weights": _rounded(removal.weights, 6),
+  }
+
+
+def _rounded(values: Any, digits: int) -> Any:
+  return np.round(np.asarray(values, np.float64), digits).tolist()
+
+
+def rows_of(network: Network, origin: dict[str, str]) -> list[dict[str, Any]]:
+  """A row per series; NaN becomes null, as JSON has no other name for it."""
+  own = {"variant": network.variant, "seed": network.seed}
+  return [
+    own | {"series": name, "values": _json(values)} | origin
+    for name, values in measure(network).items()
+  ]
+
+
+def _json(values: Any) -> str:
+  return json.dumps(values).replace("NaN", "null")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs the command; returns its exit status."""
+  parser = command_line.Parser("python -m experiments.looks.run", __doc__)
+  parser.add_argument(
+    "--runs", default="runs/ablations", help="the sweep that trained them"
+  )
+  return command_line.run(_main, parser.parse_args(argv))
+
+
+def _main(options: argparse.Namespace) -> None:
+  runs = list(finished(options.runs, report.VARIANTS))
+  if not runs:
+    raise config_lib.ConfigError(
+      f"--runs: got {options.runs!r}, expected the folder of a sweep with a"
+      f" finished run of {', '.join(report.VARIANTS)}"
+    )
+  found: dict[tuple[str, int], list[Any]] = {}
+  for row in PUBLISHED.read():
+    found.setdefault((row["variant"], int(row["seed"])), []).append(row)
+  origin = environment.facts()
+  for one in tqdm.tqdm(runs, unit="network", file=sys.stderr):
+    found[one[:2]] = rows_of(load(*one), origin)
+    place = report.VARIANTS.index
+    order = sorted(found, key=lambda key: (place(key[0]), key[1]))
+    rows = [row for key in order for row in found[key]]
+    csv_rows.write(_FOLDER / "results.csv", rows)
+  publish.publish(PUBLISHED)
+
+
+if __name__ == "__main__":
+  sys.exit(main())
