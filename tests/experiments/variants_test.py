@@ -206,13 +206,14 @@ def test_rows_of_the_other_study(tmp_path, monkeypatch):
 def test_the_zoo(tmp_path, monkeypatch):
   """Its losses beside Table 4's, memory and time of a step."""
   monkeypatch.setattr(report, "_EXPERIMENTS", tmp_path)
-  monkeypatch.setattr(zoo_report, "_TIMES", tmp_path / "times.csv")
-  measured = {"scheme": "haares", "cpu_ratio": "1.234"}
+  monkeypatch.setattr(zoo_report, "_COSTS", tmp_path / "costs.csv")
+  measured = {"arm": "haares", "network": "paired", "cpu_ratio": "1.1"}
   csv_rows.write(
-    tmp_path / "times.csv",
+    tmp_path / "costs.csv",
     [
-      measured | {"measure": "forward", "cpu_ratio": "1.1"},
-      measured | {"measure": "forward_backward"},
+      measured | {"program": "forward"},
+      measured | {"program": "forward_backward", "cpu_ratio": "1.234"},
+      measured | {"program": "forward_backward", "network": "large"},
     ],
   )
   study = residual_zoo.STUDY
