@@ -76,7 +76,12 @@ def _start(folder, log, devices=1, *flags):
     )  # fmt: skip
 
 
-def _share(folder, source, workers, disturbances, directory, rng):
+SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
+
+
+def _share(
+  folder, source, workers, disturbances, directory, rng, kinds=SIGNALS
+):
   """Trains a sweep with workers that are killed, stopped and started again."""
   runs = tiny_sweep.prepare(folder, source)
   logs = [directory / f"worker{i}.txt" for i in range(workers)]
@@ -103,9 +108,7 @@ def _share(folder, source, workers, disturbances, directory, rng):
         disturbances -= 1
         victim = rng.choice(processes)
         if victim.poll() is None:
-          victim.send_signal(
-            rng.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
-          )
+          victim.send_signal(rng.choice(kinds))
   finally:
     for process in processes:
       process.kill()
@@ -129,19 +132,28 @@ def _assert_trained_once(folder, runs, directory):
     assert len(tiny_run.events(workdir, "start")) >= 1
 
 
-@on_both
-def test_two_workers_share_a_sweep_and_one_is_killed(bucket, tmp_path):
-  source = tiny_sweep.write(tmp_path / "tiny.py", seeds=(0, 1, 2), **FIELDS)
+@pytest.mark.parametrize(
+  "bucket,workers,seeds", [("gcs", 2, 3), ("s3", 1, 1)], indirect=["bucket"]
+)
+def test_workers_share_a_sweep_and_one_is_killed(
+  bucket, workers, seeds, tmp_path
+):
+  source = tiny_sweep.write(tmp_path / "a.py", seeds=range(seeds), **FIELDS)
   folder = f"{bucket}/sweep"
-  runs, _ = _share(folder, source, 2, 1, tmp_path, random.Random(0))
+  rng, killed = random.Random(0), [signal.SIGKILL]
+  runs, _ = _share(folder, source, workers, 1, tmp_path, rng, killed)
   summary = monitor.summary(monitor.of_folder(folder), 1).split(", ")
   # What it cost depends on how often a worker was killed.
-  assert summary[:-1] == ["3/3 done", "11,520 of 11,520 tokens"]
+  tokens = f"{seeds * 3840:,}"
+  assert summary[:-1] == [
+    f"{seeds}/{seeds} done",
+    f"{tokens} of {tokens} tokens",
+  ]
   _assert_trained_once(folder, runs, tmp_path / "copy")
   # Collected by the same command as anywhere.
   arguments = [f"--workdir={folder}", f"--out={tmp_path}/rows.csv"]
   assert cli.main(tiny_sweep.EXPERIMENT, ["collect", *arguments]) == 0
-  assert len((tmp_path / "rows.csv").read_text().splitlines()) == 4
+  assert len((tmp_path / "rows.csv").read_text().splitlines()) == seeds + 1
 
 
 @on_both
