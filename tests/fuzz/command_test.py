@@ -195,6 +195,7 @@ def test_sample(here, monkeypatch, explore):
 def test_worker(here, explore):
   """Up to the claim of a run: none of these exists."""
   options = {
+      "config": CONFIGS + laws.TEXTS, "config.seed": laws.TEXTS,
       "folder": [path for path in laws.TEXTS if path not in ("/", "~")],
       "run": laws.TEXTS, "num_processes": ("2", "x"), "process_id": ("0", "2"),
       "coordinator_address": laws.TEXTS, "patience_seconds": ("0", "nan", "x"),
