@@ -106,6 +106,7 @@ def check(
     ConfigError: the sweep costs more, with what fits; or its price is unknown.
   """
   if slice_name is None:
+    found = [one for one in found if not one.missing] or found
     if len(found) != 1:
       listed = ", ".join(
         f"{one.slice_name} ({one.total:,.0f})" for one in found
