@@ -136,8 +136,11 @@ def _prompts(options: argparse.Namespace) -> Iterator[text.Prompt]:
       "--prompt", options.prompt, "nothing beside --prompts"
     )
   path = files.check_path("--prompts", options.prompts, ("gs", "s3"))
-  with path.open("rb") as file:  # Of a pipe, nobody knows the size.
-    content = file.read(_MAX_PROMPTS + 1)
+  if files.is_remote(path):
+    content = files.read(path)
+  else:
+    with path.open("rb") as file:  # Of a pipe, nobody knows the size.
+      content = file.read(_MAX_PROMPTS + 1)
   if len(content) > _MAX_PROMPTS:
     config_lib.fail_argument(
       "--prompts", options.prompts, f"a file of at most {_MAX_PROMPTS} bytes"
