@@ -34,11 +34,9 @@ from attnres_jax import models
 from attnres_jax.common import sharding
 from attnres_jax.config import fields
 from attnres_jax.inference import draw as draw_lib
-from attnres_jax.inference import prefix
 from attnres_jax.inference import prepared
 from attnres_jax.inference import programs
 from attnres_jax.inference import scores as scores_lib
-from attnres_jax.models.mixers import cache as cache_lib
 
 # The shortest chunk, and the shortest part of a cache that is read.
 _LEAST_CHUNK, _LEAST_CONTEXT = 16, 128
@@ -57,8 +55,7 @@ class Request:
     stop_ids: tokens that end the text.
     stream: number of the text, of all texts with this seed. Two
       streams share no random numbers.
-    with_scores: whether the tokens of the prompt are scored. This computes all
-      of the prompt, even if other prompts began alike.
+    with_scores: whether the tokens of the prompt are scored.
   """
 
   prompt: Sequence[int]
@@ -67,18 +64,6 @@ class Request:
   stop_ids: frozenset[int] = frozenset()
   stream: int = 0
   with_scores: bool = False
-
-
-class OfPrompt(NamedTuple):
-  """What is known of a prompt once it is complete.
-
-  Attributes:
-    reused: how many of its tokens were known from other prompts.
-    scores: of its tokens but the first, if they are wanted.
-  """
-
-  reused: int
-  scores: tuple[scores_lib.Score, ...]
 
 
 class Token(NamedTuple):
@@ -90,7 +75,8 @@ class Token(NamedTuple):
     logprob: its log-probability by the network, whatever the settings.
     top: the most likely ids and their log-probabilities.
     finish: why this is the last token of the request, or None.
-    prompt: given with the first token of a request.
+    scores: of the prompt's tokens but the first, if they are wanted; given with
+      the first token of a request.
   """
 
   request: int
@@ -98,7 +84,7 @@ class Token(NamedTuple):
   logprob: float
   top: scores_lib.Top
   finish: Finish | None
-  prompt: OfPrompt | None = None
+  scores: tuple[scores_lib.Score, ...] | None = None
 
 
 @dataclasses.dataclass
@@ -109,7 +95,6 @@ class _Live:
   request: Request
   slot: int
   cached: int = 0  # Tokens in the cache.
-  reused: int = 0
   scores: list[scores_lib.Score] = dataclasses.field(default_factory=list)
   drawn: int = 0
 
@@ -126,7 +111,6 @@ class Engine:
     length: most tokens of a request, with its prompt.
     chunk: most tokens of a prompt that are computed at once.
     num_top: how many of the most likely tokens every `Token` lists.
-    prefixes: what prompts have in common, or None.
   """
 
   def __init__(
@@ -137,7 +121,6 @@ class Engine:
     length: int = 2048,
     chunk: int = 256,
     num_top: int = 0,
-    prefix_bytes: int = 0,
     mesh: Mesh | None = None,
     layers: str = "auto",
   ):
@@ -149,8 +132,6 @@ class Engine:
       length: most tokens of a request.
       chunk: most tokens of a prompt that are computed at once.
       num_top: how many of the most likely tokens every `Token` lists.
-      prefix_bytes: most memory for what prompts have in common; 0 to compute
-        every prompt from its start.
       mesh: of `sharding.make_mesh`; slots are sharded over its rows.
       layers: `separate` for one array per weight and cache of each layer,
         `stacked` for one array per kind of layer; `auto` for the faster one on
@@ -165,7 +146,6 @@ class Engine:
       ("length", length, fields.Size),
       ("chunk", chunk, fields.Size),
       ("num_top", num_top, fields.Count),
-      ("prefix_bytes", prefix_bytes, fields.Count),
     ):
       fields.accept(name, value, kind)
     # Rows of a chunk: a mesh computes one prompt per shard of rows.
@@ -198,10 +178,6 @@ class Engine:
       self._model, self._state = jax.device_put(both, jax.local_devices()[0])
     if prepared.reads_products(prepared.platform_of(mesh)):
       self._model = jax.device_put(self._model, prepared.formats(self._model))
-    self.prefixes = None
-    if prefix_bytes:
-      recurrent = cache_lib.is_recurrent(self._state.cache.states)
-      self.prefixes = prefix.Trie(self.chunk, recurrent, prefix_bytes)
     self._numbers = itertools.count()
     self._waiting: collections.deque[tuple[int, Request]] = collections.deque()
     self._live: dict[int, _Live] = {}  # By slot.
@@ -327,32 +303,16 @@ class Engine:
     for slot, _ in zip(free, range(len(self._waiting))):
       live = _Live(*self._waiting.popleft(), slot)
       self._live[slot] = live
-      nodes = []
-      if self.prefixes and not live.request.with_scores:
-        nodes = self.prefixes.find(live.request.prompt)
-      live.cached = live.reused = len(nodes) * self.chunk
       seen_V = np.zeros(self._model.config.vocab_size, bool)
       seen_V[np.asarray(live.request.prompt)] = True
       (self._state,) = programs.start(
         self._model,
         self._state,
         np.int32(slot),
-        np.int32(live.cached),
         _as_arrays(live.request),
         seen_V,
         mesh=self._mesh,
       )
-      for i, node in enumerate(nodes):
-        state = node.state if i == len(nodes) - 1 else None
-        (self._state,) = programs.restore(
-          self._model,
-          self._state,
-          node.tokens,
-          state,
-          np.int32(slot),
-          np.int32(i * self.chunk),
-          mesh=self._mesh,
-        )
 
   def _prefill(self) -> list[Token]:
     """A chunk of the prompts that are not complete."""
@@ -399,7 +359,6 @@ class Engine:
         count = len(part) - int(last_P[row])
         live.scores += scores_lib.to_list(scored, row, count)
       live.cached += len(part)
-      self._remember(live)
     done = [(row, live) for row, live in enumerate(some) if last_P[row]]
     return self._report(drawn, done)
 
@@ -439,9 +398,7 @@ class Engine:
       if finish:
         del self._live[live.slot]
       top = zip(drawn.top_BK[row].tolist(), drawn.top_logprob_BK[row].tolist())
-      prompt = None
-      if live.drawn == 1:
-        prompt = OfPrompt(live.reused, tuple(live.scores))
+      scores = tuple(live.scores) if live.drawn == 1 else None
       tokens.append(
         Token(
           live.number,
@@ -449,22 +406,10 @@ class Engine:
           float(drawn.logprob_B[row]),
           tuple(top),
           finish,
-          prompt,
+          scores,
         )
       )
     return tokens
-
-  def _remember(self, live: _Live) -> None:
-    """Saves the chunk that ends here, if it is a whole one."""
-    if self.prefixes is None or live.cached % self.chunk:
-      return
-    ids = live.request.prompt[: live.cached]
-    if not self.prefixes.knows(ids):
-      slot, start = np.int32(live.slot), np.int32(live.cached - self.chunk)
-      saved = programs.save(
-        self._state.cache.states, slot, start, size=self.chunk
-      )
-      self.prefixes.add(ids, *saved)
 
   def _context(self, cached: int, factor: int) -> int:
     """How much of the caches is read for so many tokens."""

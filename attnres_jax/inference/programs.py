@@ -5,7 +5,6 @@ Shapes are static, and the state is donated: a program changes it in place.
 """
 
 import contextlib
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -144,13 +143,13 @@ def _on(function: Any) -> Any:
 
 
 @_on
-def start(model, state, slot, cached, settings, seen_V):
-  """A slot for another request, of which so many tokens will be restored."""
+def start(model, state, slot, settings, seen_V):
+  """An empty slot for another request."""
   del model
   states = cache_lib.map_both(
     lambda a: a, lambda a: a.at[:, slot].set(0), state.cache.states
   )
-  cache = cache_lib.Cache(state.cache.length_B.at[slot].set(cached), states)
+  cache = cache_lib.Cache(state.cache.length_B.at[slot].set(0), states)
   seen_BV = state.rows.seen_BV.at[slot].set(seen_V)
   rows = {
     name: getattr(state.rows, name).at[slot].set(value)
@@ -221,42 +220,6 @@ def next_token(model, state, active_B, *, context, num_top):
       _seen(state.rows, slot_B, drawn.token_B),
     ),
     drawn,
-  )
-
-
-@_on
-def restore(model, state, tokens, recurrent, slot, start):
-  """Saved entries of tokens, and a saved state unless it is None."""
-  del model
-
-  def put(old, saved):
-    return jax.lax.dynamic_update_slice(old, saved, (0, slot, 0, start, 0))
-
-  def replace(old, saved):
-    return jax.lax.dynamic_update_slice_in_dim(old, saved, slot, axis=1)
-
-  keep = lambda old, _: old
-  states = cache_lib.map_both(put, keep, state.cache.states, tokens)
-  if recurrent is not None:
-    states = cache_lib.map_both(keep, replace, states, recurrent)
-  return (state._replace(cache=state.cache._replace(states=states)),)
-
-
-@functools.partial(jax.jit, static_argnames="size")
-def save(states, slot, start, *, size):
-  """Entries of some tokens of a slot, and its recurrent state."""
-
-  def cut(a):
-    sizes = a.shape[0], 1, a.shape[2], size, a.shape[4]
-    return jax.lax.dynamic_slice(a, (0, slot, 0, start, 0), sizes)
-
-  def row(a):
-    return jax.lax.dynamic_slice_in_dim(a, slot, 1, axis=1)
-
-  none = lambda _: None
-  return (
-    cache_lib.map_both(cut, none, states),
-    cache_lib.map_both(none, row, states),
   )
 
 

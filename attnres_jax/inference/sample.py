@@ -89,7 +89,6 @@ def _sample_run(options: argparse.Namespace) -> None:
     chunk=options.chunk,
     length=options.length,
     num_top=options.logprobs,
-    prefix_bytes=options.prefix_mib * trained.MIB,
     layers=options.layers,
   )
   most = config.data.sequence_length
@@ -254,7 +253,7 @@ def _parser() -> command_line.Parser:
     "python -m attnres_jax.inference.sample", __doc__
   )
   add = parser.add_argument
-  trained.add_flags(parser, length="0 for what the prompts need", prefix_mib=0)
+  trained.add_flags(parser, length="0 for what the prompts need")
   free = command_line.text
   add("--prompt", type=free, default="", help="text to continue")
   add("--prompts", metavar="FILE", help="many texts, one per line, or .jsonl")

@@ -113,7 +113,6 @@ def _serve_at(
     length=length,
     chunk=options.chunk,
     num_top=options.max_logprobs,
-    prefix_bytes=options.prefix_mib * trained.MIB,
     layers=options.layers,
   )
   del model
@@ -214,9 +213,7 @@ def _is_local(host: str) -> bool:
 def _parser() -> command_line.Parser:
   parser = command_line.Parser("python -m attnres_jax.inference.serve", __doc__)
   add = parser.add_argument
-  trained.add_flags(
-    parser, length="0 for the length of training", prefix_mib=256
-  )
+  trained.add_flags(parser, length="0 for the length of training")
   add("--host", default="127.0.0.1", help="address to listen at")
   add("--port", type=int, default=8000, help="port to listen at; 0 for any")
   add("--name", help="model name shown to clients (default: the folder's name)")

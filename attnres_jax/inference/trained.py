@@ -11,18 +11,13 @@ from attnres_jax.config import fields
 from attnres_jax.inference import prepared
 from attnres_jax.train import checkpoint
 
-MIB = 2**20
 
-
-def add_flags(
-  parser: command_line.Parser, *, length: str, prefix_mib: int
-) -> None:
+def add_flags(parser: command_line.Parser, *, length: str) -> None:
   """Adds the flags of a network and of its engine.
 
   Args:
     parser: of a command.
     length: what --length=0 stands for.
-    prefix_mib: the default of --prefix_mib.
   """
   add = parser.add_argument
   add("--workdir", required=True, help="folder of a run")
@@ -35,10 +30,6 @@ def add_flags(
   add(
     "--chunk", type=int, default=256,
     help="tokens of a prompt that are computed at once",
-  )  # fmt: skip
-  add(
-    "--prefix_mib", type=int, default=prefix_mib,
-    help="memory for what prompts have in common",
   )  # fmt: skip
   add(
     "--layers", default="auto", choices=list(prepared.LAYERS),
@@ -55,8 +46,7 @@ def check_flags(options: argparse.Namespace) -> None:
   """
   for name in ("slots", "chunk"):
     fields.accept(f"--{name}", getattr(options, name), fields.Size)
-  for name in ("length", "prefix_mib"):
-    fields.accept(f"--{name}", getattr(options, name), fields.Count)
+  fields.accept("--length", options.length, fields.Count)
 
 
 def load(

@@ -67,7 +67,7 @@ def expected(model, prompts):
 @pytest.fixture(scope="module")
 def engine(model):
   return engine_lib.Engine(
-    model, slots=2, length=LENGTH, chunk=CHUNK, prefix_bytes=10**7, num_top=2
+    model, slots=2, length=LENGTH, chunk=CHUNK, num_top=2
   )
 
 
@@ -94,8 +94,7 @@ def _check(found, expected):
 
 
 def test_greedy_is_the_argmax_of_every_prefix(engine, prompts, expected):
-  """In reused slots, in chunks; the first time without known prefixes."""
-  assert engine.prefixes.num_bytes == 0
+  """In chunks, in new slots and in reused ones."""
   first = _run(engine, prompts)
   _check(first, expected)
   count = programs.extend._cache_size(), programs.next_token._cache_size()
@@ -105,15 +104,7 @@ def test_greedy_is_the_argmax_of_every_prefix(engine, prompts, expected):
     ]
     for token in tokens:
       assert token.top[0] == (token.id, token.logprob)
-  assert engine.prefixes.num_bytes > 0
-  known = len(engine.prefixes.find(prompts[1]))
-  assert known == 2
-  # Bit for bit, since the rest of a prompt is computed in the same chunks.
-  second = _run(engine, prompts)
-  reused = [tokens[0].prompt.reused for tokens in second]
-  assert reused == [0, 32, 0, 0, 16, 32]
-  for a, b in zip(first, second, strict=True):
-    assert b[0]._replace(prompt=a[0].prompt) == a[0] and b[1:] == a[1:]
+  assert _run(engine, prompts) == first  # Bit for bit.
   again = programs.extend._cache_size(), programs.next_token._cache_size()
   assert again == count
   assert not engine.busy
@@ -160,7 +151,7 @@ def test_a_cancelled_request_leaves_its_slot(engine, prompts, expected):
 def test_scores_of_prompts_are_those_of_the_forward_pass(
   model, engine, prompts, expected
 ):
-  """In chunks, though the prompts may be known; others are not disturbed."""
+  """In chunks; requests without scores are not disturbed."""
   apply = jax.jit(lambda model, tokens_BT: jax.nn.log_softmax(model(tokens_BT)))
   requests = [
     engine_lib.Request(prompt, 1, GREEDY, with_scores=i != 4)
@@ -169,12 +160,12 @@ def test_scores_of_prompts_are_those_of_the_forward_pass(
   found = [token for token in engine.run(requests)]
   close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-4)
   for token in found:
-    prompt, scores = prompts[token.request], token.prompt.scores
+    prompt, scores = prompts[token.request], token.scores
     assert token.id == expected[0][token.request][0]
     if token.request == 4:
       assert not scores
       continue
-    assert token.prompt.reused == 0 and len(scores) == len(prompt) - 1
+    assert len(scores) == len(prompt) - 1
     tokens_BT = np.zeros((1, LENGTH), np.int32)
     tokens_BT[0, : len(prompt)] = prompt
     logprob_TV = np.asarray(apply(model, tokens_BT)[0])
@@ -183,9 +174,8 @@ def test_scores_of_prompts_are_those_of_the_forward_pass(
       ids, values = zip(*score.top)
       close(values, logprob_V[list(ids)])
       close(values, np.sort(logprob_V)[::-1][: engine.num_top])
-  # Prompts without scores still resume where others ended.
   (tokens,) = _run(engine, [prompts[1]])
-  assert tokens[0].prompt.reused == 32 and tokens[1].prompt is None
+  assert [token.scores for token in tokens[:2]] == [(), None]
 
 
 @pytest.mark.slow
@@ -221,7 +211,7 @@ def test_on_a_mesh(mesh, model, engine, prompts, expected):
   found = _run(on_mesh, prompts, with_scores=True)
   _check(found, expected)
   for a, b in zip(found, _run(engine, prompts, with_scores=True)):
-    logprobs = [[s.logprob for s in t[0].prompt.scores] for t in (a, b)]
+    logprobs = [[s.logprob for s in t[0].scores] for t in (a, b)]
     np.testing.assert_allclose(*logprobs, rtol=0, atol=1e-4)
 
 

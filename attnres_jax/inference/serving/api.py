@@ -31,7 +31,6 @@ _WORDS = {
   "Input should be ": "",
   "String should have": "text of",
   "List should have": "a list of",
-  "Dictionary should have": "an object of",
   "Field required": "a value",
   "Extra inputs are not permitted": "no such field",
 }
@@ -96,19 +95,18 @@ def _between(least: float, most: float) -> Any:
   return pydantic.Field(ge=least, le=most)
 
 
-def _list_of(kind: Any, least: int, most: int | None = None) -> Any:
-  """A list that is refused at its first wrong entry: a body has many."""
-  size = pydantic.Field(min_length=least, max_length=most, fail_fast=True)
-  return Annotated[list[kind], size]
+def _some(least: int, most: int | None = None) -> Any:
+  """Of a list: its length. One wrong entry is enough; a body may have many."""
+  return pydantic.Field(min_length=least, max_length=most, fail_fast=True)
 
 
 _Stop = Annotated[
   str, pydantic.Field(min_length=1, max_length=text_lib.MAX_STOP_CHARACTERS)
 ]
-_Ids = _list_of(int, 1)
-_Prompt = str | _Ids | _list_of(str, 1) | _list_of(_Ids, 1)
+_Ids = Annotated[list[int], _some(1)]
+_Texts = Annotated[list[str], _some(1)]
+_Prompt = str | _Ids | _Texts | Annotated[list[_Ids], _some(1)]
 _PROMPTS = "a text, a list of ids, or a list of either, not empty"
-_Nothing = Annotated[dict[str, int], pydantic.Field(max_length=0)]
 
 
 class _Request(pydantic.BaseModel):
@@ -164,7 +162,7 @@ class _Generation(_Request):
     default_factory=lambda: random.getrandbits(32)
   )
   n: Annotated[int, _between(1, 128)] = 1
-  stop: _Stop | _list_of(_Stop, 0, text_lib.MAX_STOPS) = []
+  stop: _Stop | Annotated[list[_Stop], _some(0, text_lib.MAX_STOPS)] = []
   stream: bool = False
   stream_options: StreamOptions | None = None
   user: str = ""
@@ -172,7 +170,6 @@ class _Generation(_Request):
   return_token_ids: bool = False
   frequency_penalty: Annotated[float, _between(0, 0)] = 0.0
   presence_penalty: Annotated[float, _between(0, 0)] = 0.0
-  logit_bias: _Nothing = {}
 
   @pydantic.model_validator(mode="after")
   def _consistent(self) -> Any:
@@ -239,21 +236,12 @@ class Completion(_Generation):
   prompt: _Prompt | None = None
   echo: bool = False
   logprobs: Annotated[int, _between(0, 2**31 - 1)] | None = None
-  best_of: Annotated[int, _between(1, 128)] | None = None
-  suffix: None = None
   parse_special: bool = False
 
   @property
   def with_scores(self) -> bool:
     """Whether tokens of the prompt are scored."""
     return self.echo and self.logprobs is not None
-
-  @pydantic.model_validator(mode="after")
-  def _all_are_returned(self) -> Any:
-    if self.best_of not in (None, self.n):
-      accepted = f"{self.n}, the value of n: all choices are returned"
-      raise refuse("best_of", self.best_of, accepted)
-    return self
 
 
 class _Part(_Request):
@@ -263,14 +251,14 @@ class _Part(_Request):
 
 class _Message(_Request):
   role: Annotated[str, pydantic.Field(max_length=100)]
-  content: str | _list_of(_Part, 0, _MAX_PARTS)
+  content: str | Annotated[list[_Part], _some(0, _MAX_PARTS)]
   name: str | None = None
 
 
 class Chat(_Generation):
   """The body of POST /v1/chat/completions."""
 
-  messages: _list_of(_Message, 1, _MAX_MESSAGES)
+  messages: Annotated[list[_Message], _some(1, _MAX_MESSAGES)]
   max_completion_tokens: Annotated[int, _between(1, 1_000_000)] | None = None
 
   def conversation(self) -> list[dict[str, str]]:

@@ -178,7 +178,7 @@ class App:
     try:
       parts = []
       async for piece in job.pieces(self._limits.wait_seconds):
-        if piece.token.prompt is not None and piece.token.prompt.scores:
+        if piece.token.scores:
           part = await asyncio.to_thread(answer.part, piece)
         else:
           part = answer.part(piece)

@@ -35,12 +35,6 @@ class Metrics:
     self.completion_tokens = counter(
       "completion_tokens", "Tokens that were drawn."
     )
-    self.prefix_hits = counter(
-      "prefix_hits", "Prompts that began like an earlier one."
-    )
-    self.prefix_tokens = counter(
-      "prefix_tokens", "Tokens of prompts that were not computed again."
-    )
     self.wait_seconds = seconds("wait_seconds", "Until a text gets a slot.")
     self.first_token_seconds = seconds(
       "first_token_seconds", "From a request to the first token of a text."

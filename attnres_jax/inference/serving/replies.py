@@ -73,7 +73,7 @@ class Answer:
       created=int(time.time()),
       model=model,
     )
-    self._prompt_tokens = self._cached_tokens = self._drawn_tokens = 0
+    self._prompt_tokens = self._drawn_tokens = 0
 
   @property
   def usage(self) -> dict[str, Any]:
@@ -81,7 +81,6 @@ class Answer:
       prompt_tokens=self._prompt_tokens,
       completion_tokens=self._drawn_tokens,
       total_tokens=self._prompt_tokens + self._drawn_tokens,
-      prompt_tokens_details=dict(cached_tokens=self._cached_tokens),
     )
 
   def part(self, piece: service.Piece) -> dict[str, Any]:
@@ -92,13 +91,12 @@ class Answer:
     )
     entries: list[_Entry] = []
     ids: list[int] = []
-    if piece.token.prompt is not None:
+    if piece.token.scores is not None:
       if piece.index % self._asked.n == 0:
         self._prompt_tokens += len(prompt.ids)
-        self._cached_tokens += piece.token.prompt.reused
       if self._echo:
         choice["text"] += prompt.text
-        entries += self._of_prompt(prompt, piece.token.prompt.scores)
+        entries += self._of_prompt(prompt, piece.token.scores)
       if self._asked.return_token_ids:
         choice["prompt_token_ids"] = prompt.ids
     if self._asked.max_tokens:

@@ -293,13 +293,11 @@ class Service:
   def _count(self, one: _Text, token: engine_lib.Token) -> None:
     now, metrics = time.monotonic(), self._metrics
     metrics.completion_tokens.inc()
-    if token.prompt is None:
+    if token.scores is None:
       metrics.token_seconds.observe(now - one.last)
     else:
       metrics.first_token_seconds.observe(now - one.last)
       metrics.prompt_tokens.inc(len(one.job.requests[one.index].prompt))
-      metrics.prefix_tokens.inc(token.prompt.reused)
-      metrics.prefix_hits.inc(token.prompt.reused > 0)
     one.last = now
 
 

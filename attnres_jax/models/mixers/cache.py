@@ -181,12 +181,6 @@ def like_layers(specs: Any, cache: Cache) -> Any:
   return specs._replace(states=states)
 
 
-def is_recurrent(cache: Any) -> bool:
-  """Whether some of it is no `Tokens`."""
-  nodes = jax.tree.leaves(cache, is_leaf=_is_tokens)
-  return not all(map(_is_tokens, nodes))
-
-
 def layer(cache: Any, l: jax.Array, context: int | None = None) -> Any:
   """One layer of a stack of caches.
 

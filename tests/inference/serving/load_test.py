@@ -42,7 +42,7 @@ def server(tmp_path):
   command = [
     sys.executable, "-m", "attnres_jax.inference.serve",
     f"--workdir={tmp_path / 'run'}", f"--port={port}", f"--slots={SLOTS}",
-    f"--queue={QUEUE}", "--length=256", "--chunk=64", "--prefix_mib=1",
+    f"--queue={QUEUE}", "--length=256", "--chunk=64",
   ]  # fmt: skip
   process = subprocess.Popen(
     command, cwd=tiny_run.ROOT, env=tiny_run.environment()
@@ -137,7 +137,7 @@ def test_many_clients_for_long(server):
   for kind, status in counts:
     assert status in KINDS[kind], (kind, status)
   assert counts["whole", 200] > CLIENTS and counts["stream", 200] > CLIENTS
-  # The first quarter compiles, and fills the memory of prefixes.
+  # The first quarter compiles.
   settled = np.max(memory[quarter : 2 * quarter])
   assert np.max(memory[-quarter:]) < settled + 16
   for _ in range(100):

@@ -66,7 +66,7 @@ class Server:
   ):
     config = config_lib.load_config("configs/lm.py:runlocal")
     self.app = app_lib.App(
-      engine or make_engine(model, prefix_bytes=10**7),
+      engine or make_engine(model),
       config,
       NAME,
       limits=app_lib.Limits(**limits),

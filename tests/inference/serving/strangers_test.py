@@ -144,7 +144,7 @@ def _bodies(rng, count):
     elif kind == 5:
       body |= dict(prompt=[[97] * 400] * 34, echo=True, logprobs=3)
     elif kind == 6:
-      body |= dict(user="x" * (limit - 1000), logit_bias={})
+      body |= dict(user="x" * (limit - 1000))
     elif kind == 7:
       body |= {f"field{i}": i for i in range(20_000)}
     elif kind in (8, 9, 10):  # Lists: deep, small, of the wrong entries.
@@ -234,7 +234,7 @@ def _check_waits(server, count, seed):
 
 @pytest.fixture(scope="module")
 def warm(model):
-  engine = local_server.make_engine(model, prefix_bytes=10**6)
+  engine = local_server.make_engine(model)
   assert engine.warm_up() == 9
   server = local_server.Server(model, engine)
   yield server
