@@ -5,10 +5,10 @@ Array names end in their axes. One table for the whole code base:
 
   B  batch                 T  query position       S  key position
   D  model width           N  query heads          K  key/value heads
-  H  head width            F  MLP width            V  vocabulary
+  H  head width            F  MLP width            V  vocabulary, value width
   L  stacked layers        M  depth sources        Q  depth queries of one block
   E  experts               R  rank                 W  taps of a convolution
-  C  coefficients of a residual scheme, which has M residual streams
+  C  coefficients of a residual scheme, whose streams are M, too
 
 The paper uses other letters (L sublayers, N blocks, S sublayers per block);
 `attnres_jax.models.residuals` maps them to names here.

@@ -18,8 +18,8 @@ The work of a device, the rows of its experts, does depend on the router. Rows
 are processed in pieces of a fixed size: one piece if experts are balanced, more
 if not. So only one piece is in memory. The backward pass recomputes it.
 
-Axes: U own tokens; V = n U tokens of all devices; K experts of a token; E own
-experts; R rows of a piece.
+Axes: U tokens of this device; A = n U tokens of all devices; K experts of a
+token; E experts of this device; J rows of a piece.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -81,30 +81,30 @@ def _forward(
   activation: config_lib.ActivationConfig, x_UD: jax.Array,
   weight_UK: jax.Array, expert_UK: jax.Array, *weights: jax.Array,
 ) -> tuple[jax.Array, Any]:  # fmt: skip
-  x_VD = _from_all(x_UD)
+  x_AD = _from_all(x_UD)
   *ins, down = _gather(weights, x_UD)
   pairs = _Pairs.sort(expert_UK, weight_UK, down.shape[0])
 
-  def add_piece(i, y_VD):
+  def add_piece(i, y_AD):
     piece = pairs.piece(i)
-    x_RD = piece.rows_of(x_VD)
-    hidden_RF = piece.real(
+    x_JD = piece.rows_of(x_AD)
+    hidden_JF = piece.real(
       units(
-        activation, *_halves(piece.multiply(x_RD, weight) for weight in ins)
+        activation, *_halves(piece.multiply(x_JD, weight) for weight in ins)
       )
     )
-    y_RD = piece.multiply(hidden_RF, down)
-    return piece.add(y_VD, y_RD, piece.weight_R)
+    y_JD = piece.multiply(hidden_JF, down)
+    return piece.add(y_AD, y_JD, piece.weight_J)
 
-  y_VD = pairs.for_pieces(add_piece, jnp.zeros(x_VD.shape, weight_UK.dtype))
-  return _to_owners(y_VD, x_UD), (x_UD, weight_UK, expert_UK, weights)
+  y_AD = pairs.for_pieces(add_piece, jnp.zeros(x_AD.shape, weight_UK.dtype))
+  return _to_owners(y_AD, x_UD), (x_UD, weight_UK, expert_UK, weights)
 
 
 def _backward(
   activation: config_lib.ActivationConfig, residuals: Any, dy_UD: jax.Array
 ) -> tuple[jax.Array | None, ...]:
   x_UD, weight_UK, expert_UK, weights = residuals
-  x_VD, dy_VD = _from_all(x_UD), _from_all(dy_UD)
+  x_AD, dy_AD = _from_all(x_UD), _from_all(dy_UD)
   *ins, down = _gather(weights, x_UD)
   pairs = _Pairs.sort(expert_UK, weight_UK, down.shape[0])
   # With the gradients of gate and up side by side, one product gives that of
@@ -112,48 +112,48 @@ def _backward(
   gate_and_up = ins[0] if len(ins) == 1 else jnp.concatenate(ins, axis=2)
 
   def add_piece(i, sums):
-    dx_VD, dweight_P, dins, ddown = sums
+    dx_AD, dweight_P, dins, ddown = sums
     piece = pairs.piece(i)
-    weight_R1, sizes_E = piece.weight_R[:, None], piece.sizes_E
-    x_RD, dy_RD = piece.rows_of(x_VD), piece.rows_of(dy_VD)
-    gate_RF, up_RF = _halves(piece.multiply(x_RD, weight) for weight in ins)
-    hidden_RF = piece.real(units(activation, gate_RF, up_RF))
+    weight_J1, sizes_E = piece.weight_J[:, None], piece.sizes_E
+    x_JD, dy_JD = piece.rows_of(x_AD), piece.rows_of(dy_AD)
+    gate_JF, up_JF = _halves(piece.multiply(x_JD, weight) for weight in ins)
+    hidden_JF = piece.real(units(activation, gate_JF, up_JF))
     # Before weighting, since its product with the gradient gives the gradient
     # of the weights.
-    dhidden_RF = piece.multiply(dy_RD, down, transposed=True)
-    dhidden_RF = dhidden_RF.astype(weight_UK.dtype)
-    dweight_R = jnp.sum(dhidden_RF * precision.widen(hidden_RF), axis=1)
+    dhidden_JF = piece.multiply(dy_JD, down, transposed=True)
+    dhidden_JF = dhidden_JF.astype(weight_UK.dtype)
+    dweight_J = jnp.sum(dhidden_JF * precision.widen(hidden_JF), axis=1)
     doutputs = [
-      piece.real(d.astype(x_RD.dtype))
-      for d in mlp.gradients(activation, gate_RF, up_RF, weight_R1 * dhidden_RF)
+      piece.real(d.astype(x_JD.dtype))
+      for d in mlp.gradients(activation, gate_JF, up_JF, weight_J1 * dhidden_JF)
     ]
-    dboth_RG = jnp.concatenate(doutputs, axis=1)
+    dboth_JH = jnp.concatenate(doutputs, axis=1)
     if len(ins) == 1:
-      doutputs = [dboth_RG]
-    dy_RD = (weight_R1 * precision.widen(dy_RD)).astype(x_RD.dtype)
-    dx_RD = piece.multiply(dboth_RG, gate_and_up, transposed=True)
+      doutputs = [dboth_JH]
+    dy_JD = (weight_J1 * precision.widen(dy_JD)).astype(x_JD.dtype)
+    dx_JD = piece.multiply(dboth_JH, gate_and_up, transposed=True)
     return (
-      piece.add(dx_VD, dx_RD, jnp.ones_like(piece.weight_R)),
-      piece.put(dweight_P, dweight_R),
+      piece.add(dx_AD, dx_JD, jnp.ones_like(piece.weight_J)),
+      piece.put(dweight_P, dweight_J),
       [
-        grouped_matmul.weight_gradient(x_RD, d, sizes_E, dweight)
+        grouped_matmul.weight_gradient(x_JD, d, sizes_E, dweight)
         for d, dweight in zip(doutputs, dins)
       ],
-      grouped_matmul.weight_gradient(hidden_RF, dy_RD, sizes_E, ddown),
+      grouped_matmul.weight_gradient(hidden_JF, dy_JD, sizes_E, ddown),
     )
 
   # The first piece, which the loop is not about, makes those of weights.
   zeros = [
     jnp.zeros(shape, weight_UK.dtype)
-    for shape in (x_VD.shape, pairs.weight_P.shape)
+    for shape in (x_AD.shape, pairs.weight_P.shape)
   ]
-  dx_VD, dweight_P, dins, ddown = pairs.for_pieces(
+  dx_AD, dweight_P, dins, ddown = pairs.for_pieces(
     add_piece, (*zeros, [None] * len(ins), None)
   )
-  dweight_VK = jnp.reshape(dweight_P, (-1, expert_UK.shape[1]))
+  dweight_AK = jnp.reshape(dweight_P, (-1, expert_UK.shape[1]))
   return (
-    _to_owners(dx_VD, x_UD),
-    jax.lax.psum_scatter(dweight_VK, sharding.EXPERT, tiled=True),
+    _to_owners(dx_AD, x_UD),
+    jax.lax.psum_scatter(dweight_AK, sharding.EXPERT, tiled=True),
     None,
     *_sum_parts([*dins, ddown], weights, x_UD),
   )
@@ -184,51 +184,51 @@ class _Piece:
   """Some (token, expert) pairs of this device, sorted by expert.
 
   Attributes:
-    token_R: index of the token; V for padding.
-    pair_R: index into [V, K], flattened; V K for padding.
-    weight_R: of their outputs.
+    token_J: index of the token; A for padding.
+    pair_J: index into [A, K], flattened; A K for padding.
+    weight_J: of their outputs.
     sizes_E: number of pairs of each expert.
   """
 
-  token_R: jax.Array
-  pair_R: jax.Array
-  weight_R: jax.Array
+  token_J: jax.Array
+  pair_J: jax.Array
+  weight_J: jax.Array
   sizes_E: jax.Array
 
-  def rows_of(self, x_VD: jax.Array) -> jax.Array:
+  def rows_of(self, x_AD: jax.Array) -> jax.Array:
     """The rows of the tokens; padding may be anything."""
-    return x_VD.at[self.token_R].get(mode="clip")
+    return x_AD.at[self.token_J].get(mode="clip")
 
   def multiply(
-    self, x_RD: jax.Array, weight: jax.Array, transposed: bool = False
+    self, x_JD: jax.Array, weight: jax.Array, transposed: bool = False
   ) -> jax.Array:
     """Rows times the matrices of their experts; padding may be anything."""
     return grouped_matmul.multiply(
-      x_RD, weight, self.sizes_E, transposed=transposed
+      x_JD, weight, self.sizes_E, transposed=transposed
     )
 
-  def real(self, x_RF: jax.Array) -> jax.Array:
+  def real(self, x_JF: jax.Array) -> jax.Array:
     """The same with zeros for padding."""
-    real_R = jnp.arange(x_RF.shape[0]) < jnp.sum(self.sizes_E)
-    return jnp.where(real_R[:, None], x_RF, jnp.zeros((), x_RF.dtype))
+    real_J = jnp.arange(x_JF.shape[0]) < jnp.sum(self.sizes_E)
+    return jnp.where(real_J[:, None], x_JF, jnp.zeros((), x_JF.dtype))
 
   def add(
-    self, sum_VD: jax.Array, rows_RD: jax.Array, weight_R: jax.Array
+    self, sum_AD: jax.Array, rows_JD: jax.Array, weight_J: jax.Array
   ) -> jax.Array:
     """Adds weighted rows to their tokens, in the dtype of the sum."""
     # The compiler would sort copies in the wide dtype.
-    order_R = jnp.argsort(self.token_R)
-    rows_RD = rows_RD[order_R].astype(sum_VD.dtype)
-    return sum_VD.at[self.token_R[order_R]].add(
-      weight_R[order_R, None] * rows_RD,
+    order_J = jnp.argsort(self.token_J)
+    rows_JD = rows_JD[order_J].astype(sum_AD.dtype)
+    return sum_AD.at[self.token_J[order_J]].add(
+      weight_J[order_J, None] * rows_JD,
       mode="drop",
       indices_are_sorted=True,
     )
 
-  def put(self, values_P: jax.Array, values_R: jax.Array) -> jax.Array:
+  def put(self, values_P: jax.Array, values_J: jax.Array) -> jax.Array:
     """Scatters values of the pairs to their places."""
-    return values_P.at[self.pair_R].set(
-      values_R, mode="drop", unique_indices=True
+    return values_P.at[self.pair_J].set(
+      values_J, mode="drop", unique_indices=True
     )
 
 
@@ -237,11 +237,11 @@ class _Pairs:
   """All (token, expert) pairs, with this device's first.
 
   Attributes:
-    order_P: indices into [V, K], flattened; padded by a piece.
-    weight_P: of the outputs, in the order of [V, K].
+    order_P: indices into [A, K], flattened; padded by a piece.
+    weight_P: of the outputs, in the order of [A, K].
     stops_E: end of the pairs of each expert of this device.
     top_k: K.
-    room: R, rows of a piece.
+    room: J, rows of a piece.
   """
 
   order_P: jax.Array
@@ -277,13 +277,13 @@ class _Pairs:
 
   def piece(self, i: Any) -> _Piece:
     start, num_pairs = i * self.room, self.weight_P.shape[0]
-    pair_R = jax.lax.dynamic_slice_in_dim(self.order_P, start, self.room)
-    real_R = start + jnp.arange(self.room) < self.stops_E[-1]
+    pair_J = jax.lax.dynamic_slice_in_dim(self.order_P, start, self.room)
+    real_J = start + jnp.arange(self.room) < self.stops_E[-1]
     stops_E = jnp.clip(self.stops_E - start, 0, self.room)
     return _Piece(
-      jnp.where(real_R, pair_R // self.top_k, num_pairs // self.top_k),
-      jnp.where(real_R, pair_R, num_pairs),
-      jnp.where(real_R, self.weight_P[pair_R], 0),
+      jnp.where(real_J, pair_J // self.top_k, num_pairs // self.top_k),
+      jnp.where(real_J, pair_J, num_pairs),
+      jnp.where(real_J, self.weight_P[pair_J], 0),
       jnp.diff(stops_E, prepend=0),
     )
 
@@ -301,11 +301,11 @@ def _from_all(x: jax.Array) -> jax.Array:
   return jax.lax.all_gather(x, sharding.EXPERT, tiled=True)
 
 
-def _to_owners(sum_VD: jax.Array, x_UD: jax.Array) -> jax.Array:
+def _to_owners(sum_AD: jax.Array, x_UD: jax.Array) -> jax.Array:
   """Sends partial sums to the owners of the tokens, which add them up."""
-  parts = jnp.reshape(sum_VD.astype(x_UD.dtype), (-1, *x_UD.shape))
+  parts = jnp.reshape(sum_AD.astype(x_UD.dtype), (-1, *x_UD.shape))
   parts = jax.lax.all_to_all(parts, sharding.EXPERT, 0, 0)
-  return jnp.sum(parts, axis=0, dtype=sum_VD.dtype).astype(x_UD.dtype)
+  return jnp.sum(parts, axis=0, dtype=sum_AD.dtype).astype(x_UD.dtype)
 
 
 def _gather(

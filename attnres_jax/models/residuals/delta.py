@@ -46,7 +46,7 @@ class Carry(NamedTuple):
   newest: tuple[jax.Array, ...] = ()
 
 
-class Slot(NamedTuple):
+class GatedSlot(NamedTuple):
   """alpha_l, a number or [D], and the slot of the attention."""
 
   gate: jax.Array
@@ -122,7 +122,9 @@ class DeltaAttnRes(Stream, full_attnres.FullAttnRes):
 
   def open(self, state: Any, start: int, stop: int) -> tuple[Any, Any]:
     sources, slots = super().open(state, start, stop)
-    return Carry(sources, _sum(state)), Slot(self.gates(start, stop), slots)
+    return Carry(sources, _sum(state)), GatedSlot(
+      self.gates(start, stop), slots
+    )
 
   def read(
     self, carry: Any, slot: Any, norm: base.Norm
@@ -192,13 +194,13 @@ class DeltaBlock(Stream):
     seen = self._seen_first(state.blocks, start)
     if not self.two_phase:
       carry = Carry(seen, state.stream_BTD, state.blocks[len(seen) :])
-      return carry, Slot(gates, reads)
+      return carry, GatedSlot(gates, reads)
     # Phase 1 is the whole attention of the segment.
     rho = self._mixtures(reads, state.blocks)
     if seen and len(seen) < len(state.blocks):
       first = self._mixtures(jax.tree.map(lambda a: a[:1], reads), seen)
       rho = jax.tree.map(lambda a, one: a.at[:1].set(one), rho, first)
-    return state.stream_BTD, Slot(gates, rho)
+    return state.stream_BTD, GatedSlot(gates, rho)
 
   def read(
     self, carry: Any, slot: Any, norm: base.Norm

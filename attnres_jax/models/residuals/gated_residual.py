@@ -27,7 +27,7 @@ class State(NamedTuple):
   low_BTR: jax.Array
 
 
-class Slot(NamedTuple):
+class GateSlot(NamedTuple):
   """The parameters of one read, and the first ones of the read after it.
 
   Attributes:
@@ -93,7 +93,7 @@ class GatedResidual(base.Residual):
     return self._before(streams_BTMD, self.gain[0], self._both(0, 1)[0])
 
   def open(self, state: State, start: int, stop: int) -> tuple[Any, Any]:
-    return state, Slot(
+    return state, GateSlot(
       self.gain[start:stop],
       self.up[start:stop],
       self.gain[start + 1 : stop + 1],
@@ -101,12 +101,12 @@ class GatedResidual(base.Residual):
     )
 
   def read(
-    self, carry: State, slot: Slot, norm: base.Norm
+    self, carry: State, slot: GateSlot, norm: base.Norm
   ) -> tuple[jax.Array, Any]:
     h_BTD = self._read(carry, slot.gain_MD, slot.up_RMD)
     return base.normed(h_BTD, norm), carry
 
-  def write(self, carry: State, slot: Slot, y_BTD: jax.Array) -> State:
+  def write(self, carry: State, slot: GateSlot, y_BTD: jax.Array) -> State:
     weight_BTM = 2 * jax.nn.sigmoid(carry.low_BTR[..., self.rank :])
     y_BTMD = precision.widen(base.save(y_BTD))[:, :, None]
     streams_BTMD = carry.streams_BTMD + weight_BTM[..., None] * y_BTMD

@@ -28,7 +28,7 @@ from attnres_jax.models.residuals import definition
 from attnres_jax.models.residuals import depth_read
 
 
-class Slot(NamedTuple):
+class DetailSlot(NamedTuple):
   """The query of a read, its bias, and the half of its sublayer: 1 or -1."""
 
   query: definition.Read
@@ -95,7 +95,7 @@ class Haares(depth_read.DepthAttention):
   ) -> tuple[jax.Array, Any]:
     return base.normed(self._mixture(carry, slot), norm), carry
 
-  def _mixture(self, carry: State, slot: Slot) -> jax.Array:
+  def _mixture(self, carry: State, slot: DetailSlot) -> jax.Array:
     sources = self._all_sources(carry)
     if len(sources) == 1:
       return sources[0]
@@ -154,8 +154,8 @@ class Haares(depth_read.DepthAttention):
       labels.append(("embedding", *(name for pair in pairs for name in pair)))
     return tuple(labels)
 
-  def _parameters(self, start: int, stop: int) -> Slot:
-    return Slot(
+  def _parameters(self, start: int, stop: int) -> DetailSlot:
+    return DetailSlot(
       self.queries.reads(start, stop),
       self.bias[start:stop],
       jnp.asarray([self._sign(l) for l in range(start, stop)], jnp.float32),
@@ -180,7 +180,9 @@ class Haares(depth_read.DepthAttention):
     mean_square = jnp.mean(jnp.square(x_BTD), axis=-1, keepdims=True)
     return jnp.sqrt(mean_square + self.eps)
 
-  def _weights(self, slot: Slot, sources: tuple[jax.Array, ...]) -> jax.Array:
+  def _weights(
+    self, slot: DetailSlot, sources: tuple[jax.Array, ...]
+  ) -> jax.Array:
     """[M, B, T, H]; details are every second source, from the third."""
     scores = []
     for i, source_BTD in enumerate(sources):

@@ -32,7 +32,7 @@ class State(NamedTuple):
   weights_RBT: jax.Array
 
 
-class Slot(NamedTuple):
+class KernelSlot(NamedTuple):
   """q of the sublayer's read, and K of its output."""
 
   query_R: jax.Array
@@ -69,14 +69,14 @@ class LinearAttnRes(base.Residual):
 
   def open(self, state: State, start: int, stop: int) -> tuple[Any, Any]:
     query_QR = _phi(self.query[start:stop])
-    return state, Slot(query_QR, self.key[start + 1 : stop + 1])
+    return state, KernelSlot(query_QR, self.key[start + 1 : stop + 1])
 
   def read(
-    self, carry: State, slot: Slot, norm: base.Norm
+    self, carry: State, slot: KernelSlot, norm: base.Norm
   ) -> tuple[jax.Array, Any]:
     return base.normed(self._read(carry, slot.query_R), norm), carry
 
-  def write(self, carry: State, slot: Slot, y_BTD: jax.Array) -> State:
+  def write(self, carry: State, slot: KernelSlot, y_BTD: jax.Array) -> State:
     # Keeping the output is enough: R streams are sums of outputs.
     value_BTD = precision.widen(base.save(y_BTD))
     key_RBT = self._key(slot.key_RD, value_BTD)

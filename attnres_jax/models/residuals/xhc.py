@@ -40,7 +40,7 @@ class Coefficients(NamedTuple):
   chosen_RMBT: jax.Array
 
 
-class Slot(NamedTuple):
+class WriteSlot(NamedTuple):
   """The next sublayer's parameters, and this one's convolutions."""
 
   following: "XHC"
@@ -138,7 +138,7 @@ class XHC(streams_lib.Streams):
   def open(self, state: jax.Array, start: int, stop: int) -> Any:
     carry, following = super().open(state, start, stop)
     taps = [conv[...] for conv in self.sites(start, stop).taps]
-    return carry, Slot(following, jnp.arange(start, stop) % 2 == 1, taps)
+    return carry, WriteSlot(following, jnp.arange(start, stop) % 2 == 1, taps)
 
   def coefficients(self, streams: jax.Array) -> Coefficients:
     routed_MBTD = streams[_FIXED:]
@@ -173,7 +173,7 @@ class XHC(streams_lib.Streams):
     )
 
   def read(
-    self, carry: streams_lib.Carry, slot: Slot, norm: base.Norm
+    self, carry: streams_lib.Carry, slot: WriteSlot, norm: base.Norm
   ) -> tuple[jax.Array, streams_lib.Carry]:
     del slot
     weight_MBT = carry.coefficients.read_MBT
@@ -181,7 +181,7 @@ class XHC(streams_lib.Streams):
     return base.normed(h_BTD.astype(self.dtype), norm), carry
 
   def write(
-    self, carry: streams_lib.Carry, slot: Slot, y_BTD: jax.Array
+    self, carry: streams_lib.Carry, slot: WriteSlot, y_BTD: jax.Array
   ) -> streams_lib.Carry:
     streams, (_, write_CRBT, mix_CCBT, chosen_RMBT), _ = carry
     update_RBTD = self.updates(precision.widen(base.save(y_BTD)), slot)
@@ -198,7 +198,7 @@ class XHC(streams_lib.Streams):
   def readout(self, state: jax.Array) -> jax.Array:
     return jnp.sum(state, axis=0).astype(self.dtype)
 
-  def updates(self, y_BTD: jax.Array, slot: Slot) -> jax.Array:
+  def updates(self, y_BTD: jax.Array, slot: WriteSlot) -> jax.Array:
     """o_0 = y, and its orthogonal convolutions, which are zero for a mixer."""
     updates = [y_BTD]
     for taps_WD in slot.taps:

@@ -360,7 +360,12 @@ def _forward_kernel(
   q_ref: Any, k_ref: Any, v_ref: Any, g_ref: Any, beta_ref: Any, first_ref: Any,
   o_ref: Any, state_ref: Any, *chunks_refs: Any, scale: float,
 ) -> None:  # fmt: skip
-  """The heads go in lockstep: products of one hide the latency of another."""
+  """The heads go in lockstep: products of one hide the latency of another.
+
+  Queries, keys, values and log-decays are [rows, C, heads * width], beta is
+  [rows, heads / n, 1, 1, n C], states are [rows, heads, V, K]. Then the
+  results: outputs like values, the last states, and `Chunks` if wanted.
+  """
   chunks = Chunks(*chunks_refs) if chunks_refs else None
   _start(first_ref, state_ref)
   groups = list(_groups(q_ref, k_ref, g_ref, beta_ref, scale))
@@ -412,6 +417,11 @@ def _backward_kernel(
   do_ref: Any, last_ref: Any, dq_ref: Any, dk_ref: Any, dv_ref: Any,
   dg_ref: Any, dbeta_ref: Any, dstate_ref: Any, *, scale: float,
 ) -> None:  # fmt: skip
+  """Arguments and `Chunks` of the forward pass, gradients of its results.
+
+  Then the results: gradients of q, k, v, g, beta and of the first states, which
+  are carried from chunk to chunk, the last one first.
+  """
   _start(last_ref, dstate_ref)
   for c, members in _groups(q_ref, k_ref, g_ref, beta_ref, scale):
     at = members[0].group

@@ -89,6 +89,7 @@ def backward(
 def _forward_kernel(
   gain_ref: Any, x_ref: Any, y_ref: Any, *, eps: float
 ) -> None:
+  """Gain [1, D], x and the result [tile, D]."""
   for start in range(0, x_ref.shape[0], rows_lib.ROWS):
     rows = slice(start, start + rows_lib.ROWS)
     x = rows_lib.load_rows(x_ref, rows)
@@ -100,6 +101,12 @@ def _backward_kernel(
   gain_ref: Any, x_ref: Any, dy_ref: Any, dx_ref: Any, sums_ref: Any, *,
   num_tokens: int, eps: float,
 ) -> None:  # fmt: skip
+  """Gain [1, D], x and the gradient of the result [tile, D].
+
+  Then the results: the gradient of x [tile, D], and that of the gain, summed
+  over steps [1, 8, D].
+  """
+
   @pl.when(pl.program_id(1) == 0)
   def _():
     sums_ref[...] = jnp.zeros_like(sums_ref)

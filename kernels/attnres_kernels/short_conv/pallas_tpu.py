@@ -268,6 +268,11 @@ def _forward_kernel(
   same: Any, before: Any, x: Any, taps_ref: Any, y: Any, *, taps: int,
   eps: float | None,
 ) -> None:  # fmt: skip
+  """Bits of segments [1, 1, 8, registers] or None, 16 tokens before, tokens.
+
+  The last two are [1, tokens, H]. Then the taps [W, H], and the result, like
+  the tokens.
+  """
   first = pl.program_id(2) == 0
   ready = []
   tap, reach = _by_shift(taps_ref, taps), _Reach(same, taps)
@@ -283,6 +288,11 @@ def _backward_kernel(
   same: Any, before: Any, x: Any, dy: Any, taps_ref: Any, dx: Any, dtaps: Any,
   later: Any, *, taps: int, eps: float | None,
 ) -> None:  # fmt: skip
+  """As in the forward pass, with the gradient of the result before the taps.
+
+  Then the results: gradients of the tokens, and of the taps, summed over steps
+  [1, W, 8, H]; and scratch: what later tokens send to the last ones [W, 8, H].
+  """
   first = pl.program_id(2) == pl.num_programs(2) - 1
   tap, reach = _by_shift(taps_ref, taps), _Reach(same, taps)
   row = _row(x.shape[2])

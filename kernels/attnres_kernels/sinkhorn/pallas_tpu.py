@@ -101,6 +101,7 @@ def _call(
 def _forward_kernel(
   logits_ref: Any, out_ref: Any, *, count: int, iterations: int
 ) -> None:
+  """Logits and the result, a register of tokens per entry [M M, 8, 128]."""
   matrix = _exp(logits_ref, count)
   row, column = _iterate(matrix, iterations, None)
   for i in range(count):
@@ -112,6 +113,10 @@ def _backward_kernel(
   logits_ref: Any, gradient_ref: Any, out_ref: Any, steps_ref: Any, *,
   count: int, iterations: int,
 ) -> None:  # fmt: skip
+  """Logits, the gradient of the result, and that of the logits [M M, 8, 128].
+
+  Then scratch: r and c after each iteration [iterations + 1, 2, M, 8, 128].
+  """
   both = range(count)
   matrix = _exp(logits_ref, count)
   row, column = _iterate(matrix, iterations, steps_ref)

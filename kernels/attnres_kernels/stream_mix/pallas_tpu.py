@@ -289,6 +289,11 @@ def _forward_kernel(
   gate_ref: Any, weight_ref: Any, factors_ref: Any, *refs: Any, count: int,
   eps: float,
 ) -> None:  # fmt: skip
+  """Bias and scale [M, 2], weight [M, C, D], factors [M (M + 1), tile].
+
+  Then M streams and y [tile, D]; the results: M new streams and h [tile, D],
+  logits [C, tile], inverse norm [1, tile]; and scratch for squares [tile, 128].
+  """
   x_refs, (y_ref, *others) = refs[:count], refs[count:]
   new_refs = others[:count]
   h_ref, logits_ref, inverse_ref, square_ref = others[count:]
@@ -327,6 +332,13 @@ def _backward_kernel(
   gate_ref: Any, weight_ref: Any, factors_ref: Any, logits_ref: Any,
   inverse_ref: Any, dlogits_ref: Any, *refs: Any, count: int, tokens: int,
 ) -> None:  # fmt: skip
+  """As forward, then logits [C, tile], inverse norm, gradients of logits.
+
+  Then M streams, y, the gradients of M new streams and of h [tile, D]. The
+  results: gradients of M streams and y, of factors [M (M + 1), tile], of gates
+  [M, tile], and of the weight, summed over steps [1, M, C, D]; and scratch, the
+  `stacks` of `Call`.
+  """
   x_refs, (y_ref, *rest) = refs[:count], refs[count:]
   dnew_refs, (dh_ref, *rest) = rest[:count], rest[count:]
   dx_refs, (dy_ref, *rest) = rest[:count], rest[count:]
