@@ -254,7 +254,7 @@ class _Pairs:
   def sort(
     cls, expert_UK: jax.Array, weight_UK: jax.Array, num_local: int
   ) -> "_Pairs":
-    """Collects those of all devices, with `num_local` experts each."""
+    """Collects the parts of all devices, with `num_local` experts each."""
     expert_P = jnp.reshape(_from_all(expert_UK), -1)
     expert_P -= jax.lax.axis_index(sharding.EXPERT) * num_local
     expert_P = jnp.where(
@@ -335,7 +335,7 @@ def _halves(outputs: Iterable[jax.Array]) -> Sequence[jax.Array]:
 def _sum_parts(
   gradients: Sequence[jax.Array], weights: Sequence[jax.Array], x_UD: jax.Array
 ) -> tuple[jax.Array, ...]:
-  """Gradients of `weights`, this device's parts, of those of `_gather`."""
+  """This device's parts of the gradients of `weights`, after `_gather`."""
   in_cut, _, cut = fsdp_cuts(weights, x_UD.shape[1])
   *dins, ddown = gradients
   dins = [sharding.sum_parts(dweight, in_cut) for dweight in dins]

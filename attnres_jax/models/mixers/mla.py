@@ -261,7 +261,7 @@ class Mla(nnx.Module):
   def _turned(
     self, x_BTNC: jax.Array, position_BT: jax.Array | None = None
   ) -> jax.Array:
-    """With positions in the last channels, those of shared parts."""
+    """Turns the last channels, which are the shared parts."""
     if not self.rope_theta:
       return x_BTNC
     nope_width = x_BTNC.shape[-1] - self._shared_width

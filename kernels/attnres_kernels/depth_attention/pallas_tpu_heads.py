@@ -101,7 +101,7 @@ class Factors:
     ]
 
   def _part(self, first: int) -> tuple[jax.Array, jax.Array]:
-    """Of 128 columns: those of the terms, and which are not zero."""
+    """Of 128 columns: the columns of the terms, and which are not zero."""
     queries, column = self._queries, self._lane + first
     valid = (column >= self._spread) | tiles.on_diagonal(self._row, column)
     # Weights: the low terms of queries follow the high ones, as in the terms.

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """KDA on TPU: one grid step per chunk; the state stays in VMEM between chunks.
 
-The chunkwise form and its tree are those of plain JAX (`plain`), laid
-out for the matrix unit (`pallas_tpu_chunk`). The state is stored transposed,
-[V, K], so that decays are rows of lanes. Many heads share a grid step, those of
-several sequences if one has few, and the program goes through them stage by
-stage: the compiler keeps that order almost as it is, so the products of one
-head hide the latencies of another only if they stand next to each other.
+The chunkwise form and its tree are plain JAX's (`plain`), laid out for the
+matrix unit (`pallas_tpu_chunk`). The state is stored transposed, [V, K], so
+that decays are rows of lanes. Many heads share a grid step, from several
+sequences if one has few, and the program goes through them stage by stage. The
+compiler keeps that order almost unchanged, so the products of one head hide the
+latencies of another only if they stand next to each other.
 
 The backward pass needs scores, inverses and states of every chunk (`Chunks`).
 The forward pass writes them if it runs for a gradient that may keep them.

@@ -221,7 +221,7 @@ def inverses(groups: list[Aside], keys: list[jax.Array]) -> list[jax.Array]:
 def gradients(
   c: Aside, saved: Saved, do: list[jax.Array], dstates: list[jax.Array]
 ) -> tuple[Any, ...]:
-  """Gradients of one group, given those of its outputs and of its last states.
+  """Gradients of one group, given the gradients of its outputs and last states.
 
   Args:
     c: the chunk of n heads.

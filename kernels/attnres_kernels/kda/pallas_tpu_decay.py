@@ -92,7 +92,7 @@ def exponents_gradient(dsums: Sequence[jax.Array]) -> jax.Array:
 
 
 def join(early: jax.Array, late: jax.Array, size: int) -> jax.Array:
-  """Late rows of `late`, and in the early rows those of `early`'s partners.
+  """Late rows of `late`, and partners' rows of `early` in the early rows.
 
   Two half-filled arrays in one, so that one product serves both.
   """
@@ -138,7 +138,7 @@ def late_rows(x: jax.Array, size: int) -> jax.Array:
 
 
 def with_late_rows(x: jax.Array, late: jax.Array, size: int) -> jax.Array:
-  """x, with its late rows replaced by those of `late`."""
+  """x, with its late rows replaced by the late rows of `late`."""
   rows, new = _registers(x), iter(_registers(late))
   is_later, _ = _blocks(len(rows), size)
   return jnp.concatenate(

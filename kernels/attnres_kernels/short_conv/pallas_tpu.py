@@ -268,10 +268,10 @@ def _forward_kernel(
   same: Any, before: Any, x: Any, taps_ref: Any, y: Any, *, taps: int,
   eps: float | None,
 ) -> None:  # fmt: skip
-  """Bits of segments [1, 1, 8, registers] or None, 16 tokens before, tokens.
+  """Bits of segments [1, 1, 8, registers] or None, then rows [1, tokens, H].
 
-  The last two are [1, tokens, H]. Then the taps [W, H], and the result, like
-  the tokens.
+  These are earlier tokens and the step's own. Then the taps [W, H], and the
+  result, like the tokens.
   """
   first = pl.program_id(2) == 0
   ready = []
@@ -338,7 +338,7 @@ def _backward_kernel(
 def _silu_gradient(
   z: jax.Array, dfeature: jax.Array, dtype: Any, eps: float | None
 ) -> jax.Array:
-  """The gradient of z from that of the feature."""
+  """The gradient of z from the gradient of the feature."""
   y, gate = _silu(z, dtype)
   dy = dfeature
   if eps is not None:
