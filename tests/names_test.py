@@ -18,7 +18,6 @@ import xxhash
 
 from attnres_jax import config as config_lib
 from attnres_jax.data import token_files
-from attnres_jax.interop import manifest
 from attnres_jax.interop import tensor_files
 from attnres_jax.interop import weights_folder
 from attnres_jax.sweep import folder as sweep_folder
@@ -57,13 +56,6 @@ def _companion(folder, name):
   return path, lambda: weights_folder.origin(folder, run)
 
 
-def _manifest(folder, name):
-  path = folder / manifest.FILE
-  entry = {"bytes": 3, "sha256": "0"}
-  path.write_text(json.dumps({"files": {name: entry}}))
-  return path, lambda: manifest.damage(folder)
-
-
 def _checksums(folder, name):
   listed = {name: {"bytes": 3, "xxh3": ["0"]}}
   text = json.dumps(listed, sort_keys=True).encode()
@@ -85,8 +77,8 @@ def _run(folder, name):
 
 # Reader -> names that its JSON can hold: keys of an object are texts.
 READERS: dict = {
-  _dataset: names, _index: names, _companion: names, _manifest: texts,
-  _checksums: texts, _run: names,
+  _dataset: names, _index: names, _companion: names, _checksums: texts,
+  _run: names,
 }  # fmt: skip
 
 

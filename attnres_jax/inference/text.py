@@ -95,10 +95,19 @@ def complete(
   prompts: Sequence[Prompt],
 ) -> Iterator[Piece]:
   """Continues all prompts; yields a piece for every drawn token."""
+  requests = [(one.request(text_format), one.stop) for one in prompts]
+  yield from answer(engine, text_format, requests)
+
+
+def answer(
+  engine: engine_lib.Engine,
+  text_format: text_format_lib.TextFormat,
+  requests: Sequence[tuple[engine_lib.Request, Sequence[str]]],
+) -> Iterator[Piece]:
+  """The same for requests in tokens, each with the texts that end it."""
   texts, numbers = [], {}
-  for i, prompt in enumerate(prompts):
-    request = prompt.request(text_format)
-    texts.append(Text(text_format, request.prompt, prompt.stop))
+  for i, (request, stop) in enumerate(requests):
+    texts.append(Text(text_format, request.prompt, stop))
     numbers[engine.submit(request)] = i
   while engine.busy:
     for token in engine.step():

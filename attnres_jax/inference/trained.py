@@ -3,6 +3,8 @@
 
 import argparse
 
+from etils import epath
+
 from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax.common import command_line
@@ -49,10 +51,8 @@ def check_flags(options: argparse.Namespace) -> None:
   fields.accept("--length", options.length, fields.Count)
 
 
-def load(
-  options: argparse.Namespace,
-) -> tuple[config_lib.RunConfig, models.Transformer]:
-  """The run at --workdir.
+def find(options: argparse.Namespace) -> tuple[epath.Path, int]:
+  """The folder at --workdir, and the step of its checkpoint at --step.
 
   Raises:
     ConfigError: there is no such run or checkpoint.
@@ -66,4 +66,12 @@ def load(
   if options.step is not None and options.step not in steps:
     known = ", ".join(map(str, steps))
     config_lib.fail_argument("--step", options.step, f"one of {known}")
+  return folder, steps[-1] if options.step is None else options.step
+
+
+def load(
+  options: argparse.Namespace,
+) -> tuple[config_lib.RunConfig, models.Transformer]:
+  """The run at --workdir; see `find`."""
+  folder, _ = find(options)
   return checkpoint.load_model(folder, options.step)

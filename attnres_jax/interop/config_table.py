@@ -11,22 +11,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import math
-from typing import Any, NoReturn
+import types
+from typing import Any, NamedTuple, NoReturn
 
 from attnres_jax import config as config_lib
 from attnres_jax.config import fields as kinds
 
 # They describe files, training or code, not the network.
-_HARMLESS = (
-    "_name_or_path", "_attn_implementation", "attn_implementation", "auto_map",
-    "chunk_size_feed_forward", "dtype", "id2label", "initializer_range",
-    "label2id", "output_attentions", "output_hidden_states", "pretraining_tp",
-    "problem_type", "return_dict", "torch_dtype", "transformers_version",
-    "use_cache",
-)  # fmt: skip
+_HARMLESS = """_name_or_path _attn_implementation attn_implementation auto_map
+  architectures chunk_size_feed_forward dtype id2label initializer_range
+  label2id model_type output_attentions output_hidden_states pretraining_tp
+  problem_type return_dict torch_dtype transformers_version use_cache""".split()
 _IDS = "bos_token_id", "eos_token_id", "pad_token_id"
 _LENGTHS = "max_position_embeddings", "model_max_length"
-_MISSING = object()
+REQUIRED = object()  # In place of a default.
 # Fields that change how a network is computed, stored or drawn at random, and
 # not which function it is.
 EXECUTION = (
@@ -47,7 +45,7 @@ class Keys:
     self._left = dict(values)
     self.where = where
 
-  def take(self, name: str, kind: Any, default: Any = _MISSING) -> Any:
+  def take(self, name: str, kind: Any, default: Any = REQUIRED) -> Any:
     """The value of a key, checked; null and absent give the default.
 
     Args:
@@ -60,7 +58,7 @@ class Keys:
     """
     value = self._left.pop(name, None)
     if value is None:
-      if default is _MISSING:
+      if default is REQUIRED:
         self.fail(name, None, "a value")
       return default
     return kinds.accept(f"{self.where}: {name}", value, kind)
@@ -118,114 +116,75 @@ class Keys:
     config_lib.fail_argument(f"{self.where}: {name}", value, accepted)
 
 
-@dataclasses.dataclass(frozen=True)
-class Key:
-  """A key that states a field.
-
-  As for all entries, `read` returns fields by dotted name, given the fields of
-  earlier entries. `write` returns keys, given a config in the form of
-  `network`.
+class Entry(NamedTuple):
+  """What one or a few keys mean, in both directions.
 
   Attributes:
+    read: fields by dotted name, given `Keys` and the fields found before.
+    write: keys, given a config in the form of `network`.
+  """
+
+  read: Callable[[Keys, Mapping[str, Any]], dict[str, Any] | None]
+  write: Callable[[config_lib.ModelConfig], dict[str, Any]] = lambda config: {}
+
+
+def key(
+  name: str,
+  fields: str,
+  kind: Any = kinds.Size,
+  default: Any = REQUIRED,
+  *,
+  null: Any = REQUIRED,
+  words: Mapping[Any, Any] = types.MappingProxyType({}),
+) -> Entry:
+  """A key that states a field.
+
+  Args:
     name: of the key.
-    field: dotted name of the field; several for one that states them all.
+    fields: dotted names, of which a value states all.
     kind: see `Keys.take`.
     default: what an absent key means, or a function of the fields found.
     null: the value of the field for which null is written.
     words: values of the key, and the field's in their place.
   """
+  names = fields.split()
+  backwards = {field: word for word, field in words.items()} | {null: None}
 
-  name: str
-  field: str | tuple[str, ...]
-  kind: Any = kinds.Size
-  default: Any = _MISSING
-  null: Any = _MISSING
-  words: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
+  def read(keys: Keys, found: Mapping[str, Any]) -> dict[str, Any]:
+    usual = default(found) if callable(default) else default
+    value = keys.take(name, kind, usual)
+    return dict.fromkeys(names, words.get(value, value))
 
-  def read(self, keys: Keys, found: Mapping[str, Any]) -> dict[str, Any]:
-    default = self.default(found) if callable(self.default) else self.default
-    value = keys.take(self.name, self.kind, default)
-    names = self.field if isinstance(self.field, tuple) else (self.field,)
-    return dict.fromkeys(names, self.words.get(value, value))
+  def write(config: config_lib.ModelConfig) -> dict[str, Any]:
+    value = get(config, names[0]) if names else default
+    return {name: backwards.get(value, value)}
 
-  def write(self, config: config_lib.ModelConfig) -> dict[str, Any]:
-    name = self.field[0] if isinstance(self.field, tuple) else self.field
-    value = get(config, name)
-    backwards = {field: key for key, field in self.words.items()}
-    return {
-      self.name: None if value == self.null else backwards.get(value, value)
-    }
+  return Entry(read, write)
 
 
-class Fixed:
+def fixed(name: str, *accepted: Any, written: bool = True) -> Entry:
   """A key with which there is only one function; the first value is written."""
-
-  def __init__(self, name: str, *accepted: Any, written: bool = True):
-    self._name, self._accepted = name, accepted
-    self._written = written
-
-  def read(self, keys: Keys, found: Mapping[str, Any]) -> dict[str, Any]:
-    del found
-    keys.expect(self._name, *self._accepted)
-    return {}
-
-  def write(self, config: config_lib.ModelConfig) -> dict[str, Any]:
-    del config
-    first = self._accepted[0] if self._accepted else None
-    return {self._name: first} if self._written else {}
+  written_as = {name: next(iter(accepted), None)} if written else {}
+  return Entry(
+    lambda keys, found: keys.expect(name, *accepted), lambda c: written_as
+  )
 
 
-class Same(Fixed):
+def same(name: str, field: str) -> Entry:
   """A key that has to state what a field states already."""
-
-  def __init__(self, name: str, field: str):
-    super().__init__(name)
-    self._field = field
-
-  def read(self, keys: Keys, found: Mapping[str, Any]) -> dict[str, Any]:
-    keys.expect(self._name, found[self._field])
-    return {}
-
-  def write(self, config: config_lib.ModelConfig) -> dict[str, Any]:
-    return {self._name: get(config, self._field)}
+  return Entry(
+    lambda keys, found: keys.expect(name, found[field]),
+    lambda config: {name: get(config, field)},
+  )
 
 
-class Ignored:
+def ignored(*names: str) -> Entry:
   """Keys that do not change the function."""
-
-  def __init__(self, *names: str):
-    self._names = names
-
-  def read(self, keys: Keys, found: Mapping[str, Any]) -> dict[str, Any]:
-    del found
-    keys.ignore(*self._names)
-    return {}
-
-  def write(self, config: config_lib.ModelConfig) -> dict[str, Any]:
-    del config
-    return {}
-
-
-@dataclasses.dataclass(frozen=True)
-class Pair:
-  """Two functions that are each other's inverse, for keys that belong together.
-
-  Attributes:
-    read: see `Key`.
-    write: see `Key`.
-  """
-
-  read: Callable[[Keys, Mapping[str, Any]], dict[str, Any]]
-  write: Callable[[config_lib.ModelConfig], dict[str, Any]]
-
-
-Entry = Key | Fixed | Ignored | Pair
+  return Entry(lambda keys, found: keys.ignore(*names))
 
 
 def read(
-  entries: Sequence[Entry],
-  keys: Keys,
-  fields: Mapping[str, Any],
+  entries: Sequence[Entry], keys: Keys, fields: Mapping[str, Any]
 ) -> config_lib.ModelConfig:
   """The network of a config.json, in float32.
 
@@ -238,11 +197,9 @@ def read(
     ConfigError: a key is unknown, or has a value that cannot be imported.
   """
   found = dict(fields)
-  keys.ignore("model_type", "architectures")
   for entry in entries:
-    found |= entry.read(keys, found)
-  with naming(keys.where):
-    config = build(found)
+    found |= entry.read(keys, found) or {}
+  config = build(found)
   finish(keys, config)
   return config
 
@@ -261,7 +218,7 @@ def naming(where: str) -> Iterator[None]:
 def finish(
   keys: Keys, config: config_lib.ModelConfig, beside: Sequence[Entry] = ()
 ) -> None:
-  """Takes keys that are not about the network, and refuses all other keys.
+  """Takes keys outside of the network, and refuses all others.
 
   Args:
     keys: of the file, or of an object in it.
@@ -276,7 +233,7 @@ def finish(
     entry.read(keys, found)
   for name in _LENGTHS:
     keys.take(name, kinds.Size, 1)
-  keys.ignore("model_type", "architectures", *_HARMLESS)
+  keys.ignore(*_HARMLESS)
   keys.check_ids(config.vocab_size)
   keys.finish()
 
@@ -347,64 +304,47 @@ def network(config: config_lib.ModelConfig) -> config_lib.ModelConfig:
   Fields without an effect on this network are at their defaults, and sizes
   that follow from others are written out.
   """
-  plain = config_lib.ModelConfig()
-  kinds_ = config.sublayer_kinds
-  mixers, last = pattern(kinds_[::2])
-  attends, latent = "attention" in kinds_, "mla" in kinds_
-  theta = config.rope_theta if attends else plain.rope_theta
-  turns = (attends and theta) or (latent and config.mla.rope_theta)
-  rope = config.rope
-  if not turns or rope.scaling == "none":
-    pairs = rope.pairs if turns else plain.rope.pairs
-    rope = dataclasses.replace(
-      plain.rope, logit_scale=rope.logit_scale, pairs=pairs
-    )
-  moe = config.moe if "moe" in kinds_ else plain.moe
-  if moe.groups == 1:
-    moe = dataclasses.replace(moe, top_groups=1)
-  found = dataclasses.asdict(
-    dataclasses.replace(
-      config,
-      mixers=mixers,
-      last_mixer=last,
-      num_kv_heads=config.kv_heads if attends else 0,
-      head_width=config.head_size if attends else 0,
-      mlp_width=config.mlp_size,
-      rope_theta=theta,
-      attention=config.attention if attends else plain.attention,
-      rope=rope,
-      activation=plain.activation
-      if config.activation.name == "silu"
-      else config.activation,
-      kda=config.kda if "kda" in kinds_ else plain.kda,
-      mla=config.mla if latent else plain.mla,
-      moe=moe,
-      residual=_residual(config),
-      lora=config.lora if config.lora.rank else plain.lora,
-      depth_stride=0 if config.depth_memory == "none" else config.depth_stride,
-    )
+  plain = config_lib.flatten(dataclasses.asdict(config_lib.ModelConfig()))
+  flat = config_lib.flatten(dataclasses.asdict(config))
+  mixers, last = pattern(config.sublayer_kinds[::2])
+  flat |= dict(
+    mixers=mixers, last_mixer=last, num_kv_heads=config.kv_heads,
+    head_width=config.head_size, mlp_width=config.mlp_size,
+  )  # fmt: skip
+  present, scheme = set(config.sublayer_kinds), config.residual.name
+  attends = "attention" in present
+  turns = (attends and config.rope_theta) or (
+    "mla" in present and config.mla.rope_theta
   )
-  flat = config_lib.flatten(found)
-  return build(flat | {name: get(plain, name) for name in EXECUTION})
-
-
-def _residual(config: config_lib.ModelConfig) -> config_lib.ResidualConfig:
+  # Beginnings of names, and whether such fields have an effect.
+  effects = {
+    "num_kv_heads": attends, "head_width": attends, "rope_theta": attends,
+    "attention.": attends, "kda.": "kda" in present, "mla.": "mla" in present,
+    "moe.": "moe" in present, "moe.top_groups": config.moe.groups > 1,
+    "activation.": config.activation.name != "silu",
+    "rope.": turns and config.rope.scaling != "none",
+    "lora.": config.lora.rank, "depth_stride": config.depth_memory != "none",
+    "residual.": scheme != "prenorm",
+  }  # fmt: skip
+  kept = {"residual.name", "rope.logit_scale"} | (
+    {"rope.pairs"} if turns else set()
+  )
+  if scheme in ("block_attnres", "full_attnres"):
+    effects["residual."] = False
+    kept |= {name for name in flat if name.startswith("residual.read.")}
+    if flat["residual.read.heads"] == 1:  # As is 0.
+      flat["residual.read.heads"] = 0
+  without = tuple(
+    name for name, has_effect in effects.items() if not has_effect
+  )
+  for name in flat:
+    if name.startswith(without) and name not in kept:
+      flat[name] = plain[name]
   residual = config.residual
-  new = config_lib.ResidualConfig(residual.name)
-  if residual.name == "prenorm":
-    return new
-  if residual.name not in ("block_attnres", "full_attnres"):
-    return residual
-  read = residual.read
-  if read.heads == 1:  # As is 0.
-    read = dataclasses.replace(read, heads=0)
-  size = 0
-  if residual.name == "block_attnres" and (
-    residual.block_size or residual.num_blocks
-  ):
+  if scheme == "block_attnres" and (residual.block_size or residual.num_blocks):
     size = residual.sublayers_per_block(config.num_sublayers)
-    size = min(size, config.num_sublayers)
-  return dataclasses.replace(new, block_size=size, read=read)
+    flat["residual.block_size"] = min(size, config.num_sublayers)
+  return build(flat | {name: plain[name] for name in EXECUTION})
 
 
 def pattern(kinds_: Sequence[str]) -> tuple[tuple[str, ...], str]:

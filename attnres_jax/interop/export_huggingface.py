@@ -5,7 +5,7 @@ r"""Exports a network as a Hugging Face checkpoint.
     --workdir=runs/tuned --path=DIR
 
 DIR gets safetensors (with an index if there are several), config.json, the
-tokenizer, a model card and a manifest of SHA-256 hashes. Networks with plain
+tokenizer, a model card and SHA256SUMS (`sha256sum -c`). Networks with plain
 residuals (`prenorm`) that a family of `families` describes load in plain
 transformers. Others, and Full and Block AttnRes, load with the class in
 PyTorch that is written beside them.
@@ -13,17 +13,15 @@ PyTorch that is written beside them.
 
 import argparse
 from collections.abc import Mapping, Sequence
-import pathlib
 import sys
 from typing import Any
 
 from attnres_jax import config as config_lib
-from attnres_jax import models
 from attnres_jax.common import command_line
-from attnres_jax.common import files
 from attnres_jax.common import trees
 from attnres_jax.config import fields
 from attnres_jax.data import text_format as text_format_lib
+from attnres_jax.inference import trained
 from attnres_jax.interop import families
 from attnres_jax.interop import huggingface
 from attnres_jax.interop import tensor_files
@@ -90,14 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _export(options: argparse.Namespace) -> None:
   fields.accept("--shard_bytes", options.shard_bytes, int)
   path = weights_folder.check_new("--path", options.path)
-  workdir = files.check_folder("--workdir", options.workdir, writable=False)
-  steps = checkpoint.all_steps(workdir)
-  if not steps:
-    config_lib.fail_argument(
-      "--workdir", options.workdir, "the folder of a run with a checkpoint"
-    )
-  step = steps[-1] if options.step is None else options.step
-  config, model = checkpoint.load_model(workdir, options.step)
+  workdir, step = trained.find(options)
+  config, model = checkpoint.load_model(workdir, step)
   facts, also = weights_folder.origin(workdir, config)
   text_format = text_format_lib.of_data(config.data, workdir)
   if not text_format.imported:
@@ -112,19 +104,21 @@ def _export(options: argparse.Namespace) -> None:
       lengths[name] = length
   described = lengths | text_format.describe()
   template = _PIPELINE if "tokenizer_config.json" in also else _MODEL
-  code = template.format(loaded=_arguments(family, path))
-  card = _card(config, model, family, dtype, step, facts, code)
+  trusted = ", trust_remote_code=True" if families.FAMILIES[family].code else ""
+  origin, shape = facts.get("source"), model.config
+  card = _CARD.format(
+    name=config.name, family=family, step=step, dtype=dtype,
+    origin=f"It began with the weights of `{origin}`.\n" if facts else "",
+    parameters=sum(a.size for a in trees.to_flat(model).values()),
+    width=shape.width, layers=shape.num_layers, heads=shape.num_heads,
+    kv_heads=shape.kv_heads, head_width=shape.head_size,
+    vocabulary=shape.vocab_size, tokenizer=config.data.tokenizer,
+    code=template.format(loaded=f'"{path.name}"{trusted}'),
+  )  # fmt: skip
   huggingface.export(
-    model,
-    path,
-    dtype=dtype,
-    facts=described,
-    card=card,
-    dtypes=dtypes,
-    also=also,
-    family=family,
-    shard_bytes=options.shard_bytes,
-  )
+    model, path, dtype=dtype, facts=described, card=card, dtypes=dtypes,
+    also=also, family=family, shard_bytes=options.shard_bytes,
+  )  # fmt: skip
   print(f"{family}, step {step}: {path}")
 
 
@@ -138,43 +132,6 @@ def _family_of(facts: Mapping[str, Any], config: config_lib.ModelConfig) -> str:
   name = f"{weights_folder.FACTS}: family"
   config_lib.choose(name, facts["family"], families.FAMILIES)
   return facts["family"]
-
-
-def _arguments(family: str, folder: pathlib.Path) -> str:
-  """The arguments of `from_pretrained`."""
-  own = families.FAMILIES[family].code
-  return f'"{folder.name}"' + (", trust_remote_code=True" if own else "")
-
-
-def _card(
-  config: config_lib.RunConfig,
-  model: models.Transformer,
-  family: str,
-  dtype: str,
-  step: int,
-  facts: Mapping[str, Any],
-  code: str,
-) -> str:
-  shape = model.config
-  origin = ""
-  if facts:
-    origin = f"It began with the weights of `{facts.get('source')}`.\n"
-  return _CARD.format(
-    name=config.name,
-    family=family,
-    step=step,
-    origin=origin,
-    parameters=sum(a.size for a in trees.to_flat(model).values()),
-    width=shape.width,
-    layers=shape.num_layers,
-    heads=shape.num_heads,
-    kv_heads=shape.kv_heads,
-    head_width=shape.head_size,
-    vocabulary=shape.vocab_size,
-    dtype=dtype,
-    tokenizer=config.data.tokenizer,
-    code=code,
-  )
 
 
 if __name__ == "__main__":

@@ -13,8 +13,7 @@ later code of the same team: the released file adds its bias to a view of them.
 from collections.abc import Mapping, Sequence
 import dataclasses
 import pathlib
-import re
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from attnres_jax import config as config_lib
 from attnres_jax.config import fields as kinds
@@ -22,11 +21,8 @@ from attnres_jax.interop import config_table as table
 from attnres_jax.interop import layout
 from attnres_jax.interop import positions
 from attnres_jax.interop import rules
-from attnres_jax.interop.config_table import Fixed
-from attnres_jax.interop.config_table import Ignored
-from attnres_jax.interop.config_table import Key
-from attnres_jax.interop.config_table import Pair
-from attnres_jax.interop.config_table import Same
+
+key, fixed, same, ignored = table.key, table.fixed, table.same, table.ignored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +61,10 @@ class Family:
       ConfigError: a key is unknown, or has a value that cannot be imported.
     """
     keys = table.Keys(values, where)
-    if not self.below:
-      return table.read(self.entries, keys, self.fields)
-    inner = keys.below(self.below)
-    config = table.read(self.entries, inner, self.fields)
-    table.finish(keys, config, self.beside)
+    inner = keys.below(self.below) if self.below else keys
+    with table.naming(where):
+      config = table.read(self.entries, inner, self.fields)
+      table.finish(keys, config, self.beside)
     return config
 
   def write_config(self, config: config_lib.ModelConfig) -> dict[str, Any]:
@@ -87,95 +82,67 @@ class Family:
     """A rule for every leaf."""
     return layout.rules_of(config, self.names)
 
-  def original_name(self, name: str) -> str:
-    """The name that `rules` has for a tensor of a file."""
-    return re.sub(*self.renamed, name)
-
 
 _PRENORM = {"residual.name": "prenorm"}
 _COMMON = (
-  Key("vocab_size", "vocab_size"),
-  Key("hidden_size", "width"),
-  Key("num_hidden_layers", "num_layers", kinds.Layers),
-  Key("num_attention_heads", "num_heads"),
-  Key("intermediate_size", "mlp_width"),
-  Key("tie_word_embeddings", "tie_embeddings", bool, False),
-  Fixed("attention_dropout", 0.0, 0),
-  Fixed("is_encoder_decoder", False, written=False),
+  key("vocab_size", "vocab_size"),
+  key("hidden_size", "width"),
+  key("num_hidden_layers", "num_layers", kinds.Layers),
+  key("num_attention_heads", "num_heads"),
+  key("intermediate_size", "mlp_width"),
+  key("tie_word_embeddings", "tie_embeddings", bool, False),
+  fixed("attention_dropout", 0.0, 0),
+  fixed("is_encoder_decoder", False, written=False),
 )
-_SILU = Fixed("hidden_act", "silu")
+_SILU = fixed("hidden_act", "silu")
 
 
-def _eps(default: float) -> Key:
-  return Key("rms_norm_eps", "norm_eps", kinds.Positive, default)
-
+_EPS = key("rms_norm_eps", "norm_eps", kinds.Positive, 1e-6)
 
 # Softmax attention and SwiGLU.
-
-
-def _head_width(found: Mapping[str, Any]) -> int:
-  return found["width"] // found["num_heads"]
-
-
-def _layer_types(keys: table.Keys, found: Mapping[str, Any]) -> dict[str, Any]:
-  keys.expect("layer_types", ["full_attention"] * found["num_layers"])
-  return {}
-
 
 _DECODER = (
   *_COMMON,
   _SILU,
-  _eps(1e-6),
-  Key("num_key_value_heads", "num_kv_heads", default=lambda f: f["num_heads"]),
-  Fixed("mlp_bias", False, written=False),
-  Pair(*positions.pair("rope_theta")),
+  _EPS,
+  key("num_key_value_heads", "num_kv_heads", default=lambda f: f["num_heads"]),
+  fixed("mlp_bias", False, written=False),
+  positions.entry("rope_theta"),
 )
-_BIASES = Key(
-  "attention_bias", ("attention.qkv_bias", "attention.output_bias"), bool, False
+_BIASES = key(
+  "attention_bias", "attention.qkv_bias attention.output_bias", bool, False
 )
-_HEAD_WIDTH = Key("head_dim", "head_width", default=_head_width)
+_HEAD_WIDTH = key(
+  "head_dim", "head_width", default=lambda f: f["width"] // f["num_heads"]
+)
 _WINDOWS = (
-  Fixed("use_sliding_window", False),
-  Pair(_layer_types, lambda config: {}),
+  fixed("use_sliding_window", False),
+  table.Entry(
+    lambda keys, found: keys.expect(
+      "layer_types", ["full_attention"] * found["num_layers"]
+    )
+  ),
   # Without effect unless windows are used.
-  Ignored("sliding_window", "max_window_layers"),
+  ignored("sliding_window", "max_window_layers"),
 )
-
-
-def _old_frequencies(config: Any, values: Any, names: Any) -> tuple[str, ...]:
-  del config, values, names
-  # Of old files; they follow from the config, and are compared with it.
-  return (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
 
 
 # MLA, KDA and experts.
 
 _MLA = (
-  Key("kv_lora_rank", "mla.latent_rank"),
-  Key("qk_nope_head_dim", "mla.nope_width"),
-  Key("qk_rope_head_dim", "mla.shared_width"),
-  Key("v_head_dim", "mla.value_width"),
+  key("kv_lora_rank", "mla.latent_rank"),
+  key("qk_nope_head_dim", "mla.nope_width"),
+  key("qk_rope_head_dim", "mla.shared_width"),
+  key("v_head_dim", "mla.value_width"),
 )
-_QUERY_RANK = Key("q_lora_rank", "mla.query_rank", kinds.Size, 0, null=0)
+_QUERY_RANK = key("q_lora_rank", "mla.query_rank", kinds.Size, 0, null=0)
 
 
-def _experts(number: str, top: str, shared: str, scale: Any = None) -> Any:
-  default = {} if scale is None else {"default": scale}
-  factor = "routed_scaling_factor", "moe.scaling_factor"
-  return (
-    Key(number, "moe.num_experts"),
-    Key(top, "moe.top_k"),
-    Key(shared, "moe.num_shared"),
-    Key("moe_intermediate_size", "moe.expert_width"),
-    Key(*factor, kinds.Positive, **default),
-    Fixed("moe_layer_freq", 1),
-  )
-
-
-def _take_second_tokens(keys: table.Keys, found: Any) -> dict[str, Any]:
-  del found
-  keys.take("num_nextn_predict_layers", kinds.Count, 0)
-  return {}
+_EXPERTS = (
+  key("moe_intermediate_size", "moe.expert_width"),
+  fixed("moe_layer_freq", 1),
+)
+_FACTOR = "routed_scaling_factor", "moe.scaling_factor", kinds.Positive
 
 
 def _second_tokens(config: Any, values: Any, names: Any) -> tuple[str, ...]:
@@ -195,29 +162,33 @@ def _second_tokens(config: Any, values: Any, names: Any) -> tuple[str, ...]:
 _DEEPSEEK = (
   *_COMMON,
   _SILU,
-  _eps(1e-6),
+  _EPS,
   *_MLA,
   _QUERY_RANK,
-  Same("num_key_value_heads", "num_heads"),
-  Fixed("attention_bias", False),
-  Fixed("scoring_func", "sigmoid"),
-  Fixed("topk_method", "noaux_tc"),
-  Fixed("norm_topk_prob", True),
+  same("num_key_value_heads", "num_heads"),
+  fixed("attention_bias", False),
+  fixed("scoring_func", "sigmoid"),
+  fixed("topk_method", "noaux_tc"),
+  fixed("norm_topk_prob", True),
   # Files in eight bits have to be converted to BF16 first.
-  Fixed("quantization_config", written=False),
-  *_experts("n_routed_experts", "num_experts_per_tok", "n_shared_experts"),
-  Key("first_k_dense_replace", "moe.dense_layers", kinds.Count),
-  Key("n_group", "moe.groups", kinds.Size, 1),
-  Key("topk_group", "moe.top_groups", kinds.Size, 1),
-  Key(
+  fixed("quantization_config", written=False),
+  *_EXPERTS,
+  key("n_routed_experts", "moe.num_experts"),
+  key("num_experts_per_tok", "moe.top_k"),
+  key("n_shared_experts", "moe.num_shared"),
+  key(*_FACTOR),
+  key("first_k_dense_replace", "moe.dense_layers", kinds.Count),
+  key("n_group", "moe.groups", kinds.Size, 1),
+  key("topk_group", "moe.top_groups", kinds.Size, 1),
+  key(
     "rope_interleave", "rope.pairs", bool, True,
     words={True: "neighbours", False: "halves"},
   ),
-  Pair(*positions.pair("mla.rope_theta", latent=True)),
+  positions.entry("mla.rope_theta", latent=True),
   # It says which layers to leave out: `_second_tokens`.
-  Pair(_take_second_tokens, lambda c: {"num_nextn_predict_layers": 0}),
+  key("num_nextn_predict_layers", "", kinds.Count, 0),
   # They follow from others, or describe code and training.
-  Ignored(
+  ignored(
     "ep_size", "head_dim", "qk_head_dim", "num_mtp_layers",
     "output_router_logits", "aux_loss_alpha", "seq_aux",
   ),
@@ -229,60 +200,57 @@ _TYPES = {"linear_attention": "kda", "full_attention": "mla"}
 _NUMBERS = {"kda_layers": "kda", "full_attn_layers": "mla"}
 
 
-def _kda_entries(below: bool, gates: bool) -> tuple[table.Entry, ...]:
-  """The shape of KDA, in an object of its own (published) or in the whole."""
-  names = "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"
-  if below:
-    names = "head_dim", "num_heads", "short_conv_kernel_size"
-  more = (
-    Key("use_full_rank_gate", "kda.full_rank_gate", bool, False),
-    Pair(_read_bound, _write_bound),
-  )
+_BOUND = Annotated[
+  float, kinds.Accepted(lambda x: x <= 0, "a number below 0", change=abs)
+]
+
+
+def _kda(head: str, heads: str, conv: str) -> tuple[table.Entry, ...]:
+  """The shape of KDA, given the names of its keys."""
   return (
-    Key(names[0], ("kda.head_width", "kda.gate_rank")),
-    Same(names[1], "num_heads"),
-    Key(names[2], "kda.conv_width"),
-    *(more if gates else ()),
+    key(head, "kda.head_width kda.gate_rank"),
+    same(heads, "num_heads"),
+    key(conv, "kda.conv_width"),
   )
 
 
-def _read_bound(keys: table.Keys, found: Any) -> dict[str, Any]:
-  del found
-  bound = keys.take("gate_lower_bound", float, 0.0)
-  if bound > 0:
-    keys.fail("gate_lower_bound", bound, "a number below 0, or null")
-  return {"kda.decay_bound": abs(bound)}
+_KDA = _kda("head_dim", "num_heads", "short_conv_kernel_size")
+_KDA_OF_TYPES = "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"
+_GATES = (
+  key("use_full_rank_gate", "kda.full_rank_gate", bool, False),
+  table.Entry(
+    lambda keys, found: {
+      "kda.decay_bound": keys.take("gate_lower_bound", _BOUND, 0.0)
+    },
+    lambda c: {"gate_lower_bound": -c.kda.decay_bound or None},
+  ),
+)
 
 
-def _write_bound(config: config_lib.ModelConfig) -> dict[str, Any]:
-  return {"gate_lower_bound": -config.kda.decay_bound or None}
-
-
-def _mixers(gates: bool) -> Pair:
+def _mixers(*shape: table.Entry) -> table.Entry:
   """Which mixers are where, and the shape of KDA."""
   name = "linear_attn_config"
 
   def read(keys: table.Keys, found: Mapping[str, Any]) -> dict[str, Any]:
     count, fields = found["num_layers"], dict(found)
-    below = keys.has(name)
-    inner = keys.below(name) if below else keys
-    if below:
+    inner, entries = keys, _kda(*_KDA_OF_TYPES)
+    if keys.has(name):  # As published.
+      inner, entries = keys.below(name), shape
       lists = {n: inner.take(n, tuple[int, ...], ()) for n in _NUMBERS}
       if sorted(sum(lists.values(), ())) != list(range(1, count + 1)):
         keys.fail(name, lists, f"each of 1 to {count} once")
       by_number = {i: _NUMBERS[n] for n, some in lists.items() for i in some}
       mixers = [by_number[i] for i in range(1, count + 1)]
-      keys.ignore("layer_types")
     else:
       types = keys.take("layer_types", tuple[str, ...])
       if len(types) != count or not set(types) <= set(_TYPES):
         keys.fail("layer_types", types, f"{count} of {', '.join(_TYPES)}")
       mixers = [_TYPES[one] for one in types]
-    for entry in _kda_entries(below, gates and below):
-      fields |= entry.read(inner, fields)
-    if below:
+    for entry in entries:
+      fields |= entry.read(inner, fields) or {}
+    if inner is not keys:
       inner.finish()
-    keys.ignore("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim")
+    keys.ignore("layer_types", *_KDA_OF_TYPES)
     fields["mixers"], fields["last_mixer"] = table.pattern(mixers)
     return fields
 
@@ -290,15 +258,13 @@ def _mixers(gates: bool) -> Pair:
     mixers = config.sublayer_kinds[::2]
     if not set(mixers) <= {"kda", "mla"}:
       config_lib.fail("model.mixers", config.mixers, "of 'kda' and 'mla'")
-    values: dict[str, Any] = {
+    values = {
       name: [i for i, m in enumerate(mixers, 1) if m == mixer]
       for name, mixer in _NUMBERS.items()
     }
-    for entry in _kda_entries(True, gates):
-      values |= entry.write(config)
-    return {name: values}
+    return {name: values | table.write(shape, config)}
 
-  return Pair(read, write)
+  return table.Entry(read, write)
 
 
 def _read_dense(keys: table.Keys, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -313,23 +279,26 @@ def _read_dense(keys: table.Keys, found: Mapping[str, Any]) -> dict[str, Any]:
   return {"moe.dense_layers": dense}
 
 
-_DENSE = Pair(
-  _read_dense, lambda c: {"first_k_dense_replace": c.moe.dense_layers}
-)
 _KIMI = (
   *_COMMON,
-  _eps(1e-5),
+  key("rms_norm_eps", "norm_eps", kinds.Positive, 1e-5),
   *_MLA,
-  Same("num_key_value_heads", "num_heads"),
-  Fixed("mla_use_nope", True),
-  Fixed("attention_bias", False, written=False),
-  Fixed("moe_router_activation_func", "sigmoid"),
-  Fixed("moe_renormalize", True),
-  Fixed("num_expert_group", 1),
-  Fixed("topk_group", 1),
-  _DENSE,
+  same("num_key_value_heads", "num_heads"),
+  fixed("mla_use_nope", True),
+  fixed("attention_bias", False, written=False),
+  fixed("moe_router_activation_func", "sigmoid"),
+  fixed("moe_renormalize", True),
+  *_EXPERTS,
+  key("num_experts", "moe.num_experts"),
+  key("num_experts_per_token", "moe.top_k"),
+  key("num_shared_experts", "moe.num_shared"),
+  fixed("num_expert_group", 1),
+  fixed("topk_group", 1),
+  table.Entry(
+    _read_dense, lambda c: {"first_k_dense_replace": c.moe.dense_layers}
+  ),
   # They describe code, or positions, which these networks do not have.
-  Ignored(
+  ignored(
     "head_dim", "qk_head_dim", "rope_theta", "rope_parameters", "rope_scaling",
     "output_router_logits", "use_grouped_topk",
   ),
@@ -337,40 +306,20 @@ _KIMI = (
 _KIMI_LINEAR = (
   *_KIMI,
   _SILU,
-  _mixers(gates=False),
-  *_experts("num_experts", "num_experts_per_token", "num_shared_experts"),
-  Fixed("q_lora_rank"),
-  Fixed("num_nextn_predict_layers", 0, written=False),
+  _mixers(*_KDA),
+  key(*_FACTOR),
+  fixed("q_lora_rank"),
+  fixed("num_nextn_predict_layers", 0, written=False),
 )
 
 
-def _read_activation(keys: table.Keys, found: Any) -> dict[str, Any]:
-  del found
-  name = keys.take("hidden_act", str, "silu")
-  bounds = {
-    "activation_situ_beta": "gate_bound",
-    "activation_situ_linear_beta": "up_bound",
-  }
-  if name == "silu":
-    keys.ignore(*bounds)
-    return {}
-  if name != "situ":
-    keys.fail("hidden_act", name, "'silu' or 'situ'")
-  return {"activation.name": name} | {
-    f"activation.{field}": keys.take(key, kinds.Positive)
-    for key, field in bounds.items()
-  }
-
-
-def _write_activation(config: config_lib.ModelConfig) -> dict[str, Any]:
-  activation = config.activation
-  if activation.name == "silu":
-    return {"hidden_act": "silu"}
-  return dict(
-    hidden_act=activation.name,
-    activation_situ_beta=activation.gate_bound,
-    activation_situ_linear_beta=activation.up_bound,
-  )
+def _situ(name: str, field: str) -> table.Entry:
+  """A key that SiTU needs, and no other activation."""
+  usual = table.get(config_lib.ActivationConfig(), field)
+  return key(
+    name, f"activation.{field}", kinds.Positive,
+    lambda f: table.REQUIRED if f["activation.name"] == "situ" else usual,
+  )  # fmt: skip
 
 
 def _read_blocks(keys: table.Keys, found: Mapping[str, Any]) -> dict[str, Any]:
@@ -391,25 +340,20 @@ def _write_blocks(config: config_lib.ModelConfig) -> dict[str, Any]:
 
 _KIMI_K3 = (
   *_KIMI,
-  Fixed("model_type", "kimi_linear"),
-  _mixers(gates=True),
-  *_experts("num_experts", "num_experts_per_token", "num_shared_experts", 1.0),
+  fixed("model_type", "kimi_linear"),
+  _mixers(*_KDA, *_GATES),
+  key(*_FACTOR, 1.0),
   _QUERY_RANK,
-  Key("mla_use_output_gate", "mla.output_gate", bool, False),
-  Key("routed_expert_hidden_size", "moe.latent_width", kinds.Size, 0, null=0),
-  Key("latent_moe_use_norm", "moe.latent_norm", bool, False),
-  Pair(_read_activation, _write_activation),
-  Pair(_read_blocks, _write_blocks),
+  key("mla_use_output_gate", "mla.output_gate", bool, False),
+  key("routed_expert_hidden_size", "moe.latent_width", kinds.Size, 0, null=0),
+  key("latent_moe_use_norm", "moe.latent_norm", bool, False),
+  key("hidden_act", "activation.name", Literal["silu", "situ"], "silu"),
+  _situ("activation_situ_beta", "gate_bound"),
+  _situ("activation_situ_linear_beta", "up_bound"),
+  table.Entry(_read_blocks, _write_blocks),
   # How experts are stored, names of tensors say.
-  Ignored("quantization_config", "num_nextn_predict_layers"),
+  ignored("quantization_config", "num_nextn_predict_layers"),
 )
-
-
-def _images(config: Any, values: Any, names: Any) -> tuple[str, ...]:
-  del config, names
-  if values.get("vision_config") is None:
-    return ()
-  return r"vision_tower\..*", r"mm_projector\..*"
 
 
 # Networks of this library in a layout of their own: the fields that
@@ -426,11 +370,12 @@ _NETWORK = {
   " query_rank rope_theta output_gate",
   "moe.": "num_experts top_k expert_width num_shared scaling_factor"
   " dense_layers groups top_groups latent_width latent_norm",
-  "residual.": "name block_size num_blocks",
+  "residual.": "name block_size",
   "residual.read.": "heads logit_scale scale",
 }
 FIELDS = tuple(p + n for p, names in _NETWORK.items() for n in names.split())
 _SCHEMES = ("prenorm", "full_attnres", "block_attnres")
+_TWIN = "AttnResForCausalLM"
 _CODE = pathlib.Path(__file__).with_name("modeling_attnres.py")
 _GENERIC = {
   "vocab_size": "vocab_size", "hidden_size": "width",
@@ -439,48 +384,34 @@ _GENERIC = {
 }  # fmt: skip
 
 
-class Twin(Family):
-  """The fields of `ModelConfig`, which a class in PyTorch reads."""
-
-  def read_config(
-    self, values: Mapping[str, Any], where: str = "config.json"
-  ) -> config_lib.ModelConfig:
-    keys = table.Keys(values, where)
-    with table.naming(where):
-      config = table.build(config_lib.flatten(keys.take("network", dict)))
-      # Exports of earlier versions state all fields.
-      table.check_same(self._said(config), config)
-    for name, field in _GENERIC.items():
-      keys.expect(name, table.get(config, field))
-    table.finish(keys, config)
-    return config
-
-  def write_config(self, config: config_lib.ModelConfig) -> dict[str, Any]:
-    config_lib.choose(
-      "model.residual.name", config.residual.name, dict.fromkeys(_SCHEMES)
-    )
-    for kind in config.sublayer_kinds:
-      config_lib.choose("model.mixers", kind, layout.KINDS)
-    table.check_same(self._said(config), config)
-    nested = table.nested({name: table.get(config, name) for name in FIELDS})
-    return {name: table.get(config, f) for name, f in _GENERIC.items()} | {
-      "network": nested,
-      "auto_map": {
-        "AutoConfig": f"{_CODE.stem}.AttnResConfig",
-        "AutoModelForCausalLM": f"{_CODE.stem}.{self.architecture}",
-      },
-    }
-
-  def _said(self, config: config_lib.ModelConfig) -> config_lib.ModelConfig:
-    """The network with only the fields that are written."""
-    return table.build({name: table.get(config, name) for name in FIELDS})
+def _said(config: config_lib.ModelConfig) -> config_lib.ModelConfig:
+  """The network with only the fields that are written."""
+  shape = table.network(config)
+  return table.build({name: table.get(shape, name) for name in FIELDS})
 
 
-def _qwen(architecture: str, *entries: table.Entry, **fields: Any) -> Family:
-  named = {name.replace("__", "."): value for name, value in fields.items()}
-  return Family(
-    architecture, (*_DECODER, *entries, *_WINDOWS), _PRENORM | named
+def _read_network(keys: table.Keys, found: Any) -> dict[str, Any]:
+  del found
+  config = table.build(config_lib.flatten(keys.take("network", dict)))
+  # Exports of earlier versions state all fields.
+  table.check_same(_said(config), config)
+  for name, field in _GENERIC.items():
+    keys.expect(name, table.get(config, field))
+  return config_lib.flatten(dataclasses.asdict(config))
+
+
+def _write_network(config: config_lib.ModelConfig) -> dict[str, Any]:
+  config_lib.choose(
+    "model.residual.name", config.residual.name, dict.fromkeys(_SCHEMES)
   )
+  for kind in config.sublayer_kinds:
+    config_lib.choose("model.mixers", kind, layout.KINDS)
+  nested = table.nested({name: table.get(config, name) for name in FIELDS})
+  classes = {"AutoConfig": "AttnResConfig", "AutoModelForCausalLM": _TWIN}
+  return {name: table.get(config, f) for name, f in _GENERIC.items()} | {
+    "network": nested,
+    "auto_map": {n: f"{_CODE.stem}.{one}" for n, one in classes.items()},
+  }
 
 
 FAMILIES: dict[str, Family] = {
@@ -488,18 +419,18 @@ FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM",
     (*_DECODER, _BIASES, _HEAD_WIDTH),
     _PRENORM,
-    unused=_old_frequencies,
+    # Of old files; they follow from the config, and are compared with it.
+    unused=lambda *_: (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
   ),
-  "qwen2": _qwen(
+  "qwen2": Family(
     "Qwen2ForCausalLM",
-    Pair(lambda keys, found: {"head_width": _head_width(found)}, lambda c: {}),
-    attention__qkv_bias=True,
+    (*_DECODER, _HEAD_WIDTH, *_WINDOWS),
+    _PRENORM | {"attention.qkv_bias": True},
   ),
-  "qwen3": _qwen(
+  "qwen3": Family(
     "Qwen3ForCausalLM",
-    _BIASES,
-    Key("head_dim", "head_width", default=128),
-    attention__qk_norm=True,
+    (*_DECODER, _BIASES, key("head_dim", "head_width", default=128), *_WINDOWS),
+    _PRENORM | {"attention.qk_norm": True},
   ),
   "deepseek_v3": Family(
     "DeepseekV3ForCausalLM",
@@ -515,7 +446,10 @@ FAMILIES: dict[str, Family] = {
     # transformers writes dense MLPs so.
     renamed=(r"block_sparse_moe\.(\w+_proj)\.", r"mlp.\1."),
   ),
-  "attnres": Twin("AttnResForCausalLM", (), {}, code=_CODE),
+  # The fields of `ModelConfig`, which a class in PyTorch reads.
+  "attnres": Family(
+    _TWIN, (table.Entry(_read_network, _write_network),), {}, code=_CODE
+  ),
   "kimi_k3": Family(
     "KimiK3ForConditionalGeneration",
     _KIMI_K3,
@@ -524,13 +458,13 @@ FAMILIES: dict[str, Family] = {
     below="text_config",
     beside=(
       # Of images, and how experts are stored.
-      Ignored(
+      ignored(
         "vision_config", "media_placeholder_token_id", "quantization_config",
         "ignore_index",
       ),
-      Same("tie_word_embeddings", "tie_embeddings"),
+      same("tie_word_embeddings", "tie_embeddings"),
     ),
-    unused=_images,
+    unused=lambda *_: (r"vision_tower\..*", r"mm_projector\..*"),
   ),
 }  # fmt: skip
 

@@ -107,17 +107,20 @@ class Network(model_lib.TemplateLM):
   ) -> list[int]:
     """Ids of a text, with its opening unless it is not wanted."""
     del unused
-    opening = (
-      self._text_format.open_ids if add_special_tokens is not False else ()
-    )
-    return [*opening, *self._text_format.encode(string)]
+    form = self._text_format
+    opening = () if add_special_tokens is False else form.open_ids
+    return [*opening, *form.encode(string)]
 
   def _loglikelihood_tokens(self, requests, **unused):
     del unused
-    found = self._scores([one[1:] for one in requests])
-    for (texts, _, _), score in zip(requests, found):
-      self.cache_hook.add_partial("loglikelihood", texts, tuple(score))
-    return [tuple(score) for score in found]
+    found = [tuple(one) for one in self._scores([r[1:] for r in requests])]
+    return self._answered("loglikelihood", [r[0] for r in requests], found)
+
+  def _answered(self, kind: str, questions: Any, answers: list[Any]) -> Any:
+    """Tells the harness all answers, which it may keep."""
+    for question, answer in zip(questions, answers):
+      self.cache_hook.add_partial(kind, question, answer)
+    return answers
 
   def loglikelihood_rolling(self, requests, disable_tqdm=False):
     """The log-probability of whole texts, in windows of `max_length`."""
@@ -134,9 +137,8 @@ class Network(model_lib.TemplateLM):
       owners += [number] * (len(pairs) - len(owners))
     sums = np.zeros(len(requests))
     np.add.at(sums, owners, [score.logprob for score in self._scores(pairs)])
-    for request, total in zip(requests, sums.tolist()):
-      self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
-    return sums.tolist()
+    asked = [request.args for request in requests]
+    return self._answered("loglikelihood_rolling", asked, sums.tolist())
 
   def _scores(
     self, pairs: Sequence[tuple[list[int], list[int]]]
@@ -160,35 +162,22 @@ class Network(model_lib.TemplateLM):
     del disable_tqdm
     if not requests:
       return []
-    prompts, stops = zip(*(self._prompt(*request.args) for request in requests))
-    _check_same([(list(p.prompt), p.num_tokens) for p in prompts])
+    prompts = [self._prompt(*request.args) for request in requests]
+    _check_same([(list(p.prompt), p.num_tokens) for p, _ in prompts])
     rows = sharding.num_row_shards(self._mesh)
     engine = engine_lib.Engine(
       self._model,
       slots=max(1, min(self._slots, len(prompts)) // rows) * rows,
-      length=max(len(p.prompt) + p.num_tokens for p in prompts),
+      length=max(len(p.prompt) + p.num_tokens for p, _ in prompts),
       mesh=self._mesh,
     )
     # Prompts of similar lengths need few different caches.
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].prompt))
-    numbers = {engine.submit(prompts[i]): i for i in order}
-    texts = [
-      text_lib.Text(self._text_format, prompt.prompt, stop)
-      for prompt, stop in zip(prompts, stops)
-    ]
-    answers = [""] * len(prompts)
-    while engine.busy:
-      for token in engine.step():
-        if (i := numbers.get(token.request)) is None:
-          continue
-        more, finish = texts[i].take(token)
-        answers[i] += more
-        if finish:
-          engine.cancel(token.request)
-          del numbers[token.request]
-    for request, answer in zip(requests, answers):
-      self.cache_hook.add_partial("generate_until", request.args, answer)
-    return answers
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i][0].prompt))
+    answers, ordered = [""] * len(prompts), [prompts[i] for i in order]
+    for piece in text_lib.answer(engine, self._text_format, ordered):
+      answers[order[piece.index]] += piece.text
+    asked = [request.args for request in requests]
+    return self._answered("generate_until", asked, answers)
 
   def _prompt(
     self, context: str, options: Mapping[str, Any]
@@ -323,10 +312,8 @@ def evaluate(
     network, tasks=list(names), task_manager=table, limit=limit or None,
     num_fewshot=shots, **options,
   )  # fmt: skip
-  kept = (
-    "results", "groups", "group_subtasks", "configs", "versions", "n-shot",
-    "n-samples", "higher_is_better", "samples", "lm_eval_version",
-  )  # fmt: skip
+  kept = """results groups group_subtasks configs versions n-shot n-samples
+    higher_is_better samples lm_eval_version""".split()
   plain = {name: found[name] for name in kept if name in found}
   return json.loads(json.dumps(plain, default=utils.handle_non_serializable))
 

@@ -7,8 +7,9 @@ filled once, shapes and dtypes are those expected. `load` then reads every
 device's shard of every leaf from the files.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 import dataclasses
+import hashlib
 import json
 import os
 import pathlib
@@ -26,12 +27,12 @@ from attnres_jax.common import sharding
 from attnres_jax.common import trees
 from attnres_jax.interop import config_table
 from attnres_jax.interop import families
-from attnres_jax.interop import manifest
 from attnres_jax.interop import mxfp4
 from attnres_jax.interop import rules as rules_lib
 from attnres_jax.interop import tensor_files
+from attnres_jax.interop import weights_folder
 
-CONFIG = "config.json"
+CONFIG, CHECKSUMS = "config.json", "SHA256SUMS"
 # 5 GB is the custom.
 SHARD_BYTES = 5 * 10**9
 _README = "README.md"
@@ -83,8 +84,7 @@ def read(folder: str | os.PathLike) -> Source:
   except ValueError as error:
     raise tensor_files.TensorFileError(f"{where}: {error}") from error
   name, family = families.of_config_json(values, where)
-  with config_table.naming(where):
-    config = family.read_config(values, where)
+  config = family.read_config(values, where)
   tensors = _renamed(family, tensor_files.open_folder(folder))
   _check_count(config, len(tensors), where)
   with config_table.naming(where):
@@ -139,7 +139,7 @@ def _renamed(
 ) -> dict[str, tensor_files.Tensor]:
   found: dict[str, tensor_files.Tensor] = {}
   for name, tensor in tensors.items():
-    ours = family.original_name(name)
+    ours = re.sub(*family.renamed, name)
     if ours in found:
       tensor_files.fail(tensor.file, f"tensor {name!r} is there twice")
     found[ours] = tensor
@@ -209,9 +209,11 @@ def _check_copies(source: Source) -> None:
       what = f"those of rope_theta={source.config.rope_theta}"
     elif original:
       other = source.tensors[original]
+      # In pieces, so that little is in memory.
+      starts = range(0, tensor.shape[0], 1024)
+      pieces = [slice(i, min(i + 1024, tensor.shape[0])) for i in starts]
       same = tensor.shape == other.shape and all(
-        (_wide(tensor, rows) == _wide(other, rows)).all()
-        for rows in _pieces(tensor.shape[0])
+        (_wide(tensor, rows) == _wide(other, rows)).all() for rows in pieces
       )
       what = f"{original!r}, which config.json says it copies"
     else:
@@ -222,12 +224,6 @@ def _check_copies(source: Source) -> None:
 
 def _wide(tensor: tensor_files.Tensor, *index: slice) -> np.ndarray:
   return tensor.read(*index).astype(np.float64)
-
-
-def _pieces(count: int) -> Iterator[slice]:
-  """Slices of rows, so that little is in memory."""
-  for start in range(0, count, 1024):
-    yield slice(start, min(start + 1024, count))
 
 
 def load(
@@ -304,7 +300,7 @@ def export(
   family: str = "",
   shard_bytes: int = SHARD_BYTES,
 ) -> None:
-  """Writes a network for transformers: weights, config.json, card, manifest.
+  """Writes a network for transformers: weights, config.json, card, hashes.
 
   Args:
     model: with the residual scheme `prenorm`.
@@ -325,8 +321,7 @@ def export(
   config_lib.choose("family", name, families.FAMILIES)
   chosen = families.FAMILIES[name]
   values = chosen.write_config(model.config)
-  if folder.exists() and any(folder.iterdir()):
-    config_lib.fail_argument("--path", str(folder), "a new or empty folder")
+  weights_folder.check_new("--path", str(folder))
   flat = trees.to_flat(model)
   entries: list[tensor_files.Entry] = []
   for rule in chosen.rules(model.config):
@@ -337,7 +332,7 @@ def export(
         entry.array()  # Says which tensor.
     entries += added
   folder.mkdir(parents=True, exist_ok=True)
-  digests = tensor_files.write_folder(folder, entries, shard_bytes)
+  tensor_files.write_folder(folder, entries, shard_bytes)
   named = {np.dtype(t): n for n, t in tensor_files.DTYPES.items()}
   torch_dtype = next(t.name for t, n in named.items() if n == dtype)
   described = {
@@ -354,7 +349,17 @@ def export(
   code = {chosen.code.name: chosen.code.read_bytes()} if chosen.code else {}
   for file, content in (code | dict(also or {})).items():
     files.write(folder / file, content)
-  manifest.write(folder, digests)
+  files.write(folder / CHECKSUMS, _checksums(folder))
+
+
+def _checksums(folder: pathlib.Path) -> str:
+  """Lines of `sha256sum`, which checks them: safetensors files have none."""
+  lines = []
+  for path in sorted(folder.iterdir()):
+    with open(path, "rb") as file:
+      digest = hashlib.file_digest(file, "sha256").hexdigest()
+    lines.append(f"{digest}  {path.name}\n")
+  return "".join(lines)
 
 
 def _is_finite(leaf: jax.Array, dtype: np.dtype) -> bool:

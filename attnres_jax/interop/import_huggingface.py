@@ -27,8 +27,6 @@ from attnres_jax.common import files
 from attnres_jax.common import sharding
 from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.interop import huggingface
-from attnres_jax.interop import manifest
-from attnres_jax.interop import tensor_files
 from attnres_jax.interop import weights_folder
 
 # Copied, so that an export has them, too.
@@ -67,15 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     "--tokenizer", default="",
     help="vocabulary file if it is elsewhere, or `bytes`",
   )  # fmt: skip
-  add("--verify", action="store_true", help=f"first compare {manifest.FILE}")
   return command_line.run(_import, parser.parse_args(argv))
 
 
 def _import(options: argparse.Namespace) -> None:
   workdir = weights_folder.check_new("--workdir", options.workdir)
   folder = pathlib.Path(files.check_path("--path", options.path, ()))
-  if options.verify:
-    verify(folder)
   source = huggingface.read(folder)
   dtype = options.dtype
   if dtype is None:
@@ -121,24 +116,6 @@ def _import(options: argparse.Namespace) -> None:
     f"{source.family}, {count:,} parameters from {len(source.tensors)} tensors"
     f" ({source.dtype}): {workdir}"
   )
-
-
-def verify(folder: pathlib.Path) -> None:
-  """Compares a folder with its manifest.
-
-  Raises:
-    ConfigError: there is none.
-    TensorFileError: a file differs.
-  """
-  path = folder / manifest.FILE
-  try:
-    found = manifest.damage(folder)
-  except (OSError, ValueError) as error:
-    config_lib.fail_argument(
-      "--verify", True, f"a manifest at {path} ({error})"
-    )
-  if found:
-    raise tensor_files.TensorFileError(f"{folder}: {'; '.join(found)}")
 
 
 def _longest(values: dict[str, Any]) -> int:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tensors of a checkpoint make up which leaf, by kind of sublayer.
 
-All families name their tensors in the same way, except for `Names`: attention
-and dense MLPs as Llama does, everything else as Kimi Linear does. A row of a
+All families name their tensors in the same way: attention and dense MLPs as
+Llama does, everything else as Kimi Linear does, except for `Names`. A name of a
 table is used where the network has its leaf.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -20,10 +20,7 @@ from attnres_jax.interop import rules
 # Kimi K3 has 128 entries for 96 heads. That it is the next multiple of 128 is
 # inferred.
 _A_LOG_PARTS = 128
-_VECTOR: dict[str, Any] = {}
 _LINEAR = dict(columns=1, transposed=True)
-_OUTPUT = dict(columns=2, transposed=True)
-_CONVOLUTION = _LINEAR | dict(ones=(0, 1, 0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,121 +40,35 @@ class Names:
   padded_a_log: bool = False
 
 
-class _Row(NamedTuple):
-  """A leaf of a sublayer, and its tensor below a layer.
-
-  Attributes:
-    leaf: below the sublayer.
-    name: of the tensor; `{}` stands for the number of an expert.
-    layout: see `rules.Rule`.
-  """
-
-  leaf: str
-  name: str
-  layout: Mapping[str, Any] = _LINEAR
-
-
-_IN, _POST = "input_layernorm.weight", "post_attention_layernorm.weight"
-_BEFORE_MIXER = _Row("norm/gain", _IN, _VECTOR)
-_BEFORE_MLP = _Row("norm/gain", _POST, _VECTOR)
-
-
-def _attention(names: Names, leaves: Any) -> list[_Row]:
-  del names, leaves
-  at, inputs = "self_attn.", ("query", "key", "value")
-  return [
-    _BEFORE_MIXER,
-    *(_Row(f"core/{a}", f"{at}{a[0]}_proj.weight") for a in inputs),
-    *(_Row(f"core/{a}_bias", f"{at}{a[0]}_proj.bias", _VECTOR) for a in inputs),
-    *(
-      _Row(f"core/{a}_norm/gain", f"{at}{a[0]}_norm.weight", _VECTOR)
-      for a in ("query", "key")
-    ),
-    _Row("core/output", at + "o_proj.weight", _OUTPUT),
-    _Row("core/output_bias", at + "o_proj.bias", _VECTOR),
-  ]
-
-
-def _kda(names: Names, leaves: Any) -> list[_Row]:
-  del leaves
-  at, inputs = "self_attn.", ("query", "key", "value")
-  a_log = dict(pad=_A_LOG_PARTS) if names.padded_a_log else dict(ones=(2, 0, 1))
-  matrices = {
-    "decay_down": "f_a", "decay_up": "f_b", "beta": "b", "gate": "g",
-    "gate_down": "g_a", "gate_up": "g_b",
-  }  # fmt: skip
-  return [
-    _BEFORE_MIXER,
-    *(_Row(f"core/{a}", f"{at}{a[0]}_proj.weight") for a in inputs),
-    *(_Row(f"core/{a}", f"{at}{b}_proj.weight") for a, b in matrices.items()),
-    *(
-      _Row(f"core/{a}_conv", f"{at}{a[0]}_conv1d.weight", _CONVOLUTION)
-      for a in inputs
-    ),
-    _Row("core/a_log", at + "A_log", a_log),
-    _Row("core/dt_bias", at + "dt_bias", _VECTOR),
-    _Row("core/out_norm/gain", at + "o_norm.weight", _VECTOR),
-    _Row("core/output", at + "o_proj.weight", _OUTPUT),
-  ]
-
-
-def _mla(names: Names, leaves: Any) -> list[_Row]:
-  del names
-  at = "self_attn."
-  # Queries come from a latent, or from the input.
-  query = "q_b_proj" if "core/query_down" in leaves else "q_proj"
-  matrices = {
-    "query_down": "q_a_proj", "query": query, "gate": "g_proj",
-    "compress": "kv_a_proj_with_mqa", "expand": "kv_b_proj",
-  }  # fmt: skip
-  gains = {"query_latent_norm": "q_a", "latent_norm": "kv_a"}
-  return [
-    _BEFORE_MIXER,
-    *(_Row(f"core/{a}", f"{at}{b}.weight") for a, b in matrices.items()),
-    *(
-      _Row(f"core/{a}/gain", f"{at}{b}_layernorm.weight", _VECTOR)
-      for a, b in gains.items()
-    ),
-    _Row("core/output", at + "o_proj.weight", _OUTPUT),
-  ]
-
-
-def _mlp(names: Names, leaves: Any) -> list[_Row]:
-  del names, leaves
-  matrices = "gate", "up", "down"
-  return [
-    _BEFORE_MLP,
-    *(_Row(f"core/{a}", f"mlp.{a}_proj.weight") for a in matrices),
-  ]
-
-
-def _moe(names: Names, leaves: Any) -> list[_Row]:
-  del leaves
-  at, matrices = names.moe + ".", ("gate", "up", "down")
-  bias = at + "gate.e_score_correction_bias"
-  return [
-    _BEFORE_MLP,
-    _Row("core/router", at + "gate.weight"),
-    _Row("core/selection_bias", bias, _VECTOR),
-    *(
-      _Row(f"core/latent_{a}", f"{at}routed_expert_{a}_proj.weight")
-      for a in ("down", "up")
-    ),
-    _Row("core/latent_norm/gain", at + "routed_expert_norm.weight", _VECTOR),
-    *(
-      _Row(f"core/{a}", f"{at}experts.{{}}.{b}.weight")
-      for a, b in zip(matrices, names.expert)
-    ),
-    *(
-      _Row(f"core/shared/{a}", f"{at}shared_experts.{a}_proj.weight")
-      for a in matrices
-    ),
-  ]
-
-
-# Kind of sublayer -> its rows, given `Names` and the leaves of a sublayer.
+# By kind of sublayer: each leaf below `core`, and the name of its tensor, to
+# which `.weight` is added unless it is a bias or A_log. `{}` stands for the
+# number of an expert, `{0}` to `{2}` for the matrices of `Names.expert`.
+_HEADS = "query q_proj  key k_proj  value v_proj  output o_proj "
 KINDS = {
-  "attention": _attention, "kda": _kda, "mla": _mla, "mlp": _mlp, "moe": _moe,
+  "attention": _HEADS + """
+    query_bias q_proj.bias    key_bias k_proj.bias    value_bias v_proj.bias
+    query_norm/gain q_norm    key_norm/gain k_norm    output_bias o_proj.bias
+  """,
+  "kda": _HEADS + """
+    query_conv q_conv1d       key_conv k_conv1d       value_conv v_conv1d
+    decay_down f_a_proj       decay_up f_b_proj       beta b_proj
+    gate_down g_a_proj        gate_up g_b_proj        gate g_proj
+    out_norm/gain o_norm      dt_bias dt_bias         a_log A_log
+  """,
+  "mla": """
+    query q_proj              gate g_proj             output o_proj
+    query_down q_a_proj       query_latent_norm/gain q_a_layernorm
+    expand kv_b_proj          latent_norm/gain kv_a_layernorm
+    compress kv_a_proj_with_mqa
+  """,
+  "mlp": "gate gate_proj  up up_proj  down down_proj",
+  "moe": """
+    router gate               selection_bias gate.e_score_correction_bias
+    gate experts.{{}}.{0}     up experts.{{}}.{1}     down experts.{{}}.{2}
+    latent_down routed_expert_down_proj   shared/gate shared_experts.gate_proj
+    latent_up routed_expert_up_proj       shared/up shared_experts.up_proj
+    latent_norm/gain routed_expert_norm   shared/down shared_experts.down_proj
+  """,
 }  # fmt: skip
 
 
@@ -167,20 +78,19 @@ def rules_of(
   """A rule for every leaf of a network.
 
   Raises:
-    ValueError: a leaf has no row in these tables, or two rows.
+    ValueError: a leaf has no name in these tables, or two.
   """
   abstract = jax.eval_shape(lambda: models.build_model(config))
   shapes = {
     name.removesuffix("/value"): tuple(leaf.shape)
     for name, leaf in trees.to_flat(abstract).items()
   }
-  found = list(_rules(config, names, shapes))
-  if sorted(rule.leaf for rule in found) != sorted(
-    f"{n}/value" for n in shapes
-  ):
-    missing = set(f"{n}/value" for n in shapes) ^ {rule.leaf for rule in found}
-    raise ValueError(f"no rule, or several: {', '.join(sorted(missing))}")
-  return tuple(found)
+  found = tuple(_rules(config, names, shapes))
+  leaves = [rule.leaf.removesuffix("/value") for rule in found]
+  if sorted(leaves) != sorted(shapes):
+    wrong = set(leaves) ^ shapes.keys()
+    raise ValueError(f"no rule, or several: {', '.join(sorted(wrong))}")
+  return found
 
 
 def _rules(
@@ -201,14 +111,13 @@ def _rules(
     layers = [
       f"model.layers.{l // 2}." for l, k in enumerate(kinds) if k == kind
     ]
-    for leaf, name, layout in KINDS[kind](names, leaves):
-      if leaf not in leaves:
-        continue
+    for leaf, name in _tensors(kind, names, leaves):
       stack = [name]
       if "{}" in name:
         stack = [name.format(e) for e in range(config.moe.num_experts)]
       tensors = [layer + one for layer in layers for one in stack]
-      yield rule(at + leaf, tensors, stack=1 + ("{}" in name), **layout)
+      layout = dict(stack=1 + ("{}" in name)) | _layout(leaf, names)
+      yield rule(at + leaf, tensors, **layout)
   if "residual/queries/query" in shapes:  # As Kimi K3 names them.
     reads = [
       f"model.layers.{i}.{part}_res"
@@ -218,3 +127,33 @@ def _rules(
     proj, norm = ([f"{r}_{p}.weight" for r in reads] for p in ("proj", "norm"))
     yield rule("residual/queries/query", proj, stack=1, columns=1)
     yield rule("residual/queries/gain", norm, stack=1)
+
+
+def _tensors(
+  kind: str, names: Names, leaves: Collection[str]
+) -> Iterator[tuple[str, str]]:
+  """The leaves of a kind, and their tensors below a layer."""
+  norm = "post_attention" if kind in ("mlp", "moe") else "input"
+  yield "norm/gain", f"{norm}_layernorm.weight"
+  parent = {"mlp": "mlp", "moe": names.moe}.get(kind, "self_attn")
+  words = KINDS[kind].format(*names.expert).split()
+  for leaf, name in zip(words[::2], words[1::2]):
+    if leaf == "query" and "core/query_down" in leaves:
+      name = "q_b_proj"  # From a latent.
+    if not name.endswith(("bias", "A_log")):
+      name += ".weight"
+    if f"core/{leaf}" in leaves:
+      yield f"core/{leaf}", f"{parent}.{name}"
+
+
+def _layout(leaf: str, names: Names) -> dict[str, Any]:
+  """How the tensors of a leaf are laid out; see `rules.Rule`."""
+  if leaf == "core/a_log":
+    return (
+      dict(pad=_A_LOG_PARTS) if names.padded_a_log else dict(ones=(2, 0, 1))
+    )
+  if leaf.endswith(("gain", "bias")):
+    return {}
+  if leaf.endswith("_conv"):
+    return _LINEAR | dict(ones=(0, 1, 0))
+  return _LINEAR | dict(columns=1 + (leaf == "core/output"))

@@ -15,6 +15,7 @@ width, N heads, K heads of keys and values, H, V widths of keys and values, M
 sources.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -55,14 +56,11 @@ def kinds(network):
 
 def block_size(network):
   """Sublayers of a block; 1 for Full AttnRes, None for a plain sum."""
-  residual, last = network["residual"], 2 * network["num_layers"]
-  if residual["name"] != "block_attnres":
-    return {"prenorm": None, "full_attnres": 1}[residual["name"]]
-  return residual["block_size"] or -(-last // residual["num_blocks"])
+  name, size = network["residual"]["name"], network["residual"]["block_size"]
+  return {"prenorm": None, "full_attnres": 1, "block_attnres": size}[name]
 
 
-def linear(inputs, outputs, bias=False):
-  return nn.Linear(inputs, outputs, bias=bias)
+linear = functools.partial(nn.Linear, bias=False)
 
 
 class RMSNorm(nn.Module):
@@ -190,19 +188,17 @@ class Attention(nn.Module):
 
   def __init__(self, network):
     super().__init__()
-    width, self.heads = network["width"], network["num_heads"]
-    self.kv_heads = network["num_kv_heads"] or self.heads
-    self.head = network["head_width"] or width // self.heads
+    width, self.head = network["width"], network["head_width"]
+    heads, kv_heads = network["num_heads"], network["num_kv_heads"]
+    self.groups, variant = heads // kv_heads, network["attention"]
     self.theta, self.rope = network["rope_theta"], network["rope"]
-    variant = network["attention"]
-    bias, sizes = variant["qkv_bias"], (self.heads, self.kv_heads)
-    self.q_proj = linear(width, sizes[0] * self.head, bias)
-    self.k_proj = linear(width, sizes[1] * self.head, bias)
-    self.v_proj = linear(width, sizes[1] * self.head, bias)
-    self.o_proj = linear(sizes[0] * self.head, width, variant["output_bias"])
-    normed, eps = variant["qk_norm"], network["norm_eps"]
-    self.q_norm = RMSNorm(self.head, eps) if normed else nn.Identity()
-    self.k_norm = RMSNorm(self.head, eps) if normed else nn.Identity()
+    for one, count in ("q", heads), ("k", kv_heads), ("v", kv_heads):
+      made = linear(width, count * self.head, bias=variant["qkv_bias"])
+      self.add_module(f"{one}_proj", made)
+    self.o_proj = linear(heads * self.head, width, bias=variant["output_bias"])
+    for name in "q_norm", "k_norm":
+      norm = RMSNorm(self.head, network["norm_eps"])
+      self.add_module(name, norm if variant["qk_norm"] else nn.Identity())
 
   def forward(self, x_BTD, cache, rows):
     batch, length, _ = x_BTD.shape
@@ -214,8 +210,7 @@ class Attention(nn.Module):
     q, k = (rotated(a, self.theta, self.rope, rows.position_BT) for a in (q, k))
     q, k, v = (a.transpose(1, 2) for a in (q, k, v))
     cache = joined(cache, (k, v), 2)
-    groups = self.heads // self.kv_heads
-    k, v = (a.repeat_interleave(groups, dim=1) for a in cache)
+    k, v = (a.repeat_interleave(self.groups, dim=1) for a in cache)
     y_BNTH = attend(q, k, v, rows.text_BS)
     return self.o_proj(y_BNTH.transpose(1, 2).flatten(2)), cache
 
@@ -320,10 +315,12 @@ class Kda(nn.Module):
     state, *tails = cache or [None] * 4
     batch, length, _ = x_BTD.shape
     heads = batch, length, self.heads, self.head
-    projected = (f(x_BTD) for f in (self.q_proj, self.k_proj, self.v_proj))
-    convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
+    pairs = (
+      (self.q_proj, self.q_conv1d), (self.k_proj, self.k_conv1d),
+      (self.v_proj, self.v_conv1d),
+    )  # fmt: skip
     features, tails = zip(
-      *(conv(a, tail) for conv, a, tail in zip(convolutions, projected, tails))
+      *(conv(f(x_BTD), tail) for (f, conv), tail in zip(pairs, tails))
     )
     q, k, v = (a.view(heads).float() for a in features)
     q, k = (
@@ -413,17 +410,16 @@ class Moe(nn.Module):
   def __init__(self, network):
     super().__init__()
     width, shape = network["width"], network["moe"]
-    hidden, shared = shape["expert_width"], shape["num_shared"]
-    activation, names = network["activation"], ("w1", "w3", "w2")
+    hidden, latent = shape["expert_width"], shape["latent_width"]
+    activation, shared = network["activation"], shape["num_shared"]
     self.gate = Router(width, shape)
-    latent = shape["latent_width"]
     self.experts = nn.ModuleList(
-      Mlp(latent or width, hidden, activation, names)
+      Mlp(latent or width, hidden, activation, ("w1", "w3", "w2"))
       for _ in range(shape["num_experts"])
     )
-    made = Mlp(width, shared * hidden, activation) if shared else None
-    self.shared_experts = made
-    self.latent, self.normed = latent, shape["latent_norm"]
+    self.shared, self.latent, self.normed = shared, latent, shape["latent_norm"]
+    if shared:
+      self.shared_experts = Mlp(width, shared * hidden, activation)
     if latent:
       self.routed_expert_down_proj = linear(width, latent)
       self.routed_expert_up_proj = linear(latent, width)
@@ -447,7 +443,7 @@ class Moe(nn.Module):
     if self.latent:
       y_UD = self.routed_expert_up_proj(y_UD)
     y_BTD = y_UD.view_as(x_BTD)
-    if self.shared_experts is not None:
+    if self.shared:
       y_BTD = y_BTD + self.shared_experts(x_BTD)
     return y_BTD
 
@@ -465,15 +461,12 @@ class Layer(nn.Module):
     self.post_attention_layernorm = RMSNorm(width, eps)
     self.self_attn = MIXERS[mixer](network)
     if mlp == "mlp":
-      hidden = network["mlp_width"] or 32 * -(-8 * width // (3 * 32))
-      self.mlp = Mlp(width, hidden, network["activation"])
+      self.mlp = Mlp(width, network["mlp_width"], network["activation"])
     else:
       self.block_sparse_moe = Moe(network)
-    if block_size(network):
-      self.self_attention_res_proj = linear(width, 1)
-      self.self_attention_res_norm = RMSNorm(width, eps)
-      self.mlp_res_proj = linear(width, 1)
-      self.mlp_res_norm = RMSNorm(width, eps)
+    for part in ("self_attention", "mlp") if block_size(network) else ():
+      self.add_module(f"{part}_res_proj", linear(width, 1))
+      self.add_module(f"{part}_res_norm", RMSNorm(width, eps))
 
   def feedforward(self, h):
     mlp = self.mlp if hasattr(self, "mlp") else self.block_sparse_moe

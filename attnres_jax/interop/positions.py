@@ -9,83 +9,96 @@ from attnres_jax import config as config_lib
 from attnres_jax.config import fields
 from attnres_jax.interop import config_table
 
-_BETA_FAST, _BETA_SLOW = 32.0, 1.0
 # A base of 1 turns all pairs alike, one of 0 none.
 _Base = Annotated[float, fields.Accepted(lambda x: x > 1, "a number above 1")]
 
 
-def pair(field: str, *, latent: bool = False) -> tuple[Any, Any]:
-  """How to read and to write base and scaling; see `config_table.Pair`.
+_EACH = (
+  config_table.key("factor", "rope.factor", fields.Positive),
+  config_table.key(
+    "original_max_position_embeddings", "rope.original_length",
+    default=lambda found: found["rope.original_length"],
+  ),
+)  # fmt: skip
+_SCALINGS = {
+  "llama3": (
+    *_EACH,
+    config_table.key("low_freq_factor", "rope.low_turns", fields.Positive),
+    config_table.key("high_freq_factor", "rope.high_turns", fields.Positive),
+  ),
+  "yarn": (
+    *_EACH,
+    config_table.key("beta_fast", "rope.high_turns", fields.Positive, 32.0),
+    config_table.key("beta_slow", "rope.low_turns", fields.Positive, 1.0),
+  ),
+}
 
-  Keys come from `rope_parameters`, or have the older names.
+
+def entry(field: str, *, latent: bool = False) -> config_table.Entry:
+  """Base and scaling of rotary positions.
+
+  Reads the keys of `rope_parameters`, or the older ones, and writes a form that
+  transformers reads before and since version 5.
 
   Args:
     field: of the base.
-    latent: of MLA: logits have a separate factor, `mscale_all_dim`, and so do
-      parts without positions.
+    latent: of MLA, whose logits have the factor `mscale_all_dim`, also in parts
+      without positions.
   """
 
   def read(keys: config_table.Keys, found: Mapping[str, Any]) -> dict[str, Any]:
     del found
     length = keys.take("max_position_embeddings", fields.Size, 0)
-    theta, rope = _read(keys, length, latent)
-    return {field: theta} | {f"rope.{name}": rope[name] for name in rope}
+    theta = keys.take("rope_theta", _Base, 0.0)
+    name = "rope_parameters"
+    if not keys.has(name):
+      keys.ignore(name)
+      name = "rope_scaling"
+    below = keys.below(name)
+    inner = below.take("rope_theta", _Base, 0.0)
+    if theta and inner and theta != inner:
+      keys.fail("rope_theta", theta, f"{inner} as in {name}")
+    rope: dict[str, Any] = {field: theta or inner or 10_000.0}
+    kind = below.take("type", str, "default")
+    kind = below.take("rope_type", str, kind)
+    if kind not in ("default", *_SCALINGS):
+      below.fail("rope_type", kind, "'default', 'llama3' or 'yarn'")
+    if kind != "default":
+      rope |= {"rope.scaling": kind, "rope.original_length": length}
+    for one in _SCALINGS.get(kind, ()):
+      rope |= one.read(below, rope) or {}
+    if kind == "yarn":
+      turned = _read_factor(below, rope["rope.factor"], latent)
+      rope["rope.logit_scale"] = turned**2
+    below.finish()
+    # The other key says the same, or is null.
+    if name == "rope_parameters":
+      keys.expect("rope_scaling")
+    return rope
 
   def write(config: config_lib.ModelConfig) -> dict[str, Any]:
-    theta = config_table.get(config, field)
+    theta, rope = config_table.get(config, field), config.rope
     if theta <= 1:
       config_lib.fail(f"model.{field}", theta, "rotary positions, above 1")
-    return _written(theta, config.rope, latent)
+    if rope.scaling == "none":
+      return dict(rope_theta=theta, rope_scaling=None)
+    scaling = {"rope_type": rope.scaling}
+    scaling |= config_table.write(_SCALINGS[rope.scaling], config)
+    if rope.scaling == "yarn":
+      scaling |= _written_factors(rope, latent)
+    return dict(rope_theta=theta, rope_scaling=scaling)
 
-  return read, write
+  return config_table.Entry(read, write)
 
 
-def _read(
-  keys: config_table.Keys, length: int, latent: bool
-) -> tuple[float, dict[str, Any]]:
-  """The base, and fields of `RopeConfig`.
+def _read_factor(
+  below: config_table.Keys, factor: float, latent: bool
+) -> float:
+  """YaRN's factor of queries and of keys.
 
   Raises:
-    ConfigError: a scaling that our attention does not have.
+    ConfigError: a factor that our attention does not have.
   """
-  theta = keys.take("rope_theta", _Base, 0.0)
-  name = "rope_parameters"
-  if not keys.has(name):
-    keys.ignore(name)
-    name = "rope_scaling"
-  below = keys.below(name)
-  inner = below.take("rope_theta", _Base, 0.0)
-  if theta and inner and theta != inner:
-    keys.fail("rope_theta", theta, f"{inner} as in {name}")
-  theta = theta or inner or 10_000.0
-  kind = below.take("type", str, "default")
-  kind = below.take("rope_type", str, kind)
-  if kind not in ("default", "llama3", "yarn"):
-    below.fail("rope_type", kind, "'default', 'llama3' or 'yarn'")
-  rope: dict[str, Any] = {}
-  if kind != "default":
-    original = below.take(
-      "original_max_position_embeddings", fields.Size, length
-    )
-    factor = below.take("factor", fields.Positive)
-    rope = dict(scaling=kind, factor=factor, original_length=original)
-  if kind == "yarn":
-    rope |= _of_yarn(below, rope["factor"], latent)
-  if kind == "llama3":
-    rope |= dict(
-      low_turns=below.take("low_freq_factor", fields.Positive),
-      high_turns=below.take("high_freq_factor", fields.Positive),
-    )
-  below.finish()
-  # The other key says the same, or is null.
-  if name == "rope_parameters":
-    keys.expect("rope_scaling")
-  return theta, rope
-
-
-def _of_yarn(
-  below: config_table.Keys, factor: float, latent: bool
-) -> dict[str, Any]:
   turning = below.take("mscale", fields.NotNegative, 0.0)
   everything = below.take("mscale_all_dim", fields.NotNegative, 0.0)
   both = turning and everything
@@ -94,44 +107,17 @@ def _of_yarn(
     usual /= _temperature(factor, everything)
   turned = below.take("attention_factor", fields.Positive, usual)
   below.expect("truncate", True)
-  if latent:
-    if not math.isclose(turned, 1.0):
-      below.fail(
-        "mscale", turning, f"mscale_all_dim={everything} (or attention_factor"
-        "=1): other factors of the part with positions cannot be imported",
-      )  # fmt: skip
-    turned = _temperature(factor, everything)
-  return dict(
-    high_turns=below.take("beta_fast", fields.Positive, _BETA_FAST),
-    low_turns=below.take("beta_slow", fields.Positive, _BETA_SLOW),
-    logit_scale=turned**2,
-  )
+  if latent and not math.isclose(turned, 1.0):
+    below.fail(
+      "mscale", turning, f"mscale_all_dim={everything} (or attention_factor=1):"
+      " other factors of the part with positions cannot be imported",
+    )  # fmt: skip
+  return _temperature(factor, everything) if latent else turned
 
 
 def _temperature(factor: float, scale: float) -> float:
   """YaRN's factor of queries and of keys (arXiv:2309.00071, Eq. 22)."""
   return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
-
-
-def _written(
-  theta: float, rope: config_lib.RopeConfig, latent: bool
-) -> dict[str, Any]:
-  """In the form that transformers of before and after version 5 read."""
-  if rope.scaling == "none":
-    return dict(rope_theta=theta, rope_scaling=None)
-  scaling = dict(
-    rope_type=rope.scaling,
-    factor=rope.factor,
-    original_max_position_embeddings=rope.original_length,
-  )
-  if rope.scaling == "llama3":
-    scaling |= dict(
-      low_freq_factor=rope.low_turns, high_freq_factor=rope.high_turns
-    )
-  else:
-    scaling |= dict(beta_fast=rope.high_turns, beta_slow=rope.low_turns)
-    scaling |= _written_factors(rope, latent)
-  return dict(rope_theta=theta, rope_scaling=scaling)
 
 
 def _written_factors(

@@ -20,7 +20,6 @@ import json
 import pathlib
 import sys
 import time
-from typing import Any
 
 import jax
 
@@ -32,6 +31,7 @@ from attnres_jax.common import sharding
 from attnres_jax.common import text_table
 from attnres_jax.config import fields
 from attnres_jax.data import text_format as text_format_lib
+from attnres_jax.inference import trained
 from attnres_jax.interop import weights_folder
 from attnres_jax.train import checkpoint
 
@@ -68,53 +68,34 @@ def _score(options: argparse.Namespace) -> None:
   fields.accept("--num_fewshot", options.num_fewshot + 1, fields.Count)
   fields.accept("--slots", options.slots, fields.Size)
   names = [name for name in options.tasks.split(",") if name]
-  workdir = files.check_folder("--workdir", options.workdir, writable=False)
   if options.include_path:
     files.check_folder("--include_path", options.include_path, writable=False)
   from attnres_jax.interop import harness  # An extra.
 
   command_line.connect(options)
-  steps = checkpoint.all_steps(workdir)
-  step = options.step if options.step is not None else max(steps, default=None)
-  if step not in steps:
-    known = ", ".join(map(str, steps))
-    config_lib.fail_argument(
-      "--workdir" if options.step is None else "--step",
-      options.workdir if options.step is None else options.step,
-      f"a run with a checkpoint, or one of its steps: {known or 'none'}",
-    )
+  workdir, step = trained.find(options)
   out = pathlib.Path(options.out or workdir / f"scores_{step}.json")
   if out.exists():
     config_lib.fail_argument("--out", str(out), "a file that does not exist")
   files.check_folder("--out", str(out.parent))
   table = harness.find_tasks(names, options.include_path)
-  mesh = sharding.make_mesh(
-    config_lib.MeshConfig(
-      data=options.data, fsdp=options.fsdp, tensor=options.tensor
-    )
-  )
+  sizes = {name: getattr(options, name) for name in ("data", "fsdp", "tensor")}
+  mesh = sharding.make_mesh(config_lib.MeshConfig(**sizes))
   config, model = checkpoint.load_model(workdir, step, mesh)
   text_format = text_format_lib.of_data(config.data, workdir)
   facts, _ = weights_folder.origin(workdir, config)
-  trained = facts.get("config", {}).get("max_position_embeddings")
+  longest = facts.get("config", {}).get("max_position_embeddings")
   network = harness.Network(
-    model,
-    text_format,
-    mesh,
-    length=options.length or trained or config.data.sequence_length,
-    batch_tokens=options.batch_tokens,
+    model, text_format, mesh, batch_tokens=options.batch_tokens,
     slots=options.slots,
-  )
+    length=options.length or longest or config.data.sequence_length,
+  )  # fmt: skip
   start = time.perf_counter()
   results = harness.evaluate(
-    network,
-    names,
-    table,
-    limit=options.limit,
-    num_fewshot=options.num_fewshot,
-    log_samples=options.log_samples,
+    network, names, table, limit=options.limit,
+    num_fewshot=options.num_fewshot, log_samples=options.log_samples,
     confirm_run_unsafe_code=options.runs_code,
-  )
+  )  # fmt: skip
   if jax.process_index():
     return
   results["run"] = dict(
@@ -126,27 +107,19 @@ def _score(options: argparse.Namespace) -> None:
     prefix=text_format.prefix_id,
   )  # fmt: skip
   results["environment"] = dict(
-    hardware=environment.hardware(),
-    commit=environment.commit(),
-    jax=jax.__version__,
-    devices=mesh.size,
+    hardware=environment.hardware(), commit=environment.commit(),
+    jax=jax.__version__, devices=mesh.size,
     seconds=time.perf_counter() - start,
-  )
+  )  # fmt: skip
   out.parent.mkdir(parents=True, exist_ok=True)
   files.write(out, json.dumps(results, indent=2) + "\n")
-  _print(results)
-  print(f"{config.name}, step {step}: {out}")
-
-
-def _print(results: dict[str, Any]) -> None:
-  from attnres_jax.interop import harness  # An extra.
-
   rows = []
   for name, value in harness.numbers(results).items():
     task, _, metric = name.partition("/")
     count = results["n-samples"].get(task, {}).get("effective", "")
     rows.append([task, metric, f"{value:.4f}", count])
   print(text_table.table(["task", "metric", "value", "examples"], rows))
+  print(f"{config.name}, step {step}: {out}")
 
 
 if __name__ == "__main__":

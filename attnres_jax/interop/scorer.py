@@ -153,29 +153,23 @@ class Scorer:
       tile = loss_lib.TILE_BYTES // (4 * local * model.config.vocab_size)
       tile = min(length, max(1, tile))
 
-      def logprobs(h_BCD, chosen_BCK):
+      def logprobs(xs):
+        h_BCD, chosen_BCK = xs
         logits_BCV = model.embedding.decode(h_BCD)
         chosen = jnp.take_along_axis(logits_BCV, chosen_BCK, axis=-1)
         norm = jax.nn.logsumexp(logits_BCV, axis=-1, keepdims=True)
         best_BC = jnp.argmax(logits_BCV, axis=-1).astype(jnp.int32)
         return chosen - norm, best_BC
 
-      def tiles(a):
-        pad = [(0, 0)] * a.ndim
-        pad[1] = 0, -length % tile
-        a = jnp.pad(a, pad).reshape(rows, -1, tile, *a.shape[2:])
-        return jnp.moveaxis(a, 1, 0)
-
-      def joined(a):
-        return jnp.moveaxis(a, 0, 1).reshape(rows, -1)[:, :length]
-
-      logprob, best = jax.lax.map(
-        lambda xs: logprobs(xs[0], xs[1][..., None]),
-        (tiles(h_BTD), tiles(target_BT)),
+      found = jax.lax.map(
+        logprobs, loss_lib.cut(tile, h_BTD, target_BT[..., None])
+      )
+      logprob_BT, best_BT = (
+        jnp.moveaxis(a, 0, 1).reshape(rows, -1)[:, :length] for a in found
       )
       h_B1D = jnp.take_along_axis(h_BTD, last_B[:, None, None], axis=1)
-      last, _ = logprobs(h_B1D, choice_BK[:, None])
-      return joined(logprob), joined(best), last[:, 0]
+      last_B1K, _ = logprobs((h_B1D, choice_BK[:, None]))
+      return logprob_BT, best_BT, last_B1K[:, 0]
 
 
 def _bucket(size: int, least: int, bits: int) -> int:

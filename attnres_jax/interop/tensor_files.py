@@ -22,7 +22,6 @@ import safetensors.numpy
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import files
-from attnres_jax.interop import manifest
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Those of weights.
@@ -185,29 +184,26 @@ class Entry:
 
 def write_folder(
   folder: pathlib.Path, entries: Sequence[Entry], shard_bytes: int
-) -> dict[str, str]:
+) -> None:
   """Writes tensors as files of at most `shard_bytes`, and their index.
 
-  A larger tensor gets a separate file. One file at a time is in memory. The
-  index comes last.
-
-  Returns:
-    The SHA-256 of each file of tensors.
+  A larger tensor gets one file. One file at a time is in memory. The index
+  comes last.
   """
   shards = list(_shards(entries, shard_bytes))
   if len(shards) == 1:
-    return {SINGLE: _write(folder / SINGLE, shards[0])}
-  digests, places = {}, {}
+    _write(folder / SINGLE, shards[0])
+    return
+  places = {}
   for number, shard in enumerate(shards, 1):
     name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-    digests[name] = _write(folder / name, shard)
+    _write(folder / name, shard)
     places |= {entry.name: name for entry in shard}
   total = sum(entry.num_bytes for entry in entries)
   index = {"metadata": {"total_size": total}, "weight_map": places}
   files.write(
     folder / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n"
   )
-  return digests
 
 
 def _shards(entries: Iterable[Entry], most: int) -> Iterable[list[Entry]]:
@@ -221,7 +217,7 @@ def _shards(entries: Iterable[Entry], most: int) -> Iterable[list[Entry]]:
   yield shard
 
 
-def _write(path: pathlib.Path, entries: Sequence[Entry]) -> str:
+def _write(path: pathlib.Path, entries: Sequence[Entry]) -> None:
   size = sum(entry.num_bytes for entry in entries)
   files.check_space(path, size)
   temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
@@ -233,11 +229,9 @@ def _write(path: pathlib.Path, entries: Sequence[Entry]) -> str:
       )
     with open(temporary, "rb") as file:
       os.fsync(file.fileno())
-    digest = manifest.sha256(temporary)
     os.replace(temporary, path)
   finally:
     temporary.unlink(missing_ok=True)
-  return digest
 
 
 def fail(path: pathlib.Path, what: str) -> NoReturn:

@@ -28,10 +28,10 @@ import numpy as np
 from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax.common import command_line
-from attnres_jax.common import files
 from attnres_jax.common import trees
 from attnres_jax.config import errors
 from attnres_jax.config import fields
+from attnres_jax.inference import trained
 from attnres_jax.interop import weights_folder
 from attnres_jax.models import residuals
 from attnres_jax.models.residuals import base
@@ -191,32 +191,23 @@ def _scheme(form: str | None, residual: str) -> str:
 
 def _upcycle_run(options: argparse.Namespace) -> None:
   out = weights_folder.check_new("--out", options.out)
-  workdir = files.check_folder("--workdir", options.workdir, writable=False)
-  if not checkpoint.all_steps(workdir):
-    config_lib.fail_argument(
-      "--workdir", options.workdir, "the folder of a run with a checkpoint"
-    )
+  workdir, step = trained.find(options)
   errors.check_in("--residual", options.residual, residuals.RESIDUALS)
   name = _scheme(options.form, options.residual)
   for name_of_size in ("num_blocks", "block_size", "heads", "rank"):
     size = getattr(options, name_of_size)
     fields.accept(f"--{name_of_size}", size, fields.Count)
   residual = config_lib.ResidualConfig(
-    name=name,
-    num_blocks=options.num_blocks,
-    block_size=options.block_size,
-    streams=options.streams,
-    rank=options.rank,
+    name=name, num_blocks=options.num_blocks, block_size=options.block_size,
+    streams=options.streams, rank=options.rank,
     read=config_lib.DepthReadConfig(heads=options.heads),
-  )
-  config, model = checkpoint.load_model(workdir, options.step)
+  )  # fmt: skip
+  config, model = checkpoint.load_model(workdir, step)
   new = upcycle(model, residual)
   config = dataclasses.replace(
-    config,
-    name=f"{config.name}_{name}",
-    model=new.config,
+    config, name=f"{config.name}_{name}", model=new.config,
     train=dataclasses.replace(config.train, start_from=""),
-  )
+  )  # fmt: skip
   facts, also = weights_folder.origin(workdir, config)
   facts = facts | {"upcycled_from": str(workdir)}
   weights_folder.write(out, config, new, facts, also)

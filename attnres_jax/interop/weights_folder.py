@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import json
 import os
 import pathlib
-from typing import Any
+from typing import Any, Literal
 
 from etils import epath
 import jax
@@ -144,9 +144,10 @@ def origin(
 # Keys of config.json that an export repeats.
 LENGTHS = "max_position_embeddings", "model_max_length"
 # Keys of interop.json, and their types; `files` has names.
+_DTYPE = Literal[tuple(tensor_files.DTYPES)]
 _FACTS = {
-  "format": str, "family": str, "source": str, "dtype": str, "dtypes": dict,
-  "config": dict, "upcycled_from": str,
+  "format": str, "family": str, "source": str, "dtype": _DTYPE, "dtypes": dict,
+  "config": dict, "upcycled_from": str, "files": tuple[str, ...],
 }  # fmt: skip
 
 
@@ -156,22 +157,14 @@ def _read_facts(
   path, contents = folder / FACTS, {}
   try:
     facts = files.read_json(path)
-    for key, kind in _FACTS.items():
-      if not isinstance(facts.get(key, kind()), kind):
-        raise ValueError(f"{key!r} is no {kind.__name__}")
-    dtypes = [facts.get("dtype", "F32"), *facts.get("dtypes", {}).values()]
-    for dtype in dtypes:
-      if dtype not in list(tensor_files.DTYPES):
-        raise ValueError(f"unknown dtype {dtype!r}")
+    for key in _FACTS.keys() & facts.keys():
+      fields.accept(f"{path}: {key}", facts[key], _FACTS[key])
+    for leaf, dtype in facts.get("dtypes", {}).items():
+      fields.accept(f"{path}: {leaf}", dtype, _DTYPE)
     for key in LENGTHS:
-      length = facts.get("config", {}).get(key)
-      fields.accept(
-        f"{path}: {key}", 1 if length is None else length, fields.Size
-      )
-    names = facts.get("files", [])
-    if not isinstance(names, list):
-      raise ValueError("'files' is no list")
-    for name in names:
+      if (length := facts.get("config", {}).get(key)) is not None:
+        fields.accept(f"{path}: {key}", length, fields.Size)
+    for name in facts.get("files", ()):
       files.name_from_file(name, "files", path)
       if os.path.islink(folder / name):
         raise ValueError(f"{name!r} is a link, which may lead elsewhere")

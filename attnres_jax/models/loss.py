@@ -171,7 +171,7 @@ def _tiled(options, h_BTD, head_DV, target_BT, weight_BT) -> LossSums:
     return jax.tree.map(jnp.add, sums, tile_sums), None
 
   sums, _ = jax.lax.scan(
-    add_tile, no_loss(wide), _cut(tile, h_BTD, target_BT, weight_BT)
+    add_tile, no_loss(wide), cut(tile, h_BTD, target_BT, weight_BT)
   )
   return sums
 
@@ -205,7 +205,7 @@ def _tiled_fwd(options, h_BTD, head_DV, target_BT, weight_BT):
 
   zeros = jnp.zeros(head_DV.shape, wide)
   (sums, d_head_DV), d_h = jax.lax.scan(
-    add_tile, (no_loss(wide), zeros), _cut(tile, h_BTD, target_BT, weight_BT)
+    add_tile, (no_loss(wide), zeros), cut(tile, h_BTD, target_BT, weight_BT)
   )
   d_h_BTD = jnp.moveaxis(d_h, 0, 1).reshape(h_BTD.shape[0], -1, d_h.shape[-1])
   d_head_DV = sharding.sum_parts(d_head_DV, dim)
@@ -247,12 +247,12 @@ def _tile_sums(
   return LossSums(nll + z_loss * z, nll, z), log_normaliser_BT
 
 
-def _cut(tile: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+def cut(tile: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
   """[B, T, ...] to [tiles, B, tile, ...], zero-padded (weight 0) at the end."""
 
-  def cut(a):
+  def one(a):
     pad = -a.shape[1] % tile
     a = jnp.pad(a, [(0, 0), (0, pad)] + [(0, 0)] * (a.ndim - 2))
     return jnp.moveaxis(a.reshape(a.shape[0], -1, tile, *a.shape[2:]), 1, 0)
 
-  return tuple(cut(a) for a in arrays)
+  return tuple(one(a) for a in arrays)

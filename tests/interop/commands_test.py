@@ -4,6 +4,7 @@
 import json
 import pathlib
 import shutil
+import subprocess
 import warnings
 
 import jax
@@ -25,19 +26,6 @@ from tests.interop import small_checkpoint
 
 pytestmark = pytest.mark.needs("tokenizers")
 IMPORT, EXPORT = import_huggingface.main, export_huggingface.main
-SMALL_RUN = {
-  "train.steps": 2,
-  "optim.warmup_steps": 0,
-  "train.eval_every": 0,
-  "train.depth_every": 0,
-  "train.eval_batches": 1,
-  "data.source": "text",
-  "data.validation_fraction": 0.2,
-  "data.sequence_length": 16,
-  "data.batch_size": 4,
-  "mesh.data": 1,
-  "checkpoint.asynchronous": False,
-}
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +57,11 @@ def test_an_import(source, imported):
 
 
 def test_activations_are_as_wide_as_the_files(source, tmp_path):
-  assert IMPORT([f"--path={source}", f"--workdir={tmp_path / 'a'}"]) == 0
+  argv = [f"--path={source}", f"--workdir={tmp_path / 'a'}"]
+  assert IMPORT([*argv, "--tokenizer=bytes"]) == 0
   config, _ = checkpoint.load_model(tmp_path / "a")
   assert config.model.dtype == "bfloat16"
+  assert config.data.tokenizer == "bytes"
 
 
 def test_sampling(imported, capsys):
@@ -82,7 +72,7 @@ def test_sampling(imported, capsys):
 
 
 def test_training_goes_on_and_the_result_goes_out(imported, tmp_path, capsys):
-  fields = SMALL_RUN | tiny_run.corpus(tmp_path)
+  fields = small_checkpoint.run_fields(tmp_path)
   config = config_lib.load_config(str(imported / "config.py"), fields)
   assert config.train.start_from == str(imported)
   run = tmp_path / "run"
@@ -106,8 +96,10 @@ def test_training_goes_on_and_the_result_goes_out(imported, tmp_path, capsys):
     assert copied == (imported / name).read_bytes()
   card = (tmp_path / "out" / "README.md").read_text()
   assert "`llama` family" in card and "(step 2)" in card
-  argv = [f"--path={tmp_path / 'out'}", f"--workdir={tmp_path / 'again'}"]
-  assert IMPORT([*argv, "--verify"]) == 0
+  check = ["sha256sum", "--check", "--quiet", "--strict", "SHA256SUMS"]
+  assert subprocess.run(check, cwd=tmp_path / "out").returncode == 0
+  (tmp_path / "out" / "README.md").write_text(card + "!")
+  assert subprocess.run(check, cwd=tmp_path / "out").returncode == 1
 
 
 def test_an_export_of_an_import_is_the_source(source, imported, tmp_path):
@@ -118,7 +110,7 @@ def test_an_export_of_an_import_is_the_source(source, imported, tmp_path):
 
 
 def test_a_run_does_not_resume_in_the_folder_of_an_import(imported, tmp_path):
-  fields = SMALL_RUN | tiny_run.corpus(tmp_path)
+  fields = small_checkpoint.run_fields(tmp_path)
   config = config_lib.load_config(str(imported / "config.py"), fields)
   with pytest.raises(config_lib.ConfigError, match="has weights only"):
     loop.train_and_evaluate(config, imported)
@@ -132,33 +124,25 @@ def test_a_run_does_not_resume_in_the_folder_of_an_import(imported, tmp_path):
     (["--tokenizer={source}/config.json"], "data.tokenizer_path: got"),
     (["--tokenizer={big}"], "at most the 300 tokens of the network, not 311"),
     (["--path={bare}"], "a folder with tokenizer.json or tokenizer.model"),
-    (["--path={bare}", "--tokenizer=bytes", "--verify"], None),
-    (["--path={damaged}", "--verify"], "README.md: its content has changed"),
     (["--path={source}", "--dtype=float16"], "invalid choice: 'float16'"),
   ],
 )
 def test_bad_imports_write_nothing(source, tmp_path, capsys, arguments, words):
-  bare, damaged = tmp_path / "bare", tmp_path / "damaged"
-  for folder in bare, damaged:
-    small_checkpoint.write(folder, "llama", num_layers=2)
-  (damaged / "README.md").write_text("B test.\n")
   import tokenizers
+
+  bare = tmp_path / "bare"
+  small_checkpoint.write(bare, "llama", num_layers=2)
 
   big = tokenizers.Tokenizer.from_str(small_checkpoint.tokenizer_json())
   big.add_tokens([f"token {i}" for i in range(53)])
   big.save(str(tmp_path / "big.json"))
-  named = dict(
-    source=source, bare=bare, damaged=damaged, big=tmp_path / "big.json"
-  )
+  named = dict(source=source, bare=bare, big=tmp_path / "big.json")
   given = [f"--path={source}", f"--workdir={tmp_path / 'new'}"]
   given += [argument.format(**named) for argument in arguments]
   try:
     status = IMPORT(given)
   except SystemExit as stopped:
     status = stopped.code
-  if words is None:
-    assert status == 0
-    return
   assert status in (1, 2)
   error = capsys.readouterr().err
   assert words in error and len(error.splitlines()) == 1
@@ -166,10 +150,8 @@ def test_bad_imports_write_nothing(source, tmp_path, capsys, arguments, words):
 
 
 def test_a_network_that_cannot_be_exported(tmp_path, capsys):
-  config = config_lib.RunConfig(
-    model=small_checkpoint.model("llama", qkv_norm=True).config
-  )
   model = small_checkpoint.model("llama", qkv_norm=True)
+  config = config_lib.RunConfig(model=model.config)
   weights_folder.write(tmp_path / "a", config, model, {}, {})
   argv = [f"--workdir={tmp_path / 'a'}", f"--path={tmp_path / 'b'}"]
   assert EXPORT(argv) == 2
@@ -250,12 +232,10 @@ def test_the_code_of_the_card_writes_text(
 
   monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "code"))
   monkeypatch.chdir(tmp_path)
-  config = config_lib.RunConfig(
-    model=config_lib.ModelConfig(
-      vocab_size=257, width=32, num_layers=2, num_heads=2, mlp_width=48,
-      residual=config_lib.ResidualConfig(residual, num_blocks=2),
-    ),
-  )  # fmt: skip
+  config = config_lib.RunConfig(model=config_lib.ModelConfig(
+    vocab_size=257, width=32, num_layers=2, num_heads=2, mlp_width=48,
+    residual=config_lib.ResidualConfig(residual, num_blocks=2),
+  ))  # fmt: skip
   _run_of_ours(tmp_path / "run", config, factor=3.0)
   folder = tmp_path / "out"
   assert EXPORT([f"--workdir={tmp_path / 'run'}", f"--path={folder}"]) == 0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kimi K3 against its specification in float64; experts in four bits."""
 
-import dataclasses
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ from attnres_jax import config as config_lib
 from attnres_jax import optimizer
 from attnres_jax.common import sharding
 from attnres_jax.common import trees
-from attnres_jax.interop import families
 from attnres_jax.interop import huggingface
 from attnres_jax.interop import mxfp4
 from attnres_jax.interop import tensor_files
@@ -25,66 +24,37 @@ BIAS = "e_score_correction_bias"
 PACKED, SCALE = "weight_packed", "weight_scale"
 
 
-def _read(folder):
-  return {
-    name: tensor.read()
-    for name, tensor in tensor_files.open_folder(folder).items()
-  }
-
-
-def _write(folder, arrays):
-  """Replaces files of the folder."""
-  for file in folder.glob("model*"):
-    file.unlink()
-  names = {t: n for n, t in tensor_files.DTYPES.items()}
-  names[np.dtype(np.uint8)] = "U8"
-  entries = [
-    tensor_files.Entry(name, names[a.dtype], a.shape, lambda a=a: a)
-    for name, a in arrays.items()
-  ]
-  with pytest.MonkeyPatch.context() as patch:
-    known = tensor_files.DTYPES | {"U8": np.dtype(np.uint8)}
-    patch.setattr(tensor_files, "DTYPES", known)
-    tensor_files.write_folder(folder, entries, 60_000)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
   """As published: experts in four bits, and tensors of images beside them."""
   path = tmp_path_factory.mktemp("k3")
   small_checkpoint.write(path, "kimi_k3")
   rng = np.random.default_rng(3)
-  arrays = {}
-  for name, array in _read(path).items():
-    if name.endswith(("norm.weight", "A_log", "dt_bias")):
-      # Gains and rates whose functions are not nearly linear.
-      array = array + np.float32(name.endswith("norm.weight"))
-      if name.endswith("A_log"):
-        array[2:] = 0  # Of two heads.
-    if name.endswith("lm_head.weight"):
-      array = (
-        np.float32(0.4) * array
-      )  # As large as those of the other families.
-    if ".experts." in name:
-      rows, columns = array.shape
-      base = name.removesuffix("weight")
-      codes = rng.integers(0, 256, (rows, columns // 2), dtype=np.uint8)
-      scales = rng.integers(122, 125, (rows, columns // 32), dtype=np.uint8)
-      arrays[base + PACKED], arrays[base + SCALE] = codes, scales
-    else:
-      arrays[name] = array
-  arrays["vision_tower.patch_embed.weight"] = np.ones((2, 2), np.float32)
-  arrays["mm_projector.proj.weight"] = np.ones(2, np.float32)
-  _write(path, arrays)
-  described = path / huggingface.CONFIG
-  values = json.loads(described.read_text()) | {"vision_config": {}}
-  described.write_text(json.dumps(values))
+
+  def change(arrays):
+    for name, array in list(arrays.items()):
+      if name.endswith("norm.weight"):
+        # Gains whose functions are not nearly linear.
+        arrays[name] = array + np.float32(1)
+      if name.endswith("lm_head.weight"):  # As large as of other families.
+        arrays[name] = np.float32(0.4) * array
+      if ".experts." in name:
+        rows, columns = arrays.pop(name).shape
+        base = name.removesuffix("weight")
+        codes = rng.integers(0, 256, (rows, columns // 2), dtype=np.uint8)
+        scales = rng.integers(122, 125, (rows, columns // 32), dtype=np.uint8)
+        arrays[base + PACKED], arrays[base + SCALE] = codes, scales
+    arrays["vision_tower.patch_embed.weight"] = np.ones((2, 2), np.float32)
+    arrays["mm_projector.proj.weight"] = np.ones(2, np.float32)
+
+  small_checkpoint.change_tensors(path, change)
+  small_checkpoint.change_config(path, vision_config={})
   return path
 
 
 def _reference(folder):
   """Tensors in float64, without images, and the text_config."""
-  arrays, found = _read(folder), {}
+  arrays, found = small_checkpoint.tensors(folder), {}
   for name, array in arrays.items():
     if name.endswith(PACKED):
       base = name.removesuffix("_packed")
@@ -145,7 +115,7 @@ def test_an_optimiser_step(folder, tmp_path):
     stepped, tmp_path / "out", dtype="F32", facts={}, card="",
     family="kimi_k3",
   )  # fmt: skip
-  found = _read(tmp_path / "out")
+  found = small_checkpoint.tensors(tmp_path / "out")
 
   def loss(tensors):
     return _loss(k3_reference.Network(tensors, text).logits(tokens_T), tokens_T)
@@ -191,7 +161,10 @@ def test_parts_that_are_no_whole_groups(tmp_path):
   rng = np.random.default_rng(0)
   codes = rng.integers(0, 256, (5, 48), dtype=np.uint8)
   scales = rng.integers(100, 140, (5, 3), dtype=np.uint8)
-  _write(tmp_path, {"w_packed": codes, "w_scale": scales})
+  small_checkpoint.write(tmp_path)
+  small_checkpoint.change_tensors(
+    tmp_path, lambda a: a.update(w_packed=codes, w_scale=scales)
+  )
   tensors = tensor_files.open_folder(tmp_path)
   whole = k3_reference.decoded(codes, scales)
   for columns in (slice(0, 96), slice(30, 35), slice(33, 64), slice(95, 96)):
@@ -200,12 +173,9 @@ def test_parts_that_are_no_whole_groups(tmp_path):
 
 
 def _changed(folder, tmp_path, change):
-  arrays = _read(folder)
-  change(arrays)
-  _write(tmp_path, arrays)
-  config = (folder / huggingface.CONFIG).read_text()
-  (tmp_path / huggingface.CONFIG).write_text(config)
-  return tmp_path
+  shutil.copytree(folder, tmp_path / "changed")
+  small_checkpoint.change_tensors(tmp_path / "changed", change)
+  return tmp_path / "changed"
 
 
 EXPERT = "language_model.model.layers.2.block_sparse_moe.experts.1.w2.weight"
@@ -251,87 +221,3 @@ def test_values_that_are_refused(folder, tmp_path, change, words):
   source = huggingface.read(_changed(folder, tmp_path, change))
   with pytest.raises(tensor_files.TensorFileError, match=words):
     huggingface.load(source)
-
-
-def _published():
-  """text_config of the released network (spec: interop section 1)."""
-  return dict(
-    model_type="kimi_linear", hidden_size=7168, num_hidden_layers=93,
-    num_attention_heads=96, num_key_value_heads=96, vocab_size=163840,
-    intermediate_size=33792, hidden_act="situ", activation_situ_beta=4.0,
-    activation_situ_linear_beta=25.0, rms_norm_eps=1e-5, mla_use_nope=True,
-    mla_use_output_gate=True, q_lora_rank=1536, kv_lora_rank=512,
-    qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
-    num_experts=896, num_experts_per_token=16, num_shared_experts=2,
-    moe_intermediate_size=3072, routed_expert_hidden_size=3584,
-    latent_moe_use_norm=True, routed_scaling_factor=1.0,
-    first_k_dense_replace=1, moe_layer_freq=1, moe_renormalize=True,
-    moe_router_activation_func="sigmoid", attn_res_block_size=12,
-    linear_attn_config=dict(
-      head_dim=128, num_heads=96, short_conv_kernel_size=4,
-      use_full_rank_gate=True, gate_lower_bound=-5.0,
-      full_attn_layers=[*range(4, 93, 4), 93],
-      kda_layers=[i for i in range(1, 93) if i % 4],
-    ),
-  )  # fmt: skip
-
-
-def _config(**changes):
-  text = {k: v for k, v in (_published() | changes).items() if v is not ...}
-  return families.read_config({"model_type": "kimi_k3", "text_config": text})
-
-
-def test_the_published_shapes():
-  config = _config()
-  rules = families.FAMILIES["kimi_k3"].rules(config)
-  abstract = jax.eval_shape(lambda: huggingface.models.build_model(config))
-  packed = {
-    "w1.weight_packed": (3072, 1792), "w1.weight_scale": (3072, 112),
-    "w2.weight_packed": (3584, 1536), "w2.weight_scale": (3584, 96),
-  }  # fmt: skip
-  plain = {
-    "self_attention_res_proj.weight": (1, 7168), "A_log": (128,),
-    "q_conv1d.weight": (12288, 1, 4), "f_b_proj.weight": (12288, 128),
-    "g_proj.weight": (12288, 7168), "q_b_proj.weight": (18432, 1536),
-    "kv_b_proj.weight": (24576, 512), "routed_expert_norm.weight": (3584,),
-    "routed_expert_up_proj.weight": (7168, 3584),
-    "block_sparse_moe.shared_experts.up_proj.weight": (6144, 7168),
-    "layers.0.mlp.up_proj.weight": (33792, 7168), ".b_proj.weight": (96, 7168),
-  }  # fmt: skip
-  count, seen = 0, set()
-  for rule in rules:
-    rule = dataclasses.replace(rule, packed=".experts." in rule.names[0])
-    for name, shape, _ in rule.stored():
-      count += 1
-      for end, wanted in (packed | plain).items():
-        if name.endswith(end):
-          assert shape == wanted, name
-          seen.add(end)
-  assert seen == packed.keys() | plain.keys()
-  # All but those of images, of which the headers have 497,220.
-  assert 490_000 < count < 497_220
-  size = sum(leaf.size for leaf in jax.tree.leaves(abstract))
-  assert round(size / 1e11) == 28
-  family = families.FAMILIES["kimi_k3"]
-  written = {"model_type": "kimi_k3"} | family.write_config(config)
-  assert families.read_config(written) == config
-
-
-@pytest.mark.parametrize(
-  "changes,words",
-  [
-    (dict(hidden_act="gelu"), "text_config: hidden_act: got 'gelu', expected"),
-    (dict(activation_situ_beta=...), "activation_situ_beta: got None, expect"),
-    (dict(mla_use_nope=False), "text_config: mla_use_nope: got False"),
-    (dict(attn_res_block_size=...), "attn_res_block_size: got None, expected"),
-    (dict(new_key=1), "text_config: new_key: got 1, expected no such key"),
-    (
-      dict(linear_attn_config=_published()["linear_attn_config"]
-           | dict(gate_lower_bound=5.0)),
-      "gate_lower_bound: got 5.0, expected a number below 0",
-    ),
-  ],
-)  # fmt: skip
-def test_configs_that_are_refused(changes, words):
-  with pytest.raises(config_lib.ConfigError, match=words):
-    _config(**changes)

@@ -63,16 +63,11 @@ CASES = {
   "qwen3_yarn": ("Qwen3", dict(head_dim=32, rope_parameters=YARN)),
   "kimi_linear": ("KimiLinear", KIMI),
   "deepseek": ("DeepseekV3", DEEPSEEK),
-  "deepseek_yarn": (
-    "DeepseekV3",
-    DEEPSEEK
-    | dict(
-      q_lora_rank=None,
-      rope_interleave=False,
-      rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=1.0),
-    ),
-  ),
-}
+  "deepseek_yarn": ("DeepseekV3", DEEPSEEK | dict(
+    q_lora_rank=None, rope_interleave=False,
+    rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=1.0),
+  )),
+}  # fmt: skip
 
 
 @functools.cache

@@ -25,70 +25,37 @@ from tests import tiny_run
 from tests.interop import small_checkpoint
 
 LM_EVAL = pytest.mark.needs("lm_eval>=0.4.9")
-QUESTIONS = """\
-task: our_questions
-dataset_path: json
-dataset_kwargs:
-  data_files: {test: FOLDER/questions.jsonl}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "Question: {{question}}\\nAnswer:"
-doc_to_choice: "{{choices}}"
-doc_to_target: label
-num_fewshot: 1
-fewshot_split: test
-metric_list:
-  - {metric: acc}
-  - {metric: acc_norm}
-"""
-LETTERS = """\
-task: our_letters
-dataset_path: json
-dataset_kwargs:
-  data_files: {test: FOLDER/questions.jsonl}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{question}} "
-doc_to_choice: ["A", "B", "C", "D", "E"]
-doc_to_target: label
-metric_list:
-  - {metric: acc}
-"""
-DOCUMENTS = """\
-task: our_documents
-dataset_path: json
-dataset_kwargs:
-  data_files: {test: FOLDER/documents.jsonl}
-test_split: test
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{text}}"
-metric_list:
-  - {metric: word_perplexity}
-  - {metric: bits_per_byte}
-"""
-ANSWERS = """\
-task: our_answers
-dataset_path: json
-dataset_kwargs:
-  data_files: {test: FOLDER/questions.jsonl}
-test_split: test
-output_type: generate_until
-doc_to_text: "{{question}}"
-doc_to_target: "{{choices[0]}}"
-generation_kwargs: {until: ["e"], max_gen_toks: 9, do_sample: false}
-metric_list:
-  - {metric: exact_match}
-"""
+# Tasks of every kind: their file of examples, and the rest of their YAML.
 TASKS = dict(
-  our_questions=QUESTIONS, our_letters=LETTERS, our_documents=DOCUMENTS,
-  our_answers=ANSWERS,
+  our_questions=("questions", dict(
+    output_type="multiple_choice", num_fewshot=1, fewshot_split="test",
+    doc_to_text="Question: {{question}}\nAnswer:", doc_to_target="label",
+    doc_to_choice="{{choices}}",
+    metric_list=[dict(metric="acc"), dict(metric="acc_norm")],
+  )),
+  our_letters=("questions", dict(
+    output_type="multiple_choice", doc_to_text="{{question}} ",
+    doc_to_target="label", doc_to_choice=list("ABCDE"),
+    metric_list=[dict(metric="acc")],
+  )),
+  our_documents=("documents", dict(
+    output_type="loglikelihood_rolling", doc_to_text="",
+    doc_to_target="{{text}}",
+    metric_list=[dict(metric="word_perplexity"), dict(metric="bits_per_byte")],
+  )),
+  our_answers=("questions", dict(
+    output_type="generate_until", doc_to_text="{{question}}",
+    doc_to_target="{{choices[0]}}", metric_list=[dict(metric="exact_match")],
+    generation_kwargs=dict(until=["e"], max_gen_toks=9, do_sample=False),
+  )),
 )  # fmt: skip
 LENGTH = 64
 
 
-def write_tasks(folder):
-  """Tasks of every kind, as files; questions have from one to many words."""
+def write_tasks(parent):
+  """Files of the tasks; questions have from one to many words."""
+  folder = parent / "tasks"
+  folder.mkdir()
   rng = np.random.default_rng(0)
   words = "the depth of a residual stream is what its sources add".split()
 
@@ -108,9 +75,16 @@ def write_tasks(folder):
   for name, lines in (("questions", rows), ("documents", documents)):
     path = folder / f"{name}.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-  for name, content in TASKS.items():
-    content = content.replace("FOLDER", str(folder))
-    (folder / f"{name}.yaml").write_text(content)
+  for name, (examples, content) in TASKS.items():
+    source = {"data_files": {"test": str(folder / f"{examples}.jsonl")}}
+    content = (
+      dict(
+        task=name, dataset_path="json", dataset_kwargs=source, test_split="test"
+      )
+      | content
+    )
+    # JSON is YAML.
+    (folder / f"{name}.yaml").write_text(json.dumps(content))
   return str(folder)
 
 
@@ -127,15 +101,10 @@ def checkpoint_folder(folder, bos=False):
       "special_tokens": {"<s>": {"id": "<s>", "ids": [256], "tokens": ["<s>"]}},
     }  # fmt: skip
   (folder / "tokenizer.json").write_text(json.dumps(made))
-  (folder / "tokenizer_config.json").write_text(
-    json.dumps(dict(
-      tokenizer_class="PreTrainedTokenizerFast", bos_token="<s>",
-      eos_token="</s>",
-    ))
-  )  # fmt: skip
-  config = json.loads((folder / "config.json").read_text())
-  config |= dict(bos_token_id=256, eos_token_id=257)
-  (folder / "config.json").write_text(json.dumps(config))
+  described = dict(bos_token="<s>", eos_token="</s>")
+  described["tokenizer_class"] = "PreTrainedTokenizerFast"
+  (folder / "tokenizer_config.json").write_text(json.dumps(described))
+  small_checkpoint.change_config(folder, bos_token_id=256, eos_token_id=257)
   return folder
 
 
@@ -184,9 +153,7 @@ def _responses(found, task):
 @pytest.mark.needs("transformers>=5")
 @pytest.mark.parametrize("bos", [False, True])
 def test_scores_are_those_of_transformers(bos, tmp_path, quiet, capsys):
-  tasks = tmp_path / "tasks"
-  tasks.mkdir()
-  write_tasks(tasks)
+  tasks = write_tasks(tmp_path)
   folder = checkpoint_folder(tmp_path / "llama", bos)
   run = tmp_path / "run"
   assert not import_huggingface.main([f"--path={folder}", f"--workdir={run}"])
@@ -197,7 +164,7 @@ def test_scores_are_those_of_transformers(bos, tmp_path, quiet, capsys):
     f"--length={LENGTH}", "--fsdp=1",
   ])  # fmt: skip
   assert "our_questions" in capsys.readouterr().out
-  ours, theirs = json.loads(out.read_text()), _theirs(folder, str(tasks))
+  ours, theirs = json.loads(out.read_text()), _theirs(folder, tasks)
   for task in ("our_questions", "our_letters"):
     pairs = zip(_responses(ours, task), _responses(theirs, task), strict=True)
     for one, other in pairs:
@@ -244,8 +211,7 @@ def test_scores_do_not_depend_on_how_they_are_computed(tmp_path, quiet):
 def test_bad_questions(tmp_path, quiet):
   from attnres_jax.interop import harness
 
-  (tmp_path / "tasks").mkdir()
-  tasks = write_tasks(tmp_path / "tasks")
+  tasks = write_tasks(tmp_path)
   with pytest.raises(config_lib.ConfigError, match="tasks: got 'no_such'"):
     harness.find_tasks(["our_letters", "no_such"], tasks)
   mesh = sharding.make_mesh(config_lib.MeshConfig(data=1))
@@ -276,22 +242,11 @@ def test_the_command_refuses(tmp_path, capsys):
 
 
 def test_without_the_harness_the_extra_is_named(tmp_path, monkeypatch, capsys):
-  import builtins
-
-  plain = builtins.__import__
-
-  def without(name, *args, **kwargs):
-    if name.partition(".")[0] == "lm_eval":
-      raise ImportError("no lm_eval")
-    return plain(name, *args, **kwargs)
-
-  for name in [n for n in sys.modules if n.partition(".")[0] == "lm_eval"]:
-    monkeypatch.delitem(sys.modules, name)
+  monkeypatch.setitem(sys.modules, "lm_eval", None)
   monkeypatch.delitem(sys.modules, "attnres_jax.interop.harness", raising=False)
   from attnres_jax import interop
 
   monkeypatch.delattr(interop, "harness", raising=False)
-  monkeypatch.setattr(builtins, "__import__", without)
   assert score.main([f"--workdir={tmp_path}", "--tasks=x"]) == 2
   assert 'pip install "attnres-jax[eval]"' in capsys.readouterr().err
 
@@ -299,9 +254,7 @@ def test_without_the_harness_the_extra_is_named(tmp_path, monkeypatch, capsys):
 @LM_EVAL
 def test_a_run_scores_tasks_as_it_trains(tmp_path, quiet):
   """And trains as without them."""
-  tasks = tmp_path / "tasks"
-  tasks.mkdir()
-  write_tasks(tasks)
+  tasks = write_tasks(tmp_path)
   fields = tiny_run.corpus(tmp_path) | {
     "train.steps": 6, "train.eval_every": 0, "train.depth_every": 0,
     "checkpoint.every_steps": 3, "data.sequence_length": 64,
@@ -310,7 +263,7 @@ def test_a_run_scores_tasks_as_it_trains(tmp_path, quiet):
   scored = fields | {
     "eval.tasks": ("our_letters", "our_answers"),
     "eval.tasks_every": 3,
-    "eval.include_path": str(tasks),
+    "eval.include_path": tasks,
     "eval.limit": 4,
   }
   one, two = tmp_path / "one", tmp_path / "two"
@@ -342,9 +295,7 @@ def test_a_run_refuses_unknown_tasks(tmp_path):
 @pytest.mark.slow
 @LM_EVAL
 def test_two_processes_give_the_scores_of_one(tmp_path):
-  tasks = tmp_path / "tasks"
-  tasks.mkdir()
-  write_tasks(tasks)
+  tasks = write_tasks(tmp_path)
   run = tmp_path / "run"
   fields = tiny_run.corpus(tmp_path) | {
     "train.steps": 5, "train.eval_every": 0, "train.depth_every": 0,

@@ -2,14 +2,18 @@
 """Small random checkpoints of every family, without torch."""
 
 import dataclasses
+import json
 import math
 
 import jax
 import numpy as np
+import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax.interop import huggingface
+from attnres_jax.interop import tensor_files
+from tests import tiny_run
 
 LLAMA3 = config_lib.RopeConfig(scaling="llama3", factor=8.0, original_length=32)
 _Attention = config_lib.AttentionConfig
@@ -96,6 +100,47 @@ def write(folder, family="llama", dtype="F32", shard_bytes=10**9, **fields):
     shard_bytes=shard_bytes,
   )
   return made
+
+
+def tensors(folder):
+  """All arrays of a folder, by name."""
+  found = tensor_files.open_folder(folder)
+  return {name: tensor.read() for name, tensor in found.items()}
+
+
+def change_tensors(folder, change):
+  """Changes the arrays of a folder, which may get bytes, too."""
+  arrays = tensors(folder)
+  change(arrays)
+  for file in folder.glob("model*"):
+    file.unlink()
+  more = {"I8": np.dtype(np.int8), "U8": np.dtype(np.uint8)}
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(tensor_files, "DTYPES", tensor_files.DTYPES | more)
+    names = {t: n for n, t in tensor_files.DTYPES.items()}
+    entries = [
+      tensor_files.Entry(name, names[a.dtype], a.shape, lambda a=a: a)
+      for name, a in arrays.items()
+    ]
+    tensor_files.write_folder(folder, entries, 60_000)
+
+
+def change_config(folder, **changes):
+  """Changes keys of config.json; `...` removes one."""
+  path = folder / huggingface.CONFIG
+  values = json.loads(path.read_text()) | changes
+  values = {k: v for k, v in values.items() if v is not ...}
+  path.write_text(json.dumps(values))
+
+
+def run_fields(folder):
+  """Of a run of two steps that goes on from one of these."""
+  return tiny_run.corpus(folder) | {
+    "train.steps": 2, "optim.warmup_steps": 0, "train.eval_every": 0,
+    "train.depth_every": 0, "train.eval_batches": 1, "data.source": "text",
+    "data.validation_fraction": 0.2, "data.sequence_length": 16,
+    "data.batch_size": 4, "mesh.data": 1, "checkpoint.asynchronous": False,
+  }  # fmt: skip
 
 
 def tokenizer_json():

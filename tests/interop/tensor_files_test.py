@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from attnres_jax import config as config_lib
-from attnres_jax.interop import manifest
 from attnres_jax.interop import tensor_files
 
 RNG = np.random.default_rng(0)
@@ -100,15 +99,14 @@ def _written(folder, shard_bytes):
       ("half", "F16", MATRIX),
     )
   ]  # fmt: skip
-  return tensor_files.write_folder(folder, entries, shard_bytes)
+  tensor_files.write_folder(folder, entries, shard_bytes)
 
 
 @pytest.mark.parametrize("shard_bytes", [10**6, 180, 1])
 def test_what_is_written_is_read(tmp_path, shard_bytes):
-  digests = _written(tmp_path, shard_bytes)
-  written = sorted(tmp_path.glob("*.safetensors"))
-  assert digests == {p.name: manifest.sha256(p) for p in written}
-  assert len(digests) == {10**6: 1, 180: 2, 1: 3}[shard_bytes]
+  _written(tmp_path, shard_bytes)
+  written = list(tmp_path.glob("*.safetensors"))
+  assert len(written) == {10**6: 1, 180: 2, 1: 3}[shard_bytes]
   found = tensor_files.open_folder(tmp_path)
   assert found.keys() == {"vector", "matrix", "half"}
   for name, array in ("matrix", MATRIX), ("half", MATRIX.astype(np.float16)):
@@ -155,24 +153,6 @@ def test_folders_that_are_ambiguous(tmp_path):
   _single(tmp_path)
   with pytest.raises(tensor_files.TensorFileError, match="only one of them"):
     tensor_files.open_folder(tmp_path)
-
-
-def test_manifest(tmp_path):
-  _written(tmp_path, 1)
-  manifest.write(tmp_path)
-  assert manifest.damage(tmp_path) == []
-  one, two, three = sorted(tmp_path.glob("*.safetensors"))
-  content = bytearray(one.read_bytes())
-  content[-1] ^= 1
-  one.write_bytes(content)
-  two.unlink()
-  size = three.stat().st_size
-  three.write_bytes(b"")
-  assert manifest.damage(tmp_path) == [
-    f"{one.name}: its content has changed",
-    f"{two.name}: it is missing",
-    f"{three.name}: 0 bytes instead of {size}",
-  ]
 
 
 @pytest.mark.parametrize(

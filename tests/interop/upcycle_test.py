@@ -19,7 +19,6 @@ from attnres_jax.interop import upcycle
 from attnres_jax.models.mixers import cache as cache_lib
 from attnres_jax.train import checkpoint
 from attnres_jax.train import loop
-from tests import tiny_run
 from tests.interop import small_checkpoint
 
 Residual = config_lib.ResidualConfig
@@ -154,15 +153,9 @@ def test_schemes_that_are_refused(name, words, plain):
   assert words in str(error.value)
 
 
-@pytest.mark.parametrize(
-  "options,accepted",
-  [
-    (dict(score="sigmoid"), "'mean' with a null source"),
-    (dict(null="zero"), "'mean' with a null source"),
-  ],
-)
-def test_factors_that_are_refused(options, accepted):
-  with pytest.raises(config_lib.ConfigError, match=accepted):
+@pytest.mark.parametrize("options", [dict(score="sigmoid"), dict(null="zero")])
+def test_factors_that_are_refused(options):
+  with pytest.raises(config_lib.ConfigError, match="'mean' with a null source"):
     config_lib.DepthReadConfig(scale="sum", **options)
 
 
@@ -240,15 +233,8 @@ def test_the_forms_of_a_command(folders, tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.needs("tokenizers")
 def test_training_goes_on(folders, tmp_path):
-  fields = {
-    "train.steps": 2, "optim.warmup_steps": 0, "train.eval_every": 0,
-    "train.depth_every": 0, "train.eval_batches": 1, "data.source": "text",
-    "data.validation_fraction": 0.2, "data.sequence_length": 16,
-    "data.batch_size": 4, "mesh.data": 1, "checkpoint.asynchronous": False,
-  }  # fmt: skip
-  config = config_lib.load_config(
-    str(folders[1] / "config.py"), fields | tiny_run.corpus(tmp_path)
-  )
+  fields = small_checkpoint.run_fields(tmp_path)
+  config = config_lib.load_config(str(folders[1] / "config.py"), fields)
   run = tmp_path / "run"
   assert loop.train_and_evaluate(config, run)["status"] == "finished"
   _, trained = checkpoint.load_model(run)
