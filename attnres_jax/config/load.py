@@ -49,9 +49,9 @@ class Source:
     """The fields with values of their types."""
     return {name: parse_field(name, text) for name, text in self.fields.items()}
 
-  def load(self, overrides: Mapping[str, Any] | None = None) -> RunConfig:
-    """`load_config` of it; `overrides` count if both name a field."""
-    return load_config(self.spec, self.values() | dict(overrides or {}))
+  def load(self) -> RunConfig:
+    """`load_config` of it."""
+    return load_config(self.spec, self.values())
 
   def __str__(self) -> str:
     flags = (f"--config.{name}={text}" for name, text in self.fields.items())

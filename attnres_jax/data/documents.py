@@ -6,9 +6,8 @@ never its position. So near-duplicates inside one file do not leak from training
 to validation, and adding documents does not move others to another split.
 """
 
-from collections.abc import Iterator
 import hashlib
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 TRAIN = "train"
 VALIDATION = "validation"
@@ -27,18 +26,6 @@ class Document(NamedTuple):
   text: bytes
 
 
-class Documents(Protocol):
-  """A text source: documents in a fixed order."""
-
-  def iterate(self, start: int = 0) -> Iterator[Document]:
-    """Yields the documents from number `start` on."""
-    ...
-
-  def describe(self) -> dict[str, Any]:
-    """A description that can be saved as JSON and identifies the content."""
-    ...
-
-
 def split_of(key: str, validation_fraction: float) -> str:
   """`train` or `validation`, by the SHA-256 of the key."""
   head = hashlib.sha256(key.encode()).digest()[:8]
@@ -49,12 +36,3 @@ def split_of(key: str, validation_fraction: float) -> str:
 def content_key(text: bytes) -> str:
   """The key of a record without a name: equal texts share a split."""
   return hashlib.sha256(text).hexdigest()
-
-
-def describe_split(fraction: float) -> str:
-  """The rule of `split_of` in words."""
-  return (
-    "a document is validation if the first 8 bytes of the SHA-256 of its key"
-    f" (relative path, or SHA-256 of its text) are below {fraction:g} of"
-    " their range"
-  )

@@ -17,6 +17,7 @@ Instructions are packed as whole examples instead, and padded.
 
 import bisect
 from collections.abc import Sequence
+import dataclasses
 import itertools
 from typing import Any, NamedTuple
 
@@ -31,28 +32,25 @@ class DataError(config_lib.RunError):
   """The data has changed since it was opened."""
 
 
+@dataclasses.dataclass
 class Tokens:
   """Arrays of ids (in memory or in files) read as their concatenation.
 
   Attributes:
+    arrays: of ids.
     vocab_size: every id is smaller; checked whenever ids are read.
     separator_id: the id that opens every document, or None if nothing does.
     description: describes and identifies the content; can be saved as JSON.
   """
 
-  def __init__(
-    self,
-    arrays: Sequence[Any],
-    *,
-    vocab_size: int,
-    separator_id: int | None,
-    description: dict[str, Any],
-  ):
-    self._arrays = [array for array in arrays if len(array)]
+  arrays: Sequence[Any]
+  vocab_size: int
+  separator_id: int | None
+  description: dict[str, Any]
+
+  def __post_init__(self):
+    self._arrays = [array for array in self.arrays if len(array)]
     self._ends = list(itertools.accumulate(map(len, self._arrays)))
-    self.vocab_size = vocab_size
-    self.separator_id = separator_id
-    self.description = description
 
   def __len__(self) -> int:
     return self._ends[-1] if self._ends else 0
@@ -150,36 +148,30 @@ class Example(NamedTuple):
   counted: int
 
 
+@dataclasses.dataclass
 class Examples:
   """The examples of a split; to the pipeline, what `Tokens` is.
 
   Attributes:
+    examples: in the order of the files.
     vocab_size: every id is smaller.
     separator_id: the first and last id of each.
     description: describes and identifies the content; can be saved as JSON.
   """
 
-  def __init__(
-    self,
-    examples: Sequence[Example],
-    *,
-    vocab_size: int,
-    separator_id: int,
-    description: dict[str, Any],
-  ):
-    self._examples = examples
-    self.vocab_size = vocab_size
-    self.separator_id: int | None = separator_id
-    self.description = description
+  examples: Sequence[Example]
+  vocab_size: int
+  separator_id: int | None
+  description: dict[str, Any]
 
   def __len__(self) -> int:
     """The number of ids."""
-    return sum(len(example.ids) for example in self._examples)
+    return sum(len(example.ids) for example in self.examples)
 
   def rows(self, sequence_length: int, segment_ids: bool) -> "ExampleRows":
     """Rows of T + 1 ids, which always have segment ids."""
     del segment_ids
-    return ExampleRows(self._examples, sequence_length, self.separator_id or 0)
+    return ExampleRows(self.examples, sequence_length, self.separator_id or 0)
 
 
 class ExampleRows:

@@ -18,6 +18,7 @@ import contextlib
 import glob
 import gzip
 import hashlib
+import importlib
 import io
 import os
 import pathlib
@@ -80,10 +81,7 @@ class File(NamedTuple):
         with gzip.GzipFile(fileobj=file) as content:
           yield content
       elif self.name.endswith(".zst"):
-        try:
-          import pyarrow
-        except ImportError:
-          needs_extra(self.field, os.fspath(self.path), "pyarrow", "data")
+        pyarrow = library("pyarrow", self.field, os.fspath(self.path))
         # Unlike other readers, this one reads all frames of a file.
         stream: Any = pyarrow.CompressedInputStream(file, "zstd")
         with io.BufferedReader(stream) as content:
@@ -92,11 +90,25 @@ class File(NamedTuple):
         yield file
 
   def local(self) -> str:
-    """The name of a local file with this content: itself or a cached copy."""
+    """The name of a local file with this content: itself or a cached copy.
+
+    A copy is of one version: address, length and modification time. It gets
+    its name when it is complete.
+    """
     if not files_lib.is_remote(self.path):
       return os.fspath(self.path)
     folder = os.environ.get("ATTNRES_JAX_CACHE") or "~/.cache/attnres_jax"
-    return str(cached_copy(self.path, pathlib.Path(folder).expanduser()))
+    stat = self.path.stat()
+    version = f"{os.fspath(self.path)} {stat.length} {stat.mtime}"
+    key = hashlib.sha256(version.encode()).hexdigest()[:16]
+    copy = pathlib.Path(folder).expanduser() / key / self.path.name
+    if not copy.exists():
+      copy.parent.mkdir(parents=True, exist_ok=True)
+      partial = copy.with_name(f"{copy.name}.{os.getpid()}.tmp")
+      with self.path.open("rb") as source, partial.open("wb") as target:
+        shutil.copyfileobj(source, target, length=1 << 24)
+      partial.replace(copy)
+    return str(copy)
 
 
 def splits(
@@ -166,31 +178,19 @@ def list_files(
   )
 
 
-def cached_copy(path: epath.Path, folder: pathlib.Path) -> pathlib.Path:
-  """Copies `path` into `folder` unless a copy of this version exists.
+def library(name: str, field: str, value: str, extra: str = "data") -> Any:
+  """The module of an optional package, which a value of a field needs.
 
-  A version is identified by address, length and modification time. The copy
-  gets its final name only when it is complete.
+  Raises:
+    ImportError: it is not installed; says what to install.
   """
-  stat = path.stat()
-  version = f"{os.fspath(path)} {stat.length} {stat.mtime}"
-  key = hashlib.sha256(version.encode()).hexdigest()[:16]
-  copy = folder / key / path.name
-  if not copy.exists():
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    partial = copy.with_name(f"{copy.name}.{os.getpid()}.tmp")
-    with path.open("rb") as source, partial.open("wb") as target:
-      shutil.copyfileobj(source, target, length=1 << 24)
-    partial.replace(copy)
-  return copy
-
-
-def needs_extra(field: str, value: str, package: str, extra: str) -> NoReturn:
-  """Raises the error of a value whose optional package is not installed."""
-  raise ImportError(
-    f"config.{field}={value!r} needs the package {package!r}:"
-    f' pip install "attnres-jax[{extra}]"'
-  )
+  try:
+    return importlib.import_module(name)
+  except ImportError as error:
+    raise ImportError(
+      f"config.{field}={value!r} needs the package {name!r}:"
+      f' pip install "attnres-jax[{extra}]"'
+    ) from error
 
 
 def _list(field: str, path: str, suffixes: Sequence[str]) -> list[File]:

@@ -16,6 +16,7 @@ Threads read rows ahead; copying ids out of a file needs no worker processes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
 import hashlib
 import json
 from typing import Any
@@ -85,6 +86,7 @@ def open_dataset(
   )
 
 
+@dataclasses.dataclass
 class Dataset:
   """A split of the data, opened; `batches` reads it.
 
@@ -95,25 +97,18 @@ class Dataset:
     num_batches: global batches of one epoch, the last one maybe padded.
   """
 
-  def __init__(
-    self,
-    config: config_lib.DataConfig,
-    split: str,
-    parts: Sequence[Tokens],
-    tokenizer: dict[str, Any],
-    process_index: int,
-    process_count: int,
-  ):
-    self._config = config
-    self._split = split
-    self._parts = parts
-    self._tokenizer = tokenizer
-    self._process_index = process_index
-    self._process_count = process_count
+  _config: config_lib.DataConfig
+  _split: str
+  _parts: Sequence[Tokens]
+  _tokenizer: dict[str, Any]
+  _process_index: int
+  _process_count: int
+
+  def __post_init__(self):
     self.num_rows = len(self._shuffled(repeated=False))
-    self.part_tokens = [len(part) for part in parts]
+    self.part_tokens = [len(part) for part in self._parts]
     self.num_tokens = sum(self.part_tokens)
-    self.num_batches = -(-self.num_rows // config.batch_size)
+    self.num_batches = -(-self.num_rows // self._config.batch_size)
 
   def describe(self) -> dict[str, Any]:
     """A description of the data for the run's folder; can be saved as JSON."""

@@ -18,6 +18,7 @@ sizes), tokenizer or an option has changed, the command refuses, unless
 """
 
 from collections.abc import Sequence
+import dataclasses
 import hashlib
 import json
 import os
@@ -219,7 +220,7 @@ def _write_splits(
   """Writes what is missing, and reads text that both splits share once."""
   opened = sources.open_splits(config)
   writers = {
-    split: _ShardWriter(folder, split, tokenizer, shard_tokens)
+    split: _ShardWriter(folder, split, tokenizer.describe(), shard_tokens)
     for split in documents.SPLITS
   }
   # Each text with the splits that come from it.
@@ -252,21 +253,17 @@ def _write_splits(
   }
 
 
+@dataclasses.dataclass
 class _ShardWriter:
   """Collects documents and writes them as the next shard of a split."""
 
-  def __init__(
-    self,
-    folder: epath.Path,
-    split: str,
-    tokenizer: tokenizer_lib.Tokenizer,
-    shard_tokens: int,
-  ):
-    self._folder = folder
-    self._split = split
-    self._tokenizer = tokenizer.describe()
-    self._shard_tokens = shard_tokens
-    self._sidecars = _whole_shards(folder, split)
+  _folder: epath.Path
+  _split: str
+  _tokenizer: dict[str, Any]
+  _shard_tokens: int
+
+  def __post_init__(self):
+    self._sidecars = _whole_shards(self._folder, self._split)
     self._documents: list[sources.EncodedDocument] = []
     self._gathered = 0
 

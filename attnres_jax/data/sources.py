@@ -40,13 +40,13 @@ class Opened(NamedTuple):
   """Text of one split or of both.
 
   Attributes:
-    documents: in a fixed order.
+    documents: in a fixed order; a description of them identifies them.
     fraction: of the documents that a hash holds out; None if all of them belong
       to one split.
     rule: says in words which documents belong to a split.
   """
 
-  documents: documents.Documents
+  documents: text_lib.FileDocuments | stdlib.StdlibDocuments
   fraction: float | None
   rule: str
 
@@ -154,7 +154,8 @@ def encode(
     start: the first document.
     bar: advanced by every document, whatever its split.
   """
-  dtype = token_dtype(tokenizer.vocab_size)
+  is_small = tokenizer.vocab_size <= 1 << 16
+  dtype = token_files.DTYPES["uint16" if is_small else "uint32"]
   separator = np.asarray([tokenizer.separator_id], dtype)
   ids = [separator]
   for batch in _batches(_pieces(opened, splits, start, bar)):
@@ -166,11 +167,6 @@ def encode(
         ids = [separator]
 
 
-def token_dtype(vocab_size: int) -> np.dtype:
-  """The smallest dtype of token files that holds these ids."""
-  return token_files.DTYPES["uint16" if vocab_size <= 1 << 16 else "uint32"]
-
-
 SOURCES: dict[str, Callable[..., Any]] = {
   "instructions": instructions.open_examples,
   "tokens": token_files.open_tokens,
@@ -179,12 +175,14 @@ SOURCES: dict[str, Callable[..., Any]] = {
 `packing.Examples`, for `open_dataset`."""
 
 
-def _by_hash(
-  config: config_lib.DataConfig, source: documents.Documents
-) -> dict[str, Opened]:
+def _by_hash(config: config_lib.DataConfig, source: Any) -> dict[str, Opened]:
   fraction = config.validation_fraction
-  opened = Opened(source, fraction, documents.describe_split(fraction))
-  return dict.fromkeys(documents.SPLITS, opened)
+  rule = (
+    "a document is validation if the first 8 bytes of the SHA-256 of its key"
+    f" (relative path, or SHA-256 of its text) are below {fraction:g} of"
+    " their range"
+  )
+  return dict.fromkeys(documents.SPLITS, Opened(source, fraction, rule))
 
 
 def _split_of(

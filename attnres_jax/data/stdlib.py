@@ -35,14 +35,10 @@ _TOPICS_FILE = "pydoc_data/topics.py"
 class StdlibDocuments:
   """One document per source file, then one per help topic, sorted by key."""
 
-  def __init__(self, root: str | None = None):
-    """Reads everything: about 11 MB, once per process.
-
-    Args:
-      root: of the library; the running Python's by default.
-    """
-    root = root or sysconfig.get_path("stdlib")
-    self._files, self._topics = _read(root), _topics()
+  def __init__(self):
+    """Reads everything: about 11 MB, once per process."""
+    self._files = _read(sysconfig.get_path("stdlib"))
+    self._topics = _topics()
 
   def iterate(self, start: int = 0) -> Iterator[documents.Document]:
     """Yields the documents from number `start` on."""

@@ -9,6 +9,7 @@ validation.
 
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
+import dataclasses
 import hashlib
 import json
 from typing import Any, NamedTuple
@@ -22,64 +23,63 @@ _DOCUMENT_BYTES = 1 << 31
 _RECORDS_AT_ONCE = 256
 
 
+@dataclasses.dataclass
 class FileDocuments:
-  """The documents of files, as `documents.Documents`."""
+  """The documents of files, each of which is looked at first.
 
-  def __init__(
-    self,
-    config: config_lib.DataConfig,
-    files: Sequence[paths.File],
-    part: str | None = None,
-  ):
-    """Looks at every file.
+  Attributes:
+    config: source, text field and the fraction held out.
+    files: in the order of their documents.
+    part: the split whose part of every text is read; "" for all of it.
+  """
 
-    Args:
-      config: source, text field and the fraction held out.
-      files: in the order of their documents.
-      part: the split whose part of every text is read; None for all of it.
-    """
-    self._config, self._files, self._part = config, files, part
-    self._format = FORMATS[config.source]
-    self._counts = [self._format.count(f, config.text_field) for f in files]
+  config: config_lib.DataConfig
+  files: Sequence[paths.File]
+  part: str = ""
+
+  def __post_init__(self):
+    self._format = FORMATS[self.config.source]
+    field = self.config.text_field
+    self._counts = [self._format.count(file, field) for file in self.files]
 
   def iterate(self, start: int = 0) -> Iterator[documents.Document]:
     """Yields the documents from number `start` on."""
-    for file, count in zip(self._files, self._counts):
+    for file, count in zip(self.files, self._counts):
       if count is not None and count <= start:
         start -= count
         continue
-      for where, value in self._format.read(file, self._config.text_field):
+      for where, value in self._format.read(file, self.config.text_field):
         if start:
           start -= 1
           continue
-        text = _to_utf8(file, where, value, self._config.text_field)
-        if self._config.source == "text":
+        text = _to_utf8(file, where, value, self.config.text_field)
+        if self.config.source == "text":
           yield documents.Document(file.name, self._cut(text))
         else:
           yield documents.Document(documents.content_key(text), text)
 
   def describe(self) -> dict[str, Any]:
     """The number of files and bytes, and a hash of the names and sizes."""
-    sizes = [file.path.stat().length for file in self._files]
-    names = [file.name for file in self._files]
+    sizes = [file.path.stat().length for file in self.files]
+    names = [file.name for file in self.files]
     listing = "".join(f"{size} {name}\n" for name, size in zip(names, sizes))
     return {
-      "source": self._config.source,
+      "source": self.config.source,
       "files": len(sizes),
       "file_bytes": sum(sizes),
       "listing_sha256": hashlib.sha256(listing.encode()).hexdigest(),
-    } | ({"text_field": self._config.text_field} if self._format.fields else {})
+    } | ({"text_field": self.config.text_field} if self._format.fields else {})
 
   def _cut(self, text: bytes) -> bytes:
     """The part of a text that belongs to a split, if it has parts."""
-    if self._part is None:
+    if not self.part:
       return text
-    at = len(text) - round(len(text) * self._config.validation_fraction)
+    at = len(text) - round(len(text) * self.config.validation_fraction)
     line = text.find(b"\n", at) + 1
     at = line if 0 < line < len(text) else at
     while at < len(text) and text[at] & 0xC0 == 0x80:  # Inside a character.
       at += 1
-    return text[:at] if self._part == documents.TRAIN else text[at:]
+    return text[:at] if self.part == documents.TRAIN else text[at:]
 
 
 def read_lines(file: paths.File) -> Iterator[tuple[str, Any]]:
@@ -134,11 +134,8 @@ def _read_jsonl(file: paths.File, field: str) -> Iterator[tuple[str, Any]]:
 
 @contextlib.contextmanager
 def _open_parquet(file: paths.File, field: str) -> Iterator[Any]:
-  try:
-    import pyarrow
-    from pyarrow import parquet
-  except ImportError:
-    paths.needs_extra("data.source", "parquet", "pyarrow", "data")
+  pyarrow = paths.library("pyarrow", "data.source", "parquet")
+  parquet = paths.library("pyarrow.parquet", "data.source", "parquet")
   with file.reading("a Parquet file"), file.path.open("rb") as content:
     opened = parquet.ParquetFile(content)
     columns = {column.name: column.type for column in opened.schema_arrow}

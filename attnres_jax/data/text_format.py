@@ -471,10 +471,7 @@ class _HuggingFace(Vocabulary):
   """A tokenizer.json."""
 
   def __init__(self, config: config_lib.DataConfig, described: _Described):
-    try:
-      import tokenizers
-    except ImportError:
-      paths.needs_extra("data.tokenizer", "hf", "tokenizers", "hf")
+    tokenizers = paths.library("tokenizers", "data.tokenizer", "hf", "hf")
     self._path, _ = tokenizer_lib.vocabulary_file(config)
 
     def load() -> Any:

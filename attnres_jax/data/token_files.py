@@ -204,11 +204,8 @@ def _from_sidecar(
   dtype = values.get("dtype")
   if not isinstance(dtype, str) or dtype not in DTYPES:
     bad('"dtype" one of ' + ", ".join(DTYPES))
-  largest, vocab_size = (
-    int(np.iinfo(DTYPES[dtype]).max),
-    values.get("vocab_size"),
-  )
-  if type(vocab_size) is int:
+  largest = int(np.iinfo(DTYPES[dtype]).max)
+  if type(vocab_size := values.get("vocab_size")) is int:
     largest = min(largest, vocab_size - 1)
   found: dict[str, Any] = {"header_bytes": 0}
   for name, least, most in (
@@ -248,13 +245,9 @@ def _from_llmc_header(file: paths.File) -> TokenFile:
       f"an llm.c header of version {version} with a count of at least 0"
       f" (found version {header[1]}, count {header[2]})"
     )
+  count = int(header[2])
   return TokenFile(
-    file,
-    dtype,
-    count=int(header[2]),
-    header_bytes=_LLMC_HEADER_BYTES,
-    vocab_size=vocab_size,
-    separator_id=separator_id,
+    file, dtype, count, _LLMC_HEADER_BYTES, vocab_size, separator_id
   )
 
 
@@ -311,33 +304,31 @@ def _check_tokenizer(
 ) -> None:
   """Refuses a tokenizer that did not write the file."""
   path, described = file.file.path, tokenizer.describe()
+
+  def refuse(accepted: str) -> NoReturn:
+    config_lib.fail("data.tokenizer", config.tokenizer, accepted)
+
   if file.separator_id not in (None, tokenizer.separator_id):
     theirs, ours = map(
       tokenizer.show_id, (file.separator_id, tokenizer.separator_id)
     )
-    config_lib.fail(
-      "data.tokenizer",
-      config.tokenizer,
+    refuse(
       f"a tokenizer that separates documents as {path} does, by {theirs}, not"
-      f" by {ours} (data.separator chooses another special token)",
+      f" by {ours} (data.separator chooses another special token)"
     )
   if tokenizer.name == "ids":
     return
   written = file.tokenizer or {}
   for key in ("name", "sha256"):
     if key in written and written[key] != described.get(key):
-      config_lib.fail(
-        "data.tokenizer",
-        config.tokenizer,
+      refuse(
         f"the tokenizer that {path} was written with"
-        f" ({key} {written[key]!r}, not {described.get(key)!r})",
+        f" ({key} {written[key]!r}, not {described.get(key)!r})"
       )
   if (file.vocab_size or 0) > tokenizer.vocab_size:
-    config_lib.fail(
-      "data.tokenizer",
-      config.tokenizer,
+    refuse(
       f"a tokenizer with the {file.vocab_size} ids that {path} declares"
-      f" (it has {tokenizer.vocab_size}), or 'ids' to do without",
+      f" (it has {tokenizer.vocab_size}), or 'ids' to do without"
     )
 
 

@@ -45,13 +45,14 @@ class Tokenizer(abc.ABC):
   separator_id: int
   sha256: str | None = None
 
-  @abc.abstractmethod
   def encode(self, text: str | bytes) -> np.ndarray:
     """Ids of a text, int32, without any separator."""
+    text = text.encode() if isinstance(text, str) else text
+    return self.encode_batch([text])[0]
 
+  @abc.abstractmethod
   def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
     """`encode` of each text, on several threads if the library supports it."""
-    return [self.encode(text) for text in texts]
 
   @abc.abstractmethod
   def decode(self, ids: Iterable[int]) -> str:
@@ -77,11 +78,11 @@ class BytesTokenizer(Tokenizer):
   vocab_size = config_lib.BYTE_VOCAB_SIZE
   separator_id = 256
 
-  def __init__(self, config: config_lib.DataConfig | None = None):
+  def __init__(self, config: config_lib.DataConfig):
     _no_choice(config)
 
-  def encode(self, text: str | bytes) -> np.ndarray:
-    return np.frombuffer(_to_bytes(text), np.uint8).astype(np.int32)
+  def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+    return [np.frombuffer(text, np.uint8).astype(np.int32) for text in texts]
 
   def decode(self, ids: Iterable[int]) -> str:
     """Bytes that are not UTF-8, as in a truncated character, become U+FFFD."""
@@ -103,10 +104,7 @@ class HuggingFaceTokenizer(Tokenizer):
   name = "hf"
 
   def __init__(self, config: config_lib.DataConfig):
-    try:
-      import tokenizers
-    except ImportError:
-      paths.needs_extra("data.tokenizer", "hf", "tokenizers", "hf")
+    tokenizers = paths.library("tokenizers", "data.tokenizer", "hf", "hf")
     self._config = config
     path, self.sha256 = vocabulary_file(config)
     try:
@@ -124,13 +122,11 @@ class HuggingFaceTokenizer(Tokenizer):
     self.separator_id = _chosen(config, known, num_ids)
     self.vocab_size = max(num_ids, self.separator_id + 1)
 
-  def encode(self, text: str | bytes) -> np.ndarray:
-    return self.encode_batch([_to_bytes(text)])[0]
-
   def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
     try:
       encodings = self._tokenizer.encode_batch(
-        [_to_str(text) for text in texts], add_special_tokens=False
+        [text.decode(errors="replace") for text in texts],
+        add_special_tokens=False,
       )
     except Exception as error:  # Such as a vocabulary without its [UNK].
       _unreadable(self._config, "a tokenizer that can encode the text", error)
@@ -161,12 +157,9 @@ class SentencePieceTokenizer(Tokenizer):
   name = "sentencepiece"
 
   def __init__(self, config: config_lib.DataConfig):
-    try:
-      import sentencepiece
-    except ImportError:
-      paths.needs_extra(
-        "data.tokenizer", "sentencepiece", "sentencepiece", "hf"
-      )
+    sentencepiece = paths.library(
+      "sentencepiece", "data.tokenizer", "sentencepiece", "hf"
+    )
     path, self.sha256 = vocabulary_file(config)
     try:
       self._model = sentencepiece.SentencePieceProcessor(model_file=path)
@@ -184,11 +177,8 @@ class SentencePieceTokenizer(Tokenizer):
     known = 0 <= id < self._model.vocab_size()
     return f"id {id}" + (f" ({self._model.id_to_piece(id)})" if known else "")
 
-  def encode(self, text: str | bytes) -> np.ndarray:
-    return np.asarray(self._model.encode(_to_str(text)), np.int32)
-
   def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-    batch = self._model.encode([_to_str(text) for text in texts])
+    batch = self._model.encode([t.decode(errors="replace") for t in texts])
     return [np.asarray(ids, np.int32) for ids in batch]
 
   def decode(self, ids: Iterable[int]) -> str:
@@ -220,15 +210,18 @@ class IdsTokenizer(Tokenizer):
     # Without a separator nothing marks a document; any id can open a sample.
     self.separator_id = 0 if separator_id is None else separator_id
 
-  def encode(self, text: str | bytes) -> np.ndarray:
+  def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
     """Parses ids in decimal, as `decode` writes them."""
+    return [self._parse(text.decode(errors="replace")) for text in texts]
+
+  def _parse(self, text: str) -> np.ndarray:
     try:
-      ids = [int(word) for word in _to_str(text).split()]
+      ids = [int(word) for word in text.split()]
     except ValueError:
       ids = [-1]
     if any(not 0 <= i < self.vocab_size for i in ids):
       raise config_lib.ConfigError(
-        f"text {_to_str(text)!r}: with data.tokenizer='ids' only decimal ids"
+        f"text {text!r}: with data.tokenizer='ids' only decimal ids"
         f" below {self.vocab_size} can be encoded"
       )
     return np.asarray(ids, np.int32)
@@ -254,14 +247,6 @@ def make_tokenizer(config: config_lib.DataConfig) -> Tokenizer:
   """
   cls = config_lib.choose("data.tokenizer", config.tokenizer, TOKENIZERS)
   return cls(config)
-
-
-def _to_bytes(text: str | bytes) -> bytes:
-  return text.encode() if isinstance(text, str) else text
-
-
-def _to_str(text: str | bytes) -> str:
-  return text if isinstance(text, str) else text.decode(errors="replace")
 
 
 def _decode(
@@ -296,9 +281,7 @@ def _chosen(
   return next(iter(known), num_ids)
 
 
-def _no_choice(config: config_lib.DataConfig | None) -> None:
-  if config is None:
-    return
+def _no_choice(config: config_lib.DataConfig) -> None:
   for name in ("separator", "tokenizer_path"):
     value = getattr(config, name)
     if value:

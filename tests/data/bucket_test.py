@@ -50,13 +50,9 @@ class TestBucket:
 
   def _config(self, source="jsonl", path="gs://bucket/texts", **fields):
     return config_lib.DataConfig(
-      source=source,
-      path=path,
-      sequence_length=32,
-      batch_size=2,
-      validation_fraction=0.2,
-      **fields,
-    )
+      source=source, path=path, sequence_length=32, batch_size=2,
+      validation_fraction=0.2, **fields,
+    )  # fmt: skip
 
   def _line(self, config, split):
     (tokens,) = data.open_dataset(config, split)._parts

@@ -130,7 +130,9 @@ def test_a_run_checks_the_text_that_it_has_opened(tmp_path, monkeypatch):
     encoded.extend(texts)
     return encode_batch(texts)
 
-  monkeypatch.setattr("attnres_jax.data.Tokenizer.encode_batch", counted)
+  monkeypatch.setattr(
+    "attnres_jax.data.tokenizer.BytesTokenizer.encode_batch", counted
+  )
   with pytest.raises(config_lib.ConfigError, match="data.max_epochs: got 4.0"):
     loop.train_and_evaluate(config, tmp_path / "run")
   assert len(encoded) == 200

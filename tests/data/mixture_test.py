@@ -31,19 +31,14 @@ def paths(tmp_path_factory):
 
 
 def _open(paths, split="train", process=(0, 1), **fields):
-  config = config_lib.DataConfig(
-    **{
-      "source": "tokens",
-      "tokenizer": "ids",
-      "sequence_length": LENGTH,
-      "batch_size": BATCH,
-      "paths": paths,
-      "weights": WEIGHTS,
-    }
-    | fields
-  )
+  fields = dict(
+    source="tokens", tokenizer="ids", sequence_length=LENGTH, batch_size=BATCH,
+    paths=paths, weights=WEIGHTS,
+  ) | fields  # fmt: skip
+  index, count = process
+  config = config_lib.DataConfig(**fields)
   return data.open_dataset(
-    config, split, process_index=process[0], process_count=process[1]
+    config, split, process_index=index, process_count=count
   )
 
 

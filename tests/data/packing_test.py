@@ -226,11 +226,9 @@ class TestTokens:
     # 2**31 and above would turn negative, and pass, once they are int32.
     for dtype, bad in ((np.uint16, 10), (np.uint32, 2**32 - 1)):
       tokens = packing.Tokens(
-        [np.array([1, 9, bad], dtype)],
-        vocab_size=10,
-        separator_id=None,
+        [np.array([1, 9, bad], dtype)], vocab_size=10, separator_id=None,
         description={},
-      )
+      )  # fmt: skip
       np.testing.assert_array_equal(tokens.read(0, 2), [1, 9])
       message = f"token id {bad} .* size 10"
       with pytest.raises(packing.DataError, match=message):

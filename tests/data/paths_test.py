@@ -82,21 +82,24 @@ class TestListFiles:
 
 class TestCachedCopy:
   @pytest.fixture(autouse=True)
-  def set_up(self, tmp_path):
-    folder = tmp_path
-    self.cache = folder / "cache"
-    self.source = epath.Path(folder / "remote.bin")
-    self.source.write_bytes(b"first")
+  def set_up(self, tmp_path, monkeypatch):
+    self.cache = tmp_path / "cache"
+    monkeypatch.setattr(files, "is_remote", lambda path: True)
+    monkeypatch.setenv("ATTNRES_JAX_CACHE", str(self.cache))
+    source = epath.Path(tmp_path / "remote.bin")
+    source.write_bytes(b"first")
+    self.file = paths.File("data.path", "x", source)
+
+  def _copy(self):
+    return pathlib.Path(self.file.local())
 
   def test_copies_once_and_again_after_a_change(self):
-    copy = paths.cached_copy(self.source, self.cache)
-    assert copy.read_bytes() == b"first"
+    copy = self._copy()
+    assert copy.read_bytes() == b"first" and self.cache in copy.parents
     copy.write_bytes(b"marked")
-    again = paths.cached_copy(self.source, self.cache)
-    assert again.read_bytes() == b"marked"
-    self.source.write_bytes(b"second")
-    changed = paths.cached_copy(self.source, self.cache)
-    assert changed.read_bytes() == b"second"
+    assert self._copy().read_bytes() == b"marked"
+    self.file.path.write_bytes(b"second")
+    assert self._copy().read_bytes() == b"second"
     assert {p.name for p in self.cache.rglob("*.*")} == {"remote.bin"}
 
   def test_a_copy_cut_short_is_not_taken_for_the_file(self):
@@ -107,17 +110,8 @@ class TestCachedCopy:
     with pytest.MonkeyPatch.context() as patch:
       patch.setattr(paths.shutil, "copyfileobj", break_off)
       with pytest.raises(OSError):
-        paths.cached_copy(self.source, self.cache)
-    copy = paths.cached_copy(self.source, self.cache)
-    assert copy.read_bytes() == b"first"
-
-  def test_remote_files_come_through_the_cache(self):
-    with pytest.MonkeyPatch.context() as patch:
-      patch.setattr(files, "is_remote", lambda path: True)
-      patch.setenv("ATTNRES_JAX_CACHE", str(self.cache))
-      local = paths.File("data.path", "x", self.source).local()
-    assert local.startswith(str(self.cache))
-    assert pathlib.Path(local).read_bytes() == b"first"
+        self._copy()
+    assert self._copy().read_bytes() == b"first"
 
 
 class TestSplits:

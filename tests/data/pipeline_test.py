@@ -29,29 +29,20 @@ class TestPipeline:
 
   def _write(self, split, ids, **fields):
     (self.folder / f"{split}.bin").write_bytes(ids.astype("<u2").tobytes())
-    sidecar = {
-      "dtype": "uint16",
-      "count": len(ids),
-      "vocab_size": 1000,
-    } | fields
+    sidecar = dict(dtype="uint16", count=len(ids), vocab_size=1000) | fields
     (self.folder / f"{split}.json").write_text(json.dumps(sidecar))
 
   def _config(self, **fields):
-    defaults = {
-      "source": "tokens",
-      "path": str(self.folder),
-      "tokenizer": "ids",
-      "sequence_length": _LENGTH,
-      "batch_size": 4,
-    }
+    defaults = dict(
+      source="tokens", path=str(self.folder), tokenizer="ids",
+      sequence_length=_LENGTH, batch_size=4,
+    )  # fmt: skip
     return config_lib.DataConfig(**(defaults | fields))
 
   def _open(self, split="train", process=(0, 1), **fields):
+    index, count = process
     return data.open_dataset(
-      self._config(**fields),
-      split,
-      process_index=process[0],
-      process_count=process[1],
+      self._config(**fields), split, process_index=index, process_count=count
     )
 
   def _rows(self, dataset, count, **kwargs):
@@ -119,9 +110,11 @@ class TestPipeline:
 
   @pytest.mark.parametrize("num_threads", [0, 1, 3])
   def test_the_number_of_threads_changes_nothing(self, num_threads):
-    expected = self._rows(self._open(num_threads=2), 9)
-    rows = self._rows(self._open(num_threads=num_threads), 9)
-    np.testing.assert_array_equal(rows, expected)
+    expected = self._open(num_threads=2)
+    found = self._open(num_threads=num_threads)
+    assert found.identity() == expected.identity()
+    rows = self._rows(found, 9)
+    np.testing.assert_array_equal(rows, self._rows(expected, 9))
 
   def test_starting_later_is_skipping(self):
     dataset = self._open()
@@ -144,6 +137,7 @@ class TestPipeline:
     iterator = self._open(split, (0, before)).batches()
     for _ in range(3):
       next(iterator)
+    time.sleep(0.05)  # Rows that are read ahead do not count.
     state = json.loads(json.dumps(iterator.get_state()))
     iterator.close()
     assert state["next_batch"] == 3
@@ -158,13 +152,6 @@ class TestPipeline:
       resumed.append(rows)
       iterator.close()
     np.testing.assert_array_equal(np.concatenate(resumed, axis=1), expected)
-
-  def test_read_ahead_does_not_move_the_state(self):
-    iterator = self._open().batches()
-    next(iterator)
-    time.sleep(0.05)
-    assert iterator.get_state()["next_batch"] == 1
-    iterator.close()
 
   @pytest.mark.parametrize(
     "fields,message",
@@ -186,14 +173,6 @@ class TestPipeline:
     other = self._open(**fields).batches()
     with pytest.raises(ValueError, match=message):
       other.set_state(state)
-    other.close()
-
-  def test_what_does_not_move_rows_is_not_in_the_state(self):
-    iterator = self._open().batches()
-    state = iterator.get_state()
-    iterator.close()
-    other = self._open(num_threads=0, process=(1, 2)).batches()
-    other.set_state(state)
     other.close()
 
   def test_validation_is_one_pass_in_a_fixed_mixed_order(self):
@@ -229,15 +208,9 @@ class TestPipeline:
   @pytest.mark.parametrize(
     "fields,message",
     [
-      (
-        {"source": "webtext"},
-        "data.source: got 'webtext'.*instructions, jsonl",
-      ),
+      ({"source": "webtext"}, "data.source: got 'webtext'.*instructions, js"),
       ({"path": "/nowhere"}, "data.path: got '/nowhere'"),
-      (
-        {"sequence_length": 93},
-        "sequence_length: got 93.*93 tokens to train on in /",
-      ),
+      ({"sequence_length": 93}, "length: got 93.*93 tokens to train on in /"),
       ({"seed": -1}, "data.seed: got -1"),
       ({"seed": 2**32}, "data.seed"),
       ({"batch_size": 5}, "batch_size: got 5.*multiple of.*processes, 2"),

@@ -52,25 +52,15 @@ def _write_arrayrecord(folder):
 
 
 _WRITERS = {
-  "text": _write_text,
-  "jsonl": _write_jsonl,
-  "parquet": _write_parquet,
+  "text": _write_text, "jsonl": _write_jsonl, "parquet": _write_parquet,
   "arrayrecord": _write_arrayrecord,
-}
+}  # fmt: skip
 
 
 class TestTextSources:
   @pytest.fixture(autouse=True)
   def set_up(self, tmp_path):
     self.folder = tmp_path
-
-  @pytest.mark.parametrize("source", _WRITERS)
-  def test_yields_the_texts_in_order(self, source):
-    _WRITERS[source](self.folder)
-    opened = _open(source, self.folder)
-    texts = [document.text.decode() for document in opened.iterate()]
-    assert texts == list(_TEXTS)
-    json.dumps(opened.describe())
 
   @pytest.mark.parametrize("source", _WRITERS)
   def test_iterates_from_any_document(self, source, monkeypatch):
@@ -80,6 +70,7 @@ class TestTextSources:
     opened = _open(source, self.folder)
     everything = list(opened.iterate())
     assert [d.text.decode() for d in everything] == list(_TEXTS)
+    json.dumps(opened.describe())
     for start in range(len(_TEXTS) + 1):
       assert list(opened.iterate(start)) == everything[start:]
 
@@ -115,12 +106,6 @@ class TestTextSources:
       _open(source, self.folder / "nowhere")
     with pytest.raises(config_lib.ConfigError, match="config.data.path"):
       _open(source, self.folder)
-
-  def test_hidden_files_are_left_out(self):
-    _write_text(self.folder)
-    (self.folder / ".git").mkdir()
-    (self.folder / ".git" / "HEAD").write_text("ref")
-    assert len(list(_open("text", self.folder).iterate())) == len(_TEXTS)
 
   def test_text_that_is_not_utf8_is_named(self):
     (self.folder / "a.txt").write_bytes(b"ok")
@@ -172,14 +157,6 @@ class TestTextSources:
       config_lib.ConfigError, match=f"{place}', expected .* not null"
     ):
       list(_open(source, self.folder).iterate())
-
-  @pytest.mark.parametrize("source", ["parquet", "arrayrecord"])
-  def test_damaged_files_are_named(self, source):
-    _WRITERS[source](self.folder)
-    path = sorted(self.folder.iterdir())[-1]
-    path.write_bytes(path.read_bytes()[:50])
-    with pytest.raises(config_lib.ConfigError, match=path.name):
-      _open(source, self.folder)
 
   def test_missing_library_says_what_to_install(self):
     _write_parquet(self.folder)

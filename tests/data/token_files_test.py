@@ -39,12 +39,9 @@ class TestTokenFiles:
     self.folder = tmp_path
 
   def _config(self, path="", **fields):
-    fields = {"tokenizer": "bytes", "batch_size": 1, "sequence_length": 2} | (
-      fields
-    )
-    return config_lib.DataConfig(
-      source="tokens", path=str(self.folder / path), **fields
-    )
+    fields = dict(tokenizer="bytes", batch_size=1, sequence_length=2) | fields
+    path = str(self.folder / path)
+    return config_lib.DataConfig(source="tokens", path=path, **fields)
 
   def _write(self, name, content, sidecar=None):
     path = self.folder / name
@@ -76,10 +73,7 @@ class TestTokenFiles:
 
   @pytest.mark.parametrize(
     "magic,version,code,vocab_size,separator_id",
-    [
-      (20240520, 1, "H", 50257, 50256),
-      (20240801, 7, "I", 128256, 128000),
-    ],
+    [(20240520, 1, "H", 50257, 50256), (20240801, 7, "I", 128256, 128000)],
   )
   def test_llmc_shards(self, magic, version, code, vocab_size, separator_id):
     first = [separator_id, 5, 6, separator_id, 9]
@@ -114,10 +108,7 @@ class TestTokenFiles:
       (_llmc(_IDS)[:-1], r"x.bin'.*1048 bytes.*not of 1047.*cut off"),
       (_llmc(_IDS) + b"\0", r"x.bin'.*not of 1049"),
       (_llmc(_IDS)[:1000], r"x.bin'.*not of 1000"),
-      (
-        _llmc(_IDS, magic=20240521),
-        "20240520 or 20240801 .found 20240521",
-      ),
+      (_llmc(_IDS, magic=20240521), "20240520 or 20240801 .found 20240521"),
       (_llmc(_IDS, version=2), r"version 1 .*found version 2"),
       (_llmc(_IDS, count=-1), r"count of at least 0"),
       (b"", r"x.bin'.*sidecar x.json.*found 0"),
@@ -130,34 +121,29 @@ class TestTokenFiles:
       data.open_dataset(config, "train")
 
   @pytest.mark.parametrize(
-    "sidecar,message",
+    "changes,message",
     [
-      ({"dtype": "uint8", "count": 12}, "dtype"),
-      ({"dtype": "uint16", "count": "12"}, "count"),
-      ({"dtype": "uint16", "count": True}, "count"),
-      ({"dtype": "uint16", "count": 13}, "26 bytes, as x.json says"),
-      ({"dtype": "uint16", "count": 11}, "not of 24"),
-      ({"dtype": "uint16", "count": 12, "vocab_size": -3}, "vocab_size"),
-      ({"dtype": "uint16", "count": 12, "vocab_size": 0}, "from 1 to"),
-      ({"dtype": "uint16", "count": 12, "vocab_size": 2**31}, "vocab_size"),
-      ({"dtype": "uint16", "count": 12, "vocab_size": "many"}, "vocab_size"),
-      ({"dtype": "uint16", "count": 12, "vocab_size": 5.0}, "vocab_size"),
-      ({"dtype": "uint16", "count": 12, "separator_id": 65536}, "to 65535"),
+      ({"dtype": "uint8"}, "dtype"), ({"dtype": ["uint16"]}, "dtype"),
+      ({"count": "12"}, "count"), ({"count": True}, "count"),
+      ({"count": 13}, "26 bytes, as x.json says"), ({"count": 11}, "not of 24"),
+      ({"count": 10**30}, "count"),
+      ({"count": 10**15}, "it is cut off or damaged"),
+      ({"vocab_size": -3}, "vocab_size"), ({"vocab_size": 0}, "from 1 to"),
+      ({"vocab_size": 2**31}, "vocab_size"),
+      ({"vocab_size": "many"}, "vocab_size"),
+      ({"vocab_size": 5.0}, "vocab_size"),
+      ({"separator_id": 65536}, "to 65535"),
       (
-        {"dtype": "uint16", "count": 12, "vocab_size": 9, "separator_id": 9},
+        {"vocab_size": 9, "separator_id": 9},
         '"separator_id" an integer from 0 to 8',
       ),
-      ({"dtype": "uint16", "count": 10**30}, "count"),
-      ({"dtype": "uint16", "count": 10**15}, "it is cut off or damaged"),
-      ({"dtype": ["uint16"], "count": 12}, "dtype"),
-      ({"dtype": "uint16", "count": 12, "tokenizer": "bytes"}, "tokenizer"),
-      ({"dtype": "uint16", "count": 12, "sha256": 5}, "sha256"),
-      ({"dtype": "uint16", "count": 12, "sha256": "00"}, "SHA-256 00"),
-      ([], "object"),
+      ({"tokenizer": "bytes"}, "tokenizer"), ({"sha256": 5}, "sha256"),
+      ({"sha256": "00"}, "SHA-256 00"), (None, "object"),
     ],
-  )
-  def test_bad_sidecars(self, sidecar, message):
-    self._write("x.bin", _raw(_IDS), sidecar)
+  )  # fmt: skip
+  def test_bad_sidecars(self, changes, message):
+    good = {"dtype": "uint16", "count": 12}
+    self._write("x.bin", _raw(_IDS), [] if changes is None else good | changes)
     with pytest.raises(
       config_lib.ConfigError, match=f"^config.data.path: got '.*{message}"
     ):
@@ -202,18 +188,11 @@ class TestTokenFiles:
   @pytest.mark.parametrize(
     "change",
     [
-      {"complete": 1},
-      {"settings": []},
-      {"splits": 3},
-      {"splits": {}},
-      {"splits": {"train": {"files": ["x.bin"]}}},
-      {"files": ["../x.bin"]},
-      {"files": [3]},
-      {"files": None},
-      {"tokens": -1},
-      {"tokens": "many"},
+      {"complete": 1}, {"settings": []}, {"splits": 3}, {"splits": {}},
+      {"splits": {"train": {"files": ["x.bin"]}}}, {"files": ["../x.bin"]},
+      {"files": [3]}, {"files": None}, {"tokens": -1}, {"tokens": "many"},
     ],
-  )
+  )  # fmt: skip
   def test_bad_dataset_files(self, change):
     self._write("x.bin", _raw(_IDS), {"dtype": "uint16", "count": 12})
     split = {"files": ["x.bin"], "tokens": 12, "documents": 1, "bytes": 9}
