@@ -148,7 +148,8 @@ def test_bad_workdir(command, tmp_path):
     tmp_path / "file" / "run": "a folder",
     "/dev/null": "a folder",
     tmp_path / ("x" * 300): "names of 255 bytes at most",
-    "s3://bucket/run": "a local path or gs://",
+    "az://bucket/run": "a local path or gs:// or s3://",
+    "s3://bucket/run[1]": "a name without *, ? and [",
   }.items():
     status, err = command(workdir=str(workdir))
     assert status == 2 and len(err) == 1, err
