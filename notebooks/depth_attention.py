@@ -186,7 +186,7 @@ figures.style(axes)
 plt.show()
 
 # %% [markdown]
-# Three more corrections, each visible in the code above:
+# Three more corrections, of which the code above shows the first two:
 #
 # | the article | the paper |
 # |---|---|
