@@ -87,11 +87,11 @@ def play(draw: Callable[..., Any], /, **controls: Any) -> None:
     if isinstance(control, list):
       return ipywidgets.Dropdown(options=control)
     value, low, high = control
-    kind = ipywidgets.IntSlider
-    options = {}
+    ends = {"value": value, "min": low, "max": high}
     if isinstance(value, float):
-      kind, options = ipywidgets.FloatSlider, {"step": (high - low) / 40}
-    return kind(value, low, high, continuous_update=False, **options)
+      step = (high - low) / 40
+      return ipywidgets.FloatSlider(**ends, step=step, continuous_update=False)
+    return ipywidgets.IntSlider(**ends, continuous_update=False)
 
   made = {name: widget(control) for name, control in controls.items()}
   ipywidgets.interact(draw, **made)
