@@ -2,6 +2,7 @@
 """The tables of `cost`, from its rows."""
 
 from collections.abc import Callable, Mapping, Sequence
+import functools
 
 from attnres_jax.analysis import figures
 from experiments.cost import networks
@@ -98,47 +99,7 @@ def timed(
   return readme_lib.with_origin(readme_lib.table(header, table), shown)
 
 
-def steps(rows: Sequence[Row]) -> str:
-  """Passes, and the time to compile a training step."""
-  return timed(
-    rows,
-    {
-      "forward": "forward",
-      "forward_backward": "forward + backward",
-      "compile": "compiling the training step",
-    },
-  )
-
-
-def beside_torch(rows: Sequence[Row]) -> str:
-  """Ours and PyTorch's."""
-  programs = {
-    "gradient": "loss and gradient", "prefill": "first token",
-    "decode": "each token after it",
-  }  # fmt: skip
-  return timed(rows, programs, torch=True)
-
-
-def decoding(rows: Sequence[Row]) -> str:
-  """Serving, timed here."""
-  programs = {
-    "decode": "decode", "recompute": "without caches", "prefill": "prefill",
-  }  # fmt: skip
-  return timed(rows, programs)
-
-
-def routed(rows: Sequence[Row]) -> str:
-  """Experts, timed here."""
-  return timed(
-    rows,
-    {
-      "experts forward": "forward",
-      "experts forward_backward": "forward + backward",
-    },
-  )
-
-
-def compiled(rows: Sequence[Row], *programs: str) -> str:
+def compiled(rows: Sequence[Row], programs: Sequence[str]) -> str:
   """Bytes, estimate and memory of compiled programs, and ratios to PreNorm."""
   shown = _compiled(rows, *programs)
   base = {_where(row): row for row in shown if row["arm"] == "prenorm"}
@@ -160,21 +121,6 @@ def compiled(rows: Sequence[Row], *programs: str) -> str:
     header[6:6] = ["least GB"]
     header.append("depth reads")
   return readme_lib.with_origin(readme_lib.table(header, lines), shown)
-
-
-def compiled_steps(rows: Sequence[Row]) -> str:
-  """Training steps."""
-  return compiled(rows, "step")
-
-
-def stacks(rows: Sequence[Row]) -> str:
-  """Stacks whose sublayers cost nothing."""
-  return compiled(rows, "identity")
-
-
-def served(rows: Sequence[Row]) -> str:
-  """The engine's programs on one chip."""
-  return compiled(rows, "decode", "prefill")
 
 
 def aims(rows: Sequence[Row]) -> str:
@@ -288,11 +234,41 @@ def sentence(rows: Sequence[Row]) -> str:
   )
 
 
-TABLES: Mapping[str, Callable[[Sequence[Row]], str]] = {
-  "steps": steps, "compiled_steps": compiled_steps, "torch": beside_torch,
-  "served": served, "decoding": decoding, "prompts": prompts,
-  "experts": experts, "routed": routed, "vectors": vectors,
+_TABLES: Mapping[str, Callable[[Sequence[Row]], str]] = {
+  "steps": functools.partial(timed, programs={
+    "forward": "forward", "forward_backward": "forward + backward",
+    "compile": "compiling the training step",
+  }),
+  "torch": functools.partial(timed, torch=True, programs={
+    "gradient": "loss and gradient", "prefill": "first token",
+    "decode": "each token after it",
+  }),
+  "decoding": functools.partial(timed, programs={
+    "decode": "decode", "recompute": "without caches", "prefill": "prefill",
+  }),
+  "routed": functools.partial(timed, programs={
+    "experts forward": "forward",
+    "experts forward_backward": "forward + backward",
+  }),
+  "compiled_steps": functools.partial(compiled, programs=("step",)),
+  "served": functools.partial(compiled, programs=("decode", "prefill")),
+  "prompts": prompts, "experts": experts, "vectors": vectors,
 }  # fmt: skip
+_ROOT = "../.."
+PLACES = [
+  *(readme_lib.Place(make, name) for name, make in _TABLES.items()),
+  readme_lib.Place(sentence, "cost", document=f"{_ROOT}/README.md"),
+  readme_lib.Place(latency, "latency", document=f"{_ROOT}/docs/inference.md"),
+  *(
+    readme_lib.Place(
+      make, name, document=f"{_ROOT}/kernels/benchmarks/results/README.md"
+    )
+    for name, make in (
+      ("identity", functools.partial(compiled, programs=("identity",))),
+      ("training", aims),
+    )
+  ),
+]
 
 
 def _compiled(rows: Sequence[Row], *programs: str) -> list[Row]:

@@ -49,17 +49,7 @@ from experiments.pages import readme
 
 Row = dict[str, Any]
 FILE = pathlib.Path(__file__).absolute().with_name("results.csv")
-_KERNELS = "../../kernels/benchmarks/results/README.md"
-PUBLISHED = readme.Published(
-  FILE.parent,
-  [
-    *(readme.Place(make, name) for name, make in report.TABLES.items()),
-    readme.Place(report.sentence, "cost", document="../../README.md"),
-    readme.Place(report.latency, "latency", document="../../docs/inference.md"),
-    readme.Place(report.stacks, "identity", document=_KERNELS),
-    readme.Place(report.aims, "training", document=_KERNELS),
-  ],
-)
+PUBLISHED = readme.Published(FILE.parent, report.PLACES)
 
 _FORMS = ("", " scan_layers=False")
 _ATTNRES = ("block_attnres", "full_attnres")

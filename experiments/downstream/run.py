@@ -15,10 +15,13 @@ import pathlib
 import sys
 from typing import Any
 
+from scipy import stats
+
 from attnres_jax import config as config_lib
 from attnres_jax.common import command_line
 from attnres_jax.common import files
 from attnres_jax.interop import score
+from attnres_jax.scaling import pairs
 from experiments.downstream import benchmarks
 from experiments.pages import page
 
@@ -91,7 +94,7 @@ def file_of(folder: pathlib.Path, one: benchmarks.Benchmark) -> pathlib.Path:
 
 
 def table(folders: Sequence[str]) -> str:
-  """Published scores, and ours of each folder, in percent."""
+  """Published scores, and ours with their 90 % intervals, in percent."""
   known = [pathlib.Path(files.check_folder("--table", f)) for f in folders]
   header = (
     "benchmark", "task, shots", "paper: PreNorm", "paper: AttnRes",
@@ -127,7 +130,10 @@ def _value(
     config_lib.fail_argument(str(path), one.metric, "a metric of the task")
   errors = [values.get(f"{metric}_stderr{key}") for values in each]
   error = errors[0] if len(errors) == 1 else None
-  suffix = f" ± {100 * error:.1f}" if isinstance(error, float) else ""
+  suffix = ""
+  if isinstance(error, float):
+    margin = stats.norm.ppf((1 + pairs.LEVEL) / 2) * error
+    suffix = f" ± {100 * margin:.1f}"
   return f"{100 * sum(values) / len(values):.1f}{suffix}", _count(found)
 
 

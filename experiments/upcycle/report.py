@@ -39,5 +39,6 @@ def results(rows: Sequence[Row]) -> str:
   return (
     f"{readme.table(header, lines)}\n\n{first['source_steps']} steps, then"
     f" {first['steps']} more ({minutes:.1f} minutes each)."
+    f" \N{PLUS-MINUS SIGN} is a {pairs.LEVEL:.0%} t interval."
     f" {readme.origin(rows)}"
   )

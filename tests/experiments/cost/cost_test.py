@@ -56,7 +56,7 @@ def _rows(tmp_path):
 
 def test_texts_of_the_documents(tmp_path):
   rows = _rows(tmp_path)
-  table = report.steps(rows)
+  table = report._TABLES["steps"](rows)
   where = "| large | 2 | 8 |"
   assert f"{where} PreNorm, unrolled | 1 (3.00 s) | 1 (3.00 s) |" in table
   assert f"{where} PreNorm | 1.3 | 1.3 |" in table
@@ -96,7 +96,7 @@ COMPILED = [
 
 
 def test_compiled_programs():
-  text = report.served(COMPILED)
+  text = report._TABLES["served"](COMPILED)
   cells = "| decode | v5e | 8 | 1024 | Block AttnRes | 1.010 (1.010) | 1.0"
   assert f"{cells} | 2.100 (1.050) | 3.00 (1.000) | 2.0% |" in text
   # PreNorm first, fewer rows first.
