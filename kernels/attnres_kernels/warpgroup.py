@@ -158,9 +158,6 @@ class Tiles:
   def load_stats(self, ref: Any) -> jax.Array:
     return _plgpu.load(ref, layout=self.stats, optimized=False)
 
-  def full_stats(self, rows: int, value: float) -> jax.Array:
-    return _plgpu.layout_cast(jnp.full((rows,), value, jnp.float32), self.stats)
-
   def down(self, row: jax.Array, rows: int) -> jax.Array:
     """Repeats a row for every row of a matrix."""
     wide = jax.lax.broadcast_in_dim(row, (rows, self.size), (1,))

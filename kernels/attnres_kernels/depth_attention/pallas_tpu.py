@@ -3,7 +3,6 @@
 
 from attnres_kernels.depth_attention.pallas_tpu_backward import backward
 from attnres_kernels.depth_attention.pallas_tpu_forward import forward
-from attnres_kernels.depth_attention.pallas_tpu_tiles import BlockSizes
 from attnres_kernels.depth_attention.pallas_tpu_tiles import why_not
 
-__all__ = ["BlockSizes", "backward", "forward", "why_not"]
+__all__ = ["backward", "forward", "why_not"]

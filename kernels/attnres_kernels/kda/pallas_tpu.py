@@ -71,15 +71,14 @@ class Step(NamedTuple):
   @classmethod
   def choose(
     cls, batch: int, heads: int, chunk_size: int, width: int, *,
-    backward: bool = False, most: int = 0,
+    backward: bool = False,
   ) -> "Step":  # fmt: skip
-    """As many as fit, but up to `most` if it is given."""
+    """As many as fit."""
     large = dispatch.tpu_vmem_bytes() > 22 * 2**20
     room = 64 * 128 / (chunk_size * width)
     least = max(1, int((16 if large else 8) * room))
     aside = chunk_lib.num_aside(heads, chunk_size, least)
-    if not most:
-      most = least if backward or not large else max(1, int(48 * room))
+    most = least if backward or not large else max(1, int(48 * room))
     divisors = range(aside, max(most, aside) + 1, aside)
     each = max(n for n in divisors if heads % n == 0)
     rows = max(1, most // each) if each == heads else 1
@@ -163,10 +162,10 @@ _kda.defvjp(_kda_forward, _kda_backward)
 def forward(
   q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array,
   state: jax.Array, *, scale: float, chunk_size: int, chunks: bool = False,
-  interpret: Any = False, most: int = 0,
+  interpret: Any = False,
 ) -> tuple[Any, ...]:  # fmt: skip
   """Returns the outputs, the last state and, if asked to, `Chunks`."""
-  call = _Call(q, v, chunk_size, interpret, most)
+  call = _Call(q, v, chunk_size, interpret)
   outputs = [call.tokens_out(v), call.state_out()]
   if chunks:
     squares = [call.squares_out(q.dtype)] * 3
@@ -185,10 +184,10 @@ def forward(
 def backward(
   q: jax.Array, k: jax.Array, g: jax.Array, beta: jax.Array, chunks: Chunks,
   do: jax.Array, dstate: jax.Array, *, scale: float, chunk_size: int,
-  interpret: Any = False, most: int = 0,
+  interpret: Any = False,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
   """Returns the gradients of q, k, v, g, beta and the first state."""
-  call = _Call(q, do, chunk_size, interpret, most, backward=True)
+  call = _Call(q, do, chunk_size, interpret, backward=True)
   z, *matrices = chunks
   dq, dk, dv, dg, dbeta, dstate = call(
     functools.partial(_backward_kernel, scale=scale),
@@ -217,7 +216,7 @@ class _Call:
 
   def __init__(
     self, q: jax.Array, v: jax.Array, chunk_size: int, interpret: Any,
-    most: int, backward: bool = False,
+    backward: bool = False,
   ):  # fmt: skip
     self.batch, self.length, self.heads, self.key = q.shape
     self.value = v.shape[-1]
@@ -229,7 +228,6 @@ class _Call:
       chunk_size,
       max(self.key, self.value),
       backward=backward,
-      most=most,
     )
     self.interpret = interpret
     self.reverse = backward

@@ -24,8 +24,3 @@ class Shape:
 KIMI_48B = Shape("48b", 1, 8192, 32, 128, 128)
 TABLE_2 = Shape("table2", 4, 4096, 12, 128, 128)
 NAMED = (KIMI_48B, TABLE_2)
-# Four heads on a CPU, to compare with softmax attention.
-CPU = tuple(
-  Shape("cpu", 1, tokens, 4, 128, 128)
-  for tokens in (512, 1024, 2048, 4096, 8192)
-)
