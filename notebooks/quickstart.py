@@ -12,7 +12,8 @@
 # where $v_0$ is the embedding and $v_i$ the output of sublayer $i$. The Block
 # variant attends over sums of a few sublayers instead, which costs little. This
 # notebook trains three networks and looks inside them: less than three minutes
-# on two CPU cores.
+# on two idle CPU cores. (Many programs shared the two cores that made the outputs
+# below.)
 
 # %%
 import contextlib
