@@ -150,7 +150,7 @@ class Study:
   def left_out(self, scale: str) -> set[str]:
     """Variants that are not trained at a scale."""
     # Rows of the other study are committed for the laptop's scale only. The
-    # epsilon of the control is twice that of the small scales.
+    # epsilon of the control is twice the small scales'.
     every = {
       LAPTOP: {*self.shared, *self.deeper},
       DEEP: set(),

@@ -145,7 +145,7 @@ class Parser(argparse.ArgumentParser):
       action=_HelpConfig,
       nargs="?",
       metavar="PART",
-      help="lists all fields, or those of a part such as model.residual",
+      help="lists all fields, or the fields of a part such as model.residual",
     )
 
   def add_plans(self) -> None:

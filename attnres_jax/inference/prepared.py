@@ -14,7 +14,7 @@ from attnres_jax.common import sharding
 from attnres_jax.models import layer_stacks
 from attnres_jax.models import lora
 
-# Name -> whether layers are in arrays of their own; None: on some platforms.
+# Name -> whether layers are in separate arrays; None: on some platforms.
 LAYERS = {"auto": None, "stacked": False, "separate": True}
 _SEPARATE_ON = ("cpu",)
 

@@ -203,7 +203,7 @@ def _show_text(
   del text_format
   out, texts = sys.stdout, [prompt.text for prompt in prompts]
   if not out.isatty():
-    # A file or another program gets the text as it is.
+    # A file or another program gets the text unchanged.
     out = text_table.unfiltered(out)
   if len(prompts) == 1:
     print(texts[0], end="", file=out, flush=True)

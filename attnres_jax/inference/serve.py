@@ -153,7 +153,7 @@ def _make_server(
   def stop():
     server.should_exit = True
 
-  # Otherwise a page of any web site could reach it by a name of its own.
+  # Otherwise a page of any web site could reach it by a name that it chose.
   hosts = _LOCAL_HOSTS if _is_local(options.host) else ("*",)
   name = options.name or os.path.basename(os.path.abspath(options.workdir))
   app = app_lib.App(

@@ -35,8 +35,8 @@ def add_flags(parser: command_line.Parser, *, length: str) -> None:
   )  # fmt: skip
   add(
     "--layers", default="auto", choices=list(prepared.LAYERS),
-    help="separate: weights and caches of each layer in arrays of their own;"
-    " auto: so on CPUs",
+    help="separate: one array per weight and cache of each layer; auto: so on"
+    " CPUs",
   )  # fmt: skip
 
 

@@ -75,12 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
   add("--step", type=int, help="checkpoint to use; the newest by default")
   add(
     "--dtype", choices=tuple(tensor_files.DTYPES),
-    help="of weights; that of the import, else F32",
+    help="dtype of weights; the import's, else F32",
   )  # fmt: skip
   add("--family", choices=tuple(families.FAMILIES), help="found by default")
   add(
     "--shard_bytes", type=int, default=huggingface.SHARD_BYTES,
-    help="largest file, unless a tensor is larger",
+    help="largest file in bytes, unless a tensor is larger",
   )  # fmt: skip
   return command_line.run(_export, parser.parse_args(argv))
 

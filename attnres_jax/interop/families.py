@@ -356,7 +356,7 @@ _KIMI_K3 = (
 )
 
 
-# Networks of this library in a layout of their own: the fields that
+# Networks of this library in a layout of ours: the fields that
 # `modeling_attnres.py` computes, by the object that has them.
 _NETWORK = {
   "": "vocab_size width num_layers mixers last_mixer num_heads num_kv_heads"

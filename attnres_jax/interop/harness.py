@@ -204,7 +204,7 @@ class Network(model_lib.TemplateLM):
       )
     values = {n: found[n] for n in _SETTINGS if found.get(n) is not None}
     ids = self.tok_encode(context)[-room:] or [self.prefix_token_id]
-    # Each answer has random numbers of its own, repeats of a question too.
+    # Each answer has other random numbers, repeats of a question too.
     self._num_answers += 1
     return engine_lib.Request(
       ids,

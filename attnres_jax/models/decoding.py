@@ -53,7 +53,7 @@ def extend(
     h_out [B, T, D]; by kind, what the caches should add (`cache.append`).
   """
   scan &= RESIDUAL not in caches  # What is looked back at leaves the loop.
-  # So do layers in arrays of their own.
+  # So do layers in separate arrays.
   scan &= not any(map(_is_separate, [*sublayers.values(), *caches.values()]))
   places = {kind: itertools.count() for kind in sublayers}
 

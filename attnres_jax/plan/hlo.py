@@ -281,7 +281,7 @@ class Program:
       if user.op in _CUTS:
         nested = {0: sum(a.nbytes for a in user.arrays)}
       elif user.op in _UPDATES:
-        # The updated array is not read, but for what a scatter adds to.
+        # The updated array is not read, except where a scatter adds to it.
         new = inside[user.operands[_UPDATES[user.op]]]
         nested = {0: self._adds(user) * sum(a.nbytes for a in new.arrays)}
       for i, operand in enumerate(user.operands):

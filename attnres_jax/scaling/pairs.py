@@ -24,7 +24,7 @@ from scipy import stats
 LEVEL = 0.9
 # Nats per token: several times what any scheme gains or loses if it trains.
 FAILED = 0.3
-# How often one of equal variants gets a deviation of its own.
+# How often one of equal variants gets a separate deviation.
 OUTLYING = 0.01
 
 Row = Mapping[str, Any]

@@ -295,7 +295,7 @@ def make_parser(experiment: Experiment) -> command_line.Parser:
     type=float,
     when=run,
     metavar="N",
-    help="refuse a sweep that costs more, by its plans, and say what fits",
+    help="refuse a sweep that its plans say costs more, and say what fits",
   )
   add(
     "--dry_run", action="store_true", when=run, help="say what would be started"
@@ -310,7 +310,7 @@ def make_parser(experiment: Experiment) -> command_line.Parser:
   add(
     "--run",
     when=("action", ("status",)),
-    help="name of one run, of which to show the last error",
+    help="name of a run whose last error to show",
   )
   add(
     "--out",

@@ -73,7 +73,7 @@ def of_run(
       "step_bytes": _number(memory, "d"),
     }
     if last_weights is not None:
-      # Then `validation_loss` is that of averaged weights.
+      # Then `validation_loss` belongs to averaged weights.
       outcome["last_weights_loss"] = f"{last_weights:.6f}"
   # The time of one step has its own column.
   times = {

@@ -337,7 +337,7 @@ class Console:
   def __init__(
     self, steps: int, resume_step: int, *, file=None, seconds: float = 5.0
   ):
-    # The bar has codes of its own.
+    # The bar writes terminal codes itself.
     self._file = text_table.unfiltered(file or sys.stdout)
     self._steps = steps
     self._seconds = seconds

@@ -46,7 +46,7 @@ TOPOLOGY = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 # What the compiler estimates for the smallest fusions on all three chips, which
 # is 1817 cycles on v5e and 2116 on the others.
 START_SECONDS = 1.21e-6
-# Smaller collectives are those of the head and of drawing a token.
+# Smaller collectives belong to the head and to drawing a token.
 _LEAST_SENT = 2**20
 
 

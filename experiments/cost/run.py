@@ -135,7 +135,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   add("--batch", default="", help="rows, several with commas")
   add("--tokens", default="", help="of a row, several with commas")
   add("--rounds", type=int, default=5, help="timed rounds, after one warm-up")
-  add("--torch", action="store_true", help="the same network in PyTorch, too")
+  add(
+    "--torch", action="store_true", help="time the same network in PyTorch, too"
+  )
   add(
     "--bytes_only",
     action="store_true",

@@ -39,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   add("--only", default="", help="names as in Table 3, separated by commas")
   add("--limit", type=int, default=0, help="questions of each task; 0 for all")
   add(
-    "--runs_code", action="store_true", help="also those that execute answers"
+    "--runs_code",
+    action="store_true",
+    help="also run tasks that execute answers",
   )
   add("--include_path", default=str(TASKS), help="folder with further tasks")
   add("--table", nargs="+", default=[], help="show the scores of folders")

@@ -52,10 +52,15 @@ def make_parser() -> argparse.ArgumentParser:
   parser = command_line.Parser("python -m experiments.first_hour", __doc__)
   add = parser.add_argument
   add("--out", default="runs/first_hour", help="folder of rows and page")
-  add("--minutes", type=float, default=60.0, help="most that it may take")
+  add(
+    "--minutes",
+    type=float,
+    default=60.0,
+    help="maximum time of the whole command",
+  )
   add(
     "--platform", default="", choices=("", "cpu", "tpu", "gpu"),
-    help="that JAX must use; by default what it finds",
+    help="platform that JAX must use (default: the one it finds)",
   )  # fmt: skip
   add(
     "--parts", default=",".join(measure.PARTS),

@@ -34,7 +34,7 @@ from experiments import publish
 from experiments.looks import report
 from experiments.pages import readme
 
-# Rows of the validation split that are measured, and those of a batch: the
+# Rows of the validation split that are measured, and rows of a batch: the
 # gradient of a batch is one of the series.
 NUM_ROWS, _BATCH = 64, 16
 # What a run of a study has beside its variant and its seeds.

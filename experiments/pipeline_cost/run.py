@@ -36,7 +36,7 @@ CLOSED_FORMS = {
   "cached": layout_lib.cached_total,
   "minimum": layout_lib.minimum_total,
 }
-# Over that of a forward pass.
+# Over a forward pass's.
 _BACKWARD_TIME = 2.0
 
 

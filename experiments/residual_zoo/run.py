@@ -51,10 +51,10 @@ PUBLISHED = readme.Published(
   figure_rows=("results", "trained"),
 )
 
-# Costs are those of d=512 with 24 sublayers in 8 blocks, in bfloat16.
+# Costs are counted at d=512 with 24 sublayers in 8 blocks, in bfloat16.
 COST = "configs/lm.py:size=small,residual="
 LENGTH = 512
-# Matrices are those of a small network with random parameters of the scheme.
+# Matrices come from a small network with random parameters of the scheme.
 SMALL = config_lib.ModelConfig(
   vocab_size=64,
   width=32,

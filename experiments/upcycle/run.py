@@ -42,7 +42,7 @@ SMALL = f"{SOURCE},runlocal=True"
 SHARE, RATE_SHARE = 0.5, 0.5
 BLOCK_SIZE = 4
 FASTER = ("^residual/=10",)
-# The order of the data differs from that of the source.
+# The order of the data differs from the source's.
 OTHER_ORDER = 1000
 
 _Residual = config_lib.ResidualConfig

@@ -135,7 +135,7 @@ class DeltaAttnRes(Stream, full_attnres.FullAttnRes):
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
     sources = super().write(carry.sources, slot.attention, y_BTD)
-    # The output as it is kept, not one that has to be computed again.
+    # The kept output, not one that has to be computed again.
     return Carry(sources, carry.stream_BTD + precision.widen(sources[-1]))
 
   def close(self, state: Any, carry: Any, stop: int) -> tuple[jax.Array, ...]:

@@ -141,7 +141,7 @@ class GatedResidual(base.Residual):
     )
 
 
-# Checkpointed, so that of float32 arrays only the streams are kept.
+# Checkpointed, so that the streams are the only float32 arrays kept.
 @functools.partial(jax.checkpoint, static_argnums=(2, 3))
 def _normed(
   streams_BTMD: jax.Array, gain_MD: jax.Array, eps: float, dtype: Any

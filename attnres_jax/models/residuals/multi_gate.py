@@ -122,7 +122,7 @@ class MultiGate(base.Residual):
   ) -> streams_lib.State:
     y_BTD = precision.widen(base.save(y_BTD))
     gate_MBT = self.gates(self._scores(carry, slot.gate_query_D), slot.bias_C)
-    # As long as streams open, the others stay as they are.
+    # While streams open, the others do not change.
     opens_M11 = streams_lib.to_tokens(slot.opens_M)
     gate_MBT = jnp.where(jnp.any(slot.opens_M), 0.0, gate_MBT)
     gate_MBT = base.coefficient(jnp.where(opens_M11, 1.0, gate_MBT))

@@ -187,7 +187,7 @@ def backward(
         products.append(product)
       lse = tiles.load_stats(lse_ref.at[token, span])
       weights = [jnp.exp(score - lse) for score in scores]
-      # Large scores may differ from those of the forward pass, which sums in
+      # Large scores may differ from the forward pass's, which sums in
       # another order: normalise again, so that the weights still sum to one.
       share = 1.0 / functools.reduce(operator.add, weights)
       weights = [weight * share for weight in weights]

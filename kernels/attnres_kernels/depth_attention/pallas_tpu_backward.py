@@ -206,7 +206,7 @@ def _kernel(
 def _weights(score: jax.Array, lse: jax.Array) -> jax.Array:
   """Weights of the sources of each token: [M, 8, Q]."""
   weight = jnp.exp(score - lse[None])
-  # Large scores differ from those of the forward pass, which sums in another
+  # Large scores differ from the forward pass's, which sums in another
   # order: normalise again, so that the weights still sum to one.
   return weight / jnp.sum(weight, axis=0)[None]
 
@@ -240,7 +240,7 @@ def _product_rows(
 ) -> jax.Array:  # fmt: skip
   """Products of source rows with as many partners, and then query terms."""
   partner_rows = diagonal + terms_ref.shape[0]
-  # Rows of the left operand stream; those of the right operand are tiled.
+  # Rows of the left operand stream; rows of the right operand are tiled.
   streams = source_rows * pl.cdiv(
     partner_rows, _MATRIX
   ) <= partner_rows * pl.cdiv(source_rows, _MATRIX)

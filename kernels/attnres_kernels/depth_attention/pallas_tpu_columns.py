@@ -68,7 +68,7 @@ class Columns:
       yield Piece(slice(part.start + start, part.stop + start), key=part)
 
   def _of_heads(self, lanes: int) -> Iterator[Piece]:
-    # Up to 128 columns if heads share them, and else those of one head.
+    # Up to 128 columns if heads share them, else one head's.
     aligned = self.slice_width % tiles.LANES == 0
     size = min(lanes, self.slice_width) if aligned else tiles.LANES
     stops = [self.width]

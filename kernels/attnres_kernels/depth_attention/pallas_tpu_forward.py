@@ -179,7 +179,7 @@ def _mixed(
 ) -> jax.Array:  # fmt: skip
   """Mixtures of one head in all columns of a piece: [Q*8, columns]."""
   rows = num_queries * tiles.GROUP
-  # With the terms as rows, those of all heads are the second half.
+  # With the terms as rows, the terms of all heads are the second half.
   return tiles.total(
     tiles.dot(columns_lib.rows_of(weight, index, rows), source, exact=exact)
     for index in range(head, weight.shape[0] // rows, heads)

@@ -166,7 +166,7 @@ def scores(c: Aside) -> tuple[jax.Array, jax.Array]:
     square = c.fold(c.dot(_stack(rows), _stack(columns), 1))
     new_keys = _blocks(square)
     new_pairs = _blocks(decay_lib.unjoin(square, size))
-    # In the columns of all blocks alike: those of others are cleared below.
+    # In the columns of all blocks alike: other blocks' are cleared below.
     mask = (((row ^ column) >> level) == 1) & (row > column)
     for index in range(len(keys)):
       if size >= _BLOCK:

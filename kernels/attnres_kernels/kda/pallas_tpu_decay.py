@@ -46,7 +46,7 @@ def exponents(g: jax.Array) -> list[jax.Array]:
     suffix += jnp.where(late, 0.0, other)
     total += other
     size *= 2
-  # Every row of `total` is now that of its register: one is enough per block.
+  # All rows of a register in `total` are now equal: one per block is enough.
   totals, prefix, suffix = (_registers(x) for x in (total, prefix, suffix))
   while size < g.shape[0]:
     late, other = _blocks(len(prefix), size)

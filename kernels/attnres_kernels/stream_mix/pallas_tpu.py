@@ -484,7 +484,7 @@ def _dots(stack: "_Stack", group: slice, refs: Any) -> list[jax.Array]:
   if count * size < _LANES:
     zeros = jnp.zeros((square.shape[0], _LANES - count * size), jnp.float32)
     square = jnp.concatenate([square, zeros], axis=1)
-  # Of all pairs of tokens, those of a token with itself.
+  # Of all pairs of tokens, a token's with itself.
   token = jax.lax.broadcasted_iota(jnp.int32, (size, _LANES), 0)
   lane = jax.lax.broadcasted_iota(jnp.int32, (size, _LANES), 1)
   square = square.reshape(others, size, _LANES)
