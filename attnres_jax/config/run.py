@@ -254,6 +254,9 @@ class TrainConfig(fields.Checked, prefix="train"):
       )
 
 
+_MOST_SHOTS = 1000
+
+
 @dataclasses.dataclass(frozen=True)
 class EvalConfig(fields.Checked, prefix="eval"):
   """Tasks of the lm-evaluation-harness, scored during the run (extra `eval`).
@@ -276,10 +279,8 @@ class EvalConfig(fields.Checked, prefix="eval"):
 
   def __post_init__(self):
     super().__post_init__()
-    if self.num_fewshot < -1:
-      errors.fail(
-        "eval.num_fewshot", self.num_fewshot, "a number of at least -1"
-      )
+    if not -1 <= self.num_fewshot <= _MOST_SHOTS:
+      errors.fail("eval.num_fewshot", self.num_fewshot, f"-1 to {_MOST_SHOTS}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,7 +51,9 @@ class Sublayer(nnx.Module):
     )
     if scheme.qkv_norm:
       config = dataclasses.replace(config, qkv_norm=True)
-    core = config_lib.choose("model.mixers", kind, CORES)
+    last = kind == config.last_mixer and kind not in config.mixers
+    field = "model.last_mixer" if last else "model.mixers"
+    core = config_lib.choose(field, kind, CORES)
     self.core = core(config, rngs=rngs)
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from attnres_jax import config as config_lib
 from tests import tiny_network
 
 # Four transformer blocks: mla mlp, kda moe, mla moe, mla moe.
@@ -86,3 +87,8 @@ def test_scans_and_checkpoints_change_nothing(name, remat):
   load_LE = found[1].sublayers["moe"].core.selection_bias[...]
   assert load_LE.shape == (3, 4)
   np.testing.assert_array_equal(jnp.sum(load_LE, axis=1), 2 * 6 * 2)
+
+
+def test_an_unknown_last_mixer_is_named():
+  with pytest.raises(config_lib.ConfigError, match="model.last_mixer: got 'ls"):
+    tiny_network.model("prenorm", last_mixer="lstm", num_layers=2)
