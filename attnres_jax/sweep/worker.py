@@ -337,7 +337,7 @@ def _diverged(summary: Mapping[str, Any], config: config_lib.RunConfig) -> str:
   if skipped > most * steps:
     return (
       f"{skipped} of {steps} steps were skipped, since a loss or gradient was"
-      f" not finite; loop.max_skipped_share is {most:g}"
+      f" not finite; train.max_skipped_share is {most:g}"
     )
   if jax.process_index() == 0 and summary.get("validation_loss") is None:
     return "the validation loss is not finite"

@@ -96,7 +96,9 @@ def _share(
         code = process.poll()
         if code is None or code == 0:
           continue
-        assert code in (1, 4, -signal.SIGKILL), logs[i].read_text()[-5000:]
+        # A second signal of a kind has its usual effect.
+        ends = {1, 4} | {-one for one in SIGNALS}
+        assert code in ends, logs[i].read_text()[-5000:]
         # As a launcher does; the first one continues on other devices.
         devices = 2 if devices == 1 else 1
         processes[i] = _start(folder, logs[i], devices)

@@ -257,7 +257,7 @@ def test_a_diverged_run_under_every_command(sweep, capsys, monkeypatch):
   metrics.write_text(metrics.read_text().replace("NaN", "null"))
   summary = {"status": "finished", "step": 20, "skipped": 20}
   monkeypatch.setattr(
-    worker.train, "train_and_evaluate", lambda *_, **__: summary
+    worker.loop, "train_and_evaluate", lambda *_, **__: summary
   )
   arguments = [f"--folder={folder}", f"--run={bad}"]
   assert worker.main(arguments) == exits.Exit.DIVERGED
