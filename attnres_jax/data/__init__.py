@@ -5,10 +5,9 @@ Training only needs `open_dataset(config.data, "train").batches()`. No module of
 this package starts a JAX device.
 
 Libraries read Parquet, zst, ArrayRecord and vocabularies, shuffle and batch.
-The room has more lines than its budget for things that those packages do not
-do: errors that name file, line and field, splits that never leak, `prepare`
-that resumes to the same bytes, a refusal of text that is too short, and
-packing.
+The room exceeds its budget by what libraries lack: errors that name file, line
+and field, splits that never leak, `prepare` that resumes to the same bytes, the
+texts of imported tokenizers, and packing.
 """
 
 from attnres_jax.data.counts import check as check

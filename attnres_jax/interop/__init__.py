@@ -7,7 +7,7 @@
 
 A checkpoint family is a table of names in `families`, and one line there.
 
-The room exceeds its budget by what no library does: AttnRes, KDA and MLA as a
+The room exceeds its budget by what libraries lack: AttnRes, KDA and MLA as a
 class in PyTorch, errors that name key and tensor before weights are read, and
-shards that are read and scored without torch.
+reads of one device's shard.
 """

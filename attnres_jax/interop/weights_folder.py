@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import json
 import os
 import pathlib
-from typing import Any, Literal
+from typing import Annotated, Any
 
 from etils import epath
 import jax
@@ -144,7 +144,12 @@ def origin(
 # Keys of config.json that an export repeats.
 LENGTHS = "max_position_embeddings", "model_max_length"
 # Keys of interop.json, and their types; `files` has names.
-_DTYPE = Literal[tuple(tensor_files.DTYPES)]
+_DTYPE = Annotated[
+  str,
+  fields.Accepted(
+    lambda name: name in tensor_files.DTYPES, ", ".join(tensor_files.DTYPES)
+  ),
+]
 _FACTS = {
   "format": str, "family": str, "source": str, "dtype": _DTYPE, "dtypes": dict,
   "config": dict, "upcycled_from": str, "files": tuple[str, ...],
