@@ -147,7 +147,7 @@ LENGTHS = "max_position_embeddings", "model_max_length"
 _DTYPE = Annotated[
   str,
   fields.Accepted(
-    lambda name: name in tensor_files.DTYPES, ", ".join(tensor_files.DTYPES)
+    lambda name: name in tensor_files.DTYPES, " or ".join(tensor_files.DTYPES)
   ),
 ]
 _FACTS = {
