@@ -35,34 +35,22 @@ _PLATFORMS = {"cuda12": "gpu", "cuda13": "gpu", "tpu": "tpu", "": "cpu"}
 
 
 class Machine(NamedTuple):
-  """A runtime.
+  """A runtime."""
 
-  Attributes:
-    library: whether attnres_jax can be imported.
-    tpu: whether there is a TPU.
-    cuda: the newest CUDA that the driver supports, such as (12, 4), or None.
-    plugins: installed plugins of jax.
-    imported: versions of jax and numpy, if this process has imported them.
-  """
-
-  library: bool = False
+  library: bool = False  # attnres_jax can be imported
   tpu: bool = False
-  cuda: tuple[int, int] | None = None
-  plugins: tuple[str, ...] = ()
-  imported: Mapping[str, str] = {}
+  cuda: tuple[int, int] | None = None  # the newest that the driver supports
+  plugins: tuple[str, ...] = ()  # of jax, installed
+  imported: Mapping[str, str] = {}  # versions of jax and numpy
 
 
 class Plan(NamedTuple):
-  """The accelerator in words, the extra ("" for a CPU), and pip's arguments.
+  """What pip must do for a runtime."""
 
-  `uninstall` lists plugins of another accelerator, which would not fit the new
-  jax; `install` is "" if the library is there.
-  """
-
-  accelerator: str
-  extra: str
-  install: str
-  uninstall: tuple[str, ...]
+  accelerator: str  # in words
+  extra: str  # "" for a CPU
+  install: str  # "" if the library is there
+  uninstall: tuple[str, ...]  # plugins that would not fit the new jax
 
 
 def play(draw: Callable[..., Any], /, **controls: Any) -> None:
@@ -107,14 +95,10 @@ def fetch(path: str) -> pathlib.Path:
 
 
 def prepare(extras: str = "plots") -> None:
-  """Installs what is missing, and checks that jax sees the accelerator.
+  """Installs what is missing; raises if jax does not see the accelerator.
 
-  Args:
-    extras: of the library, besides the accelerator's.
-
-  Raises:
-    SystemExit: the session has to be restarted first.
-    RuntimeError: jax does not see the accelerator.
+  `extras` are the library's, besides the accelerator's. SystemExit asks to
+  restart the session.
   """
   machine = look()
   plan = make_plan(machine, extras)
@@ -199,11 +183,7 @@ def needs_restart(
 
 
 def check(plan: Plan, platforms: Sequence[str]) -> str:
-  """Names the platform that jax runs on.
-
-  Raises:
-    RuntimeError: it is not the plan's accelerator.
-  """
+  """Names the platform of jax; raises if it is not the plan's accelerator."""
   expected = _PLATFORMS[plan.extra]
   if expected == "cpu" or expected in platforms:
     return f"jax runs on {len(platforms)} device(s): {platforms[0]}."
