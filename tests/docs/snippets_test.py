@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Python of README and docs runs, and links lead somewhere."""
+"""The Python of README and docs runs; links and names of files are right."""
 
+import pathlib
 import re
 
 from flax import nnx
@@ -15,7 +16,11 @@ from attnres_jax.models import layer_stacks
 from tests import tiny_run
 
 PAGES = sorted(
-  [tiny_run.ROOT / "README.md", *(tiny_run.ROOT / "docs").glob("*.md")]
+  [
+    tiny_run.ROOT / "README.md",
+    tiny_run.ROOT / "CONTRIBUTING.md",
+    *(tiny_run.ROOT / "docs").glob("*.md"),
+  ]
 )
 OWN = tiny_run.ROOT / "docs" / "in-your-own-model.md"
 
@@ -86,6 +91,28 @@ def test_nnx(network):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links(page):
-  for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
-    if not target.startswith(("http:", "https:")):
-      assert (page.parent / target).exists(), target
+  for link in re.findall(r"\]\(([^)\s]+)", page.read_text()):
+    if link.startswith(("http:", "https:")):
+      continue
+    path, _, anchor = link.partition("#")
+    target = page.parent / path if path else page
+    assert target.exists(), link
+    if anchor:
+      heads = re.findall(r"^#+ (.*)$", target.read_text(), re.M)
+      assert anchor in map(anchor_of, heads), link
+
+
+def anchor_of(heading):
+  """The anchor that GitHub makes of a heading."""
+  letters = re.sub(r"[^\w\- ]", "", heading.lower())
+  return letters.replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_named_files_exist(page):
+  text = page.read_text()
+  # A recipe writes a new file.
+  new = re.findall(r"^The file, `([^`]+)`", text, re.M)
+  for name in re.findall(r"`([a-z_]+/[\w/]+\.py)`", text):
+    places = [tiny_run.ROOT / name, tiny_run.ROOT / "attnres_jax" / name]
+    assert name in new or any(map(pathlib.Path.exists, places)), name
