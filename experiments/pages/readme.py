@@ -106,5 +106,7 @@ def origin(rows: Rows) -> str:
 
 
 def with_origin(text: str, rows: Rows) -> str:
-  """A table, and where its rows come from."""
+  """A table, and where its rows come from; without rows, a sentence."""
+  if not rows:
+    return "No rows yet."
   return f"{text}\n\n{origin(rows)}"
