@@ -210,10 +210,10 @@ def _check_copies(source: Source) -> None:
     elif original:
       other = source.tensors[original]
       # In pieces, so that little is in memory.
-      starts = range(0, tensor.shape[0], 1024)
-      pieces = [slice(i, min(i + 1024, tensor.shape[0])) for i in starts]
+      rows = other.shape[0]
+      pieces = [slice(i, min(i + 1024, rows)) for i in range(0, rows, 1024)]
       same = tensor.shape == other.shape and all(
-        (_wide(tensor, rows) == _wide(other, rows)).all() for rows in pieces
+        (_wide(tensor, one) == _wide(other, one)).all() for one in pieces
       )
       what = f"{original!r}, which config.json says it copies"
     else:

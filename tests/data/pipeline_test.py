@@ -196,15 +196,6 @@ class TestPipeline:
     assert sorted(rows[rows != _PADDING]) == list(range(_NUM_ROWS))
     assert len(rows) == dataset.num_batches * batch_size < 23 + batch_size
 
-  def test_segment_ids_of_a_batch(self):
-    self._write("train", np.arange(_NUM_ROWS * _LENGTH), separator_id=7)
-    iterator = self._open(segment_ids=True).batches()
-    for batch in itertools.islice(iterator, 6):
-      for ids, segments in zip(batch["tokens"], batch["segment_ids"]):
-        opened = [int(i) == 7 and k > 0 for k, i in enumerate(ids)]
-        np.testing.assert_array_equal(segments, 1 + np.cumsum(opened))
-    iterator.close()
-
   @pytest.mark.parametrize(
     "fields,message",
     [

@@ -187,6 +187,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, name, value):
   [
     ("lm_head.weight", lambda a: a + 1e-3, "differs from 'model.embed_tokens"),
     ("lm_head.weight", lambda a: a[:-1], "differs from 'model.embed_tokens"),
+    ("lm_head.weight", lambda a: a[0, 0], "differs from 'model.embed_tokens"),
     (
       "model.layers.0.self_attn.rotary_emb.inv_freq",
       lambda a: np.ones(8, np.float32),
