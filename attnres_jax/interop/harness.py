@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our networks as models of EleutherAI's lm-evaluation-harness.
 
-  lm = harness.Network(model, text_format, mesh, length=2048)
+  lm = harness.Network(model, text_format, scorer.Scorer(mesh, length=2048))
   results = harness.evaluate(lm, ["lambada_openai", "arc_easy"])
 
 Needs the extra `eval`. Choices and perplexities are scored by `scorer.Scorer`,
@@ -68,30 +68,20 @@ class Network(model_lib.TemplateLM):
     self,
     model: models.Transformer,
     text_format: text_format_lib.TextFormat,
-    mesh: jax.sharding.Mesh,
-    *,
-    length: int,
-    batch_tokens: int = 8192,
+    scorer: scorer_lib.Scorer,
     slots: int = 8,
-    scorer: scorer_lib.Scorer | None = None,
   ):
     """Nothing is compiled yet.
 
     Args:
-      model: sharded over the mesh.
+      model: sharded over the scorer's mesh.
       text_format: how texts of the network open and end.
-      mesh: of `sharding.make_mesh`.
-      length: most tokens of a context with its continuation.
-      batch_tokens: see `scorer.Scorer`.
+      scorer: whose programs later versions of the network reuse.
       slots: how many answers are generated at once.
-      scorer: of an earlier version of the network, whose programs are reused.
     """
     super().__init__()
-    self.max_length = length
-    self._scorer = scorer or scorer_lib.Scorer(
-      mesh, length=length, batch_tokens=batch_tokens
-    )
-    self._model, self._mesh, self._slots = model, mesh, slots
+    self.max_length = scorer.length
+    self._model, self._scorer, self._slots = model, scorer, slots
     self._text_format, self._num_answers = text_format, 0
 
   @property
@@ -164,12 +154,12 @@ class Network(model_lib.TemplateLM):
       return []
     prompts = [self._prompt(*request.args) for request in requests]
     _check_same([(list(p.prompt), p.num_tokens) for p, _ in prompts])
-    rows = sharding.num_row_shards(self._mesh)
+    rows = sharding.num_row_shards(self._scorer.mesh)
     engine = engine_lib.Engine(
       self._model,
       slots=max(1, min(self._slots, len(prompts)) // rows) * rows,
       length=max(len(p.prompt) + p.num_tokens for p, _ in prompts),
-      mesh=self._mesh,
+      mesh=self._scorer.mesh,
     )
     # Prompts of similar lengths need few different caches.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i][0].prompt))
@@ -267,11 +257,11 @@ def find(config: config_lib.RunConfig) -> Callable[..., Score]:
     text_format = text_format_lib.of_data(config.data, workdir)
     length = given.length or config.data.sequence_length
     # Programs are compiled once, for all versions of the network.
-    scorer = scorer_lib.Scorer(mesh, length=length)
+    scorer = scorer_lib.Scorer(mesh, length)
 
     def score(model: models.Transformer) -> dict[str, float]:
       start = time.perf_counter()
-      network = Network(model, text_format, mesh, length=length, scorer=scorer)
+      network = Network(model, text_format, scorer)
       results = evaluate(
         network, given.tasks, table, limit=given.limit,
         num_fewshot=given.num_fewshot, bootstrap_iters=0, log_samples=False,

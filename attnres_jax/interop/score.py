@@ -32,6 +32,7 @@ from attnres_jax.common import text_table
 from attnres_jax.config import fields
 from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.inference import trained
+from attnres_jax.interop import scorer as scorer_lib
 from attnres_jax.interop import weights_folder
 from attnres_jax.train import checkpoint
 
@@ -85,11 +86,9 @@ def _score(options: argparse.Namespace) -> None:
   text_format = text_format_lib.of_data(config.data, workdir)
   facts, _ = weights_folder.origin(workdir, config)
   longest = facts.get("config", {}).get("max_position_embeddings")
-  network = harness.Network(
-    model, text_format, mesh, batch_tokens=options.batch_tokens,
-    slots=options.slots,
-    length=options.length or longest or config.data.sequence_length,
-  )  # fmt: skip
+  length = options.length or longest or config.data.sequence_length
+  scorer = scorer_lib.Scorer(mesh, length, options.batch_tokens)
+  network = harness.Network(model, text_format, scorer, options.slots)
   start = time.perf_counter()
   results = harness.evaluate(
     network, names, table, limit=options.limit,
@@ -103,7 +102,7 @@ def _score(options: argparse.Namespace) -> None:
   )
   results["command"] = dict(
     limit=options.limit, num_fewshot=options.num_fewshot,
-    length=network.max_length, opening=list(text_format.open_ids),
+    length=length, opening=list(text_format.open_ids),
     prefix=text_format.prefix_id,
   )  # fmt: skip
   results["environment"] = dict(

@@ -9,6 +9,7 @@ All processes have to call it with the same texts; each computes its rows.
 """
 
 from collections.abc import Sequence
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -50,38 +51,27 @@ class Found(NamedTuple):
   greedy: bool
 
 
+@dataclasses.dataclass(eq=False)
 class Scorer:
-  """Scores texts with a network on a mesh.
+  """Scores texts with a network on a mesh; refuses numbers out of range.
 
   Attributes:
+    mesh: over which parameters and rows are sharded.
     length: most inputs of a text.
-    programs: (B, T, choices) of each program that was compiled.
+    batch_tokens: of one batch, if its rows are not longer.
   """
 
-  def __init__(
-    self,
-    mesh: jax.sharding.Mesh,
-    *,
-    length: int,
-    batch_tokens: int = 8192,
-  ):
-    """Nothing is compiled yet.
+  mesh: jax.sharding.Mesh
+  length: int
+  batch_tokens: int = 8192
 
-    Args:
-      mesh: over which its parameters and the rows are sharded.
-      length: most inputs of a text.
-      batch_tokens: of one batch, if its rows are not longer.
-
-    Raises:
-      ConfigError: a number cannot be used.
-    """
-    fields.accept("--length", length, fields.Tokens)
-    fields.accept("--batch_tokens", batch_tokens, fields.Size)
-    self.length = length
+  def __post_init__(self):
+    fields.accept("--length", self.length, fields.Tokens)
+    fields.accept("--batch_tokens", self.batch_tokens, fields.Size)
+    # (B, T, choices) of each program that was compiled.
     self.programs: set[tuple[int, int, int]] = set()
-    self._mesh = mesh
-    self._batch_tokens = batch_tokens
-    self._score = jax.jit(self._scores, out_shardings=sharding.replicated(mesh))
+    replicated = sharding.replicated(self.mesh)
+    self._score = jax.jit(self._scores, out_shardings=replicated)
 
   def __call__(
     self, model: models.Transformer, texts: Sequence[Text]
@@ -100,14 +90,14 @@ class Scorer:
         )
       groups.setdefault(text.ids[:-1], []).append(number)
     found: list[Any] = [None] * len(texts)
-    shards = sharding.num_row_shards(self._mesh)
+    shards = sharding.num_row_shards(self.mesh)
     # In an order that depends on the texts alone, the longest first.
     waiting = sorted(groups, key=lambda inputs: (-len(inputs), inputs))
     while waiting:
       length = _bucket(len(waiting[0]), _LEAST_LENGTH, 1)
       length = max(min(length, self.length), len(waiting[0]))
-      length += -length % self._mesh.shape[sharding.TENSOR]
-      rows = max(1, self._batch_tokens // (length * shards)) * shards
+      length += -length % self.mesh.shape[sharding.TENSOR]
+      rows = max(1, self.batch_tokens // (length * shards)) * shards
       batch, waiting = waiting[:rows], waiting[rows:]
       most = max(len(groups[inputs]) for inputs in batch)
       tokens_BT, target_BT = np.zeros((2, rows, length), np.int32)
@@ -134,7 +124,7 @@ class Scorer:
 
   def _on_mesh(self, array: np.ndarray) -> jax.Array:
     return jax.make_array_from_callback(
-      array.shape, sharding.batch_sharding(self._mesh), lambda at: array[at]
+      array.shape, sharding.batch_sharding(self.mesh), lambda at: array[at]
     )
 
   def _scores(
@@ -146,10 +136,10 @@ class Scorer:
     choice_BK: jax.Array,
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Scores of the next tokens [B, T], the best ones, of last ones [B, K]."""
-    with sharding.ambient(self._mesh):
+    with sharding.ambient(self.mesh):
       h_BTD = model.hidden(tokens_BT)
       rows, length, _ = h_BTD.shape
-      local = rows // sharding.num_row_shards(self._mesh)
+      local = rows // sharding.num_row_shards(self.mesh)
       tile = loss_lib.TILE_BYTES // (4 * local * model.config.vocab_size)
       tile = min(length, max(1, tile))
 

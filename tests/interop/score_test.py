@@ -21,6 +21,7 @@ from attnres_jax.common import sharding
 from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.interop import import_huggingface
 from attnres_jax.interop import score
+from attnres_jax.interop import scorer
 from tests import tiny_run
 from tests.interop import small_checkpoint
 
@@ -194,8 +195,8 @@ def test_scores_do_not_depend_on_how_they_are_computed(tmp_path, quiet):
   for tokens, slots, sizes in ((64, 1, {}), (500, 8, {"data": 2, "fsdp": 2})):
     mesh = sharding.make_mesh(config_lib.MeshConfig(**{"data": 1} | sizes))
     network = harness.Network(
-      model, text_format_lib.of_data(config_lib.DataConfig()), mesh,
-      length=LENGTH, batch_tokens=tokens, slots=slots,
+      model, text_format_lib.of_data(config_lib.DataConfig()),
+      scorer.Scorer(mesh, LENGTH, tokens), slots,
     )  # fmt: skip
     results = harness.evaluate(network, list(TASKS), table, bootstrap_iters=0)
     found.append(harness.numbers(results))
@@ -216,7 +217,7 @@ def test_bad_questions(tmp_path, quiet):
     harness.find_tasks(["our_letters", "no_such"], tasks)
   mesh = sharding.make_mesh(config_lib.MeshConfig(data=1))
   text_format = text_format_lib.of_data(config_lib.DataConfig())
-  network = harness.Network(None, text_format, mesh, length=LENGTH)
+  network = harness.Network(None, text_format, scorer.Scorer(mesh, LENGTH))
   request = dataclasses.make_dataclass("Request", ["args"])
   for said, message in (
     (dict(num_beams=4), "generation_kwargs.num_beams: got 4"),
