@@ -7,7 +7,7 @@
   python -m notebooks.execute --write upcycle
 
 A notebook is a pair: NAME.py, which is edited and reviewed, and NAME.ipynb, for
-Colab, with outputs. This module adds the badge and the first cell. A third of
+Colab, with outputs. This module adds the badge and the first cell. A quarter of
 the lines of this room are the notebooks' text, hence more than its budget.
 """
 
