@@ -28,14 +28,14 @@ def table(rows: Sequence[planned.Row]) -> str:
       for shape in _SHAPES
     ]
     seconds = [
-      [float(row["step_seconds"]) for row in pair]
+      [float(row["step_seconds"]) for row in pair if row]
       for pair in pairs
       if all(pair)
     ]
     known = [row for pair in pairs for row in pair if row]
     hours = [
-      f"{sum(int(pair[i]['chip_hours']) for pair in pairs if pair[i]):,}"
-      for i in range(len(arch_sweep.SCHEMES))
+      f"{sum(int(row['chip_hours']) for row in own if row):,}"
+      for own in zip(*pairs)
     ]
     lines.append([
       slice_name, f"{len(seconds)} of {len(_SHAPES)}",

@@ -86,7 +86,7 @@ def measure(case: Case) -> dict[str, Any]:
       raise
     return least | {"peak_GiB": "does not fit"}
   memory = compiled.memory_analysis()
-  peak = compiler.peak_bytes(memory)
+  peak = compiler.peak_bytes(memory) or 0
   program = hlo.Program(compiled.as_text())
   serves = case.program in ("decode", "prefill")
   total, depth = costs(program, chip, START_SECONDS if serves else None)
@@ -247,7 +247,7 @@ class Cost(NamedTuple):
 
   nbytes: float
   seconds: float
-  kernels: int
+  kernels: float
 
 
 def costs(

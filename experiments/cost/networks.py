@@ -52,13 +52,11 @@ def _dense(
 ) -> Network:
   """A bfloat16 decoder outside of scans, with `blocks` depth blocks."""
   residual = config_lib.ResidualConfig(num_blocks=blocks)
-  fields = {
+  known: dict[str, Any] = {
     "vocab_size": 32768, "num_heads": width // 128, "dtype": "bfloat16",
     "scan_layers": False, "residual": residual,
   } | fields  # fmt: skip
-  return Network(
-    _Model(width=width, num_layers=layers, **fields), batch, tokens
-  )
+  return Network(_Model(width=width, num_layers=layers, **known), batch, tokens)
 
 
 def _moe(width: int, expert_width: int, experts: int, **fields: Any) -> Network:
@@ -140,7 +138,8 @@ def with_arm(network: Network, arm: str) -> config_lib.ModelConfig:
   """
   scheme, options = _parsed(arm)
   model = network.model
-  own = {"name": scheme} | _taken(options, config_lib.ResidualConfig)
+  own: dict[str, Any] = {"name": scheme}
+  own |= _taken(options, config_lib.ResidualConfig)
   read = _taken(options, config_lib.DepthReadConfig)
   if read:
     own["read"] = dataclasses.replace(model.residual.read, **read)

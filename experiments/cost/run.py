@@ -319,10 +319,12 @@ def put(path: str | os.PathLike[str], row: Row) -> None:
 
 def _numbers(flag: str, text: str) -> tuple[int, ...]:
   """Positive integers with commas between; none for an empty text."""
-  found = tuple(int(one) if one.isdigit() else one for one in text.split(","))
-  for one in found if text else ():
-    fields.accept(flag, one, fields.Size)
-  return found if text else ()
+  if not text:
+    return ()
+  return tuple(
+    fields.accept(flag, int(one) if one.isdigit() else one, fields.Size)
+    for one in text.split(",")
+  )
 
 
 if __name__ == "__main__":

@@ -136,7 +136,7 @@ def dynamics(network: Network) -> Series:
   ]
   steps, losses = zip(*training_losses(network.folder))
   means = {
-    name: np.mean([one[name] for one in found], axis=0)
+    name: np.mean(np.asarray([one[name] for one in found]), axis=0)
     for name in report.MAGNITUDES
   }
   return {

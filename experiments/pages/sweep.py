@@ -154,9 +154,7 @@ def origin(rows: Sequence[Row]) -> str:
   hours = sum(float(row["seconds"]) for row in rows) / 3600
   return (
     f"{len(rows)} runs, {named}, {hours:.1f} hours in all; text"
-    f" {_all(rows, 'data')}; {_all(rows, 'hardware')}; Python"
-    f" {_all(rows, 'python')}, jax {_all(rows, 'jax')}, commit"
-    f" {_all(rows, 'commit')}."
+    f" {_all(rows, 'data')}; {readme.origin(rows)}"
   )
 
 

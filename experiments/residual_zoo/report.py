@@ -51,7 +51,10 @@ def table(rows: Sequence[Row]) -> str:
 def losses(rows: Sequence[Row]) -> str:
   """A line per trained scheme: differences, memory and time of a step."""
   every = variants.with_shared(config.STUDY, rows)
-  memory, times = _step_bytes(every), _times()
+  memory, timed = _step_bytes(every), _timed()
+  times = {
+    config.NAMES[row["arm"]]: f"{float(row['cpu_ratio']):.2f}" for row in timed
+  }
   lines = []
   found = variants.table(config.STUDY, every)
   names = {one.label: name for name, one in config.STUDY.variants.items()}
@@ -63,7 +66,8 @@ def losses(rows: Sequence[Row]) -> str:
   header = (*found.header[:1], *found.header[2:], "memory of a step", "time")
   tables = [page.Table(header, lines), variants.twice(config.STUDY, every)]
   parts = [table.markdown() for table in tables if table.rows]
-  return "\n\n".join([*parts, sweep.origin(every)])
+  origin = f"{sweep.origin(every)} Times: {readme.origin(timed)}"
+  return "\n\n".join([*parts, origin])
 
 
 def _step_bytes(rows: Sequence[Row]) -> dict[str, int]:
@@ -75,14 +79,14 @@ def _step_bytes(rows: Sequence[Row]) -> dict[str, int]:
   }
 
 
-def _times() -> dict[str, str]:
-  """Forward and backward pass of each variant over PreNorm's."""
-  return {
-    config.NAMES[row["arm"]]: f"{float(row['cpu_ratio']):.2f}"
+def _timed() -> list[Row]:
+  """Rows of cost: both passes of the network that is trained here."""
+  return [
+    row
     for row in csv_rows.read(_COSTS)
     if (row["program"], row["network"]) == ("forward_backward", "paired")
     and row["arm"] in config.NAMES
-  }
+  ]
 
 
 def differences(

@@ -7,6 +7,9 @@ import subprocess
 import pytest
 
 from attnres_jax.common import csv_rows
+from experiments import publish
+from experiments.pages import readme
+from tests.experiments import publish_test
 
 ROOT = pathlib.Path(__file__).parents[2]
 FILES = sorted(
@@ -52,3 +55,26 @@ def test_rows_say_where_they_come_from(file):
       if _git("cat-file", "-e", f"{one}^{{commit}}").returncode
     ]
     assert not missing, f"not in the history: {missing}"
+
+
+@pytest.mark.parametrize("name", publish_test.NAMES)
+def test_documents_name_every_commit_of_their_rows(name):
+  # A page may show rows of another experiment.
+  pages = (ROOT / "experiments").rglob("*.md")
+  named = "\n".join(page.read_text() for page in pages)
+  published = publish.load(name)
+  for file in {place.rows for place in published.places}:
+    if "/" in file or not file:
+      continue
+    commits = {row["commit"] for row in published.read(file)}
+    missing = [one for one in sorted(commits) if one not in named]
+    assert not missing, f"{file}.csv: no page names {missing}"
+
+
+def test_an_origin_lists_everything():
+  rows = [
+    {"hardware": "a", "python": "3", "jax": "1", "commit": "c"},
+    {"hardware": "b", "python": "3", "jax": "2", "commit": "d+", "libtpu": "4"},
+  ]
+  expected = "a, b; Python 3; jax 1, 2; libtpu 4; commit c, d+."
+  assert readme.origin(rows) == expected
