@@ -31,8 +31,10 @@ def depth_weights(
   figure = figure_lib.Figure(figsize=(8.4, height), layout="constrained")
   grid = figure.subplots(len(weights), 2, squeeze=False)
   for row, (scheme, found) in zip(grid, weights.items(), strict=True):
-    for axes, kind in zip(row, KINDS, strict=True):
-      mesh = depth_panel(axes, scheme, found, kind)
+    mesh, *_ = [
+      depth_panel(axes, scheme, found, kind)
+      for axes, kind in zip(row, KINDS, strict=True)
+    ]
     depth_bar(figure, mesh, list(row))
   return figure
 

@@ -53,7 +53,7 @@ def options(config: config_lib.RunConfig, mesh: Mesh) -> dict[str, str]:
   return ours | {name: value for name, _, value in theirs}
 
 
-def peak_bytes(memory: Any) -> int | None:
+def peak_bytes(memory: Any) -> int:
   """Bytes that a device needs to run a program, without its machine code.
 
   Arguments, results that replace no argument, and everything in between. The
@@ -62,9 +62,7 @@ def peak_bytes(memory: Any) -> int | None:
   all backends report it.
 
   Args:
-    memory: of `compiled.memory_analysis()`, which is None on some backends.
+    memory: of `compiled.memory_analysis()`.
   """
-  if memory is None:
-    return None
   new = memory.output_size_in_bytes - memory.alias_size_in_bytes
   return memory.argument_size_in_bytes + new + memory.temp_size_in_bytes

@@ -111,10 +111,13 @@ def _gain(rows: Sequence[results.Row]) -> page.Html:
     found = results.more_steps(rows, scheme)
     if found is None or scheme in (results.BASELINE, "rescaled"):
       continue
-    high = f"{found.high:.0%}" if math.isfinite(found.high) else "no bound"
+    low, high = (
+      "no bound" if end is None or math.isinf(end) else f"{end:.0%}"
+      for end in (found.low, found.high)
+    )
     sentences.append(
       f"PreNorm needs **{found.value:.0%}** more steps to reach the loss of"
-      f" {figures.name_of(scheme)}, between {found.low:.0%} and {high}."
+      f" {figures.name_of(scheme)}, between {low} and {high}."
     )
   return page.bold(" ".join(sentences))
 

@@ -144,16 +144,20 @@ def more_steps(rows: Sequence[Row], scheme: str) -> fit.Estimate | None:
     times = scaling.effective_speedup(of(BASELINE), of(scheme), spread=spread)
   except config_lib.ConfigError:
     return None
-  return fit.Estimate(*(end - 1 for end in times))
+  return fit.Estimate(
+    times.value - 1,
+    *(None if end is None else end - 1 for end in (times.low, times.high)),
+  )
 
 
 def _steps_cell(found: fit.Estimate | None) -> page.Cell:
   if found is None:
     return page.Cell("unknown")
   middle, low, high = (
-    f"{page.signed(100 * end, 0)} %" if math.isfinite(end) else "no bound"
+    "no bound" if end is None or math.isinf(end)
+    else f"{page.signed(100 * end, 0)} %"
     for end in found
-  )
+  )  # fmt: skip
   return page.Cell(middle, f"({low} to {high})")
 
 

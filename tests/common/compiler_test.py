@@ -80,4 +80,3 @@ def test_peak_holds_arguments_results_and_what_is_between():
   # Two arguments, two results, and the product between.
   assert 5 * array <= peak() < 5.5 * array
   assert peak() - peak(donate_argnums=0) == array
-  assert compiler.peak_bytes(None) is None
