@@ -8,7 +8,9 @@ run that is resumed to its end has to end in the weights of an undisturbed one.
 import dataclasses
 import json
 import pathlib
+import resource
 import shutil
+import time
 import types
 
 from hypothesis import strategies as st
@@ -252,3 +254,75 @@ def test_sweep(runs, tmp_path, explore, action):
 
   explore(f"damaged files (sweep {action})", check, damages)
   assert _read(runs.sweep) == original
+
+
+def _numbers(values):
+  """Each object or list in a JSON value, with the key of each number in it."""
+  pairs = ()
+  if isinstance(values, dict):
+    pairs = values.items()
+  elif isinstance(values, list):
+    pairs = enumerate(values)
+  for key, value in list(pairs):
+    if type(value) in (int, float):
+      yield values, key
+    yield from _numbers(value)
+
+
+def _sized(folder, sizes):
+  """Puts each size into the place of each number of each JSON, one by one."""
+  for path in sorted(folder.rglob("*")):
+    if path.suffix not in (".json", ".jsonl"):
+      continue
+    text = path.read_text()
+    # Of rows, the last; the others are read in the same way.
+    *rows, last = text.splitlines() if path.suffix == ".jsonl" else [text]
+    values = json.loads(last)
+    for place, key in _numbers(values):
+      good = place[key]
+      for size in sizes:
+        place[key] = size
+        path.write_text("\n".join([*rows, json.dumps(values)]) + "\n")
+        yield f"{path.relative_to(folder)}: {key} = {size:g}"
+      place[key] = good
+    path.write_text(text)
+
+
+@pytest.mark.parametrize(
+  "sizes,every",
+  [
+    ((10**12,), 4),
+    pytest.param(
+      (-1, 0, 2**31, 3e8, 10**12, 10**20, 1e300), 1, marks=pytest.mark.slow
+    ),
+  ],
+)
+def test_no_number_makes_a_reader_large_or_slow(runs, tmp_path, sizes, every):
+  """Any number in the JSON files of a run and of its sweep has any size."""
+  sweep = tmp_path / "sweep"
+  _copy(runs.sweep, sweep)
+  (run,) = [path.parent for path in sweep.glob("*/summary.json")]
+  out = f"--out={tmp_path / 'out.csv'}"
+  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  cases = 0
+  for number, case in enumerate(_sized(sweep, sizes)):
+    if number % every:
+      continue
+    in_run = case.startswith(run.name)
+    for command, *arguments in (
+      (cli.main, tiny_sweep.EXPERIMENT, ["status", f"--workdir={sweep}"]),
+      (cli.main, tiny_sweep.EXPERIMENT, ["collect", f"--workdir={sweep}", out]),
+      *([(sample.main, [f"--workdir={run}"])] if in_run else []),
+      *(
+        [(checkpoint.main, ["verify", f"--workdir={run}"])]
+        if in_run and "checkpoints" in case
+        else []
+      ),
+    ):
+      start = time.process_time()
+      laws.outcome(command, *arguments, per_run=True)
+      assert time.process_time() - start < 3, (case, arguments)
+      cases += 1
+  grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak
+  assert grown < 300_000, f"{grown} kB"
+  print(cases, "commands")

@@ -86,7 +86,7 @@ def _share(
   runs = tiny_sweep.prepare(folder, source)
   logs = [directory / f"worker{i}.txt" for i in range(workers)]
   processes = [_start(folder, log) for log in logs]
-  devices = 1
+  devices, disturbed = 1, set()
   deadline = time.monotonic() + 1500
   try:
     while any(process.poll() is None for process in processes):
@@ -96,21 +96,22 @@ def _share(
         code = process.poll()
         if code is None or code == 0:
           continue
-        # A second signal of a kind has its usual effect.
-        ends = {1, 4} | {-one for one in SIGNALS}
-        assert code in ends, logs[i].read_text()[-5000:]
+        assert code in (1, 4, -signal.SIGKILL), logs[i].read_text()[-5000:]
         # As a launcher does; the first one continues on other devices.
         devices = 2 if devices == 1 else 1
         processes[i] = _start(folder, logs[i], devices)
-      step = sum(
-        state_lib.read(f"{folder}/{run.name}").status != state_lib.PENDING
-        for run in runs
-      )
-      if disturbances and step and rng.random() < 0.1:
+      # A second signal has its usual effect, so each worker gets one.
+      saved = _saved(folder, runs) - disturbed
+      victims = [
+        process
+        for process in processes
+        if process.pid in saved and process.poll() is None
+      ]
+      if disturbances and victims and rng.random() < 0.5:
         disturbances -= 1
-        victim = rng.choice(processes)
-        if victim.poll() is None:
-          victim.send_signal(rng.choice(kinds))
+        victim = rng.choice(victims)
+        victim.send_signal(rng.choice(kinds))
+        disturbed.add(victim.pid)
   finally:
     for process in processes:
       process.kill()
@@ -119,6 +120,17 @@ def _share(
   assert [process.returncode for process in processes] == [0] * workers, texts
   assert not disturbances, "too quick to be disturbed"
   return runs, texts
+
+
+def _saved(folder, runs):
+  """Processes whose run has a checkpoint, so that another can resume it."""
+  states = {run: state_lib.read(f"{folder}/{run.name}") for run in runs}
+  return {
+    state.pid
+    for run, state in states.items()
+    if state.status == state_lib.RUNNING
+    and stores.names(f"{folder}/{run.name}/checkpoints")
+  }
 
 
 def _assert_trained_once(folder, runs, directory):
