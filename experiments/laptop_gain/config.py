@@ -32,6 +32,7 @@ TRIED_RATES = (0.0011, 0.0015, 0.0021, 0.003)
 EXTRA_RATES: Mapping[str, tuple[float, ...]] = {
   "prenorm": (0.0042,),
   "block": (0.0042,),
+  "block_heads": (0.0042,),
   "denseformer": (0.0042,),
 }
 # Each arm's own rate: the lowest mean loss of part=rates.
