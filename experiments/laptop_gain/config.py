@@ -27,6 +27,20 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
   },
   "denseformer": {"model.residual.name": "denseformer"},
 }
+LABELS: Mapping[str, str] = {
+  "prenorm": "PreNorm",
+  "block": "Block",
+  "full": "Full",
+  "block_heads": "Block, 4 heads",
+  "denseformer": "DenseFormer",
+}
+# Tested after part=gain, each arm minus the other.
+CONTRASTS = (
+  ("block", "prenorm"),
+  ("full", "prenorm"),
+  ("denseformer", "prenorm"),
+  ("block_heads", "block"),
+)
 TRIED_RATES = (0.0011, 0.0015, 0.0021, 0.003)
 # Rates added because the best of the four was at an edge.
 EXTRA_RATES: Mapping[str, tuple[float, ...]] = {
@@ -36,7 +50,13 @@ EXTRA_RATES: Mapping[str, tuple[float, ...]] = {
   "denseformer": (0.0042,),
 }
 # Each arm's own rate: the lowest mean loss of part=rates.
-RATES: Mapping[str, float] = {}
+RATES: Mapping[str, float] = {
+  "prenorm": 0.003,
+  "block": 0.003,
+  "full": 0.0015,
+  "block_heads": 0.0042,
+  "denseformer": 0.003,
+}
 RATE_SEEDS = (100, 101)
 SEEDS = tuple(range(200, 212))
 RATE_BUDGET, BUDGET = 2.0, 4.0

@@ -9,9 +9,18 @@ See the README beside this file.
 import sys
 
 from attnres_jax.sweep import cli
+from experiments.laptop_gain import report
+from experiments.pages import readme
 from experiments.pages import sweep
 
-EXPERIMENT, PUBLISHED = sweep.experiment(__file__, __doc__)
+EXPERIMENT, PUBLISHED = sweep.experiment(
+  __file__,
+  __doc__,
+  places=[
+    readme.Place(report.rates, "rates", "rates"),
+    readme.Place(report.results),
+  ],
+)
 
 if __name__ == "__main__":
   sys.exit(cli.main(EXPERIMENT))

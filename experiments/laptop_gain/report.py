@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rate of each arm, and the four contrasts that were chosen beforehand."""
+
+from collections.abc import Mapping, Sequence
+import statistics
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy import stats
+
+from attnres_jax.scaling import pairs
+from experiments.laptop_gain import config
+from experiments.pages import page
+from experiments.pages import readme
+
+Row = Mapping[str, Any]
+
+# The family-wise error of the four tests.
+ERROR = 0.05
+
+
+class Contrast(NamedTuple):
+  """One arm minus another, over paired seeds.
+
+  Attributes:
+    difference: mean final loss of the first minus the second, nats per token.
+    margin: half the width of the 95 % t interval of this contrast alone.
+    p: of the paired t test, adjusted by Holm's method.
+    seeds: number of pairs.
+  """
+
+  difference: float
+  margin: float
+  p: float
+  seeds: int
+
+
+def mean_losses(rows: Sequence[Row]) -> dict[str, dict[float, float]]:
+  """Mean validation losses in nats per token, by arm and by rate."""
+  found: dict[str, dict[float, list[float]]] = {}
+  for row in rows:
+    own = found.setdefault(row["arm"], {})
+    own.setdefault(float(row["rate"]), []).append(float(row["validation_loss"]))
+  return {
+    arm: {rate: statistics.fmean(own[rate]) for rate in sorted(own)}
+    for arm, own in found.items()
+  }
+
+
+def contrasts(rows: Sequence[Row]) -> dict[tuple[str, str], Contrast]:
+  """The contrasts of which both arms have two common seeds or more."""
+  losses = pairs.losses(rows, "arm")
+  found, tests = {}, []
+  for one, other in config.CONTRASTS:
+    seeds = sorted(losses.get(one, {}).keys() & losses.get(other, {}).keys())
+    if len(seeds) > 1:
+      apart = [losses[one][seed] - losses[other][seed] for seed in seeds]
+      test = stats.ttest_1samp(apart, 0.0)
+      low, high = test.confidence_interval(1 - ERROR)
+      mean = statistics.fmean(apart)
+      found[one, other] = Contrast(mean, (high - low) / 2, 1.0, len(seeds))
+      tests.append(test.pvalue)
+  adjusted = holm(tests)
+  return {
+    names: contrast._replace(p=p)
+    for (names, contrast), p in zip(found.items(), adjusted, strict=True)
+  }
+
+
+def holm(values: Sequence[float]) -> list[float]:
+  """P-values adjusted for their number: reject those below the error."""
+  order = np.argsort(values)
+  factors = np.arange(len(values), 0, -1)
+  steps = np.maximum.accumulate(np.asarray(values)[order] * factors)
+  adjusted = np.empty(len(values))
+  adjusted[order] = np.minimum(steps, 1.0)
+  return adjusted.tolist()
+
+
+def rates(rows: Sequence[Row]) -> str:
+  """A table of mean losses; each arm's lowest is bold."""
+  tried = sorted({float(row["rate"]) for row in rows})
+  lines = []
+  for arm, means in mean_losses(rows).items():
+    best = min(means, key=lambda rate: means[rate])
+    cells = {rate: f"{loss:.4f}" for rate, loss in means.items()}
+    cells[best] = f"**{cells[best]}**"
+    lines.append([config.LABELS[arm], *(cells.get(rate, "") for rate in tried)])
+  header = ["arm", *(f"{rate:g}" for rate in tried)]
+  return readme.with_origin(page.Table(header, lines).markdown(), rows)
+
+
+def results(rows: Sequence[Row]) -> str:
+  """A table of the contrasts."""
+  found = contrasts(rows)
+  if not found:
+    return "Not run yet."
+  lines = []
+  for (one, other), contrast in found.items():
+    outcome = "not rejected"
+    if contrast.p < ERROR:
+      outcome = "gains" if contrast.difference < 0 else "harms"
+    lines.append(
+      [
+        f"{config.LABELS[one]} minus {config.LABELS[other]}",
+        str(contrast.seeds),
+        f"{page.signed(contrast.difference)} ± {contrast.margin:.4f}",
+        f"{contrast.p:.4f}",
+        outcome,
+      ]
+    )
+  header = ["contrast", "seeds", "nats per token", "p, by Holm", "outcome"]
+  return readme.with_origin(page.Table(header, lines).markdown(), rows)
