@@ -129,7 +129,8 @@ def _norm(shape: shapes.Shape, dtype: Any, draw: Any) -> Problem:
     return (attnres_kernels.rms_norm(x, gain, implementation=implementation),)
 
   x = draw(shape.tokens, shape.width, dtype=dtype)
-  return Problem(run, (x, 1 + 0.1 * draw(shape.width)), ("x", "gain"))
+  gain = 1 + 0.1 * draw(shape.width)
+  return Problem(run, (x, gain), ("x", "gain"), reference="xla")
 
 
 def _kda(shape: kda_shapes.Shape, dtype: Any, draw: Any) -> Problem:
