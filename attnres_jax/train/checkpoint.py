@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import gc
+import glob
 import json
 import logging
 import os
@@ -78,6 +79,27 @@ class Restored:
   info: dict[str, Any]
   unreadable: dict[int, str]
   verified: bool
+
+
+_Path: Any = type(epath.Path())
+
+
+@epath.register_path_cls
+class _Folder(_Path):
+  """A folder in which `glob` takes only its argument for a pattern.
+
+  epath takes the folder's own name for a pattern, too. Orbax looks for the
+  arrays of each process by `glob`, and below a local `run[1]` it would commit
+  checkpoints without arrays, and say nothing. `epath.Path`, with which Orbax
+  converts paths, returns instances of a registered class unchanged.
+  """
+
+  def glob(self, pattern: str) -> Iterator["_Folder"]:
+    if files.is_remote(self):
+      yield from super().glob(pattern)
+    else:
+      names = glob.glob(pattern, root_dir=self)
+      yield from (self / name for name in names)
 
 
 class Saver:
@@ -430,6 +452,11 @@ def _describe(
     raise ValueError("its _CHECKPOINT_METADATA is missing or damaged")
   stored = metadata.metadata
   parts = parts or [part for part in _PARTS if part in stored]
+  for part in parts:
+    # Orbax logs why, which `_quiet` silences, and returns None.
+    if stored.get(part) is None:
+      damage = checksums.damage(path) or [f"{part}: arrays cannot be listed"]
+      raise checksums.DamageError(damage[0])
   flat = _join({part: stored[part] for part in parts})
   shapes = {name: tuple(leaf.shape) for name, leaf in flat.items()}
   return dict(metadata.custom_metadata), shapes
@@ -481,7 +508,7 @@ def _folder(workdir: epath.PathLike, step: int) -> epath.Path:
 
 
 def _checkpoints(workdir: epath.PathLike) -> epath.Path:
-  folder = files.absolute(workdir) / CHECKPOINTS
+  folder = _Folder(files.absolute(workdir), CHECKPOINTS)
   if str(folder).startswith("s3://"):
     orbax_s3.teach()
   return folder
@@ -588,6 +615,7 @@ def _listing(unreadable: Mapping[int, str]) -> str:
 
 def _one_line(error: BaseException) -> str:
   """The innermost cause, in one short line."""
+  logging.debug("A checkpoint cannot be read.", exc_info=error)
   while error.__cause__ is not None:
     error = error.__cause__
   text = re.sub(r"\s+", " ", str(error)).strip()

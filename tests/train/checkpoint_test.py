@@ -84,6 +84,13 @@ def test_round_trip(tmp_path):
   _assert_equal(restored.state, _state(5))
 
 
+@pytest.mark.parametrize("name", ["run[1]", "r*", "run?"])
+def test_a_folder_whose_name_would_be_a_pattern(tmp_path, name):
+  for step, folder in enumerate(["run1", name]):
+    _save(tmp_path / folder, [step])
+    _assert_equal(_restore(tmp_path / folder).state, _state(step))
+
+
 def test_nothing_saved(tmp_path):
   assert _restore(tmp_path) is None
   assert checkpoint.all_steps(tmp_path) == []
@@ -493,6 +500,16 @@ def test_load_model(tmp_path):
   tokens_BT = jnp.arange(12).reshape(2, 6)
   apply = jax.jit(lambda model: model(tokens_BT))
   np.testing.assert_array_equal(apply(loaded), apply(trained[1]))
+
+
+def test_arrays_that_cannot_be_listed_name_the_damaged_file(tmp_path):
+  _save(tmp_path, [1])
+  folder = tmp_path / "checkpoints" / "1"
+  (folder / "training" / "manifest.ocdbt").unlink()
+  for reason in ("training/manifest.ocdbt: it is missing", "training: arrays"):
+    with pytest.raises(checkpoint.CheckpointError, match=reason):
+      checkpoint.describe(tmp_path, 1)
+    (folder / "checksums.json").unlink(missing_ok=True)
 
 
 def test_load_model_without_checkpoints(tmp_path):
