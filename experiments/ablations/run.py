@@ -20,13 +20,8 @@ _PLANS = readme.Place(
   "plans",
   "../../configs/plans",
 )
-_GAIN = readme.Place(
-  functools.partial(variants.gain, config.STUDY),
-  "gain",
-  document="../../README.md",
-)
 EXPERIMENT, PUBLISHED = variants.experiment(
-  __file__, __doc__, config.STUDY, places=[_PLANS, _GAIN]
+  __file__, __doc__, config.STUDY, places=[_PLANS]
 )
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ EXPERIMENT, PUBLISHED = sweep.experiment(
   places=[
     readme.Place(report.rates, "rates", "rates"),
     readme.Place(report.results),
+    readme.Place(report.course, "course"),
+    readme.Place(report.gain, "gain", document="../../README.md"),
   ],
 )
 

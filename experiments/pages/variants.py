@@ -98,27 +98,6 @@ def results(study: Study, rows: Sequence[Row]) -> str:
   return "\n\n".join([*parts, sweep.origin(every)])
 
 
-def gain(study: Study, rows: Sequence[Row]) -> str:
-  """What Block and Full AttnRes gain, for the first page."""
-  spread = spread_of(rows, study)
-  block, full = (
-    _speedup(rows, name, spread, "{0:.2f} ({1:.2f} to {2:.2f})")
-    for name in ("block", "full")
-  )
-  first = next(row for row in rows if row["variant"] == BASELINE)
-  tokens = max(float(row["tokens"]) for row in at_own_settings(rows))
-  return (
-    "**Gain.** In the paper, PreNorm needs 1.25 times the compute of Block"
-    f" AttnRes for the same loss. Here, it needs {block} times the compute of"
-    f" Block AttnRes, and {full} times that of Full AttnRes: networks of"
-    f" {float(first['active_params']) / 1e6:.2f}M parameters after"
-    f" {tokens / 1e6:.1f} MB of text, all at PreNorm's best rate"
-    " ([all variants](experiments/ablations/README.md)). A longer comparison,"
-    " with each scheme at its own rate, is in"
-    " [progress](experiments/laptop_gain/README.md)."
-  )
-
-
 def protocol(spread: pairs.Spread) -> str:
   """What an interval rests on, for a README."""
   return (

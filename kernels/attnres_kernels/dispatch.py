@@ -74,10 +74,19 @@ def tpu_vmem_limit(tile_bytes: int) -> int:
 
 def tpu_kind() -> str | None:
   """The kind of TPU for which it is traced; None if that is unknown."""
+  return _device_kind("tpu")
+
+
+def _is_known_gpu() -> bool:
+  kind = _device_kind("gpu") or ""
+  return any(name in kind for name in _GPUS)
+
+
+def _device_kind(platform: str) -> str | None:
   device = _ambient_device()
   if device is not None:
     return device.device_kind
-  if jax.default_backend() == "tpu":
+  if jax.default_backend() == platform:
     return jax.devices()[0].device_kind
   return None
 
@@ -263,15 +272,16 @@ def _autodiff(
 
 # The platform that each Pallas backend is lowered for.
 _PLATFORMS = {"pallas_tpu": "tpu", "pallas_gpu": "cuda"}
-# The Pallas backend of each platform that the automatic choice may take. None
-# on GPUs, where the kernels have never been tested.
-_AUTOMATIC = {"tpu": "pallas_tpu"}
+# The Pallas backend of each platform that the automatic choice may take.
+_AUTOMATIC = {"tpu": "pallas_tpu", "cuda": "pallas_gpu"}
+# GPUs on which it may: the kernels were checked and timed on an H100.
+_GPUS = ("H100", "H200")
 
 
 def _call_best(op: str, function: str, args: tuple, kwargs: dict) -> Any:
   names = []
   for platform, name in _AUTOMATIC.items():
-    if not _exists(op, name):
+    if not _exists(op, name) or (platform == "cuda" and not _is_known_gpu()):
       continue
     if _why_not(_backend(op, name), function, args, kwargs) is None:
       names.append((platform, name))

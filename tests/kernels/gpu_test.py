@@ -86,6 +86,7 @@ class TestAttention:
       pytest.param(9, 2, 200, "bfloat16", id="two_spans_overlap"),
       pytest.param(3, 1, 128, "bfloat16", id="one_source"),
       pytest.param(1, 2, 128, "float32", id="one_query"),
+      pytest.param(1, 3, 200, "bfloat16", id="one_query_overlaps"),
     ],
   )
   def test_separate_sources(self, queries, sources, width, dtype):
@@ -93,7 +94,7 @@ class TestAttention:
 
   @pytest.mark.parametrize("case", ["large", "equal", "zero"])
   def test_adversarial(self, case):
-    query, sources, cotangents = self.make(2, 3, 2, 128, "float32")
+    query, sources, cotangents = self.make(1, 3, 2, 128, "float32")
     if case == "large":
       query = query * 3e3
     elif case == "equal":
@@ -146,7 +147,7 @@ class TestAttention:
   @pytest.mark.parametrize("width", (128, 512))
   def test_lowers_when_rematerialized(self, width):
     struct = jax.ShapeDtypeStruct
-    query = struct((2, width), "float32")
+    query = struct((1, width), "float32")
     source = struct((8, width), "bfloat16")
 
     @jax.checkpoint
@@ -193,7 +194,20 @@ class TestAttention:
 
     text = lower(kind, step, query, sources)
     assert "depth_attention_forward" in text
-    assert "depth_attention_backward" in text
+    # Of several queries, plain JAX is differentiated.
+    assert ("depth_attention_backward" in text) == (shape.queries == 1)
+
+
+@needs_new
+@pytest.mark.parametrize(
+  "kind,chosen", [(KINDS[0], True), ("NVIDIA A100-SXM4-80GB", False)]
+)
+def test_the_automatic_choice_knows_the_gpu(kind, chosen):
+  struct = jax.ShapeDtypeStruct
+  query, source = struct((1, 256), "float32"), struct((8, 256), "bfloat16")
+  automatic = lambda query, *sources: depth_attention(query, sources)[0]
+  text = lower(kind, automatic, query, source, source)
+  assert ("depth_attention_forward" in text) == chosen
 
 
 def merge_oracle(out, lse, query, total, gain):

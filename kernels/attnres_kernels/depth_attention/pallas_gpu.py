@@ -10,10 +10,10 @@ sources of its token (M x D x 2 bytes, 41 kB in the 48B model) in a cache.
 The backward kernel writes the factors of the sources, [T, M, Q]. The query
 gradients are one matrix product per source with those factors.
 
-Compiled, not run: values are checked in interpret mode, and the kernels are
-lowered for H100 and H200 on a CPU. The automatic choice on GPUs is therefore
-plain JAX. Forms on clusters of thread blocks, which also never ran, are in
-commit c2dcbed (dev/LOG.md).
+The backward pass has a kernel for one query only. For eight, plain JAX took
+half its time on an H100 (kernels/benchmarks/results/gpu.csv), so the gradients
+of several queries are plain JAX. Forms on clusters of thread blocks, which
+never ran, are in commit c2dcbed (dev/LOG.md).
 """
 
 import functools
@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from attnres_kernels import warpgroup
+from attnres_kernels.depth_attention import plain
 
 _ROWS = 8  # Queries whose partial sums are held at the same time.
 # Sources are unrolled, and the time to infer layouts grows with the square of
@@ -138,105 +139,93 @@ def backward(
   interpret: Any = None,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
   """Returns the gradients of the queries and of every source."""
-  if len(query_QD) == 1:
-    # Mosaic GPU infers no layout for a sum over one row of a matrix: the second
-    # row has no gradient.
-    twice = jnp.concatenate([query_QD, query_QD])
-    lse_QT = jnp.concatenate([lse_QT, lse_QT])
-    dlse_QT = jnp.concatenate([dlse_QT, jnp.zeros_like(dlse_QT)])
-    douts = (*douts, jnp.zeros_like(douts[0]))
-    dquery_QD, dsources = backward(
-      twice, sources, lse_QT, douts, dlse_QT, eps=eps, interpret=interpret
-    )
-    return dquery_QD[:1], dsources
-  num_queries, width = query_QD.shape
+  if len(query_QD) > 1:
+    attend = functools.partial(plain.forward, eps=eps)
+    return jax.vjp(attend, query_QD, sources)[1]((douts, dlse_QT))
+  width = query_QD.shape[1]
   tiles = warpgroup.Tiles(width)
   flat = list(map(warpgroup.flatten, sources))
   num_tokens, num_slots = flat[0].shape[0], len(flat)
-  lse_TQ = lse_QT.reshape(num_queries, num_tokens).T
-  dlse_TQ = dlse_QT.astype(jnp.float32).reshape(num_queries, num_tokens).T
-  dout_QTD = jnp.stack(douts).reshape(num_queries, num_tokens, width)
+  # Mosaic GPU infers no layout for a sum over one row of a matrix: each is
+  # there twice, and the second one has no gradient.
+  twice_RD = jnp.concatenate([query_QD, query_QD])
+  lse_TR = jnp.stack([jnp.ravel(lse_QT)] * 2, axis=1)
+  dlse_T = jnp.ravel(dlse_QT).astype(jnp.float32)
+  dlse_TR = jnp.stack([dlse_T, jnp.zeros_like(dlse_T)], axis=1)
+  dout_TD = douts[0].reshape(num_tokens, width)
+  dout_RTD = jnp.stack([dout_TD, jnp.zeros_like(dout_TD)])
 
   def kernel(
     query_ref: Any, lse_ref: Any, dlse_ref: Any, dout_ref: Any, *refs: Any
   ) -> None:
-    """Query [Q, D], lse and dlse [T, Q], dout [Q, T, D], M sources [T, D].
+    """Query [R, D], lse and dlse [T, R], dout [R, T, D], M sources [T, D].
 
-    Then the results: M source gradients [T, D], factors of sources [T, M, Q].
+    Then the results: M source gradients [T, D], factors of sources [T, M, R].
     """
     source_refs = refs[:num_slots]
     *dsource_refs, pull_ref = refs[num_slots:]
     token = jax.lax.axis_index("program")
-    factors = []
-    for span in _spans(num_queries):
-      rows = span.stop - span.start
 
-      def load(columns: Any, span: slice = span) -> jax.Array:
-        return tiles.load(query_ref.at[span, columns])
+    def load(columns: Any) -> jax.Array:
+      return tiles.load(query_ref.at[:, columns])
 
-      def load_dout(columns: Any, span: slice = span) -> jax.Array:
-        return tiles.load(dout_ref.at[span, token, columns])
+    def load_dout(columns: Any) -> jax.Array:
+      return tiles.load(dout_ref.at[:, token, columns])
 
-      scores, products, inverses = [], [], []
-      for ref in source_refs:
-        (dots, product), squares = _products(
-          tiles, ref.at[token], [load, load_dout], rows
-        )
-        inverses.append(_inverse_rms(squares, width, eps))
-        scores.append(dots * inverses[-1])
-        products.append(product)
-      lse = tiles.load_stats(lse_ref.at[token, span])
-      weights = [jnp.exp(score - lse) for score in scores]
-      # Large scores may differ from the forward pass's, which sums in
-      # another order: normalise again, so that the weights still sum to one.
-      share = 1.0 / functools.reduce(operator.add, weights)
-      weights = [weight * share for weight in weights]
-      mean = functools.reduce(
-        operator.add, (w * x for w, x in zip(weights, products))
+    scores, products, inverses = [], [], []
+    for ref in source_refs:
+      (dots, product), squares = _products(
+        tiles, ref.at[token], [load, load_dout], 2
       )
-      shift = tiles.load_stats(dlse_ref.at[token, span]) - mean
-      terms_of_slots = []
-      for slot, weight in enumerate(weights):
-        pull = weight * (products[slot] + shift) * inverses[slot]
-        bend = pull * scores[slot] * inverses[slot] * (1.0 / width)
-        warpgroup.store(pull_ref.at[token, slot, span], pull)
-        terms_of_slots.append((weight, pull, jnp.sum(bend)))
-      factors.append((span, terms_of_slots))
+      inverses.append(_inverse_rms(squares, width, eps))
+      scores.append(dots * inverses[-1])
+      products.append(product)
+    lse = tiles.load_stats(lse_ref.at[token])
+    weights = [jnp.exp(score - lse) for score in scores]
+    # Large scores may differ from the forward pass's, which sums in another
+    # order: normalise again, so that the weights still sum to one.
+    share = 1.0 / functools.reduce(operator.add, weights)
+    weights = [weight * share for weight in weights]
+    mean = functools.reduce(
+      operator.add, (w * x for w, x in zip(weights, products))
+    )
+    shift = tiles.load_stats(dlse_ref.at[token]) - mean
+    factors = []
+    for slot, weight in enumerate(weights):
+      pull = weight * (products[slot] + shift) * inverses[slot]
+      bend = pull * scores[slot] * inverses[slot] * (1.0 / width)
+      warpgroup.store(pull_ref.at[token, slot], pull)
+      factors.append((weight, pull, jnp.sum(bend)))
 
     def write(columns: Any, fresh: Any, carry: None) -> None:
-      for slot, ref in enumerate(source_refs):
-        source, dsource = tiles.load(ref.at[token, columns]), tiles.zeros()
-        for span, terms_of_slots in factors:
-          weight, pull, bend = terms_of_slots[slot]
-          dsource -= bend * source
-          terms = tiles.across(weight) * tiles.load(
-            dout_ref.at[span, token, columns]
-          )
-          terms += tiles.across(pull) * tiles.load(query_ref.at[span, columns])
-          dsource += jnp.sum(terms, axis=0)
+      for slot, (weight, pull, bend) in enumerate(factors):
+        terms = tiles.across(weight) * load_dout(columns)
+        terms += tiles.across(pull) * load(columns)
+        source = tiles.load(source_refs[slot].at[token, columns])
+        dsource = jnp.sum(terms, axis=0) - bend * source
         warpgroup.store(dsource_refs[slot].at[token, columns], dsource)
 
     tiles.loop(write, None)
 
-  *dsources, pull_TMQ = warpgroup.call(
+  *dsources, pull_TMR = warpgroup.call(
     kernel,
     "depth_attention_backward",
     out_type=[
       *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat),
-      jax.ShapeDtypeStruct((num_tokens, num_slots, num_queries), jnp.float32),
+      jax.ShapeDtypeStruct((num_tokens, num_slots, 2), jnp.float32),
     ],
     grid=num_tokens,
     interpret=interpret,
-  )(query_QD, lse_TQ, dlse_TQ, dout_QTD, *flat)
-  dquery_QD = jnp.zeros_like(query_QD)
+  )(twice_RD, lse_TR, dlse_TR, dout_RTD, *flat)
+  dquery_D = jnp.zeros_like(query_QD[0])
   for slot, source_TD in enumerate(flat):
-    dquery_QD += jnp.einsum(
-      "tq,td->qd",
-      pull_TMQ[:, slot],
+    dquery_D += jnp.einsum(
+      "t,td->d",
+      pull_TMR[:, slot, 0],
       source_TD.astype(jnp.float32),
       precision=jax.lax.Precision.HIGHEST,
     )
-  return dquery_QD, tuple(x.reshape(sources[0].shape) for x in dsources)
+  return dquery_D[None], tuple(x.reshape(sources[0].shape) for x in dsources)
 
 
 def _products(

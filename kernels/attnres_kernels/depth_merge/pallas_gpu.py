@@ -6,9 +6,6 @@ sum of squares of the mixture, then the result tile by tile. A token's row is a
 few kilobytes, so all passes except the first read it from the nearest cache.
 The gradients of query and gain are sums over tokens: the backward kernel writes
 their factors, three numbers per token, and matrix products follow.
-
-Compiled, not run: values are checked in interpret mode, and the kernels are
-lowered for H100 and H200 on a CPU.
 """
 
 from collections.abc import Callable
