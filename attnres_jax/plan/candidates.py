@@ -1,26 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ways to run a config on a slice, ranked by arithmetic; nothing is compiled.
 
-A plain run has a mesh (data, fsdp, expert), microbatches and `model.remat`. A
-pipeline (`mesh.stage` above 1) also has virtual stages, and gathers weights per
-tick or per step. Meshes that cannot fit are dropped, and the rest is ranked by
-a rough estimate of a step's time: the largest of compute, memory and links. For
-a pipeline, it is the sum over ticks, each as long as its slowest rank takes,
-and the head, which all ranks share.
-
-`mesh.tensor` stays as the config has it; a pipeline has none.
+A plan has a mesh (data, fsdp, expert), microbatches and `model.remat`. Meshes
+that cannot fit are dropped, and the rest is ranked by a rough estimate of a
+step's time: the largest of compute, memory and links. `mesh.tensor` stays as
+the config has it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
-import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-import numpy as np
 
 from attnres_jax import config as config_lib
 from attnres_jax import flops
@@ -30,11 +24,6 @@ from attnres_jax.common import sharding
 from attnres_jax.models import linear
 from attnres_jax.models import loss
 from attnres_jax.models import sublayer
-from attnres_jax.pipeline import checks
-from attnres_jax.pipeline import layout as layout_lib
-from attnres_jax.pipeline import memory
-from attnres_jax.pipeline import schedule as schedule_lib
-from attnres_jax.plan import lockstep
 from attnres_jax.plan import report as report_lib
 from attnres_jax.plan import topology
 from attnres_jax.train import train_state
@@ -80,8 +69,6 @@ _PASSES = {"none": 1.0, "dots": 1.1, "attention": 1.9, "full": 2.0}
 # Twice the forward pass is a guess on the safe side of that.
 _MOVING_PASSES = _PASSES | {"dots": 1.4}
 _SCANNING_PASSES = _PASSES | {"none": 2.0, "dots": 2.0}
-# Chunks per rank; more of them shorten the bubble, and send more.
-_VIRTUAL_STAGES = (1, 2, 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,19 +95,24 @@ class Plan:
 def plans(
   config: config_lib.RunConfig,
   devices: Sequence[Any],
-  stages: Sequence[int] = (),
 ) -> tuple[list[Plan], dict[str, int]]:
   """All plans that fit by arithmetic, by rough time; and why others do not.
 
   Args:
     config: of the run.
     devices: of `topology.devices`.
-    stages: values of `mesh.stage`; none for that of the config.
 
   Raises:
-    ConfigError: a number of stages does not divide the devices, or the config
-      has no vocabulary size.
+    ConfigError: the config is a pipeline or has no vocabulary size, or
+      `mesh.tensor` does not divide the devices.
   """
+  if config.mesh.stage > 1:
+    config_lib.fail(
+      "mesh.stage",
+      config.mesh.stage,
+      "1: of a pipeline, compile the plan that you choose"
+      " (python -m attnres_jax.plan)",
+    )
   if not config.model.vocab_size:
     config_lib.fail("model.vocab_size", 0, "the tokenizer's vocabulary size")
   optim = dataclasses.replace(config.optim, accumulate_steps=1)
@@ -133,34 +125,34 @@ def plans(
   def drop(reason: str) -> None:
     dropped[reason] = dropped.get(reason, 0) + 1
 
-  for number in stages or (config.mesh.stage,):
-    for mesh_fields in _meshes(config, len(devices), number):
-      meshed = dataclasses.replace(config, mesh=mesh_fields)
-      try:
-        cost = _Cost.of(meshed, devices, network)
-      except config_lib.ConfigError as error:
-        drop(str(error).partition(",")[0])
+  for mesh_fields in _meshes(config, len(devices)):
+    meshed = dataclasses.replace(config, mesh=mesh_fields)
+    try:
+      cost = _Cost.of(meshed, devices, network)
+    except config_lib.ConfigError as error:
+      drop(str(error).partition(",")[0])
+      continue
+    mesh_overrides = {
+      f"mesh.{axis}": getattr(mesh_fields, axis)
+      for axis in (sharding.DATA, sharding.FSDP, sharding.EXPERT)
+    }
+    ragged = mesh_fields.fsdp > 1 and config.model.width % (
+      mesh_fields.fsdp * _TILE
+    )
+    for fields, kept, seconds in _shapes(meshed, cost, saved):
+      if kept > chip.hbm_bytes:
+        drop(f"more than {chip.hbm_bytes / _GIB:.0f} GiB by arithmetic")
         continue
-      shapes = _pipelines if number > 1 else _shapes
-      for fields, kept, seconds in shapes(meshed, cost, saved):
-        if kept > chip.hbm_bytes:
-          drop(f"more than {chip.hbm_bytes / _GIB:.0f} GiB by arithmetic")
-          continue
-        overrides = {
-          f"mesh.{axis}": getattr(mesh_fields, axis)
-          for axis in (sharding.DATA, sharding.FSDP, sharding.EXPERT)
-        }
-        if (number, config.mesh.stage) != (1, 1):
-          overrides[f"mesh.{sharding.STAGE}"] = number
-        seconds *= 1 + _RISK * max(0.0, kept / chip.hbm_bytes - _SAFE)
-        if mesh_fields.fsdp > 1 and config.model.width % (
-          mesh_fields.fsdp * _TILE
-        ):
-          seconds *= _RAGGED
-        overrides |= fields | _tiles(config, chip)
-        found.append(Plan(overrides, kept, seconds))
+      seconds *= 1 + _RISK * max(0.0, kept / chip.hbm_bytes - _SAFE)
+      seconds *= _RAGGED if ragged else 1
+      overrides = mesh_overrides | fields | _tiles(config, chip)
+      found.append(Plan(overrides, kept, seconds))
   # Of plans that look equal, the one with the largest microbatches.
-  found.sort(key=lambda plan: (plan.rough_seconds, _microbatches(plan)))
+  found.sort(
+    key=lambda plan: (
+      plan.rough_seconds, plan.overrides["optim.accumulate_steps"]
+    )
+  )  # fmt: skip
   return found, dropped
 
 
@@ -178,11 +170,6 @@ def _tiles(config: config_lib.RunConfig, chip: chips.Chip) -> dict[str, int]:
   fits = _LOGITS * chip.hbm_bytes / (itemsize * vocab_size)
   tile = 2 ** int(math.log2(fits))
   return {} if tile == loss.TILE_TOKENS else {"loss.tile_tokens": tile}
-
-
-def _microbatches(plan: Plan) -> int:
-  o = plan.overrides
-  return o.get("pipeline.microbatches", o["optim.accumulate_steps"])
 
 
 # One way to run a config on a mesh: fields, kept bytes, rough seconds.
@@ -204,65 +191,6 @@ def _shapes(
       )
 
 
-def _pipelines(
-  config: config_lib.RunConfig, cost: "_Cost", saved: Mapping[str, float]
-) -> Iterator[_Shape]:
-  """Virtual stages, microbatches, remat and when weights are gathered."""
-  mesh, count = config.mesh, config.model.num_sublayers
-  shards = mesh.data * mesh.fsdp * mesh.expert
-  rows = config.data.batch_size // shards
-  gathers = ("tick", "step") if mesh.fsdp * mesh.expert > 1 else ("tick",)
-  scheme = cost.model.residual
-  for virtual in _VIRTUAL_STAGES:
-    if mesh.stage * virtual > count:
-      continue
-    layout = layout_lib.Layout(
-      mesh.stage,
-      virtual,
-      layout_lib.split_sublayers(count, mesh.stage * virtual),
-      scheme.block_size,
-      scheme.stream,
-    )
-    pools = functools.cache(functools.partial(pool_bytes, config, layout))
-    for microbatches in _divisors(rows):
-      if microbatches % mesh.stage:
-        continue
-      schedule = schedule_lib.make_schedule(layout, microbatches)
-      # They do not grow with more microbatches than are in flight.
-      vectors = pools(min(microbatches, 4 * mesh.stage))
-      for gather in gathers:
-        for remat in _PASSES:
-          yield (
-            {
-              "optim.accumulate_steps": 1,
-              "model.remat": remat,
-              "pipeline.virtual_stages": virtual,
-              "pipeline.microbatches": microbatches,
-              "pipeline.gather": gather,
-            },
-            cost.pipeline_bytes(schedule, gather, vectors, saved[remat]),
-            cost.pipeline_seconds(schedule, gather, remat),
-          )
-
-
-def pool_bytes(
-  config: config_lib.RunConfig, layout: layout_lib.Layout, microbatches: int
-) -> float:
-  """Bytes per token of a microbatch that a rank keeps between ticks.
-
-  Running states and gradients of blocks in float32, blocks in the dtype of the
-  model.
-  """
-  model = config.model
-  schedule = schedule_lib.make_schedule(layout, microbatches)
-  itemsize = {"blocks": jnp.dtype(model.dtype).itemsize}
-  return sum(
-    schedule.slot_pool(kind, rule=config.pipeline.rule).size
-    * model.width * itemsize.get(kind, 4)
-    for kind in memory.KINDS
-  )  # fmt: skip
-
-
 @dataclasses.dataclass(frozen=True)
 class _Network:
   """What is the same on all meshes.
@@ -271,13 +199,11 @@ class _Network:
     state: `train_state.TrainState`, abstract.
     kept: bytes per token that are kept with remat=full.
     forward: FLOPs of a token.
-    head: FLOPs of the head.
   """
 
   state: Any
   kept: float
   forward: float
-  head: float
 
   @classmethod
   def of(
@@ -299,7 +225,6 @@ class _Network:
       program.abstract_state,
       sum(kept.values()) / length,
       per_token.forward,
-      per_token.head,
     )
 
 
@@ -310,28 +235,20 @@ class _Cost:
   Attributes:
     config: with the mesh.
     chip: of the slice.
-    model: the network, abstract.
     forward: FLOPs of a token.
-    head: FLOPs of the head.
     state: of parameters and optimiser, at rest.
     gradient: the float32 gradient, as parameters are at rest.
     gathered: parameters that a device computes with, in the dtype of products.
-    sublayers: float32 bytes of all sublayers, on all devices together.
-    shared: of all other parameters.
-    tokens: of a device and step; without stages, if there are any.
-    kept: what is kept per token with remat=full; without stages.
+    tokens: of a device and step.
+    kept: what is kept per token with remat=full.
   """
 
   config: config_lib.RunConfig
   chip: chips.Chip
-  model: Any
   forward: float
-  head: float
   state: float
   gradient: float
   gathered: float
-  sublayers: float
-  shared: float
   tokens: float
   kept: float
 
@@ -343,30 +260,20 @@ class _Cost:
     network: "_Network",
   ) -> "_Cost":
     mesh: Mesh = sharding.make_mesh(config.mesh, devices)
-    if mesh.shape[sharding.STAGE] > 1:
-      checks.check(config, mesh)
     sharding.check_divides(config, mesh)
     shardings = sharding.state_sharding(network.state, mesh)
     state = sharding.with_sharding(network.state, shardings)
     experts = mesh.shape[sharding.EXPERT]
     used = _bytes_with(state.model, lambda p: experts if "E|" in p.axes else 1)
-    whole = _bytes_with(state.model, lambda _: 1)
-    sublayers = _bytes_with(
-      state.model, lambda p: 1 if p.name.startswith("sublayers") else math.inf
-    )
     model, data = config.model, config.data
     shards = sharding.num_row_shards(mesh) * mesh.shape[sharding.TENSOR]
     return cls(
       config,
       topology.chip(devices[0]),
-      state.model,
       forward=network.forward,
-      head=network.head,
       state=sharding.bytes_per_device((state.model, state.opt_state)),
       gradient=sharding.bytes_per_device(state.model),
       gathered=used / 4 * jnp.dtype(model.dtype).itemsize,
-      sublayers=sublayers,
-      shared=whole - sublayers,
       tokens=data.batch_size * data.sequence_length / shards,
       kept=network.kept,
     )
@@ -426,90 +333,9 @@ class _Cost:
       vectors += each * _VECTORS.get(kind, _OTHER_VECTORS)
     return vectors * model.width * jnp.dtype(model.dtype).itemsize
 
-  def pipeline_bytes(
-    self,
-    schedule: schedule_lib.Schedule,
-    gather: str,
-    pooled: float,
-    saved: float,
-  ) -> float:
-    """What a rank holds in a tick.
-
-    Args:
-      schedule: of the pipeline.
-      gather: `pipeline.gather`.
-      pooled: bytes per token of a microbatch in its pools.
-      saved: as in `kept_bytes`, of all sublayers.
-    """
-    layout, mesh = schedule.layout, self.config.mesh
-    itemsize = jnp.dtype(self.config.model.dtype).itemsize
-    rank = self.sublayers / layout.num_ranks
-    # Gathered weights of each slot, and float32 gradients of a chunk.
-    chunk = rank / layout.num_virtual_stages
-    if gather == "step":
-      weights = rank * itemsize / 4 + rank + chunk
-    else:
-      cut = mesh.fsdp * mesh.expert
-      weights = 2 * rank / cut + 2 * chunk * itemsize / 4 + chunk
-    tokens = self.tokens / schedule.num_microbatches
-    in_chunk = (self.kept + saved) / layout.num_chunks
-    # Every rank has embedding and head, and their gradients.
-    return self.state + 2 * self.shared + weights + tokens * (pooled + in_chunk)
-
-  def pipeline_seconds(
-    self, schedule: schedule_lib.Schedule, gather: str, remat: str
-  ) -> float:
-    """The sum over ticks of the slowest rank, or what is sent if it is more."""
-    config, chip, layout = self.config, self.chip, schedule.layout
-    model, mesh = config.model, config.mesh
-    tokens = self.tokens / schedule.num_microbatches
-    config = plans_lib.apply(config, {"model.remat": remat})
-    needs = lockstep.unit_flops(config, layout, tokens)
-    chunk = self.sublayers / 4 / layout.num_chunks
-    itemsize = jnp.dtype(model.dtype).itemsize
-    vectors = self._moved_bytes() / layout.num_chunks * tokens / 3
-    passes = _PASSES[remat]
-    moved = (
-      vectors + chunk * itemsize,
-      vectors * (passes + 2) + chunk * (itemsize * (passes + 2) + 8),
-    )
-    forward_C, backward_C = (
-      np.maximum(
-        flops_C / chip.peak_flops_per_second, nbytes / chip.hbm_bytes_per_second
-      )
-      for flops_C, nbytes in zip((needs.forward_C, needs.backward_C), moved)
-    )
-    seconds_TP = lockstep.Units(forward_C, backward_C).of_ticks(schedule)
-    cut = mesh.fsdp * mesh.expert
-    times = (
-      schedule.num_ticks if gather == "tick" else layout.num_virtual_stages
-    )
-    # Both slots gather a chunk, whose float32 gradient is scattered.
-    slots = 2 if gather == "tick" else 1
-    sent = times * chunk * (slots * itemsize + 4) * (1 - 1 / cut)
-    sent += 2 * self.gradient * (1 - 1 / mesh.data)
-    # States of the last chunk to all ranks, and their gradients back.
-    away = 1 - 1 / layout.num_ranks
-    sent += 2 * away * self.tokens * model.width * itemsize
-    seconds = seconds_TP.max(axis=1).sum() + self._head_seconds(schedule)
-    return max(seconds, sent / chip.link_bytes_per_second)
-
-  def _head_seconds(self, schedule: schedule_lib.Schedule) -> float:
-    """Of head and loss; every rank has its share of each microbatch."""
-    model, chip = self.config.model, self.chip
-    own = self.tokens / schedule.layout.num_ranks
-    work = 3 * self.head * own
-    # Every microbatch reads the head and adds to its gradient.
-    head = model.width * model.vocab_size
-    moved = own * _LOGIT_BYTES * model.vocab_size
-    moved += schedule.num_microbatches * head * (2 * 2 + 8)
-    return max(
-      work / chip.peak_flops_per_second, moved / chip.hbm_bytes_per_second
-    )
-
 
 def _meshes(
-  config: config_lib.RunConfig, devices: int, stages: int
+  config: config_lib.RunConfig, devices: int
 ) -> Iterator[config_lib.MeshConfig]:
   """Meshes over all devices; fsdp leaves at least a tile, or is 1.
 
@@ -519,18 +345,13 @@ def _meshes(
   model = config.model
   if devices % tensor:
     config_lib.fail("mesh.tensor", tensor, f"a divisor of {devices} devices")
-  if stages < 1 or devices // tensor % stages:
-    config_lib.fail(
-      "mesh.stage", stages, f"a divisor of {devices // tensor} devices"
-    )
-  shards = devices // tensor // stages
+  shards = devices // tensor
   for expert in _divisors(math.gcd(shards, model.moe.num_experts or 1)):
     for fsdp in _divisors(shards // expert):
       piece, rest = divmod(model.width, fsdp)
       if fsdp == 1 or (rest == 0 and (piece >= _TILE or model.width < _TILE)):
         yield dataclasses.replace(
           config.mesh,
-          stage=stages,
           data=shards // expert // fsdp,
           fsdp=fsdp,
           expert=expert,

@@ -23,12 +23,7 @@ resume. Where the file has a plan of the same network under another residual
 scheme, it is compiled first: schemes compare best on one mesh, with the same
 microbatches.
 
-`mesh.tensor` stays as the config has it. Pipelines are planned if the config
-has `mesh.stage` above 1, or with
-
-  --stages=1,4,8
-
-which lists the values of `mesh.stage` to try, 1 for no pipeline.
+`mesh.tensor` stays as the config has it. Pipelines are not planned.
 
 With --num_slices, the plans are for several slices, between which only
 `mesh.data` crosses. What a device sends to others over the data-centre network
@@ -74,9 +69,9 @@ def compiled(
   """Compiles a plan, given its overrides, up to its schedule; a table's row.
 
   `fits`; and if the program could be read: `peak_bytes`, `headroom_bytes`,
-  `bound`, `bubble` (of a pipeline), `step_seconds`, `tokens_per_second`,
-  `model_flop_utilisation`, `hours` and `chip_hours` to the run's end, and
-  `bytes_between_slices` of a device and step.
+  `bound`, `step_seconds`, `tokens_per_second`, `model_flop_utilisation`,
+  `hours` and `chip_hours` to the run's end, and `bytes_between_slices` of a
+  device and step.
   """
   planned = plans_lib.apply(config, overrides)
   found = report_lib.make_schedule_report(planned, slice_name, num_slices)
@@ -89,7 +84,6 @@ def compiled(
       "bytes_between_slices",
     )
   }  # fmt: skip
-  row["bubble"] = found.get("lockstep", {}).get("bubble")
   if not found["fits"]:
     return row
   devices = topology.devices(slice_name, num_slices)
@@ -115,7 +109,8 @@ def to_text(rows: Sequence[Mapping[str, Any]]) -> str:
     known = row.get("step_seconds") is not None
     peak = row["peak_bytes"]
     cells.append((
-      *_shape(o), o["model.remat"],
+      f"{o['mesh.data']} x {o['mesh.fsdp']} x {o['mesh.expert']}",
+      str(o["optim.accumulate_steps"]), o["model.remat"],
       "yes" if row["fits"] else "no",
       f"{row['headroom_bytes'] / _GIB:.1f}" if peak else "",
       row["bound"] if known else "",
@@ -128,9 +123,8 @@ def to_text(rows: Sequence[Mapping[str, Any]]) -> str:
       ),
     ))  # fmt: skip
   header = (
-    "data x fsdp x expert", "stages", "microbatches", "remat", "fits",
-    "headroom, GiB", "bound", "step, s", "tokens/s", "MFU", "hours",
-    "chip-hours",
+    "data x fsdp x expert", "microbatches", "remat", "fits", "headroom, GiB",
+    "bound", "step, s", "tokens/s", "MFU", "hours", "chip-hours",
   )  # fmt: skip
   lines = [text_table.table(header, cells)]
   best = next((row for row in rows if row["fits"]), None)
@@ -143,17 +137,6 @@ def to_text(rows: Sequence[Mapping[str, Any]]) -> str:
         " per step over the data-centre network, in none of these times"
       )
   return "\n".join(lines)
-
-
-def _shape(overrides: Mapping[str, Any]) -> tuple[str, str, str]:
-  """Mesh, stages and microbatches of a plan, for a table."""
-  o = overrides
-  mesh = f"{o['mesh.data']} x {o['mesh.fsdp']} x {o['mesh.expert']}"
-  if o.get("mesh.stage", 1) == 1:
-    return mesh, "", str(o["optim.accumulate_steps"])
-  stages = f"{o['mesh.stage']} x {o['pipeline.virtual_stages']}"
-  stages += f", gather {o['pipeline.gather']}"
-  return mesh, stages, str(o["pipeline.microbatches"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -179,7 +162,6 @@ def make_parser() -> command_line.Parser:
     help="add the fastest plan that fits to the file of --plans",
   )
   add("--sweep", action="store_true", help="plan the sweep of the config file")
-  add("--stages", default="", help="values of mesh.stage, such as 1,4,8")
   add(
     "--only",
     default="",
@@ -202,9 +184,6 @@ def _plan(options: argparse.Namespace) -> int:
     config_lib.fail_argument("--tries", options.tries, "a number above 0")
   if options.save and options.num_slices > 1:
     config_lib.fail_argument("--save", True, "a plan for one slice")
-  for number in filter(None, options.stages.split(",")):
-    if not number.isdigit() or not int(number):
-      config_lib.fail_argument("--stages", number, "numbers, such as 1,4,8")
   configs = asked(options)
   for config in configs:
     data.check(config, offline=True)
@@ -249,8 +228,7 @@ def _plan_one(
   """Compiles and prints the best plans; whether one of them fits."""
   devices = topology.devices(slice_name, options.num_slices)
   rows = []
-  stages = tuple(map(int, filter(None, options.stages.split(","))))
-  candidates = _candidates(config, devices, stages, options.plans)
+  candidates = _candidates(config, devices, options.plans)
   for i, overrides in enumerate(candidates, start=1):
     fields = ", ".join(f"{k}={v}" for k, v in overrides.items())
     print(f"compiling {i}: {fields}", flush=True)
@@ -273,7 +251,6 @@ def _plan_one(
 def _candidates(
   config: config_lib.RunConfig,
   devices: Sequence[Any],
-  stages: tuple[int, ...],
   path: str,
 ) -> Iterator[Mapping[str, Any]]:
   """Overrides in the order in which they are compiled."""
@@ -283,7 +260,7 @@ def _candidates(
   if known:
     print("as under another residual scheme:")
     yield known
-  candidates, dropped = candidates_lib.plans(config, devices, stages)
+  candidates, dropped = candidates_lib.plans(config, devices)
   for reason, number in dropped.items():
     print(f"dropped {number}: {reason}")
   print(f"{len(candidates)} plans left", flush=True)
@@ -304,7 +281,6 @@ def _facts(row: Mapping[str, Any]) -> dict[str, str]:
     "mfu_bound": (row.get("model_flop_utilisation"), ".3f"),
     "hours": (row.get("hours"), ".1f"),
     "chip_hours": (row.get("chip_hours"), ".0f"),
-    "bubble": (row["bubble"], ".3f"),
     "compile_seconds": (row["compile_seconds"], ".0f"),
   }
   cells = {

@@ -9,13 +9,11 @@ import pytest
 
 from attnres_jax import config as config_lib
 from attnres_jax import models
-from attnres_jax.common import sharding
 from attnres_jax.models import trunk
 from attnres_jax.plan import candidates
 from attnres_jax.plan import report
 from attnres_jax.plan import search as plan_lib
 from attnres_jax.plan import topology
-from attnres_jax.train import train_state
 from tests.plan import small
 
 pytestmark = pytest.mark.needs("libtpu")
@@ -99,78 +97,9 @@ def test_what_cannot_fit_is_dropped_with_its_reason(devices):
   assert not found and list(dropped) == ["more than 16 GiB by arithmetic"]
 
 
-PIPELINED = {"data.batch_size": 32, "model.num_layers": 4}
-
-
-def test_pipelines_are_enumerated_beside_plain_runs(devices):
-  config = _config(**PIPELINED)
-  plain, _ = candidates.plans(config, devices)
-  found, dropped = candidates.plans(config, devices, stages=(1, 2, 4))
-  assert not dropped and [p for p in found if _stages(p) == 1] == plain
-  times = [plan.rough_seconds for plan in found]
-  assert times == sorted(times)
-  meshes = {tuple(plan.overrides[f"mesh.{axis}"] for axis in
-            ("stage", "data", "fsdp", "expert"))
-            for plan in found if _stages(plan) > 1}  # fmt: skip
-  assert meshes == {(2, 2, 1, 1), (2, 1, 2, 1), (4, 1, 1, 1)}
-  for plan in found:
-    o, stages = plan.overrides, _stages(plan)
-    if stages == 1:
-      continue
-    # Eight sublayers: four ranks have two chunks at most.
-    assert stages * o["pipeline.virtual_stages"] <= 8
-    assert o["pipeline.microbatches"] % stages == 0
-    assert o["pipeline.gather"] == "tick" or o["mesh.fsdp"] > 1
-    applied = plan.apply(config)
-    assert applied.mesh.stage == stages and applied.optim.accumulate_steps == 1
-  for plan in (found[-1], next(p for p in found if _stages(p) == 2)):
-    applied = plan.apply(config)
-    mesh = sharding.make_mesh(applied.mesh, devices)
-    train_state.make_program(applied, mesh)  # It can be run.
-
-
-def test_a_config_with_stages_is_planned_with_them(devices):
-  config = _config(**PIPELINED, **{"mesh.stage": 2})
-  found, _ = candidates.plans(config, devices)
-  assert found and all(_stages(plan) == 2 for plan in found)
-  found, _ = candidates.plans(config, devices, stages=(1,))
-  assert {plan.overrides["mesh.stage"] for plan in found} == {1}
-  with pytest.raises(config_lib.ConfigError, match=r"mesh\.stage: got 3"):
-    candidates.plans(config, devices, stages=(3,))
-  memory = _config(**PIPELINED, **{"model.depth_memory": "moda"})
-  found, dropped = candidates.plans(memory, devices, stages=(2,))
-  assert not found and "model.depth_memory" in str(dropped)
-
-
-def test_a_longer_pipeline_has_a_smaller_share_of_bubble(devices):
-  found, _ = candidates.plans(_config(**PIPELINED), devices, stages=(4,))
-  times = {
-    (o["pipeline.microbatches"], o["pipeline.virtual_stages"]): p.rough_seconds
-    for p in found
-    if (o := p.overrides)["model.remat"] == "full"
-  }
-  assert times[32, 1] < times[8, 1] < times[4, 1]
-  assert times[4, 2] < times[4, 1]
-
-
-@pytest.mark.parametrize("virtual", (1, 2))
-def test_pools_are_those_of_the_program(devices, virtual):
-  fields = {"mesh.stage": 4, "mesh.data": 1, "model.dtype": "bfloat16",
-            "pipeline.virtual_stages": virtual,
-            "pipeline.microbatches": 16}  # fmt: skip
-  config = _config(**PIPELINED, **fields)
-  mesh = sharding.make_mesh(config.mesh, devices)
-  network = train_state.make_program(config, mesh).network
-  kept = sum(network.kept_bytes(None).values())
-  gradients = network.stage.gradients.size * 4 * config.model.width
-  pools = candidates.pool_bytes(config, network.schedule.layout, 16)
-  rows = config.data.batch_size // 16
-  tokens = rows * config.data.sequence_length
-  assert tokens * (pools - gradients) == kept
-
-
-def _stages(plan):
-  return plan.overrides.get("mesh.stage", 1)
+def test_pipelines_are_not_planned(devices):
+  with pytest.raises(config_lib.ConfigError, match=r"mesh\.stage: got 2"):
+    candidates.plans(_config(**{"mesh.stage": 2}), devices)
 
 
 def test_a_compiled_plan(devices):
@@ -211,20 +140,6 @@ def test_a_compiled_plan_for_two_slices():
   gradient = 4 * sum(leaf.size for leaf in jax.tree.leaves(state)) / 2
   assert 0.75 * gradient < row["bytes_between_slices"] < 1.1 * gradient
   assert "mesh.data crosses the slices" in plan_lib.to_text([row])
-
-
-def test_a_compiled_pipeline(devices):
-  config = _config(**PIPELINED)
-  found, _ = candidates.plans(config, devices, stages=(2,))
-  row = plan_lib.compiled(config, found[0].overrides, "v5e:2x2")
-  assert row["fits"] and row["bubble"] > 0
-  # The mean over ranks leaves out that they wait for each other.
-  assert row["step_seconds"] > max(
-    row["compute_seconds"], row["memory_seconds"]
-  )
-  text = plan_lib.to_text([row])
-  assert "--config.mesh.stage=2" in text
-  assert "--config.pipeline.microbatches=" in text
 
 
 def test_time_of_what_is_not_overlapped_is_added():
