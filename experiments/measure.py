@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times programs in turn within one process, and records rows of results.
+"""Times programs in turn within one process.
 
 Other load on the machine then affects all programs equally, so that ratios
 within a round are meaningful even on a shared or throttled machine.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-import pathlib
+from collections.abc import Callable, Mapping, Sequence
 import statistics
 import time
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-
-from attnres_jax.common import csv_rows
-from attnres_jax.common import environment
 
 K = TypeVar("K")
 
@@ -74,20 +70,3 @@ def ratios(
     "cpu_seconds": statistics.median(one.cpu for one in own),
   }
   return {name: round(value, digits) for name, value in columns.items()}
-
-
-def record(
-  path: pathlib.Path | str, rows: Iterable[Mapping[str, Any]], **facts: str
-) -> None:
-  """Prints rows when they are measured, then writes them with their origin.
-
-  `facts` may replace facts about the machine.
-  """
-  start, found = time.perf_counter(), []
-  origin = environment.facts() | facts
-  for row in rows:
-    text = ", ".join(f"{name} {value}" for name, value in row.items())
-    seconds = time.perf_counter() - start
-    print(f"{pathlib.Path(path).stem} {seconds:4.0f} s: {text}", flush=True)
-    found.append({**row, **origin})
-  csv_rows.write(path, found)

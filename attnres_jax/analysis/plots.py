@@ -124,27 +124,17 @@ def mixing_matrices(
   return figure
 
 
-def magnitudes(
-  found: Mapping[str, Sequence[Magnitudes]],
-) -> figure_lib.Figure:
-  """Output and gradient magnitude per transformer block (Fig. 5b and 5c).
-
-  Args:
-    found: per scheme, one or more measurements (batches, seeds); their mean is
-      the line, their extremes the shade around it.
-  """
-  figure = figure_lib.Figure(figsize=(8.4, 3.3), layout="constrained")
-  left, right = figure.subplots(1, 2)
-  for axes, name in ((left, "state_rms"), (right, "grad_norm")):
-    magnitude_panel(axes, found, name)
-  figures.legend(figure, left)
-  return figure
-
-
 def magnitude_panel(
   axes: axes_lib.Axes, found: Mapping[str, Sequence[Magnitudes]], name: str
 ) -> None:
-  """One panel of `magnitudes`: `state_rms` or `grad_norm`."""
+  """Magnitude per transformer block (Fig. 5b and 5c).
+
+  Args:
+    axes: to draw on.
+    found: per scheme, one or more measurements (batches, seeds); their mean is
+      the line, their extremes the shade around it.
+    name: `state_rms` or `grad_norm`.
+  """
   for scheme, several in found.items():
     _line(axes, scheme, [getattr(one, name) for one in several])
   title, label = {

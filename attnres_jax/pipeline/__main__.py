@@ -12,7 +12,7 @@ microbatches, sublayers, blocks and rule, which flags then do not repeat.
 """
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 import sys
 
 from attnres_jax import config as config_lib
@@ -25,26 +25,19 @@ from attnres_jax.pipeline import life
 from attnres_jax.pipeline import memory
 from attnres_jax.pipeline import schedule as schedule_lib
 
-Orders = Mapping[str, Callable[..., schedule_lib.Schedule]]
-_RUN: Orders = {"fused": schedule_lib.make_schedule}
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """The command; returns its exit status."""
+  return command_line.run(lambda: print(draw(argv), end=""))
 
 
-def main(argv: Sequence[str] | None = None, orders: Orders = _RUN) -> int:
-  """The command; returns its exit status. Arguments as in `draw`."""
-  return command_line.run(lambda: print(draw(argv, orders), end=""))
-
-
-def draw(argv: Sequence[str] | None = None, orders: Orders = _RUN) -> str:
+def draw(argv: Sequence[str] | None = None) -> str:
   """The output of the command.
-
-  Args:
-    argv: arguments; sys.argv by default.
-    orders: the orders that can be drawn, by name; the first is the default.
 
   Raises:
     ConfigError: naming the argument, its value and what is accepted.
   """
-  options = _parser(orders).parse_args(argv)
+  options = _parser().parse_args(argv)
   if options.config:
     _take_config(options)
   layout_lib.check_count("stage", options.stage)
@@ -56,7 +49,7 @@ def draw(argv: Sequence[str] | None = None, orders: Orders = _RUN) -> str:
     layout_lib.split_sublayers(options.sublayers, chunks),
     options.block_size or None,
   )
-  schedule = orders[options.order](layout, options.microbatches)
+  schedule = schedule_lib.make_schedule(layout, options.microbatches)
   return "\n".join(PARTS[name](schedule, options) for name in options.show)
 
 
@@ -111,7 +104,7 @@ PARTS: dict[str, Callable[[schedule_lib.Schedule, argparse.Namespace], str]] = {
 }
 
 
-def _parser(orders: Orders) -> command_line.Parser:
+def _parser() -> command_line.Parser:
   parser = command_line.Parser("python -m attnres_jax.pipeline", __doc__)
   parser.add_config()
   count = dict(type=int, metavar="N")
@@ -125,9 +118,6 @@ def _parser(orders: Orders) -> command_line.Parser:
     "--block_size", default=4,
     help="sublayers per block, S; 0 for schemes without blocks", **count,
   )  # fmt: skip
-  parser.add_argument(
-    "--order", default=next(iter(orders)), choices=orders, help="of the units"
-  )
   parser.add_argument(
     "--rule", default="minimum", choices=layout_lib.RULES,
     help="which blocks cross a boundary",

@@ -11,7 +11,6 @@ import sys
 
 from attnres_jax.sweep import cli
 from experiments.block_size import config
-from experiments.block_size import report
 from experiments.pages import readme
 from experiments.pages import variants
 
@@ -21,9 +20,6 @@ _DEEP = [
 ]
 EXPERIMENT, PUBLISHED = variants.experiment(
   __file__, __doc__, config.STUDY, places=_DEEP
-)
-PUBLISHED = PUBLISHED._replace(
-  figures={"differences.svg": report.figure}, figure_rows=("results", "deep")
 )
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 
 An arm is a residual scheme with options, each a field of the model, of
 `model.residual` or of `model.residual.read`: "prenorm scan_layers=False",
-"block_attnres heads=16 depth_loop=scan". Two options are not fields:
-"norms=kernel" makes every norm a separate operator, and "layers=separate" keeps
-each layer in separate arrays, as the engine does on CPUs.
+"block_attnres heads=16 depth_loop=scan". One option is no field:
+"layers=separate" keeps each layer in separate arrays, as the engine does on
+CPUs.
 """
 
 import ast
@@ -14,13 +14,11 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
-from flax import nnx
 import jax
 
 from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax.models import layer_stacks
-from attnres_jax.models import norm as norm_lib
 
 _Model = config_lib.ModelConfig
 
@@ -145,7 +143,7 @@ def with_arm(network: Network, arm: str) -> config_lib.ModelConfig:
     own["read"] = dataclasses.replace(model.residual.read, **read)
   residual = dataclasses.replace(model.residual, **own)
   fields = _taken(options, _Model)
-  for name in options.keys() - {"norms", "layers"}:
+  for name in options.keys() - {"layers"}:
     config_lib.fail_argument("--arms", arm, f"no option {name}")
   return dataclasses.replace(model, residual=residual, **fields)
 
@@ -156,23 +154,12 @@ def build(network: Network, arm: str) -> models.Transformer:
   model = models.build_model(with_arm(network, arm))
   if options.get("layers") == "separate":
     model.sublayers = layer_stacks.separated(model.sublayers)
-  if options.get("norms") == "kernel":
-    for _, module in nnx.iter_modules(model):
-      if type(module) is norm_lib.RMSNorm:
-        module.__class__ = _KernelNorm
   return model
 
 
 def abstract(network: Network, arm: str) -> models.Transformer:
   """The same, with shapes in place of arrays."""
   return jax.eval_shape(lambda: build(network, arm))
-
-
-class _KernelNorm(norm_lib.RMSNorm):
-  """A norm that is never part of a matrix product."""
-
-  def __call__(self, x):
-    return self.in_one_pass(x)
 
 
 def _parsed(arm: str) -> tuple[str, dict[str, Any]]:

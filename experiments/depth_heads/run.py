@@ -18,8 +18,7 @@ EXPERIMENT, PUBLISHED = variants.experiment(
   __file__,
   __doc__,
   config.STUDY,
-  report.figure,
-  [readme.Place(report.contrasts, "contrasts")],
+  places=[readme.Place(report.contrasts, "contrasts")],
 )
 
 if __name__ == "__main__":

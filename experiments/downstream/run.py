@@ -24,10 +24,16 @@ from attnres_jax.interop import score
 from attnres_jax.scaling import pairs
 from experiments.downstream import benchmarks
 from experiments.pages import page
+from experiments.pages import readme
 
 TASKS = pathlib.Path(__file__).parent / "tasks"
 # What Hugging Face's metric of code asks for.
 _MAY_RUN_CODE = "HF_ALLOW_CODE_EVAL"
+
+
+PUBLISHED = readme.Published(
+  TASKS.parent, [readme.Place(lambda rows: table(()), rows="")]
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

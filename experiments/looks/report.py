@@ -315,48 +315,15 @@ def draw_magnitudes(rows: Sequence[Row]) -> figure_lib.Figure:
   return shape
 
 
-def draw_losses(rows: Sequence[Row]) -> figure_lib.Figure:
-  """Training losses minus PreNorm's on the same batches, smoothed."""
-  shape = figure_lib.Figure(figsize=(7.4, 3.2), layout="constrained")
-  axes = shape.subplots()
-  found, steps = of_series(rows, "train_loss"), of_series(rows, "step")
-  base = found.get(BASELINE, {})
-  for variant, by_seed in found.items():
-    apart = [
-      _smooth(np.subtract(by_seed[seed], base[seed]))
-      for seed in by_seed
-      if seed in base
-    ]
-    if variant == BASELINE or not apart:
-      continue
-    x = _smooth(next(iter(steps[variant].values())))
-    for one in apart:
-      axes.plot(x, one, **_thin(variant))
-    mean = np.mean(apart, axis=0)
-    axes.plot(x, mean, label=label(variant), **_style(variant))
-  axes.axhline(0.0, color="grey", linewidth=0.8)
-  axes.set_xlabel("step")
-  axes.set_ylabel("training loss minus PreNorm's,\nnats per token")
-  figures.style(axes)
-  figures.legend(shape, axes)
-  return shape
-
-
 def _thin(variant: str) -> dict[str, Any]:
   """Of single networks."""
   return _style(variant) | {"linewidth": 0.6, "alpha": 0.5}
-
-
-def _smooth(values: Any, window: int = 5) -> np.ndarray:
-  """Means of neighbours; each logged loss covers one small batch."""
-  return np.convolve(values, np.full(window, 1 / window), mode="valid")
 
 
 TABLES: Mapping[str, Callable[[Sequence[Row]], str]] = {
   "magnitudes": magnitudes, "patterns": patterns, "matrices": matrices,
 }  # fmt: skip
 FIGURES = {
-  "magnitudes.svg": draw_magnitudes, "losses.svg": draw_losses,
-  "weights.svg": draw_weights, "importance.svg": draw_importance,
-  "matrices.svg": draw_matrices,
+  "magnitudes.svg": draw_magnitudes, "weights.svg": draw_weights,
+  "importance.svg": draw_importance, "matrices.svg": draw_matrices,
 }  # fmt: skip

@@ -5,7 +5,7 @@
 
 Measures what is finished in a sweep of experiments/ablations, and keeps rows of
 runs that are not in the folder. A row is one series of a network: a JSON list
-over sublayers, blocks, sources or steps. Rows go to results.csv beside this
+over sublayers, blocks or sources. Rows go to results.csv beside this
 file; the README and its figures are filled from them.
 """
 
@@ -61,14 +61,12 @@ class Network(NamedTuple):
   Attributes:
     variant: its name in the study.
     seed: of weights and data.
-    folder: of the run.
     model: with the weights of its last checkpoint.
     tokens_BT: the first rows of its validation split, inputs and targets.
   """
 
   variant: str
   seed: int
-  folder: pathlib.Path
   model: models.Transformer
   tokens_BT: np.ndarray
 
@@ -103,7 +101,7 @@ def load(variant: str, seed: int, folder: pathlib.Path) -> Network:
   finally:
     batches.close()
   tokens_BT = np.concatenate(rows)[:NUM_ROWS]
-  return Network(variant, seed, folder, model, tokens_BT)
+  return Network(variant, seed, model, tokens_BT)
 
 
 def measure(network: Network) -> Series:
@@ -127,30 +125,20 @@ def matrices(network: Network) -> Series:
 
 
 def dynamics(network: Network) -> Series:
-  """Magnitudes along depth, and the losses of training."""
+  """Magnitudes along depth."""
   found = [
     dataclasses.asdict(analysis.magnitudes(network.model, batch))
     for batch in np.array_split(
       network.tokens_BT, max(1, len(network.tokens_BT) // _BATCH)
     )
   ]
-  steps, losses = zip(*training_losses(network.folder))
   means = {
     name: np.mean(np.asarray([one[name] for one in found]), axis=0)
     for name in report.MAGNITUDES
   }
   return {
-    name: [float(f"{x:.4g}") for x in values]
-    for name, values in (means | {"step": steps, "train_loss": losses}).items()
+    name: [float(f"{x:.4g}") for x in values] for name, values in means.items()
   }
-
-
-def training_losses(folder: pathlib.Path) -> Iterator[tuple[int, float]]:
-  """Steps and training losses of the log of a run."""
-  for line in (folder / "metrics.jsonl").read_text().splitlines():
-    logged = json.loads(line)
-    if logged["split"] == "train":
-      yield logged["step"], logged["loss"]
 
 
 def patterns(network: Network) -> Series:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command, tables and figures of a study (`experiments.variants`)."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import functools
 import pathlib
 import statistics
@@ -39,14 +39,12 @@ _LAPTOP = (
 DIFFERENCE = "minus PreNorm, nats per token"
 
 Row = Mapping[str, Any]
-Draw = Callable[[Study, Sequence[Row]], figure_lib.Figure]
 
 
 def experiment(
   file: str,
   doc: str | None,
   study: Study,
-  draw: Draw | None = None,
   places: Sequence[readme.Place] = (),
 ) -> tuple[cli.Experiment, readme.Published]:
   """The command of a study, and what it publishes.
@@ -55,14 +53,13 @@ def experiment(
     file: run.py of the experiment.
     doc: its docstring.
     study: what it trains.
-    draw: its figure; by default `forest`.
     places: what its README has besides the table of all variants.
   """
   return sweep.experiment(
     file,
     doc,
     places=[readme.Place(functools.partial(results, study)), *places],
-    figures={"differences.svg": functools.partial(draw or forest, study)},
+    figures={"differences.svg": functools.partial(forest, study)},
   )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pipeline sends and how long it idles, counted in its plan.
+"""What a pipeline sends, counted in its plan.
 
   python -m experiments.pipeline_cost.run
 
@@ -18,17 +18,11 @@ from attnres_jax.pipeline import __main__ as command
 from attnres_jax.pipeline import layout as layout_lib
 from experiments import publish
 from experiments.pages import readme
-from experiments.pipeline_cost import orders
 from experiments.pipeline_cost import tpu
 
 # P ranks, V virtual stages each, K chunks per block.
-FIG_3 = (4, 2, 2)
 SHAPES = (
-  (4, 2, 1), FIG_3, (4, 4, 1), (8, 4, 1), (8, 4, 2), (4, 1, 1), (8, 1, 2),
-)  # fmt: skip
-# P ranks, V virtual stages, M microbatches.
-BUBBLES = (
-  (4, 1, 16), (4, 2, 16), (4, 4, 16), (8, 1, 32), (8, 2, 32), (8, 4, 32),
+  (4, 2, 1), (4, 2, 2), (4, 4, 1), (8, 4, 1), (8, 4, 2), (4, 1, 1), (8, 1, 2),
 )  # fmt: skip
 RULES = layout_lib.RULES
 CLOSED_FORMS = {
@@ -36,8 +30,6 @@ CLOSED_FORMS = {
   "cached": layout_lib.cached_total,
   "minimum": layout_lib.minimum_total,
 }
-# Over a forward pass's.
-_BACKWARD_TIME = 2.0
 
 
 def make_layout(shape: Sequence[int]) -> layout_lib.Layout:
@@ -58,7 +50,7 @@ def transfers(_: readme.Rows = ()) -> str:
     header += [f"{rule}: formula", "planned", "on links"]
   lines = []
   for shape in SHAPES:
-    layout, cells = make_layout(shape), [_words(shape)]
+    layout, cells = make_layout(shape), [", ".join(map(str, shape))]
     for rule in RULES:
       blocks = layout.total_vectors(rule, embedding=False)
       links = sum(layout.link_vectors(rule)) + sum(layout.link_partials())
@@ -71,51 +63,6 @@ def transfers(_: readme.Rows = ()) -> str:
   return readme.table(header, lines)
 
 
-def transitions(_: readme.Rows = ()) -> str:
-  """The boundaries between the chunks of Fig. 3."""
-  layout = make_layout(FIG_3)
-  found = list(zip(*(layout.transitions(rule) for rule in RULES)))
-  lines = [
-    [
-      str(same[0].chunk), str(same[0].receiver),
-      *(" ".join(f"b{block}" for block in one.blocks) for one in same),
-      "yes" if same[0].partial else "",
-    ]
-    for same in found
-  ]  # fmt: skip
-  totals = [str(sum(len(one.blocks) for one in own)) for own in zip(*found)]
-  partials = sum(same[0].partial for same in found)
-  lines.append(["**total**", "", *totals, str(partials)])
-  return readme.table(("into chunk", "on rank", *RULES, "running sum"), lines)
-
-
-def bubbles(_: readme.Rows = ()) -> str:
-  """Idle time over work time of each order, in lockstep and free."""
-  lines = []
-  for ranks, stages, microbatches in BUBBLES:
-    work = stages * microbatches * (1.0 + _BACKWARD_TIME)
-    shares, units = [(ranks - 1) / (stages * microbatches)], []
-    for make in orders.ORDERS.values():
-      schedule = make(make_layout((ranks, stages, stages)), microbatches)
-      for total in (
-        schedule.total_time(1.0, _BACKWARD_TIME),
-        orders.free_time(schedule, 1.0, _BACKWARD_TIME),
-      ):
-        shares.append(total / work - 1)
-      peaks = (schedule.peaks(rank).units for rank in range(ranks))
-      units.append(str(max(peaks)))
-    shape = _words((ranks, stages, microbatches))
-    lines.append([shape, *(f"{x:.1%}" for x in shares), ", ".join(units)])
-  kinds = [f"{name}, {how}" for name in orders.ORDERS
-           for how in ("lockstep", "free")]  # fmt: skip
-  flight = f"units in flight: {', '.join(orders.ORDERS)}"
-  return readme.table(("P, V, M", "ideal", *kinds, flight), lines)
-
-
-def _words(shape: Sequence[int]) -> str:
-  return ", ".join(map(str, shape))
-
-
 def _drawn(part: str, _: readme.Rows = ()) -> str:
   """The output of one part of `python -m attnres_jax.pipeline`."""
   return f"```\n{command.draw(['--show', part])}```"
@@ -125,9 +72,6 @@ _EXPLANATION = "../../docs/pipeline.md"
 PUBLISHED = readme.Published(
   pathlib.Path(__file__).absolute().parent,
   [
-    readme.Place(transfers, "transfers", ""),
-    readme.Place(transitions, "transitions", ""),
-    readme.Place(bubbles, "bubbles", ""),
     readme.Place(functools.partial(tpu.table, "48b"), "pod", "tpu"),
     readme.Place(functools.partial(tpu.table, "4_layers"), "rules", "tpu"),
     readme.Place(transfers, "transfers", "", _EXPLANATION),

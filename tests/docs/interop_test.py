@@ -57,7 +57,6 @@ def test_commands_take_their_arguments(module, arguments, capsys):
 
 def test_every_family_is_listed():
   labels = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-  labels |= {"deepseek_v3": "DeepSeek-V3"}
   labels |= {"deepseek_v3": "DeepSeek-V3", "kimi_k3": "Kimi K3"}
   labels |= {"kimi_linear": "Kimi Linear", "attnres": "Full and Block AttnRes"}
   assert labels.keys() == families.FAMILIES.keys()

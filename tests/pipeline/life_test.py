@@ -94,7 +94,6 @@ def test_all_parts(capsys):
     (["--sublayers=7"], "num_chunks: got 8, expected at most 7"),
     (["--block_size=-1"], "block_size: got -1, expected"),
     (["--microbatch=8"], "microbatch: got 8, expected 0 to 7"),
-    (["--order=zb"], "invalid choice: 'zb'"),
   ],
 )
 def test_bad_arguments(arguments, message, capsys):

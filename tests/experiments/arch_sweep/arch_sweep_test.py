@@ -105,24 +105,3 @@ def test_page_with_heatmaps(tmp_path):
     tiny_sweep.leave(tmp_path, run)
   page = report.render(tmp_path, monitor.of_folder(tmp_path))
   assert page.count("2.500<") == 2 and "<svg" in page
-
-
-def test_texts_of_the_readme():
-  facts = dict.fromkeys(("data", "hardware", "python", "jax", "commit"), "it")
-  rows = []
-  for run in grid.load(SPEC):
-    fields = run.overrides
-    slope = {"prenorm": 0.01, "full_attnres": 0.02}[fields["residual"]]
-    loss = 2.5 + 0.1 * fields["eta"] - slope * fields["rho"]
-    rows.append(
-      {**fields, "seed": 0, "seconds": 360, "validation_loss": loss} | facts
-    )
-  text = report.results(rows)
-  assert "| 12 | 0.5 | 2.4300 | 2.3100 | \N{MINUS SIGN}0.1200 |" in text
-  assert "| 12 | 0.25 | **2.4050** | **2.2850** |" in text
-  minus = "\N{MINUS SIGN}"
-  expected = (
-    f"15 of 15 shapes; differences are {minus}0.1200 to {minus}0.0230 nats"
-  )
-  assert expected in text
-  assert "30 runs, seed 0, 3.0 hours" in text

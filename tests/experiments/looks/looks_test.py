@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Looks into trained networks: which runs, and numbers of planted report."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -31,21 +29,14 @@ def test_finished_runs(tmp_path):
 
 
 @pytest.fixture(scope="module", name="network")
-def network_fixture(tmp_path_factory):
+def network_fixture():
   """Untrained, but with queries that choose."""
-  folder = tmp_path_factory.mktemp("run")
-  lines = [
-    {"step": 0, "split": "event"},
-    *({"step": n, "split": "train", "loss": 3.0 - n} for n in (1, 2)),
-    {"step": 2, "split": "validation", "loss": 9.0},
-  ]
-  (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
   model = tiny_network.model("full_attnres", num_layers=3)
   query = model.residual.queries.query
   rng = np.random.default_rng(0)
   query[...] = rng.standard_normal(query.shape).astype(np.float32)
   tokens_BT = rng.integers(0, 16, (20, 9), dtype=np.int32)
-  return run.Network("full", 0, folder, model, tokens_BT)
+  return run.Network("full", 0, model, tokens_BT)
 
 
 def test_looks_become_a_readme(network, tmp_path):
@@ -63,11 +54,6 @@ def test_looks_become_a_readme(network, tmp_path):
     assert "nan" not in text and "commit c." in text
   for draw in run.PUBLISHED.figures.values():
     assert draw(rows).axes
-
-
-def test_losses_are_those_of_training(network):
-  found = list(run.training_losses(network.folder))
-  assert found == [(1, 2.0), (2, 1.0)]
 
 
 def test_numbers_of_matrices():
@@ -98,16 +84,3 @@ def test_removals_of_reads_with_a_choice():
   cost, weight = [[2.0, None], [0.1, 0.3]], [[1.0, None], [0.4, 0.6]]
   weight, cost = report.removed(cost, weight)
   assert (weight.tolist(), cost.tolist()) == ([0.4, 0.6], [0.1, 0.3])
-
-
-def test_losses_are_differences_of_pairs():
-  rows = [
-    {"variant": variant, "seed": "0", "series": series, "values": values}
-    for variant, shift in (("prenorm", 0.0), ("block", -0.1))
-    for series, values in (
-      ("step", json.dumps(list(range(8)))),
-      ("train_loss", json.dumps([n + shift for n in range(8)])),
-    )
-  ]
-  line = report.draw_losses(rows).axes[0].lines[0]
-  np.testing.assert_allclose(line.get_ydata(), -0.1)
