@@ -7,7 +7,7 @@ together, by the extra of the accelerator: `cuda12`, `cuda13` or `tpu`. Colab
 downloads this file alone, so it imports only Python's standard library.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 import glob
 import importlib.metadata
 import importlib.util
@@ -17,7 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 import urllib.request
 
 REPOSITORY = "github.com/attnres-jax/attnres-jax"
@@ -25,32 +25,13 @@ _RAW = "https://raw.githubusercontent.com/attnres-jax/attnres-jax/main"
 # The variable that turns controls off, for outputs that are read without a
 # kernel.
 PLAIN = "ATTNRES_NOTEBOOKS_PLAIN"
-# Plugins of jax, by the extra that installs them.
-_PLUGINS = {
-  "cuda12": ("jax-cuda12-plugin", "jax-cuda12-pjrt"),
-  "cuda13": ("jax-cuda13-plugin", "jax-cuda13-pjrt"),
-}  # fmt: skip
-# Extra -> the platform that jax then shows.
-_PLATFORMS = {"cuda12": "gpu", "cuda13": "gpu", "tpu": "tpu", "": "cpu"}
-
-
-class Machine(NamedTuple):
-  """A runtime."""
-
-  library: bool = False  # attnres_jax can be imported
-  tpu: bool = False
-  cuda: tuple[int, int] | None = None  # the newest that the driver supports
-  plugins: tuple[str, ...] = ()  # of jax, installed
-  imported: Mapping[str, str] = {}  # versions of jax and numpy
-
-
-class Plan(NamedTuple):
-  """What pip must do for a runtime."""
-
-  accelerator: str  # in words
-  extra: str  # "" for a CPU
-  install: str  # "" if the library is there
-  uninstall: tuple[str, ...]  # plugins that would not fit the new jax
+# Extra -> the platform that jax then shows, and the plugins of jax that fit.
+EXTRAS = {
+  "": ("cpu", ()),
+  "tpu": ("tpu", ()),
+  "cuda12": ("gpu", ("jax-cuda12-plugin", "jax-cuda12-pjrt")),
+  "cuda13": ("gpu", ("jax-cuda13-plugin", "jax-cuda13-pjrt")),
+}
 
 
 def play(draw: Callable[..., Any], /, **controls: Any) -> None:
@@ -100,98 +81,66 @@ def prepare(extras: str = "plots") -> None:
   `extras` are the library's, besides the accelerator's. SystemExit asks to
   restart the session.
   """
-  machine = look()
-  plan = make_plan(machine, extras)
-  print(f"This runtime has {plan.accelerator}.")
-  if plan.install:
-    for command in commands(plan):
+  before = {n: _version(n) for n in ("jax", "numpy") if n in sys.modules}
+  extra = find_extra()
+  # In a clone, or after this cell has run, nothing changes.
+  if not importlib.util.find_spec("attnres_jax"):
+    for command in commands(extra, extras, installed=_version):
       subprocess.run([sys.executable, "-m", "pip", *command], check=True)
     importlib.invalidate_caches()
-  if stale := needs_restart(machine.imported, _version):
-    raise SystemExit(
-      f"{stale} was replaced after it had been imported. Restart the session"
-      " (Runtime > Restart session), then run all cells again."
-    )
+  for name, old in before.items():
+    if _version(name) != old:
+      raise SystemExit(
+        f"{name} {old} was replaced after it had been imported. Restart the"
+        " session (Runtime > Restart session), then run all cells again."
+      )
   import jax
 
-  print(check(plan, [device.platform for device in jax.devices()]))
+  platforms = [device.platform for device in jax.devices()]
+  if extra and EXTRAS[extra][0] not in platforms:
+    raise RuntimeError(
+      f"this runtime has a {EXTRAS[extra][0].upper()}, but jax sees only"
+      f' {", ".join(platforms)}. Try: pip install "attnres-jax[{extra}]", then'
+      " restart the session"
+    )
+  print(f"jax runs on {len(platforms)} device(s): {platforms[0]}.")
 
 
-def look() -> Machine:
-  """The runtime of this process."""
-  names = {name for names in _PLUGINS.values() for name in names}
-  loaded = {
-    name: getattr(sys.modules[name], "__version__", "")
-    for name in ("jax", "numpy")
-    if name in sys.modules
-  }
-  tpu = any(map(glob.glob, ("/dev/accel*", "/dev/vfio/[0-9]*")))
-  return Machine(
-    library=importlib.util.find_spec("attnres_jax") is not None,
-    tpu=tpu and not os.environ.get("JAX_PLATFORMS", "").startswith("cpu"),
-    cuda=cuda_of(_nvidia_smi()),
-    plugins=tuple(filter(_version, sorted(names))),
-    imported=loaded,
-  )
+def find_extra() -> str:
+  """The extra of this runtime's accelerator; "" for its CPU."""
+  if os.environ.get("JAX_PLATFORMS", "").startswith("cpu"):
+    return ""
+  if any(map(glob.glob, ("/dev/accel*", "/dev/vfio/[0-9]*"))):
+    return "tpu"
+  text = ""
+  if shutil.which("nvidia-smi"):
+    text = subprocess.run(["nvidia-smi"], capture_output=True, text=True).stdout
+  return extra_of(text)
 
 
-def cuda_of(text: str) -> tuple[int, int] | None:
-  """The CUDA version in the output of `nvidia-smi`."""
-  found = re.search(r"CUDA(?: UMD)? Version:\s*(\d+)\.(\d+)", text)
-  return (int(found[1]), int(found[2])) if found else None
+def extra_of(text: str) -> str:
+  """The extra for the driver in the output of `nvidia-smi`.
+
+  jax has no plugin for drivers older than CUDA 12.
+  """
+  found = re.search(r"CUDA(?: UMD)? Version:\s*(\d+)", text)
+  newest = int(found[1]) if found else 0
+  return "cuda13" if newest >= 13 else "cuda12" if newest == 12 else ""
 
 
-def make_plan(machine: Machine, extras: str = "plots") -> Plan:
-  """Chooses the extra of a runtime, and which plugins must go."""
-  extra, accelerator = "", "no accelerator: everything runs on its CPU"
-  if machine.tpu:
-    extra, accelerator = "tpu", "a TPU"
-  elif machine.cuda:
-    version = ".".join(map(str, machine.cuda))
-    accelerator = f"a GPU, whose driver supports CUDA {version}"
-    if machine.cuda < (12, 0):
-      accelerator += ", too old for jax: everything runs on its CPU"
-    else:
-      extra = "cuda13" if machine.cuda >= (13, 0) else "cuda12"
-  if machine.library:
-    # A clone, or an earlier run of this cell; nothing is changed.
-    return Plan(accelerator, extra, "", ())
+def commands(
+  extra: str, extras: str, installed: Callable[[str], str]
+) -> list[list[str]]:
+  """The arguments of pip, in order: plugins for another jax go first."""
   wanted = ",".join(filter(None, [extras, extra]))
-  install = f"attnres-jax[{wanted}] @ git+https://{REPOSITORY}"
-  kept = _PLUGINS.get(extra, ())
-  others = tuple(name for name in machine.plugins if name not in kept)
-  return Plan(accelerator, extra, install, others)
-
-
-def commands(plan: Plan) -> list[list[str]]:
-  """The arguments of pip, in order."""
   # Upgraded, since the runtime's own plugin may fit no newer jax.
-  install = ["install", "--quiet", "--upgrade", plan.install]
-  if not plan.uninstall:
+  install = ["install", "--quiet", "--upgrade"]
+  install.append(f"attnres-jax[{wanted}] @ git+https://{REPOSITORY}")
+  every = {name for _, names in EXTRAS.values() for name in names}
+  others = sorted(filter(installed, every - {*EXTRAS[extra][1]}))
+  if not others:
     return [install]
-  return [["uninstall", "--quiet", "--yes", *plan.uninstall], install]
-
-
-def needs_restart(
-  imported: Mapping[str, str], version: Callable[[str], str]
-) -> str:
-  """The first package whose imported version is not the installed one."""
-  for name, old in imported.items():
-    if old and version(name) != old:
-      return f"{name} {old}"
-  return ""
-
-
-def check(plan: Plan, platforms: Sequence[str]) -> str:
-  """Names the platform of jax; raises if it is not the plan's accelerator."""
-  expected = _PLATFORMS[plan.extra]
-  if expected == "cpu" or expected in platforms:
-    return f"jax runs on {len(platforms)} device(s): {platforms[0]}."
-  advice = f'pip install "attnres-jax[{plan.extra}]", then restart the session'
-  raise RuntimeError(
-    f"this runtime has {plan.accelerator}, but jax sees only"
-    f" {', '.join(platforms)}. Try: {advice}"
-  )
+  return [["uninstall", "--quiet", "--yes", *others], install]
 
 
 def _version(name: str) -> str:
@@ -199,12 +148,3 @@ def _version(name: str) -> str:
     return importlib.metadata.version(name)
   except importlib.metadata.PackageNotFoundError:
     return ""
-
-
-def _nvidia_smi() -> str:
-  if not shutil.which("nvidia-smi"):
-    return ""
-  done: Any = subprocess.run(
-    ["nvidia-smi"], capture_output=True, text=True, check=False
-  )
-  return done.stdout

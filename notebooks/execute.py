@@ -4,7 +4,7 @@
   make notebooks
   python -m notebooks.execute
   python -m notebooks.execute --write    # .ipynb files from the .py files
-  python -m notebooks.execute --write upcycle
+  python -m notebooks.execute --write quickstart
 
 A notebook is a pair: NAME.py, which is edited and reviewed, and NAME.ipynb, for
 Colab, with outputs. This module adds the badge and the first cell. A quarter of

@@ -4,13 +4,12 @@
 # In Block AttnRes every sublayer reads all earlier blocks, so a boundary between
 # two devices carries a history instead of one hidden state. Section 4.1 of the
 # [paper](https://arxiv.org/abs/2603.15031) avoids most of these transfers with a
-# cache. Choose a pipeline, and see which rank works on what, what crosses each
-# boundary, and what a device holds. Nothing is trained; it takes seconds.
+# cache. Choose a pipeline, and see which rank works on what and what crosses each
+# boundary. Nothing is trained; it takes seconds.
 
 # %%
 import matplotlib.pyplot as plt
 
-from attnres_jax.analysis import figures
 from attnres_jax.common import text_table
 from attnres_jax.pipeline import drawing
 from attnres_jax.pipeline import layout as layout_lib
@@ -98,34 +97,6 @@ def show_life(rule, microbatch):
 
 
 colab.play(show_life, rule=["minimum", "cached", "naive"], microbatch=(0, 0, 7))
-
-# %% [markdown]
-# ## What a rank holds
-#
-# The schedule knows when a vector is first and last needed, so slots are
-# assigned before anything runs. The pool has one slot per live vector. A ring
-# buffer of 2P microbatches with all blocks would be as large as the dotted line.
-
-
-# %%
-def show_slots(**choice):
-  layout, schedule = plan(**choice)
-  figure, axes = plt.subplots(figsize=(7, 2.8), layout="constrained")
-  for i, rule in enumerate(layout_lib.RULES):
-    kinds = "inputs", "blocks", "gradients"
-    sizes = [schedule.slot_pool(kind, rule=rule).size for kind in kinds]
-    places = [j + 0.27 * (i - 1) for j in range(3)]
-    axes.bar_label(axes.bar(places, sizes, 0.25, label=rule), fontsize=8)
-  ring = 2 * choice["ranks"] * (layout.num_blocks + 1)
-  axes.axhline(ring, color="black", linestyle=":", linewidth=1)
-  axes.set_xticks(range(3), ["running sums", "blocks", "gradients of blocks"])
-  axes.set_ylabel("slots of a rank")
-  axes.legend(frameon=False, fontsize=8)
-  figures.style(axes)
-  plt.show()
-
-
-colab.play(show_slots, **CHOICE)
 
 # %% [markdown]
 # The [page on pipelines](https://github.com/attnres-jax/attnres-jax/blob/main/docs/pipeline.md)

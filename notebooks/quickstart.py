@@ -117,19 +117,6 @@ plots.depth_weights(
 )
 
 # %% [markdown]
-# The same as a matrix over all outputs, for any scheme: how much of each $v_i$
-# reaches each $h_l$. PreNorm is all ones below the diagonal. In a Block matrix,
-# the outputs of one block share their weight.
-
-# %%
-plots.mixing_matrices(
-  {
-    name: analysis.mixing_matrix(model, tokens, include_output=True)
-    for name, model in trained.items()
-  }
-)
-
-# %% [markdown]
 # ## Next
 #
 # [depth_attention](https://github.com/attnres-jax/attnres-jax/blob/main/notebooks/depth_attention.ipynb)

@@ -9,8 +9,6 @@
 # it. Nothing is trained; it takes seconds.
 
 # %%
-import itertools
-
 from IPython.display import display
 import matplotlib.pyplot as plt
 import numpy as np
@@ -77,27 +75,6 @@ def fit_again(counting):
 
 
 colab.play(fit_again, counting=["attention", "6nd", "residual"])
-
-# %% [markdown]
-# ## How much does rounding matter?
-#
-# The printed laws have three decimals. Within this rounding, the advantage of
-# Block AttnRes at the paper's 5.6 PFLOP/s-days can be anything between:
-
-# %%
-ratios = []
-for signs in itertools.product((-0.0005, 0.0005), repeat=4):
-  laws = [
-    fit.PowerLaw(law.coefficient + a, law.exponent + b)
-    for law, a, b in zip(
-      map(paper.PUBLISHED_LAWS.get, ("prenorm", "block_attnres")),
-      signs[::2],
-      signs[1::2],
-    )
-  ]
-  advantage = scaling.compute_advantage(*laws, paper.PUBLISHED_COMPUTE)
-  ratios.append(advantage.value)
-print(f"{min(ratios):.2f}x and {max(ratios):.2f}x")
 
 # %% [markdown]
 # ## Your own runs

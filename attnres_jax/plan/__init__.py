@@ -12,4 +12,7 @@ r"""Compile any configuration for a TPU pod, on a machine without one.
     --config.mesh.fsdp=16 --config.mesh.data=1 --topology=v5e:4x4
 
 Needs `libtpu` (`pip install libtpu`) but no TPU.
+
+The room exceeds its budget by what no library counts: loops, fusions and pieces
+of collectives in XLA's text, and the ticks of a pipeline.
 """

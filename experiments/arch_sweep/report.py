@@ -102,8 +102,8 @@ def _answer(rows: Sequence[Row]) -> page.Html:
     '<p class="note">Validation loss in nats per token. Rows: width over'
     " transformer blocks (rho); columns: heads over transformer blocks (eta)."
     " All networks have the same parameters and see the same tokens. Filled"
-    " stars are the best cells here, hollow ones those of the paper's Fig. 7,"
-    " where the grid has them.</p>\n"
+    " stars are the best cells here. Hollow stars are the paper's best cells"
+    " (Fig. 7), where the grid has them.</p>\n"
     "<h2>What depth attention gains</h2>\n<p>{{ gains }}</p>\n{{ table }}\n"
     '<p class="note">Differences of Full AttnRes from PreNorm, shape by shape.'
     " In the paper AttnRes is lower in all 25 cells, by 0.019 to 0.063. With"

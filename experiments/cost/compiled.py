@@ -3,8 +3,7 @@
 
 `step` is the gradient of a transformer's loss, `identity` both passes of a
 stack whose sublayers cost nothing, so that only the residual scheme and the
-norms do; `decode` and `prefill` are the engine's programs; `experts` is one
-sublayer of them.
+norms do; `decode` and `prefill` are the engine's programs.
 
 GB is what the instructions of the compiled program read from and write to
 memory. An update in place counts its new part only, weights of a layer that are
@@ -39,7 +38,6 @@ from attnres_jax.plan import hlo
 from attnres_jax.plan import schedule
 from attnres_jax.plan import topology
 import attnres_kernels
-from experiments.cost import experts
 from experiments.cost import networks
 
 TOPOLOGY = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
@@ -54,7 +52,7 @@ class Case(NamedTuple):
   """A program to compile.
 
   Attributes:
-    program: "step", "identity", "decode", "prefill", or a pass of `experts`.
+    program: "step", "identity", "decode" or "prefill".
     place: a chip, or a slice whose devices share a prompt.
     network: of `networks.load`.
     arm: of the network.
@@ -97,8 +95,6 @@ def measure(case: Case) -> dict[str, Any]:
     "peak_GiB": f"{peak / 2**30:.2f}",
     "temporary_GB": f"{memory.temp_size_in_bytes / 1e9:.3f}",
   }
-  if case.program.startswith("experts"):
-    row |= _arithmetic(case, program.flops(), chip)
   if len(devices) > 1:
     row["collectives"] = _collectives(program)
   return row
@@ -141,10 +137,8 @@ def trace(case: Case) -> tuple[Any, list[Any]]:
   network = network._replace(batch=case.batch, tokens=case.tokens)
   if case.program == "step":
     function, arguments = step(network, case.arm)
-  elif case.program == "identity":
-    function, arguments = identity(network, case.arm)
   else:
-    function, arguments = _experts(network, case.arm, case.program)
+    function, arguments = identity(network, case.arm)
   place = jax.sharding.SingleDeviceSharding(devices[0])
   arguments = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments
@@ -232,14 +226,6 @@ def _rms_norm(x, gain):
   wide = x.astype(jnp.float32)
   square = jnp.mean(wide * wide, axis=-1, keepdims=True)
   return (wide * jax.lax.rsqrt(square + 1e-6) * gain).astype(x.dtype)
-
-
-def _experts(network, form, program):
-  x_BTD = jax.ShapeDtypeStruct(
-    (1, network.tokens, network.model.width), network.model.dtype
-  )
-  module = jax.eval_shape(lambda: experts.build(network))
-  return experts.passes(form)[program], (module, x_BTD)
 
 
 class Cost(NamedTuple):
@@ -331,17 +317,3 @@ def _collectives(program: hlo.Program) -> str:
     if max((array.nbytes for array in one.arrays), default=0) > _LEAST_SENT:
       found[one.kind] += round(one.count)
   return ", ".join(f"{count} {kind}" for kind, count in sorted(found.items()))
-
-
-def _arithmetic(case: Case, flops: float, chip: chips.Chip) -> dict[str, Any]:
-  """Products over the chosen experts' products, and their time at peak."""
-  model = networks.load(case.network).model
-  moe = model.moe
-  chosen = (moe.top_k + moe.num_shared) * 3 * moe.expert_width
-  useful = 2 * case.tokens * model.width * (chosen + moe.num_experts)
-  if case.program.endswith("backward"):
-    useful *= 3
-  return {
-    "flops_ratio": f"{flops / useful:.3f}",
-    "matrix_ms": f"{flops / chip.peak_flops_per_second * 1e3:.2f}",
-  }

@@ -57,25 +57,6 @@ def _dense(
   return Network(_Model(width=width, num_layers=layers, **known), batch, tokens)
 
 
-def _moe(width: int, expert_width: int, experts: int, **fields: Any) -> Network:
-  """One sublayer of experts, eight of which every token takes."""
-  moe = config_lib.MoeConfig(
-    num_experts=experts, top_k=8, expert_width=expert_width,
-    num_shared=fields.pop("num_shared", 1),
-  )  # fmt: skip
-  return Network(_Model(width=width, num_layers=1, moe=moe, **fields))
-
-
-def _llama(width: int, layers: int, mlp_width: int, vocab_size: int) -> Network:
-  """What transformers can run, too."""
-  return _dense(
-    width, layers, 1, vocab_size=vocab_size, num_heads=width // 64,
-    mlp_width=mlp_width, mixers=("attention",), rope_theta=10000.0,
-    dtype="float32", scan_layers=True,
-    residual=config_lib.ResidualConfig("prenorm"),
-  )  # fmt: skip
-
-
 NETWORKS: Mapping[str, Callable[[], Network]] = {
   "demo": functools.partial(_of, "configs/lm.py:size=tiny"),
   "large": functools.partial(
@@ -96,9 +77,6 @@ NETWORKS: Mapping[str, Callable[[], Network]] = {
     _dense, 256, 4, 4, vocab_size=4096, num_heads=4, mlp_width=688,
     dtype="float32", scan_layers=True,
   ),
-  "512-bytes": functools.partial(_llama, 512, 8, 1408, 256),
-  "512-32k": functools.partial(_llama, 512, 8, 1408, 32000),
-  "1024-bytes": functools.partial(_llama, 1024, 16, 2816, 256),
   # The width and the blocks of the paper's example of a long prompt (section
   # 4.2), with narrow sublayers: blocks are most of its memory.
   "paper": functools.partial(
@@ -109,11 +87,6 @@ NETWORKS: Mapping[str, Callable[[], Network]] = {
   "48b": functools.partial(
     _of, "configs/kimi_linear.py:size=48b", 1, num_layers=4
   ),
-  "experts": functools.partial(
-    _moe, 2304, 1024, 256, num_heads=32, dtype="bfloat16"
-  ),
-  "experts64": functools.partial(_moe, 256, 128, 64, num_shared=0),
-  "experts256": functools.partial(_moe, 256, 128, 256, num_shared=0),
 }  # fmt: skip
 
 

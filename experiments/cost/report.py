@@ -16,13 +16,11 @@ KEYS = (
 COLUMNS = (
   *KEYS, "baseline", "ratio", "ratio_min", "ratio_max", "cpu_ratio", "seconds",
   "cpu_seconds", "GB", "least_GB", "ms", "depth_ms", "peak_GiB",
-  "temporary_GB", "blocks_GB", "collectives", "flops_ratio", "matrix_ms",
-  "printed", "reads", "writes", "hardware", "system", "python", "jax", "flax",
-  "libtpu", "torch", "commit", "date",
+  "temporary_GB", "blocks_GB", "collectives", "printed", "reads", "writes",
+  "hardware", "system", "python", "jax", "flax", "libtpu", "commit", "date",
 )  # fmt: skip
 _PLACE = tuple(name for name in KEYS if name != "arm")
 _HERE, _COUNTED = "here", "counted"
-_IN_TORCH = " in torch"
 # Networks whose rows other experiments show.
 _ELSEWHERE = ("paired",)
 _WORDS = {
@@ -34,10 +32,6 @@ _WORDS = {
   "stream_dtype=bfloat16": "streams in bfloat16",
   "value_query=True": "a query of its own for each mixer's values",
 }
-_FORMS = {
-  "grouped": "rows sorted by expert", "ragged_dot": "`jax.lax.ragged_dot`",
-  "dense": "every expert for every token, then a mask",
-}  # fmt: skip
 # What a training step with Block may take, as multiples of PreNorm's.
 _AIMS = {"ms": ("ms", 1.03), "GB": ("GB", 1.05), "peak_GiB": ("GiB", 1.05)}
 _SHOWN = ("GB", "ms", "peak_GiB")
@@ -50,13 +44,12 @@ def key(row: Row) -> tuple[str, ...]:
 
 def label(arm: str) -> str:
   """Of an arm, in tables."""
-  plain = arm.removesuffix(_IN_TORCH)
-  scheme, *options = plain.split()
-  words = [_FORMS.get(scheme) or figures.name_of(scheme)]
+  scheme, *options = arm.split()
+  words = [figures.name_of(scheme)]
   words += [
     _WORDS.get(one, one.replace("heads=", "heads: ")) for one in options
   ]
-  return ", ".join(words) + (", in PyTorch" if plain != arm else "")
+  return ", ".join(words)
 
 
 def describe(name: str) -> str:
@@ -69,15 +62,10 @@ def describe(name: str) -> str:
   return text
 
 
-def timed(
-  rows: Sequence[Row], programs: Mapping[str, str], torch: bool = False
-) -> str:
+def timed(rows: Sequence[Row], programs: Mapping[str, str]) -> str:
   """Ratios with their ranges: a line per arm, a column per program.
 
-  Args:
-    rows: all of them.
-    programs: the shown ones, with their headings.
-    torch: whether to show what ran beside PyTorch, or what did not.
+  `programs` are the shown ones, with their headings.
   """
   shown = [
     row
@@ -85,7 +73,6 @@ def timed(
     if row["place"] == _HERE
     and row["program"] in programs
     and row["network"] not in _ELSEWHERE
-    and row["baseline"].endswith(_IN_TORCH) == torch
   ]
   lines: dict[tuple[str, ...], dict[str, str]] = {}
   for row in shown:
@@ -187,21 +174,6 @@ def prompts(rows: Sequence[Row]) -> str:
   return readme_lib.with_origin(readme_lib.table(header, lines), shown)
 
 
-def experts(rows: Sequence[Row]) -> str:
-  """Experts, compiled."""
-  shown = _compiled(rows, "experts forward", "experts forward_backward")
-  columns = (
-    "tokens", "program", "flops_ratio", "GB", "matrix_ms", "ms", "temporary_GB",
-  )  # fmt: skip
-  lines = [[row[name].removeprefix("experts ") for name in columns]
-           for row in shown]  # fmt: skip
-  header = (
-    "tokens", "pass", "products over the least", "GB", "products at peak, ms",
-    "estimate, ms", "temporaries, GB",
-  )  # fmt: skip
-  return readme_lib.with_origin(readme_lib.table(header, lines), shown)
-
-
 def vectors(rows: Sequence[Row]) -> str:
   """What a token reads and writes per sublayer, beside the paper's Table 1."""
   shown = [row for row in rows if row["place"] == _COUNTED]
@@ -239,20 +211,12 @@ _TABLES: Mapping[str, Callable[[Sequence[Row]], str]] = {
     "forward": "forward", "forward_backward": "forward + backward",
     "compile": "compiling the training step",
   }),
-  "torch": functools.partial(timed, torch=True, programs={
-    "gradient": "loss and gradient", "prefill": "first token",
-    "decode": "each token after it",
-  }),
   "decoding": functools.partial(timed, programs={
     "decode": "decode", "recompute": "without caches", "prefill": "prefill",
   }),
-  "routed": functools.partial(timed, programs={
-    "experts forward": "forward",
-    "experts forward_backward": "forward + backward",
-  }),
   "compiled_steps": functools.partial(compiled, programs=("step",)),
   "served": functools.partial(compiled, programs=("decode", "prefill")),
-  "prompts": prompts, "experts": experts, "vectors": vectors,
+  "prompts": prompts, "vectors": vectors,
 }  # fmt: skip
 _ROOT = "../.."
 PLACES = [

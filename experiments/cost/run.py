@@ -4,7 +4,6 @@ r"""What residual schemes cost: timed here, or compiled for chips elsewhere.
   python -m experiments.cost.run step
   python -m experiments.cost.run step --chips=v5p,v6e --networks=d1024,d2048
   python -m experiments.cost.run decode --chips=v5e --batch=1,8,64
-  python -m experiments.cost.run step --torch
 
 Without --chips, all arms are compiled first and then run in turn, round after
 round, in one process on the same tokens. A ratio is an arm's time over that of
@@ -82,9 +81,6 @@ HERE = {
     ("served_here",),
     ((1, 2048),),
   ),
-  "experts": (
-    ("grouped", "dense", "ragged_dot"), ("experts64",), ((1, 2048),)
-  ),
 }  # fmt: skip
 # The same, compiled for chips.
 COMPILED = {
@@ -100,20 +96,7 @@ COMPILED = {
     tuple(itertools.product((1, 8, 64), (1024, 32768))),
   ),
   "prefill": (_SERVED, ("served",), ((1, 4096),)),
-  "experts": (("grouped",), ("experts",), ((1, 8192), (1, 32768))),
 }
-# The same, beside PyTorch. Prompts have 128 tokens.
-BESIDE_TORCH = {
-  "step": (
-    ("prenorm", "prenorm scan_layers=False", *_ATTNRES), ("large",), _OWN
-  ),
-  "decode": (
-    ("prenorm",),
-    ("512-bytes", "512-32k", "1024-bytes"),
-    ((1, 128), (8, 128)),
-  ),
-}  # fmt: skip
-_PASSES = ("experts forward", "experts forward_backward")
 # Sublayers and those of a block (or of a segment of Full) in Table 1's sense.
 DEPTHS = {
   "Table 1": (128, 16), "Table 2, 436M": (32, 4), "48B": (54, 6),
@@ -135,9 +118,6 @@ def main(argv: Sequence[str] | None = None) -> int:
   add("--batch", default="", help="rows, several with commas")
   add("--tokens", default="", help="of a row, several with commas")
   add("--rounds", type=int, default=5, help="timed rounds, after one warm-up")
-  add(
-    "--torch", action="store_true", help="time the same network in PyTorch, too"
-  )
   add(
     "--bytes_only",
     action="store_true",
@@ -182,8 +162,7 @@ def _rows(options: argparse.Namespace) -> Iterator[Row]:
   if options.what == "vectors":
     yield from vectors()
     return
-  table = BESIDE_TORCH if options.torch else HERE
-  table = COMPILED if options.chips else table
+  table = COMPILED if options.chips else HERE
   arms, names, sizes = config_lib.choose("what", options.what, table)
   arms = options.arms.split(";") if options.arms else arms
   if options.networks:
@@ -202,8 +181,6 @@ def _rows(options: argparse.Namespace) -> Iterator[Row]:
     known = {"network": name, "batch": network.batch, "tokens": network.tokens}
     if options.chips:
       found = compiled(options, known, arms)
-    elif options.torch:
-      found = beside_torch(options.what, network, arms, options.rounds)
     else:
       found = timed(options.what, network, arms, options.rounds)
     for row in found:
@@ -214,10 +191,12 @@ def timed(
   what: str, network: networks.Network, arms: Sequence[str], rounds: int
 ) -> Iterator[Row]:
   """A row for each program and arm, in turn."""
+  from experiments.cost import programs
+
   calls: dict[tuple[str, str], Any] = {}
   times: dict[tuple[str, str], list[measure_lib.Seconds]] = {}
   for arm in arms:
-    for program, call in _calls(what, network, arm).items():
+    for program, call in getattr(programs, what)(network, arm).items():
       if isinstance(call, measure_lib.Seconds):
         times[program, arm] = [call]
       else:
@@ -243,46 +222,24 @@ def ratios(
 
 def is_baseline(arm: str) -> bool:
   """Whether other arms are compared with this one."""
-  return arm.partition(" ")[0] in ("prenorm", "grouped")
-
-
-def _calls(what: str, network: networks.Network, arm: str) -> dict[str, Any]:
-  from experiments.cost import experts
-  from experiments.cost import programs
-
-  if what == "experts":
-    return experts.calls(network, config_lib.choose(
-      "--arms", arm, dict.fromkeys(experts.FORMS, arm)
-    ))  # fmt: skip
-  return getattr(programs, what)(network, arm)
-
-
-def beside_torch(
-  what: str, network: networks.Network, arms: Sequence[str], rounds: int
-) -> Iterator[Row]:
-  """Rows of ours and of PyTorch's."""
-  from experiments.cost import twins
-
-  for arm in arms:
-    yield from getattr(twins, what)(network, arm, rounds)
+  return arm.partition(" ")[0] == "prenorm"
 
 
 def compiled(
   options: argparse.Namespace, sizes: Row, arms: Sequence[str]
 ) -> Iterator[Row]:
-  """A row for each chip, program and arm."""
+  """A row for each chip and arm."""
   from experiments.cost import compiled as compiled_lib
 
-  programs = _PASSES if options.what == "experts" else (options.what,)
   chips = options.chips.split(",")
-  for place, program, arm in itertools.product(chips, programs, arms):
+  for place, arm in itertools.product(chips, arms):
     case = compiled_lib.Case(
-      program, place, arm=arm, cached=options.cached, length=options.length,
-      **sizes,
+      options.what, place, arm=arm, cached=options.cached,
+      length=options.length, **sizes,
     )  # fmt: skip
     row = compiled_lib.count if options.bytes_only else compiled_lib.measure
     yield {
-      "program": program, "place": place, "arm": arm,
+      "program": options.what, "place": place, "arm": arm,
       "cached": options.cached or "", "hardware": f"compiled for {place}",
       **environment.compiled(), **row(case),
     }  # fmt: skip

@@ -94,7 +94,7 @@ def _summary(
   if apart and statistics.fmean(apart) < 0:
     verdict = (
       f" {figures.name_of(best)} ends lowest,"
-      f" {page.signed(statistics.fmean(apart))} nats per byte from PreNorm."
+      f" {-statistics.fmean(apart):.3f} nats per byte below PreNorm."
     )
   return (
     f"{len(schemes)} schemes, {seeds} seed{'s' * (seeds > 1)} each,"

@@ -34,7 +34,6 @@ def test_there_are_commands():
     "attnres_jax.interop.score",
     "experiments.downstream.local_tasks",
     "experiments.downstream.random_llama",
-    "experiments.downstream.run_twin",
   }
 
 

@@ -11,92 +11,78 @@ from notebooks import colab
 from tests import tiny_run
 
 SMI = "| NVIDIA-SMI 550.54   Driver Version: 550.54   CUDA Version: 12.4     |"
-OLD = {"jax": "0.7.2", "numpy": "2.0.2"}
 # Colab's, when last seen.
 CUDA12 = ("jax-cuda12-pjrt", "jax-cuda12-plugin")
-Machine = colab.Machine
-
-
-def _extras(plan):
-  return plan.install.partition("[")[2].partition("]")[0]
 
 
 @pytest.mark.parametrize(
-  "machine,extras,gone,platform",
+  "text,extra",
   [
-    (Machine(), "plots", (), "cpu"),
-    (Machine(plugins=CUDA12), "plots", CUDA12, "cpu"),
-    (Machine(cuda=(12, 4), plugins=CUDA12), "plots,cuda12", (), "gpu"),
-    (Machine(cuda=(13, 0), plugins=CUDA12), "plots,cuda13", CUDA12, "gpu"),
-    (Machine(cuda=(11, 8)), "plots", (), "cpu"),
-    (Machine(tpu=True), "plots,tpu", (), "tpu"),
+    (SMI, "cuda12"), (SMI.replace("12.4", "11.8"), ""),
+    ("| CUDA UMD Version: 13.1 |", "cuda13"), ("NVIDIA-SMI has failed", ""),
   ],
-)
-def test_what_is_installed(machine, extras, gone, platform):
-  plan = colab.make_plan(machine)
-  assert _extras(plan) == extras and plan.uninstall == gone
-  *before, install = colab.commands(plan)
+)  # fmt: skip
+def test_extra_of_a_driver(text, extra):
+  assert colab.extra_of(text) == extra
+
+
+@pytest.mark.parametrize(
+  "extra,wanted,gone",
+  [
+    ("", "plots", CUDA12), ("cuda12", "plots,cuda12", ()),
+    ("cuda13", "plots,cuda13", CUDA12), ("tpu", "plots,tpu", CUDA12),
+  ],
+)  # fmt: skip
+def test_what_is_installed(extra, wanted, gone):
+  *before, install = colab.commands(extra, "plots", set(CUDA12).__contains__)
   assert install[0] == "install" and "--upgrade" in install
-  assert bool(before) == bool(gone)
-  assert platform in colab.check(plan, [platform])
-  if platform != "cpu":
-    with pytest.raises(RuntimeError, match=r"sees only cpu. Try: pip install"):
-      colab.check(plan, ["cpu"])
-
-
-def test_an_installed_library_is_left_alone():
-  plan = colab.make_plan(Machine(library=True, cuda=(12, 4), plugins=CUDA12))
-  assert not plan.install and not plan.uninstall and plan.extra == "cuda12"
-
-
-def test_restart_only_if_what_was_imported_changed():
-  installed = {"jax": "0.10.2", "numpy": "2.0.2"}.get
-  assert colab.needs_restart(OLD, installed) == "jax 0.7.2"
-  assert not colab.needs_restart({"numpy": "2.0.2"}, installed)
-  assert not colab.needs_restart({}, installed)
-
-
-@pytest.mark.parametrize(
-  "text,version",
-  [
-    (SMI, (12, 4)),
-    ("| CUDA UMD Version: 13.1 |", (13, 1)),
-    ("NVIDIA-SMI has failed", None),
-    ("", None),
-  ],
-)
-def test_version_of_cuda(text, version):
-  assert colab.cuda_of(text) == version
+  assert f"[{wanted}]" in install[-1]
+  assert [tuple(one[3:]) for one in before] == ([gone] if gone else [])
 
 
 class TestPrepare:
   @pytest.fixture
   def pip(self, monkeypatch):
-    calls = []
+    """A runtime without the library, whose pip brings jax 0.10.2."""
+    calls, versions = [], {"jax": "0.7.2", "numpy": "2.0.2"}
+    find_spec = colab.importlib.util.find_spec
+
+    def run(command, check):
+      calls.append(command[3:])
+      versions["jax"] = "0.10.2"
+
+    monkeypatch.setattr(colab.subprocess, "run", run)
+    monkeypatch.setattr(colab, "_version", lambda name: versions.get(name, ""))
     monkeypatch.setattr(
-      colab.subprocess, "run", lambda command, check: calls.append(command[3:])
-    )
+      colab.importlib.util, "find_spec",
+      lambda name: None if name == "attnres_jax" else find_spec(name),
+    )  # fmt: skip
     return calls
 
   def test_asks_for_a_restart_after_it_installed(self, pip, monkeypatch):
-    machine = Machine(cuda=(12, 4), imported=OLD)
-    monkeypatch.setattr(colab, "look", lambda: machine)
+    monkeypatch.setattr(colab, "find_extra", lambda: "cuda12")
     with pytest.raises(SystemExit, match="jax 0.7.2 was replaced .* Restart"):
       colab.prepare()
     assert len(pip) == 1 and "plots,cuda12" in pip[0][-1]
 
-  def test_shows_the_device(self, pip, monkeypatch, capsys):
+  def test_names_what_jax_sees(self, pip, monkeypatch, capsys):
     devices = [types.SimpleNamespace(platform="tpu")] * 4
     fake = types.SimpleNamespace(devices=lambda: devices)
-    monkeypatch.setattr(colab, "look", lambda: Machine(tpu=True))
     monkeypatch.setitem(sys.modules, "jax", fake)
-    colab.prepare("plots,hf")
-    assert "plots,hf,tpu" in pip[0][-1]
-    assert "4 device(s): tpu" in capsys.readouterr().out
+    monkeypatch.setattr(colab, "_version", lambda name: "1")
+    for extra in ("tpu", "cuda12"):
+      monkeypatch.setattr(colab, "find_extra", lambda extra=extra: extra)
+      if extra == "tpu":
+        colab.prepare("plots,hf")
+        assert "plots,hf,tpu" in pip[-1][-1]
+        assert "4 device(s): tpu" in capsys.readouterr().out
+        continue
+      with pytest.raises(RuntimeError, match="sees only tpu.* Try: pip inst"):
+        colab.prepare()
 
-  def test_here(self, pip, capsys):
+  def test_a_clone_is_left_alone(self, capsys):
     colab.prepare()
-    assert not pip and "device(s): cpu" in capsys.readouterr().out
+    assert "device(s): cpu" in capsys.readouterr().out
 
 
 class TestPlay:
@@ -131,6 +117,6 @@ def test_fetch_takes_the_file_of_a_clone():
 def test_the_extras_exist():
   project = tomllib.loads((tiny_run.ROOT / "pyproject.toml").read_text())
   extras = project["project"]["optional-dependencies"]
-  assert {e for e in colab._PLATFORMS if e} <= extras.keys()
+  assert {extra for extra in colab.EXTRAS if extra} <= extras.keys()
   for name in ("cuda12", "cuda13"):
     assert extras[name] == [f"jax[{name}]"]
