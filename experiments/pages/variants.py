@@ -294,7 +294,6 @@ def _speedup(
   rows: Sequence[Row],
   name: str,
   spread: pairs.Spread | None,
-  form: str = "{0:.2f} [{1:.2f}, {2:.2f}]",
 ) -> str:
   """By the law of PreNorm over its budgets; empty without these or pairs.
 
@@ -312,7 +311,7 @@ def _speedup(
     )
   except config_lib.ConfigError:
     return ""
-  return form.format(found.value, found.low, found.high)
+  return f"{found.value:.2f} [{found.low:.2f}, {found.high:.2f}]"
 
 
 def _runs(rows: Sequence[Row]) -> fit_lib.Runs:
