@@ -131,7 +131,41 @@ def of_streams(_: readme.Rows = ()) -> str:
   return _with_origin(_merged(header, lines), used)
 
 
+def of_hour(rows: readme.Rows) -> str:
+  """What one device measured; its checks as a count."""
+  checks = [row for row in rows if row["task"].startswith("check ")]
+  failed = [row for row in checks if row["status"] == "failed"]
+  parts = [f"{len(checks) - len(failed)} of {len(checks)} checks passed."]
+  parts += [
+    f"Failed: {row['case']} ({row['arm']}), off by {float(row['measured']):.1e}"
+    f" where {float(row['limit']):.0e} is allowed."
+    for row in failed
+  ]
+  lines = []
+  for row in rows:
+    if row not in checks and not row["name"].endswith("over PreNorm"):
+      spread = f" ({row['low']} to {row['high']})" if row["low"] else ""
+      named = row["arm"] or row["name"], row["case"]
+      lines.append([*named, f"{row['measured']} {row['unit']}{spread}"])
+  table = readme.table(["what", "case", "measured"], lines)
+  return readme.with_origin(f"{' '.join(parts)}\n\n{table}", rows)
+
+
+def of_gpu(_: readme.Rows = ()) -> str:
+  """Medians of reads on a GPU, in milliseconds."""
+  rows = csv_rows.read(_ROOT / "kernels/benchmarks/results/gpu.csv")
+  arms = list(dict.fromkeys(row["arm"] for row in rows))
+  found: dict[tuple[str, str], dict[str, str]] = {}
+  for row in rows:
+    cell = row["median_ms"] or ("off" if row["status"] == "failed" else "")
+    found.setdefault((row["shape"], row["mode"]), {})[row["arm"]] = cell
+  lines = [[*key, *map(own.get, arms)] for key, own in found.items()]
+  table = readme.table(["queries, sources, tokens, width", "", *arms], lines)
+  return readme.with_origin(f"{table}\n\n{rows[0]['device']}.", rows)
+
+
 PLACES = {
+  "gpu": of_gpu,
   "static": of_depth,
   "heads": of_heads,
   "streams": of_streams,
