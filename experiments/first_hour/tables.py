@@ -159,9 +159,11 @@ def of_gpu(_: readme.Rows = ()) -> str:
   for row in rows:
     cell = row["median_ms"] or ("off" if row["status"] == "failed" else "")
     found.setdefault((row["shape"], row["mode"]), {})[row["arm"]] = cell
-  lines = [[*key, *map(own.get, arms)] for key, own in found.items()]
+  lines = [
+    [*key, *(own.get(arm, "") for arm in arms)] for key, own in found.items()
+  ]
   table = readme.table(["queries, sources, tokens, width", "", *arms], lines)
-  return readme.with_origin(f"{table}\n\n{rows[0]['device']}.", rows)
+  return readme.with_origin(table, rows)
 
 
 PLACES = {

@@ -53,8 +53,8 @@ _SHAPES = (
 )
 FIELDS = (
   "suite", "shape", "mode", "arm", "status", "reason", "median_ms", "low_ms",
-  "high_ms", "to_xla", "GB", "GB_per_s", "of_copy", "error", "stored", "device",
-  "jax", "torch", "commit",
+  "high_ms", "to_xla", "GB", "GB_per_s", "of_copy", "error", "stored",
+  "hardware", "jax", "torch", "commit",
 )  # fmt: skip
 OK, FAILED, NOT_RUN = "ok", "failed", "not run"
 # The allowed error of an arm, as a multiple of the error of storing the exact
@@ -219,7 +219,7 @@ class Machine:
     self.num_checked = 16 if tiny else 1024
     self.implementations = ("reference" if tiny else "pallas_gpu", "xla")
     self.common = {
-      "device": jax.devices()[0].device_kind,
+      "hardware": jax.devices()[0].device_kind,
       "jax": jax.__version__,
       "torch": peers.version(),
       "commit": environment.commit(),
