@@ -40,24 +40,15 @@ from attnres_jax.train import checkpoint
 # Reads of the same values, summed in another order, in float32.
 _TOLERANCE = 1e-5
 _FROM = "prenorm"
-# How blocks are read: in place of the stream, or added to it.
-FORMS = REPLACEMENT, DELTA = "replacement", "delta"
-_BLOCKS, _BESIDE = "block_attnres", "delta_mh"
-_REPLACING = _BLOCKS, "full_attnres"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
   """The command; returns its exit status."""
   parser = command_line.Parser("python -m attnres_jax.interop.upcycle", __doc__)
   add = parser.add_argument
-  add("--workdir", "--from", required=True, help="folder of a run with PreNorm")
-  add("--out", "--to", required=True, help="new folder")
+  add("--workdir", required=True, help="folder of a run with PreNorm")
+  add("--out", required=True, help="new folder")
   add("--residual", required=True, help="the scheme, such as block_attnres")
-  add(
-    "--form", choices=FORMS,
-    help="of block_attnres: in place of the stream (as without it), or added"
-    " to it, which is delta_mh",
-  )  # fmt: skip
   add("--step", type=int, help="checkpoint to use; the newest by default")
   add("--num_blocks", type=int, default=0, help="of schemes with blocks")
   add(
@@ -173,27 +164,11 @@ def _reads(config: config_lib.ModelConfig) -> list[Any]:
   return jax.device_get(jax.jit(run)(residual, values))
 
 
-def _scheme(form: str | None, residual: str) -> str:
-  """The scheme of a form.
-
-  Raises:
-    ConfigError: the scheme does not have this form.
-  """
-  if form is None or (form == REPLACEMENT and residual in _REPLACING):
-    return residual
-  if form == DELTA and residual in (_BLOCKS, _BESIDE):
-    return _BESIDE
-  schemes = _REPLACING if form == REPLACEMENT else (_BLOCKS, _BESIDE)
-  config_lib.fail_argument(
-    "--residual", residual, f"{' or '.join(schemes)} with --form={form}"
-  )
-
-
 def _upcycle_run(options: argparse.Namespace) -> None:
   out = weights_folder.check_new("--out", options.out)
   workdir, step = trained.find(options)
   errors.check_in("--residual", options.residual, residuals.RESIDUALS)
-  name = _scheme(options.form, options.residual)
+  name = options.residual
   for name_of_size in ("num_blocks", "block_size", "heads", "rank"):
     size = getattr(options, name_of_size)
     fields.accept(f"--{name_of_size}", size, fields.Count)

@@ -208,28 +208,6 @@ def test_the_command(folders, tmp_path, capsys):
   assert config["model_type"] == "attnres"
 
 
-@pytest.mark.needs("tokenizers")
-def test_the_forms_of_a_command(folders, tmp_path, capsys):
-  """The delta form, with two softmaxes per read; and schemes without it."""
-  argv = [f"--from={folders[0]}", f"--to={tmp_path / 'c'}", "--num_blocks=2"]
-  delta = [*argv, "--form=delta"]
-  assert upcycle.main([*delta, "--residual=block_attnres", "--heads=2"]) == 0
-  config, _ = checkpoint.load_model(tmp_path / "c")
-  assert config.model.residual.name == "delta_mh"
-  assert config.model.residual.read.heads == 2
-  argv[1] = f"--to={tmp_path / 'd'}"
-  for form, residual, words in (
-    ("delta", "full_attnres", "block_attnres or delta_mh with --form=delta"),
-    ("replacement", "laurel_rw", "or full_attnres with --form=replacement"),
-  ):
-    extra = [f"--residual={residual}", f"--form={form}"]
-    assert upcycle.main([*argv, *extra]) == 2
-    error = capsys.readouterr().err
-    assert f"--residual: got '{residual}', expected block_attnres" in error
-    assert words in error
-  assert not (tmp_path / "d").exists()
-
-
 @pytest.mark.slow
 @pytest.mark.needs("tokenizers")
 def test_training_goes_on(folders, tmp_path):
