@@ -13,7 +13,6 @@ from experiments import variants
 from experiments.ablations import config as ablations
 from experiments.block_size import config as block_size
 from experiments.depth_heads import config as depth_heads
-from experiments.pages import planned
 from experiments.pages import variants as report
 from experiments.residual_zoo import config as residual_zoo
 from experiments.residual_zoo import report as zoo_report
@@ -90,31 +89,6 @@ def test_planned_runs_leave_their_mesh_to_a_plan(scale):
   assert other.optim.accumulate_steps == 0 < own.optim.accumulate_steps
   assert other.mesh == config_lib.MeshConfig() != own.mesh
   assert plans.config_hash(other) == plans.config_hash(own)
-
-
-def test_plans_of_a_study():
-  """Rows are found by their networks; rows of other slices do not mix."""
-  row = dict(
-    data="1", fsdp="4", expert="1", microbatches="2", remat="full",
-    headroom_GiB="3.0", mfu_bound="0.5", chip_hours="7", jax="1", libtpu="2",
-    commit="abc",
-  )  # fmt: skip
-  rows = []
-  for variant, slice_name, seconds in (
-    ("prenorm", "v5p-8", "2.0"), ("size2", "v5p-8", "2.5"), ("size2", "x", "1")
-  ):  # fmt: skip
-    spec = f"scale=d768,planned,variant={variant}"
-    config = config_lib.load_config(f"experiments/block_size/config.py:{spec}")
-    found = dict(config_hash=plans.config_hash(config), slice=slice_name)
-    rows.append(row | found | dict(step_seconds=seconds))
-  lines = planned.of_study(block_size.STUDY, rows).splitlines()[2:]
-  assert lines[:3] == [
-    "| d768 | v5p-8 | PreNorm | 1 x 4 x 1 | 2 | full | 3.0 | 2.000 | 1.00 | 50%"
-    " | 7 |",
-    "| d768 | v5p-8 | S = 2 | 1 x 4 x 1 | 2 | full | 3.0 | 2.500 | 1.25 | 50%"
-    " | 7 |",
-    "",
-  ]
 
 
 def test_blocks_of_all_32_sublayers():
