@@ -509,12 +509,6 @@ def test_defaults_are_the_dataclasses():
   assert c.default_config().to_dict() == dataclasses.asdict(c.RunConfig())
 
 
-def test_runs_that_name_the_fused_schedule_1f1b_still_load():
-  old = c.to_dict(c.RunConfig())
-  old["pipeline"]["schedule"] = "1f1b"
-  assert c.build_run_config(old).pipeline.schedule == "fused"
-
-
 def test_configs_are_installed_with_the_library():
   """`attnres_jax:NAME` is the file of configs/, without a clone."""
   for argument in ("size=tiny,residual=full_attnres", ""):

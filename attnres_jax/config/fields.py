@@ -12,7 +12,6 @@ import functools
 import math
 import numbers
 import os
-import types
 import typing
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -93,8 +92,6 @@ def accept(name: str, value: Any, kind: Any) -> Any:
     if args[0] is int and value > accepted.most:
       errors.fail_argument(name, value, f"a number up to {accepted.most}")
     return accepted.change(value)
-  if origin is types.UnionType:
-    return None if value is None else accept(name, value, args[0])
   if origin is Literal:
     errors.check_in(name, accept(name, value, str), args)
     return value
@@ -124,8 +121,6 @@ def words(kind: Any, bounds: bool = False) -> str:
   origin, args = typing.get_origin(kind), typing.get_args(kind)
   if bounds and origin is Literal:
     return " | ".join(map(repr, args))
-  if origin is types.UnionType:
-    return f"{words(args[0], bounds)}, or None"
   if origin is tuple:
     one = words(args[0])
     example = "a,b" if one == "str" else "1,2"

@@ -253,7 +253,7 @@ def parse_arg(arg: str | None, **defaults: Any) -> types.SimpleNamespace:
         + ", ".join(sorted(defaults))
       )
     try:
-      values[key] = _parse_value(text if given else "true", defaults[key])
+      values[key] = _parse(text if given else "true", type(defaults[key]))
     except ValueError as error:
       kind = type(defaults[key]).__name__
       raise ConfigError(
@@ -263,17 +263,10 @@ def parse_arg(arg: str | None, **defaults: Any) -> types.SimpleNamespace:
   return types.SimpleNamespace(**values)
 
 
-def _parse_value(text: str, default: Any) -> Any:
-  """`text` as the type of the default; raises ValueError if it does not fit."""
-  return _parse(text, type(default))
-
-
 def _parse(text: str, kind: Any) -> Any:
   """`text` as a value of a type; raises ValueError if it does not fit."""
   kind = fields_lib.plain(kind)
   args = typing.get_args(kind)
-  if isinstance(kind, types.UnionType):
-    return None if text in ("", "None", "null") else _parse(text, args[0])
   if kind is bool:
     return bool(_TRUTHS.index(text.lower()) % 2)
   if typing.get_origin(kind) is tuple:

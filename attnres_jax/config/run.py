@@ -357,8 +357,8 @@ class PipelineConfig(fields.Checked, prefix="pipeline"):
     microbatches: parts of a batch, one after the other; a multiple of
       mesh.stage, or 0 for mesh.stage.
     schedule: `fused` runs a forward and a backward in every tick, so that
-      memory does not grow with the number of microbatches (formerly `1f1b`,
-      which old runs may still use); `gpipe` is autodiff of the forward loop.
+      memory does not grow with the number of microbatches; `gpipe` is autodiff
+      of the forward loop.
     rule: which blocks cross a boundary: all (`naive`), blocks that the rank has
       not received before (`cached`, as in the paper), or blocks that it has
       neither received nor computed (`minimum`).
@@ -373,11 +373,6 @@ class PipelineConfig(fields.Checked, prefix="pipeline"):
   schedule: Literal["fused", "gpipe"] = "fused"
   rule: Literal["naive", "cached", "minimum"] = "minimum"
   gather: Literal["tick", "step"] = "tick"
-
-  def __post_init__(self):
-    if self.schedule == "1f1b":
-      object.__setattr__(self, "schedule", "fused")
-    super().__post_init__()
 
 
 @dataclasses.dataclass(frozen=True)
