@@ -12,10 +12,11 @@ a traceback, one line on stderr says what was wrong.
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+import dataclasses
 import os
 import re
 import sys
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import jax
 
@@ -25,6 +26,7 @@ from attnres_jax.common import plans
 from attnres_jax.common import text_table
 from attnres_jax.config import describe
 
+T = TypeVar("T")
 # Types of arguments whose text is no path, so that ~ stays.
 text = str.__call__
 _FIELD = "--config.FIELD"
@@ -148,6 +150,16 @@ class Parser(argparse.ArgumentParser):
       help="lists all fields, or the fields of a part such as model.residual",
     )
 
+  def add_fields(self, cls: type, **defaults: Any) -> None:
+    """Adds a flag for each field of a dataclass, with its docstring's words."""
+    words = describe.meanings(cls)
+    for field in dataclasses.fields(cls):
+      default = defaults.get(field.name, field.default)
+      self.add_argument(
+        f"--{field.name}", type=type(default), default=default,
+        help=words[field.name],
+      )  # fmt: skip
+
   def add_plans(self) -> None:
     """Adds the flag that names the file of plans."""
     self.add_argument(
@@ -195,6 +207,12 @@ class Parser(argparse.ArgumentParser):
         listed = " or ".join(map(str, when[1]))
         found = f"{when[0]}={getattr(options, when[0])}"
         stop(f"--{dest}: has no effect with {found}, only with {listed}")
+
+
+def of_fields(cls: type[T], options: argparse.Namespace) -> T:
+  """The dataclass whose flags `Parser.add_fields` has added."""
+  names = [field.name for field in dataclasses.fields(cls)]  # pyrefly: ignore[bad-argument-type]
+  return cls(**{name: getattr(options, name) for name in names})
 
 
 def load_config(source: config_lib.Source | None) -> config_lib.RunConfig:

@@ -259,25 +259,7 @@ def _parser() -> command_line.Parser:
   add("--prompts", metavar="FILE", help="many texts, one per line, or .jsonl")
   add("--json", action="store_true", help="print a line of JSON per prompt")
   add("--num_tokens", type=int, default=256, help="how many tokens to add")
-  add(
-    "--temperature", type=float, default=0.8, help="0 for the most likely token"
-  )
-  add("--top_k", type=int, default=0, help="only the k most likely; 0 for all")
-  add(
-    "--top_p",
-    type=float,
-    default=1.0,
-    help="only the likely part of all tokens",
-  )
-  add(
-    "--min_p", type=float, default=0.0,
-    help="only tokens so likely, as a share of the most likely one",
-  )  # fmt: skip
-  add(
-    "--repetition_penalty", type=float, default=1.0,
-    help="above 1: against tokens that are there already",
-  )  # fmt: skip
-  add("--seed", type=int, default=0, help="seed of the random choices")
+  parser.add_fields(draw.Settings, temperature=0.8)
   add(
     "--stop", type=free, action="append", default=[],
     help="end before this text; may be repeated",

@@ -12,7 +12,6 @@ import argparse
 import asyncio
 from collections.abc import Iterator, Sequence
 import contextlib
-import dataclasses
 import ipaddress
 import logging
 import os
@@ -24,7 +23,6 @@ from typing import Any
 from attnres_jax import config as config_lib
 from attnres_jax.common import command_line
 from attnres_jax.common import exits
-from attnres_jax.config import fields
 from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.inference import engine as engine_lib
 from attnres_jax.inference import trained
@@ -69,17 +67,8 @@ class _Server(uvicorn.Server):
 
 
 def _serve(options: argparse.Namespace) -> int:
-  limits = app_lib.Limits(
-    **{
-      field.name: getattr(options, field.name)
-      for field in dataclasses.fields(app_lib.Limits)
-    }
-  )
+  limits = command_line.of_fields(app_lib.Limits, options)
   trained.check_flags(options)
-  fields.accept("--max_logprobs", options.max_logprobs, fields.Count)
-  fields.accept("--grace_seconds", options.grace_seconds, fields.Size)
-  fields.accept("--connections", options.connections, fields.Size)
-  fields.accept("--idle_seconds", options.idle_seconds, fields.Positive)
   key = _api_key(options)
   if not (key or options.without_api_key or _is_local(options.host)):
     config_lib.fail_argument(
@@ -100,9 +89,9 @@ def _serve_at(
 ) -> int:
   config, model = trained.load(options)
   vocab_size = model.config.vocab_size
-  if options.max_logprobs > vocab_size:
+  if limits.max_logprobs > vocab_size:
     config_lib.fail_argument(
-      "--max_logprobs", options.max_logprobs, f"0 to {vocab_size}"
+      "--max_logprobs", limits.max_logprobs, f"0 to {vocab_size}"
     )
   length = options.length or config.data.sequence_length
   if length < 2:
@@ -112,7 +101,7 @@ def _serve_at(
     slots=options.slots,
     length=length,
     chunk=options.chunk,
-    num_top=options.max_logprobs,
+    num_top=limits.max_logprobs,
     layers=options.layers,
   )
   del model
@@ -169,11 +158,11 @@ def _make_server(
   server = _Server(
     uvicorn.Config(
       app.asgi,
-      http=connections.protocol(options.connections, options.idle_seconds),
+      http=connections.protocol(limits.connections, limits.idle_seconds),
       # Its own settings would close the handlers of other libraries.
       log_config=None,
       log_level="info" if options.verbose else "warning",
-      timeout_graceful_shutdown=options.grace_seconds,
+      timeout_graceful_shutdown=limits.grace_seconds,
       ws="none",
     )
   )
@@ -226,39 +215,7 @@ def _parser() -> command_line.Parser:
     "--without_api_key", action="store_true",
     help="serve a --host that is not local without a key",
   )  # fmt: skip
-  add(
-    "--max_logprobs", type=int, default=5,
-    help="maximum number of likely tokens that a request may ask for",
-  )  # fmt: skip
-  defaults = app_lib.Limits()
-  add(
-    "--queue", type=int, default=defaults.queue,
-    help="texts that may wait for a slot (more get HTTP 429)",
-  )  # fmt: skip
-  add(
-    "--wait_seconds", type=float, default=defaults.wait_seconds,
-    help="longest wait for a slot (then HTTP 503)",
-  )  # fmt: skip
-  add(
-    "--request_seconds", type=float, default=defaults.request_seconds,
-    help="longest time for an answer (then HTTP 504)",
-  )  # fmt: skip
-  add(
-    "--body_kib", type=int, default=defaults.body_kib,
-    help="maximum request size in KiB (larger requests get HTTP 413)",
-  )  # fmt: skip
-  add(
-    "--connections", type=int, default=512,
-    help="maximum number of open connections (more get HTTP 503)",
-  )  # fmt: skip
-  add(
-    "--idle_seconds", type=float, default=20.0,
-    help="close a connection after this time without a complete request header",
-  )  # fmt: skip
-  add(
-    "--grace_seconds", type=int, default=10,
-    help="time for running answers to end after SIGTERM or SIGINT",
-  )  # fmt: skip
+  parser.add_fields(app_lib.Limits)
   add("--verbose", action="store_true", help="log every request")
   return parser
 

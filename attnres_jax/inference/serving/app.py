@@ -47,12 +47,21 @@ class Limits(fields.Checked, root="--"):
     wait_seconds: longest wait for a slot; then HTTP 503.
     request_seconds: longest time for an answer; then HTTP 504.
     body_kib: maximum request size in KiB; larger requests get HTTP 413.
+    max_logprobs: maximum number of likely tokens that a request may ask for.
+    connections: maximum number of open connections; more get HTTP 503.
+    idle_seconds: until a connection without a complete request header is
+      closed.
+    grace_seconds: for running answers to end after SIGTERM or SIGINT.
   """
 
   queue: fields.Threads = 64
   wait_seconds: fields.Positive = 60.0
   request_seconds: fields.Positive = 600.0
   body_kib: fields.Size = 1024
+  max_logprobs: fields.Count = 5
+  connections: fields.Size = 512
+  idle_seconds: fields.Positive = 20.0
+  grace_seconds: fields.Size = 10
 
 
 class App:
