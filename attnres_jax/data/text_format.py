@@ -34,7 +34,6 @@ from etils import epath
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import files
-from attnres_jax.data import paths
 from attnres_jax.data import tokenizer as tokenizer_lib
 
 # How decoders show bytes that are not, or not yet, a character.
@@ -471,22 +470,10 @@ class _HuggingFace(Vocabulary):
   """A tokenizer.json."""
 
   def __init__(self, config: config_lib.DataConfig, described: _Described):
-    tokenizers = paths.library("tokenizers", "data.tokenizer", "hf", "hf")
     self._path, _ = tokenizer_lib.vocabulary_file(config)
 
     def load() -> Any:
-      try:
-        loaded = tokenizers.Tokenizer.from_file(self._path)
-      except Exception as error:  # The library raises bare Exception.
-        reason = " ".join(str(error).split())
-        config_lib.fail_argument(
-          "config.data.tokenizer_path",
-          config.tokenizer_path,
-          f"a tokenizer.json of Hugging Face tokenizers ({reason})",
-        )
-      # Limits of a training recipe must not truncate texts.
-      loaded.no_truncation()
-      loaded.no_padding()
+      loaded, _ = tokenizer_lib.load_huggingface(config)
       # Other files make tokens special even if tokenizer.json does not.
       added = loaded.get_added_tokens_decoder().values()
       known = {token.content for token in added if token.special}

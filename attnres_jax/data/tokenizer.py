@@ -104,17 +104,9 @@ class HuggingFaceTokenizer(Tokenizer):
   name = "hf"
 
   def __init__(self, config: config_lib.DataConfig):
-    tokenizers = paths.library("tokenizers", "data.tokenizer", "hf", "hf")
     self._config = config
-    path, self.sha256 = vocabulary_file(config)
-    try:
-      self._tokenizer = tokenizers.Tokenizer.from_file(path)
-    except Exception as error:  # The library raises bare Exception.
-      _unreadable(config, "a tokenizer.json of Hugging Face tokenizers", error)
+    self._tokenizer, self.sha256 = load_huggingface(config)
     self._tokenizer.encode_special_tokens = True
-    # Limits of a training recipe must not truncate documents.
-    self._tokenizer.no_truncation()
-    self._tokenizer.no_padding()
     ids = self._tokenizer.get_vocab(with_added_tokens=True)
     num_ids = max(ids.values(), default=-1) + 1
     names = [config.separator] if config.separator else _SEPARATOR_NAMES
@@ -287,6 +279,20 @@ def _no_choice(config: config_lib.DataConfig) -> None:
     if value:
       accepted = f"nothing, with data.tokenizer={config.tokenizer!r}"
       config_lib.fail(f"data.{name}", value, accepted)
+
+
+def load_huggingface(config: config_lib.DataConfig) -> tuple[Any, str]:
+  """The tokenizer of a tokenizer.json, and the SHA-256 of the file."""
+  tokenizers = paths.library("tokenizers", "data.tokenizer", "hf", "hf")
+  path, sha256 = vocabulary_file(config)
+  try:
+    loaded = tokenizers.Tokenizer.from_file(path)
+  except Exception as error:  # The library raises bare Exception.
+    _unreadable(config, "a tokenizer.json of Hugging Face tokenizers", error)
+  # Limits of a training recipe must not truncate texts.
+  loaded.no_truncation()
+  loaded.no_padding()
+  return loaded, sha256
 
 
 def vocabulary_file(config: config_lib.DataConfig) -> tuple[str, str]:
