@@ -269,52 +269,28 @@ def make_parser(experiment: Experiment) -> command_line.Parser:
     default=experiment.workdir,
     help="of the sweep; or gs://, s3://",
   )
-  add(
-    "--only",
-    default="",
-    when=("action", ("run", "status", "collect")),
-    help="regular expression over names of runs",
-  )
-  for name, default, help_text in (
-    ("launcher", "local", ", ".join(launchers.LAUNCHERS)),
-    ("preflight", None, "compile for this TPU slice first, such as v5p:2x2x4"),
-    ("plans", plans.FILE, "for optim.accumulate_steps=0"),
+  for name, default, actions, words in (
+    ("only", "", "run status collect", "regular expression over names of runs"),
+    ("launcher", "local", "run", ", ".join(launchers.LAUNCHERS)),
+    ("preflight", None, "run", "compile for this slice first, such as v5p-32"),
+    ("plans", plans.FILE, "run", "for optim.accumulate_steps=0"),
+    ("max_parallel", 1, "run", "runs at a time"),
+    ("watch", 0.0, "status", "seconds between tables"),
+    ("run", None, "status", "name of a run whose last error to show"),
+    ("out", None, "collect", "file (default: rows.csv of the sweep)"),
   ):
-    add(f"--{name}", default=default, when=run, help=help_text)
+    kind = str if default is None else type(default)
+    when = ("action", tuple(actions.split()))
+    add(f"--{name}", type=kind, default=default, when=when, help=words)
   add(
-    "--set",
-    action="append",
-    default=[],
-    when=run,
-    metavar="NAME=VALUE",
+    "--set", action="append", default=[], when=run, metavar="NAME=VALUE",
     help="for a launcher",
-  )
-  add("--max_parallel", type=int, default=1, when=run, help="runs at a time")
+  )  # fmt: skip
   add(
-    "--max_chip_hours",
-    type=float,
-    when=run,
-    metavar="N",
+    "--max_chip_hours", type=float, when=run, metavar="N",
     help="refuse a sweep that its plans say costs more, and say what fits",
-  )
+  )  # fmt: skip
   add(
     "--dry_run", action="store_true", when=run, help="say what would be started"
-  )
-  add(
-    "--watch",
-    type=float,
-    default=0.0,
-    when=("action", ("status",)),
-    help="seconds between tables",
-  )
-  add(
-    "--run",
-    when=("action", ("status",)),
-    help="name of a run whose last error to show",
-  )
-  add(
-    "--out",
-    when=("action", ("collect",)),
-    help="file (default: rows.csv of the sweep)",
   )
   return parser

@@ -150,7 +150,7 @@ def _assert_trained_once(folder, runs, directory):
   "bucket,workers,seeds", [("gcs", 2, 3), ("s3", 1, 1)], indirect=["bucket"]
 )
 def test_workers_share_a_sweep_and_one_is_killed(
-  bucket, workers, seeds, tmp_path
+  bucket, workers, seeds, tmp_path, capsys
 ):
   source = tiny_sweep.write(tmp_path / "a.py", seeds=range(seeds), **FIELDS)
   folder = f"{bucket}/sweep"
@@ -168,6 +168,10 @@ def test_workers_share_a_sweep_and_one_is_killed(
   arguments = [f"--workdir={folder}", f"--out={tmp_path}/rows.csv"]
   assert cli.main(tiny_sweep.EXPERIMENT, ["collect", *arguments]) == 0
   assert len((tmp_path / "rows.csv").read_text().splitlines()) == seeds + 1
+  capsys.readouterr()
+  assert cli.main(tiny_sweep.EXPERIMENT, ["status", arguments[0]]) == 0
+  table = capsys.readouterr().out
+  assert f"{seeds}/{seeds} done" in table and table.count("60/60") == seeds
 
 
 @on_both

@@ -23,11 +23,9 @@ from attnres_jax.common import exits
 from attnres_jax.common import files
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import launchers
-from attnres_jax.sweep import worker
 from attnres_jax.sweep.launchers import settings as settings_lib
 from attnres_jax.sweep.launchers import slices
 from attnres_jax.sweep.launchers import tpu_vm
-from attnres_jax.train import claims
 
 Setting = settings_lib.Setting
 SETTINGS: Mapping[str, Setting] = {
@@ -70,8 +68,6 @@ def task(
 ) -> dict[str, Any]:
   """The task of one slice, as SkyPilot reads it."""
   tpu = slices.parse("slice", settings.slice)
-  several = ["--distributed"] if tpu.hosts > 1 else []
-  patience = f"--patience_seconds={2 * claims.LEASE_SECONDS:.0f}"
   resources: dict[str, Any] = {
     "infra": f"gcp/{settings.region}" if settings.region else "gcp",
     "accelerators": f"tpu-{tpu.cloud_type}:1",
@@ -84,10 +80,9 @@ def task(
       "recover_on_exit_codes": [int(exits.Exit.STOPPED)],
     },
   }
-  command = worker.command(folder, "", *several, patience, python=tpu_vm.PYTHON)
   return {
     "name": settings.name,
     "resources": resources,
     "setup": settings.install or tpu_vm.install(folder),
-    "run": shlex.join(command),
+    "run": tpu_vm.worker_on(folder, tpu),
   }

@@ -116,19 +116,20 @@ def script(folder: epath.PathLike, tpu: slices.Slice) -> str:
 
   Statuses 1 and 4 start a worker again, the others do not.
   """
-  several = ["--distributed"] if tpu.hosts > 1 else []
-  patience = f"--patience_seconds={2 * claims.LEASE_SECONDS:.0f}"
-  command = shlex.join(
-    worker.command(folder, "", *several, patience, python=PYTHON)
-  )
   again = exits.Exit.AGAIN, exits.Exit.STOPPED
   over = [str(int(one)) for one in exits.Exit if one not in again]
   # A shell says 126 or 127 of a command that it cannot run.
   over = "|".join([*over, "126", "127"])
-  loop = (
-    f"while :; do {command}; case $? in {over}) break;; esac; sleep 10; done"
-  )
+  start = worker_on(folder, tpu)
+  loop = f"while :; do {start}; case $? in {over}) break;; esac; sleep 10; done"
   return f"nohup sh -c {shlex.quote(loop)} >{LOG} 2>&1 </dev/null &"
+
+
+def worker_on(folder: epath.PathLike, tpu: slices.Slice) -> str:
+  """The command of each host, for all runs of a sweep."""
+  flags = ["--distributed"] if tpu.hosts > 1 else []
+  flags.append(f"--patience_seconds={2 * claims.LEASE_SECONDS:.0f}")
+  return shlex.join(worker.command(folder, "", *flags, python=PYTHON))
 
 
 def _quoted(text: str) -> str:
