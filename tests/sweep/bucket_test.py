@@ -124,12 +124,13 @@ def _share(
 
 def _saved(folder, runs):
   """Processes whose run has a checkpoint, so that another can resume it."""
-  states = {run: state_lib.read(f"{folder}/{run.name}") for run in runs}
+  workdirs = [f"{folder}/{run.name}" for run in runs]
+  states = {workdir: state_lib.read(workdir) for workdir in workdirs}
   return {
     state.pid
-    for run, state in states.items()
+    for workdir, state in states.items()
     if state.status == state_lib.RUNNING
-    and stores.names(f"{folder}/{run.name}/checkpoints")
+    and stores.names(f"{workdir}/checkpoints")
   }
 
 
