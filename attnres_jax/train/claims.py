@@ -240,12 +240,6 @@ def held(
       claim.release()
 
 
-def has_claim(workdir: epath.PathLike) -> bool:
-  """Whether any process has ever claimed the folder."""
-  workdir = epath.Path(workdir)
-  return (workdir / LOCK).exists() or bool(_leases(workdir))
-
-
 def is_held(workdir: epath.PathLike) -> bool:
   """Whether a live process holds the folder."""
   workdir = epath.Path(workdir)

@@ -7,7 +7,6 @@ what was completed, summary.json the outcome.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-import contextlib
 import dataclasses
 import json
 import statistics
@@ -89,8 +88,7 @@ def changes(
 ) -> dict[str, tuple[Any, Any]]:
   """The differences from the run to resume that are not harmless.
 
-  The newest readable checkpoint describes that run. data.json is used only for
-  checkpoints that do not yet contain the fingerprints.
+  The newest readable checkpoint describes that run.
   """
   steps = checkpoint.all_steps(workdir)
   info = checkpoint.newest_info(workdir)
@@ -118,12 +116,7 @@ def changes(
     for field, values in found.items()
     if not is_harmless(field, harmless)
   }
-  before = info.get("fingerprints")
-  if before is None:
-    before = {"train": info["data"]["dataset"]["content"]}
-    with contextlib.suppress(OSError, ValueError):
-      before |= fingerprints(files.read_json(workdir / DATA))
-  now = fingerprints(descriptions)
+  before, now = info["fingerprints"], fingerprints(descriptions)
   for split in before:
     if before[split] != now[split]:
       what = f"the content of the {split} data"
