@@ -31,12 +31,29 @@ def fields(tmp_path_factory):
   return tiny_run.corpus(tmp_path_factory.mktemp("data")) | FIELDS
 
 
-def test_two_processes_stop_and_die_together_and_equal_one(fields, tmp_path):
+PARTS = {"mesh.data": 1, "mesh.fsdp": 2}
+WHOLE = {"mesh.data": 2}
+STAGES = {"mesh.stage": 2, "mesh.data": 1, "pipeline.microbatches": 2}
+
+
+@pytest.mark.parametrize(
+  "first,then",
+  [
+    pytest.param(WHOLE, PARTS, id="shards"),
+    pytest.param(STAGES, WHOLE, id="pipeline", marks=pytest.mark.slow),
+    pytest.param(WHOLE, STAGES, id="to_pipeline", marks=pytest.mark.slow),
+  ],
+)
+def test_two_processes_stop_and_die_together_and_equal_one(
+  fields, first, then, tmp_path
+):
   one, two = tmp_path / "one", tmp_path / "two"
+  if STAGES in (first, then):
+    fields = fields | {"model.num_layers": 2}
   endless = fields | tiny_run.ENDLESS
 
   # SIGTERM to the process that is not the writer stops both.
-  processes = tiny_run.start_two(two, endless)
+  processes = tiny_run.start_two(two, endless | first)
   tiny_run.wait_for_rows(two, processes)
   processes[1].send_signal(signal.SIGTERM)
   outputs = [
@@ -49,15 +66,15 @@ def test_two_processes_stop_and_die_together_and_equal_one(fields, tmp_path):
   assert all(f"stopped after step {step} with" in out for out in outputs)
   assert checkpoint.all_steps(two)[-1] == step
 
-  # They resume on a mesh that shards parameters that were whole. When one is
-  # killed, the other ends with a one-line error instead of waiting forever.
-  other = endless | {"mesh.data": 1, "mesh.fsdp": 2}
+  # They resume on another mesh. When one is killed, the other ends with a
+  # one-line error instead of waiting forever.
   last = step + 10
-  tiny_run.one_of_two_dies(two, other, after=last)
+  tiny_run.one_of_two_dies(two, endless | then, after=last)
   (resume,) = tiny_run.events(two, "resume")
   assert resume["step"] == step and resume["processes"] == 2
-  config = json.loads((two / "config.json").read_text())
-  assert config["mesh"]["fsdp"] == 2
+  mesh = json.loads((two / "config.json").read_text())["mesh"]
+  named = {n.split(".")[1]: v for n, v in then.items() if "mesh" in n}
+  assert mesh | named == mesh
 
   # All results are those of one process with two devices.
   tiny_run.train_here(one, fields | {"train.steps": last, "mesh.data": 2})

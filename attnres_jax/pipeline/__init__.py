@@ -8,4 +8,6 @@ and `drawing` shows all three. None of them needs a device.
 The program that executes it: `transport` sends, `stage` computes a chunk
 forward and backward, `placement` brings parameters to their ranks, and `spmd`
 is the loop over ticks. `config.mesh.stage` and `config.pipeline` turn it on.
+
+The room exceeds its budget by its drawings, and by sends that hide behind work.
 """

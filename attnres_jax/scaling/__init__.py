@@ -5,6 +5,9 @@
 losses, `speedup` and `pairs` compare pairs of runs, and `plots` shows them;
 `paper` has the published numbers and `architecture` the parameter counts behind
 them. None of them needs a device.
+
+The room exceeds its budget by the paper's tables as data, and by intervals of
+pairs of runs, which no library has.
 """
 
 from attnres_jax.scaling.fit import compute_advantage
