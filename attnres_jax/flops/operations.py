@@ -19,6 +19,7 @@ from attnres_jax import config as config_lib
 from attnres_jax import models
 from attnres_jax.flops import programs
 from attnres_jax.models import linear
+from attnres_jax.models import memory as memory_lib
 from attnres_jax.models import residuals
 from attnres_jax.models import sublayer
 
@@ -128,7 +129,8 @@ def _with_memory(
 
     def run(memory, core, x_BTD, state, l=l, kind=kind):
       slot = jax.tree.map(lambda a: a[0], memory.open(l, l + 1))
-      return memory.call(kind, core, x_BTD, None, state, slot)
+      call = memory_lib.Call(kind, core, x_BTD, None)
+      return memory.call(call, state, slot)
 
     flops = programs.flops(run, memory, core, x_BTD, state)
     found.append({part: n / length for part, n in flops.items()})

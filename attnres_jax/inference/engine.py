@@ -135,8 +135,8 @@ class Engine:
       mesh: of `sharding.make_mesh`; slots are sharded over its rows.
       layers: `separate` for one array per weight and cache of each layer,
         `stacked` for one array per kind of layer; `auto` for the faster one on
-        this platform. A CPU copies a layer out of a stack to read it, and
-        outside of one scan over all layers, the whole stack to change it.
+        this platform. A CPU copies a layer out of a stack to read it, and the
+        whole stack to change it.
 
     Raises:
       ConfigError: a mixer cannot decode, or a number cannot be used.

@@ -16,7 +16,7 @@ carries.
 
 from collections.abc import Callable, Mapping, Sequence
 import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,33 +34,13 @@ Kinds = tuple[str, ...]
 RunBlock = Callable[[Kinds, Any, depth_read.Bank, jax.Array | None], jax.Array]
 
 
-class Blocks(NamedTuple):
-  """Blocks that one scan runs.
-
-  Attributes:
-    kinds: of the sublayers, for each block of a step.
-    repeats: steps of the scan.
-  """
-
-  kinds: tuple[Kinds, ...]
-  repeats: int
-
-  @property
-  def run(self) -> layer_stacks.Run:
-    """The same as sublayers."""
-    flat = tuple(itertools.chain.from_iterable(self.kinds))
-    return layer_stacks.Run(flat, self.repeats)
-
-
 def find(
   kinds: Sequence[str], residual: base.Residual, start: int
-) -> tuple[Blocks, ...]:
-  """Segments of a part of a network, as blocks of which some repeat.
+) -> list[layer_stacks.Run]:
+  """Segments of a part of a network, as runs of blocks of which some repeat.
 
-  Args:
-    kinds: of the sublayers of the part.
-    residual: the scheme.
-    start: number of sublayers of the network before the part.
+  The kinds of a run are blocks, each the kinds of its sublayers. `start`
+  sublayers of the network are before the part.
   """
   labels: list[Any] = []
   for first, end in residual.segments():
@@ -69,10 +49,16 @@ def find(
       is_complete = stop - begin == residual.block_size
       block = tuple(kinds[begin - start : stop - start])
       labels.append((block, None if is_complete else begin))
-  return tuple(
-    Blocks(tuple(block for block, _ in run.kinds), run.repeats)
+  return [
+    layer_stacks.Run(tuple(block for block, _ in run.kinds), run.repeats)
     for run in layer_stacks.find_runs(labels)
-  )
+  ]
+
+
+def sublayers_of(blocks: layer_stacks.Run) -> layer_stacks.Run:
+  """The same run, of sublayers."""
+  flat = tuple(itertools.chain.from_iterable(blocks.kinds))
+  return layer_stacks.Run(flat, blocks.repeats)
 
 
 def check(
@@ -83,11 +69,7 @@ def check(
 ) -> None:
   """Refuses networks that are no scan over blocks.
 
-  Args:
-    kinds: of all sublayers.
-    ends: of the parts that run separately, such as the chunks of a pipeline.
-    residual: the scheme.
-    memory: what mixers keep for later mixers.
+  `ends` are of the parts that run separately, such as the chunks of a pipeline.
 
   Raises:
     ConfigError: names the reason: the scheme or an option, or that no part
@@ -108,7 +90,7 @@ def check(
 
 def scan(
   run_block: RunBlock,
-  blocks: Blocks,
+  blocks: layer_stacks.Run,
   sublayers: Mapping[str, Any],
   reads: definition.Read,
   sources: Sequence[jax.Array],
@@ -116,14 +98,8 @@ def scan(
 ) -> tuple[jax.Array, ...]:
   """Runs blocks: maps the sources before them to those after them.
 
-  Args:
-    run_block: see `RunBlock`; it must not use parameters other than its
-      arguments.
-    blocks: that it runs.
-    sublayers: of these blocks, one stack per kind, in the order of depth.
-    reads: of these blocks, stacked.
-    sources: [B, T, D] each.
-    segment_ids_BT: document numbers, or None.
+  `run_block` must not use parameters other than its arguments. Blocks are as
+  from `find`; sublayers have one stack per kind, in the order of depth.
   """
   first, num_blocks = len(sources), len(blocks.kinds)
   steps = jnp.arange(blocks.repeats)
@@ -134,7 +110,7 @@ def scan(
   def split(weights: Any) -> list[Any]:
     """The weights of each block of a step."""
     sublayers, reads = weights
-    layers = layer_stacks.in_order(sublayers, blocks.run.kinds)
+    layers = layer_stacks.in_order(sublayers, sublayers_of(blocks).kinds)
     layers = map(layer_stacks.unsliced, layers)
     sizes = [len(kinds) for kinds in blocks.kinds]
     return [

@@ -94,7 +94,6 @@ def _encode_backward(
   dtype: Any, residuals: Any, d_BTD: jax.Array
 ) -> tuple[jax.Array, None]:
   """Every device adds up its own rows; then they are summed over devices."""
-  del dtype
   shape, tokens_BT = residuals
 
   def of_rows(tokens_BT, d_BTD):
@@ -125,12 +124,9 @@ def logits(
   head_DV: jax.Array,
   soft_cap: float = 0.0,
 ) -> jax.Array:
-  """float32 logits; the product runs in the dtype of `h_BTD`.
+  """float32 logits of states after the final norm, `soft_capped`.
 
-  Args:
-    h_BTD: states, after the final norm.
-    head_DV: float32 head matrix.
-    soft_cap: see `soft_capped`.
+  The product runs in the dtype of `h_BTD`.
   """
   with scopes.part(scopes.HEAD):
     logits_BTV = linear.linear(h_BTD, head_DV, 1, precision.wide(h_BTD.dtype))

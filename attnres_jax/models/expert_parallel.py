@@ -22,7 +22,7 @@ Axes: U tokens of this device; A = n U tokens of all devices; K experts of a
 token; E experts of this device; J rows of a piece.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 import math
@@ -41,8 +41,6 @@ from attnres_jax.models import mlp
 # Rows of a piece, over the rows of a device if experts are balanced. More rows
 # need a second piece, which reads the weights again.
 _ROOM = 1.125
-# Columns of a tile.
-_LANES = 128
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -60,18 +58,9 @@ def apply_experts(
   Runs within `sharding.by_rows`. Products are in the dtype of `x_UD`, sums and
   the gradients of weights in float32.
 
-  Args:
-    activation: of the experts.
-    x_UD: this device's tokens.
-    weight_UK: float32, of the outputs of their experts.
-    expert_UK: int32, numbered across all devices.
-    gate_EDF: float32, of the E experts of this device. D may be a shard of the
-      width of `x_UD`, cut by `fsdp`.
-    up_EDF: the same.
-    down_EFD: the same.
-
-  Returns:
-    [U, D] in the dtype of `x_UD`.
+  Tokens are this device's, and so are the float32 matrices of E experts; `fsdp`
+  may cut their side D. Experts of tokens are numbered across all devices.
+  Returns [U, D] in the dtype of `x_UD`.
   """
   arguments = x_UD, weight_UK, expert_UK, gate_EDF, up_EDF, down_EFD
   return _forward(activation, *arguments)[0]
@@ -82,17 +71,14 @@ def _forward(
   weight_UK: jax.Array, expert_UK: jax.Array, *weights: jax.Array,
 ) -> tuple[jax.Array, Any]:  # fmt: skip
   x_AD = _from_all(x_UD)
-  *ins, down = _gather(weights, x_UD)
+  gate, up, down = _gather(weights, x_UD)
   pairs = _Pairs.sort(expert_UK, weight_UK, down.shape[0])
 
   def add_piece(i, y_AD):
     piece = pairs.piece(i)
     x_JD = piece.rows_of(x_AD)
-    hidden_JF = piece.real(
-      units(
-        activation, *_halves(piece.multiply(x_JD, weight) for weight in ins)
-      )
-    )
+    gate_JF, up_JF = piece.multiply(x_JD, gate), piece.multiply(x_JD, up)
+    hidden_JF = piece.real(units(activation, gate_JF, up_JF))
     y_JD = piece.multiply(hidden_JF, down)
     return piece.add(y_AD, y_JD, piece.weight_J)
 
@@ -105,41 +91,41 @@ def _backward(
 ) -> tuple[jax.Array | None, ...]:
   x_UD, weight_UK, expert_UK, weights = residuals
   x_AD, dy_AD = _from_all(x_UD), _from_all(dy_UD)
-  *ins, down = _gather(weights, x_UD)
+  gate, up, down = _gather(weights, x_UD)
   pairs = _Pairs.sort(expert_UK, weight_UK, down.shape[0])
   # With the gradients of gate and up side by side, one product gives that of
   # the rows, where the sum of two would be read and written again.
-  gate_and_up = ins[0] if len(ins) == 1 else jnp.concatenate(ins, axis=2)
+  gate_and_up = jnp.concatenate([gate, up], axis=2)
 
   def add_piece(i, sums):
-    dx_AD, dweight_P, dins, ddown = sums
+    dx_AD, dweight_P, dweights = sums
     piece = pairs.piece(i)
     weight_J1, sizes_E = piece.weight_J[:, None], piece.sizes_E
     x_JD, dy_JD = piece.rows_of(x_AD), piece.rows_of(dy_AD)
-    gate_JF, up_JF = _halves(piece.multiply(x_JD, weight) for weight in ins)
+    gate_JF, up_JF = piece.multiply(x_JD, gate), piece.multiply(x_JD, up)
     hidden_JF = piece.real(units(activation, gate_JF, up_JF))
     # Before weighting, since its product with the gradient gives the gradient
     # of the weights.
     dhidden_JF = piece.multiply(dy_JD, down, transposed=True)
     dhidden_JF = dhidden_JF.astype(weight_UK.dtype)
     dweight_J = jnp.sum(dhidden_JF * precision.widen(hidden_JF), axis=1)
-    doutputs = [
-      piece.real(d.astype(x_JD.dtype))
-      for d in mlp.gradients(activation, gate_JF, up_JF, weight_J1 * dhidden_JF)
-    ]
+    _, pull = jax.vjp(
+      functools.partial(mlp.units, activation),
+      *map(precision.widen, (gate_JF, up_JF)),
+    )
+    doutputs = pull(weight_J1 * dhidden_JF)
+    doutputs = [piece.real(d.astype(x_JD.dtype)) for d in doutputs]
     dboth_JH = jnp.concatenate(doutputs, axis=1)
-    if len(ins) == 1:
-      doutputs = [dboth_JH]
     dy_JD = (weight_J1 * precision.widen(dy_JD)).astype(x_JD.dtype)
+    factors = *((x_JD, d) for d in doutputs), (hidden_JF, dy_JD)
     dx_JD = piece.multiply(dboth_JH, gate_and_up, transposed=True)
     return (
       piece.add(dx_AD, dx_JD, jnp.ones_like(piece.weight_J)),
       piece.put(dweight_P, dweight_J),
       [
-        grouped_matmul.weight_gradient(x_JD, d, sizes_E, dweight)
-        for d, dweight in zip(doutputs, dins)
+        grouped_matmul.weight_gradient(rows_J, d_J, sizes_E, dweight)
+        for (rows_J, d_J), dweight in zip(factors, dweights)
       ],
-      grouped_matmul.weight_gradient(hidden_JF, dy_JD, sizes_E, ddown),
     )
 
   # The first piece, which the loop is not about, makes those of weights.
@@ -147,15 +133,18 @@ def _backward(
     jnp.zeros(shape, weight_UK.dtype)
     for shape in (x_AD.shape, pairs.weight_P.shape)
   ]
-  dx_AD, dweight_P, dins, ddown = pairs.for_pieces(
-    add_piece, (*zeros, [None] * len(ins), None)
-  )
+  dx_AD, dweight_P, dweights = pairs.for_pieces(add_piece, (*zeros, [None] * 3))
   dweight_AK = jnp.reshape(dweight_P, (-1, expert_UK.shape[1]))
   return (
     _to_owners(dx_AD, x_UD),
     jax.lax.psum_scatter(dweight_AK, sharding.EXPERT, tiled=True),
     None,
-    *_sum_parts([*dins, ddown], weights, x_UD),
+    *(
+      sharding.sum_parts(d, cut).astype(weight.dtype)
+      for d, cut, weight in zip(
+        dweights, fsdp_cuts(weights, x_UD.shape[1]), weights
+      )
+    ),
   )
 
 
@@ -310,38 +299,10 @@ def _to_owners(sum_AD: jax.Array, x_UD: jax.Array) -> jax.Array:
 
 def _gather(
   weights: Sequence[jax.Array], x_UD: jax.Array
-) -> tuple[jax.Array, ...]:
-  """Gathers the experts of this device, in the dtype of products.
-
-  Gate and up become one matrix if its halves are whole tiles, so that rows are
-  read once for both. Otherwise, splitting the columns would cost more, as it
-  would if `tensor` shards them.
-  """
-  in_cut, _, cut = fsdp_cuts(weights, x_UD.shape[1])
-  *ins, down = weights
-  unsplit = max(sharding.unsplit_axes().values(), default=1) == 1
-  if unsplit and ins[0].shape[2] % _LANES == 0:
-    ins = [jnp.concatenate([a.astype(x_UD.dtype) for a in ins], axis=2)]
-  ins = [sharding.gather_parts(weight, in_cut, x_UD.dtype) for weight in ins]
-  return *ins, sharding.gather_parts(down, cut, x_UD.dtype)
-
-
-def _halves(outputs: Iterable[jax.Array]) -> Sequence[jax.Array]:
-  """Those of gate and up, of the products with the matrices of `_gather`."""
-  first, *second = outputs
-  return (first, *second) if second else jnp.split(first, 2, axis=1)
-
-
-def _sum_parts(
-  gradients: Sequence[jax.Array], weights: Sequence[jax.Array], x_UD: jax.Array
-) -> tuple[jax.Array, ...]:
-  """This device's parts of the gradients of `weights`, after `_gather`."""
-  in_cut, _, cut = fsdp_cuts(weights, x_UD.shape[1])
-  *dins, ddown = gradients
-  dins = [sharding.sum_parts(dweight, in_cut) for dweight in dins]
-  if len(dins) == 1:
-    dins = jnp.split(dins[0], 2, axis=2)
-  gradients = *dins, sharding.sum_parts(ddown, cut)
-  return tuple(
-    d.astype(w.dtype) for d, w in zip(gradients, weights, strict=True)
-  )
+) -> Sequence[jax.Array]:
+  """Gathers the experts of this device, in the dtype of products."""
+  cuts = fsdp_cuts(weights, x_UD.shape[1])
+  return [
+    sharding.gather_parts(weight, cut, x_UD.dtype)
+    for weight, cut in zip(weights, cuts)
+  ]

@@ -47,15 +47,9 @@ def grouped_linear(
   Products run in the dtype of `x_PD`, sums in float32. As in `linear`, the
   gradient of the weights is float32 whatever the rows are.
 
-  Args:
-    x_PD: rows of group 0 first, then of group 1, ...
-    weight_EDF: float32 master weights, or this device's shard of them.
-    sizes_E: int32 rows per group, P in all.
-    cut: the dimension of the weights that is sharded, see
-      `sharding.gather_parts`.
-
-  Returns:
-    [P, F] in the dtype of `x_PD`.
+  Rows of group 0 come first, then of group 1, ..., as many as `sizes_E` says.
+  Weights are float32, or this device's shard, cut along one dimension
+  (`sharding.gather_parts`). Returns [P, F] in the dtype of `x_PD`.
   """
   shape = x_PD.shape[0], weight_EDF.shape[2]
   product = linear.counted(
@@ -75,16 +69,8 @@ def multiply(
 ) -> jax.Array:
   """Rows times the weights [E, I, O], or [E, O, I] if transposed, of a group.
 
-  No gradient rule. The results of rows after the last group are undefined.
-
-  Args:
-    x_PI: sorted rows.
-    weight: of their dtype.
-    sizes_E: int32 rows per group, P in all or fewer.
-    transposed: see above.
-
-  Returns:
-    [P, O] in the dtype of `x_PI`.
+  No gradient rule. Groups may have fewer rows than P; the results of the others
+  are undefined. Rows, weights and results [P, O] are of one dtype.
   """
   on_tpu = functools.partial(_ragged_rows, transposed=transposed)
   if transposed and _fits_kernel(x_PI):

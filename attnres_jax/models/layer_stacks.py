@@ -27,15 +27,8 @@ def split(tree: Any, sizes: Sequence[int]) -> list[Any]:
   ]
 
 
-def in_order(
-  stacks: Mapping[str, Any] | tuple[Any, ...], kinds: Sequence[str]
-) -> Sequence[Any]:
-  """Unstacks the modules of all kinds, in the order of `kinds`.
-
-  A tuple is in this order already.
-  """
-  if isinstance(stacks, tuple):
-    return stacks
+def in_order(stacks: Mapping[str, Any], kinds: Sequence[str]) -> list[Any]:
+  """Unstacks the modules of all kinds, in the order of `kinds`."""
   singles = {}
   for kind in dict.fromkeys(kinds):
     with scopes.part(kind):
@@ -43,22 +36,19 @@ def in_order(
   return [next(singles[kind]) for kind in kinds]
 
 
+def tiles(x_BT: jax.Array, size: int) -> jax.Array:
+  """[B, T, ...] to [tiles, B, size, ...], padded with zeros at the end."""
+  padding = [(0, 0), (0, -x_BT.shape[1] % size), *[(0, 0)] * (x_BT.ndim - 2)]
+  x_BT = jnp.pad(x_BT, padding)
+  shape = x_BT.shape[0], -1, size, *x_BT.shape[2:]
+  return jnp.moveaxis(x_BT.reshape(shape), 1, 0)
+
+
 def fold(tree: Any, repeats: int) -> Any:
   """Splits leading axes of repeats * n into repeats and n."""
   return jax.tree.map(
     lambda a: a.reshape(repeats, a.shape[0] // repeats, *a.shape[1:]), tree
   )
-
-
-def interleave(trees: list[Any]) -> Any:
-  """[n, ...] arrays of every tree as [n * number of trees, ...] arrays."""
-  return jax.tree.map(
-    lambda *a: jnp.stack(a, 1).reshape(-1, *a[0].shape[1:]), *trees
-  )
-
-
-def concatenate(trees: list[Any]) -> Any:
-  return jax.tree.map(lambda *a: jnp.concatenate(a), *trees)
 
 
 def unstack(tree: Any, count: int) -> list[Any]:
@@ -74,10 +64,10 @@ def single(stack: Any) -> Any:
   return jax.tree.map(lambda a: jax.lax.squeeze(a, (0,)), stack)
 
 
-def one_of(stack: Any, l: jax.Array) -> Any:
-  """The l-th tree of a stack; l may be known at run time only."""
+def one_of(stack: Any, l: int) -> Any:
+  """The l-th tree of a stack."""
   return jax.tree.map(
-    lambda a: jax.lax.dynamic_index_in_dim(a, l, keepdims=False), stack
+    lambda a: jax.lax.index_in_dim(a, l, keepdims=False), stack
   )
 
 
@@ -112,8 +102,11 @@ def separated(sublayers: Mapping[str, Any]) -> Any:
 
 def joined(sublayers: Any) -> Mapping[str, Any]:
   """The inverse of `separated`; stacks stay unchanged."""
+  join = lambda *a: jnp.concatenate(a)
   return {
-    kind: concatenate(list(layers)) if isinstance(layers, nnx.List) else layers
+    kind: jax.tree.map(join, *layers)
+    if isinstance(layers, nnx.List)
+    else layers
     for kind, layers in sublayers.items()
   }
 

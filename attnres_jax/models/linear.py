@@ -29,14 +29,8 @@ PRODUCT = "product"
 def matrices(init_std: float, rngs: nnx.Rngs) -> Callable[..., nnx.Param]:
   """`matrix(axes, *shape)`: float32 weights, each drawn with a new key.
 
-  More may be said of one, as in `sharding.Parameter`.
-
-  Args:
-    init_std: standard deviation of the normal distribution they are drawn from.
-    rngs: of the module.
-
-  Returns:
-    A function of the letters of the axes, such as `D|NH`, and their sizes.
+  They are normal, with this standard deviation. `matrix` takes the letters of
+  the axes, such as `D|NH`, their sizes, and metadata (`sharding.Parameter`).
   """
   init = jax.nn.initializers.normal(init_std)
 
@@ -82,6 +76,7 @@ def linear(
   weight: jax.Array,
   axes: int = 1,
   out_dtype: jnp.dtype | None = None,
+  flat: bool = False,
 ) -> jax.Array:
   """Contracts the last `axes` axes of `x` with the first of `weight`.
 
@@ -95,11 +90,12 @@ def linear(
     weight: [*in, *out], master weight, in whose dtype its gradient is.
     axes: how many axes `in` has.
     out_dtype: of the result; None keeps the dtype of `x`.
+    flat: whether the axes of `out` become one.
 
   Returns:
     [..., *out].
   """
-  product = _linear(x, weight, axes, out_dtype)
+  product = _linear(x, weight, axes, out_dtype, flat)
   return ad_checkpoint.checkpoint_name(product, PRODUCT)
 
 
@@ -115,11 +111,7 @@ def output(
 ) -> jax.Array:
   """`affine` from heads or hidden units, which `tensor` shards, to the width.
 
-  Args:
-    x: [B, T, *in].
-    weight: [*in, D].
-    axes: how many axes `in` has; the first one is sharded.
-    bias: [D], or None.
+  x is [B, T, *in], the weight [*in, D]; the first of the axes `in` is sharded.
   """
   product = sharding.scatter_sum(
     lambda x, weight: linear(x, weight, axes),
@@ -136,13 +128,13 @@ def _plus(y: jax.Array, bias: nnx.Param | None) -> jax.Array:
   return (precision.widen(y) + offset).astype(y.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _linear(
-  x: jax.Array, weight: jax.Array, axes: int, out_dtype: Any
+  x: jax.Array, weight: jax.Array, axes: int, out_dtype: Any, flat: bool
 ) -> jax.Array:
   return _contract(
     x,
-    weight.astype(x.dtype),
+    _flattened(weight, axes, flat).astype(x.dtype),
     range(x.ndim - axes, x.ndim),
     range(axes),
     out_dtype or x.dtype,
@@ -150,18 +142,22 @@ def _linear(
 
 
 def _forward(
-  x: jax.Array, weight: jax.Array, axes: int, out_dtype: Any
+  x: jax.Array, weight: jax.Array, axes: int, out_dtype: Any, flat: bool
 ) -> tuple[jax.Array, Any]:
-  return _linear(x, weight, axes, out_dtype), (x, weight)
+  return _linear(x, weight, axes, out_dtype, flat), (x, weight)
 
 
 def _backward(
-  axes: int, out_dtype: Any, residuals: Any, dy: jax.Array
+  axes: int, out_dtype: Any, flat: bool, residuals: Any, dy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  del out_dtype
   x, weight = residuals
-  dx, dweight = gradients(x, weight, dy, axes)
-  return dx, dweight.astype(weight.dtype)
+  dx, dweight = gradients(x, _flattened(weight, axes, flat), dy, axes)
+  return dx, dweight.reshape(weight.shape).astype(weight.dtype)
+
+
+def _flattened(weight: jax.Array, axes: int, flat: bool) -> jax.Array:
+  """[*in, *out], or [*in, prod(out)]."""
+  return weight.reshape(*weight.shape[:axes], -1) if flat else weight
 
 
 def gradients(

@@ -25,6 +25,7 @@ from attnres_jax.common import precision
 from attnres_jax.common import scopes
 from attnres_jax.common import sharding
 from attnres_jax.models import embedding
+from attnres_jax.models import layer_stacks
 from attnres_jax.models import linear
 
 # Bytes of float32 logits that one device holds at once, and the minimum number
@@ -249,10 +250,4 @@ def _tile_sums(
 
 def cut(tile: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
   """[B, T, ...] to [tiles, B, tile, ...], zero-padded (weight 0) at the end."""
-
-  def one(a):
-    pad = -a.shape[1] % tile
-    a = jnp.pad(a, [(0, 0), (0, pad)] + [(0, 0)] * (a.ndim - 2))
-    return jnp.moveaxis(a.reshape(a.shape[0], -1, tile, *a.shape[2:]), 1, 0)
-
-  return tuple(one(a) for a in arrays)
+  return tuple(layer_stacks.tiles(a, tile) for a in arrays)

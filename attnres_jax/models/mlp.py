@@ -37,7 +37,6 @@ class SwiGLU(nnx.Module):
     self, x_BTD: jax.Array, segment_ids_BT: jax.Array | None = None
   ) -> jax.Array:
     """Maps every token independently, so documents do not matter."""
-    del segment_ids_BT
     gate_BTF = linear.linear(x_BTD, self.gate[...])
     up_BTF = linear.linear(x_BTD, self.up[...])
     units_BTF = units(self.activation, gate_BTF, up_BTF)
@@ -53,30 +52,6 @@ def units(
   wide, up_wide = precision.widen(gate), precision.widen(up)
   opened = _bounded(wide, config.gate_bound) * jax.nn.sigmoid(wide)
   return (opened * _bounded(up_wide, config.up_bound)).astype(gate.dtype)
-
-
-# Written out, because autodiff would keep its arguments apart from what makes
-# them, and so write both halves of a product.
-def gradients(
-  config: config_lib.ActivationConfig,
-  gate: jax.Array,
-  up: jax.Array,
-  dunits: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-  """Gradients of both products, float32, given that of the units."""
-  gate, up = precision.widen(gate), precision.widen(up)
-  sigmoid = jax.nn.sigmoid(gate)
-  if config.name == "silu":
-    slope = sigmoid * (1 + gate * (1 - sigmoid))
-    return dunits * up * slope, dunits * gate * sigmoid
-  gate_tanh = jnp.tanh(gate / config.gate_bound)
-  up_tanh = jnp.tanh(up / config.up_bound)
-  bounded = config.gate_bound * gate_tanh
-  slope = sigmoid * (1 - gate_tanh**2 + bounded * (1 - sigmoid))
-  return (
-    dunits * config.up_bound * up_tanh * slope,
-    dunits * bounded * sigmoid * (1 - up_tanh**2),
-  )
 
 
 def _bounded(x: jax.Array, bound: float) -> jax.Array:

@@ -137,16 +137,10 @@ class Moe(nnx.Module):
   def route(
     self, x_UD: jax.Array, counts_U: jax.Array | None = None
   ) -> tuple[jax.Array, jax.Array]:
-    """The experts of each token, and the float32 weights of their outputs.
+    """weight_UK, float32, of the outputs of the experts of tokens, expert_UK.
 
-    Equal scores go to the expert with the lower index.
-
-    Args:
-      x_UD: normalised tokens.
-      counts_U: bool, which tokens count as load; all by default.
-
-    Returns:
-      weight_UK, which sums to the scaling factor over K, and int32 expert_UK.
+    Weights sum to the scaling factor over K. Equal scores go to the expert with
+    the lower index. `counts_U` says which tokens count as load.
     """
     logits_UE = _logits(x_UD, self.router[...])
     score_UE = jax.nn.sigmoid(logits_UE)
@@ -195,10 +189,7 @@ def expert_counts(
 ) -> jax.Array:
   """The number of tokens routed to each expert, int32 [E].
 
-  Args:
-    expert_UK: experts of each token.
-    num_experts: E.
-    counts_U: bool, which tokens count; all by default.
+  `counts_U` says which tokens count; by default, all do.
   """
   chosen_UKE = expert_UK[..., None] == jnp.arange(num_experts)[None, None]
   if counts_U is not None:
@@ -207,16 +198,11 @@ def expert_counts(
 
 
 def load_metrics(load: jax.Array) -> dict[str, jax.Array]:
-  """How evenly tokens are spread over experts.
+  """How evenly tokens are spread over experts, given those of each [..., E].
 
-  Args:
-    load: [..., E], tokens per expert, not all zero. A common factor does not
-      change the result.
-
-  Returns:
-    float32 [...] each: `entropy` of the load, over that of a uniform load (1 is
-    even), `max_violation`, max / mean - 1 (0 is even), and `unused`, the
-    fraction of experts without tokens.
+  float32 [...] each: `entropy` of the load, over a uniform load's (1 is even),
+  `max_violation`, max / mean - 1 (0 is even), and `unused`, the fraction of
+  experts without tokens. A common factor of the load does not matter.
   """
   load = load.astype(jnp.float32)
   share = load / jnp.sum(load, axis=-1, keepdims=True)
@@ -277,7 +263,6 @@ def _report_load(
   weight_UK: jax.Array, bias_E: jax.Array, load_E: jax.Array
 ) -> jax.Array:
   """The weights; the backward pass returns the load as the bias's gradient."""
-  del bias_E, load_E
   return weight_UK
 
 
@@ -327,7 +312,6 @@ def _combine(
   y_PD: jax.Array, weight_UK: jax.Array, order_P: jax.Array, place_UK: jax.Array
 ) -> jax.Array:
   """The weighted sum of each token's K rows."""
-  del order_P
   y_UKD = precision.widen(y_PD[place_UK])
   return jnp.sum(weight_UK[..., None] * y_UKD, axis=1).astype(y_PD.dtype)
 

@@ -140,8 +140,7 @@ class Transformer(nnx.Module):
     }
     if before:
       specs[decoding.RESIDUAL] = (sharding.SEQUENCES,) * len(before)
-    length_B, states = jax.eval_shape(lambda: self.init_cache(1, 1))
-    del length_B
+    _, states = jax.eval_shape(lambda: self.init_cache(1, 1))
     state_specs: dict[str, Any] = {
       kind: jax.tree.unflatten(
         jax.tree.structure(state),
@@ -162,12 +161,9 @@ class Transformer(nnx.Module):
   ) -> "Extended":
     """`hidden` of new tokens, whose earlier tokens are in a cache.
 
-    Args:
-      tokens_BT: int32 tokens, padded on the right.
-      cache: of the earlier tokens. It is not changed; see `cache.append`.
-      length_B: how many of the new tokens count; all by default.
-      context: at least as many tokens as any row has in the cache. So many are
-        read, by default as many as there is room for.
+    The cache is not changed (`cache.append`). Tokens are padded on the right;
+    `length_B` says how many count, by default all. `context` is at least as
+    many tokens as any row has in the cache: so many are read, by default all.
     """
     if length_B is None:
       length_B = jnp.full(tokens_BT.shape[0], tokens_BT.shape[1], jnp.int32)
@@ -181,7 +177,6 @@ class Transformer(nnx.Module):
         cache.states,
         chunk,
         memory=self.depth_memory,
-        scan=self.config.scan_layers,
         context=context,
       )
       with scopes.part(scopes.NORM):
@@ -213,7 +208,6 @@ class Transformer(nnx.Module):
 
     def run(residual: residuals.Residual, h_BTD: jax.Array) -> list[jax.Array]:
       def sublayer(l: int, carry: Any, slot: Any) -> jax.Array:
-        del l
         h = residuals.base.before_norm(residual, carry, slot)
         separate.append(isinstance(h, residuals.QKV))
         return residuals.base.query_input(h)

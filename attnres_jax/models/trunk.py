@@ -19,10 +19,9 @@ at a time.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-import dataclasses
 import functools
 import itertools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +40,8 @@ from attnres_jax.models.residuals import base
 
 Trace = base.Trace
 Sublayers = Mapping[str, sublayer_lib.Sublayer]
+# `apply_sublayer` of one kind, by kind.
+_Calls = Mapping[str, Callable[..., tuple[jax.Array, Any, Any]]]
 
 
 def _remat(*names: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -92,7 +93,7 @@ def run(
     block_scan.check(kinds, (len(kinds),), residual, memory)
   with scopes.part(scopes.RESIDUAL):
     state = residual.init(embedding_BTD)
-  (state, _), _ = run_part(
+  state, _ = run_part(
     sublayers,
     kinds,
     residual,
@@ -108,7 +109,7 @@ def run(
 
 
 def run_part(
-  sublayers: Mapping[str, Any],
+  sublayers: Sublayers,
   kinds: Sequence[str],
   residual: base.Residual,
   state: tuple[Any, Any],
@@ -119,27 +120,12 @@ def run_part(
   scan: bool,
   remat: str,
   depth_loop: str = "unrolled",
-  apply: Callable[..., tuple[jax.Array, Any, Any, Any]] | None = None,
-) -> tuple[tuple[Any, Any], list[tuple[layer_stacks.Run, list[Any]]]]:
-  """Runs consecutive sublayers, which may be part of a network.
+) -> tuple[Any, Any]:
+  """Runs part of a network, as `run` does.
 
-  Args:
-    sublayers: of this part; trees of any kind, stacked, of which `apply` gets
-      one.
-    kinds: of the sublayers of this part.
-    residual: the scheme, of the network.
-    state: of the scheme and of the memory, before the part.
-    segment_ids_BT: as in `run`.
-    memory: as in `run`.
-    start: number of sublayers of the network before this part.
-    scan: as in `run`.
-    remat: as in `run`.
-    depth_loop: as in `run`.
-    apply: runs a sublayer, `apply_sublayer` by default.
-
-  Returns:
-    Both states after the part, and what `apply` returned last: for each run,
-    and each of its kinds, stacked over repeats.
+  Sublayers and kinds are of this part, and `start` sublayers are before it.
+  `state` has the states of the scheme and of the memory before the part; the
+  result has both after it.
   """
   memory = memory or memory_lib.NoMemory()
   around_segment, around_sublayer = config_lib.choose(
@@ -147,31 +133,59 @@ def run_part(
   )
   calls = {
     kind: around_sublayer(
-      functools.partial(apply or apply_sublayer, residual, memory, kind)
+      functools.partial(apply_sublayer, residual, memory, kind)
     )
     for kind in sublayers
   }
-  outputs = []
-  segments = _plan(kinds, residual, memory, start, scan)
-  if depth_loop == "scan":
-    segments = _joined(segments, kinds, residual, start)
+  segments = _plan(kinds, residual, memory, start, scan, depth_loop)
   for segment, (source, take) in zip(
     segments, _sources(sublayers, segments, remat), strict=True
   ):
     if segment.blocks is not None:
-      stacks = take(source)[0]
       state = _scan_blocks(
-        segment, residual, stacks, state, calls, around_segment, segment_ids_BT
-      )
+        segment, residual, take(source)[0], state, calls, around_segment,
+        segment_ids_BT,
+      )  # fmt: skip
       continue
     inside = functools.partial(
       _run_segment, segment, residual, memory, take, calls, segment_ids_BT
     )
-    (carry, remembered), outs = around_segment(inside)(source, state)
-    outputs += zip(segment.runs, outs)
+    carry, remembered = around_segment(inside)(source, state)
     with scopes.part(scopes.RESIDUAL):
       state = residual.close(state[0], carry, segment.stop), remembered
-  return state, outputs
+  return state
+
+
+def run_singly(
+  kinds: Sequence[str],
+  residual: base.Residual,
+  embedding_BTD: jax.Array,
+  segment_ids_BT: jax.Array | None,
+  memory: memory_lib.DepthMemory | None,
+  layer: Callable[[int], Any],
+  see: Callable[[Any, Any, jax.Array], None] = lambda carry, slot, y_BTD: None,
+) -> Any:
+  """Runs all sublayers one by one; returns the last state of the scheme.
+
+  The arguments are those of `run`; `layer` returns sublayer l, from 0, and
+  `see` gets the carry and the slot that a sublayer reads, and its output.
+  """
+  memory = memory or memory_lib.NoMemory()
+  remembered = memory.init()
+
+  def sublayer(l: int, carry: Any, slot: Any) -> jax.Array:
+    nonlocal remembered
+    (memory_slot,) = layer_stacks.unstack(memory.open(l, l + 1), 1)
+    with scopes.part(kinds[l]):
+      y_BTD, new, _ = apply_sublayer(
+        residual, memory, kinds[l], layer(l), (carry, remembered),
+        (slot, memory_slot), segment_ids_BT,
+      )  # fmt: skip
+    remembered = memory.write(remembered, new)
+    see(carry, slot, y_BTD)
+    return y_BTD
+
+  return base.run_through(residual, embedding_BTD, sublayer)
 
 
 def trace(
@@ -184,55 +198,34 @@ def trace(
   memory: memory_lib.DepthMemory | None = None,
 ) -> Trace:
   """Runs the trunk like `run`; returns what every sublayer read and wrote."""
-  memory = memory or memory_lib.NoMemory()
-  remembered = memory.init()
   values, reads = [embedding_BTD], []
-  singles = layer_stacks.in_order(sublayers, kinds)
 
-  def sublayer(l: int, carry: Any, slot: Any) -> jax.Array:
-    nonlocal remembered
-    h = base.before_norm(residual, carry, slot)
-    reads.append(base.query_input(h))
-    (memory_slot,) = layer_stacks.unstack(memory.open(l, l + 1), 1)
-    y_BTD, new, *_ = apply_sublayer(
-      residual,
-      memory,
-      kinds[l],
-      singles[l],
-      (carry, remembered),
-      (slot, memory_slot),
-      segment_ids_BT,
-    )
-    remembered = memory.write(remembered, new)
+  def see(carry: Any, slot: Any, y_BTD: jax.Array) -> None:
+    reads.append(base.query_input(base.before_norm(residual, carry, slot)))
     values.append(y_BTD)
-    return y_BTD
 
-  state = base.run_through(residual, embedding_BTD, sublayer)
+  singles = layer_stacks.in_order(sublayers, kinds)
+  state = run_singly(
+    kinds, residual, embedding_BTD, segment_ids_BT, memory,
+    singles.__getitem__, see,
+  )  # fmt: skip
   return Trace(tuple(values), (*reads, residual.readout(state)))
 
 
 def layer_norms(sublayers: Sublayers, kinds: Sequence[str]) -> jax.Array:
   """Euclidean norm of all leaves of each transformer block: [num_layers]."""
-  squares = [
-    sum(
-      jnp.sum(jnp.square(leaf), axis=tuple(range(1, leaf.ndim)))
-      for leaf in jax.tree.leaves(stack)
-    )
-    for stack in sublayers.values()
-  ]
+
+  def square(leaf: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.square(leaf), axis=tuple(range(1, leaf.ndim)))
+
+  squares = [sum(map(square, jax.tree.leaves(s))) for s in sublayers.values()]
   # One gather: a slice per sublayer would let the program grow with depth.
-  by_kind = [
-    l
-    for stacked in sublayers
-    for l, kind in enumerate(kinds)
-    if kind == stacked
-  ]
+  by_kind = [l for k in sublayers for l, kind in enumerate(kinds) if kind == k]
   squares_L = jnp.concatenate(squares)[np.argsort(by_kind)]
   return jnp.sqrt(jnp.sum(squares_L.reshape(-1, 2), axis=1))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Segment:
+class _Segment(NamedTuple):
   """Sublayers start..stop-1, which the scheme opens together, as runs.
 
   Attributes:
@@ -245,59 +238,53 @@ class _Segment:
   start: int
   stop: int
   runs: tuple[layer_stacks.Run, ...]
-  blocks: block_scan.Blocks | None = None
+  blocks: layer_stacks.Run | None = None
 
 
 def _plan(
-  kinds: Sequence[str],
-  residual: base.Residual,
-  memory: memory_lib.DepthMemory,
-  start: int,
-  scan: bool,
-) -> list[_Segment]:
-  """The segments, or parts of segments, from sublayer `start` on."""
-  find = scan and residual.scannable
-  cut = layer_stacks.find_runs if find else layer_stacks.no_runs
+  kinds: Sequence[str], residual: base.Residual, memory: memory_lib.DepthMemory,
+  start: int, scan: bool, depth_loop: str = "unrolled",
+) -> list[_Segment]:  # fmt: skip
+  """The segments, or parts of segments, from sublayer `start` on.
+
+  With a scan over depth, blocks that repeat are one.
+  """
+  cut = layer_stacks.no_runs
+  if scan and residual.scannable:
+    cut = layer_stacks.find_runs
   end = start + len(kinds)
   # Sublayers that change the structure of the memory are like no other.
   labels = [
     (kind, l if memory.changes(l) else None)
     for l, kind in enumerate(kinds, start)
   ]
+
+  def runs(first: int, stop: int) -> tuple[layer_stacks.Run, ...]:
+    return tuple(
+      layer_stacks.Run(tuple(kind for kind, _ in run.kinds), run.repeats)
+      for run in cut(labels[first - start : stop - start])
+    )
+
   parts = [(max(a, start), min(b, end)) for a, b in residual.segments()]
-  return [
-    _Segment(a, b, tuple(map(_of_kinds, cut(labels[a - start : b - start]))))
-    for a, b in parts
-    if a < b
-  ]
-
-
-def _joined(
-  segments: list[_Segment],
-  kinds: Sequence[str],
-  residual: base.Residual,
-  start: int,
-) -> list[_Segment]:
-  """The segments, with blocks that repeat as one."""
+  segments = [_Segment(a, b, runs(a, b)) for a, b in parts if a < b]
+  if depth_loop != "scan":
+    return segments
   joined, remaining = [], iter(segments)
   for blocks in block_scan.find(kinds, residual, start):
-    count = len(blocks.kinds) * blocks.repeats
-    parts = list(itertools.islice(remaining, count))
+    parts = list(itertools.islice(remaining, blocks.length))
     if blocks.repeats > 1:
-      parts = [_Segment(parts[0].start, parts[-1].stop, (blocks.run,), blocks)]
+      run = block_scan.sublayers_of(blocks)
+      parts = [_Segment(parts[0].start, parts[-1].stop, (run,), blocks)]
     joined += parts
   return joined
 
 
 def _scan_blocks(
-  segment: _Segment,
-  residual: Any,
-  sublayers: Sublayers,
-  state: tuple[Any, Any],
-  apply: Mapping[str, Callable[..., tuple[jax.Array, Any, Any, Any]]],
+  segment: _Segment, residual: Any, sublayers: Sublayers,
+  state: tuple[Any, Any], calls: _Calls,
   around: Callable[[Callable[..., Any]], Callable[..., Any]],
   segment_ids_BT: jax.Array | None,
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any]:  # fmt: skip
   """The states after blocks that repeat, of a scheme that `scans_blocks`."""
 
   def run_block(
@@ -310,7 +297,7 @@ def _scan_blocks(
     carry: Any = None
     for kind, layer, slot in zip(kinds, layers, slots):
       with scopes.part(kind):
-        y_BTD, *_ = apply[kind](
+        y_BTD, *_ = calls[kind](
           layer, (carry, memory), (slot, None), segment_ids_BT
         )
       with scopes.part(scopes.RESIDUAL):
@@ -333,27 +320,19 @@ def _scan_blocks(
   return residual.put_together(sources, rest), memory
 
 
-def _of_kinds(run: layer_stacks.Run) -> layer_stacks.Run:
-  return layer_stacks.Run(tuple(kind for kind, _ in run.kinds), run.repeats)
-
-
 def _run_segment(
-  segment: _Segment,
-  residual: base.Residual,
-  memory: memory_lib.DepthMemory,
-  take: Callable[[Any], list[Sublayers]],
-  apply: Mapping[str, Callable[..., tuple[jax.Array, Any, Any, Any]]],
-  segment_ids_BT: jax.Array | None,
-  source: Any,
-  state: tuple[Any, Any],
-) -> tuple[tuple[Any, Any], list[Any]]:
+  segment: _Segment, residual: base.Residual, memory: memory_lib.DepthMemory,
+  take: Callable[[Any], list[Sublayers]], calls: _Calls,
+  segment_ids_BT: jax.Array | None, source: Any, state: tuple[Any, Any],
+) -> tuple[Any, Any]:  # fmt: skip
+  """The carry, and what the memory has, after a segment."""
   state, remembered = state
   parts = take(source)
   with scopes.part(scopes.RESIDUAL):
     carry, slots = residual.open(state, segment.start, segment.stop)
     slots = slots, memory.open(segment.start, segment.stop)
     slots = layer_stacks.split(slots, [run.length for run in segment.runs])
-  both, outputs = (carry, remembered), []
+  both = carry, remembered
   for run, part, run_slots in zip(segment.runs, parts, slots):
 
     def period(both, xs, run=run):
@@ -364,30 +343,23 @@ def _run_segment(
       if run.repeats == 1:
         # Autodiff of a scan would stack the copies again, and keep them.
         sublayers = layer_stacks.unsliced(sublayers)
-      outs = []
       for kind, sublayer, slot in zip(run.kinds, sublayers, slots):
         with scopes.part(kind):
-          y_BTD, new, carry, out = apply[kind](
-            sublayer, both, slot, segment_ids_BT
-          )
-        outs.append(out)
+          y_BTD, new, carry = calls[kind](sublayer, both, slot, segment_ids_BT)
         new = jax.tree.map(base.save, new)
         with scopes.part(scopes.RESIDUAL):
           carry = both[0] if carry is None else carry
           carry = residual.write(carry, slot[0], y_BTD)
         both = carry, memory.write(both[1], new)
-      return both, outs
+      return both, None
 
     xs = part, run_slots
     if run.repeats == 1:
-      both, outs = period(both, xs)
-      outs = jax.tree.map(lambda a: a[None], outs)
+      both, _ = period(both, xs)
     else:
-      both, outs = jax.lax.scan(
-        period, both, layer_stacks.fold(xs, run.repeats)
-      )
-    outputs.append(outs)
-  return both, outputs
+      xs = layer_stacks.fold(xs, run.repeats)
+      both, _ = jax.lax.scan(period, both, xs)
+  return both
 
 
 def apply_sublayer(
@@ -398,21 +370,16 @@ def apply_sublayer(
   both: tuple[Any, Any],
   slots: tuple[Any, Any],
   segment_ids_BT: jax.Array | None,
-) -> tuple[jax.Array, Any, Any, None]:
+) -> tuple[jax.Array, Any, Any]:
   """Runs one sublayer.
 
-  Args:
-    residual: anything with `read` of a scheme.
-    memory: as in `run`.
-    kind: of the sublayer.
-    sublayer: anything with its `norm` and its `core`.
-    both: the carry of the scheme, and what the memory has.
-    slots: of the scheme and of the memory.
-    segment_ids_BT: as in `run`.
+  `residual` is anything with `read` of a scheme, `sublayer` anything with a
+  `norm` and a `core`. `both` has the carry of the scheme, and what the memory
+  has; `slots` are of both.
 
   Returns:
-    The output, what is new in the memory, the carry for `write` unless it is
-    the one given, and nothing: other functions in its place may return more.
+    The output, what is new in the memory, and the carry for `write` unless it
+    is the one given.
   """
   (before, remembered), (slot, memory_slot) = both, slots
   with scopes.part(scopes.RESIDUAL):
@@ -421,11 +388,10 @@ def apply_sublayer(
     carry = None if carry is before else carry
   if not getattr(sublayer.core, "reads_qkv", False):
     x = base.query_input(x)
-  y_BTD, new = memory.call(
-    kind, sublayer.core, x, segment_ids_BT, remembered, memory_slot
-  )
+  call = memory_lib.Call(kind, sublayer.core, x, segment_ids_BT)
+  y_BTD, new = memory.call(call, remembered, memory_slot)
   y_BTD = _with_one_gradient(sharding.keep_tokens(y_BTD))
-  return y_BTD, new, carry, None
+  return y_BTD, new, carry
 
 
 @jax.custom_jvp
@@ -456,37 +422,39 @@ def _sources(
   activation checkpointing, each source is the whole stack, split inside the
   checkpoint, which would keep a copy of anything split outside.
   """
-  if remat == "none":
-    runs = [run for segment in segments for run in segment.runs]
-    parts: list[dict[str, Any]] = [{} for _ in runs]
-    for kind, stack in sublayers.items():
-      having = [i for i, run in enumerate(runs) if run.count(kind)]
-      sizes = [runs[i].count(kind) for i in having]
-      for i, part in zip(having, layer_stacks.split(stack, sizes), strict=True):
-        parts[i][kind] = part
-    remaining = iter(parts)
-    return [([next(remaining) for _ in s.runs], _same) for s in segments]
+  sizes = {
+    kind: [run.count(kind) for segment in segments for run in segment.runs]
+    for kind in sublayers
+  }
+  ends = {kind: np.cumsum([0, *counts]) for kind, counts in sizes.items()}
 
-  sources, begin = [], dict.fromkeys(sublayers, 0)
-  for segment in segments:
-    cuts = []
-    for run in segment.runs:
-      end = {kind: begin[kind] + run.count(kind) for kind in begin}
-      cuts.append({k: slice(begin[k], end[k]) for k in set(run.kinds)})
-      begin = end
-    sources.append((sublayers, functools.partial(_cut, cuts)))
-  return sources
+  def cut(runs: Sequence[layer_stacks.Run], first: int, source: Any) -> Any:
+    """Parts of runs, of which the first one has this number."""
+    parts = []
+    for i, run in enumerate(runs, first):
+      parts.append({})
+      for kind in dict.fromkeys(run.kinds):
+        begin, end = ends[kind][i : i + 2]
+        with scopes.part(kind):
+          parts[-1][kind] = jax.tree.map(
+            lambda a, b=begin, e=end: a[b:e], source[kind]
+          )
+    return parts
 
-
-def _same(source: Any) -> Any:
-  return source
-
-
-def _cut(cuts: list[dict[str, slice]], sublayers: Sublayers) -> list[Sublayers]:
-  def cut_one(kind: str, where: slice) -> sublayer_lib.Sublayer:
-    with scopes.part(kind):
-      return jax.tree.map(lambda a: a[where], sublayers[kind])
-
+  before = itertools.accumulate((len(s.runs) for s in segments), initial=0)
+  if remat != "none":
+    return [
+      (sublayers, functools.partial(cut, segment.runs, first))
+      for segment, first in zip(segments, before)
+    ]
+  split = {k: layer_stacks.split(sublayers[k], sizes[k]) for k in sublayers}
   return [
-    {kind: cut_one(kind, where) for kind, where in cut.items()} for cut in cuts
+    (
+      [
+        {kind: split[kind][i] for kind in dict.fromkeys(run.kinds)}
+        for i, run in enumerate(segment.runs, first)
+      ],
+      lambda parts: parts,
+    )
+    for segment, first in zip(segments, before)
   ]

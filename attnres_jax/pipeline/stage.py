@@ -143,7 +143,7 @@ class Network:
         state = residual.init(partial)
     else:
       state = residual.put_together(blocks, partial)
-    (state, _), _ = trunk.run_part(
+    state, _ = trunk.run_part(
       sublayers,
       self.kinds(chunk),
       residual,

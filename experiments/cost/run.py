@@ -68,16 +68,12 @@ HERE = {
     _OWN,
   ),
   "decode": (
-    tuple(
-      f"{name}{form}"
-      for name in _SERVED
-      for form in (*_FORMS, " scan_layers=False layers=separate")
-    ),
+    tuple(f"{n}{form}" for n in _SERVED for form in ("", " layers=separate")),
     ("served_here",),
     ((1, 128), (1, 2048), (8, 512), (64, 512)),
   ),
   "prefill": (
-    tuple(f"{name}{form}" for name in _SERVED for form in _FORMS),
+    _SERVED,
     ("served_here",),
     ((1, 2048),),
   ),

@@ -63,11 +63,8 @@ def tpu_vmem_limit(tile_bytes: int) -> int:
 
   While it runs, the compiler puts nothing else there. But that is where the
   weights of the next matrix product should be copied meanwhile: a product that
-  reads them from memory takes up to twice as long (v6e).
-
-  Args:
-    tile_bytes: of the blocks of a grid step, of which there are two buffers
-      each.
+  reads them from memory takes up to twice as long (v6e). The blocks of a grid
+  step have two buffers each.
   """
   return min(2 * tile_bytes + _VALUE_BYTES, tpu_vmem_bytes())
 
@@ -126,11 +123,8 @@ def interpreted(params: Any = True) -> Iterator[None]:
   """A context in which Pallas backends run in interpret mode on any platform.
 
   For tests. The choice is made during tracing, so the context must surround the
-  first call of a jitted function.
-
-  Args:
-    params: the `interpret` argument of `pallas_call`, such as
-      `pltpu.InterpretParams(detect_races=True)`.
+  first call of a jitted function. `params` is the `interpret` argument of
+  `pallas_call`, such as `pltpu.InterpretParams(detect_races=True)`.
   """
   token = _INTERPRET.set(params)
   try:
@@ -151,51 +145,40 @@ _INTERPRET: contextvars.ContextVar[Any] = contextvars.ContextVar(
 
 # Static options of a backend, as pairs, which are hashable.
 Options = tuple[tuple[str, Any], ...]
+# (op, implementation, options, saved) of `differentiable`.
+_Rule = tuple[str, str | None, Options, tuple[int, ...]]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def differentiable(
-  op: str,
-  implementation: str | None,
-  options: Options,
-  saved: tuple[int, ...],
-  *arrays: Any,
-) -> Any:
+  op: str, implementation: str | None, options: Options,
+  saved: tuple[int, ...], *arrays: Any,
+) -> Any:  # fmt: skip
   """`forward` of the backend of `op`, whose gradient is its `backward`.
 
   `backward` gets the arrays, the saved results and the cotangents of all
   results, and returns the gradients of the first arrays; others have none.
 
-  Args:
-    op: as in `call`.
-    implementation: as in `call`.
-    options: static options of both functions.
-    saved: which of the results `backward` needs.
-    *arrays: arrays, None, or tuples of arrays.
+  `saved` says which of the results it needs. Arrays may also be None, or tuples
+  of arrays; options are static.
   """
+  return _differentiable((op, implementation, options, saved), *arrays)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable(rule: _Rule, *arrays: Any) -> Any:
+  op, implementation, options, _ = rule
   return call(op, "forward", implementation, *arrays, **dict(options))
 
 
-def _differentiable_forward(
-  op: str,
-  implementation: str | None,
-  options: Options,
-  saved: tuple[int, ...],
-  *arrays: Any,
-) -> tuple[Any, Any]:
-  results = differentiable(op, implementation, options, saved, *arrays)
-  return results, (arrays, [results[i] for i in saved])
+def _differentiable_forward(rule: _Rule, *arrays: Any) -> tuple[Any, Any]:
+  results = _differentiable(rule, *arrays)
+  return results, (arrays, [results[i] for i in rule[3]])
 
 
 def _differentiable_backward(
-  op: str,
-  implementation: str | None,
-  options: Options,
-  saved: tuple[int, ...],
-  residuals: Any,
-  cotangents: Any,
+  rule: _Rule, residuals: Any, cotangents: Any
 ) -> tuple[Any, ...]:
-  del saved
+  op, implementation, options, _ = rule
   arrays, results = residuals
   if not isinstance(cotangents, tuple):
     cotangents = (cotangents,)
@@ -206,7 +189,7 @@ def _differentiable_backward(
   return (*gradients, *[None] * (len(arrays) - len(gradients)))
 
 
-differentiable.defvjp(_differentiable_forward, _differentiable_backward)
+_differentiable.defvjp(_differentiable_forward, _differentiable_backward)
 
 
 def call(
@@ -214,12 +197,9 @@ def call(
 ) -> Any:
   """Calls `function` of the backend of `op`.
 
-  Args:
-    op: the op's package name, such as "depth_attention".
-    function: the name of a function of the backend module.
-    implementation: a backend by name, or None for the best that fits.
-    *args: arrays (or None), passed on.
-    **kwargs: static options, passed on.
+  `op` is the op's package name, such as "depth_attention", and `implementation`
+  a backend by name, or None for the best that fits. Arrays (or None) and static
+  options are passed on.
 
   Raises:
     NotImplementedError: the named backend cannot run these arguments, or
@@ -267,7 +247,9 @@ def _autodiff(
   arrays = args[: kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)]
   results, pull = jax.vjp(functools.partial(forward, **options), *arrays)
   is_tuple = isinstance(results, tuple)
-  return pull(args[-len(results) :] if is_tuple else args[-1])
+  gradients = pull(args[-len(results) :] if is_tuple else args[-1])
+  is_integer = lambda g: getattr(g, "dtype", None) == jax.dtypes.float0
+  return tuple(None if is_integer(g) else g for g in gradients)
 
 
 # The platform that each Pallas backend is lowered for.
@@ -329,11 +311,8 @@ def by_platform(args: tuple, default: Any, **branches: Any) -> Any:
   Under a mesh of known devices, such as one that training makes, no other
   function is traced.
 
-  Args:
-    args: arrays, None or pytrees of them.
-    default: a function of them, for all other platforms.
-    **branches: functions by platform, as JAX calls it when it lowers: "tpu",
-      "cuda".
+  Branches are functions of `args` by platform, as JAX calls it when it lowers
+  ("tpu", "cuda"); `default` is for all others.
   """
   device = _ambient_device()
   if device is not None and device.platform in ("cpu", "tpu"):
@@ -380,10 +359,7 @@ mlir.register_lowering(_platform_p, _lower_platform)
 def require_platform(args: tuple, what: str, platform: str) -> tuple:
   """The same arrays; lowering a program with them for another platform fails.
 
-  Args:
-    args: arrays, None or pytrees of them; at least one array.
-    what: runs there only, for the message.
-    platform: as JAX calls it when it lowers: "tpu", "cuda", "cpu".
+  The message says what runs on that platform ("tpu", "cuda", "cpu") only.
   """
   (first, *rest), structure = jax.tree.flatten(args)
   first = _platform_p.bind(first, what=what, platform=platform)

@@ -10,6 +10,26 @@ import jax
 import jax.numpy as jnp
 
 
+def options(
+  width: int, key_width: int, heads: int | None, rank: int | None, given: str
+) -> dict[str, int]:
+  """Static options of a backend, few of them for one head and full keys.
+
+  Raises ValueError, which names the given shapes, if they do not fit.
+  """
+  if heads is not None and (heads < 1 or width % heads):
+    raise ValueError(f"heads={heads} must divide the width {width}; {given}")
+  if rank is not None and (heads or 1) > 1:
+    raise ValueError(f"rank={rank} needs one head, got heads={heads}")
+  if rank is not None and not 1 <= rank <= width:
+    raise ValueError(f"rank={rank} must be from 1 to the width {width}")
+  if key_width != (width if rank is None else rank):
+    more = "" if rank is None else f" with rank={rank}"
+    raise ValueError(f"widths differ: {given}{more}")
+  chosen = {"heads": heads} if heads is not None and heads > 1 else {}
+  return chosen if rank is None else chosen | {"rank": rank}
+
+
 def separate(query_QD: jax.Array, heads: int) -> jax.Array:
   """One query [Q * H, D] per head, zero outside of the head's slice."""
   if heads == 1:

@@ -52,7 +52,6 @@ def import_(name: str) -> Any:
 
 def _plain(width: int) -> Read:
   """One softmax over stacked sources."""
-  del width
   torch = import_("torch")
 
   def read(query: Any, sources: Any) -> Any:

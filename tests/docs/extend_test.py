@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipes of docs/extend.md, executed."""
+"""The recipes of docs/extend.md and docs/architecture.md, executed."""
 
 import re
 
@@ -19,12 +19,11 @@ from attnres_jax.train import train_state
 from tests import tiny_network
 from tests import tiny_run
 
-TEXT = (tiny_run.ROOT / "docs" / "extend.md").read_text()
 
-
-def _run(heading, **names):
+def _run(page, heading, **names):
   """Executes the Python blocks of a section, one after the other."""
-  section = TEXT.partition(f"### {heading}\n")[2]
+  text = (tiny_run.ROOT / "docs" / page).read_text()
+  section = text.partition(f"### {heading}\n")[2]
   section = re.split(r"^##", section, maxsplit=1, flags=re.M)[0]
   blocks = re.findall(r"^```python\n(.*?)^```$", section, re.S | re.M)
   assert blocks, heading
@@ -39,8 +38,8 @@ def registries(monkeypatch):
 
 
 def test_a_scheme_and_a_mixer_train(registries):
-  _run("Add a scheme", RESIDUALS=residuals.RESIDUALS)
-  _run("Add a mixer", CORES=sublayer.CORES)
+  _run("extend.md", "Add a scheme", RESIDUALS=residuals.RESIDUALS)
+  _run("extend.md", "Add a mixer", CORES=sublayer.CORES)
   config = config_lib.load_config(
     "configs/lm.py:size=micro",
     tiny_run.FIELDS
@@ -88,7 +87,7 @@ def test_one_function_changes_the_weighting(monkeypatch, name):
   scheme.queries.query[...] += 0.5
   softmax_BTD = network.hidden(tokens_BT)
   monkeypatch.setattr(definition, "weigh", definition.weigh)
-  _run("Change the weighting")
+  _run("architecture.md", "Change the weighting")
   values = network.trace(tokens_BT).values
   weights = scheme.depth_weights(values)
   for l, weights_MBT in enumerate(weights):

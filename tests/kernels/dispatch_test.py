@@ -60,11 +60,12 @@ def test_only_the_platform_of_the_mesh_is_traced(platform, names):
 
 def test_tiles_suit_the_memory_of_the_chip():
   # Nine sources and eight mixtures of 1536 bfloat16 numbers.
-  choose = functools.partial(tiles.BlockSizes.choose, 8192, 1536, 2 * 17 * 1536)
-  assert choose().tokens == 128
+  slabs = [jax.ShapeDtypeStruct((8192, 1536), "bfloat16")] * 17
+  choose = functools.partial(tiles.call_of, slabs, 1536, 1)
+  assert choose().tile == 128
   for kind, tokens in (("TPU v4", 64), ("TPU v5", 128), ("TPU v6 lite", 128)):
     with jax.sharding.use_abstract_mesh(_mesh(kind, "tpu")):
-      assert choose().tokens == tokens
+      assert choose().tile == tokens
       assert 2 * tokens * 2 * 17 * 1536 < dispatch.tpu_vmem_bytes()
 
 

@@ -116,36 +116,15 @@ def test_layers_in_arrays_of_their_own(name, tokens_T):
 @pytest.mark.parametrize(
   "name,read",
   [
-    ("block_attnres", {}),
-    pytest.param("full_attnres", {}, marks=SLOW),
-    pytest.param("block_attnres", dict(heads=2), marks=SLOW),
+    ("block_attnres", dict(heads=2)),
     pytest.param("full_attnres", dict(value_query=True), marks=SLOW),
     pytest.param("full_attnres", dict(window=2), marks=SLOW),
   ],
 )
-def test_one_token_outside_of_scans(name, read, tokens_T):
+def test_reads(name, read, tokens_T):
   options = config_lib.DepthReadConfig(**read)
   fields = dict(moe=config_lib.MoeConfig(), num_layers=3)
-  model = _model(name, scan_layers=False, read=options, **fields)
-  _check(model, tokens_T)
-
-
-def test_one_token_of_one_row(tokens_T):
-  model = _model(
-    num_layers=3, num_blocks=2, scan_layers=False, moe=config_lib.MoeConfig()
-  )
-
-  @jax.jit
-  def step(model, token_BT, cache):
-    out = model.extend(token_BT, cache)
-    return cache_lib.append(cache, out.added), out.hidden_BTD[0, 0]
-
-  cache, found = model.init_cache(1, TOKENS), []
-  for t in range(TOKENS):
-    cache, h_D = step(model, tokens_T[None, t : t + 1], cache)
-    found.append(h_D)
-  expected = jax.jit(lambda model: model.hidden(tokens_T[None])[0])(model)
-  np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+  _check(_model(name, read=options, **fields), tokens_T)
 
 
 @pytest.mark.slow

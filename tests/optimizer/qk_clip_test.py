@@ -12,6 +12,7 @@ import pytest
 from attnres_jax import config as config_lib
 from attnres_jax.common import sharding
 from attnres_jax.models import mixers
+from attnres_jax.models.mixers import causal_attention
 from attnres_jax.models.mixers import probe
 from attnres_jax.optimizer import qk_clip
 from attnres_jax.train import train_state
@@ -60,7 +61,7 @@ def _peaks(*arrays):
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("documents", [False, True])
 def test_largest_logits(monkeypatch, tile, kv_heads, documents):
-  monkeypatch.setattr(probe, "_TILE", tile)
+  monkeypatch.setattr(causal_attention, "TILE", tile)
   rng = np.random.default_rng(0)
   # A large offset makes all logits negative: padding must not count.
   query = rng.normal(size=(3, 10, 4, 5)).astype(np.float32) - 3

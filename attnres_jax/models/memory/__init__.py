@@ -8,10 +8,11 @@ from attnres_jax.models.memory import base
 from attnres_jax.models.memory import depth_attention
 from attnres_jax.models.memory import moda
 from attnres_jax.models.memory import value_residual
+from attnres_jax.models.memory.base import Call
 from attnres_jax.models.memory.base import DepthMemory
 from attnres_jax.models.memory.base import NoMemory
 
-__all__ = ["DEPTH_MEMORY", "DepthMemory", "NoMemory", "build_memory"]
+__all__ = ["DEPTH_MEMORY", "Call", "DepthMemory", "NoMemory", "build_memory"]
 
 DEPTH_MEMORY: dict[str, type[base.DepthMemory]] = {
   "none": base.NoMemory,

@@ -8,7 +8,8 @@ token.
 
   state = memory.init()
   for l in range(L):
-    y, new = memory.call(kind_l, core_l, x_l, segment_ids, state, slots[l])
+    call = Call(kind_l, core_l, x_l, segment_ids)
+    y, new = memory.call(call, state, slots[l])
     state = memory.write(state, new)
 
 The structure of a state says which sublayers have run, as far as a memory needs
@@ -17,12 +18,36 @@ as a constant.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax import nnx
 import jax
 
 from attnres_jax import config as config_lib
+
+
+class Call(NamedTuple):
+  """A sublayer's core and its arguments.
+
+  Attributes:
+    kind: of the sublayer.
+    core: of the sublayer.
+    x: its normalised input or inputs.
+    segment_ids_BT: document numbers, or None.
+  """
+
+  kind: str
+  core: Any
+  x: Any
+  segment_ids_BT: jax.Array | None
+
+  def alone(self) -> jax.Array:
+    """y_BTD, by the core itself."""
+    return self.core(self.x, self.segment_ids_BT)
+
+  def finish(self, *heads: Any, **more: Any) -> jax.Array:
+    """y_BTD, of queries, keys and values as from the core's `project`."""
+    return self.core.finish(self.x, *heads, self.segment_ids_BT, **more)
 
 
 class DepthMemory(nnx.Module):
@@ -48,11 +73,7 @@ class DepthMemory(nnx.Module):
       )
 
   def prepare(self, sublayers: Mapping[str, nnx.Module]) -> None:
-    """Changes freshly drawn sublayers in place, if they share parameters.
-
-    Args:
-      sublayers: a stack of `Sublayer`s for each kind.
-    """
+    """Changes freshly drawn stacks in place, if sublayers share parameters."""
 
   def init(self) -> Any:
     """State before the first sublayer."""
@@ -64,31 +85,22 @@ class DepthMemory(nnx.Module):
 
   def open(self, start: int, stop: int) -> Any:
     """Parameters of sublayers start..stop-1 on a leading axis, if any."""
-    del start, stop
     return None
 
-  def call(
-    self,
-    kind: str,
-    core: Any,
-    x: Any,
-    segment_ids_BT: jax.Array | None,
-    state: Any,
-    slot: Any,
-  ) -> tuple[jax.Array, Any]:
-    """Runs a sublayer's core.
+  def call(self, call: Call, state: Any, slot: Any) -> tuple[jax.Array, Any]:
+    """Runs a sublayer's core: y_BTD, and what `write` adds to the state.
 
-    Args:
-      kind: of the sublayer.
-      core: of the sublayer.
-      x: its normalised input or inputs.
-      segment_ids_BT: document numbers, or None.
-      state: before the sublayer.
-      slot: of the sublayer, from `open`.
-
-    Returns:
-      y_BTD, and what `write` adds to the state.
+    `state` is before the sublayer, `slot` its part of `open`.
     """
+    if call.kind not in self.kinds:
+      return call.alone(), {}
+    query, key, value = call.core.project(call.x)
+    return self.with_heads(call, query, key, value, state, slot)
+
+  def with_heads(
+    self, call: Call, query: Any, key: Any, value: Any, state: Any, slot: Any
+  ) -> tuple[jax.Array, Any]:
+    """`call`, of a mixer's own heads [B, T, N or K, H]."""
     raise NotImplementedError
 
   def write(self, state: Any, new: Any) -> Any:
@@ -99,26 +111,8 @@ class DepthMemory(nnx.Module):
 class NoMemory(DepthMemory):
   """Mixers know nothing of each other."""
 
-  def __init__(
-    self,
-    config: config_lib.ModelConfig | None = None,
-    *,
-    rngs: nnx.Rngs | None = None,
-  ):
-    del config, rngs
+  def __init__(self, config: Any = None, *, rngs: Any = None):
+    """Needs nothing."""
 
   def changes(self, l: int) -> bool:
-    del l
     return False
-
-  def call(
-    self,
-    kind: str,
-    core: Any,
-    x: Any,
-    segment_ids_BT: jax.Array | None,
-    state: Any,
-    slot: Any,
-  ) -> tuple[jax.Array, Any]:
-    del kind, state, slot
-    return core(x, segment_ids_BT), {}

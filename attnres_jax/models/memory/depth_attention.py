@@ -44,25 +44,20 @@ class DepthAttention(base.DepthMemory):
   def changes(self, l: int) -> bool:
     return self.sublayer_kinds[l] in self.kinds
 
-  def call(
+  def with_heads(
     self,
-    kind: str,
-    core: Any,
-    x: Any,
-    segment_ids_BT: jax.Array | None,
+    call: base.Call,
+    query: Any,
+    key: Any,
+    value: Any,
     state: Any,
     slot: Any,
   ) -> tuple[jax.Array, Any]:
-    del slot
-    if kind not in self.kinds:
-      return core(x, segment_ids_BT), {}
-    query, key, value = core.project(x)
-    stride = self.stride or max(1, self.sublayer_kinds.count(kind) // 2)
-    earlier = state.get(kind, ())[::-1][stride - 1 :: stride]
+    stride = self.stride or max(1, self.sublayer_kinds.count(call.kind) // 2)
+    earlier = state.get(call.kind, ())[::-1][stride - 1 :: stride]
     if earlier:
       value = self._attend(query, [(key, value), *earlier])
-    y_BTD = core.finish(x, query, key, value, segment_ids_BT)
-    return y_BTD, {kind: (key, value)}
+    return call.finish(query, key, value), {call.kind: (key, value)}
 
   def write(self, state: Any, new: Any) -> Any:
     grown = {kind: (*state.get(kind, ()), pair) for kind, pair in new.items()}

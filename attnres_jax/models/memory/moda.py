@@ -89,25 +89,18 @@ class Moda(base.DepthMemory):
     return self.sublayer_kinds[l] == self.kind
 
   def call(
-    self,
-    kind: str,
-    core: Any,
-    x: Any,
-    segment_ids_BT: jax.Array | None,
-    state: State,
-    slot: Any,
+    self, call: base.Call, state: State, slot: Any
   ) -> tuple[jax.Array, Any]:
-    del slot
-    if kind == self.kind:
-      query, key, value = core.project(x)
-      depth = None
-      if sources := (*state.mixers, *state.mlps):
-        depth = _columns(query, sources)
-      y_BTD = core.finish(x, query, key, value, segment_ids_BT, depth)
+    if call.kind == self.kind:
+      query, key, value = call.core.project(call.x)
+      sources, columns = (*state.mixers, *state.mlps), None
+      if sources:
+        columns = _columns(query, sources)
+      y_BTD = call.finish(query, key, value, columns=columns)
       return y_BTD, State(mixers=((key, value),))
-    y_BTD, new, done = core(x, segment_ids_BT), State(), len(state.mlps)
-    if kind in self.sublayer_kinds[1::2] and done < self.key.shape[0]:
-      x_BTD = residual_base.query_input(x)
+    y_BTD, new, done = call.alone(), State(), len(state.mlps)
+    if call.kind in self.sublayer_kinds[1::2] and done < self.key.shape[0]:
+      x_BTD = residual_base.query_input(call.x)
       key = linear.linear(x_BTD, self.key[done])
       new = State(mlps=((key, linear.linear(x_BTD, self.value[done])),))
     return y_BTD, new

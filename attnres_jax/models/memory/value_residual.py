@@ -34,28 +34,23 @@ class ValueResidual(base.DepthMemory):
     kind = self.sublayer_kinds[l]
     return kind in self.kinds and kind not in self.sublayer_kinds[:l]
 
-  def call(
+  def with_heads(
     self,
-    kind: str,
-    core: Any,
-    x: Any,
-    segment_ids_BT: jax.Array | None,
+    call: base.Call,
+    query: Any,
+    key: Any,
+    value: Any,
     state: Any,
     slot: Any,
   ) -> tuple[jax.Array, Any]:
-    if kind not in self.kinds:
-      return core(x, segment_ids_BT), {}
-    query, key, value = core.project(x)
-    new = {}
-    if kind in state:
-      value = self.mix(state[kind], value, slot)
+    if call.kind in state:
+      value, new = self.mix(state[call.kind], value, slot), {}
     else:
-      new[kind] = value
-    return core.finish(x, query, key, value, segment_ids_BT), new
+      new = {call.kind: value}
+    return call.finish(query, key, value), new
 
   def mix(self, first: jax.Array, value: jax.Array, slot: Any) -> jax.Array:
     """V_n, of V_1 and the mixer's own values."""
-    del slot
     total = precision.widen(first) + precision.widen(value)
     return (0.5 * total).astype(value.dtype)
 
@@ -103,22 +98,18 @@ class SvFormer(ValueResidual):
     self.value_norm = jax.tree.map(lambda a: a[0], core.value_norm)
     core.value, core.value_norm = None, norm_lib.Identity()
 
-  def call(
+  def with_heads(
     self,
-    kind: str,
-    core: Any,
-    x: Any,
-    segment_ids_BT: jax.Array | None,
+    call: base.Call,
+    query: Any,
+    key: Any,
+    value: Any,
     state: Any,
     slot: Any,
   ) -> tuple[jax.Array, Any]:
-    if kind not in self.kinds:
-      return core(x, segment_ids_BT), {}
-    query, key, _ = core.project(x)
     new = {}
-    if kind not in state:
-      x_BTD = residual_base.qkv(x).value
+    if call.kind not in state:
+      x_BTD = residual_base.qkv(call.x).value
       projected = linear.linear(x_BTD, self.value[...])
-      new[kind] = self.value_norm(projected)
-    value = (state | new)[kind]
-    return core.finish(x, query, key, value, segment_ids_BT), new
+      new[call.kind] = self.value_norm(projected)
+    return call.finish(query, key, (state | new)[call.kind]), new

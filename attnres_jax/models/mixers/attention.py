@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Causal softmax attention with grouped queries (arXiv:2305.13245)."""
 
+from collections.abc import Callable
 from typing import Any
 
 from flax import nnx
@@ -18,11 +19,97 @@ from attnres_jax.models.mixers import rope as rope_lib
 from attnres_jax.models.residuals import base
 
 
-class Attention(nnx.Module):
-  """Grouped-query causal attention, with or without rotary positions."""
+class Mixer(nnx.Module):
+  """A mixer whose heads a depth memory may change.
+
+  Subclasses define `project`, from inputs to queries, keys and values of heads
+  [B, T, N, H]; `finish`, from these to the output; and `extend_heads`, the same
+  for new tokens.
+  """
 
   reads_qkv = True
+  project: Callable[..., tuple[Any, ...]]
+  finish: Callable[..., jax.Array]
+  extend_heads: Callable[..., tuple[jax.Array, Any]]
+
+  def __call__(
+    self, x: jax.Array | base.QKV, segment_ids_BT: jax.Array | None = None
+  ) -> jax.Array:
+    """Mixes positions s <= t, within a document if segment ids are given."""
+    return self.finish(x, *self.project(x), segment_ids_BT)
+
+  def extend(
+    self, x: jax.Array | base.QKV, cache: Any, chunk: cache_lib.Chunk
+  ) -> tuple[jax.Array, Any]:
+    """The output of new tokens, and what the cache should add."""
+    return self.extend_heads(x, *self.project(x), cache, chunk)
+
+
+class SoftmaxMixer(Mixer):
+  """Softmax attention over the sequence, in training and while decoding.
+
+  Attributes:
+    kernel: a value of `model.attention_kernel`.
+    probe: of the logits, if they are wanted.
+  """
+
   probe: probe_lib.LogitProbe | None = None
+  kernel: str
+
+  def turned(
+    self, x_BTNC: jax.Array, position_BT: jax.Array | None = None
+  ) -> jax.Array:
+    """Queries or keys with their positions, by default 0, 1, ..."""
+    raise NotImplementedError
+
+  def outputs(
+    self, x: jax.Array | base.QKV, mixed_BTNV: jax.Array
+  ) -> jax.Array:
+    """The output [B, T, D], of the mixture of values of each head."""
+    raise NotImplementedError
+
+  def finish(
+    self,
+    x: jax.Array | base.QKV,
+    query_BTNH: jax.Array,
+    key_BTKH: jax.Array,
+    value_BTKV: jax.Array,
+    segment_ids_BT: jax.Array | None = None,
+    columns: causal_attention.Columns | None = None,
+  ) -> jax.Array:
+    """The output, of heads as from `project`, which may attend to more."""
+    query_BTNH, key_BTKH = self.turned(query_BTNH), self.turned(key_BTKH)
+    if self.probe is not None:
+      query_BTNH = probe_lib.probed(
+        query_BTNH, key_BTKH, segment_ids_BT, self.probe[...]
+      )
+    mixed_BTNV = causal_attention.attend(
+      query_BTNH, key_BTKH, value_BTKV, segment_ids_BT,
+      kernel=self.kernel, columns=columns,
+    )  # fmt: skip
+    return self.outputs(x, mixed_BTNV)
+
+  def extend_heads(
+    self,
+    x: jax.Array | base.QKV,
+    query_BTNH: jax.Array,
+    key_BTKH: jax.Array,
+    value_BTKV: jax.Array,
+    cache: cache_lib.Tokens | cache_lib.Open,
+    chunk: cache_lib.Chunk,
+    columns: causal_attention.Columns | None = None,
+  ) -> tuple[jax.Array, cache_lib.Tokens | cache_lib.Stored]:
+    """`extend`, of heads as from `project`."""
+    position_BT = chunk.position_BT(query_BTNH.shape[1])
+    mixed_BTNV, new = causal_attention.extend(
+      self.turned(query_BTNH, position_BT), self.turned(key_BTKH, position_BT),
+      value_BTKV, cache, chunk, kernel=self.kernel, columns=columns,
+    )  # fmt: skip
+    return self.outputs(x, mixed_BTNV), new
+
+
+class Attention(SoftmaxMixer):
+  """Grouped-query causal attention, with or without rotary positions."""
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     self.rope_theta, self.rope = config.rope_theta, config.rope
@@ -48,49 +135,34 @@ class Attention(nnx.Module):
     self.key_norm = norm_lib.optional(qk_norm, *norm)
     self.value_norm = norm_lib.optional(config.qkv_norm, *norm)
 
-  def __call__(
-    self, x: jax.Array | base.QKV, segment_ids_BT: jax.Array | None = None
-  ) -> jax.Array:
-    """Mixes positions s <= t, within a document if segment ids are given."""
-    return self.finish(x, *self.project(x), segment_ids_BT)
+  def project(self, x: jax.Array | base.QKV) -> tuple[Any, ...]:
+    """Queries [B, T, N, H], keys and values [B, T, K, H], without positions.
 
-  def project(
-    self, x: jax.Array | base.QKV
-  ) -> tuple[jax.Array, jax.Array, Any]:
-    """Queries [B, T, N, H], keys and values [B, T, K, H], without positions."""
+    Values are None if the mixer uses the values of another one.
+    """
     x = base.qkv(x)
+    value_BTKH = None
+    if self.value is not None:
+      value_BTKH = linear.affine(x.value, self.value, self.value_bias)
+      value_BTKH = self.value_norm(value_BTKH)
     query = self.query_norm(linear.affine(x.query, self.query, self.query_bias))
     return (
       rope_lib.scaled_queries(query, self.rope),
       self.key_norm(linear.affine(x.key, self.key, self.key_bias)),
-      self._values(x.value),
+      value_BTKH,
     )
 
-  def finish(
-    self,
-    x: jax.Array | base.QKV,
-    query_BTNH: jax.Array,
-    key_BTKH: jax.Array,
-    value_BTKH: jax.Array,
-    segment_ids_BT: jax.Array | None = None,
-    columns: causal_attention.Columns | None = None,
+  def turned(
+    self, x_BTNC: jax.Array, position_BT: jax.Array | None = None
   ) -> jax.Array:
-    """The output, of heads as from `project`, which may attend to more."""
-    del x
-    query_BTNH, key_BTKH = self._rotated(query_BTNH, key_BTKH)
-    if self.probe is not None:
-      query_BTNH = probe_lib.probed(
-        query_BTNH, key_BTKH, segment_ids_BT, self.probe[...]
-      )
-    mixed_BTNH = causal_attention.attend(
-      query_BTNH,
-      key_BTKH,
-      value_BTKH,
-      segment_ids_BT,
-      kernel=self.kernel,
-      columns=columns,
-    )
-    return linear.output(mixed_BTNH, self.output, 2, self.output_bias)
+    if not self.rope_theta:
+      return x_BTNC
+    return rope_lib.apply_rope(x_BTNC, self.rope_theta, position_BT, self.rope)
+
+  def outputs(
+    self, x: jax.Array | base.QKV, mixed_BTNV: jax.Array
+  ) -> jax.Array:
+    return linear.output(mixed_BTNV, self.output, 2, self.output_bias)
 
   def scale_values(self, factor: float) -> None:
     """Multiplies the weights of values and output."""
@@ -113,7 +185,6 @@ class Attention(nnx.Module):
     self, batch: int, length: int, heads: bool = False
   ) -> cache_lib.Tokens:
     """Keys, with positions, and values of `length` tokens per row: zeros."""
-    del heads
     _, kv_heads, width = self.key[...].shape
     zeros_BKSH = jnp.zeros((batch, kv_heads, length, width), self.dtype)
     return cache_lib.Tokens((zeros_BKSH, zeros_BKSH))
@@ -122,59 +193,4 @@ class Attention(nnx.Module):
     self, heads: bool = False
   ) -> tuple[sharding.PartitionSpec, ...]:
     """How a mesh shards the arrays of the cache."""
-    del heads
     return (sharding.ROWS_AND_HEADS,) * 2
-
-  def extend(
-    self,
-    x: jax.Array | base.QKV,
-    cache: cache_lib.Tokens | cache_lib.Open,
-    chunk: cache_lib.Chunk,
-  ) -> tuple[jax.Array, cache_lib.Tokens | cache_lib.Stored]:
-    """The output of new tokens, and what the cache should add."""
-    return self.extend_heads(x, *self.project(x), cache, chunk)
-
-  def extend_heads(
-    self,
-    x: jax.Array | base.QKV,
-    query_BTNH: jax.Array,
-    key_BTKH: jax.Array,
-    value_BTKH: jax.Array,
-    cache: cache_lib.Tokens | cache_lib.Open,
-    chunk: cache_lib.Chunk,
-    columns: causal_attention.Columns | None = None,
-  ) -> tuple[jax.Array, cache_lib.Tokens | cache_lib.Stored]:
-    """`extend`, of heads as from `project`."""
-    del x
-    position_BT = chunk.position_BT(query_BTNH.shape[1])
-    query_BTNH, key_BTKH = self._rotated(query_BTNH, key_BTKH, position_BT)
-    mixed_BTNH, new = causal_attention.extend(
-      query_BTNH,
-      key_BTKH,
-      value_BTKH,
-      cache,
-      chunk,
-      kernel=self.kernel,
-      columns=columns,
-    )
-    return linear.output(mixed_BTNH, self.output, 2, self.output_bias), new
-
-  def _values(self, x_BTD: jax.Array) -> Any:
-    """None if the mixer uses the values of another one."""
-    if self.value is None:
-      return None
-    values = linear.affine(x_BTD, self.value, self.value_bias)
-    return self.value_norm(values)
-
-  def _rotated(
-    self,
-    query_BTNH: jax.Array,
-    key_BTKH: jax.Array,
-    position_BT: jax.Array | None = None,
-  ) -> tuple[jax.Array, jax.Array]:
-    if not self.rope_theta:
-      return query_BTNH, key_BTKH
-    turn = lambda x: rope_lib.apply_rope(
-      x, self.rope_theta, position_BT, self.rope
-    )
-    return turn(query_BTNH), turn(key_BTKH)

@@ -142,12 +142,6 @@ def _is_tokens(node: Any) -> bool:
   return isinstance(node, Tokens)
 
 
-def _map_nodes(tokens: Any, recurrent: Any, cache: Any) -> Any:
-  """`tokens` of every `Tokens`, `recurrent` of other arrays."""
-  map_node = lambda node: tokens(node) if _is_tokens(node) else recurrent(node)
-  return jax.tree.map(map_node, cache, is_leaf=_is_tokens)
-
-
 def map_both(tokens: Any, recurrent: Any, *caches: Any) -> Any:
   """Maps arrays of caches: of `Tokens` by `tokens`, others by `recurrent`."""
 
@@ -181,27 +175,15 @@ def like_layers(specs: Any, cache: Cache) -> Any:
   return specs._replace(states=states)
 
 
-def layer(cache: Any, l: jax.Array, context: int | None = None) -> Any:
-  """One layer of a stack of caches.
-
-  Args:
-    cache: arrays [L, B, ...], or `Layers`.
-    l: which one; of `Layers`, an int.
-    context: for how many tokens, the first ones; all by default.
-  """
+def layer(cache: Any, l: int, context: int | None = None) -> Any:
+  """Layer l of a stack of caches, for the first `context` tokens or all."""
   if isinstance(cache, Layers):
     tree = cache.trees[l]
     if not _is_tokens(tree):
       return tree if isinstance(tree, Open) else layer_stacks.single(tree)
     room = tree.room if context is None else context
     return Open(layer_stacks.single(tree), None, room)
-
-  def tokens(a):
-    sizes = 1, *a.shape[1:3], a.shape[3] if context is None else context
-    sizes = *sizes, a.shape[4]
-    return jnp.squeeze(jax.lax.dynamic_slice(a, (l, 0, 0, 0, 0), sizes), 0)
-
-  return map_both(tokens, lambda a: layer_stacks.one_of(a, l), cache)
+  return map_both(lambda a: a[l, :, :, :context], lambda a: a[l], cache)
 
 
 def opened(
@@ -211,11 +193,6 @@ def opened(
 
   If the cache is open, the new tokens are already among those to read, behind
   `chunk.start_B`.
-
-  Args:
-    cache: of one layer.
-    new: tokens.
-    chunk: the same.
   """
   if isinstance(cache, Tokens):
     return cache, new
@@ -243,27 +220,24 @@ def take_rows(cache: Cache, row_B: jax.Array, context: int) -> Cache:
   def take(a):
     return a.at[:, row_B].get(mode="clip")
 
-  def take_tokens(tokens):
-    return jax.tree.map(lambda a: take(a[:, :, :, :context]), tokens)
+  def of_layer(tree):
+    if _is_tokens(tree):
+      return Open(layer_stacks.single(tree), row_B, context)
+    return jax.tree.map(take, tree)
 
   def of_kind(state):
-    if not isinstance(state, Layers):
-      return _map_nodes(take_tokens, take, state)
-    open_ = lambda tokens: Open(layer_stacks.single(tokens), row_B, context)
-    return Layers(tuple(_map_nodes(open_, take, t) for t in state.trees))
+    if isinstance(state, Layers):
+      return Layers(tuple(map(of_layer, state.trees)))
+    return map_both(lambda a: take(a[:, :, :, :context]), take, state)
 
   states = {kind: of_kind(state) for kind, state in cache.states.items()}
   return Cache(cache.length_B.at[row_B].get(mode="clip"), states)
 
 
 def append(cache: Cache, added: Added, row_B: jax.Array | None = None) -> Cache:
-  """Stores a chunk.
+  """Stores a chunk in the rows `row_B`, by default the same ones.
 
-  Args:
-    cache: before it.
-    added: of B rows. Tokens beyond the room of the cache are dropped.
-    row_B: their rows in the cache; the same ones by default. Rows that the
-      cache does not have are dropped.
+  Rows that the cache does not have are dropped, as are tokens beyond its room.
   """
   chunk = added.chunk
   rows_B = jnp.arange(chunk.start_B.size) if row_B is None else row_B
@@ -288,12 +262,9 @@ def append(cache: Cache, added: Added, row_B: jax.Array | None = None) -> Cache:
 
 
 def _store(
-  old: Tokens,
-  new: Tokens,
-  chunk: Chunk,
-  row_B: jax.Array | None,
+  old: Tokens, new: Tokens, chunk: Chunk, row_B: jax.Array | None,
   by_row: bool = False,
-) -> Tokens:
+) -> Tokens:  # fmt: skip
   """Stores new tokens in stacked layers, as in `append`.
 
   With `by_row`, in a loop over rows that is not unrolled even for one row, so
@@ -330,12 +301,9 @@ def _put(
 # layout than that in which products read them. They would copy the
 # whole cache there and back.
 def _put_rows(
-  old: jax.Array,
-  new: jax.Array,
-  chunk: Chunk,
-  row_B: jax.Array | None,
+  old: jax.Array, new: jax.Array, chunk: Chunk, row_B: jax.Array | None,
   stays_loop: bool = False,
-) -> jax.Array:
+) -> jax.Array:  # fmt: skip
   """Stores a chunk row by row, each as one update in place."""
   same_rows = row_B is None
   slot_B = jnp.arange(old.shape[1])

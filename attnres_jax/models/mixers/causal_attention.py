@@ -25,6 +25,7 @@ import jax.numpy as jnp
 
 from attnres_jax.common import precision
 from attnres_jax.common import sharding
+from attnres_jax.models import layer_stacks
 from attnres_jax.models import linear
 from attnres_jax.models.mixers import cache as cache_lib
 from attnres_kernels import dispatch
@@ -59,7 +60,7 @@ class Columns(NamedTuple):
   value_BTKMV: jax.Array
 
 
-class _Tile(NamedTuple):
+class Tile(NamedTuple):
   """Queries, and what belongs to each of them."""
 
   query_BTNH: jax.Array
@@ -68,12 +69,12 @@ class _Tile(NamedTuple):
   columns: Columns | None = None
 
 
-class _Keys(NamedTuple):
+class Keys(NamedTuple):
   """Keys and values of K heads, and which of them [B, T, S] a tile sees."""
 
   key_BKSH: jax.Array
   value_BKSV: jax.Array
-  seen_BTS: Callable[[_Tile], jax.Array]
+  seen_BTS: Callable[[Tile], jax.Array]
 
 
 def attend(
@@ -138,19 +139,8 @@ def extend(
 ) -> tuple[jax.Array, cache_lib.Tokens | cache_lib.Stored]:
   """`attend` of new tokens, which also attend to the tokens of a cache.
 
-  With a cache that has no room, they are the first tokens.
-
-  Args:
-    query_BTNH: as in `attend`.
-    key_BTKH: likewise.
-    value_BTKV: likewise.
-    cache: keys and values of earlier tokens.
-    chunk: the new tokens.
-    kernel: as in `attend`, if there are no earlier tokens.
-    columns: likewise.
-
-  Returns:
-    [B, T, N, V], and what the cache should add.
+  With a cache that has no room, they are the first tokens, and `kernel` counts.
+  Returns [B, T, N, V], and what the cache should add.
   """
   new = cache_lib.Tokens(
     (jnp.swapaxes(key_BTKH, 1, 2), jnp.swapaxes(value_BTKV, 1, 2))
@@ -177,40 +167,31 @@ def attend_after(
   More queries than `TILE` are in tiles of so many: the scores of a long chunk
   over a long cache would not fit.
 
-  Args:
-    query_BTNH: of the new tokens.
-    cache: keys and values, or one array that is both.
-    new: keys and values of the new tokens, in the same form.
-    chunk: the new tokens.
-    scale: of the scores.
-    columns: what else each query attends to.
+  A cache has keys and values, or one array that is both, and so have the new
+  tokens. `scale` is a factor of the scores.
   """
   dtype, length = query_BTNH.dtype, query_BTNH.shape[1]
   before_B1S = jnp.arange(cache.room)[None, None] < chunk.start_B[:, None, None]
-  earlier = functools.partial(_earlier, new.room, None)
+  of_new = functools.partial(earlier, new.room, None)
   parts = [
-    _Keys(tokens.arrays[0].astype(dtype), tokens.arrays[-1].astype(dtype), seen)
-    for tokens, seen in ((cache, lambda _: before_B1S), (new, earlier))
+    Keys(tokens.arrays[0].astype(dtype), tokens.arrays[-1].astype(dtype), seen)
+    for tokens, seen in ((cache, lambda _: before_B1S), (new, of_new))
   ]
-  tiles = _Tile(query_BTNH, jnp.arange(length)[None], None, columns)
-  return _by_tiles(lambda tile: _mix(tile, parts, scale), tiles, TILE)
+  tiles = Tile(query_BTNH, jnp.arange(length)[None], None, columns)
+  return by_tiles(lambda tile: _mix(tile, parts, scale), tiles, TILE)
 
 
 def _tiled(
-  query_BTNH: jax.Array,
-  key_BTKH: jax.Array,
-  value_BTKV: jax.Array,
-  segment_ids_BT: jax.Array | None,
-  columns: Columns | None = None,
-  *,
+  query_BTNH: jax.Array, key_BTKH: jax.Array, value_BTKV: jax.Array,
+  segment_ids_BT: jax.Array | None, columns: Columns | None = None, *,
   tile: int,
-) -> jax.Array:
+) -> jax.Array:  # fmt: skip
   """`attend` in plain JAX."""
   length = query_BTNH.shape[1]
   tile = tile or min(TILE, max(_SMALLEST, -(-length // _SPANS)))
   step = tile * -(-length // (tile * _SPANS))
   position_1T = jnp.arange(length)[None]
-  tiles = _Tile(query_BTNH, position_1T, segment_ids_BT, columns)
+  tiles = Tile(query_BTNH, position_1T, segment_ids_BT, columns)
   # Autodiff adds up their gradients over tiles in this dtype.
   key_BKTH, value_BKTV = (
     jnp.swapaxes(precision.widen(x), 1, 2) for x in (key_BTKH, value_BTKV)
@@ -225,7 +206,7 @@ def _tiled(
       None if segment_ids_BT is None else segment_ids_BT[:, :stop],
     )
     span = jax.tree.map(lambda x, a=start, b=stop: x[:, a:b], tiles)
-    parts.append(_by_tiles(mix, span, tile))
+    parts.append(by_tiles(mix, span, tile))
   mixed_BTNV = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
   return mixed_BTNV.astype(value_BTKV.dtype)
 
@@ -235,16 +216,16 @@ def _mix_earlier(
   key_BKSH: jax.Array,
   value_BKSV: jax.Array,
   segment_BS: jax.Array | None,
-  tile: _Tile,
+  tile: Tile,
 ) -> jax.Array:
   """The output of a tile that sees all keys up to its own positions."""
   dtype, width = tile.query_BTNH.dtype, tile.query_BTNH.shape[-1]
-  seen_BTS = functools.partial(_earlier, key_BKSH.shape[2], segment_BS)
-  keys = _Keys(key_BKSH.astype(dtype), value_BKSV.astype(dtype), seen_BTS)
+  seen_BTS = functools.partial(earlier, key_BKSH.shape[2], segment_BS)
+  keys = Keys(key_BKSH.astype(dtype), value_BKSV.astype(dtype), seen_BTS)
   return _mix(tile, [keys], width**-0.5)
 
 
-def _earlier(room: int, segment_BS: jax.Array | None, tile: _Tile) -> jax.Array:
+def earlier(room: int, segment_BS: jax.Array | None, tile: Tile) -> jax.Array:
   """Which of `room` keys from position 0 on a tile sees: [B or 1, T, S]."""
   position_11S = jnp.arange(room)[None, None]
   seen_BTS = tile.position_1T[:, :, None] >= position_11S
@@ -253,28 +234,19 @@ def _earlier(room: int, segment_BS: jax.Array | None, tile: _Tile) -> jax.Array:
   return seen_BTS
 
 
-def _mix(tile: _Tile, parts: Sequence[_Keys], scale: float) -> jax.Array:
+def _mix(tile: Tile, parts: Sequence[Keys], scale: float) -> jax.Array:
   """The output [B, T, N, V] of a tile: one softmax over all parts of keys.
 
   Joined in one array, scores of parts would be copied into another layout and
   back, which takes longer than attention over a long cache.
   """
-  query_BTNH, columns = tile.query_BTNH, tile.columns
-  batch, length, heads, width = query_BTNH.shape
-  kv_heads = parts[0].key_BKSH.shape[1]
-  dtype, wide = query_BTNH.dtype, precision.wide(query_BTNH.dtype)
-  by_kv_head = lambda x_BTN: jnp.moveaxis(
-    x_BTN.reshape(batch, length, kv_heads, -1, x_BTN.shape[-1]), 1, 3
-  )
-  query_BKGTH = by_kv_head(query_BTNH)
+  columns, dtype = tile.columns, tile.query_BTNH.dtype
+  wide = precision.wide(dtype)
   product = functools.partial(jnp.einsum, preferred_element_type=wide)
-  logits = []
-  for part in parts:
-    logits_BKGTS = scale * _scores(query_BKGTH, part.key_BKSH, wide)
-    seen_B11TS = part.seen_BTS(tile)[:, None, None]
-    logits.append(jnp.where(seen_B11TS, logits_BKGTS, jnp.finfo(wide).min))
+  logits = [masked_logits(tile, part, scale) for part in parts]
   if columns is not None:
-    logits.append(by_kv_head(columns.logits_BTNM.astype(wide)))
+    kv_heads = parts[0].key_BKSH.shape[1]
+    logits.append(_by_kv_head(columns.logits_BTNM.astype(wide), kv_heads))
   # The output does not depend on it, so no gradient passes through it.
   top_BKGT1 = jax.lax.stop_gradient(
     functools.reduce(
@@ -295,6 +267,21 @@ def _mix(tile: _Tile, parts: Sequence[_Keys], scale: float) -> jax.Array:
   return jax.lax.collapse(mixed_BTKGV, 2, 4)
 
 
+def masked_logits(tile: Tile, part: Keys, scale: float) -> jax.Array:
+  """Scaled scores [B, K, G, T, S], very low where a tile does not see a key."""
+  wide = precision.wide(tile.query_BTNH.dtype)
+  query_BKGTH = _by_kv_head(tile.query_BTNH, part.key_BKSH.shape[1])
+  logits_BKGTS = scale * _scores(query_BKGTH, part.key_BKSH, wide)
+  seen_B11TS = part.seen_BTS(tile)[:, None, None]
+  return jnp.where(seen_B11TS, logits_BKGTS, jnp.finfo(wide).min)
+
+
+def _by_kv_head(x_BTNM: jax.Array, kv_heads: int) -> jax.Array:
+  """[B, K, G, T, M], with the G heads that share keys."""
+  batch, length, _, last = x_BTNM.shape
+  return jnp.moveaxis(x_BTNM.reshape(batch, length, kv_heads, -1, last), 1, 3)
+
+
 def _scores(
   query_BKGTH: jax.Array, key_BKSH: jax.Array, dtype: jnp.dtype
 ) -> jax.Array:
@@ -307,27 +294,18 @@ def _scores(
   return jnp.moveaxis(scores_BKSGT, 2, 4)
 
 
-def _by_tiles(
-  function: Callable[[_Tile], jax.Array], tiles: _Tile, size: int
+def by_tiles(
+  function: Callable[[Tile], jax.Array], tiles: Tile, size: int
 ) -> jax.Array:
   """Applies a function of a tile to all tiles of [B, T, ...], one by one.
 
-  Args:
-    function: of a tile to an array [B, C, ...], C <= size.
-    tiles: all of T as one tile; the last one is padded with zeros.
-    size: the most queries of a tile.
+  `tiles` has all of T as one tile. Of it, the function gets tiles of at most
+  `size` queries, the last one padded with zeros.
   """
   length = tiles.query_BTNH.shape[1]
   if length <= size:
     return function(tiles)
-  count = -(-length // size)
-
-  def cut(x_BT: jax.Array) -> jax.Array:
-    padding = ((0, 0), (0, count * size - length)) + ((0, 0),) * (x_BT.ndim - 2)
-    x_BT = jnp.pad(x_BT, padding)
-    shape = (x_BT.shape[0], count, size, *x_BT.shape[2:])
-    return jnp.moveaxis(x_BT.reshape(shape), 1, 0)
-
+  cut = functools.partial(layer_stacks.tiles, size=size)
   out_XBC = jax.lax.map(function, jax.tree.map(cut, tiles))
   return jax.lax.collapse(jnp.moveaxis(out_XBC, 0, 1), 1, 3)[:, :length]
 
@@ -402,7 +380,6 @@ def _cudnn(
   segment_ids_BT: None = None,
 ) -> jax.Array:
   """`attend` by cuDNN; on Hopper for any V <= H."""
-  del segment_ids_BT
   # Values must be as wide as keys.
   width = value_BTKV.shape[-1]
   missing = query_BTNH.shape[-1] - width

@@ -31,7 +31,6 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 import jax
-from jax import ad_checkpoint
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
@@ -39,6 +38,7 @@ from attnres_jax.common import precision
 from attnres_jax.common import sharding
 from attnres_jax.models import linear
 from attnres_jax.models import norm as norm_lib
+from attnres_jax.models.mixers import attention
 from attnres_jax.models.mixers import cache as cache_lib
 from attnres_jax.models.residuals import base
 import attnres_kernels
@@ -66,10 +66,8 @@ class KdaState(NamedTuple):
   value_BKNH: jax.Array
 
 
-class Kda(nnx.Module):
+class Kda(attention.Mixer):
   """Kimi Delta Attention with its projections, convolutions and gates."""
-
-  reads_qkv = True
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     width, heads, shape = config.width, config.num_heads, config.kda
@@ -115,12 +113,6 @@ class Kda(nnx.Module):
     )
     self.out_norm = norm_lib.RMSNorm(head, config.norm_eps, "H")
     self.output = matrix("NH|D", heads, head, width)
-
-  def __call__(
-    self, x: jax.Array | base.QKV, segment_ids_BT: jax.Array | None = None
-  ) -> jax.Array:
-    """Mixes positions s <= t, within a document if segment ids are given."""
-    return self.finish(x, *self.project(x), segment_ids_BT)
 
   def project(
     self, x: jax.Array | base.QKV
@@ -171,7 +163,6 @@ class Kda(nnx.Module):
     self, batch: int, length: int = 0, heads: bool = False
   ) -> KdaState:
     """The state before the first token: zeros, for any `length`."""
-    del length, heads
     taps, num_heads, head = self.query_conv[...].shape
     tail_BKNH = jnp.zeros((batch, taps - 1, num_heads, head), self.dtype)
     memory_BNHV = jnp.zeros((batch, num_heads, head, head), jnp.float32)
@@ -181,19 +172,7 @@ class Kda(nnx.Module):
     self, heads: bool = False
   ) -> tuple[sharding.PartitionSpec, ...]:
     """How a mesh shards the arrays of the state."""
-    del heads
     return sharding.ROWS_AND_HEADS, *[sharding.HEADS] * 3
-
-  def extend(
-    self, x: jax.Array | base.QKV, state: KdaState, chunk: cache_lib.Chunk
-  ) -> tuple[jax.Array, KdaState]:
-    """Continues from `state` with T >= 1 more tokens of the same sequences.
-
-    Splitting a sequence into pieces does not change the result. One token runs
-    through the recurrence, several through its chunkwise form. Padding leaves
-    the state unchanged.
-    """
-    return self.extend_heads(x, *self.project(x), state, chunk)
 
   def extend_heads(
     self,
@@ -204,7 +183,12 @@ class Kda(nnx.Module):
     state: KdaState,
     chunk: cache_lib.Chunk,
   ) -> tuple[jax.Array, KdaState]:
-    """`extend`, of heads as from `project`."""
+    """Continues from `state` with T >= 1 more tokens of the same sequences.
+
+    Splitting a sequence into pieces does not change the result. One token runs
+    through the recurrence, several through its chunkwise form. Padding leaves
+    the state unchanged.
+    """
     x_BTD, length = base.qkv(x).query, query_BTNH.shape[1]
     heads = query_BTNH, key_BTNH, value_BTNH
     q, k, v, g, beta = self._inputs(x_BTD, heads, state[1:], None)
@@ -274,34 +258,7 @@ def _flat_product(
   x_BTD: jax.Array, weight_DNH: jax.Array, dtype: Any = None
 ) -> jax.Array:
   """[B, T, I], one wide product."""
-  y = _wide_linear(dtype, x_BTD, weight_DNH)
-  return ad_checkpoint.checkpoint_name(y, linear.PRODUCT)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _wide_linear(
-  dtype: Any, x_BTD: jax.Array, weight_DNH: jax.Array
-) -> jax.Array:
-  return linear.linear(x_BTD, _flat(weight_DNH, 1), 1, dtype)
-
-
-def _wide_forward(
-  dtype: Any, x_BTD: jax.Array, weight_DNH: jax.Array
-) -> tuple[jax.Array, Any]:
-  return _wide_linear(dtype, x_BTD, weight_DNH), (x_BTD, weight_DNH)
-
-
-def _wide_backward(
-  dtype: Any, residuals: Any, dy: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  del dtype
-  x_BTD, weight_DNH = residuals
-  dx_BTD, dweight = linear.gradients(x_BTD, _flat(weight_DNH, 1), dy)
-  dweight = jnp.reshape(dweight, weight_DNH.shape)
-  return dx_BTD, dweight.astype(weight_DNH.dtype)
-
-
-_wide_linear.defvjp(_wide_forward, _wide_backward)
+  return linear.linear(x_BTD, weight_DNH, 1, dtype, flat=True)
 
 
 def _flat(x: jax.Array, axis: int) -> jax.Array:

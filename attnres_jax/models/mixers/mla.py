@@ -31,18 +31,15 @@ from attnres_jax.common import precision
 from attnres_jax.common import sharding
 from attnres_jax.models import linear
 from attnres_jax.models import norm as norm_lib
+from attnres_jax.models.mixers import attention
 from attnres_jax.models.mixers import cache as cache_lib
 from attnres_jax.models.mixers import causal_attention
-from attnres_jax.models.mixers import probe as probe_lib
 from attnres_jax.models.mixers import rope as rope_lib
 from attnres_jax.models.residuals import base
 
 
-class Mla(nnx.Module):
+class Mla(attention.SoftmaxMixer):
   """Multi-head latent attention, with or without rotary positions."""
-
-  reads_qkv = True
-  probe: probe_lib.LogitProbe | None = None
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     width, heads, shape = config.width, config.num_heads, config.mla
@@ -78,12 +75,6 @@ class Mla(nnx.Module):
       for n in (head, shape.shared_width)
     )
 
-  def __call__(
-    self, x: jax.Array | base.QKV, segment_ids_BT: jax.Array | None = None
-  ) -> jax.Array:
-    """Mixes positions s <= t, within a document if segment ids are given."""
-    return self.finish(x, *self.project(x), segment_ids_BT)
-
   def project(
     self, x: jax.Array | base.QKV
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -97,31 +88,6 @@ class Mla(nnx.Module):
     if x.value is not x.key:
       values = self._compressed(x.value)
     return self._heads(x.query, keys, values)
-
-  def finish(
-    self,
-    x: jax.Array | base.QKV,
-    query_BTNH: jax.Array,
-    key_BTNH: jax.Array,
-    value_BTNV: jax.Array,
-    segment_ids_BT: jax.Array | None = None,
-    columns: causal_attention.Columns | None = None,
-  ) -> jax.Array:
-    """The output, of heads as from `project`, which may attend to more."""
-    query_BTNH, key_BTNH = self._turned(query_BTNH), self._turned(key_BTNH)
-    if self.probe is not None:
-      query_BTNH = probe_lib.probed(
-        query_BTNH, key_BTNH, segment_ids_BT, self.probe[...]
-      )
-    mixed_BTNV = causal_attention.attend(
-      query_BTNH,
-      key_BTNH,
-      value_BTNV,
-      segment_ids_BT,
-      kernel=self.kernel,
-      columns=columns,
-    )
-    return self._outputs(x, mixed_BTNV)
 
   def scale_values(self, factor: float) -> None:
     """Multiplies the weights of values and output."""
@@ -144,13 +110,10 @@ class Mla(nnx.Module):
   def init_cache(
     self, batch: int, length: int, heads: bool = False
   ) -> cache_lib.Tokens:
-    """Latents of `length` tokens per row, or keys and values: zeros.
+    """Latents of `length` tokens per row: zeros.
 
-    Args:
-      batch: B.
-      length: S.
-      heads: whether `extend_heads` will use it, or the inputs of keys and
-        values differ. It then has the keys and values of all heads.
+    With `heads`, keys and values of all heads, for `extend_heads`, or if their
+    inputs differ.
     """
     nope, shared = self.nope_width, self._shared_width
     num_heads, value = self.output[...].shape[:2]
@@ -187,7 +150,7 @@ class Mla(nnx.Module):
     x_BTD = x
     tokens_BTC = self._compressed(x_BTD)
     position_BT = chunk.position_BT(x_BTD.shape[1])
-    turned_BTC = self._turned(tokens_BTC[:, :, None], position_BT)[:, :, 0]
+    turned_BTC = self.turned(tokens_BTC[:, :, None], position_BT)[:, :, 0]
     new = cache_lib.Tokens((turned_BTC[:, None].astype(self.dtype),))
     before, added = cache_lib.opened(cache, new, chunk)
     if not before.room:
@@ -196,7 +159,7 @@ class Mla(nnx.Module):
     key_up_RNH, value_up_RNV = jnp.split(
       self.expand[...].astype(x_BTD.dtype), [self.nope_width], axis=2
     )
-    query_BTNH = self._turned(self._queries(x_BTD), position_BT)
+    query_BTNH = self.turned(self._queries(x_BTD), position_BT)
     nope_BTNH, shared_BTNH = jnp.split(query_BTNH, [self.nope_width], axis=3)
     absorbed_BTNR = jnp.einsum(
       "BTNH,RNH->BTNR", nope_BTNH, key_up_RNH,
@@ -214,29 +177,9 @@ class Mla(nnx.Module):
       "BTNR,RNV->BTNV", mixed_BTNC[..., : self.latent_rank], value_up_RNV,
       preferred_element_type=jnp.float32,
     ).astype(x_BTD.dtype)  # fmt: skip
-    return self._outputs(x_BTD, mixed_BTNV), added
+    return self.outputs(x_BTD, mixed_BTNV), added
 
-  def extend_heads(
-    self,
-    x: jax.Array | base.QKV,
-    query_BTNH: jax.Array,
-    key_BTNH: jax.Array,
-    value_BTNV: jax.Array,
-    cache: cache_lib.Tokens | cache_lib.Open,
-    chunk: cache_lib.Chunk,
-    columns: causal_attention.Columns | None = None,
-  ) -> tuple[jax.Array, cache_lib.Tokens | cache_lib.Stored]:
-    """`extend`, of heads as from `project`."""
-    position_BT = chunk.position_BT(query_BTNH.shape[1])
-    query_BTNH = self._turned(query_BTNH, position_BT)
-    key_BTNH = self._turned(key_BTNH, position_BT)
-    mixed_BTNV, new = causal_attention.extend(
-      query_BTNH, key_BTNH, value_BTNV, cache, chunk,
-      kernel=self.kernel, columns=columns,
-    )  # fmt: skip
-    return self._outputs(x, mixed_BTNV), new
-
-  def _outputs(
+  def outputs(
     self, x: jax.Array | base.QKV, mixed_BTNV: jax.Array
   ) -> jax.Array:
     if self.gate is not None:
@@ -258,7 +201,7 @@ class Mla(nnx.Module):
     latent_BTR = norm(self.latent_norm, latent_BTR)
     return jnp.concatenate([latent_BTR, self.shared_norm(shared_BTH)], axis=2)
 
-  def _turned(
+  def turned(
     self, x_BTNC: jax.Array, position_BT: jax.Array | None = None
   ) -> jax.Array:
     """Turns the last channels, which are the shared parts."""

@@ -7,16 +7,14 @@ gradient is the largest logit of each head. Gradients are summed over
 microbatches; gradients of probes are combined by their maximum instead (`add`).
 """
 
+import functools
 from typing import Any
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from attnres_jax.common import precision
-
-# Queries whose logits exist at the same time.
-_TILE = 512
+from attnres_jax.models.mixers import causal_attention
 
 
 class LogitProbe(nnx.Param):
@@ -31,7 +29,6 @@ def probed(
   probe_N: jax.Array,
 ) -> jax.Array:
   """The queries; the gradient of `probe_N` is `largest_logits`."""
-  del key_BTKH, segment_ids_BT, probe_N
   return query_BTNH
 
 
@@ -39,7 +36,6 @@ def _forward(
   query_BTNH: jax.Array, key_BTKH: jax.Array, segment_ids_BT: jax.Array | None,
   probe_N: jax.Array,
 ) -> tuple[jax.Array, Any]:  # fmt: skip
-  del probe_N
   return query_BTNH, (query_BTNH, key_BTKH, segment_ids_BT)
 
 
@@ -64,42 +60,21 @@ def largest_logits(
 
   Over the pairs that causal attention within documents takes into account.
   """
-  batch, length, heads, width = query_BTNH.shape
-  group = heads // key_BTKH.shape[2]
-  tile = min(_TILE, length)
-  missing = -length % tile
+  _, length, heads, width = query_BTNH.shape
+  key_BKTH = jnp.swapaxes(key_BTKH, 1, 2)
+  sees = functools.partial(causal_attention.earlier, length, segment_ids_BT)
+  keys = causal_attention.Keys(key_BKTH, key_BKTH, sees)
 
-  def cut(x_BT):
-    """[B, T, ...] as tiles [X, B, C, ...]."""
-    padding = ((0, 0), (0, missing), *[(0, 0)] * (x_BT.ndim - 2))
-    x_BT = jnp.pad(x_BT, padding)
-    x_BXC = x_BT.reshape(batch, -1, tile, *x_BT.shape[2:])
-    return jnp.moveaxis(x_BXC, 1, 0)
+  def of_tile(tile: causal_attention.Tile) -> jax.Array:
+    logits_BKGTS = causal_attention.masked_logits(tile, keys, width**-0.5)
+    largest_BTKG = jnp.moveaxis(jnp.max(logits_BKGTS, axis=-1), 3, 1)
+    return largest_BTKG.reshape(*largest_BTKG.shape[:2], heads)
 
-  def of_tile(tile_inputs):
-    query_BCKGH = tile_inputs["query"].reshape(batch, tile, -1, group, width)
-    logits_BKGCS = jnp.einsum(
-      "BCKGH,BSKH->BKGCS", query_BCKGH, key_BTKH,
-      preferred_element_type=precision.wide(query_BTNH.dtype),
-    )  # fmt: skip
-    position_C = tile_inputs["position"]
-    # Padding, behind the last key, sees what the last query may not see.
-    sees = position_C[:, None] >= jnp.arange(length)[None]
-    sees &= (position_C < length)[:, None]
-    sees = sees[None]
-    if segment_ids_BT is not None:
-      sees &= tile_inputs["segment"][:, :, None] == segment_ids_BT[:, None]
-    logits_BKGCS = jnp.where(sees[:, None, None], logits_BKGCS, -jnp.inf)
-    return jnp.max(logits_BKGCS, axis=(0, 3, 4)).reshape(heads)
-
-  tiles = {
-    "query": cut(query_BTNH),
-    "position": jnp.arange(length + missing).reshape(-1, tile),
-  }
-  if segment_ids_BT is not None:
-    tiles["segment"] = cut(segment_ids_BT)
-  largest_XN = jax.lax.map(of_tile, tiles)
-  return (jnp.max(largest_XN, axis=0) * width**-0.5).astype(jnp.float32)
+  tiles = causal_attention.Tile(
+    query_BTNH, jnp.arange(length)[None], segment_ids_BT
+  )
+  largest_BTN = causal_attention.by_tiles(of_tile, tiles, causal_attention.TILE)
+  return jnp.max(largest_BTN, axis=(0, 1)).astype(jnp.float32)
 
 
 def add(total: Any, new: Any) -> Any:

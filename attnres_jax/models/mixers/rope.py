@@ -26,12 +26,9 @@ def apply_rope(
   The result has the first channels of all pairs first, whichever channels are
   `scaling.pairs`: dot products do not depend on the order.
 
-  Args:
-    x_BTNH: queries or keys, H even. Documents packed into one row need no
-      reset, because only position differences matter.
-    theta: base of the geometric frequencies.
-    position_BT: counts from 0 along T by default.
-    scaling: of the frequencies, and what a pair is.
+  H is even, `theta` the base of frequencies, and positions count from
+  0 along T by default. Packed documents need no reset, because only
+  differences of positions matter.
   """
   length, half = x_BTNH.shape[1], x_BTNH.shape[-1] // 2
   dtype = precision.wide(x_BTNH.dtype)

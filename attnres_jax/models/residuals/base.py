@@ -31,7 +31,9 @@ from collections.abc import Callable, Mapping, Sequence
 import contextlib
 import dataclasses
 import enum
-from typing import Any, NamedTuple, TypeVar
+import functools
+import operator
+from typing import Any, NamedTuple, Self, TypeVar
 
 from flax import nnx
 import jax
@@ -39,6 +41,7 @@ from jax import ad_checkpoint
 import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
+from attnres_jax.common import precision
 from attnres_jax.common import scopes
 from attnres_jax.models import norm as norm_lib
 
@@ -154,38 +157,29 @@ class Residual(nnx.Module):
   gated = False
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
-    del rngs  # For schemes that draw parameters at random.
-    read, unread = config.residual.read, config_lib.DepthReadConfig()
-    for name, value in dataclasses.asdict(read).items():
-      accepted = getattr(unread, name)
-      if value != accepted and not self.reads_depth:
-        scheme = config.residual.name
-        config_lib.fail(
-          f"model.residual.read.{name}",
-          value,
-          f"{accepted!r} with model.residual.name={scheme!r}, which does not"
-          " attend over depth",
-        )
-    for name, accepted, has in (
-      ("stream_dtype", "float32", self.rounds_streams),
-      ("gate", "own", self.gated),
-    ):
-      value = getattr(config.residual, name)
+    """For the schemes that draw parameters at random, `rngs`."""
+    fields = {"stream_dtype": self.rounds_streams, "gate": self.gated}
+    for field in dataclasses.fields(config_lib.DepthReadConfig):
+      fields[f"read.{field.name}"] = self.reads_depth
+    own, default = config.residual, config_lib.ResidualConfig()
+    for field, has in fields.items():
+      value, accepted = map(operator.attrgetter(field), (own, default))
       if value != accepted and not has:
-        config_lib.fail(
-          f"model.residual.{name}",
-          value,
-          f"{accepted!r} with model.residual.name={config.residual.name!r}",
-        )
+        expected = f"{accepted!r} with model.residual.name={own.name!r}"
+        config_lib.fail(f"model.residual.{field}", value, expected)
     self.num_sublayers = config.num_sublayers
     self.dtype = jnp.dtype(config.dtype)
 
   def prepare(self, sublayers: Mapping[str, Any]) -> None:
-    """Changes freshly drawn sublayers in place, if their start depends on it.
+    """Changes freshly drawn stacks in place, if their start depends on it."""
 
-    Args:
-      sublayers: a stack of `Sublayer`s for each kind.
-    """
+  def widened(self, embedding_BTD: jax.Array) -> jax.Array:
+    """v_0 in the dtype of sums, rounded like any other value."""
+    return precision.widen(embedding_BTD.astype(self.dtype))
+
+  def rows(self, start: int, stop: int) -> Self:
+    """The parameters of sublayers start..stop-1, if the first axis is L."""
+    return jax.tree.map(lambda a: a[start:stop], self)
 
   def segments(self) -> tuple[tuple[int, int], ...]:
     """Half-open ranges of sublayers (from 0) that are opened together."""
@@ -201,7 +195,6 @@ class Residual(nnx.Module):
 
     By default, the carry is the state, and slots are nothing.
     """
-    del start, stop
     return state, None
 
   def read(
@@ -209,11 +202,12 @@ class Residual(nnx.Module):
   ) -> tuple[jax.Array | QKV, Any]:
     """What a sublayer's core reads, norm(h_BTD), and the carry for `write`.
 
-    Args:
-      carry: before the sublayer.
-      slot: of the sublayer.
-      norm: of the sublayer: `norm.RMSNorm` or `norm.Identity`.
+    By default, the norm of `input`, and the carry itself.
     """
+    return normed(self.input(carry, slot), norm), carry
+
+  def input(self, carry: Any, slot: Any) -> jax.Array | QKV:
+    """h_BTD, if the scheme leaves its norm to `read`."""
     raise NotImplementedError
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
@@ -225,7 +219,6 @@ class Residual(nnx.Module):
 
     By default, it is the carry.
     """
-    del state, stop
     return carry
 
   def readout(self, state: Any) -> jax.Array:
@@ -242,7 +235,6 @@ class Residual(nnx.Module):
 
   def put_together(self, blocks: tuple[jax.Array, ...], rest: Any) -> Any:
     """The inverse of `take_apart`."""
-    del blocks
     return rest
 
   def running_state(self, trace: Trace) -> tuple[jax.Array, ...]:
@@ -263,12 +255,36 @@ class Residual(nnx.Module):
     Computed from the definition (one softmax) for any form of the model. None
     for schemes without depth attention.
     """
-    del values
     return None
 
   def source_labels(self) -> tuple[tuple[str, ...], ...] | None:
     """Names of the sources of reads 1..L+1, in the order of `depth_weights`."""
     return None
+
+
+class BlockState(NamedTuple):
+  """Completed blocks, and the open one.
+
+  Attributes:
+    blocks: b_0, b_1, ..., separate arrays in the model's dtype.
+    partial_BTD: float32 sum of the open block's outputs; None at a boundary.
+  """
+
+  blocks: tuple[jax.Array, ...]
+  partial_BTD: jax.Array | None
+
+
+class Blocks(Residual):
+  """A scheme whose state is a `BlockState`."""
+
+  def init(self, embedding_BTD: jax.Array) -> BlockState:
+    return BlockState((embedding_BTD.astype(self.dtype),), None)
+
+  def take_apart(self, state: BlockState) -> tuple[Any, Any]:
+    return state
+
+  def put_together(self, blocks: tuple[jax.Array, ...], rest: Any) -> Any:
+    return BlockState(blocks, rest)
 
 
 class Values(Residual):
@@ -281,14 +297,12 @@ class Values(Residual):
     return (embedding_BTD.astype(self.dtype),)
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
-    del slot
     return (*carry, save(y_BTD.astype(self.dtype)))
 
   def take_apart(self, state: Any) -> tuple[tuple[jax.Array, ...], Any]:
     return state, None
 
   def put_together(self, blocks: tuple[jax.Array, ...], rest: Any) -> Any:
-    del rest
     return blocks
 
 
@@ -299,20 +313,22 @@ def run_through(
 ) -> Any:
   """Runs all sublayers as in the module docstring; returns the last state.
 
-  Args:
-    residual: the scheme.
-    embedding_BTD: v_0.
-    sublayer: maps l, counted from 0, a carry and a slot, which it reads, to the
-      output of sublayer l.
+  `sublayer` maps l, counted from 0, a carry and a slot, which it reads, to the
+  output of sublayer l.
   """
-  state = residual.init(embedding_BTD)
+  part = functools.partial(scopes.part, scopes.RESIDUAL)
+  with part():
+    state = residual.init(embedding_BTD)
   for start, stop in residual.segments():
-    carry, slots = residual.open(state, start, stop)
+    with part():
+      carry, slots = residual.open(state, start, stop)
     for i in range(stop - start):
       slot = jax.tree.map(lambda leaf, i=i: leaf[i], slots)
       y_BTD = sublayer(start + i, carry, slot)
-      carry = residual.write(carry, slot, y_BTD)
-    state = residual.close(state, carry, stop)
+      with part():
+        carry = residual.write(carry, slot, y_BTD)
+    with part():
+      state = residual.close(state, carry, stop)
   return state
 
 
@@ -330,6 +346,15 @@ def before_norm(residual: Residual, carry: Any, slot: Any) -> jax.Array | QKV:
 def query_input(h: jax.Array | QKV) -> jax.Array:
   """What a sublayer reads [B, T, D]; the query's if there are several."""
   return h.query if isinstance(h, QKV) else h
+
+
+def parameter(
+  axes: str, start: Any, *shape: int, decays: bool = True
+) -> nnx.Param:
+  """A float32 parameter that starts as an array, or as a number everywhere."""
+  value = jnp.asarray(start, jnp.float32)
+  value = jnp.broadcast_to(value, shape) if shape else value
+  return nnx.Param(value, axes=axes, decays=decays)
 
 
 _fixing = jax.make_user_context(False)

@@ -10,7 +10,7 @@ definition (`depth_read`).
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from flax import nnx
 import jax
@@ -22,20 +22,7 @@ from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import depth_read
 
 
-class BlockState(NamedTuple):
-  """State between two sublayers.
-
-  Attributes:
-    blocks: b_0, b_1, ..., completed block representations, separate arrays in
-      the model's dtype.
-    partial_BTD: float32 sum of the open block's outputs; None at a boundary.
-  """
-
-  blocks: tuple[jax.Array, ...]
-  partial_BTD: jax.Array | None
-
-
-class BlockAttnRes(depth_read.DepthAttention):
+class BlockAttnRes(base.Blocks, depth_read.DepthAttention):
   """Block AttnRes in either form.
 
   In two phases, the carry is only the partial sum. It is None before the first
@@ -57,10 +44,9 @@ class BlockAttnRes(depth_read.DepthAttention):
     self.scannable = self.scans_blocks = self.two_phase
     self._scans_layers = config.scan_layers
 
-  def init(self, embedding_BTD: jax.Array) -> BlockState:
-    return BlockState((embedding_BTD.astype(self.dtype),), None)
-
-  def open(self, state: BlockState, start: int, stop: int) -> tuple[Any, Any]:
+  def open(
+    self, state: base.BlockState, start: int, stop: int
+  ) -> tuple[Any, Any]:
     reads = self.queries.reads(start, stop)
     if not self.two_phase:
       return state, reads
@@ -74,7 +60,7 @@ class BlockAttnRes(depth_read.DepthAttention):
   def read(
     self, carry: Any, slot: Any, norm: base.Norm
   ) -> tuple[jax.Array | base.QKV, Any]:
-    if isinstance(carry, BlockState):
+    if isinstance(carry, base.BlockState):
       return base.normed(self.attend(slot, self._sources(carry)), norm), carry
     if carry is None:
       h = depth_read.each(slot, depth_read.mixture_of)
@@ -82,27 +68,24 @@ class BlockAttnRes(depth_read.DepthAttention):
     return self.merge(slot, carry.astype(self.dtype), norm), carry
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
-    del slot
-    if isinstance(carry, BlockState):
+    if isinstance(carry, base.BlockState):
       return carry._replace(partial_BTD=_add(carry.partial_BTD, y_BTD))
     return _add(carry, y_BTD)
 
-  def close(self, state: BlockState, carry: Any, stop: int) -> BlockState:
+  def close(
+    self, state: base.BlockState, carry: Any, stop: int
+  ) -> base.BlockState:
     partial_BTD = carry
-    if isinstance(carry, BlockState):
+    if isinstance(carry, base.BlockState):
       partial_BTD = carry.partial_BTD
     if stop % self.block_size and stop != self.num_sublayers:
-      return BlockState(state.blocks, partial_BTD)
-    return BlockState((*state.blocks, partial_BTD.astype(self.dtype)), None)
+      return base.BlockState(state.blocks, partial_BTD)
+    return base.BlockState(
+      (*state.blocks, partial_BTD.astype(self.dtype)), None
+    )
 
-  def readout(self, state: BlockState) -> jax.Array:
+  def readout(self, state: base.BlockState) -> jax.Array:
     return self.attend_last(state.blocks)
-
-  def take_apart(self, state: BlockState) -> tuple[Any, Any]:
-    return state
-
-  def put_together(self, blocks: tuple[jax.Array, ...], rest: Any) -> Any:
-    return BlockState(blocks, rest)
 
   def running_state(self, trace: base.Trace) -> tuple[jax.Array, ...]:
     states, partial_BTD = [], None
@@ -131,7 +114,7 @@ class BlockAttnRes(depth_read.DepthAttention):
       labels.append(tuple(names + ["partial"] * (inside > 0)))
     return tuple(labels)
 
-  def _sources(self, state: BlockState) -> tuple[jax.Array, ...]:
+  def _sources(self, state: base.BlockState) -> tuple[jax.Array, ...]:
     if state.partial_BTD is None:
       return state.blocks
     return (*state.blocks, state.partial_BTD.astype(self.dtype))

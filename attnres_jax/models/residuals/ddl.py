@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Deep Delta Learning: outputs are directions that are erased and rewritten."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from flax import nnx
 import jax
@@ -9,21 +9,11 @@ import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import precision
+from attnres_jax.models import linear
 from attnres_jax.models.residuals import base
 
 _KEY_EPS = 1e-5  # Added, squared, to the squared length of a key.
 _SIGMOID_SCALE = 4.0
-
-
-class Site(NamedTuple):
-  """The parameters of one sublayer, see `DDL`."""
-
-  compress_MD: jax.Array | None
-  gain_D: jax.Array
-  value_DM: jax.Array
-  value_bias_M: jax.Array | None
-  beta_D: jax.Array
-  beta_bias: jax.Array
 
 
 class DDL(base.Residual):
@@ -64,63 +54,38 @@ class DDL(base.Residual):
     super().__init__(config, rngs=rngs)
     self.eps = config.norm_eps
     sites, width, channels = self.num_sublayers, config.width, self.channels
-    normal = jax.nn.initializers.normal(config.init_std)
-
-    def full(
-      start: float, axes: str, *shape: int, **metadata: bool
-    ) -> nnx.Param:
-      return nnx.Param(
-        jnp.full(shape, start, jnp.float32), axes=axes, **metadata
-      )
-
-    def drawn(axes: str, *shape: int) -> nnx.Param:
-      return nnx.Param(normal(rngs.params(), shape, jnp.float32), axes=axes)
-
-    self.compress = (
-      full(1 / channels, "LMD", sites + 1, channels, width, decays=False)
-      if channels > 1
-      else None
-    )
-    self.gain = full(1.0, "LD", sites, width)
-    self.value = drawn("LDM", sites, width, channels)
-    self.value_bias = (
-      full(0.0, "LM", sites, channels) if self.squashed else None
-    )
-    self.beta = drawn("LD", sites, width)
-    self.beta_bias = full(0.0, "L", sites)
+    matrix = linear.matrices(config.init_std, rngs)
+    shape = sites + 1, channels, width
+    compress = base.parameter("LMD", 1 / channels, *shape, decays=False)
+    self.compress = compress if channels > 1 else None
+    self.gain = base.parameter("LD", 1, sites, width)
+    self.value = matrix("LDM", sites, width, channels)
+    bias = base.parameter("LM", 0, sites, channels)
+    self.value_bias = bias if self.squashed else None
+    self.beta = matrix("LD", sites, width)
+    self.beta_bias = base.parameter("L", 0, sites)
 
   def init(self, embedding_BTD: jax.Array) -> jax.Array:
-    embedding_BTD = precision.widen(embedding_BTD.astype(self.dtype))
+    embedding_BTD = self.widened(embedding_BTD)
     batch, length, width = embedding_BTD.shape
     return jnp.broadcast_to(
       embedding_BTD[:, :, None], (batch, length, self.channels, width)
     )
 
   def open(self, state: jax.Array, start: int, stop: int) -> tuple[Any, Any]:
-    at = slice(start, stop)
-    return state, Site(
-      _at(self.compress, at),
-      self.gain[at],
-      self.value[at],
-      _at(self.value_bias, at),
-      self.beta[at],
-      self.beta_bias[at],
-    )
+    return state, self.rows(start, stop)
 
-  def read(
-    self, carry: jax.Array, slot: Site, norm: base.Norm
-  ) -> tuple[jax.Array, Any]:
-    h_BTD = self._context(carry, slot)[1].astype(self.dtype)
-    return base.normed(h_BTD, norm), carry
+  def input(self, carry: jax.Array, slot: Any) -> jax.Array:
+    return self._context(carry, slot)[1].astype(self.dtype)
 
-  def write(self, carry: jax.Array, slot: Site, y_BTD: jax.Array) -> jax.Array:
+  def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
     x_BTD, context_BTD = self._context(carry, slot)
-    if slot.value_bias_M is not None:
-      value_BTM = _project(x_BTD, slot.value_DM) + slot.value_bias_M[None, None]
+    if slot.value_bias is not None:
+      value_BTM = _project(x_BTD, slot.value) + slot.value_bias[None, None]
       value_BTM = _SIGMOID_SCALE * jax.nn.sigmoid(value_BTM)
     else:
-      value_BTM = _project(context_BTD, slot.value_DM)
-    beta_BT1 = _project(context_BTD, slot.beta_D[:, None]) + slot.beta_bias
+      value_BTM = _project(context_BTD, slot.value)
+    beta_BT1 = _project(context_BTD, slot.beta[:, None]) + slot.beta_bias[...]
     beta_BT1 = 2 * jax.nn.sigmoid(beta_BT1)
 
     y_BTD = precision.widen(base.save(y_BTD))
@@ -140,14 +105,16 @@ class DDL(base.Residual):
     )
 
   def readout(self, state: jax.Array) -> jax.Array:
-    compress_MD = _at(self.compress, self.num_sublayers)
-    return _compressed(state, compress_MD).astype(self.dtype)
+    compress = None if self.compress is None else self.compress[-1]
+    return _compressed(state, compress).astype(self.dtype)
 
   def _context(
-    self, carry: jax.Array, slot: Site
+    self, carry: jax.Array, slot: Any
   ) -> tuple[jax.Array, jax.Array]:
-    x_BTD = _compressed(carry, slot.compress_MD)
-    return x_BTD, base.rms_norm(x_BTD, slot.gain_D, self.eps)
+    """The stream x, and its norm z."""
+    compress = None if slot.compress is None else slot.compress[...]
+    x_BTD = _compressed(carry, compress)
+    return x_BTD, base.rms_norm(x_BTD, slot.gain[...], self.eps)
 
 
 class DDL4(DDL):
@@ -166,10 +133,6 @@ class DDLSigmoid(DDL):
   squashed = True
 
 
-def _at(parameter: Any, index: Any) -> Any:
-  return None if parameter is None else parameter[index]
-
-
 def _compressed(
   state_BTMD: jax.Array, compress_MD: jax.Array | None
 ) -> jax.Array:
@@ -178,8 +141,7 @@ def _compressed(
   return jnp.sum(compress_MD[None, None] * state_BTMD, axis=2)
 
 
-def _project(x_BTD: jax.Array, weight_DM: jax.Array) -> jax.Array:
+def _project(x_BTD: jax.Array, weight_DM: Any) -> jax.Array:
   """A few products per token, in full float32 precision."""
-  return jnp.einsum(
-    "BTD,DM->BTM", x_BTD, weight_DM, precision=jax.lax.Precision.HIGHEST
-  )
+  exact = jax.lax.Precision.HIGHEST
+  return jnp.einsum("BTD,DM->BTM", x_BTD, weight_DM[...], precision=exact)

@@ -77,11 +77,12 @@ class Stream(depth_read.DepthAttention):
       gate = self.own_gate
     self.bounded = gate in ("scalar", "vector")
     shape = (self.num_sublayers, config.width)[: 2 if gate == "vector" else 1]
-    start = jnp.full(shape, _CLOSED if self.bounded else 0.0, jnp.float32)
-    axes = "LD"[: len(shape)]
+    axes, start = "LD"[: len(shape)], _CLOSED if self.bounded else 0.0
     # No decay: towards zero, it would take the attention away again.
     self.gate = (
-      None if gate == "one" else nnx.Param(start, axes=axes, decays=False)
+      base.parameter(axes, start, *shape, decays=False)
+      if gate != "one"
+      else None
     )
 
   def gates(self, start: int, stop: int) -> jax.Array:
@@ -213,7 +214,6 @@ class DeltaBlock(Stream):
     return base.normed(self.add(stream_BTD, slot.gate, rho), norm), carry
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
-    del slot
     if not isinstance(carry, Carry):
       return base.save(carry + precision.widen(y_BTD))
     stream_BTD = base.save(carry.stream_BTD + precision.widen(y_BTD))

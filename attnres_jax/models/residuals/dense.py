@@ -31,24 +31,17 @@ class _Dense(base.Values):
 
   weight: nnx.Param
 
-  def read(
-    self, carry: Any, slot: Any, norm: base.Norm
-  ) -> tuple[jax.Array, Any]:
-    del slot
-    h_BTD = self.mix(carry, self._row(len(carry)))
-    return base.normed(h_BTD, norm), carry
+  def input(self, carry: Any, slot: Any) -> jax.Array:
+    return self.readout(carry)
 
   def readout(self, state: tuple[jax.Array, ...]) -> jax.Array:
-    return self.mix(state, self._row(len(state)))
+    """The read after so many values."""
+    first = len(state) * (len(state) - 1) // 2
+    return self.mix(state, self.weight[first : first + len(state)])
 
   def mix(self, values: Sequence[jax.Array], row: jax.Array) -> jax.Array:
     """The read [B, T, D], given its row of weights, one per value."""
     raise NotImplementedError
-
-  def _row(self, l: int) -> jax.Array:
-    """The weights of h_l, which has l sources."""
-    first = l * (l - 1) // 2
-    return self.weight[first : first + l]
 
   def _num_weights(self) -> int:
     return (self.num_sublayers + 1) * (self.num_sublayers + 2) // 2
@@ -69,7 +62,7 @@ class DenseNet(_Dense):
     super().__init__(config, rngs=rngs)
     one = jnp.eye(config.width, dtype=jnp.float32)
     weight = jnp.tile(one, (self._num_weights(), 1, 1))
-    self.weight = nnx.Param(weight, axes="LDD", decays=False)
+    self.weight = base.parameter("LDD", weight, decays=False)
 
   def mix(self, values: Sequence[jax.Array], row: jax.Array) -> jax.Array:
     terms = [
@@ -94,8 +87,7 @@ class DenseFormer(_Dense):
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
-    weight = jnp.ones(self._num_weights(), jnp.float32)
-    self.weight = nnx.Param(weight, axes="L", decays=False)
+    self.weight = base.parameter("L", 1, self._num_weights(), decays=False)
 
   def mix(self, values: Sequence[jax.Array], row: jax.Array) -> jax.Array:
     return over_blocks.weighted_sum(row, values).astype(self.dtype)
@@ -134,10 +126,10 @@ class Dwa(over_blocks.OverBlocks):
         f"{config.residual.name!r}",
       )
     rows = [
-      jnp.zeros(len(self._sources(t)), jnp.float32).at[-1].set(1.0)
+      jnp.zeros(len(self._sources(t))).at[-1].set(1.0)
       for t in range(self.period, blocks + 1, self.period)
     ]
-    self.weight = nnx.Param(jnp.concatenate(rows), axes="L", decays=False)
+    self.weight = base.parameter("L", jnp.concatenate(rows), decays=False)
 
   def combine(self, outputs: tuple[jax.Array, ...]) -> jax.Array:
     t = len(outputs) - 1

@@ -91,15 +91,10 @@ class DepthQueries(nnx.Module):
     rngs: nnx.Rngs,
     scales: tuple[int, ...] | None = None,
   ):
-    """Draws the parameters.
+    """For L reads, or L + 1 with one at the output.
 
-    Args:
-      config: of the network.
-      options: of its reads.
-      num_reads: L, or L + 1 with a read at the output.
-      most_sources: of the read that has the most.
-      rngs: for queries that do not start at zero.
-      scales: factors of the mixtures, one for each read.
+    `most_sources` is of the read that has the most, and `scales` are factors of
+    the mixtures, one for each read.
     """
     width = config.width
     key_width, letter = (options.rank, "R") if options.rank else (width, "D")
@@ -111,26 +106,23 @@ class DepthQueries(nnx.Module):
     keyed = options.key_norm and not options.rank and options.query != "static"
 
     # No decay: it would pull every softmax back to uniform.
-    def parameter(value: jax.Array, axes: str = "LD") -> nnx.Param:
-      return nnx.Param(value, axes=axes, decays=False)
+    parameter = functools.partial(base.parameter, decays=False)
 
     def queries(count: int) -> nnx.Param:
       if not options.query_init:
-        return parameter(jnp.zeros((count, *shape), jnp.float32), axes)
+        return parameter(axes, 0, count, *shape)
       drawn = jax.random.normal(rngs.params(), (count, *shape), jnp.float32)
-      return parameter(options.query_init * drawn, axes)
-
-    def vectors(fill: int) -> nnx.Param:
-      return parameter(jnp.full((num_reads, width), fill, jnp.float32))
+      return parameter(axes, options.query_init * drawn)
 
     self.width, self.scale = width, options.logit_scale
     self.scales = scales
     self.has_null = options.null != "none"
     self.query = queries(num_reads)
-    self.gain = vectors(1) if keyed else None
+    self.gain = parameter("LD", 1, num_reads, width) if keyed else None
     num_mixers = -(-config.num_sublayers // 2)
     self.value_query = queries(num_mixers) if options.value_query else None
-    self.null = vectors(0) if options.null == "learned" else None
+    learned = options.null == "learned"
+    self.null = parameter("LD", 0, num_reads, width) if learned else None
 
   def reads(self, start: int, stop: int) -> definition.Read:
     """The parameters of reads start..stop-1 (from 0), stacked."""
@@ -520,11 +512,8 @@ def pair_flops(mixtures: Sequence[int], key_width: int) -> int:
   """FLOPs per source: a dot product of keys and a weighted sum of values.
 
   A (query, source) pair counts as the two, and a source as one mean square,
-  however often its norm is recomputed.
-
-  Args:
-    mixtures: the shape of the mixed arrays, [..., D].
-    key_width: of the scored keys.
+  however often its norm is recomputed. `mixtures` is the shape [..., D] of the
+  mixed arrays, `key_width` of the scored keys.
   """
   *tokens, width = mixtures
   return 2 * math.prod(tokens) * (width + key_width)

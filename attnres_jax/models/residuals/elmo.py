@@ -41,24 +41,18 @@ class Elmo(base.Residual):
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
-    start_L = jnp.zeros(self.num_sublayers + 1, jnp.float32)
     # No decay: it would pull the weights back to uniform.
-    self.logits = nnx.Param(start_L, axes="L", decays=False)
+    self.logits = base.parameter("L", 0, self.num_sublayers + 1, decays=False)
 
   def init(self, embedding_BTD: jax.Array) -> StreamAndMean:
-    stream_BTD = precision.widen(embedding_BTD.astype(self.dtype))
+    stream_BTD = self.widened(embedding_BTD)
     return StreamAndMean(stream_BTD, jnp.zeros_like(stream_BTD))
 
-  def open(
-    self, state: StreamAndMean, start: int, stop: int
-  ) -> tuple[Any, Any]:
+  def open(self, state: Any, start: int, stop: int) -> tuple[Any, Any]:
     return state, self._weights()[start:stop]
 
-  def read(
-    self, carry: StreamAndMean, slot: Any, norm: base.Norm
-  ) -> tuple[jax.Array, Any]:
-    del slot
-    return base.normed(carry.stream_BTD.astype(self.dtype), norm), carry
+  def input(self, carry: StreamAndMean, slot: Any) -> jax.Array:
+    return carry.stream_BTD.astype(self.dtype)
 
   def write(
     self, carry: StreamAndMean, slot: Any, y_BTD: jax.Array

@@ -58,7 +58,6 @@ class FullAttnRes(base.Values, depth_read.DepthAttention):
     return base.normed(h, norm), carry
 
   def close(self, state: Any, carry: Any, stop: int) -> tuple[jax.Array, ...]:
-    del stop
     # In two phases, the carry has the new values only.
     return (*state, *carry) if self.two_phase else carry
 

@@ -78,14 +78,13 @@ class GatedResidual(base.Residual):
     self.rank = config.residual.rank or -(-config.width // 8)
     writes, width = self.num_sublayers, config.width
     matrix = linear.matrices(config.init_std, rngs)
-    start_LMD = jnp.zeros((writes + 1, m, width), jnp.float32)
-    self.gain = nnx.Param(start_LMD, axes="LMD")
+    self.gain = base.parameter("LMD", 0, writes + 1, m, width)
     self.down = matrix("LMDR", writes + 1, m, width, self.rank)
     self.up = matrix("LRMD", writes + 1, self.rank, m, width)
     self.weigh = matrix("LMDM", writes, m, width, m)
 
   def init(self, embedding_BTD: jax.Array) -> State:
-    embedding_BTD = precision.widen(embedding_BTD.astype(self.dtype))
+    embedding_BTD = self.widened(embedding_BTD)
     batch, length, width = embedding_BTD.shape
     streams_BTMD = jnp.broadcast_to(
       embedding_BTD[:, :, None], (batch, length, self.streams, width)
@@ -100,11 +99,8 @@ class GatedResidual(base.Residual):
       self._both(start + 1, stop + 1),
     )
 
-  def read(
-    self, carry: State, slot: GateSlot, norm: base.Norm
-  ) -> tuple[jax.Array, Any]:
-    h_BTD = self._read(carry, slot.gain_MD, slot.up_RMD)
-    return base.normed(h_BTD, norm), carry
+  def input(self, carry: State, slot: GateSlot) -> jax.Array:
+    return self._read(carry, slot.gain_MD, slot.up_RMD)
 
   def write(self, carry: State, slot: GateSlot, y_BTD: jax.Array) -> State:
     weight_BTM = 2 * jax.nn.sigmoid(carry.low_BTR[..., self.rank :])

@@ -68,8 +68,7 @@ class Haares(depth_read.DepthAttention):
     self.block_size = self.segment_size = size
     super().__init__(config, rngs=rngs)
     self.form = "one_softmax"
-    start = jnp.full(self.num_sublayers + 1, -4.0, jnp.float32)
-    self.bias = nnx.Param(start, axes="L", decays=False)
+    self.bias = base.parameter("L", -4, self.num_sublayers + 1, decays=False)
 
   def read_options(
     self, given: config_lib.DepthReadConfig
@@ -90,12 +89,7 @@ class Haares(depth_read.DepthAttention):
   def open(self, state: State, start: int, stop: int) -> tuple[Any, Any]:
     return state, self._parameters(start, stop)
 
-  def read(
-    self, carry: Any, slot: Any, norm: base.Norm
-  ) -> tuple[jax.Array, Any]:
-    return base.normed(self._mixture(carry, slot), norm), carry
-
-  def _mixture(self, carry: State, slot: DetailSlot) -> jax.Array:
+  def input(self, carry: State, slot: DetailSlot) -> jax.Array:
     sources = self._all_sources(carry)
     if len(sources) == 1:
       return sources[0]
@@ -112,7 +106,6 @@ class Haares(depth_read.DepthAttention):
     return carry._replace(opened=tuple(map(base.save, opened)))
 
   def close(self, state: State, carry: Any, stop: int) -> State:
-    del state
     if stop % self.block_size and stop != self.num_sublayers:
       return carry
     return State(self._all_sources(carry), None)
@@ -120,7 +113,7 @@ class Haares(depth_read.DepthAttention):
   def readout(self, state: State) -> jax.Array:
     last = self.num_sublayers
     slots = self._parameters(last, last + 1)
-    return self._mixture(state, layer_stacks.single(slots))
+    return self.input(state, layer_stacks.single(slots))
 
   def take_apart(self, state: State) -> tuple[Any, Any]:
     """A block and its detail are one array [2, B, T, D]."""

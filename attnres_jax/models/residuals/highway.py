@@ -5,7 +5,6 @@ from typing import Any
 
 from flax import nnx
 import jax
-import jax.numpy as jnp
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import precision
@@ -43,22 +42,17 @@ class Highway(prenorm.Stream):
     self.eps = config.norm_eps
     gates = 1 if self.scalar else config.width
     shape = self.num_sublayers, config.width, gates
-    self.matrix = nnx.Param(jnp.zeros(shape, jnp.float32), axes="LDD")
+    self.matrix = base.parameter("LDD", 0, *shape)
     # No decay: it would open all gates halfway.
-    start_LD = jnp.full((self.num_sublayers, gates), _START, jnp.float32)
-    self.bias = nnx.Param(start_LD, axes="LD", decays=False)
-
-  def open(self, state: jax.Array, start: int, stop: int) -> tuple[Any, Any]:
-    return state, (self.matrix[start:stop], self.bias[start:stop])
+    self.bias = base.parameter("LD", _START, *shape[::2], decays=False)
 
   def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
-    matrix_DD, bias_D = slot
     normed_BTD = carry * norm_lib.inverse_rms(carry, self.eps)
     normed_BTD = base.coefficient(normed_BTD)
     logits_BTD = linear.linear(
-      normed_BTD.astype(self.dtype), matrix_DD, 1, carry.dtype
+      normed_BTD.astype(self.dtype), slot.matrix[...], 1, carry.dtype
     )
-    gate_BTD = jax.nn.sigmoid(logits_BTD + bias_D[None, None])
+    gate_BTD = jax.nn.sigmoid(logits_BTD + slot.bias[None, None])
     y_BTD = precision.widen(base.save(y_BTD))
     return base.save(carry + gate_BTD * (y_BTD - carry))
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hyper-Connections: several streams with learned reads, writes and mixing."""
 
+import functools
+
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -33,28 +35,21 @@ class StaticHyperConnections(streams_lib.Streams):
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
-    streams, shape = self.num_streams, (config.num_sublayers, self.num_streams)
+    shape = config.num_sublayers, self.num_streams
+    turns_LM, eye_MM = streams_lib.in_turn(*shape), jnp.eye(shape[1])
     # No decay: it would pull streams and writes to zero, not to PreNorm.
-    self.alpha = nnx.Param(
-      jnp.asarray(streams_lib.in_turn(shape[0], streams), jnp.float32),
-      axes="LM",
-      decays=False,
-    )
-    self.beta = nnx.Param(jnp.ones(shape, jnp.float32), axes="LM", decays=False)
-    self.mix = nnx.Param(
-      jnp.broadcast_to(jnp.eye(streams, dtype=jnp.float32), (*shape, streams)),
-      axes="LMM",
-      decays=False,
-    )
+    parameter = functools.partial(base.parameter, decays=False)
+    self.alpha = parameter("LM", turns_LM)
+    self.beta = parameter("LM", 1, *shape)
+    self.mix = parameter("LMM", eye_MM, *shape, shape[1])
 
   def coefficients(
     self, streams: streams_lib.State
   ) -> streams_lib.Coefficients:
-    del streams
     return streams_lib.Coefficients(
-      streams_lib.to_tokens(self.alpha[...]),
-      streams_lib.to_tokens(self.beta[...]),
-      streams_lib.to_tokens(self.mix[...]),
+      *(
+        streams_lib.to_tokens(p[...]) for p in (self.alpha, self.beta, self.mix)
+      )
     )
 
 
@@ -77,13 +72,9 @@ class HyperConnections(StaticHyperConnections):
     super().__init__(config, rngs=rngs)
     self.eps = config.norm_eps
     shape = config.num_sublayers, config.width
-    self.gain = nnx.Param(jnp.ones(shape, jnp.float32), axes="LD")
-    self.projection = nnx.Param(
-      jnp.zeros((*shape, self.num_streams + 2), jnp.float32), axes="LDC"
-    )
-    self.scale = nnx.Param(
-      jnp.full((config.num_sublayers, 2), _SCALE, jnp.float32), axes="LC"
-    )
+    self.gain = base.parameter("LD", 1, *shape)
+    self.projection = base.parameter("LDC", 0, *shape, self.num_streams + 2)
+    self.scale = base.parameter("LC", _SCALE, shape[0], 2)
 
   def coefficients(
     self, streams: streams_lib.State

@@ -36,15 +36,12 @@ class LaurelRW(prenorm.Stream):
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
-    start_L2 = jnp.zeros((self.num_sublayers, 2), jnp.float32)
-    self.logits = nnx.Param(start_L2, axes="LM")
-
-  def open(self, state: jax.Array, start: int, stop: int) -> tuple[Any, Any]:
-    return state, 2 * jax.nn.softmax(self.logits[start:stop], axis=-1)
+    self.logits = base.parameter("LM", 0, self.num_sublayers, 2)
 
   def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
     y_BTD = precision.widen(base.save(y_BTD))
-    return base.save(slot[0] * y_BTD + slot[1] * carry)
+    alpha, beta = 2 * jax.nn.softmax(slot.logits[...])
+    return base.save(alpha * y_BTD + beta * carry)
 
 
 class LaurelLR(prenorm.Stream):
@@ -69,21 +66,17 @@ class LaurelLR(prenorm.Stream):
     width, rank = config.width, config.residual.rank or 64
     shape = self.num_sublayers, width, rank
     start_LDR = jax.random.normal(rngs.params(), shape) * width**-0.5
-    self.down = nnx.Param(start_LDR, axes="LDR")
-    self.up = nnx.Param(jnp.zeros((shape[0], rank, width)), axes="LRD")
-
-  def open(self, state: jax.Array, start: int, stop: int) -> tuple[Any, Any]:
-    return state, (self.down[start:stop], self.up[start:stop])
+    self.down = base.parameter("LDR", start_LDR)
+    self.up = base.parameter("LRD", 0, shape[0], rank, width)
 
   def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
-    mapped_BTD = self._low_rank(carry, *slot)
+    mapped_BTD = slot.mapped(carry)
     return base.save(carry + mapped_BTD + precision.widen(y_BTD))
 
-  def _low_rank(
-    self, x_BTD: jax.Array, down_DR: jax.Array, up_RD: jax.Array
-  ) -> jax.Array:
-    low_BTR = jnp.einsum("BTD,DR->BTR", x_BTD, down_DR)
-    return jnp.einsum("BTR,RD->BTD", low_BTR, up_RD)
+  def mapped(self, x_BTD: jax.Array) -> jax.Array:
+    """B A x; `self` has the parameters of one sublayer."""
+    low_BTR = jnp.einsum("BTD,DR->BTR", x_BTD, self.down[...])
+    return jnp.einsum("BTR,RD->BTD", low_BTR, self.up[...])
 
 
 class LaurelPA(LaurelLR):
@@ -105,31 +98,20 @@ class LaurelPA(LaurelLR):
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
-    start_LM = jnp.full((self.num_sublayers, _REACH), 1 / _REACH, jnp.float32)
     # No decay: at zero, B and gamma would get no gradient.
-    self.weight = nnx.Param(start_LM, axes="LM", decays=False)
+    shape = self.num_sublayers, _REACH
+    self.weight = base.parameter("LM", 1 / _REACH, *shape, decays=False)
 
   def init(self, embedding_BTD: jax.Array) -> Any:
     now_BTD = super().init(embedding_BTD)
     return now_BTD, *[jnp.zeros_like(now_BTD)] * _REACH
 
-  def open(self, state: Any, start: int, stop: int) -> tuple[Any, Any]:
-    return state, (
-      *super().open(state, start, stop)[1],
-      self.weight[start:stop],
-    )
-
-  def read(
-    self, carry: Any, slot: Any, norm: base.Norm
-  ) -> tuple[jax.Array, Any]:
-    x, _ = super().read(carry[0], slot, norm)
-    return x, carry
+  def input(self, carry: Any, slot: Any) -> jax.Array:
+    return super().input(carry[0], slot)
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
-    down_DR, up_RD, weight_M = slot
-    earlier_BTD: Any = sum(weight_M[j] * h for j, h in enumerate(carry[1:]))
-    mapped_BTD = self._low_rank(earlier_BTD, down_DR, up_RD)
-    next_BTD = carry[0] + mapped_BTD + precision.widen(y_BTD)
+    earlier_BTD: Any = sum(slot.weight[j] * h for j, h in enumerate(carry[1:]))
+    next_BTD = carry[0] + slot.mapped(earlier_BTD) + precision.widen(y_BTD)
     return base.save(next_BTD), *carry[:-1]
 
   def readout(self, state: Any) -> jax.Array:

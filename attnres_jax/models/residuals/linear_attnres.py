@@ -57,13 +57,12 @@ class LinearAttnRes(base.Residual):
     self.eps = config.norm_eps
     shape = config.num_sublayers + 1, config.residual.streams
     drawn = jax.random.normal(rngs.params(), shape, jnp.float32)
-    zeros = jnp.zeros((*shape, config.width), jnp.float32)
     # No decay: it would pull queries together and weights to their mean.
-    self.query = nnx.Param(drawn, axes="LR", decays=False)
-    self.key = nnx.Param(zeros, axes="LRD", decays=False)
+    self.query = base.parameter("LR", drawn, decays=False)
+    self.key = base.parameter("LRD", 0, *shape, config.width, decays=False)
 
   def init(self, embedding_BTD: jax.Array) -> State:
-    value_BTD = precision.widen(embedding_BTD.astype(self.dtype))
+    value_BTD = self.widened(embedding_BTD)
     key_RBT = self._key(self.key[0], value_BTD)
     return State(key_RBT[..., None] * value_BTD[None], key_RBT)
 
@@ -71,10 +70,8 @@ class LinearAttnRes(base.Residual):
     query_QR = _phi(self.query[start:stop])
     return state, KernelSlot(query_QR, self.key[start + 1 : stop + 1])
 
-  def read(
-    self, carry: State, slot: KernelSlot, norm: base.Norm
-  ) -> tuple[jax.Array, Any]:
-    return base.normed(self._read(carry, slot.query_R), norm), carry
+  def input(self, carry: State, slot: KernelSlot) -> jax.Array:
+    return self._read(carry, slot.query_R)
 
   def write(self, carry: State, slot: KernelSlot, y_BTD: jax.Array) -> State:
     # Keeping the output is enough: R streams are sums of outputs.

@@ -30,7 +30,6 @@ import numpy as np
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import sharding
-from attnres_jax.config import errors
 from attnres_jax.models import linear
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import streams as streams_lib
@@ -61,20 +60,13 @@ class Manifold(streams_lib.Streams):
     bias = turns_LM, turns_LM, *mix
     self.sizes = tuple(part.shape[1] for part in bias)
     # No decay: with zero biases, each stream would be read and written alike.
-    self.bias = nnx.Param(
-      jnp.asarray(np.concatenate(bias, axis=1), jnp.float32),
-      axes="LC",
-      decays=False,
-    )
-    self.scale = nnx.Param(
-      jnp.full((depth, len(self.sizes)), _SCALE, jnp.float32), axes="LC"
-    )
+    bias_LC = np.concatenate(bias, axis=1)
+    self.bias = base.parameter("LC", bias_LC, decays=False)
+    self.scale = base.parameter("LC", _SCALE, depth, len(self.sizes))
     shape = depth, streams, config.width
-    self.projection = nnx.Param(
-      jnp.zeros((*shape, sum(self.sizes)), jnp.float32), axes="LMDC"
-    )
+    self.projection = base.parameter("LMDC", 0, *shape, sum(self.sizes))
     if self.has_gain:
-      self.gain = nnx.Param(jnp.zeros(shape, jnp.float32), axes="LMD")
+      self.gain = base.parameter("LMD", 0, *shape)
 
   def check(self, streams: int) -> None:
     """Raises ConfigError if the scheme has no matrix of this size."""
@@ -115,7 +107,7 @@ class Manifold(streams_lib.Streams):
   ) -> tuple[streams_lib.Carry, Any]:
     carry, slots = super().open(state, start, stop)
     if not base.coefficients_are_fixed():
-      carry = carry._replace(h_BTD=self.input(carry))
+      carry = carry._replace(h_BTD=self.input(carry, None))
     return carry, slots
 
   def write(
@@ -171,11 +163,7 @@ class MHCLite(Manifold):
 
   def check(self, streams: int) -> None:
     if streams > 6:
-      errors.fail(
-        "model.residual.streams",
-        streams,
-        "at most 6 for mhc_lite, which mixes all permutations",
-      )
+      self.refuse("at most 6 for mhc_lite, which mixes all permutations")
 
   def start(self, streams: int) -> Sequence[np.ndarray]:
     # The first permutation is the identity.
@@ -205,9 +193,7 @@ class KromHC(Manifold):
 
   def check(self, streams: int) -> None:
     if streams < 2 or streams & (streams - 1):
-      errors.fail(
-        "model.residual.streams", streams, "a power of two for krom_hc"
-      )
+      self.refuse("a power of two for krom_hc")
 
   def start(self, streams: int) -> Sequence[np.ndarray]:
     factors = streams.bit_length() - 1
@@ -247,13 +233,11 @@ class SHC(Manifold):
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
-    self.angle_gain = nnx.Param(
-      jnp.ones((config.num_sublayers, 2), jnp.float32), axes="LC"
-    )
+    self.angle_gain = base.parameter("LC", 1, config.num_sublayers, 2)
 
   def check(self, streams: int) -> None:
     if streams < 3:
-      errors.fail("model.residual.streams", streams, "at least 3 for shc")
+      self.refuse("at least 3 for shc")
 
   def start(self, streams: int) -> Sequence[np.ndarray]:
     angles = np.zeros((streams - 1) * (streams - 2) // 2)
@@ -291,11 +275,7 @@ class OHC(Manifold):
 
   def check(self, streams: int) -> None:
     if streams != 4:
-      errors.fail(
-        "model.residual.streams",
-        streams,
-        "4, the parts of a quaternion, for ohc",
-      )
+      self.refuse("4, the parts of a quaternion, for ohc")
 
   def start(self, streams: int) -> Sequence[np.ndarray]:
     return [np.zeros(2 * streams)]

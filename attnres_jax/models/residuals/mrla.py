@@ -49,10 +49,10 @@ class Projections(nnx.Module):
     def draw(axes: str, taps: int, *rest: int) -> nnx.Param:
       bound = taps**-0.5
       shape = count, taps, *rest
-      value = jax.random.uniform(
-        rngs.params(), shape, jnp.float32, minval=-bound, maxval=bound
+      drawn = jax.random.uniform(
+        rngs.params(), shape, jnp.float32, -bound, bound
       )
-      return nnx.Param(value, axes=axes)
+      return base.parameter(axes, drawn)
 
     self.query = draw("LW", taps)
     self.key = draw("LW", taps)
@@ -146,28 +146,22 @@ class MrlaLight(base.Residual):
     super().__init__(config, rngs=rngs)
     blocks = self.num_sublayers // 2
     self.projections = Projections(blocks, config.width, rngs)
-    decay = jax.random.normal(
-      rngs.params(), (blocks, config.width), jnp.float32
-    )
-    self.decay = nnx.Param(decay, axes="LD", decays=False)
+    shape = blocks, config.width
+    decay = jax.random.normal(rngs.params(), shape, jnp.float32)
+    self.decay = base.parameter("LD", decay, decays=False)
 
   def init(self, embedding_BTD: jax.Array) -> "LightState":
-    stream_BTD = precision.widen(embedding_BTD.astype(self.dtype))
+    stream_BTD = self.widened(embedding_BTD)
     return LightState(stream_BTD, jnp.zeros_like(stream_BTD))
 
   def open(self, state: "LightState", start: int, stop: int) -> tuple[Any, Any]:
-    del stop
     # In the middle of a block, nothing has to be added.
     return (self._attend(state, start // 2) if start % 2 == 0 else state), None
 
-  def read(
-    self, carry: "LightState", slot: Any, norm: base.Norm
-  ) -> tuple[jax.Array, Any]:
-    del slot
-    return base.normed(carry.stream_BTD.astype(self.dtype), norm), carry
+  def input(self, carry: "LightState", slot: Any) -> jax.Array:
+    return carry.stream_BTD.astype(self.dtype)
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
-    del slot
     stream_BTD = base.save(carry.stream_BTD + precision.widen(y_BTD))
     return carry._replace(stream_BTD=stream_BTD)
 
@@ -221,7 +215,6 @@ class MrlaLocal(prenorm.PreNorm):
     self.projections = Projections(self.num_sublayers // 2, config.width, rngs)
 
   def open(self, state: jax.Array, start: int, stop: int) -> tuple[Any, Any]:
-    del stop
     return (self._mix(state, start // 2) if start % 2 == 0 else state), None
 
   def readout(self, state: jax.Array) -> jax.Array:
@@ -256,19 +249,12 @@ class MrlaLinear(base.Values):
     self.projections = Projections(self.num_sublayers, config.width, rngs)
 
   def open(self, state: Any, start: int, stop: int) -> tuple[Any, Any]:
-    del start, stop
     attended = [self._source(i, v_BTD) for i, v_BTD in enumerate(state[1:])]
     return (state, tuple(attended)), None
 
-  def read(
-    self, carry: Any, slot: Any, norm: base.Norm
-  ) -> tuple[jax.Array, Any]:
-    return base.normed(self._input(*carry), norm), carry
-
-  def _input(
-    self, values: tuple[jax.Array, ...], attended: tuple[Any, ...]
-  ) -> jax.Array:
-    """v_0 and what the blocks so far have mixed."""
+  def input(self, carry: Any, slot: Any) -> jax.Array:
+    """v_0 and what the sublayers so far have mixed."""
+    values, attended = carry
     h_BTD = precision.widen(values[0])
     if not attended:
       return h_BTD.astype(self.dtype)
@@ -286,19 +272,16 @@ class MrlaLinear(base.Values):
     return (h_BTD + mixed_BTD).astype(self.dtype)
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
-    del slot
     values, attended = carry
     y_BTD = base.save(y_BTD.astype(self.dtype))
     source = self._source(len(attended), y_BTD)
     return (*values, y_BTD), (*attended, source)
 
   def close(self, state: Any, carry: Any, stop: int) -> tuple[jax.Array, ...]:
-    del state, stop
     return carry[0]
 
   def readout(self, state: tuple[jax.Array, ...]) -> jax.Array:
-    carry, _ = self.open(state, self.num_sublayers, self.num_sublayers)
-    return self._input(*carry)
+    return self.input(*self.open(state, self.num_sublayers, self.num_sublayers))
 
   def _source(self, i: int, v_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Sigmoid of the key, and the value, of sublayer i, counted from 0."""

@@ -78,19 +78,16 @@ class Mudd(over_blocks.OverBlocks):
     hidden = sum(hidden for hidden, _ in sizes)
     first = jax.random.normal(rngs.params(), (hidden, width), jnp.float32)
     bias = [
-      jnp.zeros((outs // (t + 1), t + 1), jnp.float32).at[:, -1].set(1.0)
+      jnp.zeros((outs // (t + 1), t + 1)).at[:, -1].set(1.0)
       for t, (_, outs) in enumerate(sizes, 1)
     ]
     entries = sum(hidden * outs for hidden, outs in sizes)
-    second = jnp.zeros(entries, jnp.float32)
-    gain = jnp.ones((blocks - 1, width), jnp.float32)
-    self.first = nnx.Param(first * width**-0.5, axes="LD")
-    self.second = nnx.Param(second, axes="L")
-    self.bias = nnx.Param(
-      jnp.concatenate([a.ravel() for a in bias]), axes="L", decays=False
-    )
-    self.key_gain = nnx.Param(gain, axes="LD")
-    self.value_gain = nnx.Param(gain, axes="LD")
+    self.first = base.parameter("LD", first * width**-0.5)
+    self.second = base.parameter("L", 0, entries)
+    bias_L = jnp.concatenate([a.ravel() for a in bias])
+    self.bias = base.parameter("L", bias_L, decays=False)
+    self.key_gain = base.parameter("LD", 1, blocks - 1, width)
+    self.value_gain = base.parameter("LD", 1, blocks - 1, width)
 
   def weights(self, outputs: tuple[jax.Array, ...]) -> jax.Array:
     """A_t [C, t + 1, B, T], float32, of (X_0, ..., X_t)."""
@@ -126,7 +123,6 @@ class Mudd(over_blocks.OverBlocks):
     ]
 
   def open(self, state: Any, start: int, stop: int) -> tuple[Any, Any]:
-    del stop
     if state.partial_BTD is not None:
       return Carry(state.partial_BTD, None), None
     if start == 0:
@@ -140,7 +136,6 @@ class Mudd(over_blocks.OverBlocks):
   def read(
     self, carry: Carry, slot: Any, norm: base.Norm
   ) -> tuple[jax.Array | base.QKV, Carry]:
-    del slot
     if carry.mixer is None:
       return base.normed(carry.stream_BTD.astype(self.dtype), norm), carry
     inputs, *gains = carry.mixer
@@ -150,7 +145,6 @@ class Mudd(over_blocks.OverBlocks):
     return base.QKV(norm(inputs.query), key_BTD, value_BTD), carry
 
   def write(self, carry: Carry, slot: Any, y_BTD: jax.Array) -> Carry:
-    del slot
     return Carry(base.save(carry.stream_BTD + precision.widen(y_BTD)), None)
 
   def close(self, state: Any, carry: Carry, stop: int) -> Any:

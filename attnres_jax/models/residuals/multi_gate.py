@@ -21,19 +21,15 @@ _DEPTH, _GATE = 21, -3.0
 
 
 class Site(NamedTuple):
-  """The arrays that a sublayer needs, stacked over the sublayers of a segment.
+  """What a sublayer needs.
 
   Attributes:
-    query_D: of the read.
-    gate_query_D: of the gates.
-    bias_C: of the gates.
+    scheme: its parameters.
     is_open_M: which streams exist when the sublayer reads.
     opens_M: which stream its output becomes, if any.
   """
 
-  query_D: jax.Array
-  gate_query_D: jax.Array
-  bias_C: jax.Array
+  scheme: Any
   is_open_M: jax.Array
   opens_M: jax.Array
 
@@ -66,62 +62,43 @@ class MultiGate(base.Residual):
     self.eps = config.norm_eps
     self.num_streams = config.residual.streams
     depth, width = config.num_sublayers, config.width
-    shape = depth + 1, width
-    # No decay: it would pull reads to the plain mean.
-    self.query = nnx.Param(
-      jnp.zeros(shape, jnp.float32), axes="LD", decays=False
-    )
-    self.gate_query = nnx.Param(
-      jnp.zeros((depth, width), jnp.float32), axes="LD"
-    )
-    self.bias = nnx.Param(
-      jnp.broadcast_to(self.start_bias(), (depth, len(self.start_bias()))),
-      axes="LC",
-      decays=False,  # It would pull gates to one half.
-    )
+    # No decay: it would pull reads to the plain mean, and gates to one half.
+    self.query = base.parameter("LD", 0, depth + 1, width, decays=False)
+    self.gate_query = base.parameter("LD", 0, depth, width)
+    start, count = self.start_bias()
+    self.bias = base.parameter("LC", start, depth, count, decays=False)
 
-  def start_bias(self) -> jax.Array:
-    """c, such that all gates are `_start_gate`."""
+  def start_bias(self) -> tuple[float, int]:
+    """Each c, such that all gates are `_start_gate`, and how many there are."""
     gate = _start_gate(self.num_sublayers)
-    logit = math.log(gate / (1 - gate))
-    return jnp.full(self.num_streams, logit, jnp.float32)
+    return math.log(gate / (1 - gate)), self.num_streams
 
   def gates(self, score_MBT: jax.Array, bias_C: jax.Array) -> jax.Array:
     """The gates b [M, B, T]."""
     return jax.nn.sigmoid(score_MBT + streams_lib.to_tokens(bias_C))
 
   def init(self, embedding_BTD: jax.Array) -> streams_lib.State:
-    stream_BTD = precision.widen(embedding_BTD.astype(self.dtype))
+    stream_BTD = self.widened(embedding_BTD)
     empty = [jnp.zeros_like(stream_BTD)] * (self.num_streams - 1)
     return (stream_BTD, *empty)
 
   def open(
     self, state: streams_lib.State, start: int, stop: int
   ) -> tuple[streams_lib.State, Site]:
-    stream_M, l_L1 = (
-      jnp.arange(self.num_streams),
-      jnp.arange(start, stop)[:, None],
-    )
-    site = Site(
-      self.query[start:stop],
-      self.gate_query[start:stop],
-      self.bias[start:stop],
-      stream_M[None] <= l_L1,
-      stream_M[None] == l_L1 + 1,
-    )
-    return state, site
+    stream_1M = jnp.arange(self.num_streams)[None]
+    l_L1 = jnp.arange(start, stop)[:, None]
+    rows = self.rows(start, stop)
+    return state, Site(rows, stream_1M <= l_L1, stream_1M == l_L1 + 1)
 
-  def read(
-    self, carry: streams_lib.State, slot: Site, norm: base.Norm
-  ) -> tuple[jax.Array, Any]:
-    h_BTD = self._attend(carry, slot.query_D, slot.is_open_M)
-    return base.normed(h_BTD, norm), carry
+  def input(self, carry: streams_lib.State, slot: Site) -> jax.Array:
+    return self._attend(carry, slot.scheme.query[...], slot.is_open_M)
 
   def write(
     self, carry: streams_lib.State, slot: Site, y_BTD: jax.Array
   ) -> streams_lib.State:
     y_BTD = precision.widen(base.save(y_BTD))
-    gate_MBT = self.gates(self._scores(carry, slot.gate_query_D), slot.bias_C)
+    score_MBT = self._scores(carry, slot.scheme.gate_query[...])
+    gate_MBT = self.gates(score_MBT, slot.scheme.bias[...])
     # While streams open, the others do not change.
     opens_M11 = streams_lib.to_tokens(slot.opens_M)
     gate_MBT = jnp.where(jnp.any(slot.opens_M), 0.0, gate_MBT)
@@ -169,7 +146,7 @@ class MultiGateCompetitive(MultiGate):
   style = base.Style("Multi-Gate, competitive", "#4d7c0f", "8", ":")
   certainty = base.Certainty.SUMMARY
 
-  def start_bias(self) -> jax.Array:
+  def start_bias(self) -> tuple[float, int]:
     rest = 1 / _start_gate(self.num_sublayers) - self.num_streams
     if rest <= 0:
       errors.fail(
@@ -177,7 +154,7 @@ class MultiGateCompetitive(MultiGate):
         self.num_streams,
         f"fewer for the {self.num_sublayers} sublayers of model.num_layers",
       )
-    return jnp.full(1, math.log(rest), jnp.float32)
+    return math.log(rest), 1
 
   def gates(self, score_MBT: jax.Array, bias_C: jax.Array) -> jax.Array:
     forget = jnp.broadcast_to(bias_C[:, None, None], score_MBT[:1].shape)

@@ -18,12 +18,9 @@ import jax
 from attnres_jax.common import precision
 from attnres_jax.models import linear
 from attnres_jax.models.residuals import base
-from attnres_jax.models.residuals import block_attnres
-
-BlockState = block_attnres.BlockState
 
 
-class OverBlocks(base.Residual):
+class OverBlocks(base.Blocks):
   """A scheme whose subclass defines `combine`.
 
   The state is the same as in Block AttnRes: X_0, ..., X_t in the model's dtype
@@ -36,38 +33,28 @@ class OverBlocks(base.Residual):
     """Y_t, float32, of (X_0, ..., X_t)."""
     return precision.widen(outputs[-1])
 
-  def init(self, embedding_BTD: jax.Array) -> BlockState:
-    return BlockState((embedding_BTD.astype(self.dtype),), None)
-
-  def open(self, state: BlockState, start: int, stop: int) -> tuple[Any, Any]:
-    del start, stop
+  def open(
+    self, state: base.BlockState, start: int, stop: int
+  ) -> tuple[Any, Any]:
     if state.partial_BTD is not None:
       return state.partial_BTD, None
     return self.combine(state.blocks), None
 
-  def read(
-    self, carry: Any, slot: Any, norm: base.Norm
-  ) -> tuple[jax.Array | base.QKV, Any]:
-    del slot
-    return base.normed(carry.astype(self.dtype), norm), carry
+  def input(self, carry: Any, slot: Any) -> jax.Array:
+    return carry.astype(self.dtype)
 
   def write(self, carry: Any, slot: Any, y_BTD: jax.Array) -> Any:
-    del slot
     return base.save(carry + precision.widen(y_BTD))
 
-  def close(self, state: BlockState, carry: Any, stop: int) -> BlockState:
+  def close(
+    self, state: base.BlockState, carry: Any, stop: int
+  ) -> base.BlockState:
     if stop % 2:
-      return BlockState(state.blocks, carry)
-    return BlockState((*state.blocks, carry.astype(self.dtype)), None)
+      return base.BlockState(state.blocks, carry)
+    return base.BlockState((*state.blocks, carry.astype(self.dtype)), None)
 
-  def readout(self, state: BlockState) -> jax.Array:
+  def readout(self, state: base.BlockState) -> jax.Array:
     return self.combine(state.blocks).astype(self.dtype)
-
-  def take_apart(self, state: BlockState) -> tuple[Any, Any]:
-    return state
-
-  def put_together(self, blocks: tuple[jax.Array, ...], rest: Any) -> Any:
-    return BlockState(blocks, rest)
 
 
 def weighted_sum(
@@ -75,10 +62,7 @@ def weighted_sum(
 ) -> jax.Array:
   """sum_i w_i v_i in float32.
 
-  Args:
-    weights: float32, one for each value: a scalar, or of the shape of the value
-      with axes of length one.
-    values: in any float dtype.
+  A weight is a scalar, or of the shape of its value with axes of length one.
   """
 
   def total(weights, values):

@@ -39,16 +39,12 @@ class PostNorm(prenorm.Stream):
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
     self.alpha, self.eps = 1.0, config.norm_eps
-    shape = self.num_sublayers, config.width
-    self.gain = nnx.Param(jnp.ones(shape, jnp.float32), axes="LD")
-
-  def open(self, state: jax.Array, start: int, stop: int) -> tuple[Any, Any]:
-    return state, self.gain[start:stop]
+    self.gain = base.parameter("LD", 1, self.num_sublayers, config.width)
 
   def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
     # The sum is what the backward pass of the norm needs.
     sum_BTD = base.save(self.alpha * carry + precision.widen(y_BTD))
-    return base.rms_norm(sum_BTD, slot, self.eps)
+    return base.rms_norm(sum_BTD, slot.gain[...], self.eps)
 
 
 class DeepNorm(PostNorm):
@@ -127,8 +123,7 @@ class HybridNorm(prenorm.Stream):
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
     self.eps = config.norm_eps
-    shape = self.num_sublayers // 2, config.width
-    self.gain = nnx.Param(jnp.ones(shape, jnp.float32), axes="LD")
+    self.gain = base.parameter("LD", 1, self.num_sublayers // 2, config.width)
 
   def open(self, state: jax.Array, start: int, stop: int) -> tuple[Any, Any]:
     gain_LD = jnp.ones((self.num_sublayers, state.shape[-1]), state.dtype)
@@ -136,11 +131,8 @@ class HybridNorm(prenorm.Stream):
     is_mlp_L = jnp.arange(start, stop) % 2 == 1
     return state, (is_mlp_L, gain_LD[start:stop])
 
-  def read(
-    self, carry: jax.Array, slot: Any, norm: base.Norm
-  ) -> tuple[jax.Array, Any]:
-    h_BTD = self._stream(carry, slot).astype(self.dtype)
-    return base.normed(h_BTD, norm), carry
+  def input(self, carry: jax.Array, slot: Any) -> jax.Array:
+    return self._stream(carry, slot).astype(self.dtype)
 
   def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
     return base.save(self._stream(carry, slot) + precision.widen(y_BTD))

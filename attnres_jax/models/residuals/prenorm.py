@@ -18,17 +18,18 @@ from attnres_jax.models.residuals import base
 class Stream(base.Residual):
   """One state [B, T, D], which sublayers read unchanged.
 
-  Subclasses define `write`, and `open` if it has parameters.
+  Subclasses define `write`, whose slot is the scheme with the parameters of one
+  sublayer.
   """
 
   def init(self, embedding_BTD: jax.Array) -> jax.Array:
-    return precision.widen(embedding_BTD.astype(self.dtype))
+    return self.widened(embedding_BTD)
 
-  def read(
-    self, carry: jax.Array, slot: Any, norm: base.Norm
-  ) -> tuple[jax.Array, jax.Array]:
-    del slot
-    return base.normed(carry.astype(self.dtype), norm), carry
+  def open(self, state: Any, start: int, stop: int) -> tuple[Any, Any]:
+    return state, self.rows(start, stop)
+
+  def input(self, carry: jax.Array, slot: Any) -> jax.Array:
+    return carry.astype(self.dtype)
 
   def readout(self, state: jax.Array) -> jax.Array:
     return state.astype(self.dtype)
@@ -42,7 +43,6 @@ class PreNorm(Stream):
   headline = True
 
   def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
-    del slot
     return base.save(carry + precision.widen(y_BTD))
 
 

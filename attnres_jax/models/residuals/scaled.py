@@ -33,15 +33,12 @@ class ReZero(prenorm.Stream):
 
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
-    start_L = jnp.zeros(self.num_sublayers, jnp.float32)
     # No decay: zero switches a sublayer off.
-    self.factor = nnx.Param(start_L, axes="L", decays=False)
-
-  def open(self, state: jax.Array, start: int, stop: int) -> tuple[Any, Any]:
-    return state, self.factor[start:stop]
+    self.factor = base.parameter("L", 0, self.num_sublayers, decays=False)
 
   def write(self, carry: jax.Array, slot: Any, y_BTD: jax.Array) -> jax.Array:
-    factor_11D = jnp.reshape(slot, (1, 1, -1))  # One, or one for each channel.
+    # One factor, or one for each channel.
+    factor_11D = jnp.reshape(slot.factor[...], (1, 1, -1))
     y_BTD = precision.widen(base.save(y_BTD))
     return base.save(carry + factor_11D * y_BTD)
 
@@ -75,5 +72,4 @@ class LayerScale(ReZero):
     blocks = self.num_sublayers / 2
     start = 0.1 if blocks <= 18 else 1e-5 if blocks <= 24 else 1e-6
     shape = self.num_sublayers, config.width
-    start_LD = jnp.full(shape, start, jnp.float32)
-    self.factor = nnx.Param(start_LD, axes="LD", decays=False)
+    self.factor = base.parameter("LD", start, *shape, decays=False)

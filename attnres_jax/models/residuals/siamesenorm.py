@@ -47,13 +47,12 @@ class SiameseNorm(base.Residual):
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
     self.eps = config.norm_eps
-    ones_LD = jnp.ones((self.num_sublayers + 1, config.width), jnp.float32)
-    self.post_gain = nnx.Param(ones_LD, axes="LD")
-    self.pre_gain = nnx.Param(ones_LD, axes="LD")
+    shape = self.num_sublayers + 1, config.width
+    self.post_gain = base.parameter("LD", 1, *shape)
+    self.pre_gain = base.parameter("LD", 1, *shape)
 
   def init(self, embedding_BTD: jax.Array) -> Streams:
-    embedding_BTD = precision.widen(embedding_BTD.astype(self.dtype))
-    return Streams(embedding_BTD, embedding_BTD)
+    return Streams(*[self.widened(embedding_BTD)] * 2)
 
   def open(self, state: Streams, start: int, stop: int) -> tuple[Any, Any]:
     block_L = jnp.arange(start, stop) // 2
@@ -63,10 +62,8 @@ class SiameseNorm(base.Residual):
     gains = self.post_gain[start:stop], self.pre_gain[start:stop]
     return state, (*gains, weight_L)
 
-  def read(
-    self, carry: Streams, slot: Any, norm: base.Norm
-  ) -> tuple[jax.Array, Any]:
-    return base.normed(self._sum(carry, slot[0], slot[1]), norm), carry
+  def input(self, carry: Streams, slot: Any) -> jax.Array:
+    return self._sum(carry, slot[0], slot[1])
 
   def write(self, carry: Streams, slot: Any, y_BTD: jax.Array) -> Streams:
     post_gain_D, _, weight = slot

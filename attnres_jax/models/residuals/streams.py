@@ -28,7 +28,7 @@ what is computed from them is not used.
 
 from collections.abc import Iterable
 import functools
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from flax import nnx
 import jax
@@ -85,35 +85,29 @@ class Streams(base.Residual):
     self.num_streams = config.residual.streams
     self._rounds = config.residual.stream_dtype == "bfloat16"
 
+  def refuse(self, expected: str) -> None:
+    """Raises ConfigError: there is no scheme of so many streams."""
+    config_lib.fail("model.residual.streams", self.num_streams, expected)
+
   def coefficients(self, streams: Any) -> Any:
     """Of a sublayer that reads `streams`; `self` has its parameters only."""
     raise NotImplementedError
 
-  def sites(self, start: int, stop: int) -> Self:
-    """The parameters of sublayers start..stop-1."""
-    return jax.tree.map(lambda a: a[start:stop], self)
-
   def init(self, embedding_BTD: jax.Array) -> Any:
-    stream_BTD = precision.widen(embedding_BTD.astype(self.dtype))
+    stream_BTD = self.widened(embedding_BTD)
     if self._rounds:
       stream_BTD = stream_BTD.astype(jnp.bfloat16)
     return (stream_BTD,) * self.num_streams
 
   def open(self, state: Any, start: int, stop: int) -> tuple[Carry, Any]:
-    sites = self.sites(start, stop)
-    first = jax.tree.map(lambda a: a[0], sites)
-    following = jax.tree.map(lambda a: jnp.roll(a, -1, axis=0), sites)
+    rows = self.rows(start, stop)
+    first = jax.tree.map(lambda a: a[0], rows)
+    following = jax.tree.map(lambda a: jnp.roll(a, -1, axis=0), rows)
     return Carry(state, first.fixed(state)), following
 
-  def read(
-    self, carry: Carry, slot: Any, norm: base.Norm
-  ) -> tuple[jax.Array, Carry]:
-    del slot
-    h_BTD = self.input(carry) if carry.h_BTD is None else carry.h_BTD
-    return base.normed(h_BTD, norm), carry
-
-  def input(self, carry: Carry) -> jax.Array:
-    """What the next sublayer reads before its norm, [B, T, D]."""
+  def input(self, carry: Carry, slot: Any) -> jax.Array:
+    if carry.h_BTD is not None:
+      return carry.h_BTD
     h_BTD = combine(carry.coefficients.read_MBT, carry.streams)
     return h_BTD.astype(self.dtype)
 
@@ -122,7 +116,6 @@ class Streams(base.Residual):
     return Carry(streams, slot.fixed(streams))
 
   def close(self, state: Any, carry: Carry, stop: int) -> Any:
-    del state, stop
     return carry.streams
 
   def readout(self, state: Any) -> jax.Array:

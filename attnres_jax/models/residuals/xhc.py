@@ -11,7 +11,6 @@ import numpy as np
 
 from attnres_jax import config as config_lib
 from attnres_jax.common import precision
-from attnres_jax.config import errors
 from attnres_jax.models import norm as norm_lib
 from attnres_jax.models.residuals import base
 from attnres_jax.models.residuals import mhc
@@ -80,10 +79,8 @@ class XHC(streams_lib.Streams):
   def __init__(self, config: config_lib.ModelConfig, *, rngs: nnx.Rngs):
     super().__init__(config, rngs=rngs)
     if self.num_streams != _ACTIVE:
-      errors.fail(
-        "model.residual.streams",
-        self.num_streams,
-        f"{_ACTIVE} for xhc: the active ones of its {_STREAMS} streams",
+      self.refuse(
+        f"{_ACTIVE} for xhc: the active ones of its {_STREAMS} streams"
       )
     self.eps = config.norm_eps
     depth, width = config.num_sublayers, config.width
@@ -96,34 +93,25 @@ class XHC(streams_lib.Streams):
     self.sizes = tuple(part.shape[1] for part in bias)
     pairs = turns(depth, routed // _ROUTED).repeat(_ROUTED, axis=1)
 
-    def zeros(*shape: int) -> jax.Array:
-      return jnp.zeros((depth, *shape), jnp.float32)
-
     def convolution(taps: int) -> nnx.Param:
       shape, bound = (depth // 2, taps, width), taps**-0.5
-      return nnx.Param(
-        jax.random.uniform(rngs.params(), shape, minval=-bound, maxval=bound),
-        axes="LWD",
+      drawn = jax.random.uniform(
+        rngs.params(), shape, minval=-bound, maxval=bound
       )
+      return base.parameter("LWD", drawn)
 
     # No decay: it would make all streams equal, as in mHC.
-    self.bias = nnx.Param(
-      jnp.asarray(np.concatenate(bias, axis=1), jnp.float32),
-      axes="LC",
-      decays=False,
-    )
-    self.router_bias = nnx.Param(
-      jnp.asarray(2 * pairs - 1, jnp.float32), axes="LM", decays=False
-    )
-    self.router = nnx.Param(zeros(routed, width), axes="LMD")
-    self.projection = nnx.Param(
-      zeros(_ACTIVE, width, sum(self.sizes)), axes="LMDC"
-    )
+    bias_LC = np.concatenate(bias, axis=1)
+    self.bias = base.parameter("LC", bias_LC, decays=False)
+    self.router_bias = base.parameter("LM", 2 * pairs - 1, decays=False)
+    self.router = base.parameter("LMD", 0, depth, routed, width)
+    shape = depth, _ACTIVE, width, sum(self.sizes)
+    self.projection = base.parameter("LMDC", 0, *shape)
     # Of read, write, mix and router.
-    self.scale = nnx.Param(zeros(len(bias) + 1) + _SCALE, axes="LC")
+    self.scale = base.parameter("LC", _SCALE, depth, len(bias) + 1)
     self.taps = nnx.List(map(convolution, _TAPS))
 
-  def sites(self, start: int, stop: int) -> "XHC":
+  def rows(self, start: int, stop: int) -> "XHC":
     l = np.arange(start, stop)
 
     def cut(a: jax.Array) -> jax.Array:
@@ -132,12 +120,12 @@ class XHC(streams_lib.Streams):
     return jax.tree.map(cut, self)
 
   def init(self, embedding_BTD: jax.Array) -> jax.Array:
-    stream_BTD = precision.widen(embedding_BTD.astype(self.dtype))
+    stream_BTD = self.widened(embedding_BTD)
     return jnp.broadcast_to(stream_BTD, (_STREAMS, *stream_BTD.shape))
 
   def open(self, state: jax.Array, start: int, stop: int) -> Any:
     carry, following = super().open(state, start, stop)
-    taps = [conv[...] for conv in self.sites(start, stop).taps]
+    taps = [conv[...] for conv in self.rows(start, stop).taps]
     return carry, WriteSlot(following, jnp.arange(start, stop) % 2 == 1, taps)
 
   def coefficients(self, streams: jax.Array) -> Coefficients:
@@ -172,13 +160,10 @@ class XHC(streams_lib.Streams):
       chosen_RMBT,
     )
 
-  def read(
-    self, carry: streams_lib.Carry, slot: WriteSlot, norm: base.Norm
-  ) -> tuple[jax.Array, streams_lib.Carry]:
-    del slot
+  def input(self, carry: streams_lib.Carry, slot: WriteSlot) -> jax.Array:
     weight_MBT = carry.coefficients.read_MBT
     h_BTD = jnp.sum(weight_MBT[..., None] * carry.streams, axis=0)
-    return base.normed(h_BTD.astype(self.dtype), norm), carry
+    return h_BTD.astype(self.dtype)
 
   def write(
     self, carry: streams_lib.Carry, slot: WriteSlot, y_BTD: jax.Array

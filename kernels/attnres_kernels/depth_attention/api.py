@@ -15,6 +15,7 @@ from jaxtyping import Array
 from jaxtyping import Float
 
 from attnres_kernels import dispatch
+from attnres_kernels import heads as heads_lib
 from attnres_kernels.depth_attention import reference
 
 
@@ -57,42 +58,24 @@ def depth_attention(
   """
   dispatch.check_implementation(implementation)
   dispatch.check_eps(eps)
-  query, sources = _check(query, sources, rank)
-  options = _options(eps, sources, heads, rank)
+  query, sources = _check(query, sources)
+  given = f"query {query.shape} and sources {_shapes(sources)}"
+  width = sources[0].shape[-1] if sources[0].ndim else 0
+  options: dict[str, Any] = dict(eps=float(eps))
+  options |= heads_lib.options(width, query.shape[1], heads, rank, given)
   query = query.astype(dispatch.accumulator(query, *sources))
   if implementation == "reference":
-    out, lse = reference.forward(query, sources, **dict(options))
+    out, lse = reference.forward(query, sources, **options)
   else:
     # Saves the log-normalisers. The caller keeps the sources alive anyway.
     out, lse = dispatch.differentiable(
-      "depth_attention", implementation, options, (1,), query, sources
-    )
+      "depth_attention", implementation, tuple(options.items()), (1,),
+      query, sources,
+    )  # fmt: skip
   return jnp.stack(out), lse[..., None] if heads == 1 else lse
 
 
-def _options(
-  eps: float,
-  sources: tuple[jax.Array, ...],
-  heads: int | None,
-  rank: int | None,
-) -> dispatch.Options:
-  """The static options of a backend; one head has few."""
-  width = sources[0].shape[-1]
-  if heads is not None and (heads < 1 or width % heads):
-    raise ValueError(f"heads={heads} must divide the width {width}")
-  if rank is not None and (heads or 1) > 1:
-    raise ValueError(f"rank={rank} needs one head, got heads={heads}")
-  options = dict(eps=float(eps))
-  if heads is not None and heads > 1:
-    options["heads"] = heads
-  if rank is not None:
-    options["rank"] = rank
-  return tuple(options.items())
-
-
-def _check(
-  query: Any, sources: Any, rank: int | None
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+def _check(query: Any, sources: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
   """The arguments as arrays."""
   query = jnp.asarray(query)
   sources = tuple(jnp.asarray(source) for source in sources)
@@ -112,16 +95,6 @@ def _check(
         "sources must agree in shape and dtype:"
         f" {first.shape} {first.dtype} and {source.shape} {source.dtype}"
       )
-  if rank is not None and not 1 <= rank <= first.shape[-1]:
-    raise ValueError(
-      f"rank={rank} must be from 1 to the width of sources {_shapes(sources)}"
-    )
-  key_width = first.shape[-1] if first.ndim and rank is None else rank
-  if first.ndim < 1 or key_width != query.shape[1]:
-    raise ValueError(
-      f"widths differ: query {query.shape} and sources {_shapes(sources)}"
-      + ("" if rank is None else f" with rank={rank}")
-    )
   for name, array in (("query", query), ("sources", first)):
     if not jnp.issubdtype(array.dtype, jnp.floating):
       raise ValueError(f"{name} must be floating point, got {array.dtype}")

@@ -35,14 +35,9 @@ _STATISTICS = 1024  # Of a token: sources times queries.
 
 
 def why_not(
-  function: str,
-  query_QD: jax.Array,
-  sources: tuple[jax.Array, ...],
-  *args: Any,
-  eps: float,
-  heads: int = 1,
-  rank: int | None = None,
-) -> str | None:
+  function: str, query_QD: jax.Array, sources: tuple[jax.Array, ...],
+  *args: Any, eps: float, heads: int = 1, rank: int | None = None,
+) -> str | None:  # fmt: skip
   """The reason why these arguments cannot run, or None."""
   del function, args, eps
   if heads > 1 or rank is not None:
@@ -66,12 +61,9 @@ def why_not(
 
 
 def forward(
-  query_QD: jax.Array,
-  sources: tuple[jax.Array, ...],
-  *,
-  eps: float,
+  query_QD: jax.Array, sources: tuple[jax.Array, ...], *, eps: float,
   interpret: Any = None,
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
+) -> tuple[tuple[jax.Array, ...], jax.Array]:  # fmt: skip
   """Returns the mixtures, a tuple of Q arrays, and their log-normalisers."""
   num_queries, width = query_QD.shape
   tiles = warpgroup.Tiles(width)
@@ -129,15 +121,10 @@ def forward(
 
 
 def backward(
-  query_QD: jax.Array,
-  sources: tuple[jax.Array, ...],
-  lse_QT: jax.Array,
-  douts: tuple[jax.Array, ...],
-  dlse_QT: jax.Array,
-  *,
-  eps: float,
+  query_QD: jax.Array, sources: tuple[jax.Array, ...], lse_QT: jax.Array,
+  douts: tuple[jax.Array, ...], dlse_QT: jax.Array, *, eps: float,
   interpret: Any = None,
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:  # fmt: skip
   """Returns the gradients of the queries and of every source."""
   if len(query_QD) > 1:
     attend = functools.partial(plain.forward, eps=eps)

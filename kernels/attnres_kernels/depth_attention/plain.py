@@ -18,13 +18,9 @@ from attnres_kernels import heads as heads_lib
 
 
 def forward(
-  query_QD: jax.Array,
-  sources: tuple[jax.Array, ...],
-  *,
-  eps: float,
-  heads: int = 1,
-  rank: int | None = None,
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
+  query_QD: jax.Array, sources: tuple[jax.Array, ...], *, eps: float,
+  heads: int = 1, rank: int | None = None,
+) -> tuple[tuple[jax.Array, ...], jax.Array]:  # fmt: skip
   """Returns the mixtures, a tuple of Q arrays, and their log-normalisers.
 
   The log-normalisers are [Q, ..., H] with several heads. A rank is the number

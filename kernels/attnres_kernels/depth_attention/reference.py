@@ -13,13 +13,9 @@ from attnres_kernels import dispatch
 
 
 def forward(
-  query_QD: jax.Array,
-  sources: tuple[jax.Array, ...],
-  *,
-  eps: float,
-  heads: int = 1,
-  rank: int | None = None,
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
+  query_QD: jax.Array, sources: tuple[jax.Array, ...], *, eps: float,
+  heads: int = 1, rank: int | None = None,
+) -> tuple[tuple[jax.Array, ...], jax.Array]:  # fmt: skip
   """One softmax per query, head and token over all sources.
 
   Returns:

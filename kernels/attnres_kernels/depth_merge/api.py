@@ -5,6 +5,8 @@ Lines 7 to 14 of the paper's algorithm (arXiv:2603.15031): sublayer by sublayer,
 the block's running partial sum joins the mixture of phase 1.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -63,23 +65,8 @@ def depth_merge_norm(
 ) -> Float[Array, "*T D"]:
   """`depth_merge` and the next sublayer's pre-norm in one pass over memory.
 
-  Args:
-    out: as in `depth_merge`.
-    lse: as in `depth_merge`.
-    query: as in `depth_merge`.
-    partial: as in `depth_merge`.
-    gain: of the pre-norm.
-    rank: as in `depth_attention`.
-    eps: added to the mean square of the partial sum when it is scored.
-    norm_eps: added to the mean square inside the pre-norm.
-    implementation: a backend by name; None takes the best that fits.
-
-  Returns:
-    rms_norm(mixture) * gain, in the dtype of `out`.
-
-  Raises:
-    ValueError: the shapes do not fit together.
-    NotImplementedError: the named backend cannot run these shapes here.
+  Returns rms_norm(mixture) * gain, in the dtype of `out`. `norm_eps` is added
+  to the mean square inside this norm. All else is as in `depth_merge`.
   """
   arrays = out, lse, query, partial, gain
   return _merge(*arrays, rank, eps, norm_eps, implementation)
@@ -93,15 +80,8 @@ def combine_mixtures(
 ) -> tuple[Float[Array, "*T D"], Float[Array, "*TH"]]:
   """Joins mixtures over two disjoint sets of sources; associative.
 
-  Args:
-    out_a: a normalised mixture.
-    lse_a: its log-normaliser, -inf for an empty set; [*T, H] for H heads.
-    out_b: another one, over other sources with the same query.
-    lse_b: its log-normaliser.
-
-  Returns:
-    The mixture over both sets, in the dtype of `out_a`, and its
-    log-normaliser.
+  Both have the same query. A log-normaliser of -inf means an empty set; those
+  of H heads are [*T, H]. The result is in the dtype of `out_a`.
   """
   if out_a.shape != out_b.shape or lse_a.shape != lse_b.shape:
     raise ValueError(
@@ -129,27 +109,30 @@ def combine_mixtures(
 
 
 def _merge(
-  out: jax.Array,
-  lse: jax.Array,
-  query: jax.Array,
-  partial: jax.Array,
-  gain: jax.Array | None,
-  rank: int | None,
-  eps: float,
-  norm_eps: float,
+  out: jax.Array, lse: jax.Array, query: jax.Array, partial: jax.Array,
+  gain: jax.Array | None, rank: int | None, eps: float, norm_eps: float,
   implementation: str | None,
-) -> jax.Array:
+) -> jax.Array:  # fmt: skip
   dispatch.check_implementation(implementation)
   dispatch.check_eps(eps)
-  heads = _check(rank, out, lse, query, partial, gain)
   dispatch.check_eps(norm_eps, "norm_eps")
-  options = dict(eps=float(eps), norm_eps=float(norm_eps))
+  given = f"out {out.shape}, query {query.shape}"
+  if query.ndim != 1 or not query.shape[0]:
+    raise ValueError(f"query must be [D] with D >= 1; {given}")
+  width = out.shape[-1] if out.ndim else 0
+  heads = lse.shape[-1] if lse.ndim == out.ndim else None
+  options: dict[str, Any] = dict(eps=float(eps), norm_eps=float(norm_eps))
+  options |= heads_lib.options(width, query.shape[0], heads, rank, given)
+  if partial.shape != out.shape:
+    raise ValueError(f"shapes differ: partial {partial.shape}, out {out.shape}")
+  if lse.shape[: out.ndim - 1] != out.shape[:-1] or lse.ndim > out.ndim:
+    raise ValueError(f"shapes differ: lse {lse.shape} and out {out.shape}")
+  if gain is not None and gain.shape != (width,):
+    raise ValueError(
+      f"shapes differ: gain {gain.shape}, a row of out {out.shape[-1:]}"
+    )
   if heads == 1:
     lse = jnp.squeeze(lse, -1)
-  elif heads is not None:
-    options["heads"] = heads
-  if rank is not None:
-    options["rank"] = rank
   if implementation == "reference":
     return reference.forward(out, lse, query, partial, gain, **options)
   dtype = dispatch.accumulator(out, query, partial)
@@ -159,40 +142,3 @@ def _merge(
     "depth_merge", implementation, tuple(options.items()), (),
     out, lse, query, partial, gain,
   )  # fmt: skip
-
-
-def _check(
-  rank: int | None,
-  out: jax.Array,
-  lse: jax.Array,
-  query: jax.Array,
-  partial: jax.Array,
-  gain: jax.Array | None,
-) -> int | None:
-  """The number of heads; None if the log-normaliser has no axis of heads."""
-  if query.ndim != 1 or not query.shape[0]:
-    raise ValueError(
-      f"query must be [D] with D >= 1, got {query.shape}; out {out.shape}"
-    )
-  width = out.shape[-1] if out.ndim else 0
-  if rank is not None and not 1 <= rank <= width:
-    raise ValueError(f"rank={rank} must be from 1 to the width {width}")
-  if query.shape[0] != (width if rank is None else rank):
-    raise ValueError(
-      f"widths differ: out {out.shape}, query {query.shape}"
-      + ("" if rank is None else f" with rank={rank}")
-    )
-  if partial.shape != out.shape:
-    raise ValueError(f"shapes differ: partial {partial.shape}, out {out.shape}")
-  heads = lse.shape[-1] if lse.ndim == out.ndim else None
-  if lse.shape[: out.ndim - 1] != out.shape[:-1] or lse.ndim > out.ndim:
-    raise ValueError(f"shapes differ: lse {lse.shape} and out {out.shape}")
-  if gain is not None and gain.shape != (width,):
-    raise ValueError(
-      f"shapes differ: gain {gain.shape}, a row of out {out.shape[-1:]}"
-    )
-  if heads is not None and (heads < 1 or width % heads):
-    raise ValueError(f"heads of lse {lse.shape} must divide the width {width}")
-  if rank is not None and (heads or 1) > 1:
-    raise ValueError(f"rank={rank} needs one head, got lse {lse.shape}")
-  return heads

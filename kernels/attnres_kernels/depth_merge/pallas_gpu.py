@@ -18,13 +18,9 @@ from attnres_kernels import warpgroup
 
 
 def why_not(
-  function: str,
-  *args: Any,
-  eps: float,
-  norm_eps: float,
-  heads: int = 1,
+  function: str, *args: Any, eps: float, norm_eps: float, heads: int = 1,
   rank: int | None = None,
-) -> str | None:
+) -> str | None:  # fmt: skip
   """The reason why these arguments cannot run, or None."""
   if heads > 1 or rank is not None:
     return f"one head with keys of the full width, got {heads=}, {rank=}"
@@ -34,19 +30,17 @@ def why_not(
 
 
 def forward(
-  out_TD: jax.Array,
-  lse_T: jax.Array,
-  query_D: jax.Array,
-  partial_TD: jax.Array,
-  gain_D: jax.Array | None,
-  *,
-  eps: float,
-  norm_eps: float,
-  interpret: Any = None,
-) -> jax.Array:
+  out_TD: jax.Array, lse_T: jax.Array, query_D: jax.Array,
+  partial_TD: jax.Array, gain_D: jax.Array | None, *, eps: float,
+  norm_eps: float, interpret: Any = None,
+) -> jax.Array:  # fmt: skip
   """Returns the merged mixture, normalised if there is a gain."""
   tiles = warpgroup.Tiles(query_D.shape[0])
-  operands = [query_D, jnp.ravel(lse_T), *map(flatten, (out_TD, partial_TD))]
+  operands = [
+    query_D,
+    jnp.ravel(lse_T),
+    *map(warpgroup.flatten, (out_TD, partial_TD)),
+  ]
   operands += [] if gain_D is None else [gain_D]
 
   def kernel(
@@ -85,20 +79,13 @@ def forward(
 
 
 def backward(
-  out_TD: jax.Array,
-  lse_T: jax.Array,
-  query_D: jax.Array,
-  total_TD: jax.Array,
-  gain_D: jax.Array | None,
-  dmixed_TD: jax.Array,
-  *,
-  eps: float,
-  norm_eps: float,
-  interpret: Any = None,
-) -> tuple[Any, ...]:
+  out_TD: jax.Array, lse_T: jax.Array, query_D: jax.Array, total_TD: jax.Array,
+  gain_D: jax.Array | None, dmixed_TD: jax.Array, *, eps: float,
+  norm_eps: float, interpret: Any = None,
+) -> tuple[Any, ...]:  # fmt: skip
   """Returns the gradients of out, lse, query, total and gain."""
   tiles = warpgroup.Tiles(query_D.shape[0])
-  wide = list(map(flatten, (out_TD, total_TD, dmixed_TD)))
+  wide = list(map(warpgroup.flatten, (out_TD, total_TD, dmixed_TD)))
   operands = [query_D, jnp.ravel(lse_T), *wide]
   operands += [] if gain_D is None else [gain_D]
   num_tokens = operands[1].shape[0]
@@ -192,16 +179,10 @@ def backward(
   )
 
 
-flatten = warpgroup.flatten
-
-
 def _mixed(
-  tiles: warpgroup.Tiles,
-  out: Any,
-  total: Any,
-  out_weight: Any,
+  tiles: warpgroup.Tiles, out: Any, total: Any, out_weight: Any,
   partial_weight: Any,
-) -> Callable[[Any], jax.Array]:
+) -> Callable[[Any], jax.Array]:  # fmt: skip
   """A function of columns: the mixture with the partial sum, row refs [D]."""
   return lambda columns: (
     out_weight * tiles.load(out.at[columns])

@@ -18,17 +18,10 @@ from attnres_kernels import heads as heads_lib
 
 
 def forward(
-  out_TD: jax.Array,
-  lse_T: jax.Array,
-  query_D: jax.Array,
-  partial_TD: jax.Array,
-  gain_D: jax.Array | None,
-  *,
-  eps: float,
-  norm_eps: float,
-  heads: int = 1,
-  rank: int | None = None,
-) -> jax.Array:
+  out_TD: jax.Array, lse_T: jax.Array, query_D: jax.Array,
+  partial_TD: jax.Array, gain_D: jax.Array | None, *, eps: float,
+  norm_eps: float, heads: int = 1, rank: int | None = None,
+) -> jax.Array:  # fmt: skip
   """Returns the merged mixture, normalised if there is a gain.
 
   With several heads, log-normalisers, scores and weights are [..., H].
@@ -60,12 +53,9 @@ def two_weights(
 
 
 def _score(
-  partial_TD: jax.Array,
-  query_D: jax.Array,
-  eps: float,
-  heads: int,
+  partial_TD: jax.Array, query_D: jax.Array, eps: float, heads: int,
   rank: int | None,
-) -> jax.Array:
+) -> jax.Array:  # fmt: skip
   key_TD = partial_TD if rank is None else partial_TD[..., -rank:]
   inverse_T = _inverse_rms(key_TD, eps)
   if heads > 1:

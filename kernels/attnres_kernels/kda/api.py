@@ -109,21 +109,8 @@ def kda_step(
 ) -> tuple[Float[Array, "B H V"], Float[Array, "B H K V"]]:
   """Runs the recurrence for one token, for decoding.
 
-  Args:
-    q: the query of one token; the other arguments are as in `kda`.
-    k: its key.
-    v: its value.
-    g: its log-decay.
-    beta: its correction.
-    state: the state before the token.
-    scale: factor of the output; `K ** -0.5` by default.
-
-  Returns:
-    The output in the dtype of `v`, and the next state, in float32 (float64 if
-    any input is).
-
-  Raises:
-    ValueError: shapes or dtypes do not fit together.
+  Arguments and results are as in `kda`, of one token and its states before and
+  after.
   """
   arrays = [jnp.asarray(x) for x in (q, k, v, g, beta, state)]
   names = ("q", "k", "v", "g", "beta", "state")

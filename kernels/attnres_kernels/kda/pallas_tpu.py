@@ -92,7 +92,6 @@ def why_not(
   save: str,
 ) -> str | None:  # fmt: skip
   """The reason why these arguments cannot run, or None."""
-  del function, g, beta, scale, save
   if not q.dtype == k.dtype == v.dtype or q.dtype not in _DTYPES:
     return (
       "q, k and v must all be bfloat16 or all float32, got"
@@ -124,7 +123,6 @@ def _kda(
   scale: float, chunk_size: int, save: str, interpret: Any,
   *arguments: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-  del save
   return forward(
     *arguments, scale=scale, chunk_size=chunk_size, interpret=interpret
   )
@@ -146,7 +144,6 @@ def _kda_backward(
   scale: float, chunk_size: int, save: str, interpret: Any, saved: Any,
   cotangents: Any,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-  del save
   options = dict(scale=scale, chunk_size=chunk_size, interpret=interpret)
   arguments, chunks = saved
   if chunks is None:
@@ -248,7 +245,7 @@ class _Call:
         dimension_semantics=("parallel", "parallel", "arbitrary"),
         vmem_limit_bytes=dispatch.tpu_vmem_bytes(),
       ),
-      cost_estimate=self._cost(name, inputs, outputs),
+      cost_estimate=self._cost(inputs, outputs),
       interpret=self.interpret,
       name=name,
     )(*(array for _, array in inputs))
@@ -324,34 +321,16 @@ class _Call:
   def _at(self, n: Any) -> Any:
     return self.number - 1 - n if self.reverse else n
 
-  def _cost(
-    self, name: str, inputs: list[Any], outputs: list[Any]
-  ) -> pl.CostEstimate:
-    steps = self.batch * self.heads * self.number
+  def _cost(self, inputs: list[Any], outputs: list[Any]) -> pl.CostEstimate:
+    """Roughly, for the compiler's schedule."""
+    rows = self.batch * self.heads * self.number * self.size
     return pl.CostEstimate(
-      flops=steps * flops(name, self.size, self.key, self.value),
+      flops=8 * rows * self.value * (self.size + self.key),
       bytes_accessed=sum(
         x.size * x.dtype.itemsize for _, x in inputs + outputs
       ),
-      transcendentals=steps
-      * (decay_lib.num_levels(self.size) + 2)
-      * self.size
-      * self.key,
+      transcendentals=rows * self.key * (decay_lib.num_levels(self.size) + 2),
     )
-
-
-def flops(name: str, size: int, key: int, value: int) -> int:
-  """Useful operations of one chunk of one head, in the products."""
-  squares = size * size
-  tree = squares * key  # Half a square of A; the same for P.
-  solve = squares * size // 3 + squares * value
-  carry = 2 * size * key * value
-  forward = 2 * tree + solve + squares * value + 3 * carry
-  return {
-    "kda_forward": forward,
-    "kda_forward_saving": forward,
-    "kda_backward": 4 * tree + 4 * squares * value + 6 * carry,
-  }[name]
 
 
 def _forward_kernel(

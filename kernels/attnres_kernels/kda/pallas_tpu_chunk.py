@@ -223,11 +223,7 @@ def gradients(
 ) -> tuple[Any, ...]:
   """Gradients of one group, given the gradients of its outputs and last states.
 
-  Args:
-    c: the chunk of n heads.
-    saved: what the forward pass found in it.
-    do: gradients of the outputs of each head, [C, V] float32.
-    dstates: gradients of the states after it, [V, K] float32.
+  These are `do` and `dstates`, [C, V] and [V, K] float32 for each head.
 
   Returns:
     Lists per head of the gradients of the scaled q, of k, of v, of g and of the

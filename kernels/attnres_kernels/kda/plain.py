@@ -28,8 +28,7 @@ a block triangular matrix needs two more products, and is as stable as forward
 substitution: powers of A, which can be huge where the inverse is not, do not
 occur.
 
-Only the arguments are saved: the backward pass computes everything again. The
-gradient of the inverse is a rule, not that of the tree which computes it.
+Only the arguments are saved: the backward pass computes everything again.
 Decays, the state and the inverse are float32 (float64 for float64 inputs); the
 wide products take bfloat16 operands when the inputs are bfloat16.
 """
@@ -79,16 +78,9 @@ def kda(
 
 
 def forward(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  g: jax.Array,
-  beta: jax.Array,
-  state: jax.Array,
-  *,
-  scale: float,
-  chunk_size: int,
-) -> tuple[jax.Array, jax.Array]:
+  q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array,
+  state: jax.Array, *, scale: float, chunk_size: int,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
   """Returns the outputs and the last state."""
   dot = _products(q, k, v)
   length = q.shape[1]
@@ -123,11 +115,9 @@ def _states(
 
 def _tree(c: _Chunks, dot: _Product) -> tuple[jax.Array, jax.Array]:
   """Returns P and the inverse of I + A diag(beta), both [N, B, H, C, C]."""
-  # Diagonal blocks, [..., number of blocks, size, size]; the system is without
-  # its diagonal.
-  system = jnp.zeros_like(c.beta)[..., None, None]
+  # Diagonal blocks, [..., number of blocks, size, size].
   pairs = jnp.sum(c.q * c.k, axis=-1)[..., None, None]
-  inverse = jnp.ones_like(system)
+  inverse = jnp.ones_like(pairs)
   exact = functools.partial(_dot, None, "...ij,...jk->...ik")
   for square in c.squares:
     rows = jnp.concatenate([square.rows_k, square.rows_q], axis=-2)
@@ -136,49 +126,16 @@ def _tree(c: _Chunks, dot: _Product) -> tuple[jax.Array, jax.Array]:
     beta, _ = _halves(c.beta, square.size, -1)
     below = new_keys * beta[..., None, :]
     first, second = (x[..., 0, :, :] for x in _halves(inverse, 1, -3))
-    new_inverse = -exact(second, exact(jax.lax.stop_gradient(below), first))
-    system = _join(system, below)
+    new_inverse = -exact(second, exact(below, first))
     pairs = _join(pairs, new_pairs)
     inverse = _join(inverse, new_inverse)
-  inverse = _inverse(system[..., 0, :, :], inverse[..., 0, :, :])
-  return pairs[..., 0, :, :], inverse
-
-
-@jax.custom_vjp
-def _inverse(system: jax.Array, inverse: jax.Array) -> jax.Array:
-  """The inverse of I + system, with its gradient by the system."""
-  del system
-  return inverse
-
-
-def _inverse_forward(
-  system: jax.Array, inverse: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  del system
-  return inverse, inverse
-
-
-def _inverse_backward(
-  inverse: jax.Array, dinverse: jax.Array
-) -> tuple[jax.Array, None]:
-  product = functools.partial(_dot, None)
-  half = product("...ji,...jk->...ik", inverse, dinverse)
-  return -product("...ij,...kj->...ik", half, inverse), None
-
-
-_inverse.defvjp(_inverse_forward, _inverse_backward)
+  return pairs[..., 0, :, :], inverse[..., 0, :, :]
 
 
 def _chunks(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  g: jax.Array,
-  beta: jax.Array,
-  dtype: Any,
-  scale: float,
-  chunk_size: int,
-) -> _Chunks:
+  q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array,
+  dtype: Any, scale: float, chunk_size: int,
+) -> _Chunks:  # fmt: skip
   q, k, v, g, beta = (
     _chunk(x.astype(dtype), q.shape[1], chunk_size) for x in (q, k, v, g, beta)
   )

@@ -28,7 +28,6 @@ def forward(
   state: jax.Array, *, scale: float, chunk_size: int,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
   """Returns the outputs and the last state; one scan step per token."""
-  del chunk_size
 
   def body(state, token):
     q, k, v, g, beta = token

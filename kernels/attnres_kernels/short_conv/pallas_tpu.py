@@ -33,7 +33,6 @@ def why_not(
   same: jax.Array | None, *args: Any, unit_eps: Any,
 ) -> str | None:  # fmt: skip
   """The reason why these arguments cannot run, or None."""
-  del function, same, args, unit_eps
   if x.dtype not in _DTYPES:
     return f"x must be bfloat16 or float32, got {x.dtype}"
   if tail is not None:
@@ -52,7 +51,6 @@ def forward(
   *, unit_eps: float | None, interpret: Any = False,
 ) -> jax.Array:  # fmt: skip
   """Returns the features; see `api.short_conv`."""
-  del tail
   call = Call(x, taps, unit_eps, interpret)
   options = dict(taps=taps.shape[0], eps=unit_eps)
   (y,) = call(
@@ -67,7 +65,6 @@ def backward(
   dy: jax.Array, *, unit_eps: float | None, interpret: Any = False,
 ) -> tuple[jax.Array | None, ...]:  # fmt: skip
   """Returns the gradients of x, taps and tail."""
-  del tail
   call = Call(x, taps, unit_eps, interpret)
   call.reverse = True
   number = taps.shape[0]
@@ -191,12 +188,8 @@ def _convolved(
 ) -> Iterator[tuple[jax.Array, list[jax.Array]]]:
   """Yields z of each register, and the registers that its taps multiply.
 
-  Args:
-    before: the tokens before the step.
-    x: the step's.
-    tap: of each shift, a row.
-    reach: see `_Reach`.
-    first: whether nothing is before them.
+  `before` has the tokens before the step, unless it is the first; `tap` has a
+  row for each shift.
   """
   taps, row = len(tap), _row(x.shape[2])
   earlier = before[0, BEFORE - _ROWS :, :].astype(jnp.float32)

@@ -29,15 +29,3 @@ def forward(
     square = jnp.sum(jnp.square(y), axis=-1, keepdims=True)
     y *= jax.lax.rsqrt(square + unit_eps)
   return y.astype(x.dtype)
-
-
-def backward(
-  x: jax.Array, taps: jax.Array, tail: jax.Array | None, same: jax.Array | None,
-  dy: jax.Array, *, unit_eps: float | None,
-) -> tuple[jax.Array | None, ...]:  # fmt: skip
-  """The gradients of x, taps and tail."""
-
-  def function(x, taps, tail):
-    return forward(x, taps, tail, same, unit_eps=unit_eps)
-
-  return jax.vjp(function, x, taps, tail)[1](dy)

@@ -1,14 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public function: checks, gradient rule, backend.
 
-Rows and columns of exp(logits) are scaled in turn. Scaling keeps the form
-K_ij / (r_i c_j), so an iteration updates only r and c:
-
-  r = K / c,  c = K' / r
-
-The backward pass repeats the iterations, of which nothing is kept. Its
-gradients are those by the logarithms of r, c and K, which stay bounded, unlike
-those by r, c and K.
+The backward pass repeats the iterations, of which nothing is kept.
 """
 
 from jaxtyping import Array
@@ -16,9 +9,6 @@ from jaxtyping import Float
 
 from attnres_kernels import dispatch
 from attnres_kernels.sinkhorn import reference
-
-# Added to exp(logits) <= 1: then no column vanishes.
-LEAST = 1e-20
 
 
 def sinkhorn(

@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The op on TPU: every entry of a matrix is a register of 1024 tokens.
 
+Rows and columns of K = exp(logits) are scaled in turn. Scaling keeps the form
+K_ij / (r_i c_j), so an iteration updates only r and c:
+
+  r = K / c,  c = K' / r
+
 A grid step runs all iterations of its tokens, in registers. Backward, r and c
-of each iteration are in scratch.
+of each iteration are in scratch. Its gradients are by the logarithms of r, c
+and K, which stay bounded, unlike those by r, c and K.
 """
 
 from collections.abc import Callable
@@ -16,17 +22,16 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from attnres_kernels import dispatch
-from attnres_kernels.sinkhorn import api
 
 _REGISTER = 8, 128
+_LEAST = 1e-20  # Added to exp(logits) <= 1: then no column vanishes.
 _MOST = 8  # Rows: beyond, programs grow too long.
 
 
 def why_not(
-  function: str, logits: jax.Array, *args: Any, iterations: int
+  function: str, logits: jax.Array, *args: Any, **options: Any
 ) -> str | None:
   """The reason why these arguments cannot run, or None."""
-  del function, args, iterations
   if logits.dtype != jnp.float32:
     return f"logits must be float32, got {logits.dtype}"
   if not 1 <= logits.shape[0] <= _MOST:
@@ -167,7 +172,7 @@ def _exp(ref: Any, count: int) -> list[list[jax.Array]]:
   rows = [[ref[i * count + j] for j in range(count)] for i in range(count)]
   tops = [functools.reduce(jnp.maximum, row) for row in rows]
   return [
-    [jnp.exp(x - top) + api.LEAST for x in row] for row, top in zip(rows, tops)
+    [jnp.exp(x - top) + _LEAST for x in row] for row, top in zip(rows, tops)
   ]
 
 

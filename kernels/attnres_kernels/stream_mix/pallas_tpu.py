@@ -6,14 +6,12 @@ they scale rows of [tokens, D]. The backward pass computes the new streams a
 second time rather than reading them.
 
 Gradients of coefficients are products of a token of one array with the same
-token of another. The matrix unit computes them from bfloat16 (`_dots`),
-together with the products of all pairs of a few tokens. The vector units, which
-limit the backward pass, compute them from float32, where memory leaves them
-more time.
+token of another, on the vector units.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -23,6 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 import jax.numpy as jnp
 
 from attnres_kernels import dispatch
+from attnres_kernels import pallas_tpu_rows as tpu_rows
 
 _LANES = 128
 _SUBLANES = 8
@@ -30,7 +29,7 @@ _ROWS = 16  # Of a register of bfloat16.
 _TILE = 128  # Tokens of a grid step, along the lanes of coefficients.
 _PARTS = 2  # Sums over tokens, one for each core of a chip.
 _CHUNK = 512  # Columns that are worked on at a time.
-_MOST_STREAMS = 8  # Of a group of 16 tokens, which fill 128 lanes.
+_MOST_STREAMS = 8  # Beyond, programs grow too long.
 _SPILLED = 5 * 2**20  # For values that do not fit in registers.
 
 
@@ -39,7 +38,6 @@ def why_not(
   mix: jax.Array, weight: jax.Array, *args: Any, eps: float, dtype: Any,
 ) -> str | None:  # fmt: skip
   """The reason why these arguments cannot run, or None."""
-  del write, mix, args, eps
   count, stored = len(streams), streams[0].dtype
   dtypes = {str(stored), str(y.dtype), str(jnp.dtype(dtype))}
   if not dtypes <= {"bfloat16", "float32"}:
@@ -68,24 +66,23 @@ def forward(
   """Returns (new streams, the next read, logits, their inverse norm)."""
   call = Call(streams, y, weight_MDC)
   count, tile = call.count, call.tile
-  at = lambda t: t
   outs = [*streams, jax.ShapeDtypeStruct(y.shape, dtype)]
   *new, h, logits_CT, inverse_1T = pl.pallas_call(
     functools.partial(_forward_kernel, count=count, eps=eps),
     grid=(call.tiles,),
     in_specs=[
-      _constant_spec((count, 2)),
-      _constant_spec((count, call.columns, call.width)),
-      call.row_spec(count * (count + 1), at),
-      *(call.wide_spec(at) for _ in range(count + 1)),
+      tpu_rows.constant_spec((count, 2)),
+      tpu_rows.constant_spec((count, call.columns, call.width)),
+      call.row_spec(count * (count + 1)),
+      *(call.wide_spec() for _ in range(count + 1)),
     ],
     out_specs=[
-      *(call.wide_spec(at) for _ in outs),
-      call.row_spec(call.columns, at),
-      call.row_spec(1, at),
+      *(call.wide_spec() for _ in outs),
+      call.row_spec(call.columns),
+      call.row_spec(1),
     ],
     out_shape=[
-      *(call.wide_struct(x) for x in outs),
+      *(call.like(x) for x in outs),
       call.row_struct(call.columns),
       call.row_struct(1),
     ],
@@ -94,7 +91,7 @@ def forward(
       dimension_semantics=("parallel",),
       vmem_limit_bytes=dispatch.tpu_vmem_bytes(),
     ),
-    cost_estimate=call.cost(backward=False),
+    cost_estimate=call.estimate(backward=False),
     interpret=interpret,
     name="stream_mix_forward",
   )(
@@ -121,37 +118,34 @@ def backward(
 ) -> tuple[Any, ...]:  # fmt: skip
   """Returns the gradients of the first seven arguments."""
   # The inverse norm is no result of the public function.
-  del eps, new, dtype, dinverse_T
   call = Call(streams, y, weight_MDC)
   count, tile, columns = call.count, call.tile, call.columns
-  parts = math.gcd(call.tiles, _PARTS)
-  steps = call.tiles // parts
-  at = lambda p, s: p * steps + s
+  sums = call.parts, count, columns, call.width
   wide = [*streams, y, *dnew, dh]
   outs = [*streams, y]
   *dstreams, dy, dfactors, dgate, dweight = pl.pallas_call(
     functools.partial(_backward_kernel, count=count, tokens=call.tokens),
-    grid=(parts, steps),
+    grid=(call.parts, call.tiles // call.parts),
     in_specs=[
-      _constant_spec((count, 2)),
-      _constant_spec((count, columns, call.width)),
-      call.row_spec(count * (count + 1), at),
-      call.row_spec(columns, at),
-      call.row_spec(1, at),
-      call.row_spec(columns, at),
-      *(call.wide_spec(at) for _ in wide),
+      tpu_rows.constant_spec((count, 2)),
+      tpu_rows.constant_spec((count, columns, call.width)),
+      call.row_spec(count * (count + 1)),
+      call.row_spec(columns),
+      call.row_spec(1),
+      call.row_spec(columns),
+      *(call.wide_spec() for _ in wide),
     ],
     out_specs=[
-      *(call.wide_spec(at) for _ in outs),
-      call.row_spec(count * (count + 1), at),
-      call.row_spec(count, at),
-      pl.BlockSpec((1, count, columns, call.width), lambda p, s: (p, 0, 0, 0)),
+      *(call.wide_spec() for _ in outs),
+      call.row_spec(count * (count + 1)),
+      call.row_spec(count),
+      tpu_rows.sums_spec(sums),
     ],
     out_shape=[
-      *(call.wide_struct(x) for x in outs),
+      *(call.like(x) for x in outs),
       call.row_struct(count * (count + 1)),
       call.row_struct(count),
-      jax.ShapeDtypeStruct((parts, count, columns, call.width), jnp.float32),
+      jax.ShapeDtypeStruct(sums, jnp.float32),
     ],
     scratch_shapes=[
       pltpu.VMEM((count * tile, call.width), dtype) for dtype in call.stacks
@@ -160,7 +154,7 @@ def backward(
       dimension_semantics=("parallel", "arbitrary"),
       vmem_limit_bytes=dispatch.tpu_vmem_bytes(),
     ),
-    cost_estimate=call.cost(backward=True),
+    cost_estimate=call.estimate(backward=True),
     interpret=interpret,
     name="stream_mix_backward",
   )(
@@ -187,17 +181,13 @@ def backward(
   )
 
 
-class Call:
+class Call(tpu_rows.Call):
   """Tiles and layouts shared by the two directions.
 
   Attributes:
     count: of the streams.
-    width: D.
     columns: logits, in whole registers.
     dtype: of the streams.
-    tokens: of all.
-    tile: tokens of a grid step.
-    tiles: grid steps.
     stacks: dtypes of the new streams, of the gradients of products, and of all
       that new streams get, in scratch; the last two are one if equal.
   """
@@ -205,18 +195,18 @@ class Call:
   def __init__(
     self, streams: tuple[jax.Array, ...], y: jax.Array, weight_MDC: jax.Array
   ):
-    self.count, self.width, columns = weight_MDC.shape
+    super().__init__([y])
+    self.count, _, columns = weight_MDC.shape
     self.columns = columns + -columns % _SUBLANES
     self.dtype = streams[0].dtype
-    self.tokens = math.prod(y.shape[:-1])
-    self.tile = _TILE
-    self.tiles = pl.cdiv(self.tokens, self.tile)
+    self.tile, self.tiles = _TILE, pl.cdiv(self.tokens, _TILE)
+    self.parts = math.gcd(self.tiles, _PARTS)
     self._vectors = self.count * self.dtype.itemsize, y.dtype.itemsize
     self.stacks = [self.dtype, jnp.dtype(jnp.float32)]
     if self.dtype != jnp.float32:
       self.stacks.append(self.dtype)
 
-  def token_bytes(self, backward: bool) -> int:
+  def moved_bytes(self, backward: bool) -> int:
     """Read and written per token."""
     streams, y = self._vectors
     rows = self.count * (self.count + 1) + self.columns + self.count
@@ -227,20 +217,20 @@ class Call:
   def vmem_bytes(self, backward: bool) -> int:
     """Of two buffers of every block, and scratch."""
     weights = self.count * self.columns * self.width
-    tiles = 2 * self.tile * self.token_bytes(backward)
+    tiles = 2 * self.tile * self.moved_bytes(backward)
     if not backward:
       return tiles + 2 * weights * self.dtype.itemsize
     stacks = sum(dtype.itemsize for dtype in self.stacks)
     stacks *= self.count * self.tile * self.width
     return tiles + stacks + 2 * weights * (self.dtype.itemsize + 4)
 
-  def cost(self, backward: bool) -> pl.CostEstimate:
+  def estimate(self, backward: bool) -> pl.CostEstimate:
     pairs = self.count * (self.count + 1)
     flops = 6 * pairs if backward else 2 * pairs + 4 * self.count
     flops += (6 if backward else 2) * self.count * self.columns
     return pl.CostEstimate(
       flops=flops * self.tokens * self.width,
-      bytes_accessed=self.tokens * self.token_bytes(backward),
+      bytes_accessed=self.tokens * self.moved_bytes(backward),
       transcendentals=(self.count + 1) * self.tokens,
     )
 
@@ -269,17 +259,8 @@ class Call:
       x = jnp.pad(x, ((0, missing), (0, 0)))
     return x
 
-  def flat(self, x: jax.Array) -> jax.Array:
-    return x.reshape(self.tokens, self.width)
-
-  def wide_spec(self, at: Callable[..., Any]) -> pl.BlockSpec:
-    return pl.BlockSpec((self.tile, self.width), lambda *i: (at(*i), 0))
-
-  def row_spec(self, rows: int, at: Callable[..., Any]) -> pl.BlockSpec:
-    return pl.BlockSpec((rows, self.tile), lambda *i: (0, at(*i)))
-
-  def wide_struct(self, x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((self.tokens, self.width), x.dtype)
+  def row_spec(self, rows: int) -> pl.BlockSpec:
+    return pl.BlockSpec((rows, self.tile), lambda *i: (0, self.at(*i)))
 
   def row_struct(self, rows: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((rows, self.tokens), jnp.float32)
@@ -357,14 +338,12 @@ def _backward_kernel(
 
   # The new streams once more, and the gradients of the gates.
   factors = _to_columns(factors_ref[...])
-  dread = [0.0] * count
-  for group in _groups(tile, new.size):
-    for rows in _groups(group.stop, start=group.start):
-      for lanes in _chunks(width):
-        old = [_load(ref, rows, lanes) for ref in olds]
-        for j, x in enumerate(_written(old, factors[rows])):
-          new.put(j, rows, lanes, _tokens_only(x, rows, left))
-    dread = [a + b for a, b in zip(dread, _dots(new, group, [dh_ref]))]
+  for rows in _groups(tile):
+    for lanes in _chunks(width):
+      old = [_load(ref, rows, lanes) for ref in olds]
+      for j, x in enumerate(_written(old, factors[rows])):
+        new.put(j, rows, lanes, _tokens_only(x, rows, left))
+  dread = [_dot(new, j, dh_ref) for j in range(count)]
   logits, inverse = logits_ref[...], inverse_ref[...]
   gate = _gates(gate_ref, logits, count)
   dgate = jnp.concatenate(dread) * gate * (1 - gate)
@@ -386,47 +365,36 @@ def _backward_kernel(
     sent.put_stream(j, _product(turned, weight_ref[j], ((1,), (0,))))
   # All that the new streams get, which goes back to the old ones.
   small = _to_columns(jnp.concatenate([gate, bend]))
-  dfactors = [0.0] * count
-  for group in _groups(tile, new.size):
-    for rows in _groups(group.stop, start=group.start):
-      for lanes in _chunks(width):
-        dh = _load(dh_ref, rows, lanes)
-        totals = []
-        for j, ref in enumerate(dnew_refs):
-          x = _load(ref, rows, lanes) + sent.get(j, rows, lanes)
-          x += small[rows, j : j + 1] * dh
-          x -= small[rows, count : count + 1] * new.get(j, rows, lanes)
-          totals.append(_tokens_only(x, rows, left))
-          total.put(j, rows, lanes, totals[-1])
-        for i, ref in enumerate(dolds):
-          dx = _total(
-            factors[rows, k : k + 1] * x
-            for k, x in zip(range(i, factors.shape[1], count + 1), totals)
-          )
-          ref[rows, lanes] = dx.astype(ref.dtype)
-    products = _dots(total, group, olds)
-    dfactors = [a + b for a, b in zip(dfactors, products)]
-  for j, dfactor in enumerate(dfactors):
-    dfactors_ref[j * (count + 1) : (j + 1) * (count + 1), :] = dfactor
+  for rows in _groups(tile):
+    for lanes in _chunks(width):
+      dh = _load(dh_ref, rows, lanes)
+      totals = []
+      for j, ref in enumerate(dnew_refs):
+        x = _load(ref, rows, lanes) + sent.get(j, rows, lanes)
+        x += small[rows, j : j + 1] * dh
+        x -= small[rows, count : count + 1] * new.get(j, rows, lanes)
+        totals.append(_tokens_only(x, rows, left))
+        total.put(j, rows, lanes, totals[-1])
+      for i, ref in enumerate(dolds):
+        dx = _total(
+          factors[rows, k : k + 1] * x
+          for k, x in zip(range(i, factors.shape[1], count + 1), totals)
+        )
+        ref[rows, lanes] = dx.astype(ref.dtype)
+  for j, k in itertools.product(range(count), range(count + 1)):
+    dfactor = _dot(total, j, olds[k])
+    dfactors_ref[j * (count + 1) + k : j * (count + 1) + k + 1, :] = dfactor
 
 
 class _Stack:
-  """One of `Call.stacks`, by groups of tokens: [(group, j, token), D].
-
-  If they are bfloat16, there are as many tokens in a group as rows of all
-  streams fill the lanes of a register; else, there is one group.
-
-  Attributes:
-    count: of the streams.
-    dtype: of the array.
-    size: tokens of a group.
-  """
+  """One of `Call.stacks`: [(stream, token), D]."""
 
   def __init__(self, ref: Any, count: int):
-    self.count, self.dtype, self._ref = count, ref.dtype, ref
-    self.size = _LANES
-    if ref.dtype == jnp.bfloat16:
-      self.size >>= (count - 1).bit_length()
+    self.dtype, self._ref = ref.dtype, ref
+    self._tile = ref.shape[0] // count
+
+  def _rows(self, j: int, rows: slice) -> slice:
+    return slice(j * self._tile + rows.start, j * self._tile + rows.stop)
 
   def put(self, j: int, rows: slice, lanes: slice, x: jax.Array) -> None:
     self._ref[self._rows(j, rows), lanes] = x.astype(self.dtype)
@@ -435,27 +403,14 @@ class _Stack:
     return _load(self._ref, self._rows(j, rows), lanes)
 
   def put_stream(self, j: int, x_TD: jax.Array) -> None:
-    for group in _groups(x_TD.shape[0], self.size):
-      self._ref[self._rows(j, group), :] = x_TD[group]
+    self._ref[self._rows(j, slice(0, self._tile)), :] = x_TD
 
   def stream(self, j: int) -> jax.Array:
-    tile = self._ref.shape[0] // self.count
-    groups = _groups(tile, self.size)
-    return jnp.concatenate([self._ref[self._rows(j, g), :] for g in groups])
-
-  def group(self, group: slice, lanes: slice) -> jax.Array:
-    """[(j, token), D] of a group of tokens."""
-    start = group.start * self.count
-    return self._ref[start : start + self.count * self.size, lanes]
-
-  def _rows(self, j: int, rows: slice) -> slice:
-    group, first = divmod(rows.start, self.size)
-    start = (group * self.count + j) * self.size + first
-    return slice(start, start + rows.stop - rows.start)
+    return self._ref[self._rows(j, slice(0, self._tile)), :]
 
 
 def _dot(stack: "_Stack", j: int, ref: Any) -> jax.Array:
-  """[1, tokens], in float32."""
+  """Products of each token with the same token of another array [1, tokens]."""
   parts = []
   for rows in _groups(ref.shape[0]):
     part = jnp.zeros((_ROWS, _LANES), jnp.float32)
@@ -463,45 +418,6 @@ def _dot(stack: "_Stack", j: int, ref: Any) -> jax.Array:
       part += _fold(stack.get(j, rows, lanes) * _load(ref, rows, lanes))
     parts.append(part)
   return _lane_sums(jnp.concatenate(parts))
-
-
-def _dots(stack: "_Stack", group: slice, refs: Any) -> list[jax.Array]:
-  """Products of every token of a group with the same token of other arrays.
-
-  Returns:
-    For each stream of the stack, [others, tokens], zero for other tokens.
-  """
-  count, size, others = stack.count, stack.size, len(refs)
-  if stack.dtype == jnp.float32:
-    return [
-      jnp.concatenate([_dot(stack, j, ref) for ref in refs])
-      for j in range(count)
-    ]
-  square = jnp.zeros((others * size, count * size), jnp.float32)
-  for lanes in _chunks(refs[0].shape[1]):
-    x = jnp.concatenate([ref[group, lanes] for ref in refs])
-    square += _product(x, stack.group(group, lanes), ((1,), (1,)))
-  if count * size < _LANES:
-    zeros = jnp.zeros((square.shape[0], _LANES - count * size), jnp.float32)
-    square = jnp.concatenate([square, zeros], axis=1)
-  # Of all pairs of tokens, a token's with itself.
-  token = jax.lax.broadcasted_iota(jnp.int32, (size, _LANES), 0)
-  lane = jax.lax.broadcasted_iota(jnp.int32, (size, _LANES), 1)
-  square = square.reshape(others, size, _LANES)
-  square = jnp.where((token == lane & (size - 1))[None], square, 0.0)
-  aside = jnp.sum(square, axis=1)  # [others, (j, token)].
-  lane = jax.lax.broadcasted_iota(jnp.int32, aside.shape, 1)
-  here = (lane >= group.start) & (lane < group.stop)
-  return [
-    jnp.where(here, _turn(aside, group.start - j * size), 0.0)
-    for j in range(count)
-  ]
-
-
-def _turn(x: jax.Array, shift: int) -> jax.Array:
-  """Rotates lanes to the right."""
-  shift %= _LANES
-  return pltpu.roll(x, shift, 1) if shift else x
 
 
 def _written(old: list[jax.Array], factors: jax.Array) -> Iterator[jax.Array]:
@@ -564,15 +480,11 @@ def _product(a: jax.Array, b: jax.Array, axes: Any) -> jax.Array:
   )  # fmt: skip
 
 
-def _groups(stop: int, size: int = _ROWS, start: int = 0) -> Iterator[slice]:
-  for first in range(start, stop, size):
-    yield slice(first, first + size)
+def _groups(tile: int) -> Iterator[slice]:
+  for first in range(0, tile, _ROWS):
+    yield slice(first, first + _ROWS)
 
 
 def _chunks(width: int) -> Iterator[slice]:
   for start in range(0, width, _CHUNK):
     yield slice(start, min(start + _CHUNK, width))
-
-
-def _constant_spec(shape: tuple[int, ...]) -> pl.BlockSpec:
-  return pl.BlockSpec(shape, lambda *i: (0,) * len(shape))

@@ -18,17 +18,10 @@ Streams = tuple[jax.Array, ...]
 
 
 def forward(
-  streams: Streams,
-  y: jax.Array,
-  write_MT: jax.Array,
-  mix_MMT: jax.Array,
-  weight_MDC: jax.Array,
-  bias_M: jax.Array,
-  scale: jax.Array,
-  *,
-  eps: float,
+  streams: Streams, y: jax.Array, write_MT: jax.Array, mix_MMT: jax.Array,
+  weight_MDC: jax.Array, bias_M: jax.Array, scale: jax.Array, *, eps: float,
   dtype: Any,
-) -> tuple[Streams, jax.Array, jax.Array, jax.Array]:
+) -> tuple[Streams, jax.Array, jax.Array, jax.Array]:  # fmt: skip
   """Returns (new streams, the next read, logits, their inverse norm)."""
   new = _written(streams, y, write_MT, mix_MMT)
   wide = dispatch.accumulator(*new)
@@ -56,12 +49,9 @@ def _written(
 
 
 def _read(
-  new: Streams,
-  logits_MT: jax.Array,
-  bias_M: jax.Array,
-  scale: jax.Array,
+  new: Streams, logits_MT: jax.Array, bias_M: jax.Array, scale: jax.Array,
   dtype: Any,
-) -> jax.Array:
+) -> jax.Array:  # fmt: skip
   wide = dispatch.accumulator(*new)
   ones = (1,) * (logits_MT.ndim - 1)
   read_MT = jax.nn.sigmoid(bias_M.reshape(-1, *ones) + scale * logits_MT)
@@ -70,15 +60,11 @@ def _read(
 
 
 def _project(x: jax.Array, weight_DC: jax.Array, wide: Any) -> jax.Array:
-  axes = (x.ndim - 1,), (0,)
-  return _contract(x, weight_DC.astype(x.dtype), axes).astype(wide)
-
-
-def _contract(a: jax.Array, b: jax.Array, axes: Any) -> jax.Array:
-  return jax.lax.dot_general(
-    a, b, (axes, ((), ())), dispatch.exact(a),
-    preferred_element_type=dispatch.accumulator(a),
+  product = jnp.einsum(
+    "...d,dc->...c", x, weight_DC.astype(x.dtype), precision=dispatch.exact(x),
+    preferred_element_type=dispatch.accumulator(x),
   )  # fmt: skip
+  return product.astype(wide)
 
 
 def _total(terms: Iterable[jax.Array]) -> jax.Array:

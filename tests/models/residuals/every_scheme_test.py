@@ -57,9 +57,9 @@ def _in_parts(kinds, layers, scheme, embedding):
   )
   state = scheme.init(embedding)
   run = functools.partial(trunk.run_part, **options)
-  (state, _), _ = run(first, kinds[:cut], scheme, (state, {}), None)
+  state, _ = run(first, kinds[:cut], scheme, (state, {}), None)
   state = scheme.put_together(*scheme.take_apart(state))
-  (state, _), _ = run(second, kinds[cut:], scheme, (state, {}), None, start=cut)
+  state, _ = run(second, kinds[cut:], scheme, (state, {}), None, start=cut)
   return scheme.readout(state)
 
 
