@@ -173,17 +173,17 @@ def run_singly(
   memory = memory or memory_lib.NoMemory()
   remembered = memory.init()
 
-  def sublayer(l: int, carry: Any, slot: Any) -> jax.Array:
+  def sublayer(l: int, carry: Any, slot: Any) -> Any:
     nonlocal remembered
     (memory_slot,) = layer_stacks.unstack(memory.open(l, l + 1), 1)
     with scopes.part(kinds[l]):
-      y_BTD, new, _ = apply_sublayer(
+      y_BTD, new, after = apply_sublayer(
         residual, memory, kinds[l], layer(l), (carry, remembered),
         (slot, memory_slot), segment_ids_BT,
       )  # fmt: skip
     remembered = memory.write(remembered, new)
     see(carry, slot, y_BTD)
-    return y_BTD
+    return y_BTD if after is None else (y_BTD, after)
 
   return base.run_through(residual, embedding_BTD, sublayer)
 

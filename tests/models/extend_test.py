@@ -105,6 +105,15 @@ def test_every_scheme(name, tokens_T):
   _check(_model(name, moe=config_lib.MoeConfig()), tokens_T)
 
 
+def test_a_read_may_change_the_carry(tokens_T, monkeypatch):
+  class Halving(residuals.RESIDUALS["prenorm"]):
+    def read(self, carry, slot, norm):
+      return super().read(carry, slot, norm)[0], 0.5 * carry
+
+  monkeypatch.setitem(residuals.RESIDUALS, "halving", Halving)
+  _check(_model("halving"), tokens_T)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["block_attnres", "xhc"])
 def test_layers_in_arrays_of_their_own(name, tokens_T):

@@ -309,12 +309,12 @@ class Values(Residual):
 def run_through(
   residual: Residual,
   embedding_BTD: jax.Array,
-  sublayer: Callable[[int, Any, Any], jax.Array],
+  sublayer: Callable[[int, Any, Any], Any],
 ) -> Any:
   """Runs all sublayers as in the module docstring; returns the last state.
 
   `sublayer` maps l, counted from 0, a carry and a slot, which it reads, to the
-  output of sublayer l.
+  output of sublayer l, or to (output, carry) if its read has changed the carry.
   """
   part = functools.partial(scopes.part, scopes.RESIDUAL)
   with part():
@@ -325,6 +325,8 @@ def run_through(
     for i in range(stop - start):
       slot = jax.tree.map(lambda leaf, i=i: leaf[i], slots)
       y_BTD = sublayer(start + i, carry, slot)
+      if isinstance(y_BTD, tuple):
+        y_BTD, carry = y_BTD
       with part():
         carry = residual.write(carry, slot, y_BTD)
     with part():
