@@ -65,6 +65,7 @@ def demo_config(scheme: str, seed: int, *, steps: int) -> config_lib.RunConfig:
     "name": f"demo_{scheme}_{seed}_{steps}",
     "seed": seed,
     "data.seed": seed,
+    "mesh.data": 1,  # Four rows do not divide among more devices.
     "optim.warmup_steps": max(1, steps // 10),
     "train.steps": steps,
     "train.log_every": max(1, steps // 40),

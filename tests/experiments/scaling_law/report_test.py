@@ -172,14 +172,3 @@ def test_laptop_sweep_is_what_it_says():
   controls = [run for run in runs if run.overrides["residual"] == "rescaled"]
   assert {run.overrides["size"] for run in controls} == {"s"}
   assert len(controls) == 3
-
-
-def test_text_of_the_readme(laptop):
-  folder, runs = laptop
-  for run in runs:
-    _leave(folder, run)
-  text = report.results(monitor.rows(monitor.of_folder(folder)))
-  # A line per size; a heading, and a line per counting.
-  assert text.count("(\N{MINUS SIGN}0.0200 ± 0.0000)") == 4
-  assert text.count("| Full AttnRes |") == 1 + 3
-  assert "from PreNorm at size s, by seed: +0.0001, +0.0001, +0.0001." in text
