@@ -62,11 +62,9 @@ def sublayers_of(blocks: layer_stacks.Run) -> layer_stacks.Run:
 
 
 def check(
-  kinds: Sequence[str],
-  ends: Sequence[int],
-  residual: base.Residual,
+  kinds: Sequence[str], ends: Sequence[int], residual: base.Residual,
   memory: memory_lib.DepthMemory,
-) -> None:
+) -> None:  # fmt: skip
   """Refuses networks that are no scan over blocks.
 
   `ends` are of the parts that run separately, such as the chunks of a pipeline.
@@ -89,13 +87,10 @@ def check(
 
 
 def scan(
-  run_block: RunBlock,
-  blocks: layer_stacks.Run,
-  sublayers: Mapping[str, Any],
-  reads: definition.Read,
-  sources: Sequence[jax.Array],
+  run_block: RunBlock, blocks: layer_stacks.Run, sublayers: Mapping[str, Any],
+  reads: definition.Read, sources: Sequence[jax.Array],
   segment_ids_BT: jax.Array | None,
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array, ...]:  # fmt: skip
   """Runs blocks: maps the sources before them to those after them.
 
   `run_block` must not use parameters other than its arguments. Blocks are as

@@ -26,16 +26,10 @@ RESIDUAL = "residual"
 
 
 def extend(
-  sublayers: Mapping[str, Any],
-  kinds: Sequence[str],
-  residual: base.Residual,
-  embedding_BTD: jax.Array,
-  caches: Mapping[str, Any],
-  chunk: cache_lib.Chunk,
-  *,
-  memory: memory_lib.DepthMemory,
-  context: int | None = None,
-) -> tuple[jax.Array, dict[str, Any]]:
+  sublayers: Mapping[str, Any], kinds: Sequence[str], residual: base.Residual,
+  embedding_BTD: jax.Array, caches: Mapping[str, Any], chunk: cache_lib.Chunk,
+  *, memory: memory_lib.DepthMemory, context: int | None = None,
+) -> tuple[jax.Array, dict[str, Any]]:  # fmt: skip
   """`trunk.run`, for new tokens of rows whose earlier tokens are in caches.
 
   Sublayers are stacks, or lists (`layer_stacks.separated`). Caches are stacked

@@ -157,14 +157,11 @@ def run_part(
 
 
 def run_singly(
-  kinds: Sequence[str],
-  residual: base.Residual,
-  embedding_BTD: jax.Array,
-  segment_ids_BT: jax.Array | None,
-  memory: memory_lib.DepthMemory | None,
+  kinds: Sequence[str], residual: base.Residual, embedding_BTD: jax.Array,
+  segment_ids_BT: jax.Array | None, memory: memory_lib.DepthMemory | None,
   layer: Callable[[int], Any],
   see: Callable[[Any, Any, jax.Array], None] = lambda carry, slot, y_BTD: None,
-) -> Any:
+) -> Any:  # fmt: skip
   """Runs all sublayers one by one; returns the last state of the scheme.
 
   The arguments are those of `run`; `layer` returns sublayer l, from 0, and

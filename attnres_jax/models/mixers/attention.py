@@ -69,14 +69,10 @@ class SoftmaxMixer(Mixer):
     raise NotImplementedError
 
   def finish(
-    self,
-    x: jax.Array | base.QKV,
-    query_BTNH: jax.Array,
-    key_BTKH: jax.Array,
-    value_BTKV: jax.Array,
-    segment_ids_BT: jax.Array | None = None,
+    self, x: jax.Array | base.QKV, query_BTNH: jax.Array, key_BTKH: jax.Array,
+    value_BTKV: jax.Array, segment_ids_BT: jax.Array | None = None,
     columns: causal_attention.Columns | None = None,
-  ) -> jax.Array:
+  ) -> jax.Array:  # fmt: skip
     """The output, of heads as from `project`, which may attend to more."""
     query_BTNH, key_BTKH = self.turned(query_BTNH), self.turned(key_BTKH)
     if self.probe is not None:
@@ -90,15 +86,10 @@ class SoftmaxMixer(Mixer):
     return self.outputs(x, mixed_BTNV)
 
   def extend_heads(
-    self,
-    x: jax.Array | base.QKV,
-    query_BTNH: jax.Array,
-    key_BTKH: jax.Array,
-    value_BTKV: jax.Array,
-    cache: cache_lib.Tokens | cache_lib.Open,
-    chunk: cache_lib.Chunk,
-    columns: causal_attention.Columns | None = None,
-  ) -> tuple[jax.Array, cache_lib.Tokens | cache_lib.Stored]:
+    self, x: jax.Array | base.QKV, query_BTNH: jax.Array, key_BTKH: jax.Array,
+    value_BTKV: jax.Array, cache: cache_lib.Tokens | cache_lib.Open,
+    chunk: cache_lib.Chunk, columns: causal_attention.Columns | None = None,
+  ) -> tuple[jax.Array, cache_lib.Tokens | cache_lib.Stored]:  # fmt: skip
     """`extend`, of heads as from `project`."""
     position_BT = chunk.position_BT(query_BTNH.shape[1])
     mixed_BTNV, new = causal_attention.extend(

@@ -78,15 +78,10 @@ class Keys(NamedTuple):
 
 
 def attend(
-  query_BTNH: jax.Array,
-  key_BTKH: jax.Array,
-  value_BTKV: jax.Array,
-  segment_ids_BT: jax.Array | None = None,
-  *,
-  kernel: str = "auto",
-  tile: int = 0,
-  columns: Columns | None = None,
-) -> jax.Array:
+  query_BTNH: jax.Array, key_BTKH: jax.Array, value_BTKV: jax.Array,
+  segment_ids_BT: jax.Array | None = None, *, kernel: str = "auto",
+  tile: int = 0, columns: Columns | None = None,
+) -> jax.Array:  # fmt: skip
   """Attends to positions s <= t, within a document if segment ids are given.
 
   Args:
@@ -128,15 +123,10 @@ def attend(
 
 
 def extend(
-  query_BTNH: jax.Array,
-  key_BTKH: jax.Array,
-  value_BTKV: jax.Array,
-  cache: cache_lib.Tokens | cache_lib.Open,
-  chunk: cache_lib.Chunk,
-  *,
-  kernel: str = "auto",
-  columns: Columns | None = None,
-) -> tuple[jax.Array, cache_lib.Tokens | cache_lib.Stored]:
+  query_BTNH: jax.Array, key_BTKH: jax.Array, value_BTKV: jax.Array,
+  cache: cache_lib.Tokens | cache_lib.Open, chunk: cache_lib.Chunk, *,
+  kernel: str = "auto", columns: Columns | None = None,
+) -> tuple[jax.Array, cache_lib.Tokens | cache_lib.Stored]:  # fmt: skip
   """`attend` of new tokens, which also attend to the tokens of a cache.
 
   With a cache that has no room, they are the first tokens, and `kernel` counts.
@@ -155,13 +145,9 @@ def extend(
 
 
 def attend_after(
-  query_BTNH: jax.Array,
-  cache: cache_lib.Tokens,
-  new: cache_lib.Tokens,
-  chunk: cache_lib.Chunk,
-  scale: float,
-  columns: Columns | None = None,
-) -> jax.Array:
+  query_BTNH: jax.Array, cache: cache_lib.Tokens, new: cache_lib.Tokens,
+  chunk: cache_lib.Chunk, scale: float, columns: Columns | None = None,
+) -> jax.Array:  # fmt: skip
   """Attends to a cache and, causally, to new tokens, in one softmax.
 
   More queries than `TILE` are in tiles of so many: the scores of a long chunk

@@ -126,13 +126,9 @@ class Kda(attention.Mixer):
     )
 
   def finish(
-    self,
-    x: jax.Array | base.QKV,
-    query_BTNH: jax.Array,
-    key_BTNH: jax.Array,
-    value_BTNH: jax.Array,
-    segment_ids_BT: jax.Array | None = None,
-  ) -> jax.Array:
+    self, x: jax.Array | base.QKV, query_BTNH: jax.Array, key_BTNH: jax.Array,
+    value_BTNH: jax.Array, segment_ids_BT: jax.Array | None = None,
+  ) -> jax.Array:  # fmt: skip
     """The output, of heads as from `project`, and gates of x."""
     x_BTD = base.qkv(x).query
     heads = query_BTNH, key_BTNH, value_BTNH
@@ -175,14 +171,9 @@ class Kda(attention.Mixer):
     return sharding.ROWS_AND_HEADS, *[sharding.HEADS] * 3
 
   def extend_heads(
-    self,
-    x: jax.Array | base.QKV,
-    query_BTNH: jax.Array,
-    key_BTNH: jax.Array,
-    value_BTNH: jax.Array,
-    state: KdaState,
-    chunk: cache_lib.Chunk,
-  ) -> tuple[jax.Array, KdaState]:
+    self, x: jax.Array | base.QKV, query_BTNH: jax.Array, key_BTNH: jax.Array,
+    value_BTNH: jax.Array, state: KdaState, chunk: cache_lib.Chunk,
+  ) -> tuple[jax.Array, KdaState]:  # fmt: skip
     """Continues from `state` with T >= 1 more tokens of the same sequences.
 
     Splitting a sequence into pieces does not change the result. One token runs

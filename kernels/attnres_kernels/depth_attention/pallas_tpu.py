@@ -82,36 +82,42 @@ def _kernel(
     at = slice(start, start + rows)
     return functools.partial(tiles.load_sources, source_refs, at, valid)
 
-  groups: dict[int, list[jax.Array]] = {}
+  groups: list[Any] = []
   lses = []
   for first in range(0, tile, tpu_rows.ROWS):
     # Scores need no diagonal: use whole row tiles, as in memory.
     load = loader(first, tpu_rows.ROWS)
-    inverse = columns.inverse_rms(load, eps)
-    lses.append([])
-    for head in range(columns.heads):
-      raw = tiles.total(
-        tiles.dot(
-          columns.owned(piece, head, terms_ref[:, piece]),
-          load(piece), 1, exact=exact,
+    raw = jnp.concatenate(
+      [
+        tiles.sum_terms(
+          tiles.total(
+            tiles.dot(
+              columns.owned(piece, head, terms_ref[:, piece]), load(piece), 1,
+              exact=exact,
+            )
+            for piece in columns.of(head)
+          ),
+          num_queries,
         )
-        for piece in columns.of(head)
-      )  # fmt: skip
-      score = jnp.transpose(tiles.sum_terms(raw, num_queries)) * inverse
-      score = score.reshape(num_slots, -1, tiles.GROUP, num_queries)
-      top = jnp.max(score, axis=0)
-      weight = jnp.exp(score - top[None])
-      total = jnp.sum(weight, axis=0)
-      lse = top + jnp.log(total)
-      lses[-1].append(lse.reshape(tpu_rows.ROWS, num_queries))
-      weight = weight / total[None]
-      for half in range(tpu_rows.ROWS // tiles.GROUP):
-        left = weight[:, half].reshape(-1, num_queries)
-        left = _diagonal_weights(left, exact)
-        groups.setdefault(first + half * tiles.GROUP, []).append(left)
+        for head in range(columns.heads)
+      ],
+      axis=0,
+    )  # fmt: skip
+    score = jnp.transpose(raw) * columns.inverse_rms(load, eps)
+    score = score.reshape(num_slots, -1, tiles.GROUP, score.shape[1])
+    top = jnp.max(score, axis=0)
+    weight = jnp.exp(score - top[None])
+    total = jnp.sum(weight, axis=0)
+    lses.append((top + jnp.log(total)).reshape(tpu_rows.ROWS, -1))
+    weight = weight / total[None]
+    for half in range(tpu_rows.ROWS // tiles.GROUP):
+      left = weight[:, half].reshape(-1, weight.shape[-1])
+      start = first + half * tiles.GROUP
+      groups.append((start, _diagonal_weights(left, exact)))
 
   # A second sweep, so that the statistics of all groups can overlap.
-  for start, weights in groups.items():
+  rows = num_queries * tiles.GROUP
+  for start, weights in groups:
     load = loader(start, tiles.GROUP)
     for piece in columns.pieces:
       source = load(piece)
@@ -119,15 +125,16 @@ def _kernel(
         source = jnp.concatenate([source, source], axis=0)
       mixed = columns.select(
         piece,
-        lambda head, w=weights, x=source: tiles.dot(w[head], x, exact=exact),
+        lambda head, w=weights, x=source: tiles.dot(
+          w[head * rows : (head + 1) * rows], x, exact=exact
+        ),
       )
       mixed = mixed.astype(out_refs[0].dtype)
       mixed = mixed.reshape(num_queries, tiles.GROUP, -1)
       for query, out_ref in enumerate(out_refs):
         out_ref[start : start + tiles.GROUP, piece] = mixed[query]
 
-  by_rows = [jnp.concatenate(of_heads, axis=1) for of_heads in lses]
-  lse_ref[0] = jnp.transpose(jnp.concatenate(by_rows, axis=0))
+  lse_ref[0] = jnp.transpose(jnp.concatenate(lses, axis=0))
 
 
 def _diagonal_weights(weight: jax.Array, exact: bool) -> jax.Array:

@@ -113,22 +113,24 @@ def _kernel(
     if valid is not None:
       # Without an eps, it is infinite in rows of padding, which are zero.
       inverse = jnp.where(jnp.concatenate([valid] * num_slots), inverse, 0.0)
-    bend, factors, pulls = 0.0, [], []
-    for head in range(columns.heads):
-      product, score = _products(
-        load, douts, terms_ref, columns, head, num_queries, exact
-      )
-      at = slice(head * num_queries, (head + 1) * num_queries)
-      product = tiles.on_slots(product)
-      score = tiles.on_slots(score * inverse)
-      weight = _weights(score, lse[rows, at])
-      mean = jnp.sum(weight * product, axis=0)
-      dscore = weight * (product + (dlse[rows, at] - mean)[None])
-      flat = lambda x: x.reshape(-1, num_queries)
-      bend += jnp.sum(flat(dscore * score), axis=1, keepdims=True)
-      pulls.append(flat(dscore) * inverse)
-      factors.append(_factor(flat(weight), pulls[-1], exact))
+    product, score = _products(
+      load, douts, terms_ref, columns, num_queries, exact
+    )
+    product = tiles.on_slots(product)
+    score = tiles.on_slots(score * inverse)
+    weight = _weights(score, lse[rows])
+    mean = jnp.sum(weight * product, axis=0)
+    dscore = weight * (product + (dlse[rows] - mean)[None])
+    flat = lambda x: x.reshape(-1, x.shape[-1])
+    bend = jnp.sum(flat(dscore * score), axis=1, keepdims=True)
     bend *= inverse * inverse * (1.0 / columns.key_width)
+    weight, pull = flat(weight), flat(dscore) * inverse
+    cuts = [
+      slice(h * num_queries, (h + 1) * num_queries)
+      for h in range(columns.heads)
+    ]
+    pulls = [pull[:, at] for at in cuts]
+    factors = [_factor(weight[:, at], x, exact) for at, x in zip(cuts, pulls)]
     groups.append((rows, load, douts, bend, factors, pulls))
 
   # A second sweep, so that the statistics of all groups can overlap.
@@ -172,27 +174,26 @@ def _weights(score: jax.Array, lse: jax.Array) -> jax.Array:
 
 def _products(
   load: tpu_rows.Load, douts: tpu_rows.Load, terms_ref: Any,
-  columns: tiles.Columns, head: int, num_queries: int, exact: bool,
+  columns: tiles.Columns, num_queries: int, exact: bool,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-  """Products of source rows with their token's dout and the query: [M*8, Q]."""
-
-  def multiply(piece: slice) -> jax.Array:
-    partner = jnp.concatenate([douts(piece), terms_ref[:, piece]], axis=0)
-    partner = columns.owned(piece, head, partner)
-    return tiles.dot(load(piece), partner, 1, exact=exact)
-
-  product = tiles.total(map(multiply, columns.of(head)))
+  """Products of source rows with their token's dout and the query: [M*8, J]."""
   diagonal = num_queries * tiles.GROUP
-  token = lambda row: jnp.bitwise_and(row, tiles.GROUP - 1)
-  return (
-    tiles.take_columns(
-      product, lambda r, i: i * tiles.GROUP + token(r), num_queries
-    ),
-    tiles.total(
-      tiles.take_columns(product, lambda r, i, f=first: f + i, num_queries)
-      for first in range(diagonal, product.shape[1], num_queries)
-    ),
-  )
+  products, scores = [], []
+  for head in range(columns.heads):
+
+    def multiply(piece: slice, head: int = head) -> jax.Array:
+      partner = jnp.concatenate([douts(piece), terms_ref[:, piece]], axis=0)
+      partner = columns.owned(piece, head, partner)
+      return tiles.dot(partner, load(piece), 1, exact=exact)
+
+    product = tiles.total(map(multiply, columns.of(head)))
+    scores.append(tiles.sum_terms(product[diagonal:], num_queries))
+    product = product[:diagonal].reshape(num_queries, tiles.GROUP, -1)
+    row, column = (tiles.iota((1, *product.shape[1:]), i) for i in (1, 2))
+    product = jnp.where(tiles.on_diagonal(row, column), product, 0.0)
+    products.append(jnp.sum(product, axis=1))
+  turned = lambda x: jnp.transpose(jnp.concatenate(x, axis=0))
+  return turned(products), turned(scores)
 
 
 def _factor(weight: jax.Array, pull: jax.Array, exact: bool) -> jax.Array:

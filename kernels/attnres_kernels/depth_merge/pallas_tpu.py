@@ -2,8 +2,8 @@
 """Phase 2 on TPU: score, merge and pre-norm in one pass over memory.
 
 Plain vector operations on 16 rows at a time, in float32; every array is read
-and written once. Sums over the slices of heads, and their way back, are
-products with a matrix of zeros and ones [H, D].
+and written once. The sums over the slices of heads are columns of one array
+[rows, H], so that weights are computed for all heads at once.
 """
 
 import functools
@@ -41,16 +41,11 @@ class _Options(NamedTuple):
 
 
 def _operands(
-  out_TD: jax.Array, query_D: jax.Array, gain_D: jax.Array | None, heads: int
+  out_TD: jax.Array, query_D: jax.Array, gain_D: jax.Array | None
 ) -> list[jax.Array]:
-  """Query and gain [1, D], and the slices of heads [H, D]."""
-  width = out_TD.shape[-1]
-  # A query is zero in front of the key.
-  query_D = jnp.pad(query_D, (width - query_D.size, 0))
-  operands = [x[None] for x in (query_D, gain_D) if x is not None]
-  if heads > 1:
-    operands.append(jnp.repeat(jnp.eye(heads), width // heads, axis=1))
-  return operands
+  """Query and gain [1, D]; the query is zero in front of the key."""
+  query_D = jnp.pad(query_D, (out_TD.shape[-1] - query_D.size, 0))
+  return [x[None] for x in (query_D, gain_D) if x is not None]
 
 
 def forward(
@@ -64,7 +59,7 @@ def forward(
   options = _Options(
     gain_D is not None, heads, rank or call.width, eps, norm_eps
   )
-  operands = _operands(out_TD, query_D, gain_D, heads)
+  operands = _operands(out_TD, query_D, gain_D)
   mixed_TD = pl.pallas_call(
     functools.partial(_forward_kernel, options=options),
     grid=(call.tiles,),
@@ -100,7 +95,7 @@ def backward(
   options = _Options(
     gain_D is not None, heads, rank or call.width, eps, norm_eps
   )
-  operands = _operands(out_TD, query_D, gain_D, heads)
+  operands = _operands(out_TD, query_D, gain_D)
   sums = call.parts, 1 + options.gain, tpu_rows.SUBLANES, call.width
   dout, dpartial, dlse, dvectors = pl.pallas_call(
     functools.partial(
@@ -141,9 +136,9 @@ def backward(
 
 
 def _forward_kernel(*refs: Any, options: _Options) -> None:
-  """Query and gain [1, D], slices [H, D], lse [1, H, tile], arrays [tile, D].
+  """Query and gain [1, D], lse [1, H, tile], out and partial [tile, D].
 
-  These are out and partial, then the result.
+  Then the result [tile, D].
   """
   rows_of = _Rows(list(refs), options)
   out_ref, partial_ref, mixed_ref = rows_of.refs
@@ -219,7 +214,6 @@ class _Rows:
     self._options = options
     self.query_ref = refs.pop(0)
     self.gain_ref = refs.pop(0) if options.gain else None
-    self._slices_ref = refs.pop(0) if options.heads > 1 else None
     self.lse = _to_column(refs.pop(0))
     self.refs = refs
 
@@ -240,15 +234,33 @@ class _Rows:
 
   def sums(self, x: jax.Array) -> jax.Array:
     """Of each slice: [rows, D] to [rows, H]."""
-    if self._slices_ref is None:
-      return jnp.sum(x, axis=1, keepdims=True)
-    return tpu_rows.dot(x, self._slices_ref[...], 1, exact=True)
+    heads, (rows, width) = self._options.heads, x.shape
+    result = jnp.zeros((rows, heads), jnp.float32)
+    for head in range(heads):
+      first, last = head * width // heads, (head + 1) * width // heads
+      # Whole registers, of which a mask leaves the slice.
+      start = first - first % tpu_rows.LANES
+      part = x[:, start : min(last + -last % tpu_rows.LANES, width)]
+      if part.shape[1] != last - first:
+        column = tpu_rows.iota(part.shape, 1) + start
+        part = jnp.where((column >= first) & (column < last), part, 0.0)
+      total = jnp.sum(part, axis=1, keepdims=True)
+      place = tpu_rows.iota(result.shape, 1)
+      result = total if heads == 1 else jnp.where(place == head, total, result)
+    return result
 
   def spread(self, x: jax.Array) -> jax.Array:
     """[rows, H] to the columns of each slice [rows, D]."""
-    if self._slices_ref is None:
-      return x
-    return tpu_rows.dot(x, self._slices_ref[...], exact=True)
+    heads, width = self._options.heads, self.query_ref.shape[1]
+    parts = []
+    for start in range(0, width if heads > 1 else 0, tpu_rows.LANES):
+      stop, size = min(start + tpu_rows.LANES, width), width // heads
+      column = tpu_rows.iota((len(x), stop - start), 1) + start
+      part = jnp.zeros(column.shape, x.dtype)
+      for head in range(start // size, (stop - 1) // size + 1):
+        part = jnp.where(column >= head * size, x[:, head : head + 1], part)
+      parts.append(part)
+    return jnp.concatenate(parts, axis=1) if parts else x
 
 
 def mean(x: jax.Array) -> jax.Array:
