@@ -198,7 +198,7 @@ def expert_counts(
 
 
 def load_metrics(load: jax.Array) -> dict[str, jax.Array]:
-  """How evenly tokens are spread over experts, given those of each [..., E].
+  """How evenly tokens are spread over experts, given their numbers [..., E].
 
   float32 [...] each: `entropy` of the load, over a uniform load's (1 is even),
   `max_violation`, max / mean - 1 (0 is even), and `unused`, the fraction of

@@ -164,7 +164,7 @@ def run_singly(
 ) -> Any:  # fmt: skip
   """Runs all sublayers one by one; returns the last state of the scheme.
 
-  The arguments are those of `run`; `layer` returns sublayer l, from 0, and
+  Arguments are as in `run`; `layer` returns sublayer l, from 0, and
   `see` gets the carry and the slot that a sublayer reads, and its output.
   """
   memory = memory or memory_lib.NoMemory()

@@ -80,8 +80,8 @@ def combine_mixtures(
 ) -> tuple[Float[Array, "*T D"], Float[Array, "*TH"]]:
   """Joins mixtures over two disjoint sets of sources; associative.
 
-  Both have the same query. A log-normaliser of -inf means an empty set; those
-  of H heads are [*T, H]. The result is in the dtype of `out_a`.
+  Both have the same query. A log-normaliser of -inf means an empty set; with H
+  heads, it is [*T, H]. The result is in the dtype of `out_a`.
   """
   if out_a.shape != out_b.shape or lse_a.shape != lse_b.shape:
     raise ValueError(
