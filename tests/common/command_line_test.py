@@ -32,7 +32,7 @@ PARSERS = {
   "main": main.make_parser(),
   "plan": plan_main.make_parser(),
   "search": search.make_parser(),
-  "pipeline": pipeline_main._parser(pipeline_main._RUN),
+  "pipeline": pipeline_main._parser(),
   "sweep": cli.make_parser(scaling_law.EXPERIMENT),
   "worker": worker.make_parser(),
 }
