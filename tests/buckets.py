@@ -20,6 +20,10 @@ import time
 import urllib.error
 import urllib.request
 
+from etils.epath import backend
+
+from attnres_jax.common import stores
+
 BUCKET = "bucket"
 
 
@@ -55,6 +59,12 @@ def s3():
   with _server(command, f"http://127.0.0.1:{port}") as url:
     post(f"{url}/{BUCKET}", b"", {}, "PUT")
     yield url
+
+
+def forget(folder):
+  """Drops what fsspec and epath keep of a former server, its address too."""
+  stores.client(folder).clear_instance_cache()
+  backend.fsspec_backend._get_filesystem.cache_clear()
 
 
 def environment(url, kind="gcs"):

@@ -59,9 +59,9 @@ def bucket(request, monkeypatch):
   with getattr(buckets, kind)() as url:
     for name, value in buckets.environment(url, kind).items():
       monkeypatch.setenv(name, value)
-    stores.client(FOLDERS[kind]).clear_instance_cache()
+    buckets.forget(FOLDERS[kind])
     yield FOLDERS[kind]
-    stores.client(FOLDERS[kind]).clear_instance_cache()
+    buckets.forget(FOLDERS[kind])
 
 
 def _start(folder, log, devices=1, *flags):

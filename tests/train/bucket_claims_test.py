@@ -73,9 +73,9 @@ def place(server, request, monkeypatch):
   for name, value in buckets.environment(url, kind).items():
     monkeypatch.setenv(name, value)
   stores.fsspec.config.conf.setdefault("s3", {})["endpoint_url"] = url
-  stores.client(FOLDERS[kind]).clear_instance_cache()
+  buckets.forget(FOLDERS[kind])
   yield f"{FOLDERS[kind]}/{request.node.name.partition('[')[0]}"
-  stores.client(FOLDERS[kind]).clear_instance_cache()
+  buckets.forget(FOLDERS[kind])
   stores.fsspec.config.conf["s3"].pop("endpoint_url")
 
 
