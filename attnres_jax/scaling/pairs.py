@@ -73,12 +73,14 @@ class Difference(NamedTuple):
     )
 
 
-def losses(rows: Sequence[Row], column: str) -> dict[str, dict[int, float]]:
-  """Validation losses by variant, the cell of `column`, and by seed."""
+def losses(
+  rows: Sequence[Row], column: str, loss: str = "validation_loss"
+) -> dict[str, dict[int, float]]:
+  """Losses, the cells of `loss`, by variant (of `column`) and by seed."""
   found: dict[str, dict[int, float]] = {}
   for row in rows:
     own = found.setdefault(row[column], {})
-    own[int(row["seed"])] = float(row["validation_loss"])
+    own[int(row["seed"])] = float(row[loss])
   return found
 
 

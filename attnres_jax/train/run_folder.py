@@ -116,7 +116,9 @@ def changes(
     for field, values in found.items()
     if not is_harmless(field, harmless)
   }
-  before, now = info["fingerprints"], fingerprints(descriptions)
+  now = fingerprints(descriptions)
+  unknown = dict.fromkeys(now, "not recorded")
+  before = info.get("fingerprints", unknown)
   for split in before:
     if before[split] != now[split]:
       what = f"the content of the {split} data"

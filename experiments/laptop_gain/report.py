@@ -56,9 +56,7 @@ def contrasts(
     rows: of runs.
     column: with the losses.
   """
-  losses = pairs.losses(
-    [{**row, "validation_loss": row[column]} for row in rows], "arm"
-  )
+  losses = pairs.losses(rows, "arm", column)
   found, tests = {}, []
   for one, other in config.CONTRASTS:
     seeds = sorted(losses.get(one, {}).keys() & losses.get(other, {}).keys())
@@ -113,7 +111,7 @@ def results(rows: Sequence[Row]) -> str:
       [
         _label(names),
         str(contrast.seeds),
-        f"{page.signed(contrast.difference)} ± {contrast.margin:.4f}",
+        _interval(contrast),
         f"{contrast.p:.4f}" if contrast.p >= 1e-4 else "< 0.0001",
         outcome,
       ]
@@ -127,13 +125,7 @@ def course(rows: Sequence[Row]) -> str:
   columns = [*(f"loss_{place}" for place in config.PLACES), "validation_loss"]
   found = [contrasts(rows, column) for column in columns]
   lines = [
-    [
-      _label(names),
-      *(
-        f"{page.signed(own[names].difference)} ± {own[names].margin:.4f}"
-        for own in found
-      ),
-    ]
+    [_label(names), *(_interval(own[names]) for own in found)]
     for names in found[-1]
   ]
   places = (place.replace("_", " ") for place in config.PLACES)
@@ -159,11 +151,15 @@ def gain(rows: Sequence[Row]) -> str:
 
 def _outcome(contrast: Contrast) -> str:
   if contrast.p >= ERROR:
-    size = f"{page.signed(contrast.difference, 3)} ± {contrast.margin:.3f}"
-    return f"shows no gain in the end ({size})"
+    return f"shows no gain in the end ({_interval(contrast, 3)})"
   size = f"{abs(contrast.difference):.3f} ± {contrast.margin:.3f}"
   side = "below" if contrast.difference < 0 else "above"
   return f"ends {size} nats per token {side} PreNorm"
+
+
+def _interval(contrast: Contrast, digits: int = 4) -> str:
+  difference = page.signed(contrast.difference, digits)
+  return f"{difference} ± {contrast.margin:.{digits}f}"
 
 
 def _label(names: tuple[str, str]) -> str:

@@ -88,7 +88,7 @@ def read(arg: str) -> dict[str, np.ndarray]:
     for name in ("tokens", "counts")
   }
   arrays = {name: a.astype(np.uint16) for name, a in arrays.items()}
-  facts = environment.facts()["commit"], fingerprint
+  facts = environment.commit(), fingerprint
   return arrays | {"seeds": np.array(seeds), "facts": np.array(facts)}
 
 
@@ -206,9 +206,7 @@ def _rows(
         flush=True,
       )
   commit, fingerprint = map(str, arrays["facts"])
-  facts = {
-    name: environment.facts()[name] for name in ("hardware", "python", "jax")
-  }
+  facts = environment.facts()
   *earlier, last = losses
   for i, seed in enumerate(seeds):
     yield {
@@ -218,7 +216,7 @@ def _rows(
       "seed": seed,
       "data.seed": seed,
       "residual": config.model.residual.name,
-      "sublayers": 2 * config.model.num_layers,
+      "sublayers": config.model.num_sublayers,
       "tokens": config.train.steps
       * config.data.batch_size
       * config.data.sequence_length,
@@ -228,7 +226,7 @@ def _rows(
       },
       "validation_loss": f"{losses[last][i]:.6f}",
       "seconds": f"{seconds / len(seeds):.1f}",
-      **facts,
+      **{name: facts[name] for name in ("hardware", "python", "jax")},
       "commit": commit,
       "data": fingerprint,
     }

@@ -419,6 +419,20 @@ def test_steps_are_harmless_while_the_rate_does_not_depend_on_them(
   assert found == ({} if allowed else {"train.steps": (6, 7)})
 
 
+def test_data_that_a_checkpoint_does_not_name_are_other_data(
+  quick, tmp_path, monkeypatch
+):
+  config = tiny_run.config(quick)
+  info = {"config": json.loads(config_lib.to_json(config))}
+  monkeypatch.setattr(checkpoint, "all_steps", lambda workdir: [6])
+  monkeypatch.setattr(checkpoint, "newest_info", lambda workdir: info)
+  data = dict.fromkeys(("train", "validation"), {"fingerprint": "ab"})
+  found = run_folder.changes(epath.Path(tmp_path), config, data)
+  assert found == {
+    f"the content of the {split} data": ("not recorded", "ab") for split in data
+  }
+
+
 def test_a_finished_run_is_lengthened(quick, tmp_path):
   fields = quick | {"optim.schedule": "constant", "train.eval_every": 0}
   tiny_run.train_here(tmp_path, fields | {"train.steps": 6})
