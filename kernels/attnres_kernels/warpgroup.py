@@ -8,7 +8,7 @@ for all rows of a matrix at once. In terms of Mosaic GPU:
 
   matrix [R, size]   one row per register group, columns over lanes and warps
   row [size]         the same columns, no row axis
-  stats [R]          one number per row, known to every thread
+  statistics [R]     one number per row, known to every thread
 
 Widths need not be multiples of a tile: the last tile ends where the row ends
 and overlaps the previous one. Columns that are written twice get the same
@@ -32,8 +32,12 @@ THREADS = 128
 _plgpu: Any = plgpu
 
 
-def why_not(width: int, arrays: Sequence[jax.Array]) -> str | None:
+def why_not(
+  width: int, arrays: Sequence[jax.Array], heads: int, rank: int | None
+) -> str | None:
   """The reason why rows of this width and these dtypes cannot run, or None."""
+  if heads > 1 or rank is not None:
+    return f"one head with keys of the full width, got {heads=}, {rank=}"
   if jax.__version_info__ < (0, 12):
     # The first version with `plgpu.store`: rows need not fill whole sectors of
     # memory.
@@ -42,10 +46,7 @@ def why_not(width: int, arrays: Sequence[jax.Array]) -> str | None:
   if not set(dtypes) <= {"bfloat16", "float32"}:
     return f"arrays must be bfloat16 or float32, got {dtypes}"
   if width < THREADS:
-    return (
-      f"the width must be at least {THREADS}, the threads of a warpgroup, got"
-      f" {width}"
-    )
+    return f"rows need at least {THREADS}, the threads of a group, got {width}"
   return None
 
 
@@ -55,16 +56,19 @@ def flatten(x_TD: jax.Array) -> jax.Array:
 
 
 def call(
-  body: Callable[..., None], name: str, *, out_type: Any, grid: int,
-  interpret: Any, scratch_types: Any = (),
-) -> Callable[..., Any]:  # fmt: skip
+  body: Callable[..., None],
+  name: str,
+  *,
+  out_type: Any,
+  grid: int,
+  interpret: Any,
+) -> Callable[..., Any]:
   """`plgpu.kernel` on a grid of one axis, called "program"."""
   body.__name__ = name
   options = {} if interpret is None else {"interpret": interpret}
   return _plgpu.kernel(
     body,
     out_type=out_type,
-    scratch_types=scratch_types,
     grid=(grid,),
     grid_names=("program",),
     # Eight rows are summed over columns in one exchange.
@@ -75,6 +79,10 @@ def call(
   )
 
 
+def like(x: jax.Array) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
 class Tiles:
   """How a row of `width` columns is cut into tiles.
 
@@ -82,7 +90,6 @@ class Tiles:
     width: D.
     vector: adjacent columns held by one thread; pairs where rows are aligned.
     size: columns of a tile.
-    number: tiles of a row.
   """
 
   def __init__(self, width: int):
@@ -91,7 +98,6 @@ class Tiles:
     self.size = THREADS * self.vector
     self._full = width // self.size
     self._rest = width % self.size
-    self.number = self._full + (self._rest > 0)
 
   @functools.cached_property
   def matrix(self) -> Any:
@@ -102,10 +108,6 @@ class Tiles:
   @functools.cached_property
   def row(self) -> Any:
     return self.matrix.reduce(0)
-
-  @functools.cached_property
-  def stats(self) -> Any:
-    return self.matrix.reduce(1)
 
   def loop(self, body: Callable[..., Any], carry: Any) -> Any:
     """Runs `body(columns, fresh, carry)` over the tiles of a row.
@@ -154,9 +156,6 @@ class Tiles:
     layout = self.row if len(ref.shape) == 1 else self.matrix
     x = _plgpu.load(ref, layout=layout, optimized=False)
     return x.astype(jnp.float32)
-
-  def load_stats(self, ref: Any) -> jax.Array:
-    return _plgpu.load(ref, layout=self.stats, optimized=False)
 
   def down(self, row: jax.Array, rows: int) -> jax.Array:
     """Repeats a row for every row of a matrix."""

@@ -20,6 +20,7 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import dataclasses
 import functools
+import importlib
 import itertools
 import math
 import os
@@ -28,7 +29,6 @@ import sys
 import time
 from typing import Any
 
-from benchmarks import peers
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -56,6 +56,8 @@ FIELDS = (
   "high_ms", "to_xla", "GB", "GB_per_s", "of_copy", "error", "stored",
   "hardware", "jax", "torch", "commit",
 )  # fmt: skip
+EPS = 1e-6
+_Peer = Callable[[Any, Any], Any]
 OK, FAILED, NOT_RUN = "ok", "failed", "not run"
 # The allowed error of an arm, as a multiple of the error of storing the exact
 # result.
@@ -167,7 +169,7 @@ class Read:
   def arm(self, implementation: Any) -> Callable[..., dict[str, Any]]:
     """Ours, as a function of the inputs."""
     attend = functools.partial(
-      attnres_kernels.depth_attention, eps=peers.EPS,
+      attnres_kernels.depth_attention, eps=EPS,
       implementation=implementation,
     )  # fmt: skip
     return lambda *inputs: self._named(lambda *a: attend(*a)[0], inputs)
@@ -182,10 +184,10 @@ class Read:
     return {"out": out, "dquery": dquery} | named
 
   def peer(self, read: Any) -> Callable[..., dict[str, Any]]:
-    """A function of tensors, from one of `peers`."""
+    """A function of tensors, one of `peers`."""
 
     def run(query: Any, sources: Any, dout: Any) -> dict[str, Any]:
-      torch = peers.import_("torch")
+      torch = _import("torch")
       if not self.backward:
         with torch.no_grad():
           return {"out": read(query, sources)}
@@ -221,7 +223,7 @@ class Machine:
     self.common = {
       "hardware": jax.devices()[0].device_kind,
       "jax": jax.__version__,
-      "torch": peers.version(),
+      "torch": _torch_version(),
       "commit": environment.commit(),
     }
     add_one = jax.jit(lambda x: x + 1)
@@ -264,7 +266,7 @@ def compare(
   }
   builders |= {
     name: lambda b=build: _torch_arm(problem.peer(b(problem.width)), sets)
-    for name, build in peers.builders().items()
+    for name, build in peers().items()
   }
   rows: dict[str, dict[str, str]] = {}
   running: dict[str, Callable[[int], Any]] = {}
@@ -281,7 +283,7 @@ def compare(
       if not error <= _MARGIN * stored:
         raise ValueError(f"off by {error:.1e}, storage by {stored:.1e}")
       running[name] = arm
-    except (peers.NotHere, NotImplementedError) as error:
+    except (NotHere, NotImplementedError) as error:
       rows[name] |= {"status": NOT_RUN, "reason": " ".join(str(error).split())}
     except Exception as error:  # A peer may fail in any way; its row stays.
       reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
@@ -367,8 +369,8 @@ def _jax_arm(function: Any, sets: Sequence[Any]) -> Callable[[int], Any]:
 
 
 def _torch_arm(function: Any, sets: Sequence[Any]) -> Callable[[int], Any]:
-  torch = peers.import_("torch")
-  leaves = [jax.tree.map(peers.tensor, inputs) for inputs in sets]
+  torch = _import("torch")
+  leaves = [jax.tree.map(_tensor, inputs) for inputs in sets]
 
   def run(calls: int) -> Any:
     outputs = None
@@ -384,7 +386,7 @@ def _torch_arm(function: Any, sets: Sequence[Any]) -> Callable[[int], Any]:
 def _definition(query: jax.Array, sources: Sequence[jax.Array]) -> jax.Array:
   """Eq. 2-4."""
   stacked = jnp.stack(sources)
-  rms = jnp.sqrt(jnp.mean(stacked**2, axis=-1, keepdims=True) + peers.EPS)
+  rms = jnp.sqrt(jnp.mean(stacked**2, axis=-1, keepdims=True) + EPS)
   scores = jnp.einsum("mtd,qd->qmt", stacked / rms, query)
   return jnp.einsum("qmt,mtd->qtd", jax.nn.softmax(scores, axis=1), stacked)
 
@@ -407,6 +409,115 @@ def _seconds(function: Callable[[], Any]) -> float:
   start = time.perf_counter()
   function()
   return time.perf_counter() - start
+
+
+class NotHere(Exception):
+  """Why a peer cannot run here, in one line."""
+
+
+def _torch_version() -> str:
+  """PyTorch's version; empty without PyTorch."""
+  try:
+    return _import("torch").__version__
+  except NotHere:
+    return ""
+
+
+def peers() -> dict[str, Callable[[int], _Peer]]:
+  """Name -> builder of a read of rows of a width, in PyTorch.
+
+  A builder returns a function of a query [Q, D] and M sources [T, D], both
+  tensors. It raises `NotHere` with the reason if the peer cannot run.
+  """
+  return {
+    "torch.compile": _torch_plain,
+    "fla fused_attnres": lambda width: _each_query(_fla(width)),
+    "flash-attn-res phase 1": _flash,
+    "liger": lambda width: _each_query(_liger(width)),
+  }
+
+
+def _tensor(x: Any) -> Any:
+  """The memory of a JAX array as a tensor that may require gradients."""
+  return _import("torch").from_dlpack(x).detach().requires_grad_()
+
+
+def _import(name: str) -> Any:
+  """A module, or `NotHere`."""
+  try:
+    return importlib.import_module(name)
+  except Exception as error:  # Peers fail to import in many ways.
+    raise NotHere(f"{type(error).__name__}: {error}") from error
+
+
+def _torch_plain(width: int) -> _Peer:
+  """One softmax over stacked sources."""
+  torch = _import("torch")
+
+  def read(query: Any, sources: Any) -> Any:
+    stacked = torch.stack(sources)
+    wide = stacked.float()
+    keys = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)
+    scores = (query[:, None, None] * keys[None]).sum(-1)
+    mixed = (scores.softmax(1)[..., None] * wide[None]).sum(1)
+    return mixed.to(stacked.dtype)
+
+  if not torch.cuda.is_available():
+    # The same code, so that the definition is tested without a GPU.
+    return read
+  return torch.compile(read, fullgraph=True, dynamic=False)
+
+
+def _each_query(read: _Peer) -> _Peer:
+  """Of a peer that takes one query: one read per query."""
+  torch = _import("torch")
+  return lambda query, sources: torch.stack([read(u, sources) for u in query])
+
+
+def _fla(width: int) -> _Peer:
+  # Its faster kernels are opt-in.
+  os.environ.setdefault("FLA_ATTNRES_GLUON", "1")
+  fused = _import("fla.ops.attnres").fused_attnres
+
+  def read(query: Any, sources: Any) -> Any:
+    sources = [source[None] for source in sources]
+    return fused(query, sources, _ones(width, sources[0].dtype), rms_eps=EPS)[0]
+
+  return read
+
+
+def _liger(width: int) -> _Peer:
+  torch = _import("torch")
+  fused = _import("liger_kernel.transformers.functional").liger_attn_res
+
+  def read(query: Any, sources: Any) -> Any:
+    if len(sources) > 32:
+      raise NotHere("drops sources beyond 32 without notice")
+    stacked = torch.stack(sources)[:, None]
+    gain = _ones(width, stacked.dtype)
+    return fused(stacked, query.to(stacked.dtype), gain, EPS)[0]
+
+  return read
+
+
+def _flash(width: int) -> _Peer:
+  if width & (width - 1):
+    raise NotHere(f"takes widths that are powers of two, not {width}")
+  torch = _import("torch")
+  phase_1 = _import("flash_attn_res.ops.phase_1")
+
+  def read(query: Any, sources: Any) -> Any:
+    operator = phase_1.phase_1_batched_attention_triton_op
+    return operator(torch.stack(sources)[:, None], query, EPS)[0][:, 0]
+
+  return read
+
+
+@functools.cache
+def _ones(width: int, dtype: Any) -> Any:
+  torch = _import("torch")
+  device = "cuda" if torch.cuda.is_available() else "cpu"
+  return torch.ones(width, dtype=dtype, device=device)
 
 
 if __name__ == "__main__":

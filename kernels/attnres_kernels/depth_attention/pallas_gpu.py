@@ -7,8 +7,8 @@ second pass writes mixtures or source gradients. Between the two, each thread
 holds all M x Q statistics of the token in registers. The second pass finds the
 sources of its token (M x D x 2 bytes, 41 kB in the 48B model) in a cache.
 
-The backward kernel writes the factors of the sources, [T, M, Q]. The query
-gradients are one matrix product per source with those factors.
+The backward kernel writes the factors of the sources, [M, T]. The query's
+gradient is one product per source with those factors.
 
 The backward pass has a kernel for one query only. For eight, plain JAX took
 half its time on an H100 (kernels/benchmarks/results/gpu.csv), so the gradients
@@ -40,10 +40,8 @@ def why_not(
 ) -> str | None:  # fmt: skip
   """The reason why these arguments cannot run, or None."""
   del function, args, eps
-  if heads > 1 or rank is not None:
-    return f"one head with keys of the full width, got {heads=}, {rank=}"
   num_queries, width = query_QD.shape
-  reason = warpgroup.why_not(width, sources[:1])
+  reason = warpgroup.why_not(width, sources[:1], heads, rank)
   if reason is not None:
     return reason
   if query_QD.dtype != jnp.float32:
@@ -74,36 +72,29 @@ def forward(
     """Query [Q, D], M sources [T, D]; out [Q, T, D], lse [T, Q]."""
     source_refs, (out_ref, lse_ref) = refs[:num_slots], refs[num_slots:]
     token = jax.lax.axis_index("program")
-    for span in _spans(num_queries):
+
+    def attend(span: slice) -> None:
       rows = span.stop - span.start
-
-      def load(columns: Any, span: slice = span) -> jax.Array:
-        return tiles.load(query_ref.at[span, columns])
-
-      scores = []
-      for ref in source_refs:
-        dots, squares = _products(tiles, ref.at[token], [load], rows)
-        scores.append(dots[0] * _inverse_rms(squares, width, eps))
+      scores = [
+        _scores(tiles, ref.at[token], query_ref.at[span], eps)
+        for ref in source_refs
+      ]
       top = functools.reduce(jnp.maximum, scores)
       weights = [jnp.exp(score - top) for score in scores]
       total = functools.reduce(operator.add, weights)
       warpgroup.store(lse_ref.at[token, span], top + jnp.log(total))
       weights = [tiles.across(weight * (1.0 / total)) for weight in weights]
 
-      def mix(
-        columns: Any,
-        fresh: Any,
-        carry: None,
-        span: slice = span,
-        rows: int = rows,
-        weights: list[jax.Array] = weights,
-      ) -> None:
+      def mix(columns: Any, fresh: Any, carry: None) -> None:
         mixed = tiles.zeros(rows)
         for ref, weight in zip(source_refs, weights, strict=True):
           mixed += tiles.down(tiles.load(ref.at[token, columns]), rows) * weight
         warpgroup.store(out_ref.at[span, token, columns], mixed)
 
       tiles.loop(mix, None)
+
+    for span in _spans(num_queries):
+      attend(span)
 
   out, lse = warpgroup.call(
     kernel,
@@ -129,46 +120,35 @@ def backward(
   if len(query_QD) > 1:
     attend = functools.partial(plain.forward, eps=eps)
     return jax.vjp(attend, query_QD, sources)[1]((douts, dlse_QT))
-  width = query_QD.shape[1]
+  (query_D,), width = query_QD, query_QD.shape[1]
   tiles = warpgroup.Tiles(width)
-  flat = list(map(warpgroup.flatten, sources))
+  dout_TD, *flat = map(warpgroup.flatten, (*douts, *sources))
   num_tokens, num_slots = flat[0].shape[0], len(flat)
-  # Mosaic GPU infers no layout for a sum over one row of a matrix: each is
-  # there twice, and the second one has no gradient.
-  twice_RD = jnp.concatenate([query_QD, query_QD])
-  lse_TR = jnp.stack([jnp.ravel(lse_QT)] * 2, axis=1)
-  dlse_T = jnp.ravel(dlse_QT).astype(jnp.float32)
-  dlse_TR = jnp.stack([dlse_T, jnp.zeros_like(dlse_T)], axis=1)
-  dout_TD = douts[0].reshape(num_tokens, width)
-  dout_RTD = jnp.stack([dout_TD, jnp.zeros_like(dout_TD)])
 
   def kernel(
     query_ref: Any, lse_ref: Any, dlse_ref: Any, dout_ref: Any, *refs: Any
   ) -> None:
-    """Query [R, D], lse and dlse [T, R], dout [R, T, D], M sources [T, D].
+    """Query [D], lse and dlse [T], dout and M sources [T, D].
 
-    Then the results: M source gradients [T, D], factors of sources [T, M, R].
+    Then the results: M source gradients [T, D], factors of sources [M, T].
     """
     source_refs = refs[:num_slots]
     *dsource_refs, pull_ref = refs[num_slots:]
     token = jax.lax.axis_index("program")
-
-    def load(columns: Any) -> jax.Array:
-      return tiles.load(query_ref.at[:, columns])
-
-    def load_dout(columns: Any) -> jax.Array:
-      return tiles.load(dout_ref.at[:, token, columns])
-
     scores, products, inverses = [], [], []
     for ref in source_refs:
-      (dots, product), squares = _products(
-        tiles, ref.at[token], [load, load_dout], 2
-      )
-      inverses.append(_inverse_rms(squares, width, eps))
-      scores.append(dots * inverses[-1])
+
+      def terms(columns: Any, ref: Any = ref) -> tuple[jax.Array, ...]:
+        source = tiles.load(ref.at[token, columns])
+        query = tiles.load(query_ref.at[columns])
+        dout = tiles.load(dout_ref.at[token, columns])
+        return source * query, source * dout, source * source
+
+      score, product, square = tiles.sums(terms, 3)
+      inverses.append(_inverse_rms(square, width, eps))
+      scores.append(score * inverses[-1])
       products.append(product)
-    lse = tiles.load_stats(lse_ref.at[token])
-    weights = [jnp.exp(score - lse) for score in scores]
+    weights = [jnp.exp(score - lse_ref[token]) for score in scores]
     # Large scores may differ from the forward pass's, which sums in another
     # order: normalise again, so that the weights still sum to one.
     share = 1.0 / functools.reduce(operator.add, weights)
@@ -176,71 +156,59 @@ def backward(
     mean = functools.reduce(
       operator.add, (w * x for w, x in zip(weights, products))
     )
-    shift = tiles.load_stats(dlse_ref.at[token]) - mean
     factors = []
     for slot, weight in enumerate(weights):
-      pull = weight * (products[slot] + shift) * inverses[slot]
+      pull = weight * (products[slot] - mean + dlse_ref[token]) * inverses[slot]
       bend = pull * scores[slot] * inverses[slot] * (1.0 / width)
-      warpgroup.store(pull_ref.at[token, slot], pull)
-      factors.append((weight, pull, jnp.sum(bend)))
+      pull_ref[slot, token] = pull
+      factors.append((weight, pull, bend))
 
     def write(columns: Any, fresh: Any, carry: None) -> None:
+      dout = tiles.load(dout_ref.at[token, columns])
+      query = tiles.load(query_ref.at[columns])
       for slot, (weight, pull, bend) in enumerate(factors):
-        terms = tiles.across(weight) * load_dout(columns)
-        terms += tiles.across(pull) * load(columns)
         source = tiles.load(source_refs[slot].at[token, columns])
-        dsource = jnp.sum(terms, axis=0) - bend * source
+        dsource = weight * dout + pull * query - bend * source
         warpgroup.store(dsource_refs[slot].at[token, columns], dsource)
 
     tiles.loop(write, None)
 
-  *dsources, pull_TMR = warpgroup.call(
+  *dsources, pull_MT = warpgroup.call(
     kernel,
     "depth_attention_backward",
     out_type=[
-      *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat),
-      jax.ShapeDtypeStruct((num_tokens, num_slots, 2), jnp.float32),
+      *map(warpgroup.like, flat),
+      jax.ShapeDtypeStruct((num_slots, num_tokens), jnp.float32),
     ],
     grid=num_tokens,
     interpret=interpret,
-  )(twice_RD, lse_TR, dlse_TR, dout_RTD, *flat)
-  dquery_D = jnp.zeros_like(query_QD[0])
-  for slot, source_TD in enumerate(flat):
+  )(query_D, jnp.ravel(lse_QT), jnp.ravel(dlse_QT), dout_TD, *flat)
+  dquery_D = jnp.zeros_like(query_D)
+  for pull_T, source_TD in zip(pull_MT, flat):
     dquery_D += jnp.einsum(
       "t,td->d",
-      pull_TMR[:, slot, 0],
+      pull_T,
       source_TD.astype(jnp.float32),
       precision=jax.lax.Precision.HIGHEST,
     )
   return dquery_D[None], tuple(x.reshape(sources[0].shape) for x in dsources)
 
 
-def _products(
-  tiles: warpgroup.Tiles, row_ref: Any, loads: list[Any], rows: int
-) -> tuple[list[jax.Array], jax.Array]:
-  """Products of a source's row with each matrix, and its sum of squares.
-
-  Args:
-    tiles: of the row.
-    row_ref: the row [D].
-    loads: functions of columns, each a tile of a matrix [rows, D].
-    rows: of the matrices.
-
-  Returns:
-    [rows] per matrix, and a scalar.
-  """
+def _scores(
+  tiles: warpgroup.Tiles, row_ref: Any, query_ref: Any, eps: float
+) -> jax.Array:
+  """Scores [R] of a source's row ref [D] under queries, a ref [R, D]."""
+  rows = query_ref.shape[0]
 
   def add(columns: Any, fresh: Any, carry: Any) -> Any:
     dots, squares = carry
     source = warpgroup.masked(tiles.load(row_ref.at[columns]), fresh)
-    wide = tiles.down(source, rows)
-    dots = [dot + wide * load(columns) for dot, load in zip(dots, loads)]
-    return dots, squares + source * source
+    query = tiles.load(query_ref.at[:, columns])
+    return dots + tiles.down(source, rows) * query, squares + source * source
 
-  dots, squares = tiles.loop(
-    add, ([tiles.zeros(rows) for _ in loads], tiles.zeros())
-  )
-  return [jnp.sum(dot, axis=1) for dot in dots], jnp.sum(squares)
+  dots, squares = tiles.loop(add, (tiles.zeros(rows), tiles.zeros()))
+  inverse = _inverse_rms(jnp.sum(squares), tiles.width, eps)
+  return jnp.sum(dots, axis=1) * inverse
 
 
 def _inverse_rms(square: jax.Array, width: int, eps: float) -> jax.Array:

@@ -22,11 +22,9 @@ def why_not(
   rank: int | None = None,
 ) -> str | None:  # fmt: skip
   """The reason why these arguments cannot run, or None."""
-  if heads > 1 or rank is not None:
-    return f"one head with keys of the full width, got {heads=}, {rank=}"
   del function, eps, norm_eps
   arrays = [x for x in args if isinstance(x, jax.Array)]
-  return warpgroup.why_not(args[0].shape[-1], arrays)
+  return warpgroup.why_not(args[0].shape[-1], arrays, heads, rank)
 
 
 def forward(
@@ -36,11 +34,8 @@ def forward(
 ) -> jax.Array:  # fmt: skip
   """Returns the merged mixture, normalised if there is a gain."""
   tiles = warpgroup.Tiles(query_D.shape[0])
-  operands = [
-    query_D,
-    jnp.ravel(lse_T),
-    *map(warpgroup.flatten, (out_TD, partial_TD)),
-  ]
+  wide = map(warpgroup.flatten, (out_TD, partial_TD))
+  operands = [query_D, jnp.ravel(lse_T), *wide]
   operands += [] if gain_D is None else [gain_D]
 
   def kernel(
@@ -71,7 +66,7 @@ def forward(
   (mixed_TD,) = warpgroup.call(
     kernel,
     "depth_merge_forward",
-    out_type=[_like(operands[2])],
+    out_type=[warpgroup.like(operands[2])],
     grid=operands[1].shape[0],
     interpret=interpret,
   )(*operands)
@@ -91,13 +86,9 @@ def backward(
   num_tokens = operands[1].shape[0]
 
   def kernel(
-    query_ref: Any,
-    lse_ref: Any,
-    out_ref: Any,
-    total_ref: Any,
-    dmixed_ref: Any,
-    *refs: Any,
-  ) -> None:
+    query_ref: Any, lse_ref: Any, out_ref: Any, total_ref: Any,
+    dmixed_ref: Any, *refs: Any,
+  ) -> None:  # fmt: skip
     """Query [D], lse [T], three arrays [T, D], gain [D] if given.
 
     Then the results: gradients [T, D] of out and total, [T] of lse, and factors
@@ -158,7 +149,7 @@ def backward(
       kernel,
       "depth_merge_backward",
       out_type=[
-        *map(_like, (wide[0], wide[1], operands[1])),
+        *map(warpgroup.like, (wide[0], wide[1], operands[1])),
         jax.ShapeDtypeStruct((3, num_tokens), jnp.float32),
       ],
       grid=num_tokens,
@@ -209,7 +200,3 @@ def _two_weights(
 ) -> tuple[jax.Array, jax.Array]:
   # Each is computed directly, so that the smaller one keeps its precision.
   return 1 / (1 + jnp.exp(score - lse)), 1 / (1 + jnp.exp(lse - score))
-
-
-def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct(x.shape, x.dtype)
