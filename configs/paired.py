@@ -11,6 +11,7 @@ split. A pair has the same `seed` (initial weights of everything but the scheme)
 and `data.seed` (order of the data).
 
   scale     laptop: 16 sublayers, 1.0M parameters, bytes of the embedded corpus
+            demo: the same with fewer steps
             deep: the same with 32 sublayers, 2.1M parameters
             d768: a dense network of 768 columns and 24 sublayers
             paper: the row of Table 2 with 16 transformer blocks, which its
@@ -50,7 +51,7 @@ EPSILON = scaling.EPSILON
 # What `get_config` accepts; tests build every value. The other scales are those
 # of other configs, and tests of experiments/ablations build their networks.
 ARGUMENTS = {
-  "scale": ("laptop", "deep"),
+  "scale": ("demo", "laptop", "deep"),
   "residual": ("prenorm", "block_attnres"),
   "budget": (0.5, 1.0),
   "planned": (False, True),
@@ -104,6 +105,14 @@ def _laptop(arg):
   return config
 
 
+def _demo(arg):
+  config = _laptop(arg)
+  if not arg.runlocal:
+    config.train.steps, config.train.log_every = 640, 16
+    config.optim.warmup_steps, config.checkpoint.every_steps = 64, 160
+  return config
+
+
 def _deep(arg):
   config = _laptop(arg)
   if not arg.runlocal:
@@ -136,4 +145,7 @@ def _paper(arg):
   return kimi_linear.of_table_2(PAPER_ROW, arg, arg.planned)
 
 
-_SCALES = {"laptop": _laptop, "deep": _deep, "d768": _d768, "paper": _paper}
+_SCALES = {
+  "demo": _demo, "laptop": _laptop, "deep": _deep, "d768": _d768,
+  "paper": _paper,
+}  # fmt: skip

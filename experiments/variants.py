@@ -9,7 +9,7 @@ A study is a mapping from names to variants. Its config.py is one `Study`, whose
 
 and its config takes
 
-  scale     laptop, deep, d768 or paper, see configs/paired.py
+  scale     demo, laptop, deep, d768 or paper, see configs/paired.py
   variant   one of the study
   budget    multiplies the steps
   first     the first seed
@@ -31,7 +31,8 @@ from attnres_jax.scaling import paper
 from configs import paired
 
 BASELINE, CONTROL = "prenorm", "control"
-LAPTOP, DEEP, D768, PAPER = "laptop", "deep", "d768", "paper"
+DEMO, LAPTOP, DEEP = "demo", "laptop", "deep"
+D768, PAPER = "d768", "paper"
 # The budget of `Study.longer`.
 TWICE = 2.0
 
@@ -89,6 +90,8 @@ class Study:
     shares: a study with some of the same networks, under the same names. Those
       are not trained again at the laptop's scale: its rows are used.
     deeper: variants that need the 32 sublayers of `deep` and `paper`.
+    scale: by default.
+    seeds: how many, by default.
   """
 
   name: str
@@ -101,6 +104,8 @@ class Study:
   longer: tuple[str, ...] = ()
   shares: "Study | None" = None
   deeper: tuple[str, ...] = ()
+  scale: str = LAPTOP
+  seeds: int = 1
 
   @property
   def shared(self) -> list[str]:
@@ -135,7 +140,7 @@ class Study:
       for name in self.variants:
         if name not in left_out:
           _add(add, name, seed)
-    if given.scale not in (LAPTOP, DEEP):
+    if given.scale not in (DEMO, LAPTOP, DEEP):
       return
     for seed in seeds:
       if BASELINE not in left_out:
@@ -152,6 +157,7 @@ class Study:
     # Rows of the other study are committed for the laptop's scale only. The
     # epsilon of the control is twice the small scales'.
     every = {
+      DEMO: set(self.deeper),
       LAPTOP: {*self.shared, *self.deeper},
       DEEP: set(),
       D768: {CONTROL, *self.deeper},
@@ -161,8 +167,8 @@ class Study:
 
   def _parse(self, arg: str | None) -> types.SimpleNamespace:
     return config_lib.parse_arg(
-      arg, scale=LAPTOP, variant=BASELINE, budget=1.0, first=0, seeds=1,
-      planned=False, runlocal=False,
+      arg, scale=self.scale, variant=BASELINE, budget=1.0, first=0,
+      seeds=self.seeds, planned=False, runlocal=False,
     )  # fmt: skip
 
 

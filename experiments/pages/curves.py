@@ -25,16 +25,27 @@ Panels = Mapping[str, Mapping[str, Mapping[int, Series]]]
 
 
 def of_sweep(progress: Sequence[monitor.Progress]) -> Panels:
-  """Training losses, a panel per setting."""
+  """Training losses, a panel per setting.
+
+  A variant is no setting if it alone has its scheme.
+  """
+  known = {(one.residual, _variant(one)) for one in progress}
+  schemes = [scheme for scheme, _ in known]
+  without = {"variant"} if len(schemes) == len(set(schemes)) else set()
   panels: dict[str, dict[str, dict[int, Series]]] = {}
   for one in progress:
     if one.run is not None and one.curve:
       config = folder_lib.run_config(one.run)
       tokens = config.data.batch_size * config.data.sequence_length
       steps, loss = np.transpose(one.curve)
-      panel = panels.setdefault(losses.setting(one.run.overrides), {})
+      setting = losses.setting(one.run.overrides, without)
+      panel = panels.setdefault(setting, {})
       panel.setdefault(one.residual, {})[config.seed] = steps * tokens, loss
   return panels
+
+
+def _variant(progress: monitor.Progress) -> str:
+  return progress.run.overrides.get("variant", "") if progress.run else ""
 
 
 def smooth(values: Sequence[float], share: float = 0.05) -> np.ndarray:
@@ -51,14 +62,14 @@ def smooth(values: Sequence[float], share: float = 0.05) -> np.ndarray:
   return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
-def draw(panels: Panels, width: float = 8.4) -> figure_lib.Figure | None:
+def draw(panels: Panels) -> figure_lib.Figure | None:
   """Losses, and below them differences from the baseline, seed by seed.
 
-  `width` is in inches. None if there is nothing to draw, or too many panels.
+  None if there is nothing to draw, or too many panels.
   """
   if not 0 < len(panels) <= _MAX_PANELS:
     return None
-  figure = figure_lib.Figure(figsize=(width, 4.6), layout="constrained")
+  figure = figure_lib.Figure(figsize=(8.4, 4.6), layout="constrained")
   grid = figure.subplots(2, len(panels), squeeze=False, sharex="col")
   handles = {}
   for (upper, lower), (setting, schemes) in zip(grid.T, panels.items()):
@@ -81,7 +92,7 @@ def draw(panels: Panels, width: float = 8.4) -> figure_lib.Figure | None:
   grid[1][0].set_ylabel("minus PreNorm's")
   figure.legend(
     handles.values(), handles.keys(), loc="outside upper left",
-    ncols=max(1, min(len(handles), round(width / 2))), frameon=False,
+    ncols=min(len(handles), 4), frameon=False,
   )  # fmt: skip
   return figure
 

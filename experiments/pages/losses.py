@@ -11,7 +11,6 @@ from attnres_jax.scaling import pairs
 from experiments.pages import page
 
 BASELINE = "prenorm"
-_COLUMNS = "residual", "validation_loss"
 # Columns that compare runs of one setting, and the first column after the
 # overrides.
 _WITHIN = ("run", "residual", "seed", "data.seed")
@@ -122,25 +121,21 @@ def rows_at_their_best(rows: Sequence[Row], column: str) -> list[Row]:
   ]
 
 
-def of_scheme(
-  rows: Iterable[Row], scheme: str, columns: tuple[str, str] = _COLUMNS
-) -> list[tuple[Any, float]]:
-  """Seeds and validation losses of one scheme, in nats per token.
-
-  `columns` names the columns of the scheme and of the loss.
-  """
-  of, loss = columns
-  return [(row["seed"], float(row[loss])) for row in rows if row[of] == scheme]
+def of_scheme(rows: Iterable[Row], scheme: str) -> list[tuple[Any, float]]:
+  """Seeds and validation losses of one scheme, in nats per token."""
+  return [
+    (row["seed"], float(row["validation_loss"]))
+    for row in rows
+    if row["residual"] == scheme
+  ]
 
 
-def differences(
-  rows: Sequence[Row], scheme: str, columns: tuple[str, str] = _COLUMNS
-) -> list[float]:
+def differences(rows: Sequence[Row], scheme: str) -> list[float]:
   """Differences from the baseline, for each seed that both have."""
-  baseline = dict(of_scheme(rows, BASELINE, columns))
+  baseline = dict(of_scheme(rows, BASELINE))
   return [
     loss - baseline[seed]
-    for seed, loss in of_scheme(rows, scheme, columns)
+    for seed, loss in of_scheme(rows, scheme)
     if seed in baseline
   ]
 

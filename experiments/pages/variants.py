@@ -46,6 +46,7 @@ def experiment(
   doc: str | None,
   study: Study,
   places: Sequence[readme.Place] = (),
+  render: sweep.Render | None = None,
 ) -> tuple[cli.Experiment, readme.Published]:
   """The command of a study, and what it publishes.
 
@@ -54,10 +55,13 @@ def experiment(
     doc: its docstring.
     study: what it trains.
     places: what its README has besides the table of all variants.
+    render: renders the report; by default it shows that table.
   """
   return sweep.experiment(
     file,
     doc,
+    render=render
+    or functools.partial(sweep.report, answer=functools.partial(answer, study)),
     places=[readme.Place(functools.partial(results, study)), *places],
     figures={"differences.svg": functools.partial(forest, study)},
   )
@@ -93,6 +97,19 @@ def results(study: Study, rows: Sequence[Row]) -> str:
   if spread is not None:
     parts.append(protocol(spread))
   return "\n\n".join([*parts, sweep.origin(every)])
+
+
+def answer(study: Study, rows: Sequence[Row]) -> page.Html:
+  """For the report: a line per variant that is finished."""
+  return page.fill(
+    "<h2>Losses</h2>\n{{ table }}\n<p class=note>Validation loss in nats per"
+    " token after the last step, the mean over seeds. Differences are taken"
+    " seed by seed, with their 90 % interval. The effective speed-up is the"
+    " training that PreNorm needs for the same loss.</p>",
+    table=table(study, with_shared(study, rows)).html()
+    if rows
+    else "No run is done yet.",
+  )
 
 
 def protocol(spread: pairs.Spread) -> str:

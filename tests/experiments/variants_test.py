@@ -12,6 +12,7 @@ from attnres_jax.sweep import folder as folder_lib
 from experiments import variants
 from experiments.ablations import config as ablations
 from experiments.block_size import config as block_size
+from experiments.demo import config as demo
 from experiments.depth_heads import config as depth_heads
 from experiments.pages import variants as report
 from experiments.residual_zoo import config as residual_zoo
@@ -19,7 +20,7 @@ from experiments.residual_zoo import report as zoo_report
 
 STUDIES = {
   one.STUDY.name: one.STUDY
-  for one in (ablations, block_size, depth_heads, residual_zoo)
+  for one in (ablations, block_size, demo, depth_heads, residual_zoo)
 }
 
 
@@ -30,7 +31,7 @@ def _runs(study, arg):
   ]
 
 
-@pytest.mark.parametrize("scale", ["laptop", "deep", "d768", "paper"])
+@pytest.mark.parametrize("scale", ["demo", "laptop", "deep", "d768", "paper"])
 @pytest.mark.parametrize("name", STUDIES)
 def test_variants(name, scale):
   spec = f"experiments/{name}/config.py:scale={scale}"
@@ -52,6 +53,7 @@ def test_variants(name, scale):
   left = set(STUDIES[name].variants) - trained
   study = STUDIES[name]
   left_out = {
+    "demo": {*study.deeper},
     "laptop": {*study.shared, *study.deeper}, "deep": set(),
     "d768": {*study.deeper, variants.CONTROL}, "paper": {variants.CONTROL},
   }[scale]  # fmt: skip

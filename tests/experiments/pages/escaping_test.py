@@ -11,12 +11,9 @@ from attnres_jax.scaling import grid
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import monitor
 from experiments.arch_sweep import report as arch_report
-from experiments.demo import report as demo_report
-from experiments.demo import run as demo_run
 from experiments.pages import page
 from experiments.pages import sweep
 from experiments.scaling_law import report as law_report
-from tests.experiments.demo import demo_test
 from tests.sweep import tiny_sweep
 
 HOSTILE = """<script>alert('x')</script>"><img src=x onerror="y">&{{ body }}"""
@@ -99,23 +96,6 @@ def test_unknown_schemes(tmp_path):
   assert row["residual"].startswith(HOSTILE)
   one = dataclasses.replace(one, residual=row["residual"], row=row)
   _assert_harmless(sweep.report(tmp_path, [one], HOSTILE), times=5)
-
-
-def test_the_demo():
-  runs = [run._replace(seed=HOSTILE) for run in demo_test.all_runs()]
-  look = demo_test.make_look("full_attnres")
-  looks = [
-    dataclasses.replace(look, prompt=HOSTILE, sample=HOSTILE) for _ in runs
-  ]
-  rows = [_spoiled(row, keep=("scheme",)) for row in demo_test.rows()]
-  text = demo_report.render(
-    config=demo_run.demo_config("prenorm", 0, steps=10),
-    runs=runs,
-    looks=looks,
-    rows=rows,
-    facts=_spoiled(demo_test.FACTS),
-  )
-  _assert_harmless(text, times=2 * len(demo_run.SCHEMES) + 6)
 
 
 def test_text_becomes_html_in_one_place():

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Four residual schemes on real text; see `experiments.variants`."""
+
+from experiments import variants
+from experiments.variants import reads
+
+STUDY = variants.Study(
+  "demo",
+  {
+    variants.BASELINE: variants.PRENORM,
+    "rescaled": reads("Rescaled", "rescaled"),
+    "full": reads("Full AttnRes", "full_attnres"),
+    "block": reads("Block AttnRes", "block_attnres"),
+  },
+  # How PreNorm's loss falls with steps, for effective speed-ups.
+  budgets=(0.25, 0.5),
+  scale=variants.DEMO,
+  seeds=2,
+)
+get_config, sweep = STUDY.get_config, STUDY.sweep
