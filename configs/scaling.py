@@ -20,7 +20,7 @@ experiments/scaling_law. One of its runs:
             paper: Table 2, with configs/kimi_linear.py
   size      one of the scale's sizes; empty for the smallest
   schedule  cosine: over the token budget, as in the paper
-            wsd: adds half and quarter budgets, as branches of the full run
+            wsd: adds half and quarter budgets
   budget    fraction of a size's tokens
   planned   mesh, microbatches and checkpointing are those that
             attnres_jax.plan.search has saved for the slice (docs/launch.md)
@@ -92,7 +92,7 @@ EPSILON = 1e-9
 BLOCK_SIZE = 4
 BUDGETS = (1.0, 0.5, 0.25)
 # Full budgets are multiples of this many steps, so that the steps of every
-# budget, and those before its decay, are integers.
+# budget are integers.
 GRAIN = 20
 
 # What `get_config` accepts; tests build every value.
@@ -145,9 +145,9 @@ def sweep(add, arg):
       for residual in SCHEMES + ("rescaled",) * control:
         fields = {"seed": seed, "data.seed": seed}
         run = dict(size=size, residual=residual) | fields
-        trunk = add(**run)
+        add(**run)
         for budget in BUDGETS[1:] if arg.schedule == "wsd" else ():
-          add(trunk, **run, budget=budget)
+          add(**run, budget=budget)
 
 
 def _parse(arg):
@@ -235,6 +235,3 @@ def _lengthen(config, arg):
     config.train.eval_every = whole // 4
   config.checkpoint.every_steps = whole // 10
   config.checkpoint.keep_last = 2
-  if arg.schedule == "wsd":
-    # The decays of half and quarter budgets start at multiples of this.
-    config.checkpoint.keep_every = whole // 5

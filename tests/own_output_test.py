@@ -16,7 +16,6 @@ from attnres_jax.common import files
 from attnres_jax.flops import __main__ as flops_command
 from attnres_jax.scaling import grid
 from attnres_jax.sweep import cli
-from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import launchers
 from attnres_jax.sweep import state as state_lib
 from attnres_jax.sweep.launchers import jobset
@@ -135,17 +134,6 @@ def test_a_sweep_replaces_no_file_of_others(name, tmp_path):
   status, err = _outcome(cli.main, tiny_sweep.EXPERIMENT, flags)
   assert status == 2 and f"{name}, which is there" in err, err
   assert path.read_text() == '{"a": 1}\n'
-
-
-def test_a_branch_is_of_a_run_in_the_folder(tmp_path):
-  source = tiny_sweep.write(tmp_path / "tiny.py")
-  run = tiny_sweep.prepare(tmp_path / "sweep", source)[0]
-  path = tmp_path / "sweep" / run.name / "run.json"
-  text = path.read_text().replace('"branch_of": ""', '"branch_of": "../x"')
-  assert "../x" in text
-  path.write_text(text)
-  with pytest.raises(config_lib.ConfigError, match="got run '../x', expected"):
-    folder_lib.read_run(tmp_path / "sweep", run.name)
 
 
 def test_files_that_may_be_replaced(tmp_path):

@@ -61,14 +61,11 @@ class Run:
     name: unique in the sweep and valid as a folder: slug and hash.
     overrides: the arguments of `add`.
     config: resolved, a nested dict ready for JSON.
-    branch_of: name of a run that is identical up to where the schedules
-      diverge, so that this run can start from its checkpoint; empty for none.
   """
 
   name: str
   overrides: Mapping[str, Any]
   config: Mapping[str, Any]
-  branch_of: str = ""
 
 
 class Sweep:
@@ -83,8 +80,8 @@ class Sweep:
     self._resolve = resolve
     self.runs: list[Run] = []
 
-  def add(self, branch_of: Run | None = None, /, **overrides: Any) -> Run:
-    """Adds a run, optionally as a branch of one that was added before.
+  def add(self, **overrides: Any) -> Run:
+    """Adds a run.
 
     Raises:
       ValueError: the sweep has a run with the same resolved config.
@@ -99,7 +96,7 @@ class Sweep:
         )
     slug = slug_of(overrides)
     name = f"{slug}-{digest}" if slug else digest
-    run = Run(name, overrides, config, branch_of.name if branch_of else "")
+    run = Run(name, overrides, config)
     self.runs.append(run)
     return run
 

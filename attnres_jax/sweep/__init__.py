@@ -11,7 +11,6 @@ kills a worker may damage any file.
   worker     the command that trains one run of a folder
   launchers  what starts workers: local, ray, jobset, slurm, skypilot, tpu_vm
   budget     tokens and chip-hours before a launch
-  branches   several budgets from one run
   monitor    progress and time left, read from the files of the runs
   rows       finished runs as a table for fits and files
   preflight  compiles every program for a TPU slice before the launch

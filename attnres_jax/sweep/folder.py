@@ -75,19 +75,15 @@ def prepare(
       if name not in planned:
         run = _read(folder, name)
         found[_key(run.overrides)] = run
-  prepared, new_names = [], {}
+  prepared = []
   for run in runs:
-    run = dataclasses.replace(
-      run, branch_of=new_names.get(run.branch_of, run.branch_of)
-    )
-    name, old = run.name, found.get(_key(run.overrides))
-    if old is not None and name not in listed:
+    old = found.get(_key(run.overrides))
+    if old is not None and run.name not in listed:
       changed = _changes(old, run)
       if changed:
         raise config_lib.ConfigError(_refusal(folder, old, changed))
       run = dataclasses.replace(run, name=old.name)
     prepared.append(run)
-    new_names[name] = run.name
   texts = {
     _named(folder, run.name): json.dumps(dataclasses.asdict(run), indent=2)
     for run in prepared
@@ -210,12 +206,12 @@ def _named(folder: epath.PathLike, name: str) -> str:
 def _read(folder: epath.Path, name: str) -> grid.Run:
   path = folder / name / RUN
   values = damage.read_object(path)
+  # Runs of earlier versions could begin with a checkpoint of another run.
+  values.pop("branch_of", None)
   with damage.of_file(path):
     run = grid.Run(**values)
     if run.name != name:
       raise ValueError(f"name: got {run.name!r}, expected {name!r}")
-    if run.branch_of:
-      _named(folder, run.branch_of)
     run_config(run)
     return run
 

@@ -49,7 +49,6 @@ from attnres_jax.common import exits
 from attnres_jax.common import files
 from attnres_jax.common import plans
 from attnres_jax.scaling import grid
-from attnres_jax.sweep import branches
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import state as state_lib
 from attnres_jax.train import account
@@ -225,9 +224,8 @@ def _choose(
     if status not in state_lib.OPEN or tries[name] >= MAX_TRIES:
       continue
     with contextlib.suppress(config_lib.ConfigError):
-      if claims.is_held(workdir) or not branches.is_ready(
-        folder, folder_lib.read_run(folder, name)
-      ):
+      folder_lib.read_run(folder, name)  # Damaged ones are left out.
+      if claims.is_held(workdir):
         held = True
       else:
         return index
@@ -276,10 +274,6 @@ def _train(
 ) -> tuple[Exit, str]:
   """How the run ended, and its error for the state file."""
   try:
-    if jax.process_index() == 0:
-      step = branches.start(workdir.parent, run)
-      if step:
-        print(f"begins at step {step}, with a checkpoint of {run.branch_of}")
     config = folder_lib.run_config(run)
     summary = loop.train_and_evaluate(
       config,

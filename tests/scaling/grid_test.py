@@ -171,14 +171,6 @@ def test_load_gives_a_sweep_its_argument(tmp_path):
   assert len(grid.load(f"{path}:size=m")) == 12
 
 
-def test_branches_name_their_trunk():
-  sweep = grid.Sweep(tiny_resolve)
-  trunk = sweep.add(steps=40)
-  branch = sweep.add(trunk, steps=20)
-  assert branch.branch_of == trunk.name and not trunk.branch_of
-  assert branch.overrides == {"steps": 20}
-
-
 def test_a_slug_names_everything_once():
   assert grid.slug_of({"seed": 1, "data.seed": 1}) == "seed1"
   assert grid.slug_of({"seed": 1, "data.seed": 2}) == "seed1-seed2"

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The folder of a sweep: its files, and runs that it refuses."""
 
-import dataclasses
 import json
 import shutil
 
@@ -103,18 +102,6 @@ def test_what_computes_the_same_may_change(tmp_path, source):
   config = folder.run_config(folder.read(tmp_path / "sweep")[0])
   assert (config.mesh.data, config.mesh.fsdp) == (1, -1)
   assert config.checkpoint.every_steps == 7
-
-
-def test_branches_follow_the_names_in_the_folder(tmp_path, source):
-  (run,) = grid.load(source)[:1]
-  old = dataclasses.replace(run, name="older-name")
-  folder.prepare(tmp_path / "sweep", [old], source)
-  branch = dataclasses.replace(
-    run, name="b", overrides={"b": 1}, branch_of=run.name
-  )
-  prepared = folder.prepare(tmp_path / "sweep", [run, branch], source)
-  assert [run.name for run in prepared] == ["older-name", "b"]
-  assert folder.read_run(tmp_path / "sweep", "b").branch_of == "older-name"
 
 
 def test_workers_take_the_config_that_made_the_sweep(tmp_path, source, capsys):

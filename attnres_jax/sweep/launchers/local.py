@@ -29,7 +29,6 @@ from attnres_jax.common import exits
 from attnres_jax.common import files
 from attnres_jax.common import text_table
 from attnres_jax.scaling import grid
-from attnres_jax.sweep import branches
 from attnres_jax.sweep import folder as folder_lib
 from attnres_jax.sweep import launchers
 from attnres_jax.sweep import monitor
@@ -141,9 +140,7 @@ class _Queue:
         if not launchers.todo([run], self._folder, self._options):
           self._waiting.remove(run)
           continue
-        if claims.is_held(self._folder / run.name) or not branches.is_ready(
-          self._folder, run
-        ):
+        if claims.is_held(self._folder / run.name):
           continue
         if None not in self._slots or self.signals:
           return
@@ -154,7 +151,7 @@ class _Queue:
         self._full |= files.is_disk_full(error)
         self._fail(run, str(error))
       self._waiting.remove(run)
-    # The remaining runs are held by other workers, or wait for their trunks.
+    # The remaining runs are held by other workers.
     remote = files.is_remote(self._folder)
     pause = _HELD_REMOTE_SECONDS if remote else _HELD_SECONDS
     self._next_fill = time.monotonic() + pause

@@ -67,8 +67,6 @@ def launch(
   # Workers may have a different working directory.
   folder = str(folder) if files.is_remote(folder) else os.path.abspath(folder)
   todo = launchers.todo(runs, folder, options)
-  # A branch of a run starts from one of its checkpoints.
-  todo.sort(key=lambda run: bool(run.branch_of))
   if options.dry_run:
     for run in todo:
       print(_gang(settings), shlex.join(worker.command(folder, run.name)))
@@ -84,11 +82,8 @@ def launch(
     ray.init(settings.address, **(dict(include_dashboard=False) if new else {}))
   pool = concurrent.futures.ThreadPoolExecutor(options.max_parallel)
   try:
-    started: dict[str, concurrent.futures.Future[None]] = {}
-    for run in todo:
-      trunk = started.get(run.branch_of)
-      started[run.name] = pool.submit(_train, run.name, folder, settings, trunk)
-    for future in concurrent.futures.as_completed(started.values()):
+    started = [pool.submit(_train, run.name, folder, settings) for run in todo]
+    for future in concurrent.futures.as_completed(started):
       future.result()
   finally:
     # Runs that are left when this thread is interrupted end with Ray.
@@ -119,15 +114,8 @@ def parse(options: launchers.Options) -> types.SimpleNamespace:
   return found
 
 
-def _train(
-  name: str,
-  folder: str,
-  settings: types.SimpleNamespace,
-  trunk: concurrent.futures.Future[None] | None,
-) -> None:
-  """Trains one run, including restarts, once its trunk is done."""
-  if trunk is not None:
-    concurrent.futures.wait([trunk])
+def _train(name: str, folder: str, settings: types.SimpleNamespace) -> None:
+  """Trains one run, including restarts."""
   ray_train, ray_jax = _import("ray.train"), _import("ray.train.v2.jax")
   cpu = settings.accelerator == "cpu"
   trainer = ray_jax.JaxTrainer(

@@ -229,19 +229,6 @@ def test_a_run_that_another_worker_has_is_left_to_it(sweep):
   assert found.acts == ["seed1 starts", "seed1 ends"]
 
 
-def test_a_branch_waits_for_its_trunk(sweep, monkeypatch):
-  found = sweep("ok", "ok", "ok")
-  trunk = found.runs[2]
-  found.runs[0] = dataclasses.replace(found.runs[0], branch_of=trunk.name)
-  monkeypatch.setattr(
-    local.branches,
-    "is_ready",
-    lambda folder, run: not run.branch_of or "seed2 ends" in found.acts,
-  )
-  assert found.launch(max_parallel=2) == 0
-  assert found.acts.index("seed2 ends") < found.acts.index("seed0 starts")
-
-
 FULL = r"no space left on device: 1,700 bytes needed, [\d,]+ free; free some"
 
 
