@@ -80,7 +80,7 @@ POD_TOKENS_PER_PARAM = 16
 # GPT-2's vocabulary, padded.
 POD_VOCABULARY, POD_LENGTH = 50_304, 1024
 # Small batches and many steps, a rate that falls to zero, and the whole
-# validation split: the protocol of experiments/noise.
+# validation split: the protocol of configs/paired.py.
 ROWS, LENGTH = 4, 128
 # More batches than any validation split has.
 EVERYTHING = 100_000
@@ -177,7 +177,7 @@ def _laptop(shape, arg):
   config.train.log_every, config.train.eval_every = 40, 0
   config.train.eval_batches, config.train.depth_every = EVERYTHING, 0
   tokens = TOKENS_PER_PARAM * _parameters(model)
-  # As many bytes as in batches of 16 rows, which experiments/noise compares.
+  # As many bytes as in batches of 16 rows, with which this was compared.
   grain = GRAIN * 16 // ROWS
   config.train.steps = grain * round(tokens / (grain * ROWS * LENGTH))
   if arg.runlocal:
@@ -226,7 +226,7 @@ def _lengthen(config, arg):
   config.train.steps = round(arg.budget * whole)
   config.optim.schedule = arg.schedule
   # At the paper's scale, the recipe of configs/kimi_linear.py, as in all sweeps
-  # of its networks; 5 % is the laptop's protocol (experiments/noise).
+  # of its networks; 5 % is the laptop's protocol.
   of_paper = arg.scale == "paper"
   config.optim.warmup_steps = (
     kimi_linear.warmup_steps(whole) if of_paper else whole // 20

@@ -11,7 +11,7 @@ rows) to experiments/scaling_law/results.csv; --to selects another file, such as
 keeps documents and rows consistent. With --config and fields as for its launch,
 the rows that --adopt reads have to be runs of that sweep.
 
-This room exceeds its budget by questions that the paper leaves open: noise,
+This room exceeds its budget by questions that the paper leaves open:
 upcycling, downstream tasks, and what a device makes of the estimates.
 """
 

@@ -33,11 +33,15 @@ from experiments import publish
 from experiments.pages import readme
 from experiments.upcycle import report
 
-# Of the source: the network and protocol of experiments/noise.
-SOURCE = (
-  "experiments/noise/config.py:recipe=settled,rows=4,rate=6e-3,residual=prenorm"
-)
-SMALL = f"{SOURCE},runlocal=True"
+# Of the source: its network, and its protocol.
+SOURCE = "configs/scaling.py:size=s,residual=prenorm"
+SMALL = f"{SOURCE},runlocal"
+PROTOCOL = {
+  "optim.peak_lr": 6e-3,
+  "optim.schedule": "linear",
+  "train.average_last": 0.1,
+  "checkpoint.every_steps": 0,
+}
 # Half of what the source was trained for, at half its peak rate.
 SHARE, RATE_SHARE = 0.5, 0.5
 BLOCK_SIZE = 4
@@ -84,7 +88,8 @@ def _main(options: argparse.Namespace) -> None:
   origin = environment.facts()
   # Seed by seed, so that a part of them is already a comparison.
   wanted = [(arm, seed) for seed in range(options.seeds) for arm in ARMS]
-  base = config_lib.load_config(SMALL if options.small else SOURCE)
+  spec = SMALL if options.small else SOURCE
+  base = config_lib.load_config(spec, PROTOCOL)
   for arm, seed in tqdm.tqdm([w for w in wanted if w not in done], unit="run"):
     known.append(_row(base, arm, seed, pathlib.Path(workdir)) | origin)
     csv_rows.write(out, known)
