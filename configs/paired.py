@@ -5,8 +5,8 @@ r"""Networks on which residual schemes are compared in pairs of runs.
     --config=configs/paired.py:residual=block_attnres
 
 takes about four minutes of processor time (an estimate from its step time; AMD
-EPYC, jax 0.10.2). The training protocol is the result of a study of noise (dev/LOG.md):
-small batches and many steps, a rate that falls to zero, the whole validation
+EPYC, jax 0.10.2). The training protocol is the result of a study of noise
+(dev/LOG.md): small batches and many steps, a rate that falls to zero, the whole validation
 split. A pair has the same `seed` (initial weights of everything but the scheme)
 and `data.seed` (order of the data).
 

@@ -41,8 +41,6 @@ _UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 # A character that is not complete has at most three bytes, and a decoder shows
 # at most one of these for each.
 _MAX_UNKNOWN = 3
-# Largest chat template, in characters.
-_MAX_TEMPLATE = 1_000_000
 _IMPORTED = "interop.json"
 _NAMES = (
   "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token",
@@ -64,16 +62,13 @@ class Vocabulary:
   run_ids: frozenset[int] = frozenset()
   strips: bool = False
 
-  def encode(self, text: str, parse_special: bool = False) -> list[int]:
+  def encode(self, text: str) -> list[int]:
     """Ids of a text, which opens and ends with nothing else.
 
-    Args:
-      text: any text.
-      parse_special: whether special tokens written in the text, such as
-        "<|im_end|>", become these tokens. Otherwise they are text.
+    Special tokens that are written in the text are text.
 
     Raises:
-      ConfigError: the vocabulary has no such option, or cannot encode the text.
+      ConfigError: the vocabulary cannot encode the text.
     """
     raise NotImplementedError
 
@@ -102,9 +97,6 @@ class TextFormat:
     bos_id: id of the begin-of-sequence token, or None. Where something has to
       stand before the first token of a text, it is `prefix_id`.
     pad_id: id of the padding token, or None.
-    names: text of special tokens by their role, such as
-      {"eos_token": "</s>"}; as chat templates use them.
-    chat_template: Jinja template of conversations, or None.
     imported: whether an imported checkpoint sets these conventions.
   """
 
@@ -113,8 +105,6 @@ class TextFormat:
   end_ids: tuple[int, ...]
   bos_id: int | None = None
   pad_id: int | None = None
-  names: dict[str, str] = dataclasses.field(default_factory=dict)
-  chat_template: str | None = None
   imported: bool = False
 
   @property
@@ -123,16 +113,16 @@ class TextFormat:
     known = (*self.open_ids, self.bos_id, *self.end_ids)
     return next((id for id in known if id is not None), 0)
 
-  def encode(self, text: str, parse_special: bool = False) -> list[int]:
+  def encode(self, text: str) -> list[int]:
     """Ids of a text without its opening; see `Vocabulary.encode`."""
-    return self.vocabulary.encode(text, parse_special)
+    return self.vocabulary.encode(text)
 
-  def prompt(self, text: str, parse_special: bool = False) -> list[int]:
+  def prompt(self, text: str) -> list[int]:
     """Ids of a text to continue: the opening, then the text.
 
     At least one id, so that there is something to continue.
     """
-    ids = [*self.open_ids, *self.encode(text, parse_special)]
+    ids = [*self.open_ids, *self.encode(text)]
     return ids or [self.prefix_id]
 
   def example(
@@ -312,8 +302,9 @@ def of_checkpoint(
     vocabulary = make[config.tokenizer](config, described)
   ends = described.ids("eos_token_id", vocabulary.size)
   begins = described.ids("bos_token_id", vocabulary.size)
-  names = described.names()
-  named = {role: vocabulary.id_of(text) for role, text in names.items()}
+  named = {
+    role: vocabulary.id_of(text) for role, text in described.names().items()
+  }
   if not ends and named.get("eos_token") is not None:
     ends = (named["eos_token"],)
   bos_id = named.get("bos_token")
@@ -326,8 +317,6 @@ def of_checkpoint(
     ends,
     bos_id,
     named.get("pad_token", pads[0] if pads else None),
-    names,
-    described.chat_template(),
     imported=True,
   )
 
@@ -401,26 +390,6 @@ class _Described:
     texts = [text for text in texts if isinstance(text, str)]
     return {*self.names().values(), *texts}
 
-  def chat_template(self) -> str | None:
-    """The template of conversations; the one named `default` of several."""
-    path = self._folder / "chat_template.jinja"
-    found: Any = self.tokenizer.get("chat_template")
-    if path.exists():
-      found = files.read(path).decode(errors="replace")
-    if isinstance(found, list):
-      named = {t.get("name"): t.get("template") for t in found
-               if isinstance(t, dict)}  # fmt: skip
-      found = named.get("default")
-    if found is None:
-      return None
-    if not isinstance(found, str) or len(found) > _MAX_TEMPLATE:
-      config_lib.fail_argument(
-        f"{self._folder}: chat_template",
-        type(found).__name__,
-        f"text of at most {_MAX_TEMPLATE} characters",
-      )
-    return found
-
   def _read(self, name: str) -> dict[str, Any]:
     path = self._folder / name
     if not path.exists():
@@ -454,9 +423,7 @@ class _Own(Vocabulary):
       self.run_ids = _byte_runs(hf)
     self.strips = tokenizer.name == "sentencepiece"
 
-  def encode(self, text: str, parse_special: bool = False) -> list[int]:
-    if parse_special:
-      _no_special(self._tokenizer.name)
+  def encode(self, text: str) -> list[int]:
     return self._tokenizer.encode(text).tolist()
 
   def skips(self, id: int) -> bool:
@@ -472,22 +439,17 @@ class _HuggingFace(Vocabulary):
   def __init__(self, config: config_lib.DataConfig, described: _Described):
     self._path, _ = tokenizer_lib.vocabulary_file(config)
 
-    def load() -> Any:
-      loaded, _ = tokenizer_lib.load_huggingface(config)
-      # Other files make tokens special even if tokenizer.json does not.
-      added = loaded.get_added_tokens_decoder().values()
-      known = {token.content for token in added if token.special}
-      loaded.add_special_tokens(
-        [
-          text
-          for text in sorted(described.special())
-          if text not in known and loaded.token_to_id(text) is not None
-        ]
-      )
-      return loaded
-
-    self._parsing = load()
-    self._tokenizer = load()
+    self._tokenizer, _ = tokenizer_lib.load_huggingface(config)
+    # Other files make tokens special even if tokenizer.json does not.
+    added = self._tokenizer.get_added_tokens_decoder().values()
+    known = {token.content for token in added if token.special}
+    self._tokenizer.add_special_tokens(
+      [
+        text
+        for text in sorted(described.special())
+        if text not in known and self._tokenizer.token_to_id(text) is not None
+      ]
+    )
     self._tokenizer.encode_special_tokens = True
     ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
     self.size = max(ids, default=-1) + 1
@@ -502,10 +464,9 @@ class _HuggingFace(Vocabulary):
   def id_of(self, text: str) -> int | None:
     return self._tokenizer.token_to_id(text)
 
-  def encode(self, text: str, parse_special: bool = False) -> list[int]:
-    tokenizer = self._parsing if parse_special else self._tokenizer
+  def encode(self, text: str) -> list[int]:
     try:
-      return tokenizer.encode(text, add_special_tokens=False).ids
+      return self._tokenizer.encode(text, add_special_tokens=False).ids
     except Exception as error:  # Such as a vocabulary without its [UNK].
       reason = " ".join(str(error).split())
       raise config_lib.ConfigError(
@@ -543,9 +504,7 @@ class _SentencePiece(Vocabulary):
     id = self._model.piece_to_id(text)
     return id if self._model.id_to_piece(id) == text else None
 
-  def encode(self, text: str, parse_special: bool = False) -> list[int]:
-    if parse_special:
-      _no_special("sentencepiece")
+  def encode(self, text: str) -> list[int]:
     return self._model.encode(text)
 
   def decode(self, ids: Sequence[int]) -> str:
@@ -568,13 +527,4 @@ def _byte_runs(tokenizer: Any) -> frozenset[int]:
     id
     for token, id in tokenizer.get_vocab(with_added_tokens=True).items()
     if re.fullmatch("<0x[0-9A-Fa-f]{2}>", token)
-  )
-
-
-def _no_special(tokenizer: str) -> None:
-  config_lib.fail_argument(
-    "parse_special",
-    True,
-    f"false: tokenizer {tokenizer!r} cannot read special tokens from text; one"
-    " with a tokenizer.json can",
   )

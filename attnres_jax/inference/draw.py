@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws the next token of every row, each by its own settings.
 
-In this order: the repetition penalty, the temperature, `top_k`, `top_p`,
-`min_p`; then one draw, whose random numbers depend on the seed of the row, the
-number of its text (`stream`) and the position of the token only. So a request
-draws the same tokens whatever shares its batch.
+In this order: the temperature, `top_k`, `top_p`; then one draw, whose random
+numbers depend on the seed of the row, the number of its text (`stream`) and the
+position of the token only. So a request draws the same tokens whatever shares
+its batch.
 """
 
 import dataclasses
@@ -20,10 +20,6 @@ _LEAST_TEMPERATURE = 1e-4
 _Temperature = Annotated[
   float, fields.Accepted(lambda x: 0 <= x <= 100, "a number from 0 to 100")
 ]
-_Penalty = Annotated[
-  float,
-  fields.Accepted(lambda x: 0.01 <= x <= 100, "a number from 0.01 to 100"),
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,17 +32,12 @@ class Settings(fields.Checked, root="--"):
     top_k: only so many of the most likely tokens; 0 for all.
     top_p: only the most likely tokens, as many as needed for so much of the
       probability.
-    min_p: only tokens at least so likely, as a share of the most likely one.
-    repetition_penalty: divides positive logits of tokens that the prompt or the
-      text so far has, and multiplies negative ones (arXiv:1909.05858).
     seed: the same seed draws the same tokens, in the same stream.
   """
 
   temperature: _Temperature = 1.0
   top_k: fields.Count = 0
   top_p: fields.Fraction = 1.0
-  min_p: fields.Fraction = 0.0
-  repetition_penalty: _Penalty = 1.0
   seed: fields.Seed = 0
 
   def __post_init__(self):
@@ -56,30 +47,24 @@ class Settings(fields.Checked, root="--"):
 
 
 class Rows(NamedTuple):
-  """The settings of B rows, [B] each, and which tokens each of them has.
+  """The settings of B rows, [B] each.
 
   Attributes:
     temperature: see `Settings`, for the others too.
     top_k: int32.
     top_p: float32.
-    min_p: float32.
-    repetition_penalty: float32.
     seed: uint32.
     stream: uint32, number of the text, of all texts with this seed.
-    seen_BV: bool.
   """
 
   temperature: jax.Array
   top_k: jax.Array
   top_p: jax.Array
-  min_p: jax.Array
-  repetition_penalty: jax.Array
   seed: jax.Array
   stream: jax.Array
-  seen_BV: jax.Array
 
   @classmethod
-  def empty(cls, batch: int, vocab_size: int) -> "Rows":
+  def empty(cls, batch: int) -> "Rows":
     """B rows with the default settings."""
 
     def full(dtype, value):
@@ -89,11 +74,8 @@ class Rows(NamedTuple):
       full(jnp.float32, 1.0),
       full(jnp.int32, 0),
       full(jnp.float32, 1.0),
-      full(jnp.float32, 0.0),
-      full(jnp.float32, 1.0),
       full(jnp.uint32, 0),
       full(jnp.uint32, 0),
-      jnp.zeros((batch, vocab_size), bool),
     )
 
 
@@ -125,12 +107,11 @@ def draw(
     num_top: K, how many of the most likely tokens are reported.
   """
   logprob_BV = jax.nn.log_softmax(logits_BV)
-  penalised_BV = _penalised(logits_BV, rows)
-  greedy_B = _highest(penalised_BV)
+  greedy_B = _highest(logits_BV)
   # Most batches need no sorting, and many no random numbers.
   drawn_B = jax.lax.cond(
     jnp.any(rows.temperature > 0),
-    lambda: _random(penalised_BV, rows, position_B),
+    lambda: _random(logits_BV, rows, position_B),
     lambda: greedy_B,
   )
   token_B = jnp.where(rows.temperature > 0, drawn_B, greedy_B)
@@ -150,14 +131,6 @@ def _highest(logits_BV):
   return jnp.min(id_BV, axis=-1)
 
 
-def _penalised(logits_BV, rows):
-  penalty_B1 = rows.repetition_penalty[:, None]
-  penalised_BV = jnp.where(
-    logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1
-  )
-  return jnp.where(rows.seen_BV, penalised_BV, logits_BV)
-
-
 def _random(logits_BV, rows, position_B):
   temperature_B = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
   logits_BV = logits_BV / temperature_B[:, None]
@@ -165,10 +138,6 @@ def _random(logits_BV, rows, position_B):
   logits_BV = jax.lax.cond(
     jnp.any(cuts), lambda: _cut(logits_BV, rows), lambda: logits_BV
   )
-  highest_B1 = jnp.max(logits_BV, axis=-1, keepdims=True)
-  # The logarithm of zero is no limit.
-  least_B1 = highest_B1 + jnp.log(rows.min_p)[:, None]
-  logits_BV = jnp.where(logits_BV >= least_B1, logits_BV, -jnp.inf)
 
   def one(logits_V, seed, stream, position):
     key = jax.random.fold_in(jax.random.key(seed), stream)

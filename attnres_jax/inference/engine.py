@@ -36,12 +36,13 @@ from attnres_jax.config import fields
 from attnres_jax.inference import draw as draw_lib
 from attnres_jax.inference import prepared
 from attnres_jax.inference import programs
-from attnres_jax.inference import scores as scores_lib
 
 # The shortest chunk, and the shortest part of a cache that is read.
 _LEAST_CHUNK, _LEAST_CONTEXT = 16, 128
 
 Finish = Literal["stop", "length"]
+# Ids and log-probabilities of the most likely tokens.
+Top = tuple[tuple[int, float], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,6 @@ class Request:
     stop_ids: tokens that end the text.
     stream: number of the text, of all texts with this seed. Two
       streams share no random numbers.
-    with_scores: whether the tokens of the prompt are scored.
   """
 
   prompt: Sequence[int]
@@ -63,7 +63,6 @@ class Request:
   settings: draw_lib.Settings = draw_lib.Settings()
   stop_ids: frozenset[int] = frozenset()
   stream: int = 0
-  with_scores: bool = False
 
 
 class Token(NamedTuple):
@@ -75,16 +74,15 @@ class Token(NamedTuple):
     logprob: its log-probability by the network, whatever the settings.
     top: the most likely ids and their log-probabilities.
     finish: why this is the last token of the request, or None.
-    scores: of the prompt's tokens but the first, if they are wanted; given with
-      the first token of a request.
+    first: whether it is the first one.
   """
 
   request: int
   id: int
   logprob: float
-  top: scores_lib.Top
+  top: Top
   finish: Finish | None
-  scores: tuple[scores_lib.Score, ...] | None = None
+  first: bool = False
 
 
 @dataclasses.dataclass
@@ -95,7 +93,6 @@ class _Live:
   request: Request
   slot: int
   cached: int = 0  # Tokens in the cache.
-  scores: list[scores_lib.Score] = dataclasses.field(default_factory=list)
   drawn: int = 0
 
   @property
@@ -258,14 +255,13 @@ class Engine:
       length_P=np.zeros(self._rows, np.int32),
       last_P=np.zeros(self._rows, bool),
     )
-    kinds = [(context, size, False) for context in contexts for size in sizes]
-    kinds += [(context, self.chunk, True) for context in contexts]
-    for context, size, with_scores in kinds:
+    kinds = list(itertools.product(contexts, sizes))
+    for context, size in kinds:
       size += -size % self._tensor
       empty_PT = np.zeros((self._rows, size), np.int32)
-      self._state, *_ = programs.extend(
-        self._model, self._state, empty_PT, empty_PT, *rows.values(),
-        context=context, with_scores=with_scores, **self._static,
+      self._state, _ = programs.extend(
+        self._model, self._state, empty_PT, *rows.values(), context=context,
+        **self._static,
       )  # fmt: skip
     decoding = _buckets(_LEAST_CONTEXT, self.length, 2)
     for context in decoding:
@@ -303,14 +299,11 @@ class Engine:
     for slot, _ in zip(free, range(len(self._waiting))):
       live = _Live(*self._waiting.popleft(), slot)
       self._live[slot] = live
-      seen_V = np.zeros(self._model.config.vocab_size, bool)
-      seen_V[np.asarray(live.request.prompt)] = True
       (self._state,) = programs.start(
         self._model,
         self._state,
         np.int32(slot),
         _as_arrays(live.request),
-        seen_V,
         mesh=self._mesh,
       )
 
@@ -324,40 +317,29 @@ class Engine:
       live.request.prompt[live.cached : live.cached + self.chunk]
       for live in some
     ]
-    with_scores = any(live.request.with_scores for live in some)
     least = min(_LEAST_CHUNK, self.chunk)
-    size = self.chunk
-    if not with_scores:
-      size = _bucket(max(map(len, parts)), least, self.chunk, 4)
+    size = _bucket(max(map(len, parts)), least, self.chunk, 4)
     size += -size % self._tensor  # Devices share the tokens of a chunk.
-    tokens_PT, next_PT = np.zeros((2, self._rows, size), np.int32)
+    tokens_PT = np.zeros((self._rows, size), np.int32)
     # Rows without a prompt have no slot either.
     slot_P = np.full(self._rows, self.slots, np.int32)
     length_P = np.zeros(self._rows, np.int32)
     last_P = np.zeros(self._rows, bool)
     for row, (live, part) in enumerate(zip(some, parts)):
       tokens_PT[row, : len(part)] = part
-      later = live.request.prompt[live.cached + 1 :][: len(part)]
-      next_PT[row, : len(later)] = later
       slot_P[row], length_P[row] = live.slot, len(part)
       last_P[row] = live.cached + len(part) == len(live.request.prompt)
-    self._state, scored, drawn = programs.extend(
+    self._state, drawn = programs.extend(
       self._model,
       self._state,
       tokens_PT,
-      next_PT,
       slot_P,
       length_P,
       last_P,
       context=self._context(max(live.cached for live in some), 4),
-      with_scores=with_scores,
       **self._static,
     )
-    scored = jax.device_get(scored)
-    for row, (live, part) in enumerate(zip(some, parts)):
-      if live.request.with_scores:
-        count = len(part) - int(last_P[row])
-        live.scores += scores_lib.to_list(scored, row, count)
+    for live, part in zip(some, parts):
       live.cached += len(part)
     done = [(row, live) for row, live in enumerate(some) if last_P[row]]
     return self._report(drawn, done)
@@ -398,7 +380,6 @@ class Engine:
       if finish:
         del self._live[live.slot]
       top = zip(drawn.top_BK[row].tolist(), drawn.top_logprob_BK[row].tolist())
-      scores = tuple(live.scores) if live.drawn == 1 else None
       tokens.append(
         Token(
           live.number,
@@ -406,7 +387,7 @@ class Engine:
           float(drawn.logprob_B[row]),
           tuple(top),
           finish,
-          scores,
+          live.drawn == 1,
         )
       )
     return tokens

@@ -17,7 +17,6 @@ from attnres_jax import models
 from attnres_jax.common import sharding
 from attnres_jax.inference import draw as draw_lib
 from attnres_jax.inference import prepared
-from attnres_jax.inference import scores as scores_lib
 from attnres_jax.models.mixers import cache as cache_lib
 
 
@@ -74,8 +73,8 @@ def trace_extend(
   bool_P = jax.ShapeDtypeStruct((rows,), bool)
   tokens_PT = jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
   return extend.trace(
-    model, state, tokens_PT, tokens_PT, int_P, int_P, bool_P,
-    context=cached, num_top=0, with_scores=False, mesh=mesh,
+    model, state, tokens_PT, int_P, int_P, bool_P,
+    context=cached, num_top=0, mesh=mesh,
   )  # fmt: skip
 
 
@@ -104,7 +103,7 @@ def empty_state(
   return State(
     empty,
     jnp.zeros(slots, jnp.int32),
-    draw_lib.Rows.empty(slots, model.config.vocab_size),
+    draw_lib.Rows.empty(slots),
   )
 
 
@@ -138,39 +137,28 @@ def _on(function: Any) -> Any:
   return jax.jit(
     run,
     donate_argnames="state",
-    static_argnames=("context", "num_top", "mesh", "with_scores"),
+    static_argnames=("context", "num_top", "mesh"),
   )
 
 
 @_on
-def start(model, state, slot, settings, seen_V):
+def start(model, state, slot, settings):
   """An empty slot for another request."""
   del model
   states = cache_lib.map_both(
     lambda a: a, lambda a: a.at[:, slot].set(0), state.cache.states
   )
   cache = cache_lib.Cache(state.cache.length_B.at[slot].set(0), states)
-  seen_BV = state.rows.seen_BV.at[slot].set(seen_V)
   rows = {
     name: getattr(state.rows, name).at[slot].set(value)
     for name, value in settings.items()
   }
-  return (State(cache, state.token_B, draw_lib.Rows(**rows, seen_BV=seen_BV)),)
+  return (State(cache, state.token_B, draw_lib.Rows(**rows)),)
 
 
 @_on
 def extend(
-  model,
-  state,
-  tokens_PT,
-  next_PT,
-  slot_P,
-  length_P,
-  last_P,
-  *,
-  context,
-  num_top,
-  with_scores,
+  model, state, tokens_PT, slot_P, length_P, last_P, *, context, num_top
 ):
   """A chunk of the prompts of P slots; the first token where a prompt ends."""
   out = model.extend(
@@ -190,11 +178,8 @@ def extend(
     State(
       cache_lib.append(state.cache, out.added, slot_P),
       state.token_B.at[ended_P].set(drawn.token_B, mode="drop"),
-      _seen(state.rows, ended_P, drawn.token_B),
+      state.rows,
     ),
-    scores_lib.score(model, out.hidden_BTD, next_PT, num_top)
-    if with_scores
-    else None,
     drawn,
   )
 
@@ -211,21 +196,14 @@ def next_token(model, state, active_B, *, context, num_top):
   logits_BV = model.embedding.decode(out.hidden_BTD)[:, 0]
   position_B = out.added.chunk.start_B + 1
   drawn = draw_lib.draw(logits_BV, state.rows, position_B, num_top)
-  slots = active_B.size
-  slot_B = jnp.where(active_B, jnp.arange(slots), slots)
   return (
     State(
       cache_lib.append(state.cache, out.added),
       jnp.where(active_B, drawn.token_B, state.token_B),
-      _seen(state.rows, slot_B, drawn.token_B),
+      state.rows,
     ),
     drawn,
   )
-
-
-def _seen(rows, slot_B, token_B):
-  seen_BV = rows.seen_BV.at[slot_B, token_B].set(True, mode="drop")
-  return rows._replace(seen_BV=seen_BV)
 
 
 def keep_sharded(model, state, mesh):

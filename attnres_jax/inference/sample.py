@@ -37,7 +37,7 @@ from attnres_jax.inference import trained
 # What a line of a .jsonl file may have, besides its prompt.
 _OF_SETTINGS = tuple(field.name for field in dataclasses.fields(draw.Settings))
 _MAX_PROMPTS = 2**26  # Bytes.
-_OF_PROMPT = ("num_tokens", "stop", "past_end", "parse_special")
+_OF_PROMPT = ("num_tokens", "stop", "past_end")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -189,7 +189,6 @@ def _prompt(
     settings,
     fields.accept("--stop", stop, tuple[str, ...]),
     fields.accept("--past_end", values["past_end"], bool),
-    fields.accept("--parse_special", values["parse_special"], bool),
     stream,
   )
 
@@ -267,11 +266,6 @@ def _parser() -> command_line.Parser:
   add(
     "--past_end", action="store_true",
     help="continue after the end of a document",
-  )  # fmt: skip
-  add(
-    "--parse_special", action="store_true",
-    help="read special tokens written in a prompt, such as <|im_end|>, as these"
-    " tokens (default: as text)",
   )  # fmt: skip
   add(
     "--logprobs", type=int, default=0,

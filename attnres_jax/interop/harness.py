@@ -50,7 +50,7 @@ _MOST_TOKENS = 256
 # For standard errors of metrics that are not means.
 _RESAMPLES = 1000
 # What a task may say about generation, besides stops and lengths.
-_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_SETTINGS = ("temperature", "top_k", "top_p")
 # Options of transformers that have no effect here.
 _IGNORED = {"do_sample", "num_beams", "num_return_sequences"}
 # (model) -> {"task/metric": value, ..., "seconds": of the scoring}.

@@ -15,27 +15,22 @@ from attnres_jax.inference import draw
 VOCAB, DRAWS = 12, 4000
 LOGITS_V = np.random.default_rng(0).normal(scale=1.5, size=VOCAB)
 LOGITS_V = LOGITS_V.astype(np.float32)
-SEEN_V = np.arange(VOCAB) % 3 == 0
 
 _draw = jax.jit(draw.draw, static_argnums=3)
 
 
 def _rows(batch, **settings):
-  rows = draw.Rows.empty(batch, VOCAB)
+  rows = draw.Rows.empty(batch)
   values = {
     name: jnp.full(batch, value, getattr(rows, name).dtype)
     for name, value in settings.items()
   }
-  seen_BV = jnp.broadcast_to(SEEN_V, (batch, VOCAB))
-  return rows._replace(seen_BV=seen_BV, **values)
+  return rows._replace(**values)
 
 
 def _p(settings):
   """The probability of each token, one setting after the other."""
-  logits_V = LOGITS_V.astype(np.float64)
-  penalty = settings.repetition_penalty
-  penalised_V = np.where(logits_V > 0, logits_V / penalty, logits_V * penalty)
-  logits_V = np.where(SEEN_V, penalised_V, logits_V) / settings.temperature
+  logits_V = LOGITS_V.astype(np.float64) / settings.temperature
   order = sorted(range(VOCAB), key=lambda i: -logits_V[i])
   kept = order[: settings.top_k or VOCAB]
   p = {i: math.exp(logits_V[i]) for i in kept}
@@ -45,10 +40,9 @@ def _p(settings):
     if total < settings.top_p or not nucleus:
       nucleus.append(i)
     total += p[i]
-  likely = [i for i in nucleus if p[i] >= settings.min_p * p[kept[0]]]
   p_V = np.zeros(VOCAB)
-  for i in likely:
-    p_V[i] = p[i] / sum(p[j] for j in likely)
+  for i in nucleus:
+    p_V[i] = p[i] / sum(p[j] for j in nucleus)
   return p_V
 
 
@@ -60,11 +54,7 @@ def _p(settings):
     dict(top_k=4),
     dict(top_p=0.6),
     dict(top_p=0.0),
-    dict(min_p=0.2),
-    dict(repetition_penalty=1.8),
-    dict(
-      temperature=1.3, top_k=8, top_p=0.9, min_p=0.1, repetition_penalty=0.7
-    ),
+    dict(temperature=1.3, top_k=8, top_p=0.9),
   ],
   ids=lambda settings: "-".join(settings) or "plain",
 )
@@ -85,7 +75,7 @@ def test_frequencies(settings):
 def test_logprobs_are_those_of_the_network():
   logits_BV = jnp.asarray(LOGITS_V)[None]
   logprob_V = LOGITS_V - np.log(np.exp(LOGITS_V).sum())
-  rows = _rows(1, temperature=0.3, repetition_penalty=2.0)
+  rows = _rows(1, temperature=0.3)
   drawn = _draw(logits_BV, rows, jnp.zeros(1, jnp.int32), 3)
   (token,) = drawn.token_B
   np.testing.assert_allclose(drawn.logprob_B, logprob_V[token], rtol=1e-5)
@@ -128,8 +118,6 @@ def test_a_draw_depends_on_seed_and_position_only():
     dict(temperature=float("inf")),
     dict(top_k=-1),
     dict(top_p=1.5),
-    dict(min_p=-0.1),
-    dict(repetition_penalty=0.0),
     dict(seed=2**32),
     dict(seed=-1),
   ],

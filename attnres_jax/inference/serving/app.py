@@ -26,9 +26,7 @@ from attnres_jax.config import fields
 from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.inference import engine as engine_lib
 from attnres_jax.inference.serving import api
-from attnres_jax.inference.serving import chat
 from attnres_jax.inference.serving import depth as depth_lib
-from attnres_jax.inference.serving import metrics as metrics_lib
 from attnres_jax.inference.serving import post
 from attnres_jax.inference.serving import replies
 from attnres_jax.inference.serving import service as service_lib
@@ -100,23 +98,19 @@ class App:
     self._length, self._num_top = engine.length, engine.num_top
     self._vocab_size = engine.model.config.vocab_size
     self._format = text_format or text_format_lib.of_data(config.data)
-    self._template = chat.Template(self._format)
     self._label = functools.lru_cache(2**20)(self._format.label)
-    self._metrics = metrics_lib.Metrics()
     self._created = int(time.time())
     self._depth = depth_lib.DepthWeights(engine.model, engine.length)
     self.service = service_lib.Service(
-      engine, self._format, self._metrics, limits.queue, on_failure
+      engine, self._format, limits.queue, on_failure
     )
     routes = applications.Starlette(
       routes=[
         routing.Route("/", _page),
         routing.Route("/health", self._health),
-        routing.Route("/metrics", self._show_metrics),
         routing.Route("/v1/models", self._models),
         routing.Route("/v1/models/{name:path}", self._model),
         self._post("/v1/completions", self._complete),
-        self._post("/v1/chat/completions", self._chat),
         self._post("/depth_weights", self._depth_weights),
       ],
       middleware=[
@@ -133,7 +127,6 @@ class App:
     endpoint = post.Post(
       path,
       answer,
-      self._metrics,
       body_bytes=self._limits.body_kib * 1024,
       seconds=self._limits.request_seconds,
     )
@@ -154,43 +147,15 @@ class App:
     if (asked.logprobs or 0) > self._num_top:
       raise api.refuse("logprobs", asked.logprobs, f"0 to {self._num_top}")
     most = self.service.most_of_one // asked.n
-    prompts = await self._prompts(asked.prompt, most, asked.parse_special)
-    await self._answer(asked, prompts, reply)
-
-  async def _chat(self, body: bytes, reply: post.Reply) -> None:
-    asked = api.Chat.parse(body)
-    self._check_model(asked.model)
-    if asked.max_completion_tokens is not None:
-      asked.max_tokens = asked.max_completion_tokens
-
-    def encode() -> replies.Prompt:
-      text = self._template.render(asked.conversation())
-      # A template writes what opens a text, and other special tokens.
-      ids = self._format.encode(text, parse_special=True)
-      return replies.Prompt(ids, 0, text)
-
-    await self._answer(asked, [await asyncio.to_thread(encode)], reply)
-
-  async def _answer(
-    self,
-    asked: api.Completion | api.Chat,
-    prompts: list[replies.Prompt],
-    reply: post.Reply,
-  ) -> None:
-    answer = replies.Answer(
-      asked, prompts, self._format, self._label, self._name
-    )
-    ids = [prompt.ids for prompt in prompts]
+    prompts = await self._prompts(asked.prompt, most)
+    answer = replies.Answer(asked, prompts, self._label, self._name)
     job = self.service.submit(
-      asked.requests(ids, self._format.end_ids), asked.stops
+      asked.requests(prompts, self._format.end_ids), asked.stops
     )
     try:
       parts = []
       async for piece in job.pieces(self._limits.wait_seconds):
-        if piece.token.scores:
-          part = await asyncio.to_thread(answer.part, piece)
-        else:
-          part = answer.part(piece)
+        part = answer.part(piece)
         if not asked.stream:
           parts.append(part)
         elif not answer.is_silent(part):
@@ -207,26 +172,20 @@ class App:
   async def _depth_weights(self, body: bytes, reply: post.Reply) -> None:
     asked = api.Depth.parse(body)
     self._check_model(asked.model)
-    (prompt,) = await self._prompts(asked.prompt, 1, False)
-    await reply.json(await self._depth.of(prompt.ids))
+    (ids,) = await self._prompts(asked.prompt, 1)
+    await reply.json(await self._depth.of(ids))
 
-  async def _prompts(
-    self, given: Any, most: int, parse_special: bool
-  ) -> list[replies.Prompt]:
+  async def _prompts(self, given: Any, most: int) -> list[list[int]]:
     """The prompts of a field, encoded in a thread: long texts take long."""
     several = api.prompts_of(given, self._vocab_size, most)
-    encode = functools.partial(self._prompt, parse_special=parse_special)
-    return await asyncio.to_thread(lambda: [*map(encode, several)])
 
-  def _prompt(
-    self, given: str | list[int], parse_special: bool
-  ) -> replies.Prompt:
-    if isinstance(given, list):
-      # What does not fit is refused before it is decoded.
-      text = self._format.decode(given[: self._length])
-      return replies.Prompt(given, 0, text)
-    ids = self._format.prompt(given, parse_special)
-    return replies.Prompt(ids, len(self._format.open_ids), given)
+    def encode() -> list[list[int]]:
+      return [
+        one if isinstance(one, list) else self._format.prompt(one)
+        for one in several
+      ]
+
+    return await asyncio.to_thread(encode)
 
   def _check_model(self, name: str | None) -> None:
     if name is not None and name != self._name:
@@ -245,11 +204,6 @@ class App:
     failed = self.service.failure is not None
     return responses.JSONResponse(
       dict(status="failed" if failed else "ok"), 503 if failed else 200
-    )
-
-  async def _show_metrics(self, _: requests.Request) -> responses.Response:
-    return responses.Response(
-      self._metrics.text(), media_type=metrics_lib.CONTENT_TYPE
     )
 
   async def _models(self, _: requests.Request) -> responses.Response:

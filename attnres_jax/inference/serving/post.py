@@ -17,10 +17,7 @@ from starlette import types
 
 from attnres_jax import config as config_lib
 from attnres_jax.inference.serving import api
-from attnres_jax.inference.serving import metrics as metrics_lib
 
-# Status in metrics, as in the logs of nginx: the client has left.
-_LEFT = 499
 # For a whole body, and for an error to a client that reads nothing.
 _BODY_SECONDS, _ERROR_SECONDS = 30, 10
 _STREAM = {
@@ -32,14 +29,9 @@ _STREAM = {
 
 
 class Reply:
-  """Sends one answer: all of it, or a stream of events.
-
-  Attributes:
-    status: HTTP status that was sent, or would be if a stream had not begun.
-  """
+  """Sends one answer: all of it, or a stream of events."""
 
   def __init__(self, scope: types.Scope, send: types.Send):
-    self.status: int | None = None
     self._scope, self._send, self._is_stream = scope, send, False
 
   async def json(
@@ -52,7 +44,6 @@ class Reply:
 
     Each of them is written by itself, so that other clients do not wait.
     """
-    self.status = status
     head = values | dict(choices=[]) if "choices" in values else values
     # In ASCII: messages may quote what is no UTF-8.
     body = json.dumps(head, allow_nan=False).encode()
@@ -69,7 +60,7 @@ class Reply:
   async def event(self, values: dict[str, Any]) -> None:
     """Sends a part of a stream."""
     if not self._is_stream:
-      self._is_stream, self.status = True, 200
+      self._is_stream = True
       start = responses.Response(headers=_STREAM)
       del start.headers["content-length"]
       await self._send(
@@ -84,7 +75,6 @@ class Reply:
   async def error(self, error: api.ApiError) -> None:
     """Sends an error, in a stream that has begun as its last event."""
     if self._is_stream:
-      self.status = error.status
       await self._data(json.dumps(error.as_json()), more=False)
       return
     wait = error.retry_after
@@ -103,7 +93,6 @@ class Post:
     self,
     path: str,
     answer: Callable[[bytes, Reply], Awaitable[None]],
-    metrics: metrics_lib.Metrics,
     *,
     body_bytes: int,
     seconds: float,
@@ -111,14 +100,13 @@ class Post:
     """Prepares a path.
 
     Args:
-      path: as metrics name it.
+      path: for the log.
       answer: sends the answer to a body; may raise `ApiError`, and is
         cancelled if the client leaves.
-      metrics: counts requests.
       body_bytes: largest body.
       seconds: longest time for an answer.
     """
-    self._path, self._answer, self._metrics = path, answer, metrics
+    self._path, self._answer = path, answer
     self._body_bytes, self._seconds = body_bytes, seconds
 
   async def __call__(
@@ -129,15 +117,10 @@ class Post:
       body = await self._body(requests.Request(scope, receive))
       work = asyncio.create_task(self._work(body, reply))
       await _until_left(work, receive)
-      if work.cancelled():
-        reply.status = _LEFT
     except api.ApiError as error:
       await reply.error(error)
     except requests.ClientDisconnect:
       pass
-    finally:
-      status = reply.status or _LEFT
-      self._metrics.requests.labels(self._path, status).inc()
 
   async def _body(self, request: requests.Request) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0]

@@ -5,15 +5,14 @@ A whole answer is the sum of the parts that a stream would send, so both are
 made by `Answer.part`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 import math
 import time
-from typing import Any, NamedTuple
+from typing import Any
 import uuid
 
 from attnres_jax.data import text_format as text_format_lib
-from attnres_jax.inference import scores as scores_lib
-from attnres_jax.inference import text as text_lib
+from attnres_jax.inference import engine as engine_lib
 from attnres_jax.inference.serving import api
 from attnres_jax.inference.serving import service
 
@@ -21,30 +20,8 @@ from attnres_jax.inference.serving import service
 _LEAST = -9999.0
 
 
-class Prompt(NamedTuple):
-  """A text to continue.
-
-  Attributes:
-    ids: ids of its tokens.
-    opening: number of ids at the start that `echo` leaves out.
-    text: what `echo` repeats.
-  """
-
-  ids: list[int]
-  opening: int
-  text: str
-
-
-class _Entry(NamedTuple):
-  """A token of an answer; `score` is None if nothing stands before it."""
-
-  id: int
-  score: scores_lib.Score | None
-  offset: int
-
-
 class Answer:
-  """The answer to one request for completions or a chat.
+  """The answer to one request for completions.
 
   Attributes:
     usage: numbers of tokens so far, as the API counts them.
@@ -52,24 +29,17 @@ class Answer:
 
   def __init__(
     self,
-    asked: api.Completion | api.Chat,
-    prompts: Sequence[Prompt],
-    text_format: text_format_lib.TextFormat,
+    asked: api.Completion,
+    prompts: Sequence[list[int]],
     label: Callable[[int], str],
     model: str,
   ):
     """For the answer of `model`; `label` gives the text of one token."""
     self._asked, self._prompts = asked, prompts
-    self._format, self._label = text_format, label
-    self._chat = isinstance(asked, api.Chat)
-    self._echo = getattr(asked, "echo", False)
-    self._num_top = getattr(asked, "logprobs", None)
-    kind = "chat.completion" if self._chat else "text_completion"
-    if self._chat and asked.stream:
-      kind += ".chunk"
+    self._label, self._num_top = label, asked.logprobs
     self._head = dict(
-      id=f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}",
-      object=kind,
+      id=f"cmpl-{uuid.uuid4().hex}",
+      object="text_completion",
       created=int(time.time()),
       model=model,
     )
@@ -87,31 +57,20 @@ class Answer:
     """What one piece adds to its choice."""
     prompt = self._prompts[piece.index // self._asked.n]
     choice: dict[str, Any] = dict(
-      index=piece.index, text="", logprobs=None, finish_reason=piece.finish
+      index=piece.index,
+      text=piece.text,
+      logprobs=None,
+      finish_reason=piece.finish,
     )
-    entries: list[_Entry] = []
-    ids: list[int] = []
-    if piece.token.scores is not None:
-      if piece.index % self._asked.n == 0:
-        self._prompt_tokens += len(prompt.ids)
-      if self._echo:
-        choice["text"] += prompt.text
-        entries += self._of_prompt(prompt, piece.token.scores)
-      if self._asked.return_token_ids:
-        choice["prompt_token_ids"] = prompt.ids
-    if self._asked.max_tokens:
-      self._drawn_tokens += 1
-      start = len(prompt.text) if self._echo else 0
-      score = scores_lib.Score(piece.token.logprob, piece.token.top)
-      entries.append(_Entry(piece.token.id, score, start + piece.offset))
-      choice["text"] += piece.text
-      ids.append(piece.token.id)
-    elif piece.finish:
-      choice["finish_reason"] = "length"
+    self._drawn_tokens += 1
+    if piece.token.first and piece.index % self._asked.n == 0:
+      self._prompt_tokens += len(prompt)
     if self._num_top is not None:
-      choice["logprobs"] = self._logprobs(entries, self._num_top)
+      choice["logprobs"] = self._logprobs(piece.token, piece.offset)
     if self._asked.return_token_ids:
-      choice["token_ids"] = ids
+      choice["token_ids"] = [piece.token.id]
+      if piece.token.first:
+        choice["prompt_token_ids"] = prompt
     return choice
 
   def is_silent(self, part: dict[str, Any]) -> bool:
@@ -122,7 +81,7 @@ class Answer:
 
   def chunk(self, part: dict[str, Any] | None) -> dict[str, Any]:
     """An event of a stream; without a part, the last one, with the usage."""
-    choices = [] if part is None else [self._formed(part, "delta")]
+    choices = [] if part is None else [part]
     event: dict[str, Any] = self._head | dict(choices=choices)
     if self._asked.with_usage:
       event["usage"] = self.usage if part is None else None
@@ -133,55 +92,25 @@ class Answer:
     choices: dict[int, list[dict[str, Any]]] = {}
     for part in parts:
       choices.setdefault(part["index"], []).append(part)
-    in_order = [
-      self._formed(_sum(choices[index]), "message") for index in sorted(choices)
-    ]
+    in_order = [_sum(choices[index]) for index in sorted(choices)]
     return self._head | dict(choices=in_order, usage=self.usage)
 
-  def _formed(self, choice: dict[str, Any], name: str) -> dict[str, Any]:
-    """A choice, or a part of one, as the API of the request has it."""
-    if not self._chat:
-      return choice
-    text = choice.pop("text")
-    return choice | {name: dict(role="assistant", content=text)}
-
-  def _of_prompt(
-    self, prompt: Prompt, scores: tuple[scores_lib.Score, ...]
-  ) -> Iterator[_Entry]:
-    """The tokens of a prompt, without what opens a text."""
-    decoder = text_lib.Text(self._format)
-    scored = zip(prompt.ids, (None, *scores))
-    for at, (id, score) in enumerate(scored):
-      if at >= prompt.opening:
-        yield _Entry(id, score, decoder.size)
-        decoder.add(id)
-
   def _logprobs(
-    self, entries: list[_Entry], num_top: int
+    self, token: engine_lib.Token, offset: int
   ) -> dict[str, list[Any]]:
-    return dict(
-      tokens=[self._label(entry.id) for entry in entries],
-      token_logprobs=[
-        entry.score and _finite(entry.score.logprob) for entry in entries
-      ],
-      top_logprobs=[
-        entry.score and self._top(entry.id, entry.score, num_top)
-        for entry in entries
-      ],
-      text_offset=[entry.offset for entry in entries],
-    )
-
-  def _top(
-    self, id: int, score: scores_lib.Score, num_top: int
-  ) -> dict[str, float]:
-    """The likely tokens and, as in the API, the one that is there."""
-    found: dict[str, float] = {}
-    ids = dict([*score.top[:num_top], (id, score.logprob)])
+    """Of a token and, as in the API, the likely ones with it."""
+    top: dict[str, float] = {}
+    ids = dict([*token.top[: self._num_top], (token.id, token.logprob)])
     for one, logprob in ids.items():
       name = self._label(one)
-      name = text_format_lib.label_of_id(one) if name in found else name
-      found[name] = _finite(logprob)
-    return found
+      name = text_format_lib.label_of_id(one) if name in top else name
+      top[name] = _finite(logprob)
+    return dict(
+      tokens=[self._label(token.id)],
+      token_logprobs=[_finite(token.logprob)],
+      top_logprobs=[top],
+      text_offset=[offset],
+    )
 
 
 def _finite(logprob: float) -> float:

@@ -15,14 +15,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import functools
 import queue
 import threading
-import time
 from typing import NamedTuple
 
 from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.inference import engine as engine_lib
 from attnres_jax.inference import text
 from attnres_jax.inference.serving import api
-from attnres_jax.inference.serving import metrics as metrics_lib
 
 
 class Piece(NamedTuple):
@@ -59,7 +57,6 @@ class Job:
     self, requests: Sequence[engine_lib.Request], stop: Sequence[str]
   ):
     self.requests, self.stop = requests, stop
-    self.submitted = time.monotonic()
     self.started = False
     self._events: asyncio.Queue[_Started | Piece | Exception] = asyncio.Queue()
     self._loop = asyncio.get_running_loop()
@@ -114,7 +111,6 @@ class _Text:
     self.job, self.index = job, index
     before = job.requests[index].prompt
     self.text = text.Text(text_format, before, job.stop)
-    self.last = job.submitted  # When it had its last token.
 
 
 class Service:
@@ -128,7 +124,6 @@ class Service:
     self,
     engine: engine_lib.Engine,
     text_format: text_format_lib.TextFormat,
-    metrics: metrics_lib.Metrics,
     most_waiting: int,
     on_failure: Callable[[], None] = lambda: None,
   ):
@@ -137,12 +132,11 @@ class Service:
     Args:
       engine: which nothing else may use from then on.
       text_format: of its network.
-      metrics: which it counts.
       most_waiting: texts that may wait for a slot.
       on_failure: called in the event loop if the engine fails.
     """
     self.failure: Exception | None = None
-    self._engine, self._format, self._metrics = engine, text_format, metrics
+    self._engine, self._format = engine, text_format
     self._most_texts = engine.slots + most_waiting
     # One request must neither fill the queue nor take all slots, so that others
     # can start at once.
@@ -160,9 +154,6 @@ class Service:
     self._waiting: collections.deque[_Text] = collections.deque()
     self._running: dict[int, _Text] = {}
     self._thread = threading.Thread(target=self._work, name="engine")
-    metrics.slots.set(engine.slots)
-    metrics.slots_in_use.set_function(lambda: len(self._running))
-    metrics.queue_length.set_function(lambda: len(self._waiting))
 
   def start(self) -> None:
     """Starts the thread, in the event loop that will submit jobs."""
@@ -276,29 +267,16 @@ class Service:
       self._waiting.remove(one)
       number = self._engine.submit(one.job.requests[one.index])
       self._running[number] = one
-      waited = time.monotonic() - one.job.submitted
-      self._metrics.wait_seconds.observe(waited)
       one.job.put_from_thread(_Started())
 
   def _hand_over(self, token: engine_lib.Token) -> None:
     one = self._running[token.request]
-    self._count(one, token)
     offset = one.text.size
     more, finish = one.text.take(token)
     if finish:
       self._engine.cancel(token.request)
       del self._running[token.request]
     one.job.put_from_thread(Piece(one.index, more, offset, token, finish))
-
-  def _count(self, one: _Text, token: engine_lib.Token) -> None:
-    now, metrics = time.monotonic(), self._metrics
-    metrics.completion_tokens.inc()
-    if token.scores is None:
-      metrics.token_seconds.observe(now - one.last)
-    else:
-      metrics.first_token_seconds.observe(now - one.last)
-      metrics.prompt_tokens.inc(len(one.job.requests[one.index].prompt))
-    one.last = now
 
 
 def _stopping() -> api.ApiError:

@@ -78,7 +78,6 @@ def test_a_stream_is_the_whole_in_parts(server):
   fields = dict(
     max_tokens=12,
     logprobs=2,
-    echo=True,
     n=2,
     temperature=1.0,
     seed=1,
@@ -127,21 +126,20 @@ def test_a_stream_sends_characters_that_are_complete(server):
 
 @pytest.mark.parametrize("prompt", ["aé b", [97, 195, 169, 256, 98]])
 def test_logprobs_are_those_of_the_forward_pass(server, model, prompt):
-  """In chunks, of prompts and of texts."""
-  ids = prompt if isinstance(prompt, list) else _ids(prompt)
-  ids = ids * 9  # Three chunks.
+  """After a prompt in chunks."""
+  before = prompt if isinstance(prompt, list) else _ids(prompt)
+  before = before * 9  # Three chunks.
   answer = server.complete(
-    ids, logprobs=3, echo=True, max_tokens=5, return_token_ids=True
+    before, logprobs=3, max_tokens=5, return_token_ids=True
   )
   (choice,) = answer["choices"]
-  assert choice["prompt_token_ids"] == ids
-  ids = ids + choice["token_ids"]
-  logprob_TV = local_server.logprobs(model, ids)
+  assert choice["prompt_token_ids"] == before
+  ids = choice["token_ids"]
+  logprob_TV = local_server.logprobs(model, before + ids)[len(before) - 1 :]
   found = choice["logprobs"]
-  assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
-  expected = [row[i] for row, i in zip(logprob_TV, ids[1:])]
-  np.testing.assert_allclose(found["token_logprobs"][1:], expected, atol=1e-4)
-  for row, top, one in zip(logprob_TV, found["top_logprobs"][1:], ids[1:]):
+  expected = [row[i] for row, i in zip(logprob_TV, ids)]
+  np.testing.assert_allclose(found["token_logprobs"], expected, atol=1e-4)
+  for row, top, one in zip(logprob_TV, found["top_logprobs"], ids):
     values = sorted({*np.sort(row)[-3:], row[one]})
     np.testing.assert_allclose(sorted(top.values()), values, atol=1e-4)
   for token, i in zip(found["tokens"], ids, strict=True):
@@ -152,25 +150,6 @@ def test_logprobs_are_those_of_the_forward_pass(server, model, prompt):
   for offset, i in zip(found["text_offset"], ids, strict=True):
     if i < 128 and offset < len(choice["text"]):
       assert choice["text"][offset] == chr(i)
-
-
-def test_echo_of_a_text_leaves_its_separator_out(server, model):
-  answer = server.complete("aé", echo=True, logprobs=0, max_tokens=0)
-  (choice,) = answer["choices"]
-  assert choice["text"] == "aé" and choice["finish_reason"] == "length"
-  found = choice["logprobs"]
-  assert found["tokens"] == ["a", "token_id:195", "token_id:169"]
-  assert found["text_offset"] == [0, 1, 1]
-  rows = local_server.logprobs(model, _ids("aé"))
-  expected = [row[i] for row, i in zip(rows, "aé".encode())]
-  np.testing.assert_allclose(found["token_logprobs"], expected, atol=1e-4)
-  assert [list(top) for top in found["top_logprobs"]] == [
-    [token] for token in found["tokens"]
-  ]
-  assert answer["usage"]["completion_tokens"] == 0
-  assert "logprobs" in choice
-  (choice,) = server.complete("aé", echo=True, max_tokens=0)["choices"]
-  assert choice["text"] == "aé" and choice["logprobs"] is None
 
 
 def test_stops(server):
@@ -195,28 +174,6 @@ def test_ends_of_documents(server, alone):
   assert choice["text"] == _text(drawn[:end])
   assert answer["usage"]["completion_tokens"] == end + 1
   assert choice["logprobs"]["tokens"][-1] == "<|endoftext|>"
-
-
-def test_tokens_and_waits_are_counted(model):
-  with contextlib.closing(local_server.Server(model)) as server:
-    prompt = "q" * 50
-    first = server.complete(prompt, max_tokens=4)
-    second = server.complete(prompt, max_tokens=4)
-    local_server.until(lambda: server.answered(200) == 2)
-    found = server.metrics()
-  assert first["choices"] == second["choices"]
-  expected = dict(
-    prompt_tokens_total=2 * 51,
-    completion_tokens_total=2 * 4,
-    token_seconds_count=2 * 3,
-    first_token_seconds_count=2,
-    wait_seconds_count=2,
-    slots=local_server.SLOTS,
-    slots_in_use=0,
-    queue_length=0,
-  )
-  for name, value in expected.items():
-    assert found[f"attnres_{name}"] == value, name
 
 
 def test_models_and_health(server):
@@ -341,7 +298,7 @@ def test_json_of_everything_is_strict(server):
     raise AssertionError(name)
 
   connection, response = server.request(
-    "/v1/completions", dict(prompt="a", logprobs=3, echo=True)
+    "/v1/completions", dict(prompt="a", logprobs=3)
   )
   with contextlib.closing(connection):
     json.loads(response.read(), parse_constant=refuse)

@@ -50,19 +50,18 @@ def test_a_client_that_leaves_a_stream_frees_its_slot(start):
   server = start()
   connection, events = server.stream(**LONG)
   next(events)
-  assert server.metrics()["attnres_slots_in_use"] == 1
+  assert server.running == 1
+  begin = time.monotonic()
   connection.close()
   local_server.until(server.is_idle)
-  local_server.until(lambda: server.answered(499) == 1)
-  assert server.metrics()["attnres_completion_tokens_total"] < LENGTH / 2
+  assert time.monotonic() - begin < 0.02 * LENGTH / 2
 
 
 def test_a_client_that_leaves_before_its_answer_frees_its_slot(start):
   server = start()
   with _sent(server, dict(LONG, n=2)):
-    local_server.until(lambda: server.metrics()["attnres_slots_in_use"] == 2)
+    local_server.until(lambda: server.running == 2)
   local_server.until(server.is_idle)
-  local_server.until(lambda: server.answered(499) == 1)
 
 
 def test_a_client_that_leaves_the_queue_frees_its_place(start):
@@ -72,31 +71,21 @@ def test_a_client_that_leaves_the_queue_frees_its_place(start):
       with _sent(server, LONG):
         _waiting(server, 1)
       _waiting(server, 0)
-    assert server.metrics()["attnres_slots_in_use"] == SLOTS
+    assert server.running == SLOTS
   local_server.until(server.is_idle)
-  local_server.until(lambda: server.answered(499) == 3 + SLOTS)
 
 
-def test_a_client_that_leaves_within_its_body(server):
-  before = server.answered(499)
-  with _sent(server, LONG, promised=10**5):
-    pass
-  local_server.until(lambda: server.answered(499) == before + 1)
-
-
-def _sent(server, body, promised=0):
+def _sent(server, body):
   """A connection with a request; closing it does not wait for an answer."""
   connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
   headers = {"Content-Type": "application/json"}
   data = local_server.json.dumps(body).encode()
-  if promised:
-    headers["Content-Length"] = str(promised)
   connection.request("POST", "/v1/completions", data, headers)
   return contextlib.closing(connection)
 
 
 def _waiting(server, count):
-  local_server.until(lambda: server.metrics()["attnres_queue_length"] == count)
+  local_server.until(lambda: server.waiting == count)
 
 
 def test_a_full_queue_refuses(start):
@@ -138,7 +127,6 @@ def test_taking_too_long(start):
     *_, last = events
   assert last["error"]["code"] == "timeout"
   local_server.until(server.is_idle)
-  local_server.until(lambda: server.answered(504) == 2)
 
 
 def test_a_client_that_reads_nothing(start):
@@ -201,100 +189,49 @@ def test_a_failed_engine_answers_everybody(start):
   local_server.until(lambda: not server.app.service._jobs)
 
 
-BAD_BODIES = {
-  b"": (400, None, "Invalid JSON"),
-  b"{": (400, None, "Invalid JSON"),
-  b"[1]": (400, None, "got [1], expected an object"),
-  b'{"prompt": "\xff"}': (400, None, "invalid unicode"),
-  b'{"temperature": NaN}': (
-    400,
-    "temperature",
-    "got NaN, expected a number from 0",
-  ),
-  b'{"seed": ' + b"1" * 5000 + b"}": (400, None, "Invalid JSON"),
-  b"[" * 100_000: (400, None, "recursion limit"),
-  b"x" * (2**20 + 1): (413, None, "more than 1048576 bytes"),
-  b'{"prompt": "\\ud800"}': (400, None, "Invalid JSON"),
-}
-
-
-@pytest.mark.parametrize("body", BAD_BODIES, ids=lambda body: repr(body[:20]))
-def test_bad_bodies(server, body):
-  status, param, words = BAD_BODIES[body]
-  _refuses(server, body, status, param, words)
-
-
 @pytest.mark.parametrize(
-  "fields,param,words",
+  "body,status,param",
   [
-    ({}, "prompt", "got null, expected a text, a list of ids"),
-    (dict(prompt=[]), "prompt", "not empty"),
-    (dict(prompt=[[]]), "prompt", "a list of ids, or a list of either"),
-    (dict(prompt=[1, "a"]), "prompt", "expected a text, a list of ids"),
-    (dict(prompt=[True]), "prompt", "expected a text, a list of ids"),
-    (dict(prompt=[1.5]), "prompt", "got 1.5, expected a text, a list of ids"),
-    (dict(prompt=5), "prompt", "got 5"),
-    (dict(prompt=[257]), "prompt", "got 257, expected ids below 257"),
-    (dict(prompt=[2**63]), "prompt", "expected ids below 257"),
-    (dict(prompt=[2**200]), "prompt", "expected ids below 257"),
-    (dict(top_k=2**31), "top_k", "a number from 0 to 2147483647"),
-    (dict(seed=2**32), "seed", "a number from 0 to 4294967295"),
-    (dict(temperature=101), "temperature", "a number from 0 to 100"),
-    (dict(temperature=1e400), "temperature", "from 0 to 100"),
-    (dict(repetition_penalty=3e-38), "repetition_penalty", "from 0.01 to 100"),
-    (dict(prompt=["a"] * 90), "prompt", "expected at most 34"),
-    (dict(prompt=[-1]), "prompt", "got -1, expected ids below 257"),
-    (dict(prompt="a" * 600), "prompt", "got '601 tokens', expected 1 to 496"),
-    (dict(prompt="a" * 8, max_tokens=510), "prompt", "1 to 2, since 510"),
-    (
-      dict(max_tokens=0),
-      "max_tokens",
-      "got 0, expected a number from 1 to 1000000",
-    ),
-    (dict(max_tokens=-1), "max_tokens", "got -1"),
-    (dict(max_tokens=10**9), "max_tokens", "got 1000000000"),
-    (dict(max_tokens=512), "max_tokens", "got 512, expected at most 511"),
-    (dict(max_tokens="9"), "max_tokens", 'got "9"'),
-    (dict(temperature=-0.1), "temperature", "got -0.1"),
-    (dict(temperature="hot"), "temperature", 'got "hot"'),
-    (dict(temperature=True), "temperature", "got true"),
-    (dict(top_p=1.5), "top_p", "got 1.5, expected a number from 0 to 1"),
-    (dict(top_k=-1), "top_k", "got -1"),
-    (dict(min_p=2), "min_p", "got 2"),
-    (dict(repetition_penalty=0), "repetition_penalty", "got 0"),
-    (dict(seed=-1), "seed", "got -1"),
-    (dict(n=0), "n", "got 0"),
-    (dict(n=1000), "n", "got 1000, expected a number from 1 to 128"),
-    (dict(logprobs=4), "logprobs", "got 4, expected 0 to 3"),
-    (dict(logprobs=True), "logprobs", "got true"),
-    (dict(echo=1), "echo", "got 1"),
-    (dict(stream="yes"), "stream", 'got "yes"'),
-    (dict(stream_options={}), "stream_options", "null without stream=true"),
-    (dict(stream=True, stream_options=dict(a=1)), "stream_options", "got 1"),
-    (dict(stop=["a"] * 17), "stop", "a list of at most 16 items"),
-    (dict(stop="a" * 1001), "stop", "text of at most 1000 characters"),
-    (dict(stop=""), "stop", "text of at least 1 character"),
-    (dict(stop=[1]), "stop", "got [1]"),
-    (dict(presence_penalty=0.5), "presence_penalty", "expected 0"),
-    (dict(suffix="a"), "suffix", "not known"),
-    (dict(temprature=1), "temprature", "did you mean 'temperature'?"),
-    (dict(messages=[]), "messages", "not known"),
+    (b"", 400, None),
+    (b"[1]", 400, None),
+    (b'{"prompt": "\xff"}', 400, None),
+    (b"[" * 100_000, 400, None),
+    (b"x" * (2**20 + 1), 413, None),
+    (b'{"prompt": "a", "temperature": NaN}', 400, "temperature"),
+    (dict(), 400, "prompt"),
+    (dict(prompt=[]), 400, "prompt"),
+    (dict(prompt=[1, "a"]), 400, "prompt"),
+    (dict(prompt=[True]), 400, "prompt"),
+    (dict(prompt=[257]), 400, "prompt"),
+    (dict(prompt=[2**200]), 400, "prompt"),
+    (dict(prompt=["a"] * 90), 400, "prompt"),
+    (dict(prompt="a" * 600), 400, "prompt"),
+    (dict(max_tokens=0), 400, "max_tokens"),
+    (dict(max_tokens=512), 400, "max_tokens"),
+    (dict(max_tokens="9"), 400, "max_tokens"),
+    (dict(temperature=101), 400, "temperature"),
+    (dict(temperature=True), 400, "temperature"),
+    (dict(top_p=1.5), 400, "top_p"),
+    (dict(top_k=2**31), 400, "top_k"),
+    (dict(seed=-1), 400, "seed"),
+    (dict(n=1000), 400, "n"),
+    (dict(logprobs=4), 400, "logprobs"),
+    (dict(stream=True, stream_options=dict(a=1)), 400, "stream_options"),
+    (dict(stop=["a"] * 17), 400, "stop"),
+    (dict(stop=""), 400, "stop"),
+    (dict(presence_penalty=0.5), 400, "presence_penalty"),
+    (dict(suffix="a"), 400, "suffix"),
   ],
-  ids=str,
+  ids=lambda value: repr(value)[:30],
 )
-def test_bad_fields(server, fields, param, words):
-  body = dict(prompt="a", model="tiny") if fields.keys() != {"prompt"} else {}
-  if not fields:
-    body = {}
-  _refuses(server, body | fields, 400, param, words)
-
-
-def _refuses(server, body, status, param, words):
+def test_what_is_refused_is_named(server, body, status, param):
+  if isinstance(body, dict):
+    body = dict(prompt="a") | body if body else body
   found, answer, _ = server.call("/v1/completions", body)
   error = answer["error"]
   assert (found, error["param"]) == (status, param), error
-  assert words in error["message"] and len(error["message"]) < 500
   assert error["type"] == "invalid_request_error"
+  assert len(error["message"]) < 500
 
 
 def test_what_is_accepted_and_means_nothing(server):

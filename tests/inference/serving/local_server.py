@@ -4,7 +4,6 @@
 import contextlib
 import http.client
 import json
-import re
 import threading
 import time
 
@@ -141,27 +140,21 @@ class Server:
     assert response.getheader("content-type").startswith("text/event-stream")
     return connection, _events(response)
 
-  def metrics(self):
-    connection, response = self.request("/metrics")
-    with contextlib.closing(connection):
-      lines = response.read().decode().splitlines()
-    return {
-      name: float(value)
-      for name, value in (line.rsplit(" ", 1) for line in lines if line)
-      if not re.match("#|.*_created", name)
-    }
+  @property
+  def running(self):
+    """Texts in slots."""
+    return len(self.app.service._running)
 
-  def answered(self, status):
-    """How many requests for completions have ended so."""
-    labels = f'{{path="/v1/completions",status="{status}"}}'
-    return self.metrics().get(f"attnres_requests_total{labels}", 0)
+  @property
+  def waiting(self):
+    """Texts that wait for a slot."""
+    return len(self.app.service._waiting)
 
   def is_idle(self):
-    metrics = self.metrics()
     service = self.app.service
     return not (
-      metrics["attnres_slots_in_use"]
-      or metrics["attnres_queue_length"]
+      self.running
+      or self.waiting
       or service._engine.busy
       or service._jobs
       or service._num_open
