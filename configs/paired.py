@@ -6,9 +6,9 @@ r"""Networks on which residual schemes are compared in pairs of runs.
 
 takes about four minutes of processor time (an estimate from its step time; AMD
 EPYC, jax 0.10.2). The training protocol is the result of a study of noise
-(dev/LOG.md): small batches and many steps, a rate that falls to zero, the whole validation
-split. A pair has the same `seed` (initial weights of everything but the scheme)
-and `data.seed` (order of the data).
+(dev/LOG.md): small batches and many steps, a rate that falls to zero, the whole
+validation split. A pair has the same `seed` (initial weights of everything but
+the scheme) and `data.seed` (order of the data).
 
   scale     laptop: 16 sublayers, 1.0M parameters, bytes of the embedded corpus
             demo: the same with fewer steps

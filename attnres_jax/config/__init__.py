@@ -42,7 +42,6 @@ from attnres_jax.config.model import MoeConfig as MoeConfig
 from attnres_jax.config.model import ResidualConfig as ResidualConfig
 from attnres_jax.config.model import RopeConfig as RopeConfig
 from attnres_jax.config.run import BYTE_VOCAB_SIZE as BYTE_VOCAB_SIZE
-from attnres_jax.config.run import INSTRUCTIONS as INSTRUCTIONS
 from attnres_jax.config.run import CheckpointConfig as CheckpointConfig
 from attnres_jax.config.run import DataConfig as DataConfig
 from attnres_jax.config.run import EvalConfig as EvalConfig

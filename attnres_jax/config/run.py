@@ -13,7 +13,6 @@ from attnres_jax.config import model as model_lib
 # 256 byte values and one separator between documents.
 BYTE_VOCAB_SIZE = 257
 # The data source whose rows say which of their tokens count.
-INSTRUCTIONS = "instructions"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +22,7 @@ class DataConfig(fields.Checked, prefix="data"):
   Attributes:
     source: a key of `attnres_jax.data.sources.SOURCES`: `stdlib` is the source
       code and help topics of the running Python's standard library; the others
-      read `path`. `instructions` are prompts with completions, and only the
-      latter count (`attnres_jax.data.instructions`).
+      read `path`.
     path: file, folder, glob, or several of them with commas between (local or
       gs://). Where names of files say `train` and `val` or `test` as whole
       words, they decide the split.
@@ -71,10 +69,6 @@ class DataConfig(fields.Checked, prefix="data"):
     if self.source != "stdlib" and not self.path and not self.paths:
       errors.fail(
         "data.path", self.path, f"a path, with data.source={self.source!r}"
-      )
-    if self.source == INSTRUCTIONS and not self.segment_ids:
-      errors.fail(
-        "data.segment_ids", False, f"True, with data.source={self.source!r}"
       )
     if self.tokenizer not in ("bytes", "ids") and not self.tokenizer_path:
       errors.fail(

@@ -19,7 +19,7 @@ import bisect
 from collections.abc import Sequence
 import dataclasses
 import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -133,85 +133,6 @@ class PackedRows:
     if self._segment_ids:
       opened = np.cumsum(ids == separator, dtype=np.int32)
       row["segment_ids"][: len(ids)] = opened - opened[0] + 1
-    return row
-
-
-class Example(NamedTuple):
-  """A prompt with its completion, encoded.
-
-  Attributes:
-    ids: with both separators.
-    counted: how many of the last ids the loss counts.
-  """
-
-  ids: np.ndarray
-  counted: int
-
-
-@dataclasses.dataclass
-class Examples:
-  """The examples of a split; to the pipeline, what `Tokens` is.
-
-  Attributes:
-    examples: in the order of the files.
-    vocab_size: every id is smaller.
-    separator_id: the first and last id of each.
-    description: describes and identifies the content; can be saved as JSON.
-  """
-
-  examples: Sequence[Example]
-  vocab_size: int
-  separator_id: int | None
-  description: dict[str, Any]
-
-  def __len__(self) -> int:
-    """The number of ids."""
-    return sum(len(example.ids) for example in self.examples)
-
-  def rows(self, sequence_length: int, segment_ids: bool) -> "ExampleRows":
-    """Rows of T + 1 ids, which always have segment ids."""
-    del segment_ids
-    return ExampleRows(self.examples, sequence_length, self.separator_id or 0)
-
-
-class ExampleRows:
-  """Random access to padded rows of whole examples, each a segment.
-
-  Like rows of `PackedRows`, except that only completions and the separators
-  that end them count.
-  """
-
-  def __init__(
-    self, examples: Sequence[Example], sequence_length: int, separator_id: int
-  ):
-    self._examples = examples
-    self._size = sequence_length + 1
-    self._separator_id = separator_id
-    # The first example of each row, and the end.
-    self._starts, room = [], 0
-    for number, example in enumerate(examples):
-      if len(example.ids) > room:
-        self._starts.append(number)
-        room = self._size
-      room -= len(example.ids)
-    self._starts.append(len(examples))
-
-  def __len__(self) -> int:
-    return len(self._starts) - 1
-
-  def __getitem__(self, index: int) -> Row:
-    """A row of int32 [T+1] arrays: tokens, segment_ids and counts."""
-    if not 0 <= index < len(self):
-      raise IndexError(f"row {index} of {len(self)}")
-    row = padding_row(self._size, self._separator_id, segment_ids=True)
-    at = 0
-    first, end = self._starts[index : index + 2]
-    for number, example in enumerate(self._examples[first:end], 1):
-      stop = at + len(example.ids)
-      row["tokens"][at:stop] = example.ids
-      row["segment_ids"][at:stop] = number
-      row["counts"][stop - example.counted : stop] = 1
-      at = stop
     return row
 
 

@@ -31,7 +31,6 @@ from attnres_jax.data import sources
 from attnres_jax.data import tokenizer as tokenizer_lib
 
 Batch = dict[str, np.ndarray]
-Tokens = packing.Tokens | packing.Examples
 
 # Validation losses are only comparable in the same order.
 _VALIDATION_SEED = 0
@@ -99,7 +98,7 @@ class Dataset:
 
   _config: config_lib.DataConfig
   _split: str
-  _parts: Sequence[Tokens]
+  _parts: Sequence[packing.Tokens]
   _tokenizer: dict[str, Any]
   _process_index: int
   _process_count: int
@@ -265,7 +264,7 @@ class Batches:
 
 
 def _check_size(
-  config: config_lib.DataConfig, split: str, tokens: Tokens
+  config: config_lib.DataConfig, split: str, tokens: packing.Tokens
 ) -> None:
   if config.segment_ids and tokens.separator_id is None:
     config_lib.fail(
@@ -279,7 +278,7 @@ def _check_size(
       config.validation_fraction,
       f"a fraction that leaves the {split} split any documents at all",
     )
-  if isinstance(tokens, packing.Examples) or split == documents.VALIDATION:
+  if split == documents.VALIDATION:
     return  # One padded row is enough.
   if config.sequence_length >= len(tokens):
     config_lib.fail(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The registry of data sources.
 
-`tokens` reads files of ids at any position, and `instructions` prompts with
-completions; every other source is text, tokenised in memory when it is opened.
+`tokens` reads files of ids at any position; every other source is text,
+tokenised in memory when it is opened.
 That takes well under a second for the embedded corpus but minutes for
 gigabytes, in every process: prepare large sources with
 `python -m attnres_jax.data.prepare`, and read the token files.
@@ -17,7 +17,6 @@ import tqdm
 
 from attnres_jax import config as config_lib
 from attnres_jax.data import documents
-from attnres_jax.data import instructions
 from attnres_jax.data import packing
 from attnres_jax.data import paths
 from attnres_jax.data import stdlib
@@ -168,11 +167,10 @@ def encode(
 
 
 SOURCES: dict[str, Callable[..., Any]] = {
-  "instructions": instructions.open_examples,
   "tokens": token_files.open_tokens,
 } | dict.fromkeys(TEXT_SOURCES, open_text)
-"""Name to opener (config, split, tokenizer) of `packing.Tokens` or
-`packing.Examples`, for `open_dataset`."""
+"""Name to opener (config, split, tokenizer) of `packing.Tokens`, for
+`open_dataset`."""
 
 
 def _by_hash(config: config_lib.DataConfig, source: Any) -> dict[str, Opened]:

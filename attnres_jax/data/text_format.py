@@ -10,8 +10,8 @@
     print(decoder.add(id), end="")
   print(decoder.end())
 
-`sample`, `serve`, `score`, instructions and exports all turn text into tokens
-and back with this object. It has two origins:
+`sample`, `serve`, `score` and exports all turn text into tokens and back with
+this object. It has two origins:
 
 - A run of ours: the tokenizer's separator opens and ends every document.
 - An imported checkpoint, which is a vocabulary file with an `interop.json`
@@ -92,8 +92,7 @@ class TextFormat:
   Attributes:
     vocabulary: ids of text and text of ids.
     open_ids: ids before every text; may be empty.
-    end_ids: ids that end a text. The first one is written at the end of
-      documents and examples; empty if nothing is known to end a text.
+    end_ids: ids that end a text; empty if nothing is known to end one.
     bos_id: id of the begin-of-sequence token, or None. Where something has to
       stand before the first token of a text, it is `prefix_id`.
     pad_id: id of the padding token, or None.
@@ -124,28 +123,6 @@ class TextFormat:
     """
     ids = [*self.open_ids, *self.encode(text)]
     return ids or [self.prefix_id]
-
-  def example(
-    self, prompt: str, completion: str
-  ) -> tuple[list[int], list[int]]:
-    """Ids of a prompt, as in `prompt`, and ids to learn behind it.
-
-    The second ones end with the first of `end_ids`. Decoded behind the prompt,
-    they are the completion, if the vocabulary can say so: a SentencePiece-like
-    tokenizer would begin a text with a space.
-    """
-    before, after = self.prompt(prompt), self.encode(completion)
-
-    def follows(ids: list[int]) -> bool:
-      return self.decode([*before, *ids]) == self.decode(before) + completion
-
-    stems = iter((prompt, "a", "\n", "0"))
-    while not follows(after) and (stem := next(stems, None)) is not None:
-      start, joined = self.encode(stem), self.encode(stem + completion)
-      rest = joined[len(start) :]
-      if joined[: len(start)] == start and follows(rest):
-        after = rest
-    return before, [*after, *self.end_ids[:1]]
 
   def decode(self, ids: Sequence[int]) -> str:
     """The text of ids, without special tokens."""

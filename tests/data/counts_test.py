@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a configuration names is what a run reads."""
 
-import dataclasses
 import json
 
 import numpy as np
@@ -97,22 +96,6 @@ def test_large_scales_ask_for_a_text(scale, vocabulary):
     config_lib.ConfigError, match="python -m attnres_jax.data.prepare"
   ):
     data.check(config, offline=True)
-
-
-def test_instructions_are_counted_at_their_own_length(tmp_path):
-  path = tmp_path / "data.jsonl"
-  pair = {"prompt": "a question", "completion": "an answer"}
-  lines = (json.dumps(pair | {"completion": f"{i}"}) for i in range(40))
-  path.write_text("\n".join(lines))
-  fields = {
-    "data.source": "instructions", "data.path": str(path),
-    "data.segment_ids": True, "train.steps": 100,
-  }  # fmt: skip
-  config = config_lib.load_config("configs/lm.py:runlocal", fields)
-  with pytest.raises(config_lib.ConfigError, match="data.max_epochs: got 4.0"):
-    data.check(config)
-  more = dataclasses.replace(config.data, max_epochs=1e9)
-  data.check(dataclasses.replace(config, data=more))
 
 
 def test_a_run_checks_the_text_that_it_has_opened(tmp_path, monkeypatch):

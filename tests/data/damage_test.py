@@ -76,8 +76,6 @@ _FILES = {
     gzip.compress(_LINES[:999]) + gzip.compress(_LINES[999:])
   )),
   "a.jsonl.zst": ("jsonl", lambda path: _zst(path, _LINES)),
-  "b.jsonl": ("instructions", lambda path: path.write_bytes(_PAIRS)),
-  "b.jsonl.zst": ("instructions", lambda path: _zst(path, _PAIRS)),
   "a.parquet": ("parquet", _parquet),
   "a.array_record": ("arrayrecord", _arrayrecord),
   "a.bin": ("tokens", _tokens),
@@ -113,7 +111,6 @@ def _read(name, path):
   config = config_lib.DataConfig(
     source=source, path=str(path), validation_path=str(held_out),
     sequence_length=200, batch_size=7, num_threads=0,
-    segment_ids=source == "instructions",
     tokenizer="ids" if name == "a_shard.bin" else "bytes",
   )  # fmt: skip
   dataset = data.open_dataset(config, "train")

@@ -36,19 +36,10 @@ def _token_files(folder):
   return {"data.source": "tokens", "data.path": str(out)}
 
 
-def _instructions(folder):
-  records = [{"prompt": a, "completion": b} for a, b in _ANSWERS.items()]
-  return {
-    "data.source": "instructions", "data.path": _lines(folder, records),
-    "data.segment_ids": True,
-  }  # fmt: skip
-
-
 @pytest.mark.parametrize(
   "way",
   [
     _segments,
-    pytest.param(_instructions, marks=pytest.mark.slow),
     pytest.param(_texts, marks=pytest.mark.slow),
     pytest.param(_token_files, marks=pytest.mark.slow),
   ],

@@ -98,20 +98,9 @@ def _llmc(folder, documents):
   }
 
 
-def _instructions(folder, documents):
-  lines = [
-    json.dumps({"prompt": _text(one[:3]), "completion": _text(one[3:])})
-    for one in documents
-    if len(one) > 3
-  ]
-  (folder / "a.jsonl").write_text("\n".join(lines))
-  (folder / "val.jsonl").write_text(lines[0])
-  return {"source": "instructions", "path": str(folder)}
-
-
 _WAYS = {
   "jsonl": _jsonl, "prepared": _prepared, "sidecar": _sidecar,
-  "ending": _ending, "llmc": _llmc, "instructions": _instructions,
+  "ending": _ending, "llmc": _llmc,
 }  # fmt: skip
 
 
@@ -120,8 +109,6 @@ def _expected(way, documents, separator):
   pairs = []
   for number, document in enumerate(documents):
     line = [separator, *document, separator]
-    if way == "instructions":
-      line = line[3:] if len(document) > 3 else []
     if way == "ending" and number == 0:
       line = line[1:]  # Nothing says that a document begins here.
     pairs += zip(line, line[1:])
@@ -133,8 +120,6 @@ def _expected(way, documents, separator):
 def test_each_token_is_learned_once_from_its_document(
   way, segment_ids, tmp_path
 ):
-  if way == "instructions" and not segment_ids:
-    pytest.skip("needs segment ids")
   for seed, (length, batch) in enumerate([(9, 1), (10, 3), (31, 4), (64, 2)]):
     folder = tmp_path / str(seed)
     folder.mkdir()
@@ -142,8 +127,7 @@ def test_each_token_is_learned_once_from_its_document(
     made = _WAYS[way](folder, documents)
     config = config_lib.DataConfig(
       **_tokenizer(folder) | made,
-      segment_ids=segment_ids, sequence_length=max(length, 11)
-      if way == "instructions" else length, batch_size=batch,
+      segment_ids=segment_ids, sequence_length=length, batch_size=batch,
     )  # fmt: skip
     separator = data.make_tokenizer(config).separator_id
     dataset = data.open_dataset(config, "train")

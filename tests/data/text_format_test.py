@@ -15,9 +15,7 @@ from tokenizers import processors
 from tokenizers import trainers
 
 from attnres_jax import config as config_lib
-from attnres_jax.data import instructions
 from attnres_jax.data import text_format as text_format_lib
-from attnres_jax.data import tokenizer as tokenizer_lib
 
 _SPECIAL = ["<unk>", "<s>", "</s>", "<|im_end|>"]
 _SCRIPTS = (
@@ -319,47 +317,3 @@ def test_a_sentencepiece_model(tmp_path, byte_fallback):
     found = "".join([*map(decoder.add, later), decoder.end()])
     whole = theirs.decode([*before, *later])
     assert found == whole[len(theirs.decode(before)) :]
-
-
-def test_examples_continue_their_prompts(checkpoint):
-  """Behind its prompt, a completion is learned unchanged."""
-  theirs, ours = checkpoint
-  rng = random.Random(5)
-  exact = 0
-  for _ in range(100):
-    prompt = "the" + _text(rng)
-    completion = rng.choice((" ", "")) + rng.choice(("dog", "the fox", "läuft"))
-    before, after = ours.example(prompt, completion)
-    assert before == theirs(prompt)["input_ids"][:-1]
-    *after, end = after
-    assert end == ours.end_ids[0]
-    expected = ours.decode(before) + completion
-    exact += ours.decode([*before, *after]) == expected
-  # Words that are joined by spaces cannot say where a word goes on.
-  kind = type(theirs.backend_tokenizer.model).__name__
-  assert exact == 100 or kind in ("WordPiece", "WordLevel")
-
-
-def test_instructions_are_examples_of_the_format(tmp_path):
-  """An imported network learns the ends and openings of its checkpoint."""
-  train("byte_fallback").save(str(tmp_path / "tokenizer.json"))
-  (tmp_path / "interop.json").write_text(
-    json.dumps(dict(config=dict(eos_token_id=[3, 2])))
-  )
-  path = tmp_path / "lines.jsonl"
-  path.write_text(json.dumps(dict(prompt="the dog", completion="over")) + "\n")
-  (tmp_path / "others.jsonl").write_text("")
-  config = config_lib.DataConfig(
-    source="instructions", path=str(path), sequence_length=64,
-    tokenizer="hf", tokenizer_path=str(tmp_path / "tokenizer.json"),
-    validation_path=str(tmp_path / "others.jsonl"), segment_ids=True,
-  )  # fmt: skip
-  tokenizer = tokenizer_lib.make_tokenizer(config)
-  found = instructions.open_examples(config, "train", tokenizer)
-  (row,) = found.rows(64, segment_ids=True)
-  ids = row["tokens"][row["segment_ids"] > 0].tolist()
-  ours = text_format_lib.of_data(config)
-  assert ids[0] == 1 and ids[-1] == 3
-  assert ours.decode(ids) == "the dogover"
-  counted = row["tokens"][row["counts"] > 0].tolist()
-  assert ours.decode([*ours.encode("a"), *counted]) == "aover"
