@@ -11,7 +11,6 @@ See the README beside this file.
 import sys
 
 from attnres_jax.sweep import cli
-from experiments.arch_sweep import plans
 from experiments.arch_sweep import report
 from experiments.pages import readme
 from experiments.pages import sweep
@@ -21,10 +20,7 @@ EXPERIMENT, PUBLISHED = sweep.experiment(
   __doc__,
   config="configs/arch_sweep.py",
   render=report.render,
-  places=[
-    readme.Place(report.results),
-    readme.Place(plans.table, "plans", "../../configs/plans"),
-  ],
+  places=[readme.Place(report.results)],
   figures={"heatmaps.svg": report.figure},
 )
 

@@ -25,7 +25,6 @@ from attnres_jax.common import csv_rows
 from attnres_jax.common import files
 from experiments.first_hour import measure
 from experiments.first_hour import tables
-from experiments.pages import page as page_lib
 from experiments.pages import readme
 
 # The compiled tables that the hour tests.
@@ -37,7 +36,6 @@ PUBLISHED = readme.Published(
   ]
   + [readme.Place(tables.of_hour, "h100", "h100")],
 )
-_PAGE = pathlib.Path(__file__).with_name("report_page.html")
 # A task that writes no row for so long is taken to hang.
 _TASK_SECONDS = 900.0
 _ATTEMPTS = 20
@@ -52,7 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
   """Of the command's arguments."""
   parser = command_line.Parser("python -m experiments.first_hour", __doc__)
   add = parser.add_argument
-  add("--out", default="runs/first_hour", help="folder of rows and page")
+  add("--out", default="runs/first_hour", help="folder of rows")
   add(
     "--minutes",
     type=float,
@@ -78,7 +76,7 @@ def _main(options: argparse.Namespace) -> None:
   for part in parts:
     config_lib.choose("--parts", part, dict.fromkeys(measure.PARTS))
   folder = pathlib.Path(files.check_folder("--out", options.out)).absolute()
-  ours = {"rows.csv": measure.SAME, "page.html": ("<title>First hour",)}
+  ours = {"rows.csv": measure.SAME}
   files.refuse_foreign("--out", folder, ours)
   folder.mkdir(parents=True, exist_ok=True)
   if options.device_process:
@@ -120,7 +118,6 @@ def _hour(
           for row in ready[shown:]:
             _tell(row, end - changed)
           shown = len(ready)
-          files.write(folder / "page.html", page(rows))
         if time.monotonic() - changed > _TASK_SECONDS:
           break
     finally:
@@ -132,55 +129,16 @@ def _hour(
   if process.returncode == 2:
     raise config_lib.ConfigError("the process of the device refused to begin")
   rows = csv_rows.read(path) if path.exists() else []
-  files.write(folder / "page.html", page(rows))
   failed = sum(row["status"] == measure.FAILED for row in rows)
   if process.returncode:
     print("stopped before the last task; rerun the same command to continue")
-  print(f"{len(rows)} rows, {failed} failed: {folder / 'page.html'}")
+  print(f"{len(rows)} rows, {failed} failed: {path}")
 
 
 def _tell(row: measure.Row, left: float) -> None:
   number = f"{row['measured']} {row['unit']}" if row["measured"] else ""
   words = f"{row['task']}: {row['arm']} {number} {row['status']}"
   print(f"{left:6.0f} s left: {words} {row['reason']}", flush=True)
-
-
-def page(rows: Sequence[measure.Row]) -> str:
-  """Measured beside limit and estimate, a table per part, as HTML."""
-  header = (
-    "what", "case", "arm", "measured", "limit", "over limit", "estimate",
-    "over estimate", "remark",
-  )  # fmt: skip
-  lines = [
-    [
-      row["name"], row["case"], row["arm"],
-      page_lib.Cell(
-        f"{row['measured']} {row['unit']}" if row["measured"]
-        else row["status"],
-        small=[f"{row['low']} to {row['high']}"] if row["low"] else (),
-      ),
-      row["limit"], _over(row, "limit", "above_limit"), row["estimate"],
-      _over(row, "estimate", "off_estimate"), row["reason"],
-    ]
-    for row in rows
-  ]  # fmt: skip
-  facts = {
-    name: rows[0][name] for name in ("hardware", "jax", "commit", "form")
-  } if rows else {}  # fmt: skip
-  return page_lib.render(
-    "First hour",
-    _PAGE,
-    {
-      "facts": page_lib.facts(facts),
-      "table": page_lib.Table(header, lines).html(),
-    },
-  )
-
-
-def _over(row: measure.Row, name: str, apart: str) -> page_lib.Cell:
-  if not row[name]:
-    return page_lib.Cell("")
-  return page_lib.Cell(row[f"to_{name}"], small=[f"{row[apart]} {row['unit']}"])
 
 
 if __name__ == "__main__":

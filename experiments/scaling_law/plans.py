@@ -4,7 +4,7 @@
 From the rows of configs/plans.csv, which `attnres_jax.plan.search` compiled.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import re
 
@@ -13,8 +13,9 @@ from attnres_jax.scaling import grid
 from attnres_jax.scaling import paper
 from attnres_jax.sweep import budget
 from configs import scaling
-from experiments.pages import planned
 from experiments.pages import readme as readme_lib
+
+Row = Mapping[str, str]
 
 _BUDGETS = (50, 500, 5000)
 # Any text of the scale's vocabulary; nothing of it is read.
@@ -25,7 +26,7 @@ _TEXT = dict.fromkeys(
 _SIZES = tuple(size.name for size in paper.TABLE_2)
 
 
-def table(rows: Sequence[planned.Row]) -> str:
+def table(rows: Sequence[Row]) -> str:
   """Chip-hours of each size, a line per slice and scheme."""
   found = _of_table_2(rows)
   slices = dict.fromkeys(row["slice"] for row in found.values())
@@ -39,11 +40,11 @@ def table(rows: Sequence[planned.Row]) -> str:
       label = residuals.RESIDUALS[scheme].style.label
       lines.append([slice_name, label, *cells, total])
   header = "slice", "scheme", *_SIZES, "all five"
-  origin = planned.origin(list(found.values()))
+  origin = _origin(list(found.values()))
   return f"{readme_lib.table(header, lines)}\n\n{origin}"
 
 
-def bought(rows: Sequence[planned.Row]) -> str:
+def bought(rows: Sequence[Row]) -> str:
   """What 50, 500 and 5,000 chip-hours buy: a line per budget and slice.
 
   A larger budget has no line where it buys no more.
@@ -82,8 +83,8 @@ def bought(rows: Sequence[planned.Row]) -> str:
 
 
 def _of_table_2(
-  rows: Sequence[planned.Row],
-) -> dict[tuple[str, str, str], planned.Row]:
+  rows: Sequence[Row],
+) -> dict[tuple[str, str, str], Row]:
   """By slice, size and scheme."""
   found = {}
   for row in rows:
@@ -91,3 +92,15 @@ def _of_table_2(
     if match and (size := match[1].upper()) in _SIZES:
       found[row["slice"], size, match[2]] = row
   return found
+
+
+def _origin(rows: Sequence[Row]) -> str:
+  """What compiled them, a sentence."""
+
+  def each(column: str) -> str:
+    return ", ".join(dict.fromkeys(row[column] for row in rows))
+
+  return (
+    f"Compiled up to the schedule, not run: jax {each('jax')}, libtpu"
+    f" {each('libtpu')}, commits {each('commit')}."
+  )

@@ -130,8 +130,8 @@ def test_the_command(tmp_path, capsys, monkeypatch):
   assert run.main([*flags, "--parts=rates"]) == 0
   out = capsys.readouterr().out
   assert "rates of the device" in out and "0 failed" in out
-  page = (tmp_path / "page.html").read_text()
-  assert "bfloat16 products" in page and "TFLOP/s" in page
+  text = (tmp_path / "rows.csv").read_text()
+  assert "bfloat16 products" in text and "TFLOP/s" in text
 
 
 @pytest.mark.slow
