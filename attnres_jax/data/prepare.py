@@ -112,7 +112,7 @@ def _parser() -> command_line.Parser:
     "validation_path": "same for validation; if empty, --path is split",
     "validation_fraction": "fraction held out, if --path is split",
     "text_field": "field or column of jsonl and parquet",
-    "tokenizer": "bytes, hf or sentencepiece",
+    "tokenizer": "bytes or hf",
     "tokenizer_path": "vocabulary file",
     "separator": "special token between documents; if empty, the usual one",
   }.items():

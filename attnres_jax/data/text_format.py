@@ -15,12 +15,11 @@ this object. It has two origins:
 
 - A run of ours: the tokenizer's separator opens and ends every document.
 - An imported checkpoint, which is a vocabulary file with an `interop.json`
-  beside it: tokenizer.json says what opens a text (a SentencePiece model's
-  begin-of-sentence token, unless tokenizer_config.json has `add_bos_token`
-  false). What ends it is the `eos_token_id` of generation_config.json, or else
-  of config.json (which interop.json repeats), or else the `eos_token` of
-  tokenizer_config.json or special_tokens_map.json. Decoding skips special
-  tokens. All of this is what transformers does.
+  beside it: tokenizer.json says what opens a text. What ends it is the
+  `eos_token_id` of generation_config.json, or else of config.json (which
+  interop.json repeats), or else the `eos_token` of tokenizer_config.json or
+  special_tokens_map.json. Decoding skips special tokens. All of this is what
+  transformers does.
 """
 
 from collections.abc import Sequence
@@ -55,12 +54,10 @@ class Vocabulary:
     size: every id is smaller.
     run_ids: tokens for single bytes that are decoded together: a byte that is
       not UTF-8 makes all neighbouring bytes unreadable.
-    strips: whether decoding leaves out all white space that begins a text.
   """
 
   size: int
   run_ids: frozenset[int] = frozenset()
-  strips: bool = False
 
   def encode(self, text: str) -> list[int]:
     """Ids of a text, which opens and ends with nothing else.
@@ -212,7 +209,6 @@ class Decoder:
     if self._vocabulary.skips(id) or id in self._vocabulary.run_ids:
       return False
     text = self._vocabulary.decode([id])
-    text = text.strip() if self._vocabulary.strips else text
     return bool(text) and _UNKNOWN not in text
 
 
@@ -271,12 +267,11 @@ def of_checkpoint(
     ImportError: the tokenizer's library is not installed.
   """
   described = _Described(epath.Path(folder))
-  make = dict(hf=_HuggingFace, sentencepiece=_SentencePiece)
-  if config.tokenizer not in make:
-    vocabulary: Any = _Own(tokenizer_lib.make_tokenizer(config))
-    vocabulary.bos_id = None
+  vocabulary: Any
+  if config.tokenizer == "hf":
+    vocabulary = _HuggingFace(config, described)
   else:
-    vocabulary = make[config.tokenizer](config, described)
+    vocabulary = _Own(tokenizer_lib.make_tokenizer(config))
   ends = described.ids("eos_token_id", vocabulary.size)
   begins = described.ids("bos_token_id", vocabulary.size)
   named = {
@@ -285,8 +280,8 @@ def of_checkpoint(
   if not ends and named.get("eos_token") is not None:
     ends = (named["eos_token"],)
   bos_id = named.get("bos_token")
-  if bos_id is None:
-    bos_id = begins[0] if begins else vocabulary.bos_id
+  if bos_id is None and begins:
+    bos_id = begins[0]
   pads = described.ids("pad_token_id", vocabulary.size)
   return TextFormat(
     vocabulary,
@@ -388,7 +383,6 @@ class _Own(Vocabulary):
   """The vocabulary of one of our tokenizers."""
 
   opening: tuple[int, ...] = ()
-  bos_id: int | None = None
 
   def __init__(self, tokenizer: tokenizer_lib.Tokenizer):
     self._tokenizer = tokenizer
@@ -398,7 +392,6 @@ class _Own(Vocabulary):
     hf = getattr(tokenizer, "_tokenizer", None)
     if hf is not None:
       self.run_ids = _byte_runs(hf)
-    self.strips = tokenizer.name == "sentencepiece"
 
   def encode(self, text: str) -> list[int]:
     return self._tokenizer.encode(text).tolist()
@@ -436,7 +429,6 @@ class _HuggingFace(Vocabulary):
     mask = self._tokenizer.encode("a").special_tokens_mask
     ones = mask.index(0) if 0 in mask else 0
     self.opening = self._tokenizer.encode("a").ids[:ones]
-    self.bos_id = None
 
   def id_of(self, text: str) -> int | None:
     return self._tokenizer.token_to_id(text)
@@ -460,39 +452,6 @@ class _HuggingFace(Vocabulary):
 
   def name_of(self, id: int) -> str | None:
     return self._tokenizer.id_to_token(id) if self.skips(id) else None
-
-
-class _SentencePiece(Vocabulary):
-  """A SentencePiece model."""
-
-  strips = True
-
-  def __init__(self, config: config_lib.DataConfig, described: _Described):
-    # This reports a file that cannot be read.
-    made: Any = tokenizer_lib.make_tokenizer(config)
-    self._model = made._model
-    self.size = self._model.vocab_size()
-    bos = self._model.bos_id()
-    self.bos_id = bos if bos >= 0 else None
-    adds = described.tokenizer.get("add_bos_token", True)
-    self.opening = (bos,) if adds and bos >= 0 else ()
-
-  def id_of(self, text: str) -> int | None:
-    id = self._model.piece_to_id(text)
-    return id if self._model.id_to_piece(id) == text else None
-
-  def encode(self, text: str) -> list[int]:
-    return self._model.encode(text)
-
-  def decode(self, ids: Sequence[int]) -> str:
-    return self._model.decode([id for id in ids if not self.skips(id)])
-
-  def skips(self, id: int) -> bool:
-    return not 0 <= id < self.size or self._model.is_control(id)
-
-  def name_of(self, id: int) -> str | None:
-    known = id < self.size and self.skips(id)
-    return self._model.id_to_piece(id) if known else None
 
 
 def _byte_runs(tokenizer: Any) -> frozenset[int]:

@@ -139,47 +139,6 @@ class HuggingFaceTokenizer(Tokenizer):
     return _decode(ids, self.separator_id, is_unknown, decode)
 
 
-class SentencePieceTokenizer(Tokenizer):
-  """A SentencePiece `.model` file.
-
-  The separator is its begin-of-sentence id, else its end-of-sentence id, else
-  a new id after the last.
-  """
-
-  name = "sentencepiece"
-
-  def __init__(self, config: config_lib.DataConfig):
-    sentencepiece = paths.library(
-      "sentencepiece", "data.tokenizer", "sentencepiece", "hf"
-    )
-    path, self.sha256 = vocabulary_file(config)
-    try:
-      self._model = sentencepiece.SentencePieceProcessor(model_file=path)
-    except (OSError, RuntimeError) as error:
-      _unreadable(config, "a SentencePiece model", error)
-    num_ids = self._model.vocab_size()
-    known = [i for i in (self._model.bos_id(), self._model.eos_id()) if i >= 0]
-    if config.separator:
-      found = self._model.piece_to_id(config.separator)
-      known = [found] if self._model.is_control(found) else []
-    self.separator_id = _chosen(config, known, num_ids)
-    self.vocab_size = max(num_ids, self.separator_id + 1)
-
-  def show_id(self, id: int) -> str:
-    known = 0 <= id < self._model.vocab_size()
-    return f"id {id}" + (f" ({self._model.id_to_piece(id)})" if known else "")
-
-  def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-    batch = self._model.encode([t.decode(errors="replace") for t in texts])
-    return [np.asarray(ids, np.int32) for ids in batch]
-
-  def decode(self, ids: Iterable[int]) -> str:
-    size = self._model.vocab_size()
-    return _decode(
-      ids, self.separator_id, lambda i: not 0 <= i < size, self._model.decode
-    )
-
-
 class IdsTokenizer(Tokenizer):
   """The ids of a token file without a vocabulary, and hence without text.
 
@@ -226,7 +185,6 @@ TOKENIZERS = {
   "bytes": BytesTokenizer,
   "hf": HuggingFaceTokenizer,
   "ids": IdsTokenizer,
-  "sentencepiece": SentencePieceTokenizer,
 }
 
 
@@ -237,6 +195,13 @@ def make_tokenizer(config: config_lib.DataConfig) -> Tokenizer:
     ConfigError: no such name, or no such vocabulary file.
     ImportError: its library is not installed; says what to install.
   """
+  if config.tokenizer == "sentencepiece":  # Of runs of earlier versions.
+    config_lib.fail(
+      "data.tokenizer",
+      config.tokenizer,
+      "'hf' and the tokenizer.json that transformers makes of a .model (commit"
+      " 1340b2f reads these)",
+    )
   cls = config_lib.choose("data.tokenizer", config.tokenizer, TOKENIZERS)
   return cls(config)
 

@@ -7,7 +7,7 @@ r"""Imports a Hugging Face checkpoint: the folder of a run that can be trained.
   python -m attnres_jax.main --config=runs/llama/config.py --workdir=runs/tuned
 
 DIR has config.json, safetensors (one file, or several with an index) and
-tokenizer.json or tokenizer.model. Everything is checked before anything is
+tokenizer.json. Everything is checked before anything is
 written. With several devices, every leaf is sharded over them.
 """
 
@@ -35,8 +35,7 @@ COMPANIONS = (
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
     "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
-# By preference: file of a vocabulary, and the tokenizer that reads it.
-_TOKENIZERS = {"tokenizer.json": "hf", "tokenizer.model": "sentencepiece"}
+_VOCABULARY = "tokenizer.json"
 # Keys of config.json that an export repeats.
 _REPEATED = (
     "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings",
@@ -133,17 +132,12 @@ def _tokenizer(
   if given == "bytes":
     return "bytes", ""
   if given:
-    path = files.check_path("--tokenizer", given, ())
-    name = "sentencepiece" if path.suffix == ".model" else "hf"
-    return name, str(path)
-  for file, name in _TOKENIZERS.items():
-    if file in kept:
-      return name, str(folder / file)
-  config_lib.fail_argument(
-    "--path",
-    str(folder),
-    f"a folder with {' or '.join(_TOKENIZERS)} (or --tokenizer)",
-  )
+    return "hf", str(files.check_path("--tokenizer", given, ()))
+  if _VOCABULARY not in kept:
+    config_lib.fail_argument(
+      "--path", str(folder), f"a folder with {_VOCABULARY} (or --tokenizer)"
+    )
+  return "hf", str(folder / _VOCABULARY)
 
 
 def _check_vocabulary(

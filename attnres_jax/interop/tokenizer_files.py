@@ -32,14 +32,8 @@ def of_run(
   if config.tokenizer != "bytes":
     path, _ = tokenizer_lib.vocabulary_file(config)
     content = pathlib.Path(path).read_bytes()
-  if config.tokenizer == "sentencepiece":
-    # transformers converts it, and opens texts with `bos_token`.
-    files = {"tokenizer.model": content}
-    name = _name_in_model(content, separator)
-  else:
-    made = json.loads(content) if content else _of_bytes()
-    name = _open_texts(made, separator)
-    files = {"tokenizer.json": _json(made)}
+  made = json.loads(content) if content else _of_bytes()
+  name = _open_texts(made, separator)
   described = dict(
     tokenizer_class="PreTrainedTokenizerFast",
     model_max_length=config.sequence_length,
@@ -53,7 +47,10 @@ def of_run(
     split_special_tokens=True,
     model_input_names=["input_ids", "attention_mask"],
   )
-  return files | {"tokenizer_config.json": _json(described)}
+  return {
+    "tokenizer.json": _json(made),
+    "tokenizer_config.json": _json(described),
+  }
 
 
 def _open_texts(made: dict[str, Any], separator: int) -> str:
@@ -83,18 +80,6 @@ def _open_texts(made: dict[str, Any], separator: int) -> str:
     ),
   )
   return name
-
-
-def _name_in_model(content: bytes, separator: int) -> str:
-  """The name of an id in a SentencePiece model, or a new name for a new id."""
-  import sentencepiece
-
-  model = sentencepiece.SentencePieceProcessor(model_proto=content)
-  size = model.vocab_size()
-  if separator < size:
-    return model.id_to_piece(separator)
-  known = set(map(model.id_to_piece, range(size)))
-  return _NAME if _NAME not in known else f"<|{separator}|>"
 
 
 def _of_bytes() -> dict[str, Any]:

@@ -5,7 +5,6 @@ import json
 import random
 
 import pytest
-import sentencepiece
 import tokenizers
 from tokenizers import decoders
 from tokenizers import models
@@ -289,31 +288,3 @@ def test_imported_means_an_interop_json_beside_the_vocabulary(folder):
   assert not text_format_lib.of_data(config).imported
   (folder / "interop.json").write_text("{}")
   assert text_format_lib.of_data(config).imported
-
-
-@pytest.mark.parametrize("byte_fallback", [False, True])
-def test_a_sentencepiece_model(tmp_path, byte_fallback):
-  sentencepiece.SentencePieceTrainer.train(
-    sentence_iterator=iter(_corpus()),
-    model_prefix=str(tmp_path / "tokenizer"),
-    vocab_size=800 if byte_fallback else 500,
-    byte_fallback=byte_fallback,
-    character_coverage=0.98,
-    hard_vocab_limit=False,
-    minloglevel=2,
-  )
-  path = str(tmp_path / "tokenizer.model")
-  config = config_lib.DataConfig(tokenizer="sentencepiece", tokenizer_path=path)
-  ours = text_format_lib.of_checkpoint(config, tmp_path)
-  theirs = sentencepiece.SentencePieceProcessor(model_file=path)
-  rng = random.Random(3)
-  for _ in range(200):
-    text = _text(rng)
-    before = ours.prompt(text)
-    assert before == [theirs.bos_id(), *theirs.encode(text)]
-    later = theirs.encode(_text(rng))
-    later += [rng.randrange(theirs.vocab_size()) for _ in range(9)]
-    decoder = ours.decoder(before)
-    found = "".join([*map(decoder.add, later), decoder.end()])
-    whole = theirs.decode([*before, *later])
-    assert found == whole[len(theirs.decode(before)) :]

@@ -2,7 +2,6 @@
 """Tokenizers, with vocabularies trained here on a few sentences."""
 
 import hashlib
-import io
 import sys
 
 import numpy as np
@@ -35,21 +34,6 @@ def _train_hf(path, special=("<|endoftext|>",)):
   model.enable_truncation(4)
   model.save(str(path))
   return model
-
-
-def _train_sentencepiece(path, **options):
-  sentencepiece = pytest.importorskip("sentencepiece")
-  model = io.BytesIO()
-  sentencepiece.SentencePieceTrainer.train(
-    sentence_iterator=iter(_TEXTS),
-    model_writer=model,
-    vocab_size=300,
-    byte_fallback=True,
-    hard_vocab_limit=False,
-    minloglevel=2,
-    **options,
-  )
-  path.write_bytes(model.getvalue())
 
 
 class TestBytesTokenizer:
@@ -85,11 +69,9 @@ class TestVocabularyFile:
       config_lib.DataConfig(tokenizer=name, tokenizer_path=str(self.path))
     )
 
-  @pytest.mark.parametrize("name", ["hf", "sentencepiece"])
-  def test_round_trip_and_sizes(self, name):
-    train = {"hf": _train_hf, "sentencepiece": _train_sentencepiece}[name]
-    train(self.path)
-    tokenizer = self._make(name)
+  def test_round_trip_and_sizes(self):
+    _train_hf(self.path)
+    tokenizer = self._make("hf")
     texts = [*_TEXTS, "unseen: ü€😀", ""]
     batch = tokenizer.encode_batch([text.encode() for text in texts])
     for text, ids in zip(texts, batch, strict=True):
@@ -101,18 +83,15 @@ class TestVocabularyFile:
     # Merges are used, or there would be as many ids as characters.
     assert len(batch[0]) < len(texts[0]) * 0.8
     assert tokenizer.describe() == {
-      "name": name,
+      "name": "hf",
       "vocab_size": tokenizer.vocab_size,
       "separator_id": tokenizer.separator_id,
       "sha256": hashlib.sha256(self.path.read_bytes()).hexdigest(),
     }
 
-  @pytest.mark.parametrize("name", ["hf", "sentencepiece"])
-  def test_every_id_has_a_text(self, name):
-    train = {"hf": _train_hf, "sentencepiece": _train_sentencepiece}[name]
-    train(self.path)
-    tokenizer = self._make(name)
-    # SentencePiece puts a word-start marker first.
+  def test_every_id_has_a_text(self):
+    _train_hf(self.path)
+    tokenizer = self._make("hf")
     a, b = (int(tokenizer.encode(text)[-1]) for text in "ab")
     shown = tokenizer.decode([a, tokenizer.separator_id, b])
     assert shown == "a\nb"
@@ -136,35 +115,26 @@ class TestVocabularyFile:
     assert tokenizer.separator_id == model.get_vocab_size()
     assert tokenizer.vocab_size == model.get_vocab_size() + 1
 
-  def test_sentencepiece_separators(self):
-    _train_sentencepiece(self.path)
-    assert self._make("sentencepiece").separator_id == 1
-    _train_sentencepiece(self.path, bos_id=-1, eos_id=-1)
-    tokenizer = self._make("sentencepiece")
-    assert tokenizer.separator_id == tokenizer.vocab_size - 1
-
-  @pytest.mark.parametrize("name", ["hf", "sentencepiece"])
-  def test_bad_files_are_named(self, name):
+  def test_bad_files_are_named(self):
     field = "data.tokenizer_path: got"
     with pytest.raises(config_lib.ConfigError, match=f"{field} .*an existing"):
-      self._make(name)
+      self._make("hf")
     self.path.write_bytes(b"neither")
     with pytest.raises(config_lib.ConfigError, match=f"{field} '.*vocabulary'"):
-      self._make(name)
+      self._make("hf")
 
-  @pytest.mark.parametrize(
-    "name,package", [("hf", "tokenizers"), ("sentencepiece",) * 2]
-  )
-  def test_missing_library_says_what_to_install(
-    self, name, package, monkeypatch
-  ):
+  def test_missing_library_says_what_to_install(self, monkeypatch):
     self.path.write_bytes(b"")
-    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ImportError, match=r'pip install ".*\[hf\]"'):
-      self._make(name)
+      self._make("hf")
 
   def test_unknown_names_are_refused(self):
-    for name, message in ("bpe", "got 'bpe'.*bytes, hf, ids"), ("ids", "got"):
+    for name, message in (
+      ("bpe", "got 'bpe'.*bytes, hf, ids"),
+      ("sentencepiece", ".*commit"),
+      ("ids", "got"),
+    ):
       config = config_lib.DataConfig(tokenizer=name, tokenizer_path="x")
       with pytest.raises(config_lib.ConfigError, match=f"tokenizer: {message}"):
         data.make_tokenizer(config)

@@ -145,7 +145,7 @@ def test_prepare(here, explore):
       "path": paths, "validation_path": paths, "tokenizer_path": paths,
       "validation_fraction": ("0.5", "0", "1", "nan", "x", "-1", "1e-45"),
       "text_field": ("text", "", "x"),
-      "tokenizer": ("bytes", "hf", "sentencepiece", "ids", "x"),
+      "tokenizer": ("bytes", "hf", "ids", "x"),
       "shard_tokens": ("0", "-1", "9", "x", "9" * 30),
       "output": ["out", "texts", *paths],
   }  # fmt: skip

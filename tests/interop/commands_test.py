@@ -123,7 +123,7 @@ def test_a_run_does_not_resume_in_the_folder_of_an_import(imported, tmp_path):
     (["--workdir={source}"], "expected a new or empty folder"),
     (["--tokenizer={source}/config.json"], "data.tokenizer_path: got"),
     (["--tokenizer={big}"], "at most the 300 tokens of the network, not 311"),
-    (["--path={bare}"], "a folder with tokenizer.json or tokenizer.model"),
+    (["--path={bare}"], "a folder with tokenizer.json"),
     (["--path={source}", "--dtype=float16"], "invalid choice: 'float16'"),
   ],
 )
