@@ -56,7 +56,7 @@ def render(folder: epath.PathLike, progress: Sequence[monitor.Progress]) -> str:
 
 
 def _answer(
-  folder: epath.PathLike,
+  folder: epath.Path,
   progress: Sequence[monitor.Progress],
   rows: Sequence[variants.Row],
 ) -> page.Html:
@@ -65,7 +65,7 @@ def _answer(
     looks_of: dict[str, list[Look]] = {}
     for one in progress:
       if one.run is not None and "budget" not in one.run.overrides:
-        found = look(epath.Path(folder), one.run)
+        found = look(folder, one.run)
         looks_of.setdefault(one.residual, []).append(found)
     inside = page.fill(
       _INSIDE.read_text(encoding="utf-8"),

@@ -17,6 +17,7 @@ import pathlib
 import sys
 from typing import Any, NamedTuple
 
+from etils import epath
 import numpy as np
 import tqdm
 
@@ -89,7 +90,7 @@ def finished(
       yield variants[index], seed, folder / name
 
 
-def load(variant: str, seed: int, folder: pathlib.Path) -> Network:
+def load(variant: str, seed: int, folder: epath.PathLike) -> Network:
   """Loads the last checkpoint of a run, and validation text."""
   config, model = checkpoint.load_model(folder)
   batches = data.open_dataset(config.data, "validation").batches()
