@@ -2,6 +2,7 @@
 """Every way in which a configuration can be wrong, and its one-line error."""
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -27,176 +28,39 @@ def _build(**overrides):
   return c.build_run_config(config)
 
 
-ABOVE, AT_LEAST = "a number above 0", "a number of at least 0"
-UNIT = "a number from 0 to 1"
-DECAY = "a number of at least 0, below 1"
-FINITE = "a finite number"
 SCALING = "attnres_jax:scaling", "configs/scaling.py"
 
-# (overrides, field that is named, value that is shown, what is accepted)
+# A field, its value, and what is accepted beside the bounds of numbers.
 ERRORS = [
-  ("model.width", 0, ABOVE),
-  ("model.num_layers", 0, ABOVE),
-  ("model.num_layers", -1, ABOVE),
-  ("model.num_heads", 0, ABOVE),
-  ("model.norm_eps", 0.0, ABOVE),
-  ("model.init_std", -0.1, ABOVE),
-  ("model.lora.rank", -1, AT_LEAST),
-  ("model.lora.alpha", 0.0, ABOVE),
-  ("eval.tasks_every", -1, AT_LEAST),
-  ("eval.limit", -1, AT_LEAST),
-  ("eval.num_fewshot", -2, "-1 to 1000"),
-  ("eval.num_fewshot", 10**12, "-1 to 1000"),
-  ("eval.length", -1, AT_LEAST),
-  ("model.vocab_size", -1, AT_LEAST),
-  ("model.num_kv_heads", -2, AT_LEAST),
-  ("model.head_width", -1, AT_LEAST),
-  ("model.depth_stride", -1, AT_LEAST),
-  ("model.mlp_width", -1, AT_LEAST),
-  ("model.rope_theta", -1.0, AT_LEAST),
-  ("model.logit_soft_cap", -1.0, AT_LEAST),
   ("model.dtype", "float16", "one of bfloat16, float32"),
-  (
-    "model.remat",
-    "fulll",
-    "one of attention, dots, full, none (did you mean 'full'?)",
-  ),
-  (
-    "model.attention_kernel",
-    "slpash",
-    "one of auto, cudnn, splash, tiled (did you mean 'splash'?)",
-  ),
+  ("model.remat", "fulll", "one of attention, dots, full, none (did you mean"),
   ("model.num_heads", 5, "a divisor of model.width=128, or an explicit"),
   ("model.num_kv_heads", 3, "a divisor of model.num_heads=4"),
   ("model.head_width", 7, "an even number with rotary positions"),
   ("model.vocab_size", 100, "at least the tokenizer's 257"),
-  ("model.residual.block_size", -1, AT_LEAST),
-  ("model.residual.num_blocks", -1, AT_LEAST),
-  ("model.residual.schedule_size", 0, ABOVE),
-  ("model.residual.rank", -1, AT_LEAST),
-  ("model.residual.streams", 0, ABOVE),
-  ("model.residual.read.heads", -1, AT_LEAST),
-  ("model.residual.read.query_init", -0.1, AT_LEAST),
-  ("model.residual.read.logit_scale", 0.0, ABOVE),
-  ("model.residual.read.rank", -1, AT_LEAST),
-  ("model.residual.read.window", -1, AT_LEAST),
   ("model.residual.form", "two_fase", "one of one_softmax, two_phase (did"),
   ("model.mixers", (), "one to 8 (model.num_layers) mixers"),
   ("model.mixers", ("kda",) * 9, "one to 8 (model.num_layers) mixers"),
   ("model.mixers", "kdaa", "a tuple of str"),
-  ("model.rope.scaling", "linear", "one of llama3, none, yarn"),
-  ("model.rope.pairs", "odd", "one of halves, neighbours"),
-  ("model.rope.logit_scale", 0.0, ABOVE),
-  ("model.rope.factor", 0.0, ABOVE),
-  ("model.rope.low_turns", 0.0, ABOVE),
   ("model.rope.high_turns", 1.0, "a number above model.rope.low_turns=1.0"),
-  ("model.rope.original_length", 0, ABOVE),
-  ("model.kda.head_width", 0, ABOVE),
-  ("model.kda.conv_width", 0, ABOVE),
-  ("model.kda.gate_rank", 0, ABOVE),
-  ("model.kda.chunk_size", 0, ABOVE),
-  ("model.kda.save", "all", "one of arguments, chunks"),
-  ("model.kda.decay_bound", -1.0, AT_LEAST),
-  ("model.activation.name", "gelu", "one of silu, situ"),
-  ("model.activation.gate_bound", 0.0, ABOVE),
-  ("model.activation.up_bound", 0.0, ABOVE),
-  ("model.mla.latent_rank", 0, ABOVE),
-  ("model.mla.nope_width", 0, ABOVE),
-  ("model.mla.shared_width", 0, ABOVE),
-  ("model.mla.value_width", 0, ABOVE),
-  ("model.mla.latent_eps", 0.0, ABOVE),
-  ("model.mla.query_rank", -1, AT_LEAST),
-  ("model.mla.rope_theta", -1.0, AT_LEAST),
-  ("model.moe.num_experts", -1, AT_LEAST),
   ("model.moe.num_experts", 4, "at least model.moe.top_k=8, or 0"),
-  ("model.moe.expert_width", -1, AT_LEAST),
-  ("model.moe.top_k", 0, ABOVE),
-  ("model.moe.num_shared", -1, AT_LEAST),
-  ("model.moe.scaling_factor", 0.0, ABOVE),
-  ("model.moe.dense_layers", -1, AT_LEAST),
-  ("model.moe.latent_width", -1, AT_LEAST),
   ("model.moe.latent_norm", True, "False with model.moe.latent_width=0"),
-  ("model.moe.groups", 0, ABOVE),
   ("model.moe.groups", 2, "equal groups of 2 experts and more, of 0 in all"),
-  ("model.moe.top_groups", 0, ABOVE),
   ("model.moe.top_groups", 2, "at most model.moe.groups=1"),
   ("model.moe.dense_layers", 9, "at most model.num_layers=8"),
-  ("data.sequence_length", 0, ABOVE),
-  ("data.batch_size", 0, ABOVE),
-  ("data.num_threads", -1, AT_LEAST),
-  ("data.max_epochs", 0.0, "a number above 0"),
-  ("data.validation_fraction", 0.0, "a number between 0 and 1"),
-  ("data.validation_fraction", 1.0, "a number between 0 and 1"),
-  ("loss.z_loss", -1e-4, AT_LEAST),
-  ("loss.tile_tokens", -1, AT_LEAST),
-  ("optim.peak_lr", 0.0, ABOVE),
-  ("optim.eps", 0.0, ABOVE),
   ("optim.freeze", ("(",), "regular expressions (missing"),
-  ("optim.rates", ("a",), "patterns with factors above 0, such as"),
   ("optim.rates", ("a=0",), "patterns with factors above 0, such as"),
   ("optim.rates", ("(=2",), "regular expressions (missing"),
-  ("optim.accumulate_steps", -1, AT_LEAST),
-  ("optim.qk_clip", -1.0, AT_LEAST),
   ("optim.accumulate_steps", 5, "a divisor of data.batch_size=12"),
-  ("optim.warmup_steps", -1, AT_LEAST),
-  ("optim.weight_decay", -0.1, AT_LEAST),
-  ("optim.clip_norm", -1.0, AT_LEAST),
-  ("optim.b1", 1.5, DECAY),
-  ("optim.b1", 1.0, DECAY),
-  ("optim.b2", -0.5, DECAY),
-  ("optim.b2", 1.0, DECAY),
-  ("optim.final_lr_fraction", 2.0, UNIT),
-  ("optim.decay_fraction", 1.1, UNIT),
-  ("optim.muon_momentum", -0.1, DECAY),
-  ("optim.muon_iterations", 0, ABOVE),
-  ("optim.muon_update_rms", 0.0, ABOVE),
-  ("optim.balance_rate", -1e-3, AT_LEAST),
-  ("train.steps", 0, ABOVE),
-  ("train.log_every", 0, ABOVE),
-  ("train.eval_batches", 0, ABOVE),
-  ("train.eval_every", -1, AT_LEAST),
-  ("train.depth_every", -1, AT_LEAST),
-  ("train.max_skipped_share", 1.5, UNIT),
-  ("train.average_last", 1.5, UNIT),
-  ("train.on_nan", "halt", "one of skip, stop"),
-  ("checkpoint.keep_last", 0, ABOVE),
-  ("checkpoint.every_steps", -1, AT_LEAST),
-  ("checkpoint.keep_every", -1, AT_LEAST),
-  ("mesh.stage", 0, "a number of devices, or -1 for all"),
   ("mesh.data", 0, "a number of devices, or -1 for all"),
-  ("mesh.data", -2, "a number of devices, or -1 for all"),
-  ("mesh.fsdp", 0, "a number of devices, or -1 for all"),
-  ("mesh.expert", 0, "a number of devices, or -1 for all"),
-  ("mesh.tensor", 0, "a number of devices, or -1 for all"),
-  ("pipeline.virtual_stages", 0, "a number above 0"),
-  ("pipeline.microbatches", -1, "a number of at least 0"),
-  ("pipeline.schedule", "2f2b", "one of fused, gpipe"),
-  ("pipeline.rule", "all", "one of cached, minimum, naive"),
-  # Too large, or not finite.
-  ("seed", -1, AT_LEAST),
-  ("seed", 2**32, "a number up to 4294967295"),
-  ("seed", 10**400, "a number up to 4294967295"),
-  ("data.seed", 2**32, "a number up to 4294967295"),
-  ("data.num_threads", 10**6, "a number up to 1000"),
-  ("model.width", 10**12, "a number up to 2147483647"),
-  ("model.num_layers", 10**7, "a number up to 100000"),
-  ("model.init_std", math.inf, FINITE),
-  ("model.logit_soft_cap", math.inf, FINITE),
-  ("loss.z_loss", math.nan, FINITE),
-  ("optim.peak_lr", math.inf, FINITE),
-  ("optim.weight_decay", math.inf, FINITE),
   ("optim.clip_norm", 1e39, "a number within the range of float32"),
   ("optim.eps", 1e-40, "a number within the range of float32"),
-  # Values of the wrong type.
+  ("optim.b1", 1.0, "a number of at least 0, below 1"),
+  ("data.validation_fraction", 1.0, "a number between 0 and 1"),
   ("name", "a\0b", "text without a null character"),
-  ("model.width", "wide", "a value of type int"),
-  ("model.width", 64.0, "a value of type int"),
-  ("model.width", True, "a value of type int"),
   ("model.norm_eps", "1e-6", "a value of type float"),
   ("model.tie_embeddings", 1, "a value of type bool"),
-  ("model.dtype", 32, "a value of type str"),
   ("model.residual", "prenorm", "fields of ResidualConfig"),
-  ("seed", None, "a value of type int"),
 ]
 
 
@@ -234,13 +98,6 @@ def test_a_pattern_of_mixers_fills_the_depth():
   _build(model__mixers=("kda", "mla"))
 
 
-def test_experts_have_a_width():
-  fields = dict(model__moe__num_experts=8, model__moe__expert_width=0)
-  message = "^config.model.moe.expert_width: got 0, expected a number above 0$"
-  with pytest.raises(c.ConfigError, match=message):
-    _build(**fields)
-
-
 def test_experts_begin_after_the_dense_layers():
   moe = c.MoeConfig(num_experts=8, expert_width=4, dense_layers=1)
   model = c.ModelConfig(num_layers=3, moe=moe)
@@ -259,15 +116,28 @@ def test_one_line_names_field_value_and_what_is_accepted(
   assert "\n" not in message
 
 
-def test_every_number_that_is_checked_has_a_row():
-  """A field added with a bound needs a row above."""
-  rows = {field for field, _, _ in ERRORS}
-  numbers = {
-    name
-    for name, value in c.flatten(c.to_dict(c.RunConfig())).items()
-    if isinstance(value, (int, float)) and not isinstance(value, bool)
-  }
-  assert numbers - rows == set()
+_NUMBERS = [
+  (name, value)
+  for name, value in c.flatten(c.to_dict(c.RunConfig())).items()
+  if isinstance(value, (int, float)) and not isinstance(value, bool)
+]
+
+
+@pytest.mark.parametrize("field,usual", _NUMBERS)
+def test_every_number_has_bounds_and_a_type(field, usual):
+  """The error of a number says which field, which value, and what else."""
+  wrong = [-(10**9), 10**400, "64", True, None]
+  wrong += [math.nan, math.inf] if isinstance(usual, float) else [64.5]
+  *parents, leaf = field.split(".")
+  for value in wrong:
+    fields = c.to_dict(c.RunConfig())
+    functools.reduce(dict.__getitem__, parents, fields)[leaf] = value
+    with pytest.raises(c.ConfigError) as error:
+      c.build_run_config(fields)
+    message = str(error.value)
+    shown = "" if isinstance(value, int) and value > 10**9 else f"{value!r}"
+    assert message.startswith(f"config.{field}: got {shown}"), message
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize(
@@ -321,12 +191,6 @@ def test_values_that_are_fine():
   assert _build().model.vocab_size == 257
 
 
-def test_an_integer_beyond_floats():
-  message = "^config.optim.peak_lr: got 10+, expected a finite number$"
-  with pytest.raises(c.ConfigError, match=message):
-    c.build_run_config({"optim": {"peak_lr": 10**400}})
-
-
 def test_derived_sizes():
   model = c.ModelConfig(width=96, num_heads=4, num_layers=5)
   assert (model.num_sublayers, model.kv_heads, model.head_size) == (10, 4, 24)
@@ -358,13 +222,6 @@ def test_vocabulary_comes_from_the_tokenizer():
   assert larger.model.vocab_size == 300  # padded vocabularies are fine
   with pytest.raises(c.ConfigError, match="at least the tokenizer's 301"):
     run.with_vocab_size(300).with_vocab_size(301)
-
-
-def test_frozen():
-  with pytest.raises(dataclasses.FrozenInstanceError):
-    c.RunConfig().model.width = 3
-  # Hashable, so that a config may be a static argument of jax.jit.
-  assert hash(_build()) == hash(_build())
 
 
 def test_json_round_trip():
