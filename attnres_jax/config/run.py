@@ -248,35 +248,6 @@ class TrainConfig(fields.Checked, prefix="train"):
       )
 
 
-_MOST_SHOTS = 1000
-
-
-@dataclasses.dataclass(frozen=True)
-class EvalConfig(fields.Checked, prefix="eval"):
-  """Tasks of the lm-evaluation-harness, scored during the run (extra `eval`).
-
-  Attributes:
-    tasks: names of tasks, groups or tags; empty for none.
-    tasks_every: steps between scores; 0 for scores at the end only.
-    include_path: folder with tasks of your own, as YAML files.
-    limit: examples of each task; 0 for all.
-    num_fewshot: examples in a context; -1 for as many as the task says.
-    length: most tokens of a context; 0 for data.sequence_length.
-  """
-
-  tasks: tuple[str, ...] = ()
-  tasks_every: fields.Count = 0
-  include_path: fields.Path = ""
-  limit: fields.Count = 0
-  num_fewshot: int = -1
-  length: fields.Count = 0
-
-  def __post_init__(self):
-    super().__post_init__()
-    if not -1 <= self.num_fewshot <= _MOST_SHOTS:
-      errors.fail("eval.num_fewshot", self.num_fewshot, f"-1 to {_MOST_SHOTS}")
-
-
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig(fields.Checked, prefix="checkpoint"):
   """When checkpoints are written and which are kept.
@@ -385,7 +356,6 @@ class RunConfig(fields.Checked):
   loss: LossConfig = LossConfig()
   optim: OptimConfig = OptimConfig()
   train: TrainConfig = TrainConfig()
-  eval: EvalConfig = EvalConfig()
   checkpoint: CheckpointConfig = CheckpointConfig()
   log: LogConfig = LogConfig()
   mesh: MeshConfig = MeshConfig()

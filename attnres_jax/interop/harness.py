@@ -13,14 +13,12 @@ the network and the rows of batches are sharded over their devices. Before
 anything is computed, they compare their questions.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import hashlib
 import json
 import os
-import time
 from typing import Any
 
-import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
@@ -53,8 +51,6 @@ _RESAMPLES = 1000
 _SETTINGS = ("temperature", "top_k", "top_p")
 # Options of transformers that have no effect here.
 _IGNORED = {"do_sample", "num_beams", "num_return_sequences"}
-# (model) -> {"task/metric": value, ..., "seconds": of the scoring}.
-Score = Callable[[models.Transformer], dict[str, float]]
 
 
 class Network(model_lib.TemplateLM):
@@ -234,43 +230,6 @@ def find_tasks(names: Sequence[str], folder: str = "") -> Any:
   config_lib.fail_argument(
     "tasks", wrong, f"one of the {len(known)} tasks of lm_eval ({some}, ...)"
   )
-
-
-def find(config: config_lib.RunConfig) -> Callable[..., Score]:
-  """Looks up the tasks that a run scores while it trains.
-
-  Returns:
-    A function of the run's folder and mesh, which all processes call.
-
-  Raises:
-    ConfigError: there is no such task, or no such folder.
-  """
-  given = config.eval
-  if given.include_path and not os.path.isdir(given.include_path):
-    config_lib.fail("eval.include_path", given.include_path, "a folder")
-  try:
-    table = find_tasks(given.tasks, given.include_path)
-  except config_lib.ConfigError as error:
-    raise config_lib.ConfigError(f"config.eval.{error}") from error
-
-  def make(workdir: str | os.PathLike, mesh: jax.sharding.Mesh) -> Score:
-    text_format = text_format_lib.of_data(config.data, workdir)
-    length = given.length or config.data.sequence_length
-    # Programs are compiled once, for all versions of the network.
-    scorer = scorer_lib.Scorer(mesh, length)
-
-    def score(model: models.Transformer) -> dict[str, float]:
-      start = time.perf_counter()
-      network = Network(model, text_format, scorer)
-      results = evaluate(
-        network, given.tasks, table, limit=given.limit,
-        num_fewshot=given.num_fewshot, bootstrap_iters=0, log_samples=False,
-      )  # fmt: skip
-      return numbers(results) | {"seconds": time.perf_counter() - start}
-
-    return score
-
-  return make
 
 
 def evaluate(

@@ -41,12 +41,6 @@ MAX_SLUG = 80
 UNHASHED = (
   "name",
   "data.max_epochs",
-  "eval.tasks",
-  "eval.tasks_every",
-  "eval.include_path",
-  "eval.limit",
-  "eval.num_fewshot",
-  "eval.length",
   "train.max_skipped_share",
   "train.profile_steps",
   "train.compiler_options",
@@ -193,7 +187,8 @@ def select(runs: Iterable[Named], pattern: str) -> list[Named]:
 
 def config_hash(config: Mapping[str, Any]) -> str:
   """A short hexadecimal hash of all fields of a resolved config."""
-  hashed = _without(config, "")
+  # Configs had such a part, whose fields did not count.
+  hashed = {"eval": {}} | _without(config, "")
   text = json.dumps(
     hashed, sort_keys=True, separators=(",", ":"), allow_nan=False
   )

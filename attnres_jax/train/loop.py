@@ -97,7 +97,6 @@ def train_and_evaluate(
     # Everything that can be wrong is detected here, before any compilation.
     metrics_lib.check_available(config.log)
     tokenizer = data.make_tokenizer(config.data)
-    find_tasks = _find_tasks(config)
     config = config.with_vocab_size(tokenizer.vocab_size)
     config = plans_lib.resolve(config, jax.devices(), plans)
     mesh = sharding.make_mesh(config.mesh)
@@ -166,7 +165,6 @@ def train_and_evaluate(
     evaluator = evaluate.Evaluator(
       config, datasets["validation"], mesh, eval_step, separator_id
     )
-    score_tasks = find_tasks(workdir, mesh)
     batches = _batches_from(datasets["train"], config, restored)
     stack.callback(batches.close)
     info = {
@@ -216,11 +214,6 @@ def train_and_evaluate(
             writer.write(
               step, "validation", **_evaluate(evaluator, state, config)
             )
-        if score_tasks and (last or _due(step, config.eval.tasks_every)):
-          log.drain()
-          with log.paused():
-            model = _evaluated(state, config)
-            writer.write(step, "tasks", **score_tasks(model))
         if last or _due(step, config.checkpoint.every_steps):
           log.drain()
           with log.paused():
@@ -272,21 +265,6 @@ def _evaluated(
   if state.average is None or int(state.step) < first:
     return state.model
   return state.average
-
-
-def _find_tasks(config: config_lib.RunConfig) -> Callable[..., Any]:
-  """Makes what scores tasks on the live model; makes None without tasks.
-
-  Raises:
-    ConfigError: there is no such task.
-    ImportError: the extra `eval` is not installed.
-  """
-  if not config.eval.tasks:
-    return lambda *args: None
-  # An extra, and imported only where it is used.
-  from attnres_jax.interop import harness
-
-  return harness.find(config)
 
 
 def _due(step: int, every: int) -> bool:

@@ -252,47 +252,6 @@ def test_without_the_harness_the_extra_is_named(tmp_path, monkeypatch, capsys):
   assert 'pip install "attnres-jax[eval]"' in capsys.readouterr().err
 
 
-@LM_EVAL
-def test_a_run_scores_tasks_as_it_trains(tmp_path, quiet):
-  """And trains as without them."""
-  tasks = write_tasks(tmp_path)
-  fields = tiny_run.corpus(tmp_path) | {
-    "train.steps": 6, "train.eval_every": 0, "train.depth_every": 0,
-    "checkpoint.every_steps": 3, "data.sequence_length": 64,
-    "train.average_last": 0.5, "mesh.data": 1,
-  }  # fmt: skip
-  scored = fields | {
-    "eval.tasks": ("our_letters", "our_answers"),
-    "eval.tasks_every": 3,
-    "eval.include_path": tasks,
-    "eval.limit": 4,
-  }
-  one, two = tmp_path / "one", tmp_path / "two"
-  with tiny_run.traced_once():
-    tiny_run.train_here(one, fields)
-    tiny_run.train_here(two, scored)
-  tiny_run.assert_same_run(one, two)
-  rows = tiny_run.rows(two, "tasks")
-  assert rows.keys() == {3, 6} and not tiny_run.rows(one, "tasks")
-  for row in rows.values():
-    names = {"our_letters/acc", "our_answers/exact_match"}
-    assert row.keys() - {"step", "split"} == names
-    assert row["our_letters/acc"] in (0, 0.25, 0.5, 0.75, 1)
-
-
-@LM_EVAL
-def test_a_run_refuses_unknown_tasks(tmp_path):
-  for fields, message in (
-    ({"eval.include_path": "nowhere"}, "config.eval.include_path: got 'nowh"),
-    ({"eval.include_path": str(tmp_path)}, "config.eval.tasks: got 'mine'"),
-  ):
-    with pytest.raises(config_lib.ConfigError, match=message):
-      tiny_run.train_here(
-        tmp_path / "run", fields | {"eval.tasks": ("mine",)}
-        | {"data.path": "."},
-      )  # fmt: skip
-
-
 @pytest.mark.slow
 @LM_EVAL
 def test_two_processes_give_the_scores_of_one(tmp_path):
