@@ -45,7 +45,7 @@ class Look(NamedTuple):
   text: str
 
 
-def render(folder: epath.PathLike, progress: Sequence[monitor.Progress]) -> str:
+def render(folder: epath.Path, progress: Sequence[monitor.Progress]) -> str:
   """The page; once all runs are done, with a look into their networks."""
   return sweep.report(
     folder,
