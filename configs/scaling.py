@@ -19,9 +19,6 @@ experiments/scaling_law. One of its runs:
             seeds, on a text of your own in the vocabulary of GPT-2
             paper: Table 2, with configs/kimi_linear.py
   size      one of the scale's sizes; empty for the smallest
-  schedule  cosine: over the token budget, as in the paper
-            wsd: adds half and quarter budgets
-  budget    fraction of a size's tokens
   planned   mesh, microbatches and checkpointing are those that
             attnres_jax.plan.search has saved for the slice (docs/launch.md)
   runlocal  shrinks everything to seconds, to try things out
@@ -90,9 +87,7 @@ EVERYTHING = 100_000
 EPSILON = 1e-9
 # Sublayers per block, as for the paper's models of these depths.
 BLOCK_SIZE = 4
-BUDGETS = (1.0, 0.5, 0.25)
-# Full budgets are multiples of this many steps, so that the steps of every
-# budget are integers.
+# Budgets are multiples of this many steps.
 GRAIN = 20
 
 # What `get_config` accepts; tests build every value.
@@ -100,8 +95,6 @@ ARGUMENTS = {
   "scale": ("laptop", "laptop_lr", "pod", "paper"),
   "size": ("", *LAPTOP),
   "residual": (*SCHEMES, "rescaled"),
-  "schedule": ("cosine", "wsd"),
-  "budget": BUDGETS,
   "planned": (False, True),
   "runlocal": (False, True),
 }
@@ -144,19 +137,15 @@ def sweep(add, arg):
       control = arg.scale == "laptop" and size == CONTROL
       for residual in SCHEMES + ("rescaled",) * control:
         fields = {"seed": seed, "data.seed": seed}
-        run = dict(size=size, residual=residual) | fields
-        add(**run)
-        for budget in BUDGETS[1:] if arg.schedule == "wsd" else ():
-          add(**run, budget=budget)
+        add(size=size, residual=residual, **fields)
 
 
 def _parse(arg):
   arg = c.parse_arg(
-    arg, scale="laptop", size="", residual="prenorm", schedule="cosine",
-    budget=1.0, planned=False, runlocal=False,
+    arg, scale="laptop", size="", residual="prenorm", planned=False,
+    runlocal=False,
   )  # fmt: skip
-  for name in ("scale", "schedule"):
-    c.choose(name, getattr(arg, name), dict.fromkeys(ARGUMENTS[name]))
+  c.choose("scale", arg.scale, dict.fromkeys(ARGUMENTS["scale"]))
   return arg
 
 
@@ -223,8 +212,8 @@ def _parameters(model):
 def _lengthen(config, arg):
   """Sets the steps of the budget, and everything that depends on them."""
   whole = max(1, round(config.train.steps / GRAIN)) * GRAIN
-  config.train.steps = round(arg.budget * whole)
-  config.optim.schedule = arg.schedule
+  config.train.steps = whole
+  config.optim.schedule = "cosine"
   # At the paper's scale, the recipe of configs/kimi_linear.py, as in all sweeps
   # of its networks; 5 % is the laptop's protocol.
   of_paper = arg.scale == "paper"

@@ -3,16 +3,13 @@
 
 part      rates: four learning rates per network, two seeds, half the steps
           gain: each network at its own rate, twelve other seeds
-          deep_rates, deep: the same for three networks of 32 sublayers, with
-          three rates and with six other seeds
 arm       the network: prenorm, block, full, block_heads or denseformer
-scale     of configs/paired.py: laptop (16 sublayers) or deep (32)
 rate      peak learning rate; 0 takes the arm's own (RATES)
 budget    multiple of the steps of configs/paired.py
 runlocal  shrinks everything to seconds, to try things out
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 import types
 from typing import Any
 
@@ -63,11 +60,6 @@ RATES: Mapping[str, float] = {
 }
 RATE_SEEDS = (100, 101)
 SEEDS = tuple(range(200, 212))
-# Of 32 sublayers.
-DEEP_ARMS = ("prenorm", "block", "full")
-DEEP_TRIED_RATES = (0.00075, 0.0015, 0.003)
-DEEP_RATES: Mapping[str, float] = {}
-DEEP_SEEDS = tuple(range(300, 306))
 RATE_BUDGET, BUDGET = 2.0, 4.0
 WARMUP_FRACTION = 0.05
 # Losses at a quarter, half and three quarters of the way.
@@ -79,16 +71,12 @@ def get_config(arg: str | None = None) -> Any:
   """Config of one run; see the module docstring."""
   given = _parse(arg)
   fields = config_lib.choose("arm", given.arm, ARMS)
-  rates = {"laptop": RATES, "deep": DEEP_RATES}
-  own = config_lib.choose("scale", given.scale, rates)
-  config = paired.get_config(
-    f"scale={given.scale},budget={given.budget},runlocal={given.runlocal}"
-  )
+  config = paired.get_config(f"budget={given.budget},runlocal={given.runlocal}")
   with config.unlocked():
     config.name = f"{NAME}{given.arm}"
     config.update_from_flattened_dict(fields)
     steps = config.train.steps
-    if rate := given.rate or own.get(given.arm):
+    if rate := given.rate or RATES.get(given.arm):
       config.optim.peak_lr = rate
     config.optim.warmup_steps = max(1, round(WARMUP_FRACTION * steps))
     config.train.log_every = max(1, steps // 40)
@@ -99,9 +87,7 @@ def get_config(arg: str | None = None) -> Any:
 def sweep(add: Callable[..., Any], arg: str | None = None) -> None:
   """Adds the runs of one part, seed by seed."""
   given = _parse(arg)
-  parts = {
-    "rates": _rates, "gain": _gain, "deep_rates": _deep_rates, "deep": _deep,
-  }  # fmt: skip
+  parts = {"rates": _rates, "gain": _gain}
   config_lib.choose("part", given.part, parts)(add)
 
 
@@ -113,32 +99,9 @@ def _rates(add: Callable[..., Any]) -> None:
 
 
 def _gain(add: Callable[..., Any]) -> None:
-  _check("gain", ARMS, RATES)
   for seed in SEEDS:
     for arm in ARMS:
       _add(add, seed, arm=arm, budget=BUDGET)
-
-
-def _deep_rates(add: Callable[..., Any]) -> None:
-  for seed in RATE_SEEDS:
-    for arm in DEEP_ARMS:
-      for rate in DEEP_TRIED_RATES:
-        _add(add, seed, arm=arm, rate=rate, budget=RATE_BUDGET, scale="deep")
-
-
-def _deep(add: Callable[..., Any]) -> None:
-  _check("deep", DEEP_ARMS, DEEP_RATES)
-  for seed in DEEP_SEEDS:
-    for arm in DEEP_ARMS:
-      _add(add, seed, arm=arm, budget=BUDGET, scale="deep")
-
-
-def _check(part: str, arms: Iterable[str], rates: Mapping[str, float]) -> None:
-  if missing := [arm for arm in arms if arm not in rates]:
-    raise config_lib.ConfigError(
-      f"part: got {part!r}, expected the part of its rates until"
-      f" {', '.join(missing)} have a rate in experiments/laptop_gain/config.py"
-    )
 
 
 def _add(add: Callable[..., Any], seed: int, **arguments: Any) -> None:
@@ -147,6 +110,6 @@ def _add(add: Callable[..., Any], seed: int, **arguments: Any) -> None:
 
 def _parse(arg: str | None) -> types.SimpleNamespace:
   return config_lib.parse_arg(
-    arg, part="rates", arm="prenorm", scale="laptop", rate=0.0,
-    budget=RATE_BUDGET, runlocal=False,
+    arg, part="rates", arm="prenorm", rate=0.0, budget=RATE_BUDGET,
+    runlocal=False,
   )  # fmt: skip

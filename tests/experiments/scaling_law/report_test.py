@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report of a sweep shows the results of its runs."""
 
-import json
 import re
 
 import jax
@@ -126,25 +125,6 @@ def test_learning_rates(tmp_path):
   minus = "\N{MINUS SIGN}"
   assert best.count(f"at 0.003 ({minus}0.0100 ± 0.0000)") == 4
   assert laws.count("| + attention |") == 2
-
-
-def test_budgets_are_sizes_of_their_own(tmp_path):
-  spec = f"{SPEC}:schedule=wsd"
-  folder = tmp_path / "budgets"
-  runs = grid.load(spec)
-  assert len(runs) == 3 * 39
-  selected = grid.select(runs, "^(xs|s)-(prenorm|full).*seed0")
-  selected = folder_lib.prepare(folder, selected, spec)
-  for run in selected:
-    _leave(folder, run)
-  # A branch can be shorter than the steps between two rows.
-  path = folder / selected[-1].name / "summary.json"
-  summary = json.loads(path.read_text())
-  del summary["train_loss"], summary["step_seconds"]
-  path.write_text(json.dumps(summary))
-  runs, _ = report.fits(monitor.rows(monitor.of_folder(folder)), "6nd")
-  assert len(runs["prenorm"].loss) == 6
-  assert "xs, budget 0.25" in _page(folder)
 
 
 def test_no_device_is_started(laptop, monkeypatch):
