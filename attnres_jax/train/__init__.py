@@ -2,4 +2,8 @@
 """One run: the training loop, its state, checkpoints, metrics and folder.
 
 `loop.train_and_evaluate` reads top to bottom what a run does.
+
+With `common`, the room exceeds its budget by what happens to a run: kills, full
+disks, damaged files, object stores and signals, each with a guarantee in
+docs/reliability.md.
 """
