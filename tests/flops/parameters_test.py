@@ -121,28 +121,6 @@ class Test48B:
     assert places == [4, 8, 12, 16, 20, 24, 27]
 
 
-@pytest.mark.parametrize(
-  "size,active,total",
-  [
-    ("194m", 193.67, 6.70),
-    ("241m", 240.85, 8.39),
-    ("296m", 296.01, 10.35),
-    ("436m", 436.27, 15.36),
-    ("528m", 528.30, 18.72),
-  ],
-)
-def test_table_2(size, active, total):
-  """512 experts everywhere; selection biases are no parameters there."""
-  model = _load(
-    f"kimi_linear.py:size={size},experts=512,residual=prenorm",
-    **{"model.moe.dense_layers": 0},
-  )
-  count = parameters.total(parameters.of_parts(model), "embedding", "head")
-  assert round((count.active - count.state) / 1e6, 2) == active
-  assert round((count.total - count.state) / 1e9, 2) == total
-  assert f"{active:.0f}m" == size
-
-
 def test_tied_head_is_active():
   model = _load("kimi_linear.py:runlocal")
   tied = dataclasses.replace(model, tie_embeddings=True)

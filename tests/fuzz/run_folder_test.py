@@ -196,28 +196,6 @@ def test_resume(runs, damaged):
 
 
 @laws.shares(10, 500)
-def test_rerun_of_a_finished_run(runs, damaged):
-  def act(folder, touched):
-    laws.guarded(lambda: tiny_run.train_here(folder, runs.fields) and None)
-
-  damaged(runs.finished, "finished", act)
-
-
-@laws.shares(10, 500)
-def test_sample(runs, damaged):
-  """Takes the newest checkpoint that is whole, and says where there is none."""
-
-  def act(folder, touched):
-    before = _read(folder)
-    status, _, _ = laws.outcome(sample.main, [f"--workdir={folder}"])
-    assert _read(folder) == before, "sampling changed the run"
-    if _steps(before) - _steps(touched):
-      assert not status
-
-  damaged(runs.finished, "sample", act)
-
-
-@laws.shares(10, 500)
 def test_verify(runs, damaged):
   """Names every checkpoint with a damaged file, if its checksums are there."""
 
@@ -236,24 +214,6 @@ def test_verify(runs, damaged):
           assert f"step {step}: damaged" in out and status == 1, name
 
   damaged(runs.finished, "verify", act)
-
-
-@laws.shares(10, 500)
-@pytest.mark.parametrize("action", ["status", "collect"])
-def test_sweep(runs, tmp_path, explore, action):
-  original = _read(runs.sweep)
-  folder = tmp_path / "sweep"
-  arguments = [action, f"--workdir={folder}", f"--out={tmp_path / 'out.csv'}"]
-
-  def check(found):
-    _copy(runs.sweep, folder)
-    _damage(folder, found)
-    before = _read(folder)
-    laws.outcome(cli.main, tiny_sweep.EXPERIMENT, arguments, per_run=True)
-    assert _read(folder) == before, f"{action} changed the sweep"
-
-  explore(f"damaged files (sweep {action})", check, damages)
-  assert _read(runs.sweep) == original
 
 
 def _numbers(values):
