@@ -13,7 +13,6 @@ import asyncio
 from collections.abc import Iterator, Sequence
 import contextlib
 import ipaddress
-import logging
 import os
 import signal
 import socket
@@ -109,8 +108,6 @@ def _serve_at(
   count = engine.warm_up()
   print(f"compiled {count} programs", file=sys.stderr, flush=True)
   server = _make_server(engine, config, limits, options)
-  if options.verbose:
-    logging.basicConfig(format="%(asctime)s %(message)s")
   with _ignored_signals():
     server.run([listener])
   failure = None if server.app is None else server.app.service.failure
@@ -161,7 +158,7 @@ def _make_server(
       http=connections.protocol(limits.connections, limits.idle_seconds),
       # Its own settings would close the handlers of other libraries.
       log_config=None,
-      log_level="info" if options.verbose else "warning",
+      log_level="warning",
       timeout_graceful_shutdown=limits.grace_seconds,
       ws="none",
     )
@@ -216,7 +213,6 @@ def _parser() -> command_line.Parser:
     help="serve a --host that is not local without a key",
   )  # fmt: skip
   parser.add_fields(app_lib.Limits)
-  add("--verbose", action="store_true", help="log every request")
   return parser
 
 

@@ -4,7 +4,7 @@ r"""Whether a config fits a pod, what bounds its step, and what it sends.
   python -m attnres_jax.plan --config=configs/lm.py:size=large \
     --config.mesh.data=1 --config.mesh.fsdp=16 --topology=v5e:4x4
   python -m attnres_jax.plan ... --topology=v5p-128 --num_slices=2 \
-    --compare=residual=prenorm --json=report.json
+    --json=report.json
   python -m attnres_jax.plan ... --step=decode
   python -m attnres_jax.plan ... --until=schedule
 
@@ -18,7 +18,6 @@ not fit.
 
 import argparse
 from collections.abc import Mapping, Sequence
-import dataclasses
 import json
 import sys
 from typing import Any
@@ -63,7 +62,6 @@ def make_parser() -> command_line.Parser:
     when=("step", ("train",)),
     help="where to stop the compiler",
   )
-  add("--compare", help="also compile this scheme: residual=prenorm")
   add("--json", help="also write the numbers to this file")
   parser.add_plans()
   return parser
@@ -74,17 +72,15 @@ def _report(options: argparse.Namespace) -> int:
   jax.config.update("jax_platforms", "cpu")
   if options.json:
     files.check_output("--json", options.json, _MARKS)
-  reports = _make_reports(options)
-  print("\n\n".join(report.to_text(one) for one in reports))
-  if len(reports) == 2:
-    print("\n" + report.compare(*reports))
+  found = _make_report(options)
+  print(report.to_text(found))
   if options.json:
-    text = json.dumps(reports if options.compare else reports[0], indent=2)
+    text = json.dumps(found, indent=2)
     files.write_output("--json", options.json, text + "\n", _MARKS)
-  return 0 if all(one["fits"] for one in reports) else 1
+  return 0 if found["fits"] else 1
 
 
-def _make_reports(options: argparse.Namespace) -> list[Mapping[str, Any]]:
+def _make_report(options: argparse.Namespace) -> Mapping[str, Any]:
   if not options.topology:
     raise config_lib.ConfigError(
       "--topology: missing, expected a slice such as v5e:4x4"
@@ -93,19 +89,9 @@ def _make_reports(options: argparse.Namespace) -> list[Mapping[str, Any]]:
   slices = options.topology, options.num_slices
   devices = topology.devices(*slices)
   config = plans.resolve(config, devices, options.plans)
-  configs = [config]
-  if options.compare:
-    name, _, value = options.compare.partition("=")
-    if name != "residual" or not value:
-      raise config_lib.ConfigError(
-        f"--compare: got {options.compare!r}, expected residual=NAME"
-      )
-    residual = dataclasses.replace(config.model.residual, name=value)
-    model = dataclasses.replace(config.model, residual=residual)
-    configs.append(dataclasses.replace(config, model=model))
   if options.until == "schedule":
-    return [report.make_schedule_report(one, *slices) for one in configs]
-  return [report.make_report(one, devices, options.step) for one in configs]
+    return report.make_schedule_report(config, *slices)
+  return report.make_report(config, devices, options.step)
 
 
 if __name__ == "__main__":

@@ -366,29 +366,6 @@ def _lockstep(report: Mapping[str, Any]) -> list[str]:
   ]
 
 
-def compare(report: Mapping[str, Any], base: Mapping[str, Any]) -> str:
-  """A column for each and the ratio, of the numbers that both have."""
-  names = {
-    "step_seconds": "step, estimate, s",
-    "least_seconds": "step, at least, s",
-    "compute_seconds": "compute, s",
-    "memory_seconds": "memory, s",
-    "link_seconds": "links, s",
-    "analytic_flops": "FLOPs, analytic",
-    "traffic_bytes": "bytes of HBM",
-    "sent_bytes": "bytes sent",
-    "peak_bytes": "peak memory, bytes",
-  }
-  rows = []
-  for name, label in names.items():
-    if name in report and name in base:
-      this, that = report[name], base[name]
-      ratio = f"{this / that:.3f}" if that else ""
-      rows.append((label, f"{this:.4g}", f"{that:.4g}", ratio))
-  header = ("", report["residual"], base["residual"], "ratio")
-  return text_table.table(header, rows)
-
-
 def _memory_rows(report):
   names = {
     "parameters": "parameter_bytes",

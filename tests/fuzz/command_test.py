@@ -47,7 +47,7 @@ FLAGS = {
     "num_processes": laws.TEXTS,
     "process_id": ("0", "-1", "9"), "coordinator_address": laws.TEXTS,
     "json": laws.TEXTS, "topology": laws.TEXTS, "num_slices": laws.TEXTS,
-    "step": ("train", "decode", "x"), "compare": laws.TEXTS,
+    "step": ("train", "decode", "x"),
     "config.optim.peak_lr": laws.TEXTS, "config.model.width": laws.TEXTS,
     "distributed": ("true", "false", "x"), "flagfile": laws.TEXTS,
     "verbosity": ("0", "x"), "nothing": laws.TEXTS,
@@ -92,7 +92,6 @@ def test_commands_with_flags(here, monkeypatch, explore):
   monkeypatch.setattr(topology, "devices", lambda *a: [device])
   monkeypatch.setattr(aot_report, "make_report", lambda *a: {"fits": True})
   monkeypatch.setattr(aot_report, "to_text", lambda report: "")
-  monkeypatch.setattr(aot_report, "compare", lambda a, b: "")
   connect = lambda **given: (_ for _ in ()).throw(ValueError("no cluster"))
   monkeypatch.setattr(command_line.jax.distributed, "initialize", connect)
   commands = {"main": main, "flops": flops_main, "plan": plan_main}

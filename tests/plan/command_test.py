@@ -38,16 +38,13 @@ def _run(*flags, topology="v5e:2x2", **fields):
 
 
 def test_what_fits(tmp_path):
-  """Compared with another scheme, and without output from libtpu."""
+  """Without output from libtpu."""
   file = tmp_path / "report.json"
-  done = _run("--compare=residual=prenorm", f"--json={file}")
+  done = _run(f"--json={file}")
   assert done.returncode == 0 and not done.stderr
-  first, second = done.stdout.split("decode step on 4 TPU v5 lite")[1:]
-  assert "headroom" in first and "headroom" in second
-  headers = [line.split() for line in second.splitlines()]
-  assert ["block_attnres", "prenorm", "ratio"] in headers
-  assert "peak memory, bytes" in second
-  assert file.read_text().count('"fits": true') == 2
+  _, text = done.stdout.split("decode step on 4 TPU v5 lite")
+  assert "headroom" in text
+  assert file.read_text().count('"fits": true') == 1
 
 
 @pytest.mark.slow
