@@ -36,7 +36,7 @@ def _runs(study, arg):
 def test_variants(name, scale):
   spec = f"experiments/{name}/config.py:scale={scale}"
   first = config_lib.to_dict(config_lib.load_config(spec))
-  found = _runs(name, f"scale={scale}")
+  found = _runs(name, f"scale={scale},seeds=1")
   for overrides, config in found:
     residuals.abstract_residual(config.with_vocab_size(257).model)
     differing = set(config_lib.differences(first, config_lib.to_dict(config)))

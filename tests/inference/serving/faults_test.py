@@ -243,7 +243,9 @@ def test_what_is_accepted_and_means_nothing(server):
 
 
 def test_other_models_urls_methods_and_hosts(server):
-  status, answer, _ = server.call("/v1/completions", dict(model="gpt-4"))
+  status, answer, _ = server.call(
+    "/v1/completions", dict(prompt="a", model="gpt-4")
+  )
   assert status == 404 and answer["error"]["param"] == "model"
   assert answer["error"]["code"] == "model_not_found"
   status, answer, _ = server.call("/v1/embeddings", dict(model="gpt-4"))

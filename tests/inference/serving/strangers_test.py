@@ -228,7 +228,7 @@ def _check_waits(server, count, seed):
 @pytest.fixture(scope="module")
 def warm(model):
   engine = local_server.make_engine(model)
-  assert engine.warm_up() == 8
+  assert engine.warm_up() == 6
   server = local_server.Server(model, engine)
   yield server
   local_server.until(server.is_idle, 60)
