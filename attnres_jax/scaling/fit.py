@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Power laws of loss in compute, with intervals (section 5.1, Fig. 4).
 
-The law is L = A C^-alpha, optionally plus an irreducible loss E. It is fitted
-to ln L, by least squares or with Huber's loss, which limits the influence of
-outliers. Intervals come from a bootstrap over sizes and, within a size, over
-seeds. All schemes share each draw: they were trained on the same sizes and
-seeds, so common variation cancels in comparisons.
+The law is L = A C^-alpha, as in the paper, fitted to ln L by least squares.
+Intervals come from a bootstrap over sizes and, within a size, over seeds. All
+schemes share each draw: they were trained on the same sizes and seeds, so
+common variation cancels in comparisons.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,11 +12,12 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy import optimize
 
 from attnres_jax import config as config_lib
 
 LEVELS = ("sizes", "seeds")
+# Computes that a law needs.
+_DISTINCT = 2
 
 
 class Estimate(NamedTuple):
@@ -30,25 +30,23 @@ class Estimate(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PowerLaw:
-  """L = coefficient * C ** -exponent + irreducible."""
+  """L = coefficient * C ** -exponent."""
 
   coefficient: float
   exponent: float
-  irreducible: float = 0.0
 
   def __call__(self, compute: Any) -> Any:
     """The loss at a compute, or at an array of them."""
-    return self.coefficient * compute**-self.exponent + self.irreducible
+    return self.coefficient * compute**-self.exponent
 
   def invert(self, loss: Any) -> Any:
-    """The compute at which the law reaches a loss; inf below its floor."""
-    above = np.asarray(loss, float) - self.irreducible
+    """The compute at which the law reaches a loss."""
+    loss = np.asarray(loss, float)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
       # A flat law never reaches a loss below it, and needs no compute for
       # others.
       root = np.divide(1.0, self.exponent)
-      compute = (self.coefficient / above) ** root
-    compute = np.where(above > 0, compute, np.inf)
+      compute = (self.coefficient / loss) ** root
     return float(compute) if compute.ndim == 0 else compute
 
 
@@ -69,9 +67,6 @@ class Fit:
 
   def exponent(self, level: float = 0.9) -> Estimate:
     return self._of(lambda law: law.exponent, level)
-
-  def irreducible(self, level: float = 0.9) -> Estimate:
-    return self._of(lambda law: law.irreducible, level)
 
   def loss(self, compute: float, level: float = 0.9) -> Estimate:
     return self._of(lambda law: law(compute), level)
@@ -112,36 +107,24 @@ class Runs:
 
 
 def fit_power_law(
-  compute: Sequence[float] | np.ndarray,
-  loss: Sequence[float] | np.ndarray,
-  *,
-  irreducible: bool = False,
-  huber_delta: float | None = None,
+  compute: Sequence[float] | np.ndarray, loss: Sequence[float] | np.ndarray
 ) -> PowerLaw:
-  """Fits L = A C^-alpha (+ E) to ln L.
+  """Fits L = A C^-alpha to ln L.
 
   Args:
     compute: of each run, positive.
     loss: final losses, positive.
-    irreducible: fit E as well, between 0 and the smallest loss.
-    huber_delta: the loss is quadratic up to this distance from the law in ln L
-      (roughly a relative deviation, such as 1e-3) and linear beyond; None for
-      least squares.
 
   Raises:
-    ValueError: too few distinct computes (two, or three with E), or a value
-      that is not positive.
+    ValueError: fewer than two distinct computes, or a value that is not
+      positive.
   """
   compute, loss = _checked(compute, loss)
-  if huber_delta is not None and huber_delta <= 0:
-    config_lib.fail_argument("huber_delta", huber_delta, "a number above 0")
-  needed = 3 if irreducible else 2
-  distinct = len(set(compute.tolist()))
-  if distinct < needed:
+  if len(set(compute.tolist())) < _DISTINCT:
     config_lib.fail_argument(
-      "compute", compute.tolist(), f"at least {needed} distinct values"
+      "compute", compute.tolist(), f"at least {_DISTINCT} distinct values"
     )
-  return _fit(compute, loss, irreducible, huber_delta)
+  return _least_squares(compute, loss)
 
 
 def fit_schemes(
@@ -150,8 +133,6 @@ def fit_schemes(
   *,
   num_samples: int = 1000,
   over: Sequence[str] = LEVELS,
-  irreducible: bool = False,
-  huber_delta: float | None = None,
 ) -> dict[str, Fit]:
   """Fits every scheme, with bootstrap draws that all schemes share.
 
@@ -165,8 +146,6 @@ def fit_schemes(
     num_samples: draws.
     over: what is resampled: "sizes", "seeds" or both. With one seed per size,
       only sizes can be resampled; seeds alone ignore that the law is not exact.
-    irreducible: as in `fit_power_law`.
-    huber_delta: likewise.
   """
   for level in over:
     if level not in LEVELS:
@@ -174,10 +153,7 @@ def fit_schemes(
         "over", tuple(over), "some of " + ", ".join(LEVELS)
       )
   laws = {
-    name: fit_power_law(
-      own.compute, own.loss, irreducible=irreducible, huber_delta=huber_delta
-    )
-    for name, own in runs.items()
+    name: fit_power_law(own.compute, own.loss) for name, own in runs.items()
   }
   samples = {name: [] for name in runs}
   seeds = _seeds_of_sizes(runs.values())
@@ -185,7 +161,6 @@ def fit_schemes(
     name: {label: i for i, label in enumerate(zip(own.size, own.seed))}
     for name, own in runs.items()
   }
-  needed = 3 if irreducible else 2
   while any(len(drawn) < num_samples for drawn in samples.values()):
     labels = _draw(seeds, rng, over)
     chosen = {
@@ -193,14 +168,13 @@ def fit_schemes(
       for name, own in rows.items()
     }
     if any(
-      len(set(runs[name].compute[index].tolist())) < needed
+      len(set(runs[name].compute[index].tolist())) < _DISTINCT
       for name, index in chosen.items()
     ):
       continue
     for name, index in chosen.items():
       compute, loss = runs[name].compute[index], runs[name].loss[index]
-      law = _fit(compute, loss, irreducible, huber_delta, start=laws[name])
-      samples[name].append(law)
+      samples[name].append(_least_squares(compute, loss))
   return {name: Fit(laws[name], tuple(samples[name])) for name in runs}
 
 
@@ -258,92 +232,11 @@ def _checked(compute, loss) -> tuple[np.ndarray, np.ndarray]:
   return arrays
 
 
-def _fit(
-  compute: np.ndarray,
-  loss: np.ndarray,
-  irreducible: bool,
-  huber_delta: float | None,
-  start: PowerLaw | None = None,
-) -> PowerLaw:
-  """Fits checked values; a law to start from replaces the search."""
-  line = _least_squares(compute, loss)
-  if not irreducible:
-    if huber_delta is None:
-      return line
-    return _solve(compute, loss, [line], huber_delta, with_floor=False)
-  if start is not None:
-    return _solve(compute, loss, [start], huber_delta, with_floor=True)
-  starts = []
-  for fraction in (0.0, 0.3, 0.6, 0.9):
-    floor = fraction * float(loss.min())
-    law = _least_squares(compute, loss - floor)
-    starts.append(dataclasses.replace(law, irreducible=floor))
-  return _solve(compute, loss, starts, huber_delta, with_floor=True)
-
-
 def _least_squares(compute: np.ndarray, loss: np.ndarray) -> PowerLaw:
   x, y = np.log(compute), np.log(loss)
   centred = x - x.mean()
   slope = float(centred @ y / (centred @ centred))
   return PowerLaw(float(np.exp(y.mean() - slope * x.mean())), -slope)
-
-
-def _solve(
-  compute: np.ndarray,
-  loss: np.ndarray,
-  starts: Sequence[PowerLaw],
-  huber_delta: float | None,
-  *,
-  with_floor: bool,
-) -> PowerLaw:
-  """The best local minimum from several starts."""
-  x, y = np.log(compute), np.log(loss)
-  # Around the middle of the data, slope and height are almost independent.
-  middle, lowest = x.mean(), float(loss.min())
-
-  def parts(params):
-    power = np.exp(params[0] - params[1] * (x - middle))
-    return power, power + (params[2] * lowest if with_floor else 0.0)
-
-  def residuals(params):
-    return np.log(parts(params)[1]) - y
-
-  def jacobian(params):
-    power, total = parts(params)
-    columns = [power, -(x - middle) * power, np.full_like(x, lowest)]
-    return np.stack(columns[: len(params)], axis=1) / total[:, None]
-
-  results = []
-  for start in starts:
-    guess = [
-      np.log(start.coefficient) - start.exponent * middle,
-      start.exponent,
-    ]
-    lower, upper = [-np.inf, -np.inf], [np.inf, np.inf]
-    if with_floor:
-      # In units of the smallest loss, away from the bounds of the search.
-      guess.append(np.clip(start.irreducible / lowest, 0.01, 0.99))
-      lower.append(0.0)
-      upper.append(1.0)
-    results.append(
-      optimize.least_squares(
-        residuals,
-        guess,
-        jac=jacobian,
-        bounds=(lower, upper),
-        loss="linear" if huber_delta is None else "huber",
-        f_scale=1.0 if huber_delta is None else huber_delta,
-        xtol=1e-12,
-        ftol=1e-12,
-        gtol=1e-12,
-      )
-    )
-  best = min(results, key=lambda result: result.cost)
-  height, slope = best.x[:2]
-  floor = best.x[2] * lowest if with_floor else 0.0
-  return PowerLaw(
-    float(np.exp(height + slope * middle)), float(slope), float(floor)
-  )
 
 
 def _seeds_of_sizes(runs) -> dict:
@@ -378,7 +271,6 @@ def _estimate(value: float, values: Sequence[float], level: float) -> Estimate:
     config_lib.fail_argument("level", level, "a number between 0 and 1")
   if not len(values):
     return Estimate(float(value))
-  # Draws may be below the floor of the baseline: an infinite advantage.
   tails = [(1 - level) / 2, (1 + level) / 2]
   low, high = np.quantile(values, tails, method="inverted_cdf")
   return Estimate(float(value), float(low), float(high))

@@ -200,8 +200,7 @@ def figure_7(
 
 
 def _law_text(law: fit_lib.PowerLaw) -> str:
-  text = f"{law.coefficient:.3f} $C^{{-{law.exponent:.3f}}}$"
-  return text + (f" + {law.irreducible:.3f}" if law.irreducible else "")
+  return f"{law.coefficient:.3f} $C^{{-{law.exponent:.3f}}}$"
 
 
 def _first_comparison(fits: Mapping[str, fit_lib.Fit], compute: float):
