@@ -86,7 +86,7 @@ def _lines(options, bare=()):
 @laws.shares(120, 3000)
 def test_commands_with_flags(here, monkeypatch, explore):
   """main, flops and plan, up to their computation."""
-  done = {"status": "stopped", "step": 3}
+  done = {"status": "finished", "step": 3}
   monkeypatch.setattr(loop, "train_and_evaluate", lambda *a, **kw: done)
   device = types.SimpleNamespace(device_kind="TPU v5")
   monkeypatch.setattr(topology, "devices", lambda *a: [device])
