@@ -23,7 +23,7 @@ experiments/scaling_law. One of its runs:
             wsd: adds half and quarter budgets, as branches of the full run
   budget    fraction of a size's tokens
   planned   mesh, microbatches and checkpointing are those that
-            attnres_jax.plan.search has saved for the slice (docs/launch.md)
+            attnres_jax.plan.search has saved for the slice (docs/plan.md)
   runlocal  shrinks everything to seconds, to try things out
 
 Within a size, all schemes share their hyper-parameters. They were chosen under
