@@ -21,7 +21,7 @@ takes about two minutes and ends at a validation loss of 2.29 nats per byte
   rho       width over transformer blocks
   eta       heads over transformer blocks
   planned   mesh, microbatches and checkpointing are those that
-            attnres_jax.plan.search has saved for the slice (docs/launch.md)
+            attnres_jax.plan.search has saved for the slice (docs/plan.md)
   runlocal  shrinks everything to seconds, to try things out
 
 All shapes of a scale share their hyper-parameters. Unpublished ones of the

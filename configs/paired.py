@@ -19,7 +19,7 @@ the scheme) and `data.seed` (order of the data).
   residual  the residual scheme
   budget    multiplies the steps
   planned   mesh, microbatches and checkpointing are those that
-            attnres_jax.plan.search has saved for the slice (docs/launch.md)
+            attnres_jax.plan.search has saved for the slice (docs/plan.md)
   runlocal  shrinks everything to seconds, to try things out
 
 All schemes of a scale share their hyper-parameters, which were chosen under

@@ -20,7 +20,7 @@ experiments/scaling_law. One of its runs:
             paper: Table 2, with configs/kimi_linear.py
   size      one of the scale's sizes; empty for the smallest
   planned   mesh, microbatches and checkpointing are those that
-            attnres_jax.plan.search has saved for the slice (docs/launch.md)
+            attnres_jax.plan.search has saved for the slice (docs/plan.md)
   runlocal  shrinks everything to seconds, to try things out
 
 Within a size, all schemes share their hyper-parameters. They were chosen under

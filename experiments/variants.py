@@ -15,7 +15,7 @@ and its config takes
   first     the first seed
   seeds     how many; of the small scales, more can be added at any time
   planned   mesh, microbatches and checkpointing are those that
-            attnres_jax.plan.search has saved for the slice (docs/launch.md)
+            attnres_jax.plan.search has saved for the slice (docs/plan.md)
   runlocal  shrinks everything to seconds, to try things out
 
 `experiments.pages.variants` has its command, tables and figures.

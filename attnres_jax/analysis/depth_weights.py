@@ -25,9 +25,9 @@ class DepthWeights:
 
   Attributes:
     attention: [transformer blocks, columns], what the attention sublayers read;
-      NaN if a source does not exist yet. Each row sums to 1, less the weight of
-      a null source; a read of several heads has their mean; sources outside a
-      window, and all of a read that does not attend, have 0.
+      NaN if a source does not exist yet. Each row sums to 1, minus the weight
+      of a null source; a read of several heads has their mean; sources outside
+      a window, and all of a read that does not attend, have 0.
     mlp: the same for the MLPs.
     output: [sources], what the final norm and the head read.
     columns: a name per column of `attention` and `mlp`.

@@ -40,7 +40,7 @@ class Removal:
 
   Attributes:
     importance: [L + 1, sources], the loss without this source in this read,
-      less the loss, in nats per token; NaN where the source does not exist yet.
+      minus the loss, in nats per token; NaN where there is no such source yet.
       The last row is the readout.
     weights: [L + 1, sources], the mean softmax weight; None for a scheme
       without depth attention.

@@ -54,7 +54,7 @@ class Lockstep:
     seconds: of a step.
     tick_seconds: of the units in all ticks, a part of it; the rest is outside
       of ticks or in them on all ranks, such as the head and adding gradients.
-    bubble: ticks over what a rank works in them on average, less one.
+    bubble: ticks over what a rank works in them on average, minus one.
     slowest_rank: the rank with the most work.
   """
 

@@ -34,7 +34,7 @@ PUBLISHED = readme.Published(
     readme.Place(make, name, "", f"../../{tables.DOCUMENT}")
     for name, make in tables.PLACES.items()
   ]
-  + [readme.Place(tables.of_hour, "h100", "h100")],
+  + [readme.Place(tables.of_hour, name, name) for name in ("h100", "h200")],
 )
 # A task that writes no row for so long is taken to hang.
 _TASK_SECONDS = 900.0

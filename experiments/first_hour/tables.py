@@ -145,8 +145,10 @@ def of_hour(rows: readme.Rows) -> str:
   for row in rows:
     if row not in checks and not row["name"].endswith("over PreNorm"):
       spread = f" ({row['low']} to {row['high']})" if row["low"] else ""
-      named = row["arm"] or row["name"], row["case"]
-      lines.append([*named, f"{row['measured']} {row['unit']}{spread}"])
+      names = row["name"] * (row["name"] != "step"), row["arm"]
+      what = ", ".join(filter(None, names))
+      measured = f"{row['measured']} {row['unit']}{spread}"
+      lines.append([what, row["case"], measured])
   table = readme.table(["what", "case", "measured"], lines)
   return readme.with_origin(f"{' '.join(parts)}\n\n{table}", rows)
 
@@ -155,14 +157,16 @@ def of_gpu(_: readme.Rows = ()) -> str:
   """Medians of reads on a GPU, in milliseconds."""
   rows = csv_rows.read(_ROOT / "kernels/benchmarks/results/gpu.csv")
   arms = list(dict.fromkeys(row["arm"] for row in rows))
-  found: dict[tuple[str, str], dict[str, str]] = {}
+  found: dict[tuple[str, ...], dict[str, str]] = {}
   for row in rows:
     cell = row["median_ms"] or ("off" if row["status"] == "failed" else "")
-    found.setdefault((row["shape"], row["mode"]), {})[row["arm"]] = cell
+    key = row["hardware"], row["shape"], row["mode"]
+    found.setdefault(key, {})[row["arm"]] = cell
   lines = [
     [*key, *(own.get(arm, "") for arm in arms)] for key, own in found.items()
   ]
-  table = readme.table(["queries, sources, tokens, width", "", *arms], lines)
+  header = ["", "queries, sources, tokens, width", "", *arms]
+  table = _merged(header, lines)
   return readme.with_origin(table, rows)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of docs/launch.md: what Table 2 takes on each slice, as planned.
+"""Tables of docs/launch.md and docs/plan.md: what sweeps take on a slice.
 
 From the rows of configs/plans.csv, which `attnres_jax.plan.search` compiled.
 """

@@ -27,7 +27,7 @@ EXPERIMENT, PUBLISHED = sweep.experiment(
     readme.Place(report.results),
     readme.Place(report.learning_rates, "learning_rates", "learning_rates"),
     readme.Place(
-      plans.table, "plans", "../../configs/plans", "../../docs/launch.md"
+      plans.table, "plans", "../../configs/plans", "../../docs/plan.md"
     ),
     readme.Place(
       plans.bought, "budgets", "../../configs/plans", "../../docs/launch.md"

@@ -23,7 +23,7 @@ from tests import tiny_run
 def _run(page, heading, **names):
   """Executes the Python blocks of a section, one after the other."""
   text = (tiny_run.ROOT / "docs" / page).read_text()
-  section = text.partition(f"### {heading}\n")[2]
+  section = text.partition(f"## {heading}\n")[2]
   section = re.split(r"^##", section, maxsplit=1, flags=re.M)[0]
   blocks = re.findall(r"^```python\n(.*?)^```$", section, re.S | re.M)
   assert blocks, heading

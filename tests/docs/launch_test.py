@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every command of docs/launch.md is executed, as far as it goes here.
+"""Commands of docs/launch.md and docs/plan.md, executed as far as they go here.
 
 By default, launches are dry runs without a network, and of other commands the
 arguments are checked. Slow tests execute them, in a bucket.
@@ -26,29 +26,27 @@ from attnres_jax.sweep import launchers
 from attnres_jax.sweep import worker
 from attnres_jax.sweep.launchers import jobset
 from attnres_jax.sweep.launchers import ray
-from attnres_jax.sweep.launchers import slurm
 from attnres_jax.sweep.launchers import tpu_vm
-from experiments.first_hour import run as first_hour
 from experiments.scaling_law import run
 from tests import tiny_run
 
-TEXT = (tiny_run.ROOT / "docs" / "launch.md").read_text()
+PAGES = [tiny_run.ROOT / "docs" / f"{name}.md" for name in ("launch", "plan")]
+TEXT = "\n".join(page.read_text() for page in PAGES)
+CLUSTER = tiny_run.ROOT / "configs" / "ray_cluster.yaml"
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", TEXT, re.S | re.M)
 CHECKS = {"ray": ray.parse, "jobset": jobset.parse}
 
 
-# What the commands of the page may start, beside Python.
-PROGRAMS = {
-  "gcloud", "kubectl", "pip", "python", "ray", "sbatch", "sky", "srun", "xpk",
-}  # fmt: skip
+# What the commands of the pages may start, beside Python.
+PROGRAMS = {"gcloud", "kubectl", "pip", "python", "ray", "sbatch", "sky"}
 LAUNCH = "experiments.scaling_law.run"
 
 
 def lines():
-  """Every command of the page, as one line, with its text filled in."""
+  """Every command of the pages, as one line, with its text filled in."""
   found, text = [], ""
   for kind, block in BLOCKS:
-    if kind not in ("", "bash"):
+    if kind:
       continue
     for line in re.sub(r"\\\n\s*", "", block).splitlines():
       if line.startswith("TEXT="):
@@ -80,7 +78,7 @@ def launches():
 
 def test_all_commands_are_known():
   programs = {shlex.split(line)[0] for line in lines()}
-  assert programs - {"cd", "git", "."} == PROGRAMS
+  assert programs == PROGRAMS
 
 
 @pytest.mark.parametrize("arguments", launches(), ids=lambda one: one[-1])
@@ -110,7 +108,7 @@ def test_the_five_commands_are_those_that_are_printed():
 @pytest.mark.needs("libtpu")
 @pytest.mark.parametrize(
   "module,arguments",
-  [one for one in commands() if re.search(r"\.(plan|search|main)$", one[0])],
+  [one for one in commands() if re.search(r"\.(plan|search)$", one[0])],
   ids=lambda one: one if isinstance(one, str) else one[-1],
 )
 def test_commands_run_to_their_end(module, arguments, tmp_path):
@@ -129,9 +127,7 @@ def test_there_are_commands():
   assert modules == {
     "attnres_jax.plan",
     "attnres_jax.plan.search",
-    "attnres_jax.main",
     "attnres_jax.sweep.worker",
-    "experiments.first_hour",
     "experiments.scaling_law.run",
   }
 
@@ -162,8 +158,6 @@ def test_commands_take_their_arguments(module, arguments):
     worker.make_parser().parse_args(
       [re.sub("=[A-Z:]+$", "=1", argument) for argument in arguments]
     )
-  elif module == "experiments.first_hour":
-    first_hour.make_parser().parse_args(arguments)
   else:
     program = "attnres_jax.plan.__main__"
     program = program if module.endswith(".plan") else module
@@ -178,30 +172,16 @@ def test_commands_take_their_arguments(module, arguments):
 def test_extras_exist():
   project = tomllib.loads((tiny_run.ROOT / "pyproject.toml").read_text())
   extras = re.findall(r"attnres-jax\[([\w,]+)\]", TEXT)
-  extras += re.findall(r'install .*"\.\[([\w,]+)\]"', TEXT)
+  image = (tiny_run.ROOT / "Dockerfile").read_text()
+  extras += re.findall(r'install .*"\.\[([\w,]+)\]"', image)
   assert len(extras) > 3
   for names in extras:
     known = project["project"]["optional-dependencies"]
     assert set(names.split(",")) <= known.keys()
 
 
-def test_the_script_of_slurm_is_the_one_that_is_written():
-  (shown,) = [block for kind, block in BLOCKS if kind == "bash"]
-  settings = {
-    "nodes": "2", "gpus": "8", "time": "24:00:00",
-    "setup": ". /shared/venv/bin/activate",
-  }  # fmt: skip
-  options = launchers.Options(max_parallel=4, settings=settings)
-  written = slurm.script(["NAME"], "/shared/scaling", options)
-  for line in shown.replace("\\\n", "").splitlines():
-    line = re.sub(" +", " ", line)
-    task = '--run="${runs[$SLURM_ARRAY_TASK_ID]}"'
-    assert line.replace("--run=NAME", task) in written
-
-
 def test_the_cluster_of_ray_is_whole():
-  (text,) = [block for kind, block in BLOCKS if kind == "yaml"]
-  cluster = yaml.safe_load(text)
+  cluster = yaml.safe_load(CLUSTER.read_text())
   kinds = cluster["available_node_types"]
   assert cluster["head_node_type"] in kinds
   assert cluster["max_workers"] == kinds["slice"]["max_workers"]

@@ -46,9 +46,9 @@ def test_rows_are_adopted_once_a_sweep_is_done(tmp_path, monkeypatch, capsys):
   sweep = tmp_path / "sweep"
   experiment = tmp_path / "experiments" / "scaling_law"
   experiment.mkdir(parents=True)
-  # It fills a table of docs/launch.md, too.
-  for file in ("docs/launch.md", "configs/plans.csv"):
-    (tmp_path / file).parent.mkdir()
+  # It fills tables of these pages, too.
+  for file in ("docs/launch.md", "docs/plan.md", "configs/plans.csv"):
+    (tmp_path / file).parent.mkdir(exist_ok=True)
     shutil.copy(ROOT / file, tmp_path / file)
   readme = experiment / "README.md"
   readme.write_text(

@@ -20,7 +20,7 @@ TEXT = (tiny_run.ROOT / "docs" / "extend.md").read_text()
 
 def test_recipe(tmp_path, monkeypatch, capfd):
   """Its printed commands, from the template to a filled README."""
-  section = TEXT.partition("### Add an experiment\n")[2].partition("\n#")[0]
+  section = TEXT.partition("## Add an experiment\n")[2].partition("\n#")[0]
   commands = re.search(r"^```\n(.*?)^```$", section, re.S | re.M)[1]
   template = tiny_run.ROOT / "experiments" / "TEMPLATE"
   shutil.copytree(template, tmp_path / "experiments" / "TEMPLATE")
@@ -67,7 +67,7 @@ def test_a_run_is_a_few_lines():
   assert files == {"README.md", "config.py", "run.py"}
   assert len((folder / "run.py").read_text().splitlines()) < 15
   named = set(re.findall(r"`([a-z_]+/[a-z_/]+\.py)`", TEXT.partition(
-    "### Add an experiment\n")[2].partition("\n#")[0]))  # fmt: skip
+    "## Add an experiment\n")[2].partition("\n#")[0]))  # fmt: skip
   library = {name for name in named if not name.startswith("experiments/")}
   assert 0 < len(library) <= 5
   for name in named:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Resuming, errors, checks that can fail, and the command on a CPU."""
 
+import functools
 import os
 import pathlib
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -156,3 +158,13 @@ def test_bad_arguments(flag, words, capsys, tmp_path):
   assert run.main([flag, f"--out={tmp_path / 'new'}"]) == 2
   assert words in capsys.readouterr().err
   assert not (tmp_path / "new").exists()
+
+
+def test_cotangents_are_rounded_where_no_compiler_drops_it():
+  """XLA for GPUs drops a cast to bfloat16 and back: other gradients."""
+  problem = problems.Problem(lambda _, x: (x,), (jnp.ones(64),), ("x",))
+  compute = functools.partial(problems.results, problem, "xla")
+  assert "reduce_precision" in str(jax.make_jaxpr(compute)(*problem.arrays))
+  gradient = compute(*problem.arrays)["dx"]
+  rounded = gradient.astype(jnp.bfloat16).astype(jnp.float32)
+  assert jnp.array_equal(gradient, rounded)
