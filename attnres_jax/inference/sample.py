@@ -5,8 +5,8 @@
 
 prints each token of the text when it is drawn. `--prompts=FILE` continues many
 prompts, several at a time: a file with one prompt per line, or a .jsonl file
-whose lines have a `prompt`, and other options of this command if they differ.
-With `--json`, each prompt becomes one line of JSON when its text is complete.
+whose lines have a `prompt`. With `--json`, each prompt becomes one line of JSON
+when its text is complete.
 
 A text may be longer than the sequences that the network was trained on; stderr
 then says so. Recurrent mixers and attention without positions continue in any
@@ -16,6 +16,7 @@ case; rotary positions are often used badly where training had none.
 import argparse
 from collections.abc import Iterator, Sequence
 import dataclasses
+import functools
 import json
 import sys
 from typing import Any
@@ -26,7 +27,6 @@ from attnres_jax import models
 from attnres_jax.common import command_line
 from attnres_jax.common import files
 from attnres_jax.common import text_table
-from attnres_jax.config import errors
 from attnres_jax.config import fields
 from attnres_jax.data import text_format as text_format_lib
 from attnres_jax.inference import draw
@@ -34,10 +34,7 @@ from attnres_jax.inference import engine as engine_lib
 from attnres_jax.inference import text
 from attnres_jax.inference import trained
 
-# What a line of a .jsonl file may have, besides its prompt.
-_OF_SETTINGS = tuple(field.name for field in dataclasses.fields(draw.Settings))
 _MAX_PROMPTS = 2**26  # Bytes.
-_OF_PROMPT = ("num_tokens", "stop", "past_end")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -124,11 +121,21 @@ def _prompts(options: argparse.Namespace) -> Iterator[text.Prompt]:
   Raises:
     ConfigError: both are given, or a line cannot be used.
   """
-  defaults = {
-    name: getattr(options, name) for name in (*_OF_SETTINGS, *_OF_PROMPT)
-  }
+  settings = draw.Settings(
+    **{
+      field.name: getattr(options, field.name)
+      for field in dataclasses.fields(draw.Settings)
+    }
+  )
+  make = functools.partial(
+    text.Prompt,
+    num_tokens=options.num_tokens,
+    settings=settings,
+    stop=tuple(options.stop),
+    past_end=options.past_end,
+  )
   if options.prompts is None:
-    yield _prompt(options.prompt, defaults)
+    yield make(options.prompt)
     return
   if options.prompt:
     config_lib.fail_argument(
@@ -150,47 +157,24 @@ def _prompts(options: argparse.Namespace) -> Iterator[text.Prompt]:
     config_lib.fail_argument("--prompts", options.prompts, "a file of UTF-8")
   if not lines:
     config_lib.fail_argument("--prompts", options.prompts, "a line per prompt")
-  for number, line in enumerate(lines, 1):
-    # Texts that share the seed of the flags differ in their streams.
-    stream = number - 1
-    if path.suffix != ".jsonl":
-      yield _prompt(line, defaults, stream)
-      continue
+  is_json = path.suffix == ".jsonl"
+  for stream, line in enumerate(lines):
+    # Texts share the seed of the flags, and differ in their streams.
     try:
-      yield _of_line(line, defaults, stream)
+      yield make(_of_line(line) if is_json else line, stream=stream)
     except config_lib.ConfigError as error:
-      raise config_lib.ConfigError(f"{path}:{number}: {error}") from error
+      raise config_lib.ConfigError(f"{path}:{stream + 1}: {error}") from error
 
 
-def _of_line(line: str, defaults: dict[str, Any], stream: int) -> text.Prompt:
+def _of_line(line: str) -> str:
   try:
     values = json.loads(line)
   except (json.JSONDecodeError, RecursionError):
     values = None
-  if not isinstance(values, dict) or not isinstance(values.get("prompt"), str):
-    config_lib.fail_argument("line", line, 'JSON such as {"prompt": "def "}')
-  prompt = values.pop("prompt")
-  for name in values:
-    errors.check_in("name", name, tuple(defaults))
-  if "seed" in values:
-    stream = 0
-  return _prompt(prompt, defaults | values, stream)
-
-
-def _prompt(
-  prompt: str, values: dict[str, Any], stream: int = 0
-) -> text.Prompt:
-  settings = draw.Settings(**{name: values[name] for name in _OF_SETTINGS})
-  stop = values["stop"]
-  stop = [stop] if isinstance(stop, str) else stop
-  return text.Prompt(
-    prompt,
-    values["num_tokens"],
-    settings,
-    fields.accept("--stop", stop, tuple[str, ...]),
-    fields.accept("--past_end", values["past_end"], bool),
-    stream,
-  )
+  match values:
+    case {"prompt": str(prompt)} if len(values) == 1:
+      return prompt
+  config_lib.fail_argument("line", line, 'only {"prompt": "def "}')
 
 
 def _show_text(

@@ -71,11 +71,7 @@ def test_one_prompt_is_printed_as_it_is_drawn(run, model, capsys, monkeypatch):
 
 def test_many_prompts_as_json(run, capsys, tmp_path):
   file = tmp_path / "prompts.jsonl"
-  lines = [
-    dict(prompt="ab"),
-    dict(prompt="ab", temperature=0, num_tokens=2),
-    dict(prompt="", seed=5, stop=["x", "y"]),
-  ]
+  lines = [dict(prompt="ab"), dict(prompt="a\nb"), dict(prompt="")]
   file.write_text("\n".join(map(json.dumps, lines)))
   flags = f"--prompts={file}", "--json", "--num_tokens=4", "--past_end"
   assert run(*flags, "--logprobs=2", "--slots=2") == 0
@@ -83,14 +79,13 @@ def test_many_prompts_as_json(run, capsys, tmp_path):
     map(json.loads, capsys.readouterr().out.splitlines()),
     key=lambda line: line["index"],
   )
-  assert [line["prompt"] for line in found] == ["ab", "ab", ""]
-  assert [len(line["ids"]) for line in found[:2]] == [4, 2]
+  assert [line["prompt"] for line in found] == ["ab", "a\nb", ""]
+  assert [len(line["ids"]) for line in found[:2]] == [4, 4]
   for line in found[:2]:
     assert line["text"] == TOKENIZER.decode(line["ids"])
     assert line["finish"] == "length"
     assert len(line["logprobs"]) == len(line["top"]) == len(line["ids"])
     assert all(len(top) == 2 for top in line["top"])
-  assert found[1]["top"][0][0]["id"] == found[1]["ids"][0]
   # The same prompt alone.
   assert run("--prompt=ab", "--json", "--num_tokens=4", "--past_end") == 0
   (alone,) = map(json.loads, capsys.readouterr().out.splitlines())
